@@ -1,0 +1,209 @@
+"""Finds, loads and registers the native library. Every error of loading is made here."""
+
+import atexit
+import ctypes
+import itertools
+import logging
+import os
+import signal
+import sys
+import threading
+import uuid
+import weakref
+
+from ._version import __version__
+
+OP_TYPE = "GluonSyncBatchNorm"
+# Graphs carry this word, so that one made in another process does not find this one's layers by their numbers.
+PROCESS = uuid.uuid4().hex
+
+_MXNET = "1.9.1"
+_LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libgluon_syncbn.so")
+# mxnet_api.h, in the same order.
+_FUNCTIONS = (
+    "MXCustomOpRegister",
+    "MXNDArrayGetData",
+    "MXNDArrayGetShapeEx",
+    "MXNDArrayGetDType",
+    "MXNDArrayCreateEx",
+    "MXNDArrayFree",
+    "MXNDArrayWaitToRead",
+    "MXEnginePushSyncND",
+)
+_log = logging.getLogger("gluon_syncbn")
+
+
+def _import_mxnet():
+    try:
+        import mxnet
+    except Exception as error:  # What an old MXNet raises under a new NumPy or Python is of any kind.
+        raise ImportError(_why_mxnet_failed(error)) from error
+    if mxnet.__version__ != _MXNET:
+        raise ImportError(
+            f"gluon_syncbn needs MXNet {_MXNET}, the last release, and found {mxnet.__version__}: "
+            f"pip install mxnet=={_MXNET} (or mxnet-cu112=={_MXNET} for GPUs)."
+        )
+    return mxnet
+
+
+def _why_mxnet_failed(error):
+    if isinstance(error, ModuleNotFoundError) and error.name == "mxnet":
+        return (
+            f"gluon_syncbn needs MXNet {_MXNET}, which is not installed: "
+            "pip install 'gluon-syncbn[cpu]', or 'gluon-syncbn[cu112]' for GPUs."
+        )
+    if not (3, 8) <= sys.version_info[:2] <= (3, 11):
+        return (
+            f"MXNet {_MXNET} needs Python 3.8 to 3.11 and cannot be imported by Python "
+            f"{sys.version_info[0]}.{sys.version_info[1]} ({error}): use an environment of Python 3.11."
+        )
+    try:
+        import numpy
+
+        version = tuple(int(part) for part in numpy.__version__.split(".")[:2])
+    except ImportError:
+        return f"MXNet {_MXNET} needs NumPy, which is not installed: pip install 'numpy<1.24'."
+    if version >= (1, 24):
+        return (
+            f"MXNet {_MXNET} needs NumPy below 1.24 and cannot be imported with {numpy.__version__} "
+            f"({error}): pip install 'numpy<1.24'."
+        )
+    return (
+        f"MXNet {_MXNET} is installed but cannot be imported ({error}): mend or reinstall it first; "
+        "mxnet-cu112 needs the CUDA 11 libraries and an NVIDIA driver."
+    )
+
+
+def _load():
+    rebuild = "Build it again: pip install --force-reinstall --no-deps gluon-syncbn (or pip install -e . in a checkout)."
+    if not os.path.exists(_LIBRARY):
+        raise ImportError(f"The native library of gluon_syncbn is missing ({_LIBRARY}). {rebuild}")
+    try:
+        library = ctypes.CDLL(_LIBRARY, ctypes.RTLD_LOCAL)
+        library.gluon_syncbn_version.restype = ctypes.c_char_p
+        version = library.gluon_syncbn_version().decode()
+    except (OSError, AttributeError) as error:
+        raise ImportError(
+            f"The native library of gluon_syncbn cannot be loaded ({error}): it was built for another machine or "
+            f"is damaged. {rebuild}"
+        ) from error
+    if version != __version__:
+        raise ImportError(f"The native library is of gluon_syncbn {version}, the Python part of {__version__}. {rebuild}")
+    return library
+
+
+_WARN = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+_FAILED = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_char_p)
+
+
+@_WARN
+def _on_warning(text):
+    _log.warning("%s", text.decode())
+
+
+@_FAILED
+def _on_failure(number, generation, text):
+    """Lets the devices of a layer start anew after a failed step. Runs on the thread that noticed the failure."""
+    layer = _layers.get(number)
+    block = layer and layer.block()
+    if block is None:
+        return
+    arrays = block._running_statistics()
+    for device in layer.devices:
+        handles = [array.handle for array in arrays.get(device, ())]
+        _library.gluon_syncbn_settle(
+            number, generation, device.encode(), (ctypes.c_void_p * len(handles))(*handles), len(handles), text
+        )
+
+
+def _register(mxnet):
+    api = (ctypes.c_void_p * len(_FUNCTIONS))(
+        *(ctypes.cast(getattr(mxnet.base._LIB, name), ctypes.c_void_p) for name in _FUNCTIONS)
+    )
+    status = _library.gluon_syncbn_register(
+        api,
+        PROCESS.encode(),
+        os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine",
+        mxnet.runtime.Features().is_enabled("MKLDNN"),
+        _on_warning,
+        _on_failure,
+    )
+    if status != 0:
+        raise ImportError(f"MXNet did not register the operator {OP_TYPE}: {mxnet.base.py_str(mxnet.base._LIB.MXGetLastError())}")
+
+
+class Layer:
+    """A layer as the native library knows it: a number that no other layer has, a name, devices, a timeout.
+
+    `block` is the layer as the user knows it, whose running statistics hold an error after a failed step.
+    """
+
+    def __init__(self, name, block):
+        self.number = next(_numbers)
+        self.name = name
+        self.devices = ()
+        self.block = weakref.ref(block)
+        _layers[self.number] = self
+        weakref.finalize(self, _library.gluon_syncbn_forget, ctypes.c_int64(self.number)).atexit = False
+
+    def configure(self, devices, num_devices, timeout):
+        """devices: those that may take part, as MXNet names them; num_devices: how many do, None for all."""
+        self.devices = tuple(devices)
+        self._settings = (num_devices or 0, ctypes.c_double(timeout))
+        self.tell()
+
+    def tell(self):
+        """Tells the native library."""
+        names = (ctypes.c_char_p * len(self.devices))(*(device.encode() for device in self.devices))
+        _library.gluon_syncbn_configure(
+            ctypes.c_int64(self.number), self.name.encode(), names, len(names), *self._settings
+        )
+
+
+def waiting():
+    """The number of calls that wait for other devices at this moment."""
+    return _library.gluon_syncbn_waiting()
+
+
+def _before_fork():
+    # MXNet stops its threads for a fork. Those that wait for another device have to be through by then.
+    try:
+        mxnet.nd.waitall()
+    except mxnet.MXNetError as error:
+        _log.error("A step had failed before this fork, with an error that nobody had waited for yet: %s", error)
+
+
+def _after_fork_in_child():
+    _library.gluon_syncbn_reset()
+    for layer in list(_layers.values()):
+        layer.tell()
+
+
+def _at_exit():
+    _library.gluon_syncbn_close(b"The process ends while this device waited for the others.")
+
+
+_numbers = itertools.count()
+_layers = weakref.WeakValueDictionary()
+mxnet = _import_mxnet()
+_library = _load()
+_library.gluon_syncbn_settle.argtypes = [
+    ctypes.c_int64,
+    ctypes.c_int64,
+    ctypes.c_char_p,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_char_p,
+]
+_register(mxnet)
+HAS_ONEDNN = mxnet.runtime.Features().is_enabled("MKLDNN")
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+# Later registered, earlier called: before MXNet waits for its threads.
+atexit.register(_at_exit)
+if (
+    threading.current_thread() is threading.main_thread()
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
+    # A main thread that waits inside MXNet does not see Ctrl-C before MXNet returns. A script with a handler of its own
+    # is left alone: it means to finish its step.
+    _library.gluon_syncbn_catch_interrupts()

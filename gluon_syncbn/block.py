@@ -1,0 +1,190 @@
+"""SyncBatchNorm, the layer."""
+
+import weakref
+
+import mxnet as mx
+from mxnet.gluon import nn
+from mxnet.gluon.parameter import Parameter
+from mxnet.util import is_np_array
+
+from . import _native
+from .functional import sync_batch_norm
+from .group import SyncGroup
+
+
+class _Watched(Parameter):
+    """A parameter that tells its layers on which contexts it lives, whenever that changes."""
+
+    def _init_impl(self, data, ctx_list):
+        super()._init_impl(data, ctx_list)
+        for layer in self._layers:
+            layer._on_contexts()
+
+    @classmethod
+    def watch(cls, parameter, layer):
+        # The object stays the same one: others share it.
+        if not isinstance(parameter, cls):
+            parameter.__class__ = cls
+            parameter._layers = weakref.WeakSet()
+        parameter._layers.add(layer)
+
+
+class SyncBatchNorm(nn.BatchNorm):
+    r"""Batch normalization with the statistics of the whole mini-batch, over all devices.
+
+    .. math:: y = \gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta
+
+    with the mean :math:`\mu` and the biased variance :math:`\sigma^2` of each channel over all values
+    of that channel on all devices; :mod:`gluon_syncbn.functional` has the backward. It takes the place
+    of :class:`mxnet.gluon.nn.BatchNorm`: same arguments, same parameters, same files. The results are
+    the same, bit for bit, however a batch is split over devices and threads.
+
+    Training code stays as it is: the net is called once for each device inside ``autograd.record()``, and
+    no result is waited for before every device was called. In inference devices do not wait for each
+    other.
+
+    Parameters
+    ----------
+    axis : int, default 1
+        The axis of the channels.
+    momentum : float, default 0.9
+        ``running = momentum * running + (1 - momentum) * batch`` in each forward in training mode.
+        (Elsewhere momentum often names the other factor.)
+    epsilon : float, default 1e-5
+        Added to the variance.
+    center, scale : bool, default True
+        Whether beta and gamma are trained. Without scale, gamma is taken for 1.
+    use_global_stats : bool, default False
+        Normalize with the running statistics in training too, and leave them as they are.
+    beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer
+        str or Initializer.
+    in_channels : int, default 0
+        The number of channels C; 0: taken from the first data.
+    num_devices : int, optional
+        How many devices take part, where that is not all on which the parameters live.
+    group : SyncGroup, optional
+        Which devices take part, and how long they wait for each other.
+
+    Parameters of the layer
+    -----------------------
+    gamma, beta, running_mean, running_var
+        Shape (C,), named and saved as those of ``nn.BatchNorm``.
+
+    Inputs and outputs
+    ------------------
+    x : (N, C), (N, C, W), (N, C, H, W) or (N, C, D, H, W), or with C on another `axis`; float32 or
+    float64. The output has its shape and dtype.
+
+    Raises
+    ------
+    ValueError
+        For arguments that make no sense, and for data on a context that has no parameters.
+    MXNetError
+        Where a result is waited for, when a device does not come, comes twice, or brings other channels.
+        Afterwards ``mx.nd.waitall()`` fetches what other devices have to say of the same error, and
+        training can go on.
+
+    References
+    ----------
+    S. Ioffe and C. Szegedy, Batch Normalization, ICML 2015.
+    H. Zhang et al., Context Encoding for Semantic Segmentation, CVPR 2018.
+    """
+
+    def __init__(
+        self,
+        axis=1,
+        momentum=0.9,
+        epsilon=1e-5,
+        center=True,
+        scale=True,
+        use_global_stats=False,
+        beta_initializer="zeros",
+        gamma_initializer="ones",
+        running_mean_initializer="zeros",
+        running_variance_initializer="ones",
+        in_channels=0,
+        num_devices=None,
+        group=None,
+        **kwargs,
+    ):
+        if num_devices is not None and (int(num_devices) != num_devices or num_devices < 1):
+            raise ValueError(
+                f"num_devices is {num_devices!r}: give the number of devices that take part, or None for "
+                "all on which the parameters live."
+            )
+        if group is not None and not isinstance(group, SyncGroup):
+            raise ValueError(f"group is {group!r}: give a gluon_syncbn.SyncGroup, or None.")
+        super().__init__(
+            axis=axis,
+            momentum=momentum,
+            epsilon=epsilon,
+            center=center,
+            scale=scale,
+            use_global_stats=use_global_stats,
+            beta_initializer=beta_initializer,
+            gamma_initializer=gamma_initializer,
+            running_mean_initializer=running_mean_initializer,
+            running_variance_initializer=running_variance_initializer,
+            in_channels=in_channels,
+            **kwargs,
+        )
+        self._num_devices = num_devices
+        self._group = group or SyncGroup()
+        self._layer = _native.Layer(self.prefix.rstrip("_"), self)
+        _Watched.watch(self.running_mean, self)
+        self._on_contexts()
+
+    def _contexts(self):
+        """The contexts of the parameters, or of their deferred initialization; none before that."""
+        parameter = self.running_mean
+        if parameter._data is None and not parameter._deferred_init:
+            return []
+        return parameter.list_ctx()
+
+    def _on_contexts(self):
+        devices = self._group.devices or [str(context) for context in self._contexts()]
+        self._layer.configure(devices, self._num_devices, self._group.timeout)
+
+    def _running_statistics(self):
+        """{device: its running mean and variance}."""
+        arrays = zip(self.running_mean.list_data(), self.running_var.list_data())
+        return {str(mean.context): (mean, variance) for mean, variance in arrays}
+
+    def forward(self, x, *args):
+        contexts = self._contexts()
+        if isinstance(x, mx.nd.NDArray) and contexts and x.context not in contexts:
+            raise ValueError(
+                f"{self.name} was called with data on {x.context}, but its parameters live on {contexts}: "
+                "initialize the net on every context in use (net.initialize(ctx=[...]) or "
+                "net.collect_params().reset_ctx([...])), or move the data."
+            )
+        return super().forward(x, *args)
+
+    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
+        if is_np_array():
+            raise TypeError(
+                "SyncBatchNorm takes mx.nd arrays and mx.sym symbols, and MXNet's NumPy arrays are switched on: "
+                "call mx.npx.reset_np() before the net is used."
+            )
+        settings = self._kwargs
+        contexts = self._contexts()
+        return sync_batch_norm(
+            F,
+            x,
+            gamma,
+            beta,
+            running_mean,
+            running_var,
+            layer=self._layer,
+            axis=settings["axis"],
+            momentum=settings["momentum"],
+            epsilon=settings["eps"],
+            fix_gamma=settings["fix_gamma"],
+            use_global_stats=settings["use_global_stats"],
+            gate=_native.HAS_ONEDNN and (not contexts or any(c.device_type != "gpu" for c in contexts)),
+            name="fwd",
+        )
+
+    def __repr__(self):
+        devices = self._num_devices or list(self._layer.devices)
+        return f"{super().__repr__()[:-1]}, devices={devices})"

@@ -1,0 +1,91 @@
+"""The operator as one call."""
+
+from . import _native
+
+
+def sync_batch_norm(
+    F,
+    x,
+    gamma,
+    beta,
+    running_mean,
+    running_var,
+    *,
+    layer,
+    axis=1,
+    momentum=0.9,
+    epsilon=1e-5,
+    fix_gamma=False,
+    use_global_stats=False,
+    gate=False,
+    name=None,
+):
+    r"""Batch normalization over all devices of `layer` (Ioffe and Szegedy, 2015).
+
+    With x of shape (N, C, S), all axes before the channel's taken as N and all behind it as S, and
+    sums over n and s on all devices, M values in all:
+
+    .. math::
+        \mu_c &= \frac1M \sum x_{ncs} \qquad \sigma_c^2 = \frac1M \sum (x_{ncs} - \mu_c)^2 \\
+        y_{ncs} &= \gamma_c \frac{x_{ncs} - \mu_c}{\sqrt{\sigma_c^2 + \epsilon}} + \beta_c
+
+    In training mode the running statistics become ``momentum * running + (1 - momentum) * batch``, with
+    the biased variance above. In inference, and with `use_global_stats`, they take the place of the
+    batch's, and no device waits for another.
+
+    Backward, with :math:`\hat x = (x - \mu) / \sqrt{\sigma^2 + \epsilon}`:
+
+    .. math::
+        d\beta_c = \sum dy_{ncs} \qquad d\gamma_c = \sum dy_{ncs} \hat x_{ncs} \qquad
+        dx_{ncs} = \frac{\gamma_c}{\sqrt{\sigma_c^2 + \epsilon}}
+            \left(dy_{ncs} - \frac{d\beta_c}{M} - \hat x_{ncs} \frac{d\gamma_c}{M}\right)
+
+    where dx takes the sums over all devices; dgamma and dbeta are written as those of the device alone,
+    which a Trainer adds.
+
+    Parameters
+    ----------
+    F : module
+        mxnet.nd or mxnet.sym, as in ``hybrid_forward``.
+    x : NDArray or Symbol
+        Data of 2 to 5 dimensions, float32 or float64.
+    gamma, beta, running_mean, running_var : NDArray or Symbol
+        Shape (C,), of the dtype of x. The last two are changed in training mode.
+    layer : _native.Layer
+        Whose devices meet.
+    gate : bool
+        Whether to shield the operator from oneDNN's memory layouts. MXNet frees the plain copy of an
+        array in such a layout before the operator, which runs asynchronously, has read it. A SwapAxis
+        of equal axes in front and behind copies x, y and their gradients into memory that stays.
+
+    Returns
+    -------
+    y : NDArray or Symbol
+        Of the shape and dtype of x.
+
+    Raises
+    ------
+    MXNetError
+        At once for shapes and dtypes that do not fit. Where y is waited for: when a device of the layer
+        does not come within the layer's timeout, comes twice, or brings another number of channels.
+    """
+    if gate:
+        x = F.SwapAxis(x, dim1=0, dim2=0)
+    y = F.Custom(
+        x,
+        gamma,
+        beta,
+        running_mean,
+        running_var,
+        name=name,
+        op_type=_native.OP_TYPE,
+        layer=layer.number,
+        process=_native.PROCESS,
+        axis=axis,
+        momentum=momentum,
+        epsilon=epsilon,
+        fix_gamma=fix_gamma,
+        use_global_stats=use_global_stats,
+        gated=gate,
+    )[0]
+    return F.SwapAxis(y, dim1=0, dim2=0) if gate else y

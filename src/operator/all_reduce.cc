@@ -1,0 +1,348 @@
+#include "all_reduce.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <utility>
+
+namespace gluon_syncbn {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
+
+// How often a waiting call looks up from its sleep for Ctrl-C.
+constexpr Seconds kSlice{0.1};
+constexpr Seconds kGraceAfterInterrupt{0.5};
+// The share of the timeout after which a warning is given.
+constexpr double kWarnAfter = 0.1;
+
+// Counts Ctrl-C. A process has one keyboard, so this is the one thing that all instances share.
+std::atomic<unsigned> interrupts{0};
+
+std::string join(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text.empty() ? "none" : text;
+}
+
+std::string number(double value) {
+  std::ostringstream text;
+  text.precision(3);
+  text << value;
+  return text.str();
+}
+
+bool is_cpu(const std::string& device) { return device.compare(0, 3, "cpu") == 0; }
+
+}  // namespace
+
+struct AllReduce::Meeting {
+  struct Arrival {
+    std::string device;
+    const std::vector<ChannelSums>* sums;
+    double count;
+  };
+
+  std::vector<Arrival> arrivals;
+  bool warned = false;
+  bool complete = false;
+  std::string error;
+  std::vector<ChannelSums> sums;
+  double count = 0;
+  std::condition_variable changed;
+
+  bool over() const { return complete || !error.empty(); }
+
+  bool has(const std::string& device) const {
+    return std::any_of(arrivals.begin(), arrivals.end(), [&](const Arrival& a) { return a.device == device; });
+  }
+
+  // Adds what everyone brought, in rank order whoever came last. All of them wait, so what they point to stays.
+  void add_up(const std::vector<std::string>& ranks) {
+    const auto rank = [&](const Arrival& a) { return std::find(ranks.begin(), ranks.end(), a.device); };
+    std::sort(arrivals.begin(), arrivals.end(), [&](const Arrival& a, const Arrival& b) { return rank(a) < rank(b); });
+    sums.resize(arrivals[0].sums->size());
+    for (const Arrival& arrival : arrivals) {
+      for (size_t c = 0; c < sums.size(); ++c) sums[c].add((*arrival.sums)[c]);
+      count += arrival.count;
+    }
+    complete = true;
+    changed.notify_all();
+  }
+};
+
+struct AllReduce::Layer {
+  using Key = std::pair<Direction, int64_t>;
+
+  int64_t number = 0;
+  LayerConfig config;
+  int64_t generation = 0;
+  // Why the last generation ended, and the devices that have not left it yet.
+  std::string failure;
+  std::set<std::string> unsettled;
+  std::map<std::string, int64_t> forward_calls;
+  std::map<Key, std::shared_ptr<Meeting>> meetings;
+
+  std::string title(const Key& key) const {
+    return "SyncBatchNorm '" + config.name + "', " + (key.first == Direction::kForward ? "forward" : "backward") +
+           " call " + std::to_string(key.second);
+  }
+
+  // "Came: cpu(0). Missing: cpu(1)."
+  std::string attendance(const Meeting& meeting) const {
+    std::vector<std::string> came, absent;
+    for (const Meeting::Arrival& arrival : meeting.arrivals) came.push_back(arrival.device);
+    for (const std::string& device : config.devices) {
+      if (!meeting.has(device)) absent.push_back(device);
+    }
+    const size_t missing = config.participants() - came.size();
+    const std::string share = missing < absent.size() ? std::to_string(missing) + " of " : "";
+    return "Came: " + join(came) + ". Missing: " + share + join(absent) + ".";
+  }
+
+  std::string causes(Direction direction) const {
+    std::string text =
+        "Usual causes: the loop over the devices left one out or ended early (a last batch smaller than the number of "
+        "devices, an exception between two calls); the result of one device is waited for before the next is called; ";
+    text += direction == Direction::kForward
+                ? "the layer is called more often on one device than on another; num_devices is larger than the number "
+                  "of devices in use."
+                : "backward is not called for every device.";
+    if (std::count_if(config.devices.begin(), config.devices.end(), is_cpu) > 1) {
+      const char* slots = std::getenv("MXNET_CPU_TEMP_COPY");
+      text +=
+          " With several CPU contexts in one process also: MXNet has few workspaces for all of them together, and a "
+          "convolution of one device can hold the one that another needs to get here. Set MXNET_CPU_TEMP_COPY=4096 and "
+          "MXNET_CPU_PARALLEL_RAND_COPY=64 in the environment before MXNet starts (now MXNET_CPU_TEMP_COPY is ";
+      text += slots ? std::string(slots) + ")." : "not set).";
+    }
+    return text;
+  }
+
+  // Ends all meetings and starts a new generation.
+  void start_anew(const std::string& why) {
+    for (auto& entry : meetings) {
+      entry.second->error = why;
+      entry.second->changed.notify_all();
+    }
+    meetings.clear();
+    forward_calls.clear();
+    failure = why;
+    ++generation;
+  }
+
+  void fail(const std::string& why) {
+    start_anew(why);
+    unsettled.insert(config.devices.begin(), config.devices.end());
+  }
+
+  Error failed_before() const { return Error("This call is part of a step that failed before. " + failure); }
+};
+
+struct AllReduce::State {
+  using Lock = std::unique_lock<std::mutex>;
+
+  mutable std::mutex mutex;
+  std::map<int64_t, LayerPtr> registered;
+  std::map<int64_t, std::weak_ptr<Layer>> layers;
+  std::string closed;
+  Observer observer;
+
+  LayerPtr find(int64_t number) const {
+    const auto found = layers.find(number);
+    return found == layers.end() ? nullptr : found->second.lock();
+  }
+
+  void check_open(const LayerPtr& layer) const {
+    if (!closed.empty()) throw Error(closed);
+    if (!layer) {
+      throw Error(
+          "The SyncBatchNorm of this graph does not exist in this process: the graph was loaded from a file, or its "
+          "layer was deleted. To train, build the net again and load its parameters.");
+    }
+  }
+
+  // Ends the step for everyone at this layer, and tells the observer, with the lock open.
+  void end_step(Lock* lock, Layer* layer, const std::string& text) {
+    layer->fail(text);
+    const int64_t generation = layer->generation;
+    const auto failed = observer.failed;
+    lock->unlock();
+    if (failed) failed(layer->number, generation, text);
+  }
+
+  [[noreturn]] void fail(Lock* lock, Layer* layer, const std::string& text) {
+    end_step(lock, layer, text);
+    throw Error(text);
+  }
+
+  // Sleeps until the meeting is over. Throws Error when it cannot be waited for any longer.
+  void wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeting, const std::string& device) {
+    const Seconds timeout(layer->config.timeout_seconds);
+    const Clock::time_point start = Clock::now();
+    const unsigned interrupts_before = interrupts.load(std::memory_order_relaxed);
+    Seconds since_interrupt{0};
+    while (!meeting->over()) {
+      const Seconds slice = std::min(kSlice, timeout * kWarnAfter);
+      meeting->changed.wait_for(*lock, slice);
+      if (meeting->over()) return;
+
+      const Seconds waited = Clock::now() - start;
+      const std::string story = layer->title(key) + ": " + device + " has waited " + number(waited.count()) +
+                                " s for the other devices. " + layer->attendance(*meeting) + " ";
+      if (waited > timeout) fail(lock, layer, story + layer->causes(key.first));
+
+      if (interrupts.load(std::memory_order_relaxed) != interrupts_before) since_interrupt += slice;
+      if (since_interrupt > kGraceAfterInterrupt) fail(lock, layer, story + "Interrupted.");
+
+      if (!meeting->warned && waited > timeout * kWarnAfter) {
+        meeting->warned = true;
+        if (const auto warn = observer.warn) {
+          const std::string text =
+              story + "After " + number(timeout.count()) + " s this is an error. " + layer->causes(key.first);
+          lock->unlock();
+          warn(text);
+          lock->lock();
+        }
+      }
+    }
+  }
+};
+
+AllReduce::AllReduce() : state_(new State) {}
+AllReduce::~AllReduce() = default;
+
+void AllReduce::interrupt() { interrupts.fetch_add(1, std::memory_order_relaxed); }
+
+void AllReduce::observe(Observer observer) {
+  const State::Lock lock(state_->mutex);
+  state_->observer = std::move(observer);
+}
+
+void AllReduce::configure(int64_t number, LayerConfig config) {
+  const State::Lock lock(state_->mutex);
+  LayerPtr& layer = state_->registered[number];
+  if (!layer) {
+    layer = std::make_shared<Layer>();
+    layer->number = number;
+    state_->layers[number] = layer;
+  } else if (layer->config.devices != config.devices) {
+    layer->start_anew("The devices of SyncBatchNorm '" + config.name + "' were changed from " +
+                      join(layer->config.devices) + " to " + join(config.devices) + ".");
+    layer->unsettled.clear();
+  }
+  layer->config = std::move(config);
+}
+
+void AllReduce::forget(int64_t number) {
+  const State::Lock lock(state_->mutex);
+  state_->registered.erase(number);
+  for (auto entry = state_->layers.begin(); entry != state_->layers.end();) {
+    entry = entry->second.expired() ? state_->layers.erase(entry) : std::next(entry);
+  }
+}
+
+AllReduce::LayerPtr AllReduce::find(int64_t number) const {
+  const State::Lock lock(state_->mutex);
+  return state_->find(number);
+}
+
+size_t AllReduce::participants(const LayerPtr& layer) const {
+  const State::Lock lock(state_->mutex);
+  state_->check_open(layer);
+  return layer->config.participants();
+}
+
+int AllReduce::waiting() const {
+  const State::Lock lock(state_->mutex);
+  size_t calls = 0;
+  for (const auto& entry : state_->layers) {
+    const LayerPtr layer = entry.second.lock();
+    if (!layer) continue;
+    for (const auto& meeting : layer->meetings) calls += meeting.second->arrivals.size();
+  }
+  return static_cast<int>(calls);
+}
+
+Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device) {
+  const State::Lock lock(state_->mutex);
+  state_->check_open(layer);
+  const LayerConfig& config = layer->config;
+  const std::string devices = std::to_string(config.devices.size()) + " (" + join(config.devices) + ")";
+  if (config.participants() > config.devices.size()) {
+    throw Error("SyncBatchNorm '" + config.name + "' was made with num_devices=" + std::to_string(config.num_devices) +
+                ", but the devices of its parameters are " + devices +
+                ". Leave num_devices out, or initialize the net on all devices.");
+  }
+  if (std::find(config.devices.begin(), config.devices.end(), device) == config.devices.end()) {
+    throw Error("SyncBatchNorm '" + config.name + "' was called on " + device + ", but its devices are " + devices +
+                ". Initialize the net on every device in use, or name them all in its SyncGroup.");
+  }
+  if (layer->unsettled.count(device)) throw layer->failed_before();
+  return {layer->generation, layer->forward_calls[device]++};
+}
+
+void AllReduce::reduce(const LayerPtr& layer, const Ticket& ticket, Direction direction, const std::string& device,
+                       std::vector<ChannelSums>* sums, double* count) {
+  State::Lock lock(state_->mutex);
+  state_->check_open(layer);
+  if (ticket.generation != layer->generation) throw layer->failed_before();
+  const size_t participants = layer->config.participants();
+  if (participants == 1) return;
+
+  const Layer::Key key(direction, ticket.number);
+  std::shared_ptr<Meeting>& open = layer->meetings[key];
+  if (!open) open = std::make_shared<Meeting>();
+  const std::shared_ptr<Meeting> meeting = open;
+
+  if (meeting->has(device)) {
+    state_->fail(&lock, layer.get(),
+                 layer->title(key) + ": " + device + " came a second time before the others had come once. " +
+                     layer->attendance(*meeting) + " Call the net once for each device and step.");
+  }
+  if (!meeting->arrivals.empty() && meeting->arrivals[0].sums->size() != sums->size()) {
+    const Meeting::Arrival& other = meeting->arrivals[0];
+    state_->fail(&lock, layer.get(),
+                 layer->title(key) + ": " + other.device + " has " + std::to_string(other.sums->size()) +
+                     " channels, " + device + " has " + std::to_string(sums->size()) +
+                     ". Give every device data of the same number of channels.");
+  }
+  meeting->arrivals.push_back({device, sums, *count});
+  if (meeting->arrivals.size() == participants) {
+    meeting->add_up(layer->config.devices);
+    layer->meetings.erase(key);
+  }
+
+  state_->wait(&lock, layer.get(), key, meeting.get(), device);
+  if (!meeting->complete) throw Error(meeting->error);
+  *sums = meeting->sums;
+  *count = meeting->count;
+}
+
+void AllReduce::fail(const LayerPtr& layer, const std::string& text) {
+  State::Lock lock(state_->mutex);
+  if (layer && state_->closed.empty()) state_->end_step(&lock, layer.get(), text);
+}
+
+void AllReduce::settle(int64_t number, int64_t generation, const std::string& device) {
+  const State::Lock lock(state_->mutex);
+  const LayerPtr layer = state_->find(number);
+  if (layer && layer->generation == generation) layer->unsettled.erase(device);
+}
+
+void AllReduce::close(const std::string& reason) {
+  const State::Lock lock(state_->mutex);
+  state_->closed = reason;
+  for (auto& entry : state_->layers) {
+    if (const LayerPtr layer = entry.second.lock()) layer->fail(reason);
+  }
+}
+
+}  // namespace gluon_syncbn

@@ -1,0 +1,93 @@
+// The formulae of batch normalization (Ioffe and Szegedy 2015), once, for host and device.
+//
+//   mean = sum(x) / M          variance = sum(x^2) / M - mean^2          inv_std = 1 / sqrt(variance + epsilon)
+//   y  = (x - mean) * inv_std * gamma + beta
+//   dbeta = sum(dy)            dgamma = sum(dy * (x - mean)) * inv_std
+//   dx = gamma * inv_std * (dy - sum(dy) / M - (x - mean) * inv_std^2 * sum(dy * (x - mean)) / M)
+//
+// Sums run over all M = N * S values of a channel, on all devices.
+#ifndef GLUON_SYNCBN_BATCH_NORM_MATH_H_
+#define GLUON_SYNCBN_BATCH_NORM_MATH_H_
+
+#include "sums.h"
+
+namespace gluon_syncbn {
+
+// mean + mean_low is the mean to about 106 bits: what keeps (x - mean) exact far from zero.
+struct Statistics {
+  double mean, mean_low, variance, inv_std;
+};
+
+SBN_HOST_DEVICE Statistics batch_statistics(const ChannelSums& sums, double count, double epsilon) {
+  Statistics s;
+  s.mean = sums.first.value() / count;
+  // With r = sum(x) - count * mean, the rounding of the line above:
+  //   sum((x - mean)^2) = sum(x^2) - mean * sum(x) - mean * r
+  // and the variance lies r^2 / count^2 below, where the exact mean is.
+  Sum3 residual = sums.first;
+  residual.add_product(-count, s.mean);
+  Sum3 deviation = sums.second;
+  deviation.add_product(-s.mean, sums.first.high);
+  deviation.add_product(-s.mean, sums.first.middle);
+  deviation.add_product(-s.mean, sums.first.low);
+  deviation.add_product(-s.mean, residual.value());
+  s.mean_low = residual.value() / count;
+  s.variance = deviation.value() / count - s.mean_low * s.mean_low;
+  // Not fmax: a NaN has to stay one.
+  if (s.variance < 0) s.variance = 0;
+  s.inv_std = 1 / sqrt(s.variance + epsilon);
+  return s;
+}
+
+SBN_HOST_DEVICE Statistics given_statistics(double mean, double variance, double epsilon) {
+  return {mean, 0, variance, 1 / sqrt(variance + epsilon)};
+}
+
+SBN_HOST_DEVICE double moving_average(double running, double batch, double momentum) {
+  return momentum * running + (1 - momentum) * batch;
+}
+
+// Backward sums of one value: the factor of dy in the sum that gives dgamma.
+SBN_HOST_DEVICE double centered(double x, const Statistics& s) {
+  return (x - s.mean) - s.mean_low;
+}
+
+// y of one channel, in the arithmetic of T: the mean as two numbers of T, so that an offset of the data costs nothing.
+template <typename T>
+struct Normalize {
+  T mean, mean_low, scale, shift;
+
+  SBN_HOST_DEVICE static Normalize of(const Statistics& s, double gamma, double beta) {
+    const T mean = static_cast<T>(s.mean);
+    return {mean, static_cast<T>((s.mean - static_cast<double>(mean)) + s.mean_low),
+            static_cast<T>(gamma * s.inv_std), static_cast<T>(beta)};
+  }
+
+  SBN_HOST_DEVICE T operator()(T x) const { return ((x - mean) - mean_low) * scale + shift; }
+};
+
+// dx of one channel whose statistics are the batch's.
+template <typename T>
+struct InputGradient {
+  T mean, mean_low, dy_mean, dy_mean_low, slope, scale;
+
+  SBN_HOST_DEVICE static InputGradient of(const Statistics& s, double gamma, const ChannelSums& sums,
+                                          double count) {
+    const double dy_mean_exact = sums.first.value() / count;
+    const T mean = static_cast<T>(s.mean), dy_mean = static_cast<T>(dy_mean_exact);
+    return {mean,
+            static_cast<T>((s.mean - static_cast<double>(mean)) + s.mean_low),
+            dy_mean,
+            static_cast<T>(dy_mean_exact - static_cast<double>(dy_mean)),
+            static_cast<T>(sums.second.value() / count * s.inv_std * s.inv_std),
+            static_cast<T>(gamma * s.inv_std)};
+  }
+
+  SBN_HOST_DEVICE T operator()(T dy, T x) const {
+    return (((dy - dy_mean) - dy_mean_low) - ((x - mean) - mean_low) * slope) * scale;
+  }
+};
+
+}  // namespace gluon_syncbn
+
+#endif  // GLUON_SYNCBN_BATCH_NORM_MATH_H_

@@ -1,0 +1,226 @@
+// The CPU kernels: the loops of loops_cpu.inc for several instruction sets, and the walk over planes and threads.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "kernels.h"
+
+#define SBN_INLINE inline __attribute__((always_inline))
+
+namespace gluon_syncbn {
+namespace {
+
+// Values of a plane that are summed at a time; they stay in the first-level cache.
+constexpr int64_t kChunk = 2048;
+// Channels of a row whose sums are held at a time, where S = 1.
+constexpr int64_t kRow = 64;
+// Work below which another thread costs more than it brings.
+constexpr int64_t kValuesPerThread = 1 << 15;
+
+template <typename T>
+struct Loops {
+  void (*forward_chunk)(const T* x, int64_t n, ChannelSums*);
+  void (*backward_chunk)(const T* dy, const T* x, int64_t n, const Statistics&, ChannelSums*);
+  void (*forward_rows)(const T* x, int64_t n, int64_t stride, int64_t width, ChannelSums*);
+  void (*backward_rows)(const T* dy, const T* x, int64_t n, int64_t stride, int64_t width, const Statistics*,
+                        ChannelSums*);
+  void (*normalize)(const T* x, int64_t n, const Normalize<T>*, bool row, T* y, Store);
+  void (*input_gradient)(const T* dy, const T* x, int64_t n, const InputGradient<T>*, bool row, T* dx, Store);
+};
+
+namespace baseline {
+#include "loops_cpu.inc"
+}
+
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+namespace avx2 {
+#include "loops_cpu.inc"
+}
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+namespace avx512 {
+#include "loops_cpu.inc"
+}
+#pragma GCC pop_options
+#endif
+
+template <typename T>
+const Loops<T>& loops() {
+#if defined(__x86_64__)
+  static const Loops<T>& best =
+      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+              __builtin_cpu_supports("avx512vl")
+          ? avx512::kLoops<T>
+      : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? avx2::kLoops<T>
+                                                                        : baseline::kLoops<T>;
+  return best;
+#else
+  return baseline::kLoops<T>;
+#endif
+}
+
+int64_t threads_for(int64_t values) {
+#ifdef _OPENMP
+  return std::clamp<int64_t>(values / kValuesPerThread, 1, omp_get_max_threads());
+#else
+  (void)values;
+  return 1;
+#endif
+}
+
+// Calls f(unit) for every unit, on several threads where there is work for them.
+template <typename F>
+void parallel_for(int64_t units, int64_t values, const F& f) {
+  const int threads = static_cast<int>(std::min(units, threads_for(values)));
+  (void)threads;
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+#endif
+  for (int64_t unit = 0; unit < units; ++unit) f(unit);
+}
+
+// What is summed as one unit: `width` channels, each of which has `parts` parts.
+struct Group {
+  int64_t width, parts;
+};
+
+// sums[c] = the sum over the parts of channel c; f(c, begin, end, sums) adds some parts of the group that starts at c.
+// The parts of a group are shared between threads only where there are fewer groups than threads.
+template <typename F>
+void sum_groups(View view, Group group, ChannelSums* sums, const F& f) {
+  const int64_t groups = (view.C + group.width - 1) / group.width;
+  const int64_t pieces = std::clamp<int64_t>(threads_for(view.size()) / groups, 1, std::max<int64_t>(group.parts, 1));
+  std::vector<ChannelSums> partial(pieces * view.C);
+  parallel_for(groups * pieces, view.size(), [&](int64_t unit) {
+    const int64_t piece = unit % pieces, c = unit / pieces * group.width;
+    f(c, group.parts * piece / pieces, group.parts * (piece + 1) / pieces, &partial[piece * view.C + c]);
+  });
+  for (int64_t c = 0; c < view.C; ++c) {
+    sums[c] = ChannelSums();
+    for (int64_t piece = 0; piece < pieces; ++piece) sums[c].add(partial[piece * view.C + c]);
+  }
+}
+
+// Calls f(offset, n, sums) for the chunks of each channel's planes.
+template <typename F>
+void sum_chunks(View view, ChannelSums* sums, const F& f) {
+  const int64_t chunks = (view.S + kChunk - 1) / kChunk;
+  sum_groups(view, {1, view.N * chunks}, sums, [&](int64_t c, int64_t begin, int64_t end, ChannelSums* to) {
+    for (int64_t part = begin; part < end; ++part) {
+      const int64_t start = part % chunks * kChunk;
+      f(c, (part / chunks * view.C + c) * view.S + start, std::min(kChunk, view.S - start), to);
+    }
+  });
+}
+
+// Calls f(c, offset, rows, width, sums) for blocks of channels, where S = 1.
+template <typename F>
+void sum_rows(View view, ChannelSums* sums, const F& f) {
+  sum_groups(view, {kRow, view.N}, sums, [&](int64_t c, int64_t begin, int64_t end, ChannelSums* to) {
+    f(c, begin * view.C + c, end - begin, std::min(kRow, view.C - c), to);
+  });
+}
+
+// Calls f(offset, n, c, row) for the planes of the array, or for its rows where S = 1.
+template <typename F>
+void for_each_plane(View view, const F& f) {
+  if (view.S == 1) {
+    parallel_for(view.N, view.size(), [&](int64_t n) { f(n * view.C, view.C, int64_t{0}, true); });
+  } else {
+    parallel_for(view.N * view.C, view.size(),
+                 [&](int64_t plane) { f(plane * view.S, view.S, plane % view.C, false); });
+  }
+}
+
+template <typename T>
+void forward_sums(View view, const void* data, ChannelSums* sums) {
+  const T* x = static_cast<const T*>(data);
+  if (view.S == 1) {
+    sum_rows(view, sums, [&](int64_t, int64_t at, int64_t n, int64_t width, ChannelSums* to) {
+      loops<T>().forward_rows(x + at, n, view.C, width, to);
+    });
+  } else {
+    sum_chunks(view, sums,
+               [&](int64_t, int64_t at, int64_t n, ChannelSums* to) { loops<T>().forward_chunk(x + at, n, to); });
+  }
+}
+
+template <typename T>
+void backward_sums(View view, const void* gradient, const void* data, const Statistics* s, ChannelSums* sums) {
+  const T *dy = static_cast<const T*>(gradient), *x = static_cast<const T*>(data);
+  if (view.S == 1) {
+    sum_rows(view, sums, [&](int64_t c, int64_t at, int64_t n, int64_t width, ChannelSums* to) {
+      loops<T>().backward_rows(dy + at, x + at, n, view.C, width, s + c, to);
+    });
+  } else {
+    sum_chunks(view, sums, [&](int64_t c, int64_t at, int64_t n, ChannelSums* to) {
+      loops<T>().backward_chunk(dy + at, x + at, n, s[c], to);
+    });
+  }
+}
+
+template <typename T>
+double gamma_at(const void* gamma, int64_t c) {
+  return gamma ? static_cast<double>(static_cast<const T*>(gamma)[c]) : 1.0;
+}
+
+template <typename T>
+void normalize(View view, const void* from, const std::vector<Normalize<T>>& formulae, void* to, Store how) {
+  const T* x = static_cast<const T*>(from);
+  T* y = static_cast<T*>(to);
+  for_each_plane(view, [&](int64_t at, int64_t n, int64_t c, bool row) {
+    loops<T>().normalize(x + at, n, &formulae[c], row, y + at, how);
+  });
+}
+
+template <typename T>
+void forward(View view, const void* x, const Statistics* s, const void* gamma, const void* beta, void* y, Store how) {
+  std::vector<Normalize<T>> formulae(view.C);
+  for (int64_t c = 0; c < view.C; ++c) {
+    formulae[c] = Normalize<T>::of(s[c], gamma_at<T>(gamma, c), static_cast<const T*>(beta)[c]);
+  }
+  normalize(view, x, formulae, y, how);
+}
+
+template <typename T>
+void backward(View view, const void* gradient, const void* data, const Statistics* s, const void* gamma,
+              const ChannelSums* sums, double count, void* result, Store how) {
+  const T *dy = static_cast<const T*>(gradient), *x = static_cast<const T*>(data);
+  T* dx = static_cast<T*>(result);
+  std::vector<InputGradient<T>> formulae(view.C);
+  for (int64_t c = 0; c < view.C; ++c) {
+    formulae[c] = InputGradient<T>::of(s[c], gamma_at<T>(gamma, c), sums[c], count);
+  }
+  for_each_plane(view, [&](int64_t at, int64_t n, int64_t c, bool row) {
+    loops<T>().input_gradient(dy + at, x + at, n, &formulae[c], row, dx + at, how);
+  });
+}
+
+// The affine map of the forward pass, without the offsets.
+template <typename T>
+void backward_constant(View view, const void* dy, const Statistics* s, const void* gamma, void* dx, Store how) {
+  std::vector<Normalize<T>> formulae(view.C);
+  for (int64_t c = 0; c < view.C; ++c) {
+    formulae[c] = {0, 0, static_cast<T>(gamma_at<T>(gamma, c) * s[c].inv_std), 0};
+  }
+  normalize(view, dy, formulae, dx, how);
+}
+
+template <typename T>
+constexpr Kernels kCpuKernels{forward_sums<T>, forward<T>, backward_sums<T>, backward<T>, backward_constant<T>};
+
+}  // namespace
+
+const Kernels& cpu_kernels(DType dtype) {
+  return dtype == DType::kFloat64 ? kCpuKernels<double> : kCpuKernels<float>;
+}
+
+}  // namespace gluon_syncbn

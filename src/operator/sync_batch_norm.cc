@@ -1,0 +1,544 @@
+// The operator GluonSyncBatchNorm: MXNet's callbacks, shapes, types, requests and errors.
+//
+//   data, gamma, beta -> output, mean (C,), inv_std (C,)      auxiliary: running_mean, running_var
+//
+// Each forward and backward runs on a thread of its own, made by MXNet for custom operators, so waiting for the other
+// devices blocks nobody.
+#include "sync_batch_norm.h"
+
+#include <signal.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "all_reduce.h"
+#include "kernels.h"
+#include "mxnet_api.h"
+
+namespace gluon_syncbn {
+namespace {
+
+MXNetApi mxnet;
+std::string this_process;
+bool naive_engine = false;
+bool onednn = false;
+
+// Never destroyed: calls may still wait in it when the process ends.
+AllReduce* all_reduce = nullptr;
+Observer observer;
+
+void start_all_reduce() {
+  all_reduce = new AllReduce;
+  all_reduce->observe(observer);
+}
+
+void check(int status, const char* what) {
+  if (status != 0) throw std::runtime_error(std::string("MXNet's ") + what + " failed");
+}
+
+enum Input { kData, kGamma, kBeta, kNumInputs };
+enum Output { kOutput, kMean, kInvStd, kNumOutputs };
+enum Auxiliary { kRunningMean, kRunningVar, kNumAuxiliaries };
+
+// OpReqType of mxnet/op_attr_types.h.
+enum Request { kNullOp, kWriteTo, kWriteInplace, kAddTo };
+
+Store store_of(int request) { return request == kAddTo ? Store::kAdd : Store::kWrite; }
+
+struct Settings {
+  int64_t layer = -1;
+  double epsilon = 1e-5;
+  double momentum = 0.9;
+  int axis = 1;
+  bool fix_gamma = false;
+  bool use_global_stats = false;
+  bool gated = false;
+  // The graph was made by another process, where numbers stood for other layers.
+  bool foreign = false;
+
+  Settings(int size, const char** keys, const char** values) {
+    for (int i = 0; i < size; ++i) {
+      const std::string key = keys[i], value = values[i];
+      const bool flag = value == "True" || value == "1";
+      if (key == "layer") layer = std::stoll(value);
+      if (key == "process" && value != this_process) foreign = true;
+      if (key == "epsilon") epsilon = number(value);
+      if (key == "momentum") momentum = number(value);
+      if (key == "axis") axis = std::stoi(value);
+      if (key == "fix_gamma") fix_gamma = flag;
+      if (key == "use_global_stats") use_global_stats = flag;
+      if (key == "gated") gated = flag;
+    }
+    if (foreign) layer = -1;
+  }
+
+  // Whatever the locale is.
+  static double number(const std::string& text) {
+    std::istringstream stream(text);
+    stream.imbue(std::locale::classic());
+    double value = 0;
+    stream >> value;
+    return value;
+  }
+};
+
+std::string shape_text(const int* shape, int ndim) {
+  std::string text = "(";
+  for (int i = 0; i < ndim; ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+  return text + (ndim == 1 ? ",)" : ")");
+}
+
+// The axis counted from the front. Throws where the data has no such axis.
+int channel_axis(int axis, const int* shape, int ndim) {
+  if (ndim < 2 || ndim > 5) {
+    throw dmlc::Error("SyncBatchNorm takes data of 2 to 5 dimensions, such as (N, C) or (N, C, H, W). It got shape " +
+                      shape_text(shape, ndim) + ".");
+  }
+  if (axis < -ndim || axis >= ndim) {
+    throw dmlc::Error("SyncBatchNorm was made with axis=" + std::to_string(axis) + ", but its data has shape " +
+                      shape_text(shape, ndim) + ". Choose an axis from " + std::to_string(-ndim) + " to " +
+                      std::to_string(ndim - 1) + ".");
+  }
+  return axis < 0 ? axis + ndim : axis;
+}
+
+View view_of(const int* shape, int ndim, int axis) {
+  axis = channel_axis(axis, shape, ndim);
+  View view{1, shape[axis], 1};
+  for (int i = 0; i < axis; ++i) view.N *= shape[i];
+  for (int i = axis + 1; i < ndim; ++i) view.S *= shape[i];
+  return view;
+}
+
+// The arrays of one callback, which belong to it: freed at its end, however it ends.
+class Arrays {
+ public:
+  Arrays(int size, Handle* handles) : handles_(handles, handles + size) {}
+  Arrays(const Arrays&) = delete;
+  Arrays& operator=(const Arrays&) = delete;
+  ~Arrays() {
+    for (Handle handle : handles_) mxnet.ndarray_free(handle);
+  }
+
+  void* data(int i) const {
+    void* pointer = nullptr;
+    check(mxnet.ndarray_get_data(handles_[i], &pointer), "MXNDArrayGetData");
+    return pointer;
+  }
+
+  View view(int i, int axis) const {
+    int ndim = 0;
+    const int* shape = nullptr;
+    check(mxnet.ndarray_get_shape(handles_[i], &ndim, &shape), "MXNDArrayGetShapeEx");
+    return view_of(shape, ndim, axis);
+  }
+
+  DType dtype(int i) const {
+    int dtype = -1;
+    check(mxnet.ndarray_get_dtype(handles_[i], &dtype), "MXNDArrayGetDType");
+    return static_cast<DType>(dtype);
+  }
+
+  // Whoever waits for what this call writes gets an MXNetError of this text. (Throwing it here would do the same, but MXNet
+  // keeps what custom operators throw in one variable for all of them: of two that fail together, one could be lost.)
+  void poison(int written, const std::string& text) {
+    check(mxnet.engine_push_sync([](void*, void* what) { throw dmlc::Error(*static_cast<std::string*>(what)); },
+                                 new std::string(text), [](void* what) { delete static_cast<std::string*>(what); },
+                                 &kCpuContext, nullptr, 0, &handles_[written], 1, nullptr, 0, "SyncBatchNormError"),
+          "MXEnginePushSyncND");
+  }
+
+ private:
+  std::vector<Handle> handles_;
+};
+
+double parameter(DType dtype, const void* values, int64_t c) {
+  return dtype == DType::kFloat64 ? static_cast<const double*>(values)[c] : static_cast<const float*>(values)[c];
+}
+
+void write_parameter(DType dtype, void* values, int64_t c, double value, Store how = Store::kWrite) {
+  if (how == Store::kAdd) value += parameter(dtype, values, c);
+  if (dtype == DType::kFloat64) {
+    static_cast<double*>(values)[c] = value;
+  } else {
+    static_cast<float*>(values)[c] = static_cast<float>(value);
+  }
+}
+
+// One node of a graph on one device, or one imperative call: what its backward has to know of its forward.
+class Call {
+ public:
+  Call(const Settings& settings, const AllReduce::LayerPtr& layer, const char* context)
+      : settings_(settings), layer_(layer), device_(context) {
+    for (void*& self : contexts) self = this;
+  }
+
+  // For the callbacks: one for each of them.
+  void* contexts[3];
+
+  void forward(const Arrays& arrays, const int* request, bool is_train) {
+    const View view = arrays.view(kData, settings_.axis);
+    const DType dtype = arrays.dtype(kData);
+    const Kernels& kernels = cpu_kernels(dtype);
+    const int running = kNumInputs + kNumOutputs;
+    void* const running_mean = arrays.data(running + kRunningMean);
+    void* const running_var = arrays.data(running + kRunningVar);
+    const void* const x = arrays.data(kData);
+
+    statistics_.resize(view.C);
+    from_batch_ = is_train && !settings_.use_global_stats;
+    if (from_batch_) {
+      check_place();
+      ticket_ = all_reduce->next_ticket(layer_, device_);
+      std::vector<ChannelSums> sums(view.C);
+      kernels.forward_sums(view, x, sums.data());
+      double count = static_cast<double>(view.N * view.S);
+      all_reduce->reduce(layer_, ticket_, Direction::kForward, device_, &sums, &count);
+      for (int64_t c = 0; c < view.C; ++c) {
+        const Statistics& s = statistics_[c] = batch_statistics(sums[c], count, settings_.epsilon);
+        update_running(dtype, running_mean, c, s.mean);
+        update_running(dtype, running_var, c, s.variance);
+      }
+    } else {
+      for (int64_t c = 0; c < view.C; ++c) {
+        statistics_[c] = given_statistics(parameter(dtype, running_mean, c), parameter(dtype, running_var, c),
+                                          settings_.epsilon);
+      }
+    }
+
+    const int outputs = kNumInputs;
+    if (request[kOutput] != kNullOp) {
+      kernels.forward(view, x, statistics_.data(), gamma(arrays.data(kGamma)), arrays.data(kBeta),
+                      arrays.data(outputs + kOutput), store_of(request[kOutput]));
+    }
+    write_channels(arrays, outputs + kMean, request[kMean], DType::kFloat64, [&](int64_t c) { return statistics_[c].mean; });
+    write_channels(arrays, outputs + kInvStd, request[kInvStd], DType::kFloat64,
+                   [&](int64_t c) { return statistics_[c].inv_std; });
+  }
+
+  void backward(const Arrays& arrays, const int* request) {
+    const int data = kNumOutputs + kData;
+    const int gradients = kNumOutputs + kNumInputs + kNumOutputs;
+    const View view = arrays.view(data, settings_.axis);
+    const DType dtype = arrays.dtype(data);
+    const Kernels& kernels = cpu_kernels(dtype);
+    const void* const dy = arrays.data(kOutput);
+    const void* const x = arrays.data(data);
+    const void* const scale = gamma(arrays.data(kNumOutputs + kGamma));
+
+    std::vector<ChannelSums> sums(view.C);
+    kernels.backward_sums(view, dy, x, statistics_.data(), sums.data());
+    // Of this device alone: the Trainer adds them over the devices.
+    write_channels(arrays, gradients + kGamma, request[kGamma], dtype, [&](int64_t c) {
+      return settings_.fix_gamma ? 0 : sums[c].second.value() * statistics_[c].inv_std;
+    });
+    write_channels(arrays, gradients + kBeta, request[kBeta], dtype, [&](int64_t c) { return sums[c].first.value(); });
+    void* const dx = request[kData] == kNullOp ? nullptr : arrays.data(gradients + kData);
+    if (from_batch_) {
+      // Also where this device wants no dx: another may.
+      check_place();
+      double count = static_cast<double>(view.N * view.S);
+      all_reduce->reduce(layer_, ticket_, Direction::kBackward, device_, &sums, &count);
+      if (dx) {
+        kernels.backward(view, dy, x, statistics_.data(), scale, sums.data(), count, dx, store_of(request[kData]));
+      }
+    } else if (dx) {
+      kernels.backward_constant(view, dy, statistics_.data(), scale, dx, store_of(request[kData]));
+    }
+  }
+
+  // Runs a callback's work. Its errors become those of the arrays it writes, and of everyone who waits for this device.
+  template <typename F>
+  int run(Arrays* arrays, int written, const F& work) {
+    std::string text;
+    try {
+      work();
+      return 1;
+    } catch (const Error& error) {
+      text = error.what();
+    } catch (const std::exception& error) {
+      text = "SyncBatchNorm on " + device_ + ": " + error.what();
+      all_reduce->fail(layer_, text);
+    }
+    // MXNet's naive engine has no such arrays: there an exception goes straight up to the caller.
+    if (naive_engine) throw dmlc::Error(text);
+    arrays->poison(written, text);
+    return 1;
+  }
+
+ private:
+  const void* gamma(const void* values) const { return settings_.fix_gamma ? nullptr : values; }
+
+  // Whether this device can wait for others at all.
+  void check_place() const {
+    if (device_.compare(0, 3, "cpu") == 0 && onednn && !settings_.gated) {
+      throw Error("SyncBatchNorm was traced for GPUs and is used on " + device_ +
+                  ". Call net.hybridize() again after the net was moved to another kind of device.");
+    }
+    if (naive_engine && all_reduce->participants(layer_) > 1) {
+      throw Error(
+          "SyncBatchNorm cannot meet other devices under MXNET_ENGINE_TYPE=NaiveEngine, where one call has to end before "
+          "the next begins. Use one device, or unset MXNET_ENGINE_TYPE.");
+    }
+  }
+
+  void update_running(DType dtype, void* running, int64_t c, double batch) const {
+    write_parameter(dtype, running, c, moving_average(parameter(dtype, running, c), batch, settings_.momentum));
+  }
+
+  template <typename F>
+  void write_channels(const Arrays& arrays, int array, int request, DType dtype, const F& value) const {
+    if (request == kNullOp) return;
+    void* const values = arrays.data(array);
+    for (size_t c = 0; c < statistics_.size(); ++c) write_parameter(dtype, values, c, value(c), store_of(request));
+  }
+
+  const Settings settings_;
+  const AllReduce::LayerPtr layer_;
+  const std::string device_;
+  bool from_batch_ = false;
+  Ticket ticket_{};
+  std::vector<Statistics> statistics_;
+};
+
+using Callback = int (*)(void);
+
+template <typename F>
+Callback callback(F* function) {
+  // By way of void(), which compilers take for any function.
+  return reinterpret_cast<Callback>(reinterpret_cast<void (*)()>(function));
+}
+
+// The callbacks of one operator, CustomOpCallbacks of mxnet/c_api.h.
+int operator_delete(void* state) {
+  delete static_cast<Call*>(state);
+  return 1;
+}
+
+int operator_forward(int size, void** handles, int*, const int* requests, int is_train, void* state) {
+  Arrays arrays(size, handles);
+  Call* const call = static_cast<Call*>(state);
+  return call->run(&arrays, kNumInputs + kOutput, [&] { call->forward(arrays, requests, is_train != 0); });
+}
+
+int operator_backward(int size, void** handles, int*, const int* requests, int, void* state) {
+  Arrays arrays(size, handles);
+  Call* const call = static_cast<Call*>(state);
+  return call->run(&arrays, 2 * kNumOutputs + kNumInputs + kData, [&] { call->backward(arrays, requests); });
+}
+
+// The callbacks that say what the operator looks like, CustomOpPropCallbacks of mxnet/c_api.h.
+struct Property {
+  explicit Property(const Settings& s) : settings(s), layer(all_reduce->find(s.layer)) {
+    for (void*& context : contexts) context = this;
+  }
+
+  Settings settings;
+  AllReduce::LayerPtr layer;
+  int channels = 0;
+  int dependency[4];
+  void* contexts[8];
+};
+
+int property_delete(void* state) {
+  delete static_cast<Property*>(state);
+  return 1;
+}
+
+template <const char* const* kNames>
+int list_names(char*** names, void*) {
+  *names = const_cast<char**>(kNames);
+  return 1;
+}
+
+extern const char* const kInputNames[] = {"data", "gamma", "beta", nullptr};
+extern const char* const kOutputNames[] = {"output", "mean", "inv_std", nullptr};
+extern const char* const kAuxiliaryNames[] = {"running_mean", "running_var", nullptr};
+
+int infer_shape(int size, int* ndims, int** shapes, void* state) {
+  Property* const property = static_cast<Property*>(state);
+  if (ndims[kData] <= 0) {
+    throw dmlc::Error("SyncBatchNorm has to know the shape of its data before anything else can be inferred.");
+  }
+  const int axis = channel_axis(property->settings.axis, shapes[kData], ndims[kData]);
+  property->channels = shapes[kData][axis];
+  for (int i = 0; i < size; ++i) {
+    if (i == kData || i == kNumInputs + kOutput) continue;
+    const bool known = ndims[i] == 1 && shapes[i][0] > 0;
+    if (known && property->channels > 0 && shapes[i][0] != property->channels) {
+      throw dmlc::Error("SyncBatchNorm got data of shape " + shape_text(shapes[kData], ndims[kData]) + ", which has " +
+                        std::to_string(property->channels) + " channels on axis " + std::to_string(axis) +
+                        ", but its parameters were made for " + std::to_string(shapes[i][0]) +
+                        ". Give it data of that many channels, or set in_channels and axis to fit.");
+    }
+    ndims[i] = 1;
+    shapes[i] = &property->channels;
+  }
+  ndims[kNumInputs + kOutput] = ndims[kData];
+  shapes[kNumInputs + kOutput] = shapes[kData];
+  return 1;
+}
+
+int infer_type(int size, int* types, void*) {
+  constexpr int kUnknown = -1;
+  int type = types[kData] != kUnknown ? types[kData] : types[kNumInputs + kOutput];
+  for (int i = 0; i < size && type == kUnknown; ++i) {
+    if (i != kNumInputs + kMean && i != kNumInputs + kInvStd) type = types[i];
+  }
+  if (type == kUnknown) return 1;
+  if (type != static_cast<int>(DType::kFloat32) && type != static_cast<int>(DType::kFloat64)) {
+    throw dmlc::Error("SyncBatchNorm takes float32 and float64 data. It got MXNet's dtype number " +
+                      std::to_string(type) + ". Cast the data first.");
+  }
+  for (int i = 0; i < size; ++i) {
+    const int expected = i == kNumInputs + kMean || i == kNumInputs + kInvStd ? static_cast<int>(DType::kFloat64) : type;
+    if (types[i] != kUnknown && types[i] != expected) {
+      const bool wide = type == static_cast<int>(DType::kFloat64);
+      throw dmlc::Error(std::string("SyncBatchNorm got data of dtype ") + (wide ? "float64" : "float32") +
+                        ", but parameters of another. Call cast('" + (wide ? "float64" : "float32") + "') on the net.");
+    }
+    types[i] = expected;
+  }
+  return 1;
+}
+
+int backward_dependency(const int* output_gradients, const int* inputs, const int* outputs, int* size, int** needed,
+                        void* state) {
+  Property* const property = static_cast<Property*>(state);
+  // The statistics themselves are kept in the Call, to more digits. `mean` is named so that in a graph whose buffers are
+  // used again the next forward, which writes it, waits for this backward.
+  const int needs[] = {output_gradients[kOutput], inputs[kData], inputs[kGamma], outputs[kMean]};
+  std::memcpy(property->dependency, needs, sizeof(needs));
+  *size = 4;
+  *needed = property->dependency;
+  return 1;
+}
+
+int create_operator(const char* context, int, unsigned**, const int*, const int*, CallbackList* result, void* state) {
+  static Callback callbacks[] = {callback(operator_delete), callback(operator_forward), callback(operator_backward)};
+  const Property& property = *static_cast<Property*>(state);
+  Call* const call = new Call(property.settings, property.layer, context);
+  *result = {3, callbacks, call->contexts};
+  return 1;
+}
+
+int create_property(const char*, int size, const char** keys, const char** values, CallbackList* result) {
+  static Callback callbacks[] = {callback(property_delete),
+                                 callback(list_names<kInputNames>),
+                                 callback(list_names<kOutputNames>),
+                                 callback(list_names<kAuxiliaryNames>),
+                                 callback(infer_shape),
+                                 callback(backward_dependency),
+                                 callback(create_operator),
+                                 callback(infer_type)};
+  Property* const property = new Property(Settings(size, keys, values));
+  *result = {8, callbacks, property->contexts};
+  return 1;
+}
+
+// A device that takes part again: see gluon_syncbn_settle.
+struct Settlement {
+  int64_t layer, generation;
+  std::string device, text;
+  Handle marker = nullptr;
+
+  ~Settlement() {
+    if (marker) mxnet.ndarray_free(marker);
+  }
+};
+
+// Handles SIGINT, after whoever did so before.
+struct sigaction previous_interrupt_action;
+
+void on_interrupt(int signal, siginfo_t* info, void* context) {
+  AllReduce::interrupt();
+  if (previous_interrupt_action.sa_flags & SA_SIGINFO) {
+    previous_interrupt_action.sa_sigaction(signal, info, context);
+  } else if (previous_interrupt_action.sa_handler != SIG_DFL && previous_interrupt_action.sa_handler != SIG_IGN) {
+    previous_interrupt_action.sa_handler(signal);
+  }
+}
+
+}  // namespace
+}  // namespace gluon_syncbn
+
+using namespace gluon_syncbn;
+
+const char* gluon_syncbn_version() { return GLUON_SYNCBN_VERSION; }
+
+int gluon_syncbn_register(void* const* api, const char* process, int is_naive_engine, int has_onednn,
+                          void (*warn)(const char*), void (*failed)(int64_t, int64_t, const char*)) {
+  std::memcpy(&mxnet, api, sizeof(mxnet));
+  this_process = process;
+  naive_engine = is_naive_engine != 0;
+  onednn = has_onednn != 0;
+  observer.warn = [warn](const std::string& text) { warn(text.c_str()); };
+  observer.failed = [failed](int64_t layer, int64_t generation, const std::string& text) {
+    failed(layer, generation, text.c_str());
+  };
+  start_all_reduce();
+  return mxnet.custom_op_register("GluonSyncBatchNorm", create_property);
+}
+
+void gluon_syncbn_reset() { start_all_reduce(); }
+
+void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* devices, int num_devices, int expected,
+                            double timeout_seconds) {
+  LayerConfig config;
+  config.name = name;
+  config.devices.assign(devices, devices + num_devices);
+  config.num_devices = static_cast<size_t>(expected);
+  config.timeout_seconds = timeout_seconds;
+  all_reduce->configure(layer, config);
+}
+
+void gluon_syncbn_forget(int64_t layer) { all_reduce->forget(layer); }
+
+int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device, void** arrays, int num_arrays,
+                        const char* text) {
+  if (num_arrays == 0) {
+    all_reduce->settle(layer, generation, device);
+    return 0;
+  }
+  auto* settlement = new Settlement{layer, generation, device, text};
+  const uint32_t one = 1;
+  int status = mxnet.ndarray_create(&one, 1, kCpuContext.device_type, kCpuContext.device_id, 1, 0, &settlement->marker);
+  // MXNet clears an error where somebody waits for it, and then everywhere. The error of the failed step is the user's, so
+  // it is replaced in these arrays by one of our own, which the marker holds too. Waiting for the marker clears that one.
+  std::vector<Handle> written(arrays, arrays + num_arrays);
+  written.push_back(settlement->marker);
+  const auto replace = [](void*, void* argument) { throw dmlc::Error(static_cast<Settlement*>(argument)->text); };
+  const auto clear = [](void*, void* argument) {
+    const Settlement& s = *static_cast<Settlement*>(argument);
+    mxnet.ndarray_wait_to_read(s.marker);
+    all_reduce->settle(s.layer, s.generation, s.device);
+  };
+  if (status == 0) {
+    status = mxnet.engine_push_sync(replace, settlement, nullptr, &kCpuContext, nullptr, 0, written.data(),
+                                    num_arrays + 1, &kNoSkip, 0, "SyncBatchNormReplaceError");
+  }
+  if (status == 0) {
+    // Runs after `replace`, which writes the same arrays, and frees the settlement of both.
+    status = mxnet.engine_push_sync(clear, settlement, [](void* s) { delete static_cast<Settlement*>(s); }, &kCpuContext,
+                                    nullptr, 0, arrays, num_arrays, &kNoSkip, 0, "SyncBatchNormClearError");
+  } else {
+    delete settlement;
+  }
+  return status;
+}
+
+void gluon_syncbn_close(const char* reason) { all_reduce->close(reason); }
+
+int gluon_syncbn_waiting() { return all_reduce->waiting(); }
+
+int gluon_syncbn_catch_interrupts() {
+  struct sigaction action {};
+  action.sa_sigaction = on_interrupt;
+  action.sa_flags = SA_SIGINFO;
+  sigemptyset(&action.sa_mask);
+  return sigaction(SIGINT, nullptr, &previous_interrupt_action) || sigaction(SIGINT, &action, nullptr);
+}
