@@ -168,6 +168,7 @@ class SyncBatchNorm(nn.BatchNorm):
             )
         settings = self._kwargs
         contexts = self._contexts()
+        on_cpu = not contexts or any(context.device_type != "gpu" for context in contexts)
         return sync_batch_norm(
             F,
             x,
@@ -181,7 +182,7 @@ class SyncBatchNorm(nn.BatchNorm):
             epsilon=settings["eps"],
             fix_gamma=settings["fix_gamma"],
             use_global_stats=settings["use_global_stats"],
-            gate=_native.HAS_ONEDNN and (not contexts or any(c.device_type != "gpu" for c in contexts)),
+            gate=_native.HAS_ONEDNN if on_cpu else None,
             name="fwd",
         )
 

@@ -53,10 +53,12 @@ def sync_batch_norm(
         Shape (C,), of the dtype of x. The last two are changed in training mode.
     layer : _native.Layer
         Whose devices meet.
-    gate : bool
-        Whether to shield the operator from oneDNN's memory layouts. MXNet frees the plain copy of an
-        array in such a layout before the operator, which runs asynchronously, has read it. A SwapAxis
-        of equal axes in front and behind copies x, y and their gradients into memory that stays.
+    gate : {True, False, None}
+        Whether to shield the operator from oneDNN's memory layouts on the CPU. MXNet frees the plain copy
+        of an array in such a layout before the operator, which runs asynchronously, has read it. True: a
+        SwapAxis of equal axes in front and behind copies x, y and their gradients into memory that stays.
+        False: the caller knows that x and dy come from no oneDNN operator. None: the graph is for GPUs;
+        on the CPU it raises.
 
     Returns
     -------
@@ -86,6 +88,6 @@ def sync_batch_norm(
         epsilon=epsilon,
         fix_gamma=fix_gamma,
         use_global_stats=use_global_stats,
-        gated=gate,
+        gpu_only=gate is None,
     )[0]
     return F.SwapAxis(y, dim1=0, dim2=0) if gate else y

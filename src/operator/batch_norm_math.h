@@ -19,20 +19,20 @@ struct Statistics {
 };
 
 SBN_HOST_DEVICE Statistics batch_statistics(const ChannelSums& sums, double count, double epsilon) {
+  double sum, sum_low, squares, squares_low;
+  sums.first.round(&sum, &sum_low);
+  sums.second.round(&squares, &squares_low);
   Statistics s;
-  s.mean = sums.first.value() / count;
-  // With r = sum(x) - count * mean, the rounding of the line above:
-  //   sum((x - mean)^2) = sum(x^2) - mean * sum(x) - mean * r
-  // and the variance lies r^2 / count^2 below, where the exact mean is.
-  Sum3 residual = sums.first;
-  residual.add_product(-count, s.mean);
-  Sum3 deviation = sums.second;
-  deviation.add_product(-s.mean, sums.first.high);
-  deviation.add_product(-s.mean, sums.first.middle);
-  deviation.add_product(-s.mean, sums.first.low);
-  deviation.add_product(-s.mean, residual.value());
-  s.mean_low = residual.value() / count;
-  s.variance = deviation.value() / count - s.mean_low * s.mean_low;
+  s.mean = sum / count;
+  // What that rounding left of the sum: sum(x) - count * mean.
+  double product_low;
+  const double rest = (sum - two_product(count, s.mean, &product_low)) - product_low + sum_low;
+  s.mean_low = rest / count;
+  // sum((x - mean)^2) = sum(x^2) - mean * sum(x) - mean * rest, far from zero a small difference of large numbers.
+  double difference_low;
+  const double difference = two_sum(squares, -two_product(s.mean, sum, &product_low), &difference_low);
+  const double deviation = difference + (difference_low + (squares_low - product_low) - s.mean * (sum_low + rest));
+  s.variance = deviation / count - s.mean_low * s.mean_low;
   // Not fmax: a NaN has to stay one.
   if (s.variance < 0) s.variance = 0;
   s.inv_std = 1 / sqrt(s.variance + epsilon);

@@ -3,11 +3,8 @@
 #include <cstring>
 #include <vector>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 #include "kernels.h"
+#include "thread_pool.h"
 
 #define SBN_INLINE inline __attribute__((always_inline))
 
@@ -18,8 +15,8 @@ namespace {
 constexpr int64_t kChunk = 2048;
 // Channels of a row whose sums are held at a time, where S = 1.
 constexpr int64_t kRow = 64;
-// Work below which another thread costs more than it brings.
-constexpr int64_t kValuesPerThread = 1 << 15;
+// What is handed to a thread at a time: some tens of microseconds of work.
+constexpr int64_t kValuesPerUnit = 1 << 15;
 
 template <typename T>
 struct Loops {
@@ -67,53 +64,38 @@ const Loops<T>& loops() {
 #endif
 }
 
-int64_t threads_for(int64_t values) {
-#ifdef _OPENMP
-  return std::clamp<int64_t>(values / kValuesPerThread, 1, omp_get_max_threads());
-#else
-  (void)values;
-  return 1;
-#endif
+// Calls f(begin, end) for ranges that make up 0..items, each of which is about `values` of work.
+template <typename F>
+void for_ranges(int64_t items, int64_t values, const F& f) {
+  const int64_t units = std::clamp<int64_t>(items * values / kValuesPerUnit, 1, std::max<int64_t>(items, 1));
+  thread_pool().parallel_for(units, [&](int64_t unit) { f(items * unit / units, items * (unit + 1) / units); });
 }
 
-// Calls f(unit) for every unit, on several threads where there is work for them.
+// sums[c] = the sum over the parts of channel c; f(c, begin, end, sums) adds some parts of the `width` channels from c on.
+// Where there are fewer groups of channels than threads, threads share the parts of a group.
 template <typename F>
-void parallel_for(int64_t units, int64_t values, const F& f) {
-  const int threads = static_cast<int>(std::min(units, threads_for(values)));
-  (void)threads;
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-#endif
-  for (int64_t unit = 0; unit < units; ++unit) f(unit);
-}
-
-// What is summed as one unit: `width` channels, each of which has `parts` parts.
-struct Group {
-  int64_t width, parts;
-};
-
-// sums[c] = the sum over the parts of channel c; f(c, begin, end, sums) adds some parts of the group that starts at c.
-// The parts of a group are shared between threads only where there are fewer groups than threads.
-template <typename F>
-void sum_groups(View view, Group group, ChannelSums* sums, const F& f) {
-  const int64_t groups = (view.C + group.width - 1) / group.width;
-  const int64_t pieces = std::clamp<int64_t>(threads_for(view.size()) / groups, 1, std::max<int64_t>(group.parts, 1));
-  std::vector<ChannelSums> partial(pieces * view.C);
-  parallel_for(groups * pieces, view.size(), [&](int64_t unit) {
-    const int64_t piece = unit % pieces, c = unit / pieces * group.width;
-    f(c, group.parts * piece / pieces, group.parts * (piece + 1) / pieces, &partial[piece * view.C + c]);
+void sum_groups(View view, int64_t width, int64_t parts, ChannelSums* sums, const F& f) {
+  const int64_t groups = (view.C + width - 1) / width;
+  const int64_t pieces =
+      std::clamp<int64_t>(std::min<int64_t>(thread_pool().threads(), view.size() / kValuesPerUnit) / groups, 1,
+                          std::max<int64_t>(parts, 1));
+  std::fill(sums, sums + view.C, ChannelSums());
+  std::vector<ChannelSums> more((pieces - 1) * view.C);
+  for_ranges(groups * pieces, view.size() / (groups * pieces), [&](int64_t begin, int64_t end) {
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t piece = unit % pieces, c = unit / pieces * width;
+      ChannelSums* const to = piece == 0 ? sums : &more[(piece - 1) * view.C];
+      f(c, parts * piece / pieces, parts * (piece + 1) / pieces, to + c);
+    }
   });
-  for (int64_t c = 0; c < view.C; ++c) {
-    sums[c] = ChannelSums();
-    for (int64_t piece = 0; piece < pieces; ++piece) sums[c].add(partial[piece * view.C + c]);
-  }
+  for (size_t i = 0; i < more.size(); ++i) sums[i % view.C].add(more[i]);
 }
 
 // Calls f(offset, n, sums) for the chunks of each channel's planes.
 template <typename F>
 void sum_chunks(View view, ChannelSums* sums, const F& f) {
   const int64_t chunks = (view.S + kChunk - 1) / kChunk;
-  sum_groups(view, {1, view.N * chunks}, sums, [&](int64_t c, int64_t begin, int64_t end, ChannelSums* to) {
+  sum_groups(view, 1, view.N * chunks, sums, [&](int64_t c, int64_t begin, int64_t end, ChannelSums* to) {
     for (int64_t part = begin; part < end; ++part) {
       const int64_t start = part % chunks * kChunk;
       f(c, (part / chunks * view.C + c) * view.S + start, std::min(kChunk, view.S - start), to);
@@ -124,7 +106,7 @@ void sum_chunks(View view, ChannelSums* sums, const F& f) {
 // Calls f(c, offset, rows, width, sums) for blocks of channels, where S = 1.
 template <typename F>
 void sum_rows(View view, ChannelSums* sums, const F& f) {
-  sum_groups(view, {kRow, view.N}, sums, [&](int64_t c, int64_t begin, int64_t end, ChannelSums* to) {
+  sum_groups(view, kRow, view.N, sums, [&](int64_t c, int64_t begin, int64_t end, ChannelSums* to) {
     f(c, begin * view.C + c, end - begin, std::min(kRow, view.C - c), to);
   });
 }
@@ -133,10 +115,13 @@ void sum_rows(View view, ChannelSums* sums, const F& f) {
 template <typename F>
 void for_each_plane(View view, const F& f) {
   if (view.S == 1) {
-    parallel_for(view.N, view.size(), [&](int64_t n) { f(n * view.C, view.C, int64_t{0}, true); });
+    for_ranges(view.N, view.C, [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n) f(n * view.C, view.C, int64_t{0}, true);
+    });
   } else {
-    parallel_for(view.N * view.C, view.size(),
-                 [&](int64_t plane) { f(plane * view.S, view.S, plane % view.C, false); });
+    for_ranges(view.N * view.C, view.S, [&](int64_t begin, int64_t end) {
+      for (int64_t plane = begin; plane < end; ++plane) f(plane * view.S, view.S, plane % view.C, false);
+    });
   }
 }
 

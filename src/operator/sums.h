@@ -48,18 +48,26 @@ struct Sum3 {
     add(other.low);
   }
 
+  // Adds a * b, exactly.
   SBN_HOST_DEVICE void add_product(double a, double b) {
     double error;
     add(two_product(a, b, &error));
     add(error);
   }
 
-  // The nearest double; the same for every representation of the same sum.
-  SBN_HOST_DEVICE double value() const {
+  // The sum to 106 bits, high the nearest double: two numbers that are the same for every order of the terms.
+  SBN_HOST_DEVICE void round(double* high_out, double* low_out) const {
     double rest, last;
     const double first = two_sum(high, middle, &rest);
     rest = two_sum(rest, low, &last);
-    return first + (rest + last);
+    *high_out = two_sum(first, rest, &rest);
+    *low_out = rest + last;
+  }
+
+  SBN_HOST_DEVICE double value() const {
+    double high_out, low_out;
+    round(&high_out, &low_out);
+    return high_out;
   }
 };
 

@@ -56,7 +56,8 @@ struct Settings {
   int axis = 1;
   bool fix_gamma = false;
   bool use_global_stats = false;
-  bool gated = false;
+  // Traced for GPUs: without the gate that oneDNN's layouts ask for on the CPU.
+  bool gpu_only = false;
   // The graph was made by another process, where numbers stood for other layers.
   bool foreign = false;
 
@@ -71,7 +72,7 @@ struct Settings {
       if (key == "axis") axis = std::stoi(value);
       if (key == "fix_gamma") fix_gamma = flag;
       if (key == "use_global_stats") use_global_stats = flag;
-      if (key == "gated") gated = flag;
+      if (key == "gpu_only") gpu_only = flag;
     }
     if (foreign) layer = -1;
   }
@@ -143,6 +144,17 @@ class Arrays {
     return static_cast<DType>(dtype);
   }
 
+  // Zeros, where the request would have written the array.
+  void clear(int i, int request) const {
+    if (request != kWriteTo && request != kWriteInplace) return;
+    int ndim = 0;
+    const int* shape = nullptr;
+    check(mxnet.ndarray_get_shape(handles_[i], &ndim, &shape), "MXNDArrayGetShapeEx");
+    size_t bytes = dtype(i) == DType::kFloat64 ? sizeof(double) : sizeof(float);
+    for (int axis = 0; axis < ndim; ++axis) bytes *= static_cast<size_t>(shape[axis]);
+    std::memset(data(i), 0, bytes);
+  }
+
   // Whoever waits for what this call writes gets an MXNetError of this text. (Throwing it here would do the same, but MXNet
   // keeps what custom operators throw in one variable for all of them: of two that fail together, one could be lost.)
   void poison(int written, const std::string& text) {
@@ -189,7 +201,9 @@ class Call {
     void* const running_var = arrays.data(running + kRunningVar);
     const void* const x = arrays.data(kData);
 
-    statistics_.resize(view.C);
+    std::vector<Statistics> statistics(view.C);
+    // A backward finds none after a forward that fails.
+    statistics_.clear();
     from_batch_ = is_train && !settings_.use_global_stats;
     if (from_batch_) {
       check_place();
@@ -199,17 +213,18 @@ class Call {
       double count = static_cast<double>(view.N * view.S);
       all_reduce->reduce(layer_, ticket_, Direction::kForward, device_, &sums, &count);
       for (int64_t c = 0; c < view.C; ++c) {
-        const Statistics& s = statistics_[c] = batch_statistics(sums[c], count, settings_.epsilon);
+        const Statistics& s = statistics[c] = batch_statistics(sums[c], count, settings_.epsilon);
         update_running(dtype, running_mean, c, s.mean);
         update_running(dtype, running_var, c, s.variance);
       }
     } else {
       for (int64_t c = 0; c < view.C; ++c) {
-        statistics_[c] = given_statistics(parameter(dtype, running_mean, c), parameter(dtype, running_var, c),
+        statistics[c] = given_statistics(parameter(dtype, running_mean, c), parameter(dtype, running_var, c),
                                           settings_.epsilon);
       }
     }
 
+    statistics_.swap(statistics);
     const int outputs = kNumInputs;
     if (request[kOutput] != kNullOp) {
       kernels.forward(view, x, statistics_.data(), gamma(arrays.data(kGamma)), arrays.data(kBeta),
@@ -229,6 +244,9 @@ class Call {
     const void* const dy = arrays.data(kOutput);
     const void* const x = arrays.data(data);
     const void* const scale = gamma(arrays.data(kNumOutputs + kGamma));
+    if (static_cast<int64_t>(statistics_.size()) != view.C) {
+      throw Error("SyncBatchNorm on " + device_ + " goes backward through a forward that has failed.");
+    }
 
     std::vector<ChannelSums> sums(view.C);
     kernels.backward_sums(view, dy, x, statistics_.data(), sums.data());
@@ -251,9 +269,10 @@ class Call {
     }
   }
 
-  // Runs a callback's work. Its errors become those of the arrays it writes, and of everyone who waits for this device.
+  // Runs a callback's work. Its errors become those of the three arrays it writes, from `written` on, and of everyone who
+  // waits for this device.
   template <typename F>
-  int run(Arrays* arrays, int written, const F& work) {
+  int run(Arrays* arrays, int written, const int* requests, const F& work) {
     std::string text;
     try {
       work();
@@ -266,6 +285,8 @@ class Call {
     }
     // MXNet's naive engine has no such arrays: there an exception goes straight up to the caller.
     if (naive_engine) throw dmlc::Error(text);
+    // Once one result was waited for, MXNet takes the error for told and goes on with what it finds in the others.
+    for (int i = 0; i < 3; ++i) arrays->clear(written + i, requests[i]);
     arrays->poison(written, text);
     return 1;
   }
@@ -275,7 +296,7 @@ class Call {
 
   // Whether this device can wait for others at all.
   void check_place() const {
-    if (device_.compare(0, 3, "cpu") == 0 && onednn && !settings_.gated) {
+    if (device_.compare(0, 3, "cpu") == 0 && onednn && settings_.gpu_only) {
       throw Error("SyncBatchNorm was traced for GPUs and is used on " + device_ +
                   ". Call net.hybridize() again after the net was moved to another kind of device.");
     }
@@ -322,13 +343,13 @@ int operator_delete(void* state) {
 int operator_forward(int size, void** handles, int*, const int* requests, int is_train, void* state) {
   Arrays arrays(size, handles);
   Call* const call = static_cast<Call*>(state);
-  return call->run(&arrays, kNumInputs + kOutput, [&] { call->forward(arrays, requests, is_train != 0); });
+  return call->run(&arrays, kNumInputs + kOutput, requests, [&] { call->forward(arrays, requests, is_train != 0); });
 }
 
 int operator_backward(int size, void** handles, int*, const int* requests, int, void* state) {
   Arrays arrays(size, handles);
   Call* const call = static_cast<Call*>(state);
-  return call->run(&arrays, 2 * kNumOutputs + kNumInputs + kData, [&] { call->backward(arrays, requests); });
+  return call->run(&arrays, 2 * kNumOutputs + kNumInputs + kData, requests, [&] { call->backward(arrays, requests); });
 }
 
 // The callbacks that say what the operator looks like, CustomOpPropCallbacks of mxnet/c_api.h.

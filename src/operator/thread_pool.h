@@ -1,0 +1,39 @@
+// Threads for the loops of the CPU kernels: one pool for the whole process.
+//
+// Not OpenMP: each of the threads on which MXNet runs custom operators would get a team of its own, and a team waits for
+// all its members, also for one that the system gives no core to. Here a caller waits for nobody who has not begun.
+#ifndef GLUON_SYNCBN_THREAD_POOL_H_
+#define GLUON_SYNCBN_THREAD_POOL_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+namespace gluon_syncbn {
+
+class ThreadPool {
+ public:
+  explicit ThreadPool(int threads);
+  ~ThreadPool();
+
+  // Including the caller of parallel_for.
+  int threads() const;
+
+  // Calls f(0), ..., f(units - 1), each once, in any order, on this thread and those that are free.
+  void parallel_for(int64_t units, const std::function<void(int64_t)>& f);
+
+ private:
+  struct Job;
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+// The pool of the kernels. It starts with OMP_NUM_THREADS threads, as MXNet does, or one for each core.
+ThreadPool& thread_pool();
+
+// Replaces it. No kernel may run meanwhile.
+void set_num_threads(int threads);
+
+}  // namespace gluon_syncbn
+
+#endif  // GLUON_SYNCBN_THREAD_POOL_H_

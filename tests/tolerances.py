@@ -1,0 +1,27 @@
+"""How far a result may lie from the reference: the largest difference over the largest value."""
+
+import numpy as np
+
+# float32 rounds each of the four operations of y, and dx has three more, at 6e-8 each. float64 has 1e-16,
+# and sums in triple-double add nothing to either.
+RELATIVE = {"float32": 1e-6, "float64": 1e-12}
+
+
+def relative_error(result, reference):
+    result = np.asarray(result, dtype=np.longdouble)
+    reference = np.asarray(reference, dtype=np.longdouble)
+    assert result.shape == reference.shape
+    scale = np.abs(reference).max()
+    return float(np.abs(result - reference).max() / (scale if scale else 1))
+
+
+def assert_close(result, reference, dtype, what=""):
+    error = relative_error(result, reference)
+    assert error <= RELATIVE[dtype], f"{what}: relative error {error:.3g} > {RELATIVE[dtype]:g}"
+
+
+def assert_same_bits(result, reference, what=""):
+    result, reference = np.ascontiguousarray(result), np.ascontiguousarray(reference)
+    assert result.dtype == reference.dtype and result.shape == reference.shape, what
+    differing = int((result.view(np.uint8) != reference.view(np.uint8)).sum())
+    assert differing == 0, f"{what}: {differing} bytes differ"
