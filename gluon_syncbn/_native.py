@@ -165,12 +165,11 @@ def waiting():
     return _library.gluon_syncbn_waiting()
 
 
-def _before_fork():
-    # MXNet stops its threads for a fork. Those that wait for another device have to be through by then.
+def _wait_for_all():
     try:
         mxnet.nd.waitall()
     except mxnet.MXNetError as error:
-        _log.error("A step had failed before this fork, with an error that nobody had waited for yet: %s", error)
+        _log.warning("An error of MXNet that nobody had waited for: %s", error)
 
 
 def _after_fork_in_child():
@@ -180,7 +179,10 @@ def _after_fork_in_child():
 
 
 def _at_exit():
-    _library.gluon_syncbn_close(b"The process ends while this device waited for the others.")
+    _library.gluon_syncbn_close()
+    # MXNet first ends the threads of custom operators and then waits for all that is left, for ever where that is a
+    # custom operator. So nothing may be left; what depends on a released call is not computed any more.
+    _wait_for_all()
 
 
 _numbers = itertools.count()
@@ -197,8 +199,9 @@ _library.gluon_syncbn_settle.argtypes = [
 ]
 _register(mxnet)
 HAS_ONEDNN = mxnet.runtime.Features().is_enabled("MKLDNN")
-os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
-# Later registered, earlier called: before MXNet waits for its threads.
+# MXNet ends its threads for a fork too, in no better order.
+os.register_at_fork(before=_wait_for_all, after_in_child=_after_fork_in_child)
+# Later registered, earlier called: before MXNet's own.
 atexit.register(_at_exit)
 if (
     threading.current_thread() is threading.main_thread()

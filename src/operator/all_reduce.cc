@@ -337,11 +337,16 @@ void AllReduce::settle(int64_t number, int64_t generation, const std::string& de
   if (layer && layer->generation == generation) layer->unsettled.erase(device);
 }
 
-void AllReduce::close(const std::string& reason) {
+void AllReduce::close() {
   const State::Lock lock(state_->mutex);
-  state_->closed = reason;
+  state_->closed = "The process ends, and devices do not meet any more.";
   for (auto& entry : state_->layers) {
-    if (const LayerPtr layer = entry.second.lock()) layer->fail(reason);
+    const LayerPtr layer = entry.second.lock();
+    if (!layer || layer->meetings.empty()) continue;
+    const auto& first = *layer->meetings.begin();
+    state_->closed = "The process ended before " + layer->title(first.first) + " was complete. " +
+                     layer->attendance(*first.second);
+    layer->fail(state_->closed);
   }
 }
 

@@ -83,7 +83,7 @@ class AllReduce {
   void settle(int64_t number, int64_t generation, const std::string& device);
 
   // The process ends: all who wait, and all who come, get an error.
-  void close(const std::string& reason);
+  void close();
 
   // Calls that wait now.
   int waiting() const;

@@ -18,6 +18,7 @@
 #include "all_reduce.h"
 #include "kernels.h"
 #include "mxnet_api.h"
+#include "thread_pool.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -505,7 +506,10 @@ int gluon_syncbn_register(void* const* api, const char* process, int is_naive_en
   return mxnet.custom_op_register("GluonSyncBatchNorm", create_property);
 }
 
-void gluon_syncbn_reset() { start_all_reduce(); }
+void gluon_syncbn_reset() {
+  abandon_thread_pool();
+  start_all_reduce();
+}
 
 void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* devices, int num_devices, int expected,
                             double timeout_seconds) {
@@ -552,7 +556,9 @@ int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device, v
   return status;
 }
 
-void gluon_syncbn_close(const char* reason) { all_reduce->close(reason); }
+void gluon_syncbn_close() { all_reduce->close(); }
+
+void gluon_syncbn_set_num_threads(int threads) { set_num_threads(threads); }
 
 int gluon_syncbn_waiting() { return all_reduce->waiting(); }
 

@@ -29,7 +29,11 @@ SBN_EXPORT int gluon_syncbn_settle(int64_t layer, int64_t generation, const char
                                    const char* text);
 
 // The process ends: releases all who wait, with an error.
-SBN_EXPORT void gluon_syncbn_close(const char* reason);
+SBN_EXPORT void gluon_syncbn_close();
+
+// How many threads the CPU kernels use; none of them may run meanwhile. At first as many as OMP_NUM_THREADS says, or one
+// for each core.
+SBN_EXPORT void gluon_syncbn_set_num_threads(int threads);
 
 // The number of calls that wait for other devices now.
 SBN_EXPORT int gluon_syncbn_waiting();

@@ -108,23 +108,21 @@ int default_threads() {
 
 // Never destroyed: a kernel may still run when the process ends.
 std::atomic<ThreadPool*> pool{nullptr};
-std::mutex pool_mutex;
 
 }  // namespace
 
 ThreadPool& thread_pool() {
   ThreadPool* current = pool.load(std::memory_order_acquire);
   if (!current) {
-    const std::lock_guard<std::mutex> lock(pool_mutex);
-    current = pool.load(std::memory_order_acquire);
-    if (!current) pool.store(current = new ThreadPool(default_threads()), std::memory_order_release);
+    auto* const mine = new ThreadPool(default_threads());
+    if (pool.compare_exchange_strong(current, mine, std::memory_order_acq_rel)) return *mine;
+    delete mine;
   }
   return *current;
 }
 
-void set_num_threads(int threads) {
-  const std::lock_guard<std::mutex> lock(pool_mutex);
-  delete pool.exchange(new ThreadPool(threads));
-}
+void set_num_threads(int threads) { delete pool.exchange(new ThreadPool(threads)); }
+
+void abandon_thread_pool() { pool.store(nullptr); }
 
 }  // namespace gluon_syncbn

@@ -34,6 +34,9 @@ ThreadPool& thread_pool();
 // Replaces it. No kernel may run meanwhile.
 void set_num_threads(int threads);
 
+// In the child of a fork, which has none of the threads: the next loop makes a pool of its own.
+void abandon_thread_pool();
+
 }  // namespace gluon_syncbn
 
 #endif  // GLUON_SYNCBN_THREAD_POOL_H_

@@ -1,0 +1,236 @@
+"""What becomes of calls that wait when the process ends, is interrupted, or forks. Each test is a script of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+HEAD = """
+import os, signal, sys, threading, time
+import mxnet as mx
+import gluon_syncbn as sbn
+from gluon_syncbn import _native
+
+devices = [mx.cpu(0), mx.cpu(1)]
+net = mx.gluon.nn.HybridSequential()
+net.add(mx.gluon.nn.Conv2D(4, 3), sbn.SyncBatchNorm(), mx.gluon.nn.Conv2D(4, 3), sbn.SyncBatchNorm())
+net.initialize(ctx=devices)
+data = [mx.nd.ones((2, 3, 8, 8), ctx=device) for device in devices]
+
+def step(some=devices):
+    with mx.autograd.record():
+        losses = [net(x).sum() for x, _ in zip(data, some)]
+    for loss in losses:
+        loss.backward()
+    return losses
+
+def wait_until_a_call_waits():
+    for _ in range(1000):
+        if _native.waiting():
+            return
+        time.sleep(0.01)
+    raise AssertionError("no call waits")
+
+for loss in step():
+    loss.wait_to_read()
+"""
+
+
+def start(body, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-c", HEAD + textwrap.dedent(body)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def finish(process, timeout=60):
+    """(exit code, output, errors)."""
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        pytest.fail(f"the script did not end within {timeout} s")
+    return process.returncode, output, errors
+
+
+ENDINGS = {
+    "the end of the script": ("", 0),
+    "sys.exit": ("sys.exit(3)", 3),
+    "an exception": ("raise RuntimeError('between two devices')", 1),
+    "KeyboardInterrupt": ("raise KeyboardInterrupt", -signal.SIGINT),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("hybridize", [None, "static_alloc=True, static_shape=True"])
+def test_a_script_that_ends_while_a_call_waits(ending, hybridize):
+    line, expected = ENDINGS[ending]
+    body = f"""
+        if {hybridize is not None}:
+            net.hybridize({hybridize or ""})
+        losses = step()
+        mx.nd.waitall()
+        losses = step(devices[:1])
+        wait_until_a_call_waits()
+        print(time.time(), flush=True)
+        {line}
+    """
+    code, output, errors = finish(start(body))
+    ended = time.time()
+    assert code == expected, errors
+    assert "terminate called" not in errors and "Segmentation" not in errors
+    assert "The process ended before" in errors and "Missing: cpu(1)" in errors
+    # The process is gone within the second that it has.
+    assert ended - float(output) < 1, errors
+
+
+def test_ctrl_c_while_the_main_thread_waits_for_a_result():
+    """It waits inside MXNet, where Python does not see the signal."""
+    body = """
+        loss = step(devices[:1])[0]
+        wait_until_a_call_waits()
+        print("waiting", flush=True)
+        try:
+            loss.wait_to_read()
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+            raise
+    """
+    process = start(body)
+    assert process.stdout.readline() == "waiting\n"
+    time.sleep(0.3)
+    begin = time.time()
+    process.send_signal(signal.SIGINT)
+    code, output, errors = finish(process)
+    assert code == -signal.SIGINT and "KeyboardInterrupt" in errors
+    assert time.time() - begin < 3
+
+
+def test_a_script_that_handles_ctrl_c_finishes_its_step():
+    body = """
+        stop = []
+        signal.signal(signal.SIGINT, lambda *_: stop.append(1))
+        losses = step(devices[:1])
+        wait_until_a_call_waits()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1.5)
+        with mx.autograd.record():
+            losses.append(net(data[1]).sum())
+        print([float(loss.asscalar()) for loss in losses], stop)
+    """
+    code, output, errors = finish(start(body))
+    assert code == 0 and output.strip().endswith("[1]"), errors
+
+
+def test_training_goes_on_after_ctrl_c():
+    body = """
+        loss = step(devices[:1])[0]
+        wait_until_a_call_waits()
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        try:
+            loss.wait_to_read()
+            print("no error")
+        except (KeyboardInterrupt, mx.MXNetError) as error:
+            print(type(error).__name__)
+        try:
+            mx.nd.waitall()
+        except mx.MXNetError:
+            pass
+        for _ in range(3):
+            for loss in step():
+                loss.wait_to_read()
+        print("trained on")
+    """
+    code, output, errors = finish(start(body))
+    assert code == 0 and output.endswith("trained on\n") and "no error" not in output, errors
+
+
+def test_fork_between_steps():
+    """The parent trains on, and so can the child."""
+    body = """
+        import multiprocessing
+
+        norm = sbn.SyncBatchNorm(in_channels=64)
+        norm.initialize(ctx=devices)
+        large = [mx.nd.ones((4, 64, 64, 64), ctx=device) for device in devices]
+
+        def use(queue):
+            with mx.autograd.record():
+                losses = [norm(x).sum() for x in large]
+            queue.put([float(loss.asscalar()) for loss in losses])
+
+        for _ in range(3):
+            step()
+            with mx.autograd.record():
+                losses = [norm(x).sum() for x in large]
+            context = multiprocessing.get_context("fork")
+            queue = context.Queue()
+            process = context.Process(target=use, args=(queue,))
+            process.start()
+            assert queue.get(timeout=30) == [0, 0]
+            process.join()
+            assert [float(loss.asscalar()) for loss in losses] == [0, 0]
+            for loss in step():
+                loss.wait_to_read()
+        print("trained on")
+    """
+    code, output, errors = finish(start(body))
+    assert code == 0 and output == "trained on\n", errors
+
+
+def test_data_loader_workers():
+    body = """
+        import numpy as np
+        dataset = mx.gluon.data.ArrayDataset(np.ones((16, 3, 8, 8), "float32"))
+        for _ in range(2):
+            loader = mx.gluon.data.DataLoader(dataset, batch_size=4, num_workers=2)
+            for batch in loader:
+                data = mx.gluon.utils.split_and_load(batch, devices)
+                losses = step()
+        for loss in losses:
+            loss.wait_to_read()
+        print("trained on")
+    """
+    code, output, errors = finish(start(body))
+    assert code == 0 and output.endswith("trained on\n"), errors
+
+
+def test_the_naive_engine_with_several_devices_is_an_error_at_once():
+    body = """
+        print("not reached")
+    """
+    begin = time.time()
+    code, output, errors = finish(start(body, MXNET_ENGINE_TYPE="NaiveEngine"))
+    assert code == 1 and "NaiveEngine" in errors and "MXNetError" in errors and not output, errors
+    assert time.time() - begin < 30
+
+
+def test_the_naive_engine_with_one_device():
+    program = """
+import mxnet as mx
+import gluon_syncbn as sbn
+
+net = sbn.SyncBatchNorm()
+net.initialize()
+x = mx.nd.array([[1.0, 2.0], [3.0, 6.0]])
+x.attach_grad()
+for _ in range(2):
+    with mx.autograd.record():
+        y = net(x)
+    y.backward()
+    net.hybridize()
+print(y.asnumpy().round(3).tolist())
+"""
+    environment = {**os.environ, "MXNET_ENGINE_TYPE": "NaiveEngine"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "[[-1.0, -1.0], [1.0, 1.0]]\n", done.stderr
