@@ -1,5 +1,7 @@
 """Synchronized batch normalization for Apache MXNet Gluon."""
 
+# First, as it explains what is wrong where MXNet or the native library cannot be loaded.
+from . import _native  # noqa: F401  isort:skip
 from ._version import __version__
 from .block import SyncBatchNorm
 from .group import SyncGroup

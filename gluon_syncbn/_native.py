@@ -75,7 +75,7 @@ def _why_mxnet_failed(error):
 
 
 def _load():
-    rebuild = "Build it again: pip install --force-reinstall --no-deps gluon-syncbn (or pip install -e . in a checkout)."
+    rebuild = "Build it again: pip install --force-reinstall --no-deps . in a checkout of gluon_syncbn."
     if not os.path.exists(_LIBRARY):
         raise ImportError(f"The native library of gluon_syncbn is missing ({_LIBRARY}). {rebuild}")
     try:

@@ -59,32 +59,34 @@ struct Settings {
   bool use_global_stats = false;
   // Traced for GPUs: without the gate that oneDNN's layouts ask for on the CPU.
   bool gpu_only = false;
-  // The graph was made by another process, where numbers stood for other layers.
-  bool foreign = false;
+  // What could not be read. It is told later: MXNet crashes when an error comes where settings are read.
+  std::string error;
 
   Settings(int size, const char** keys, const char** values) {
+    bool foreign = false;
     for (int i = 0; i < size; ++i) {
       const std::string key = keys[i], value = values[i];
-      const bool flag = value == "True" || value == "1";
-      if (key == "layer") layer = std::stoll(value);
-      if (key == "process" && value != this_process) foreign = true;
-      if (key == "epsilon") epsilon = number(value);
-      if (key == "momentum") momentum = number(value);
-      if (key == "axis") axis = std::stoi(value);
-      if (key == "fix_gamma") fix_gamma = flag;
-      if (key == "use_global_stats") use_global_stats = flag;
-      if (key == "gpu_only") gpu_only = flag;
+      if (key == "layer") read(key, value, &layer);
+      if (key == "epsilon") read(key, value, &epsilon);
+      if (key == "momentum") read(key, value, &momentum);
+      if (key == "axis") read(key, value, &axis);
+      if (key == "fix_gamma") fix_gamma = value == "True";
+      if (key == "use_global_stats") use_global_stats = value == "True";
+      if (key == "gpu_only") gpu_only = value == "True";
+      if (key == "process") foreign = value != this_process;
     }
+    // In a graph that another process made, numbers stand for other layers.
     if (foreign) layer = -1;
   }
 
-  // Whatever the locale is.
-  static double number(const std::string& text) {
+ private:
+  template <typename T>
+  void read(const std::string& key, const std::string& text, T* value) {
     std::istringstream stream(text);
     stream.imbue(std::locale::classic());
-    double value = 0;
-    stream >> value;
-    return value;
+    if (!(stream >> *value) || !stream.eof()) {
+      error = "SyncBatchNorm cannot read " + key + "=" + text + ": it has to be a number.";
+    }
   }
 };
 
@@ -383,6 +385,7 @@ extern const char* const kAuxiliaryNames[] = {"running_mean", "running_var", nul
 
 int infer_shape(int size, int* ndims, int** shapes, void* state) {
   Property* const property = static_cast<Property*>(state);
+  if (!property->settings.error.empty()) throw dmlc::Error(property->settings.error);
   if (ndims[kData] <= 0) {
     throw dmlc::Error("SyncBatchNorm has to know the shape of its data before anything else can be inferred.");
   }

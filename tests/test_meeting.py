@@ -1,0 +1,322 @@
+"""What happens when devices do not meet as they should: an error that tells the story, and training goes on."""
+
+import logging
+import time
+
+import layers
+import mxnet as mx
+import numpy as np
+import pytest
+import reference
+from layers import MODES, contexts
+from mxnet import autograd
+from mxnet.gluon import nn
+from tolerances import assert_close
+
+import gluon_syncbn as sbn
+from gluon_syncbn import _native
+
+SHAPE = (2, 3, 8, 8)
+TIMEOUT = 1.0
+
+
+def build(mode="imperative", devices=2, **arguments):
+    """One layer behind a convolution, which has a Trainer."""
+    arguments.setdefault("group", sbn.SyncGroup(timeout=TIMEOUT))
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(4, 3), sbn.SyncBatchNorm(**arguments), nn.Activation("relu"))
+        net.add(nn.Conv2D(4, 3), sbn.SyncBatchNorm(**arguments))
+    net.initialize(ctx=contexts(devices))
+    if MODES[mode] is not None:
+        net.hybridize(**MODES[mode])
+    return net
+
+
+def batch(devices=2, seed=0):
+    generator = np.random.default_rng(seed)
+    return [
+        mx.nd.array(generator.standard_normal(SHAPE), ctx=device) for device in contexts(devices)
+    ]
+
+
+def train(net, xs, backward=None):
+    """Returns the losses. `backward`: on how many devices to go back."""
+    with autograd.record():
+        losses = [net(x).square().mean() for x in xs]
+    for loss in losses[:backward]:
+        loss.backward()
+    return losses
+
+
+def fetch(arrays):
+    return [float(array.asscalar()) for array in arrays]
+
+
+def fails(call, *words, within=10.0):
+    """The call ends in an MXNetError that says all this, in time."""
+    begin = time.time()
+    with pytest.raises(mx.MXNetError) as error:
+        call()
+    assert time.time() - begin < within
+    for word in words:
+        assert word in str(error.value), f"{word!r} is missing in: {error.value}"
+
+
+def clear():
+    """What the other devices have to say of an error that was told already."""
+    for _ in range(3):
+        try:
+            mx.nd.waitall()
+            return
+        except mx.MXNetError:
+            pass
+
+
+def goes_on(net, devices=2):
+    """The same net trains on, and the first layer's statistics are right."""
+    clear()
+    for seed in range(3):
+        losses = fetch(train(net, batch(devices, seed)))
+        assert np.isfinite(losses).all()
+    conv, norm = net[0], net[1]
+    before = norm.running_mean.data(mx.cpu(0)).asnumpy()
+    xs = batch(devices, 7)
+    with autograd.train_mode():
+        hidden = np.concatenate([conv(x).asnumpy() for x in xs])
+        for x in xs:
+            net(x)
+    # With static_shape, MXNet does not make a reader of auxiliary states wait for who writes them.
+    mx.nd.waitall()
+    mean = reference.forward(hidden, np.ones(4), np.zeros(4)).mean
+    for device in contexts(devices):
+        after = norm.running_mean.data(device).asnumpy()
+        assert_close(after, 0.9 * before + 0.1 * mean, "float32")
+
+
+@pytest.fixture(autouse=True)
+def leave_no_error():
+    yield
+    clear()
+
+
+def prepared(mode="imperative", **arguments):
+    net = build(mode, **arguments)
+    fetch(train(net, batch()))
+    mx.nd.waitall()
+    return net
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_missing_device_forward(mode):
+    net = prepared(mode)
+    begin = time.time()
+    fails(
+        lambda: fetch(train(net, batch()[:1], backward=0)),
+        "net_syncbatchnorm0",
+        "forward call 1",
+        "Came: cpu(0). Missing: cpu(1).",
+        "has waited 1",
+        "MXNET_CPU_TEMP_COPY is 4096",
+    )
+    assert time.time() - begin >= TIMEOUT
+    goes_on(net)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_missing_device_backward(mode):
+    net = prepared(mode)
+
+    def step():
+        train(net, batch(), backward=1)
+        net[0].weight.grad(mx.cpu(0)).wait_to_read()
+
+    fails(step, "net_syncbatchnorm1", "backward call 1", "Missing: cpu(1)", "backward is not called")
+    goes_on(net)
+
+
+def test_a_warning_comes_first(caplog):
+    net = prepared()
+    with caplog.at_level(logging.WARNING, logger="gluon_syncbn"):
+        fails(lambda: fetch(train(net, batch()[:1], backward=0)), "Missing")
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1
+    for word in ("net_syncbatchnorm0", "Came: cpu(0). Missing: cpu(1).", "After 1 s this is an error"):
+        assert word in warnings[0]
+    clear()
+
+
+def test_the_timeout_from_the_environment(monkeypatch):
+    monkeypatch.setenv("GLUON_SYNCBN_TIMEOUT", "0.7")
+    net = prepared(group=None)
+    begin = time.time()
+    fails(lambda: fetch(train(net, batch()[:1], backward=0)), "has waited 0.7")
+    assert 0.7 <= time.time() - begin < 5
+    goes_on(net)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_extra_call(mode):
+    net = prepared(mode)
+    xs = batch()
+
+    def step():
+        with autograd.record():
+            ys = [net(x) for x in (*xs, xs[1])]
+        ys[2].wait_to_read()
+
+    fails(step, "net_syncbatchnorm0", "forward call 2", "Came: cpu(1). Missing: cpu(0).")
+    goes_on(net)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_exception_between_two_devices(mode):
+    net = prepared(mode)
+    xs = batch()
+    with pytest.raises(ZeroDivisionError), autograd.record():
+        net(xs[0])
+        1 / 0
+    fails(mx.nd.waitall, "Missing: cpu(1)", "an exception between two calls")
+    goes_on(net)
+
+
+@pytest.mark.parametrize("mode", ["imperative", "hybrid"])
+def test_mismatching_channels(mode):
+    layer = sbn.SyncBatchNorm(in_channels=4)
+    layer.initialize(ctx=contexts(2))
+    if MODES[mode] is not None:
+        layer.hybridize(**MODES[mode])
+    with pytest.raises(mx.MXNetError, match="6 channels on axis 1.*made for 4"):
+        with autograd.record():
+            layer(mx.nd.ones((2, 6, 3, 3)))
+    clear()
+    with autograd.record():
+        ys = [layer(mx.nd.ones((2, 4, 3, 3), ctx=device)) for device in contexts(2)]
+    assert not np.concatenate([y.asnumpy() for y in ys]).any()
+
+
+def test_too_many_devices_asked_for():
+    net = build(num_devices=3)
+    fails(
+        lambda: fetch(train(net, batch(), backward=0)),
+        "num_devices=3",
+        "2 (cpu(0), cpu(1))",
+        within=TIMEOUT,
+    )
+
+
+def test_fewer_devices_than_contexts():
+    """num_devices says how many of those that have parameters take part."""
+    net = build(devices=3, num_devices=2)
+    for first, second in ((0, 1), (0, 1), (0, 1)):
+        xs = batch(3)
+        losses = fetch(train(net, [xs[first], xs[second]]))
+    assert np.isfinite(losses).all()
+
+
+def test_a_group_names_its_devices():
+    group = sbn.SyncGroup(devices=contexts(2), timeout=TIMEOUT)
+    net = build(devices=3, group=group)
+    assert np.isfinite(fetch(train(net, batch()))).all()
+
+    def stranger():
+        with autograd.train_mode():
+            net(batch(3)[2]).wait_to_read()
+
+    fails(stranger, "was called on cpu(2)", "its devices are 2 (cpu(0), cpu(1))")
+
+
+def test_a_context_without_parameters():
+    layer = sbn.SyncBatchNorm(in_channels=3)
+    layer.initialize(ctx=contexts(2))
+    with pytest.raises(ValueError, match=r"data on cpu\(5\).*\[cpu\(0\), cpu\(1\)\].*initialize"):
+        layer(mx.nd.ones((2, 3), ctx=mx.cpu(5)))
+
+
+def test_failures_one_after_another():
+    net = prepared("static_alloc")
+    for _ in range(5):
+        fails(lambda: fetch(train(net, batch()[1:], backward=0)), "Missing: cpu(0)")
+        clear()
+        assert np.isfinite(fetch(train(net, batch()))).all()
+    goes_on(net)
+
+
+def test_moving_to_other_contexts():
+    """The participants are where the parameters live now, also in a graph that was traced before."""
+    net = prepared("static_alloc")
+    for count in (1, 3, 2):
+        net.collect_params().reset_ctx(contexts(count))
+        assert _native._layers[net[1]._layer.number].devices == tuple(map(str, contexts(count)))
+        goes_on(net, count)
+
+
+def test_no_meeting_in_inference():
+    net = prepared("static_alloc")
+    assert np.isfinite(net(batch()[1]).asnumpy()).all()
+    with autograd.record(train_mode=False):
+        y = net(batch()[0])
+    y.backward()
+    y.wait_to_read()
+
+
+def test_an_error_ends_for_everyone_at_once():
+    """All devices but one wait; the first to give up releases the others."""
+    net = build(devices=4, group=sbn.SyncGroup(timeout=2))
+    fetch(train(net, batch(4)))
+    begin = time.time()
+    losses = train(net, batch(4)[:3], backward=0)
+    for loss in losses:
+        with pytest.raises(mx.MXNetError, match=r"Came: cpu\(0\), cpu\(1\), cpu\(2\)|cpu\(3\)"):
+            loss.asscalar()
+    assert time.time() - begin < 3
+    goes_on(net, 4)
+
+
+def test_the_graph_of_another_process_does_not_train(tmp_path):
+    net = prepared("hybrid")
+    net.export(str(tmp_path / "net"))
+    symbol = (tmp_path / "net-symbol.json").read_text().replace(_native.PROCESS, "another")
+    (tmp_path / "net-symbol.json").write_text(symbol)
+    loaded = mx.gluon.SymbolBlock.imports(
+        str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
+    )
+    x = batch()[0]
+    np.testing.assert_array_equal(loaded(x).asnumpy(), net(x).asnumpy())
+
+    def step():
+        with autograd.record():
+            loaded(x).wait_to_read()
+
+    fails(step, "does not exist in this process", "load its parameters")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"timeout": 0}, "timeout is 0"),
+        ({"timeout": "soon"}, "timeout is 'soon'"),
+        ({"timeout": float("nan")}, "timeout is nan"),
+        ({"devices": []}, "devices"),
+        ({"devices": [mx.cpu(0), mx.cpu(0)]}, "once"),
+    ],
+)
+def test_a_group_that_makes_no_sense(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        sbn.SyncGroup(**arguments)
+
+
+def test_a_wrong_timeout_in_the_environment(monkeypatch):
+    monkeypatch.setenv("GLUON_SYNCBN_TIMEOUT", "5 minutes")
+    with pytest.raises(ValueError, match="GLUON_SYNCBN_TIMEOUT is '5 minutes'"):
+        sbn.SyncGroup()
+
+
+def test_layers_with_equal_names_do_not_collide():
+    first, second = (sbn.SyncBatchNorm(prefix="same_", in_channels=3) for _ in range(2))
+    xs = [mx.nd.ones((2, 3), ctx=device) * (1 + device.device_id) for device in contexts(2)]
+    for layer in (first, second):
+        layer.initialize(ctx=contexts(2))
+    with autograd.train_mode():
+        ys = [first(xs[0]), second(xs[0]), second(xs[1]), first(xs[1])]
+    assert layers.contexts(2) and all(abs(y.asnumpy()).max() > 0.9 for y in ys)
