@@ -20,6 +20,13 @@ class _Watched(Parameter):
         for layer in self._layers:
             layer._on_contexts()
 
+    def __getstate__(self):
+        # The layers of a copy or of a pickle come and watch by themselves.
+        return {**self.__dict__, "_layers": None}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state, _layers=weakref.WeakSet())
+
     @classmethod
     def watch(cls, parameter, layer):
         # The object stays the same one: others share it.
@@ -130,9 +137,20 @@ class SyncBatchNorm(nn.BatchNorm):
         )
         self._num_devices = num_devices
         self._group = group or SyncGroup()
+        self._meet()
+
+    def _meet(self):
+        """Becomes a layer of its own, whose devices meet each other."""
         self._layer = _native.Layer(self.prefix.rstrip("_"), self)
         _Watched.watch(self.running_mean, self)
         self._on_contexts()
+
+    def __getstate__(self):
+        return {**self.__dict__, "_layer": None}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self._meet()
 
     def _contexts(self):
         """The contexts of the parameters, or of their deferred initialization; none before that."""
