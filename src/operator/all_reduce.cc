@@ -68,10 +68,11 @@ struct AllReduce::Meeting {
   void add_up(const std::vector<std::string>& ranks) {
     const auto rank = [&](const Arrival& a) { return std::find(ranks.begin(), ranks.end(), a.device); };
     std::sort(arrivals.begin(), arrivals.end(), [&](const Arrival& a, const Arrival& b) { return rank(a) < rank(b); });
-    sums.resize(arrivals[0].sums->size());
-    for (const Arrival& arrival : arrivals) {
-      for (size_t c = 0; c < sums.size(); ++c) sums[c].add((*arrival.sums)[c]);
-      count += arrival.count;
+    sums = *arrivals[0].sums;
+    count = arrivals[0].count;
+    for (auto arrival = arrivals.begin() + 1; arrival != arrivals.end(); ++arrival) {
+      for (size_t c = 0; c < sums.size(); ++c) sums[c].add((*arrival->sums)[c]);
+      count += arrival->count;
     }
     complete = true;
     changed.notify_all();

@@ -47,11 +47,6 @@ SBN_HOST_DEVICE double moving_average(double running, double batch, double momen
   return momentum * running + (1 - momentum) * batch;
 }
 
-// Backward sums of one value: the factor of dy in the sum that gives dgamma.
-SBN_HOST_DEVICE double centered(double x, const Statistics& s) {
-  return (x - s.mean) - s.mean_low;
-}
-
 // y of one channel, in the arithmetic of T: the mean as two numbers of T, so that an offset of the data costs nothing.
 template <typename T>
 struct Normalize {

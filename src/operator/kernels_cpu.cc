@@ -11,7 +11,7 @@
 namespace gluon_syncbn {
 namespace {
 
-// Values of a plane that are summed at a time; they stay in the first-level cache.
+// Values of a plane that are summed at a time, in double.
 constexpr int64_t kChunk = 2048;
 // Channels of a row whose sums are held at a time, where S = 1.
 constexpr int64_t kRow = 64;

@@ -43,9 +43,11 @@ struct Sum3 {
   }
 
   SBN_HOST_DEVICE void add(const Sum3& other) {
-    add(other.high);
-    add(other.middle);
-    add(other.low);
+    double error, middle_error;
+    high = two_sum(high, other.high, &error);
+    middle = two_sum(middle, other.middle, &middle_error);
+    middle = two_sum(middle, error, &error);
+    low += other.low + (middle_error + error);
   }
 
   // Adds a * b, exactly.
