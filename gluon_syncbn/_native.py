@@ -14,7 +14,8 @@ import weakref
 from ._version import __version__
 
 OP_TYPE = "GluonSyncBatchNorm"
-# Graphs carry this word, so that one made in another process does not find this one's layers by their numbers.
+# Graphs carry this word, so that one made in another process does not find this one's layers by
+# their numbers.
 PROCESS = uuid.uuid4().hex
 
 _MXNET = "1.9.1"
@@ -36,7 +37,9 @@ _log = logging.getLogger("gluon_syncbn")
 def _import_mxnet():
     try:
         import mxnet
-    except Exception as error:  # What an old MXNet raises under a new NumPy or Python is of any kind.
+    except (
+        Exception
+    ) as error:  # What an old MXNet raises under a new NumPy or Python is of any kind.
         raise ImportError(_why_mxnet_failed(error)) from error
     if mxnet.__version__ != _MXNET:
         raise ImportError(
@@ -55,7 +58,7 @@ def _why_mxnet_failed(error):
     if not (3, 8) <= sys.version_info[:2] <= (3, 11):
         return (
             f"MXNet {_MXNET} needs Python 3.8 to 3.11 and cannot be imported by Python "
-            f"{sys.version_info[0]}.{sys.version_info[1]} ({error}): use an environment of Python 3.11."
+            f"{sys.version_info[0]}.{sys.version_info[1]} ({error}): use an environment of 3.11."
         )
     try:
         import numpy
@@ -65,17 +68,19 @@ def _why_mxnet_failed(error):
         return f"MXNet {_MXNET} needs NumPy, which is not installed: pip install 'numpy<1.24'."
     if version >= (1, 24):
         return (
-            f"MXNet {_MXNET} needs NumPy below 1.24 and cannot be imported with {numpy.__version__} "
-            f"({error}): pip install 'numpy<1.24'."
+            f"MXNet {_MXNET} needs NumPy below 1.24 and cannot be imported with "
+            f"{numpy.__version__} ({error}): pip install 'numpy<1.24'."
         )
     return (
-        f"MXNet {_MXNET} is installed but cannot be imported ({error}): mend or reinstall it first; "
-        "mxnet-cu112 needs the CUDA 11 libraries and an NVIDIA driver."
+        f"MXNet {_MXNET} is installed but cannot be imported ({error}): mend or reinstall it "
+        "first; mxnet-cu112 needs the CUDA 11 libraries and an NVIDIA driver."
     )
 
 
 def _load():
-    rebuild = "Build it again: pip install --force-reinstall --no-deps . in a checkout of gluon_syncbn."
+    rebuild = (
+        "Build it again: pip install --force-reinstall --no-deps . in a checkout of gluon_syncbn."
+    )
     if not os.path.exists(_LIBRARY):
         raise ImportError(f"The native library of gluon_syncbn is missing ({_LIBRARY}). {rebuild}")
     try:
@@ -84,11 +89,14 @@ def _load():
         version = library.gluon_syncbn_version().decode()
     except (OSError, AttributeError) as error:
         raise ImportError(
-            f"The native library of gluon_syncbn cannot be loaded ({error}): it was built for another machine or "
-            f"is damaged. {rebuild}"
+            f"The native library of gluon_syncbn cannot be loaded ({error}): it was built for "
+            f"another machine or is damaged. {rebuild}"
         ) from error
     if version != __version__:
-        raise ImportError(f"The native library is of gluon_syncbn {version}, the Python part of {__version__}. {rebuild}")
+        raise ImportError(
+            f"The native library is of gluon_syncbn {version}, the Python part of {__version__}. "
+            f"{rebuild}"
+        )
     return library
 
 
@@ -103,7 +111,8 @@ def _on_warning(text):
 
 @_FAILED
 def _on_failure(number, generation, text):
-    """Lets the devices of a layer start anew after a failed step. Runs on the thread that noticed the failure."""
+    """Lets the devices of a layer start anew after a failed step. Runs on the thread that noticed
+    the failure."""
     layer = _layers.get(number)
     block = layer and layer.block()
     if block is None:
@@ -112,7 +121,12 @@ def _on_failure(number, generation, text):
     for device in layer.devices:
         handles = [array.handle for array in arrays.get(device, ())]
         _library.gluon_syncbn_settle(
-            number, generation, device.encode(), (ctypes.c_void_p * len(handles))(*handles), len(handles), text
+            number,
+            generation,
+            device.encode(),
+            (ctypes.c_void_p * len(handles))(*handles),
+            len(handles),
+            text,
         )
 
 
@@ -129,13 +143,16 @@ def _register(mxnet):
         _on_failure,
     )
     if status != 0:
-        raise ImportError(f"MXNet did not register the operator {OP_TYPE}: {mxnet.base.py_str(mxnet.base._LIB.MXGetLastError())}")
+        error = mxnet.base.py_str(mxnet.base._LIB.MXGetLastError())
+        raise ImportError(f"MXNet did not register the operator {OP_TYPE}: {error}")
 
 
 class Layer:
-    """A layer as the native library knows it: a number that no other layer has, a name, devices, a timeout.
+    """A layer as the native library knows it: a number that no other layer has, a name, devices, a
+    timeout.
 
-    `block` is the layer as the user knows it, whose running statistics hold an error after a failed step.
+    `block` is the layer as the user knows it, whose running statistics hold an error after a failed
+    step.
     """
 
     def __init__(self, name, block):
@@ -144,10 +161,13 @@ class Layer:
         self.devices = ()
         self.block = weakref.ref(block)
         _layers[self.number] = self
-        weakref.finalize(self, _library.gluon_syncbn_forget, ctypes.c_int64(self.number)).atexit = False
+        weakref.finalize(
+            self, _library.gluon_syncbn_forget, ctypes.c_int64(self.number)
+        ).atexit = False
 
     def configure(self, devices, num_devices, timeout):
-        """devices: those that may take part, as MXNet names them; num_devices: how many do, None for all."""
+        """devices: those that may take part, as MXNet names them; num_devices: how many do, None
+        for all."""
         self.devices = tuple(devices)
         self._settings = (num_devices or 0, ctypes.c_double(timeout))
         self.tell()
@@ -180,8 +200,9 @@ def _after_fork_in_child():
 
 def _at_exit():
     _library.gluon_syncbn_close()
-    # MXNet first ends the threads of custom operators and then waits for all that is left, for ever where that is a
-    # custom operator. So nothing may be left; what depends on a released call is not computed any more.
+    # MXNet first ends the threads of custom operators and then waits for all that is left, for ever
+    # where that is a custom operator. So nothing may be left; what depends on a released call is
+    # not computed any more.
     _wait_for_all()
 
 
@@ -207,6 +228,6 @@ if (
     threading.current_thread() is threading.main_thread()
     and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 ):
-    # A main thread that waits inside MXNet does not see Ctrl-C before MXNet returns. A script with a handler of its own
-    # is left alone: it means to finish its step.
+    # A main thread that waits inside MXNet does not see Ctrl-C before MXNet returns. A script with
+    # a handler of its own is left alone: it means to finish its step.
     _library.gluon_syncbn_catch_interrupts()

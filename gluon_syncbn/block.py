@@ -41,14 +41,14 @@ class SyncBatchNorm(nn.BatchNorm):
 
     .. math:: y = \gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta
 
-    with the mean :math:`\mu` and the biased variance :math:`\sigma^2` of each channel over all values
-    of that channel on all devices; :mod:`gluon_syncbn.functional` has the backward. It takes the place
-    of :class:`mxnet.gluon.nn.BatchNorm`: same arguments, same parameters, same files. The results are
-    the same, bit for bit, however a batch is split over devices and threads.
+    with the mean :math:`\mu` and the biased variance :math:`\sigma^2` of each channel over all
+    values of that channel on all devices; :mod:`gluon_syncbn.functional` has the backward. It takes
+    the place of :class:`mxnet.gluon.nn.BatchNorm`: same arguments, same parameters, same files. The
+    results are the same, bit for bit, however a batch is split over devices and threads.
 
-    Training code stays as it is: the net is called once for each device inside ``autograd.record()``, and
-    no result is waited for before every device was called. In inference devices do not wait for each
-    other.
+    Training code stays as it is: the net is called once for each device inside
+    ``autograd.record()``, and no result is waited for before every device was called. In inference
+    devices do not wait for each other.
 
     Parameters
     ----------
@@ -87,9 +87,9 @@ class SyncBatchNorm(nn.BatchNorm):
     ValueError
         For arguments that make no sense, and for data on a context that has no parameters.
     MXNetError
-        Where a result is waited for, when a device does not come, comes twice, or brings other channels.
-        Afterwards ``mx.nd.waitall()`` fetches what other devices have to say of the same error, and
-        training can go on.
+        Where a result is waited for, when a device does not come, comes twice, or brings other
+        channels. Afterwards ``mx.nd.waitall()`` fetches what other devices have to say of the same
+        error, and training can go on.
 
     References
     ----------
@@ -116,8 +116,8 @@ class SyncBatchNorm(nn.BatchNorm):
     ):
         if num_devices is not None and (int(num_devices) != num_devices or num_devices < 1):
             raise ValueError(
-                f"num_devices is {num_devices!r}: give the number of devices that take part, or None for "
-                "all on which the parameters live."
+                f"num_devices is {num_devices!r}: give the number of devices that take part, or "
+                "None for all on which the parameters live."
             )
         if group is not None and not isinstance(group, SyncGroup):
             raise ValueError(f"group is {group!r}: give a gluon_syncbn.SyncGroup, or None.")
@@ -172,17 +172,18 @@ class SyncBatchNorm(nn.BatchNorm):
         contexts = self._contexts()
         if isinstance(x, mx.nd.NDArray) and contexts and x.context not in contexts:
             raise ValueError(
-                f"{self.name} was called with data on {x.context}, but its parameters live on {contexts}: "
-                "initialize the net on every context in use (net.initialize(ctx=[...]) or "
-                "net.collect_params().reset_ctx([...])), or move the data."
+                f"{self.name} was called with data on {x.context}, but its parameters live on "
+                f"{contexts}: initialize the net on every context in use "
+                "(net.initialize(ctx=[...]) or net.collect_params().reset_ctx([...])), or move the "
+                "data."
             )
         return super().forward(x, *args)
 
     def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
         if is_np_array():
             raise TypeError(
-                "SyncBatchNorm takes mx.nd arrays and mx.sym symbols, and MXNet's NumPy arrays are switched on: "
-                "call mx.npx.reset_np() before the net is used."
+                "SyncBatchNorm takes mx.nd arrays and mx.sym symbols, and MXNet's NumPy arrays are "
+                "switched on: call mx.npx.reset_np() before the net is used."
             )
         settings = self._kwargs
         contexts = self._contexts()

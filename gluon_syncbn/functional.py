@@ -29,9 +29,9 @@ def sync_batch_norm(
         \mu_c &= \frac1M \sum x_{ncs} \qquad \sigma_c^2 = \frac1M \sum (x_{ncs} - \mu_c)^2 \\
         y_{ncs} &= \gamma_c \frac{x_{ncs} - \mu_c}{\sqrt{\sigma_c^2 + \epsilon}} + \beta_c
 
-    In training mode the running statistics become ``momentum * running + (1 - momentum) * batch``, with
-    the biased variance above. In inference, and with `use_global_stats`, they take the place of the
-    batch's, and no device waits for another.
+    In training mode the running statistics become ``momentum * running + (1 - momentum) * batch``,
+    with the biased variance above. In inference, and with `use_global_stats`, they take the place
+    of the batch's, and no device waits for another.
 
     Backward, with :math:`\hat x = (x - \mu) / \sqrt{\sigma^2 + \epsilon}`:
 
@@ -40,8 +40,8 @@ def sync_batch_norm(
         dx_{ncs} = \frac{\gamma_c}{\sqrt{\sigma_c^2 + \epsilon}}
             \left(dy_{ncs} - \frac{d\beta_c}{M} - \hat x_{ncs} \frac{d\gamma_c}{M}\right)
 
-    where dx takes the sums over all devices; dgamma and dbeta are written as those of the device alone,
-    which a Trainer adds.
+    where dx takes the sums over all devices; dgamma and dbeta are written as those of the device
+    alone, which a Trainer adds.
 
     Parameters
     ----------
@@ -54,11 +54,11 @@ def sync_batch_norm(
     layer : _native.Layer
         Whose devices meet.
     gate : {True, False, None}
-        Whether to shield the operator from oneDNN's memory layouts on the CPU. MXNet frees the plain copy
-        of an array in such a layout before the operator, which runs asynchronously, has read it. True: a
-        SwapAxis of equal axes in front and behind copies x, y and their gradients into memory that stays.
-        False: the caller knows that x and dy come from no oneDNN operator. None: the graph is for GPUs;
-        on the CPU it raises.
+        Whether to shield the operator from oneDNN's memory layouts on the CPU. MXNet frees the
+        plain copy of an array in such a layout before the operator, which runs asynchronously, has
+        read it. True: a SwapAxis of equal axes in front and behind copies x, y and their gradients
+        into memory that stays. False: the caller knows that x and dy come from no oneDNN operator.
+        None: the graph is for GPUs; on the CPU it raises.
 
     Returns
     -------
@@ -68,8 +68,9 @@ def sync_batch_norm(
     Raises
     ------
     MXNetError
-        At once for shapes and dtypes that do not fit. Where y is waited for: when a device of the layer
-        does not come within the layer's timeout, comes twice, or brings another number of channels.
+        At once for shapes and dtypes that do not fit. Where y is waited for: when a device of the
+        layer does not come within the layer's timeout, comes twice, or brings another number of
+        channels.
     """
     if gate:
         x = F.SwapAxis(x, dim1=0, dim2=0)

@@ -13,12 +13,12 @@ class SyncGroup:
     Parameters
     ----------
     devices : list of Context, optional
-        Who takes part, each in every call of a layer of this group. By default the contexts on which
-        the layer's parameters live.
+        Who takes part, each in every call of a layer of this group. By default the contexts on
+        which the layer's parameters live.
     timeout : float, optional
         Seconds for which a device waits for the others. A tenth of it brings a warning, all of it
-        ends in an MXNetError that tells who came and who did not. By default the environment variable
-        ``GLUON_SYNCBN_TIMEOUT``, or else 300.
+        ends in an MXNetError that tells who came and who did not. By default the environment
+        variable ``GLUON_SYNCBN_TIMEOUT``, or else 300.
 
     Raises
     ------
@@ -30,8 +30,8 @@ class SyncGroup:
         names = None if devices is None else tuple(str(device) for device in devices)
         if names is not None and (not names or len(set(names)) != len(names)):
             raise ValueError(
-                f"SyncGroup got devices={list(names)}: name each device that takes part once, or leave "
-                "devices out for those on which the parameters live."
+                f"SyncGroup got devices={list(names)}: name each device that takes part once, or "
+                "leave devices out for those on which the parameters live."
             )
         self.devices = names
         self.timeout = _seconds(timeout)

@@ -42,7 +42,8 @@ def shards(array, sizes, devices):
 
 
 def run(block, x, dy, sizes, devices, steps=1):
-    """Forward and backward, the batch cut in `sizes`. Gradients of parameters are added over devices."""
+    """Forward and backward, the batch cut in `sizes`. Gradients of parameters are added over
+    devices."""
     xs, dys = shards(x, sizes, devices), shards(dy, sizes, devices)
     for shard in xs:
         shard.attach_grad()

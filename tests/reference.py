@@ -49,5 +49,9 @@ def backward(dy, x, gamma, epsilon=1e-5, axis=1, mean=None, variance=None):
     dgamma, dbeta = (grads * xhat).sum(axis=1), grads.sum(axis=1)
     dx = grads
     if not constant:
-        dx = grads - grads.mean(axis=1, keepdims=True) - xhat * (grads * xhat).mean(axis=1, keepdims=True)
+        dx = (
+            grads
+            - grads.mean(axis=1, keepdims=True)
+            - xhat * (grads * xhat).mean(axis=1, keepdims=True)
+        )
     return Backward(_like(dx * inv_std * _column(gamma), x, axis), dgamma, dbeta)

@@ -7,13 +7,13 @@ import pickle
 import mxnet as mx
 import numpy as np
 import pytest
-from layers import MODES, contexts, prepare, run
 from mxnet import autograd
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
-from tolerances import assert_close, assert_same_bits
 
 import gluon_syncbn as sbn
+from layers import MODES, contexts, prepare, run
+from tolerances import assert_close, assert_same_bits
 
 KINDS = {
     "ours": lambda: sbn.SyncBatchNorm(prefix="norm_"),
@@ -201,8 +201,12 @@ def test_one_layer_in_several_places_with_several_shapes(mode):
             autograd.backward(losses)
         mx.nd.waitall()
         ys = [np.concatenate([o[i].asnumpy() for o in outputs]) for i in range(len(shapes))]
-        statistics = [p.data(devices[0]).asnumpy() for p in (net.norm.running_mean, net.norm.running_var)]
-        gradient = sum(net.norm.gamma.grad(device).asnumpy().astype("float64") for device in devices)
+        statistics = [
+            p.data(devices[0]).asnumpy() for p in (net.norm.running_mean, net.norm.running_var)
+        ]
+        gradient = sum(
+            net.norm.gamma.grad(device).asnumpy().astype("float64") for device in devices
+        )
         results.append((ys, statistics, gradient))
     for ys, statistics, gradient in results[1:]:
         # The convolution's own result depends on the batch it is given, in the last bits.

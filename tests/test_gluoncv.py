@@ -5,12 +5,12 @@ import warnings
 import mxnet as mx
 import numpy as np
 import pytest
-from layers import contexts
 from mxnet import autograd
 from mxnet.gluon import nn
-from tolerances import assert_same_bits
 
 import gluon_syncbn as sbn
+from layers import contexts
+from tolerances import assert_same_bits
 
 with warnings.catch_warnings():
     # gluoncv asks for newer and older packages than each other.
@@ -58,9 +58,7 @@ def batch():
 
 def train(net, trainer, batch, devices, steps):
     """The mean loss of each step."""
-    images, labels = (
-        mx.gluon.utils.split_and_load(mx.nd.array(array), devices) for array in batch
-    )
+    images, labels = (mx.gluon.utils.split_and_load(mx.nd.array(array), devices) for array in batch)
     loss_of = mx.gluon.loss.SoftmaxCrossEntropyLoss(axis=1)
     losses = []
     for _ in range(steps):

@@ -4,16 +4,16 @@ import os
 import subprocess
 import sys
 
-import layers
 import mxnet as mx
 import numpy as np
 import pytest
-import reference
-from layers import MODES, contexts, prepare, run
 from mxnet import autograd
-from tolerances import assert_close, assert_same_bits
 
 import gluon_syncbn as sbn
+import layers
+import reference
+from layers import MODES, contexts, prepare, run
+from tolerances import assert_close, assert_same_bits
 
 DTYPES = ["float32", "float64"]
 SHAPES = {2: (12, 5), 3: (6, 5, 11), 4: (6, 5, 7, 9), 5: (6, 5, 3, 4, 5)}
@@ -136,7 +136,10 @@ def test_a_channel_with_nan_or_inf_spoils_no_other(value, shape):
 
 
 def constant_statistics(layer, devices, dtype, channels):
-    mean, variance = random((channels,), dtype, 2, seed=9), 0.5 + random((channels,), dtype, seed=8) ** 2
+    mean, variance = (
+        random((channels,), dtype, 2, seed=9),
+        0.5 + random((channels,), dtype, seed=8) ** 2,
+    )
     layer.running_mean.set_data(mx.nd.array(mean, dtype=dtype))
     layer.running_var.set_data(mx.nd.array(variance, dtype=dtype))
     return mean, variance
@@ -219,7 +222,8 @@ def test_gradient_requests(dtype, request_x, request_parameters, mode):
 
 
 def test_residual_connections_that_add_gradients_in_place():
-    """y = x + bn(x), many times: MXNet may ask the operator to add to what the branch has left there."""
+    """y = x + bn(x), many times: MXNet may ask the operator to add to what the branch has left
+    there."""
 
     class Residual(mx.gluon.HybridBlock):
         def __init__(self):
@@ -273,7 +277,9 @@ def test_every_split_gives_the_same_bits(dtype, mean, shape):
         results.append(run(layer, x, dy, sizes, devices))
     for sizes, result in zip(SPLITS, results):
         for field in ("y", "dx", "running_mean", "running_var"):
-            assert_same_bits(getattr(result, field), getattr(results[0], field), f"{field}, {sizes}")
+            assert_same_bits(
+                getattr(result, field), getattr(results[0], field), f"{field}, {sizes}"
+            )
 
 
 def test_every_run_and_mode_gives_the_same_bits():

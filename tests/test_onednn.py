@@ -1,22 +1,24 @@
-"""Behind and before convolutions on the CPU, whose oneDNN layouts MXNet frees under asynchronous operators."""
+"""Behind and before convolutions on the CPU, whose oneDNN layouts MXNet frees under asynchronous
+operators."""
 
 import mxnet as mx
 import numpy as np
 import pytest
-from layers import MODES, contexts
 from mxnet import autograd
 from mxnet.gluon import nn
-from tolerances import assert_same_bits
 
 import gluon_syncbn as sbn
 from gluon_syncbn import _native
 from gluon_syncbn.functional import sync_batch_norm
+from layers import MODES, contexts
+from tolerances import assert_same_bits
 
 STEPS = 50
 
 
 class Block(nn.HybridBlock):
-    """Convolutions on both sides, a branch, and 16 channels, for which oneDNN chooses a blocked layout."""
+    """Convolutions on both sides, a branch, and 16 channels, for which oneDNN chooses a blocked
+    layout."""
 
     def __init__(self, **arguments):
         super().__init__()
@@ -33,7 +35,12 @@ def steps(mode, count=STEPS, devices=1):
     """The bits of 50 equal steps: losses, input gradients and parameter gradients."""
     mx.random.seed(5)
     net = nn.HybridSequential()
-    net.add(nn.Conv2D(16, 3, padding=1, in_channels=3), Block(), Block(), nn.Conv2D(4, 3, in_channels=16))
+    net.add(
+        nn.Conv2D(16, 3, padding=1, in_channels=3),
+        Block(),
+        Block(),
+        nn.Conv2D(4, 3, in_channels=16),
+    )
     net.initialize(mx.init.Xavier(), ctx=contexts(devices))
     if MODES[mode] is not None:
         net.hybridize(**MODES[mode])
@@ -47,7 +54,12 @@ def steps(mode, count=STEPS, devices=1):
             losses = [net(x).square().sum() for x in xs]
         autograd.backward(losses)
         parameters = net.collect_params().values()
-        gradients = [p.grad(c).asnumpy() for p in parameters if p.grad_req != "null" for c in contexts(devices)]
+        gradients = [
+            p.grad(c).asnumpy()
+            for p in parameters
+            if p.grad_req != "null"
+            for c in contexts(devices)
+        ]
         results.append([a.asnumpy() for a in losses] + [x.grad.asnumpy() for x in xs] + gradients)
     mx.nd.waitall()
     return results
@@ -64,7 +76,8 @@ def test_fifty_steps_have_equal_bits_in_every_mode(devices):
 
 
 def test_without_the_gate_they_have_not(monkeypatch):
-    """That the test above can fail. Memory that was freed may still hold the right bits, so a few tries are made."""
+    """That the test above can fail. Memory that was freed may still hold the right bits, so a few
+    tries are made."""
     monkeypatch.setattr(_native, "HAS_ONEDNN", False)
     wrong = 0
     for _ in range(10):

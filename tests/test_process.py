@@ -1,4 +1,5 @@
-"""What becomes of calls that wait when the process ends, is interrupted, or forks. Each test is a script of its own."""
+"""What becomes of calls that wait when the process ends, is interrupted, or forks. Each test is a
+script of its own."""
 
 import os
 import signal
@@ -17,7 +18,8 @@ from gluon_syncbn import _native
 
 devices = [mx.cpu(0), mx.cpu(1)]
 net = mx.gluon.nn.HybridSequential()
-net.add(mx.gluon.nn.Conv2D(4, 3), sbn.SyncBatchNorm(), mx.gluon.nn.Conv2D(4, 3), sbn.SyncBatchNorm())
+for _ in range(2):
+    net.add(mx.gluon.nn.Conv2D(4, 3), sbn.SyncBatchNorm())
 net.initialize(ctx=devices)
 data = [mx.nd.ones((2, 3, 8, 8), ctx=device) for device in devices]
 

@@ -6,12 +6,12 @@ import mxnet as mx
 import numpy as np
 import psutil
 import pytest
-from layers import MODES, contexts
 from mxnet import autograd
 from mxnet.gluon import nn
-from tolerances import assert_same_bits
 
 import gluon_syncbn as sbn
+from layers import MODES, contexts
+from tolerances import assert_same_bits
 
 
 class RandomNet(nn.HybridBlock):
@@ -83,7 +83,8 @@ def resident():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_memory_stays_flat(mode):
-    """Each call brings eight or more array handles; a handle that is not freed costs some 200 bytes."""
+    """Each call brings eight or more array handles; a handle that is not freed costs some 200
+    bytes."""
     devices = contexts(2)
     net = nn.HybridSequential()
     for _ in range(5):

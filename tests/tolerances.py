@@ -2,8 +2,8 @@
 
 import numpy as np
 
-# float32 rounds each of the four operations of y, and dx has three more, at 6e-8 each. float64 has 1e-16,
-# and sums in triple-double add nothing to either.
+# float32 rounds each of the four operations of y, and dx has three more, at 6e-8 each. float64 has
+# 1e-16, and sums in triple-double add nothing to either.
 RELATIVE = {"float32": 1e-6, "float64": 1e-12}
 
 

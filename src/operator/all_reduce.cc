@@ -61,13 +61,18 @@ struct AllReduce::Meeting {
   bool over() const { return complete || !error.empty(); }
 
   bool has(const std::string& device) const {
-    return std::any_of(arrivals.begin(), arrivals.end(), [&](const Arrival& a) { return a.device == device; });
+    return std::any_of(arrivals.begin(), arrivals.end(),
+                       [&](const Arrival& a) { return a.device == device; });
   }
 
-  // Adds what everyone brought, in rank order whoever came last. All of them wait, so what they point to stays.
+  // Adds what everyone brought, in rank order whoever came last. All of them wait, so what they
+  // point to stays.
   void add_up(const std::vector<std::string>& ranks) {
-    const auto rank = [&](const Arrival& a) { return std::find(ranks.begin(), ranks.end(), a.device); };
-    std::sort(arrivals.begin(), arrivals.end(), [&](const Arrival& a, const Arrival& b) { return rank(a) < rank(b); });
+    const auto rank = [&](const Arrival& a) {
+      return std::find(ranks.begin(), ranks.end(), a.device);
+    };
+    std::sort(arrivals.begin(), arrivals.end(),
+              [&](const Arrival& a, const Arrival& b) { return rank(a) < rank(b); });
     sums = *arrivals[0].sums;
     count = arrivals[0].count;
     for (auto arrival = arrivals.begin() + 1; arrival != arrivals.end(); ++arrival) {
@@ -92,8 +97,9 @@ struct AllReduce::Layer {
   std::map<Key, std::shared_ptr<Meeting>> meetings;
 
   std::string title(const Key& key) const {
-    return "SyncBatchNorm '" + config.name + "', " + (key.first == Direction::kForward ? "forward" : "backward") +
-           " call " + std::to_string(key.second);
+    return "SyncBatchNorm '" + config.name + "', " +
+           (key.first == Direction::kForward ? "forward" : "backward") + " call " +
+           std::to_string(key.second);
   }
 
   // "Came: cpu(0). Missing: cpu(1)."
@@ -110,18 +116,20 @@ struct AllReduce::Layer {
 
   std::string causes(Direction direction) const {
     std::string text =
-        "Usual causes: the loop over the devices left one out or ended early (a last batch smaller than the number of "
-        "devices, an exception between two calls); the result of one device is waited for before the next is called; ";
-    text += direction == Direction::kForward
-                ? "the layer is called more often on one device than on another; num_devices is larger than the number "
-                  "of devices in use."
-                : "backward is not called for every device.";
+        "Usual causes: the loop over the devices left one out or ended early (a last batch smaller "
+        "than the number of devices, an exception between two calls); the result of one device is "
+        "waited for before the next is called; ";
+    text += direction == Direction::kBackward
+                ? "backward is not called for every device."
+                : "the layer is called more often on one device than on another; num_devices is "
+                  "larger than the number of devices in use.";
     if (std::count_if(config.devices.begin(), config.devices.end(), is_cpu) > 1) {
       const char* slots = std::getenv("MXNET_CPU_TEMP_COPY");
       text +=
-          " With several CPU contexts in one process also: MXNet has few workspaces for all of them together, and a "
-          "convolution of one device can hold the one that another needs to get here. Set MXNET_CPU_TEMP_COPY=4096 and "
-          "MXNET_CPU_PARALLEL_RAND_COPY=64 in the environment before MXNet starts (now MXNET_CPU_TEMP_COPY is ";
+          " With several CPU contexts in one process also: MXNet has few workspaces for all of "
+          "them together, and a convolution of one device can hold the one that another needs to "
+          "get here. Set MXNET_CPU_TEMP_COPY=4096 and MXNET_CPU_PARALLEL_RAND_COPY=64 in the "
+          "environment before MXNet starts (now MXNET_CPU_TEMP_COPY is ";
       text += slots ? std::string(slots) + ")." : "not set).";
     }
     return text;
@@ -144,7 +152,9 @@ struct AllReduce::Layer {
     unsettled.insert(config.devices.begin(), config.devices.end());
   }
 
-  Error failed_before() const { return Error("This call is part of a step that failed before. " + failure); }
+  Error failed_before() const {
+    return Error("This call is part of a step that failed before. " + failure);
+  }
 };
 
 struct AllReduce::State {
@@ -165,8 +175,9 @@ struct AllReduce::State {
     if (!closed.empty()) throw Error(closed);
     if (!layer) {
       throw Error(
-          "The SyncBatchNorm of this graph does not exist in this process: the graph was loaded from a file, or its "
-          "layer was deleted. To train, build the net again and load its parameters.");
+          "The SyncBatchNorm of this graph does not exist in this process: the graph was loaded "
+          "from a file, or its layer was deleted. To train, build the net again and load its "
+          "parameters.");
     }
   }
 
@@ -185,7 +196,8 @@ struct AllReduce::State {
   }
 
   // Sleeps until the meeting is over. Throws Error when it cannot be waited for any longer.
-  void wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeting, const std::string& device) {
+  void wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeting,
+            const std::string& device) {
     const Seconds timeout(layer->config.timeout_seconds);
     const Clock::time_point start = Clock::now();
     const unsigned interrupts_before = interrupts.load(std::memory_order_relaxed);
@@ -196,8 +208,9 @@ struct AllReduce::State {
       if (meeting->over()) return;
 
       const Seconds waited = Clock::now() - start;
-      const std::string story = layer->title(key) + ": " + device + " has waited " + number(waited.count()) +
-                                " s for the other devices. " + layer->attendance(*meeting) + " ";
+      const std::string story = layer->title(key) + ": " + device + " has waited " +
+                                number(waited.count()) + " s for the other devices. " +
+                                layer->attendance(*meeting) + " ";
       if (waited > timeout) fail(lock, layer, story + layer->causes(key.first));
 
       if (interrupts.load(std::memory_order_relaxed) != interrupts_before) since_interrupt += slice;
@@ -206,8 +219,8 @@ struct AllReduce::State {
       if (!meeting->warned && waited > timeout * kWarnAfter) {
         meeting->warned = true;
         if (const auto warn = observer.warn) {
-          const std::string text =
-              story + "After " + number(timeout.count()) + " s this is an error. " + layer->causes(key.first);
+          const std::string text = story + "After " + number(timeout.count()) +
+                                   " s this is an error. " + layer->causes(key.first);
           lock->unlock();
           warn(text);
           lock->lock();
@@ -276,22 +289,24 @@ Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device) 
   const State::Lock lock(state_->mutex);
   state_->check_open(layer);
   const LayerConfig& config = layer->config;
-  const std::string devices = std::to_string(config.devices.size()) + " (" + join(config.devices) + ")";
+  const std::string devices =
+      std::to_string(config.devices.size()) + " (" + join(config.devices) + ")";
   if (config.participants() > config.devices.size()) {
-    throw Error("SyncBatchNorm '" + config.name + "' was made with num_devices=" + std::to_string(config.num_devices) +
-                ", but the devices of its parameters are " + devices +
-                ". Leave num_devices out, or initialize the net on all devices.");
+    throw Error("SyncBatchNorm '" + config.name + "' was made with num_devices=" +
+                std::to_string(config.num_devices) + ", but the devices of its parameters are " +
+                devices + ". Leave num_devices out, or initialize the net on all devices.");
   }
   if (std::find(config.devices.begin(), config.devices.end(), device) == config.devices.end()) {
-    throw Error("SyncBatchNorm '" + config.name + "' was called on " + device + ", but its devices are " + devices +
+    throw Error("SyncBatchNorm '" + config.name + "' was called on " + device +
+                ", but its devices are " + devices +
                 ". Initialize the net on every device in use, or name them all in its SyncGroup.");
   }
   if (layer->unsettled.count(device)) throw layer->failed_before();
   return {layer->generation, layer->forward_calls[device]++};
 }
 
-void AllReduce::reduce(const LayerPtr& layer, const Ticket& ticket, Direction direction, const std::string& device,
-                       std::vector<ChannelSums>* sums, double* count) {
+void AllReduce::reduce(const LayerPtr& layer, const Ticket& ticket, Direction direction,
+                       const std::string& device, std::vector<ChannelSums>* sums, double* count) {
   State::Lock lock(state_->mutex);
   state_->check_open(layer);
   if (ticket.generation != layer->generation) throw layer->failed_before();
@@ -305,14 +320,16 @@ void AllReduce::reduce(const LayerPtr& layer, const Ticket& ticket, Direction di
 
   if (meeting->has(device)) {
     state_->fail(&lock, layer.get(),
-                 layer->title(key) + ": " + device + " came a second time before the others had come once. " +
+                 layer->title(key) + ": " + device +
+                     " came a second time before the others had come once. " +
                      layer->attendance(*meeting) + " Call the net once for each device and step.");
   }
   if (!meeting->arrivals.empty() && meeting->arrivals[0].sums->size() != sums->size()) {
     const Meeting::Arrival& other = meeting->arrivals[0];
     state_->fail(&lock, layer.get(),
-                 layer->title(key) + ": " + other.device + " has " + std::to_string(other.sums->size()) +
-                     " channels, " + device + " has " + std::to_string(sums->size()) +
+                 layer->title(key) + ": " + other.device + " has " +
+                     std::to_string(other.sums->size()) + " channels, " + device + " has " +
+                     std::to_string(sums->size()) +
                      ". Give every device data of the same number of channels.");
   }
   meeting->arrivals.push_back({device, sums, *count});

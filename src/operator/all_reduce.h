@@ -1,7 +1,9 @@
-// Where the devices of a process meet: the sums of all participants of one layer, direction and ticket, added.
+// Where the devices of a process meet: the sums of all participants of one layer, direction and
+// ticket, added.
 //
-// Nobody waits for ever. A meeting ends when everyone has come, when its time is up, when a participant fails, when the
-// process ends, or on Ctrl-C; all but the first is an Error for everyone who waits, and says who came and who did not.
+// Nobody waits for ever. A meeting ends when everyone has come, when its time is up, when a
+// participant fails, when the process ends, or on Ctrl-C; all but the first is an Error for
+// everyone who waits, and says who came and who did not.
 #ifndef GLUON_SYNCBN_ALL_REDUCE_H_
 #define GLUON_SYNCBN_ALL_REDUCE_H_
 
@@ -34,8 +36,9 @@ struct LayerConfig {
   size_t participants() const { return num_devices ? num_devices : devices.size(); }
 };
 
-// One forward call of a layer on one device, and its backward. Forward calls are counted on each device, and calls of
-// equal count meet. After an error the count starts again, in a new generation.
+// One forward call of a layer on one device, and its backward. Forward calls are counted on each
+// device, and calls of equal count meet. After an error the count starts again, in a new
+// generation.
 struct Ticket {
   int64_t generation = 0;
   int64_t number = 0;
@@ -72,14 +75,14 @@ class AllReduce {
   Ticket next_ticket(const LayerPtr& layer, const std::string& device);
 
   // Replaces the sums and the count by those of all participants. Throws Error.
-  void reduce(const LayerPtr& layer, const Ticket& ticket, Direction direction, const std::string& device,
-              std::vector<ChannelSums>* sums, double* count);
+  void reduce(const LayerPtr& layer, const Ticket& ticket, Direction direction,
+              const std::string& device, std::vector<ChannelSums>* sums, double* count);
 
   // Something went wrong on one device: everyone who waits at this layer gets to know at once.
   void fail(const LayerPtr& layer, const std::string& text);
 
-  // After a failure, what a device calls is taken for a part of the failed step until the device is settled, which is
-  // when all that was pushed before the failure has gone by.
+  // After a failure, what a device calls is taken for a part of the failed step until the device is
+  // settled, which is when all that was pushed before the failure has gone by.
   void settle(int64_t number, int64_t generation, const std::string& device);
 
   // The process ends: all who wait, and all who come, get an error.

@@ -1,9 +1,9 @@
 // The formulae of batch normalization (Ioffe and Szegedy 2015), once, for host and device.
 //
-//   mean = sum(x) / M          variance = sum(x^2) / M - mean^2          inv_std = 1 / sqrt(variance + epsilon)
-//   y  = (x - mean) * inv_std * gamma + beta
-//   dbeta = sum(dy)            dgamma = sum(dy * (x - mean)) * inv_std
-//   dx = gamma * inv_std * (dy - sum(dy) / M - (x - mean) * inv_std^2 * sum(dy * (x - mean)) / M)
+//   mean = sum(x) / M          variance = sum(x^2) / M - mean^2          inv_std = 1 /
+//   sqrt(variance + epsilon) y  = (x - mean) * inv_std * gamma + beta dbeta = sum(dy) dgamma =
+//   sum(dy * (x - mean)) * inv_std dx = gamma * inv_std * (dy - sum(dy) / M - (x - mean) *
+//   inv_std^2 * sum(dy * (x - mean)) / M)
 //
 // Sums run over all M = N * S values of a channel, on all devices.
 #ifndef GLUON_SYNCBN_BATCH_NORM_MATH_H_
@@ -28,10 +28,13 @@ SBN_HOST_DEVICE Statistics batch_statistics(const ChannelSums& sums, double coun
   double product_low;
   const double rest = (sum - two_product(count, s.mean, &product_low)) - product_low + sum_low;
   s.mean_low = rest / count;
-  // sum((x - mean)^2) = sum(x^2) - mean * sum(x) - mean * rest, far from zero a small difference of large numbers.
+  // sum((x - mean)^2) = sum(x^2) - mean * sum(x) - mean * rest, far from zero a small difference of
+  // large numbers.
   double difference_low;
-  const double difference = two_sum(squares, -two_product(s.mean, sum, &product_low), &difference_low);
-  const double deviation = difference + (difference_low + (squares_low - product_low) - s.mean * (sum_low + rest));
+  const double difference =
+      two_sum(squares, -two_product(s.mean, sum, &product_low), &difference_low);
+  const double deviation =
+      difference + (difference_low + (squares_low - product_low) - s.mean * (sum_low + rest));
   s.variance = deviation / count - s.mean_low * s.mean_low;
   // Not fmax: a NaN has to stay one.
   if (s.variance < 0) s.variance = 0;
@@ -47,7 +50,8 @@ SBN_HOST_DEVICE double moving_average(double running, double batch, double momen
   return momentum * running + (1 - momentum) * batch;
 }
 
-// y of one channel, in the arithmetic of T: the mean as two numbers of T, so that an offset of the data costs nothing.
+// y of one channel, in the arithmetic of T: the mean as two numbers of T, so that an offset of the
+// data costs nothing.
 template <typename T>
 struct Normalize {
   T mean, mean_low, scale, shift;
@@ -66,8 +70,8 @@ template <typename T>
 struct InputGradient {
   T mean, mean_low, dy_mean, dy_mean_low, slope, scale;
 
-  SBN_HOST_DEVICE static InputGradient of(const Statistics& s, double gamma, const ChannelSums& sums,
-                                          double count) {
+  SBN_HOST_DEVICE static InputGradient of(const Statistics& s, double gamma,
+                                          const ChannelSums& sums, double count) {
     const double dy_mean_exact = sums.first.value() / count;
     const T mean = static_cast<T>(s.mean), dy_mean = static_cast<T>(dy_mean_exact);
     return {mean,

@@ -14,7 +14,8 @@ namespace gluon_syncbn {
 // MXNet's numbers (mshadow/base.h).
 enum class DType : int { kFloat32 = 0, kFloat64 = 1 };
 
-// An array of shape (N, C, S): S values of one channel lie together. (N, C) has S = 1, and so has NHWC with N*H*W for N.
+// An array of shape (N, C, S): S values of one channel lie together. (N, C) has S = 1, and so has
+// NHWC with N*H*W for N.
 struct View {
   int64_t N, C, S;
   int64_t size() const { return N * C * S; }
@@ -23,20 +24,22 @@ struct View {
 // How a result meets what its array holds already. kAdd: added to it (grad_req='add').
 enum class Store { kWrite, kAdd };
 
-// The kernels for one kind of device and one dtype: data, gradients, gamma and beta point to values of it. Null gamma
-// stands for ones.
+// The kernels for one kind of device and one dtype: data, gradients, gamma and beta point to values
+// of it. Null gamma stands for ones.
 struct Kernels {
   // sums[c] = {sum(x), sum(x^2)}: needs no statistics, so it comes before the meeting.
   void (*forward_sums)(View, const void* x, ChannelSums* sums);
   // y = (x - mean) * inv_std * gamma + beta; y may be x.
-  void (*forward)(View, const void* x, const Statistics*, const void* gamma, const void* beta, void* y, Store);
+  void (*forward)(View, const void* x, const Statistics*, const void* gamma, const void* beta,
+                  void* y, Store);
   // sums[c] = {sum(dy), sum(dy * (x - mean))}.
   void (*backward_sums)(View, const void* dy, const void* x, const Statistics*, ChannelSums* sums);
   // dx through the batch's statistics, with the sums and the count of all devices; dx may be dy.
-  void (*backward)(View, const void* dy, const void* x, const Statistics*, const void* gamma, const ChannelSums* sums,
-                   double count, void* dx, Store);
+  void (*backward)(View, const void* dy, const void* x, const Statistics*, const void* gamma,
+                   const ChannelSums* sums, double count, void* dx, Store);
   // dx = dy * gamma * inv_std, where the statistics are constants.
-  void (*backward_constant)(View, const void* dy, const Statistics*, const void* gamma, void* dx, Store);
+  void (*backward_constant)(View, const void* dy, const Statistics*, const void* gamma, void* dx,
+                            Store);
 };
 
 const Kernels& cpu_kernels(DType dtype);

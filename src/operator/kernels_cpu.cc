@@ -1,4 +1,5 @@
-// The CPU kernels: the loops of loops_cpu.inc for several instruction sets, and the walk over planes and threads.
+// The CPU kernels: the loops of loops_cpu.inc for several instruction sets, and the walk over
+// planes and threads.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -23,10 +24,11 @@ struct Loops {
   void (*forward_chunk)(const T* x, int64_t n, ChannelSums*);
   void (*backward_chunk)(const T* dy, const T* x, int64_t n, const Statistics&, ChannelSums*);
   void (*forward_rows)(const T* x, int64_t n, int64_t stride, int64_t width, ChannelSums*);
-  void (*backward_rows)(const T* dy, const T* x, int64_t n, int64_t stride, int64_t width, const Statistics*,
-                        ChannelSums*);
+  void (*backward_rows)(const T* dy, const T* x, int64_t n, int64_t stride, int64_t width,
+                        const Statistics*, ChannelSums*);
   void (*normalize)(const T* x, int64_t n, const Normalize<T>*, bool row, T* y, Store);
-  void (*input_gradient)(const T* dy, const T* x, int64_t n, const InputGradient<T>*, bool row, T* dx, Store);
+  void (*input_gradient)(const T* dy, const T* x, int64_t n, const InputGradient<T>*, bool row,
+                         T* dx, Store);
 };
 
 namespace baseline {
@@ -53,8 +55,8 @@ template <typename T>
 const Loops<T>& loops() {
 #if defined(__x86_64__)
   static const Loops<T>& best =
-      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-              __builtin_cpu_supports("avx512vl")
+      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
           ? avx512::kLoops<T>
       : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? avx2::kLoops<T>
                                                                         : baseline::kLoops<T>;
@@ -67,18 +69,21 @@ const Loops<T>& loops() {
 // Calls f(begin, end) for ranges that make up 0..items, each of which is about `values` of work.
 template <typename F>
 void for_ranges(int64_t items, int64_t values, const F& f) {
-  const int64_t units = std::clamp<int64_t>(items * values / kValuesPerUnit, 1, std::max<int64_t>(items, 1));
-  thread_pool().parallel_for(units, [&](int64_t unit) { f(items * unit / units, items * (unit + 1) / units); });
+  const int64_t units =
+      std::clamp<int64_t>(items * values / kValuesPerUnit, 1, std::max<int64_t>(items, 1));
+  thread_pool().parallel_for(
+      units, [&](int64_t unit) { f(items * unit / units, items * (unit + 1) / units); });
 }
 
-// sums[c] = the sum over the parts of channel c; f(c, begin, end, sums) adds some parts of the `width` channels from c on.
-// Where there are fewer groups of channels than threads, threads share the parts of a group.
+// sums[c] = the sum over the parts of channel c; f(c, begin, end, sums) adds some parts of the
+// `width` channels from c on. Where there are fewer groups of channels than threads, threads share
+// the parts of a group.
 template <typename F>
 void sum_groups(View view, int64_t width, int64_t parts, ChannelSums* sums, const F& f) {
   const int64_t groups = (view.C + width - 1) / width;
-  const int64_t pieces =
-      std::clamp<int64_t>(std::min<int64_t>(thread_pool().threads(), view.size() / kValuesPerUnit) / groups, 1,
-                          std::max<int64_t>(parts, 1));
+  const int64_t pieces = std::clamp<int64_t>(
+      std::min<int64_t>(thread_pool().threads(), view.size() / kValuesPerUnit) / groups, 1,
+      std::max<int64_t>(parts, 1));
   std::fill(sums, sums + view.C, ChannelSums());
   std::vector<ChannelSums> more((pieces - 1) * view.C);
   for_ranges(groups * pieces, view.size() / (groups * pieces), [&](int64_t begin, int64_t end) {
@@ -95,12 +100,13 @@ void sum_groups(View view, int64_t width, int64_t parts, ChannelSums* sums, cons
 template <typename F>
 void sum_chunks(View view, ChannelSums* sums, const F& f) {
   const int64_t chunks = (view.S + kChunk - 1) / kChunk;
-  sum_groups(view, 1, view.N * chunks, sums, [&](int64_t c, int64_t begin, int64_t end, ChannelSums* to) {
-    for (int64_t part = begin; part < end; ++part) {
-      const int64_t start = part % chunks * kChunk;
-      f(c, (part / chunks * view.C + c) * view.S + start, std::min(kChunk, view.S - start), to);
-    }
-  });
+  sum_groups(
+      view, 1, view.N * chunks, sums, [&](int64_t c, int64_t begin, int64_t end, ChannelSums* to) {
+        for (int64_t part = begin; part < end; ++part) {
+          const int64_t start = part % chunks * kChunk;
+          f(c, (part / chunks * view.C + c) * view.S + start, std::min(kChunk, view.S - start), to);
+        }
+      });
 }
 
 // Calls f(c, offset, rows, width, sums) for blocks of channels, where S = 1.
@@ -120,7 +126,8 @@ void for_each_plane(View view, const F& f) {
     });
   } else {
     for_ranges(view.N * view.C, view.S, [&](int64_t begin, int64_t end) {
-      for (int64_t plane = begin; plane < end; ++plane) f(plane * view.S, view.S, plane % view.C, false);
+      for (int64_t plane = begin; plane < end; ++plane)
+        f(plane * view.S, view.S, plane % view.C, false);
     });
   }
 }
@@ -133,13 +140,15 @@ void forward_sums(View view, const void* data, ChannelSums* sums) {
       loops<T>().forward_rows(x + at, n, view.C, width, to);
     });
   } else {
-    sum_chunks(view, sums,
-               [&](int64_t, int64_t at, int64_t n, ChannelSums* to) { loops<T>().forward_chunk(x + at, n, to); });
+    sum_chunks(view, sums, [&](int64_t, int64_t at, int64_t n, ChannelSums* to) {
+      loops<T>().forward_chunk(x + at, n, to);
+    });
   }
 }
 
 template <typename T>
-void backward_sums(View view, const void* gradient, const void* data, const Statistics* s, ChannelSums* sums) {
+void backward_sums(View view, const void* gradient, const void* data, const Statistics* s,
+                   ChannelSums* sums) {
   const T *dy = static_cast<const T*>(gradient), *x = static_cast<const T*>(data);
   if (view.S == 1) {
     sum_rows(view, sums, [&](int64_t c, int64_t at, int64_t n, int64_t width, ChannelSums* to) {
@@ -158,7 +167,8 @@ double gamma_at(const void* gamma, int64_t c) {
 }
 
 template <typename T>
-void normalize(View view, const void* from, const std::vector<Normalize<T>>& formulae, void* to, Store how) {
+void normalize(View view, const void* from, const std::vector<Normalize<T>>& formulae, void* to,
+               Store how) {
   const T* x = static_cast<const T*>(from);
   T* y = static_cast<T*>(to);
   for_each_plane(view, [&](int64_t at, int64_t n, int64_t c, bool row) {
@@ -167,7 +177,8 @@ void normalize(View view, const void* from, const std::vector<Normalize<T>>& for
 }
 
 template <typename T>
-void forward(View view, const void* x, const Statistics* s, const void* gamma, const void* beta, void* y, Store how) {
+void forward(View view, const void* x, const Statistics* s, const void* gamma, const void* beta,
+             void* y, Store how) {
   std::vector<Normalize<T>> formulae(view.C);
   for (int64_t c = 0; c < view.C; ++c) {
     formulae[c] = Normalize<T>::of(s[c], gamma_at<T>(gamma, c), static_cast<const T*>(beta)[c]);
@@ -176,8 +187,8 @@ void forward(View view, const void* x, const Statistics* s, const void* gamma, c
 }
 
 template <typename T>
-void backward(View view, const void* gradient, const void* data, const Statistics* s, const void* gamma,
-              const ChannelSums* sums, double count, void* result, Store how) {
+void backward(View view, const void* gradient, const void* data, const Statistics* s,
+              const void* gamma, const ChannelSums* sums, double count, void* result, Store how) {
   const T *dy = static_cast<const T*>(gradient), *x = static_cast<const T*>(data);
   T* dx = static_cast<T*>(result);
   std::vector<InputGradient<T>> formulae(view.C);
@@ -191,7 +202,8 @@ void backward(View view, const void* gradient, const void* data, const Statistic
 
 // The affine map of the forward pass, without the offsets.
 template <typename T>
-void backward_constant(View view, const void* dy, const Statistics* s, const void* gamma, void* dx, Store how) {
+void backward_constant(View view, const void* dy, const Statistics* s, const void* gamma, void* dx,
+                       Store how) {
   std::vector<Normalize<T>> formulae(view.C);
   for (int64_t c = 0; c < view.C; ++c) {
     formulae[c] = {0, 0, static_cast<T>(gamma_at<T>(gamma, c) * s[c].inv_std), 0};
@@ -200,7 +212,8 @@ void backward_constant(View view, const void* dy, const Statistics* s, const voi
 }
 
 template <typename T>
-constexpr Kernels kCpuKernels{forward_sums<T>, forward<T>, backward_sums<T>, backward<T>, backward_constant<T>};
+constexpr Kernels kCpuKernels{forward_sums<T>, forward<T>, backward_sums<T>, backward<T>,
+                              backward_constant<T>};
 
 }  // namespace
 

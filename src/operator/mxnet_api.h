@@ -1,13 +1,16 @@
-// The part of MXNet 1.9.1's C API that the operator uses, as function pointers that Python hands down.
+// The part of MXNet 1.9.1's C API that the operator uses, as function pointers that Python hands
+// down.
 //
-// No C++ object crosses into libmxnet, which GCC 4.8 built, and no header of MXNet is needed to compile.
+// No C++ object crosses into libmxnet, which GCC 4.8 built, and no header of MXNet is needed to
+// compile.
 #ifndef GLUON_SYNCBN_MXNET_API_H_
 #define GLUON_SYNCBN_MXNET_API_H_
 
 #include <cstdint>
 #include <stdexcept>
 
-// What MXNet catches and shows to the user as MXNetError: matched by this very name (dmlc/logging.h).
+// What MXNet catches and shows to the user as MXNetError: matched by this very name
+// (dmlc/logging.h).
 namespace dmlc {
 struct Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -25,7 +28,8 @@ struct CallbackList {
   void** contexts;
 };
 
-using PropertyCreator = int (*)(const char* op_type, int size, const char** keys, const char** values, CallbackList*);
+using PropertyCreator = int (*)(const char* op_type, int size, const char** keys,
+                                const char** values, CallbackList*);
 
 // Context of mxnet/base.h.
 struct Context {
@@ -43,13 +47,14 @@ struct MXNetApi {
   int (*ndarray_get_data)(Handle, void** data);
   int (*ndarray_get_shape)(Handle, int* ndim, const int** shape);
   int (*ndarray_get_dtype)(Handle, int* dtype);
-  int (*ndarray_create)(const uint32_t* shape, uint32_t ndim, int device_type, int device_id, int delay_alloc,
-                        int dtype, Handle* out);
+  int (*ndarray_create)(const uint32_t* shape, uint32_t ndim, int device_type, int device_id,
+                        int delay_alloc, int dtype, Handle* out);
   int (*ndarray_free)(Handle);
   int (*ndarray_wait_to_read)(Handle);
-  int (*engine_push_sync)(void (*run)(void* context, void* argument), void* argument, void (*deleter)(void* argument),
-                          const void* context, Handle* read, int num_read, Handle* written, int num_written,
-                          const void* property, int priority, const char* name);
+  int (*engine_push_sync)(void (*run)(void* context, void* argument), void* argument,
+                          void (*deleter)(void* argument), const void* context, Handle* read,
+                          int num_read, Handle* written, int num_written, const void* property,
+                          int priority, const char* name);
 };
 
 }  // namespace gluon_syncbn

@@ -1,4 +1,5 @@
-// Sums that come out the same, to the last bit of a double, in whatever order their terms are added.
+// Sums that come out the same, to the last bit of a double, in whatever order their terms are
+// added.
 #ifndef GLUON_SYNCBN_SUMS_H_
 #define GLUON_SYNCBN_SUMS_H_
 
@@ -29,9 +30,9 @@ SBN_HOST_DEVICE double two_product(double a, double b, double* error) {
 
 // The unevaluated sum of three doubles: about 159 bits (Ogita, Rump, Oishi 2005, SumK with K = 3).
 //
-// Double-double, 106 bits, is not enough for the sum of squares: at a mean of 1e5 standard deviations the
-// variance cancels 34 of them, and the 19 bits left over the 53 of a double would let the order of addition show
-// once in some hundred thousand channels. Here 72 bits are left.
+// Double-double, 106 bits, is not enough for the sum of squares: at a mean of 1e5 standard
+// deviations the variance cancels 34 of them, and the 19 bits left over the 53 of a double would
+// let the order of addition show once in some hundred thousand channels. Here 72 bits are left.
 struct Sum3 {
   double high = 0, middle = 0, low = 0;
 
@@ -57,7 +58,8 @@ struct Sum3 {
     add(error);
   }
 
-  // The sum to 106 bits, high the nearest double: two numbers that are the same for every order of the terms.
+  // The sum to 106 bits, high the nearest double: two numbers that are the same for every order of
+  // the terms.
   SBN_HOST_DEVICE void round(double* high_out, double* low_out) const {
     double rest, last;
     const double first = two_sum(high, middle, &rest);
@@ -73,7 +75,8 @@ struct Sum3 {
   }
 };
 
-// What one pass over the data sums per channel. Forward: x and x^2. Backward: dy and dy * (x - mean).
+// What one pass over the data sums per channel. Forward: x and x^2. Backward: dy and dy * (x -
+// mean).
 struct ChannelSums {
   Sum3 first, second;
 

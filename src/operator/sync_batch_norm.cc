@@ -2,8 +2,8 @@
 //
 //   data, gamma, beta -> output, mean (C,), inv_std (C,)      auxiliary: running_mean, running_var
 //
-// Each forward and backward runs on a thread of its own, made by MXNet for custom operators, so waiting for the other
-// devices blocks nobody.
+// Each forward and backward runs on a thread of its own, made by MXNet for custom operators, so
+// waiting for the other devices blocks nobody.
 #include "sync_batch_norm.h"
 
 #include <signal.h>
@@ -59,7 +59,8 @@ struct Settings {
   bool use_global_stats = false;
   // Traced for GPUs: without the gate that oneDNN's layouts ask for on the CPU.
   bool gpu_only = false;
-  // What could not be read. It is told later: MXNet crashes when an error comes where settings are read.
+  // What could not be read. It is told later: MXNet crashes when an error comes where settings are
+  // read.
   std::string error;
 
   Settings(int size, const char** keys, const char** values) {
@@ -99,12 +100,15 @@ std::string shape_text(const int* shape, int ndim) {
 // The axis counted from the front. Throws where the data has no such axis.
 int channel_axis(int axis, const int* shape, int ndim) {
   if (ndim < 2 || ndim > 5) {
-    throw dmlc::Error("SyncBatchNorm takes data of 2 to 5 dimensions, such as (N, C) or (N, C, H, W). It got shape " +
-                      shape_text(shape, ndim) + ".");
+    throw dmlc::Error(
+        "SyncBatchNorm takes data of 2 to 5 dimensions, such as (N, C) or (N, C, H, W). It got "
+        "shape " +
+        shape_text(shape, ndim) + ".");
   }
   if (axis < -ndim || axis >= ndim) {
-    throw dmlc::Error("SyncBatchNorm was made with axis=" + std::to_string(axis) + ", but its data has shape " +
-                      shape_text(shape, ndim) + ". Choose an axis from " + std::to_string(-ndim) + " to " +
+    throw dmlc::Error("SyncBatchNorm was made with axis=" + std::to_string(axis) +
+                      ", but its data has shape " + shape_text(shape, ndim) +
+                      ". Choose an axis from " + std::to_string(-ndim) + " to " +
                       std::to_string(ndim - 1) + ".");
   }
   return axis < 0 ? axis + ndim : axis;
@@ -158,12 +162,14 @@ class Arrays {
     std::memset(data(i), 0, bytes);
   }
 
-  // Whoever waits for what this call writes gets an MXNetError of this text. (Throwing it here would do the same, but MXNet
-  // keeps what custom operators throw in one variable for all of them: of two that fail together, one could be lost.)
+  // Whoever waits for what this call writes gets an MXNetError of this text. (Throwing it here
+  // would do the same, but MXNet keeps what custom operators throw in one variable for all of them:
+  // of two that fail together, one could be lost.)
   void poison(int written, const std::string& text) {
-    check(mxnet.engine_push_sync([](void*, void* what) { throw dmlc::Error(*static_cast<std::string*>(what)); },
-                                 new std::string(text), [](void* what) { delete static_cast<std::string*>(what); },
-                                 &kCpuContext, nullptr, 0, &handles_[written], 1, nullptr, 0, "SyncBatchNormError"),
+    check(mxnet.engine_push_sync(
+              [](void*, void* what) { throw dmlc::Error(*static_cast<std::string*>(what)); },
+              new std::string(text), [](void* what) { delete static_cast<std::string*>(what); },
+              &kCpuContext, nullptr, 0, &handles_[written], 1, nullptr, 0, "SyncBatchNormError"),
           "MXEnginePushSyncND");
   }
 
@@ -172,10 +178,12 @@ class Arrays {
 };
 
 double parameter(DType dtype, const void* values, int64_t c) {
-  return dtype == DType::kFloat64 ? static_cast<const double*>(values)[c] : static_cast<const float*>(values)[c];
+  return dtype == DType::kFloat64 ? static_cast<const double*>(values)[c]
+                                  : static_cast<const float*>(values)[c];
 }
 
-void write_parameter(DType dtype, void* values, int64_t c, double value, Store how = Store::kWrite) {
+void write_parameter(DType dtype, void* values, int64_t c, double value,
+                     Store how = Store::kWrite) {
   if (how == Store::kAdd) value += parameter(dtype, values, c);
   if (dtype == DType::kFloat64) {
     static_cast<double*>(values)[c] = value;
@@ -184,7 +192,8 @@ void write_parameter(DType dtype, void* values, int64_t c, double value, Store h
   }
 }
 
-// One node of a graph on one device, or one imperative call: what its backward has to know of its forward.
+// One node of a graph on one device, or one imperative call: what its backward has to know of its
+// forward.
 class Call {
  public:
   Call(const Settings& settings, const AllReduce::LayerPtr& layer, const char* context)
@@ -222,8 +231,8 @@ class Call {
       }
     } else {
       for (int64_t c = 0; c < view.C; ++c) {
-        statistics[c] = given_statistics(parameter(dtype, running_mean, c), parameter(dtype, running_var, c),
-                                          settings_.epsilon);
+        statistics[c] = given_statistics(parameter(dtype, running_mean, c),
+                                         parameter(dtype, running_var, c), settings_.epsilon);
       }
     }
 
@@ -233,7 +242,8 @@ class Call {
       kernels.forward(view, x, statistics_.data(), gamma(arrays.data(kGamma)), arrays.data(kBeta),
                       arrays.data(outputs + kOutput), store_of(request[kOutput]));
     }
-    write_channels(arrays, outputs + kMean, request[kMean], DType::kFloat64, [&](int64_t c) { return statistics_[c].mean; });
+    write_channels(arrays, outputs + kMean, request[kMean], DType::kFloat64,
+                   [&](int64_t c) { return statistics_[c].mean; });
     write_channels(arrays, outputs + kInvStd, request[kInvStd], DType::kFloat64,
                    [&](int64_t c) { return statistics_[c].inv_std; });
   }
@@ -248,7 +258,8 @@ class Call {
     const void* const x = arrays.data(data);
     const void* const scale = gamma(arrays.data(kNumOutputs + kGamma));
     if (static_cast<int64_t>(statistics_.size()) != view.C) {
-      throw Error("SyncBatchNorm on " + device_ + " goes backward through a forward that has failed.");
+      throw Error("SyncBatchNorm on " + device_ +
+                  " goes backward through a forward that has failed.");
     }
 
     std::vector<ChannelSums> sums(view.C);
@@ -257,7 +268,8 @@ class Call {
     write_channels(arrays, gradients + kGamma, request[kGamma], dtype, [&](int64_t c) {
       return settings_.fix_gamma ? 0 : sums[c].second.value() * statistics_[c].inv_std;
     });
-    write_channels(arrays, gradients + kBeta, request[kBeta], dtype, [&](int64_t c) { return sums[c].first.value(); });
+    write_channels(arrays, gradients + kBeta, request[kBeta], dtype,
+                   [&](int64_t c) { return sums[c].first.value(); });
     void* const dx = request[kData] == kNullOp ? nullptr : arrays.data(gradients + kData);
     if (from_batch_) {
       // Also where this device wants no dx: another may.
@@ -265,15 +277,16 @@ class Call {
       double count = static_cast<double>(view.N * view.S);
       all_reduce->reduce(layer_, ticket_, Direction::kBackward, device_, &sums, &count);
       if (dx) {
-        kernels.backward(view, dy, x, statistics_.data(), scale, sums.data(), count, dx, store_of(request[kData]));
+        kernels.backward(view, dy, x, statistics_.data(), scale, sums.data(), count, dx,
+                         store_of(request[kData]));
       }
     } else if (dx) {
       kernels.backward_constant(view, dy, statistics_.data(), scale, dx, store_of(request[kData]));
     }
   }
 
-  // Runs a callback's work. Its errors become those of the three arrays it writes, from `written` on, and of everyone who
-  // waits for this device.
+  // Runs a callback's work. Its errors become those of the three arrays it writes, from `written`
+  // on, and of everyone who waits for this device.
   template <typename F>
   int run(Arrays* arrays, int written, const int* requests, const F& work) {
     std::string text;
@@ -288,7 +301,8 @@ class Call {
     }
     // MXNet's naive engine has no such arrays: there an exception goes straight up to the caller.
     if (naive_engine) throw dmlc::Error(text);
-    // Once one result was waited for, MXNet takes the error for told and goes on with what it finds in the others.
+    // Once one result was waited for, MXNet takes the error for told and goes on with what it finds
+    // in the others.
     for (int i = 0; i < 3; ++i) arrays->clear(written + i, requests[i]);
     arrays->poison(written, text);
     return 1;
@@ -300,25 +314,29 @@ class Call {
   // Whether this device can wait for others at all.
   void check_place() const {
     if (device_.compare(0, 3, "cpu") == 0 && onednn && settings_.gpu_only) {
-      throw Error("SyncBatchNorm was traced for GPUs and is used on " + device_ +
-                  ". Call net.hybridize() again after the net was moved to another kind of device.");
+      throw Error(
+          "SyncBatchNorm was traced for GPUs and is used on " + device_ +
+          ". Call net.hybridize() again after the net was moved to another kind of device.");
     }
     if (naive_engine && all_reduce->participants(layer_) > 1) {
       throw Error(
-          "SyncBatchNorm cannot meet other devices under MXNET_ENGINE_TYPE=NaiveEngine, where one call has to end before "
-          "the next begins. Use one device, or unset MXNET_ENGINE_TYPE.");
+          "SyncBatchNorm cannot meet other devices under MXNET_ENGINE_TYPE=NaiveEngine, where one "
+          "call has to end before the next begins. Use one device, or unset MXNET_ENGINE_TYPE.");
     }
   }
 
   void update_running(DType dtype, void* running, int64_t c, double batch) const {
-    write_parameter(dtype, running, c, moving_average(parameter(dtype, running, c), batch, settings_.momentum));
+    write_parameter(dtype, running, c,
+                    moving_average(parameter(dtype, running, c), batch, settings_.momentum));
   }
 
   template <typename F>
-  void write_channels(const Arrays& arrays, int array, int request, DType dtype, const F& value) const {
+  void write_channels(const Arrays& arrays, int array, int request, DType dtype,
+                      const F& value) const {
     if (request == kNullOp) return;
     void* const values = arrays.data(array);
-    for (size_t c = 0; c < statistics_.size(); ++c) write_parameter(dtype, values, c, value(c), store_of(request));
+    for (size_t c = 0; c < statistics_.size(); ++c)
+      write_parameter(dtype, values, c, value(c), store_of(request));
   }
 
   const Settings settings_;
@@ -343,16 +361,19 @@ int operator_delete(void* state) {
   return 1;
 }
 
-int operator_forward(int size, void** handles, int*, const int* requests, int is_train, void* state) {
+int operator_forward(int size, void** handles, int*, const int* requests, int is_train,
+                     void* state) {
   Arrays arrays(size, handles);
   Call* const call = static_cast<Call*>(state);
-  return call->run(&arrays, kNumInputs + kOutput, requests, [&] { call->forward(arrays, requests, is_train != 0); });
+  return call->run(&arrays, kNumInputs + kOutput, requests,
+                   [&] { call->forward(arrays, requests, is_train != 0); });
 }
 
 int operator_backward(int size, void** handles, int*, const int* requests, int, void* state) {
   Arrays arrays(size, handles);
   Call* const call = static_cast<Call*>(state);
-  return call->run(&arrays, 2 * kNumOutputs + kNumInputs + kData, requests, [&] { call->backward(arrays, requests); });
+  return call->run(&arrays, 2 * kNumOutputs + kNumInputs + kData, requests,
+                   [&] { call->backward(arrays, requests); });
 }
 
 // The callbacks that say what the operator looks like, CustomOpPropCallbacks of mxnet/c_api.h.
@@ -387,7 +408,8 @@ int infer_shape(int size, int* ndims, int** shapes, void* state) {
   Property* const property = static_cast<Property*>(state);
   if (!property->settings.error.empty()) throw dmlc::Error(property->settings.error);
   if (ndims[kData] <= 0) {
-    throw dmlc::Error("SyncBatchNorm has to know the shape of its data before anything else can be inferred.");
+    throw dmlc::Error(
+        "SyncBatchNorm has to know the shape of its data before anything else can be inferred.");
   }
   const int axis = channel_axis(property->settings.axis, shapes[kData], ndims[kData]);
   property->channels = shapes[kData][axis];
@@ -395,10 +417,12 @@ int infer_shape(int size, int* ndims, int** shapes, void* state) {
     if (i == kData || i == kNumInputs + kOutput) continue;
     const bool known = ndims[i] == 1 && shapes[i][0] > 0;
     if (known && property->channels > 0 && shapes[i][0] != property->channels) {
-      throw dmlc::Error("SyncBatchNorm got data of shape " + shape_text(shapes[kData], ndims[kData]) + ", which has " +
-                        std::to_string(property->channels) + " channels on axis " + std::to_string(axis) +
-                        ", but its parameters were made for " + std::to_string(shapes[i][0]) +
-                        ". Give it data of that many channels, or set in_channels and axis to fit.");
+      throw dmlc::Error(
+          "SyncBatchNorm got data of shape " + shape_text(shapes[kData], ndims[kData]) +
+          ", which has " + std::to_string(property->channels) + " channels on axis " +
+          std::to_string(axis) + ", but its parameters were made for " +
+          std::to_string(shapes[i][0]) +
+          ". Give it data of that many channels, or set in_channels and axis to fit.");
     }
     ndims[i] = 1;
     shapes[i] = &property->channels;
@@ -420,22 +444,26 @@ int infer_type(int size, int* types, void*) {
                       std::to_string(type) + ". Cast the data first.");
   }
   for (int i = 0; i < size; ++i) {
-    const int expected = i == kNumInputs + kMean || i == kNumInputs + kInvStd ? static_cast<int>(DType::kFloat64) : type;
+    const int expected = i == kNumInputs + kMean || i == kNumInputs + kInvStd
+                             ? static_cast<int>(DType::kFloat64)
+                             : type;
     if (types[i] != kUnknown && types[i] != expected) {
       const bool wide = type == static_cast<int>(DType::kFloat64);
-      throw dmlc::Error(std::string("SyncBatchNorm got data of dtype ") + (wide ? "float64" : "float32") +
-                        ", but parameters of another. Call cast('" + (wide ? "float64" : "float32") + "') on the net.");
+      throw dmlc::Error(std::string("SyncBatchNorm got data of dtype ") +
+                        (wide ? "float64" : "float32") +
+                        ", but parameters of another. Call cast('" +
+                        (wide ? "float64" : "float32") + "') on the net.");
     }
     types[i] = expected;
   }
   return 1;
 }
 
-int backward_dependency(const int* output_gradients, const int* inputs, const int* outputs, int* size, int** needed,
-                        void* state) {
+int backward_dependency(const int* output_gradients, const int* inputs, const int* outputs,
+                        int* size, int** needed, void* state) {
   Property* const property = static_cast<Property*>(state);
-  // The statistics themselves are kept in the Call, to more digits. `mean` is named so that in a graph whose buffers are
-  // used again the next forward, which writes it, waits for this backward.
+  // The statistics themselves are kept in the Call, to more digits. `mean` is named so that in a
+  // graph whose buffers are used again the next forward, which writes it, waits for this backward.
   const int needs[] = {output_gradients[kOutput], inputs[kData], inputs[kGamma], outputs[kMean]};
   std::memcpy(property->dependency, needs, sizeof(needs));
   *size = 4;
@@ -443,15 +471,18 @@ int backward_dependency(const int* output_gradients, const int* inputs, const in
   return 1;
 }
 
-int create_operator(const char* context, int, unsigned**, const int*, const int*, CallbackList* result, void* state) {
-  static Callback callbacks[] = {callback(operator_delete), callback(operator_forward), callback(operator_backward)};
+int create_operator(const char* context, int, unsigned**, const int*, const int*,
+                    CallbackList* result, void* state) {
+  static Callback callbacks[] = {callback(operator_delete), callback(operator_forward),
+                                 callback(operator_backward)};
   const Property& property = *static_cast<Property*>(state);
   Call* const call = new Call(property.settings, property.layer, context);
   *result = {3, callbacks, call->contexts};
   return 1;
 }
 
-int create_property(const char*, int size, const char** keys, const char** values, CallbackList* result) {
+int create_property(const char*, int size, const char** keys, const char** values,
+                    CallbackList* result) {
   static Callback callbacks[] = {callback(property_delete),
                                  callback(list_names<kInputNames>),
                                  callback(list_names<kOutputNames>),
@@ -483,7 +514,8 @@ void on_interrupt(int signal, siginfo_t* info, void* context) {
   AllReduce::interrupt();
   if (previous_interrupt_action.sa_flags & SA_SIGINFO) {
     previous_interrupt_action.sa_sigaction(signal, info, context);
-  } else if (previous_interrupt_action.sa_handler != SIG_DFL && previous_interrupt_action.sa_handler != SIG_IGN) {
+  } else if (previous_interrupt_action.sa_handler != SIG_DFL &&
+             previous_interrupt_action.sa_handler != SIG_IGN) {
     previous_interrupt_action.sa_handler(signal);
   }
 }
@@ -495,8 +527,9 @@ using namespace gluon_syncbn;
 
 const char* gluon_syncbn_version() { return GLUON_SYNCBN_VERSION; }
 
-int gluon_syncbn_register(void* const* api, const char* process, int is_naive_engine, int has_onednn,
-                          void (*warn)(const char*), void (*failed)(int64_t, int64_t, const char*)) {
+int gluon_syncbn_register(void* const* api, const char* process, int is_naive_engine,
+                          int has_onednn, void (*warn)(const char*),
+                          void (*failed)(int64_t, int64_t, const char*)) {
   std::memcpy(&mxnet, api, sizeof(mxnet));
   this_process = process;
   naive_engine = is_naive_engine != 0;
@@ -514,8 +547,8 @@ void gluon_syncbn_reset() {
   start_all_reduce();
 }
 
-void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* devices, int num_devices, int expected,
-                            double timeout_seconds) {
+void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* devices,
+                            int num_devices, int expected, double timeout_seconds) {
   LayerConfig config;
   config.name = name;
   config.devices.assign(devices, devices + num_devices);
@@ -526,33 +559,39 @@ void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* 
 
 void gluon_syncbn_forget(int64_t layer) { all_reduce->forget(layer); }
 
-int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device, void** arrays, int num_arrays,
-                        const char* text) {
+int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device, void** arrays,
+                        int num_arrays, const char* text) {
   if (num_arrays == 0) {
     all_reduce->settle(layer, generation, device);
     return 0;
   }
   auto* settlement = new Settlement{layer, generation, device, text};
   const uint32_t one = 1;
-  int status = mxnet.ndarray_create(&one, 1, kCpuContext.device_type, kCpuContext.device_id, 1, 0, &settlement->marker);
-  // MXNet clears an error where somebody waits for it, and then everywhere. The error of the failed step is the user's, so
-  // it is replaced in these arrays by one of our own, which the marker holds too. Waiting for the marker clears that one.
+  int status = mxnet.ndarray_create(&one, 1, kCpuContext.device_type, kCpuContext.device_id, 1, 0,
+                                    &settlement->marker);
+  // MXNet clears an error where somebody waits for it, and then everywhere. The error of the failed
+  // step is the user's, so it is replaced in these arrays by one of our own, which the marker holds
+  // too. Waiting for the marker clears that one.
   std::vector<Handle> written(arrays, arrays + num_arrays);
   written.push_back(settlement->marker);
-  const auto replace = [](void*, void* argument) { throw dmlc::Error(static_cast<Settlement*>(argument)->text); };
+  const auto replace = [](void*, void* argument) {
+    throw dmlc::Error(static_cast<Settlement*>(argument)->text);
+  };
   const auto clear = [](void*, void* argument) {
     const Settlement& s = *static_cast<Settlement*>(argument);
     mxnet.ndarray_wait_to_read(s.marker);
     all_reduce->settle(s.layer, s.generation, s.device);
   };
   if (status == 0) {
-    status = mxnet.engine_push_sync(replace, settlement, nullptr, &kCpuContext, nullptr, 0, written.data(),
-                                    num_arrays + 1, &kNoSkip, 0, "SyncBatchNormReplaceError");
+    status = mxnet.engine_push_sync(replace, settlement, nullptr, &kCpuContext, nullptr, 0,
+                                    written.data(), num_arrays + 1, &kNoSkip, 0,
+                                    "SyncBatchNormReplaceError");
   }
   if (status == 0) {
     // Runs after `replace`, which writes the same arrays, and frees the settlement of both.
-    status = mxnet.engine_push_sync(clear, settlement, [](void* s) { delete static_cast<Settlement*>(s); }, &kCpuContext,
-                                    nullptr, 0, arrays, num_arrays, &kNoSkip, 0, "SyncBatchNormClearError");
+    status = mxnet.engine_push_sync(
+        clear, settlement, [](void* s) { delete static_cast<Settlement*>(s); }, &kCpuContext,
+        nullptr, 0, arrays, num_arrays, &kNoSkip, 0, "SyncBatchNormClearError");
   } else {
     delete settlement;
   }
@@ -566,9 +605,10 @@ void gluon_syncbn_set_num_threads(int threads) { set_num_threads(threads); }
 int gluon_syncbn_waiting() { return all_reduce->waiting(); }
 
 int gluon_syncbn_catch_interrupts() {
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_sigaction = on_interrupt;
   action.sa_flags = SA_SIGINFO;
   sigemptyset(&action.sa_mask);
-  return sigaction(SIGINT, nullptr, &previous_interrupt_action) || sigaction(SIGINT, &action, nullptr);
+  return sigaction(SIGINT, nullptr, &previous_interrupt_action) ||
+         sigaction(SIGINT, &action, nullptr);
 }

@@ -9,30 +9,33 @@
 // The version of the package that this library was built for.
 SBN_EXPORT const char* gluon_syncbn_version();
 
-// Registers the operator. `api`: the functions of mxnet_api.h in order. `process` is a word for this process: graphs that
-// come from another one do not find its layers. Returns 0, or what MXCustomOpRegister said.
-SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process, int naive_engine, int onednn,
-                                     void (*warn)(const char* text),
-                                     void (*failed)(int64_t layer, int64_t generation, const char* text));
+// Registers the operator. `api`: the functions of mxnet_api.h in order. `process` is a word for
+// this process: graphs that come from another one do not find its layers. Returns 0, or what
+// MXCustomOpRegister said.
+SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process, int naive_engine,
+                                     int onednn, void (*warn)(const char* text),
+                                     void (*failed)(int64_t layer, int64_t generation,
+                                                    const char* text));
 
 // After a fork, in the child: forgets everything about layers, devices and those who wait.
 SBN_EXPORT void gluon_syncbn_reset();
 
-SBN_EXPORT void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* devices, int num_devices,
-                                       int expected, double timeout_seconds);
+SBN_EXPORT void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* devices,
+                                       int num_devices, int expected, double timeout_seconds);
 SBN_EXPORT void gluon_syncbn_forget(int64_t layer);
 
-// After a failure: frees the running statistics of a device from the error that they hold, once everything that was
-// pushed before has gone by, and lets the device take part again. Whoever waits for a result of the failed step still gets
-// the error. Without arrays the device takes part again at once.
-SBN_EXPORT int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device, void** arrays, int num_arrays,
-                                   const char* text);
+// After a failure: frees the running statistics of a device from the error that they hold, once
+// everything that was pushed before has gone by, and lets the device take part again. Whoever waits
+// for a result of the failed step still gets the error. Without arrays the device takes part again
+// at once.
+SBN_EXPORT int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device,
+                                   void** arrays, int num_arrays, const char* text);
 
 // The process ends: releases all who wait, with an error.
 SBN_EXPORT void gluon_syncbn_close();
 
-// How many threads the CPU kernels use; none of them may run meanwhile. At first as many as OMP_NUM_THREADS says, or one
-// for each core.
+// How many threads the CPU kernels use; none of them may run meanwhile. At first as many as
+// OMP_NUM_THREADS says, or one for each core.
 SBN_EXPORT void gluon_syncbn_set_num_threads(int threads);
 
 // The number of calls that wait for other devices now.

@@ -1,7 +1,8 @@
 // Threads for the loops of the CPU kernels: one pool for the whole process.
 //
-// Not OpenMP: each of the threads on which MXNet runs custom operators would get a team of its own, and a team waits for
-// all its members, also for one that the system gives no core to. Here a caller waits for nobody who has not begun.
+// Not OpenMP: each of the threads on which MXNet runs custom operators would get a team of its own,
+// and a team waits for all its members, also for one that the system gives no core to. Here a
+// caller waits for nobody who has not begun.
 #ifndef GLUON_SYNCBN_THREAD_POOL_H_
 #define GLUON_SYNCBN_THREAD_POOL_H_
 
@@ -28,7 +29,8 @@ class ThreadPool {
   std::shared_ptr<State> state_;
 };
 
-// The pool of the kernels. It starts with OMP_NUM_THREADS threads, as MXNet does, or one for each core.
+// The pool of the kernels. It starts with OMP_NUM_THREADS threads, as MXNet does, or one for each
+// core.
 ThreadPool& thread_pool();
 
 // Replaces it. No kernel may run meanwhile.
