@@ -4,6 +4,8 @@
 #define GLUON_SYNCBN_SUMS_H_
 
 #include <math.h>
+#include <stdint.h>
+#include <string.h>
 
 #if defined(__CUDACC__)
 #define SBN_HOST_DEVICE __host__ __device__ __forceinline__
@@ -26,6 +28,20 @@ SBN_HOST_DEVICE double two_product(double a, double b, double* error) {
   const double product = a * b;
   *error = fma(a, b, -product);
   return product;
+}
+
+// a + b, rounded so that a last bit of 1 tells of what was cut off: added to a larger number, it
+// gives what the exact sum would, also close to the middle of two doubles (Boldo, Melquiond 2008).
+SBN_HOST_DEVICE double sum_to_odd(double a, double b) {
+  double error;
+  double sum = two_sum(a, b, &error);
+  int64_t bits;
+  memcpy(&bits, &sum, sizeof(bits));
+  if ((error > 0 || error < 0) && bits % 2 == 0) {
+    bits += (error > 0) == (sum > 0) ? 1 : -1;
+    memcpy(&sum, &bits, sizeof(sum));
+  }
+  return sum;
 }
 
 // The unevaluated sum of three doubles: about 159 bits (Ogita, Rump, Oishi 2005, SumK with K = 3).
@@ -58,14 +74,17 @@ struct Sum3 {
     add(error);
   }
 
-  // The sum to 106 bits, high the nearest double: two numbers that are the same for every order of
-  // the terms.
+  // The sum to 106 bits, high the nearest double and low the nearest to the rest: two numbers that
+  // are the same for every order of the terms.
   SBN_HOST_DEVICE void round(double* high_out, double* low_out) const {
-    double rest, last;
-    const double first = two_sum(high, middle, &rest);
-    rest = two_sum(rest, low, &last);
-    *high_out = two_sum(first, rest, &rest);
-    *low_out = rest + last;
+    double a, b, c;
+    a = two_sum(high, middle, &b);
+    b = two_sum(b, low, &c);
+    a = two_sum(a, b, &b);
+    b = two_sum(b, c, &c);
+    *high_out = a + sum_to_odd(b, c);
+    a = two_sum(a - *high_out, b, &b);
+    *low_out = a + sum_to_odd(b, c);
   }
 
   SBN_HOST_DEVICE double value() const {
