@@ -31,6 +31,7 @@ _FUNCTIONS = (
     "MXNDArrayWaitToRead",
     "MXEnginePushSyncND",
 )
+_CLOSED = "The process ends, and devices do not meet any more."
 _log = logging.getLogger("gluon_syncbn")
 
 
@@ -58,7 +59,7 @@ def _why_mxnet_failed(error):
     if not (3, 8) <= sys.version_info[:2] <= (3, 11):
         return (
             f"MXNet {_MXNET} needs Python 3.8 to 3.11 and cannot be imported by Python "
-            f"{sys.version_info[0]}.{sys.version_info[1]} ({error}): use an environment of 3.11."
+            f"{sys.version_info[0]}.{sys.version_info[1]} ({error}): use Python 3.11."
         )
     try:
         import numpy
@@ -189,7 +190,9 @@ def _wait_for_all():
     try:
         mxnet.nd.waitall()
     except mxnet.MXNetError as error:
-        _log.warning("An error of MXNet that nobody had waited for: %s", error)
+        # A script may end before its last step has.
+        if _CLOSED not in str(error):
+            _log.warning("An error of MXNet that nobody had waited for: %s", error)
 
 
 def _after_fork_in_child():
@@ -199,7 +202,7 @@ def _after_fork_in_child():
 
 
 def _at_exit():
-    _library.gluon_syncbn_close()
+    _library.gluon_syncbn_close(_CLOSED.encode())
     # MXNet first ends the threads of custom operators and then waits for all that is left, for ever
     # where that is a custom operator. So nothing may be left; what depends on a released call is
     # not computed any more.

@@ -355,9 +355,9 @@ void AllReduce::settle(int64_t number, int64_t generation, const std::string& de
   if (layer && layer->generation == generation) layer->unsettled.erase(device);
 }
 
-void AllReduce::close() {
+void AllReduce::close(const std::string& reason) {
   const State::Lock lock(state_->mutex);
-  state_->closed = "The process ends, and devices do not meet any more.";
+  state_->closed = reason;
   for (auto& entry : state_->layers) {
     const LayerPtr layer = entry.second.lock();
     if (!layer || layer->meetings.empty()) continue;

@@ -85,8 +85,9 @@ class AllReduce {
   // settled, which is when all that was pushed before the failure has gone by.
   void settle(int64_t number, int64_t generation, const std::string& device);
 
-  // The process ends: all who wait, and all who come, get an error.
-  void close();
+  // The process ends: all who wait, and all who come, get an error. Who waited is told, or else the
+  // reason.
+  void close(const std::string& reason);
 
   // Calls that wait now.
   int waiting() const;

@@ -598,7 +598,7 @@ int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device, v
   return status;
 }
 
-void gluon_syncbn_close() { all_reduce->close(); }
+void gluon_syncbn_close(const char* reason) { all_reduce->close(reason); }
 
 void gluon_syncbn_set_num_threads(int threads) { set_num_threads(threads); }
 

@@ -32,7 +32,7 @@ SBN_EXPORT int gluon_syncbn_settle(int64_t layer, int64_t generation, const char
                                    void** arrays, int num_arrays, const char* text);
 
 // The process ends: releases all who wait, with an error.
-SBN_EXPORT void gluon_syncbn_close();
+SBN_EXPORT void gluon_syncbn_close(const char* reason);
 
 // How many threads the CPU kernels use; none of them may run meanwhile. At first as many as
 // OMP_NUM_THREADS says, or one for each core.

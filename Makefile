@@ -1,0 +1,131 @@
+MXNET ?= cpu
+
+# FLAVOUR and FLAGS say how the native tests are built, and RUN how they are started; see `sanitize`.
+FLAVOUR ?= plain
+FLAGS ?= -O2
+
+PYTHON ?=
+pythons := $(or $(PYTHON),python3.11 python3.10 python3.9 python3.8 python3)
+ready := .venv/ready-
+python := .venv/bin/python
+pip := $(python) -m pip -qq --no-input
+library := gluon_syncbn/libgluon_syncbn.so
+
+native_headers := $(wildcard src/operator/*.h src/operator/*.inc tests/native/*.h)
+native_tests := $(wildcard tests/native/*.cc)
+tested_sources := $(filter-out src/operator/sync_batch_norm.cc,$(wildcard src/operator/*.cc))
+formatted := $(wildcard $(foreach ext,h inc cc cu cuh,src/operator/*.$(ext) tests/native/*.$(ext)))
+
+build := build/native/$(FLAVOUR)
+objects := $(tested_sources:src/operator/%.cc=$(build)/%.o)
+programs := $(native_tests:tests/native/%.cc=$(build)/%)
+build_native = @$(MAKE) --no-print-directory -j$(shell nproc)
+compile = $(CXX) -std=c++17 -pthread -ffp-contract=off $(FLAGS) $(CXXFLAGS) -Isrc/operator
+
+ifeq ($(filter cpu cu112,$(MXNET)),)
+$(error MXNET=$(MXNET) is unknown: choose MXNET=cpu, or MXNET=cu112 for GPUs with CUDA 11)
+endif
+
+# pip must not run twice at a time in one environment, so only the native tests are made in parallel.
+ifeq ($(filter run-native programs,$(MAKECMDGOALS)),)
+.NOTPARALLEL:
+endif
+.DELETE_ON_ERROR:
+.PHONY: help train test bench lint format warnings sanitize wheel clean distclean run-native programs rebuild
+
+help: ## say what can be made
+	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.11] [CXX=g++]'
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1@\2/p' Makefile | awk -F@ '{printf "%-12s%s\n", $$1, $$2}'
+
+train: $(ready)mxnet-$(MXNET) $(ready)examples ## train the segmentation example; each time writes a new folder runs/segmentation-N
+	$(python) examples/segmentation/train.py $(ARGS)
+
+test: $(ready)mxnet-$(MXNET) $(ready)examples $(ready)test ## run the native tests, then the Python tests
+	$(build_native) run-native
+	$(python) -m pytest $(ARGS)
+
+bench: $(ready)mxnet-$(MXNET) $(ready)test ## measure speed beside MXNet's own layers
+	$(python) benchmarks/bench.py $(ARGS)
+
+lint: $(ready)lint ## check style and formatting
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/clang-format --dry-run -Werror $(formatted)
+
+format: $(ready)lint ## rewrite the sources as `make lint` wants them
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+	.venv/bin/clang-format -i $(formatted)
+
+warnings: $(ready)python ## compile everything with warnings as errors
+	CXXFLAGS="-Wall -Wextra -Werror" $(python) setup.py --quiet build_ext \
+	    --build-lib build/warnings --build-temp build/warnings
+	$(build_native) programs FLAVOUR=warnings FLAGS="-O2 -Wall -Wextra -Werror"
+
+# The sanitizers want their shadow memory at fixed addresses, which only `setarch -R` keeps free on some kernels.
+sanitize: export TSAN_OPTIONS = halt_on_error=1:second_deadlock_stack=1
+sanitize: export UBSAN_OPTIONS = print_stacktrace=1
+sanitize: ## run the native tests under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer
+	$(build_native) run-native FLAVOUR=thread FLAGS="-O1 -g -fsanitize=thread" RUN="$(fixed_addresses)"
+	$(build_native) run-native FLAVOUR=address FLAGS="-O1 -g -fsanitize=address,undefined \
+	    -fno-sanitize-recover=all -fno-omit-frame-pointer" RUN="$(fixed_addresses)"
+fixed_addresses = $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
+
+wheel: $(ready)python ## build the wheel and the source distribution into dist/
+	rm -rf build/lib* build/bdist*
+	$(pip) wheel --no-deps --no-build-isolation --wheel-dir dist .
+	$(python) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")' >build/sdist.log
+	@ls -l dist
+
+clean: ## remove what was built, but no run and not .venv
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache $(library) $(ready)library
+
+distclean: clean ## remove .venv too
+	rm -rf .venv
+
+run-native: $(programs)
+	@failed=; for program in $^; do echo $$program; $(RUN) $$program || failed="$$failed $$program"; done; \
+	[ -z "$$failed" ] || { echo "Failed:$$failed" >&2; exit 1; }
+
+programs: $(programs)
+
+$(objects): $(build)/%.o: src/operator/%.cc $(native_headers)
+	@mkdir -p $(@D)
+	$(compile) -c $< -o $@
+
+$(programs): $(build)/%: tests/native/%.cc $(objects) $(native_headers)
+	@mkdir -p $(@D)
+	$(compile) $< $(objects) -o $@
+
+# The files .venv/ready-* say what has been installed there, so that a second run has nothing to set up.
+$(ready)python:
+	@for python in $(pythons); do \
+	    if $$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 8) <= sys.version_info < (3, 12))' 2>/dev/null; \
+	    then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	    echo "MXNet 1.9.1 needs Python 3.8 to 3.11 with the modules venv and ensurepip, and none was found as" \
+	        "$(pythons): install one (Debian, Ubuntu: apt install python3-venv) or name the one you have:" \
+	        "make PYTHON=/path/to/python3.11" >&2; exit 1; \
+	fi; \
+	echo "Creating .venv with $$($$found --version)"; \
+	$$found -m venv .venv
+	@$(pip) install 'setuptools>=70.1'
+	@touch $@
+
+missing_library := $(if $(wildcard $(library)),,rebuild)
+$(ready)library: pyproject.toml setup.py $(wildcard src/operator/*) $(missing_library) | $(ready)python
+	@echo "Building $(library)"
+	@$(pip) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(ready)mxnet-$(MXNET): pyproject.toml | $(ready)library
+	@echo "Installing MXNet 1.9.1 ($(MXNET))"
+	@$(if $(filter-out $@,$(wildcard $(ready)mxnet-*)),$(pip) uninstall --yes mxnet mxnet-cu112; rm -f $(ready)mxnet-*)
+	@$(pip) install 'gluon_syncbn[$(MXNET)]'
+	@touch $@
+
+$(ready)examples $(ready)test $(ready)lint: $(ready)%: pyproject.toml | $(ready)library
+	@echo "Installing what \`$*\` needs"
+	@$(pip) install 'gluon_syncbn[$*]'
+	@touch $@

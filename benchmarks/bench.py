@@ -1,0 +1,182 @@
+"""Measures speed and memory of SyncBatchNorm beside MXNet's own layers, and judges them by bars.
+
+The result is a Markdown table and a list of the bars, on standard output.
+"""
+
+import argparse
+import datetime
+import importlib.util
+import json
+import multiprocessing
+import os
+import platform
+import sys
+from pathlib import Path
+
+# MXNet reads these when it starts. With fewer slots, convolutions of several CPU contexts and a
+# layer between them that waits for all contexts can wait for each other for ever.
+os.environ["MXNET_CPU_TEMP_COPY"] = "4096"
+os.environ["MXNET_CPU_PARALLEL_RAND_COPY"] = "64"
+
+import mxnet as mx
+import numpy as np
+from tqdm import tqdm
+
+import gluon_syncbn
+import measure
+import report
+
+SHAPES = [(4, 64, 128, 128), (2, 256, 64, 64), (2, 512, 33, 33), (4, 2048, 12, 12)]
+
+
+def main():
+    args = parse_arguments()
+    measure.keep_freed_memory()
+    figures = {**environment(), "repetitions": args.repetitions}
+    figures["memory"] = measure_memory(args.contexts)
+    figures["layers"] = measure_layers(args.shapes, args.contexts, args.repetitions)
+    figures["step"] = None if args.no_model else measure_step((args.repetitions + 1) // 2)
+    figures["bars"] = report.judge(figures)
+    print(report.text(figures))
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if args.check and not all(bar["pass"] for bar in figures["bars"]):
+        sys.exit(1)
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "--repetitions",
+        type=_positive,
+        default=40,
+        help="rounds, half of them for the training step (default: 40)",
+    )
+    parser.add_argument(
+        "--shapes", type=_shape, nargs="+", default=SHAPES, metavar="N,C,H,W", help="shapes of x"
+    )
+    parser.add_argument(
+        "--contexts",
+        type=_positive,
+        nargs="+",
+        default=[1, 2],
+        metavar="n",
+        help="numbers of CPU contexts, over which x is split (default: 1 2)",
+    )
+    parser.add_argument("--no-model", action="store_true", help="leave the training step out")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar fails")
+    args = parser.parse_args()
+    for shape in [*args.shapes, measure.MEMORY_SHAPE]:
+        for count in args.contexts:
+            if shape[0] % count:
+                parser.error(
+                    f"{shape} does not split evenly over {count} contexts: choose other --contexts"
+                )
+    if not args.no_model and importlib.util.find_spec("gluoncv") is None:
+        parser.error(
+            "the training step needs gluoncv: pip install 'gluon_syncbn[test]', or use --no-model"
+        )
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"there is no folder {args.json.parent} for --json {args.json}")
+    return args
+
+
+def _positive(text):
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _shape(text):
+    shape = tuple(_positive(size) for size in text.split(","))
+    if not 2 <= len(shape) <= 5:
+        raise argparse.ArgumentTypeError(f"{text!r} has not 2 to 5 sizes, such as 4,64,128,128")
+    return shape
+
+
+def environment():
+    versions = {
+        "gluon_syncbn": gluon_syncbn.__version__,
+        "mxnet": mx.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+    return {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": measure.threads(),
+        "versions": versions,
+    }
+
+
+def _cpu_model():
+    with open("/proc/cpuinfo") as info:
+        models = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def measure_memory(counts):
+    results = []
+    for count in counts:
+        for kind in tqdm(("operator", "block"), desc=f"memory, {report.contexts(count)}"):
+            with multiprocessing.get_context("spawn").Pool(1) as fresh_process:
+                over = fresh_process.apply(measure.peak_memory, (kind, count))
+            results.append({"kind": kind, "contexts": count, "peak_over_arrays": over})
+    return results
+
+
+def measure_layers(shapes, counts, repetitions):
+    results = []
+    for shape in shapes:
+        for count in counts:
+            with _progress(f"{shape}, {report.contexts(count)}", repetitions) as progress:
+                seconds = measure.layer_times(shape, count, repetitions, progress)
+            copy = seconds.pop("copy")
+            results.append(
+                {
+                    "shape": shape,
+                    "contexts": count,
+                    "copy_ms": _median(copy.sum(1) * 1e3),
+                    "ms": {kind: _milliseconds(rows) for kind, rows in seconds.items()},
+                    "ratios": {
+                        "/".join(pair): _ratio(seconds, *pair) for pair in report.RATIO_BARS
+                    },
+                }
+            )
+    return results
+
+
+def measure_step(repetitions):
+    with _progress("training step of fcn_resnet50", repetitions) as progress:
+        seconds = measure.step_times(repetitions, progress)
+    return {
+        "repetitions": repetitions,
+        "ms": {kind: _median(rows.sum(1) * 1e3) for kind, rows in seconds.items()},
+        "ratio": _ratio(seconds, "block", "BatchNorm"),
+    }
+
+
+def _progress(description, repetitions):
+    return tqdm(total=measure.WARM_UP + repetitions, desc=description)
+
+
+def _milliseconds(rows):
+    forward, backward = (np.median(rows, axis=0) * 1e3).tolist()
+    return {"forward": forward, "backward": backward, "both": _median(rows.sum(1) * 1e3)}
+
+
+def _ratio(seconds, ours, theirs):
+    """Ratios of two kinds' times. The rounds' own are judged: what slowed a round slowed both."""
+    a, b = seconds[ours].sum(1), seconds[theirs].sum(1)
+    quartiles = np.percentile(a / b, [25, 75]).tolist()
+    return {"median": _median(a / b), "quartiles": quartiles, "of_medians": _median(a) / _median(b)}
+
+
+def _median(values):
+    return float(np.median(values))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Judges the figures of bench.py by the bars, and puts them into Markdown."""
+
+import measure
+
+TITLES = {
+    "operator": "operator",
+    "block": "block",
+    "BatchNorm": "`nn.BatchNorm`",
+    "contrib": "contrib `SyncBatchNorm`",
+}
+RATIO_BARS = {
+    ("operator", "BatchNorm"): 0.45,
+    ("operator", "contrib"): 0.05,
+    ("block", "BatchNorm"): 0.8,
+}
+STEP_BAR = 1.25
+# A buffer of the size of x would make it 1.25.
+MEMORY_BAR = 1.05
+
+
+def judge(figures):
+    """Each bar with the worst figure that it has to do with."""
+    bars = []
+
+    def add(name, bar, values):
+        worst, place = max(values)
+        failed = sum(value > bar for value, _ in values)
+        bars.append(
+            {
+                "name": name,
+                "bar": bar,
+                "worst": worst,
+                "where": place,
+                "failed": failed,
+                "of": len(values),
+                "pass": failed == 0,
+            }
+        )
+
+    for (ours, theirs), bar in RATIO_BARS.items():
+        add(
+            f"time, {TITLES[ours]} / {TITLES[theirs]}",
+            bar,
+            [
+                (
+                    row["ratios"][f"{ours}/{theirs}"]["median"],
+                    f"{row['shape']}, {contexts(row['contexts'])}",
+                )
+                for row in figures["layers"]
+            ],
+        )
+    if figures["step"]:
+        add(
+            f"training step of fcn_resnet50, block / {TITLES['BatchNorm']}",
+            STEP_BAR,
+            [(figures["step"]["ratio"]["median"], contexts(measure.STEP_CONTEXTS))],
+        )
+    add(
+        "peak memory of the operator / x, y, dy and dx",
+        MEMORY_BAR,
+        [
+            (row["peak_over_arrays"], f"{measure.MEMORY_SHAPE}, {contexts(row['contexts'])}")
+            for row in figures["memory"]
+            if row["kind"] == "operator"
+        ],
+    )
+    return bars
+
+
+def text(figures):
+    versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
+    ratios = [f"{TITLES[ours]} / {TITLES[theirs]}" for ours, theirs in RATIO_BARS]
+    return "\n\n".join(
+        [
+            f"{figures['cpu']}, {figures['cores']} cores, {figures['threads']} threads, "
+            f"{versions}, {figures['date'][:10]}",
+            "Milliseconds of forward + backward, medians of "
+            f"{figures['repetitions']} rounds. The last columns are medians of the rounds' ratios.",
+            _table(
+                ["x", "contexts", "copy", *TITLES.values(), *ratios],
+                [_layer_row(row) for row in figures["layers"]],
+            ),
+            *_other_figures(figures),
+            _table(
+                ["bar", "at most", "worst", "where", "result"],
+                [_bar_row(bar) for bar in figures["bars"]],
+            ),
+        ]
+    )
+
+
+def _layer_row(row):
+    times = [
+        f"{row['ms'][kind]['forward']:.2f} + {row['ms'][kind]['backward']:.2f}" for kind in TITLES
+    ]
+    ratios = [
+        # What fails its bar stands out.
+        f"{ratio['median']:.3f}" if ratio["median"] <= bar else f"**{ratio['median']:.3f}**"
+        for ratio, bar in zip(row["ratios"].values(), RATIO_BARS.values())
+    ]
+    return [str(row["shape"]), str(row["contexts"]), f"{row['copy_ms']:.2f}", *times, *ratios]
+
+
+def _other_figures(figures):
+    if figures["step"]:
+        ms = figures["step"]["ms"]
+        yield (
+            f"Training step of fcn_resnet50, {measure.STEP_SIZE}x{measure.STEP_SIZE}, "
+            f"{contexts(measure.STEP_CONTEXTS)} of {measure.STEP_BATCH} images, static_alloc: "
+            f"{ms['block']:.0f} ms with the block, "
+            f"{ms['BatchNorm']:.0f} ms with {TITLES['BatchNorm']}, medians of "
+            f"{figures['step']['repetitions']} rounds."
+        )
+    for count in dict.fromkeys(row["contexts"] for row in figures["memory"]):
+        peaks = [
+            f"{TITLES[row['kind']]} {row['peak_over_arrays']:.2f}"
+            for row in figures["memory"]
+            if row["contexts"] == count
+        ]
+        yield (
+            f"Peak memory / (x, y, dy and dx) at {measure.MEMORY_SHAPE}, {contexts(count)}: "
+            f"{', '.join(peaks)}."
+        )
+
+
+def _bar_row(bar):
+    result = "pass" if bar["pass"] else f"**FAIL** ({bar['failed']} of {bar['of']})"
+    return [bar["name"], f"{bar['bar']:g}", f"{bar['worst']:.3f}", bar["where"], result]
+
+
+def _table(header, rows):
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def contexts(count):
+    return "1 context" if count == 1 else f"{count} contexts"

@@ -1,0 +1,91 @@
+"""The output folder of a run: what is in it, and the rows of its metrics.csv."""
+
+import csv
+import json
+from pathlib import Path
+
+from checkpoint import replacing
+from options import UsageError
+
+COLUMNS = (
+    "step",
+    "images",
+    "seconds",
+    "learning_rate",
+    "loss",
+    "images_per_second",
+    "pixel_accuracy",
+    "mean_iou",
+)
+INTEGERS = ("step", "images")
+
+
+class RunFolder:
+    """Paths and records of a run. `rows` holds the rows of metrics.csv as dictionaries."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.config = self.path / "config.json"
+        self.metrics = self.path / "metrics.csv"
+        self.curves = self.path / "curves.png"
+        self.predictions = self.path / "predictions.png"
+        self.best_parameters = self.path / "best.params"
+        self.last = self.path / "checkpoints" / "last.ckpt"
+        self.best = self.path / "checkpoints" / "best.ckpt"
+        self.rows = []
+
+    def require_free(self):
+        if self.config.exists():
+            raise UsageError(
+                f"--output {self.path} holds a run already: continue it with --resume, name "
+                "another folder, or replace it with --overwrite"
+            )
+
+    def start(self, config):
+        """Begin a run here: remove the files of an earlier one, and no others."""
+        for path in (
+            self.metrics,
+            self.curves,
+            self.predictions,
+            self.best_parameters,
+            self.last,
+            self.best,
+        ):
+            if path.exists():
+                path.unlink()
+        with replacing(self.config) as file:
+            file.write(json.dumps(config, indent=2).encode() + b"\n")
+        self._write_rows()
+
+    def continue_from(self, source, step):
+        """Take the rows of the folder `source` (it may be this one) up to `step`."""
+        if source.metrics.exists():
+            with open(source.metrics, newline="") as file:
+                rows = [
+                    {name: _parse(name, row) for name in COLUMNS} for row in csv.DictReader(file)
+                ]
+            self.rows = [row for row in rows if row["step"] is not None and row["step"] <= step]
+        self._write_rows()
+
+    def add_row(self, **values):
+        row = {name: values.get(name) for name in COLUMNS}
+        self.rows.append(row)
+        with open(self.metrics, "a", newline="") as file:
+            csv.writer(file).writerow(_format(row))
+
+    def _write_rows(self):
+        with replacing(self.metrics) as file:
+            lines = [",".join(COLUMNS)] + [",".join(_format(row)) for row in self.rows]
+            file.write(("\r\n".join(lines) + "\r\n").encode())
+
+
+def _parse(name, row):
+    text = row.get(name)
+    if not text:
+        return None
+    return int(text) if name in INTEGERS else float(text)
+
+
+def _format(row):
+    values = (row[name] for name in COLUMNS)
+    return ["" if v is None else f"{v:.6g}" if isinstance(v, float) else str(v) for v in values]

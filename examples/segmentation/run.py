@@ -1,0 +1,263 @@
+"""A whole run: data, net, the loop over steps, validation, records and checkpoints."""
+
+import math
+import os
+import sys
+import time
+
+import numpy as np
+from tqdm import tqdm
+
+import plots
+from checkpoint import CheckpointError
+from data import DataError, batches, stack
+from folder import RunFolder
+from interrupt import Interrupt
+from metrics import Confusion
+from options import UsageError, same_folder
+from setting import describe, find_contexts, open_data
+from trainer import SegmentationTrainer
+
+PICTURES = 8
+
+
+def run(options):
+    """Train as the options say; return the exit status: 0, or 130 after Ctrl-C."""
+    with Interrupt() as interrupt:
+        return Run(options, interrupt).go()
+
+
+class Run:
+    def __init__(self, options, interrupt):
+        self._options = options
+        self._interrupt = interrupt
+        resumed = options.checkpoint
+        self._folder = RunFolder(options.output)
+        in_place = resumed is not None and same_folder(resumed.folder, options.output)
+        if not in_place and not options.overwrite:
+            self._folder.require_free()
+
+        contexts = find_contexts(options, resumed)
+        self._train_data, self._val_data = open_data(options, progress_bar)
+        if options.steps is None:
+            options.steps = options.epochs * math.ceil(len(self._train_data) / options.batch)
+        self._names = self._train_data.names
+        self._trainer = SegmentationTrainer(options, contexts, len(self._names))
+        self._config = describe(options, contexts, self._train_data)
+        self._step = 0  # how many steps have been started
+        self._known = 0  # of how many the loss is known
+        # What a checkpoint holds besides the trainer's state.
+        self._progress = {
+            "seconds": 0.0,  # spent in training steps
+            "losses": [],  # since the last row of metrics.csv
+            "row_seconds": 0.0,  # `seconds` at that row
+            "validated": 0,  # at this step
+            "best": {"mean_iou": -1.0, "step": 0},
+        }
+        if resumed:
+            self._restore(resumed)
+        # From here on files are written; all that can be wrong has been looked at.
+        if not in_place:
+            self._folder.start(self._config)
+        if resumed:
+            self._folder.continue_from(RunFolder(resumed.folder or options.output), self._step)
+
+    def _restore(self, resumed):
+        if resumed.config["data"] != self._config["data"]:
+            raise UsageError(
+                "the training list or the classes of --data are not those of the run to resume: "
+                "put them back, or start a new run with another --output"
+            )
+        try:
+            self._trainer.restore(resumed)
+        except CheckpointError as error:
+            raise UsageError(f"--resume: {error}") from None
+        self._step = self._known = resumed.step
+        self._progress = resumed.progress
+
+    def go(self):
+        """Train from the current step on; return the exit status."""
+        options = self._options
+        say(
+            f"--norm {options.norm} on {self._config['arguments']['devices']}, "
+            f"{options.steps} steps of {options.batch} images, into {options.output}"
+        )
+        if self._step:
+            say(f"continuing after step {self._step}")
+        try:
+            confusion = self._train()
+        except (UsageError, DataError):
+            # No device may be left waiting for another when the process ends.
+            self._trainer.finish()
+            raise
+        if confusion is None:
+            self._checkpoint().save(self._folder.last)
+            self._draw()
+            say(
+                f"stopped after step {self._step} of {options.steps}, all is saved; to continue:\n"
+                f"  {python()} {sys.argv[0]} --resume {options.output}"
+            )
+            return 130
+        self._summarize(confusion)
+        return 0
+
+    def _train(self):
+        """Train and validate; return the last validation, or None after an interrupt."""
+        steps, batch = self._options.steps, self._options.batch
+        chunks = (range(i * batch, (i + 1) * batch) for i in range(self._step, steps))
+        # Reading photos from a disk takes longer than making digits.
+        threads = min(4, os.cpu_count() or 1) if self._options.data else 1
+        loader = batches(self._train_data, chunks, threads)
+        confusion = None
+        self._clock = time.perf_counter()
+        with progress_bar(initial=self._step * batch, total=steps * batch, unit=" images") as bar:
+            while True:
+                # A run may have been interrupted between a step and its validation.
+                if self._due(self._step, self._options.validate_every):
+                    if self._progress["validated"] < self._step:
+                        confusion = self._validate()
+                if self._interrupt.requested or self._step == steps:
+                    break
+                losses = self._trainer.step(self._step, *next(loader))
+                self._step += 1
+                self._record(losses)
+                bar.set_description_str(f"step {self._step}/{steps}", refresh=False)
+                if losses:
+                    bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
+                bar.update(batch)
+            loader.close()
+            self._record(self._trainer.finish())
+        return confusion if self._step == steps else None
+
+    def _due(self, step, interval):
+        return step > 0 and (step % interval == 0 or step == self._options.steps)
+
+    def _record(self, losses):
+        """Take note of the losses of the next steps, which come in some steps late."""
+        if not losses:
+            return
+        now = time.perf_counter()
+        seconds = (now - self._clock) / len(losses)
+        self._clock = now
+        for loss in losses:
+            self._known += 1
+            self._progress["seconds"] += seconds
+            self._progress["losses"].append(loss)
+            if not math.isfinite(loss):
+                raise UsageError(
+                    f"the loss of step {self._known} is {loss}: start again with a lower --lr than "
+                    f"{self._options.lr:g}; {self._folder.last.parent} has what was saved before"
+                )
+            if self._due(self._known, self._options.log_every):
+                self._add_loss_row()
+
+    def _add_loss_row(self):
+        progress, batch = self._progress, self._options.batch
+        losses = progress["losses"]
+        seconds = progress["seconds"] - progress["row_seconds"]
+        self._folder.add_row(
+            step=self._known,
+            images=self._known * batch,
+            seconds=progress["seconds"],
+            learning_rate=self._trainer.learning_rate(self._known - 1),
+            loss=sum(losses) / len(losses),
+            images_per_second=len(losses) * batch / seconds,
+        )
+        progress.update(losses=[], row_seconds=progress["seconds"])
+
+    def _validate(self):
+        """Validate, write all files and return the Confusion, or None if interrupted."""
+        self._record(self._trainer.finish())
+        confusion = self._evaluate()
+        # The time since then is none of training.
+        self._clock = time.perf_counter()
+        if confusion is None:
+            return None
+        progress, score = self._progress, confusion.mean_iou
+        progress["validated"] = self._step
+        self._folder.add_row(
+            step=self._step,
+            images=self._step * self._options.batch,
+            seconds=progress["seconds"],
+            pixel_accuracy=confusion.pixel_accuracy,
+            mean_iou=score,
+        )
+        better = score > progress["best"]["mean_iou"]
+        if better:
+            progress["best"] = {"mean_iou": score, "step": self._step}
+        checkpoint = self._checkpoint()
+        checkpoint.save(self._folder.last)
+        if better:
+            checkpoint.save(self._folder.best)
+            self._trainer.save_parameters(self._folder.best_parameters)
+        self._draw()
+        say(
+            f"step {self._step}: pixel accuracy {confusion.pixel_accuracy:.4f}, mean IoU "
+            f"{score:.4f}" + (" (the best so far)" if better else "")
+        )
+        self._clock = time.perf_counter()
+        return confusion
+
+    def _evaluate(self):
+        confusion = Confusion(len(self._names))
+        count, batch = len(self._val_data), self._options.batch
+        chunks = (range(i, min(i + batch, count)) for i in range(0, count, batch))
+        loader = batches(self._val_data, chunks)
+        for truth, prediction in self._trainer.predict(loader):
+            confusion.add(truth, prediction)
+            if self._interrupt.requested:
+                loader.close()
+                return None
+        return confusion
+
+    def _checkpoint(self):
+        return self._trainer.checkpoint(self._step, self._config, self._progress)
+
+    def _draw(self):
+        plots.plot_curves(self._folder.rows, self._folder.curves, self._title())
+        count = len(self._val_data)
+        chosen = np.unique(np.linspace(0, count - 1, PICTURES).astype(int))
+        images, labels = stack(self._val_data, chosen.tolist())
+        [(_, predictions)] = self._trainer.predict([(images, labels)])
+        plots.plot_predictions(
+            images, labels, predictions, self._names, self._folder.predictions, self._title()
+        )
+
+    def _title(self):
+        options = self._options
+        return f"--norm {options.norm} on {options.devices}, step {self._step} of {options.steps}"
+
+    def _summarize(self, confusion):
+        options, folder, best = self._options, self._folder, self._progress["best"]
+        seconds = self._progress["seconds"]
+        speed = self._step * options.batch / seconds
+        classes = ", ".join(
+            f"{name} {iou:.3f}" for name, iou in zip(self._names, confusion.class_iou) if iou == iou
+        )
+        say(
+            f"IoU of the classes: {classes}\n"
+            f"trained {self._step} steps in {seconds:.0f} s, {speed:.0f} images/s\n"
+            f"pixel accuracy {confusion.pixel_accuracy:.4f}, mean IoU {confusion.mean_iou:.4f} "
+            f"over {self._val_data.images} validation images (best {best['mean_iou']:.4f} at step "
+            f"{best['step']})\n"
+            f"pictures     {folder.curves}, {folder.predictions}\n"
+            f"checkpoints  {folder.last}, {folder.best}; best parameters: {folder.best_parameters}"
+        )
+
+
+def python():
+    """This interpreter as one would type it."""
+    path = os.path.relpath(sys.executable)
+    return os.path.basename(sys.executable) if path.startswith("..") else path
+
+
+def progress_bar(items=None, **settings):
+    """tqdm, which writes a line now and then where no one watches a terminal."""
+    interval = 0.2 if sys.stderr.isatty() else 10
+    return tqdm(items, mininterval=interval, dynamic_ncols=True, **settings)
+
+
+def say(text):
+    """Print above the bar."""
+    tqdm.write(text, file=sys.stdout)
+    sys.stdout.flush()

@@ -1,0 +1,49 @@
+// Checks for test programs: each is counted, and the program goes on after one that fails.
+#ifndef GLUON_SYNCBN_TESTS_CHECK_H_
+#define GLUON_SYNCBN_TESTS_CHECK_H_
+
+#include <atomic>
+#include <initializer_list>
+#include <iostream>
+#include <string>
+
+namespace check {
+inline std::atomic<int> passed{0}, failed{0};
+// What the next checks are about, told with those that fail. Not to be set while threads check.
+inline std::string context;
+inline const auto digits = std::cerr.precision(17);
+
+// Counts, and says whether to describe a failure.
+inline bool fails(bool holds) { return holds ? (++passed, false) : ++failed <= 20; }
+
+template <typename E, typename F>
+void throws(const F& f, std::initializer_list<std::string> texts, int line) {
+  std::string text = "nothing";
+  bool holds = false;
+  try {
+    f();
+  } catch (const E& error) {
+    text = error.what();
+    holds = true;
+    for (const std::string& part : texts) holds = holds && text.find(part) != text.npos;
+  }
+  if (fails(holds)) std::cerr << "line " << line << ": " << context << ": thrown: " << text << "\n";
+}
+
+inline int finish(const char* name) {
+  std::cout << name << ": " << passed << " passed, " << failed << " failed\n";
+  return failed ? 1 : 0;
+}
+}  // namespace check
+
+#define CHECK_SAY(holds, what) \
+  if (!check::fails(holds)) {  \
+  } else                       \
+    std::cerr << "line " << __LINE__ << ": " << check::context << ": " << what << "\n"
+#define CHECK(condition) CHECK_SAY(condition, #condition)
+#define CHECK_EQ(a, b) CHECK_SAY((a) == (b), #a " is " << (a) << ", not " << (b))
+// That the statement throws the type, with each of the texts in what().
+#define CHECK_THROWS(type, statement, ...) \
+  check::throws<type>([&] { statement; }, {__VA_ARGS__}, __LINE__)
+
+#endif  // GLUON_SYNCBN_TESTS_CHECK_H_

@@ -1,0 +1,143 @@
+// The kernels against themselves, where bits have to be the same.
+#include <algorithm>
+#include <vector>
+
+#include "kernels_fixture.h"
+#include "thread_pool.h"
+
+namespace gluon_syncbn {
+namespace {
+
+// The sums of samples begin..end alone.
+template <typename T>
+void add_part(const Problem<T>& p, const std::vector<Statistics>& s, int64_t begin, int64_t end,
+              Sums* forward, Sums* backward) {
+  const View view{end - begin, p.view.C, p.view.S};
+  const int64_t at = begin * view.C * view.S;
+  Sums part(static_cast<size_t>(view.C));
+  kernels<T>().forward_sums(view, p.x.data() + at, part.data());
+  for (int64_t c = 0; c < view.C; ++c) (*forward)[c].add(part[c]);
+  kernels<T>().backward_sums(view, p.dy.data() + at, p.x.data() + at, s.data(), part.data());
+  for (int64_t c = 0; c < view.C; ++c) (*backward)[c].add(part[c]);
+}
+
+// Every way to cut the samples into runs at up to four places, as devices would hold them.
+template <typename T>
+void check_splits(const Problem<T>& p, const Results<T>& r, int64_t most_places = 4) {
+  const int64_t places = std::min(p.view.N - 1, most_places);
+  for (int64_t cuts = 0; cuts < int64_t{1} << places; ++cuts) {
+    std::vector<int64_t> borders{0};
+    for (int64_t i = 0; i < places; ++i) {
+      if (cuts >> i & 1) borders.push_back(p.view.N * (i + 1) / (places + 1));
+    }
+    borders.push_back(p.view.N);
+    Sums forward(static_cast<size_t>(p.view.C)), backward = forward;
+    for (size_t i = borders.size() - 1; i > 0; --i) {
+      add_part(p, r.s, borders[i - 1], borders[i], &forward, &backward);
+    }
+    CHECK(rounded(forward) == rounded(r.sums));
+    CHECK(rounded(backward) == rounded(r.gradient_sums));
+  }
+}
+
+// In place, added to what is there, and without gamma.
+template <typename T>
+void check_stores(const Problem<T>& p, const Results<T>& r) {
+  const Kernels& k = kernels<T>();
+  const View v = p.view;
+  const T *x = p.x.data(), *dy = p.dy.data(), *gamma = p.gamma.data(), *beta = p.beta.data();
+  const auto forward = [&](const T* from, T* to, Store how) {
+    k.forward(v, from, r.s.data(), gamma, beta, to, how);
+  };
+  const auto backward = [&](const T* from, T* to, Store how) {
+    k.backward(v, from, x, r.s.data(), gamma, r.gradient_sums.data(), p.count(), to, how);
+  };
+  const auto backward_constant = [&](const T* from, T* to, Store how) {
+    k.backward_constant(v, from, r.s.data(), gamma, to, how);
+  };
+  const auto check = [&](const auto& kernel, const Array<T>& from, const Array<T>& result) {
+    Array<T> in_place = from;
+    kernel(in_place.data(), in_place.data(), Store::kWrite);
+    CHECK(in_place == result);
+    CHECK(in_place.guards_intact());
+
+    Array<T> added = p.dy, expected = p.dy;
+    for (int64_t i = 0; i < v.size(); ++i) expected[i] += result[i];
+    kernel(from.data(), added.data(), Store::kAdd);
+    CHECK(added == expected);
+    CHECK(added.guards_intact());
+  };
+  check(forward, p.x, r.y);
+  check(backward, p.dy, r.dx);
+  check(backward_constant, p.dy, r.constant_dx);
+
+  Array<T> ones(v.C), with_ones(v.size()), without(v.size());
+  std::fill(ones.data(), ones.data() + v.C, T{1});
+  k.forward(v, x, r.s.data(), ones.data(), beta, with_ones.data(), Store::kWrite);
+  k.forward(v, x, r.s.data(), nullptr, beta, without.data(), Store::kWrite);
+  CHECK(with_ones == without);
+  k.backward(v, dy, x, r.s.data(), ones.data(), r.gradient_sums.data(), p.count(), with_ones.data(),
+             Store::kWrite);
+  k.backward(v, dy, x, r.s.data(), nullptr, r.gradient_sums.data(), p.count(), without.data(),
+             Store::kWrite);
+  CHECK(with_ones == without);
+}
+
+template <typename T>
+void check_view(View view) {
+  check::context = name_of<T>(view, 100);
+  const Problem<T> p(view, 100);
+  const Results<T> r(p);
+  check_splits(p, r);
+  check_stores(p, r);
+  for (const int64_t shift : {1, 2, 3}) r.check_same_bits(Results<T>(p.shifted(shift), shift));
+}
+
+template <typename T>
+void splits_stores_and_alignment_do_not_show() {
+  for (const int64_t S : {1, 2, 15, 16, 17}) {
+    for (const int64_t C : {1, 3, 63, 64, 65, 130}) {
+      for (const int64_t N : {1, 5}) check_view<T>({N, C, S});
+    }
+  }
+  for (const int64_t S : {2047, 2048, 2049, 5000}) {
+    for (const int64_t N : {1, 3}) {
+      for (const int64_t C : {1, 3}) check_view<T>({N, C, S});
+    }
+  }
+}
+
+// Large enough for four threads, which share the channels, or the samples where there are few
+// channels.
+template <typename T>
+void threads_do_not_show() {
+  for (const View view : {View{5, 1, 27001}, View{3, 2, 22000}, View{45000, 3, 1},
+                          View{1100, 130, 1}, View{4, 130, 260}, View{40, 64, 49}}) {
+    check::context = name_of<T>(view, 1000);
+    const Problem<T> p(view, 1000);
+    set_num_threads(1);
+    const Results<T> r(p);
+    for (const int threads : {2, 3, 4}) {
+      set_num_threads(threads);
+      r.check_same_bits(Results<T>(p));
+    }
+    check_splits(p, r, 2);
+  }
+  set_num_threads(2);
+}
+
+template <typename T>
+void test_all() {
+  splits_stores_and_alignment_do_not_show<T>();
+  threads_do_not_show<T>();
+}
+
+}  // namespace
+}  // namespace gluon_syncbn
+
+int main() {
+  gluon_syncbn::set_num_threads(2);
+  gluon_syncbn::test_all<float>();
+  gluon_syncbn::test_all<double>();
+  return check::finish("kernels_bits");
+}
