@@ -75,46 +75,56 @@ void for_ranges(int64_t items, int64_t values, const F& f) {
       units, [&](int64_t unit) { f(items * unit / units, items * (unit + 1) / units); });
 }
 
-// sums[c] = the sum over the parts of channel c; f(c, begin, end, sums) adds some parts of the
-// `width` channels from c on. Where there are fewer groups of channels than threads, threads share
-// the parts of a group.
+// sums[c] = the sum over the parts of channel c; f(c, c_end, begin, end, sums) adds some parts of
+// neighbouring channels, which begin at a multiple of `width`. Where there are fewer groups of
+// `width` channels than threads, threads share the parts of a group.
 template <typename F>
-void sum_groups(View view, int64_t width, int64_t parts, ChannelSums* sums, const F& f) {
+void sum_channels(View view, int64_t width, int64_t parts, ChannelSums* sums, const F& f) {
   const int64_t groups = (view.C + width - 1) / width;
-  const int64_t pieces = std::clamp<int64_t>(
-      std::min<int64_t>(thread_pool().threads(), view.size() / kValuesPerUnit) / groups, 1,
-      std::max<int64_t>(parts, 1));
+  const int64_t threads = std::min<int64_t>(thread_pool().threads(), view.size() / kValuesPerUnit);
+  const int64_t pieces = std::clamp<int64_t>(threads / groups, 1, std::max<int64_t>(parts, 1));
   std::fill(sums, sums + view.C, ChannelSums());
   std::vector<ChannelSums> more((pieces - 1) * view.C);
-  for_ranges(groups * pieces, view.size() / (groups * pieces), [&](int64_t begin, int64_t end) {
-    for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t piece = unit % pieces, c = unit / pieces * width;
-      ChannelSums* const to = piece == 0 ? sums : &more[(piece - 1) * view.C];
-      f(c, parts * piece / pieces, parts * (piece + 1) / pieces, to + c);
-    }
-  });
+  const auto end_of = [&](int64_t group) { return std::min(group * width, view.C); };
+  if (pieces == 1) {
+    for_ranges(groups, view.size() / groups, [&](int64_t begin, int64_t end) {
+      f(begin * width, end_of(end), int64_t{0}, parts, sums);
+    });
+  } else {
+    thread_pool().parallel_for(groups * pieces, [&](int64_t unit) {
+      const int64_t group = unit / pieces, piece = unit % pieces;
+      f(group * width, end_of(group + 1), parts * piece / pieces, parts * (piece + 1) / pieces,
+        piece == 0 ? sums : &more[(piece - 1) * view.C]);
+    });
+  }
   for (size_t i = 0; i < more.size(); ++i) sums[i % view.C].add(more[i]);
 }
 
-// Calls f(offset, n, sums) for the chunks of each channel's planes.
+// Calls f(c, offset, n, sums) for the chunks of the planes: neighbours in memory after each other.
 template <typename F>
 void sum_chunks(View view, ChannelSums* sums, const F& f) {
   const int64_t chunks = (view.S + kChunk - 1) / kChunk;
-  sum_groups(
-      view, 1, view.N * chunks, sums, [&](int64_t c, int64_t begin, int64_t end, ChannelSums* to) {
-        for (int64_t part = begin; part < end; ++part) {
-          const int64_t start = part % chunks * kChunk;
-          f(c, (part / chunks * view.C + c) * view.S + start, std::min(kChunk, view.S - start), to);
-        }
-      });
+  sum_channels(view, 1, view.N * chunks, sums,
+               [&](int64_t c_begin, int64_t c_end, int64_t begin, int64_t end, ChannelSums* to) {
+                 for (int64_t part = begin; part < end; ++part) {
+                   const int64_t n = part / chunks, start = part % chunks * kChunk;
+                   const int64_t size = std::min(kChunk, view.S - start);
+                   for (int64_t c = c_begin; c < c_end; ++c) {
+                     f(c, (n * view.C + c) * view.S + start, size, to + c);
+                   }
+                 }
+               });
 }
 
 // Calls f(c, offset, rows, width, sums) for blocks of channels, where S = 1.
 template <typename F>
 void sum_rows(View view, ChannelSums* sums, const F& f) {
-  sum_groups(view, kRow, view.N, sums, [&](int64_t c, int64_t begin, int64_t end, ChannelSums* to) {
-    f(c, begin * view.C + c, end - begin, std::min(kRow, view.C - c), to);
-  });
+  sum_channels(view, kRow, view.N, sums,
+               [&](int64_t c_begin, int64_t c_end, int64_t begin, int64_t end, ChannelSums* to) {
+                 for (int64_t c = c_begin; c < c_end; c += kRow) {
+                   f(c, begin * view.C + c, end - begin, std::min(kRow, c_end - c), to + c);
+                 }
+               });
 }
 
 // Calls f(offset, n, c, row) for the planes of the array, or for its rows where S = 1.

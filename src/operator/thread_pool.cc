@@ -41,20 +41,27 @@ struct ThreadPool::State {
   std::deque<std::shared_ptr<Job>> jobs;
   bool stopping = false;
   std::vector<std::thread> threads;
+  // Callers and threads of the pool that work now.
+  size_t busy = 0;
+
+  // As many as the pool has threads keep its cores busy; one more would only get in the way.
+  bool may_help() const { return busy <= threads.size() && !jobs.empty(); }
 
   void serve() {
     std::unique_lock<std::mutex> lock(mutex);
     while (true) {
-      changed.wait(lock, [this] { return stopping || !jobs.empty(); });
+      changed.wait(lock, [this] { return stopping || may_help(); });
       if (stopping) return;
       const std::shared_ptr<Job> job = jobs.front();
       if (job->begun()) {
         jobs.pop_front();
         continue;
       }
+      ++busy;
       lock.unlock();
       job->work();
       lock.lock();
+      --busy;
     }
   }
 };
@@ -87,10 +94,18 @@ void ThreadPool::parallel_for(int64_t units, const std::function<void(int64_t)>&
   {
     const std::lock_guard<std::mutex> lock(state_->mutex);
     state_->jobs.push_back(job);
+    ++state_->busy;
+    if (state_->may_help()) state_->changed.notify_all();
   }
-  state_->changed.notify_all();
   job->work();
-  // A thread that comes later finds no unit left and never touches f.
+  {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    --state_->busy;
+    const auto mine = std::find(state_->jobs.begin(), state_->jobs.end(), job);
+    if (mine != state_->jobs.end()) state_->jobs.erase(mine);
+    if (state_->may_help()) state_->changed.notify_all();
+  }
+  // A thread that still has the job finds no unit left to begin and never touches f.
   std::unique_lock<std::mutex> lock(job->mutex);
   job->finished.wait(lock, [&] { return job->done == job->units; });
 }
