@@ -247,7 +247,8 @@ void AllReduce::configure(int64_t number, LayerConfig config) {
     layer = std::make_shared<Layer>();
     layer->number = number;
     state_->layers[number] = layer;
-  } else if (layer->config.devices != config.devices) {
+  } else if (layer->config.devices != config.devices ||
+             layer->config.num_devices != config.num_devices) {
     layer->start_anew("The devices of SyncBatchNorm '" + config.name + "' were changed from " +
                       join(layer->config.devices) + " to " + join(config.devices) + ".");
     layer->unsettled.clear();

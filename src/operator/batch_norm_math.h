@@ -1,11 +1,13 @@
-// The formulae of batch normalization (Ioffe and Szegedy 2015), once, for host and device.
+// The formulae of batch normalization (Ioffe and Szegedy 2015), once, for host and device. Sums run
+// over all M = N * S values of a channel, on all devices:
 //
-//   mean = sum(x) / M          variance = sum(x^2) / M - mean^2          inv_std = 1 /
-//   sqrt(variance + epsilon) y  = (x - mean) * inv_std * gamma + beta dbeta = sum(dy) dgamma =
-//   sum(dy * (x - mean)) * inv_std dx = gamma * inv_std * (dy - sum(dy) / M - (x - mean) *
-//   inv_std^2 * sum(dy * (x - mean)) / M)
-//
-// Sums run over all M = N * S values of a channel, on all devices.
+// - mean = sum(x) / M
+// - variance = sum(x^2) / M - mean^2
+// - inv_std = 1 / sqrt(variance + epsilon)
+// - y = (x - mean) * inv_std * gamma + beta
+// - dbeta = sum(dy)
+// - dgamma = sum(dy * (x - mean)) * inv_std
+// - dx = (dy - sum(dy) / M - (x - mean) * inv_std^2 * sum(dy * (x - mean)) / M) * gamma * inv_std
 #ifndef GLUON_SYNCBN_BATCH_NORM_MATH_H_
 #define GLUON_SYNCBN_BATCH_NORM_MATH_H_
 

@@ -119,6 +119,9 @@ View view_of(const int* shape, int ndim, int axis) {
   View view{1, shape[axis], 1};
   for (int i = 0; i < axis; ++i) view.N *= shape[i];
   for (int i = axis + 1; i < ndim; ++i) view.S *= shape[i];
+  if (view.size() == 0) {
+    throw std::runtime_error("data of shape " + shape_text(shape, ndim) + " holds no values.");
+  }
   return view;
 }
 

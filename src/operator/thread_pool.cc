@@ -40,12 +40,15 @@ struct ThreadPool::State {
   std::condition_variable changed;
   std::deque<std::shared_ptr<Job>> jobs;
   bool stopping = false;
+  // How many are to work at a time, and how many do: callers and threads of the pool.
+  const int wanted;
+  int busy = 0;
   std::vector<std::thread> threads;
-  // Callers and threads of the pool that work now.
-  size_t busy = 0;
 
-  // As many as the pool has threads keep its cores busy; one more would only get in the way.
-  bool may_help() const { return busy <= threads.size() && !jobs.empty(); }
+  explicit State(int threads_wanted) : wanted(threads_wanted) {}
+
+  // One more than there are cores for would only get in the way.
+  bool may_help() const { return busy < wanted && !jobs.empty(); }
 
   void serve() {
     std::unique_lock<std::mutex> lock(mutex);
@@ -66,7 +69,7 @@ struct ThreadPool::State {
   }
 };
 
-ThreadPool::ThreadPool(int threads) : state_(std::make_shared<State>()) {
+ThreadPool::ThreadPool(int threads) : state_(std::make_shared<State>(threads)) {
   for (int i = 1; i < threads; ++i) {
     state_->threads.emplace_back([state = state_.get()] { state->serve(); });
   }
@@ -81,10 +84,10 @@ ThreadPool::~ThreadPool() {
   for (std::thread& thread : state_->threads) thread.join();
 }
 
-int ThreadPool::threads() const { return static_cast<int>(state_->threads.size()) + 1; }
+int ThreadPool::threads() const { return state_->wanted; }
 
 void ThreadPool::parallel_for(int64_t units, const std::function<void(int64_t)>& f) {
-  if (units <= 1 || state_->threads.empty()) {
+  if (units <= 1 || threads() == 1) {
     for (int64_t unit = 0; unit < units; ++unit) f(unit);
     return;
   }

@@ -56,6 +56,7 @@ struct Fixture {
   std::mutex mutex;
   std::vector<std::string> warnings, failures;
   std::set<int64_t> failed_layers;
+  size_t failures_before_warning = 0;
   int64_t generation = 0;
 
   explicit Fixture(LayerConfig config) {
@@ -65,6 +66,7 @@ struct Fixture {
       const std::lock_guard<std::mutex> lock(mutex);
       all_reduce.waiting();
       warnings.push_back(text);
+      failures_before_warning = failures.size();
     };
     observer.failed = [this](int64_t number, int64_t failed_generation, const std::string& text) {
       const std::lock_guard<std::mutex> lock(mutex);

@@ -156,6 +156,25 @@ void constant_input_has_no_variance() {
   }
 }
 
+// Sums are taken about the first value of a chunk. One far from the others costs log2(n + 1) bits.
+template <typename T>
+void first_value_may_be_an_outlier() {
+  for (const int64_t S : {17, 2048, 5000}) {
+    check::context = "outlier before " + name_of<T>({1, 1, S}, 10);
+    Problem<T> p({1, 1, S}, 10);
+    p.x[0] = to_float(1e6 + 0.1);
+    const Results<T> r(p);
+    const Channel<T> channel{p, 0};
+    channel.check_values(r);
+    Real mean = 0, variance = 0;
+    channel.for_each([&](int64_t i) { mean += p.x[i] / Real(S); });
+    channel.for_each([&](int64_t i) { variance += (p.x[i] - mean) * (p.x[i] - mean) / S; });
+    const Real error = kSteps * kUnit * static_cast<double>(S + 1);
+    CHECK(magnitude(r.s[0].variance - variance) <= error * variance);
+    CHECK(magnitude(r.s[0].mean - mean) <= error * magnitude(mean));
+  }
+}
+
 template <typename T>
 void nan_stays_in_its_channel() {
   for (const View view : {View{2, 3, 40}, View{5, 3, 1}, View{1, 3, 5000}}) {
@@ -190,6 +209,7 @@ void test_all() {
   results_are_right_for_every_shape<T>();
   results_are_right_at_any_offset<T>();
   constant_input_has_no_variance<T>();
+  first_value_may_be_an_outlier<T>();
   nan_stays_in_its_channel<T>();
   no_samples_are_no_sums<T>();
 }
