@@ -9,6 +9,7 @@
 #include <mutex>
 #include <set>
 #include <sstream>
+#include <thread>
 #include <utility>
 
 namespace gluon_syncbn {
@@ -20,6 +21,9 @@ using Seconds = std::chrono::duration<double>;
 // How often a waiting call looks up from its sleep for Ctrl-C.
 constexpr Seconds kSlice{0.1};
 constexpr Seconds kGraceAfterInterrupt{0.5};
+// Devices come close after each other, and to wake a sleeping thread takes as long as many a layer:
+// so a call first looks around for this long, as long as nobody else wants the core.
+constexpr Seconds kAwake{0.0003};
 // The share of the timeout after which a warning is given.
 constexpr double kWarnAfter = 0.1;
 
@@ -54,15 +58,20 @@ struct AllReduce::Meeting {
   bool warned = false;
   bool complete = false;
   std::string error;
+  // Either of the two, to look at without the lock.
+  std::atomic<bool> over{false};
   std::vector<ChannelSums> sums;
   double count = 0;
   std::condition_variable changed;
 
-  bool over() const { return complete || !error.empty(); }
-
   bool has(const std::string& device) const {
     return std::any_of(arrivals.begin(), arrivals.end(),
                        [&](const Arrival& a) { return a.device == device; });
+  }
+
+  void end() {
+    over = true;
+    changed.notify_all();
   }
 
   // Adds what everyone brought, in rank order whoever came last. All of them wait, so what they
@@ -80,7 +89,7 @@ struct AllReduce::Meeting {
       count += arrival->count;
     }
     complete = true;
-    changed.notify_all();
+    end();
   }
 };
 
@@ -139,7 +148,7 @@ struct AllReduce::Layer {
   void start_anew(const std::string& why) {
     for (auto& entry : meetings) {
       entry.second->error = why;
-      entry.second->changed.notify_all();
+      entry.second->end();
     }
     meetings.clear();
     forward_calls.clear();
@@ -202,10 +211,13 @@ struct AllReduce::State {
     const Clock::time_point start = Clock::now();
     const unsigned interrupts_before = interrupts.load(std::memory_order_relaxed);
     Seconds since_interrupt{0};
-    while (!meeting->over()) {
+    lock->unlock();
+    while (!meeting->over && Clock::now() - start < kAwake) std::this_thread::yield();
+    lock->lock();
+    while (!meeting->over) {
       const Seconds slice = std::min(kSlice, timeout * kWarnAfter);
       meeting->changed.wait_for(*lock, slice);
-      if (meeting->over()) return;
+      if (meeting->over) return;
 
       const Seconds waited = Clock::now() - start;
       const std::string story = layer->title(key) + ": " + device + " has waited " +
