@@ -118,7 +118,7 @@ def test_a_missing_device_forward(mode):
         "forward call 1",
         "Came: cpu(0). Missing: cpu(1).",
         "has waited 1",
-        "MXNET_CPU_TEMP_COPY is 256",
+        "MXNET_CPU_TEMP_COPY is 65536",
     )
     assert time.time() - begin >= TIMEOUT
     goes_on(net)
