@@ -170,14 +170,14 @@ class Layer:
         """devices: those that may take part, as MXNet names them; num_devices: how many do, None
         for all."""
         self.devices = tuple(devices)
-        self._settings = (num_devices or 0, ctypes.c_double(timeout))
-        self.tell()
-
-    def tell(self):
-        """Tells the native library."""
-        names = (ctypes.c_char_p * len(self.devices))(*(device.encode() for device in self.devices))
+        names = (ctypes.c_char_p * len(self.devices))(*(name.encode() for name in self.devices))
         _library.gluon_syncbn_configure(
-            ctypes.c_int64(self.number), self.name.encode(), names, len(names), *self._settings
+            ctypes.c_int64(self.number),
+            self.name.encode(),
+            names,
+            len(names),
+            num_devices or 0,
+            ctypes.c_double(timeout),
         )
 
 
@@ -187,18 +187,23 @@ def waiting():
 
 
 def _wait_for_all():
+    """Waits for MXNet. Returns the error that nobody had waited for, if there is one."""
     try:
         mxnet.nd.waitall()
     except mxnet.MXNetError as error:
         # A script may end before its last step has.
         if _CLOSED not in str(error):
             _log.warning("An error of MXNet that nobody had waited for: %s", error)
+        return error
+    return None
 
 
-def _after_fork_in_child():
-    _library.gluon_syncbn_reset()
-    for layer in list(_layers.values()):
-        layer.tell()
+def _before_fork():
+    # MXNet ends its threads for a fork, in no better order than at exit. What is raised here,
+    # Python only prints, and what was waited for once, MXNet does not raise again.
+    error = _wait_for_all()
+    if error is not None:
+        _library.gluon_syncbn_tell_next(str(error).encode())
 
 
 def _at_exit():
@@ -223,8 +228,7 @@ _library.gluon_syncbn_settle.argtypes = [
 ]
 _register(mxnet)
 HAS_ONEDNN = mxnet.runtime.Features().is_enabled("MKLDNN")
-# MXNet ends its threads for a fork too, in no better order.
-os.register_at_fork(before=_wait_for_all, after_in_child=_after_fork_in_child)
+os.register_at_fork(before=_before_fork, after_in_child=_library.gluon_syncbn_after_fork)
 # Later registered, earlier called: before MXNet's own.
 atexit.register(_at_exit)
 if (

@@ -1,5 +1,8 @@
 """SyncBatchNorm, the layer."""
 
+import itertools
+import math
+import numbers
 import weakref
 
 import mxnet as mx
@@ -19,6 +22,19 @@ class _Watched(Parameter):
         super()._init_impl(data, ctx_list)
         for layer in self._layers:
             layer._on_contexts()
+
+    def reset_ctx(self, ctx):
+        self._raise_errors()
+        super().reset_ctx(ctx)
+
+    def cast(self, dtype):
+        self._raise_errors()
+        super().cast(dtype)
+
+    def _raise_errors(self):
+        # A copy of an array that holds the error of a failed step would never be filled.
+        for array in self._data or ():
+            array.wait_to_read()
 
     def __getstate__(self):
         # The layers of a copy or of a pickle come and watch by themselves.
@@ -86,6 +102,8 @@ class SyncBatchNorm(nn.BatchNorm):
     ------
     ValueError
         For arguments that make no sense, and for data on a context that has no parameters.
+    TypeError
+        For MXNet's NumPy arrays.
     MXNetError
         Where a result is waited for, when a device does not come, comes twice, or brings other
         channels. Afterwards ``mx.nd.waitall()`` fetches what other devices have to say of the same
@@ -114,11 +132,16 @@ class SyncBatchNorm(nn.BatchNorm):
         group=None,
         **kwargs,
     ):
-        if num_devices is not None and (int(num_devices) != num_devices or num_devices < 1):
-            raise ValueError(
-                f"num_devices is {num_devices!r}: give the number of devices that take part, or "
-                "None for all on which the parameters live."
-            )
+        for name, value in (("momentum", momentum), ("epsilon", epsilon)):
+            if not (isinstance(value, numbers.Real) and 0 <= value < math.inf):
+                raise ValueError(f"{name} is {value!r}: give a number of 0 or more.")
+        if num_devices is not None:
+            if not (isinstance(num_devices, numbers.Real) and num_devices in range(1, 1 << 16)):
+                raise ValueError(
+                    f"num_devices is {num_devices!r}: give the number of devices that take part, "
+                    "or None for all on which the parameters live."
+                )
+            num_devices = int(num_devices)
         if group is not None and not isinstance(group, SyncGroup):
             raise ValueError(f"group is {group!r}: give a gluon_syncbn.SyncGroup, or None.")
         super().__init__(
@@ -141,12 +164,14 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def _meet(self):
         """Becomes a layer of its own, whose devices meet each other."""
-        self._layer = _native.Layer(self.prefix.rstrip("_"), self)
+        self._layer = _native.Layer(self.name, self)
+        self._places = itertools.count()
         _Watched.watch(self.running_mean, self)
+        _Watched.watch(self.running_var, self)
         self._on_contexts()
 
     def __getstate__(self):
-        return {**self.__dict__, "_layer": None}
+        return {**self.__dict__, "_layer": None, "_places": None}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
@@ -199,12 +224,14 @@ class SyncBatchNorm(nn.BatchNorm):
             axis=settings["axis"],
             momentum=settings["momentum"],
             epsilon=settings["eps"],
-            fix_gamma=settings["fix_gamma"],
-            use_global_stats=settings["use_global_stats"],
+            fix_gamma=bool(settings["fix_gamma"]),
+            place=next(self._places) if F is mx.sym else -1,
+            use_global_stats=bool(settings["use_global_stats"]),
             gate=_native.HAS_ONEDNN if on_cpu else None,
             name="fwd",
         )
 
     def __repr__(self):
-        devices = self._num_devices or list(self._layer.devices)
-        return f"{super().__repr__()[:-1]}, devices={devices})"
+        devices = list(self._group.devices or map(str, self._contexts()))
+        count = f", num_devices={self._num_devices}" if self._num_devices else ""
+        return f"{super().__repr__()[:-1]}{count}, devices={devices})"

@@ -18,6 +18,7 @@ def sync_batch_norm(
     fix_gamma=False,
     use_global_stats=False,
     gate=False,
+    place=-1,
     name=None,
 ):
     r"""Batch normalization over all devices of `layer` (Ioffe and Szegedy, 2015).
@@ -60,6 +61,10 @@ def sync_batch_norm(
         into memory that stays. False: the caller knows that x and dy come from no oneDNN operator.
         None: the graph is for GPUs; on the CPU it raises.
 
+    place : int
+        In a graph, a number of its own for each node of the layer: calls of equal number meet. With
+        ``static_shape`` MXNet does not keep the nodes of one layer in order.
+
     Returns
     -------
     y : NDArray or Symbol
@@ -90,5 +95,6 @@ def sync_batch_norm(
         fix_gamma=fix_gamma,
         use_global_stats=use_global_stats,
         gpu_only=gate is None,
+        place=place,
     )[0]
     return F.SwapAxis(y, dim1=0, dim2=0) if gate else y

@@ -3,6 +3,8 @@
 import math
 import os
 
+from mxnet.context import Context
+
 TIMEOUT_VARIABLE = "GLUON_SYNCBN_TIMEOUT"
 _DEFAULT_TIMEOUT = 300.0
 
@@ -27,6 +29,15 @@ class SyncGroup:
     """
 
     def __init__(self, devices=None, timeout=None):
+        if isinstance(devices, Context):
+            devices = [devices]
+        if devices is not None and not (
+            isinstance(devices, (list, tuple)) and all(isinstance(d, Context) for d in devices)
+        ):
+            raise ValueError(
+                f"SyncGroup got devices={devices!r}: give a list of contexts, such as "
+                "[mx.gpu(0), mx.gpu(1)]."
+            )
         names = None if devices is None else tuple(str(device) for device in devices)
         if names is not None and (not names or len(set(names)) != len(names)):
             raise ValueError(

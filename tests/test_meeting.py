@@ -11,7 +11,6 @@ from mxnet import autograd
 from mxnet.gluon import nn
 
 import gluon_syncbn as sbn
-import layers
 import reference
 from gluon_syncbn import _native
 from layers import MODES, contexts
@@ -215,10 +214,30 @@ def test_too_many_devices_asked_for():
 def test_fewer_devices_than_contexts():
     """num_devices says how many of those that have parameters take part."""
     net = build(devices=3, num_devices=2)
-    for first, second in ((0, 1), (0, 1), (0, 1)):
-        xs = batch(3)
-        losses = fetch(train(net, [xs[first], xs[second]]))
-    assert np.isfinite(losses).all()
+    for _ in range(3):
+        assert np.isfinite(fetch(train(net, batch(3)[1:]))).all()
+
+
+def test_more_devices_than_asked_for():
+    """Who comes first would meet whom: other pairs in each pass."""
+    net = build(devices=3, num_devices=2)
+    xs = batch(3)
+
+    def step():
+        for loss in train(net, xs, backward=0):
+            loss.wait_to_read()
+
+    fails(step, "num_devices=2", "came too", "SyncGroup", within=TIMEOUT)
+
+
+def test_those_who_wait_hear_of_a_stranger_at_once():
+    net = build(devices=3, group=sbn.SyncGroup(devices=contexts(2), timeout=20))
+    xs = batch(3)
+    fails(
+        lambda: [loss.wait_to_read() for loss in train(net, [xs[0], xs[2]], backward=0)],
+        "was called on cpu(2)",
+        within=5,
+    )
 
 
 def test_a_group_names_its_devices():
@@ -259,6 +278,15 @@ def test_moving_to_other_contexts():
         goes_on(net, count)
 
 
+def test_moving_after_an_error_that_nobody_waited_for():
+    net = prepared()
+    train(net, batch()[:1], backward=0)
+    fails(lambda: net.collect_params().reset_ctx(contexts(3)), "Missing: cpu(1)")
+    clear()
+    net.collect_params().reset_ctx(contexts(3))
+    goes_on(net, 3)
+
+
 def test_no_meeting_in_inference():
     net = prepared("static_alloc")
     assert np.isfinite(net(batch()[1]).asnumpy()).all()
@@ -272,12 +300,16 @@ def test_an_error_ends_for_everyone_at_once():
     """All devices but one wait; the first to give up releases the others."""
     net = build(devices=4, group=sbn.SyncGroup(timeout=2))
     fetch(train(net, batch(4)))
+    xs = batch(4)
     begin = time.time()
-    losses = train(net, batch(4)[:3], backward=0)
-    for loss in losses:
-        with pytest.raises(mx.MXNetError, match=r"Came: cpu\(0\), cpu\(1\), cpu\(2\)|cpu\(3\)"):
+    losses = train(net, xs[:1], backward=0)
+    time.sleep(1.2)
+    losses += train(net, xs[1:3], backward=0)
+    for loss in reversed(losses):
+        with pytest.raises(mx.MXNetError, match=r"Missing: cpu\(3\)"):
             loss.asscalar()
-    assert time.time() - begin < 3
+    # Those who came later would have waited until 3.2.
+    assert time.time() - begin < 2.8
     goes_on(net, 4)
 
 
@@ -306,6 +338,8 @@ def test_the_graph_of_another_process_does_not_train(tmp_path):
         ({"timeout": "soon"}, "timeout is 'soon'"),
         ({"timeout": float("nan")}, "timeout is nan"),
         ({"devices": []}, "devices"),
+        ({"devices": [0, 1]}, "list of contexts"),
+        ({"devices": "cpu(0)"}, "list of contexts"),
         ({"devices": [mx.cpu(0), mx.cpu(0)]}, "once"),
     ],
 )
@@ -327,4 +361,4 @@ def test_layers_with_equal_names_do_not_collide():
         layer.initialize(ctx=contexts(2))
     with autograd.train_mode():
         ys = [first(xs[0]), second(xs[0]), second(xs[1]), first(xs[1])]
-    assert layers.contexts(2) and all(abs(y.asnumpy()).max() > 0.9 for y in ys)
+    assert all(abs(y.asnumpy()).max() > 0.9 for y in ys)

@@ -188,6 +188,58 @@ def test_fork_between_steps():
     assert code == 0 and output == "trained on\n", errors
 
 
+def test_a_fork_after_a_failed_step_does_not_swallow_its_error():
+    body = """
+        loss = step(devices[:1])[0]
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        try:
+            for loss in step():
+                loss.wait_to_read()
+        except mx.MXNetError as error:
+            print("Missing: cpu(1)" in str(error))
+        try:
+            mx.nd.waitall()
+        except mx.MXNetError:
+            pass
+        for loss in step():
+            loss.wait_to_read()
+        print("trained on")
+    """
+    code, output, errors = finish(start(body, GLUON_SYNCBN_TIMEOUT="1"))
+    assert code == 0 and output == "True\ntrained on\n", errors
+
+
+def test_a_forked_child_can_fail_and_end_too():
+    """Also with a graph that was traced before the fork."""
+    body = """
+        net.hybridize()
+        for loss in step():
+            loss.wait_to_read()
+        child = os.fork()
+        if child == 0:
+            losses = step(devices[:1])
+            try:
+                losses[0].wait_to_read()
+            except mx.MXNetError as error:
+                print("Missing: cpu(1)" in str(error), flush=True)
+            try:
+                mx.nd.waitall()
+            except mx.MXNetError:
+                pass
+            for loss in step():
+                loss.wait_to_read()
+            losses = step(devices[:1])
+            wait_until_a_call_waits()
+            sys.exit(5)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    code, output, errors = finish(start(body, GLUON_SYNCBN_TIMEOUT="4"), timeout=25)
+    assert code == 0 and output == "True\n5\n", errors
+
+
 def test_data_loader_workers():
     body = """
         import numpy as np

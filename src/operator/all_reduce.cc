@@ -10,6 +10,7 @@
 #include <set>
 #include <sstream>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 namespace gluon_syncbn {
@@ -94,7 +95,8 @@ struct AllReduce::Meeting {
 };
 
 struct AllReduce::Layer {
-  using Key = std::pair<Direction, int64_t>;
+  // Direction, place, number.
+  using Key = std::tuple<Direction, int64_t, int64_t>;
 
   int64_t number = 0;
   LayerConfig config;
@@ -102,13 +104,14 @@ struct AllReduce::Layer {
   // Why the last generation ended, and the devices that have not left it yet.
   std::string failure;
   std::set<std::string> unsettled;
-  std::map<std::string, int64_t> forward_calls;
+  // By device, then by place.
+  std::map<std::string, std::map<int64_t, int64_t>> forward_calls;
   std::map<Key, std::shared_ptr<Meeting>> meetings;
 
   std::string title(const Key& key) const {
     return "SyncBatchNorm '" + config.name + "', " +
-           (key.first == Direction::kForward ? "forward" : "backward") + " call " +
-           std::to_string(key.second);
+           (std::get<0>(key) == Direction::kForward ? "forward" : "backward") + " call " +
+           std::to_string(std::get<2>(key));
   }
 
   // "Came: cpu(0). Missing: cpu(1)."
@@ -173,6 +176,7 @@ struct AllReduce::State {
   std::map<int64_t, LayerPtr> registered;
   std::map<int64_t, std::weak_ptr<Layer>> layers;
   std::string closed;
+  std::string untold;
   Observer observer;
 
   LayerPtr find(int64_t number) const {
@@ -220,19 +224,21 @@ struct AllReduce::State {
       if (meeting->over) return;
 
       const Seconds waited = Clock::now() - start;
-      const std::string story = layer->title(key) + ": " + device + " has waited " +
-                                number(waited.count()) + " s for the other devices. " +
-                                layer->attendance(*meeting) + " ";
-      if (waited > timeout) fail(lock, layer, story + layer->causes(key.first));
+      const auto story = [&] {
+        return layer->title(key) + ": " + device + " has waited " + number(waited.count()) +
+               " s for the other devices. " + layer->attendance(*meeting) + " ";
+      };
+      const Direction direction = std::get<0>(key);
+      if (waited > timeout) fail(lock, layer, story() + layer->causes(direction));
 
       if (interrupts.load(std::memory_order_relaxed) != interrupts_before) since_interrupt += slice;
-      if (since_interrupt > kGraceAfterInterrupt) fail(lock, layer, story + "Interrupted.");
+      if (since_interrupt > kGraceAfterInterrupt) fail(lock, layer, story() + "Interrupted.");
 
       if (!meeting->warned && waited > timeout * kWarnAfter) {
         meeting->warned = true;
         if (const auto warn = observer.warn) {
-          const std::string text = story + "After " + number(timeout.count()) +
-                                   " s this is an error. " + layer->causes(key.first);
+          const std::string text = story() + "After " + number(timeout.count()) +
+                                   " s this is an error. " + layer->causes(direction);
           lock->unlock();
           warn(text);
           lock->lock();
@@ -298,24 +304,35 @@ int AllReduce::waiting() const {
   return static_cast<int>(calls);
 }
 
-Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device) {
-  const State::Lock lock(state_->mutex);
+Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device, int64_t place) {
+  State::Lock lock(state_->mutex);
   state_->check_open(layer);
+  // One device's error is everyone's: nobody has to wait for it in vain.
+  const auto fail = [&](const std::string& text) { state_->fail(&lock, layer.get(), text); };
+  if (!state_->untold.empty()) {
+    const std::string text = std::exchange(state_->untold, "");
+    fail("An earlier step had failed, which was found before a fork. " + text);
+  }
   const LayerConfig& config = layer->config;
   const std::string devices =
       std::to_string(config.devices.size()) + " (" + join(config.devices) + ")";
   if (config.participants() > config.devices.size()) {
-    throw Error("SyncBatchNorm '" + config.name + "' was made with num_devices=" +
-                std::to_string(config.num_devices) + ", but the devices of its parameters are " +
-                devices + ". Leave num_devices out, or initialize the net on all devices.");
+    fail("SyncBatchNorm '" + config.name + "' was made with num_devices=" +
+         std::to_string(config.num_devices) + ", but the devices of its parameters are " + devices +
+         ". Leave num_devices out, or initialize the net on all devices.");
   }
   if (std::find(config.devices.begin(), config.devices.end(), device) == config.devices.end()) {
-    throw Error("SyncBatchNorm '" + config.name + "' was called on " + device +
-                ", but its devices are " + devices +
-                ". Initialize the net on every device in use, or name them all in its SyncGroup.");
+    fail("SyncBatchNorm '" + config.name + "' was called on " + device + ", but its devices are " +
+         devices +
+         ". Initialize the net on every device in use, or name them all in its SyncGroup.");
   }
   if (layer->unsettled.count(device)) throw layer->failed_before();
-  return {layer->generation, layer->forward_calls[device]++};
+  if (layer->forward_calls.size() == config.participants() && !layer->forward_calls.count(device)) {
+    fail("SyncBatchNorm '" + config.name + "' was made with num_devices=" +
+         std::to_string(config.num_devices) + ", and after as many others " + device +
+         " came too. Leave num_devices out, or name the devices that take part in a SyncGroup.");
+  }
+  return {layer->generation, place, layer->forward_calls[device][place]++};
 }
 
 void AllReduce::reduce(const LayerPtr& layer, const Ticket& ticket, Direction direction,
@@ -326,7 +343,7 @@ void AllReduce::reduce(const LayerPtr& layer, const Ticket& ticket, Direction di
   const size_t participants = layer->config.participants();
   if (participants == 1) return;
 
-  const Layer::Key key(direction, ticket.number);
+  const Layer::Key key(direction, ticket.place, ticket.number);
   std::shared_ptr<Meeting>& open = layer->meetings[key];
   if (!open) open = std::make_shared<Meeting>();
   const std::shared_ptr<Meeting> meeting = open;
@@ -366,6 +383,21 @@ void AllReduce::settle(int64_t number, int64_t generation, const std::string& de
   const State::Lock lock(state_->mutex);
   const LayerPtr layer = state_->find(number);
   if (layer && layer->generation == generation) layer->unsettled.erase(device);
+}
+
+void AllReduce::tell_next(const std::string& text) {
+  const State::Lock lock(state_->mutex);
+  state_->untold = text;
+}
+
+void AllReduce::start_over() {
+  const State::Lock lock(state_->mutex);
+  for (auto& entry : state_->layers) {
+    const LayerPtr layer = entry.second.lock();
+    if (!layer) continue;
+    layer->start_anew("It began before this process was forked.");
+    layer->unsettled.clear();
+  }
 }
 
 void AllReduce::close(const std::string& reason) {

@@ -37,10 +37,11 @@ struct LayerConfig {
 };
 
 // One forward call of a layer on one device, and its backward. Forward calls are counted on each
-// device, and calls of equal count meet. After an error the count starts again, in a new
-// generation.
+// device for each place of the layer in a graph, and calls of equal place and count meet. After an
+// error the count starts again, in a new generation.
 struct Ticket {
   int64_t generation = 0;
+  int64_t place = 0;
   int64_t number = 0;
 };
 
@@ -71,8 +72,8 @@ class AllReduce {
 
   size_t participants(const LayerPtr& layer) const;
 
-  // Draws the ticket of the next forward call on this device. Throws Error.
-  Ticket next_ticket(const LayerPtr& layer, const std::string& device);
+  // Draws the ticket of the next forward call on this device at this place. Throws Error.
+  Ticket next_ticket(const LayerPtr& layer, const std::string& device, int64_t place = 0);
 
   // Replaces the sums and the count by those of all participants. Throws Error.
   void reduce(const LayerPtr& layer, const Ticket& ticket, Direction direction,
@@ -84,6 +85,13 @@ class AllReduce {
   // After a failure, what a device calls is taken for a part of the failed step until the device is
   // settled, which is when all that was pushed before the failure has gone by.
   void settle(int64_t number, int64_t generation, const std::string& device);
+
+  // An error that was found where nobody could be told: the next forward call of any layer fails
+  // with it.
+  void tell_next(const std::string& text);
+
+  // In the child of a fork, which begins with no call under way: every layer starts anew.
+  void start_over();
 
   // The process ends: all who wait, and all who come, get an error. Who waited is told, or else the
   // reason.

@@ -8,9 +8,8 @@
 
 #include <signal.h>
 
-#include <cstdlib>
 #include <cstring>
-#include <map>
+#include <locale>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -30,13 +29,6 @@ bool onednn = false;
 
 // Never destroyed: calls may still wait in it when the process ends.
 AllReduce* all_reduce = nullptr;
-Observer observer;
-
-void start_all_reduce() {
-  all_reduce = new AllReduce;
-  all_reduce->observe(observer);
-}
-
 void check(int status, const char* what) {
   if (status != 0) throw std::runtime_error(std::string("MXNet's ") + what + " failed");
 }
@@ -59,6 +51,8 @@ struct Settings {
   bool use_global_stats = false;
   // Traced for GPUs: without the gate that oneDNN's layouts ask for on the CPU.
   bool gpu_only = false;
+  // Which of the layer's nodes in graphs this is; imperative calls have none.
+  int64_t place = -1;
   // What could not be read. It is told later: MXNet crashes when an error comes where settings are
   // read.
   std::string error;
@@ -71,6 +65,7 @@ struct Settings {
       if (key == "epsilon") read(key, value, &epsilon);
       if (key == "momentum") read(key, value, &momentum);
       if (key == "axis") read(key, value, &axis);
+      if (key == "place") read(key, value, &place);
       if (key == "fix_gamma") fix_gamma = value == "True";
       if (key == "use_global_stats") use_global_stats = value == "True";
       if (key == "gpu_only") gpu_only = value == "True";
@@ -208,6 +203,7 @@ class Call {
   void* contexts[3];
 
   void forward(const Arrays& arrays, const int* request, bool is_train) {
+    check_device();
     const View view = arrays.view(kData, settings_.axis);
     const DType dtype = arrays.dtype(kData);
     const Kernels& kernels = cpu_kernels(dtype);
@@ -221,8 +217,8 @@ class Call {
     statistics_.clear();
     from_batch_ = is_train && !settings_.use_global_stats;
     if (from_batch_) {
-      check_place();
-      ticket_ = all_reduce->next_ticket(layer_, device_);
+      check_engine();
+      ticket_ = all_reduce->next_ticket(layer_, device_, settings_.place);
       std::vector<ChannelSums> sums(view.C);
       kernels.forward_sums(view, x, sums.data());
       double count = static_cast<double>(view.N * view.S);
@@ -254,6 +250,7 @@ class Call {
   void backward(const Arrays& arrays, const int* request) {
     const int data = kNumOutputs + kData;
     const int gradients = kNumOutputs + kNumInputs + kNumOutputs;
+    check_device();
     const View view = arrays.view(data, settings_.axis);
     const DType dtype = arrays.dtype(data);
     const Kernels& kernels = cpu_kernels(dtype);
@@ -276,7 +273,6 @@ class Call {
     void* const dx = request[kData] == kNullOp ? nullptr : arrays.data(gradients + kData);
     if (from_batch_) {
       // Also where this device wants no dx: another may.
-      check_place();
       double count = static_cast<double>(view.N * view.S);
       all_reduce->reduce(layer_, ticket_, Direction::kBackward, device_, &sums, &count);
       if (dx) {
@@ -306,7 +302,7 @@ class Call {
     if (naive_engine) throw dmlc::Error(text);
     // Once one result was waited for, MXNet takes the error for told and goes on with what it finds
     // in the others.
-    for (int i = 0; i < 3; ++i) arrays->clear(written + i, requests[i]);
+    for (int i = 0; i < 3 && on_cpu(); ++i) arrays->clear(written + i, requests[i]);
     arrays->poison(written, text);
     return 1;
   }
@@ -314,13 +310,22 @@ class Call {
  private:
   const void* gamma(const void* values) const { return settings_.fix_gamma ? nullptr : values; }
 
-  // Whether this device can wait for others at all.
-  void check_place() const {
-    if (device_.compare(0, 3, "cpu") == 0 && onednn && settings_.gpu_only) {
-      throw Error(
-          "SyncBatchNorm was traced for GPUs and is used on " + device_ +
-          ". Call net.hybridize() again after the net was moved to another kind of device.");
+  bool on_cpu() const { return device_.compare(0, 3, "cpu") == 0; }
+
+  // Whether there are kernels for the device, and a graph that fits it.
+  void check_device() const {
+    if (!on_cpu()) {
+      throw std::runtime_error(
+          "this build has kernels for the CPU alone. Use CPU contexts, or a build for GPUs.");
     }
+    if (onednn && settings_.gpu_only) {
+      throw std::runtime_error(
+          "the graph was traced for GPUs. Call net.hybridize() again after the net was moved to "
+          "another kind of device.");
+    }
+  }
+
+  void check_engine() const {
     if (naive_engine && all_reduce->participants(layer_) > 1) {
       throw Error(
           "SyncBatchNorm cannot meet other devices under MXNET_ENGINE_TYPE=NaiveEngine, where one "
@@ -443,8 +448,13 @@ int infer_type(int size, int* types, void*) {
   }
   if (type == kUnknown) return 1;
   if (type != static_cast<int>(DType::kFloat32) && type != static_cast<int>(DType::kFloat64)) {
-    throw dmlc::Error("SyncBatchNorm takes float32 and float64 data. It got MXNet's dtype number " +
-                      std::to_string(type) + ". Cast the data first.");
+    // mshadow/base.h, in order.
+    static const char* const kNames[] = {"float32", "float64", "float16", "uint8",
+                                         "int32",   "int8",    "int64",   "bool"};
+    const bool named = type >= 0 && type < 8;
+    throw dmlc::Error("SyncBatchNorm takes float32 and float64 data. It got " +
+                      std::string(named ? kNames[type] : "another dtype") +
+                      ". Cast the data first.");
   }
   for (int i = 0; i < size; ++i) {
     const int expected = i == kNumInputs + kMean || i == kNumInputs + kInvStd
@@ -537,18 +547,22 @@ int gluon_syncbn_register(void* const* api, const char* process, int is_naive_en
   this_process = process;
   naive_engine = is_naive_engine != 0;
   onednn = has_onednn != 0;
+  Observer observer;
   observer.warn = [warn](const std::string& text) { warn(text.c_str()); };
   observer.failed = [failed](int64_t layer, int64_t generation, const std::string& text) {
     failed(layer, generation, text.c_str());
   };
-  start_all_reduce();
+  if (!all_reduce) all_reduce = new AllReduce;
+  all_reduce->observe(observer);
   return mxnet.custom_op_register("GluonSyncBatchNorm", create_property);
 }
 
-void gluon_syncbn_reset() {
+void gluon_syncbn_after_fork() {
   abandon_thread_pool();
-  start_all_reduce();
+  all_reduce->start_over();
 }
+
+void gluon_syncbn_tell_next(const char* text) { all_reduce->tell_next(text); }
 
 void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* devices,
                             int num_devices, int expected, double timeout_seconds) {
@@ -564,7 +578,8 @@ void gluon_syncbn_forget(int64_t layer) { all_reduce->forget(layer); }
 
 int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device, void** arrays,
                         int num_arrays, const char* text) {
-  if (num_arrays == 0) {
+  // The naive engine keeps no error in arrays.
+  if (num_arrays == 0 || naive_engine) {
     all_reduce->settle(layer, generation, device);
     return 0;
   }
@@ -603,8 +618,6 @@ int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device, v
 
 void gluon_syncbn_close(const char* reason) { all_reduce->close(reason); }
 
-void gluon_syncbn_set_num_threads(int threads) { set_num_threads(threads); }
-
 int gluon_syncbn_waiting() { return all_reduce->waiting(); }
 
 int gluon_syncbn_catch_interrupts() {
@@ -612,6 +625,9 @@ int gluon_syncbn_catch_interrupts() {
   action.sa_sigaction = on_interrupt;
   action.sa_flags = SA_SIGINFO;
   sigemptyset(&action.sa_mask);
+  struct sigaction current{};
+  sigaction(SIGINT, nullptr, &current);
+  if (current.sa_flags & SA_SIGINFO && current.sa_sigaction == on_interrupt) return 0;
   return sigaction(SIGINT, nullptr, &previous_interrupt_action) ||
          sigaction(SIGINT, &action, nullptr);
 }

@@ -17,8 +17,11 @@ SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process, int 
                                      void (*failed)(int64_t layer, int64_t generation,
                                                     const char* text));
 
-// After a fork, in the child: forgets everything about layers, devices and those who wait.
-SBN_EXPORT void gluon_syncbn_reset();
+// In the child of a fork, before which nobody waited: no threads, and every layer starts anew.
+SBN_EXPORT void gluon_syncbn_after_fork();
+
+// An error that could not be raised where it was found: the next forward call of any layer does.
+SBN_EXPORT void gluon_syncbn_tell_next(const char* text);
 
 SBN_EXPORT void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* devices,
                                        int num_devices, int expected, double timeout_seconds);
@@ -33,10 +36,6 @@ SBN_EXPORT int gluon_syncbn_settle(int64_t layer, int64_t generation, const char
 
 // The process ends: releases all who wait, with an error.
 SBN_EXPORT void gluon_syncbn_close(const char* reason);
-
-// How many threads the CPU kernels use; none of them may run meanwhile. At first as many as
-// OMP_NUM_THREADS says, or one for each core.
-SBN_EXPORT void gluon_syncbn_set_num_threads(int threads);
 
 // The number of calls that wait for other devices now.
 SBN_EXPORT int gluon_syncbn_waiting();
