@@ -139,7 +139,7 @@ def _register(mxnet):
         api,
         PROCESS.encode(),
         os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine",
-        mxnet.runtime.Features().is_enabled("MKLDNN"),
+        HAS_ONEDNN,
         _on_warning,
         _on_failure,
     )
@@ -226,8 +226,8 @@ _library.gluon_syncbn_settle.argtypes = [
     ctypes.c_int,
     ctypes.c_char_p,
 ]
-_register(mxnet)
 HAS_ONEDNN = mxnet.runtime.Features().is_enabled("MKLDNN")
+_register(mxnet)
 os.register_at_fork(before=_before_fork, after_in_child=_library.gluon_syncbn_after_fork)
 # Later registered, earlier called: before MXNet's own.
 atexit.register(_at_exit)

@@ -30,6 +30,12 @@ def step(some=devices):
         loss.backward()
     return losses
 
+def clear_errors():
+    try:
+        mx.nd.waitall()
+    except mx.MXNetError:
+        pass
+
 def wait_until_a_call_waits():
     for _ in range(1000):
         if _native.waiting():
@@ -142,10 +148,7 @@ def test_training_goes_on_after_ctrl_c():
             print("no error")
         except (KeyboardInterrupt, mx.MXNetError) as error:
             print(type(error).__name__)
-        try:
-            mx.nd.waitall()
-        except mx.MXNetError:
-            pass
+        clear_errors()
         for _ in range(3):
             for loss in step():
                 loss.wait_to_read()
@@ -200,10 +203,7 @@ def test_a_fork_after_a_failed_step_does_not_swallow_its_error():
                 loss.wait_to_read()
         except mx.MXNetError as error:
             print("Missing: cpu(1)" in str(error))
-        try:
-            mx.nd.waitall()
-        except mx.MXNetError:
-            pass
+        clear_errors()
         for loss in step():
             loss.wait_to_read()
         print("trained on")
@@ -225,10 +225,7 @@ def test_a_forked_child_can_fail_and_end_too():
                 losses[0].wait_to_read()
             except mx.MXNetError as error:
                 print("Missing: cpu(1)" in str(error), flush=True)
-            try:
-                mx.nd.waitall()
-            except mx.MXNetError:
-                pass
+            clear_errors()
             for loss in step():
                 loss.wait_to_read()
             losses = step(devices[:1])

@@ -314,16 +314,17 @@ Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device, 
     fail("An earlier step had failed, which was found before a fork. " + text);
   }
   const LayerConfig& config = layer->config;
-  const std::string devices =
-      std::to_string(config.devices.size()) + " (" + join(config.devices) + ")";
+  const auto devices = [&] {
+    return std::to_string(config.devices.size()) + " (" + join(config.devices) + ")";
+  };
   if (config.participants() > config.devices.size()) {
     fail("SyncBatchNorm '" + config.name + "' was made with num_devices=" +
-         std::to_string(config.num_devices) + ", but the devices of its parameters are " + devices +
-         ". Leave num_devices out, or initialize the net on all devices.");
+         std::to_string(config.num_devices) + ", but the devices of its parameters are " +
+         devices() + ". Leave num_devices out, or initialize the net on all devices.");
   }
   if (std::find(config.devices.begin(), config.devices.end(), device) == config.devices.end()) {
     fail("SyncBatchNorm '" + config.name + "' was called on " + device + ", but its devices are " +
-         devices +
+         devices() +
          ". Initialize the net on every device in use, or name them all in its SyncGroup.");
   }
   if (layer->unsettled.count(device)) throw layer->failed_before();

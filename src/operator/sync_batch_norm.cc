@@ -138,9 +138,8 @@ class Arrays {
 
   View view(int i, int axis) const {
     int ndim = 0;
-    const int* shape = nullptr;
-    check(mxnet.ndarray_get_shape(handles_[i], &ndim, &shape), "MXNDArrayGetShapeEx");
-    return view_of(shape, ndim, axis);
+    const int* const sizes = shape(i, &ndim);
+    return view_of(sizes, ndim, axis);
   }
 
   DType dtype(int i) const {
@@ -153,10 +152,9 @@ class Arrays {
   void clear(int i, int request) const {
     if (request != kWriteTo && request != kWriteInplace) return;
     int ndim = 0;
-    const int* shape = nullptr;
-    check(mxnet.ndarray_get_shape(handles_[i], &ndim, &shape), "MXNDArrayGetShapeEx");
+    const int* const sizes = shape(i, &ndim);
     size_t bytes = dtype(i) == DType::kFloat64 ? sizeof(double) : sizeof(float);
-    for (int axis = 0; axis < ndim; ++axis) bytes *= static_cast<size_t>(shape[axis]);
+    for (int axis = 0; axis < ndim; ++axis) bytes *= static_cast<size_t>(sizes[axis]);
     std::memset(data(i), 0, bytes);
   }
 
@@ -172,6 +170,12 @@ class Arrays {
   }
 
  private:
+  const int* shape(int i, int* ndim) const {
+    const int* sizes = nullptr;
+    check(mxnet.ndarray_get_shape(handles_[i], ndim, &sizes), "MXNDArrayGetShapeEx");
+    return sizes;
+  }
+
   std::vector<Handle> handles_;
 };
 

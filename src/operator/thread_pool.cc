@@ -69,7 +69,7 @@ struct ThreadPool::State {
   }
 };
 
-ThreadPool::ThreadPool(int threads) : state_(std::make_shared<State>(threads)) {
+ThreadPool::ThreadPool(int threads) : state_(new State(threads)) {
   for (int i = 1; i < threads; ++i) {
     state_->threads.emplace_back([state = state_.get()] { state->serve(); });
   }

@@ -26,7 +26,7 @@ class ThreadPool {
  private:
   struct Job;
   struct State;
-  std::shared_ptr<State> state_;
+  std::unique_ptr<State> state_;
 };
 
 // The pool of the kernels. It starts with OMP_NUM_THREADS threads, as MXNet does, or one for each
