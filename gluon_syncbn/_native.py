@@ -131,6 +131,40 @@ def _on_failure(number, generation, text):
         )
 
 
+_EXCHANGE = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_int64,
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.c_int64,
+    ctypes.POINTER(ctypes.c_double),
+    ctypes.c_int64,
+    ctypes.POINTER(ctypes.c_double),
+    ctypes.c_int64,
+    ctypes.POINTER(ctypes.c_char),
+    ctypes.c_int,
+)
+
+
+@_EXCHANGE
+def _on_exchange(number, key, title, channels, mine, size, everyone, total, error, error_size):
+    """Brings the sums of this process to the others. Runs on the thread of the last device that
+    came."""
+    try:
+        layer = _layers.get(number)
+        if layer is None:
+            raise RuntimeError(f"{title.decode()}: the layer was deleted.")
+        mine = numpy.ctypeslib.as_array(mine, (size,))
+        result = layer.exchange(key.decode(), title.decode(), channels, mine)
+        numpy.ctypeslib.as_array(everyone, (total,))[:] = result.reshape(-1)
+        return 0
+    except BaseException as failure:  # Nothing may pass through the native caller.
+        text = str(failure) or type(failure).__name__
+        text = text.encode()[: error_size - 1]
+        ctypes.memmove(error, text, len(text))
+        return 1
+
+
 def _register(mxnet):
     api = (ctypes.c_void_p * len(_FUNCTIONS))(
         *(ctypes.cast(getattr(mxnet.base._LIB, name), ctypes.c_void_p) for name in _FUNCTIONS)
@@ -142,6 +176,7 @@ def _register(mxnet):
         HAS_ONEDNN,
         _on_warning,
         _on_failure,
+        _on_exchange,
     )
     if status != 0:
         error = mxnet.base.py_str(mxnet.base._LIB.MXGetLastError())
@@ -166,10 +201,12 @@ class Layer:
             self, _library.gluon_syncbn_forget, ctypes.c_int64(self.number)
         ).atexit = False
 
-    def configure(self, devices, num_devices, timeout):
+    def configure(self, devices, num_devices, timeout, processes=1, ranks=range(1), exchange=None):
         """devices: those that may take part, as MXNet names them; num_devices: how many do, None
-        for all."""
+        for all; ranks: those of `processes` whose sums are added; exchange(key, title, channels,
+        mine): the numbers of all processes, shape (processes, size)."""
         self.devices = tuple(devices)
+        self.exchange = exchange
         names = (ctypes.c_char_p * len(self.devices))(*(name.encode() for name in self.devices))
         _library.gluon_syncbn_configure(
             ctypes.c_int64(self.number),
@@ -178,6 +215,9 @@ class Layer:
             len(names),
             num_devices or 0,
             ctypes.c_double(timeout),
+            processes,
+            ranks.start,
+            ranks.stop,
         )
 
 
@@ -217,6 +257,7 @@ def _at_exit():
 _numbers = itertools.count()
 _layers = weakref.WeakValueDictionary()
 mxnet = _import_mxnet()
+import numpy  # noqa: E402  Only after MXNet, whose error says which NumPy it needs.
 _library = _load()
 _library.gluon_syncbn_settle.argtypes = [
     ctypes.c_int64,

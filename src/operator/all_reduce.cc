@@ -5,6 +5,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
@@ -27,6 +28,12 @@ constexpr Seconds kGraceAfterInterrupt{0.5};
 constexpr Seconds kAwake{0.0003};
 // The share of the timeout after which a warning is given.
 constexpr double kWarnAfter = 0.1;
+// Of a lane that no call has.
+constexpr int64_t kFree = -1;
+constexpr size_t kMostLanes = 64;
+
+// Of ChannelSums, in doubles.
+constexpr size_t kSumsSize = 6;
 
 // Counts Ctrl-C. A process has one keyboard, so this is the one thing that all instances share.
 std::atomic<unsigned> interrupts{0};
@@ -51,18 +58,16 @@ bool is_cpu(const std::string& device) { return device.compare(0, 3, "cpu") == 0
 struct AllReduce::Meeting {
   struct Arrival {
     std::string device;
-    const std::vector<ChannelSums>* sums;
-    double count;
+    Part* part;
   };
 
   std::vector<Arrival> arrivals;
   bool warned = false;
-  bool complete = false;
+  // All have come, and what they came for is being done: nobody leaves.
+  bool joining = false;
   std::string error;
-  // Either of the two, to look at without the lock.
+  // To look at without the lock.
   std::atomic<bool> over{false};
-  std::vector<ChannelSums> sums;
-  double count = 0;
   std::condition_variable changed;
 
   bool has(const std::string& device) const {
@@ -70,27 +75,22 @@ struct AllReduce::Meeting {
                        [&](const Arrival& a) { return a.device == device; });
   }
 
-  void end() {
+  void end(const std::string& why = "") {
+    error = why;
     over = true;
     changed.notify_all();
   }
 
-  // Adds what everyone brought, in rank order whoever came last. All of them wait, so what they
-  // point to stays.
-  void add_up(const std::vector<std::string>& ranks) {
+  // What everyone brought, in rank order whoever came last.
+  std::vector<Part*> parts(const std::vector<std::string>& ranks) {
     const auto rank = [&](const Arrival& a) {
       return std::find(ranks.begin(), ranks.end(), a.device);
     };
     std::sort(arrivals.begin(), arrivals.end(),
               [&](const Arrival& a, const Arrival& b) { return rank(a) < rank(b); });
-    sums = *arrivals[0].sums;
-    count = arrivals[0].count;
-    for (auto arrival = arrivals.begin() + 1; arrival != arrivals.end(); ++arrival) {
-      for (size_t c = 0; c < sums.size(); ++c) sums[c].add((*arrival->sums)[c]);
-      count += arrival->count;
-    }
-    complete = true;
-    end();
+    std::vector<Part*> parts;
+    for (const Arrival& arrival : arrivals) parts.push_back(arrival.part);
+    return parts;
   }
 };
 
@@ -107,6 +107,25 @@ struct AllReduce::Layer {
   // By device, then by place.
   std::map<std::string, std::map<int64_t, int64_t>> forward_calls;
   std::map<Key, std::shared_ptr<Meeting>> meetings;
+  // By place: the calls between their forward and their backward, by lane.
+  std::map<int64_t, std::vector<int64_t>> lanes;
+
+  int64_t take_lane(int64_t place, int64_t call) {
+    std::vector<int64_t>& open = lanes[place];
+    auto lane = std::find(open.begin(), open.end(), call);
+    if (lane == open.end()) lane = std::find(open.begin(), open.end(), kFree);
+    if (lane == open.end() && open.size() < kMostLanes) lane = open.insert(open.end(), kFree);
+    // So many calls without a backward: the oldest will not have one.
+    if (lane == open.end()) lane = std::min_element(open.begin(), open.end());
+    *lane = call;
+    return lane - open.begin();
+  }
+
+  void free_lane(const Ticket& ticket) {
+    if (ticket.generation != generation) return;
+    int64_t& call = lanes.at(ticket.place).at(static_cast<size_t>(ticket.lane));
+    if (call == ticket.number) call = kFree;
+  }
 
   std::string title(const Key& key) const {
     return "SyncBatchNorm '" + config.name + "', " +
@@ -150,11 +169,11 @@ struct AllReduce::Layer {
   // Ends all meetings and starts a new generation.
   void start_anew(const std::string& why) {
     for (auto& entry : meetings) {
-      entry.second->error = why;
-      entry.second->end();
+      entry.second->end(why);
     }
     meetings.clear();
     forward_calls.clear();
+    lanes.clear();
     failure = why;
     ++generation;
   }
@@ -177,6 +196,7 @@ struct AllReduce::State {
   std::map<int64_t, std::weak_ptr<Layer>> layers;
   std::string closed;
   std::string untold;
+  bool absent = false;
   Observer observer;
 
   LayerPtr find(int64_t number) const {
@@ -222,6 +242,8 @@ struct AllReduce::State {
       const Seconds slice = std::min(kSlice, timeout * kWarnAfter);
       meeting->changed.wait_for(*lock, slice);
       if (meeting->over) return;
+      // What is done now ends by itself, and in time.
+      if (meeting->joining) continue;
 
       const Seconds waited = Clock::now() - start;
       const auto story = [&] {
@@ -287,6 +309,12 @@ AllReduce::LayerPtr AllReduce::find(int64_t number) const {
   return state_->find(number);
 }
 
+bool AllReduce::exchanges(const LayerPtr& layer) const {
+  const State::Lock lock(state_->mutex);
+  state_->check_open(layer);
+  return layer->config.exchanges();
+}
+
 size_t AllReduce::participants(const LayerPtr& layer) const {
   const State::Lock lock(state_->mutex);
   state_->check_open(layer);
@@ -333,17 +361,15 @@ Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device, 
          std::to_string(config.num_devices) + ", and after as many others " + device +
          " came too. Leave num_devices out, or name the devices that take part in a SyncGroup.");
   }
-  return {layer->generation, place, layer->forward_calls[device][place]++};
+  const int64_t call = layer->forward_calls[device][place]++;
+  return {layer->generation, place, call, layer->take_lane(place, call)};
 }
 
-void AllReduce::reduce(const LayerPtr& layer, const Ticket& ticket, Direction direction,
-                       const std::string& device, std::vector<ChannelSums>* sums, double* count) {
+void AllReduce::meet(const LayerPtr& layer, const Ticket& ticket, Direction direction,
+                     const std::string& device, Part* part, const Join& join) {
   State::Lock lock(state_->mutex);
   state_->check_open(layer);
   if (ticket.generation != layer->generation) throw layer->failed_before();
-  const size_t participants = layer->config.participants();
-  if (participants == 1) return;
-
   const Layer::Key key(direction, ticket.place, ticket.number);
   std::shared_ptr<Meeting>& open = layer->meetings[key];
   if (!open) open = std::make_shared<Meeting>();
@@ -355,24 +381,124 @@ void AllReduce::reduce(const LayerPtr& layer, const Ticket& ticket, Direction di
                      " came a second time before the others had come once. " +
                      layer->attendance(*meeting) + " Call the net once for each device and step.");
   }
-  if (!meeting->arrivals.empty() && meeting->arrivals[0].sums->size() != sums->size()) {
+  if (!meeting->arrivals.empty() && meeting->arrivals[0].part->channels != part->channels) {
     const Meeting::Arrival& other = meeting->arrivals[0];
     state_->fail(&lock, layer.get(),
                  layer->title(key) + ": " + other.device + " has " +
-                     std::to_string(other.sums->size()) + " channels, " + device + " has " +
-                     std::to_string(sums->size()) +
+                     std::to_string(other.part->channels) + " channels, " + device + " has " +
+                     std::to_string(part->channels) +
                      ". Give every device data of the same number of channels.");
   }
-  meeting->arrivals.push_back({device, sums, *count});
-  if (meeting->arrivals.size() == participants) {
-    meeting->add_up(layer->config.devices);
-    layer->meetings.erase(key);
+  meeting->arrivals.push_back({device, part});
+  if (meeting->arrivals.size() < layer->config.participants()) {
+    state_->wait(&lock, layer.get(), key, meeting.get(), device);
+    if (!meeting->error.empty()) throw Error(meeting->error);
+    return;
   }
 
-  state_->wait(&lock, layer.get(), key, meeting.get(), device);
-  if (!meeting->complete) throw Error(meeting->error);
-  *sums = meeting->sums;
-  *count = meeting->count;
+  meeting->joining = true;
+  layer->meetings.erase(key);
+  const std::vector<Part*> parts = meeting->parts(layer->config.devices);
+  lock.unlock();
+  std::string error;
+  try {
+    join(parts);
+  } catch (const Error& failure) {
+    error = failure.what();
+  } catch (const std::exception& failure) {
+    error = layer->title(key) + ": " + failure.what();
+  }
+  lock.lock();
+  meeting->end(error);
+  if (!error.empty()) state_->fail(&lock, layer.get(), error);
+  if (direction == Direction::kBackward) layer->free_lane(ticket);
+}
+
+namespace {
+
+struct SumsPart : Part {
+  std::vector<ChannelSums>* sums;
+  double* count;
+};
+
+}  // namespace
+
+void AllReduce::reduce(const LayerPtr& layer, const Ticket& ticket, Direction direction,
+                       const std::string& device, std::vector<ChannelSums>* sums, double* count) {
+  SumsPart mine;
+  mine.channels = static_cast<int64_t>(sums->size());
+  mine.sums = sums;
+  mine.count = count;
+  meet(layer, ticket, direction, device, &mine, [&](const std::vector<Part*>& parts) {
+    std::vector<ChannelSums> all(sums->size());
+    double all_count = 0;
+    for (const Part* part : parts) {
+      const auto* const p = static_cast<const SumsPart*>(part);
+      for (size_t c = 0; c < all.size(); ++c) all[c].add((*p->sums)[c]);
+      all_count += *p->count;
+    }
+    exchange(*layer, ticket, direction, &all, &all_count);
+    for (Part* part : parts) {
+      *static_cast<SumsPart*>(part)->sums = all;
+      *static_cast<SumsPart*>(part)->count = all_count;
+    }
+  });
+}
+
+void AllReduce::exchange(const Layer& layer, const Ticket& ticket, Direction direction,
+                         std::vector<ChannelSums>* sums, double* count) {
+  static_assert(sizeof(ChannelSums) == kSumsSize * sizeof(double), "sums travel as they are");
+  Message message;
+  LayerConfig config;
+  bool absent;
+  const decltype(Observer::exchange)* send;
+  {
+    const State::Lock lock(state_->mutex);
+    config = layer.config;
+    if (!config.exchanges()) return;
+    absent = state_->absent;
+    send = &state_->observer.exchange;
+    message.title = layer.title({direction, ticket.place, ticket.number});
+  }
+  const std::string way = direction == Direction::kForward ? " forward " : " backward ";
+  message.layer = layer.number;
+  message.key = std::to_string(layer.number) + way + std::to_string(ticket.place) + " " +
+                std::to_string(ticket.lane);
+  message.channels = static_cast<int64_t>(sums->size());
+  // The call's number, the count, the sums.
+  const size_t size = 2 + kSumsSize * sums->size();
+  message.values.resize(size);
+  message.values[0] = static_cast<double>(ticket.number);
+  if (!absent) {
+    message.values[1] = *count;
+    std::memcpy(&message.values[2], sums->data(), (size - 2) * sizeof(double));
+  }
+  std::vector<double> all(size * config.processes);
+  const std::string error = (*send)(message, &all);
+  if (!error.empty()) throw Error(error);
+
+  std::fill(sums->begin(), sums->end(), ChannelSums());
+  *count = 0;
+  for (size_t rank = config.first_rank; rank < config.end_rank; ++rank) {
+    const double* const values = &all[size * rank];
+    if (values[0] != message.values[0]) {
+      throw Error(message.title + ": the process of rank " + std::to_string(rank) +
+                  " is at its call " + number(values[0]) +
+                  " there. Every process has to call the net equally often: see "
+                  "gluon_syncbn.distributed.join for uneven numbers of batches.");
+    }
+    *count += values[1];
+    for (size_t c = 0; c < sums->size(); ++c) {
+      ChannelSums part;
+      std::memcpy(static_cast<void*>(&part), values + 2 + kSumsSize * c, sizeof(part));
+      (*sums)[c].add(part);
+    }
+  }
+}
+
+void AllReduce::set_absent(bool absent) {
+  const State::Lock lock(state_->mutex);
+  state_->absent = absent;
 }
 
 void AllReduce::fail(const LayerPtr& layer, const std::string& text) {

@@ -1,5 +1,6 @@
-// Where the devices of a process meet: the sums of all participants of one layer, direction and
-// ticket, added.
+// Where the devices of a process meet, for one layer, direction and ticket. The last to come does
+// what they came for: it runs the passes over all their data, or adds their sums and exchanges them
+// with other processes.
 //
 // Nobody waits for ever. A meeting ends when everyone has come, when its time is up, when a
 // participant fails, when the process ends, or on Ctrl-C; all but the first is an Error for
@@ -32,7 +33,11 @@ struct LayerConfig {
   // How many of them have to come; 0: all.
   size_t num_devices = 0;
   double timeout_seconds = 300;
+  // The processes whose sums are added, by rank, out of so many that exchange them. One process
+  // exchanges nothing.
+  size_t processes = 1, first_rank = 0, end_rank = 1;
 
+  bool exchanges() const { return processes > 1; }
   size_t participants() const { return num_devices ? num_devices : devices.size(); }
 };
 
@@ -43,6 +48,25 @@ struct Ticket {
   int64_t generation = 0;
   int64_t place = 0;
   int64_t number = 0;
+  // The least number that no other call at this place has between its forward and its backward: few
+  // in all, and the same in every process.
+  int64_t lane = 0;
+};
+
+// What a device brings to a meeting: whoever calls the meeting knows what it really is.
+struct Part {
+  int64_t channels = 0;
+};
+
+// What one process sends to the others of its layer.
+struct Message {
+  int64_t layer;
+  // The same for all messages that may not be under way at the same time: "12 forward 0 0".
+  std::string key;
+  // What is told to the user: "SyncBatchNorm 'batchnorm0', forward call 7".
+  std::string title;
+  int64_t channels;
+  std::vector<double> values;
 };
 
 // What is told on the thread that noticed it, with no lock held.
@@ -50,6 +74,9 @@ struct Observer {
   std::function<void(const std::string& text)> warn;
   // A step has failed at this layer. Somebody has to settle() each of its devices.
   std::function<void(int64_t layer, int64_t generation, const std::string& text)> failed;
+  // Writes the values of all processes, one after the other by rank. Returns what went wrong, or
+  // nothing.
+  std::function<std::string(const Message&, std::vector<double>* all)> exchange;
 };
 
 class AllReduce {
@@ -70,14 +97,27 @@ class AllReduce {
   // Null where there is none.
   LayerPtr find(int64_t number) const;
 
+  // How many devices of this process meet, and whether they exchange sums with other processes.
   size_t participants(const LayerPtr& layer) const;
+  bool exchanges(const LayerPtr& layer) const;
 
   // Draws the ticket of the next forward call on this device at this place. Throws Error.
   Ticket next_ticket(const LayerPtr& layer, const std::string& device, int64_t place = 0);
 
-  // Replaces the sums and the count by those of all participants. Throws Error.
+  // Returns when all participants have come and one of them has run `join` over the parts of all,
+  // in rank order. What it throws, everyone gets. Throws Error.
+  using Join = std::function<void(const std::vector<Part*>& parts)>;
+  void meet(const LayerPtr& layer, const Ticket& ticket, Direction direction,
+            const std::string& device, Part* part, const Join& join);
+
+  // A meeting that replaces the sums and the count by those of all participants, also of those in
+  // other processes. Throws Error.
   void reduce(const LayerPtr& layer, const Ticket& ticket, Direction direction,
               const std::string& device, std::vector<ChannelSums>* sums, double* count);
+
+  // This process has run out of data: until it is told otherwise it takes part in exchanges with
+  // sums of nothing.
+  void set_absent(bool absent);
 
   // Something went wrong on one device: everyone who waits at this layer gets to know at once.
   void fail(const LayerPtr& layer, const std::string& text);
@@ -106,6 +146,11 @@ class AllReduce {
  private:
   struct Meeting;
   struct State;
+
+  // Replaces the sums and the count of this process by those of all. Throws Error.
+  void exchange(const Layer& layer, const Ticket& ticket, Direction direction,
+                std::vector<ChannelSums>* sums, double* count);
+
   std::unique_ptr<State> state_;
 };
 

@@ -5,6 +5,7 @@
 #define GLUON_SYNCBN_KERNELS_H_
 
 #include <cstdint>
+#include <vector>
 
 #include "batch_norm_math.h"
 #include "sums.h"
@@ -24,6 +25,24 @@ struct View {
 // How a result meets what its array holds already. kAdd: added to it (grad_req='add').
 enum class Store { kWrite, kAdd };
 
+// What one device brings to a pass in training, and where its results go. Null gamma stands for
+// ones; null y and dx are not wanted.
+struct ForwardPart {
+  View view;
+  const void *x, *gamma, *beta;
+  void* y;
+  Store store;
+};
+
+struct BackwardPart {
+  View view;
+  const void *dy, *x, *gamma;
+  void* dx;
+  Store store;
+  // To be written: the sums of this part alone.
+  ChannelSums* sums;
+};
+
 // The kernels for one kind of device and one dtype: data, gradients, gamma and beta point to values
 // of it. Null gamma stands for ones.
 struct Kernels {
@@ -40,6 +59,10 @@ struct Kernels {
   // dx = dy * gamma * inv_std, where the statistics are constants.
   void (*backward_constant)(View, const void* dy, const Statistics*, const void* gamma, void* dx,
                             Store);
+  // All parts of a batch at once, where they lie in one memory: a few channels at a time are summed
+  // and written while the cache still holds them, so that x (and dy) come from memory once.
+  void (*forward_together)(const std::vector<const ForwardPart*>&, double epsilon, Statistics*);
+  void (*backward_together)(const std::vector<const BackwardPart*>&, const Statistics*);
 };
 
 const Kernels& cpu_kernels(DType dtype);

@@ -18,6 +18,8 @@ constexpr int64_t kChunk = 2048;
 constexpr int64_t kRow = 64;
 // What is handed to a thread at a time: some tens of microseconds of work.
 constexpr int64_t kValuesPerUnit = 1 << 15;
+// From so many on, threads that work by channels end at about the same time.
+constexpr int64_t kChannelsPerThread = 4;
 
 template <typename T>
 struct Loops {
@@ -221,9 +223,134 @@ void backward_constant(View view, const void* dy, const Statistics* s, const voi
   normalize(view, dy, formulae, dx, how);
 }
 
+// How many values of a channel all parts have together.
+template <typename Part>
+int64_t values_per_channel(const std::vector<const Part*>& parts) {
+  int64_t values = 0;
+  for (const Part* part : parts) values += part->view.N * part->view.S;
+  return values;
+}
+
+// Whether channels can be shared out to the threads, each walked from its sums to its results.
+template <typename Part>
+bool by_channels(const std::vector<const Part*>& parts) {
+  const int64_t C = parts[0]->view.C;
+  const int64_t units = C * values_per_channel(parts) / kValuesPerUnit;
+  return std::all_of(parts.begin(), parts.end(), [](const Part* p) { return p->view.S > 1; }) &&
+         (units <= 1 || C >= kChannelsPerThread * thread_pool().threads());
+}
+
+// Calls f(c, offset, n) for the chunks of channels c_begin..c_end.
+template <typename F>
+void for_chunks(View view, int64_t c_begin, int64_t c_end, const F& f) {
+  for (int64_t n = 0; n < view.N; ++n) {
+    for (int64_t start = 0; start < view.S; start += kChunk) {
+      const int64_t size = std::min(kChunk, view.S - start);
+      for (int64_t c = c_begin; c < c_end; ++c) f(c, (n * view.C + c) * view.S + start, size);
+    }
+  }
+}
+
+// Calls f(c, offset) for the planes of channels c_begin..c_end.
+template <typename F>
+void for_planes(View view, int64_t c_begin, int64_t c_end, const F& f) {
+  for (int64_t n = 0; n < view.N; ++n) {
+    for (int64_t c = c_begin; c < c_end; ++c) f(c, (n * view.C + c) * view.S);
+  }
+}
+
 template <typename T>
-constexpr Kernels kCpuKernels{forward_sums<T>, forward<T>, backward_sums<T>, backward<T>,
-                              backward_constant<T>};
+void forward_together(const std::vector<const ForwardPart*>& parts, double epsilon,
+                      Statistics* statistics) {
+  const int64_t C = parts[0]->view.C, values = values_per_channel(parts);
+  const double count = static_cast<double>(values);
+  if (!by_channels(parts)) {
+    std::vector<ChannelSums> sums(C), more(C);
+    for (const ForwardPart* part : parts) {
+      forward_sums<T>(part->view, part->x, more.data());
+      for (int64_t c = 0; c < C; ++c) sums[c].add(more[c]);
+    }
+    for (int64_t c = 0; c < C; ++c) statistics[c] = batch_statistics(sums[c], count, epsilon);
+    for (const ForwardPart* p : parts) {
+      if (p->y) forward<T>(p->view, p->x, statistics, p->gamma, p->beta, p->y, p->store);
+    }
+    return;
+  }
+  for_ranges(C, values, [&](int64_t begin, int64_t end) {
+    std::vector<ChannelSums> sums(end - begin);
+    for (const ForwardPart* part : parts) {
+      const T* x = static_cast<const T*>(part->x);
+      for_chunks(part->view, begin, end, [&](int64_t c, int64_t at, int64_t n) {
+        loops<T>().forward_chunk(x + at, n, &sums[c - begin]);
+      });
+    }
+    for (int64_t c = begin; c < end; ++c) {
+      statistics[c] = batch_statistics(sums[c - begin], count, epsilon);
+    }
+    std::vector<Normalize<T>> formulae(end - begin);
+    for (const ForwardPart* part : parts) {
+      if (!part->y) continue;
+      const T *x = static_cast<const T*>(part->x), *beta = static_cast<const T*>(part->beta);
+      T* y = static_cast<T*>(part->y);
+      for (int64_t c = begin; c < end; ++c) {
+        formulae[c - begin] = Normalize<T>::of(statistics[c], gamma_at<T>(part->gamma, c), beta[c]);
+      }
+      for_planes(part->view, begin, end, [&](int64_t c, int64_t at) {
+        loops<T>().normalize(x + at, part->view.S, &formulae[c - begin], false, y + at,
+                             part->store);
+      });
+    }
+  });
+}
+
+template <typename T>
+void backward_together(const std::vector<const BackwardPart*>& parts,
+                       const Statistics* statistics) {
+  const int64_t C = parts[0]->view.C, values = values_per_channel(parts);
+  const double count = static_cast<double>(values);
+  if (!by_channels(parts)) {
+    std::vector<ChannelSums> sums(C);
+    for (const BackwardPart* part : parts) {
+      backward_sums<T>(part->view, part->dy, part->x, statistics, part->sums);
+      for (int64_t c = 0; c < C; ++c) sums[c].add(part->sums[c]);
+    }
+    for (const BackwardPart* p : parts) {
+      if (!p->dx) continue;
+      backward<T>(p->view, p->dy, p->x, statistics, p->gamma, sums.data(), count, p->dx, p->store);
+    }
+    return;
+  }
+  for_ranges(C, values, [&](int64_t begin, int64_t end) {
+    std::vector<ChannelSums> sums(end - begin);
+    for (const BackwardPart* part : parts) {
+      const T *dy = static_cast<const T*>(part->dy), *x = static_cast<const T*>(part->x);
+      std::fill(part->sums + begin, part->sums + end, ChannelSums());
+      for_chunks(part->view, begin, end, [&](int64_t c, int64_t at, int64_t n) {
+        loops<T>().backward_chunk(dy + at, x + at, n, statistics[c], &part->sums[c]);
+      });
+      for (int64_t c = begin; c < end; ++c) sums[c - begin].add(part->sums[c]);
+    }
+    std::vector<InputGradient<T>> formulae(end - begin);
+    for (const BackwardPart* part : parts) {
+      if (!part->dx) continue;
+      const T *dy = static_cast<const T*>(part->dy), *x = static_cast<const T*>(part->x);
+      T* dx = static_cast<T*>(part->dx);
+      for (int64_t c = begin; c < end; ++c) {
+        formulae[c - begin] = InputGradient<T>::of(statistics[c], gamma_at<T>(part->gamma, c),
+                                                   sums[c - begin], count);
+      }
+      for_planes(part->view, begin, end, [&](int64_t c, int64_t at) {
+        loops<T>().input_gradient(dy + at, x + at, part->view.S, &formulae[c - begin], false,
+                                  dx + at, part->store);
+      });
+    }
+  });
+}
+
+template <typename T>
+constexpr Kernels kCpuKernels{forward_sums<T>,      forward<T>,          backward_sums<T>,
+                              backward<T>,          backward_constant<T>, forward_together<T>,
+                              backward_together<T>};
 
 }  // namespace
 

@@ -10,8 +10,10 @@
 
 #include <cstring>
 #include <locale>
+#include <memory>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "all_reduce.h"
@@ -26,6 +28,9 @@ MXNetApi mxnet;
 std::string this_process;
 bool naive_engine = false;
 bool onednn = false;
+
+// What an exchange between processes has to say at most.
+constexpr int kMostErrorText = 1 << 13;
 
 // Never destroyed: calls may still wait in it when the process ends.
 AllReduce* all_reduce = nullptr;
@@ -208,83 +213,85 @@ class Call {
 
   void forward(const Arrays& arrays, const int* request, bool is_train) {
     check_device();
-    const View view = arrays.view(kData, settings_.axis);
+    const int outputs = kNumInputs, running = kNumInputs + kNumOutputs;
     const DType dtype = arrays.dtype(kData);
     const Kernels& kernels = cpu_kernels(dtype);
-    const int running = kNumInputs + kNumOutputs;
     void* const running_mean = arrays.data(running + kRunningMean);
     void* const running_var = arrays.data(running + kRunningVar);
-    const void* const x = arrays.data(kData);
+    const bool wanted = request[kOutput] != kNullOp;
+    const ForwardPart part{arrays.view(kData, settings_.axis),
+                           arrays.data(kData),
+                           gamma(arrays.data(kGamma)),
+                           arrays.data(kBeta),
+                           wanted ? arrays.data(outputs + kOutput) : nullptr,
+                           store_of(request[kOutput])};
+    const int64_t channels = part.view.C;
 
-    std::vector<Statistics> statistics(view.C);
     // A backward finds none after a forward that fails.
-    statistics_.clear();
+    statistics_ = nullptr;
     from_batch_ = is_train && !settings_.use_global_stats;
+    StatisticsPtr statistics;
     if (from_batch_) {
       check_engine();
       ticket_ = all_reduce->next_ticket(layer_, device_, settings_.place);
-      std::vector<ChannelSums> sums(view.C);
-      kernels.forward_sums(view, x, sums.data());
-      double count = static_cast<double>(view.N * view.S);
-      all_reduce->reduce(layer_, ticket_, Direction::kForward, device_, &sums, &count);
-      for (int64_t c = 0; c < view.C; ++c) {
-        const Statistics& s = statistics[c] = batch_statistics(sums[c], count, settings_.epsilon);
-        update_running(dtype, running_mean, c, s.mean);
-        update_running(dtype, running_var, c, s.variance);
+      statistics = meet_forward(kernels, dtype, part);
+      for (int64_t c = 0; c < channels; ++c) {
+        update_running(dtype, running_mean, c, (*statistics)[c].mean);
+        update_running(dtype, running_var, c, (*statistics)[c].variance);
       }
     } else {
-      for (int64_t c = 0; c < view.C; ++c) {
-        statistics[c] = given_statistics(parameter(dtype, running_mean, c),
-                                         parameter(dtype, running_var, c), settings_.epsilon);
+      std::vector<Statistics> given(channels);
+      for (int64_t c = 0; c < channels; ++c) {
+        given[c] = given_statistics(parameter(dtype, running_mean, c),
+                                    parameter(dtype, running_var, c), settings_.epsilon);
       }
+      statistics = share(std::move(given));
+      forward_alone(kernels, part, *statistics);
     }
 
-    statistics_.swap(statistics);
-    const int outputs = kNumInputs;
-    if (request[kOutput] != kNullOp) {
-      kernels.forward(view, x, statistics_.data(), gamma(arrays.data(kGamma)), arrays.data(kBeta),
-                      arrays.data(outputs + kOutput), store_of(request[kOutput]));
-    }
+    statistics_ = statistics;
     write_channels(arrays, outputs + kMean, request[kMean], DType::kFloat64,
-                   [&](int64_t c) { return statistics_[c].mean; });
+                   [&](int64_t c) { return (*statistics)[c].mean; });
     write_channels(arrays, outputs + kInvStd, request[kInvStd], DType::kFloat64,
-                   [&](int64_t c) { return statistics_[c].inv_std; });
+                   [&](int64_t c) { return (*statistics)[c].inv_std; });
   }
 
   void backward(const Arrays& arrays, const int* request) {
+    check_device();
     const int data = kNumOutputs + kData;
     const int gradients = kNumOutputs + kNumInputs + kNumOutputs;
-    check_device();
-    const View view = arrays.view(data, settings_.axis);
     const DType dtype = arrays.dtype(data);
     const Kernels& kernels = cpu_kernels(dtype);
-    const void* const dy = arrays.data(kOutput);
-    const void* const x = arrays.data(data);
-    const void* const scale = gamma(arrays.data(kNumOutputs + kGamma));
-    if (static_cast<int64_t>(statistics_.size()) != view.C) {
+    // Also a device that wants no dx has to meet the others: they may.
+    const bool wanted = request[kData] != kNullOp;
+    const View view = arrays.view(data, settings_.axis);
+    if (!statistics_ || static_cast<int64_t>(statistics_->size()) != view.C) {
       throw Error("SyncBatchNorm on " + device_ +
                   " goes backward through a forward that has failed.");
     }
-
     std::vector<ChannelSums> sums(view.C);
-    kernels.backward_sums(view, dy, x, statistics_.data(), sums.data());
+    const BackwardPart part{view,
+                            arrays.data(kOutput),
+                            arrays.data(data),
+                            gamma(arrays.data(kNumOutputs + kGamma)),
+                            wanted ? arrays.data(gradients + kData) : nullptr,
+                            store_of(request[kData]),
+                            sums.data()};
+
+    if (from_batch_) {
+      meet_backward(kernels, dtype, part);
+    } else {
+      kernels.backward_sums(view, part.dy, part.x, statistics_->data(), sums.data());
+    }
     // Of this device alone: the Trainer adds them over the devices.
     write_channels(arrays, gradients + kGamma, request[kGamma], dtype, [&](int64_t c) {
-      return settings_.fix_gamma ? 0 : sums[c].second.value() * statistics_[c].inv_std;
+      return settings_.fix_gamma ? 0 : sums[c].second.value() * (*statistics_)[c].inv_std;
     });
     write_channels(arrays, gradients + kBeta, request[kBeta], dtype,
                    [&](int64_t c) { return sums[c].first.value(); });
-    void* const dx = request[kData] == kNullOp ? nullptr : arrays.data(gradients + kData);
-    if (from_batch_) {
-      // Also where this device wants no dx: another may.
-      double count = static_cast<double>(view.N * view.S);
-      all_reduce->reduce(layer_, ticket_, Direction::kBackward, device_, &sums, &count);
-      if (dx) {
-        kernels.backward(view, dy, x, statistics_.data(), scale, sums.data(), count, dx,
-                         store_of(request[kData]));
-      }
-    } else if (dx) {
-      kernels.backward_constant(view, dy, statistics_.data(), scale, dx, store_of(request[kData]));
+    if (!from_batch_ && wanted) {
+      kernels.backward_constant(view, part.dy, statistics_->data(), part.gamma, part.dx,
+                                part.store);
     }
   }
 
@@ -312,6 +319,87 @@ class Call {
   }
 
  private:
+  using StatisticsPtr = std::shared_ptr<const std::vector<Statistics>>;
+
+  // What one device brings to a meeting whose last arrival runs the passes for all.
+  template <typename KernelPart>
+  struct Work : Part {
+    const KernelPart* kernel;
+    DType dtype;
+    StatisticsPtr statistics;
+  };
+
+  static StatisticsPtr share(std::vector<Statistics> statistics) {
+    return std::make_shared<const std::vector<Statistics>>(std::move(statistics));
+  }
+
+  static void forward_alone(const Kernels& kernels, const ForwardPart& p,
+                            const std::vector<Statistics>& statistics) {
+    if (p.y) kernels.forward(p.view, p.x, statistics.data(), p.gamma, p.beta, p.y, p.store);
+  }
+
+  template <typename KernelPart>
+  static std::vector<const KernelPart*> kernel_parts(const std::vector<Part*>& parts) {
+    std::vector<const KernelPart*> result;
+    const auto* const first = static_cast<const Work<KernelPart>*>(parts[0]);
+    for (const Part* part : parts) {
+      const auto* const work = static_cast<const Work<KernelPart>*>(part);
+      if (work->dtype != first->dtype) {
+        throw std::runtime_error("one device has float32 data, another float64. Cast the data.");
+      }
+      result.push_back(work->kernel);
+    }
+    return result;
+  }
+
+  // y and the statistics of the batch, with all devices.
+  StatisticsPtr meet_forward(const Kernels& kernels, DType dtype, const ForwardPart& part) {
+    const int64_t channels = part.view.C;
+    std::vector<Statistics> statistics(channels);
+    if (all_reduce->exchanges(layer_)) {
+      std::vector<ChannelSums> sums(channels);
+      double count = static_cast<double>(part.view.N * part.view.S);
+      kernels.forward_sums(part.view, part.x, sums.data());
+      all_reduce->reduce(layer_, ticket_, Direction::kForward, device_, &sums, &count);
+      for (int64_t c = 0; c < channels; ++c) {
+        statistics[c] = batch_statistics(sums[c], count, settings_.epsilon);
+      }
+      forward_alone(kernels, part, statistics);
+      return share(std::move(statistics));
+    }
+    Work<ForwardPart> work{{channels}, &part, dtype, nullptr};
+    all_reduce->meet(layer_, ticket_, Direction::kForward, device_, &work,
+                     [&](const std::vector<Part*>& parts) {
+                       kernels.forward_together(kernel_parts<ForwardPart>(parts),
+                                                settings_.epsilon, statistics.data());
+                       const StatisticsPtr shared = share(std::move(statistics));
+                       for (Part* p : parts) static_cast<Work<ForwardPart>*>(p)->statistics = shared;
+                     });
+    return work.statistics;
+  }
+
+  // dx, and the sums of this device alone, with all devices.
+  void meet_backward(const Kernels& kernels, DType dtype, const BackwardPart& part) {
+    const int64_t channels = part.view.C;
+    const Statistics* const statistics = statistics_->data();
+    if (all_reduce->exchanges(layer_)) {
+      kernels.backward_sums(part.view, part.dy, part.x, statistics, part.sums);
+      std::vector<ChannelSums> sums(part.sums, part.sums + channels);
+      double count = static_cast<double>(part.view.N * part.view.S);
+      all_reduce->reduce(layer_, ticket_, Direction::kBackward, device_, &sums, &count);
+      if (part.dx) {
+        kernels.backward(part.view, part.dy, part.x, statistics, part.gamma, sums.data(), count,
+                         part.dx, part.store);
+      }
+      return;
+    }
+    Work<BackwardPart> work{{channels}, &part, dtype, nullptr};
+    all_reduce->meet(layer_, ticket_, Direction::kBackward, device_, &work,
+                     [&](const std::vector<Part*>& parts) {
+                       kernels.backward_together(kernel_parts<BackwardPart>(parts), statistics);
+                     });
+  }
+
   const void* gamma(const void* values) const { return settings_.fix_gamma ? nullptr : values; }
 
   bool on_cpu() const { return device_.compare(0, 3, "cpu") == 0; }
@@ -347,7 +435,7 @@ class Call {
                       const F& value) const {
     if (request == kNullOp) return;
     void* const values = arrays.data(array);
-    for (size_t c = 0; c < statistics_.size(); ++c)
+    for (size_t c = 0; c < statistics_->size(); ++c)
       write_parameter(dtype, values, c, value(c), store_of(request));
   }
 
@@ -356,7 +444,7 @@ class Call {
   const std::string device_;
   bool from_batch_ = false;
   Ticket ticket_{};
-  std::vector<Statistics> statistics_;
+  StatisticsPtr statistics_;
 };
 
 using Callback = int (*)(void);
@@ -546,7 +634,8 @@ const char* gluon_syncbn_version() { return GLUON_SYNCBN_VERSION; }
 
 int gluon_syncbn_register(void* const* api, const char* process, int is_naive_engine,
                           int has_onednn, void (*warn)(const char*),
-                          void (*failed)(int64_t, int64_t, const char*)) {
+                          void (*failed)(int64_t, int64_t, const char*),
+                          gluon_syncbn_exchange exchange) {
   std::memcpy(&mxnet, api, sizeof(mxnet));
   this_process = process;
   naive_engine = is_naive_engine != 0;
@@ -555,6 +644,14 @@ int gluon_syncbn_register(void* const* api, const char* process, int is_naive_en
   observer.warn = [warn](const std::string& text) { warn(text.c_str()); };
   observer.failed = [failed](int64_t layer, int64_t generation, const std::string& text) {
     failed(layer, generation, text.c_str());
+  };
+  observer.exchange = [exchange](const Message& message, std::vector<double>* all) {
+    char error[kMostErrorText] = "";
+    const int status = exchange(message.layer, message.key.c_str(), message.title.c_str(),
+                                message.channels, message.values.data(),
+                                static_cast<int64_t>(message.values.size()), all->data(),
+                                static_cast<int64_t>(all->size()), error, kMostErrorText);
+    return status == 0 ? std::string() : std::string(error[0] ? error : "The exchange failed.");
   };
   if (!all_reduce) all_reduce = new AllReduce;
   all_reduce->observe(observer);
@@ -569,14 +666,20 @@ void gluon_syncbn_after_fork() {
 void gluon_syncbn_tell_next(const char* text) { all_reduce->tell_next(text); }
 
 void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* devices,
-                            int num_devices, int expected, double timeout_seconds) {
+                            int num_devices, int expected, double timeout_seconds, int processes,
+                            int first_rank, int end_rank) {
   LayerConfig config;
   config.name = name;
   config.devices.assign(devices, devices + num_devices);
   config.num_devices = static_cast<size_t>(expected);
   config.timeout_seconds = timeout_seconds;
+  config.processes = static_cast<size_t>(processes);
+  config.first_rank = static_cast<size_t>(first_rank);
+  config.end_rank = static_cast<size_t>(end_rank);
   all_reduce->configure(layer, config);
 }
+
+void gluon_syncbn_set_absent(int absent) { all_reduce->set_absent(absent != 0); }
 
 void gluon_syncbn_forget(int64_t layer) { all_reduce->forget(layer); }
 

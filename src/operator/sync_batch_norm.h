@@ -9,13 +9,20 @@
 // The version of the package that this library was built for.
 SBN_EXPORT const char* gluon_syncbn_version();
 
+// Writes to `all` the `size` numbers of every process, one after the other by rank. Returns 0, or
+// writes what went wrong to `error` (at most error_size bytes).
+using gluon_syncbn_exchange = int (*)(int64_t layer, const char* key, const char* title,
+                                      int64_t channels, const double* mine, int64_t size,
+                                      double* all, int64_t all_size, char* error, int error_size);
+
 // Registers the operator. `api`: the functions of mxnet_api.h in order. `process` is a word for
 // this process: graphs that come from another one do not find its layers. Returns 0, or what
 // MXCustomOpRegister said.
 SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process, int naive_engine,
                                      int onednn, void (*warn)(const char* text),
                                      void (*failed)(int64_t layer, int64_t generation,
-                                                    const char* text));
+                                                    const char* text),
+                                     gluon_syncbn_exchange exchange);
 
 // In the child of a fork, before which nobody waited: no threads, and every layer starts anew.
 SBN_EXPORT void gluon_syncbn_after_fork();
@@ -24,7 +31,11 @@ SBN_EXPORT void gluon_syncbn_after_fork();
 SBN_EXPORT void gluon_syncbn_tell_next(const char* text);
 
 SBN_EXPORT void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* devices,
-                                       int num_devices, int expected, double timeout_seconds);
+                                       int num_devices, int expected, double timeout_seconds,
+                                       int processes, int first_rank, int end_rank);
+
+// Whether this process takes part in exchanges with sums of nothing, as it has run out of data.
+SBN_EXPORT void gluon_syncbn_set_absent(int absent);
 SBN_EXPORT void gluon_syncbn_forget(int64_t layer);
 
 // After a failure: frees the running statistics of a device from the error that they hold, once
