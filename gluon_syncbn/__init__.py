@@ -4,6 +4,6 @@
 from . import _native  # noqa: F401  isort:skip
 from ._version import __version__
 from .block import SyncBatchNorm
-from .group import SyncGroup
+from .group import SyncGroup, set_default_group
 
-__all__ = ["SyncBatchNorm", "SyncGroup", "__version__"]
+__all__ = ["SyncBatchNorm", "SyncGroup", "set_default_group", "__version__"]

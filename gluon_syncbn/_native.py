@@ -118,6 +118,7 @@ def _on_failure(number, generation, text):
     block = layer and layer.block()
     if block is None:
         return
+    block._on_failure(text.decode())
     arrays = block._running_statistics()
     for device in layer.devices:
         handles = [array.handle for array in arrays.get(device, ())]
@@ -201,10 +202,20 @@ class Layer:
             self, _library.gluon_syncbn_forget, ctypes.c_int64(self.number)
         ).atexit = False
 
-    def configure(self, devices, num_devices, timeout, processes=1, ranks=range(1), exchange=None):
+    def configure(
+        self,
+        devices,
+        num_devices,
+        timeout,
+        group_size=0,
+        processes=1,
+        ranks=range(1),
+        exchange=None,
+    ):
         """devices: those that may take part, as MXNet names them; num_devices: how many do, None
-        for all; ranks: those of `processes` whose sums are added; exchange(key, title, channels,
-        mine): the numbers of all processes, shape (processes, size)."""
+        for all; group_size: they meet in groups of so many, 0: in one; ranks: those of `processes`
+        whose sums are added; exchange(key, title, channels, mine): the numbers of all processes,
+        shape (processes, size)."""
         self.devices = tuple(devices)
         self.exchange = exchange
         names = (ctypes.c_char_p * len(self.devices))(*(name.encode() for name in self.devices))
@@ -214,6 +225,7 @@ class Layer:
             names,
             len(names),
             num_devices or 0,
+            group_size,
             ctypes.c_double(timeout),
             processes,
             ranks.start,

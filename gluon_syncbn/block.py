@@ -12,7 +12,7 @@ from mxnet.util import is_np_array
 
 from . import _native
 from .functional import sync_batch_norm
-from .group import SyncGroup
+from .group import SyncGroup, default_group, follow_default_group
 
 
 class _Watched(Parameter):
@@ -86,7 +86,8 @@ class SyncBatchNorm(nn.BatchNorm):
     num_devices : int, optional
         How many devices take part, where that is not all on which the parameters live.
     group : SyncGroup, optional
-        Which devices take part, and how long they wait for each other.
+        Which devices and processes take part, and how long they wait for each other. By default
+        what :func:`gluon_syncbn.set_default_group` says.
 
     Parameters of the layer
     -----------------------
@@ -159,7 +160,7 @@ class SyncBatchNorm(nn.BatchNorm):
             **kwargs,
         )
         self._num_devices = num_devices
-        self._group = group or SyncGroup()
+        self._own_group = group
         self._meet()
 
     def _meet(self):
@@ -168,7 +169,12 @@ class SyncBatchNorm(nn.BatchNorm):
         self._places = itertools.count()
         _Watched.watch(self.running_mean, self)
         _Watched.watch(self.running_var, self)
+        follow_default_group(self)
         self._on_contexts()
+
+    @property
+    def _group(self):
+        return self._own_group or default_group()
 
     def __getstate__(self):
         return {**self.__dict__, "_layer": None, "_places": None}
@@ -185,8 +191,12 @@ class SyncBatchNorm(nn.BatchNorm):
         return parameter.list_ctx()
 
     def _on_contexts(self):
-        devices = self._group.devices or [str(context) for context in self._contexts()]
-        self._layer.configure(devices, self._num_devices, self._group.timeout)
+        group = self._group
+        devices = group.devices or [str(context) for context in self._contexts()]
+        group._configure(self._layer, devices, self._num_devices)
+
+    def _on_failure(self, text):
+        self._group._fail(text)
 
     def _running_statistics(self):
         """{device: its running mean and variance}."""
@@ -232,6 +242,10 @@ class SyncBatchNorm(nn.BatchNorm):
         )
 
     def __repr__(self):
-        devices = list(self._group.devices or map(str, self._contexts()))
-        count = f", num_devices={self._num_devices}" if self._num_devices else ""
-        return f"{super().__repr__()[:-1]}{count}, devices={devices})"
+        group = self._group
+        devices = list(group.devices or map(str, self._contexts()))
+        text = f", num_devices={self._num_devices}" if self._num_devices else ""
+        text += f", devices={devices}"
+        text += f", group_size={group.group_size}" if group.group_size else ""
+        text += f", processes={group.size}" if group.size > 1 else ""
+        return f"{super().__repr__()[:-1]}{text})"

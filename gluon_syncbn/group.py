@@ -1,12 +1,19 @@
 """Who reduces together, and how long they wait for each other."""
 
+import inspect
+import itertools
 import math
 import os
+import threading
+import weakref
 
+import numpy
 from mxnet.context import Context
 
 TIMEOUT_VARIABLE = "GLUON_SYNCBN_TIMEOUT"
 _DEFAULT_TIMEOUT = 300.0
+# What a process says of a layer at its first exchange, in bytes of UTF-8.
+_INTRODUCTION = 256
 
 
 class SyncGroup:
@@ -15,20 +22,42 @@ class SyncGroup:
     Parameters
     ----------
     devices : list of Context, optional
-        Who takes part, each in every call of a layer of this group. By default the contexts on
-        which the layer's parameters live.
+        Who takes part in this process, each in every call of a layer of this group. By default the
+        contexts on which the layer's parameters live.
+    store : object, optional
+        What joins this process with others: a :class:`gluon_syncbn.distributed.KVStoreReducer`, a
+        :class:`gluon_syncbn.distributed.HorovodReducer`, or anything that has
+
+        - ``rank`` and ``size``, this process's number and how many there are;
+        - ``all_reduce(key, array)``, which returns the sum of the float64 arrays, all of one
+          shape, that the processes give for one `key` (a short str). A sum with zeros has to be
+          exact: every process puts its numbers where all others have zeros. It is called on
+          threads that MXNet made, for several keys at once but never twice at a time for one, and
+          raises when it cannot get an answer. Where it takes ``timeout``, it gets the group's.
+
+        With a store, every process makes its groups and layers in the same order.
     timeout : float, optional
-        Seconds for which a device waits for the others. A tenth of it brings a warning, all of it
-        ends in an MXNetError that tells who came and who did not. By default the environment
-        variable ``GLUON_SYNCBN_TIMEOUT``, or else 300.
+        Seconds for which a device or a process waits for the others. A tenth of it brings a
+        warning, all of it ends in an MXNetError that tells who came and who did not. By default
+        the environment variable ``GLUON_SYNCBN_TIMEOUT``, or else 300.
+    group_size : int, optional
+        Splits the devices of all processes into groups of so many, in the order of ranks and of
+        devices, each with statistics of its own: 1 is batch normalization without synchronization,
+        None is one group of all. It has to divide the number of devices of a process, or to be a
+        multiple of it that divides the number of all devices.
 
     Raises
     ------
     ValueError
-        Where a device is named twice, or the timeout is not a positive number.
+        Where a device is named twice, the store lacks something, or a number makes no sense. That
+        `group_size` does not fit the devices shows when a layer gets its devices.
+
+    References
+    ----------
+    Groups smaller than the cluster: J. Peng et al., MegDet, CVPR 2018.
     """
 
-    def __init__(self, devices=None, timeout=None):
+    def __init__(self, devices=None, store=None, timeout=None, group_size=None):
         if isinstance(devices, Context):
             devices = [devices]
         if devices is not None and not (
@@ -44,12 +73,235 @@ class SyncGroup:
                 f"SyncGroup got devices={list(names)}: name each device that takes part once, or "
                 "leave devices out for those on which the parameters live."
             )
+        if group_size is not None and not (_is_whole(group_size) and group_size > 0):
+            raise ValueError(
+                f"SyncGroup got group_size={group_size!r}: give the number of devices that "
+                "synchronize with each other, or None for all."
+            )
         self.devices = names
         self.timeout = _seconds(timeout)
+        self.group_size = None if group_size is None else int(group_size)
+        self.store = store
+        self._exchange = None if store is None else _Exchange(store, self.timeout)
+
+    @property
+    def size(self):
+        """The number of processes."""
+        return 1 if self._exchange is None else self._exchange.size
+
+    def __deepcopy__(self, memo):
+        # Copies of a layer meet in the same group; a store is a connection, of which there is one.
+        return self
+
+    def __reduce__(self):
+        if self.store is not None:
+            raise TypeError(
+                "A SyncGroup with a store is a connection to other processes and cannot be "
+                "pickled: save the net's parameters, or set the group with "
+                "gluon_syncbn.set_default_group in the process that loads the net."
+            )
+        devices = self.devices and [_context(name) for name in self.devices]
+        return SyncGroup, (devices, None, self.timeout, self.group_size)
 
     def __repr__(self):
         devices = "those of the parameters" if self.devices is None else list(self.devices)
-        return f"SyncGroup(devices={devices}, timeout={self.timeout:g})"
+        text = f"SyncGroup(devices={devices}, timeout={self.timeout:g}"
+        if self.group_size:
+            text += f", group_size={self.group_size}"
+        if self.store is not None:
+            text += f", process {self.store.rank} of {self.size}"
+        return text + ")"
+
+    def _fail(self, text):
+        """A step of a layer has failed here."""
+        if self._exchange is not None:
+            self._exchange.fail(text)
+
+    def _configure(self, layer, devices, num_devices):
+        """Tells a `_native.Layer` whom it meets."""
+        here, processes = num_devices or len(devices), self.size
+        in_process, ranks = 0, range(processes)
+        k = self.group_size
+        if k is not None and here:
+            if here % k == 0:
+                in_process, ranks = k, None
+            elif k % here == 0 and processes % (k // here) == 0:
+                span = k // here
+                first = self.store.rank // span * span
+                ranks = range(first, first + span)
+            else:
+                raise ValueError(
+                    f"SyncGroup was made with group_size={k}, and {layer.name} has {here} devices "
+                    f"in each of {processes} processes: choose a divisor of {here}, or a multiple "
+                    f"of it that divides {here * processes}."
+                )
+        alone = ranks is None or processes == 1
+        layer.configure(
+            devices,
+            num_devices,
+            self.timeout,
+            group_size=in_process if here > in_process else 0,
+            processes=1 if alone else processes,
+            ranks=range(1) if alone else ranks,
+            exchange=None if alone else self._exchange.of(layer, here, k),
+        )
+
+
+class _Exchange:
+    """The numbers of all processes, by way of a store."""
+
+    def __init__(self, store, timeout):
+        for name in ("rank", "size", "all_reduce"):
+            if not hasattr(store, name):
+                raise ValueError(
+                    f"SyncGroup got store={store!r}, which has no {name}: give a "
+                    "gluon_syncbn.distributed.KVStoreReducer or HorovodReducer, or an object with "
+                    "rank, size and all_reduce(key, array)."
+                )
+        self.rank, self.size = store.rank, store.size
+        if not (_is_whole(self.rank) and _is_whole(self.size) and 0 <= self.rank < self.size):
+            raise ValueError(
+                f"SyncGroup got a store of rank {self.rank!r} and size {self.size!r}: rank has to "
+                "be one of 0, ..., size - 1."
+            )
+        self._gather = _gather_of(store, timeout)
+        self._locks = {}
+        # Why no exchange can succeed any more. Of two processes one may have had its answer and the
+        # other not, so a step that failed cannot be taken again.
+        self._broken = None
+        self._fail = getattr(store, "fail", None)
+
+    def of(self, layer, here, group_size):
+        """The exchange of a `_native.Layer`."""
+        introduced = False
+        lock = threading.Lock()
+        describe = weakref.ref(layer)
+
+        def exchange(key, title, channels, mine):
+            nonlocal introduced
+            with lock:
+                if not introduced:
+                    block = describe().block()
+                    dtype = numpy.dtype(block.running_mean.dtype).name if block else "?"
+                    self._introduce(
+                        layer_number=key.split()[0],
+                        title=title,
+                        text=f"layer {key.split()[0]} '{describe().name}', {channels} channels, "
+                        f"{dtype}, {here} devices in each process, groups of "
+                        f"{group_size or 'all'}",
+                    )
+                    introduced = True
+            return self._all_gather(key, title, mine)
+
+        return exchange
+
+    def _introduce(self, layer_number, title, text):
+        mine = numpy.zeros(_INTRODUCTION)
+        told = text.encode()[:_INTRODUCTION]
+        mine[: len(told)] = list(told)
+        everyone = self._all_gather(f"{layer_number} hello", title, mine)
+        told = [bytes(row.astype(numpy.uint8)).rstrip(b"\0").decode() for row in everyone]
+        if len(set(told)) > 1:
+            ranks = {t: [r for r, other in enumerate(told) if other == t] for t in told}
+            sides = "; ".join(f"rank {_join(r)}: {t}" for t, r in ranks.items())
+            self._broken = (
+                f"{title}: the processes have not built the same net. {sides}. Make the same "
+                "layers in the same order in every process, also those that only one of them uses."
+            )
+            raise RuntimeError(self._broken)
+
+    def _all_gather(self, key, title, mine):
+        if self._broken:
+            raise RuntimeError(
+                f"{title}: the processes have lost each other, and all have to start again from "
+                f"the last checkpoint. {self._broken}"
+            )
+        # One key never twice at a time: the store could not tell which belongs to which.
+        with self._locks.setdefault(key, threading.Lock()):
+            try:
+                return self._gather(key, title, mine)
+            except Exception as error:
+                self._broken = self._broken or str(error)
+                raise
+
+    def fail(self, text):
+        """A step has failed here: the other processes wait in vain."""
+        if self._broken is None:
+            self._broken = text
+            if self._fail is not None:
+                self._fail(text)
+
+
+def _gather_of(store, timeout):
+    """gather(key, title, numbers): those of all processes, shape (size, len(numbers))."""
+    if hasattr(store, "all_gather"):
+        return lambda key, title, mine: store.all_gather(key, mine, title=title, timeout=timeout)
+    try:
+        takes_timeout = "timeout" in inspect.signature(store.all_reduce).parameters
+    except (TypeError, ValueError):
+        takes_timeout = False
+    options = {"timeout": timeout} if takes_timeout else {}
+
+    def gather(key, title, mine):
+        slots = numpy.zeros((store.size, len(mine)))
+        slots[store.rank] = mine
+        result = numpy.asarray(store.all_reduce(key, slots, **options))
+        if result.shape != slots.shape or result.dtype != slots.dtype:
+            raise ValueError(
+                f"{title}: the store's all_reduce returned {result.dtype} of shape {result.shape} "
+                f"for float64 of shape {slots.shape}."
+            )
+        return result
+
+    return gather
+
+
+_default = None
+_users = weakref.WeakSet()
+
+
+def default_group():
+    """The group of all layers that were made without one."""
+    return _default or SyncGroup()
+
+
+def set_default_group(group):
+    """Sets the group of all layers, present and future, that were made without one.
+
+    Parameters
+    ----------
+    group : SyncGroup or None
+        None: all devices of the layer's parameters, in this process alone.
+
+    Raises
+    ------
+    ValueError
+        For anything else.
+    """
+    global _default
+    if group is not None and not isinstance(group, SyncGroup):
+        raise ValueError(f"group is {group!r}: give a gluon_syncbn.SyncGroup, or None.")
+    _default = group
+    for layer in list(_users):
+        layer._on_contexts()
+
+
+def follow_default_group(layer):
+    """Has a layer told when the default group changes."""
+    _users.add(layer)
+
+
+def _is_whole(value):
+    return isinstance(value, (int, numpy.integer)) and not isinstance(value, bool)
+
+
+def _join(values):
+    return ", ".join(map(str, values))
+
+
+def _context(name):
+    kind, number = name[:-1].split("(")
+    return Context(kind, int(number))
 
 
 def _seconds(timeout):
@@ -64,3 +316,4 @@ def _seconds(timeout):
     if not 0 < seconds < math.inf:
         raise ValueError(f"{source} is {timeout!r}: give a number of seconds above 0, such as 300.")
     return seconds
+

@@ -36,7 +36,7 @@ constexpr size_t kMostLanes = 64;
 constexpr size_t kSumsSize = 6;
 
 // Counts Ctrl-C. A process has one keyboard, so this is the one thing that all instances share.
-std::atomic<unsigned> interrupts{0};
+std::atomic<unsigned> interrupt_count{0};
 
 std::string join(const std::vector<std::string>& names) {
   std::string text;
@@ -54,6 +54,12 @@ std::string number(double value) {
 bool is_cpu(const std::string& device) { return device.compare(0, 3, "cpu") == 0; }
 
 }  // namespace
+
+size_t LayerConfig::group_of(const std::string& device) const {
+  const auto found = std::find(devices.begin(), devices.end(), device);
+  if (group_size == 0 || found == devices.end()) return 0;
+  return static_cast<size_t>(found - devices.begin()) / group_size;
+}
 
 struct AllReduce::Meeting {
   struct Arrival {
@@ -95,8 +101,8 @@ struct AllReduce::Meeting {
 };
 
 struct AllReduce::Layer {
-  // Direction, place, number.
-  using Key = std::tuple<Direction, int64_t, int64_t>;
+  // Direction, place, number, group.
+  using Key = std::tuple<Direction, int64_t, int64_t, size_t>;
 
   int64_t number = 0;
   LayerConfig config;
@@ -135,10 +141,11 @@ struct AllReduce::Layer {
 
   // "Came: cpu(0). Missing: cpu(1)."
   std::string attendance(const Meeting& meeting) const {
+    const size_t group = config.group_of(meeting.arrivals[0].device);
     std::vector<std::string> came, absent;
     for (const Meeting::Arrival& arrival : meeting.arrivals) came.push_back(arrival.device);
     for (const std::string& device : config.devices) {
-      if (!meeting.has(device)) absent.push_back(device);
+      if (config.group_of(device) == group && !meeting.has(device)) absent.push_back(device);
     }
     const size_t missing = config.participants() - came.size();
     const std::string share = missing < absent.size() ? std::to_string(missing) + " of " : "";
@@ -233,7 +240,7 @@ struct AllReduce::State {
             const std::string& device) {
     const Seconds timeout(layer->config.timeout_seconds);
     const Clock::time_point start = Clock::now();
-    const unsigned interrupts_before = interrupts.load(std::memory_order_relaxed);
+    const unsigned interrupts_before = AllReduce::interrupts();
     Seconds since_interrupt{0};
     lock->unlock();
     while (!meeting->over && Clock::now() - start < kAwake) std::this_thread::yield();
@@ -253,7 +260,7 @@ struct AllReduce::State {
       const Direction direction = std::get<0>(key);
       if (waited > timeout) fail(lock, layer, story() + layer->causes(direction));
 
-      if (interrupts.load(std::memory_order_relaxed) != interrupts_before) since_interrupt += slice;
+      if (AllReduce::interrupts() != interrupts_before) since_interrupt += slice;
       if (since_interrupt > kGraceAfterInterrupt) fail(lock, layer, story() + "Interrupted.");
 
       if (!meeting->warned && waited > timeout * kWarnAfter) {
@@ -273,7 +280,14 @@ struct AllReduce::State {
 AllReduce::AllReduce() : state_(new State) {}
 AllReduce::~AllReduce() = default;
 
-void AllReduce::interrupt() { interrupts.fetch_add(1, std::memory_order_relaxed); }
+void AllReduce::interrupt() { interrupt_count.fetch_add(1, std::memory_order_relaxed); }
+
+unsigned AllReduce::interrupts() { return interrupt_count.load(std::memory_order_relaxed); }
+
+bool AllReduce::closed() const {
+  const State::Lock lock(state_->mutex);
+  return !state_->closed.empty();
+}
 
 void AllReduce::observe(Observer observer) {
   const State::Lock lock(state_->mutex);
@@ -288,7 +302,8 @@ void AllReduce::configure(int64_t number, LayerConfig config) {
     layer->number = number;
     state_->layers[number] = layer;
   } else if (layer->config.devices != config.devices ||
-             layer->config.num_devices != config.num_devices) {
+             layer->config.num_devices != config.num_devices ||
+             layer->config.group_size != config.group_size) {
     layer->start_anew("The devices of SyncBatchNorm '" + config.name + "' were changed from " +
                       join(layer->config.devices) + " to " + join(config.devices) + ".");
     layer->unsettled.clear();
@@ -356,7 +371,8 @@ Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device, 
          ". Initialize the net on every device in use, or name them all in its SyncGroup.");
   }
   if (layer->unsettled.count(device)) throw layer->failed_before();
-  if (layer->forward_calls.size() == config.participants() && !layer->forward_calls.count(device)) {
+  if (config.num_devices && layer->forward_calls.size() == config.num_devices &&
+      !layer->forward_calls.count(device)) {
     fail("SyncBatchNorm '" + config.name + "' was made with num_devices=" +
          std::to_string(config.num_devices) + ", and after as many others " + device +
          " came too. Leave num_devices out, or name the devices that take part in a SyncGroup.");
@@ -370,7 +386,7 @@ void AllReduce::meet(const LayerPtr& layer, const Ticket& ticket, Direction dire
   State::Lock lock(state_->mutex);
   state_->check_open(layer);
   if (ticket.generation != layer->generation) throw layer->failed_before();
-  const Layer::Key key(direction, ticket.place, ticket.number);
+  const Layer::Key key(direction, ticket.place, ticket.number, layer->config.group_of(device));
   std::shared_ptr<Meeting>& open = layer->meetings[key];
   if (!open) open = std::make_shared<Meeting>();
   const std::shared_ptr<Meeting> meeting = open;
@@ -458,7 +474,7 @@ void AllReduce::exchange(const Layer& layer, const Ticket& ticket, Direction dir
     if (!config.exchanges()) return;
     absent = state_->absent;
     send = &state_->observer.exchange;
-    message.title = layer.title({direction, ticket.place, ticket.number});
+    message.title = layer.title({direction, ticket.place, ticket.number, 0});
   }
   const std::string way = direction == Direction::kForward ? " forward " : " backward ";
   message.layer = layer.number;

@@ -32,13 +32,19 @@ struct LayerConfig {
   std::vector<std::string> devices;
   // How many of them have to come; 0: all.
   size_t num_devices = 0;
+  // Or in groups of so many, in rank order, each of which meets by itself; 0: in one.
+  size_t group_size = 0;
   double timeout_seconds = 300;
   // The processes whose sums are added, by rank, out of so many that exchange them. One process
   // exchanges nothing.
   size_t processes = 1, first_rank = 0, end_rank = 1;
 
   bool exchanges() const { return processes > 1; }
-  size_t participants() const { return num_devices ? num_devices : devices.size(); }
+  size_t participants() const {
+    return group_size ? group_size : num_devices ? num_devices : devices.size();
+  }
+  // The group of a device; 0 for one that is not of the layer.
+  size_t group_of(const std::string& device) const;
 };
 
 // One forward call of a layer on one device, and its backward. Forward calls are counted on each
@@ -142,6 +148,9 @@ class AllReduce {
 
   // Safe in a signal handler: who still waits half a second from now gets an error.
   static void interrupt();
+  // How often that was called.
+  static unsigned interrupts();
+  bool closed() const;
 
  private:
   struct Meeting;

@@ -8,9 +8,13 @@
 
 #include <signal.h>
 
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
 #include <locale>
 #include <memory>
+#include <mutex>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -612,6 +616,18 @@ struct Settlement {
   }
 };
 
+// Somebody who waits for an array. The engine holds it too, for as long as it may call.
+struct Watch {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool written = false;
+  const unsigned interrupts = AllReduce::interrupts();
+};
+using WatchPtr = std::shared_ptr<Watch>;
+
+// How often a wait looks up from its sleep.
+constexpr std::chrono::duration<double> kLookUp{0.1};
+
 // Handles SIGINT, after whoever did so before.
 struct sigaction previous_interrupt_action;
 
@@ -666,12 +682,13 @@ void gluon_syncbn_after_fork() {
 void gluon_syncbn_tell_next(const char* text) { all_reduce->tell_next(text); }
 
 void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* devices,
-                            int num_devices, int expected, double timeout_seconds, int processes,
-                            int first_rank, int end_rank) {
+                            int num_devices, int expected, int group_size, double timeout_seconds,
+                            int processes, int first_rank, int end_rank) {
   LayerConfig config;
   config.name = name;
   config.devices.assign(devices, devices + num_devices);
   config.num_devices = static_cast<size_t>(expected);
+  config.group_size = static_cast<size_t>(group_size);
   config.timeout_seconds = timeout_seconds;
   config.processes = static_cast<size_t>(processes);
   config.first_rank = static_cast<size_t>(first_rank);
@@ -722,6 +739,38 @@ int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device, v
   }
   return status;
 }
+
+void* gluon_syncbn_watch_begin(void* array) {
+  const auto watch = std::make_shared<Watch>();
+  const auto tell = [](void*, void* argument) {
+    Watch& w = **static_cast<WatchPtr*>(argument);
+    const std::lock_guard<std::mutex> lock(w.mutex);
+    w.written = true;
+    w.changed.notify_all();
+  };
+  // Runs also where the array holds an error, which the waiting one then gets from MXNet.
+  const int status = mxnet.engine_push_sync(
+      tell, new WatchPtr(watch), [](void* w) { delete static_cast<WatchPtr*>(w); }, &kCpuContext,
+      &array, 1, nullptr, 0, &kNoSkip, 1, "SyncBatchNormWatch");
+  return status == 0 ? new WatchPtr(watch) : nullptr;
+}
+
+int gluon_syncbn_watch_wait(void* watch, double seconds) {
+  Watch& w = **static_cast<WatchPtr*>(watch);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  std::unique_lock<std::mutex> lock(w.mutex);
+  while (!w.written) {
+    const std::chrono::duration<double> left = end - std::chrono::steady_clock::now();
+    if (left.count() <= 0) return 1;
+    w.changed.wait_for(lock, std::min(left, kLookUp));
+    if (w.written) break;
+    if (AllReduce::interrupts() != w.interrupts) return 2;
+    if (all_reduce->closed()) return 3;
+  }
+  return 0;
+}
+
+void gluon_syncbn_watch_end(void* watch) { delete static_cast<WatchPtr*>(watch); }
 
 void gluon_syncbn_close(const char* reason) { all_reduce->close(reason); }
 

@@ -31,7 +31,8 @@ SBN_EXPORT void gluon_syncbn_after_fork();
 SBN_EXPORT void gluon_syncbn_tell_next(const char* text);
 
 SBN_EXPORT void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* devices,
-                                       int num_devices, int expected, double timeout_seconds,
+                                       int num_devices, int expected, int group_size,
+                                       double timeout_seconds,
                                        int processes, int first_rank, int end_rank);
 
 // Whether this process takes part in exchanges with sums of nothing, as it has run out of data.
@@ -47,6 +48,13 @@ SBN_EXPORT int gluon_syncbn_settle(int64_t layer, int64_t generation, const char
 
 // The process ends: releases all who wait, with an error.
 SBN_EXPORT void gluon_syncbn_close(const char* reason);
+
+// Waiting for an array that may never be written: a store's answer. begin() starts to watch it; wait()
+// returns 0 once it was written or holds an error, 1 after `seconds`, 2 on Ctrl-C, 3 when the process
+// ends; end() stops, whatever becomes of the array.
+SBN_EXPORT void* gluon_syncbn_watch_begin(void* array);
+SBN_EXPORT int gluon_syncbn_watch_wait(void* watch, double seconds);
+SBN_EXPORT void gluon_syncbn_watch_end(void* watch);
 
 // The number of calls that wait for other devices now.
 SBN_EXPORT int gluon_syncbn_waiting();
