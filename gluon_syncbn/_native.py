@@ -238,6 +238,77 @@ def waiting():
     return _library.gluon_syncbn_waiting()
 
 
+def set_absent(absent):
+    """Whether this process brings nothing to exchanges, as it has run out of data."""
+    _library.gluon_syncbn_set_absent(bool(absent))
+
+
+class watch:
+    """Waits for an array that MXNet may never write. Within `with`, ``wait(seconds)`` says whether
+    it was written."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __enter__(self):
+        self._watch = _library.gluon_syncbn_watch_begin(self._array.handle)
+        if not self._watch:
+            raise MemoryError("MXNet's engine takes no more operations.")
+        return self
+
+    def __exit__(self, *error):
+        _library.gluon_syncbn_watch_end(self._watch)
+
+    def wait(self, seconds):
+        status = _library.gluon_syncbn_watch_wait(self._watch, seconds)
+        if status > 1:
+            abandon()
+            raise RuntimeError("Interrupted." if status == 2 else _CLOSED)
+        return status == 0
+
+
+def view(array):
+    """NumPy's view of the memory of an NDArray on the CPU, which MXNet does not see it change."""
+    array.wait_to_read()
+    pointer = ctypes.c_void_p()
+    mxnet.base.check_call(mxnet.base._LIB.MXNDArrayGetData(array.handle, ctypes.byref(pointer)))
+    kind = numpy.ctypeslib.as_ctypes_type(array.dtype)
+    return numpy.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(kind)), array.shape)
+
+
+def call_within(seconds, function, otherwise):
+    """Calls a function of MXNet's that may never return. Raises RuntimeError(otherwise) when the
+    time is up."""
+    failures = []
+
+    def call():
+        try:
+            function()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        abandon()
+        raise RuntimeError(otherwise)
+    if failures:
+        raise failures[0]
+
+
+def abandon():
+    """Something in MXNet waits for what will never come, so the process cannot end as usual."""
+    global _abandoned
+    _abandoned = True
+
+
+def at_exit(leave):
+    """Has leave(failure) called when the process ends and all that was to be computed is; failure
+    is None, or what the script died of."""
+    _leaving.append(leave)
+
+
 def _wait_for_all():
     """Waits for MXNet. Returns the error that nobody had waited for, if there is one."""
     try:
@@ -259,17 +330,47 @@ def _before_fork():
 
 
 def _at_exit():
+    if _leaving:
+        _leave()
     _library.gluon_syncbn_close(_CLOSED.encode())
+    if _abandoned:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
     # MXNet first ends the threads of custom operators and then waits for all that is left, for ever
     # where that is a custom operator. So nothing may be left; what depends on a released call is
     # not computed any more.
     _wait_for_all()
 
 
+def _leave():
+    """Ends the exchanges with other processes."""
+    failure = getattr(sys, "last_value", None)
+    if failure is None and not _abandoned:
+        _let_others_finish()
+    for leave in reversed(_leaving):
+        leave(None if failure is None else f"{type(failure).__name__}: {failure}")
+
+
+def _let_others_finish():
+    """A script may end before its last step has, for which others may wait. Waits for it, but not
+    for a call that waits here for a device that never comes."""
+    waiter = threading.Thread(target=_wait_for_all, daemon=True)
+    waiter.start()
+    stuck = 0
+    while waiter.is_alive() and stuck < 5 and not _abandoned:
+        waiter.join(0.1)
+        stuck = stuck + 1 if waiting() else 0
+
+
+_abandoned = False
+_leaving = []
 _numbers = itertools.count()
 _layers = weakref.WeakValueDictionary()
 mxnet = _import_mxnet()
-import numpy  # noqa: E402  Only after MXNet, whose error says which NumPy it needs.
+import numpy  # noqa: E402, I001  Only after MXNet, whose error says which NumPy it needs.
+
 _library = _load()
 _library.gluon_syncbn_settle.argtypes = [
     ctypes.c_int64,
@@ -279,6 +380,10 @@ _library.gluon_syncbn_settle.argtypes = [
     ctypes.c_int,
     ctypes.c_char_p,
 ]
+_library.gluon_syncbn_watch_begin.restype = ctypes.c_void_p
+_library.gluon_syncbn_watch_begin.argtypes = [ctypes.c_void_p]
+_library.gluon_syncbn_watch_wait.argtypes = [ctypes.c_void_p, ctypes.c_double]
+_library.gluon_syncbn_watch_end.argtypes = [ctypes.c_void_p]
 HAS_ONEDNN = mxnet.runtime.Features().is_enabled("MKLDNN")
 _register(mxnet)
 os.register_at_fork(before=_before_fork, after_in_child=_library.gluon_syncbn_after_fork)

@@ -1,7 +1,6 @@
 """Who reduces together, and how long they wait for each other."""
 
 import inspect
-import itertools
 import math
 import os
 import threading
@@ -11,7 +10,7 @@ import numpy
 from mxnet.context import Context
 
 TIMEOUT_VARIABLE = "GLUON_SYNCBN_TIMEOUT"
-_DEFAULT_TIMEOUT = 300.0
+DEFAULT_TIMEOUT = 300.0
 # What a process says of a layer at its first exchange, in bytes of UTF-8.
 _INTRODUCTION = 256
 
@@ -191,7 +190,7 @@ class _Exchange:
                         f"{group_size or 'all'}",
                     )
                     introduced = True
-            return self._all_gather(key, title, mine)
+            return self.all_gather(key, title, mine)
 
         return exchange
 
@@ -199,7 +198,7 @@ class _Exchange:
         mine = numpy.zeros(_INTRODUCTION)
         told = text.encode()[:_INTRODUCTION]
         mine[: len(told)] = list(told)
-        everyone = self._all_gather(f"{layer_number} hello", title, mine)
+        everyone = self.all_gather(f"{layer_number} hello", title, mine)
         told = [bytes(row.astype(numpy.uint8)).rstrip(b"\0").decode() for row in everyone]
         if len(set(told)) > 1:
             ranks = {t: [r for r, other in enumerate(told) if other == t] for t in told}
@@ -210,7 +209,7 @@ class _Exchange:
             )
             raise RuntimeError(self._broken)
 
-    def _all_gather(self, key, title, mine):
+    def all_gather(self, key, title, mine):
         if self._broken:
             raise RuntimeError(
                 f"{title}: the processes have lost each other, and all have to start again from "
@@ -308,7 +307,7 @@ def _seconds(timeout):
     source = "timeout"
     if timeout is None:
         source = TIMEOUT_VARIABLE
-        timeout = os.environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT)
+        timeout = os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT)
     try:
         seconds = float(timeout)
     except (TypeError, ValueError):
@@ -316,4 +315,3 @@ def _seconds(timeout):
     if not 0 < seconds < math.inf:
         raise ValueError(f"{source} is {timeout!r}: give a number of seconds above 0, such as 300.")
     return seconds
-

@@ -1,0 +1,541 @@
+r"""Joins the processes of a SyncGroup: MXNet's KVStore ``dist_sync`` and Horovod.
+
+::
+
+    kv = mx.kv.create("dist_sync")
+    sbn.set_default_group(sbn.SyncGroup(store=sbn.distributed.KVStoreReducer(kv)))
+    net = ...                                          # layers meet all processes from here on
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {...}, kvstore=kv,
+                               update_on_kvstore=False)
+
+Every process sends its sums once per layer and pass, gets those of all, and adds them in the order
+of ranks as a single process would: the results are the same, bit for bit.
+
+Nobody waits for ever. A process that waits asks all others after a tenth of the timeout whether
+they have come. Where one has ended or has failed, the wait ends at once with an error, and
+otherwise with the timeout.
+"""
+
+import functools
+import logging
+import threading
+import time
+
+import mxnet as mx
+import numpy
+
+from . import _native
+from ._roll_call import CAME, FAILED, GONE, RollCall
+from .group import DEFAULT_TIMEOUT, default_group
+
+__all__ = ["HorovodReducer", "KVStoreReducer", "Reducer", "join"]
+
+_log = logging.getLogger("gluon_syncbn")
+
+# Our keys. A Trainer numbers its own from 0, and a store has either numbers or words. Beyond the
+# last, key * 9973 in the 32 bits of ps-lite is negative and names a server that does not exist.
+_FIRST_KEY = 10**6
+_LAST_KEY = 1_076_648
+# float32 holds whole numbers of so many bits; three of them hold a float64.
+_BITS = 22
+_MASK = numpy.uint64((1 << _BITS) - 1)
+_PARTS = 3
+# What a process says of a new key: its size, its number in the store, its name.
+_NOTICE = 64
+_WARN_AFTER = 0.1
+_CAUSES = (
+    "Usual causes: a process has ended, hangs or is much slower; it called the net less often (an "
+    "uneven number of batches: see gluon_syncbn.distributed.join), or it built another net."
+)
+
+
+class Reducer:
+    """What the stores of this module have in common: an exact sum of float64 over all processes,
+    a time limit, and a story of who is missing.
+
+    rank, size : int
+        This process's number, and how many there are.
+    """
+
+    def __init__(self, rank, size, timeout):
+        self.rank, self.size = rank, size
+        self._calls = {}
+        # Why no exchange can succeed any more.
+        self._lost = None
+        self._roll_call = None
+        if size > 1:
+            roll_call = RollCall(rank, size)
+            address = numpy.frombuffer(roll_call.address(), numpy.uint8).astype(numpy.float64)
+            everyone = self.all_gather("hello", address, timeout=timeout)
+            roll_call.set_addresses([row.astype(numpy.uint8).tobytes() for row in everyone])
+            self._roll_call = roll_call
+        _native.at_exit(self._leave)
+
+    def all_reduce(self, key, array, timeout=DEFAULT_TIMEOUT):
+        """The sum of `array` over all processes.
+
+        Added in the order of ranks with an error term of its own for every sum (Ogita, Rump and
+        Oishi 2005, Sum2), so that it is as good as one in twice the precision.
+
+        Parameters
+        ----------
+        key : str
+            Names the sum: equal in all processes, used for arrays of one shape, and not again
+            before the last sum of that name is there. At most 40 bytes.
+        array : numpy.ndarray
+            float64, of one shape in all processes. Any value: infinities and NaN are summed too.
+        timeout : float
+            Seconds.
+
+        Raises
+        ------
+        RuntimeError
+            When a process does not come: at once where it has ended or failed, and otherwise after
+            `timeout`.
+        """
+        array = numpy.asarray(array)
+        rows = self.all_gather(key, array.reshape(-1), timeout=timeout)
+        total, error = numpy.zeros(array.size), numpy.zeros(array.size)
+        with numpy.errstate(invalid="ignore"):
+            for row in rows:
+                new = total + row
+                part = new - total
+                rest = (total - (new - part)) + (row - part)
+                error += numpy.where(numpy.isfinite(new), rest, 0)
+                total = new
+            return (total + error).reshape(array.shape)
+
+    def all_gather(self, key, array, title=None, timeout=DEFAULT_TIMEOUT):
+        """The arrays of all processes, shape (size, n), for one of shape (n,) here: `all_reduce`
+        says the rest. `title` names the sum in what is told to the user."""
+        array = numpy.asarray(array)
+        if array.dtype != numpy.float64 or array.ndim != 1:
+            raise ValueError(
+                f"all_gather got {array.dtype} of shape {array.shape}: give float64 of shape (n,)."
+            )
+        if self.size == 1:
+            return array.reshape(1, -1).copy()
+        if self._lost:
+            raise RuntimeError(self._lost)
+        call = self._calls[key] = self._calls.get(key, 0) + 1
+        with mx.autograd.pause(), _Wait(self, title or repr(key), f"{key} {call}", timeout) as wait:
+            return self._gather(key, array, wait)
+
+    def fail(self, text):
+        """Tells the other processes, when they ask, that a step has failed in this one."""
+        if self._roll_call is not None:
+            self._roll_call.tell(FAILED, text)
+
+    def _gather(self, key, array, wait):
+        raise NotImplementedError
+
+    def _leave(self, failure):
+        """At the end of the process: MXNet's own end waits for all processes, without a limit, so
+        it may begin only when all have come to theirs. `failure`: what the script died of."""
+        if self._roll_call is None:
+            return
+        if failure is not None:
+            self.fail(failure)
+            _native.abandon()
+        elif not self._lost:
+            error = self._roll_call.wait_for_the_end(default_group().timeout)
+            if error:
+                _log.error("%s", error)
+                _native.abandon()
+        self._roll_call.close()
+
+
+class _Wait:
+    """One process's wait for the others in one exchange."""
+
+    def __init__(self, reducer, title, meeting, timeout):
+        self._reducer = reducer
+        self._roll_call = reducer._roll_call
+        self._title = title
+        self._meeting = f"{title} ({meeting})"
+        self._timeout = timeout
+        self._start = time.monotonic()
+        self._warned = False
+
+    def __enter__(self):
+        if self._roll_call is not None:
+            self._roll_call.came(self._meeting)
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if self._roll_call is not None:
+            self._roll_call.left(self._meeting)
+
+    def array(self, array):
+        """Waits until MXNet has written the array. Raises RuntimeError when it is no use."""
+        with _native.watch(array) as watch:
+            while not watch.wait(self.slice()):
+                self.look()
+        array.wait_to_read()
+
+    def slice(self):
+        """Seconds to wait before the next look()."""
+        waited = time.monotonic() - self._start
+        first = self._timeout * _WARN_AFTER
+        return max(0.01, first - waited) if waited < first else min(1.0, first)
+
+    def look(self):
+        """Finds out whether it is of any use to go on. Raises RuntimeError where it is not."""
+        waited = time.monotonic() - self._start
+        rank = self._reducer.rank
+        story = f"{self._title}: rank {rank} has waited {waited:.3g} s for other processes. "
+        if self._roll_call is None:
+            if waited > self._timeout:
+                self._give_up(story + _CAUSES)
+            return
+        answers = self._roll_call.ask(self._meeting, patience=min(2.0, self._timeout / 4))
+        story += self._roll_call.describe(answers, str)
+        lost = [
+            rank
+            for rank, answer in answers.items()
+            if answer.state == GONE or answer.notice and answer.state != CAME
+        ]
+        if lost or waited > self._timeout:
+            self._give_up(f"{story} {_CAUSES}")
+        if not self._warned:
+            self._warned = True
+            _log.warning("%s After %.3g s this is an error. %s", story, self._timeout, _CAUSES)
+
+    def fail(self, error):
+        """The store says itself that it cannot go on."""
+        self._give_up(f"{self._title}: rank {self._reducer.rank} lost the other processes: {error}")
+
+    def _give_up(self, text):
+        # The store still waits, and whoever waits for the store at the end of the process would do
+        # so for ever.
+        self._reducer._lost = self._reducer._lost or text
+        _native.abandon()
+        raise RuntimeError(text)
+
+
+class KVStoreReducer(Reducer):
+    """Joins processes by MXNet's parameter server.
+
+    Every process puts its numbers into a slot of its own, in which all others have zeros, so that
+    the server's float32 sum is exact; a float64 travels as three whole numbers of 22 bits. A new
+    key needs one more round, in which the processes agree on its number in the store.
+
+    Parameters
+    ----------
+    kvstore : mxnet.kvstore.KVStore
+        ``mx.kv.create("dist_sync")`` or ``"dist_device_sync"``: the one that the Trainer gets as
+        ``kvstore=kv, update_on_kvstore=False``, as a second one in a process hangs. Keys from
+        10**6 on are ours.
+    timeout : float
+        Seconds for which this call waits for the other processes, all of which make it.
+
+    Raises
+    ------
+    ValueError
+        For a store of another type: one that does not join processes, or does not wait for all.
+    RuntimeError
+        Where the other processes do not come.
+    """
+
+    def __init__(self, kvstore, timeout=DEFAULT_TIMEOUT):
+        kind = getattr(kvstore, "type", None)
+        if not (str(kind).startswith("dist") and "async" not in kind):
+            raise ValueError(
+                f"KVStoreReducer got {kvstore!r} of type {kind!r}: give mx.kv.create('dist_sync'), "
+                "and start the processes with python -m gluon_syncbn.launch. (MXNet takes a name "
+                "that it does not know for a local store, without a word.)"
+            )
+        # What a Trainer calls that wants its updates made by the server.
+        kvstore.set_optimizer = _refuse_updates
+        self._kv = kvstore
+        # The store notes each new key in a table that calls on several threads would spoil.
+        calls = threading.Lock()
+        for name in _SERIALIZED:
+            setattr(kvstore, name, _one_at_a_time(getattr(kvstore, name), calls))
+        self._keys = {}
+        self._notices = {}
+        self._noticed = threading.Condition()
+        self._round = threading.Lock()
+        self._next_key = _FIRST_KEY + 1
+        rank, size = kvstore.rank, kvstore.num_workers
+        if size > 1:
+            self._notice = _Slots(rank, (size, _NOTICE))
+            _native.call_within(
+                timeout,
+                lambda: kvstore.init(_FIRST_KEY, mx.nd.zeros((size, _NOTICE))),
+                f"KVStoreReducer, rank {rank}, has waited {timeout:g} s for the other processes to "
+                "make theirs. Make it in every process, before anything that only some of them do.",
+            )
+        super().__init__(rank, size, timeout)
+
+    def _leave(self, failure):
+        super()._leave(failure)
+        # The script's last reference to the store is to be its last: MXNet aborts a process that
+        # still has one when Python has come to its end.
+        for name in (*_SERIALIZED, "set_optimizer"):
+            delattr(self._kv, name)
+        self._kv = None
+
+    def _gather(self, key, array, wait):
+        number, slots = self._keys.get(key) or self._agree(key, array.size, wait)
+        bits = array.view(numpy.uint64)
+        mine = slots.clear()
+        for part in range(_PARTS):
+            mine[part] = (bits >> numpy.uint64(part * _BITS)) & _MASK
+        parts = self._all_reduce(number, slots, wait).astype(numpy.uint64)
+        everyone = parts[:, 0]
+        for part in range(1, _PARTS):
+            everyone |= parts[:, part] << numpy.uint64(part * _BITS)
+        return everyone.view(numpy.float64)
+
+    def _all_reduce(self, number, slots, wait):
+        """Sends what this process has in its slot. Returns the slots of all, until the next
+        call."""
+        self._kv.pushpull(number, slots.array, out=slots.array)
+        wait.array(slots.array)
+        return slots.everyone
+
+    def _agree(self, key, size, wait):
+        """The number of a new key in the store, and the slots for it.
+
+        A key that the server does not know yet must not be pushed by anybody but rank 0: the server
+        takes the first push for the value to begin with. So every process gives notice of each key,
+        in rounds over one key that all know. Rank 0 does it when the server has the new one. The
+        keys of one round may differ: each process gives its notices in the order in which its
+        layers come to their meetings.
+        """
+        name = key.encode()
+        if len(name) > _NOTICE - 3:
+            raise ValueError(f"The key {key!r} is too long: use at most {_NOTICE - 3} bytes.")
+        slots = _Slots(self.rank, (self.size, _PARTS, size))
+        with self._round:
+            number = 0
+            if self.rank == 0:
+                number, self._next_key = self._next_key, self._next_key + 1
+                if number > _LAST_KEY:
+                    raise RuntimeError(
+                        f"All {_LAST_KEY - _FIRST_KEY} keys of the KVStore are in use: do not make "
+                        "new layers in every step."
+                    )
+                self._kv.push(number, slots.array)
+                # To be written, the array waits until the server has answered.
+                slots.array += 0
+                wait.array(slots.array)
+            mine = self._notice.clear()
+            mine[:3] = number - _FIRST_KEY, size & 0xFFFF, size >> 16
+            mine[3 : 3 + len(name)] = list(name)
+            sent = mine.copy()
+            everyone = self._all_reduce(_FIRST_KEY, self._notice, wait)
+            if not (everyone[self.rank] == sent).all():
+                raise RuntimeError(f"The KVStore changes what is sent to it. {_UPDATES}")
+            notices = everyone.astype(numpy.int64)
+        with self._noticed:
+            for rank, row in enumerate(notices):
+                text = bytes(row[3:].astype(numpy.uint8)).rstrip(b"\0").decode()
+                self._notices.setdefault(text, {})[rank] = (row[1] + (row[2] << 16), row[0])
+            self._noticed.notify_all()
+            notices = self._notices[key]
+            while len(notices) < self.size:
+                if not self._noticed.wait(wait.slice()):
+                    wait.look()
+            sizes = [notices[rank][0] for rank in range(self.size)]
+            if len(set(sizes)) > 1:
+                raise RuntimeError(
+                    f"The processes bring different amounts of numbers to {key!r}: {sizes}, by "
+                    "rank. Make the same layers in the same order in every process."
+                )
+            self._keys[key] = _FIRST_KEY + int(notices[0][1]), slots
+        return self._keys[key]
+
+
+_SERIALIZED = ("push", "pull", "pushpull")
+_UPDATES = (
+    "The Trainer has the server run the optimizer, which would run on the sums of SyncBatchNorm "
+    "too: make the Trainer with update_on_kvstore=False."
+)
+
+
+def _refuse_updates(optimizer):
+    raise ValueError(_UPDATES)
+
+
+def _one_at_a_time(function, lock):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        with lock:
+            return function(*args, **kwargs)
+
+    return call
+
+
+class _Slots:
+    """A float32 NDArray with a place for each process, and NumPy's view of its memory."""
+
+    def __init__(self, rank, shape):
+        self._rank = rank
+        self.array = mx.nd.zeros(shape)
+        self.everyone = _native.view(self.array)
+
+    def clear(self):
+        """This process's slot, to be filled, where all others hold zeros."""
+        self.everyone[:] = 0
+        return self.everyone[self._rank]
+
+
+class HorovodReducer(Reducer):
+    """Joins processes by Horovod.
+
+    Parameters
+    ----------
+    hvd : module
+        ``horovod.mxnet``, after ``hvd.init()``.
+    timeout : float
+        Seconds for which this call waits for the other processes, all of which make it.
+
+    Raises
+    ------
+    ValueError
+        For anything else, and before ``hvd.init()``.
+    RuntimeError
+        Where the other processes do not come.
+    """
+
+    def __init__(self, hvd, timeout=DEFAULT_TIMEOUT):
+        if not all(hasattr(hvd, name) for name in ("allgather", "rank", "size")):
+            raise ValueError(
+                f"HorovodReducer got {hvd!r}: import horovod.mxnet as hvd, call hvd.init() and "
+                "give hvd."
+            )
+        try:
+            rank, size = hvd.rank(), hvd.size()
+        except ValueError as error:
+            raise ValueError("HorovodReducer needs hvd.init() to be called before.") from error
+        self._hvd = hvd
+        super().__init__(rank, size, timeout)
+
+    def _gather(self, key, array, wait):
+        mine = mx.nd.array(array, dtype=numpy.float64)
+        try:
+            everyone = self._hvd.allgather(mine, name=f"gluon_syncbn {key}")
+            wait.array(everyone)
+        except mx.MXNetError as error:
+            wait.fail(error)
+        return everyone.asnumpy().reshape(self.size, -1)
+
+
+class join:
+    """Goes through the batches of this process until no process has any left.
+
+    ::
+
+        for batch in (steps := sbn.distributed.join(loader, trainer)):
+            with autograd.record():
+                ...
+            trainer.step(steps.batch_size)
+
+    A process that runs out of batches goes on with its last one, so that it still meets the others
+    in every layer and in the Trainer. It brings nothing: its sums count for no samples, and its
+    gradients are set to zero before the Trainer adds them. So the others have the statistics and
+    the gradients of the samples that there are, and all processes keep the same parameters.
+    (``torch.distributed.algorithms.Join`` does the same for PyTorch.) It costs one small message
+    per step.
+
+    Parameters
+    ----------
+    batches : iterable
+    trainer : mxnet.gluon.Trainer, optional
+        Whose gradients are set to zero. Without one, that is left to the loop: see `absent`.
+    group : SyncGroup, optional
+        By default that of the layers: see :func:`gluon_syncbn.set_default_group`.
+    early_stop : bool
+        End for all processes as soon as one has no batch left.
+
+    Attributes
+    ----------
+    absent : bool
+        Whether this process has run out of batches, and the present one is one that it had before.
+    batch_size : int
+        The number of samples of all processes in this step: what ``trainer.step`` wants. A batch's
+        samples are counted along the first axis of the first array in it.
+    processes : int
+        How many processes bring a batch to this step.
+
+    Raises
+    ------
+    ValueError
+        Where a process has no batch at all.
+    RuntimeError
+        Where a process does not come to the step.
+    """
+
+    def __init__(self, batches, trainer=None, group=None, early_stop=False):
+        self._batches = batches
+        self._trainer = trainer
+        self._exchange = (group or default_group())._exchange
+        self._early_stop = early_stop
+        self.absent = False
+        self.batch_size = self.processes = 0
+
+    def __iter__(self):
+        remaining = iter(self._batches)
+        nothing = object()
+        last = nothing
+        try:
+            while True:
+                batch = nothing if self.absent else next(remaining, nothing)
+                if not self._agree(batch is not nothing, batch):
+                    return
+                if batch is nothing:
+                    if last is nothing:
+                        raise ValueError(
+                            "join: this process has no batch at all, and so none to go on with. "
+                            "Give each process at least one."
+                        )
+                    self._become_absent()
+                    batch = last
+                yield batch
+                last = batch
+        finally:
+            self._come_back()
+
+    def _agree(self, have, batch):
+        """Whether there is a next step."""
+        mine = numpy.array([have, _samples(batch) if have else 0], dtype=numpy.float64)
+        everyone = mine.reshape(1, -1)
+        if self._exchange is not None:
+            everyone = self._exchange.all_gather("join", "gluon_syncbn.distributed.join", mine)
+        self.processes, self.batch_size = (int(n) for n in everyone.sum(axis=0))
+        return self.processes == len(everyone) if self._early_stop else self.processes > 0
+
+    def _become_absent(self):
+        if self.absent:
+            return
+        # Calls of the last step may still be on their way to their meetings.
+        mx.nd.waitall()
+        self.absent = True
+        _native.set_absent(True)
+        if self._trainer is not None:
+            add_up = self._trainer._allreduce_grads
+
+            def add_nothing():
+                for parameter in self._trainer._params:
+                    if parameter.grad_req != "null":
+                        parameter.zero_grad()
+                add_up()
+
+            self._trainer._allreduce_grads = add_nothing
+
+    def _come_back(self):
+        if not self.absent:
+            return
+        mx.nd.waitall()
+        self.absent = False
+        _native.set_absent(False)
+        if self._trainer is not None:
+            del self._trainer._allreduce_grads
+
+
+def _samples(batch):
+    while isinstance(batch, (list, tuple)) and batch:
+        batch = batch[0]
+    return len(batch) if hasattr(batch, "__len__") else 1
