@@ -17,6 +17,8 @@ OP_TYPE = "GluonSyncBatchNorm"
 # Graphs carry this word, so that one made in another process does not find this one's layers by
 # their numbers.
 PROCESS = uuid.uuid4().hex
+# Of a float64 in float32.
+PARTS = 3
 
 _MXNET = "1.9.1"
 _LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libgluon_syncbn.so")
@@ -243,6 +245,20 @@ def set_absent(absent):
     _library.gluon_syncbn_set_absent(bool(absent))
 
 
+def split(values, parts):
+    """Writes float64 of shape (n,) to float32 of shape (`PARTS`, n), as whole numbers of 22 bits
+    that float32 holds exactly."""
+    _library.gluon_syncbn_split(values.ctypes.data, values.size, parts.ctypes.data)
+
+
+def join(parts):
+    """The float64 of all processes, shape (size, n), from float32 of shape (size, `PARTS`, n)."""
+    size, _, n = parts.shape
+    values = numpy.empty((size, n))
+    _library.gluon_syncbn_join(parts.ctypes.data, size, n, values.ctypes.data)
+    return values
+
+
 class watch:
     """Waits for an array that MXNet may never write. Within `with`, ``wait(seconds)`` says whether
     it was written."""
@@ -384,6 +400,13 @@ _library.gluon_syncbn_watch_begin.restype = ctypes.c_void_p
 _library.gluon_syncbn_watch_begin.argtypes = [ctypes.c_void_p]
 _library.gluon_syncbn_watch_wait.argtypes = [ctypes.c_void_p, ctypes.c_double]
 _library.gluon_syncbn_watch_end.argtypes = [ctypes.c_void_p]
+_library.gluon_syncbn_split.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+_library.gluon_syncbn_join.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_int64,
+    ctypes.c_int64,
+    ctypes.c_void_p,
+]
 HAS_ONEDNN = mxnet.runtime.Features().is_enabled("MKLDNN")
 _register(mxnet)
 os.register_at_fork(before=_before_fork, after_in_child=_library.gluon_syncbn_after_fork)

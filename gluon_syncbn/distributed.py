@@ -36,10 +36,6 @@ _log = logging.getLogger("gluon_syncbn")
 # last, key * 9973 in the 32 bits of ps-lite is negative and names a server that does not exist.
 _FIRST_KEY = 10**6
 _LAST_KEY = 1_076_648
-# float32 holds whole numbers of so many bits; three of them hold a float64.
-_BITS = 22
-_MASK = numpy.uint64((1 << _BITS) - 1)
-_PARTS = 3
 # What a process says of a new key: its size, its number in the store, its name.
 _NOTICE = 64
 _WARN_AFTER = 0.1
@@ -278,15 +274,8 @@ class KVStoreReducer(Reducer):
 
     def _gather(self, key, array, wait):
         number, slots = self._keys.get(key) or self._agree(key, array.size, wait)
-        bits = array.view(numpy.uint64)
-        mine = slots.clear()
-        for part in range(_PARTS):
-            mine[part] = (bits >> numpy.uint64(part * _BITS)) & _MASK
-        parts = self._all_reduce(number, slots, wait).astype(numpy.uint64)
-        everyone = parts[:, 0]
-        for part in range(1, _PARTS):
-            everyone |= parts[:, part] << numpy.uint64(part * _BITS)
-        return everyone.view(numpy.float64)
+        _native.split(numpy.ascontiguousarray(array), slots.clear())
+        return _native.join(self._all_reduce(number, slots, wait))
 
     def _all_reduce(self, number, slots, wait):
         """Sends what this process has in its slot. Returns the slots of all, until the next
@@ -307,7 +296,7 @@ class KVStoreReducer(Reducer):
         name = key.encode()
         if len(name) > _NOTICE - 3:
             raise ValueError(f"The key {key!r} is too long: use at most {_NOTICE - 3} bytes.")
-        slots = _Slots(self.rank, (self.size, _PARTS, size))
+        slots = _Slots(self.rank, (self.size, _native.PARTS, size))
         with self._round:
             number = 0
             if self.rank == 0:

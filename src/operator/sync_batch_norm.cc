@@ -625,6 +625,10 @@ struct Watch {
 };
 using WatchPtr = std::shared_ptr<Watch>;
 
+// float32 holds whole numbers of so many bits, and a float64 has three times as many or less.
+constexpr int kParts = 3, kBitsPerPart = 22;
+constexpr uint64_t kPartMask = (uint64_t{1} << kBitsPerPart) - 1;
+
 // How often a wait looks up from its sleep.
 constexpr std::chrono::duration<double> kLookUp{0.1};
 
@@ -738,6 +742,31 @@ int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device, v
     delete settlement;
   }
   return status;
+}
+
+void gluon_syncbn_split(const double* values, int64_t n, float* parts) {
+  for (int64_t i = 0; i < n; ++i) {
+    uint64_t bits;
+    std::memcpy(&bits, values + i, sizeof(bits));
+    // By way of int32_t, for which there are vector instructions.
+    for (int part = 0; part < kParts; ++part) {
+      const uint64_t value = bits >> (part * kBitsPerPart) & kPartMask;
+      parts[part * n + i] = static_cast<float>(static_cast<int32_t>(value));
+    }
+  }
+}
+
+void gluon_syncbn_join(const float* parts, int64_t rows, int64_t n, double* values) {
+  for (int64_t row = 0; row < rows; ++row, parts += kParts * n, values += n) {
+    for (int64_t i = 0; i < n; ++i) {
+      uint64_t bits = 0;
+      for (int part = 0; part < kParts; ++part) {
+        const auto value = static_cast<uint64_t>(static_cast<int32_t>(parts[part * n + i]));
+        bits |= value << (part * kBitsPerPart);
+      }
+      std::memcpy(values + i, &bits, sizeof(bits));
+    }
+  }
 }
 
 void* gluon_syncbn_watch_begin(void* array) {

@@ -49,6 +49,11 @@ SBN_EXPORT int gluon_syncbn_settle(int64_t layer, int64_t generation, const char
 // The process ends: releases all who wait, with an error.
 SBN_EXPORT void gluon_syncbn_close(const char* reason);
 
+// float64 on its way through a store that adds float32: three whole numbers of 22 bits each, first
+// the lowest bits of all values, then the next. parts: (3, n), and (rows, 3, n) for all processes.
+SBN_EXPORT void gluon_syncbn_split(const double* values, int64_t n, float* parts);
+SBN_EXPORT void gluon_syncbn_join(const float* parts, int64_t rows, int64_t n, double* values);
+
 // Waiting for an array that may never be written: a store's answer. begin() starts to watch it; wait()
 // returns 0 once it was written or holds an error, 1 after `seconds`, 2 on Ctrl-C, 3 when the process
 // ends; end() stops, whatever becomes of the array.
