@@ -2,8 +2,9 @@
 
 # First, as it explains what is wrong where MXNet or the native library cannot be loaded.
 from . import _native  # noqa: F401  isort:skip
+from . import distributed
 from ._version import __version__
 from .block import SyncBatchNorm
 from .group import SyncGroup, set_default_group
 
-__all__ = ["SyncBatchNorm", "SyncGroup", "set_default_group", "__version__"]
+__all__ = ["SyncBatchNorm", "SyncGroup", "distributed", "set_default_group", "__version__"]

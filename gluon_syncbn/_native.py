@@ -345,6 +345,12 @@ def _before_fork():
         _library.gluon_syncbn_tell_next(str(error).encode())
 
 
+def _after_fork():
+    _library.gluon_syncbn_after_fork()
+    # The parent leaves the others, when it ends.
+    _leaving.clear()
+
+
 def _at_exit():
     if _leaving:
         _leave()
@@ -409,7 +415,7 @@ _library.gluon_syncbn_join.argtypes = [
 ]
 HAS_ONEDNN = mxnet.runtime.Features().is_enabled("MKLDNN")
 _register(mxnet)
-os.register_at_fork(before=_before_fork, after_in_child=_library.gluon_syncbn_after_fork)
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 # Later registered, earlier called: before MXNet's own.
 atexit.register(_at_exit)
 if (

@@ -18,6 +18,7 @@ otherwise with the timeout.
 
 import functools
 import logging
+import os
 import threading
 import time
 
@@ -26,7 +27,7 @@ import numpy
 
 from . import _native
 from ._roll_call import CAME, FAILED, GONE, RollCall
-from .group import DEFAULT_TIMEOUT, default_group
+from .group import default_group, seconds
 
 __all__ = ["HorovodReducer", "KVStoreReducer", "Reducer", "join"]
 
@@ -53,8 +54,13 @@ class Reducer:
         This process's number, and how many there are.
     """
 
+    # What carries the numbers, as a message names it.
+    engine = "the store"
+
     def __init__(self, rank, size, timeout):
         self.rank, self.size = rank, size
+        self._process = os.getpid()
+        # By key: how many sums there were, and of how many numbers.
         self._calls = {}
         # Why no exchange can succeed any more.
         self._lost = None
@@ -67,7 +73,7 @@ class Reducer:
             self._roll_call = roll_call
         _native.at_exit(self._leave)
 
-    def all_reduce(self, key, array, timeout=DEFAULT_TIMEOUT):
+    def all_reduce(self, key, array, timeout=None):
         """The sum of `array` over all processes.
 
         Added in the order of ranks with an error term of its own for every sum (Ogita, Rump and
@@ -80,8 +86,8 @@ class Reducer:
             before the last sum of that name is there. At most 40 bytes.
         array : numpy.ndarray
             float64, of one shape in all processes. Any value: infinities and NaN are summed too.
-        timeout : float
-            Seconds.
+        timeout : float, optional
+            Seconds. By default the environment variable ``GLUON_SYNCBN_TIMEOUT``, or else 300.
 
         Raises
         ------
@@ -101,7 +107,7 @@ class Reducer:
                 total = new
             return (total + error).reshape(array.shape)
 
-    def all_gather(self, key, array, title=None, timeout=DEFAULT_TIMEOUT):
+    def all_gather(self, key, array, title=None, timeout=None):
         """The arrays of all processes, shape (size, n), for one of shape (n,) here: `all_reduce`
         says the rest. `title` names the sum in what is told to the user."""
         array = numpy.asarray(array)
@@ -111,10 +117,19 @@ class Reducer:
             )
         if self.size == 1:
             return array.reshape(1, -1).copy()
-        if self._lost:
-            raise RuntimeError(self._lost)
-        call = self._calls[key] = self._calls.get(key, 0) + 1
-        with mx.autograd.pause(), _Wait(self, title or repr(key), f"{key} {call}", timeout) as wait:
+        if self._lost or os.getpid() != self._process:
+            raise RuntimeError(self._lost or "This process was forked from one of the group's.")
+        call, size = self._calls.get(key, (0, array.size))
+        if size != array.size:
+            raise ValueError(
+                f"{title or key} gives {array.size} numbers after {size} before: give every sum of "
+                "another size a key of its own."
+            )
+        call += 1
+        self._calls[key] = call, size
+        with mx.autograd.pause(), _Wait(
+            self, title or repr(key), f"{key} {call}", seconds(timeout)
+        ) as wait:
             return self._gather(key, array, wait)
 
     def fail(self, text):
@@ -186,6 +201,8 @@ class _Wait:
             return
         answers = self._roll_call.ask(self._meeting, patience=min(2.0, self._timeout / 4))
         story += self._roll_call.describe(answers, str)
+        if all(answer.state == CAME for answer in answers.values()):
+            story += f" As all have come, {self._reducer.engine} does not answer."
         lost = [
             rank
             for rank, answer in answers.items()
@@ -223,7 +240,8 @@ class KVStoreReducer(Reducer):
         ``kvstore=kv, update_on_kvstore=False``, as a second one in a process hangs. Keys from
         10**6 on are ours.
     timeout : float
-        Seconds for which this call waits for the other processes, all of which make it.
+        Seconds for which this call waits for the other processes, all of which make it. By default
+        the environment variable ``GLUON_SYNCBN_TIMEOUT``, or else 300.
 
     Raises
     ------
@@ -233,13 +251,20 @@ class KVStoreReducer(Reducer):
         Where the other processes do not come.
     """
 
-    def __init__(self, kvstore, timeout=DEFAULT_TIMEOUT):
+    engine = "the KVStore's server"
+
+    def __init__(self, kvstore, timeout=None):
+        timeout = seconds(timeout)
         kind = getattr(kvstore, "type", None)
         if not (str(kind).startswith("dist") and "async" not in kind):
             raise ValueError(
                 f"KVStoreReducer got {kvstore!r} of type {kind!r}: give mx.kv.create('dist_sync'), "
                 "and start the processes with python -m gluon_syncbn.launch. (MXNet takes a name "
                 "that it does not know for a local store, without a word.)"
+            )
+        if "pushpull" in vars(kvstore):
+            raise ValueError(
+                "This KVStore has a KVStoreReducer already: use that one for all groups."
             )
         # What a Trainer calls that wants its updates made by the server.
         kvstore.set_optimizer = _refuse_updates
@@ -379,7 +404,8 @@ class HorovodReducer(Reducer):
     hvd : module
         ``horovod.mxnet``, after ``hvd.init()``.
     timeout : float
-        Seconds for which this call waits for the other processes, all of which make it.
+        Seconds for which this call waits for the other processes, all of which make it. By default
+        the environment variable ``GLUON_SYNCBN_TIMEOUT``, or else 300.
 
     Raises
     ------
@@ -389,7 +415,10 @@ class HorovodReducer(Reducer):
         Where the other processes do not come.
     """
 
-    def __init__(self, hvd, timeout=DEFAULT_TIMEOUT):
+    engine = "Horovod"
+
+    def __init__(self, hvd, timeout=None):
+        timeout = seconds(timeout)
         if not all(hasattr(hvd, name) for name in ("allgather", "rank", "size")):
             raise ValueError(
                 f"HorovodReducer got {hvd!r}: import horovod.mxnet as hvd, call hvd.init() and "
@@ -400,16 +429,22 @@ class HorovodReducer(Reducer):
         except ValueError as error:
             raise ValueError("HorovodReducer needs hvd.init() to be called before.") from error
         self._hvd = hvd
+        # By key: what this process sends, and NumPy's view of it.
+        self._arrays = {}
         super().__init__(rank, size, timeout)
 
     def _gather(self, key, array, wait):
-        mine = mx.nd.array(array, dtype=numpy.float64)
+        if key not in self._arrays:
+            mine = mx.nd.empty((array.size,), dtype=numpy.float64)
+            self._arrays[key] = mine, _native.view(mine)
+        mine, values = self._arrays[key]
+        values[:] = array
         try:
             everyone = self._hvd.allgather(mine, name=f"gluon_syncbn {key}")
             wait.array(everyone)
         except mx.MXNetError as error:
             wait.fail(error)
-        return everyone.asnumpy().reshape(self.size, -1)
+        return _native.view(everyone).reshape(self.size, -1).copy()
 
 
 class join:

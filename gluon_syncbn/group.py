@@ -10,7 +10,7 @@ import numpy
 from mxnet.context import Context
 
 TIMEOUT_VARIABLE = "GLUON_SYNCBN_TIMEOUT"
-DEFAULT_TIMEOUT = 300.0
+_DEFAULT_TIMEOUT = 300.0
 # What a process says of a layer at its first exchange, in bytes of UTF-8.
 _INTRODUCTION = 256
 
@@ -78,7 +78,7 @@ class SyncGroup:
                 "synchronize with each other, or None for all."
             )
         self.devices = names
-        self.timeout = _seconds(timeout)
+        self.timeout = seconds(timeout)
         self.group_size = None if group_size is None else int(group_size)
         self.store = store
         self._exchange = None if store is None else _Exchange(store, self.timeout)
@@ -303,15 +303,16 @@ def _context(name):
     return Context(kind, int(number))
 
 
-def _seconds(timeout):
+def seconds(timeout):
+    """A timeout as a number: of the environment where it is None."""
     source = "timeout"
     if timeout is None:
         source = TIMEOUT_VARIABLE
-        timeout = os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT)
+        timeout = os.environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT)
     try:
-        seconds = float(timeout)
+        number = float(timeout)
     except (TypeError, ValueError):
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
+        number = math.nan
+    if not 0 < number < math.inf:
         raise ValueError(f"{source} is {timeout!r}: give a number of seconds above 0, such as 300.")
-    return seconds
+    return number
