@@ -348,8 +348,8 @@ void backward_together(const std::vector<const BackwardPart*>& parts,
 }
 
 template <typename T>
-constexpr Kernels kCpuKernels{forward_sums<T>,      forward<T>,          backward_sums<T>,
-                              backward<T>,          backward_constant<T>, forward_together<T>,
+constexpr Kernels kCpuKernels{forward_sums<T>,     forward<T>,           backward_sums<T>,
+                              backward<T>,         backward_constant<T>, forward_together<T>,
                               backward_together<T>};
 
 }  // namespace

@@ -374,10 +374,11 @@ class Call {
     Work<ForwardPart> work{{channels}, &part, dtype, nullptr};
     all_reduce->meet(layer_, ticket_, Direction::kForward, device_, &work,
                      [&](const std::vector<Part*>& parts) {
-                       kernels.forward_together(kernel_parts<ForwardPart>(parts),
-                                                settings_.epsilon, statistics.data());
+                       kernels.forward_together(kernel_parts<ForwardPart>(parts), settings_.epsilon,
+                                                statistics.data());
                        const StatisticsPtr shared = share(std::move(statistics));
-                       for (Part* p : parts) static_cast<Work<ForwardPart>*>(p)->statistics = shared;
+                       for (Part* p : parts)
+                         static_cast<Work<ForwardPart>*>(p)->statistics = shared;
                      });
     return work.statistics;
   }
@@ -667,10 +668,10 @@ int gluon_syncbn_register(void* const* api, const char* process, int is_naive_en
   };
   observer.exchange = [exchange](const Message& message, std::vector<double>* all) {
     char error[kMostErrorText] = "";
-    const int status = exchange(message.layer, message.key.c_str(), message.title.c_str(),
-                                message.channels, message.values.data(),
-                                static_cast<int64_t>(message.values.size()), all->data(),
-                                static_cast<int64_t>(all->size()), error, kMostErrorText);
+    const int status =
+        exchange(message.layer, message.key.c_str(), message.title.c_str(), message.channels,
+                 message.values.data(), static_cast<int64_t>(message.values.size()), all->data(),
+                 static_cast<int64_t>(all->size()), error, kMostErrorText);
     return status == 0 ? std::string() : std::string(error[0] ? error : "The exchange failed.");
   };
   if (!all_reduce) all_reduce = new AllReduce;

@@ -32,8 +32,8 @@ SBN_EXPORT void gluon_syncbn_tell_next(const char* text);
 
 SBN_EXPORT void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* devices,
                                        int num_devices, int expected, int group_size,
-                                       double timeout_seconds,
-                                       int processes, int first_rank, int end_rank);
+                                       double timeout_seconds, int processes, int first_rank,
+                                       int end_rank);
 
 // Whether this process takes part in exchanges with sums of nothing, as it has run out of data.
 SBN_EXPORT void gluon_syncbn_set_absent(int absent);
@@ -54,9 +54,9 @@ SBN_EXPORT void gluon_syncbn_close(const char* reason);
 SBN_EXPORT void gluon_syncbn_split(const double* values, int64_t n, float* parts);
 SBN_EXPORT void gluon_syncbn_join(const float* parts, int64_t rows, int64_t n, double* values);
 
-// Waiting for an array that may never be written: a store's answer. begin() starts to watch it; wait()
-// returns 0 once it was written or holds an error, 1 after `seconds`, 2 on Ctrl-C, 3 when the process
-// ends; end() stops, whatever becomes of the array.
+// Waiting for an array that may never be written: a store's answer. begin() starts to watch it;
+// wait() returns 0 once it was written or holds an error, 1 after `seconds`, 2 on Ctrl-C, 3 when
+// the process ends; end() stops, whatever becomes of the array.
 SBN_EXPORT void* gluon_syncbn_watch_begin(void* array);
 SBN_EXPORT int gluon_syncbn_watch_wait(void* watch, double seconds);
 SBN_EXPORT void gluon_syncbn_watch_end(void* watch);

@@ -157,6 +157,162 @@ void devices_have_to_fit() {
                "Leave num_devices out");
 }
 
+void groups_meet_by_themselves() {
+  check::context = "group_size";
+  LayerConfig config = config_of(cpus(6), 0.3);
+  config.group_size = 2;
+  Fixture f(config);
+  CHECK_EQ(f.all_reduce.participants(f.layer), 2u);
+  for (int i = 0; i < 20; ++i) {
+    check_meets(&f, {"cpu(2)", "cpu(3)"});
+    check_meets(&f, {"cpu(1)", "cpu(5)", "cpu(0)", "cpu(4)"});
+  }
+  Call alone(&f, "cpu(4)");
+  CHECK(contains(alone.error(), "Came: cpu(4). Missing: cpu(5)."));
+}
+
+// Three processes, of which this is one, with two devices.
+struct Exchange {
+  static constexpr size_t kProcesses = 3;
+  Fixture fixture;
+  std::mutex mutex;
+  std::vector<Message> messages;
+  std::string error;
+  double number_of_others = -1;
+
+  Exchange(size_t first_rank, size_t end_rank) : fixture(config(first_rank, end_rank)) {
+    Observer observer;
+    observer.exchange = [this](const Message& message, std::vector<double>* all) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      messages.push_back(message);
+      for (size_t rank = 0; rank < kProcesses; ++rank) {
+        std::vector<double> values = message.values;
+        if (rank != 1 && number_of_others >= 0) values[0] = number_of_others;
+        values[1] = static_cast<double>(10 * rank);  // the count
+        for (size_t i = 2; i < values.size(); ++i) values[i] = values[i] * (1 << rank);
+        std::copy(values.begin(), values.end(), all->begin() + rank * values.size());
+      }
+      return error;
+    };
+    fixture.all_reduce.observe(observer);
+  }
+
+  static LayerConfig config(size_t first_rank, size_t end_rank) {
+    LayerConfig config = config_of(cpus(2));
+    config.processes = kProcesses;
+    config.first_rank = first_rank;
+    config.end_rank = end_rank;
+    return config;
+  }
+
+  // Of each device; `texts` are what went wrong.
+  std::vector<Sums> call(Direction direction, const std::vector<Ticket>& tickets, double* count,
+                         std::vector<std::string>* texts) {
+    std::vector<Sums> sums{brought(0, 1, 3), brought(1, 1, 3)};
+    std::vector<double> counts{4, 5};
+    std::vector<std::unique_ptr<Call>> calls;
+    for (size_t d = 0; d < 2; ++d) {
+      calls.emplace_back(new Call([&, d] {
+        fixture.all_reduce.reduce(fixture.layer, tickets[d], direction, cpus(2)[d], &sums[d],
+                                  &counts[d]);
+      }));
+    }
+    for (const auto& call : calls) texts->push_back(call->error());
+    if (error.empty() && number_of_others < 0) CHECK_EQ(counts[0], counts[1]);
+    *count = counts[0];
+    return sums;
+  }
+
+  std::vector<Ticket> tickets() { return {fixture.next("cpu(0)"), fixture.next("cpu(1)")}; }
+};
+
+void processes_exchange_their_sums_once() {
+  check::context = "processes";
+  Exchange e(1, 3);
+  for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+    const std::vector<Ticket> tickets = e.tickets();
+    std::vector<std::string> texts;
+    double count = 0;
+    const std::vector<Sums> sums = e.call(direction, tickets, &count, &texts);
+    CHECK_EQ(texts[0] + texts[1], "");
+    // Ranks 1 and 2 alone: twice and four times what this process has.
+    Sums mine = added_in_rank_order(2, 1, 3), expected(3);
+    for (const int factor : {2, 4}) {
+      for (size_t c = 0; c < mine.size(); ++c) {
+        const auto scaled = [&](const Sum3& s) {
+          return Sum3{s.high * factor, s.middle * factor, s.low * factor};
+        };
+        expected[c].add({scaled(mine[c].first), scaled(mine[c].second)});
+      }
+    }
+    CHECK(same_bits(sums[0], expected) && same_bits(sums[1], expected));
+    CHECK_EQ(count, 30);
+  }
+  CHECK_EQ(e.messages.size(), 2u);
+  CHECK_EQ(e.messages[0].key, "5 forward 0 0");
+  CHECK_EQ(e.messages[1].key, "5 backward 0 1");
+  CHECK_EQ(e.messages[0].values.size(), 2u + 6 * 3);
+  CHECK_EQ(e.messages[0].values[1], 9);
+  CHECK_EQ(e.messages[1].values[0], 1);
+}
+
+void an_absent_process_brings_nothing() {
+  check::context = "absent";
+  Exchange e(0, 3);
+  e.fixture.all_reduce.set_absent(true);
+  std::vector<std::string> texts;
+  double count = 0;
+  e.call(Direction::kForward, e.tickets(), &count, &texts);
+  CHECK_EQ(texts[0] + texts[1], "");
+  const std::vector<double>& sent = e.messages[0].values;
+  CHECK(std::all_of(sent.begin(), sent.end(), [](double value) { return value == 0; }));
+}
+
+void a_failed_exchange_is_everyones_error() {
+  check::context = "failed exchange";
+  Exchange e(0, 3);
+  std::vector<std::string> texts;
+  double count = 0;
+  e.error = "rank 2 is gone";
+  e.call(Direction::kForward, e.tickets(), &count, &texts);
+  CHECK_EQ(texts[0], e.error);
+  CHECK_EQ(texts[1], e.error);
+
+  Exchange other(0, 3);
+  texts.clear();
+  other.number_of_others = 7;
+  other.call(Direction::kForward, other.tickets(), &count, &texts);
+  CHECK(contains(texts[0], "rank 0 is at its call 7") && texts[0] == texts[1]);
+}
+
+// Few keys, of which no two calls between their forward and their backward share one.
+void lanes_are_few_and_never_shared() {
+  check::context = "lanes";
+  Exchange e(0, 3);
+  std::vector<std::string> texts;
+  double count = 0;
+  const auto backward = [&](const std::vector<Ticket>& tickets) {
+    e.call(Direction::kBackward, tickets, &count, &texts);
+  };
+  for (int step = 0; step < 3; ++step) {
+    const std::vector<Ticket> a = e.tickets(), b = e.tickets(), c = e.tickets();
+    CHECK_EQ(a[0].lane, 0);
+    CHECK_EQ(b[1].lane, 1);
+    CHECK_EQ(c[0].lane, 2);
+    backward(b);
+    const std::vector<Ticket> d = e.tickets();
+    CHECK_EQ(d[0].lane, 1);
+    CHECK_EQ(d[1].lane, 1);
+    backward(d);
+    backward(c);
+    backward(a);
+  }
+  int64_t most = 0;
+  for (int i = 0; i < 200; ++i) most = std::max(most, e.tickets()[0].lane);
+  CHECK_EQ(most, 63);
+  for (const std::string& text : texts) CHECK_EQ(text, "");
+}
+
 void missing_layer_is_an_error() {
   check::context = "no layer";
   Fixture f(config_of(cpus(2)));
@@ -243,6 +399,11 @@ int main() {
   one_device_meets_itself();
   num_devices_may_be_less();
   devices_have_to_fit();
+  groups_meet_by_themselves();
+  processes_exchange_their_sums_once();
+  an_absent_process_brings_nothing();
+  a_failed_exchange_is_everyones_error();
+  lanes_are_few_and_never_shared();
   missing_layer_is_an_error();
   devices_may_change();
   calls_outlive_the_registration();

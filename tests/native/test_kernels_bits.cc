@@ -1,5 +1,6 @@
 // The kernels against themselves, where bits have to be the same.
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "kernels_fixture.h"
@@ -21,6 +22,50 @@ void add_part(const Problem<T>& p, const std::vector<Statistics>& s, int64_t beg
   for (int64_t c = 0; c < view.C; ++c) (*backward)[c].add(part[c]);
 }
 
+// The samples cut at `borders`, all parts in one walk: in place or not, written or added.
+template <typename T>
+void check_together(const Problem<T>& p, const Results<T>& r, const std::vector<int64_t>& borders) {
+  const Kernels& k = kernels<T>();
+  const T *gamma = p.gamma.data(), *beta = p.beta.data();
+  for (const bool in_place : {false, true}) {
+    Array<T> y = in_place ? p.x : p.dy, dx = p.dy;
+    const Store how = in_place ? Store::kWrite : Store::kAdd;
+    std::vector<ForwardPart> forward;
+    std::vector<BackwardPart> backward;
+    std::vector<Sums> sums(borders.size() - 1, Sums(static_cast<size_t>(p.view.C)));
+    for (size_t i = 0; i + 1 < borders.size(); ++i) {
+      const View view{borders[i + 1] - borders[i], p.view.C, p.view.S};
+      const int64_t at = borders[i] * view.C * view.S;
+      const T* x = in_place ? y.data() : p.x.data();
+      forward.push_back({view, x + at, gamma, beta, y.data() + at, how});
+      const T* dy = in_place ? dx.data() : p.dy.data();
+      backward.push_back(
+          {view, dy + at, p.x.data() + at, gamma, dx.data() + at, how, sums[i].data()});
+    }
+    std::vector<const ForwardPart*> forward_parts;
+    std::vector<const BackwardPart*> backward_parts;
+    for (const ForwardPart& part : forward) forward_parts.push_back(&part);
+    for (const BackwardPart& part : backward) backward_parts.push_back(&part);
+
+    std::vector<Statistics> s(static_cast<size_t>(p.view.C));
+    k.forward_together(forward_parts, kEpsilon, s.data());
+    k.backward_together(backward_parts, s.data());
+    CHECK(std::memcmp(s.data(), r.s.data(), s.size() * sizeof(s[0])) == 0);
+    Array<T> expected_y = r.y, expected_dx = r.dx;
+    for (int64_t i = 0; i < p.view.size() && !in_place; ++i) {
+      expected_y[i] = p.dy[i] + r.y[i];
+      expected_dx[i] = p.dy[i] + r.dx[i];
+    }
+    CHECK(y == expected_y && y.guards_intact());
+    CHECK(dx == expected_dx && dx.guards_intact());
+    Sums all(static_cast<size_t>(p.view.C));
+    for (const Sums& part : sums) {
+      for (int64_t c = 0; c < p.view.C; ++c) all[c].add(part[c]);
+    }
+    CHECK(rounded(all) == rounded(r.gradient_sums));
+  }
+}
+
 // Every way to cut the samples into runs at up to four places, as devices would hold them.
 template <typename T>
 void check_splits(const Problem<T>& p, const Results<T>& r, int64_t most_places = 4) {
@@ -37,6 +82,7 @@ void check_splits(const Problem<T>& p, const Results<T>& r, int64_t most_places 
     }
     CHECK(rounded(forward) == rounded(r.sums));
     CHECK(rounded(backward) == rounded(r.gradient_sums));
+    check_together(p, r, borders);
   }
 }
 
