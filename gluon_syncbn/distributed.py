@@ -480,7 +480,9 @@ class join:
         Whether this process has run out of batches, and the present one is one that it had before.
     batch_size : int
         The number of samples of all processes in this step: what ``trainer.step`` wants. A batch's
-        samples are counted along the first axis of the first array in it.
+        samples are counted along the first axis of the first array in it. (Horovod's
+        DistributedTrainer divides by the number of processes too: give it ``steps.batch_size /
+        hvd.size()``.)
     processes : int
         How many processes bring a batch to this step.
 
