@@ -4,6 +4,9 @@ MXNET ?= cpu
 FLAVOUR ?= plain
 FLAGS ?= -O2
 
+# Where a wheel of Horovod is kept once it is built.
+HOROVOD_CACHE ?= $${XDG_CACHE_HOME:-$$HOME/.cache}/gluon_syncbn
+
 PYTHON ?=
 pythons := $(or $(PYTHON),python3.11 python3.10 python3.9 python3.8 python3)
 ready := .venv/ready-
@@ -40,7 +43,7 @@ help: ## say what can be made
 train: $(ready)mxnet-$(MXNET) $(ready)examples ## train the segmentation example; each time writes a new folder runs/segmentation-N
 	$(python) examples/segmentation/train.py $(ARGS)
 
-test: $(ready)mxnet-$(MXNET) $(ready)examples $(ready)test ## run the native tests, then the Python tests
+test: $(ready)mxnet-$(MXNET) $(ready)examples $(ready)test $(ready)horovod ## run the native tests, then the Python tests
 	$(build_native) run-native
 	$(python) -m pytest $(ARGS)
 
@@ -129,3 +132,33 @@ $(ready)examples $(ready)test $(ready)lint: $(ready)%: pyproject.toml | $(ready)
 	@echo "Installing what \`$*\` needs"
 	@$(pip) install 'gluon_syncbn[$*]'
 	@touch $@
+
+# Horovod has no wheel for MXNet, so one is built: in an environment of its own, as it needs an old setuptools, but with
+# the MXNet of .venv. Not through pip's cache, where a wheel for other frameworks may lie.
+horovod := horovod==0.28.1
+horovod_wheels := "$(HOROVOD_CACHE)/horovod-mxnet-$(MXNET)"
+install_horovod = $(pip) install --no-index --no-deps --force-reinstall --find-links $(horovod_wheels) $(horovod)
+build_horovod = rm -rf build/horovod && $(python) -m venv build/horovod && \
+    build/horovod/bin/pip --no-input install 'setuptools<70' wheel cffi cloudpickle 'cmake<4' packaging psutil pyyaml && \
+    $(python) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+        >"$$(build/horovod/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/with_mxnet.pth" && \
+    env -u MAKEFLAGS PATH="$$PWD/build/horovod/bin:$$PATH" HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MXNET=1 \
+        HOROVOD_WITHOUT_MPI=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 \
+        nice build/horovod/bin/pip --no-input --no-cache-dir wheel --no-deps --no-build-isolation \
+        --wheel-dir $(horovod_wheels) $(horovod) && \
+    rm -rf build/horovod
+
+# Where it cannot be built, all else goes on: Horovod is one of two ways across processes.
+$(ready)horovod: pyproject.toml $(ready)mxnet-$(MXNET)
+	@echo "Installing Horovod"
+	@mkdir -p build
+	@if { $(install_horovod) 2>/dev/null || { \
+	        echo "Building Horovod, once, which takes some minutes (build/horovod.log)"; \
+	        { $(build_horovod) && $(install_horovod); } >build/horovod.log 2>&1; \
+	    }; } && $(pip) install 'gluon_syncbn[horovod]'; then \
+	    echo installed >$@; \
+	else \
+	    echo missing >$@; \
+	    echo "Horovod could not be built (build/horovod.log says why), so nothing of it is tested." \
+	        "To try again: rm $@" >&2; \
+	fi

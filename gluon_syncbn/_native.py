@@ -359,7 +359,8 @@ def _at_exit():
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
+        os._exit(128 + signal.SIGINT if interrupted else 1)
     # MXNet first ends the threads of custom operators and then waits for all that is left, for ever
     # where that is a custom operator. So nothing may be left; what depends on a released call is
     # not computed any more.

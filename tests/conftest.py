@@ -1,6 +1,7 @@
 """MXNet has few workspaces for all CPU contexts together, which a test with several of them has to
 raise first."""
 
+import importlib.metadata
 import os
 
 # With static_shape each graph keeps the one it drew when it was made. Two devices of one net that
@@ -9,3 +10,10 @@ os.environ["MXNET_CPU_TEMP_COPY"] = "65536"
 os.environ["MXNET_CPU_PARALLEL_RAND_COPY"] = "64"
 # A test that would hang fails after this instead.
 os.environ.setdefault("GLUON_SYNCBN_TIMEOUT", "60")
+
+
+def pytest_report_header():
+    try:
+        return f"Horovod: {importlib.metadata.version('horovod')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "Horovod: not installed, so its tests are skipped (see build/horovod.log)"
