@@ -141,9 +141,10 @@ class RollCall:
         that names this meeting and no later one."""
         self._open[key] = _now()
 
-    def left(self, key):
-        """Notes that the meeting is over for this process."""
-        if self._open.pop(key, None) is not None:
+    def left(self, key, complete=True):
+        """Notes that the meeting is over for this process: that it was complete, or that this
+        process gave it up and brings nothing any more."""
+        if self._open.pop(key, None) is not None and complete:
             self._ended.append((key, _now()))
 
     def tell(self, kind, text=""):

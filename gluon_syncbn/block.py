@@ -169,7 +169,8 @@ class SyncBatchNorm(nn.BatchNorm):
         self._places = itertools.count()
         _Watched.watch(self.running_mean, self)
         _Watched.watch(self.running_var, self)
-        follow_default_group(self)
+        if self._own_group is None:
+            follow_default_group(self)
         self._on_contexts()
 
     @property

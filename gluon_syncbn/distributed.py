@@ -16,6 +16,7 @@ they have come. Where one has ended or has failed, the wait ends at once with an
 otherwise with the timeout.
 """
 
+import ctypes
 import functools
 import logging
 import os
@@ -40,6 +41,8 @@ _LAST_KEY = 1_076_648
 # What a process says of a new key: its size, its number in the store, its name.
 _NOTICE = 64
 _WARN_AFTER = 0.1
+# How long the KVStore may take for a parting message when all have come to their end.
+_PARTING_SECONDS = 30.0
 _CAUSES = (
     "Usual causes: a process has ended, hangs or is much slower; it called the net less often (an "
     "uneven number of batches: see gluon_syncbn.distributed.join), or it built another net."
@@ -62,6 +65,7 @@ class Reducer:
         self._process = os.getpid()
         # By key: how many sums there were, and of how many numbers.
         self._calls = {}
+        self._turns = {}
         # Why no exchange can succeed any more.
         self._lost = None
         self._roll_call = None
@@ -82,8 +86,8 @@ class Reducer:
         Parameters
         ----------
         key : str
-            Names the sum: equal in all processes, used for arrays of one shape, and not again
-            before the last sum of that name is there. At most 40 bytes.
+            Names the sum: equal in all processes, and used for arrays of one shape. A call waits
+            for an earlier one of the same key on another thread. At most 40 bytes.
         array : numpy.ndarray
             float64, of one shape in all processes. Any value: infinities and NaN are summed too.
         timeout : float, optional
@@ -117,20 +121,22 @@ class Reducer:
             )
         if self.size == 1:
             return array.reshape(1, -1).copy()
-        if self._lost or os.getpid() != self._process:
-            raise RuntimeError(self._lost or "This process was forked from one of the group's.")
-        call, size = self._calls.get(key, (0, array.size))
-        if size != array.size:
-            raise ValueError(
-                f"{title or key} gives {array.size} numbers after {size} before: give every sum of "
-                "another size a key of its own."
-            )
-        call += 1
-        self._calls[key] = call, size
-        with mx.autograd.pause(), _Wait(
-            self, title or repr(key), f"{key} {call}", seconds(timeout)
-        ) as wait:
-            return self._gather(key, array, wait)
+        # One key never twice under way: the store could not tell which answer is whose.
+        with self._turns.setdefault(key, threading.Lock()):
+            if self._lost or os.getpid() != self._process:
+                raise RuntimeError(self._lost or "This process was forked from one of the group's.")
+            call, size = self._calls.get(key, (0, array.size))
+            if size != array.size:
+                raise ValueError(
+                    f"{title or key} gives {array.size} numbers after {size} before: give every "
+                    "sum of another size a key of its own."
+                )
+            call += 1
+            self._calls[key] = call, size
+            with mx.autograd.pause(), _Wait(
+                self, title or repr(key), f"{key} {call}", seconds(timeout)
+            ) as wait:
+                return self._gather(key, array, wait)
 
     def fail(self, text):
         """Tells the other processes, when they ask, that a step has failed in this one."""
@@ -149,11 +155,18 @@ class Reducer:
             self.fail(failure)
             _native.abandon()
         elif not self._lost:
-            error = self._roll_call.wait_for_the_end(default_group().timeout)
+            timeout = default_group().timeout
+            error = self._roll_call.wait_for_the_end(timeout) or self._say_goodbye(
+                min(timeout, _PARTING_SECONDS)
+            )
             if error:
                 _log.error("%s", error)
                 _native.abandon()
         self._roll_call.close()
+
+    def _say_goodbye(self, timeout):
+        """Goes through what MXNet's own end needs, now that all have come to theirs. Returns what
+        went wrong, or None."""
 
 
 class _Wait:
@@ -175,7 +188,7 @@ class _Wait:
 
     def __exit__(self, kind, error, trace):
         if self._roll_call is not None:
-            self._roll_call.left(self._meeting)
+            self._roll_call.left(self._meeting, complete=kind is None)
 
     def array(self, array):
         """Waits until MXNet has written the array. Raises RuntimeError when it is no use."""
@@ -272,7 +285,8 @@ class KVStoreReducer(Reducer):
         # The store notes each new key in a table that calls on several threads would spoil.
         calls = threading.Lock()
         for name in _SERIALIZED:
-            setattr(kvstore, name, _one_at_a_time(getattr(kvstore, name), calls))
+            together = name in _TOGETHER
+            setattr(kvstore, name, _one_at_a_time(getattr(kvstore, name), calls, together))
         self._keys = {}
         self._notices = {}
         self._noticed = threading.Condition()
@@ -288,6 +302,18 @@ class KVStoreReducer(Reducer):
                 "make theirs. Make it in every process, before anything that only some of them do.",
             )
         super().__init__(rank, size, timeout)
+
+    def _say_goodbye(self, timeout):
+        try:
+            self.all_gather("goodbye", numpy.zeros(1), "The end of the script", timeout)
+            _native.call_within(
+                timeout,
+                self._kv._barrier,
+                f"The KVStore's scheduler has not answered for {timeout:g} s at the end of the "
+                "script: its process is gone, or stopped.",
+            )
+        except RuntimeError as error:
+            return str(error)
 
     def _leave(self, failure):
         super()._leave(failure)
@@ -332,8 +358,10 @@ class KVStoreReducer(Reducer):
                         "new layers in every step."
                     )
                 self._kv.push(number, slots.array)
-                # To be written, the array waits until the server has answered.
-                slots.array += 0
+                # To be written, the array waits until the server has answered. By an operator that
+                # takes none of MXNet's workspaces, as the net may have given all of them to steps
+                # that wait for this exchange.
+                slots.array[:] = 0
                 wait.array(slots.array)
             mine = self._notice.clear()
             mine[:3] = number - _FIRST_KEY, size & 0xFFFF, size >> 16
@@ -362,7 +390,9 @@ class KVStoreReducer(Reducer):
         return self._keys[key]
 
 
-_SERIALIZED = ("push", "pull", "pushpull")
+# The last two, which a Trainer calls at its first step, wait for all processes to call them.
+_TOGETHER = ("init", "broadcast")
+_SERIALIZED = ("push", "pull", "pushpull", *_TOGETHER)
 _UPDATES = (
     "The Trainer has the server run the optimizer, which would run on the sums of SyncBatchNorm "
     "too: make the Trainer with update_on_kvstore=False."
@@ -373,11 +403,20 @@ def _refuse_updates(optimizer):
     raise ValueError(_UPDATES)
 
 
-def _one_at_a_time(function, lock):
+def _one_at_a_time(function, lock, together=False):
     @functools.wraps(function)
     def call(*args, **kwargs):
+        if together:
+            # Another process may get there only after exchanges that are under way here, and their
+            # threads need the lock.
+            mx.nd.waitall()
         with lock:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        if together:
+            # The Trainer pushes gradients to the same keys next. Who had not fetched the parameters
+            # by then would get the gradients' sum in their place.
+            mx.nd.waitall()
+        return result
 
     return call
 
@@ -440,11 +479,31 @@ class HorovodReducer(Reducer):
         mine, values = self._arrays[key]
         values[:] = array
         try:
-            everyone = self._hvd.allgather(mine, name=f"gluon_syncbn {key}")
+            everyone = self._start_allgather(mine, f"gluon_syncbn {key}")
             wait.array(everyone)
         except mx.MXNetError as error:
             wait.fail(error)
+        if everyone.size != self.size * array.size:
+            raise RuntimeError(
+                f"The processes bring different amounts of numbers to {key!r}: {array.size} here, "
+                f"{everyone.size} in all. Make the same layers in the same order in every process."
+            )
         return _native.view(everyone).reshape(self.size, -1).copy()
+
+    def _start_allgather(self, array, name):
+        """What ``hvd.allgather`` does, which then waits for the result without a limit."""
+        everyone = mx.nd.empty((1,), dtype=array.dtype)
+        mx.base.check_call(
+            self._hvd.mpi_ops.MPI_MXNET_LIB_CTYPES.horovod_mxnet_allgather_async(
+                ctypes.byref(array.handle),
+                ctypes.byref(everyone.handle),
+                ctypes.c_char_p(name.encode()),
+                ctypes.c_int(0),  # priority
+                ctypes.c_int(0),  # the set of all processes
+                ctypes.c_int(1),  # the number of arrays
+            )
+        )
+        return everyone
 
 
 class join:

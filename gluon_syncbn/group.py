@@ -220,7 +220,7 @@ class _Exchange:
             try:
                 return self._gather(key, title, mine)
             except Exception as error:
-                self._broken = self._broken or str(error)
+                self.fail(str(error))
                 raise
 
     def fail(self, text):

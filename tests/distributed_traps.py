@@ -1,0 +1,78 @@
+"""What goes wrong with a KVStore where nothing is done about it."""
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd
+from mxnet.gluon import nn
+
+import gluon_syncbn as sbn
+from distributed_worker import error_of
+from gluon_syncbn import distributed
+from layers import contexts
+
+
+def net_and_trainer(world, devices=1, **arguments):
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(4, 3), sbn.SyncBatchNorm(), nn.Conv2D(2, 3))
+    net.initialize(ctx=contexts(devices))
+    optimizer = {"learning_rate": 0.01}
+    trainer = mx.gluon.Trainer(
+        net.collect_params(), "sgd", optimizer, kvstore=world.kv, **arguments
+    )
+
+    def step(xs=None):
+        xs = xs or [mx.nd.random.normal(shape=(2, 3, 6, 6), ctx=d) for d in contexts(devices)]
+        with autograd.record():
+            losses = [(net(x) ** 2).sum() for x in xs]
+        autograd.backward(losses)
+        trainer.step(8)
+
+    return net, trainer, step
+
+
+def trainers(world):
+    """One that has the server update is refused, and the next one trains, on the same store."""
+    told = {}
+    _, _, step = net_and_trainer(world)
+    told["default"] = error_of(step)
+    _, _, step = net_and_trainer(world, update_on_kvstore=True)
+    told["server"] = error_of(step)
+    net, trainer, step = net_and_trainer(world, devices=2, update_on_kvstore=False)
+    for _ in range(10):
+        step()
+    # Keys that come when the Trainer has its own already.
+    everyone = world.reducer.all_gather("late", np.full(3, 1.0 + world.rank))
+    told["late"] = everyone[:, 0].tolist()
+    told["one store"] = trainer._kvstore is world.kv
+    told["second reducer"] = error_of(lambda: distributed.KVStoreReducer(world.kv))
+    # A DataLoader forks processes that have the store, too.
+    data = mx.gluon.data.ArrayDataset(np.ones((6, 3, 6, 6), "float32"))
+    for batch in mx.gluon.data.DataLoader(data, batch_size=2, num_workers=1):
+        step(mx.gluon.utils.split_and_load(batch, contexts(2)))
+    world.tell("trainers", told)
+    arrays = {name: p.data(mx.cpu(0)).asnumpy() for name, p in net.collect_params().items()}
+    world.save("trainers", **arrays)
+
+
+def last_keys(world):
+    """Up to the last number with which the KVStore can do anything."""
+    reducer = world.reducer
+    reducer._next_key = distributed._LAST_KEY - 1
+    told = {"numbers": [], "sums": []}
+    for key in ("last but one", "last"):
+        told["sums"].append(reducer.all_reduce(key, np.arange(3.0)).tolist())
+        told["numbers"].append(reducer._keys[key][0])
+    group = sbn.SyncGroup(store=reducer, timeout=world.timeout)
+    told["beyond"] = error_of(
+        lambda: group._exchange.all_gather("beyond", "one key more", np.ones(3))
+    )
+    world.tell("last keys", told)
+
+
+def updates_before(world):
+    """The server has an optimizer when the reducer comes."""
+    _, _, step = net_and_trainer(world, update_on_kvstore=True)
+    step()
+    told = error_of(lambda: distributed.KVStoreReducer(world.kv, timeout=20))
+    world.tell("updates before", told)

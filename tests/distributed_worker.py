@@ -1,0 +1,94 @@
+"""A worker process of the tests: connects to the others and runs the topics that it is given."""
+
+import importlib
+import json
+import os
+import pathlib
+import sys
+import time
+
+import mxnet as mx
+import numpy as np
+
+import gluon_syncbn as sbn
+
+
+class World:
+    """The connection of this process to the others, and the folder for what it finds.
+
+    engine: "kvstore", "horovod", "bare" for a KVStore that nobody uses yet, "none".
+    """
+
+    def __init__(self, folder, engine, timeout=60):
+        self.folder = pathlib.Path(folder)
+        self.engine = engine
+        self.timeout = timeout
+        self.kv = self.reducer = None
+        self.rank, self.size = 0, 1
+        if engine == "none":
+            return
+        if engine == "bare":
+            self.kv = mx.kv.create("dist_sync")
+            self.rank, self.size = self.kv.rank, self.kv.num_workers
+            return
+        if engine == "horovod":
+            import horovod.mxnet as hvd
+
+            hvd.init()
+            self.hvd = hvd
+            self.reducer = sbn.distributed.HorovodReducer(hvd, timeout)
+        else:
+            self.kv = mx.kv.create("dist_sync")
+            self.reducer = sbn.distributed.KVStoreReducer(self.kv, timeout)
+        self.rank, self.size = self.reducer.rank, self.reducer.size
+        self.group = sbn.SyncGroup(store=self.reducer, timeout=timeout)
+        sbn.set_default_group(self.group)
+
+    def save(self, name, **arrays):
+        self._write(f"{name}-{self.rank}.npz", lambda file: np.savez(file, **arrays))
+
+    def tell(self, name, value):
+        text = json.dumps(value).encode()
+        self._write(f"{name}-{self.rank}.json", lambda file: file.write(text))
+
+    def _write(self, name, write):
+        """Whoever sees the file sees it whole."""
+        path = self.folder / name
+        with open(f"{path}.part", "wb") as file:
+            write(file)
+        os.replace(file.name, path)
+
+    def barrier(self):
+        self.reducer.all_reduce("barrier", np.zeros(1))
+
+
+def error_of(call):
+    """(kind, text, seconds) of what the call raises, (None, "", seconds) where it does not."""
+    begin = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return None, "", time.monotonic() - begin
+
+
+def forget_errors():
+    """Fetches what MXNet still has to say of an error that was told already."""
+    for _ in range(5):
+        try:
+            mx.nd.waitall()
+            return
+        except mx.MXNetError:
+            pass
+
+
+def find(topic):
+    module, _, function = topic.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+if __name__ == "__main__":
+    timeout = float(os.environ.get("GLUON_SYNCBN_TIMEOUT", "60"))
+    world = World(*sys.argv[1:3], timeout=timeout)
+    for topic in sys.argv[3:]:
+        find(topic)(world)

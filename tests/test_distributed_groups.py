@@ -1,0 +1,211 @@
+"""Groups of devices in one process, the default group, and processes that built other nets."""
+
+import copy
+import pickle
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd
+
+import gluon_syncbn as sbn
+from distributed_cluster import Cluster
+from distributed_groups import SIZES, expected, one_layer
+from layers import contexts
+from tolerances import assert_same_bits
+
+
+class Sums:
+    """A store of which this is the only process, though it says that there are more."""
+
+    def __init__(self, rank=0, size=1):
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, key, array):
+        return array
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_groups_in_one_process(size):
+    group = sbn.SyncGroup(group_size=size)
+    found = one_layer(SIZES[4], 0, contexts(4), group=group)
+    for name, value in expected(4, size).items():
+        assert_same_bits(found[name], value, name)
+
+
+@pytest.mark.parametrize("size, processes", [(3, 1), (8, 1), (3, 2), (5, 2), (12, 4), (32, 4)])
+def test_a_size_that_does_not_fit(size, processes):
+    group = sbn.SyncGroup(group_size=size, store=Sums(size=processes))
+    words = f"group_size={size}, and odd has 4 devices in each of {processes} processes"
+    layer = sbn.SyncBatchNorm(prefix="odd_", in_channels=3, group=group)
+    with pytest.raises(ValueError, match=words):
+        layer.initialize(ctx=contexts(4))
+    # Without the channels, the devices are known at the first call.
+    layer = sbn.SyncBatchNorm(prefix="odd_", group=group)
+    layer.initialize(ctx=contexts(4))
+    with pytest.raises(ValueError, match=words):
+        layer(mx.nd.ones((2, 3)))
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
+def test_a_size_that_makes_no_sense(size):
+    with pytest.raises(ValueError, match="group_size"):
+        sbn.SyncGroup(group_size=size)
+
+
+@pytest.mark.parametrize("missing", ["rank", "size", "all_reduce"])
+def test_a_store_that_lacks_something(missing):
+    class Lacking(Sums):
+        def __getattribute__(self, name):
+            if name == missing:
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    with pytest.raises(ValueError, match=f"has no {missing}"):
+        sbn.SyncGroup(store=Lacking())
+
+
+def test_a_store_that_returns_something_else():
+    class Halves(Sums):
+        def all_reduce(self, key, array):
+            return array.astype(np.float32)
+
+    layer = sbn.SyncBatchNorm(group=sbn.SyncGroup(store=Halves(size=2), timeout=5))
+    layer.initialize()
+    with autograd.train_mode():
+        y = layer(mx.nd.ones((2, 3)))
+    with pytest.raises(mx.MXNetError, match="all_reduce returned float32 of shape"):
+        y.wait_to_read()
+
+
+# The default group.
+
+
+@pytest.fixture
+def default_group():
+    yield
+    sbn.set_default_group(None)
+
+
+def share_statistics(layer, devices=4):
+    """How many devices share theirs, by what comes out for data of one value each."""
+    xs = [mx.nd.full((1, 1), i, ctx=device) for i, device in enumerate(contexts(devices))]
+    with autograd.train_mode():
+        for x in xs:
+            layer(x)
+    mx.nd.waitall()
+    means = [float(array.asscalar()) for array in layer.running_mean.list_data()]
+    return [means.count(mean) for mean in means]
+
+
+def test_the_default_group_is_that_of_layers_which_exist(default_group):
+    layer, own = (
+        sbn.SyncBatchNorm(in_channels=1, momentum=0, group=group)
+        for group in (None, sbn.SyncGroup(group_size=2))
+    )
+    for one in (layer, own):
+        one.initialize(ctx=contexts(4))
+    assert share_statistics(layer) == [4] * 4
+    sbn.set_default_group(sbn.SyncGroup(group_size=1))
+    assert share_statistics(layer) == [1] * 4
+    assert share_statistics(own) == [2] * 4
+    later = sbn.SyncBatchNorm(in_channels=1, momentum=0)
+    later.initialize(ctx=contexts(4))
+    assert share_statistics(later) == [1] * 4
+    sbn.set_default_group(None)
+    assert share_statistics(layer) == share_statistics(later) == [4] * 4
+
+
+def test_the_default_group_leaves_layers_with_their_own_alone(default_group):
+    layer = sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(group_size=3))
+    with pytest.raises(ValueError, match="group_size=3"):
+        layer.initialize(ctx=contexts(4))
+    sbn.set_default_group(sbn.SyncGroup(group_size=1))
+
+
+@pytest.mark.parametrize("group", [4, "all", contexts(2)])
+def test_no_default_group(group):
+    with pytest.raises(ValueError, match="give a gluon_syncbn.SyncGroup, or None"):
+        sbn.set_default_group(group)
+
+
+# Copies.
+
+
+def test_copies_of_a_group():
+    devices = contexts(2)
+    group = sbn.SyncGroup(devices=devices, timeout=7, group_size=1)
+    assert copy.deepcopy(group) is group
+    loaded = pickle.loads(pickle.dumps(group))
+    assert (loaded.devices, loaded.timeout, loaded.group_size) == (("cpu(0)", "cpu(1)"), 7, 1)
+    assert repr(loaded) == repr(group)
+
+
+def test_a_group_with_a_store_is_not_pickled():
+    group = sbn.SyncGroup(store=Sums())
+    assert copy.deepcopy(group) is group
+    with pytest.raises(TypeError, match="set_default_group in the process that loads the net"):
+        pickle.dumps(group)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies_of_a_layer_are_in_its_group(copied):
+    layer = sbn.SyncBatchNorm(in_channels=1, momentum=0, group=sbn.SyncGroup(group_size=2))
+    layer.initialize(ctx=contexts(4))
+    other = copied(layer)
+    assert share_statistics(other) == share_statistics(layer) == [2] * 4
+
+
+# Processes that have not built the same net.
+
+
+@pytest.fixture(scope="module")
+def other_nets(tmp_path_factory):
+    cluster = Cluster(tmp_path_factory.mktemp("nets"), 2, ["distributed_groups:other_nets"])
+    try:
+        # They have lost each other in the end.
+        assert cluster.wait() == [1], cluster.output()[-4000:]
+        assert cluster.running() == []
+        return cluster.told("other nets")
+    finally:
+        cluster.clean()
+
+
+SIDES = {
+    "name": ("'norm', 3", "'other', 3"),
+    "channels": ("3 channels", "4 channels"),
+    "group size": ("groups of 2", "groups of all"),
+    "dtype": ("float32", "float64"),
+}
+
+
+@pytest.mark.parametrize("what", SIDES)
+def test_other_nets_are_an_error_in_every_process(other_nets, what):
+    first, second = SIDES[what]
+    for told in other_nets:
+        kind, text, seconds = told[what][0]
+        assert kind == "MXNetError" and seconds < 5
+        assert "the processes have not built the same net. rank 0: layer" in text
+        _, one, other = text.split("rank ")[:3]
+        assert one.startswith("0: ") and first in one
+        assert other.startswith("1: ") and second in other
+        # And from then on.
+        kind, text, seconds = told[what][1]
+        assert kind == "MXNetError" and "the processes have lost each other" in text and seconds < 5
+
+
+def test_equal_nets_are_none(other_nets):
+    """Before the others and after them, in a group of their own."""
+    for told in other_nets:
+        for what in ("nothing", "nothing again"):
+            assert [kind for kind, _, _ in told[what]] == [None, None]
+
+
+def test_another_number_of_layers_is_an_error_in_every_process(other_nets):
+    """Each waits for the other at another layer, which shows when the time is up."""
+    names = "net_syncbatchnorm2', forward call 0", "net_syncbatchnorm1', backward call 0"
+    for rank, told in enumerate(other_nets):
+        kind, text, seconds = told["layers"]
+        assert kind == "MXNetError" and seconds < 4 + 8
+        assert f"SyncBatchNorm '{names[rank]}: rank {rank} has waited" in text
+        assert f"Missing: rank {1 - rank} (" in text and names[1 - rank] in text
