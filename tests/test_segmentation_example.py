@@ -2,14 +2,18 @@
 
 import contextlib
 import csv
+import fcntl
 import importlib
+import itertools
 import json
 import os
 import pickle
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,6 +75,22 @@ def start(*arguments):
     )
 
 
+def finish(process):
+    """Wait for what `start` started; return (exit status, standard output, standard error)."""
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def running(folder):
+    """The processes of a run that writes to `folder`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(folder).encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
+
+
 def arrays_of(folder):
     """All that decides how a run goes on, as bytes."""
     saved = example.checkpoint.load(folder / "checkpoints" / "last.ckpt")
@@ -86,6 +106,12 @@ def arrays_of(folder):
 def rows_of(folder):
     with open(folder / "metrics.csv", newline="") as file:
         return list(csv.DictReader(file))
+
+
+def results_of(folder):
+    """The rows without what depends on the time."""
+    columns = ("step", "images", "learning_rate", "loss", "pixel_accuracy", "mean_iou")
+    return [[row[name] for name in columns] for row in rows_of(folder)]
 
 
 @contextlib.contextmanager
@@ -173,9 +199,22 @@ class TestBatches:
 
     def test_pixel_weights(self):
         labels = np.array([[0, 0, 1], [2, 255, 255]], np.uint8)
-        weights = example.data.pixel_weights(labels, 3, 0.5)
+        counts = example.data.pixel_counts(labels, 3)
+        assert counts.tolist() == [2, 2]
+        weights = example.data.pixel_weights(labels, 3, 0.5, counts)
         np.testing.assert_allclose(weights, np.array([[0.5, 0.5, 1], [1, 0, 0]]) / 3)
-        assert example.data.pixel_weights(labels[:, 2:], 1, 1.0).sum() == 0
+        nothing = example.data.pixel_counts(labels[:, 2:], 1)
+        assert nothing.tolist() == [0, 0]
+        assert example.data.pixel_weights(labels[:, 2:], 1, 1.0, nothing).sum() == 0
+
+    def test_weights_of_a_part_are_those_of_the_batch(self):
+        labels = np.random.default_rng(0).choice(np.array([0, 1, 2, 255], np.uint8), size=(7, 9, 8))
+        counts = example.data.pixel_counts(labels, 3)
+        parts = labels[:5], labels[5:]
+        assert (sum(example.data.pixel_counts(part, 3) for part in parts) == counts).all()
+        weights = [example.data.pixel_weights(part, 3, 0.3, counts) for part in parts]
+        whole = example.data.pixel_weights(labels, 3, 0.3, counts)
+        assert np.concatenate(weights).tobytes() == whole.tobytes()
 
 
 class TestConfusion:
@@ -433,9 +472,8 @@ class TestResume:
         status, resumed = small_run("--resume", parted)
         assert status == 0 and resumed == parted
         assert arrays_of(parted) == arrays_of(straight)
-        columns = ("step", "images", "learning_rate", "loss", "pixel_accuracy", "mean_iou")
-        rows = [[[row[name] for name in columns] for row in rows_of(f)] for f in (straight, parted)]
-        assert rows[0] == rows[1] and [row[0] for row in rows[0]] == ["4", "6", "8", "12", "12"]
+        assert results_of(parted) == results_of(straight)
+        assert [row["step"] for row in rows_of(parted)] == ["4", "6", "8", "12", "12"]
 
     def test_into_another_folder(self, interrupted, tmp_path):
         before = arrays_of(interrupted)
@@ -539,6 +577,10 @@ class TestArguments:
             (["--classes", "4"], ["--classes", "--data", "11"]),
             (["--data", "x", "--classes", "1"], ["--classes is 1", "2 to 255"]),
             (["--output", str(EXAMPLE / "train.py")], ["train.py is a file"]),
+            (["--workers", "9"], ["--workers is 9", "--batch is 8", "fewer"]),
+            (["--workers", "2", "--devices", "cpu:3"], ["--workers is 2", "3 devices", "divisor"]),
+            (["--workers", "2", "--devices", "gpu:0,1,2"], ["--workers is 2", "3 devices"]),
+            (["--workers", "2", "--norm", "builtin"], ["--workers is 2", "builtin", "one process"]),
         ],
     )
     def test_refused(self, arguments, words):
@@ -546,7 +588,15 @@ class TestArguments:
             example.options.parse(arguments)
 
     @pytest.mark.parametrize(
-        "arguments", [["--batch", "0"], ["--lr", "nan"], ["--steps", "x"], ["--seed", "-1"]]
+        "arguments",
+        [
+            ["--batch", "0"],
+            ["--lr", "nan"],
+            ["--steps", "x"],
+            ["--seed", "-1"],
+            ["--workers", "0"],
+            ["--workers", "-1"],
+        ],
     )
     def test_no_number(self, arguments, capsys):
         with pytest.raises(SystemExit):
@@ -631,46 +681,189 @@ def test_own_data_from_the_command_line(voc, tmp_path):
     process = start("--data", voc, "--classes", 3, "--output", tmp_path / "s")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 1 and "Traceback" not in err
+    # Both workers find it, and one says so.
+    assert "[1] " not in err
     assert "SegmentationClass/b.png holds the value 7" in err and not (tmp_path / "s").exists()
 
 
-def test_interrupted_command_continues_to_the_same_end(tmp_path):
-    """The whole program: every file of a run; Ctrl-C; --resume; the same bits as without it."""
-    arguments = (
-        "--size 32 --batch 2 --steps 80 --validate-every 80 --log-every 1 --val-images 4".split()
-    )
-    straight, parted = tmp_path / "straight", tmp_path / "parted"
-
-    process = start(*arguments, "--output", straight)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+def test_whole_program(whole_run):
+    """Every file of a run, and what it prints. By default it has two workers without GPUs."""
+    folder, out, err = whole_run
     assert re.search(r"pixel accuracy 0\.\d+, mean IoU 0\.\d+ over 4 validation images", out)
     assert re.search(r"\d+ images/s", out) and "images/s, loss" in err
     for name in ("curves.png", "predictions.png"):
-        assert str(straight / name) in out
-        with Image.open(straight / name) as picture:
+        assert str(folder / name) in out
+        with Image.open(folder / name) as picture:
             assert min(picture.size) > 300
-    for name in ("config.json", "metrics.csv", "best.params", "checkpoints/best.ckpt"):
-        assert (straight / name).exists()
-    config = json.loads((straight / "config.json").read_text())
+    files = [str(p.relative_to(folder)) for p in sorted(folder.rglob("*")) if p.is_file()]
+    assert files == [
+        "best.params",
+        "checkpoints/best.ckpt",
+        "checkpoints/last.ckpt",
+        "config.json",
+        "curves.png",
+        "metrics.csv",
+        "predictions.png",
+    ]
+    config = json.loads((folder / "config.json").read_text())
     assert config["arguments"]["norm"] == "sync" and config["versions"]["mxnet"] == "1.9.1"
-    assert config["arguments"]["devices"].startswith("gpu" if mx.context.num_gpus() else "cpu:2")
+    if not mx.context.num_gpus():
+        assert config["arguments"]["devices"] == "cpu:2" and config["arguments"]["workers"] == 2
+        # One speaks for both.
+        assert all(line.startswith("[0] ") for line in (out + err).splitlines())
+        assert out.count("into " + str(folder)) == 1
     net = example.model.SegmentationNet(11)
-    net.load_parameters(str(straight / "best.params"))
+    net.load_parameters(str(folder / "best.params"))
 
-    process = start(*arguments, "--output", parted)
+
+WHOLE_RUN = (
+    "--size 32 --batch 2 --steps 60 --validate-every 60 --log-every 1 --val-images 4".split()
+)
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """(folder, standard output, standard error) of a run by the command line."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    status, out, err = finish(start(*WHOLE_RUN, "--output", folder))
+    assert status == 0, err
+    return folder, out, err
+
+
+@pytest.mark.parametrize("before, after", [(2, 2), (2, 1), (1, 2)])
+def test_interrupted_command_continues_to_the_same_end(whole_run, before, after, tmp_path):
+    """Ctrl-C; --resume with as many or other workers; the same bits as without."""
+    straight, parted = whole_run[0], tmp_path / "parted"
+    # As many devices as the whole run.
+    devices = json.loads((straight / "config.json").read_text())["arguments"]["devices"]
+    if devices.count(",") + 1 != 2 and not devices.startswith("cpu:2"):
+        pytest.skip(f"two workers cannot share {devices}")
+    process = start(*WHOLE_RUN, "--output", parted, "--devices", devices, "--workers", before)
     while not (parted / "metrics.csv").exists() or len(rows_of(parted)) < 3:
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
-    assert f"--resume {parted}" in out and "Traceback" not in err
+    status, out, err = finish(process)
+    assert status == 130, err
+    assert out.count(f"--resume {parted}") == 1 and "Traceback" not in err, err
+    assert not running(parted)
     step = example.checkpoint.load(parted / "checkpoints/last.ckpt").step
-    assert 3 <= step < 80
+    assert 3 <= step < 60 and len(rows_of(parted)) == step
 
-    process = start("--resume", parted)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    status, out, err = finish(start("--resume", parted, "--workers", after))
+    assert status == 0, err
     assert f"continuing after step {step}" in out
+    assert ("in 2 workers" in out) == (after == 2)
     assert arrays_of(parted) == arrays_of(straight)
+    assert results_of(parted) == results_of(straight)
+
+
+class TestWorkers:
+    @pytest.mark.parametrize("norm", ["sync", "local"])
+    def test_are_as_good_as_one_process(self, norm, tmp_path):
+        """Uneven shares of 3 images for 2 devices: the same bits."""
+        for workers in (1, 2):
+            status, _, err = finish(
+                start(
+                    *SMALL,
+                    "--norm",
+                    norm,
+                    "--workers",
+                    workers,
+                    "--output",
+                    tmp_path / f"{workers}",
+                )
+            )
+            assert status == 0, err
+        one, two = tmp_path / "1", tmp_path / "2"
+        assert results_of(one) == results_of(two)
+        arrays = arrays_of(two)
+        assert arrays == arrays_of(one)
+        # Of the second worker, whose trained parameters are compared before they are saved.
+        pairs = [(n, n.replace("statistics:1:", "parameter:")) for n in arrays if "cs:1:" in n]
+        assert len(pairs) == 22
+        assert all(arrays[n] == arrays[first] for n, first in pairs) == (norm == "sync")
+
+    def test_each_takes_its_part_of_the_batch(self):
+        options = example.options.parse(SMALL)
+        for images, workers, each in itertools.product(range(1, 9), (1, 2, 3), (1, 2)):
+            shares = []
+            for rank in range(workers):
+                team = SimpleNamespace(rank=rank, size=workers)
+                trainer = SimpleNamespace(contexts=[None] * each, _team=team)
+                share = example.trainer.SegmentationTrainer.own_share(trainer, range(images))
+                # What `split_and_load` makes of it.
+                shares += [part.tolist() for part in np.array_split(share, each)]
+            parts = np.array_split(range(images), workers * each)
+            assert shares == [part.tolist() for part in parts]
+        assert options.workers == 1
+
+    def test_only_the_first_writes_and_speaks(self, tmp_path, capfd):
+        class Second(example.workers.Alone):
+            rank, size = 1, 2
+
+            def gather(self, key, numbers):
+                return np.array([numbers, numbers])
+
+        options = example.options.parse([*SMALL, "--output", str(tmp_path / "run")])
+        run = example.run.Run(options, SimpleNamespace(requested=False), Second())
+        capfd.readouterr()
+        assert run.go() == 0 and not (tmp_path / "run").exists()
+        assert capfd.readouterr() == ("", "")
+
+    def test_with_different_parameters_say_so(self, tmp_path):
+        class Other(example.workers.Alone):
+            size = 2
+
+            def gather(self, key, numbers):
+                other = np.array(numbers, np.float64)
+                other[0] += key == "statistics"
+                return np.array([numbers, other])
+
+        options = example.options.parse([*SMALL, "--output", str(tmp_path / "run")])
+        run = example.run.Run(options, SimpleNamespace(requested=False), Other())
+        with refused(RuntimeError, "different parameters"):
+            run.go()
+
+    def test_all_stop_when_one_is_interrupted(self, tmp_path):
+        class Other(example.workers.Alone):
+            size = 2
+
+            def gather(self, key, numbers):
+                other = np.array(numbers, np.float64)
+                if key.startswith("step"):
+                    other[0] = run._step == 3
+                return np.array([numbers, other])
+
+        options = example.options.parse([*SMALL, "--output", str(tmp_path / "run")])
+        run = example.run.Run(options, SimpleNamespace(requested=False), Other())
+        assert run.go() == 130
+        assert example.checkpoint.load(tmp_path / "run/checkpoints/last.ckpt").step == 3
+
+    def test_default(self):
+        parse = example.options.parse
+        assert parse([]).workers is None and parse(["--devices", "cpu:2"]).workers == 1
+        assert parse(["--norm", "builtin"]).workers == 1
+        assert parse([], started=4).workers == 4
+        with refused(UsageError, "--workers is 3", "started 2"):
+            parse(["--workers", "3"], started=2)
+
+    def test_first_one_draws_its_bar_on_the_terminal(self, monkeypatch, capfd):
+        master, slave = os.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+        monkeypatch.setenv(example.console.TERMINAL_VARIABLE, os.ttyname(slave))
+        console = example.console.Console()
+        with console.bar(total=3) as bar:
+            bar.update(2)
+            console.say("hello")
+        text = os.read(master, 4096).decode()
+        os.close(master), os.close(slave)
+        assert "hello\r\n" in text and "2/3" in text and capfd.readouterr() == ("", "")
+
+    def test_bar_is_lines_where_no_one_watches(self, capsys):
+        console = example.console.Console()
+        with console.bar(total=3) as bar:
+            console.say("hello")
+            bar.update(2)
+        out, err = capsys.readouterr()
+        assert out == "hello\n" and "\r" not in err and "2/3" in err.splitlines()[-1]

@@ -126,15 +126,20 @@ def _interpolation(old, new):
     return matrix
 
 
-def pixel_weights(labels, classes, background_weight):
-    """Weights of a batch's pixels: they sum to 1, `background_weight` to 1 between class 0 and
-    the others, ignored pixels 0."""
-    of_class = np.zeros(256, np.float32)
+def pixel_counts(labels, classes):
+    """How many pixels are background, and of another class."""
+    counts = np.bincount(labels.ravel(), minlength=256)[:classes]
+    return np.array([counts[0], counts[1:].sum()])
+
+
+def pixel_weights(labels, classes, background_weight, counts):
+    """Weights of the pixels of a batch, or of a part of it: `background_weight` to 1 between class
+    0 and the others, ignored pixels 0. They sum to 1 over the batch that has these `counts`."""
+    of_class = np.zeros(256)
     of_class[:classes] = 1
     of_class[0] = background_weight
-    of_class[IGNORED] = 0
-    weights = of_class[labels]
-    return weights / max(weights.sum(), np.float32(1e-6))
+    total = counts[0] * background_weight + counts[1]
+    return (of_class / max(total, 1e-6)).astype(np.float32)[labels]
 
 
 def stack(dataset, indices):

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from checkpoint import replacing
-from options import UsageError
+from options import CONFIG
 
 COLUMNS = (
     "step",
@@ -21,11 +21,15 @@ INTEGERS = ("step", "images")
 
 
 class RunFolder:
-    """Paths and records of a run. `rows` holds the rows of metrics.csv as dictionaries."""
+    """Paths and records of a run. `rows` holds the rows of metrics.csv as dictionaries.
 
-    def __init__(self, path):
+    With `writes=False`, as all workers but the first have it, no file is touched.
+    """
+
+    def __init__(self, path, writes=True):
         self.path = Path(path)
-        self.config = self.path / "config.json"
+        self.writes = writes
+        self.config = self.path / CONFIG
         self.metrics = self.path / "metrics.csv"
         self.curves = self.path / "curves.png"
         self.predictions = self.path / "predictions.png"
@@ -34,15 +38,10 @@ class RunFolder:
         self.best = self.path / "checkpoints" / "best.ckpt"
         self.rows = []
 
-    def require_free(self):
-        if self.config.exists():
-            raise UsageError(
-                f"--output {self.path} holds a run already: continue it with --resume, name "
-                "another folder, or replace it with --overwrite"
-            )
-
     def start(self, config):
         """Begin a run here: remove the files of an earlier one, and no others."""
+        if not self.writes:
+            return
         for path in (
             self.metrics,
             self.curves,
@@ -59,6 +58,8 @@ class RunFolder:
 
     def continue_from(self, source, step):
         """Take the rows of the folder `source` (it may be this one) up to `step`."""
+        if not self.writes:
+            return
         if source.metrics.exists():
             with open(source.metrics, newline="") as file:
                 rows = [
@@ -68,6 +69,8 @@ class RunFolder:
         self._write_rows()
 
     def add_row(self, **values):
+        if not self.writes:
+            return
         row = {name: values.get(name) for name in COLUMNS}
         self.rows.append(row)
         with open(self.metrics, "a", newline="") as file:

@@ -17,6 +17,7 @@ DECISIVE = (
     "norm batch steps epochs lr warmup seed data size classes brightness background_weight"
 ).split()
 RUNS = Path("runs")
+CONFIG = "config.json"  # A folder that has it holds a run.
 
 
 class UsageError(Exception):
@@ -62,9 +63,15 @@ def _parser():
         "--devices",
         metavar="LIST",
         help=(
-            "cpu:N for N CPU contexts, gpu:0,1 for these GPUs, gpu for all (all GPUs; cpu:2 where "
-            "there is none)"
+            "cpu:N for N CPU contexts, gpu:0,1 for these GPUs, gpu for all (all GPUs; cpu:2, or a "
+            "context for each worker, where there is none)"
         ),
+    )
+    add(
+        "--workers",
+        type=COUNT,
+        metavar="N",
+        help="processes that share the devices evenly (2 without GPUs and --devices; else 1)",
     )
     add("--batch", type=COUNT, default=8, help="images of a step, over all devices (%(default)s)")
     length = parser.add_mutually_exclusive_group()
@@ -122,11 +129,12 @@ def _parser():
     return parser
 
 
-def parse(argv=None):
+def parse(argv=None, started=None):
     """The options as a namespace.
 
     `options.checkpoint` is the Checkpoint to continue from, or None. A resumed run takes the
-    arguments that are not given from its checkpoint.
+    arguments that are not given from its checkpoint. `started`: of how many workers this process is
+    one. `options.workers` stays None where it depends on whether there are GPUs.
     """
     parser = _parser()
     defaults = vars(parser.parse_args([]))
@@ -159,7 +167,57 @@ def parse(argv=None):
         raise UsageError(f"--classes is {options.classes}: give 2 to 255, background included")
     if options.output.exists() and not options.output.is_dir():
         raise UsageError(f"--output {options.output} is a file: name a folder")
+    in_place = resumed and same_folder(resumed.folder, options.output)
+    if (options.output / CONFIG).exists() and not (in_place or options.overwrite):
+        raise UsageError(
+            f"--output {options.output} holds a run already: continue it with --resume, name "
+            "another folder, or replace it with --overwrite"
+        )
+    if started:
+        if given.get("workers", started) != started:
+            raise UsageError(
+                f"--workers is {options.workers}, but the launcher started {started}: leave "
+                "--workers out"
+            )
+        options.workers = started
+    elif options.workers is None and (options.devices or options.norm == "builtin"):
+        options.workers = 1
+    if options.workers:
+        check_workers(options)
     return options
+
+
+def check_workers(options):
+    """Raise a UsageError if `options.workers` does not go with the other options."""
+    workers = options.workers
+    if workers > options.batch:
+        raise UsageError(
+            f"--workers is {workers}, but --batch is {options.batch}, and each worker needs an "
+            "image: give fewer --workers, or a larger --batch"
+        )
+    if workers > 1 and options.norm == "builtin":
+        raise UsageError(
+            f"--workers is {workers}, but the layer of --norm builtin knows the devices of one "
+            "process only: give --workers 1, or another --norm"
+        )
+    kind, which = parse_devices(options.devices or default_devices(workers))
+    if which is not None:
+        share_devices(which if kind == "cpu" else len(which), options)
+
+
+def share_devices(number, options):
+    """How many of the `number` devices each worker has."""
+    if number % options.workers:
+        raise UsageError(
+            f"--workers is {options.workers}, but has to share {number} devices "
+            f"({options.devices}) evenly: give a divisor of {number}, or other --devices"
+        )
+    return number // options.workers
+
+
+def default_devices(workers):
+    """What --devices is where there is no GPU."""
+    return f"cpu:{max(2, workers)}"
 
 
 def parse_devices(text):
@@ -184,13 +242,15 @@ def prepare_environment(options):
     # algorithms of cuDNN do not promise; and measuring which is the fastest may end differently.
     os.environ.setdefault("MXNET_ENFORCE_DETERMINISM", "1")
     os.environ.setdefault("MXNET_CUDNN_AUTOTUNE_DEFAULT", "0")
-    kind, number = parse_devices(options.devices or "cpu:2")
+    workers = options.workers or 2
+    kind, number = parse_devices(options.devices or default_devices(workers))
     if kind == "gpu" or number == 1:
         return
-    # All CPU contexts share MXNet's workspaces, and a step of one that holds the last of them
-    # while it waits for the other would wait for ever.
-    os.environ.setdefault("MXNET_CPU_TEMP_COPY", "4096")
-    os.environ.setdefault("MXNET_CPU_PARALLEL_RAND_COPY", "64")
+    if number > workers:
+        # All CPU contexts of a process share MXNet's workspaces, and a step of one that holds the
+        # last of them while it waits for the other would wait for ever.
+        os.environ.setdefault("MXNET_CPU_TEMP_COPY", "4096")
+        os.environ.setdefault("MXNET_CPU_PARALLEL_RAND_COPY", "64")
     # Each context computes with threads of its own, and more of them than cores hinder each other.
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // number)))

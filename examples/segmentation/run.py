@@ -6,11 +6,12 @@ import sys
 import time
 
 import numpy as np
-from tqdm import tqdm
 
 import plots
+import workers
 from checkpoint import CheckpointError
-from data import DataError, batches, stack
+from console import Console, python
+from data import DataError, batches, pixel_counts, stack
 from folder import RunFolder
 from interrupt import Interrupt
 from metrics import Confusion
@@ -23,29 +24,37 @@ PICTURES = 8
 
 def run(options):
     """Train as the options say; return the exit status: 0, or 130 after Ctrl-C."""
+    team = workers.Team() if workers.started() else workers.Alone()
     with Interrupt() as interrupt:
-        return Run(options, interrupt).go()
+        return Run(options, interrupt, team).go()
 
 
 class Run:
-    def __init__(self, options, interrupt):
+    """All workers of a `team` do the same, each with its part of every batch, and come to the same
+    decisions. The first alone writes and speaks."""
+
+    def __init__(self, options, interrupt, team=None):
         self._options = options
         self._interrupt = interrupt
+        self._team = team = team or workers.Alone()
+        options.workers = team.size
+        self._console = Console(shown=team.rank == 0)
+        self._say = self._console.say
         resumed = options.checkpoint
-        self._folder = RunFolder(options.output)
+        self._folder = RunFolder(options.output, writes=team.rank == 0)
         in_place = resumed is not None and same_folder(resumed.folder, options.output)
-        if not in_place and not options.overwrite:
-            self._folder.require_free()
-
         contexts = find_contexts(options, resumed)
-        self._train_data, self._val_data = open_data(options, progress_bar)
+        self._train_data, self._val_data = open_data(options, self._console.bar)
         if options.steps is None:
             options.steps = options.epochs * math.ceil(len(self._train_data) / options.batch)
         self._names = self._train_data.names
-        self._trainer = SegmentationTrainer(options, contexts, len(self._names))
+        each = len(contexts) // team.size
+        own = contexts[team.rank * each : (team.rank + 1) * each]
+        self._trainer = SegmentationTrainer(options, own, len(self._names), team)
         self._config = describe(options, contexts, self._train_data)
         self._step = 0  # how many steps have been started
         self._known = 0  # of how many the loss is known
+        self._own_losses = []  # of the next steps: what this worker knows of them
         # What a checkpoint holds besides the trainer's state.
         self._progress = {
             "seconds": 0.0,  # spent in training steps
@@ -56,7 +65,8 @@ class Run:
         }
         if resumed:
             self._restore(resumed)
-        # From here on files are written; all that can be wrong has been looked at.
+        # From here on files are written; all that can be wrong has been looked at, by all.
+        team.gather("ready", [1])
         if not in_place:
             self._folder.start(self._config)
         if resumed:
@@ -78,12 +88,12 @@ class Run:
     def go(self):
         """Train from the current step on; return the exit status."""
         options = self._options
-        say(
-            f"--norm {options.norm} on {self._config['arguments']['devices']}, "
-            f"{options.steps} steps of {options.batch} images, into {options.output}"
+        self._say(
+            f"--norm {options.norm} on {self._places()}, {options.steps} steps of {options.batch} "
+            f"images, into {options.output}"
         )
         if self._step:
-            say(f"continuing after step {self._step}")
+            self._say(f"continuing after step {self._step}")
         try:
             confusion = self._train()
         except (UsageError, DataError):
@@ -91,43 +101,69 @@ class Run:
             self._trainer.finish()
             raise
         if confusion is None:
-            self._checkpoint().save(self._folder.last)
-            self._draw()
-            say(
+            self._save()
+            self._say(
                 f"stopped after step {self._step} of {options.steps}, all is saved; to continue:\n"
                 f"  {python()} {sys.argv[0]} --resume {options.output}"
             )
-            return 130
-        self._summarize(confusion)
-        return 0
+        else:
+            self._summarize(confusion)
+        # Nobody ends while another still saves.
+        self._team.gather("end", [1])
+        return 130 if confusion is None else 0
 
     def _train(self):
         """Train and validate; return the last validation, or None after an interrupt."""
         steps, batch = self._options.steps, self._options.batch
         chunks = (range(i * batch, (i + 1) * batch) for i in range(self._step, steps))
+        chunks = map(self._trainer.own_share, chunks)
         # Reading photos from a disk takes longer than making digits.
         threads = min(4, os.cpu_count() or 1) if self._options.data else 1
         loader = batches(self._train_data, chunks, threads)
         confusion = None
         self._clock = time.perf_counter()
-        with progress_bar(initial=self._step * batch, total=steps * batch, unit=" images") as bar:
+        sizes = {"initial": self._step * batch, "total": steps * batch}
+        with self._console.bar(unit=" images", **sizes) as bar:
             while True:
                 # A run may have been interrupted between a step and its validation.
                 if self._due(self._step, self._options.validate_every):
                     if self._progress["validated"] < self._step:
                         confusion = self._validate()
-                if self._interrupt.requested or self._step == steps:
+                if self._step == steps:
                     break
-                losses = self._trainer.step(self._step, *next(loader))
-                self._step += 1
+                images, labels = next(loader)
+                stop, counts, losses = self._agree(labels)
                 self._record(losses)
+                if stop:
+                    break
+                self._own_losses = self._trainer.step(self._step, images, labels, counts)
+                self._step += 1
                 bar.set_description_str(f"step {self._step}/{steps}", refresh=False)
                 if losses:
                     bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
                 bar.update(batch)
             loader.close()
-            self._record(self._trainer.finish())
+            self._finish()
         return confusion if self._step == steps else None
+
+    def _agree(self, labels):
+        """What all workers have to know of each other before a step, in one message: whether one
+        was interrupted, the pixel counts of the batch, and the losses known since the last step."""
+        counts = pixel_counts(labels, len(self._names))
+        losses, self._own_losses = self._own_losses, []
+        # Of all steps but the first two there is one.
+        message = [self._interrupt.requested, *counts, *losses]
+        everyone = self._team.gather(f"step, {len(losses)} losses", message)
+        stop, background, others, *losses = everyone.sum(axis=0).tolist()
+        return stop > 0, (background, others), losses
+
+    def _finish(self):
+        """Wait for all steps that were started."""
+        losses = self._own_losses + self._trainer.finish()
+        self._own_losses = []
+        if losses:
+            everyone = self._team.gather(f"last {len(losses)} losses", losses)
+            self._record(everyone.sum(axis=0).tolist())
 
     def _due(self, step, interval):
         return step > 0 and (step % interval == 0 or step == self._options.steps)
@@ -167,7 +203,7 @@ class Run:
 
     def _validate(self):
         """Validate, write all files and return the Confusion, or None if interrupted."""
-        self._record(self._trainer.finish())
+        self._finish()
         confusion = self._evaluate()
         # The time since then is none of training.
         self._clock = time.perf_counter()
@@ -185,13 +221,8 @@ class Run:
         better = score > progress["best"]["mean_iou"]
         if better:
             progress["best"] = {"mean_iou": score, "step": self._step}
-        checkpoint = self._checkpoint()
-        checkpoint.save(self._folder.last)
-        if better:
-            checkpoint.save(self._folder.best)
-            self._trainer.save_parameters(self._folder.best_parameters)
-        self._draw()
-        say(
+        self._save(better)
+        self._say(
             f"step {self._step}: pixel accuracy {confusion.pixel_accuracy:.4f}, mean IoU "
             f"{score:.4f}" + (" (the best so far)" if better else "")
         )
@@ -201,17 +232,30 @@ class Run:
     def _evaluate(self):
         confusion = Confusion(len(self._names))
         count, batch = len(self._val_data), self._options.batch
-        chunks = (range(i, min(i + batch, count)) for i in range(0, count, batch))
-        loader = batches(self._val_data, chunks)
-        for truth, prediction in self._trainer.predict(loader):
-            confusion.add(truth, prediction)
-            if self._interrupt.requested:
+        chunks = [range(i, min(i + batch, count)) for i in range(0, count, batch)]
+        shares = [self._trainer.own_share_to_predict(chunk) for chunk in chunks]
+        loader = batches(self._val_data, filter(len, shares))
+        predictions = self._trainer.predict(loader)
+        for share in shares:
+            if share:
+                confusion.add(*next(predictions))
+            if self._team.gather("go on", [self._interrupt.requested]).any():
                 loader.close()
                 return None
+        everyone = self._team.gather("confusion", confusion.matrix.ravel())
+        confusion.matrix = everyone.sum(axis=0).astype(int).reshape(confusion.matrix.shape)
         return confusion
 
-    def _checkpoint(self):
-        return self._trainer.checkpoint(self._step, self._config, self._progress)
+    def _save(self, better=False):
+        """Write checkpoints and pictures."""
+        checkpoint = self._trainer.checkpoint(self._step, self._config, self._progress)
+        if self._team.rank > 0:
+            return
+        checkpoint.save(self._folder.last)
+        if better:
+            checkpoint.save(self._folder.best)
+            self._trainer.save_parameters(self._folder.best_parameters)
+        self._draw()
 
     def _draw(self):
         plots.plot_curves(self._folder.rows, self._folder.curves, self._title())
@@ -225,7 +269,11 @@ class Run:
 
     def _title(self):
         options = self._options
-        return f"--norm {options.norm} on {options.devices}, step {self._step} of {options.steps}"
+        return f"--norm {options.norm} on {self._places()}, step {self._step} of {options.steps}"
+
+    def _places(self):
+        devices, count = self._options.devices, self._options.workers
+        return devices if count == 1 else f"{devices} in {count} workers"
 
     def _summarize(self, confusion):
         options, folder, best = self._options, self._folder, self._progress["best"]
@@ -234,7 +282,7 @@ class Run:
         classes = ", ".join(
             f"{name} {iou:.3f}" for name, iou in zip(self._names, confusion.class_iou) if iou == iou
         )
-        say(
+        self._say(
             f"IoU of the classes: {classes}\n"
             f"trained {self._step} steps in {seconds:.0f} s, {speed:.0f} images/s\n"
             f"pixel accuracy {confusion.pixel_accuracy:.4f}, mean IoU {confusion.mean_iou:.4f} "
@@ -243,21 +291,3 @@ class Run:
             f"pictures     {folder.curves}, {folder.predictions}\n"
             f"checkpoints  {folder.last}, {folder.best}; best parameters: {folder.best_parameters}"
         )
-
-
-def python():
-    """This interpreter as one would type it."""
-    path = os.path.relpath(sys.executable)
-    return os.path.basename(sys.executable) if path.startswith("..") else path
-
-
-def progress_bar(items=None, **settings):
-    """tqdm, which writes a line now and then where no one watches a terminal."""
-    interval = 0.2 if sys.stderr.isatty() else 10
-    return tqdm(items, mininterval=interval, dynamic_ncols=True, **settings)
-
-
-def say(text):
-    """Print above the bar."""
-    tqdm.write(text, file=sys.stdout)
-    sys.stdout.flush()

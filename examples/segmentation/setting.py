@@ -7,7 +7,7 @@ import mxnet as mx
 import numpy as np
 
 from data import DigitsOnPhotos
-from options import UsageError, parse_devices
+from options import UsageError, default_devices, parse_devices, share_devices
 from voc import VOCFolder
 
 # Validation images are the same for every --seed, so that runs can be compared.
@@ -15,11 +15,11 @@ VALIDATION_SEED = 0
 
 
 def find_contexts(options, resumed=None):
-    """The MXNet contexts of --devices; `options.devices` then says them in full."""
-    gpus = _count_gpus()
-    kind, which = ("gpu" if gpus else "cpu"), (None if gpus else 2)
-    if options.devices is not None:
-        kind, which = parse_devices(options.devices)
+    """The MXNet contexts of --devices, those of all workers in the order of their ranks;
+    `options.devices` then says them in full."""
+    gpus = count_gpus()
+    default = "gpu" if gpus else default_devices(options.workers)
+    kind, which = parse_devices(options.devices or default)
     if kind == "cpu":
         contexts = [mx.cpu(i) for i in range(which)]
         options.devices = f"cpu:{which}"
@@ -43,6 +43,7 @@ def find_contexts(options, resumed=None):
             f"({options.devices}) needs an image: give --batch {len(contexts)} or more, or fewer "
             "--devices"
         )
+    share_devices(len(contexts), options)
     if resumed is not None:
         before = resumed.config["device_types"]
         if before != [context.device_type for context in contexts]:
@@ -53,7 +54,7 @@ def find_contexts(options, resumed=None):
     return contexts
 
 
-def _count_gpus():
+def count_gpus():
     try:
         return mx.context.num_gpus()
     except mx.MXNetError:

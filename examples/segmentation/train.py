@@ -1,20 +1,30 @@
 """Train a segmentation net with synchronized batch normalization; see README.md."""
 
+import signal
 import sys
 
+import workers
 from data import DataError
 from options import UsageError, parse, prepare_environment
 
 
 def main(argv=None):
+    arguments = sys.argv[1:] if argv is None else argv
     try:
-        options = parse(argv)
-        # MXNet reads its settings when it is imported, which `run` does.
+        if workers.started():
+            # Until all have met, a worker that were to end properly would wait for the others.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        options = parse(arguments, workers.started())
+        # MXNet reads its settings when it is imported, which `settle` and `run` do.
         prepare_environment(options)
+        workers.settle(options)
+        if options.workers > 1 and not workers.started():
+            return workers.launch(options, arguments)
         from run import run
 
         return run(options)
     except (UsageError, DataError) as error:
+        workers.let_the_first_speak()
         return f"{sys.argv[0]}: {error}"
     except KeyboardInterrupt:
         return 130
