@@ -34,11 +34,11 @@ ifeq ($(filter run-native programs,$(MAKECMDGOALS)),)
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: help train test bench lint format warnings sanitize wheel clean distclean run-native programs rebuild
+.PHONY: help train test bench bench-distributed lint format warnings sanitize wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.11] [CXX=g++]'
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1@\2/p' Makefile | awk -F@ '{printf "%-12s%s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1@\2/p' Makefile | awk -F@ '{printf "%-21s%s\n", $$1, $$2}'
 
 train: $(ready)mxnet-$(MXNET) $(ready)examples ## train the segmentation example; each time writes a new folder runs/segmentation-N
 	$(python) examples/segmentation/train.py $(ARGS)
@@ -49,6 +49,9 @@ test: $(ready)mxnet-$(MXNET) $(ready)examples $(ready)test $(ready)horovod ## ru
 
 bench: $(ready)mxnet-$(MXNET) $(ready)test ## measure speed beside MXNet's own layers
 	$(python) benchmarks/bench.py $(ARGS)
+
+bench-distributed: $(ready)mxnet-$(MXNET) $(ready)test $(ready)horovod ## measure what synchronization over processes adds
+	$(python) benchmarks/bench_distributed.py $(ARGS)
 
 lint: $(ready)lint ## check style and formatting
 	.venv/bin/ruff check .

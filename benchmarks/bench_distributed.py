@@ -1,0 +1,386 @@
+"""Measures what synchronization over processes adds to a layer, beside a bare call of the engine.
+
+Workers are started on this machine for each engine and each number of them. The result is a
+Markdown table and a list of the bars, on standard output, and a file of all figures, which
+scaling.py reads.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import mxnet as mx
+import numpy as np
+from tqdm import tqdm
+
+import bench
+import gluon_syncbn as sbn
+import measure
+
+FIGURES = Path(__file__).resolve().parent.parent / "build" / "bench-distributed.json"
+BAR = 1.5
+# A layer on so little data is all but free: what synchronization adds is the exchange.
+SAMPLES, SIDE = 2, 4
+MOST_SECONDS = 240
+BEHIND = " behind a layer"
+
+
+def main():
+    args = parse_arguments()
+    if args.worker:
+        work(args.worker, args.engines[0], args.channels, args.repetitions)
+        return
+    figures = {**bench.environment(), "repetitions": args.repetitions}
+    cores = Cores()
+    runs = list(itertools.product(args.engines, args.workers))
+    figures["layers"] = [row for run in tqdm(runs) for row in measure_layers(*run, args)]
+    figures["cores_taken_by_others"] = cores.taken_by_others()
+    figures["bars"] = judge(figures["layers"])
+    print(text(figures))
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if args.check and not all(bar["pass"] for bar in figures["bars"]):
+        sys.exit(1)
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        choices=ENGINES,
+        default=installed_engines(),
+        help="what workers reach each other with (all that are installed)",
+    )
+    parser.add_argument(
+        "--workers", type=int, nargs="+", default=[2, 4], metavar="N", help="how many (2 4)"
+    )
+    parser.add_argument(
+        "--channels", type=int, nargs="+", default=[64, 512, 2048], metavar="C", help="64 512 2048"
+    )
+    parser.add_argument("--repetitions", type=int, default=200, help="rounds (200)")
+    parser.add_argument(
+        "--json", type=Path, default=FIGURES, metavar="FILE", help="where all figures go"
+    )
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar fails")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    for name, least in (("workers", 2), ("channels", 1), ("repetitions", 1)):
+        values = getattr(args, name)
+        if np.min(values) < least:
+            parser.error(f"--{name} got {values}: give whole numbers of at least {least}")
+    return args
+
+
+def installed_engines():
+    try:
+        import horovod.mxnet  # noqa: F401  It may also be installed for other frameworks alone.
+    except ImportError:
+        return ["kvstore"]
+    return list(ENGINES)
+
+
+def message_size(channels):
+    """How many float64 a process tells of a layer in each pass."""
+    return 6 * channels + 2
+
+
+class KVStore:
+    """A worker that reaches the others by MXNet's KVStore. Bare calls include the wait for their
+    result."""
+
+    def __init__(self):
+        self._kv = mx.kv.create("dist_sync")
+        self.reducer = sbn.distributed.KVStoreReducer(self._kv)
+        # A Trainer's keys begin at 0, and so do these; those of the reducer at 10**6.
+        self._keys = iter(range(1000))
+        self.barrier = self._pushpull((self.reducer.size, 1))
+
+    def bare_calls(self, channels):
+        return {"kv.pushpull": self._pushpull((self.reducer.size, 3, message_size(channels)))}
+
+    def _pushpull(self, shape):
+        key, array = next(self._keys), mx.nd.zeros(shape)
+        self._kv.init(key, array)
+
+        def call():
+            self._kv.pushpull(key, array, out=array)
+            array.wait_to_read()
+
+        return call
+
+
+class Horovod:
+    """A worker that reaches the others by Horovod. Bare calls include the wait for their result."""
+
+    def __init__(self):
+        import horovod.mxnet as hvd
+
+        hvd.init()
+        self._hvd = hvd
+        self.reducer = sbn.distributed.HorovodReducer(hvd)
+        self.barrier = self._call("allreduce", 1)
+
+    def bare_calls(self, channels):
+        names = ("allgather", "allreduce")
+        return {f"hvd.{name}": self._call(name, message_size(channels)) for name in names}
+
+    def _call(self, name, size):
+        function, array = getattr(self._hvd, name), mx.nd.zeros((size,), dtype="float64")
+        return lambda: function(array, name=f"bare {name} {size}").wait_to_read()
+
+
+ENGINES = {"kvstore": KVStore, "horovod": Horovod}
+
+
+def work(file, engine, channels, repetitions):
+    """What a worker does. That of rank 0 writes the times to the file."""
+    engine = ENGINES[engine]()
+    group = sbn.SyncGroup(store=engine.reducer)
+    measure.LAYERS["synchronized"] = functools.partial(sbn.SyncBatchNorm, group=group)
+    layers = [{"channels": c, "seconds": layer_times(engine, c, repetitions)} for c in channels]
+    if engine.reducer.rank == 0:
+        file.write_text(json.dumps({"threads": measure.threads(), "layers": layers}))
+
+
+def layer_times(engine, channels, repetitions):
+    """{name: seconds of each round, as means over the workers}: of forward and backward, or of one
+    call."""
+    shape = (SAMPLES, channels, SIDE, SIDE)
+    x, dy = mx.nd.random.normal(shape=shape), mx.nd.random.normal(shape=shape)
+    x.attach_grad()
+    synchronized = measure.Layer("synchronized", channels, [mx.cpu()])
+    local = measure.Layer("block", channels, [mx.cpu()])
+    message = np.random.default_rng(0).standard_normal(message_size(channels))
+    calls = {
+        "all_gather": lambda: engine.reducer.all_gather(f"all_gather {channels}", message),
+        **engine.bare_calls(channels),
+    }
+    contestants = {
+        "synchronized": lambda: synchronized([x], [dy]),
+        "local": lambda: local([x], [dy]),
+        **{name: functools.partial(_seconds, call) for name, call in calls.items()},
+        **{
+            # Caches, threads and the other workers are then as a layer's exchange finds them.
+            f"{name}{BEHIND}": lambda call=call: (local([x], [dy]), _seconds(call))[1]
+            for name, call in engine.bare_calls(channels).items()
+        },
+    }
+    results = measure.interleave(
+        {name: functools.partial(_together, engine, run) for name, run in contestants.items()},
+        repetitions,
+        progress=SimpleNamespace(update=lambda: None),
+    )
+    return {
+        name: engine.reducer.all_gather(f"times {name} {channels}", rows.reshape(-1))
+        .mean(axis=0)
+        .reshape(rows.shape)
+        .tolist()
+        for name, rows in results.items()
+    }
+
+
+def _together(engine, run):
+    # What one worker is behind the others would count as time of whatever comes next.
+    engine.barrier()
+    return run()
+
+
+def _seconds(call):
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start,)
+
+
+def measure_layers(engine, workers, args):
+    """The rows of the table for one engine and number of workers."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "times.json"
+        command = [
+            *(sys.executable, "-m", "gluon_syncbn.launch", "-n", str(workers), "--engine", engine),
+            *(__file__, "--worker", str(file), "--engines", engine, "--channels"),
+            *(*map(str, args.channels), "--repetitions", str(args.repetitions)),
+        ]
+        launcher = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            output, _ = launcher.communicate(timeout=MOST_SECONDS)
+        finally:
+            launcher.terminate()
+            launcher.wait()
+        if launcher.returncode != 0 or not file.exists():
+            sys.exit(f"{' '.join(command)} ended with {launcher.returncode}:\n{output}")
+        times = json.loads(file.read_text())
+    return [
+        {"engine": engine, "workers": workers, "threads": times["threads"], **summarize(layer)}
+        for layer in times["layers"]
+    ]
+
+
+def summarize(layer):
+    """Milliseconds, as medians of the rounds, and the medians of the rounds' own ratios: what
+    disturbed a round disturbed all in it."""
+    seconds = {name: np.array(rows) for name, rows in layer["seconds"].items()}
+    added = seconds["synchronized"] - seconds["local"]
+    each = added.mean(axis=1)
+    bare_calls = [name for name in seconds if name + BEHIND in seconds]
+    return {
+        "channels": layer["channels"],
+        "added_ms": {
+            "forward": _milliseconds(added[:, 0]),
+            "backward": _milliseconds(added[:, 1]),
+            "pass": _milliseconds(each),
+        },
+        "local_ms": _milliseconds(seconds["local"].mean(axis=1)),
+        "all_gather_ms": _milliseconds(seconds["all_gather"]),
+        "bare": {
+            name: {
+                "ms": _milliseconds(seconds[name]),
+                "behind_ms": _milliseconds(seconds[name + BEHIND]),
+                **_ratio(each, seconds[name][:, 0]),
+            }
+            for name in bare_calls
+        },
+    }
+
+
+def _ratio(added, bare):
+    return {
+        "ratio": float(np.median(added / bare)),
+        "quartiles": np.percentile(added / bare, [25, 75]).tolist(),
+        "of_medians": float(np.median(added) / np.median(bare)),
+    }
+
+
+def _milliseconds(seconds):
+    return float(np.median(seconds) * 1e3)
+
+
+class Cores:
+    """Tells how many cores processes that are not ours have kept busy since this was made."""
+
+    def __init__(self):
+        self._start = time.perf_counter(), self._seconds_of_others()
+
+    def taken_by_others(self):
+        start, seconds = self._start
+        return max(0.0, self._seconds_of_others() - seconds) / (time.perf_counter() - start)
+
+    @staticmethod
+    def _seconds_of_others():
+        with open("/proc/stat") as stat:
+            user, nice, system, _, _, irq, soft, steal = map(int, stat.readline().split()[1:9])
+        busy = (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+        usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        return busy - sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def judge(layers):
+    """Each bar with the worst figure that it has to do with."""
+    figures = {}
+    for row in layers:
+        place = f"{row['workers']} workers, C = {row['channels']}"
+        for name, bare in row["bare"].items():
+            figures.setdefault(name, []).append((bare["ratio"], place))
+    bars = []
+    for name, values in figures.items():
+        worst, place = max(values)
+        failed = sum(value > BAR for value, _ in values)
+        bars.append(
+            {
+                "name": f"time added to a pass / `{name}`",
+                "bar": BAR,
+                "worst": worst,
+                "where": place,
+                "failed": failed,
+                "of": len(values),
+                "pass": failed == 0,
+            }
+        )
+    return bars
+
+
+def text(figures):
+    versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
+    header = ["bare call", "workers", "C", "bare", "behind a layer", "`all_gather`"]
+    return "\n\n".join(
+        [
+            f"{figures['cpu']}, {figures['cores']} cores, {versions}, {figures['date'][:10]}",
+            load(figures),
+            f"Milliseconds, medians of {figures['repetitions']} rounds and means over the workers. "
+            "*Behind a layer*: the bare call again, right after a layer that does not synchronize. "
+            "*Added*: by synchronization to a layer, in each pass. *Added / bare*: the median of "
+            "the rounds' ratios of what was added to a pass, the mean of both, to the bare call.",
+            table(
+                [*header, "added: forward", "backward", "added / bare"],
+                [
+                    _row(row, name, bare)
+                    for row in figures["layers"]
+                    for name, bare in row["bare"].items()
+                ],
+            ),
+            table(
+                ["bar", "at most", "worst", "where", "result"],
+                [_bar_row(bar) for bar in figures["bars"]],
+            ),
+        ]
+    )
+
+
+def load(figures):
+    """How much the machine had to do."""
+    cores = figures["cores"]
+    crowds = [
+        f"{ENGINES[engine].__name__} with {workers} workers"
+        for engine, workers in dict.fromkeys((r["engine"], r["workers"]) for r in figures["layers"])
+        if workers + (engine == "kvstore") > cores
+    ]
+    text = f"Other programs kept {figures['cores_taken_by_others']:.1f} of {cores} cores busy."
+    if crowds:
+        text += (
+            " There were more workers (and, with the KVStore, a server) than cores, so that they "
+            f"waited for their turn: {', '.join(crowds)}."
+        )
+    if not any(row["engine"] == "horovod" for row in figures["layers"]):
+        text += " Horovod was not measured."
+    return text
+
+
+def _row(row, name, bare):
+    ratio = f"{bare['ratio']:.2f}"
+    return [
+        f"`{name}`",
+        str(row["workers"]),
+        str(row["channels"]),
+        f"{bare['ms']:.2f}",
+        f"{bare['behind_ms']:.2f}",
+        f"{row['all_gather_ms']:.2f}",
+        f"{row['added_ms']['forward']:.2f}",
+        f"{row['added_ms']['backward']:.2f}",
+        # What fails its bar stands out.
+        ratio if bare["ratio"] <= BAR else f"**{ratio}**",
+    ]
+
+
+def _bar_row(bar):
+    result = "pass" if bar["pass"] else f"**FAIL** ({bar['failed']} of {bar['of']})"
+    return [bar["name"], f"{bar['bar']:g}", f"{bar['worst']:.2f}", bar["where"], result]
+
+
+def table(header, rows):
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    main()
