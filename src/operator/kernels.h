@@ -8,12 +8,13 @@
 #include <vector>
 
 #include "batch_norm_math.h"
+#include "half.h"
 #include "sums.h"
 
 namespace gluon_syncbn {
 
 // MXNet's numbers (mshadow/base.h).
-enum class DType : int { kFloat32 = 0, kFloat64 = 1 };
+enum class DType : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 12 };
 
 // An array of shape (N, C, S): S values of one channel lie together. (N, C) has S = 1, and so has
 // NHWC with N*H*W for N.
@@ -43,8 +44,8 @@ struct BackwardPart {
   ChannelSums* sums;
 };
 
-// The kernels for one kind of device and one dtype: data, gradients, gamma and beta point to values
-// of it. Null gamma stands for ones.
+// The kernels for one kind of device and one dtype: data and its gradients point to values of it,
+// gamma and beta to values of its Arithmetic (half.h). Null gamma stands for ones.
 struct Kernels {
   // sums[c] = {sum(x), sum(x^2)}: needs no statistics, so it comes before the meeting.
   void (*forward_sums)(View, const void* x, ChannelSums* sums);

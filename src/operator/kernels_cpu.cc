@@ -1,5 +1,9 @@
 // The CPU kernels: the loops of loops_cpu.inc for several instruction sets, and the walk over
 // planes and threads.
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -28,9 +32,9 @@ struct Loops {
   void (*forward_rows)(const T* x, int64_t n, int64_t stride, int64_t width, ChannelSums*);
   void (*backward_rows)(const T* dy, const T* x, int64_t n, int64_t stride, int64_t width,
                         const Statistics*, ChannelSums*);
-  void (*normalize)(const T* x, int64_t n, const Normalize<T>*, bool row, T* y, Store);
-  void (*input_gradient)(const T* dy, const T* x, int64_t n, const InputGradient<T>*, bool row,
-                         T* dx, Store);
+  void (*normalize)(const T* x, int64_t n, const Normalize<Arithmetic<T>>*, bool row, T* y, Store);
+  void (*input_gradient)(const T* dy, const T* x, int64_t n, const InputGradient<Arithmetic<T>>*,
+                         bool row, T* dx, Store);
 };
 
 namespace baseline {
@@ -39,14 +43,15 @@ namespace baseline {
 
 #if defined(__x86_64__)
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
+#define SBN_F16C
 namespace avx2 {
 #include "loops_cpu.inc"
 }
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 namespace avx512 {
 #include "loops_cpu.inc"
 }
@@ -60,8 +65,10 @@ const Loops<T>& loops() {
       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
           ? avx512::kLoops<T>
-      : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? avx2::kLoops<T>
-                                                                        : baseline::kLoops<T>;
+      : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+              __builtin_cpu_supports("f16c")
+          ? avx2::kLoops<T>
+          : baseline::kLoops<T>;
   return best;
 #else
   return baseline::kLoops<T>;
@@ -175,12 +182,12 @@ void backward_sums(View view, const void* gradient, const void* data, const Stat
 
 template <typename T>
 double gamma_at(const void* gamma, int64_t c) {
-  return gamma ? static_cast<double>(static_cast<const T*>(gamma)[c]) : 1.0;
+  return gamma ? static_cast<double>(static_cast<const Arithmetic<T>*>(gamma)[c]) : 1.0;
 }
 
 template <typename T>
-void normalize(View view, const void* from, const std::vector<Normalize<T>>& formulae, void* to,
-               Store how) {
+void normalize(View view, const void* from, const std::vector<Normalize<Arithmetic<T>>>& formulae,
+               void* to, Store how) {
   const T* x = static_cast<const T*>(from);
   T* y = static_cast<T*>(to);
   for_each_plane(view, [&](int64_t at, int64_t n, int64_t c, bool row) {
@@ -191,11 +198,12 @@ void normalize(View view, const void* from, const std::vector<Normalize<T>>& for
 template <typename T>
 void forward(View view, const void* x, const Statistics* s, const void* gamma, const void* beta,
              void* y, Store how) {
-  std::vector<Normalize<T>> formulae(view.C);
+  std::vector<Normalize<Arithmetic<T>>> formulae(view.C);
   for (int64_t c = 0; c < view.C; ++c) {
-    formulae[c] = Normalize<T>::of(s[c], gamma_at<T>(gamma, c), static_cast<const T*>(beta)[c]);
+    formulae[c] = Normalize<Arithmetic<T>>::of(s[c], gamma_at<T>(gamma, c),
+                                               static_cast<const Arithmetic<T>*>(beta)[c]);
   }
-  normalize(view, x, formulae, y, how);
+  normalize<T>(view, x, formulae, y, how);
 }
 
 template <typename T>
@@ -203,9 +211,9 @@ void backward(View view, const void* gradient, const void* data, const Statistic
               const void* gamma, const ChannelSums* sums, double count, void* result, Store how) {
   const T *dy = static_cast<const T*>(gradient), *x = static_cast<const T*>(data);
   T* dx = static_cast<T*>(result);
-  std::vector<InputGradient<T>> formulae(view.C);
+  std::vector<InputGradient<Arithmetic<T>>> formulae(view.C);
   for (int64_t c = 0; c < view.C; ++c) {
-    formulae[c] = InputGradient<T>::of(s[c], gamma_at<T>(gamma, c), sums[c], count);
+    formulae[c] = InputGradient<Arithmetic<T>>::of(s[c], gamma_at<T>(gamma, c), sums[c], count);
   }
   for_each_plane(view, [&](int64_t at, int64_t n, int64_t c, bool row) {
     loops<T>().input_gradient(dy + at, x + at, n, &formulae[c], row, dx + at, how);
@@ -216,11 +224,11 @@ void backward(View view, const void* gradient, const void* data, const Statistic
 template <typename T>
 void backward_constant(View view, const void* dy, const Statistics* s, const void* gamma, void* dx,
                        Store how) {
-  std::vector<Normalize<T>> formulae(view.C);
+  std::vector<Normalize<Arithmetic<T>>> formulae(view.C);
   for (int64_t c = 0; c < view.C; ++c) {
-    formulae[c] = {0, 0, static_cast<T>(gamma_at<T>(gamma, c) * s[c].inv_std), 0};
+    formulae[c] = {0, 0, static_cast<Arithmetic<T>>(gamma_at<T>(gamma, c) * s[c].inv_std), 0};
   }
-  normalize(view, dy, formulae, dx, how);
+  normalize<T>(view, dy, formulae, dx, how);
 }
 
 // How many values of a channel all parts have together.
@@ -287,13 +295,15 @@ void forward_together(const std::vector<const ForwardPart*>& parts, double epsil
     for (int64_t c = begin; c < end; ++c) {
       statistics[c] = batch_statistics(sums[c - begin], count, epsilon);
     }
-    std::vector<Normalize<T>> formulae(end - begin);
+    std::vector<Normalize<Arithmetic<T>>> formulae(end - begin);
     for (const ForwardPart* part : parts) {
       if (!part->y) continue;
-      const T *x = static_cast<const T*>(part->x), *beta = static_cast<const T*>(part->beta);
+      const T* x = static_cast<const T*>(part->x);
+      const auto* const beta = static_cast<const Arithmetic<T>*>(part->beta);
       T* y = static_cast<T*>(part->y);
       for (int64_t c = begin; c < end; ++c) {
-        formulae[c - begin] = Normalize<T>::of(statistics[c], gamma_at<T>(part->gamma, c), beta[c]);
+        formulae[c - begin] =
+            Normalize<Arithmetic<T>>::of(statistics[c], gamma_at<T>(part->gamma, c), beta[c]);
       }
       for_planes(part->view, begin, end, [&](int64_t c, int64_t at) {
         loops<T>().normalize(x + at, part->view.S, &formulae[c - begin], false, y + at,
@@ -330,14 +340,14 @@ void backward_together(const std::vector<const BackwardPart*>& parts,
       });
       for (int64_t c = begin; c < end; ++c) sums[c - begin].add(part->sums[c]);
     }
-    std::vector<InputGradient<T>> formulae(end - begin);
+    std::vector<InputGradient<Arithmetic<T>>> formulae(end - begin);
     for (const BackwardPart* part : parts) {
       if (!part->dx) continue;
       const T *dy = static_cast<const T*>(part->dy), *x = static_cast<const T*>(part->x);
       T* dx = static_cast<T*>(part->dx);
       for (int64_t c = begin; c < end; ++c) {
-        formulae[c - begin] = InputGradient<T>::of(statistics[c], gamma_at<T>(part->gamma, c),
-                                                   sums[c - begin], count);
+        formulae[c - begin] = InputGradient<Arithmetic<T>>::of(
+            statistics[c], gamma_at<T>(part->gamma, c), sums[c - begin], count);
       }
       for_planes(part->view, begin, end, [&](int64_t c, int64_t at) {
         loops<T>().input_gradient(dy + at, x + at, part->view.S, &formulae[c - begin], false,
@@ -355,7 +365,16 @@ constexpr Kernels kCpuKernels{forward_sums<T>,     forward<T>,           backwar
 }  // namespace
 
 const Kernels& cpu_kernels(DType dtype) {
-  return dtype == DType::kFloat64 ? kCpuKernels<double> : kCpuKernels<float>;
+  switch (dtype) {
+    case DType::kFloat64:
+      return kCpuKernels<double>;
+    case DType::kFloat16:
+      return kCpuKernels<Half>;
+    case DType::kBFloat16:
+      return kCpuKernels<BFloat16>;
+    default:
+      return kCpuKernels<float>;
+  }
 }
 
 }  // namespace gluon_syncbn

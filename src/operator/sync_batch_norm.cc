@@ -129,6 +129,23 @@ View view_of(const int* shape, int ndim, int axis) {
   return view;
 }
 
+const char* name_of(DType dtype) {
+  // mshadow/base.h, in order.
+  static const char* const kNames[] = {"float32", "float64", "float16", "uint8",
+                                       "int32",   "int8",    "int64",   "bool"};
+  const int number = static_cast<int>(dtype);
+  if (dtype == DType::kBFloat16) return "bfloat16";
+  return number >= 0 && number < 8 ? kNames[number] : "another dtype";
+}
+
+// Of gamma, beta, their gradients and the running statistics; `dtype` is the data's.
+bool has_double_parameters(DType dtype) { return dtype == DType::kFloat64; }
+
+size_t size_of(DType dtype) {
+  const bool half = dtype == DType::kFloat16 || dtype == DType::kBFloat16;
+  return half ? sizeof(Half) : dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
+}
+
 // The arrays of one callback, which belong to it: freed at its end, however it ends.
 class Arrays {
  public:
@@ -162,7 +179,7 @@ class Arrays {
     if (request != kWriteTo && request != kWriteInplace) return;
     int ndim = 0;
     const int* const sizes = shape(i, &ndim);
-    size_t bytes = dtype(i) == DType::kFloat64 ? sizeof(double) : sizeof(float);
+    size_t bytes = size_of(dtype(i));
     for (int axis = 0; axis < ndim; ++axis) bytes *= static_cast<size_t>(sizes[axis]);
     std::memset(data(i), 0, bytes);
   }
@@ -189,14 +206,14 @@ class Arrays {
 };
 
 double parameter(DType dtype, const void* values, int64_t c) {
-  return dtype == DType::kFloat64 ? static_cast<const double*>(values)[c]
-                                  : static_cast<const float*>(values)[c];
+  return has_double_parameters(dtype) ? static_cast<const double*>(values)[c]
+                                      : static_cast<const float*>(values)[c];
 }
 
 void write_parameter(DType dtype, void* values, int64_t c, double value,
                      Store how = Store::kWrite) {
   if (how == Store::kAdd) value += parameter(dtype, values, c);
-  if (dtype == DType::kFloat64) {
+  if (has_double_parameters(dtype)) {
     static_cast<double*>(values)[c] = value;
   } else {
     static_cast<float*>(values)[c] = static_cast<float>(value);
@@ -349,7 +366,8 @@ class Call {
     for (const Part* part : parts) {
       const auto* const work = static_cast<const Work<KernelPart>*>(part);
       if (work->dtype != first->dtype) {
-        throw std::runtime_error("one device has float32 data, another float64. Cast the data.");
+        throw std::runtime_error(std::string("one device has ") + name_of(first->dtype) +
+                                 " data, another " + name_of(work->dtype) + ". Cast the data.");
       }
       result.push_back(work->kernel);
     }
@@ -544,27 +562,25 @@ int infer_type(int size, int* types, void*) {
     if (i != kNumInputs + kMean && i != kNumInputs + kInvStd) type = types[i];
   }
   if (type == kUnknown) return 1;
-  if (type != static_cast<int>(DType::kFloat32) && type != static_cast<int>(DType::kFloat64)) {
-    // mshadow/base.h, in order.
-    static const char* const kNames[] = {"float32", "float64", "float16", "uint8",
-                                         "int32",   "int8",    "int64",   "bool"};
-    const bool named = type >= 0 && type < 8;
-    throw dmlc::Error("SyncBatchNorm takes float32 and float64 data. It got " +
-                      std::string(named ? kNames[type] : "another dtype") +
-                      ". Cast the data first.");
+  const DType data = static_cast<DType>(type);
+  if (data != DType::kFloat32 && data != DType::kFloat64 && data != DType::kFloat16 &&
+      data != DType::kBFloat16) {
+    throw dmlc::Error(
+        std::string("SyncBatchNorm takes float16, bfloat16, float32 and float64 data. It got ") +
+        name_of(data) + ". Cast the data first.");
   }
+  const DType parameters = has_double_parameters(data) ? DType::kFloat64 : DType::kFloat32;
   for (int i = 0; i < size; ++i) {
-    const int expected = i == kNumInputs + kMean || i == kNumInputs + kInvStd
-                             ? static_cast<int>(DType::kFloat64)
-                             : type;
-    if (types[i] != kUnknown && types[i] != expected) {
-      const bool wide = type == static_cast<int>(DType::kFloat64);
-      throw dmlc::Error(std::string("SyncBatchNorm got data of dtype ") +
-                        (wide ? "float64" : "float32") +
-                        ", but parameters of another. Call cast('" +
-                        (wide ? "float64" : "float32") + "') on the net.");
+    const DType expected = i == kNumInputs + kMean || i == kNumInputs + kInvStd ? DType::kFloat64
+                           : i == kData || i == kNumInputs + kOutput            ? data
+                                                                                : parameters;
+    if (types[i] != kUnknown && types[i] != static_cast<int>(expected)) {
+      throw dmlc::Error(std::string("SyncBatchNorm got data of dtype ") + name_of(data) +
+                        ", for which its parameters have to be " + name_of(parameters) +
+                        ", and an array of " + name_of(static_cast<DType>(types[i])) +
+                        " among them. Call cast('" + name_of(data) + "') on the net.");
     }
-    types[i] = expected;
+    types[i] = static_cast<int>(expected);
   }
   return 1;
 }
