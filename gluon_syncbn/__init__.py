@@ -5,6 +5,16 @@ from . import _native  # noqa: F401  isort:skip
 from . import distributed
 from ._version import __version__
 from .block import SyncBatchNorm
+from .convert import SyncBatchNormReLU, convert_sync_batchnorm, revert_sync_batchnorm
 from .group import SyncGroup, set_default_group
 
-__all__ = ["SyncBatchNorm", "SyncGroup", "distributed", "set_default_group", "__version__"]
+__all__ = [
+    "SyncBatchNorm",
+    "SyncBatchNormReLU",
+    "SyncGroup",
+    "convert_sync_batchnorm",
+    "distributed",
+    "revert_sync_batchnorm",
+    "set_default_group",
+    "__version__",
+]

@@ -1,0 +1,620 @@
+"""Makes the batch normalization of a built net synchronized, and plain again."""
+
+import collections
+import dataclasses
+import functools
+import json
+import logging
+from typing import NamedTuple, Tuple
+
+import mxnet as mx
+from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
+from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
+from mxnet.gluon.nn.basic_layers import _BatchNorm
+from mxnet.gluon.parameter import Parameter, ParameterDict
+
+from . import _native
+from .block import SyncBatchNorm, _Watched
+from .group import _users
+
+_log = logging.getLogger("gluon_syncbn")
+
+# What a SyncBatchNorm has and nn.BatchNorm has not.
+_OWN_ATTRIBUTES = ("_layer", "_places", "_num_devices", "_own_group")
+_ROLES = ("gamma", "beta", "running_mean", "running_var")
+# The operators in the graph of a SymbolBlock, and whether a relu is part of them.
+_STOCK_OPERATORS = {
+    "BatchNorm": False,
+    "_contrib_SyncBatchNorm": False,
+    "_contrib_BatchNormWithReLU": True,
+}
+_OUR_OPERATOR = {_native.OP_TYPE: False}
+# A class of somebody else's that computes what nn.BatchNorm does, only not with cuDNN.
+_SAME_AS_STOCK = ("gluoncv.nn.block.BatchNormCudnnOff",)
+# What a subclass may define and still compute the same.
+_HARMLESS = {"__init__", "__repr__", "_alias", "__doc__", "__module__", "__qualname__", "__dict__"}
+_HARMLESS |= {"__weakref__", "__annotations__", "__firstlineno__", "__static_attributes__"}
+# Settings that do not change what is computed, and those of contrib for whom to meet.
+_IGNORED_SETTINGS = {"cudnn_off", "ndev", "key"}
+
+
+class SyncBatchNormReLU(SyncBatchNorm):
+    """:class:`SyncBatchNorm` with a relu behind it: what ``nn.BatchNormReLU`` is to
+    ``nn.BatchNorm``.
+
+    Arguments, parameters, shapes and errors are those of :class:`SyncBatchNorm`, also where MXNet
+    has ``nn.BatchNormReLU`` for nothing but float32 data of 4 dimensions with axis=1 on the CPU.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.fuse_relu = True
+
+    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
+        y = super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
+        return F.Activation(y, act_type="relu", name="relu")
+
+
+class Replaced(NamedTuple):
+    """A layer that was replaced: where it is, its name, what it was and what it is."""
+
+    path: str
+    name: str
+    before: str
+    after: str
+
+
+class Refused(NamedTuple):
+    """A layer that was left as it is: where it is, its name, what it is and why."""
+
+    path: str
+    name: str
+    kind: str
+    why: str
+
+
+class Report(NamedTuple):
+    """What a conversion did.
+
+    Attributes
+    ----------
+    replaced : tuple of Replaced
+        One entry for each layer, be it used in several places, in the order of the net. `path` is
+        where it is, as in the files of ``save_parameters``; within a SymbolBlock a colon and the
+        name of the node follow.
+    already : tuple of str
+        The paths of those that were what they should become.
+    refused : tuple of Refused
+        What was left as it is.
+    """
+
+    replaced: Tuple[Replaced, ...]
+    already: Tuple[str, ...]
+    refused: Tuple[Refused, ...]
+
+    def __str__(self):
+        kinds = collections.Counter((entry.before, entry.after) for entry in self.replaced)
+        parts = ", ".join(f"{n} {before} -> {after}" for (before, after), n in kinds.items())
+        text = f"{len(self.replaced)} layers replaced" + (f" ({parts})" if parts else "")
+        text += f", {len(self.already)} were so already" if self.already else ""
+        text += f", {len(self.refused)} not replaced" if self.refused else ""
+        reasons = {}
+        for entry in self.refused:
+            reasons.setdefault((entry.kind, entry.why), []).append(entry.path or "the net itself")
+        for (kind, why), paths in reasons.items():
+            more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+            text += f"\n  {kind} ({', '.join(paths[:3])}{more}): {why}"
+        return text
+
+
+def convert_sync_batchnorm(net, group=None, num_devices=None, also=(), return_report=False):
+    """Makes the batch normalization of a built net synchronized.
+
+    ``nn.BatchNorm``, ``nn.BatchNormReLU``, the contrib ``SyncBatchNorm`` and subclasses that do no
+    more than set arguments become :class:`SyncBatchNorm`, or :class:`SyncBatchNormReLU`, wherever
+    they are in the net: children, attributes, lists, tuples, sets and dicts of blocks, and the
+    graph of a SymbolBlock, be it imported from a file or the features of gluoncv's SSD and FPN
+    detectors.
+
+    A layer stays the same object and becomes one of another class. So it keeps its Parameter
+    objects (with values, initialization, contexts, grad_req, lr_mult, sharing), its name, place,
+    settings and hooks. Whoever refers to it goes on working, such as a Trainer made before, and
+    files written before and after fit both. What ``hybridize()`` has compiled is compiled anew.
+
+    What was replaced is logged at level INFO by the logger ``gluon_syncbn``; what was not, or that
+    there was nothing, as a warning.
+
+    Neither replaced nor reported are layers that only a function or an object other than a Block
+    refers to, as they are not found, and blocks that call ``F.BatchNorm`` by themselves. A block
+    around `net` that was hybridized and has run keeps its compiled graph, with the old layers: call
+    its ``hybridize()`` again. A layer that `net` shares with another net is synchronized there too.
+
+    Parameters
+    ----------
+    net : Block
+        Initialized or not, hybridized or not, on any contexts. It is changed in place.
+    group : SyncGroup, optional
+        Which devices and processes take part, as for :class:`SyncBatchNorm`. Where it is given,
+        layers that are synchronized already take it over.
+    num_devices : int, optional
+        How many devices take part, likewise. By default all on which the parameters live; the
+        number in a contrib layer is not taken over.
+    also : type or sequence of types, default ()
+        Subclasses of ``nn.BatchNorm`` that are replaced although they have code of their own, which
+        is not called any more then.
+    return_report : bool, default False
+        Whether to return a :class:`Report` too.
+
+    Returns
+    -------
+    net : Block
+        The same object. With `return_report`, (net, report).
+
+    Raises
+    ------
+    ValueError
+        For anything but a Block, and for arguments that make no sense or do not fit the devices of
+        a layer. The net is then as it was before.
+
+    References
+    ----------
+    PyTorch's ``torch.nn.SyncBatchNorm.convert_sync_batchnorm`` does this for its modules.
+    """
+    _check_block(net, "convert_sync_batchnorm")
+    also = _check_types(also)
+    # Checks the arguments, and has all that a layer is to get.
+    template = SyncBatchNorm(prefix="", num_devices=num_devices, group=group)
+    given = {}
+    if group is not None:
+        given["_own_group"] = template._own_group
+    if num_devices is not None:
+        given["_num_devices"] = template._num_devices
+    found = list(_walk(net))
+    replaced, already, refused, undo = [], [], [], []
+
+    def synchronize(layer, path, name, before):
+        undo.append(functools.partial(_make_stock, layer))
+        _make_synchronized(layer, template)
+        replaced.append(Replaced(path, name, before, _kind(layer)))
+
+    def take_over(layer, path):
+        already.append(path)
+        if given:
+            undo.append(functools.partial(_set, layer, {name: vars(layer)[name] for name in given}))
+            _set(layer, given)
+
+    try:
+        for path, block in found:
+            if isinstance(block, SyncBatchNorm):
+                take_over(block, path)
+            elif isinstance(block, _BatchNorm):
+                why = _why_not(block, also, template)
+                if why:
+                    refused.append(Refused(path, block.name, _kind(block), why))
+                else:
+                    synchronize(block, path, block.name, _kind(block))
+            elif isinstance(block, _SyncGraph):
+                for node in block._nodes:
+                    take_over(node.layer, f"{path}:{node.name}")
+            elif isinstance(block, SymbolBlock):
+                nodes, left = _read_graph(block, {**_STOCK_OPERATORS, **_OUR_OPERATOR}, path)
+                refused += left
+                for node in nodes:
+                    if not isinstance(node.layer, SyncBatchNorm):
+                        synchronize(node.layer, f"{path}:{node.name}", node.name, node.operator)
+                if nodes:
+                    undo.append(functools.partial(_take_out, block))
+                    _put_in(block, nodes)
+    except Exception:
+        for step in reversed(undo):
+            step()
+        raise
+    if replaced:
+        _clear_caches(found)
+    report = Report(tuple(replaced), tuple(already), tuple(refused))
+    return _finish(net, "convert_sync_batchnorm", report, return_report)
+
+
+def revert_sync_batchnorm(net, return_report=False):
+    """Makes the synchronized batch normalization of a net what it was before.
+
+    What :func:`convert_sync_batchnorm` has replaced becomes again what it was. A layer that was
+    made as :class:`SyncBatchNorm` becomes ``nn.BatchNorm``, or ``nn.BatchNormReLU``. So does what a
+    graph contains that was exported from a synchronized net. Nothing of this package is left in the
+    net then.
+
+    As there, a layer stays the same object, with its Parameter objects, place, hooks and settings,
+    those changed in the meantime included. It waits for all that MXNet has still to compute, as the
+    last steps may have to be exchanged with other processes.
+
+    Parameters
+    ----------
+    net : Block
+        Changed in place.
+    return_report : bool, default False
+        Whether to return a :class:`Report` too. Its `refused` are subclasses of
+        :class:`SyncBatchNorm` with code of their own.
+
+    Returns
+    -------
+    net : Block
+        The same object. With `return_report`, (net, report).
+
+    Raises
+    ------
+    ValueError
+        For anything but a Block.
+    MXNetError
+        Of an earlier step that nobody has waited for. The net is then as it was before.
+    """
+    _check_block(net, "revert_sync_batchnorm")
+    found = list(_walk(net))
+    replaced, already, refused = [], [], []
+    if any(isinstance(block, (SyncBatchNorm, _SyncGraph)) for _, block in found):
+        mx.nd.waitall()
+
+    def revert(layer, path, name):
+        before = _kind(layer)
+        _make_stock(layer)
+        replaced.append(Replaced(path, name, before, _kind(layer)))
+
+    for path, block in found:
+        if isinstance(block, SyncBatchNorm):
+            why = _own_code(type(block), (SyncBatchNorm, SyncBatchNormReLU))
+            if why:
+                refused.append(Refused(path, block.name, _kind(block), why))
+            else:
+                revert(block, path, block.name)
+        elif isinstance(block, _BatchNorm):
+            already.append(path)
+        elif isinstance(block, SymbolBlock):
+            if isinstance(block, _SyncGraph):
+                for node in block._nodes:
+                    if isinstance(node.layer, SyncBatchNorm):
+                        revert(node.layer, f"{path}:{node.name}", node.name)
+                        if node.operator in _OUR_OPERATOR:
+                            replaced.pop()  # It is in the graph below too.
+                _take_out(block)
+            # Those that were in the graph when it was exported.
+            nodes, left = _read_graph(block, _OUR_OPERATOR, path)
+            refused += left
+            if nodes:
+                inputs, graph = block._cached_graph
+                block._cached_graph = inputs, _spliced(graph, nodes)
+                for node in {id(node.layer): node for node in reversed(nodes)}.values():
+                    entry = f"{path}:{node.name}", node.name, node.operator, _kind(node.layer)
+                    replaced.append(Replaced(*entry))
+    if replaced:
+        _clear_caches(found)
+    report = Report(tuple(replaced), tuple(already), tuple(refused))
+    return _finish(net, "revert_sync_batchnorm", report, return_report)
+
+
+def _walk(net):
+    """(path, block) of each block of a net, once, those that it keeps outside its children too."""
+    seen = set()
+
+    def visit(path, value):
+        if id(value) in seen or not isinstance(value, (Block, list, tuple, set, frozenset, dict)):
+            return
+        seen.add(id(value))
+        if isinstance(value, Block):
+            yield path, value
+            dot = path and f"{path}."
+            for name, child in value._children.items():
+                yield from visit(f"{dot}{name}", child)
+            for name, held in vars(value).items():
+                if name != "_children":
+                    yield from visit(f"{dot}{name}", held)
+            return
+        if isinstance(value, dict):
+            items = list(value.items())
+        elif isinstance(value, (list, tuple)):
+            items = list(enumerate(value))
+        else:
+            # In one order in all processes, as the layers are numbered in it.
+            blocks = [element for element in value if isinstance(element, Block)]
+            items = list(enumerate(sorted(blocks, key=lambda block: block.prefix)))
+        for key, held in items:
+            yield from visit(f"{path}[{key!r}]", held)
+
+    yield from visit("", net)
+
+
+def _make_synchronized(layer, template):
+    settings = layer._kwargs
+    added = tuple(name for name in vars(template) if name not in vars(layer))
+    vars(layer).update({name: vars(template)[name] for name in added})
+    layer._stock = type(layer), settings, added
+    layer._kwargs = {name: settings.get(name, v) for name, v in template._kwargs.items()}
+    layer.__class__ = SyncBatchNormReLU if layer.fuse_relu else SyncBatchNorm
+    layer._meet()
+
+
+def _make_stock(layer):
+    kind, settings, added = vars(layer).pop("_stock", None) or _stock_of(layer)
+    _users.discard(layer)
+    for parameter in (layer.running_mean, layer.running_var):
+        if isinstance(parameter, _Watched):
+            parameter._layers.discard(layer)
+            # Others may share it.
+            if not parameter._layers:
+                del parameter._layers
+                parameter.__class__ = Parameter
+    for name in added:
+        vars(layer).pop(name, None)
+    layer._kwargs = {name: layer._kwargs.get(name, value) for name, value in settings.items()}
+    layer.__class__ = kind
+
+
+def _stock_of(layer):
+    """For a layer that was made as a synchronized one: class and settings, and what it has more."""
+    plain = (nn.BatchNormReLU if layer.fuse_relu else nn.BatchNorm)(prefix="")
+    return type(plain), plain._kwargs, _OWN_ATTRIBUTES
+
+
+def _set(layer, values):
+    vars(layer).update(values)
+    layer._on_contexts()
+
+
+def _clear_caches(found):
+    for _, block in found:
+        if isinstance(block, HybridBlock):
+            block._clear_cached_op()
+
+
+def _why_not(layer, also, template):
+    """Why a layer of MXNet's or of somebody else's cannot be replaced; None where it can."""
+    kind = type(layer)
+    why = _shadowed(layer)
+    if why or kind in also:
+        return why
+    why = _own_code(kind, (nn.BatchNorm, nn.BatchNormReLU, ContribSyncBatchNorm, *also))
+    unknown = set(layer._kwargs) - set(template._kwargs) - _IGNORED_SETTINGS
+    if not why and unknown:
+        why = f"it has settings that SyncBatchNorm has not: {', '.join(sorted(unknown))}."
+    return why and f"{why} If nn.BatchNorm computes the same, give also=[{kind.__name__}]."
+
+
+def _shadowed(layer):
+    own = {"__call__", "forward", "hybrid_forward"} & set(vars(layer))
+    return f"its {', '.join(sorted(own))} was replaced: delete that attribute." if own else None
+
+
+def _own_code(kind, known):
+    """What a class has that its base among `known` has not, where that may change the result."""
+    usual = {base for stock in known for base in stock.__mro__}
+    for base in kind.__mro__:
+        own = set(vars(base)) - _HARMLESS
+        if own and base not in usual and _full_name(base) not in _SAME_AS_STOCK:
+            return f"{base.__name__} defines {', '.join(sorted(own))}."
+    return None
+
+
+def _full_name(kind):
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _kind(layer):
+    kind = type(layer)
+    return f"contrib.{kind.__name__}" if kind is ContribSyncBatchNorm else kind.__name__
+
+
+def _check_block(net, function):
+    if isinstance(net, Block):
+        return
+    if isinstance(net, mx.sym.Symbol):
+        advice = "wrap the symbol in mx.gluon.SymbolBlock(symbol, inputs, params)"
+    elif isinstance(net, type) and issubclass(net, Block):
+        advice = f"make a net of it, as in {net.__name__}()"
+    elif isinstance(net, (list, tuple)):
+        advice = "call it for each net"
+    else:
+        advice = "give the net itself"
+    raise ValueError(f"{function} takes a Gluon Block and got {type(net).__name__}: {advice}.")
+
+
+def _check_types(also):
+    kinds = (also,) if isinstance(also, type) else also
+    if isinstance(kinds, (list, tuple, set, frozenset)) and all(
+        isinstance(kind, type) and issubclass(kind, _BatchNorm) for kind in kinds
+    ):
+        return tuple(kinds)
+    raise ValueError(f"also is {also!r}: give a list of subclasses of mxnet.gluon.nn.BatchNorm.")
+
+
+def _finish(net, function, report, return_report):
+    title = f"{function}, {type(net).__name__} '{net.name}'"
+    if report.replaced or report.already:
+        _log.log(logging.WARNING if report.refused else logging.INFO, "%s: %s", title, report)
+    elif report.refused or function == "convert_sync_batchnorm":
+        _log.warning("%s: no batch normalization found to replace. %s", title, report)
+    return (net, report) if return_report else net
+
+
+@dataclasses.dataclass
+class _Node:
+    """A node of batch normalization in a graph, and the layer that takes its place.
+
+    Not a tuple: Gluon warns of blocks that are in tuples and not among the children.
+    """
+
+    number: int
+    name: str
+    operator: str
+    layer: nn.BatchNorm
+
+
+class _SyncGraph(SymbolBlock):
+    """A SymbolBlock with our layers in its graph; each such class has the stock one for a base.
+
+    ``_stock_graph`` is the graph without them, ``_nodes`` says where they are.
+    """
+
+    def _splice(self):
+        inputs, graph = self._stock_graph
+        self._cached_graph = inputs, _spliced(graph, self._nodes)
+
+    def _clear_cached_op(self):
+        super()._clear_cached_op()
+        # The parameters may have been moved from CPUs to GPUs.
+        self._splice()
+
+    def forward(self, x, *args):
+        if isinstance(x, mx.sym.Symbol):
+            # Each time in nodes of its own.
+            self._splice()
+        return super().forward(x, *args)
+
+    def __reduce_ex__(self, protocol):
+        # What was compiled cannot be copied, and meets the devices of this net.
+        fresh = {"_cached_graph": (), "_cached_op": None, "_cached_op_args": []}
+        return _new_graph, (type(self)._stock_class,), {**vars(self), **fresh}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self._splice()
+
+
+@functools.lru_cache(maxsize=None)
+def _graph_class(stock):
+    return type(stock.__name__, (_SyncGraph, stock), {"_stock_class": stock})
+
+
+def _new_graph(stock):
+    return object.__new__(_graph_class(stock))
+
+
+def _put_in(block, nodes):
+    vars(block).update(_stock_graph=block._cached_graph, _nodes=nodes)
+    block.__class__ = _graph_class(type(block))
+    block._clear_cached_op()
+
+
+def _take_out(block):
+    if isinstance(block, _SyncGraph):
+        block.__class__ = type(block)._stock_class
+        vars(block).pop("_nodes")
+        block._cached_graph = vars(block).pop("_stock_graph")
+        block._clear_cached_op()
+
+
+def _read_graph(block, operators, path):
+    """The nodes of batch normalization in a SymbolBlock, each with a stock layer of its parameters
+    and settings, and those that cannot be replaced."""
+    graph = json.loads(block._cached_graph[1].tojson())
+    nodes = graph["nodes"]
+    entries = [entry for node in nodes for entry in node["inputs"]] + graph["heads"]
+    with_statistics = {number for number, output, *_ in entries if output > 0}
+    layers, found, refused = {}, [], []
+    for number, node in enumerate(nodes):
+        name, operator = node["name"], _operator(node)
+        names = tuple(nodes[entry[0]]["name"] for entry in node["inputs"][1:])
+        why = None
+        if any(_has(subgraph, operators) for subgraph in node.get("subgraphs", ())):
+            why = (
+                "it has batch normalization in a graph of its own, as optimize_for and "
+                "quantization make it. Convert the net before that."
+            )
+        elif operator not in operators:
+            continue
+        elif number in with_statistics:
+            why = "its mean or variance is used as an output."
+        elif not all(name in block.params for name in names):
+            why = "gamma, beta or a running statistic is no parameter of the SymbolBlock."
+        if why:
+            refused.append(Refused(f"{path}:{name}", name, operator, why))
+            continue
+        settings = _settings(node.get("attrs", {}))
+        key = (operator, names, *settings.values())
+        if key not in layers:
+            kind = nn.BatchNormReLU if operators[operator] else nn.BatchNorm
+            stem = name[: -len("_fwd")] if name.endswith("_fwd") else name
+            layers[key] = layer = kind(prefix=f"{stem}_", **settings)
+            layer._params = ParameterDict(layer.prefix)
+            layer._params.update({name: block.params[name] for name in names})
+            layer._reg_params = {role: block.params[n] for role, n in zip(_ROLES, names)}
+            vars(layer).update(layer._reg_params)
+        found.append(_Node(number, name, operator, layers[key]))
+    return found, refused
+
+
+def _operator(node):
+    return node["attrs"]["op_type"] if node["op"] == "Custom" else node["op"]
+
+
+def _has(graph, operators):
+    return any(
+        _operator(node) in operators or any(_has(g, operators) for g in node.get("subgraphs", ()))
+        for node in graph["nodes"]
+    )
+
+
+def _settings(attributes):
+    def flag(name, default):
+        return attributes.get(name, default) in ("True", "true", "1")
+
+    return {
+        "axis": int(attributes.get("axis", 1)),
+        "momentum": float(attributes.get("momentum", 0.9)),
+        "epsilon": float(attributes.get("epsilon", attributes.get("eps", 1e-3))),
+        "scale": not flag("fix_gamma", "True"),
+        "use_global_stats": flag("use_global_stats", "False"),
+    }
+
+
+def _spliced(symbol, replaced):
+    """The symbol with layers in place of nodes."""
+    graph = json.loads(symbol.tojson())
+    nodes = graph["nodes"]
+    layers = {node.number: node.layer for node in replaced}
+    ours = {node.number for node in replaced if node.operator in _OUR_OPERATOR}
+    # For each of `nodes`, its number in `placed`, and its output where that is another one now.
+    placed, places = [], []
+
+    def moved(entry):
+        number, output = places[entry[0]]
+        return [number, entry[1] if output is None else output, *entry[2:]]
+
+    def is_gate(node):
+        attributes = node.get("attrs", {})
+        return node["op"] == "SwapAxis" and attributes.get("dim1") == attributes.get("dim2")
+
+    for number, node in enumerate(nodes):
+        if number not in layers:
+            if is_gate(node) and node["inputs"][0][0] in ours:
+                # Our operator's gate goes with it.
+                places.append(places[node["inputs"][0][0]])
+                continue
+            placed.append({**node, "inputs": [moved(entry) for entry in node["inputs"]]})
+            places.append((len(placed) - 1, None))
+            continue
+        x, *parameters = node["inputs"]
+        while number in ours and is_gate(nodes[x[0]]):
+            x = nodes[x[0]]["inputs"][0]
+        inputs = dict(zip(("x", *_ROLES), map(moved, (x, *parameters))))
+        variables = {name: mx.sym.var(name) for name in inputs}
+        part = json.loads(layers[number].hybrid_forward(mx.sym, **variables).tojson())
+        within = []
+        for inner in part["nodes"]:
+            if inner["op"] == "null":
+                within.append(inputs[inner["name"]])
+                continue
+            entries = [
+                within[entry[0]]
+                if part["nodes"][entry[0]]["op"] == "null"
+                else [within[entry[0]], *entry[1:]]
+                for entry in inner["inputs"]
+            ]
+            name = f"{node['name']}_{inner['name']}"
+            within.append(len(placed))
+            placed.append({**inner, "name": name, "inputs": entries})
+        last, output, *_ = part["heads"][0]
+        placed[within[last]]["name"] = node["name"]
+        places.append((within[last], output))
+    graph["nodes"] = placed
+    graph["arg_nodes"] = [number for number, node in enumerate(placed) if node["op"] == "null"]
+    graph["heads"] = [moved(entry) for entry in graph["heads"]]
+    graph.pop("node_row_ptr", None)
+    return mx.sym.load_json(json.dumps(graph))
