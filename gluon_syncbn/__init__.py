@@ -4,7 +4,7 @@
 from . import _native  # noqa: F401  isort:skip
 from . import distributed
 from ._version import __version__
-from .block import SyncBatchNorm
+from .block import SyncBatchNorm, VirtualBatchNorm
 from .convert import SyncBatchNormReLU, convert_sync_batchnorm, revert_sync_batchnorm
 from .group import SyncGroup, set_default_group
 
@@ -12,6 +12,7 @@ __all__ = [
     "SyncBatchNorm",
     "SyncBatchNormReLU",
     "SyncGroup",
+    "VirtualBatchNorm",
     "convert_sync_batchnorm",
     "distributed",
     "revert_sync_batchnorm",

@@ -12,7 +12,7 @@ from mxnet.util import is_np_array
 
 from . import _native
 from .functional import sync_batch_norm
-from .group import SyncGroup, default_group, follow_default_group
+from .group import SyncGroup, default_group, follow_default_group, is_whole
 
 
 class _Watched(Parameter):
@@ -70,9 +70,11 @@ class SyncBatchNorm(nn.BatchNorm):
     ----------
     axis : int, default 1
         The axis of the channels.
-    momentum : float, default 0.9
+    momentum : float or None, default 0.9
         ``running = momentum * running + (1 - momentum) * batch`` in each forward in training mode.
-        (Elsewhere momentum often names the other factor.)
+        (Elsewhere momentum often names the other factor.) None: running statistics are the mean
+        over all batches since the initialization, as with ``momentum=None`` in PyTorch, and the
+        layer has one parameter more.
     epsilon : float, default 1e-5
         Added to the variance.
     center, scale : bool, default True
@@ -83,6 +85,11 @@ class SyncBatchNorm(nn.BatchNorm):
         str or Initializer.
     in_channels : int, default 0
         The number of channels C; 0: taken from the first data.
+    running_variance : {"biased", "unbiased"}, default "biased"
+        Whether the running variance follows :math:`\sigma^2`, or :math:`\sigma^2 M / (M - 1)` for
+        M values of a channel, which is not smaller than the data's on the average. (M = 1 is taken
+        as biased.) ``nn.BatchNorm`` has the biased one on the CPU and the unbiased one through
+        cuDNN; PyTorch has the unbiased one. What the batch is normalized by is always biased.
     num_devices : int, optional
         How many devices take part, where that is not all on which the parameters live.
     group : SyncGroup, optional
@@ -93,11 +100,15 @@ class SyncBatchNorm(nn.BatchNorm):
     -----------------------
     gamma, beta, running_mean, running_var
         Shape (C,), named and saved as those of ``nn.BatchNorm``.
+    num_batches_tracked
+        Shape (1,), with ``momentum=None`` only: the number of batches so far. A file of a layer
+        that has none is loaded with ``allow_missing=True``, and the average begins anew.
 
     Inputs and outputs
     ------------------
-    x : (N, C), (N, C, W), (N, C, H, W) or (N, C, D, H, W), or with C on another `axis`; float32 or
-    float64. The output has its shape and dtype.
+    x : (N, C), (N, C, W), (N, C, H, W) or (N, C, D, H, W), or with C on another `axis`; of dtype
+    float16, bfloat16, float32 or float64. The output has its shape and dtype. Parameters are
+    float64 with float64 data, and else float32: ``cast`` sees to it.
 
     Raises
     ------
@@ -116,6 +127,8 @@ class SyncBatchNorm(nn.BatchNorm):
     H. Zhang et al., Context Encoding for Semantic Segmentation, CVPR 2018.
     """
 
+    _virtual_devices = 0
+
     def __init__(
         self,
         axis=1,
@@ -129,13 +142,20 @@ class SyncBatchNorm(nn.BatchNorm):
         running_mean_initializer="zeros",
         running_variance_initializer="ones",
         in_channels=0,
+        running_variance="biased",
         num_devices=None,
         group=None,
         **kwargs,
     ):
         for name, value in (("momentum", momentum), ("epsilon", epsilon)):
+            if name == "momentum" and value is None:
+                continue
             if not (isinstance(value, numbers.Real) and 0 <= value < math.inf):
                 raise ValueError(f"{name} is {value!r}: give a number of 0 or more.")
+        if running_variance not in ("biased", "unbiased"):
+            raise ValueError(
+                f"running_variance is {running_variance!r}: give 'biased' or 'unbiased'."
+            )
         if num_devices is not None:
             if not (isinstance(num_devices, numbers.Real) and num_devices in range(1, 1 << 16)):
                 raise ValueError(
@@ -159,6 +179,15 @@ class SyncBatchNorm(nn.BatchNorm):
             in_channels=in_channels,
             **kwargs,
         )
+        if momentum is None:
+            self.num_batches_tracked = self.params.get(
+                "num_batches_tracked",
+                grad_req="null",
+                shape=(1,),
+                init="zeros",
+                differentiable=False,
+            )
+        self._running_variance = running_variance
         self._num_devices = num_devices
         self._own_group = group
         self._meet()
@@ -200,9 +229,12 @@ class SyncBatchNorm(nn.BatchNorm):
         self._group._fail(text)
 
     def _running_statistics(self):
-        """{device: its running mean and variance}."""
-        arrays = zip(self.running_mean.list_data(), self.running_var.list_data())
-        return {str(mean.context): (mean, variance) for mean, variance in arrays}
+        """{device: what a forward in training mode changes there}."""
+        parameters = [self.running_mean, self.running_var]
+        if self._kwargs["momentum"] is None:
+            parameters.append(self.num_batches_tracked)
+        arrays = zip(*(parameter.list_data() for parameter in parameters))
+        return {str(mean.context): (mean, *others) for mean, *others in arrays}
 
     def forward(self, x, *args):
         contexts = self._contexts()
@@ -215,7 +247,9 @@ class SyncBatchNorm(nn.BatchNorm):
             )
         return super().forward(x, *args)
 
-    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
+    def hybrid_forward(
+        self, F, x, gamma, beta, running_mean, running_var, num_batches_tracked=None
+    ):
         if is_np_array():
             raise TypeError(
                 "SyncBatchNorm takes mx.nd arrays and mx.sym symbols, and MXNet's NumPy arrays are "
@@ -231,6 +265,7 @@ class SyncBatchNorm(nn.BatchNorm):
             beta,
             running_mean,
             running_var,
+            num_batches_tracked,
             layer=self._layer,
             axis=settings["axis"],
             momentum=settings["momentum"],
@@ -238,6 +273,8 @@ class SyncBatchNorm(nn.BatchNorm):
             fix_gamma=bool(settings["fix_gamma"]),
             place=next(self._places) if F is mx.sym else -1,
             use_global_stats=bool(settings["use_global_stats"]),
+            running_variance=self._running_variance,
+            virtual_devices=self._virtual_devices,
             gate=_native.HAS_ONEDNN if on_cpu else None,
             name="fwd",
         )
@@ -245,8 +282,66 @@ class SyncBatchNorm(nn.BatchNorm):
     def __repr__(self):
         group = self._group
         devices = list(group.devices or map(str, self._contexts()))
-        text = f", num_devices={self._num_devices}" if self._num_devices else ""
+        text = f", virtual_devices={self._virtual_devices}" if self._virtual_devices else ""
+        if self._running_variance != "biased":
+            text += f", running_variance={self._running_variance}"
+        text += f", num_devices={self._num_devices}" if self._num_devices else ""
         text += f", devices={devices}"
-        text += f", group_size={group.group_size}" if group.group_size else ""
+        if group.group_size and not self._virtual_devices:
+            text += f", group_size={group.group_size}"
         text += f", processes={group.size}" if group.size > 1 else ""
         return f"{super().__repr__()[:-1]}{text})"
+
+
+class VirtualBatchNorm(SyncBatchNorm):
+    r"""Batch normalization as by several devices that do not synchronize, on each device.
+
+    The batch of a device is cut along its first axis into `virtual_devices` chunks, the first of
+    them larger by one sample where that does not come out even. Each chunk i is normalized by its
+    own statistics:
+
+    .. math:: y_i = \gamma \frac{x_i - \mu_i}{\sqrt{\sigma_i^2 + \epsilon}} + \beta
+
+    Everything is as with so many times the devices, each with a layer of its own (and an average of
+    their running statistics, which is what MXNet saves of them), bit for bit, but with the memory
+    of one device and in one call. So a training that many unsynchronized GPUs did can be done
+    again on few. For large batches the same is known as ghost batch normalization.
+
+    Inference takes the running statistics, for all samples the same.
+
+    Parameters
+    ----------
+    virtual_devices : int
+        Into how many chunks the batch of a device is cut, 1 or more.
+    **arguments
+        Those of :class:`SyncBatchNorm` but `num_devices` and `group`: devices do not wait for each
+        other.
+
+    Raises
+    ------
+    ValueError
+        For arguments that make no sense.
+    MXNetError
+        Where a result is waited for, when a batch has fewer samples than there are virtual devices;
+        at once when the channels are on axis 0.
+
+    References
+    ----------
+    E. Hoffer, I. Hubara, D. Soudry, Train longer, generalize better, NeurIPS 2017 (ghost batch
+    normalization).
+    """
+
+    def __init__(self, virtual_devices, **arguments):
+        if not (is_whole(virtual_devices) and 0 < virtual_devices < 1 << 16):
+            raise ValueError(
+                f"virtual_devices is {virtual_devices!r}: give the number of chunks into which a "
+                "batch is cut, 1 or more."
+            )
+        for name in ("num_devices", "group"):
+            if arguments.get(name) is not None:
+                raise ValueError(
+                    f"VirtualBatchNorm got {name}={arguments[name]!r}, and its devices do not wait "
+                    "for each other: leave it out."
+                )
+        self._virtual_devices = int(virtual_devices)
+        super().__init__(**{**arguments, "group": SyncGroup(group_size=1)})

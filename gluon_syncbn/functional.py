@@ -10,6 +10,7 @@ def sync_batch_norm(
     beta,
     running_mean,
     running_var,
+    num_batches_tracked=None,
     *,
     layer,
     axis=1,
@@ -17,6 +18,8 @@ def sync_batch_norm(
     epsilon=1e-5,
     fix_gamma=False,
     use_global_stats=False,
+    running_variance="biased",
+    virtual_devices=0,
     gate=False,
     place=-1,
     name=None,
@@ -31,8 +34,10 @@ def sync_batch_norm(
         y_{ncs} &= \gamma_c \frac{x_{ncs} - \mu_c}{\sqrt{\sigma_c^2 + \epsilon}} + \beta_c
 
     In training mode the running statistics become ``momentum * running + (1 - momentum) * batch``,
-    with the biased variance above. In inference, and with `use_global_stats`, they take the place
-    of the batch's, and no device waits for another.
+    with the variance above, or with :math:`\sigma_c^2 M / (M - 1)` where `running_variance` is
+    "unbiased" and M > 1. With ``momentum=None`` they are the mean over all batches: for the n-th,
+    1 - 1/n takes the place of the momentum. In inference, and with `use_global_stats`, they take
+    the place of the batch's, and no device waits for another.
 
     Backward, with :math:`\hat x = (x - \mu) / \sqrt{\sigma^2 + \epsilon}`:
 
@@ -44,6 +49,11 @@ def sync_batch_norm(
     where dx takes the sums over all devices; dgamma and dbeta are written as those of the device
     alone, which a Trainer adds.
 
+    With `virtual_devices` the samples of x, along the first axis, are cut into so many chunks, the
+    first of them larger by one where that does not come out even. Sums run over one chunk each, no
+    device waits for another, and the running statistics become the mean of those that the chunks'
+    devices would have.
+
     Parameters
     ----------
     F : module
@@ -52,6 +62,8 @@ def sync_batch_norm(
         Data of 2 to 5 dimensions, float32 or float64.
     gamma, beta, running_mean, running_var : NDArray or Symbol
         Shape (C,), of the dtype of x. The last two are changed in training mode.
+    num_batches_tracked : NDArray or Symbol
+        Shape (1,), with ``momentum=None`` only: counts the batches.
     layer : _native.Layer
         Whose devices meet.
     gate : {True, False, None}
@@ -85,6 +97,7 @@ def sync_batch_norm(
         beta,
         running_mean,
         running_var,
+        *([num_batches_tracked] if momentum is None else []),
         name=name,
         op_type=_native.OP_TYPE,
         layer=layer.number,
@@ -94,6 +107,8 @@ def sync_batch_norm(
         epsilon=epsilon,
         fix_gamma=fix_gamma,
         use_global_stats=use_global_stats,
+        unbiased=running_variance == "unbiased",
+        virtual_devices=virtual_devices,
         gpu_only=gate is None,
         place=place,
     )[0]

@@ -72,7 +72,7 @@ class SyncGroup:
                 f"SyncGroup got devices={list(names)}: name each device that takes part once, or "
                 "leave devices out for those on which the parameters live."
             )
-        if group_size is not None and not (_is_whole(group_size) and group_size > 0):
+        if group_size is not None and not (is_whole(group_size) and group_size > 0):
             raise ValueError(
                 f"SyncGroup got group_size={group_size!r}: give the number of devices that "
                 "synchronize with each other, or None for all."
@@ -158,7 +158,7 @@ class _Exchange:
                     "rank, size and all_reduce(key, array)."
                 )
         self.rank, self.size = store.rank, store.size
-        if not (_is_whole(self.rank) and _is_whole(self.size) and 0 <= self.rank < self.size):
+        if not (is_whole(self.rank) and is_whole(self.size) and 0 <= self.rank < self.size):
             raise ValueError(
                 f"SyncGroup got a store of rank {self.rank!r} and size {self.size!r}: rank has to "
                 "be one of 0, ..., size - 1."
@@ -290,7 +290,7 @@ def follow_default_group(layer):
     _users.add(layer)
 
 
-def _is_whole(value):
+def is_whole(value):
     return isinstance(value, (int, numpy.integer)) and not isinstance(value, bool)
 
 

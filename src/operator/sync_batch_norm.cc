@@ -1,6 +1,9 @@
 // The operator GluonSyncBatchNorm: MXNet's callbacks, shapes, types, requests and errors.
 //
-//   data, gamma, beta -> output, mean (C,), inv_std (C,)      auxiliary: running_mean, running_var
+//   data, gamma, beta -> output, mean, inv_std
+//   auxiliary: running_mean, running_var, and with momentum=None num_batches_tracked (1,)
+//
+// mean and inv_std have a row of C values for each virtual device, of which there mostly is one.
 //
 // Each forward and backward runs on a thread of its own, made by MXNet for custom operators, so
 // waiting for the other devices blocks nobody.
@@ -11,6 +14,7 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
 #include <locale>
 #include <memory>
@@ -23,6 +27,7 @@
 #include "all_reduce.h"
 #include "kernels.h"
 #include "mxnet_api.h"
+#include "running_statistics.h"
 #include "thread_pool.h"
 
 namespace gluon_syncbn {
@@ -38,13 +43,18 @@ constexpr int kMostErrorText = 1 << 13;
 
 // Never destroyed: calls may still wait in it when the process ends.
 AllReduce* all_reduce = nullptr;
+RunningStates* running_states = nullptr;
+
+// Whether MXNet computes forward passes a second time before the backward, to save memory.
+bool recomputes = false;
+
 void check(int status, const char* what) {
   if (status != 0) throw std::runtime_error(std::string("MXNet's ") + what + " failed");
 }
 
 enum Input { kData, kGamma, kBeta, kNumInputs };
 enum Output { kOutput, kMean, kInvStd, kNumOutputs };
-enum Auxiliary { kRunningMean, kRunningVar, kNumAuxiliaries };
+enum Auxiliary { kRunningMean, kRunningVar, kNumBatches };
 
 // OpReqType of mxnet/op_attr_types.h.
 enum Request { kNullOp, kWriteTo, kWriteInplace, kAddTo };
@@ -54,7 +64,7 @@ Store store_of(int request) { return request == kAddTo ? Store::kAdd : Store::kW
 struct Settings {
   int64_t layer = -1;
   double epsilon = 1e-5;
-  double momentum = 0.9;
+  RunningRule running;
   int axis = 1;
   bool fix_gamma = false;
   bool use_global_stats = false;
@@ -62,6 +72,9 @@ struct Settings {
   bool gpu_only = false;
   // Which of the layer's nodes in graphs this is; imperative calls have none.
   int64_t place = -1;
+  // Into how many chunks a batch is cut, each with statistics of its own; 0: the batch is a part of
+  // one that all devices have.
+  int virtual_devices = 0;
   // What could not be read. It is told later: MXNet crashes when an error comes where settings are
   // read.
   std::string error;
@@ -72,9 +85,14 @@ struct Settings {
       const std::string key = keys[i], value = values[i];
       if (key == "layer") read(key, value, &layer);
       if (key == "epsilon") read(key, value, &epsilon);
-      if (key == "momentum") read(key, value, &momentum);
+      if (key == "momentum") {
+        running.cumulative = value == "None";
+        if (!running.cumulative) read(key, value, &running.momentum);
+      }
       if (key == "axis") read(key, value, &axis);
       if (key == "place") read(key, value, &place);
+      if (key == "virtual_devices") read(key, value, &virtual_devices);
+      if (key == "unbiased") running.unbiased = value == "True";
       if (key == "fix_gamma") fix_gamma = value == "True";
       if (key == "use_global_stats") use_global_stats = value == "True";
       if (key == "gpu_only") gpu_only = value == "True";
@@ -168,6 +186,12 @@ class Arrays {
     return view_of(sizes, ndim, axis);
   }
 
+  // The length of the first axis.
+  int64_t samples(int i) const {
+    int ndim = 0;
+    return *shape(i, &ndim);
+  }
+
   DType dtype(int i) const {
     int dtype = -1;
     check(mxnet.ndarray_get_dtype(handles_[i], &dtype), "MXNDArrayGetDType");
@@ -225,7 +249,10 @@ void write_parameter(DType dtype, void* values, int64_t c, double value,
 class Call {
  public:
   Call(const Settings& settings, const AllReduce::LayerPtr& layer, const char* context)
-      : settings_(settings), layer_(layer), device_(context) {
+      : settings_(settings),
+        layer_(layer),
+        device_(context),
+        running_(running_states->of(settings.layer, device_)) {
     for (void*& self : contexts) self = this;
   }
 
@@ -237,8 +264,6 @@ class Call {
     const int outputs = kNumInputs, running = kNumInputs + kNumOutputs;
     const DType dtype = arrays.dtype(kData);
     const Kernels& kernels = cpu_kernels(dtype);
-    void* const running_mean = arrays.data(running + kRunningMean);
-    void* const running_var = arrays.data(running + kRunningVar);
     const bool wanted = request[kOutput] != kNullOp;
     const ForwardPart part{arrays.view(kData, settings_.axis),
                            arrays.data(kData),
@@ -246,35 +271,36 @@ class Call {
                            arrays.data(kBeta),
                            wanted ? arrays.data(outputs + kOutput) : nullptr,
                            store_of(request[kOutput])};
-    const int64_t channels = part.view.C;
 
     // A backward finds none after a forward that fails.
-    statistics_ = nullptr;
+    batches_.clear();
     from_batch_ = is_train && !settings_.use_global_stats;
-    StatisticsPtr statistics;
-    if (from_batch_) {
-      check_engine();
-      ticket_ = all_reduce->next_ticket(layer_, device_, settings_.place);
-      statistics = meet_forward(kernels, dtype, part);
-      for (int64_t c = 0; c < channels; ++c) {
-        update_running(dtype, running_mean, c, (*statistics)[c].mean);
-        update_running(dtype, running_var, c, (*statistics)[c].variance);
+    std::vector<BatchPtr> batches;
+    if (!from_batch_) {
+      batches.push_back(given_batch(dtype, part.view.C, arrays.data(running + kRunningMean),
+                                    arrays.data(running + kRunningVar)));
+      forward_alone(kernels, part, *batches[0]);
+    } else if (settings_.virtual_devices) {
+      for (const Chunk& chunk : chunks(arrays.samples(kData))) {
+        const ForwardPart own = chunk.of(part, dtype);
+        batches.push_back(forward_together(kernels, {&own}, settings_.epsilon));
       }
     } else {
-      std::vector<Statistics> given(channels);
-      for (int64_t c = 0; c < channels; ++c) {
-        given[c] = given_statistics(parameter(dtype, running_mean, c),
-                                    parameter(dtype, running_var, c), settings_.epsilon);
+      check_engine();
+      ticket_ = all_reduce->next_ticket(layer_, device_, settings_.place);
+      batches.push_back(meet_forward(kernels, dtype, part));
+    }
+    if (from_batch_ && !(recomputes && running_->is_recomputed(settings_.place, batches))) {
+      if (has_double_parameters(dtype)) {
+        update_running<double>(arrays, running, batches);
+      } else {
+        update_running<float>(arrays, running, batches);
       }
-      statistics = share(std::move(given));
-      forward_alone(kernels, part, *statistics);
     }
 
-    statistics_ = statistics;
-    write_channels(arrays, outputs + kMean, request[kMean], DType::kFloat64,
-                   [&](int64_t c) { return (*statistics)[c].mean; });
-    write_channels(arrays, outputs + kInvStd, request[kInvStd], DType::kFloat64,
-                   [&](int64_t c) { return (*statistics)[c].inv_std; });
+    batches_ = std::move(batches);
+    write_statistics(arrays, outputs + kMean, request[kMean], &Statistics::mean);
+    write_statistics(arrays, outputs + kInvStd, request[kInvStd], &Statistics::inv_std);
   }
 
   void backward(const Arrays& arrays, const int* request) {
@@ -286,10 +312,11 @@ class Call {
     // Also a device that wants no dx has to meet the others: they may.
     const bool wanted = request[kData] != kNullOp;
     const View view = arrays.view(data, settings_.axis);
-    if (!statistics_ || static_cast<int64_t>(statistics_->size()) != view.C) {
+    if (batches_.empty() || static_cast<int64_t>(batches_[0]->channels.size()) != view.C) {
       throw Error("SyncBatchNorm on " + device_ +
                   " goes backward through a forward that has failed.");
     }
+    if (recomputes) running_->goes_backward(settings_.place);
     std::vector<ChannelSums> sums(view.C);
     const BackwardPart part{view,
                             arrays.data(kOutput),
@@ -299,21 +326,36 @@ class Call {
                             store_of(request[kData]),
                             sums.data()};
 
-    if (from_batch_) {
-      meet_backward(kernels, dtype, part);
-    } else {
-      kernels.backward_sums(view, part.dy, part.x, statistics_->data(), sums.data());
-    }
     // Of this device alone: the Trainer adds them over the devices.
-    write_channels(arrays, gradients + kGamma, request[kGamma], dtype, [&](int64_t c) {
-      return settings_.fix_gamma ? 0 : sums[c].second.value() * (*statistics_)[c].inv_std;
-    });
-    write_channels(arrays, gradients + kBeta, request[kBeta], dtype,
-                   [&](int64_t c) { return sums[c].first.value(); });
-    if (!from_batch_ && wanted) {
-      kernels.backward_constant(view, part.dy, statistics_->data(), part.gamma, part.dx,
-                                part.store);
+    std::vector<double> dgamma(view.C), dbeta(view.C);
+    const auto add_to_parameters = [&](const Batch& batch) {
+      for (int64_t c = 0; c < view.C; ++c) {
+        dgamma[c] += sums[c].second.value() * batch.channels[c].inv_std;
+        dbeta[c] += sums[c].first.value();
+      }
+    };
+    if (!from_batch_) {
+      const Statistics* const constant = batches_[0]->channels.data();
+      kernels.backward_sums(view, part.dy, part.x, constant, sums.data());
+      add_to_parameters(*batches_[0]);
+      if (wanted) {
+        kernels.backward_constant(view, part.dy, constant, part.gamma, part.dx, part.store);
+      }
+    } else if (settings_.virtual_devices) {
+      const std::vector<Chunk> cut = chunks(arrays.samples(data));
+      for (size_t i = 0; i < cut.size(); ++i) {
+        const BackwardPart chunk = cut[i].of(part, dtype);
+        kernels.backward_together({&chunk}, batches_[i]->channels.data());
+        add_to_parameters(*batches_[i]);
+      }
+    } else {
+      meet_backward(kernels, dtype, part);
+      add_to_parameters(*batches_[0]);
     }
+    write_channels(arrays, gradients + kGamma, request[kGamma], dtype, view.C,
+                   [&](int64_t c) { return settings_.fix_gamma ? 0 : dgamma[c]; });
+    write_channels(arrays, gradients + kBeta, request[kBeta], dtype, view.C,
+                   [&](int64_t c) { return dbeta[c]; });
   }
 
   // Runs a callback's work. Its errors become those of the three arrays it writes, from `written`
@@ -340,23 +382,88 @@ class Call {
   }
 
  private:
-  using StatisticsPtr = std::shared_ptr<const std::vector<Statistics>>;
-
   // What one device brings to a meeting whose last arrival runs the passes for all.
   template <typename KernelPart>
   struct Work : Part {
     const KernelPart* kernel;
     DType dtype;
-    StatisticsPtr statistics;
+    BatchPtr batch;
   };
 
-  static StatisticsPtr share(std::vector<Statistics> statistics) {
-    return std::make_shared<const std::vector<Statistics>>(std::move(statistics));
+  // What a virtual device has of a batch: samples begin..end, which lie together.
+  struct Chunk {
+    int64_t begin, end, samples;
+
+    ForwardPart of(ForwardPart part, DType dtype) const {
+      part.x = from(part.view, part.x, dtype);
+      part.y = from(part.view, part.y, dtype);
+      part.view = of(part.view);
+      return part;
+    }
+
+    BackwardPart of(BackwardPart part, DType dtype) const {
+      part.dy = from(part.view, part.dy, dtype);
+      part.x = from(part.view, part.x, dtype);
+      part.dx = from(part.view, part.dx, dtype);
+      part.view = of(part.view);
+      return part;
+    }
+
+   private:
+    View of(View view) const { return {view.N / samples * (end - begin), view.C, view.S}; }
+
+    // Null stays null.
+    const void* from(View view, const void* values, DType dtype) const {
+      const size_t bytes = static_cast<size_t>(view.size() / samples * begin) * size_of(dtype);
+      return values ? static_cast<const char*>(values) + bytes : nullptr;
+    }
+    void* from(View view, void* values, DType dtype) const {
+      return const_cast<void*>(from(view, static_cast<const void*>(values), dtype));
+    }
+  };
+
+  // As many as there are virtual devices; the first are larger by one where they do not share the
+  // samples evenly.
+  std::vector<Chunk> chunks(int64_t samples) const {
+    const int64_t count = settings_.virtual_devices;
+    if (samples < count) {
+      throw std::runtime_error(
+          "VirtualBatchNorm was made with virtual_devices=" + std::to_string(count) +
+          ", and its data has " + std::to_string(samples) +
+          " samples. Give each virtual device one at least.");
+    }
+    std::vector<Chunk> result;
+    const int64_t size = samples / count, larger = samples % count;
+    for (int64_t i = 0, begin = 0; i < count; ++i) {
+      const int64_t end = begin + size + (i < larger ? 1 : 0);
+      result.push_back({begin, end, samples});
+      begin = end;
+    }
+    return result;
   }
 
-  static void forward_alone(const Kernels& kernels, const ForwardPart& p,
-                            const std::vector<Statistics>& statistics) {
-    if (p.y) kernels.forward(p.view, p.x, statistics.data(), p.gamma, p.beta, p.y, p.store);
+  BatchPtr given_batch(DType dtype, int64_t channels, const void* mean, const void* var) const {
+    Batch batch{std::vector<Statistics>(channels)};
+    for (int64_t c = 0; c < channels; ++c) {
+      batch.channels[c] =
+          given_statistics(parameter(dtype, mean, c), parameter(dtype, var, c), settings_.epsilon);
+    }
+    return std::make_shared<const Batch>(std::move(batch));
+  }
+
+  static void forward_alone(const Kernels& kernels, const ForwardPart& p, const Batch& batch) {
+    if (p.y) kernels.forward(p.view, p.x, batch.channels.data(), p.gamma, p.beta, p.y, p.store);
+  }
+
+  // y of all parts, and their statistics.
+  static BatchPtr forward_together(const Kernels& kernels,
+                                   const std::vector<const ForwardPart*>& parts, double epsilon) {
+    Batch batch{std::vector<Statistics>(parts[0]->view.C)};
+    for (const ForwardPart* part : parts) {
+      batch.count += static_cast<double>(part->view.N * part->view.S);
+    }
+    kernels.forward_together(parts, epsilon, batch.channels.data());
+    return std::make_shared<const Batch>(std::move(batch));
   }
 
   template <typename KernelPart>
@@ -375,36 +482,34 @@ class Call {
   }
 
   // y and the statistics of the batch, with all devices.
-  StatisticsPtr meet_forward(const Kernels& kernels, DType dtype, const ForwardPart& part) {
+  BatchPtr meet_forward(const Kernels& kernels, DType dtype, const ForwardPart& part) {
     const int64_t channels = part.view.C;
-    std::vector<Statistics> statistics(channels);
     if (all_reduce->exchanges(layer_)) {
       std::vector<ChannelSums> sums(channels);
-      double count = static_cast<double>(part.view.N * part.view.S);
+      Batch batch{std::vector<Statistics>(channels)};
+      batch.count = static_cast<double>(part.view.N * part.view.S);
       kernels.forward_sums(part.view, part.x, sums.data());
-      all_reduce->reduce(layer_, ticket_, Direction::kForward, device_, &sums, &count);
+      all_reduce->reduce(layer_, ticket_, Direction::kForward, device_, &sums, &batch.count);
       for (int64_t c = 0; c < channels; ++c) {
-        statistics[c] = batch_statistics(sums[c], count, settings_.epsilon);
+        batch.channels[c] = batch_statistics(sums[c], batch.count, settings_.epsilon);
       }
-      forward_alone(kernels, part, statistics);
-      return share(std::move(statistics));
+      forward_alone(kernels, part, batch);
+      return std::make_shared<const Batch>(std::move(batch));
     }
     Work<ForwardPart> work{{channels}, &part, dtype, nullptr};
-    all_reduce->meet(layer_, ticket_, Direction::kForward, device_, &work,
-                     [&](const std::vector<Part*>& parts) {
-                       kernels.forward_together(kernel_parts<ForwardPart>(parts), settings_.epsilon,
-                                                statistics.data());
-                       const StatisticsPtr shared = share(std::move(statistics));
-                       for (Part* p : parts)
-                         static_cast<Work<ForwardPart>*>(p)->statistics = shared;
-                     });
-    return work.statistics;
+    all_reduce->meet(
+        layer_, ticket_, Direction::kForward, device_, &work, [&](const std::vector<Part*>& parts) {
+          const BatchPtr batch =
+              forward_together(kernels, kernel_parts<ForwardPart>(parts), settings_.epsilon);
+          for (Part* p : parts) static_cast<Work<ForwardPart>*>(p)->batch = batch;
+        });
+    return work.batch;
   }
 
   // dx, and the sums of this device alone, with all devices.
   void meet_backward(const Kernels& kernels, DType dtype, const BackwardPart& part) {
     const int64_t channels = part.view.C;
-    const Statistics* const statistics = statistics_->data();
+    const Statistics* const statistics = batches_[0]->channels.data();
     if (all_reduce->exchanges(layer_)) {
       kernels.backward_sums(part.view, part.dy, part.x, statistics, part.sums);
       std::vector<ChannelSums> sums(part.sums, part.sums + channels);
@@ -448,26 +553,43 @@ class Call {
     }
   }
 
-  void update_running(DType dtype, void* running, int64_t c, double batch) const {
-    write_parameter(dtype, running, c,
-                    moving_average(parameter(dtype, running, c), batch, settings_.momentum));
+  template <typename P>
+  void update_running(const Arrays& arrays, int running, const std::vector<BatchPtr>& batches) {
+    const auto values = [&](int i) { return static_cast<P*>(arrays.data(running + i)); };
+    running_->update<P>(batches, settings_.running,
+                        {values(kRunningMean), values(kRunningVar),
+                         settings_.running.cumulative ? values(kNumBatches) : nullptr});
   }
 
   template <typename F>
-  void write_channels(const Arrays& arrays, int array, int request, DType dtype,
-                      const F& value) const {
+  static void write_channels(const Arrays& arrays, int array, int request, DType dtype,
+                             int64_t size, const F& value) {
     if (request == kNullOp) return;
     void* const values = arrays.data(array);
-    for (size_t c = 0; c < statistics_->size(); ++c)
-      write_parameter(dtype, values, c, value(c), store_of(request));
+    for (int64_t i = 0; i < size; ++i) {
+      write_parameter(dtype, values, i, value(i), store_of(request));
+    }
+  }
+
+  void write_statistics(const Arrays& arrays, int array, int request,
+                        double Statistics::* which) const {
+    // Outside training there is one batch, whatever the number of virtual devices.
+    const int64_t rows = std::max(1, settings_.virtual_devices);
+    const int64_t channels = static_cast<int64_t>(batches_[0]->channels.size());
+    write_channels(arrays, array, request, DType::kFloat64, rows * channels, [&](int64_t i) {
+      const size_t row = batches_.size() == 1 ? 0 : static_cast<size_t>(i / channels);
+      return batches_[row]->channels[i % channels].*which;
+    });
   }
 
   const Settings settings_;
   const AllReduce::LayerPtr layer_;
   const std::string device_;
+  const std::shared_ptr<RunningState> running_;
   bool from_batch_ = false;
   Ticket ticket_{};
-  StatisticsPtr statistics_;
+  // What the forward has normalized by: one, or one for each virtual device.
+  std::vector<BatchPtr> batches_;
 };
 
 using Callback = int (*)(void);
@@ -507,7 +629,8 @@ struct Property {
 
   Settings settings;
   AllReduce::LayerPtr layer;
-  int channels = 0;
+  // What infer_shape returns.
+  int channels = 0, statistics = 0, one = 1;
   int dependency[4];
   void* contexts[8];
 };
@@ -526,6 +649,14 @@ int list_names(char*** names, void*) {
 extern const char* const kInputNames[] = {"data", "gamma", "beta", nullptr};
 extern const char* const kOutputNames[] = {"output", "mean", "inv_std", nullptr};
 extern const char* const kAuxiliaryNames[] = {"running_mean", "running_var", nullptr};
+extern const char* const kCumulativeNames[] = {"running_mean", "running_var", "num_batches_tracked",
+                                               nullptr};
+
+int list_auxiliary(char*** names, void* state) {
+  return static_cast<Property*>(state)->settings.running.cumulative
+             ? list_names<kCumulativeNames>(names, state)
+             : list_names<kAuxiliaryNames>(names, state);
+}
 
 int infer_shape(int size, int* ndims, int** shapes, void* state) {
   Property* const property = static_cast<Property*>(state);
@@ -535,9 +666,27 @@ int infer_shape(int size, int* ndims, int** shapes, void* state) {
         "SyncBatchNorm has to know the shape of its data before anything else can be inferred.");
   }
   const int axis = channel_axis(property->settings.axis, shapes[kData], ndims[kData]);
+  if (property->settings.virtual_devices && axis == 0) {
+    throw dmlc::Error(
+        "VirtualBatchNorm shares the samples on axis 0 out to virtual devices, and was made with "
+        "axis=" +
+        std::to_string(property->settings.axis) + " for data of shape " +
+        shape_text(shapes[kData], ndims[kData]) + ". Choose another axis for the channels.");
+  }
   property->channels = shapes[kData][axis];
+  property->statistics = property->channels * std::max(1, property->settings.virtual_devices);
   for (int i = 0; i < size; ++i) {
     if (i == kData || i == kNumInputs + kOutput) continue;
+    if (i == kNumInputs + kMean || i == kNumInputs + kInvStd) {
+      ndims[i] = 1;
+      shapes[i] = &property->statistics;
+      continue;
+    }
+    if (i == kNumInputs + kNumOutputs + kNumBatches) {
+      ndims[i] = 1;
+      shapes[i] = &property->one;
+      continue;
+    }
     const bool known = ndims[i] == 1 && shapes[i][0] > 0;
     if (known && property->channels > 0 && shapes[i][0] != property->channels) {
       throw dmlc::Error(
@@ -612,7 +761,7 @@ int create_property(const char*, int size, const char** keys, const char** value
   static Callback callbacks[] = {callback(property_delete),
                                  callback(list_names<kInputNames>),
                                  callback(list_names<kOutputNames>),
-                                 callback(list_names<kAuxiliaryNames>),
+                                 callback(list_auxiliary),
                                  callback(infer_shape),
                                  callback(backward_dependency),
                                  callback(create_operator),
@@ -690,7 +839,10 @@ int gluon_syncbn_register(void* const* api, const char* process, int is_naive_en
                  static_cast<int64_t>(all->size()), error, kMostErrorText);
     return status == 0 ? std::string() : std::string(error[0] ? error : "The exchange failed.");
   };
+  const char* const mirror = std::getenv("MXNET_BACKWARD_DO_MIRROR");
+  recomputes = mirror && std::atoi(mirror) != 0;
   if (!all_reduce) all_reduce = new AllReduce;
+  if (!running_states) running_states = new RunningStates;
   all_reduce->observe(observer);
   return mxnet.custom_op_register("GluonSyncBatchNorm", create_property);
 }
@@ -719,7 +871,10 @@ void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* 
 
 void gluon_syncbn_set_absent(int absent) { all_reduce->set_absent(absent != 0); }
 
-void gluon_syncbn_forget(int64_t layer) { all_reduce->forget(layer); }
+void gluon_syncbn_forget(int64_t layer) {
+  all_reduce->forget(layer);
+  running_states->forget(layer);
+}
 
 int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device, void** arrays,
                         int num_arrays, const char* text) {
