@@ -7,6 +7,7 @@ from ._version import __version__
 from .block import SyncBatchNorm, VirtualBatchNorm
 from .convert import SyncBatchNormReLU, convert_sync_batchnorm, revert_sync_batchnorm
 from .group import SyncGroup, set_default_group
+from .participants import participants
 
 __all__ = [
     "SyncBatchNorm",
@@ -15,6 +16,7 @@ __all__ = [
     "VirtualBatchNorm",
     "convert_sync_batchnorm",
     "distributed",
+    "participants",
     "revert_sync_batchnorm",
     "set_default_group",
     "__version__",

@@ -220,12 +220,12 @@ class Layer:
         shape (processes, size)."""
         self.devices = tuple(devices)
         self.exchange = exchange
-        names = (ctypes.c_char_p * len(self.devices))(*(name.encode() for name in self.devices))
+        self._group_size = group_size or len(self.devices)
         _library.gluon_syncbn_configure(
             ctypes.c_int64(self.number),
             self.name.encode(),
-            names,
-            len(names),
+            _texts(self.devices),
+            len(self.devices),
             num_devices or 0,
             group_size,
             ctypes.c_double(timeout),
@@ -235,9 +235,30 @@ class Layer:
         )
 
 
+    def groups(self):
+        """The devices in lists of those that meet."""
+        size = self._group_size
+        return [self.devices[i : i + size] for i in range(0, len(self.devices), size or 1)]
+
+
 def waiting():
     """The number of calls that wait for other devices at this moment."""
     return _library.gluon_syncbn_waiting()
+
+
+def layers():
+    """All that there are."""
+    return list(_layers.values())
+
+
+def set_present(devices):
+    """Which devices take part in the next forward calls, all of which are still to be made; none:
+    all."""
+    _library.gluon_syncbn_set_present(_texts(devices), len(devices))
+
+
+def _texts(names):
+    return (ctypes.c_char_p * len(names))(*(name.encode() for name in names))
 
 
 def set_absent(absent):

@@ -51,6 +51,10 @@ std::string number(double value) {
   return text.str();
 }
 
+bool contains(const std::vector<std::string>& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
 bool is_cpu(const std::string& device) { return device.compare(0, 3, "cpu") == 0; }
 
 }  // namespace
@@ -68,6 +72,7 @@ struct AllReduce::Meeting {
   };
 
   std::vector<Arrival> arrivals;
+  decltype(Ticket::present) present;
   bool warned = false;
   // All have come, and what they came for is being done: nobody leaves.
   bool joining = false;
@@ -110,8 +115,10 @@ struct AllReduce::Layer {
   // Why the last generation ended, and the devices that have not left it yet.
   std::string failure;
   std::set<std::string> unsettled;
-  // By device, then by place.
+  // By device, then by place: the number of the next call.
   std::map<std::string, std::map<int64_t, int64_t>> forward_calls;
+  // By place: the number of the first call of a device that has made none yet.
+  std::map<int64_t, int64_t> first_calls;
   std::map<Key, std::shared_ptr<Meeting>> meetings;
   // By place: the calls between their forward and their backward, by lane.
   std::map<int64_t, std::vector<int64_t>> lanes;
@@ -139,15 +146,44 @@ struct AllReduce::Layer {
            std::to_string(std::get<2>(key));
   }
 
+  // Every device goes on from the same number, also one that took no part for a while.
+  void line_up() {
+    for (const auto& device : forward_calls) {
+      for (const auto& calls : device.second) {
+        int64_t& first = first_calls[calls.first];
+        first = std::max(first, calls.second);
+      }
+    }
+    forward_calls.clear();
+  }
+
+  // The devices of one that may come to a meeting, itself included, in rank order.
+  std::vector<std::string> group_of(const std::string& device,
+                                    const decltype(Ticket::present)& present) const {
+    const size_t group = config.group_of(device);
+    std::vector<std::string> devices;
+    for (const std::string& other : config.devices) {
+      if (config.group_of(other) == group && (!present || contains(*present, other))) {
+        devices.push_back(other);
+      }
+    }
+    return devices;
+  }
+
+  // How many come to a meeting.
+  size_t expected(const Meeting& meeting) const {
+    if (!meeting.present) return config.participants();
+    return group_of(meeting.arrivals[0].device, meeting.present).size();
+  }
+
   // "Came: cpu(0). Missing: cpu(1)."
   std::string attendance(const Meeting& meeting) const {
-    const size_t group = config.group_of(meeting.arrivals[0].device);
     std::vector<std::string> came, absent;
     for (const Meeting::Arrival& arrival : meeting.arrivals) came.push_back(arrival.device);
-    for (const std::string& device : config.devices) {
-      if (config.group_of(device) == group && !meeting.has(device)) absent.push_back(device);
+    for (const std::string& device : group_of(came[0], meeting.present)) {
+      if (!meeting.has(device)) absent.push_back(device);
     }
-    const size_t missing = config.participants() - came.size();
+    const size_t missing = expected(meeting) - came.size();
     const std::string share = missing < absent.size() ? std::to_string(missing) + " of " : "";
     return "Came: " + join(came) + ". Missing: " + share + join(absent) + ".";
   }
@@ -180,6 +216,7 @@ struct AllReduce::Layer {
     }
     meetings.clear();
     forward_calls.clear();
+    first_calls.clear();
     lanes.clear();
     failure = why;
     ++generation;
@@ -204,6 +241,7 @@ struct AllReduce::State {
   std::string closed;
   std::string untold;
   bool absent = false;
+  decltype(Ticket::present) present;
   Observer observer;
 
   LayerPtr find(int64_t number) const {
@@ -365,20 +403,26 @@ Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device, 
          std::to_string(config.num_devices) + ", but the devices of its parameters are " +
          devices() + ". Leave num_devices out, or initialize the net on all devices.");
   }
-  if (std::find(config.devices.begin(), config.devices.end(), device) == config.devices.end()) {
+  if (!contains(config.devices, device)) {
     fail("SyncBatchNorm '" + config.name + "' was called on " + device + ", but its devices are " +
          devices() +
          ". Initialize the net on every device in use, or name them all in its SyncGroup.");
   }
   if (layer->unsettled.count(device)) throw layer->failed_before();
+  if (state_->present && !contains(*state_->present, device)) {
+    fail("SyncBatchNorm '" + config.name + "' was called on " + device +
+         ", and those who take part in this step are " + join(*state_->present) +
+         ": name it in gluon_syncbn.participants.");
+  }
   if (config.num_devices && layer->forward_calls.size() == config.num_devices &&
       !layer->forward_calls.count(device)) {
     fail("SyncBatchNorm '" + config.name + "' was made with num_devices=" +
          std::to_string(config.num_devices) + ", and after as many others " + device +
          " came too. Leave num_devices out, or name the devices that take part in a SyncGroup.");
   }
-  const int64_t call = layer->forward_calls[device][place]++;
-  return {layer->generation, place, call, layer->take_lane(place, call)};
+  auto& calls = layer->forward_calls[device];
+  const int64_t call = calls.insert({place, layer->first_calls[place]}).first->second++;
+  return {layer->generation, place, call, layer->take_lane(place, call), state_->present};
 }
 
 void AllReduce::meet(const LayerPtr& layer, const Ticket& ticket, Direction direction,
@@ -388,7 +432,10 @@ void AllReduce::meet(const LayerPtr& layer, const Ticket& ticket, Direction dire
   if (ticket.generation != layer->generation) throw layer->failed_before();
   const Layer::Key key(direction, ticket.place, ticket.number, layer->config.group_of(device));
   std::shared_ptr<Meeting>& open = layer->meetings[key];
-  if (!open) open = std::make_shared<Meeting>();
+  if (!open) {
+    open = std::make_shared<Meeting>();
+    open->present = ticket.present;
+  }
   const std::shared_ptr<Meeting> meeting = open;
 
   if (meeting->has(device)) {
@@ -406,7 +453,7 @@ void AllReduce::meet(const LayerPtr& layer, const Ticket& ticket, Direction dire
                      ". Give every device data of the same number of channels.");
   }
   meeting->arrivals.push_back({device, part});
-  if (meeting->arrivals.size() < layer->config.participants()) {
+  if (meeting->arrivals.size() < layer->expected(*meeting)) {
     state_->wait(&lock, layer.get(), key, meeting.get(), device);
     if (!meeting->error.empty()) throw Error(meeting->error);
     return;
@@ -509,6 +556,15 @@ void AllReduce::exchange(const Layer& layer, const Ticket& ticket, Direction dir
       std::memcpy(static_cast<void*>(&part), values + 2 + kSumsSize * c, sizeof(part));
       (*sums)[c].add(part);
     }
+  }
+}
+
+void AllReduce::set_present(const std::vector<std::string>& devices) {
+  const State::Lock lock(state_->mutex);
+  state_->present =
+      devices.empty() ? nullptr : std::make_shared<const std::vector<std::string>>(devices);
+  for (const auto& entry : state_->layers) {
+    if (const LayerPtr layer = entry.second.lock()) layer->line_up();
   }
 }
 

@@ -57,6 +57,8 @@ struct Ticket {
   // The least number that no other call at this place has between its forward and its backward: few
   // in all, and the same in every process.
   int64_t lane = 0;
+  // Who takes part, where that is not everyone.
+  std::shared_ptr<const std::vector<std::string>> present;
 };
 
 // What a device brings to a meeting: whoever calls the meeting knows what it really is.
@@ -106,6 +108,10 @@ class AllReduce {
   // How many devices of this process meet, and whether they exchange sums with other processes.
   size_t participants(const LayerPtr& layer) const;
   bool exchanges(const LayerPtr& layer) const;
+
+  // From the next forward calls on, only these devices take part, as the others have no data; none:
+  // everyone does. At this moment no forward call may be on its way.
+  void set_present(const std::vector<std::string>& devices);
 
   // Draws the ticket of the next forward call on this device at this place. Throws Error.
   Ticket next_ticket(const LayerPtr& layer, const std::string& device, int64_t place = 0);

@@ -869,6 +869,10 @@ void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* 
   all_reduce->configure(layer, config);
 }
 
+void gluon_syncbn_set_present(const char* const* devices, int num_devices) {
+  all_reduce->set_present({devices, devices + num_devices});
+}
+
 void gluon_syncbn_set_absent(int absent) { all_reduce->set_absent(absent != 0); }
 
 void gluon_syncbn_forget(int64_t layer) {

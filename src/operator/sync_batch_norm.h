@@ -35,6 +35,9 @@ SBN_EXPORT void gluon_syncbn_configure(int64_t layer, const char* name, const ch
                                        double timeout_seconds, int processes, int first_rank,
                                        int end_rank);
 
+// Only these devices take part from the next forward calls on; none: all do.
+SBN_EXPORT void gluon_syncbn_set_present(const char* const* devices, int num_devices);
+
 // Whether this process takes part in exchanges with sums of nothing, as it has run out of data.
 SBN_EXPORT void gluon_syncbn_set_absent(int absent);
 SBN_EXPORT void gluon_syncbn_forget(int64_t layer);
