@@ -234,7 +234,6 @@ class Layer:
             ranks.stop,
         )
 
-
     def groups(self):
         """The devices in lists of those that meet."""
         size = self._group_size

@@ -85,16 +85,16 @@ class SyncBatchNorm(nn.BatchNorm):
         str or Initializer.
     in_channels : int, default 0
         The number of channels C; 0: taken from the first data.
-    running_variance : {"biased", "unbiased"}, default "biased"
-        Whether the running variance follows :math:`\sigma^2`, or :math:`\sigma^2 M / (M - 1)` for
-        M values of a channel, which is not smaller than the data's on the average. (M = 1 is taken
-        as biased.) ``nn.BatchNorm`` has the biased one on the CPU and the unbiased one through
-        cuDNN; PyTorch has the unbiased one. What the batch is normalized by is always biased.
     num_devices : int, optional
         How many devices take part, where that is not all on which the parameters live.
     group : SyncGroup, optional
         Which devices and processes take part, and how long they wait for each other. By default
         what :func:`gluon_syncbn.set_default_group` says.
+    running_variance : {"biased", "unbiased"}, default "biased"
+        Whether the running variance follows :math:`\sigma^2`, or :math:`\sigma^2 M / (M - 1)` for
+        M values of a channel, which is not smaller than the data's on the average. (M = 1 is taken
+        as biased.) ``nn.BatchNorm`` has the biased one on the CPU and the unbiased one through
+        cuDNN; PyTorch has the unbiased one. What the batch is normalized by is always biased.
 
     Parameters of the layer
     -----------------------
@@ -142,9 +142,9 @@ class SyncBatchNorm(nn.BatchNorm):
         running_mean_initializer="zeros",
         running_variance_initializer="ones",
         in_channels=0,
-        running_variance="biased",
         num_devices=None,
         group=None,
+        running_variance="biased",
         **kwargs,
     ):
         for name, value in (("momentum", momentum), ("epsilon", epsilon)):

@@ -14,13 +14,20 @@ from mxnet.gluon.nn.basic_layers import _BatchNorm
 from mxnet.gluon.parameter import Parameter, ParameterDict
 
 from . import _native
-from .block import SyncBatchNorm, _Watched
+from .block import SyncBatchNorm, VirtualBatchNorm, _Watched
 from .group import _users
 
 _log = logging.getLogger("gluon_syncbn")
 
 # What a SyncBatchNorm has and nn.BatchNorm has not.
-_OWN_ATTRIBUTES = ("_layer", "_places", "_num_devices", "_own_group")
+_OWN_ATTRIBUTES = (
+    "_layer",
+    "_places",
+    "_num_devices",
+    "_own_group",
+    "_running_variance",
+    "_virtual_devices",
+)
 _ROLES = ("gamma", "beta", "running_mean", "running_var")
 # The operators in the graph of a SymbolBlock, and whether a relu is part of them.
 _STOCK_OPERATORS = {
@@ -38,6 +45,9 @@ _HARMLESS |= {"__weakref__", "__annotations__", "__firstlineno__", "__static_att
 _IGNORED_SETTINGS = {"cudnn_off", "ndev", "key"}
 
 
+_CUMULATIVE = "it has momentum=None, and nn.BatchNorm knows no cumulative average."
+
+
 class SyncBatchNormReLU(SyncBatchNorm):
     """:class:`SyncBatchNorm` with a relu behind it: what ``nn.BatchNormReLU`` is to
     ``nn.BatchNorm``.
@@ -50,8 +60,8 @@ class SyncBatchNormReLU(SyncBatchNorm):
         super().__init__(*args, **kwargs)
         self.fuse_relu = True
 
-    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
-        y = super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
+    def hybrid_forward(self, F, x, **parameters):
+        y = super().hybrid_forward(F, x, **parameters)
         return F.Activation(y, act_type="relu", name="relu")
 
 
@@ -185,7 +195,10 @@ def convert_sync_batchnorm(net, group=None, num_devices=None, also=(), return_re
 
     try:
         for path, block in found:
-            if isinstance(block, SyncBatchNorm):
+            if isinstance(block, VirtualBatchNorm):
+                why = "its devices do not synchronize, which is what it is for: revert it first."
+                refused.append(Refused(path, block.name, _kind(block), why))
+            elif isinstance(block, SyncBatchNorm):
                 take_over(block, path)
             elif isinstance(block, _BatchNorm):
                 why = _why_not(block, also, template)
@@ -233,7 +246,7 @@ def revert_sync_batchnorm(net, return_report=False):
         Changed in place.
     return_report : bool, default False
         Whether to return a :class:`Report` too. Its `refused` are subclasses of
-        :class:`SyncBatchNorm` with code of their own.
+        :class:`SyncBatchNorm` with code of their own, and layers with ``momentum=None``.
 
     Returns
     -------
@@ -260,7 +273,9 @@ def revert_sync_batchnorm(net, return_report=False):
 
     for path, block in found:
         if isinstance(block, SyncBatchNorm):
-            why = _own_code(type(block), (SyncBatchNorm, SyncBatchNormReLU))
+            why = _own_code(type(block), (SyncBatchNorm, SyncBatchNormReLU, VirtualBatchNorm))
+            if block._kwargs["momentum"] is None:
+                why = _CUMULATIVE
             if why:
                 refused.append(Refused(path, block.name, _kind(block), why))
             else:
@@ -519,6 +534,8 @@ def _read_graph(block, operators, path):
             )
         elif operator not in operators:
             continue
+        elif len(names) > len(_ROLES):
+            why = _CUMULATIVE
         elif number in with_statistics:
             why = "its mean or variance is used as an output."
         elif not all(name in block.params for name in names):

@@ -30,11 +30,11 @@ def net_of(norm, channels=4):
     return net
 
 
-def test_the_arguments_are_those_of_batch_norm_and_two_more():
+def test_the_arguments_are_those_of_batch_norm_and_three_more():
     theirs = list(inspect.signature(nn.BatchNorm.__init__).parameters.values())
     ours = list(inspect.signature(sbn.SyncBatchNorm.__init__).parameters.values())
     expected = [(p.name, p.default) for p in theirs]
-    expected[-1:-1] = [("num_devices", None), ("group", None)]
+    expected[-1:-1] = [("num_devices", None), ("group", None), ("running_variance", "biased")]
     assert [(p.name, p.default) for p in ours] == expected
 
 
@@ -159,7 +159,7 @@ def test_shapes_that_do_not_fit(shape, axis, words):
         {"num_devices": float("nan")},
         {"group": "all"},
         {"epsilon": -1},
-        {"momentum": None},
+        {"momentum": "0.9"},
         {"epsilon": float("inf")},
     ],
 )

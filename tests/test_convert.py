@@ -460,6 +460,39 @@ def test_layers_made_synchronized_become_plain():
     assert_close(forward(net, x), before, "float32")
 
 
+def test_virtual_devices_are_left_alone_and_become_plain():
+    net = nn.HybridSequential()
+    net.add(sbn.VirtualBatchNorm(2, in_channels=3), nn.BatchNorm(in_channels=3))
+    net.initialize()
+    _, report = convert_sync_batchnorm(net, group=sbn.SyncGroup(), return_report=True)
+    assert [entry.path for entry in report.refused] == ["0"]
+    assert net[0]._group.group_size == 1
+    revert_sync_batchnorm(net)
+    assert [type(layer) for layer in net] == [nn.BatchNorm] * 2
+    assert sorted(vars(net[0])) == sorted(vars(nn.BatchNorm(in_channels=3)))
+
+
+def test_a_cumulative_average_is_not_reverted(tmp_path):
+    layer = sbn.SyncBatchNorm(in_channels=3, momentum=None, running_variance="unbiased")
+    layer.initialize()
+    _, report = revert_sync_batchnorm(layer, return_report=True)
+    assert "momentum=None" in report.refused[0].why and not report.replaced
+    layer.hybridize()
+    layer(mx.nd.ones((2, 3)))
+    layer.export(str(tmp_path / "net"))
+    files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
+    _, report = revert_sync_batchnorm(gluon.SymbolBlock.imports(*files), return_report=True)
+    assert "momentum=None" in report.refused[0].why and not report.replaced
+
+
+def test_relu_of_a_layer_with_a_cumulative_average():
+    layer = SyncBatchNormReLU(in_channels=3, momentum=None)
+    layer.initialize()
+    with autograd.record():
+        y = layer(mx.nd.array([[1, 2, 3], [3, 2, 1]]))
+    assert (y.asnumpy() >= 0).all() and layer.num_batches_tracked.data().asscalar() == 1
+
+
 def test_relu_takes_what_the_stock_layer_does_not():
     layer = SyncBatchNormReLU(axis=-1, in_channels=5)
     layer.initialize(ctx=contexts(2))
