@@ -6,6 +6,7 @@ import numbers
 import weakref
 
 import mxnet as mx
+import numpy as np
 from mxnet.gluon import nn
 from mxnet.gluon.parameter import Parameter
 from mxnet.util import is_np_array
@@ -13,6 +14,9 @@ from mxnet.util import is_np_array
 from . import _native
 from .functional import sync_batch_norm
 from .group import SyncGroup, default_group, follow_default_group, is_whole
+
+# As MXNet gives it to NumPy, which has no such dtype.
+_BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
 
 
 class _Watched(Parameter):
@@ -235,6 +239,11 @@ class SyncBatchNorm(nn.BatchNorm):
             parameters.append(self.num_batches_tracked)
         arrays = zip(*(parameter.list_data() for parameter in parameters))
         return {str(mean.context): (mean, *others) for mean, *others in arrays}
+
+    def cast(self, dtype):
+        # As nn.BatchNorm does for float16: the parameters for data of 16 bits are float32.
+        is_bfloat16 = dtype == "bfloat16" or np.dtype(dtype) == _BFLOAT16
+        super().cast("float32" if is_bfloat16 else dtype)
 
     def forward(self, x, *args):
         contexts = self._contexts()

@@ -3,6 +3,15 @@
 from . import _native
 
 
+def _without_amp(function):
+    """An operator as it is before ``amp.init`` wraps it. AMP would cast the data of every custom
+    operator to float32, which it does not do to BatchNorm."""
+    while "f" in function.__code__.co_freevars:
+        wrapped = function.__code__.co_freevars.index("f")
+        function = function.__closure__[wrapped].cell_contents
+    return function
+
+
 def sync_batch_norm(
     F,
     x,
@@ -59,9 +68,10 @@ def sync_batch_norm(
     F : module
         mxnet.nd or mxnet.sym, as in ``hybrid_forward``.
     x : NDArray or Symbol
-        Data of 2 to 5 dimensions, float32 or float64.
+        Data of 2 to 5 dimensions, float16, bfloat16, float32 or float64.
     gamma, beta, running_mean, running_var : NDArray or Symbol
-        Shape (C,), of the dtype of x. The last two are changed in training mode.
+        Shape (C,), float64 for data of float64 and float32 for all other. The last two are changed
+        in training mode.
     num_batches_tracked : NDArray or Symbol
         Shape (1,), with ``momentum=None`` only: counts the batches.
     layer : _native.Layer
@@ -89,9 +99,10 @@ def sync_batch_norm(
         layer does not come within the layer's timeout, comes twice, or brings another number of
         channels.
     """
+    swap_axis = _without_amp(F.SwapAxis)
     if gate:
-        x = F.SwapAxis(x, dim1=0, dim2=0)
-    y = F.Custom(
+        x = swap_axis(x, dim1=0, dim2=0)
+    y = _without_amp(F.Custom)(
         x,
         gamma,
         beta,
@@ -112,4 +123,4 @@ def sync_batch_norm(
         gpu_only=gate is None,
         place=place,
     )[0]
-    return F.SwapAxis(y, dim1=0, dim2=0) if gate else y
+    return swap_axis(y, dim1=0, dim2=0) if gate else y

@@ -5,6 +5,8 @@ from collections import namedtuple
 import mxnet as mx
 import numpy as np
 
+from dtypes import numpy_dtype, parameter_dtype
+
 Result = namedtuple("Result", "y dx dgamma dbeta running_mean running_var")
 
 # Every way in which Gluon runs a block; None is imperative.
@@ -23,12 +25,12 @@ def contexts(count):
 def prepare(block, devices, dtype="float32", mode=None, gamma=None, beta=None):
     """Initializes a layer on `devices`, with given gamma and beta where it has them."""
     block.initialize(ctx=devices)
-    block.cast(dtype)
+    block.cast(numpy_dtype(dtype))
     if mode is not None:
         block.hybridize(**mode)
     for parameter, value in ((block.gamma, gamma), (block.beta, beta)):
         if value is not None:
-            parameter.set_data(mx.nd.array(value, dtype=dtype))
+            parameter.set_data(mx.nd.array(value, dtype=parameter_dtype(dtype)))
     return block
 
 

@@ -13,6 +13,7 @@ from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
 import gluon_syncbn as sbn
 import reference
+from dtypes import numpy_dtype, rounded
 from layers import MODES, contexts, prepare, run
 from tolerances import assert_close, assert_same_bits
 
@@ -125,13 +126,33 @@ def test_cast_there_and_back():
     assert run(layer, x.astype("float32"), x.astype("float32"), (1, 3), contexts(2)).y.dtype == "f"
 
 
-def test_mixed_dtypes_say_what_to_cast():
-    layer = prepare(sbn.SyncBatchNorm(in_channels=3), contexts(1))
-    words = r"data of dtype float64.*have to be float64.*array of float32.*cast\('float64'\)"
+@pytest.mark.parametrize(
+    "dtype, cast_to, parameters, remedy",
+    [
+        ("float64", "float32", "float64", "float64"),
+        ("float32", "float64", "float32", "float32"),
+        ("float16", "float64", "float32", "float16"),
+        ("bfloat16", "float64", "float32", "float32"),
+    ],
+)
+def test_mixed_dtypes_say_what_to_cast(dtype, cast_to, parameters, remedy):
+    layer = prepare(sbn.SyncBatchNorm(in_channels=3), contexts(1), cast_to)
+    x = mx.nd.array(rounded(np.ones((2, 3)), dtype), dtype=numpy_dtype(dtype))
+    words = (
+        f"data of dtype {dtype}.*have to be {parameters}.*array of {cast_to}.*"
+        rf"cast\('{remedy}'\)"
+    )
     with pytest.raises(mx.MXNetError, match=words):
-        layer(mx.nd.ones((2, 3), dtype="float64"))
-    with pytest.raises(mx.MXNetError, match="float32 and float64 data.*int32.*Cast the data"):
-        layer(mx.nd.ones((2, 3), dtype="int32"))
+        layer(x)
+    layer.cast(remedy)
+    assert layer(x).dtype == x.dtype
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64"])
+def test_integers_are_refused(dtype):
+    layer = prepare(sbn.SyncBatchNorm(in_channels=3), contexts(1))
+    with pytest.raises(mx.MXNetError, match=f"bfloat16, float32 and .*{dtype}.*Cast the data"):
+        layer(mx.nd.ones((2, 3), dtype=dtype))
 
 
 @pytest.mark.parametrize(

@@ -12,39 +12,42 @@ from mxnet import autograd
 import gluon_syncbn as sbn
 import layers
 import reference
+from dtypes import DTYPES, parameter_dtype, rounded, values
 from layers import MODES, contexts, prepare, run
 from tolerances import assert_close, assert_same_bits
 
-DTYPES = ["float32", "float64"]
 SHAPES = {2: (12, 5), 3: (6, 5, 11), 4: (6, 5, 7, 9), 5: (6, 5, 3, 4, 5)}
 EPSILON = 1e-5
+# How far from zero tests put data: float16 ends at 65504.
+FARTHEST = {dtype: 6e4 if dtype == "float16" else 1e5 for dtype in DTYPES}
 
 
 def random(shape, dtype, mean=0.0, std=1.0, seed=0):
-    return (np.random.default_rng(seed).standard_normal(shape) * std + mean).astype(dtype)
+    return rounded(np.random.default_rng(seed).standard_normal(shape) * std + mean, dtype)
 
 
 def data(shape, dtype, axis=1, mean=0.0, std=1.0, seed=0):
     """x, dy, gamma and beta."""
-    channels = shape[axis]
+    channels, parameters = shape[axis], parameter_dtype(dtype)
     return (
         random(shape, dtype, mean, std, seed),
         random(shape, dtype, seed=seed + 1),
-        random((channels,), dtype, 1, 0.2, seed + 2),
-        random((channels,), dtype, 0, 0.5, seed + 3),
+        random((channels,), parameters, 1, 0.2, seed + 2),
+        random((channels,), parameters, 0, 0.5, seed + 3),
     )
 
 
 def check(result, x, dy, gamma, beta, dtype, axis=1, momentum=0.9, epsilon=EPSILON):
-    forward = reference.forward(x, gamma, beta, epsilon, axis)
-    backward = reference.backward(dy, x, gamma, epsilon, axis)
+    forward = reference.forward(values(x), gamma, beta, epsilon, axis)
+    backward = reference.backward(values(dy), values(x), gamma, epsilon, axis)
+    parameters = parameter_dtype(dtype)
     assert_close(result.y, forward.y, dtype, "y")
     assert_close(result.dx, backward.dx, dtype, "dx")
-    assert_close(result.dgamma, backward.dgamma, dtype, "dgamma")
-    assert_close(result.dbeta, backward.dbeta, dtype, "dbeta")
-    assert_close(result.running_mean, (1 - momentum) * forward.mean, dtype, "running_mean")
+    assert_close(result.dgamma, backward.dgamma, parameters, "dgamma")
+    assert_close(result.dbeta, backward.dbeta, parameters, "dbeta")
+    assert_close(result.running_mean, (1 - momentum) * forward.mean, parameters, "running_mean")
     expected = momentum + (1 - momentum) * forward.variance
-    assert_close(result.running_var, expected, dtype, "running_var")
+    assert_close(result.running_var, expected, parameters, "running_var")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -61,7 +64,7 @@ def test_against_the_reference(dtype, rank, mode):
 @pytest.mark.parametrize("mean", [0, 1e2, 1e3, 1e4, 1e5])
 @pytest.mark.parametrize("shape", [(8, 3, 40, 50), (8, 3, 5), (1000, 3)])
 def test_an_offset_of_the_data_costs_no_accuracy(dtype, mean, shape):
-    x, dy, gamma, beta = data(shape, dtype, mean=mean)
+    x, dy, gamma, beta = data(shape, dtype, mean=min(mean, FARTHEST[dtype]))
     devices = contexts(2)
     layer = prepare(sbn.SyncBatchNorm(), devices, dtype, {}, gamma, beta)
     check(run(layer, x, dy, (3, len(x) - 3), devices), x, dy, gamma, beta, dtype)
@@ -87,12 +90,13 @@ def test_momentum_and_epsilon(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_constant_input(dtype):
-    x = np.full((4, 2, 3, 3), 1234.56789, dtype)
+    x = rounded(np.full((4, 2, 3, 3), 1234.56789), dtype)
     dy, (gamma, beta) = random(x.shape, dtype), data(x.shape, dtype)[2:]
     layer = prepare(sbn.SyncBatchNorm(), contexts(2), dtype, None, gamma, beta)
     result = run(layer, x, dy, (1, 3), contexts(2))
-    np.testing.assert_array_equal(result.y, np.broadcast_to(beta[:, None, None], x.shape))
-    np.testing.assert_array_equal(result.running_var, np.full(2, 0.9, dtype))
+    expected = np.broadcast_to(rounded(beta, dtype)[:, None, None], x.shape)
+    np.testing.assert_array_equal(values(result.y), values(expected))
+    np.testing.assert_array_equal(result.running_var, np.full(2, 0.9, parameter_dtype(dtype)))
     check(result, x, dy, gamma, beta, dtype)
 
 
@@ -109,9 +113,9 @@ def test_a_single_value_per_channel(dtype, shape):
     x, dy, gamma, beta = data(shape, dtype)
     layer = prepare(sbn.SyncBatchNorm(), contexts(1), dtype, None, gamma, beta)
     result = run(layer, x, dy, (1,), contexts(1))
-    assert_same_bits(result.y.ravel(), beta)
-    assert not result.dx.any() and not result.dgamma.any()
-    assert_close(result.dbeta, dy.ravel(), dtype)
+    assert_same_bits(result.y.ravel(), rounded(beta, dtype))
+    assert not values(result.dx).any() and not result.dgamma.any()
+    assert_close(result.dbeta, values(dy).ravel(), parameter_dtype(dtype))
 
 
 def test_two_values_on_two_devices():
@@ -136,12 +140,11 @@ def test_a_channel_with_nan_or_inf_spoils_no_other(value, shape):
 
 
 def constant_statistics(layer, devices, dtype, channels):
-    mean, variance = (
-        random((channels,), dtype, 2, seed=9),
-        0.5 + random((channels,), dtype, seed=8) ** 2,
-    )
-    layer.running_mean.set_data(mx.nd.array(mean, dtype=dtype))
-    layer.running_var.set_data(mx.nd.array(variance, dtype=dtype))
+    parameters = parameter_dtype(dtype)
+    mean = random((channels,), parameters, 2, seed=9)
+    variance = 0.5 + random((channels,), parameters, seed=8) ** 2
+    layer.running_mean.set_data(mx.nd.array(mean, dtype=parameters))
+    layer.running_var.set_data(mx.nd.array(variance, dtype=parameters))
     return mean, variance
 
 
@@ -154,17 +157,17 @@ def test_running_statistics_as_constants(dtype, mode, how):
     layer = sbn.SyncBatchNorm(use_global_stats=how == "use_global_stats", in_channels=5)
     prepare(layer, contexts(2), dtype, MODES[mode], gamma, beta)
     mean, variance = constant_statistics(layer, contexts(2), dtype, 5)
-    xs = mx.nd.array(x, dtype=dtype)
+    (xs,) = layers.shards(x, (len(x),), contexts(1))
     xs.attach_grad()
     with autograd.record(train_mode=how != "inference"):
         y = layer(xs)
-    y.backward(mx.nd.array(dy, dtype=dtype))
-    constants = {"mean": mean, "variance": variance}
-    assert_close(y.asnumpy(), reference.forward(x, gamma, beta, **constants).y, dtype, "y")
-    expected = reference.backward(dy, x, gamma, **constants)
+    y.backward(*layers.shards(dy, (len(dy),), contexts(1)))
+    constants, parameters = {"mean": mean, "variance": variance}, parameter_dtype(dtype)
+    assert_close(y.asnumpy(), reference.forward(values(x), gamma, beta, **constants).y, dtype, "y")
+    expected = reference.backward(values(dy), values(x), gamma, **constants)
     assert_close(xs.grad.asnumpy(), expected.dx, dtype, "dx")
-    assert_close(layer.gamma.grad(mx.cpu(0)).asnumpy(), expected.dgamma, dtype, "dgamma")
-    assert_close(layer.beta.grad(mx.cpu(0)).asnumpy(), expected.dbeta, dtype, "dbeta")
+    assert_close(layer.gamma.grad(mx.cpu(0)).asnumpy(), expected.dgamma, parameters, "dgamma")
+    assert_close(layer.beta.grad(mx.cpu(0)).asnumpy(), expected.dbeta, parameters, "dbeta")
     assert_same_bits(layer.running_mean.data(mx.cpu(0)).asnumpy(), mean)
     assert_same_bits(layer.running_var.data(mx.cpu(0)).asnumpy(), variance)
 
@@ -176,8 +179,9 @@ def test_scale_and_center(dtype, scale, center):
     layer = sbn.SyncBatchNorm(scale=scale, center=center, in_channels=5)
     prepare(layer, contexts(2), dtype, {}, gamma, beta if center else None)
     result = run(layer, x, dy, (2, 4), contexts(2))
-    gamma = gamma if scale else np.ones(5, dtype)
-    beta = beta if center else np.zeros(5, dtype)
+    gamma = gamma if scale else np.ones(5)
+    beta = beta if center else np.zeros(5)
+    x, dy = values(x), values(dy)
     assert_close(result.y, reference.forward(x, gamma, beta).y, dtype, "y")
     assert_close(result.dx, reference.backward(dy, x, gamma).dx, dtype, "dx")
     assert (layer.gamma.grad_req, layer.beta.grad_req) == (
@@ -197,10 +201,11 @@ def test_gradient_requests(dtype, request_x, request_parameters, mode):
     layer.gamma.grad_req = layer.beta.grad_req = request_parameters
     prepare(layer, devices, dtype, MODES[mode], gamma, beta)
     xs, dys = layers.shards(x, (2, 4), devices), layers.shards(dy, (2, 4), devices)
-    for shard in xs:
+    ones = layers.shards(rounded(np.ones(x.shape), dtype), (2, 4), devices)
+    for shard, one in zip(xs, ones):
         shard.attach_grad(request_x)
         if request_x != "null":
-            shard.grad[:] = 1
+            one.copyto(shard.grad)
     for parameter in (layer.gamma, layer.beta):
         for gradient in parameter.list_grad() if request_parameters != "null" else ():
             gradient[:] = 1
@@ -209,7 +214,7 @@ def test_gradient_requests(dtype, request_x, request_parameters, mode):
     if request_x == request_parameters == "null":
         return
     autograd.backward(ys, dys)
-    expected = reference.backward(dy, x, gamma)
+    expected = reference.backward(values(dy), values(x), gamma)
     if request_x != "null":
         dx = np.concatenate([shard.grad.asnumpy() for shard in xs])
         assert_close(dx, expected.dx + (request_x == "add"), dtype, "dx")
@@ -217,8 +222,8 @@ def test_gradient_requests(dtype, request_x, request_parameters, mode):
         already = 2 if request_parameters == "add" else 0
         dgamma = sum(layer.gamma.grad(device).asnumpy() for device in devices)
         dbeta = sum(layer.beta.grad(device).asnumpy() for device in devices)
-        assert_close(dgamma, expected.dgamma + already, dtype, "dgamma")
-        assert_close(dbeta, expected.dbeta + already, dtype, "dbeta")
+        assert_close(dgamma, expected.dgamma + already, parameter_dtype(dtype), "dgamma")
+        assert_close(dbeta, expected.dbeta + already, parameter_dtype(dtype), "dbeta")
 
 
 def test_residual_connections_that_add_gradients_in_place():
@@ -269,7 +274,7 @@ SPLITS = [(8,), (4, 4), (2, 2, 2, 2), (1, 3, 4), (7, 1)]
 @pytest.mark.parametrize("mean", [0, 1e5])
 @pytest.mark.parametrize("shape", [(8, 7, 33, 33), (8, 70), (8, 7, 3), (8, 2, 100, 100)])
 def test_every_split_gives_the_same_bits(dtype, mean, shape):
-    x, dy, gamma, beta = data(shape, dtype, mean=mean)
+    x, dy, gamma, beta = data(shape, dtype, mean=min(mean, FARTHEST[dtype]))
     results = []
     for sizes in SPLITS:
         devices = contexts(len(sizes))
@@ -282,12 +287,13 @@ def test_every_split_gives_the_same_bits(dtype, mean, shape):
             )
 
 
-def test_every_run_and_mode_gives_the_same_bits():
-    x, dy, gamma, beta = data((8, 7, 33, 33), "float32")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_run_and_mode_gives_the_same_bits(dtype):
+    x, dy, gamma, beta = data((8, 7, 33, 33), dtype)
     first = None
-    for repetition in range(20):
+    for repetition in range(20 if dtype == "float32" else 5):
         for name, mode in MODES.items():
-            layer = prepare(sbn.SyncBatchNorm(), contexts(3), "float32", mode, gamma, beta)
+            layer = prepare(sbn.SyncBatchNorm(), contexts(3), dtype, mode, gamma, beta)
             result = run(layer, x, dy, (1, 3, 4), contexts(3), steps=2)
             first = first or result
             for field in result._fields:
@@ -296,17 +302,19 @@ def test_every_run_and_mode_gives_the_same_bits():
 
 
 _THREADS = """
+import itertools
 import sys
 import numpy as np
 sys.path.insert(0, {tests!r})
 from layers import contexts, prepare, run
-from test_numerics import data
+from test_numerics import DTYPES, data
 import gluon_syncbn as sbn
 
 results = []
-for shape in [(4, 7, 133, 133), (4, 2, 300, 300), (5000, 70), (4, 500, 12, 12)]:
-    x, dy, gamma, beta = data(shape, "float32", mean=100)
-    layer = prepare(sbn.SyncBatchNorm(), contexts(2), "float32", {{}}, gamma, beta)
+shapes = [(4, 7, 133, 133), (4, 2, 300, 300), (5000, 70), (4, 500, 12, 12)]
+for shape, dtype in itertools.product(shapes, DTYPES):
+    x, dy, gamma, beta = data(shape, dtype, mean=100)
+    layer = prepare(sbn.SyncBatchNorm(), contexts(2), dtype, {{}}, gamma, beta)
     results += run(layer, x, dy, (1, shape[0] - 1), contexts(2))
 np.savez({output!r}, *results)
 """

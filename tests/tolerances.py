@@ -2,13 +2,16 @@
 
 import numpy as np
 
+from dtypes import values
+
 # float32 rounds each of the four operations of y, and dx has three more, at 6e-8 each. float64 has
-# 1e-16, and sums in triple-double add nothing to either.
-RELATIVE = {"float32": 1e-6, "float64": 1e-12}
+# 1e-16, and sums in triple-double add nothing to either. The 16-bit types are computed in float32
+# and rounded once, at half of 2^-10 and 2^-7.
+RELATIVE = {"float16": 2**-11 + 1e-6, "bfloat16": 2**-8 + 1e-6, "float32": 1e-6, "float64": 1e-12}
 
 
 def relative_error(result, reference):
-    result = np.asarray(result, dtype=np.longdouble)
+    result = np.asarray(values(result), dtype=np.longdouble)
     reference = np.asarray(reference, dtype=np.longdouble)
     assert result.shape == reference.shape
     scale = np.abs(reference).max()

@@ -719,6 +719,8 @@ int infer_type(int size, int* types, void*) {
         name_of(data) + ". Cast the data first.");
   }
   const DType parameters = has_double_parameters(data) ? DType::kFloat64 : DType::kFloat32;
+  // MXNet's own blocks do not know 'bfloat16'.
+  const DType cast = data == DType::kBFloat16 ? parameters : data;
   for (int i = 0; i < size; ++i) {
     const DType expected = i == kNumInputs + kMean || i == kNumInputs + kInvStd ? DType::kFloat64
                            : i == kData || i == kNumInputs + kOutput            ? data
@@ -727,7 +729,7 @@ int infer_type(int size, int* types, void*) {
       throw dmlc::Error(std::string("SyncBatchNorm got data of dtype ") + name_of(data) +
                         ", for which its parameters have to be " + name_of(parameters) +
                         ", and an array of " + name_of(static_cast<DType>(types[i])) +
-                        " among them. Call cast('" + name_of(data) + "') on the net.");
+                        " among them. Call cast('" + name_of(cast) + "') on the net.");
     }
     types[i] = static_cast<int>(expected);
   }

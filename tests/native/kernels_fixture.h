@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -15,12 +16,55 @@ namespace gluon_syncbn {
 
 inline constexpr double kEpsilon = 1e-5;
 
+// A type of data, and the largest offset of data that tests go to.
 template <typename T>
-constexpr DType kTypeOf = sizeof(T) == sizeof(double) ? DType::kFloat64 : DType::kFloat32;
+struct Type;
+template <>
+struct Type<float> {
+  static constexpr DType kDType = DType::kFloat32;
+  static constexpr const char* kName = "float";
+  static constexpr double kLargestOffset = 1e5;
+};
+template <>
+struct Type<double> {
+  static constexpr DType kDType = DType::kFloat64;
+  static constexpr const char* kName = "double";
+  static constexpr double kLargestOffset = 1e10;
+};
+template <>
+struct Type<Half> {
+  static constexpr DType kDType = DType::kFloat16;
+  static constexpr const char* kName = "Half";
+  static constexpr double kLargestOffset = 6e4;
+};
+template <>
+struct Type<BFloat16> {
+  static constexpr DType kDType = DType::kBFloat16;
+  static constexpr const char* kName = "BFloat16";
+  static constexpr double kLargestOffset = 1e5;
+};
 
 template <typename T>
 const Kernels& kernels() {
-  return cpu_kernels(kTypeOf<T>);
+  return cpu_kernels(Type<T>::kDType);
+}
+
+// The value of T next to x, or to what float has next to it.
+template <typename T>
+T value_of(double x) {
+  T value;
+  narrow(to_float(x), &value);
+  return value;
+}
+template <>
+inline double value_of(double x) {
+  return x;
+}
+
+// Values as numbers to compute with.
+template <typename T>
+double number(T x) {
+  return double{widen(x)};
 }
 
 // Values between guard zones of NaN: what is written there is seen, and what is read there makes
@@ -54,6 +98,13 @@ class Array {
            untouched(data() + size_, memory_.data() + memory_.size());
   }
 
+  // The same values in the type that they are computed in.
+  Array<Arithmetic<T>> widened() const {
+    Array<Arithmetic<T>> copy(size_);
+    for (int64_t i = 0; i < size_; ++i) copy[i] = widen((*this)[i]);
+    return copy;
+  }
+
   bool operator==(const Array& other) const {
     return size_ == other.size_ &&
            std::memcmp(data(), other.data(), static_cast<size_t>(size_) * sizeof(T)) == 0;
@@ -68,25 +119,34 @@ class Array {
 
 template <typename T>
 struct Problem {
+  using Parameter = Arithmetic<T>;
+
   View view;
-  Array<T> x, dy, gamma, beta;
+  Array<T> x, dy;
+  Array<Parameter> gamma, beta;
 
   Problem(View v, double offset) : view(v), x(v.size()), dy(v.size()), gamma(v.C), beta(v.C) {
     Random random(1);
-    const auto round = [](double value) -> T {
-      return sizeof(T) == sizeof(float) ? to_float(value) : static_cast<T>(value);
-    };
     for (int64_t i = 0; i < v.size(); ++i) {
       // Another mean and deviation for each channel.
       const int64_t c = i / v.S % v.C;
-      x[i] = round(offset * (c % 2 ? -1 : 1) + 0.1 * c + (1 + c % 3) * random.normal());
-      dy[i] = round(0.3 + random.normal());
+      x[i] = value_of<T>(offset * (c % 2 ? -1 : 1) + 0.1 * c + (1 + c % 3) * random.normal());
+      dy[i] = value_of<T>(0.3 + random.normal());
     }
     for (int64_t c = 0; c < v.C; ++c) {
-      gamma[c] = round(random.normal());
-      beta[c] = round(random.normal());
+      gamma[c] = value_of<Parameter>(random.normal());
+      beta[c] = value_of<Parameter>(random.normal());
     }
   }
+
+  Problem(View v, Array<T> data, Array<T> gradient, Array<Parameter> scale, Array<Parameter> shift)
+      : view(v),
+        x(std::move(data)),
+        dy(std::move(gradient)),
+        gamma(std::move(scale)),
+        beta(std::move(shift)) {}
+
+  Problem<Parameter> widened() const { return {view, x.widened(), dy.widened(), gamma, beta}; }
 
   Problem shifted(int64_t by) const {
     Problem copy = *this;
@@ -170,8 +230,8 @@ struct Results {
 
 template <typename T>
 std::string name_of(View v, double offset) {
-  return std::string(sizeof(T) == sizeof(float) ? "float (" : "double (") + std::to_string(v.N) +
-         ", " + std::to_string(v.C) + ", " + std::to_string(v.S) + ") at " + std::to_string(offset);
+  return std::string(Type<T>::kName) + " (" + std::to_string(v.N) + ", " + std::to_string(v.C) +
+         ", " + std::to_string(v.S) + ") at " + std::to_string(offset);
 }
 
 }  // namespace gluon_syncbn

@@ -218,7 +218,9 @@ struct Exchange {
       }));
     }
     for (const auto& call : calls) texts->push_back(call->error());
-    if (error.empty() && number_of_others < 0) CHECK_EQ(counts[0], counts[1]);
+    if (error.empty() && number_of_others < 0) {
+      CHECK_EQ(counts[0], counts[1]);
+    }
     *count = counts[0];
     return sums;
   }

@@ -16,8 +16,31 @@ constexpr double kUnit = 0x1p-53;
 // and some more.
 constexpr double kSteps = 160;
 
+// The unit roundoff of the type that data of T are computed in.
 template <typename T>
-constexpr double kUnitOf = std::numeric_limits<T>::epsilon() / 2;
+constexpr double kUnitOf = std::numeric_limits<Arithmetic<T>>::epsilon() / 2;
+
+// How far the nearest value of T may be from a number that size, where T is not what it was
+// computed in.
+template <typename T>
+Real storage_error(Real) {
+  return 0;
+}
+template <>
+Real storage_error<Half>(Real size) {
+  return std::max(Real{0x1p-11} * size, Real{0x1p-25});
+}
+template <>
+Real storage_error<BFloat16>(Real size) {
+  return 0x1p-8 * size;
+}
+
+// That a result lies no further from the exact number than `error`, besides the rounding to T.
+template <typename T>
+bool is_near(T result, Real exact, Real error) {
+  const Real away = magnitude(number(result) - exact);
+  return away <= error + storage_error<T>(magnitude(exact) + error);
+}
 
 // One channel of a problem.
 template <typename T>
@@ -36,13 +59,13 @@ struct Channel {
   // taken about one of its values.
   void check_statistics(const Results<T>& r) const {
     Real mean = 0, variance = 0, distance = 0, largest = 0;
-    for_each([&](int64_t i) { mean += p.x[i]; });
+    for_each([&](int64_t i) { mean += number(p.x[i]); });
     mean /= p.count();
     for_each([&](int64_t i) {
-      const Real d = p.x[i] - mean;
+      const Real d = number(p.x[i]) - mean;
       variance += d * d;
       distance += magnitude(d);
-      largest = std::max(largest, magnitude(p.x[i]));
+      largest = std::max(largest, magnitude(number(p.x[i])));
     });
     variance /= p.count();
     distance /= p.count();
@@ -72,26 +95,26 @@ struct Channel {
     Real exact_dy_sum = 0, exact_product_sum = 0, dy_size = 0, product_size = 0;
     int wrong = 0;
     for_each([&](int64_t i) {
-      const Real d = p.x[i] - mean, dy = p.dy[i];
+      const Real d = number(p.x[i]) - mean, dy = number(p.dy[i]);
       exact_dy_sum += dy;
       exact_product_sum += dy * d;
       dy_size += magnitude(dy);
       product_size += magnitude(dy * d);
 
       const Real y = d * scale + beta;
-      wrong += !(magnitude(r.y[i] - y) <=
-                 unit * (6 * magnitude(d * scale) + 2 * magnitude(y)) + mean_error * size);
+      wrong += !is_near(r.y[i], y,
+                        unit * (6 * magnitude(d * scale) + 2 * magnitude(y)) + mean_error * size);
       const Real dx = (dy - dy_mean - d * slope) * scale;
       const Real dx_size = 8 * magnitude(dy - dy_mean) + 12 * magnitude(d * slope);
-      wrong += !(magnitude(r.dx[i] - dx) <=
-                 (unit * dx_size + dy_mean_error + mean_error * magnitude(slope)) * size);
+      wrong += !is_near(r.dx[i], dx,
+                        (unit * dx_size + dy_mean_error + mean_error * magnitude(slope)) * size);
       const Real constant = dy * scale;
-      wrong += !(magnitude(r.constant_dx[i] - constant) <= 4 * unit * magnitude(constant));
+      wrong += !is_near(r.constant_dx[i], constant, 4 * unit * magnitude(constant));
     });
     CHECK_EQ(wrong, 0);
     CHECK(magnitude(dy_sum - exact_dy_sum) <= kSteps * kUnit * dy_size);
-    // For float32 data the mean is one double here, for float64 two.
-    const Real off = magnitude(mean) * (sizeof(T) == sizeof(float) ? kUnit : kUnit * kUnit);
+    // For float64 data the mean is two doubles here, else one.
+    const Real off = magnitude(mean) * (sizeof(T) == sizeof(double) ? kUnit * kUnit : kUnit);
     CHECK(magnitude(product_sum - exact_product_sum) <=
           kSteps * kUnit * product_size + 2 * off * dy_size);
   }
@@ -125,17 +148,18 @@ void results_are_right_for_every_shape() {
       for (const int64_t C : {1, 3}) check_view<T>({N, C, S}, 100);
     }
   }
+  check_view<T>({3, 5000, 1}, 100);
 }
 
 template <typename T>
 void results_are_right_at_any_offset() {
-  for (const double offset : {0.0, 1e2, 1e3, 1e4, 1e5, sizeof(T) == sizeof(double) ? 1e10 : 1e5}) {
+  for (const double offset : {0.0, 1e2, 1e3, 1e4, 6e4, Type<T>::kLargestOffset}) {
     check_view<T>({3, 5, 300}, offset);
     check_view<T>({2, 1, 4100}, offset);
     check_view<T>({500, 5, 1}, offset);
   }
   // Two threads share the one channel.
-  check_view<T>({3, 1, 25000}, 1e5);
+  check_view<T>({3, 1, 25000}, Type<T>::kLargestOffset);
 }
 
 template <typename T>
@@ -144,15 +168,17 @@ void constant_input_has_no_variance() {
     check::context = "constant " + name_of<T>(view, 0);
     Problem<T> p(view, 0);
     for (int64_t i = 0; i < view.size(); ++i) {
-      p.x[i] = to_float(i / view.S % view.C ? 1.1 : -123456.7);
+      p.x[i] = value_of<T>(to_float(i / view.S % view.C ? 1.1 : -54321.7));
     }
     const Results<T> r(p);
     for (int64_t c = 0; c < view.C; ++c) {
-      CHECK_EQ(r.s[c].mean, double{p.x[c * view.S]});
+      CHECK_EQ(r.s[c].mean, number(p.x[c * view.S]));
       CHECK_EQ(r.s[c].variance, 0);
       CHECK_EQ(r.s[c].inv_std, 1 / std::sqrt(kEpsilon));
     }
-    for (int64_t i = 0; i < view.size(); ++i) CHECK(r.y[i] == p.beta[i / view.S % view.C]);
+    for (int64_t i = 0; i < view.size(); ++i) {
+      CHECK_EQ(number(r.y[i]), number(value_of<T>(p.beta[i / view.S % view.C])));
+    }
   }
 }
 
@@ -162,13 +188,16 @@ void first_value_may_be_an_outlier() {
   for (const int64_t S : {17, 2048, 5000}) {
     check::context = "outlier before " + name_of<T>({1, 1, S}, 10);
     Problem<T> p({1, 1, S}, 10);
-    p.x[0] = to_float(1e6 + 0.1);
+    p.x[0] = value_of<T>(to_float(sizeof(T) == sizeof(Half) ? 6e4 : 1e6 + 0.1));
     const Results<T> r(p);
     const Channel<T> channel{p, 0};
     channel.check_values(r);
     Real mean = 0, variance = 0;
-    channel.for_each([&](int64_t i) { mean += p.x[i] / Real(S); });
-    channel.for_each([&](int64_t i) { variance += (p.x[i] - mean) * (p.x[i] - mean) / S; });
+    channel.for_each([&](int64_t i) { mean += number(p.x[i]) / Real(S); });
+    channel.for_each([&](int64_t i) {
+      const Real d = number(p.x[i]) - mean;
+      variance += d * d / S;
+    });
     const Real error = kSteps * kUnit * static_cast<double>(S + 1);
     CHECK(magnitude(r.s[0].variance - variance) <= error * variance);
     CHECK(magnitude(r.s[0].mean - mean) <= error * magnitude(mean));
@@ -181,12 +210,13 @@ void nan_stays_in_its_channel() {
     check::context = "NaN in " + name_of<T>(view, 0);
     Problem<T> p(view, 0);
     const Results<T> clean(p);
-    p.x[view.S + view.S / 2] = std::numeric_limits<T>::quiet_NaN();
+    p.x[view.S + view.S / 2] = value_of<T>(std::numeric_limits<double>::quiet_NaN());
     const Results<T> r(p);
     for (int64_t i = 0; i < view.size(); ++i) {
       const bool odd = i / view.S % view.C == 1;
-      CHECK(odd ? std::isnan(r.y[i]) && std::isnan(r.dx[i])
-                : r.y[i] == clean.y[i] && r.dx[i] == clean.dx[i]);
+      const double y = number(r.y[i]), dx = number(r.dx[i]);
+      CHECK(odd ? std::isnan(y) && std::isnan(dx)
+                : y == number(clean.y[i]) && dx == number(clean.dx[i]));
     }
     CHECK(std::isnan(r.s[1].mean) && std::isnan(r.s[1].variance) && std::isnan(r.s[1].inv_std));
     CHECK(rounded({r.sums[0], r.sums[2]}) == rounded({clean.sums[0], clean.sums[2]}));
@@ -221,5 +251,7 @@ int main() {
   gluon_syncbn::set_num_threads(2);
   gluon_syncbn::test_all<float>();
   gluon_syncbn::test_all<double>();
+  gluon_syncbn::test_all<gluon_syncbn::Half>();
+  gluon_syncbn::test_all<gluon_syncbn::BFloat16>();
   return check::finish("kernels");
 }

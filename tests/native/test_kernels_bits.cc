@@ -9,6 +9,11 @@
 namespace gluon_syncbn {
 namespace {
 
+// What the values of a problem give in the type that they are computed in, before it is rounded to
+// T.
+template <typename T>
+using Wide = Results<Arithmetic<T>>;
+
 // The sums of samples begin..end alone.
 template <typename T>
 void add_part(const Problem<T>& p, const std::vector<Statistics>& s, int64_t begin, int64_t end,
@@ -22,11 +27,20 @@ void add_part(const Problem<T>& p, const std::vector<Statistics>& s, int64_t beg
   for (int64_t c = 0; c < view.C; ++c) (*backward)[c].add(part[c]);
 }
 
+// What is there already and what is computed, added before they are rounded to T.
+template <typename T>
+Array<T> added(const Array<T>& already, const Array<Arithmetic<T>>& computed, int64_t size) {
+  Array<T> sum(size);
+  for (int64_t i = 0; i < size; ++i) narrow(widen(already[i]) + computed[i], &sum[i]);
+  return sum;
+}
+
 // The samples cut at `borders`, all parts in one walk: in place or not, written or added.
 template <typename T>
-void check_together(const Problem<T>& p, const Results<T>& r, const std::vector<int64_t>& borders) {
+void check_together(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide,
+                    const std::vector<int64_t>& borders) {
   const Kernels& k = kernels<T>();
-  const T *gamma = p.gamma.data(), *beta = p.beta.data();
+  const Arithmetic<T>*gamma = p.gamma.data(), *beta = p.beta.data();
   for (const bool in_place : {false, true}) {
     Array<T> y = in_place ? p.x : p.dy, dx = p.dy;
     const Store how = in_place ? Store::kWrite : Store::kAdd;
@@ -51,13 +65,8 @@ void check_together(const Problem<T>& p, const Results<T>& r, const std::vector<
     k.forward_together(forward_parts, kEpsilon, s.data());
     k.backward_together(backward_parts, s.data());
     CHECK(std::memcmp(s.data(), r.s.data(), s.size() * sizeof(s[0])) == 0);
-    Array<T> expected_y = r.y, expected_dx = r.dx;
-    for (int64_t i = 0; i < p.view.size() && !in_place; ++i) {
-      expected_y[i] = p.dy[i] + r.y[i];
-      expected_dx[i] = p.dy[i] + r.dx[i];
-    }
-    CHECK(y == expected_y && y.guards_intact());
-    CHECK(dx == expected_dx && dx.guards_intact());
+    CHECK(y == (in_place ? r.y : added(p.dy, wide.y, p.view.size())) && y.guards_intact());
+    CHECK(dx == (in_place ? r.dx : added(p.dy, wide.dx, p.view.size())) && dx.guards_intact());
     Sums all(static_cast<size_t>(p.view.C));
     for (const Sums& part : sums) {
       for (int64_t c = 0; c < p.view.C; ++c) all[c].add(part[c]);
@@ -68,7 +77,8 @@ void check_together(const Problem<T>& p, const Results<T>& r, const std::vector<
 
 // Every way to cut the samples into runs at up to four places, as devices would hold them.
 template <typename T>
-void check_splits(const Problem<T>& p, const Results<T>& r, int64_t most_places = 4) {
+void check_splits(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide,
+                  int64_t most_places = 4) {
   const int64_t places = std::min(p.view.N - 1, most_places);
   for (int64_t cuts = 0; cuts < int64_t{1} << places; ++cuts) {
     std::vector<int64_t> borders{0};
@@ -82,16 +92,32 @@ void check_splits(const Problem<T>& p, const Results<T>& r, int64_t most_places 
     }
     CHECK(rounded(forward) == rounded(r.sums));
     CHECK(rounded(backward) == rounded(r.gradient_sums));
-    check_together(p, r, borders);
+    check_together(p, r, wide, borders);
   }
+}
+
+// 16-bit data give what the same values give as float, rounded. (float and double give themselves.)
+template <typename T>
+void check_rounding(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide) {
+  CHECK(rounded(r.sums) == rounded(wide.sums));
+  CHECK(rounded(r.gradient_sums) == rounded(wide.gradient_sums));
+  const auto check = [&](const Array<T>& result, const Array<Arithmetic<T>>& unrounded) {
+    Array<T> expected(p.view.size());
+    for (int64_t i = 0; i < p.view.size(); ++i) narrow(unrounded[i], &expected[i]);
+    CHECK(result == expected);
+  };
+  check(r.y, wide.y);
+  check(r.dx, wide.dx);
+  check(r.constant_dx, wide.constant_dx);
 }
 
 // In place, added to what is there, and without gamma.
 template <typename T>
-void check_stores(const Problem<T>& p, const Results<T>& r) {
+void check_stores(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide) {
   const Kernels& k = kernels<T>();
   const View v = p.view;
-  const T *x = p.x.data(), *dy = p.dy.data(), *gamma = p.gamma.data(), *beta = p.beta.data();
+  const T *x = p.x.data(), *dy = p.dy.data();
+  const Arithmetic<T>*gamma = p.gamma.data(), *beta = p.beta.data();
   const auto forward = [&](const T* from, T* to, Store how) {
     k.forward(v, from, r.s.data(), gamma, beta, to, how);
   };
@@ -101,24 +127,25 @@ void check_stores(const Problem<T>& p, const Results<T>& r) {
   const auto backward_constant = [&](const T* from, T* to, Store how) {
     k.backward_constant(v, from, r.s.data(), gamma, to, how);
   };
-  const auto check = [&](const auto& kernel, const Array<T>& from, const Array<T>& result) {
+  const auto check = [&](const auto& kernel, const Array<T>& from, const Array<T>& result,
+                         const Array<Arithmetic<T>>& unrounded) {
     Array<T> in_place = from;
     kernel(in_place.data(), in_place.data(), Store::kWrite);
     CHECK(in_place == result);
     CHECK(in_place.guards_intact());
 
-    Array<T> added = p.dy, expected = p.dy;
-    for (int64_t i = 0; i < v.size(); ++i) expected[i] += result[i];
-    kernel(from.data(), added.data(), Store::kAdd);
-    CHECK(added == expected);
-    CHECK(added.guards_intact());
+    Array<T> sum = p.dy;
+    kernel(from.data(), sum.data(), Store::kAdd);
+    CHECK(sum == added(p.dy, unrounded, v.size()));
+    CHECK(sum.guards_intact());
   };
-  check(forward, p.x, r.y);
-  check(backward, p.dy, r.dx);
-  check(backward_constant, p.dy, r.constant_dx);
+  check(forward, p.x, r.y, wide.y);
+  check(backward, p.dy, r.dx, wide.dx);
+  check(backward_constant, p.dy, r.constant_dx, wide.constant_dx);
 
-  Array<T> ones(v.C), with_ones(v.size()), without(v.size());
-  std::fill(ones.data(), ones.data() + v.C, T{1});
+  Array<Arithmetic<T>> ones(v.C);
+  Array<T> with_ones(v.size()), without(v.size());
+  std::fill(ones.data(), ones.data() + v.C, Arithmetic<T>{1});
   k.forward(v, x, r.s.data(), ones.data(), beta, with_ones.data(), Store::kWrite);
   k.forward(v, x, r.s.data(), nullptr, beta, without.data(), Store::kWrite);
   CHECK(with_ones == without);
@@ -134,8 +161,10 @@ void check_view(View view) {
   check::context = name_of<T>(view, 100);
   const Problem<T> p(view, 100);
   const Results<T> r(p);
-  check_splits(p, r);
-  check_stores(p, r);
+  const Wide<T> wide(p.widened());
+  check_rounding(p, r, wide);
+  check_splits(p, r, wide);
+  check_stores(p, r, wide);
   for (const int64_t shift : {1, 2, 3}) r.check_same_bits(Results<T>(p.shifted(shift), shift));
 }
 
@@ -151,6 +180,8 @@ void splits_stores_and_alignment_do_not_show() {
       for (const int64_t C : {1, 3}) check_view<T>({N, C, S});
     }
   }
+  // Rows longer than a chunk.
+  for (const int64_t C : {2048, 2049, 5000}) check_view<T>({3, C, 1});
 }
 
 // Large enough for four threads, which share the channels, or the samples where there are few
@@ -167,7 +198,7 @@ void threads_do_not_show() {
       set_num_threads(threads);
       r.check_same_bits(Results<T>(p));
     }
-    check_splits(p, r, 2);
+    check_splits(p, r, Wide<T>(p.widened()), 2);
   }
   set_num_threads(2);
 }
@@ -185,5 +216,7 @@ int main() {
   gluon_syncbn::set_num_threads(2);
   gluon_syncbn::test_all<float>();
   gluon_syncbn::test_all<double>();
+  gluon_syncbn::test_all<gluon_syncbn::Half>();
+  gluon_syncbn::test_all<gluon_syncbn::BFloat16>();
   return check::finish("kernels_bits");
 }

@@ -26,15 +26,15 @@ struct Results {
     const int64_t n = static_cast<int64_t>(x.size());
     Random random(2);
     std::vector<Statistics> s(x.size());
-    std::vector<Normalize<T>> normalize(x.size());
-    std::vector<InputGradient<T>> gradient(x.size());
+    std::vector<Normalize<Arithmetic<T>>> normalize(x.size());
+    std::vector<InputGradient<Arithmetic<T>>> gradient(x.size());
     ChannelSums terms;
     terms.first.add(random.normal());
     terms.second.add(random.normal());
     for (size_t c = 0; c < x.size(); ++c) {
       s[c] = {offset + random.normal(), random.normal() * 1e-17, 1, 0.5 + random.uniform()};
-      normalize[c] = Normalize<T>::of(s[c], random.normal(), random.normal());
-      gradient[c] = InputGradient<T>::of(s[c], random.normal(), terms, 3);
+      normalize[c] = Normalize<Arithmetic<T>>::of(s[c], random.normal(), random.normal());
+      gradient[c] = InputGradient<Arithmetic<T>>::of(s[c], random.normal(), terms, 3);
     }
 
     sums.resize(2 + 2 * kRow);
@@ -64,11 +64,11 @@ void check_same_bits(const Loops<T>& baseline, const Loops<T>& other) {
   std::vector<int64_t> sizes{127, 128, 129, 130, 1000, 2000, 2047, 2048};
   for (int64_t n = 1; n <= 67; ++n) sizes.push_back(n);
   for (const int64_t n : sizes) {
-    for (const double offset : {0.0, 1e5}) {
-      std::vector<T> x, dy;
-      for (int64_t i = 0; i < n; ++i) {
-        x.push_back(static_cast<T>(offset + random.normal()));
-        dy.push_back(static_cast<T>(random.normal()));
+    for (const double offset : {0.0, 6e4}) {
+      std::vector<T> x(static_cast<size_t>(n)), dy(x);
+      for (size_t i = 0; i < x.size(); ++i) {
+        narrow(static_cast<Arithmetic<T>>(offset + random.normal()), &x[i]);
+        narrow(static_cast<Arithmetic<T>>(random.normal()), &dy[i]);
       }
       const Results<T> expected(baseline, x, dy, offset), result(other, x, dy, offset);
       CHECK(same_bits(expected.sums, result.sums));
@@ -77,27 +77,62 @@ void check_same_bits(const Loops<T>& baseline, const Loops<T>& other) {
   }
 }
 
-void check_same_bits(const char* name, const Loops<float>& floats, const Loops<double>& doubles) {
-  check::context = name;
-  check_same_bits(baseline::kLoops<float>, floats);
-  check_same_bits(baseline::kLoops<double>, doubles);
+// All halves to float, and to halves all that tells floats apart there: the upper 19 bits, and
+// whether the others are less than, equal to or more than a half of the last of those, or nothing.
+template <typename Widen, typename Narrow>
+void check_conversions(const Widen& widen_these, const Narrow& narrow_these) {
+  std::vector<Half> halves(1 << 16);
+  for (size_t i = 0; i < halves.size(); ++i) halves[i].bits = static_cast<uint16_t>(i);
+  std::vector<float> expected_floats(halves.size()), floats(halves.size());
+  for (size_t i = 0; i < halves.size(); ++i) expected_floats[i] = widen(halves[i]);
+  widen_these(halves.data(), static_cast<int64_t>(halves.size()), floats.data());
+  CHECK(same_bits(expected_floats, floats));
+
+  std::vector<float> from;
+  for (uint32_t upper = 0; upper < 1u << 19; ++upper) {
+    for (const uint32_t lower : {0u, 1u, 0xfffu, 0x1000u, 0x1001u, 0x1fffu}) {
+      from.push_back(float_of_bits(upper << 13 | lower));
+    }
+  }
+  std::vector<Half> expected(from.size()), result(from.size());
+  for (size_t i = 0; i < from.size(); ++i) narrow(from[i], &expected[i]);
+  narrow_these(from.data(), static_cast<int64_t>(from.size()), result.data());
+  CHECK(same_bits(expected, result));
 }
 
 }  // namespace
 }  // namespace gluon_syncbn
 
+// The loops and conversions of one namespace of kernels_cpu.cc.
+#define CHECK_SAME_BITS(name, set)                                                          \
+  do {                                                                                      \
+    check::context = name;                                                                  \
+    check_same_bits(baseline::kLoops<float>, set::kLoops<float>);                           \
+    check_same_bits(baseline::kLoops<double>, set::kLoops<double>);                         \
+    check_same_bits(baseline::kLoops<Half>, set::kLoops<Half>);                             \
+    check_same_bits(baseline::kLoops<BFloat16>, set::kLoops<BFloat16>);                     \
+    check_conversions([](auto from, int64_t n, auto to) { set::widen_all(from, n, to); },   \
+                      [](auto from, int64_t n, auto to) { set::narrow_all(from, n, to); }); \
+  } while (false)
+
 int main() {
   using namespace gluon_syncbn;
-  check_same_bits("chosen", loops<float>(), loops<double>());
+  check::context = "chosen";
+  check_same_bits(baseline::kLoops<float>, loops<float>());
+  check_same_bits(baseline::kLoops<double>, loops<double>());
+  check_same_bits(baseline::kLoops<Half>, loops<Half>());
+  check_same_bits(baseline::kLoops<BFloat16>, loops<BFloat16>());
+  CHECK_SAME_BITS("baseline", baseline);
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    check_same_bits("AVX2", avx2::kLoops<float>, avx2::kLoops<double>);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) {
+    CHECK_SAME_BITS("AVX2", avx2);
   } else {
     std::cerr << "AVX2 is not tested: this processor has none.\n";
   }
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    check_same_bits("AVX-512", avx512::kLoops<float>, avx512::kLoops<double>);
+    CHECK_SAME_BITS("AVX-512", avx512);
   } else {
     std::cerr << "AVX-512 is not tested: this processor has none.\n";
   }
