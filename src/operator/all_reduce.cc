@@ -284,11 +284,6 @@ void AllReduce::interrupt() { interrupt_count.fetch_add(1, std::memory_order_rel
 
 unsigned AllReduce::interrupts() { return interrupt_count.load(std::memory_order_relaxed); }
 
-bool AllReduce::closed() const {
-  const State::Lock lock(state_->mutex);
-  return !state_->closed.empty();
-}
-
 void AllReduce::observe(Observer observer) {
   const State::Lock lock(state_->mutex);
   state_->observer = std::move(observer);
@@ -481,6 +476,7 @@ void AllReduce::exchange(const Layer& layer, const Ticket& ticket, Direction dir
   message.key = std::to_string(layer.number) + way + std::to_string(ticket.place) + " " +
                 std::to_string(ticket.lane);
   message.channels = static_cast<int64_t>(sums->size());
+  message.timeout_seconds = config.timeout_seconds;
   // The call's number, the count, the sums.
   const size_t size = 2 + kSumsSize * sums->size();
   message.values.resize(size);

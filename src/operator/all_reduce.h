@@ -72,6 +72,7 @@ struct Message {
   // What is told to the user: "SyncBatchNorm 'batchnorm0', forward call 7".
   std::string title;
   int64_t channels;
+  double timeout_seconds;
   std::vector<double> values;
 };
 
@@ -150,7 +151,6 @@ class AllReduce {
   static void interrupt();
   // How often that was called.
   static unsigned interrupts();
-  bool closed() const;
 
  private:
   struct Meeting;
