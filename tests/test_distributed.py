@@ -129,7 +129,7 @@ def test_one_message_per_layer_pass_and_process(pair):
     for told in pair.told("messages"):
         steps, layers = 4, told["layers"]
         ways = ("forward", "backward")
-        keys = [f"{layer} {way} -1 0" for layer in layers for way in ways]
+        keys = [f"{layer} {way} -1" for layer in layers for way in ways]
         assert told["steps"] == dict.fromkeys(keys, steps)
         # Each layer introduces itself once.
         introductions = [f"{layer} hello" for layer in layers]

@@ -54,9 +54,6 @@ struct Ticket {
   int64_t generation = 0;
   int64_t place = 0;
   int64_t number = 0;
-  // The least number that no other call at this place has between its forward and its backward: few
-  // in all, and the same in every process.
-  int64_t lane = 0;
 };
 
 // What a device brings to a meeting: whoever calls the meeting knows what it really is.
@@ -67,7 +64,7 @@ struct Part {
 // What one process sends to the others of its layer.
 struct Message {
   int64_t layer;
-  // The same for all messages that may not be under way at the same time: "12 forward 0 0".
+  // The same for all messages that may not be under way at the same time: "12 forward 0".
   std::string key;
   // What is told to the user: "SyncBatchNorm 'batchnorm0', forward call 7".
   std::string title;
@@ -157,8 +154,10 @@ class AllReduce {
   struct State;
 
   // Replaces the sums and the count of this process by those of all. Throws Error.
-  void exchange(const Layer& layer, const Ticket& ticket, Direction direction,
+  void exchange(Layer* layer, const Ticket& ticket, Direction direction,
                 std::vector<ChannelSums>* sums, double* count);
+  // Replaces the messages of a round by those of the ticket's backward call, which it waits for.
+  void sort_out(Layer* layer, const Ticket& ticket, size_t processes, std::vector<double>* round);
 
   std::unique_ptr<State> state_;
 };
