@@ -47,6 +47,8 @@ _TOLD_OPEN = 3
 _REMEMBERED = 16
 _LONGEST_NOTICE = 4000
 _BETWEEN_QUESTIONS = 0.1
+_PATIENCE = 2.0
+_LEAST_PATIENCE = 0.05
 
 _SIOCGIFADDR = 0x8915
 _ENDED = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE)
@@ -162,7 +164,8 @@ class RollCall:
         self.tell(FINISHED)
         start = _now()
         while True:
-            answers = self.ask("")
+            left = timeout - (_now() - start)
+            answers = self.ask("", min(_PATIENCE, max(left, _LEAST_PATIENCE)))
             # Whoever has seen all others finish is gone soon; it has told us before.
             missing = {
                 rank: answer
@@ -181,7 +184,7 @@ class RollCall:
                 )
             time.sleep(_BETWEEN_QUESTIONS)
 
-    def ask(self, key, patience=2.0):
+    def ask(self, key, patience=_PATIENCE):
         """Asks all other processes at once whether they have come to the meeting `key`.
 
         Returns
