@@ -3,6 +3,7 @@
 #define GLUON_SYNCBN_TESTS_MXNET_FIXTURE_H_
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <map>
@@ -95,7 +96,7 @@ class FakeServer {
   struct Client {
     FakeServer* server;
     // Calls under way now, and at most; of a key that was under way already.
-    int now = 0, most = 0, doubled = 0;
+    std::atomic<int> now{0}, most{0}, doubled{0};
     std::mutex mutex;
     bool refuses = false;
   };
@@ -109,7 +110,7 @@ class FakeServer {
     }
     {
       const std::lock_guard<std::mutex> lock(client->mutex);
-      client->most = std::max(client->most, ++client->now);
+      client->most = std::max<int>(client->most, ++client->now);
     }
     client->server->come(client, keys[0], fake(arrays[0]));
     const std::lock_guard<std::mutex> lock(client->mutex);
