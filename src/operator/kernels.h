@@ -17,9 +17,9 @@ namespace gluon_syncbn {
 enum class DType : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 12 };
 
 // An array of shape (N, C, S): S values of one channel lie together. (N, C) has S = 1, and so has
-// NHWC with N*H*W for N.
+// NHWC with N*H*W for N, of which R = H*W rows are those of one sample.
 struct View {
-  int64_t N, C, S;
+  int64_t N, C, S, R = 1;
   int64_t size() const { return N * C * S; }
 };
 

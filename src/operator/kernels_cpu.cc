@@ -18,12 +18,18 @@ namespace {
 
 // Values of a plane that are summed at a time, in double.
 constexpr int64_t kChunk = 2048;
-// Channels of a row whose sums are held at a time, where S = 1.
-constexpr int64_t kRow = 64;
+// Channels of a row whose sums are held at a time, where S = 1: with R = 1, and with more.
+constexpr int64_t kRow = 64, kBlock = 512;
 // What is handed to a thread at a time: some tens of microseconds of work.
 constexpr int64_t kValuesPerUnit = 1 << 15;
 // From so many on, threads that work by channels end at about the same time.
 constexpr int64_t kChannelsPerThread = 4;
+
+// Where S = 1, samples of `rows` rows that lie `stride` apart. The rows of a sample are summed in
+// chunks, `chunks` of them in each sample; begin..end are those meant, counted through all samples.
+struct SampleRows {
+  int64_t rows, stride, chunks, begin, end;
+};
 
 template <typename T>
 struct Loops {
@@ -32,14 +38,22 @@ struct Loops {
   void (*forward_rows)(const T* x, int64_t n, int64_t stride, int64_t width, ChannelSums*);
   void (*backward_rows)(const T* dy, const T* x, int64_t n, int64_t stride, int64_t width,
                         const Statistics*, ChannelSums*);
-  void (*normalize)(const T* x, int64_t n, const Normalize<Arithmetic<T>>*, bool row, T* y, Store);
-  void (*input_gradient)(const T* dy, const T* x, int64_t n, const InputGradient<Arithmetic<T>>*,
-                         bool row, T* dx, Store);
+  void (*forward_samples)(const T* x, const SampleRows&, int64_t width, ChannelSums*);
+  void (*backward_samples)(const T* dy, const T* x, const SampleRows&, int64_t width,
+                           const Statistics*, ChannelSums*);
+  void (*normalize)(const T* x, int64_t n, const Normalize<Arithmetic<T>>&, T* y, Store);
+  void (*normalize_rows)(const T* x, int64_t n, int64_t width, const Normalize<Arithmetic<T>>*,
+                         T* y, Store);
+  void (*input_gradient)(const T* dy, const T* x, int64_t n, const InputGradient<Arithmetic<T>>&,
+                         T* dx, Store);
+  void (*input_gradient_rows)(const T* dy, const T* x, int64_t n, int64_t width,
+                              const InputGradient<Arithmetic<T>>*, T* dx, Store);
 };
 
 namespace baseline {
 #include "loops_cpu.inc"
-}
+#include "rows_cpu.inc"
+}  // namespace baseline
 
 #if defined(__x86_64__)
 #pragma GCC push_options
@@ -47,14 +61,16 @@ namespace baseline {
 #define SBN_F16C
 namespace avx2 {
 #include "loops_cpu.inc"
-}
+#include "rows_cpu.inc"
+}  // namespace avx2
 #pragma GCC pop_options
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 namespace avx512 {
 #include "loops_cpu.inc"
-}
+#include "rows_cpu.inc"
+}  // namespace avx512
 #pragma GCC pop_options
 #endif
 
@@ -136,25 +152,46 @@ void sum_rows(View view, ChannelSums* sums, const F& f) {
                });
 }
 
-// Calls f(offset, n, c, row) for the planes of the array, or for its rows where S = 1.
+// Calls f(c, parts, width, sums) for blocks of channels and parts of the samples, where S = 1 and
+// R > 1.
+template <typename F>
+void sum_samples(View view, ChannelSums* sums, const F& f) {
+  // Blocks of about the same width, in whole vectors.
+  const int64_t blocks = (view.C + kBlock - 1) / kBlock;
+  const int64_t width = blocks == 1 ? view.C : ((view.C + blocks - 1) / blocks + 7) / 8 * 8;
+  const int64_t chunks = (view.R + kChunk - 1) / kChunk;
+  sum_channels(view, width, view.N / view.R * chunks, sums,
+               [&](int64_t c_begin, int64_t c_end, int64_t begin, int64_t end, ChannelSums* to) {
+                 const SampleRows parts{view.R, view.C, chunks, begin, end};
+                 for (int64_t c = c_begin; c < c_end; c += width) {
+                   f(c, parts, std::min(width, c_end - c), to + c);
+                 }
+               });
+}
+
+// Calls f(offset, c) for the planes of the array.
 template <typename F>
 void for_each_plane(View view, const F& f) {
-  if (view.S == 1) {
-    for_ranges(view.N, view.C, [&](int64_t begin, int64_t end) {
-      for (int64_t n = begin; n < end; ++n) f(n * view.C, view.C, int64_t{0}, true);
-    });
-  } else {
-    for_ranges(view.N * view.C, view.S, [&](int64_t begin, int64_t end) {
-      for (int64_t plane = begin; plane < end; ++plane)
-        f(plane * view.S, view.S, plane % view.C, false);
-    });
-  }
+  for_ranges(view.N * view.C, view.S, [&](int64_t begin, int64_t end) {
+    for (int64_t plane = begin; plane < end; ++plane) f(plane * view.S, plane % view.C);
+  });
+}
+
+// Calls f(offset, n) for some rows at a time, where S = 1.
+template <typename F>
+void for_rows(View view, const F& f) {
+  for_ranges(view.N, view.C, [&](int64_t begin, int64_t end) { f(begin * view.C, end - begin); });
 }
 
 template <typename T>
 void forward_sums(View view, const void* data, ChannelSums* sums) {
   const T* x = static_cast<const T*>(data);
-  if (view.S == 1) {
+  if (view.S == 1 && view.R > 1) {
+    sum_samples(view, sums,
+                [&](int64_t c, const SampleRows& parts, int64_t width, ChannelSums* to) {
+                  loops<T>().forward_samples(x + c, parts, width, to);
+                });
+  } else if (view.S == 1) {
     sum_rows(view, sums, [&](int64_t, int64_t at, int64_t n, int64_t width, ChannelSums* to) {
       loops<T>().forward_rows(x + at, n, view.C, width, to);
     });
@@ -169,7 +206,12 @@ template <typename T>
 void backward_sums(View view, const void* gradient, const void* data, const Statistics* s,
                    ChannelSums* sums) {
   const T *dy = static_cast<const T*>(gradient), *x = static_cast<const T*>(data);
-  if (view.S == 1) {
+  if (view.S == 1 && view.R > 1) {
+    sum_samples(view, sums,
+                [&](int64_t c, const SampleRows& parts, int64_t width, ChannelSums* to) {
+                  loops<T>().backward_samples(dy + c, x + c, parts, width, s + c, to);
+                });
+  } else if (view.S == 1) {
     sum_rows(view, sums, [&](int64_t c, int64_t at, int64_t n, int64_t width, ChannelSums* to) {
       loops<T>().backward_rows(dy + at, x + at, n, view.C, width, s + c, to);
     });
@@ -190,9 +232,15 @@ void normalize(View view, const void* from, const std::vector<Normalize<Arithmet
                void* to, Store how) {
   const T* x = static_cast<const T*>(from);
   T* y = static_cast<T*>(to);
-  for_each_plane(view, [&](int64_t at, int64_t n, int64_t c, bool row) {
-    loops<T>().normalize(x + at, n, &formulae[c], row, y + at, how);
-  });
+  if (view.S == 1) {
+    for_rows(view, [&](int64_t at, int64_t n) {
+      loops<T>().normalize_rows(x + at, n, view.C, formulae.data(), y + at, how);
+    });
+  } else {
+    for_each_plane(view, [&](int64_t at, int64_t c) {
+      loops<T>().normalize(x + at, view.S, formulae[c], y + at, how);
+    });
+  }
 }
 
 template <typename T>
@@ -215,9 +263,15 @@ void backward(View view, const void* gradient, const void* data, const Statistic
   for (int64_t c = 0; c < view.C; ++c) {
     formulae[c] = InputGradient<Arithmetic<T>>::of(s[c], gamma_at<T>(gamma, c), sums[c], count);
   }
-  for_each_plane(view, [&](int64_t at, int64_t n, int64_t c, bool row) {
-    loops<T>().input_gradient(dy + at, x + at, n, &formulae[c], row, dx + at, how);
-  });
+  if (view.S == 1) {
+    for_rows(view, [&](int64_t at, int64_t n) {
+      loops<T>().input_gradient_rows(dy + at, x + at, n, view.C, formulae.data(), dx + at, how);
+    });
+  } else {
+    for_each_plane(view, [&](int64_t at, int64_t c) {
+      loops<T>().input_gradient(dy + at, x + at, view.S, formulae[c], dx + at, how);
+    });
+  }
 }
 
 // The affine map of the forward pass, without the offsets.
@@ -306,8 +360,7 @@ void forward_together(const std::vector<const ForwardPart*>& parts, double epsil
             Normalize<Arithmetic<T>>::of(statistics[c], gamma_at<T>(part->gamma, c), beta[c]);
       }
       for_planes(part->view, begin, end, [&](int64_t c, int64_t at) {
-        loops<T>().normalize(x + at, part->view.S, &formulae[c - begin], false, y + at,
-                             part->store);
+        loops<T>().normalize(x + at, part->view.S, formulae[c - begin], y + at, part->store);
       });
     }
   });
@@ -350,8 +403,8 @@ void backward_together(const std::vector<const BackwardPart*>& parts,
             statistics[c], gamma_at<T>(part->gamma, c), sums[c - begin], count);
       }
       for_planes(part->view, begin, end, [&](int64_t c, int64_t at) {
-        loops<T>().input_gradient(dy + at, x + at, part->view.S, &formulae[c - begin], false,
-                                  dx + at, part->store);
+        loops<T>().input_gradient(dy + at, x + at, part->view.S, formulae[c - begin], dx + at,
+                                  part->store);
       });
     }
   });

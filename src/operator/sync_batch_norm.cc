@@ -141,6 +141,9 @@ View view_of(const int* shape, int ndim, int axis) {
   View view{1, shape[axis], 1};
   for (int i = 0; i < axis; ++i) view.N *= shape[i];
   for (int i = axis + 1; i < ndim; ++i) view.S *= shape[i];
+  if (view.S == 1) {
+    for (int i = 1; i < axis; ++i) view.R *= shape[i];
+  }
   if (view.size() == 0) {
     throw std::runtime_error(
         "data of shape " + shape_text(shape, ndim) +
@@ -413,7 +416,10 @@ class Call {
     }
 
    private:
-    View of(View view) const { return {view.N / samples * (end - begin), view.C, view.S}; }
+    View of(View view) const {
+      view.N = view.N / samples * (end - begin);
+      return view;
+    }
 
     // Null stays null.
     const void* from(View view, const void* values, DType dtype) const {

@@ -231,7 +231,8 @@ struct Results {
 template <typename T>
 std::string name_of(View v, double offset) {
   return std::string(Type<T>::kName) + " (" + std::to_string(v.N) + ", " + std::to_string(v.C) +
-         ", " + std::to_string(v.S) + ") at " + std::to_string(offset);
+         ", " + std::to_string(v.S) + "), rows of a sample: " + std::to_string(v.R) + ", at " +
+         std::to_string(offset);
 }
 
 }  // namespace gluon_syncbn

@@ -149,6 +149,10 @@ void results_are_right_for_every_shape() {
     }
   }
   check_view<T>({3, 5000, 1}, 100);
+  for (const int64_t C : {1, 3, 9, 21, 64, 65, 130, 513}) {
+    for (const int64_t R : {3, 49}) check_view<T>({2 * R, C, 1, R}, 100);
+  }
+  check_view<T>({5000, 3, 1, 2500}, 100);
 }
 
 template <typename T>
@@ -157,6 +161,7 @@ void results_are_right_at_any_offset() {
     check_view<T>({3, 5, 300}, offset);
     check_view<T>({2, 1, 4100}, offset);
     check_view<T>({500, 5, 1}, offset);
+    check_view<T>({600, 5, 1, 300}, offset);
   }
   // Two threads share the one channel.
   check_view<T>({3, 1, 25000}, Type<T>::kLargestOffset);
@@ -164,7 +169,7 @@ void results_are_right_at_any_offset() {
 
 template <typename T>
 void constant_input_has_no_variance() {
-  for (const View view : {View{3, 2, 5000}, View{300, 2, 1}}) {
+  for (const View view : {View{3, 2, 5000}, View{300, 2, 1}, View{300, 2, 1, 100}}) {
     check::context = "constant " + name_of<T>(view, 0);
     Problem<T> p(view, 0);
     for (int64_t i = 0; i < view.size(); ++i) {
@@ -206,7 +211,7 @@ void first_value_may_be_an_outlier() {
 
 template <typename T>
 void nan_stays_in_its_channel() {
-  for (const View view : {View{2, 3, 40}, View{5, 3, 1}, View{1, 3, 5000}}) {
+  for (const View view : {View{2, 3, 40}, View{5, 3, 1}, View{1, 3, 5000}, View{200, 3, 1, 100}}) {
     check::context = "NaN in " + name_of<T>(view, 0);
     Problem<T> p(view, 0);
     const Results<T> clean(p);

@@ -14,11 +14,17 @@ namespace {
 template <typename T>
 using Wide = Results<Arithmetic<T>>;
 
-// The sums of samples begin..end alone.
+// Rows begin..end, which are those of whole samples.
+View part_of(View view, int64_t begin, int64_t end) {
+  view.N = end - begin;
+  return view;
+}
+
+// The sums of rows begin..end alone.
 template <typename T>
 void add_part(const Problem<T>& p, const std::vector<Statistics>& s, int64_t begin, int64_t end,
               Sums* forward, Sums* backward) {
-  const View view{end - begin, p.view.C, p.view.S};
+  const View view = part_of(p.view, begin, end);
   const int64_t at = begin * view.C * view.S;
   Sums part(static_cast<size_t>(view.C));
   kernels<T>().forward_sums(view, p.x.data() + at, part.data());
@@ -48,7 +54,7 @@ void check_together(const Problem<T>& p, const Results<T>& r, const Wide<T>& wid
     std::vector<BackwardPart> backward;
     std::vector<Sums> sums(borders.size() - 1, Sums(static_cast<size_t>(p.view.C)));
     for (size_t i = 0; i + 1 < borders.size(); ++i) {
-      const View view{borders[i + 1] - borders[i], p.view.C, p.view.S};
+      const View view = part_of(p.view, borders[i], borders[i + 1]);
       const int64_t at = borders[i] * view.C * view.S;
       const T* x = in_place ? y.data() : p.x.data();
       forward.push_back({view, x + at, gamma, beta, y.data() + at, how});
@@ -79,11 +85,11 @@ void check_together(const Problem<T>& p, const Results<T>& r, const Wide<T>& wid
 template <typename T>
 void check_splits(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide,
                   int64_t most_places = 4) {
-  const int64_t places = std::min(p.view.N - 1, most_places);
+  const int64_t samples = p.view.N / p.view.R, places = std::min(samples - 1, most_places);
   for (int64_t cuts = 0; cuts < int64_t{1} << places; ++cuts) {
     std::vector<int64_t> borders{0};
     for (int64_t i = 0; i < places; ++i) {
-      if (cuts >> i & 1) borders.push_back(p.view.N * (i + 1) / (places + 1));
+      if (cuts >> i & 1) borders.push_back(samples * (i + 1) / (places + 1) * p.view.R);
     }
     borders.push_back(p.view.N);
     Sums forward(static_cast<size_t>(p.view.C)), backward = forward;
@@ -182,14 +188,21 @@ void splits_stores_and_alignment_do_not_show() {
   }
   // Rows longer than a chunk.
   for (const int64_t C : {2048, 2049, 5000}) check_view<T>({3, C, 1});
+  // Channels last.
+  for (const int64_t C : {1, 3, 7, 8, 9, 21, 63, 64, 65, 130}) {
+    for (const int64_t R : {2, 7, 66, 300}) check_view<T>({3 * R, C, 1, R});
+  }
+  for (const int64_t C : {511, 512, 513, 1100}) check_view<T>({3 * 9, C, 1, 9});
+  for (const int64_t R : {2047, 2048, 2049, 5000}) check_view<T>({2 * R, 3, 1, R});
 }
 
 // Large enough for four threads, which share the channels, or the samples where there are few
 // channels.
 template <typename T>
 void threads_do_not_show() {
-  for (const View view : {View{5, 1, 27001}, View{3, 2, 22000}, View{45000, 3, 1},
-                          View{1100, 130, 1}, View{4, 130, 260}, View{40, 64, 49}}) {
+  for (const View view :
+       {View{5, 1, 27001}, View{3, 2, 22000}, View{45000, 3, 1}, View{1100, 130, 1},
+        View{4, 130, 260}, View{40, 64, 49}, View{45000, 3, 1, 5000}, View{600, 700, 1, 100}}) {
     check::context = name_of<T>(view, 1000);
     const Problem<T> p(view, 1000);
     set_num_threads(1);

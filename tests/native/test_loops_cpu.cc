@@ -37,7 +37,7 @@ struct Results {
       gradient[c] = InputGradient<Arithmetic<T>>::of(s[c], random.normal(), terms, 3);
     }
 
-    sums.resize(2 + 2 * kRow);
+    sums.resize(2 + 2 * kRow + 2 * kBlock);
     loops.forward_chunk(x.data(), n, &sums[0]);
     loops.backward_chunk(dy.data(), x.data(), n, s[0], &sums[1]);
     const int64_t width = std::min(n, kRow);
@@ -46,14 +46,38 @@ struct Results {
       loops.forward_rows(x.data(), rows, stride, width, &sums[2]);
       loops.backward_rows(dy.data(), x.data(), rows, stride, width, s.data(), &sums[2 + kRow]);
     }
-    for (const bool row : {false, true}) {
+    // Several rows in a sample, of few channels and of many.
+    for (const int64_t channels : {int64_t{3}, int64_t{11}, std::min(n, kBlock)}) {
+      const int64_t rows = n / channels;
+      if (rows == 0) continue;
+      const SampleRows all{rows, channels, 1, 0, 1};
+      ChannelSums* const to = &sums[2 + 2 * kRow];
+      loops.forward_samples(x.data(), all, channels, to);
+      loops.backward_samples(dy.data(), x.data(), all, channels, s.data(), to + kBlock);
+    }
+    const auto keep = [&](const auto& forward, const auto& backward) {
       for (const Store how : {Store::kWrite, Store::kAdd}) {
         std::vector<T> y = dy, dx = x;
-        loops.normalize(x.data(), n, normalize.data(), row, y.data(), how);
-        loops.input_gradient(dy.data(), x.data(), n, gradient.data(), row, dx.data(), how);
+        forward(y.data(), how);
+        backward(dx.data(), how);
         values.insert(values.end(), y.begin(), y.end());
         values.insert(values.end(), dx.begin(), dx.end());
       }
+    };
+    keep([&](T* y, Store how) { loops.normalize(x.data(), n, normalize[0], y, how); },
+         [&](T* dx, Store how) {
+           loops.input_gradient(dy.data(), x.data(), n, gradient[0], dx, how);
+         });
+    for (const int64_t channels : {int64_t{1}, int64_t{3}, n}) {
+      const int64_t rows = n / channels;
+      keep(
+          [&](T* y, Store how) {
+            loops.normalize_rows(x.data(), rows, channels, normalize.data(), y, how);
+          },
+          [&](T* dx, Store how) {
+            loops.input_gradient_rows(dy.data(), x.data(), rows, channels, gradient.data(), dx,
+                                      how);
+          });
     }
   }
 };
