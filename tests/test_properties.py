@@ -169,8 +169,8 @@ def check_against_reference(case, result, x, dy, gamma, beta, mean, variance):
     inv_std = 1 / np.sqrt(forward.variance + np.longdouble(case.epsilon))
     scale = np.abs(spread_out(gamma * inv_std))
     # What the mean is off, here and there, counts for a value that lies on it too.
-    about = np.sqrt(spread_out(forward.variance)) + np.abs(x).max() * 1e-6
-    distance = np.abs(x - spread_out(forward.mean)) + about
+    spread = np.sqrt(np.asarray(forward.variance)) + np.abs(x).max() * 1e-6
+    distance = np.abs(x - spread_out(forward.mean)) + spread_out(spread)
     size = distance * scale + np.abs(spread_out(beta))
     check_near(result.y, forward.y, size, case.dtype, "y")
 
@@ -205,13 +205,13 @@ def check_against_reference(case, result, x, dy, gamma, beta, mean, variance):
     batch_variance = forward.variance * (count / np.longdouble(count - 1) if unbiased else 1)
     # This is the first batch.
     momentum = case.momentum or 0
-    for name, running, before, batch in (
-        ("running_mean", result.running_mean, mean, forward.mean + offset),
-        ("running_var", result.running_var, variance, batch_variance),
+    for name, running, before, batch, lost in (
+        ("running_mean", result.running_mean, mean, forward.mean + offset, spread),
+        ("running_var", result.running_var, variance, batch_variance, 0),
     ):
         expected = before if given_ones else momentum * before + (1 - momentum) * batch
         for values_on_device in running:
-            size = np.abs(expected) + np.abs(before) * momentum
+            size = np.abs(expected) + np.abs(before) * momentum + lost
             check_near(values_on_device, expected, size, parameters, name)
             assert_same_bits(values_on_device, running[0], name)
 
