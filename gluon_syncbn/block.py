@@ -246,6 +246,12 @@ class SyncBatchNorm(nn.BatchNorm):
         super().cast("float32" if is_bfloat16 else dtype)
 
     def forward(self, x, *args):
+        # Here, before a graph is traced: its variables would stay NumPy's for good.
+        if is_np_array():
+            raise TypeError(
+                "SyncBatchNorm takes mx.nd arrays and mx.sym symbols, and MXNet's NumPy arrays are "
+                "switched on: call mx.npx.reset_np() before the net is used."
+            )
         contexts = self._contexts()
         if isinstance(x, mx.nd.NDArray) and contexts and x.context not in contexts:
             raise ValueError(
@@ -259,11 +265,6 @@ class SyncBatchNorm(nn.BatchNorm):
     def hybrid_forward(
         self, F, x, gamma, beta, running_mean, running_var, num_batches_tracked=None
     ):
-        if is_np_array():
-            raise TypeError(
-                "SyncBatchNorm takes mx.nd arrays and mx.sym symbols, and MXNet's NumPy arrays are "
-                "switched on: call mx.npx.reset_np() before the net is used."
-            )
         settings = self._kwargs
         contexts = self._contexts()
         on_cpu = not contexts or any(context.device_type != "gpu" for context in contexts)

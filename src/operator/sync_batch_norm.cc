@@ -146,7 +146,10 @@ View view_of(const int* shape, int ndim, int axis) {
     for (int i = 1; i < axis; ++i) view.R *= shape[i];
   }
   if (view.size() == 0) {
-    throw std::runtime_error("data of shape " + shape_text(shape, ndim) + " holds no values.");
+    throw std::runtime_error(
+        "data of shape " + shape_text(shape, ndim) +
+        " holds no values. Leave a device without data out of the step, within "
+        "gluon_syncbn.participants.");
   }
   return view;
 }
