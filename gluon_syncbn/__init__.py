@@ -6,14 +6,19 @@ from . import distributed
 from ._version import __version__
 from .block import SyncBatchNorm
 from .convert import SyncBatchNormReLU, convert_sync_batchnorm, revert_sync_batchnorm
+from .deploy import Exported, ExportError, FileError, export
 from .group import SyncGroup, set_default_group
 
 __all__ = [
+    "ExportError",
+    "Exported",
+    "FileError",
     "SyncBatchNorm",
     "SyncBatchNormReLU",
     "SyncGroup",
     "convert_sync_batchnorm",
     "distributed",
+    "export",
     "revert_sync_batchnorm",
     "set_default_group",
     "__version__",
