@@ -61,7 +61,7 @@ def to_onnx(graph, arrays, shapes, dtype):
             "without onnx=, or build the net without them."
         )
     symbol = graph.symbol()
-    types = [onnx.mapping.NP_TYPE_TO_TENSOR_TYPE[np.dtype(dtype)]] * len(shapes)
+    types = [onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))] * len(shapes)
     ordered = [name for name in symbol.list_inputs() if name in shapes]
     try:
         with _checks_as_of(onnx, OPSET):
