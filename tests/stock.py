@@ -1,7 +1,8 @@
 """Loads exported files in a process that cannot import gluon_syncbn.
 
 As a program: stock.py PREFIX EPOCH INPUTS.npz OUTPUTS.npz [MODEL.onnx] writes the outputs of
-SymbolBlock, Module and ONNX Runtime as block:0, module:0, onnx:0 and so on.
+SymbolBlock, Module and ONNX Runtime as block:0, module:0, onnx:0 and so on. By itself Module has
+oneDNN fold and fuse what it can on the CPU: fused:0.
 """
 
 import os
@@ -14,7 +15,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def outputs_of(prefix, inputs, folder, epoch=0, onnx=None):
-    """{"block": [outputs], "module": [...], "onnx": [...]} for inputs {name: array}."""
+    """{kind: [outputs]} for inputs {name: array}; the kinds are block, module, fused and onnx."""
     given, came = os.path.join(folder, "inputs.npz"), os.path.join(folder, "outputs.npz")
     np.savez(given, **inputs)
     command = [sys.executable, os.path.abspath(__file__), prefix, str(epoch), given, came]
@@ -49,11 +50,13 @@ def main(prefix, epoch, given, came, onnx=None):
     )
     result = {"block": listed(block(*arrays))}
     symbol, args, aux = mx.model.load_checkpoint(prefix, int(epoch))
-    module = mx.mod.Module(symbol, data_names=list(inputs), label_names=None)
-    module.bind([(name, x.shape) for name, x in inputs.items()], for_training=False)
-    module.set_params(args, aux)
-    module.forward(mx.io.DataBatch(arrays), is_train=False)
-    result["module"] = module.get_outputs()
+    for kind, backend in (("module", "NONE"), ("fused", "MKLDNN")):
+        os.environ["MXNET_SUBGRAPH_BACKEND"] = backend
+        module = mx.mod.Module(symbol, data_names=list(inputs), label_names=None)
+        module.bind([(name, x.shape) for name, x in inputs.items()], for_training=False)
+        module.set_params(args, aux)
+        module.forward(mx.io.DataBatch(arrays), is_train=False)
+        result[kind] = module.get_outputs()
     result = {kind: [y.asnumpy() for y in outputs] for kind, outputs in result.items()}
     if onnx:
         import onnxruntime

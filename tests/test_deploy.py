@@ -131,9 +131,10 @@ def test_stock_mxnet_and_onnx_runtime_agree_with_the_net(tmp_path, name, fold):
     assert not {"Custom", "SwapAxis"} & set(used)
 
     outputs = stock.outputs_of(str(tmp_path / "m"), {"data": x}, str(tmp_path), 3, str(model))
-    assert set(outputs) == {"block", "module", "onnx"}
+    assert set(outputs) == {"block", "module", "fused", "onnx"}
     assert_outputs(outputs["block"], expected, EXPORTED[fold])
     assert_outputs(outputs["module"], expected, EXPORTED[fold])
+    assert_outputs(outputs["fused"], expected, EXPORTED[True])
     assert_outputs(outputs["onnx"], expected, ONNX)
     assert 0 < result.onnx_error <= ONNX
 
