@@ -417,7 +417,7 @@ def _input_dtype(graph, symbol, arrays, inputs):
 
 def _check_inference(symbol, shapes):
     try:
-        symbol.infer_shape(**shapes)
+        symbol.infer_shape_partial(**shapes)
     except mx.MXNetError as error:
         raise ValueError(
             f"The net does not take inputs of input_shape {', '.join(map(str, shapes.values()))} "
