@@ -66,7 +66,12 @@ def to_onnx(graph, arrays, shapes, dtype):
     try:
         with _checks_as_of(onnx, OPSET):
             made = converter().create_onnx_graph_proto(
-                symbol, dict(arrays), [shapes[name] for name in ordered], types, opset_version=OPSET
+                symbol,
+                dict(arrays),
+                [shapes[name] for name in ordered],
+                types,
+                opset_version=OPSET,
+                dynamic=False,  # What is promised is what is compared.
             )
     except Exception as error:  # The converters raise all kinds.
         raise ExportError(

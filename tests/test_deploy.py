@@ -556,7 +556,9 @@ def test_onnx_is_of_one_operator_set_and_has_no_parameters_for_inputs(tmp_path):
     sbn.export(net, tmp_path / "m", onnx=model, input_shape=(2, 3, 16, 16))
     made = onnx.load(str(model))
     assert [(entry.domain, entry.version) for entry in made.opset_import] == [("", 15)]
-    assert [value.name for value in made.graph.input] == ["data"]
+    [value] = made.graph.input
+    assert value.name == "data"
+    assert [d.dim_value for d in value.type.tensor_type.shape.dim] == [2, 3, 16, 16]
     assert made.ir_version == 8
     assert onnx.checker.DEFAULT_CONTEXT.opset_imports[""] == onnx.defs.onnx_opset_version()
     onnx.checker.check_model(made, full_check=True)
