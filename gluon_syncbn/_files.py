@@ -163,8 +163,7 @@ def read_parameters(path):
             f"{path} is damaged ({_cause(error)}): it was cut short or changed. Take another copy."
         ) from None
     if not isinstance(arrays, dict) or not arrays:
-        what = "arrays without names" if arrays else "no arrays"
-        raise FileError(f"{path} holds {what}: {wanted}.")
+        raise FileError(f"{path} has no named arrays: {wanted}.")
     return arrays
 
 

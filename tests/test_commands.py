@@ -176,7 +176,7 @@ def test_inspect(run, capsys):
         ("inspect other", "other-symbol.json is JSON but holds no graph of MXNet"),
         ("inspect unknown", "unknown-symbol.json cannot be loaded by MXNet 1.9.1"),
         ("inspect half", "half-0000.params is damaged"),
-        ("inspect own --params list.params", "list.params holds arrays without names"),
+        ("inspect own --params list.params", "list.params has no named arrays"),
         ("inspect own --params c.params", "c.params lacks 12 of the 13 names in own-symbol.json"),
         ("inspect none.params", "none.params has no batch normalization"),
         ("inspect own --inputs image", "--inputs names image, which own-symbol.json has not"),
