@@ -32,8 +32,8 @@ def test_stock_mxnet_and_onnx_runtime_agree_with_the_net(tmp_path, name):
     assert f"folded {norms}, left 0" in done.stdout
     assert ("refused: " in done.stdout) != converts
     if not converts:
-        # Non-maximum suppression of all classes as one.
-        assert "ONNX Runtime's output 0 differs from MXNet's by" in done.stdout, done.stdout
+        # Non-maximum suppression is converted to something else, which is found out.
+        assert done.stdout.count("refused: ONNX Runtime") == 2, done.stdout
     with np.load(tmp_path / "expected.npz") as arrays:
         expected = [arrays[key] for key in arrays.files]
     with np.load(tmp_path / "input.npz") as arrays:
