@@ -215,6 +215,8 @@ def make_stock(graph):
                 "use_global_stats": str(settings["use_global_stats"]),
             }
             node.op = "BatchNorm"
+            # With momentum=None there is num_batches_tracked behind them, for training.
+            del node.inputs[1 + len(ROLES) :]
             if STOCK_OPERATORS.get(operator):
                 relu = Node("Activation", node.name, {"act_type": "relu"}, [(node, 0)])
                 behind[id(node)] = relu

@@ -143,6 +143,9 @@ def write_graph(graph, arrays, inputs, path, epoch, fold, onnx, shapes, dtype, t
         )
     make_stock(graph)
     _require_stock(graph)
+    for name in set(arrays) - {node.name for node in graph.nodes()}:
+        # What only training needs.
+        del arrays[name]
     _set_fixed_gammas(graph, arrays)
     for node in graph.nodes():
         if node.op == "null":

@@ -142,6 +142,7 @@ def test_stock_mxnet_and_onnx_runtime_agree_with_the_net(tmp_path, name, fold):
 KINDS = {
     "SyncBatchNorm": sbn.SyncBatchNorm,
     "SyncBatchNormReLU": sbn.SyncBatchNormReLU,
+    "VirtualBatchNorm": lambda **settings: sbn.VirtualBatchNorm(3, **settings),
     "nn.BatchNorm": nn.BatchNorm,
     "nn.BatchNormReLU": nn.BatchNormReLU,
     "contrib": lambda **settings: ContribSyncBatchNorm(num_devices=1, **settings),
@@ -151,6 +152,16 @@ SETTINGS = [
     {"momentum": 0.5, "epsilon": 1e-2, "center": False},
     {"scale": False, "use_global_stats": True},
 ]
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_what_only_training_needs_is_left_out(tmp_path, fold):
+    layer = sbn.SyncBatchNorm(momentum=None, running_variance="unbiased")
+    net = sequential(nn.Conv2D(4, 3, in_channels=3), layer)
+    [x], expected = ready(net, (2, 3, 6, 7))
+    sbn.export(net, tmp_path / "m", fold=fold)
+    assert not [n for n in mx.nd.load(str(tmp_path / "m-0000.params")) if "num_batches" in n]
+    assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[fold])
 
 
 @pytest.mark.parametrize("fold", [False, True])
