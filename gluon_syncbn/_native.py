@@ -266,7 +266,6 @@ class Layer:
         shape (processes, size)."""
         self.devices = tuple(devices)
         self.exchange = exchange
-        self._group_size = group_size or len(self.devices)
         _library.gluon_syncbn_configure(
             ctypes.c_int64(self.number),
             self.name.encode(),
@@ -280,10 +279,9 @@ class Layer:
             ranks.stop,
         )
 
-    def groups(self):
-        """The devices in lists of those that meet."""
-        size = self._group_size
-        return [self.devices[i : i + size] for i in range(0, len(self.devices), size or 1)]
+    def restart(self):
+        """Somebody writes the running statistics: virtual devices go on from there."""
+        _library.gluon_syncbn_restart(ctypes.c_int64(self.number))
 
     def set_line(self, key, line, exchange):
         """The messages of this key take the line from now on, and no longer call `exchange`. They
@@ -298,9 +296,10 @@ def waiting():
     return _library.gluon_syncbn_waiting()
 
 
-def layers():
-    """All that there are."""
-    return list(_layers.values())
+def blocks():
+    """Of all layers."""
+    found = [layer.block() for layer in list(_layers.values())]
+    return [block for block in found if block is not None]
 
 
 def set_present(devices):

@@ -27,6 +27,7 @@ import numpy
 
 from . import _native
 from ._roll_call import CAME, FAILED, GONE, RollCall
+from ._trainer import before_adding_up, check_trainer, trained
 from .group import default_group, seconds
 
 __all__ = ["HorovodReducer", "KVStoreReducer", "Reducer", "join"]
@@ -509,7 +510,8 @@ class join:
     ----------
     batches : iterable
     trainer : mxnet.gluon.Trainer, optional
-        Whose gradients are set to zero. Without one, that is left to the loop: see `absent`.
+        Whose gradients are set to zero; with ``grad_req="add"``, to what they were before the step.
+        Without one, that is left to the loop: see `absent`.
     group : SyncGroup, optional
         By default that of the layers: see :func:`gluon_syncbn.set_default_group`.
     early_stop : bool
@@ -531,13 +533,19 @@ class join:
     ------
     ValueError
         Where a process has no batch at all.
+    TypeError
+        For anything but a Trainer as `trainer`.
     RuntimeError
         Where a process does not come to the step.
     """
 
     def __init__(self, batches, trainer=None, group=None, early_stop=False):
+        check_trainer(trainer, "join")
         self._batches = batches
         self._trainer = trainer
+        self._end_hook = None
+        # What gradients that are added to held before a step in which this process is absent.
+        self._kept = []
         self._exchange = (group or default_group())._exchange
         self._early_stop = early_stop
         self.absent = False
@@ -560,7 +568,9 @@ class join:
                         )
                     self._become_absent()
                     batch = last
+                    self._keep_sums()
                 yield batch
+                self._restore_sums()
                 last = batch
         finally:
             self._come_back()
@@ -582,15 +592,27 @@ class join:
         self.absent = True
         _native.set_absent(True)
         if self._trainer is not None:
-            add_up = self._trainer._allreduce_grads
+            self._end_hook = before_adding_up(self._trainer, self._bring_nothing)
 
-            def add_nothing():
-                for parameter in self._trainer._params:
-                    if parameter.grad_req != "null":
-                        parameter.zero_grad()
-                add_up()
+    def _bring_nothing(self):
+        for parameter in trained(self._trainer):
+            if parameter.grad_req != "add":
+                parameter.zero_grad()
+        self._restore_sums()
 
-            self._trainer._allreduce_grads = add_nothing
+    def _keep_sums(self):
+        if self._trainer is not None:
+            self._kept = [
+                (gradient, gradient.copy())
+                for parameter in trained(self._trainer)
+                if parameter.grad_req == "add"
+                for gradient in parameter.list_grad()
+            ]
+
+    def _restore_sums(self):
+        for gradient, before in self._kept:
+            before.copyto(gradient)
+        self._kept = []
 
     def _come_back(self):
         if not self.absent:
@@ -598,8 +620,8 @@ class join:
         mx.nd.waitall()
         self.absent = False
         _native.set_absent(False)
-        if self._trainer is not None:
-            del self._trainer._allreduce_grads
+        if self._end_hook is not None:
+            self._end_hook()
 
 
 def _samples(batch):

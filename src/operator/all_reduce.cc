@@ -139,6 +139,14 @@ struct AllReduce::Layer {
     forward_calls.clear();
   }
 
+  // Null where all take part, or none.
+  decltype(Ticket::present) present_of(const decltype(Ticket::present)& present) const {
+    const auto takes_part = [&](const std::string& name) { return contains(*present, name); };
+    const bool some =
+        present && std::any_of(config.devices.begin(), config.devices.end(), takes_part);
+    return some ? present : nullptr;
+  }
+
   // The devices of one that may come to a meeting, itself included, in rank order.
   std::vector<std::string> group_of(const std::string& device,
                                     const decltype(Ticket::present)& present) const {
@@ -340,6 +348,11 @@ AllReduce::LayerPtr AllReduce::find(int64_t number) const {
   return state_->find(number);
 }
 
+std::string AllReduce::name(const LayerPtr& layer) const {
+  const State::Lock lock(state_->mutex);
+  return layer->config.name;
+}
+
 bool AllReduce::exchanges(const LayerPtr& layer) const {
   const State::Lock lock(state_->mutex);
   state_->check_open(layer);
@@ -387,9 +400,10 @@ Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device, 
          ". Initialize the net on every device in use, or name them all in its SyncGroup.");
   }
   if (layer->unsettled.count(device)) throw layer->failed_before();
-  if (state_->present && !contains(*state_->present, device)) {
+  const auto present = layer->present_of(state_->present);
+  if (present && !contains(*present, device)) {
     fail("SyncBatchNorm '" + config.name + "' was called on " + device +
-         ", and those who take part in this step are " + join(*state_->present) +
+         ", and those who take part in this step are " + join(*present) +
          ": name it in gluon_syncbn.participants.");
   }
   if (config.num_devices && layer->forward_calls.size() == config.num_devices &&
@@ -400,7 +414,7 @@ Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device, 
   }
   auto& calls = layer->forward_calls[device];
   const int64_t call = calls.insert({place, layer->first_calls[place]}).first->second++;
-  return {layer->generation, place, call, state_->present};
+  return {layer->generation, place, call, present};
 }
 
 void AllReduce::meet(const LayerPtr& layer, const Ticket& ticket, Direction direction,

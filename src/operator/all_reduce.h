@@ -103,12 +103,14 @@ class AllReduce {
   // Null where there is none.
   LayerPtr find(int64_t number) const;
 
+  std::string name(const LayerPtr& layer) const;
   // How many devices of this process meet, and whether they exchange sums with other processes.
   size_t participants(const LayerPtr& layer) const;
   bool exchanges(const LayerPtr& layer) const;
 
   // From the next forward calls on, only these devices take part, as the others have no data; none:
-  // everyone does. At this moment no forward call may be on its way.
+  // everyone does. Layers that have none of the devices are left alone. At this moment no forward
+  // call may be on its way.
   void set_present(const std::vector<std::string>& devices);
 
   // Draws the ticket of the next forward call on this device at this place. Throws Error.

@@ -12,6 +12,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -45,9 +46,7 @@ constexpr int kMostErrorText = 1 << 13;
 // Never destroyed: calls may still wait in it when the process ends.
 AllReduce* all_reduce = nullptr;
 RunningStates* running_states = nullptr;
-
-// Whether MXNet computes forward passes a second time before the backward, to save memory.
-bool recomputes = false;
+std::atomic<int64_t> call_count{0};
 
 void check(int status, const char* what) {
   if (status != 0) throw std::runtime_error(std::string("MXNet's ") + what + " failed");
@@ -59,6 +58,12 @@ enum Auxiliary { kRunningMean, kRunningVar, kNumBatches };
 
 // OpReqType of mxnet/op_attr_types.h.
 enum Request { kNullOp, kWriteTo, kWriteInplace, kAddTo };
+
+// As MXNet's executor asks when it is bound.
+bool mirrors() {
+  const char* const set = std::getenv("MXNET_BACKWARD_DO_MIRROR");
+  return set && std::atoi(set) != 0;
+}
 
 Store store_of(int request) { return request == kAddTo ? Store::kAdd : Store::kWrite; }
 
@@ -76,6 +81,8 @@ struct Settings {
   // Into how many chunks a batch is cut, each with statistics of its own; 0: the batch is a part of
   // one that all devices have.
   int virtual_devices = 0;
+  // The user asks MXNet's executor to compute the node a second time before the backward.
+  bool force_mirroring = false;
   // What could not be read. It is told later: MXNet crashes when an error comes where settings are
   // read.
   std::string error;
@@ -97,6 +104,7 @@ struct Settings {
       if (key == "fix_gamma") fix_gamma = value == "True";
       if (key == "use_global_stats") use_global_stats = value == "True";
       if (key == "gpu_only") gpu_only = value == "True";
+      if (key == "__force_mirroring__") force_mirroring = true;
       if (key == "process") foreign = value != this_process;
     }
     // In a graph that another process made, numbers stand for other layers.
@@ -259,6 +267,8 @@ class Call {
       : settings_(settings),
         layer_(layer),
         device_(context),
+        number_(call_count++),
+        recomputes_(settings.place >= 0 && (settings.force_mirroring || mirrors())),
         running_(running_states->of(settings.layer, device_)) {
     for (void*& self : contexts) self = this;
   }
@@ -297,7 +307,8 @@ class Call {
       ticket_ = all_reduce->next_ticket(layer_, device_, settings_.place);
       batches.push_back(meet_forward(kernels, dtype, part));
     }
-    if (from_batch_ && !(recomputes && running_->is_recomputed(settings_.place, batches))) {
+    if (from_batch_ &&
+        !(recomputes_ && running_->is_recomputed(settings_.place, number_, batches))) {
       if (has_double_parameters(dtype)) {
         update_running<double>(arrays, running, batches);
       } else {
@@ -320,10 +331,9 @@ class Call {
     const bool wanted = request[kData] != kNullOp;
     const View view = arrays.view(data, settings_.axis);
     if (batches_.empty() || static_cast<int64_t>(batches_[0]->channels.size()) != view.C) {
-      throw Error("SyncBatchNorm on " + device_ +
-                  " goes backward through a forward that has failed.");
+      throw Error(title() + " goes backward through a forward that has failed.");
     }
-    if (recomputes) running_->goes_backward(settings_.place);
+    if (recomputes_) running_->goes_backward(settings_.place, number_);
     std::vector<ChannelSums> sums(view.C);
     const BackwardPart part{view,
                             arrays.data(kOutput),
@@ -376,7 +386,7 @@ class Call {
     } catch (const Error& error) {
       text = error.what();
     } catch (const std::exception& error) {
-      text = "SyncBatchNorm on " + device_ + ": " + error.what();
+      text = title() + ": " + error.what();
       all_reduce->fail(layer_, text);
     }
     // MXNet's naive engine has no such arrays: there an exception goes straight up to the caller.
@@ -538,6 +548,11 @@ class Call {
                      });
   }
 
+  std::string title() const {
+    return "SyncBatchNorm" + (layer_ ? " '" + all_reduce->name(layer_) + "'" : "") + " on " +
+           device_;
+  }
+
   const void* gamma(const void* values) const { return settings_.fix_gamma ? nullptr : values; }
 
   bool on_cpu() const { return device_.compare(0, 3, "cpu") == 0; }
@@ -595,6 +610,9 @@ class Call {
   const Settings settings_;
   const AllReduce::LayerPtr layer_;
   const std::string device_;
+  const int64_t number_;
+  // Whether MXNet may compute the forward a second time before the backward, to save memory.
+  const bool recomputes_;
   const std::shared_ptr<RunningState> running_;
   bool from_batch_ = false;
   Ticket ticket_{};
@@ -684,7 +702,9 @@ int infer_shape(int size, int* ndims, int** shapes, void* state) {
         shape_text(shapes[kData], ndims[kData]) + ". Choose another axis for the channels.");
   }
   property->channels = shapes[kData][axis];
-  property->statistics = property->channels * std::max(1, property->settings.virtual_devices);
+  property->statistics = property->channels;
+  if (property->channels > 0)
+    property->statistics *= std::max(1, property->settings.virtual_devices);
   for (int i = 0; i < size; ++i) {
     if (i == kData || i == kNumInputs + kOutput) continue;
     if (i == kNumInputs + kMean || i == kNumInputs + kInvStd) {
@@ -847,8 +867,6 @@ int gluon_syncbn_register(void* const* api, const char* process, int is_naive_en
                                 static_cast<int64_t>(all->size()), error, kMostErrorText);
     return status == 0 ? std::string() : std::string(error[0] ? error : "The exchange failed.");
   };
-  const char* const mirror = std::getenv("MXNET_BACKWARD_DO_MIRROR");
-  recomputes = mirror && std::atoi(mirror) != 0;
   if (!all_reduce) all_reduce = new AllReduce;
   if (!running_states) running_states = new RunningStates;
   all_reduce->observe(observer);
@@ -878,6 +896,7 @@ void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* 
   config.first_rank = static_cast<size_t>(first_rank);
   config.end_rank = static_cast<size_t>(end_rank);
   all_reduce->configure(layer, config);
+  running_states->keep(layer);
 }
 
 void gluon_syncbn_set_present(const char* const* devices, int num_devices) {
@@ -891,6 +910,8 @@ void gluon_syncbn_forget(int64_t layer) {
   all_reduce->forget(layer);
   running_states->forget(layer);
 }
+
+void gluon_syncbn_restart(int64_t layer) { running_states->restart(layer); }
 
 int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device, void** arrays,
                         int num_arrays, const char* text) {
