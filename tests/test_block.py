@@ -92,6 +92,27 @@ def test_files_of_each_kind_load_into_each(saved, loaded, tmp_path):
     assert_close(target(x).asnumpy(), expected, "float32")
 
 
+@pytest.mark.parametrize("saved", KINDS)
+@pytest.mark.parametrize("graph", KINDS)
+def test_a_graph_of_each_kind_takes_the_file_of_each(saved, graph, tmp_path):
+    """As a SymbolBlock: the graph of one net, the parameters that another exported."""
+    x = mx.nd.random.normal(shape=(2, 3, 8, 8))
+    for kind in {saved, graph}:
+        net = net_of(KINDS[kind])
+        net.initialize(mx.init.Normal(0.5))
+        net.hybridize()
+        net(x)
+        net[1].running_mean.set_data(mx.nd.arange(4) / 10)
+        net[1].running_var.set_data(1 + mx.nd.arange(4))
+        net.export(str(tmp_path / kind))
+        if kind == saved:
+            expected = net(x).asnumpy()
+    loaded = mx.gluon.SymbolBlock.imports(
+        str(tmp_path / f"{graph}-symbol.json"), ["data"], str(tmp_path / f"{saved}-0000.params")
+    )
+    assert_close(loaded(x).asnumpy(), expected, "float32")
+
+
 def test_a_checkpoint_of_two_devices_is_that_of_one(tmp_path):
     x = np.random.default_rng(0).standard_normal((4, 3, 5, 5)).astype("float32")
     files = []
