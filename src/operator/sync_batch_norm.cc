@@ -28,12 +28,13 @@
 #include "kernels.h"
 #include "mxnet_api.h"
 #include "running_statistics.h"
+#include "stores.h"
 #include "thread_pool.h"
+#include "watch.h"
 
 namespace gluon_syncbn {
 namespace {
 
-MXNetApi mxnet;
 std::string this_process;
 bool naive_engine = false;
 bool onednn = false;
@@ -782,6 +783,16 @@ int create_property(const char*, int size, const char** keys, const char** value
   return 1;
 }
 
+// What went wrong, or nothing.
+std::string exchange_over(Line* line, const Message& message, std::vector<double>* all) {
+  try {
+    line->exchange(message.title, message.timeout_seconds, message.values.data(), all->data());
+    return "";
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
 // A device that takes part again: see gluon_syncbn_settle.
 struct Settlement {
   int64_t layer, generation;
@@ -792,22 +803,6 @@ struct Settlement {
     if (marker) mxnet.ndarray_free(marker);
   }
 };
-
-// Somebody who waits for an array. The engine holds it too, for as long as it may call.
-struct Watch {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool written = false;
-  const unsigned interrupts = AllReduce::interrupts();
-};
-using WatchPtr = std::shared_ptr<Watch>;
-
-// float32 holds whole numbers of so many bits, and a float64 has three times as many or less.
-constexpr int kParts = 3, kBitsPerPart = 22;
-constexpr uint64_t kPartMask = (uint64_t{1} << kBitsPerPart) - 1;
-
-// How often a wait looks up from its sleep.
-constexpr std::chrono::duration<double> kLookUp{0.1};
 
 // Handles SIGINT, after whoever did so before.
 struct sigaction previous_interrupt_action;
@@ -843,11 +838,13 @@ int gluon_syncbn_register(void* const* api, const char* process, int is_naive_en
     failed(layer, generation, text.c_str());
   };
   observer.exchange = [exchange](const Message& message, std::vector<double>* all) {
+    const auto size = static_cast<int64_t>(message.values.size());
+    const LinePtr line = lines().find(message.layer, message.key);
+    if (line && line->size() == size) return exchange_over(line.get(), message, all);
     char error[kMostErrorText] = "";
-    const int status =
-        exchange(message.layer, message.key.c_str(), message.title.c_str(), message.channels,
-                 message.values.data(), static_cast<int64_t>(message.values.size()), all->data(),
-                 static_cast<int64_t>(all->size()), error, kMostErrorText);
+    const int status = exchange(message.layer, message.key.c_str(), message.title.c_str(),
+                                message.channels, message.values.data(), size, all->data(),
+                                static_cast<int64_t>(all->size()), error, kMostErrorText);
     return status == 0 ? std::string() : std::string(error[0] ? error : "The exchange failed.");
   };
   const char* const mirror = std::getenv("MXNET_BACKWARD_DO_MIRROR");
@@ -859,6 +856,7 @@ int gluon_syncbn_register(void* const* api, const char* process, int is_naive_en
 }
 
 void gluon_syncbn_after_fork() {
+  lines().clear();
   abandon_thread_pool();
   all_reduce->start_over();
 }
@@ -868,6 +866,8 @@ void gluon_syncbn_tell_next(const char* text) { all_reduce->tell_next(text); }
 void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* devices,
                             int num_devices, int expected, int group_size, double timeout_seconds,
                             int processes, int first_rank, int end_rank) {
+  // Its store may be another one from now on.
+  lines().forget(layer);
   LayerConfig config;
   config.name = name;
   config.devices.assign(devices, devices + num_devices);
@@ -887,6 +887,7 @@ void gluon_syncbn_set_present(const char* const* devices, int num_devices) {
 void gluon_syncbn_set_absent(int absent) { all_reduce->set_absent(absent != 0); }
 
 void gluon_syncbn_forget(int64_t layer) {
+  lines().forget(layer);
   all_reduce->forget(layer);
   running_states->forget(layer);
 }
@@ -931,64 +932,10 @@ int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device, v
   return status;
 }
 
-void gluon_syncbn_split(const double* values, int64_t n, float* parts) {
-  for (int64_t i = 0; i < n; ++i) {
-    uint64_t bits;
-    std::memcpy(&bits, values + i, sizeof(bits));
-    // By way of int32_t, for which there are vector instructions.
-    for (int part = 0; part < kParts; ++part) {
-      const uint64_t value = bits >> (part * kBitsPerPart) & kPartMask;
-      parts[part * n + i] = static_cast<float>(static_cast<int32_t>(value));
-    }
-  }
+void gluon_syncbn_close(const char* reason) {
+  all_reduce->close(reason);
+  Watch::close();
 }
-
-void gluon_syncbn_join(const float* parts, int64_t rows, int64_t n, double* values) {
-  for (int64_t row = 0; row < rows; ++row, parts += kParts * n, values += n) {
-    for (int64_t i = 0; i < n; ++i) {
-      uint64_t bits = 0;
-      for (int part = 0; part < kParts; ++part) {
-        const auto value = static_cast<uint64_t>(static_cast<int32_t>(parts[part * n + i]));
-        bits |= value << (part * kBitsPerPart);
-      }
-      std::memcpy(values + i, &bits, sizeof(bits));
-    }
-  }
-}
-
-void* gluon_syncbn_watch_begin(void* array) {
-  const auto watch = std::make_shared<Watch>();
-  const auto tell = [](void*, void* argument) {
-    Watch& w = **static_cast<WatchPtr*>(argument);
-    const std::lock_guard<std::mutex> lock(w.mutex);
-    w.written = true;
-    w.changed.notify_all();
-  };
-  // Runs also where the array holds an error, which the waiting one then gets from MXNet.
-  const int status = mxnet.engine_push_sync(
-      tell, new WatchPtr(watch), [](void* w) { delete static_cast<WatchPtr*>(w); }, &kCpuContext,
-      &array, 1, nullptr, 0, &kNoSkip, 1, "SyncBatchNormWatch");
-  return status == 0 ? new WatchPtr(watch) : nullptr;
-}
-
-int gluon_syncbn_watch_wait(void* watch, double seconds) {
-  Watch& w = **static_cast<WatchPtr*>(watch);
-  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-  std::unique_lock<std::mutex> lock(w.mutex);
-  while (!w.written) {
-    const std::chrono::duration<double> left = end - std::chrono::steady_clock::now();
-    if (left.count() <= 0) return 1;
-    w.changed.wait_for(lock, std::min(left, kLookUp));
-    if (w.written) break;
-    if (AllReduce::interrupts() != w.interrupts) return 2;
-    if (all_reduce->closed()) return 3;
-  }
-  return 0;
-}
-
-void gluon_syncbn_watch_end(void* watch) { delete static_cast<WatchPtr*>(watch); }
-
-void gluon_syncbn_close(const char* reason) { all_reduce->close(reason); }
 
 int gluon_syncbn_waiting() { return all_reduce->waiting(); }
 
