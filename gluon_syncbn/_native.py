@@ -279,9 +279,10 @@ class Layer:
             ranks.stop,
         )
 
-    def restart(self):
-        """Somebody writes the running statistics: virtual devices go on from there."""
-        _library.gluon_syncbn_restart(ctypes.c_int64(self.number))
+    def restart(self, variance):
+        """Somebody writes the running mean, or the running variance: virtual devices go on from
+        there."""
+        _library.gluon_syncbn_restart(ctypes.c_int64(self.number), variance)
 
     def set_line(self, key, line, exchange):
         """The messages of this key take the line from now on, and no longer call `exchange`. They

@@ -31,12 +31,12 @@ class _Watched(Parameter):
         super()._init_impl(data, ctx_list)
         for layer in self._layers:
             layer._on_contexts()
-            layer._on_new_values()
+            layer._on_new_values(self)
 
     def set_data(self, data):
         super().set_data(data)
         for layer in self._layers:
-            layer._on_new_values()
+            layer._on_new_values(self)
 
     def reset_ctx(self, ctx):
         self._raise_errors()
@@ -247,8 +247,8 @@ class SyncBatchNorm(nn.BatchNorm):
     def _on_contexts(self):
         self._group._configure(self._layer, self._devices(), self._num_devices)
 
-    def _on_new_values(self):
-        self._layer.restart()
+    def _on_new_values(self, parameter):
+        self._layer.restart(variance=parameter is self.running_var)
 
     def _on_failure(self, text):
         self._group._fail(text)

@@ -19,6 +19,7 @@ from ._graph import (
     STOCK_OPERATORS,
     has_operator,
     is_gate,
+    is_true,
     operator_of,
     settings_of,
 )
@@ -46,6 +47,10 @@ _IGNORED_SETTINGS = {"cudnn_off", "ndev", "key"}
 
 
 _CUMULATIVE = "it has momentum=None, and nn.BatchNorm knows no cumulative average."
+_CUMULATIVE_GRAPH = (
+    "it has momentum=None, which is not read from a graph: build the net and load its parameters."
+)
+_VIRTUAL = "its devices do not synchronize, which is what it is for"
 
 
 class SyncBatchNormReLU(SyncBatchNorm):
@@ -196,7 +201,7 @@ def convert_sync_batchnorm(net, group=None, num_devices=None, also=(), return_re
     try:
         for path, block in found:
             if isinstance(block, VirtualBatchNorm):
-                why = "its devices do not synchronize, which is what it is for: revert it first."
+                why = f"{_VIRTUAL}: revert it first."
                 refused.append(Refused(path, block.name, _kind(block), why))
             elif isinstance(block, SyncBatchNorm):
                 take_over(block, path)
@@ -212,9 +217,16 @@ def convert_sync_batchnorm(net, group=None, num_devices=None, also=(), return_re
             elif isinstance(block, SymbolBlock):
                 nodes, left = _read_graph(block, {**STOCK_OPERATORS, **OUR_OPERATOR}, path)
                 refused += left
+                refused += [
+                    Refused(f"{path}:{node.name}", node.name, node.operator, f"{_VIRTUAL}.")
+                    for node in nodes
+                    if node.is_virtual
+                ]
+                nodes = [node for node in nodes if not node.is_virtual]
                 for node in nodes:
                     if not isinstance(node.layer, SyncBatchNorm):
                         synchronize(node.layer, f"{path}:{node.name}", node.name, node.operator)
+                        node.layer._running_variance = node.running_variance
                 if nodes:
                     undo.append(functools.partial(_take_out, block))
                     _put_in(block, nodes)
@@ -235,6 +247,9 @@ def revert_sync_batchnorm(net, return_report=False):
     made as :class:`SyncBatchNorm` becomes ``nn.BatchNorm``, or ``nn.BatchNormReLU``. So does what a
     graph contains that was exported from a synchronized net. Nothing of this package is left in the
     net then.
+
+    What nn.BatchNorm has no setting for goes: its running variance is the biased one on the CPU and
+    the unbiased one through cuDNN, and virtual devices become one.
 
     As there, a layer stays the same object, with its Parameter objects, place, hooks and settings,
     those changed in the meantime included. It waits for all that MXNet has still to compute, as the
@@ -459,6 +474,8 @@ class _Node:
     name: str
     operator: str
     layer: nn.BatchNorm
+    running_variance: str = "biased"
+    is_virtual: bool = False
 
 
 class _SyncGraph(SymbolBlock):
@@ -535,7 +552,7 @@ def _read_graph(block, operators, path):
         elif operator not in operators:
             continue
         elif len(names) > len(ROLES):
-            why = _CUMULATIVE
+            why = _CUMULATIVE_GRAPH
         elif number in with_statistics:
             why = "its mean or variance is used as an output."
         elif not all(name in block.params for name in names):
@@ -543,8 +560,11 @@ def _read_graph(block, operators, path):
         if why:
             refused.append(Refused(f"{path}:{name}", name, operator, why))
             continue
-        settings = settings_of(node.get("attrs", {}))
-        key = (operator, names, *settings.values())
+        attributes = node.get("attrs", {})
+        settings = settings_of(attributes)
+        variance = "unbiased" if is_true(attributes.get("unbiased")) else "biased"
+        is_virtual = attributes.get("virtual_devices", "0") != "0"
+        key = (operator, names, variance, is_virtual, *settings.values())
         if key not in layers:
             kind = nn.BatchNormReLU if operators[operator] else nn.BatchNorm
             stem = name[: -len("_fwd")] if name.endswith("_fwd") else name
@@ -553,7 +573,7 @@ def _read_graph(block, operators, path):
             layer._params.update({name: block.params[name] for name in names})
             layer._reg_params = {role: block.params[n] for role, n in zip(ROLES, names)}
             vars(layer).update(layer._reg_params)
-        found.append(_Node(number, name, operator, layers[key]))
+        found.append(_Node(number, name, operator, layers[key], variance, is_virtual))
     return found, refused
 
 

@@ -179,6 +179,8 @@ def test_mixed_dtypes_say_what_to_cast(dtype, cast_to, parameters, remedy):
         {"group": "all"},
         {"epsilon": -1},
         {"momentum": "0.9"},
+        {"momentum": True},
+        {"momentum": 1.5},
         {"epsilon": float("inf")},
     ],
 )

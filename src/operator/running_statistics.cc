@@ -75,9 +75,9 @@ template void RunningState::update(const std::vector<BatchPtr>&, const RunningRu
 template void RunningState::update(const std::vector<BatchPtr>&, const RunningRule&,
                                    const RunningArrays<double>&);
 
-void RunningState::restart() {
+void RunningState::restart(bool variance) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  mean_ = variance_ = Virtual();
+  (variance ? variance_ : mean_) = Virtual();
 }
 
 bool RunningState::is_recomputed(int64_t place, int64_t call,
@@ -118,11 +118,11 @@ std::shared_ptr<RunningState> RunningStates::of(int64_t layer, const std::string
   return state;
 }
 
-void RunningStates::restart(int64_t layer) {
+void RunningStates::restart(int64_t layer, bool variance) {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (auto state = states_.lower_bound({layer, ""}); state != states_.lower_bound({layer + 1, ""});
        ++state) {
-    state->second->restart();
+    state->second->restart(variance);
   }
 }
 

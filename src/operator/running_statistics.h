@@ -47,8 +47,8 @@ class RunningState {
   void update(const std::vector<BatchPtr>& batches, const RunningRule& rule,
               const RunningArrays<P>& arrays);
 
-  // Somebody else writes the arrays: all virtual devices go on from there.
-  void restart();
+  // Somebody else writes an array: all virtual devices go on from there.
+  void restart(bool variance);
 
   // Where MXNet computes forward passes a second time before the backward, in a node of its own:
   // whether a call computes what another one has computed last at this place.
@@ -85,7 +85,7 @@ class RunningStates {
   void forget(int64_t layer);
   std::shared_ptr<RunningState> of(int64_t layer, const std::string& device);
   // See RunningState.
-  void restart(int64_t layer);
+  void restart(int64_t layer, bool variance);
 
  private:
   using Key = std::pair<int64_t, std::string>;

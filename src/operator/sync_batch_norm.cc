@@ -911,7 +911,9 @@ void gluon_syncbn_forget(int64_t layer) {
   running_states->forget(layer);
 }
 
-void gluon_syncbn_restart(int64_t layer) { running_states->restart(layer); }
+void gluon_syncbn_restart(int64_t layer, int variance) {
+  running_states->restart(layer, variance != 0);
+}
 
 int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device, void** arrays,
                         int num_arrays, const char* text) {

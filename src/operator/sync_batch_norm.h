@@ -41,8 +41,8 @@ SBN_EXPORT void gluon_syncbn_set_present(const char* const* devices, int num_dev
 // Whether this process takes part in exchanges with sums of nothing, as it has run out of data.
 SBN_EXPORT void gluon_syncbn_set_absent(int absent);
 SBN_EXPORT void gluon_syncbn_forget(int64_t layer);
-// Somebody else writes the running statistics: virtual devices go on from there.
-SBN_EXPORT void gluon_syncbn_restart(int64_t layer);
+// Somebody else writes the running mean, or the running variance: virtual devices go on from there.
+SBN_EXPORT void gluon_syncbn_restart(int64_t layer, int variance);
 
 // After a failure: frees the running statistics of a device from the error that they hold, once
 // everything that was pushed before has gone by, and lets the device take part again. Whoever waits
