@@ -709,12 +709,21 @@ def test_a_statistic_that_is_an_output_is_refused():
         sbn.deploy.make_stock(Graph(mx.sym.broadcast_mul(mean, mean, name="twice")))
 
 
+def test_an_onnx_file_of_the_name_of_another(tmp_path):
+    net, _ = small(tmp_path / "m", 1)
+    with pytest.raises(ValueError, match="another file of this export: rename it"):
+        name = tmp_path / "m-symbol.json"
+        sbn.export(net, tmp_path / "m", onnx=name, input_shape=(1, 300))
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     "arguments, text",
     [
         ({"epoch": -1}, "epoch is -1"),
         ({"epoch": 10000}, "epoch is 10000"),
         ({"epoch": True}, "epoch is True"),
+        ({"epoch": 1.0}, "epoch is 1.0"),
         ({"onnx": "o"}, "onnx= needs input_shape"),
         ({"input_shape": (0, 3)}, "input_shape is (0, 3)"),
         ({"input_shape": 3}, "input_shape is 3"),
