@@ -3,7 +3,7 @@
     python benchmarks/bench_export.py [--rounds N] [NAME ...]
 
 All kinds of a net take turns, so that what else the machine does meets all alike. A batch of one
-image, medians of the rounds.
+image; the fastest of the rounds, as whatever disturbs one makes it longer.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def measure(name, side, folder, rounds):
             start = time.perf_counter()
             call()
             row[i] = time.perf_counter() - start
-    return np.median(times[3:], axis=0) * 1e3
+    return times[3:].min(axis=0) * 1e3
 
 
 def mxnet_call(block, x):

@@ -178,6 +178,8 @@ def write_graph(graph, arrays, inputs, path, epoch, fold, onnx, shapes, dtype, t
     error = None
     if onnx is not None:
         onnx = os.fspath(onnx)
+        if any(os.path.abspath(onnx) == os.path.abspath(path) for path in writers):
+            raise ValueError(f"onnx= is {onnx}, which is another file of this export: rename it.")
         model = _onnx.to_onnx(graph, arrays, named, input_dtype)
         error = _compare(model, plain, named, input_dtype)
         writers[onnx] = bytes_writer(model)
@@ -208,7 +210,8 @@ def _check_shapes(input_shape):
 
 
 def _check_arguments(epoch, onnx, shapes, dtype):
-    if isinstance(epoch, bool) or epoch not in range(10000):
+    whole = isinstance(epoch, (int, np.integer)) and not isinstance(epoch, bool)
+    if not (whole and 0 <= epoch < 10000):
         raise ValueError(f"epoch is {epoch!r}: give a whole number from 0 to 9999.")
     if onnx is not None and shapes is None:
         raise ValueError(

@@ -308,13 +308,15 @@ def test_statistics_that_differ_are_averaged_with_a_warning(tmp_path, caplog):
 
 
 def test_three_equal_devices_give_the_bits_of_one(tmp_path):
-    net = sequential(sbn.SyncBatchNorm(in_channels=3))
+    """Their sum divided by three has others."""
+    net = sequential(sbn.SyncBatchNorm(in_channels=1000))
     net.initialize(ctx=contexts(3))
-    net[0].running_mean.set_data(mx.nd.array([0.1, 0.7, 1.3]))
+    net[0].running_mean.set_data(mx.nd.random.uniform(shape=1000))
     sbn.export(net, tmp_path / "m")
     arrays = mx.nd.load(str(tmp_path / "m-0000.params"))
     written = arrays[f"aux:{net[0].running_mean.name}"].asnumpy()
     assert_same_bits(written, net[0].running_mean.list_data()[0].asnumpy())
+    assert not np.array_equal(written, net[0].running_mean._reduce().asnumpy())
 
 
 @pytest.mark.parametrize("converted", [False, True])
@@ -718,12 +720,21 @@ def test_a_statistic_that_is_an_output_is_refused():
         sbn.deploy.make_stock(Graph(mx.sym.broadcast_mul(mean, mean, name="twice")))
 
 
+def test_an_onnx_file_of_the_name_of_another(tmp_path):
+    net, _ = small(tmp_path / "m", 1)
+    with pytest.raises(ValueError, match="another file of this export: rename it"):
+        name = tmp_path / "m-symbol.json"
+        sbn.export(net, tmp_path / "m", onnx=name, input_shape=(1, 300))
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     "arguments, text",
     [
         ({"epoch": -1}, "epoch is -1"),
         ({"epoch": 10000}, "epoch is 10000"),
         ({"epoch": True}, "epoch is True"),
+        ({"epoch": 1.0}, "epoch is 1.0"),
         ({"onnx": "o"}, "onnx= needs input_shape"),
         ({"input_shape": (0, 3)}, "input_shape is (0, 3)"),
         ({"input_shape": 3}, "input_shape is 3"),
