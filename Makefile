@@ -14,10 +14,10 @@ python := .venv/bin/python
 pip := $(python) -m pip -qq --no-input
 library := gluon_syncbn/libgluon_syncbn.so
 
-native_headers := $(wildcard src/operator/*.h src/operator/*.inc tests/native/*.h)
+native_headers := $(wildcard src/operator/*.h src/operator/*.inc src/operator/*.cuh tests/native/*.h tests/native/*.inc)
 native_tests := $(wildcard tests/native/*.cc)
 tested_sources := $(filter-out src/operator/sync_batch_norm.cc,$(wildcard src/operator/*.cc))
-formatted := $(wildcard $(foreach ext,h inc cc cu cuh,src/operator/*.$(ext) tests/native/*.$(ext)))
+formatted := $(wildcard $(foreach ext,h cc cu cuh,src/operator/*.$(ext) tests/native/*.$(ext)) src/operator/*.inc tests/native/*.inc)
 
 build := build/native/$(FLAVOUR)
 objects := $(tested_sources:src/operator/%.cc=$(build)/%.o)
