@@ -25,6 +25,7 @@ from tqdm import tqdm
 import bench
 import gluon_syncbn as sbn
 import measure
+import report
 
 FIGURES = Path(__file__).resolve().parent.parent / "build" / "bench-distributed.json"
 BAR = 1.5
@@ -321,7 +322,7 @@ def text(figures):
             "*Behind a layer*: the bare call again, right after a layer that does not synchronize. "
             "*Added*: by synchronization to a layer, in each pass. *Added / bare*: the median of "
             "the rounds' ratios of what was added to a pass, the mean of both, to the bare call.",
-            table(
+            report.table(
                 [*header, "added: forward", "backward", "added / bare"],
                 [
                     _row(row, name, bare)
@@ -329,9 +330,9 @@ def text(figures):
                     for name, bare in row["bare"].items()
                 ],
             ),
-            table(
+            report.table(
                 ["bar", "at most", "worst", "where", "result"],
-                [_bar_row(bar) for bar in figures["bars"]],
+                [report.bar_row(bar) for bar in figures["bars"]],
             ),
         ]
     )
@@ -370,16 +371,6 @@ def _row(row, name, bare):
         # What fails its bar stands out.
         ratio if bare["ratio"] <= BAR else f"**{ratio}**",
     ]
-
-
-def _bar_row(bar):
-    result = "pass" if bar["pass"] else f"**FAIL** ({bar['failed']} of {bar['of']})"
-    return [bar["name"], f"{bar['bar']:g}", f"{bar['worst']:.2f}", bar["where"], result]
-
-
-def table(header, rows):
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -76,14 +76,14 @@ def text(figures):
             f"{versions}, {figures['date'][:10]}",
             "Milliseconds of forward + backward, medians of "
             f"{figures['repetitions']} rounds. The last columns are medians of the rounds' ratios.",
-            _table(
+            table(
                 ["x", "contexts", "copy", *TITLES.values(), *ratios],
                 [_layer_row(row) for row in figures["layers"]],
             ),
             *_other_figures(figures),
-            _table(
+            table(
                 ["bar", "at most", "worst", "where", "result"],
-                [_bar_row(bar) for bar in figures["bars"]],
+                [bar_row(bar) for bar in figures["bars"]],
             ),
         ]
     )
@@ -123,12 +123,12 @@ def _other_figures(figures):
         )
 
 
-def _bar_row(bar):
+def bar_row(bar):
     result = "pass" if bar["pass"] else f"**FAIL** ({bar['failed']} of {bar['of']})"
     return [bar["name"], f"{bar['bar']:g}", f"{bar['worst']:.3f}", bar["where"], result]
 
 
-def _table(header, rows):
+def table(header, rows):
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

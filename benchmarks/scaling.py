@@ -23,7 +23,8 @@ from mxnet.gluon.model_zoo import vision
 from scipy.optimize import nnls
 
 import bench_distributed
-from bench_distributed import message_size, table
+from bench_distributed import message_size
+from report import table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 GPUS = [2**i for i in range(3, 13)]

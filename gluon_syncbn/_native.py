@@ -32,7 +32,11 @@ _FUNCTIONS = (
     "MXNDArrayFree",
     "MXNDArrayWaitToRead",
     "MXEnginePushSyncND",
+    "MXGetLastError",
 )
+# What a wait returns: see watch.h.
+_WRITTEN, _TIME_IS_UP, _INTERRUPTED, _ENDED = range(4)
+_MOST_TEXT = 1 << 13
 _CLOSED = "The process ends, and devices do not meet any more."
 _log = logging.getLogger("gluon_syncbn")
 
@@ -162,10 +166,52 @@ def _on_exchange(number, key, title, channels, mine, size, everyone, total, erro
         numpy.ctypeslib.as_array(everyone, (total,))[:] = result.reshape(-1)
         return 0
     except BaseException as failure:  # Nothing may pass through the native caller.
-        text = str(failure) or type(failure).__name__
-        text = text.encode()[: error_size - 1]
-        ctypes.memmove(error, text, len(text))
+        _tell(failure, error, error_size)
         return 1
+
+
+def _tell(failure, error, error_size):
+    text = (str(failure) or type(failure).__name__).encode()[: error_size - 1]
+    ctypes.memmove(error, text, len(text))
+
+
+_LOOK = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_int64,
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.c_double,
+    ctypes.c_double,
+    ctypes.c_int,
+    ctypes.POINTER(ctypes.c_char),
+    ctypes.c_int,
+)
+
+
+@_LOOK
+def _on_look(number, waited, title, meeting, error, seconds, timeout, looks, text, size):
+    """Finds out whether to go on with an exchange that takes long. Runs on the thread that
+    waits."""
+    try:
+        _raise_unless_waiting(waited)
+        _connections[number].look()(
+            title.decode(), meeting.decode(), error.decode(), seconds, timeout, looks
+        )
+        return 0
+    except BaseException as failure:  # Nothing may pass through the native caller.
+        _tell(failure, text, size)
+        return 1
+
+
+_TELL = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_double, ctypes.c_int)
+
+
+def _raise_unless_waiting(waited):
+    if waited in (_INTERRUPTED, _ENDED):
+        abandon()
+        raise RuntimeError("Interrupted." if waited == _INTERRUPTED else _CLOSED)
 
 
 def _register(mxnet):
@@ -220,7 +266,6 @@ class Layer:
         shape (processes, size)."""
         self.devices = tuple(devices)
         self.exchange = exchange
-        self._group_size = group_size or len(self.devices)
         _library.gluon_syncbn_configure(
             ctypes.c_int64(self.number),
             self.name.encode(),
@@ -234,10 +279,17 @@ class Layer:
             ranks.stop,
         )
 
-    def groups(self):
-        """The devices in lists of those that meet."""
-        size = self._group_size
-        return [self.devices[i : i + size] for i in range(0, len(self.devices), size or 1)]
+    def restart(self, variance):
+        """Somebody writes the running mean, or the running variance: virtual devices go on from
+        there."""
+        _library.gluon_syncbn_restart(ctypes.c_int64(self.number), variance)
+
+    def set_line(self, key, line, exchange):
+        """The messages of this key take the line from now on, and no longer call `exchange`. They
+        do again when the layer is configured anew, and after `clear_lines`."""
+        _library.gluon_syncbn_set_line(self.number, key.encode(), line.handle)
+        if self.exchange is not exchange:
+            clear_lines()
 
 
 def waiting():
@@ -245,9 +297,10 @@ def waiting():
     return _library.gluon_syncbn_waiting()
 
 
-def layers():
-    """All that there are."""
-    return list(_layers.values())
+def blocks():
+    """Of all layers."""
+    found = [layer.block() for layer in list(_layers.values())]
+    return [block for block in found if block is not None]
 
 
 def set_present(devices):
@@ -265,18 +318,111 @@ def set_absent(absent):
     _library.gluon_syncbn_set_absent(bool(absent))
 
 
-def split(values, parts):
-    """Writes float64 of shape (n,) to float32 of shape (`PARTS`, n), as whole numbers of 22 bits
-    that float32 holds exactly."""
-    _library.gluon_syncbn_split(values.ctypes.data, values.size, parts.ctypes.data)
+class Connection:
+    """What the library knows of a store: the lines over it, and who has come to which meeting.
+
+    look(title, meeting, error, seconds, timeout, looks): called on a thread that waits, after a
+    tenth of the timeout and then every second; raises what is the matter when it is of no use to
+    wait. `error`: what the store itself says, or "". `looks`: how often it was called before.
+
+    Within `with`, nobody else calls the store's functions.
+    """
+
+    def __init__(self, look):
+        # Holds nobody, as a KVStore has to be gone before Python is.
+        self.look = weakref.WeakMethod(look)
+        number = next(_numbers)
+        _connections[number] = self
+        self._handle = _library.gluon_syncbn_connect(number, _on_look)
+
+    def __enter__(self):
+        _library.gluon_syncbn_lock_calls(self._handle)
+
+    def __exit__(self, *error):
+        _library.gluon_syncbn_unlock_calls(self._handle)
+
+    def attendance(self):
+        """The meetings under way, and the last that ended well, each as (name, monotonic time) with
+        the oldest first."""
+        meetings = [], []
+
+        @_TELL
+        def tell(meeting, since, is_open):
+            meetings[0 if is_open else 1].append((meeting.decode(), since))
+
+        _library.gluon_syncbn_attendance(self._handle, tell)
+        return meetings
+
+    def kvstore_line(self, key, size, rank, kvstore, number, slots):
+        """A `Line` through MXNet's KVStore: under this number there, by way of an array of shape
+        (processes, `PARTS`, size) that nobody else uses."""
+        line = _library.gluon_syncbn_kvstore_line(
+            self._handle,
+            key.encode(),
+            size,
+            rank,
+            len(slots),
+            ctypes.cast(mxnet.base._LIB.MXKVStorePushPull, ctypes.c_void_p),
+            kvstore.handle,
+            number,
+            slots.handle,
+            _pointer(slots),
+        )
+        return Line(line, size, len(slots), slots)
+
+    def horovod_line(self, key, size, processes, allgather):
+        """A `Line` through Horovod. allgather: its C function."""
+        mine = mxnet.nd.empty((size,), dtype=numpy.float64)
+        everyone = mxnet.nd.empty((processes * size,), dtype=numpy.float64)
+        everyone.wait_to_read()
+        line = _library.gluon_syncbn_horovod_line(
+            self._handle,
+            key.encode(),
+            size,
+            processes,
+            ctypes.cast(allgather, ctypes.c_void_p),
+            mine.handle,
+            _pointer(mine),
+            everyone.handle,
+        )
+        return Line(line, size, processes, mine, everyone)
 
 
-def join(parts):
-    """The float64 of all processes, shape (size, n), from float32 of shape (size, `PARTS`, n)."""
-    size, _, n = parts.shape
-    values = numpy.empty((size, n))
-    _library.gluon_syncbn_join(parts.ctypes.data, size, n, values.ctypes.data)
-    return values
+class Line:
+    """A key by which all processes exchange equally many numbers, again and again."""
+
+    def __init__(self, handle, size, processes, *arrays):
+        self.handle, self.size, self._processes = handle, size, processes
+        # The library uses them.
+        self._arrays = arrays
+
+    @property
+    def calls(self):
+        """How many exchanges there were."""
+        return _library.gluon_syncbn_line_calls(self.handle)
+
+    def exchange(self, title, timeout, mine):
+        """The numbers of all processes, shape (processes, size). Raises RuntimeError."""
+        mine = numpy.ascontiguousarray(mine)
+        everyone = numpy.empty((self._processes, self.size))
+        error = ctypes.create_string_buffer(_MOST_TEXT)
+        status = _library.gluon_syncbn_line_exchange(
+            self.handle,
+            title.encode(),
+            timeout,
+            mine.ctypes.data,
+            everyone.ctypes.data,
+            error,
+            _MOST_TEXT,
+        )
+        if status != 0:
+            raise RuntimeError(error.value.decode(errors="replace"))
+        return everyone
+
+
+def clear_lines():
+    """From now on all messages of layers go through Python, which then opens lines again."""
+    _library.gluon_syncbn_clear_lines()
 
 
 class watch:
@@ -296,20 +442,23 @@ class watch:
         _library.gluon_syncbn_watch_end(self._watch)
 
     def wait(self, seconds):
-        status = _library.gluon_syncbn_watch_wait(self._watch, seconds)
-        if status > 1:
-            abandon()
-            raise RuntimeError("Interrupted." if status == 2 else _CLOSED)
-        return status == 0
+        waited = _library.gluon_syncbn_watch_wait(self._watch, seconds)
+        _raise_unless_waiting(waited)
+        return waited == _WRITTEN
 
 
-def view(array):
-    """NumPy's view of the memory of an NDArray on the CPU, which MXNet does not see it change."""
+def _pointer(array):
+    """The memory of an NDArray on the CPU, which MXNet does not see change."""
     array.wait_to_read()
     pointer = ctypes.c_void_p()
     mxnet.base.check_call(mxnet.base._LIB.MXNDArrayGetData(array.handle, ctypes.byref(pointer)))
+    return pointer
+
+
+def view(array):
+    """NumPy's view of that memory."""
     kind = numpy.ctypeslib.as_ctypes_type(array.dtype)
-    return numpy.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(kind)), array.shape)
+    return numpy.ctypeslib.as_array(ctypes.cast(_pointer(array), ctypes.POINTER(kind)), array.shape)
 
 
 def call_within(seconds, function, otherwise):
@@ -411,6 +560,7 @@ _abandoned = False
 _leaving = []
 _numbers = itertools.count()
 _layers = weakref.WeakValueDictionary()
+_connections = weakref.WeakValueDictionary()
 mxnet = _import_mxnet()
 import numpy  # noqa: E402, I001  Only after MXNet, whose error says which NumPy it needs.
 
@@ -427,13 +577,47 @@ _library.gluon_syncbn_watch_begin.restype = ctypes.c_void_p
 _library.gluon_syncbn_watch_begin.argtypes = [ctypes.c_void_p]
 _library.gluon_syncbn_watch_wait.argtypes = [ctypes.c_void_p, ctypes.c_double]
 _library.gluon_syncbn_watch_end.argtypes = [ctypes.c_void_p]
-_library.gluon_syncbn_split.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-_library.gluon_syncbn_join.argtypes = [
+_library.gluon_syncbn_connect.restype = ctypes.c_void_p
+_library.gluon_syncbn_connect.argtypes = [ctypes.c_int64, _LOOK]
+_library.gluon_syncbn_lock_calls.argtypes = [ctypes.c_void_p]
+_library.gluon_syncbn_unlock_calls.argtypes = [ctypes.c_void_p]
+_library.gluon_syncbn_attendance.argtypes = [ctypes.c_void_p, _TELL]
+_library.gluon_syncbn_kvstore_line.restype = ctypes.c_void_p
+_library.gluon_syncbn_kvstore_line.argtypes = [
     ctypes.c_void_p,
+    ctypes.c_char_p,
     ctypes.c_int64,
-    ctypes.c_int64,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_void_p,
     ctypes.c_void_p,
 ]
+_library.gluon_syncbn_horovod_line.restype = ctypes.c_void_p
+_library.gluon_syncbn_horovod_line.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_char_p,
+    ctypes.c_int64,
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+]
+_library.gluon_syncbn_line_calls.restype = ctypes.c_int64
+_library.gluon_syncbn_line_calls.argtypes = [ctypes.c_void_p]
+_library.gluon_syncbn_line_exchange.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_char_p,
+    ctypes.c_double,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_char_p,
+    ctypes.c_int,
+]
+_library.gluon_syncbn_set_line.argtypes = [ctypes.c_int64, ctypes.c_char_p, ctypes.c_void_p]
 HAS_ONEDNN = mxnet.runtime.Features().is_enabled("MKLDNN")
 _register(mxnet)
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork)

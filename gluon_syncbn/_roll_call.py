@@ -47,6 +47,8 @@ _TOLD_OPEN = 3
 _REMEMBERED = 16
 _LONGEST_NOTICE = 4000
 _BETWEEN_QUESTIONS = 0.1
+_PATIENCE = 2.0
+_LEAST_PATIENCE = 0.05
 
 _SIOCGIFADDR = 0x8915
 _ENDED = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE)
@@ -88,6 +90,9 @@ class RollCall:
         machine reaches ``DMLC_PS_ROOT_URI`` (the KVStore's scheduler) or
         ``HOROVOD_GLOO_RENDEZVOUS_ADDR``, which is one that the others' network knows; else, as
         nothing speaks of other machines, 127.0.0.1.
+    attendance : callable, optional
+        Knows of more meetings than those that `came` and `left` note: returns those under way and
+        the last that ended well, two lists of (key, monotonic time). Called on another thread.
 
     Raises
     ------
@@ -95,11 +100,12 @@ class RollCall:
         Where this process cannot listen there.
     """
 
-    def __init__(self, rank, size, host=None):
+    def __init__(self, rank, size, host=None, attendance=None):
         self.rank = rank
         self.size = size
         self._open = {}
         self._ended = collections.deque(maxlen=_REMEMBERED)
+        self._attendance = attendance or (lambda: ([], []))
         self._addresses = None
         self._notices = []
         # Who has told, in a question, that it has come to its end.
@@ -158,7 +164,8 @@ class RollCall:
         self.tell(FINISHED)
         start = _now()
         while True:
-            answers = self.ask("")
+            left = timeout - (_now() - start)
+            answers = self.ask("", min(_PATIENCE, max(left, _LEAST_PATIENCE)))
             # Whoever has seen all others finish is gone soon; it has told us before.
             missing = {
                 rank: answer
@@ -177,7 +184,7 @@ class RollCall:
                 )
             time.sleep(_BETWEEN_QUESTIONS)
 
-    def ask(self, key, patience=2.0):
+    def ask(self, key, patience=_PATIENCE):
         """Asks all other processes at once whether they have come to the meeting `key`.
 
         Returns
@@ -266,6 +273,7 @@ class _Responder:
         self._listener = listener
         self._token = token
         self._open, self._ended = roll_call._open, roll_call._ended
+        self._attendance = roll_call._attendance
         self._notices, self._finished = roll_call._notices, roll_call._finished
         self._most = most
         self._closed = False
@@ -347,9 +355,10 @@ class _Responder:
 
     def _answer(self, key):
         now = _now()
+        more = self._attendance()
         # To copy a dict or a deque is one step under the interpreter's lock.
-        under_way = list(self._open.items())
-        ended = list(self._ended)
+        under_way = sorted([*self._open.items(), *more[0]], key=_since)
+        ended = sorted([*self._ended, *more[1]], key=_since)
         came = any(key == one for one, _ in under_way + ended)
         told = [(one[:_LONGEST_KEY], now - since) for one, since in under_way[:_TOLD_OPEN]]
         last = ended and (ended[-1][0][:_LONGEST_KEY], now - ended[-1][1]) or None
@@ -367,6 +376,10 @@ class _Responder:
             if message.ends > now:
                 break
             self._drop(message)
+
+
+def _since(entry):
+    return entry[1]
 
 
 _responders = weakref.WeakSet()

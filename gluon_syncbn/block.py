@@ -19,13 +19,24 @@ from .group import SyncGroup, default_group, follow_default_group, is_whole
 _BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
 
 
+def _is_number(value):
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 class _Watched(Parameter):
-    """A parameter that tells its layers on which contexts it lives, whenever that changes."""
+    """A parameter that tells its layers on which contexts it lives, whenever that changes, and when
+    it gets other values than the layers give it."""
 
     def _init_impl(self, data, ctx_list):
         super()._init_impl(data, ctx_list)
         for layer in self._layers:
             layer._on_contexts()
+            layer._on_new_values(self)
+
+    def set_data(self, data):
+        super().set_data(data)
+        for layer in self._layers:
+            layer._on_new_values(self)
 
     def reset_ctx(self, ctx):
         self._raise_errors()
@@ -106,7 +117,8 @@ class SyncBatchNorm(nn.BatchNorm):
         Shape (C,), named and saved as those of ``nn.BatchNorm``.
     num_batches_tracked
         Shape (1,), with ``momentum=None`` only: the number of batches so far. A file of a layer
-        that has none is loaded with ``allow_missing=True``, and the average begins anew.
+        that has none is loaded with ``allow_missing=True`` into an initialized layer, and
+        ``layer.num_batches_tracked.set_data(mx.nd.zeros(1))`` begins the average anew.
 
     Inputs and outputs
     ------------------
@@ -151,11 +163,10 @@ class SyncBatchNorm(nn.BatchNorm):
         running_variance="biased",
         **kwargs,
     ):
-        for name, value in (("momentum", momentum), ("epsilon", epsilon)):
-            if name == "momentum" and value is None:
-                continue
-            if not (isinstance(value, numbers.Real) and 0 <= value < math.inf):
-                raise ValueError(f"{name} is {value!r}: give a number of 0 or more.")
+        if not (momentum is None or _is_number(momentum) and 0 <= momentum <= 1):
+            raise ValueError(f"momentum is {momentum!r}: give a number from 0 to 1, or None.")
+        if not (_is_number(epsilon) and 0 <= epsilon < math.inf):
+            raise ValueError(f"epsilon is {epsilon!r}: give a number of 0 or more.")
         if running_variance not in ("biased", "unbiased"):
             raise ValueError(
                 f"running_variance is {running_variance!r}: give 'biased' or 'unbiased'."
@@ -171,8 +182,8 @@ class SyncBatchNorm(nn.BatchNorm):
             raise ValueError(f"group is {group!r}: give a gluon_syncbn.SyncGroup, or None.")
         super().__init__(
             axis=axis,
-            momentum=momentum,
-            epsilon=epsilon,
+            momentum=momentum if momentum is None else float(momentum),
+            epsilon=float(epsilon),
             center=center,
             scale=scale,
             use_global_stats=use_global_stats,
@@ -224,10 +235,20 @@ class SyncBatchNorm(nn.BatchNorm):
             return []
         return parameter.list_ctx()
 
+    def _devices(self):
+        return list(self._group.devices or map(str, self._contexts()))
+
+    def _meeting_devices(self):
+        """The devices of this process in lists of those that meet."""
+        devices = self._devices()
+        size = min(self._group.group_size or len(devices), len(devices))
+        return [devices[i : i + size] for i in range(0, len(devices), size or 1)]
+
     def _on_contexts(self):
-        group = self._group
-        devices = group.devices or [str(context) for context in self._contexts()]
-        group._configure(self._layer, devices, self._num_devices)
+        self._group._configure(self._layer, self._devices(), self._num_devices)
+
+    def _on_new_values(self, parameter):
+        self._layer.restart(variance=parameter is self.running_var)
 
     def _on_failure(self, text):
         self._group._fail(text)
@@ -246,6 +267,12 @@ class SyncBatchNorm(nn.BatchNorm):
         super().cast("float32" if is_bfloat16 else dtype)
 
     def forward(self, x, *args):
+        # Here, before a graph is traced: its variables would stay NumPy's for good.
+        if is_np_array():
+            raise TypeError(
+                "SyncBatchNorm takes mx.nd arrays and mx.sym symbols, and MXNet's NumPy arrays are "
+                "switched on: call mx.npx.reset_np() before the net is used."
+            )
         contexts = self._contexts()
         if isinstance(x, mx.nd.NDArray) and contexts and x.context not in contexts:
             raise ValueError(
@@ -259,11 +286,6 @@ class SyncBatchNorm(nn.BatchNorm):
     def hybrid_forward(
         self, F, x, gamma, beta, running_mean, running_var, num_batches_tracked=None
     ):
-        if is_np_array():
-            raise TypeError(
-                "SyncBatchNorm takes mx.nd arrays and mx.sym symbols, and MXNet's NumPy arrays are "
-                "switched on: call mx.npx.reset_np() before the net is used."
-            )
         settings = self._kwargs
         contexts = self._contexts()
         on_cpu = not contexts or any(context.device_type != "gpu" for context in contexts)
@@ -289,8 +311,7 @@ class SyncBatchNorm(nn.BatchNorm):
         )
 
     def __repr__(self):
-        group = self._group
-        devices = list(group.devices or map(str, self._contexts()))
+        group, devices = self._group, self._devices()
         text = f", virtual_devices={self._virtual_devices}" if self._virtual_devices else ""
         if self._running_variance != "biased":
             text += f", running_variance={self._running_variance}"
@@ -311,10 +332,12 @@ class VirtualBatchNorm(SyncBatchNorm):
 
     .. math:: y_i = \gamma \frac{x_i - \mu_i}{\sqrt{\sigma_i^2 + \epsilon}} + \beta
 
-    Everything is as with so many times the devices, each with a layer of its own (and an average of
-    their running statistics, which is what MXNet saves of them), bit for bit, but with the memory
-    of one device and in one call. So a training that many unsynchronized GPUs did can be done
-    again on few. For large batches the same is known as ghost batch normalization.
+    y, dx and the running statistics are those of so many times the devices that do not wait for
+    each other, bit for bit, but with the memory of one device and in one call. (The running
+    statistics are the mean of the devices', which is what MXNet saves of them. The gradients of
+    gamma and beta are added in double before they are rounded, those of devices after.) So a
+    training that many unsynchronized GPUs did can be done again on few. For large batches the same
+    is known as ghost batch normalization.
 
     Inference takes the running statistics, for all samples the same.
 

@@ -13,7 +13,16 @@ from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 from mxnet.gluon.parameter import Parameter, ParameterDict
 
-from . import _native
+from ._graph import (
+    OUR_OPERATOR,
+    ROLES,
+    STOCK_OPERATORS,
+    has_operator,
+    is_gate,
+    is_true,
+    operator_of,
+    settings_of,
+)
 from .block import SyncBatchNorm, VirtualBatchNorm, _Watched
 from .group import _users
 
@@ -28,14 +37,6 @@ _OWN_ATTRIBUTES = (
     "_running_variance",
     "_virtual_devices",
 )
-_ROLES = ("gamma", "beta", "running_mean", "running_var")
-# The operators in the graph of a SymbolBlock, and whether a relu is part of them.
-_STOCK_OPERATORS = {
-    "BatchNorm": False,
-    "_contrib_SyncBatchNorm": False,
-    "_contrib_BatchNormWithReLU": True,
-}
-_OUR_OPERATOR = {_native.OP_TYPE: False}
 # A class of somebody else's that computes what nn.BatchNorm does, only not with cuDNN.
 _SAME_AS_STOCK = ("gluoncv.nn.block.BatchNormCudnnOff",)
 # What a subclass may define and still compute the same.
@@ -46,6 +47,10 @@ _IGNORED_SETTINGS = {"cudnn_off", "ndev", "key"}
 
 
 _CUMULATIVE = "it has momentum=None, and nn.BatchNorm knows no cumulative average."
+_CUMULATIVE_GRAPH = (
+    "it has momentum=None, which is not read from a graph: build the net and load its parameters."
+)
+_VIRTUAL = "its devices do not synchronize, which is what it is for"
 
 
 class SyncBatchNormReLU(SyncBatchNorm):
@@ -196,7 +201,7 @@ def convert_sync_batchnorm(net, group=None, num_devices=None, also=(), return_re
     try:
         for path, block in found:
             if isinstance(block, VirtualBatchNorm):
-                why = "its devices do not synchronize, which is what it is for: revert it first."
+                why = f"{_VIRTUAL}: revert it first."
                 refused.append(Refused(path, block.name, _kind(block), why))
             elif isinstance(block, SyncBatchNorm):
                 take_over(block, path)
@@ -210,11 +215,18 @@ def convert_sync_batchnorm(net, group=None, num_devices=None, also=(), return_re
                 for node in block._nodes:
                     take_over(node.layer, f"{path}:{node.name}")
             elif isinstance(block, SymbolBlock):
-                nodes, left = _read_graph(block, {**_STOCK_OPERATORS, **_OUR_OPERATOR}, path)
+                nodes, left = _read_graph(block, {**STOCK_OPERATORS, **OUR_OPERATOR}, path)
                 refused += left
+                refused += [
+                    Refused(f"{path}:{node.name}", node.name, node.operator, f"{_VIRTUAL}.")
+                    for node in nodes
+                    if node.is_virtual
+                ]
+                nodes = [node for node in nodes if not node.is_virtual]
                 for node in nodes:
                     if not isinstance(node.layer, SyncBatchNorm):
                         synchronize(node.layer, f"{path}:{node.name}", node.name, node.operator)
+                        node.layer._running_variance = node.running_variance
                 if nodes:
                     undo.append(functools.partial(_take_out, block))
                     _put_in(block, nodes)
@@ -235,6 +247,9 @@ def revert_sync_batchnorm(net, return_report=False):
     made as :class:`SyncBatchNorm` becomes ``nn.BatchNorm``, or ``nn.BatchNormReLU``. So does what a
     graph contains that was exported from a synchronized net. Nothing of this package is left in the
     net then.
+
+    What nn.BatchNorm has no setting for goes: its running variance is the biased one on the CPU and
+    the unbiased one through cuDNN, and virtual devices become one.
 
     As there, a layer stays the same object, with its Parameter objects, place, hooks and settings,
     those changed in the meantime included. It waits for all that MXNet has still to compute, as the
@@ -287,11 +302,11 @@ def revert_sync_batchnorm(net, return_report=False):
                 for node in block._nodes:
                     if isinstance(node.layer, SyncBatchNorm):
                         revert(node.layer, f"{path}:{node.name}", node.name)
-                        if node.operator in _OUR_OPERATOR:
+                        if node.operator in OUR_OPERATOR:
                             replaced.pop()  # It is in the graph below too.
                 _take_out(block)
             # Those that were in the graph when it was exported.
-            nodes, left = _read_graph(block, _OUR_OPERATOR, path)
+            nodes, left = _read_graph(block, OUR_OPERATOR, path)
             refused += left
             if nodes:
                 inputs, graph = block._cached_graph
@@ -459,6 +474,8 @@ class _Node:
     name: str
     operator: str
     layer: nn.BatchNorm
+    running_variance: str = "biased"
+    is_virtual: bool = False
 
 
 class _SyncGraph(SymbolBlock):
@@ -524,18 +541,18 @@ def _read_graph(block, operators, path):
     with_statistics = {number for number, output, *_ in entries if output > 0}
     layers, found, refused = {}, [], []
     for number, node in enumerate(nodes):
-        name, operator = node["name"], _operator(node)
+        name, operator = node["name"], operator_of(node)
         names = tuple(nodes[entry[0]]["name"] for entry in node["inputs"][1:])
         why = None
-        if any(_has(subgraph, operators) for subgraph in node.get("subgraphs", ())):
+        if any(has_operator(subgraph, operators) for subgraph in node.get("subgraphs", ())):
             why = (
                 "it has batch normalization in a graph of its own, as optimize_for and "
                 "quantization make it. Convert the net before that."
             )
         elif operator not in operators:
             continue
-        elif len(names) > len(_ROLES):
-            why = _CUMULATIVE
+        elif len(names) > len(ROLES):
+            why = _CUMULATIVE_GRAPH
         elif number in with_statistics:
             why = "its mean or variance is used as an output."
         elif not all(name in block.params for name in names):
@@ -543,42 +560,21 @@ def _read_graph(block, operators, path):
         if why:
             refused.append(Refused(f"{path}:{name}", name, operator, why))
             continue
-        settings = _settings(node.get("attrs", {}))
-        key = (operator, names, *settings.values())
+        attributes = node.get("attrs", {})
+        settings = settings_of(attributes)
+        variance = "unbiased" if is_true(attributes.get("unbiased")) else "biased"
+        is_virtual = attributes.get("virtual_devices", "0") != "0"
+        key = (operator, names, variance, is_virtual, *settings.values())
         if key not in layers:
             kind = nn.BatchNormReLU if operators[operator] else nn.BatchNorm
             stem = name[: -len("_fwd")] if name.endswith("_fwd") else name
             layers[key] = layer = kind(prefix=f"{stem}_", **settings)
             layer._params = ParameterDict(layer.prefix)
             layer._params.update({name: block.params[name] for name in names})
-            layer._reg_params = {role: block.params[n] for role, n in zip(_ROLES, names)}
+            layer._reg_params = {role: block.params[n] for role, n in zip(ROLES, names)}
             vars(layer).update(layer._reg_params)
-        found.append(_Node(number, name, operator, layers[key]))
+        found.append(_Node(number, name, operator, layers[key], variance, is_virtual))
     return found, refused
-
-
-def _operator(node):
-    return node["attrs"]["op_type"] if node["op"] == "Custom" else node["op"]
-
-
-def _has(graph, operators):
-    return any(
-        _operator(node) in operators or any(_has(g, operators) for g in node.get("subgraphs", ()))
-        for node in graph["nodes"]
-    )
-
-
-def _settings(attributes):
-    def flag(name, default):
-        return attributes.get(name, default) in ("True", "true", "1")
-
-    return {
-        "axis": int(attributes.get("axis", 1)),
-        "momentum": float(attributes.get("momentum", 0.9)),
-        "epsilon": float(attributes.get("epsilon", attributes.get("eps", 1e-3))),
-        "scale": not flag("fix_gamma", "True"),
-        "use_global_stats": flag("use_global_stats", "False"),
-    }
 
 
 def _spliced(symbol, replaced):
@@ -586,17 +582,13 @@ def _spliced(symbol, replaced):
     graph = json.loads(symbol.tojson())
     nodes = graph["nodes"]
     layers = {node.number: node.layer for node in replaced}
-    ours = {node.number for node in replaced if node.operator in _OUR_OPERATOR}
+    ours = {node.number for node in replaced if node.operator in OUR_OPERATOR}
     # For each of `nodes`, its number in `placed`, and its output where that is another one now.
     placed, places = [], []
 
     def moved(entry):
         number, output = places[entry[0]]
         return [number, entry[1] if output is None else output, *entry[2:]]
-
-    def is_gate(node):
-        attributes = node.get("attrs", {})
-        return node["op"] == "SwapAxis" and attributes.get("dim1") == attributes.get("dim2")
 
     for number, node in enumerate(nodes):
         if number not in layers:
@@ -610,7 +602,7 @@ def _spliced(symbol, replaced):
         x, *parameters = node["inputs"]
         while number in ours and is_gate(nodes[x[0]]):
             x = nodes[x[0]]["inputs"][0]
-        inputs = dict(zip(("x", *_ROLES), map(moved, (x, *parameters))))
+        inputs = dict(zip(("x", *ROLES), map(moved, (x, *parameters))))
         variables = {name: mx.sym.var(name) for name in inputs}
         part = json.loads(layers[number].hybrid_forward(mx.sym, **variables).tojson())
         within = []

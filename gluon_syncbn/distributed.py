@@ -16,7 +16,6 @@ they have come. Where one has ended or has failed, the wait ends at once with an
 otherwise with the timeout.
 """
 
-import ctypes
 import functools
 import logging
 import os
@@ -28,6 +27,7 @@ import numpy
 
 from . import _native
 from ._roll_call import CAME, FAILED, GONE, RollCall
+from ._trainer import before_adding_up, check_trainer, trained
 from .group import default_group, seconds
 
 __all__ = ["HorovodReducer", "KVStoreReducer", "Reducer", "join"]
@@ -63,14 +63,14 @@ class Reducer:
     def __init__(self, rank, size, timeout):
         self.rank, self.size = rank, size
         self._process = os.getpid()
-        # By key: how many sums there were, and of how many numbers.
-        self._calls = {}
-        self._turns = {}
+        # By key, from its first meeting on, of which there is one at a time.
+        self._lines = {}
+        self._first_meetings = {}
         # Why no exchange can succeed any more.
         self._lost = None
         self._roll_call = None
         if size > 1:
-            roll_call = RollCall(rank, size)
+            roll_call = RollCall(rank, size, attendance=self._connection.attendance)
             address = numpy.frombuffer(roll_call.address(), numpy.uint8).astype(numpy.float64)
             everyone = self.all_gather("hello", address, timeout=timeout)
             roll_call.set_addresses([row.astype(numpy.uint8).tobytes() for row in everyone])
@@ -121,30 +121,49 @@ class Reducer:
             )
         if self.size == 1:
             return array.reshape(1, -1).copy()
-        # One key never twice under way: the store could not tell which answer is whose.
-        with self._turns.setdefault(key, threading.Lock()):
-            if self._lost or os.getpid() != self._process:
-                raise RuntimeError(self._lost or "This process was forked from one of the group's.")
-            call, size = self._calls.get(key, (0, array.size))
-            if size != array.size:
-                raise ValueError(
-                    f"{title or key} gives {array.size} numbers after {size} before: give every "
-                    "sum of another size a key of its own."
-                )
-            call += 1
-            self._calls[key] = call, size
-            with mx.autograd.pause(), _Wait(
-                self, title or repr(key), f"{key} {call}", seconds(timeout)
-            ) as wait:
-                return self._gather(key, array, wait)
+        if self._lost or os.getpid() != self._process:
+            raise RuntimeError(self._lost or "This process was forked from one of the group's.")
+        title, timeout = title or repr(key), seconds(timeout)
+        line = self._lines.get(key) or self._meet_first(key, array.size, title, timeout)
+        if line.size != array.size:
+            raise ValueError(
+                f"{title} gives {array.size} numbers after {line.size} before: give every sum of "
+                "another size a key of its own."
+            )
+        return line.exchange(title, timeout, array)
+
+    def native_line(self, key):
+        """The `_native.Line` of a key that has met."""
+        return self._lines[key]
 
     def fail(self, text):
         """Tells the other processes, when they ask, that a step has failed in this one."""
         if self._roll_call is not None:
             self._roll_call.tell(FAILED, text)
 
-    def _gather(self, key, array, wait):
+    def _meet_first(self, key, size, title, timeout):
+        with self._first_meetings.setdefault(key, threading.Lock()):
+            if key not in self._lines:
+                wait = _Wait(self, title, f"{title} ({key} 1)", timeout)
+                with mx.autograd.pause(), wait:
+                    self._lines[key] = self._open(key, size, wait)
+            return self._lines[key]
+
+    def _open(self, key, size, wait):
+        """The `_native.Line` of a new key, when all processes know that it is used."""
         raise NotImplementedError
+
+    def _look(self, title, meeting, error, waited, timeout, looks):
+        """See `_native.Connection`."""
+        wait = _Wait(self, title, meeting, timeout, waited, warned=looks > 0)
+        if error:
+            wait.fail(error)
+        wait.look()
+
+    def _lose(self, text):
+        self._lost = self._lost or text
+        # Layers come here again, and are told.
+        _native.clear_lines()
 
     def _leave(self, failure):
         """At the end of the process: MXNet's own end waits for all processes, without a limit, so
@@ -162,6 +181,7 @@ class Reducer:
             if error:
                 _log.error("%s", error)
                 _native.abandon()
+        self._lose("The process ends.")
         self._roll_call.close()
 
     def _say_goodbye(self, timeout):
@@ -172,14 +192,14 @@ class Reducer:
 class _Wait:
     """One process's wait for the others in one exchange."""
 
-    def __init__(self, reducer, title, meeting, timeout):
+    def __init__(self, reducer, title, meeting, timeout, waited=0.0, warned=False):
         self._reducer = reducer
         self._roll_call = reducer._roll_call
         self._title = title
-        self._meeting = f"{title} ({meeting})"
+        self._meeting = meeting
         self._timeout = timeout
-        self._start = time.monotonic()
-        self._warned = False
+        self._start = time.monotonic() - waited
+        self._warned = warned
 
     def __enter__(self):
         if self._roll_call is not None:
@@ -234,7 +254,7 @@ class _Wait:
     def _give_up(self, text):
         # The store still waits, and whoever waits for the store at the end of the process would do
         # so for ever.
-        self._reducer._lost = self._reducer._lost or text
+        self._reducer._lose(text)
         _native.abandon()
         raise RuntimeError(text)
 
@@ -282,12 +302,11 @@ class KVStoreReducer(Reducer):
         # What a Trainer calls that wants its updates made by the server.
         kvstore.set_optimizer = _refuse_updates
         self._kv = kvstore
+        self._connection = _native.Connection(self._look)
         # The store notes each new key in a table that calls on several threads would spoil.
-        calls = threading.Lock()
         for name in _SERIALIZED:
-            together = name in _TOGETHER
-            setattr(kvstore, name, _one_at_a_time(getattr(kvstore, name), calls, together))
-        self._keys = {}
+            call = getattr(kvstore, name)
+            setattr(kvstore, name, _one_at_a_time(call, self._connection, name in _TOGETHER))
         self._notices = {}
         self._noticed = threading.Condition()
         self._round = threading.Lock()
@@ -323,20 +342,13 @@ class KVStoreReducer(Reducer):
             delattr(self._kv, name)
         self._kv = None
 
-    def _gather(self, key, array, wait):
-        number, slots = self._keys.get(key) or self._agree(key, array.size, wait)
-        _native.split(numpy.ascontiguousarray(array), slots.clear())
-        return _native.join(self._all_reduce(number, slots, wait))
+    def _open(self, key, size, wait):
+        slots = mx.nd.zeros((self.size, _native.PARTS, size))
+        number = self._agree(key, size, slots, wait)
+        return self._connection.kvstore_line(key, size, self.rank, self._kv, number, slots)
 
-    def _all_reduce(self, number, slots, wait):
-        """Sends what this process has in its slot. Returns the slots of all, until the next
-        call."""
-        self._kv.pushpull(number, slots.array, out=slots.array)
-        wait.array(slots.array)
-        return slots.everyone
-
-    def _agree(self, key, size, wait):
-        """The number of a new key in the store, and the slots for it.
+    def _agree(self, key, size, slots, wait):
+        """The number of a new key in the store, where it has these slots.
 
         A key that the server does not know yet must not be pushed by anybody but rank 0: the server
         takes the first push for the value to begin with. So every process gives notice of each key,
@@ -347,7 +359,6 @@ class KVStoreReducer(Reducer):
         name = key.encode()
         if len(name) > _NOTICE - 3:
             raise ValueError(f"The key {key!r} is too long: use at most {_NOTICE - 3} bytes.")
-        slots = _Slots(self.rank, (self.size, _native.PARTS, size))
         with self._round:
             number = 0
             if self.rank == 0:
@@ -357,17 +368,19 @@ class KVStoreReducer(Reducer):
                         f"All {_LAST_KEY - _FIRST_KEY} keys of the KVStore are in use: do not make "
                         "new layers in every step."
                     )
-                self._kv.push(number, slots.array)
+                self._kv.push(number, slots)
                 # To be written, the array waits until the server has answered. By an operator that
                 # takes none of MXNet's workspaces, as the net may have given all of them to steps
                 # that wait for this exchange.
-                slots.array[:] = 0
-                wait.array(slots.array)
+                slots[:] = 0
+                wait.array(slots)
             mine = self._notice.clear()
             mine[:3] = number - _FIRST_KEY, size & 0xFFFF, size >> 16
             mine[3 : 3 + len(name)] = list(name)
             sent = mine.copy()
-            everyone = self._all_reduce(_FIRST_KEY, self._notice, wait)
+            self._kv.pushpull(_FIRST_KEY, self._notice.array, out=self._notice.array)
+            wait.array(self._notice.array)
+            everyone = self._notice.everyone
             if not (everyone[self.rank] == sent).all():
                 raise RuntimeError(f"The KVStore changes what is sent to it. {_UPDATES}")
             notices = everyone.astype(numpy.int64)
@@ -386,8 +399,7 @@ class KVStoreReducer(Reducer):
                     f"The processes bring different amounts of numbers to {key!r}: {sizes}, by "
                     "rank. Make the same layers in the same order in every process."
                 )
-            self._keys[key] = _FIRST_KEY + int(notices[0][1]), slots
-        return self._keys[key]
+            return _FIRST_KEY + int(notices[0][1])
 
 
 # The last two, which a Trainer calls at its first step, wait for all processes to call them.
@@ -403,14 +415,14 @@ def _refuse_updates(optimizer):
     raise ValueError(_UPDATES)
 
 
-def _one_at_a_time(function, lock, together=False):
+def _one_at_a_time(function, connection, together=False):
     @functools.wraps(function)
     def call(*args, **kwargs):
         if together:
             # Another process may get there only after exchanges that are under way here, and their
             # threads need the lock.
             mx.nd.waitall()
-        with lock:
+        with connection:
             result = function(*args, **kwargs)
         if together:
             # The Trainer pushes gradients to the same keys next. Who had not fetched the parameters
@@ -468,42 +480,13 @@ class HorovodReducer(Reducer):
         except ValueError as error:
             raise ValueError("HorovodReducer needs hvd.init() to be called before.") from error
         self._hvd = hvd
-        # By key: what this process sends, and NumPy's view of it.
-        self._arrays = {}
+        self._connection = _native.Connection(self._look)
         super().__init__(rank, size, timeout)
 
-    def _gather(self, key, array, wait):
-        if key not in self._arrays:
-            mine = mx.nd.empty((array.size,), dtype=numpy.float64)
-            self._arrays[key] = mine, _native.view(mine)
-        mine, values = self._arrays[key]
-        values[:] = array
-        try:
-            everyone = self._start_allgather(mine, f"gluon_syncbn {key}")
-            wait.array(everyone)
-        except mx.MXNetError as error:
-            wait.fail(error)
-        if everyone.size != self.size * array.size:
-            raise RuntimeError(
-                f"The processes bring different amounts of numbers to {key!r}: {array.size} here, "
-                f"{everyone.size} in all. Make the same layers in the same order in every process."
-            )
-        return _native.view(everyone).reshape(self.size, -1).copy()
-
-    def _start_allgather(self, array, name):
-        """What ``hvd.allgather`` does, which then waits for the result without a limit."""
-        everyone = mx.nd.empty((1,), dtype=array.dtype)
-        mx.base.check_call(
-            self._hvd.mpi_ops.MPI_MXNET_LIB_CTYPES.horovod_mxnet_allgather_async(
-                ctypes.byref(array.handle),
-                ctypes.byref(everyone.handle),
-                ctypes.c_char_p(name.encode()),
-                ctypes.c_int(0),  # priority
-                ctypes.c_int(0),  # the set of all processes
-                ctypes.c_int(1),  # the number of arrays
-            )
-        )
-        return everyone
+    def _open(self, key, size, wait):
+        # What ``hvd.allgather`` calls, which then waits for the result without a limit.
+        allgather = self._hvd.mpi_ops.MPI_MXNET_LIB_CTYPES.horovod_mxnet_allgather_async
+        return self._connection.horovod_line(key, size, self.size, allgather)
 
 
 class join:
@@ -527,7 +510,8 @@ class join:
     ----------
     batches : iterable
     trainer : mxnet.gluon.Trainer, optional
-        Whose gradients are set to zero. Without one, that is left to the loop: see `absent`.
+        Whose gradients are set to zero; with ``grad_req="add"``, to what they were before the step.
+        Without one, that is left to the loop: see `absent`.
     group : SyncGroup, optional
         By default that of the layers: see :func:`gluon_syncbn.set_default_group`.
     early_stop : bool
@@ -549,13 +533,19 @@ class join:
     ------
     ValueError
         Where a process has no batch at all.
+    TypeError
+        For anything but a Trainer as `trainer`.
     RuntimeError
         Where a process does not come to the step.
     """
 
     def __init__(self, batches, trainer=None, group=None, early_stop=False):
+        check_trainer(trainer, "join")
         self._batches = batches
         self._trainer = trainer
+        self._end_hook = None
+        # What gradients that are added to held before a step in which this process is absent.
+        self._kept = []
         self._exchange = (group or default_group())._exchange
         self._early_stop = early_stop
         self.absent = False
@@ -578,7 +568,9 @@ class join:
                         )
                     self._become_absent()
                     batch = last
+                    self._keep_sums()
                 yield batch
+                self._restore_sums()
                 last = batch
         finally:
             self._come_back()
@@ -600,15 +592,27 @@ class join:
         self.absent = True
         _native.set_absent(True)
         if self._trainer is not None:
-            add_up = self._trainer._allreduce_grads
+            self._end_hook = before_adding_up(self._trainer, self._bring_nothing)
 
-            def add_nothing():
-                for parameter in self._trainer._params:
-                    if parameter.grad_req != "null":
-                        parameter.zero_grad()
-                add_up()
+    def _bring_nothing(self):
+        for parameter in trained(self._trainer):
+            if parameter.grad_req != "add":
+                parameter.zero_grad()
+        self._restore_sums()
 
-            self._trainer._allreduce_grads = add_nothing
+    def _keep_sums(self):
+        if self._trainer is not None:
+            self._kept = [
+                (gradient, gradient.copy())
+                for parameter in trained(self._trainer)
+                if parameter.grad_req == "add"
+                for gradient in parameter.list_grad()
+            ]
+
+    def _restore_sums(self):
+        for gradient, before in self._kept:
+            before.copyto(gradient)
+        self._kept = []
 
     def _come_back(self):
         if not self.absent:
@@ -616,8 +620,8 @@ class join:
         mx.nd.waitall()
         self.absent = False
         _native.set_absent(False)
-        if self._trainer is not None:
-            del self._trainer._allreduce_grads
+        if self._end_hook is not None:
+            self._end_hook()
 
 
 def _samples(batch):

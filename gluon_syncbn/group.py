@@ -9,6 +9,8 @@ import weakref
 import numpy
 from mxnet.context import Context
 
+from ._native import clear_lines
+
 TIMEOUT_VARIABLE = "GLUON_SYNCBN_TIMEOUT"
 _DEFAULT_TIMEOUT = 300.0
 # What a process says of a layer at its first exchange, in bytes of UTF-8.
@@ -169,6 +171,7 @@ class _Exchange:
         # other not, so a step that failed cannot be taken again.
         self._broken = None
         self._fail = getattr(store, "fail", None)
+        self._native_line = getattr(store, "native_line", None)
 
     def of(self, layer, here, group_size):
         """The exchange of a `_native.Layer`."""
@@ -190,7 +193,9 @@ class _Exchange:
                         f"{group_size or 'all'}",
                     )
                     introduced = True
-            return self.all_gather(key, title, mine)
+            everyone = self.all_gather(key, title, mine)
+            self._shorten(describe(), key, exchange)
+            return everyone
 
         return exchange
 
@@ -203,7 +208,7 @@ class _Exchange:
         if len(set(told)) > 1:
             ranks = {t: [r for r, other in enumerate(told) if other == t] for t in told}
             sides = "; ".join(f"rank {_join(r)}: {t}" for t, r in ranks.items())
-            self._broken = (
+            self._break(
                 f"{title}: the processes have not built the same net. {sides}. Make the same "
                 "layers in the same order in every process, also those that only one of them uses."
             )
@@ -223,10 +228,21 @@ class _Exchange:
                 self.fail(str(error))
                 raise
 
+    def _shorten(self, layer, key, exchange):
+        """Where the store has a line for the key, the layer's messages take it without us."""
+        if layer is not None and self._native_line is not None:
+            layer.set_line(key, self._native_line(key), exchange)
+            if self._broken:
+                clear_lines()
+
+    def _break(self, text):
+        self._broken = text
+        clear_lines()
+
     def fail(self, text):
         """A step has failed here: the other processes wait in vain."""
         if self._broken is None:
-            self._broken = text
+            self._break(text)
             if self._fail is not None:
                 self._fail(text)
 

@@ -4,6 +4,7 @@ import mxnet as mx
 from mxnet.context import Context
 
 from . import _native
+from ._trainer import before_adding_up, check_trainer, trained
 
 
 class participants:
@@ -19,8 +20,9 @@ class participants:
                 trainer.step(len(x))
 
     The statistics are those of the samples that there are. At the end devices without data get the
-    running statistics of the others, so that all stay equal, bit for bit. Where all devices take
-    part it does nothing, and otherwise it waits for what was called before and within it.
+    running statistics of the others, so that all stay equal, bit for bit. Where all devices of the
+    layers take part it does nothing, and otherwise it waits for what was called before and within
+    it. Layers that have none of the devices are left alone.
 
     Parameters
     ----------
@@ -29,12 +31,15 @@ class participants:
         a device an array on it may be given.
     trainer : mxnet.gluon.Trainer, optional
         Takes zeros for the gradients of devices without data, which else would be those of an
-        earlier step. ``step`` has to be called within.
+        earlier step; with ``grad_req="add"`` what was added up before. ``step`` has to be called
+        within.
 
     Raises
     ------
     ValueError
         Without devices, and inside another one.
+    TypeError
+        For anything but a Trainer as `trainer`.
     MXNetError
         Where a result is waited for, when a layer is called on another device.
 
@@ -53,27 +58,23 @@ class participants:
                 f"participants got {devices!r}: give the contexts that have data, or arrays on "
                 "them, at least one."
             )
+        check_trainer(trainer, "participants")
         self._devices = list(dict.fromkeys(map(str, devices)))
         self._trainer = trainer
+        self._end_hook = None
         self._active = False
 
     def __enter__(self):
         if participants._inside:
             raise ValueError("participants inside participants: leave the outer one first.")
-        if all(set(layer.devices) <= set(self._devices) for layer in _native.layers()):
+        if not any(self._parts(block) for block in _native.blocks()):
             return self
         # Who has been called already, takes part in a step of all.
         mx.nd.waitall()
+        if self._trainer is not None:
+            self._end_hook = before_adding_up(self._trainer, self._bring_nothing)
         _native.set_present(self._devices)
         participants._inside = self._active = True
-        if self._trainer is not None:
-            add_up = self._trainer._allreduce_grads
-
-            def add_up_what_there_is():
-                self._clear_gradients()
-                add_up()
-
-            self._trainer._allreduce_grads = add_up_what_there_is
         return self
 
     def __exit__(self, kind, error, trace):
@@ -81,36 +82,44 @@ class participants:
             return
         try:
             mx.nd.waitall()
+            with mx.autograd.pause():
+                for block in _native.blocks():
+                    self._share_running_statistics(block)
         finally:
             _native.set_present([])
             participants._inside = self._active = False
-            if self._trainer is not None:
-                del self._trainer._allreduce_grads
-        if kind is None:
-            for layer in _native.layers():
-                self._share_running_statistics(layer)
+            if self._end_hook is not None:
+                self._end_hook()
 
-    def _clear_gradients(self):
-        for parameter in self._trainer._params:
-            if parameter.grad_req == "null":
-                continue
+    def _parts(self, block):
+        """Of each group of a layer's devices of which some take part and some do not: both."""
+        parts = []
+        for group in block._meeting_devices():
+            present = [device for device in group if device in self._devices]
+            absent = [device for device in group if device not in present]
+            if present and absent:
+                parts.append((present, absent))
+        return parts
+
+    def _bring_nothing(self):
+        for parameter in trained(self._trainer):
             for data, gradient in zip(parameter.list_data(), parameter.list_grad()):
                 if str(data.context) not in self._devices:
-                    gradient[:] = 0
+                    # What was added up before stays.
+                    if parameter.grad_req != "add":
+                        gradient[:] = 0
                     # What the Trainer looks at to find devices that were forgotten.
                     data._fresh_grad = True
 
-    def _share_running_statistics(self, layer):
-        block = layer.block()
-        if block is None:
+    def _share_running_statistics(self, block):
+        parts = self._parts(block)
+        if not parts or block.running_mean._data is None:
             return
         arrays = block._running_statistics()
-        for group in layer.groups():
-            have = [device for device in group if device in self._devices]
-            for device in group:
-                if have and device not in have:
-                    for source, target in zip(arrays[have[0]], arrays[device]):
-                        source.copyto(target)
+        for present, absent in parts:
+            for device in absent:
+                for source, target in zip(arrays.get(present[0], ()), arrays.get(device, ())):
+                    source.copyto(target)
 
 
 def _as_list(devices):

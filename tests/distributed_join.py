@@ -114,7 +114,7 @@ def many_steps(world, layers=10):
     )
     mine, server = psutil.Process(), _server()
     told = {"steps": count, "worker": [], "server": [], "begin": time.time()}
-    with Counter(world.reducer, world.kv) as counter:
+    with Counter(world) as counter:
         for number in range(count):
             x = mx.nd.array(many_steps_data(number)[world.rank :: world.size])
             with autograd.record():

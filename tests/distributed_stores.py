@@ -1,6 +1,7 @@
 """What a store has to do, whichever it is, and how often a layer turns to it."""
 
 import collections
+import ctypes
 import os
 import threading
 import time
@@ -63,38 +64,53 @@ def wrong_arrays(world):
 
 
 class Counter:
-    """Counts the messages of a store by their keys, and those of the KVStore below it."""
+    """Counts the exchanges by their keys, and the requests to the KVStore's server."""
 
-    def __init__(self, reducer, kv):
+    def __init__(self, world):
+        self._world = world
+        if world.kv is not None:
+            self._count_requests()
         self.clear()
-        self._undo = []
-        self._count(reducer, "all_gather", lambda key: self.keys.update([key]))
-        if kv is not None:
-            self._count(kv, "pushpull", self._note_push)
+
+    def _count_requests(self):
+        """By the function of MXNet that makes them, which lines that are opened from now on and
+        Python call through this."""
+        library, name = mx.base._LIB, "MXKVStorePushPull"
+        # As Python has it, which passes its own types.
+        original = getattr(library, name)
+        address = ctypes.cast(original, ctypes.c_void_p).value
+        kind = ctypes.CFUNCTYPE(
+            ctypes.c_int,
+            *(ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32),
+            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
+        )
+
+        @kind
+        def counted(*args):
+            self.requests += 1
+            return kind(address)(*args)
+
+        setattr(library, name, counted)
+        self._undo = lambda: setattr(library, name, original)
 
     def clear(self):
-        self.keys, self.pushes = collections.Counter(), 0
+        self.requests = 0
+        self._before = self._calls()
 
-    def _note_push(self, key):
-        self.pushes += 1
+    def _calls(self):
+        lines = self._world.reducer._lines
+        return collections.Counter({key: line.calls for key, line in lines.items()})
 
-    def _count(self, owner, name, note):
-        function, before = getattr(owner, name), vars(owner).get(name)
-
-        def counted(key, *args, **options):
-            note(key)
-            return function(key, *args, **options)
-
-        setattr(owner, name, counted)
-        undo = (lambda: setattr(owner, name, before)) if before else lambda: delattr(owner, name)
-        self._undo.append(undo)
+    @property
+    def keys(self):
+        return self._calls() - self._before
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        for undo in self._undo:
-            undo()
+        if self._world.kv is not None:
+            self._undo()
 
 
 def messages(world, layers=3, steps=4):
@@ -105,7 +121,7 @@ def messages(world, layers=3, steps=4):
         net.add(sbn.SyncBatchNorm(in_channels=3))
     net.initialize(ctx=devices)
     told = {}
-    with Counter(world.reducer, world.kv) as counter:
+    with Counter(world) as counter:
         for name, count in (("first", 1), ("steps", steps)):
             counter.clear()
             for _ in range(count):
@@ -115,7 +131,7 @@ def messages(world, layers=3, steps=4):
                 autograd.backward(losses)
             mx.nd.waitall()
             told[name] = counter.keys
-            told[f"{name} pushes"] = counter.pushes
+            told[f"{name} requests"] = counter.requests
     told["layers"] = [layer._layer.number for layer in net]
     world.tell("messages", told)
 

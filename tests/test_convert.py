@@ -485,6 +485,29 @@ def test_a_cumulative_average_is_not_reverted(tmp_path):
     assert "momentum=None" in report.refused[0].why and not report.replaced
 
 
+def imported(layer, path):
+    layer.initialize()
+    layer.hybridize()
+    layer(mx.nd.ones((4, 3)))
+    layer.export(str(path))
+    return gluon.SymbolBlock.imports(f"{path}-symbol.json", ["data"], f"{path}-0000.params")
+
+
+def test_a_graph_keeps_the_kind_of_variance(tmp_path):
+    net = imported(sbn.SyncBatchNorm(in_channels=3, running_variance="unbiased"), tmp_path / "net")
+    convert_sync_batchnorm(net)
+    assert [node.layer._running_variance for node in net._nodes] == ["unbiased"]
+
+
+def test_virtual_devices_in_a_graph_are_left_alone_and_become_plain(tmp_path):
+    net = imported(sbn.VirtualBatchNorm(2, in_channels=3), tmp_path / "net")
+    _, report = convert_sync_batchnorm(net, return_report=True)
+    assert "do not synchronize" in report.refused[0].why and not report.replaced
+    _, report = revert_sync_batchnorm(net, return_report=True)
+    assert [entry.after for entry in report.replaced] == ["BatchNorm"]
+    assert "GluonSyncBatchNorm" not in net._cached_graph[1].tojson()
+
+
 def test_relu_of_a_layer_with_a_cumulative_average():
     layer = SyncBatchNormReLU(in_channels=3, momentum=None)
     layer.initialize()

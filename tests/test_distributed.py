@@ -129,7 +129,7 @@ def test_one_message_per_layer_pass_and_process(pair):
     for told in pair.told("messages"):
         steps, layers = 4, told["layers"]
         ways = ("forward", "backward")
-        keys = [f"{layer} {way} -1 0" for layer in layers for way in ways]
+        keys = [f"{layer} {way} -1" for layer in layers for way in ways]
         assert told["steps"] == dict.fromkeys(keys, steps)
         # Each layer introduces itself once.
         introductions = [f"{layer} hello" for layer in layers]
@@ -139,8 +139,8 @@ def test_one_message_per_layer_pass_and_process(pair):
 def test_a_message_is_one_request_to_the_server(two):
     """A new key takes one more, in which the processes agree on its number."""
     for told in two.told("messages"):
-        assert told["steps pushes"] == sum(told["steps"].values())
-        assert told["first pushes"] == 2 * sum(told["first"].values())
+        assert told["steps requests"] == sum(told["steps"].values())
+        assert told["first requests"] == 2 * sum(told["first"].values())
 
 
 def test_one_key_is_never_twice_under_way(pair):

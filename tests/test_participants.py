@@ -199,3 +199,131 @@ def test_no_participants_inside_others():
 def test_participants_that_make_no_sense(devices):
     with pytest.raises(ValueError, match="give the contexts that have data"):
         sbn.participants(devices)
+
+
+def test_a_first_step_that_is_a_small_one():
+    """Parameters are there only when the net has been called."""
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4), sbn.SyncBatchNorm(group=sbn.SyncGroup(timeout=5)))
+    net.initialize(ctx=contexts(3))
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    for count in (2, 3):
+        with sbn.participants(contexts(count), trainer):
+            with autograd.record():
+                losses = [net(mx.nd.ones((2, 3), ctx=device)).sum() for device in contexts(count)]
+            autograd.backward(losses)
+            trainer.step(2 * count)
+    for name, parameter in net.collect_params().items():
+        first, *others = [array.asnumpy() for array in parameter.list_data()]
+        for other in others:
+            assert_same_bits(other, first, name)
+
+
+def test_layers_that_are_not_called():
+    """One without values, one whose group knows devices without parameters."""
+    layer = sbn.SyncBatchNorm(in_channels=2)
+    other = sbn.SyncBatchNorm(in_channels=2)
+    wider = sbn.SyncBatchNorm(in_channels=2, group=sbn.SyncGroup(devices=contexts(3)))
+    layer.initialize(ctx=contexts(3))
+    wider.initialize(ctx=contexts(2))
+    with sbn.participants(contexts(1)), autograd.train_mode():
+        layer(mx.nd.ones((2, 2)))
+    means = [array.asnumpy()[0] for array in layer.running_mean.list_data()]
+    assert means[0] > 0 and means == [means[0]] * 3
+    assert other.running_mean._data is None
+
+
+def test_layers_on_other_devices_are_left_alone(monkeypatch):
+    layer, teacher = sbn.SyncBatchNorm(in_channels=2), sbn.SyncBatchNorm(in_channels=2)
+    layer.initialize(ctx=contexts(3))
+    teacher.initialize(ctx=mx.cpu(3))
+    x = mx.nd.ones((2, 2))
+    with sbn.participants(contexts(2)), autograd.train_mode():
+        for device in contexts(2):
+            layer(x.as_in_context(device))
+        teacher(x.as_in_context(mx.cpu(3))).wait_to_read()
+    gc.collect()
+    monkeypatch.setattr(mx.nd, "waitall", lambda: pytest.fail("waited"))
+    with sbn.participants(contexts(3)):
+        pass
+
+
+def test_gradients_that_are_added_up_stay():
+    """A batch in two parts, of which the second has no data for the second device."""
+    dense = nn.Dense(1, in_units=1, use_bias=False, weight_initializer="zeros")
+    net = nn.HybridSequential()
+    net.add(dense, sbn.SyncBatchNorm(in_channels=1, use_global_stats=True))
+    net.initialize(ctx=contexts(2))
+    net.collect_params().setattr("grad_req", "add")
+    net[1].collect_params().setattr("grad_req", "null")
+    trainer = gluon.Trainer(dense.collect_params(), "sgd", {"learning_rate": 1})
+
+    def backward(devices, value):
+        with autograd.record():
+            losses = [dense(mx.nd.full((1, 1), value, ctx=device)) for device in devices]
+        autograd.backward(losses)
+
+    net.collect_params().zero_grad()
+    backward(contexts(2), 1)
+    with sbn.participants(contexts(1), trainer):
+        backward(contexts(1), 10)
+        trainer.step(1)
+    assert [array.asscalar() for array in dense.weight.list_data()] == [-12, -12]
+
+
+def test_inside_record():
+    layer = sbn.SyncBatchNorm(in_channels=2)
+    layer.initialize(ctx=contexts(2))
+    with autograd.record():
+        ys = [layer(mx.nd.ones((2, 2), ctx=device)) for device in contexts(2)]
+        with sbn.participants(contexts(1)):
+            y = layer(mx.nd.ones((2, 2)))
+    autograd.backward([*ys, y])
+    mx.nd.waitall()
+
+
+def test_statistics_are_shared_though_the_step_is_given_up():
+    layer = sbn.SyncBatchNorm(in_channels=2, momentum=None)
+    layer.initialize(ctx=contexts(2))
+    with pytest.raises(FloatingPointError):
+        with sbn.participants(contexts(1)), autograd.train_mode():
+            layer(mx.nd.ones((2, 2)))
+            raise FloatingPointError
+    assert [array.asscalar() for array in layer.num_batches_tracked.list_data()] == [1, 1]
+
+
+@pytest.mark.parametrize("trainer", [mx.optimizer.SGD(), "sgd"])
+def test_something_else_than_a_trainer(trainer):
+    layer = sbn.SyncBatchNorm(in_channels=2)
+    layer.initialize(ctx=contexts(2))
+    for function in (sbn.participants, sbn.distributed.join):
+        with pytest.raises(TypeError, match="give the mxnet.gluon.Trainer"):
+            function(contexts(1), trainer)
+    check_all_take_part(layer, 2)
+
+
+def test_join_and_participants_on_one_trainer():
+    """They end in any order, and what somebody else has put there stays."""
+    training = Training(2)
+    training.step(0, 5)
+    calls = []
+    add_up = training.trainer._allreduce_grads
+    training.trainer._allreduce_grads = own = lambda: (calls.append(1), add_up())
+    steps = sbn.distributed.join([mx.nd.ones((1, 5))], training.trainer, sbn.SyncGroup())
+    steps._become_absent()
+    with sbn.participants(contexts(1), training.trainer):
+        with autograd.record():
+            loss = training.net(mx.nd.ones((2, 5))).sum()
+        loss.backward()
+        before = training.net[1].weight.data(mx.cpu(0)).asnumpy()
+        training.trainer._optimizer.momentum = 0
+        training.trainer.set_learning_rate(0)
+        training.trainer.step(1)
+    assert calls == [1]
+    for parameter in training.net.collect_params().values():
+        if parameter.grad_req != "null":
+            assert all((array.asnumpy() == 0).all() for array in parameter.list_grad())
+    assert (training.net[1].weight.data(mx.cpu(0)).asnumpy() == before).all()
+    assert training.trainer._allreduce_grads is not own
+    steps._come_back()
+    assert training.trainer._allreduce_grads is own

@@ -19,7 +19,7 @@ REQUESTS = ["null", "write", "add"]
 Case = namedtuple(
     "Case",
     "dtype shape axis sizes requests gamma_request beta_request mode statistics scale center "
-    "momentum epsilon offset spread deferred seed",
+    "momentum running_variance epsilon offset spread deferred seed",
 )
 Outcome = namedtuple("Outcome", "y dx dgamma dbeta running_mean running_var")
 
@@ -57,7 +57,8 @@ def cases(draw):
         draw(st.sampled_from(["batch", "batch", "inference", "use_global_stats"])),
         scale,
         center,
-        draw(st.sampled_from([0.9, 0.0, 1.0, 0.3])),
+        draw(st.sampled_from([0.9, 0.0, 1.0, 0.3, None])),
+        draw(st.sampled_from(["biased", "unbiased"])),
         draw(st.sampled_from([1e-5, 1e-3, 1.0])),
         draw(st.sampled_from([0.0, 0.0, -3.0, 1e3, 6e4 if dtype == "float16" else 1e5])),
         draw(st.sampled_from([1.0, 1.0, 1e-3, 100.0])),
@@ -93,6 +94,7 @@ def outcome(case, sizes, requests, x, dy, gamma, beta, mean, variance):
         scale=case.scale,
         center=case.center,
         use_global_stats=case.statistics == "use_global_stats",
+        running_variance=case.running_variance,
         in_channels=0 if case.deferred else len(gamma),
     )
     if case.scale:
@@ -167,8 +169,8 @@ def check_against_reference(case, result, x, dy, gamma, beta, mean, variance):
     inv_std = 1 / np.sqrt(forward.variance + np.longdouble(case.epsilon))
     scale = np.abs(spread_out(gamma * inv_std))
     # What the mean is off, here and there, counts for a value that lies on it too.
-    about = np.sqrt(spread_out(forward.variance)) + np.abs(x).max() * 1e-6
-    distance = np.abs(x - spread_out(forward.mean)) + about
+    spread = np.sqrt(np.asarray(forward.variance)) + np.abs(x).max() * 1e-6
+    distance = np.abs(x - spread_out(forward.mean)) + spread_out(spread)
     size = distance * scale + np.abs(spread_out(beta))
     check_near(result.y, forward.y, size, case.dtype, "y")
 
@@ -198,15 +200,18 @@ def check_against_reference(case, result, x, dy, gamma, beta, mean, variance):
             already = len(case.sizes) if request == "add" else 0
             check_near(gradient, expected + already, size + already, parameters, name)
 
-    for name, running, before, batch in (
-        ("running_mean", result.running_mean, mean, forward.mean + offset),
-        ("running_var", result.running_var, variance, forward.variance),
+    count = x.size // len(gamma)
+    unbiased = case.running_variance == "unbiased" and count > 1
+    batch_variance = forward.variance * (count / np.longdouble(count - 1) if unbiased else 1)
+    # This is the first batch.
+    momentum = case.momentum or 0
+    for name, running, before, batch, lost in (
+        ("running_mean", result.running_mean, mean, forward.mean + offset, spread),
+        ("running_var", result.running_var, variance, batch_variance, 0),
     ):
-        expected = before
-        if not given_ones:
-            expected = case.momentum * before + (1 - case.momentum) * batch
+        expected = before if given_ones else momentum * before + (1 - momentum) * batch
         for values_on_device in running:
-            size = np.abs(expected) + np.abs(before) * case.momentum
+            size = np.abs(expected) + np.abs(before) * momentum + lost
             check_near(values_on_device, expected, size, parameters, name)
             assert_same_bits(values_on_device, running[0], name)
 

@@ -15,7 +15,16 @@ import timeit
 import pytest
 
 from gluon_syncbn import _roll_call
-from gluon_syncbn._roll_call import ABSENT, CAME, GONE, SILENT, Answer, RollCall
+from gluon_syncbn._roll_call import (
+    ABSENT,
+    CAME,
+    FAILED,
+    FINISHED,
+    GONE,
+    SILENT,
+    Answer,
+    RollCall,
+)
 
 # The scripts import the module by itself, without MXNet, to start quickly.
 HEAD = f"""
@@ -382,6 +391,114 @@ def test_came_and_left_are_cheap_also_while_others_ask(pair):
         seconds()
     stop.set()
     thread.join()
+
+
+def test_somebody_else_may_know_of_meetings(pair):
+    now = time.monotonic()
+    meetings = [("elsewhere", now - 5), ("later", now - 1)], [("was elsewhere", now - 3)]
+    knowing = RollCall(1, 2, "127.0.0.1", attendance=lambda: meetings)
+    pair[0].set_addresses([pair[0].address(), knowing.address()])
+    knowing.came("here")
+    for key in ("elsewhere", "later", "was elsewhere", "here"):
+        assert pair[0].ask(key)[1].state == CAME
+    answer = pair[0].ask("nowhere")[1]
+    assert answer.state == ABSENT
+    assert [key for key, _ in answer.open] == ["elsewhere", "later", "here"]
+    assert answer.last[0] == "was elsewhere" and 3 <= answer.last[1] < 9
+    knowing.left("here")
+    assert pair[0].ask("nowhere")[1].last[0] == "here"
+    knowing.close()
+
+
+# What a process tells of itself.
+
+
+def test_everyone_who_asks_is_told_of_a_failure(pair):
+    pair[1].came("x")
+    assert pair[0].ask("x")[1].notice is None
+    pair[1].tell(FAILED, "a bad batch " + "x" * 10**5)
+    pair[1].tell(FINISHED)
+    for key, state in (("x", CAME), ("y", ABSENT)):
+        answer = pair[0].ask(key)[1]
+        assert answer.state == state
+        kind, text = answer.notice
+        # The first notice counts, and as much of it as an answer holds.
+        assert kind == FAILED and text.startswith("a bad batch x") and len(text) == 4000
+    assert "Missing: rank 1 (has failed: a bad batch xx" in pair[0].describe(pair[0].ask("y"))
+
+
+def test_everyone_who_asks_is_told_of_the_end(pair):
+    pair[1].tell(FINISHED)
+    answers = pair[0].ask("x")
+    assert answers[1].notice == (FINISHED, "")
+    assert pair[0].describe(answers) == (
+        "Came: rank 0. Missing: rank 1 (has come to the end of the script)."
+    )
+
+
+def ends(roll_calls, timeout=20, delays=()):
+    """What wait_for_the_end says in each, which then closes, and the seconds that it took."""
+    told = [None] * len(roll_calls)
+
+    def end(rank):
+        time.sleep(delays[rank] if delays else 0)
+        begin = time.monotonic()
+        error = roll_calls[rank].wait_for_the_end(timeout)
+        told[rank] = error, time.monotonic() - begin
+        roll_calls[rank].close()
+
+    threads = [threading.Thread(target=end, args=(r,)) for r in range(len(roll_calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return told
+
+
+@pytest.mark.parametrize("size", [2, 7])
+def test_the_end_comes_when_all_have_come_to_it(size):
+    """Though who sees it first is gone before the others look again."""
+    for _ in range(5):
+        assert [error for error, _ in ends(simulated(size))] == [None] * size
+
+
+def test_the_end_waits_for_the_last():
+    told = ends(simulated(3), delays=[0, 0, 0.6])
+    assert [error for error, _ in told] == [None] * 3
+    assert all(0.5 < seconds < 5 for _, seconds in told[:2]) and told[2][1] < 1
+
+
+def test_the_end_without_others_that_are_gone_or_have_failed():
+    for spoil, words in (
+        (lambda other: other.close(), "rank 1 (its process is gone)"),
+        (lambda other: other.tell(FAILED, "a bad batch"), "rank 1 (has failed: a bad batch)"),
+    ):
+        roll_calls = simulated(3)
+        spoil(roll_calls[1])
+        roll_calls[2].tell(FINISHED)
+        begin = time.monotonic()
+        error = roll_calls[0].wait_for_the_end(20)
+        assert time.monotonic() - begin < 2
+        assert error.startswith("Rank 0 has come to the end of its script and has waited ")
+        # Rank 2 has come to its end and is not missed.
+        assert f"Missing: {words}." in error
+        for roll_call in roll_calls:
+            roll_call.close()
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_the_end_is_waited_for_until_the_timeout(pair, silent):
+    """And not for as long as a question may take, where nobody answers."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        if silent:
+            address = bytearray(pair[1].address())
+            address[16:18] = struct.pack(">H", mute.getsockname()[1])
+            pair[0].set_addresses([pair[0].address(), bytes(address)])
+        begin = time.monotonic()
+        error = pair[0].wait_for_the_end(0.5)
+        assert 0.5 <= time.monotonic() - begin < 1
+        reason = "does not answer: stopped" if silent else "has met nobody yet"
+        assert f"Missing: rank 1 ({reason}" in error
 
 
 def describe(answers, rank=0):

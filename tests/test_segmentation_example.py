@@ -702,6 +702,11 @@ def test_whole_program(whole_run):
         "checkpoints/last.ckpt",
         "config.json",
         "curves.png",
+        "export/folded-0000.params",
+        "export/folded-symbol.json",
+        "export/model-0000.params",
+        "export/model-symbol.json",
+        "export/model.onnx",
         "metrics.csv",
         "predictions.png",
     ]
@@ -709,8 +714,10 @@ def test_whole_program(whole_run):
     assert config["arguments"]["norm"] == "sync" and config["versions"]["mxnet"] == "1.9.1"
     if not mx.context.num_gpus():
         assert config["arguments"]["devices"] == "cpu:2" and config["arguments"]["workers"] == 2
-        # One speaks for both.
-        assert all(line.startswith("[0] ") for line in (out + err).splitlines())
+        # One speaks for both, and then the export.
+        *lines, _, _, last = out.splitlines()
+        assert last == "The mean IoU is the same."
+        assert all(line.startswith("[0] ") for line in lines + err.splitlines())
         assert out.count("into " + str(folder)) == 1
     net = example.model.SegmentationNet(11)
     net.load_parameters(str(folder / "best.params"))

@@ -125,17 +125,21 @@ def test_a_failed_step_is_not_counted():
 MIRRORED = """
 import os, sys
 import mxnet as mx, numpy as np
-os.environ["MXNET_BACKWARD_DO_MIRROR"] = sys.argv[1]
 import gluon_syncbn as sbn
-os.environ["MXNET_BACKWARD_DO_MIRROR"] = "1"
+if "variable" in sys.argv:
+    os.environ["MXNET_BACKWARD_DO_MIRROR"] = "1"
 layer = sbn.SyncBatchNorm(in_channels=3, prefix="norm_")
 layer.initialize()
-x = mx.sym.relu(mx.sym.var("data"))
-loss = mx.sym.make_loss(mx.sym.sum(mx.sym.square(mx.sym.relu(layer(x)))))
+attributes = {"force_mirroring": "True"} if "attribute" in sys.argv else {}
+with mx.AttrScope(**attributes):
+    x = mx.sym.relu(mx.sym.var("data"))
+    loss = mx.sym.make_loss(mx.sym.sum(mx.sym.square(mx.sym.relu(layer(x)))))
 bound = loss.simple_bind(mx.cpu(), data=(4, 3, 5, 5), grad_req="write")
 bound.arg_dict["data"][:] = mx.nd.random.normal(loc=2, shape=(4, 3, 5, 5))
 for _ in range(2):
     bound.forward(is_train=True)
+    bound.backward()
+if "twice" in sys.argv:
     bound.backward()
 mx.nd.waitall()
 x = np.maximum(bound.arg_dict["data"].asnumpy(), 0).mean(axis=(0, 2, 3))
@@ -143,23 +147,25 @@ print(np.log1p(-(bound.aux_dict["norm_running_mean"].asnumpy() / x)[0]) / np.log
 """
 
 
-@pytest.mark.parametrize("told, updates", [("1", 2), ("0", 4)])
-def test_a_forward_that_mxnet_computes_again(told, updates):
-    """MXNET_BACKWARD_DO_MIRROR has MXNet's executor do so. The second case is what would happen if
-    the layer did not know of it."""
+@pytest.mark.parametrize("how", [[], ["variable"], ["attribute"], ["variable", "twice"]])
+def test_a_forward_that_mxnet_computes_again(how):
+    """MXNET_BACKWARD_DO_MIRROR, or an attribute, has MXNet's executor do so. On equal data in each
+    step, so that only who computes tells a new step from the last one."""
     result = subprocess.run(
-        [sys.executable, "-c", MIRRORED, told], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", MIRRORED, *how], capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
-    assert float(result.stdout) == pytest.approx(updates, abs=1e-3)
+    assert float(result.stdout) == pytest.approx(2, abs=1e-3)
 
 
-def test_equal_batches_after_each_other_are_steps_of_their_own():
-    """With the same variable, where there is a backward between them."""
+@pytest.mark.parametrize("mode", ["imperative", "hybrid", "static_alloc"])
+def test_equal_batches_after_each_other_are_steps_of_their_own(mode):
+    """With the same variable."""
+    hybridize = "" if MODES[mode] is None else f"layer.hybridize(**{MODES[mode]})\n"
     script = (
         "import mxnet as mx, gluon_syncbn as sbn\n"
         "layer = sbn.SyncBatchNorm(in_channels=1, momentum=0.5)\n"
-        "layer.initialize()\n"
+        f"layer.initialize()\n{hybridize}"
         "for _ in range(3):\n"
         "    with mx.autograd.record():\n"
         "        y = layer(mx.nd.array([[7], [9]]))\n"

@@ -28,3 +28,8 @@ def assert_same_bits(result, reference, what=""):
     assert result.dtype == reference.dtype and result.shape == reference.shape, what
     differing = int((result.view(np.uint8) != reference.view(np.uint8)).sum())
     assert differing == 0, f"{what}: {differing} bytes differ"
+
+
+# An exported net computes the same as the one that it was made from, in another order.
+EXPORTED = {False: 2e-6, True: 1e-5}  # by whether it is folded
+ONNX = 1e-5

@@ -36,6 +36,9 @@ class RunFolder:
         self.best_parameters = self.path / "best.params"
         self.last = self.path / "checkpoints" / "last.ckpt"
         self.best = self.path / "checkpoints" / "best.ckpt"
+        names = ("model-symbol.json", "model-0000.params", "model.onnx")
+        names += ("folded-symbol.json", "folded-0000.params")
+        self.exported = [self.path / "export" / name for name in names]
         self.rows = []
 
     def start(self, config):
@@ -49,6 +52,7 @@ class RunFolder:
             self.best_parameters,
             self.last,
             self.best,
+            *self.exported,
         ):
             if path.exists():
                 path.unlink()

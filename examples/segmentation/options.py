@@ -118,6 +118,7 @@ def _parser():
         metavar="FOLDER",
         help="where to write (the next runs/segmentation-N)",
     )
+    add("--no-export", action="store_true", help="end without exporting the best checkpoint")
     add("--overwrite", action="store_true", help="replace the run that --output holds")
     add(
         "--resume",

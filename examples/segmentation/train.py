@@ -1,7 +1,9 @@
 """Train a segmentation net with synchronized batch normalization; see README.md."""
 
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import workers
 from data import DataError
@@ -19,10 +21,16 @@ def main(argv=None):
         prepare_environment(options)
         workers.settle(options)
         if options.workers > 1 and not workers.started():
-            return workers.launch(options, arguments)
-        from run import run
+            status = workers.launch(options, arguments)
+        else:
+            from run import run
 
-        return run(options)
+            status = run(options)
+        if status or workers.started() or options.no_export:
+            return status
+        # In a process of its own: it is of no training, and may need other settings of MXNet.
+        script = Path(__file__).with_name("export.py")
+        return subprocess.run([sys.executable, script, options.output]).returncode
     except (UsageError, DataError) as error:
         workers.let_the_first_speak()
         return f"{sys.argv[0]}: {error}"

@@ -14,6 +14,8 @@
 #include <tuple>
 #include <utility>
 
+#include "mailbox.h"
+
 namespace gluon_syncbn {
 namespace {
 
@@ -28,10 +30,6 @@ constexpr Seconds kGraceAfterInterrupt{0.5};
 constexpr Seconds kAwake{0.0003};
 // The share of the timeout after which a warning is given.
 constexpr double kWarnAfter = 0.1;
-// Of a lane that no call has.
-constexpr int64_t kFree = -1;
-constexpr size_t kMostLanes = 64;
-
 // Of ChannelSums, in doubles.
 constexpr size_t kSumsSize = 6;
 
@@ -120,25 +118,9 @@ struct AllReduce::Layer {
   // By place: the number of the first call of a device that has made none yet.
   std::map<int64_t, int64_t> first_calls;
   std::map<Key, std::shared_ptr<Meeting>> meetings;
-  // By place: the calls between their forward and their backward, by lane.
-  std::map<int64_t, std::vector<int64_t>> lanes;
-
-  int64_t take_lane(int64_t place, int64_t call) {
-    std::vector<int64_t>& open = lanes[place];
-    auto lane = std::find(open.begin(), open.end(), call);
-    if (lane == open.end()) lane = std::find(open.begin(), open.end(), kFree);
-    if (lane == open.end() && open.size() < kMostLanes) lane = open.insert(open.end(), kFree);
-    // So many calls without a backward: the oldest will not have one.
-    if (lane == open.end()) lane = std::min_element(open.begin(), open.end());
-    *lane = call;
-    return lane - open.begin();
-  }
-
-  void free_lane(const Ticket& ticket) {
-    if (ticket.generation != generation) return;
-    int64_t& call = lanes.at(ticket.place).at(static_cast<size_t>(ticket.lane));
-    if (call == ticket.number) call = kFree;
-  }
+  // By place: what came of backward calls that this process has not come to, or not all others.
+  std::map<int64_t, Mailbox> mail;
+  std::condition_variable mail_came;
 
   std::string title(const Key& key) const {
     return "SyncBatchNorm '" + config.name + "', " +
@@ -155,6 +137,14 @@ struct AllReduce::Layer {
       }
     }
     forward_calls.clear();
+  }
+
+  // Null where all take part, or none.
+  decltype(Ticket::present) present_of(const decltype(Ticket::present)& present) const {
+    const auto takes_part = [&](const std::string& name) { return contains(*present, name); };
+    const bool some =
+        present && std::any_of(config.devices.begin(), config.devices.end(), takes_part);
+    return some ? present : nullptr;
   }
 
   // The devices of one that may come to a meeting, itself included, in rank order.
@@ -217,9 +207,10 @@ struct AllReduce::Layer {
     meetings.clear();
     forward_calls.clear();
     first_calls.clear();
-    lanes.clear();
+    mail.clear();
     failure = why;
     ++generation;
+    mail_came.notify_all();
   }
 
   void fail(const std::string& why) {
@@ -322,11 +313,6 @@ void AllReduce::interrupt() { interrupt_count.fetch_add(1, std::memory_order_rel
 
 unsigned AllReduce::interrupts() { return interrupt_count.load(std::memory_order_relaxed); }
 
-bool AllReduce::closed() const {
-  const State::Lock lock(state_->mutex);
-  return !state_->closed.empty();
-}
-
 void AllReduce::observe(Observer observer) {
   const State::Lock lock(state_->mutex);
   state_->observer = std::move(observer);
@@ -360,6 +346,11 @@ void AllReduce::forget(int64_t number) {
 AllReduce::LayerPtr AllReduce::find(int64_t number) const {
   const State::Lock lock(state_->mutex);
   return state_->find(number);
+}
+
+std::string AllReduce::name(const LayerPtr& layer) const {
+  const State::Lock lock(state_->mutex);
+  return layer->config.name;
 }
 
 bool AllReduce::exchanges(const LayerPtr& layer) const {
@@ -409,9 +400,10 @@ Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device, 
          ". Initialize the net on every device in use, or name them all in its SyncGroup.");
   }
   if (layer->unsettled.count(device)) throw layer->failed_before();
-  if (state_->present && !contains(*state_->present, device)) {
+  const auto present = layer->present_of(state_->present);
+  if (present && !contains(*present, device)) {
     fail("SyncBatchNorm '" + config.name + "' was called on " + device +
-         ", and those who take part in this step are " + join(*state_->present) +
+         ", and those who take part in this step are " + join(*present) +
          ": name it in gluon_syncbn.participants.");
   }
   if (config.num_devices && layer->forward_calls.size() == config.num_devices &&
@@ -422,7 +414,7 @@ Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device, 
   }
   auto& calls = layer->forward_calls[device];
   const int64_t call = calls.insert({place, layer->first_calls[place]}).first->second++;
-  return {layer->generation, place, call, layer->take_lane(place, call), state_->present};
+  return {layer->generation, place, call, present};
 }
 
 void AllReduce::meet(const LayerPtr& layer, const Ticket& ticket, Direction direction,
@@ -474,7 +466,6 @@ void AllReduce::meet(const LayerPtr& layer, const Ticket& ticket, Direction dire
   lock.lock();
   meeting->end(error);
   if (!error.empty()) state_->fail(&lock, layer.get(), error);
-  if (direction == Direction::kBackward) layer->free_lane(ticket);
 }
 
 namespace {
@@ -500,7 +491,7 @@ void AllReduce::reduce(const LayerPtr& layer, const Ticket& ticket, Direction di
       for (size_t c = 0; c < all.size(); ++c) all[c].add((*p->sums)[c]);
       all_count += *p->count;
     }
-    exchange(*layer, ticket, direction, &all, &all_count);
+    exchange(layer.get(), ticket, direction, &all, &all_count);
     for (Part* part : parts) {
       *static_cast<SumsPart*>(part)->sums = all;
       *static_cast<SumsPart*>(part)->count = all_count;
@@ -508,7 +499,7 @@ void AllReduce::reduce(const LayerPtr& layer, const Ticket& ticket, Direction di
   });
 }
 
-void AllReduce::exchange(const Layer& layer, const Ticket& ticket, Direction direction,
+void AllReduce::exchange(Layer* layer, const Ticket& ticket, Direction direction,
                          std::vector<ChannelSums>* sums, double* count) {
   static_assert(sizeof(ChannelSums) == kSumsSize * sizeof(double), "sums travel as they are");
   Message message;
@@ -517,17 +508,17 @@ void AllReduce::exchange(const Layer& layer, const Ticket& ticket, Direction dir
   const decltype(Observer::exchange)* send;
   {
     const State::Lock lock(state_->mutex);
-    config = layer.config;
+    config = layer->config;
     if (!config.exchanges()) return;
     absent = state_->absent;
     send = &state_->observer.exchange;
-    message.title = layer.title({direction, ticket.place, ticket.number, 0});
+    message.title = layer->title({direction, ticket.place, ticket.number, 0});
   }
   const std::string way = direction == Direction::kForward ? " forward " : " backward ";
-  message.layer = layer.number;
-  message.key = std::to_string(layer.number) + way + std::to_string(ticket.place) + " " +
-                std::to_string(ticket.lane);
+  message.layer = layer->number;
+  message.key = std::to_string(layer->number) + way + std::to_string(ticket.place);
   message.channels = static_cast<int64_t>(sums->size());
+  message.timeout_seconds = config.timeout_seconds;
   // The call's number, the count, the sums.
   const size_t size = 2 + kSumsSize * sums->size();
   message.values.resize(size);
@@ -539,6 +530,8 @@ void AllReduce::exchange(const Layer& layer, const Ticket& ticket, Direction dir
   std::vector<double> all(size * config.processes);
   const std::string error = (*send)(message, &all);
   if (!error.empty()) throw Error(error);
+  // Forward calls come in one order, as all of them write the running statistics.
+  if (direction == Direction::kBackward) sort_out(layer, ticket, config.processes, &all);
 
   std::fill(sums->begin(), sums->end(), ChannelSums());
   *count = 0;
@@ -565,6 +558,48 @@ void AllReduce::set_present(const std::vector<std::string>& devices) {
       devices.empty() ? nullptr : std::make_shared<const std::vector<std::string>>(devices);
   for (const auto& entry : state_->layers) {
     if (const LayerPtr layer = entry.second.lock()) layer->line_up();
+  }
+}
+
+void AllReduce::sort_out(Layer* layer, const Ticket& ticket, size_t processes,
+                         std::vector<double>* round) {
+  if (Mailbox::is_of_one_call(*round, processes)) return;
+  const auto number_of_call = static_cast<double>(ticket.number);
+  State::Lock lock(state_->mutex);
+  const auto check_going_on = [&] {
+    if (!state_->closed.empty()) throw Error(state_->closed);
+    if (ticket.generation != layer->generation) throw layer->failed_before();
+  };
+  check_going_on();
+  layer->mail[ticket.place].put(*round, processes);
+  layer->mail_came.notify_all();
+  const Seconds timeout(layer->config.timeout_seconds);
+  const Clock::time_point start = Clock::now();
+  const unsigned interrupts_before = AllReduce::interrupts();
+  bool warned = false;
+  while (!layer->mail[ticket.place].take(number_of_call, processes, round)) {
+    layer->mail_came.wait_for(lock, std::min(kSlice, timeout * kWarnAfter));
+    check_going_on();
+    const Seconds waited = Clock::now() - start;
+    const bool interrupted = AllReduce::interrupts() != interrupts_before;
+    if (!interrupted && (warned || waited < timeout * kWarnAfter) && waited < timeout) continue;
+    std::vector<std::string> came;
+    for (const size_t rank : layer->mail[ticket.place].came(number_of_call)) {
+      came.push_back(std::to_string(rank));
+    }
+    const std::string story = layer->title({Direction::kBackward, ticket.place, ticket.number, 0}) +
+                              ": waited " + number(waited.count()) + " s for all of " +
+                              std::to_string(processes) +
+                              " processes to go backward through this call. Came: ranks " +
+                              join(came) + "; the others went through other calls of the layer. ";
+    if (interrupted) throw Error(story + "Interrupted.");
+    if (waited >= timeout) throw Error(story + "Call backward for the same calls in all of them.");
+    warned = true;
+    if (const auto warn = state_->observer.warn) {
+      lock.unlock();
+      warn(story + "After " + number(timeout.count()) + " s this is an error.");
+      lock.lock();
+    }
   }
 }
 

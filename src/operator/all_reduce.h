@@ -54,9 +54,6 @@ struct Ticket {
   int64_t generation = 0;
   int64_t place = 0;
   int64_t number = 0;
-  // The least number that no other call at this place has between its forward and its backward: few
-  // in all, and the same in every process.
-  int64_t lane = 0;
   // Who takes part, where that is not everyone.
   std::shared_ptr<const std::vector<std::string>> present;
 };
@@ -69,11 +66,12 @@ struct Part {
 // What one process sends to the others of its layer.
 struct Message {
   int64_t layer;
-  // The same for all messages that may not be under way at the same time: "12 forward 0 0".
+  // The same for all messages that may not be under way at the same time: "12 forward 0".
   std::string key;
   // What is told to the user: "SyncBatchNorm 'batchnorm0', forward call 7".
   std::string title;
   int64_t channels;
+  double timeout_seconds;
   std::vector<double> values;
 };
 
@@ -105,12 +103,14 @@ class AllReduce {
   // Null where there is none.
   LayerPtr find(int64_t number) const;
 
+  std::string name(const LayerPtr& layer) const;
   // How many devices of this process meet, and whether they exchange sums with other processes.
   size_t participants(const LayerPtr& layer) const;
   bool exchanges(const LayerPtr& layer) const;
 
   // From the next forward calls on, only these devices take part, as the others have no data; none:
-  // everyone does. At this moment no forward call may be on its way.
+  // everyone does. Layers that have none of the devices are left alone. At this moment no forward
+  // call may be on its way.
   void set_present(const std::vector<std::string>& devices);
 
   // Draws the ticket of the next forward call on this device at this place. Throws Error.
@@ -156,15 +156,16 @@ class AllReduce {
   static void interrupt();
   // How often that was called.
   static unsigned interrupts();
-  bool closed() const;
 
  private:
   struct Meeting;
   struct State;
 
   // Replaces the sums and the count of this process by those of all. Throws Error.
-  void exchange(const Layer& layer, const Ticket& ticket, Direction direction,
+  void exchange(Layer* layer, const Ticket& ticket, Direction direction,
                 std::vector<ChannelSums>* sums, double* count);
+  // Replaces the messages of a round by those of the ticket's backward call, which it waits for.
+  void sort_out(Layer* layer, const Ticket& ticket, size_t processes, std::vector<double>* round);
 
   std::unique_ptr<State> state_;
 };

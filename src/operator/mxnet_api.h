@@ -55,7 +55,10 @@ struct MXNetApi {
                           void (*deleter)(void* argument), const void* context, Handle* read,
                           int num_read, Handle* written, int num_written, const void* property,
                           int priority, const char* name);
+  const char* (*last_error)();
 };
+
+inline MXNetApi mxnet;
 
 }  // namespace gluon_syncbn
 

@@ -75,31 +75,55 @@ template void RunningState::update(const std::vector<BatchPtr>&, const RunningRu
 template void RunningState::update(const std::vector<BatchPtr>&, const RunningRule&,
                                    const RunningArrays<double>&);
 
-bool RunningState::is_recomputed(int64_t place, const std::vector<BatchPtr>& batches) {
+void RunningState::restart(bool variance) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<BatchPtr>& last = open_[place];
-  const bool recomputed =
-      std::equal(last.begin(), last.end(), batches.begin(), batches.end(),
-                 [](const BatchPtr& a, const BatchPtr& b) { return same(*a, *b); });
-  last = batches;
-  return recomputed;
+  (variance ? variance_ : mean_) = Virtual();
 }
 
-void RunningState::goes_backward(int64_t place) {
+bool RunningState::is_recomputed(int64_t place, int64_t call,
+                                 const std::vector<BatchPtr>& batches) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  open_.erase(place);
+  Computed& last = computed_[place];
+  const auto equal = [](const BatchPtr& a, const BatchPtr& b) { return same(*a, *b); };
+  if (last.call != call &&
+      std::equal(last.batches.begin(), last.batches.end(), batches.begin(), batches.end(), equal)) {
+    return true;
+  }
+  last = {call, batches};
+  return false;
+}
+
+void RunningState::goes_backward(int64_t place, int64_t call) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto last = computed_.find(place);
+  if (last != computed_.end() && last->second.call == call) computed_.erase(last);
+}
+
+void RunningStates::keep(int64_t layer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  kept_.insert(layer);
+}
+
+void RunningStates::forget(int64_t layer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  kept_.erase(layer);
+  states_.erase(states_.lower_bound({layer, ""}), states_.lower_bound({layer + 1, ""}));
 }
 
 std::shared_ptr<RunningState> RunningStates::of(int64_t layer, const std::string& device) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (!kept_.count(layer)) return std::make_shared<RunningState>();
   std::shared_ptr<RunningState>& state = states_[{layer, device}];
   if (!state) state = std::make_shared<RunningState>();
   return state;
 }
 
-void RunningStates::forget(int64_t layer) {
+void RunningStates::restart(int64_t layer, bool variance) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  states_.erase(states_.lower_bound({layer, ""}), states_.lower_bound({layer + 1, ""}));
+  for (auto state = states_.lower_bound({layer, ""}); state != states_.lower_bound({layer + 1, ""});
+       ++state) {
+    state->second->restart(variance);
+  }
 }
 
 }  // namespace gluon_syncbn

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -41,16 +42,19 @@ class RunningState {
  public:
   // Updates the arrays by a batch, or by those of several virtual devices: of these, each has
   // running statistics of its own, and the arrays hold the mean, added and divided in P as MXNet
-  // does when it saves the parameters of so many devices. Where somebody else has written the
-  // arrays, all virtual devices go on from there.
+  // does when it saves the parameters of so many devices.
   template <typename P>
   void update(const std::vector<BatchPtr>& batches, const RunningRule& rule,
               const RunningArrays<P>& arrays);
 
-  // Where MXNet computes forward passes a second time before the backward: whether this is the same
-  // batch as the last at this place, and no backward came between.
-  bool is_recomputed(int64_t place, const std::vector<BatchPtr>& batches);
-  void goes_backward(int64_t place);
+  // Somebody else writes an array: all virtual devices go on from there.
+  void restart(bool variance);
+
+  // Where MXNet computes forward passes a second time before the backward, in a node of its own:
+  // whether a call computes what another one has computed last at this place.
+  bool is_recomputed(int64_t place, int64_t call, const std::vector<BatchPtr>& batches);
+  // Nobody computes a call again that goes backward itself.
+  void goes_backward(int64_t place, int64_t call);
 
  private:
   // The values that virtual devices have, and their mean as it was written.
@@ -62,20 +66,33 @@ class RunningState {
   static void follow(size_t count, const F& batch_value, double momentum, size_t channels,
                      P* running, Virtual* of);
 
+  // The last forward call at a place, and what came out.
+  struct Computed {
+    int64_t call = -1;
+    std::vector<BatchPtr> batches;
+  };
+
   std::mutex mutex_;
   Virtual mean_, variance_;
-  std::map<int64_t, std::vector<BatchPtr>> open_;
+  std::map<int64_t, Computed> computed_;
 };
 
-// The states of all layers, by layer and device.
+// The states of all layers, by layer and device: from keep() to forget(), and as long as somebody
+// holds one.
 class RunningStates {
  public:
-  std::shared_ptr<RunningState> of(int64_t layer, const std::string& device);
+  void keep(int64_t layer);
   void forget(int64_t layer);
+  std::shared_ptr<RunningState> of(int64_t layer, const std::string& device);
+  // See RunningState.
+  void restart(int64_t layer, bool variance);
 
  private:
+  using Key = std::pair<int64_t, std::string>;
+
   std::mutex mutex_;
-  std::map<std::pair<int64_t, std::string>, std::shared_ptr<RunningState>> states_;
+  std::set<int64_t> kept_;
+  std::map<Key, std::shared_ptr<RunningState>> states_;
 };
 
 }  // namespace gluon_syncbn

@@ -12,6 +12,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -28,12 +29,13 @@
 #include "kernels.h"
 #include "mxnet_api.h"
 #include "running_statistics.h"
+#include "stores.h"
 #include "thread_pool.h"
+#include "watch.h"
 
 namespace gluon_syncbn {
 namespace {
 
-MXNetApi mxnet;
 std::string this_process;
 bool naive_engine = false;
 bool onednn = false;
@@ -44,9 +46,7 @@ constexpr int kMostErrorText = 1 << 13;
 // Never destroyed: calls may still wait in it when the process ends.
 AllReduce* all_reduce = nullptr;
 RunningStates* running_states = nullptr;
-
-// Whether MXNet computes forward passes a second time before the backward, to save memory.
-bool recomputes = false;
+std::atomic<int64_t> call_count{0};
 
 void check(int status, const char* what) {
   if (status != 0) throw std::runtime_error(std::string("MXNet's ") + what + " failed");
@@ -58,6 +58,12 @@ enum Auxiliary { kRunningMean, kRunningVar, kNumBatches };
 
 // OpReqType of mxnet/op_attr_types.h.
 enum Request { kNullOp, kWriteTo, kWriteInplace, kAddTo };
+
+// As MXNet's executor asks when it is bound.
+bool mirrors() {
+  const char* const set = std::getenv("MXNET_BACKWARD_DO_MIRROR");
+  return set && std::atoi(set) != 0;
+}
 
 Store store_of(int request) { return request == kAddTo ? Store::kAdd : Store::kWrite; }
 
@@ -75,6 +81,8 @@ struct Settings {
   // Into how many chunks a batch is cut, each with statistics of its own; 0: the batch is a part of
   // one that all devices have.
   int virtual_devices = 0;
+  // The user asks MXNet's executor to compute the node a second time before the backward.
+  bool force_mirroring = false;
   // What could not be read. It is told later: MXNet crashes when an error comes where settings are
   // read.
   std::string error;
@@ -96,6 +104,7 @@ struct Settings {
       if (key == "fix_gamma") fix_gamma = value == "True";
       if (key == "use_global_stats") use_global_stats = value == "True";
       if (key == "gpu_only") gpu_only = value == "True";
+      if (key == "__force_mirroring__") force_mirroring = true;
       if (key == "process") foreign = value != this_process;
     }
     // In a graph that another process made, numbers stand for other layers.
@@ -145,7 +154,10 @@ View view_of(const int* shape, int ndim, int axis) {
     for (int i = 1; i < axis; ++i) view.R *= shape[i];
   }
   if (view.size() == 0) {
-    throw std::runtime_error("data of shape " + shape_text(shape, ndim) + " holds no values.");
+    throw std::runtime_error(
+        "data of shape " + shape_text(shape, ndim) +
+        " holds no values. Leave a device without data out of the step, within "
+        "gluon_syncbn.participants.");
   }
   return view;
 }
@@ -255,6 +267,8 @@ class Call {
       : settings_(settings),
         layer_(layer),
         device_(context),
+        number_(call_count++),
+        recomputes_(settings.place >= 0 && (settings.force_mirroring || mirrors())),
         running_(running_states->of(settings.layer, device_)) {
     for (void*& self : contexts) self = this;
   }
@@ -293,7 +307,8 @@ class Call {
       ticket_ = all_reduce->next_ticket(layer_, device_, settings_.place);
       batches.push_back(meet_forward(kernels, dtype, part));
     }
-    if (from_batch_ && !(recomputes && running_->is_recomputed(settings_.place, batches))) {
+    if (from_batch_ &&
+        !(recomputes_ && running_->is_recomputed(settings_.place, number_, batches))) {
       if (has_double_parameters(dtype)) {
         update_running<double>(arrays, running, batches);
       } else {
@@ -316,10 +331,9 @@ class Call {
     const bool wanted = request[kData] != kNullOp;
     const View view = arrays.view(data, settings_.axis);
     if (batches_.empty() || static_cast<int64_t>(batches_[0]->channels.size()) != view.C) {
-      throw Error("SyncBatchNorm on " + device_ +
-                  " goes backward through a forward that has failed.");
+      throw Error(title() + " goes backward through a forward that has failed.");
     }
-    if (recomputes) running_->goes_backward(settings_.place);
+    if (recomputes_) running_->goes_backward(settings_.place, number_);
     std::vector<ChannelSums> sums(view.C);
     const BackwardPart part{view,
                             arrays.data(kOutput),
@@ -372,7 +386,7 @@ class Call {
     } catch (const Error& error) {
       text = error.what();
     } catch (const std::exception& error) {
-      text = "SyncBatchNorm on " + device_ + ": " + error.what();
+      text = title() + ": " + error.what();
       all_reduce->fail(layer_, text);
     }
     // MXNet's naive engine has no such arrays: there an exception goes straight up to the caller.
@@ -534,6 +548,11 @@ class Call {
                      });
   }
 
+  std::string title() const {
+    return "SyncBatchNorm" + (layer_ ? " '" + all_reduce->name(layer_) + "'" : "") + " on " +
+           device_;
+  }
+
   const void* gamma(const void* values) const { return settings_.fix_gamma ? nullptr : values; }
 
   bool on_cpu() const { return device_.compare(0, 3, "cpu") == 0; }
@@ -591,6 +610,9 @@ class Call {
   const Settings settings_;
   const AllReduce::LayerPtr layer_;
   const std::string device_;
+  const int64_t number_;
+  // Whether MXNet may compute the forward a second time before the backward, to save memory.
+  const bool recomputes_;
   const std::shared_ptr<RunningState> running_;
   bool from_batch_ = false;
   Ticket ticket_{};
@@ -680,7 +702,9 @@ int infer_shape(int size, int* ndims, int** shapes, void* state) {
         shape_text(shapes[kData], ndims[kData]) + ". Choose another axis for the channels.");
   }
   property->channels = shapes[kData][axis];
-  property->statistics = property->channels * std::max(1, property->settings.virtual_devices);
+  property->statistics = property->channels;
+  if (property->channels > 0)
+    property->statistics *= std::max(1, property->settings.virtual_devices);
   for (int i = 0; i < size; ++i) {
     if (i == kData || i == kNumInputs + kOutput) continue;
     if (i == kNumInputs + kMean || i == kNumInputs + kInvStd) {
@@ -779,6 +803,16 @@ int create_property(const char*, int size, const char** keys, const char** value
   return 1;
 }
 
+// What went wrong, or nothing.
+std::string exchange_over(Line* line, const Message& message, std::vector<double>* all) {
+  try {
+    line->exchange(message.title, message.timeout_seconds, message.values.data(), all->data());
+    return "";
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
 // A device that takes part again: see gluon_syncbn_settle.
 struct Settlement {
   int64_t layer, generation;
@@ -789,22 +823,6 @@ struct Settlement {
     if (marker) mxnet.ndarray_free(marker);
   }
 };
-
-// Somebody who waits for an array. The engine holds it too, for as long as it may call.
-struct Watch {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool written = false;
-  const unsigned interrupts = AllReduce::interrupts();
-};
-using WatchPtr = std::shared_ptr<Watch>;
-
-// float32 holds whole numbers of so many bits, and a float64 has three times as many or less.
-constexpr int kParts = 3, kBitsPerPart = 22;
-constexpr uint64_t kPartMask = (uint64_t{1} << kBitsPerPart) - 1;
-
-// How often a wait looks up from its sleep.
-constexpr std::chrono::duration<double> kLookUp{0.1};
 
 // Handles SIGINT, after whoever did so before.
 struct sigaction previous_interrupt_action;
@@ -840,15 +858,15 @@ int gluon_syncbn_register(void* const* api, const char* process, int is_naive_en
     failed(layer, generation, text.c_str());
   };
   observer.exchange = [exchange](const Message& message, std::vector<double>* all) {
+    const auto size = static_cast<int64_t>(message.values.size());
+    const LinePtr line = lines().find(message.layer, message.key);
+    if (line && line->size() == size) return exchange_over(line.get(), message, all);
     char error[kMostErrorText] = "";
-    const int status =
-        exchange(message.layer, message.key.c_str(), message.title.c_str(), message.channels,
-                 message.values.data(), static_cast<int64_t>(message.values.size()), all->data(),
-                 static_cast<int64_t>(all->size()), error, kMostErrorText);
+    const int status = exchange(message.layer, message.key.c_str(), message.title.c_str(),
+                                message.channels, message.values.data(), size, all->data(),
+                                static_cast<int64_t>(all->size()), error, kMostErrorText);
     return status == 0 ? std::string() : std::string(error[0] ? error : "The exchange failed.");
   };
-  const char* const mirror = std::getenv("MXNET_BACKWARD_DO_MIRROR");
-  recomputes = mirror && std::atoi(mirror) != 0;
   if (!all_reduce) all_reduce = new AllReduce;
   if (!running_states) running_states = new RunningStates;
   all_reduce->observe(observer);
@@ -856,6 +874,7 @@ int gluon_syncbn_register(void* const* api, const char* process, int is_naive_en
 }
 
 void gluon_syncbn_after_fork() {
+  lines().clear();
   abandon_thread_pool();
   all_reduce->start_over();
 }
@@ -865,6 +884,8 @@ void gluon_syncbn_tell_next(const char* text) { all_reduce->tell_next(text); }
 void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* devices,
                             int num_devices, int expected, int group_size, double timeout_seconds,
                             int processes, int first_rank, int end_rank) {
+  // Its store may be another one from now on.
+  lines().forget(layer);
   LayerConfig config;
   config.name = name;
   config.devices.assign(devices, devices + num_devices);
@@ -875,6 +896,7 @@ void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* 
   config.first_rank = static_cast<size_t>(first_rank);
   config.end_rank = static_cast<size_t>(end_rank);
   all_reduce->configure(layer, config);
+  running_states->keep(layer);
 }
 
 void gluon_syncbn_set_present(const char* const* devices, int num_devices) {
@@ -884,8 +906,13 @@ void gluon_syncbn_set_present(const char* const* devices, int num_devices) {
 void gluon_syncbn_set_absent(int absent) { all_reduce->set_absent(absent != 0); }
 
 void gluon_syncbn_forget(int64_t layer) {
+  lines().forget(layer);
   all_reduce->forget(layer);
   running_states->forget(layer);
+}
+
+void gluon_syncbn_restart(int64_t layer, int variance) {
+  running_states->restart(layer, variance != 0);
 }
 
 int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device, void** arrays,
@@ -928,64 +955,10 @@ int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device, v
   return status;
 }
 
-void gluon_syncbn_split(const double* values, int64_t n, float* parts) {
-  for (int64_t i = 0; i < n; ++i) {
-    uint64_t bits;
-    std::memcpy(&bits, values + i, sizeof(bits));
-    // By way of int32_t, for which there are vector instructions.
-    for (int part = 0; part < kParts; ++part) {
-      const uint64_t value = bits >> (part * kBitsPerPart) & kPartMask;
-      parts[part * n + i] = static_cast<float>(static_cast<int32_t>(value));
-    }
-  }
+void gluon_syncbn_close(const char* reason) {
+  all_reduce->close(reason);
+  Watch::close();
 }
-
-void gluon_syncbn_join(const float* parts, int64_t rows, int64_t n, double* values) {
-  for (int64_t row = 0; row < rows; ++row, parts += kParts * n, values += n) {
-    for (int64_t i = 0; i < n; ++i) {
-      uint64_t bits = 0;
-      for (int part = 0; part < kParts; ++part) {
-        const auto value = static_cast<uint64_t>(static_cast<int32_t>(parts[part * n + i]));
-        bits |= value << (part * kBitsPerPart);
-      }
-      std::memcpy(values + i, &bits, sizeof(bits));
-    }
-  }
-}
-
-void* gluon_syncbn_watch_begin(void* array) {
-  const auto watch = std::make_shared<Watch>();
-  const auto tell = [](void*, void* argument) {
-    Watch& w = **static_cast<WatchPtr*>(argument);
-    const std::lock_guard<std::mutex> lock(w.mutex);
-    w.written = true;
-    w.changed.notify_all();
-  };
-  // Runs also where the array holds an error, which the waiting one then gets from MXNet.
-  const int status = mxnet.engine_push_sync(
-      tell, new WatchPtr(watch), [](void* w) { delete static_cast<WatchPtr*>(w); }, &kCpuContext,
-      &array, 1, nullptr, 0, &kNoSkip, 1, "SyncBatchNormWatch");
-  return status == 0 ? new WatchPtr(watch) : nullptr;
-}
-
-int gluon_syncbn_watch_wait(void* watch, double seconds) {
-  Watch& w = **static_cast<WatchPtr*>(watch);
-  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-  std::unique_lock<std::mutex> lock(w.mutex);
-  while (!w.written) {
-    const std::chrono::duration<double> left = end - std::chrono::steady_clock::now();
-    if (left.count() <= 0) return 1;
-    w.changed.wait_for(lock, std::min(left, kLookUp));
-    if (w.written) break;
-    if (AllReduce::interrupts() != w.interrupts) return 2;
-    if (all_reduce->closed()) return 3;
-  }
-  return 0;
-}
-
-void gluon_syncbn_watch_end(void* watch) { delete static_cast<WatchPtr*>(watch); }
-
-void gluon_syncbn_close(const char* reason) { all_reduce->close(reason); }
 
 int gluon_syncbn_waiting() { return all_reduce->waiting(); }
 

@@ -1,10 +1,10 @@
-// What the library offers to _native.py. Strings are UTF-8 and copied.
+// What the library offers to _native.py of layers, and of the process. More stands in stores.h.
 #ifndef GLUON_SYNCBN_SYNC_BATCH_NORM_H_
 #define GLUON_SYNCBN_SYNC_BATCH_NORM_H_
 
 #include <cstdint>
 
-#define SBN_EXPORT extern "C" __attribute__((visibility("default")))
+#include "exports.h"
 
 // The version of the package that this library was built for.
 SBN_EXPORT const char* gluon_syncbn_version();
@@ -41,6 +41,8 @@ SBN_EXPORT void gluon_syncbn_set_present(const char* const* devices, int num_dev
 // Whether this process takes part in exchanges with sums of nothing, as it has run out of data.
 SBN_EXPORT void gluon_syncbn_set_absent(int absent);
 SBN_EXPORT void gluon_syncbn_forget(int64_t layer);
+// Somebody else writes the running mean, or the running variance: virtual devices go on from there.
+SBN_EXPORT void gluon_syncbn_restart(int64_t layer, int variance);
 
 // After a failure: frees the running statistics of a device from the error that they hold, once
 // everything that was pushed before has gone by, and lets the device take part again. Whoever waits
@@ -51,18 +53,6 @@ SBN_EXPORT int gluon_syncbn_settle(int64_t layer, int64_t generation, const char
 
 // The process ends: releases all who wait, with an error.
 SBN_EXPORT void gluon_syncbn_close(const char* reason);
-
-// float64 on its way through a store that adds float32: three whole numbers of 22 bits each, first
-// the lowest bits of all values, then the next. parts: (3, n), and (rows, 3, n) for all processes.
-SBN_EXPORT void gluon_syncbn_split(const double* values, int64_t n, float* parts);
-SBN_EXPORT void gluon_syncbn_join(const float* parts, int64_t rows, int64_t n, double* values);
-
-// Waiting for an array that may never be written: a store's answer. begin() starts to watch it;
-// wait() returns 0 once it was written or holds an error, 1 after `seconds`, 2 on Ctrl-C, 3 when
-// the process ends; end() stops, whatever becomes of the array.
-SBN_EXPORT void* gluon_syncbn_watch_begin(void* array);
-SBN_EXPORT int gluon_syncbn_watch_wait(void* watch, double seconds);
-SBN_EXPORT void gluon_syncbn_watch_end(void* watch);
 
 // The number of calls that wait for other devices now.
 SBN_EXPORT int gluon_syncbn_waiting();

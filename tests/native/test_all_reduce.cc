@@ -1,6 +1,8 @@
 #include <unistd.h>
 
+#include <condition_variable>
 #include <cstring>
+#include <map>
 
 #include "all_reduce.h"
 #include "all_reduce_fixture.h"
@@ -251,8 +253,8 @@ void processes_exchange_their_sums_once() {
     CHECK_EQ(count, 30);
   }
   CHECK_EQ(e.messages.size(), 2u);
-  CHECK_EQ(e.messages[0].key, "5 forward 0 0");
-  CHECK_EQ(e.messages[1].key, "5 backward 0 1");
+  CHECK_EQ(e.messages[0].key, "5 forward 0");
+  CHECK_EQ(e.messages[1].key, "5 backward 0");
   CHECK_EQ(e.messages[0].values.size(), 2u + 6 * 3);
   CHECK_EQ(e.messages[0].values[1], 9);
   CHECK_EQ(e.messages[1].values[0], 1);
@@ -287,32 +289,138 @@ void a_failed_exchange_is_everyones_error() {
   CHECK(contains(texts[0], "rank 0 is at its call 7") && texts[0] == texts[1]);
 }
 
-// Few keys, of which no two calls between their forward and their backward share one.
-void lanes_are_few_and_never_shared() {
-  check::context = "lanes";
-  Exchange e(0, 3);
-  std::vector<std::string> texts;
-  double count = 0;
-  const auto backward = [&](const std::vector<Ticket>& tickets) {
-    e.call(Direction::kBackward, tickets, &count, &texts);
+// Two processes of one device, whose exchange waits for both.
+struct Pair {
+  static constexpr size_t kProcesses = 2;
+  struct Round {
+    // What was sent, by rank, and what each process has fetched.
+    std::map<size_t, std::vector<double>> sent;
+    size_t fetched = 0;
   };
-  for (int step = 0; step < 3; ++step) {
-    const std::vector<Ticket> a = e.tickets(), b = e.tickets(), c = e.tickets();
-    CHECK_EQ(a[0].lane, 0);
-    CHECK_EQ(b[1].lane, 1);
-    CHECK_EQ(c[0].lane, 2);
-    backward(b);
-    const std::vector<Ticket> d = e.tickets();
-    CHECK_EQ(d[0].lane, 1);
-    CHECK_EQ(d[1].lane, 1);
-    backward(d);
-    backward(c);
-    backward(a);
+
+  std::vector<std::unique_ptr<Fixture>> processes;
+  std::vector<std::string> warnings;
+  std::set<std::string> keys;
+  std::mutex mutex, turns[kProcesses];
+  std::condition_variable changed;
+  Round round;
+
+  explicit Pair(double timeout = kLong) {
+    for (size_t rank = 0; rank < kProcesses; ++rank) {
+      LayerConfig config = config_of(cpus(1), timeout);
+      config.processes = config.end_rank = kProcesses;
+      processes.emplace_back(new Fixture(config));
+      Observer observer;
+      observer.warn = [this](const std::string& text) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        warnings.push_back(text);
+      };
+      observer.exchange = [this, rank](const Message& message, std::vector<double>* all) {
+        // One message of a key at a time, as all in this test are.
+        const std::lock_guard<std::mutex> turn(turns[rank]);
+        std::unique_lock<std::mutex> lock(mutex);
+        keys.insert(message.key);
+        round.sent[rank] = message.values;
+        changed.notify_all();
+        changed.wait(lock, [&] { return round.sent.size() == kProcesses; });
+        all->clear();
+        for (const auto& part : round.sent) {
+          all->insert(all->end(), part.second.begin(), part.second.end());
+        }
+        if (++round.fetched == kProcesses) round = Round();
+        changed.notify_all();
+        changed.wait(lock, [&] { return round.sent.count(rank) == 0; });
+        return std::string();
+      };
+      processes.back()->all_reduce.observe(observer);
+    }
   }
-  int64_t most = 0;
-  for (int i = 0; i < 200; ++i) most = std::max(most, e.tickets()[0].lane);
-  CHECK_EQ(most, 63);
-  for (const std::string& text : texts) CHECK_EQ(text, "");
+
+  // The count of all, where this one's is the call's number and 100 times the rank.
+  double backward(size_t rank, const Ticket& ticket) {
+    Sums sums(1);
+    double count = static_cast<double>(ticket.number) + 100.0 * static_cast<double>(rank);
+    processes[rank]->all_reduce.reduce(processes[rank]->layer, ticket, Direction::kBackward,
+                                       "cpu(0)", &sums, &count);
+    return count;
+  }
+};
+
+// One key for all calls, also where they go backward in another order in each process.
+void backward_calls_come_in_any_order() {
+  check::context = "orders";
+  const std::vector<std::vector<size_t>> orders{{0, 1, 2}, {2, 1, 0}, {1, 2, 0}, {0, 2, 1}};
+  for (const std::vector<size_t>& order : orders) {
+    Pair pair;
+    for (int step = 0; step < 3; ++step) {
+      std::vector<std::unique_ptr<Call>> calls;
+      std::vector<Ticket> tickets[2];
+      for (size_t rank = 0; rank < 2; ++rank) {
+        // One that never goes backward, as in an evaluation in training mode.
+        pair.processes[rank]->next("cpu(0)");
+        for (int i = 0; i < 3; ++i) tickets[rank].push_back(pair.processes[rank]->next("cpu(0)"));
+      }
+      for (size_t i = 0; i < 3; ++i) {
+        for (size_t rank = 0; rank < 2; ++rank) {
+          const Ticket ticket = tickets[rank][rank == 0 ? i : order[i]];
+          calls.emplace_back(new Call([&pair, rank, ticket] {
+            const double count = pair.backward(rank, ticket);
+            CHECK_EQ(count, 2 * static_cast<double>(ticket.number) + 100);
+          }));
+        }
+        sleep(0.01);
+      }
+      for (const auto& call : calls) CHECK_EQ(call->error(), "");
+    }
+    CHECK_EQ(pair.keys.size(), 1u);
+    CHECK_EQ(*pair.keys.begin(), "5 backward 0");
+    CHECK(pair.warnings.empty());
+  }
+}
+
+void a_backward_call_that_another_process_leaves_out_is_an_error() {
+  check::context = "left out";
+  Pair pair(1);
+  std::vector<Ticket> tickets[2];
+  for (size_t rank = 0; rank < 2; ++rank) {
+    for (int i = 0; i < 2; ++i) tickets[rank].push_back(pair.processes[rank]->next("cpu(0)"));
+  }
+  Call first([&] { pair.backward(0, tickets[0][0]); });
+  Call second([&] { pair.backward(1, tickets[1][1]); });
+  for (Call* call : {&first, &second}) {
+    CHECK(contains(call->error(), "for all of 2 processes to go backward through this call."));
+    CHECK(call->seconds() > 0.9 && call->seconds() < kSoon);
+  }
+  CHECK(contains(first.error(), "backward call 0") && contains(first.error(), "Came: ranks 0;"));
+  CHECK(contains(second.error(), "backward call 1") && contains(second.error(), "Came: ranks 1;"));
+  CHECK_EQ(pair.warnings.size(), 2u);
+  CHECK(contains(pair.warnings[0], "After 1 s this is an error."));
+}
+
+// Also when another call of the layer fails meanwhile, and when the process ends.
+void who_waits_for_a_backward_call_is_released() {
+  check::context = "released";
+  for (const bool closes : {false, true}) {
+    Pair pair;
+    std::vector<Ticket> tickets[2];
+    for (size_t rank = 0; rank < 2; ++rank) {
+      for (int i = 0; i < 2; ++i) tickets[rank].push_back(pair.processes[rank]->next("cpu(0)"));
+    }
+    Call first([&] { pair.backward(0, tickets[0][0]); });
+    Call second([&] { pair.backward(1, tickets[1][1]); });
+    sleep(0.2);
+    for (const auto& process : pair.processes) {
+      if (closes) {
+        process->all_reduce.close("the end");
+      } else {
+        process->all_reduce.fail(process->layer, "it fails");
+      }
+    }
+    for (Call* call : {&first, &second}) {
+      CHECK(contains(call->error(), closes ? "the end" : "it fails"));
+      CHECK(call->seconds() < kSoon);
+    }
+  }
 }
 
 void missing_layer_is_an_error() {
@@ -405,7 +513,9 @@ int main() {
   processes_exchange_their_sums_once();
   an_absent_process_brings_nothing();
   a_failed_exchange_is_everyones_error();
-  lanes_are_few_and_never_shared();
+  backward_calls_come_in_any_order();
+  a_backward_call_that_another_process_leaves_out_is_an_error();
+  who_waits_for_a_backward_call_is_released();
   missing_layer_is_an_error();
   devices_may_change();
   calls_outlive_the_registration();

@@ -194,6 +194,8 @@ void splits_stores_and_alignment_do_not_show() {
   }
   for (const int64_t C : {511, 512, 513, 1100}) check_view<T>({3 * 9, C, 1, 9});
   for (const int64_t R : {2047, 2048, 2049, 5000}) check_view<T>({2 * R, 3, 1, R});
+  // A last block of one channel.
+  check_view<T>({2 * 5, 32257, 1, 5});
 }
 
 // Large enough for four threads, which share the channels, or the samples where there are few

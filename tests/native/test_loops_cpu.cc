@@ -70,6 +70,7 @@ struct Results {
          });
     for (const int64_t channels : {int64_t{1}, int64_t{3}, n}) {
       const int64_t rows = n / channels;
+      if (rows == 0) continue;
       keep(
           [&](T* y, Store how) {
             loops.normalize_rows(x.data(), rows, channels, normalize.data(), y, how);

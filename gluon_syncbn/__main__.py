@@ -1,0 +1,129 @@
+"""The command line: python -m gluon_syncbn export | convert | inspect | doctor.
+
+export    a checkpoint to stock MXNet and ONNX, folded or not
+convert   a symbol to stock operators, or the names and dtype in a .params file
+inspect   a table of the normalization layers of a checkpoint and their running statistics
+doctor    versions, devices, native parts and a test of two devices; what is wrong and what to do
+
+Each has --help. Only what a command needs is imported.
+"""
+
+import argparse
+import sys
+
+_FORMATTER = argparse.RawDescriptionHelpFormatter
+_SOURCE = """\
+SOURCE is a NAME-symbol.json, or the NAME alone; its parameters are those of the last epoch,
+NAME-0012.params, unless --params names others. Or it is a .params file as save_parameters writes
+it, with --net package.module:function, which returns the net."""
+
+
+def main(arguments=None):
+    """Runs the command line. Returns the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command == "doctor":
+        from ._doctor import doctor
+
+        return doctor()
+    try:
+        from . import _commands
+    except ImportError as error:
+        parser.exit(2, f"{parser.prog} {options.command}: error: {error}\n")
+    try:
+        return getattr(_commands, options.command)(options)
+    except _commands.ERRORS as error:
+        parser.exit(2, f"{parser.prog} {options.command}: error: {error}\n")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _parser():
+    parser = _Parser(prog="gluon_syncbn", description=__doc__, formatter_class=_FORMATTER)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name, description):
+        return commands.add_parser(name, description=description, formatter_class=_FORMATTER)
+
+    export = add("export", f"Write a checkpoint for stock MXNet and ONNX Runtime.\n\n{_SOURCE}")
+    _add_source(export)
+    export.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        metavar="NAME",
+        help="of NAME-symbol.json and NAME-0000.params",
+    )
+    export.add_argument("--epoch", type=int, default=0, help="the number in the name (0)")
+    export.add_argument(
+        "--fold", action="store_true", help="fold batch normalization into the layers before it"
+    )
+    export.add_argument("--onnx", metavar="FILE", help="write an ONNX model too")
+    export.add_argument(
+        "--input-shape",
+        type=_shape,
+        action="append",
+        metavar="N,C,H,W",
+        help="shape of the input, for --onnx; once for each input",
+    )
+    export.add_argument(
+        "--dtype", choices=("float16", "float32", "float64"), help="convert the parameters"
+    )
+
+    convert = add(
+        "convert",
+        "Convert one file.\n\nA symbol: each kind of batch normalization becomes the stock "
+        "operator BatchNorm.\nA .params file: with --names gluon the names become those of "
+        "save_parameters, for which\n--net has to make the net; with --names module those of "
+        "Module and of exported nets\n(arg:NAME, aux:NAME), for which --net is needed where the "
+        "file is of save_parameters.\nThe values become those of --dtype.",
+    )
+    convert.add_argument("file", metavar="FILE", help="a -symbol.json or a .params file")
+    convert.add_argument("-o", "--output", required=True, metavar="FILE", help="may be FILE itself")
+    convert.add_argument("--names", choices=("gluon", "module"), help="as they are, unless given")
+    convert.add_argument("--net", metavar="MODULE:FUNCTION", help="what makes the net")
+    convert.add_argument(
+        "--dtype",
+        choices=("float16", "float32", "float64"),
+        help="of all but batch normalization's parameters; as they are, unless given",
+    )
+
+    inspect = add(
+        "inspect",
+        "Print the normalization layers of a checkpoint: least and greatest value of their "
+        "parameters.\n\nA channel is dead if its output cannot depend on its input: running "
+        "variance at most 1e-10\nor gamma at most 1e-6. It explodes if a value is not finite, the "
+        "mean is above 1e4, the\nvariance above 1e8, or gamma or beta above 1e3.\n\n" + _SOURCE,
+    )
+    _add_source(inspect)
+
+    add("doctor", "Say what is installed, what works, and what to do about what does not.")
+    return parser
+
+
+def _add_source(parser):
+    parser.add_argument("source", metavar="SOURCE")
+    parser.add_argument("--params", metavar="FILE", help="the parameters")
+    parser.add_argument("--net", metavar="MODULE:FUNCTION", help="what makes the net")
+    parser.add_argument(
+        "--inputs", metavar="NAMES", help="of the symbol's inputs, with commas (data, data0, ...)"
+    )
+
+
+def _shape(text):
+    try:
+        shape = tuple(int(part) for part in text.strip("()").split(",") if part.strip())
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no shape: give whole numbers above 0 with commas, such as 1,3,224,224"
+        )
+    return shape
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""ONNX from a stock graph: MXNet's converters, and what has to be mended around them."""
+
+import contextlib
+import re
+
+import mxnet as mx
+import numpy as np
+
+from ._graph import ExportError
+
+# MXNet's converters write operators as of version 13. BatchNormalization of 15 is the same, but
+# also takes float16 data with float32 parameters. From 18 on others have changed.
+OPSET = 15
+_IR_VERSION = 8
+_CONVERTERS = (13, 12)
+_INSTALL = "pip install 'gluon_syncbn[onnx]' (onnx 1.16.2 and onnxruntime)"
+# Of the largest value of an output. float16: each layer rounds its output to 11 bits.
+TOLERANCE = {"float16": 3e-2, "float32": 1e-5, "float64": 1e-5}
+
+
+def load_onnx():
+    """(onnx, onnxruntime, the class of MXNet's converter). Raises ExportError."""
+    try:
+        import onnx
+        import onnxruntime
+        from mxnet.onnx.mx2onnx._export_onnx import MXNetGraph
+    except ImportError as error:
+        raise ExportError(
+            f"onnx= needs packages that cannot be imported ({error}): {_INSTALL}."
+        ) from error
+    if not MXNetGraph.registry_ or not hasattr(onnx, "mapping"):
+        raise ExportError(
+            f"MXNet's converters do not work with onnx {onnx.__version__}: {_INSTALL}."
+        )
+    return onnx, onnxruntime, MXNetGraph
+
+
+def missing_operators(graph):
+    """{operator that MXNet cannot convert to ONNX: names of its nodes} of a Graph."""
+    _, _, converter = load_onnx()
+    known = set().union(*(converter.registry_.get(version, {}) for version in _CONVERTERS))
+    missing = {}
+    for node in graph.nodes():
+        if node.op not in known:
+            missing.setdefault(node.op, []).append(node.name)
+    return missing
+
+
+def to_onnx(graph, arrays, shapes, dtype):
+    """The bytes of an ONNX model of a Graph, checked with ``onnx.checker``.
+
+    arrays: {name: NDArray}; shapes: {name of an input: shape}; dtype: that of the inputs.
+    Raises ExportError, which names every operator that cannot be converted.
+    """
+    onnx, _, converter = load_onnx()
+    missing = missing_operators(graph)
+    if missing:
+        text = ", ".join(f"{op} ({_some(names)})" for op, names in sorted(missing.items()))
+        raise ExportError(
+            f"MXNet {mx.__version__} cannot convert these operators to ONNX: {text}. Export "
+            "without onnx=, or build the net without them."
+        )
+    symbol = graph.symbol()
+    types = [onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))] * len(shapes)
+    ordered = [name for name in symbol.list_inputs() if name in shapes]
+    try:
+        with _checks_as_of(onnx, OPSET):
+            made = converter().create_onnx_graph_proto(
+                symbol,
+                dict(arrays),
+                [shapes[name] for name in ordered],
+                types,
+                opset_version=OPSET,
+                dynamic=False,  # What is promised is what is compared.
+            )
+    except Exception as error:  # The converters raise all kinds.
+        raise ExportError(
+            f"MXNet {mx.__version__} cannot convert this net to ONNX ({_line(error)}). Export "
+            "without onnx=, or build the net without that."
+        ) from error
+    _drop_constant_inputs(made)
+    _order_outputs(made, symbol)
+    model = onnx.helper.make_model(
+        made,
+        producer_name="gluon_syncbn",
+        opset_imports=[onnx.helper.make_opsetid("", OPSET)],
+        ir_version=_IR_VERSION,
+    )
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except Exception as error:  # Of several classes that are not exported.
+        raise ExportError(f"onnx.checker refuses the model ({_line(error)}).") from error
+    return model.SerializeToString()
+
+
+def compare(model, expected, inputs, dtype):
+    """The largest difference between ONNX Runtime's outputs and those `expected`, relative to the
+    largest value of an output; an ExportError where it is above TOLERANCE."""
+    _, runtime, _ = load_onnx()
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3
+    try:
+        session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        outputs = session.run(None, inputs)
+    except Exception as error:  # Of several classes that are not exported.
+        raise ExportError(f"ONNX Runtime cannot run the model ({_line(error)}).") from error
+    worst = 0.0
+    tolerance = TOLERANCE[np.dtype(dtype).name]
+    for number, (output, wanted) in enumerate(zip(outputs, expected)):
+        error = relative_error(output, wanted)
+        if not error <= tolerance:
+            raise ExportError(
+                f"ONNX Runtime's output {number} differs from MXNet's by {error:.2g} of the "
+                f"largest value, and at most {tolerance:g} was expected: a converter of MXNet's "
+                "does not fit this net. Export without onnx=."
+            )
+        worst = max(worst, error)
+    return worst
+
+
+def relative_error(output, wanted):
+    """The largest difference over the largest value; infinite where shapes differ."""
+    if output.shape != wanted.shape:
+        return np.inf
+    output, wanted = output.astype(np.float64), wanted.astype(np.float64)
+    if not wanted.size or np.array_equal(output, wanted):
+        return 0.0
+    return float(np.abs(output - wanted).max() / (np.abs(wanted).max() or 1))
+
+
+@contextlib.contextmanager
+def _checks_as_of(onnx, opset):
+    """MXNet's converter has its result checked, against the newest operators unless told so."""
+    context = onnx.checker.DEFAULT_CONTEXT
+    before = context.ir_version, dict(context.opset_imports)
+    context.ir_version, context.opset_imports = _IR_VERSION, {"": opset}
+    try:
+        yield
+    finally:
+        context.ir_version, context.opset_imports = before
+
+
+def _drop_constant_inputs(made):
+    """A parameter that is an input too may change, so that a runtime could not prepare it."""
+    constant = {tensor.name for tensor in made.initializer}
+    inputs = [value for value in made.input if value.name not in constant]
+    del made.input[:]
+    made.input.extend(inputs)
+
+
+def _order_outputs(made, symbol):
+    """MXNet's converter gives the outputs in the order of their nodes."""
+    by_name = {value.name: value for value in made.output}
+    names = [_output_name(name) for name in symbol.list_outputs()]
+    if len(names) == len(by_name) and set(names) == set(by_name):
+        del made.output[:]
+        made.output.extend(by_name[name] for name in names)
+        return
+    raise ExportError(
+        f"MXNet's converter gives the outputs {', '.join(by_name)}, and {', '.join(names)} were "
+        "expected: let each output of the net be one of another node. Export without onnx=."
+    )
+
+
+def _output_name(name):
+    if name.endswith("_output"):
+        return name[: -len("_output")]
+    return re.sub(r"_output(\d)$", r"\1", name)
+
+
+def _some(names):
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _line(error):
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else ""
+    return f"{type(error).__name__}: {text[:300]}"

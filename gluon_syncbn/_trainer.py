@@ -1,0 +1,48 @@
+"""A place before a Trainer adds up gradients."""
+
+from mxnet.gluon import Trainer
+
+_NAME = "_allreduce_grads"
+
+
+def check_trainer(trainer, who):
+    """Raises TypeError for anything but a Trainer or None."""
+    if trainer is not None and not isinstance(trainer, Trainer):
+        raise TypeError(
+            f"{who} got trainer={trainer!r}: give the mxnet.gluon.Trainer whose step follows, or "
+            "leave it out."
+        )
+
+
+def trained(trainer):
+    """The parameters that have gradients, and are there already."""
+    return [p for p in trainer._params if p.grad_req != "null" and p._data is not None]
+
+
+def before_adding_up(trainer, function):
+    """Has a Trainer call function() whenever it is about to add gradients over devices and
+    processes. Returns what ends that; several end in any order."""
+    hooks = getattr(vars(trainer).get(_NAME), "hooks", None)
+    if hooks is None:
+        hooks = []
+        add_up = getattr(trainer, _NAME)
+
+        def call_hooks_and_add_up():
+            for hook in hooks:
+                hook()
+            add_up()
+
+        call_hooks_and_add_up.hooks = hooks
+        # Not a method only where somebody else has put a function of theirs there.
+        call_hooks_and_add_up.replaced = vars(trainer).get(_NAME)
+        setattr(trainer, _NAME, call_hooks_and_add_up)
+    hooks.append(function)
+
+    def end():
+        hooks.remove(function)
+        if not hooks:
+            replaced = vars(trainer).pop(_NAME).replaced
+            if replaced is not None:
+                setattr(trainer, _NAME, replaced)
+
+    return end

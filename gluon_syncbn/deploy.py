@@ -1,0 +1,449 @@
+"""Writes a trained net for stock MXNet and ONNX Runtime, which load it without this package."""
+
+import collections
+import contextlib
+import copy
+import inspect
+import logging
+import os
+from typing import Dict, NamedTuple, Optional, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet.gluon import HybridBlock
+from mxnet.gluon.block import _flatten, _regroup
+
+from . import _onnx
+from ._files import FileError, bytes_writer, last_line, parameter_writer, text_writer, write_all
+from ._fold import fold as fold_graph
+from ._graph import ExportError, Graph, Node, is_true, make_stock
+from .block import SyncBatchNorm
+from .convert import _check_block, _SyncGraph, _walk
+
+__all__ = ["ExportError", "Exported", "FileError", "export"]
+
+_log = logging.getLogger("gluon_syncbn")
+
+_DTYPES = ("float16", "float32", "float64")
+# As MXNet numbers them in graphs.
+_DTYPE_CODES = {"float32": "0", "float64": "1", "float16": "2"}
+
+
+class Exported(NamedTuple):
+    """What an export wrote.
+
+    Attributes
+    ----------
+    symbol, params : str
+        The files.
+    onnx : str or None
+        The ONNX file.
+    onnx_error : float or None
+        The largest difference between ONNX Runtime's outputs and MXNet's on random input, over the
+        largest value.
+    folded : tuple of str
+        The nodes of batch normalization that were folded into the layer before them.
+    left : dict of str to str
+        With ``fold=True``, those that were not, and why.
+    """
+
+    symbol: str
+    params: str
+    onnx: Optional[str]
+    onnx_error: Optional[float]
+    folded: Tuple[str, ...]
+    left: Dict[str, str]
+
+
+def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=None):
+    r"""Writes a net for inference with stock operators: ``path-symbol.json`` and
+    ``path-0000.params``.
+
+    ``mxnet.gluon.SymbolBlock.imports``, ``mxnet.mod.Module`` and MXNet's other interfaces load them
+    without this package. Each kind of batch normalization (:class:`SyncBatchNorm`, the contrib
+    one, ``nn.BatchNorm`` and ``nn.BatchNormReLU``) becomes ``BatchNorm``, which in inference is
+
+    .. math:: y = \gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta
+
+    with the running mean :math:`\mu` and variance :math:`\sigma^2`. With `fold` it is no operator
+    any more, but part of the layer before it: with :math:`k = \gamma / \sqrt{\sigma^2 + \epsilon}`,
+    the weight W of a convolution, transposed convolution or dense layer becomes kW and its bias
+    :math:`k (b - \mu) + \beta` for each channel.
+
+    The net is traced and its values are copied: neither its parameters nor its compiled graphs
+    change, and training goes on as it would have without. Files are written beside their place and
+    moved there once all are whole; after an error the former ones are what they were.
+
+    Parameters
+    ----------
+    net : Block
+        Hybridized or not, on any contexts, in a process alone or one of many. Where its parameters
+        differ between contexts, as running statistics without synchronization do, their mean is
+        written, as by ``save_parameters``, and a warning logged.
+    path : str or path
+        The files' common beginning.
+    epoch : int, default 0
+        From 0 to 9999, in the name of the .params file.
+    fold : bool, default False
+        Whether to fold batch normalization, where nothing else uses the layer's output or weights.
+    onnx : str or path, optional
+        An ONNX file to write as well, of operator set 15: checked by ``onnx.checker`` and compared
+        with MXNet on random input, by ONNX Runtime. Needs ``pip install 'gluon_syncbn[onnx]'``.
+    input_shape : tuple of int or list of tuples, optional
+        The shape of the input, or of each. Needed for `onnx`, and where a net of several inputs has
+        not been hybridized and run.
+    dtype : {'float16', 'float32', 'float64'}, optional
+        What to convert the parameters to. With float16, those of ``BatchNorm`` stay float32. By
+        default they stay what they are.
+
+    Returns
+    -------
+    Exported
+        The names of the files, what was folded and what was not.
+
+    Raises
+    ------
+    ValueError
+        For arguments that make no sense, and for a net whose parameters have no values yet.
+    ExportError
+        For a net that cannot be traced or has custom operators of others, and for an ONNX model
+        that cannot be made or whose outputs differ by more than 1e-5 (float16: 3e-2) of the
+        largest. Every operator that MXNet's converter lacks is named. Nothing is written then.
+    FileError
+        An OSError: a file cannot be written.
+    MXNetError
+        Of an earlier step that nobody has waited for.
+
+    References
+    ----------
+    B. Jacob et al., Quantization and Training of Neural Networks for Efficient
+    Integer-Arithmetic-Only Inference, CVPR 2018, section 3.2, for folding.
+    """
+    _check_block(net, "export")
+    shapes = _check_shapes(input_shape)
+    _check_arguments(epoch, onnx, shapes, dtype)
+    # Of the last steps; with static_shape MXNet does not wait for running statistics by itself.
+    mx.nd.waitall()
+    symbol, inputs = _trace(net, shapes)
+    graph = Graph(symbol)
+    arrays = _values(net, graph, inputs)
+    return write_graph(graph, arrays, inputs, path, epoch, fold, onnx, shapes, dtype, net.name)
+
+
+def write_graph(graph, arrays, inputs, path, epoch, fold, onnx, shapes, dtype, title):
+    """The part of :func:`export` behind the net.
+
+    graph: a Graph, with any kind of batch normalization; arrays: {name: NDArray}; inputs: names;
+    shapes: one for each of `inputs`, or None. All are changed.
+    """
+    if shapes and len(shapes) != len(inputs):
+        raise ValueError(
+            f"input_shape has {len(shapes)} shapes, and {title} has {len(inputs)} inputs "
+            f"({', '.join(inputs)}): give one for each."
+        )
+    make_stock(graph)
+    _require_stock(graph)
+    for name in set(arrays) - {node.name for node in graph.nodes()}:
+        # What only training needs.
+        del arrays[name]
+    _set_fixed_gammas(graph, arrays)
+    for node in graph.nodes():
+        if node.op == "null":
+            # Initializers may be classes that are not there where the file is loaded.
+            for key in ("__init__", "__dtype__", "__shape__"):
+                node.attrs.pop(key, None)
+    plain = graph.symbol(), dict(arrays)
+    folded, left = fold_graph(graph, arrays, dtype) if fold else ([], {})
+    if dtype:
+        _cast(graph, arrays, dtype)
+    for node in graph.nodes():
+        if node.name in arrays:
+            array = arrays[node.name]
+            node.attrs["__shape__"] = str(tuple(array.shape))
+            if np.dtype(array.dtype).name in _DTYPE_CODES:
+                node.attrs["__dtype__"] = _DTYPE_CODES[np.dtype(array.dtype).name]
+    symbol = graph.symbol()
+    named = dict(zip(inputs, shapes or ()))
+    input_dtype = _input_dtype(graph, symbol, arrays, inputs)
+    if named:
+        _check_inference(symbol, named)
+    prefix = os.fspath(path)
+    symbol_file, params_file = f"{prefix}-symbol.json", f"{prefix}-{epoch:04d}.params"
+    auxiliary = set(symbol.list_auxiliary_states())
+    tagged = {f"{'aux' if n in auxiliary else 'arg'}:{n}": array for n, array in arrays.items()}
+    writers = {
+        symbol_file: text_writer(symbol.tojson()),
+        params_file: parameter_writer(tagged),
+    }
+    error = None
+    if onnx is not None:
+        onnx = os.fspath(onnx)
+        if any(os.path.abspath(onnx) == os.path.abspath(path) for path in writers):
+            raise ValueError(f"onnx= is {onnx}, which is another file of this export: rename it.")
+        model = _onnx.to_onnx(graph, arrays, named, input_dtype)
+        error = _compare(model, plain, named, input_dtype)
+        writers[onnx] = bytes_writer(model)
+    write_all(writers)
+    return Exported(symbol_file, params_file, onnx, error, tuple(folded), left)
+
+
+def _check_shapes(input_shape):
+    """A list of shapes, or None."""
+    if input_shape is None:
+        return None
+
+    def is_shape(value):
+        return (
+            isinstance(value, (tuple, list))
+            and value
+            and all(isinstance(n, (int, np.integer)) and n > 0 for n in value)
+        )
+
+    if is_shape(input_shape):
+        return [tuple(int(n) for n in input_shape)]
+    if isinstance(input_shape, (tuple, list)) and input_shape and all(map(is_shape, input_shape)):
+        return [tuple(int(n) for n in shape) for shape in input_shape]
+    raise ValueError(
+        f"input_shape is {input_shape!r}: give a tuple of whole numbers above 0 such as "
+        "(1, 3, 224, 224), or a list of such tuples for several inputs."
+    )
+
+
+def _check_arguments(epoch, onnx, shapes, dtype):
+    whole = isinstance(epoch, (int, np.integer)) and not isinstance(epoch, bool)
+    if not (whole and 0 <= epoch < 10000):
+        raise ValueError(f"epoch is {epoch!r}: give a whole number from 0 to 9999.")
+    if onnx is not None and shapes is None:
+        raise ValueError(
+            "onnx= needs input_shape, such as (1, 3, 224, 224): an ONNX model is made and compared "
+            "for inputs of a shape."
+        )
+    if onnx is not None:
+        _onnx.load_onnx()
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype!r}: give one of {', '.join(_DTYPES)}, or None.")
+
+
+def _trace(net, shapes):
+    """The symbol of a net in inference, and the names of its inputs."""
+    with _left_as_it_is(net), mx.autograd.pause(train_mode=False), mx.name.NameManager():
+        try:
+            inputs, arguments = _inputs(net, shapes)
+            outputs, _ = _flatten(net(*arguments), "output")
+            symbol = mx.sym.Group(outputs) if len(outputs) > 1 else outputs[0]
+        except Exception as error:  # Code of the net's own may raise anything.
+            raise ExportError(
+                f"{type(net).__name__} '{net.name}' cannot be traced as a graph "
+                f"({type(error).__name__}: {last_line(error)}): its forward has to "
+                "work with symbols, as for hybridize(); a net of several inputs needs input_shape, "
+                "a list of shapes."
+            ) from error
+    return symbol, [variable.name for variable in inputs]
+
+
+def _inputs(net, shapes):
+    """(variables, arguments of the net that they make up)."""
+    if isinstance(net, HybridBlock) and net._cached_graph:
+        variables = [mx.sym.var(variable.name) for variable in net._cached_graph[0]]
+        # None stands for inputs that were left out.
+        form = net._in_format
+        return variables, _regroup(list(variables), form)
+    count = len(shapes) if shapes else _count_inputs(net)
+    names = ["data"] if count == 1 else [f"data{number}" for number in range(count)]
+    variables = [mx.sym.var(name) for name in names]
+    return variables, variables
+
+
+def _count_inputs(net):
+    """How many arguments the net's forward takes at least."""
+    hybrid = isinstance(net, HybridBlock) and type(net).forward is HybridBlock.forward
+    function = net.hybrid_forward if hybrid else net.forward
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in kinds and parameter.default is inspect.Parameter.empty
+    ]
+    own = getattr(net, "_reg_params", {})
+    return max(1, len([name for name in names[hybrid:] if name not in own]))
+
+
+@contextlib.contextmanager
+def _left_as_it_is(net):
+    """Puts back what tracing changes, and keeps the hooks of the blocks from being called."""
+    blocks = [block for _, block in _walk(net)]
+    with contextlib.ExitStack() as undo:
+        for block in blocks:
+            for name in ("_forward_hooks", "_forward_pre_hooks"):
+                undo.callback(setattr, block, name, getattr(block, name))
+                setattr(block, name, type(getattr(block, name))())
+        layers = [block for block in blocks if isinstance(block, SyncBatchNorm)]
+        for block in blocks:
+            if isinstance(block, _SyncGraph):
+                undo.callback(setattr, block, "_cached_graph", block._cached_graph)
+                layers += [node.layer for node in block._nodes]
+        for layer in layers:
+            # Processes count the nodes of a layer alike, and mostly one of them exports.
+            if isinstance(layer, SyncBatchNorm):
+                undo.callback(setattr, layer, "_places", copy.copy(layer._places))
+        yield
+
+
+def _values(net, graph, inputs):
+    """{name: a copy on the CPU of the value} of the graph's parameters."""
+    parameters = {}
+    for _, block in _walk(net):
+        for parameter in (*block.params.values(), *getattr(block, "_reg_params", {}).values()):
+            parameters.setdefault(parameter.name, {})[id(parameter)] = parameter
+    names = [node.name for node in graph.nodes() if node.op == "null" and node.name not in inputs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ExportError(
+            f"Two parameters have the name {twice[0]}, and a graph tells them apart by name: "
+            "give each block a prefix of its own."
+        )
+    unset, arrays, uneven = [], {}, []
+    for name in names:
+        found = list(parameters.get(name, {}).values())
+        if not found:
+            raise ExportError(
+                f"{name} in the graph is neither an input nor a parameter of the net."
+            )
+        if found[0]._data is None:
+            unset.append(name)
+            continue
+        arrays[name], equal = _value(found[0])
+        if not equal:
+            uneven.append(name)
+    if unset:
+        raise ValueError(
+            f"{len(unset)} parameters have no values yet, {unset[0]} among them: call "
+            "net.initialize() or load_parameters(), and the net once on data, so that their shapes "
+            "are known."
+        )
+    if uneven:
+        _log.warning(
+            "export: %d parameters, %s among them, differ between contexts, as statistics without "
+            "synchronization do; their mean is written.",
+            len(uneven),
+            uneven[0],
+        )
+    return arrays
+
+
+def _value(parameter):
+    """(a copy on the CPU, whether all contexts have the same)."""
+    if parameter._stype != "default":
+        return parameter._reduce(), True
+    arrays = [array.copyto(mx.cpu()) for array in parameter.list_data()]
+    first = arrays[0].asnumpy().tobytes()
+    if all(array.asnumpy().tobytes() == first for array in arrays[1:]):
+        return arrays[0], True
+    return parameter._reduce(), False
+
+
+def _require_stock(graph):
+    custom = sorted({node.operator for node in graph.nodes() if node.op == "Custom"})
+    if custom:
+        raise ExportError(
+            f"The net has custom operators ({', '.join(custom)}), which stock MXNet does not load: "
+            "build it without them."
+        )
+
+
+def _set_fixed_gammas(graph, arrays):
+    """Writes 1 for each gamma that ``fix_gamma`` takes for 1, as not all who read a file heed the
+    flag, and MXNet itself overwrites it."""
+    users = graph.users()
+    for norm in [node for node in graph.nodes() if node.op == "BatchNorm"]:
+        if not is_true(norm.attrs.get("fix_gamma", "True")):
+            continue
+        gamma, _ = norm.inputs[1]
+        if gamma.name not in arrays:
+            continue
+        others = [
+            user
+            for user, number in users[id(gamma)]
+            if user is None
+            or user.op != "BatchNorm"
+            or number != 1
+            or not is_true(user.attrs.get("fix_gamma", "True"))
+        ]
+        value = mx.nd.ones_like(arrays[gamma.name])
+        if others:
+            own = Node("null", graph.free_name(f"{norm.name}_gamma"))
+            norm.inputs[1] = own, 0
+            gamma = own
+        arrays[gamma.name] = value
+
+
+def _of_norms(graph):
+    """The names of all parameters of BatchNorm."""
+    norms = [node for node in graph.nodes() if node.op == "BatchNorm"]
+    return {node.name for norm in norms for node, _ in norm.inputs[1:]}
+
+
+def _cast(graph, arrays, dtype):
+    """Converts float parameters. Those of BatchNorm have float32 beside data in float16."""
+    of_norms = _of_norms(graph)
+    for name, array in arrays.items():
+        target = "float32" if name in of_norms and dtype == "float16" else dtype
+        if np.dtype(array.dtype).kind != "f" or np.dtype(array.dtype) == target:
+            continue
+        arrays[name] = array.astype(target)
+        finite = np.isfinite(arrays[name].asnumpy())
+        if not finite.all() and np.isfinite(array.asnumpy()).all():
+            raise ExportError(
+                f"{name} has values up to {np.abs(array.asnumpy()).max():.3g}, which {target} does "
+                "not hold: export it in its own dtype."
+            )
+
+
+def _input_dtype(graph, symbol, arrays, inputs):
+    """The dtype of the inputs, that of most weights; ExportError where no dtype fits the graph."""
+    of_norms = _of_norms(graph)
+    dtypes = collections.Counter(
+        np.dtype(array.dtype).name
+        for name, array in arrays.items()
+        if name not in of_norms and np.dtype(array.dtype).kind == "f"
+    )
+    known = {name: array.dtype for name, array in arrays.items()}
+    failure = None
+    for dtype in [*(name for name, _ in dtypes.most_common()), "float32"]:
+        try:
+            symbol.infer_type(**known, **dict.fromkeys(inputs, np.dtype(dtype)))
+            return np.dtype(dtype)
+        except mx.MXNetError as error:
+            failure = failure or error
+    raise ExportError(
+        f"The dtypes of the graph do not fit each other ({last_line(failure)}): the net fixes a "
+        "dtype somewhere; export it in the one that it was built for."
+    ) from failure
+
+
+def _check_inference(symbol, shapes):
+    try:
+        symbol.infer_shape_partial(**shapes)
+    except mx.MXNetError as error:
+        raise ValueError(
+            f"The net does not take inputs of input_shape {', '.join(map(str, shapes.values()))} "
+            f"({last_line(error)}): give the shape of what it is called with."
+        ) from error
+
+
+def _compare(model, plain, shapes, dtype):
+    """ONNX Runtime beside MXNet, which computes float16 nets in float32: its CPU part has no
+    others."""
+    symbol, arrays = plain
+    rng = np.random.default_rng(0)
+    inputs = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+    compute = "float32" if dtype == np.float16 else dtype
+    values = {
+        name: array.astype(compute if np.dtype(array.dtype).kind == "f" else array.dtype)
+        for name, array in arrays.items()
+    }
+    values.update({name: mx.nd.array(x, dtype=compute) for name, x in inputs.items()})
+    with mx.autograd.pause(train_mode=False):
+        outputs = mx.nd.CachedOp(symbol)(*(values[name] for name in symbol.list_inputs()))
+    outputs = outputs if isinstance(outputs, list) else [outputs]
+    return _onnx.compare(model, [y.asnumpy() for y in outputs], inputs, dtype)

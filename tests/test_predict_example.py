@@ -1,0 +1,204 @@
+"""examples/segmentation: export.py and predict.py, and that train.py ends with them."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from test_segmentation_example import EXAMPLE, SMALL, example
+
+Predictor, DataError = example.predictor.Predictor, example.predictor.DataError
+KINDS = {
+    "run": ".",
+    "checkpoint": "checkpoints/best.ckpt",
+    "parameters": "best.params",
+    "symbol": "export/model-symbol.json",
+    "folded": "export/folded-symbol.json",
+    "onnx": "export/model.onnx",
+}
+WITHOUT_US = example.export.WITHOUT_US
+
+
+@pytest.fixture(autouse=True)
+def modules_by_their_plain_names(monkeypatch):
+    """What the example imports only where it is needed."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    for name, module in vars(example).items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def program(name, *arguments, cwd=None, without_us=False):
+    command = ["-c", WITHOUT_US] if without_us else []
+    return subprocess.run(
+        [sys.executable, *command, str(EXAMPLE / name), *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a small run, trained by train.py, and what that said."""
+    folder = tmp_path_factory.mktemp("example") / "run"
+    done = program("train.py", *SMALL, "--output", folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "said.txt").write_text(done.stdout)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A folder of images of two sizes, neither of which the net takes as it is."""
+    folder = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    for name, size in (("one.png", (45, 70)), ("two.JPG", (20, 33)), ("notes.txt", None)):
+        if size:
+            array = rng.integers(0, 256, (*size, 3)).astype(np.uint8)
+            Image.fromarray(array).save(folder / name)
+        else:
+            (folder / name).write_text("no image")
+    return folder
+
+
+def test_training_ends_with_an_export_that_predicts_the_same(run):
+    lines = (run / "said.txt").read_text().splitlines()
+    assert lines[-1] == "The mean IoU is the same."
+    best = json.loads(lines[-2].split("in training it was ")[1])
+    assert lines[-2] == (
+        f"mean IoU without gluon_syncbn: model-symbol.json {best:.4f}, folded-symbol.json "
+        f"{best:.4f}, model.onnx {best:.4f}; in training it was {best:.4f}"
+    )
+    assert sorted(os.listdir(run / "export")) == [
+        "folded-0000.params",
+        "folded-symbol.json",
+        "model-0000.params",
+        "model-symbol.json",
+        "model.onnx",
+    ]
+    nodes = json.loads((run / "export" / "model-symbol.json").read_text())["nodes"]
+    assert "BatchNorm" in {node["op"] for node in nodes}
+    nodes = json.loads((run / "export" / "folded-symbol.json").read_text())["nodes"]
+    assert "BatchNorm" not in {node["op"] for node in nodes}
+
+
+def test_an_export_that_predicts_otherwise_is_told(run, tmp_path):
+    """With the parameters of another net in the checkpoint that says how good it was."""
+    import shutil
+
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    best = example.checkpoint.load(copy / "checkpoints" / "best.ckpt")
+    best.progress["best"]["mean_iou"] += 0.1
+    best.save(copy / "checkpoints" / "best.ckpt")
+    done = program("export.py", copy)
+    assert done.returncode == 1
+    assert "model-symbol.json does not predict as the net did" in done.stderr
+    assert "is the same" not in done.stdout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_labels_a_folder_of_images(run, images, tmp_path, kind):
+    done = program(
+        "predict.py",
+        images,
+        "--model",
+        run / KINDS[kind],
+        "--output",
+        tmp_path / "out",
+        without_us=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        "one-overlay.png",
+        "one.png",
+        "two-overlay.png",
+        "two.png",
+    ]
+    assert "2 masks and overlays in" in done.stdout
+    colours = example.plots.class_colours(11)
+    for name, size in (("one", (45, 70)), ("two", (20, 33))):
+        with Image.open(tmp_path / "out" / f"{name}.png") as mask:
+            assert mask.mode == "P"
+            classes, shown = np.asarray(mask), np.asarray(mask.convert("RGB"))
+        assert classes.shape == size and classes.max() < 11
+        np.testing.assert_allclose(shown / 255, colours[classes], atol=1 / 255)
+        with Image.open(tmp_path / "out" / f"{name}-overlay.png") as overlay:
+            overlay = np.asarray(overlay).astype(int)
+        with Image.open(next(images.glob(f"{name}.*"))) as image:
+            image = np.asarray(image).astype(int)
+        assert (overlay[classes == 0] == image[classes == 0]).all()
+        mixed = 0.4 * image + 0.6 * 255 * colours[classes]
+        assert np.abs(overlay - mixed)[classes > 0].max(initial=0) <= 1
+
+
+def test_all_kinds_see_the_same(run):
+    images = np.random.default_rng(1).random((3, 3, 32, 64)).astype(np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        predictors = {kind: Predictor(run / path) for kind, path in KINDS.items()}
+    expected = predictors["run"].predict(images)
+    assert expected.shape == (3, 32, 64)
+    for kind, predictor in predictors.items():
+        assert predictor.names == example.data.DigitsOnPhotos.names
+        if kind != "onnx":
+            assert (predictor.predict(images) != expected).mean() < 1e-3, kind
+    # An ONNX file takes images of one size, so larger ones are cut.
+    parts = [predictors["run"].predict(images[..., i : i + 32]) for i in (0, 32)]
+    output = predictors["onnx"].predict(images)
+    assert (output != np.concatenate(parts, axis=2)).mean() < 1e-3
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["IMAGES", "--model", "no"], "there is no no: name the folder of a run"),
+        (["IMAGES", "--model", "RUN/config.json"], "config.json is no model"),
+        (["IMAGES", "--model", "RUN/text.params"], "text.params cannot be read"),
+        (["IMAGES", "--model", "RUN/text.onnx"], "text.onnx cannot be loaded"),
+        (["IMAGES", "--model", "RUN/lone-symbol.json"], "there is no lone-0000.params beside"),
+        (["IMAGES", "--model", "RUN/text-symbol.json"], "text-0000.params cannot be loaded"),
+        (["IMAGES", "--model", "RUN/other.params"], "other.params holds no net of this example"),
+        (["IMAGES", "--model", "RUN/half.ckpt"], "half.ckpt is damaged"),
+        (["IMAGES", "--model", "RUN", "RUN"], "--model names 2 models: give one"),
+        (["IMAGES", "--model", "RUN", "--opacity", "2"], "--opacity is 2.0"),
+        (["--model", "RUN"], "the folder of images is missing"),
+        (["RUN/config.json", "--model", "RUN"], "config.json is no folder"),
+        (["RUN/checkpoints", "--model", "RUN"], "checkpoints has no .jpg, .jpeg, .png files"),
+        (["BAD", "--model", "RUN"], "bad.png cannot be read as an image"),
+        (["TWICE", "--model", "RUN"], "has several images named one"),
+        (["--validate", "IMAGES", "--model", "RUN"], "config.json cannot be read"),
+    ],
+)
+def test_what_cannot_be_predicted_is_told(run, images, tmp_path, monkeypatch, arguments, text):
+    for name in ("text.params", "text.onnx", "text-symbol.json", "text-0000.params"):
+        (run / name).write_text("text")
+    (run / "lone-symbol.json").write_text("{}")
+    import mxnet as mx
+
+    mx.nd.save(str(run / "other.params"), {"weight": mx.nd.ones(3)})
+    whole = (run / "checkpoints" / "best.ckpt").read_bytes()
+    (run / "half.ckpt").write_bytes(whole[: len(whole) // 2])
+    for folder, names in (("bad", ["bad.png"]), ("twice", ["one.png", "one.jpg"])):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).write_text("text")
+    places = {"RUN": run, "IMAGES": images, "BAD": tmp_path / "bad", "TWICE": tmp_path / "twice"}
+    for word, place in places.items():
+        arguments = [argument.replace(word, str(place)) for argument in arguments]
+    monkeypatch.chdir(tmp_path)
+    said = example.predict.main([*arguments, "--output", "out"])
+    assert isinstance(said, str) and text in said, said
+    assert not Path("out").exists() or not os.listdir("out")
+
+
+def test_export_of_no_run(tmp_path):
+    assert "No such file or directory" in example.export.main([str(tmp_path)])
+    assert "usage" in example.export.main([])
