@@ -23,18 +23,20 @@ build := build/native/$(FLAVOUR)
 objects := $(tested_sources:src/operator/%.cc=$(build)/%.o)
 programs := $(native_tests:tests/native/%.cc=$(build)/%)
 build_native = @$(MAKE) --no-print-directory -j$(shell nproc)
-compile = $(CXX) -std=c++17 -pthread -ffp-contract=off $(FLAGS) $(CXXFLAGS) -Isrc/operator
+# The library with CUDA on the host: what CPU contexts do, GPU code does.
+fake_cuda := $(build)/fake_cuda/libgluon_syncbn.so
+compile = $(CXX) -std=c++17 -pthread -fPIC -ffp-contract=off $(FLAGS) $(CXXFLAGS) -Isrc/operator
 
 ifeq ($(filter cpu cu112,$(MXNET)),)
 $(error MXNET=$(MXNET) is unknown: choose MXNET=cpu, or MXNET=cu112 for GPUs with CUDA 11)
 endif
 
 # pip must not run twice at a time in one environment, so only the native tests are made in parallel.
-ifeq ($(filter run-native programs,$(MAKECMDGOALS)),)
+ifeq ($(filter run-native programs fake-cuda,$(MAKECMDGOALS)),)
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: help train test bench bench-distributed lint format warnings sanitize wheel clean distclean run-native programs rebuild
+.PHONY: fake-cuda help train test bench bench-distributed lint format warnings sanitize wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.11] [CXX=g++]'
@@ -102,6 +104,18 @@ $(objects): $(build)/%.o: src/operator/%.cc $(native_headers)
 $(programs): $(build)/%: tests/native/%.cc $(objects) $(native_headers)
 	@mkdir -p $(@D)
 	$(compile) $< $(objects) -o $@
+
+fake-cuda: $(fake_cuda)
+
+$(build)/sync_batch_norm.o: version = -fvisibility=hidden \
+    '-DGLUON_SYNCBN_VERSION="$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' gluon_syncbn/_version.py)"'
+$(build)/sync_batch_norm.o: src/operator/sync_batch_norm.cc gluon_syncbn/_version.py $(native_headers)
+	@mkdir -p $(@D)
+	$(compile) $(version) -c $< -o $@
+
+$(fake_cuda): tests/fake_cuda/backend.cc $(objects) $(build)/sync_batch_norm.o $(native_headers)
+	@mkdir -p $(@D)
+	$(compile) -fvisibility=hidden -Itests/native -shared $< $(objects) $(build)/sync_batch_norm.o -o $@
 
 # The files .venv/ready-* say what has been installed there, so that a second run has nothing to set up.
 $(ready)python:

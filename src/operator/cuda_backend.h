@@ -59,6 +59,8 @@ struct ForwardFinish {
   const Statistics* statistics;
   const void *gamma, *beta;
   void* formulae;
+  // Bytes from the formulae of a batch to those of the next: formula_size(C).
+  int64_t formulae_apart;
 };
 
 // `sums` and `counts` are those of all devices; null sums stand for constant statistics. Null
@@ -70,6 +72,7 @@ struct BackwardFinish {
   const ChannelSums *own_sums, *sums;
   const double* counts;
   void* formulae;
+  int64_t formulae_apart;
   void *dgamma, *dbeta;
   bool add_dgamma, add_dbeta;
 };
@@ -104,6 +107,8 @@ struct CudaKernels {
 struct CudaBackend {
   CudaRuntime runtime;
   const CudaKernels& (*kernels)(DType);
+  // What MXNet calls the contexts that it serves: "gpu".
+  const char* device_type;
   // How it was built: the compiler's version and the architectures.
   const char* description;
 };

@@ -242,14 +242,15 @@ __global__ void __launch_bounds__(kThreads)
   for (int d = 0; d < deliveries.size; ++d) deliver(deliveries.items[d], i);
   if (i >= task.C * task.batches || !task.formulae) return;
   const int64_t c = i % task.C;
+  void* const formulae = static_cast<char*>(task.formulae) + i / task.C * task.formulae_apart;
   const double gamma = task.gamma ? static_cast<double>(static_cast<const A*>(task.gamma)[c]) : 1.0;
   if (task.beta) {
     const double beta = static_cast<const A*>(task.beta)[c];
-    store_formula(Normalize<A>::of(task.statistics[i], gamma, beta), task.formulae, i);
+    store_formula(Normalize<A>::of(task.statistics[i], gamma, beta), formulae, c);
   } else {
     // The gradient where statistics are constants.
     const Normalize<A> formula{0, 0, static_cast<A>(gamma * task.statistics[i].inv_std), 0};
-    store_formula(formula, task.formulae, i);
+    store_formula(formula, formulae, c);
   }
 }
 
@@ -285,11 +286,12 @@ __global__ void __launch_bounds__(kThreads) finish_backward(BackwardFinish task)
     dgamma += task.own_sums[i].second.value() * s.inv_std;
     dbeta += task.own_sums[i].first.value();
     if (!task.formulae) continue;
+    void* const formulae = static_cast<char*>(task.formulae) + b * task.formulae_apart;
     if (task.sums) {
       const double count = task.counts[b];
-      store_formula(InputGradient<A>::of(s, gamma, task.sums[i], count), task.formulae, i);
+      store_formula(InputGradient<A>::of(s, gamma, task.sums[i], count), formulae, c);
     } else {
-      store_formula(Normalize<A>{0, 0, static_cast<A>(gamma * s.inv_std), 0}, task.formulae, i);
+      store_formula(Normalize<A>{0, 0, static_cast<A>(gamma * s.inv_std), 0}, formulae, c);
     }
   }
   if (task.dgamma) {

@@ -60,6 +60,7 @@ const CudaBackend kBackend{
      release_host, create_stream, destroy_stream, synchronize, copy_to_host, copy_to_device, clear,
      error_name, error_text, clear_error},
     kernels_of,
+    "gpu",
     "CUDA " SBN_TEXT(__CUDACC_VER_MAJOR__) "." SBN_TEXT(
         __CUDACC_VER_MINOR__) " for " GLUON_SYNCBN_CUDA_ARCHITECTURES};
 

@@ -137,7 +137,8 @@ class OnDevice {
                                statistics.data(),
                                with_gamma ? gamma.data() : nullptr,
                                which == kForward ? beta.data() : nullptr,
-                               formulae.data()};
+                               formulae.data(),
+                               0};
     MUST(kernels().finish_forward(finish, {}, the_stream()));
     MUST(kernels().normalize(p_.view, from, formulae.data(), to, how, multiprocessors_,
                              the_stream()));
@@ -163,6 +164,7 @@ class OnDevice {
                                 all_sums.data(),
                                 counts.data(),
                                 formulae.data(),
+                                0,
                                 dgamma.data(),
                                 dbeta.data(),
                                 how == Store::kAdd,

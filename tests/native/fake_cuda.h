@@ -26,9 +26,6 @@ void fail_next(const std::string& function, int error);
 // The device of the calling thread.
 int device();
 
-// From now on functions do their work.
-void set_devices(int count);
-
 }  // namespace fake_cuda
 }  // namespace gluon_syncbn
 
