@@ -24,7 +24,8 @@ HEADERS = sorted(sum((glob(f"src/operator/*.{kind}") for kind in ("h", "inc", "c
 COMPILE = "-std=c++17 -O3 -fPIC -pthread -fvisibility=hidden -ffp-contract=off".split()
 
 # -fmad=false: as above. IEEE division and square root are the default.
-NVCC = "-std=c++17 -O3 -fmad=false -Xfatbin=-compress-all -Xcompiler -fPIC,-fvisibility=hidden,-ffp-contract=off".split()
+NVCC = "-std=c++17 -O3 -fmad=false -Xfatbin=-compress-all".split()
+NVCC += ["-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off"]
 
 # The oldest that has C++17 and --threads.
 OLDEST_NVCC = (11, 2)
@@ -135,6 +136,34 @@ def run(command):
         )
 
 
+def build_library(sources, version, folder, library):
+    """Compile into `folder` and link; also what benchmarks/gpu does, without setuptools."""
+    compiler = find_compiler()
+    define = f'-DGLUON_SYNCBN_VERSION="{version}"'
+    flags = [*COMPILE, define, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    os.makedirs(folder, exist_ok=True)
+
+    def compile_source(source, command):
+        output = os.path.join(folder, os.path.basename(source) + ".o")
+        run([*command, "-c", source, "-o", output])
+        return output
+
+    tasks, link = [(source, [*compiler, *flags]) for source in sources], [*LINK]
+    nvcc = find_nvcc()
+    if nvcc:
+        check_nvcc(nvcc)
+        # First, as they take longest.
+        tasks[:0] = [(source, cuda_command(nvcc, compiler)) for source in CUDA_SOURCES]
+        link += [f"-L{static_cuda_runtime(nvcc)}", "-lcudart_static", "-ldl", "-lrt"]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_source, *zip(*tasks)))
+    os.makedirs(os.path.dirname(library), exist_ok=True)
+    link += shlex.split(os.environ.get("LDFLAGS", ""))
+    # The libraries behind the objects that need them.
+    run([*compiler, *objects, "-o", library, *link])
+    return objects
+
+
 class BuildLibrary(build_ext):
     """Builds a plain shared library: no Python header, symbol or version has a part in it."""
 
@@ -142,37 +171,8 @@ class BuildLibrary(build_ext):
         return os.path.join(*fullname.split(".")) + ".so"
 
     def build_extension(self, ext):
-        compiler = find_compiler()
-        version = f'-DGLUON_SYNCBN_VERSION="{self.distribution.get_version()}"'
-        flags = [*COMPILE, version, *shlex.split(os.environ.get("CXXFLAGS", ""))]
-        os.makedirs(self.build_temp, exist_ok=True)
-
-        def compile_source(source):
-            output = os.path.join(self.build_temp, os.path.basename(source) + ".o")
-            run([*compiler, *flags, "-c", source, "-o", output])
-            return output
-
-        nvcc = find_nvcc()
-        if nvcc:
-            check_nvcc(nvcc)
-            cuda = cuda_command(nvcc, compiler)
-
-        def compile_cuda(source):
-            output = os.path.join(self.build_temp, os.path.basename(source) + ".o")
-            run([*cuda, "-c", source, "-o", output])
-            return output
-
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            from_cuda = [pool.submit(compile_cuda, source) for source in CUDA_SOURCES if nvcc]
-            objects = list(pool.map(compile_source, ext.sources))
-            objects += [each.result() for each in from_cuda]
-
-        library = self.get_ext_fullpath(ext.name)
-        os.makedirs(os.path.dirname(library), exist_ok=True)
-        flags = [*LINK, *shlex.split(os.environ.get("LDFLAGS", ""))]
-        if nvcc:
-            flags += [f"-L{static_cuda_runtime(nvcc)}", "-lcudart_static", "-ldl", "-lrt"]
-        run([*compiler, *objects, "-o", library, *flags])
+        version, library = self.distribution.get_version(), self.get_ext_fullpath(ext.name)
+        build_library(ext.sources, version, self.build_temp, library)
 
 
 class PlatformWheel(bdist_wheel):
@@ -182,15 +182,16 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-if {"bdist_wheel", "build_ext", "editable_wheel", "install"} & set(sys.argv):
-    find_compiler()  # here, so that its message does not end a page of other output
+if __name__ == "__main__":
+    if {"bdist_wheel", "build_ext", "editable_wheel", "install"} & set(sys.argv):
+        find_compiler()  # here, so that its message does not end a page of other output
 
-setup(
-    license="Apache-2.0",
-    ext_modules=[
-        Extension(
-            "gluon_syncbn.libgluon_syncbn", SOURCES, depends=[*CUDA_SOURCES, *HEADERS, EXPORTS]
-        )
-    ],
-    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
-)
+    setup(
+        license="Apache-2.0",
+        ext_modules=[
+            Extension(
+                "gluon_syncbn.libgluon_syncbn", SOURCES, depends=[*CUDA_SOURCES, *HEADERS, EXPORTS]
+            )
+        ],
+        cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
+    )

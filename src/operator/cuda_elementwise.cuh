@@ -132,25 +132,26 @@ struct Operands {
   }
 };
 
-constexpr int kVectorsPerThread = 4;
+template <typename T, typename F>
+constexpr int kVectorsPerThread = sizeof(T) == sizeof(double) && kTakesTwo<F> ? 2 : 4;
 
 // S > 1: each thread some vectors, a block's side by side.
 template <typename T, typename F, bool kAligned>
 __global__ void __launch_bounds__(kThreads) map_planes(MapTask task) {
-  constexpr int kSize = kPack<T>;
+  constexpr int kSize = kPack<T>, kVectors = kVectorsPerThread<T, F>;
   const int64_t block = static_cast<int64_t>(blockIdx.x) * kThreads;
   if (blockIdx.x == 0) map_ends<T, F>(task, threadIdx.x);
-  const int64_t start = block * kVectorsPerThread + threadIdx.x;
-  Operands<T, F> operands[kVectorsPerThread];
+  const int64_t start = block * kVectors + threadIdx.x;
+  Operands<T, F> operands[kVectors];
 #pragma unroll
-  for (int k = 0; k < kVectorsPerThread; ++k) {
+  for (int k = 0; k < kVectors; ++k) {
     const int64_t v = start + k * kThreads;
     if (v < task.vectors) {
       operands[k] = Operands<T, F>::template load<kAligned>(task, task.head + v * kSize);
     }
   }
 #pragma unroll
-  for (int k = 0; k < kVectorsPerThread; ++k) {
+  for (int k = 0; k < kVectors; ++k) {
     const int64_t v = start + k * kThreads;
     if (v >= task.vectors) break;
     const int64_t i = task.head + v * kSize;

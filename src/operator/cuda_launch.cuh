@@ -138,7 +138,7 @@ int launch_map(const View& view, const void* a, const void* b, const void* formu
   const bool aligned = misaligned(a) == misaligned(to) && (!b || misaligned(b) == misaligned(to));
   if (view.S > 1) {
     const int64_t blocks =
-        std::max<int64_t>(1, divide_up(task.vectors, int64_t{kThreads} * kVectorsPerThread));
+        std::max<int64_t>(1, divide_up(task.vectors, int64_t{kThreads} * kVectorsPerThread<T, F>));
     const dim3 grid(static_cast<unsigned>(blocks));
     if (aligned) {
       SBN_LAUNCH((map_planes<T, F, true>), grid, stream, task);

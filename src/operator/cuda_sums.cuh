@@ -23,7 +23,9 @@ constexpr int kPlaneChunk = 1024;
 // Vectors of each array that a thread asks for before it looks at the first.
 constexpr int kInFlight = 4;
 template <typename T>
-constexpr int kRowsInFlight = sizeof(T) == sizeof(double) ? kRun : 5;
+constexpr int kRowsInFlight = sizeof(T) == sizeof(double)  ? kRun
+                              : sizeof(T) == sizeof(float) ? 5
+                                                           : 4;
 constexpr int kRowPairsInFlight = 4;
 // With S = 1, rows of a sample that one thread adds up at a time.
 constexpr int kRowsPerThread = 32;
@@ -228,7 +230,8 @@ struct PlaneSums {
 template <typename T, bool kBackward, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBackward ? 2 : 3) sum_planes(SumsTask task) {
   using A = Arithmetic<T>;
-  __shared__ double shared[kWarps * 6];
+  // In shared memory, as a thread needs its own once in `lanes` chunks.
+  __shared__ double own_sums[kThreads * 6];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int lanes = task.lanes, lane_of_chunk = lane % lanes, at_once = kWarp / lanes;
   const int64_t c = blockIdx.x;
@@ -241,17 +244,20 @@ __global__ void __launch_bounds__(kThreads, kBackward ? 2 : 3) sum_planes(SumsTa
     plane.center = Center<A>::of(task.statistics[c]);
   }
 
-  ChannelSums sums;
+  double* const own = own_sums + threadIdx.x * 6;
+  put(ChannelSums(), own);
   // The sums of a chunk are in all of its lanes. Each of them keeps another chunk's until all have
   // one, and then all turn them into Sum3 at once.
   double count = 0, near = 0, first = 0, second = 0;
   const auto keep = [&] {
+    ChannelSums sums = get_sums(own);
     if constexpr (kBackward) {
       sums.first.add(first);
       sums.second.add(second);
     } else {
       add_about<A>(count, near, first, second, &sums.first, &sums.second);
     }
+    put(sums, own);
     count = near = first = second = 0;
   };
 
@@ -288,12 +294,13 @@ __global__ void __launch_bounds__(kThreads, kBackward ? 2 : 3) sum_planes(SumsTa
   }
   keep();
 
+  ChannelSums sums = get_sums(own);
   add_lanes(&sums, kWarp);
-  if (lane == 0) put(sums, shared + warp * 6);
+  if (lane == 0) put(sums, own);
   __syncthreads();
   if (warp == 0) {
     ChannelSums of_warp;
-    if (lane < kWarps) of_warp = get_sums(shared + lane * 6);
+    if (lane < kWarps) of_warp = get_sums(own_sums + lane * kWarp * 6);
     add_lanes(&of_warp, kWarps);
     if (lane == 0) task.to[c * task.slices + blockIdx.y] = of_warp;
   }
