@@ -36,7 +36,7 @@ ifeq ($(filter run-native programs fake-cuda,$(MAKECMDGOALS)),)
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: fake-cuda help train test bench bench-distributed lint format warnings sanitize wheel clean distclean run-native programs rebuild
+.PHONY: fake-cuda gpu-check cuda-report help train test bench bench-distributed lint format warnings sanitize wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.11] [CXX=g++]'
@@ -54,6 +54,14 @@ bench: $(ready)mxnet-$(MXNET) $(ready)test ## measure speed beside MXNet's own l
 
 bench-distributed: $(ready)mxnet-$(MXNET) $(ready)test $(ready)horovod ## measure what synchronization over processes adds
 	$(python) benchmarks/bench_distributed.py $(ARGS)
+
+gpu-check: ## where a GPU and PyTorch are: build, check the CUDA kernels, measure them; elsewhere only build
+	@nvcc=$$(PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v "$${NVCC:-nvcc}") || \
+	    { echo "No nvcc is found (NVCC, CUDA_HOME, PATH), so there is nothing to check."; exit 0; }; \
+	exec $(or $(PYTHON),python3) benchmarks/gpu/check.py $(ARGS)
+
+cuda-report: ## print registers and occupancy of the CUDA kernels for all architectures; fails on spills
+	@$(or $(PYTHON),python3) benchmarks/gpu/build.py $(ARGS)
 
 lint: $(ready)lint ## check style and formatting
 	.venv/bin/ruff check .

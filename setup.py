@@ -9,10 +9,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
-from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_ext import build_ext
-
 SOURCES = sorted(glob("src/operator/*.cc"))
 CUDA_SOURCES = sorted(glob("src/operator/*.cu"))
 EXPORTS = "src/operator/exports.map"
@@ -164,25 +160,28 @@ def build_library(sources, version, folder, library):
     return objects
 
 
-class BuildLibrary(build_ext):
-    """Builds a plain shared library: no Python header, symbol or version has a part in it."""
+def main():
+    # Here, as build_library() is of use without setuptools.
+    from setuptools import Extension, setup
+    from setuptools.command.bdist_wheel import bdist_wheel
+    from setuptools.command.build_ext import build_ext
 
-    def get_ext_filename(self, fullname):
-        return os.path.join(*fullname.split(".")) + ".so"
+    class BuildLibrary(build_ext):
+        """Builds a plain shared library: no Python header, symbol or version has a part in it."""
 
-    def build_extension(self, ext):
-        version, library = self.distribution.get_version(), self.get_ext_fullpath(ext.name)
-        build_library(ext.sources, version, self.build_temp, library)
+        def get_ext_filename(self, fullname):
+            return os.path.join(*fullname.split(".")) + ".so"
 
+        def build_extension(self, ext):
+            version, library = self.distribution.get_version(), self.get_ext_fullpath(ext.name)
+            build_library(ext.sources, version, self.build_temp, library)
 
-class PlatformWheel(bdist_wheel):
-    """One wheel per platform serves every Python version."""
+    class PlatformWheel(bdist_wheel):
+        """One wheel per platform serves every Python version."""
 
-    def get_tag(self):
-        return "py3", "none", super().get_tag()[2]
+        def get_tag(self):
+            return "py3", "none", super().get_tag()[2]
 
-
-if __name__ == "__main__":
     if {"bdist_wheel", "build_ext", "editable_wheel", "install"} & set(sys.argv):
         find_compiler()  # here, so that its message does not end a page of other output
 
@@ -195,3 +194,7 @@ if __name__ == "__main__":
         ],
         cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -134,7 +134,9 @@ def _quiet_filter(text):
 
 def print_report(kernels):
     architectures = sorted({kernel["arch"] for kernel in kernels})
-    print("Registers and occupancy of each kernel, 256 threads a block; spilled bytes where any are.")
+    print(
+        "Registers and occupancy of each kernel, 256 threads a block; spilled bytes where any are."
+    )
     width = max(len(kernel["kernel"]) for kernel in kernels)
     print("".ljust(width), *(f"sm_{arch}".rjust(13) for arch in architectures))
     table = {(kernel["kernel"], kernel["arch"]): kernel for kernel in kernels}
