@@ -14,27 +14,29 @@ python := .venv/bin/python
 pip := $(python) -m pip -qq --no-input
 library := gluon_syncbn/libgluon_syncbn.so
 
-native_headers := $(wildcard src/operator/*.h src/operator/*.inc tests/native/*.h)
+native_headers := $(wildcard src/operator/*.h src/operator/*.inc src/operator/*.cuh tests/native/*.h tests/native/*.inc)
 native_tests := $(wildcard tests/native/*.cc)
 tested_sources := $(filter-out src/operator/sync_batch_norm.cc,$(wildcard src/operator/*.cc))
-formatted := $(wildcard $(foreach ext,h inc cc cu cuh,src/operator/*.$(ext) tests/native/*.$(ext)))
+formatted := $(wildcard $(foreach ext,h cc cu cuh,src/operator/*.$(ext) tests/native/*.$(ext)) src/operator/*.inc tests/native/*.inc)
 
 build := build/native/$(FLAVOUR)
 objects := $(tested_sources:src/operator/%.cc=$(build)/%.o)
 programs := $(native_tests:tests/native/%.cc=$(build)/%)
 build_native = @$(MAKE) --no-print-directory -j$(shell nproc)
-compile = $(CXX) -std=c++17 -pthread -ffp-contract=off $(FLAGS) $(CXXFLAGS) -Isrc/operator
+# The library with CUDA on the host: what CPU contexts do, GPU code does.
+fake_cuda := $(build)/fake_cuda/libgluon_syncbn.so
+compile = $(CXX) -std=c++17 -pthread -fPIC -ffp-contract=off $(FLAGS) $(CXXFLAGS) -Isrc/operator
 
 ifeq ($(filter cpu cu112,$(MXNET)),)
 $(error MXNET=$(MXNET) is unknown: choose MXNET=cpu, or MXNET=cu112 for GPUs with CUDA 11)
 endif
 
 # pip must not run twice at a time in one environment, so only the native tests are made in parallel.
-ifeq ($(filter run-native programs,$(MAKECMDGOALS)),)
+ifeq ($(filter run-native programs fake-cuda,$(MAKECMDGOALS)),)
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: help train test bench bench-distributed lint format warnings sanitize wheel clean distclean run-native programs rebuild
+.PHONY: fake-cuda gpu-check cuda-report help train test bench bench-distributed lint format warnings sanitize wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.11] [CXX=g++]'
@@ -52,6 +54,14 @@ bench: $(ready)mxnet-$(MXNET) $(ready)test ## measure speed beside MXNet's own l
 
 bench-distributed: $(ready)mxnet-$(MXNET) $(ready)test $(ready)horovod ## measure what synchronization over processes adds
 	$(python) benchmarks/bench_distributed.py $(ARGS)
+
+gpu-check: ## where a GPU and PyTorch are: build, check the CUDA kernels, measure them; elsewhere only build
+	@nvcc=$$(PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v "$${NVCC:-nvcc}") || \
+	    { echo "No nvcc is found (NVCC, CUDA_HOME, PATH), so there is nothing to check."; exit 0; }; \
+	exec $(or $(PYTHON),python3) benchmarks/gpu/check.py $(ARGS)
+
+cuda-report: ## print registers and occupancy of the CUDA kernels for all architectures; fails on spills
+	@$(or $(PYTHON),python3) benchmarks/gpu/build.py $(ARGS)
 
 lint: $(ready)lint ## check style and formatting
 	.venv/bin/ruff check .
@@ -102,6 +112,18 @@ $(objects): $(build)/%.o: src/operator/%.cc $(native_headers)
 $(programs): $(build)/%: tests/native/%.cc $(objects) $(native_headers)
 	@mkdir -p $(@D)
 	$(compile) $< $(objects) -o $@
+
+fake-cuda: $(fake_cuda)
+
+$(build)/sync_batch_norm.o: version = -fvisibility=hidden \
+    '-DGLUON_SYNCBN_VERSION="$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' gluon_syncbn/_version.py)"'
+$(build)/sync_batch_norm.o: src/operator/sync_batch_norm.cc gluon_syncbn/_version.py $(native_headers)
+	@mkdir -p $(@D)
+	$(compile) $(version) -c $< -o $@
+
+$(fake_cuda): tests/fake_cuda/backend.cc $(objects) $(build)/sync_batch_norm.o $(native_headers)
+	@mkdir -p $(@D)
+	$(compile) -fvisibility=hidden -Itests/native -shared $< $(objects) $(build)/sync_batch_norm.o -o $@
 
 # The files .venv/ready-* say what has been installed there, so that a second run has nothing to set up.
 $(ready)python:

@@ -1,6 +1,7 @@
 """Builds gluon_syncbn/libgluon_syncbn.so. All else about the package stands in pyproject.toml."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -8,18 +9,22 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
-from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_ext import build_ext
-
 SOURCES = sorted(glob("src/operator/*.cc"))
+CUDA_SOURCES = sorted(glob("src/operator/*.cu"))
 EXPORTS = "src/operator/exports.map"
-HEADERS = sorted(glob("src/operator/*.h") + glob("src/operator/*.inc"))
+HEADERS = sorted(sum((glob(f"src/operator/*.{kind}") for kind in ("h", "inc", "cuh")), []))
 
 # -ffp-contract=off: no result may depend on whether the compiler fuses a multiplication with an
 # addition. No -march: the binary runs on every machine of its architecture, and the sources choose
 # vector code when they run.
 COMPILE = "-std=c++17 -O3 -fPIC -pthread -fvisibility=hidden -ffp-contract=off".split()
+
+# -fmad=false: as above. IEEE division and square root are the default.
+NVCC = "-std=c++17 -O3 -fmad=false -Xfatbin=-compress-all".split()
+NVCC += ["-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off"]
+
+# The oldest that has C++17 and --threads.
+OLDEST_NVCC = (11, 2)
 
 # libgcc and libstdc++ stay shared, as MXNet catches this library's exceptions. Of static ones the
 # first would abort the process, and the second would take each error for one that nobody caught.
@@ -42,6 +47,80 @@ def find_compiler():
     )
 
 
+def find_nvcc():
+    """The path of nvcc where CUDA kernels are to be built, or None: GLUON_SYNCBN_CUDA=0 never
+    builds them, 1 always does, and otherwise they are built where nvcc is found."""
+    wanted = os.environ.get("GLUON_SYNCBN_CUDA", "")
+    if wanted == "0" or not CUDA_SOURCES:
+        return None
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    places = os.pathsep.join([os.path.join(home, "bin"), os.environ.get("PATH", os.defpath)])
+    nvcc = shutil.which(os.environ.get("NVCC", "nvcc"), path=places)
+    if nvcc is None and wanted == "1":
+        sys.exit(
+            "gluon_syncbn was to be built with CUDA kernels (GLUON_SYNCBN_CUDA=1), and nvcc is not "
+            "found: set NVCC or CUDA_HOME, or put it into PATH."
+        )
+    return nvcc
+
+
+def ask(*command):
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return done.stdout if done.returncode == 0 else ""
+
+
+def check_nvcc(nvcc):
+    found = re.search(r"release (\d+)\.(\d+)", ask(nvcc, "--version"))
+    if found is None or tuple(map(int, found.groups())) < OLDEST_NVCC:
+        came = f"CUDA {found[1]}.{found[2]}" if found else "no CUDA compiler"
+        sys.exit(
+            f"gluon_syncbn needs nvcc of CUDA {OLDEST_NVCC[0]}.{OLDEST_NVCC[1]} or newer, and "
+            f"{nvcc} is {came}: set NVCC to a newer one, or GLUON_SYNCBN_CUDA=0 for a build "
+            "without CUDA kernels."
+        )
+
+
+def cuda_architectures(nvcc):
+    """What to make machine code for, such as [70, 80, 90]: the oldest of each generation, from
+    Maxwell on, that this nvcc knows, as it runs on all of the generation; and what to make PTX for,
+    for GPUs that are still to come. GLUON_SYNCBN_CUDA_ARCHS="80 90" chooses."""
+    chosen = os.environ.get("GLUON_SYNCBN_CUDA_ARCHS", "").replace(",", " ").split()
+    if chosen:
+        return [int(arch) for arch in chosen], int(chosen[-1])
+    text = ask(nvcc, "--list-gpu-arch") or ask(nvcc, "--help")
+    known = sorted({int(arch) for arch in re.findall(r"compute_(\d+)\b", text)})
+    known = [arch for arch in known if arch >= 50]
+    oldest = {}
+    for arch in known:
+        oldest.setdefault(arch // 10, arch)
+    return sorted(oldest.values()), known[-1]
+
+
+def static_cuda_runtime(nvcc):
+    """The folder of libcudart_static.a. Linked so, the library loads where no driver is, and beside
+    the runtimes of other versions that MXNet and others bring."""
+    root = os.path.dirname(os.path.dirname(os.path.realpath(nvcc)))
+    for folder in ("lib64", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib", "lib"):
+        if os.path.exists(os.path.join(root, folder, "libcudart_static.a")):
+            return os.path.join(root, folder)
+    sys.exit(
+        f"libcudart_static.a is not found near {nvcc}: install the whole CUDA toolkit, or set "
+        "GLUON_SYNCBN_CUDA=0 for a build without CUDA kernels."
+    )
+
+
+def cuda_command(nvcc, compiler):
+    """How nvcc is called, but for source and output."""
+    machine, ptx = cuda_architectures(nvcc)
+    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in machine]
+    codes.append(f"-gencode=arch=compute_{ptx},code=compute_{ptx}")
+    names = " ".join(f"sm_{arch}" for arch in machine) + f", PTX {ptx}"
+    macro = f'-DGLUON_SYNCBN_CUDA_ARCHITECTURES="{names}"'
+    threads = f"--threads={min(os.cpu_count(), len(codes))}"
+    own = shlex.split(os.environ.get("NVCCFLAGS", ""))
+    return [nvcc, "-ccbin", compiler[0], *NVCC, threads, *codes, macro, *own]
+
+
 def run(command):
     """Run the compiler, show what it says, and end the build without a traceback if it fails."""
     line = " ".join(map(shlex.quote, command))
@@ -53,44 +132,69 @@ def run(command):
         )
 
 
-class BuildLibrary(build_ext):
-    """Builds a plain shared library: no Python header, symbol or version has a part in it."""
+def build_library(sources, version, folder, library):
+    """Compile into `folder` and link; also what benchmarks/gpu does, without setuptools."""
+    compiler = find_compiler()
+    define = f'-DGLUON_SYNCBN_VERSION="{version}"'
+    flags = [*COMPILE, define, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    os.makedirs(folder, exist_ok=True)
 
-    def get_ext_filename(self, fullname):
-        return os.path.join(*fullname.split(".")) + ".so"
+    def compile_source(source, command):
+        output = os.path.join(folder, os.path.basename(source) + ".o")
+        run([*command, "-c", source, "-o", output])
+        return output
 
-    def build_extension(self, ext):
-        compiler = find_compiler()
-        version = f'-DGLUON_SYNCBN_VERSION="{self.distribution.get_version()}"'
-        flags = [*COMPILE, version, *shlex.split(os.environ.get("CXXFLAGS", ""))]
-        os.makedirs(self.build_temp, exist_ok=True)
-
-        def compile_source(source):
-            output = os.path.join(self.build_temp, os.path.basename(source) + ".o")
-            run([*compiler, *flags, "-c", source, "-o", output])
-            return output
-
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(compile_source, ext.sources))
-
-        library = self.get_ext_fullpath(ext.name)
-        os.makedirs(os.path.dirname(library), exist_ok=True)
-        flags = [*LINK, *shlex.split(os.environ.get("LDFLAGS", ""))]
-        run([*compiler, *objects, "-o", library, *flags])
-
-
-class PlatformWheel(bdist_wheel):
-    """One wheel per platform serves every Python version."""
-
-    def get_tag(self):
-        return "py3", "none", super().get_tag()[2]
+    tasks, link = [(source, [*compiler, *flags]) for source in sources], [*LINK]
+    nvcc = find_nvcc()
+    if nvcc:
+        check_nvcc(nvcc)
+        # First, as they take longest.
+        tasks[:0] = [(source, cuda_command(nvcc, compiler)) for source in CUDA_SOURCES]
+        link += [f"-L{static_cuda_runtime(nvcc)}", "-lcudart_static", "-ldl", "-lrt"]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_source, *zip(*tasks)))
+    os.makedirs(os.path.dirname(library), exist_ok=True)
+    link += shlex.split(os.environ.get("LDFLAGS", ""))
+    # The libraries behind the objects that need them.
+    run([*compiler, *objects, "-o", library, *link])
+    return objects
 
 
-if {"bdist_wheel", "build_ext", "editable_wheel", "install"} & set(sys.argv):
-    find_compiler()  # here, so that its message does not end a page of other output
+def main():
+    # Here, as build_library() is of use without setuptools.
+    from setuptools import Extension, setup
+    from setuptools.command.bdist_wheel import bdist_wheel
+    from setuptools.command.build_ext import build_ext
 
-setup(
-    license="Apache-2.0",
-    ext_modules=[Extension("gluon_syncbn.libgluon_syncbn", SOURCES, depends=[*HEADERS, EXPORTS])],
-    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
-)
+    class BuildLibrary(build_ext):
+        """Builds a plain shared library: no Python header, symbol or version has a part in it."""
+
+        def get_ext_filename(self, fullname):
+            return os.path.join(*fullname.split(".")) + ".so"
+
+        def build_extension(self, ext):
+            version, library = self.distribution.get_version(), self.get_ext_fullpath(ext.name)
+            build_library(ext.sources, version, self.build_temp, library)
+
+    class PlatformWheel(bdist_wheel):
+        """One wheel per platform serves every Python version."""
+
+        def get_tag(self):
+            return "py3", "none", super().get_tag()[2]
+
+    if {"bdist_wheel", "build_ext", "editable_wheel", "install"} & set(sys.argv):
+        find_compiler()  # here, so that its message does not end a page of other output
+
+    setup(
+        license="Apache-2.0",
+        ext_modules=[
+            Extension(
+                "gluon_syncbn.libgluon_syncbn", SOURCES, depends=[*CUDA_SOURCES, *HEADERS, EXPORTS]
+            )
+        ],
+        cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
+    )
+
+
+if __name__ == "__main__":
+    main()

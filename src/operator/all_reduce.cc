@@ -353,10 +353,10 @@ std::string AllReduce::name(const LayerPtr& layer) const {
   return layer->config.name;
 }
 
-bool AllReduce::exchanges(const LayerPtr& layer) const {
+bool AllReduce::shares_memory(const LayerPtr& layer) const {
   const State::Lock lock(state_->mutex);
   state_->check_open(layer);
-  return layer->config.exchanges();
+  return !layer->config.exchanges() && !layer->config.has_gpus;
 }
 
 size_t AllReduce::participants(const LayerPtr& layer) const {

@@ -39,6 +39,9 @@ struct LayerConfig {
   // exchanges nothing.
   size_t processes = 1, first_rank = 0, end_rank = 1;
 
+  // Whether not every device can read what lies on the others.
+  bool has_gpus = false;
+
   bool exchanges() const { return processes > 1; }
   size_t participants() const {
     return group_size ? group_size : num_devices ? num_devices : devices.size();
@@ -104,9 +107,10 @@ class AllReduce {
   LayerPtr find(int64_t number) const;
 
   std::string name(const LayerPtr& layer) const;
-  // How many devices of this process meet, and whether they exchange sums with other processes.
+  // How many devices of this process meet.
   size_t participants(const LayerPtr& layer) const;
-  bool exchanges(const LayerPtr& layer) const;
+  // Whether one device can do the work of all: they are CPU contexts, and exchange nothing.
+  bool shares_memory(const LayerPtr& layer) const;
 
   // From the next forward calls on, only these devices take part, as the others have no data; none:
   // everyone does. Layers that have none of the devices are left alone. At this moment no forward

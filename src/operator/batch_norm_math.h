@@ -48,6 +48,29 @@ SBN_HOST_DEVICE Statistics given_statistics(double mean, double variance, double
   return {mean, 0, variance, 1 / sqrt(variance + epsilon)};
 }
 
+// Adds {sum(x), sum(x^2)} of `count` values, by way of the sums about one of them, which are small
+// whatever the offset of the data is. (Should that value be an outlier, then it makes the variance
+// of the values so large that at most log2(count + 1) bits of a double are lost.)
+//
+// sum(x^2) = sum((x - near)^2) + 2 near sum(x - near) + count near^2
+template <typename T>
+SBN_HOST_DEVICE void add_about(double count, double near, double sum, double sum_of_squares,
+                               Sum3* plain, Sum3* squares) {
+  double square_low;
+  const double square = two_product(near, near, &square_low);
+  plain->add(sum);
+  squares->add_product(count, square);
+  if (sizeof(T) == sizeof(double)) {
+    plain->add_product(count, near);
+    squares->add(sum_of_squares);
+    squares->add_product(2 * near, sum);
+    squares->add(count * square_low);
+  } else {
+    plain->add(count * near);  // exact, as is the square
+    squares->add(sum_of_squares + 2 * near * sum);
+  }
+}
+
 SBN_HOST_DEVICE double moving_average(double running, double batch, double momentum) {
   return momentum * running + (1 - momentum) * batch;
 }

@@ -36,6 +36,11 @@ SBN_HOST_DEVICE float widen(BFloat16 x) {
   return float_of_bits(static_cast<uint32_t>(x.bits) << 16);
 }
 SBN_HOST_DEVICE float widen(Half x) {
+#if defined(__CUDA_ARCH__)
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+  return wide;
+#else
   // Exponent and fraction where float has them, which is a number 2^112 times too small, or one of
   // the largest exponent where the half is infinite or NaN.
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
@@ -45,6 +50,7 @@ SBN_HOST_DEVICE float widen(Half x) {
   const float value = float_of_bits(magnitude) * 0x1p112f;
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
   return float_of_bits(bits_of_float(value) | special | sign);
+#endif
 }
 
 // To the nearest value of the result's type, and of two that are equally near to the one whose last
@@ -60,6 +66,9 @@ SBN_HOST_DEVICE void narrow(float x, BFloat16* result) {
 }
 
 SBN_HOST_DEVICE void narrow(float x, Half* result) {
+#if defined(__CUDA_ARCH__)
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result->bits) : "f"(x));
+#else
   const uint32_t bits = bits_of_float(x), magnitude = bits & 0x7fffffff;
   const uint32_t sign = bits >> 16 & 0x8000;
   // Normal halves, 2^-14 and more: the exponent moved, 13 bits rounded off, which may carry into
@@ -72,6 +81,7 @@ SBN_HOST_DEVICE void narrow(float x, Half* result) {
   half = magnitude >= 143u << 23 ? 0x7c00 : half;
   half = magnitude > 0x7f800000 ? 0x7e00 | (magnitude >> 13 & 0x3ff) : half;
   result->bits = static_cast<uint16_t>(half | sign);
+#endif
 }
 
 // Formulae over data of T are computed in Arithmetic<T>, which is also the type of gamma, beta,

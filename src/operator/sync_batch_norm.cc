@@ -28,6 +28,7 @@
 #include "all_reduce.h"
 #include "kernels.h"
 #include "mxnet_api.h"
+#include "passes_cuda.h"
 #include "running_statistics.h"
 #include "stores.h"
 #include "thread_pool.h"
@@ -213,14 +214,25 @@ class Arrays {
     return static_cast<DType>(dtype);
   }
 
-  // Zeros, where the request would have written the array.
-  void clear(int i, int request) const {
+  // Zeros, where the request would have written the array, which lies on this GPU, or the CPU: -1.
+  void clear(int i, int request, int gpu) const {
     if (request != kWriteTo && request != kWriteInplace) return;
     int ndim = 0;
     const int* const sizes = shape(i, &ndim);
     size_t bytes = size_of(dtype(i));
     for (int axis = 0; axis < ndim; ++axis) bytes *= static_cast<size_t>(sizes[axis]);
-    std::memset(data(i), 0, bytes);
+    if (gpu < 0) {
+      std::memset(data(i), 0, bytes);
+    } else {
+      clear_on_gpu(gpu, data(i), bytes);
+    }
+  }
+
+  // What errors tell of the data.
+  std::string text(int i) const {
+    int ndim = 0;
+    const int* const sizes = shape(i, &ndim);
+    return "data of shape " + shape_text(sizes, ndim);
   }
 
   // Whoever waits for what this call writes gets an MXNetError of this text. (Throwing it here
@@ -267,6 +279,7 @@ class Call {
       : settings_(settings),
         layer_(layer),
         device_(context),
+        gpu_(gpu_of(device_)),
         number_(call_count++),
         recomputes_(settings.place >= 0 && (settings.force_mirroring || mirrors())),
         running_(running_states->of(settings.layer, device_)) {
@@ -293,6 +306,10 @@ class Call {
     batches_.clear();
     from_batch_ = is_train && !settings_.use_global_stats;
     std::vector<BatchPtr> batches;
+    if (gpu_ >= 0) {
+      batches_ = forward_by_cuda(arrays, request, part);
+      return;
+    }
     if (!from_batch_) {
       batches.push_back(given_batch(dtype, part.view.C, arrays.data(running + kRunningMean),
                                     arrays.data(running + kRunningVar)));
@@ -307,13 +324,10 @@ class Call {
       ticket_ = all_reduce->next_ticket(layer_, device_, settings_.place);
       batches.push_back(meet_forward(kernels, dtype, part));
     }
-    if (from_batch_ &&
-        !(recomputes_ && running_->is_recomputed(settings_.place, number_, batches))) {
-      if (has_double_parameters(dtype)) {
-        update_running<double>(arrays, running, batches);
-      } else {
-        update_running<float>(arrays, running, batches);
-      }
+    if (from_batch_) {
+      update_running(dtype, batches,
+                     {arrays.data(running + kRunningMean), arrays.data(running + kRunningVar),
+                      settings_.running.cumulative ? arrays.data(running + kNumBatches) : nullptr});
     }
 
     batches_ = std::move(batches);
@@ -342,6 +356,7 @@ class Call {
                             wanted ? arrays.data(gradients + kData) : nullptr,
                             store_of(request[kData]),
                             sums.data()};
+    if (gpu_ >= 0) return backward_by_cuda(arrays, request, part);
 
     // Of this device alone: the Trainer adds them over the devices.
     std::vector<double> dgamma(view.C), dbeta(view.C);
@@ -393,7 +408,7 @@ class Call {
     if (naive_engine) throw dmlc::Error(text);
     // Once one result was waited for, MXNet takes the error for told and goes on with what it finds
     // in the others.
-    for (int i = 0; i < 3 && on_cpu(); ++i) arrays->clear(written + i, requests[i]);
+    for (int i = 0; i < 3 && has_kernels(); ++i) arrays->clear(written + i, requests[i], gpu_);
     arrays->poison(written, text);
     return 1;
   }
@@ -504,7 +519,7 @@ class Call {
   // y and the statistics of the batch, with all devices.
   BatchPtr meet_forward(const Kernels& kernels, DType dtype, const ForwardPart& part) {
     const int64_t channels = part.view.C;
-    if (all_reduce->exchanges(layer_)) {
+    if (!all_reduce->shares_memory(layer_)) {
       std::vector<ChannelSums> sums(channels);
       Batch batch{std::vector<Statistics>(channels)};
       batch.count = static_cast<double>(part.view.N * part.view.S);
@@ -530,7 +545,7 @@ class Call {
   void meet_backward(const Kernels& kernels, DType dtype, const BackwardPart& part) {
     const int64_t channels = part.view.C;
     const Statistics* const statistics = batches_[0]->channels.data();
-    if (all_reduce->exchanges(layer_)) {
+    if (!all_reduce->shares_memory(layer_)) {
       kernels.backward_sums(part.view, part.dy, part.x, statistics, part.sums);
       std::vector<ChannelSums> sums(part.sums, part.sums + channels);
       double count = static_cast<double>(part.view.N * part.view.S);
@@ -555,14 +570,78 @@ class Call {
 
   const void* gamma(const void* values) const { return settings_.fix_gamma ? nullptr : values; }
 
-  bool on_cpu() const { return device_.compare(0, 3, "cpu") == 0; }
+  // The parts of a batch that have statistics of their own: chunks of virtual devices, or the
+  // whole.
+  template <typename KernelPart>
+  std::vector<KernelPart> parts_of(const KernelPart& whole, DType dtype, int64_t samples) const {
+    if (!from_batch_ || !settings_.virtual_devices) return {whole};
+    std::vector<KernelPart> parts;
+    for (const Chunk& chunk : chunks(samples)) parts.push_back(chunk.of(whole, dtype));
+    return parts;
+  }
+
+  // Brings this device's sums to the others.
+  Meet meet_by_cuda(Direction direction, int64_t channels) {
+    if (!from_batch_ || settings_.virtual_devices) return nullptr;
+    return [=](ChannelSums* sums, double* count) {
+      std::vector<ChannelSums> all(sums, sums + channels);
+      all_reduce->reduce(layer_, ticket_, direction, device_, &all, count);
+      std::copy(all.begin(), all.end(), sums);
+    };
+  }
+
+  std::vector<BatchPtr> forward_by_cuda(const Arrays& arrays, const int* request,
+                                        const ForwardPart& whole) {
+    const int outputs = kNumInputs, running = kNumInputs + kNumOutputs;
+    const DType dtype = arrays.dtype(kData);
+    if (from_batch_ && !settings_.virtual_devices) {
+      check_engine();
+      ticket_ = all_reduce->next_ticket(layer_, device_, settings_.place);
+    }
+    const auto result = [&](int output) {
+      return Result{request[output] == kNullOp ? nullptr : arrays.data(outputs + output),
+                    request[output] == kAddTo};
+    };
+    return forward_on_gpu(
+        {gpu_,
+         dtype,
+         arrays.text(kData),
+         settings_.epsilon,
+         parts_of(whole, dtype, arrays.samples(kData)),
+         from_batch_,
+         meet_by_cuda(Direction::kForward, whole.view.C),
+         {arrays.data(running + kRunningMean), arrays.data(running + kRunningVar),
+          settings_.running.cumulative ? arrays.data(running + kNumBatches) : nullptr},
+         [&](const std::vector<BatchPtr>& batches, void* const(&on_host)[3]) {
+           return update_running(dtype, batches, on_host);
+         },
+         result(kMean),
+         result(kInvStd),
+         std::max(1, settings_.virtual_devices)});
+  }
+
+  void backward_by_cuda(const Arrays& arrays, const int* request, const BackwardPart& whole) {
+    const int data = kNumOutputs + kData, gradients = kNumOutputs + kNumInputs + kNumOutputs;
+    const DType dtype = arrays.dtype(data);
+    const auto result = [&](int input) {
+      return Result{request[input] == kNullOp ? nullptr : arrays.data(gradients + input),
+                    request[input] == kAddTo};
+    };
+    backward_on_gpu({gpu_, dtype, arrays.text(data), parts_of(whole, dtype, arrays.samples(data)),
+                     batches_, from_batch_, meet_by_cuda(Direction::kBackward, whole.view.C),
+                     result(kGamma), result(kBeta)});
+  }
+
+  bool has_kernels() const { return gpu_ < 0 || cuda_backend(); }
 
   // Whether there are kernels for the device, and a graph that fits it.
   void check_device() const {
-    if (!on_cpu()) {
+    if (!has_kernels()) {
       throw std::runtime_error(
-          "this build has kernels for the CPU alone. Use CPU contexts, or a build for GPUs.");
+          "this build has kernels for the CPU alone. Use CPU contexts, or build it again where "
+          "nvcc is: GLUON_SYNCBN_CUDA=1 pip install --force-reinstall --no-deps .");
     }
+    if (gpu_ >= 0) return;
     if (onednn && settings_.gpu_only) {
       throw std::runtime_error(
           "the graph was traced for GPUs. Call net.hybridize() again after the net was moved to "
@@ -578,12 +657,24 @@ class Call {
     }
   }
 
+  // The running statistics: mean, variance, and the number of batches or null. Returns whether they
+  // have changed.
+  bool update_running(DType dtype, const std::vector<BatchPtr>& batches,
+                      void* const (&running)[3]) {
+    if (recomputes_ && running_->is_recomputed(settings_.place, number_, batches)) return false;
+    if (has_double_parameters(dtype)) {
+      update_running<double>(batches, running);
+    } else {
+      update_running<float>(batches, running);
+    }
+    return true;
+  }
+
   template <typename P>
-  void update_running(const Arrays& arrays, int running, const std::vector<BatchPtr>& batches) {
-    const auto values = [&](int i) { return static_cast<P*>(arrays.data(running + i)); };
+  void update_running(const std::vector<BatchPtr>& batches, void* const (&running)[3]) {
+    const auto values = [&](int i) { return static_cast<P*>(running[i]); };
     running_->update<P>(batches, settings_.running,
-                        {values(kRunningMean), values(kRunningVar),
-                         settings_.running.cumulative ? values(kNumBatches) : nullptr});
+                        {values(kRunningMean), values(kRunningVar), values(kNumBatches)});
   }
 
   template <typename F>
@@ -610,6 +701,8 @@ class Call {
   const Settings settings_;
   const AllReduce::LayerPtr layer_;
   const std::string device_;
+  // -1: the CPU.
+  const int gpu_;
   const int64_t number_;
   // Whether MXNet may compute the forward a second time before the backward, to save memory.
   const bool recomputes_;
@@ -876,6 +969,7 @@ int gluon_syncbn_register(void* const* api, const char* process, int is_naive_en
 void gluon_syncbn_after_fork() {
   lines().clear();
   abandon_thread_pool();
+  abandon_cuda_memory();
   all_reduce->start_over();
 }
 
@@ -895,6 +989,7 @@ void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* 
   config.processes = static_cast<size_t>(processes);
   config.first_rank = static_cast<size_t>(first_rank);
   config.end_rank = static_cast<size_t>(end_rank);
+  for (const std::string& device : config.devices) config.has_gpus |= gpu_of(device) >= 0;
   all_reduce->configure(layer, config);
   running_states->keep(layer);
 }
@@ -959,6 +1054,10 @@ void gluon_syncbn_close(const char* reason) {
   all_reduce->close(reason);
   Watch::close();
 }
+
+void gluon_syncbn_release() { release_cuda_memory(); }
+
+const char* gluon_syncbn_cuda() { return cuda_backend() ? cuda_backend()->description : nullptr; }
 
 int gluon_syncbn_waiting() { return all_reduce->waiting(); }
 

@@ -57,6 +57,12 @@ SBN_EXPORT void gluon_syncbn_close(const char* reason);
 // The number of calls that wait for other devices now.
 SBN_EXPORT int gluon_syncbn_waiting();
 
+// What the CUDA kernels were compiled by and for; null where there are none.
+SBN_EXPORT const char* gluon_syncbn_cuda();
+
+// Gives back the streams and the memory that are kept for the next calls on GPUs.
+SBN_EXPORT void gluon_syncbn_release();
+
 // Ctrl-C also releases those who wait. The handler that was there before is called first.
 SBN_EXPORT int gluon_syncbn_catch_interrupts();
 

@@ -1,0 +1,156 @@
+"""Builds the library and the native test with setup.py's own commands, and reads what the compiler
+says of the kernels. Needs nvcc and a C++ compiler, no GPU.
+
+    python benchmarks/gpu/build.py            # registers, spills, occupancy; exit code 1 on spills
+    python benchmarks/gpu/build.py 80 90      # for these architectures alone
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "build" / "gpu"
+THREADS = 256
+# By compute capability: warps, registers and bytes of shared memory of a multiprocessor.
+LIMITS = {50: (64, 65536, 64), 60: (64, 65536, 64), 70: (64, 65536, 96), 75: (32, 65536, 64)}
+LIMITS.update({80: (64, 65536, 164), 86: (48, 65536, 100), 87: (48, 65536, 164)})
+LIMITS.update({88: (48, 65536, 100), 89: (48, 65536, 100), 90: (64, 65536, 228)})
+LIMITS.update({100: (64, 65536, 228), 103: (64, 65536, 228), 110: (48, 65536, 228)})
+LIMITS.update({120: (48, 65536, 100), 121: (48, 65536, 100)})
+
+
+def setup_py():
+    """setup.py as a module."""
+    spec = importlib.util.spec_from_file_location("gluon_syncbn_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    before = os.getcwd()
+    os.chdir(ROOT)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        os.chdir(before)
+    return module
+
+
+def _quiet(command):
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))}\n{done.stdout}")
+    return done.stdout
+
+
+def build(architectures):
+    """The library and the native test on a real device, for `architectures`. Returns both paths."""
+    os.chdir(ROOT)
+    os.environ["GLUON_SYNCBN_CUDA"] = "1"
+    if architectures:
+        os.environ["GLUON_SYNCBN_CUDA_ARCHS"] = " ".join(map(str, architectures))
+    setup = setup_py()
+    setup.run = _quiet
+    version = re.search(r'"(.+)"', (ROOT / "gluon_syncbn/_version.py").read_text())[1]
+    library, test = FOLDER / "libgluon_syncbn.so", FOLDER / "test_cuda_kernels"
+    objects = setup.build_library(setup.SOURCES, version, str(FOLDER), str(library))
+    runtime = [f"-L{setup.static_cuda_runtime(setup.find_nvcc())}", "-lcudart_static", "-ldl"]
+    flags = ["-std=c++17", "-O2", "-pthread", "-ffp-contract=off", "-DSBN_REAL_CUDA"]
+    source = "tests/native/test_cuda_kernels.cc"
+    objects = [each for each in objects if not each.endswith("sync_batch_norm.cc.o")]
+    command = [*setup.find_compiler(), *flags, "-Isrc/operator", source, *objects]
+    _quiet([*command, "-o", str(test), *runtime, "-lrt"])
+    return library, test
+
+
+def known_architectures(setup, nvcc):
+    text = setup.ask(nvcc, "--list-gpu-arch") or setup.ask(nvcc, "--help")
+    known = sorted({int(arch) for arch in re.findall(r"compute_(\d+)\b", text)})
+    return [arch for arch in known if arch >= 50]
+
+
+def occupancy(arch, registers, shared):
+    """The part of a multiprocessor's warps that can be there at a time."""
+    warps, file, memory = LIMITS.get(arch, LIMITS[90])
+    per_block = THREADS // 32
+    blocks = warps // per_block
+    blocks = min(blocks, file // (-(-registers * 32 // 256) * 256 * per_block))
+    if shared:
+        blocks = min(blocks, memory * 1024 // (shared + 1024))
+    return blocks * per_block / warps
+
+
+def report(architectures=()):
+    """What ptxas says, one dictionary for each kernel and architecture."""
+    os.chdir(ROOT)
+    setup = setup_py()
+    nvcc = setup.find_nvcc()
+    if nvcc is None:
+        sys.exit("nvcc is not found: set NVCC or CUDA_HOME, or put it into PATH.")
+    setup.check_nvcc(nvcc)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    flags = [flag for flag in setup.NVCC if not flag.startswith("-Xfatbin")]
+
+    def compile_for(arch):
+        output = FOLDER / f"kernels_{arch}.cubin"
+        command = [nvcc, *flags, f"-arch=sm_{arch}", "-Xptxas=-v", "-cubin", *setup.CUDA_SOURCES]
+        return arch, _quiet([*command, "-o", str(output)])
+
+    kernels = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        wanted = architectures or known_architectures(setup, nvcc)
+        for arch, text in pool.map(compile_for, wanted):
+            kernels += list(_parse(arch, text))
+    return kernels
+
+
+def _parse(arch, text):
+    names = _quiet_filter(text) if "_Z" in text else text
+    pattern = (
+        r"Compiling entry function '(?P<name>.+?)' for.*?"
+        r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+        r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)"
+    )
+    for found in re.finditer(pattern, names, re.DOTALL):
+        shared = re.search(r"(\d+) bytes smem", found["rest"])
+        registers, shared = int(found["registers"]), int(shared[1]) if shared else 0
+        name = re.sub(r"\(.*", "", found["name"]).replace("gluon_syncbn::", "")
+        yield {
+            "kernel": name.replace("void ", ""),
+            "arch": arch,
+            "registers": registers,
+            "spilled_bytes": int(found["stores"]) + int(found["loads"]),
+            "stack_bytes": int(found["stack"]),
+            "shared_bytes": shared,
+            "occupancy": occupancy(arch, registers, shared),
+        }
+
+
+def _quiet_filter(text):
+    done = subprocess.run(["c++filt"], input=text, stdout=subprocess.PIPE, text=True)
+    return done.stdout if done.returncode == 0 else text
+
+
+def print_report(kernels):
+    architectures = sorted({kernel["arch"] for kernel in kernels})
+    print(
+        "Registers and occupancy of each kernel, 256 threads a block; spilled bytes where any are."
+    )
+    width = max(len(kernel["kernel"]) for kernel in kernels)
+    print("".ljust(width), *(f"sm_{arch}".rjust(13) for arch in architectures))
+    table = {(kernel["kernel"], kernel["arch"]): kernel for kernel in kernels}
+    for name in sorted({kernel["kernel"] for kernel in kernels}):
+        cells = []
+        for arch in architectures:
+            kernel = table[name, arch]
+            spilled = f"!{kernel['spilled_bytes']}" if kernel["spilled_bytes"] else ""
+            cells.append(f"{spilled}{kernel['registers']:4d} {kernel['occupancy']:4.0%}".rjust(13))
+        print(name.ljust(width), *cells)
+    spilled = [kernel for kernel in kernels if kernel["spilled_bytes"]]
+    print(f"{len(table)} kernels, {len(spilled)} of which spill.")
+    return not spilled
+
+
+if __name__ == "__main__":
+    sys.exit(not print_report(report([int(arch) for arch in sys.argv[1:]])))

@@ -1,0 +1,244 @@
+// From views to kernels: which one, how many blocks, and the table of all.
+//
+// SBN_LAUNCH(kernel, blocks, stream, arguments...) starts it with kThreads threads a block, and
+// SBN_LAUNCH_TOGETHER one whose threads wait for each other.
+#ifndef GLUON_SYNCBN_CUDA_LAUNCH_CUH_
+#define GLUON_SYNCBN_CUDA_LAUNCH_CUH_
+
+#include <algorithm>
+#include <numeric>
+
+#include "cuda_elementwise.cuh"
+
+namespace gluon_syncbn {
+
+// Blocks that fill a multiprocessor twice over, so that the last ones do not leave it idle long.
+constexpr int64_t kBlocksPerMultiprocessor = 16;
+constexpr int64_t kMostSlices = 4096;
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline unsigned misaligned(const void* p) {
+  return static_cast<unsigned>(reinterpret_cast<uintptr_t>(p) % 16);
+}
+
+// The kernel of sums for a view, and its blocks.
+template <typename T>
+struct SumsPlan {
+  enum Kind { kPlanes, kRows, kValues } kind;
+  SumsTask task{};
+  dim3 grid;
+
+  SumsPlan(const View& v, int multiprocessors) {
+    const int64_t wanted = kBlocksPerMultiprocessor * multiprocessors;
+    // Blocks side by side, and units that a block takes at a time.
+    int64_t blocks, at_once;
+    task.N = v.N / v.R;
+    task.C = v.C;
+    task.S = v.S;
+    task.R = v.R;
+    if (v.S > 1) {
+      kind = kPlanes;
+      task.lanes = 1;
+      // Two vectors for each lane at least.
+      while (task.lanes < kWarp && task.lanes * 2 * kPack<T> < v.S) task.lanes *= 2;
+      task.chunks = divide_up(v.S, kPlaneChunk);
+      task.units = task.N * task.chunks;
+      blocks = v.C;
+      at_once = kThreads / task.lanes;
+    } else if (v.R > 1) {
+      kind = kRows;
+      task.lanes = 1;
+      while (task.lanes < kWarp && task.lanes * kPack<T> < v.C) task.lanes *= 2;
+      task.chunks = divide_up(v.R, kThreads / task.lanes * kRowsPerThread);
+      task.units = task.N * task.chunks;
+      blocks = divide_up(v.C, task.lanes * kPack<T>);
+      at_once = 1;
+    } else {
+      kind = kValues;
+      task.chunks = 1;
+      task.units = task.N;
+      blocks = divide_up(v.C, kWarp);
+      at_once = 4 * kWarps;
+    }
+    const int64_t most = std::min(divide_up(task.units, at_once), kMostSlices);
+    task.slices = static_cast<int>(std::max<int64_t>(1, std::min(divide_up(wanted, blocks), most)));
+    grid = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(task.slices));
+  }
+
+  int64_t work_size() const { return task.slices > 1 ? task.slices * task.C : 0; }
+
+  template <bool kBackward>
+  int run(ChannelSums* work, ChannelSums* sums, Stream stream) {
+    task.to = task.slices > 1 ? work : sums;
+    const int64_t row = task.S > 1 ? task.S : task.C;
+    const bool aligned = row % kPack<T> == 0 && !misaligned(task.x) && !misaligned(task.dy);
+    if (kind == kValues) {
+      SBN_LAUNCH_TOGETHER((sum_values<T, kBackward>), grid, stream, task);
+    } else if (kind == kPlanes && aligned) {
+      SBN_LAUNCH_TOGETHER((sum_planes<T, kBackward, true>), grid, stream, task);
+    } else if (kind == kPlanes) {
+      SBN_LAUNCH_TOGETHER((sum_planes<T, kBackward, false>), grid, stream, task);
+    } else if (aligned) {
+      SBN_LAUNCH_TOGETHER((sum_rows<T, kBackward, true>), grid, stream, task);
+    } else {
+      SBN_LAUNCH_TOGETHER((sum_rows<T, kBackward, false>), grid, stream, task);
+    }
+    const int error = last_launch_error();
+    if (error || task.slices == 1) return error;
+    const dim3 blocks(static_cast<unsigned>(divide_up(task.C, kWarps)));
+    SBN_LAUNCH_TOGETHER(add_slices, blocks, stream, task.C, task.slices, work, sums);
+    return last_launch_error();
+  }
+};
+
+template <typename T>
+int64_t work_size(const View& view, int multiprocessors) {
+  return SumsPlan<T>(view, multiprocessors).work_size();
+}
+
+template <typename T>
+int launch_forward_sums(const View& view, const void* x, ChannelSums* work, ChannelSums* sums,
+                        int multiprocessors, Stream stream) {
+  SumsPlan<T> plan(view, multiprocessors);
+  plan.task.x = x;
+  return plan.template run<false>(work, sums, stream);
+}
+
+template <typename T>
+int launch_backward_sums(const View& view, const void* dy, const void* x, const Statistics* s,
+                         ChannelSums* work, ChannelSums* sums, int multiprocessors, Stream stream) {
+  SumsPlan<T> plan(view, multiprocessors);
+  plan.task.dy = dy;
+  plan.task.x = x;
+  plan.task.statistics = s;
+  return plan.template run<true>(work, sums, stream);
+}
+
+template <typename T, typename F>
+int launch_map(const View& view, const void* a, const void* b, const void* formulae, void* to,
+               Store how, int multiprocessors, Stream stream) {
+  constexpr int64_t kSize = kPack<T>;
+  MapTask task{};
+  task.C = view.C;
+  task.S = view.S;
+  task.size = view.size();
+  task.a = a;
+  task.b = b;
+  task.to = to;
+  task.formulae = formulae;
+  task.add = how == Store::kAdd;
+  task.head = std::min<int64_t>((16 - misaligned(to)) % 16 / sizeof(T), task.size);
+  task.vectors = (task.size - task.head) / kSize;
+  task.is_small = task.size < int64_t{1} << 31;
+  if (task.is_small) {
+    task.by_S = Divider::by(view.S);
+    task.by_C = Divider::by(view.C);
+  }
+  const bool aligned = misaligned(a) == misaligned(to) && (!b || misaligned(b) == misaligned(to));
+  if (view.S > 1) {
+    const int64_t blocks =
+        std::max<int64_t>(1, divide_up(task.vectors, int64_t{kThreads} * kVectorsPerThread<T, F>));
+    const dim3 grid(static_cast<unsigned>(blocks));
+    if (aligned) {
+      SBN_LAUNCH((map_planes<T, F, true>), grid, stream, task);
+    } else {
+      SBN_LAUNCH((map_planes<T, F, false>), grid, stream, task);
+    }
+    return last_launch_error();
+  }
+  // Vectors after which the same channels come again.
+  const int64_t period = view.C / std::gcd(view.C, kSize);
+  const int64_t most = std::max(kBlocksPerMultiprocessor / 4 * multiprocessors * kThreads, period);
+  const int64_t threads = std::max(std::min(most, task.vectors) / period, int64_t{1}) * period;
+  const dim3 grid(static_cast<unsigned>(divide_up(threads, kThreads)));
+  if (aligned) {
+    SBN_LAUNCH((map_rows<T, F, true>), grid, stream, task, threads);
+  } else {
+    SBN_LAUNCH((map_rows<T, F, false>), grid, stream, task, threads);
+  }
+  return last_launch_error();
+}
+
+template <typename T>
+int launch_normalize(const View& view, const void* x, const void* formulae, void* y, Store how,
+                     int multiprocessors, Stream stream) {
+  return launch_map<T, Normalize<Arithmetic<T>>>(view, x, nullptr, formulae, y, how,
+                                                 multiprocessors, stream);
+}
+
+template <typename T>
+int launch_input_gradient(const View& view, const void* dy, const void* x, const void* formulae,
+                          void* dx, Store how, int multiprocessors, Stream stream) {
+  return launch_map<T, InputGradient<Arithmetic<T>>>(view, dy, x, formulae, dx, how,
+                                                     multiprocessors, stream);
+}
+
+// Room for the formulae of y and of dx alike.
+template <typename A>
+int64_t formula_size(int64_t C) {
+  return C * 16 * std::max(kFormulaWords<Normalize<A>>, kFormulaWords<InputGradient<A>>);
+}
+
+inline dim3 blocks_for(int64_t threads) {
+  return dim3(static_cast<unsigned>(std::max<int64_t>(1, divide_up(threads, kThreads))));
+}
+
+template <typename A>
+int launch_finish_forward(const ForwardFinish& task, const Deliveries& deliveries, Stream stream) {
+  int64_t threads = task.C * task.batches;
+  for (int i = 0; i < deliveries.size; ++i) {
+    threads = std::max(threads, deliveries.items[i].count);
+  }
+  SBN_LAUNCH(finish_forward<A>, blocks_for(threads), stream, task, deliveries);
+  return last_launch_error();
+}
+
+template <typename A>
+int launch_finish_backward(const BackwardFinish& task, Stream stream) {
+  SBN_LAUNCH(finish_backward<A>, blocks_for(task.C), stream, task);
+  return last_launch_error();
+}
+
+template <typename A>
+int launch_statistics_of_arrays(int64_t C, const void* mean, const void* variance, double epsilon,
+                                Statistics* statistics, Stream stream) {
+  SBN_LAUNCH(statistics_of_arrays<A>, blocks_for(C), stream, C, mean, variance, epsilon,
+             statistics);
+  return last_launch_error();
+}
+
+inline int launch_statistics_of_sums(int64_t C, const ChannelSums* sums, double count,
+                                     double epsilon, Statistics* statistics, Stream stream) {
+  SBN_LAUNCH(statistics_of_sums, blocks_for(C), stream, C, sums, count, epsilon, statistics);
+  return last_launch_error();
+}
+
+template <typename T>
+const CudaKernels kCudaKernels{work_size<T>,
+                               launch_forward_sums<T>,
+                               launch_backward_sums<T>,
+                               formula_size<Arithmetic<T>>,
+                               launch_finish_forward<Arithmetic<T>>,
+                               launch_finish_backward<Arithmetic<T>>,
+                               launch_statistics_of_arrays<Arithmetic<T>>,
+                               launch_statistics_of_sums,
+                               launch_normalize<T>,
+                               launch_input_gradient<T>};
+
+inline const CudaKernels& kernels_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return kCudaKernels<double>;
+    case DType::kFloat16:
+      return kCudaKernels<Half>;
+    case DType::kBFloat16:
+      return kCudaKernels<BFloat16>;
+    default:
+      return kCudaKernels<float>;
+  }
+}
+
+}  // namespace gluon_syncbn
+
+#endif  // GLUON_SYNCBN_CUDA_LAUNCH_CUH_

@@ -1,0 +1,122 @@
+"""The CUDA kernels on PyTorch tensors, through the library's C functions. No MXNet."""
+
+import ctypes
+import math
+
+import torch
+
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 12}
+_INT64 = ctypes.c_int64
+
+
+class Library:
+    def __init__(self, path):
+        self._library = ctypes.CDLL(str(path))
+        self._library.gluon_syncbn_cuda_work_size.restype = _INT64
+        self._library.gluon_syncbn_cuda_formula_size.restype = _INT64
+        self._library.gluon_syncbn_cuda.restype = ctypes.c_char_p
+        self.description = (self._library.gluon_syncbn_cuda() or b"none").decode()
+
+    def call(self, name, *arguments):
+        """Tensors by their addresses, whole numbers as int64 unless they are of a ctypes type."""
+        error = self.ask(name, *arguments)
+        if error:
+            raise RuntimeError(f"gluon_syncbn_cuda_{name} returned CUDA error {error}")
+
+    def ask(self, name, *arguments):
+        def convert(value):
+            if isinstance(value, torch.Tensor):
+                return ctypes.c_void_p(value.data_ptr())
+            return _INT64(value) if isinstance(value, int) else value
+
+        return getattr(self._library, f"gluon_syncbn_cuda_{name}")(*map(convert, arguments))
+
+    def reduce(self, sums, counts):
+        """The sums (devices, C, 6) and counts (devices,) of all, on the CPU, through a meeting of
+        so many devices. Changes both."""
+        devices, channels, _ = sums.shape
+        pointers = (ctypes.c_void_p(sums.data_ptr()), ctypes.c_void_p(counts.data_ptr()))
+        if self._library.gluon_syncbn_reduce(devices, _INT64(channels), *pointers):
+            raise RuntimeError("the devices have not met")
+
+
+def view_of(shape, channels_last):
+    """N, C, S, R of the library for a tensor of shape (n, C, ...), or (n, ..., C)."""
+    inner = math.prod(shape[1:-1] if channels_last else shape[2:])
+    if channels_last:
+        return shape[0] * inner, shape[-1], 1, inner
+    return shape[0], shape[1], inner, 1
+
+
+class Layer:
+    """One device's part of a batch, with all memory there from the start. x, dy, y and dx are
+    plain arrays of shape `shape` in memory, wherever they begin."""
+
+    def __init__(self, library, x, dy, gamma, beta, channels_last, y=None, dx=None):
+        self.library, self.x, self.dy, self.gamma, self.beta = library, x, dy, gamma, beta
+        self.dtype = ctypes.c_int(DTYPES[x.dtype])
+        self.view = view_of(x.shape, channels_last)
+        self.channels = self.view[1]
+        self.count = float(self.view[0] * self.view[2])
+        properties = torch.cuda.get_device_properties(x.device)
+        self.multiprocessors = ctypes.c_int(properties.multi_processor_count)
+        work = library.ask("work_size", self.dtype, *self.view, self.multiprocessors)
+        formulae = library.ask("formula_size", self.dtype, self.channels)
+
+        def doubles(*shape):
+            return torch.full(shape, math.nan, dtype=torch.float64, device=x.device)
+
+        self.work, self.formulae = doubles(max(1, work), 6), doubles(formulae // 8)
+        self.sums, self.gradient_sums = doubles(self.channels, 6), doubles(self.channels, 6)
+        # mean, what a double leaves of it, variance, 1 / standard deviation
+        self.statistics = doubles(self.channels, 4)
+        self.total = torch.tensor([self.count], dtype=torch.float64, device=x.device)
+        self.y = torch.full_like(x, math.nan) if y is None else y
+        self.dx = torch.full_like(x, math.nan) if dx is None else dx
+        self.dgamma, self.dbeta = torch.full_like(gamma, math.nan), torch.full_like(beta, math.nan)
+
+    def _call(self, name, *arguments):
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        self.library.call(name, self.dtype, *arguments, stream)
+
+    def forward_sums(self):
+        self._call("forward_sums", *self.view, self.x, self.work, self.sums, self.multiprocessors)
+
+    def find_statistics(self, sums=None, count=None, epsilon=1e-5):
+        sums = self.sums if sums is None else sums
+        count = ctypes.c_double(self.count if count is None else count)
+        epsilon = ctypes.c_double(epsilon)
+        self._call("statistics", self.channels, sums, count, epsilon, self.statistics)
+
+    def prepare_forward(self):
+        arguments = (self.statistics, self.gamma, self.beta, self.formulae)
+        self._call("finish_forward", self.channels, *arguments)
+
+    def normalize(self):
+        arguments = (self.x, self.formulae, self.y, ctypes.c_int(0), self.multiprocessors)
+        self._call("normalize", *self.view, *arguments)
+
+    def backward_sums(self):
+        arguments = (self.dy, self.x, self.statistics, self.work, self.gradient_sums)
+        self._call("backward_sums", *self.view, *arguments, self.multiprocessors)
+
+    def prepare_backward(self, sums=None, total=None):
+        sums = self.gradient_sums if sums is None else sums
+        total = self.total if total is None else total
+        arguments = (self.gradient_sums, sums, total, self.formulae, self.dgamma, self.dbeta)
+        self._call("finish_backward", self.channels, self.statistics, self.gamma, *arguments)
+
+    def input_gradient(self):
+        arguments = (self.dy, self.x, self.formulae, self.dx, ctypes.c_int(0))
+        self._call("input_gradient", *self.view, *arguments, self.multiprocessors)
+
+    def forward(self):
+        self.forward_sums()
+        self.find_statistics()
+        self.prepare_forward()
+        self.normalize()
+
+    def backward(self):
+        self.backward_sums()
+        self.prepare_backward()
+        self.input_gradient()
