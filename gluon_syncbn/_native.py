@@ -534,6 +534,7 @@ def _at_exit():
     # where that is a custom operator. So nothing may be left; what depends on a released call is
     # not computed any more.
     _wait_for_all()
+    _library.gluon_syncbn_release()
 
 
 def _leave():

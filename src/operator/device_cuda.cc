@@ -129,7 +129,7 @@ CudaPass::CudaPass(int device, DType dtype, std::string what)
 
 CudaPass::~CudaPass() {
   // After an error something may still be under way.
-  runtime_.synchronize(lane_->stream);
+  if (!finished_) runtime_.synchronize(lane_->stream);
   lane_->on_device.start_over(runtime_.free);
   lane_->on_host.start_over(runtime_.free_host);
   Pool& lanes = *pool();
@@ -218,7 +218,7 @@ void clear_on_gpu(int device, void* memory, size_t bytes) noexcept {
   try {
     CudaPass pass(device, DType::kFloat32, "a failed result");
     pass.clear(memory, bytes);
-    pass.wait();
+    pass.finish();
   } catch (const std::exception&) {
     // The error that is being told has a cause, which may well be this one's too.
   }

@@ -72,8 +72,12 @@ class CudaPass {
 
   void clear(void* memory, size_t bytes);
 
-  // Until all that was queued is done.
+  // Until all that was queued is done; finish() when nothing more will be.
   void wait();
+  void finish() {
+    wait();
+    finished_ = true;
+  }
 
  private:
   struct Lane;
@@ -100,6 +104,7 @@ class CudaPass {
   const std::string what_;
   const OnDevice on_device_;
   Lane* lane_ = nullptr;
+  bool finished_ = false;
 };
 
 }  // namespace gluon_syncbn

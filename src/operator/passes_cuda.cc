@@ -116,7 +116,7 @@ std::vector<BatchPtr> forward_on_gpu(const GpuForward& task) {
     pass.normalize(part.view, part.x, formulae + i * size, part.y, part.store);
   }
   // The end of the call is how MXNet gets to know that the results are there.
-  pass.wait();
+  pass.finish();
 
   if (!task.from_batch) {
     Batch batch{std::vector<Statistics>(static_cast<size_t>(C))};
@@ -174,7 +174,7 @@ void backward_on_gpu(const GpuBackward& task) {
       pass.normalize(p.view, p.dy, formulae + i * size, p.dx, p.store);
     }
   }
-  pass.wait();
+  pass.finish();
 }
 
 }  // namespace gluon_syncbn

@@ -32,15 +32,16 @@ SHAPES = [
 ]
 
 
-def away(result, reference):
-    """NaN where anything is."""
+def away(result, reference, size):
+    """In terms of the largest of `size`; NaN where anything is."""
     result, reference = result.double(), reference.double()
-    size = reference.abs().max().item()
+    size = size.abs().max().item()
     return (result - reference).abs().max().item() / (size or 1)
 
 
 def reference(x, dy, gamma, beta, channels_last, epsilon=1e-5):
-    """y, dx, dgamma and dbeta in float64."""
+    """y, dx, dgamma and dbeta in float64, each with what its error is measured by: itself, or for
+    sums, which may cancel, the sum of the terms' sizes."""
     x, dy, gamma, beta = (each.double() for each in (x, dy, gamma, beta))
     axes = [i for i in range(x.dim()) if i != (x.dim() - 1 if channels_last else 1)]
     shape = [1 if i in axes else -1 for i in range(x.dim())]
@@ -51,7 +52,9 @@ def reference(x, dy, gamma, beta, channels_last, epsilon=1e-5):
     gamma, beta = gamma.reshape(shape), beta.reshape(shape)
     means = dy.mean(axes, keepdim=True), (dy * xhat).mean(axes, keepdim=True)
     dx = (dy - means[0] - xhat * means[1]) * inv_std * gamma
-    return xhat * gamma + beta, dx, (dy * xhat).sum(axes), dy.sum(axes)
+    y, terms = xhat * gamma + beta, dy * xhat
+    sums = [(each.sum(axes), each.abs().sum(axes)) for each in (terms, dy)]
+    return (y, y), (dx, dx), *sums
 
 
 def at(tensor, shift, channels_last):
@@ -119,9 +122,9 @@ def check(library, shape, dtype, channels_last, offset, generator):
         return values.to(torch.float64 if dtype == torch.float64 else torch.float32)
 
     order = (0, 2, 3, 1) if channels_last else (0, 1, 2, 3)
-    size = [shape[i] for i in order]
+    stored = [shape[i] for i in order]
     channels = shape[1]
-    x, dy = (draw(*size) + offset).to(dtype), (draw(*size) + 0.3).to(dtype)
+    x, dy = (draw(*stored) + offset).to(dtype), (draw(*stored) + 0.3).to(dtype)
     gamma, beta = draw(channels), draw(channels)
     expected = reference(x, dy, gamma, beta, channels_last)
     first, worst = None, 0
@@ -130,8 +133,8 @@ def check(library, shape, dtype, channels_last, offset, generator):
             continue
         got = run_shards(library, x, dy, gamma, beta, channels_last, shards, shift)
         pairs = zip((got[0], got[1], got[3], got[4]), expected)
-        for name, (result, wanted) in zip(("y", "dx", "dgamma", "dbeta"), pairs):
-            error = away(result, wanted)
+        for name, (result, (wanted, size)) in zip(("y", "dx", "dgamma", "dbeta"), pairs):
+            error = away(result, wanted, size)
             allowed = TOLERANCE[dtype if name in ("y", "dx") else gamma.dtype]
             # A variance that epsilon all but hides, and few values, lose what the data's offset
             # takes of dx.
