@@ -213,8 +213,9 @@ def test_a_frozen_layer_inside_a_training_net(mode):
     """It passes the gradient on, meets nobody and keeps its statistics."""
     devices = contexts(2)
     net = nn.HybridSequential()
-    net.add(nn.Dense(4, in_units=3), sbn.SyncBatchNorm(use_global_stats=True, in_channels=4))
-    # A bias before batch normalization has no gradient.
+    # A bias before batch normalization has no gradient, however many layers are between.
+    net.add(nn.Dense(4, in_units=3, use_bias=False))
+    net.add(sbn.SyncBatchNorm(use_global_stats=True, in_channels=4))
     net.add(nn.Dense(2, in_units=4, use_bias=False), sbn.SyncBatchNorm(in_channels=2))
     net.initialize(mx.init.Xavier(), ctx=devices)
     frozen = net[1]

@@ -17,12 +17,6 @@
 #include <mutex>
 #include <vector>
 
-#if defined(__SANITIZE_THREAD__)
-extern "C" void* __tsan_get_current_fiber();
-extern "C" void* __tsan_create_fiber(unsigned flags);
-extern "C" void __tsan_destroy_fiber(void* fiber);
-extern "C" void __tsan_switch_to_fiber(void* fiber, unsigned flags);
-#endif
 #if defined(__SANITIZE_ADDRESS__)
 extern "C" void __sanitizer_start_switch_fiber(void** fake_stack, const void* bottom, size_t size);
 extern "C" void __sanitizer_finish_switch_fiber(void* fake_stack, const void** bottom,
@@ -47,8 +41,8 @@ inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 namespace cuda_on_host {
 
 // Where swapcontext() would keep and set signal masks each time, which takes most of its time,
-// jumps do not; but sanitizers follow swapcontext() alone.
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+// jumps do not; but AddressSanitizer follows swapcontext() alone.
+#if defined(__SANITIZE_ADDRESS__)
 constexpr bool kJumps = false;
 #else
 constexpr bool kJumps = true;
@@ -78,9 +72,6 @@ class Block {
     block_ = {};
     alive_ = threads;
     current() = this;
-#if defined(__SANITIZE_THREAD__)
-    home_fiber_ = __tsan_get_current_fiber();
-#endif
     for (unsigned i = 0; i < threads; ++i) start(i);
     while (alive_ > 0) {
       moved_ = false;
@@ -126,7 +117,6 @@ class Block {
     std::vector<char> stack;
     jmp_buf place;
     bool started = false, done = false;
-    void* sanitizer = nullptr;
   };
 
   // From one fiber to another, until somebody switches back.
@@ -162,9 +152,6 @@ class Block {
     fiber.context.uc_stack.ss_size = fiber.stack.size();
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, reinterpret_cast<void (*)()>(&Block::enter), 0);
-#if defined(__SANITIZE_THREAD__)
-    fiber.sanitizer = __tsan_create_fiber(0);
-#endif
   }
 
   static void enter() {
@@ -182,9 +169,6 @@ class Block {
   void resume(unsigned i) {
     threadIdx = dim3(i, 0, 0);
     Fiber& fiber = fibers_[i];
-#if defined(__SANITIZE_THREAD__)
-    __tsan_switch_to_fiber(fiber.sanitizer, 0);
-#endif
 #if defined(__SANITIZE_ADDRESS__)
     void* fake_stack = nullptr;
     __sanitizer_start_switch_fiber(&fake_stack, fiber.stack.data(), fiber.stack.size());
@@ -195,16 +179,10 @@ class Block {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
 #endif
-#if defined(__SANITIZE_THREAD__)
-    if (fiber.done) __tsan_destroy_fiber(fiber.sanitizer);
-#endif
   }
 
   void give_way() {
     Fiber& fiber = fibers_[threadIdx.x];
-#if defined(__SANITIZE_THREAD__)
-    __tsan_switch_to_fiber(home_fiber_, 0);
-#endif
 #if defined(__SANITIZE_ADDRESS__)
     void* fake_stack = nullptr;
     __sanitizer_start_switch_fiber(fiber.done ? nullptr : &fake_stack, home_bottom_, home_size_);
@@ -223,14 +201,13 @@ class Block {
   bool moved_ = false;
   ucontext_t home_;
   jmp_buf home_place_;
-  void* home_fiber_ = nullptr;
   const void* home_bottom_ = nullptr;
   size_t home_size_ = 0;
 };
 
-// Starts a kernel, whose threads wait for each other or not.
+// Runs a kernel, whose threads wait for each other or not, to its end: every stream is in order.
 template <typename F>
-void launch(dim3 grid, unsigned threads, bool together, const F& kernel) {
+void launch(dim3 grid, unsigned threads, void* /*stream*/, bool together, const F& kernel) {
   const std::lock_guard<std::mutex> lock(one_kernel);
   static Block block;
   gridDim = grid;
@@ -282,8 +259,8 @@ int last_launch_error();
 }  // namespace gluon_syncbn
 
 #define SBN_LAUNCH(kernel, grid, stream, ...) \
-  cuda_on_host::launch(grid, kThreads, false, [&] { kernel(__VA_ARGS__); })
+  cuda_on_host::launch(grid, kThreads, stream, false, [&] { kernel(__VA_ARGS__); })
 #define SBN_LAUNCH_TOGETHER(kernel, grid, stream, ...) \
-  cuda_on_host::launch(grid, kThreads, true, [&] { kernel(__VA_ARGS__); })
+  cuda_on_host::launch(grid, kThreads, stream, true, [&] { kernel(__VA_ARGS__); })
 
 #endif  // GLUON_SYNCBN_TESTS_CUDA_ON_HOST_H_

@@ -51,7 +51,9 @@ template <typename T>
 void check_problem(const Problem<T>& p, int64_t shift = 0) {
   OnDevice<T> device(p, shift);
   const Sums sums = device.forward_sums(), host_sums = forward_sums(p);
-  if (p.view.S == 1 && p.view.R == 1) CHECK(rounded(sums) == rounded(host_sums));
+  if (p.view.S == 1 && p.view.R == 1) {
+    CHECK(rounded(sums) == rounded(host_sums));
+  }
   const std::vector<Statistics> s = statistics_of(p, sums);
   check_statistics<T>(s, statistics_of(p, host_sums));
   const std::vector<Statistics> on_device = device.statistics(sums, p.count());
@@ -234,7 +236,9 @@ void divisions_are_exact() {
     for (int k = 0; k < 50; ++k) {
       const int64_t multiple = d * random.below((kEnd - 1) / d + 1);
       const int64_t n = k % 3 == 0 ? random.below(kEnd) : k % 3 == 1 ? multiple : multiple + d - 1;
-      if (n < kEnd) CHECK_EQ(int64_t{divide(static_cast<uint32_t>(n))}, n / d);
+      if (n < kEnd) {
+        CHECK_EQ(int64_t{divide(static_cast<uint32_t>(n))}, n / d);
+      }
     }
     CHECK_EQ(int64_t{divide(static_cast<uint32_t>(kEnd - 1))}, (kEnd - 1) / d);
   }
