@@ -92,7 +92,8 @@ def test_another_dtype_on_one_device(mode, others):
         mx.nd.array(rounded(np.ones((2, 3, 4)), dtype), ctx=device, dtype=numpy_dtype(dtype))
         for dtype, device in zip(("float32", others), contexts(2))
     )
-    words = f"one device has (float32|{others}) data, another (float32|{others}). Cast the data"
+    either = f"has (float32|{others}) data"
+    words = rf"cpu\(.\) {either}, cpu\(.\) {either}. Cast the data of all devices to one dtype"
     with ends_soon(), pytest.raises(mx.MXNetError, match=words):
         train(layer, x, y)
     works_again(layer, devices=2)

@@ -121,6 +121,8 @@ def test_processes_that_came_did_not_come_stopped_and_died():
     ]
     with Job(*bodies) as job:
         job.processes[2].send_signal(signal.SIGSTOP)
+        # Some time may pass before it really stops.
+        os.waitid(os.P_PID, job.processes[2].pid, os.WSTOPPED | os.WNOWAIT)
         job.processes[3].kill()
         job.processes[3].wait()
         begin = time.monotonic()

@@ -436,13 +436,23 @@ void AllReduce::meet(const LayerPtr& layer, const Ticket& ticket, Direction dire
                      " came a second time before the others had come once. " +
                      layer->attendance(*meeting) + " Call the net once for each device and step.");
   }
-  if (!meeting->arrivals.empty() && meeting->arrivals[0].part->channels != part->channels) {
-    const Meeting::Arrival& other = meeting->arrivals[0];
-    state_->fail(&lock, layer.get(),
-                 layer->title(key) + ": " + other.device + " has " +
-                     std::to_string(other.part->channels) + " channels, " + device + " has " +
-                     std::to_string(part->channels) +
-                     ". Give every device data of the same number of channels.");
+  if (!meeting->arrivals.empty()) {
+    const Meeting::Arrival& first = meeting->arrivals[0];
+    const auto refuse = [&](const std::string& theirs, const std::string& ours,
+                            const std::string& remedy) {
+      state_->fail(&lock, layer.get(),
+                   layer->title(key) + ": " + first.device + " has " + theirs + ", " + device +
+                       " has " + ours + ". " + remedy);
+    };
+    if (first.part->channels != part->channels) {
+      refuse(std::to_string(first.part->channels) + " channels",
+             std::to_string(part->channels) + " channels",
+             "Give every device data of the same number of channels.");
+    }
+    if (std::strcmp(first.part->dtype, part->dtype) != 0) {
+      refuse(std::string(first.part->dtype) + " data", std::string(part->dtype) + " data",
+             "Cast the data of all devices to one dtype.");
+    }
   }
   meeting->arrivals.push_back({device, part});
   if (meeting->arrivals.size() < layer->expected(*meeting)) {
@@ -478,9 +488,11 @@ struct SumsPart : Part {
 }  // namespace
 
 void AllReduce::reduce(const LayerPtr& layer, const Ticket& ticket, Direction direction,
-                       const std::string& device, std::vector<ChannelSums>* sums, double* count) {
+                       const std::string& device, const char* dtype, std::vector<ChannelSums>* sums,
+                       double* count) {
   SumsPart mine;
   mine.channels = static_cast<int64_t>(sums->size());
+  mine.dtype = dtype;
   mine.sums = sums;
   mine.count = count;
   meet(layer, ticket, direction, device, &mine, [&](const std::vector<Part*>& parts) {

@@ -61,9 +61,11 @@ struct Ticket {
   std::shared_ptr<const std::vector<std::string>> present;
 };
 
-// What a device brings to a meeting: whoever calls the meeting knows what it really is.
+// What a device brings to a meeting: whoever calls the meeting knows what it really is. Channels
+// and dtype ("float32") have to be the same on all devices.
 struct Part {
   int64_t channels = 0;
+  const char* dtype = "";
 };
 
 // What one process sends to the others of its layer.
@@ -126,10 +128,11 @@ class AllReduce {
   void meet(const LayerPtr& layer, const Ticket& ticket, Direction direction,
             const std::string& device, Part* part, const Join& join);
 
-  // A meeting that replaces the sums and the count by those of all participants, also of those in
-  // other processes. Throws Error.
+  // A meeting that replaces the sums of data of this dtype, and their count, by those of all
+  // participants, also of those in other processes. Throws Error.
   void reduce(const LayerPtr& layer, const Ticket& ticket, Direction direction,
-              const std::string& device, std::vector<ChannelSums>* sums, double* count);
+              const std::string& device, const char* dtype, std::vector<ChannelSums>* sums,
+              double* count);
 
   // This process has run out of data: until it is told otherwise it takes part in exchanges with
   // sums of nothing.

@@ -119,7 +119,8 @@ SBN_EXPORT int gluon_syncbn_reduce(int devices, int64_t C, ChannelSums* sums, do
       try {
         const Ticket ticket = all_reduce.next_ticket(layer, config.devices[i]);
         std::vector<ChannelSums> mine(sums + i * C, sums + (i + 1) * C);
-        all_reduce.reduce(layer, ticket, Direction::kForward, config.devices[i], &mine, counts + i);
+        all_reduce.reduce(layer, ticket, Direction::kForward, config.devices[i], "", &mine,
+                          counts + i);
         std::copy(mine.begin(), mine.end(), sums + i * C);
       } catch (const std::exception&) {
         failed[i] = 1;

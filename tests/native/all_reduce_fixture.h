@@ -89,10 +89,11 @@ struct Fixture {
   Ticket next(const std::string& device) { return all_reduce.next_ticket(layer, device); }
 
   void reduce(const Ticket& ticket, const std::string& device,
-              Direction direction = Direction::kForward, size_t channels = 2) {
+              Direction direction = Direction::kForward, size_t channels = 2,
+              const char* dtype = "float32") {
     Sums sums(channels);
     double count = 1;
-    all_reduce.reduce(layer, ticket, direction, device, &sums, &count);
+    all_reduce.reduce(layer, ticket, direction, device, dtype, &sums, &count);
   }
 
   void call(const std::string& device) { reduce(next(device), device); }

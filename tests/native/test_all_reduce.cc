@@ -43,7 +43,7 @@ void check_call(AllReduce* all_reduce, const AllReduce::LayerPtr& layer, const T
   Sums sums = brought(device, call, channels);
   double count = static_cast<double>(device + 1);
   const std::string name = "cpu(" + std::to_string(device) + ")";
-  all_reduce->reduce(layer, ticket, direction, name, &sums, &count);
+  all_reduce->reduce(layer, ticket, direction, name, "float32", &sums, &count);
   CHECK(same_bits(sums, added_in_rank_order(devices, call, channels)));
   CHECK_EQ(count, static_cast<double>(devices * (devices + 1) / 2));
 }
@@ -132,7 +132,8 @@ void one_device_meets_itself() {
   CHECK_EQ(f.all_reduce.participants(f.layer), 1u);
   Sums sums = brought(0, 1, 3);
   double count = 7;
-  f.all_reduce.reduce(f.layer, f.next("gpu(0)"), Direction::kForward, "gpu(0)", &sums, &count);
+  f.all_reduce.reduce(f.layer, f.next("gpu(0)"), Direction::kForward, "gpu(0)", "float32", &sums,
+                      &count);
   CHECK(same_bits(sums, brought(0, 1, 3)));
   CHECK_EQ(count, 7);
 }
@@ -215,8 +216,8 @@ struct Exchange {
     std::vector<std::unique_ptr<Call>> calls;
     for (size_t d = 0; d < 2; ++d) {
       calls.emplace_back(new Call([&, d] {
-        fixture.all_reduce.reduce(fixture.layer, tickets[d], direction, cpus(2)[d], &sums[d],
-                                  &counts[d]);
+        fixture.all_reduce.reduce(fixture.layer, tickets[d], direction, cpus(2)[d], "float32",
+                                  &sums[d], &counts[d]);
       }));
     }
     for (const auto& call : calls) texts->push_back(call->error());
@@ -341,7 +342,7 @@ struct Pair {
     Sums sums(1);
     double count = static_cast<double>(ticket.number) + 100.0 * static_cast<double>(rank);
     processes[rank]->all_reduce.reduce(processes[rank]->layer, ticket, Direction::kBackward,
-                                       "cpu(0)", &sums, &count);
+                                       "cpu(0)", "float32", &sums, &count);
     return count;
   }
 };
@@ -433,8 +434,9 @@ void missing_layer_is_an_error() {
   const char* const remedy = "build the net again";
   CHECK_THROWS(Error, f.all_reduce.next_ticket(none, "cpu(0)"), "does not exist", remedy);
   CHECK_THROWS(Error, f.all_reduce.participants(none), "does not exist", remedy);
-  CHECK_THROWS(Error, f.all_reduce.reduce(none, {}, Direction::kForward, "cpu(0)", &sums, &count),
-               "does not exist", remedy);
+  CHECK_THROWS(
+      Error, f.all_reduce.reduce(none, {}, Direction::kForward, "cpu(0)", "float32", &sums, &count),
+      "does not exist", remedy);
   f.all_reduce.fail(none, "nobody is there");
   f.all_reduce.settle(6, 1, "cpu(0)");
   f.all_reduce.forget(6);
@@ -482,7 +484,7 @@ void calls_outlive_the_registration() {
     const auto reduce = [&](const Ticket& t, const std::string& device) {
       Sums sums(1);
       double count = 1;
-      f.all_reduce.reduce(held, t, Direction::kForward, device, &sums, &count);
+      f.all_reduce.reduce(held, t, Direction::kForward, device, "float32", &sums, &count);
       CHECK_EQ(count, 2);
     };
     Call waits([&] { reduce(ticket, "cpu(0)"); });

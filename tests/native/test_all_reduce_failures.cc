@@ -73,6 +73,16 @@ void channels_have_to_match() {
   CHECK(contains(first.error(), "cpu(1) has 8 channels"));
 }
 
+void dtypes_have_to_match() {
+  check::context = "dtypes";
+  Fixture f(config_of({"gpu(0)", "gpu(1)"}));
+  Call first([&] { f.reduce(f.next("gpu(1)"), "gpu(1)"); });
+  f.wait_until_waiting(1);
+  CHECK_THROWS(Error, f.reduce(f.next("gpu(0)"), "gpu(0)", Direction::kForward, 2, "float16"),
+               "net0_norm7", "gpu(1) has float32 data, gpu(0) has float16 data", "one dtype");
+  CHECK(contains(first.error(), "gpu(1) has float32 data"));
+}
+
 void failure_reaches_all_and_the_layer_recovers() {
   check::context = "failure";
   Fixture f(config_of(cpus(3)));
@@ -166,7 +176,8 @@ void closing_releases_all() {
     const Ticket ticket = f.all_reduce.next_ticket(other_layer, "cpu(1)");
     Sums sums(1);
     double count = 1;
-    f.all_reduce.reduce(other_layer, ticket, Direction::kForward, "cpu(1)", &sums, &count);
+    f.all_reduce.reduce(other_layer, ticket, Direction::kForward, "cpu(1)", "float32", &sums,
+                        &count);
   });
   f.wait_until_waiting(2);
   const Ticket drawn = f.next("cpu(1)");
@@ -226,6 +237,7 @@ int main() {
   causes_fit_the_direction_and_the_devices();
   second_arrival_is_an_error_for_all();
   channels_have_to_match();
+  dtypes_have_to_match();
   failure_reaches_all_and_the_layer_recovers();
   layer_recovers_under_load();
   closing_releases_all();
