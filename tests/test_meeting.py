@@ -298,18 +298,18 @@ def test_no_meeting_in_inference():
 
 def test_an_error_ends_for_everyone_at_once():
     """All devices but one wait; the first to give up releases the others."""
-    net = build(devices=4, group=sbn.SyncGroup(timeout=2))
+    net = build(devices=4, group=sbn.SyncGroup(timeout=3))
     fetch(train(net, batch(4)))
     xs = batch(4)
     begin = time.time()
     losses = train(net, xs[:1], backward=0)
-    time.sleep(1.2)
+    time.sleep(2)
     losses += train(net, xs[1:3], backward=0)
     for loss in reversed(losses):
         with pytest.raises(mx.MXNetError, match=r"Missing: cpu\(3\)"):
             loss.asscalar()
-    # Those who came later would have waited until 3.2.
-    assert time.time() - begin < 2.8
+    # Those who came later would have waited until 5.
+    assert time.time() - begin < 4.8
     goes_on(net, 4)
 
 

