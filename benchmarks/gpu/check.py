@@ -260,11 +260,9 @@ def main(arguments=None):
     gpu = None
     try:
         gpu = ask_gpu()
-        pipeline.facts(
-            gpu=gpu,
-            date=datetime.datetime.now(datetime.timezone.utc).isoformat("T", "minutes"),
-            machine=f"{platform.platform()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}",
-        )
+        now = datetime.datetime.now(datetime.timezone.utc)
+        system = f"{platform.platform()}, Python {platform.python_version()}"
+        pipeline.facts(gpu=gpu, date=now.isoformat("T", "minutes"), system=system)
         built = build_all(pipeline, gpu)
         if built:
             pipeline.facts(library=pipeline.result["steps"]["build"]["detail"])

@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 
 import torch
+
 from surface import Layer, Library
 
 # The largest difference over the largest value. float32 rounds each of some eight operations, and
