@@ -197,6 +197,7 @@ def run_mxnet(pipeline, folder, library):
 
     def judge(code, text):
         verdict, detail, more = by_exit_code(code, text)
+        detail = detail.strip("= ")
         if verdict == OK and (" passed" not in detail or "skipped" in detail):
             return SKIPPED, detail, more
         return verdict, detail, more
@@ -209,7 +210,7 @@ def run_mxnet(pipeline, folder, library):
         script = (
             f'eval "$({Path(folder).resolve()}/unpack.sh {unpacked}/set)" && '
             f'PYTHONPATH="{package.parent}:$PYTHONPATH" exec {sys.executable} -m pytest -v -rs '
-            f"--tb=short -p no:cacheprovider -o timeout=90 -o timeout_method=thread "
+            "--tb=short -p no:cacheprovider -o timeout=90 -o timeout_method=thread "
             f"{ROOT}/tests/gpu/test_mxnet_gpu.py"
         )
         environment = dict(os.environ, CUDA_MODULE_LOADING="LAZY", MXNET_CUDNN_LIB_CHECKING="0")
