@@ -125,7 +125,8 @@ def build_all(pipeline, gpu):
 
 def find_pytorch(pipeline):
     """Whether there is one that finds the GPU."""
-    version = ask([sys.executable, "-c", PYTORCH])
+    # Its first import may take long.
+    version = ask([sys.executable, "-c", PYTORCH], 120)
     pipeline.facts(pytorch=version)
     return bool(version)
 
