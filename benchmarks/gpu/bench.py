@@ -126,7 +126,7 @@ def peak_bandwidth():
     return 2e3 * kilohertz.value * bits.value / 8 or None
 
 
-def count_kernels(function):
+def kernels_of(function):
     """The names of the kernels that it launches, or None where the profiler does not tell."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     try:
@@ -200,7 +200,7 @@ class Set:
         self.layer.normalize()
 
 
-def measure(library, clock, shape, dtype, channels_last, large=True):
+def measure(library, clock, shape, dtype, channels_last, large):
     size = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     count = max(2, math.ceil(4 * cache / size)) if large else 1
@@ -247,13 +247,6 @@ def measure(library, clock, shape, dtype, channels_last, large=True):
     else:
         row["us"] = times(together)
         row["eager_us"] = times(together, capture=False)
-        for name, function in (
-            ("forward", sets[0].operators_forward),
-            ("backward", sets[0].layer.backward),
-        ):
-            row[f"{name}_kernels"] = count_kernels(function)
-            if not row[f"{name}_kernels"]:
-                clock.note("the profiler tells of no kernels, so they were not counted")
     return row
 
 
@@ -270,14 +263,8 @@ class Bars:
             entry["missed"].append(what)
 
     def judge(self, row):
+        """A row of a large shape."""
         what = f"{tuple(row['shape'])} {row['dtype']} {row['layout']}"
-        if not row["large"]:
-            for name in ("forward", "backward"):
-                kernels = row[f"{name}_kernels"]
-                if kernels:
-                    bar = f"{name}s of small layers with more than {MOST_KERNELS} kernels"
-                    self.ask(bar, len(kernels) <= MOST_KERNELS, f"{what}: {len(kernels)}")
-            return
         for name, part in row["of_copy"].items():
             bar = f"passes below {LEAST_OF_COPY} of a copy"
             self.ask(bar, part >= LEAST_OF_COPY, f"{what}: {name} at {part:.2f}")
@@ -287,9 +274,27 @@ class Bars:
             self.ask(bar, part <= most, f"{what}: {part:.2f}")
 
 
+def count_kernels(library, clock, bars):
+    """Of small layers, a row each."""
+    for shape in SMALL:
+        for channels_last in (False, True):
+            each = Set(library, shape, DTYPES[0], channels_last)
+            row = {"shape": shape, "layout": "NHWC" if channels_last else "NCHW"}
+            passes = {"forward": each.operators_forward, "backward": each.layer.backward}
+            for name, function in passes.items():
+                row[name] = kernels = kernels_of(function)
+                if not kernels:
+                    clock.note("the profiler tells of no kernels, so they were not counted")
+                    return
+                bar = f"{name}s of small layers with more than {MOST_KERNELS} kernels"
+                what = f"{shape} {row['layout']}: {len(kernels)}"
+                bars.ask(bar, len(kernels) <= MOST_KERNELS, what)
+            yield row
+
+
 HEAD = ["x", "dtype", "layout", "MB", "copy GB/s", *PASSES]
 HEAD += ["ours us", "/ SyncBatchNorm", "/ batch_norm"]
-HEAD += ["eager: ours us", "/ SyncBatchNorm", "/ batch_norm", "kernels"]
+HEAD += ["eager: ours us", "/ SyncBatchNorm", "/ batch_norm"]
 
 
 def cells(row):
@@ -305,13 +310,11 @@ def cells(row):
         yield f"{row['copy_bytes_per_second'] / 1e9:.0f}"
         yield from (f"{row['of_copy'][name]:.2f}" for name in PASSES)
         yield from beside(row["us"])
-        yield from [""] * 4
+        yield from [""] * (1 + len(THEIRS))
     else:
         yield from [""] * (1 + len(PASSES))
         yield from beside(row["us"])
         yield from beside(row["eager_us"])
-        counts = (row[f"{name}_kernels"] for name in ("forward", "backward"))
-        yield " + ".join(str(len(kernels)) if kernels else "?" for kernels in counts)
 
 
 def main():
@@ -342,12 +345,12 @@ def main():
     print("| " + " | ".join(HEAD) + " |")
     print("| " + " | ".join("---" for _ in HEAD) + " |")
     layouts = (False, True)
-    tasks = [(shape, d, layout, True) for shape in LARGE for d in DTYPES for layout in layouts]
-    tasks += [(shape, DTYPES[0], layout, False) for shape in SMALL for layout in layouts]
-    tasks += [(*other, None) for other in OTHERS]
-    for shape, dtype, channels_last, barred in tasks:
+    tasks = [(shape, d, layout, "large") for shape in LARGE for d in DTYPES for layout in layouts]
+    tasks += [(shape, DTYPES[0], layout, "small") for shape in SMALL for layout in layouts]
+    tasks += [(*other, "other") for other in OTHERS]
+    for shape, dtype, channels_last, kind in tasks:
         try:
-            row = measure(library, clock, shape, dtype, channels_last, large=barred is not False)
+            row = measure(library, clock, shape, dtype, channels_last, kind != "small")
         except Exception as error:
             traceback.print_exc()
             result["failed"].append(f"{shape} {dtype}: {type(error).__name__}: {error}")
@@ -355,10 +358,14 @@ def main():
             torch.cuda.synchronize()
             continue
         result["rows"].append(row)
-        if barred is not None:
+        if kind == "large":
             bars.judge(row)
         print("| " + " | ".join(cells(row)) + " |")
         write()
+    # Last, as the profiler may slow down what comes after it.
+    result["kernels"] = list(count_kernels(library, clock, bars))
+    counts = [f"{len(row['forward'])} + {len(row['backward'])}" for row in result["kernels"]]
+    print("Kernels of the operator on small layers, forward + backward:", ", ".join(counts) or "?")
     result["finished"] = True
     write()
     for text in clock.notes:
