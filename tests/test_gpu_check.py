@@ -189,6 +189,21 @@ def test_spilled_registers_fail(monkeypatch, pipeline, path):
     assert verdicts(path)["register spills"] == pipelines.FAILED
 
 
+def test_on_a_slow_machine_spills_are_looked_for_in_few_architectures(monkeypatch, pipeline, path):
+    monkeypatch.setattr(check, "BUILD", "print('CUDA 13.0 for sm_75 sm_90 sm_120, PTX 121')")
+    monkeypatch.setattr(
+        check,
+        "REPORT",
+        "import sys; print(*sys.argv[2:]); open(sys.argv[1], 'w').write("
+        '\'[{"kernel": "k", "arch": 90, "spilled_bytes": 0, "occupancy": 0.5}]\')',
+    )
+    monkeypatch.setattr(check, "SLOW", -1)
+    monkeypatch.setattr(check.build, "FOLDER", path.parent)
+    assert check.build_all(pipeline, None)
+    step = read(path)["steps"]["register spills"]
+    assert step["output"] == ["75 120"] and "sm_75 and sm_120 alone" in step["detail"]
+
+
 def test_all_steps_run_where_there_is_a_gpu(monkeypatch, path):
     stub_steps(monkeypatch)
     assert check.main(["--json", str(path), "--mxnet-set", "folder"]) == 0
