@@ -124,7 +124,8 @@ def run(devices, x, dy, gamma, beta, dtype="float32", axis=1, training=True, bef
     return Results(ys, parts)
 
 
-SHAPES = [((8, 5, 7, 9), 1), ((8, 7, 9, 5), 3), ((16, 20), 1), ((6, 33, 40, 41), 1)]
+# A sample for each of 16 GPUs.
+SHAPES = [((16, 5, 7, 9), 1), ((16, 7, 9, 5), 3), ((16, 20), 1), ((16, 33, 40, 41), 1)]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -195,7 +196,7 @@ def test_gradients_are_added(dtype, shape, axis):
 
 
 def test_every_run_has_the_same_bits():
-    arrays = data((8, 5, 133, 131), 1, "float32", offset=1e3)
+    arrays = data((16, 5, 133, 131), 1, "float32", offset=1e3)
     first = run(GPUS[:1], *arrays)
     for devices in [GPUS[:1]] * 5 + [GPUS]:
         again = run(devices, *arrays)
