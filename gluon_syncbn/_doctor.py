@@ -4,7 +4,6 @@ Nothing here needs MXNet or the native library. All that may fail or hang runs i
 own, so that the doctor can tell.
 """
 
-import glob
 import json
 import os
 import platform
@@ -34,6 +33,13 @@ names = [name for name, f in mxnet.runtime.Features().items() if f.enabled]
 print("RESULT", json.dumps({
     "mxnet": mxnet.__version__, "features": names, "gpus": mxnet.context.num_gpus(),
     "file": mxnet.__file__}))
+"""
+# As _native.py does, without MXNet.
+_CUDA_KERNELS = """
+import ctypes, sys
+library = ctypes.CDLL(sys.argv[1])
+library.gluon_syncbn_cuda.restype = ctypes.c_char_p
+print("RESULT", (library.gluon_syncbn_cuda() or b"").decode())
 """
 # Two devices with unequal parts of a batch, beside NumPy.
 _SELF_TEST = """
@@ -74,7 +80,7 @@ def doctor():
     if not (3, 8) <= sys.version_info[:2] <= (3, 11):
         found.fix("Python", "MXNet 1.9.1 needs Python 3.8 to 3.11: make an environment with one.")
     _packages(found)
-    _libraries(found)
+    _library(found)
     _environment(found)
     state = _mxnet(found)
     if state:
@@ -136,13 +142,16 @@ def _version(name):
         return None
 
 
-def _libraries(found):
-    # What to do about a missing one, the import says.
-    for kind, pattern in (("CPU", "libgluon_syncbn.so"), ("CUDA", "libgluon_syncbn_cu*.so")):
-        paths = glob.glob(os.path.join(glob.escape(_FOLDER), pattern))
-        sizes = [f"{path} ({os.path.getsize(path) // 1024} KiB)" for path in paths]
-        none = "missing" if kind == "CPU" else "not built; GPUs need it, CPUs do not"
-        found.say(f"native {kind} part", ", ".join(sizes) or none)
+def _library(found):
+    # What to do about one that is missing or does not load, the import says.
+    path = os.path.join(_FOLDER, "libgluon_syncbn.so")
+    if not os.path.exists(path):
+        found.say("native CPU part", "missing")
+        return
+    found.say("native CPU part", f"{path} ({os.path.getsize(path) // 1024} KiB)")
+    done = _run(_CUDA_KERNELS, path)
+    text = "not built; GPUs need them, CPUs do not" if done.result == "" else done.result
+    found.say("native CUDA part", text or f"unknown, as the library does not load: {done.last}")
 
 
 def _environment(found):

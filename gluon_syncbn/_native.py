@@ -292,6 +292,12 @@ class Layer:
             clear_lines()
 
 
+def cuda_kernels():
+    """What the library's kernels for GPUs were built with and for, or None where it has none."""
+    text = _library.gluon_syncbn_cuda()
+    return text.decode() if text else None
+
+
 def waiting():
     """The number of calls that wait for other devices at this moment."""
     return _library.gluon_syncbn_waiting()
@@ -566,6 +572,7 @@ mxnet = _import_mxnet()
 import numpy  # noqa: E402, I001  Only after MXNet, whose error says which NumPy it needs.
 
 _library = _load()
+_library.gluon_syncbn_cuda.restype = ctypes.c_char_p
 _library.gluon_syncbn_settle.argtypes = [
     ctypes.c_int64,
     ctypes.c_int64,

@@ -1,6 +1,7 @@
 """python -m gluon_syncbn export, convert, inspect and doctor."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -262,6 +263,28 @@ def test_doctor_where_all_is_well():
     for word in ("Python:", "mxnet", "numpy:", "native CPU part:", "native CUDA part:", "devices:"):
         assert word in done.stdout
     assert done.stderr == ""
+
+
+def cuda_part(done):
+    return re.search(r"^native CUDA part: +(.*)$", done.stdout, re.MULTILINE)[1]
+
+
+def test_doctor_knows_of_cuda_kernels_what_the_library_says(tmp_path):
+    from gluon_syncbn import _native
+
+    said = cuda_part(process("doctor"))
+    assert said == (_native.cuda_kernels() or "not built; GPUs need them, CPUs do not")
+    # A library that says the opposite, and one that is none.
+    package = copy_of_package(tmp_path)
+    library = package / "libgluon_syncbn.so"
+    source = tmp_path / "library.c"
+    for text, wanted in (('"CUDA 99.0 for sm_90"', "CUDA 99.0 for sm_90"), ("0", "not built; ")):
+        source.write_text(f"const char* gluon_syncbn_cuda(void) {{ return {text}; }}\n")
+        subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
+        assert cuda_part(process("doctor", package=package)).startswith(wanted)
+    library.write_text("no library")
+    said = cuda_part(process("doctor", package=package))
+    assert said.startswith("unknown, as the library does not load: "), said
 
 
 def copy_of_package(tmp_path):

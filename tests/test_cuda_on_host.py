@@ -29,8 +29,8 @@ def package(tmp_path_factory):
     return folder
 
 
-def run(package, *command):
-    environment = dict(os.environ, PYTHONPATH=str(package))
+def run(package, *command, **environment):
+    environment = dict(os.environ, PYTHONPATH=str(package), **environment)
     done = subprocess.run(
         [sys.executable, *command],
         cwd=package,
@@ -48,6 +48,13 @@ def run(package, *command):
 def test_the_layers_tests_hold(package):
     tests = [f"tests/{name}" for name in TESTS]
     assert " passed" in run(package, "-m", "pytest", "-q", "-x", *tests)
+
+
+@pytest.mark.timeout(600)
+def test_what_gpu_check_runs_inside_mxnet_holds(package):
+    command = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/gpu/test_mxnet_gpu.py")
+    done = run(package, *command, GPUS_FOR_TESTS="cpu(0) cpu(1)")
+    assert " passed" in done and "skipped" not in done
 
 
 PRELUDE = """

@@ -66,7 +66,8 @@ class Layer:
         def doubles(*shape):
             return torch.full(shape, math.nan, dtype=torch.float64, device=x.device)
 
-        self.work, self.formulae = doubles(max(1, work), 6), doubles(formulae // 8)
+        self.work = doubles(max(1, work), 6)
+        self.formulae, self.gradient_formulae = doubles(formulae // 8), doubles(formulae // 8)
         self.sums, self.gradient_sums = doubles(self.channels, 6), doubles(self.channels, 6)
         # mean, what a double leaves of it, variance, 1 / standard deviation
         self.statistics = doubles(self.channels, 4)
@@ -83,6 +84,7 @@ class Layer:
         self._call("forward_sums", *self.view, self.x, self.work, self.sums, self.multiprocessors)
 
     def find_statistics(self, sums=None, count=None, epsilon=1e-5):
+        """By a kernel that the operator has no use of: it does so on the host, where sums meet."""
         sums = self.sums if sums is None else sums
         count = ctypes.c_double(self.count if count is None else count)
         epsilon = ctypes.c_double(epsilon)
@@ -103,11 +105,12 @@ class Layer:
     def prepare_backward(self, sums=None, total=None):
         sums = self.gradient_sums if sums is None else sums
         total = self.total if total is None else total
-        arguments = (self.gradient_sums, sums, total, self.formulae, self.dgamma, self.dbeta)
+        arguments = (self.gradient_sums, sums, total, self.gradient_formulae)
+        arguments += (self.dgamma, self.dbeta)
         self._call("finish_backward", self.channels, self.statistics, self.gamma, *arguments)
 
     def input_gradient(self):
-        arguments = (self.dy, self.x, self.formulae, self.dx, ctypes.c_int(0))
+        arguments = (self.dy, self.x, self.gradient_formulae, self.dx, ctypes.c_int(0))
         self._call("input_gradient", *self.view, *arguments, self.multiprocessors)
 
     def forward(self):
