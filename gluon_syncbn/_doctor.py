@@ -34,7 +34,7 @@ print("RESULT", json.dumps({
     "mxnet": mxnet.__version__, "features": names, "gpus": mxnet.context.num_gpus(),
     "file": mxnet.__file__}))
 """
-# As _native.py does, without MXNet.
+# As _loading.py does, without MXNet.
 _CUDA_KERNELS = """
 import ctypes, sys
 library = ctypes.CDLL(sys.argv[1])

@@ -1,17 +1,16 @@
-"""Finds, loads and registers the native library. Every error of loading is made here."""
+"""The native library: registers the operator, and knows its layers, connections and lines."""
 
-import atexit
 import ctypes
 import itertools
 import logging
 import os
-import signal
-import sys
 import threading
 import uuid
 import weakref
 
-from ._version import __version__
+from . import _ending
+from ._loading import EXCHANGE, FAILED, LOOK, TELL, WARN, mxnet, numpy
+from ._loading import library as _library
 
 OP_TYPE = "GluonSyncBatchNorm"
 # Graphs carry this word, so that one made in another process does not find this one's layers by
@@ -20,8 +19,6 @@ PROCESS = uuid.uuid4().hex
 # Of a float64 in float32.
 PARTS = 3
 
-_MXNET = "1.9.1"
-_LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libgluon_syncbn.so")
 # mxnet_api.h, in the same order.
 _FUNCTIONS = (
     "MXCustomOpRegister",
@@ -37,86 +34,15 @@ _FUNCTIONS = (
 # What a wait returns: see watch.h.
 _WRITTEN, _TIME_IS_UP, _INTERRUPTED, _ENDED = range(4)
 _MOST_TEXT = 1 << 13
-_CLOSED = "The process ends, and devices do not meet any more."
 _log = logging.getLogger("gluon_syncbn")
 
 
-def _import_mxnet():
-    try:
-        import mxnet
-    except (
-        Exception
-    ) as error:  # What an old MXNet raises under a new NumPy or Python is of any kind.
-        raise ImportError(_why_mxnet_failed(error)) from error
-    if mxnet.__version__ != _MXNET:
-        raise ImportError(
-            f"gluon_syncbn needs MXNet {_MXNET}, the last release, and found {mxnet.__version__}: "
-            f"pip install mxnet=={_MXNET} (or mxnet-cu112=={_MXNET} for GPUs)."
-        )
-    return mxnet
-
-
-def _why_mxnet_failed(error):
-    if isinstance(error, ModuleNotFoundError) and error.name == "mxnet":
-        return (
-            f"gluon_syncbn needs MXNet {_MXNET}, which is not installed: "
-            "pip install 'gluon-syncbn[cpu]', or 'gluon-syncbn[cu112]' for GPUs."
-        )
-    if not (3, 8) <= sys.version_info[:2] <= (3, 11):
-        return (
-            f"MXNet {_MXNET} needs Python 3.8 to 3.11 and cannot be imported by Python "
-            f"{sys.version_info[0]}.{sys.version_info[1]} ({error}): use Python 3.11."
-        )
-    try:
-        import numpy
-
-        version = tuple(int(part) for part in numpy.__version__.split(".")[:2])
-    except ImportError:
-        return f"MXNet {_MXNET} needs NumPy, which is not installed: pip install 'numpy<1.24'."
-    if version >= (1, 24):
-        return (
-            f"MXNet {_MXNET} needs NumPy below 1.24 and cannot be imported with "
-            f"{numpy.__version__} ({error}): pip install 'numpy<1.24'."
-        )
-    return (
-        f"MXNet {_MXNET} is installed but cannot be imported ({error}): mend or reinstall it "
-        "first; mxnet-cu112 needs the CUDA 11 libraries and an NVIDIA driver."
-    )
-
-
-def _load():
-    rebuild = (
-        "Build it again: pip install --force-reinstall --no-deps . in a checkout of gluon_syncbn."
-    )
-    if not os.path.exists(_LIBRARY):
-        raise ImportError(f"The native library of gluon_syncbn is missing ({_LIBRARY}). {rebuild}")
-    try:
-        library = ctypes.CDLL(_LIBRARY, ctypes.RTLD_LOCAL)
-        library.gluon_syncbn_version.restype = ctypes.c_char_p
-        version = library.gluon_syncbn_version().decode()
-    except (OSError, AttributeError) as error:
-        raise ImportError(
-            f"The native library of gluon_syncbn cannot be loaded ({error}): it was built for "
-            f"another machine or is damaged. {rebuild}"
-        ) from error
-    if version != __version__:
-        raise ImportError(
-            f"The native library is of gluon_syncbn {version}, the Python part of {__version__}. "
-            f"{rebuild}"
-        )
-    return library
-
-
-_WARN = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-_FAILED = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_char_p)
-
-
-@_WARN
+@WARN
 def _on_warning(text):
     _log.warning("%s", text.decode())
 
 
-@_FAILED
+@FAILED
 def _on_failure(number, generation, text):
     """Lets the devices of a layer start anew after a failed step. Runs on the thread that noticed
     the failure."""
@@ -138,22 +64,7 @@ def _on_failure(number, generation, text):
         )
 
 
-_EXCHANGE = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_int64,
-    ctypes.c_char_p,
-    ctypes.c_char_p,
-    ctypes.c_int64,
-    ctypes.POINTER(ctypes.c_double),
-    ctypes.c_int64,
-    ctypes.POINTER(ctypes.c_double),
-    ctypes.c_int64,
-    ctypes.POINTER(ctypes.c_char),
-    ctypes.c_int,
-)
-
-
-@_EXCHANGE
+@EXCHANGE
 def _on_exchange(number, key, title, channels, mine, size, everyone, total, error, error_size):
     """Brings the sums of this process to the others. Runs on the thread of the last device that
     came."""
@@ -175,22 +86,7 @@ def _tell(failure, error, error_size):
     ctypes.memmove(error, text, len(text))
 
 
-_LOOK = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_int64,
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_char_p,
-    ctypes.c_char_p,
-    ctypes.c_double,
-    ctypes.c_double,
-    ctypes.c_int,
-    ctypes.POINTER(ctypes.c_char),
-    ctypes.c_int,
-)
-
-
-@_LOOK
+@LOOK
 def _on_look(number, waited, title, meeting, error, seconds, timeout, looks, text, size):
     """Finds out whether to go on with an exchange that takes long. Runs on the thread that
     waits."""
@@ -205,13 +101,10 @@ def _on_look(number, waited, title, meeting, error, seconds, timeout, looks, tex
         return 1
 
 
-_TELL = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_double, ctypes.c_int)
-
-
 def _raise_unless_waiting(waited):
     if waited in (_INTERRUPTED, _ENDED):
-        abandon()
-        raise RuntimeError("Interrupted." if waited == _INTERRUPTED else _CLOSED)
+        _ending.abandon()
+        raise RuntimeError("Interrupted." if waited == _INTERRUPTED else _ending.CLOSED)
 
 
 def _register(mxnet):
@@ -352,7 +245,7 @@ class Connection:
         the oldest first."""
         meetings = [], []
 
-        @_TELL
+        @TELL
         def tell(meeting, since, is_open):
             meetings[0 if is_open else 1].append((meeting.decode(), since))
 
@@ -482,159 +375,15 @@ def call_within(seconds, function, otherwise):
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        abandon()
+        _ending.abandon()
         raise RuntimeError(otherwise)
     if failures:
         raise failures[0]
 
 
-def abandon():
-    """Something in MXNet waits for what will never come, so the process cannot end as usual."""
-    global _abandoned
-    _abandoned = True
-
-
-def at_exit(leave):
-    """Has leave(failure) called when the process ends and all that was to be computed is; failure
-    is None, or what the script died of."""
-    _leaving.append(leave)
-
-
-def _wait_for_all():
-    """Waits for MXNet. Returns the error that nobody had waited for, if there is one."""
-    try:
-        mxnet.nd.waitall()
-    except mxnet.MXNetError as error:
-        # A script may end before its last step has.
-        if _CLOSED not in str(error):
-            _log.warning("An error of MXNet that nobody had waited for: %s", error)
-        return error
-    return None
-
-
-def _before_fork():
-    # MXNet ends its threads for a fork, in no better order than at exit. What is raised here,
-    # Python only prints, and what was waited for once, MXNet does not raise again.
-    error = _wait_for_all()
-    if error is not None:
-        _library.gluon_syncbn_tell_next(str(error).encode())
-
-
-def _after_fork():
-    _library.gluon_syncbn_after_fork()
-    # The parent leaves the others, when it ends.
-    _leaving.clear()
-
-
-def _at_exit():
-    if _leaving:
-        _leave()
-    _library.gluon_syncbn_close(_CLOSED.encode())
-    if _abandoned:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
-        os._exit(128 + signal.SIGINT if interrupted else 1)
-    # MXNet first ends the threads of custom operators and then waits for all that is left, for ever
-    # where that is a custom operator. So nothing may be left; what depends on a released call is
-    # not computed any more.
-    _wait_for_all()
-    _library.gluon_syncbn_release()
-
-
-def _leave():
-    """Ends the exchanges with other processes."""
-    failure = getattr(sys, "last_value", None)
-    if failure is None and not _abandoned:
-        _let_others_finish()
-    for leave in reversed(_leaving):
-        leave(None if failure is None else f"{type(failure).__name__}: {failure}")
-
-
-def _let_others_finish():
-    """A script may end before its last step has, for which others may wait. Waits for it, but not
-    for a call that waits here for a device that never comes."""
-    waiter = threading.Thread(target=_wait_for_all, daemon=True)
-    waiter.start()
-    stuck = 0
-    while waiter.is_alive() and stuck < 5 and not _abandoned:
-        waiter.join(0.1)
-        stuck = stuck + 1 if waiting() else 0
-
-
-_abandoned = False
-_leaving = []
 _numbers = itertools.count()
 _layers = weakref.WeakValueDictionary()
 _connections = weakref.WeakValueDictionary()
-mxnet = _import_mxnet()
-import numpy  # noqa: E402, I001  Only after MXNet, whose error says which NumPy it needs.
-
-_library = _load()
-_library.gluon_syncbn_cuda.restype = ctypes.c_char_p
-_library.gluon_syncbn_settle.argtypes = [
-    ctypes.c_int64,
-    ctypes.c_int64,
-    ctypes.c_char_p,
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_char_p,
-]
-_library.gluon_syncbn_watch_begin.restype = ctypes.c_void_p
-_library.gluon_syncbn_watch_begin.argtypes = [ctypes.c_void_p]
-_library.gluon_syncbn_watch_wait.argtypes = [ctypes.c_void_p, ctypes.c_double]
-_library.gluon_syncbn_watch_end.argtypes = [ctypes.c_void_p]
-_library.gluon_syncbn_connect.restype = ctypes.c_void_p
-_library.gluon_syncbn_connect.argtypes = [ctypes.c_int64, _LOOK]
-_library.gluon_syncbn_lock_calls.argtypes = [ctypes.c_void_p]
-_library.gluon_syncbn_unlock_calls.argtypes = [ctypes.c_void_p]
-_library.gluon_syncbn_attendance.argtypes = [ctypes.c_void_p, _TELL]
-_library.gluon_syncbn_kvstore_line.restype = ctypes.c_void_p
-_library.gluon_syncbn_kvstore_line.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_char_p,
-    ctypes.c_int64,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-]
-_library.gluon_syncbn_horovod_line.restype = ctypes.c_void_p
-_library.gluon_syncbn_horovod_line.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_char_p,
-    ctypes.c_int64,
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-]
-_library.gluon_syncbn_line_calls.restype = ctypes.c_int64
-_library.gluon_syncbn_line_calls.argtypes = [ctypes.c_void_p]
-_library.gluon_syncbn_line_exchange.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_char_p,
-    ctypes.c_double,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_char_p,
-    ctypes.c_int,
-]
-_library.gluon_syncbn_set_line.argtypes = [ctypes.c_int64, ctypes.c_char_p, ctypes.c_void_p]
 HAS_ONEDNN = mxnet.runtime.Features().is_enabled("MKLDNN")
 _register(mxnet)
-os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
-# Later registered, earlier called: before MXNet's own.
-atexit.register(_at_exit)
-if (
-    threading.current_thread() is threading.main_thread()
-    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-):
-    # A main thread that waits inside MXNet does not see Ctrl-C before MXNet returns. A script with
-    # a handler of its own is left alone: it means to finish its step.
-    _library.gluon_syncbn_catch_interrupts()
+_ending.release_at_the_end()

@@ -25,7 +25,7 @@ import time
 import mxnet as mx
 import numpy
 
-from . import _native
+from . import _ending, _native
 from ._roll_call import CAME, FAILED, GONE, RollCall
 from ._trainer import before_adding_up, check_trainer, trained
 from .group import default_group, seconds
@@ -75,7 +75,7 @@ class Reducer:
             everyone = self.all_gather("hello", address, timeout=timeout)
             roll_call.set_addresses([row.astype(numpy.uint8).tobytes() for row in everyone])
             self._roll_call = roll_call
-        _native.at_exit(self._leave)
+        _ending.at_exit(self._leave)
 
     def all_reduce(self, key, array, timeout=None):
         """The sum of `array` over all processes.
@@ -172,7 +172,7 @@ class Reducer:
             return
         if failure is not None:
             self.fail(failure)
-            _native.abandon()
+            _ending.abandon()
         elif not self._lost:
             timeout = default_group().timeout
             error = self._roll_call.wait_for_the_end(timeout) or self._say_goodbye(
@@ -180,7 +180,7 @@ class Reducer:
             )
             if error:
                 _log.error("%s", error)
-                _native.abandon()
+                _ending.abandon()
         self._lose("The process ends.")
         self._roll_call.close()
 
@@ -255,7 +255,7 @@ class _Wait:
         # The store still waits, and whoever waits for the store at the end of the process would do
         # so for ever.
         self._reducer._lose(text)
-        _native.abandon()
+        _ending.abandon()
         raise RuntimeError(text)
 
 
