@@ -80,9 +80,12 @@ SBN_DEVICE Words load_words(const void* p) {
 #endif
 }
 
+// In assembly, as compilers make four stores of one of a uint4.
 SBN_DEVICE void store_words(void* p, const Words& words) {
 #if defined(__CUDA_ARCH__)
-  *static_cast<uint4*>(p) = make_uint4(words.w[0], words.w[1], words.w[2], words.w[3]);
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(words.w[0]),
+               "r"(words.w[1]), "r"(words.w[2]), "r"(words.w[3])
+               : "memory");
 #elif !defined(__CUDACC__)
   checked_store(p, words);
 #endif
