@@ -58,7 +58,7 @@ struct SumsPlan {
       split_planes(v.S);
       task.units = task.N * task.chunks;
       blocks = v.C;
-      resident = plane_blocks(kBackward);
+      resident = plane_blocks(kBackward, v.S % kPack<T> == 0);
       at_once = kThreads / task.lanes;
     } else if (v.R > 1) {
       kind = kRows;

@@ -31,7 +31,7 @@ constexpr int kRowPairsInFlight = 4;
 constexpr int kRowsPerThread = 32;
 
 // Blocks of each kernel of sums that a multiprocessor has at a time: what registers allow.
-constexpr int plane_blocks(bool backward) { return backward ? 2 : 3; }
+constexpr int plane_blocks(bool backward, bool aligned) { return backward || !aligned ? 2 : 3; }
 constexpr int kRowBlocks = 2;
 
 // Below and above, squares of float lose digits or overflow.
@@ -292,6 +292,12 @@ struct PlaneSums {
   const SumsTask& task;
   Center<A> center;
 
+  // Vector i stands i * apart values behind x and dy, which have `left` values to the chunk's end.
+  struct Batch {
+    const T *x, *dy;
+    int left, apart;
+  };
+
   // The share of `lane` in the n values of a chunk.
   SBN_DEVICE void add_values(const T* dy, const T* x, int n, int lane, int lanes,
                              Share<A>* share) const {
@@ -301,23 +307,25 @@ struct PlaneSums {
     const unsigned x_shift = kAligned || !inside ? 0 : misalignment(x);
     const unsigned dy_shift = kAligned || !inside ? 0 : misalignment(dy);
     for (int v = lane; v < vectors; v += lanes * kInFlight) {
+      const Batch batch{x + v * kSize, dy + (kBackward ? v * kSize : 0), n - v * kSize,
+                        lanes * kSize};
       Fetched<kAligned> xs[kInFlight], dys[kInFlight];
       // A vector behind the last is the last once more.
-      const auto at = [&](int i) {
-        const int vector = v + i * lanes;
-        return (vector < vectors ? vector : vectors - 1) * kSize;
-      };
+      const int last = (vectors - 1 - v) * kSize;
+      const auto at = [&](int i) { return i * batch.apart < last ? i * batch.apart : last; };
       if (inside) {
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
-          xs[i] = Fetched<kAligned>::load(x + at(i));
-          if (kBackward) dys[i] = Fetched<kAligned>::load(dy + at(i));
+          xs[i] = Fetched<kAligned>::load(batch.x + at(i));
+          if (kBackward) dys[i] = Fetched<kAligned>::load(batch.dy + at(i));
         }
       } else {
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
-          xs[i].low = xs[i].high = load_some(x + at(i), n - at(i));
-          if (kBackward) dys[i].low = dys[i].high = load_some(dy + at(i), n - at(i));
+          xs[i].low = xs[i].high = load_some(batch.x + at(i), batch.left - at(i));
+          if (kBackward) {
+            dys[i].low = dys[i].high = load_some(batch.dy + at(i), batch.left - at(i));
+          }
         }
       }
       Words x_words[kInFlight], dy_words[kInFlight];
@@ -326,8 +334,6 @@ struct PlaneSums {
         x_words[i] = xs[i].template words<T>(x_shift);
         if (kBackward) dy_words[i] = dys[i].template words<T>(dy_shift);
       }
-      const Batch batch{x + v * kSize, dy + (kBackward ? v * kSize : 0), n - v * kSize,
-                        lanes * kSize};
       if ((kInFlight - 1) * batch.apart + kSize <= batch.left) {
         add_batch<true>(x_words, dy_words, batch, v == lane, share);
       } else {
@@ -337,12 +343,6 @@ struct PlaneSums {
   }
 
  private:
-  // Vector i stands i * apart values behind x and dy, which have `left` values to the chunk's end.
-  struct Batch {
-    const T *x, *dy;
-    int left, apart;
-  };
-
   // kFull: all vectors have all their values.
   template <bool kFull>
   SBN_DEVICE void add_batch(const Words (&x)[kInFlight], const Words (&dy)[kInFlight],
@@ -393,7 +393,8 @@ struct PlaneSums {
 
 // S > 1: one channel a block, some of its chunks; `lanes` threads a chunk.
 template <typename T, bool kBackward, bool kAligned>
-__global__ void __launch_bounds__(kThreads, plane_blocks(kBackward)) sum_planes(SumsTask task) {
+__global__ void __launch_bounds__(kThreads, plane_blocks(kBackward, kAligned))
+    sum_planes(SumsTask task) {
   using A = Arithmetic<T>;
   // In shared memory, as a thread needs its own once in `lanes` chunks.
   __shared__ double own_sums[kThreads * 6];
@@ -424,13 +425,14 @@ __global__ void __launch_bounds__(kThreads, plane_blocks(kBackward)) sum_planes(
     near = first = second = 0;
   };
 
-  // A lane's next chunk, and how far the one after that is: so many samples and chunks.
-  const int64_t end = task.unit_of_slice(blockIdx.y + 1);
-  int64_t base = task.unit_of_slice(blockIdx.y) + warp * at_once;
-  const int64_t unit = base + lane / lanes, sample_size = task.C * task.S;
+  // The chunks that are left for the warp, a lane's next one, and how far the one after that is: so
+  // many samples and chunks.
+  const int64_t begin = task.unit_of_slice(blockIdx.y) + warp * at_once;
+  int64_t units = task.unit_of_slice(blockIdx.y + 1) - begin;
+  const int64_t unit = begin + lane / lanes, sample_size = task.C * task.S;
+  const int chunks = static_cast<int>(task.chunks);
   int64_t sample = unit, samples_apart = kWarps * at_once;
   int chunk = 0, chunks_apart = 0;
-  const int chunks = static_cast<int>(task.chunks);
   if (chunks > 1) {
     sample = unit / chunks;
     chunk = static_cast<int>(unit - sample * chunks);
@@ -439,15 +441,16 @@ __global__ void __launch_bounds__(kThreads, plane_blocks(kBackward)) sum_planes(
   }
   int64_t plane_at = sample * sample_size + c * task.S;
   const int64_t planes_apart = samples_apart * sample_size;
+  const int last_size =
+      static_cast<int>(task.S - static_cast<int64_t>(chunks - 1) * task.chunk_size);
 
   int turn = 0;
-  for (; base < end; base += kWarps * at_once) {
+  for (; units > 0; units -= kWarps * at_once) {
     Share<A> share;
     int n = 0;
-    if (base + lane / lanes < end) {
-      const int64_t start = static_cast<int64_t>(chunk) * task.chunk_size, at = plane_at + start;
-      const int64_t left = task.S - start;
-      n = left < task.chunk_size ? static_cast<int>(left) : task.chunk_size;
+    if (lane / lanes < units) {
+      const int64_t at = plane_at + static_cast<int64_t>(chunk) * task.chunk_size;
+      n = chunk + 1 == chunks ? last_size : task.chunk_size;
       plane.add_values(static_cast<const T*>(task.dy) + (kBackward ? at : 0),
                        static_cast<const T*>(task.x) + at, n, lane_of_chunk, lanes, &share);
     }
