@@ -47,8 +47,13 @@ class CudaPass {
   template <typename V>
   V* fetch(const V* from, int64_t count) {
     V* const to = on_host<V>(count);
-    copy(to, from, static_cast<size_t>(count) * sizeof(V), true);
+    fetch_to(to, from, count);
     return to;
+  }
+  // The same, to memory from on_host().
+  template <typename V>
+  void fetch_to(V* to, const V* from, int64_t count) {
+    copy(to, from, static_cast<size_t>(count) * sizeof(V), true);
   }
   // A copy on the device of values from on_host().
   template <typename V>
