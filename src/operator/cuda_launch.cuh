@@ -63,12 +63,18 @@ struct SumsPlan {
     } else if (v.R > 1) {
       kind = kRows;
       while (task.lanes < kWarp && task.lanes * kPack<T> < v.C) task.lanes *= 2;
-      task.chunk_size = kThreads / task.lanes * kRowsPerThread;
+      task.down = kThreads / task.lanes;
+      // Of a small sample, few threads have a column, so that each has enough to do.
+      while (task.lanes == kWarp && task.down > kFewestRows &&
+             task.down / 2 * kRowsPerThread >= v.R) {
+        task.down /= 2;
+      }
+      task.chunk_size = task.down * kRowsPerThread;
       task.chunks = divide_up(v.R, task.chunk_size);
       task.units = task.N * task.chunks;
       blocks = divide_up(v.C, task.lanes * kPack<T>);
       resident = kRowBlocks;
-      at_once = 1;
+      at_once = kThreads / task.lanes / task.down;
     } else {
       kind = kValues;
       task.chunks = 1;

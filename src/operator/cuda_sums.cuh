@@ -27,8 +27,9 @@ constexpr int kRowsInFlight = sizeof(T) == sizeof(double)  ? kRun
                               : sizeof(T) == sizeof(float) ? 5
                                                            : 4;
 constexpr int kRowPairsInFlight = 4;
-// With S = 1, rows of a sample that one thread adds up at a time.
-constexpr int kRowsPerThread = 32;
+// With S = 1, rows of a sample that one thread adds up at a time, and threads below each other that
+// a chunk has at least.
+constexpr int kRowsPerThread = 32, kFewestRows = 2;
 
 // Blocks of each kernel of sums that a multiprocessor has at a time: what registers allow.
 constexpr int plane_blocks(bool backward, bool aligned) { return backward || !aligned ? 2 : 3; }
@@ -268,6 +269,8 @@ struct SumsTask {
   // Each sample has so many chunks of so many values of a plane, or rows; units are those of all.
   int64_t chunks, units;
   int chunk_size, slices, lanes;
+  // Of rows: threads below each other for a chunk; the others of a block have other chunks.
+  int down;
   // Where dy and x end.
   const void *dy_end, *x_end;
 
@@ -508,13 +511,14 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
   // Padded so that threads that read neighbouring channels meet different banks.
   constexpr int kPlane = kThreads + 16 / kSize;
   // What is left to be added one after the other: the fewest rows of threads.
-  constexpr int kLast = kThreads / kWarp;
+  constexpr int kLast = kThreads / kWarp, kMostGroups = kLast / kFewestRows;
   __shared__ double shared[2][kSize * kPlane];
   // In shared memory, as they are needed once a chunk.
   __shared__ double own_sums[kThreads * 6];
 
-  const int across = task.lanes, down = kThreads / across;
-  const int column = threadIdx.x % across, row = threadIdx.x / across;
+  const int across = task.lanes, down = task.down, groups = kThreads / across / down;
+  const int column = threadIdx.x % across, line = threadIdx.x / across;
+  const int row = line % down, group = line / down;
   const int64_t tile = static_cast<int64_t>(blockIdx.x) * across * kSize;
   const int64_t c = tile + column * kSize;
   const int width = c + kSize <= task.C ? kSize : c < task.C ? static_cast<int>(task.C - c) : 0;
@@ -538,13 +542,11 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
   }
 
   // The chunk whose first rows are on their way, while the one before it is reduced.
-  const int64_t end = task.unit_of_slice(blockIdx.y + 1);
-  int64_t unit = task.unit_of_slice(blockIdx.y);
-  int64_t at = 0;
+  int64_t base = task.unit_of_slice(blockIdx.y), at = 0;
+  int left = static_cast<int>(task.unit_of_slice(blockIdx.y + 1) - base);
   int n = 0;
   bool inside = true;
-  Words xs[kBatch], dys[kBatch], nears[1];
-  A own_near = 0;
+  Words xs[kBatch], dys[kBatch];
   // `vectors` of an array, a whole number of rows apart. Behind the last row is the first once
   // more.
   const auto load = [&](const T* from, int r, auto& vectors) {
@@ -569,18 +571,16 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
     if constexpr (kBackward) load(dy + from, r, dys);
   };
   const auto begin_chunk = [&] {
+    // Of a group that has none, the last once more.
+    const int64_t unit = base + (group < left ? group : left - 1);
     const int64_t sample = task.chunks == 1 ? unit : unit / task.chunks;
-    const int64_t start = (unit - sample * task.chunks) * task.chunk_size, left = task.R - start;
-    n = left < task.chunk_size ? static_cast<int>(left) : task.chunk_size;
+    const int64_t start = (unit - sample * task.chunks) * task.chunk_size, rows = task.R - start;
+    n = rows < task.chunk_size ? static_cast<int>(rows) : task.chunk_size;
     at = (sample * task.R + start) * task.C;
     // A vector at a row's end reaches past it where C is no multiple of its size.
     const int64_t vectors = n * task.C / kSize + 3;
     inside = kAligned || task.holds<kBackward>(dy + (kBackward ? at : 0), x + at, vectors);
-    if (width > 0 && row < n) load_batch(row);
-    if constexpr (!kBackward) {
-      if (width > 0) load(x + at + c, 0, nears);
-      if (owns) own_near = widen(x[at + tile + own]);
-    }
+    if (kAligned && width > 0 && row < n) load_batch(row);
   };
 
   double first[kSize], second[kSize];
@@ -620,8 +620,8 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
     }
   };
 
-  if (unit < end) begin_chunk();
-  while (unit < end) {
+  if (left > 0) begin_chunk();
+  while (left > 0) {
     int count = 0;
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
@@ -629,7 +629,9 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
       if (!kBackward) about[j] = 0;
     }
     for (int r = row; r < n && width > 0; r += down * kBatch) {
-      if (r != row) load_batch(r);
+      // Vectors at odd addresses are not asked for before: both halves of each would have to be
+      // kept.
+      if (!kAligned || r != row) load_batch(r);
       if (r + (kBatch - 1) * down < n) {
         add_batch(True(), r, r == row);
         count += kBatch;
@@ -640,6 +642,9 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
       }
     }
     if constexpr (!kBackward) {
+      // Read again, as registers are few.
+      Words nears[1] = {zero_words()};
+      if (width > 0) load(x + at + c, 0, nears);
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
         Share<A> share{about[j], count, first[j], second[j]};
@@ -649,8 +654,19 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
       }
     }
     const int chunk_size = n;
-    const A chunk_near = own_near;
-    if (++unit < end) begin_chunk();
+    const int chunks = left;
+    T chunk_nears[kMostGroups];
+    if (!kBackward && owns) {
+      // Several groups have a whole sample each.
+      const T* const from = x + (groups == 1 ? at : base * task.R * task.C) + tile + own;
+#pragma unroll
+      for (int g = 0; g < kMostGroups; ++g) {
+        if (g < groups && g < chunks) chunk_nears[g] = from[g * task.R * task.C];
+      }
+    }
+    base += groups;
+    left -= groups;
+    if (left > 0) begin_chunk();
 
     // All have read what the chunk before left there.
     __syncthreads();
@@ -659,32 +675,38 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
       shared[0][j * kPlane + threadIdx.x] = first[j];
       shared[1][j * kPlane + threadIdx.x] = second[j];
     }
-    for (int left = down; left > kLast;) {
-      left /= 2;
+    for (int lines = down; lines > kLast;) {
+      lines /= 2;
       __syncthreads();
-      if (row < left) {
+      if (row < lines) {
 #pragma unroll
         for (int j = 0; j < 2 * kSize; ++j) {
           double* const place = shared[j % 2] + j / 2 * kPlane + threadIdx.x;
-          *place += place[left * across];
+          *place += place[lines * across];
         }
       }
     }
     __syncthreads();
     if (owns) {
-      const int place = own % kSize * kPlane + own / kSize;
-      double total[2] = {shared[0][place], shared[1][place]};
-#pragma unroll
-      for (int i = 1; i < kLast; ++i) {
-        total[0] += shared[0][place + i * across];
-        total[1] += shared[1][place + i * across];
-      }
       ChannelSums sums = get_sums(own_sums + own * 6);
-      if constexpr (kBackward) {
-        sums.first.add(total[0]);
-        sums.second.add(own_center.products(total[0], total[1]));
-      } else {
-        add_about<A>(chunk_size, chunk_near, total[0], total[1], &sums.first, &sums.second);
+#pragma unroll
+      for (int g = 0; g < kMostGroups; ++g) {
+        if (g >= groups || g >= chunks) break;
+        const int place = own % kSize * kPlane + own / kSize + g * down * across;
+        double total[2] = {shared[0][place], shared[1][place]};
+#pragma unroll
+        for (int i = 1; i < kLast; ++i) {
+          if (i >= down) break;
+          total[0] += shared[0][place + i * across];
+          total[1] += shared[1][place + i * across];
+        }
+        if constexpr (kBackward) {
+          sums.first.add(total[0]);
+          sums.second.add(own_center.products(total[0], total[1]));
+        } else {
+          add_about<A>(chunk_size, widen(chunk_nears[g]), total[0], total[1], &sums.first,
+                       &sums.second);
+        }
       }
       put(sums, own_sums + own * 6);
     }
