@@ -591,7 +591,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
       first[j] += a;
       second[j] += b;
     };
-    const auto get = [&](const Words(&from)[kBatch], int j, int i, A other) {
+    const auto get = [&](const Words* from, int j, int i, A other) {
       return there(i) ? value_at<T>(from[i], j) : other;
     };
     const auto again = [&](int j, int i, const auto& f) {
