@@ -70,12 +70,13 @@ def test_every_generation_gets_machine_code(setup, tmp_path, offered, machine, p
 
 @needs_nvcc
 @pytest.mark.timeout(600)
-def test_no_kernel_spills_registers():
+def test_kernels_spill_no_registers_and_access_whole_vectors():
     # One of the oldest and one of the newest; `make cuda-report` has all.
     known = build.known_architectures(build.setup_py(), nvcc)
     kernels = build.report([known[0], 90] if 90 in known else [known[0]])
     assert len(kernels) > 50
     assert [kernel for kernel in kernels if kernel["spilled_bytes"]] == []
+    assert build.narrow(kernels) == []
     # A wide vector of each array at a time, and 16 warps at least to wait for them.
     assert min(kernel["occupancy"] for kernel in kernels) >= 0.25
 

@@ -62,7 +62,7 @@ import ctypes, gc
 import mxnet as mx, numpy as np
 import gluon_syncbn as sbn
 library = sbn._native._library
-NAMES = "memory pinned streams all_memory all_streams kernels waits".split()
+NAMES = "memory pinned streams all_memory all_streams kernels waits contexts".split()
 
 def usage():
     numbers = (ctypes.c_int * len(NAMES))()
@@ -125,6 +125,15 @@ assert after["memory"] == after["pinned"] == after["streams"] == 0, after
 step(layer, (mx.cpu(0), mx.cpu(1)))
 """
 
+# The threads of the calls have never chosen a device, so theirs is 0, where nothing may be made.
+CONTEXTS = """
+layer = layer_on(mx.cpu(3))
+step(layer, (mx.cpu(3),))
+assert usage()["contexts"] == 1, usage()
+library.gluon_syncbn_release()
+assert usage()["contexts"] == 1, usage()
+"""
+
 ERRORS = """
 for function, code, words in (
     ("cudaMalloc", 2, ["cudaMalloc of", "bytes", "out of memory (cudaErrorMemoryAllocation)"]),
@@ -156,6 +165,9 @@ assert usage()["memory"] == usage()["streams"] == 0
 """
 
 
-@pytest.mark.parametrize("script", [KERNELS, MEMORY, ERRORS], ids=["kernels", "memory", "errors"])
+SCRIPTS = {"kernels": KERNELS, "memory": MEMORY, "contexts": CONTEXTS, "errors": ERRORS}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
 def test_what_cuda_is_asked_for(package, script):
     run(package, "-c", PRELUDE + script)

@@ -1,7 +1,8 @@
 """Builds the library and the native test with setup.py's own commands, and reads what the compiler
 says of the kernels. Needs nvcc and a C++ compiler, no GPU.
 
-    python benchmarks/gpu/build.py            # registers, spills, occupancy; exit code 1 on spills
+    python benchmarks/gpu/build.py            # registers, spills, occupancy, and whether memory is
+                                              # accessed 16 bytes at a time; exit code 1 if not
     python benchmarks/gpu/build.py 80 90      # for these architectures alone
 """
 
@@ -93,16 +94,56 @@ def report(architectures=()):
     flags = [flag for flag in setup.NVCC if not flag.startswith("-Xfatbin")]
 
     def compile_for(arch):
-        output = FOLDER / f"kernels_{arch}.cubin"
+        kept = FOLDER / f"kept_{arch}"
+        kept.mkdir(exist_ok=True)
         command = [nvcc, *flags, f"-arch=sm_{arch}", "-Xptxas=-v", "-cubin", *setup.CUDA_SOURCES]
-        return arch, _quiet([*command, "-o", str(output)])
+        command += ["--keep", "--keep-dir", str(kept), "-o", str(FOLDER / f"kernels_{arch}.cubin")]
+        text = _quiet(command)
+        return arch, text, "".join(each.read_text() for each in kept.glob("*.ptx"))
 
     kernels = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         wanted = architectures or known_architectures(setup, nvcc)
-        for arch, text in pool.map(compile_for, wanted):
-            kernels += list(_parse(arch, text))
+        for arch, text, ptx in pool.map(compile_for, wanted):
+            accesses = _accesses(ptx)
+            kernels += [{**kernel, **accesses[kernel["kernel"]]} for kernel in _parse(arch, text)]
     return kernels
+
+
+def _short(name):
+    name = re.sub(r"\(.*", "", name, flags=re.DOTALL).replace("gluon_syncbn::", "")
+    return name.replace("void ", "")
+
+
+def _accesses(ptx):
+    """How often each kernel's text loads and stores 16 bytes of global memory, and stores less.
+    (ptxas neither splits nor joins them.)"""
+    found = {}
+    for part in re.split(r"\.entry ", _quiet_filter(ptx))[1:]:
+        found[_short(part)] = {
+            "vector_loads": len(re.findall(r"\bld(?:\.global)?(?:\.nc)?\.v(?:4|2\.[bu]64)", part)),
+            "vector_stores": len(re.findall(r"\bst(?:\.global)?\.v(?:4|2\.[bu]64)", part)),
+            "narrow_stores": len(re.findall(r"\bst(?:\.global)?\.[bufs]\d", part)),
+        }
+    return found
+
+
+def narrow(kernels):
+    """Kernels that do not take the large arrays in vectors of 16 bytes: as many as they are to ask
+    for at a time, and nothing less but the single values at both ends of an array."""
+    missed = []
+    for kernel in kernels:
+        name = kernel["kernel"]
+        if name.startswith("map_"):
+            wide = kernel["vector_stores"] >= 2 and kernel["narrow_stores"] <= 2
+            loads = 4 if "InputGradient" in name or name.startswith("map_planes") else 2
+        elif name.startswith(("sum_planes", "sum_rows")):
+            wide, loads = True, 8 if ", true, " in name else 4
+        else:
+            continue
+        if not wide or kernel["vector_loads"] < loads:
+            missed.append(kernel)
+    return missed
 
 
 def _parse(arch, text):
@@ -115,9 +156,8 @@ def _parse(arch, text):
     for found in re.finditer(pattern, names, re.DOTALL):
         shared = re.search(r"(\d+) bytes smem", found["rest"])
         registers, shared = int(found["registers"]), int(shared[1]) if shared else 0
-        name = re.sub(r"\(.*", "", found["name"]).replace("gluon_syncbn::", "")
         yield {
-            "kernel": name.replace("void ", ""),
+            "kernel": _short(found["name"]),
             "arch": arch,
             "registers": registers,
             "spilled_bytes": int(found["stores"]) + int(found["loads"]),
@@ -148,8 +188,11 @@ def print_report(kernels):
             cells.append(f"{spilled}{kernel['registers']:4d} {kernel['occupancy']:4.0%}".rjust(13))
         print(name.ljust(width), *cells)
     spilled = [kernel for kernel in kernels if kernel["spilled_bytes"]]
+    thin = narrow(kernels)
+    for kernel in thin:
+        print(f"{kernel['kernel']} for sm_{kernel['arch']} does not access whole vectors.")
     print(f"{len(table)} kernels, {len(spilled)} of which spill.")
-    return not spilled
+    return not spilled and not thin
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ struct CudaRuntime {
   int (*get_device)(int* device);
   int (*set_device)(int device);
   int (*get_device_count)(int* count);
+  // Whether the process has a context on the device already. Does not make one.
+  int (*has_context)(int* active, int device);
   int (*multiprocessors)(int* count, int device);
   int (*malloc)(void** memory, size_t bytes);
   int (*free)(void* memory);

@@ -56,23 +56,18 @@ struct MapTask {
   void* to;
   const void* formulae;
   bool add;
-  // The first value that stands at a multiple of 16 bytes in `to`, and the vectors from there.
+  // A value that stands at a multiple of 16 bytes in `to`, and the vectors from there: those that
+  // also the other arrays have, together with what Fetched reads around them.
   int64_t head, vectors;
-  // The channel of value i is i / S % C: below 2^31 values by these.
-  bool is_small;
+  // Value i is of plane i / S and channel i / S % C: below 2^31 values by these.
   Divider by_S, by_C;
 
-  SBN_DEVICE int64_t plane_of(int64_t i) const {
-    return is_small ? by_S(static_cast<uint32_t>(i)) : i / S;
+  SBN_DEVICE uint32_t plane_of(uint32_t i) const { return by_S(i); }
+  SBN_DEVICE int64_t plane_of(int64_t i) const { return i / S; }
+  SBN_DEVICE uint32_t channel_of(uint32_t plane) const {
+    return plane - by_C(plane) * static_cast<uint32_t>(C);
   }
-  SBN_DEVICE int64_t channel_of(int64_t plane) const {
-    return is_small ? plane - static_cast<int64_t>(by_C(static_cast<uint32_t>(plane))) * C
-                    : plane % C;
-  }
-  template <typename T>
-  SBN_DEVICE Extent extent(const void* from) const {
-    return {from, static_cast<const T*>(from) + size};
-  }
+  SBN_DEVICE int64_t channel_of(int64_t plane) const { return plane % C; }
 };
 
 template <typename A>
@@ -91,7 +86,7 @@ constexpr bool kTakesTwo<InputGradient<A>> = true;
 template <typename T, typename F>
 SBN_DEVICE void map_value(const MapTask& task, int64_t i) {
   using A = Arithmetic<T>;
-  const F formula = load_formula<F>(task.formulae, task.channel_of(task.plane_of(i)));
+  const F formula = load_formula<F>(task.formulae, i / task.S % task.C);
   const A a = widen(static_cast<const T*>(task.a)[i]);
   const A b = kTakesTwo<F> ? widen(static_cast<const T*>(task.b)[i]) : a;
   T* const to = static_cast<T*>(task.to) + i;
@@ -100,89 +95,117 @@ SBN_DEVICE void map_value(const MapTask& task, int64_t i) {
   narrow(result, to);
 }
 
-// The values in front of the vectors and behind them, one for each of the first threads.
+// The values in front of the vectors and behind them, less than two vectors each, one for each of
+// the first threads.
 template <typename T, typename F>
 SBN_DEVICE void map_ends(const MapTask& task, int64_t thread) {
   const int64_t behind = task.head + task.vectors * kPack<T>;
   if (thread < task.head) map_value<T, F>(task, thread);
-  if (behind + thread < task.size && thread < kPack<T>) map_value<T, F>(task, behind + thread);
+  if (behind + thread < task.size && thread < 2 * kPack<T>) map_value<T, F>(task, behind + thread);
 }
 
-template <typename T, typename F>
+// Some vectors' results, from what was asked for before.
+template <typename T, typename F, bool kAligned>
 struct Operands {
-  Words a, b, to;
+  using A = Arithmetic<T>;
+  static constexpr int kSize = kPack<T>;
+  Fetched<kAligned> a, b;
+  Words to;
 
-  template <bool kAligned>
-  SBN_DEVICE static Operands load(const MapTask& task, int64_t i) {
-    Operands o;
-    o.a = load_values<T, kAligned>(static_cast<const T*>(task.a) + i, task.extent<T>(task.a));
-    if (kTakesTwo<F>) {
-      o.b = load_values<T, kAligned>(static_cast<const T*>(task.b) + i, task.extent<T>(task.b));
-    }
-    if (task.add) o.to = load_words(static_cast<const T*>(task.to) + i);
-    return o;
+  SBN_DEVICE void load(const MapTask& task, int64_t i) {
+    a = Fetched<kAligned>::load(static_cast<const T*>(task.a) + i);
+    if (kTakesTwo<F>) b = Fetched<kAligned>::load(static_cast<const T*>(task.b) + i);
+    if (task.add) to = load_words(static_cast<const T*>(task.to) + i);
   }
 
-  SBN_DEVICE void put(const MapTask& task, const F& formula, int j, Words* result) const {
-    using A = Arithmetic<T>;
-    const A x = value_at<T>(a, j);
-    A y = apply(formula, x, kTakesTwo<F> ? value_at<T>(b, j) : x);
-    if (task.add) y = value_at<T>(to, j) + y;
-    put_value<T>(result, j, y);
+  // formula(j) is that of value j.
+  template <typename Formula>
+  SBN_DEVICE void store(const MapTask& task, int64_t i, const Formula& formula) const {
+    // The same for all vectors, as `i` counts them from the first that `to` has.
+    const auto shift = [&](const void* p) { return misalignment(static_cast<const T*>(p) + i); };
+    const Words a_words = a.template words<T>(kAligned ? 0 : shift(task.a));
+    const Words b_words =
+        kTakesTwo<F> ? b.template words<T>(kAligned ? 0 : shift(task.b)) : a_words;
+    A results[kSize];
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      results[j] = apply(formula(j), value_at<T>(a_words, j), value_at<T>(b_words, j));
+    }
+    if (task.add) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) results[j] = value_at<T>(to, j) + results[j];
+    }
+    store_words(static_cast<T*>(task.to) + i, words_of<T>(results));
   }
 };
 
-template <typename T, typename F>
-constexpr int kVectorsPerThread = sizeof(T) == sizeof(double) && kTakesTwo<F> ? 2 : 4;
+template <typename F>
+constexpr int kVectorsPerThread = kTakesTwo<F> ? 2 : 4;
 
-// S > 1: each thread some vectors, a block's side by side.
-template <typename T, typename F, bool kAligned>
+// S > 1: each thread some vectors, a block's side by side. `I` holds all places of the array.
+// `kAligned`: each vector of two planes at most.
+template <typename I, typename T, typename F, bool kAligned>
 __global__ void __launch_bounds__(kThreads) map_planes(MapTask task) {
-  constexpr int kSize = kPack<T>, kVectors = kVectorsPerThread<T, F>;
-  const int64_t block = static_cast<int64_t>(blockIdx.x) * kThreads;
+  constexpr int kSize = kPack<T>, kVectors = kVectorsPerThread<F>;
+  const I vectors = static_cast<I>(task.vectors), S = static_cast<I>(task.S);
+  const I C = static_cast<I>(task.C);
   if (blockIdx.x == 0) map_ends<T, F>(task, threadIdx.x);
-  const int64_t start = block * kVectors + threadIdx.x;
-  Operands<T, F> operands[kVectors];
+  const I start = static_cast<I>(blockIdx.x) * (kThreads * kVectors) + threadIdx.x;
+  Operands<T, F, kAligned> operands[kVectors];
+  F formulae[kVectors];
+  I channels[kVectors], left[kVectors];
+  const auto place = [&](int k) {
+    return static_cast<I>(task.head) + (start + k * kThreads) * kSize;
+  };
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    const int64_t v = start + k * kThreads;
-    if (v < task.vectors) {
-      operands[k] = Operands<T, F>::template load<kAligned>(task, task.head + v * kSize);
-    }
+    if (start + k * kThreads < vectors) operands[k].load(task, place(k));
   }
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    const int64_t v = start + k * kThreads;
-    if (v >= task.vectors) break;
-    const int64_t i = task.head + v * kSize;
-    const int64_t plane = task.plane_of(i);
-    int64_t left = (plane + 1) * task.S - i, c = task.channel_of(plane);
-    F formula = load_formula<F>(task.formulae, c);
-    Words result = zero_words();
-    if (left >= kSize) {
+    const I plane = task.plane_of(place(k));
+    channels[k] = task.channel_of(plane);
+    // Values from there to the end of the plane.
+    left[k] = (plane + 1) * S - place(k);
+    if (start + k * kThreads < vectors) formulae[k] = load_formula<F>(task.formulae, channels[k]);
+  }
+  const auto next = [&](I c) { return c + 1 == C ? 0 : c + 1; };
+  // Where most warps have a vector that reaches into the next plane, all take one way.
+  const bool mixed = S < 64 * kSize;
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) operands[k].put(task, formula, j, &result);
+  for (int k = 0; k < kVectors; ++k) {
+    if (start + k * kThreads >= vectors) break;
+    if (left[k] >= kSize && !mixed) {
+      operands[k].store(task, place(k), [&](int) { return formulae[k]; });
+    } else if (kAligned || S >= kSize) {
+      const F second = load_formula<F>(task.formulae, next(channels[k]));
+      operands[k].store(task, place(k),
+                        [&](int j) { return static_cast<I>(j) < left[k] ? formulae[k] : second; });
     } else {
-      // The vector reaches into the next planes.
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) {
-        if (left == 0) {
-          left = task.S;
-          c = c + 1 == task.C ? 0 : c + 1;
+      // Several planes in one vector.
+      F formula = formulae[k];
+      I c = channels[k], behind = left[k];
+      operands[k].store(task, place(k), [&](int j) {
+        if (static_cast<I>(j) == behind) {
+          behind += S;
+          c = next(c);
           formula = load_formula<F>(task.formulae, c);
         }
-        --left;
-        operands[k].put(task, formula, j, &result);
-      }
+        return formula;
+      });
     }
-    store_words(static_cast<T*>(task.to) + i, result);
   }
 }
+
+// Blocks of map_rows that a multiprocessor has at a time: what registers allow.
+template <typename T, bool kAligned>
+constexpr int kMapBlocks = sizeof(T) == 2 || !kAligned ? 2 : 3;
 
 // S = 1: the number of threads is such that each of them meets the same channels again and again,
 // and has their formulae in registers.
 template <typename T, typename F, bool kAligned>
-__global__ void __launch_bounds__(kThreads, 2) map_rows(MapTask task, int64_t threads) {
+__global__ void __launch_bounds__(kThreads, kMapBlocks<T, kAligned>)
+    map_rows(MapTask task, int64_t threads) {
   constexpr int kSize = kPack<T>;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   map_ends<T, F>(task, thread);
@@ -190,26 +213,21 @@ __global__ void __launch_bounds__(kThreads, 2) map_rows(MapTask task, int64_t th
   F formulae[kSize];
 #pragma unroll
   for (int j = 0; j < kSize; ++j) {
-    formulae[j] = load_formula<F>(task.formulae, task.channel_of(task.head + thread * kSize + j));
+    formulae[j] = load_formula<F>(task.formulae, (task.head + thread * kSize + j) % task.C);
   }
   constexpr int kUnroll = 2;
   for (int64_t base = thread; base < task.vectors; base += threads * kUnroll) {
-    Operands<T, F> operands[kUnroll];
+    Operands<T, F, kAligned> operands[kUnroll];
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       const int64_t v = base + k * threads;
-      if (v < task.vectors) {
-        operands[k] = Operands<T, F>::template load<kAligned>(task, task.head + v * kSize);
-      }
+      if (v < task.vectors) operands[k].load(task, task.head + v * kSize);
     }
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       const int64_t v = base + k * threads;
       if (v >= task.vectors) break;
-      Words result = zero_words();
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) operands[k].put(task, formulae[j], j, &result);
-      store_words(static_cast<T*>(task.to) + task.head + v * kSize, result);
+      operands[k].store(task, task.head + v * kSize, [&](int j) { return formulae[j]; });
     }
   }
 }

@@ -12,66 +12,109 @@
 
 namespace gluon_syncbn {
 
-// Blocks that fill a multiprocessor twice over, so that the last ones do not leave it idle long.
-constexpr int64_t kBlocksPerMultiprocessor = 16;
-constexpr int64_t kMostSlices = 4096;
-
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline unsigned misaligned(const void* p) {
   return static_cast<unsigned>(reinterpret_cast<uintptr_t>(p) % 16);
 }
 
+// How many blocks share a channel: as many as make the kernel short, and no more than that takes,
+// as what they have has to be added up. `blocks` stand side by side, `resident` is what the device
+// has at a time, and a block has work for `at_once` units at a time.
+inline int64_t choose_slices(int64_t blocks, int64_t resident, int64_t units, int64_t at_once) {
+  constexpr int64_t kMostWaves = 4;
+  int64_t best = 1, least = 0;
+  for (int64_t waves = 1; waves <= kMostWaves; ++waves) {
+    const int64_t most = std::max<int64_t>(1, waves * resident / blocks);
+    const int64_t turns = divide_up(divide_up(units, std::min(most, units)), at_once);
+    const int64_t slices = divide_up(units, turns * at_once);
+    // Beginning and end take a block about as long as one turn.
+    const int64_t time = divide_up(slices * blocks, resident) * (turns + 1);
+    if (least == 0 || time < least) {
+      least = time;
+      best = slices;
+    }
+  }
+  return best;
+}
+
 // The kernel of sums for a view, and its blocks.
-template <typename T>
+template <typename T, bool kBackward>
 struct SumsPlan {
   enum Kind { kPlanes, kRows, kValues } kind;
   SumsTask task{};
   dim3 grid;
 
   SumsPlan(const View& v, int multiprocessors) {
-    const int64_t wanted = kBlocksPerMultiprocessor * multiprocessors;
-    // Blocks side by side, and units that a block takes at a time.
-    int64_t blocks, at_once;
+    // Blocks side by side, those of a multiprocessor, and units that a block takes at a time.
+    int64_t blocks, resident, at_once;
     task.N = v.N / v.R;
     task.C = v.C;
     task.S = v.S;
     task.R = v.R;
+    task.lanes = 1;
     if (v.S > 1) {
       kind = kPlanes;
-      task.lanes = 1;
-      // Two vectors for each lane at least.
-      while (task.lanes < kWarp && task.lanes * 2 * kPack<T> < v.S) task.lanes *= 2;
-      task.chunks = divide_up(v.S, kPlaneChunk);
+      split_planes(v.S);
       task.units = task.N * task.chunks;
       blocks = v.C;
+      resident = plane_blocks(kBackward, v.S % kPack<T> == 0);
       at_once = kThreads / task.lanes;
     } else if (v.R > 1) {
       kind = kRows;
-      task.lanes = 1;
       while (task.lanes < kWarp && task.lanes * kPack<T> < v.C) task.lanes *= 2;
-      task.chunks = divide_up(v.R, kThreads / task.lanes * kRowsPerThread);
+      task.down = kThreads / task.lanes;
+      // Of a small sample, few threads have a column, so that each has enough to do.
+      while (task.lanes == kWarp && task.down > kFewestRows &&
+             task.down / 2 * kRowsPerThread >= v.R) {
+        task.down /= 2;
+      }
+      task.chunk_size = task.down * kRowsPerThread;
+      task.chunks = divide_up(v.R, task.chunk_size);
       task.units = task.N * task.chunks;
       blocks = divide_up(v.C, task.lanes * kPack<T>);
-      at_once = 1;
+      resident = kRowBlocks;
+      at_once = kThreads / task.lanes / task.down;
     } else {
       kind = kValues;
       task.chunks = 1;
       task.units = task.N;
       blocks = divide_up(v.C, kWarp);
+      resident = kRowBlocks;
       at_once = 4 * kWarps;
     }
-    const int64_t most = std::min(divide_up(task.units, at_once), kMostSlices);
-    task.slices = static_cast<int>(std::max<int64_t>(1, std::min(divide_up(wanted, blocks), most)));
+    task.slices =
+        static_cast<int>(choose_slices(blocks, resident * multiprocessors, task.units, at_once));
     grid = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(task.slices));
+  }
+
+  // Chunks of planes and the lanes for each: those that leave few lanes without values. Of the
+  // shape of a plane alone.
+  void split_planes(int64_t S) {
+    // Values that a lane asks for at a time; what else it does for its share, and a lane for a
+    // whole chunk, as so many values more.
+    constexpr int64_t kBatch = kInFlight * kPack<T>, kShareCosts = 16, kChunkCosts = 24;
+    int64_t least = 0;
+    for (int lanes = 1; lanes <= kWarp; lanes *= 2) {
+      const int64_t even = divide_up(S, divide_up(S, lanes * kPlaneShare));
+      const int64_t size = divide_up(even, kPack<T>) * kPack<T>, chunks = divide_up(S, size);
+      const int64_t share = divide_up(size, lanes * kBatch) * kBatch;
+      const int64_t costs = chunks * (lanes * (share + kShareCosts) + kChunkCosts);
+      if (least != 0 && costs >= least) continue;
+      least = costs;
+      task.lanes = lanes;
+      task.chunk_size = static_cast<int>(size);
+      task.chunks = chunks;
+    }
   }
 
   int64_t work_size() const { return task.slices > 1 ? task.slices * task.C : 0; }
 
-  template <bool kBackward>
   int run(ChannelSums* work, ChannelSums* sums, Stream stream) {
     task.to = task.slices > 1 ? work : sums;
-    const int64_t row = task.S > 1 ? task.S : task.C;
+    const int64_t row = task.S > 1 ? task.S : task.C, size = task.N * task.R * task.C * task.S;
+    task.x_end = static_cast<const T*>(task.x) + size;
+    task.dy_end = kBackward ? static_cast<const T*>(task.dy) + size : nullptr;
     const bool aligned = row % kPack<T> == 0 && !misaligned(task.x) && !misaligned(task.dy);
     if (kind == kValues) {
       SBN_LAUNCH_TOGETHER((sum_values<T, kBackward>), grid, stream, task);
@@ -86,33 +129,38 @@ struct SumsPlan {
     }
     const int error = last_launch_error();
     if (error || task.slices == 1) return error;
-    const dim3 blocks(static_cast<unsigned>(divide_up(task.C, kWarps)));
-    SBN_LAUNCH_TOGETHER(add_slices, blocks, stream, task.C, task.slices, work, sums);
+    // A warp for each channel or part of one, or the whole block.
+    int lanes = 2;
+    while (lanes < kWarp && lanes < task.slices) lanes *= 2;
+    if (task.slices > kWarp) lanes = kThreads;
+    const dim3 added(static_cast<unsigned>(divide_up(task.C, kThreads / lanes)));
+    SBN_LAUNCH_TOGETHER(add_slices, added, stream, task.C, task.slices, lanes, work, sums);
     return last_launch_error();
   }
 };
 
 template <typename T>
 int64_t work_size(const View& view, int multiprocessors) {
-  return SumsPlan<T>(view, multiprocessors).work_size();
+  return std::max(SumsPlan<T, false>(view, multiprocessors).work_size(),
+                  SumsPlan<T, true>(view, multiprocessors).work_size());
 }
 
 template <typename T>
 int launch_forward_sums(const View& view, const void* x, ChannelSums* work, ChannelSums* sums,
                         int multiprocessors, Stream stream) {
-  SumsPlan<T> plan(view, multiprocessors);
+  SumsPlan<T, false> plan(view, multiprocessors);
   plan.task.x = x;
-  return plan.template run<false>(work, sums, stream);
+  return plan.run(work, sums, stream);
 }
 
 template <typename T>
 int launch_backward_sums(const View& view, const void* dy, const void* x, const Statistics* s,
                          ChannelSums* work, ChannelSums* sums, int multiprocessors, Stream stream) {
-  SumsPlan<T> plan(view, multiprocessors);
+  SumsPlan<T, true> plan(view, multiprocessors);
   plan.task.dy = dy;
   plan.task.x = x;
   plan.task.statistics = s;
-  return plan.template run<true>(work, sums, stream);
+  return plan.run(work, sums, stream);
 }
 
 template <typename T, typename F>
@@ -128,31 +176,37 @@ int launch_map(const View& view, const void* a, const void* b, const void* formu
   task.to = to;
   task.formulae = formulae;
   task.add = how == Store::kAdd;
-  task.head = std::min<int64_t>((16 - misaligned(to)) % 16 / sizeof(T), task.size);
-  task.vectors = (task.size - task.head) / kSize;
-  task.is_small = task.size < int64_t{1} << 31;
-  if (task.is_small) {
+  const bool aligned = misaligned(a) == misaligned(to) && (!b || misaligned(b) == misaligned(to));
+  // Several planes in a vector, and large arrays, are a matter of the kernel for odd addresses.
+  const bool is_small = task.size < int64_t{1} << 31;
+  const bool plain = aligned && (view.S == 1 || (view.S >= kSize && is_small));
+  const int64_t spare = plain ? 0 : 1;
+  task.head = std::min<int64_t>((16 - misaligned(to)) % 16 / sizeof(T) + spare * kSize, task.size);
+  task.vectors = std::max<int64_t>((task.size - task.head) / kSize - spare, 0);
+  if (is_small) {
     task.by_S = Divider::by(view.S);
     task.by_C = Divider::by(view.C);
   }
-  const bool aligned = misaligned(a) == misaligned(to) && (!b || misaligned(b) == misaligned(to));
   if (view.S > 1) {
     const int64_t blocks =
-        std::max<int64_t>(1, divide_up(task.vectors, int64_t{kThreads} * kVectorsPerThread<T, F>));
+        std::max<int64_t>(1, divide_up(task.vectors, int64_t{kThreads} * kVectorsPerThread<F>));
     const dim3 grid(static_cast<unsigned>(blocks));
-    if (aligned) {
-      SBN_LAUNCH((map_planes<T, F, true>), grid, stream, task);
+    if (!is_small) {
+      SBN_LAUNCH((map_planes<int64_t, T, F, false>), grid, stream, task);
+    } else if (plain) {
+      SBN_LAUNCH((map_planes<uint32_t, T, F, true>), grid, stream, task);
     } else {
-      SBN_LAUNCH((map_planes<T, F, false>), grid, stream, task);
+      SBN_LAUNCH((map_planes<uint32_t, T, F, false>), grid, stream, task);
     }
     return last_launch_error();
   }
   // Vectors after which the same channels come again.
   const int64_t period = view.C / std::gcd(view.C, kSize);
-  const int64_t most = std::max(kBlocksPerMultiprocessor / 4 * multiprocessors * kThreads, period);
+  const int64_t resident = plain ? kMapBlocks<T, true> : kMapBlocks<T, false>;
+  const int64_t most = std::max(resident * multiprocessors * kThreads, period);
   const int64_t threads = std::max(std::min(most, task.vectors) / period, int64_t{1}) * period;
   const dim3 grid(static_cast<unsigned>(divide_up(threads, kThreads)));
-  if (aligned) {
+  if (plain) {
     SBN_LAUNCH((map_rows<T, F, true>), grid, stream, task, threads);
   } else {
     SBN_LAUNCH((map_rows<T, F, false>), grid, stream, task, threads);

@@ -15,11 +15,11 @@ constexpr int kThreads = 256, kWarp = 32, kWarps = kThreads / kWarp;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Consecutive values or so that are added in float: at most this many, as each rounding costs half
-// a unit in the last place of the run's own spread.
+// a unit in the last place of their own spread.
 constexpr int kRun = 8;
 
-// Values of a plane that are summed at a time.
-constexpr int kPlaneChunk = 1024;
+// Values of a plane that one thread adds up at a time, at most.
+constexpr int kPlaneShare = 32;
 // Vectors of each array that a thread asks for before it looks at the first.
 constexpr int kInFlight = 4;
 template <typename T>
@@ -27,60 +27,118 @@ constexpr int kRowsInFlight = sizeof(T) == sizeof(double)  ? kRun
                               : sizeof(T) == sizeof(float) ? 5
                                                            : 4;
 constexpr int kRowPairsInFlight = 4;
-// With S = 1, rows of a sample that one thread adds up at a time.
-constexpr int kRowsPerThread = 32;
+// With S = 1, rows of a sample that one thread adds up at a time, and threads below each other that
+// a chunk has at least.
+constexpr int kRowsPerThread = 32, kFewestRows = 2;
+
+// Blocks of each kernel of sums that a multiprocessor has at a time: what registers allow.
+constexpr int plane_blocks(bool backward, bool aligned) { return backward || !aligned ? 2 : 3; }
+constexpr int kRowBlocks = 2;
 
 // Below and above, squares of float lose digits or overflow.
 constexpr float kSmallSquare = 0x1p-90f, kLargeSquare = 0x1p126f;
 
-// Adds the first `count` values to {sum(x - near), sum((x - near)^2)}; those behind are copies.
-// float: about their mean, so that what is rounded is no larger than their own spread, whatever the
-// data's offset. In the worst case the squares lose 10 units of 2^-24, and inv_std half of that.
-template <int kValues>
-SBN_DEVICE void add_run(const float (&x)[kValues], int count, double near, double* first,
-                        double* second) {
-  float origin = x[0];
-#pragma unroll
-  for (int i = 1; i < kValues; ++i) origin += x[i];
-  origin *= 1.0f / kValues;
-  float about = 0, squares = 0;
-#pragma unroll
-  for (int i = 0; i < kValues; ++i) {
-    const float d = i < count ? x[i] - origin : 0;
-    about += d;
-    squares += d * d;
+// Known to the compiler.
+struct True {
+  static constexpr bool value = true;
+};
+struct False {
+  static constexpr bool value = false;
+};
+
+// A thread's share of a chunk: how many values, and the sums of x - origin and of its square.
+template <typename A>
+struct Share {
+  A origin = 0;
+  int count = 0;
+  double first = 0, second = 0;
+
+  // The same sums about `near`.
+  SBN_DEVICE void move(double near) {
+    const double away = static_cast<double>(origin) - near, moved = count * away;
+    second += away * (2 * first + moved);
+    first += moved;
   }
-  double sum = about, sum_of_squares = squares;
-  if (!(squares >= kSmallSquare && squares <= kLargeSquare)) {
-    bool differ = !(squares >= 0);
-    origin = x[0];
+};
+
+// A number close to the values of a share that begins with these, value(i), so that what is rounded
+// is no larger than their own spread, whatever the data's offset. float: their mean, as one of them
+// may be an outlier; in parts, which do not overflow.
+template <int kValues, typename Value>
+SBN_DEVICE float origin_of(const Value& value, float) {
+  constexpr float kPart = 1.0f / kValues;
+  float mean = value(0) * kPart;
 #pragma unroll
-    for (int i = 1; i < kValues; ++i) differ |= x[i] != origin;
-    sum = 0;
-    sum_of_squares = 0;
-    if (differ) {
-#pragma unroll
-      for (int i = 1; i < kValues; ++i) {
-        const double d = static_cast<double>(x[i]) - static_cast<double>(origin);
-        sum += i < count ? d : 0;
-        sum_of_squares += i < count ? d * d : 0;
-      }
-    }
-  }
-  const double away = static_cast<double>(origin) - near;
-  const double moved = count * away;
-  *first += moved + sum;
-  *second += sum_of_squares + away * (2 * sum + moved);
+  for (int i = 1; i < kValues; ++i) mean = fmaf(value(i), kPart, mean);
+  return mean;
+}
+template <int kValues, typename Value>
+SBN_DEVICE double origin_of(const Value& value, double) {
+  return value(0);
 }
 
-template <int kValues>
-SBN_DEVICE void add_run(const double (&x)[kValues], int count, double near, double* first,
-                        double* second) {
+SBN_DEVICE bool fits_float(float squares) {
+  return squares >= kSmallSquare && squares <= kLargeSquare;
+}
+
+// Adds kRuns runs of kValues values, value(run, i), about origin(run), and calls add(run,
+// sum(x - origin), sum((x - origin)^2)) for each. In the worst case the squares lose 8 units of
+// 2^-24, and inv_std half of that. Where that does not do, again(run, i, f) calls f with value i,
+// should there be one: from memory, as registers that hold it so long would be missing elsewhere.
+template <int kRuns, int kValues, typename Value, typename Origin, typename Again, typename Add>
+SBN_DEVICE void add_runs(const Value& value, const Origin& origin, float, const Again& again,
+                         const Add& add) {
+  float sums[kRuns], squares[kRuns];
+  bool all_fit = true;
 #pragma unroll
-  for (int i = 0; i < kValues; ++i) {
-    const double d = i < count ? x[i] - near : 0;
-    *first += d;
-    *second += d * d;
+  for (int run = 0; run < kRuns; ++run) {
+    float d = value(run, 0) - origin(run);
+    sums[run] = d;
+    squares[run] = d * d;
+#pragma unroll
+    for (int i = 1; i < kValues; ++i) {
+      d = value(run, i) - origin(run);
+      sums[run] += d;
+      squares[run] = fmaf(d, d, squares[run]);
+    }
+    all_fit = all_fit && fits_float(squares[run]);
+  }
+  if (all_fit) {
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) add(run, sums[run], squares[run]);
+    return;
+  }
+#pragma unroll
+  for (int run = 0; run < kRuns; ++run) {
+    double first = sums[run], second = squares[run];
+    if (!fits_float(squares[run])) {
+      first = second = 0;
+#pragma unroll 1
+      for (int i = 0; i < kValues; ++i) {
+        again(run, i, [&](double x) {
+          const double d = x - origin(run);
+          first += d;
+          second = fma(d, d, second);
+        });
+      }
+    }
+    add(run, first, second);
+  }
+}
+
+template <int kRuns, int kValues, typename Value, typename Origin, typename Again, typename Add>
+SBN_DEVICE void add_runs(const Value& value, const Origin& origin, double, const Again&,
+                         const Add& add) {
+#pragma unroll
+  for (int run = 0; run < kRuns; ++run) {
+    double first = 0, second = 0;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      const double d = value(run, i) - origin(run);
+      first += d;
+      second = fma(d, d, second);
+    }
+    add(run, first, second);
   }
 }
 
@@ -93,40 +151,69 @@ struct Center {
     const A mean = static_cast<A>(s.mean);
     return {mean, static_cast<A>((s.mean - static_cast<double>(mean)) + s.mean_low)};
   }
+
+  // From {sum(dy), sum(dy * (x - mean))}, what the lower part of the mean makes of them.
+  SBN_DEVICE double products(double first, double second) const {
+    return second - mean_low * first;
+  }
 };
 
-// Adds to {sum(dy), sum(dy * (x - mean))}; dy is 0 where there is no value.
-template <int kValues>
-SBN_DEVICE void add_run(const float (&dy)[kValues], const float (&x)[kValues],
-                        const Center<float>& center, double* first, double* second) {
-  float plain = 0, products = 0;
+// The same for backward: sum(dy) and sum(dy * (x - mean)). dy is 0 where there is no value.
+template <int kRuns, int kValues, typename Gradient, typename Value, typename Mean, typename Again,
+          typename Add>
+SBN_DEVICE void add_runs(const Gradient& dy, const Value& x, const Mean& mean, float,
+                         const Again& again, const Add& add) {
+  float sums[kRuns], products[kRuns];
+  bool all_fit = true;
+  const auto fits = [&](int run) {
+    return fabsf(sums[run]) <= kLargeSquare && fabsf(products[run]) <= kLargeSquare;
+  };
 #pragma unroll
-  for (int i = 0; i < kValues; ++i) {
-    plain += dy[i];
-    products += dy[i] * ((x[i] - center.mean) - center.mean_low);
-  }
-  double sum = plain, sum_of_products = products;
-  if (!(fabsf(plain) <= kLargeSquare && fabsf(products) <= kLargeSquare)) {
-    sum = 0;
-    sum_of_products = 0;
+  for (int run = 0; run < kRuns; ++run) {
+    sums[run] = dy(run, 0);
+    products[run] = dy(run, 0) * (x(run, 0) - mean(run));
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      const float d = (x[i] - center.mean) - center.mean_low;
-      sum += dy[i];
-      sum_of_products += static_cast<double>(dy[i]) * d;
+    for (int i = 1; i < kValues; ++i) {
+      sums[run] += dy(run, i);
+      products[run] = fmaf(dy(run, i), x(run, i) - mean(run), products[run]);
     }
+    all_fit = all_fit && fits(run);
   }
-  *first += sum;
-  *second += sum_of_products;
+  if (all_fit) {
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) add(run, sums[run], products[run]);
+    return;
+  }
+#pragma unroll
+  for (int run = 0; run < kRuns; ++run) {
+    double first = sums[run], second = products[run];
+    if (!fits(run)) {
+      first = second = 0;
+#pragma unroll 1
+      for (int i = 0; i < kValues; ++i) {
+        again(run, i, [&](double gradient, double x_again) {
+          first += gradient;
+          second = fma(gradient, x_again - mean(run), second);
+        });
+      }
+    }
+    add(run, first, second);
+  }
 }
 
-template <int kValues>
-SBN_DEVICE void add_run(const double (&dy)[kValues], const double (&x)[kValues],
-                        const Center<double>& center, double* first, double* second) {
+template <int kRuns, int kValues, typename Gradient, typename Value, typename Mean, typename Again,
+          typename Add>
+SBN_DEVICE void add_runs(const Gradient& dy, const Value& x, const Mean& mean, double, const Again&,
+                         const Add& add) {
 #pragma unroll
-  for (int i = 0; i < kValues; ++i) {
-    *first += dy[i];
-    *second += dy[i] * ((x[i] - center.mean) - center.mean_low);
+  for (int run = 0; run < kRuns; ++run) {
+    double first = 0, second = 0;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      first += dy(run, i);
+      second = fma(dy(run, i), x(run, i) - mean(run), second);
+    }
+    add(run, first, second);
   }
 }
 
@@ -151,6 +238,27 @@ SBN_DEVICE ChannelSums get_sums(const double* from) {
   return {{from[0], from[1], from[2]}, {from[3], from[4], from[5]}};
 }
 
+// ChannelSums on the device lie at multiples of 16.
+SBN_DEVICE ChannelSums load_sums(const ChannelSums* from) {
+  Words words[3];
+#pragma unroll
+  for (int i = 0; i < 3; ++i) words[i] = load_words(reinterpret_cast<const char*>(from) + 16 * i);
+  const auto number = [&](int i) { return value_at<double>(words[i / 2], i % 2); };
+  return {{number(0), number(1), number(2)}, {number(3), number(4), number(5)}};
+}
+
+SBN_DEVICE void store_sums(const ChannelSums& sums, ChannelSums* to) {
+  const double numbers[6] = {sums.first.high,  sums.first.middle,  sums.first.low,
+                             sums.second.high, sums.second.middle, sums.second.low};
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    Words words;
+    set_value(&words, 0, numbers[2 * i]);
+    set_value(&words, 1, numbers[2 * i + 1]);
+    store_words(reinterpret_cast<char*>(to) + 16 * i, words);
+  }
+}
+
 // What a kernel of sums is asked for. `to` has C x slices entries.
 struct SumsTask {
   // N samples of C channels of S values, or, with S = 1, of R rows of C values.
@@ -158,13 +266,20 @@ struct SumsTask {
   const void *dy, *x;
   const Statistics* statistics;
   ChannelSums* to;
+  // Each sample has so many chunks of so many values of a plane, or rows; units are those of all.
   int64_t chunks, units;
-  int slices, lanes;
+  int chunk_size, slices, lanes;
+  // Of rows: threads below each other for a chunk; the others of a block have other chunks.
+  int down;
+  // Where dy and x end.
+  const void *dy_end, *x_end;
 
   SBN_DEVICE int64_t unit_of_slice(int slice) const { return units * slice / slices; }
-  template <typename T>
-  SBN_DEVICE Extent extent(const void* from) const {
-    return {from, static_cast<const T*>(from) + N * R * C * S};
+  // Whether Fetched stays inside of the arrays.
+  template <bool kBackward>
+  SBN_DEVICE bool holds(const void* dy_at, const void* x_at, int64_t vectors) const {
+    return Extent{x, x_end}.holds(x_at, vectors) &&
+           (!kBackward || Extent{dy, dy_end}.holds(dy_at, vectors));
   }
 };
 
@@ -173,54 +288,107 @@ template <typename T, bool kBackward, bool kAligned>
 struct PlaneSums {
   using A = Arithmetic<T>;
   static constexpr int kSize = kPack<T>;
-  // Vectors of one run.
+  // Vectors of one run, and runs of one batch.
   static constexpr int kVectors = kRun / kSize < kInFlight ? kRun / kSize : kInFlight;
-  static constexpr int kValues = kVectors * kSize;
+  static constexpr int kRuns = kInFlight / kVectors;
 
-  Extent x_extent, dy_extent;
+  const SumsTask& task;
   Center<A> center;
 
-  SBN_DEVICE void add_values(const T* dy, const T* x, int n, int lane, int lanes, double near,
-                             double* first, double* second) const {
-    const int vectors = n / kSize;
+  // Vector i stands i * apart values behind x and dy, which have `left` values to the chunk's end.
+  struct Batch {
+    const T *x, *dy;
+    int left, apart;
+  };
+
+  // The share of `lane` in the n values of a chunk.
+  SBN_DEVICE void add_values(const T* dy, const T* x, int n, int lane, int lanes,
+                             Share<A>* share) const {
+    const int vectors = (n + kSize - 1) / kSize;
+    // False at the ends of the array alone, and at one of them only.
+    const bool inside = kAligned || task.holds<kBackward>(dy, x, vectors);
+    const unsigned x_shift = kAligned || !inside ? 0 : misalignment(x);
+    const unsigned dy_shift = kAligned || !inside ? 0 : misalignment(dy);
     for (int v = lane; v < vectors; v += lanes * kInFlight) {
-      Words xs[kInFlight], dys[kInFlight];
+      const Batch batch{x + v * kSize, dy + (kBackward ? v * kSize : 0), n - v * kSize,
+                        lanes * kSize};
+      Fetched<kAligned> xs[kInFlight], dys[kInFlight];
+      // A vector behind the last is the last once more.
+      const int last = (vectors - 1 - v) * kSize;
+      const auto at = [&](int i) { return i * batch.apart < last ? i * batch.apart : last; };
+      if (inside) {
 #pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        const int at = v + i * lanes;
-        if (at >= vectors) continue;
-        xs[i] = load_values<T, kAligned>(x + at * kSize, x_extent);
-        if (kBackward) dys[i] = load_values<T, kAligned>(dy + at * kSize, dy_extent);
-      }
+        for (int i = 0; i < kInFlight; ++i) {
+          xs[i] = Fetched<kAligned>::load(batch.x + at(i));
+          if (kBackward) dys[i] = Fetched<kAligned>::load(batch.dy + at(i));
+        }
+      } else {
 #pragma unroll
-      for (int i = 0; i < kInFlight; i += kVectors) {
-        if (v + i * lanes >= vectors) continue;
-        A values[kValues], gradients[kValues];
-        int count = 0;
-#pragma unroll
-        for (int k = 0; k < kVectors; ++k) {
-          const bool there = k == 0 || v + (i + k) * lanes < vectors;
-          count += there ? kSize : 0;
-#pragma unroll
-          for (int j = 0; j < kSize; ++j) {
-            values[k * kSize + j] = there ? value_at<T>(xs[i + k], j) : value_at<T>(xs[i], 0);
-            if (kBackward) gradients[k * kSize + j] = there ? value_at<T>(dys[i + k], j) : A{0};
+        for (int i = 0; i < kInFlight; ++i) {
+          xs[i].low = xs[i].high = load_some(batch.x + at(i), batch.left - at(i));
+          if (kBackward) {
+            dys[i].low = dys[i].high = load_some(batch.dy + at(i), batch.left - at(i));
           }
         }
-        if constexpr (kBackward) {
-          add_run(gradients, values, center, first, second);
-        } else {
-          add_run(values, count, near, first, second);
-        }
+      }
+      Words x_words[kInFlight], dy_words[kInFlight];
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        x_words[i] = xs[i].template words<T>(x_shift);
+        if (kBackward) dy_words[i] = dys[i].template words<T>(dy_shift);
+      }
+      if ((kInFlight - 1) * batch.apart + kSize <= batch.left) {
+        add_batch<true>(x_words, dy_words, batch, v == lane, share);
+      } else {
+        add_batch<false>(x_words, dy_words, batch, v == lane, share);
       }
     }
-    for (int i = vectors * kSize + lane; i < n; i += lanes) {
-      const A value[1] = {widen(x[i])};
+  }
+
+ private:
+  // kFull: all vectors have all their values.
+  template <bool kFull>
+  SBN_DEVICE void add_batch(const Words (&x)[kInFlight], const Words (&dy)[kInFlight],
+                            const Batch& batch, bool is_first, Share<A>* share) const {
+    const auto get = [&](const Words(&from)[kInFlight], int run, int i, A other) {
+      const int vector = run * kVectors + i / kSize, j = i % kSize;
+      const bool there = kFull || j < batch.left - vector * batch.apart;
+      return there ? value_at<T>(from[vector], j) : other;
+    };
+    const auto again = [&](int run, int i, const auto& f) {
+      const int place = (run * kVectors + i / kSize) * batch.apart + i % kSize;
+      if (place >= batch.left) return;
       if constexpr (kBackward) {
-        const A gradient[1] = {widen(dy[i])};
-        add_run(gradient, value, center, first, second);
+        f(widen(batch.dy[place]), widen(batch.x[place]));
       } else {
-        add_run(value, 1, near, first, second);
+        f(widen(batch.x[place]));
+      }
+    };
+    const auto add = [&](int, double first, double second) {
+      share->first += first;
+      share->second += second;
+    };
+    constexpr int kValues = kVectors * kSize;
+    if constexpr (kBackward) {
+      add_runs<kRuns, kValues>([&](int run, int i) { return get(dy, run, i, A{0}); },
+                               [&](int run, int i) { return get(x, run, i, center.mean); },
+                               [&](int) { return center.mean; }, A{}, again, add);
+    } else {
+      if (is_first) {
+        const A first = value_at<T>(x[0], 0);
+        share->origin = origin_of<kValues>([&](int i) { return get(x, 0, i, first); }, A{});
+      }
+      const A origin = share->origin;
+      add_runs<kRuns, kValues>([&](int run, int i) { return get(x, run, i, origin); },
+                               [&](int) { return origin; }, A{}, again, add);
+      if (kFull) {
+        share->count += kInFlight * kSize;
+      } else {
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+          const int here = batch.left - i * batch.apart;
+          share->count += here >= kSize ? kSize : here > 0 ? here : 0;
+        }
       }
     }
   }
@@ -228,27 +396,25 @@ struct PlaneSums {
 
 // S > 1: one channel a block, some of its chunks; `lanes` threads a chunk.
 template <typename T, bool kBackward, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kBackward ? 2 : 3) sum_planes(SumsTask task) {
+__global__ void __launch_bounds__(kThreads, plane_blocks(kBackward, kAligned))
+    sum_planes(SumsTask task) {
   using A = Arithmetic<T>;
   // In shared memory, as a thread needs its own once in `lanes` chunks.
   __shared__ double own_sums[kThreads * 6];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int lanes = task.lanes, lane_of_chunk = lane % lanes, at_once = kWarp / lanes;
   const int64_t c = blockIdx.x;
-  const T *x = static_cast<const T*>(task.x), *dy = static_cast<const T*>(task.dy);
 
-  PlaneSums<T, kBackward, kAligned> plane;
-  plane.x_extent = task.extent<T>(x);
-  if constexpr (kBackward) {
-    plane.dy_extent = task.extent<T>(dy);
-    plane.center = Center<A>::of(task.statistics[c]);
-  }
+  PlaneSums<T, kBackward, kAligned> plane{task, {0, 0}};
+  if constexpr (kBackward) plane.center = Center<A>::of(task.statistics[c]);
 
   double* const own = own_sums + threadIdx.x * 6;
   put(ChannelSums(), own);
   // The sums of a chunk are in all of its lanes. Each of them keeps another chunk's until all have
   // one, and then all turn them into Sum3 at once.
-  double count = 0, near = 0, first = 0, second = 0;
+  int count = 0;
+  A near = 0;
+  double first = 0, second = 0;
   const auto keep = [&] {
     ChannelSums sums = get_sums(own);
     if constexpr (kBackward) {
@@ -258,34 +424,63 @@ __global__ void __launch_bounds__(kThreads, kBackward ? 2 : 3) sum_planes(SumsTa
       add_about<A>(count, near, first, second, &sums.first, &sums.second);
     }
     put(sums, own);
-    count = near = first = second = 0;
+    count = 0;
+    near = first = second = 0;
   };
 
-  const int64_t end = task.unit_of_slice(blockIdx.y + 1);
+  // The chunks that are left for the warp, a lane's next one, and how far the one after that is: so
+  // many samples and chunks.
+  const int64_t begin = task.unit_of_slice(blockIdx.y) + warp * at_once;
+  int64_t units = task.unit_of_slice(blockIdx.y + 1) - begin;
+  const int64_t unit = begin + lane / lanes, sample_size = task.C * task.S;
+  const int chunks = static_cast<int>(task.chunks);
+  int64_t sample = unit, samples_apart = kWarps * at_once;
+  int chunk = 0, chunks_apart = 0;
+  if (chunks > 1) {
+    sample = unit / chunks;
+    chunk = static_cast<int>(unit - sample * chunks);
+    samples_apart = kWarps * at_once / chunks;
+    chunks_apart = kWarps * at_once % chunks;
+  }
+  int64_t plane_at = sample * sample_size + c * task.S;
+  const int64_t planes_apart = samples_apart * sample_size;
+  const int last_size =
+      static_cast<int>(task.S - static_cast<int64_t>(chunks - 1) * task.chunk_size);
+
   int turn = 0;
-  for (int64_t base = task.unit_of_slice(blockIdx.y) + warp * at_once; base < end;
-       base += kWarps * at_once) {
-    const int64_t unit = base + lane / lanes;
-    double chunk_near = 0, chunk_first = 0, chunk_second = 0;
+  for (; units > 0; units -= kWarps * at_once) {
+    Share<A> share;
     int n = 0;
-    if (unit < end) {
-      const int64_t sample = task.chunks == 1 ? unit : unit / task.chunks;
-      const int64_t start = (unit - sample * task.chunks) * kPlaneChunk;
-      const int64_t at = (sample * task.C + c) * task.S + start;
-      n = static_cast<int>(task.S - start < kPlaneChunk ? task.S - start : kPlaneChunk);
-      if (!kBackward) chunk_near = widen(x[at]);
-      plane.add_values(dy + (kBackward ? at : 0), x + at, n, lane_of_chunk, lanes, chunk_near,
-                       &chunk_first, &chunk_second);
+    if (lane / lanes < units) {
+      const int64_t at = plane_at + static_cast<int64_t>(chunk) * task.chunk_size;
+      n = chunk + 1 == chunks ? last_size : task.chunk_size;
+      plane.add_values(static_cast<const T*>(task.dy) + (kBackward ? at : 0),
+                       static_cast<const T*>(task.x) + at, n, lane_of_chunk, lanes, &share);
     }
-    for (int mask = lanes / 2; mask > 0; mask /= 2) {
-      chunk_first += __shfl_xor_sync(kAllLanes, chunk_first, mask);
-      chunk_second += __shfl_xor_sync(kAllLanes, chunk_second, mask);
+    plane_at += planes_apart;
+    chunk += chunks_apart;
+    if (chunk >= chunks) {
+      chunk -= chunks;
+      plane_at += sample_size;
+    }
+    A chunk_near = 0;
+    if constexpr (!kBackward) {
+      // Of its first lane.
+      chunk_near = __shfl_sync(kAllLanes, share.origin, lane - lane_of_chunk);
+      share.move(chunk_near);
+    }
+#pragma unroll
+    for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+      if (mask < lanes) {
+        share.first += __shfl_xor_sync(kAllLanes, share.first, mask);
+        share.second += __shfl_xor_sync(kAllLanes, share.second, mask);
+      }
     }
     if (lane_of_chunk == turn) {
       count = n;
       near = chunk_near;
-      first = chunk_first;
-      second = chunk_second;
+      first = share.first;
+      second = kBackward ? plane.center.products(first, share.second) : share.second;
     }
     if (++turn == lanes) {
       keep();
@@ -302,136 +497,223 @@ __global__ void __launch_bounds__(kThreads, kBackward ? 2 : 3) sum_planes(SumsTa
     ChannelSums of_warp;
     if (lane < kWarps) of_warp = get_sums(own_sums + lane * kWarp * 6);
     add_lanes(&of_warp, kWarps);
-    if (lane == 0) task.to[c * task.slices + blockIdx.y] = of_warp;
+    if (lane == 0) store_sums(of_warp, task.to + c * task.slices + blockIdx.y);
   }
 }
 
-// How a block walks rows, where S = 1: `across` threads side by side, a vector each, and the others
-// below them.
-template <typename T>
-SBN_DEVICE int rows_across(int64_t C) {
-  int across = 1;
-  while (across < kWarp && across * kPack<T> < C) across *= 2;
-  return across;
-}
-
-// S = 1, R > 1: as many channels a block as its threads side by side have vectors, and some chunks
-// of the samples' rows.
+// S = 1, R > 1: as many channels a block as its threads side by side, `lanes`, have vectors, and
+// some chunks of the samples' rows.
 template <typename T, bool kBackward, bool kAligned>
-__global__ void __launch_bounds__(kThreads, 2) sum_rows(SumsTask task) {
+__global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) {
   using A = Arithmetic<T>;
   constexpr int kSize = kPack<T>;
   constexpr int kBatch = kBackward ? kRowPairsInFlight : kRowsInFlight<T>;
   // Padded so that threads that read neighbouring channels meet different banks.
   constexpr int kPlane = kThreads + 16 / kSize;
-  // What is left to be added one after the other.
-  constexpr int kLast = 8;
-  __shared__ double shared[kSize * kPlane];
+  // What is left to be added one after the other: the fewest rows of threads.
+  constexpr int kLast = kThreads / kWarp, kMostGroups = kLast / kFewestRows;
+  __shared__ double shared[2][kSize * kPlane];
   // In shared memory, as they are needed once a chunk.
   __shared__ double own_sums[kThreads * 6];
 
-  const int across = task.lanes, down = kThreads / across;
-  const int column = threadIdx.x % across, row = threadIdx.x / across;
+  const int across = task.lanes, down = task.down, groups = kThreads / across / down;
+  const int column = threadIdx.x % across, line = threadIdx.x / across;
+  const int row = line % down, group = line / down;
   const int64_t tile = static_cast<int64_t>(blockIdx.x) * across * kSize;
   const int64_t c = tile + column * kSize;
   const int width = c + kSize <= task.C ? kSize : c < task.C ? static_cast<int>(task.C - c) : 0;
   const T *x = static_cast<const T*>(task.x), *dy = static_cast<const T*>(task.dy);
-  const Extent x_extent = task.extent<T>(x), dy_extent = task.extent<T>(dy);
-  const auto load = [&](const T* from, const Extent& extent) {
-    return kAligned || width == kSize ? load_values<T, kAligned>(from, extent)
-                                      : load_some(from, width);
-  };
-
-  Center<A> center[kSize];
-  if constexpr (kBackward) {
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) {
-      center[j] = j < width ? Center<A>::of(task.statistics[c + j]) : Center<A>{0, 0};
-    }
-  }
+  const int64_t below = down * task.C;
 
   // The first threads have a channel of the block's each, for what is done once a chunk.
   const int own = threadIdx.x;
   const bool owns = own < across * kSize && tile + own < task.C;
   put(ChannelSums(), own_sums + own * 6);
 
-  const int64_t chunk_rows = static_cast<int64_t>(down) * kRowsPerThread;
-  const int64_t end = task.unit_of_slice(blockIdx.y + 1);
-  for (int64_t unit = task.unit_of_slice(blockIdx.y); unit < end; ++unit) {
+  // What is subtracted: the means, or origins of a thread's share.
+  A about[kSize];
+  Center<A> own_center{0, 0};
+  if constexpr (kBackward) {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      about[j] = j < width ? Center<A>::of(task.statistics[c + j]).mean : A{0};
+    }
+    if (owns) own_center = Center<A>::of(task.statistics[tile + own]);
+  }
+
+  // The chunk whose first rows are on their way, while the one before it is reduced.
+  int64_t base = task.unit_of_slice(blockIdx.y), at = 0;
+  int left = static_cast<int>(task.unit_of_slice(blockIdx.y + 1) - base);
+  int n = 0;
+  bool inside = true;
+  Words xs[kBatch], dys[kBatch];
+  // `vectors` of an array, a whole number of rows apart. Behind the last row is the first once
+  // more.
+  const auto load = [&](const T* from, int r, auto& vectors) {
+    constexpr int kVectors = sizeof(vectors) / sizeof(Words);
+    const auto place = [&](int i) { return from + (r + i * down < n ? i * below : 0); };
+    if (kAligned || inside) {
+      Fetched<kAligned> fetched[kVectors];
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) fetched[i] = Fetched<kAligned>::load(place(i));
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        vectors[i] = fetched[i].template words<T>(kAligned ? 0 : misalignment(place(i)));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) vectors[i] = load_some(place(i), width);
+    }
+  };
+  const auto load_batch = [&](int r) {
+    const int64_t from = at + c + r * task.C;
+    load(x + from, r, xs);
+    if constexpr (kBackward) load(dy + from, r, dys);
+  };
+  const auto begin_chunk = [&] {
+    // Of a group that has none, the last once more.
+    const int64_t unit = base + (group < left ? group : left - 1);
     const int64_t sample = task.chunks == 1 ? unit : unit / task.chunks;
-    const int64_t start = (unit - sample * task.chunks) * chunk_rows;
-    const int n = static_cast<int>(task.R - start < chunk_rows ? task.R - start : chunk_rows);
-    const int64_t at = (sample * task.R + start) * task.C;
+    const int64_t start = (unit - sample * task.chunks) * task.chunk_size, rows = task.R - start;
+    n = rows < task.chunk_size ? static_cast<int>(rows) : task.chunk_size;
+    at = (sample * task.R + start) * task.C;
+    // A vector at a row's end reaches past it where C is no multiple of its size.
+    const int64_t vectors = n * task.C / kSize + 3;
+    inside = kAligned || task.holds<kBackward>(dy + (kBackward ? at : 0), x + at, vectors);
+    if (kAligned && width > 0 && row < n) load_batch(row);
+  };
 
-    double first[kSize], second[kSize];
+  double first[kSize], second[kSize];
+  const auto add_batch = [&](auto is_full, int r, bool is_first) {
+    constexpr bool kFull = decltype(is_full)::value;
+    const auto there = [&](int i) { return kFull || r + i * down < n; };
+    const auto add = [&](int j, double a, double b) {
+      first[j] += a;
+      second[j] += b;
+    };
+    const auto get = [&](const Words* from, int j, int i, A other) {
+      return there(i) ? value_at<T>(from[i], j) : other;
+    };
+    const auto again = [&](int j, int i, const auto& f) {
+      if (!there(i) || j >= width) return;
+      const int64_t place = at + c + (r + i * down) * task.C + j;
+      if constexpr (kBackward) {
+        f(widen(dy[place]), widen(x[place]));
+      } else {
+        f(widen(x[place]));
+      }
+    };
+    const auto value = [&](int j, int i) { return get(xs, j, i, about[j]); };
+    const auto origin = [&](int j) { return about[j]; };
+    if constexpr (kBackward) {
+      add_runs<kSize, kBatch>([&](int j, int i) { return get(dys, j, i, A{0}); }, value, origin,
+                              A{}, again, add);
+    } else {
+      if (is_first) {
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) first[j] = second[j] = 0;
-    Words near = zero_words();
-    if (!kBackward && width > 0) near = load(x + at + c, x_extent);
+        for (int j = 0; j < kSize; ++j) {
+          about[j] = value_at<T>(xs[0], j);
+          about[j] = origin_of<kBatch>([&](int i) { return value(j, i); }, A{});
+        }
+      }
+      add_runs<kSize, kBatch>(value, origin, A{}, again, add);
+    }
+  };
+
+  if (left > 0) begin_chunk();
+  while (left > 0) {
+    int count = 0;
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      first[j] = second[j] = 0;
+      if (!kBackward) about[j] = 0;
+    }
     for (int r = row; r < n && width > 0; r += down * kBatch) {
-      Words xs[kBatch], dys[kBatch];
-      int count = 0;
+      // Vectors at odd addresses are not asked for before: both halves of each would have to be
+      // kept.
+      if (!kAligned || r != row) load_batch(r);
+      if (r + (kBatch - 1) * down < n) {
+        add_batch(True(), r, r == row);
+        count += kBatch;
+      } else {
+        add_batch(False(), r, r == row);
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const bool there = r + i * down < n;
-        const int64_t from = at + static_cast<int64_t>(r + i * down) * task.C + c;
-        count += there ? 1 : 0;
-        if (there) xs[i] = load(x + from, x_extent);
-        if (kBackward) dys[i] = there ? load(dy + from, dy_extent) : zero_words();
-      }
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) {
-        A values[kBatch], gradients[kBatch];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          values[i] = i < count ? value_at<T>(xs[i], j) : value_at<T>(xs[0], j);
-          if (kBackward) gradients[i] = value_at<T>(dys[i], j);
-        }
-        if constexpr (kBackward) {
-          add_run(gradients, values, center[j], &first[j], &second[j]);
-        } else {
-          add_run(values, count, value_at<T>(near, j), &first[j], &second[j]);
-        }
+        for (int i = 0; i < kBatch; ++i) count += r + i * down < n ? 1 : 0;
       }
     }
+    if constexpr (!kBackward) {
+      // Read again, as registers are few.
+      Words nears[1] = {zero_words()};
+      if (width > 0) load(x + at + c, 0, nears);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        Share<A> share{about[j], count, first[j], second[j]};
+        share.move(value_at<T>(nears[0], j));
+        first[j] = share.first;
+        second[j] = share.second;
+      }
+    }
+    const int chunk_size = n;
+    const int chunks = left;
+    T chunk_nears[kMostGroups];
+    if (!kBackward && owns) {
+      // Several groups have a whole sample each.
+      const T* const from = x + (groups == 1 ? at : base * task.R * task.C) + tile + own;
+#pragma unroll
+      for (int g = 0; g < kMostGroups; ++g) {
+        if (g < groups && g < chunks) chunk_nears[g] = from[g * task.R * task.C];
+      }
+    }
+    base += groups;
+    left -= groups;
+    if (left > 0) begin_chunk();
 
-    double total[2] = {0, 0};
+    // All have read what the chunk before left there.
+    __syncthreads();
 #pragma unroll
-    for (int which = 0; which < 2; ++which) {
+    for (int j = 0; j < kSize; ++j) {
+      shared[0][j * kPlane + threadIdx.x] = first[j];
+      shared[1][j * kPlane + threadIdx.x] = second[j];
+    }
+    for (int lines = down; lines > kLast;) {
+      lines /= 2;
       __syncthreads();
+      if (row < lines) {
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) {
-        shared[j * kPlane + threadIdx.x] = which ? second[j] : first[j];
-      }
-      int rows = down;
-      for (; rows > kLast; rows /= 2) {
-        __syncthreads();
-        if (row < rows / 2) {
-#pragma unroll
-          for (int j = 0; j < kSize; ++j) {
-            double* const place = shared + j * kPlane + threadIdx.x;
-            *place += place[rows / 2 * across];
-          }
+        for (int j = 0; j < 2 * kSize; ++j) {
+          double* const place = shared[j % 2] + j / 2 * kPlane + threadIdx.x;
+          *place += place[lines * across];
         }
       }
-      __syncthreads();
-      if (owns) {
-        const double* const place = shared + own % kSize * kPlane + own / kSize;
-        for (int i = 0; i < rows; ++i) total[which] += place[i * across];
-      }
     }
+    __syncthreads();
     if (owns) {
       ChannelSums sums = get_sums(own_sums + own * 6);
-      if constexpr (kBackward) {
-        sums.first.add(total[0]);
-        sums.second.add(total[1]);
-      } else {
-        add_about<A>(n, widen(x[at + tile + own]), total[0], total[1], &sums.first, &sums.second);
+#pragma unroll
+      for (int g = 0; g < kMostGroups; ++g) {
+        if (g >= groups || g >= chunks) break;
+        const int place = own % kSize * kPlane + own / kSize + g * down * across;
+        double total[2] = {shared[0][place], shared[1][place]};
+#pragma unroll
+        for (int i = 1; i < kLast; ++i) {
+          if (i >= down) break;
+          total[0] += shared[0][place + i * across];
+          total[1] += shared[1][place + i * across];
+        }
+        if constexpr (kBackward) {
+          sums.first.add(total[0]);
+          sums.second.add(own_center.products(total[0], total[1]));
+        } else {
+          add_about<A>(chunk_size, widen(chunk_nears[g]), total[0], total[1], &sums.first,
+                       &sums.second);
+        }
       }
       put(sums, own_sums + own * 6);
     }
   }
-  if (owns) task.to[(tile + own) * task.slices + blockIdx.y] = get_sums(own_sums + own * 6);
+  if (owns) {
+    store_sums(get_sums(own_sums + own * 6), task.to + (tile + own) * task.slices + blockIdx.y);
+  }
 }
 
 // S = R = 1: each value is a sample of its own, so each goes into Sum3.
@@ -467,21 +749,31 @@ __global__ void __launch_bounds__(kThreads, 2) sum_values(SumsTask task) {
   __syncthreads();
   if (warp == 0 && c < task.C) {
     for (int i = 1; i < kWarps; ++i) sums.add(get_sums(shared + (i * kWarp + lane) * 6));
-    task.to[c * task.slices + blockIdx.y] = sums;
+    store_sums(sums, task.to + c * task.slices + blockIdx.y);
   }
 }
 
-// sums[c] = the sum over the slices of channel c, by one warp.
+// sums[c] = the sum over the slices of channel c, by `lanes` threads, a power of 2.
 __global__ void __launch_bounds__(kThreads)
-    add_slices(int64_t C, int slices, const ChannelSums* parts, ChannelSums* sums) {
-  const int lane = threadIdx.x % kWarp;
-  const int64_t c = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+    add_slices(int64_t C, int slices, int lanes, const ChannelSums* parts, ChannelSums* sums) {
+  __shared__ double shared[kWarps * 6];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % lanes;
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes;
   ChannelSums total;
   if (c < C) {
-    for (int i = lane; i < slices; i += kWarp) total.add(parts[c * slices + i]);
+#pragma unroll 4
+    for (int i = lane; i < slices; i += lanes) total.add(load_sums(parts + c * slices + i));
   }
-  add_lanes(&total, kWarp);
-  if (c < C && lane == 0) sums[c] = total;
+  add_lanes(&total, lanes < kWarp ? lanes : kWarp);
+  if (lanes > kWarp) {
+    // All threads have the same channel.
+    if (threadIdx.x % kWarp == 0) put(total, shared + warp * 6);
+    __syncthreads();
+    total = ChannelSums();
+    if (threadIdx.x < kWarps) total = get_sums(shared + threadIdx.x * 6);
+    add_lanes(&total, kWarps);
+  }
+  if (c < C && lane == 0) store_sums(total, sums + c);
 }
 
 }  // namespace gluon_syncbn

@@ -55,12 +55,44 @@ SBN_DEVICE Arithmetic<T> value_at(const Words& words, int i) {
   return widen(value);
 }
 
+// All values of a vector at once.
 template <typename T>
-SBN_DEVICE void put_value(Words* words, int i, Arithmetic<T> value) {
-  T narrowed;
-  narrow(value, &narrowed);
-  set_value(words, i, narrowed);
+SBN_DEVICE Words words_of(const Arithmetic<T> (&values)[kPack<T>]) {
+  Words words = {{0, 0, 0, 0}};
+#pragma unroll
+  for (int i = 0; i < kPack<T>; ++i) {
+    T narrowed;
+    narrow(values[i], &narrowed);
+    set_value(&words, i, narrowed);
+  }
+  return words;
 }
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+// Two values by one instruction. NaNs all become the same one.
+template <>
+SBN_DEVICE Words words_of<Half>(const float (&values)[8]) {
+  Words words;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;"
+        : "=r"(words.w[i])
+        : "f"(values[2 * i + 1]), "f"(values[2 * i]));
+  }
+  return words;
+}
+template <>
+SBN_DEVICE Words words_of<BFloat16>(const float (&values)[8]) {
+  Words words;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
+        : "=r"(words.w[i])
+        : "f"(values[2 * i + 1]), "f"(values[2 * i]));
+  }
+  return words;
+}
+#endif
 
 SBN_DEVICE Words zero_words() { return {{0, 0, 0, 0}}; }
 
@@ -80,18 +112,16 @@ SBN_DEVICE Words load_words(const void* p) {
 #endif
 }
 
+// In assembly, as compilers make four stores of one of a uint4.
 SBN_DEVICE void store_words(void* p, const Words& words) {
 #if defined(__CUDA_ARCH__)
-  *static_cast<uint4*>(p) = make_uint4(words.w[0], words.w[1], words.w[2], words.w[3]);
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(words.w[0]),
+               "r"(words.w[1]), "r"(words.w[2]), "r"(words.w[3])
+               : "memory");
 #elif !defined(__CUDACC__)
   checked_store(p, words);
 #endif
 }
-
-// Where an array lies: vectors that are put together of two may not reach out of it.
-struct Extent {
-  const void *begin, *end;
-};
 
 // The first `count` values at p, one by one; zeros behind them.
 template <typename T>
@@ -104,34 +134,55 @@ SBN_DEVICE Words load_some(const T* p, int count) {
   return words;
 }
 
-// The 16 bytes at p, put together of the two vectors that they lie in where p is no multiple of 16.
-// The neighbour in the warp reads the second vector for its first, so memory is read once.
-template <typename T, bool kAligned>
-SBN_DEVICE Words load_values(const T* p, const Extent& extent) {
-  if (kAligned) return load_words(p);
-  const unsigned shift = misalignment(p);
-  if (shift == 0) return load_words(p);
-  const char* const low = reinterpret_cast<const char*>(p) - shift;
-  if (low < static_cast<const char*>(extent.begin) ||
-      low + 32 > static_cast<const char*>(extent.end)) {
-    return load_some(p, kPack<T>);
+// 16 bytes at any address, in two steps, so that a thread can ask for several before it waits for
+// the first: the two vectors that they lie in, and then what is put together of them. The neighbour
+// in the warp reads the second vector for its first, so memory is read once.
+template <bool kAligned>
+struct Fetched {
+  Words low, high;
+
+  SBN_DEVICE static Fetched load(const void* p) {
+    const unsigned shift = kAligned ? 0 : misalignment(p);
+    const char* const at = static_cast<const char*>(p) - shift;
+    Fetched fetched;
+    fetched.low = load_words(at);
+    if (!kAligned) fetched.high = load_words(at + (shift ? 16 : 0));
+    return fetched;
   }
-  const Words a = load_words(low), b = load_words(low + 16);
-  const bool two = shift & 8, one = shift & 4;
-  uint32_t t[6], u[5];
-  t[0] = two ? a.w[2] : a.w[0];
-  t[1] = two ? a.w[3] : a.w[1];
-  t[2] = two ? b.w[0] : a.w[2];
-  t[3] = two ? b.w[1] : a.w[3];
-  t[4] = two ? b.w[2] : b.w[0];
-  t[5] = two ? b.w[3] : b.w[1];
+
+  // `shift` is misalignment(p).
+  template <typename T>
+  SBN_DEVICE Words words(unsigned shift) const {
+    if (kAligned) return low;
+    const bool two = shift & 8, one = shift & 4;
+    uint32_t t[6], u[5];
+    t[0] = two ? low.w[2] : low.w[0];
+    t[1] = two ? low.w[3] : low.w[1];
+    t[2] = two ? high.w[0] : low.w[2];
+    t[3] = two ? high.w[1] : low.w[3];
+    t[4] = two ? high.w[2] : high.w[0];
+    t[5] = two ? high.w[3] : high.w[1];
 #pragma unroll
-  for (int i = 0; i < 5; ++i) u[i] = one ? t[i + 1] : t[i];
-  if (sizeof(T) >= 4) return {{u[0], u[1], u[2], u[3]}};
-  const unsigned bits = 8 * (shift & 3);
-  return {{__funnelshift_r(u[0], u[1], bits), __funnelshift_r(u[1], u[2], bits),
-           __funnelshift_r(u[2], u[3], bits), __funnelshift_r(u[3], u[4], bits)}};
-}
+    for (int i = 0; i < 5; ++i) u[i] = one ? t[i + 1] : t[i];
+    if (sizeof(T) >= 4) return {{u[0], u[1], u[2], u[3]}};
+    const unsigned bits = 8 * (shift & 3);
+    return {{__funnelshift_r(u[0], u[1], bits), __funnelshift_r(u[1], u[2], bits),
+             __funnelshift_r(u[2], u[3], bits), __funnelshift_r(u[3], u[4], bits)}};
+  }
+};
+
+// Where an array lies: Fetched may not reach out of it.
+struct Extent {
+  const void *begin, *end;
+
+  // Whether `vectors` of them one behind the other, from p, stay inside.
+  SBN_DEVICE bool holds(const void* p, int64_t vectors) const {
+    const unsigned shift = misalignment(p);
+    const char* const low = static_cast<const char*>(p) - shift;
+    return low >= static_cast<const char*>(begin) &&
+           low + 16 * (vectors + (shift ? 1 : 0)) <= static_cast<const char*>(end);
+  }
+};
 
 }  // namespace gluon_syncbn
 

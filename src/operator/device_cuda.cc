@@ -36,12 +36,17 @@ class Arena {
   template <typename Free>
   void start_over(const Free& free) {
     if (blocks_.size() > 1) {
-      wanted_ = 0;
-      for (const Block& block : blocks_) wanted_ += block.size;
+      size_t used = 0;
+      for (const Block& block : blocks_) used += block.used;
+      wanted_ = std::max(wanted_, used);
       clear(free);
     }
     for (Block& block : blocks_) block.used = 0;
   }
+
+  // What one block has to hold, as far as is known.
+  size_t wanted() const { return wanted_; }
+  void want(size_t size) { wanted_ = std::max(wanted_, size); }
 
   template <typename Free>
   void clear(const Free& free) {
@@ -70,25 +75,56 @@ int gpu_of(const std::string& context) {
   return -1;
 }
 
+namespace {
+
+// For calls whose failure nobody is told of: the runtime would tell it after the thread's next
+// kernel.
+bool succeeds(const CudaRuntime& runtime, int error) {
+  if (error) runtime.clear_error();
+  return error == 0;
+}
+
+// Makes the thread's device the one that it had before. A thread that never chose one has GPU 0,
+// where choosing it would make a context, with memory that nobody asked for.
+void restore_device(const CudaRuntime& runtime, int before, int now) {
+  int active = 0;
+  if (before == now || !succeeds(runtime, runtime.has_context(&active, before))) return;
+  if (active) succeeds(runtime, runtime.set_device(before));
+}
+
+}  // namespace
+
 // A stream of one device and memory for what is queued there.
 struct CudaPass::Lane {
   int device = 0, multiprocessors = 0;
   Stream stream = nullptr;
   Arena on_device, on_host;
 
-  // Gives everything back. The device has to be the thread's. Whatever fails is gone already.
+  // For the next call. The device has to be the thread's, as below.
+  void start_over(const CudaRuntime& runtime) {
+    on_device.start_over([&](void* memory) { succeeds(runtime, runtime.free(memory)); });
+    on_host.start_over([&](void* memory) { succeeds(runtime, runtime.free_host(memory)); });
+  }
+
+  // Gives everything back. Whatever fails is gone already.
   void clear(const CudaRuntime& runtime) {
-    on_device.clear(runtime.free);
-    on_host.clear(runtime.free_host);
-    if (stream) runtime.destroy_stream(stream);
+    on_device.clear([&](void* memory) { succeeds(runtime, runtime.free(memory)); });
+    on_host.clear([&](void* memory) { succeeds(runtime, runtime.free_host(memory)); });
+    if (stream) succeeds(runtime, runtime.destroy_stream(stream));
     stream = nullptr;
   }
 };
 
-// Lanes that nobody uses at this moment: as many as there ever were calls at a time.
+// Lanes that nobody uses at this moment: as many as there ever were calls at a time. The one that
+// was used last is the next again, so that those of rare crowds stay as they are.
 struct CudaPass::Pool {
+  struct Device {
+    std::vector<std::unique_ptr<Lane>> idle;
+    // What the lanes' arenas have come to hold: new ones need not find out.
+    size_t wanted_on_device = 0, wanted_on_host = 0;
+  };
   std::mutex mutex;
-  std::multimap<int, std::unique_ptr<Lane>> idle;
+  std::map<int, Device> devices;
 };
 
 // Never destroyed: calls may still be under way when the process ends.
@@ -97,12 +133,12 @@ CudaPass::Pool*& CudaPass::pool() {
   return pool;
 }
 
-CudaPass::OnDevice::OnDevice(const CudaPass& pass, int device) {
+CudaPass::OnDevice::OnDevice(const CudaPass& pass, int device) : now(device) {
   pass.check(pass.runtime_.get_device(&before), "cudaGetDevice");
   pass.check(pass.runtime_.set_device(device), "cudaSetDevice");
 }
 
-CudaPass::OnDevice::~OnDevice() { cuda_backend()->runtime.set_device(before); }
+CudaPass::OnDevice::~OnDevice() { restore_device(cuda_backend()->runtime, before, now); }
 
 CudaPass::CudaPass(int device, DType dtype, std::string what)
     : runtime_(cuda_backend()->runtime),
@@ -110,18 +146,23 @@ CudaPass::CudaPass(int device, DType dtype, std::string what)
       device_(device),
       what_(std::move(what)),
       on_device_(*this, device) {
+  size_t wanted_on_device, wanted_on_host;
   {
     Pool& lanes = *pool();
     const std::lock_guard<std::mutex> lock(lanes.mutex);
-    const auto found = lanes.idle.find(device);
-    if (found != lanes.idle.end()) {
-      lane_ = found->second.release();
-      lanes.idle.erase(found);
+    Pool::Device& of_device = lanes.devices[device];
+    wanted_on_device = of_device.wanted_on_device;
+    wanted_on_host = of_device.wanted_on_host;
+    if (!of_device.idle.empty()) {
+      lane_ = of_device.idle.back().release();
+      of_device.idle.pop_back();
     }
   }
   if (lane_) return;
   auto lane = std::make_unique<Lane>();
   lane->device = device;
+  lane->on_device.want(wanted_on_device);
+  lane->on_host.want(wanted_on_host);
   check(runtime_.multiprocessors(&lane->multiprocessors, device), "cudaDeviceGetAttribute");
   check(runtime_.create_stream(&lane->stream), "cudaStreamCreateWithFlags");
   lane_ = lane.release();
@@ -129,12 +170,14 @@ CudaPass::CudaPass(int device, DType dtype, std::string what)
 
 CudaPass::~CudaPass() {
   // After an error something may still be under way.
-  if (!finished_) runtime_.synchronize(lane_->stream);
-  lane_->on_device.start_over(runtime_.free);
-  lane_->on_host.start_over(runtime_.free_host);
+  if (!finished_) succeeds(runtime_, runtime_.synchronize(lane_->stream));
+  lane_->start_over(runtime_);
   Pool& lanes = *pool();
   const std::lock_guard<std::mutex> lock(lanes.mutex);
-  lanes.idle.emplace(device_, lane_);
+  Pool::Device& of_device = lanes.devices[device_];
+  of_device.wanted_on_device = std::max(of_device.wanted_on_device, lane_->on_device.wanted());
+  of_device.wanted_on_host = std::max(of_device.wanted_on_host, lane_->on_host.wanted());
+  of_device.idle.emplace_back(lane_);
 }
 
 void CudaPass::check(int error, const std::string& call) const {
@@ -230,22 +273,18 @@ void release_cuda_memory() {
   const CudaRuntime& runtime = backend->runtime;
   CudaPass::Pool& lanes = *CudaPass::pool();
   const std::lock_guard<std::mutex> lock(lanes.mutex);
-  if (lanes.idle.empty()) return;
-  int before = 0;
-  runtime.get_device(&before);
-  for (auto& [device, lane] : lanes.idle) {
-    if (runtime.set_device(device) == 0) lane->clear(runtime);
+  int before = 0, now = 0;
+  if (lanes.devices.empty() || !succeeds(runtime, runtime.get_device(&before))) return;
+  now = before;
+  for (auto& [device, of_device] : lanes.devices) {
+    if (of_device.idle.empty() || !succeeds(runtime, runtime.set_device(device))) continue;
+    now = device;
+    for (const auto& lane : of_device.idle) lane->clear(runtime);
   }
-  lanes.idle.clear();
-  runtime.set_device(before);
+  lanes.devices.clear();
+  restore_device(runtime, before, now);
 }
 
 void abandon_cuda_memory() { CudaPass::pool() = new CudaPass::Pool; }
 
-namespace {
-
-// When the library is unloaded, or at the end of a process that did not say so before.
-__attribute__((destructor)) void unload() { release_cuda_memory(); }
-
-}  // namespace
 }  // namespace gluon_syncbn

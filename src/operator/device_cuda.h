@@ -13,7 +13,8 @@ namespace gluon_syncbn {
 // The number of the GPU that MXNet calls "gpu(1)"; -1 for contexts that are none.
 int gpu_of(const std::string& context);
 
-// Gives back what is kept for the next calls: streams, and memory on devices and host.
+// Gives back what is kept for the next calls: streams, and memory on devices and host. To be called
+// before main() has ended, as CUDA may be gone after that; then the process's end gives all back.
 void release_cuda_memory();
 
 // In the child of a fork, where nothing of CUDA's can be used: forgets it all.
@@ -46,8 +47,13 @@ class CudaPass {
   template <typename V>
   V* fetch(const V* from, int64_t count) {
     V* const to = on_host<V>(count);
-    copy(to, from, static_cast<size_t>(count) * sizeof(V), true);
+    fetch_to(to, from, count);
     return to;
+  }
+  // The same, to memory from on_host().
+  template <typename V>
+  void fetch_to(V* to, const V* from, int64_t count) {
+    copy(to, from, static_cast<size_t>(count) * sizeof(V), true);
   }
   // A copy on the device of values from on_host().
   template <typename V>
@@ -96,6 +102,7 @@ class CudaPass {
     OnDevice(const CudaPass& pass, int device);
     ~OnDevice();
     int before = 0;
+    const int now;
   };
 
   const CudaRuntime& runtime_;

@@ -1,5 +1,6 @@
 // The CUDA kernels and the CUDA runtime, as cuda_backend.h wants them.
 #include <cuda_runtime.h>
+#include <dlfcn.h>
 
 #define SBN_LAUNCH(kernel, grid, stream, ...) \
   kernel<<<(grid), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
@@ -19,6 +20,23 @@ cudaStream_t native(Stream stream) { return static_cast<cudaStream_t>(stream); }
 int get_device(int* device) { return cudaGetDevice(device); }
 int set_device(int device) { return cudaSetDevice(device); }
 int get_device_count(int* count) { return cudaGetDeviceCount(count); }
+// The driver's word, which the runtime does not pass on. The runtime has loaded the driver's
+// library by then; linked to it, ours would not load where there is none.
+int has_context(int* active, int device) {
+  using Get = int (*)(int* handle, int ordinal);
+  using GetState = int (*)(int handle, unsigned* flags, int* active);
+  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  static const Get get = driver ? reinterpret_cast<Get>(dlsym(driver, "cuDeviceGet")) : nullptr;
+  static const GetState get_state =
+      driver ? reinterpret_cast<GetState>(dlsym(driver, "cuDevicePrimaryCtxGetState")) : nullptr;
+  int handle = 0;
+  unsigned flags = 0;
+  *active = 0;
+  if (!get || !get_state || get(&handle, device) || get_state(handle, &flags, active)) {
+    return cudaErrorInitializationError;
+  }
+  return cudaSuccess;
+}
 int multiprocessors(int* count, int device) {
   return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }
@@ -56,9 +74,9 @@ void clear_error() { cudaGetLastError(); }
 #endif
 
 const CudaBackend kBackend{
-    {get_device, set_device, get_device_count, multiprocessors, allocate, release, allocate_host,
-     release_host, create_stream, destroy_stream, synchronize, copy_to_host, copy_to_device, clear,
-     error_name, error_text, clear_error},
+    {get_device, set_device, get_device_count, has_context, multiprocessors, allocate, release,
+     allocate_host, release_host, create_stream, destroy_stream, synchronize, copy_to_host,
+     copy_to_device, clear, error_name, error_text, clear_error},
     kernels_of,
     "gpu",
     "CUDA " SBN_TEXT(__CUDACC_VER_MAJOR__) "." SBN_TEXT(

@@ -8,6 +8,7 @@ namespace gluon_syncbn {
 namespace {
 
 constexpr int64_t kDoubles = sizeof(Statistics) / sizeof(double);
+constexpr int64_t kSumsDoubles = sizeof(ChannelSums) / sizeof(double);
 constexpr int kArrays = 3;
 
 bool has_double_parameters(DType dtype) { return dtype == DType::kFloat64; }
@@ -21,25 +22,33 @@ double parameter(DType dtype, const void* values, int64_t i) {
 struct Running {
   void* device[kArrays];
   void* host[kArrays] = {};
-  int64_t sizes[kArrays];
+  int64_t sizes[kArrays], value_size;
 
-  Running(CudaPass* pass, const GpuForward& task, int64_t C) : sizes{C, C, 1} {
-    const int64_t bytes = has_double_parameters(task.dtype) ? sizeof(double) : sizeof(float);
+  Running(const GpuForward& task, int64_t C)
+      : sizes{C, C, 1},
+        value_size(has_double_parameters(task.dtype) ? sizeof(double) : sizeof(float)) {
+    std::copy_n(task.running, kArrays, device);
+  }
+
+  // The copies are there after the next wait. Small ones make a kernel behind them late, so it
+  // comes first.
+  void fetch(CudaPass* pass) {
     for (int i = 0; i < kArrays; ++i) {
-      device[i] = task.running[i];
-      if (device[i]) host[i] = pass->fetch(static_cast<const char*>(device[i]), sizes[i] * bytes);
+      const auto* const from = static_cast<const char*>(device[i]);
+      if (from) host[i] = pass->fetch(from, sizes[i] * value_size);
     }
   }
 };
 
 // What the statistics of each part are, over all devices where they meet.
-std::vector<BatchPtr> batches_of(CudaPass* pass, const GpuForward& task) {
+std::vector<BatchPtr> batches_of(CudaPass* pass, const GpuForward& task, Running* running) {
   const int64_t C = task.parts[0].view.C, count = static_cast<int64_t>(task.parts.size());
   ChannelSums* const on_device = pass->on_device<ChannelSums>(count * C);
   for (int64_t i = 0; i < count; ++i) {
     pass->forward_sums(task.parts[i].view, task.parts[i].x, on_device + i * C);
   }
   ChannelSums* sums = pass->fetch(on_device, count * C);
+  running->fetch(pass);
   pass->wait();
   std::vector<BatchPtr> batches;
   for (const ForwardPart& part : task.parts) {
@@ -90,12 +99,12 @@ std::vector<BatchPtr> forward_on_gpu(const GpuForward& task) {
   CudaPass pass(task.device, task.dtype, task.what);
   const ForwardPart& first = task.parts[0];
   const int64_t C = first.view.C, count = static_cast<int64_t>(task.parts.size());
-  const Running running(&pass, task, C);
+  Running running(task, C);
   std::vector<BatchPtr> batches;
   Deliveries deliveries;
   const Statistics* statistics;
   if (task.from_batch) {
-    batches = batches_of(&pass, task);
+    batches = batches_of(&pass, task, &running);
     statistics = upload(&pass, task, batches, running, &deliveries);
   } else {
     statistics = pass.given_statistics(C, task.running[0], task.running[1], task.epsilon);
@@ -115,6 +124,7 @@ std::vector<BatchPtr> forward_on_gpu(const GpuForward& task) {
     const ForwardPart& part = task.parts[i];
     pass.normalize(part.view, part.x, formulae + i * size, part.y, part.store);
   }
+  if (!task.from_batch) running.fetch(&pass);
   // The end of the call is how MXNet gets to know that the results are there.
   pass.finish();
 
@@ -133,11 +143,16 @@ void backward_on_gpu(const GpuBackward& task) {
   CudaPass pass(task.device, task.dtype, task.what);
   const BackwardPart& first = task.parts[0];
   const int64_t C = first.view.C, count = static_cast<int64_t>(task.parts.size());
-  Statistics* const on_host = pass.on_host<Statistics>(count * C);
+  // In one copy: the statistics, and the counts of this device alone.
+  double* const known = pass.on_host<double>(count * (C * kDoubles + 1));
+  double* const known_counts = known + count * C * kDoubles;
   for (int64_t i = 0; i < count; ++i) {
-    std::copy_n(task.batches[i]->channels.begin(), C, on_host + i * C);
+    const std::vector<Statistics>& channels = task.batches[i]->channels;
+    std::memcpy(known + i * C * kDoubles, channels.data(), channels.size() * sizeof(Statistics));
+    known_counts[i] = static_cast<double>(task.parts[i].view.N * task.parts[i].view.S);
   }
-  const Statistics* const statistics = pass.upload(on_host, count * C);
+  const double* const known_on_device = pass.upload(known, count * (C * kDoubles + 1));
+  const auto* const statistics = reinterpret_cast<const Statistics*>(known_on_device);
   ChannelSums* const own = pass.on_device<ChannelSums>(count * C);
   for (int64_t i = 0; i < count; ++i) {
     const BackwardPart& part = task.parts[i];
@@ -149,17 +164,20 @@ void backward_on_gpu(const GpuBackward& task) {
   const double* counts = nullptr;
   if (task.from_batch) {
     all = own;
-    double* const counts_on_host = pass.on_host<double>(count);
-    for (int64_t i = 0; i < count; ++i) {
-      counts_on_host[i] = static_cast<double>(task.parts[i].view.N * task.parts[i].view.S);
-    }
+    counts = known_on_device + count * C * kDoubles;
     if (task.meet) {
-      ChannelSums* const sums = pass.fetch(own, count * C);
+      // Likewise the sums and counts of all devices.
+      double* const met = pass.on_host<double>(count * (C * kSumsDoubles + 1));
+      double* const met_counts = met + count * C * kSumsDoubles;
+      auto* const sums = reinterpret_cast<ChannelSums*>(met);
+      pass.fetch_to(sums, own, count * C);
       pass.wait();
-      for (int64_t i = 0; i < count; ++i) task.meet(sums + i * C, counts_on_host + i);
-      all = pass.upload(sums, count * C);
+      std::copy_n(known_counts, count, met_counts);
+      for (int64_t i = 0; i < count; ++i) task.meet(sums + i * C, met_counts + i);
+      const double* const met_on_device = pass.upload(met, count * (C * kSumsDoubles + 1));
+      all = reinterpret_cast<const ChannelSums*>(met_on_device);
+      counts = met_on_device + count * C * kSumsDoubles;
     }
-    counts = pass.upload(counts_on_host, count);
   }
 
   const int64_t size = pass.formula_size(C);

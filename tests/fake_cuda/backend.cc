@@ -9,11 +9,12 @@ SBN_EXPORT void gluon_syncbn_fake_fail_next(const char* function, int error) {
   gluon_syncbn::fake_cuda::fail_next(function, error);
 }
 
-// allocations, host_allocations, streams, all_allocations, all_streams, kernels, synchronizations
+// allocations, host_allocations, streams, all_allocations, all_streams, kernels, synchronizations,
+// contexts
 SBN_EXPORT void gluon_syncbn_fake_usage(int* numbers) {
   const auto usage = gluon_syncbn::fake_cuda::usage();
-  const int all[] = {usage.allocations,     usage.host_allocations, usage.streams,
-                     usage.all_allocations, usage.all_streams,      usage.kernels,
-                     usage.synchronizations};
+  const int all[] = {usage.allocations,      usage.host_allocations, usage.streams,
+                     usage.all_allocations,  usage.all_streams,      usage.kernels,
+                     usage.synchronizations, usage.contexts};
   for (int number : all) *numbers++ = number;
 }

@@ -244,6 +244,14 @@ V __shfl_xor_sync(unsigned lanes, V value, int mask) {
   return block->exchange(value, (threadIdx.x ^ static_cast<unsigned>(mask)) % cuda_on_host::kLanes);
 }
 
+template <typename V>
+V __shfl_sync(unsigned lanes, V value, int from) {
+  cuda_on_host::Block* const block = cuda_on_host::Block::current();
+  if (!block) cuda_on_host::stop("a shuffle in a kernel that was started without");
+  if (lanes != 0xffffffffu) cuda_on_host::stop("a shuffle with lanes missing");
+  return block->exchange(value, static_cast<unsigned>(from) % cuda_on_host::kLanes);
+}
+
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, unsigned bits) {
   const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
   return static_cast<uint32_t>(both >> (bits & 31));

@@ -16,6 +16,8 @@ struct Usage {
   int allocations = 0, host_allocations = 0, streams = 0;
   // Ever made.
   int all_allocations = 0, all_streams = 0, kernels = 0, synchronizations = 0;
+  // Devices that ever were chosen.
+  int contexts = 0;
 };
 Usage usage();
 
