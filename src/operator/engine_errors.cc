@@ -79,6 +79,7 @@ struct Turns {
   std::atomic<Clock::time_point> went_ahead{Clock::time_point{}};
   // When the last error was on its way.
   Clock::time_point told{};
+  bool is_long = false;
 
   // Until the last error is in the list.
   void settle(bool on_first_cpu) {
@@ -94,6 +95,28 @@ struct Turns {
     mxnet.ndarray_free(last);
     last = nullptr;
   }
+
+  // Makes the list long, at the first error.
+  void lengthen() {
+    if (is_long) return;
+    is_long = true;
+    const uint32_t one = 1;
+    constexpr int kFloat32 = 0;
+    Handle array = nullptr;
+    if (mxnet.ndarray_create(&one, 1, kCpuContext.device_type, kCpuContext.device_id, 0, kFloat32,
+                             &array) != 0) {
+      return;
+    }
+    for (int i = 0; i < kListed; ++i) {
+      push_error(array, "");
+      wait_for(array);
+      // Takes the error back: what stays in the list holds nothing, and goes with the next
+      // waitall(). Nothing else is under way for the array, so MXNet answers at once, and not by
+      // an operation on a thread that waits for its turn.
+      mxnet.ndarray_wait_to_read(array);
+    }
+    mxnet.ndarray_free(array);
+  }
 };
 
 // Never destroyed: operations may still fail when the process ends.
@@ -101,25 +124,10 @@ Turns* turns = new Turns;
 
 }  // namespace
 
-void lengthen_error_list() {
-  const uint32_t one = 1;
-  constexpr int kFloat32 = 0;
-  Handle array = nullptr;
-  if (mxnet.ndarray_create(&one, 1, kCpuContext.device_type, kCpuContext.device_id, 0, kFloat32,
-                           &array) != 0) {
-    return;
-  }
-  for (int i = 0; i < kListed; ++i) {
-    push_error(array, "");
-    // Takes the error back: what stays in the list holds nothing, and goes with the next waitall().
-    mxnet.ndarray_wait_to_read(array);
-  }
-  mxnet.ndarray_free(array);
-}
-
 void tell_error(Handle written, const std::string& device, const std::string& text) {
   const std::lock_guard<std::mutex> lock(turns->mutex);
   turns->settle(false);
+  turns->lengthen();
   push_error(written, text);
   turns->last = written;
   turns->is_on_first_cpu = device == "cpu(0)";
@@ -127,11 +135,12 @@ void tell_error(Handle written, const std::string& device, const std::string& te
 }
 
 void await_turn_for_error() {
+  const auto end = Clock::now() + kPatience;
   std::unique_lock<std::mutex> lock(turns->mutex, std::try_to_lock);
   while (!lock) {
     // Who has the turn waits for what comes after this error, on this thread.
     turns->went_ahead = Clock::now();
-    if (turns->awaits_first_cpu) return;
+    if (turns->awaits_first_cpu || Clock::now() > end) return;
     std::this_thread::sleep_for(std::chrono::microseconds(100));
     lock.try_lock();
   }

@@ -14,9 +14,6 @@
 
 namespace gluon_syncbn {
 
-// Once, before there are errors.
-void lengthen_error_list();
-
 // Within a callback of a custom operator on this device: whoever waits for what the callback writes
 // gets an MXNetError of this text. `written` is its copy of an output, and is freed later.
 //
