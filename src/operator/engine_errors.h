@@ -2,9 +2,8 @@
 //
 // The engine notes every error that an operation ends with in one list, on whichever of its threads
 // that operation ran, and without a lock (threaded_engine.h, AddToGlobalExceptions). Two at a time
-// damage the heap: of 70 processes in each of which four devices failed 40 times, 6 crashed or
-// hung. So errors take turns, and the list is made long enough to begin with, as others read it
-// meanwhile.
+// damage the heap, and the process crashes or hangs later on. So errors take turns, and before the
+// first one the list is made long enough not to move, as others read it meanwhile.
 #ifndef GLUON_SYNCBN_ENGINE_ERRORS_H_
 #define GLUON_SYNCBN_ENGINE_ERRORS_H_
 
