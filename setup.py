@@ -51,6 +51,11 @@ def find_nvcc():
     """The path of nvcc where CUDA kernels are to be built, or None: GLUON_SYNCBN_CUDA=0 never
     builds them, 1 always does, and otherwise they are built where nvcc is found."""
     wanted = os.environ.get("GLUON_SYNCBN_CUDA", "")
+    if wanted not in ("", "0", "1"):
+        sys.exit(
+            f"GLUON_SYNCBN_CUDA={wanted} is unknown: set it to 1 for CUDA kernels, to 0 for none, "
+            "or unset it to have them where nvcc is found."
+        )
     if wanted == "0" or not CUDA_SOURCES:
         return None
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
@@ -80,16 +85,27 @@ def check_nvcc(nvcc):
         )
 
 
+def known_architectures(nvcc):
+    """From Maxwell on."""
+    text = ask(nvcc, "--list-gpu-arch") or ask(nvcc, "--help")
+    known = sorted({int(arch) for arch in re.findall(r"compute_(\d+)\b", text)})
+    return [arch for arch in known if arch >= 50]
+
+
 def cuda_architectures(nvcc):
     """What to make machine code for, such as [70, 80, 90]: the oldest of each generation, from
     Maxwell on, that this nvcc knows, as it runs on all of the generation; and what to make PTX for,
     for GPUs that are still to come. GLUON_SYNCBN_CUDA_ARCHS="80 90" chooses."""
     chosen = os.environ.get("GLUON_SYNCBN_CUDA_ARCHS", "").replace(",", " ").split()
+    known = known_architectures(nvcc)
+    unknown = [arch for arch in chosen if arch not in map(str, known)]
+    if unknown:
+        sys.exit(
+            f"GLUON_SYNCBN_CUDA_ARCHS names {' '.join(unknown)}, and {nvcc} knows "
+            f"{' '.join(map(str, known))}: choose of these, or unset it."
+        )
     if chosen:
         return [int(arch) for arch in chosen], int(chosen[-1])
-    text = ask(nvcc, "--list-gpu-arch") or ask(nvcc, "--help")
-    known = sorted({int(arch) for arch in re.findall(r"compute_(\d+)\b", text)})
-    known = [arch for arch in known if arch >= 50]
     oldest = {}
     for arch in known:
         oldest.setdefault(arch // 10, arch)

@@ -68,11 +68,24 @@ def test_every_generation_gets_machine_code(setup, tmp_path, offered, machine, p
     assert setup.cuda_architectures(str(path)) == (machine, ptx)
 
 
+def test_unknown_settings_are_refused(setup, tmp_path, monkeypatch):
+    path = fake_nvcc(tmp_path, "12.0", [70, 80, 90])
+    for archs in ("foo", "80 10"):
+        monkeypatch.setenv("GLUON_SYNCBN_CUDA_ARCHS", archs)
+        with pytest.raises(SystemExit, match=f"names {archs[-3:].strip()}, and .* knows 70 80 90"):
+            setup.cuda_architectures(str(path))
+    monkeypatch.setenv("GLUON_SYNCBN_CUDA_ARCHS", "80, 90")
+    assert setup.cuda_architectures(str(path)) == ([80, 90], 90)
+    monkeypatch.setenv("GLUON_SYNCBN_CUDA", "maybe")
+    with pytest.raises(SystemExit, match="GLUON_SYNCBN_CUDA=maybe is unknown: set it to 1"):
+        setup.find_nvcc()
+
+
 @needs_nvcc
 @pytest.mark.timeout(600)
 def test_kernels_spill_no_registers_and_access_whole_vectors():
     # One of the oldest and one of the newest; `make cuda-report` has all.
-    known = build.known_architectures(build.setup_py(), nvcc)
+    known = build.setup_py().known_architectures(nvcc)
     kernels = build.report([known[0], 90] if 90 in known else [known[0]])
     assert len(kernels) > 50
     assert [kernel for kernel in kernels if kernel["spilled_bytes"]] == []

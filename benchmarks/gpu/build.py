@@ -65,12 +65,6 @@ def build(architectures):
     return library, test
 
 
-def known_architectures(setup, nvcc):
-    text = setup.ask(nvcc, "--list-gpu-arch") or setup.ask(nvcc, "--help")
-    known = sorted({int(arch) for arch in re.findall(r"compute_(\d+)\b", text)})
-    return [arch for arch in known if arch >= 50]
-
-
 def occupancy(arch, registers, shared):
     """The part of a multiprocessor's warps that can be there at a time."""
     warps, file, memory = LIMITS.get(arch, LIMITS[90])
@@ -103,7 +97,7 @@ def report(architectures=()):
 
     kernels = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        wanted = architectures or known_architectures(setup, nvcc)
+        wanted = architectures or setup.known_architectures(nvcc)
         for arch, text, ptx in pool.map(compile_for, wanted):
             accesses = _accesses(ptx)
             kernels += [{**kernel, **accesses[kernel["kernel"]]} for kernel in _parse(arch, text)]
