@@ -254,10 +254,13 @@ class SyncBatchNorm(nn.BatchNorm):
         self._group._fail(text)
 
     def _running_statistics(self):
-        """{device: what a forward in training mode changes there}."""
+        """{device: what a forward in training mode changes there}; empty before it has values."""
         parameters = [self.running_mean, self.running_var]
         if self._kwargs["momentum"] is None:
             parameters.append(self.num_batches_tracked)
+        # An initialization that an error ended leaves some parameters without.
+        if any(parameter._data is None for parameter in parameters):
+            return {}
         arrays = zip(*(parameter.list_data() for parameter in parameters))
         return {str(mean.context): (mean, *others) for mean, *others in arrays}
 

@@ -112,11 +112,8 @@ class participants:
                     data._fresh_grad = True
 
     def _share_running_statistics(self, block):
-        parts = self._parts(block)
-        if not parts or block.running_mean._data is None:
-            return
         arrays = block._running_statistics()
-        for present, absent in parts:
+        for present, absent in self._parts(block):
             for device in absent:
                 for source, target in zip(arrays.get(present[0], ()), arrays.get(device, ())):
                     source.copyto(target)

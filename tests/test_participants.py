@@ -169,6 +169,18 @@ def check_all_take_part(layer, count):
     assert all(np.isfinite(y.asnumpy()).all() for y in ys)
 
 
+def test_layers_whose_initialization_failed_are_left_alone():
+    other = sbn.SyncBatchNorm(in_channels=2, group=sbn.SyncGroup(group_size=2))
+    with pytest.raises(ValueError, match="group_size=2"):
+        other.initialize(ctx=contexts(3))
+    layer = sbn.SyncBatchNorm(in_channels=2, momentum=0)
+    layer.initialize(ctx=contexts(3))
+    with sbn.participants(contexts(1)), autograd.train_mode():
+        layer(mx.nd.full((1, 2), 3))
+    for array in layer.running_mean.list_data():
+        assert (array.asnumpy() == 3).all()
+
+
 def test_an_error_inside_is_the_users():
     layer = sbn.SyncBatchNorm(in_channels=2)
     layer.initialize(ctx=contexts(2))
