@@ -7,7 +7,7 @@ from mxnet.gluon import nn
 
 import gluon_syncbn as sbn
 from distributed_worker import error_of
-from gluon_syncbn import distributed
+from gluon_syncbn import _kvstore, distributed
 from layers import contexts
 
 
@@ -58,7 +58,7 @@ def trainers(world):
 def last_keys(world):
     """Up to the last number with which the KVStore can do anything."""
     reducer = world.reducer
-    reducer._next_key = distributed._LAST_KEY - 1
+    reducer._next_key = _kvstore._LAST_KEY - 1
     told = {"numbers": [], "sums": []}
     connection, open_line = reducer._connection, reducer._connection.kvstore_line
 

@@ -1,7 +1,10 @@
 """Groups of devices in one process, the default group, and processes that built other nets."""
 
 import copy
+import os
 import pickle
+import time
+import types
 
 import mxnet as mx
 import numpy as np
@@ -11,6 +14,7 @@ from mxnet import autograd
 import gluon_syncbn as sbn
 from distributed_cluster import Cluster
 from distributed_groups import SIZES, expected, one_layer
+from gluon_syncbn.distributed import Reducer
 from layers import contexts
 from tolerances import assert_same_bits
 
@@ -209,3 +213,29 @@ def test_another_number_of_layers_is_an_error_in_every_process(other_nets):
         assert kind == "MXNetError" and seconds < 4 + 8
         assert f"SyncBatchNorm '{names[rank]}: rank {rank} has waited" in text
         assert f"Missing: rank {1 - rank} (" in text and names[1 - rank] in text
+
+
+class SlowStart(Reducer):
+    """Whose keys take a while before they can be used. Tells the timeout of each exchange."""
+
+    size = 2
+
+    def __init__(self, seconds):
+        self.timeouts = []
+        self._seconds = seconds
+        self._process = os.getpid()
+        self._lines, self._first_meetings = {}, {}
+        self._lost = self._roll_call = None
+
+    def _open(self, key, size, wait):
+        time.sleep(self._seconds)
+        exchange = lambda title, timeout, array: self.timeouts.append(timeout)  # noqa: E731
+        return types.SimpleNamespace(size=size, exchange=exchange)
+
+
+def test_a_new_key_has_one_timeout_for_all_that_it_takes():
+    store = SlowStart(seconds=0.5)
+    for _ in range(2):
+        store.all_gather("key", np.zeros(3), timeout=10)
+    first, second = store.timeouts
+    assert 1 <= first <= 9.5 and second == 10

@@ -50,6 +50,9 @@ struct LayerConfig {
   size_t group_of(const std::string& device) const;
 };
 
+// The devices that take part in a step; null: all.
+using Present = std::shared_ptr<const std::vector<std::string>>;
+
 // One forward call of a layer on one device, and its backward. Forward calls are counted on each
 // device for each place of the layer in a graph, and calls of equal place and count meet. After an
 // error the count starts again, in a new generation.
@@ -57,8 +60,7 @@ struct Ticket {
   int64_t generation = 0;
   int64_t place = 0;
   int64_t number = 0;
-  // Who takes part, where that is not everyone.
-  std::shared_ptr<const std::vector<std::string>> present;
+  Present present;
 };
 
 // What a device brings to a meeting: whoever calls the meeting knows what it really is. Channels
