@@ -256,10 +256,10 @@ def _count(graph):
 
 
 def _layers_of_net(net):
-    from .convert import _walk
+    from ._nets import walk
 
     rows = []
-    for path, block in _walk(net):
+    for path, block in walk(net):
         if isinstance(block, mx.gluon.nn.basic_layers._BatchNorm):
             values = {
                 role.split("_")[-1]: getattr(block, role).data().asnumpy()

@@ -1,28 +1,19 @@
 """Makes the batch normalization of a built net synchronized, and plain again."""
 
 import collections
-import dataclasses
 import functools
-import json
 import logging
 from typing import NamedTuple, Tuple
 
 import mxnet as mx
-from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
+from mxnet.gluon import SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
-from mxnet.gluon.parameter import Parameter, ParameterDict
+from mxnet.gluon.parameter import Parameter
 
-from ._graph import (
-    OUR_OPERATOR,
-    ROLES,
-    STOCK_OPERATORS,
-    has_operator,
-    is_gate,
-    is_true,
-    operator_of,
-    settings_of,
-)
+from ._graph import OUR_OPERATOR, STOCK_OPERATORS
+from ._nets import check_block, clear_caches, walk
+from ._sync_graph import SyncGraph, put_in, read_graph, spliced, take_out
 from .block import SyncBatchNorm, VirtualBatchNorm, _Watched
 from .group import _users
 
@@ -47,9 +38,6 @@ _IGNORED_SETTINGS = {"cudnn_off", "ndev", "key"}
 
 
 _CUMULATIVE = "it has momentum=None, and nn.BatchNorm knows no cumulative average."
-_CUMULATIVE_GRAPH = (
-    "it has momentum=None, which is not read from a graph: build the net and load its parameters."
-)
 _VIRTUAL = "its devices do not synchronize, which is what it is for"
 
 
@@ -175,7 +163,7 @@ def convert_sync_batchnorm(net, group=None, num_devices=None, also=(), return_re
     ----------
     PyTorch's ``torch.nn.SyncBatchNorm.convert_sync_batchnorm`` does this for its modules.
     """
-    _check_block(net, "convert_sync_batchnorm")
+    check_block(net, "convert_sync_batchnorm")
     also = _check_types(also)
     # Checks the arguments, and has all that a layer is to get.
     template = SyncBatchNorm(prefix="", num_devices=num_devices, group=group)
@@ -184,7 +172,7 @@ def convert_sync_batchnorm(net, group=None, num_devices=None, also=(), return_re
         given["_own_group"] = template._own_group
     if num_devices is not None:
         given["_num_devices"] = template._num_devices
-    found = list(_walk(net))
+    found = list(walk(net))
     replaced, already, refused, undo = [], [], [], []
 
     def synchronize(layer, path, name, before):
@@ -211,12 +199,12 @@ def convert_sync_batchnorm(net, group=None, num_devices=None, also=(), return_re
                     refused.append(Refused(path, block.name, _kind(block), why))
                 else:
                     synchronize(block, path, block.name, _kind(block))
-            elif isinstance(block, _SyncGraph):
+            elif isinstance(block, SyncGraph):
                 for node in block._nodes:
                     take_over(node.layer, f"{path}:{node.name}")
             elif isinstance(block, SymbolBlock):
-                nodes, left = _read_graph(block, {**STOCK_OPERATORS, **OUR_OPERATOR}, path)
-                refused += left
+                nodes, left = read_graph(block, {**STOCK_OPERATORS, **OUR_OPERATOR})
+                refused += [Refused(f"{path}:{name}", name, *why) for name, *why in left]
                 refused += [
                     Refused(f"{path}:{node.name}", node.name, node.operator, f"{_VIRTUAL}.")
                     for node in nodes
@@ -228,14 +216,14 @@ def convert_sync_batchnorm(net, group=None, num_devices=None, also=(), return_re
                         synchronize(node.layer, f"{path}:{node.name}", node.name, node.operator)
                         node.layer._running_variance = node.running_variance
                 if nodes:
-                    undo.append(functools.partial(_take_out, block))
-                    _put_in(block, nodes)
+                    undo.append(functools.partial(take_out, block))
+                    put_in(block, nodes)
     except Exception:
         for step in reversed(undo):
             step()
         raise
     if replaced:
-        _clear_caches(found)
+        clear_caches(found)
     report = Report(tuple(replaced), tuple(already), tuple(refused))
     return _finish(net, "convert_sync_batchnorm", report, return_report)
 
@@ -275,10 +263,10 @@ def revert_sync_batchnorm(net, return_report=False):
     MXNetError
         Of an earlier step that nobody has waited for. The net is then as it was before.
     """
-    _check_block(net, "revert_sync_batchnorm")
-    found = list(_walk(net))
+    check_block(net, "revert_sync_batchnorm")
+    found = list(walk(net))
     replaced, already, refused = [], [], []
-    if any(isinstance(block, (SyncBatchNorm, _SyncGraph)) for _, block in found):
+    if any(isinstance(block, (SyncBatchNorm, SyncGraph)) for _, block in found):
         mx.nd.waitall()
 
     def revert(layer, path, name):
@@ -298,57 +286,26 @@ def revert_sync_batchnorm(net, return_report=False):
         elif isinstance(block, _BatchNorm):
             already.append(path)
         elif isinstance(block, SymbolBlock):
-            if isinstance(block, _SyncGraph):
+            if isinstance(block, SyncGraph):
                 for node in block._nodes:
                     if isinstance(node.layer, SyncBatchNorm):
                         revert(node.layer, f"{path}:{node.name}", node.name)
                         if node.operator in OUR_OPERATOR:
                             replaced.pop()  # It is in the graph below too.
-                _take_out(block)
+                take_out(block)
             # Those that were in the graph when it was exported.
-            nodes, left = _read_graph(block, OUR_OPERATOR, path)
-            refused += left
+            nodes, left = read_graph(block, OUR_OPERATOR)
+            refused += [Refused(f"{path}:{name}", name, *why) for name, *why in left]
             if nodes:
                 inputs, graph = block._cached_graph
-                block._cached_graph = inputs, _spliced(graph, nodes)
+                block._cached_graph = inputs, spliced(graph, nodes)
                 for node in {id(node.layer): node for node in reversed(nodes)}.values():
                     entry = f"{path}:{node.name}", node.name, node.operator, _kind(node.layer)
                     replaced.append(Replaced(*entry))
     if replaced:
-        _clear_caches(found)
+        clear_caches(found)
     report = Report(tuple(replaced), tuple(already), tuple(refused))
     return _finish(net, "revert_sync_batchnorm", report, return_report)
-
-
-def _walk(net):
-    """(path, block) of each block of a net, once, those that it keeps outside its children too."""
-    seen = set()
-
-    def visit(path, value):
-        if id(value) in seen or not isinstance(value, (Block, list, tuple, set, frozenset, dict)):
-            return
-        seen.add(id(value))
-        if isinstance(value, Block):
-            yield path, value
-            dot = path and f"{path}."
-            for name, child in value._children.items():
-                yield from visit(f"{dot}{name}", child)
-            for name, held in vars(value).items():
-                if name != "_children":
-                    yield from visit(f"{dot}{name}", held)
-            return
-        if isinstance(value, dict):
-            items = list(value.items())
-        elif isinstance(value, (list, tuple)):
-            items = list(enumerate(value))
-        else:
-            # In one order in all processes, as the layers are numbered in it.
-            blocks = [element for element in value if isinstance(element, Block)]
-            items = list(enumerate(sorted(blocks, key=lambda block: block.prefix)))
-        for key, held in items:
-            yield from visit(f"{path}[{key!r}]", held)
-
-    yield from visit("", net)
 
 
 def _make_synchronized(layer, template):
@@ -388,12 +345,6 @@ def _set(layer, values):
     layer._on_contexts()
 
 
-def _clear_caches(found):
-    for _, block in found:
-        if isinstance(block, HybridBlock):
-            block._clear_cached_op()
-
-
 def _why_not(layer, also, template):
     """Why a layer of MXNet's or of somebody else's cannot be replaced; None where it can."""
     kind = type(layer)
@@ -431,20 +382,6 @@ def _kind(layer):
     return f"contrib.{kind.__name__}" if kind is ContribSyncBatchNorm else kind.__name__
 
 
-def _check_block(net, function):
-    if isinstance(net, Block):
-        return
-    if isinstance(net, mx.sym.Symbol):
-        advice = "wrap the symbol in mx.gluon.SymbolBlock(symbol, inputs, params)"
-    elif isinstance(net, type) and issubclass(net, Block):
-        advice = f"make a net of it, as in {net.__name__}()"
-    elif isinstance(net, (list, tuple)):
-        advice = "call it for each net"
-    else:
-        advice = "give the net itself"
-    raise ValueError(f"{function} takes a Gluon Block and got {type(net).__name__}: {advice}.")
-
-
 def _check_types(also):
     kinds = (also,) if isinstance(also, type) else also
     if isinstance(kinds, (list, tuple, set, frozenset)) and all(
@@ -461,169 +398,3 @@ def _finish(net, function, report, return_report):
     elif report.refused or function == "convert_sync_batchnorm":
         _log.warning("%s: no batch normalization found to replace. %s", title, report)
     return (net, report) if return_report else net
-
-
-@dataclasses.dataclass
-class _Node:
-    """A node of batch normalization in a graph, and the layer that takes its place.
-
-    Not a tuple: Gluon warns of blocks that are in tuples and not among the children.
-    """
-
-    number: int
-    name: str
-    operator: str
-    layer: nn.BatchNorm
-    running_variance: str = "biased"
-    is_virtual: bool = False
-
-
-class _SyncGraph(SymbolBlock):
-    """A SymbolBlock with our layers in its graph; each such class has the stock one for a base.
-
-    ``_stock_graph`` is the graph without them, ``_nodes`` says where they are.
-    """
-
-    def _splice(self):
-        inputs, graph = self._stock_graph
-        self._cached_graph = inputs, _spliced(graph, self._nodes)
-
-    def _clear_cached_op(self):
-        super()._clear_cached_op()
-        # The parameters may have been moved from CPUs to GPUs.
-        self._splice()
-
-    def forward(self, x, *args):
-        if isinstance(x, mx.sym.Symbol):
-            # Each time in nodes of its own.
-            self._splice()
-        return super().forward(x, *args)
-
-    def __reduce_ex__(self, protocol):
-        # What was compiled cannot be copied, and meets the devices of this net.
-        fresh = {"_cached_graph": (), "_cached_op": None, "_cached_op_args": []}
-        return _new_graph, (type(self)._stock_class,), {**vars(self), **fresh}
-
-    def __setstate__(self, state):
-        vars(self).update(state)
-        self._splice()
-
-
-@functools.lru_cache(maxsize=None)
-def _graph_class(stock):
-    return type(stock.__name__, (_SyncGraph, stock), {"_stock_class": stock})
-
-
-def _new_graph(stock):
-    return object.__new__(_graph_class(stock))
-
-
-def _put_in(block, nodes):
-    vars(block).update(_stock_graph=block._cached_graph, _nodes=nodes)
-    block.__class__ = _graph_class(type(block))
-    block._clear_cached_op()
-
-
-def _take_out(block):
-    if isinstance(block, _SyncGraph):
-        block.__class__ = type(block)._stock_class
-        vars(block).pop("_nodes")
-        block._cached_graph = vars(block).pop("_stock_graph")
-        block._clear_cached_op()
-
-
-def _read_graph(block, operators, path):
-    """The nodes of batch normalization in a SymbolBlock, each with a stock layer of its parameters
-    and settings, and those that cannot be replaced."""
-    graph = json.loads(block._cached_graph[1].tojson())
-    nodes = graph["nodes"]
-    entries = [entry for node in nodes for entry in node["inputs"]] + graph["heads"]
-    with_statistics = {number for number, output, *_ in entries if output > 0}
-    layers, found, refused = {}, [], []
-    for number, node in enumerate(nodes):
-        name, operator = node["name"], operator_of(node)
-        names = tuple(nodes[entry[0]]["name"] for entry in node["inputs"][1:])
-        why = None
-        if any(has_operator(subgraph, operators) for subgraph in node.get("subgraphs", ())):
-            why = (
-                "it has batch normalization in a graph of its own, as optimize_for and "
-                "quantization make it. Convert the net before that."
-            )
-        elif operator not in operators:
-            continue
-        elif len(names) > len(ROLES):
-            why = _CUMULATIVE_GRAPH
-        elif number in with_statistics:
-            why = "its mean or variance is used as an output."
-        elif not all(name in block.params for name in names):
-            why = "gamma, beta or a running statistic is no parameter of the SymbolBlock."
-        if why:
-            refused.append(Refused(f"{path}:{name}", name, operator, why))
-            continue
-        attributes = node.get("attrs", {})
-        settings = settings_of(attributes)
-        variance = "unbiased" if is_true(attributes.get("unbiased")) else "biased"
-        is_virtual = attributes.get("virtual_devices", "0") != "0"
-        key = (operator, names, variance, is_virtual, *settings.values())
-        if key not in layers:
-            kind = nn.BatchNormReLU if operators[operator] else nn.BatchNorm
-            stem = name[: -len("_fwd")] if name.endswith("_fwd") else name
-            layers[key] = layer = kind(prefix=f"{stem}_", **settings)
-            layer._params = ParameterDict(layer.prefix)
-            layer._params.update({name: block.params[name] for name in names})
-            layer._reg_params = {role: block.params[n] for role, n in zip(ROLES, names)}
-            vars(layer).update(layer._reg_params)
-        found.append(_Node(number, name, operator, layers[key], variance, is_virtual))
-    return found, refused
-
-
-def _spliced(symbol, replaced):
-    """The symbol with layers in place of nodes."""
-    graph = json.loads(symbol.tojson())
-    nodes = graph["nodes"]
-    layers = {node.number: node.layer for node in replaced}
-    ours = {node.number for node in replaced if node.operator in OUR_OPERATOR}
-    # For each of `nodes`, its number in `placed`, and its output where that is another one now.
-    placed, places = [], []
-
-    def moved(entry):
-        number, output = places[entry[0]]
-        return [number, entry[1] if output is None else output, *entry[2:]]
-
-    for number, node in enumerate(nodes):
-        if number not in layers:
-            if is_gate(node) and node["inputs"][0][0] in ours:
-                # Our operator's gate goes with it.
-                places.append(places[node["inputs"][0][0]])
-                continue
-            placed.append({**node, "inputs": [moved(entry) for entry in node["inputs"]]})
-            places.append((len(placed) - 1, None))
-            continue
-        x, *parameters = node["inputs"]
-        while number in ours and is_gate(nodes[x[0]]):
-            x = nodes[x[0]]["inputs"][0]
-        inputs = dict(zip(("x", *ROLES), map(moved, (x, *parameters))))
-        variables = {name: mx.sym.var(name) for name in inputs}
-        part = json.loads(layers[number].hybrid_forward(mx.sym, **variables).tojson())
-        within = []
-        for inner in part["nodes"]:
-            if inner["op"] == "null":
-                within.append(inputs[inner["name"]])
-                continue
-            entries = [
-                within[entry[0]]
-                if part["nodes"][entry[0]]["op"] == "null"
-                else [within[entry[0]], *entry[1:]]
-                for entry in inner["inputs"]
-            ]
-            name = f"{node['name']}_{inner['name']}"
-            within.append(len(placed))
-            placed.append({**inner, "name": name, "inputs": entries})
-        last, output, *_ = part["heads"][0]
-        placed[within[last]]["name"] = node["name"]
-        places.append((within[last], output))
-    graph["nodes"] = placed
-    graph["arg_nodes"] = [number for number, node in enumerate(placed) if node["op"] == "null"]
-    graph["heads"] = [moved(entry) for entry in graph["heads"]]
-    graph.pop("node_row_ptr", None)
-    return mx.sym.load_json(json.dumps(graph))

@@ -17,8 +17,9 @@ from . import _onnx
 from ._files import FileError, bytes_writer, last_line, parameter_writer, text_writer, write_all
 from ._fold import fold as fold_graph
 from ._graph import ExportError, Graph, Node, is_true, make_stock
+from ._nets import check_block, walk
+from ._sync_graph import SyncGraph
 from .block import SyncBatchNorm
-from .convert import _check_block, _SyncGraph, _walk
 
 __all__ = ["ExportError", "Exported", "FileError", "export"]
 
@@ -119,7 +120,7 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
     B. Jacob et al., Quantization and Training of Neural Networks for Efficient
     Integer-Arithmetic-Only Inference, CVPR 2018, section 3.2, for folding.
     """
-    _check_block(net, "export")
+    check_block(net, "export")
     shapes = _check_shapes(input_shape)
     _check_arguments(epoch, onnx, shapes, dtype)
     # Of the last steps; with static_shape MXNet does not wait for running statistics by itself.
@@ -271,7 +272,7 @@ def _count_inputs(net):
 @contextlib.contextmanager
 def _left_as_it_is(net):
     """Puts back what tracing changes, and keeps the hooks of the blocks from being called."""
-    blocks = [block for _, block in _walk(net)]
+    blocks = [block for _, block in walk(net)]
     with contextlib.ExitStack() as undo:
         for block in blocks:
             for name in ("_forward_hooks", "_forward_pre_hooks"):
@@ -279,7 +280,7 @@ def _left_as_it_is(net):
                 setattr(block, name, type(getattr(block, name))())
         layers = [block for block in blocks if isinstance(block, SyncBatchNorm)]
         for block in blocks:
-            if isinstance(block, _SyncGraph):
+            if isinstance(block, SyncGraph):
                 undo.callback(setattr, block, "_cached_graph", block._cached_graph)
                 layers += [node.layer for node in block._nodes]
         for layer in layers:
@@ -292,7 +293,7 @@ def _left_as_it_is(net):
 def _values(net, graph, inputs):
     """{name: a copy on the CPU of the value} of the graph's parameters."""
     parameters = {}
-    for _, block in _walk(net):
+    for _, block in walk(net):
         for parameter in (*block.params.values(), *getattr(block, "_reg_params", {}).values()):
             parameters.setdefault(parameter.name, {})[id(parameter)] = parameter
     names = [node.name for node in graph.nodes() if node.op == "null" and node.name not in inputs]

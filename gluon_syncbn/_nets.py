@@ -1,0 +1,57 @@
+"""What a built net consists of."""
+
+import mxnet as mx
+from mxnet.gluon import Block, HybridBlock
+
+
+def walk(net):
+    """(path, block) of each block of a net, once, those that it keeps outside its children too."""
+    seen = set()
+
+    def visit(path, value):
+        if id(value) in seen or not isinstance(value, (Block, list, tuple, set, frozenset, dict)):
+            return
+        seen.add(id(value))
+        if isinstance(value, Block):
+            yield path, value
+            dot = path and f"{path}."
+            for name, child in value._children.items():
+                yield from visit(f"{dot}{name}", child)
+            for name, held in vars(value).items():
+                if name != "_children":
+                    yield from visit(f"{dot}{name}", held)
+            return
+        if isinstance(value, dict):
+            items = list(value.items())
+        elif isinstance(value, (list, tuple)):
+            items = list(enumerate(value))
+        else:
+            # In one order in all processes, as the layers are numbered in it.
+            blocks = [element for element in value if isinstance(element, Block)]
+            items = list(enumerate(sorted(blocks, key=lambda block: block.prefix)))
+        for key, held in items:
+            yield from visit(f"{path}[{key!r}]", held)
+
+    yield from visit("", net)
+
+
+def clear_caches(found):
+    """Has the blocks that `walk` found compiled anew."""
+    for _, block in found:
+        if isinstance(block, HybridBlock):
+            block._clear_cached_op()
+
+
+def check_block(net, function):
+    """Raises ValueError for anything but a Block."""
+    if isinstance(net, Block):
+        return
+    if isinstance(net, mx.sym.Symbol):
+        advice = "wrap the symbol in mx.gluon.SymbolBlock(symbol, inputs, params)"
+    elif isinstance(net, type) and issubclass(net, Block):
+        advice = f"make a net of it, as in {net.__name__}()"
+    elif isinstance(net, (list, tuple)):
+        advice = "call it for each net"
+    else:
+        advice = "give the net itself"
+    raise ValueError(f"{function} takes a Gluon Block and got {type(net).__name__}: {advice}.")
