@@ -204,13 +204,20 @@ def test_on_a_slow_machine_spills_are_looked_for_in_few_architectures(monkeypatc
     assert step["output"] == ["75 120"] and "sm_75 and sm_120 alone" in step["detail"]
 
 
-def test_all_steps_run_where_there_is_a_gpu(monkeypatch, path):
+def test_all_steps_run_where_there_is_a_gpu(monkeypatch, path, tmp_path):
     stub_steps(monkeypatch)
-    assert check.main(["--json", str(path), "--mxnet-set", "folder"]) == 0
+    (tmp_path / "unpack.sh").write_text("")
+    assert check.main(["--json", str(path), "--mxnet-set", str(tmp_path)]) == 0
     assert set(verdicts(path).values()) == {"ok"} and len(verdicts(path)) == 6
     assert read(path)["library"] == "CUDA 13.0 for sm_90"
     assert check.main(["--json", str(path), "--no-bench", "--no-sanitizer"]) == 0
     assert list(verdicts(path).values()).count("left out") == 3
+
+
+def test_a_set_of_mxnet_that_is_none_is_refused_before_the_build(capsys, path):
+    with pytest.raises(SystemExit):
+        check.main(["--json", str(path), "--mxnet-set", "nowhere"])
+    assert "nowhere/unpack.sh" in capsys.readouterr().err and not path.exists()
 
 
 def test_no_pytorch_fails_where_there_is_a_gpu(monkeypatch, path):
@@ -316,7 +323,7 @@ def test_inside_mxnet(monkeypatch, pipeline, path, tmp_path, ends, verdict):
     library = tmp_path / "built.so"
     library.write_text("")
     pipeline.limit = 1000
-    check.run_mxnet(pipeline, str(tmp_path), library)
+    check.run_mxnet(pipeline, tmp_path, library)
     step = read(path)["steps"]["inside MXNet"]
     assert step["verdict"] == verdict, step
     folder, places, *names = step["output"]

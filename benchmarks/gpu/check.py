@@ -219,16 +219,17 @@ def run_mxnet(pipeline, folder, library):
         shutil.copytree(str(ROOT / "gluon_syncbn"), str(package), ignore=ignored)
         shutil.copy(str(library), str(package / "libgluon_syncbn.so"))
         script = (
-            f'eval "$({Path(folder).resolve()}/unpack.sh {unpacked}/set)" && '
-            f'PYTHONPATH="{package.parent}:$PYTHONPATH" exec {sys.executable} -m pytest -v -rs '
-            "--tb=short -p no:cacheprovider -o timeout=90 -o timeout_method=thread "
-            f"{ROOT}/tests/gpu/test_mxnet_gpu.py"
+            'eval "$("$1"/unpack.sh "$2"/set)" && PYTHONPATH="$3:$PYTHONPATH" exec "$4" -m pytest '
+            "-v -rs --tb=short -p no:cacheprovider -o timeout=90 -o timeout_method=thread "
+            '"$5"/tests/gpu/test_mxnet_gpu.py'
         )
+        arguments = ["run", folder, unpacked, package.parent, sys.executable, ROOT]
         environment = dict(os.environ, CUDA_MODULE_LOADING="LAZY", MXNET_CUDNN_LIB_CHECKING="0")
         # There, as `python -m` looks for packages in its folder first, and the checkout's has no
         # library for this GPU.
         options = {"env": environment, "cwd": str(package.parent)}
-        pipeline.run("inside MXNet", ["bash", "-c", script], 150, judge=judge, **options)
+        command = ["bash", "-c", script, *arguments]
+        pipeline.run("inside MXNet", command, 150, judge=judge, **options)
 
 
 def check_gpu(pipeline, options, library, test):
@@ -260,11 +261,23 @@ def _remove(path):
         path.unlink()
 
 
+def mxnet_set(text):
+    folder = Path(text).resolve()
+    if not (folder / "unpack.sh").is_file():
+        raise argparse.ArgumentTypeError(f"there is no {folder / 'unpack.sh'}")
+    return folder
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     default = build.FOLDER / "check.json"
     parser.add_argument("--json", default=default, help=f"where the results go ({default})")
-    parser.add_argument("--mxnet-set", help="a CUDA build of MXNet, with unpack.sh")
+    parser.add_argument(
+        "--mxnet-set",
+        type=mxnet_set,
+        metavar="FOLDER",
+        help="a CUDA build of MXNet, with unpack.sh",
+    )
     parser.add_argument("--no-bench", action="store_true", help="measure nothing")
     parser.add_argument("--no-sanitizer", action="store_true", help="without compute-sanitizer")
     options = parser.parse_args(arguments)
