@@ -77,8 +77,9 @@ SBN_DEVICE double origin_of(const Value& value, double) {
   return value(0);
 }
 
-SBN_DEVICE bool fits_float(float squares) {
-  return squares >= kSmallSquare && squares <= kLargeSquare;
+// Whether float holds the squares from the smallest to the largest.
+SBN_DEVICE bool fits_float(float smallest, float largest) {
+  return smallest >= kSmallSquare && largest <= kLargeSquare;
 }
 
 // Adds kRuns runs of kValues values, value(run, i), about origin(run), and calls add(run,
@@ -89,21 +90,26 @@ template <int kRuns, int kValues, typename Value, typename Origin, typename Agai
 SBN_DEVICE void add_runs(const Value& value, const Origin& origin, float, const Again& again,
                          const Add& add) {
   float sums[kRuns], squares[kRuns];
-  bool all_fit = true;
+  // Of the squares. Not a number stays so on either way.
+  float smallest = 1, largest = 0;
 #pragma unroll
   for (int run = 0; run < kRuns; ++run) {
     float d = value(run, 0) - origin(run);
     sums[run] = d;
     squares[run] = d * d;
+    uint32_t bits = bits_of_float(d);
 #pragma unroll
     for (int i = 1; i < kValues; ++i) {
       d = value(run, i) - origin(run);
       sums[run] += d;
       squares[run] = fmaf(d, d, squares[run]);
+      bits |= bits_of_float(d);
     }
-    all_fit = all_fit && fits_float(squares[run]);
+    // Zeros, of either sign, as of all that is zero behind a relu, have nothing to lose.
+    smallest = fminf(smallest, bits << 1 ? squares[run] : 1.0f);
+    largest = fmaxf(largest, squares[run]);
   }
-  if (all_fit) {
+  if (fits_float(smallest, largest)) {
 #pragma unroll
     for (int run = 0; run < kRuns; ++run) add(run, sums[run], squares[run]);
     return;
@@ -111,7 +117,7 @@ SBN_DEVICE void add_runs(const Value& value, const Origin& origin, float, const 
 #pragma unroll
   for (int run = 0; run < kRuns; ++run) {
     double first = sums[run], second = squares[run];
-    if (!fits_float(squares[run])) {
+    if (!fits_float(squares[run], squares[run])) {
       first = second = 0;
 #pragma unroll 1
       for (int i = 0; i < kValues; ++i) {

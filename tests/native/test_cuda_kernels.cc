@@ -224,7 +224,46 @@ void any_data<Half>() {}
 template <>
 void any_data<BFloat16>() {}
 
+// Behind a relu: patches of zeros, as long as runs, vectors, shares and whole samples.
+template <typename T>
+void zeros() {
+  for (const View& view : {View{4, 3, 2100}, View{6, 3, 77}, View{4 * 150, 12, 1, 150}}) {
+    for (const int64_t patch : {1, 8, 40, 1000}) {
+      check::context = name_of<T>(view, 0) + ", zeros in patches of " + std::to_string(patch);
+      Problem<T> p(view, 0);
+      for (int64_t i = 0; i < view.size(); ++i) {
+        // Of a channel, also with channels last.
+        const int64_t place = view.S > 1 ? i : i / view.C;
+        if (place / patch % 2 == 0 || number(p.x[i]) < 0) p.x[i] = value_of<T>(0);
+      }
+      check_problem(p);
+    }
+  }
+}
+
 // Of the kernels' own, which are functions of the host here alone.
+void runs_of_equal_values_are_added_once() {
+#if !defined(SBN_REAL_CUDA)
+  check::context = "add_runs";
+  // Whether the values are read again, to be added in double.
+  const auto again = [](float value, float origin) {
+    int reads = 0;
+    double sum = 0, squares = 0;
+    add_runs<1, 8>([&](int, int) { return value; }, [&](int) { return origin; }, 0.0f,
+                   [&](int, int, const auto& add) {
+                     ++reads;
+                     add(value);
+                   },
+                   [&](int, double first, double second) { sum = first, squares = second; });
+    const double d = static_cast<double>(value) - origin;
+    CHECK(sum == 8 * d && std::fabs(squares - 8 * d * d) <= 1e-6 * squares);
+    return reads > 0;
+  };
+  CHECK(!again(0, 0) && !again(-0.0f, 0) && !again(3, 3) && !again(3, 1));
+  CHECK(again(1e-25f, 0) && again(1e25f, 0));
+#endif
+}
+
 void divisions_are_exact() {
 #if !defined(SBN_REAL_CUDA)
   check::context = "Divider";
@@ -250,6 +289,7 @@ void test_all() {
   every_shape_gives_what_the_cpu_gives<T>();
   bits_stay_the_same<T>();
   any_data<T>();
+  zeros<T>();
 }
 
 // For tools under which kernels are slow: each kernel once or twice.
@@ -280,6 +320,7 @@ int main(int count, char** arguments) {
     return check::finish("cuda_kernels --small");
   }
   divisions_are_exact();
+  runs_of_equal_values_are_added_once();
   test_all<float>();
   test_all<double>();
   test_all<Half>();
