@@ -198,31 +198,38 @@ __global__ void __launch_bounds__(kThreads) map_planes(MapTask task) {
 }
 
 // Blocks of map_rows that a multiprocessor has at a time: what registers allow.
-template <typename T, bool kAligned>
-constexpr int kMapBlocks = sizeof(T) == 2 || !kAligned ? 2 : 3;
+template <typename T, typename F, bool kAligned>
+constexpr int kMapBlocks = kAligned ? (sizeof(T) == 2 ? 2 : 3) + (kTakesTwo<F> ? 0 : 1) : 2;
 
 // S = 1: the number of threads is such that each of them meets the same channels again and again,
 // and has their formulae in registers.
 template <typename T, typename F, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kMapBlocks<T, kAligned>)
+__global__ void __launch_bounds__(kThreads, kMapBlocks<T, F, kAligned>)
     map_rows(MapTask task, int64_t threads) {
-  constexpr int kSize = kPack<T>;
+  constexpr int kSize = kPack<T>, kUnroll = kAligned || !kTakesTwo<F> ? 2 : 1;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   map_ends<T, F>(task, thread);
   if (thread >= threads || thread >= task.vectors) return;
-  F formulae[kSize];
-#pragma unroll
-  for (int j = 0; j < kSize; ++j) {
-    formulae[j] = load_formula<F>(task.formulae, (task.head + thread * kSize + j) % task.C);
-  }
-  constexpr int kUnroll = 2;
-  for (int64_t base = thread; base < task.vectors; base += threads * kUnroll) {
-    Operands<T, F, kAligned> operands[kUnroll];
+  Operands<T, F, kAligned> operands[kUnroll];
+  const auto load = [&](int64_t base) {
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       const int64_t v = base + k * threads;
       if (v < task.vectors) operands[k].load(task, task.head + v * kSize);
     }
+  };
+  // The first are on their way while the formulae are looked for; at odd addresses they take twice
+  // the registers.
+  if (kAligned) load(thread);
+  F formulae[kSize];
+  int64_t c = (task.head + thread * kSize) % task.C;
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) {
+    formulae[j] = load_formula<F>(task.formulae, c);
+    c = c + 1 == task.C ? 0 : c + 1;
+  }
+  for (int64_t base = thread; base < task.vectors; base += threads * kUnroll) {
+    if (!kAligned || base != thread) load(base);
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       const int64_t v = base + k * threads;

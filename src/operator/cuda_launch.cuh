@@ -22,7 +22,7 @@ inline unsigned misaligned(const void* p) {
 // as what they have has to be added up. `blocks` stand side by side, `resident` is what the device
 // has at a time, and a block has work for `at_once` units at a time.
 inline int64_t choose_slices(int64_t blocks, int64_t resident, int64_t units, int64_t at_once) {
-  constexpr int64_t kMostWaves = 4;
+  constexpr int64_t kMostWaves = 8;
   int64_t best = 1, least = 0;
   for (int64_t waves = 1; waves <= kMostWaves; ++waves) {
     const int64_t most = std::max<int64_t>(1, waves * resident / blocks);
@@ -58,7 +58,7 @@ struct SumsPlan {
       split_planes(v.S);
       task.units = task.N * task.chunks;
       blocks = v.C;
-      resident = plane_blocks(kBackward, v.S % kPack<T> == 0);
+      resident = plane_blocks<T>(kBackward, v.S % kPack<T> == 0);
       at_once = kThreads / task.lanes;
     } else if (v.R > 1) {
       kind = kRows;
@@ -202,7 +202,7 @@ int launch_map(const View& view, const void* a, const void* b, const void* formu
   }
   // Vectors after which the same channels come again.
   const int64_t period = view.C / std::gcd(view.C, kSize);
-  const int64_t resident = plain ? kMapBlocks<T, true> : kMapBlocks<T, false>;
+  const int64_t resident = plain ? kMapBlocks<T, F, true> : kMapBlocks<T, F, false>;
   const int64_t most = std::max(resident * multiprocessors * kThreads, period);
   const int64_t threads = std::max(std::min(most, task.vectors) / period, int64_t{1}) * period;
   const dim3 grid(static_cast<unsigned>(divide_up(threads, kThreads)));

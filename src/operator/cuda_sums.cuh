@@ -32,7 +32,10 @@ constexpr int kRowPairsInFlight = 4;
 constexpr int kRowsPerThread = 32, kFewestRows = 2;
 
 // Blocks of each kernel of sums that a multiprocessor has at a time: what registers allow.
-constexpr int plane_blocks(bool backward, bool aligned) { return backward || !aligned ? 2 : 3; }
+template <typename T>
+constexpr int plane_blocks(bool backward, bool aligned) {
+  return aligned && (!backward || sizeof(T) >= sizeof(float)) ? 3 : 2;
+}
 constexpr int kRowBlocks = 2;
 
 // Below and above, squares of float lose digits or overflow.
@@ -402,7 +405,7 @@ struct PlaneSums {
 
 // S > 1: one channel a block, some of its chunks; `lanes` threads a chunk.
 template <typename T, bool kBackward, bool kAligned>
-__global__ void __launch_bounds__(kThreads, plane_blocks(kBackward, kAligned))
+__global__ void __launch_bounds__(kThreads, plane_blocks<T>(kBackward, kAligned))
     sum_planes(SumsTask task) {
   using A = Arithmetic<T>;
   // In shared memory, as a thread needs its own once in `lanes` chunks.

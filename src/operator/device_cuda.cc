@@ -22,7 +22,9 @@ class Arena {
   void* take(size_t bytes, const Allocate& allocate) {
     bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
     if (blocks_.empty() || blocks_.back().used + bytes > blocks_.back().size) {
-      constexpr size_t kLeast = 64 << 10;
+      // So that most layers of a net have enough from their first call on: to allocate and to free
+      // may wait for all that runs on the device.
+      constexpr size_t kLeast = 1 << 20;
       const size_t size = std::max({bytes, kLeast, wanted_});
       blocks_.push_back({allocate(size), size, 0});
     }
