@@ -39,6 +39,8 @@ class KVStoreReducer(Reducer):
     ------
     ValueError
         For a store of another type: one that does not join processes, or does not wait for all.
+        Later, by the store's own functions, for a second Trainer on it: MXNet numbers the keys of
+        each from 0, and waits for ever for one that comes again.
     RuntimeError
         Where the other processes do not come.
     """
@@ -62,10 +64,13 @@ class KVStoreReducer(Reducer):
         kvstore.set_optimizer = _refuse_updates
         self._kv = kvstore
         self._connection = _native.Connection(self._look)
+        # What was initialized since: for a key that comes again MXNet waits for ever.
+        self._keys = set()
         # The store notes each new key in a table that calls on several threads would spoil.
         for name in _SERIALIZED:
             call = getattr(kvstore, name)
-            setattr(kvstore, name, _one_at_a_time(call, self._connection, name in _TOGETHER))
+            keys = self._keys if name in _TOGETHER else None
+            setattr(kvstore, name, _one_at_a_time(call, self._connection, keys))
         self._notices = {}
         self._noticed = threading.Condition()
         self._round = threading.Lock()
@@ -174,22 +179,37 @@ def _refuse_updates(optimizer):
     raise ValueError(_UPDATES)
 
 
-def _one_at_a_time(function, connection, together=False):
+def _one_at_a_time(function, connection, keys=None):
+    """`keys`: those that were initialized, of a function that does it."""
+
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if together:
+        if keys is not None:
+            _note_new(keys, args[0] if args else kwargs.get("key", ()))
             # Another process may get there only after exchanges that are under way here, and their
             # threads need the lock.
             mx.nd.waitall()
         with connection:
             result = function(*args, **kwargs)
-        if together:
+        if keys is not None:
             # The Trainer pushes gradients to the same keys next. Who had not fetched the parameters
             # by then would get the gradients' sum in their place.
             mx.nd.waitall()
         return result
 
     return call
+
+
+def _note_new(known, keys):
+    keys = keys if isinstance(keys, (list, tuple)) else [keys]
+    again = sorted(known.intersection(keys), key=str)
+    if again:
+        raise ValueError(
+            f"The KVStore has been given the key {again[0]!r} before, which MXNet would wait for "
+            "ever for. Each Trainer numbers its keys from 0: make one Trainer for all parameters, "
+            "and go on with it, or start the processes anew for the next one."
+        )
+    known.update(keys)
 
 
 class _Slots:

@@ -37,9 +37,15 @@ _MOST_TEXT = 1 << 13
 _log = logging.getLogger("gluon_syncbn")
 
 
+def warn(text):
+    """Logs on a thread of its own. The one that calls this has to end somebody's wait in time, and
+    who holds a lock of logging's may be the one who waits: for an array that it logs."""
+    threading.Thread(target=_log.warning, args=("%s", text), daemon=True).start()
+
+
 @WARN
 def _on_warning(text):
-    _log.warning("%s", text.decode())
+    warn(text.decode())
 
 
 @FAILED
@@ -152,11 +158,12 @@ class Layer:
         processes=1,
         ranks=range(1),
         exchange=None,
+        misfit="",
     ):
         """devices: those that may take part, as MXNet names them; num_devices: how many do, None
         for all; group_size: they meet in groups of so many, 0: in one; ranks: those of `processes`
         whose sums are added; exchange(key, title, channels, mine): the numbers of all processes,
-        shape (processes, size)."""
+        shape (processes, size); misfit: why the layer cannot train there."""
         self.devices = tuple(devices)
         self.exchange = exchange
         _library.gluon_syncbn_configure(
@@ -170,6 +177,7 @@ class Layer:
             processes,
             ranks.start,
             ranks.stop,
+            misfit.encode(),
         )
 
     def restart(self, variance):
@@ -215,6 +223,11 @@ def _texts(names):
 def set_absent(absent):
     """Whether this process brings nothing to exchanges, as it has run out of data."""
     _library.gluon_syncbn_set_absent(bool(absent))
+
+
+def give_up(reason):
+    """Ends all waits for other devices, now and until the reason is ""."""
+    _library.gluon_syncbn_give_up(reason.encode())
 
 
 class Connection:

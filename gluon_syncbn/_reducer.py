@@ -224,7 +224,7 @@ class _Wait:
             self._give_up(f"{story} {_CAUSES}")
         if not self._warned:
             self._warned = True
-            _log.warning("%s After %.3g s this is an error. %s", story, self._timeout, _CAUSES)
+            _native.warn(f"{story} After {self._timeout:.3g} s this is an error. {_CAUSES}")
 
     def fail(self, error):
         """The store says itself that it cannot go on."""

@@ -23,6 +23,11 @@ def _is_number(value):
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+def _same_memory(a, b):
+    """Of contexts, as MXNet looks for a Parameter's array: cpu, cpu_pinned and cpu_shared are."""
+    return (a.device_typeid & 1, a.device_id) == (b.device_typeid & 1, b.device_id)
+
+
 class _Watched(Parameter):
     """A parameter that tells its layers on which contexts it lives, whenever that changes, and when
     it gets other values than the layers give it."""
@@ -236,7 +241,7 @@ class SyncBatchNorm(nn.BatchNorm):
         return parameter.list_ctx()
 
     def _devices(self):
-        return list(self._group.devices or map(str, self._contexts()))
+        return list(self._group.devices or dict.fromkeys(map(str, self._contexts())))
 
     def _meeting_devices(self):
         """The devices of this process in lists of those that meet."""
@@ -264,6 +269,12 @@ class SyncBatchNorm(nn.BatchNorm):
         arrays = zip(*(parameter.list_data() for parameter in parameters))
         return {str(mean.context): (mean, *others) for mean, *others in arrays}
 
+    def _clear_cached_op(self):
+        super()._clear_cached_op()
+        # The graph is traced again, and its places are to be those of other processes, which may
+        # trace less often.
+        self._places = itertools.count()
+
     def cast(self, dtype):
         # As nn.BatchNorm does for float16: the parameters for data of 16 bits are float32.
         is_bfloat16 = dtype == "bfloat16" or np.dtype(dtype) == _BFLOAT16
@@ -278,6 +289,10 @@ class SyncBatchNorm(nn.BatchNorm):
             )
         contexts = self._contexts()
         if isinstance(x, mx.nd.NDArray) and contexts and x.context not in contexts:
+            # As MXNet looks for parameters: a DataLoader's workers give arrays on cpu_shared(0).
+            own = [context for context in contexts if _same_memory(context, x.context)]
+            if own:
+                return super().forward(x.as_in_context(own[0]), *args)
             raise ValueError(
                 f"{self.name} was called with data on {x.context}, but its parameters live on "
                 f"{contexts}: initialize the net on every context in use "

@@ -156,8 +156,8 @@ def convert_sync_batchnorm(net, group=None, num_devices=None, also=(), return_re
     Raises
     ------
     ValueError
-        For anything but a Block, and for arguments that make no sense or do not fit the devices of
-        a layer. The net is then as it was before.
+        For anything but a Block, and for arguments that make no sense. The net is then as it was
+        before.
 
     References
     ----------

@@ -50,8 +50,10 @@ class SyncGroup:
     Raises
     ------
     ValueError
-        Where a device is named twice, the store lacks something, or a number makes no sense. That
-        `group_size` does not fit the devices shows when a layer gets its devices.
+        Where a device is named twice, the store lacks something, or a number makes no sense.
+    MXNetError
+        Where a layer's result is waited for in training, when `group_size` does not fit its
+        devices. In inference any number does.
 
     References
     ----------
@@ -121,7 +123,7 @@ class SyncGroup:
     def _configure(self, layer, devices, num_devices):
         """Tells a `_native.Layer` whom it meets."""
         here, processes = num_devices or len(devices), self.size
-        in_process, ranks = 0, range(processes)
+        in_process, ranks, misfit = 0, range(processes), ""
         k = self.group_size
         if k is not None and here:
             if here % k == 0:
@@ -131,7 +133,7 @@ class SyncGroup:
                 first = self.store.rank // span * span
                 ranks = range(first, first + span)
             else:
-                raise ValueError(
+                misfit = (
                     f"SyncGroup was made with group_size={k}, and {layer.name} has {here} devices "
                     f"in each of {processes} processes: choose a divisor of {here}, or a multiple "
                     f"of it that divides {here * processes}."
@@ -145,6 +147,7 @@ class SyncGroup:
             processes=1 if alone else processes,
             ranks=range(1) if alone else ranks,
             exchange=None if alone else self._exchange.of(layer, here, k),
+            misfit=misfit,
         )
 
 
@@ -167,6 +170,8 @@ class _Exchange:
             )
         self._gather = _gather_of(store, timeout)
         self._locks = {}
+        # Layers that the other processes know, each with its number, devices and group size.
+        self._introduced = {}
         # Why no exchange can succeed any more. Of two processes one may have had its answer and the
         # other not, so a step that failed cannot be taken again.
         self._broken = None
@@ -175,14 +180,13 @@ class _Exchange:
 
     def of(self, layer, here, group_size):
         """The exchange of a `_native.Layer`."""
-        introduced = False
-        lock = threading.Lock()
+        introduction = layer.number, here, group_size
         describe = weakref.ref(layer)
 
         def exchange(key, title, channels, mine):
-            nonlocal introduced
-            with lock:
-                if not introduced:
+            state = self._introduced.setdefault(introduction, _Introduction())
+            with state.lock:
+                if not state.done:
                     block = describe().block()
                     dtype = numpy.dtype(block.running_mean.dtype).name if block else "?"
                     self._introduce(
@@ -192,7 +196,7 @@ class _Exchange:
                         f"{dtype}, {here} devices in each process, groups of "
                         f"{group_size or 'all'}",
                     )
-                    introduced = True
+                    state.done = True
             everyone = self.all_gather(key, title, mine)
             self._shorten(describe(), key, exchange)
             return everyone
@@ -245,6 +249,14 @@ class _Exchange:
             self._break(text)
             if self._fail is not None:
                 self._fail(text)
+
+
+class _Introduction:
+    """One layer's, with which one of its calls begins."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.done = False
 
 
 def _gather_of(store, timeout):

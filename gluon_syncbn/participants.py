@@ -67,29 +67,41 @@ class participants:
     def __enter__(self):
         if participants._inside:
             raise ValueError("participants inside participants: leave the outer one first.")
-        if not any(self._parts(block) for block in _native.blocks()):
-            return self
-        # Who has been called already, takes part in a step of all.
-        mx.nd.waitall()
-        if self._trainer is not None:
+        if any(self._parts(block) for block in _native.blocks()):
+            # Who has been called already, takes part in a step of all.
+            mx.nd.waitall()
+            _native.set_present(self._devices)
+            participants._inside = self._active = True
+        # Also where whole groups of devices are absent, and no layer has to know.
+        if self._trainer is not None and self._absent(trained(self._trainer)):
             self._end_hook = before_adding_up(self._trainer, self._bring_nothing)
-        _native.set_present(self._devices)
-        participants._inside = self._active = True
         return self
 
     def __exit__(self, kind, error, trace):
-        if not self._active:
-            return
         try:
-            mx.nd.waitall()
-            with mx.autograd.pause():
-                for block in _native.blocks():
-                    self._share_running_statistics(block)
+            if self._active and error is not None:
+                _give_up(error)
+            elif self._active:
+                mx.nd.waitall()
+            if self._active:
+                with mx.autograd.pause():
+                    for block in _native.blocks():
+                        self._share_running_statistics(block)
         finally:
-            _native.set_present([])
-            participants._inside = self._active = False
+            if self._active:
+                _native.set_present([])
+                participants._inside = self._active = False
             if self._end_hook is not None:
                 self._end_hook()
+                self._end_hook = None
+
+    def _absent(self, parameters):
+        """Whether some of their devices have no data."""
+        return any(
+            str(context) not in self._devices
+            for parameter in parameters
+            for context in parameter.list_ctx()
+        )
 
     def _parts(self, block):
         """Of each group of a layer's devices of which some take part and some do not: both."""
@@ -103,7 +115,8 @@ class participants:
 
     def _bring_nothing(self):
         for parameter in trained(self._trainer):
-            for data, gradient in zip(parameter.list_data(), parameter.list_grad()):
+            # Not list_data(), which refuses what is sparse.
+            for data, gradient in zip(parameter._data, parameter.list_grad()):
                 if str(data.context) not in self._devices:
                     # What was added up before stays.
                     if parameter.grad_req != "add":
@@ -117,6 +130,21 @@ class participants:
             for device in absent:
                 for source, target in zip(arrays.get(present[0], ()), arrays.get(device, ())):
                     source.copyto(target)
+
+
+def _give_up(error):
+    """Lets all calls end that are under way when a step ends in an error, which is the user's to
+    see: those that wait for devices that are not called any more would wait for long."""
+    _native.give_up(f"the step was given up, as it ended in {type(error).__name__}: {error}")
+    try:
+        # MXNet tells one error at a time.
+        while True:
+            try:
+                return mx.nd.waitall()
+            except mx.MXNetError:
+                pass
+    finally:
+        _native.give_up("")
 
 
 def _as_list(devices):

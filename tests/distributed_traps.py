@@ -55,6 +55,54 @@ def trainers(world):
     world.save("trainers", **arrays)
 
 
+def one_process_does_more(world):
+    """Rank 0 looks at the net, traces it anew, and moves it, all of which changes nothing."""
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(4, 3), sbn.SyncBatchNorm(), nn.Conv2D(2, 3))
+    net.initialize(ctx=contexts(2))
+    if world.rank == 0:
+        net.summary(mx.nd.zeros((1, 3, 6, 6)))
+    net.hybridize()
+
+    def trace_anew():
+        net.hybridize(static_alloc=True)
+
+    def infer_meanwhile():
+        net.hybridize(False)
+        net(mx.nd.zeros((1, 3, 6, 6)))
+        net.hybridize()
+
+    def cast():
+        net.cast("float32")
+
+    def move():
+        net.collect_params().reset_ctx(contexts(2))
+
+    def move_away_and_back():
+        net.collect_params().reset_ctx(mx.cpu(3))
+        net.collect_params().reset_ctx(contexts(2))
+
+    means = []
+    for change in (trace_anew, infer_meanwhile, cast, move, move_away_and_back, None):
+        x = mx.nd.random.normal(shape=(2, 3, 6, 6))
+        with autograd.record():
+            losses = [(net(x.as_in_context(device)) ** 2).sum() for device in contexts(2)]
+        autograd.backward(losses)
+        mx.nd.waitall()
+        means.append(net[1].running_mean.data(mx.cpu(0)).asnumpy())
+        if world.rank == 0 and change is not None:
+            change()
+    world.save("more", means=np.stack(means))
+
+
+def two_trainers(world):
+    _, _, step = net_and_trainer(world, update_on_kvstore=False)
+    step()
+    _, _, step = net_and_trainer(world, update_on_kvstore=False)
+    world.tell("two trainers", error_of(step))
+
+
 def last_keys(world):
     """Up to the last number with which the KVStore can do anything."""
     reducer = world.reducer

@@ -310,6 +310,34 @@ def test_parameters_shared_by_two_layers():
     )
 
 
+@pytest.mark.parametrize("kind", ["cpu_shared", "cpu_pinned"])
+def test_data_in_other_memory_of_the_device(kind):
+    """A DataLoader's workers give arrays on cpu_shared(0)."""
+    layer = prepare(sbn.SyncBatchNorm(in_channels=3), contexts(2))
+    x = mx.nd.random.normal(shape=(4, 3))
+    context = mx.Context(kind, 1)
+    try:
+        other = x.as_in_context(context)
+        other.wait_to_read()
+    except mx.MXNetError as error:
+        assert kind == "cpu_pinned" and "CUDA" in str(error), error
+        pytest.skip("MXNet has cpu_pinned where it has CUDA alone")
+    with autograd.record():
+        ys = [layer(x.as_in_context(mx.cpu(0))), layer(other)]
+    autograd.backward(ys)
+    assert ys[1].context == mx.cpu(1)
+    assert_same_bits(ys[0].asnumpy(), ys[1].asnumpy())
+    with pytest.raises(ValueError, match="on cpu_shared"):
+        layer(x.as_in_context(mx.Context("cpu_shared", 5)))
+
+
+def test_a_device_that_is_named_twice_comes_once():
+    layer = sbn.SyncBatchNorm(in_channels=1, group=sbn.SyncGroup(timeout=5))
+    layer.initialize(ctx=[mx.cpu(0), mx.cpu(0)])
+    with autograd.train_mode():
+        layer(mx.nd.ones((2, 1))).wait_to_read()
+
+
 def test_running_statistics_move_once_in_forward_and_not_in_backward():
     layer = prepare(sbn.SyncBatchNorm(in_channels=1), contexts(1))
     x = mx.nd.array([[1.0], [3.0]])

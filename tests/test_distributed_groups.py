@@ -18,6 +18,8 @@ from gluon_syncbn.distributed import Reducer
 from layers import contexts
 from tolerances import assert_same_bits
 
+TWO_PAIRS = sbn.SyncGroup(group_size=2)
+
 
 class Sums:
     """A store of which this is the only process, though it says that there are more."""
@@ -42,13 +44,24 @@ def test_a_size_that_does_not_fit(size, processes):
     group = sbn.SyncGroup(group_size=size, store=Sums(size=processes))
     words = f"group_size={size}, and odd has 4 devices in each of {processes} processes"
     layer = sbn.SyncBatchNorm(prefix="odd_", in_channels=3, group=group)
-    with pytest.raises(ValueError, match=words):
-        layer.initialize(ctx=contexts(4))
-    # Without the channels, the devices are known at the first call.
-    layer = sbn.SyncBatchNorm(prefix="odd_", group=group)
     layer.initialize(ctx=contexts(4))
-    with pytest.raises(ValueError, match=words):
-        layer(mx.nd.ones((2, 3)))
+    # In inference nobody meets.
+    layer(mx.nd.ones((2, 3))).wait_to_read()
+    with pytest.raises(mx.MXNetError, match=words), autograd.train_mode():
+        layer(mx.nd.ones((2, 3))).wait_to_read()
+
+
+def test_a_net_of_groups_moves_to_one_device_and_back(tmp_path):
+    layer = sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(group_size=2))
+    layer.initialize(ctx=contexts(2))
+    layer.save_parameters(str(tmp_path / "groups.params"))
+    layer.load_parameters(str(tmp_path / "groups.params"), ctx=contexts(2))
+    layer.collect_params().reset_ctx(mx.cpu(0))
+    layer(mx.nd.ones((2, 3))).wait_to_read()
+    layer.collect_params().reset_ctx(contexts(2))
+    with autograd.train_mode():
+        ys = [layer(mx.nd.full((1, 3), i, ctx=d)) for i, d in enumerate(contexts(2))]
+    assert [y.asnumpy()[0, 0].round(3) for y in ys] == [-1, 1]
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
@@ -121,10 +134,27 @@ def test_the_default_group_is_that_of_layers_which_exist(default_group):
 
 
 def test_the_default_group_leaves_layers_with_their_own_alone(default_group):
-    layer = sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(group_size=3))
-    with pytest.raises(ValueError, match="group_size=3"):
-        layer.initialize(ctx=contexts(4))
+    own, other = (sbn.SyncBatchNorm(in_channels=1, group=group) for group in (TWO_PAIRS, None))
     sbn.set_default_group(sbn.SyncGroup(group_size=1))
+    for layer, means in ((own, [1, 1, 5, 5]), (other, [0, 2, 4, 6])):
+        layer.initialize(ctx=contexts(4))
+        with autograd.train_mode():
+            for i, device in enumerate(contexts(4)):
+                layer(mx.nd.full((1, 1), 20 * i, ctx=device))
+        assert [mean.asscalar().round(3) for mean in layer.running_mean.list_data()] == means
+
+
+def test_the_default_group_may_be_one_that_does_not_fit_all_layers(default_group):
+    """Such as those of another net, which only infers."""
+    preview, layer = (sbn.SyncBatchNorm(in_channels=1) for _ in range(2))
+    preview.initialize(ctx=mx.cpu(0))
+    layer.initialize(ctx=contexts(4))
+    sbn.set_default_group(TWO_PAIRS)
+    with autograd.train_mode():
+        for i, device in enumerate(contexts(4)):
+            layer(mx.nd.full((1, 1), 20 * i, ctx=device))
+    assert [m.asscalar().round(3) for m in layer.running_mean.list_data()] == [1, 1, 5, 5]
+    preview(mx.nd.ones((1, 1))).wait_to_read()
 
 
 @pytest.mark.parametrize("group", [4, "all", contexts(2)])

@@ -50,6 +50,19 @@ def test_a_server_that_updates_already(tmp_path):
         assert "The KVStore changes what is sent to it" in text and REMEDY in text
 
 
+def test_what_one_process_does_beside_training_stops_nobody(tmp_path):
+    topics = ["distributed_traps:one_process_does_more"]
+    first, second = run(tmp_path, 2, topics).arrays("more")
+    assert_same_bits(first["means"], second["means"])
+
+
+def test_a_second_trainer_is_refused(tmp_path):
+    """MXNet would wait for ever."""
+    topics = ["distributed_traps:two_trainers"]
+    for kind, text, _ in run(tmp_path, 2, topics).told("two trainers"):
+        assert kind == "ValueError" and "make one Trainer for all parameters" in text
+
+
 def test_no_key_beyond_the_last(tmp_path):
     """Beyond, the number of the server is negative. Only rank 0 knows the numbers."""
     cluster = Cluster(tmp_path, 2, ["distributed_traps:last_keys"], GLUON_SYNCBN_TIMEOUT="10")

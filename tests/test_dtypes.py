@@ -242,9 +242,10 @@ def test_a_saved_net_loads_in_a_16_bit_type(dtype, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
-def test_an_exported_net_loads_as_float16(tmp_path):
+@pytest.mark.parametrize("momentum", [0.9, None])
+def test_an_exported_net_loads_as_float16(tmp_path, momentum):
     net = nn.HybridSequential()
-    net.add(sbn.SyncBatchNorm(in_channels=3), nn.Activation("relu"))
+    net.add(sbn.SyncBatchNorm(in_channels=3, momentum=momentum), nn.Activation("relu"))
     net.initialize()
     net.hybridize()
     x = mx.nd.random.normal(shape=(2, 3, 8, 8))
@@ -258,6 +259,16 @@ def test_an_exported_net_loads_as_float16(tmp_path):
     assert y.dtype == np.float16
     # x is rounded too.
     assert relative_error(y.asnumpy(), expected) < 2 * 2**-11 + 1e-6
+
+
+def test_the_number_of_batches_is_not_counted_in_float16():
+    layer = sbn.SyncBatchNorm(in_channels=3, momentum=None)
+    layer.initialize()
+    layer.num_batches_tracked.cast("float16")
+    layer(mx.nd.ones((2, 3))).wait_to_read()
+    with pytest.raises(mx.MXNetError, match="num_batches_tracked is of dtype float16 and has to"):
+        with autograd.train_mode():
+            layer(mx.nd.ones((2, 3))).wait_to_read()
 
 
 def test_against_the_reference_in_many_channels_and_one_pixel():

@@ -1,6 +1,7 @@
 """Steps in which some devices have no data."""
 
 import gc
+import time
 
 import mxnet as mx
 import numpy as np
@@ -170,9 +171,10 @@ def check_all_take_part(layer, count):
 
 
 def test_layers_whose_initialization_failed_are_left_alone():
-    other = sbn.SyncBatchNorm(in_channels=2, group=sbn.SyncGroup(group_size=2))
-    with pytest.raises(ValueError, match="group_size=2"):
+    other = sbn.SyncBatchNorm(in_channels=2, running_variance_initializer="nonsense")
+    with pytest.raises(AssertionError, match="nonsense is not registered"):
         other.initialize(ctx=contexts(3))
+    assert other.running_mean._data and not other.running_var._data
     layer = sbn.SyncBatchNorm(in_channels=2, momentum=0)
     layer.initialize(ctx=contexts(3))
     with sbn.participants(contexts(1)), autograd.train_mode():
@@ -188,6 +190,87 @@ def test_an_error_inside_is_the_users():
         with sbn.participants(contexts(1)):
             raise KeyError
     check_all_take_part(layer, 2)
+
+
+def test_an_error_inside_is_the_users_also_where_a_call_waits():
+    layer = sbn.SyncBatchNorm(in_channels=2, group=sbn.SyncGroup(timeout=100))
+    layer.initialize(ctx=contexts(3))
+    for error in (KeyError, KeyboardInterrupt):
+        start = time.monotonic()
+        with pytest.raises(error):
+            with sbn.participants(contexts(2)), autograd.train_mode():
+                layer(mx.nd.ones((2, 2)))
+                raise error
+        assert time.monotonic() - start < 50
+        check_all_take_part(layer, 3)
+
+
+NORMS = {
+    "all": lambda: sbn.SyncBatchNorm(in_channels=3),
+    "groups": lambda: sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(group_size=2)),
+    "virtual": lambda: sbn.VirtualBatchNorm(2, in_channels=3),
+    "none": lambda: nn.BatchNorm(in_channels=3),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_no_gradients_of_an_earlier_step_are_added(norm):
+    """Also where no layer has to know who is absent: no group is cut in two."""
+    # Layers of other tests, which may be.
+    gc.collect()
+    devices = contexts(4)
+    net = nn.HybridSequential()
+    net.add(nn.Dense(3, in_units=2), NORMS[norm]())
+    net.initialize(ctx=devices)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
+
+    def step(used, weight):
+        with sbn.participants(used, trainer):
+            with autograd.record():
+                losses = [
+                    weight * ((net(mx.nd.random.normal(shape=(4, 2), ctx=device)) + 1) ** 3).mean()
+                    for device in used
+                ]
+            autograd.backward(losses)
+            trainer.step(4)
+
+    step(devices, 1)
+    before = net[0].weight.data(devices[0]).asnumpy()
+    step(devices[:2], 0)
+    assert_same_bits(net[0].weight.data(devices[0]).asnumpy(), before)
+
+
+class Embedding(gluon.Block):
+    """With a weight that is row_sparse, of which each device asks for the rows that it needs."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.norm = sbn.SyncBatchNorm(in_channels=2, axis=-1)
+            self.weight = self.params.get(
+                "weight", shape=(5, 2), stype="row_sparse", grad_stype="row_sparse"
+            )
+
+    def forward(self, x):
+        return self.norm(
+            mx.nd.sparse.Embedding(
+                x, self.weight.row_sparse_data(x), input_dim=5, output_dim=2, sparse_grad=True
+            )
+        )
+
+
+def test_a_trainer_of_sparse_parameters():
+    net = Embedding()
+    net.initialize(ctx=contexts(2))
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    for used in (contexts(2), contexts(1)):
+        with sbn.participants(used, trainer):
+            with autograd.record():
+                xs = [mx.nd.array([[1, 2]], ctx=device) for device in used]
+                losses = [(net(x) ** 3).sum() for x in xs]
+            autograd.backward(losses)
+            trainer.step(2)
+        mx.nd.waitall()
 
 
 def test_the_trainer_is_as_it_was():

@@ -160,6 +160,22 @@ def test_training_goes_on_after_ctrl_c():
     assert code == 0 and output.endswith("trained on\n") and "no error" not in output, errors
 
 
+def test_a_log_of_a_result_that_does_not_come_stops_nobody():
+    """Whoever logs it holds the handler's lock, and waits for the result."""
+    body = """
+        import logging
+
+        logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+        with mx.autograd.record():
+            logging.info("%s", net(data[0]))
+        clear_errors()
+        print("gone on")
+    """
+    code, output, errors = finish(start(body, GLUON_SYNCBN_TIMEOUT="1"))
+    assert code == 0 and output == "gone on\n", errors
+    assert "WARNING:gluon_syncbn:" in errors and "Missing: cpu(1)" in errors
+
+
 def test_fork_between_steps():
     """The parent trains on, and so can the child."""
     body = """

@@ -36,9 +36,13 @@ void AllReduce::configure(int64_t number, LayerConfig config) {
   } else if (layer->config.devices != config.devices ||
              layer->config.num_devices != config.num_devices ||
              layer->config.group_size != config.group_size) {
+    layer->line_up();
+    auto calls = layer->first_calls;
     layer->start_anew("The devices of SyncBatchNorm '" + config.name + "' were changed from " +
                       join(layer->config.devices) + " to " + join(config.devices) + ".");
     layer->unsettled.clear();
+    // Other processes count on.
+    if (config.exchanges()) layer->first_calls = std::move(calls);
   }
   layer->config = std::move(config);
 }
@@ -94,6 +98,7 @@ Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device, 
     fail("An earlier step had failed, which was found before a fork. " + text);
   }
   const LayerConfig& config = layer->config;
+  if (!config.misfit.empty()) fail(config.misfit);
   const auto devices = [&] {
     return std::to_string(config.devices.size()) + " (" + join(config.devices) + ")";
   };
@@ -164,6 +169,9 @@ void AllReduce::meet(const LayerPtr& layer, const Ticket& ticket, Direction dire
   }
   meeting->arrivals.push_back({device, part});
   if (meeting->arrivals.size() < layer->expected(*meeting)) {
+    if (!state_->given_up.empty()) {
+      state_->fail(&lock, layer.get(), layer->title(key) + ": " + state_->given_up);
+    }
     state_->wait(&lock, layer.get(), key, meeting.get(), device);
     if (!meeting->error.empty()) throw Error(meeting->error);
     return;
@@ -231,6 +239,23 @@ void AllReduce::set_present(const std::vector<std::string>& devices) {
 void AllReduce::set_absent(bool absent) {
   const State::Lock lock(state_->mutex);
   state_->absent = absent;
+}
+
+void AllReduce::give_up(const std::string& reason) {
+  State::Lock lock(state_->mutex);
+  state_->given_up = reason;
+  if (reason.empty() || !state_->closed.empty()) return;
+  std::vector<std::pair<LayerPtr, std::string>> waiting;
+  for (const auto& entry : state_->layers) {
+    const LayerPtr layer = entry.second.lock();
+    if (layer && !layer->meetings.empty()) {
+      waiting.emplace_back(layer, layer->title(layer->meetings.begin()->first) + ": " + reason);
+    }
+  }
+  for (const auto& [layer, text] : waiting) {
+    state_->end_step(&lock, layer.get(), text);
+    lock.lock();
+  }
 }
 
 void AllReduce::fail(const LayerPtr& layer, const std::string& text) {

@@ -41,6 +41,8 @@ struct LayerConfig {
 
   // Whether not every device can read what lies on the others.
   bool has_gpus = false;
+  // Why the layer cannot train on these devices, or nothing.
+  std::string misfit;
 
   bool exchanges() const { return processes > 1; }
   size_t participants() const {
@@ -139,6 +141,10 @@ class AllReduce {
   // This process has run out of data: until it is told otherwise it takes part in exchanges with
   // sums of nothing.
   void set_absent(bool absent);
+
+  // The step is not gone on with, for this reason: who waits for other devices now, or comes before
+  // they do, gets an error, until there is no reason any more.
+  void give_up(const std::string& reason);
 
   // Something went wrong on one device: everyone who waits at this layer gets to know at once.
   void fail(const LayerPtr& layer, const std::string& text);

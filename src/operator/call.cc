@@ -159,6 +159,17 @@ void Call::check_engine() const {
   }
 }
 
+void Call::check_count(const Arrays& arrays) const {
+  const DType parameters =
+      has_double_parameters(arrays.dtype(kData)) ? DType::kFloat64 : DType::kFloat32;
+  const DType count = arrays.dtype(kForwardRunning + kNumBatches);
+  if (count != parameters) {
+    throw std::runtime_error(std::string("num_batches_tracked is of dtype ") + name_of(count) +
+                             " and has to be " + name_of(parameters) +
+                             " in training. Cast that parameter.");
+  }
+}
+
 void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train) {
   check_device();
   // A backward finds none after a forward that fails.
@@ -171,6 +182,7 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
                           arrays.data(kBeta),
                           wanted ? arrays.data(kForwardOutputs + kOutput) : nullptr,
                           store_of(requests[kOutput])};
+  if (from_batch_ && settings_.running.cumulative) check_count(arrays);
   if (is_shared()) {
     check_engine();
     ticket_ = process.all_reduce->next_ticket(layer_, device_, settings_.place);

@@ -36,6 +36,7 @@ class Call {
 
   void check_device() const;
   void check_engine() const;
+  void check_count(const Arrays& arrays) const;
   bool has_kernels() const;
   // For errors.
   std::string title() const;

@@ -100,6 +100,8 @@ struct AllReduce::State {
   std::map<int64_t, std::weak_ptr<Layer>> layers;
   std::string closed;
   std::string untold;
+  // Why nobody is waited for at this moment.
+  std::string given_up;
   bool absent = false;
   Present present;
   Observer observer;

@@ -142,6 +142,8 @@ int infer_type(int size, int* types, void*) {
     const DType expected = i == kNumInputs + kMean || i == kNumInputs + kInvStd ? DType::kFloat64
                            : i == kData || i == kNumInputs + kOutput            ? data
                                                                                 : parameters;
+    // SymbolBlock.cast() does not know it for what it is, and only training counts.
+    if (i == kNumInputs + kNumOutputs + kNumBatches && types[i] != kUnknown) continue;
     if (types[i] != kUnknown && types[i] != static_cast<int>(expected)) {
       throw dmlc::Error(std::string("SyncBatchNorm got data of dtype ") + name_of(data) +
                         ", for which its parameters have to be " + name_of(parameters) +

@@ -103,7 +103,7 @@ void gluon_syncbn_tell_next(const char* text) { process.all_reduce->tell_next(te
 
 void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* devices,
                             int num_devices, int expected, int group_size, double timeout_seconds,
-                            int processes, int first_rank, int end_rank) {
+                            int processes, int first_rank, int end_rank, const char* misfit) {
   // Its store may be another one from now on.
   lines().forget(layer);
   LayerConfig config;
@@ -115,6 +115,7 @@ void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* 
   config.processes = static_cast<size_t>(processes);
   config.first_rank = static_cast<size_t>(first_rank);
   config.end_rank = static_cast<size_t>(end_rank);
+  config.misfit = misfit;
   for (const std::string& device : config.devices) config.has_gpus |= gpu_of(device) >= 0;
   process.all_reduce->configure(layer, config);
   process.running_states->keep(layer);
@@ -125,6 +126,8 @@ void gluon_syncbn_set_present(const char* const* devices, int num_devices) {
 }
 
 void gluon_syncbn_set_absent(int absent) { process.all_reduce->set_absent(absent != 0); }
+
+void gluon_syncbn_give_up(const char* reason) { process.all_reduce->give_up(reason); }
 
 void gluon_syncbn_forget(int64_t layer) {
   lines().forget(layer);

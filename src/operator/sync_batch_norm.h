@@ -33,13 +33,16 @@ SBN_EXPORT void gluon_syncbn_tell_next(const char* text);
 SBN_EXPORT void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* devices,
                                        int num_devices, int expected, int group_size,
                                        double timeout_seconds, int processes, int first_rank,
-                                       int end_rank);
+                                       int end_rank, const char* misfit);
 
 // Only these devices take part from the next forward calls on; none: all do.
 SBN_EXPORT void gluon_syncbn_set_present(const char* const* devices, int num_devices);
 
 // Whether this process takes part in exchanges with sums of nothing, as it has run out of data.
 SBN_EXPORT void gluon_syncbn_set_absent(int absent);
+
+// See AllReduce::give_up; an empty reason: go on.
+SBN_EXPORT void gluon_syncbn_give_up(const char* reason);
 SBN_EXPORT void gluon_syncbn_forget(int64_t layer);
 // Somebody else writes the running mean, or the running variance: virtual devices go on from there.
 SBN_EXPORT void gluon_syncbn_restart(int64_t layer, int variance);
