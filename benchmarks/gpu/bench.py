@@ -26,9 +26,11 @@ from surface import Layer, Library  # noqa: E402
 LARGE = [(32, 256, 64, 64), (64, 64, 112, 112), (352, 2048, 7, 7), (64, 512, 33, 33)]
 SMALL = [(2, 64, 28, 28), (8, 256, 14, 14), (4, 1024, 7, 7), (2, 2048, 8, 8)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# Figures alone: small planes, and float64, which GPUs without many units for it compute slowly.
-OTHERS = [((512, 1024, 8, 8), dtype, False) for dtype in DTYPES]
-OTHERS += [((32, 256, 64, 64), torch.float64, layout) for layout in (False, True)]
+# Figures alone: small planes, float64, which GPUs without many units for it compute slowly, and
+# data behind a relu.
+OTHERS = [((512, 1024, 8, 8), dtype, False, False) for dtype in DTYPES]
+OTHERS += [((32, 256, 64, 64), torch.float64, layout, False) for layout in (False, True)]
+OTHERS += [((32, 256, 64, 64), torch.float16, layout, True) for layout in (False, True)]
 # Arrays that each pass reads or writes.
 PASSES = {"sums": 1, "y": 2, "backward sums": 2, "dx": 3}
 THEIRS = {"sync": "SyncBatchNorm", "batch_norm": "batch_norm"}
@@ -127,17 +129,18 @@ def peak_bandwidth():
 
 
 def kernels_of(function):
-    """The names of the kernels that it launches, or None where the profiler does not tell."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
+    """The names of our kernels that it launches, or None where the profiler does not tell."""
     try:
-        with torch.profiler.profile(activities=activities) as profile:
-            function()
-            torch.cuda.synchronize()
+        # The first time it may miss some.
+        for _ in range(2):
+            with torch.profiler.profile() as profile:
+                function()
+                torch.cuda.synchronize()
         on_device = torch.autograd.DeviceType.CUDA
         names = [event.name for event in profile.events() if event.device_type == on_device]
     except Exception:  # No figure of speed depends on it.
         return None
-    return [name for name in names if not name.startswith("Mem")] or None
+    return [name for name in names if "gluon_syncbn" in name] or None
 
 
 def of_pytorch(x, dy, gamma, beta):
@@ -173,11 +176,12 @@ def of_pytorch(x, dy, gamma, beta):
 class Set:
     """The arrays of one call, of us and of PyTorch."""
 
-    def __init__(self, library, shape, dtype, channels_last):
+    def __init__(self, library, shape, dtype, channels_last, behind_relu=False):
         n, channels, height, width = shape
         stored = (n, height, width, channels) if channels_last else shape
         parameter = torch.float64 if dtype == torch.float64 else torch.float32
-        x = (torch.randn(stored, device="cuda") * 2 + 3).to(dtype)
+        x = torch.randn(stored, device="cuda") * 2
+        x = (x.clamp(min=0) if behind_relu else x + 3).to(dtype)
         dy = torch.randn(stored, device="cuda").to(dtype)
         gamma, beta = (torch.randn(channels, device="cuda", dtype=parameter) for _ in range(2))
         self.layer = Layer(library, x, dy, gamma, beta, channels_last)
@@ -200,11 +204,11 @@ class Set:
         self.layer.normalize()
 
 
-def measure(library, clock, shape, dtype, channels_last, large):
+def measure(library, clock, shape, dtype, channels_last, large, behind_relu=False):
     size = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     count = max(2, math.ceil(4 * cache / size)) if large else 1
-    sets = [Set(library, shape, dtype, channels_last) for _ in range(count)]
+    sets = [Set(library, shape, dtype, channels_last, behind_relu) for _ in range(count)]
     rounds = max(1, round(BYTES_AT_ONCE / (size * count))) if large else SMALL_CALLS
     row = {
         "shape": shape,
@@ -212,6 +216,7 @@ def measure(library, clock, shape, dtype, channels_last, large):
         "layout": "NHWC" if channels_last else "NCHW",
         "megabytes": size / 1e6,
         "large": large,
+        "behind_relu": behind_relu,
         "calls": rounds * count,
         "batch_norm_kind": sets[0].kind,
     }
@@ -305,7 +310,8 @@ def cells(row):
             yield f"{times['ours'] / times[name]:.2f}{' n' if native else ''}"
 
     yield "x".join(map(str, row["shape"]))
-    yield from (row["dtype"], row["layout"], f"{row['megabytes']:.0f}")
+    yield row["dtype"] + (", behind relu" if row["behind_relu"] else "")
+    yield from (row["layout"], f"{row['megabytes']:.0f}")
     if row["large"]:
         yield f"{row['copy_bytes_per_second'] / 1e9:.0f}"
         yield from (f"{row['of_copy'][name]:.2f}" for name in PASSES)
@@ -345,12 +351,14 @@ def main():
     print("| " + " | ".join(HEAD) + " |")
     print("| " + " | ".join("---" for _ in HEAD) + " |")
     layouts = (False, True)
-    tasks = [(shape, d, layout, "large") for shape in LARGE for d in DTYPES for layout in layouts]
-    tasks += [(shape, DTYPES[0], layout, "small") for shape in SMALL for layout in layouts]
+    plain = False
+    tasks = [(s, d, layout, plain, "large") for s in LARGE for d in DTYPES for layout in layouts]
+    tasks += [(shape, DTYPES[0], layout, plain, "small") for shape in SMALL for layout in layouts]
     tasks += [(*other, "other") for other in OTHERS]
-    for shape, dtype, channels_last, kind in tasks:
+    for shape, dtype, channels_last, behind_relu, kind in tasks:
+        large = kind != "small"
         try:
-            row = measure(library, clock, shape, dtype, channels_last, kind != "small")
+            row = measure(library, clock, shape, dtype, channels_last, large, behind_relu)
         except Exception as error:
             traceback.print_exc()
             result["failed"].append(f"{shape} {dtype}: {type(error).__name__}: {error}")

@@ -136,7 +136,8 @@ def build_all(pipeline, gpu):
 def find_pytorch(pipeline):
     """Whether there is one that finds the GPU."""
     # Its first import may take long.
-    version = ask([sys.executable, "-c", PYTORCH], 120)
+    seconds = max(1, min(120, pipeline.left() - FOR_SPEED))
+    version = ask([sys.executable, "-c", PYTORCH], seconds)
     pipeline.facts(pytorch=version)
     return bool(version)
 
