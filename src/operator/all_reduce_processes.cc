@@ -98,7 +98,8 @@ void AllReduce::sort_out(Layer* layer, const Ticket& ticket, size_t processes,
                               " processes to go backward through this call. Came: ranks " +
                               join(came) + "; the others went through other calls of the layer. ";
     if (interrupted) throw Error(story + "Interrupted.");
-    if (waited >= timeout) throw Error(story + "Call backward for the same calls in all of them.");
+    if (waited >= timeout)
+      throw Error(story + "Call backward for the same calls, in the same order, in all of them.");
     warned = true;
     if (const auto warn = state_->observer.warn) {
       lock.unlock();
