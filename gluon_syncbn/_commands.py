@@ -1,5 +1,6 @@
 """What python -m gluon_syncbn does with checkpoints."""
 
+import contextlib
 import glob
 import importlib
 import os
@@ -18,15 +19,25 @@ from ._files import (
     text_writer,
     write_all,
 )
-from ._graph import STOCK_OPERATORS, ExportError, Graph, is_true, make_stock, settings_of
+from ._graph import (
+    STOCK_OPERATORS,
+    ExportError,
+    Graph,
+    expected_shapes,
+    is_true,
+    make_stock,
+    settings_of,
+)
 from .deploy import export as export_net
 from .deploy import write_graph
 
 ERRORS = (ExportError, FileError, ValueError)
 
 _SYMBOL = "-symbol.json"
-_AUXILIARY = re.compile(r"(running|moving)_(mean|var)$")
-_ROLE = re.compile(r"^(.*?)[_.]?(gamma|beta|(?:running|moving)_(?:mean|var))$")
+_AUXILIARY = re.compile(r"((running|moving)_(mean|var)|num_batches_tracked)$")
+_ROLE = re.compile(
+    r"^(?:arg:|aux:)?(.*?)[_.]?(gamma|beta|(?:running|moving)_(?:mean|var)|num_batches_tracked)$"
+)
 # A channel whose output does not depend on its input, and one that no dtype holds for long.
 _DEAD_VARIANCE, _DEAD_GAMMA = 1e-10, 1e-6
 _LARGEST = {"mean": 1e4, "var": 1e8, "gamma": 1e3, "beta": 1e3}
@@ -40,7 +51,7 @@ def export(options):
             net, options.output, options.epoch, options.fold, options.onnx, shapes, options.dtype
         )
     else:
-        symbol, arrays, inputs = _load_graph(options)
+        graph, arrays, inputs = _load_graph(options)
         if options.onnx and not shapes:
             raise ValueError(
                 "--onnx needs --input-shape, such as 1,3,224,224: an ONNX model is made for inputs "
@@ -49,7 +60,7 @@ def export(options):
         if options.epoch not in range(10000):
             raise ValueError(f"--epoch is {options.epoch}: give a number from 0 to 9999.")
         result = write_graph(
-            Graph(symbol),
+            graph,
             arrays,
             inputs,
             options.output,
@@ -83,28 +94,39 @@ def convert(options):
         if options.names:
             arrays = _renamed(arrays, options)
         if options.dtype:
-            arrays = {name: _cast(name, a, options.dtype) for name, a in arrays.items()}
+            dtypes = dict.fromkeys(arrays, options.dtype)
+            if options.dtype == "float16":
+                # As net.cast does.
+                for _, roles in _norms(arrays):
+                    dtypes.update(dict.fromkeys(roles.values(), "float32"))
+            arrays = {name: _cast(name, a, dtypes[name]) for name, a in arrays.items()}
         write_all({options.output: parameter_writer(arrays)})
         print(f"{options.output}: {len(arrays)} parameters")
         return 0
     if options.names or options.dtype:
         raise ValueError(f"--names and --dtype are for .params files, and {options.file} is none.")
     graph = Graph(read_symbol(options.file))
-    before = _count(graph)
+    before, variables = _count(graph), _variables(graph)
     make_stock(graph)
     write_all({options.output: text_writer(graph.symbol().tojson())})
     changed = ", ".join(f"{n} {op}" for op, n in sorted(before.items()) if op != "BatchNorm")
     print(f"{options.output}: {changed or 'none'} became BatchNorm, {sum(before.values())} in all")
+    dropped = sorted(variables - _variables(graph))
+    if dropped:
+        print(
+            f"dropped what only training needs: {_some(dropped)} (export writes files without, "
+            "SymbolBlock.imports loads others with ignore_extra=True)"
+        )
     return 0
 
 
 def inspect(options):
     rows = _layers_of_net(_load_net(options)) if options.net else None
     if rows is None and _is_parameters(options.source):
-        rows = _layers_of_names(_plain(read_parameters(options.source)))
+        rows = _layers_of_names(options.source)
     if rows is None:
-        symbol, arrays, _ = _load_graph(options)
-        rows = _layers_of_graph(Graph(symbol), arrays)
+        graph, arrays, _ = _load_graph(options)
+        rows = _layers_of_graph(graph, arrays)
     if not rows:
         raise ValueError(f"{options.source} has no batch normalization.")
     table = [("layer", "kind", "channels", "gamma", "beta", "mean", "variance", "remarks")]
@@ -134,7 +156,8 @@ def _make_net(options):
     if not function:
         raise ValueError(f"--net is {options.net!r}: give package.module:function.")
     # As for python -c, where the user is.
-    sys.path.insert(0, os.getcwd())
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
     try:
         net = getattr(importlib.import_module(module), function)()
     except Exception as error:  # The user's code may raise anything.
@@ -143,7 +166,10 @@ def _make_net(options):
             "without arguments that returns the net."
         ) from error
     finally:
-        sys.path.remove(os.getcwd())
+        # The user's code may have gone elsewhere, and the files are named from here.
+        os.chdir(folder)
+        with contextlib.suppress(ValueError):
+            sys.path.remove(folder)
     if not isinstance(net, Block):
         raise ValueError(f"--net {options.net} returned {type(net).__name__}: a net was expected.")
     return net
@@ -163,7 +189,7 @@ def _load_net(options):
 
 
 def _load_graph(options):
-    """(symbol, {name: NDArray}, names of the inputs) of the source."""
+    """(Graph, {name: NDArray}, names of the inputs) of the source."""
     source = options.source
     if _is_parameters(source):
         raise ValueError(
@@ -188,7 +214,23 @@ def _load_graph(options):
             "among them: name the parameters of this symbol with --params, or its inputs with "
             "--inputs."
         )
-    return symbol, {name: arrays[name] for name in names if name not in inputs}, inputs
+    arrays = {name: arrays[name] for name in names if name not in inputs}
+    graph = Graph(symbol)
+    shapes = {name: array.shape for name, array in arrays.items()}
+    for name, expected in expected_shapes(graph, shapes):
+        if name in shapes and not _fits(shapes[name], expected):
+            text = str(tuple(n if n > 0 else None for n in expected)).replace("None", "?")
+            raise FileError(
+                f"{parameters} does not fit {path}: {name} is {shapes[name]}, {text} was expected; "
+                "name the parameters of this symbol with --params."
+            )
+    return graph, arrays, inputs
+
+
+def _fits(shape, expected):
+    if not expected:
+        return True
+    return len(shape) == len(expected) and all(m in (n, 0, -1) for n, m in zip(shape, expected))
 
 
 def _last_epoch(prefix, path):
@@ -234,17 +276,31 @@ def _renamed(arrays, options):
     return {f"{'aux' if _AUXILIARY.search(n) else 'arg'}:{n}": a for n, a in named.items()}
 
 
+def _norms(names):
+    """[(name of a layer, {role: name})] of the batch normalization among names of parameters."""
+    layers = {}
+    for name in names:
+        found = _ROLE.match(name)
+        if found:
+            layers.setdefault(found.group(1), {})[found.group(2).split("_")[-1]] = name
+    # LayerNorm and others have no running statistics.
+    return [(layer, roles) for layer, roles in layers.items() if roles.keys() & {"mean", "var"}]
+
+
 def _cast(name, array, dtype):
     if np.dtype(array.dtype).kind != "f":
         return array
-    of_norm = _ROLE.match(name)
-    result = array.astype("float32" if of_norm and dtype == "float16" else dtype)
+    result = array.astype(dtype)
     if np.isfinite(array.asnumpy()).all() and not np.isfinite(result.asnumpy()).all():
         raise ExportError(
             f"{name} has values up to {np.abs(array.asnumpy()).max():.3g}, which {dtype} does not "
             "hold: leave it in its own dtype."
         )
     return result
+
+
+def _variables(graph):
+    return {node.name for node in graph.nodes() if node.op == "null"}
 
 
 def _count(graph):
@@ -285,19 +341,23 @@ def _layers_of_graph(graph, arrays):
     return rows
 
 
-def _layers_of_names(arrays):
-    layers = {}
-    for name, array in arrays.items():
-        found = _ROLE.match(name)
-        if found and array.ndim == 1:
-            role = found.group(2).split("_")[-1]
-            layers.setdefault(found.group(1), {})[role] = array.asnumpy()
-    # LayerNorm and others have no running statistics.
-    return [
-        (name, "unknown", values, {})
-        for name, values in layers.items()
-        if {"mean", "var"} <= values.keys()
-    ]
+def _layers_of_names(path):
+    arrays = read_parameters(path)
+    rows = []
+    for layer, roles in _norms(name for name, array in arrays.items() if array.ndim == 1):
+        roles.pop("tracked", None)
+        if not {"mean", "var"} <= roles.keys():
+            continue
+        variance = roles["var"]
+        for name in roles.values():
+            if arrays[name].shape != arrays[variance].shape:
+                raise FileError(
+                    f"{path} is damaged: {name} is {arrays[name].shape}, and {variance} beside it "
+                    f"is {arrays[variance].shape}. Take another copy."
+                )
+        values = {role: arrays[name].asnumpy() for role, name in roles.items()}
+        rows.append((layer, "unknown", values, {}))
+    return rows
 
 
 def _flags(values, settings):

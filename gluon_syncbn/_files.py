@@ -142,12 +142,20 @@ def read_symbol(path):
     if not (isinstance(graph, dict) and {"nodes", "heads"} <= set(graph)):
         raise FileError(f"{path} is JSON but holds no graph of MXNet: {wanted}.")
     try:
-        return mx.sym.load_json(text.decode())
+        symbol = mx.sym.load_json(text.decode())
     except mx.MXNetError as error:
         raise FileError(
             f"{path} cannot be loaded by MXNet {mx.__version__} ({_cause(error)}): it needs "
             "operators that this MXNet has not, or is damaged."
         ) from None
+    for number, node in enumerate(graph["nodes"]):
+        # MXNet loads such graphs, and stumbles over them later.
+        if any(source >= number for source, *_ in node["inputs"]):
+            raise FileError(
+                f"{path} is damaged ({node['name']} does not stand behind its inputs): {wanted}; "
+                "export it again."
+            )
+    return symbol
 
 
 def read_parameters(path):

@@ -1,5 +1,6 @@
 """python -m gluon_syncbn export, convert, inspect and doctor."""
 
+import json
 import os
 import re
 import shutil
@@ -30,13 +31,34 @@ def make():
     return net
 
 
+def norms():
+    """With what else has a gamma and a beta, and with a count of batches."""
+    net = nn.HybridSequential(prefix="norms_")
+    with net.name_scope():
+        net.add(nn.Conv2D(3, 1, in_channels=2), sbn.SyncBatchNorm(momentum=None, in_channels=3))
+        net.add(nn.BatchNorm(in_channels=3), nn.LayerNorm(in_channels=3))
+        net.add(nn.InstanceNorm(in_channels=3))
+    return net
+
+
+def elsewhere():
+    os.chdir("/")
+    return make()
+
+
+def without_path():
+    sys.path.pop(0)
+    return make()
+
+
 def wrong():
     return "a net"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With own-symbol.json and own-0003.params of net.export, c.params of save_parameters."""
+    """With own-symbol.json and own-0003.params of net.export, c.params of save_parameters; bare is
+    own without the shapes of the variables."""
     folder = tmp_path_factory.mktemp("checkpoints")
     net = make()
     [x], expected = ready(net, (2, 3, 8, 8))
@@ -62,8 +84,28 @@ def folder(tmp_path_factory):
     (folder / "cut-symbol.json").write_text(text[: len(text) // 2])
     unknown = text.replace('"Convolution"', '"NoSuchOperator"')
     (folder / "unknown-symbol.json").write_text(unknown)
+    looped = json.loads(text)
+    looped["nodes"][-1]["inputs"][0] = [len(looped["nodes"]) - 1, 0, 0]
+    (folder / "looped-symbol.json").write_text(json.dumps(looped))
+    bare = json.loads(text)
+    for node in bare["nodes"]:
+        node.get("attrs", {}).pop("__shape__", None)
+    (folder / "bare-symbol.json").write_text(json.dumps(bare))
+    shutil.copy(folder / "own-0003.params", folder / "bare-0000.params")
+    for name in ("conv0_weight", "conv0_bias", "syncbatchnorm0_gamma"):
+        (key,) = (key for key in last if key.endswith(name))
+        wider = mx.nd.ones((16, *last[key].shape[1:]))
+        mx.nd.save(str(folder / f"{name}.params"), {**last, key: wider})
     mx.nd.save(str(folder / "list.params"), [mx.nd.ones(3)])
     mx.nd.save(str(folder / "none.params"), {"weight": mx.nd.ones(3)})
+    uneven = {role: mx.nd.ones(3) for role in ("gamma", "beta", "running_mean")}
+    mx.nd.save(str(folder / "uneven.params"), {**uneven, "running_var": mx.nd.ones(4)})
+    net = norms()
+    ready(net, (2, 2, 3, 3))
+    net.hybridize()
+    forward(net, mx.nd.ones((2, 2, 3, 3)))
+    net.export(str(folder / "norms"))
+    net.save_parameters(str(folder / "norms.params"))
     return folder
 
 
@@ -152,6 +194,46 @@ def test_convert_parameters(run, data, folder, tmp_path):
         assert array.dtype == (np.float32 if norm else np.float16), name
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_converted_dtypes_are_those_of_cast(run, folder, tmp_path, dtype):
+    run(f"convert norms.params -o TMP/c.params --dtype {dtype}")
+    net = norms()
+    net.cast(dtype)
+    net.load_parameters(str(tmp_path / "c.params"))
+    run(f"convert norms-0000.params -o TMP/c-0000.params --dtype {dtype}")
+    for name, array in mx.nd.load(str(tmp_path / "c-0000.params")).items():
+        assert array.dtype == np.dtype(net.collect_params()[name.split(":")[1]].dtype), name
+
+
+def test_module_names_are_those_of_export(run, folder, tmp_path):
+    run("convert norms.params -o TMP/m.params --names module --net test_commands:norms")
+    arrays = mx.nd.load(str(tmp_path / "m.params"))
+    assert arrays.keys() == mx.nd.load(str(folder / "norms-0000.params")).keys()
+    assert "aux:norms_syncbatchnorm0_num_batches_tracked" in arrays
+
+
+@pytest.mark.filterwarnings("ignore:.*Cannot decide type")
+def test_a_stock_symbol_has_no_count_of_batches(run, folder, tmp_path):
+    out = run("convert norms-symbol.json -o TMP/m-symbol.json")
+    assert "dropped what only training needs: norms_syncbatchnorm0_num_batches_tracked (" in out
+    parameters = str(folder / "norms-0000.params")
+    mx.gluon.SymbolBlock.imports(
+        str(tmp_path / "m-symbol.json"), ["data"], parameters, ignore_extra=True
+    )
+    run("export norms -o TMP/e")
+    assert not any("tracked" in name for name in mx.nd.load(str(tmp_path / "e-0000.params")))
+    load(tmp_path / "e")
+    assert "dropped" not in run("convert own-symbol.json -o TMP/own-symbol.json")
+
+
+@pytest.mark.parametrize("function", ["elsewhere", "without_path"])
+def test_the_code_of_the_net_may_go_elsewhere(run, folder, monkeypatch, function):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = list(sys.path)
+    run(f"inspect c.params --net test_commands:{function}")
+    assert Path.cwd() == folder and sys.path == before
+
+
 def test_inspect(run, capsys):
     out = run("inspect own")
     assert out.count("GluonSyncBatchNorm") == 2
@@ -179,9 +261,35 @@ def test_inspect(run, capsys):
         ("inspect cut", "cut-symbol.json is damaged"),
         ("inspect other", "other-symbol.json is JSON but holds no graph of MXNet"),
         ("inspect unknown", "unknown-symbol.json cannot be loaded by MXNet 1.9.1"),
+        ("inspect looped --params c.params", "looped-symbol.json is damaged (net_"),
+        ("convert looped-symbol.json -o TMP/c", "looped-symbol.json is damaged (net_"),
         ("inspect half", "half-0000.params is damaged"),
         ("inspect own --params list.params", "list.params has no named arrays"),
         ("inspect own --params c.params", "c.params lacks 12 of the 13 names in own-symbol.json"),
+        (
+            "inspect own --params conv0_weight.params",
+            "conv0_weight.params does not fit own-symbol.json: net_conv0_weight is (16, 3, 3, 3), "
+            "(8, 3, 3, 3) was expected",
+        ),
+        (
+            "export own --params syncbatchnorm0_gamma.params -o TMP/m --fold",
+            "syncbatchnorm0_gamma.params does not fit own-symbol.json: net_syncbatchnorm0_gamma is "
+            "(16,), (8,) was expected",
+        ),
+        (
+            "export bare --params conv0_weight.params -o TMP/m",
+            "conv0_weight.params does not fit bare-symbol.json: net_conv0_weight is (16, 3, 3, 3), "
+            "(8, ?, ?, ?) was expected",
+        ),
+        ("export bare --params conv0_bias.params -o TMP/m", "net_conv0_bias is (16,), (8,) was"),
+        (
+            "inspect bare --params syncbatchnorm0_gamma.params",
+            "net_syncbatchnorm0_gamma is (16,), (8,) was expected",
+        ),
+        (
+            "inspect uneven.params",
+            "uneven.params is damaged: gamma is (3,), and running_var beside",
+        ),
         ("inspect none.params", "none.params has no batch normalization"),
         ("inspect own --inputs image", "--inputs names image, which own-symbol.json has not"),
         ("export text -o TMP/m", "text-symbol.json is no JSON"),
