@@ -88,7 +88,8 @@ def _parser():
     convert.add_argument(
         "--dtype",
         choices=("float16", "float32", "float64"),
-        help="of all but batch normalization's parameters; as they are, unless given",
+        help="of the parameters, as net.cast gives it to them: with float16, those of batch "
+        "normalization are float32; as they are, unless given",
     )
 
     inspect = add(

@@ -68,6 +68,9 @@ def _fold_one(graph, norm, arrays, dtype):
             return f"{parameter.name} is shared"
         if np.dtype(arrays[parameter.name].dtype).kind != "f":
             return f"{parameter.name} is {np.dtype(arrays[parameter.name].dtype)}"
+    for parameter, _ in norm.inputs[1:]:
+        if parameter.name not in arrays:
+            return f"{parameter.name} is computed"
     settings = settings_of(norm.attrs)
     where = _channel_axis(layer)
     if settings["axis"] not in where:

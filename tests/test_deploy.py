@@ -500,6 +500,29 @@ def test_what_is_shared_is_left_alone(tmp_path, kind, folded, why):
     assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[True])
 
 
+class Conditional(gluon.HybridBlock):
+    """Batch normalization whose gamma is computed."""
+
+    def __init__(self):
+        super().__init__(prefix="net_")
+        with self.name_scope():
+            self.conv = nn.Conv2D(4, 3, in_channels=3)
+            self.norm = nn.BatchNorm(in_channels=4)
+
+    def hybrid_forward(self, F, x):
+        of_norm = [p.var() if F is mx.sym else p.data() for p in self.norm._reg_params.values()]
+        gamma, *others = of_norm
+        return F.BatchNorm(self.conv(x), F.exp(gamma), *others, fix_gamma=False, name="fwd")
+
+
+def test_a_computed_gamma_is_left_alone(tmp_path):
+    net = Conditional()
+    [x], expected = ready(net, (2, 3, 6, 6))
+    result = sbn.export(net, tmp_path / "m", fold=True)
+    assert list(result.left.values()) == ["net_exp0 is computed"] and not result.folded
+    assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[False])
+
+
 def test_another_axis_than_the_channels_is_left_alone(tmp_path):
     net = sequential(nn.Conv2D(5, 1, in_channels=3), sbn.SyncBatchNorm(axis=2))
     [x], expected = ready(net, (2, 3, 4, 6))
