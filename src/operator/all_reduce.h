@@ -139,6 +139,9 @@ class AllReduce {
   // This process has run out of data: until it is told otherwise it takes part in exchanges with
   // sums of nothing.
   void set_absent(bool absent);
+  // Whether this process has data, or exchanges sums of the layer with others, who may have some.
+  // Null: a layer that meets nobody.
+  bool has_data(const LayerPtr& layer) const;
 
   // Something went wrong on one device: everyone who waits at this layer gets to know at once.
   void fail(const LayerPtr& layer, const std::string& text);
