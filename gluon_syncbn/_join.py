@@ -1,5 +1,8 @@
 """Uneven numbers of batches."""
 
+import reprlib
+from collections.abc import Mapping
+
 import mxnet as mx
 import numpy
 
@@ -21,7 +24,9 @@ class join:
     A process that runs out of batches goes on with its last one, so that it still meets the others
     in every layer and in the Trainer. It brings nothing: its sums count for no samples, and its
     gradients are set to zero before the Trainer adds them. So the others have the statistics and
-    the gradients of the samples that there are, and all processes keep the same parameters.
+    the gradients of the samples that there are, and all processes keep the same parameters. The
+    running statistics of a layer follow no batch a second time: they stay where no process of the
+    layer's group has data, and in this one where the layer exchanges nothing with others.
     (``torch.distributed.algorithms.Join`` does the same for PyTorch.) It costs one small message
     per step.
 
@@ -29,8 +34,10 @@ class join:
     ----------
     batches : iterable
     trainer : mxnet.gluon.Trainer, optional
-        Whose gradients are set to zero; with ``grad_req="add"``, to what they were before the step.
-        Without one, that is left to the loop: see `absent`.
+        Whose gradients are set to zero. With ``grad_req="add"`` nothing is added to them instead,
+        and the loop may change them as ever: by ``zero_grad()`` of a Parameter or of all, or
+        through ``parameter.grad()`` (``parameter.data().grad`` is another array meanwhile).
+        Without a Trainer, both are left to the loop: see `absent`.
     group : SyncGroup, optional
         By default that of the layers: see :func:`gluon_syncbn.set_default_group`.
     early_stop : bool
@@ -42,9 +49,9 @@ class join:
         Whether this process has run out of batches, and the present one is one that it had before.
     batch_size : int
         The number of samples of all processes in this step: what ``trainer.step`` wants. A batch's
-        samples are counted along the first axis of the first array in it. (Horovod's
-        DistributedTrainer divides by the number of processes too: give it ``steps.batch_size /
-        hvd.size()``.)
+        samples are counted along the first axis of the first array in it, which may be in lists,
+        tuples, dicts, and the ``data`` of an ``mx.io.DataBatch``. (Horovod's DistributedTrainer
+        divides by the number of processes too: give it ``steps.batch_size / hvd.size()``.)
     processes : int
         How many processes bring a batch to this step.
 
@@ -53,7 +60,7 @@ class join:
     ValueError
         Where a process has no batch at all.
     TypeError
-        For anything but a Trainer as `trainer`.
+        For anything but a Trainer as `trainer`, and for a batch without an array.
     RuntimeError
         Where a process does not come to the step.
     """
@@ -63,8 +70,8 @@ class join:
         self._batches = batches
         self._trainer = trainer
         self._end_hook = None
-        # What gradients that are added to held before a step in which this process is absent.
-        self._kept = []
+        # The gradients that are added to, while backward writes elsewhere: by id.
+        self._aside = {}
         self._exchange = (group or default_group())._exchange
         self._early_stop = early_stop
         self.absent = False
@@ -87,9 +94,9 @@ class join:
                         )
                     self._become_absent()
                     batch = last
-                    self._keep_sums()
+                    # In each step, as the loop may make new gradients.
+                    self._set_sums_aside()
                 yield batch
-                self._restore_sums()
                 last = batch
         finally:
             self._come_back()
@@ -117,33 +124,65 @@ class join:
         for parameter in trained(self._trainer):
             if parameter.grad_req != "add":
                 parameter.zero_grad()
-        self._restore_sums()
 
-    def _keep_sums(self):
-        if self._trainer is not None:
-            self._kept = [
-                (gradient, gradient.copy())
-                for parameter in trained(self._trainer)
-                if parameter.grad_req == "add"
-                for gradient in parameter.list_grad()
-            ]
+    def _sums(self):
+        """(value, gradient) of what gradients are added up for."""
+        for parameter in trained(self._trainer) if self._trainer is not None else ():
+            if parameter.grad_req == "add":
+                yield from zip(parameter._data, parameter._grad)
 
-    def _restore_sums(self):
-        for gradient, before in self._kept:
-            before.copyto(gradient)
-        self._kept = []
+    def _set_sums_aside(self):
+        for value, gradient in self._sums():
+            if id(gradient) not in self._aside:
+                self._aside[id(gradient)] = gradient
+                # Not added, too: with static_shape, a compiled net looks for other arrays only
+                # where it has written, or where the request has changed.
+                _send_gradient(value, gradient.copy(), "write")
+
+    def _bring_sums_back(self):
+        for value, gradient in self._sums():
+            if id(gradient) in self._aside:
+                _send_gradient(value, gradient, "add")
+        self._aside = {}
 
     def _come_back(self):
         if not self.absent:
             return
-        mx.nd.waitall()
-        self.absent = False
-        _native.set_absent(False)
-        if self._end_hook is not None:
-            self._end_hook()
+        try:
+            mx.nd.waitall()
+        finally:
+            self.absent = False
+            _native.set_absent(False)
+            self._bring_sums_back()
+            if self._end_hook is not None:
+                self._end_hook()
+
+
+def _send_gradient(value, array, request):
+    # What the Trainer looks at to find out that there was no backward.
+    fresh = value._fresh_grad
+    mx.autograd.mark_variables([value], [array], request)
+    value._fresh_grad = fresh
 
 
 def _samples(batch):
-    while isinstance(batch, (list, tuple)) and batch:
-        batch = batch[0]
-    return len(batch) if hasattr(batch, "__len__") else 1
+    for array in _arrays(batch):
+        return array.shape[0]
+    raise TypeError(
+        f"join got a batch in which there is no array: {reprlib.repr(batch)}. Its samples are "
+        "counted along the first axis of an array: let the loader give an array, an "
+        "mx.io.DataBatch, or a list, tuple or dict with one in it."
+    )
+
+
+def _arrays(batch):
+    if isinstance(batch, mx.io.DataBatch):
+        batch = batch.data
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        for part in batch:
+            yield from _arrays(part)
+    # Numbers of NumPy's have a shape too, of no axes.
+    elif getattr(batch, "shape", ()):
+        yield batch

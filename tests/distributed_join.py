@@ -1,5 +1,6 @@
 """Workers with uneven numbers of batches, and a long training."""
 
+import itertools
 import os
 import time
 
@@ -11,7 +12,7 @@ from mxnet.gluon import nn
 
 import gluon_syncbn as sbn
 from distributed_stores import Counter
-from layers import contexts
+from layers import MODES, contexts
 
 BATCHES = [5, 3, 2]  # By rank.
 SHAPE = 3, 6, 6
@@ -52,15 +53,94 @@ class Training:
         self.trainer = trainer(self.net.collect_params(), "sgd", optimizer, **arguments)
 
     def step(self, data, labels, batch_size):
+        self.backward(data, labels)
+        self.trainer.step(batch_size / self.divided_by)
+
+    def backward(self, data, labels):
         with autograd.record():
             loss = self.loss(self.net(mx.nd.array(data)), mx.nd.array(labels))
         loss.backward()
         # An error of a layer shows here. The Trainer's first step would wait for all processes.
         loss.wait_to_read()
-        self.trainer.step(batch_size / self.divided_by)
 
     def values(self):
         return {name: p.data().asnumpy() for name, p in self.net.collect_params().items()}
+
+
+class SumsOfGradients(Training):
+    """Each of the Trainer's steps takes the gradients of two batches, the last one those of what is
+    left."""
+
+    # How gradients are set to zero, whether that is before those of the two batches or after, and
+    # how the net runs.
+    WAYS = list(
+        itertools.product(
+            ("each parameter", "all parameters", "arrays"),
+            (True, False),
+            ("imperative", "static_shape"),
+        )
+    )
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        for parameter in self.net.collect_params().values():
+            if parameter.grad_req != "null":
+                parameter.grad_req = "add"
+
+    def zero(self, how):
+        parameters = self.net.collect_params()
+        if how == "all parameters":
+            return parameters.zero_grad()
+        for parameter in parameters.values():
+            if parameter.grad_req == "null" or parameter._data is None:
+                continue
+            if how == "each parameter":
+                parameter.zero_grad()
+            else:
+                parameter.grad()[:] = 0
+
+    def epoch(self, steps, how, before, mode):
+        """steps: (data, labels, batch_size)."""
+        self.net.hybridize(MODES[mode] is not None, **(MODES[mode] or {}))
+        size = 0
+
+        def step():
+            self.trainer.step(size)
+            if not before:
+                self.zero(how)
+
+        for number, (data, labels, batch_size) in enumerate(steps):
+            if number % 2 == 0:
+                size = 0
+                if before:
+                    self.zero(how)
+            self.backward(data, labels)
+            size += batch_size
+            if number % 2 == 1:
+                step()
+        if number % 2 == 0:
+            step()
+        self.zero(how)
+        mx.nd.waitall()
+
+
+# Some layers without anything new to learn from while a process has run out of batches, or all
+# processes of its group have.
+LONELY = {
+    "group": lambda group: sbn.SyncBatchNorm(in_channels=SHAPE[0], group=group),
+    "group, all batches": lambda group: sbn.SyncBatchNorm(
+        in_channels=SHAPE[0], group=group, momentum=None
+    ),
+    "process": lambda group: sbn.SyncBatchNorm(
+        in_channels=SHAPE[0], group=sbn.SyncGroup(group_size=1)
+    ),
+    "virtual": lambda group: sbn.VirtualBatchNorm(2, in_channels=SHAPE[0]),
+    "virtual, all batches": lambda group: sbn.VirtualBatchNorm(
+        2, in_channels=SHAPE[0], momentum=None
+    ),
+}
+# By rank. Groups are of two.
+BATCHES_OF_LONELY = [1, 1, 3, 2]
 
 
 # What the workers run.
@@ -85,6 +165,39 @@ def trains(world):
         world.save(f"epoch {epoch}", **training.values())
         assert not steps.absent
     world.tell("steps", told)
+
+
+def adds_up(world):
+    training = SumsOfGradients(kvstore=world.kv, update_on_kvstore=False)
+    for epoch, way in enumerate(SumsOfGradients.WAYS):
+        steps = sbn.distributed.join(batches(world.rank, epoch), training.trainer)
+        training.epoch(((*batch, steps.batch_size) for batch in steps), *way)
+        world.save(f"epoch {epoch}", **training.values())
+
+
+def learns_alone(world):
+    group = sbn.SyncGroup(store=world.reducer, timeout=world.timeout, group_size=2)
+    layers = {name: make(group) for name, make in LONELY.items()}
+    for layer in layers.values():
+        layer.initialize()
+    count = BATCHES_OF_LONELY[world.rank]
+    generator = np.random.default_rng(world.rank)
+    mine = [mx.nd.array(generator.standard_normal((4, *SHAPE))) for _ in range(count)]
+    for x in mine:
+        x.attach_grad()
+    for number, x in enumerate(steps := sbn.distributed.join(mine)):
+        told = {}
+        for name, layer in layers.items():
+            with autograd.record():
+                y = layer(x)
+                loss = (y**3).sum()
+            loss.backward()
+            told.update({f"{name}: y": y.asnumpy(), f"{name}: dx": x.grad.asnumpy()})
+            for key, parameter in layer.collect_params().items():
+                if parameter.grad_req == "null":
+                    key = key[len(layer.prefix) :]
+                    told[f"{name}: {key}"] = parameter.data().asnumpy()
+        world.save(f"step {number}", absent=steps.absent, **told)
 
 
 def one_has_no_batch(world):

@@ -55,6 +55,49 @@ def test_parameters_and_statistics(joined, alone, epoch):
         assert_same_bits(first[name], alone[epoch][name], name)
 
 
+def test_sums_of_gradients(tmp_path):
+    """With grad_req="add" an absent process adds nothing, however the loop sets them to zero."""
+    job = run(tmp_path, 3, ["distributed_join:adds_up"])
+    training = distributed_join.SumsOfGradients(kvstore=None)
+    for epoch, way in enumerate(distributed_join.SumsOfGradients.WAYS):
+        steps = [(x, labels, len(x)) for x, labels, _ in distributed_join.steps_of_all(epoch)]
+        training.epoch(steps, *way)
+        first, *others = job.arrays(f"epoch {epoch}")
+        for name, value in training.values().items():
+            for other in others:
+                assert_same_bits(other[name], first[name], name)
+            what = f"{name}, {way}"
+            np.testing.assert_allclose(first[name], value, rtol=0, atol=1e-5, err_msg=what)
+
+
+@pytest.fixture(scope="module")
+def lonely(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("lonely"), 4, ["distributed_join:learns_alone"])
+
+
+@pytest.mark.parametrize("layer", distributed_join.LONELY)
+def test_statistics_where_nobody_has_data(lonely, layer):
+    """They follow no batch that was there before; y and dx are those of some statistics."""
+    counts = distributed_join.BATCHES_OF_LONELY
+    steps = [lonely.arrays(f"step {number}") for number in range(max(counts))]
+    for rank, count in enumerate(counts):
+        # Who has data in the group goes on with it.
+        learned = max(counts[rank // 2 * 2 :][:2]) if layer.startswith("group") else count
+        for number in range(1, max(counts)):
+            before, found = steps[number - 1][rank], steps[number][rank]
+            assert found["absent"] == (number >= count)
+            names = [name for name in found if name.startswith(f"{layer}: ")]
+            assert {f"{layer}: {name}" for name in ("y", "dx", "running_mean")} < set(names)
+            for name in names:
+                assert np.isfinite(found[name]).all(), (rank, number, name)
+                if number >= learned and not name.endswith((": y", ": dx")):
+                    assert_same_bits(found[name], before[name], name)
+            mean = f"{layer}: running_mean"
+            assert (found[mean] == before[mean]).all() == (number >= learned), (rank, number)
+            if "all batches" in layer:
+                assert found[f"{layer}: num_batches_tracked"] == min(number + 1, learned)
+
+
 def test_a_process_without_a_batch(tmp_path):
     """It says so, and the others notice that it has ended."""
     topics = ["distributed_join:one_has_no_batch"]
@@ -77,6 +120,44 @@ def test_one_process_alone():
     assert seen == [(True, 2), (True, 4)]
     assert (steps.processes, steps.batch_size) == (0, 0)
     assert list(sbn.distributed.join([])) == []
+
+
+X, LABELS = mx.nd.ones((8, 3)), mx.nd.ones(2)
+EIGHT_SAMPLES = {
+    "array": X,
+    "numpy": np.ones((8, 3)),
+    "sparse": X.tostype("row_sparse"),
+    "list": [X, LABELS],
+    "nested": (([[X]], LABELS), LABELS),
+    "named": ("train", 3, X),
+    "dict": {"name": "train", "data": X, "label": LABELS},
+    "dicts": [{}, {"data": [X]}, LABELS],
+    "DataBatch": mx.io.DataBatch([X], [LABELS]),
+    "list of DataBatch": [mx.io.DataBatch([X], [LABELS])],
+}
+
+
+@pytest.mark.parametrize("what", EIGHT_SAMPLES)
+def test_samples_of_a_batch(what):
+    batch = EIGHT_SAMPLES[what]
+    steps = sbn.distributed.join([batch])
+    assert [(given is batch, steps.batch_size) for given in steps] == [(True, 8)]
+
+
+def test_samples_of_an_iterator():
+    data = mx.io.NDArrayIter(np.ones((16, 3)), np.ones(16), batch_size=8)
+    steps = sbn.distributed.join(data)
+    assert [steps.batch_size for _ in steps] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [5, "text", None, np.float32(2), object(), [], {}, [1, 2], {"size": 3}, mx.io.DataBatch(None)],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_a_batch_without_an_array(batch):
+    with pytest.raises(TypeError, match="join got a batch in which there is no array: "):
+        next(iter(sbn.distributed.join([batch])))
 
 
 def test_a_long_training(tmp_path):

@@ -107,6 +107,27 @@ def test_the_cumulative_average_begins_anew_with_a_file_that_has_no_count(tmp_pa
     other.load_parameters(path, ignore_extra=True)
 
 
+@pytest.mark.parametrize("kind", [sbn.SyncBatchNorm, lambda **kw: sbn.VirtualBatchNorm(2, **kw)])
+@pytest.mark.parametrize("momentum", [0.9, None])
+def test_a_process_without_data_learns_nothing(kind, momentum):
+    """See gluon_syncbn.distributed.join. All but the running statistics is as ever."""
+    first, second = batches(2)
+    layer = prepare(kind(momentum=momentum), contexts(1))
+    results = []
+    for absent in (True, False):
+        step(layer, first, [len(first)])
+        before = [array.asnumpy() for array in layer._running_statistics()["cpu(0)"]]
+        _native.set_absent(absent)
+        try:
+            results.append(run(layer, second, np.ones_like(second), [len(second)], contexts(1)))
+        finally:
+            _native.set_absent(False)
+        for found, value in zip(layer._running_statistics()["cpu(0)"], before):
+            assert (found.asnumpy() == value).all() == absent
+    for name in ("y", "dx"):
+        assert_same_bits(*(getattr(result, name) for result in results), name)
+
+
 def test_a_failed_step_is_not_counted():
     layer = prepare(sbn.SyncBatchNorm(momentum=None, group=sbn.SyncGroup(timeout=1)), contexts(2))
     (x,) = batches(1)

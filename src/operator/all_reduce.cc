@@ -258,6 +258,11 @@ void AllReduce::give_up(const std::string& reason) {
   }
 }
 
+bool AllReduce::has_data(const LayerPtr& layer) const {
+  const State::Lock lock(state_->mutex);
+  return !state_->absent || (layer && layer->config.exchanges());
+}
+
 void AllReduce::fail(const LayerPtr& layer, const std::string& text) {
   State::Lock lock(state_->mutex);
   if (layer && state_->closed.empty()) state_->end_step(&lock, layer.get(), text);

@@ -141,6 +141,9 @@ class AllReduce {
   // This process has run out of data: until it is told otherwise it takes part in exchanges with
   // sums of nothing.
   void set_absent(bool absent);
+  // Whether this process has data, or exchanges sums of the layer with others, who may have some.
+  // Null: a layer that meets nobody.
+  bool has_data(const LayerPtr& layer) const;
 
   // The step is not gone on with, for this reason: who waits for other devices now, or comes before
   // they do, gets an error, until there is no reason any more.

@@ -8,6 +8,8 @@
 // - dbeta = sum(dy)
 // - dgamma = sum(dy * (x - mean)) * inv_std
 // - dx = (dy - sum(dy) / M - (x - mean) * inv_std^2 * sum(dy * (x - mean)) / M) * gamma * inv_std
+//
+// Where M is 0, as nobody has data, y = x * gamma + beta and dx = dy * gamma.
 #ifndef GLUON_SYNCBN_BATCH_NORM_MATH_H_
 #define GLUON_SYNCBN_BATCH_NORM_MATH_H_
 
@@ -21,6 +23,7 @@ struct Statistics {
 };
 
 SBN_HOST_DEVICE Statistics batch_statistics(const ChannelSums& sums, double count, double epsilon) {
+  if (count == 0) return {0, 0, 1, 1};
   double sum, sum_low, squares, squares_low;
   sums.first.round(&sum, &sum_low);
   sums.second.round(&squares, &squares_low);
@@ -97,13 +100,15 @@ struct InputGradient {
 
   SBN_HOST_DEVICE static InputGradient of(const Statistics& s, double gamma,
                                           const ChannelSums& sums, double count) {
-    const double dy_mean_exact = sums.first.value() / count;
+    // Of no values the sums are zero.
+    const double divisor = count == 0 ? 1 : count;
+    const double dy_mean_exact = sums.first.value() / divisor;
     const T mean = static_cast<T>(s.mean), dy_mean = static_cast<T>(dy_mean_exact);
     return {mean,
             static_cast<T>((s.mean - static_cast<double>(mean)) + s.mean_low),
             dy_mean,
             static_cast<T>(dy_mean_exact - static_cast<double>(dy_mean)),
-            static_cast<T>(sums.second.value() / count * s.inv_std * s.inv_std),
+            static_cast<T>(sums.second.value() / divisor * s.inv_std * s.inv_std),
             static_cast<T>(gamma * s.inv_std)};
   }
 

@@ -382,6 +382,10 @@ BatchPtr Call::given_batch(DType dtype, int64_t channels, const void* mean, cons
 
 bool Call::update_running(DType dtype, const std::vector<BatchPtr>& batches,
                           void* const (&running)[3]) {
+  // Of a process that has run out of data, and repeats its last batch.
+  if (batches[0]->count == 0 || !process.all_reduce->has_data(is_shared() ? layer_ : nullptr)) {
+    return false;
+  }
   if (recomputes_ && running_->is_recomputed(settings_.place, number_, batches)) return false;
   const auto update = [&](auto zero) {
     using P = decltype(zero);

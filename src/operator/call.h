@@ -69,7 +69,7 @@ class Call {
   const void* gamma(const void* values) const { return settings_.fix_gamma ? nullptr : values; }
   BatchPtr given_batch(DType dtype, int64_t channels, const void* mean, const void* var) const;
   // The running statistics: mean, variance, and the number of batches or null. Returns whether they
-  // have changed.
+  // have changed, which they do not where there is no data.
   bool update_running(DType dtype, const std::vector<BatchPtr>& batches, void* const (&running)[3]);
   void write_statistics(const Arrays& arrays, int array, int request,
                         const std::vector<BatchPtr>& batches, double Statistics::* which) const;

@@ -264,7 +264,15 @@ void processes_exchange_their_sums_once() {
 void an_absent_process_brings_nothing() {
   check::context = "absent";
   Exchange e(0, 3);
-  e.fixture.all_reduce.set_absent(true);
+  Fixture alone(config_of(cpus(2)));
+  for (AllReduce* const all_reduce : {&e.fixture.all_reduce, &alone.all_reduce}) {
+    CHECK(all_reduce->has_data(nullptr));
+    all_reduce->set_absent(true);
+    CHECK(!all_reduce->has_data(nullptr));
+  }
+  // That of others.
+  CHECK(e.fixture.all_reduce.has_data(e.fixture.layer));
+  CHECK(!alone.all_reduce.has_data(alone.layer));
   std::vector<std::string> texts;
   double count = 0;
   e.call(Direction::kForward, e.tickets(), &count, &texts);

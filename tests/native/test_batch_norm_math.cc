@@ -121,6 +121,16 @@ void nan_and_infinity_stay() {
   }
 }
 
+// A group of processes of which all have run out of data.
+void no_values_leave_all_finite() {
+  check::context = "no values";
+  const Statistics s = statistics_of({});
+  const auto y = Normalize<float>::of(s, 2, 3);
+  CHECK_EQ(y(5), 13);
+  const auto dx = InputGradient<float>::of(s, 2, ChannelSums(), 0);
+  CHECK_EQ(dx(5, 7), 10);
+}
+
 void given_statistics_are_taken_as_they_are() {
   check::context = "given";
   const Statistics s = given_statistics(3, 4, 0);
@@ -141,6 +151,7 @@ int main() {
   one_value_is_its_own_mean();
   variance_is_never_negative();
   nan_and_infinity_stay();
+  no_values_leave_all_finite();
   given_statistics_are_taken_as_they_are();
   return check::finish("batch_norm_math");
 }
