@@ -226,6 +226,47 @@ void interrupt_releases_those_who_wait_on() {
   CHECK_EQ(later.error(), "");
 }
 
+void a_step_that_is_given_up_releases_who_waits_and_who_comes() {
+  check::context = "given up";
+  Fixture f(config_of(cpus(2)));
+  Call waiting(&f, "cpu(1)");
+  f.wait_until_waiting(1);
+  f.all_reduce.give_up("the step was given up");
+  CHECK(contains(waiting.error(), "forward call 0: the step was given up"));
+  for (const char* device : {"cpu(0)", "cpu(1)"}) f.settle(device);
+  CHECK_THROWS(Error, f.call("cpu(0)"), "forward call 0: the step was given up");
+  CHECK(waiting.seconds() < kSoon);
+  CHECK_EQ(f.failures.size(), 2u);
+  f.all_reduce.give_up("");
+  for (const char* device : {"cpu(0)", "cpu(1)"}) f.settle(device);
+  Call first(&f, "cpu(0)"), second(&f, "cpu(1)");
+  CHECK(first.error().empty() && second.error().empty());
+}
+
+void a_misfit_is_told_in_training() {
+  check::context = "misfit";
+  LayerConfig config = config_of(cpus(3));
+  config.misfit = "three are odd";
+  Fixture f(config);
+  CHECK_THROWS(Error, f.next("cpu(0)"), "three are odd");
+  CHECK_EQ(f.failures.size(), 1u);
+}
+
+void calls_count_on_where_others_do() {
+  check::context = "moved";
+  LayerConfig config = config_of(cpus(2));
+  config.processes = config.end_rank = 2;
+  Fixture f(config);
+  for (const char* device : {"cpu(0)", "cpu(1)", "cpu(0)"}) f.next(device);
+  config.devices = {"cpu(5)"};
+  f.configure(config);
+  CHECK_EQ(f.next("cpu(5)").number, 2);
+  config.processes = config.end_rank = 1;
+  config.devices = {"cpu(6)"};
+  f.configure(config);
+  CHECK_EQ(f.next("cpu(6)").number, 0);
+}
+
 }  // namespace
 }  // namespace gluon_syncbn
 
@@ -242,5 +283,8 @@ int main() {
   layer_recovers_under_load();
   closing_releases_all();
   interrupt_releases_those_who_wait_on();
+  a_step_that_is_given_up_releases_who_waits_and_who_comes();
+  a_misfit_is_told_in_training();
+  calls_count_on_where_others_do();
   return check::finish("all_reduce_failures");
 }
