@@ -54,20 +54,35 @@ def _after_fork():
 
 
 def _at_exit():
-    if _leaving:
-        _leave()
+    try:
+        if _leaving:
+            _leave()
+    except KeyboardInterrupt as interrupt:
+        # MXNet's own end would wait for the others too.
+        _log.error("Interrupted at the end of the script, in the wait for that of other processes.")
+        sys.last_value = interrupt
+        abandon()
     library.gluon_syncbn_close(CLOSED.encode())
     if _abandoned:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
-        os._exit(128 + signal.SIGINT if interrupted else 1)
+        os._exit(_exit_code(getattr(sys, "last_value", None)))
     # MXNet first ends the threads of custom operators and then waits for all that is left, for ever
     # where that is a custom operator. So nothing may be left; what depends on a released call is
     # not computed any more.
     _wait_for_all()
     library.gluon_syncbn_release()
+
+
+def _exit_code(failure):
+    """That of a script which died of `failure`, or whose end was abandoned."""
+    if isinstance(failure, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    # Only the launcher's runner notes these: Python does not tell its exit hooks.
+    if isinstance(failure, SystemExit) and isinstance(failure.code, int):
+        return failure.code & 0xFF
+    return 1
 
 
 def _leave():

@@ -87,19 +87,26 @@ def _run(news, *command):
     except SystemExit as end:
         code = _exit_code(end.code)
         if code:
+            # Python does not: there, an exit hook takes this for a good end.
+            _note(end)
             _leave(code, worker, news)
     except BaseException as error:
-        # Without the frames of this file, as Python itself would show it.
-        trace = error.__traceback__
-        while trace and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next
-        # As Python does: exit hooks find there what the script died of.
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+        trace = _note(error)
         try:
             sys.excepthook(type(error), error.with_traceback(trace), trace)
         finally:
             interrupted = isinstance(error, KeyboardInterrupt)
             _leave(128 + signal.SIGINT if interrupted else 1, worker, news)
+
+
+def _note(error):
+    """Lets exit hooks find what the script died of, where Python puts it. Returns the traceback
+    without the frames of this file, as Python itself would show it."""
+    trace = error.__traceback__
+    while trace and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    return trace
 
 
 def _run_script(command):

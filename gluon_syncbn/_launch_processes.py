@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import errno
 import os
 import re
 import select
@@ -29,8 +30,17 @@ _screen = threading.Lock()
 
 def say(text):
     """Prints a sentence of the launcher itself."""
-    with _screen, contextlib.suppress(OSError):
-        print(f"gluon_syncbn.launch: {text}", file=sys.stderr, flush=True)
+    with _screen:
+        try:
+            print(f"gluon_syncbn.launch: {text}", file=sys.stderr, flush=True)
+        except OSError:
+            _silence(sys.stderr)
+
+
+def _silence(stream):
+    """What cannot be written would make Python fail at exit, where it tries once more."""
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _signal_name(number):
@@ -51,7 +61,7 @@ class Child:
         # "worker 1" prints as [1], "server 0" and "scheduler" as they are.
         self.prefix = f"[{number if self.is_worker and number else name}] ".encode()
         self.tail = collections.deque(maxlen=_TAIL_LINES)
-        self.unheard = False
+        self.unheard = None  # Why its output could not be written.
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -86,8 +96,9 @@ class Child:
         self._reader.join(seconds)
 
     def failed(self):
-        """The exit code where it is not 0, known before the end if it was announced."""
-        return self.code() or self.announced
+        """The exit code where it is not 0, known before the end if it was announced. An exit hook
+        may end with another."""
+        return self.announced or self.code()
 
     def ending(self):
         name = f"{self.name} (process {self.process.pid})"
@@ -125,8 +136,9 @@ class Child:
             try:
                 target.buffer.write(b"".join(self.prefix + line + b"\n" for line in lines))
                 target.buffer.flush()
-            except (OSError, ValueError):
-                self.unheard = True
+            except (OSError, ValueError) as error:
+                self.unheard = self.unheard or error
+                _silence(target)
 
 
 class Launch:
@@ -162,13 +174,15 @@ class Launch:
                     marks = [environment.get(_launch_child.MARK), mark]
                     environment[_launch_child.MARK] = ":".join(filter(None, marks))
                     self._children.append(Child(name, self._command, environment, news))
-                return self._watch()
+                code = self._watch()
             finally:
                 self._end()
                 _launch_child.kill_marked(mark)
                 for child in self._children:
                     child.process.wait()
                     child.drain(1)
+            # Its last lines may have come after all had ended.
+            return code or self._tell_unheard() or 0
 
     @contextlib.contextmanager
     def _guard(self, mark):
@@ -232,13 +246,29 @@ class Launch:
             elif failure:
                 say(f"{failure}, so the processes here are ended.")
                 code = 1
-            elif any(child.unheard for child in self._children):
-                code = 128 + signal.SIGPIPE
             else:
-                code = 0 if finished else None
+                code = self._tell_unheard() or (0 if finished else None)
             if code is not None:
                 return code
             time.sleep(_POLL_SECONDS)
+
+    def _tell_unheard(self):
+        """The exit code where output could not be written, None where all was."""
+        unheard = [child for child in self._children if child.unheard]
+        if not unheard:
+            return None
+        error = unheard[0].unheard
+        # Whoever read it has enough, as with `... | head`.
+        if getattr(error, "errno", None) == errno.EPIPE:
+            return 128 + signal.SIGPIPE
+        text = (
+            f"the output of {unheard[0].name} cannot be written "
+            f"({getattr(error, 'strerror', None) or error})"
+        )
+        if self._meeting:
+            self._meeting.tell_failed(text)
+        say(f"{text}, so all processes are ended.")
+        return 1
 
     def _failures(self):
         """The processes that failed, the first one first."""

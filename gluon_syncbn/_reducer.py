@@ -9,12 +9,11 @@ import mxnet as mx
 import numpy
 
 from . import _ending, _native
-from ._roll_call import CAME, FAILED, GONE, RollCall
-from .group import default_group, seconds
+from ._roll_call import CAME, FAILED, GONE, WARN_AFTER, RollCall
+from .group import seconds
 
 _log = logging.getLogger("gluon_syncbn")
 
-_WARN_AFTER = 0.1
 # How long the KVStore may take for a parting message when all have come to their end.
 _PARTING_SECONDS = 30.0
 _CAUSES = (
@@ -40,6 +39,8 @@ class Reducer:
         # By key, from its first meeting on, of which there is one at a time.
         self._lines = {}
         self._first_meetings = {}
+        # All that were asked for, of which the end takes the longest.
+        self._timeouts = {timeout}
         # Why no exchange can succeed any more.
         self._lost = None
         self._roll_call = None
@@ -98,12 +99,13 @@ class Reducer:
         if self._lost or os.getpid() != self._process:
             raise RuntimeError(self._lost or "This process was forked from one of the group's.")
         title, timeout = title or repr(key), seconds(timeout)
+        self._timeouts.add(timeout)
         line = self._lines.get(key)
         if line is None:
             start = time.monotonic()
             line = self._meet_first(key, array.size, title, timeout)
             # One timeout for both; all have just come, so that little is left to wait for.
-            timeout = max(timeout - (time.monotonic() - start), timeout * _WARN_AFTER)
+            timeout = max(timeout - (time.monotonic() - start), timeout * WARN_AFTER)
         if line.size != array.size:
             raise ValueError(
                 f"{title} gives {array.size} numbers after {line.size} before: give every sum of "
@@ -145,15 +147,16 @@ class Reducer:
         _native.clear_lines()
 
     def _leave(self, failure):
-        """At the end of the process: MXNet's own end waits for all processes, without a limit, so
-        it may begin only when all have come to theirs. `failure`: what the script died of."""
+        """At the end of the process: MXNet's own end waits for all processes, also for those that
+        are gone or stopped, so it may begin only when all have come to theirs. `failure`: what the
+        script died of."""
         if self._roll_call is None:
             return
         if failure is not None:
             self.fail(failure)
             _ending.abandon()
         elif not self._lost:
-            timeout = default_group().timeout
+            timeout = max(self._timeouts)
             error = self._roll_call.wait_for_the_end(timeout) or self._say_goodbye(
                 min(timeout, _PARTING_SECONDS)
             )
@@ -199,7 +202,7 @@ class _Wait:
     def slice(self):
         """Seconds to wait before the next look()."""
         waited = time.monotonic() - self._start
-        first = self._timeout * _WARN_AFTER
+        first = self._timeout * WARN_AFTER
         return max(0.01, first - waited) if waited < first else min(1.0, first)
 
     def look(self):

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import ipaddress
 import json
+import logging
 import os
 import secrets
 import selectors
@@ -49,11 +50,14 @@ _LONGEST_NOTICE = 4000
 _BETWEEN_QUESTIONS = 0.1
 _PATIENCE = 2.0
 _LEAST_PATIENCE = 0.05
+# The share of a timeout after which a wait is told.
+WARN_AFTER = 0.1
 
 _SIOCGIFADDR = 0x8915
 _ENDED = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE)
 
 _now = time.monotonic
+_log = logging.getLogger("gluon_syncbn")
 
 
 class Answer(typing.NamedTuple):
@@ -143,8 +147,8 @@ class RollCall:
         self._addresses = [_ADDRESS.unpack(address) for address in addresses]
 
     def came(self, key):
-        """Notes that this process brings its part of the meeting `key`, a str of up to 256 bytes
-        that names this meeting and no later one."""
+        """Notes that this process brings its part of the meeting `key`, a str that names this
+        meeting and no later one, also where only its first and its last 126 bytes are left."""
         self._open[key] = _now()
 
     def left(self, key, complete=True):
@@ -160,29 +164,49 @@ class RollCall:
 
     def wait_for_the_end(self, timeout):
         """Returns when all processes have called this, as they do when their scripts end: None, or
-        a sentence on those that ended otherwise, or did not come within `timeout` seconds."""
+        a sentence on those that ended otherwise, or did not answer for `timeout` seconds.
+
+        One that answers is waited for without a limit, with a warning now and then: it may evaluate
+        or save, and if it comes to a meeting, it fails there, as this process does not come.
+        """
         self.tell(FINISHED)
         start = _now()
+        warn_at = start + timeout * WARN_AFTER
+        answered = {}
+        silence = 0.0
         while True:
-            left = timeout - (_now() - start)
-            answers = self.ask("", min(_PATIENCE, max(left, _LEAST_PATIENCE)))
+            answers = self.ask("", min(_PATIENCE, max(timeout - silence, _LEAST_PATIENCE)))
             # Whoever has seen all others finish is gone soon; it has told us before.
             missing = {
                 rank: answer
                 for rank, answer in answers.items()
                 if rank not in self._finished and (answer.notice or [None])[0] != FINISHED
             }
-            waited = _now() - start
             if not missing:
                 return None
-            lost = [r for r, a in missing.items() if a.state == GONE or a.notice]
-            if lost or waited > timeout:
-                return (
+            now = _now()
+            answered.update((rank, now) for rank, a in missing.items() if a.state != SILENT)
+            silence = now - min(answered.get(rank, start) for rank in missing)
+            waited = now - start
+            lost = silence > timeout or any(a.state == GONE or a.notice for a in missing.values())
+            if lost or now > warn_at:
+                warn_at = now + waited
+                story = (
                     f"Rank {self.rank} has come to the end of its script and has waited "
                     f"{waited:.3g} s for the other processes to come to theirs. "
                     f"{self.describe(missing, str)}"
                 )
-            time.sleep(_BETWEEN_QUESTIONS)
+                if lost:
+                    return story
+                _log.warning(
+                    "%s One that does not answer for %.3g s is an error; one that answers is "
+                    "waited for without a limit. Should it wait for this process in turn, in its "
+                    "Trainer or KVStore, then end them all.",
+                    story,
+                    timeout,
+                )
+            # Those who have come leave the last one its time.
+            time.sleep(min(max(_BETWEEN_QUESTIONS, waited / 100), 1.0))
 
     def ask(self, key, patience=_PATIENCE):
         """Asks all other processes at once whether they have come to the meeting `key`.
@@ -194,10 +218,8 @@ class RollCall:
         """
         if self._addresses is None:
             raise RuntimeError("The roll call has no addresses: call set_addresses first.")
-        key = key.encode()
-        if len(key) > _LONGEST_KEY:
-            raise ValueError(f"The key has {len(key)} bytes: use up to {_LONGEST_KEY}.")
-        question = _ASKER.pack(self.rank, (FINISHED, "") in self._notices) + key
+        asker = _ASKER.pack(self.rank, (FINISHED, "") in self._notices)
+        question = asker + _shortened(key).encode()
         others = [rank for rank in range(self.size) if rank != self.rank]
         waves = [others[i : i + _MOST_AT_ONCE] for i in range(0, len(others), _MOST_AT_ONCE)]
         answers = {}
@@ -359,9 +381,9 @@ class _Responder:
         # To copy a dict or a deque is one step under the interpreter's lock.
         under_way = sorted([*self._open.items(), *more[0]], key=_since)
         ended = sorted([*self._ended, *more[1]], key=_since)
-        came = any(key == one for one, _ in under_way + ended)
-        told = [(one[:_LONGEST_KEY], now - since) for one, since in under_way[:_TOLD_OPEN]]
-        last = ended and (ended[-1][0][:_LONGEST_KEY], now - ended[-1][1]) or None
+        came = any(key == _shortened(one) for one, _ in under_way + ended)
+        told = [(_shortened(one), now - since) for one, since in under_way[:_TOLD_OPEN]]
+        last = ended and (_shortened(ended[-1][0]), now - ended[-1][1]) or None
         notice = self._notices[0] if self._notices else None
         return json.dumps([came, told, last, notice]).encode()
 
@@ -376,6 +398,16 @@ class _Responder:
             if message.ends > now:
                 break
             self._drop(message)
+
+
+def _shortened(key):
+    """As much of a meeting's key as a question holds: the front, which names the layer, and the
+    end, which names the call."""
+    name = key.encode()
+    if len(name) <= _LONGEST_KEY:
+        return key
+    half = (_LONGEST_KEY - len("…".encode())) // 2
+    return f"{name[:half].decode(errors='ignore')}…{name[-half:].decode(errors='ignore')}"
 
 
 def _since(entry):

@@ -15,7 +15,8 @@ Output:
     Each line of a worker is printed with its rank before it, ``[1] loss 0.5``, and the lines of
     different workers are not mixed. The rank is that of ``kv.rank`` and ``hvd.rank()``, and on
     several machines that of Slurm or Kubernetes too. Where another launcher has set ``DMLC_ROLE``,
-    the rank is not known beforehand, and ``[worker]`` stands there.
+    the rank is not known beforehand, and ``[worker]`` stands there. Where lines cannot be written,
+    as to a full disk, all processes are ended; where the output is closed (``>&-``), they are not.
 
 Failures:
     When a worker, a server or the scheduler dies, its exit code and its last lines are shown, and
@@ -52,6 +53,7 @@ _HOROVOD_INSTALL = (
 
 def main(arguments=None):
     """Runs the command line. Returns the exit code."""
+    _open_closed_streams()
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -62,6 +64,15 @@ def main(arguments=None):
         parser.error(str(error))
     except KeyboardInterrupt:  # While launchers wait for each other, later it is passed on.
         return 128 + signal.SIGINT
+
+
+def _open_closed_streams():
+    """Those that whoever started this has closed, as with ``>&-``. Their numbers are given to what
+    is opened next, so they go to that which takes all and says nothing."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, open(number, mode, closefd=False))
 
 
 class _Parser(argparse.ArgumentParser):

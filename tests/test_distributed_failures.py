@@ -126,6 +126,8 @@ JOBS = {
     "scheduler killed": by_hand(TRAIN, kill_scheduler_and_finish),
     "exception": by_hand("raises"),
     "early end": by_hand("leaves_early"),
+    "late end": by_hand("works_on_alone"),
+    "stopped after training": by_hand("stops_after_training"),
     "other data": by_hand("one_device_has_other_data"),
     "other device": by_hand("one_device_is_not_of_the_group"),
     "waitall": by_hand("waits_for_everything", kill_worker),
@@ -217,6 +219,24 @@ def test_a_worker_has_a_batch_less(job):
     )
     assert job.codes[job.pids[1]] == 1
     assert "Rank 1 has come to the end of its script and has waited" in job.output
+
+
+@of("late end")
+def test_a_worker_works_on_after_training_for_longer_than_the_timeout(job):
+    """As one that evaluates and saves."""
+    assert job.errors == [None, None]
+    for pid in job.pids:
+        assert job.codes[pid] == 0, job.output
+    assert job.ended[job.pids[0]] > 1.2 * TIMEOUT
+    assert "Rank 0 has come to the end of its script and has waited 0." in job.output
+    assert "Missing: rank 1 (last met at SyncBatchNorm 'n" in job.output
+
+
+@of("stopped after training")
+def test_a_worker_is_stopped_after_training(job):
+    assert job.codes[job.pids[0]] == 1
+    assert TIMEOUT * 0.9 <= job.ended[job.pids[0]] < TIMEOUT + SLACK
+    assert "Missing: rank 1 (does not answer: stopped, or its machine is" in job.output
 
 
 @of("other data")

@@ -348,6 +348,26 @@ def test_a_script_finds_what_python_gives_it(tmp_path):
     assert done.stdout == plain.stdout and "pickled" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize(
+    "line, failure, code",
+    [("sys.exit(3)", "SystemExit: 3", 3), ("sys.exit('bad')", "SystemExit: bad", 1)],
+)
+def test_other_processes_are_told_of_an_exit_code(line, failure, code, tmp_path):
+    """And it stays that of the process."""
+    path = tmp_path / "script.py"
+    path.write_text(f"""
+import sys
+from gluon_syncbn import _ending
+def leave(failure):
+    print(failure)
+    _ending.abandon()
+_ending.at_exit(leave)
+{line}
+""")
+    done, announced = run(path)
+    assert (done.returncode, done.stdout, announced) == (code, f"{failure}\n", [code])
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_multiprocessing_of_a_script(method, tmp_path):
     path = tmp_path / "script.py"
@@ -422,6 +442,21 @@ while True:
     tail = started.text.partition("Its last lines:\n")[2].splitlines()
     assert 15 < len(tail) <= 20 and f"    dies {number} {when}" in tail and "    line 29" in tail
     assert ("    ValueError: bad" in tail) == (death == "an exception")
+
+
+def test_a_worker_of_a_group_ends_with_its_exit_code(start):
+    script = """
+import numpy
+import gluon_syncbn as sbn
+reducer = sbn.distributed.KVStoreReducer(kv)
+reducer.all_reduce("sum", numpy.zeros(1))
+if kv.rank == 1:
+    sys.exit(3)
+time.sleep(1000)
+"""
+    started = start(TRAIN + script, "-n", "2")
+    assert started.end() == 3, started.text
+    assert "ended with exit code 3, so all others are ended. It had printed no" in started.text
 
 
 @pytest.mark.parametrize("role", ["server", "scheduler"])
@@ -564,11 +599,8 @@ def test_nobody_reads_the_output(tmp_path):
     """As with `... | head -n 1`."""
     path = tmp_path / "script.py"
     path.write_text("import time\nwhile True:\n    print('line')\n    time.sleep(0.01)")
-    started = [sys.executable, "-m", "gluon_syncbn.launch", "--from-env", str(path)]
-    dmlc = "DMLC_ROLE=worker DMLC_PS_ROOT_URI=x DMLC_PS_ROOT_PORT=1 DMLC_NUM_WORKER=1"
-    environment = dict(part.split("=") for part in f"{dmlc} DMLC_NUM_SERVER=1".split())
     process = subprocess.Popen(
-        started, stdout=subprocess.PIPE, env={**os.environ, **environment}, text=True
+        ["sh", "-c", redirected(path)], stdout=subprocess.PIPE, env=ALONE, text=True
     )
     try:
         assert process.stdout.readline() == "[worker] line\n"
@@ -576,6 +608,62 @@ def test_nobody_reads_the_output(tmp_path):
         assert process.wait(STARTED_SECONDS) == 128 + signal.SIGPIPE
     finally:
         process.kill()
+
+
+def redirected(path, how=""):
+    """A shell's line that launches the script."""
+    return f"exec {sys.executable} -m gluon_syncbn.launch --from-env {path} {how}"
+
+
+# One worker and nothing else. The launcher's own output is buffered, as it is for most.
+ALONE = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+ALONE.update(DMLC_ROLE="worker", DMLC_PS_ROOT_URI="x", DMLC_PS_ROOT_PORT="1")
+ALONE.update(DMLC_NUM_WORKER="1", DMLC_NUM_SERVER="1")
+
+
+def launch_redirected(path, how):
+    return subprocess.run(
+        ["sh", "-c", redirected(path, how)],
+        capture_output=True,
+        env=ALONE,
+        text=True,
+        timeout=STARTED_SECONDS,
+    )
+
+
+@pytest.mark.parametrize("how", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("code", [0, 3])
+def test_closed_output(how, code, tmp_path):
+    """More lines than a pipe holds."""
+    path = tmp_path / "script.py"
+    path.write_text(f"""
+import sys
+for number in range(5000):
+    print("line", number, "x" * 50)
+    print("warning", number, file=sys.stderr)
+sys.exit({code})
+""")
+    done = launch_redirected(path, how)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.count("\n") == (5000 if how == "2>&-" else 0)
+    if how == ">&-":
+        assert done.stderr.count("[worker] warning") == 5000
+        assert done.stderr.count("launch: ") == (code > 0)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+@pytest.mark.parametrize("body", ["print('one line')", "while True: print('line')"])
+def test_output_that_cannot_be_written(body, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(body)
+    done = launch_redirected(path, "> /dev/full")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "gluon_syncbn.launch: the output of worker cannot be written (No space left on device), "
+        "so all processes are ended.\n"
+    )
+    # Nobody can be told.
+    assert launch_redirected(path, "> /dev/full 2> /dev/full").returncode == 1
 
 
 # What is refused.

@@ -102,6 +102,26 @@ def test_a_script_that_ends_while_a_call_waits(ending, hybridize):
     assert min(took) < 1, errors
 
 
+def test_ctrl_c_while_the_end_of_other_processes_is_waited_for():
+    body = """
+        from gluon_syncbn import _ending
+
+        def leave(failure):
+            print("waits", failure, flush=True)
+            time.sleep(60)
+
+        _ending.at_exit(leave)
+    """
+    process = start(body)
+    assert process.stdout.readline() == "waits None\n"
+    begin = time.time()
+    process.send_signal(signal.SIGINT)
+    code, output, errors = finish(process)
+    assert code == 128 + signal.SIGINT and "Traceback" not in errors, errors
+    assert "Interrupted at the end of the script" in errors
+    assert time.time() - begin < 3
+
+
 def test_ctrl_c_while_the_main_thread_waits_for_a_result():
     """It waits inside MXNet, where Python does not see the signal."""
     body = """

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import socket
 import struct
@@ -368,8 +369,29 @@ def test_keys_of_any_text(pair):
     assert pair[0].ask("x")[1].open[0][0] == key
     pair[1].came("\N{SNOWMAN}" * 10**6)
     assert pair[0].ask("x")[1].state == ABSENT
-    with pytest.raises(ValueError, match="has 300 bytes"):
-        pair[0].ask("x" * 300)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("word", ["a_name_of_a_layer_", "größe_"])
+def test_a_layer_with_a_long_name_can_be_asked_for(word, native):
+    """Of its meeting's name both sides leave out the same, and never the number at the end."""
+    meeting = f"SyncBatchNorm '{word * 100}', forward call {{0}} (0 f 0 {{0}})".format
+    now = time.monotonic()
+    attendance = (lambda: ([(meeting(7), now)], [(meeting(6), now)])) if native else None
+    asker, asked = pair = RollCall(0, 2, "127.0.0.1"), RollCall(1, 2, "127.0.0.1", attendance)
+    asker.set_addresses([roll_call.address() for roll_call in pair])
+    if not native:
+        for number in (6, 7):
+            asked.came(meeting(number))
+        asked.left(meeting(6))
+    answers = [asker.ask(meeting(number))[1] for number in (6, 7, 8)]
+    assert [answer.state for answer in answers] == [CAME, CAME, ABSENT]
+    ((told, _),) = answers[2].open
+    assert told.startswith(f"SyncBatchNorm '{word}") and told.endswith(meeting(7)[-40:])
+    assert 200 < len(told.encode()) <= 256
+    assert answers[2].last[0].endswith("(0 f 0 6)")
+    for roll_call in pair:
+        roll_call.close()
 
 
 def test_came_and_left_are_cheap_also_while_others_ask(pair):
@@ -488,19 +510,38 @@ def test_the_end_without_others_that_are_gone_or_have_failed():
             roll_call.close()
 
 
-@pytest.mark.parametrize("silent", [False, True])
-def test_the_end_is_waited_for_until_the_timeout(pair, silent):
-    """And not for as long as a question may take, where nobody answers."""
+def silence(pair, mute):
+    """From now on rank 0 asks somebody who does not answer."""
+    address = bytearray(pair[1].address())
+    address[16:18] = struct.pack(">H", mute.getsockname()[1])
+    pair[0].set_addresses([pair[0].address(), bytes(address)])
+
+
+@pytest.mark.parametrize("answers_for", [0, 1])
+def test_at_the_end_one_that_does_not_answer_is_waited_for_until_the_timeout(pair, answers_for):
+    """And not for as long as a question may take. The time counts from its last answer."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        if silent:
-            address = bytearray(pair[1].address())
-            address[16:18] = struct.pack(">H", mute.getsockname()[1])
-            pair[0].set_addresses([pair[0].address(), bytes(address)])
+        timer = threading.Timer(answers_for, silence, (pair, mute))
+        timer.start()
+        if not answers_for:
+            timer.join()
         begin = time.monotonic()
         error = pair[0].wait_for_the_end(0.5)
-        assert 0.5 <= time.monotonic() - begin < 1.8
-        reason = "does not answer: stopped" if silent else "has met nobody yet"
-        assert f"Missing: rank 1 ({reason}" in error
+        assert answers_for + 0.4 <= time.monotonic() - begin < answers_for + 1.8
+        assert "Missing: rank 1 (does not answer: stopped" in error
+
+
+def test_at_the_end_one_that_answers_is_waited_for_without_a_limit(pair, caplog):
+    """It may evaluate and save. Now and then it is told who that is."""
+    told = ends(pair, timeout=0.5, delays=[0, 2])
+    assert [error for error, _ in told] == [None] * 2
+    assert 1.8 < told[0][1] < 5
+    texts = [record.getMessage() for record in caplog.records]
+    assert 2 < len(texts) < 8
+    for text in texts:
+        assert text.startswith("Rank 0 has come to the end of its script and has waited ")
+        assert "Missing: rank 1 (has met nobody yet)." in text
+    assert 0.05 < float(re.search("has waited ([0-9.]+) s", texts[0]).group(1)) < 1
 
 
 def describe(answers, rank=0):
