@@ -192,9 +192,10 @@ class _Exchange:
                     self._introduce(
                         layer_number=key.split()[0],
                         title=title,
-                        text=f"layer {key.split()[0]} '{describe().name}', {channels} channels, "
-                        f"{dtype}, {here} devices in each process, groups of "
-                        f"{group_size or 'all'}",
+                        # The name last, which may be long.
+                        text=f"layer {key.split()[0]} of {channels} channels, {dtype}, {here} "
+                        f"devices in each process, groups of {group_size or 'all'}, "
+                        f"'{describe().name}'",
                     )
                     state.done = True
             everyone = self.all_gather(key, title, mine)
@@ -208,7 +209,10 @@ class _Exchange:
         told = text.encode()[:_INTRODUCTION]
         mine[: len(told)] = list(told)
         everyone = self.all_gather(f"{layer_number} hello", title, mine)
-        told = [bytes(row.astype(numpy.uint8)).rstrip(b"\0").decode() for row in everyone]
+        told = [
+            bytes(row.astype(numpy.uint8)).rstrip(b"\0").decode(errors="replace")
+            for row in everyone
+        ]
         if len(set(told)) > 1:
             ranks = {t: [r for r, other in enumerate(told) if other == t] for t in told}
             sides = "; ".join(f"rank {_join(r)}: {t}" for t, r in ranks.items())

@@ -52,7 +52,6 @@ def expected(devices, group_size):
 
 
 def sizes_of_groups(world):
-    told = {}
     for count in (1, 2):
         total = world.size * count
         sizes = SIZES[total]
@@ -62,11 +61,6 @@ def sizes_of_groups(world):
             group = sbn.SyncGroup(store=world.reducer, timeout=world.timeout, group_size=k)
             found = one_layer(sizes[mine], start, devices, group=group)
             world.save(f"groups of {k} of {total}", **found)
-        for k in (3, 5, 6, 16):
-            group = sbn.SyncGroup(store=world.reducer, timeout=world.timeout, group_size=k)
-            layer = sbn.SyncBatchNorm(in_channels=3, prefix="odd_", group=group)
-            told[f"{k} of {total}"] = error_of(lambda: layer.initialize(ctx=devices))  # noqa: B023
-    world.tell("groups that do not fit", told)
 
 
 def use(net, channels=3, dtype="float32"):

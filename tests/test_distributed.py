@@ -196,15 +196,6 @@ def test_groups_across_processes(four, size, devices):
         assert_same_bits(np.concatenate([part[name] for part in parts]), value, name)
 
 
-def test_groups_that_do_not_fit_the_devices_of_all_processes(four):
-    for told in four.told("groups that do not fit"):
-        assert len(told) == 8
-        for case, (kind, text, _) in told.items():
-            size, devices = case.split(" of ")
-            assert kind == "ValueError" and f"group_size={size}" in text
-            assert f"odd has {int(devices) // 4} devices in each of 4 processes" in text
-
-
 # What is no store.
 
 

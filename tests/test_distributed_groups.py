@@ -206,7 +206,7 @@ def other_nets(tmp_path_factory):
 
 
 SIDES = {
-    "name": ("'norm', 3", "'other', 3"),
+    "name": ("'norm'", "'other'"),
     "channels": ("3 channels", "4 channels"),
     "group size": ("groups of 2", "groups of all"),
     "dtype": ("float32", "float64"),
