@@ -6,6 +6,8 @@ from mxnet.context import Context
 from . import _native
 from ._trainer import before_adding_up, check_trainer, trained
 
+_MOST_ERRORS = 10000
+
 
 class participants:
     """Within it, only some of the devices take part in steps: the others have no data.
@@ -137,10 +139,11 @@ def _give_up(error):
     see: those that wait for devices that are not called any more would wait for long."""
     _native.give_up(f"the step was given up, as it ended in {type(error).__name__}: {error}")
     try:
-        # MXNet tells one error at a time.
-        while True:
+        # MXNet tells one error at a time, of one call each.
+        for _ in range(_MOST_ERRORS):
             try:
-                return mx.nd.waitall()
+                mx.nd.waitall()
+                break
             except mx.MXNetError:
                 pass
     finally:
