@@ -129,7 +129,7 @@ def narrow(kernels):
     for kernel in kernels:
         name = kernel["kernel"]
         if name.startswith("map_"):
-            wide = kernel["vector_stores"] >= 2 and kernel["narrow_stores"] <= 2
+            wide = kernel["vector_stores"] >= 1 and kernel["narrow_stores"] <= 2
             loads = 4 if "InputGradient" in name or name.startswith("map_planes") else 2
         elif name.startswith(("sum_planes", "sum_rows")):
             wide, loads = True, 8 if ", true, " in name else 4
