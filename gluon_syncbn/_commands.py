@@ -24,6 +24,7 @@ from ._graph import (
     ExportError,
     Graph,
     expected_shapes,
+    is_bfloat16,
     is_true,
     make_stock,
     settings_of,
@@ -288,6 +289,8 @@ def _norms(names):
 
 
 def _cast(name, array, dtype):
+    if is_bfloat16(array.dtype):
+        array = array.astype("float32")
     if np.dtype(array.dtype).kind != "f":
         return array
     result = array.astype(dtype)

@@ -3,6 +3,7 @@
 import json
 
 import mxnet as mx
+import numpy as np
 
 from . import _native
 
@@ -64,6 +65,11 @@ def settings_of(attributes):
     }
 
 
+def is_bfloat16(dtype):
+    """Of an NDArray: NumPy, which has no such type, takes it for a record."""
+    return np.dtype(dtype).names == ("bfloat16",)
+
+
 def integers(text):
     """The numbers of an attribute such as ``(3, 3)``."""
     return tuple(int(part) for part in text.strip("()[] ").replace(" ", "").split(",") if part)
@@ -92,6 +98,12 @@ class Graph:
 
     def __init__(self, symbol):
         self._read(json.loads(symbol.tojson()))
+        # What comes in twice, as where a SymbolBlock is called twice, is one.
+        first = {}
+        for node in self.nodes():
+            if node.op == "null":
+                first.setdefault(node.name, node)
+        self.redirect(lambda entry: (first[entry[0].name], 0) if entry[0].op == "null" else entry)
 
     def _read(self, graph):
         nodes = []
@@ -179,7 +191,27 @@ class Graph:
         }
 
     def symbol(self):
-        return mx.sym.load_json(json.dumps(self._json()))
+        # MXNet does not read what JSON makes of other letters.
+        return mx.sym.load_json(json.dumps(self._json(), ensure_ascii=False))
+
+    def name_apart(self):
+        """Gives operators names of their own, where a block was called several times: ONNX tells
+        values apart by them."""
+        names = set()
+        for node in self.nodes():
+            name, number = node.name, 0
+            while node.name in names:
+                number += 1
+                node.name = f"{name}_{number}"
+            names.add(node.name)
+
+    def all_nodes(self):
+        """Those of graphs within nodes too, which can be read but not changed."""
+        nodes = self.nodes()
+        for _, inner in self.subgraphs():
+            for part in inner:
+                nodes += Graph._of_json(part).all_nodes()
+        return nodes
 
     def subgraphs(self):
         """(node, its graphs) of each node that has graphs of its own, such as a loop."""
@@ -205,16 +237,17 @@ def expected_shapes(graph, shapes):
             yield from ((name, shapes.get(parameters[-1], ())) for name in parameters)
 
 
-def make_stock(graph):
+def make_stock(graph, within=None):
     """Turns every kind of batch normalization in a Graph into the stock operator ``BatchNorm``.
 
     Raises an ExportError where one's mean or variance is an output of the graph or the input of
-    another node, which ``BatchNorm`` would give in another form.
+    another node, which ``BatchNorm`` would give in another form, and for momentum=None in a graph
+    `within` a node, such as a loop.
     """
     for node, inner in graph.subgraphs():
         graphs = [Graph._of_json(entry) for entry in inner]
         for part in graphs:
-            make_stock(part)
+            make_stock(part, node)
         node.more["subgraphs"] = [part._json() for part in graphs]
     graph.redirect(_before_gates)
     users = graph.users()
@@ -234,6 +267,12 @@ def make_stock(graph):
                 "use_global_stats": str(settings["use_global_stats"]),
             }
             node.op = "BatchNorm"
+            if within and len(node.inputs) > 1 + len(ROLES):
+                raise ExportError(
+                    f"{node.name} has momentum=None and is called in {within.name} "
+                    f"({within.operator}), which counts what its graph takes: set the layer's "
+                    "momentum to a number for the export."
+                )
             # With momentum=None there is num_batches_tracked behind them, for training.
             del node.inputs[1 + len(ROLES) :]
             if STOCK_OPERATORS.get(operator):

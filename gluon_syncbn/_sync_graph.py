@@ -180,4 +180,5 @@ def spliced(symbol, replaced):
     graph["arg_nodes"] = [number for number, node in enumerate(placed) if node["op"] == "null"]
     graph["heads"] = [moved(entry) for entry in graph["heads"]]
     graph.pop("node_row_ptr", None)
-    return mx.sym.load_json(json.dumps(graph))
+    # MXNet does not read what JSON makes of other letters.
+    return mx.sym.load_json(json.dumps(graph, ensure_ascii=False))

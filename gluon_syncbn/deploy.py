@@ -16,7 +16,7 @@ from mxnet.gluon.block import _flatten, _regroup
 from . import _onnx
 from ._files import FileError, bytes_writer, last_line, parameter_writer, text_writer, write_all
 from ._fold import fold as fold_graph
-from ._graph import ExportError, Graph, Node, is_true, make_stock
+from ._graph import ExportError, Graph, Node, is_bfloat16, is_true, make_stock
 from ._nets import check_block, walk
 from ._sync_graph import SyncGraph
 from .block import SyncBatchNorm
@@ -125,9 +125,10 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
     _check_arguments(epoch, onnx, shapes, dtype)
     # Of the last steps; with static_shape MXNet does not wait for running statistics by itself.
     mx.nd.waitall()
-    symbol, inputs = _trace(net, shapes)
+    parameters = _parameters(net)
+    symbol, inputs = _trace(net, shapes, parameters)
     graph = Graph(symbol)
-    arrays = _values(net, graph, inputs)
+    arrays = _values(parameters, graph, inputs)
     return write_graph(graph, arrays, inputs, path, epoch, fold, onnx, shapes, dtype, net.name)
 
 
@@ -144,6 +145,13 @@ def write_graph(graph, arrays, inputs, path, epoch, fold, onnx, shapes, dtype, t
         )
     make_stock(graph)
     _require_stock(graph)
+    graph.name_apart()
+    inputs, shapes = _used(graph, inputs, shapes, title)
+    if onnx is not None:
+        _require_onnx(graph, arrays, dtype)
+    if dtype:
+        # Exact, and the others know no bfloat16.
+        arrays.update({n: a.astype("float32") for n, a in arrays.items() if is_bfloat16(a.dtype)})
     for name in set(arrays) - {node.name for node in graph.nodes()}:
         # What only training needs.
         del arrays[name]
@@ -225,9 +233,30 @@ def _check_arguments(epoch, onnx, shapes, dtype):
         raise ValueError(f"dtype is {dtype!r}: give one of {', '.join(_DTYPES)}, or None.")
 
 
-def _trace(net, shapes):
-    """The symbol of a net in inference, and the names of its inputs."""
-    with _left_as_it_is(net), mx.autograd.pause(train_mode=False), mx.name.NameManager():
+def _used(graph, inputs, shapes, title):
+    """The inputs, and their shapes, without those that only training reads."""
+    names = {node.name for node in graph.nodes() if node.op == "null"}
+    unused = [name for name in inputs if name not in names]
+    if unused:
+        _log.info("export: %s does not use %s in inference.", title, ", ".join(unused))
+    used = [i for i, name in enumerate(inputs) if name in names]
+    return [inputs[i] for i in used], shapes and [shapes[i] for i in used]
+
+
+def _parameters(net):
+    """{name: the parameters of that name} of a net."""
+    found = {}
+    for _, block in walk(net):
+        for parameter in (*block.params.values(), *getattr(block, "_reg_params", {}).values()):
+            found.setdefault(parameter.name, {})[id(parameter)] = parameter
+    return {name: list(same.values()) for name, same in found.items()}
+
+
+def _trace(net, shapes, parameters):
+    """The symbol of a net in inference, and the names of its inputs. Of parameters that have one
+    name, each goes by its number behind it."""
+    inference = mx.autograd.pause(train_mode=False)
+    with _left_as_it_is(net, parameters), inference, mx.name.NameManager():
         try:
             inputs, arguments = _inputs(net, shapes)
             outputs, _ = _flatten(net(*arguments), "output")
@@ -270,10 +299,14 @@ def _count_inputs(net):
 
 
 @contextlib.contextmanager
-def _left_as_it_is(net):
+def _left_as_it_is(net, parameters):
     """Puts back what tracing changes, and keeps the hooks of the blocks from being called."""
     blocks = [block for _, block in walk(net)]
     with contextlib.ExitStack() as undo:
+        for name, same in parameters.items():
+            for number, parameter in enumerate(same if len(same) > 1 else ()):
+                undo.callback(setattr, parameter, "_var", parameter._var)
+                parameter._var = mx.sym.var(_numbered(name, number))
         for block in blocks:
             for name in ("_forward_hooks", "_forward_pre_hooks"):
                 undo.callback(setattr, block, name, getattr(block, name))
@@ -290,30 +323,44 @@ def _left_as_it_is(net):
         yield
 
 
-def _values(net, graph, inputs):
-    """{name: a copy on the CPU of the value} of the graph's parameters."""
-    parameters = {}
-    for _, block in walk(net):
-        for parameter in (*block.params.values(), *getattr(block, "_reg_params", {}).values()):
-            parameters.setdefault(parameter.name, {})[id(parameter)] = parameter
-    names = [node.name for node in graph.nodes() if node.op == "null" and node.name not in inputs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ExportError(
-            f"Two parameters have the name {twice[0]}, and a graph tells them apart by name: "
-            "give each block a prefix of its own."
-        )
-    unset, arrays, uneven = [], {}, []
-    for name in names:
-        found = list(parameters.get(name, {}).values())
-        if not found:
+def _numbered(name, number):
+    return f"{name}#{number}"
+
+
+def _used_parameters(parameters, graph, inputs):
+    """{name: the parameter} of the graph, which gets their names back."""
+    by_variable = {name: (name, same[0]) for name, same in parameters.items() if len(same) == 1}
+    for name, same in parameters.items():
+        if len(same) > 1:
+            by_variable.update({_numbered(name, i): (name, p) for i, p in enumerate(same)})
+    used = {}
+    for node in graph.nodes():
+        if node.op != "null" or node.name in inputs:
+            continue
+        # In the graph of a SymbolBlock they have their names.
+        if node.name not in by_variable and node.name not in parameters:
             raise ExportError(
-                f"{name} in the graph is neither an input nor a parameter of the net."
+                f"{node.name} in the graph is neither an input nor a parameter of the net."
             )
-        if found[0]._data is None:
+        name, parameter = by_variable.get(node.name, (node.name, None))
+        if name in used or parameter is None:
+            raise ExportError(
+                f"Two parameters have the name {name}, and a graph tells them apart by name: "
+                "give each block a prefix of its own."
+            )
+        node.name = name
+        used[name] = parameter
+    return used
+
+
+def _values(parameters, graph, inputs):
+    """{name: a copy on the CPU of the value} of the graph's parameters."""
+    unset, arrays, uneven = [], {}, []
+    for name, parameter in _used_parameters(parameters, graph, inputs).items():
+        if parameter._data is None:
             unset.append(name)
             continue
-        arrays[name], equal = _value(found[0])
+        arrays[name], equal = _value(parameter)
         if not equal:
             uneven.append(name)
     if unset:
@@ -344,11 +391,34 @@ def _value(parameter):
 
 
 def _require_stock(graph):
-    custom = sorted({node.operator for node in graph.nodes() if node.op == "Custom"})
+    custom = sorted({node.operator for node in graph.all_nodes() if node.op == "Custom"})
     if custom:
         raise ExportError(
             f"The net has custom operators ({', '.join(custom)}), which stock MXNet does not load: "
             "build it without them."
+        )
+
+
+def _require_onnx(graph, arrays, dtype):
+    """Of a net whose outputs are not random, and in a dtype that MXNet's exporter has."""
+    random = sorted(
+        {
+            node.op
+            for node in graph.all_nodes()
+            if node.op.startswith(("_random_", "_sample_"))
+            or node.op == "Dropout"
+            and node.attrs.get("mode") == "always"
+        }
+    )
+    if random:
+        raise ExportError(
+            f"The net draws random numbers in inference ({', '.join(random)}), so ONNX Runtime's "
+            "outputs cannot be compared with MXNet's: export it without onnx=."
+        )
+    if not dtype and any(is_bfloat16(array.dtype) for array in arrays.values()):
+        raise ExportError(
+            "The net's parameters are bfloat16, which MXNet's converters to ONNX do not know: give "
+            "dtype='float32'."
         )
 
 
@@ -376,11 +446,17 @@ def _set_fixed_gammas(graph, arrays):
             norm.inputs[1] = own, 0
             gamma = own
         arrays[gamma.name] = value
+    outer = {id(node) for node in graph.nodes()}
+    for norm in graph.all_nodes():
+        if norm.op == "BatchNorm" and is_true(norm.attrs.get("fix_gamma", "True")):
+            name = norm.inputs[1][0].name
+            if id(norm) not in outer and name in arrays:
+                arrays[name] = mx.nd.ones_like(arrays[name])
 
 
 def _of_norms(graph):
     """The names of all parameters of BatchNorm."""
-    norms = [node for node in graph.nodes() if node.op == "BatchNorm"]
+    norms = [node for node in graph.all_nodes() if node.op == "BatchNorm"]
     return {node.name for norm in norms for node, _ in norm.inputs[1:]}
 
 

@@ -500,6 +500,188 @@ def test_what_is_shared_is_left_alone(tmp_path, kind, folded, why):
     assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[True])
 
 
+class Siamese(gluon.HybridBlock):
+    """Calls a SymbolBlock twice, of whose parameters its graph then has two nodes each."""
+
+    def __init__(self, backbone):
+        super().__init__(prefix="siamese_")
+        self.backbone = backbone
+
+    def hybrid_forward(self, F, a, b):
+        return self.backbone(a) - self.backbone(b)
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_a_graph_that_is_called_twice_shares_its_parameters(tmp_path, fold):
+    net = sequential(nn.Conv2D(4, 3, in_channels=3), sbn.SyncBatchNorm())
+    ready(net, (2, 3, 6, 6))
+    sbn.export(net, tmp_path / "backbone")
+    twice = Siamese(load(tmp_path / "backbone"))
+    rng = np.random.default_rng(0)
+    inputs = [rng.standard_normal((2, 3, 6, 6)).astype("float32") for _ in range(2)]
+    expected = forward(twice, *inputs)
+    result = sbn.export(twice, tmp_path / "m", fold=fold, input_shape=[(2, 3, 6, 6)] * 2)
+    assert all("is shared" in why for why in result.left.values()) and len(result.left) == 2 * fold
+    loaded = load(tmp_path / "m", ["data0", "data1"])
+    assert_outputs(forward(loaded, *inputs), expected, EXPORTED[False])
+
+
+class Averaged(gluon.HybridBlock):
+    """Infers by a copy of the net that it trains, with parameters of the same names."""
+
+    def __init__(self, net):
+        super().__init__(prefix="averaged_")
+        self.net = net
+        # Not among the children, so that a Trainer does not see it.
+        self.copies = []
+
+    def hybrid_forward(self, F, x):
+        infers = self.copies and not autograd.is_training()
+        return (self.copies[0] if infers else self.net)(x)
+
+
+def test_of_parameters_of_one_name_those_are_written_that_infer(tmp_path):
+    net = Averaged(sequential(nn.Conv2D(4, 3, in_channels=3), sbn.SyncBatchNorm()))
+    [x], _ = ready(net, (2, 3, 6, 6))
+    net.copies = [copy.deepcopy(net.net)]
+    weights = [net.copies[0][0].weight, net.net[0].weight]
+    weights[0].set_data(weights[0].data() * 0.5)
+    before = [weight.var() for weight in weights]
+    sbn.export(net, tmp_path / "m")
+    assert_outputs(forward(load(tmp_path / "m"), x), forward(net, x), EXPORTED[False])
+    assert all(weight.var() is var for weight, var in zip(weights, before))
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_blocks_that_are_called_several_times_go_to_onnx(tmp_path, fold):
+    """Their nodes have one name, by which ONNX would tell values apart."""
+    conv = nn.Conv2D(3, 3, padding=1, in_channels=3)
+    cell = sequential(conv, sbn.SyncBatchNorm(), nn.Activation("relu"))
+    net = sequential(cell, cell, nn.MaxPool2D(), cell)
+    ready(net, (1, 3, 8, 8))
+    result = sbn.export(
+        net, tmp_path / "m", fold=fold, onnx=tmp_path / "m.onnx", input_shape=(1, 3, 8, 8)
+    )
+    assert result.onnx_error < ONNX and len(result.left) == 3 * fold
+
+
+class Loop(gluon.HybridBlock):
+    """Batch normalization in a graph of its own."""
+
+    def __init__(self, operator=None, **arguments):
+        super().__init__(prefix="loop_")
+        self.operator = operator
+        with self.name_scope():
+            self.dense = nn.Dense(5, in_units=6)
+            self.norm = sbn.SyncBatchNorm(in_channels=5, **arguments)
+
+    def hybrid_forward(self, F, x):
+        def body(step, state):
+            y = self.norm(self.dense(step))
+            return (F.Custom(y, op_type=self.operator) if self.operator else y), state
+
+        return F.contrib.foreach(body, x, [F.zeros((1,))])[0]
+
+
+@mx.operator.register("of_others")
+class OfOthers(mx.operator.CustomOpProp):
+    def __init__(self, **attributes):  # Those of the scope in which a loop is traced.
+        super().__init__(need_top_grad=True)
+
+    def create_operator(self, *_):
+        class Identity(mx.operator.CustomOp):
+            def forward(self, is_train, req, in_data, out_data, aux):
+                self.assign(out_data[0], req[0], in_data[0])
+
+        return Identity()
+
+
+def test_batch_normalization_in_a_loop(tmp_path):
+    for arguments, gamma in (({}, 3), ({"scale": False}, 1)):
+        net = Loop(gamma_initializer=mx.init.Constant(3), **arguments)
+        net.initialize()
+        net(mx.nd.ones((3, 4, 6)))
+        for dtype in (None, "float16"):
+            sbn.export(net, tmp_path / "m", dtype=dtype)
+            values = mx.nd.load(str(tmp_path / "m-0000.params"))
+            assert values["arg:loop_syncbatchnorm0_gamma"].dtype == np.float32
+            assert (values["arg:loop_syncbatchnorm0_gamma"].asnumpy() == gamma).all()
+            assert values["arg:loop_dense0_weight"].dtype == np.dtype(dtype or "float32")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"operator": "of_others"}, r"custom operators \(of_others\)"),
+        ({"momentum": None}, "has momentum=None and is called in loop_.*foreach"),
+    ],
+)
+def test_what_is_refused_in_a_loop(tmp_path, arguments, words):
+    net = Loop(**arguments)
+    net.initialize()
+    net(mx.nd.ones((3, 4, 6)))
+    with pytest.raises(sbn.ExportError, match=words):
+        sbn.export(net, tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_of_all_alphabets(tmp_path):
+    net = nn.HybridSequential(prefix="größe_")
+    with net.name_scope():
+        net.add(nn.Conv2D(4, 3, in_channels=3), nn.BatchNorm(in_channels=4))
+    [x], expected = ready(net, (2, 3, 6, 6))
+    sbn.export(net, tmp_path / "m")
+    loaded = load(tmp_path / "m")
+    assert_outputs(forward(loaded, x), expected, EXPORTED[False])
+    assert_outputs(forward(sbn.convert_sync_batchnorm(loaded), x), expected, EXPORTED[False])
+
+
+class Masked(gluon.HybridBlock):
+    def __init__(self):
+        super().__init__(prefix="masked_")
+        with self.name_scope():
+            self.conv = nn.Conv2D(4, 3, in_channels=3)
+
+    def hybrid_forward(self, F, x, mask):
+        y = self.conv(x)
+        return F.broadcast_mul(y, mask) if autograd.is_training() else y
+
+
+@pytest.mark.parametrize("shapes", [None, [(2, 3, 6, 6), (1,)]])
+def test_an_input_that_only_training_reads_is_none_of_the_file(tmp_path, shapes):
+    net = Masked()
+    (x, _), expected = ready(net, (2, 3, 6, 6), (1,))
+    onnx_file = tmp_path / "m.onnx" if shapes else None
+    sbn.export(net, tmp_path / "m", input_shape=shapes, onnx=onnx_file)
+    assert_outputs(forward(load(tmp_path / "m", ["data0"]), x), expected, EXPORTED[False])
+
+
+def test_bfloat16_to_another_dtype(tmp_path):
+    net = sequential(nn.Conv2D(4, 3, in_channels=3), sbn.SyncBatchNorm())
+    ready(net, (2, 3, 6, 6))
+    net.cast(np.dtype([("bfloat16", np.uint16)]))
+    settings = {"onnx": tmp_path / "m.onnx", "input_shape": (2, 3, 6, 6)}
+    result = sbn.export(net, tmp_path / "m", fold=True, dtype="float32", **settings)
+    assert len(result.folded) == 1 and result.onnx_error < ONNX
+    with pytest.raises(sbn.ExportError, match="give dtype='float32'"):
+        sbn.export(net, tmp_path / "m", **settings)
+
+
+class Noisy(gluon.HybridBlock):
+    def hybrid_forward(self, F, x):
+        return F.broadcast_add(x, F.random.uniform(shape=(1,)))
+
+
+def test_random_outputs_are_not_compared(tmp_path):
+    """Training goes on with the same random numbers."""
+    mx.random.seed(7)
+    expected = mx.nd.random.uniform(shape=(2,)).asnumpy()
+    mx.random.seed(7)
+    with pytest.raises(sbn.ExportError, match="draws random numbers"):
+        sbn.export(Noisy(), tmp_path / "m", onnx=tmp_path / "m.onnx", input_shape=(2, 3))
+    assert_same_bits(mx.nd.random.uniform(shape=(2,)).asnumpy(), expected)
+
+
 class Conditional(gluon.HybridBlock):
     """Batch normalization whose gamma is computed."""
 
