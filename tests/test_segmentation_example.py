@@ -548,6 +548,31 @@ class TestResume:
         assert os.listdir(tmp_path) == ["last.ckpt"]
         assert (tmp_path / "last.ckpt").read_bytes() == before
 
+    @pytest.mark.parametrize("failing", ["best.params", "best.ckpt", "last.ckpt"])
+    def test_failed_write_loses_no_best_net(self, failing, tmp_path, monkeypatch):
+        """What last.ckpt says of the best net holds, whichever file could not be written."""
+        folder = tmp_path / "run"
+        small_run("--output", folder, stop_after=2)
+        replace = os.replace
+
+        def fail(source, target):
+            if Path(target).name == failing:
+                raise OSError("disk full")
+            replace(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", fail)
+            with pytest.raises(OSError, match="disk full"):
+                small_run("--resume", folder)
+        last = example.checkpoint.load(folder / "checkpoints/last.ckpt")
+        assert last.step == 2 and last.progress["best"]["step"] == 0
+        small_run("--resume", folder, stop_after=7)
+        last, best = (
+            example.checkpoint.load(folder / "checkpoints" / name)
+            for name in ("last.ckpt", "best.ckpt")
+        )
+        assert last.step == 7 and last.progress["best"]["step"] == best.step == 6
+
 
 class TestArguments:
     @pytest.mark.parametrize("text", ["tpu", "cpu:0", "cpu:-1", "cpu:0,1", "gpu:", "gpu:1,1", "2"])

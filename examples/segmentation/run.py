@@ -251,10 +251,12 @@ class Run:
         checkpoint = self._trainer.checkpoint(self._step, self._config, self._progress)
         if self._team.rank > 0:
             return
-        checkpoint.save(self._folder.last)
+        # The last one says which step was the best, so it must not be there before that is: what is
+        # lost before then is trained again.
         if better:
-            checkpoint.save(self._folder.best)
             self._trainer.save_parameters(self._folder.best_parameters)
+            checkpoint.save(self._folder.best)
+        checkpoint.save(self._folder.last)
         self._draw()
 
     def _draw(self):
