@@ -492,6 +492,7 @@ class TestResume:
             ("--steps", "24"),
             ("--batch", "4"),
             ("--seed", "2"),
+            ("--val-images", "5"),
         ],
     )
     def test_with_other_arguments(self, interrupted, option, value):

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import checkpoint
 
-# These decide the parameters that come out, so a resumed run must not change them; so do the kind
-# and number of devices, which are known later.
+# These decide the parameters that come out, or by which scores the best are chosen, so a resumed
+# run must not change them; so do the kind and number of devices, which are known later.
 DECISIVE = (
-    "norm batch steps epochs lr warmup seed data size classes brightness background_weight"
+    "norm batch steps epochs lr warmup seed data size classes brightness background_weight "
+    "val_images"
 ).split()
 RUNS = Path("runs")
 CONFIG = "config.json"  # A folder that has it holds a run.
@@ -305,8 +306,8 @@ def _check_same(given, resumed):
         option = "--" + name.replace("_", "-")
         raise UsageError(
             f"{option} is {given[name]}, but the run to resume has "
-            f"{'none' if before[name] is None else before[name]}, and the same parameters as "
-            f"without interruption need the same: leave {option} out, or start a new run with "
+            f"{'none' if before[name] is None else before[name]}, and the same result as "
+            f"without interruption needs the same: leave {option} out, or start a new run with "
             "another --output"
         )
 
