@@ -499,6 +499,22 @@ class TestResume:
         with refused(UsageError, f"{option} is {value}", "run to resume has", "leave"):
             example.options.parse(["--resume", str(interrupted), option, value])
 
+    def test_with_images_that_were_moved(self, voc, interrupted, tmp_path):
+        folder, moved = tmp_path / "run", tmp_path / "moved"
+        small_run("--data", voc, "--output", folder, stop_after=2)
+        voc.rename(moved)
+        with refused(DataError, voc, "is no folder"):
+            small_run("--resume", folder)
+        small_run("--resume", folder, "--data", moved / ".." / "moved", stop_after=4)
+        config = json.loads((folder / "config.json").read_text())
+        assert Path(config["arguments"]["data"]).samefile(moved)
+        small_run("--resume", folder, stop_after=5)
+        (moved / "ImageSets/Segmentation/train.txt").write_text("a\nb\n")
+        with refused(UsageError, "training list", "--data"):
+            small_run("--resume", folder, "--data", moved)
+        with refused(UsageError, f"--data is {moved}", "has none"):
+            example.options.parse(["--resume", str(interrupted), "--data", str(moved)])
+
     def test_on_other_devices(self, interrupted):
         options = example.options.parse(["--resume", str(interrupted), "--devices", "cpu:3"])
         with refused(UsageError, "cpu:3", "2 of type cpu"):

@@ -56,9 +56,14 @@ class RunFolder:
         ):
             if path.exists():
                 path.unlink()
+        self.write_config(config)
+        self._write_rows()
+
+    def write_config(self, config):
+        if not self.writes:
+            return
         with replacing(self.config) as file:
             file.write(json.dumps(config, indent=2).encode() + b"\n")
-        self._write_rows()
 
     def continue_from(self, source, step):
         """Take the rows of the folder `source` (it may be this one) up to `step`."""

@@ -67,7 +67,10 @@ class Run:
             self._restore(resumed)
         # From here on files are written; all that can be wrong has been looked at, by all.
         team.gather("ready", [1])
-        if not in_place:
+        if in_place:
+            # Its images may lie elsewhere now, and the export looks for them.
+            self._folder.write_config(self._config)
+        else:
             self._folder.start(self._config)
         if resumed:
             self._folder.continue_from(RunFolder(resumed.folder or options.output), self._step)
@@ -76,7 +79,8 @@ class Run:
         if resumed.config["data"] != self._config["data"]:
             raise UsageError(
                 "the training list or the classes of --data are not those of the run to resume: "
-                "put them back, or start a new run with another --output"
+                "put them back, name the folder that has them with --data, or start a new run with "
+                "another --output"
             )
         try:
             self._trainer.restore(resumed)
