@@ -675,6 +675,45 @@ class TestArguments:
         with refused(UsageError, "segmentation-10", "last.ckpt"):
             example.options.parse(["--resume"])
 
+    def test_runs_that_start_together_have_folders_of_their_own(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        one, two, three = (example.options.parse([]) for _ in range(3))
+        claimed = example.options.claimed
+        with claimed(one), claimed(two):
+            assert [one.output.name, two.output.name] == ["segmentation-1", "segmentation-2"]
+            (one.output / "config.json").touch()
+        # The second one has written nothing.
+        assert os.listdir("runs") == ["segmentation-1"]
+        with claimed(three):
+            assert three.output.name == "segmentation-2"
+        # A worker that writes nothing claims nothing.
+        four = example.options.parse([], started=2)
+        monkeypatch.setenv("GLUON_SYNCBN_RANK", "1")
+        with claimed(four):
+            assert os.listdir("runs") == ["segmentation-1"]
+        monkeypatch.delenv("GLUON_SYNCBN_RANK")
+        process = start("--data", "missing")
+        assert finish(process)[0] == 1 and os.listdir("runs") == ["segmentation-1"]
+
+    def test_two_runs_into_one_output(self, tmp_path):
+        """The second passed its first look at the folder before the other wrote there."""
+        folder = tmp_path / "run"
+        late = [example.options.parse([*SMALL, "--output", str(folder)]) for _ in range(2)]
+        small_run("--output", folder, stop_after=7)
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        with refused(UsageError, folder, "holds a run already", "--overwrite"):
+            example.run.Run(late[0], None)
+
+        class Second(example.workers.Alone):
+            rank, size = 1, 2
+
+            def gather(self, key, numbers):
+                return np.array([[key == "taken"], numbers])
+
+        with refused(UsageError, folder, "holds a run already", "--overwrite"):
+            example.run.Run(late[1], None, Second())
+        assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
     def test_diverged_training_says_so(self, tmp_path):
         options = example.options.parse([*SMALL, "--output", str(tmp_path / "run")])
         run = example.run.Run(options, SimpleNamespace(requested=False))

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from checkpoint import replacing
-from options import CONFIG
+from options import CONFIG, taken
 
 COLUMNS = (
     "step",
@@ -41,10 +41,19 @@ class RunFolder:
         self.exported = [self.path / "export" / name for name in names]
         self.rows = []
 
-    def start(self, config):
-        """Begin a run here: remove the files of an earlier one, and no others."""
+    def start(self, config, overwrite=False):
+        """Begin a run here: remove the files of an earlier one, and no others.
+
+        Without `overwrite` the folder must hold none; of runs that start together one gets it.
+        """
         if not self.writes:
             return
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not overwrite:
+            try:
+                self.config.open("x").close()
+            except FileExistsError:
+                raise taken(self.path) from None
         for path in (
             self.metrics,
             self.curves,

@@ -15,7 +15,7 @@ from data import DataError, batches, pixel_counts, stack
 from folder import RunFolder
 from interrupt import Interrupt
 from metrics import Confusion
-from options import UsageError, same_folder
+from options import UsageError, same_folder, taken
 from setting import describe, find_contexts, open_data
 from trainer import SegmentationTrainer
 
@@ -65,15 +65,25 @@ class Run:
         }
         if resumed:
             self._restore(resumed)
-        # From here on files are written; all that can be wrong has been looked at, by all.
+        # From here on files are written; all else that can be wrong has been looked at, by all.
         team.gather("ready", [1])
         if in_place:
             # Its images may lie elsewhere now, and the export looks for them.
             self._folder.write_config(self._config)
         else:
-            self._folder.start(self._config)
+            self._start_folder()
         if resumed:
             self._folder.continue_from(RunFolder(resumed.folder or options.output), self._step)
+
+    def _start_folder(self):
+        refusal = None
+        try:
+            self._folder.start(self._config, self._options.overwrite)
+        except UsageError as error:
+            refusal = error
+        # Only the first worker sees it, and all have to end.
+        if self._team.gather("taken", [refusal is not None]).any():
+            raise refusal or taken(self._options.output)
 
     def _restore(self, resumed):
         if resumed.config["data"] != self._config["data"]:
