@@ -484,6 +484,38 @@ class TestResume:
         with refused(UsageError, folder, "finished", "12 steps", "--steps"):
             example.options.parse(["--resume", str(folder)])
 
+    def test_into_another_folder_takes_the_best_net_along(self, tmp_path):
+        source, other = tmp_path / "source", tmp_path / "other"
+        small_run("--output", source, stop_after=7)
+        small_run("--resume", source, "--output", other, stop_after=8)
+        last = example.checkpoint.load(other / "checkpoints/last.ckpt")
+        assert last.progress["best"]["step"] == 6
+        for name in ("best.params", "checkpoints/best.ckpt"):
+            assert (other / name).read_bytes() == (source / name).read_bytes()
+
+    @pytest.mark.parametrize("fate", ["gone", "damaged", "of another step", "no folder"])
+    def test_into_another_folder_without_the_best_net(self, fate, tmp_path):
+        """Then the next validation is the best."""
+        source, other = tmp_path / "source", tmp_path / "other"
+        small_run("--output", source, stop_after=7)
+        resumed, best = source, source / "checkpoints/best.ckpt"
+        if fate == "gone":
+            best.unlink()
+        elif fate == "damaged":
+            best.write_bytes(best.read_bytes()[:-100])
+        elif fate == "of another step":
+            saved = example.checkpoint.load(best)
+            saved.step = 3
+            saved.save(best)
+        else:
+            resumed = (source / "checkpoints/last.ckpt").rename(tmp_path / "moved.ckpt")
+        small_run("--resume", resumed, "--output", other, stop_after=8)
+        last = example.checkpoint.load(other / "checkpoints/last.ckpt")
+        assert last.progress["best"] == {"mean_iou": -1.0, "step": 0}
+        assert not (other / "best.params").exists()
+        small_run("--resume", other)
+        assert example.checkpoint.load(other / "checkpoints/best.ckpt").step == 12
+
     @pytest.mark.parametrize(
         "option, value",
         [

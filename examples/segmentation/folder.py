@@ -4,7 +4,7 @@ import csv
 import json
 from pathlib import Path
 
-from checkpoint import replacing
+from checkpoint import CheckpointError, load, replacing
 from options import CONFIG, taken
 
 COLUMNS = (
@@ -73,6 +73,24 @@ class RunFolder:
             return
         with replacing(self.config) as file:
             file.write(json.dumps(config, indent=2).encode() + b"\n")
+
+    def best_step(self):
+        """Of which step the best net is kept here; 0 if of none."""
+        try:
+            return load(self.best).step if self.best_parameters.exists() else 0
+        except CheckpointError:
+            return 0
+
+    def take_best(self, source):
+        """Take the best net of the folder `source`."""
+        if not self.writes:
+            return
+        for ours, theirs in (
+            (self.best_parameters, source.best_parameters),
+            (self.best, source.best),
+        ):
+            with replacing(ours) as file:
+                file.write(theirs.read_bytes())
 
     def continue_from(self, source, step):
         """Take the rows of the folder `source` (it may be this one) up to `step`."""

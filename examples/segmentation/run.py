@@ -20,6 +20,7 @@ from setting import describe, find_contexts, open_data
 from trainer import SegmentationTrainer
 
 PICTURES = 8
+NO_BEST = {"mean_iou": -1.0, "step": 0}
 
 
 def run(options):
@@ -61,7 +62,7 @@ class Run:
             "losses": [],  # since the last row of metrics.csv
             "row_seconds": 0.0,  # `seconds` at that row
             "validated": 0,  # at this step
-            "best": {"mean_iou": -1.0, "step": 0},
+            "best": dict(NO_BEST),
         }
         if resumed:
             self._restore(resumed)
@@ -73,7 +74,10 @@ class Run:
         else:
             self._start_folder()
         if resumed:
-            self._folder.continue_from(RunFolder(resumed.folder or options.output), self._step)
+            source = RunFolder(resumed.folder or options.output)
+            if not in_place:
+                self._take_best(source)
+            self._folder.continue_from(source, self._step)
 
     def _start_folder(self):
         refusal = None
@@ -98,6 +102,14 @@ class Run:
             raise UsageError(f"--resume: {error}") from None
         self._step = self._known = resumed.step
         self._progress = resumed.progress
+
+    def _take_best(self, source):
+        """The best net so far comes along, or there is none if `source` no longer has it."""
+        step = self._progress["best"]["step"]
+        if step and source.best_step() == step:
+            self._folder.take_best(source)
+        else:
+            self._progress["best"] = dict(NO_BEST)
 
     def go(self):
         """Train from the current step on; return the exit status."""
