@@ -484,6 +484,38 @@ class TestResume:
         with refused(UsageError, folder, "finished", "12 steps", "--steps"):
             example.options.parse(["--resume", str(folder)])
 
+    def test_into_another_folder_takes_the_best_net_along(self, tmp_path):
+        source, other = tmp_path / "source", tmp_path / "other"
+        small_run("--output", source, stop_after=7)
+        small_run("--resume", source, "--output", other, stop_after=8)
+        last = example.checkpoint.load(other / "checkpoints/last.ckpt")
+        assert last.progress["best"]["step"] == 6
+        for name in ("best.params", "checkpoints/best.ckpt"):
+            assert (other / name).read_bytes() == (source / name).read_bytes()
+
+    @pytest.mark.parametrize("fate", ["gone", "damaged", "of another step", "no folder"])
+    def test_into_another_folder_without_the_best_net(self, fate, tmp_path):
+        """Then the next validation is the best."""
+        source, other = tmp_path / "source", tmp_path / "other"
+        small_run("--output", source, stop_after=7)
+        resumed, best = source, source / "checkpoints/best.ckpt"
+        if fate == "gone":
+            best.unlink()
+        elif fate == "damaged":
+            best.write_bytes(best.read_bytes()[:-100])
+        elif fate == "of another step":
+            saved = example.checkpoint.load(best)
+            saved.step = 3
+            saved.save(best)
+        else:
+            resumed = (source / "checkpoints/last.ckpt").rename(tmp_path / "moved.ckpt")
+        small_run("--resume", resumed, "--output", other, stop_after=8)
+        last = example.checkpoint.load(other / "checkpoints/last.ckpt")
+        assert last.progress["best"] == {"mean_iou": -1.0, "step": 0}
+        assert not (other / "best.params").exists()
+        small_run("--resume", other)
+        assert example.checkpoint.load(other / "checkpoints/best.ckpt").step == 12
+
     @pytest.mark.parametrize(
         "option, value",
         [
@@ -492,11 +524,28 @@ class TestResume:
             ("--steps", "24"),
             ("--batch", "4"),
             ("--seed", "2"),
+            ("--val-images", "5"),
         ],
     )
     def test_with_other_arguments(self, interrupted, option, value):
         with refused(UsageError, f"{option} is {value}", "run to resume has", "leave"):
             example.options.parse(["--resume", str(interrupted), option, value])
+
+    def test_with_images_that_were_moved(self, voc, interrupted, tmp_path):
+        folder, moved = tmp_path / "run", tmp_path / "moved"
+        small_run("--data", voc, "--output", folder, stop_after=2)
+        voc.rename(moved)
+        with refused(DataError, voc, "is no folder"):
+            small_run("--resume", folder)
+        small_run("--resume", folder, "--data", moved / ".." / "moved", stop_after=4)
+        config = json.loads((folder / "config.json").read_text())
+        assert Path(config["arguments"]["data"]).samefile(moved)
+        small_run("--resume", folder, stop_after=5)
+        (moved / "ImageSets/Segmentation/train.txt").write_text("a\nb\n")
+        with refused(UsageError, "training list", "--data"):
+            small_run("--resume", folder, "--data", moved)
+        with refused(UsageError, f"--data is {moved}", "has none"):
+            example.options.parse(["--resume", str(interrupted), "--data", str(moved)])
 
     def test_on_other_devices(self, interrupted):
         options = example.options.parse(["--resume", str(interrupted), "--devices", "cpu:3"])
@@ -547,6 +596,31 @@ class TestResume:
             saved.save(tmp_path / "last.ckpt")
         assert os.listdir(tmp_path) == ["last.ckpt"]
         assert (tmp_path / "last.ckpt").read_bytes() == before
+
+    @pytest.mark.parametrize("failing", ["best.params", "best.ckpt", "last.ckpt"])
+    def test_failed_write_loses_no_best_net(self, failing, tmp_path, monkeypatch):
+        """What last.ckpt says of the best net holds, whichever file could not be written."""
+        folder = tmp_path / "run"
+        small_run("--output", folder, stop_after=2)
+        replace = os.replace
+
+        def fail(source, target):
+            if Path(target).name == failing:
+                raise OSError("disk full")
+            replace(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", fail)
+            with pytest.raises(OSError, match="disk full"):
+                small_run("--resume", folder)
+        last = example.checkpoint.load(folder / "checkpoints/last.ckpt")
+        assert last.step == 2 and last.progress["best"]["step"] == 0
+        small_run("--resume", folder, stop_after=7)
+        last, best = (
+            example.checkpoint.load(folder / "checkpoints" / name)
+            for name in ("last.ckpt", "best.ckpt")
+        )
+        assert last.step == 7 and last.progress["best"]["step"] == best.step == 6
 
 
 class TestArguments:
@@ -632,6 +706,45 @@ class TestArguments:
         assert example.options.parse([]).output == Path("runs/segmentation-11")
         with refused(UsageError, "segmentation-10", "last.ckpt"):
             example.options.parse(["--resume"])
+
+    def test_runs_that_start_together_have_folders_of_their_own(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        one, two, three = (example.options.parse([]) for _ in range(3))
+        claimed = example.options.claimed
+        with claimed(one), claimed(two):
+            assert [one.output.name, two.output.name] == ["segmentation-1", "segmentation-2"]
+            (one.output / "config.json").touch()
+        # The second one has written nothing.
+        assert os.listdir("runs") == ["segmentation-1"]
+        with claimed(three):
+            assert three.output.name == "segmentation-2"
+        # A worker that writes nothing claims nothing.
+        four = example.options.parse([], started=2)
+        monkeypatch.setenv("GLUON_SYNCBN_RANK", "1")
+        with claimed(four):
+            assert os.listdir("runs") == ["segmentation-1"]
+        monkeypatch.delenv("GLUON_SYNCBN_RANK")
+        process = start("--data", "missing")
+        assert finish(process)[0] == 1 and os.listdir("runs") == ["segmentation-1"]
+
+    def test_two_runs_into_one_output(self, tmp_path):
+        """The second passed its first look at the folder before the other wrote there."""
+        folder = tmp_path / "run"
+        late = [example.options.parse([*SMALL, "--output", str(folder)]) for _ in range(2)]
+        small_run("--output", folder, stop_after=7)
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        with refused(UsageError, folder, "holds a run already", "--overwrite"):
+            example.run.Run(late[0], None)
+
+        class Second(example.workers.Alone):
+            rank, size = 1, 2
+
+            def gather(self, key, numbers):
+                return np.array([[key == "taken"], numbers])
+
+        with refused(UsageError, folder, "holds a run already", "--overwrite"):
+            example.run.Run(late[1], None, Second())
+        assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
     def test_diverged_training_says_so(self, tmp_path):
         options = example.options.parse([*SMALL, "--output", str(tmp_path / "run")])

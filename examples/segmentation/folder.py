@@ -4,8 +4,8 @@ import csv
 import json
 from pathlib import Path
 
-from checkpoint import replacing
-from options import CONFIG
+from checkpoint import CheckpointError, load, replacing
+from options import CONFIG, taken
 
 COLUMNS = (
     "step",
@@ -41,10 +41,19 @@ class RunFolder:
         self.exported = [self.path / "export" / name for name in names]
         self.rows = []
 
-    def start(self, config):
-        """Begin a run here: remove the files of an earlier one, and no others."""
+    def start(self, config, overwrite=False):
+        """Begin a run here: remove the files of an earlier one, and no others.
+
+        Without `overwrite` the folder must hold none; of runs that start together one gets it.
+        """
         if not self.writes:
             return
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not overwrite:
+            try:
+                self.config.open("x").close()
+            except FileExistsError:
+                raise taken(self.path) from None
         for path in (
             self.metrics,
             self.curves,
@@ -56,9 +65,32 @@ class RunFolder:
         ):
             if path.exists():
                 path.unlink()
+        self.write_config(config)
+        self._write_rows()
+
+    def write_config(self, config):
+        if not self.writes:
+            return
         with replacing(self.config) as file:
             file.write(json.dumps(config, indent=2).encode() + b"\n")
-        self._write_rows()
+
+    def best_step(self):
+        """Of which step the best net is kept here; 0 if of none."""
+        try:
+            return load(self.best).step if self.best_parameters.exists() else 0
+        except CheckpointError:
+            return 0
+
+    def take_best(self, source):
+        """Take the best net of the folder `source`."""
+        if not self.writes:
+            return
+        for ours, theirs in (
+            (self.best_parameters, source.best_parameters),
+            (self.best, source.best),
+        ):
+            with replacing(ours) as file:
+                file.write(theirs.read_bytes())
 
     def continue_from(self, source, step):
         """Take the rows of the folder `source` (it may be this one) up to `step`."""

@@ -4,6 +4,7 @@ Imports no MXNet: what is decided here must be in the environment before MXNet s
 """
 
 import argparse
+import contextlib
 import math
 import os
 import re
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import checkpoint
 
-# These decide the parameters that come out, so a resumed run must not change them; so do the kind
-# and number of devices, which are known later.
+# These decide the parameters that come out, or by which scores the best are chosen, so a resumed
+# run must not change them; so do the kind and number of devices, which are known later.
 DECISIVE = (
-    "norm batch steps epochs lr warmup seed data size classes brightness background_weight"
+    "norm batch steps epochs lr warmup seed data size classes brightness background_weight "
+    "val_images"
 ).split()
 RUNS = Path("runs")
 CONFIG = "config.json"  # A folder that has it holds a run.
@@ -135,7 +137,8 @@ def parse(argv=None, started=None):
 
     `options.checkpoint` is the Checkpoint to continue from, or None. A resumed run takes the
     arguments that are not given from its checkpoint. `started`: of how many workers this process is
-    one. `options.workers` stays None where it depends on whether there are GPUs.
+    one. `options.workers` stays None where it depends on whether there are GPUs. Where
+    `options.numbered`, `options.output` is the next folder as it looks now, for `claimed`.
     """
     parser = _parser()
     defaults = vars(parser.parse_args([]))
@@ -151,8 +154,10 @@ def parse(argv=None, started=None):
         defaults.update(resumed.config["arguments"], output=resumed.folder, overwrite=False)
     options = argparse.Namespace(**{**defaults, **given})
     options.checkpoint = resumed
+    options.numbered = options.output is None
+    if options.numbered:
+        options.output = _next_run()
     if not resumed:
-        options.output = options.output or _next_run()
         if options.size is None:
             options.size = 256 if options.data else 64
         if options.steps is None and options.epochs is None:
@@ -170,10 +175,7 @@ def parse(argv=None, started=None):
         raise UsageError(f"--output {options.output} is a file: name a folder")
     in_place = resumed and same_folder(resumed.folder, options.output)
     if (options.output / CONFIG).exists() and not (in_place or options.overwrite):
-        raise UsageError(
-            f"--output {options.output} holds a run already: continue it with --resume, name "
-            "another folder, or replace it with --overwrite"
-        )
+        raise taken(options.output)
     if started:
         if given.get("workers", started) != started:
             raise UsageError(
@@ -186,6 +188,35 @@ def parse(argv=None, started=None):
     if options.workers:
         check_workers(options)
     return options
+
+
+def taken(output):
+    """The UsageError for a folder that may not be written to."""
+    return UsageError(
+        f"--output {output} holds a run already: continue it with --resume, name another folder, "
+        "or replace it with --overwrite"
+    )
+
+
+@contextlib.contextmanager
+def claimed(options):
+    """Make the folder of a run without --output, so that no other takes it, which may have found
+    the same one to be the next. If nothing was written it goes again."""
+    # Of several workers the first alone writes.
+    if not options.numbered or os.environ.get("GLUON_SYNCBN_RANK", "0") != "0":
+        yield
+        return
+    while True:
+        try:
+            options.output.mkdir(parents=True)
+            break
+        except FileExistsError:
+            options.output = _next_run()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            options.output.rmdir()
 
 
 def check_workers(options):
@@ -300,13 +331,16 @@ def _check_same(given, resumed):
     for name in DECISIVE:
         if name not in given or given[name] == before[name]:
             continue
+        # A folder may have moved; what is in it is compared when it has been read.
+        if name == "data" and before[name] is not None:
+            continue
         if name == "steps" and given[name] == resumed.config["steps"]:
             continue
         option = "--" + name.replace("_", "-")
         raise UsageError(
             f"{option} is {given[name]}, but the run to resume has "
-            f"{'none' if before[name] is None else before[name]}, and the same parameters as "
-            f"without interruption need the same: leave {option} out, or start a new run with "
+            f"{'none' if before[name] is None else before[name]}, and the same result as "
+            f"without interruption needs the same: leave {option} out, or start a new run with "
             "another --output"
         )
 

@@ -15,11 +15,12 @@ from data import DataError, batches, pixel_counts, stack
 from folder import RunFolder
 from interrupt import Interrupt
 from metrics import Confusion
-from options import UsageError, same_folder
+from options import UsageError, same_folder, taken
 from setting import describe, find_contexts, open_data
 from trainer import SegmentationTrainer
 
 PICTURES = 8
+NO_BEST = {"mean_iou": -1.0, "step": 0}
 
 
 def run(options):
@@ -61,22 +62,39 @@ class Run:
             "losses": [],  # since the last row of metrics.csv
             "row_seconds": 0.0,  # `seconds` at that row
             "validated": 0,  # at this step
-            "best": {"mean_iou": -1.0, "step": 0},
+            "best": dict(NO_BEST),
         }
         if resumed:
             self._restore(resumed)
-        # From here on files are written; all that can be wrong has been looked at, by all.
+        # From here on files are written; all else that can be wrong has been looked at, by all.
         team.gather("ready", [1])
-        if not in_place:
-            self._folder.start(self._config)
+        if in_place:
+            # Its images may lie elsewhere now, and the export looks for them.
+            self._folder.write_config(self._config)
+        else:
+            self._start_folder()
         if resumed:
-            self._folder.continue_from(RunFolder(resumed.folder or options.output), self._step)
+            source = RunFolder(resumed.folder or options.output)
+            if not in_place:
+                self._take_best(source)
+            self._folder.continue_from(source, self._step)
+
+    def _start_folder(self):
+        refusal = None
+        try:
+            self._folder.start(self._config, self._options.overwrite)
+        except UsageError as error:
+            refusal = error
+        # Only the first worker sees it, and all have to end.
+        if self._team.gather("taken", [refusal is not None]).any():
+            raise refusal or taken(self._options.output)
 
     def _restore(self, resumed):
         if resumed.config["data"] != self._config["data"]:
             raise UsageError(
                 "the training list or the classes of --data are not those of the run to resume: "
-                "put them back, or start a new run with another --output"
+                "put them back, name the folder that has them with --data, or start a new run with "
+                "another --output"
             )
         try:
             self._trainer.restore(resumed)
@@ -84,6 +102,14 @@ class Run:
             raise UsageError(f"--resume: {error}") from None
         self._step = self._known = resumed.step
         self._progress = resumed.progress
+
+    def _take_best(self, source):
+        """The best net so far comes along, or there is none if `source` no longer has it."""
+        step = self._progress["best"]["step"]
+        if step and source.best_step() == step:
+            self._folder.take_best(source)
+        else:
+            self._progress["best"] = dict(NO_BEST)
 
     def go(self):
         """Train from the current step on; return the exit status."""
@@ -251,10 +277,12 @@ class Run:
         checkpoint = self._trainer.checkpoint(self._step, self._config, self._progress)
         if self._team.rank > 0:
             return
-        checkpoint.save(self._folder.last)
+        # The last one says which step was the best, so it must not be there before that is: what is
+        # lost before then is trained again.
         if better:
-            checkpoint.save(self._folder.best)
             self._trainer.save_parameters(self._folder.best_parameters)
+            checkpoint.save(self._folder.best)
+        checkpoint.save(self._folder.last)
         self._draw()
 
     def _draw(self):

@@ -75,7 +75,7 @@ def open_data(options, progress):
 def describe(options, contexts, train_data):
     """All that decides the run, and the versions it ran with, as JSON can hold it."""
     arguments = {**vars(options), "output": str(options.output)}
-    del arguments["checkpoint"]
+    del arguments["checkpoint"], arguments["numbered"]
     versions = {
         "python": platform.python_version(),
         "numpy": np.__version__,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import workers
 from data import DataError
-from options import UsageError, parse, prepare_environment
+from options import UsageError, claimed, parse, prepare_environment
 
 
 def main(argv=None):
@@ -20,12 +20,13 @@ def main(argv=None):
         # MXNet reads its settings when it is imported, which `settle` and `run` do.
         prepare_environment(options)
         workers.settle(options)
-        if options.workers > 1 and not workers.started():
-            status = workers.launch(options, arguments)
-        else:
-            from run import run
+        with claimed(options):
+            if options.workers > 1 and not workers.started():
+                status = workers.launch(options, arguments)
+            else:
+                from run import run
 
-            status = run(options)
+                status = run(options)
         if status or workers.started() or options.no_export:
             return status
         # In a process of its own: it is of no training, and may need other settings of MXNet.
