@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -91,8 +92,6 @@ def test_training_ends_with_an_export_that_predicts_the_same(run):
 
 def test_an_export_that_predicts_otherwise_is_told(run, tmp_path):
     """With the parameters of another net in the checkpoint that says how good it was."""
-    import shutil
-
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     best = example.checkpoint.load(copy / "checkpoints" / "best.ckpt")
@@ -202,3 +201,29 @@ def test_what_cannot_be_predicted_is_told(run, images, tmp_path, monkeypatch, ar
 def test_export_of_no_run(tmp_path):
     assert "No such file or directory" in example.export.main([str(tmp_path)])
     assert "usage" in example.export.main([])
+
+
+class TestOutput:
+    """What predict.py writes takes the place of no photo and of no other output."""
+
+    @pytest.fixture
+    def photos(self, images, tmp_path):
+        return Path(shutil.copytree(images, tmp_path / "photos"))
+
+    def refused(self, photos, output, *words):
+        before = {path.name: path.read_bytes() for path in photos.iterdir()}
+        said = example.predict.main([str(photos), "--model", "no", "--output", str(output)])
+        assert {path.name: path.read_bytes() for path in photos.iterdir()} == before
+        assert isinstance(said, str)
+        for word in words:
+            assert str(word) in said, said
+
+    def test_among_the_photos(self, photos, tmp_path):
+        self.refused(photos, photos, "--output", "photos themselves")
+        (tmp_path / "link").symlink_to(photos)
+        self.refused(photos, tmp_path / "link" / ".." / "photos", "photos themselves")
+
+    def test_an_overlay_named_as_a_mask(self, photos, tmp_path):
+        shutil.copy(photos / "one.png", photos / "one-overlay.png")
+        self.refused(photos, tmp_path / "out", "one-overlay.png", "one.png", "twice", "rename")
+        assert not (tmp_path / "out").exists()

@@ -14,7 +14,7 @@ from PIL import Image
 from checkpoint import replacing
 from data import DataError, batches
 from metrics import Confusion
-from options import CONFIG
+from options import CONFIG, same_folder
 from predictor import Predictor
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -65,20 +65,26 @@ def predict(options):
     if not 0 <= options.opacity <= 1:
         raise DataError(f"--opacity is {options.opacity}: give a number from 0 to 1")
     paths = _images_in(options.images)
+    if same_folder(options.images, options.output):
+        raise DataError(
+            f"--output {options.output} is the folder of the photos themselves, which masks would "
+            "replace: name another one"
+        )
+    outputs = _outputs(paths, options.output)
     predictor = Predictor(options.model[0])
     colours = class_colours(len(predictor.names))
     palette = (colours * 255).round().astype(np.uint8)
     options.output.mkdir(parents=True, exist_ok=True)
-    for path in paths:
+    for path, (mask_path, overlay_path) in outputs.items():
         image = _read(path)
         [classes] = predictor.predict(image.transpose(2, 0, 1)[None])
         mask = Image.fromarray(classes, "P")
         mask.putpalette(palette.ravel().tolist())
-        _save(mask, options.output / f"{path.stem}.png")
+        _save(mask, mask_path)
         strength = options.opacity * (classes > 0)[:, :, None]
         overlay = image * (1 - strength) + colours[classes] * strength
         overlay = Image.fromarray((overlay * 255).round().astype(np.uint8))
-        _save(overlay, options.output / f"{path.stem}-overlay.png")
+        _save(overlay, overlay_path)
         present = [predictor.names[i] for i in np.unique(classes) if i]
         print(f"{path.name}: {', '.join(present) or 'background'}")
     print(f"{len(paths)} masks and overlays in {options.output}")
@@ -96,6 +102,21 @@ def _images_in(folder):
         if stems.count(path.stem) > 1:
             raise DataError(f"{folder} has several images named {path.stem}: rename all but one")
     return paths
+
+
+def _outputs(paths, folder):
+    """{image: (mask, overlay)}, the files to write, each of them once."""
+    outputs, sources = {}, {}
+    for path in paths:
+        outputs[path] = folder / f"{path.stem}.png", folder / f"{path.stem}-overlay.png"
+        for written in outputs[path]:
+            other = sources.setdefault(written, path)
+            if other != path:
+                raise DataError(
+                    f"{written} would be written twice, for {other.name} and for {path.name}: "
+                    "rename one of the two"
+                )
+    return outputs
 
 
 def _read(path):
