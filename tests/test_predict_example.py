@@ -227,3 +227,89 @@ class TestOutput:
         shutil.copy(photos / "one.png", photos / "one-overlay.png")
         self.refused(photos, tmp_path / "out", "one-overlay.png", "one.png", "twice", "rename")
         assert not (tmp_path / "out").exists()
+
+
+def upright_pixels():
+    """(40, 24, 3): dark above, bright below, and the left half red."""
+    pixels = np.zeros((40, 24, 3), np.uint8)
+    pixels[20:] = 200
+    pixels[:, :12, 0] = 255
+    return pixels
+
+
+def save_lying(path, pixels, **settings):
+    """As a phone that was held upright saves a photo: on its side, with a note to turn it."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    lying = Image.fromarray(np.ascontiguousarray(np.rot90(pixels)))
+    lying.save(path, exif=exif, **settings)
+
+
+def folder_as_voc(folder, photos, masks, train=("a",), val=("v",)):
+    """A folder in VOC layout, of {file name: function that saves it} and of arrays."""
+    for part in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
+        (folder / part).mkdir(parents=True)
+    for name, save in photos.items():
+        save(folder / "JPEGImages" / name)
+    for name, mask in masks.items():
+        Image.fromarray(mask).save(folder / "SegmentationClass" / f"{name}.png")
+    for split, names in (("train", train), ("val", val)):
+        (folder / "ImageSets/Segmentation" / f"{split}.txt").write_text("\n".join(names))
+    return folder
+
+
+class TestImageFiles:
+    """Training and prediction see a photo as a viewer shows it."""
+
+    def read_by_both(self, folder, name, save):
+        """What prediction and training read of a file; its mask is upright."""
+        mask = np.tile(np.array([0, 1], np.uint8), (40, 12))
+        masks = {"a": mask, "v": mask}
+        photos = {f"a{name}": save, f"v{name}": save}
+        data = example.voc.VOCFolder(folder_as_voc(folder / "voc", photos, masks))
+        image, label = data.read("a")
+        assert (label == mask).all()
+        predicted = example.predict._read(data.images["a"])
+        assert predicted.dtype == np.float32
+        np.testing.assert_array_equal(predicted, image / np.float32(255))
+        return image
+
+    def test_turned_photo(self, tmp_path):
+        pixels = upright_pixels()
+        image = self.read_by_both(
+            tmp_path, ".jpg", lambda path: save_lying(path, pixels, quality=95, subsampling=0)
+        )
+        assert image.shape == pixels.shape
+        assert np.abs(image.astype(int) - pixels).mean() < 6
+
+    def test_photo_with_illegible_exif(self, tmp_path):
+        image = self.read_by_both(
+            tmp_path,
+            ".jpg",
+            lambda path: Image.fromarray(upright_pixels()).save(path, exif=b"Exif\0\0no exif"),
+        )
+        assert image.shape == (40, 24, 3)
+
+    @pytest.mark.parametrize("lying", [False, True])
+    def test_grey_of_16_bits(self, tmp_path, lying):
+        grey = np.linspace(0, 65535, 40 * 24).reshape(40, 24).round().astype(np.uint16)
+        save = save_lying if lying else lambda path, array: Image.fromarray(array).save(path)
+        image = self.read_by_both(tmp_path, ".png", lambda path: save(path, grey))
+        expected = np.rint(grey / 257).astype(np.uint8)
+        np.testing.assert_array_equal(image, np.stack([expected] * 3, axis=2))
+
+    @pytest.mark.parametrize(
+        "array, text",
+        [
+            (np.full((40, 24), 70000, np.int32), "it holds the value 70000"),
+            (np.full((40, 24), -1, np.int32), "it holds the value -1"),
+            (np.full((40, 24), 0.5, np.float32), "its pixels are fractions"),
+        ],
+    )
+    def test_pixels_of_no_known_range(self, tmp_path, array, text):
+        with pytest.raises(DataError, match=f"cannot be read as an image .{text}"):
+            self.read_by_both(
+                tmp_path, ".png", lambda path: Image.fromarray(array).save(path, format="tiff")
+            )
+        with pytest.raises(DataError, match=text):
+            example.predict._read(tmp_path / "voc" / "JPEGImages" / "a.png")

@@ -13,11 +13,11 @@ from PIL import Image
 
 from checkpoint import replacing
 from data import DataError, batches
+from images import SUFFIXES, read_image
 from metrics import Confusion
 from options import CONFIG, same_folder
 from predictor import Predictor
 
-SUFFIXES = (".jpg", ".jpeg", ".png")
 BATCH = 20
 
 
@@ -121,11 +121,7 @@ def _outputs(paths, folder):
 
 def _read(path):
     """(H, W, 3) from 0 to 1."""
-    try:
-        with Image.open(path) as image:
-            return np.asarray(image.convert("RGB")) / np.float32(255)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} cannot be read as an image ({error}): replace it") from None
+    return read_image(path) / np.float32(255)
 
 
 def _save(image, path):

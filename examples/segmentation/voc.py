@@ -7,18 +7,17 @@ FOLDER/classes.txt                            optional: one class name a line, b
 """
 
 import concurrent.futures
-import contextlib
 import functools
 import hashlib
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from data import IGNORED, SPLITS, DataError
+from images import SUFFIXES, opened, read_image
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
 LIST_FOLDER = Path("ImageSets", "Segmentation")
+REMEDY = "replace it, or remove its name from its list"
 
 
 class VOCFolder:
@@ -53,7 +52,10 @@ class VOCFolder:
 
     def read(self, name):
         """The image (H, W, 3) and the mask (H, W) of that name, uint8."""
-        return _read_image(self.images[name]), _read_mask(self.mask_path(name), len(self.names))
+        return self._read_image(name), _read_mask(self.mask_path(name), len(self.names))
+
+    def _read_image(self, name):
+        return read_image(self.images[name], REMEDY)
 
     def mask_path(self, name):
         return self.folder / "SegmentationClass" / f"{name}.png"
@@ -95,12 +97,12 @@ class VOCFolder:
 
     def _find_image(self, name):
         stem = self.folder / "JPEGImages" / name
-        for suffix in IMAGE_SUFFIXES:
+        for suffix in SUFFIXES:
             path = stem.with_name(stem.name + suffix)
             if path.exists():
                 return path
         raise DataError(
-            f"there is no image {stem}.jpg (or {' or '.join(IMAGE_SUFFIXES[1:])}), which the lists "
+            f"there is no image {stem}.jpg (or {' or '.join(SUFFIXES[1:])}), which the lists "
             f"in {self.folder / LIST_FOLDER} name: add it, or remove {name} from its list"
         )
 
@@ -141,14 +143,12 @@ class VOCFolder:
 
     def _check_pair(self, name, limit):
         mask = _read_mask(self.mask_path(name), limit)
-        with _opened(self.images[name]) as image:
-            image.load()
-            if image.size != mask.shape[::-1]:
-                raise DataError(
-                    f"{self.mask_path(name)} is {mask.shape[1]}x{mask.shape[0]} pixels, but its "
-                    f"image {self.images[name]} is {image.size[0]}x{image.size[1]}: they must be "
-                    "of one size"
-                )
+        height, width = self._read_image(name).shape[:2]
+        if (height, width) != mask.shape:
+            raise DataError(
+                f"{self.mask_path(name)} is {mask.shape[1]}x{mask.shape[0]} pixels, but its image "
+                f"{self.images[name]} is {width}x{height} as one sees it: they must be of one size"
+            )
         present = np.flatnonzero(np.bincount(mask.ravel(), minlength=256))
         return mask.shape, [int(value) for value in present if value != IGNORED]
 
@@ -243,31 +243,13 @@ def _numbered_names(count):
     return ("background", *(f"class {number}" for number in range(1, count)))
 
 
-@contextlib.contextmanager
-def _opened(path):
-    """The image of a file; whatever fails in reading it becomes a DataError that names it."""
-    try:
-        with Image.open(path) as image:
-            yield image
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(
-            f"{path} cannot be read as an image ({error}): replace it, or remove its name from its "
-            "list"
-        ) from None
-
-
-def _read_image(path):
-    with _opened(path) as image:
-        return np.asarray(image.convert("RGB"))
-
-
 def _read_mask(path, classes):
     if not path.exists():
         raise DataError(
             f"there is no mask {path}, whose image is in a list: add it, or remove {path.stem} "
             "from its list"
         )
-    with _opened(path) as image:
+    with opened(path, REMEDY) as image:
         mask, mode = np.asarray(image), image.mode
     if mask.ndim != 2 or mask.dtype.kind not in "bui":
         raise DataError(
