@@ -313,3 +313,74 @@ class TestImageFiles:
             )
         with pytest.raises(DataError, match=text):
             example.predict._read(tmp_path / "voc" / "JPEGImages" / "a.png")
+
+
+class TestOwnData:
+    """What voc.py has to refuse before a run begins."""
+
+    @pytest.fixture
+    def voc(self, tmp_path):
+        rng = np.random.default_rng(0)
+
+        def save(path):
+            Image.fromarray(rng.integers(0, 256, (40, 24, 3), np.uint8)).save(path)
+
+        masks = {name: np.tile(np.array([0, 1], np.uint8), (40, 12)) for name in "abvw"}
+        photos = {f"{name}.png": save for name in masks}
+        return folder_as_voc(tmp_path / "voc", photos, masks, train="ab", val="vw")
+
+    def ignore(self, voc, *names):
+        for name in names:
+            mask = np.full((40, 24), 255, np.uint8)
+            Image.fromarray(mask).save(voc / "SegmentationClass" / f"{name}.png")
+
+    def test_validation_without_a_labelled_pixel(self, voc):
+        self.ignore(voc, "v")
+        folder = example.voc.VOCFolder(voc)
+        assert len(folder.val(64)) == 2
+        with pytest.raises(
+            DataError, match="no pixel .* in the first image of .*val.txt.*--val-images"
+        ):
+            folder.val(64, images=1)
+        self.ignore(voc, "w")
+        with pytest.raises(
+            DataError, match="no pixel .* in the 2 images of .*val.txt: all are 255"
+        ):
+            example.voc.VOCFolder(voc).val(64, images=200)
+
+    def test_training_without_a_labelled_pixel(self, voc):
+        self.ignore(voc, "a")
+        assert len(example.voc.VOCFolder(voc).train(1, 64)) == 2
+        self.ignore(voc, "b")
+        with pytest.raises(DataError, match="no pixel .* in the 2 images of .*train.txt"):
+            example.voc.VOCFolder(voc).train(1, 64)
+
+    @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "latin-1"])
+    @pytest.mark.parametrize("name", ["classes.txt", "ImageSets/Segmentation/train.txt"])
+    def test_text_in_another_encoding(self, voc, name, encoding):
+        (voc / name).write_text("b\nbä\n", encoding=encoding)
+        with pytest.raises(DataError, match=f"{name} is no text in UTF-8: save it as UTF-8"):
+            example.voc.VOCFolder(voc)
+
+    def test_text_with_the_mark_of_notepad(self, voc):
+        (voc / "ImageSets/Segmentation/train.txt").write_text("a\r\nb\r\n", encoding="utf-8-sig")
+        (voc / "classes.txt").write_text("ground\r\nkäse\r\n", encoding="utf-8-sig")
+        folder = example.voc.VOCFolder(voc)
+        assert folder.lists["train"] == ["a", "b"] and folder.names == ("ground", "käse")
+
+    def test_text_that_is_a_folder(self, voc):
+        (voc / "classes.txt").mkdir()
+        with pytest.raises(DataError, match="classes.txt cannot be read .*directory"):
+            example.voc.VOCFolder(voc)
+
+
+def test_output_that_cannot_be_written(run, images, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "out" / "one.png").mkdir(parents=True)
+    for output in ("file", "file/below", "out"):
+        said = example.predict.main(
+            [str(images), "--model", str(run / "best.params"), "--output", str(tmp_path / output)]
+        )
+        assert isinstance(said, str)
+        assert f"--output {tmp_path / output} cannot be written (" in said
+        assert "name another" in said

@@ -4,6 +4,7 @@ Works without gluon_syncbn: with a checkpoint, with an exported symbol, and with
 """
 
 import argparse
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -74,7 +75,8 @@ def predict(options):
     predictor = Predictor(options.model[0])
     colours = class_colours(len(predictor.names))
     palette = (colours * 255).round().astype(np.uint8)
-    options.output.mkdir(parents=True, exist_ok=True)
+    with _writing_to(options.output):
+        options.output.mkdir(parents=True, exist_ok=True)
     for path, (mask_path, overlay_path) in outputs.items():
         image = _read(path)
         [classes] = predictor.predict(image.transpose(2, 0, 1)[None])
@@ -124,8 +126,18 @@ def _read(path):
     return read_image(path) / np.float32(255)
 
 
+@contextlib.contextmanager
+def _writing_to(folder):
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"--output {folder} cannot be written ({error}): name another folder, or mend it"
+        ) from None
+
+
 def _save(image, path):
-    with replacing(path) as file:
+    with _writing_to(path.parent), replacing(path) as file:
         image.save(file, format="png")
 
 

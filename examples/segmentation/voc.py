@@ -37,7 +37,7 @@ class VOCFolder:
         self.names = self._read_class_names(classes)
         # Without a number given, what the masks hold decides.
         limit = len(self.names) if self.names else IGNORED
-        self.sizes, values = self._check_files(limit, progress)
+        self.sizes, self._labelled, values = self._check_files(limit, progress)
         if not self.names:
             self._require_contiguous(values)
             self.names = _numbered_names(len(values))
@@ -45,9 +45,11 @@ class VOCFolder:
         self.fingerprint = "voc " + hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def train(self, seed, size, brightness=False):
+        self._require_labelled("train", None)
         return VOCCrops(self, seed, size, brightness)
 
     def val(self, size, images=None):
+        self._require_labelled("val", images)
         return VOCTiles(self, size, images)
 
     def read(self, name):
@@ -77,9 +79,7 @@ class VOCFolder:
                 f"there is no {path}: it should name the images of the {split} split, one a line "
                 "and without suffix"
             )
-        names = [
-            line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
-        ]
+        names = _lines(path)
         if not names:
             raise DataError(
                 f"{path} is empty: write the names of images there, one a line and without suffix"
@@ -110,9 +110,7 @@ class VOCFolder:
         path = self.folder / "classes.txt"
         if not path.exists():
             return _numbered_names(classes) if classes else None
-        names = tuple(
-            line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
-        )
+        names = tuple(_lines(path))
         if not 2 <= len(names) <= IGNORED:
             raise DataError(
                 f"{path} names {len(names)} classes: 2 to {IGNORED} were expected, one a line, "
@@ -126,8 +124,9 @@ class VOCFolder:
         return names
 
     def _check_files(self, limit, progress):
-        """({name: (height, width)}, {class: the first image that has it})."""
-        sizes, values = {}, {}
+        """({name: (height, width)}, the names with a labelled pixel, {class: the first image that
+        has it})."""
+        sizes, labelled, values = {}, set(), {}
         with concurrent.futures.ThreadPoolExecutor() as pool:
             results = pool.map(functools.partial(self._check_pair, limit=limit), self.images)
             for name, (size, present) in progress(
@@ -137,9 +136,27 @@ class VOCFolder:
                 leave=False,
             ):
                 sizes[name] = size
+                if present:
+                    labelled.add(name)
                 for value in present:
                     values.setdefault(value, name)
-        return sizes, values
+        return sizes, labelled, values
+
+    def _require_labelled(self, split, images):
+        """`images`: how many of the list are used, or None for all."""
+        names = self.lists[split]
+        used = names[:images]
+        if not self._labelled.isdisjoint(used):
+            return
+        which = "image" if len(used) == 1 else f"{len(used)} images"
+        remedy = "label some"
+        if len(used) < len(names):
+            which = f"first {which}"
+            remedy += ", or take more with --val-images"
+        raise DataError(
+            f"no pixel is labelled in the {which} of {self.folder / LIST_FOLDER / split}.txt: all "
+            f"are {IGNORED}, which is ignored; {remedy}"
+        )
 
     def _check_pair(self, name, limit):
         mask = _read_mask(self.mask_path(name), limit)
@@ -237,6 +254,21 @@ def _cut(image, mask, y, x, size):
     label = np.full((size, size), IGNORED, np.uint8)
     label[: mask.shape[0], : mask.shape[1]] = mask
     return cut, label
+
+
+def _lines(path):
+    """The lines of a text that are not empty."""
+    try:
+        # Editors on Windows begin a text with a mark that is no part of its first line.
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error}): mend it") from None
+    except UnicodeDecodeError:
+        text = None
+    # UTF-16 without its mark is UTF-8 full of zeros.
+    if text is None or "\0" in text:
+        raise DataError(f"{path} is no text in UTF-8: save it as UTF-8")
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def _numbered_names(count):
