@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -384,3 +385,59 @@ def test_output_that_cannot_be_written(run, images, tmp_path):
         assert isinstance(said, str)
         assert f"--output {tmp_path / output} cannot be written (" in said
         assert "name another" in said
+
+
+FOREIGN = ["{}", "[]", '{"data": 1, "arguments": {}}', '{"arguments": {"size": 32}}', "text"]
+
+
+class TestForeignConfig:
+    @pytest.fixture
+    def folder(self, run, tmp_path):
+        """best.params in a folder that is no run, beside the config.json of another program."""
+        shutil.copy(run / "best.params", tmp_path)
+        return tmp_path
+
+    @pytest.mark.parametrize("config", FOREIGN)
+    def test_names_are_numbers(self, folder, config):
+        (folder / "config.json").write_text(config)
+        assert Predictor(folder / "best.params").names[:2] == ("background", "class 1")
+
+    @pytest.mark.parametrize("config", FOREIGN)
+    def test_it_is_no_run(self, folder, config):
+        (folder / "config.json").write_text(config)
+        sentence = "config.json is not of a run of this example: name the folder of a run"
+        assert sentence in example.export.main([str(folder)])
+        assert sentence in example.predict.main(["--validate", str(folder), "--model", "no"])
+
+    def test_a_run_without_its_checkpoint(self, run, folder):
+        shutil.copy(run / "config.json", folder)
+        said = example.export.main([str(folder)])
+        assert "best.ckpt" in said and "there is no file" in said
+
+
+class TestExport:
+    def test_interrupted(self, run, tmp_path):
+        """By Ctrl-C, which reaches the process that validates too."""
+        copy = Path(shutil.copytree(run, tmp_path / "run"))
+        process = subprocess.Popen(
+            [sys.executable, "-u", EXAMPLE / "export.py", copy],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stdout.readline().startswith("exported")
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 130, said
+        assert "Traceback" not in said
+        sentence, command = said.splitlines()
+        assert sentence == "the export was stopped, the run itself is whole; to export it again:"
+        assert command.endswith(f"{EXAMPLE / 'export.py'} {copy}")
+
+    def test_without_gluon_syncbn(self, run):
+        done = program("export.py", run, without_us=True)
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        assert "an export needs gluon_syncbn, which is not installed" in done.stderr
+        assert "--no-export" in done.stderr

@@ -16,8 +16,8 @@ from checkpoint import replacing
 from data import DataError, batches
 from images import SUFFIXES, read_image
 from metrics import Confusion
-from options import CONFIG, same_folder
-from predictor import Predictor
+from options import same_folder
+from predictor import Predictor, run_config
 
 BATCH = 20
 
@@ -157,11 +157,7 @@ def validate(options):
 def _validation_data(run):
     from setting import open_data
 
-    path = Path(run, CONFIG)
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}): name the folder of a run") from None
+    config = run_config(run)
     _, data = open_data(argparse.Namespace(**config["arguments"]), lambda items, **_: items)
     return data
 
