@@ -441,3 +441,19 @@ class TestExport:
         assert "Traceback" not in done.stderr
         assert "an export needs gluon_syncbn, which is not installed" in done.stderr
         assert "--no-export" in done.stderr
+
+
+def test_class_names_are_drawn_as_they_are(tmp_path, monkeypatch):
+    names = ("background", "5 $ to 6 $", "_hidden", "a$b", r"\$x\$", "$\\frac{$")
+    figures = []
+    save = example.plots._save
+    monkeypatch.setattr(
+        example.plots, "_save", lambda figure, path: (figures.append(figure), save(figure, path))
+    )
+    labels = np.arange(len(names), dtype=np.uint8).repeat(32)[None].repeat(192, axis=0)[None]
+    example.plots.plot_predictions(
+        np.zeros((1, 3, *labels.shape[1:])), labels, labels, names, tmp_path / "a.png", "title"
+    )
+    texts = figures[0].legends[0].get_texts()
+    drawn = [text._preprocess_math(text.get_text()) for text in texts]
+    assert drawn == [(name, False) for name in names]
