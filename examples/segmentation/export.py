@@ -9,12 +9,13 @@ model.onnx. Then a process that cannot import gluon_syncbn predicts the validati
 
 import importlib.util
 import json
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import checkpoint
-from console import python
 from data import DataError
 from predictor import run_config
 
@@ -36,13 +37,17 @@ def main(argv=None):
         return export_and_validate(run)
     except (DataError, checkpoint.CheckpointError, OSError, ValueError, RuntimeError) as error:
         return f"{sys.argv[0]}: {error}"
-    except KeyboardInterrupt:
-        print(
-            "the export was stopped, the run itself is whole; to export it again:\n"
-            f"  {python()} {sys.argv[0]} {run}",
-            file=sys.stderr,
-        )
-        return 130
+
+
+def _stop(*_):
+    """What Ctrl-C does: a KeyboardInterrupt in what native code imports would be lost."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    print(
+        "the export was stopped, the run itself is whole; to export it again:\n"
+        f"  {shlex.join([sys.executable, *sys.argv])}",
+        file=sys.stderr,
+    )
+    sys.exit(130)
 
 
 def export_and_validate(run):
@@ -108,4 +113,5 @@ def validate(run, files):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, _stop)
     sys.exit(main())
