@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -91,8 +93,6 @@ def test_training_ends_with_an_export_that_predicts_the_same(run):
 
 def test_an_export_that_predicts_otherwise_is_told(run, tmp_path):
     """With the parameters of another net in the checkpoint that says how good it was."""
-    import shutil
-
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     best = example.checkpoint.load(copy / "checkpoints" / "best.ckpt")
@@ -202,3 +202,258 @@ def test_what_cannot_be_predicted_is_told(run, images, tmp_path, monkeypatch, ar
 def test_export_of_no_run(tmp_path):
     assert "No such file or directory" in example.export.main([str(tmp_path)])
     assert "usage" in example.export.main([])
+
+
+class TestOutput:
+    """What predict.py writes takes the place of no photo and of no other output."""
+
+    @pytest.fixture
+    def photos(self, images, tmp_path):
+        return Path(shutil.copytree(images, tmp_path / "photos"))
+
+    def refused(self, photos, output, *words):
+        before = {path.name: path.read_bytes() for path in photos.iterdir()}
+        said = example.predict.main([str(photos), "--model", "no", "--output", str(output)])
+        assert {path.name: path.read_bytes() for path in photos.iterdir()} == before
+        assert isinstance(said, str)
+        for word in words:
+            assert str(word) in said, said
+
+    def test_among_the_photos(self, photos, tmp_path):
+        self.refused(photos, photos, "--output", "photos themselves")
+        (tmp_path / "link").symlink_to(photos)
+        self.refused(photos, tmp_path / "link" / ".." / "photos", "photos themselves")
+
+    def test_an_overlay_named_as_a_mask(self, photos, tmp_path):
+        shutil.copy(photos / "one.png", photos / "one-overlay.png")
+        self.refused(photos, tmp_path / "out", "one-overlay.png", "one.png", "twice", "rename")
+        assert not (tmp_path / "out").exists()
+
+
+def upright_pixels():
+    """(40, 24, 3): dark above, bright below, and the left half red."""
+    pixels = np.zeros((40, 24, 3), np.uint8)
+    pixels[20:] = 200
+    pixels[:, :12, 0] = 255
+    return pixels
+
+
+def save_lying(path, pixels, **settings):
+    """As a phone that was held upright saves a photo: on its side, with a note to turn it."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    lying = Image.fromarray(np.ascontiguousarray(np.rot90(pixels)))
+    lying.save(path, exif=exif, **settings)
+
+
+def folder_as_voc(folder, photos, masks, train=("a",), val=("v",)):
+    """A folder in VOC layout, of {file name: function that saves it} and of arrays."""
+    for part in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
+        (folder / part).mkdir(parents=True)
+    for name, save in photos.items():
+        save(folder / "JPEGImages" / name)
+    for name, mask in masks.items():
+        Image.fromarray(mask).save(folder / "SegmentationClass" / f"{name}.png")
+    for split, names in (("train", train), ("val", val)):
+        (folder / "ImageSets/Segmentation" / f"{split}.txt").write_text("\n".join(names))
+    return folder
+
+
+class TestImageFiles:
+    """Training and prediction see a photo as a viewer shows it."""
+
+    def read_by_both(self, folder, name, save):
+        """What prediction and training read of a file; its mask is upright."""
+        mask = np.tile(np.array([0, 1], np.uint8), (40, 12))
+        masks = {"a": mask, "v": mask}
+        photos = {f"a{name}": save, f"v{name}": save}
+        data = example.voc.VOCFolder(folder_as_voc(folder / "voc", photos, masks))
+        image, label = data.read("a")
+        assert (label == mask).all()
+        predicted = example.predict._read(data.images["a"])
+        assert predicted.dtype == np.float32
+        np.testing.assert_array_equal(predicted, image / np.float32(255))
+        return image
+
+    def test_turned_photo(self, tmp_path):
+        pixels = upright_pixels()
+        image = self.read_by_both(
+            tmp_path, ".jpg", lambda path: save_lying(path, pixels, quality=95, subsampling=0)
+        )
+        assert image.shape == pixels.shape
+        assert np.abs(image.astype(int) - pixels).mean() < 6
+
+    def test_photo_with_illegible_exif(self, tmp_path):
+        image = self.read_by_both(
+            tmp_path,
+            ".jpg",
+            lambda path: Image.fromarray(upright_pixels()).save(path, exif=b"Exif\0\0no exif"),
+        )
+        assert image.shape == (40, 24, 3)
+
+    @pytest.mark.parametrize("lying", [False, True])
+    def test_grey_of_16_bits(self, tmp_path, lying):
+        grey = np.linspace(0, 65535, 40 * 24).reshape(40, 24).round().astype(np.uint16)
+        save = save_lying if lying else lambda path, array: Image.fromarray(array).save(path)
+        image = self.read_by_both(tmp_path, ".png", lambda path: save(path, grey))
+        expected = np.rint(grey / 257).astype(np.uint8)
+        np.testing.assert_array_equal(image, np.stack([expected] * 3, axis=2))
+
+    @pytest.mark.parametrize(
+        "array, text",
+        [
+            (np.full((40, 24), 70000, np.int32), "it holds the value 70000"),
+            (np.full((40, 24), -1, np.int32), "it holds the value -1"),
+            (np.full((40, 24), 0.5, np.float32), "its pixels are fractions"),
+        ],
+    )
+    def test_pixels_of_no_known_range(self, tmp_path, array, text):
+        with pytest.raises(DataError, match=f"cannot be read as an image .{text}"):
+            self.read_by_both(
+                tmp_path, ".png", lambda path: Image.fromarray(array).save(path, format="tiff")
+            )
+        with pytest.raises(DataError, match=text):
+            example.predict._read(tmp_path / "voc" / "JPEGImages" / "a.png")
+
+
+class TestOwnData:
+    """What voc.py has to refuse before a run begins."""
+
+    @pytest.fixture
+    def voc(self, tmp_path):
+        rng = np.random.default_rng(0)
+
+        def save(path):
+            Image.fromarray(rng.integers(0, 256, (40, 24, 3), np.uint8)).save(path)
+
+        masks = {name: np.tile(np.array([0, 1], np.uint8), (40, 12)) for name in "abvw"}
+        photos = {f"{name}.png": save for name in masks}
+        return folder_as_voc(tmp_path / "voc", photos, masks, train="ab", val="vw")
+
+    def ignore(self, voc, *names):
+        for name in names:
+            mask = np.full((40, 24), 255, np.uint8)
+            Image.fromarray(mask).save(voc / "SegmentationClass" / f"{name}.png")
+
+    def test_validation_without_a_labelled_pixel(self, voc):
+        self.ignore(voc, "v")
+        folder = example.voc.VOCFolder(voc)
+        assert len(folder.val(64)) == 2
+        with pytest.raises(
+            DataError, match="no pixel .* in the first image of .*val.txt.*--val-images"
+        ):
+            folder.val(64, images=1)
+        self.ignore(voc, "w")
+        with pytest.raises(
+            DataError, match="no pixel .* in the 2 images of .*val.txt: all are 255"
+        ):
+            example.voc.VOCFolder(voc).val(64, images=200)
+
+    def test_training_without_a_labelled_pixel(self, voc):
+        self.ignore(voc, "a")
+        assert len(example.voc.VOCFolder(voc).train(1, 64)) == 2
+        self.ignore(voc, "b")
+        with pytest.raises(DataError, match="no pixel .* in the 2 images of .*train.txt"):
+            example.voc.VOCFolder(voc).train(1, 64)
+
+    @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "latin-1"])
+    @pytest.mark.parametrize("name", ["classes.txt", "ImageSets/Segmentation/train.txt"])
+    def test_text_in_another_encoding(self, voc, name, encoding):
+        (voc / name).write_text("b\nbä\n", encoding=encoding)
+        with pytest.raises(DataError, match=f"{name} is no text in UTF-8: save it as UTF-8"):
+            example.voc.VOCFolder(voc)
+
+    def test_text_with_the_mark_of_notepad(self, voc):
+        (voc / "ImageSets/Segmentation/train.txt").write_text("a\r\nb\r\n", encoding="utf-8-sig")
+        (voc / "classes.txt").write_text("ground\r\nkäse\r\n", encoding="utf-8-sig")
+        folder = example.voc.VOCFolder(voc)
+        assert folder.lists["train"] == ["a", "b"] and folder.names == ("ground", "käse")
+
+    def test_text_that_is_a_folder(self, voc):
+        (voc / "classes.txt").mkdir()
+        with pytest.raises(DataError, match="classes.txt cannot be read .*directory"):
+            example.voc.VOCFolder(voc)
+
+
+def test_output_that_cannot_be_written(run, images, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "out" / "one.png").mkdir(parents=True)
+    for output in ("file", "file/below", "out"):
+        said = example.predict.main(
+            [str(images), "--model", str(run / "best.params"), "--output", str(tmp_path / output)]
+        )
+        assert isinstance(said, str)
+        assert f"--output {tmp_path / output} cannot be written (" in said
+        assert "name another" in said
+
+
+FOREIGN = ["{}", "[]", '{"data": 1, "arguments": {}}', '{"arguments": {"size": 32}}', "text"]
+
+
+class TestForeignConfig:
+    @pytest.fixture
+    def folder(self, run, tmp_path):
+        """best.params in a folder that is no run, beside the config.json of another program."""
+        shutil.copy(run / "best.params", tmp_path)
+        return tmp_path
+
+    @pytest.mark.parametrize("config", FOREIGN)
+    def test_names_are_numbers(self, folder, config):
+        (folder / "config.json").write_text(config)
+        assert Predictor(folder / "best.params").names[:2] == ("background", "class 1")
+
+    @pytest.mark.parametrize("config", FOREIGN)
+    def test_it_is_no_run(self, folder, config):
+        (folder / "config.json").write_text(config)
+        sentence = "config.json is not of a run of this example: name the folder of a run"
+        assert sentence in example.export.main([str(folder)])
+        assert sentence in example.predict.main(["--validate", str(folder), "--model", "no"])
+
+    def test_a_run_without_its_checkpoint(self, run, folder):
+        shutil.copy(run / "config.json", folder)
+        said = example.export.main([str(folder)])
+        assert "best.ckpt" in said and "there is no file" in said
+
+
+class TestExport:
+    def test_interrupted(self, run, tmp_path):
+        """By Ctrl-C, which reaches the process that validates too."""
+        copy = Path(shutil.copytree(run, tmp_path / "run"))
+        process = subprocess.Popen(
+            [sys.executable, "-u", EXAMPLE / "export.py", copy],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stdout.readline().startswith("exported")
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 130, said
+        assert "Traceback" not in said
+        sentence, command = said.splitlines()
+        assert sentence == "the export was stopped, the run itself is whole; to export it again:"
+        assert command.endswith(f"{EXAMPLE / 'export.py'} {copy}")
+
+    def test_without_gluon_syncbn(self, run):
+        done = program("export.py", run, without_us=True)
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        assert "an export needs gluon_syncbn, which is not installed" in done.stderr
+        assert "--no-export" in done.stderr
+
+
+def test_class_names_are_drawn_as_they_are(tmp_path, monkeypatch):
+    names = ("background", "5 $ to 6 $", "_hidden", "a$b", r"\$x\$", "$\\frac{$")
+    figures = []
+    save = example.plots._save
+    monkeypatch.setattr(
+        example.plots, "_save", lambda figure, path: (figures.append(figure), save(figure, path))
+    )
+    labels = np.arange(len(names), dtype=np.uint8).repeat(32)[None].repeat(192, axis=0)[None]
+    example.plots.plot_predictions(
+        np.zeros((1, 3, *labels.shape[1:])), labels, labels, names, tmp_path / "a.png", "title"
+    )
+    texts = figures[0].legends[0].get_texts()
+    drawn = [text._preprocess_math(text.get_text()) for text in texts]
+    assert drawn == [(name, False) for name in names]

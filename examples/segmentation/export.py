@@ -9,12 +9,15 @@ model.onnx. Then a process that cannot import gluon_syncbn predicts the validati
 
 import importlib.util
 import json
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import checkpoint
-from options import CONFIG
+from data import DataError
+from predictor import run_config
 
 # A pixel on the border of two classes may fall to the other one.
 TOLERANCE = 1e-3
@@ -31,9 +34,25 @@ def main(argv=None):
         return f"usage: {sys.argv[0]} RUN"
     run = Path(arguments[0])
     try:
-        files = export(run)
-    except (checkpoint.CheckpointError, OSError, ValueError, RuntimeError) as error:
+        return export_and_validate(run)
+    except (DataError, checkpoint.CheckpointError, OSError, ValueError, RuntimeError) as error:
         return f"{sys.argv[0]}: {error}"
+
+
+def _stop(*_):
+    """What Ctrl-C does: a KeyboardInterrupt in what native code imports would be lost."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    print(
+        "the export was stopped, the run itself is whole; to export it again:\n"
+        f"  {shlex.join([sys.executable, *sys.argv])}",
+        file=sys.stderr,
+    )
+    sys.exit(130)
+
+
+def export_and_validate(run):
+    """Write the files and compare them with the run; return the exit status."""
+    files = export(run)
     wanted = checkpoint.load(run / "checkpoints" / "best.ckpt").progress["best"]["mean_iou"]
     print(f"exported     {', '.join(map(str, files))}")
     scores = validate(run, files)
@@ -50,10 +69,18 @@ def export(run):
     """Write the files; return those that hold a model."""
     import mxnet as mx
 
-    import gluon_syncbn as sbn
     from model import SegmentationNet
 
-    arguments = json.loads((run / CONFIG).read_text())["arguments"]
+    try:
+        import gluon_syncbn as sbn
+    except ModuleNotFoundError as error:
+        if error.name != "gluon_syncbn":
+            raise
+        raise DataError(
+            "an export needs gluon_syncbn, which is not installed: run pip install -e . in the "
+            "root of the repository and export then, or train with --no-export"
+        ) from None
+    arguments = run_config(run)["arguments"]
     best = run / "best.params"
     if not best.exists():
         raise FileNotFoundError(f"there is no {best}: name the folder of a run that has validated")
@@ -86,4 +113,5 @@ def validate(run, files):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, _stop)
     sys.exit(main())

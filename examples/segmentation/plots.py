@@ -99,10 +99,14 @@ def plot_predictions(images, truths, predictions, names, path, title, sets_per_r
             canvas[y : y + side, x + j * step_x : x + j * step_x + side] = panel
 
     present = np.union1d(truths, predictions)
-    handles = [
-        Patch(facecolor=colours[label], edgecolor="black", linewidth=0.5, label=text)
-        for label, text in [*enumerate(names), (IGNORED, "ignored")]
+    shown = [
+        (label, name)
+        for label, name in [*enumerate(names), (IGNORED, "ignored")]
         if label in present
+    ]
+    handles = [
+        Patch(facecolor=colours[label], edgecolor="black", linewidth=0.5, label=label)
+        for label, _ in shown
     ]
     height, width = canvas.shape[:2]
     in_legend_row = min(len(handles), max(3, width // 200))
@@ -118,9 +122,12 @@ def plot_predictions(images, truths, predictions, names, path, title, sets_per_r
     for i in range(sets_per_row):
         for j, name in enumerate(("image", "truth", "prediction")):
             axes.text(i * step_set + j * step_x + side / 2, -thin, name, ha="center", fontsize=9)
-    figure.legend(
+    drawn = figure.legend(
         handles=handles, loc="lower center", ncol=in_legend_row, frameon=False, fontsize=8
     )
+    # A legend leaves out what begins with _, and text between two $ would be a formula.
+    for text, (_, name) in zip(drawn.get_texts(), shown):
+        text.set_text(name.replace("$", r"\$"))
     figure.suptitle(title, y=1 - 8 / total_height, va="top", fontsize=9)
     _save(figure, path)
 

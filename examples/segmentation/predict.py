@@ -4,6 +4,7 @@ Works without gluon_syncbn: with a checkpoint, with an exported symbol, and with
 """
 
 import argparse
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -13,11 +14,11 @@ from PIL import Image
 
 from checkpoint import replacing
 from data import DataError, batches
+from images import SUFFIXES, read_image
 from metrics import Confusion
-from options import CONFIG
-from predictor import Predictor
+from options import same_folder
+from predictor import Predictor, run_config
 
-SUFFIXES = (".jpg", ".jpeg", ".png")
 BATCH = 20
 
 
@@ -65,20 +66,27 @@ def predict(options):
     if not 0 <= options.opacity <= 1:
         raise DataError(f"--opacity is {options.opacity}: give a number from 0 to 1")
     paths = _images_in(options.images)
+    if same_folder(options.images, options.output):
+        raise DataError(
+            f"--output {options.output} is the folder of the photos themselves, which masks would "
+            "replace: name another one"
+        )
+    outputs = _outputs(paths, options.output)
     predictor = Predictor(options.model[0])
     colours = class_colours(len(predictor.names))
     palette = (colours * 255).round().astype(np.uint8)
-    options.output.mkdir(parents=True, exist_ok=True)
-    for path in paths:
+    with _writing_to(options.output):
+        options.output.mkdir(parents=True, exist_ok=True)
+    for path, (mask_path, overlay_path) in outputs.items():
         image = _read(path)
         [classes] = predictor.predict(image.transpose(2, 0, 1)[None])
         mask = Image.fromarray(classes, "P")
         mask.putpalette(palette.ravel().tolist())
-        _save(mask, options.output / f"{path.stem}.png")
+        _save(mask, mask_path)
         strength = options.opacity * (classes > 0)[:, :, None]
         overlay = image * (1 - strength) + colours[classes] * strength
         overlay = Image.fromarray((overlay * 255).round().astype(np.uint8))
-        _save(overlay, options.output / f"{path.stem}-overlay.png")
+        _save(overlay, overlay_path)
         present = [predictor.names[i] for i in np.unique(classes) if i]
         print(f"{path.name}: {', '.join(present) or 'background'}")
     print(f"{len(paths)} masks and overlays in {options.output}")
@@ -98,17 +106,38 @@ def _images_in(folder):
     return paths
 
 
+def _outputs(paths, folder):
+    """{image: (mask, overlay)}, the files to write, each of them once."""
+    outputs, sources = {}, {}
+    for path in paths:
+        outputs[path] = folder / f"{path.stem}.png", folder / f"{path.stem}-overlay.png"
+        for written in outputs[path]:
+            other = sources.setdefault(written, path)
+            if other != path:
+                raise DataError(
+                    f"{written} would be written twice, for {other.name} and for {path.name}: "
+                    "rename one of the two"
+                )
+    return outputs
+
+
 def _read(path):
     """(H, W, 3) from 0 to 1."""
+    return read_image(path) / np.float32(255)
+
+
+@contextlib.contextmanager
+def _writing_to(folder):
     try:
-        with Image.open(path) as image:
-            return np.asarray(image.convert("RGB")) / np.float32(255)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} cannot be read as an image ({error}): replace it") from None
+        yield
+    except OSError as error:
+        raise DataError(
+            f"--output {folder} cannot be written ({error}): name another folder, or mend it"
+        ) from None
 
 
 def _save(image, path):
-    with replacing(path) as file:
+    with _writing_to(path.parent), replacing(path) as file:
         image.save(file, format="png")
 
 
@@ -128,11 +157,7 @@ def validate(options):
 def _validation_data(run):
     from setting import open_data
 
-    path = Path(run, CONFIG)
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}): name the folder of a run") from None
+    config = run_config(run)
     _, data = open_data(argparse.Namespace(**config["arguments"]), lambda items, **_: items)
     return data
 

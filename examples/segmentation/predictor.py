@@ -5,6 +5,7 @@
 - an ONNX file: export/model.onnx, for ONNX Runtime.
 """
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from data import DataError
 from options import CONFIG
 
 _KINDS = "the folder of a run, a .ckpt, a .params, a -symbol.json or a .onnx"
+# What `setting.open_data` asks of the arguments of a run.
+_DATA_ARGUMENTS = {"data", "classes", "seed", "size", "brightness", "val_images"}
 _GREY = 0.5  # what pixels beyond the edge are, as in training
 
 
@@ -153,11 +156,29 @@ def _from_onnx(path):
     return lambda images: session.run(None, {given.name: images})[0], fixed
 
 
+def run_config(run):
+    """The config.json of a run's folder; a DataError if there is none, or one of something else."""
+    path = Path(run, CONFIG)
+    remedy = "name the folder of a run"
+    try:
+        config = json.loads(path.read_text())
+        whole = _DATA_ARGUMENTS <= config["arguments"].keys()
+        whole = whole and isinstance(config["data"]["classes"], list)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error}): {remedy}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise DataError(f"{path} is not of a run of this example: {remedy}")
+    return config
+
+
 def _names_near(path, classes):
     """The names of the classes in the config.json of the run that a file lies in."""
     for folder in list(path.absolute().parents)[:2]:
-        if (folder / CONFIG).exists():
-            names = json.loads((folder / CONFIG).read_text())["data"]["classes"]
+        # Another program may have a config.json there.
+        with contextlib.suppress(DataError):
+            names = run_config(folder)["data"]["classes"]
             if len(names) == classes:
                 return tuple(names)
     return ("background", *(f"class {number}" for number in range(1, classes)))

@@ -7,18 +7,17 @@ FOLDER/classes.txt                            optional: one class name a line, b
 """
 
 import concurrent.futures
-import contextlib
 import functools
 import hashlib
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from data import IGNORED, SPLITS, DataError
+from images import SUFFIXES, opened, read_image
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
 LIST_FOLDER = Path("ImageSets", "Segmentation")
+REMEDY = "replace it, or remove its name from its list"
 
 
 class VOCFolder:
@@ -38,7 +37,7 @@ class VOCFolder:
         self.names = self._read_class_names(classes)
         # Without a number given, what the masks hold decides.
         limit = len(self.names) if self.names else IGNORED
-        self.sizes, values = self._check_files(limit, progress)
+        self.sizes, self._labelled, values = self._check_files(limit, progress)
         if not self.names:
             self._require_contiguous(values)
             self.names = _numbered_names(len(values))
@@ -46,14 +45,19 @@ class VOCFolder:
         self.fingerprint = "voc " + hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def train(self, seed, size, brightness=False):
+        self._require_labelled("train", None)
         return VOCCrops(self, seed, size, brightness)
 
     def val(self, size, images=None):
+        self._require_labelled("val", images)
         return VOCTiles(self, size, images)
 
     def read(self, name):
         """The image (H, W, 3) and the mask (H, W) of that name, uint8."""
-        return _read_image(self.images[name]), _read_mask(self.mask_path(name), len(self.names))
+        return self._read_image(name), _read_mask(self.mask_path(name), len(self.names))
+
+    def _read_image(self, name):
+        return read_image(self.images[name], REMEDY)
 
     def mask_path(self, name):
         return self.folder / "SegmentationClass" / f"{name}.png"
@@ -75,9 +79,7 @@ class VOCFolder:
                 f"there is no {path}: it should name the images of the {split} split, one a line "
                 "and without suffix"
             )
-        names = [
-            line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
-        ]
+        names = _lines(path)
         if not names:
             raise DataError(
                 f"{path} is empty: write the names of images there, one a line and without suffix"
@@ -95,12 +97,12 @@ class VOCFolder:
 
     def _find_image(self, name):
         stem = self.folder / "JPEGImages" / name
-        for suffix in IMAGE_SUFFIXES:
+        for suffix in SUFFIXES:
             path = stem.with_name(stem.name + suffix)
             if path.exists():
                 return path
         raise DataError(
-            f"there is no image {stem}.jpg (or {' or '.join(IMAGE_SUFFIXES[1:])}), which the lists "
+            f"there is no image {stem}.jpg (or {' or '.join(SUFFIXES[1:])}), which the lists "
             f"in {self.folder / LIST_FOLDER} name: add it, or remove {name} from its list"
         )
 
@@ -108,9 +110,7 @@ class VOCFolder:
         path = self.folder / "classes.txt"
         if not path.exists():
             return _numbered_names(classes) if classes else None
-        names = tuple(
-            line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
-        )
+        names = tuple(_lines(path))
         if not 2 <= len(names) <= IGNORED:
             raise DataError(
                 f"{path} names {len(names)} classes: 2 to {IGNORED} were expected, one a line, "
@@ -124,8 +124,9 @@ class VOCFolder:
         return names
 
     def _check_files(self, limit, progress):
-        """({name: (height, width)}, {class: the first image that has it})."""
-        sizes, values = {}, {}
+        """({name: (height, width)}, the names with a labelled pixel, {class: the first image that
+        has it})."""
+        sizes, labelled, values = {}, set(), {}
         with concurrent.futures.ThreadPoolExecutor() as pool:
             results = pool.map(functools.partial(self._check_pair, limit=limit), self.images)
             for name, (size, present) in progress(
@@ -135,20 +136,36 @@ class VOCFolder:
                 leave=False,
             ):
                 sizes[name] = size
+                if present:
+                    labelled.add(name)
                 for value in present:
                     values.setdefault(value, name)
-        return sizes, values
+        return sizes, labelled, values
+
+    def _require_labelled(self, split, images):
+        """`images`: how many of the list are used, or None for all."""
+        names = self.lists[split]
+        used = names[:images]
+        if not self._labelled.isdisjoint(used):
+            return
+        which = "image" if len(used) == 1 else f"{len(used)} images"
+        remedy = "label some"
+        if len(used) < len(names):
+            which = f"first {which}"
+            remedy += ", or take more with --val-images"
+        raise DataError(
+            f"no pixel is labelled in the {which} of {self.folder / LIST_FOLDER / split}.txt: all "
+            f"are {IGNORED}, which is ignored; {remedy}"
+        )
 
     def _check_pair(self, name, limit):
         mask = _read_mask(self.mask_path(name), limit)
-        with _opened(self.images[name]) as image:
-            image.load()
-            if image.size != mask.shape[::-1]:
-                raise DataError(
-                    f"{self.mask_path(name)} is {mask.shape[1]}x{mask.shape[0]} pixels, but its "
-                    f"image {self.images[name]} is {image.size[0]}x{image.size[1]}: they must be "
-                    "of one size"
-                )
+        height, width = self._read_image(name).shape[:2]
+        if (height, width) != mask.shape:
+            raise DataError(
+                f"{self.mask_path(name)} is {mask.shape[1]}x{mask.shape[0]} pixels, but its image "
+                f"{self.images[name]} is {width}x{height} as one sees it: they must be of one size"
+            )
         present = np.flatnonzero(np.bincount(mask.ravel(), minlength=256))
         return mask.shape, [int(value) for value in present if value != IGNORED]
 
@@ -239,26 +256,23 @@ def _cut(image, mask, y, x, size):
     return cut, label
 
 
+def _lines(path):
+    """The lines of a text that are not empty."""
+    try:
+        # Editors on Windows begin a text with a mark that is no part of its first line.
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error}): mend it") from None
+    except UnicodeDecodeError:
+        text = None
+    # UTF-16 without its mark is UTF-8 full of zeros.
+    if text is None or "\0" in text:
+        raise DataError(f"{path} is no text in UTF-8: save it as UTF-8")
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
 def _numbered_names(count):
     return ("background", *(f"class {number}" for number in range(1, count)))
-
-
-@contextlib.contextmanager
-def _opened(path):
-    """The image of a file; whatever fails in reading it becomes a DataError that names it."""
-    try:
-        with Image.open(path) as image:
-            yield image
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(
-            f"{path} cannot be read as an image ({error}): replace it, or remove its name from its "
-            "list"
-        ) from None
-
-
-def _read_image(path):
-    with _opened(path) as image:
-        return np.asarray(image.convert("RGB"))
 
 
 def _read_mask(path, classes):
@@ -267,7 +281,7 @@ def _read_mask(path, classes):
             f"there is no mask {path}, whose image is in a list: add it, or remove {path.stem} "
             "from its list"
         )
-    with _opened(path) as image:
+    with opened(path, REMEDY) as image:
         mask, mode = np.asarray(image), image.mode
     if mask.ndim != 2 or mask.dtype.kind not in "bui":
         raise DataError(
