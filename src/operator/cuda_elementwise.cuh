@@ -210,12 +210,12 @@ __global__ void __launch_bounds__(kThreads, kMapBlocks<T, F, kAligned>)
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   map_ends<T, F>(task, thread);
   if (thread >= threads || thread >= task.vectors) return;
-  Operands<T, F, kAligned> operands[kUnroll];
+  Operands<T, F, kAligned> operands[kUnroll] = {};
   const auto load = [&](int64_t base) {
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       const int64_t v = base + k * threads;
-      if (v < task.vectors) operands[k].load(task, task.head + v * kSize);
+      if (k == 0 || v < task.vectors) operands[k].load(task, task.head + v * kSize);
     }
   };
   // The first are on their way while the formulae are looked for; at odd addresses they take twice
