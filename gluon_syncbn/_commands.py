@@ -24,11 +24,11 @@ from ._graph import (
     ExportError,
     Graph,
     expected_shapes,
-    is_bfloat16,
     is_true,
     make_stock,
     settings_of,
 )
+from .block import is_bfloat16
 from .deploy import export as export_net
 from .deploy import write_graph
 
@@ -107,12 +107,12 @@ def convert(options):
     if options.names or options.dtype:
         raise ValueError(f"--names and --dtype are for .params files, and {options.file} is none.")
     graph = Graph(read_symbol(options.file))
-    before, variables = _count(graph), _variables(graph)
+    before, variables = _count(graph), graph.variables()
     make_stock(graph)
     write_all({options.output: text_writer(graph.symbol().tojson())})
     changed = ", ".join(f"{n} {op}" for op, n in sorted(before.items()) if op != "BatchNorm")
     print(f"{options.output}: {changed or 'none'} became BatchNorm, {sum(before.values())} in all")
-    dropped = sorted(variables - _variables(graph))
+    dropped = sorted(variables - graph.variables())
     if dropped:
         print(
             f"dropped what only training needs: {_some(dropped)} (export writes files without, "
@@ -300,10 +300,6 @@ def _cast(name, array, dtype):
             "hold: leave it in its own dtype."
         )
     return result
-
-
-def _variables(graph):
-    return {node.name for node in graph.nodes() if node.op == "null"}
 
 
 def _count(graph):

@@ -3,7 +3,6 @@
 import json
 
 import mxnet as mx
-import numpy as np
 
 from . import _native
 
@@ -63,11 +62,6 @@ def settings_of(attributes):
         "scale": not is_true(attributes.get("fix_gamma", "True")),
         "use_global_stats": is_true(attributes.get("use_global_stats", "False")),
     }
-
-
-def is_bfloat16(dtype):
-    """Of an NDArray: NumPy, which has no such type, takes it for a record."""
-    return np.dtype(dtype).names == ("bfloat16",)
 
 
 def integers(text):
@@ -134,6 +128,10 @@ class Graph:
                 stack.append((node, True))
                 stack.extend((source, False) for source, _ in reversed(node.inputs))
         return result
+
+    def variables(self):
+        """The names of inputs and parameters."""
+        return {node.name for node in self.nodes() if node.op == "null"}
 
     def users(self):
         """{id of a node: the (node, number of its input) that take from it}; a head is (None, its

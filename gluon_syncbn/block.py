@@ -23,6 +23,10 @@ def _is_number(value):
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+def is_bfloat16(dtype):
+    return np.dtype(dtype) == _BFLOAT16
+
+
 def _same_memory(a, b):
     """Of contexts, as MXNet looks for a Parameter's array: cpu, cpu_pinned and cpu_shared are."""
     return (a.device_typeid & 1, a.device_id) == (b.device_typeid & 1, b.device_id)
@@ -277,8 +281,8 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def cast(self, dtype):
         # As nn.BatchNorm does for float16: the parameters for data of 16 bits are float32.
-        is_bfloat16 = dtype == "bfloat16" or np.dtype(dtype) == _BFLOAT16
-        super().cast("float32" if is_bfloat16 else dtype)
+        halves = dtype == "bfloat16" or is_bfloat16(dtype)
+        super().cast("float32" if halves else dtype)
 
     def forward(self, x, *args):
         # Here, before a graph is traced: its variables would stay NumPy's for good.

@@ -16,10 +16,10 @@ from mxnet.gluon.block import _flatten, _regroup
 from . import _onnx
 from ._files import FileError, bytes_writer, last_line, parameter_writer, text_writer, write_all
 from ._fold import fold as fold_graph
-from ._graph import ExportError, Graph, Node, is_bfloat16, is_true, make_stock
+from ._graph import ExportError, Graph, Node, is_true, make_stock
 from ._nets import check_block, walk
 from ._sync_graph import SyncGraph
-from .block import SyncBatchNorm
+from .block import SyncBatchNorm, is_bfloat16
 
 __all__ = ["ExportError", "Exported", "FileError", "export"]
 
@@ -235,7 +235,7 @@ def _check_arguments(epoch, onnx, shapes, dtype):
 
 def _used(graph, inputs, shapes, title):
     """The inputs, and their shapes, without those that only training reads."""
-    names = {node.name for node in graph.nodes() if node.op == "null"}
+    names = graph.variables()
     unused = [name for name in inputs if name not in names]
     if unused:
         _log.info("export: %s does not use %s in inference.", title, ", ".join(unused))

@@ -81,11 +81,8 @@ class participants:
 
     def __exit__(self, kind, error, trace):
         try:
-            if self._active and error is not None:
-                _give_up(error)
-            elif self._active:
-                mx.nd.waitall()
             if self._active:
+                mx.nd.waitall() if error is None else _give_up(error)
                 with mx.autograd.pause():
                     for block in _native.blocks():
                         self._share_running_statistics(block)
