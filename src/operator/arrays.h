@@ -30,6 +30,9 @@ const char* name_of(DType dtype);
 
 // Of gamma, beta, their gradients and the running statistics; `dtype` is the data's.
 inline bool has_double_parameters(DType dtype) { return dtype == DType::kFloat64; }
+inline DType dtype_of_parameters(DType dtype) {
+  return has_double_parameters(dtype) ? DType::kFloat64 : DType::kFloat32;
+}
 
 inline size_t size_of(DType dtype) {
   const bool half = dtype == DType::kFloat16 || dtype == DType::kBFloat16;

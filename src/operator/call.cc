@@ -160,8 +160,7 @@ void Call::check_engine() const {
 }
 
 void Call::check_count(const Arrays& arrays) const {
-  const DType parameters =
-      has_double_parameters(arrays.dtype(kData)) ? DType::kFloat64 : DType::kFloat32;
+  const DType parameters = dtype_of_parameters(arrays.dtype(kData));
   const DType count = arrays.dtype(kForwardRunning + kNumBatches);
   if (count != parameters) {
     throw std::runtime_error(std::string("num_batches_tracked is of dtype ") + name_of(count) +

@@ -135,7 +135,7 @@ int infer_type(int size, int* types, void*) {
         std::string("SyncBatchNorm takes float16, bfloat16, float32 and float64 data. It got ") +
         name_of(data) + ". Cast the data first.");
   }
-  const DType parameters = has_double_parameters(data) ? DType::kFloat64 : DType::kFloat32;
+  const DType parameters = dtype_of_parameters(data);
   // MXNet's own blocks do not know 'bfloat16'.
   const DType cast = data == DType::kBFloat16 ? parameters : data;
   for (int i = 0; i < size; ++i) {
