@@ -3,15 +3,17 @@
 #include <algorithm>
 #include <cstdlib>
 #include <sstream>
-#include <thread>
 #include <utility>
+
+#include "thread_pool.h"
 
 namespace gluon_syncbn {
 namespace {
 
 constexpr Seconds kGraceAfterInterrupt{0.5};
 // Devices come close after each other, and to wake a sleeping thread takes as long as many a layer:
-// so a call first looks around for this long, as long as nobody else wants the core.
+// so a call first looks around for this long, unless somebody else wants the core, and lends a hand
+// with what the last to come does for all.
 constexpr Seconds kAwake{0.0003};
 
 bool is_cpu(const std::string& device) { return device.compare(0, 3, "cpu") == 0; }
@@ -192,7 +194,7 @@ void AllReduce::State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Mee
   const unsigned interrupts_before = AllReduce::interrupts();
   Seconds since_interrupt{0};
   lock->unlock();
-  while (!meeting->over && Clock::now() - start < kAwake) std::this_thread::yield();
+  thread_pool().help([&] { return meeting->over.load(); }, kAwake);
   lock->lock();
   while (!meeting->over) {
     const Seconds slice = std::min(kSlice, timeout * kWarnAfter);

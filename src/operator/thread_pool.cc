@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <deque>
@@ -13,6 +14,25 @@
 
 namespace gluon_syncbn {
 
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// The last units of a loop take others about this long, and to be woken takes longer.
+constexpr std::chrono::microseconds kLastUnits{50};
+
+// Whether it came true within that time, which the core is shared out to whoever wants it.
+template <typename F>
+bool look_out_for(const F& done, std::chrono::duration<double> time) {
+  for (const Clock::time_point start = Clock::now(); Clock::now() - start < time;) {
+    if (done()) return true;
+    std::this_thread::yield();
+  }
+  return done();
+}
+
+}  // namespace
+
 struct ThreadPool::Job {
   const std::function<void(int64_t)>* f;
   int64_t units;
@@ -21,9 +41,12 @@ struct ThreadPool::Job {
   std::mutex mutex;
   std::condition_variable finished;
 
-  // Works until no unit is left to begin.
-  void work() {
-    for (int64_t unit = next++; unit < units; unit = next++) {
+  // Works until no unit is left to begin, or it is enough.
+  template <typename F>
+  void work(const F& enough) {
+    while (!enough()) {
+      const int64_t unit = next++;
+      if (unit >= units) return;
       (*f)(unit);
       if (++done == units) {
         const std::lock_guard<std::mutex> lock(mutex);
@@ -36,13 +59,17 @@ struct ThreadPool::Job {
 };
 
 struct ThreadPool::State {
+  using Lock = std::unique_lock<std::mutex>;
+
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::shared_ptr<Job>> jobs;
   bool stopping = false;
-  // How many are to work at a time, and how many do: callers and threads of the pool.
+  // How many are to work at a time, and how many do: callers, helpers and threads of the pool.
   const int wanted;
   int busy = 0;
+  // Whether there may be work for a helper, who looks at it without the lock.
+  std::atomic<bool> inviting{false};
   std::vector<std::thread> threads;
 
   explicit State(int threads_wanted) : wanted(threads_wanted) {}
@@ -50,21 +77,32 @@ struct ThreadPool::State {
   // One more than there are cores for would only get in the way.
   bool may_help() const { return busy < wanted && !jobs.empty(); }
 
+  // After a change: sees to it that whoever may work does.
+  void invite() {
+    inviting = may_help();
+    if (inviting) changed.notify_all();
+  }
+
+  // Works in the oldest loop, with the lock open, if that has a unit left.
+  template <typename F>
+  void work(Lock* lock, const F& enough) {
+    if (!may_help()) return;
+    const std::shared_ptr<Job> job = jobs.front();
+    if (job->begun()) return jobs.pop_front();
+    ++busy;
+    inviting = may_help();
+    lock->unlock();
+    job->work(enough);
+    lock->lock();
+    --busy;
+  }
+
   void serve() {
-    std::unique_lock<std::mutex> lock(mutex);
+    Lock lock(mutex);
     while (true) {
       changed.wait(lock, [this] { return stopping || may_help(); });
       if (stopping) return;
-      const std::shared_ptr<Job> job = jobs.front();
-      if (job->begun()) {
-        jobs.pop_front();
-        continue;
-      }
-      ++busy;
-      lock.unlock();
-      job->work();
-      lock.lock();
-      --busy;
+      work(&lock, [] { return false; });
     }
   }
 };
@@ -95,22 +133,33 @@ void ThreadPool::parallel_for(int64_t units, const std::function<void(int64_t)>&
   job->f = &f;
   job->units = units;
   {
-    const std::lock_guard<std::mutex> lock(state_->mutex);
+    const State::Lock lock(state_->mutex);
     state_->jobs.push_back(job);
     ++state_->busy;
-    if (state_->may_help()) state_->changed.notify_all();
+    state_->invite();
   }
-  job->work();
+  job->work([] { return false; });
   {
-    const std::lock_guard<std::mutex> lock(state_->mutex);
+    const State::Lock lock(state_->mutex);
     --state_->busy;
     const auto mine = std::find(state_->jobs.begin(), state_->jobs.end(), job);
     if (mine != state_->jobs.end()) state_->jobs.erase(mine);
-    if (state_->may_help()) state_->changed.notify_all();
+    state_->invite();
   }
   // A thread that still has the job finds no unit left to begin and never touches f.
-  std::unique_lock<std::mutex> lock(job->mutex);
-  job->finished.wait(lock, [&] { return job->done == job->units; });
+  const auto finished = [&] { return job->done == job->units; };
+  if (look_out_for(finished, kLastUnits)) return;
+  State::Lock lock(job->mutex);
+  job->finished.wait(lock, finished);
+}
+
+void ThreadPool::help(const std::function<bool()>& done, std::chrono::duration<double> patience) {
+  const auto called = [&] { return state_->inviting.load() || done(); };
+  while (look_out_for(called, patience) && !done()) {
+    State::Lock lock(state_->mutex);
+    state_->work(&lock, done);
+    state_->invite();
+  }
 }
 
 namespace {

@@ -6,6 +6,7 @@
 #ifndef GLUON_SYNCBN_THREAD_POOL_H_
 #define GLUON_SYNCBN_THREAD_POOL_H_
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -22,6 +23,11 @@ class ThreadPool {
 
   // Calls f(0), ..., f(units - 1), each once, in any order, on this thread and those that are free.
   void parallel_for(int64_t units, const std::function<void(int64_t)>& f);
+
+  // For who waits for something that others are about to do in loops of this pool, on a thread that
+  // is awake when no thread of the pool is: works in those loops until done(), or until there was
+  // nothing to do for so long.
+  void help(const std::function<bool()>& done, std::chrono::duration<double> patience);
 
  private:
   struct Job;

@@ -114,6 +114,63 @@ void caller_needs_no_free_thread() {
   check_job(&pool, 100);
 }
 
+void help_ends_when_patience_does() {
+  check::context = "patience";
+  for (const int threads : {1, 2}) {
+    ThreadPool pool(threads);
+    pool.help([] { return false; }, std::chrono::milliseconds(1));
+    pool.help([] { return true; }, std::chrono::hours(1));
+    check_job(&pool, 10);
+  }
+}
+
+// What it waits for comes while it works for others: it begins no other unit.
+void who_waits_helps_until_it_need_not() {
+  check::context = "help";
+  ThreadPool pool(2);
+  std::atomic<bool> done{false};
+  std::atomic<int> units_of_helper{0};
+  std::promise<std::thread::id> id;
+  std::thread waiting([&] {
+    id.set_value(std::this_thread::get_id());
+    pool.help([&] { return done.load(); }, std::chrono::hours(1));
+  });
+  const std::thread::id helper = id.get_future().get();
+  // Mostly the thread of the pool is asleep and the helper is first.
+  while (!done) {
+    pool.parallel_for(50, [&](int64_t) {
+      if (std::this_thread::get_id() == helper) {
+        done = true;
+        ++units_of_helper;
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    });
+  }
+  waiting.join();
+  CHECK_EQ(units_of_helper.load(), 1);
+  check_job(&pool, 100);
+}
+
+// Several at once, who come and go while loops are begun and end.
+void many_help_and_leave() {
+  check::context = "many helpers";
+  ThreadPool pool(3);
+  std::atomic<int> callers{4};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&pool, &callers, i] {
+      for (int job = 0; job < 300; ++job) check_job(&pool, (i + job) % 20);
+      --callers;
+    });
+  }
+  for (int i = 0; i < 3; ++i) {
+    threads.emplace_back([&pool, &callers] {
+      while (callers > 0) pool.help([&] { return callers == 0; }, std::chrono::microseconds(30));
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
 void ends_when_idle() {
   check::context = "destruction";
   for (int i = 0; i < 200; ++i) {
@@ -172,6 +229,9 @@ int main() {
   serves_jobs_within_jobs();
   all_threads_take_part();
   caller_needs_no_free_thread();
+  help_ends_when_patience_does();
+  who_waits_helps_until_it_need_not();
+  many_help_and_leave();
   ends_when_idle();
   first_callers_get_the_same_pool();
   works_in_a_forked_child();
