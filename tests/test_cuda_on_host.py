@@ -14,6 +14,7 @@ LIBRARY = ROOT / "build/native/plain/fake_cuda/libgluon_syncbn.so"
 # Tests of the layer, which have to hold for every kind of device. test_block has bits, splits,
 # requests, hybridization and errors; what is left out here is of the CPU alone.
 TESTS = ["test_block.py", "test_numerics.py", "test_semantics.py", "test_meeting.py"]
+OF_CPUS = "test_every_number_of_threads_gives_the_same_bits"
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def run(package, *command, **environment):
 @pytest.mark.timeout(600)
 def test_the_layers_tests_hold(package):
     tests = [f"tests/{name}" for name in TESTS]
-    assert " passed" in run(package, "-m", "pytest", "-q", "-x", *tests)
+    assert " passed" in run(package, "-m", "pytest", "-q", "-x", "-k", f"not {OF_CPUS}", *tests)
 
 
 @pytest.mark.timeout(600)
