@@ -9,6 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import mxnet as mx
 import numpy as np
 import pytest
 from PIL import Image
@@ -413,6 +414,19 @@ class TestForeignConfig:
         shutil.copy(run / "config.json", folder)
         said = example.export.main([str(folder)])
         assert "best.ckpt" in said and "there is no file" in said
+
+    @pytest.mark.parametrize(
+        "parameters, sentence",
+        [
+            ({"weight": (2, 3)}, "best.params holds no net of this example"),
+            ({"scores.weight": (32, 11, 2, 2)}, "best.params has no down1."),
+        ],
+    )
+    def test_a_run_with_the_parameters_of_another_net(self, run, folder, parameters, sentence):
+        shutil.copy(run / "config.json", folder)
+        arrays = {name: mx.nd.zeros(shape) for name, shape in parameters.items()}
+        mx.nd.save(str(folder / "best.params"), arrays)
+        assert sentence in example.export.main([str(folder)])
 
 
 class TestExport:

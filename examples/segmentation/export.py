@@ -17,7 +17,7 @@ from pathlib import Path
 
 import checkpoint
 from data import DataError
-from predictor import run_config
+from predictor import load_parameters, run_config
 
 # A pixel on the border of two classes may fall to the other one.
 TOLERANCE = 1e-3
@@ -67,10 +67,6 @@ def export_and_validate(run):
 
 def export(run):
     """Write the files; return those that hold a model."""
-    import mxnet as mx
-
-    from model import SegmentationNet
-
     try:
         import gluon_syncbn as sbn
     except ModuleNotFoundError as error:
@@ -84,9 +80,7 @@ def export(run):
     best = run / "best.params"
     if not best.exists():
         raise FileNotFoundError(f"there is no {best}: name the folder of a run that has validated")
-    classes = mx.nd.load(str(best))["scores.weight"].shape[1]
-    net = SegmentationNet(classes, sbn.SyncBatchNorm)
-    net.load_parameters(str(best))
+    net = load_parameters(best, sbn.SyncBatchNorm)
     folder = run / "export"
     folder.mkdir(exist_ok=True)
     onnx, shape = folder / "model.onnx", (1, 3, arguments["size"], arguments["size"])

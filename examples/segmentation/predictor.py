@@ -75,12 +75,27 @@ def _from_checkpoint(path):
     except checkpoint.CheckpointError as error:
         raise DataError(str(error)) from None
     prefix = "parameter:"
-    return _from_arrays(
-        path, {name[len(prefix) :]: a for name, a in arrays.items() if name.startswith(prefix)}
+    return _from_net(
+        _net_of(
+            path, {name[len(prefix) :]: a for name, a in arrays.items() if name.startswith(prefix)}
+        )
     )
 
 
 def _from_parameters(path):
+    return _from_net(load_parameters(path))
+
+
+def _from_net(net):
+    import mxnet as mx
+
+    net.hybridize(static_alloc=True)
+    return lambda images: net(mx.nd.array(images)).asnumpy(), None
+
+
+def load_parameters(path, *norm):
+    """The net of a best.params; `norm`, a normalization layer and its arguments, is any: the
+    parameters are the same with each, and so is inference. Raises DataError for other files."""
     import mxnet as mx
 
     try:
@@ -88,18 +103,17 @@ def _from_parameters(path):
         arrays = {name: array.asnumpy() for name, array in arrays.items()}
     except (mx.MXNetError, AttributeError) as error:
         raise DataError(f"{path} cannot be read: name {_KINDS}") from error
-    return _from_arrays(path, arrays)
+    return _net_of(path, arrays, *norm)
 
 
-def _from_arrays(path, arrays):
+def _net_of(path, arrays, *norm):
     import mxnet as mx
 
     from model import SegmentationNet
 
-    # Parameters and inference are the same with each normalization layer.
     if "scores.weight" not in arrays:
         raise DataError(f"{path} holds no net of this example: name {_KINDS}")
-    net = SegmentationNet(arrays["scores.weight"].shape[1])
+    net = SegmentationNet(arrays["scores.weight"].shape[1], *norm)
     net.initialize()
     for name, parameter in net._collect_params_with_prefix().items():
         if name not in arrays or arrays[name].shape != parameter.shape:
@@ -108,8 +122,7 @@ def _from_arrays(path, arrays):
                 f"{_KINDS}"
             )
         parameter.set_data(mx.nd.array(arrays[name]))
-    net.hybridize(static_alloc=True)
-    return lambda images: net(mx.nd.array(images)).asnumpy(), None
+    return net
 
 
 def _from_symbol(path):
