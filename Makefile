@@ -37,7 +37,7 @@ ifeq ($(filter run-native programs fake-cuda,$(MAKECMDGOALS)),)
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: fake-cuda gpu-check cuda-report help train test bench bench-distributed lint format warnings sanitize wheel clean distclean run-native programs rebuild
+.PHONY: fake-cuda gpu-check cuda-report help train test test-long bench bench-distributed lint format warnings sanitize wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.11] [CXX=g++]'
@@ -46,9 +46,12 @@ help: ## say what can be made
 train: $(ready)mxnet-$(MXNET) $(ready)examples ## train the segmentation example; each time writes a new folder runs/segmentation-N
 	$(python) examples/segmentation/train.py $(ARGS)
 
-test: $(ready)mxnet-$(MXNET) $(ready)examples $(ready)test $(ready)horovod ## run the native tests, then the Python tests
+test: $(ready)mxnet-$(MXNET) $(ready)examples $(ready)test $(ready)horovod ## run the native tests, then the Python tests but the long ones
 	$(build_native) run-native
-	$(python) -m pytest $(ARGS)
+	$(python) -m pytest -m "not long" $(ARGS)
+
+test-long: $(ready)mxnet-$(MXNET) $(ready)examples $(ready)test $(ready)horovod ## run the tests that build, train or convert whole programs and nets
+	$(python) -m pytest -m long $(ARGS)
 
 bench: $(ready)mxnet-$(MXNET) $(ready)test ## measure speed beside MXNet's own layers
 	$(python) benchmarks/bench.py $(ARGS)

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 NETWORK = {"latency_us": [5.0, 25.0], "bandwidth_gbit": 100.0, "servers": 1}
 

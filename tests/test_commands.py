@@ -351,6 +351,7 @@ def process(*arguments, package=PACKAGE, cwd="/", **environment):
     )
 
 
+@pytest.mark.long
 def test_as_a_program(folder):
     done = process("inspect", "own", cwd=folder)
     assert done.returncode == 0 and "2 layers" in done.stdout, done.stderr
@@ -377,6 +378,7 @@ def cuda_part(done):
     return re.search(r"^native CUDA part: +(.*)$", done.stdout, re.MULTILINE)[1]
 
 
+@pytest.mark.long
 def test_doctor_knows_of_cuda_kernels_what_the_library_says(tmp_path):
     from gluon_syncbn import _native
 

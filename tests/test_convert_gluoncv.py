@@ -22,6 +22,8 @@ from gluon_syncbn.convert import convert_sync_batchnorm, revert_sync_batchnorm
 from layers import contexts
 from tolerances import assert_same_bits
 
+pytestmark = pytest.mark.long
+
 # One of each architecture, as small as there is, and its layers of batch normalization. In the
 # graph of a SymbolBlock are those of SSD on ResNet v1 and MobileNet and of all FPN detectors.
 LAYERS = {

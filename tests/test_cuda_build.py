@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
 import build  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 nvcc = build.setup_py().find_nvcc()
 needs_nvcc = pytest.mark.skipif(nvcc is None, reason="nvcc is not found")
 

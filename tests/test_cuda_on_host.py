@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "build/native/plain/fake_cuda/libgluon_syncbn.so"
 # Tests of the layer, which have to hold for every kind of device. test_block has bits, splits,

@@ -13,6 +13,8 @@ import pytest
 import stock
 from tolerances import EXPORTED, ONNX, relative_error
 
+pytestmark = pytest.mark.long
+
 # The layers of batch normalization, and whether MXNet's converters to ONNX compute the same.
 NETS = {"fcn_resnet50_voc": (57, True), "deeplab_resnet50_citys": (63, True)}
 NETS["yolo3_mobilenet1.0_voc"] = (47, False)

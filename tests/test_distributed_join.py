@@ -160,6 +160,7 @@ def test_a_batch_without_an_array(batch):
         next(iter(sbn.distributed.join([batch])))
 
 
+@pytest.mark.long
 def test_a_long_training(tmp_path):
     """GLUON_SYNCBN_TEST_STEPS says how long, by default 300 steps."""
     topics = ["distributed_join:many_steps"]

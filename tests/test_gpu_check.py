@@ -16,6 +16,8 @@ sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
 import check  # noqa: E402
 import pipeline as pipelines  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 GPU = {"name": "NVIDIA H200", "driver": "580.1", "architecture": 90}
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = "gluon_syncbn/libgluon_syncbn.so"
 NOT_COPIED = ("*.egg-info", "*.so", "__pycache__", "build", "dist", "runs")

@@ -16,6 +16,8 @@ from PIL import Image
 
 from test_segmentation_example import EXAMPLE, SMALL, example
 
+pytestmark = pytest.mark.long
+
 Predictor, DataError = example.predictor.Predictor, example.predictor.DataError
 KINDS = {
     "run": ".",

@@ -23,6 +23,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "segmentation"
 
