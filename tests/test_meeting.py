@@ -137,6 +137,21 @@ def test_a_missing_device_backward(mode):
     goes_on(net)
 
 
+def test_losses_that_are_added_up_on_one_device():
+    """MXNet bulks the operations of one device."""
+    net = prepared()
+
+    def step():
+        with autograd.record():
+            losses = [net(x).as_in_context(mx.cpu(0)).square().mean() for x in batch()]
+            total = mx.nd.add_n(*losses)
+        total.backward()
+        mx.nd.waitall()
+
+    fails(step, "Missing: cpu(1)", "the losses of several devices were added up", "the list")
+    goes_on(net)
+
+
 def test_a_warning_comes_first(caplog):
     net = prepared()
     with caplog.at_level(logging.WARNING, logger="gluon_syncbn"):

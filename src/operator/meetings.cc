@@ -121,10 +121,13 @@ std::string AllReduce::Layer::causes(Direction direction) const {
       "Usual causes: the loop over the devices left one out or ended early (a last batch smaller "
       "than the number of devices, an exception between two calls); the result of one device is "
       "waited for before the next is called; ";
-  text += direction == Direction::kBackward
-              ? "backward is not called for every device."
-              : "the layer is called more often on one device than on another; num_devices is "
-                "larger than the number of devices in use.";
+  text +=
+      direction == Direction::kBackward
+          ? "backward is not called for every device; the losses of several devices were added up "
+            "on one of them, and MXNet makes one operation of what waits for this device and of "
+            "what leads to another: give autograd.backward the list of the losses."
+          : "the layer is called more often on one device than on another; num_devices is "
+            "larger than the number of devices in use.";
   if (std::count_if(config.devices.begin(), config.devices.end(), is_cpu) > 1) {
     const char* slots = std::getenv("MXNET_CPU_TEMP_COPY");
     text +=
