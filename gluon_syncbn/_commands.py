@@ -46,6 +46,13 @@ _LARGEST = {"mean": 1e4, "var": 1e8, "gamma": 1e3, "beta": 1e3}
 
 def export(options):
     shapes = options.input_shape
+    if options.onnx and not shapes:
+        raise ValueError(
+            "--onnx needs --input-shape, such as 1,3,224,224: an ONNX model is made for inputs "
+            "of a shape."
+        )
+    if options.epoch not in range(10000):
+        raise ValueError(f"--epoch is {options.epoch}: give a number from 0 to 9999.")
     if options.net:
         net = _load_net(options)
         result = export_net(
@@ -53,13 +60,6 @@ def export(options):
         )
     else:
         graph, arrays, inputs = _load_graph(options)
-        if options.onnx and not shapes:
-            raise ValueError(
-                "--onnx needs --input-shape, such as 1,3,224,224: an ONNX model is made for inputs "
-                "of a shape."
-            )
-        if options.epoch not in range(10000):
-            raise ValueError(f"--epoch is {options.epoch}: give a number from 0 to 9999.")
         result = write_graph(
             graph,
             arrays,
