@@ -124,7 +124,7 @@ def convert(options):
 def inspect(options):
     rows = _layers_of_net(_load_net(options)) if options.net else None
     if rows is None and _is_parameters(options.source):
-        rows = _layers_of_names(options.source)
+        rows = _layers_of_names(options.params or options.source)
     if rows is None:
         graph, arrays, _ = _load_graph(options)
         rows = _layers_of_graph(graph, arrays)

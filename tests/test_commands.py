@@ -242,6 +242,7 @@ def test_inspect(run, capsys):
     assert lines[0].split() == "layer kind channels gamma beta mean variance remarks".split()
     assert lines[1].startswith("1 ") and "0 .. 1e+09 not finite" in lines[1]
     assert lines[1].endswith("2 dead: 1, 2; 2 exploding: 6, 7")
+    assert run("inspect c.params --params bad.params").splitlines() == lines
     # The file alone does not say that gamma is taken for 1.
     assert lines[2].endswith("4 dead: 0, 1, 2, 3")
     for source in ("bad", "bad.params --net test_commands:make"):
