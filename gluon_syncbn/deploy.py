@@ -501,7 +501,7 @@ def _input_dtype(graph, symbol, arrays, inputs):
 def _check_inference(symbol, shapes):
     try:
         symbol.infer_shape_partial(**shapes)
-    except mx.MXNetError as error:
+    except Exception as error:  # A bare one for sides of 2 ** 31 and more.
         raise ValueError(
             f"The net does not take inputs of input_shape {', '.join(map(str, shapes.values()))} "
             f"({last_line(error)}): give the shape of what it is called with."

@@ -945,6 +945,7 @@ def test_an_onnx_file_of_the_name_of_another(tmp_path):
         ({"input_shape": 3}, "input_shape is 3"),
         ({"input_shape": [(1, 3), (1, 3)]}, "cannot be traced"),
         ({"input_shape": (1, 4, 4, 4)}, "does not take inputs of input_shape (1, 4, 4, 4)"),
+        ({"input_shape": (1, 3, 4, 2**31)}, "does not take inputs of input_shape (1, 3, 4, 214"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
     ],
 )
