@@ -202,6 +202,32 @@ def test_what_cannot_be_predicted_is_told(run, images, tmp_path, monkeypatch, ar
     assert not Path("out").exists() or not os.listdir("out")
 
 
+def test_a_net_that_labels_no_pixels(tmp_path):
+    import mxnet as mx
+    from mxnet.gluon import nn
+
+    import gluon_syncbn as sbn
+
+    class Sum(mx.gluon.HybridBlock):
+        def hybrid_forward(self, F, x, y):
+            return x + y
+
+    colour, flat = (1, 3, 8, 8), (1, 3)
+    nets = {
+        "fixed": (nn.Dense(5, in_units=192), [colour]),
+        "free": (nn.GlobalAvgPool2D(), [colour]),
+        "flat": (nn.Dense(5, in_units=3), [flat]),
+        "two": (Sum(), [colour, colour]),
+    }
+    for name, (net, shapes) in nets.items():
+        net.initialize()
+        path = tmp_path / name
+        sbn.export(net, path, onnx=f"{path}.onnx", input_shape=shapes)
+        for file in (f"{path}.onnx", f"{path}-symbol.json"):
+            with pytest.raises(DataError, match=f"{name}.*: name the folder of a run|cannot be lo"):
+                Predictor(file)
+
+
 def test_export_of_no_run(tmp_path):
     assert "No such file or directory" in example.export.main([str(tmp_path)])
     assert "usage" in example.export.main([])

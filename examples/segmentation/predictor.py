@@ -40,10 +40,21 @@ class Predictor:
         if opener is None:
             raise DataError(f"{path} is no model: name {_KINDS}")
         self._scores, self._fixed = opener(path)
+        self.names = _names_near(path, self._count_classes())
+
+    def _count_classes(self):
         count, *sides = self._fixed or (1, 32, 32)
-        probe = (count, 3, *sides)
-        classes = self._scores(np.full(probe, _GREY, np.float32)).shape[1]
-        self.names = _names_near(path, classes)
+        try:
+            scores = self._scores(np.full((count, 3, *sides), _GREY, np.float32))
+            given, classes, *pixels = scores.shape
+            if (given, pixels) != (count, sides) or len(sides) != 2:
+                raise ValueError(f"its output has the shape {scores.shape}")
+        except Exception as error:  # Whatever MXNet and ONNX Runtime say to a net of another kind.
+            raise DataError(
+                f"{self.path} gives no scores to the pixels of a photo "
+                f"({str(error).strip().splitlines()[-1]}): name {_KINDS}"
+            ) from error
+        return classes
 
     def predict(self, images):
         height, width = images.shape[2:]
@@ -163,9 +174,10 @@ def _from_onnx(path):
         raise DataError(
             f"{path} cannot be loaded ({str(error).splitlines()[0]}): export the net again"
         ) from error
-    [given] = session.get_inputs()
-    count, _, *sides = given.shape
-    fixed = (count, *sides) if all(isinstance(n, int) for n in (count, *sides)) else None
+    given = session.get_inputs()[0]
+    fixed = (*given.shape[:1], *given.shape[2:])
+    if not all(isinstance(n, int) for n in fixed):
+        fixed = None
     return lambda images: session.run(None, {given.name: images})[0], fixed
 
 
