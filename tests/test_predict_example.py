@@ -228,9 +228,11 @@ def test_a_net_that_labels_no_pixels(tmp_path):
                 Predictor(file)
 
 
-def test_export_of_no_run(tmp_path):
+def test_export_of_no_run(tmp_path, capsys):
     assert "No such file or directory" in example.export.main([str(tmp_path)])
     assert "usage" in example.export.main([])
+    assert example.export.main(["--help"]) == 0
+    assert "RUN" in capsys.readouterr().out
 
 
 class TestOutput:

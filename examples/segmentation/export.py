@@ -30,8 +30,12 @@ WITHOUT_US = (
 
 def main(argv=None):
     arguments = sys.argv[1:] if argv is None else argv
+    usage = f"usage: {sys.argv[0]} RUN"
+    if arguments in (["-h"], ["--help"]):
+        print(f"{usage}\n\n{__doc__.strip()}")
+        return 0
     if len(arguments) != 1:
-        return f"usage: {sys.argv[0]} RUN"
+        return usage
     run = Path(arguments[0])
     try:
         return export_and_validate(run)
