@@ -149,6 +149,10 @@ def _check(options):
         raise LaunchError(f"--servers is {options.servers}: give a number of at least 1.")
     if options.port is not None and not 0 < options.port < 65535:
         raise LaunchError(f"--port is {options.port}: give a port from 1 to 65534.")
+    for name, number in (("--wait", options.wait), ("--grace", options.grace)):
+        # A comparison with NaN is false.
+        if not number >= 0:
+            raise LaunchError(f"{name} is {number:g}: give a number of seconds of 0 or more.")
     if not options.module and not os.path.isfile(options.script):
         raise LaunchError(f"there is no script {options.script}.")
 

@@ -680,6 +680,8 @@ def test_output_that_cannot_be_written(body, tmp_path):
         (["-n", "1", "--engine", "mpi", "script.py"], "argument --engine: invalid choice: 'mpi'"),
         (["-n", "1", "no such.py"], "there is no script no such.py."),
         (["-n", "1", "--port", "65535", "script.py"], "--port is 65535"),
+        (["-n", "1", "--grace", "nan", "script.py"], "--grace is nan: give a number of seconds"),
+        (["-n", "1", "--wait", "-1", "script.py"], "--wait is -1: give a number of seconds"),
         (["--from-env", "script.py"], "--from-env finds no DMLC_ROLE"),
     ],
 )
