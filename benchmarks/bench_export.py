@@ -30,6 +30,9 @@ def main():
     unknown = sorted(set(options.names) - set(SIDE))
     if unknown:
         parser.error(f"{unknown[0]} is not measured: choose of {', '.join(SIDE)}")
+    for name, number in (("--rounds", options.rounds), ("--side", options.side)):
+        if number is not None and number < 1:
+            parser.error(f"{name} is {number}: give a whole number above 0")
     warnings.simplefilter("ignore")
     print(f"Milliseconds for one image, {len(os.sched_getaffinity(0))} cores.\n")
     print(f"| net | {' | '.join(KINDS)} |\n|{' --- |' * (len(KINDS) + 1)}")
