@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import sys
 import time
 
@@ -128,9 +129,10 @@ class Run:
             raise
         if confusion is None:
             self._save()
+            command = shlex.join([python(), sys.argv[0], "--resume", str(options.output)])
             self._say(
                 f"stopped after step {self._step} of {options.steps}, all is saved; to continue:\n"
-                f"  {python()} {sys.argv[0]} --resume {options.output}"
+                f"  {command}"
             )
         else:
             self._summarize(confusion)
