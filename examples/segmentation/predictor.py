@@ -122,7 +122,7 @@ def _net_of(path, arrays, *norm):
 
     from model import SegmentationNet
 
-    if "scores.weight" not in arrays:
+    if "scores.weight" not in arrays or arrays["scores.weight"].ndim < 2:
         raise DataError(f"{path} holds no net of this example: name {_KINDS}")
     net = SegmentationNet(arrays["scores.weight"].shape[1], *norm)
     net.initialize()
