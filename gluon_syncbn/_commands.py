@@ -203,7 +203,7 @@ def _load_graph(options):
     parameters = options.params or _last_epoch(prefix, path)
     arrays = _plain(read_parameters(parameters))
     names = symbol.list_inputs()
-    inputs = options.inputs.split(",") if options.inputs else []
+    inputs = [name.strip() for name in options.inputs.split(",")] if options.inputs else []
     unknown = [name for name in inputs if name not in names]
     if unknown:
         raise ValueError(f"--inputs names {unknown[0]}, which {path} has not.")

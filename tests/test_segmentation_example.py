@@ -567,6 +567,8 @@ class TestResume:
         refuse(tmp_path / "text", "no checkpoint of this example")
         np.savez(tmp_path / "other.npz", x=np.zeros(3))
         refuse(tmp_path / "other.npz", "no checkpoint of this example")
+        np.savez(tmp_path / "list.npz", state=np.array("[1]"), trainer=np.zeros(1, np.uint8))
+        refuse(tmp_path / "list.npz", "no checkpoint of this example")
 
         whole = (interrupted / "checkpoints/last.ckpt").read_bytes()
         (tmp_path / "short").write_bytes(whole[: len(whole) // 2])

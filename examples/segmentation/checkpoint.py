@@ -80,6 +80,8 @@ def load(path):
             f"{path} is damaged ({error}); continue from the other checkpoint beside it, best.ckpt "
             "or last.ckpt"
         ) from None
+    if not isinstance(state, dict):
+        raise CheckpointError(foreign)
     if state.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has the format {state.get('format')!r}, but {FORMAT!r} was expected; "
