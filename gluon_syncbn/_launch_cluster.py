@@ -73,9 +73,16 @@ def find_place(environment, port=None):
             raise LaunchError("MASTER_ADDR is not set: it is the address of rank 0.")
         master = "127.0.0.1"
     if port is None and "MASTER_PORT" in environment:
-        port = _number(environment, "MASTER_PORT")
+        port = check_port("MASTER_PORT", _number(environment, "MASTER_PORT"))
     job = f"{job}:{size}"
     return Place(rank, size, master, port or default, job, environment.get("DMLC_NODE_HOST", ""))
+
+
+def check_port(name, port):
+    """Launchers meet at the next one, so that there has to be one."""
+    if not 0 < port < 65535:
+        raise LaunchError(f"{name} is {port}: give a port from 1 to 65534.")
+    return port
 
 
 def _number(environment, name):

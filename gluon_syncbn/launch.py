@@ -41,7 +41,7 @@ import socket
 import sys
 import threading
 
-from ._launch_cluster import LaunchError, Meeting, as_dmlc_says, find_place
+from ._launch_cluster import LaunchError, Meeting, as_dmlc_says, check_port, find_place
 from ._launch_processes import Launch, say
 
 _LOOPBACK = "127.0.0.1"
@@ -147,14 +147,14 @@ def _check(options):
         raise LaunchError(f"-n is {options.n}: give a number of workers of at least 1.")
     if options.servers < 1:
         raise LaunchError(f"--servers is {options.servers}: give a number of at least 1.")
-    if options.port is not None and not 0 < options.port < 65535:
-        raise LaunchError(f"--port is {options.port}: give a port from 1 to 65534.")
+    if options.port is not None:
+        check_port("--port", options.port)
     for name, number in (("--wait", options.wait), ("--grace", options.grace)):
         # A comparison with NaN is false.
         if not number >= 0:
             raise LaunchError(f"{name} is {number:g}: give a number of seconds of 0 or more.")
-    if not options.module and not os.path.isfile(options.script):
-        raise LaunchError(f"there is no script {options.script}.")
+    if not options.module and not os.path.isfile(options.command[0]):
+        raise LaunchError(f"there is no script {options.command[0]}.")
 
 
 def _launch(options, stack):

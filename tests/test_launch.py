@@ -790,6 +790,8 @@ def test_places(monkeypatch):
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x': it must be a number."),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "has rank 2 of 2"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "65535"}, "MASTER_PORT is 65535: give a"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0"}, "MASTER_PORT is 0: give a port"),
     ],
 )
 def test_no_place(environment, sentence):
