@@ -56,6 +56,8 @@ def main(arguments=None):
     _open_closed_streams()
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.command[:1] == ["--"]:
+        del options.command[0]
     try:
         _check(options)
         with contextlib.ExitStack() as stack:
@@ -131,13 +133,13 @@ def _parser():
     parser.add_argument(
         "-m", dest="module", action="store_true", help="the script is a module, as in python -m"
     )
-    parser.add_argument("script", nargs="?", help=argparse.SUPPRESS)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    # In one, as argparse would take "--" behind the script for its own.
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 
 def _check(options):
-    if options.script is None:
+    if not options.command:
         raise LaunchError("the script is missing: python -m gluon_syncbn.launch -n 4 script.py")
     if options.n is None:
         if not options.from_env:
@@ -161,7 +163,7 @@ def _launch(options, stack):
     """Starts everything and watches it to its end. `stack` closes what has to stay open."""
     environment = dict(os.environ)
     environment.setdefault("PYTHONUNBUFFERED", "1")
-    command = (["-m"] if options.module else []) + [options.script, *options.arguments]
+    command = (["-m"] if options.module else []) + options.command
     meeting = None
     if options.from_env and as_dmlc_says(environment):
         role = environment["DMLC_ROLE"]

@@ -160,7 +160,7 @@ def alone(start, script, *options, **environment):
 
 # What the workers are.
 
-ARGUMENTS = ["--epochs", "3", "with space", "-n", "7", "--", "--engine", "", "--help"]
+ARGUMENTS = ["--", "--epochs", "3", "with space", "-n", "7", "--", "--engine", "", "--help"]
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def told(tmp_path_factory):
     plain = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     begin = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "gluon_syncbn.launch", "-n", "4", "script.py", *ARGUMENTS],
+        [sys.executable, "-m", "gluon_syncbn.launch", "-n", "4", "--", "script.py", *ARGUMENTS],
         capture_output=True,
         cwd=folder,
         env=plain,
