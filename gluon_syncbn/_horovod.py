@@ -1,5 +1,7 @@
 """Processes joined by Horovod."""
 
+import atexit
+
 from . import _native
 from ._reducer import Reducer
 from .group import seconds
@@ -40,6 +42,19 @@ class HorovodReducer(Reducer):
         self._hvd = hvd
         self._connection = _native.Connection(self._look)
         super().__init__(rank, size, timeout)
+        if size > 1:
+            # Called before ours, it would end exchanges of steps that are still under way.
+            atexit.unregister(hvd.shutdown)
+
+    def _say_goodbye(self, timeout):
+        try:
+            _native.call_within(
+                timeout,
+                self._hvd.shutdown,
+                f"Horovod's shutdown has not returned for {timeout:g} s at the end of the script.",
+            )
+        except RuntimeError as error:
+            return str(error)
 
     def _open(self, key, size, wait):
         # What ``hvd.allgather`` calls, which then waits for the result without a limit.

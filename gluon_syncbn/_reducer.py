@@ -155,7 +155,10 @@ class Reducer:
         if failure is not None:
             self.fail(failure)
             _ending.abandon()
-        elif not self._lost:
+        elif self._lost:
+            # The script may have ended without a look at its last step.
+            _log.error("%s", self._lost)
+        else:
             timeout = max(self._timeouts)
             error = self._roll_call.wait_for_the_end(timeout) or self._say_goodbye(
                 min(timeout, _PARTING_SECONDS)

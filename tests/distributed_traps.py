@@ -130,3 +130,23 @@ def updates_before(world):
     step()
     told = error_of(lambda: distributed.KVStoreReducer(world.kv, timeout=20))
     world.tell("updates before", told)
+
+
+def layers_under_way(world):
+    """A step of many layers, none of which has met the others when this returns."""
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        for _ in range(20):
+            net.add(sbn.SyncBatchNorm(in_channels=2))
+    net.initialize()
+    x = mx.nd.random.normal(shape=(4, 2, 3, 3))
+    for _ in range(2):
+        with autograd.record():
+            loss = (net(x) ** 2).sum()
+        loss.backward()
+    return net
+
+
+def ends_in_a_step(world):
+    layers_under_way(world)
+    world.tell("ends", True)

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from distributed_cluster import Cluster, run
+from distributed_cluster import Cluster, needs_horovod, run
 from gluon_syncbn.distributed import KVStoreReducer
 from tolerances import assert_same_bits
 
@@ -61,6 +61,13 @@ def test_a_second_trainer_is_refused(tmp_path):
     topics = ["distributed_traps:two_trainers"]
     for kind, text, _ in run(tmp_path, 2, topics).told("two trainers"):
         assert kind == "ValueError" and "make one Trainer for all parameters" in text
+
+
+@needs_horovod
+def test_horovod_ends_after_the_last_step(tmp_path):
+    """Its own exit hook ended it before."""
+    topics = ["distributed_traps:ends_in_a_step"]
+    assert run(tmp_path, 2, topics, engine="horovod").told("ends") == [True, True]
 
 
 def test_no_key_beyond_the_last(tmp_path):
