@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 
+import mxnet
 import numpy
 from mxnet.context import Context
 
@@ -312,6 +313,9 @@ def set_default_group(group):
     global _default
     if group is not None and not isinstance(group, SyncGroup):
         raise ValueError(f"group is {group!r}: give a gluon_syncbn.SyncGroup, or None.")
+    if group is not _default:
+        # Calls under way are the old group's, whose other processes wait for them.
+        mxnet.nd.waitall()
     _default = group
     for layer in list(_users):
         layer._on_contexts()

@@ -147,6 +147,15 @@ def layers_under_way(world):
     return net
 
 
+def a_group_that_is_left(world):
+    """By rank 1 first, while its last step is under way."""
+    layers_under_way(world)
+    if world.rank == 1:
+        sbn.set_default_group(None)
+    mx.nd.waitall()
+    world.tell("left", True)
+
+
 def ends_in_a_step(world):
     layers_under_way(world)
     world.tell("ends", True)

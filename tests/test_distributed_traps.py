@@ -63,6 +63,12 @@ def test_a_second_trainer_is_refused(tmp_path):
         assert kind == "ValueError" and "make one Trainer for all parameters" in text
 
 
+def test_a_group_that_is_left_in_a_step(tmp_path):
+    topics = ["distributed_traps:a_group_that_is_left"]
+    told = run(tmp_path, 2, topics, GLUON_SYNCBN_TIMEOUT="10").told("left")
+    assert told == [True, True]
+
+
 @needs_horovod
 def test_horovod_ends_after_the_last_step(tmp_path):
     """Its own exit hook ended it before."""
