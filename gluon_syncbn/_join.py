@@ -79,6 +79,8 @@ class join:
 
     def __iter__(self):
         remaining = iter(self._batches)
+        # A loop around this one may have run out of batches.
+        around = _set_absent(False)
         nothing = object()
         last = nothing
         try:
@@ -99,7 +101,7 @@ class join:
                 yield batch
                 last = batch
         finally:
-            self._come_back()
+            self._come_back(around)
 
     def _agree(self, have, batch):
         """Whether there is a next step."""
@@ -113,14 +115,14 @@ class join:
     def _become_absent(self):
         if self.absent:
             return
-        # Calls of the last step may still be on their way to their meetings.
-        mx.nd.waitall()
         self.absent = True
-        _native.set_absent(True)
+        _set_absent(True)
         if self._trainer is not None:
             self._end_hook = before_adding_up(self._trainer, self._bring_nothing)
 
     def _bring_nothing(self):
+        if not _absent:  # In a loop within this one.
+            return
         for parameter in trained(self._trainer):
             if parameter.grad_req != "add":
                 parameter.zero_grad()
@@ -145,17 +147,31 @@ class join:
                 _send_gradient(value, gradient, "add")
         self._aside = {}
 
-    def _come_back(self):
-        if not self.absent:
-            return
+    def _come_back(self, around):
         try:
+            _set_absent(around)
+        finally:
+            if self.absent:
+                self.absent = False
+                self._bring_sums_back()
+                if self._end_hook is not None:
+                    self._end_hook()
+
+
+_absent = False
+
+
+def _set_absent(absent):
+    """Whether the process brings nothing to the layers from now on. Returns what was before."""
+    global _absent
+    before, _absent = _absent, absent
+    if absent != before:
+        try:
+            # Calls of the last step may still be on their way to their meetings.
             mx.nd.waitall()
         finally:
-            self.absent = False
-            _native.set_absent(False)
-            self._bring_sums_back()
-            if self._end_hook is not None:
-                self._end_hook()
+            _native.set_absent(absent)
+    return before
 
 
 def _send_gradient(value, array, request):

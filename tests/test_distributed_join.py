@@ -113,6 +113,14 @@ def test_a_process_without_a_batch(tmp_path):
     assert kind == "MXNetError" and "Missing: rank 1 (its process is gone)" in text
 
 
+def test_one_in_another(tmp_path):
+    """A process that has run out of batches of the outer one brings those of the inner one."""
+    inner = [[2, 2, 2], [1, 5, 1]]
+    steps = [[2, 3, 2], *inner, [1, 4, 1], *inner, [1, 6, 1], *inner]
+    told = run(tmp_path, 2, ["distributed_join:one_in_another"]).told("nested")
+    assert told == [steps, steps]
+
+
 def test_one_process_alone():
     batches = [(mx.nd.ones((n, 3)), mx.nd.ones(n)) for n in (2, 4)]
     steps = sbn.distributed.join(batches)
