@@ -48,7 +48,9 @@ class _Watched(Parameter):
             layer._on_new_values(self)
 
     def reset_ctx(self, ctx):
-        self._raise_errors()
+        # Calls under way meet on the devices that there were. What failed raises here, as a copy of
+        # an array that holds an error would never be filled.
+        mx.nd.waitall()
         super().reset_ctx(ctx)
 
     def cast(self, dtype):
@@ -56,7 +58,6 @@ class _Watched(Parameter):
         super().cast(dtype)
 
     def _raise_errors(self):
-        # A copy of an array that holds the error of a failed step would never be filled.
         for array in self._data or ():
             array.wait_to_read()
 

@@ -293,6 +293,25 @@ def test_moving_to_other_contexts():
         goes_on(net, count)
 
 
+def test_moving_while_devices_go_backward():
+    """They meet yet where they were, and their gradients arrive."""
+    net = nn.HybridSequential()
+    for _ in range(20):
+        net.add(sbn.SyncBatchNorm(in_channels=2))
+    net.initialize(ctx=contexts(2))
+    xs = [mx.nd.random.normal(shape=(2, 2, 9, 9), ctx=device) for device in contexts(2)]
+    for _ in range(5):
+        for x in xs:
+            x.attach_grad()
+        with autograd.record():
+            losses = [(net(x) * x).sum() for x in xs]
+        autograd.backward(losses)
+        net.collect_params().reset_ctx(mx.cpu(2))
+        net.collect_params().reset_ctx(contexts(2))
+        mx.nd.waitall()
+        assert all(x.grad.asnumpy().all() for x in xs)
+
+
 def test_moving_after_an_error_that_nobody_waited_for():
     net = prepared()
     train(net, batch()[:1], backward=0)
