@@ -62,6 +62,7 @@ class KVStoreReducer(Reducer):
             )
         # What a Trainer calls that wants its updates made by the server.
         kvstore.set_optimizer = _refuse_updates
+        kvstore.set_gradient_compression = _refuse_compression
         self._kv = kvstore
         self._connection = _native.Connection(self._look)
         # What was initialized since: for a key that comes again MXNet waits for ever.
@@ -102,7 +103,7 @@ class KVStoreReducer(Reducer):
         super()._leave(failure)
         # The script's last reference to the store is to be its last: MXNet aborts a process that
         # still has one when Python has come to its end.
-        for name in (*_SERIALIZED, "set_optimizer"):
+        for name in (*_SERIALIZED, "set_optimizer", "set_gradient_compression"):
             delattr(self._kv, name)
         self._kv = None
 
@@ -177,6 +178,13 @@ _UPDATES = (
 
 def _refuse_updates(optimizer):
     raise ValueError(_UPDATES)
+
+
+def _refuse_compression(compression_params):
+    raise ValueError(
+        "Gradient compression would round the sums of SyncBatchNorm too, and MXNet has none with "
+        "update_on_kvstore=False: make the Trainer without compression_params."
+    )
 
 
 def _one_at_a_time(function, connection, keys=None):

@@ -38,6 +38,9 @@ def trainers(world):
     told["default"] = error_of(step)
     _, _, step = net_and_trainer(world, update_on_kvstore=True)
     told["server"] = error_of(step)
+    compression = {"type": "2bit", "threshold": 0.5}
+    _, _, step = net_and_trainer(world, update_on_kvstore=False, compression_params=compression)
+    told["compression"] = error_of(step)
     net, trainer, step = net_and_trainer(world, devices=2, update_on_kvstore=False)
     for _ in range(10):
         step()

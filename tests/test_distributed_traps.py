@@ -26,6 +26,12 @@ def test_a_server_that_updates_is_refused_at_the_first_step(trainers, what):
         assert kind == "ValueError" and REMEDY in text
 
 
+def test_gradient_compression_is_refused_at_the_first_step(trainers):
+    for told in trainers.told("trainers"):
+        kind, text, _ = told["compression"]
+        assert kind == "ValueError" and "make the Trainer without compression_params" in text
+
+
 def test_a_trainer_beside_the_layers(trainers):
     """On one store with other keys, with other processes forked from these, to a clean end."""
     first, second = trainers.arrays("trainers")
