@@ -242,7 +242,7 @@ class Launch:
             if self._signals:
                 code = self._obey(watched)
             elif failed:
-                code = self._report(failed[0])
+                code = self._report(self._cause(failed))
             elif failure:
                 say(f"{failure}, so the processes here are ended.")
                 code = 1
@@ -287,6 +287,13 @@ class Launch:
             if child not in self._failed:
                 self._failed.append(child)
         return self._failed
+
+    def _cause(self, failed):
+        """Which of those that failed did so first. Who was killed is noticed by the others, whose
+        connections end, before the system lets its end be known here."""
+        time.sleep(_POLL_SECONDS)
+        killed = [child for child in self._children if child.code() == -signal.SIGKILL]
+        return (killed or failed)[0]
 
     def _obey(self, workers):
         """Passes a signal on and waits for what becomes of it."""
