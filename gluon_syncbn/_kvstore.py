@@ -60,9 +60,8 @@ class KVStoreReducer(Reducer):
             raise ValueError(
                 "This KVStore has a KVStoreReducer already: use that one for all groups."
             )
-        # What a Trainer calls that wants its updates made by the server.
-        kvstore.set_optimizer = _refuse_updates
-        kvstore.set_gradient_compression = _refuse_compression
+        for name, refuse in _REFUSED.items():
+            setattr(kvstore, name, refuse)
         self._kv = kvstore
         self._connection = _native.Connection(self._look)
         # What was initialized since: for a key that comes again MXNet waits for ever.
@@ -103,7 +102,7 @@ class KVStoreReducer(Reducer):
         super()._leave(failure)
         # The script's last reference to the store is to be its last: MXNet aborts a process that
         # still has one when Python has come to its end.
-        for name in (*_SERIALIZED, "set_optimizer", "set_gradient_compression"):
+        for name in (*_SERIALIZED, *_REFUSED):
             delattr(self._kv, name)
         self._kv = None
 
@@ -185,6 +184,13 @@ def _refuse_compression(compression_params):
         "Gradient compression would round the sums of SyncBatchNorm too, and MXNet has none with "
         "update_on_kvstore=False: make the Trainer without compression_params."
     )
+
+
+# What a Trainer calls that wants its updates made by the server, or what it sends compressed.
+_REFUSED = {
+    "set_optimizer": _refuse_updates,
+    "set_gradient_compression": _refuse_compression,
+}
 
 
 def _one_at_a_time(function, connection, keys=None):

@@ -271,7 +271,7 @@ class Launch:
         return 1
 
     def _failures(self):
-        """The processes that failed, the first one first."""
+        """The processes that failed: who announced it, in that order, before who just ended."""
         ended = [child for child in self._children if child.code()]
         by_number = {child.process.pid: child for child in self._children}
         announced = []
@@ -281,16 +281,15 @@ class Launch:
                 child = by_number[number]
                 child.announced = code
                 announced.append(child)
-        # Who was killed announced nothing, and is rather the cause than the effect.
-        killed = [child for child in ended if child.code() == -signal.SIGKILL]
-        for child in [*killed, *announced, *ended]:
+        for child in [*announced, *ended]:
             if child not in self._failed:
                 self._failed.append(child)
         return self._failed
 
     def _cause(self, failed):
-        """Which of those that failed did so first. Who was killed is noticed by the others, whose
-        connections end, before the system lets its end be known here."""
+        """Which of those that failed did so first. Who was killed announced nothing, and is rather
+        the cause than the effect; the others, whose connections end, may notice it sooner than the
+        system lets it be known here."""
         time.sleep(_POLL_SECONDS)
         killed = [child for child in self._children if child.code() == -signal.SIGKILL]
         return (killed or failed)[0]

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 import uuid
 
 import psutil
@@ -19,6 +20,7 @@ import pytest
 
 from gluon_syncbn import _launch_child, launch
 from gluon_syncbn._launch_cluster import LaunchError, Meeting, Place, find_place, first_host
+from gluon_syncbn._launch_processes import Launch
 
 # What the launcher promises, and what a slow machine may need to come so far.
 ENDED_SECONDS = 10
@@ -416,6 +418,20 @@ DEATHS = {
         "worker 1 (process {}) was killed by SIGKILL (by the kernel, if memory ran out)",
     ),
 }
+
+
+def test_who_was_killed_is_the_cause():
+    """The others' connections to it end, and they fail, before its end can be seen."""
+
+    def child(*codes):
+        return types.SimpleNamespace(code=iter(codes).__next__)
+
+    failed, running, killed = child(1, 1), child(None, None), child(-signal.SIGKILL)
+    launched = Launch([], [], 1, None)
+    launched._children = [failed, running, killed]
+    assert launched._cause([failed]) is killed
+    launched._children = [failed, running]
+    assert launched._cause([failed]) is failed
 
 
 @pytest.mark.parametrize("death", DEATHS)

@@ -203,7 +203,6 @@ def test_what_cannot_be_predicted_is_told(run, images, tmp_path, monkeypatch, ar
 
 
 def test_a_net_that_labels_no_pixels(tmp_path):
-    import mxnet as mx
     from mxnet.gluon import nn
 
     import gluon_syncbn as sbn
