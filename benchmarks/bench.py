@@ -16,7 +16,7 @@ from pathlib import Path
 # MXNet reads these when it starts. With fewer slots, convolutions of several CPU contexts and a
 # layer between them that waits for all contexts can wait for each other for ever. Each slot grows
 # to the largest workspace of all, so there are no more than the training step's net needs.
-os.environ["MXNET_CPU_TEMP_COPY"] = "512"
+os.environ["MXNET_CPU_TEMP_COPY"] = "256"
 os.environ["MXNET_CPU_PARALLEL_RAND_COPY"] = "64"
 
 import mxnet as mx

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,11 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
+from tqdm import tqdm
 
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.functional import sync_batch_norm
 
 WARM_UP = 3
+MOST_SETTLING_ROUNDS = 60
+FEW_NEW_PAGES = 1000  # of about 4 KiB
 STEP_CONTEXTS = 2
 STEP_BATCH = 2  # images on each context
 STEP_SIZE = 96
@@ -210,9 +214,30 @@ class TrainingStep:
 
 def step_times(repetitions, progress):
     """{kind: seconds of each round}, of a training step with the block and with BatchNorm."""
-    return interleave(
-        {kind: TrainingStep(LAYERS[kind]) for kind in ("block", "BatchNorm")}, repetitions, progress
+    steps = {kind: TrainingStep(LAYERS[kind]) for kind in ("block", "BatchNorm")}
+    _settle(steps)
+    return interleave(steps, repetitions, progress)
+
+
+def _settle(contestants):
+    """Calls `contestants` until they touch hardly any memory for the first time.
+
+    In each step MXNet's operators draw other slots of workspace, which grow to the largest that any
+    operator asks for. Meanwhile the system clears new pages, up to half of a step's time.
+    """
+    for _ in tqdm(range(MOST_SETTLING_ROUNDS), desc="until memory is at its peak", leave=False):
+        before = _page_faults()
+        interleave(contestants, 0, tqdm(disable=True))
+        if _page_faults() - before < FEW_NEW_PAGES:
+            return
+    raise RuntimeError(
+        f"memory still grew after {MOST_SETTLING_ROUNDS * WARM_UP} training steps of each kind, so "
+        "their times are not those of a long training: set MXNET_CPU_TEMP_COPY lower."
     )
+
+
+def _page_faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def peak_memory(kind, count):
