@@ -49,7 +49,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--repetitions",
-        type=_positive,
+        type=positive,
         default=40,
         help="rounds, half of them for the training step (default: 40)",
     )
@@ -58,7 +58,7 @@ def parse_arguments():
     )
     parser.add_argument(
         "--contexts",
-        type=_positive,
+        type=positive,
         nargs="+",
         default=[1, 2],
         metavar="n",
@@ -83,14 +83,14 @@ def parse_arguments():
     return args
 
 
-def _positive(text):
+def positive(text):
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def _shape(text):
-    shape = tuple(_positive(size) for size in text.split(","))
+    shape = tuple(positive(size) for size in text.split(","))
     if not 2 <= len(shape) <= 5:
         raise argparse.ArgumentTypeError(f"{text!r} has not 2 to 5 sizes, such as 4,64,128,128")
     return shape

@@ -23,6 +23,7 @@ from mxnet.gluon.model_zoo import vision
 from scipy.optimize import nnls
 
 import bench_distributed
+from bench import positive
 from bench_distributed import message_size
 from report import table
 
@@ -40,9 +41,16 @@ TITLES = {"kvstore": "KVStore", "horovod": "Horovod"}
 
 def main():
     args = parse_arguments()
-    figures = json.loads(args.figures.read_text())
     channels = net_channels(args.net)
-    models = fit_all(figures["layers"])
+    try:
+        figures = json.loads(args.figures.read_text())
+        models = fit_all(figures["layers"])
+        measured = bench_distributed.text(figures)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        sys.exit(
+            f"{args.figures} is no file of bench_distributed.py's figures ({error!r}): "
+            "make bench-distributed writes it"
+        )
     report = text(models, channels, args)
     print(report)
     if args.docs:
@@ -50,7 +58,7 @@ def main():
         page = DOCS / "scaling.md"
         content = page.read_text()
         for name, part in (
-            ("bench_distributed.py", bench_distributed.text(figures)),
+            ("bench_distributed.py", measured),
             ("scaling.py", report),
         ):
             content = replace_part(content, name, part)
@@ -65,12 +73,12 @@ def parse_arguments():
         parser.add_argument(name, default=default, help=f"{help} ({shown})", **settings)
 
     add("--net", "resnet50_v1", "a net of gluon.model_zoo.vision, for its layers")
-    add("--latency-us", [5.0, 25.0], "of the network: at best, at worst", type=float, nargs=2)
-    add("--bandwidth-gbit", 100.0, "of each machine's link", type=float)
-    add("--gpus-per-process", [8, 1], "GPUs that meet in a process", type=int, nargs="+")
-    add("--groups", [8, 16, 64], "GPUs that share their statistics", type=int, nargs="+")
-    add("--servers", 1, "of the KVStore", type=int)
-    add("--compute-ms", 250.0, "a training step without synchronization", type=float)
+    add("--latency-us", [5.0, 25.0], "of the network: at best, at worst", type=_above_0, nargs=2)
+    add("--bandwidth-gbit", 100.0, "of each machine's link", type=_above_0)
+    add("--gpus-per-process", [8, 1], "GPUs that meet in a process", type=positive, nargs="+")
+    add("--groups", [8, 16, 64], "GPUs that share their statistics", type=positive, nargs="+")
+    add("--servers", 1, "of the KVStore", type=positive)
+    add("--compute-ms", 250.0, "a training step without synchronization", type=_above_0)
     parser.add_argument(
         "--figures",
         type=Path,
@@ -85,9 +93,19 @@ def parse_arguments():
     return args
 
 
+def _above_0(text):
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
 def net_channels(name):
     """The channels of each layer of batch normalization."""
-    net = vision.get_model(name)
+    try:
+        net = vision.get_model(name)
+    except ValueError as error:
+        sys.exit(f"--net: {error}")
     net.infer_shape(mx.nd.zeros((1, 3, 224, 224)))
     channels = []
 

@@ -93,3 +93,29 @@ def test_a_bar_passes_up_to_its_limit(scaling, ratio, passes):
     ]
     (bar,) = scaling.bench_distributed.judge(layers)
     assert bar["pass"] == passes and bar["worst"] == ratio
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--servers", "0"], "--servers: '0' is not a whole number above 0"),
+        (["--groups", "8", "-1"], "--groups: '-1' is not"),
+        (["--latency-us", "5", "nan"], "--latency-us: 'nan' is not a number above 0"),
+        (["--bandwidth-gbit", "0"], "--bandwidth-gbit: '0' is not"),
+        (["--compute-ms", "-1"], "--compute-ms: '-1' is not"),
+        (["--net", "none", "--figures", "text"], "--net: Model none is not supported"),
+        (["--figures", "none.json"], "there is no none.json"),
+        (["--figures", "text"], "text is no file of bench_distributed.py's figures"),
+        (["--figures", "other"], "other is no file of bench_distributed.py's figures"),
+        (["--figures", "."], "Is a directory"),
+    ],
+)
+def test_wrong_arguments(scaling, arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    row = {"engine": "kvstore", "workers": 2, "channels": 64, "added_ms": {"pass": 1.0}}
+    Path("text").write_text("hello")
+    Path("other").write_text(json.dumps({"layers": [row]}))
+    monkeypatch.setattr(sys, "argv", ["scaling.py", *arguments])
+    with pytest.raises(SystemExit) as end:
+        scaling.main()
+    assert end.value.code and words in f"{end.value} {capsys.readouterr().err}"
