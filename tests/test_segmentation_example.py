@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import shlex
+import shutil
 import signal
 import struct
 import subprocess
@@ -545,13 +546,22 @@ class TestResume:
         config = json.loads((folder / "config.json").read_text())
         assert Path(config["arguments"]["data"]).samefile(moved)
         small_run("--resume", folder, stop_after=5)
-        (moved / "ImageSets/Segmentation/train.txt").write_text("a\nb\n")
-        with refused(UsageError, "training list", "--data"):
-            small_run("--resume", folder, "--data", moved)
+        shutil.copy(moved / "JPEGImages/v.jpg", moved / "JPEGImages/w.jpg")
+        shutil.copy(moved / "SegmentationClass/v.png", moved / "SegmentationClass/w.png")
+        for split, text in (("train", "a\nb\n"), ("val", "v\nw\n")):
+            path = moved / f"ImageSets/Segmentation/{split}.txt"
+            before = path.read_text()
+            path.write_text(text)
+            with refused(UsageError, f"{split}.txt", "--data"):
+                small_run("--resume", folder, "--data", moved)
+            path.write_text(before)
         with refused(UsageError, f"--data is {moved}", "has none"):
             example.options.parse(["--resume", str(interrupted), "--data", str(moved)])
 
     def test_on_other_devices(self, interrupted):
+        options = example.options.parse(["--devices", f"cpu:1{'0' * 21}"])
+        with refused(UsageError, "--batch is 8", "fewer --devices"):
+            example.run.Run(options, None)
         options = example.options.parse(["--resume", str(interrupted), "--devices", "cpu:3"])
         with refused(UsageError, "cpu:3", "2 of type cpu"):
             example.run.Run(options, None)
@@ -671,7 +681,9 @@ class TestArguments:
         "arguments",
         [
             ["--batch", "0"],
+            ["--batch", "1" + "0" * 21],
             ["--lr", "nan"],
+            ["--lr", "1e300"],
             ["--steps", "x"],
             ["--seed", "-1"],
             ["--workers", "0"],

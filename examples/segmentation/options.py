@@ -26,23 +26,24 @@ class UsageError(Exception):
     """What the user gave cannot work; the text says what came, what was expected, what to do."""
 
 
-def _number(kind, least, what):
+def _number(kind, least, what, most=math.inf):
     def convert(text):
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
         # A comparison with NaN is false.
-        if not least <= value < math.inf:
+        if not (least <= value <= most and value < math.inf):
             raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
         return value
 
     return convert
 
 
-COUNT = _number(int, 1, "a whole number of 1 or more")
+COUNT = _number(int, 1, "a whole number from 1 to 2147483647", 2**31 - 1)
 WHOLE = _number(int, 0, "a whole number of 0 or more")
-POSITIVE = _number(float, 1e-12, "a number above 0")
+# Of more, MXNet says itself that it is out of range, in its own words.
+POSITIVE = _number(float, 1e-12, "a number from 1e-12 to 1e30", 1e30)
 FRACTION = _number(float, 0, "a number of 0 or more")
 
 

@@ -93,7 +93,7 @@ class Run:
     def _restore(self, resumed):
         if resumed.config["data"] != self._config["data"]:
             raise UsageError(
-                "the training list or the classes of --data are not those of the run to resume: "
+                "train.txt, val.txt or the classes of --data are not those of the run to resume: "
                 "put them back, name the folder that has them with --data, or start a new run with "
                 "another --output"
             )

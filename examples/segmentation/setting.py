@@ -21,7 +21,7 @@ def find_contexts(options, resumed=None):
     default = "gpu" if gpus else default_devices(options.workers)
     kind, which = parse_devices(options.devices or default)
     if kind == "cpu":
-        contexts = [mx.cpu(i) for i in range(which)]
+        number = which
         options.devices = f"cpu:{which}"
     else:
         ids = list(range(gpus)) if which is None else which
@@ -35,15 +35,16 @@ def find_contexts(options, resumed=None):
             raise UsageError(
                 f"--devices is {options.devices}, but MXNet finds {gpus} GPUs: {remedy}"
             )
-        contexts = [mx.gpu(i) for i in ids]
+        number = len(ids)
         options.devices = "gpu:" + ",".join(map(str, ids))
-    if options.batch < len(contexts):
+    if options.batch < number:
         raise UsageError(
-            f"--batch is {options.batch}, but each of the {len(contexts)} devices "
-            f"({options.devices}) needs an image: give --batch {len(contexts)} or more, or fewer "
+            f"--batch is {options.batch}, but each of the {number} devices "
+            f"({options.devices}) needs an image: give --batch {number} or more, or fewer "
             "--devices"
         )
-    share_devices(len(contexts), options)
+    share_devices(number, options)
+    contexts = [mx.cpu(i) for i in range(number)] if kind == "cpu" else [mx.gpu(i) for i in ids]
     if resumed is not None:
         before = resumed.config["device_types"]
         if before != [context.device_type for context in contexts]:

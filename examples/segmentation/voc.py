@@ -41,7 +41,8 @@ class VOCFolder:
         if not self.names:
             self._require_contiguous(values)
             self.names = _numbered_names(len(values))
-        text = "\n".join([str(len(self.names)), *self.lists["train"]])
+        # By the images of val.txt the best are chosen.
+        text = "\n".join([str(len(self.names)), *self.lists["train"], "", *self.lists["val"]])
         self.fingerprint = "voc " + hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def train(self, seed, size, brightness=False):
