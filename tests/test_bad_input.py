@@ -131,7 +131,8 @@ def test_no_values(mode, shape):
     """MXNet has such arrays with NumPy's shapes alone."""
     layer = layer_of(mode, devices=2)
     words = (
-        rf"on cpu\(1\): data of shape \({shape[0]}, 3, {shape[2]}\) holds no values.*participants"
+        rf"on cpu\(1\): data of shape \({shape[0]}, 3, {shape[2]}\) holds no values. Do not call "
+        "the net with it. In training, .*participants"
     )
     with mx.util.np_shape(True):
         with ends_soon(), pytest.raises(mx.MXNetError, match=words):

@@ -24,8 +24,8 @@ View view_of(const int* shape, int ndim, int axis) {
   if (view.size() == 0) {
     throw std::runtime_error(
         "data of shape " + shape_text(shape, ndim) +
-        " holds no values. Leave a device without data out of the step, within "
-        "gluon_syncbn.participants.");
+        " holds no values. Do not call the net with it. In training, leave the device out of the "
+        "step within gluon_syncbn.participants.");
   }
   return view;
 }
