@@ -134,8 +134,13 @@ class Child:
         self.tail.extend(line[:_TAIL_COLUMNS] for line in lines)
         with _screen:
             try:
-                target.buffer.write(b"".join(self.prefix + line + b"\n" for line in lines))
-                target.buffer.flush()
+                data = b"".join(self.prefix + line + b"\n" for line in lines)
+                if hasattr(target, "buffer"):
+                    target.buffer.write(data)
+                    target.buffer.flush()
+                else:  # As where a notebook or io.StringIO stands in its place.
+                    target.write(data.decode(errors="replace"))
+                    target.flush()
             except (OSError, ValueError) as error:
                 self.unheard = self.unheard or error
                 _silence(target)

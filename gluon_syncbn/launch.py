@@ -45,6 +45,7 @@ from ._launch_cluster import LaunchError, Meeting, as_dmlc_says, check_port, fin
 from ._launch_processes import Launch, say
 
 _LOOPBACK = "127.0.0.1"
+_MOST = 9999  # Processes of one kind here. A slip of the keys should not fill the memory.
 _HOROVOD_INSTALL = (
     "HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MXNET=1 HOROVOD_WITHOUT_MPI=1 HOROVOD_WITHOUT_PYTORCH=1 "
     "HOROVOD_WITHOUT_TENSORFLOW=1 pip install --no-build-isolation horovod==0.28.1"
@@ -145,10 +146,10 @@ def _check(options):
         if not options.from_env:
             raise LaunchError("the number of workers is missing: give it with -n, such as -n 4.")
         options.n = 1
-    if options.n < 1:
-        raise LaunchError(f"-n is {options.n}: give a number of workers of at least 1.")
-    if options.servers < 1:
-        raise LaunchError(f"--servers is {options.servers}: give a number of at least 1.")
+    if not 1 <= options.n <= _MOST:
+        raise LaunchError(f"-n is {options.n}: give a number of workers from 1 to {_MOST}.")
+    if not 1 <= options.servers <= _MOST:
+        raise LaunchError(f"--servers is {options.servers}: give a number from 1 to {_MOST}.")
     if options.port is not None:
         check_port("--port", options.port)
     for name, number in (("--wait", options.wait), ("--grace", options.grace)):

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -690,7 +691,8 @@ def test_output_that_cannot_be_written(body, tmp_path):
     [
         (["-n", "2"], "the script is missing"),
         (["script.py"], "the number of workers is missing"),
-        (["-n", "0", "script.py"], "-n is 0: give a number of workers of at least 1."),
+        (["-n", "0", "script.py"], "-n is 0: give a number of workers from 1 to 9999."),
+        (["-n", "1" + "0" * 21, "script.py"], "-n is 1000000000000000000000: give a number"),
         (["-n", "two", "script.py"], "argument -n: invalid int value: 'two'"),
         (["-n", "1", "--servers", "0", "script.py"], "--servers is 0"),
         (["-n", "1", "--engine", "mpi", "script.py"], "argument --engine: invalid choice: 'mpi'"),
@@ -712,6 +714,14 @@ def test_wrong_arguments(arguments, sentence, tmp_path, monkeypatch, capsys):
     assert end.value.code == 2 and not output
     assert errors.startswith(f"gluon_syncbn.launch: error: {sentence}")
     assert errors.count("\n") == 1 and errors.endswith("\n")
+
+
+def test_lines_go_to_a_stream_of_text_alone(tmp_path):
+    (tmp_path / "script.py").write_text("import sys; print('out ü'); print('err', file=sys.stderr)")
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        assert launch.main(["-n", "1", str(tmp_path / "script.py")]) == 0
+    assert (output.getvalue(), errors.getvalue()) == ("[0] out ü\n", "[0] err\n")
 
 
 def test_a_missing_horovod_is_told_with_how_to_install_it(tmp_path, monkeypatch, capsys):
