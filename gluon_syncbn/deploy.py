@@ -122,7 +122,7 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
     """
     check_block(net, "export")
     shapes = _check_shapes(input_shape)
-    _check_arguments(epoch, onnx, shapes, dtype)
+    _check_arguments(path, epoch, onnx, shapes, dtype)
     # Of the last steps; with static_shape MXNet does not wait for running statistics by itself.
     mx.nd.waitall()
     parameters = _parameters(net)
@@ -218,7 +218,12 @@ def _check_shapes(input_shape):
     )
 
 
-def _check_arguments(epoch, onnx, shapes, dtype):
+def _check_arguments(path, epoch, onnx, shapes, dtype):
+    for name, value in (("path", path), ("onnx", "" if onnx is None else onnx)):
+        if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes):
+            raise ValueError(
+                f"{name} is {value!r}: give the name of a file as str or pathlib.Path."
+            )
     whole = isinstance(epoch, (int, np.integer)) and not isinstance(epoch, bool)
     if not (whole and 0 <= epoch < 10000):
         raise ValueError(f"epoch is {epoch!r}: give a whole number from 0 to 9999.")

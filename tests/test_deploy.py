@@ -936,6 +936,9 @@ def test_an_onnx_file_of_the_name_of_another(tmp_path):
 @pytest.mark.parametrize(
     "arguments, text",
     [
+        ({"path": b"m"}, "path is b'm': give the name of a file"),
+        ({"path": None}, "path is None"),
+        ({"onnx": True, "input_shape": (1, 3, 6, 6)}, "onnx is True: give the name of a file"),
         ({"epoch": -1}, "epoch is -1"),
         ({"epoch": 10000}, "epoch is 10000"),
         ({"epoch": True}, "epoch is True"),
@@ -953,7 +956,7 @@ def test_arguments(tmp_path, arguments, text):
     net = sequential(nn.Conv2D(4, 3, in_channels=3), sbn.SyncBatchNorm())
     ready(net, (2, 3, 6, 6))
     with pytest.raises((ValueError, sbn.ExportError)) as failure:
-        sbn.export(net, tmp_path / "m", **arguments)
+        sbn.export(net, **{"path": tmp_path / "m", **arguments})
     assert text in str(failure.value), failure.value
     assert os.listdir(tmp_path) == []
 
