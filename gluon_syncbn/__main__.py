@@ -32,6 +32,14 @@ def main(arguments=None):
         parser.exit(2, f"{parser.prog} {options.command}: error: {error}\n")
     try:
         return getattr(_commands, options.command)(options)
+    except KeyboardInterrupt:
+        parser.exit(130, "Interrupted.\n")
+    except UnicodeEncodeError as error:
+        parser.exit(
+            2,
+            f"{parser.prog} {options.command}: error: {error.object!r} is no name in UTF-8, as "
+            "MXNet needs it: rename the file, or choose another name.\n",
+        )
     except _commands.ERRORS as error:
         parser.exit(2, f"{parser.prog} {options.command}: error: {error}\n")
 

@@ -161,7 +161,7 @@ def _make_net(options):
     sys.path.insert(0, folder)
     try:
         net = getattr(importlib.import_module(module), function)()
-    except Exception as error:  # The user's code may raise anything.
+    except (Exception, SystemExit) as error:  # The user's code may raise anything.
         raise ValueError(
             f"--net {options.net} failed ({type(error).__name__}: {error}): name a function "
             "without arguments that returns the net."

@@ -55,6 +55,14 @@ def wrong():
     return "a net"
 
 
+def ends():
+    sys.exit()
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """With own-symbol.json and own-0003.params of net.export, c.params of save_parameters; bare is
@@ -299,6 +307,7 @@ def test_inspect(run, capsys):
         ("export c.params --net test_commands -o TMP/m", "give package.module:function"),
         ("export c.params --net test_commands:none -o TMP/m", "has no attribute 'none'"),
         ("export c.params --net test_commands:wrong -o TMP/m", "returned str: a net was expected"),
+        ("export c.params --net test_commands:ends -o TMP/m", "ends failed (SystemExit"),
         (
             "export none.params --net test_commands:make -o TMP/m",
             "none.params does not fit the net",
@@ -322,6 +331,7 @@ def test_inspect(run, capsys):
         ),
         ("convert own-symbol.json -o TMP/c --names gluon", "--names and --dtype are for .params"),
         ("convert text.params -o TMP/c --names gluon", "text.params is no file of parameters"),
+        ("export own -o TMP/m\udcff", "m\\udcff-0000.params"),
         ("bake", "invalid choice: 'bake'"),
     ],
 )
@@ -331,6 +341,11 @@ def test_errors_are_one_sentence_that_names_the_file(run, tmp_path, command, tex
     assert text.replace("TMP", str(tmp_path)) in err, err
     assert err.count("\n") == 1 and err.startswith("gluon_syncbn")
     assert os.listdir(tmp_path) == []
+
+
+def test_interrupted(run, tmp_path):
+    command = "export c.params --net test_commands:interrupted -o TMP/m"
+    assert run(command, check=False) == (130, "", "Interrupted.\n")
 
 
 def test_no_room(run, folder, tmp_path, monkeypatch):
