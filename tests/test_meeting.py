@@ -362,7 +362,27 @@ def test_the_graph_of_another_process_does_not_train(tmp_path):
         with autograd.record():
             loaded(x).wait_to_read()
 
-    fails(step, "does not exist in this process", "load its parameters")
+    fails(step, "does not exist in this process", "convert_sync_batchnorm", "load its parameters")
+    clear()
+    sbn.convert_sync_batchnorm(loaded)
+    step()
+
+
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_a_graph_with_parameters_of_its_own(num_devices):
+    """As gluoncv's SSD makes one of the backbone that it is given our layer for."""
+    layer = sbn.SyncBatchNorm(in_channels=3, num_devices=num_devices)
+    data = mx.sym.var("data")
+    net = mx.gluon.SymbolBlock(layer(data), data)
+    net.initialize(ctx=contexts(2))
+
+    def step():
+        fetch(train(net, batch()))
+
+    fails(step, "has parameters of its own", "convert_sync_batchnorm(net)")
+    clear()
+    sbn.convert_sync_batchnorm(net)
+    step()
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,13 @@ Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device, 
   const auto devices = [&] {
     return std::to_string(config.devices.size()) + " (" + join(config.devices) + ")";
   };
+  if (config.devices.empty()) {
+    fail(
+        "SyncBatchNorm '" + config.name + "' was called on " + device +
+        " by a graph that has parameters of its own, while the layer's were never initialized. "
+        "Call gluon_syncbn.convert_sync_batchnorm(net), which lets the graph of a SymbolBlock meet "
+        "on the graph's parameters, or name the devices in the layer's SyncGroup.");
+  }
   if (config.participants() > config.devices.size()) {
     fail("SyncBatchNorm '" + config.name + "' was made with num_devices=" +
          std::to_string(config.num_devices) + ", but the devices of its parameters are " +

@@ -172,7 +172,8 @@ void AllReduce::State::check_open(const LayerPtr& layer) const {
   if (!layer) {
     throw Error(
         "The SyncBatchNorm of this graph does not exist in this process: the graph was loaded "
-        "from a file, or its layer was deleted. To train, build the net again and load its "
+        "from a file, or its layer was deleted. To train, call "
+        "gluon_syncbn.convert_sync_batchnorm(net), or build the net again and load its "
         "parameters.");
   }
 }
