@@ -52,7 +52,7 @@ def python(code):
 
 def stub_steps(monkeypatch, **stubs):
     """All steps that need a GPU, as ones that go well, but for those given."""
-    for name in ("check_kernels", "sanitize", "bench", "run_mxnet"):
+    for name in ("check_kernels", "sanitize", "bench", "run_mxnet", "find_spills"):
 
         def step(pipeline, *arguments, name=name):
             pipeline.step(name, pipelines.OK)
@@ -178,7 +178,7 @@ def test_a_build_that_fails_is_told(monkeypatch, path, capsys, gpu):
 
 
 def test_spilled_registers_fail(monkeypatch, pipeline, path):
-    monkeypatch.setattr(check, "BUILD", "")
+    monkeypatch.setattr(check, "FOR_SPILLS", 5)
     monkeypatch.setattr(
         check,
         "REPORT",
@@ -186,9 +186,16 @@ def test_spilled_registers_fail(monkeypatch, pipeline, path):
         '\'[{"kernel": "k", "arch": 90, "spilled_bytes": 8, "occupancy": 0.5}]\')',
     )
     monkeypatch.setattr(check.build, "FOLDER", path.parent)
-    assert check.build_all(pipeline, GPU)
+    check.find_spills(pipeline, GPU)
     assert read(path)["steps"]["register spills"]["detail"] == "k on sm_90"
     assert verdicts(path)["register spills"] == pipelines.FAILED
+
+
+def test_spills_are_left_out_where_the_gpu_took_the_time(pipeline, path):
+    pipeline.limit = check.FOR_SPILLS - 1
+    check.find_spills(pipeline, GPU)
+    assert verdicts(path) == {"register spills": pipelines.LEFT_OUT}
+    assert pipeline.end(GPU) == 0
 
 
 def test_on_a_slow_machine_spills_are_looked_for_in_few_architectures(monkeypatch, pipeline, path):
@@ -202,6 +209,7 @@ def test_on_a_slow_machine_spills_are_looked_for_in_few_architectures(monkeypatc
     monkeypatch.setattr(check, "SLOW", -1)
     monkeypatch.setattr(check.build, "FOLDER", path.parent)
     assert check.build_all(pipeline, None)
+    check.find_spills(pipeline, None)
     step = read(path)["steps"]["register spills"]
     assert step["output"] == ["75 120"] and "sm_75 and sm_120 alone" in step["detail"]
 
@@ -210,7 +218,9 @@ def test_all_steps_run_where_there_is_a_gpu(monkeypatch, path, tmp_path):
     stub_steps(monkeypatch)
     (tmp_path / "unpack.sh").write_text("")
     assert check.main(["--json", str(path), "--mxnet-set", str(tmp_path)]) == 0
-    assert set(verdicts(path).values()) == {"ok"} and len(verdicts(path)) == 6
+    assert set(verdicts(path).values()) == {"ok"} and len(verdicts(path)) == 7
+    # It needs no GPU, whose time is short.
+    assert list(verdicts(path))[-1] == "find_spills"
     assert read(path)["library"] == "CUDA 13.0 for sm_90"
     assert check.main(["--json", str(path), "--no-bench", "--no-sanitizer"]) == 0
     assert list(verdicts(path).values()).count("left out") == 3
