@@ -239,6 +239,31 @@ def test_no_pytorch_fails_where_there_is_a_gpu(monkeypatch, path):
     assert verdicts(path)["speed"] == "skipped"
 
 
+@pytest.mark.parametrize(
+    "code, verdict, detail",
+    [
+        ("print('2.11.0, CUDA 13.0')", "ok", "2.11.0, CUDA 13.0"),
+        ("import torch_", "FAILED", "torch_"),
+    ],
+)
+def test_it_says_which_pytorch_or_why_none(monkeypatch, pipeline, path, code, verdict, detail):
+    monkeypatch.setattr(check, "PYTORCH", code)
+    pipeline.limit = 1000
+    assert check.find_pytorch(pipeline) == (verdict == "ok")
+    step = read(path)["steps"]["PyTorch"]
+    assert step["verdict"] == verdict and detail in step["detail"]
+
+
+def test_the_sanitizer_of_cuda_home(monkeypatch, pipeline, path, tmp_path):
+    (tmp_path / "bin").mkdir()
+    program(tmp_path / "bin", "compute-sanitizer", "echo 'ERROR SUMMARY: 0 errors'")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    pipeline.limit = 1000
+    check.sanitize(pipeline, "test")
+    assert verdicts(path)["memcheck"] == "ok"
+
+
 def test_an_error_of_its_own_ends_in_the_json_too(monkeypatch, path):
     def broken(pipeline, library):
         raise ZeroDivisionError("of its own")

@@ -148,10 +148,8 @@ def find_spills(pipeline, gpu):
 def find_pytorch(pipeline):
     """Whether there is one that finds the GPU."""
     # Its first import may take long.
-    seconds = max(1, min(120, pipeline.left() - FOR_SPEED))
-    version = ask([sys.executable, "-c", PYTORCH], seconds)
-    pipeline.facts(pytorch=version)
-    return bool(version)
+    command = [sys.executable, "-c", PYTORCH]
+    return pipeline.run("PyTorch", command, 120, reserve=FOR_SPEED) == OK
 
 
 def check_kernels(pipeline, library):
@@ -173,9 +171,9 @@ def check_kernels(pipeline, library):
 
 
 def sanitize(pipeline, test):
-    tool = shutil.which("compute-sanitizer") or shutil.which(
-        "compute-sanitizer", path="/usr/local/cuda/bin"
-    )
+    home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    places = os.pathsep.join([os.environ.get("PATH", os.defpath), str(home / "bin")])
+    tool = shutil.which("compute-sanitizer", path=places)
     clean = {
         "memcheck": "ERROR SUMMARY: 0 errors",
         "racecheck": "RACECHECK SUMMARY: 0 hazards displayed",
