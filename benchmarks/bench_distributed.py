@@ -63,12 +63,22 @@ def parse_arguments():
         help="what workers reach each other with (all that are installed)",
     )
     parser.add_argument(
-        "--workers", type=int, nargs="+", default=[2, 4], metavar="N", help="how many (2 4)"
+        "--workers",
+        type=bench.positive,
+        nargs="+",
+        default=[2, 4],
+        metavar="N",
+        help="how many (2 4)",
     )
     parser.add_argument(
-        "--channels", type=int, nargs="+", default=[64, 512, 2048], metavar="C", help="64 512 2048"
+        "--channels",
+        type=bench.positive,
+        nargs="+",
+        default=[64, 512, 2048],
+        metavar="C",
+        help="64 512 2048",
     )
-    parser.add_argument("--repetitions", type=int, default=200, help="rounds (200)")
+    parser.add_argument("--repetitions", type=bench.positive, default=200, help="rounds (200)")
     parser.add_argument(
         "--json", type=Path, default=FIGURES, metavar="FILE", help="where all figures go"
     )

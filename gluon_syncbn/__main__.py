@@ -26,22 +26,25 @@ def main(arguments=None):
         from ._doctor import doctor
 
         return doctor()
+
+    def fail(text):
+        parser.exit(2, f"{parser.prog} {options.command}: error: {text}\n")
+
     try:
         from . import _commands
     except ImportError as error:
-        parser.exit(2, f"{parser.prog} {options.command}: error: {error}\n")
+        fail(error)
     try:
         return getattr(_commands, options.command)(options)
     except KeyboardInterrupt:
         parser.exit(130, "Interrupted.\n")
     except UnicodeEncodeError as error:
-        parser.exit(
-            2,
-            f"{parser.prog} {options.command}: error: {error.object!r} is no name in UTF-8, as "
-            "MXNet needs it: rename the file, or choose another name.\n",
+        fail(
+            f"{error.object!r} is no name in UTF-8, as MXNet needs it: rename the file, or choose "
+            "another name."
         )
     except _commands.ERRORS as error:
-        parser.exit(2, f"{parser.prog} {options.command}: error: {error}\n")
+        fail(error)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -119,3 +119,11 @@ def test_wrong_arguments(scaling, arguments, words, tmp_path, monkeypatch, capsy
     with pytest.raises(SystemExit) as end:
         scaling.main()
     assert end.value.code and words in f"{end.value} {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("option", ["--workers", "--channels", "--repetitions"])
+def test_numbers_of_the_measurement_are_above_0(scaling, option, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_distributed.py", option, "0"])
+    with pytest.raises(SystemExit):
+        scaling.bench_distributed.parse_arguments()
+    assert f"{option}: '0' is not a whole number above 0" in capsys.readouterr().err

@@ -69,7 +69,7 @@ print(f"{torch.__version__}, CUDA {torch.version.cuda}")
 """
 
 
-def ask(command, seconds=60):
+def ask(command):
     """What a program prints, or None where it fails."""
     try:
         done = subprocess.run(
@@ -77,7 +77,7 @@ def ask(command, seconds=60):
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            timeout=seconds,
+            timeout=60,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -107,11 +107,15 @@ def environment():
     return dict(os.environ, PYTHONPATH=str(HERE))
 
 
+def architectures_of(gpu):
+    """Those to compile for: all where there is no GPU."""
+    return [gpu["architecture"]] if gpu else []
+
+
 def build_all(pipeline, gpu):
     """The library and the native test, or None where they were not built."""
-    architectures = [gpu["architecture"]] if gpu else []
     most = 180 if gpu else pipeline.limit
-    command = [sys.executable, "-c", BUILD, *architectures]
+    command = [sys.executable, "-c", BUILD, *architectures_of(gpu)]
     if pipeline.run("build", command, most, env=environment()) != OK:
         return None
     return build.FOLDER / "libgluon_syncbn.so", build.FOLDER / "test_cuda_kernels"
@@ -119,7 +123,7 @@ def build_all(pipeline, gpu):
 
 def find_spills(pipeline, gpu):
     """Compiles once more: behind the steps that need the GPU, which this does not."""
-    architectures = [gpu["architecture"]] if gpu else []
+    architectures = architectures_of(gpu)
     if gpu and pipeline.left() < FOR_SPILLS:
         pipeline.step("register spills", LEFT_OUT, "no time is left, see `make cuda-report`")
         return
