@@ -1,24 +1,9 @@
 """Synchronized batch normalization for Apache MXNet Gluon."""
 
+import re
 import sys
 
 from ._version import __version__
-
-try:
-    # First, as it explains what is wrong where MXNet or the native library cannot be loaded.
-    from . import _native  # noqa: F401  isort:skip
-    from . import distributed
-    from .block import SyncBatchNorm, VirtualBatchNorm
-    from .convert import SyncBatchNormReLU, convert_sync_batchnorm, revert_sync_batchnorm
-    from .deploy import Exported, ExportError, FileError, export
-    from .group import SyncGroup, set_default_group
-    from .participants import participants
-except ImportError:
-    # The command line, for which Python imports this first, says by itself what is wrong.
-    if sys.argv[0] != "-m" or sys.argv[1:2] not in (
-        [command] for command in ("doctor", "export", "convert", "inspect")
-    ):
-        raise
 
 __all__ = [
     "ExportError",
@@ -36,3 +21,30 @@ __all__ = [
     "set_default_group",
     "__version__",
 ]
+
+
+def _is_run():
+    """Whether Python imports this first for `python -m gluon_syncbn`, which says by itself what is
+    wrong with MXNet, or `python -m gluon_syncbn.launch`, which would become a part of the KVStore
+    where the environment makes MXNet one."""
+    if sys.argv[:1] != ["-m"]:
+        return False
+    try:
+        with open("/proc/self/cmdline", encoding="utf-8", errors="replace") as file:
+            words = file.read().split("\0")[:-1]
+    except OSError:
+        return False
+    # Before the arguments stands the module, or in one word with options, as in -mMODULE.
+    module = words[len(words) - len(sys.argv)]
+    return bool(re.fullmatch(rf"(-\w*m)?{__name__}(\.launch|\.__main__)?", module))
+
+
+if not _is_run():
+    # First, as it explains what is wrong where MXNet or the native library cannot be loaded.
+    from . import _native  # noqa: F401  isort:skip
+    from . import distributed
+    from .block import SyncBatchNorm, VirtualBatchNorm
+    from .convert import SyncBatchNormReLU, convert_sync_batchnorm, revert_sync_batchnorm
+    from .deploy import Exported, ExportError, FileError, export
+    from .group import SyncGroup, set_default_group
+    from .participants import participants

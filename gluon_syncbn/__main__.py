@@ -9,6 +9,7 @@ Each has --help. Only what a command needs is imported.
 """
 
 import argparse
+import importlib
 import sys
 
 _FORMATTER = argparse.RawDescriptionHelpFormatter
@@ -31,6 +32,9 @@ def main(arguments=None):
         parser.exit(2, f"{parser.prog} {options.command}: error: {text}\n")
 
     try:
+        # A module of the user's, for --net, finds it whole.
+        if not hasattr(sys.modules[__package__], "SyncBatchNorm"):
+            importlib.reload(sys.modules[__package__])
         from . import _commands
     except ImportError as error:
         fail(error)

@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 from importlib import metadata
+from typing import NamedTuple, Optional
 
 from ._version import __version__
 
@@ -25,6 +26,11 @@ _PACKAGES = (
     ("onnxruntime", "for export to ONNX"),
 )
 _SECONDS = 120
+_CRASHED = (
+    "If python -c 'import mxnet' does so too, install MXNet anew: pip install --force-reinstall "
+    "--no-deps mxnet==1.9.1 (or mxnet-cu112==1.9.1). If not, build gluon_syncbn again: pip install "
+    "--force-reinstall --no-deps . in a checkout of it."
+)
 
 _IMPORT = """
 import json, gluon_syncbn, mxnet
@@ -175,7 +181,9 @@ def _mxnet(found):
     """What MXNet says of itself, or None where it or the native library cannot be imported."""
     done = _run(_IMPORT)
     if done.result is None:
-        found.fix("import", done.last, "failed")
+        # An error says what to do, but a process that did not come so far does not.
+        remedy = done.last if done.ended else f"{done.last[0].upper()}{done.last[1:]} {_CRASHED}"
+        found.fix("import", remedy, "failed")
         return None
     state = json.loads(done.result)
     has = [
@@ -216,12 +224,12 @@ def _self_test(found, title, devices):
     found.say(name, f"forward and backward agree with NumPy to {error:.1g}")
 
 
-class _Done:
-    """What a process said: `result` behind RESULT, or None; `last`, the last line it wrote."""
+class _Done(NamedTuple):
+    """What a process said."""
 
-    def __init__(self, result, last):
-        self.result = result
-        self.last = last
+    result: Optional[str]  # behind RESULT
+    last: str  # the last line it wrote, or what became of it
+    ended: bool = True  # by itself
 
 
 def _run(program, *arguments):
@@ -239,12 +247,12 @@ def _run(program, *arguments):
             timeout=_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return _Done(None, f"it did not end within {_SECONDS} s.")
+        return _Done(None, f"it did not end within {_SECONDS} s.", ended=False)
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             return _Done(line[len("RESULT ") :], "")
     if done.returncode < 0:
-        return _Done(None, f"the process died of signal {-done.returncode}.")
+        return _Done(None, f"the process died of signal {-done.returncode}.", ended=False)
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     last = lines[-1] if lines else f"the process ended with code {done.returncode}."
     # Without the class of the error.

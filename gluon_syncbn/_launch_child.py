@@ -183,7 +183,15 @@ def _serve(*command):
     # A server unpickles the optimizer, whose class may lie beside the script.
     module = command[0] == "-m"
     _set_first_path(os.getcwd() if module else os.path.dirname(os.path.realpath(command[0])))
-    import mxnet  # noqa: F401  It serves inside this import, and ends the process there.
+    try:
+        import mxnet  # noqa: F401  It serves inside this import, and ends the process there.
+    except Exception:
+        sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        try:
+            import gluon_syncbn  # noqa: F401
+        except ImportError as error:  # It says what is wrong with MXNet.
+            sys.exit(str(error))
+        raise
 
 
 if __name__ == "__main__":

@@ -444,6 +444,56 @@ def test_doctor_without_mxnet(tmp_path):
     assert "1. MXNet 1.9.1 is installed but cannot be imported (libfoo.so.1" in done.stdout
 
 
+def test_doctor_where_mxnet_crashes(tmp_path):
+    """The package imports MXNet in the process that asks for it, but not in the doctor's."""
+    (tmp_path / "mxnet.py").write_text("import os; os.abort()\n")
+    done = process("doctor", PYTHONPATH=f"{tmp_path}:{PACKAGE.parent}")
+    assert done.returncode == 1, done.stderr
+    assert "1. The process died of signal 6. If python -c 'import mxnet' does so too" in done.stdout
+
+
+@pytest.mark.parametrize("way", [["-m", "gluon_syncbn"], ["-Bmgluon_syncbn"]])
+def test_help_does_not_wait_for_mxnet(tmp_path, way):
+    (tmp_path / "mxnet.py").write_text("raise SystemExit('imported')\n")
+    path = f"{tmp_path}:{PACKAGE.parent}"
+    for arguments in (["--help"], ["export", "--help"]):
+        done = subprocess.run(
+            [sys.executable, *way, *arguments],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0 and "usage: " in done.stdout, done.stderr
+
+
+def test_a_module_of_the_command_line_finds_the_package_whole(folder, tmp_path):
+    (tmp_path / "nets.py").write_text(
+        "import gluon_syncbn as sbn\nfrom gluon_syncbn import SyncBatchNorm\n"
+        "from test_commands import make\n"
+        "def net():\n"
+        "    assert all(hasattr(sbn, name) for name in sbn.__all__)\n"
+        "    return make()\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.path.dirname(__file__), str(PACKAGE.parent)])
+    done = process("inspect", "c.params", "--net", "nets:net", cwd=folder, PYTHONPATH=path)
+    assert done.returncode == 0 and "2 layers" in done.stdout, done.stderr
+
+
+def test_other_modules_find_the_package_whole(tmp_path):
+    """`python -m` imports the package of a module before it runs the module, as with our own."""
+    package = tmp_path / "my_gluon_syncbn"
+    package.mkdir()
+    (package / "__init__.py").write_text("from gluon_syncbn import SyncBatchNorm\n")
+    (package / "launch.py").write_text("print(__name__)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "my_gluon_syncbn.launch", "gluon_syncbn"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{PACKAGE.parent}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "__main__\n", done.stderr
+
+
 def test_doctor_with_the_naive_engine():
     done = process("doctor", MXNET_ENGINE_TYPE="NaiveEngine")
     assert done.returncode == 1

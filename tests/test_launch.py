@@ -489,6 +489,39 @@ def test_a_part_of_the_kvstore_dies_and_all_end(role, start):
     assert f"{name} (process {found.pid}) was killed by SIGKILL" in started.text
 
 
+def test_launchers_that_dmlc_gave_their_parts(start):
+    """MXNet serves in whatever process imports it under such a role: that must not be ours."""
+    dmlc = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"}
+    with launch._free_port() as port:
+        parts = {
+            role: start(
+                TRAIN + "print('trains')\nwhile True:\n    step()\n",
+                "--from-env",
+                **dmlc,
+                DMLC_ROLE=role,
+                DMLC_PS_ROOT_PORT=str(port),
+            )
+            for role in ("scheduler", "server", "worker")
+        }
+        parts["worker"].wait_for("[worker] trains")
+    server = parts["server"].find(DMLC_ROLE="server")
+    server.kill()
+    assert parts["server"].end() == 128 + signal.SIGKILL
+    assert f"server (process {server.pid}) was killed by SIGKILL" in parts["server"].text
+
+
+def test_without_mxnet(start, tmp_path):
+    (tmp_path / "mxnet.py").write_text("raise ImportError('no', name='mxnet')\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    started = start("import time; time.sleep(1000)", "-n", "1", PYTHONPATH=path)
+    assert started.end() == 1
+    assert re.search(r"(scheduler|server 0) \(process \d+\) ended with exit code 1", started.text)
+    assert started.text.rstrip().endswith(
+        "mxnet-cu112 needs the CUDA 11 libraries and an NVIDIA driver."
+    )
+    assert "Traceback" not in started.text
+
+
 @pytest.mark.parametrize("killed", ["launcher", "worker"])
 def test_workers_of_data_loaders_end_too(killed, start):
     started = start(
