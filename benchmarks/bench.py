@@ -36,7 +36,9 @@ def main():
     figures = {**environment(), "repetitions": args.repetitions}
     figures["memory"] = measure_memory(args.contexts)
     figures["layers"] = measure_layers(args.shapes, args.contexts, args.repetitions)
-    figures["step"] = None if args.no_model else measure_step((args.repetitions + 1) // 2)
+    rounds = (args.repetitions + 1) // 2
+    figures["step"] = None if args.no_model else measure_step(rounds)
+    figures["step_without_resize"] = None if args.no_model else measure_step(rounds, resized=False)
     figures["bars"] = report.judge(figures)
     print(report.text(figures))
     if args.json:
@@ -149,9 +151,10 @@ def measure_layers(shapes, counts, repetitions):
     return results
 
 
-def measure_step(repetitions):
-    with _progress("training step of fcn_resnet50", repetitions) as progress:
-        seconds = measure.step_times(repetitions, progress)
+def measure_step(repetitions, resized=True):
+    title = f"training step of fcn_resnet50{'' if resized else ' without resizing'}"
+    with _progress(title, repetitions) as progress:
+        seconds = measure.step_times(repetitions, progress, resized)
     return {
         "repetitions": repetitions,
         "ms": {kind: _median(rows.sum(1) * 1e3) for kind, rows in seconds.items()},

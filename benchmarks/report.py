@@ -103,13 +103,12 @@ def _layer_row(row):
 
 def _other_figures(figures):
     if figures["step"]:
-        ms = figures["step"]["ms"]
         yield (
             f"Training step of fcn_resnet50, {measure.STEP_SIZE}x{measure.STEP_SIZE}, "
-            f"{contexts(measure.STEP_CONTEXTS)} of {measure.STEP_BATCH} images, static_alloc: "
-            f"{ms['block']:.0f} ms with the block, "
-            f"{ms['BatchNorm']:.0f} ms with {TITLES['BatchNorm']}, medians of "
-            f"{figures['step']['repetitions']} rounds."
+            f"{contexts(measure.STEP_CONTEXTS)} of {measure.STEP_BATCH} images, static_alloc, "
+            f"medians of {figures['step']['repetitions']} rounds: {_step(figures['step'])}. "
+            "Without resizing its maps to the size of the images, whose gradient has one lock for "
+            f"all contexts in MXNet: {_step(figures['step_without_resize'])}."
         )
     for count in dict.fromkeys(row["contexts"] for row in figures["memory"]):
         peaks = [
@@ -121,6 +120,14 @@ def _other_figures(figures):
             f"Peak memory / (x, y, dy and dx) at {measure.MEMORY_SHAPE}, {contexts(count)}: "
             f"{', '.join(peaks)}."
         )
+
+
+def _step(figures):
+    ms, ratio = figures["ms"], figures["ratio"]["median"]
+    return (
+        f"{ms['block']:.0f} ms with the block, {ms['BatchNorm']:.0f} ms with "
+        f"{TITLES['BatchNorm']}, ratio {ratio:.3f}"
+    )
 
 
 def bar_row(bar):
