@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import weakref
 
 import mxnet as mx
 import numpy
@@ -29,8 +30,7 @@ class KVStoreReducer(Reducer):
     ----------
     kvstore : mxnet.kvstore.KVStore
         ``mx.kv.create("dist_sync")`` or ``"dist_device_sync"``: the one that the Trainer gets as
-        ``kvstore=kv, update_on_kvstore=False``, as a second one in a process hangs. Keys from
-        10**6 on are ours.
+        ``kvstore=kv, update_on_kvstore=False``. Keys from 10**6 on are ours.
     timeout : float
         Seconds for which this call waits for the other processes, all of which make it. By default
         the environment variable ``GLUON_SYNCBN_TIMEOUT``, or else 300.
@@ -39,8 +39,9 @@ class KVStoreReducer(Reducer):
     ------
     ValueError
         For a store of another type: one that does not join processes, or does not wait for all.
-        Later, by the store's own functions, for a second Trainer on it: MXNet numbers the keys of
-        each from 0, and waits for ever for one that comes again.
+        Later, for what MXNet would wait for ever for: by the store's own functions for a second
+        Trainer on it, as each numbers its keys from 0 and none may come again, and by
+        ``mx.kv.create`` for a second store in the process, such as a Trainer's own.
     RuntimeError
         Where the other processes do not come.
     """
@@ -62,6 +63,7 @@ class KVStoreReducer(Reducer):
             )
         for name, refuse in _REFUSED.items():
             setattr(kvstore, name, refuse)
+        _refuse_another(kvstore)
         self._kv = kvstore
         self._connection = _native.Connection(self._look)
         # What was initialized since: for a key that comes again MXNet waits for ever.
@@ -184,6 +186,25 @@ def _refuse_compression(compression_params):
         "Gradient compression would round the sums of SyncBatchNorm too, and MXNet has none with "
         "update_on_kvstore=False: make the Trainer without compression_params."
     )
+
+
+def _refuse_another(kvstore):
+    """While `kvstore` lives, has mx.kv.create refuse what it would never return from."""
+    create, store = mx.kv.create, weakref.ref(kvstore)
+
+    @functools.wraps(create)
+    def create_or_refuse(name="local"):
+        distributed = isinstance(name, str) and "dist" in name.lower()
+        # Others may have registered stores of their own.
+        if store() and distributed and name.lower() not in mx.kv.KVStoreBase.kv_registry:
+            raise ValueError(
+                f"There is a distributed KVStore in this process, with a KVStoreReducer, and MXNet "
+                f"would wait for ever for another one, {name!r}: give the Trainer the store itself, "
+                "as kvstore=kv, update_on_kvstore=False."
+            )
+        return create(name)
+
+    mx.kv.create = create_or_refuse
 
 
 # What a Trainer calls that wants its updates made by the server, or what it sends compressed.

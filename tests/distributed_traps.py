@@ -48,6 +48,10 @@ def trainers(world):
     everyone = world.reducer.all_gather("late", np.full(3, 1.0 + world.rank))
     told["late"] = everyone[:, 0].tolist()
     told["one store"] = trainer._kvstore is world.kv
+    told["local store"] = mx.kv.create("device").type
+    told["second store"] = error_of(lambda: mx.kv.create("dist_sync"))
+    other = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore="dist_device_sync")
+    told["store of a Trainer"] = error_of(lambda: other.step(1))
     told["second reducer"] = error_of(lambda: distributed.KVStoreReducer(world.kv))
     # A DataLoader forks processes that have the store, too.
     data = mx.gluon.data.ArrayDataset(np.ones((6, 3, 6, 6), "float32"))

@@ -48,6 +48,14 @@ def test_a_store_has_one_reducer(trainers):
         assert kind == "ValueError" and "has a KVStoreReducer already" in text
 
 
+@pytest.mark.parametrize("what", ["second store", "store of a Trainer"])
+def test_a_second_store_is_refused(trainers, what):
+    for told in trainers.told("trainers"):
+        kind, text, _ = told[what]
+        assert kind == "ValueError" and "give the Trainer the store itself, as kvstore=kv" in text
+        assert told["local store"] == "device"
+
+
 def test_a_server_that_updates_already(tmp_path):
     topics = ["distributed_traps:updates_before"]
     for told in run(tmp_path, 2, topics, engine="bare").told("updates before"):
