@@ -198,9 +198,9 @@ def _refuse_another(kvstore):
         # Others may have registered stores of their own.
         if store() and distributed and name.lower() not in mx.kv.KVStoreBase.kv_registry:
             raise ValueError(
-                f"There is a distributed KVStore in this process, with a KVStoreReducer, and MXNet "
-                f"would wait for ever for another one, {name!r}: give the Trainer the store itself, "
-                "as kvstore=kv, update_on_kvstore=False."
+                "There is a distributed KVStore in this process, with a KVStoreReducer, and MXNet "
+                f"would wait for ever for another one, {name!r}: give the Trainer the store "
+                "itself, as kvstore=kv, update_on_kvstore=False."
             )
         return create(name)
 
