@@ -47,7 +47,6 @@ def main():
     figures["cores_taken_by_others"] = cores.taken_by_others()
     figures["bars"] = judge(figures["layers"])
     print(text(figures))
-    args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(figures, indent=2) + "\n")
     if args.check and not all(bar["pass"] for bar in figures["bars"]):
         sys.exit(1)
@@ -89,6 +88,10 @@ def parse_arguments():
         values = getattr(args, name)
         if np.min(values) < least:
             parser.error(f"--{name} got {values}: give whole numbers of at least {least}")
+    try:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--json {args.json} cannot be written: {error}")
     return args
 
 

@@ -23,14 +23,21 @@ def main(arguments=None):
     """Runs the command line. Returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.command == "doctor":
-        from ._doctor import doctor
-
-        return doctor()
 
     def fail(text):
         parser.exit(2, f"{parser.prog} {options.command}: error: {text}\n")
 
+    try:
+        return _run(options, fail)
+    except KeyboardInterrupt:
+        parser.exit(130, "Interrupted.\n")
+
+
+def _run(options, fail):
+    if options.command == "doctor":
+        from ._doctor import doctor
+
+        return doctor()
     try:
         # A module of the user's, for --net, finds it whole.
         if not hasattr(sys.modules[__package__], "SyncBatchNorm"):
@@ -40,8 +47,6 @@ def main(arguments=None):
         fail(error)
     try:
         return getattr(_commands, options.command)(options)
-    except KeyboardInterrupt:
-        parser.exit(130, "Interrupted.\n")
     except UnicodeEncodeError as error:
         fail(
             f"{error.object!r} is no name in UTF-8, as MXNet needs it: rename the file, or choose "

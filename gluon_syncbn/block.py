@@ -173,6 +173,9 @@ class SyncBatchNorm(nn.BatchNorm):
         running_variance="biased",
         **kwargs,
     ):
+        # Data has 2 to 5 axes.
+        if not (isinstance(axis, numbers.Integral) and -5 <= axis < 5) or isinstance(axis, bool):
+            raise ValueError(f"axis is {axis!r}: give that of the channels, from -5 to 4.")
         if not (momentum is None or _is_number(momentum) and 0 <= momentum <= 1):
             raise ValueError(f"momentum is {momentum!r}: give a number from 0 to 1, or None.")
         if not (_is_number(epsilon) and 0 <= epsilon < math.inf):
@@ -191,7 +194,7 @@ class SyncBatchNorm(nn.BatchNorm):
         if group is not None and not isinstance(group, SyncGroup):
             raise ValueError(f"group is {group!r}: give a gluon_syncbn.SyncGroup, or None.")
         super().__init__(
-            axis=axis,
+            axis=int(axis),
             momentum=momentum if momentum is None else float(momentum),
             epsilon=float(epsilon),
             center=center,

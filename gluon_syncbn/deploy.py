@@ -224,6 +224,11 @@ def _check_arguments(path, epoch, onnx, shapes, dtype):
             raise ValueError(
                 f"{name} is {value!r}: give the name of a file as str or pathlib.Path."
             )
+    if not os.path.basename(path):
+        raise ValueError(
+            f"path is {os.fspath(path)!r}: add the name that the files in that folder begin with, "
+            "such as model of model-symbol.json."
+        )
     whole = isinstance(epoch, (int, np.integer)) and not isinstance(epoch, bool)
     if not (whole and 0 <= epoch < 10000):
         raise ValueError(f"epoch is {epoch!r}: give a whole number from 0 to 9999.")

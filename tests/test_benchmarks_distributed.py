@@ -127,3 +127,13 @@ def test_numbers_of_the_measurement_are_above_0(scaling, option, monkeypatch, ca
     with pytest.raises(SystemExit):
         scaling.bench_distributed.parse_arguments()
     assert f"{option}: '0' is not a whole number above 0" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_measurement(
+    scaling, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(sys, "argv", ["bench_distributed.py", "--json", f"{tmp_path}/file/f.json"])
+    with pytest.raises(SystemExit):
+        scaling.bench_distributed.parse_arguments()
+    assert "f.json cannot be written: " in capsys.readouterr().err

@@ -182,6 +182,12 @@ def test_mixed_dtypes_say_what_to_cast(dtype, cast_to, parameters, remedy):
         {"momentum": True},
         {"momentum": 1.5},
         {"epsilon": float("inf")},
+        {"axis": "x"},
+        {"axis": 1.0},
+        {"axis": True},
+        {"axis": None},
+        {"axis": 5},
+        {"axis": -6},
     ],
 )
 def test_arguments_that_make_no_sense(arguments):

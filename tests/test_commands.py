@@ -348,6 +348,12 @@ def test_interrupted(run, tmp_path):
     assert run(command, check=False) == (130, "", "Interrupted.\n")
 
 
+def test_interrupted_while_mxnet_is_imported(tmp_path):
+    (tmp_path / "mxnet.py").write_text("raise KeyboardInterrupt\n")
+    done = process("inspect", "model", PYTHONPATH=f"{tmp_path}:{PACKAGE.parent}")
+    assert (done.returncode, done.stderr) == (130, "Interrupted.\n")
+
+
 def test_no_room(run, folder, tmp_path, monkeypatch):
     run("convert c.params -o TMP/c.params --dtype float64")
     before = contents(tmp_path)

@@ -938,6 +938,8 @@ def test_an_onnx_file_of_the_name_of_another(tmp_path):
     [
         ({"path": b"m"}, "path is b'm': give the name of a file"),
         ({"path": None}, "path is None"),
+        ({"path": "folder/"}, "path is 'folder/': add the name that the files"),
+        ({"path": ""}, "path is '': add the name"),
         ({"onnx": True, "input_shape": (1, 3, 6, 6)}, "onnx is True: give the name of a file"),
         ({"epoch": -1}, "epoch is -1"),
         ({"epoch": 10000}, "epoch is 10000"),
