@@ -78,6 +78,7 @@ format: $(ready)lint ## rewrite the sources as `make lint` wants them
 	.venv/bin/clang-format -i $(formatted)
 
 # The native tests include the CUDA kernels, with pragmas of nvcc.
+warnings: export NVCC_APPEND_FLAGS = --Werror all-warnings
 warnings: $(ready)python ## compile everything with warnings as errors
 	CXXFLAGS="-Wall -Wextra -Werror" $(python) setup.py --quiet build_ext \
 	    --build-lib build/warnings --build-temp build/warnings

@@ -174,8 +174,8 @@ SBN_DEVICE void add_runs(const Gradient& dy, const Value& x, const Mean& mean, f
                          const Again& again, const Add& add) {
   float sums[kRuns], products[kRuns];
   bool all_fit = true;
-  const auto fits = [&](int run) {
-    return fabsf(sums[run]) <= kLargeSquare && fabsf(products[run]) <= kLargeSquare;
+  const auto fit = [](float sum, float product) {
+    return fabsf(sum) <= kLargeSquare && fabsf(product) <= kLargeSquare;
   };
 #pragma unroll
   for (int run = 0; run < kRuns; ++run) {
@@ -186,7 +186,7 @@ SBN_DEVICE void add_runs(const Gradient& dy, const Value& x, const Mean& mean, f
       sums[run] += dy(run, i);
       products[run] = fmaf(dy(run, i), x(run, i) - mean(run), products[run]);
     }
-    all_fit = all_fit && fits(run);
+    all_fit = all_fit && fit(sums[run], products[run]);
   }
   if (all_fit) {
 #pragma unroll
@@ -196,7 +196,7 @@ SBN_DEVICE void add_runs(const Gradient& dy, const Value& x, const Mean& mean, f
 #pragma unroll
   for (int run = 0; run < kRuns; ++run) {
     double first = sums[run], second = products[run];
-    if (!fits(run)) {
+    if (!fit(sums[run], products[run])) {
       first = second = 0;
 #pragma unroll 1
       for (int i = 0; i < kValues; ++i) {
@@ -592,7 +592,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
     if (kAligned && width > 0 && row < n) load_batch(row);
   };
 
-  double first[kSize], second[kSize];
+  double first[kSize] = {}, second[kSize] = {};
   const auto add_batch = [&](auto is_full, int r, bool is_first) {
     constexpr bool kFull = decltype(is_full)::value;
     const auto there = [&](int i) { return kFull || r + i * down < n; };
