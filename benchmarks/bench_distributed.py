@@ -92,6 +92,8 @@ def parse_arguments():
         args.json.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--json {args.json} cannot be written: {error}")
+    if args.json.is_dir():
+        parser.error(f"--json {args.json} is a folder: name a file in it")
     return args
 
 

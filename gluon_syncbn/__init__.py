@@ -29,13 +29,15 @@ def _is_run():
     where the environment makes MXNet one."""
     if sys.argv[:1] != ["-m"]:
         return False
-    try:
-        with open("/proc/self/cmdline", encoding="utf-8", errors="replace") as file:
-            words = file.read().split("\0")[:-1]
-    except OSError:
-        return False
+    words = getattr(sys, "orig_argv", None)
+    if words is None:  # Before Python 3.10.
+        try:
+            with open("/proc/self/cmdline", encoding="utf-8", errors="replace") as file:
+                words = file.read().split("\0")[:-1]
+        except OSError:
+            return False
     # Before the arguments stands the module, or in one word with options, as in -mMODULE.
-    module = words[len(words) - len(sys.argv)]
+    module = words[-len(sys.argv)] if len(words) > len(sys.argv) else ""
     return bool(re.fullmatch(rf"(-\w*m)?{__name__}(\.launch|\.__main__)?", module))
 
 

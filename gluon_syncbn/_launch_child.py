@@ -185,7 +185,7 @@ def _serve(*command):
     _set_first_path(os.getcwd() if module else os.path.dirname(os.path.realpath(command[0])))
     try:
         import mxnet  # noqa: F401  It serves inside this import, and ends the process there.
-    except Exception:
+    except (ImportError, OSError, AttributeError):  # Not MXNetError, of one that cannot serve.
         sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         try:
             import gluon_syncbn  # noqa: F401

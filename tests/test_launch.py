@@ -510,6 +510,15 @@ def test_launchers_that_dmlc_gave_their_parts(start):
     assert f"server (process {server.pid}) was killed by SIGKILL" in parts["server"].text
 
 
+def test_a_scheduler_that_cannot_serve(start):
+    dmlc = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        started = start("", "--from-env", **dmlc, DMLC_ROLE="scheduler", DMLC_PS_ROOT_PORT=port)
+        assert started.end() == 1
+    assert "scheduler (process" in started.text and "bind failed" in started.text
+
+
 def test_without_mxnet(start, tmp_path):
     (tmp_path / "mxnet.py").write_text("raise ImportError('no', name='mxnet')\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
