@@ -37,8 +37,8 @@ def main():
     figures["memory"] = measure_memory(args.contexts)
     figures["layers"] = measure_layers(args.shapes, args.contexts, args.repetitions)
     rounds = (args.repetitions + 1) // 2
-    figures["step"] = None if args.no_model else measure_step(rounds)
-    figures["step_without_resize"] = None if args.no_model else measure_step(rounds, resized=False)
+    for name, resized in (("step", True), ("step_without_resize", False)):
+        figures[name] = None if args.no_model else measure_step(rounds, resized)
     figures["bars"] = report.judge(figures)
     print(report.text(figures))
     if args.json:
@@ -67,7 +67,9 @@ def parse_arguments():
         help="numbers of CPU contexts, over which x is split (default: 1 2)",
     )
     parser.add_argument("--no-model", action="store_true", help="leave the training step out")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    parser.add_argument(
+        "--json", type=file_name, metavar="FILE", help="write all figures to this file"
+    )
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bar fails")
     args = parser.parse_args()
     for shape in [*args.shapes, measure.MEMORY_SHAPE]:
@@ -83,6 +85,12 @@ def parse_arguments():
     if args.json and not args.json.parent.is_dir():
         parser.error(f"there is no folder {args.json.parent} for --json {args.json}")
     return args
+
+
+def file_name(text):
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file in it")
+    return Path(text)
 
 
 def positive(text):
@@ -151,7 +159,7 @@ def measure_layers(shapes, counts, repetitions):
     return results
 
 
-def measure_step(repetitions, resized=True):
+def measure_step(repetitions, resized):
     title = f"training step of fcn_resnet50{'' if resized else ' without resizing'}"
     with _progress(title, repetitions) as progress:
         seconds = measure.step_times(repetitions, progress, resized)

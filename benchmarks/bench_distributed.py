@@ -79,21 +79,17 @@ def parse_arguments():
     )
     parser.add_argument("--repetitions", type=bench.positive, default=200, help="rounds (200)")
     parser.add_argument(
-        "--json", type=Path, default=FIGURES, metavar="FILE", help="where all figures go"
+        "--json", type=bench.file_name, default=FIGURES, metavar="FILE", help="where all figures go"
     )
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bar fails")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    for name, least in (("workers", 2), ("channels", 1), ("repetitions", 1)):
-        values = getattr(args, name)
-        if np.min(values) < least:
-            parser.error(f"--{name} got {values}: give whole numbers of at least {least}")
+    if min(args.workers) < 2:
+        parser.error(f"--workers got {args.workers}: give whole numbers of at least 2")
     try:
         args.json.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--json {args.json} cannot be written: {error}")
-    if args.json.is_dir():
-        parser.error(f"--json {args.json} is a folder: name a file in it")
     return args
 
 

@@ -176,7 +176,7 @@ class TrainingStep:
     gradient of BilinearResize2D is added up within `omp critical`, one lock of the whole process.
     """
 
-    def __init__(self, norm_layer, resized=True):
+    def __init__(self, norm_layer, resized):
         from gluoncv.loss import MixSoftmaxCrossEntropyLoss
         from gluoncv.model_zoo.segbase import get_segmentation_model
 

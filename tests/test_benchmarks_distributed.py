@@ -137,3 +137,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_measurement(
     with pytest.raises(SystemExit):
         scaling.bench_distributed.parse_arguments()
     assert "f.json cannot be written: " in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["bench_distributed.py", "--json", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        scaling.bench_distributed.parse_arguments()
+    assert f"--json: {tmp_path} is a folder: name a file in it" in capsys.readouterr().err

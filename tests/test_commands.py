@@ -367,9 +367,9 @@ def test_no_room(run, folder, tmp_path, monkeypatch):
     assert contents(tmp_path) == before
 
 
-def process(*arguments, package=PACKAGE, cwd="/", **environment):
+def process(*arguments, run=("-m", "gluon_syncbn"), package=PACKAGE, cwd="/", **environment):
     return subprocess.run(
-        [sys.executable, "-m", "gluon_syncbn", *arguments],
+        [sys.executable, *run, *arguments],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(package.parent), **environment},
         capture_output=True,
@@ -463,12 +463,7 @@ def test_help_does_not_wait_for_mxnet(tmp_path, way):
     (tmp_path / "mxnet.py").write_text("raise SystemExit('imported')\n")
     path = f"{tmp_path}:{PACKAGE.parent}"
     for arguments in (["--help"], ["export", "--help"]):
-        done = subprocess.run(
-            [sys.executable, *way, *arguments],
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-        )
+        done = process(*arguments, run=way, PYTHONPATH=path)
         assert done.returncode == 0 and "usage: " in done.stdout, done.stderr
 
 
@@ -491,12 +486,8 @@ def test_other_modules_find_the_package_whole(tmp_path):
     package.mkdir()
     (package / "__init__.py").write_text("from gluon_syncbn import SyncBatchNorm\n")
     (package / "launch.py").write_text("print(__name__)\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "my_gluon_syncbn.launch", "gluon_syncbn"],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{PACKAGE.parent}"},
-        capture_output=True,
-        text=True,
-    )
+    path = f"{tmp_path}:{PACKAGE.parent}"
+    done = process("gluon_syncbn", run=["-m", "my_gluon_syncbn.launch"], PYTHONPATH=path)
     assert done.stdout == "__main__\n", done.stderr
 
 

@@ -154,11 +154,16 @@ def start(tmp_path):
         one.clean()
 
 
+def part(start, role, port, script, *options, **environment):
+    """A launcher of one part of a KVStore of one worker and one server."""
+    dmlc = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port), "DMLC_ROLE": role}
+    dmlc.update(DMLC_NUM_WORKER="1", DMLC_NUM_SERVER="1", **environment)
+    return start(script, "--from-env", *options, **dmlc)
+
+
 def alone(start, script, *options, **environment):
     """A launcher of one worker and nothing else, which starts fastest."""
-    alone = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "1"}
-    alone.update(DMLC_NUM_WORKER="1", DMLC_NUM_SERVER="1", **environment)
-    return start(script, "--from-env", *options, **alone)
+    return part(start, "worker", 1, script, *options, **environment)
 
 
 # What the workers are.
@@ -491,17 +496,10 @@ def test_a_part_of_the_kvstore_dies_and_all_end(role, start):
 
 def test_launchers_that_dmlc_gave_their_parts(start):
     """MXNet serves in whatever process imports it under such a role: that must not be ours."""
-    dmlc = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"}
+    script = TRAIN + "print('trains')\nwhile True:\n    step()\n"
     with launch._free_port() as port:
         parts = {
-            role: start(
-                TRAIN + "print('trains')\nwhile True:\n    step()\n",
-                "--from-env",
-                **dmlc,
-                DMLC_ROLE=role,
-                DMLC_PS_ROOT_PORT=str(port),
-            )
-            for role in ("scheduler", "server", "worker")
+            role: part(start, role, port, script) for role in ("scheduler", "server", "worker")
         }
         parts["worker"].wait_for("[worker] trains")
     server = parts["server"].find(DMLC_ROLE="server")
@@ -511,10 +509,8 @@ def test_launchers_that_dmlc_gave_their_parts(start):
 
 
 def test_a_scheduler_that_cannot_serve(start):
-    dmlc = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"}
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        started = start("", "--from-env", **dmlc, DMLC_ROLE="scheduler", DMLC_PS_ROOT_PORT=port)
+        started = part(start, "scheduler", taken.getsockname()[1], "")
         assert started.end() == 1
     assert "scheduler (process" in started.text and "bind failed" in started.text
 
