@@ -18,7 +18,8 @@ _log = logging.getLogger("gluon_syncbn")
 _PARTING_SECONDS = 30.0
 _CAUSES = (
     "Usual causes: a process has ended, hangs or is much slower; it called the net less often (an "
-    "uneven number of batches: see gluon_syncbn.distributed.join), or it built another net."
+    "uneven number of batches: see gluon_syncbn.distributed.join), it built another net, or "
+    "hybridized it at another step."
 )
 
 

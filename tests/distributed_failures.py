@@ -89,6 +89,14 @@ def leaves_early(world):
     goes_on(world, step)
 
 
+def hybridizes_alone(world):
+    step = first_steps(world)
+    if world.rank == LAST:
+        world.tell("left", time.time())
+        step.net.hybridize()
+    goes_on(world, step)
+
+
 def works_on_alone(world):
     """As to evaluate and to save."""
     first_steps(world)

@@ -126,6 +126,7 @@ JOBS = {
     "scheduler killed": by_hand(TRAIN, kill_scheduler_and_finish),
     "exception": by_hand("raises"),
     "early end": by_hand("leaves_early"),
+    "hybridized": by_hand("hybridizes_alone"),
     "late end": by_hand("works_on_alone"),
     "stopped after training": by_hand("stops_after_training"),
     "other data": by_hand("one_device_has_other_data"),
@@ -219,6 +220,12 @@ def test_a_worker_has_a_batch_less(job):
     )
     assert job.codes[job.pids[1]] == 1
     assert "Rank 1 has come to the end of its script and has waited" in job.output
+
+
+@of("hybridized")
+def test_a_worker_alone_hybridizes_its_net(job):
+    """It counts the calls of each graph."""
+    job.check_survivor("or hybridized it at another step", waits=True)
 
 
 @of("late end")
