@@ -13,6 +13,7 @@ from mxnet.gluon import Block
 
 from ._files import (
     FileError,
+    as_saved,
     parameter_writer,
     read_parameters,
     read_symbol,
@@ -59,19 +60,20 @@ def export(options):
             net, options.output, options.epoch, options.fold, options.onnx, shapes, options.dtype
         )
     else:
-        graph, arrays, inputs = _load_graph(options)
-        result = write_graph(
-            graph,
-            arrays,
-            inputs,
-            options.output,
-            options.epoch,
-            options.fold,
-            options.onnx,
-            shapes,
-            options.dtype,
-            options.source,
-        )
+        graph, arrays, inputs, parameters = _load_graph(options)
+        with as_saved(parameters):
+            result = write_graph(
+                graph,
+                arrays,
+                inputs,
+                options.output,
+                options.epoch,
+                options.fold,
+                options.onnx,
+                shapes,
+                options.dtype,
+                options.source,
+            )
     print(f"symbol  {result.symbol}\nparams  {result.params}")
     if options.fold:
         print(
@@ -101,7 +103,8 @@ def convert(options):
                 for _, roles in _norms(arrays):
                     dtypes.update(dict.fromkeys(roles.values(), "float32"))
             arrays = {name: _cast(name, a, dtypes[name]) for name, a in arrays.items()}
-        write_all({options.output: parameter_writer(arrays)})
+        with as_saved(options.file):
+            write_all({options.output: parameter_writer(arrays)})
         print(f"{options.output}: {len(arrays)} parameters")
         return 0
     if options.names or options.dtype:
@@ -126,7 +129,7 @@ def inspect(options):
     if rows is None and _is_parameters(options.source):
         rows = _layers_of_names(options.params or options.source)
     if rows is None:
-        graph, arrays, _ = _load_graph(options)
+        graph, arrays, *_ = _load_graph(options)
         rows = _layers_of_graph(graph, arrays)
     if not rows:
         raise ValueError(f"{options.source} has no batch normalization.")
@@ -190,7 +193,7 @@ def _load_net(options):
 
 
 def _load_graph(options):
-    """(Graph, {name: NDArray}, names of the inputs) of the source."""
+    """(Graph, {name: NDArray}, names of the inputs, file of the parameters) of the source."""
     source = options.source
     if _is_parameters(source):
         raise ValueError(
@@ -225,7 +228,7 @@ def _load_graph(options):
                 f"{parameters} does not fit {path}: {name} is {shapes[name]}, {text} was expected; "
                 "name the parameters of this symbol with --params."
             )
-    return graph, arrays, inputs
+    return graph, arrays, inputs, parameters
 
 
 def _fits(shape, expected):

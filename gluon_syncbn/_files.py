@@ -7,6 +7,7 @@ import re
 import uuid
 
 import mxnet as mx
+from mxnet.util import np_array, np_shape
 
 
 class FileError(OSError):
@@ -160,12 +161,12 @@ def read_symbol(path):
 
 def read_parameters(path):
     """{name: NDArray} of a file. Raises FileError."""
-    data = _read(path, 8)
     wanted = "a .params file of MXNet was expected, as save_parameters and export write it"
-    if data != _MAGIC:
+    if _read(path, len(_MAGIC)) != _MAGIC:
         raise FileError(f"{path} is no file of parameters: {wanted}.")
     try:
-        arrays = mx.nd.load(path)
+        with as_saved(path):
+            arrays = mx.nd.load(path)
     except (mx.MXNetError, UnicodeDecodeError, MemoryError) as error:
         raise FileError(
             f"{path} is damaged ({_cause(error)}): it was cut short or changed. Take another copy."
@@ -175,8 +176,19 @@ def read_parameters(path):
     return arrays
 
 
-# kMXAPINDArrayListMagic, little endian.
+@contextlib.contextmanager
+def as_saved(path):
+    """Within it, NumPy's shapes are switched on or off as where this .params file was saved: MXNet
+    loads it in no other way, and so will who loads what is saved within."""
+    is_numpy = _read(path, _FIRST_ARRAY + 4)[_FIRST_ARRAY:] == _NUMPY_MAGIC
+    with np_array(False), np_shape(is_numpy):
+        yield
+
+
+# kMXAPINDArrayListMagic and NDARRAY_V3_MAGIC, little endian, and where the first array begins.
 _MAGIC = (0x112).to_bytes(8, "little")
+_NUMPY_MAGIC = (0xF993FACA).to_bytes(4, "little")
+_FIRST_ARRAY = 24
 
 
 def _read(path, size=-1):

@@ -3,6 +3,7 @@
 import json
 
 import mxnet as mx
+from mxnet.util import is_np_array
 
 from . import _native
 
@@ -21,6 +22,12 @@ _DEFAULT_MOMENTUM = 0.9
 
 class ExportError(RuntimeError):
     """A net that cannot be exported as asked. Nothing was written; the text says why."""
+
+
+def variable(name):
+    """A symbol for an input, of the kind that blocks take: NumPy's after ``mx.npx.set_np()``."""
+    symbol = mx.sym.var(name)
+    return symbol.as_np_ndarray() if is_np_array() else symbol
 
 
 def operator_of(node):

@@ -7,7 +7,7 @@ import mxnet as mx
 import numpy
 
 from . import _native
-from ._trainer import before_adding_up, check_trainer, trained
+from ._trainer import before_adding_up, check_trainer, clear, trained
 from .group import default_group
 
 
@@ -125,7 +125,8 @@ class join:
             return
         for parameter in trained(self._trainer):
             if parameter.grad_req != "add":
-                parameter.zero_grad()
+                for gradient in parameter.list_grad():
+                    clear(gradient)
 
     def _sums(self):
         """(value, gradient) of what gradients are added up for."""

@@ -14,6 +14,18 @@ OPSET = 15
 _IR_VERSION = 8
 _CONVERTERS = (13, 12)
 _INSTALL = "pip install 'gluon_syncbn[onnx]' (onnx 1.16.2 and onnxruntime)"
+# Operators of MXNet's NumPy that its converters lack, and what is the same and has one. (Those that
+# take the same attributes: layers such as Convolution have one operator for both.)
+_SAME = {
+    "_npi_add": "broadcast_add",
+    "_npi_subtract": "broadcast_sub",
+    "_npi_multiply": "broadcast_mul",
+    "_npi_true_divide": "broadcast_div",
+    "_npi_exp": "exp",
+    "_npi_tanh": "tanh",
+    "_npx_relu": "relu",
+    "_npx_sigmoid": "sigmoid",
+}
 # Of the largest value of an output. float16: each layer rounds its output to 11 bits.
 TOLERANCE = {"float16": 3e-2, "float32": 1e-5, "float64": 1e-5}
 
@@ -53,6 +65,8 @@ def to_onnx(graph, arrays, shapes, dtype):
     Raises ExportError, which names every operator that cannot be converted.
     """
     onnx, _, converter = load_onnx()
+    for node in graph.nodes():
+        node.op = _SAME.get(node.op, node.op)
     missing = missing_operators(graph)
     if missing:
         text = ", ".join(f"{op} ({_some(names)})" for op, names in sorted(missing.items()))

@@ -8,7 +8,17 @@ import mxnet as mx
 from mxnet.gluon import SymbolBlock, nn
 from mxnet.gluon.parameter import ParameterDict
 
-from ._graph import OUR_OPERATOR, ROLES, has_operator, is_gate, is_true, operator_of, settings_of
+from ._graph import (
+    OUR_OPERATOR,
+    ROLES,
+    has_operator,
+    is_gate,
+    is_true,
+    operator_of,
+    settings_of,
+    variable,
+)
+from .functional import is_numpy
 
 _CUMULATIVE_GRAPH = (
     "it has momentum=None, which is not read from a graph: build the net and load its parameters."
@@ -157,7 +167,7 @@ def spliced(symbol, replaced):
         while number in ours and is_gate(nodes[x[0]]):
             x = nodes[x[0]]["inputs"][0]
         inputs = dict(zip(("x", *ROLES), map(moved, (x, *parameters))))
-        variables = {name: mx.sym.var(name) for name in inputs}
+        variables = {name: variable(name) for name in inputs}
         part = json.loads(layers[number].hybrid_forward(mx.sym, **variables).tojson())
         within = []
         for inner in part["nodes"]:
@@ -181,4 +191,5 @@ def spliced(symbol, replaced):
     graph["heads"] = [moved(entry) for entry in graph["heads"]]
     graph.pop("node_row_ptr", None)
     # MXNet does not read what JSON makes of other letters.
-    return mx.sym.load_json(json.dumps(graph, ensure_ascii=False))
+    result = mx.sym.load_json(json.dumps(graph, ensure_ascii=False))
+    return result.as_np_ndarray() if is_numpy(symbol) else result

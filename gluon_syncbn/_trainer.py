@@ -1,5 +1,6 @@
 """A place before a Trainer adds up gradients."""
 
+import mxnet as mx
 from mxnet.gluon import Trainer
 
 _NAME = "_allreduce_grads"
@@ -17,6 +18,12 @@ def check_trainer(trainer, who):
 def trained(trainer):
     """The parameters that have gradients, and are there already."""
     return [p for p in trainer._params if p.grad_req != "null" and p._data is not None]
+
+
+def clear(gradient):
+    """Also where Parameter.zero_grad() raises, which is for all of MXNet's NumPy arrays."""
+    gradient = gradient.as_nd_ndarray()
+    mx.nd.zeros_like(gradient, out=gradient)
 
 
 def before_adding_up(trainer, function):

@@ -12,7 +12,7 @@ from mxnet.gluon.parameter import Parameter
 from mxnet.util import is_np_array
 
 from . import _native
-from .functional import sync_batch_norm
+from .functional import is_numpy, sync_batch_norm
 from .group import SyncGroup, default_group, follow_default_group, is_whole
 
 # As MXNet gives it to NumPy, which has no such dtype.
@@ -134,14 +134,15 @@ class SyncBatchNorm(nn.BatchNorm):
     ------------------
     x : (N, C), (N, C, W), (N, C, H, W) or (N, C, D, H, W), or with C on another `axis`; of dtype
     float16, bfloat16, float32 or float64. The output has its shape and dtype. Parameters are
-    float64 with float64 data, and else float32: ``cast`` sees to it.
+    float64 with float64 data, and else float32: ``cast`` sees to it. After ``mx.npx.set_np()`` all
+    are MXNet's NumPy arrays.
 
     Raises
     ------
     ValueError
         For arguments that make no sense, and for data on a context that has no parameters.
     TypeError
-        For MXNet's NumPy arrays.
+        For an ``mx.nd`` array after ``mx.npx.set_np()``.
     MXNetError
         Where a result is waited for, when a device does not come, comes twice, or brings other
         channels. Afterwards ``mx.nd.waitall()`` fetches what other devices have to say of the same
@@ -289,11 +290,12 @@ class SyncBatchNorm(nn.BatchNorm):
         super().cast("float32" if halves else dtype)
 
     def forward(self, x, *args):
-        # Here, before a graph is traced: its variables would stay NumPy's for good.
-        if is_np_array():
+        if is_np_array() and isinstance(x, mx.nd.NDArray) and not is_numpy(x):
+            # MXNet says the same when it has the result, for which other devices would wait then.
             raise TypeError(
-                "SyncBatchNorm takes mx.nd arrays and mx.sym symbols, and MXNet's NumPy arrays are "
-                "switched on: call mx.npx.reset_np() before the net is used."
+                f"{self.name} was called with an mx.nd array, and MXNet's NumPy arrays are "
+                "switched on: give mx.np arrays, such as x.as_np_ndarray(), or call "
+                "mx.npx.reset_np() before the net is made."
             )
         contexts = self._contexts()
         if isinstance(x, mx.nd.NDArray) and contexts and x.context not in contexts:

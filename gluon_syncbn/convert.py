@@ -15,6 +15,7 @@ from ._graph import OUR_OPERATOR, STOCK_OPERATORS
 from ._nets import check_block, clear_caches, walk
 from ._sync_graph import SyncGraph, put_in, read_graph, spliced, take_out
 from .block import SyncBatchNorm, VirtualBatchNorm, _Watched
+from .functional import is_numpy
 from .group import _users
 
 _log = logging.getLogger("gluon_syncbn")
@@ -55,7 +56,8 @@ class SyncBatchNormReLU(SyncBatchNorm):
 
     def hybrid_forward(self, F, x, **parameters):
         y = super().hybrid_forward(F, x, **parameters)
-        return F.Activation(y, act_type="relu", name="relu")
+        activation = F.npx.activation if is_numpy(y) else F.Activation
+        return activation(y, act_type="relu", name="relu")
 
 
 class Replaced(NamedTuple):

@@ -16,7 +16,7 @@ from mxnet.gluon.block import _flatten, _regroup
 from . import _onnx
 from ._files import FileError, bytes_writer, last_line, parameter_writer, text_writer, write_all
 from ._fold import fold as fold_graph
-from ._graph import ExportError, Graph, Node, is_true, make_stock
+from ._graph import ExportError, Graph, Node, is_true, make_stock, variable
 from ._nets import check_block, walk
 from ._sync_graph import SyncGraph
 from .block import SyncBatchNorm, is_bfloat16
@@ -278,19 +278,19 @@ def _trace(net, shapes, parameters):
                 "work with symbols, as for hybridize(); a net of several inputs needs input_shape, "
                 "a list of shapes."
             ) from error
-    return symbol, [variable.name for variable in inputs]
+    return symbol, [each.name for each in inputs]
 
 
 def _inputs(net, shapes):
     """(variables, arguments of the net that they make up)."""
     if isinstance(net, HybridBlock) and net._cached_graph:
-        variables = [mx.sym.var(variable.name) for variable in net._cached_graph[0]]
+        variables = [variable(known.name) for known in net._cached_graph[0]]
         # None stands for inputs that were left out.
         form = net._in_format
         return variables, _regroup(list(variables), form)
     count = len(shapes) if shapes else _count_inputs(net)
     names = ["data"] if count == 1 else [f"data{number}" for number in range(count)]
-    variables = [mx.sym.var(name) for name in names]
+    variables = [variable(name) for name in names]
     return variables, variables
 
 
@@ -316,7 +316,7 @@ def _left_as_it_is(net, parameters):
         for name, same in parameters.items():
             for number, parameter in enumerate(same if len(same) > 1 else ()):
                 undo.callback(setattr, parameter, "_var", parameter._var)
-                parameter._var = mx.sym.var(_numbered(name, number))
+                parameter._var = variable(_numbered(name, number))
         for block in blocks:
             for name in ("_forward_hooks", "_forward_pre_hooks"):
                 undo.callback(setattr, block, name, getattr(block, name))
@@ -392,12 +392,12 @@ def _values(parameters, graph, inputs):
 def _value(parameter):
     """(a copy on the CPU, whether all contexts have the same)."""
     if parameter._stype != "default":
-        return parameter._reduce(), True
-    arrays = [array.copyto(mx.cpu()) for array in parameter.list_data()]
+        return parameter._reduce().as_nd_ndarray(), True
+    arrays = [array.copyto(mx.cpu()).as_nd_ndarray() for array in parameter.list_data()]
     first = arrays[0].asnumpy().tobytes()
     if all(array.asnumpy().tobytes() == first for array in arrays[1:]):
         return arrays[0], True
-    return parameter._reduce(), False
+    return parameter._reduce().as_nd_ndarray(), False
 
 
 def _require_stock(graph):

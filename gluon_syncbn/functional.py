@@ -1,8 +1,16 @@
 """The operator as one call."""
 
+import mxnet as mx
 from mxnet.contrib.amp import amp
 
 from . import _native
+
+_NUMPY = (mx.np.ndarray, mx.sym.np._Symbol)
+
+
+def is_numpy(x):
+    """Whether it is one of MXNet's NumPy arrays, or a symbol that stands for one."""
+    return isinstance(x, _NUMPY)
 
 
 def _without_amp(function):
@@ -70,7 +78,8 @@ def sync_batch_norm(
     F : module
         mxnet.nd or mxnet.sym, as in ``hybrid_forward``.
     x : NDArray or Symbol
-        Data of 2 to 5 dimensions, float16, bfloat16, float32 or float64.
+        Data of 2 to 5 dimensions, float16, bfloat16, float32 or float64. Here and below also
+        MXNet's NumPy arrays and symbols.
     gamma, beta, running_mean, running_var : NDArray or Symbol
         Shape (C,), float64 for data of float64 and float32 for all other. The last two are changed
         in training mode.
@@ -101,16 +110,19 @@ def sync_batch_norm(
         layer does not come within the layer's timeout, comes twice, or brings another number of
         channels.
     """
+    as_numpy = is_numpy(x)
+    arrays = [x, gamma, beta, running_mean, running_var]
+    if momentum is None:
+        arrays.append(num_batches_tracked)
+    # The same memory and the same graph: what MXNet has for NumPy's arrays takes no others, and
+    # all else not those.
+    x, *others = (each.as_nd_ndarray() for each in arrays)
     swap_axis = _without_amp(F.SwapAxis)
     if gate:
         x = swap_axis(x, dim1=0, dim2=0)
     y = _without_amp(F.Custom)(
         x,
-        gamma,
-        beta,
-        running_mean,
-        running_var,
-        *([num_batches_tracked] if momentum is None else []),
+        *others,
         name=name,
         op_type=_native.OP_TYPE,
         layer=layer.number,
@@ -125,4 +137,6 @@ def sync_batch_norm(
         gpu_only=gate is None,
         place=place,
     )[0]
-    return swap_axis(y, dim1=0, dim2=0) if gate else y
+    if gate:
+        y = swap_axis(y, dim1=0, dim2=0)
+    return y.as_np_ndarray() if as_numpy else y

@@ -4,7 +4,7 @@ import mxnet as mx
 from mxnet.context import Context
 
 from . import _native
-from ._trainer import before_adding_up, check_trainer, trained
+from ._trainer import before_adding_up, check_trainer, clear, trained
 
 _MOST_ERRORS = 10000
 
@@ -119,7 +119,7 @@ class participants:
                 if str(data.context) not in self._devices:
                     # What was added up before stays.
                     if parameter.grad_req != "add":
-                        gradient[:] = 0
+                        clear(gradient)
                     # What the Trainer looks at to find devices that were forgotten.
                     data._fresh_grad = True
 

@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 from mxnet import autograd
 from mxnet.gluon import nn
+from mxnet.util import is_np_array
 
 import gluon_syncbn as sbn
 from distributed_stores import Counter
@@ -58,7 +59,9 @@ class Training:
 
     def backward(self, data, labels):
         with autograd.record():
-            loss = self.loss(self.net(mx.nd.array(data)), mx.nd.array(labels))
+            array = mx.np.array if is_np_array() else mx.nd.array
+            data, labels = (array(each, dtype="float32") for each in (data, labels))
+            loss = self.loss(self.net(data), labels)
         loss.backward()
         # An error of a layer shows here. The Trainer's first step would wait for all processes.
         loss.wait_to_read()
@@ -165,6 +168,15 @@ def trains(world):
         world.save(f"epoch {epoch}", **training.values())
         assert not steps.absent
     world.tell("steps", told)
+
+
+def trains_numpy_arrays(world):
+    mx.npx.set_np()
+    training = Training(kvstore=world.kv, update_on_kvstore=False)
+    steps = sbn.distributed.join(batches(world.rank), training.trainer)
+    for data, labels in steps:
+        training.step(data, labels, steps.batch_size)
+    world.save("numpy", **training.values())
 
 
 def adds_up(world):

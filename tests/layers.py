@@ -1,9 +1,11 @@
 """Runs a layer on several CPU contexts and gathers what came out."""
 
+import contextlib
 from collections import namedtuple
 
 import mxnet as mx
 import numpy as np
+from mxnet.util import is_np_array
 
 from dtypes import numpy_dtype, parameter_dtype
 
@@ -16,6 +18,16 @@ MODES = {
     "static_alloc": {"static_alloc": True},
     "static_shape": {"static_alloc": True, "static_shape": True},
 }
+
+
+@contextlib.contextmanager
+def numpy_arrays():
+    """With MXNet's NumPy arrays switched on."""
+    mx.npx.set_np()
+    try:
+        yield
+    finally:
+        mx.npx.reset_np()
 
 
 def contexts(count):
@@ -37,8 +49,9 @@ def prepare(block, devices, dtype="float32", mode=None, gamma=None, beta=None):
 def shards(array, sizes, devices):
     edges = np.cumsum([0, *sizes])
     assert edges[-1] == len(array) and len(sizes) == len(devices)
+    make = mx.np.array if is_np_array() else mx.nd.array
     return [
-        mx.nd.array(array[start:stop], ctx=device, dtype=array.dtype)
+        make(array[start:stop], ctx=device, dtype=array.dtype)
         for start, stop, device in zip(edges, edges[1:], devices)
     ]
 

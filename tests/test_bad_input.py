@@ -160,18 +160,6 @@ def test_what_is_no_array_of_mxnet(what):
         layer_of("imperative")(what)
 
 
-@pytest.mark.parametrize("mode", ["imperative", "hybrid"])
-def test_numpy_arrays(mode):
-    layer = layer_of(mode)
-    mx.npx.set_np()
-    try:
-        with pytest.raises(TypeError, match=r"NumPy arrays.*mx\.npx\.reset_np\(\)"):
-            train(layer, mx.np.ones((2, 3)))
-    finally:
-        mx.npx.reset_np()
-    works_again(layer)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("shape", [(4, 3, 5, 5), (4, 3), (2, 3, 3000)])

@@ -8,6 +8,7 @@ from mxnet import autograd
 import distributed_join
 import gluon_syncbn as sbn
 from distributed_cluster import Cluster, needs_horovod, run
+from layers import numpy_arrays
 from tolerances import assert_same_bits
 
 FIRST_LAYER = "net_syncbatchnorm0_running_mean", "net_syncbatchnorm0_running_var"
@@ -53,6 +54,18 @@ def test_parameters_and_statistics(joined, alone, epoch):
         np.testing.assert_allclose(value, alone[epoch][name], rtol=0, atol=1e-6, err_msg=name)
     for name in FIRST_LAYER:
         assert_same_bits(first[name], alone[epoch][name], name)
+
+
+def test_numpy_arrays(tmp_path):
+    """Parameter.zero_grad() refuses those of MXNet."""
+    with numpy_arrays():
+        training = distributed_join.Training(kvstore=None)
+        for data, labels, _ in distributed_join.steps_of_all():
+            training.step(data, labels, len(data))
+    job = run(tmp_path, 3, ["distributed_join:trains_numpy_arrays"])
+    for found in job.arrays("numpy"):
+        for name, value in training.values().items():
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
 
 
 def test_sums_of_gradients(tmp_path):
