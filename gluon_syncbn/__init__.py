@@ -1,4 +1,10 @@
-"""Synchronized batch normalization for Apache MXNet Gluon."""
+"""Synchronized batch normalization for Apache MXNet Gluon.
+
+`SyncBatchNorm` takes the place of ``nn.BatchNorm``, and `convert_sync_batchnorm` puts it into nets
+that are built already; `SyncGroup` says who takes part, and `distributed` joins processes; `export`
+writes a net for stock MXNet and ONNX. On the command line, ``python -m gluon_syncbn`` works with
+files and ``python -m gluon_syncbn.launch`` starts processes.
+"""
 
 import re
 import sys

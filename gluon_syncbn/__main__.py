@@ -62,8 +62,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser():
-    parser = _Parser(prog="gluon_syncbn", description=__doc__, formatter_class=_FORMATTER)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser = _Parser(prog="python -m gluon_syncbn", description=__doc__, formatter_class=_FORMATTER)
+    choices = "export|convert|inspect|doctor"
+    commands = parser.add_subparsers(dest="command", required=True, metavar=choices)
 
     def add(name, description):
         return commands.add_parser(name, description=description, formatter_class=_FORMATTER)

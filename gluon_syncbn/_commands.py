@@ -30,8 +30,8 @@ from ._graph import (
     settings_of,
 )
 from .block import is_bfloat16
+from .deploy import check_prefix, write_graph
 from .deploy import export as export_net
-from .deploy import write_graph
 
 ERRORS = (ExportError, FileError, ValueError)
 
@@ -52,6 +52,7 @@ def export(options):
             "--onnx needs --input-shape, such as 1,3,224,224: an ONNX model is made for inputs "
             "of a shape."
         )
+    check_prefix(options.output)
     if options.epoch not in range(10000):
         raise ValueError(f"--epoch is {options.epoch}: give a number from 0 to 9999.")
     if options.net:

@@ -28,6 +28,8 @@ def write_all(writers):
         for path, write in writers.items():
             if os.path.isdir(path):
                 raise IsADirectoryError(f"a folder has this name: {path}")
+            if os.path.exists(path) and not os.path.isfile(path):
+                raise OSError("this is a device or a pipe, which a file would replace")
             write(temporary[path])
             _to_disk(temporary[path])
         with contextlib.ExitStack() as undo:

@@ -21,7 +21,7 @@ class HorovodReducer(Reducer):
     Raises
     ------
     ValueError
-        For anything else, and before ``hvd.init()``.
+        Where `hvd` is another object, or ``hvd.init()`` was not called.
     RuntimeError
         Where the other processes do not come.
     """

@@ -25,7 +25,7 @@ _CAUSES = (
 
 class Reducer:
     """What the stores of this module have in common: an exact sum of float64 over all processes,
-    a time limit, and a story of who is missing.
+    a time limit, and an error that says who is missing.
 
     rank, size : int
         This process's number, and how many there are.

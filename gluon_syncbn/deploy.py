@@ -218,17 +218,22 @@ def _check_shapes(input_shape):
     )
 
 
+def check_prefix(path):
+    """Raises ValueError for the common beginning of files where that is a folder."""
+    if os.path.basename(path) in ("", ".", ".."):
+        raise ValueError(
+            f"path is {os.fspath(path)!r}: add the name that the files in that folder begin with, "
+            "such as model of model-symbol.json."
+        )
+
+
 def _check_arguments(path, epoch, onnx, shapes, dtype):
     for name, value in (("path", path), ("onnx", "" if onnx is None else onnx)):
         if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes):
             raise ValueError(
                 f"{name} is {value!r}: give the name of a file as str or pathlib.Path."
             )
-    if not os.path.basename(path):
-        raise ValueError(
-            f"path is {os.fspath(path)!r}: add the name that the files in that folder begin with, "
-            "such as model of model-symbol.json."
-        )
+    check_prefix(path)
     whole = isinstance(epoch, (int, np.integer)) and not isinstance(epoch, bool)
     if not (whole and 0 <= epoch < 10000):
         raise ValueError(f"epoch is {epoch!r}: give a whole number from 0 to 9999.")

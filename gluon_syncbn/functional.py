@@ -87,13 +87,18 @@ def sync_batch_norm(
         Shape (1,), with ``momentum=None`` only: counts the batches.
     layer : _native.Layer
         Whose devices meet.
+    axis, momentum, epsilon, use_global_stats, running_variance, virtual_devices
+        As in :class:`gluon_syncbn.SyncBatchNorm` and :class:`gluon_syncbn.VirtualBatchNorm`.
+    fix_gamma : bool
+        Whether gamma is taken for 1, and its gradient is 0.
+    name : str, optional
+        Of the node in a graph.
     gate : {True, False, None}
         Whether to shield the operator from oneDNN's memory layouts on the CPU. MXNet frees the
         plain copy of an array in such a layout before the operator, which runs asynchronously, has
         read it. True: a SwapAxis of equal axes in front and behind copies x, y and their gradients
         into memory that stays. False: the caller knows that x and dy come from no oneDNN operator.
         None: the graph is for GPUs; on the CPU it raises.
-
     place : int
         In a graph, a number of its own for each node of the layer: calls of equal number meet. With
         ``static_shape`` MXNet does not keep the nodes of one layer in order.

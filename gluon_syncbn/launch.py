@@ -144,7 +144,9 @@ def _check(options):
         raise LaunchError("the script is missing: python -m gluon_syncbn.launch -n 4 script.py")
     if options.n is None:
         if not options.from_env:
-            raise LaunchError("the number of workers is missing: give it with -n, such as -n 4.")
+            raise LaunchError(
+                "the number of workers is missing: give it before the script, such as -n 4."
+            )
         options.n = 1
     if not 1 <= options.n <= _MOST:
         raise LaunchError(f"-n is {options.n}: give a number of workers from 1 to {_MOST}.")

@@ -39,7 +39,7 @@ class participants:
     Raises
     ------
     ValueError
-        Without devices, and inside another one.
+        Without devices, and within another `participants`.
     TypeError
         For anything but a Trainer as `trainer`.
     MXNetError

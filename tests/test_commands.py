@@ -332,14 +332,17 @@ def test_inspect(run, capsys):
         ("convert own-symbol.json -o TMP/c --names gluon", "--names and --dtype are for .params"),
         ("convert text.params -o TMP/c --names gluon", "text.params is no file of parameters"),
         ("export own -o TMP/m\udcff", "m\\udcff-0000.params"),
+        ("export own -o TMP/", "add the name that the files in that folder begin with"),
+        ("export own -o .", "path is '.': add the name"),
         ("bake", "invalid choice: 'bake'"),
+        ("", "required: export|convert|inspect|doctor"),
     ],
 )
 def test_errors_are_one_sentence_that_names_the_file(run, tmp_path, command, text):
     code, out, err = run(command, check=False)
     assert code == 2 and out == ""
     assert text.replace("TMP", str(tmp_path)) in err, err
-    assert err.count("\n") == 1 and err.startswith("gluon_syncbn")
+    assert err.count("\n") == 1 and err.startswith("python -m gluon_syncbn")
     assert os.listdir(tmp_path) == []
 
 

@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -1000,6 +1001,17 @@ def test_a_failed_move_leaves_the_old_files(tmp_path, monkeypatch, failing):
     with pytest.raises(sbn.FileError):
         small(empty / "m", 2, **options)[1]()
     assert contents(empty) == {}
+
+
+def test_no_device_and_no_pipe_is_replaced(tmp_path):
+    os.mkfifo(tmp_path / "m-0000.params")
+    with pytest.raises(sbn.FileError, match="m-0000.params cannot be written .this is a device"):
+        small(tmp_path / "m", 1)[1]()
+    assert stat.S_ISFIFO(os.stat(tmp_path / "m-0000.params").st_mode)
+    os.symlink("/dev/null", tmp_path / "m-symbol.json")
+    with pytest.raises(sbn.FileError, match="m-symbol.json cannot be written .this is a device"):
+        small(tmp_path / "m", 1)[1]()
+    assert sorted(os.listdir(tmp_path)) == ["m-0000.params", "m-symbol.json"]
 
 
 def test_a_folder_in_the_way(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import errno
 import fcntl
 import importlib
 import itertools
@@ -744,6 +745,35 @@ class TestArguments:
         monkeypatch.delenv("GLUON_SYNCBN_RANK")
         process = start("--data", "missing")
         assert finish(process)[0] == 1 and os.listdir("runs") == ["segmentation-1"]
+
+    def test_runs_that_is_no_folder(self, tmp_path, monkeypatch):
+        """Such as a link to a disk that is not there."""
+        monkeypatch.chdir(tmp_path)
+        for make in (lambda: os.symlink("nowhere", "runs"), Path("runs").touch):
+            make()
+            with refused(UsageError, "segmentation-1 cannot be written", "name another folder"):
+                with example.options.claimed(example.options.parse([])):
+                    pass
+            os.unlink("runs")
+
+    def test_output_that_cannot_be_written(self, tmp_path, monkeypatch):
+        (tmp_path / "file").touch()
+        with refused(UsageError, "xx cannot be written", "name another folder"):
+            example.options.parse(["--output", str(tmp_path / ("x" * 300))])
+        for below in ("file", "/proc"):
+            output = tmp_path / below / "run"
+            options = example.options.parse([*SMALL, "--output", str(output)])
+            with refused(UsageError, f"{output} cannot be written", "name another folder"):
+                example.run.run(options)
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        # As late as that.
+        monkeypatch.setattr(example.plots, "plot_curves", full)
+        options = example.options.parse([*SMALL, "--output", str(tmp_path / "run")])
+        with refused(UsageError, "No space left", "make room", "--resume"):
+            example.run.run(options)
 
     def test_two_runs_into_one_output(self, tmp_path):
         """The second passed its first look at the folder before the other wrote there."""

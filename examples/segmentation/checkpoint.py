@@ -77,8 +77,8 @@ def load(path):
         if not _looks_like_zip(path):
             raise CheckpointError(foreign) from None
         raise CheckpointError(
-            f"{path} is damaged ({error}); continue from the other checkpoint beside it, best.ckpt "
-            "or last.ckpt"
+            f"{path} is damaged ({error}); train.py can continue from the other checkpoint beside "
+            f"it, {'last' if path.name == 'best.ckpt' else 'best'}.ckpt"
         ) from None
     if not isinstance(state, dict):
         raise CheckpointError(foreign)

@@ -172,11 +172,14 @@ def parse(argv=None, started=None):
         raise UsageError("--classes goes with --data: digits on photos always have 11 classes")
     if options.classes is not None and not 2 <= options.classes <= 255:
         raise UsageError(f"--classes is {options.classes}: give 2 to 255, background included")
-    if options.output.exists() and not options.output.is_dir():
-        raise UsageError(f"--output {options.output} is a file: name a folder")
-    in_place = resumed and same_folder(resumed.folder, options.output)
-    if (options.output / CONFIG).exists() and not (in_place or options.overwrite):
-        raise taken(options.output)
+    try:
+        if options.output.exists() and not options.output.is_dir():
+            raise UsageError(f"--output {options.output} is a file: name a folder")
+        in_place = resumed and same_folder(resumed.folder, options.output)
+        if (options.output / CONFIG).exists() and not (in_place or options.overwrite):
+            raise taken(options.output)
+    except OSError as error:  # Of a name that is too long, say.
+        raise cannot_write(options.output, error) from None
     if started:
         if given.get("workers", started) != started:
             raise UsageError(
@@ -199,6 +202,14 @@ def taken(output):
     )
 
 
+def cannot_write(output, error):
+    """The UsageError for an OSError where a run writes."""
+    return UsageError(
+        f"--output {output} cannot be written ({error}): make room, or name another folder; a run "
+        "that has begun goes on from its last checkpoint with --resume"
+    )
+
+
 @contextlib.contextmanager
 def claimed(options):
     """Make the folder of a run without --output, so that no other takes it, which may have found
@@ -207,12 +218,16 @@ def claimed(options):
     if not options.numbered or os.environ.get("GLUON_SYNCBN_RANK", "0") != "0":
         yield
         return
-    while True:
-        try:
-            options.output.mkdir(parents=True)
-            break
-        except FileExistsError:
-            options.output = _next_run()
+    try:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                options.output.mkdir()
+                break
+            except FileExistsError:
+                options.output = _next_run()
+    except OSError as error:
+        raise cannot_write(options.output, error) from None
     try:
         yield
     finally:

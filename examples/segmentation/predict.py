@@ -32,6 +32,8 @@ def main(argv=None):
         return predict(options)
     except DataError as error:
         return f"{sys.argv[0]}: {error}"
+    except KeyboardInterrupt:
+        return 130
 
 
 def _parser():

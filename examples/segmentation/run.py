@@ -16,7 +16,7 @@ from data import DataError, batches, pixel_counts, stack
 from folder import RunFolder
 from interrupt import Interrupt
 from metrics import Confusion
-from options import UsageError, same_folder, taken
+from options import UsageError, cannot_write, same_folder, taken
 from setting import describe, find_contexts, open_data
 from trainer import SegmentationTrainer
 
@@ -27,8 +27,11 @@ NO_BEST = {"mean_iou": -1.0, "step": 0}
 def run(options):
     """Train as the options say; return the exit status: 0, or 130 after Ctrl-C."""
     team = workers.Team() if workers.started() else workers.Alone()
-    with Interrupt() as interrupt:
-        return Run(options, interrupt, team).go()
+    try:
+        with Interrupt() as interrupt:
+            return Run(options, interrupt, team).go()
+    except OSError as error:  # What is read has errors of its own.
+        raise cannot_write(options.output, error) from None
 
 
 class Run:
@@ -84,7 +87,7 @@ class Run:
         refusal = None
         try:
             self._folder.start(self._config, self._options.overwrite)
-        except UsageError as error:
+        except (UsageError, OSError) as error:
             refusal = error
         # Only the first worker sees it, and all have to end.
         if self._team.gather("taken", [refusal is not None]).any():

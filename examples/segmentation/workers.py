@@ -28,7 +28,7 @@ def settle(options):
     if options.workers is None:
         from setting import count_gpus
 
-        options.workers = 1 if count_gpus() else 2
+        options.workers = 1 if count_gpus() else min(2, options.batch)
         check_workers(options)
 
 
@@ -41,7 +41,8 @@ def launch(options, arguments):
             raise
         raise UsageError(
             f"{options.workers} workers need gluon_syncbn, which is not installed: run pip install "
-            "-e . in the root of the repository, take make train, or give --workers 1"
+            "-e . in the root of the repository, take make train, or give --workers 1, which "
+            "--norm local and --norm builtin can do without it"
         ) from None
     screen = terminal()
     if screen:

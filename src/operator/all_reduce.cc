@@ -154,7 +154,9 @@ void AllReduce::meet(const LayerPtr& layer, const Ticket& ticket, Direction dire
     state_->fail(&lock, layer.get(),
                  layer->title(key) + ": " + device +
                      " came a second time before the others had come once. " +
-                     layer->attendance(*meeting) + " Call the net once for each device and step.");
+                     layer->attendance(*meeting) +
+                     " Call backward for all devices before any of them goes through the same "
+                     "call again.");
   }
   if (!meeting->arrivals.empty()) {
     const Meeting::Arrival& first = meeting->arrivals[0];

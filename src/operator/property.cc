@@ -147,8 +147,8 @@ int infer_type(int size, int* types, void*) {
     if (types[i] != kUnknown && types[i] != static_cast<int>(expected)) {
       throw dmlc::Error(std::string("SyncBatchNorm got data of dtype ") + name_of(data) +
                         ", for which its parameters have to be " + name_of(parameters) +
-                        ", and an array of " + name_of(static_cast<DType>(types[i])) +
-                        " among them. Call cast('" + name_of(cast) + "') on the net.");
+                        ", and one of them is " + name_of(static_cast<DType>(types[i])) +
+                        ". Call cast('" + name_of(cast) + "') on the net.");
     }
     types[i] = static_cast<int>(expected);
   }

@@ -56,7 +56,7 @@ void second_arrival_is_an_error_for_all() {
   Call first([&] { f.reduce(ticket, "cpu(1)"); }), other(&f, "cpu(2)");
   f.wait_until_waiting(2);
   CHECK_THROWS(Error, f.reduce(ticket, "cpu(1)"), "net0_norm7", "forward call 0",
-               "cpu(1) came a second time", "Missing: cpu(0).", "once for each device");
+               "cpu(1) came a second time", "Missing: cpu(0).", "for all devices before");
   CHECK(contains(first.error(), "cpu(1) came a second time"));
   CHECK_EQ(first.error(), other.error());
   CHECK(first.seconds() < kSoon);
