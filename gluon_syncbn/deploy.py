@@ -534,8 +534,11 @@ def _compare(model, plain, shapes, dtype):
         name: array.astype(compute if np.dtype(array.dtype).kind == "f" else array.dtype)
         for name, array in arrays.items()
     }
-    values.update({name: mx.nd.array(x, dtype=compute) for name, x in inputs.items()})
-    with mx.autograd.pause(train_mode=False):
-        outputs = mx.nd.CachedOp(symbol)(*(values[name] for name in symbol.list_inputs()))
-    outputs = outputs if isinstance(outputs, list) else [outputs]
-    return _onnx.compare(model, [y.asnumpy() for y in outputs], inputs, dtype)
+
+    def evaluate(inputs):
+        values.update({name: mx.nd.array(x, dtype=compute) for name, x in inputs.items()})
+        with mx.autograd.pause(train_mode=False):
+            outputs = mx.nd.CachedOp(symbol)(*(values[name] for name in symbol.list_inputs()))
+        return [y.asnumpy() for y in (outputs if isinstance(outputs, list) else [outputs])]
+
+    return _onnx.compare(model, evaluate, inputs, dtype)

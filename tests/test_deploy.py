@@ -826,6 +826,24 @@ def test_a_converter_that_computes_something_else_is_found_out(tmp_path, monkeyp
     assert os.listdir(tmp_path) == []
 
 
+class Chaotic(gluon.HybridBlock):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Conv2D(4, 3, in_channels=64)
+
+    def hybrid_forward(self, F, x):
+        return F.sin(1e5 * self.body(x))
+
+
+def test_a_net_that_amplifies_rounding(tmp_path):
+    """It differs from itself by as much."""
+    net = Chaotic()
+    ready(net, (1, 64, 16, 16))
+    with pytest.raises(sbn.ExportError, match=r"by \S+ of .* the net amplifies rounding, as MXNet"):
+        sbn.export(net, tmp_path / "m", onnx=tmp_path / "m.onnx", input_shape=(1, 64, 16, 16))
+    assert os.listdir(tmp_path) == []
+
+
 def test_without_onnx(tmp_path):
     """Only what is asked for is imported, and what is missing is named with its remedy."""
     program = """

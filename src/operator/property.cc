@@ -78,7 +78,8 @@ int infer_shape(int size, int* ndims, int** shapes, void* state) {
   if (!property->settings.error.empty()) throw dmlc::Error(property->settings.error);
   if (ndims[kData] <= 0) {
     throw dmlc::Error(
-        "SyncBatchNorm has to know the shape of its data before anything else can be inferred.");
+        "SyncBatchNorm has to know the shape of its data before anything else can be inferred, and "
+        "a batch without samples has none: do not call the net with it.");
   }
   const int axis = channel_axis(property->settings.axis, shapes[kData], ndims[kData]);
   if (property->settings.virtual_devices && axis == 0) {
