@@ -133,6 +133,8 @@ def narrow(kernels):
             loads = 4 if "InputGradient" in name or name.startswith("map_planes") else 2
         elif name.startswith(("sum_planes", "sum_rows")):
             wide, loads = True, 8 if ", true, " in name else 4
+        elif name.startswith("sum_tiles"):
+            wide, loads = True, 8
         else:
             continue
         if not wide or kernel["vector_loads"] < loads:

@@ -28,8 +28,8 @@ inline int64_t choose_slices(int64_t blocks, int64_t resident, int64_t units, in
     const int64_t most = std::max<int64_t>(1, waves * resident / blocks);
     const int64_t turns = divide_up(divide_up(units, std::min(most, units)), at_once);
     const int64_t slices = divide_up(units, turns * at_once);
-    // Beginning and end take a block about as long as one turn.
-    const int64_t time = divide_up(slices * blocks, resident) * (turns + 1);
+    // Beginning and end take a block about as long as one turn, and so does adding up.
+    const int64_t time = divide_up(slices * blocks, resident) * (turns + 1) + (slices > 1);
     if (least == 0 || time < least) {
       least = time;
       best = slices;
@@ -41,11 +41,11 @@ inline int64_t choose_slices(int64_t blocks, int64_t resident, int64_t units, in
 // The kernel of sums for a view, and its blocks.
 template <typename T, bool kBackward>
 struct SumsPlan {
-  enum Kind { kPlanes, kRows, kValues } kind;
+  enum Kind { kPlanes, kTiles, kRows, kValues } kind;
   SumsTask task{};
   dim3 grid;
 
-  SumsPlan(const View& v, int multiprocessors) {
+  SumsPlan(const View& v, int multiprocessors) : multiprocessors_(multiprocessors) {
     // Blocks side by side, those of a multiprocessor, and units that a block takes at a time.
     int64_t blocks, resident, at_once;
     task.N = v.N / v.R;
@@ -53,7 +53,18 @@ struct SumsPlan {
     task.S = v.S;
     task.R = v.R;
     task.lanes = 1;
-    if (v.S > 1) {
+    // Two planes and more in a tile: of larger ones a vector's shifts cost less than its way.
+    if (v.S > 1 && v.S % kPack<T> != 0 && 2 * v.S <= kTileValues<T, kBackward>) {
+      kind = kTiles;
+      while (kWarp / task.lanes * v.S > kTileValues<T, kBackward>) task.lanes *= 2;
+      // Odd, so that the lanes of a plane meet different banks.
+      task.chunk_size = static_cast<int>(divide_up(v.S, task.lanes) | 1);
+      task.chunks = 1;
+      task.units = task.N;
+      blocks = divide_up(v.C, kWarp / task.lanes);
+      resident = kTileBlocks<T, kBackward>;
+      at_once = kWarps;
+    } else if (v.S > 1) {
       kind = kPlanes;
       split_planes(v.S);
       task.units = task.N * task.chunks;
@@ -94,12 +105,19 @@ struct SumsPlan {
     // Values that a lane asks for at a time; what else it does for its share, and a lane for a
     // whole chunk, as so many values more.
     constexpr int64_t kBatch = kInFlight * kPack<T>, kShareCosts = 16, kChunkCosts = 24;
+    // Fewer lanes would ask for less than a line of memory at a time.
+    constexpr int64_t kFewest = 4;
     int64_t least = 0;
     for (int lanes = 1; lanes <= kWarp; lanes *= 2) {
-      const int64_t even = divide_up(S, divide_up(S, lanes * kPlaneShare));
-      const int64_t size = divide_up(even, kPack<T>) * kPack<T>, chunks = divide_up(S, size);
-      const int64_t share = divide_up(size, lanes * kBatch) * kBatch;
-      const int64_t costs = chunks * (lanes * (share + kShareCosts) + kChunkCosts);
+      const int64_t size = std::min<int64_t>(lanes * kPlaneShare<T>, S);
+      const int64_t chunks = divide_up(S, size);
+      if (lanes > 1 && lanes <= kFewest && lanes * kBatch <= S) least = 0;
+      // Where not all lanes have a whole batch, it costs as much as two.
+      const int64_t last = S - (chunks - 1) * size, batch = lanes * kBatch;
+      const int64_t batches =
+          (chunks - 1) * (size / batch) + divide_up(last, batch) + (last % batch != 0);
+      const int64_t costs =
+          lanes * (batches * kBatch + chunks * kShareCosts) + chunks * kChunkCosts;
       if (least != 0 && costs >= least) continue;
       least = costs;
       task.lanes = lanes;
@@ -118,6 +136,8 @@ struct SumsPlan {
     const bool aligned = row % kPack<T> == 0 && !misaligned(task.x) && !misaligned(task.dy);
     if (kind == kValues) {
       SBN_LAUNCH_TOGETHER((sum_values<T, kBackward>), grid, stream, task);
+    } else if (kind == kTiles) {
+      SBN_LAUNCH_TOGETHER((sum_tiles<T, kBackward>), grid, stream, task);
     } else if (kind == kPlanes && aligned) {
       SBN_LAUNCH_TOGETHER((sum_planes<T, kBackward, true>), grid, stream, task);
     } else if (kind == kPlanes) {
@@ -129,14 +149,18 @@ struct SumsPlan {
     }
     const int error = last_launch_error();
     if (error || task.slices == 1) return error;
-    // A warp for each channel or part of one, or the whole block.
+    // A warp for each channel or part of one, or the whole block where there are blocks enough:
+    // more lanes than slices only make work for units that are few.
     int lanes = 2;
     while (lanes < kWarp && lanes < task.slices) lanes *= 2;
-    if (task.slices > kWarp) lanes = kThreads;
+    if (task.slices > kWarp && task.C <= multiprocessors_) lanes = kThreads;
     const dim3 added(static_cast<unsigned>(divide_up(task.C, kThreads / lanes)));
     SBN_LAUNCH_TOGETHER(add_slices, added, stream, task.C, task.slices, lanes, work, sums);
     return last_launch_error();
   }
+
+ private:
+  int multiprocessors_;
 };
 
 template <typename T>

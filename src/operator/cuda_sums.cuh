@@ -18,8 +18,10 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 // a unit in the last place of their own spread.
 constexpr int kRun = 8;
 
-// Values of a plane that one thread adds up at a time, at most.
-constexpr int kPlaneShare = 32;
+// Values of a plane that one thread adds up at a time, at most: what is done once a chunk takes the
+// time of some vectors.
+template <typename T>
+constexpr int kPlaneShare = sizeof(T) == sizeof(double) ? 32 : 64;
 // Vectors of each array that a thread asks for before it looks at the first.
 constexpr int kInFlight = 4;
 template <typename T>
@@ -47,6 +49,10 @@ struct True {
 };
 struct False {
   static constexpr bool value = false;
+};
+template <int kValue>
+struct Number {
+  static constexpr int value = kValue;
 };
 
 // A thread's share of a chunk: how many values, and the sums of x - origin and of its square.
@@ -507,6 +513,216 @@ __global__ void __launch_bounds__(kThreads, plane_blocks<T>(kBackward, kAligned)
     if (lane < kWarps) of_warp = get_sums(own_sums + lane * kWarp * 6);
     add_lanes(&of_warp, kWarps);
     if (lane == 0) store_sums(of_warp, task.to + c * task.slices + blockIdx.y);
+  }
+}
+
+// Bytes of an array that a warp has in shared memory at a time.
+template <bool kBackward>
+constexpr int kTileBytes = kBackward ? 2048 : 4608;
+// Values of it, less those that may stand in front of them in their first 16 bytes, and those
+// behind them that a thread's last run reads and does not use.
+template <typename T, bool kBackward>
+constexpr int kTileValues =
+    kTileBytes<kBackward> / static_cast<int>(sizeof(T)) - (kPack<T> - 1) - kRun;
+template <typename T, bool kBackward>
+constexpr int kTileBlocks = kBackward && sizeof(T) == sizeof(double) ? 2 : 3;
+
+// Values that lie together, at any address, on their way through registers to shared memory.
+template <typename T, int kBytes>
+struct Tile {
+  static constexpr int kVectors = (kBytes / 16 + kWarp - 1) / kWarp;
+  const T* from;
+  int size, shift, vectors;
+  bool inside;
+  Words words[kVectors];
+
+  // All lanes' loads of `size` values from `from` on.
+  SBN_DEVICE void load(const T* values, int count, const Extent& array, int lane) {
+    from = values;
+    size = count;
+    shift = static_cast<int>(misalignment(from) / sizeof(T));
+    vectors = (shift + size + kPack<T> - 1) / kPack<T>;
+    // False at the ends of the array alone.
+    inside = array.holds(from - shift, vectors);
+    if (!inside) return;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int v = lane + i * kWarp;
+      if (v < vectors) words[i] = load_words(from - shift + v * kPack<T>);
+    }
+  }
+
+  // The first value comes to to[shift].
+  SBN_DEVICE void put(T* to, int lane) const {
+    if (inside) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const int v = lane + i * kWarp;
+        if (v < vectors) share_words(to + v * kPack<T>, words[i]);
+      }
+    } else {
+      for (int i = lane; i < size; i += kWarp) to[shift + i] = from[i];
+    }
+  }
+};
+
+// Values `at` and behind it of a tile: those of 16 bits by words, as a thread reads no more than a
+// word at a time.
+template <int kValues, typename T>
+SBN_DEVICE void read_values(const T* tile, int at, Arithmetic<T> (&values)[kValues]) {
+  if constexpr (sizeof(T) == 2) {
+    const auto* const words = reinterpret_cast<const uint32_t*>(tile) + at / 2;
+    uint32_t w[kValues / 2 + 1];
+#pragma unroll
+    for (int i = 0; i <= kValues / 2; ++i) w[i] = words[i];
+#pragma unroll
+    for (int i = 0; i < kValues / 2; ++i) {
+      const Words pair = {{__funnelshift_r(w[i], w[i + 1], at % 2 * 16), 0, 0, 0}};
+      values[2 * i] = value_at<T>(pair, 0);
+      values[2 * i + 1] = value_at<T>(pair, 1);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) values[i] = widen(tile[at + i]);
+  }
+}
+
+// S > 1, small planes that begin at odd addresses: a warp takes those of `kWarp / lanes` channels
+// of a sample, which lie together, through shared memory; `lanes` threads a plane, each the next
+// `chunk_size` values.
+template <typename T, bool kBackward>
+__global__ void __launch_bounds__(kThreads, kTileBlocks<T, kBackward>) sum_tiles(SumsTask task) {
+  using A = Arithmetic<T>;
+  constexpr int kBytes = kTileBytes<kBackward>, kArrays = kBackward ? 2 : 1, kTail = kRun / 2;
+  constexpr int kTile = kBytes / static_cast<int>(sizeof(T));
+  alignas(16) __shared__ Words shared[kArrays * kWarps * kBytes / sizeof(Words)];
+  // In shared memory, as in sum_planes.
+  __shared__ double own_sums[kThreads * 6];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  T* const x_tile = reinterpret_cast<T*>(shared) + warp * kArrays * kTile;
+  T* const dy_tile = x_tile + (kArrays - 1) * kTile;
+
+  const int lanes = task.lanes, across = kWarp / lanes;
+  const int plane = lane / lanes, lane_of_plane = lane % lanes;
+  const int64_t tile = static_cast<int64_t>(blockIdx.x) * across, c = tile + plane;
+  const int planes = c - plane + across <= task.C ? across : static_cast<int>(task.C - tile);
+  const T *x = static_cast<const T*>(task.x), *dy = static_cast<const T*>(task.dy);
+
+  Center<A> center{0, 0};
+  if constexpr (kBackward) {
+    if (plane < planes) center = Center<A>::of(task.statistics[c]);
+  }
+  double* const own = own_sums + threadIdx.x * 6;
+  put(ChannelSums(), own);
+  // As in sum_planes, of planes for chunks.
+  int count = 0, turn = 0;
+  A near = 0;
+  double first = 0, second = 0;
+  const auto keep = [&] {
+    ChannelSums sums = get_sums(own);
+    if constexpr (kBackward) {
+      sums.first.add(first);
+      sums.second.add(second);
+    } else {
+      add_about<A>(count, near, first, second, &sums.first, &sums.second);
+    }
+    put(sums, own);
+    count = 0;
+    near = first = second = 0;
+  };
+
+  const int64_t end = task.unit_of_slice(blockIdx.y + 1);
+  const int n = static_cast<int>(task.S), share_size = task.chunk_size;
+  for (int64_t sample = task.unit_of_slice(blockIdx.y) + warp; sample < end; sample += kWarps) {
+    const int64_t at = (sample * task.C + tile) * task.S;
+    Tile<T, kBytes> x_loads, dy_loads;
+    x_loads.load(x + at, planes * n, {task.x, task.x_end}, lane);
+    if constexpr (kBackward) dy_loads.load(dy + at, planes * n, {task.dy, task.dy_end}, lane);
+    // All have read what was there before.
+    __syncwarp();
+    x_loads.put(x_tile, lane);
+    if constexpr (kBackward) dy_loads.put(dy_tile, lane);
+    __syncwarp();
+    const int begin = plane * n + lane_of_plane * share_size;
+    const int x_at = x_loads.shift + begin, dy_at = kBackward ? dy_loads.shift + begin : 0;
+
+    const int left = plane < planes ? n - lane_of_plane * share_size : 0;
+    Share<A> share;
+    share.count = left < 0 ? 0 : left < share_size ? left : share_size;
+    const auto add = [&](int, double run_first, double run_second) {
+      share.first += run_first;
+      share.second += run_second;
+    };
+    // kFull: all of the run's values are there.
+    const auto add_run = [&](auto values, auto is_full, int j, bool is_first) {
+      constexpr int kValues = decltype(values)::value;
+      const auto there = [&](int i) { return decltype(is_full)::value || j + i < share.count; };
+      const auto again = [&](int, int i, const auto& f) {
+        if (j + i >= share.count) return;
+        if constexpr (kBackward) {
+          f(widen(dy_tile[dy_at + j + i]), widen(x_tile[x_at + j + i]));
+        } else {
+          f(widen(x_tile[x_at + j + i]));
+        }
+      };
+      A v[kValues];
+      read_values<kValues>(x_tile, x_at + j, v);
+      if constexpr (kBackward) {
+        A g[kValues];
+        read_values<kValues>(dy_tile, dy_at + j, g);
+        add_runs<1, kValues>([&](int, int i) { return there(i) ? g[i] : A{0}; },
+                             [&](int, int i) { return there(i) ? v[i] : center.mean; },
+                             [&](int) { return center.mean; }, A{}, again, add);
+      } else {
+        if (is_first) {
+          share.origin = origin_of<kValues>([&](int i) { return there(i) ? v[i] : v[0]; }, A{});
+        }
+        const A origin = share.origin;
+        add_runs<1, kValues>([&](int, int i) { return there(i) ? v[i] : origin; },
+                             [&](int) { return origin; }, A{}, again, add);
+      }
+    };
+    int j = 0;
+    if (share.count >= kRun) {
+      add_run(Number<kRun>(), True(), 0, true);
+      j = kRun;
+    }
+    for (; j + kRun <= share.count; j += kRun) add_run(Number<kRun>(), True(), j, false);
+    for (; j < share.count; j += kTail) add_run(Number<kTail>(), False(), j, j == 0);
+
+    A chunk_near = 0;
+    if constexpr (!kBackward) {
+      chunk_near = __shfl_sync(kAllLanes, share.origin, lane - lane_of_plane);
+      share.move(chunk_near);
+    }
+#pragma unroll
+    for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+      if (mask < lanes) {
+        share.first += __shfl_xor_sync(kAllLanes, share.first, mask);
+        share.second += __shfl_xor_sync(kAllLanes, share.second, mask);
+      }
+    }
+    if (lane_of_plane == turn) {
+      count = n;
+      near = chunk_near;
+      first = share.first;
+      second = kBackward ? center.products(first, share.second) : share.second;
+    }
+    if (++turn == lanes) {
+      keep();
+      turn = 0;
+    }
+  }
+  keep();
+
+  ChannelSums sums = get_sums(own);
+  add_lanes(&sums, lanes);
+  put(sums, own);
+  __syncthreads();
+  // The first warp has the sums of all planes in the first lane of each.
+  if (warp == 0 && lane_of_plane == 0 && plane < planes) {
+    for (int i = 1; i < kWarps; ++i) sums.add(get_sums(own + i * kWarp * 6));
+    store_sums(sums, task.to + c * task.slices + blockIdx.y);
   }
 }
 

@@ -123,6 +123,15 @@ SBN_DEVICE void store_words(void* p, const Words& words) {
 #endif
 }
 
+// To shared memory, at a multiple of 16.
+SBN_DEVICE void share_words(void* p, const Words& words) {
+#if defined(__CUDA_ARCH__)
+  *static_cast<uint4*>(p) = make_uint4(words.w[0], words.w[1], words.w[2], words.w[3]);
+#elif !defined(__CUDACC__)
+  checked_store(p, words);
+#endif
+}
+
 // The first `count` values at p, one by one; zeros behind them.
 template <typename T>
 SBN_DEVICE Words load_some(const T* p, int count) {

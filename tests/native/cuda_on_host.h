@@ -236,6 +236,12 @@ inline void __syncthreads() {
   block->wait_for_block();
 }
 
+inline void __syncwarp() {
+  cuda_on_host::Block* const block = cuda_on_host::Block::current();
+  if (!block) cuda_on_host::stop("a barrier in a kernel that was started without");
+  block->exchange(0, threadIdx.x % cuda_on_host::kLanes);
+}
+
 template <typename V>
 V __shfl_xor_sync(unsigned lanes, V value, int mask) {
   cuda_on_host::Block* const block = cuda_on_host::Block::current();
