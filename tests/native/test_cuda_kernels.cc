@@ -121,6 +121,14 @@ void every_shape_gives_what_the_cpu_gives() {
       check_problem(Problem<T>(view, 3), shift);
     }
   }
+  // Small planes of many channels, which a warp takes together: whole tiles, and what is left.
+  for (const View& view : {View{9, 70, 3}, View{3, 1, 9}, View{11, 37, 49}, View{4, 34, 121},
+                           View{3, 9, 225}, View{2, 5, 283}, View{2, 3, 12545}}) {
+    for (const int64_t shift : {0, 1, 3}) {
+      check::context = name_of<T>(view, shift);
+      check_problem(Problem<T>(view, 3), shift);
+    }
+  }
   // Channels last: row lengths around vectors and blocks, samples around a thread's rows.
   for (const int64_t C : {1, 2, 3, 8, 20, 33, 64, 129, 300}) {
     for (const int64_t R : {1, 2, 49}) {
@@ -143,8 +151,9 @@ void every_shape_gives_what_the_cpu_gives() {
 // Splits, alignment and the size of the device do not show.
 template <typename T>
 void bits_stay_the_same() {
-  for (const View& view : {View{8, 3, 49}, View{6, 2, 2100}, View{7, 5, 6}, View{8 * 30, 20, 1, 30},
-                           View{5 * 600, 3, 1, 600}, View{9 * 20, 300, 1, 20}, View{40, 33, 1}}) {
+  for (const View& view :
+       {View{8, 3, 49}, View{6, 40, 25}, View{6, 2, 2100}, View{7, 5, 6}, View{8 * 30, 20, 1, 30},
+        View{5 * 600, 3, 1, 600}, View{9 * 20, 300, 1, 20}, View{40, 33, 1}}) {
     check::context = name_of<T>(view, 0);
     const Problem<T> p(view, Type<T>::kLargestOffset);
     OnDevice<T> whole(p);
@@ -295,8 +304,8 @@ void test_all() {
 // For tools under which kernels are slow: each kernel once or twice.
 template <typename T>
 void test_few() {
-  for (const View& view : {View{3, 5, 49}, View{2, 2, 2100}, View{2 * 49, 33, 1, 49},
-                           View{2 * 600, 3, 1, 600}, View{9, 40, 1}}) {
+  for (const View& view : {View{3, 5, 49}, View{9, 40, 9}, View{2, 2, 2100},
+                           View{2 * 49, 33, 1, 49}, View{2 * 600, 3, 1, 600}, View{9, 40, 1}}) {
     for (const int64_t shift : {0, 1}) {
       check::context = name_of<T>(view, shift);
       check_problem(Problem<T>(view, 3), shift);
