@@ -9,6 +9,7 @@ says of the kernels. Needs nvcc and a C++ compiler, no GPU.
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -164,7 +165,11 @@ def _parse(arch, text):
 
 
 def _quiet_filter(text):
-    done = subprocess.run(["c++filt"], input=text, stdout=subprocess.PIPE, text=True)
+    # CUDA brings one of its own, where there is no other.
+    tool = shutil.which("c++filt") or shutil.which("cu++filt")
+    if not tool:
+        return text
+    done = subprocess.run([tool], input=text, stdout=subprocess.PIPE, text=True)
     return done.stdout if done.returncode == 0 else text
 
 

@@ -200,6 +200,8 @@ int launch_map(const View& view, const void* a, const void* b, const void* formu
   task.to = to;
   task.formulae = formulae;
   task.add = how == Store::kAdd;
+  // In place, `a` or `b` is `to`: then nobody reads what another thread has written, as the vectors
+  // begin at multiples of 16 in both.
   const bool aligned = misaligned(a) == misaligned(to) && (!b || misaligned(b) == misaligned(to));
   // Several planes in a vector, and large arrays, are a matter of the kernel for odd addresses.
   const bool is_small = task.size < int64_t{1} << 31;
