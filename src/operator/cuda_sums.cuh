@@ -173,6 +173,11 @@ struct Center {
   }
 };
 
+// Whether float holds both.
+SBN_DEVICE bool fits_products(float sum, float product) {
+  return fabsf(sum) <= kLargeSquare && fabsf(product) <= kLargeSquare;
+}
+
 // The same for backward: sum(dy) and sum(dy * (x - mean)). dy is 0 where there is no value.
 template <int kRuns, int kValues, typename Gradient, typename Value, typename Mean, typename Again,
           typename Add>
@@ -180,9 +185,6 @@ SBN_DEVICE void add_runs(const Gradient& dy, const Value& x, const Mean& mean, f
                          const Again& again, const Add& add) {
   float sums[kRuns], products[kRuns];
   bool all_fit = true;
-  const auto fit = [](float sum, float product) {
-    return fabsf(sum) <= kLargeSquare && fabsf(product) <= kLargeSquare;
-  };
 #pragma unroll
   for (int run = 0; run < kRuns; ++run) {
     sums[run] = dy(run, 0);
@@ -192,7 +194,7 @@ SBN_DEVICE void add_runs(const Gradient& dy, const Value& x, const Mean& mean, f
       sums[run] += dy(run, i);
       products[run] = fmaf(dy(run, i), x(run, i) - mean(run), products[run]);
     }
-    all_fit = all_fit && fit(sums[run], products[run]);
+    all_fit = all_fit && fits_products(sums[run], products[run]);
   }
   if (all_fit) {
 #pragma unroll
@@ -202,7 +204,7 @@ SBN_DEVICE void add_runs(const Gradient& dy, const Value& x, const Mean& mean, f
 #pragma unroll
   for (int run = 0; run < kRuns; ++run) {
     double first = sums[run], second = products[run];
-    if (!fit(sums[run], products[run])) {
+    if (!fits_products(sums[run], products[run])) {
       first = second = 0;
 #pragma unroll 1
       for (int i = 0; i < kValues; ++i) {
@@ -524,8 +526,14 @@ constexpr int kTileBytes = kBackward ? 2048 : 4608;
 template <typename T, bool kBackward>
 constexpr int kTileValues =
     kTileBytes<kBackward> / static_cast<int>(sizeof(T)) - (kPack<T> - 1) - kRun;
+// Blocks of a multiprocessor: what registers allow, which before sm_90 are 2 for all.
 template <typename T, bool kBackward>
-constexpr int kTileBlocks = kBackward && sizeof(T) == sizeof(double) ? 2 : 3;
+constexpr int kTileBlocks =
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    2;
+#else
+    kBackward && sizeof(T) == sizeof(double) ? 2 : 3;
+#endif
 
 // Values that lie together, at any address, on their way through registers to shared memory.
 template <typename T, int kBytes>
