@@ -41,8 +41,8 @@ def launch(options, arguments):
             raise
         raise UsageError(
             f"{options.workers} workers need gluon_syncbn, which is not installed: run pip install "
-            "-e . in the root of the repository, take make train, or give --workers 1, which "
-            "--norm local and --norm builtin can do without it"
+            "-e . in the root of the repository, take make train, or give --workers 1 --norm local "
+            "--no-export, which need none of it"
         ) from None
     screen = terminal()
     if screen:
