@@ -526,7 +526,7 @@ constexpr int kTileBytes = kBackward ? 2048 : 4608;
 template <typename T, bool kBackward>
 constexpr int kTileValues =
     kTileBytes<kBackward> / static_cast<int>(sizeof(T)) - (kPack<T> - 1) - kRun;
-// Blocks of a multiprocessor: what registers allow, which before sm_90 are 2 for all.
+// Blocks of a multiprocessor: what registers allow, 2 in all of these kernels before sm_90.
 template <typename T, bool kBackward>
 constexpr int kTileBlocks =
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
