@@ -242,7 +242,9 @@ def test_another_number_of_layers_is_an_error_in_every_process(other_nets):
         kind, text, seconds = told["layers"]
         assert kind == "MXNetError" and seconds < 4 + 8
         assert f"SyncBatchNorm '{names[rank]}: rank {rank} has waited" in text
-        assert f"Missing: rank {1 - rank} (" in text and names[1 - rank] in text
+        assert f"Missing: rank {1 - rank} (" in text
+    # Whoever gives up last may find the other one gone.
+    assert any(names[1 - rank] in told["layers"][1] for rank, told in enumerate(other_nets))
 
 
 class SlowStart(Reducer):
