@@ -545,19 +545,21 @@ struct Tile {
   Words words[kVectors];
 
   // All lanes' loads of `size` values from `from` on.
-  SBN_DEVICE void load(const T* values, int count, const Extent& array, int lane) {
-    from = values;
-    size = count;
-    shift = static_cast<int>(misalignment(from) / sizeof(T));
-    vectors = (shift + size + kPack<T> - 1) / kPack<T>;
+  SBN_DEVICE static Tile load(const T* from, int size, const Extent& array, int lane) {
+    Tile tile;
+    tile.from = from;
+    tile.size = size;
+    tile.shift = static_cast<int>(misalignment(from) / sizeof(T));
+    tile.vectors = (tile.shift + size + kPack<T> - 1) / kPack<T>;
     // False at the ends of the array alone.
-    inside = array.holds(from - shift, vectors);
-    if (!inside) return;
+    tile.inside = array.holds(from - tile.shift, tile.vectors);
+    if (!tile.inside) return tile;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int v = lane + i * kWarp;
-      if (v < vectors) words[i] = load_words(from - shift + v * kPack<T>);
+      if (v < tile.vectors) tile.words[i] = load_words(from - tile.shift + v * kPack<T>);
     }
+    return tile;
   }
 
   // The first value comes to to[shift].
@@ -643,9 +645,10 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kBackward>) sum_tiles
   const int n = static_cast<int>(task.S), share_size = task.chunk_size;
   for (int64_t sample = task.unit_of_slice(blockIdx.y) + warp; sample < end; sample += kWarps) {
     const int64_t at = (sample * task.C + tile) * task.S;
-    Tile<T, kBytes> x_loads, dy_loads;
-    x_loads.load(x + at, planes * n, {task.x, task.x_end}, lane);
-    if constexpr (kBackward) dy_loads.load(dy + at, planes * n, {task.dy, task.dy_end}, lane);
+    using Loads = Tile<T, kBytes>;
+    const Loads x_loads = Loads::load(x + at, planes * n, {task.x, task.x_end}, lane);
+    const Loads dy_loads =
+        kBackward ? Loads::load(dy + at, planes * n, {task.dy, task.dy_end}, lane) : x_loads;
     // All have read what was there before.
     __syncwarp();
     x_loads.put(x_tile, lane);
