@@ -411,6 +411,64 @@ struct PlaneSums {
   }
 };
 
+// The sums of chunks on their way to Sum3, which `own` has. Those of a chunk come to be in all of
+// its `lanes` lanes; each of these keeps another chunk's until all have one, and then all turn
+// theirs into Sum3 at once.
+template <typename A, bool kBackward>
+struct KeptSums {
+  double* own;
+  int lanes, lane, count = 0, turn = 0;
+  A near = 0;
+  double first = 0, second = 0;
+
+  SBN_DEVICE KeptSums(double* own_sums, int lanes_of_chunk, int lane_of_warp)
+      : own(own_sums), lanes(lanes_of_chunk), lane(lane_of_warp) {
+    put(ChannelSums(), own);
+  }
+
+  // Takes a lane's share of a chunk of n values.
+  SBN_DEVICE void take(Share<A> share, int n, const Center<A>& center) {
+    const int lane_of_chunk = lane % lanes;
+    A chunk_near = 0;
+    if constexpr (!kBackward) {
+      // Of its first lane.
+      chunk_near = __shfl_sync(kAllLanes, share.origin, lane - lane_of_chunk);
+      share.move(chunk_near);
+    }
+#pragma unroll
+    for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+      if (mask < lanes) {
+        share.first += __shfl_xor_sync(kAllLanes, share.first, mask);
+        share.second += __shfl_xor_sync(kAllLanes, share.second, mask);
+      }
+    }
+    if (lane_of_chunk == turn) {
+      count = n;
+      near = chunk_near;
+      first = share.first;
+      second = kBackward ? center.products(first, share.second) : share.second;
+    }
+    if (++turn == lanes) {
+      keep();
+      turn = 0;
+    }
+  }
+
+  // Adds what is kept to `own`.
+  SBN_DEVICE void keep() {
+    ChannelSums sums = get_sums(own);
+    if constexpr (kBackward) {
+      sums.first.add(first);
+      sums.second.add(second);
+    } else {
+      add_about<A>(count, near, first, second, &sums.first, &sums.second);
+    }
+    put(sums, own);
+    count = 0;
+    near = first = second = 0;
+  }
+};
+
 // S > 1: one channel a block, some of its chunks; `lanes` threads a chunk.
 template <typename T, bool kBackward, bool kAligned>
 __global__ void __launch_bounds__(kThreads, plane_blocks<T>(kBackward, kAligned))
@@ -426,24 +484,7 @@ __global__ void __launch_bounds__(kThreads, plane_blocks<T>(kBackward, kAligned)
   if constexpr (kBackward) plane.center = Center<A>::of(task.statistics[c]);
 
   double* const own = own_sums + threadIdx.x * 6;
-  put(ChannelSums(), own);
-  // The sums of a chunk are in all of its lanes. Each of them keeps another chunk's until all have
-  // one, and then all turn them into Sum3 at once.
-  int count = 0;
-  A near = 0;
-  double first = 0, second = 0;
-  const auto keep = [&] {
-    ChannelSums sums = get_sums(own);
-    if constexpr (kBackward) {
-      sums.first.add(first);
-      sums.second.add(second);
-    } else {
-      add_about<A>(count, near, first, second, &sums.first, &sums.second);
-    }
-    put(sums, own);
-    count = 0;
-    near = first = second = 0;
-  };
+  KeptSums<A, kBackward> kept{own, lanes, lane};
 
   // The chunks that are left for the warp, a lane's next one, and how far the one after that is: so
   // many samples and chunks.
@@ -464,7 +505,6 @@ __global__ void __launch_bounds__(kThreads, plane_blocks<T>(kBackward, kAligned)
   const int last_size =
       static_cast<int>(task.S - static_cast<int64_t>(chunks - 1) * task.chunk_size);
 
-  int turn = 0;
   for (; units > 0; units -= kWarps * at_once) {
     Share<A> share;
     int n = 0;
@@ -480,31 +520,9 @@ __global__ void __launch_bounds__(kThreads, plane_blocks<T>(kBackward, kAligned)
       chunk -= chunks;
       plane_at += sample_size;
     }
-    A chunk_near = 0;
-    if constexpr (!kBackward) {
-      // Of its first lane.
-      chunk_near = __shfl_sync(kAllLanes, share.origin, lane - lane_of_chunk);
-      share.move(chunk_near);
-    }
-#pragma unroll
-    for (int mask = kWarp / 2; mask > 0; mask /= 2) {
-      if (mask < lanes) {
-        share.first += __shfl_xor_sync(kAllLanes, share.first, mask);
-        share.second += __shfl_xor_sync(kAllLanes, share.second, mask);
-      }
-    }
-    if (lane_of_chunk == turn) {
-      count = n;
-      near = chunk_near;
-      first = share.first;
-      second = kBackward ? plane.center.products(first, share.second) : share.second;
-    }
-    if (++turn == lanes) {
-      keep();
-      turn = 0;
-    }
+    kept.take(share, n, plane.center);
   }
-  keep();
+  kept.keep();
 
   ChannelSums sums = get_sums(own);
   add_lanes(&sums, kWarp);
@@ -623,23 +641,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kBackward>) sum_tiles
     if (plane < planes) center = Center<A>::of(task.statistics[c]);
   }
   double* const own = own_sums + threadIdx.x * 6;
-  put(ChannelSums(), own);
-  // As in sum_planes, of planes for chunks.
-  int count = 0, turn = 0;
-  A near = 0;
-  double first = 0, second = 0;
-  const auto keep = [&] {
-    ChannelSums sums = get_sums(own);
-    if constexpr (kBackward) {
-      sums.first.add(first);
-      sums.second.add(second);
-    } else {
-      add_about<A>(count, near, first, second, &sums.first, &sums.second);
-    }
-    put(sums, own);
-    count = 0;
-    near = first = second = 0;
-  };
+  KeptSums<A, kBackward> kept{own, lanes, lane};
 
   const int64_t end = task.unit_of_slice(blockIdx.y + 1);
   const int n = static_cast<int>(task.S), share_size = task.chunk_size;
@@ -701,30 +703,9 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kBackward>) sum_tiles
     for (; j + kRun <= share.count; j += kRun) add_run(Number<kRun>(), True(), j, false);
     for (; j < share.count; j += kTail) add_run(Number<kTail>(), False(), j, j == 0);
 
-    A chunk_near = 0;
-    if constexpr (!kBackward) {
-      chunk_near = __shfl_sync(kAllLanes, share.origin, lane - lane_of_plane);
-      share.move(chunk_near);
-    }
-#pragma unroll
-    for (int mask = kWarp / 2; mask > 0; mask /= 2) {
-      if (mask < lanes) {
-        share.first += __shfl_xor_sync(kAllLanes, share.first, mask);
-        share.second += __shfl_xor_sync(kAllLanes, share.second, mask);
-      }
-    }
-    if (lane_of_plane == turn) {
-      count = n;
-      near = chunk_near;
-      first = share.first;
-      second = kBackward ? center.products(first, share.second) : share.second;
-    }
-    if (++turn == lanes) {
-      keep();
-      turn = 0;
-    }
+    kept.take(share, n, center);
   }
-  keep();
+  kept.keep();
 
   ChannelSums sums = get_sums(own);
   add_lanes(&sums, lanes);
