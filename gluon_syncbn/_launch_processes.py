@@ -128,6 +128,7 @@ class Child:
                 rests[number] = rest
                 if not data:
                     poll.unregister(number)
+                    pipe.close()
                     del rests[number]
 
     def _print(self, lines, target):

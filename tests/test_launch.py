@@ -754,6 +754,8 @@ def test_wrong_arguments(arguments, sentence, tmp_path, monkeypatch, capsys):
     assert errors.count("\n") == 1 and errors.endswith("\n")
 
 
+# A pipe that is left open is such a warning.
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_lines_go_to_a_stream_of_text_alone(tmp_path):
     (tmp_path / "script.py").write_text("import sys; print('out ü'); print('err', file=sys.stderr)")
     output, errors = io.StringIO(), io.StringIO()
