@@ -186,7 +186,8 @@ def _load_net(options):
     path = options.params or options.source
     read_parameters(path)
     try:
-        net.load_parameters(path, ctx=mx.cpu())
+        with as_saved(path):
+            net.load_parameters(path, ctx=mx.cpu())
     except (AssertionError, ValueError, KeyError, mx.MXNetError) as error:
         text = " ".join(str(error).split())[:300]
         raise FileError(f"{path} does not fit the net of --net {options.net} ({text}).") from error

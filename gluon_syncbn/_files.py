@@ -17,12 +17,14 @@ class FileError(OSError):
 def write_all(writers):
     """Writes several files, {path: write(temporary path)}, all of them or none.
 
-    Each is written to a temporary name beside it. Once all are on the disk they are moved, and
-    where that fails those that were moved are put back. Raises FileError.
+    Each is written to a temporary name beside it, or beside the file that it is a link to. Once all
+    are on the disk they are moved, and where that fails those that were moved are put back. Raises
+    FileError.
     """
     word = uuid.uuid4().hex[:12]
-    temporary = {path: f"{path}.{word}.tmp" for path in writers}
-    kept = {path: f"{path}.{word}.old" for path in writers}
+    places = {path: os.path.realpath(path) for path in writers}
+    temporary = {path: f"{place}.{word}.tmp" for path, place in places.items()}
+    kept = {path: f"{place}.{word}.old" for path, place in places.items()}
     path = None
     try:
         for path, write in writers.items():
@@ -33,13 +35,13 @@ def write_all(writers):
             write(temporary[path])
             _to_disk(temporary[path])
         with contextlib.ExitStack() as undo:
-            for path in writers:
-                if os.path.lexists(path):
-                    _keep(path, kept[path])
-                    undo.callback(os.replace, kept[path], path)
+            for path, place in places.items():
+                if os.path.exists(place):
+                    _keep(place, kept[path])
+                    undo.callback(os.replace, kept[path], place)
                 else:
-                    undo.callback(_remove, path)
-                os.replace(temporary[path], path)
+                    undo.callback(_remove, place)
+                os.replace(temporary[path], place)
             undo.pop_all()
     except (OSError, mx.MXNetError) as error:
         raise FileError(
@@ -54,7 +56,7 @@ def write_all(writers):
 def _keep(path, other):
     """A second name for a file, which stays when the first one is given away."""
     try:
-        os.link(path, other, follow_symlinks=False)
+        os.link(path, other)
     except OSError:
         # A file system without links.
         with open(path, "rb") as source, open(other, "wb") as target:

@@ -6,6 +6,7 @@ import json
 
 import mxnet as mx
 from mxnet.gluon import SymbolBlock, nn
+from mxnet.gluon.block import _flatten, _regroup
 from mxnet.gluon.parameter import ParameterDict
 
 from ._graph import (
@@ -59,6 +60,7 @@ class SyncGraph(SymbolBlock):
         if isinstance(x, mx.sym.Symbol):
             # Each time in nodes of its own.
             self._splice()
+            return composed(self, x, *args)
         return super().forward(x, *args)
 
     def __reduce_ex__(self, protocol):
@@ -69,6 +71,18 @@ class SyncGraph(SymbolBlock):
     def __setstate__(self, state):
         vars(self).update(state)
         self._splice()
+
+
+def composed(block, x, *args):
+    """What the graph of a SymbolBlock makes of symbols. MXNet's own forward cannot take NumPy's:
+    it cannot list their outputs, and it composes nodes of the block itself."""
+    inputs, form = _flatten([x, *args], "input")
+    assert form == block._in_format, "the inputs are not those of the graph"
+    graph = mx.sym.load_json(block._cached_graph[1].tojson())
+    names = [known.name for known in block._cached_graph[0]]
+    graph._compose(**dict(zip(names, (each.as_nd_ndarray() for each in inputs))))
+    outputs = [output.as_np_ndarray() if is_numpy(x) else output for output in graph]
+    return _regroup(outputs, block._out_format)
 
 
 @functools.lru_cache(maxsize=None)

@@ -290,6 +290,11 @@ class SyncBatchNorm(nn.BatchNorm):
         super().cast("float32" if halves else dtype)
 
     def forward(self, x, *args):
+        if isinstance(x, (list, tuple)):
+            raise TypeError(
+                f"{self.name} was called with a {type(x).__name__} of {len(x)}: call it with one "
+                "array at a time, once for each device."
+            )
         if is_np_array() and isinstance(x, mx.nd.NDArray) and not is_numpy(x):
             # MXNet says the same when it has the result, for which other devices would wait then.
             raise TypeError(

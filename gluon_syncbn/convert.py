@@ -47,7 +47,8 @@ class SyncBatchNormReLU(SyncBatchNorm):
     ``nn.BatchNorm``.
 
     Arguments, parameters, shapes and errors are those of :class:`SyncBatchNorm`, also where MXNet
-    has ``nn.BatchNormReLU`` for nothing but float32 data of 4 dimensions with axis=1 on the CPU.
+    has ``nn.BatchNormReLU`` for nothing but float32 data of 4 dimensions with axis=1 on the CPU, and
+    with NumPy's arrays without the relu.
     """
 
     def __init__(self, *args, **kwargs):

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import copy
+import functools
 import inspect
 import logging
 import os
@@ -10,16 +11,18 @@ from typing import Dict, NamedTuple, Optional, Tuple
 
 import mxnet as mx
 import numpy as np
-from mxnet.gluon import HybridBlock
+from mxnet.gluon import HybridBlock, SymbolBlock
 from mxnet.gluon.block import _flatten, _regroup
+from mxnet.util import is_np_array, is_np_shape, np_array, np_shape
 
 from . import _onnx
 from ._files import FileError, bytes_writer, last_line, parameter_writer, text_writer, write_all
 from ._fold import fold as fold_graph
 from ._graph import ExportError, Graph, Node, is_true, make_stock, variable
 from ._nets import check_block, walk
-from ._sync_graph import SyncGraph
+from ._sync_graph import SyncGraph, composed
 from .block import SyncBatchNorm, is_bfloat16
+from .functional import is_numpy
 
 __all__ = ["ExportError", "Exported", "FileError", "export"]
 
@@ -270,8 +273,14 @@ def _parameters(net):
 def _trace(net, shapes, parameters):
     """The symbol of a net in inference, and the names of its inputs. Of parameters that have one
     name, each goes by its number behind it."""
-    inference = mx.autograd.pause(train_mode=False)
-    with _left_as_it_is(net, parameters), inference, mx.name.NameManager():
+    is_np = _is_numpy_net(net, parameters)
+    with contextlib.ExitStack() as stack:
+        # In MXNet the arrays need the shapes.
+        stack.enter_context(np_shape(is_np or is_np_shape()))
+        stack.enter_context(np_array(is_np))
+        stack.enter_context(_left_as_it_is(net, parameters))
+        stack.enter_context(mx.autograd.pause(train_mode=False))
+        stack.enter_context(mx.name.NameManager())
         try:
             inputs, arguments = _inputs(net, shapes)
             outputs, _ = _flatten(net(*arguments), "output")
@@ -286,17 +295,40 @@ def _trace(net, shapes, parameters):
     return symbol, [each.name for each in inputs]
 
 
+def _is_compiled(net):
+    return isinstance(net, HybridBlock) and bool(net._cached_graph)
+
+
+def _is_numpy_net(net, parameters):
+    """Whether a net is one of MXNet's NumPy arrays, which `use_np` makes of it too, whatever
+    `set_np` says outside of it."""
+    if _is_compiled(net):
+        return is_numpy(net._cached_graph[0][0])
+    arrays = [
+        parameter._data[0] for same in parameters.values() for parameter in same if parameter._data
+    ]
+    return any(map(is_numpy, arrays)) if arrays else is_np_array()
+
+
 def _inputs(net, shapes):
     """(variables, arguments of the net that they make up)."""
-    if isinstance(net, HybridBlock) and net._cached_graph:
+    if _is_compiled(net):
         variables = [variable(known.name) for known in net._cached_graph[0]]
-        # None stands for inputs that were left out.
-        form = net._in_format
-        return variables, _regroup(list(variables), form)
+        rest = iter(variables)
+        # For None, which stands for inputs that were left out, there is no variable.
+        given = [next(rest) if size else None for size in _sizes(net._in_format)]
+        return variables, _regroup(given, net._in_format)
     count = len(shapes) if shapes else _count_inputs(net)
     names = ["data"] if count == 1 else [f"data{number}" for number in range(count)]
     variables = [variable(name) for name in names]
     return variables, variables
+
+
+def _sizes(form):
+    """For each input of a net, in the structure that MXNet keeps, 1, or 0 for None."""
+    if isinstance(form, int):
+        return [0] if form < 0 else [1] * max(1, form)
+    return [size for each in form for size in _sizes(each)]
 
 
 def _count_inputs(net):
@@ -331,6 +363,9 @@ def _left_as_it_is(net, parameters):
             if isinstance(block, SyncGraph):
                 undo.callback(setattr, block, "_cached_graph", block._cached_graph)
                 layers += [node.layer for node in block._nodes]
+            elif isinstance(block, SymbolBlock):
+                undo.callback(vars(block).pop, "forward")
+                vars(block)["forward"] = functools.partial(composed, block)
         for layer in layers:
             # Processes count the nodes of a layer alike, and mostly one of them exports.
             if isinstance(layer, SyncBatchNorm):

@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ import uuid
 import numpy as np
 import psutil
 import pytest
+
+from gluon_syncbn import launch
 
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "distributed_worker.py")
 # What a slow machine may need to import MXNet in all processes.
@@ -62,6 +63,7 @@ class Cluster(Results):
         self._environment[_MARK] = self._mark
         command = [WORKER, str(folder), engine, *topics]
         self._logs = []
+        self._held = contextlib.ExitStack()
         self.services, self.processes = [], []
         if by_hand:
             self._start_by_hand(command)
@@ -71,9 +73,7 @@ class Cluster(Results):
             self.processes = [self._start(launcher + command)]
 
     def _start_by_hand(self, command):
-        with socket.socket() as holder:
-            holder.bind(("127.0.0.1", 0))
-            port = holder.getsockname()[1]
+        port = self._held.enter_context(launch._free_port())
         shared = {
             "DMLC_PS_ROOT_URI": "127.0.0.1",
             "DMLC_PS_ROOT_PORT": str(port),
@@ -148,6 +148,7 @@ class Cluster(Results):
             process.wait()
         for log in self._logs:
             log.close()
+        self._held.close()
 
 
 def run(folder, workers, topics, **options):

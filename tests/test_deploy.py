@@ -371,6 +371,32 @@ def test_several_inputs_and_outputs(tmp_path, known):
     assert_outputs(outputs, expected, ONNX)
 
 
+class LeftOut(gluon.HybridBlock):
+    def __init__(self):
+        super().__init__()
+        self.norm = sbn.SyncBatchNorm(in_channels=4)
+
+    def hybrid_forward(self, F, x, y=None, z=None):
+        x = self.norm(x)
+        x = x if y is None else x + y[0] * y[1]
+        return x if z is None else x * z
+
+
+@pytest.mark.parametrize("given", ["x", "xz", "xyy"])
+def test_inputs_that_are_left_out(given, tmp_path):
+    """Those that are None in the call that net.hybridize() compiled; y is a list of two."""
+    net = LeftOut()
+    net.initialize()
+    net.hybridize()
+    x, y, z = (mx.nd.array(np.random.default_rng(i).normal(size=(2, 4))) for i in range(3))
+    arguments = {"x": (x, None), "xz": (x, None, z), "xyy": (x, [y, y], None)}[given]
+    expected = net(*arguments).asnumpy()
+    sbn.export(net, tmp_path / "m")
+    names = ["data0", "data1", "data2"][: len(given)] if len(given) > 1 else ["data"]
+    found = load(tmp_path / "m", names)(*(dict(x=x, y=y, z=z)[name] for name in given))
+    assert relative_error(found.asnumpy(), expected) <= EXPORTED[False]
+
+
 def test_attributes_that_matter_in_training_only_are_left_out(tmp_path):
     """Such as those that a newer version of the operator has."""
     net = sequential(sbn.SyncBatchNorm(in_channels=3))
@@ -1030,6 +1056,17 @@ def test_no_device_and_no_pipe_is_replaced(tmp_path):
     with pytest.raises(sbn.FileError, match="m-symbol.json cannot be written .this is a device"):
         small(tmp_path / "m", 1)[1]()
     assert sorted(os.listdir(tmp_path)) == ["m-0000.params", "m-symbol.json"]
+
+
+def test_what_a_link_points_to_is_written(tmp_path):
+    (tmp_path / "far").mkdir()
+    for name in ("m-symbol.json", "m-0000.params"):
+        (tmp_path / name).symlink_to(tmp_path / "far" / name)
+    (tmp_path / "far" / "m-0000.params").write_text("old")
+    small(tmp_path / "m", 1)[1]()
+    assert all(path.is_symlink() for path in tmp_path.glob("m-*"))
+    assert sorted(os.listdir(tmp_path / "far")) == ["m-0000.params", "m-symbol.json"]
+    load(tmp_path / "far" / "m")
 
 
 def test_a_folder_in_the_way(tmp_path):

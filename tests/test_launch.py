@@ -5,6 +5,7 @@ import importlib.metadata
 import io
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -875,14 +876,14 @@ def test_incomplete_variables_of_another_launcher(monkeypatch, tmp_path, capsys)
 
 
 def free_port():
-    """One of two free ports in a row."""
+    """One of two free ports in a row. Below those that the system chooses from, and the KVStore's
+    processes: 10000 to 49999."""
     while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            with contextlib.suppress(OSError):
-                second.bind(("127.0.0.1", port + 1))
-                return port
+        port = random.randrange(5000, 9999)
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
+            return port
 
 
 def start_several(start, script, size, *options, slurm):

@@ -195,6 +195,94 @@ def test_export(fold, hybridized, tmp_path):
         step(net)
 
 
+@pytest.mark.parametrize("convert", [sbn.convert_sync_batchnorm, lambda graph: graph])
+@pytest.mark.parametrize("nested", [False, True])
+def test_export_of_a_graph(nested, convert, tmp_path):
+    """MXNet's own SymbolBlock takes no NumPy symbols, and changes itself in trying."""
+    with numpy_arrays():
+        net = make_net()
+        net.hybridize()
+        step(net)
+        net.export(str(tmp_path / "own"))
+        net = graph = convert(load(tmp_path / "own"))
+        if nested:
+            net = nn.HybridSequential()
+            net.add(graph, nn.Dense(2))
+            net[1].initialize(ctx=contexts(2))
+        expected, before = outputs(net), graph._cached_graph[1].tojson()
+        for _ in range(2):
+            sbn.export(net, tmp_path / "m")
+            assert relative_error(outputs(load(tmp_path / "m")), expected) <= EXPORTED[False]
+        assert graph._cached_graph[1].tojson() == before
+        assert_same_bits(outputs(net), expected)
+        step(net)
+        if convert is sbn.convert_sync_batchnorm:
+            expected = outputs(net)
+            net.hybridize()
+            assert relative_error(outputs(net), expected) <= EXPORTED[False]
+            step(net)
+
+
+@mx.util.use_np
+class OfUseNp(gluon.HybridBlock):
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.body = nn.Dense(4)
+            self.norm = sbn.SyncBatchNorm()
+
+    def hybrid_forward(self, F, x):
+        return F.npx.relu(self.norm(self.body(x)))
+
+
+@pytest.mark.parametrize("hybridized", [False, True])
+def test_export_of_a_net_of_use_np(hybridized, tmp_path):
+    """NumPy's arrays are switched on within its methods alone."""
+    net = OfUseNp()
+    net.initialize()
+    if hybridized:
+        net.hybridize()
+    x = mx.np.array(GENERATOR.normal(size=(4, 6)), dtype="float32")
+    with autograd.record():
+        net(x).backward()
+    expected = net(x).asnumpy()
+    sbn.export(net, tmp_path / "m")
+    assert not mx.util.is_np_array() and not mx.util.is_np_shape()
+    found = load(tmp_path / "m")(x).asnumpy()
+    assert relative_error(found, expected) <= EXPORTED[False]
+
+
+ONNX_OPERATORS = {
+    "2 - x": lambda F, x: 2 - x,
+    "3 / x": lambda F, x: 3 / (x * x + 1),
+    "numbers": lambda F, x: ((x + 2) * 3 - 1) / 5,
+    "power": lambda F, x: F.np.sqrt(F.np.square(x) + 1) ** 1.5,
+    "functions": lambda F, x: F.np.log(F.np.abs(-x) + 1) + F.np.exp(x) * F.np.tanh(x),
+    "mean": lambda F, x: F.np.mean(x, axis=(2, 3), keepdims=True) * x,
+    "sum": lambda F, x: F.np.sum(x, axis=1),
+    "copy": lambda F, x: F.np.copy(x),
+}
+
+
+class OneOperator(gluon.HybridBlock):
+    def __init__(self, function):
+        super().__init__()
+        self.norm = sbn.SyncBatchNorm(in_channels=3)
+        self._function = function
+
+    def hybrid_forward(self, F, x):
+        return self._function(F, self.norm(x))
+
+
+@pytest.mark.parametrize("name", ONNX_OPERATORS)
+def test_onnx_operators(name, tmp_path, capsys):
+    with numpy_arrays():
+        net = OneOperator(ONNX_OPERATORS[name])
+        net.initialize()
+        made = sbn.export(net, tmp_path / "m", onnx=tmp_path / "m.onnx", input_shape=(2, 3, 4, 5))
+    assert made.onnx_error <= ONNX and capsys.readouterr().out == ""
+
+
 class ScalarOutput(gluon.HybridBlock):
     def __init__(self):
         super().__init__()
@@ -238,6 +326,36 @@ def test_commands(tmp_path, capsys):
             assert_same_bits(wide[name].asnumpy(), array.asnumpy().astype("float64"))
         # Those of others too, as where a net of --net switches NumPy's arrays on.
         assert read_parameters(str(tmp_path / "other.params"))["w"].shape == (2,)
+
+
+def make_for_commands():
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Dense(4, in_units=3), sbn.SyncBatchNorm(in_channels=4))
+    return net
+
+
+def make_numpy_for_commands():
+    mx.npx.set_np()
+    return make_for_commands()
+
+
+@pytest.mark.parametrize("make", [make_for_commands, make_numpy_for_commands])
+@pytest.mark.parametrize("saved", [make_for_commands, make_numpy_for_commands])
+def test_commands_with_the_function_of_a_net(saved, make, tmp_path, capsys):
+    """Both kinds of nets load both kinds of files."""
+    file, name = str(tmp_path / "a.params"), f"{__name__}:{make.__name__}"
+    try:
+        net = saved()
+        net.initialize()
+        net.save_parameters(file)
+        mx.npx.reset_np()
+        assert main(["export", file, "--net", name, "-o", str(tmp_path / "m")]) == 0
+        mx.npx.reset_np()
+        assert main(["inspect", file, "--net", name]) == 0
+    finally:
+        mx.npx.reset_np()
+    assert "1 layers, 4 channels: 0 dead, 0 exploding" in capsys.readouterr().out
 
 
 def test_participants():

@@ -91,15 +91,16 @@ def test_a_script_that_ends_while_a_call_waits(ending, hybridize):
         print(time.time(), flush=True)
         {line}
     """
-    # Once in three tries, as others are at work on the machine too.
+    # Once in three tries, as others are at work on the machine too, and MXNet's own end takes time.
+    most = 3
     took = []
-    while len(took) < 3 and not any(seconds < 1 for seconds in took):
+    while len(took) < 3 and not any(seconds < most for seconds in took):
         code, output, errors = finish(start(body))
         took.append(time.time() - float(output))
         assert code == expected, errors
         assert "terminate called" not in errors and "Segmentation" not in errors
         assert "The process ended before" in errors and "Missing: cpu(1)" in errors
-    assert min(took) < 1, errors
+    assert min(took) < most, errors
 
 
 def test_ctrl_c_while_the_end_of_other_processes_is_waited_for():

@@ -775,6 +775,35 @@ class TestArguments:
         with refused(UsageError, "No space left", "make room", "--resume"):
             example.run.run(options)
 
+    def test_what_is_read_is_not_taken_for_the_output(self, tmp_path):
+        long = tmp_path / ("x" * 300)
+        options = example.options.parse([*SMALL, "--data", str(long)])
+        with refused(example.data.DataError, f"--data {long} cannot be read"):
+            example.run.run(options)
+        with refused(UsageError, f"--resume {long} cannot be read"):
+            example.options.parse(["--resume", str(long)])
+
+    def test_an_output_that_nobody_reads(self, tmp_path):
+        """As with `... | head -1`."""
+        process = start(*SMALL, "--output", tmp_path / "run")
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert process.wait(60) == 128 + signal.SIGPIPE and "Error" not in errors, errors
+
+    def test_no_room_at_the_start(self, tmp_path, monkeypatch):
+        """Then there is no run, which would be in the way of the next one."""
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        arguments = [*SMALL, "--output", str(tmp_path / "run")]
+        with monkeypatch.context() as patched:
+            patched.setattr(example.folder, "replacing", full)
+            with refused(UsageError, "No space left"):
+                example.run.run(example.options.parse(arguments))
+        assert os.listdir(tmp_path / "run") == []
+        example.run.Run(example.options.parse(arguments), None)
+
     def test_two_runs_into_one_output(self, tmp_path):
         """The second passed its first look at the folder before the other wrote there."""
         folder = tmp_path / "run"
@@ -1013,6 +1042,12 @@ class TestWorkers:
         assert parse([]).workers is None and parse(["--devices", "cpu:2"]).workers == 1
         assert parse(["--norm", "builtin"]).workers == 1
         assert parse([], started=4).workers == 4
+        devices = example.options.default_devices
+        assert [devices(1, batch=1), devices(1, batch=2), devices(3, batch=8)] == [
+            "cpu:1",
+            "cpu:2",
+            "cpu:3",
+        ]
         with refused(UsageError, "--workers is 3", "started 2"):
             parse(["--workers", "3"], started=2)
 

@@ -74,6 +74,9 @@ def load(path):
     except FileNotFoundError:
         raise CheckpointError(f"there is no file {path}; {remedy}") from None
     except (zipfile.BadZipFile, EOFError, OSError, json.JSONDecodeError, ValueError) as error:
+        # An OSError without a number is NumPy's, of what a file holds.
+        if isinstance(error, OSError) and error.errno:
+            raise CheckpointError(f"{path} cannot be read ({error.strerror}); {remedy}") from None
         if not _looks_like_zip(path):
             raise CheckpointError(foreign) from None
         raise CheckpointError(

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import sys
 
 from tqdm import tqdm
@@ -71,6 +72,13 @@ class _Lines:
 
     def flush(self):
         self._file.flush()
+
+
+def reader_gone():
+    """Whoever read the output has enough, as with `... | head`: the exit status, with which nothing
+    is written any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 def python():

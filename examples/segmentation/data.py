@@ -8,6 +8,7 @@ having stored the state of a generator.
 
 import collections
 import concurrent.futures
+import contextlib
 
 import numpy as np
 
@@ -17,6 +18,19 @@ SPLITS = {"train": 0, "val": 1}
 
 class DataError(Exception):
     """Something is wrong with the data: what came, what was expected, what to do."""
+
+
+@contextlib.contextmanager
+def readable(what):
+    """Within it, an error of the system is a DataError of `what` is read."""
+    try:
+        yield
+    except BrokenPipeError:  # Of what is told meanwhile.
+        raise
+    except OSError as error:
+        raise DataError(
+            f"{what} cannot be read ({error}): name another folder, or make it readable"
+        ) from None
 
 
 class DigitsOnPhotos:

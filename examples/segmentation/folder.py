@@ -1,5 +1,6 @@
 """The output folder of a run: what is in it, and the rows of its metrics.csv."""
 
+import contextlib
 import csv
 import json
 from pathlib import Path
@@ -49,11 +50,18 @@ class RunFolder:
         if not self.writes:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        if not overwrite:
-            try:
-                self.config.open("x").close()
-            except FileExistsError:
-                raise taken(self.path) from None
+        with contextlib.ExitStack() as undo:
+            if not overwrite:
+                try:
+                    self.config.open("x").close()
+                except FileExistsError:
+                    raise taken(self.path) from None
+                # Of a run that found no room at its start nothing may say that there is one.
+                undo.callback(self.config.unlink)
+            self._begin(config)
+            undo.pop_all()
+
+    def _begin(self, config):
         for path in (
             self.metrics,
             self.curves,

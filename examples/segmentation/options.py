@@ -248,7 +248,7 @@ def check_workers(options):
             f"--workers is {workers}, but the layer of --norm builtin knows the devices of one "
             "process only: give --workers 1, or another --norm"
         )
-    kind, which = parse_devices(options.devices or default_devices(workers))
+    kind, which = parse_devices(options.devices or default_devices(workers, options.batch))
     if which is not None:
         share_devices(which if kind == "cpu" else len(which), options)
 
@@ -263,9 +263,9 @@ def share_devices(number, options):
     return number // options.workers
 
 
-def default_devices(workers):
+def default_devices(workers, batch):
     """What --devices is where there is no GPU."""
-    return f"cpu:{max(2, workers)}"
+    return f"cpu:{max(workers, min(2, batch))}"
 
 
 def parse_devices(text):
@@ -290,8 +290,8 @@ def prepare_environment(options):
     # algorithms of cuDNN do not promise; and measuring which is the fastest may end differently.
     os.environ.setdefault("MXNET_ENFORCE_DETERMINISM", "1")
     os.environ.setdefault("MXNET_CUDNN_AUTOTUNE_DEFAULT", "0")
-    workers = options.workers or 2
-    kind, number = parse_devices(options.devices or default_devices(workers))
+    workers = options.workers or min(2, options.batch)
+    kind, number = parse_devices(options.devices or default_devices(workers, options.batch))
     if kind == "gpu" or number == 1:
         return
     if number > workers:
@@ -311,17 +311,23 @@ def same_folder(one, other):
 def _checkpoint_to_resume(given):
     where = given["resume"] or given.get("output") or _newest_run()
     path = Path(where)
-    if path.is_dir():
-        path = path / "checkpoints" / "last.ckpt"
-        if not path.exists():
-            raise UsageError(
-                f"--resume {where}: there is no {path}, so no run has saved anything there yet; "
-                "name the folder of a run or a checkpoint file, or start anew without --resume"
-            )
     try:
+        if path.is_dir():
+            path = path / "checkpoints" / "last.ckpt"
+            if not path.exists():
+                raise UsageError(
+                    f"--resume {where}: there is no {path}, so no run has saved anything there "
+                    "yet; name the folder of a run or a checkpoint file, or start anew without "
+                    "--resume"
+                )
         resumed = checkpoint.load(path)
     except checkpoint.CheckpointError as error:
         raise UsageError(f"--resume {where}: {error}") from None
+    except OSError as error:
+        raise UsageError(
+            f"--resume {where} cannot be read ({error}): name the folder of a run or a checkpoint "
+            "file"
+        ) from None
     if resumed.progress["validated"] >= resumed.config["steps"]:
         raise UsageError(
             f"--resume {where}: this run is finished, with all of its {resumed.step} steps; "

@@ -13,7 +13,8 @@ import numpy as np
 from PIL import Image
 
 from checkpoint import replacing
-from data import DataError, batches
+from console import reader_gone
+from data import DataError, batches, readable
 from images import SUFFIXES, read_image
 from metrics import Confusion
 from options import same_folder
@@ -32,6 +33,8 @@ def main(argv=None):
         return predict(options)
     except DataError as error:
         return f"{sys.argv[0]}: {error}"
+    except BrokenPipeError:
+        return reader_gone()
     except KeyboardInterrupt:
         return 130
 
@@ -67,7 +70,8 @@ def predict(options):
         raise DataError(f"--model names {len(options.model)} models: give one")
     if not 0 <= options.opacity <= 1:
         raise DataError(f"--opacity is {options.opacity}: give a number from 0 to 1")
-    paths = _images_in(options.images)
+    with readable(options.images):
+        paths = _images_in(options.images)
     if same_folder(options.images, options.output):
         raise DataError(
             f"--output {options.output} is the folder of the photos themselves, which masks would "

@@ -30,6 +30,8 @@ def run(options):
     try:
         with Interrupt() as interrupt:
             return Run(options, interrupt, team).go()
+    except BrokenPipeError:
+        raise
     except OSError as error:  # What is read has errors of its own.
         raise cannot_write(options.output, error) from None
 

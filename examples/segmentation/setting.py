@@ -6,7 +6,7 @@ import platform
 import mxnet as mx
 import numpy as np
 
-from data import DigitsOnPhotos
+from data import DigitsOnPhotos, readable
 from options import UsageError, default_devices, parse_devices, share_devices
 from voc import VOCFolder
 
@@ -18,7 +18,7 @@ def find_contexts(options, resumed=None):
     """The MXNet contexts of --devices, those of all workers in the order of their ranks;
     `options.devices` then says them in full."""
     gpus = count_gpus()
-    default = "gpu" if gpus else default_devices(options.workers)
+    default = "gpu" if gpus else default_devices(options.workers, options.batch)
     kind, which = parse_devices(options.devices or default)
     if kind == "cpu":
         number = which
@@ -65,7 +65,8 @@ def count_gpus():
 def open_data(options, progress):
     """(training data, validation data); `progress(items, **settings)` shows a bar."""
     if options.data:
-        folder = VOCFolder(options.data, options.classes, progress)
+        with readable(f"--data {options.data}"):
+            folder = VOCFolder(options.data, options.classes, progress)
         train = folder.train(options.seed, options.size, options.brightness)
         return train, folder.val(options.size, options.val_images)
     settings = {"size": options.size, "brightness": options.brightness}

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import workers
+from console import reader_gone
 from data import DataError
 from options import UsageError, claimed, parse, prepare_environment
 
@@ -35,6 +36,8 @@ def main(argv=None):
     except (UsageError, DataError) as error:
         workers.let_the_first_speak()
         return f"{sys.argv[0]}: {error}"
+    except BrokenPipeError:
+        return reader_gone()
     except KeyboardInterrupt:
         return 130
 

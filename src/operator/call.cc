@@ -174,8 +174,15 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
   // A backward finds none after a forward that fails.
   batches_.clear();
   from_batch_ = is_train && !settings_.use_global_stats;
-  const bool wanted = requests[kOutput] != kNullOp;
-  const ForwardPart whole{arrays.view(kData, settings_.axis),
+  const View view = arrays.view(kData, settings_.axis);
+  if (from_batch_ && view.size() == 0) {
+    throw std::runtime_error(
+        arrays.text(kData) +
+        " holds no values. Do not train the net with it: leave the device out of the step within "
+        "gluon_syncbn.participants.");
+  }
+  const bool wanted = requests[kOutput] != kNullOp && view.size() > 0;
+  const ForwardPart whole{view,
                           arrays.data(kData),
                           gamma(arrays.data(kGamma)),
                           arrays.data(kBeta),
@@ -197,6 +204,12 @@ void Call::backward_pass(const Arrays& arrays, const int* requests) {
   const View view = arrays.view(kBackwardInputs + kData, settings_.axis);
   if (batches_.empty() || static_cast<int64_t>(batches_[0]->channels.size()) != view.C) {
     throw Error(title() + " goes backward through a forward that has failed.");
+  }
+  if (view.size() == 0) {
+    for (const int input : {kGamma, kBeta}) {
+      arrays.clear(kGradients + input, requests[input], gpu_);
+    }
+    return;
   }
   if (recomputes_) running_->goes_backward(settings_.place, number_);
   const BackwardPart whole{view,
