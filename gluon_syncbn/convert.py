@@ -47,8 +47,8 @@ class SyncBatchNormReLU(SyncBatchNorm):
     ``nn.BatchNorm``.
 
     Arguments, parameters, shapes and errors are those of :class:`SyncBatchNorm`, also where MXNet
-    has ``nn.BatchNormReLU`` for nothing but float32 data of 4 dimensions with axis=1 on the CPU, and
-    with NumPy's arrays without the relu.
+    has ``nn.BatchNormReLU`` for nothing but float32 data of 4 dimensions with axis=1 on the CPU.
+    (With NumPy's arrays MXNet leaves its relu out.)
     """
 
     def __init__(self, *args, **kwargs):
