@@ -1,4 +1,4 @@
-"""Steps in which some devices have no data."""
+"""Steps in which some devices have no data, or which may be interrupted."""
 
 import mxnet as mx
 from mxnet.context import Context
@@ -22,9 +22,13 @@ class participants:
                 trainer.step(len(x))
 
     The statistics are those of the samples that there are. At the end devices without data get the
-    running statistics of the others, so that all stay equal, bit for bit. Where all devices of the
-    layers take part it does nothing, and otherwise it waits for what was called before and within
-    it. Layers that have none of the devices are left alone.
+    running statistics of the others, so that all stay equal, bit for bit. It waits for what was
+    called before and within it, but where all devices of the layers take part, for nothing. Layers
+    that have none of the devices are left alone.
+
+    A step that ends in an error, such as Ctrl-C in a notebook after the net was called for one
+    device and before it was for the next, is given up: calls that wait for others fail at once, the
+    error comes out, and the next step begins anew.
 
     Parameters
     ----------
@@ -81,8 +85,11 @@ class participants:
 
     def __exit__(self, kind, error, trace):
         try:
+            if error is not None:
+                _give_up(error)
+            elif self._active:
+                mx.nd.waitall()
             if self._active:
-                mx.nd.waitall() if error is None else _give_up(error)
                 with mx.autograd.pause():
                     for block in _native.blocks():
                         self._share_running_statistics(block)

@@ -1,5 +1,6 @@
 """Steps in which some devices have no data."""
 
+import contextlib
 import gc
 import time
 
@@ -203,6 +204,55 @@ def test_an_error_inside_is_the_users_also_where_a_call_waits():
                 raise error
         assert time.monotonic() - start < 50
         check_all_take_part(layer, 3)
+
+
+@pytest.mark.parametrize("hybridize", [None, {}, {"static_alloc": True, "static_shape": True}])
+@pytest.mark.parametrize("place", ["between two devices", "before backward", "before the update"])
+def test_an_interrupted_step_of_all_devices(place, hybridize):
+    """As in a notebook, where the cell is then run again: it leaves no trace."""
+    devices = contexts(3)
+    group = sbn.SyncGroup(timeout=100)
+
+    def train(interrupted):
+        net = nn.HybridSequential()
+        for _ in range(2):
+            net.add(nn.Dense(4, in_units=4), sbn.SyncBatchNorm(in_channels=4, group=group))
+        mx.random.seed(1)
+        net.initialize(mx.init.Normal(1), ctx=devices)
+        if hybridize is not None:
+            net.hybridize(**hybridize)
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+        for number in range(3):
+            x = np.random.default_rng(number).normal(size=(6, 4)).astype("float32")
+            interrupts = [place, None] if interrupted and number == 1 else [None]
+            for interrupt in interrupts:
+                with contextlib.suppress(KeyboardInterrupt):
+                    step(net, trainer, x, interrupt)
+        mx.nd.waitall()
+        return [parameter.data().asnumpy() for parameter in net.collect_params().values()]
+
+    def step(net, trainer, x, interrupt):
+        with sbn.participants(devices, trainer):
+            losses = []
+            with autograd.record():
+                for part in gluon.utils.split_and_load(mx.nd.array(x), devices):
+                    if losses and interrupt == "between two devices":
+                        raise KeyboardInterrupt
+                    losses.append((net(part) ** 2).sum())
+            if interrupt == "before backward":
+                raise KeyboardInterrupt
+            autograd.backward(losses)
+            if interrupt == "before the update":
+                raise KeyboardInterrupt
+            trainer.step(6)
+
+    start = time.monotonic()
+    found, expected = train(True), train(False)
+    assert time.monotonic() - start < 50
+    if place == "between two devices":
+        for one, other in zip(found, expected):
+            assert_same_bits(one, other)
+    assert all(np.isfinite(array).all() for array in found)
 
 
 NORMS = {
