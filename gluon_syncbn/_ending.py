@@ -10,6 +10,9 @@ import threading
 from ._loading import library, mxnet
 
 CLOSED = "The process ends, and devices do not meet any more."
+# Seconds without anything happening after which a call at the end is taken for one that waits for
+# nothing. A device's operators before its next call may take so long.
+_PATIENCE, _PATIENCE_ALONE = 2.0, 0.5
 _log = logging.getLogger("gluon_syncbn")
 _abandoned = False
 _leaving = []
@@ -54,12 +57,19 @@ def _after_fork():
 
 
 def _at_exit():
+    waiter = threading.Thread(target=_wait_for_all, daemon=True)
     try:
-        if _leaving:
-            _leave()
+        failure = getattr(sys, "last_value", None)
+        if failure is None and not _abandoned:
+            _let_the_last_step_end(waiter)
+        for leave in reversed(_leaving):
+            leave(None if failure is None else f"{type(failure).__name__}: {failure}")
     except KeyboardInterrupt as interrupt:
-        # MXNet's own end would wait for the others too.
-        _log.error("Interrupted at the end of the script, in the wait for that of other processes.")
+        # MXNet's own end would wait too.
+        _log.error(
+            "Interrupted at the end of the script, in the wait for its last step or for other "
+            "processes."
+        )
         sys.last_value = interrupt
         abandon()
     library.gluon_syncbn_close(CLOSED.encode())
@@ -71,6 +81,8 @@ def _at_exit():
     # MXNet first ends the threads of custom operators and then waits for all that is left, for ever
     # where that is a custom operator. So nothing may be left; what depends on a released call is
     # not computed any more.
+    if waiter.is_alive():
+        waiter.join()
     _wait_for_all()
     library.gluon_syncbn_release()
 
@@ -85,24 +97,13 @@ def _exit_code(failure):
     return 1
 
 
-def _leave():
-    """Ends the exchanges with other processes."""
-    failure = getattr(sys, "last_value", None)
-    if failure is None and not _abandoned:
-        _let_others_finish()
-    for leave in reversed(_leaving):
-        leave(None if failure is None else f"{type(failure).__name__}: {failure}")
-
-
-def _let_others_finish():
-    """A script may end before its last step has, for which others may wait. Waits for it, but not
-    for a call that waits here for a device that never comes."""
-    waiter = threading.Thread(target=_wait_for_all, daemon=True)
+def _let_the_last_step_end(waiter):
+    """A script may end before its last step has, for which other processes may wait. Waits for it,
+    but not for a call that waits here for a device that never comes."""
+    patience = _PATIENCE if _leaving else _PATIENCE_ALONE
     waiter.start()
-    stuck = 0
-    while waiter.is_alive() and stuck < 5 and not _abandoned:
+    while waiter.is_alive() and not _abandoned and library.gluon_syncbn_stuck_seconds() < patience:
         waiter.join(0.1)
-        stuck = stuck + 1 if library.gluon_syncbn_waiting() else 0
 
 
 def release_at_the_end():

@@ -113,6 +113,7 @@ LOOK = ctypes.CFUNCTYPE(
 TELL = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_double, ctypes.c_int)
 
 library.gluon_syncbn_cuda.restype = ctypes.c_char_p
+library.gluon_syncbn_stuck_seconds.restype = ctypes.c_double
 library.gluon_syncbn_settle.argtypes = [
     ctypes.c_int64,
     ctypes.c_int64,

@@ -103,6 +103,23 @@ def test_a_script_that_ends_while_a_call_waits(ending, hybridize):
     assert min(took) < most, errors
 
 
+def test_the_last_steps_are_let_end():
+    """Nobody waits for their results in this script, and one device is always late."""
+    body = """
+        a = mx.nd.ones((700, 700), ctx=devices[1]) / 700
+        for _ in range(6):
+            with mx.autograd.record():
+                losses = [net(data[0]).sum()]
+                for _ in range(8):
+                    a = mx.nd.dot(a, a)
+                losses.append(net(data[1] + a[:1, :1].reshape((1, 1, 1, 1))).sum())
+            mx.autograd.backward(losses)
+        wait_until_a_call_waits()
+    """
+    code, output, errors = finish(start(body))
+    assert (code, errors) == (0, ""), errors
+
+
 def test_ctrl_c_while_the_end_of_other_processes_is_waited_for():
     body = """
         from gluon_syncbn import _ending

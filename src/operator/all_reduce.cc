@@ -88,6 +88,12 @@ int AllReduce::waiting() const {
   return static_cast<int>(calls);
 }
 
+double AllReduce::stuck_seconds() const {
+  if (waiting() == 0) return 0;
+  const State::Lock lock(state_->mutex);
+  return Seconds(Clock::now() - state_->last_arrival).count();
+}
+
 Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device, int64_t place) {
   State::Lock lock(state_->mutex);
   state_->check_open(layer);
@@ -177,6 +183,7 @@ void AllReduce::meet(const LayerPtr& layer, const Ticket& ticket, Direction dire
     }
   }
   meeting->arrivals.push_back({device, part});
+  state_->last_arrival = Clock::now();
   if (meeting->arrivals.size() < layer->expected(*meeting)) {
     if (!state_->given_up.empty()) {
       state_->fail(&lock, layer.get(), layer->title(key) + ": " + state_->given_up);

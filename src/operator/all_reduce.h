@@ -170,6 +170,9 @@ class AllReduce {
   // Calls that wait now.
   int waiting() const;
 
+  // For how long some have waited without another's coming. 0 where none waits.
+  double stuck_seconds() const;
+
   // Safe in a signal handler: who still waits half a second from now gets an error.
   static void interrupt();
   // How often that was called.

@@ -103,6 +103,8 @@ struct AllReduce::State {
   // Why nobody is waited for at this moment.
   std::string given_up;
   bool absent = false;
+  // When somebody last came to a meeting.
+  Clock::time_point last_arrival{};
   Present present;
   Observer observer;
 

@@ -191,6 +191,8 @@ const char* gluon_syncbn_cuda() { return cuda_backend() ? cuda_backend()->descri
 
 int gluon_syncbn_waiting() { return process.all_reduce->waiting(); }
 
+double gluon_syncbn_stuck_seconds() { return process.all_reduce->stuck_seconds(); }
+
 int gluon_syncbn_catch_interrupts() {
   struct sigaction action{};
   action.sa_sigaction = on_interrupt;

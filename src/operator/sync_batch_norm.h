@@ -60,6 +60,9 @@ SBN_EXPORT void gluon_syncbn_close(const char* reason);
 // The number of calls that wait for other devices now.
 SBN_EXPORT int gluon_syncbn_waiting();
 
+// For how long some have waited without another's coming; 0 where none waits.
+SBN_EXPORT double gluon_syncbn_stuck_seconds();
+
 // What the CUDA kernels were compiled by and for; null where there are none.
 SBN_EXPORT const char* gluon_syncbn_cuda();
 
