@@ -84,6 +84,7 @@ library = _load()
 # Called by the library.
 WARN = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 FAILED = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_char_p)
+WAITS = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)
 EXCHANGE = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.c_int64,
@@ -121,6 +122,14 @@ library.gluon_syncbn_settle.argtypes = [
     ctypes.c_void_p,
     ctypes.c_int,
     ctypes.c_char_p,
+]
+library.gluon_syncbn_look_for_error.argtypes = [
+    ctypes.c_int64,
+    ctypes.c_int64,
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_void_p,
+    ctypes.c_int,
 ]
 library.gluon_syncbn_watch_begin.restype = ctypes.c_void_p
 library.gluon_syncbn_watch_begin.argtypes = [ctypes.c_void_p]

@@ -9,7 +9,7 @@ import uuid
 import weakref
 
 from . import _ending
-from ._loading import EXCHANGE, FAILED, LOOK, TELL, WARN, mxnet, numpy
+from ._loading import EXCHANGE, FAILED, LOOK, TELL, WAITS, WARN, mxnet, numpy
 from ._loading import library as _library
 
 OP_TYPE = "GluonSyncBatchNorm"
@@ -53,21 +53,29 @@ def _on_failure(number, generation, text):
     """Lets the devices of a layer start anew after a failed step. Runs on the thread that noticed
     the failure."""
     layer = _layers.get(number)
-    block = layer and layer.block()
-    if block is None:
+    if layer is None:
         return
-    block._on_failure(text.decode())
-    arrays = block._running_statistics()
+    layer.fail(text.decode())
+    arrays = layer.running_statistics()
     for device in layer.devices:
-        handles = [array.handle for array in arrays.get(device, ())]
         _library.gluon_syncbn_settle(
-            number,
-            generation,
-            device.encode(),
-            (ctypes.c_void_p * len(handles))(*handles),
-            len(handles),
-            text,
+            number, generation, device.encode(), *_handles(arrays.get(device, ())), text
         )
+
+
+@WAITS
+def _on_waits(number, generation, backward):
+    """Looks for devices that cannot come, as an earlier operation there has failed. Runs on a
+    thread that waits for them."""
+    layer = _layers.get(number)
+    for device, arrays in layer.written_by(backward).items() if layer else ():
+        _library.gluon_syncbn_look_for_error(
+            number, generation, backward, device.encode(), *_handles(arrays)
+        )
+
+
+def _handles(arrays):
+    return (ctypes.c_void_p * len(arrays))(*(array.handle for array in arrays)), len(arrays)
 
 
 @EXCHANGE
@@ -124,6 +132,7 @@ def _register(mxnet):
         HAS_ONEDNN,
         _on_warning,
         _on_failure,
+        _on_waits,
         _on_exchange,
     )
     if status != 0:
@@ -133,23 +142,18 @@ def _register(mxnet):
 
 class Layer:
     """A layer as the native library knows it: a number that no other layer has, a name, devices, a
-    timeout.
+    timeout."""
 
-    `block` is the layer as the user knows it, whose running statistics hold an error after a failed
-    step.
-    """
-
-    def __init__(self, name, block):
+    def __init__(self, name):
         self.number = next(_numbers)
         self.name = name
         self.devices = ()
-        self.block = weakref.ref(block)
         _layers[self.number] = self
         weakref.finalize(
             self, _library.gluon_syncbn_forget, ctypes.c_int64(self.number)
         ).atexit = False
 
-    def configure(
+    def set_devices(
         self,
         devices,
         num_devices,
@@ -160,10 +164,11 @@ class Layer:
         exchange=None,
         misfit="",
     ):
-        """devices: those that may take part, as MXNet names them; num_devices: how many do, None
-        for all; group_size: they meet in groups of so many, 0: in one; ranks: those of `processes`
-        whose sums are added; exchange(key, title, channels, mine): the numbers of all processes,
-        shape (processes, size); misfit: why the layer cannot train there."""
+        """devices: those that may take part, as MXNet names them; none where that is not known, and
+        any num_devices or one do. num_devices: how many do, None for all; group_size: they meet in
+        groups of so many, 0: in one; ranks: those of `processes` whose sums are added;
+        exchange(key, title, channels, mine): the numbers of all processes, shape (processes, size);
+        misfit: why the layer cannot train there."""
         self.devices = tuple(devices)
         self.exchange = exchange
         _library.gluon_syncbn_configure(
@@ -185,6 +190,18 @@ class Layer:
         there."""
         _library.gluon_syncbn_restart(ctypes.c_int64(self.number), variance)
 
+    def fail(self, text):
+        """A step has failed here."""
+
+    def running_statistics(self):
+        """{device: arrays that a forward in training mode changes there}; empty before they have
+        values."""
+        return {}
+
+    def written_by(self, backward):
+        """{device: arrays that a forward in training mode, or a backward, changes there}."""
+        return {}
+
     def set_line(self, key, line, exchange):
         """The messages of this key take the line from now on, and no longer call `exchange`. They
         do again when the layer is configured anew, and after `clear_lines`."""
@@ -204,10 +221,8 @@ def waiting():
     return _library.gluon_syncbn_waiting()
 
 
-def blocks():
-    """Of all layers."""
-    found = [layer.block() for layer in list(_layers.values())]
-    return [block for block in found if block is not None]
+def layers():
+    return list(_layers.values())
 
 
 def set_present(devices):

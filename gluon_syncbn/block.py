@@ -13,7 +13,7 @@ from mxnet.util import is_np_array
 
 from . import _native
 from .functional import is_numpy, sync_batch_norm
-from .group import SyncGroup, default_group, follow_default_group, is_whole
+from .group import SyncGroup, default_group, follow_default_group, is_whole, stop_following
 
 # As MXNet gives it to NumPy, which has no such dtype.
 _BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
@@ -34,18 +34,19 @@ def _same_memory(a, b):
 
 class _Watched(Parameter):
     """A parameter that tells its layers on which contexts it lives, whenever that changes, and when
-    it gets other values than the layers give it."""
+    it gets other values than the layers give it. It keeps them alive: a graph may use the parameter
+    after the block is gone."""
 
     def _init_impl(self, data, ctx_list):
         super()._init_impl(data, ctx_list)
         for layer in self._layers:
-            layer._on_contexts()
-            layer._on_new_values(self)
+            layer.configure()
+            layer.on_new_values(self)
 
     def set_data(self, data):
         super().set_data(data)
         for layer in self._layers:
-            layer._on_new_values(self)
+            layer.on_new_values(self)
 
     def reset_ctx(self, ctx):
         # Calls under way meet on the devices that there were. What failed raises here, as a copy of
@@ -66,15 +67,109 @@ class _Watched(Parameter):
         return {**self.__dict__, "_layers": None}
 
     def __setstate__(self, state):
-        self.__dict__.update(state, _layers=weakref.WeakSet())
+        self.__dict__.update(state, _layers=set())
 
     @classmethod
     def watch(cls, parameter, layer):
         # The object stays the same one: others share it.
         if not isinstance(parameter, cls):
             parameter.__class__ = cls
-            parameter._layers = weakref.WeakSet()
+            parameter._layers = set()
         parameter._layers.add(layer)
+
+    @staticmethod
+    def unwatch(parameter, layer):
+        parameter._layers.discard(layer)
+        # Others may share it.
+        if not parameter._layers:
+            del parameter._layers
+            parameter.__class__ = Parameter
+
+
+class SyncedLayer(_native.Layer):
+    """The part of a layer that outlives its block: its parameters, and which devices synchronize.
+
+    The block and its running statistics hold it. So a graph that was made of the block goes on as
+    long as the parameters are there.
+    """
+
+    def __init__(self, block):
+        parameters = [block.running_mean, block.running_var, block.gamma, block.beta]
+        if block._kwargs["momentum"] is None:
+            parameters.append(block.num_batches_tracked)
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        super().__init__(block.name)
+        for parameter in parameters[:2]:
+            _Watched.watch(parameter, self)
+        self.join(block._own_group, block._num_devices)
+
+    def leave(self):
+        """The block no longer synchronizes."""
+        stop_following(self)
+        for parameter in self._parameters[:2]:
+            if isinstance(parameter(), _Watched):
+                _Watched.unwatch(parameter(), self)
+
+    def join(self, group, num_devices):
+        """Synchronizes with the devices of the group; None: of the default group."""
+        self._own_group, self._num_devices = group, num_devices
+        if group is None:
+            follow_default_group(self)
+        self.configure()
+
+    @property
+    def group(self):
+        return self._own_group or default_group()
+
+    def contexts(self):
+        """The contexts of the parameters, or of their deferred initialization; none before that."""
+        parameter = self._parameters[0]()
+        if parameter is None or parameter._data is None and not parameter._deferred_init:
+            return []
+        return parameter.list_ctx()
+
+    def all_devices(self):
+        return list(self.group.devices or dict.fromkeys(map(str, self.contexts())))
+
+    def device_groups(self):
+        """The devices of this process in lists of those that synchronize."""
+        devices = self.all_devices()
+        size = min(self.group.group_size or len(devices), len(devices))
+        return [devices[i : i + size] for i in range(0, len(devices), size or 1)]
+
+    def configure(self):
+        self.group._configure(self, self.all_devices(), self._num_devices)
+
+    def on_new_values(self, parameter):
+        """Somebody writes a running statistic."""
+        self.restart(variance=parameter is self._parameters[1]())
+
+    def dtype(self):
+        parameter = self._parameters[0]()
+        return np.dtype(parameter.dtype).name if parameter is not None else "?"
+
+    def fail(self, text):
+        self.group._fail(text)
+
+    def running_statistics(self):
+        mean, variance, _, _, *count = (parameter() for parameter in self._parameters)
+        return _by_device([mean, variance, *count], Parameter.list_data)
+
+    def written_by(self, backward):
+        if not backward:
+            return self.running_statistics()
+        trained = [parameter() for parameter in self._parameters[2:4]]
+        trained = [p for p in trained if p is not None and p.grad_req != "null"]
+        return _by_device(trained, Parameter.list_grad)
+
+
+def _by_device(parameters, arrays_of):
+    """{device: arrays}; empty before the parameters have values, or after they are gone."""
+    # An initialization that an error ended leaves some parameters without.
+    if any(parameter is None or parameter._data is None for parameter in parameters):
+        return {}
+    arrays = zip(*map(arrays_of, parameters))
+    return {str(first.context): (first, *others) for first, *others in arrays}
 
 
 class SyncBatchNorm(nn.BatchNorm):
@@ -223,17 +318,8 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def _meet(self):
         """Becomes a layer of its own, whose devices meet each other."""
-        self._layer = _native.Layer(self.name, self)
+        self._layer = SyncedLayer(self)
         self._places = itertools.count()
-        _Watched.watch(self.running_mean, self)
-        _Watched.watch(self.running_var, self)
-        if self._own_group is None:
-            follow_default_group(self)
-        self._on_contexts()
-
-    @property
-    def _group(self):
-        return self._own_group or default_group()
 
     def __getstate__(self):
         return {**self.__dict__, "_layer": None, "_places": None}
@@ -241,42 +327,6 @@ class SyncBatchNorm(nn.BatchNorm):
     def __setstate__(self, state):
         self.__dict__.update(state)
         self._meet()
-
-    def _contexts(self):
-        """The contexts of the parameters, or of their deferred initialization; none before that."""
-        parameter = self.running_mean
-        if parameter._data is None and not parameter._deferred_init:
-            return []
-        return parameter.list_ctx()
-
-    def _devices(self):
-        return list(self._group.devices or dict.fromkeys(map(str, self._contexts())))
-
-    def _meeting_devices(self):
-        """The devices of this process in lists of those that meet."""
-        devices = self._devices()
-        size = min(self._group.group_size or len(devices), len(devices))
-        return [devices[i : i + size] for i in range(0, len(devices), size or 1)]
-
-    def _on_contexts(self):
-        self._group._configure(self._layer, self._devices(), self._num_devices)
-
-    def _on_new_values(self, parameter):
-        self._layer.restart(variance=parameter is self.running_var)
-
-    def _on_failure(self, text):
-        self._group._fail(text)
-
-    def _running_statistics(self):
-        """{device: what a forward in training mode changes there}; empty before it has values."""
-        parameters = [self.running_mean, self.running_var]
-        if self._kwargs["momentum"] is None:
-            parameters.append(self.num_batches_tracked)
-        # An initialization that an error ended leaves some parameters without.
-        if any(parameter._data is None for parameter in parameters):
-            return {}
-        arrays = zip(*(parameter.list_data() for parameter in parameters))
-        return {str(mean.context): (mean, *others) for mean, *others in arrays}
 
     def _clear_cached_op(self):
         super()._clear_cached_op()
@@ -302,7 +352,7 @@ class SyncBatchNorm(nn.BatchNorm):
                 "switched on: give mx.np arrays, such as x.as_np_ndarray(), or call "
                 "mx.npx.reset_np() before the net is made."
             )
-        contexts = self._contexts()
+        contexts = self._layer.contexts()
         if isinstance(x, mx.nd.NDArray) and contexts and x.context not in contexts:
             # As MXNet looks for parameters: a DataLoader's workers give arrays on cpu_shared(0).
             own = [context for context in contexts if _same_memory(context, x.context)]
@@ -320,7 +370,7 @@ class SyncBatchNorm(nn.BatchNorm):
         self, F, x, gamma, beta, running_mean, running_var, num_batches_tracked=None
     ):
         settings = self._kwargs
-        contexts = self._contexts()
+        contexts = self._layer.contexts()
         on_cpu = not contexts or any(context.device_type != "gpu" for context in contexts)
         return sync_batch_norm(
             F,
@@ -344,7 +394,7 @@ class SyncBatchNorm(nn.BatchNorm):
         )
 
     def __repr__(self):
-        group, devices = self._group, self._devices()
+        group, devices = self._layer.group, self._layer.all_devices()
         text = f", virtual_devices={self._virtual_devices}" if self._virtual_devices else ""
         if self._running_variance != "biased":
             text += f", running_variance={self._running_variance}"

@@ -9,14 +9,12 @@ import mxnet as mx
 from mxnet.gluon import SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
-from mxnet.gluon.parameter import Parameter
 
 from ._graph import OUR_OPERATOR, STOCK_OPERATORS
 from ._nets import check_block, clear_caches, walk
 from ._sync_graph import SyncGraph, put_in, read_graph, spliced, take_out
-from .block import SyncBatchNorm, VirtualBatchNorm, _Watched
+from .block import SyncBatchNorm, VirtualBatchNorm
 from .functional import is_numpy
-from .group import _users
 
 _log = logging.getLogger("gluon_syncbn")
 
@@ -323,14 +321,8 @@ def _make_synchronized(layer, template):
 
 def _make_stock(layer):
     kind, settings, added = vars(layer).pop("_stock", None) or _stock_of(layer)
-    _users.discard(layer)
-    for parameter in (layer.running_mean, layer.running_var):
-        if isinstance(parameter, _Watched):
-            parameter._layers.discard(layer)
-            # Others may share it.
-            if not parameter._layers:
-                del parameter._layers
-                parameter.__class__ = Parameter
+    if "_layer" in vars(layer):
+        layer._layer.leave()
     for name in added:
         vars(layer).pop(name, None)
     layer._kwargs = {name: layer._kwargs.get(name, value) for name, value in settings.items()}
@@ -345,7 +337,7 @@ def _stock_of(layer):
 
 def _set(layer, values):
     vars(layer).update(values)
-    layer._on_contexts()
+    layer._layer.join(layer._own_group, layer._num_devices)
 
 
 def _why_not(layer, also, template):

@@ -126,7 +126,13 @@ class SyncGroup:
         here, processes = num_devices or len(devices), self.size
         in_process, ranks, misfit = 0, range(processes), ""
         k = self.group_size
-        if k is not None and here:
+        if k is not None and k < here and not devices:
+            misfit = (
+                f"{layer.name} runs in a graph with parameters that the layer does not know, so "
+                f"groups of {k} devices cannot be formed: name the devices, as in "
+                f"SyncGroup([mx.gpu(0), ...], group_size={k})."
+            )
+        elif k is not None and here:
             if here % k == 0:
                 in_process, ranks = k, None
             elif k % here == 0 and processes % (k // here) == 0:
@@ -140,7 +146,7 @@ class SyncGroup:
                     f"of it that divides {here * processes}."
                 )
         alone = ranks is None or processes == 1
-        layer.configure(
+        layer.set_devices(
             devices,
             num_devices,
             self.timeout,
@@ -188,15 +194,13 @@ class _Exchange:
             state = self._introduced.setdefault(introduction, _Introduction())
             with state.lock:
                 if not state.done:
-                    block = describe().block()
-                    dtype = numpy.dtype(block.running_mean.dtype).name if block else "?"
                     self._introduce(
                         layer_number=key.split()[0],
                         title=title,
                         # The name last, which may be long.
-                        text=f"layer {key.split()[0]} of {channels} channels, {dtype}, {here} "
-                        f"devices in each process, groups of {group_size or 'all'}, "
-                        f"'{describe().name}'",
+                        text=f"layer {key.split()[0]} of {channels} channels, "
+                        f"{describe().dtype()}, {here} devices in each process, "
+                        f"groups of {group_size or 'all'}, '{describe().name}'",
                     )
                     state.done = True
             everyone = self.all_gather(key, title, mine)
@@ -318,12 +322,16 @@ def set_default_group(group):
         mxnet.nd.waitall()
     _default = group
     for layer in list(_users):
-        layer._on_contexts()
+        layer.configure()
 
 
 def follow_default_group(layer):
-    """Has a layer told when the default group changes."""
+    """Configures the layer again whenever the default group changes."""
     _users.add(layer)
+
+
+def stop_following(layer):
+    _users.discard(layer)
 
 
 def is_whole(value):

@@ -73,7 +73,7 @@ class participants:
     def __enter__(self):
         if participants._inside:
             raise ValueError("participants inside participants: leave the outer one first.")
-        if any(self._parts(block) for block in _native.blocks()):
+        if any(self._parts(layer) for layer in _native.layers()):
             # Who has been called already, takes part in a step of all.
             mx.nd.waitall()
             _native.set_present(self._devices)
@@ -91,8 +91,8 @@ class participants:
                 mx.nd.waitall()
             if self._active:
                 with mx.autograd.pause():
-                    for block in _native.blocks():
-                        self._share_running_statistics(block)
+                    for layer in _native.layers():
+                        self._share_running_statistics(layer)
         finally:
             if self._active:
                 _native.set_present([])
@@ -109,10 +109,10 @@ class participants:
             for context in parameter.list_ctx()
         )
 
-    def _parts(self, block):
+    def _parts(self, layer):
         """Of each group of a layer's devices of which some take part and some do not: both."""
         parts = []
-        for group in block._meeting_devices():
+        for group in layer.device_groups():
             present = [device for device in group if device in self._devices]
             absent = [device for device in group if device not in present]
             if present and absent:
@@ -130,9 +130,9 @@ class participants:
                     # What the Trainer looks at to find devices that were forgotten.
                     data._fresh_grad = True
 
-    def _share_running_statistics(self, block):
-        arrays = block._running_statistics()
-        for present, absent in self._parts(block):
+    def _share_running_statistics(self, layer):
+        arrays = layer.running_statistics()
+        for present, absent in self._parts(layer):
             for device in absent:
                 for source, target in zip(arrays.get(present[0], ()), arrays.get(device, ())):
                     source.copyto(target)

@@ -466,7 +466,7 @@ def test_virtual_devices_are_left_alone_and_become_plain():
     net.initialize()
     _, report = convert_sync_batchnorm(net, group=sbn.SyncGroup(), return_report=True)
     assert [entry.path for entry in report.refused] == ["0"]
-    assert net[0]._group.group_size == 1
+    assert net[0]._layer.group.group_size == 1
     revert_sync_batchnorm(net)
     assert [type(layer) for layer in net] == [nn.BatchNorm] * 2
     assert sorted(vars(net[0])) == sorted(vars(nn.BatchNorm(in_channels=3)))
@@ -888,7 +888,7 @@ def test_a_graph_on_gpus_has_no_gate(tmp_path, monkeypatch):
     net = symbol_block(small_net(), tmp_path)
     convert_sync_batchnorm(net)
     gated = operators(net)
-    monkeypatch.setattr(sbn.SyncBatchNorm, "_contexts", lambda layer: [mx.gpu(0)])
+    monkeypatch.setattr(sbn.block.SyncedLayer, "contexts", lambda layer: [mx.gpu(0)])
     net.hybridize()
     assert operators(net) == [operator for operator in gated if operator != "SwapAxis"]
     monkeypatch.undo()

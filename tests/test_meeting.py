@@ -1,6 +1,8 @@
 """What happens when devices do not meet as they should: an error that tells the story, and training
 goes on."""
 
+import functools
+import gc
 import logging
 import time
 
@@ -368,21 +370,151 @@ def test_the_graph_of_another_process_does_not_train(tmp_path):
     step()
 
 
-@pytest.mark.parametrize("num_devices", [None, 2])
-def test_a_graph_with_parameters_of_its_own(num_devices):
-    """As gluoncv's SSD makes one of the backbone that it is given our layer for."""
-    layer = sbn.SyncBatchNorm(in_channels=3, num_devices=num_devices)
+def graph_of(net, **params):
     data = mx.sym.var("data")
-    net = mx.gluon.SymbolBlock(layer(data), data)
-    net.initialize(ctx=contexts(2))
+    return mx.gluon.SymbolBlock(net(data), data, **params)
 
-    def step():
-        fetch(train(net, batch()))
 
-    fails(step, "has parameters of its own", "convert_sync_batchnorm(net)")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_a_graph_that_outlives_its_net(num_devices, mode):
+    """gluoncv's SSD takes the graph and the parameters of a net and forgets the net."""
+    xs = batch()
+
+    def losses(keep_net):
+        mx.random.seed(0)
+        net = build(num_devices=num_devices)
+        graph = graph_of(net, params=net.collect_params())
+        kept = [net] if keep_net else []
+        del net
+        gc.collect()
+        graph.initialize(mx.init.Xavier(), ctx=contexts(2), force_reinit=True)
+        if MODES[mode] is not None:
+            graph.hybridize(**MODES[mode])
+        found = fetch(train(graph, xs))
+        del kept
+        return found, graph
+
+    found, graph = losses(keep_net=False)
+    assert found == losses(keep_net=True)[0]
+    # It fails, and goes on, as the net would.
+    fails(lambda: fetch(train(graph, xs[:1])), "Came: cpu(0). Missing: cpu(1).")
+    clear()
+    fetch(train(graph, xs))
+
+
+def test_a_layer_goes_with_its_parameters():
+    layer = sbn.SyncBatchNorm(in_channels=3)
+    number = layer._layer.number
+    graph = graph_of(layer, params=layer.collect_params())
+    del layer
+    gc.collect()
+    assert number in _native._layers
+    del graph
+    gc.collect()
+    assert number not in _native._layers
+
+
+@pytest.mark.parametrize("num_devices, count", [(2, 2), (None, 1)])
+def test_a_module_on_the_symbol_of_a_net_that_is_gone(num_devices, count):
+    layer = sbn.SyncBatchNorm(prefix="bn_", num_devices=num_devices)
+    symbol = mx.sym.MakeLoss(layer(mx.sym.var("data")))
+    del layer
+    gc.collect()
+    module = mx.mod.Module(symbol, label_names=None, context=contexts(count))
+    module.bind([("data", (4, 3))])
+    module.init_params()
+    x = np.random.default_rng(0).standard_normal((4, 3))
+    module.forward(mx.io.DataBatch([mx.nd.array(x)]), is_train=True)
+    module.backward()
+    y = module.get_outputs()[0].asnumpy()
+    assert_close(y, reference.forward(x, np.ones(3), np.zeros(3)).y, "float32")
+
+
+@pytest.mark.parametrize("num_devices, count", [(2, 2), (None, 1)])
+def test_a_graph_with_parameters_of_its_own(num_devices, count):
+    """The layer does not know these parameters, and where they are."""
+    net = graph_of(sbn.SyncBatchNorm(in_channels=3, num_devices=num_devices))
+    net.initialize(ctx=contexts(count))
+    fetch(train(net, batch(count)))
+
+
+@pytest.mark.parametrize("num_devices, count", [(None, 2), (2, 3)])
+def test_a_graph_with_parameters_of_its_own_on_more_devices(num_devices, count):
+    net = graph_of(sbn.SyncBatchNorm(in_channels=3, num_devices=num_devices))
+    net.initialize(ctx=contexts(count))
+    step = functools.partial(train, net, batch(count))
+    words = "after as many others" if num_devices else "parameters of its own"
+    fails(lambda: [step(), mx.nd.waitall()], words)
     clear()
     sbn.convert_sync_batchnorm(net)
-    step()
+    fetch(step())
+
+
+def test_groups_in_a_graph_with_parameters_of_its_own():
+    group = sbn.SyncGroup(group_size=2, timeout=TIMEOUT)
+    net = graph_of(sbn.SyncBatchNorm(in_channels=3, num_devices=4, group=group))
+    net.initialize(ctx=contexts(4))
+    fails(lambda: fetch(train(net, batch(4))), "groups of 2", "name the devices")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_device_that_fails_before_the_others_are_called(mode, bad):
+    """They learn why at once, and do not wait for it."""
+    net = build(mode, group=sbn.SyncGroup(timeout=20))
+    fetch(train(net, batch()))
+    layer = net[1]
+
+    def step(pause):
+        with mx.util.np_shape(True), autograd.record():
+            ys = []
+            for device in contexts(2):
+                ys.append(layer(mx.nd.ones((0 if device.device_id == bad else 2, 4), ctx=device)))
+                # The failed call is over, and the layer ready for the next step.
+                time.sleep(pause)
+        return ys
+
+    fails(lambda: step(0.5)[1 - bad].wait_to_read(), f"on cpu({bad})", "holds no values")
+    clear()
+    fetch(train(net, batch()))
+
+
+def test_a_step_that_ended_before_the_others_were_called():
+    """A device that goes on is not kept from it by calls that nobody made."""
+    net = build()
+    fetch(train(net, batch()))
+    with mx.util.np_shape(True), autograd.record():
+        net[1](mx.nd.ones((0, 4), ctx=mx.cpu(0)))
+    with pytest.raises(mx.MXNetError, match="holds no values"):
+        mx.nd.waitall()
+    fetch(train(net, batch()))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_earlier_error_on_one_device(mode, direction):
+    """MXNet does not run the layer there. The others are told so, at once where the layer's arrays
+    show it: with static_shape MXNet does not track them."""
+    tracked = mode != "static_shape"
+    net = build(mode, group=sbn.SyncGroup(timeout=20 if tracked else 2))
+    fetch(train(net, batch()))
+    xs = batch()
+    bad = mx.nd.random.normal(0, -1, xs[0].shape, ctx=mx.cpu(0))
+    with autograd.record():
+        losses = [net(x).square().mean() for x in ([bad, xs[1]] if direction == "forward" else xs)]
+        if direction == "backward":
+            losses[0] = losses[0] * bad.sum()
+    for loss in losses:
+        loss.backward()
+    gradient = net[0].weight.grad(mx.cpu(1))
+    fails(gradient.wait_to_read, "Missing: cpu(0)", "earlier operation", "waitall", within=5)
+    with pytest.raises(mx.MXNetError, match="scale parameter in gaussian"):
+        for _ in range(3):
+            mx.nd.waitall()
+    clear()
+    net.collect_params().zero_grad()
+    fetch(train(net, xs))
 
 
 @pytest.mark.parametrize(

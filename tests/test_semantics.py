@@ -116,13 +116,13 @@ def test_a_process_without_data_learns_nothing(kind, momentum):
     results = []
     for absent in (True, False):
         step(layer, first, [len(first)])
-        before = [array.asnumpy() for array in layer._running_statistics()["cpu(0)"]]
+        before = [array.asnumpy() for array in layer._layer.running_statistics()["cpu(0)"]]
         _native.set_absent(absent)
         try:
             results.append(run(layer, second, np.ones_like(second), [len(second)], contexts(1)))
         finally:
             _native.set_absent(False)
-        for found, value in zip(layer._running_statistics()["cpu(0)"], before):
+        for found, value in zip(layer._layer.running_statistics()["cpu(0)"], before):
             assert (found.asnumpy() == value).all() == absent
     for name in ("y", "dx"):
         assert_same_bits(*(getattr(result, name) for result in results), name)

@@ -68,7 +68,7 @@ std::string AllReduce::name(const LayerPtr& layer) const {
 bool AllReduce::shares_memory(const LayerPtr& layer) const {
   const State::Lock lock(state_->mutex);
   state_->check_open(layer);
-  return !layer->config.exchanges() && !layer->config.has_gpus;
+  return !layer->config.exchanges() && !layer->config.has_gpus && !layer->config.devices.empty();
 }
 
 size_t AllReduce::participants(const LayerPtr& layer) const {
@@ -108,22 +108,20 @@ Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device, 
   const auto devices = [&] {
     return std::to_string(config.devices.size()) + " (" + join(config.devices) + ")";
   };
-  if (config.devices.empty()) {
-    fail(
-        "SyncBatchNorm '" + config.name + "' was called on " + device +
-        " by a graph that has parameters of its own, while the layer's were never initialized. "
-        "Call gluon_syncbn.convert_sync_batchnorm(net), which lets the graph of a SymbolBlock meet "
-        "on the graph's parameters, or name the devices in the layer's SyncGroup.");
-  }
-  if (config.participants() > config.devices.size()) {
+  const bool is_known = !config.devices.empty();
+  if (is_known && config.participants() > config.devices.size()) {
     fail("SyncBatchNorm '" + config.name + "' was made with num_devices=" +
          std::to_string(config.num_devices) + ", but the devices of its parameters are " +
          devices() + ". Leave num_devices out, or initialize the net on all devices.");
   }
-  if (!contains(config.devices, device)) {
+  if (is_known && !contains(config.devices, device)) {
     fail("SyncBatchNorm '" + config.name + "' was called on " + device + ", but its devices are " +
          devices() +
          ". Initialize the net on every device in use, or name them all in its SyncGroup.");
+  }
+  if (const auto owed = layer->owed.find(place); owed != layer->owed.end()) {
+    if (owed->second.erase(device)) throw layer->failed_before();
+    if (!layer->unsettled.count(device)) layer->owed.erase(owed);
   }
   if (layer->unsettled.count(device)) throw layer->failed_before();
   const auto present = layer->present_of(state_->present);
@@ -132,8 +130,16 @@ Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device, 
          ", and those who take part in this step are " + join(*present) +
          ": name it in gluon_syncbn.participants.");
   }
-  if (config.num_devices && layer->forward_calls.size() == config.num_devices &&
-      !layer->forward_calls.count(device)) {
+  const size_t most = is_known ? config.num_devices : config.participants();
+  if (most && layer->forward_calls.size() == most && !layer->forward_calls.count(device)) {
+    if (!config.num_devices) {
+      fail("SyncBatchNorm '" + config.name + "' was called on " +
+           layer->forward_calls.begin()->first + " and on " + device +
+           " by a graph that has parameters of its own, so it is not known how many devices take "
+           "part. Call gluon_syncbn.convert_sync_batchnorm(net), which lets the graph of a "
+           "SymbolBlock synchronize on the graph's parameters, or make the layer with num_devices "
+           "or with a SyncGroup that names the devices.");
+    }
     fail("SyncBatchNorm '" + config.name + "' was made with num_devices=" +
          std::to_string(config.num_devices) + ", and after as many others " + device +
          " came too. Leave num_devices out, or name the devices that take part in a SyncGroup.");
@@ -155,7 +161,6 @@ void AllReduce::meet(const LayerPtr& layer, const Ticket& ticket, Direction dire
     open->present = ticket.present;
   }
   const std::shared_ptr<Meeting> meeting = open;
-
   if (meeting->has(device)) {
     state_->fail(&lock, layer.get(),
                  layer->title(key) + ": " + device +
@@ -170,7 +175,8 @@ void AllReduce::meet(const LayerPtr& layer, const Ticket& ticket, Direction dire
                             const std::string& remedy) {
       state_->fail(&lock, layer.get(),
                    layer->title(key) + ": " + first.device + " has " + theirs + ", " + device +
-                       " has " + ours + ". " + remedy);
+                       " has " + ours + ". " + remedy,
+                   device, direction == Direction::kForward ? &ticket : nullptr);
     };
     if (first.part->channels != part->channels) {
       refuse(std::to_string(first.part->channels) + " channels",
@@ -188,7 +194,7 @@ void AllReduce::meet(const LayerPtr& layer, const Ticket& ticket, Direction dire
     if (!state_->given_up.empty()) {
       state_->fail(&lock, layer.get(), layer->title(key) + ": " + state_->given_up);
     }
-    state_->wait(&lock, layer.get(), key, meeting.get(), device);
+    state_->wait(&lock, layer.get(), key, meeting.get(), device, ticket);
     if (!meeting->error.empty()) throw Error(meeting->error);
     return;
   }
@@ -279,9 +285,25 @@ bool AllReduce::has_data(const LayerPtr& layer) const {
   return !state_->absent || (layer && layer->config.exchanges());
 }
 
-void AllReduce::fail(const LayerPtr& layer, const std::string& text) {
+void AllReduce::fail(const LayerPtr& layer, const std::string& text, const std::string& device,
+                     const Ticket* forward) {
   State::Lock lock(state_->mutex);
-  if (layer && state_->closed.empty()) state_->end_step(&lock, layer.get(), text);
+  if (layer && state_->closed.empty()) {
+    state_->end_step(&lock, layer.get(), text, device, forward);
+  }
+}
+
+void AllReduce::lose(int64_t number, int64_t generation, Direction direction,
+                     const std::string& device) {
+  const State::Lock lock(state_->mutex);
+  const LayerPtr layer = state_->find(number);
+  if (!layer || layer->generation != generation) return;
+  for (const auto& [key, meeting] : layer->meetings) {
+    const auto group = layer->group_of(meeting->arrivals[0].device, meeting->present);
+    if (std::get<0>(key) != direction || meeting->has(device) || !contains(group, device)) continue;
+    meeting->lost = device;
+    meeting->changed.notify_all();
+  }
 }
 
 void AllReduce::settle(int64_t number, int64_t generation, const std::string& device) {

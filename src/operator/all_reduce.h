@@ -8,6 +8,7 @@
 #ifndef GLUON_SYNCBN_ALL_REDUCE_H_
 #define GLUON_SYNCBN_ALL_REDUCE_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -28,7 +29,8 @@ enum class Direction { kForward, kBackward };
 // What a layer says of itself.
 struct LayerConfig {
   std::string name;
-  // Who may take part, in rank order, named as MXNet does: "cpu(0)", "gpu(1)".
+  // Who may take part, in rank order, named as MXNet does: "cpu(0)", "gpu(1)". None where that is
+  // not known, as for a graph with parameters of its own: then any num_devices devices, or one.
   std::vector<std::string> devices;
   // How many of them have to come; 0: all.
   size_t num_devices = 0;
@@ -46,7 +48,9 @@ struct LayerConfig {
 
   bool exchanges() const { return processes > 1; }
   size_t participants() const {
-    return group_size ? group_size : num_devices ? num_devices : devices.size();
+    return group_size    ? group_size
+           : num_devices ? num_devices
+                         : std::max<size_t>(1, devices.size());
   }
   // The group of a device; 0 for one that is not of the layer.
   size_t group_of(const std::string& device) const;
@@ -89,6 +93,8 @@ struct Observer {
   std::function<void(const std::string& text)> warn;
   // A step has failed at this layer. Somebody has to settle() each of its devices.
   std::function<void(int64_t layer, int64_t generation, const std::string& text)> failed;
+  // A device has waited a while for others: somebody should lose() those that cannot come.
+  std::function<void(int64_t layer, int64_t generation, Direction)> waits;
   // Writes the values of all processes, one after the other by rank. Returns what went wrong, or
   // nothing.
   std::function<std::string(const Message&, std::vector<double>* all)> exchange;
@@ -149,8 +155,14 @@ class AllReduce {
   // they do, gets an error, until there is no reason any more.
   void give_up(const std::string& reason);
 
-  // Something went wrong on one device: everyone who waits at this layer gets to know at once.
-  void fail(const LayerPtr& layer, const std::string& text);
+  // Something went wrong on one device: everyone who waits at this layer gets to know at once. In a
+  // forward call with a ticket, so does everyone who is still to make the same call.
+  void fail(const LayerPtr& layer, const std::string& text, const std::string& device = "",
+            const Ticket* forward = nullptr);
+
+  // MXNet runs no operation whose arrays hold an earlier operation's error, so this device does not
+  // come any more: whoever waits for it in this generation and direction gets an error.
+  void lose(int64_t number, int64_t generation, Direction direction, const std::string& device);
 
   // After a failure, what a device calls is taken for a part of the failed step until the device is
   // settled, which is when all that was pushed before the failure has gone by.

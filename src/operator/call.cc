@@ -101,15 +101,17 @@ Call::Call(const Settings& settings, const AllReduce::LayerPtr& layer, const cha
 }
 
 int Call::forward(Arrays* arrays, const int* requests, bool is_train) {
-  return run(arrays, kForwardOutputs + kOutput, requests,
+  return run(arrays, kForwardOutputs + kOutput, requests, &ticket_,
              [&] { forward_pass(*arrays, requests, is_train); });
 }
 
 int Call::backward(Arrays* arrays, const int* requests) {
-  return run(arrays, kGradients + kData, requests, [&] { backward_pass(*arrays, requests); });
+  return run(arrays, kGradients + kData, requests, nullptr,
+             [&] { backward_pass(*arrays, requests); });
 }
 
-int Call::run(Arrays* arrays, int written, const int* requests, const std::function<void()>& work) {
+int Call::run(Arrays* arrays, int written, const int* requests, const Ticket* forward,
+              const std::function<void()>& work) {
   std::string text;
   try {
     work();
@@ -118,7 +120,7 @@ int Call::run(Arrays* arrays, int written, const int* requests, const std::funct
     text = error.what();
   } catch (const std::exception& error) {
     text = title() + ": " + error.what();
-    process.all_reduce->fail(layer_, text);
+    process.all_reduce->fail(layer_, text, device_, forward);
   }
   // MXNet's naive engine has no such arrays: there an exception goes straight up to the caller.
   if (process.naive_engine) throw dmlc::Error(text);
@@ -173,7 +175,13 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
   check_device();
   // A backward finds none after a forward that fails.
   batches_.clear();
+  ticket_ = Ticket{-1};
   from_batch_ = is_train && !settings_.use_global_stats;
+  if (is_shared()) {
+    check_engine();
+    // Before anything that may fail on this device alone: others then know which call has failed.
+    ticket_ = process.all_reduce->next_ticket(layer_, device_, settings_.place);
+  }
   const View view = arrays.view(kData, settings_.axis);
   if (from_batch_ && view.size() == 0) {
     throw std::runtime_error(
@@ -189,10 +197,6 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
                           wanted ? arrays.data(kForwardOutputs + kOutput) : nullptr,
                           store_of(requests[kOutput])};
   if (from_batch_ && settings_.running.cumulative) check_count(arrays);
-  if (is_shared()) {
-    check_engine();
-    ticket_ = process.all_reduce->next_ticket(layer_, device_, settings_.place);
-  }
   batches_ =
       gpu_ < 0 ? forward_by_cpu(arrays, requests, whole) : forward_by_cuda(arrays, requests, whole);
 }

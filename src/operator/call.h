@@ -31,8 +31,10 @@ class Call {
   void* contexts[3];
 
  private:
-  // Runs the work of a callback that writes three arrays from `written` on.
-  int run(Arrays* arrays, int written, const int* requests, const std::function<void()>& work);
+  // Runs the work of a callback that writes three arrays from `written` on, with the ticket of a
+  // forward.
+  int run(Arrays* arrays, int written, const int* requests, const Ticket* forward,
+          const std::function<void()>& work);
 
   void check_device() const;
   void check_engine() const;

@@ -11,6 +11,8 @@ namespace gluon_syncbn {
 namespace {
 
 constexpr Seconds kGraceAfterInterrupt{0.5};
+// How long at most before a waiting call looks again for devices that cannot come.
+constexpr Seconds kLongestLook{1};
 // Devices come close after each other, and to wake a sleeping thread takes as long as many a layer:
 // so a call first looks around for this long, unless somebody else wants the core, and lends a hand
 // with what the last to come does for all.
@@ -72,6 +74,7 @@ std::string AllReduce::Layer::title(const Key& key) const {
 }
 
 void AllReduce::Layer::line_up() {
+  owed.clear();
   for (const auto& device : forward_calls) {
     for (const auto& calls : device.second) {
       int64_t& first = first_calls[calls.first];
@@ -112,6 +115,9 @@ std::string AllReduce::Layer::attendance(const Meeting& meeting) const {
     if (!meeting.has(device)) absent.push_back(device);
   }
   const size_t missing = expected(meeting) - came.size();
+  if (config.devices.empty()) {
+    return "Came: " + join(came) + ". Missing: " + std::to_string(missing) + " more.";
+  }
   const std::string share = missing < absent.size() ? std::to_string(missing) + " of " : "";
   return "Came: " + join(came) + ". Missing: " + share + join(absent) + ".";
 }
@@ -128,6 +134,9 @@ std::string AllReduce::Layer::causes(Direction direction) const {
             "what leads to another: give autograd.backward the list of the losses."
           : "the layer is called more often on one device than on another; num_devices is "
             "larger than the number of devices in use.";
+  text +=
+      " Or an earlier operation on the missing device has failed, and MXNet runs nothing that "
+      "depends on it: mx.nd.waitall() raises its error.";
   if (std::count_if(config.devices.begin(), config.devices.end(), is_cpu) > 1) {
     const char* slots = std::getenv("MXNET_CPU_TEMP_COPY");
     text +=
@@ -147,14 +156,26 @@ void AllReduce::Layer::start_anew(const std::string& why) {
   meetings.clear();
   forward_calls.clear();
   first_calls.clear();
+  owed.clear();
   mail.clear();
   failure = why;
   ++generation;
   mail_came.notify_all();
 }
 
-void AllReduce::Layer::fail(const std::string& why) {
+void AllReduce::Layer::fail(const std::string& why, const std::string& device,
+                            const Ticket* forward) {
+  std::set<std::string> late;
+  if (forward && forward->generation == generation) {
+    for (const std::string& other : group_of(device, forward->present)) {
+      const auto calls = forward_calls.find(other);
+      const bool has_called = calls != forward_calls.end() && calls->second.count(forward->place) &&
+                              calls->second.at(forward->place) > forward->number;
+      if (other != device && !has_called) late.insert(other);
+    }
+  }
   start_anew(why);
+  if (!late.empty()) owed[forward->place] = std::move(late);
   unsettled.insert(config.devices.begin(), config.devices.end());
 }
 
@@ -178,25 +199,29 @@ void AllReduce::State::check_open(const LayerPtr& layer) const {
   }
 }
 
-void AllReduce::State::end_step(Lock* lock, Layer* layer, const std::string& text) {
-  layer->fail(text);
+void AllReduce::State::end_step(Lock* lock, Layer* layer, const std::string& text,
+                                const std::string& device, const Ticket* forward) {
+  layer->fail(text, device, forward);
+  // Nobody knows the arrays of a layer that is gone.
+  if (!registered.count(layer->number)) layer->unsettled.clear();
   const int64_t generation = layer->generation;
   const auto failed = observer.failed;
   lock->unlock();
   if (failed) failed(layer->number, generation, text);
 }
 
-void AllReduce::State::fail(Lock* lock, Layer* layer, const std::string& text) {
-  end_step(lock, layer, text);
+void AllReduce::State::fail(Lock* lock, Layer* layer, const std::string& text,
+                            const std::string& device, const Ticket* forward) {
+  end_step(lock, layer, text, device, forward);
   throw Error(text);
 }
 
 void AllReduce::State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeting,
-                            const std::string& device) {
+                            const std::string& device, const Ticket& ticket) {
   const Seconds timeout(layer->config.timeout_seconds);
   const Clock::time_point start = Clock::now();
   const unsigned interrupts_before = AllReduce::interrupts();
-  Seconds since_interrupt{0};
+  Seconds since_interrupt{0}, next_look{0};
   lock->unlock();
   thread_pool().help([&] { return meeting->over.load(); }, kAwake);
   lock->lock();
@@ -213,7 +238,22 @@ void AllReduce::State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Mee
              " s for the other devices. " + layer->attendance(*meeting) + " ";
     };
     const Direction direction = std::get<0>(key);
+    if (!meeting->lost.empty()) {
+      fail(lock, layer,
+           story() + "An earlier operation on " + meeting->lost +
+               " has failed, and MXNet runs nothing that depends on it: mx.nd.waitall() raises its "
+               "error.",
+           meeting->lost, direction == Direction::kForward ? &ticket : nullptr);
+    }
     if (waited > timeout) fail(lock, layer, story() + layer->causes(direction));
+    if (observer.waits && waited > next_look) {
+      next_look = std::min(2 * waited, waited + kLongestLook);
+      const auto waits = observer.waits;
+      lock->unlock();
+      waits(layer->number, ticket.generation, direction);
+      lock->lock();
+      if (meeting->over) return;
+    }
 
     if (AllReduce::interrupts() != interrupts_before) since_interrupt += slice;
     if (since_interrupt > kGraceAfterInterrupt) fail(lock, layer, story() + "Interrupted.");

@@ -44,6 +44,8 @@ struct AllReduce::Meeting {
   // All have come, and what they came for is being done: nobody leaves.
   bool joining = false;
   std::string error;
+  // A device that cannot come.
+  std::string lost;
   // To look at without the lock.
   std::atomic<bool> over{false};
   std::condition_variable changed;
@@ -69,6 +71,9 @@ struct AllReduce::Layer {
   // By place: the number of the first call of a device that has made none yet.
   std::map<int64_t, int64_t> first_calls;
   std::map<Key, std::shared_ptr<Meeting>> meetings;
+  // By place: the devices whose next forward call belongs to a failed step, as they had not made it
+  // when it failed. Void once another device goes on at that place.
+  std::map<int64_t, std::set<std::string>> owed;
   // By place: what came of backward calls that this process has not come to, or not all others.
   std::map<int64_t, Mailbox> mail;
   std::condition_variable mail_came;
@@ -87,8 +92,9 @@ struct AllReduce::Layer {
   std::string causes(Direction direction) const;
   // Ends all meetings and starts a new generation.
   void start_anew(const std::string& why);
-  // The same, after an error.
-  void fail(const std::string& why);
+  // The same, after an error; in a forward call of one device, where there is a ticket.
+  void fail(const std::string& why, const std::string& device = "",
+            const Ticket* forward = nullptr);
   Error failed_before() const;
 };
 
@@ -111,11 +117,13 @@ struct AllReduce::State {
   LayerPtr find(int64_t number) const;
   void check_open(const LayerPtr& layer) const;
   // Ends the step for everyone at this layer, and tells the observer, with the lock open.
-  void end_step(Lock* lock, Layer* layer, const std::string& text);
-  [[noreturn]] void fail(Lock* lock, Layer* layer, const std::string& text);
+  void end_step(Lock* lock, Layer* layer, const std::string& text, const std::string& device = "",
+                const Ticket* forward = nullptr);
+  [[noreturn]] void fail(Lock* lock, Layer* layer, const std::string& text,
+                         const std::string& device = "", const Ticket* forward = nullptr);
   // Sleeps until the meeting is over. Throws Error when it cannot be waited for any longer.
   void wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeting,
-            const std::string& device);
+            const std::string& device, const Ticket& ticket);
 };
 
 }  // namespace gluon_syncbn

@@ -43,6 +43,18 @@ struct Settlement {
   }
 };
 
+// An operation on a device's arrays that the engine skips where they hold an error.
+struct Look {
+  int64_t layer, generation;
+  Direction direction;
+  std::string device;
+  bool has_run = false;
+
+  ~Look() {
+    if (!has_run) process.all_reduce->lose(layer, generation, direction, device);
+  }
+};
+
 // Handles SIGINT, after whoever did so before.
 struct sigaction previous_interrupt_action;
 
@@ -65,7 +77,7 @@ const char* gluon_syncbn_version() { return GLUON_SYNCBN_VERSION; }
 
 int gluon_syncbn_register(void* const* api, const char* word, int naive_engine, int onednn,
                           void (*warn)(const char*), void (*failed)(int64_t, int64_t, const char*),
-                          gluon_syncbn_exchange exchange) {
+                          void (*waits)(int64_t, int64_t, int), gluon_syncbn_exchange exchange) {
   std::memcpy(&mxnet, api, sizeof(mxnet));
   process.word = word;
   process.naive_engine = naive_engine != 0;
@@ -74,6 +86,9 @@ int gluon_syncbn_register(void* const* api, const char* word, int naive_engine, 
   observer.warn = [warn](const std::string& text) { warn(text.c_str()); };
   observer.failed = [failed](int64_t layer, int64_t generation, const std::string& text) {
     failed(layer, generation, text.c_str());
+  };
+  observer.waits = [waits](int64_t layer, int64_t generation, Direction direction) {
+    waits(layer, generation, direction == Direction::kBackward);
   };
   observer.exchange = [exchange](const Message& message, std::vector<double>* all) {
     const auto size = static_cast<int64_t>(message.values.size());
@@ -178,6 +193,16 @@ int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device, v
     delete settlement;
   }
   return status;
+}
+
+int gluon_syncbn_look_for_error(int64_t layer, int64_t generation, int backward, const char* device,
+                                void** arrays, int num_arrays) {
+  const Direction direction = backward ? Direction::kBackward : Direction::kForward;
+  return mxnet.engine_push_sync([](void*, void* look) { static_cast<Look*>(look)->has_run = true; },
+                                new Look{layer, generation, direction, device},
+                                [](void* look) { delete static_cast<Look*>(look); }, &kCpuContext,
+                                arrays, num_arrays, nullptr, 0, &kCpuPrioritized, 0,
+                                "SyncBatchNormLook");
 }
 
 void gluon_syncbn_close(const char* reason) {

@@ -22,6 +22,7 @@ SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process, int 
                                      int onednn, void (*warn)(const char* text),
                                      void (*failed)(int64_t layer, int64_t generation,
                                                     const char* text),
+                                     void (*waits)(int64_t layer, int64_t generation, int backward),
                                      gluon_syncbn_exchange exchange);
 
 // In the child of a fork, before which nobody waited: no threads, and every layer starts anew.
@@ -53,6 +54,11 @@ SBN_EXPORT void gluon_syncbn_restart(int64_t layer, int variance);
 // at once.
 SBN_EXPORT int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device,
                                    void** arrays, int num_arrays, const char* text);
+
+// Finds out whether these arrays of a device hold an error, once everything that was pushed before
+// has gone by. If they do, whoever waits for the device gets an error too: see AllReduce::lose.
+SBN_EXPORT int gluon_syncbn_look_for_error(int64_t layer, int64_t generation, int backward,
+                                           const char* device, void** arrays, int num_arrays);
 
 // The process ends: releases all who wait, with an error.
 SBN_EXPORT void gluon_syncbn_close(const char* reason);

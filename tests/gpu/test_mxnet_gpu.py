@@ -90,21 +90,10 @@ class Results:
         self.running = [[p.mean.asnumpy(), p.var.asnumpy(), p.batches.asnumpy()] for p in parts]
 
 
-class Owner:
-    """Stands for a block."""
-
-    def _on_failure(self, text):
-        pass
-
-    def _running_statistics(self):
-        return {}
-
-
 def run(devices, x, dy, gamma, beta, dtype="float32", axis=1, training=True, before=None, **more):
     """Forward and backward over the devices."""
-    owner = Owner()
-    layer = sbn._native.Layer("layer", owner)
-    layer.configure([str(device) for device in devices], None, 60)
+    layer = sbn._native.Layer("layer")
+    layer.set_devices([str(device) for device in devices], None, 60)
     cut = [len(x) * i // len(devices) for i in range(len(devices) + 1)]
     parts = [
         Device(device, x[a:b], dy[a:b], gamma, beta, dtype, before)
