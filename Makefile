@@ -15,18 +15,19 @@ python := .venv/bin/python
 pip := $(python) -m pip -qq --no-input
 library := gluon_syncbn/libgluon_syncbn.so
 
-native_headers := $(wildcard src/operator/*.h src/operator/*.inc src/operator/*.cuh tests/native/*.h tests/native/*.inc)
-native_tests := $(filter-out $(WITHOUT:%=tests/native/%.cc),$(wildcard tests/native/*.cc))
-tested_sources := $(filter-out src/operator/sync_batch_norm.cc,$(wildcard src/operator/*.cc))
-formatted := $(wildcard $(foreach ext,h cc cu cuh,src/operator/*.$(ext) tests/native/*.$(ext)) src/operator/*.inc tests/native/*.inc)
+native_headers := $(wildcard $(foreach ext,h inc cuh,src/operator/*/*.$(ext) src/operator/*/*/*.$(ext)) tests/native/*.h tests/native/*/*.h tests/native/*/*.inc)
+native_tests := $(filter-out $(WITHOUT:%=tests/native/%.cc),$(wildcard tests/native/*/test_*.cc))
+# Without what only the whole library has: its version.
+tested_sources := $(filter-out src/operator/api/layers.cc,$(wildcard src/operator/*/*.cc))
+formatted := $(wildcard $(foreach ext,h cc cu cuh inc,src/operator/*/*.$(ext) src/operator/*/*/*.$(ext) tests/native/*.$(ext) tests/native/*/*.$(ext) tests/gpu/*.$(ext)))
 
 build := build/native/$(FLAVOUR)
 objects := $(tested_sources:src/operator/%.cc=$(build)/%.o)
-programs := $(native_tests:tests/native/%.cc=$(build)/%)
+programs := $(native_tests:tests/native/%.cc=$(build)/tests/%)
 build_native = @$(MAKE) --no-print-directory -j$(shell nproc)
 # The library with CUDA on the host: what CPU contexts do, GPU code does.
 fake_cuda := $(build)/fake_cuda/libgluon_syncbn.so
-compile = $(CXX) -std=c++17 -pthread -fPIC -ffp-contract=off $(FLAGS) $(CXXFLAGS) -Isrc/operator
+compile = $(CXX) -std=c++17 -pthread -fPIC -ffp-contract=off $(FLAGS) $(CXXFLAGS) -Isrc/operator -Itests/native
 
 ifeq ($(filter cpu cu112,$(MXNET)),)
 $(error MXNET=$(MXNET) is unknown: choose MXNET=cpu, or MXNET=cu112 for GPUs with CUDA 11)
@@ -87,10 +88,10 @@ warnings: $(ready)python ## compile everything with warnings as errors
 # The sanitizers want their shadow memory at fixed addresses, which only `setarch -R` keeps free on some kernels.
 sanitize: export TSAN_OPTIONS = halt_on_error=1:second_deadlock_stack=1
 sanitize: export UBSAN_OPTIONS = print_stacktrace=1
-# test_cuda_kernels runs in one thread, whose 256 fibers ThreadSanitizer takes for threads and comes to a stop over.
+# cuda/test_cuda_kernels runs in one thread, whose 256 fibers ThreadSanitizer takes for threads and comes to a stop over.
 sanitize: ## run the native tests under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer
 	$(build_native) run-native FLAVOUR=thread FLAGS="-O1 -g -fsanitize=thread" RUN="$(fixed_addresses)" \
-	    WITHOUT=test_cuda_kernels
+	    WITHOUT=cuda/test_cuda_kernels
 	$(build_native) run-native FLAVOUR=address FLAGS="-O1 -g -fsanitize=address,undefined \
 	    -fno-sanitize-recover=all -fno-omit-frame-pointer" RUN="$(fixed_addresses)"
 fixed_addresses = $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
@@ -117,21 +118,21 @@ $(objects): $(build)/%.o: src/operator/%.cc $(native_headers)
 	@mkdir -p $(@D)
 	$(compile) -c $< -o $@
 
-$(programs): $(build)/%: tests/native/%.cc $(objects) $(native_headers)
+$(programs): $(build)/tests/%: tests/native/%.cc $(objects) $(native_headers)
 	@mkdir -p $(@D)
 	$(compile) $< $(objects) -o $@
 
 fake-cuda: $(fake_cuda)
 
-$(build)/sync_batch_norm.o: version = -fvisibility=hidden \
+$(build)/api/layers.o: version = -fvisibility=hidden \
     '-DGLUON_SYNCBN_VERSION="$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' gluon_syncbn/_version.py)"'
-$(build)/sync_batch_norm.o: src/operator/sync_batch_norm.cc gluon_syncbn/_version.py $(native_headers)
+$(build)/api/layers.o: src/operator/api/layers.cc gluon_syncbn/_version.py $(native_headers)
 	@mkdir -p $(@D)
 	$(compile) $(version) -c $< -o $@
 
-$(fake_cuda): tests/fake_cuda/backend.cc $(objects) $(build)/sync_batch_norm.o $(native_headers)
+$(fake_cuda): tests/gpu/fake_cuda_backend.cc tests/gpu/kernel_api.cc $(objects) $(build)/api/layers.o $(native_headers)
 	@mkdir -p $(@D)
-	$(compile) -fvisibility=hidden -Itests/native -shared $< $(objects) $(build)/sync_batch_norm.o -o $@
+	$(compile) -fvisibility=hidden -shared $(filter %.cc,$^) $(objects) $(build)/api/layers.o -o $@
 
 # The files .venv/ready-* say what has been installed there, so that a second run has nothing to set up.
 $(ready)python:
@@ -150,7 +151,7 @@ $(ready)python:
 	@touch $@
 
 missing_library := $(if $(wildcard $(library)),,rebuild)
-$(ready)library: pyproject.toml setup.py $(wildcard src/operator/*) $(missing_library) | $(ready)python
+$(ready)library: pyproject.toml setup.py $(wildcard src/operator/*/*) $(missing_library) | $(ready)python
 	@echo "Building $(library)"
 	@$(pip) install --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -9,19 +9,23 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
-SOURCES = sorted(glob("src/operator/*.cc"))
-CUDA_SOURCES = sorted(glob("src/operator/*.cu"))
-EXPORTS = "src/operator/exports.map"
-HEADERS = sorted(sum((glob(f"src/operator/*.{kind}") for kind in ("h", "inc", "cuh")), []))
+FOLDER = "src/operator"
+SOURCES = sorted(glob(f"{FOLDER}/*/*.cc"))
+CUDA_SOURCES = sorted(glob(f"{FOLDER}/*/*.cu"))
+EXPORTS = f"{FOLDER}/api/exports.map"
+HEADERS = sorted(
+    path for kind in ("h", "inc", "cuh") for path in glob(f"{FOLDER}/**/*.{kind}", recursive=True)
+)
 
 # -ffp-contract=off: no result may depend on whether the compiler fuses a multiplication with an
 # addition. No -march: the binary runs on every machine of its architecture, and the sources choose
 # vector code when they run.
 COMPILE = "-std=c++17 -O3 -fPIC -pthread -fvisibility=hidden -ffp-contract=off".split()
+COMPILE.append(f"-I{FOLDER}")
 
 # -fmad=false: as above. IEEE division and square root are the default.
 NVCC = "-std=c++17 -O3 -fmad=false -Xfatbin=-compress-all".split()
-NVCC += ["-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off"]
+NVCC += [f"-I{FOLDER}", "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off"]
 
 # The oldest that has C++17 and --threads.
 OLDEST_NVCC = (11, 2)
@@ -156,7 +160,7 @@ def build_library(sources, version, folder, library):
     os.makedirs(folder, exist_ok=True)
 
     def compile_source(source, command):
-        output = os.path.join(folder, os.path.basename(source) + ".o")
+        output = os.path.join(folder, re.sub(r"\W+", "_", os.path.relpath(source, FOLDER)) + ".o")
         run([*command, "-c", source, "-o", output])
         return output
 

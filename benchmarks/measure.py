@@ -13,7 +13,7 @@ from mxnet import autograd, gluon
 from tqdm import tqdm
 
 from gluon_syncbn import SyncBatchNorm
-from gluon_syncbn.functional import sync_batch_norm
+from gluon_syncbn.layers.operator import sync_batch_norm
 
 WARM_UP = 3
 MOST_SETTLING_ROUNDS = 60

@@ -49,10 +49,11 @@ def _is_run():
 
 if not _is_run():
     # First, as it explains what is wrong where MXNet or the native library cannot be loaded.
-    from . import _native  # noqa: F401  isort:skip
+    from . import native  # noqa: F401  isort:skip
     from . import distributed
-    from .block import SyncBatchNorm, VirtualBatchNorm
-    from .convert import SyncBatchNormReLU, convert_sync_batchnorm, revert_sync_batchnorm
-    from .deploy import Exported, ExportError, FileError, export
-    from .group import SyncGroup, set_default_group
-    from .participants import participants
+    from .convert.conversion import convert_sync_batchnorm, revert_sync_batchnorm
+    from .deploy.export import Exported, ExportError, FileError, export
+    from .distributed.group import SyncGroup, set_default_group
+    from .layers.batch_norm import SyncBatchNorm, SyncBatchNormReLU
+    from .layers.virtual import VirtualBatchNorm
+    from .training.participants import participants

@@ -35,24 +35,24 @@ def main(arguments=None):
 
 def _run(options, fail):
     if options.command == "doctor":
-        from ._doctor import doctor
+        from .cli.doctor import doctor
 
         return doctor()
     try:
         # A module of the user's, for --net, finds it whole.
         if not hasattr(sys.modules[__package__], "SyncBatchNorm"):
             importlib.reload(sys.modules[__package__])
-        from . import _commands
+        from .cli import checkpoints
     except ImportError as error:
         fail(error)
     try:
-        return getattr(_commands, options.command)(options)
+        return getattr(checkpoints, options.command)(options)
     except UnicodeEncodeError as error:
         fail(
             f"{error.object!r} is no name in UTF-8, as MXNet needs it: rename the file, or choose "
             "another name."
         )
-    except _commands.ERRORS as error:
+    except checkpoints.ERRORS as error:
         fail(error)
 
 

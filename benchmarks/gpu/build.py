@@ -56,12 +56,13 @@ def build(architectures):
     setup.run = _quiet
     version = re.search(r'"(.+)"', (ROOT / "gluon_syncbn/_version.py").read_text())[1]
     library, test = FOLDER / "libgluon_syncbn.so", FOLDER / "test_cuda_kernels"
-    objects = setup.build_library(setup.SOURCES, version, str(FOLDER), str(library))
+    sources = [*setup.SOURCES, "tests/gpu/kernel_api.cc"]
+    objects = setup.build_library(sources, version, str(FOLDER), str(library))
     runtime = [f"-L{setup.static_cuda_runtime(setup.find_nvcc())}", "-lcudart_static", "-ldl"]
     flags = ["-std=c++17", "-O2", "-pthread", "-ffp-contract=off", "-DSBN_REAL_CUDA"]
-    source = "tests/native/test_cuda_kernels.cc"
-    objects = [each for each in objects if not each.endswith("sync_batch_norm.cc.o")]
-    command = [*setup.find_compiler(), *flags, "-Isrc/operator", source, *objects]
+    source = "tests/native/cuda/test_cuda_kernels.cc"
+    objects = [each for each in objects if not each.endswith("api_layers_cc.o")]
+    command = [*setup.find_compiler(), *flags, "-Isrc/operator", "-Itests/native", source, *objects]
     _quiet([*command, "-o", str(test), *runtime, "-lrt"])
     return library, test
 

@@ -35,7 +35,7 @@ def settle(options):
 def launch(options, arguments):
     """Run train.py with the same arguments in `options.workers` processes; return its status."""
     try:
-        from gluon_syncbn import launch as launcher
+        from gluon_syncbn.launch import __main__ as launcher
     except ModuleNotFoundError as error:
         if error.name != "gluon_syncbn":
             raise

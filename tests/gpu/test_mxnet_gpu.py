@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 mx = pytest.importorskip("mxnet")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import reference  # noqa: E402
 
 import gluon_syncbn as sbn  # noqa: E402
-import reference  # noqa: E402
-from gluon_syncbn.functional import sync_batch_norm  # noqa: E402
+from gluon_syncbn.layers.operator import sync_batch_norm  # noqa: E402
 
 STAND_INS = os.environ.get("GPUS_FOR_TESTS", "").split()
 GPUS = [mx.cpu(int(name[len("cpu(") : -1])) for name in STAND_INS]
@@ -27,7 +28,7 @@ GPUS = GPUS or [mx.gpu(i) for i in range(mx.context.num_gpus())]
 CPU = mx.cpu(7)
 if not GPUS:
     pytest.skip("MXNet finds no GPU", allow_module_level=True)
-if not sbn._native.cuda_kernels():
+if not sbn.native.cuda_kernels():
     pytest.skip("the library was built without CUDA kernels", allow_module_level=True)
 
 # The largest difference over the largest value; see tests/tolerances.py.
@@ -92,7 +93,7 @@ class Results:
 
 def run(devices, x, dy, gamma, beta, dtype="float32", axis=1, training=True, before=None, **more):
     """Forward and backward over the devices."""
-    layer = sbn._native.Layer("layer")
+    layer = sbn.native.Layer("layer")
     layer.set_devices([str(device) for device in devices], None, 60)
     cut = [len(x) * i // len(devices) for i in range(len(devices) + 1)]
     parts = [

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "sums.h"
+#include "numerics/sums.h"
 
 namespace gluon_syncbn {
 

@@ -1,0 +1,1 @@
+"""Makes the batch normalization of a built net synchronized, and plain again."""

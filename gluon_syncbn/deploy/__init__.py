@@ -1,0 +1,1 @@
+"""Writes nets for stock MXNet and ONNX Runtime."""

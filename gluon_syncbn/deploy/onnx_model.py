@@ -1,0 +1,227 @@
+"""ONNX from a stock graph: MXNet's converters, and what has to be mended around them."""
+
+import contextlib
+import io
+import re
+
+import mxnet as mx
+import numpy as np
+
+from ..graph.symbols import ExportError
+
+# MXNet's converters write operators as of version 13. BatchNormalization of 15 is the same, but
+# also takes float16 data with float32 parameters. From 18 on others have changed.
+OPSET = 15
+_IR_VERSION = 8
+_CONVERTERS = (13, 12)
+_INSTALL = "pip install 'gluon_syncbn[onnx]' (onnx 1.16.2 and onnxruntime)"
+# Operators of MXNet's NumPy that its converters lack, and what is the same and has one. (Those that
+# take the same attributes: layers such as Convolution have one operator for both.)
+_SAME = {
+    "_npi_add": "broadcast_add",
+    "_npi_subtract": "broadcast_sub",
+    "_npi_multiply": "broadcast_mul",
+    "_npi_true_divide": "broadcast_div",
+    "_npi_add_scalar": "_plus_scalar",
+    "_npi_subtract_scalar": "_minus_scalar",
+    "_npi_rsubtract_scalar": "_rminus_scalar",
+    "_npi_multiply_scalar": "_mul_scalar",
+    "_npi_true_divide_scalar": "_div_scalar",
+    "_npi_rtrue_divide_scalar": "_rdiv_scalar",
+    "_npi_power_scalar": "_power_scalar",
+    "_npi_absolute": "abs",
+    "_npi_exp": "exp",
+    "_npi_log": "log",
+    "_npi_negative": "negative",
+    "_npi_sqrt": "sqrt",
+    "_npi_square": "square",
+    "_npi_tanh": "tanh",
+    "_npi_mean": "mean",
+    "_np_sum": "sum",
+    "_np_copy": "_copy",
+    "_npx_relu": "relu",
+    "_npx_sigmoid": "sigmoid",
+}
+# Operators that MXNet's converters know by their nodes' names alone, as those that MXNet gives:
+# without such a word, 2 - x is converted to x - 2.
+_TOLD_BY_NAME = {"_rminus_scalar": "_rminusscalar", "_rdiv_scalar": "_rdivscalar"}
+# By how much the input is changed, in relation, where a net's own rounding is in question, and how
+# many times the change that makes of the output a runtime's rounding may come to.
+_NUDGE, _AMPLIFIED = 2.0**-20, 10
+# Of the largest value of an output. float16: each layer rounds its output to 11 bits.
+TOLERANCE = {"float16": 3e-2, "float32": 1e-5, "float64": 1e-5}
+
+
+def load_onnx():
+    """(onnx, onnxruntime, the class of MXNet's converter). Raises ExportError."""
+    try:
+        import onnx
+        import onnxruntime
+        from mxnet.onnx.mx2onnx._export_onnx import MXNetGraph
+    except ImportError as error:
+        raise ExportError(
+            f"onnx= needs packages that cannot be imported ({error}): {_INSTALL}."
+        ) from error
+    if not MXNetGraph.registry_ or not hasattr(onnx, "mapping"):
+        raise ExportError(
+            f"MXNet's converters do not work with onnx {onnx.__version__}: {_INSTALL}."
+        )
+    return onnx, onnxruntime, MXNetGraph
+
+
+def missing_operators(graph):
+    """{operator that MXNet cannot convert to ONNX: names of its nodes} of a Graph."""
+    _, _, converter = load_onnx()
+    known = set().union(*(converter.registry_.get(version, {}) for version in _CONVERTERS))
+    missing = {}
+    for node in graph.nodes():
+        if node.op not in known:
+            missing.setdefault(node.op, []).append(node.name)
+    return missing
+
+
+def to_onnx(graph, arrays, shapes, dtype):
+    """The bytes of an ONNX model of a Graph, checked with ``onnx.checker``.
+
+    arrays: {name: NDArray}; shapes: {name of an input: shape}; dtype: that of the inputs.
+    Raises ExportError, which names every operator that cannot be converted.
+    """
+    onnx, _, converter = load_onnx()
+    for node in graph.nodes():
+        node.op = _SAME.get(node.op, node.op)
+        word = _TOLD_BY_NAME.get(node.op, "")
+        if word not in node.name:
+            node.name += word
+    missing = missing_operators(graph)
+    if missing:
+        text = ", ".join(f"{op} ({_some(names)})" for op, names in sorted(missing.items()))
+        raise ExportError(
+            f"MXNet {mx.__version__} cannot convert these operators to ONNX: {text}. Export "
+            "without onnx=, or build the net without them."
+        )
+    symbol = graph.symbol()
+    types = [onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))] * len(shapes)
+    ordered = [name for name in symbol.list_inputs() if name in shapes]
+    try:
+        # Those converters print the names.
+        with _checks_as_of(onnx, OPSET), contextlib.redirect_stdout(io.StringIO()):
+            made = converter().create_onnx_graph_proto(
+                symbol,
+                dict(arrays),
+                [shapes[name] for name in ordered],
+                types,
+                opset_version=OPSET,
+                dynamic=False,  # What is promised is what is compared.
+            )
+    except Exception as error:  # The converters raise all kinds.
+        raise ExportError(
+            f"MXNet {mx.__version__} cannot convert this net to ONNX ({_line(error)}). Export "
+            "without onnx=, or build the net without that."
+        ) from error
+    _drop_constant_inputs(made)
+    _order_outputs(made, symbol)
+    model = onnx.helper.make_model(
+        made,
+        producer_name="gluon_syncbn",
+        opset_imports=[onnx.helper.make_opsetid("", OPSET)],
+        ir_version=_IR_VERSION,
+    )
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except Exception as error:  # Of several classes that are not exported.
+        raise ExportError(f"onnx.checker refuses the model ({_line(error)}).") from error
+    return model.SerializeToString()
+
+
+def compare(model, evaluate, inputs, dtype):
+    """The largest difference between ONNX Runtime's outputs and MXNet's, evaluate(inputs), relative
+    to the largest value of an output; an ExportError where it is above TOLERANCE."""
+    _, runtime, _ = load_onnx()
+    expected = evaluate(inputs)
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3
+    try:
+        session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        outputs = session.run(None, inputs)
+    except Exception as error:  # Of several classes that are not exported.
+        raise ExportError(f"ONNX Runtime cannot run the model ({_line(error)}).") from error
+    worst = 0.0
+    tolerance = TOLERANCE[np.dtype(dtype).name]
+    for number, (output, wanted) in enumerate(zip(outputs, expected)):
+        error = relative_error(output, wanted)
+        if not error <= tolerance:
+            nudged = {name: x.astype(np.float64) * (1 + _NUDGE) for name, x in inputs.items()}
+            own = relative_error(evaluate(nudged)[number], wanted)
+            raise ExportError(
+                f"ONNX Runtime's output {number} differs from MXNet's by {error:.2g} of the "
+                f"largest value, and at most {tolerance:g} was expected: "
+                + (
+                    f"the net amplifies rounding, as MXNet's own changes by {own:.2g} where its "
+                    f"input does by {_NUDGE:.2g}."
+                    if error <= _AMPLIFIED * own < np.inf
+                    else "a converter of MXNet's does not fit this net."
+                )
+                + " Export without onnx=."
+            )
+        worst = max(worst, error)
+    return worst
+
+
+def relative_error(output, wanted):
+    """The largest difference over the largest value; infinite where shapes differ."""
+    if output.shape != wanted.shape:
+        return np.inf
+    output, wanted = output.astype(np.float64), wanted.astype(np.float64)
+    if not wanted.size or np.array_equal(output, wanted):
+        return 0.0
+    return float(np.abs(output - wanted).max() / (np.abs(wanted).max() or 1))
+
+
+@contextlib.contextmanager
+def _checks_as_of(onnx, opset):
+    """MXNet's converter has its result checked, against the newest operators unless told so."""
+    context = onnx.checker.DEFAULT_CONTEXT
+    before = context.ir_version, dict(context.opset_imports)
+    context.ir_version, context.opset_imports = _IR_VERSION, {"": opset}
+    try:
+        yield
+    finally:
+        context.ir_version, context.opset_imports = before
+
+
+def _drop_constant_inputs(made):
+    """A parameter that is an input too may change, so that a runtime could not prepare it."""
+    constant = {tensor.name for tensor in made.initializer}
+    inputs = [value for value in made.input if value.name not in constant]
+    del made.input[:]
+    made.input.extend(inputs)
+
+
+def _order_outputs(made, symbol):
+    """MXNet's converter gives the outputs in the order of their nodes."""
+    by_name = {value.name: value for value in made.output}
+    names = [_output_name(name) for name in symbol.list_outputs()]
+    if len(names) == len(by_name) and set(names) == set(by_name):
+        del made.output[:]
+        made.output.extend(by_name[name] for name in names)
+        return
+    raise ExportError(
+        f"MXNet's converter gives the outputs {', '.join(by_name)}, and {', '.join(names)} were "
+        "expected: let each output of the net be one of another node. Export without onnx=."
+    )
+
+
+def _output_name(name):
+    if name.endswith("_output"):
+        return name[: -len("_output")]
+    return re.sub(r"_output(\d)$", r"\1", name)
+
+
+def _some(names):
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _line(error):
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else ""
+    return f"{type(error).__name__}: {text[:300]}"

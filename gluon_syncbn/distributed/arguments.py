@@ -1,0 +1,28 @@
+"""Checks of arguments."""
+
+import math
+import os
+
+import numpy
+
+TIMEOUT_VARIABLE = "GLUON_SYNCBN_TIMEOUT"
+_DEFAULT_TIMEOUT = 300.0
+
+
+def is_whole(value):
+    return isinstance(value, (int, numpy.integer)) and not isinstance(value, bool)
+
+
+def seconds(timeout):
+    """A timeout as a number: of the environment where it is None."""
+    source = "timeout"
+    if timeout is None:
+        source = TIMEOUT_VARIABLE
+        timeout = os.environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT)
+    try:
+        number = float(timeout)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"{source} is {timeout!r}: give a number of seconds above 0, such as 300.")
+    return number

@@ -1,0 +1,196 @@
+"""Who reduces together, and how long they wait for each other."""
+
+import weakref
+
+import mxnet
+from mxnet.context import Context
+
+from .arguments import is_whole, seconds
+from .exchange import Exchange
+
+
+class SyncGroup:
+    """The devices that share their statistics.
+
+    Parameters
+    ----------
+    devices : list of Context, optional
+        Who takes part in this process, each in every call of a layer of this group. By default the
+        contexts on which the layer's parameters live.
+    store : object, optional
+        What joins this process with others: a :class:`gluon_syncbn.distributed.KVStoreReducer`, a
+        :class:`gluon_syncbn.distributed.HorovodReducer`, or anything that has
+
+        - ``rank`` and ``size``, this process's number and how many there are;
+        - ``all_reduce(key, array)``, which returns the sum of the float64 arrays, all of one
+          shape, that the processes give for one `key` (a short str). A sum with zeros has to be
+          exact: every process puts its numbers where all others have zeros. It is called on
+          threads that MXNet made, for several keys at once but never twice at a time for one, and
+          raises when it cannot get an answer. Where it takes ``timeout``, it gets the group's.
+
+        With a store, every process makes its groups and layers in the same order.
+    timeout : float, optional
+        Seconds for which a device or a process waits for the others. A tenth of it brings a
+        warning, all of it ends in an MXNetError that tells who came and who did not. By default
+        the environment variable ``GLUON_SYNCBN_TIMEOUT``, or else 300.
+    group_size : int, optional
+        Splits the devices of all processes into groups of so many, in the order of ranks and of
+        devices, each with statistics of its own: 1 is batch normalization without synchronization,
+        None is one group of all. It has to divide the number of devices of a process, or to be a
+        multiple of it that divides the number of all devices.
+
+    Raises
+    ------
+    ValueError
+        Where a device is named twice, the store lacks something, or a number makes no sense.
+    MXNetError
+        Where a layer's result is waited for in training, when `group_size` does not fit its
+        devices. In inference any number does.
+
+    References
+    ----------
+    Groups smaller than the cluster: J. Peng et al., MegDet, CVPR 2018.
+    """
+
+    def __init__(self, devices=None, store=None, timeout=None, group_size=None):
+        if isinstance(devices, Context):
+            devices = [devices]
+        if devices is not None and not (
+            isinstance(devices, (list, tuple)) and all(isinstance(d, Context) for d in devices)
+        ):
+            raise ValueError(
+                f"SyncGroup got devices={devices!r}: give a list of contexts, such as "
+                "[mx.gpu(0), mx.gpu(1)]."
+            )
+        names = None if devices is None else tuple(str(device) for device in devices)
+        if names is not None and (not names or len(set(names)) != len(names)):
+            raise ValueError(
+                f"SyncGroup got devices={list(names)}: name each device that takes part once, or "
+                "leave devices out for those on which the parameters live."
+            )
+        if group_size is not None and not (is_whole(group_size) and group_size > 0):
+            raise ValueError(
+                f"SyncGroup got group_size={group_size!r}: give the number of devices that "
+                "synchronize with each other, or None for all."
+            )
+        self.devices = names
+        self.timeout = seconds(timeout)
+        self.group_size = None if group_size is None else int(group_size)
+        self.store = store
+        self._exchange = None if store is None else Exchange(store, self.timeout)
+
+    @property
+    def size(self):
+        """The number of processes."""
+        return 1 if self._exchange is None else self._exchange.size
+
+    def __deepcopy__(self, memo):
+        # Copies of a layer meet in the same group; a store is a connection, of which there is one.
+        return self
+
+    def __reduce__(self):
+        if self.store is not None:
+            raise TypeError(
+                "A SyncGroup with a store is a connection to other processes and cannot be "
+                "pickled: save the net's parameters, or set the group with "
+                "gluon_syncbn.set_default_group in the process that loads the net."
+            )
+        devices = self.devices and [_context(name) for name in self.devices]
+        return SyncGroup, (devices, None, self.timeout, self.group_size)
+
+    def __repr__(self):
+        devices = "those of the parameters" if self.devices is None else list(self.devices)
+        text = f"SyncGroup(devices={devices}, timeout={self.timeout:g}"
+        if self.group_size:
+            text += f", group_size={self.group_size}"
+        if self.store is not None:
+            text += f", process {self.store.rank} of {self.size}"
+        return text + ")"
+
+    def _fail(self, text):
+        """A step of a layer has failed here."""
+        if self._exchange is not None:
+            self._exchange.fail(text)
+
+    def _configure(self, layer, devices, num_devices):
+        """Tells a `native.Layer` whom it meets."""
+        here, processes = num_devices or len(devices), self.size
+        in_process, ranks, misfit = 0, range(processes), ""
+        k = self.group_size
+        if k is not None and k < here and not devices:
+            misfit = (
+                f"{layer.name} runs in a graph with parameters that the layer does not know, so "
+                f"groups of {k} devices cannot be formed: name the devices, as in "
+                f"SyncGroup([mx.gpu(0), ...], group_size={k})."
+            )
+        elif k is not None and here:
+            if here % k == 0:
+                in_process, ranks = k, None
+            elif k % here == 0 and processes % (k // here) == 0:
+                span = k // here
+                first = self.store.rank // span * span
+                ranks = range(first, first + span)
+            else:
+                misfit = (
+                    f"SyncGroup was made with group_size={k}, and {layer.name} has {here} devices "
+                    f"in each of {processes} processes: choose a divisor of {here}, or a multiple "
+                    f"of it that divides {here * processes}."
+                )
+        alone = ranks is None or processes == 1
+        layer.set_devices(
+            devices,
+            num_devices,
+            self.timeout,
+            group_size=in_process if here > in_process else 0,
+            processes=1 if alone else processes,
+            ranks=range(1) if alone else ranks,
+            exchange=None if alone else self._exchange.of(layer, here, k),
+            misfit=misfit,
+        )
+
+
+_default = None
+_users = weakref.WeakSet()
+
+
+def default_group():
+    """The group of all layers that were made without one."""
+    return _default or SyncGroup()
+
+
+def set_default_group(group):
+    """Sets the group of all layers, present and future, that were made without one.
+
+    Parameters
+    ----------
+    group : SyncGroup or None
+        None: all devices of the layer's parameters, in this process alone.
+
+    Raises
+    ------
+    ValueError
+        For anything else.
+    """
+    global _default
+    if group is not None and not isinstance(group, SyncGroup):
+        raise ValueError(f"group is {group!r}: give a gluon_syncbn.SyncGroup, or None.")
+    if group is not _default:
+        # Calls under way are the old group's, whose other processes wait for them.
+        mxnet.nd.waitall()
+    _default = group
+    for layer in list(_users):
+        layer.configure()
+
+
+def follow_default_group(layer):
+    """Configures the layer again whenever the default group changes."""
+    _users.add(layer)
+
+
+def stop_following(layer):
+    _users.discard(layer)
+
+
+def _context(name):
+    kind, number = name[:-1].split("(")
+    return Context(kind, int(number))

@@ -1,0 +1,205 @@
+"""Uneven numbers of batches."""
+
+import reprlib
+from collections.abc import Mapping
+
+import mxnet as mx
+import numpy
+
+from .. import native
+from ..training.trainer import before_adding_up, check_trainer, clear, trained
+from .group import default_group
+
+
+class join:
+    """Goes through the batches of this process until no process has any left.
+
+    ::
+
+        for batch in (steps := sbn.distributed.join(loader, trainer)):
+            with autograd.record():
+                ...
+            trainer.step(steps.batch_size)
+
+    A process that runs out of batches goes on with its last one, so that it still meets the others
+    in every layer and in the Trainer. It brings nothing: its sums count for no samples, and its
+    gradients are set to zero before the Trainer adds them. So the others have the statistics and
+    the gradients of the samples that there are, and all processes keep the same parameters. The
+    running statistics of a layer follow no batch a second time: they stay where no process of the
+    layer's group has data, and in this one where the layer exchanges nothing with others.
+    (``torch.distributed.algorithms.Join`` does the same for PyTorch.) It costs one small message
+    per step.
+
+    Parameters
+    ----------
+    batches : iterable
+    trainer : mxnet.gluon.Trainer, optional
+        Whose gradients are set to zero. With ``grad_req="add"`` nothing is added to them instead,
+        and the loop may change them as ever: by ``zero_grad()`` of a Parameter or of all, or
+        through ``parameter.grad()`` (``parameter.data().grad`` is another array meanwhile).
+        Without a Trainer, both are left to the loop: see `absent`.
+    group : SyncGroup, optional
+        By default that of the layers: see :func:`gluon_syncbn.set_default_group`.
+    early_stop : bool
+        End for all processes as soon as one has no batch left.
+
+    Attributes
+    ----------
+    absent : bool
+        Whether this process has run out of batches, and the present one is one that it had before.
+    batch_size : int
+        The number of samples of all processes in this step: what ``trainer.step`` wants. A batch's
+        samples are counted along the first axis of the first array in it, which may be in lists,
+        tuples, dicts, and the ``data`` of an ``mx.io.DataBatch``. (Horovod's DistributedTrainer
+        divides by the number of processes too: give it ``steps.batch_size / hvd.size()``.)
+    processes : int
+        How many processes bring a batch to this step.
+
+    Raises
+    ------
+    ValueError
+        Where a process has no batch at all.
+    TypeError
+        For anything but a Trainer as `trainer`, and for a batch without an array.
+    RuntimeError
+        Where a process does not come to the step.
+    """
+
+    def __init__(self, batches, trainer=None, group=None, early_stop=False):
+        check_trainer(trainer, "join")
+        self._batches = batches
+        self._trainer = trainer
+        self._end_hook = None
+        # The gradients that are added to, while backward writes elsewhere: by id.
+        self._aside = {}
+        self._exchange = (group or default_group())._exchange
+        self._early_stop = early_stop
+        self.absent = False
+        self.batch_size = self.processes = 0
+
+    def __iter__(self):
+        remaining = iter(self._batches)
+        # A loop around this one may have run out of batches.
+        around = _set_absent(False)
+        nothing = object()
+        last = nothing
+        try:
+            while True:
+                batch = nothing if self.absent else next(remaining, nothing)
+                if not self._agree(batch is not nothing, batch):
+                    return
+                if batch is nothing:
+                    if last is nothing:
+                        raise ValueError(
+                            "join: this process has no batch at all, and so none to go on with. "
+                            "Give each process at least one."
+                        )
+                    self._become_absent()
+                    batch = last
+                    # In each step, as the loop may make new gradients.
+                    self._set_sums_aside()
+                yield batch
+                last = batch
+        finally:
+            self._come_back(around)
+
+    def _agree(self, have, batch):
+        """Whether there is a next step."""
+        mine = numpy.array([have, _samples(batch) if have else 0], dtype=numpy.float64)
+        everyone = mine.reshape(1, -1)
+        if self._exchange is not None:
+            everyone = self._exchange.all_gather("join", "gluon_syncbn.distributed.join", mine)
+        self.processes, self.batch_size = (int(n) for n in everyone.sum(axis=0))
+        return self.processes == len(everyone) if self._early_stop else self.processes > 0
+
+    def _become_absent(self):
+        if self.absent:
+            return
+        self.absent = True
+        _set_absent(True)
+        if self._trainer is not None:
+            self._end_hook = before_adding_up(self._trainer, self._bring_nothing)
+
+    def _bring_nothing(self):
+        if not _absent:  # In a loop within this one.
+            return
+        for parameter in trained(self._trainer):
+            if parameter.grad_req != "add":
+                for gradient in parameter.list_grad():
+                    clear(gradient)
+
+    def _sums(self):
+        """(value, gradient) of what gradients are added up for."""
+        for parameter in trained(self._trainer) if self._trainer is not None else ():
+            if parameter.grad_req == "add":
+                yield from zip(parameter._data, parameter._grad)
+
+    def _set_sums_aside(self):
+        for value, gradient in self._sums():
+            if id(gradient) not in self._aside:
+                self._aside[id(gradient)] = gradient
+                # Not added, too: with static_shape, a compiled net looks for other arrays only
+                # where it has written, or where the request has changed.
+                _send_gradient(value, gradient.copy(), "write")
+
+    def _bring_sums_back(self):
+        for value, gradient in self._sums():
+            if id(gradient) in self._aside:
+                _send_gradient(value, gradient, "add")
+        self._aside = {}
+
+    def _come_back(self, around):
+        try:
+            _set_absent(around)
+        finally:
+            if self.absent:
+                self.absent = False
+                self._bring_sums_back()
+                if self._end_hook is not None:
+                    self._end_hook()
+
+
+_absent = False
+
+
+def _set_absent(absent):
+    """Whether the process brings nothing to the layers from now on. Returns what was before."""
+    global _absent
+    before, _absent = _absent, absent
+    if absent != before:
+        try:
+            # Calls of the last step may still be on their way to their meetings.
+            mx.nd.waitall()
+        finally:
+            native.set_absent(absent)
+    return before
+
+
+def _send_gradient(value, array, request):
+    # What the Trainer looks at to find out that there was no backward.
+    fresh = value._fresh_grad
+    mx.autograd.mark_variables([value], [array], request)
+    value._fresh_grad = fresh
+
+
+def _samples(batch):
+    for array in _arrays(batch):
+        return array.shape[0]
+    raise TypeError(
+        f"join got a batch in which there is no array: {reprlib.repr(batch)}. Its samples are "
+        "counted along the first axis of an array: let the loader give an array, an "
+        "mx.io.DataBatch, or a list, tuple or dict with one in it."
+    )
+
+
+def _arrays(batch):
+    if isinstance(batch, mx.io.DataBatch):
+        batch = batch.data
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        for part in batch:
+            yield from _arrays(part)
+    # Numbers of NumPy's have a shape too, of no axes.
+    elif getattr(batch, "shape", ()):
+        yield batch

@@ -1,0 +1,1 @@
+"""python -m gluon_syncbn.launch: the processes of a distributed training."""

@@ -1,0 +1,1 @@
+"""The layers, and the operator that they call."""

@@ -1,0 +1,147 @@
+"""The operator as one call."""
+
+import mxnet as mx
+from mxnet.contrib.amp import amp
+
+from .. import native
+
+_NUMPY = (mx.np.ndarray, mx.sym.np._Symbol)
+
+
+def is_numpy(x):
+    """Whether it is one of MXNet's NumPy arrays, or a symbol that stands for one."""
+    return isinstance(x, _NUMPY)
+
+
+def _without_amp(function):
+    """An operator as it is before ``amp.init`` wraps it. AMP would cast the data of every custom
+    operator to float32, which it does not do to BatchNorm."""
+    while getattr(function, "__globals__", None) is vars(amp):
+        wrapped = function.__code__.co_freevars.index("f")
+        function = function.__closure__[wrapped].cell_contents
+    return function
+
+
+def sync_batch_norm(
+    F,
+    x,
+    gamma,
+    beta,
+    running_mean,
+    running_var,
+    num_batches_tracked=None,
+    *,
+    layer,
+    axis=1,
+    momentum=0.9,
+    epsilon=1e-5,
+    fix_gamma=False,
+    use_global_stats=False,
+    running_variance="biased",
+    virtual_devices=0,
+    gate=False,
+    place=-1,
+    name=None,
+):
+    r"""Batch normalization over all devices of `layer` (Ioffe and Szegedy, 2015).
+
+    With x of shape (N, C, S), all axes before the channel's taken as N and all behind it as S, and
+    sums over n and s on all devices, M values in all:
+
+    .. math::
+        \mu_c &= \frac1M \sum x_{ncs} \qquad \sigma_c^2 = \frac1M \sum (x_{ncs} - \mu_c)^2 \\
+        y_{ncs} &= \gamma_c \frac{x_{ncs} - \mu_c}{\sqrt{\sigma_c^2 + \epsilon}} + \beta_c
+
+    In training mode the running statistics become ``momentum * running + (1 - momentum) * batch``,
+    with the variance above, or with :math:`\sigma_c^2 M / (M - 1)` where `running_variance` is
+    "unbiased" and M > 1. With ``momentum=None`` they are the mean over all batches: for the n-th,
+    1 - 1/n takes the place of the momentum. In inference, and with `use_global_stats`, they take
+    the place of the batch's, and no device waits for another.
+
+    Backward, with :math:`\hat x = (x - \mu) / \sqrt{\sigma^2 + \epsilon}`:
+
+    .. math::
+        d\beta_c = \sum dy_{ncs} \qquad d\gamma_c = \sum dy_{ncs} \hat x_{ncs} \qquad
+        dx_{ncs} = \frac{\gamma_c}{\sqrt{\sigma_c^2 + \epsilon}}
+            \left(dy_{ncs} - \frac{d\beta_c}{M} - \hat x_{ncs} \frac{d\gamma_c}{M}\right)
+
+    where dx takes the sums over all devices; dgamma and dbeta are written as those of the device
+    alone, which a Trainer adds.
+
+    With `virtual_devices` the samples of x, along the first axis, are cut into so many chunks, the
+    first of them larger by one where that does not come out even. Sums run over one chunk each, no
+    device waits for another, and the running statistics become the mean of those that the chunks'
+    devices would have.
+
+    Parameters
+    ----------
+    F : module
+        mxnet.nd or mxnet.sym, as in ``hybrid_forward``.
+    x : NDArray or Symbol
+        Data of 2 to 5 dimensions, float16, bfloat16, float32 or float64. Here and below also
+        MXNet's NumPy arrays and symbols.
+    gamma, beta, running_mean, running_var : NDArray or Symbol
+        Shape (C,), float64 for data of float64 and float32 for all other. The last two are changed
+        in training mode.
+    num_batches_tracked : NDArray or Symbol
+        Shape (1,), with ``momentum=None`` only: counts the batches.
+    layer : native.Layer
+        Whose devices meet.
+    axis, momentum, epsilon, use_global_stats, running_variance, virtual_devices
+        As in :class:`gluon_syncbn.SyncBatchNorm` and :class:`gluon_syncbn.VirtualBatchNorm`.
+    fix_gamma : bool
+        Whether gamma is taken for 1, and its gradient is 0.
+    name : str, optional
+        Of the node in a graph.
+    gate : {True, False, None}
+        Whether to shield the operator from oneDNN's memory layouts on the CPU. MXNet frees the
+        plain copy of an array in such a layout before the operator, which runs asynchronously, has
+        read it. True: a SwapAxis of equal axes in front and behind copies x, y and their gradients
+        into memory that stays. False: the caller knows that x and dy come from no oneDNN operator.
+        None: the graph is for GPUs; on the CPU it raises.
+    place : int
+        In a graph, a number of its own for each node of the layer: calls of equal number meet. With
+        ``static_shape`` MXNet does not keep the nodes of one layer in order.
+
+    Returns
+    -------
+    y : NDArray or Symbol
+        Of the shape and dtype of x.
+
+    Raises
+    ------
+    MXNetError
+        At once for shapes and dtypes that do not fit. Where y is waited for: when a device of the
+        layer does not come within the layer's timeout, comes twice, or brings another number of
+        channels.
+    """
+    as_numpy = is_numpy(x)
+    arrays = [x, gamma, beta, running_mean, running_var]
+    if momentum is None:
+        arrays.append(num_batches_tracked)
+    # The same memory and the same graph: what MXNet has for NumPy's arrays takes no others, and
+    # all else not those.
+    x, *others = (each.as_nd_ndarray() for each in arrays)
+    swap_axis = _without_amp(F.SwapAxis)
+    if gate:
+        x = swap_axis(x, dim1=0, dim2=0)
+    y = _without_amp(F.Custom)(
+        x,
+        *others,
+        name=name,
+        op_type=native.OP_TYPE,
+        layer=layer.number,
+        process=native.PROCESS,
+        axis=axis,
+        momentum=momentum,
+        epsilon=epsilon,
+        fix_gamma=fix_gamma,
+        use_global_stats=use_global_stats,
+        unbiased=running_variance == "unbiased",
+        virtual_devices=virtual_devices,
+        gpu_only=gate is None,
+        place=place,
+    )[0]
+    if gate:
+        y = swap_axis(y, dim1=0, dim2=0)
+    return y.as_np_ndarray() if as_numpy else y

@@ -1,0 +1,150 @@
+"""The part of a layer that outlives its block, and parameters that know their layers."""
+
+import weakref
+
+import mxnet as mx
+import numpy as np
+from mxnet.gluon.parameter import Parameter
+
+from .. import native
+from ..distributed.group import default_group, follow_default_group, stop_following
+
+
+class _Watched(Parameter):
+    """A parameter that tells its layers on which contexts it lives, whenever that changes, and when
+    it gets other values than the layers give it. It keeps them alive: a graph may use the parameter
+    after the block is gone."""
+
+    def _init_impl(self, data, ctx_list):
+        super()._init_impl(data, ctx_list)
+        for layer in self._layers:
+            layer.configure()
+            layer.on_new_values(self)
+
+    def set_data(self, data):
+        super().set_data(data)
+        for layer in self._layers:
+            layer.on_new_values(self)
+
+    def reset_ctx(self, ctx):
+        # Calls under way meet on the devices that there were. What failed raises here, as a copy of
+        # an array that holds an error would never be filled.
+        mx.nd.waitall()
+        super().reset_ctx(ctx)
+
+    def cast(self, dtype):
+        self._raise_errors()
+        super().cast(dtype)
+
+    def _raise_errors(self):
+        for array in self._data or ():
+            array.wait_to_read()
+
+    def __getstate__(self):
+        # The layers of a copy or of a pickle come and watch by themselves.
+        return {**self.__dict__, "_layers": None}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state, _layers=set())
+
+    @classmethod
+    def watch(cls, parameter, layer):
+        # The object stays the same one: others share it.
+        if not isinstance(parameter, cls):
+            parameter.__class__ = cls
+            parameter._layers = set()
+        parameter._layers.add(layer)
+
+    @staticmethod
+    def unwatch(parameter, layer):
+        parameter._layers.discard(layer)
+        # Others may share it.
+        if not parameter._layers:
+            del parameter._layers
+            parameter.__class__ = Parameter
+
+
+class SyncedLayer(native.Layer):
+    """The part of a layer that outlives its block: its parameters, and which devices synchronize.
+
+    The block and its running statistics hold it. So a graph that was made of the block goes on as
+    long as the parameters are there.
+    """
+
+    def __init__(self, block):
+        parameters = [block.running_mean, block.running_var, block.gamma, block.beta]
+        if block._kwargs["momentum"] is None:
+            parameters.append(block.num_batches_tracked)
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        super().__init__(block.name)
+        for parameter in parameters[:2]:
+            _Watched.watch(parameter, self)
+        self.join(block._own_group, block._num_devices)
+
+    def leave(self):
+        """The block no longer synchronizes."""
+        stop_following(self)
+        for parameter in self._parameters[:2]:
+            if isinstance(parameter(), _Watched):
+                _Watched.unwatch(parameter(), self)
+
+    def join(self, group, num_devices):
+        """Synchronizes with the devices of the group; None: of the default group."""
+        self._own_group, self._num_devices = group, num_devices
+        if group is None:
+            follow_default_group(self)
+        self.configure()
+
+    @property
+    def group(self):
+        return self._own_group or default_group()
+
+    def contexts(self):
+        """The contexts of the parameters, or of their deferred initialization; none before that."""
+        parameter = self._parameters[0]()
+        if parameter is None or parameter._data is None and not parameter._deferred_init:
+            return []
+        return parameter.list_ctx()
+
+    def all_devices(self):
+        return list(self.group.devices or dict.fromkeys(map(str, self.contexts())))
+
+    def device_groups(self):
+        """The devices of this process in lists of those that synchronize."""
+        devices = self.all_devices()
+        size = min(self.group.group_size or len(devices), len(devices))
+        return [devices[i : i + size] for i in range(0, len(devices), size or 1)]
+
+    def configure(self):
+        self.group._configure(self, self.all_devices(), self._num_devices)
+
+    def on_new_values(self, parameter):
+        """Somebody writes a running statistic."""
+        self.restart(variance=parameter is self._parameters[1]())
+
+    def dtype(self):
+        parameter = self._parameters[0]()
+        return np.dtype(parameter.dtype).name if parameter is not None else "?"
+
+    def fail(self, text):
+        self.group._fail(text)
+
+    def running_statistics(self):
+        mean, variance, _, _, *count = (parameter() for parameter in self._parameters)
+        return _by_device([mean, variance, *count], Parameter.list_data)
+
+    def written_by(self, backward):
+        if not backward:
+            return self.running_statistics()
+        trained = [parameter() for parameter in self._parameters[2:4]]
+        trained = [p for p in trained if p is not None and p.grad_req != "null"]
+        return _by_device(trained, Parameter.list_grad)
+
+
+def _by_device(parameters, arrays_of):
+    """{device: arrays}; empty before the parameters have values, or after they are gone."""
+    # An initialization that an error ended leaves some parameters without.
+    if any(parameter is None or parameter._data is None for parameter in parameters):
+        return {}
+    arrays = zip(*map(arrays_of, parameters))
+    return {str(first.context): (first, *others) for first, *others in arrays}

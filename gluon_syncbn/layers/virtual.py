@@ -1,0 +1,61 @@
+"""VirtualBatchNorm: several devices' batch normalization on one device."""
+
+from ..distributed.arguments import is_whole
+from ..distributed.group import SyncGroup
+from .batch_norm import SyncBatchNorm
+
+
+class VirtualBatchNorm(SyncBatchNorm):
+    r"""Batch normalization as by several devices that do not synchronize, on each device.
+
+    The batch of a device is cut along its first axis into `virtual_devices` chunks, the first of
+    them larger by one sample where that does not come out even. Each chunk i is normalized by its
+    own statistics:
+
+    .. math:: y_i = \gamma \frac{x_i - \mu_i}{\sqrt{\sigma_i^2 + \epsilon}} + \beta
+
+    y, dx and the running statistics are those of so many times the devices that do not wait for
+    each other, bit for bit, but with the memory of one device and in one call. (The running
+    statistics are the mean of the devices', which is what MXNet saves of them. The gradients of
+    gamma and beta are added in double before they are rounded, those of devices after.) So a
+    training that many unsynchronized GPUs did can be done again on few. For large batches the same
+    is known as ghost batch normalization.
+
+    Inference takes the running statistics, for all samples the same.
+
+    Parameters
+    ----------
+    virtual_devices : int
+        Into how many chunks the batch of a device is cut, 1 or more.
+    **arguments
+        Those of :class:`SyncBatchNorm` but `num_devices` and `group`: devices do not wait for each
+        other.
+
+    Raises
+    ------
+    ValueError
+        For arguments that make no sense.
+    MXNetError
+        Where a result is waited for, when a batch has fewer samples than there are virtual devices;
+        at once when the channels are on axis 0.
+
+    References
+    ----------
+    E. Hoffer, I. Hubara, D. Soudry, Train longer, generalize better, NeurIPS 2017 (ghost batch
+    normalization).
+    """
+
+    def __init__(self, virtual_devices, **arguments):
+        if not (is_whole(virtual_devices) and 0 < virtual_devices < 1 << 16):
+            raise ValueError(
+                f"virtual_devices is {virtual_devices!r}: give the number of chunks into which a "
+                "batch is cut, 1 or more."
+            )
+        for name in ("num_devices", "group"):
+            if arguments.get(name) is not None:
+                raise ValueError(
+                    f"VirtualBatchNorm got {name}={arguments[name]!r}, and its devices do not wait "
+                    "for each other: leave it out."
+                )
+        self._virtual_devices = int(virtual_devices)
+        super().__init__(**{**arguments, "group": SyncGroup(group_size=1)})

@@ -1,0 +1,1 @@
+"""Steps of a training: who takes part in them."""

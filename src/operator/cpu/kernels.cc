@@ -1,0 +1,433 @@
+// The CPU kernels: the loops of loops_cpu.inc for several instruction sets, and the walk over
+// planes and threads.
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "numerics/kernels.h"
+#include "cpu/thread_pool.h"
+
+#define SBN_INLINE inline __attribute__((always_inline))
+
+namespace gluon_syncbn {
+namespace {
+
+// Values of a plane that are summed at a time, in double.
+constexpr int64_t kChunk = 2048;
+// Channels of a row whose sums are held at a time, where S = 1: with R = 1, and with more.
+constexpr int64_t kRow = 64, kBlock = 512;
+// What is handed to a thread at a time: some tens of microseconds of work.
+constexpr int64_t kValuesPerUnit = 1 << 15;
+// From so many on, threads that work by channels end at about the same time.
+constexpr int64_t kChannelsPerThread = 4;
+
+// Where S = 1, samples of `rows` rows that lie `stride` apart. The rows of a sample are summed in
+// chunks, `chunks` of them in each sample; begin..end are those meant, counted through all samples.
+struct SampleRows {
+  int64_t rows, stride, chunks, begin, end;
+};
+
+template <typename T>
+struct Loops {
+  void (*forward_chunk)(const T* x, int64_t n, ChannelSums*);
+  void (*backward_chunk)(const T* dy, const T* x, int64_t n, const Statistics&, ChannelSums*);
+  void (*forward_rows)(const T* x, int64_t n, int64_t stride, int64_t width, ChannelSums*);
+  void (*backward_rows)(const T* dy, const T* x, int64_t n, int64_t stride, int64_t width,
+                        const Statistics*, ChannelSums*);
+  void (*forward_samples)(const T* x, const SampleRows&, int64_t width, ChannelSums*);
+  void (*backward_samples)(const T* dy, const T* x, const SampleRows&, int64_t width,
+                           const Statistics*, ChannelSums*);
+  void (*normalize)(const T* x, int64_t n, const Normalize<Arithmetic<T>>&, T* y, Store);
+  void (*normalize_rows)(const T* x, int64_t n, int64_t width, const Normalize<Arithmetic<T>>*,
+                         T* y, Store);
+  void (*input_gradient)(const T* dy, const T* x, int64_t n, const InputGradient<Arithmetic<T>>&,
+                         T* dx, Store);
+  void (*input_gradient_rows)(const T* dy, const T* x, int64_t n, int64_t width,
+                              const InputGradient<Arithmetic<T>>*, T* dx, Store);
+};
+
+namespace baseline {
+#include "cpu/loops.inc"
+#include "cpu/rows.inc"
+}  // namespace baseline
+
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#define SBN_F16C
+namespace avx2 {
+#include "cpu/loops.inc"
+#include "cpu/rows.inc"
+}  // namespace avx2
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+namespace avx512 {
+#include "cpu/loops.inc"
+#include "cpu/rows.inc"
+}  // namespace avx512
+#pragma GCC pop_options
+#endif
+
+template <typename T>
+const Loops<T>& loops() {
+#if defined(__x86_64__)
+  static const Loops<T>& best =
+      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
+          ? avx512::kLoops<T>
+      : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+              __builtin_cpu_supports("f16c")
+          ? avx2::kLoops<T>
+          : baseline::kLoops<T>;
+  return best;
+#else
+  return baseline::kLoops<T>;
+#endif
+}
+
+// Calls f(begin, end) for ranges that make up 0..items, each of which is about `values` of work.
+template <typename F>
+void for_ranges(int64_t items, int64_t values, const F& f) {
+  const int64_t units =
+      std::clamp<int64_t>(items * values / kValuesPerUnit, 1, std::max<int64_t>(items, 1));
+  thread_pool().parallel_for(
+      units, [&](int64_t unit) { f(items * unit / units, items * (unit + 1) / units); });
+}
+
+// sums[c] = the sum over the parts of channel c; f(c, c_end, begin, end, sums) adds some parts of
+// neighbouring channels, which begin at a multiple of `width`. Where there are fewer groups of
+// `width` channels than threads, threads share the parts of a group.
+template <typename F>
+void sum_channels(View view, int64_t width, int64_t parts, ChannelSums* sums, const F& f) {
+  const int64_t groups = (view.C + width - 1) / width;
+  const int64_t threads = std::min<int64_t>(thread_pool().threads(), view.size() / kValuesPerUnit);
+  const int64_t pieces = std::clamp<int64_t>(threads / groups, 1, std::max<int64_t>(parts, 1));
+  std::fill(sums, sums + view.C, ChannelSums());
+  std::vector<ChannelSums> more((pieces - 1) * view.C);
+  const auto end_of = [&](int64_t group) { return std::min(group * width, view.C); };
+  if (pieces == 1) {
+    for_ranges(groups, view.size() / groups, [&](int64_t begin, int64_t end) {
+      f(begin * width, end_of(end), int64_t{0}, parts, sums);
+    });
+  } else {
+    thread_pool().parallel_for(groups * pieces, [&](int64_t unit) {
+      const int64_t group = unit / pieces, piece = unit % pieces;
+      f(group * width, end_of(group + 1), parts * piece / pieces, parts * (piece + 1) / pieces,
+        piece == 0 ? sums : &more[(piece - 1) * view.C]);
+    });
+  }
+  for (size_t i = 0; i < more.size(); ++i) sums[i % view.C].add(more[i]);
+}
+
+// Calls f(c, offset, n, sums) for the chunks of the planes: neighbours in memory after each other.
+template <typename F>
+void sum_chunks(View view, ChannelSums* sums, const F& f) {
+  const int64_t chunks = (view.S + kChunk - 1) / kChunk;
+  sum_channels(view, 1, view.N * chunks, sums,
+               [&](int64_t c_begin, int64_t c_end, int64_t begin, int64_t end, ChannelSums* to) {
+                 for (int64_t part = begin; part < end; ++part) {
+                   const int64_t n = part / chunks, start = part % chunks * kChunk;
+                   const int64_t size = std::min(kChunk, view.S - start);
+                   for (int64_t c = c_begin; c < c_end; ++c) {
+                     f(c, (n * view.C + c) * view.S + start, size, to + c);
+                   }
+                 }
+               });
+}
+
+// Calls f(c, offset, rows, width, sums) for blocks of channels, where S = 1.
+template <typename F>
+void sum_rows(View view, ChannelSums* sums, const F& f) {
+  sum_channels(view, kRow, view.N, sums,
+               [&](int64_t c_begin, int64_t c_end, int64_t begin, int64_t end, ChannelSums* to) {
+                 for (int64_t c = c_begin; c < c_end; c += kRow) {
+                   f(c, begin * view.C + c, end - begin, std::min(kRow, c_end - c), to + c);
+                 }
+               });
+}
+
+// Calls f(c, parts, width, sums) for blocks of channels and parts of the samples, where S = 1 and
+// R > 1.
+template <typename F>
+void sum_samples(View view, ChannelSums* sums, const F& f) {
+  // Blocks of about the same width, in whole vectors.
+  const int64_t blocks = (view.C + kBlock - 1) / kBlock;
+  const int64_t width = blocks == 1 ? view.C : ((view.C + blocks - 1) / blocks + 7) / 8 * 8;
+  const int64_t chunks = (view.R + kChunk - 1) / kChunk;
+  sum_channels(view, width, view.N / view.R * chunks, sums,
+               [&](int64_t c_begin, int64_t c_end, int64_t begin, int64_t end, ChannelSums* to) {
+                 const SampleRows parts{view.R, view.C, chunks, begin, end};
+                 for (int64_t c = c_begin; c < c_end; c += width) {
+                   f(c, parts, std::min(width, c_end - c), to + c);
+                 }
+               });
+}
+
+// Calls f(offset, c) for the planes of the array.
+template <typename F>
+void for_each_plane(View view, const F& f) {
+  for_ranges(view.N * view.C, view.S, [&](int64_t begin, int64_t end) {
+    for (int64_t plane = begin; plane < end; ++plane) f(plane * view.S, plane % view.C);
+  });
+}
+
+// Calls f(offset, n) for some rows at a time, where S = 1.
+template <typename F>
+void for_rows(View view, const F& f) {
+  for_ranges(view.N, view.C, [&](int64_t begin, int64_t end) { f(begin * view.C, end - begin); });
+}
+
+template <typename T>
+void forward_sums(View view, const void* data, ChannelSums* sums) {
+  const T* x = static_cast<const T*>(data);
+  if (view.S == 1 && view.R > 1) {
+    sum_samples(view, sums,
+                [&](int64_t c, const SampleRows& parts, int64_t width, ChannelSums* to) {
+                  loops<T>().forward_samples(x + c, parts, width, to);
+                });
+  } else if (view.S == 1) {
+    sum_rows(view, sums, [&](int64_t, int64_t at, int64_t n, int64_t width, ChannelSums* to) {
+      loops<T>().forward_rows(x + at, n, view.C, width, to);
+    });
+  } else {
+    sum_chunks(view, sums, [&](int64_t, int64_t at, int64_t n, ChannelSums* to) {
+      loops<T>().forward_chunk(x + at, n, to);
+    });
+  }
+}
+
+template <typename T>
+void backward_sums(View view, const void* gradient, const void* data, const Statistics* s,
+                   ChannelSums* sums) {
+  const T *dy = static_cast<const T*>(gradient), *x = static_cast<const T*>(data);
+  if (view.S == 1 && view.R > 1) {
+    sum_samples(view, sums,
+                [&](int64_t c, const SampleRows& parts, int64_t width, ChannelSums* to) {
+                  loops<T>().backward_samples(dy + c, x + c, parts, width, s + c, to);
+                });
+  } else if (view.S == 1) {
+    sum_rows(view, sums, [&](int64_t c, int64_t at, int64_t n, int64_t width, ChannelSums* to) {
+      loops<T>().backward_rows(dy + at, x + at, n, view.C, width, s + c, to);
+    });
+  } else {
+    sum_chunks(view, sums, [&](int64_t c, int64_t at, int64_t n, ChannelSums* to) {
+      loops<T>().backward_chunk(dy + at, x + at, n, s[c], to);
+    });
+  }
+}
+
+template <typename T>
+double gamma_at(const void* gamma, int64_t c) {
+  return gamma ? static_cast<double>(static_cast<const Arithmetic<T>*>(gamma)[c]) : 1.0;
+}
+
+template <typename T>
+void normalize(View view, const void* from, const std::vector<Normalize<Arithmetic<T>>>& formulae,
+               void* to, Store how) {
+  const T* x = static_cast<const T*>(from);
+  T* y = static_cast<T*>(to);
+  if (view.S == 1) {
+    for_rows(view, [&](int64_t at, int64_t n) {
+      loops<T>().normalize_rows(x + at, n, view.C, formulae.data(), y + at, how);
+    });
+  } else {
+    for_each_plane(view, [&](int64_t at, int64_t c) {
+      loops<T>().normalize(x + at, view.S, formulae[c], y + at, how);
+    });
+  }
+}
+
+template <typename T>
+void forward(View view, const void* x, const Statistics* s, const void* gamma, const void* beta,
+             void* y, Store how) {
+  std::vector<Normalize<Arithmetic<T>>> formulae(view.C);
+  for (int64_t c = 0; c < view.C; ++c) {
+    formulae[c] = Normalize<Arithmetic<T>>::of(s[c], gamma_at<T>(gamma, c),
+                                               static_cast<const Arithmetic<T>*>(beta)[c]);
+  }
+  normalize<T>(view, x, formulae, y, how);
+}
+
+template <typename T>
+void backward(View view, const void* gradient, const void* data, const Statistics* s,
+              const void* gamma, const ChannelSums* sums, double count, void* result, Store how) {
+  const T *dy = static_cast<const T*>(gradient), *x = static_cast<const T*>(data);
+  T* dx = static_cast<T*>(result);
+  std::vector<InputGradient<Arithmetic<T>>> formulae(view.C);
+  for (int64_t c = 0; c < view.C; ++c) {
+    formulae[c] = InputGradient<Arithmetic<T>>::of(s[c], gamma_at<T>(gamma, c), sums[c], count);
+  }
+  if (view.S == 1) {
+    for_rows(view, [&](int64_t at, int64_t n) {
+      loops<T>().input_gradient_rows(dy + at, x + at, n, view.C, formulae.data(), dx + at, how);
+    });
+  } else {
+    for_each_plane(view, [&](int64_t at, int64_t c) {
+      loops<T>().input_gradient(dy + at, x + at, view.S, formulae[c], dx + at, how);
+    });
+  }
+}
+
+// The affine map of the forward pass, without the offsets.
+template <typename T>
+void backward_constant(View view, const void* dy, const Statistics* s, const void* gamma, void* dx,
+                       Store how) {
+  std::vector<Normalize<Arithmetic<T>>> formulae(view.C);
+  for (int64_t c = 0; c < view.C; ++c) {
+    formulae[c] = {0, 0, static_cast<Arithmetic<T>>(gamma_at<T>(gamma, c) * s[c].inv_std), 0};
+  }
+  normalize<T>(view, dy, formulae, dx, how);
+}
+
+// How many values of a channel all parts have together.
+template <typename Part>
+int64_t values_per_channel(const std::vector<const Part*>& parts) {
+  int64_t values = 0;
+  for (const Part* part : parts) values += part->view.N * part->view.S;
+  return values;
+}
+
+// Whether channels can be shared out to the threads, each walked from its sums to its results.
+template <typename Part>
+bool by_channels(const std::vector<const Part*>& parts) {
+  const int64_t C = parts[0]->view.C;
+  const int64_t units = C * values_per_channel(parts) / kValuesPerUnit;
+  return std::all_of(parts.begin(), parts.end(), [](const Part* p) { return p->view.S > 1; }) &&
+         (units <= 1 || C >= kChannelsPerThread * thread_pool().threads());
+}
+
+// Calls f(c, offset, n) for the chunks of channels c_begin..c_end.
+template <typename F>
+void for_chunks(View view, int64_t c_begin, int64_t c_end, const F& f) {
+  for (int64_t n = 0; n < view.N; ++n) {
+    for (int64_t start = 0; start < view.S; start += kChunk) {
+      const int64_t size = std::min(kChunk, view.S - start);
+      for (int64_t c = c_begin; c < c_end; ++c) f(c, (n * view.C + c) * view.S + start, size);
+    }
+  }
+}
+
+// Calls f(c, offset) for the planes of channels c_begin..c_end.
+template <typename F>
+void for_planes(View view, int64_t c_begin, int64_t c_end, const F& f) {
+  for (int64_t n = 0; n < view.N; ++n) {
+    for (int64_t c = c_begin; c < c_end; ++c) f(c, (n * view.C + c) * view.S);
+  }
+}
+
+template <typename T>
+void forward_together(const std::vector<const ForwardPart*>& parts, double epsilon,
+                      Statistics* statistics) {
+  const int64_t C = parts[0]->view.C, values = values_per_channel(parts);
+  const double count = static_cast<double>(values);
+  if (!by_channels(parts)) {
+    std::vector<ChannelSums> sums(C), more(C);
+    for (const ForwardPart* part : parts) {
+      forward_sums<T>(part->view, part->x, more.data());
+      for (int64_t c = 0; c < C; ++c) sums[c].add(more[c]);
+    }
+    for (int64_t c = 0; c < C; ++c) statistics[c] = batch_statistics(sums[c], count, epsilon);
+    for (const ForwardPart* p : parts) {
+      if (p->y) forward<T>(p->view, p->x, statistics, p->gamma, p->beta, p->y, p->store);
+    }
+    return;
+  }
+  for_ranges(C, values, [&](int64_t begin, int64_t end) {
+    std::vector<ChannelSums> sums(end - begin);
+    for (const ForwardPart* part : parts) {
+      const T* x = static_cast<const T*>(part->x);
+      for_chunks(part->view, begin, end, [&](int64_t c, int64_t at, int64_t n) {
+        loops<T>().forward_chunk(x + at, n, &sums[c - begin]);
+      });
+    }
+    for (int64_t c = begin; c < end; ++c) {
+      statistics[c] = batch_statistics(sums[c - begin], count, epsilon);
+    }
+    std::vector<Normalize<Arithmetic<T>>> formulae(end - begin);
+    for (const ForwardPart* part : parts) {
+      if (!part->y) continue;
+      const T* x = static_cast<const T*>(part->x);
+      const auto* const beta = static_cast<const Arithmetic<T>*>(part->beta);
+      T* y = static_cast<T*>(part->y);
+      for (int64_t c = begin; c < end; ++c) {
+        formulae[c - begin] =
+            Normalize<Arithmetic<T>>::of(statistics[c], gamma_at<T>(part->gamma, c), beta[c]);
+      }
+      for_planes(part->view, begin, end, [&](int64_t c, int64_t at) {
+        loops<T>().normalize(x + at, part->view.S, formulae[c - begin], y + at, part->store);
+      });
+    }
+  });
+}
+
+template <typename T>
+void backward_together(const std::vector<const BackwardPart*>& parts,
+                       const Statistics* statistics) {
+  const int64_t C = parts[0]->view.C, values = values_per_channel(parts);
+  const double count = static_cast<double>(values);
+  if (!by_channels(parts)) {
+    std::vector<ChannelSums> sums(C);
+    for (const BackwardPart* part : parts) {
+      backward_sums<T>(part->view, part->dy, part->x, statistics, part->sums);
+      for (int64_t c = 0; c < C; ++c) sums[c].add(part->sums[c]);
+    }
+    for (const BackwardPart* p : parts) {
+      if (!p->dx) continue;
+      backward<T>(p->view, p->dy, p->x, statistics, p->gamma, sums.data(), count, p->dx, p->store);
+    }
+    return;
+  }
+  for_ranges(C, values, [&](int64_t begin, int64_t end) {
+    std::vector<ChannelSums> sums(end - begin);
+    for (const BackwardPart* part : parts) {
+      const T *dy = static_cast<const T*>(part->dy), *x = static_cast<const T*>(part->x);
+      std::fill(part->sums + begin, part->sums + end, ChannelSums());
+      for_chunks(part->view, begin, end, [&](int64_t c, int64_t at, int64_t n) {
+        loops<T>().backward_chunk(dy + at, x + at, n, statistics[c], &part->sums[c]);
+      });
+      for (int64_t c = begin; c < end; ++c) sums[c - begin].add(part->sums[c]);
+    }
+    std::vector<InputGradient<Arithmetic<T>>> formulae(end - begin);
+    for (const BackwardPart* part : parts) {
+      if (!part->dx) continue;
+      const T *dy = static_cast<const T*>(part->dy), *x = static_cast<const T*>(part->x);
+      T* dx = static_cast<T*>(part->dx);
+      for (int64_t c = begin; c < end; ++c) {
+        formulae[c - begin] = InputGradient<Arithmetic<T>>::of(
+            statistics[c], gamma_at<T>(part->gamma, c), sums[c - begin], count);
+      }
+      for_planes(part->view, begin, end, [&](int64_t c, int64_t at) {
+        loops<T>().input_gradient(dy + at, x + at, part->view.S, formulae[c - begin], dx + at,
+                                  part->store);
+      });
+    }
+  });
+}
+
+template <typename T>
+constexpr Kernels kCpuKernels{forward_sums<T>,     forward<T>,           backward_sums<T>,
+                              backward<T>,         backward_constant<T>, forward_together<T>,
+                              backward_together<T>};
+
+}  // namespace
+
+const Kernels& cpu_kernels(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return kCpuKernels<double>;
+    case DType::kFloat16:
+      return kCpuKernels<Half>;
+    case DType::kBFloat16:
+      return kCpuKernels<BFloat16>;
+    default:
+      return kCpuKernels<float>;
+  }
+}
+
+}  // namespace gluon_syncbn

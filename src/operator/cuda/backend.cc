@@ -1,0 +1,11 @@
+#include "cuda/backend.h"
+
+namespace gluon_syncbn {
+namespace {
+const CudaBackend* backend = nullptr;
+}  // namespace
+
+const CudaBackend* cuda_backend() { return backend; }
+void set_cuda_backend(const CudaBackend* b) { backend = b; }
+
+}  // namespace gluon_syncbn

@@ -1,0 +1,124 @@
+// What the operator needs of CUDA: a table of the runtime's functions and one of kernels. The
+// library holds both where it was built with nvcc; tests put host memory and loops in their place.
+// No header of CUDA's is needed to use them.
+#ifndef GLUON_SYNCBN_CUDA_BACKEND_H_
+#define GLUON_SYNCBN_CUDA_BACKEND_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "numerics/formulas.h"
+#include "numerics/kernels.h"
+
+namespace gluon_syncbn {
+
+// cudaStream_t.
+using Stream = void*;
+
+// Functions of the CUDA runtime that return cudaError_t, 0 for success.
+struct CudaRuntime {
+  int (*get_device)(int* device);
+  int (*set_device)(int device);
+  int (*get_device_count)(int* count);
+  // Whether the process has a context on the device already. Does not make one.
+  int (*has_context)(int* active, int device);
+  int (*multiprocessors)(int* count, int device);
+  int (*malloc)(void** memory, size_t bytes);
+  int (*free)(void* memory);
+  int (*malloc_host)(void** memory, size_t bytes);
+  int (*free_host)(void* memory);
+  int (*create_stream)(Stream* stream);
+  int (*destroy_stream)(Stream stream);
+  int (*synchronize)(Stream stream);
+  int (*copy_to_host)(void* to, const void* from, size_t bytes, Stream stream);
+  int (*copy_to_device)(void* to, const void* from, size_t bytes, Stream stream);
+  int (*clear)(void* memory, size_t bytes, Stream stream);
+  // "cudaErrorMemoryAllocation", "out of memory"; also clears what the runtime keeps of it.
+  const char* (*error_name)(int error);
+  const char* (*error_text)(int error);
+  void (*clear_error)();
+};
+
+// `count` numbers to an array of float or double: number i from from[i % period * stride].
+struct Delivery {
+  const double* from;
+  int64_t period, stride;
+  void* to;
+  int64_t count;
+  bool is_double, add;
+};
+
+constexpr int kMostDeliveries = 5;
+struct Deliveries {
+  int size = 0;
+  Delivery items[kMostDeliveries];
+};
+
+// Null gamma stands for ones, null beta for the gradient where statistics are constants. Null
+// formulae are not wanted.
+struct ForwardFinish {
+  int64_t C, batches;
+  const Statistics* statistics;
+  const void *gamma, *beta;
+  void* formulae;
+  // Bytes from the formulae of a batch to those of the next: formula_size(C).
+  int64_t formulae_apart;
+};
+
+// `sums` and `counts` are those of all devices; null sums stand for constant statistics. Null
+// gradients and formulae are not wanted.
+struct BackwardFinish {
+  int64_t C, batches;
+  const Statistics* statistics;
+  const void* gamma;
+  const ChannelSums *own_sums, *sums;
+  const double* counts;
+  void* formulae;
+  int64_t formulae_apart;
+  void *dgamma, *dbeta;
+  bool add_dgamma, add_dbeta;
+};
+
+// The kernels for one dtype. All pointers are the device's; functions return cudaError_t and only
+// queue the work. `multiprocessors` says how much the device does at a time, which no result shows.
+struct CudaKernels {
+  // Entries of ChannelSums that forward_sums and backward_sums need to work in; may be 0.
+  int64_t (*work_size)(const View&, int multiprocessors);
+  // sums[c] = {sum(x), sum(x^2)}.
+  int (*forward_sums)(const View&, const void* x, ChannelSums* work, ChannelSums* sums,
+                      int multiprocessors, Stream);
+  // sums[c] = {sum(dy), sum(dy * (x - mean))}.
+  int (*backward_sums)(const View&, const void* dy, const void* x, const Statistics*,
+                       ChannelSums* work, ChannelSums* sums, int multiprocessors, Stream);
+  // Bytes of a formula for each channel.
+  int64_t (*formula_size)(int64_t C);
+  int (*finish_forward)(const ForwardFinish&, const Deliveries&, Stream);
+  int (*finish_backward)(const BackwardFinish&, Stream);
+  int (*statistics_of_arrays)(int64_t C, const void* mean, const void* variance, double epsilon,
+                              Statistics*, Stream);
+  int (*statistics_of_sums)(int64_t C, const ChannelSums*, double count, double epsilon,
+                            Statistics*, Stream);
+  // y of finish_forward's formulae; y may be x. Also dx = dy * constant.
+  int (*normalize)(const View&, const void* x, const void* formulae, void* y, Store,
+                   int multiprocessors, Stream);
+  // dx of finish_backward's formulae; dx may be dy.
+  int (*input_gradient)(const View&, const void* dy, const void* x, const void* formulae, void* dx,
+                        Store, int multiprocessors, Stream);
+};
+
+struct CudaBackend {
+  CudaRuntime runtime;
+  const CudaKernels& (*kernels)(DType);
+  // What MXNet calls the contexts that it serves: "gpu".
+  const char* device_type;
+  // How it was built: the compiler's version and the architectures.
+  const char* description;
+};
+
+// Null in a build for the CPU alone.
+const CudaBackend* cuda_backend();
+void set_cuda_backend(const CudaBackend* backend);
+
+}  // namespace gluon_syncbn
+
+#endif  // GLUON_SYNCBN_CUDA_BACKEND_H_

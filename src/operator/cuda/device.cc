@@ -1,0 +1,292 @@
+#include "cuda/device.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <utility>
+
+namespace gluon_syncbn {
+namespace {
+
+constexpr size_t kAlignment = 256;
+
+// Memory that is handed out piece by piece and taken back all at once. It grows while that has to
+// be, and is one block again the next time.
+class Arena {
+ public:
+  // Makes and frees a block; `allocate` throws.
+  template <typename Allocate>
+  void* take(size_t bytes, const Allocate& allocate) {
+    bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    if (blocks_.empty() || blocks_.back().used + bytes > blocks_.back().size) {
+      // So that most layers of a net have enough from their first call on: to allocate and to free
+      // may wait for all that runs on the device.
+      constexpr size_t kLeast = 1 << 20;
+      const size_t size = std::max({bytes, kLeast, wanted_});
+      blocks_.push_back({allocate(size), size, 0});
+    }
+    Block& block = blocks_.back();
+    void* const piece = static_cast<char*>(block.memory) + block.used;
+    block.used += bytes;
+    return piece;
+  }
+
+  // Takes all pieces back.
+  template <typename Free>
+  void start_over(const Free& free) {
+    if (blocks_.size() > 1) {
+      size_t used = 0;
+      for (const Block& block : blocks_) used += block.used;
+      wanted_ = std::max(wanted_, used);
+      clear(free);
+    }
+    for (Block& block : blocks_) block.used = 0;
+  }
+
+  // What one block has to hold, as far as is known.
+  size_t wanted() const { return wanted_; }
+  void want(size_t size) { wanted_ = std::max(wanted_, size); }
+
+  template <typename Free>
+  void clear(const Free& free) {
+    for (const Block& block : blocks_) free(block.memory);
+    blocks_.clear();
+  }
+
+ private:
+  struct Block {
+    void* memory;
+    size_t size, used;
+  };
+  std::vector<Block> blocks_;
+  size_t wanted_ = 0;
+};
+
+}  // namespace
+
+int gpu_of(const std::string& context) {
+  const CudaBackend* const backend = cuda_backend();
+  for (const std::string type : {"gpu", backend ? backend->device_type : "gpu"}) {
+    if (context.compare(0, type.size() + 1, type + "(") == 0) {
+      return std::atoi(context.c_str() + type.size() + 1);
+    }
+  }
+  return -1;
+}
+
+namespace {
+
+// For calls whose failure nobody is told of: the runtime would tell it after the thread's next
+// kernel.
+bool succeeds(const CudaRuntime& runtime, int error) {
+  if (error) runtime.clear_error();
+  return error == 0;
+}
+
+// Makes the thread's device the one that it had before. A thread that never chose one has GPU 0,
+// where choosing it would make a context, with memory that nobody asked for.
+void restore_device(const CudaRuntime& runtime, int before, int now) {
+  int active = 0;
+  if (before == now || !succeeds(runtime, runtime.has_context(&active, before))) return;
+  if (active) succeeds(runtime, runtime.set_device(before));
+}
+
+}  // namespace
+
+// A stream of one device and memory for what is queued there.
+struct CudaPass::Lane {
+  int device = 0, multiprocessors = 0;
+  Stream stream = nullptr;
+  Arena on_device, on_host;
+
+  // For the next call. The device has to be the thread's, as below.
+  void start_over(const CudaRuntime& runtime) {
+    on_device.start_over([&](void* memory) { succeeds(runtime, runtime.free(memory)); });
+    on_host.start_over([&](void* memory) { succeeds(runtime, runtime.free_host(memory)); });
+  }
+
+  // Gives everything back. Whatever fails is gone already.
+  void clear(const CudaRuntime& runtime) {
+    on_device.clear([&](void* memory) { succeeds(runtime, runtime.free(memory)); });
+    on_host.clear([&](void* memory) { succeeds(runtime, runtime.free_host(memory)); });
+    if (stream) succeeds(runtime, runtime.destroy_stream(stream));
+    stream = nullptr;
+  }
+};
+
+// Lanes that nobody uses at this moment: as many as there ever were calls at a time. The one that
+// was used last is the next again, so that those of rare crowds stay as they are.
+struct CudaPass::Pool {
+  struct Device {
+    std::vector<std::unique_ptr<Lane>> idle;
+    // What the lanes' arenas have come to hold: new ones need not find out.
+    size_t wanted_on_device = 0, wanted_on_host = 0;
+  };
+  std::mutex mutex;
+  std::map<int, Device> devices;
+};
+
+// Never destroyed: calls may still be under way when the process ends.
+CudaPass::Pool*& CudaPass::pool() {
+  static Pool* pool = new Pool;
+  return pool;
+}
+
+CudaPass::OnDevice::OnDevice(const CudaPass& pass, int device) : now(device) {
+  pass.check(pass.runtime_.get_device(&before), "cudaGetDevice");
+  pass.check(pass.runtime_.set_device(device), "cudaSetDevice");
+}
+
+CudaPass::OnDevice::~OnDevice() { restore_device(cuda_backend()->runtime, before, now); }
+
+CudaPass::CudaPass(int device, DType dtype, std::string what)
+    : runtime_(cuda_backend()->runtime),
+      kernels_(cuda_backend()->kernels(dtype)),
+      device_(device),
+      what_(std::move(what)),
+      on_device_(*this, device) {
+  size_t wanted_on_device, wanted_on_host;
+  {
+    Pool& lanes = *pool();
+    const std::lock_guard<std::mutex> lock(lanes.mutex);
+    Pool::Device& of_device = lanes.devices[device];
+    wanted_on_device = of_device.wanted_on_device;
+    wanted_on_host = of_device.wanted_on_host;
+    if (!of_device.idle.empty()) {
+      lane_ = of_device.idle.back().release();
+      of_device.idle.pop_back();
+    }
+  }
+  if (lane_) return;
+  auto lane = std::make_unique<Lane>();
+  lane->device = device;
+  lane->on_device.want(wanted_on_device);
+  lane->on_host.want(wanted_on_host);
+  check(runtime_.multiprocessors(&lane->multiprocessors, device), "cudaDeviceGetAttribute");
+  check(runtime_.create_stream(&lane->stream), "cudaStreamCreateWithFlags");
+  lane_ = lane.release();
+}
+
+CudaPass::~CudaPass() {
+  // After an error something may still be under way.
+  if (!finished_) succeeds(runtime_, runtime_.synchronize(lane_->stream));
+  lane_->start_over(runtime_);
+  Pool& lanes = *pool();
+  const std::lock_guard<std::mutex> lock(lanes.mutex);
+  Pool::Device& of_device = lanes.devices[device_];
+  of_device.wanted_on_device = std::max(of_device.wanted_on_device, lane_->on_device.wanted());
+  of_device.wanted_on_host = std::max(of_device.wanted_on_host, lane_->on_host.wanted());
+  of_device.idle.emplace_back(lane_);
+}
+
+void CudaPass::check(int error, const std::string& call) const {
+  if (error == 0) return;
+  const std::string name = runtime_.error_name(error), text = runtime_.error_text(error);
+  runtime_.clear_error();
+  throw std::runtime_error(call + " failed on GPU " + std::to_string(device_) + " for " + what_ +
+                           ": " + text + " (" + name + ").");
+}
+
+void* CudaPass::memory(bool on_device, size_t bytes) {
+  return (on_device ? lane_->on_device : lane_->on_host).take(bytes, [&](size_t size) {
+    void* block = nullptr;
+    check(on_device ? runtime_.malloc(&block, size) : runtime_.malloc_host(&block, size),
+          (on_device ? "cudaMalloc of " : "cudaHostAlloc of ") + std::to_string(size) + " bytes");
+    return block;
+  });
+}
+
+void CudaPass::copy(void* to, const void* from, size_t bytes, bool to_host) {
+  const auto function = to_host ? runtime_.copy_to_host : runtime_.copy_to_device;
+  check(function(to, from, bytes, lane_->stream), "cudaMemcpyAsync of " + std::to_string(bytes) +
+                                                      " bytes " +
+                                                      (to_host ? "to the host" : "to the device"));
+}
+
+ChannelSums* CudaPass::work(const View& view) {
+  const int64_t size = kernels_.work_size(view, lane_->multiprocessors);
+  return size ? on_device<ChannelSums>(size) : nullptr;
+}
+
+void CudaPass::forward_sums(const View& view, const void* x, ChannelSums* sums) {
+  check(kernels_.forward_sums(view, x, work(view), sums, lane_->multiprocessors, lane_->stream),
+        "The kernel of the sums");
+}
+
+void CudaPass::backward_sums(const View& view, const void* dy, const void* x, const Statistics* s,
+                             ChannelSums* sums) {
+  check(kernels_.backward_sums(view, dy, x, s, work(view), sums, lane_->multiprocessors,
+                               lane_->stream),
+        "The kernel of the backward sums");
+}
+
+Statistics* CudaPass::given_statistics(int64_t C, const void* mean, const void* variance,
+                                       double epsilon) {
+  Statistics* const statistics = on_device<Statistics>(C);
+  check(kernels_.statistics_of_arrays(C, mean, variance, epsilon, statistics, lane_->stream),
+        "The kernel of given statistics");
+  return statistics;
+}
+
+void CudaPass::finish_forward(const ForwardFinish& task, const Deliveries& deliveries) {
+  check(kernels_.finish_forward(task, deliveries, lane_->stream),
+        "The kernel of the forward formulae");
+}
+
+void CudaPass::finish_backward(const BackwardFinish& task) {
+  check(kernels_.finish_backward(task, lane_->stream), "The kernel of the backward formulae");
+}
+
+void CudaPass::normalize(const View& view, const void* x, const void* formulae, void* y,
+                         Store how) {
+  check(kernels_.normalize(view, x, formulae, y, how, lane_->multiprocessors, lane_->stream),
+        "The kernel of y");
+}
+
+void CudaPass::input_gradient(const View& view, const void* dy, const void* x, const void* formulae,
+                              void* dx, Store how) {
+  check(kernels_.input_gradient(view, dy, x, formulae, dx, how, lane_->multiprocessors,
+                                lane_->stream),
+        "The kernel of dx");
+}
+
+void CudaPass::clear(void* memory, size_t bytes) {
+  check(runtime_.clear(memory, bytes, lane_->stream), "cudaMemsetAsync");
+}
+
+void CudaPass::wait() { check(runtime_.synchronize(lane_->stream), "cudaStreamSynchronize"); }
+
+void clear_on_gpu(int device, void* memory, size_t bytes) noexcept {
+  try {
+    CudaPass pass(device, DType::kFloat32, "a failed result");
+    pass.clear(memory, bytes);
+    pass.finish();
+  } catch (const std::exception&) {
+    // The error that is being told has a cause, which may well be this one's too.
+  }
+}
+
+void release_cuda_memory() {
+  const CudaBackend* const backend = cuda_backend();
+  if (!backend) return;
+  const CudaRuntime& runtime = backend->runtime;
+  CudaPass::Pool& lanes = *CudaPass::pool();
+  const std::lock_guard<std::mutex> lock(lanes.mutex);
+  int before = 0, now = 0;
+  if (lanes.devices.empty() || !succeeds(runtime, runtime.get_device(&before))) return;
+  now = before;
+  for (auto& [device, of_device] : lanes.devices) {
+    if (of_device.idle.empty() || !succeeds(runtime, runtime.set_device(device))) continue;
+    now = device;
+    for (const auto& lane : of_device.idle) lane->clear(runtime);
+  }
+  lanes.devices.clear();
+  restore_device(runtime, before, now);
+}
+
+void abandon_cuda_memory() { CudaPass::pool() = new CudaPass::Pool; }
+
+}  // namespace gluon_syncbn

@@ -1,0 +1,324 @@
+// From views to kernels: which one, how many blocks, and the table of all.
+//
+// SBN_LAUNCH(kernel, blocks, stream, arguments...) starts it with kThreads threads a block, and
+// SBN_LAUNCH_TOGETHER one whose threads wait for each other.
+#ifndef GLUON_SYNCBN_CUDA_LAUNCH_CUH_
+#define GLUON_SYNCBN_CUDA_LAUNCH_CUH_
+
+#include <algorithm>
+#include <numeric>
+
+#include "cuda/elementwise.cuh"
+
+namespace gluon_syncbn {
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline unsigned misaligned(const void* p) {
+  return static_cast<unsigned>(reinterpret_cast<uintptr_t>(p) % 16);
+}
+
+// How many blocks share a channel: as many as make the kernel short, and no more than that takes,
+// as what they have has to be added up. `blocks` stand side by side, `resident` is what the device
+// has at a time, and a block has work for `at_once` units at a time.
+inline int64_t choose_slices(int64_t blocks, int64_t resident, int64_t units, int64_t at_once) {
+  constexpr int64_t kMostWaves = 8;
+  int64_t best = 1, least = 0;
+  for (int64_t waves = 1; waves <= kMostWaves; ++waves) {
+    const int64_t most = std::max<int64_t>(1, waves * resident / blocks);
+    const int64_t turns = divide_up(divide_up(units, std::min(most, units)), at_once);
+    const int64_t slices = divide_up(units, turns * at_once);
+    // Beginning and end take a block about as long as one turn, and so does adding up.
+    const int64_t time = divide_up(slices * blocks, resident) * (turns + 1) + (slices > 1);
+    if (least == 0 || time < least) {
+      least = time;
+      best = slices;
+    }
+  }
+  return best;
+}
+
+// The kernel of sums for a view, and its blocks.
+template <typename T, bool kBackward>
+struct SumsPlan {
+  enum Kind { kPlanes, kTiles, kRows, kValues } kind;
+  SumsTask task{};
+  dim3 grid;
+
+  SumsPlan(const View& v, int multiprocessors) : multiprocessors_(multiprocessors) {
+    // Blocks side by side, those of a multiprocessor, and units that a block takes at a time.
+    int64_t blocks, resident, at_once;
+    task.N = v.N / v.R;
+    task.C = v.C;
+    task.S = v.S;
+    task.R = v.R;
+    task.lanes = 1;
+    // Two planes and more in a tile: of larger ones a vector's shifts cost less than its way.
+    if (v.S > 1 && v.S % kPack<T> != 0 && 2 * v.S <= kTileValues<T, kBackward>) {
+      kind = kTiles;
+      while (kWarp / task.lanes * v.S > kTileValues<T, kBackward>) task.lanes *= 2;
+      // Odd, so that the lanes of a plane meet different banks.
+      task.chunk_size = static_cast<int>(divide_up(v.S, task.lanes) | 1);
+      task.chunks = 1;
+      task.units = task.N;
+      blocks = divide_up(v.C, kWarp / task.lanes);
+      resident = kTileBlocks<T, kBackward>;
+      at_once = kWarps;
+    } else if (v.S > 1) {
+      kind = kPlanes;
+      split_planes(v.S);
+      task.units = task.N * task.chunks;
+      blocks = v.C;
+      resident = plane_blocks<T>(kBackward, v.S % kPack<T> == 0);
+      at_once = kThreads / task.lanes;
+    } else if (v.R > 1) {
+      kind = kRows;
+      while (task.lanes < kWarp && task.lanes * kPack<T> < v.C) task.lanes *= 2;
+      task.down = kThreads / task.lanes;
+      // Of a small sample, few threads have a column, so that each has enough to do.
+      while (task.lanes == kWarp && task.down > kFewestRows &&
+             task.down / 2 * kRowsPerThread >= v.R) {
+        task.down /= 2;
+      }
+      task.chunk_size = task.down * kRowsPerThread;
+      task.chunks = divide_up(v.R, task.chunk_size);
+      task.units = task.N * task.chunks;
+      blocks = divide_up(v.C, task.lanes * kPack<T>);
+      resident = kRowBlocks;
+      at_once = kThreads / task.lanes / task.down;
+    } else {
+      kind = kValues;
+      task.chunks = 1;
+      task.units = task.N;
+      blocks = divide_up(v.C, kWarp);
+      resident = kRowBlocks;
+      at_once = 4 * kWarps;
+    }
+    task.slices =
+        static_cast<int>(choose_slices(blocks, resident * multiprocessors, task.units, at_once));
+    grid = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(task.slices));
+  }
+
+  // Chunks of planes and the lanes for each: those that leave few lanes without values. Of the
+  // shape of a plane alone.
+  void split_planes(int64_t S) {
+    // Values that a lane asks for at a time; what else it does for its share, and a lane for a
+    // whole chunk, as so many values more.
+    constexpr int64_t kBatch = kInFlight * kPack<T>, kShareCosts = 16, kChunkCosts = 24;
+    // Fewer lanes would ask for less than a line of memory at a time.
+    constexpr int64_t kFewest = 4;
+    int64_t least = 0;
+    for (int lanes = 1; lanes <= kWarp; lanes *= 2) {
+      const int64_t size = std::min<int64_t>(lanes * kPlaneShare<T>, S);
+      const int64_t chunks = divide_up(S, size);
+      if (lanes > 1 && lanes <= kFewest && lanes * kBatch <= S) least = 0;
+      // Where not all lanes have a whole batch, it costs as much as two.
+      const int64_t last = S - (chunks - 1) * size, batch = lanes * kBatch;
+      const int64_t batches =
+          (chunks - 1) * (size / batch) + divide_up(last, batch) + (last % batch != 0);
+      const int64_t costs =
+          lanes * (batches * kBatch + chunks * kShareCosts) + chunks * kChunkCosts;
+      if (least != 0 && costs >= least) continue;
+      least = costs;
+      task.lanes = lanes;
+      task.chunk_size = static_cast<int>(size);
+      task.chunks = chunks;
+    }
+  }
+
+  int64_t work_size() const { return task.slices > 1 ? task.slices * task.C : 0; }
+
+  int run(ChannelSums* work, ChannelSums* sums, Stream stream) {
+    task.to = task.slices > 1 ? work : sums;
+    const int64_t row = task.S > 1 ? task.S : task.C, size = task.N * task.R * task.C * task.S;
+    task.x_end = static_cast<const T*>(task.x) + size;
+    task.dy_end = kBackward ? static_cast<const T*>(task.dy) + size : nullptr;
+    const bool aligned = row % kPack<T> == 0 && !misaligned(task.x) && !misaligned(task.dy);
+    if (kind == kValues) {
+      SBN_LAUNCH_TOGETHER((sum_values<T, kBackward>), grid, stream, task);
+    } else if (kind == kTiles) {
+      SBN_LAUNCH_TOGETHER((sum_tiles<T, kBackward>), grid, stream, task);
+    } else if (kind == kPlanes && aligned) {
+      SBN_LAUNCH_TOGETHER((sum_planes<T, kBackward, true>), grid, stream, task);
+    } else if (kind == kPlanes) {
+      SBN_LAUNCH_TOGETHER((sum_planes<T, kBackward, false>), grid, stream, task);
+    } else if (aligned) {
+      SBN_LAUNCH_TOGETHER((sum_rows<T, kBackward, true>), grid, stream, task);
+    } else {
+      SBN_LAUNCH_TOGETHER((sum_rows<T, kBackward, false>), grid, stream, task);
+    }
+    const int error = last_launch_error();
+    if (error || task.slices == 1) return error;
+    // A warp for each channel or part of one, or the whole block where there are blocks enough:
+    // more lanes than slices only make work for units that are few.
+    int lanes = 2;
+    while (lanes < kWarp && lanes < task.slices) lanes *= 2;
+    if (task.slices > kWarp && task.C <= multiprocessors_) lanes = kThreads;
+    const dim3 added(static_cast<unsigned>(divide_up(task.C, kThreads / lanes)));
+    SBN_LAUNCH_TOGETHER(add_slices, added, stream, task.C, task.slices, lanes, work, sums);
+    return last_launch_error();
+  }
+
+ private:
+  int multiprocessors_;
+};
+
+template <typename T>
+int64_t work_size(const View& view, int multiprocessors) {
+  return std::max(SumsPlan<T, false>(view, multiprocessors).work_size(),
+                  SumsPlan<T, true>(view, multiprocessors).work_size());
+}
+
+template <typename T>
+int launch_forward_sums(const View& view, const void* x, ChannelSums* work, ChannelSums* sums,
+                        int multiprocessors, Stream stream) {
+  SumsPlan<T, false> plan(view, multiprocessors);
+  plan.task.x = x;
+  return plan.run(work, sums, stream);
+}
+
+template <typename T>
+int launch_backward_sums(const View& view, const void* dy, const void* x, const Statistics* s,
+                         ChannelSums* work, ChannelSums* sums, int multiprocessors, Stream stream) {
+  SumsPlan<T, true> plan(view, multiprocessors);
+  plan.task.dy = dy;
+  plan.task.x = x;
+  plan.task.statistics = s;
+  return plan.run(work, sums, stream);
+}
+
+template <typename T, typename F>
+int launch_map(const View& view, const void* a, const void* b, const void* formulae, void* to,
+               Store how, int multiprocessors, Stream stream) {
+  constexpr int64_t kSize = kPack<T>;
+  MapTask task{};
+  task.C = view.C;
+  task.S = view.S;
+  task.size = view.size();
+  task.a = a;
+  task.b = b;
+  task.to = to;
+  task.formulae = formulae;
+  task.add = how == Store::kAdd;
+  // In place, `a` or `b` is `to`: then nobody reads what another thread has written, as the vectors
+  // begin at multiples of 16 in both.
+  const bool aligned = misaligned(a) == misaligned(to) && (!b || misaligned(b) == misaligned(to));
+  // Several planes in a vector, and large arrays, are a matter of the kernel for odd addresses.
+  const bool is_small = task.size < int64_t{1} << 31;
+  const bool plain = aligned && (view.S == 1 || (view.S >= kSize && is_small));
+  const int64_t spare = plain ? 0 : 1;
+  task.head = std::min<int64_t>((16 - misaligned(to)) % 16 / sizeof(T) + spare * kSize, task.size);
+  task.vectors = std::max<int64_t>((task.size - task.head) / kSize - spare, 0);
+  if (is_small) {
+    task.by_S = Divider::by(view.S);
+    task.by_C = Divider::by(view.C);
+  }
+  if (view.S > 1) {
+    const int64_t blocks =
+        std::max<int64_t>(1, divide_up(task.vectors, int64_t{kThreads} * kVectorsPerThread<F>));
+    const dim3 grid(static_cast<unsigned>(blocks));
+    if (!is_small) {
+      SBN_LAUNCH((map_planes<int64_t, T, F, false>), grid, stream, task);
+    } else if (plain) {
+      SBN_LAUNCH((map_planes<uint32_t, T, F, true>), grid, stream, task);
+    } else {
+      SBN_LAUNCH((map_planes<uint32_t, T, F, false>), grid, stream, task);
+    }
+    return last_launch_error();
+  }
+  // Vectors after which the same channels come again.
+  const int64_t period = view.C / std::gcd(view.C, kSize);
+  const int64_t resident = plain ? kMapBlocks<T, F, true> : kMapBlocks<T, F, false>;
+  const int64_t most = std::max(resident * multiprocessors * kThreads, period);
+  const int64_t threads = std::max(std::min(most, task.vectors) / period, int64_t{1}) * period;
+  const dim3 grid(static_cast<unsigned>(divide_up(threads, kThreads)));
+  if (plain) {
+    SBN_LAUNCH((map_rows<T, F, true>), grid, stream, task, threads);
+  } else {
+    SBN_LAUNCH((map_rows<T, F, false>), grid, stream, task, threads);
+  }
+  return last_launch_error();
+}
+
+template <typename T>
+int launch_normalize(const View& view, const void* x, const void* formulae, void* y, Store how,
+                     int multiprocessors, Stream stream) {
+  return launch_map<T, Normalize<Arithmetic<T>>>(view, x, nullptr, formulae, y, how,
+                                                 multiprocessors, stream);
+}
+
+template <typename T>
+int launch_input_gradient(const View& view, const void* dy, const void* x, const void* formulae,
+                          void* dx, Store how, int multiprocessors, Stream stream) {
+  return launch_map<T, InputGradient<Arithmetic<T>>>(view, dy, x, formulae, dx, how,
+                                                     multiprocessors, stream);
+}
+
+// Room for the formulae of y and of dx alike.
+template <typename A>
+int64_t formula_size(int64_t C) {
+  return C * 16 * std::max(kFormulaWords<Normalize<A>>, kFormulaWords<InputGradient<A>>);
+}
+
+inline dim3 blocks_for(int64_t threads) {
+  return dim3(static_cast<unsigned>(std::max<int64_t>(1, divide_up(threads, kThreads))));
+}
+
+template <typename A>
+int launch_finish_forward(const ForwardFinish& task, const Deliveries& deliveries, Stream stream) {
+  int64_t threads = task.C * task.batches;
+  for (int i = 0; i < deliveries.size; ++i) {
+    threads = std::max(threads, deliveries.items[i].count);
+  }
+  SBN_LAUNCH(finish_forward<A>, blocks_for(threads), stream, task, deliveries);
+  return last_launch_error();
+}
+
+template <typename A>
+int launch_finish_backward(const BackwardFinish& task, Stream stream) {
+  SBN_LAUNCH(finish_backward<A>, blocks_for(task.C), stream, task);
+  return last_launch_error();
+}
+
+template <typename A>
+int launch_statistics_of_arrays(int64_t C, const void* mean, const void* variance, double epsilon,
+                                Statistics* statistics, Stream stream) {
+  SBN_LAUNCH(statistics_of_arrays<A>, blocks_for(C), stream, C, mean, variance, epsilon,
+             statistics);
+  return last_launch_error();
+}
+
+inline int launch_statistics_of_sums(int64_t C, const ChannelSums* sums, double count,
+                                     double epsilon, Statistics* statistics, Stream stream) {
+  SBN_LAUNCH(statistics_of_sums, blocks_for(C), stream, C, sums, count, epsilon, statistics);
+  return last_launch_error();
+}
+
+template <typename T>
+const CudaKernels kCudaKernels{work_size<T>,
+                               launch_forward_sums<T>,
+                               launch_backward_sums<T>,
+                               formula_size<Arithmetic<T>>,
+                               launch_finish_forward<Arithmetic<T>>,
+                               launch_finish_backward<Arithmetic<T>>,
+                               launch_statistics_of_arrays<Arithmetic<T>>,
+                               launch_statistics_of_sums,
+                               launch_normalize<T>,
+                               launch_input_gradient<T>};
+
+inline const CudaKernels& kernels_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return kCudaKernels<double>;
+    case DType::kFloat16:
+      return kCudaKernels<Half>;
+    case DType::kBFloat16:
+      return kCudaKernels<BFloat16>;
+    default:
+      return kCudaKernels<float>;
+  }
+}
+
+}  // namespace gluon_syncbn
+
+#endif  // GLUON_SYNCBN_CUDA_LAUNCH_CUH_

@@ -1,0 +1,102 @@
+// The two 16-bit floating-point types of data, and what every type of data is computed in.
+#ifndef GLUON_SYNCBN_NUMERICS_HALF_H_
+#define GLUON_SYNCBN_NUMERICS_HALF_H_
+
+#include "numerics/sums.h"
+
+namespace gluon_syncbn {
+
+// IEEE 754 binary16: 1 sign, 5 exponent, 10 fraction bits.
+struct Half {
+  uint16_t bits;
+};
+
+// The upper half of a float: 1 sign, 8 exponent, 7 fraction bits.
+struct BFloat16 {
+  uint16_t bits;
+};
+
+SBN_HOST_DEVICE float float_of_bits(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+SBN_HOST_DEVICE uint32_t bits_of_float(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+// Exact, as every value of the type is one of the wider type. Without a branch, so that compilers
+// make vector code of it.
+SBN_HOST_DEVICE float widen(float x) { return x; }
+SBN_HOST_DEVICE double widen(double x) { return x; }
+SBN_HOST_DEVICE float widen(BFloat16 x) {
+  return float_of_bits(static_cast<uint32_t>(x.bits) << 16);
+}
+SBN_HOST_DEVICE float widen(Half x) {
+#if defined(__CUDA_ARCH__)
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+  return wide;
+#else
+  // Exponent and fraction where float has them, which is a number 2^112 times too small, or one of
+  // the largest exponent where the half is infinite or NaN.
+  const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
+  uint32_t special = magnitude >= 0x7c00u << 13 ? 0x7f800000u : 0;
+  // A NaN that signals becomes a quiet one, as when the processor converts it.
+  special = magnitude > 0x7c00u << 13 ? 0x7fc00000u : special;
+  const float value = float_of_bits(magnitude) * 0x1p112f;
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
+  return float_of_bits(bits_of_float(value) | special | sign);
+#endif
+}
+
+// To the nearest value of the result's type, and of two that are equally near to the one whose last
+// bit is 0.
+SBN_HOST_DEVICE void narrow(float x, float* result) { *result = x; }
+SBN_HOST_DEVICE void narrow(double x, double* result) { *result = x; }
+
+SBN_HOST_DEVICE void narrow(float x, BFloat16* result) {
+  const uint32_t bits = bits_of_float(x), magnitude = bits & 0x7fffffff;
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  // A NaN stays one, whatever rounding would make of its fraction.
+  result->bits = static_cast<uint16_t>(magnitude > 0x7f800000 ? (bits >> 16 | 0x40) : rounded);
+}
+
+SBN_HOST_DEVICE void narrow(float x, Half* result) {
+#if defined(__CUDA_ARCH__)
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result->bits) : "f"(x));
+#else
+  const uint32_t bits = bits_of_float(x), magnitude = bits & 0x7fffffff;
+  const uint32_t sign = bits >> 16 & 0x8000;
+  // Normal halves, 2^-14 and more: the exponent moved, 13 bits rounded off, which may carry into
+  // the exponent and up to infinity.
+  const uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  // Smaller ones are multiples of 2^-24, the last digit of floats in [0.5, 1): so adding 0.5
+  // rounds.
+  const uint32_t small = bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000u;
+  uint32_t half = magnitude < 113u << 23 ? small : normal;
+  half = magnitude >= 143u << 23 ? 0x7c00 : half;
+  half = magnitude > 0x7f800000 ? 0x7e00 | (magnitude >> 13 & 0x3ff) : half;
+  result->bits = static_cast<uint16_t>(half | sign);
+#endif
+}
+
+// Formulae over data of T are computed in Arithmetic<T>, which is also the type of gamma, beta,
+// their gradients and the running statistics.
+template <typename T>
+struct ArithmeticOf {
+  using Type = float;
+};
+template <>
+struct ArithmeticOf<double> {
+  using Type = double;
+};
+template <typename T>
+using Arithmetic = typename ArithmeticOf<T>::Type;
+
+}  // namespace gluon_syncbn
+
+#endif  // GLUON_SYNCBN_NUMERICS_HALF_H_

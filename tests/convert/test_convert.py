@@ -1,0 +1,1013 @@
+"""convert_sync_batchnorm and revert_sync_batchnorm on nets of every make."""
+
+import copy
+import json
+import logging
+import pickle
+import re
+import time
+
+import mxnet as mx
+import numpy as np
+import pytest
+import reference
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+from mxnet.gluon.contrib.nn import HybridConcurrent
+from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
+from mxnet.gluon.parameter import Parameter
+from runs import MODES, contexts, shards
+from tolerances import assert_close, assert_same_bits
+
+import gluon_syncbn as sbn
+from gluon_syncbn import SyncBatchNormReLU, convert_sync_batchnorm, revert_sync_batchnorm
+from gluon_syncbn.layers.synced_layer import SyncedLayer
+
+KINDS = {
+    "nn.BatchNorm": nn.BatchNorm,
+    "nn.BatchNormReLU": nn.BatchNormReLU,
+    "contrib": lambda **settings: ContribSyncBatchNorm(num_devices=3, **settings),
+}
+ROLES = ("gamma", "beta", "running_mean", "running_var")
+
+
+def random_statistics(net):
+    """So that a layer which is left out, or mixed up, shows in the output."""
+    for layer in layers_of(net):
+        channels = layer.gamma.shape[0]
+        for name, low, high in zip(ROLES, (0.5, -1, -1, 0.5), (2, 1, 1, 2)):
+            getattr(layer, name).set_data(mx.nd.random.uniform(low, high, shape=channels))
+
+
+def layers_of(net):
+    found = []
+    net.apply(lambda b: found.append(b) if isinstance(b, nn.basic_layers._BatchNorm) else None)
+    return found
+
+
+def small_net(norm=nn.BatchNorm, prefix="net_"):
+    net = nn.HybridSequential(prefix=prefix)
+    with net.name_scope():
+        net.add(nn.Conv2D(4, 3, in_channels=3), norm(), nn.Activation("relu"))
+        net.add(nn.Conv2D(5, 3, in_channels=4), norm(prefix="last_"))
+    return net
+
+
+def images(seed=0, count=4):
+    return np.random.default_rng(seed).standard_normal((count, 3, 8, 8)).astype("float32")
+
+
+def forward(net, x, training=False):
+    with autograd.record(train_mode=training):
+        return net(mx.nd.array(x)).asnumpy()
+
+
+def train(net, trainer, x, sizes, devices):
+    with autograd.record():
+        losses = [(net(shard) ** 2).sum() for shard in shards(x, sizes, devices)]
+    autograd.backward(losses)
+    trainer.step(len(x))
+    mx.nd.waitall()
+
+
+def trainer_of(net):
+    return gluon.Trainer(
+        net.collect_params(), "sgd", {"learning_rate": 0.05, "momentum": 0.9}, kvstore="device"
+    )
+
+
+def statistics(net):
+    """{name: the bits of each running statistic}, which are the same on all devices."""
+    result = {}
+    for name, parameter in net.collect_params(".*running").items():
+        arrays = [array.asnumpy() for array in parameter.list_data()]
+        for array in arrays[1:]:
+            assert_same_bits(array, arrays[0], name)
+        result[name] = arrays[0]
+    assert result
+    return result
+
+
+def description(net):
+    """All that a conversion and its reversal must leave as it was."""
+    return [
+        (
+            *(name, id(layer), type(layer), layer.name, layer.prefix, list(layer._kwargs.items())),
+            *(sorted(vars(layer)), layer.fuse_relu),
+            [(role, id(p), type(p), p.name, p.grad_req) for role, p in layer._reg_params.items()],
+        )
+        for parent in [net, *net._children.values()]
+        for name, layer in parent._children.items()
+        if isinstance(layer, nn.basic_layers._BatchNorm)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"momentum": 0.7, "epsilon": 1e-3, "scale": False, "in_channels": 4},
+        {"center": False, "use_global_stats": True},
+        {"axis": -1},
+    ],
+)
+def test_settings_and_parameters_stay(kind, settings):
+    if kind == "contrib":
+        settings = {name: value for name, value in settings.items() if name != "axis"}
+    net = small_net(lambda **more: KINDS[kind](**settings, **more))
+    layer = net[1]
+    layer.gamma.lr_mult, layer.beta.wd_mult, layer.gamma.grad_req = 3, 0, "add"
+    requests = [p.grad_req for p in net.collect_params().values()]
+    before, parameters = description(net), list(net.collect_params().values())
+    kwargs = dict(layer._kwargs)
+
+    assert convert_sync_batchnorm(net) is net
+    assert net[1] is layer
+    assert type(layer) is (SyncBatchNormReLU if kind == "nn.BatchNormReLU" else sbn.SyncBatchNorm)
+    for name in ("eps", "momentum", "fix_gamma", "use_global_stats"):
+        assert layer._kwargs[name] == kwargs[name]
+    assert layer._kwargs["axis"] == settings.get("axis", 1)
+    assert list(map(id, net.collect_params().values())) == list(map(id, parameters))
+    assert (layer.gamma.lr_mult, layer.beta.wd_mult) == (3, 0)
+    assert [p.grad_req for p in net.collect_params().values()] == requests
+    assert (layer.beta.grad_req == "null") == (settings.get("center") is False)
+    assert layer._num_devices is None and layer._own_group is None
+
+    assert revert_sync_batchnorm(net) is net
+    assert description(net) == before
+
+
+def test_settings_changed_while_synchronized_stay():
+    net = small_net()
+    convert_sync_batchnorm(net)
+    net[1]._kwargs["use_global_stats"] = True  # As gluoncv.utils.freeze_bn does.
+    revert_sync_batchnorm(net)
+    assert net[1]._kwargs["use_global_stats"] and not net[4]._kwargs["use_global_stats"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_net_that_is_one_layer(kind):
+    x = images()
+    layer = KINDS[kind]()
+    layer.initialize()
+    expected = forward(layer, x)
+    converted = convert_sync_batchnorm(layer)
+    assert converted is layer and isinstance(converted, sbn.SyncBatchNorm)
+    y = forward(layer, x)
+    assert_close(y, expected, "float32")
+    assert (y.min() == 0) == (kind == "nn.BatchNormReLU")
+    assert not isinstance(revert_sync_batchnorm(layer), sbn.SyncBatchNorm)
+
+
+class Holder(gluon.Block):
+    """Keeps layers in every place that Gluon does not look into."""
+
+    def __init__(self):
+        super().__init__(prefix="holder_")
+        with self.name_scope():
+            self.attribute = nn.BatchNorm()
+            self.in_list = [nn.BatchNorm(), [nn.BatchNorm()]]
+            self.in_tuple = ("text", nn.BatchNorm(), 3)
+            self.in_dict = {"a": nn.BatchNorm(), 4: {"b": (nn.BatchNorm(),)}}
+            self.in_set = {nn.BatchNorm() for _ in range(3)}
+            self.deep = [nn.Sequential()]
+            self.deep[0].add(nn.Dense(2), nn.BatchNorm())
+            self.itself = [self]
+            self.of_numbers = list(range(5))
+            self.of_numbers.append(self.of_numbers)
+
+
+def test_layers_outside_of_the_children():
+    net = Holder()
+    _, report = convert_sync_batchnorm(net, return_report=True)
+    assert [entry.path for entry in report.replaced] == [
+        "attribute",
+        "in_list[0]",
+        "in_list[1][0]",
+        "in_tuple[1]",
+        "in_dict['a']",
+        "in_dict[4]['b'][0]",
+        *(f"in_set[{i}]" for i in range(3)),
+        "deep[0].1",
+    ]
+    assert not report.refused and not report.already
+    # Numbered in the same order in every process.
+    names = [entry.name for entry in report.replaced if "set" in entry.path]
+    assert names == sorted(names)
+    held = [
+        net.attribute,
+        net.in_list[1][0],
+        net.in_tuple[1],
+        net.in_dict[4]["b"][0],
+        net.deep[0][1],
+    ]
+    assert {type(layer) for layer in [*held, *net.in_set]} == {sbn.SyncBatchNorm}
+    revert_sync_batchnorm(net)
+    assert {type(layer) for layer in [*held, *net.in_set]} == {nn.BatchNorm}
+
+
+class Residual(gluon.HybridBlock):
+    """Attributes, a HybridConcurrent and a layer in two places."""
+
+    def __init__(self):
+        super().__init__(prefix="residual_")
+        with self.name_scope():
+            self.shared = nn.BatchNorm()
+            self.branches = HybridConcurrent(axis=1)
+            with self.branches.name_scope():
+                self.branches.add(nn.BatchNormReLU(), self.shared)
+            self.other = nn.BatchNorm(params=self.shared.params)
+
+    def hybrid_forward(self, F, x):
+        x = self.other(self.shared(x))
+        return self.branches(x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_attributes_concurrent_branches_and_shared_layers(mode):
+    x = images()
+    net = Residual()
+    net.initialize()
+    if MODES[mode] is not None:
+        net.hybridize(**MODES[mode])
+    forward(net, x)
+    random_statistics(net)
+    before = forward(net, x)
+    order = list(net.collect_params())
+    _, report = convert_sync_batchnorm(net, return_report=True)
+    assert [(entry.path, entry.after) for entry in report.replaced] == [
+        ("shared", "SyncBatchNorm"),
+        ("branches.0", "SyncBatchNormReLU"),
+        ("other", "SyncBatchNorm"),
+    ]
+    assert net.branches[1] is net.shared and net.other.gamma is net.shared.gamma
+    assert list(net.collect_params()) == order
+    # Rounded otherwise three times one after the other.
+    np.testing.assert_allclose(forward(net, x), before, atol=1e-5 * np.abs(before).max())
+    revert_sync_batchnorm(net)
+    assert_same_bits(forward(net, x), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_training_on_two_devices_is_synchronized(kind, mode):
+    """A net that has run before, in every mode: what it had compiled must be gone."""
+    devices, x = contexts(2), images(count=6)
+    net = small_net(KINDS[kind])
+    net.initialize(ctx=devices)
+    if MODES[mode] is not None:
+        net.hybridize(**MODES[mode])
+    for shard in shards(x, (3, 3), devices):
+        net(shard)
+    flags = [(block._active, list(block._flags)) for block in [net, *net._children.values()]]
+    convert_sync_batchnorm(net)
+    after = [(block._active, list(block._flags)) for block in [net, *net._children.values()]]
+    assert after == flags
+    with autograd.record():
+        ys = [net(shard) for shard in shards(x, (1, 5), devices)]
+    autograd.backward(ys)
+    mx.nd.waitall()
+    assert bool(net._cached_op) == (MODES[mode] is not None)
+    convolved = np.concatenate([net[0](shard).asnumpy() for shard in shards(x, (1, 5), devices)])
+    expected = reference.forward(convolved, np.ones(4), np.zeros(4))
+    values = statistics(net)
+    first = {name.rsplit("running")[1]: v for name, v in values.items() if "last" not in name}
+    assert_close(first["_mean"], 0.1 * expected.mean.astype("float64"), "float32")
+    assert_close(first["_var"], 0.9 + 0.1 * expected.variance.astype("float64"), "float32")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("initialized", [False, True])
+def test_deferred_initialization(initialized, mode):
+    """Converted before the shapes, or even the contexts, are known."""
+    devices, x = contexts(2), images()
+    net = small_net()
+    if MODES[mode] is not None:
+        net.hybridize(**MODES[mode])
+    if initialized:
+        net.initialize(ctx=devices)
+    convert_sync_batchnorm(net)
+    if not initialized:
+        net.initialize(ctx=devices)
+    trainer = trainer_of(net)
+    train(net, trainer, x, (1, 3), devices)
+    assert net[1].gamma.shape == (4,) and net[1]._layer.devices == ("cpu(0)", "cpu(1)")
+    statistics(net)
+
+
+def test_a_trainer_made_before_goes_on():
+    """And step for step as with a net that was synchronized from the start."""
+    devices, x = contexts(2), images()
+    results = []
+    for norm in (nn.BatchNorm, sbn.SyncBatchNorm):
+        mx.random.seed(1)
+        net = small_net(norm)
+        net.initialize(mx.init.Xavier(), ctx=devices)
+        forward(net, x)
+        net.hybridize()
+        trainer = trainer_of(net)
+        convert_sync_batchnorm(net)
+        for _ in range(4):
+            train(net, trainer, x, (1, 3), devices)
+        results.append([p.data(devices[1]).asnumpy() for p in net.collect_params().values()])
+    for ours, expected in zip(*results):
+        assert_same_bits(ours, expected)
+
+
+def test_a_trainer_goes_on_after_the_way_back():
+    x = images()
+    net = small_net()
+    net.initialize()
+    trainer = trainer_of(net)
+    train(net, trainer, x, (4,), contexts(1))
+    convert_sync_batchnorm(net)
+    train(net, trainer, x, (4,), contexts(1))
+    revert_sync_batchnorm(net)
+    before = [p.data().asnumpy() for p in net.collect_params().values()]
+    train(net, trainer, x, (4,), contexts(1))
+    for p, value in zip(net.collect_params().values(), before):
+        assert (p.data().asnumpy() != value).any(), p.name
+
+
+def test_parameters_shared_with_another_net():
+    """They are watched for as long as a synchronized layer lives on them, and then are plain."""
+    first, second = nn.BatchNorm(in_channels=2), None
+    second = nn.BatchNorm(in_channels=2, params=first.params)
+    first.initialize(ctx=contexts(2))
+    convert_sync_batchnorm(first)
+    convert_sync_batchnorm(second)
+    assert second.running_mean is first.running_mean
+    revert_sync_batchnorm(first)
+    first.collect_params().reset_ctx(contexts(1))
+    assert second._layer.devices == ("cpu(0)",)
+    revert_sync_batchnorm(second)
+    assert type(first.running_mean) is type(first.running_var) is Parameter
+    assert not any("gluon_syncbn" in type(p).__module__ for p in first.collect_params().values())
+    first.collect_params().reset_ctx(contexts(2))
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_copies(clone):
+    x = images()
+    net = small_net()
+    net.initialize()
+    forward(net, x)
+    random_statistics(net)
+    plain = forward(net, x)
+    convert_sync_batchnorm(net)
+    other = clone(net)
+    assert other[1]._layer.number != net[1]._layer.number
+    assert_same_bits(forward(other, x), forward(net, x))
+    revert_sync_batchnorm(other)
+    assert {type(layer) for layer in layers_of(other)} == {nn.BatchNorm}
+    assert {type(layer) for layer in layers_of(net)} == {sbn.SyncBatchNorm}
+    assert_same_bits(forward(other, x), plain)
+    assert b"gluon_syncbn" in pickle.dumps(net) and b"gluon_syncbn" not in pickle.dumps(other)
+    # A group set for all layers reaches only those that are left.
+    sbn.set_default_group(sbn.SyncGroup(timeout=7))
+    sbn.set_default_group(None)
+
+
+class SlowStore:
+    """Another process that does just as this one, after a while."""
+
+    rank, size = 0, 2
+
+    def all_reduce(self, key, array):
+        time.sleep(0.1)
+        return np.stack([array[0], array[0]])
+
+
+def test_steps_that_are_still_computed_come_to_their_end():
+    layer = nn.BatchNorm(in_channels=3)
+    layer.initialize()
+    convert_sync_batchnorm(layer, group=sbn.SyncGroup(store=SlowStore()))
+    with autograd.record():
+        y = layer(mx.nd.array(images()))
+    y.backward()
+    revert_sync_batchnorm(layer)
+    assert np.isfinite(layer.gamma.grad().asnumpy()).all()
+
+
+def test_a_failed_step_is_told_before_the_way_back():
+    layer = nn.BatchNorm(in_channels=3)
+    layer.initialize(ctx=contexts(2))
+    convert_sync_batchnorm(layer, group=sbn.SyncGroup(timeout=0.2))
+    with autograd.record():
+        layer(mx.nd.array(images()))
+    with pytest.raises(mx.MXNetError, match=r"Missing: cpu\(1\)"):
+        revert_sync_batchnorm(layer)
+    assert isinstance(layer, sbn.SyncBatchNorm)
+    revert_sync_batchnorm(layer)
+    assert type(layer) is nn.BatchNorm
+
+
+def test_hooks_stay():
+    calls = []
+    net = small_net()
+    net.initialize()
+    first = net[1].register_forward_hook(lambda block, x, y: calls.append(("after", block)))
+    net[1].register_forward_pre_hook(lambda block, x: calls.append(("before", block)))
+    for change in (convert_sync_batchnorm, revert_sync_batchnorm):
+        change(net)
+        calls.clear()
+        forward(net, images())
+        assert calls == [("before", net[1]), ("after", net[1])]
+    convert_sync_batchnorm(net)
+    first.detach()
+    calls.clear()
+    forward(net, images())
+    assert calls == [("before", net[1])]
+
+
+def test_float16_nets_are_converted():
+    net = small_net()
+    net.initialize()
+    net.cast("float16")
+    convert_sync_batchnorm(net)
+    assert np.dtype(net[0].weight.dtype) == np.float16
+    assert {np.dtype(p.dtype) for p in net[1].collect_params().values()} == {np.dtype("float32")}
+
+
+def test_again_is_no_change_but_for_group_and_number():
+    net = small_net()
+    net.initialize(ctx=contexts(2))
+    group = sbn.SyncGroup(group_size=1)
+    convert_sync_batchnorm(net, group=group)
+    before = [layer._layer.number for layer in layers_of(net)]
+    _, report = convert_sync_batchnorm(net, return_report=True)
+    assert report.already == ("1", "4") and not report.replaced
+    assert [layer._layer.number for layer in layers_of(net)] == before
+    assert {layer._own_group for layer in layers_of(net)} == {group}
+    convert_sync_batchnorm(net, num_devices=2)
+    assert {(b._own_group, b._num_devices) for b in layers_of(net)} == {(group, 2)}
+    other = sbn.SyncGroup(group_size=2)
+    convert_sync_batchnorm(net, group=other)
+    assert {(b._own_group, b._num_devices) for b in layers_of(net)} == {(other, 2)}
+
+
+def test_layers_made_synchronized_become_plain():
+    x = images()
+    net = nn.HybridSequential()
+    net.add(sbn.SyncBatchNorm(momentum=0.8, in_channels=3), SyncBatchNormReLU(in_channels=3))
+    net.initialize()
+    random_statistics(net)
+    before = forward(net, x)
+    revert_sync_batchnorm(net)
+    assert [type(layer) for layer in net] == [nn.BatchNorm, nn.BatchNormReLU]
+    assert sorted(vars(net[0])) == sorted(vars(nn.BatchNorm(in_channels=3)))
+    assert net[0]._kwargs == nn.BatchNorm(momentum=0.8)._kwargs
+    assert_close(forward(net, x), before, "float32")
+
+
+def test_virtual_devices_are_left_alone_and_become_plain():
+    net = nn.HybridSequential()
+    net.add(sbn.VirtualBatchNorm(2, in_channels=3), nn.BatchNorm(in_channels=3))
+    net.initialize()
+    _, report = convert_sync_batchnorm(net, group=sbn.SyncGroup(), return_report=True)
+    assert [entry.path for entry in report.refused] == ["0"]
+    assert net[0]._layer.group.group_size == 1
+    revert_sync_batchnorm(net)
+    assert [type(layer) for layer in net] == [nn.BatchNorm] * 2
+    assert sorted(vars(net[0])) == sorted(vars(nn.BatchNorm(in_channels=3)))
+
+
+def test_a_cumulative_average_is_not_reverted(tmp_path):
+    layer = sbn.SyncBatchNorm(in_channels=3, momentum=None, running_variance="unbiased")
+    layer.initialize()
+    _, report = revert_sync_batchnorm(layer, return_report=True)
+    assert "momentum=None" in report.refused[0].why and not report.replaced
+    layer.hybridize()
+    layer(mx.nd.ones((2, 3)))
+    layer.export(str(tmp_path / "net"))
+    files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
+    _, report = revert_sync_batchnorm(gluon.SymbolBlock.imports(*files), return_report=True)
+    assert "momentum=None" in report.refused[0].why and not report.replaced
+
+
+def imported(layer, path):
+    layer.initialize()
+    layer.hybridize()
+    layer(mx.nd.ones((4, 3)))
+    layer.export(str(path))
+    return gluon.SymbolBlock.imports(f"{path}-symbol.json", ["data"], f"{path}-0000.params")
+
+
+def test_a_graph_keeps_the_kind_of_variance(tmp_path):
+    net = imported(sbn.SyncBatchNorm(in_channels=3, running_variance="unbiased"), tmp_path / "net")
+    convert_sync_batchnorm(net)
+    assert [node.layer._running_variance for node in net._nodes] == ["unbiased"]
+
+
+def test_virtual_devices_in_a_graph_are_left_alone_and_become_plain(tmp_path):
+    net = imported(sbn.VirtualBatchNorm(2, in_channels=3), tmp_path / "net")
+    _, report = convert_sync_batchnorm(net, return_report=True)
+    assert "do not synchronize" in report.refused[0].why and not report.replaced
+    _, report = revert_sync_batchnorm(net, return_report=True)
+    assert [entry.after for entry in report.replaced] == ["BatchNorm"]
+    assert "GluonSyncBatchNorm" not in net._cached_graph[1].tojson()
+
+
+def test_relu_of_a_layer_with_a_cumulative_average():
+    layer = SyncBatchNormReLU(in_channels=3, momentum=None)
+    layer.initialize()
+    with autograd.record():
+        y = layer(mx.nd.array([[1, 2, 3], [3, 2, 1]]))
+    assert (y.asnumpy() >= 0).all() and layer.num_batches_tracked.data().asscalar() == 1
+
+
+def test_relu_takes_what_the_stock_layer_does_not():
+    layer = SyncBatchNormReLU(axis=-1, in_channels=5)
+    layer.initialize(ctx=contexts(2))
+    layer.cast("float64")
+    x = np.random.default_rng(0).standard_normal((4, 5))
+    with autograd.record():
+        ys = [layer(shard) for shard in shards(x, (1, 3), contexts(2))]
+    expected = reference.forward(x, np.ones(5), np.zeros(5)).y
+    result = np.concatenate([y.asnumpy() for y in ys])
+    assert_close(result, np.maximum(expected.astype("float64"), 0), "float64")
+
+
+class OnlyArguments(nn.BatchNorm):
+    def __init__(self, **kwargs):
+        super().__init__(momentum=0.5, **kwargs)
+        self.mark = "kept"
+
+
+class OwnForward(nn.BatchNorm):
+    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
+        return x
+
+
+class Mixin:
+    def freeze(self):
+        pass
+
+
+class WithMixin(nn.BatchNorm, Mixin):
+    pass
+
+
+def replaced_forward(**kwargs):
+    layer = nn.BatchNorm(**kwargs)
+    layer.forward = lambda x: x
+    return layer
+
+
+def three_outputs(**kwargs):
+    layer = nn.BatchNorm(**kwargs)
+    layer._kwargs["output_mean_var"] = True
+    return layer
+
+
+def test_subclasses_that_only_set_arguments():
+    layer = OnlyArguments()
+    convert_sync_batchnorm(layer)
+    assert type(layer) is sbn.SyncBatchNorm
+    assert layer._kwargs["momentum"] == 0.5 and layer.mark == "kept"
+    revert_sync_batchnorm(layer)
+    assert type(layer) is OnlyArguments
+
+
+@pytest.mark.parametrize(
+    "kind, why",
+    [
+        (OwnForward, r"OwnForward defines hybrid_forward\..*also=\[OwnForward\]"),
+        (WithMixin, r"Mixin defines freeze\."),
+        (replaced_forward, r"its forward was replaced: delete"),
+        (three_outputs, r"settings that SyncBatchNorm has not: output_mean_var\."),
+    ],
+)
+def test_what_has_code_or_settings_of_its_own_is_left(kind, why, caplog):
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(), kind())
+    left = net[1]
+    before = dict(vars(left))
+    with caplog.at_level(logging.INFO, logger="gluon_syncbn"):
+        _, report = convert_sync_batchnorm(net, return_report=True)
+    assert [entry.path for entry in report.replaced] == ["0"]
+    (entry,) = report.refused
+    assert (entry.path, entry.name, entry.kind) == ("1", left.name, type(left).__name__)
+    assert re.search(why, entry.why)
+    assert vars(left) == before and not isinstance(left, sbn.SyncBatchNorm)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and entry.why in record.getMessage()
+    convert_sync_batchnorm(net, also=type(left))
+    assert isinstance(left, sbn.SyncBatchNorm) == (kind is not replaced_forward)
+    revert_sync_batchnorm(net)
+    assert vars(left) == before
+
+
+def test_our_own_subclasses_with_code_are_left_on_the_way_back():
+    class Loud(sbn.SyncBatchNorm):
+        def forward(self, x):
+            return super().forward(x)
+
+    net = small_net(Loud)
+    _, report = revert_sync_batchnorm(net, return_report=True)
+    assert [entry.why for entry in report.refused] == ["Loud defines forward."] * 2
+    assert isinstance(net[1], Loud)
+
+
+def test_what_is_logged(caplog):
+    with caplog.at_level(logging.INFO, logger="gluon_syncbn"):
+        convert_sync_batchnorm(small_net())
+        convert_sync_batchnorm(nn.Dense(3))
+        revert_sync_batchnorm(nn.Dense(3))
+    first, second = caplog.records
+    assert first.levelno == logging.INFO and second.levelno == logging.WARNING
+    assert first.getMessage() == (
+        "convert_sync_batchnorm, HybridSequential 'net': 2 layers replaced "
+        "(2 BatchNorm -> SyncBatchNorm)"
+    )
+    assert "no batch normalization found" in second.getMessage()
+
+
+@pytest.mark.parametrize("function", [convert_sync_batchnorm, revert_sync_batchnorm])
+@pytest.mark.parametrize(
+    "net, words",
+    [
+        (None, "got NoneType: give the net itself"),
+        (mx.sym.var("x"), r"got Symbol: wrap the symbol in mx.gluon.SymbolBlock"),
+        (nn.Dense, r"got type: make a net of it, as in Dense\(\)"),
+        ([nn.Dense(2)], "got list: call it for each net"),
+    ],
+)
+def test_what_is_no_block(function, net, words):
+    with pytest.raises(ValueError, match=rf"{function.__name__} takes a Gluon Block and {words}"):
+        function(net)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_devices": 0},
+        {"group": "all"},
+        {"also": "MyNorm"},
+        {"also": [nn.Dense]},
+        {"also": [nn.BatchNorm()]},
+    ],
+)
+def test_arguments_that_make_no_sense(arguments):
+    net = small_net()
+    before = description(net)
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        convert_sync_batchnorm(net, **arguments)
+    assert description(net) == before
+
+
+def test_a_failure_leaves_the_net_as_it_was(monkeypatch, tmp_path):
+    """At the last layer, which alone has three devices."""
+    configure = sbn.SyncGroup._configure
+
+    def fail(group, layer, devices, num_devices):
+        if group.group_size and len(devices) == 3:
+            raise RuntimeError("three devices")
+        configure(group, layer, devices, num_devices)
+
+    monkeypatch.setattr(sbn.SyncGroup, "_configure", fail)
+    x = images()
+    net = nn.HybridSequential()
+    net.add(symbol_block(small_net(), tmp_path), nn.BatchNorm(), sbn.SyncBatchNorm())
+    net[1].initialize()
+    net[2].initialize()
+    net.collect_params().reset_ctx(contexts(2))
+    net[2].collect_params().reset_ctx(contexts(3))
+    before = description(net), net[0]._cached_graph, type(net[0])
+    group = net[2]._own_group
+    expected = forward(net[:2], x)
+    with pytest.raises(RuntimeError, match="three devices"):
+        convert_sync_batchnorm(net, group=sbn.SyncGroup(group_size=2))
+    assert (description(net), net[0]._cached_graph, type(net[0])) == before
+    assert net[2]._own_group is group
+    assert_same_bits(forward(net[:2], x), expected)
+
+
+def test_a_block_around_the_net_is_compiled_anew_by_hybridize():
+    """What convert_sync_batchnorm cannot know of, and how its docstring says to mend it."""
+    devices, x = contexts(2), images()
+    outer = nn.HybridSequential()
+    outer.add(small_net())
+    outer.initialize(ctx=devices)
+    outer.hybridize()
+    for shard in shards(x, (2, 2), devices):
+        outer(shard)
+    convert_sync_batchnorm(outer[0])
+    outer.hybridize()
+    train(outer, trainer_of(outer), x, (1, 3), devices)
+    statistics(outer)
+
+
+# Graphs
+
+
+def symbol_block(net, path, initialize=True):
+    """Exports a net and imports it."""
+    if initialize:
+        net.initialize()
+    net.hybridize()
+    net(mx.nd.array(images()))
+    net.export(str(path / "net"))
+    return gluon.SymbolBlock.imports(
+        str(path / "net-symbol.json"), ["data"], str(path / "net-0000.params")
+    )
+
+
+def operators(block):
+    nodes = json.loads(block._cached_graph[1].tojson())["nodes"]
+    return [node["op"] for node in nodes if node["op"] != "null"]
+
+
+@pytest.mark.parametrize("kind", ["nn.BatchNorm", "nn.BatchNormReLU"])
+def test_the_graph_of_a_file(kind, tmp_path):
+    x = images()
+    net = symbol_block(small_net(KINDS[kind]), tmp_path)
+    random = np.random.default_rng(0)
+    for p in net.collect_params(".*gamma|.*beta|.*running").values():
+        p.set_data(mx.nd.array(random.uniform(0.5, 1.5, p.shape)))
+    before, graph = forward(net, x), net._cached_graph[1].tojson()
+    parameters = list(net.collect_params().items())
+    outputs = net._cached_graph[1].list_outputs()
+    _, report = convert_sync_batchnorm(net, return_report=True)
+    paths = [entry.path for entry in report.replaced]
+    assert paths == [":net_batchnorm0_fwd", ":net_last_fwd"] or kind == "nn.BatchNormReLU"
+    assert operators(net).count("Custom") == 2 == len(paths)
+    assert not {"BatchNorm", "_contrib_BatchNormWithReLU"} & set(operators(net))
+    assert list(net.collect_params().items()) == parameters
+    assert net._cached_graph[1].list_outputs() == outputs
+    assert_close(forward(net, x), before, "float32")
+    assert convert_sync_batchnorm(net, return_report=True)[1].already == tuple(paths)
+    revert_sync_batchnorm(net)
+    assert type(net) is gluon.SymbolBlock and net._cached_graph[1].tojson() == graph
+    assert not any("gluon_syncbn" in type(p).__module__ for _, p in parameters)
+    assert_same_bits(forward(net, x), before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_graph_is_trained_synchronized(inside, mode, tmp_path):
+    """By itself, and as part of a block that calls it twice."""
+    devices, x = contexts(2), images(count=6)
+    graph = symbol_block(small_net(), tmp_path)
+    net = graph
+    if inside:
+        net = nn.HybridSequential(prefix="")
+        net.add(Twice(graph))
+    net.collect_params().reset_ctx(devices)
+    if MODES[mode] is not None:
+        net.hybridize(**MODES[mode])
+    for shard in shards(x, (3, 3), devices):
+        net(shard)
+    convert_sync_batchnorm(net)
+    trainer = trainer_of(net)
+    for _ in range(3):
+        train(net, trainer, x, (1, 5), devices)
+    statistics(net)
+
+
+class Twice(gluon.HybridBlock):
+    def __init__(self, block):
+        super().__init__(prefix="")
+        self.block = block
+
+    def hybrid_forward(self, F, x):
+        return self.block(x) + self.block(F.sin(x))
+
+
+def test_the_calls_of_a_graph_are_nodes_of_their_own(tmp_path):
+    net = Twice(symbol_block(small_net(), tmp_path))
+    convert_sync_batchnorm(net)
+    nodes = json.loads(net(mx.sym.var("data")).tojson())["nodes"]
+    places = [
+        (node["attrs"]["layer"], node["attrs"]["place"]) for node in nodes if node["op"] == "Custom"
+    ]
+    assert len(set(places)) == 4 and len({layer for layer, _ in places}) == 2
+
+
+class Levels(gluon.HybridBlock):
+    def __init__(self):
+        super().__init__(prefix="levels_")
+        with self.name_scope():
+            self.norm = nn.BatchNorm(in_channels=3)
+
+    def hybrid_forward(self, F, x):
+        return self.norm(x) + self.norm(F.cos(x))
+
+
+def test_a_layer_in_two_nodes_of_a_graph(tmp_path):
+    devices, x = contexts(2), images()
+    net = symbol_block(Levels(), tmp_path)
+    net.collect_params().reset_ctx(devices)
+    before = forward(net, x)
+    _, report = convert_sync_batchnorm(net, return_report=True)
+    assert len(report.replaced) == 1 and operators(net).count("Custom") == 2
+    assert_close(forward(net, x), before, "float32")
+    train(net, trainer_of(net), x, (1, 3), devices)
+    statistics(net)
+    assert len(revert_sync_batchnorm(net, return_report=True)[1].replaced) == 1
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_copies_of_a_graph(clone, tmp_path):
+    devices, x = contexts(2), images()
+    net = symbol_block(small_net(), tmp_path)
+    net.collect_params().reset_ctx(devices)
+    plain = forward(net, x)
+    convert_sync_batchnorm(net)
+    expected = forward(net, x)
+    other = clone(net)
+    assert_same_bits(forward(other, x), expected)
+    numbers = [{node.layer._layer.number for node in block._nodes} for block in (net, other)]
+    assert not numbers[0] & numbers[1]
+    # MXNet puts the arrays of a copy on cpu(0), all of them.
+    other.collect_params().reset_ctx(devices)
+    for block in (other, net):
+        train(block, trainer_of(block), x, (1, 3), devices)
+        statistics(block)
+    for value, copied in zip(statistics(net).values(), statistics(other).values()):
+        assert_same_bits(copied, value)
+    assert plain.shape == forward(revert_sync_batchnorm(other), x).shape
+    assert type(other) is gluon.SymbolBlock and "Custom" not in operators(other)
+    assert operators(net).count("Custom") == 2
+
+
+def test_a_graph_takes_over_a_group(tmp_path):
+    net = symbol_block(small_net(), tmp_path)
+    group = sbn.SyncGroup(group_size=1)
+    convert_sync_batchnorm(net)
+    convert_sync_batchnorm(net, group=group)
+    assert {node.layer._own_group for node in net._nodes} == {group}
+
+
+def test_contrib_nodes_of_a_graph():
+    x, scale = mx.sym.var("data"), {"eps": 1e-4, "fix_gamma": False, "momentum": 0.8}
+    y = mx.sym.contrib.SyncBatchNorm(x, name="norm", key="a", ndev=3, **scale)
+    net = gluon.SymbolBlock(y, x)
+    convert_sync_batchnorm(net)
+    settings = net._nodes[0].layer._kwargs
+    assert (settings["eps"], settings["momentum"], settings["fix_gamma"]) == (1e-4, 0.8, False)
+    assert settings["axis"] == 1
+    # MXNet's defaults for a symbol are others than those of a layer.
+    net = gluon.SymbolBlock(mx.sym.BatchNorm(x, name="norm"), x)
+    convert_sync_batchnorm(net)
+    settings = net._nodes[0].layer._kwargs
+    assert (settings["eps"], settings["fix_gamma"]) == (1e-3, True)
+
+
+def test_nodes_that_cannot_be_replaced(tmp_path):
+    x = mx.sym.var("data")
+    y = mx.sym.BatchNorm(x, name="three", output_mean_var=True)
+    scaled = mx.sym.BatchNorm(y[0], gamma=mx.sym.var("g") * 2, name="scaled", fix_gamma=False)
+    net = gluon.SymbolBlock(mx.sym.Group([scaled + 1, y[1]]), x)
+    before = net._cached_graph[1].tojson()
+    _, report = convert_sync_batchnorm(net, return_report=True)
+    assert [(entry.path, entry.why) for entry in report.refused] == [
+        (":three", "its mean or variance is used as an output."),
+        (":scaled", "gamma, beta or a running statistic is no parameter of the SymbolBlock."),
+    ]
+    assert net._cached_graph[1].tojson() == before
+
+
+def test_a_graph_within_a_graph(tmp_path):
+    """A loop, whose body MXNet keeps in a graph of its own."""
+    data, start = mx.sym.var("data"), mx.sym.var("start")
+
+    def body(x, state):
+        y = mx.sym.BatchNorm(x, name="inner")
+        return y, state
+
+    y, _ = mx.sym.contrib.foreach(body, data, [start])
+    net = gluon.SymbolBlock(y, [data, start])
+    _, report = convert_sync_batchnorm(net, return_report=True)
+    (entry,) = report.refused
+    assert entry.kind == "_foreach" and "graph of its own" in entry.why
+
+
+def test_a_graph_on_gpus_has_no_gate(tmp_path, monkeypatch):
+    """Where its parameters live is asked when it is compiled, as for any net."""
+    net = symbol_block(small_net(), tmp_path)
+    convert_sync_batchnorm(net)
+    gated = operators(net)
+    monkeypatch.setattr(SyncedLayer, "contexts", lambda layer: [mx.gpu(0)])
+    net.hybridize()
+    assert operators(net) == [operator for operator in gated if operator != "SwapAxis"]
+    monkeypatch.undo()
+    net.hybridize()
+    assert operators(net) == gated
+
+
+# Checkpoints
+
+
+FORMS = {
+    "nn.BatchNorm": lambda: small_net(),
+    "contrib": lambda: small_net(KINDS["contrib"]),
+    "ours": lambda: small_net(sbn.SyncBatchNorm),
+    "converted": lambda: convert_sync_batchnorm(small_net()),
+    "converted contrib": lambda: convert_sync_batchnorm(small_net(KINDS["contrib"])),
+    "reverted": lambda: revert_sync_batchnorm(convert_sync_batchnorm(small_net())),
+}
+
+
+def form_of(name):
+    net = FORMS[name]()
+    net.initialize()
+    return net
+
+
+def prepared(name):
+    net = form_of(name)
+    for layer, channels in zip(layers_of(net), (4, 5)):
+        for role in ROLES:
+            getattr(layer, role).shape = (channels,)
+            getattr(layer, role)._finish_deferred_init()
+    random_statistics(net)
+    return net
+
+
+@pytest.mark.parametrize("saved", FORMS)
+@pytest.mark.parametrize("loaded", FORMS)
+def test_files_fit_each_way(saved, loaded, tmp_path):
+    source, target = prepared(saved), form_of(loaded)
+    source.save_parameters(str(tmp_path / "net.params"))
+    target.load_parameters(str(tmp_path / "net.params"))
+    collected = form_of(loaded)
+    # Layers of other classes have other names where none is given.
+    source_names = source.collect_params().keys()
+    names = dict(zip(source_names, collected.collect_params().keys()))
+    arrays = {names[name]: p.data() for name, p in source.collect_params().items()}
+    mx.nd.save(str(tmp_path / "collected.params"), arrays)
+    collected.collect_params().load(str(tmp_path / "collected.params"))
+    for net in (target, collected):
+        for p, expected in zip(net.collect_params().values(), source.collect_params().values()):
+            assert_same_bits(p.data().asnumpy(), expected.data().asnumpy(), p.name)
+
+
+@pytest.mark.parametrize("saved", ["nn.BatchNorm", "converted"])
+@pytest.mark.parametrize("loaded", ["nn.BatchNorm", "converted"])
+def test_exported_files_fit_each_way(saved, loaded, tmp_path):
+    """The graph of one and the parameters of the other."""
+    x = images()
+    source, graph = prepared(saved), prepared(loaded)
+    expected = forward(source, x)
+    for name, net in (("source", source), ("graph", graph)):
+        net.hybridize()
+        forward(net, x)
+        net.export(str(tmp_path / name))
+    files = str(tmp_path / "graph-symbol.json"), ["data"], str(tmp_path / "source-0000.params")
+    net = gluon.SymbolBlock.imports(*files)
+    assert_close(forward(net, x), expected, "float32")
+
+
+def test_an_exported_net_of_ours_becomes_stock_and_ours(tmp_path):
+    devices, x = contexts(2), images()
+    source = convert_sync_batchnorm(prepared("nn.BatchNorm"))
+    expected = forward(source, x)
+    net = symbol_block(source, tmp_path, initialize=False)
+    stock = gluon.SymbolBlock.imports(
+        str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
+    )
+    _, report = revert_sync_batchnorm(stock, return_report=True)
+    assert len(report.replaced) == 2
+    assert operators(stock) == [
+        "Convolution",
+        "BatchNorm",
+        "Activation",
+        "Convolution",
+        "BatchNorm",
+    ]
+    assert_close(forward(stock, x), expected, "float32")
+    _, report = convert_sync_batchnorm(net, return_report=True)
+    assert len(report.replaced) == 2 and operators(net).count("SwapAxis") <= 4
+    assert_same_bits(forward(net, x), expected)
+    net.collect_params().reset_ctx(devices)
+    train(net, trainer_of(net), x, (1, 3), devices)
+    statistics(net)
+    _, report = revert_sync_batchnorm(net, return_report=True)
+    assert len(report.replaced) == 2 and operators(net) == operators(stock)
+
+
+def test_one_checkpoint_whatever_the_number_of_devices(tmp_path):
+    """Only the layer: a convolution's gradient depends on the batch it is given."""
+    x, files = images(), []
+    # MXNet saves the sum of all devices' values, divided by their number.
+    for sizes in ((4,), (1, 3), (1, 1, 1, 1)):
+        devices = contexts(len(sizes))
+        net = nn.HybridSequential(prefix="net_")
+        net.add(nn.BatchNorm(prefix="a_"), nn.BatchNorm(prefix="b_"))
+        net.initialize(ctx=devices)
+        convert_sync_batchnorm(net)
+        for step in range(3):
+            with autograd.record():
+                ys = [net(shard) for shard in shards(images(step), sizes, devices)]
+            autograd.backward(ys)
+        mx.nd.waitall()
+        statistics(net)
+        files.append(tmp_path / f"{len(sizes)}.params")
+        net.save_parameters(str(files[-1]))
+    assert files[0].read_bytes() == files[1].read_bytes() == files[2].read_bytes()
+    loaded = small = nn.HybridSequential(prefix="net_")
+    small.add(nn.BatchNorm(prefix="a_"), nn.BatchNorm(prefix="b_"))
+    loaded.load_parameters(str(files[2]))
+    assert np.isfinite(forward(loaded, x)).all()

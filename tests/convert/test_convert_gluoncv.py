@@ -1,0 +1,301 @@
+"""The conversion of gluoncv's models: segmentation, detection, pose, video, classification.
+
+In processes of their own, as gluoncv changes how Pillow takes damaged images, for everyone.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import warnings
+from functools import lru_cache
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+from runs import contexts
+from tolerances import assert_same_bits
+
+import gluon_syncbn as sbn
+from gluon_syncbn import convert_sync_batchnorm, revert_sync_batchnorm
+
+pytestmark = pytest.mark.long
+
+# One of each architecture, as small as there is, and its layers of batch normalization. In the
+# graph of a SymbolBlock are those of SSD on ResNet v1 and MobileNet and of all FPN detectors.
+LAYERS = {
+    # Segmentation
+    "fcn_resnet50_voc": 57,
+    "psp_resnet50_ade": 61,
+    "deeplab_resnet50_citys": 63,
+    "deeplab_resnest50_ade": 79,
+    "deeplab_v3_plus_xception": 142,
+    "deeplab_v3b_plus_wideresnet_citys": 43,
+    "icnet_resnet50_citys": 69,
+    "danet_resnet50_citys": 59,
+    "fastscnn_citys": 45,
+    "hrnet_w18_small_v1_s": 72,
+    # Detection
+    "ssd_300_mobilenet0.25_voc": 35,
+    "ssd_300_resnet34_v1b_voc": 36,
+    "ssd_512_resnet18_v1_voc": 28,
+    "yolo3_mobilenet0.25_voc": 47,
+    "yolo3_darknet53_voc": 72,
+    "faster_rcnn_resnet50_v1b_voc": 53,
+    "faster_rcnn_fpn_resnet50_v1b_coco": 53,
+    "faster_rcnn_fpn_syncbn_resnet50_v1b_coco": 63,
+    "mask_rcnn_resnet18_v1b_coco": 20,
+    "mask_rcnn_fpn_resnet18_v1b_coco": 20,
+    "mask_rcnn_fpn_syncbn_resnet18_v1b_coco": 33,
+    "center_net_resnet18_v1b_voc": 26,
+    "center_net_resnet18_v1b_dcnv2_voc": 26,
+    "center_net_mobilenetv3_small_duc_voc": 37,
+    "center_net_dla34_voc": 53,
+    # Pose, depth, tracking
+    "simple_pose_resnet18_v1b": 23,
+    "alpha_pose_resnet101_v1b_coco": 106,
+    "mobile_pose_mobilenet1.0": 30,
+    "mobile_pose_mobilenetv3_small": 37,
+    "monodepth2_resnet18_kitti_mono_640x192": 20,
+    "siamrpn_alexnet_v2_otb15": 11,
+    # Video
+    "i3d_inceptionv1_kinetics400": 57,
+    "i3d_nl5_resnet50_v1_kinetics400": 58,
+    "p3d_resnet50_kinetics400": 66,
+    "r2plus1d_resnet18_kinetics400": 37,
+    "slowfast_4x16_resnet50_kinetics400": 110,
+    # Classification
+    "resnet18_v1": 20,
+    "resnet18_v2": 19,
+    "resnet18_v1b": 20,
+    "resnet50_v1c": 55,
+    "resnet50_v1d_0.11": 55,
+    "resnet50_v1s": 55,
+    "resnest14": 23,
+    "resnext50_32x4d": 53,
+    "se_resnet18_v1": 20,
+    "se_resnext50_32x4d": 53,
+    "senet_154": 157,
+    "shufflenet_v1": 48,
+    "shufflenet_v2": 56,
+    "mobilenet0.25": 27,
+    "mobilenetv2_0.25": 52,
+    "mobilenetv3_small": 34,
+    "densenet121": 121,
+    "googlenet": 57,
+    "inceptionv3": 94,
+    "xception": 132,
+    "nasnet_4_1056": 194,
+    "dla34": 37,
+    "hrnet_w18_small_v1_c": 91,
+    "vgg11_bn": 8,
+    "residualattentionnet56": 107,
+    "cifar_resnet20_v1": 21,
+    "cifar_resnext29_32x4d": 31,
+    "cifar_wideresnet16_10": 15,
+    # Without any
+    "alexnet": 0,
+    "squeezenet1.0": 0,
+    "vgg11": 0,
+    "resnet50_v1b_gn": 0,
+    "ssd_300_vgg16_atrous_voc": 0,
+}
+STOCK_OPERATORS = {"BatchNorm", "_contrib_SyncBatchNorm", "_contrib_BatchNormWithReLU"}
+# Models that are run, and the size of an image.
+SIZES = {
+    "fastscnn_citys": 64,
+    "fcn_resnet50_voc": 48,
+    "yolo3_mobilenet0.25_voc": 64,
+    "center_net_resnet18_v1b_voc": 64,
+    "ssd_300_mobilenet0.25_voc": 96,
+}
+
+
+def build(name, **settings):
+    with warnings.catch_warnings():
+        # gluoncv asks for newer and older packages than each other.
+        warnings.simplefilter("ignore")
+        from gluoncv.model_zoo import deeplabv3_plus, get_model
+    if name == "deeplab_v3_plus_xception":
+        return deeplabv3_plus.get_deeplab_plus(backbone="xception", pretrained_base=False)
+    try:
+        return get_model(name, pretrained=False, pretrained_base=False, **settings)
+    except TypeError:
+        return get_model(name, pretrained=False, **settings)
+
+
+def anatomy(net):
+    """(path, identity, class) of each block, and the graphs of the SymbolBlocks, in order."""
+    blocks, graphs = [], []
+
+    def visit(path, block):
+        blocks.append((path, id(block), type(block)))
+        if isinstance(block, gluon.SymbolBlock):
+            graphs.append(block._cached_graph[1].tojson())
+        for name, child in block._children.items():
+            visit(f"{path}.{name}", child)
+
+    visit("", net)
+    return blocks, graphs
+
+
+def count_of(net):
+    """What became of a model on its way there and back."""
+    before, parameters = anatomy(net), list(net.collect_params().items())
+    _, there = convert_sync_batchnorm(net, return_report=True)
+    blocks, graphs = anatomy(net)
+    nodes = [node["op"] for graph in graphs for node in json.loads(graph)["nodes"]]
+    left = [kind.__name__ for *_, kind in blocks if issubclass(kind, nn.basic_layers._BatchNorm)]
+    left = [name for name in left if name != "SyncBatchNorm"]
+    left += [operator for operator in nodes if operator in STOCK_OPERATORS]
+    # Blocks may be in several places.
+    ours = {number for _, number, kind in blocks if kind is sbn.SyncBatchNorm}
+    same = list(net.collect_params().items()) == parameters
+    _, back = revert_sync_batchnorm(net, return_report=True)
+    same = same and list(net.collect_params().items()) == parameters
+    names = [name for name, _ in parameters]
+    return {
+        "replaced": len(there.replaced),
+        "synchronized": len(ours) + nodes.count("Custom"),
+        "refused": len(there.refused) + len(back.refused),
+        "left": left,
+        "running means": sum(n.endswith(("running_mean", "moving_mean")) for n in names),
+        "reverted": len(back.replaced),
+        "same parameters": same,
+        "same anatomy": anatomy(net) == before,
+    }
+
+
+def fill(net):
+    """Statistics that show in the result."""
+    generator = np.random.default_rng(0)
+    for name, parameter in net.collect_params().items():
+        low, high = (0.5, 1.5) if name.endswith(("gamma", "var")) else (-0.1, 0.1)
+        parameter.set_data(mx.nd.array(generator.uniform(low, high, parameter.shape)))
+
+
+def run(name):
+    """Outputs before, in between and after."""
+    size = SIZES[name]
+    segments = name.startswith(("fcn", "fastscnn"))
+    net = build(name, **({"crop_size": size, "base_size": size} if segments else {}))
+    net.initialize(force_reinit=True)
+    x = mx.nd.array(np.random.default_rng(1).standard_normal((2, 3, size, size)))
+    net(x)
+    fill(net)
+
+    def outputs():
+        return [y.asnumpy() for y in net(x)]
+
+    before = outputs()
+    convert_sync_batchnorm(net)
+    between = outputs()
+    revert_sync_batchnorm(net)
+    for y, expected in zip(outputs(), before):
+        assert_same_bits(y, expected, name)
+    for y, expected in zip(between, before):
+        assert y.shape == expected.shape and np.isfinite(y).all()
+        if segments:
+            assert np.ptp(expected) > 0
+            np.testing.assert_allclose(y, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+
+
+def train(features, devices):
+    """A step of a feature extractor. Returns the number of its running statistics, the same on all
+    devices."""
+    features.hybridize(static_alloc=True)
+    parameters = features.collect_params()
+    trainer = gluon.Trainer(parameters, "sgd", {"learning_rate": 1e-3}, kvstore="device")
+    generator = np.random.default_rng(0)
+    for _ in range(2):
+        xs = [mx.nd.array(generator.standard_normal((2, 3, 96, 96)), ctx=d) for d in devices]
+        with autograd.record():
+            losses = [sum((y**2).mean() for y in features(x)) for x in xs]
+        autograd.backward(losses)
+        trainer.step(4, ignore_stale_grad=True)
+    mx.nd.waitall()
+    running = [p for n, p in parameters.items() if n.endswith(("_mean", "_var"))]
+    for parameter in running:
+        first, second = (array.asnumpy() for array in parameter.list_data())
+        assert_same_bits(second, first, parameter.name)
+    return len(running)
+
+
+def train_ssd():
+    """Its features are a graph."""
+    devices = contexts(2)
+    net = build("ssd_300_mobilenet0.25_voc")
+    net.initialize(ctx=devices, force_reinit=True)
+    net(mx.nd.zeros((1, 3, 96, 96)))
+    convert_sync_batchnorm(net)
+    assert train(net.features, devices) == 70
+
+
+def train_extractor():
+    """A graph that gluoncv has made of our layers, which are gone."""
+    from gluoncv.model_zoo import resnet18_v1b
+    from gluoncv.nn.feature import FeatureExtractor
+
+    devices = contexts(2)
+    network = resnet18_v1b(norm_layer=sbn.SyncBatchNorm, prefix="net_")
+    features = FeatureExtractor(network, ["layers1_relu0_fwd", "layers2_relu0_fwd"])
+    del network
+    gc.collect()
+    features.initialize(ctx=devices)
+    _, report = convert_sync_batchnorm(features, return_report=True)
+    assert len(report.replaced) == 6 and train(features, devices) == 12
+
+
+def main(task, *names):
+    if task == "train":
+        train_ssd()
+        train_extractor()
+        return
+    result = {}
+    for name in names:
+        result[name] = count_of(build(name)) if task == "count" else run(name)
+        gc.collect()
+    print(json.dumps(result))
+
+
+def child(*arguments):
+    environment = {**os.environ, "MXNET_CPU_TEMP_COPY": "512"}
+    command = [sys.executable, __file__, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@lru_cache(maxsize=None)
+def counts():
+    return json.loads(child("count", *LAYERS).splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_there_and_back(name):
+    expected = LAYERS[name]
+    assert counts()[name] == {
+        "replaced": expected,
+        "synchronized": expected,
+        "refused": 0,
+        "left": [],
+        "running means": expected,
+        "reverted": expected,
+        "same parameters": True,
+        "same anatomy": True,
+    }
+
+
+def test_the_same_outputs_after_the_way_back():
+    child("run", *SIZES)
+
+
+def test_training_of_a_graph_is_synchronized():
+    child("train")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,533 @@
+"""python -m gluon_syncbn export, convert, inspect and doctor."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import mxnet as mx
+import numpy as np
+import pytest
+import stock
+from mxnet.gluon import nn
+from test_deploy import assert_outputs, contents, forward, load, operators, ready
+from tolerances import EXPORTED, ONNX
+
+import gluon_syncbn as sbn
+from gluon_syncbn import __main__ as command_line
+from gluon_syncbn.cli import doctor
+
+PACKAGE = Path(sbn.__file__).parent
+
+
+def make():
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(8, 3, in_channels=3), sbn.SyncBatchNorm(in_channels=8))
+        net.add(nn.Conv2D(4, 3, in_channels=8), sbn.SyncBatchNorm(in_channels=4, scale=False))
+    return net
+
+
+def norms():
+    """With what else has a gamma and a beta, and with a count of batches."""
+    net = nn.HybridSequential(prefix="norms_")
+    with net.name_scope():
+        net.add(nn.Conv2D(3, 1, in_channels=2), sbn.SyncBatchNorm(momentum=None, in_channels=3))
+        net.add(nn.BatchNorm(in_channels=3), nn.LayerNorm(in_channels=3))
+        net.add(nn.InstanceNorm(in_channels=3))
+    return net
+
+
+def elsewhere():
+    os.chdir("/")
+    return make()
+
+
+def without_path():
+    sys.path.pop(0)
+    return make()
+
+
+def wrong():
+    return "a net"
+
+
+def ends():
+    sys.exit()
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With own-symbol.json and own-0003.params of net.export, c.params of save_parameters; bare is
+    own without the shapes of the variables."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    net = make()
+    [x], expected = ready(net, (2, 3, 8, 8))
+    np.savez(folder / "data.npz", x, *expected)
+    net.hybridize()
+    forward(net, x)
+    net.export(str(folder / "own"), 3)
+    last = mx.nd.load(str(folder / "own-0003.params"))
+    mx.nd.save(str(folder / "own-0001.params"), {name: a * 0 for name, a in last.items()})
+    net.save_parameters(str(folder / "c.params"))
+    net[1].running_var.set_data(mx.nd.array([1, 2, 0, 4, 5, 6, np.nan, 1e9]))
+    net[1].gamma.set_data(mx.nd.array([1, 0, 1, 1, 1, 1, 1, -1e5]))
+    net[3].gamma.set_data(mx.nd.zeros(4))  # which this layer takes for 1
+    net.save_parameters(str(folder / "bad.params"))
+    net.export(str(folder / "bad"))
+    (folder / "text.params").write_text("weights")
+    (folder / "text-symbol.json").write_text("a graph")
+    (folder / "other-symbol.json").write_text('{"model": 1}')
+    whole = (folder / "own-0003.params").read_bytes()
+    (folder / "half-0000.params").write_bytes(whole[: len(whole) // 2])
+    shutil.copy(folder / "own-symbol.json", folder / "half-symbol.json")
+    text = (folder / "own-symbol.json").read_text()
+    (folder / "cut-symbol.json").write_text(text[: len(text) // 2])
+    unknown = text.replace('"Convolution"', '"NoSuchOperator"')
+    (folder / "unknown-symbol.json").write_text(unknown)
+    looped = json.loads(text)
+    looped["nodes"][-1]["inputs"][0] = [len(looped["nodes"]) - 1, 0, 0]
+    (folder / "looped-symbol.json").write_text(json.dumps(looped))
+    bare = json.loads(text)
+    for node in bare["nodes"]:
+        node.get("attrs", {}).pop("__shape__", None)
+    (folder / "bare-symbol.json").write_text(json.dumps(bare))
+    shutil.copy(folder / "own-0003.params", folder / "bare-0000.params")
+    for name in ("conv0_weight", "conv0_bias", "syncbatchnorm0_gamma"):
+        (key,) = (key for key in last if key.endswith(name))
+        wider = mx.nd.ones((16, *last[key].shape[1:]))
+        mx.nd.save(str(folder / f"{name}.params"), {**last, key: wider})
+    mx.nd.save(str(folder / "list.params"), [mx.nd.ones(3)])
+    mx.nd.save(str(folder / "none.params"), {"weight": mx.nd.ones(3)})
+    uneven = {role: mx.nd.ones(3) for role in ("gamma", "beta", "running_mean")}
+    mx.nd.save(str(folder / "uneven.params"), {**uneven, "running_var": mx.nd.ones(4)})
+    net = norms()
+    ready(net, (2, 2, 3, 3))
+    net.hybridize()
+    forward(net, mx.nd.ones((2, 2, 3, 3)))
+    net.export(str(folder / "norms"))
+    net.save_parameters(str(folder / "norms.params"))
+    return folder
+
+
+def call(folder, *arguments, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    try:
+        code = command_line.main([str(argument) for argument in arguments])
+    except SystemExit as end:
+        code = end.code
+    return (code, *capsys.readouterr())
+
+
+@pytest.fixture
+def run(folder, monkeypatch, capsys, tmp_path):
+    def run(text, check=True):
+        arguments = text.replace("TMP", str(tmp_path)).split()
+        code, out, err = call(folder, *arguments, monkeypatch=monkeypatch, capsys=capsys)
+        assert not check or code == 0, err
+        return (code, out, err) if not check else out
+
+    return run
+
+
+@pytest.fixture
+def data(folder):
+    with np.load(folder / "data.npz") as arrays:
+        x, *expected = (arrays[key] for key in arrays.files)
+    return x, expected
+
+
+@pytest.mark.filterwarnings("ignore:.*Cannot decide type")
+@pytest.mark.parametrize("source", ["own", "own-symbol.json", "c.params --net test_commands:make"])
+def test_export(run, data, tmp_path, source):
+    x, expected = data
+    out = run(f"export {source} -o TMP/m --epoch 2 --fold --onnx TMP/m.onnx --input-shape 2,3,8,8")
+    assert "folded  2 layers of batch normalization, 0 left" in out
+    assert "ONNX Runtime differs by" in out
+    assert sorted(os.listdir(tmp_path)) == ["m-0002.params", "m-symbol.json", "m.onnx"]
+    outputs = stock.outputs_of(
+        str(tmp_path / "m"), {"data": x}, str(tmp_path), 2, str(tmp_path / "m.onnx")
+    )
+    assert_outputs(outputs["block"], expected, EXPORTED[True])
+    assert_outputs(outputs["onnx"], expected, ONNX)
+    run(f"export {source} -o TMP/plain --dtype float16")
+    assert operators(tmp_path / "plain").count("BatchNorm") == 2
+
+
+def test_the_last_epoch_is_taken(run, folder, tmp_path):
+    run("export own -o TMP/m")
+    last = mx.nd.load(str(folder / "own-0003.params"))
+    arrays = mx.nd.load(str(tmp_path / "m-0000.params"))
+    assert arrays.keys() == last.keys()
+    name = next(name for name in last if name.endswith("conv0_weight"))
+    assert (arrays[name].asnumpy() == last[name].asnumpy()).all()
+
+
+def test_convert_a_symbol(run, data, folder, tmp_path):
+    x, expected = data
+    assert "2 GluonSyncBatchNorm became BatchNorm, 2 in all" in run(
+        "convert own-symbol.json -o TMP/m-symbol.json"
+    )
+    assert operators(tmp_path / "m") == ["Convolution", "BatchNorm"] * 2
+    shutil.copy(folder / "own-0003.params", tmp_path / "m-0000.params")
+    assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[False])
+    assert "none became BatchNorm, 2 in all" in run(
+        "convert TMP/m-symbol.json -o TMP/m-symbol.json"
+    )
+
+
+def test_convert_parameters(run, data, folder, tmp_path):
+    x, expected = data
+    net = "--net test_commands:make"
+    run(f"convert own-0003.params -o TMP/gluon.params --names gluon {net}")
+    names = mx.nd.load(str(tmp_path / "gluon.params"))
+    assert "0.weight" in names and not any(":" in name for name in names)
+    loaded = make()
+    loaded.load_parameters(str(tmp_path / "gluon.params"))
+    assert_outputs(forward(loaded, x), expected, 0)
+    run(f"convert TMP/gluon.params -o TMP/module.params --names module --dtype float16 {net}")
+    module = mx.nd.load(str(tmp_path / "module.params"))
+    assert module.keys() == mx.nd.load(str(folder / "own-0003.params")).keys()
+    kinds = {name.split(":")[0] for name in module if "running" in name}
+    assert kinds == {"aux"} and "arg:net_net_conv0_weight" not in module
+    for name, array in module.items():
+        norm = "batchnorm" in name
+        assert array.dtype == (np.float32 if norm else np.float16), name
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_converted_dtypes_are_those_of_cast(run, folder, tmp_path, dtype):
+    run(f"convert norms.params -o TMP/c.params --dtype {dtype}")
+    net = norms()
+    net.cast(dtype)
+    net.load_parameters(str(tmp_path / "c.params"))
+    run(f"convert norms-0000.params -o TMP/c-0000.params --dtype {dtype}")
+    for name, array in mx.nd.load(str(tmp_path / "c-0000.params")).items():
+        assert array.dtype == np.dtype(net.collect_params()[name.split(":")[1]].dtype), name
+
+
+def test_module_names_are_those_of_export(run, folder, tmp_path):
+    run("convert norms.params -o TMP/m.params --names module --net test_commands:norms")
+    arrays = mx.nd.load(str(tmp_path / "m.params"))
+    assert arrays.keys() == mx.nd.load(str(folder / "norms-0000.params")).keys()
+    assert "aux:norms_syncbatchnorm0_num_batches_tracked" in arrays
+
+
+@pytest.mark.filterwarnings("ignore:.*Cannot decide type")
+def test_a_stock_symbol_has_no_count_of_batches(run, folder, tmp_path):
+    out = run("convert norms-symbol.json -o TMP/m-symbol.json")
+    assert "dropped what only training needs: norms_syncbatchnorm0_num_batches_tracked (" in out
+    parameters = str(folder / "norms-0000.params")
+    mx.gluon.SymbolBlock.imports(
+        str(tmp_path / "m-symbol.json"), ["data"], parameters, ignore_extra=True
+    )
+    run("export norms -o TMP/e")
+    assert not any("tracked" in name for name in mx.nd.load(str(tmp_path / "e-0000.params")))
+    load(tmp_path / "e")
+    assert "dropped" not in run("convert own-symbol.json -o TMP/own-symbol.json")
+
+
+@pytest.mark.parametrize("function", ["elsewhere", "without_path"])
+def test_the_code_of_the_net_may_go_elsewhere(run, folder, monkeypatch, function):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = list(sys.path)
+    run(f"inspect c.params --net test_commands:{function}")
+    assert Path.cwd() == folder and sys.path == before
+
+
+def test_inspect(run, capsys):
+    out = run("inspect own")
+    assert out.count("GluonSyncBatchNorm") == 2
+    assert out.splitlines()[-1] == "2 layers, 12 channels: 0 dead, 0 exploding"
+    lines = run("inspect bad.params").splitlines()
+    assert lines[0].split() == "layer kind channels gamma beta mean variance remarks".split()
+    assert lines[1].startswith("1 ") and "0 .. 1e+09 not finite" in lines[1]
+    assert lines[1].endswith("2 dead: 1, 2; 2 exploding: 6, 7")
+    assert run("inspect c.params --params bad.params").splitlines() == lines
+    # The file alone does not say that gamma is taken for 1.
+    assert lines[2].endswith("4 dead: 0, 1, 2, 3")
+    for source in ("bad", "bad.params --net test_commands:make"):
+        *_, first, second, total = run(f"inspect {source}").splitlines()
+        assert first.endswith("2 dead: 1, 2; 2 exploding: 6, 7")
+        assert "dead" not in second
+        assert total == "2 layers, 12 channels: 2 dead, 2 exploding"
+
+
+@pytest.mark.parametrize(
+    "command, text",
+    [
+        ("inspect missing", "missing-symbol.json cannot be read (No such file"),
+        ("inspect missing.params", "missing.params cannot be read (No such file"),
+        ("inspect text.params", "text.params is no file of parameters: a .params file"),
+        ("inspect text", "text-symbol.json is no JSON"),
+        ("inspect cut", "cut-symbol.json is damaged"),
+        ("inspect other", "other-symbol.json is JSON but holds no graph of MXNet"),
+        ("inspect unknown", "unknown-symbol.json cannot be loaded by MXNet 1.9.1"),
+        ("inspect looped --params c.params", "looped-symbol.json is damaged (net_"),
+        ("convert looped-symbol.json -o TMP/c", "looped-symbol.json is damaged (net_"),
+        ("inspect half", "half-0000.params is damaged"),
+        ("inspect own --params list.params", "list.params has no named arrays"),
+        ("inspect own --params c.params", "c.params lacks 12 of the 13 names in own-symbol.json"),
+        (
+            "inspect own --params conv0_weight.params",
+            "conv0_weight.params does not fit own-symbol.json: net_conv0_weight is (16, 3, 3, 3), "
+            "(8, 3, 3, 3) was expected",
+        ),
+        (
+            "export own --params syncbatchnorm0_gamma.params -o TMP/m --fold",
+            "syncbatchnorm0_gamma.params does not fit own-symbol.json: net_syncbatchnorm0_gamma is "
+            "(16,), (8,) was expected",
+        ),
+        (
+            "export bare --params conv0_weight.params -o TMP/m",
+            "conv0_weight.params does not fit bare-symbol.json: net_conv0_weight is (16, 3, 3, 3), "
+            "(8, ?, ?, ?) was expected",
+        ),
+        ("export bare --params conv0_bias.params -o TMP/m", "net_conv0_bias is (16,), (8,) was"),
+        (
+            "inspect bare --params syncbatchnorm0_gamma.params",
+            "net_syncbatchnorm0_gamma is (16,), (8,) was expected",
+        ),
+        (
+            "inspect uneven.params",
+            "uneven.params is damaged: gamma is (3,), and running_var beside",
+        ),
+        ("inspect none.params", "none.params has no batch normalization"),
+        ("inspect own --inputs image", "--inputs names image, which own-symbol.json has not"),
+        ("export text -o TMP/m", "text-symbol.json is no JSON"),
+        ("export own --params missing -o TMP/m", "missing cannot be read"),
+        ("export c.params -o TMP/m", "c.params holds parameters and no graph"),
+        ("export c.params --net test_commands -o TMP/m", "give package.module:function"),
+        ("export c.params --net test_commands:none -o TMP/m", "has no attribute 'none'"),
+        ("export c.params --net test_commands:wrong -o TMP/m", "returned str: a net was expected"),
+        ("export c.params --net test_commands:ends -o TMP/m", "ends failed (SystemExit"),
+        (
+            "export none.params --net test_commands:make -o TMP/m",
+            "none.params does not fit the net",
+        ),
+        ("export own -o TMP/m --onnx TMP/o", "--onnx needs --input-shape"),
+        (
+            "export c.params --net test_commands:make -o TMP/m --onnx TMP/o",
+            "--onnx needs --input-shape",
+        ),
+        ("export own -o TMP/m --input-shape 1,x", "'1,x' is no shape"),
+        ("export own -o TMP/m --input-shape 1,4,8,8", "does not take inputs of input_shape"),
+        ("export own -o TMP/m --epoch 12345", "--epoch is 12345"),
+        ("export c.params --net test_commands:make -o TMP/m --epoch -1", "--epoch is -1"),
+        ("export own -o TMP/no/m", "TMP/no/m-symbol.json cannot be written (No such file"),
+        ("convert c.params -o TMP/c", "c.params would stay as it is"),
+        ("convert c.params -o TMP/c --names module", "--names module needs --net module:function"),
+        ("convert own-0003.params -o TMP/c --names gluon", "--names gluon needs --net"),
+        (
+            "convert none.params -o TMP/c --names gluon --net test_commands:make",
+            "none.params has weight, and the net of --net test_commands:make has not (but net_",
+        ),
+        ("convert own-symbol.json -o TMP/c --names gluon", "--names and --dtype are for .params"),
+        ("convert text.params -o TMP/c --names gluon", "text.params is no file of parameters"),
+        ("export own -o TMP/m\udcff", "m\\udcff-0000.params"),
+        ("export own -o TMP/", "add the name that the files in that folder begin with"),
+        ("export own -o .", "path is '.': add the name"),
+        ("bake", "invalid choice: 'bake'"),
+        ("", "required: export|convert|inspect|doctor"),
+    ],
+)
+def test_errors_are_one_sentence_that_names_the_file(run, tmp_path, command, text):
+    code, out, err = run(command, check=False)
+    assert code == 2 and out == ""
+    assert text.replace("TMP", str(tmp_path)) in err, err
+    assert err.count("\n") == 1 and err.startswith("python -m gluon_syncbn")
+    assert os.listdir(tmp_path) == []
+
+
+def test_interrupted(run, tmp_path):
+    command = "export c.params --net test_commands:interrupted -o TMP/m"
+    assert run(command, check=False) == (130, "", "Interrupted.\n")
+
+
+def test_interrupted_while_mxnet_is_imported(tmp_path):
+    (tmp_path / "mxnet.py").write_text("raise KeyboardInterrupt\n")
+    done = process("inspect", "model", PYTHONPATH=f"{tmp_path}:{PACKAGE.parent}")
+    assert (done.returncode, done.stderr) == (130, "Interrupted.\n")
+
+
+def test_no_room(run, folder, tmp_path, monkeypatch):
+    run("convert c.params -o TMP/c.params --dtype float64")
+    before = contents(tmp_path)
+
+    def full(path, arrays):
+        Path(path).write_bytes(b"half")
+
+    monkeypatch.setattr(mx.nd, "save", full)
+    code, _, err = run("convert c.params -o TMP/c.params --dtype float16", check=False)
+    assert code == 2 and "c.params cannot be written (it came out incomplete" in err
+    assert contents(tmp_path) == before
+
+
+def process(*arguments, run=("-m", "gluon_syncbn"), package=PACKAGE, cwd="/", **environment):
+    return subprocess.run(
+        [sys.executable, *run, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(package.parent), **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.mark.long
+def test_as_a_program(folder):
+    done = process("inspect", "own", cwd=folder)
+    assert done.returncode == 0 and "2 layers" in done.stdout, done.stderr
+    assert done.stderr == ""
+    done = process("inspect", "no", cwd=folder)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert process("--help").returncode == 0
+    for command in ("export", "convert", "inspect", "doctor"):
+        assert command in process("--help").stdout
+        assert process(command, "--help").returncode == 0
+
+
+def test_doctor_where_all_is_well():
+    done = process("doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.rstrip().endswith("All is well."), done.stdout
+    assert "self-test, 2 CPU devices:   forward and backward agree with NumPy" in done.stdout
+    for word in ("Python:", "mxnet", "numpy:", "native CPU part:", "native CUDA part:", "devices:"):
+        assert word in done.stdout
+    assert done.stderr == ""
+
+
+def cuda_part(done):
+    return re.search(r"^native CUDA part: +(.*)$", done.stdout, re.MULTILINE)[1]
+
+
+@pytest.mark.long
+def test_doctor_knows_of_cuda_kernels_what_the_library_says(tmp_path):
+    from gluon_syncbn import native
+
+    said = cuda_part(process("doctor"))
+    assert said == (native.cuda_kernels() or "not built; GPUs need them, CPUs do not")
+    # A library that says the opposite, and one that is none.
+    package = copy_of_package(tmp_path)
+    library = package / "libgluon_syncbn.so"
+    source = tmp_path / "library.c"
+    for text, wanted in (('"CUDA 99.0 for sm_90"', "CUDA 99.0 for sm_90"), ("0", "not built; ")):
+        source.write_text(f"const char* gluon_syncbn_cuda(void) {{ return {text}; }}\n")
+        subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
+        assert cuda_part(process("doctor", package=package)).startswith(wanted)
+    library.write_text("no library")
+    said = cuda_part(process("doctor", package=package))
+    assert said.startswith("unknown, as the library does not load: "), said
+
+
+def copy_of_package(tmp_path):
+    package = tmp_path / "copy" / "gluon_syncbn"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    return package
+
+
+def test_doctor_without_the_native_library(tmp_path):
+    package = copy_of_package(tmp_path)
+    (package / "libgluon_syncbn.so").unlink()
+    done = process("doctor", package=package)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "native CPU part:            missing" in done.stdout
+    assert "1. The native library of gluon_syncbn is missing" in done.stdout, done.stdout
+    assert "Build it again: pip install" in done.stdout
+    done = process("inspect", "own", package=package)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "The native library of gluon_syncbn is missing" in done.stderr
+
+
+def test_doctor_without_mxnet(tmp_path):
+    (tmp_path / "mxnet.py").write_text("raise ImportError('libfoo.so.1: cannot open')\n")
+    done = process("doctor", PYTHONPATH=f"{tmp_path}:{PACKAGE.parent}")
+    assert done.returncode == 1
+    assert "1. MXNet 1.9.1 is installed but cannot be imported (libfoo.so.1" in done.stdout
+
+
+def test_doctor_where_mxnet_crashes(tmp_path):
+    """The package imports MXNet in the process that asks for it, but not in the doctor's."""
+    (tmp_path / "mxnet.py").write_text("import os; os.abort()\n")
+    done = process("doctor", PYTHONPATH=f"{tmp_path}:{PACKAGE.parent}")
+    assert done.returncode == 1, done.stderr
+    assert "1. The process died of signal 6. If python -c 'import mxnet' does so too" in done.stdout
+
+
+@pytest.mark.parametrize("way", [["-m", "gluon_syncbn"], ["-Bmgluon_syncbn"]])
+def test_help_does_not_wait_for_mxnet(tmp_path, way):
+    (tmp_path / "mxnet.py").write_text("raise SystemExit('imported')\n")
+    path = f"{tmp_path}:{PACKAGE.parent}"
+    for arguments in (["--help"], ["export", "--help"]):
+        done = process(*arguments, run=way, PYTHONPATH=path)
+        assert done.returncode == 0 and "usage: " in done.stdout, done.stderr
+
+
+def test_a_module_of_the_command_line_finds_the_package_whole(folder, tmp_path):
+    (tmp_path / "nets.py").write_text(
+        "import gluon_syncbn as sbn\nfrom gluon_syncbn import SyncBatchNorm\n"
+        "from test_commands import make\n"
+        "def net():\n"
+        "    assert all(hasattr(sbn, name) for name in sbn.__all__)\n"
+        "    return make()\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.path.dirname(__file__), str(PACKAGE.parent)])
+    done = process("inspect", "c.params", "--net", "nets:net", cwd=folder, PYTHONPATH=path)
+    assert done.returncode == 0 and "2 layers" in done.stdout, done.stderr
+
+
+def test_other_modules_find_the_package_whole(tmp_path):
+    """`python -m` imports the package of a module before it runs the module, as with our own."""
+    package = tmp_path / "my_gluon_syncbn"
+    package.mkdir()
+    (package / "__init__.py").write_text("from gluon_syncbn import SyncBatchNorm\n")
+    (package / "launch.py").write_text("print(__name__)\n")
+    path = f"{tmp_path}:{PACKAGE.parent}"
+    done = process("gluon_syncbn", run=["-m", "my_gluon_syncbn.launch"], PYTHONPATH=path)
+    assert done.stdout == "__main__\n", done.stderr
+
+
+def test_doctor_with_the_naive_engine():
+    done = process("doctor", MXNET_ENGINE_TYPE="NaiveEngine")
+    assert done.returncode == 1
+    assert "MXNET_ENGINE_TYPE:          NaiveEngine" in done.stdout.replace(
+        "see below", "NaiveEngine"
+    )
+    assert "MXNET_ENGINE_TYPE=NaiveEngine computes one device after another" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "program, told",
+    [
+        ("import os; os.kill(os.getpid(), 11)", "the process died of signal 11."),
+        ("import time; time.sleep(60)", "it did not end within 2 s."),
+        ("raise ValueError('the layer is off')", "the layer is off"),
+        ("print('RESULT', 0.5)", "is wrong by 0.5: please report it"),
+    ],
+)
+def test_doctor_survives_a_self_test_that_does_not(monkeypatch, capsys, program, told):
+    monkeypatch.setattr(doctor, "_SELF_TEST", program)
+    monkeypatch.setattr(doctor, "_SECONDS", 2)
+    found = doctor._Findings()
+    doctor._self_test(found, "2 CPU devices", ["cpu:0", "cpu:1"])
+    assert told in found.remedies[0]
+    assert "self-test, 2 CPU devices" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gpus, remedies", [(0, 1), (1, 0), (8, 0)])
+def test_doctor_of_gpus(monkeypatch, capsys, gpus, remedies):
+    state = f'{{"mxnet": "1.9.1", "features": ["CUDA"], "gpus": {gpus}, "file": ""}}'
+    monkeypatch.setattr(doctor, "_IMPORT", f"print('RESULT', '{state}')")
+    monkeypatch.setattr(doctor, "_SELF_TEST", "print('RESULT', 1e-7)")
+    assert doctor.doctor() == remedies
+    out = capsys.readouterr().out
+    assert ("sees no GPU" in out) == (gpus == 0)
+    assert ("self-test, 2 GPUs" in out) == (gpus == 8)
+    assert ("self-test, 1 GPU:" in out) == (gpus == 1)

@@ -1,0 +1,1145 @@
+"""sbn.export: what stock MXNet and ONNX Runtime make of its files, and what it leaves alone."""
+
+import copy
+import json
+import logging
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import mxnet as mx
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import stock
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
+from runs import MODES, contexts
+from segmentation import example
+from tolerances import EXPORTED, ONNX, assert_same_bits, relative_error
+
+import gluon_syncbn as sbn
+from gluon_syncbn.deploy import files, onnx_model
+from gluon_syncbn.graph.symbols import Graph, make_stock
+
+LIMITS = {"running_mean": (-0.5, 0.5), "beta": (-0.5, 0.5), "running_var": (0.5, 2)}
+LIMITS["gamma"] = (0.5, 1.5)
+
+
+def randomize(net, seed=0):
+    """Values so that a layer that is left out, or mixed up, shows in the output."""
+    rng = np.random.default_rng(seed)
+    for name, parameter in net.collect_params().items():
+        for role, limits in LIMITS.items():
+            if name.endswith(role):
+                parameter.set_data(mx.nd.array(rng.uniform(*limits, parameter.shape)))
+
+
+def ready(net, *shapes, seed=0, ctx=None):
+    """The net with values, inputs of these shapes, and its outputs."""
+    net.initialize(mx.init.Xavier(), ctx=ctx)
+    rng = np.random.default_rng(seed)
+    inputs = [rng.standard_normal(shape).astype("float32") for shape in shapes]
+    forward(net, *inputs)
+    randomize(net)
+    return inputs, forward(net, *inputs)
+
+
+def forward(net, *inputs):
+    outputs = net(*(mx.nd.array(x, dtype=x.dtype) for x in inputs))
+    return [y.asnumpy() for y in stock.listed(outputs)]
+
+
+def load(prefix, names=("data",), epoch=0):
+    with pytest.warns(UserWarning):  # MXNet's own, for inputs whose dtype a file does not say
+        return gluon.SymbolBlock.imports(
+            f"{prefix}-symbol.json", list(names), f"{prefix}-{epoch:04d}.params"
+        )
+
+
+def operators(prefix):
+    nodes = json.loads(Path(f"{prefix}-symbol.json").read_text())["nodes"]
+    return [node["op"] for node in nodes if node["op"] != "null"]
+
+
+def assert_outputs(outputs, expected, tolerance):
+    assert len(outputs) == len(expected)
+    for output, wanted in zip(outputs, expected):
+        error = relative_error(output, wanted)
+        assert error <= tolerance, f"{error:.3g} > {tolerance:g}"
+
+
+class Residual(gluon.HybridBlock):
+    """Two blocks with shortcuts, strided and with a convolution of its own the second."""
+
+    def __init__(self, norm=sbn.SyncBatchNorm):
+        super().__init__(prefix="residual_")
+        with self.name_scope():
+            self.stem = nn.HybridSequential()
+            self.stem.add(nn.Conv2D(8, 3, padding=1, in_channels=3, use_bias=False), norm())
+            self.first = self._body(8, 8, 1, norm)
+            self.second = self._body(8, 16, 2, norm)
+            self.shortcut = nn.HybridSequential()
+            self.shortcut.add(nn.Conv2D(16, 1, 2, in_channels=8, use_bias=False), norm())
+            self.head = nn.Dense(7, in_units=16)
+
+    @staticmethod
+    def _body(inputs, outputs, stride, norm):
+        body = nn.HybridSequential()
+        body.add(nn.Conv2D(outputs, 3, stride, 1, in_channels=inputs), norm())
+        body.add(nn.Activation("relu"))
+        body.add(nn.Conv2D(outputs, 3, 1, 1, in_channels=outputs, use_bias=False), norm())
+        return body
+
+    def hybrid_forward(self, F, x):
+        x = F.relu(self.stem(x))
+        x = F.relu(self.first(x) + x)
+        x = F.relu(self.second(x) + self.shortcut(x))
+        return self.head(F.mean(x, axis=(2, 3)))
+
+
+def sequential(*layers):
+    net = nn.HybridSequential(prefix="net_")
+    net.add(*layers)
+    return net
+
+
+def encoder_decoder():
+    return example.model.SegmentationNet(5, sbn.SyncBatchNorm, channels=(4, 6, 8))
+
+
+NETS = {"residual": (Residual, 6), "encoder-decoder": (encoder_decoder, 11)}
+
+
+@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize("name", NETS)
+def test_stock_mxnet_and_onnx_runtime_agree_with_the_net(tmp_path, name, fold):
+    make, norms = NETS[name]
+    net = make()
+    [x], expected = ready(net, (2, 3, 16, 16))
+    model = tmp_path / "model.onnx"
+    result = sbn.export(net, tmp_path / "m", fold=fold, onnx=model, input_shape=x.shape, epoch=3)
+    assert result.symbol == str(tmp_path / "m-symbol.json")
+    assert result.params == str(tmp_path / "m-0003.params")
+    assert sorted(os.listdir(tmp_path)) == ["m-0003.params", "m-symbol.json", "model.onnx"]
+    used = operators(tmp_path / "m")
+    assert used.count("BatchNorm") == (0 if fold else norms)
+    assert len(result.folded) == (norms if fold else 0) and not result.left
+    assert not {"Custom", "SwapAxis"} & set(used)
+
+    outputs = stock.outputs_of(str(tmp_path / "m"), {"data": x}, str(tmp_path), 3, str(model))
+    assert set(outputs) == {"block", "module", "fused", "onnx"}
+    assert_outputs(outputs["block"], expected, EXPORTED[fold])
+    assert_outputs(outputs["module"], expected, EXPORTED[fold])
+    assert_outputs(outputs["fused"], expected, EXPORTED[True])
+    assert_outputs(outputs["onnx"], expected, ONNX)
+    assert 0 < result.onnx_error <= ONNX
+
+
+KINDS = {
+    "SyncBatchNorm": sbn.SyncBatchNorm,
+    "SyncBatchNormReLU": sbn.SyncBatchNormReLU,
+    "VirtualBatchNorm": lambda **settings: sbn.VirtualBatchNorm(3, **settings),
+    "nn.BatchNorm": nn.BatchNorm,
+    "nn.BatchNormReLU": nn.BatchNormReLU,
+    "contrib": lambda **settings: ContribSyncBatchNorm(num_devices=1, **settings),
+}
+SETTINGS = [
+    {},
+    {"momentum": 0.5, "epsilon": 1e-2, "center": False},
+    {"scale": False, "use_global_stats": True},
+]
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_what_only_training_needs_is_left_out(tmp_path, fold):
+    layer = sbn.SyncBatchNorm(momentum=None, running_variance="unbiased")
+    net = sequential(nn.Conv2D(4, 3, in_channels=3), layer)
+    [x], expected = ready(net, (2, 3, 6, 7))
+    sbn.export(net, tmp_path / "m", fold=fold)
+    assert not [n for n in mx.nd.load(str(tmp_path / "m-0000.params")) if "num_batches" in n]
+    assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[fold])
+
+
+@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_becomes_batch_norm(tmp_path, kind, settings, fold):
+    layer = KINDS[kind](**settings)
+    net = sequential(nn.Conv2D(4, 3, in_channels=3), layer, nn.Conv2D(2, 1, in_channels=4))
+    [x], expected = ready(net, (2, 3, 6, 7))
+    sbn.export(net, tmp_path / "m", fold=fold)
+    relu = ["Activation"] if "ReLU" in kind else []
+    norm = [] if fold else ["BatchNorm"]
+    assert operators(tmp_path / "m") == ["Convolution", *norm, *relu, "Convolution"]
+    assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[fold])
+    if not fold:
+        graph = Graph(mx.sym.load(str(tmp_path / "m-symbol.json")))
+        [node] = [node for node in graph.nodes() if node.op == "BatchNorm"]
+        assert float(node.attrs["eps"]) == settings.get("epsilon", 1e-5)
+        assert float(node.attrs["momentum"]) == settings.get("momentum", 0.9)
+        assert node.attrs["fix_gamma"] == str(not settings.get("scale", True))
+        assert node.attrs["use_global_stats"] == str(settings.get("use_global_stats", False))
+        assert int(node.attrs["axis"]) == 1
+
+
+def test_a_gamma_that_is_taken_for_1_is_written_as_1(tmp_path):
+    net = sequential(nn.Conv2D(4, 3, in_channels=3), sbn.SyncBatchNorm(scale=False, in_channels=4))
+    other = sbn.SyncBatchNorm(in_channels=4)
+    other._reg_params["gamma"] = vars(other)["gamma"] = net[1].gamma  # which does use it
+    net.add(other)
+    [x], expected = ready(net, (2, 3, 6, 7))
+    gamma = net[1].gamma.data().asnumpy()
+    assert not (gamma == 1).any()
+    model = tmp_path / "model.onnx"
+    sbn.export(net, tmp_path / "m", onnx=model, input_shape=x.shape)
+    arrays = mx.nd.load(str(tmp_path / "m-0000.params"))
+    written = [a.asnumpy() for name, a in arrays.items() if "gamma" in name]
+    assert len(written) == 2
+    assert sorted(map(bool, (np.all(a == 1) for a in written))) == [False, True]
+    block = load(tmp_path / "m")
+    for _ in range(2):  # MXNet overwrites a gamma that is fixed.
+        assert_outputs(forward(block, x), expected, EXPORTED[False])
+    assert_same_bits(net[1].gamma.data().asnumpy(), gamma)
+
+
+@pytest.mark.parametrize(
+    "shape, axis",
+    [((4, 3), 1), ((4, 3), -1), ((4, 5, 3), 2), ((2, 3, 4, 5), 1), ((2, 4, 5, 3), -1)]
+    + [((2, 3, 4, 5, 2), 1), ((2, 4, 3, 5), 2)],
+)
+def test_axes_and_dimensions(tmp_path, shape, axis):
+    net = sequential(sbn.SyncBatchNorm(axis=axis))
+    [x], expected = ready(net, shape)
+    sbn.export(net, tmp_path / "m", input_shape=shape)
+    assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[False])
+
+
+def train_some(net, trainer, devices, steps, seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(steps):
+        x = rng.standard_normal((4, 3, 8, 8)).astype("float32")
+        with autograd.record():
+            shards = gluon.utils.split_and_load(mx.nd.array(x), devices)
+            losses = [(net(shard) ** 2).sum() for shard in shards]
+        autograd.backward(losses)
+        trainer.step(4)
+        mx.nd.waitall()
+
+
+def bits(net):
+    return {
+        (name, number): array.asnumpy()
+        for name, parameter in net.collect_params().items()
+        for number, array in enumerate(parameter.list_data())
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_training_goes_on_as_without_an_export(tmp_path, mode):
+    devices, results = contexts(2), []
+    for exports in (False, True):
+        net = Residual()
+        mx.random.seed(3)
+        net.initialize(mx.init.Xavier(), ctx=devices)
+        if MODES[mode] is not None:
+            net.hybridize(**MODES[mode])
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01})
+        train_some(net, trainer, devices, 3, seed=1)
+        if exports:
+            before, graphs = bits(net), [b._cached_graph for b in blocks_of(net)]
+            places = [repr(b._places) for b in blocks_of(net) if isinstance(b, sbn.SyncBatchNorm)]
+            operation = net._cached_op
+            model = tmp_path / "model.onnx"
+            for fold in (False, True):
+                sbn.export(net, tmp_path / "m", fold=fold, onnx=model, input_shape=(1, 3, 8, 8))
+            after = bits(net)
+            assert before.keys() == after.keys()
+            for key, value in before.items():
+                assert_same_bits(after[key], value, key)
+            assert all(a is b for a, b in zip(graphs, [b._cached_graph for b in blocks_of(net)]))
+            assert net._cached_op is operation
+            assert places == [
+                repr(b._places) for b in blocks_of(net) if isinstance(b, sbn.SyncBatchNorm)
+            ]
+        train_some(net, trainer, devices, 3, seed=2)
+        results.append(bits(net))
+    for key, value in results[0].items():
+        # With static_shape MXNet keeps no order of who writes running statistics, nn.BatchNorm's
+        # either: they differ between two runs without any export.
+        if mode != "static_shape" or "running" not in key[0]:
+            assert_same_bits(results[1][key], value, key)
+
+
+def blocks_of(net):
+    found = []
+    net.apply(found.append)
+    return found
+
+
+def test_hooks_are_not_called_and_stay(tmp_path):
+    net, called = sequential(nn.Dense(3, in_units=2), sbn.SyncBatchNorm()), []
+    ready(net, (4, 2))
+    net[1].register_forward_hook(lambda *_: called.append("behind"))
+    net[1].register_forward_pre_hook(lambda *_: called.append("before"))
+    sbn.export(net, tmp_path / "m")
+    assert called == []
+    net(mx.nd.ones((4, 2)))
+    assert called == ["before", "behind"]
+
+
+def test_statistics_that_differ_are_averaged_with_a_warning(tmp_path, caplog):
+    net = sequential(nn.BatchNorm(in_channels=3))
+    net.initialize(ctx=contexts(2))
+    for value, array in enumerate(net[0].running_mean.list_data()):
+        array[:] = value
+    with caplog.at_level(logging.WARNING, logger="gluon_syncbn"):
+        sbn.export(net, tmp_path / "m")
+    assert "1 parameters" in caplog.text and "running_mean" in caplog.text
+    arrays = mx.nd.load(str(tmp_path / "m-0000.params"))
+    assert arrays[f"aux:{net[0].running_mean.name}"].asnumpy().tolist() == [0.5] * 3
+    caplog.clear()
+    net[0].running_mean.set_data(mx.nd.ones(3) / 3)
+    sbn.export(net, tmp_path / "m")
+    assert caplog.text == ""
+
+
+def test_three_equal_devices_give_the_bits_of_one(tmp_path):
+    """Their sum divided by three has others."""
+    net = sequential(sbn.SyncBatchNorm(in_channels=1000))
+    net.initialize(ctx=contexts(3))
+    net[0].running_mean.set_data(mx.nd.random.uniform(shape=1000))
+    sbn.export(net, tmp_path / "m")
+    arrays = mx.nd.load(str(tmp_path / "m-0000.params"))
+    written = arrays[f"aux:{net[0].running_mean.name}"].asnumpy()
+    assert_same_bits(written, net[0].running_mean.list_data()[0].asnumpy())
+    assert not np.array_equal(written, net[0].running_mean._reduce().asnumpy())
+
+
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("norm", [sbn.SyncBatchNorm, nn.BatchNorm])
+def test_symbol_blocks(tmp_path, norm, converted):
+    """A graph from a file, with our operator in it, or with our layers put into it."""
+    net = sequential(nn.Conv2D(4, 3, in_channels=3), norm(), nn.Activation("relu"), norm())
+    [x], expected = ready(net, (2, 3, 6, 6))
+    net.hybridize()
+    forward(net, x)
+    net.export(str(tmp_path / "own"))
+    block = load(tmp_path / "own")
+    if converted:
+        sbn.convert_sync_batchnorm(block)
+        graph = block._cached_graph
+    sbn.export(block, tmp_path / "m", fold=True)
+    assert operators(tmp_path / "m") == ["Convolution", "Activation", "BatchNorm"]
+    assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[True])
+    if converted:
+        assert block._cached_graph is graph
+
+
+class TwoInTwoOut(gluon.HybridBlock):
+    """Its outputs come in another order than they are computed."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.norm, self.dense = sbn.SyncBatchNorm(), nn.Dense(3, in_units=4)
+
+    def hybrid_forward(self, F, x, y):
+        early = self.norm(x + y)
+        late = self.dense(early)
+        return late, early
+
+
+@pytest.mark.parametrize("known", ["input_shape", "signature", "hybridized"])
+def test_several_inputs_and_outputs(tmp_path, known):
+    net = TwoInTwoOut()
+    if known == "hybridized":
+        net.hybridize()
+    inputs, expected = ready(net, (2, 4), (2, 4))
+    shapes = [x.shape for x in inputs] if known == "input_shape" else None
+    sbn.export(net, tmp_path / "m", input_shape=shapes)
+    block = load(tmp_path / "m", ["data0", "data1"])
+    assert_outputs(forward(block, *inputs), expected, EXPORTED[False])
+    model = tmp_path / "model.onnx"
+    sbn.export(net, tmp_path / "m", onnx=model, input_shape=[x.shape for x in inputs])
+    session = onnxruntime.InferenceSession(str(model))
+    outputs = session.run(None, dict(zip(["data0", "data1"], inputs)))
+    assert_outputs(outputs, expected, ONNX)
+
+
+class LeftOut(gluon.HybridBlock):
+    def __init__(self):
+        super().__init__()
+        self.norm = sbn.SyncBatchNorm(in_channels=4)
+
+    def hybrid_forward(self, F, x, y=None, z=None):
+        x = self.norm(x)
+        x = x if y is None else x + y[0] * y[1]
+        return x if z is None else x * z
+
+
+@pytest.mark.parametrize("given", ["x", "xz", "xyy"])
+def test_inputs_that_are_left_out(given, tmp_path):
+    """Those that are None in the call that net.hybridize() compiled; y is a list of two."""
+    net = LeftOut()
+    net.initialize()
+    net.hybridize()
+    x, y, z = (mx.nd.array(np.random.default_rng(i).normal(size=(2, 4))) for i in range(3))
+    arguments = {"x": (x, None), "xz": (x, None, z), "xyy": (x, [y, y], None)}[given]
+    expected = net(*arguments).asnumpy()
+    sbn.export(net, tmp_path / "m")
+    names = ["data0", "data1", "data2"][: len(given)] if len(given) > 1 else ["data"]
+    found = load(tmp_path / "m", names)(*(dict(x=x, y=y, z=z)[name] for name in given))
+    assert relative_error(found.asnumpy(), expected) <= EXPORTED[False]
+
+
+def test_attributes_that_matter_in_training_only_are_left_out(tmp_path):
+    """Such as those that a newer version of the operator has."""
+    net = sequential(sbn.SyncBatchNorm(in_channels=3))
+    net.initialize()
+    symbol = net(mx.sym.var("data"))
+    graph = Graph(symbol)
+    [node] = [node for node in graph.nodes() if node.op == "Custom"]
+    node.attrs.update(chunks="4", momentum="None", unbiased="True")
+    make_stock(graph)
+    [node] = [node for node in graph.nodes() if node.op == "BatchNorm"]
+    assert set(node.attrs) == {"axis", "eps", "fix_gamma", "momentum", "use_global_stats"}
+    assert node.attrs["momentum"] == "0.9"
+    graph.symbol().infer_shape(data=(2, 3))
+
+
+# Layers in front of a BatchNorm, the shape of their input, and the layer's axis.
+FOLDED = {
+    "convolution": (lambda: nn.Conv2D(4, 3, in_channels=6), (2, 6, 7, 8), 1),
+    "without bias": (lambda: nn.Conv2D(4, 3, in_channels=6, use_bias=False), (2, 6, 7, 8), 1),
+    "negative axis": (lambda: nn.Conv2D(4, 3, in_channels=6), (2, 6, 7, 8), -3),
+    "groups": (lambda: nn.Conv2D(4, 3, groups=2, in_channels=6), (2, 6, 7, 8), 1),
+    "depthwise": (lambda: nn.Conv2D(6, 3, groups=6, in_channels=6), (2, 6, 7, 8), 1),
+    "1d": (lambda: nn.Conv1D(4, 3, in_channels=6), (2, 6, 8), 1),
+    "3d": (lambda: nn.Conv3D(4, 3, in_channels=6), (2, 6, 5, 6, 7), 1),
+    "transposed": (lambda: nn.Conv2DTranspose(4, 2, 2, in_channels=6), (2, 6, 7, 8), 1),
+    "transposed without bias": (
+        lambda: nn.Conv2DTranspose(4, 3, in_channels=6, use_bias=False),
+        (2, 6, 7, 8),
+        1,
+    ),
+    "transposed, groups": (
+        lambda: nn.Conv2DTranspose(4, 3, 2, 1, 1, groups=2, in_channels=6),
+        (2, 6, 7, 8),
+        1,
+    ),
+    "dense": (lambda: nn.Dense(4, in_units=6), (3, 6), 1),
+    "dense without bias": (lambda: nn.Dense(4, in_units=6, use_bias=False), (3, 6), -1),
+    "dense that flattens": (lambda: nn.Dense(4, in_units=12), (3, 6, 2), 1),
+    "dense for each": (lambda: nn.Dense(4, in_units=6, flatten=False), (3, 5, 6), -1),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_folding(tmp_path, name):
+    make, shape, axis = FOLDED[name]
+    net = sequential(make(), sbn.SyncBatchNorm(axis=axis))
+    [x], expected = ready(net, shape)
+    result = sbn.export(net, tmp_path / "m", fold=True)
+    assert len(result.folded) == 1 and not result.left
+    assert len(operators(tmp_path / "m")) == 1
+    assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[True])
+    names = mx.nd.load(str(tmp_path / "m-0000.params"))
+    assert len(names) == 2 and not any("running" in name for name in names)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_folding_with_channels_last(tmp_path, transposed, groups):
+    """MXNet computes NHWC on GPUs alone, so the weights are held against those of NCHW."""
+    weights = []
+    for layout in ("NCHW", "NHWC"):
+        kind = nn.Conv2DTranspose if transposed else nn.Conv2D
+        channels = layout.index("C")
+        norm = sbn.SyncBatchNorm(axis=channels, in_channels=6)
+        net = sequential(kind(6, 3, groups=groups, in_channels=4, layout=layout), norm)
+        net.initialize()
+        shape = (4, 6 // groups, 3, 3) if transposed else (6, 4 // groups, 3, 3)
+        weight = np.random.default_rng(1).standard_normal(shape)
+        net[0].weight.set_data(
+            mx.nd.array(weight if layout == "NCHW" else weight.transpose(0, 2, 3, 1))
+        )
+        randomize(net)
+        result = sbn.export(net, tmp_path / "m", fold=True)
+        assert len(result.folded) == 1
+        arrays = mx.nd.load(str(tmp_path / "m-0000.params"))
+        [weight] = [a.asnumpy() for name, a in arrays.items() if "weight" in name]
+        [bias] = [a.asnumpy() for name, a in arrays.items() if "bias" in name]
+        weights.append((weight if layout == "NCHW" else weight.transpose(0, 3, 1, 2), bias))
+    assert_same_bits(weights[0][0], weights[1][0])
+    assert_same_bits(weights[0][1], weights[1][1])
+
+
+class Shared(gluon.HybridBlock):
+    """Nets with a convolution and a normalization between which something stands."""
+
+    def __init__(self, kind):
+        super().__init__(prefix="shared_")
+        self._kind = kind
+        with self.name_scope():
+            self.conv = nn.Conv2D(3, 3, padding=1, in_channels=3, prefix="conv_")
+            self.norm, self.other = sbn.SyncBatchNorm(), sbn.SyncBatchNorm()
+            self.second = nn.Conv2D(3, 3, padding=1, in_channels=3)
+
+    def hybrid_forward(self, F, x):
+        y = self.conv(x)
+        if self._kind == "weights":
+            return self.other(self.conv(F.relu(self.norm(y))))
+        if self._kind == "output":
+            return self.norm(y) + y
+        if self._kind == "output of the net":
+            return self.norm(y), y
+        if self._kind == "two norms":
+            return self.norm(y) + self.other(y)
+        if self._kind == "relu":
+            return self.norm(F.relu(y))
+        assert self._kind == "norm"
+        return self.norm(self.second(F.relu(self.norm(y))))
+
+
+@pytest.mark.parametrize(
+    "kind, folded, why",
+    [
+        ("weights", 0, "shared_conv_weight is shared"),
+        ("output", 0, "shared_conv_fwd has other users"),
+        ("output of the net", 0, "shared_conv_fwd has other users"),
+        ("two norms", 0, "shared_conv_fwd has other users"),
+        ("relu", 0, "behind relu"),
+        ("norm", 2, None),
+    ],
+)
+def test_what_is_shared_is_left_alone(tmp_path, kind, folded, why):
+    net = Shared(kind)
+    [x], expected = ready(net, (2, 3, 6, 6))
+    result = sbn.export(net, tmp_path / "m", fold=True)
+    assert len(result.folded) == folded
+    assert set(result.left.values()) == ({why} if why else set())
+    assert operators(tmp_path / "m").count("BatchNorm") == len(result.left)
+    assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[True])
+
+
+class Siamese(gluon.HybridBlock):
+    """Calls a SymbolBlock twice, of whose parameters its graph then has two nodes each."""
+
+    def __init__(self, backbone):
+        super().__init__(prefix="siamese_")
+        self.backbone = backbone
+
+    def hybrid_forward(self, F, a, b):
+        return self.backbone(a) - self.backbone(b)
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_a_graph_that_is_called_twice_shares_its_parameters(tmp_path, fold):
+    net = sequential(nn.Conv2D(4, 3, in_channels=3), sbn.SyncBatchNorm())
+    ready(net, (2, 3, 6, 6))
+    sbn.export(net, tmp_path / "backbone")
+    twice = Siamese(load(tmp_path / "backbone"))
+    rng = np.random.default_rng(0)
+    inputs = [rng.standard_normal((2, 3, 6, 6)).astype("float32") for _ in range(2)]
+    expected = forward(twice, *inputs)
+    result = sbn.export(twice, tmp_path / "m", fold=fold, input_shape=[(2, 3, 6, 6)] * 2)
+    assert all("is shared" in why for why in result.left.values()) and len(result.left) == 2 * fold
+    loaded = load(tmp_path / "m", ["data0", "data1"])
+    assert_outputs(forward(loaded, *inputs), expected, EXPORTED[False])
+
+
+class Averaged(gluon.HybridBlock):
+    """Infers by a copy of the net that it trains, with parameters of the same names."""
+
+    def __init__(self, net):
+        super().__init__(prefix="averaged_")
+        self.net = net
+        # Not among the children, so that a Trainer does not see it.
+        self.copies = []
+
+    def hybrid_forward(self, F, x):
+        infers = self.copies and not autograd.is_training()
+        return (self.copies[0] if infers else self.net)(x)
+
+
+def test_of_parameters_of_one_name_those_are_written_that_infer(tmp_path):
+    net = Averaged(sequential(nn.Conv2D(4, 3, in_channels=3), sbn.SyncBatchNorm()))
+    [x], _ = ready(net, (2, 3, 6, 6))
+    net.copies = [copy.deepcopy(net.net)]
+    weights = [net.copies[0][0].weight, net.net[0].weight]
+    weights[0].set_data(weights[0].data() * 0.5)
+    before = [weight.var() for weight in weights]
+    sbn.export(net, tmp_path / "m")
+    assert_outputs(forward(load(tmp_path / "m"), x), forward(net, x), EXPORTED[False])
+    assert all(weight.var() is var for weight, var in zip(weights, before))
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_blocks_that_are_called_several_times_go_to_onnx(tmp_path, fold):
+    """Their nodes have one name, by which ONNX would tell values apart."""
+    conv = nn.Conv2D(3, 3, padding=1, in_channels=3)
+    cell = sequential(conv, sbn.SyncBatchNorm(), nn.Activation("relu"))
+    net = sequential(cell, cell, nn.MaxPool2D(), cell)
+    ready(net, (1, 3, 8, 8))
+    result = sbn.export(
+        net, tmp_path / "m", fold=fold, onnx=tmp_path / "m.onnx", input_shape=(1, 3, 8, 8)
+    )
+    assert result.onnx_error < ONNX and len(result.left) == 3 * fold
+
+
+class Loop(gluon.HybridBlock):
+    """Batch normalization in a graph of its own."""
+
+    def __init__(self, operator=None, **arguments):
+        super().__init__(prefix="loop_")
+        self.operator = operator
+        with self.name_scope():
+            self.dense = nn.Dense(5, in_units=6)
+            self.norm = sbn.SyncBatchNorm(in_channels=5, **arguments)
+
+    def hybrid_forward(self, F, x):
+        def body(step, state):
+            y = self.norm(self.dense(step))
+            return (F.Custom(y, op_type=self.operator) if self.operator else y), state
+
+        return F.contrib.foreach(body, x, [F.zeros((1,))])[0]
+
+
+@mx.operator.register("of_others")
+class OfOthers(mx.operator.CustomOpProp):
+    def __init__(self, **attributes):  # Those of the scope in which a loop is traced.
+        super().__init__(need_top_grad=True)
+
+    def create_operator(self, *_):
+        class Identity(mx.operator.CustomOp):
+            def forward(self, is_train, req, in_data, out_data, aux):
+                self.assign(out_data[0], req[0], in_data[0])
+
+        return Identity()
+
+
+def test_batch_normalization_in_a_loop(tmp_path):
+    for arguments, gamma in (({}, 3), ({"scale": False}, 1)):
+        net = Loop(gamma_initializer=mx.init.Constant(3), **arguments)
+        net.initialize()
+        net(mx.nd.ones((3, 4, 6)))
+        for dtype in (None, "float16"):
+            sbn.export(net, tmp_path / "m", dtype=dtype)
+            values = mx.nd.load(str(tmp_path / "m-0000.params"))
+            assert values["arg:loop_syncbatchnorm0_gamma"].dtype == np.float32
+            assert (values["arg:loop_syncbatchnorm0_gamma"].asnumpy() == gamma).all()
+            assert values["arg:loop_dense0_weight"].dtype == np.dtype(dtype or "float32")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"operator": "of_others"}, r"custom operators \(of_others\)"),
+        ({"momentum": None}, "has momentum=None and is called in loop_.*foreach"),
+    ],
+)
+def test_what_is_refused_in_a_loop(tmp_path, arguments, words):
+    net = Loop(**arguments)
+    net.initialize()
+    net(mx.nd.ones((3, 4, 6)))
+    with pytest.raises(sbn.ExportError, match=words):
+        sbn.export(net, tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_of_all_alphabets(tmp_path):
+    net = nn.HybridSequential(prefix="größe_")
+    with net.name_scope():
+        net.add(nn.Conv2D(4, 3, in_channels=3), nn.BatchNorm(in_channels=4))
+    [x], expected = ready(net, (2, 3, 6, 6))
+    sbn.export(net, tmp_path / "m")
+    loaded = load(tmp_path / "m")
+    assert_outputs(forward(loaded, x), expected, EXPORTED[False])
+    assert_outputs(forward(sbn.convert_sync_batchnorm(loaded), x), expected, EXPORTED[False])
+
+
+class Masked(gluon.HybridBlock):
+    def __init__(self):
+        super().__init__(prefix="masked_")
+        with self.name_scope():
+            self.conv = nn.Conv2D(4, 3, in_channels=3)
+
+    def hybrid_forward(self, F, x, mask):
+        y = self.conv(x)
+        return F.broadcast_mul(y, mask) if autograd.is_training() else y
+
+
+@pytest.mark.parametrize("shapes", [None, [(2, 3, 6, 6), (1,)]])
+def test_an_input_that_only_training_reads_is_none_of_the_file(tmp_path, shapes):
+    net = Masked()
+    (x, _), expected = ready(net, (2, 3, 6, 6), (1,))
+    onnx_file = tmp_path / "m.onnx" if shapes else None
+    sbn.export(net, tmp_path / "m", input_shape=shapes, onnx=onnx_file)
+    assert_outputs(forward(load(tmp_path / "m", ["data0"]), x), expected, EXPORTED[False])
+
+
+def test_bfloat16_to_another_dtype(tmp_path):
+    net = sequential(nn.Conv2D(4, 3, in_channels=3), sbn.SyncBatchNorm())
+    ready(net, (2, 3, 6, 6))
+    net.cast(np.dtype([("bfloat16", np.uint16)]))
+    settings = {"onnx": tmp_path / "m.onnx", "input_shape": (2, 3, 6, 6)}
+    result = sbn.export(net, tmp_path / "m", fold=True, dtype="float32", **settings)
+    assert len(result.folded) == 1 and result.onnx_error < ONNX
+    with pytest.raises(sbn.ExportError, match="give dtype='float32'"):
+        sbn.export(net, tmp_path / "m", **settings)
+
+
+class Noisy(gluon.HybridBlock):
+    def hybrid_forward(self, F, x):
+        return F.broadcast_add(x, F.random.uniform(shape=(1,)))
+
+
+def test_random_outputs_are_not_compared(tmp_path):
+    """Training goes on with the same random numbers."""
+    mx.random.seed(7)
+    expected = mx.nd.random.uniform(shape=(2,)).asnumpy()
+    mx.random.seed(7)
+    with pytest.raises(sbn.ExportError, match="draws random numbers"):
+        sbn.export(Noisy(), tmp_path / "m", onnx=tmp_path / "m.onnx", input_shape=(2, 3))
+    assert_same_bits(mx.nd.random.uniform(shape=(2,)).asnumpy(), expected)
+
+
+class Conditional(gluon.HybridBlock):
+    """Batch normalization whose gamma is computed."""
+
+    def __init__(self):
+        super().__init__(prefix="net_")
+        with self.name_scope():
+            self.conv = nn.Conv2D(4, 3, in_channels=3)
+            self.norm = nn.BatchNorm(in_channels=4)
+
+    def hybrid_forward(self, F, x):
+        of_norm = [p.var() if F is mx.sym else p.data() for p in self.norm._reg_params.values()]
+        gamma, *others = of_norm
+        return F.BatchNorm(self.conv(x), F.exp(gamma), *others, fix_gamma=False, name="fwd")
+
+
+def test_a_computed_gamma_is_left_alone(tmp_path):
+    net = Conditional()
+    [x], expected = ready(net, (2, 3, 6, 6))
+    result = sbn.export(net, tmp_path / "m", fold=True)
+    assert list(result.left.values()) == ["net_exp0 is computed"] and not result.folded
+    assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[False])
+
+
+def test_another_axis_than_the_channels_is_left_alone(tmp_path):
+    net = sequential(nn.Conv2D(5, 1, in_channels=3), sbn.SyncBatchNorm(axis=2))
+    [x], expected = ready(net, (2, 3, 4, 6))
+    result = sbn.export(net, tmp_path / "m", fold=True)
+    [why] = result.left.values()
+    assert why == f"it normalizes axis 2, {net[0].name}_fwd has its channels on 1"
+    assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[True])
+
+
+def test_values_that_float16_does_not_hold(tmp_path):
+    net = sequential(nn.Conv2D(3, 1, in_channels=3), sbn.SyncBatchNorm(epsilon=1e-12))
+    ready(net, (2, 3, 4, 6))
+    net[1].running_var.set_data(mx.nd.zeros(3))
+    result = sbn.export(net, tmp_path / "m", fold=True, dtype="float16")
+    assert "would not be finite in float16" in list(result.left.values())[0]
+    net[0].weight.set_data(mx.nd.ones(net[0].weight.shape) * 1e6)
+    with pytest.raises(sbn.ExportError, match=r"weight has values up to 1e\+06, which float16"):
+        sbn.export(net, tmp_path / "m", dtype="float16")
+
+
+@pytest.mark.parametrize("cast", ["net", "export"])
+@pytest.mark.parametrize("fold", [False, True])
+def test_float16(tmp_path, fold, cast):
+    """MXNet computes no convolution in float16 on the CPU; ONNX Runtime does."""
+    net = Residual()
+    [x], expected = ready(net, (2, 3, 16, 16))
+    if cast == "net":
+        net.cast("float16")
+    model = tmp_path / "model.onnx"
+    result = sbn.export(
+        net,
+        tmp_path / "m",
+        fold=fold,
+        onnx=model,
+        input_shape=x.shape,
+        dtype="float16" if cast == "export" else None,
+    )
+    for name, array in mx.nd.load(result.params).items():
+        of_norm = name.split("_")[-1] in ("gamma", "beta", "mean", "var")
+        assert array.dtype == (np.float32 if of_norm else np.float16), name
+    session = onnxruntime.InferenceSession(str(model))
+    [output] = session.run(None, {"data": x.astype("float16")})
+    assert output.dtype == np.float16
+    assert_outputs([output], expected, onnx_model.TOLERANCE["float16"])
+    block = load(tmp_path / "m")
+    symbol = block._cached_graph[1]
+    _, outputs, _ = symbol.infer_type(data="float16")
+    assert outputs == [np.float16]
+
+
+def test_float64(tmp_path):
+    net = Residual()
+    net.cast("float64")
+    net.initialize()
+    x = np.random.default_rng(0).standard_normal((2, 3, 16, 16))
+    expected = forward(net, x)
+    sbn.export(net, tmp_path / "m", fold=True)
+    assert_outputs(forward(load(tmp_path / "m"), x), expected, 1e-12)
+    sbn.export(net, tmp_path / "n", dtype="float32")
+    assert_outputs(forward(load(tmp_path / "n"), x.astype("float32")), expected, 1e-5)
+
+
+def test_onnx_is_of_one_operator_set_and_has_no_parameters_for_inputs(tmp_path):
+    model = tmp_path / "model.onnx"
+    net = Residual()
+    ready(net, (2, 3, 16, 16))
+    sbn.export(net, tmp_path / "m", onnx=model, input_shape=(2, 3, 16, 16))
+    made = onnx.load(str(model))
+    assert [(entry.domain, entry.version) for entry in made.opset_import] == [("", 15)]
+    [value] = made.graph.input
+    assert value.name == "data"
+    assert [d.dim_value for d in value.type.tensor_type.shape.dim] == [2, 3, 16, 16]
+    assert made.ir_version == 8
+    assert onnx.checker.DEFAULT_CONTEXT.opset_imports[""] == onnx.defs.onnx_opset_version()
+    onnx.checker.check_model(made, full_check=True)
+
+
+class Unknown(gluon.HybridBlock):
+    def hybrid_forward(self, F, x):
+        return F.smooth_l1(F.sinh(F.smooth_l1(x)))
+
+
+def test_operators_that_onnx_lacks_are_named_before_anything_is_written(tmp_path):
+    net = sequential(nn.Conv2D(3, 3, in_channels=3), sbn.SyncBatchNorm(), Unknown())
+    ready(net, (2, 3, 6, 6))
+    with pytest.raises(sbn.ExportError) as failure:
+        sbn.export(net, tmp_path / "m", onnx=tmp_path / "o", input_shape=(2, 3, 6, 6))
+    text = str(failure.value)
+    assert "sinh (" in text and "smooth_l1 (" in text and "Convolution" not in text
+    assert os.listdir(tmp_path) == []
+    sbn.export(net, tmp_path / "m")
+
+
+class Pyramid(gluon.HybridBlock):
+    def hybrid_forward(self, F, x):
+        return F.contrib.AdaptiveAvgPooling2D(x, output_size=2)
+
+
+def test_settings_that_onnx_lacks_are_named_before_anything_is_written(tmp_path):
+    net = sequential(sbn.SyncBatchNorm(), Pyramid())
+    ready(net, (2, 3, 6, 6))
+    with pytest.raises(sbn.ExportError, match="AdaptiveAvgPooling2D operator with output_size"):
+        sbn.export(net, tmp_path / "m", onnx=tmp_path / "o", input_shape=(2, 3, 6, 6))
+    net = sequential(sbn.SyncBatchNorm(axis=-1))
+    ready(net, (2, 3, 6, 6))
+    with pytest.raises(sbn.ExportError, match="axis != 1"):
+        sbn.export(net, tmp_path / "m", onnx=tmp_path / "o", input_shape=(2, 3, 6, 6))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_converter_that_computes_something_else_is_found_out(tmp_path, monkeypatch):
+    net = Residual()
+    ready(net, (2, 3, 16, 16))
+    _, _, converter = onnx_model.load_onnx()
+    monkeypatch.setitem(converter.registry_[12], "relu", converter.registry_[12]["sigmoid"])
+    with pytest.raises(sbn.ExportError, match=r"output 0 differs from MXNet's by \d"):
+        sbn.export(net, tmp_path / "m", onnx=tmp_path / "o", input_shape=(2, 3, 16, 16))
+    assert os.listdir(tmp_path) == []
+
+
+class Chaotic(gluon.HybridBlock):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Conv2D(4, 3, in_channels=64)
+
+    def hybrid_forward(self, F, x):
+        return F.sin(1e5 * self.body(x))
+
+
+def test_a_net_that_amplifies_rounding(tmp_path):
+    """It differs from itself by as much."""
+    net = Chaotic()
+    ready(net, (1, 64, 16, 16))
+    with pytest.raises(sbn.ExportError, match=r"by \S+ of .* the net amplifies rounding, as MXNet"):
+        sbn.export(net, tmp_path / "m", onnx=tmp_path / "m.onnx", input_shape=(1, 64, 16, 16))
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_onnx(tmp_path):
+    """Only what is asked for is imported, and what is missing is named with its remedy."""
+    program = """
+import sys
+sys.modules.update(onnx=None, onnxruntime=None)
+import gluon_syncbn as sbn
+net = sbn.SyncBatchNorm(in_channels=3)
+net.initialize()
+sbn.export(net, "m")
+try:
+    sbn.export(net, "m", onnx="o", input_shape=(1, 3))
+except sbn.ExportError as error:
+    print(error)
+"""
+    done = run(program, tmp_path)
+    assert "pip install 'gluon_syncbn[onnx]'" in done.stdout, done.stdout
+    assert sorted(os.listdir(tmp_path)) == ["m-0000.params", "m-symbol.json"]
+
+
+def run(program, folder, *arguments, check=True):
+    path = os.pathsep.join([str(Path(sbn.__file__).parent.parent), stock.HERE])
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert not check or done.returncode == 0, done.stdout
+    return done
+
+
+class Other(mx.operator.CustomOp):
+    def forward(self, is_train, req, in_data, out_data, aux):
+        self.assign(out_data[0], req[0], in_data[0])
+
+
+@mx.operator.register("TestDeployOther")
+class OtherProp(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, dtypes):
+        return Other()
+
+
+class WithOther(gluon.HybridBlock):
+    def hybrid_forward(self, F, x):
+        return F.Custom(x, op_type="TestDeployOther")
+
+
+class Untraceable(gluon.HybridBlock):
+    def hybrid_forward(self, F, x):
+        return x.reshape((x.shape[0], -1))
+
+
+class OwnName(gluon.HybridBlock):
+    """Two parameters of one name."""
+
+    def __init__(self):
+        super().__init__(prefix="")
+        self.one = sbn.SyncBatchNorm(in_channels=3, prefix="same_")
+        self.two = sbn.SyncBatchNorm(in_channels=3, prefix="same_")
+
+    def hybrid_forward(self, F, x):
+        return self.two(self.one(x))
+
+
+@pytest.mark.parametrize(
+    "make, error, text",
+    [
+        (WithOther, sbn.ExportError, "custom operators (TestDeployOther)"),
+        (Untraceable, sbn.ExportError, "Untraceable 'untraceable"),
+        (OwnName, sbn.ExportError, "Two parameters have the name same_"),
+        (lambda: nn.Dense(3), ValueError, "2 parameters have no values yet, dense"),
+        (lambda: mx.sym.var("data"), ValueError, "export takes a Gluon Block and got Symbol"),
+    ],
+)
+def test_nets_that_cannot_be_exported(tmp_path, make, error, text):
+    net = make()
+    if isinstance(net, (WithOther, Untraceable)):
+        net.initialize()
+    if isinstance(net, OwnName):
+        net.one.initialize()
+        net.two.initialize()
+    with pytest.raises(error) as failure:
+        sbn.export(net, tmp_path / "m")
+    assert text in str(failure.value), failure.value
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_statistic_that_is_an_output_is_refused():
+    layer = sbn.SyncBatchNorm(in_channels=3)
+    custom = layer(mx.sym.var("data")).get_internals()
+    mean = custom[[n for n in custom.list_outputs() if "fwd_mean" in n or "output1" in n][0]]
+    with pytest.raises(sbn.ExportError, match="The mean or variance of .* is an output of the net"):
+        make_stock(Graph(mean))
+    with pytest.raises(sbn.ExportError, match="is an input of twice"):
+        make_stock(Graph(mx.sym.broadcast_mul(mean, mean, name="twice")))
+
+
+def test_an_onnx_file_of_the_name_of_another(tmp_path):
+    net, _ = small(tmp_path / "m", 1)
+    with pytest.raises(ValueError, match="another file of this export: rename it"):
+        name = tmp_path / "m-symbol.json"
+        sbn.export(net, tmp_path / "m", onnx=name, input_shape=(1, 300))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ({"path": b"m"}, "path is b'm': give the name of a file"),
+        ({"path": None}, "path is None"),
+        ({"path": "folder/"}, "path is 'folder/': add the name that the files"),
+        ({"path": ""}, "path is '': add the name"),
+        ({"onnx": True, "input_shape": (1, 3, 6, 6)}, "onnx is True: give the name of a file"),
+        ({"epoch": -1}, "epoch is -1"),
+        ({"epoch": 10000}, "epoch is 10000"),
+        ({"epoch": True}, "epoch is True"),
+        ({"epoch": 1.0}, "epoch is 1.0"),
+        ({"onnx": "o"}, "onnx= needs input_shape"),
+        ({"input_shape": (0, 3)}, "input_shape is (0, 3)"),
+        ({"input_shape": 3}, "input_shape is 3"),
+        ({"input_shape": [(1, 3), (1, 3)]}, "cannot be traced"),
+        ({"input_shape": (1, 4, 4, 4)}, "does not take inputs of input_shape (1, 4, 4, 4)"),
+        ({"input_shape": (1, 3, 4, 2**31)}, "does not take inputs of input_shape (1, 3, 4, 214"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+    ],
+)
+def test_arguments(tmp_path, arguments, text):
+    net = sequential(nn.Conv2D(4, 3, in_channels=3), sbn.SyncBatchNorm())
+    ready(net, (2, 3, 6, 6))
+    with pytest.raises((ValueError, sbn.ExportError)) as failure:
+        sbn.export(net, **{"path": tmp_path / "m", **arguments})
+    assert text in str(failure.value), failure.value
+    assert os.listdir(tmp_path) == []
+
+
+def small(path, value, **options):
+    net = sequential(nn.Dense(300, in_units=300), sbn.SyncBatchNorm())
+    net.initialize(mx.init.Constant(value))
+    net(mx.nd.ones((2, 300)))
+    return net, lambda: sbn.export(net, path, **options)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_failed_move_leaves_the_old_files(tmp_path, monkeypatch, failing):
+    options = {"onnx": tmp_path / "m.onnx", "input_shape": (1, 300)}
+    small(tmp_path / "m", 1, **options)[1]()
+    before = contents(tmp_path)
+    assert len(before) == 3
+    moves, replace = [], os.replace
+
+    def replace_some(source, target):
+        if str(source).endswith(".tmp"):
+            moves.append(target)
+            if len(moves) == failing:
+                raise OSError(5, "Input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr(files.os, "replace", replace_some)
+    with pytest.raises(sbn.FileError, match="cannot be written .Input/output error."):
+        small(tmp_path / "m", 2, **options)[1]()
+    assert contents(tmp_path) == before
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    moves.clear()
+    options["onnx"] = empty / "m.onnx"
+    with pytest.raises(sbn.FileError):
+        small(empty / "m", 2, **options)[1]()
+    assert contents(empty) == {}
+
+
+def test_no_device_and_no_pipe_is_replaced(tmp_path):
+    os.mkfifo(tmp_path / "m-0000.params")
+    with pytest.raises(sbn.FileError, match="m-0000.params cannot be written .this is a device"):
+        small(tmp_path / "m", 1)[1]()
+    assert stat.S_ISFIFO(os.stat(tmp_path / "m-0000.params").st_mode)
+    os.symlink("/dev/null", tmp_path / "m-symbol.json")
+    with pytest.raises(sbn.FileError, match="m-symbol.json cannot be written .this is a device"):
+        small(tmp_path / "m", 1)[1]()
+    assert sorted(os.listdir(tmp_path)) == ["m-0000.params", "m-symbol.json"]
+
+
+def test_what_a_link_points_to_is_written(tmp_path):
+    (tmp_path / "far").mkdir()
+    for name in ("m-symbol.json", "m-0000.params"):
+        (tmp_path / name).symlink_to(tmp_path / "far" / name)
+    (tmp_path / "far" / "m-0000.params").write_text("old")
+    small(tmp_path / "m", 1)[1]()
+    assert all(path.is_symlink() for path in tmp_path.glob("m-*"))
+    assert sorted(os.listdir(tmp_path / "far")) == ["m-0000.params", "m-symbol.json"]
+    load(tmp_path / "far" / "m")
+
+
+def test_a_folder_in_the_way(tmp_path):
+    (tmp_path / "m-0000.params").mkdir()
+    with pytest.raises(sbn.FileError, match="m-0000.params cannot be written .a folder has"):
+        small(tmp_path / "m", 1)[1]()
+    assert os.listdir(tmp_path) == ["m-0000.params"]
+    with pytest.raises(sbn.FileError, match="No such file or directory"):
+        small(tmp_path / "no" / "m", 1)[1]()
+
+
+FILL = """
+import resource, sys
+import test_deploy
+small, sbn = test_deploy.small, test_deploy.sbn
+_, export = small(sys.argv[1] + "/m", 2)
+if sys.argv[2] != "0":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+try:
+    export()
+except sbn.FileError as error:
+    print("refused:", error)
+"""
+
+
+# The symbol has about 2,000 bytes and the parameters 360,000.
+@pytest.mark.parametrize("limit", [100, 20_000, 355_000])
+def test_no_room_for_a_file(tmp_path, limit):
+    folder = tmp_path / "full"
+    folder.mkdir()
+    small(folder / "m", 1)[1]()
+    before = contents(folder)
+    done = run(FILL, tmp_path, folder, limit)
+    assert "refused: " in done.stdout and "cannot be written" in done.stdout, done.stdout
+    assert contents(folder) == before
+
+
+def test_full_disk(tmp_path):
+    folder = tmp_path / "full"
+    folder.mkdir()
+    script = (
+        f"mount -t tmpfs -o size=600k none {folder} && cp {tmp_path}/old/* {folder} && "
+        f'"$0" -c "$1" {folder} 0 && rm -f {tmp_path}/new/* && cp -a {folder}/. {tmp_path}/new'
+    )
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    small(tmp_path / "old" / "m", 1)[1]()
+    path = os.pathsep.join([str(Path(sbn.__file__).parent.parent), stock.HERE])
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
+        + [sys.executable, FILL],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    if done.returncode and "refused" not in done.stdout:
+        pytest.skip(f"no file system of its own can be mounted: {done.stdout.strip()[-200:]}")
+    assert "refused: " in done.stdout and "m-0000.params cannot be written" in done.stdout
+    assert contents(tmp_path / "new") == contents(tmp_path / "old")
+
+
+def test_files_have_the_usual_rights(tmp_path):
+    small(tmp_path / "m", 1)[1]()
+    (tmp_path / "plain").write_text("")
+    rights = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(rights) == 1
+
+
+def test_a_copy_of_a_net_exports_alike(tmp_path):
+    net, export = small(tmp_path / "m", 1)
+    export()
+    sbn.export(copy.deepcopy(net), tmp_path / "n")
+    files = contents(tmp_path)
+    assert files["m-0000.params"] == files["n-0000.params"]

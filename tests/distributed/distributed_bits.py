@@ -1,0 +1,196 @@
+"""One batch through layers and nets, by one process or by its shards in several."""
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd
+from mxnet.gluon import nn
+from runs import MODES, contexts, run, shards
+
+import gluon_syncbn as sbn
+
+SAMPLES = 16
+# How the batch is split over so many devices, in the order of ranks and of devices.
+SIZES = {1: [16], 2: [5, 11], 4: [1, 3, 7, 5], 8: [1, 3, 2, 1, 4, 2, 2, 1]}
+DTYPES = "float16", "float32", "float64"
+LAYERS = {
+    "images": ((SAMPLES, 5, 7, 6), {}),
+    "vectors": ((SAMPLES, 9), {"center": False}),
+    "channels last": ((SAMPLES, 4, 3, 6), {"axis": -1, "scale": False, "momentum": 0.7}),
+}
+
+
+class Share:
+    """The devices of this process and their part of the batch. By default all of it on one."""
+
+    def __init__(self, rank=0, processes=1, count=1):
+        sizes = SIZES[processes * count]
+        edges = np.cumsum([0, *sizes])
+        self.sizes = sizes[rank * count : (rank + 1) * count]
+        self.part = slice(edges[rank * count], edges[(rank + 1) * count])
+        self.devices = contexts(count)
+
+
+def data(shape, dtype, seed):
+    """Values with a mean that is far from 0 in some channels."""
+    generator = np.random.default_rng(seed)
+    return (generator.standard_normal(shape) + 100 * generator.random(shape[1:])).astype(dtype)
+
+
+def layers(share, dtype, mode, **arguments):
+    """y, dx and running statistics of each layer after three steps."""
+    results = {}
+    for seed, (name, (shape, own)) in enumerate(LAYERS.items()):
+        block = sbn.SyncBatchNorm(prefix=f"{name}_".replace(" ", "_"), **own, **arguments)
+        block.initialize(mx.init.One(), ctx=share.devices)
+        block.cast(dtype)
+        if MODES[mode] is not None:
+            block.hybridize(**MODES[mode])
+        x, dy = data(shape, dtype, seed), data(shape, dtype, 10 + seed)
+        result = run(block, x[share.part], dy[share.part], share.sizes, share.devices, steps=3)
+        for key in ("y", "dx", "running_mean", "running_var"):
+            results[f"{name} {key}"] = getattr(result, key)
+    return results
+
+
+def shared(share, dtype, mode, **arguments):
+    """A layer that is called twice in a pass, and one with two passes before one backward."""
+    results = {}
+    shape = LAYERS["images"][0]
+    x, z, dy = (data(shape, dtype, seed)[share.part] for seed in (1, 2, 3))
+    for name, kind in (("twice", Twice), ("two passes", TwoPasses)):
+        net = kind(prefix=f"{name}_".replace(" ", "_"), **arguments)
+        net.initialize(ctx=share.devices)
+        net.cast(dtype)
+        if MODES[mode] is not None:
+            net.hybridize(**MODES[mode])
+        xs, zs, dys = (shards(array, share.sizes, share.devices) for array in (x, z, dy))
+        for array in (*xs, *zs):
+            array.attach_grad()
+        for _ in range(2):
+            with autograd.record():
+                ys = [net(x) if kind is Twice else net(x) + 2 * net(z) for x, z in zip(xs, zs)]
+            autograd.backward(ys, dys)
+        results[f"{name} y"] = np.concatenate([y.asnumpy() for y in ys])
+        results[f"{name} dx"] = np.concatenate([x.grad.asnumpy() for x in xs])
+        if kind is TwoPasses:
+            results[f"{name} dz"] = np.concatenate([z.grad.asnumpy() for z in zs])
+        for key in ("running_mean", "running_var"):
+            values = [array.asnumpy() for array in getattr(net.norm, key).list_data()]
+            assert all((value == values[0]).all() for value in values)
+            results[f"{name} {key}"] = values[0]
+    return results
+
+
+class TwoPasses(nn.HybridBlock):
+    def __init__(self, prefix, **arguments):
+        super().__init__(prefix=prefix)
+        with self.name_scope():
+            self.norm = sbn.SyncBatchNorm(in_channels=5, **arguments)
+
+    def hybrid_forward(self, F, x):
+        return self.norm(x)
+
+
+class Twice(TwoPasses):
+    def hybrid_forward(self, F, x):
+        return self.norm(F.relu(self.norm(x)) + 0.5 * x)
+
+
+def same_bits(share, some=False, **arguments):
+    """Everything whose bits do not depend on the split, by name."""
+    # With static_shape, MXNet does not keep the updates of two passes in order.
+    hybridized = [] if some else [(layers, "static_shape"), (shared, "hybrid")]
+    results = {}
+    for part, mode in [(layers, "imperative"), (shared, "imperative"), *hybridized]:
+        for dtype in DTYPES:
+            found = part(share, dtype, mode, **arguments)
+            results.update({f"{dtype} {mode} {name}": a for name, a in found.items()})
+    return results
+
+
+class Training:
+    """Two nets and their Trainer: one of convolutions and layers, one of layers alone."""
+
+    def __init__(self, share, trainer=mx.gluon.Trainer, batch_size=SAMPLES, **arguments):
+        self.share, self.batch_size = share, batch_size
+        self.convolutions = nn.HybridSequential(prefix="convolutions_")
+        with self.convolutions.name_scope():
+            for channels in (8, 6):
+                self.convolutions.add(
+                    nn.Conv2D(channels, 3), sbn.SyncBatchNorm(), nn.Activation("relu")
+                )
+            self.convolutions.add(nn.GlobalAvgPool2D(), nn.Dense(4))
+        self.layers = nn.HybridSequential(prefix="layers_")
+        with self.layers.name_scope():
+            self.layers.add(sbn.SyncBatchNorm(), nn.Activation("relu"), sbn.SyncBatchNorm())
+        mx.random.seed(0)
+        self.nets = self.convolutions, self.layers
+        for net in self.nets:
+            net.initialize(mx.init.Xavier(), ctx=share.devices)
+            net.hybridize()
+        mx.nd.waitall()
+        self.parameters = {
+            name: parameter for net in self.nets for name, parameter in net.collect_params().items()
+        }
+        optimizer = {"learning_rate": 0.1, "momentum": 0.9}
+        self.trainer = trainer(self.parameters, "sgd", optimizer, **arguments)
+        self.loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+
+    def step(self, number):
+        generator = np.random.default_rng(number)
+        x = generator.standard_normal((SAMPLES, 3, 8, 8)).astype("float32")
+        labels = generator.integers(0, 4, SAMPLES).astype("float32")
+        xs, ys = (
+            shards(array[self.share.part], self.share.sizes, self.share.devices)
+            for array in (x, labels)
+        )
+        with autograd.record():
+            losses = [self.loss(self.convolutions(x), y) for x, y in zip(xs, ys)]
+            losses += [((self.layers(x) - 0.1) ** 2).mean(axis=(1, 2, 3)) for x in xs]
+        autograd.backward(losses)
+        self.trainer.step(self.batch_size)
+
+    def values(self):
+        """By name, those of the first device, when those of all others are the same."""
+        results = {}
+        for name, parameter in self.parameters.items():
+            first, *others = [array.asnumpy() for array in parameter.list_data()]
+            assert all((other == first).all() for other in others), name
+            results[name] = first
+        return results
+
+
+def train(share, steps=20, **arguments):
+    training = Training(share, **arguments)
+    for number in range(steps):
+        training.step(number)
+    return training.values()
+
+
+# What the workers run.
+
+
+def bits(world):
+    for count in (1, 2):
+        share = Share(world.rank, world.size, count)
+        world.save(f"bits {count}", **same_bits(share, some=world.size > 2))
+
+
+def training(world, count=1):
+    share = Share(world.rank, world.size, count)
+    if world.engine == "horovod":
+        # Its Trainer divides by the number of processes, too.
+        arguments = {"trainer": world.hvd.DistributedTrainer, "batch_size": SAMPLES // world.size}
+        world.save("training", **train(share, **arguments))
+    else:
+        world.save("training", **train(share, kvstore=world.kv, update_on_kvstore=False))
+
+
+def training_on_two_devices(world):
+    training(world, 2)
+
+
+def two_devices_of_one(world):
+    """In a process that is alone."""
+    share = Share(0, 1, 2)
+    world.save("training", **train(share, kvstore="local", update_on_kvstore=False))

@@ -1,0 +1,130 @@
+"""What goes over lines and what through Python, and that lines end when they should."""
+
+import time
+
+import mxnet as mx
+import numpy as np
+from distributed_stores import FileStore
+from distributed_worker import error_of, forget_errors
+from mxnet import autograd
+
+import gluon_syncbn as sbn
+
+
+def new_layer(**arguments):
+    layer = sbn.SyncBatchNorm(in_channels=3, momentum=0, **arguments)
+    layer.initialize()
+    return layer
+
+
+def step(world, layer, backward=True):
+    """The running mean, which is that of the ranks where all have met."""
+    (device,) = layer.running_mean.list_ctx()
+    x = mx.nd.full((2, 3, 4), world.rank, ctx=device)
+    with autograd.record():
+        loss = (layer(x) ** 2).sum()
+    if backward:
+        loss.backward()
+    mx.nd.waitall()
+    return float(layer.running_mean.data(device)[0].asscalar())
+
+
+def calls(world):
+    return {key: line.calls for key, line in world.reducer._lines.items()}
+
+
+def through_python(world, steps=3):
+    """How many messages take the way through Python, in the first step and in all others."""
+    layer = new_layer()
+    gather, keys = world.reducer.all_gather, []
+
+    def counted(key, *args, **options):
+        keys.append(key)
+        return gather(key, *args, **options)
+
+    # Where the group's exchange finds it.
+    world.reducer.all_gather = counted
+    told = {"first mean": step(world, layer), "first": list(keys)}
+    keys.clear()
+    told["means"] = [step(world, layer) for _ in range(steps)]
+    told["steps"] = list(keys)
+    # From now on again, until it has a line.
+    layer.collect_params().reset_ctx(mx.cpu(1))
+    told["moved mean"] = step(world, layer)
+    told["moved"] = list(keys)
+    del world.reducer.all_gather
+    told["number"] = layer._layer.number
+    world.tell("through python", told)
+
+
+def passes_without_backward(world, passes=10):
+    """The keys that appear in evaluations in training mode, and how often each meets."""
+    layer = new_layer()
+    before = set(calls(world))
+    for _ in range(passes):
+        step(world, layer, backward=False)
+    step(world, layer)
+    counts = {key: count for key, count in calls(world).items() if key not in before}
+    world.tell("passes", [layer._layer.number, counts])
+
+
+def another_store(world):
+    """A layer that moves to another store and back."""
+    layer = new_layer()
+    files = sbn.SyncGroup(store=FileStore(world.folder, world.rank, world.size), timeout=30)
+    told = {"means": []}
+    for name, group in (("reducer", world.group), ("files", files), ("again", world.group)):
+        sbn.set_default_group(group)
+        before = sum(calls(world).values()), sum(files.store.calls.values())
+        told["means"] += [step(world, layer) for _ in range(2)]
+        after = sum(calls(world).values()), sum(files.store.calls.values())
+        told[name] = [now - then for now, then in zip(after, before)]
+    world.tell("another store", told)
+
+
+def a_group_that_failed(world):
+    """It stays so, and another one with the same store goes on."""
+    groups = [sbn.SyncGroup(store=world.reducer, timeout=world.timeout) for _ in range(2)]
+    layers = [new_layer(group=group) for group in groups]
+    for layer in layers:
+        step(world, layer)
+    # Without a word to the other process, which does the same.
+    groups[0]._exchange._fail = None
+    groups[0]._fail("a device was lost")
+    told = {"failed": error_of(lambda: step(world, layers[0]))}
+    forget_errors()
+    told["other"] = [step(world, layers[1]) for _ in range(2)]
+    world.tell("failed", told)
+
+
+def asked(world):
+    """Rank 1 asks rank 0, which waits for it."""
+    reducer = world.reducer
+
+    def gather():
+        reducer.all_gather("asked", np.ones(3), title="a title")
+
+    gather()
+    gather()
+    told = {}
+    if world.rank == 1:
+        name = "a title (asked {})"
+
+        def ask(call):
+            return reducer._roll_call.ask(name.format(call))[0]
+
+        deadline = time.monotonic() + 10
+        while ask(3).state != "came" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        answer = ask(3)
+        told = {
+            "second": ask(2).state,
+            "waits": [answer.state, answer.open[0][0], answer.last[0]],
+            "next": ask(4).state,
+        }
+    gather()
+    if world.rank == 1:
+        told["met"] = ask(3).state
+        told["next after"] = ask(4).state
+    world.barrier()
+    world.tell("asked", told)

@@ -1,0 +1,164 @@
+"""Starts the processes for the tests of gluon_syncbn.distributed, with the launcher or by hand."""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import numpy as np
+import psutil
+import pytest
+
+from gluon_syncbn.launch import __main__ as launch
+
+WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "distributed_worker.py")
+# What a slow machine may need to import MXNet in all processes.
+STARTED_SECONDS = 120
+_MARK = "GLUON_SYNCBN_TEST"
+
+
+def has_horovod():
+    return any(d.metadata["Name"] == "horovod" for d in importlib.metadata.distributions())
+
+
+needs_horovod = pytest.mark.skipif(
+    not has_horovod(), reason="Horovod is not installed: see build/horovod.log"
+)
+
+
+class Results:
+    """What workers saved in a folder."""
+
+    def __init__(self, folder, workers):
+        self.folder, self.workers = folder, workers
+
+    def arrays(self, name):
+        """A dict of arrays for each rank."""
+        files = [np.load(self.folder / f"{name}-{rank}.npz") for rank in range(self.workers)]
+        return [dict(file) for file in files]
+
+    def told(self, name):
+        """A JSON value for each rank, None where it told nothing."""
+        paths = [self.folder / f"{name}-{rank}.json" for rank in range(self.workers)]
+        return [json.loads(path.read_text()) if path.exists() else None for path in paths]
+
+
+class Cluster(Results):
+    """Workers that run `topics`, as functions of modules beside this one: "distributed_bits:train".
+
+    by_hand: without the launcher, so that nobody ends the others when one has died.
+    """
+
+    def __init__(self, folder, workers, topics, engine="kvstore", by_hand=False, **environment):
+        super().__init__(folder, workers)
+        self.started = time.monotonic()
+        self._mark = uuid.uuid4().hex
+        # So that convolutions have the same bits wherever they run.
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        self._environment[_MARK] = self._mark
+        command = [WORKER, str(folder), engine, *topics]
+        self._logs = []
+        self._held = contextlib.ExitStack()
+        self.services, self.processes = [], []
+        if by_hand:
+            self._start_by_hand(command)
+        else:
+            launcher = ["-m", "gluon_syncbn.launch", "-n", str(workers)]
+            launcher += ["--engine", "horovod"] if engine == "horovod" else []
+            self.processes = [self._start(launcher + command)]
+
+    def _start_by_hand(self, command):
+        port = self._held.enter_context(launch._free_port())
+        shared = {
+            "DMLC_PS_ROOT_URI": "127.0.0.1",
+            "DMLC_PS_ROOT_PORT": str(port),
+            "DMLC_NODE_HOST": "127.0.0.1",
+            "DMLC_INTERFACE": "lo",
+            "DMLC_NUM_WORKER": str(self.workers),
+            "DMLC_NUM_SERVER": "1",
+        }
+        for role in ("scheduler", "server"):
+            self.services.append(self._start(["-c", "import mxnet"], DMLC_ROLE=role, **shared))
+        for _ in range(self.workers):
+            self.processes.append(self._start(command, DMLC_ROLE="worker", **shared))
+
+    def _start(self, command, **environment):
+        log = open(self.folder / f"log-{len(self._logs)}.txt", "w+", errors="replace")
+        self._logs.append(log)
+        return subprocess.Popen(
+            [sys.executable, *command],
+            env={**self._environment, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def output(self):
+        return "".join((self.folder / f"log-{i}.txt").read_text() for i in range(len(self._logs)))
+
+    def wait_for(self, name, ranks=None, seconds=STARTED_SECONDS):
+        """Waits until these ranks, by default all, have told `name`. Returns what all told."""
+        ranks = range(self.workers) if ranks is None else ranks
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            told = self.told(name)
+            if all(told[rank] is not None for rank in ranks):
+                return told
+            if all(process.poll() is not None for process in self.processes):
+                break
+            time.sleep(0.02)
+        pytest.fail(f"not all of {list(ranks)} told {name!r}: {self.output()[-4000:]}")
+
+    def find(self, role):
+        """The number of the process that is the scheduler or the server."""
+        if self.services:
+            return self.services[("scheduler", "server").index(role)].pid
+        (found,) = (p for p in self.running() if p.environ().get("DMLC_ROLE") == role)
+        return found.pid
+
+    def running(self):
+        """Processes that were started for this, by whomever, and have not ended."""
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def _is_ours(self, process):
+        with contextlib.suppress(psutil.Error):
+            ended = process.status() == psutil.STATUS_ZOMBIE
+            return not ended and process.environ().get(_MARK) == self._mark
+        return False
+
+    def wait(self, seconds=STARTED_SECONDS):
+        """Waits for the workers by hand, or for the launcher. Returns their exit codes."""
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for process in self.processes:
+                process.wait(max(0.0, deadline - time.monotonic()))
+        return [process.poll() for process in self.processes]
+
+    def clean(self):
+        for process in self.running():
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+        for process in self.services + self.processes:
+            process.wait()
+        for log in self._logs:
+            log.close()
+        self._held.close()
+
+
+def run(folder, workers, topics, **options):
+    """Runs the topics to their end, which has to be a good one."""
+    cluster = Cluster(folder, workers, topics, **options)
+    try:
+        codes = cluster.wait()
+        assert codes == [0], cluster.output()[-6000:]
+        assert "terminate called" not in cluster.output()
+        assert cluster.running() == []
+    finally:
+        cluster.clean()
+    return cluster

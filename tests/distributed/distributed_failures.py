@@ -1,0 +1,178 @@
+"""Workers of which one fails, and what becomes of the others."""
+
+import itertools
+import os
+import signal
+import time
+
+import mxnet as mx
+from distributed_worker import error_of, forget_errors
+from mxnet import autograd
+from mxnet.gluon import nn
+from runs import contexts
+
+import gluon_syncbn as sbn
+
+LAST = 1  # The rank of the worker that fails, of two.
+
+
+class Steps:
+    """A net, one step at a time. Without a Trainer, in whose messages a process waits inside MXNet,
+    unless it is asked for."""
+
+    def __init__(self, world, devices=1, trainer=False):
+        self.devices = contexts(devices)
+        self.net = nn.HybridSequential(prefix="net_")
+        with self.net.name_scope():
+            for _ in range(2):
+                self.net.add(nn.Conv2D(4, 3), sbn.SyncBatchNorm())
+        self.net.initialize(ctx=self.devices)
+        self.trainer = trainer and mx.gluon.Trainer(
+            self.net.collect_params(), "sgd", kvstore=world.kv, update_on_kvstore=False
+        )
+
+    def __call__(self, channels=3, wait=None):
+        """`channels`: of the last device's data; wait: instead of waiting for the results."""
+        xs = [mx.nd.random.normal(shape=(2, 3, 8, 8), ctx=device) for device in self.devices]
+        if channels != 3:
+            xs[-1] = mx.nd.ones((2, channels, 8, 8), ctx=self.devices[-1])
+        with autograd.record():
+            losses = [(self.net(x) ** 2).mean() for x in xs]
+        autograd.backward(losses)
+        if self.trainer:
+            self.trainer.step(1)
+        if wait:
+            wait()
+            return
+        for array in [*losses, *self.net[0].weight.list_grad()]:
+            array.wait_to_read()
+
+
+def first_steps(world, **options):
+    step = Steps(world, **options)
+    for _ in range(3):
+        step()
+    world.tell("ready", os.getpid())
+    return step
+
+
+def goes_on(world, step):
+    """Until there is an error, which the script dies of, or until it is told to stop: rank 0, which
+    tells the others before its last step, so that all take as many."""
+    try:
+        for number in itertools.count():
+            last = world.folder / f"last-{number}"
+            if world.rank == 0 and (world.folder / "stop").exists():
+                last.touch()
+            step()
+            if last.exists():
+                return
+            time.sleep(0.005)
+    except Exception as error:
+        world.tell("error", [type(error).__name__, str(error), time.time()])
+        raise
+
+
+def until_something_happens(world):
+    goes_on(world, first_steps(world))
+
+
+def waits_for_everything(world):
+    """MXNet's waitall() waits for the message too that was given up, though nobody needs it."""
+    step = first_steps(world)
+
+    def step_and_wait():
+        step(wait=mx.nd.waitall)
+
+    goes_on(world, step_and_wait)
+
+
+def leaves_early(world):
+    """As at the end of an epoch in which it has a batch less."""
+    step = first_steps(world)
+    if world.rank == LAST:
+        world.tell("left", time.time())
+        return
+    goes_on(world, step)
+
+
+def hybridizes_alone(world):
+    step = first_steps(world)
+    if world.rank == LAST:
+        world.tell("left", time.time())
+        step.net.hybridize()
+    goes_on(world, step)
+
+
+def works_on_alone(world):
+    """As to evaluate and to save."""
+    first_steps(world)
+    if world.rank == LAST:
+        world.tell("left", time.time())
+        time.sleep(1.25 * world.timeout)
+
+
+def stops_after_training(world):
+    first_steps(world)
+    if world.rank == LAST:
+        world.tell("left", time.time())
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def raises(world):
+    step = first_steps(world)
+    if world.rank == LAST:
+        world.tell("left", time.time())
+        raise ArithmeticError("a bad batch")
+    goes_on(world, step)
+
+
+def one_device_has_other_data(world):
+    """The script of that process dies of it."""
+    step = first_steps(world, devices=2)
+    if world.rank == LAST:
+        world.tell("left", time.time())
+    goes_on(world, lambda: step(channels=4 if world.rank == LAST else 3))
+
+
+def one_device_is_not_of_the_group(world):
+    """The script of that process catches the error and goes on without the others."""
+    devices = contexts(3)
+    group = sbn.SyncGroup(devices=devices[:2], store=world.reducer, timeout=world.timeout)
+    norm = sbn.SyncBatchNorm(prefix="norm_", in_channels=3, group=group)
+    norm.initialize(ctx=devices)
+
+    def step(used):
+        xs = [mx.nd.ones((2, 3, 4), ctx=device) for device in used]
+        with autograd.record():
+            ys = [norm(x) for x in xs]
+        for y in ys:
+            y.wait_to_read()
+
+    step(devices[:2])
+    world.tell("ready", os.getpid())
+    if world.rank != LAST:
+        goes_on(world, lambda: step(devices[:2]))
+        return
+    time.sleep(0.5)
+    world.tell("left", time.time())
+    kind, text, _ = error_of(lambda: step([devices[0], devices[2]]))
+    world.tell("error", [kind, text, time.time()])
+    forget_errors()
+    deadline = time.monotonic() + 20
+    while not (world.folder / "error-0.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def stops_before_the_trainer(world):
+    """The other one has sent its gradients."""
+    step = first_steps(world, trainer=True)
+
+    def stop(_):
+        mx.nd.waitall()
+        world.tell("left", time.time())
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if world.rank == LAST:
+        step.trainer.step = stop
+    goes_on(world, step)

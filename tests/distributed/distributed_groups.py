@@ -1,0 +1,113 @@
+"""Groups smaller than the cluster, and processes that have not built the same net."""
+
+import mxnet as mx
+import numpy as np
+from distributed_bits import SIZES, data
+from distributed_worker import error_of, forget_errors
+from mxnet import autograd
+from mxnet.gluon import nn
+from runs import contexts, shards
+
+import gluon_syncbn as sbn
+
+SHAPE = 16, 3, 4, 5
+
+
+def one_layer(sizes, start, devices, steps=2, **arguments):
+    """What comes out of a layer for the samples from `start` on, the statistics of each device."""
+    layer = sbn.SyncBatchNorm(in_channels=SHAPE[1], **arguments)
+    layer.initialize(ctx=devices)
+    part = slice(start, start + sum(sizes))
+    x, dy = (data(SHAPE, "float32", seed)[part] for seed in (5, 6))
+    xs, dys = shards(x, sizes, devices), shards(dy, sizes, devices)
+    for shard in xs:
+        shard.attach_grad()
+    for _ in range(steps):
+        with autograd.record():
+            ys = [layer(shard) for shard in xs]
+        autograd.backward(ys, dys)
+    return {
+        "y": np.concatenate([y.asnumpy() for y in ys]),
+        "dx": np.concatenate([shard.grad.asnumpy() for shard in xs]),
+        "running_mean": np.stack([array.asnumpy() for array in layer.running_mean.list_data()]),
+        "running_var": np.stack([array.asnumpy() for array in layer.running_var.list_data()]),
+    }
+
+
+def expected(devices, group_size):
+    """The same of a layer for each group that is a net of its own, on one device."""
+    sizes = SIZES[devices]
+    groups = [sizes[i : i + group_size] for i in range(0, devices, group_size)]
+    starts = np.cumsum([0, *map(sum, groups)])
+    found = [one_layer([sum(g)], s, contexts(1)) for g, s in zip(groups, starts)]
+    return {
+        name: np.concatenate(
+            [np.repeat(f[name], group_size if "running" in name else 1, axis=0) for f in found]
+        )
+        for name in found[0]
+    }
+
+
+# What the workers run.
+
+
+def sizes_of_groups(world):
+    for count in (1, 2):
+        total = world.size * count
+        sizes = SIZES[total]
+        mine = slice(world.rank * count, (world.rank + 1) * count)
+        start, devices = sum(sizes[: mine.start]), contexts(count)
+        for k in (1, 2, 4, 8)[: count + 2]:
+            group = sbn.SyncGroup(store=world.reducer, timeout=world.timeout, group_size=k)
+            found = one_layer(sizes[mine], start, devices, group=group)
+            world.save(f"groups of {k} of {total}", **found)
+
+
+def use(net, channels=3, dtype="float32"):
+    """One step. Returns the error of its forward or backward."""
+    x = mx.nd.ones((2, channels, 3, 3), dtype=dtype)
+    x.attach_grad()
+
+    def step():
+        with autograd.record():
+            loss = (net(x) ** 2).sum()
+        loss.backward()
+        loss.asnumpy()
+        x.grad.asnumpy()
+
+    found = error_of(step)
+    forget_errors()
+    return found
+
+
+def other_nets(world):
+    """Rank 1 builds another one than the others, which is found out in each case anew."""
+    other = world.rank == 1
+    told = {}
+
+    def compare(name, prefix="norm_", channels=3, dtype="float32", k=None):
+        # In a group of its own, as after an error the processes of one have lost each other.
+        group = sbn.SyncGroup(store=world.reducer, timeout=world.timeout, group_size=k)
+        layer = sbn.SyncBatchNorm(prefix=prefix, group=group)
+        layer.cast(dtype)
+        layer.initialize()
+        told[name] = use(layer, channels, dtype), use(layer, channels, dtype)
+
+    compare("nothing")
+    compare("name", prefix="other_" if other else "norm_")
+    compare("channels", channels=4 if other else 3)
+    compare("group size", k=None if other else world.size)
+    compare("dtype", dtype="float64" if other else "float32")
+    compare("nothing again")
+    told["layers"] = layers_differ(world, 2 if other else 3)
+    world.tell("other nets", told)
+
+
+def layers_differ(world, count):
+    group = sbn.SyncGroup(store=world.reducer, timeout=4)
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        for _ in range(count):
+            net.add(sbn.SyncBatchNorm(group=group))
+    net.initialize()
+    return use(net)

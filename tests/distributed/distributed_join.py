@@ -1,0 +1,298 @@
+"""Workers with uneven numbers of batches, and a long training."""
+
+import itertools
+import os
+import time
+
+import mxnet as mx
+import numpy as np
+import psutil
+from distributed_stores import Counter
+from mxnet import autograd
+from mxnet.gluon import nn
+from mxnet.util import is_np_array
+from runs import MODES, contexts
+
+import gluon_syncbn as sbn
+
+BATCHES = [5, 3, 2]  # By rank.
+SHAPE = 3, 6, 6
+
+
+def batches(rank, epoch=0):
+    """(data, labels) of one process, of two to four samples."""
+    generator = np.random.default_rng([epoch, rank])
+    sizes = [2 + (rank + number) % 3 for number in range(BATCHES[rank])]
+    return [
+        (generator.standard_normal((n, *SHAPE)), generator.integers(0, 3, n).astype(float))
+        for n in sizes
+    ]
+
+
+def steps_of_all(epoch=0, early_stop=False):
+    """What one process would be given: (data, labels, how many processes brought them)."""
+    of_all = [batches(rank, epoch) for rank in range(len(BATCHES))]
+    count = min(BATCHES) if early_stop else max(BATCHES)
+    for number in range(count):
+        present = [own[number] for own in of_all if number < len(own)]
+        yield *(np.concatenate(arrays) for arrays in zip(*present)), len(present)
+
+
+class Training:
+    """The first layer has the data itself, so its statistics do not depend on the parameters."""
+
+    def __init__(self, trainer=mx.gluon.Trainer, divided_by=1, **arguments):
+        self.divided_by = divided_by
+        self.net = nn.HybridSequential(prefix="net_")
+        with self.net.name_scope():
+            self.net.add(sbn.SyncBatchNorm(), nn.Conv2D(4, 3), sbn.SyncBatchNorm())
+            self.net.add(nn.Activation("relu"), nn.Dense(3))
+        mx.random.seed(1)
+        self.net.initialize(mx.init.Xavier())
+        self.loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+        optimizer = {"learning_rate": 0.1, "momentum": 0.9}
+        self.trainer = trainer(self.net.collect_params(), "sgd", optimizer, **arguments)
+
+    def step(self, data, labels, batch_size):
+        self.backward(data, labels)
+        self.trainer.step(batch_size / self.divided_by)
+
+    def backward(self, data, labels):
+        with autograd.record():
+            array = mx.np.array if is_np_array() else mx.nd.array
+            data, labels = (array(each, dtype="float32") for each in (data, labels))
+            loss = self.loss(self.net(data), labels)
+        loss.backward()
+        # An error of a layer shows here. The Trainer's first step would wait for all processes.
+        loss.wait_to_read()
+
+    def values(self):
+        return {name: p.data().asnumpy() for name, p in self.net.collect_params().items()}
+
+
+class SumsOfGradients(Training):
+    """Each of the Trainer's steps takes the gradients of two batches, the last one those of what is
+    left."""
+
+    # How gradients are set to zero, whether that is before those of the two batches or after, and
+    # how the net runs.
+    WAYS = list(
+        itertools.product(
+            ("each parameter", "all parameters", "arrays"),
+            (True, False),
+            ("imperative", "static_shape"),
+        )
+    )
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        for parameter in self.net.collect_params().values():
+            if parameter.grad_req != "null":
+                parameter.grad_req = "add"
+
+    def zero(self, how):
+        parameters = self.net.collect_params()
+        if how == "all parameters":
+            return parameters.zero_grad()
+        for parameter in parameters.values():
+            if parameter.grad_req == "null" or parameter._data is None:
+                continue
+            if how == "each parameter":
+                parameter.zero_grad()
+            else:
+                parameter.grad()[:] = 0
+
+    def epoch(self, steps, how, before, mode):
+        """steps: (data, labels, batch_size)."""
+        self.net.hybridize(MODES[mode] is not None, **(MODES[mode] or {}))
+        size = 0
+
+        def step():
+            self.trainer.step(size)
+            if not before:
+                self.zero(how)
+
+        for number, (data, labels, batch_size) in enumerate(steps):
+            if number % 2 == 0:
+                size = 0
+                if before:
+                    self.zero(how)
+            self.backward(data, labels)
+            size += batch_size
+            if number % 2 == 1:
+                step()
+        if number % 2 == 0:
+            step()
+        self.zero(how)
+        mx.nd.waitall()
+
+
+# Some layers without anything new to learn from while a process has run out of batches, or all
+# processes of its group have.
+LONELY = {
+    "group": lambda group: sbn.SyncBatchNorm(in_channels=SHAPE[0], group=group),
+    "group, all batches": lambda group: sbn.SyncBatchNorm(
+        in_channels=SHAPE[0], group=group, momentum=None
+    ),
+    "process": lambda group: sbn.SyncBatchNorm(
+        in_channels=SHAPE[0], group=sbn.SyncGroup(group_size=1)
+    ),
+    "virtual": lambda group: sbn.VirtualBatchNorm(2, in_channels=SHAPE[0]),
+    "virtual, all batches": lambda group: sbn.VirtualBatchNorm(
+        2, in_channels=SHAPE[0], momentum=None
+    ),
+}
+# By rank. Groups are of two.
+BATCHES_OF_LONELY = [1, 1, 3, 2]
+
+
+# What the workers run.
+
+
+def trains(world):
+    if world.engine == "horovod":
+        hvd = world.hvd
+        training = Training(hvd.DistributedTrainer, divided_by=hvd.size())
+    else:
+        training = Training(kvstore=world.kv, update_on_kvstore=False)
+    told = []
+    for epoch, early_stop in enumerate((False, True, False)):
+        steps = sbn.distributed.join(
+            batches(world.rank, epoch), training.trainer, early_stop=early_stop
+        )
+        rows = []
+        for data, labels in steps:
+            rows.append([steps.batch_size, steps.processes, steps.absent])
+            training.step(data, labels, steps.batch_size)
+        told.append(rows)
+        world.save(f"epoch {epoch}", **training.values())
+        assert not steps.absent
+    world.tell("steps", told)
+
+
+def trains_numpy_arrays(world):
+    mx.npx.set_np()
+    training = Training(kvstore=world.kv, update_on_kvstore=False)
+    steps = sbn.distributed.join(batches(world.rank), training.trainer)
+    for data, labels in steps:
+        training.step(data, labels, steps.batch_size)
+    world.save("numpy", **training.values())
+
+
+def adds_up(world):
+    training = SumsOfGradients(kvstore=world.kv, update_on_kvstore=False)
+    for epoch, way in enumerate(SumsOfGradients.WAYS):
+        steps = sbn.distributed.join(batches(world.rank, epoch), training.trainer)
+        training.epoch(((*batch, steps.batch_size) for batch in steps), *way)
+        world.save(f"epoch {epoch}", **training.values())
+
+
+def learns_alone(world):
+    group = sbn.SyncGroup(store=world.reducer, timeout=world.timeout, group_size=2)
+    layers = {name: make(group) for name, make in LONELY.items()}
+    for layer in layers.values():
+        layer.initialize()
+    count = BATCHES_OF_LONELY[world.rank]
+    generator = np.random.default_rng(world.rank)
+    mine = [mx.nd.array(generator.standard_normal((4, *SHAPE))) for _ in range(count)]
+    for x in mine:
+        x.attach_grad()
+    for number, x in enumerate(steps := sbn.distributed.join(mine)):
+        told = {}
+        for name, layer in layers.items():
+            with autograd.record():
+                y = layer(x)
+                loss = (y**3).sum()
+            loss.backward()
+            told.update({f"{name}: y": y.asnumpy(), f"{name}: dx": x.grad.asnumpy()})
+            for key, parameter in layer.collect_params().items():
+                if parameter.grad_req == "null":
+                    key = key[len(layer.prefix) :]
+                    told[f"{name}: {key}"] = parameter.data().asnumpy()
+        world.save(f"step {number}", absent=steps.absent, **told)
+
+
+def one_has_no_batch(world):
+    training = Training(kvstore=world.kv, update_on_kvstore=False)
+    mine = batches(0) if world.rank == 0 else []
+
+    def go():
+        for data, labels in sbn.distributed.join(mine, training.trainer):
+            training.step(data, labels, 2)
+
+    try:
+        go()
+    except Exception as error:
+        world.tell("no batch", [type(error).__name__, str(error)])
+        raise
+
+
+def many_steps(world, layers=10):
+    """Memory by step, of this process and of the server, and whether anything was lost."""
+    count = int(os.environ.get("GLUON_SYNCBN_TEST_STEPS", "300"))
+    net = nn.HybridSequential()
+    for number in range(layers):
+        net.add(sbn.SyncBatchNorm(in_channels=16, prefix=f"norm{number}_"))
+    net.initialize(ctx=contexts(1))
+    trainer = mx.gluon.Trainer(
+        net.collect_params(), "sgd", kvstore=world.kv, update_on_kvstore=False
+    )
+    mine, server = psutil.Process(), _server()
+    told = {"steps": count, "worker": [], "server": [], "begin": time.time()}
+    with Counter(world) as counter:
+        for number in range(count):
+            x = mx.nd.array(many_steps_data(number)[world.rank :: world.size])
+            with autograd.record():
+                loss = (net(x) ** 2).mean()
+            loss.backward()
+            trainer.step(1)
+            loss.asscalar()
+            if number % 20 == 0:
+                told["worker"].append(mine.memory_info().rss)
+                told["server"].append(server.memory_info().rss)
+        mx.nd.waitall()
+    told["seconds"] = time.time() - told.pop("begin")
+    told["messages"] = {key: count for key, count in counter.keys.items() if "hello" not in key}
+    world.tell("memory", told)
+    world.save("memory", **{name: p.data().asnumpy() for name, p in net.collect_params().items()})
+
+
+def many_steps_data(number):
+    return np.random.default_rng(number).standard_normal((8, 16, 4, 4)).astype("float32")
+
+
+def _server():
+    """That of this process's launcher."""
+    for process in psutil.Process(os.getppid()).children():
+        if process.environ().get("DMLC_ROLE") == "server":
+            return process
+    raise AssertionError("there is no server")
+
+
+def one_in_another(world):
+    """Rank 1 has one batch of the outer loop, and two for each inner one, of which rank 0 has
+    one."""
+    layer = sbn.SyncBatchNorm(in_channels=1, momentum=0)
+    layer.initialize()
+    parameters = layer.collect_params()
+    trainer = mx.gluon.Trainer(
+        parameters, "sgd", {"learning_rate": 1}, kvstore=world.kv, update_on_kvstore=False
+    )
+    told = []
+
+    def step(steps, value):
+        before = layer.beta.data().asscalar()
+        with autograd.record():
+            layer(mx.nd.full((1, 1), value)).sum().backward()
+        trainer.step(1)
+        change = before - layer.beta.data().asscalar()
+        told.append([steps.processes, *map(float, (layer.running_mean.data().asscalar(), change))])
+
+    def numbers(rank_0, rank_1):
+        return [mx.nd.full((1, 1), n) for n in (rank_0, rank_1)[world.rank]]
+
+    for outer in (one := sbn.distributed.join(numbers([2, 4, 6], [4]), trainer)):
+        step(one, outer.asscalar())
+        for inner in (other := sbn.distributed.join(numbers([1], [3, 5]), trainer)):
+            step(other, inner.asscalar())
+    world.tell("nested", told)

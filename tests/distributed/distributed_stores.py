@@ -1,0 +1,228 @@
+"""What a store has to do, whichever it is, and how often a layer turns to it."""
+
+import collections
+import ctypes
+import os
+import threading
+import time
+
+import mxnet as mx
+import numpy as np
+from distributed_bits import Share, same_bits
+from distributed_worker import error_of
+from mxnet import autograd
+from mxnet.gluon import nn
+from runs import contexts
+
+import gluon_syncbn as sbn
+
+LARGEST = np.finfo(np.float64).max
+# One row for each process. Their sums, exact or not, are in each column of its own kind.
+SPECIAL = np.array(
+    [
+        # cancels, halves of ulps, denormals, overflows, infinities, NaN, zeros, all bits in use
+        [1e300, 1.0, 5e-324, LARGEST, np.inf, np.inf, np.nan, -0.0, 0.0, np.pi, 1 + 2**-52],
+        [1.0, 2**-53, 5e-324, LARGEST, 1.0, -np.inf, 1.0, -0.0, -0.0, 1 / 3, 2**-22],
+        [-1e300, 2**-53, -5e-324, 0.0, 1.0, 1.0, 1.0, -0.0, 0.0, 0.1, -(2**-22)],
+        [1.0, 0.0, 1e-310, 0.0, 1.0, 1.0, 1.0, -0.0, 0.0, 1e-300, 1e22],
+    ]
+)
+
+
+def rows(size):
+    """What each of `size` processes brings: the above, and random bits of doubles."""
+    generator = np.random.default_rng(0)
+    bits = generator.integers(0, 2**64, (4, 500), dtype=np.uint64)
+    return np.concatenate([SPECIAL, bits.view(np.float64)], axis=1)[:size]
+
+
+def sums(world):
+    """Random finite numbers, of any size, so that sums are told from rounded ones."""
+    mine = rows(world.size)[world.rank]
+    kept = mine.copy()
+    everyone = world.reducer.all_gather("special", mine)
+    with np.errstate(over="ignore"):
+        total = world.reducer.all_reduce("special sum", mine.reshape(1, -1))
+    unchanged = np.array_equal(mine.view(np.uint64), kept.view(np.uint64))
+    world.save("sums", everyone=everyone, total=total, unchanged=unchanged)
+
+
+def wrong_arrays(world):
+    reducer = world.reducer
+    calls = {
+        "float32": lambda: reducer.all_reduce("float32", np.ones(3, "float32")),
+        "integers": lambda: reducer.all_reduce("integers", np.ones(3, int)),
+        "two axes": lambda: reducer.all_gather("two axes", np.ones((3, 3))),
+        "other sizes": lambda: reducer.all_reduce("other sizes", np.ones(3 + world.rank)),
+    }
+    if world.kv is not None:
+        calls["long key"] = lambda: reducer.all_reduce("k" * 100, np.ones(3))
+    told = {name: error_of(call) for name, call in calls.items()}
+    # All of this was noticed by all processes, and they go on.
+    told["sum"] = reducer.all_reduce("after errors", np.arange(3.0)).tolist()
+    world.tell("wrong arrays", told)
+
+
+class Counter:
+    """Counts the exchanges by their keys, and the requests to the KVStore's server."""
+
+    def __init__(self, world):
+        self._world = world
+        if world.kv is not None:
+            self._count_requests()
+        self.clear()
+
+    def _count_requests(self):
+        """By the function of MXNet that makes them, which lines that are opened from now on and
+        Python call through this."""
+        library, name = mx.base._LIB, "MXKVStorePushPull"
+        # As Python has it, which passes its own types.
+        original = getattr(library, name)
+        address = ctypes.cast(original, ctypes.c_void_p).value
+        kind = ctypes.CFUNCTYPE(
+            ctypes.c_int,
+            *(ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32),
+            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
+        )
+
+        @kind
+        def counted(*args):
+            self.requests += 1
+            return kind(address)(*args)
+
+        setattr(library, name, counted)
+        self._undo = lambda: setattr(library, name, original)
+
+    def clear(self):
+        self.requests = 0
+        self._before = self._calls()
+
+    def _calls(self):
+        lines = self._world.reducer._lines
+        return collections.Counter({key: line.calls for key, line in lines.items()})
+
+    @property
+    def keys(self):
+        return self._calls() - self._before
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self._world.kv is not None:
+            self._undo()
+
+
+def messages(world, layers=3, steps=4):
+    """Keys of all messages, in the steps and in the one before them, with two devices."""
+    devices = contexts(2)
+    net = nn.HybridSequential()
+    for _ in range(layers):
+        net.add(sbn.SyncBatchNorm(in_channels=3))
+    net.initialize(ctx=devices)
+    told = {}
+    with Counter(world) as counter:
+        for name, count in (("first", 1), ("steps", steps)):
+            counter.clear()
+            for _ in range(count):
+                xs = [mx.nd.random.normal(shape=(2, 3, 4, 4), ctx=d) for d in devices]
+                with autograd.record():
+                    losses = [(net(x) ** 2).sum() for x in xs]
+                autograd.backward(losses)
+            mx.nd.waitall()
+            told[name] = counter.keys
+            told[f"{name} requests"] = counter.requests
+    told["layers"] = [layer._layer.number for layer in net]
+    world.tell("messages", told)
+
+
+class FileStore:
+    """A store that anybody could write: adds the files in which processes lay down arrays."""
+
+    def __init__(self, folder, rank, size):
+        self.folder, self.rank, self.size = folder, rank, size
+        self.calls = {}
+        self.threads = {}
+
+    def all_reduce(self, key, array):
+        assert self.threads.setdefault(key, 0) == 0, "one key twice at a time"
+        self.threads[key] += 1
+        call = self.calls[key] = self.calls.get(key, 0) + 1
+        paths = [self.folder / f"store {key} {call} {rank}.npy" for rank in range(self.size)]
+        part = f"{paths[self.rank]}.part"
+        with open(part, "wb") as file:
+            np.save(file, array)
+        os.replace(part, paths[self.rank])
+        total = np.zeros_like(array)
+        for path in paths:
+            while not path.exists():
+                time.sleep(0.001)
+            total += np.load(path)
+        self.threads[key] -= 1
+        return total
+
+
+def a_store_of_files(world):
+    store = FileStore(world.folder, world.rank, world.size)
+    group = sbn.SyncGroup(store=store, timeout=30)
+    share = Share(world.rank, world.size, 2)
+    world.save("files", **same_bits(share, some=True, group=group))
+
+
+def one_key_on_two_threads(world, rounds=60):
+    """Sums that are wrong, where two threads use one key, through the group and without it."""
+    told = {}
+    exchange = world.group._exchange
+    calls = {
+        "group": lambda key, a: exchange.all_gather(key, key, a),
+        "reducer": world.reducer.all_gather,
+    }
+    for name, gather in calls.items():
+        wrong = [0, 0]
+
+        def work(thread, name=name, gather=gather, wrong=wrong):
+            for _ in range(rounds):
+                mine = np.full(50, 1.0 + world.rank)
+                everyone = gather(f"{name} key", mine)
+                expected = 1.0 + np.arange(world.size)[:, None]
+                wrong[thread] += not (everyone == expected).all()
+
+        errors = in_threads([lambda t=t: work(t) for t in range(2)])
+        told[name] = [*wrong, *map(repr, errors)]
+    world.tell("one key on two threads", told)
+
+
+def keys_in_other_orders(world, threads=4, rounds=15):
+    """Each thread with a key of its own, the first time too in another order in each process."""
+    wrong = [0] * threads
+
+    def work(thread):
+        # Rank 0 comes to the first key first, the last rank to the last key.
+        place = thread if world.rank % 2 == 0 else threads - 1 - thread
+        time.sleep(0.03 * place)
+        generator = np.random.default_rng(thread)
+        for _ in range(rounds):
+            values = generator.standard_normal((world.size, 20 + thread))
+            everyone = world.reducer.all_gather(f"thread {thread}", values[world.rank])
+            wrong[thread] += not np.array_equal(everyone, values)
+
+    errors = in_threads([lambda t=t: work(t) for t in range(threads)])
+    world.tell("keys in other orders", [wrong, [repr(error) for error in errors]])
+
+
+def in_threads(calls):
+    """Runs all at once. Returns what they raised."""
+    errors = []
+
+    def run(call):
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors

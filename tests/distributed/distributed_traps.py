@@ -1,0 +1,169 @@
+"""What goes wrong with a KVStore where nothing is done about it."""
+
+import mxnet as mx
+import numpy as np
+from distributed_worker import error_of
+from mxnet import autograd
+from mxnet.gluon import nn
+from runs import contexts
+
+import gluon_syncbn as sbn
+from gluon_syncbn import distributed
+from gluon_syncbn.distributed import kvstore
+
+
+def net_and_trainer(world, devices=1, **arguments):
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(4, 3), sbn.SyncBatchNorm(), nn.Conv2D(2, 3))
+    net.initialize(ctx=contexts(devices))
+    optimizer = {"learning_rate": 0.01}
+    trainer = mx.gluon.Trainer(
+        net.collect_params(), "sgd", optimizer, kvstore=world.kv, **arguments
+    )
+
+    def step(xs=None):
+        xs = xs or [mx.nd.random.normal(shape=(2, 3, 6, 6), ctx=d) for d in contexts(devices)]
+        with autograd.record():
+            losses = [(net(x) ** 2).sum() for x in xs]
+        autograd.backward(losses)
+        trainer.step(8)
+
+    return net, trainer, step
+
+
+def trainers(world):
+    """One that has the server update is refused, and the next one trains, on the same store."""
+    told = {}
+    _, _, step = net_and_trainer(world)
+    told["default"] = error_of(step)
+    _, _, step = net_and_trainer(world, update_on_kvstore=True)
+    told["server"] = error_of(step)
+    compression = {"type": "2bit", "threshold": 0.5}
+    _, _, step = net_and_trainer(world, update_on_kvstore=False, compression_params=compression)
+    told["compression"] = error_of(step)
+    net, trainer, step = net_and_trainer(world, devices=2, update_on_kvstore=False)
+    for _ in range(10):
+        step()
+    # Keys that come when the Trainer has its own already.
+    everyone = world.reducer.all_gather("late", np.full(3, 1.0 + world.rank))
+    told["late"] = everyone[:, 0].tolist()
+    told["one store"] = trainer._kvstore is world.kv
+    told["local store"] = mx.kv.create("device").type
+    told["second store"] = error_of(lambda: mx.kv.create("dist_sync"))
+    other = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore="dist_device_sync")
+    told["store of a Trainer"] = error_of(lambda: other.step(1))
+    told["second reducer"] = error_of(lambda: distributed.KVStoreReducer(world.kv))
+    # A DataLoader forks processes that have the store, too.
+    data = mx.gluon.data.ArrayDataset(np.ones((6, 3, 6, 6), "float32"))
+    for batch in mx.gluon.data.DataLoader(data, batch_size=2, num_workers=1):
+        step(mx.gluon.utils.split_and_load(batch, contexts(2)))
+    world.tell("trainers", told)
+    arrays = {name: p.data(mx.cpu(0)).asnumpy() for name, p in net.collect_params().items()}
+    world.save("trainers", **arrays)
+
+
+def one_process_does_more(world):
+    """Rank 0 looks at the net, traces it anew, and moves it, all of which changes nothing."""
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(4, 3), sbn.SyncBatchNorm(), nn.Conv2D(2, 3))
+    net.initialize(ctx=contexts(2))
+    if world.rank == 0:
+        net.summary(mx.nd.zeros((1, 3, 6, 6)))
+    net.hybridize()
+
+    def trace_anew():
+        net.hybridize(static_alloc=True)
+
+    def infer_meanwhile():
+        net.hybridize(False)
+        net(mx.nd.zeros((1, 3, 6, 6)))
+        net.hybridize()
+
+    def cast():
+        net.cast("float32")
+
+    def move():
+        net.collect_params().reset_ctx(contexts(2))
+
+    def move_away_and_back():
+        net.collect_params().reset_ctx(mx.cpu(3))
+        net.collect_params().reset_ctx(contexts(2))
+
+    means = []
+    for change in (trace_anew, infer_meanwhile, cast, move, move_away_and_back, None):
+        x = mx.nd.random.normal(shape=(2, 3, 6, 6))
+        with autograd.record():
+            losses = [(net(x.as_in_context(device)) ** 2).sum() for device in contexts(2)]
+        autograd.backward(losses)
+        mx.nd.waitall()
+        means.append(net[1].running_mean.data(mx.cpu(0)).asnumpy())
+        if world.rank == 0 and change is not None:
+            change()
+    world.save("more", means=np.stack(means))
+
+
+def two_trainers(world):
+    _, _, step = net_and_trainer(world, update_on_kvstore=False)
+    step()
+    _, _, step = net_and_trainer(world, update_on_kvstore=False)
+    world.tell("two trainers", error_of(step))
+
+
+def last_keys(world):
+    """Up to the last number with which the KVStore can do anything."""
+    reducer = world.reducer
+    reducer._next_key = kvstore._LAST_KEY - 1
+    told = {"numbers": [], "sums": []}
+    connection, open_line = reducer._connection, reducer._connection.kvstore_line
+
+    def note(key, size, rank, kvstore, number, slots):
+        told["numbers"].append(number)
+        return open_line(key, size, rank, kvstore, number, slots)
+
+    connection.kvstore_line = note
+    for key in ("last but one", "last"):
+        told["sums"].append(reducer.all_reduce(key, np.arange(3.0)).tolist())
+    group = sbn.SyncGroup(store=reducer, timeout=world.timeout)
+    told["beyond"] = error_of(
+        lambda: group._exchange.all_gather("beyond", "one key more", np.ones(3))
+    )
+    world.tell("last keys", told)
+
+
+def updates_before(world):
+    """The server has an optimizer when the reducer comes."""
+    _, _, step = net_and_trainer(world, update_on_kvstore=True)
+    step()
+    told = error_of(lambda: distributed.KVStoreReducer(world.kv, timeout=20))
+    world.tell("updates before", told)
+
+
+def layers_under_way(world):
+    """A step of many layers, none of which has met the others when this returns."""
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        for _ in range(20):
+            net.add(sbn.SyncBatchNorm(in_channels=2))
+    net.initialize()
+    x = mx.nd.random.normal(shape=(4, 2, 3, 3))
+    for _ in range(2):
+        with autograd.record():
+            loss = (net(x) ** 2).sum()
+        loss.backward()
+    return net
+
+
+def a_group_that_is_left(world):
+    """By rank 1 first, while its last step is under way."""
+    layers_under_way(world)
+    if world.rank == 1:
+        sbn.set_default_group(None)
+    mx.nd.waitall()
+    world.tell("left", True)
+
+
+def ends_in_a_step(world):
+    layers_under_way(world)
+    world.tell("ends", True)

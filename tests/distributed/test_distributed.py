@@ -1,0 +1,224 @@
+"""Several processes: the bits are those of one with the whole batch, by one message per layer, pass
+and process. What the workers run is in distributed_*.py."""
+
+import os
+import subprocess
+import sys
+
+import distributed_bits
+import distributed_groups
+import distributed_stores
+import mxnet as mx
+import numpy as np
+import pytest
+from distributed_bits import Share
+from distributed_cluster import WORKER, Results, needs_horovod, run
+from tolerances import assert_same_bits
+
+from gluon_syncbn.distributed import HorovodReducer, KVStoreReducer
+
+STORES = [
+    "distributed_stores:sums",
+    "distributed_stores:wrong_arrays",
+    "distributed_stores:messages",
+    "distributed_stores:one_key_on_two_threads",
+    "distributed_stores:keys_in_other_orders",
+]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    topics = [*STORES, "distributed_stores:a_store_of_files"]
+    topics += ["distributed_bits:bits", "distributed_bits:training"]
+    return run(tmp_path_factory.mktemp("two"), 2, topics)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    topics = ["distributed_stores:sums", "distributed_bits:bits"]
+    topics += ["distributed_groups:sizes_of_groups", "distributed_bits:training_on_two_devices"]
+    return run(tmp_path_factory.mktemp("four"), 4, topics)
+
+
+@pytest.fixture(scope="module")
+def horovod(tmp_path_factory):
+    topics = [*STORES, "distributed_bits:bits", "distributed_bits:training"]
+    return run(tmp_path_factory.mktemp("horovod"), 2, topics, engine="horovod")
+
+
+JOBS = ["two", "four", pytest.param("horovod", marks=needs_horovod)]
+
+
+@pytest.fixture(params=JOBS)
+def job(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(params=["two", pytest.param("horovod", marks=needs_horovod)])
+def pair(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """What one process makes of the whole batch on one device."""
+    return distributed_bits.same_bits(Share())
+
+
+def put_together(parts, name):
+    """Statistics are the same everywhere, samples lie one after the other."""
+    values = [part[name] for part in parts]
+    if "running" not in name:
+        return np.concatenate(values)
+    for value in values[1:]:
+        assert_same_bits(value, values[0], name)
+    return values[0]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_bits_are_those_of_one_process(job, whole, devices):
+    parts = job.arrays(f"bits {devices}")
+    assert len(parts[0]) >= 42 and set(parts[0]) <= set(whole)
+    for name in parts[0]:
+        assert_same_bits(put_together(parts, name), whole[name], name)
+
+
+def test_bits_through_a_store_that_only_adds(two, whole):
+    parts = two.arrays("files")
+    for name in parts[0]:
+        assert_same_bits(put_together(parts, name), whole[name], name)
+
+
+def test_every_bit_of_a_double_arrives(job):
+    """Where float64 went through the server as it is, it would come back as float32."""
+    rows = distributed_stores.rows(job.workers)
+    for found in job.arrays("sums"):
+        assert_same_bits(found["everyone"], rows)
+        assert found["unchanged"]
+
+
+def test_sums_are_added_with_their_errors(job):
+    rows = distributed_stores.rows(job.workers).astype(np.longdouble)
+    with np.errstate(all="ignore"):
+        expected = rows.sum(axis=0).astype(np.float64)
+    # NaN, where all processes have infinities of both signs or NaN.
+    for found in job.arrays("sums"):
+        total = found["total"].reshape(-1)
+        assert found["total"].shape == (1, rows.shape[1])
+        np.testing.assert_array_equal(np.isnan(total), np.isnan(expected))
+        if job.workers == 4:
+            assert total[0] == 2 and total[1] == 1 + 2**-52
+        else:
+            np.testing.assert_array_equal(total, expected)
+        assert_same_bits(total, job.arrays("sums")[0]["total"].reshape(-1))
+
+
+def test_arrays_that_cannot_be_added(pair):
+    for told in pair.told("wrong arrays"):
+        for name in ("float32", "integers", "two axes"):
+            kind, text, _ = told[name]
+            assert kind == "ValueError" and "give float64 of shape (n,)" in text
+        assert told["sum"] == [0, 2, 4]
+        kind, text, _ = told["other sizes"]
+        assert kind == "RuntimeError" and "different amounts of numbers to 'other sizes'" in text
+        if "long key" in told:
+            assert told["long key"][0] == "ValueError" and "at most 61 bytes" in told["long key"][1]
+
+
+def test_one_message_per_layer_pass_and_process(pair):
+    for told in pair.told("messages"):
+        steps, layers = 4, told["layers"]
+        ways = ("forward", "backward")
+        keys = [f"{layer} {way} -1" for layer in layers for way in ways]
+        assert told["steps"] == dict.fromkeys(keys, steps)
+        # Each layer introduces itself once.
+        introductions = [f"{layer} hello" for layer in layers]
+        assert told["first"] == dict.fromkeys(keys + introductions, 1)
+
+
+def test_a_message_is_one_request_to_the_server(two):
+    """A new key takes one more, in which the processes agree on its number."""
+    for told in two.told("messages"):
+        assert told["steps requests"] == sum(told["steps"].values())
+        assert told["first requests"] == 2 * sum(told["first"].values())
+
+
+def test_one_key_is_never_twice_under_way(pair):
+    for told in pair.told("one key on two threads"):
+        assert told == {"group": [0, 0], "reducer": [0, 0]}
+
+
+def test_keys_may_come_in_other_orders(pair):
+    for wrong, errors in pair.told("keys in other orders"):
+        assert wrong == [0] * 4 and errors == []
+
+
+# Training.
+
+
+def test_parameters_are_the_same_everywhere(job):
+    first, *others = job.arrays("training")
+    for other in others:
+        for name in first:
+            assert_same_bits(other[name], first[name], name)
+
+
+def test_parameters_are_about_those_of_one_device(job):
+    """Not in bits: a gradient is rounded to float32 in each device before the Trainer adds it."""
+    one = distributed_bits.train(Share(), kvstore="local")
+    for name, value in job.arrays("training")[0].items():
+        np.testing.assert_allclose(value, one[name], rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_parameters_have_the_bits_of_one_process_with_as_many_devices(pair, tmp_path):
+    """With two shards the Trainer's sums have one order. With more, those of the server have that
+    in which the processes come, and those of one process that of its devices."""
+    subprocess.run(
+        [sys.executable, WORKER, str(tmp_path), "none", "distributed_bits:two_devices_of_one"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=100,
+    )
+    (one,) = Results(tmp_path, 1).arrays("training")
+    (two, _) = pair.arrays("training")
+    assert one.keys() == two.keys() and len(one) == 22
+    for name in one:
+        assert_same_bits(two[name], one[name], name)
+
+
+# Groups.
+
+
+@pytest.mark.parametrize("size, devices", [(1, 4), (2, 4), (4, 4), (1, 8), (2, 8), (4, 8), (8, 8)])
+def test_groups_across_processes(four, size, devices):
+    parts = four.arrays(f"groups of {size} of {devices}")
+    for name, value in distributed_groups.expected(devices, size).items():
+        assert_same_bits(np.concatenate([part[name] for part in parts]), value, name)
+
+
+# What is no store.
+
+
+class Store:
+    def __init__(self, kind):
+        self.type = kind
+
+    def __repr__(self):
+        return f"<store {self.type}>"
+
+
+@pytest.mark.parametrize("kind", ["local", "device", "nonsense", "dist_async", None])
+def test_other_stores_are_refused(kind):
+    store = mx.kv.create(kind) if kind in ("local", "device", "nonsense") else Store(kind)
+    with pytest.raises(ValueError, match=r"give mx\.kv\.create\('dist_sync'\)"):
+        KVStoreReducer(store)
+    with pytest.raises(ValueError, match="import horovod.mxnet as hvd"):
+        HorovodReducer(store)
+
+
+@needs_horovod
+def test_horovod_before_init_is_refused():
+    import horovod.mxnet as hvd
+
+    with pytest.raises(ValueError, match=r"hvd\.init\(\)"):
+        HorovodReducer(hvd)

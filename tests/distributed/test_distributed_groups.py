@@ -1,0 +1,284 @@
+"""Groups of devices in one process, the default group, and processes that built other nets."""
+
+import copy
+import os
+import pickle
+import time
+import types
+
+import mxnet as mx
+import numpy as np
+import pytest
+from distributed_cluster import Cluster
+from distributed_groups import SIZES, expected, one_layer
+from mxnet import autograd
+from runs import contexts
+from tolerances import assert_same_bits
+
+import gluon_syncbn as sbn
+from gluon_syncbn.distributed import Reducer
+
+TWO_PAIRS = sbn.SyncGroup(group_size=2)
+
+
+class Sums:
+    """A store of which this is the only process, though it says that there are more."""
+
+    def __init__(self, rank=0, size=1):
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, key, array):
+        return array
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_groups_in_one_process(size):
+    group = sbn.SyncGroup(group_size=size)
+    found = one_layer(SIZES[4], 0, contexts(4), group=group)
+    for name, value in expected(4, size).items():
+        assert_same_bits(found[name], value, name)
+
+
+@pytest.mark.parametrize("size, processes", [(3, 1), (8, 1), (3, 2), (5, 2), (12, 4), (32, 4)])
+def test_a_size_that_does_not_fit(size, processes):
+    group = sbn.SyncGroup(group_size=size, store=Sums(size=processes))
+    words = f"group_size={size}, and odd has 4 devices in each of {processes} processes"
+    layer = sbn.SyncBatchNorm(prefix="odd_", in_channels=3, group=group)
+    layer.initialize(ctx=contexts(4))
+    # In inference nobody meets.
+    layer(mx.nd.ones((2, 3))).wait_to_read()
+    with pytest.raises(mx.MXNetError, match=words), autograd.train_mode():
+        layer(mx.nd.ones((2, 3))).wait_to_read()
+
+
+def test_a_net_of_groups_moves_to_one_device_and_back(tmp_path):
+    layer = sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(group_size=2))
+    layer.initialize(ctx=contexts(2))
+    layer.save_parameters(str(tmp_path / "groups.params"))
+    layer.load_parameters(str(tmp_path / "groups.params"), ctx=contexts(2))
+    layer.collect_params().reset_ctx(mx.cpu(0))
+    layer(mx.nd.ones((2, 3))).wait_to_read()
+    layer.collect_params().reset_ctx(contexts(2))
+    with autograd.train_mode():
+        ys = [layer(mx.nd.full((1, 3), i, ctx=d)) for i, d in enumerate(contexts(2))]
+    assert [y.asnumpy()[0, 0].round(3) for y in ys] == [-1, 1]
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
+def test_a_size_that_makes_no_sense(size):
+    with pytest.raises(ValueError, match="group_size"):
+        sbn.SyncGroup(group_size=size)
+
+
+@pytest.mark.parametrize("missing", ["rank", "size", "all_reduce"])
+def test_a_store_that_lacks_something(missing):
+    class Lacking(Sums):
+        def __getattribute__(self, name):
+            if name == missing:
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    with pytest.raises(ValueError, match=f"has no {missing}"):
+        sbn.SyncGroup(store=Lacking())
+
+
+def test_a_store_that_returns_something_else():
+    class Halves(Sums):
+        def all_reduce(self, key, array):
+            return array.astype(np.float32)
+
+    layer = sbn.SyncBatchNorm(group=sbn.SyncGroup(store=Halves(size=2), timeout=5))
+    layer.initialize()
+    with autograd.train_mode():
+        y = layer(mx.nd.ones((2, 3)))
+    with pytest.raises(mx.MXNetError, match="all_reduce returned float32 of shape"):
+        y.wait_to_read()
+
+
+# The default group.
+
+
+@pytest.fixture
+def default_group():
+    yield
+    sbn.set_default_group(None)
+
+
+def share_statistics(layer, devices=4):
+    """How many devices share theirs, by what comes out for data of one value each."""
+    xs = [mx.nd.full((1, 1), i, ctx=device) for i, device in enumerate(contexts(devices))]
+    with autograd.train_mode():
+        for x in xs:
+            layer(x)
+    mx.nd.waitall()
+    means = [float(array.asscalar()) for array in layer.running_mean.list_data()]
+    return [means.count(mean) for mean in means]
+
+
+def test_the_default_group_is_that_of_layers_which_exist(default_group):
+    layer, own = (
+        sbn.SyncBatchNorm(in_channels=1, momentum=0, group=group)
+        for group in (None, sbn.SyncGroup(group_size=2))
+    )
+    for one in (layer, own):
+        one.initialize(ctx=contexts(4))
+    assert share_statistics(layer) == [4] * 4
+    sbn.set_default_group(sbn.SyncGroup(group_size=1))
+    assert share_statistics(layer) == [1] * 4
+    assert share_statistics(own) == [2] * 4
+    later = sbn.SyncBatchNorm(in_channels=1, momentum=0)
+    later.initialize(ctx=contexts(4))
+    assert share_statistics(later) == [1] * 4
+    sbn.set_default_group(None)
+    assert share_statistics(layer) == share_statistics(later) == [4] * 4
+
+
+def test_the_default_group_leaves_layers_with_their_own_alone(default_group):
+    own, other = (sbn.SyncBatchNorm(in_channels=1, group=group) for group in (TWO_PAIRS, None))
+    sbn.set_default_group(sbn.SyncGroup(group_size=1))
+    for layer, means in ((own, [1, 1, 5, 5]), (other, [0, 2, 4, 6])):
+        layer.initialize(ctx=contexts(4))
+        with autograd.train_mode():
+            for i, device in enumerate(contexts(4)):
+                layer(mx.nd.full((1, 1), 20 * i, ctx=device))
+        assert [mean.asscalar().round(3) for mean in layer.running_mean.list_data()] == means
+
+
+def test_the_default_group_may_be_one_that_does_not_fit_all_layers(default_group):
+    """Such as those of another net, which only infers."""
+    preview, layer = (sbn.SyncBatchNorm(in_channels=1) for _ in range(2))
+    preview.initialize(ctx=mx.cpu(0))
+    layer.initialize(ctx=contexts(4))
+    sbn.set_default_group(TWO_PAIRS)
+    with autograd.train_mode():
+        for i, device in enumerate(contexts(4)):
+            layer(mx.nd.full((1, 1), 20 * i, ctx=device))
+    assert [m.asscalar().round(3) for m in layer.running_mean.list_data()] == [1, 1, 5, 5]
+    preview(mx.nd.ones((1, 1))).wait_to_read()
+
+
+@pytest.mark.parametrize("group", [4, "all", contexts(2)])
+def test_no_default_group(group):
+    with pytest.raises(ValueError, match="give a gluon_syncbn.SyncGroup, or None"):
+        sbn.set_default_group(group)
+
+
+# Copies.
+
+
+def test_copies_of_a_group():
+    devices = contexts(2)
+    group = sbn.SyncGroup(devices=devices, timeout=7, group_size=1)
+    assert copy.deepcopy(group) is group
+    loaded = pickle.loads(pickle.dumps(group))
+    assert (loaded.devices, loaded.timeout, loaded.group_size) == (("cpu(0)", "cpu(1)"), 7, 1)
+    assert repr(loaded) == repr(group)
+
+
+def test_a_group_with_a_store_is_not_pickled():
+    group = sbn.SyncGroup(store=Sums())
+    assert copy.deepcopy(group) is group
+    with pytest.raises(TypeError, match="set_default_group in the process that loads the net"):
+        pickle.dumps(group)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies_of_a_layer_are_in_its_group(copied):
+    layer = sbn.SyncBatchNorm(in_channels=1, momentum=0, group=sbn.SyncGroup(group_size=2))
+    layer.initialize(ctx=contexts(4))
+    other = copied(layer)
+    assert share_statistics(other) == share_statistics(layer) == [2] * 4
+
+
+# Processes that have not built the same net.
+
+
+@pytest.fixture(scope="module")
+def other_nets(tmp_path_factory):
+    cluster = Cluster(tmp_path_factory.mktemp("nets"), 2, ["distributed_groups:other_nets"])
+    try:
+        # They have lost each other in the end.
+        assert cluster.wait() == [1], cluster.output()[-4000:]
+        assert cluster.running() == []
+        return cluster.told("other nets")
+    finally:
+        cluster.clean()
+
+
+SIDES = {
+    "name": ("'norm'", "'other'"),
+    "channels": ("3 channels", "4 channels"),
+    "group size": ("groups of 2", "groups of all"),
+    "dtype": ("float32", "float64"),
+}
+
+
+@pytest.mark.parametrize("what", SIDES)
+def test_other_nets_are_an_error_in_every_process(other_nets, what):
+    first, second = SIDES[what]
+    for told in other_nets:
+        kind, text, seconds = told[what][0]
+        assert kind == "MXNetError" and seconds < 5
+        assert "the processes have not built the same net. rank 0: layer" in text
+        _, one, other = text.split("rank ")[:3]
+        assert one.startswith("0: ") and first in one
+        assert other.startswith("1: ") and second in other
+        # And from then on.
+        kind, text, seconds = told[what][1]
+        assert kind == "MXNetError" and "the processes have lost each other" in text and seconds < 5
+
+
+def test_equal_nets_are_none(other_nets):
+    """Before the others and after them, in a group of their own."""
+    for told in other_nets:
+        for what in ("nothing", "nothing again"):
+            assert [kind for kind, _, _ in told[what]] == [None, None]
+
+
+def test_another_number_of_layers_is_an_error_in_every_process(other_nets):
+    """Each waits for the other at another layer, which shows when the time is up."""
+    names = "net_syncbatchnorm2', forward call 0", "net_syncbatchnorm1', backward call 0"
+    for rank, told in enumerate(other_nets):
+        kind, text, seconds = told["layers"]
+        assert kind == "MXNetError" and seconds < 4 + 8
+        assert f"SyncBatchNorm '{names[rank]}: rank {rank} has waited" in text
+        assert f"Missing: rank {1 - rank} (" in text
+    # Whoever gives up last may find the other one gone.
+    assert any(names[1 - rank] in told["layers"][1] for rank, told in enumerate(other_nets))
+
+
+class SlowStart(Reducer):
+    """Whose keys take a while before they can be used. Tells the timeout of each exchange."""
+
+    size = 2
+
+    def __init__(self, seconds):
+        self.timeouts = []
+        self._seconds = seconds
+        self._process = os.getpid()
+        self._lines, self._first_meetings = {}, {}
+        self._timeouts = set()
+        self._lost = self._roll_call = None
+
+    def _open(self, key, size, wait):
+        time.sleep(self._seconds)
+        exchange = lambda title, timeout, array: self.timeouts.append(timeout)  # noqa: E731
+        return types.SimpleNamespace(size=size, exchange=exchange)
+
+
+def test_a_new_key_has_one_timeout_for_all_that_it_takes():
+    store = SlowStart(seconds=0.5)
+    for _ in range(2):
+        store.all_gather("key", np.zeros(3), timeout=10)
+    first, second = store.timeouts
+    assert 1 <= first <= 9.5 and second == 10
+
+
+def test_the_end_waits_for_a_silent_process_as_long_as_the_most_patient_group():
+    store = SlowStart(seconds=0)
+    for timeout in (10, 3600, 10):
+        store.all_gather("key", np.zeros(3), timeout=timeout)
+    waited = []
+    store._roll_call = types.SimpleNamespace(wait_for_the_end=waited.append, close=lambda: None)
+    store._leave(None)
+    assert waited == [3600]

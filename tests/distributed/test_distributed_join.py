@@ -1,0 +1,206 @@
+"""Workers that run out of batches before the others, and a long training."""
+
+import distributed_join
+import mxnet as mx
+import numpy as np
+import pytest
+from distributed_cluster import Cluster, needs_horovod, run
+from mxnet import autograd
+from runs import numpy_arrays
+from tolerances import assert_same_bits
+
+import gluon_syncbn as sbn
+
+FIRST_LAYER = "net_syncbatchnorm0_running_mean", "net_syncbatchnorm0_running_var"
+
+
+@pytest.fixture(scope="module", params=["kvstore", pytest.param("horovod", marks=needs_horovod)])
+def joined(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return run(folder, 3, ["distributed_join:trains"], engine=request.param)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What one process makes of the same samples, after each epoch."""
+    training = distributed_join.Training(kvstore=None)
+    found = []
+    for epoch, early_stop in enumerate((False, True, False)):
+        for data, labels, _ in distributed_join.steps_of_all(epoch, early_stop):
+            training.step(data, labels, len(data))
+        found.append(training.values())
+    return found
+
+
+@pytest.mark.parametrize("epoch", range(3))
+def test_steps(joined, epoch):
+    """All processes go through as many steps as the longest has batches, or the shortest."""
+    expected = [
+        [len(data), processes]
+        for data, _, processes in distributed_join.steps_of_all(epoch, early_stop=epoch == 1)
+    ]
+    for rank, told in enumerate(joined.told("steps")):
+        assert [row[:2] for row in told[epoch]] == expected
+        absent = [number >= distributed_join.BATCHES[rank] for number in range(len(expected))]
+        assert [row[2] for row in told[epoch]] == absent
+
+
+@pytest.mark.parametrize("epoch", range(3))
+def test_parameters_and_statistics(joined, alone, epoch):
+    first, *others = joined.arrays(f"epoch {epoch}")
+    for name, value in first.items():
+        for other in others:
+            assert_same_bits(other[name], value, name)
+        np.testing.assert_allclose(value, alone[epoch][name], rtol=0, atol=1e-6, err_msg=name)
+    for name in FIRST_LAYER:
+        assert_same_bits(first[name], alone[epoch][name], name)
+
+
+def test_numpy_arrays(tmp_path):
+    """Parameter.zero_grad() refuses those of MXNet."""
+    with numpy_arrays():
+        training = distributed_join.Training(kvstore=None)
+        for data, labels, _ in distributed_join.steps_of_all():
+            training.step(data, labels, len(data))
+    job = run(tmp_path, 3, ["distributed_join:trains_numpy_arrays"])
+    for found in job.arrays("numpy"):
+        for name, value in training.values().items():
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_sums_of_gradients(tmp_path):
+    """With grad_req="add" an absent process adds nothing, however the loop sets them to zero."""
+    job = run(tmp_path, 3, ["distributed_join:adds_up"])
+    training = distributed_join.SumsOfGradients(kvstore=None)
+    for epoch, way in enumerate(distributed_join.SumsOfGradients.WAYS):
+        steps = [(x, labels, len(x)) for x, labels, _ in distributed_join.steps_of_all(epoch)]
+        training.epoch(steps, *way)
+        first, *others = job.arrays(f"epoch {epoch}")
+        for name, value in training.values().items():
+            for other in others:
+                assert_same_bits(other[name], first[name], name)
+            what = f"{name}, {way}"
+            np.testing.assert_allclose(first[name], value, rtol=0, atol=1e-5, err_msg=what)
+
+
+@pytest.fixture(scope="module")
+def lonely(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("lonely"), 4, ["distributed_join:learns_alone"])
+
+
+@pytest.mark.parametrize("layer", distributed_join.LONELY)
+def test_statistics_where_nobody_has_data(lonely, layer):
+    """They follow no batch that was there before; y and dx are those of some statistics."""
+    counts = distributed_join.BATCHES_OF_LONELY
+    steps = [lonely.arrays(f"step {number}") for number in range(max(counts))]
+    for rank, count in enumerate(counts):
+        # Who has data in the group goes on with it.
+        learned = max(counts[rank // 2 * 2 :][:2]) if layer.startswith("group") else count
+        for number in range(1, max(counts)):
+            before, found = steps[number - 1][rank], steps[number][rank]
+            assert found["absent"] == (number >= count)
+            names = [name for name in found if name.startswith(f"{layer}: ")]
+            assert {f"{layer}: {name}" for name in ("y", "dx", "running_mean")} < set(names)
+            for name in names:
+                assert np.isfinite(found[name]).all(), (rank, number, name)
+                if number >= learned and not name.endswith((": y", ": dx")):
+                    assert_same_bits(found[name], before[name], name)
+            mean = f"{layer}: running_mean"
+            assert (found[mean] == before[mean]).all() == (number >= learned), (rank, number)
+            if "all batches" in layer:
+                assert found[f"{layer}: num_batches_tracked"] == min(number + 1, learned)
+
+
+def test_a_process_without_a_batch(tmp_path):
+    """It says so, and the others notice that it has ended."""
+    topics = ["distributed_join:one_has_no_batch"]
+    cluster = Cluster(tmp_path, 2, topics, by_hand=True, GLUON_SYNCBN_TIMEOUT="10")
+    try:
+        assert cluster.wait() == [1, 1]
+        told = cluster.told("no batch")
+    finally:
+        cluster.clean()
+    (without,) = [rank for rank in range(2) if told[rank][0] == "ValueError"]
+    assert without == 1 and "this process has no batch at all" in told[1][1]
+    kind, text = told[0]
+    assert kind == "MXNetError" and "Missing: rank 1 (its process is gone)" in text
+
+
+def test_one_in_another(tmp_path):
+    """A process that has run out of batches of the outer one brings those of the inner one."""
+    inner = [[2, 2, 2], [1, 5, 1]]
+    steps = [[2, 3, 2], *inner, [1, 4, 1], *inner, [1, 6, 1], *inner]
+    told = run(tmp_path, 2, ["distributed_join:one_in_another"]).told("nested")
+    assert told == [steps, steps]
+
+
+def test_one_process_alone():
+    batches = [(mx.nd.ones((n, 3)), mx.nd.ones(n)) for n in (2, 4)]
+    steps = sbn.distributed.join(batches)
+    seen = [(batch is batches[i], steps.batch_size) for i, batch in enumerate(steps)]
+    assert seen == [(True, 2), (True, 4)]
+    assert (steps.processes, steps.batch_size) == (0, 0)
+    assert list(sbn.distributed.join([])) == []
+
+
+X, LABELS = mx.nd.ones((8, 3)), mx.nd.ones(2)
+EIGHT_SAMPLES = {
+    "array": X,
+    "numpy": np.ones((8, 3)),
+    "sparse": X.tostype("row_sparse"),
+    "list": [X, LABELS],
+    "nested": (([[X]], LABELS), LABELS),
+    "named": ("train", 3, X),
+    "dict": {"name": "train", "data": X, "label": LABELS},
+    "dicts": [{}, {"data": [X]}, LABELS],
+    "DataBatch": mx.io.DataBatch([X], [LABELS]),
+    "list of DataBatch": [mx.io.DataBatch([X], [LABELS])],
+}
+
+
+@pytest.mark.parametrize("what", EIGHT_SAMPLES)
+def test_samples_of_a_batch(what):
+    batch = EIGHT_SAMPLES[what]
+    steps = sbn.distributed.join([batch])
+    assert [(given is batch, steps.batch_size) for given in steps] == [(True, 8)]
+
+
+def test_samples_of_an_iterator():
+    data = mx.io.NDArrayIter(np.ones((16, 3)), np.ones(16), batch_size=8)
+    steps = sbn.distributed.join(data)
+    assert [steps.batch_size for _ in steps] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [5, "text", None, np.float32(2), object(), [], {}, [1, 2], {"size": 3}, mx.io.DataBatch(None)],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_a_batch_without_an_array(batch):
+    with pytest.raises(TypeError, match="join got a batch in which there is no array: "):
+        next(iter(sbn.distributed.join([batch])))
+
+
+@pytest.mark.long
+def test_a_long_training(tmp_path):
+    """GLUON_SYNCBN_TEST_STEPS says how long, by default 300 steps."""
+    topics = ["distributed_join:many_steps"]
+    job = run(tmp_path, 2, topics, MXNET_CPU_TEMP_COPY="256", MXNET_CPU_PARALLEL_RAND_COPY="4")
+    first, second = job.arrays("memory")
+    for name in first:
+        assert_same_bits(second[name], first[name], name)
+    for told in job.told("memory"):
+        count = told["steps"]
+        assert set(told["messages"].values()) == {count} and len(told["messages"]) == 20
+        for who in ("worker", "server"):
+            # From step 100 on. MXNet keeps 8 bytes of each of its 80 requests per step for ever.
+            sizes = told[who][5:]
+            assert max(sizes) - sizes[0] < 2e6 + 1500 * count, sizes
+    layer = sbn.SyncBatchNorm(in_channels=16)
+    layer.initialize()
+    with autograd.train_mode():
+        for number in range(count):
+            layer(mx.nd.array(distributed_join.many_steps_data(number)))
+    for name in ("running_mean", "running_var"):
+        value = getattr(layer, name).data().asnumpy()
+        assert_same_bits(first[f"norm0_{name}"], value, name)

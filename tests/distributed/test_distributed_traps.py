@@ -1,0 +1,138 @@
+"""The traps of MXNet's KVStore: each test fails where nothing is done about one of them. More of
+them stand in test_distributed.py: rounding, arrays that are overwritten, keys, stores."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from distributed_cluster import Cluster, needs_horovod, run
+from tolerances import assert_same_bits
+
+from gluon_syncbn.distributed import KVStoreReducer
+
+REMEDY = "make the Trainer with update_on_kvstore=False"
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("trainers"), 2, ["distributed_traps:trainers"])
+
+
+@pytest.mark.parametrize("what", ["default", "server"])
+def test_a_server_that_updates_is_refused_at_the_first_step(trainers, what):
+    for told in trainers.told("trainers"):
+        kind, text, _ = told[what]
+        assert kind == "ValueError" and REMEDY in text
+
+
+def test_gradient_compression_is_refused_at_the_first_step(trainers):
+    for told in trainers.told("trainers"):
+        kind, text, _ = told["compression"]
+        assert kind == "ValueError" and "make the Trainer without compression_params" in text
+
+
+def test_a_trainer_beside_the_layers(trainers):
+    """On one store with other keys, with other processes forked from these, to a clean end."""
+    first, second = trainers.arrays("trainers")
+    for name in first:
+        assert np.isfinite(first[name]).all()
+        assert_same_bits(first[name], second[name], name)
+    for told in trainers.told("trainers"):
+        assert told["one store"] and told["late"] == [1, 2]
+
+
+def test_a_store_has_one_reducer(trainers):
+    for told in trainers.told("trainers"):
+        kind, text, _ = told["second reducer"]
+        assert kind == "ValueError" and "has a KVStoreReducer already" in text
+
+
+@pytest.mark.parametrize("what", ["second store", "store of a Trainer"])
+def test_a_second_store_is_refused(trainers, what):
+    for told in trainers.told("trainers"):
+        kind, text, _ = told[what]
+        assert kind == "ValueError" and "give the Trainer the store itself, as kvstore=kv" in text
+        assert told["local store"] == "device"
+
+
+def test_a_server_that_updates_already(tmp_path):
+    topics = ["distributed_traps:updates_before"]
+    for told in run(tmp_path, 2, topics, engine="bare").told("updates before"):
+        kind, text, _ = told
+        assert kind == "RuntimeError"
+        assert "The KVStore changes what is sent to it" in text and REMEDY in text
+
+
+def test_what_one_process_does_beside_training_stops_nobody(tmp_path):
+    topics = ["distributed_traps:one_process_does_more"]
+    first, second = run(tmp_path, 2, topics).arrays("more")
+    assert_same_bits(first["means"], second["means"])
+
+
+def test_a_second_trainer_is_refused(tmp_path):
+    """MXNet would wait for ever."""
+    topics = ["distributed_traps:two_trainers"]
+    for kind, text, _ in run(tmp_path, 2, topics).told("two trainers"):
+        assert kind == "ValueError" and "make one Trainer for all parameters" in text
+
+
+def test_a_group_that_is_left_in_a_step(tmp_path):
+    topics = ["distributed_traps:a_group_that_is_left"]
+    told = run(tmp_path, 2, topics, GLUON_SYNCBN_TIMEOUT="10").told("left")
+    assert told == [True, True]
+
+
+@needs_horovod
+def test_horovod_ends_after_the_last_step(tmp_path):
+    """Its own exit hook ended it before."""
+    topics = ["distributed_traps:ends_in_a_step"]
+    assert run(tmp_path, 2, topics, engine="horovod").told("ends") == [True, True]
+
+
+def test_no_key_beyond_the_last(tmp_path):
+    """Beyond, the number of the server is negative. Only rank 0 knows the numbers."""
+    cluster = Cluster(tmp_path, 2, ["distributed_traps:last_keys"], GLUON_SYNCBN_TIMEOUT="10")
+    try:
+        assert cluster.wait() == [1], cluster.output()[-4000:]
+        assert cluster.running() == []
+        first, second = cluster.told("last keys")
+    finally:
+        cluster.clean()
+    for told in (first, second):
+        assert told["numbers"] == [1_076_647, 1_076_648]
+        assert told["sums"] == [[0, 2, 4]] * 2
+        kind, text, seconds = told["beyond"]
+        assert kind == "RuntimeError" and seconds < 8
+        assert "All 76648 keys of the KVStore are in use" in text
+    assert "rank 0 (has failed: All 76648" in second["beyond"][1]
+
+
+class Calls:
+    """A KVStore that notes how many calls are in it at once."""
+
+    type, rank, num_workers = "dist_sync", 0, 1
+
+    def __init__(self):
+        self.inside = self.most = 0
+
+    def _call(self, *args, **options):
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        time.sleep(0.02)
+        self.inside -= 1
+
+    init = broadcast = push = pull = pushpull = _call
+
+
+def test_calls_of_the_store_come_one_after_the_other():
+    """The store notes new keys in tables of its own, without a lock, also those of a Trainer."""
+    store = Calls()
+    KVStoreReducer(store)
+    names = "init", "broadcast", "push", "pull", "pushpull"
+    threads = [threading.Thread(target=getattr(store, name)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.most == 1

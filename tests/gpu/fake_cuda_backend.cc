@@ -1,0 +1,20 @@
+// Linked into the library, this makes MXNet's CPU contexts stand for GPUs: cpu(1) is device 1 of a
+// CUDA that lies on the host. See tests/test_cuda_on_host.py.
+#define SBN_FAKE_CPU_CONTEXTS
+#include "cuda/fake_cuda.inc"
+
+#define SBN_EXPORT extern "C" __attribute__((visibility("default")))
+
+SBN_EXPORT void gluon_syncbn_fake_fail_next(const char* function, int error) {
+  gluon_syncbn::fake_cuda::fail_next(function, error);
+}
+
+// allocations, host_allocations, streams, all_allocations, all_streams, kernels, synchronizations,
+// contexts
+SBN_EXPORT void gluon_syncbn_fake_usage(int* numbers) {
+  const auto usage = gluon_syncbn::fake_cuda::usage();
+  const int all[] = {usage.allocations,      usage.host_allocations, usage.streams,
+                     usage.all_allocations,  usage.all_streams,      usage.kernels,
+                     usage.synchronizations, usage.contexts};
+  for (int number : all) *numbers++ = number;
+}

@@ -1,0 +1,132 @@
+// The CUDA kernels by raw pointers and a stream, for tests and benchmarks without MXNet: what
+// cuda_backend.h says of each holds here. All return cudaError_t, or -1 where the library has no
+// kernels for GPUs. dtypes are numbers of kernels.h; (N, C, S, R) is its View.
+#include <algorithm>
+#include <thread>
+#include <vector>
+
+#include "rendezvous/all_reduce.h"
+#include "cuda/backend.h"
+#include "api/exports.h"
+
+using namespace gluon_syncbn;
+
+namespace {
+
+constexpr int kNoBackend = -1;
+
+// Calls f(kernels).
+template <typename F>
+int with_kernels(int dtype, const F& f) {
+  const CudaBackend* const backend = cuda_backend();
+  return backend ? f(backend->kernels(static_cast<DType>(dtype))) : kNoBackend;
+}
+
+Store store(int add) { return add ? Store::kAdd : Store::kWrite; }
+
+}  // namespace
+
+SBN_EXPORT int64_t gluon_syncbn_cuda_work_size(int dtype, int64_t N, int64_t C, int64_t S,
+                                               int64_t R, int multiprocessors) {
+  const CudaBackend* const backend = cuda_backend();
+  if (!backend) return 0;
+  return backend->kernels(static_cast<DType>(dtype)).work_size({N, C, S, R}, multiprocessors);
+}
+
+SBN_EXPORT int64_t gluon_syncbn_cuda_formula_size(int dtype, int64_t C) {
+  const CudaBackend* const backend = cuda_backend();
+  return backend ? backend->kernels(static_cast<DType>(dtype)).formula_size(C) : 0;
+}
+
+SBN_EXPORT int gluon_syncbn_cuda_forward_sums(int dtype, int64_t N, int64_t C, int64_t S, int64_t R,
+                                              const void* x, ChannelSums* work, ChannelSums* sums,
+                                              int multiprocessors, void* stream) {
+  return with_kernels(dtype, [&](const CudaKernels& k) {
+    return k.forward_sums({N, C, S, R}, x, work, sums, multiprocessors, stream);
+  });
+}
+
+SBN_EXPORT int gluon_syncbn_cuda_backward_sums(int dtype, int64_t N, int64_t C, int64_t S,
+                                               int64_t R, const void* dy, const void* x,
+                                               const Statistics* statistics, ChannelSums* work,
+                                               ChannelSums* sums, int multiprocessors,
+                                               void* stream) {
+  return with_kernels(dtype, [&](const CudaKernels& k) {
+    return k.backward_sums({N, C, S, R}, dy, x, statistics, work, sums, multiprocessors, stream);
+  });
+}
+
+SBN_EXPORT int gluon_syncbn_cuda_statistics(int dtype, int64_t C, const ChannelSums* sums,
+                                            double count, double epsilon, Statistics* statistics,
+                                            void* stream) {
+  return with_kernels(dtype, [&](const CudaKernels& k) {
+    return k.statistics_of_sums(C, sums, count, epsilon, statistics, stream);
+  });
+}
+
+SBN_EXPORT int gluon_syncbn_cuda_finish_forward(int dtype, int64_t C, const Statistics* statistics,
+                                                const void* gamma, const void* beta, void* formulae,
+                                                void* stream) {
+  return with_kernels(dtype, [&](const CudaKernels& k) {
+    return k.finish_forward({C, 1, statistics, gamma, beta, formulae, 0}, {}, stream);
+  });
+}
+
+// `count` is the device's, too.
+SBN_EXPORT int gluon_syncbn_cuda_finish_backward(int dtype, int64_t C, const Statistics* statistics,
+                                                 const void* gamma, const ChannelSums* own_sums,
+                                                 const ChannelSums* sums, const double* count,
+                                                 void* formulae, void* dgamma, void* dbeta,
+                                                 void* stream) {
+  return with_kernels(dtype, [&](const CudaKernels& k) {
+    return k.finish_backward(
+        {C, 1, statistics, gamma, own_sums, sums, count, formulae, 0, dgamma, dbeta, false, false},
+        stream);
+  });
+}
+
+SBN_EXPORT int gluon_syncbn_cuda_normalize(int dtype, int64_t N, int64_t C, int64_t S, int64_t R,
+                                           const void* x, const void* formulae, void* y, int add,
+                                           int multiprocessors, void* stream) {
+  return with_kernels(dtype, [&](const CudaKernels& k) {
+    return k.normalize({N, C, S, R}, x, formulae, y, store(add), multiprocessors, stream);
+  });
+}
+
+SBN_EXPORT int gluon_syncbn_cuda_input_gradient(int dtype, int64_t N, int64_t C, int64_t S,
+                                                int64_t R, const void* dy, const void* x,
+                                                const void* formulae, void* dx, int add,
+                                                int multiprocessors, void* stream) {
+  return with_kernels(dtype, [&](const CudaKernels& k) {
+    return k.input_gradient({N, C, S, R}, dy, x, formulae, dx, store(add), multiprocessors, stream);
+  });
+}
+
+// The meeting of so many devices, each of which brings C sums and a count, on the host; all get
+// those of all. Returns 0, or 1 after an error.
+SBN_EXPORT int gluon_syncbn_reduce(int devices, int64_t C, ChannelSums* sums, double* counts) {
+  AllReduce all_reduce;
+  LayerConfig config;
+  config.name = "shards";
+  config.timeout_seconds = 60;
+  for (int i = 0; i < devices; ++i) config.devices.push_back("gpu(" + std::to_string(i) + ")");
+  all_reduce.configure(0, config);
+  const AllReduce::LayerPtr layer = all_reduce.find(0);
+  std::vector<int> failed(static_cast<size_t>(devices));
+  std::vector<std::thread> threads;
+  for (int i = 0; i < devices; ++i) {
+    threads.emplace_back([&, i] {
+      try {
+        const Ticket ticket = all_reduce.next_ticket(layer, config.devices[i]);
+        std::vector<ChannelSums> mine(sums + i * C, sums + (i + 1) * C);
+        all_reduce.reduce(layer, ticket, Direction::kForward, config.devices[i], "", &mine,
+                          counts + i);
+        std::copy(mine.begin(), mine.end(), sums + i * C);
+      } catch (const std::exception&) {
+        failed[i] = 1;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return *std::max_element(failed.begin(), failed.end());
+}

@@ -1,0 +1,115 @@
+"""setup.py and CUDA: what is built where, and what is said where it cannot be."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
+import build  # noqa: E402
+
+pytestmark = pytest.mark.long
+
+nvcc = build.setup_py().find_nvcc()
+needs_nvcc = pytest.mark.skipif(nvcc is None, reason="nvcc is not found")
+
+
+def fake_nvcc(folder, version, architectures=()):
+    folder.mkdir(exist_ok=True)
+    path = folder / "nvcc"
+    names = " ".join(f"compute_{arch}" for arch in architectures)
+    path.write_text(
+        f'#!/bin/sh\ncase "$1" in --version) echo "Cuda compilation tools, release {version}, V";;'
+        f" --list-gpu-arch) echo {names};; esac\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def setup(monkeypatch):
+    for name in ("NVCC", "CUDA_HOME", "GLUON_SYNCBN_CUDA", "GLUON_SYNCBN_CUDA_ARCHS"):
+        monkeypatch.delenv(name, raising=False)
+    return build.setup_py()
+
+
+def test_an_old_nvcc_is_refused_with_its_version(setup, tmp_path):
+    with pytest.raises(SystemExit, match=r"nvcc of CUDA 11\.2 or newer.* is CUDA 10\.2.*CUDA=0"):
+        setup.check_nvcc(str(fake_nvcc(tmp_path, "10.2")))
+    for version in ("11.2", "12.9", "13.0"):
+        setup.check_nvcc(str(fake_nvcc(tmp_path, version)))
+
+
+def test_cuda_is_built_where_nvcc_is_unless_told_otherwise(setup, tmp_path, monkeypatch):
+    path = fake_nvcc(tmp_path, "12.0")
+    monkeypatch.setenv("NVCC", str(path))
+    assert setup.find_nvcc() == str(path)
+    monkeypatch.setenv("GLUON_SYNCBN_CUDA", "0")
+    assert setup.find_nvcc() is None
+    monkeypatch.setenv("NVCC", str(tmp_path / "no-such-nvcc"))
+    monkeypatch.setenv("GLUON_SYNCBN_CUDA", "1")
+    with pytest.raises(SystemExit, match="CUDA=1.*nvcc is not found.*CUDA_HOME"):
+        setup.find_nvcc()
+
+
+@pytest.mark.parametrize(
+    "offered, machine, ptx",
+    [
+        ([35, 37, 50, 52, 60, 61, 70, 72, 75, 80, 86], [50, 60, 70, 80], 86),  # CUDA 11.2
+        ([50, 52, 60, 61, 70, 75, 80, 86, 89, 90], [50, 60, 70, 80, 90], 90),  # CUDA 12.0
+        ([75, 80, 86, 89, 90, 100, 103, 120, 121], [75, 80, 90, 100, 120], 121),
+    ],
+)
+def test_every_generation_gets_machine_code(setup, tmp_path, offered, machine, ptx):
+    path = fake_nvcc(tmp_path, "12.0", offered)
+    assert setup.cuda_architectures(str(path)) == (machine, ptx)
+
+
+def test_unknown_settings_are_refused(setup, tmp_path, monkeypatch):
+    path = fake_nvcc(tmp_path, "12.0", [70, 80, 90])
+    for archs in ("foo", "80 10"):
+        monkeypatch.setenv("GLUON_SYNCBN_CUDA_ARCHS", archs)
+        with pytest.raises(SystemExit, match=f"names {archs[-3:].strip()}, and .* knows 70 80 90"):
+            setup.cuda_architectures(str(path))
+    monkeypatch.setenv("GLUON_SYNCBN_CUDA_ARCHS", "80, 90")
+    assert setup.cuda_architectures(str(path)) == ([80, 90], 90)
+    monkeypatch.setenv("GLUON_SYNCBN_CUDA", "maybe")
+    with pytest.raises(SystemExit, match="GLUON_SYNCBN_CUDA=maybe is unknown: set it to 1"):
+        setup.find_nvcc()
+
+
+@needs_nvcc
+@pytest.mark.timeout(600)
+def test_kernels_spill_no_registers_and_access_whole_vectors():
+    # The oldest, the newest and one between them; `make cuda-report` has all.
+    known = build.setup_py().known_architectures(nvcc)
+    kernels = build.report(sorted({known[0], known[-1]} | {90} & set(known)))
+    assert len(kernels) > 50
+    assert [kernel for kernel in kernels if kernel["spilled_bytes"]] == []
+    assert build.narrow(kernels) == []
+    # A wide vector of each array at a time, and 16 warps at least to wait for them.
+    assert min(kernel["occupancy"] for kernel in kernels) >= 0.25
+
+
+@needs_nvcc
+@pytest.mark.skipif(
+    os.environ.get("GLUON_SYNCBN_CUDA") == "0", reason="the library was built for the CPU alone"
+)
+def test_the_library_holds_the_kernels_and_needs_no_driver():
+    library = ROOT / "gluon_syncbn" / "libgluon_syncbn.so"
+    code = (
+        f"import ctypes; library = ctypes.CDLL({str(library)!r}); "
+        "library.gluon_syncbn_cuda.restype = ctypes.c_char_p; print(library.gluon_syncbn_cuda())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert re.search(r"CUDA \d+\.\d+ for sm_", done.stdout), done
+    if shutil.which("readelf"):
+        text = subprocess.run(
+            ["readelf", "-d", library], stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+        assert "libcuda" not in text

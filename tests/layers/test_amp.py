@@ -1,0 +1,193 @@
+"""MXNet's automatic mixed precision, mxnet.contrib.amp.
+
+MXNet's convolutions have no float16 on the CPU, and bfloat16 on those with AVX-512 alone, so
+pooling takes their place for float16.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import mxnet as mx
+import numpy as np
+import pytest
+from dtypes import BFLOAT16
+from mxnet import autograd, gluon
+from mxnet.contrib import amp
+from mxnet.gluon import nn
+from runs import MODES, contexts, shards
+from tolerances import assert_same_bits, relative_error
+
+import gluon_syncbn as sbn
+
+PROGRAM = os.path.join(os.path.dirname(__file__), "amp_training.py")
+
+
+def has_bfloat16():
+    with open("/proc/cpuinfo") as file:
+        return "avx512bw" in file.read()
+
+
+needs_bfloat16 = pytest.mark.skipif(
+    not has_bfloat16(), reason="oneDNN has no bfloat16 on processors without AVX-512"
+)
+TARGETS = ["float16", pytest.param("bfloat16", marks=needs_bfloat16)]
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def trained(request):
+    """What amp_training.py printed."""
+    done = subprocess.run(
+        [sys.executable, PROGRAM, request.param], stdout=subprocess.PIPE, check=True, timeout=200
+    )
+    return request.param, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("which", [*(f"ours {mode}" for mode in MODES), "ours whole"])
+def test_training_after_init(trained, which):
+    """With the loss scaler of AMP, which begins too high for float16 and comes down."""
+    dtype, results = trained
+    result = results[which]
+    assert result["finite"] and result["parameters"] == ["float32"]
+    assert result["losses"][-1] < 0.4 * result["losses"][0]
+    if dtype == "float16":
+        assert result["scales"][-1] < result["scales"][0] == 2**16
+    limit = {"float16": 0.01, "bfloat16": 0.05}[dtype]
+    np.testing.assert_allclose(result["losses"], results["theirs whole"]["losses"], rtol=limit)
+
+
+def test_the_layer_takes_what_batch_norm_takes(trained):
+    """And not what AMP makes of the data of custom operators, which is float32."""
+    dtype, results = trained
+    assert results["theirs whole"]["inside"] == [dtype, dtype]
+    for which in ("ours whole", "ours hybrid"):
+        assert results[which]["inside"] == [dtype, dtype]
+    assert results["ours whole"]["output"] == results["theirs whole"]["output"]
+
+
+def test_init_before_the_package_is_imported(trained):
+    dtype, results = trained
+    done = subprocess.run(
+        [sys.executable, PROGRAM, dtype, "--late"], stdout=subprocess.PIPE, check=True, timeout=200
+    )
+    assert json.loads(done.stdout)["ours whole"] == results["ours whole"]
+
+
+def net_of(norm, convolution=True):
+    mx.random.seed(0)
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        if convolution:
+            net.add(nn.Conv2D(4, 3, padding=1, in_channels=4))
+        net.add(nn.MaxPool2D(), norm(prefix="norm_"), nn.Activation("relu"), nn.Flatten())
+    net.initialize(mx.init.Xavier(), ctx=contexts(1))
+    net.hybridize()
+    return net
+
+
+def images(scale=1):
+    return np.random.default_rng(0).standard_normal((6, 4, 8, 8)).astype("float32") * scale + 3
+
+
+def lists(dtype, custom):
+    """The arguments of the converters: without convolutions for float16, and with custom operators
+    in AMP's list for float32, as it has them, or in none."""
+    known = amp.list_fp32_ops(BFLOAT16 if dtype == "bfloat16" else dtype)
+    return {
+        "target_dtype": dtype,
+        "target_dtype_ops": ["Pooling"] if dtype == "float16" else None,
+        "fp32_ops": None if custom else [name for name in known if name != "Custom"],
+    }
+
+
+def sbn_nodes(symbol):
+    nodes = json.loads(symbol.tojson())["nodes"]
+    return sum(node.get("attrs", {}).get("op_type") == "GluonSyncBatchNorm" for node in nodes)
+
+
+def trained_nets(norm, convolution):
+    """A net with running statistics that fit its data, and what it gives."""
+    net = net_of(norm, convolution)
+    for _ in range(20):
+        with autograd.record():
+            net(mx.nd.array(images()))
+    return net, net(mx.nd.array(images())).asnumpy()
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+@pytest.mark.parametrize("dtype", TARGETS)
+@pytest.mark.parametrize("custom", [True, False], ids=["as listed", "not listed"])
+@pytest.mark.parametrize("optional", [False, True])
+def test_convert_hybrid_block(dtype, custom, optional):
+    net, expected = trained_nets(sbn.SyncBatchNorm, dtype == "bfloat16")
+    arguments = {**lists(dtype, custom), "ctx": contexts(1)[0], "cast_optional_params": optional}
+    converted = amp.convert_hybrid_block(net, **arguments)
+    assert sbn_nodes(converted._cached_graph[1]) == 1
+    originals = net.collect_params()
+    for name, parameter in converted.collect_params().items():
+        if "norm" in name:
+            assert_same_bits(parameter.data().asnumpy(), originals[name].data().asnumpy(), name)
+    y = converted(mx.nd.array(images()))
+    limit = {"float16": 2**-9, "bfloat16": 2**-6}[dtype]
+    assert relative_error(y.asnumpy(), expected) < limit
+    # Where it is in no list it takes what it gets, as nn.BatchNorm does. (bfloat16 ends at the
+    # gate, which AMP has in float32 on the CPU.)
+    internals = converted._cached_graph[1].get_internals()
+    types = dict(zip(internals.list_outputs(), internals.infer_type(data="float32")[1]))
+    narrow = dtype == "float16" and not custom
+    assert types["net_norm_fwd_output"] == (np.float16 if narrow else np.float32)
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+@pytest.mark.parametrize("custom", [True, False], ids=["as listed", "not listed"])
+def test_a_converted_net_trains(custom):
+    """amp.convert_hybrid_block is meant for inference, but what it gives can be trained."""
+    net = net_of(sbn.SyncBatchNorm, convolution=False)
+    net(mx.nd.array(images()))
+    arguments = lists("float16", custom)
+    converted = amp.convert_hybrid_block(net, ctx=contexts(1)[0], **arguments)
+    trainer = gluon.Trainer(converted.collect_params(), "sgd", {"learning_rate": 0.5})
+    losses = []
+    for _ in range(20):
+        with autograd.record():
+            loss = ((converted(mx.nd.array(images())).astype("float32") - 1) ** 2).mean()
+        loss.backward()
+        trainer.step(1)
+        losses.append(float(loss.asscalar()))
+    assert losses[-1] < 0.5 * losses[0]
+    running = converted.collect_params()["net_norm_running_mean"].data().asnumpy()
+    assert (np.abs(running) > 0.1).all()
+
+
+@pytest.mark.parametrize("dtype", TARGETS)
+@pytest.mark.parametrize("custom", [True, False], ids=["as listed", "not listed"])
+def test_convert_model(dtype, custom, tmp_path):
+    """Symbol and parameters, as Module users have them."""
+    net, expected = trained_nets(sbn.SyncBatchNorm, dtype == "bfloat16")
+    net.export(str(tmp_path / "net"))
+    model = mx.model.load_checkpoint(str(tmp_path / "net"), 0)
+    symbol, arguments, auxiliary = amp.convert_model(*model, **lists(dtype, custom))
+    assert {array.dtype for array in auxiliary.values()} == {np.float32}
+    executor = symbol.simple_bind(mx.cpu(), data=images().shape, grad_req="null")
+    executor.copy_params_from(arguments, auxiliary)
+    y = executor.forward(is_train=False, data=mx.nd.array(images()))[0]
+    limit = {"float16": 2**-9, "bfloat16": 2**-6}[dtype]
+    assert relative_error(y.asnumpy(), expected) < limit
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+def test_devices_of_a_converted_net_meet():
+    net = net_of(sbn.SyncBatchNorm, convolution=False)
+    net(mx.nd.array(images()))
+    converted = amp.convert_hybrid_block(net, ctx=contexts(2), **lists("float16", False))
+    net.collect_params().reset_ctx(contexts(2))
+    x = images(scale=2)
+    with autograd.record():
+        ys = [converted(shard) for shard in shards(x, (1, 5), contexts(2))]
+    mx.nd.waitall()
+    net.collect_params().reset_ctx(contexts(1))
+    whole = amp.convert_hybrid_block(net, ctx=contexts(1)[0], **lists("float16", False))
+    with autograd.record():
+        y = whole(mx.nd.array(x))
+    np.testing.assert_array_equal(np.concatenate([y.asnumpy() for y in ys]), y.asnumpy())

@@ -1,0 +1,243 @@
+"""What the layer cannot take: an error at once, or where a result is waited for, that says what
+came and what to do. See test_meeting for devices that do not come."""
+
+import contextlib
+import time
+
+import mxnet as mx
+import numpy as np
+import pytest
+from dtypes import DTYPES, numpy_dtype, rounded, values
+from mxnet import autograd
+from runs import MODES, contexts, prepare, run, shards
+from test_numerics import data
+from tolerances import assert_same_bits
+
+import gluon_syncbn as sbn
+
+SOON = 1
+
+
+@contextlib.contextmanager
+def ends_soon():
+    """And takes from MXNet what it still has to say of an error, so that it does not come later."""
+    begin = time.monotonic()
+    yield
+    with contextlib.suppress(mx.MXNetError):
+        mx.nd.waitall()
+    assert time.monotonic() - begin < SOON + 5
+
+
+def layer_of(mode, devices=1, **arguments):
+    layer = sbn.SyncBatchNorm(group=sbn.SyncGroup(timeout=SOON), **{"in_channels": 3, **arguments})
+    return prepare(layer, contexts(devices), "float32", MODES[mode])
+
+
+def train(layer, *arrays):
+    with autograd.record():
+        ys = [layer(array) for array in arrays]
+    for y in ys:
+        y.wait_to_read()
+
+
+def works_again(layer, devices=1):
+    """After an error training goes on."""
+    x = np.arange(24, dtype="float32").reshape(4, 3, 2)
+    sizes = [4] if devices == 1 else [1, 3]
+    result = run(layer, x, x, sizes, contexts(devices))
+    assert np.isfinite(result.y).all() and np.isfinite(result.running_var).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "shape, axis, words",
+    [
+        ((3,), 1, r"2 to 5 dimensions.*\(3,\)"),
+        ((1, 3, 1, 1, 1, 1), 1, r"2 to 5 dimensions.*\(1, 3, 1, 1, 1, 1\)"),
+        ((2, 3), 2, r"axis=2.*shape \(2, 3\).*from -2 to 1"),
+        ((2, 3), -3, "axis=-3.*from -2 to 1"),
+        ((2, 3, 4), 3, r"axis=3.*shape \(2, 3, 4\).*from -3 to 2"),
+        ((2, 4, 3), 1, r"\(2, 4, 3\).*4 channels on axis 1.*made for 3.*in_channels"),
+        ((2, 3, 4), -1, r"\(2, 3, 4\).*4 channels on axis 2.*made for 3.*axis to fit"),
+    ],
+)
+def test_shapes(mode, shape, axis, words):
+    layer = layer_of(mode, axis=axis)
+    with ends_soon(), pytest.raises(mx.MXNetError, match=words):
+        train(layer, mx.nd.ones(shape))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64"])
+def test_integers(mode, dtype):
+    words = f"float16, bfloat16, float32 and float64 data. It got {dtype}. Cast the data"
+    with ends_soon(), pytest.raises(mx.MXNetError, match=words):
+        train(layer_of(mode), mx.nd.ones((2, 3), dtype=dtype))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_other_channels_on_one_device(mode):
+    layer = layer_of(mode, devices=2)
+    with ends_soon(), pytest.raises(mx.MXNetError, match="4 channels on axis 1.*made for 3"):
+        train(layer, *(mx.nd.ones((2, 3 + i, 4), ctx=mx.cpu(i)) for i in range(2)))
+    works_again(layer, devices=2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("others", ["float16", "bfloat16"])
+def test_another_dtype_on_one_device(mode, others):
+    """Parameters of all three are float32."""
+    layer = layer_of(mode, devices=2)
+    x, y = (
+        mx.nd.array(rounded(np.ones((2, 3, 4)), dtype), ctx=device, dtype=numpy_dtype(dtype))
+        for dtype, device in zip(("float32", others), contexts(2))
+    )
+    either = f"has (float32|{others}) data"
+    words = rf"cpu\(.\) {either}, cpu\(.\) {either}. Cast the data of all devices to one dtype"
+    with ends_soon(), pytest.raises(mx.MXNetError, match=words):
+        train(layer, x, y)
+    works_again(layer, devices=2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_other_shapes_on_one_device_are_right(mode):
+    """Only the channels have to be as many."""
+    layer = layer_of(mode, devices=2)
+    x, y = np.random.default_rng(0).standard_normal((2, 12)).astype("float32")
+    parts = [x.reshape(2, 3, 2), y.reshape(1, 3, 2, 2)]
+    with autograd.record():
+        ys = [layer(mx.nd.array(part, ctx=mx.cpu(i))) for i, part in enumerate(parts)]
+    mx.nd.waitall()
+    rows = [part.swapaxes(0, 1).reshape(3, -1) for part in parts]
+    expected = np.concatenate(rows, axis=1).astype("float64")
+    for array, row in zip(ys, rows):
+        normal = (row - expected.mean(1)[:, None]) / np.sqrt(expected.var(1)[:, None] + 1e-5)
+        result = array.asnumpy().swapaxes(0, 1).reshape(3, -1)
+        np.testing.assert_allclose(result, normal, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_context_without_parameters(mode):
+    layer = layer_of(mode, devices=2)
+    words = r"data on cpu\(2\).*parameters live on \[cpu\(0\), cpu\(1\)\].*reset_ctx"
+    with ends_soon(), pytest.raises(ValueError, match=words):
+        train(layer, *(mx.nd.ones((2, 3), ctx=mx.cpu(i)) for i in (0, 2)))
+    works_again(layer, devices=2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 3, 0)])
+def test_no_values(mode, shape):
+    """MXNet has such arrays with NumPy's shapes alone."""
+    layer = layer_of(mode, devices=2)
+    words = (
+        rf"on cpu\(1\): data of shape \({shape[0]}, 3, {shape[2]}\) holds no values. Do not train "
+        "the net with it: .*participants"
+    )
+    with mx.util.np_shape(True):
+        with ends_soon(), pytest.raises(mx.MXNetError, match=words):
+            train(layer, mx.nd.ones((2, 3, 4)), mx.nd.zeros(shape, ctx=mx.cpu(1)))
+    works_again(layer, devices=2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 3, 0)])
+@pytest.mark.parametrize("use_global_stats", [False, True])
+def test_no_values_in_inference(use_global_stats, shape, mode):
+    """As with nn.BatchNorm, where nobody's statistics are of them. Of what is empty MXNet tells no
+    error but after waitall()."""
+    layer = layer_of(mode, use_global_stats=use_global_stats)
+    with mx.util.np_shape(True):
+        x = mx.nd.zeros(shape)
+        x.attach_grad()
+        with autograd.record(train_mode=use_global_stats):
+            y = layer(x)
+        for parameter in (layer.gamma, layer.beta):
+            parameter.data().grad[:] = 5
+        y.backward(train_mode=use_global_stats)
+        mx.nd.waitall()
+        assert y.shape == x.grad.shape == shape
+        for parameter in (layer.gamma, layer.beta):
+            assert parameter.grad().asnumpy().tolist() == [0, 0, 0]
+    works_again(layer)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_channels(mode):
+    with mx.util.np_shape(True):
+        with ends_soon(), pytest.raises(
+            mx.MXNetError, match=r"Provided = \[3\], inferred shape=\[0\]"
+        ):
+            train(layer_of(mode), mx.nd.zeros((2, 0, 4)))
+        with pytest.raises(AssertionError, match="in_channels"):
+            train(layer_of(mode, in_channels=0), mx.nd.zeros((2, 0, 4)))
+
+
+@pytest.mark.parametrize("what", [None, np.ones((2, 3), "float32"), 3.0])
+def test_what_is_no_array_of_mxnet(what):
+    with pytest.raises((TypeError, ValueError), match="NDArray|Symbol"):
+        layer_of("imperative")(what)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_arrays_at_once(mode):
+    parts = [mx.nd.ones((2, 3), ctx=mx.cpu(i)) for i in range(2)]
+    with pytest.raises(TypeError, match="with a (list|tuple) of 2: call it with one array at a"):
+        layer_of(mode, devices=2)(parts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("shape", [(4, 3, 5, 5), (4, 3), (2, 3, 3000)])
+def test_nan_and_inf_in_x_spoil_one_channel(dtype, value, shape):
+    x, dy, gamma, beta = data(shape, dtype)
+    sizes, devices = (1, len(x) - 1), contexts(2)
+    clean = run(
+        prepare(sbn.SyncBatchNorm(), devices, dtype, {}, gamma, beta), x, dy, sizes, devices
+    )
+    spoilt = values(x).copy()
+    spoilt[(1, 1) + (0,) * (len(shape) - 2)] = value
+    layer = prepare(sbn.SyncBatchNorm(), devices, dtype, {}, gamma, beta)
+    result = run(layer, rounded(spoilt, dtype), dy, sizes, devices)
+    # As nn.BatchNorm has it. The mean of a channel with inf is inf, and there is no variance.
+    assert np.isnan(values(result.y)[:, 1]).all() and np.isnan(values(result.dx)[:, 1]).all()
+    assert np.isnan(result.running_var[1]) and not np.isfinite(result.running_mean[1])
+    for channel in (0, 2):
+        for field in ("y", "dx"):
+            one, other = (getattr(r, field)[:, channel] for r in (result, clean))
+            assert_same_bits(one, other, field)
+        for field in ("dgamma", "dbeta", "running_mean", "running_var"):
+            assert getattr(result, field)[channel] == getattr(clean, field)[channel], field
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nan_and_inf_in_dy_spoil_one_channel(dtype, value):
+    x, dy, gamma, beta = data((4, 3, 5), dtype)
+    sizes, devices = (1, 3), contexts(2)
+    clean = run(
+        prepare(sbn.SyncBatchNorm(), devices, dtype, {}, gamma, beta), x, dy, sizes, devices
+    )
+    spoilt = values(dy).copy()
+    spoilt[2, 1, 0] = value
+    layer = prepare(sbn.SyncBatchNorm(), devices, dtype, {}, gamma, beta)
+    result = run(layer, x, rounded(spoilt, dtype), sizes, devices)
+    assert_same_bits(result.y, clean.y)
+    assert_same_bits(result.running_var, clean.running_var)
+    assert not np.isfinite(values(result.dx)[:, 1]).any()
+    assert not np.isfinite(result.dgamma[1]) and not np.isfinite(result.dbeta[1])
+    for channel in (0, 2):
+        assert_same_bits(result.dx[:, channel], clean.dx[:, channel])
+        assert result.dgamma[channel] == clean.dgamma[channel]
+
+
+def test_training_goes_on_after_nan():
+    """It stays in the running statistics, as with nn.BatchNorm; the next batch has its own."""
+    layer = layer_of("hybrid", devices=2)
+    x = np.full((4, 3, 2), np.nan, "float32")
+    run(layer, x, x, (1, 3), contexts(2))
+    x = np.arange(24, dtype="float32").reshape(4, 3, 2)
+    with autograd.record():
+        ys = [layer(shard) for shard in shards(x, (1, 3), contexts(2))]
+    assert all(np.isfinite(y.asnumpy()).all() for y in ys)
+    assert np.isnan(layer.running_mean.data(mx.cpu(0)).asnumpy()).all()

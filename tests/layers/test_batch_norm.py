@@ -1,0 +1,424 @@
+"""SyncBatchNorm as a Gluon user sees it: a drop-in for nn.BatchNorm."""
+
+import copy
+import inspect
+import pickle
+
+import mxnet as mx
+import numpy as np
+import pytest
+import reference
+from dtypes import numpy_dtype, rounded
+from mxnet import autograd
+from mxnet.gluon import nn
+from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
+from runs import MODES, contexts, prepare, run
+from tolerances import assert_close, assert_same_bits
+
+import gluon_syncbn as sbn
+
+KINDS = {
+    "ours": lambda: sbn.SyncBatchNorm(prefix="norm_"),
+    "nn.BatchNorm": lambda: nn.BatchNorm(prefix="norm_"),
+    "contrib": lambda: ContribSyncBatchNorm(num_devices=1, prefix="norm_"),
+}
+
+
+def net_of(norm, channels=4):
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(channels, 3), norm(), nn.Activation("relu"), nn.Dense(3))
+    return net
+
+
+def test_the_arguments_are_those_of_batch_norm_and_three_more():
+    theirs = list(inspect.signature(nn.BatchNorm.__init__).parameters.values())
+    ours = list(inspect.signature(sbn.SyncBatchNorm.__init__).parameters.values())
+    expected = [(p.name, p.default) for p in theirs]
+    expected[-1:-1] = [("num_devices", None), ("group", None), ("running_variance", "biased")]
+    assert [(p.name, p.default) for p in ours] == expected
+
+
+def test_parameters_are_named_and_set_as_those_of_batch_norm():
+    settings = dict(
+        beta_initializer=mx.init.Constant(2),
+        gamma_initializer=mx.init.Constant(3),
+        running_mean_initializer=mx.init.Constant(4),
+        running_variance_initializer=mx.init.Constant(5),
+        center=False,
+        in_channels=7,
+    )
+    nets = [kind(prefix="bn_", **settings) for kind in (sbn.SyncBatchNorm, nn.BatchNorm)]
+    described = []
+    for layer in nets:
+        layer.initialize()
+        described.append(
+            [
+                (p.name, p.shape, p.grad_req, np.dtype(p.dtype), p.data().asnumpy().tolist())
+                for p in layer.collect_params().values()
+            ]
+        )
+    assert described[0] == described[1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_results_as_batch_norm_on_one_device(mode):
+    x = np.random.default_rng(0).standard_normal((4, 3, 5, 5)).astype("float32")
+    results = []
+    for kind in (sbn.SyncBatchNorm, nn.BatchNorm):
+        layer = prepare(kind(), contexts(1), "float32", MODES[mode], np.arange(1, 4), np.arange(3))
+        results.append(run(layer, x, x[::-1].copy(), (4,), contexts(1), steps=3))
+    for field in results[0]._fields:
+        ours, theirs = (getattr(result, field) for result in results)
+        # nn.BatchNorm sums in float32; both are at most this far from the truth.
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4, err_msg=field)
+
+
+@pytest.mark.parametrize("saved", KINDS)
+@pytest.mark.parametrize("loaded", KINDS)
+def test_files_of_each_kind_load_into_each(saved, loaded, tmp_path):
+    x = mx.nd.random.normal(shape=(2, 3, 8, 8))
+    source, target = net_of(KINDS[saved]), net_of(KINDS[loaded])
+    source.initialize(mx.init.Normal(0.5))
+    source(x)
+    source[1].running_mean.set_data(mx.nd.arange(4) / 10)
+    source[1].running_var.set_data(1 + mx.nd.arange(4))
+    expected = source(x).asnumpy()
+    source.save_parameters(str(tmp_path / "net.params"))
+    target.load_parameters(str(tmp_path / "net.params"))
+    assert_close(target(x).asnumpy(), expected, "float32")
+    source.collect_params().save(str(tmp_path / "collected.params"))
+    target.collect_params().load(str(tmp_path / "collected.params"))
+    assert_close(target(x).asnumpy(), expected, "float32")
+
+
+@pytest.mark.parametrize("saved", KINDS)
+@pytest.mark.parametrize("graph", KINDS)
+def test_a_graph_of_each_kind_takes_the_file_of_each(saved, graph, tmp_path):
+    """As a SymbolBlock: the graph of one net, the parameters that another exported."""
+    x = mx.nd.random.normal(shape=(2, 3, 8, 8))
+    for kind in {saved, graph}:
+        net = net_of(KINDS[kind])
+        net.initialize(mx.init.Normal(0.5))
+        net.hybridize()
+        net(x)
+        net[1].running_mean.set_data(mx.nd.arange(4) / 10)
+        net[1].running_var.set_data(1 + mx.nd.arange(4))
+        net.export(str(tmp_path / kind))
+        if kind == saved:
+            expected = net(x).asnumpy()
+    loaded = mx.gluon.SymbolBlock.imports(
+        str(tmp_path / f"{graph}-symbol.json"), ["data"], str(tmp_path / f"{saved}-0000.params")
+    )
+    assert_close(loaded(x).asnumpy(), expected, "float32")
+
+
+def test_a_checkpoint_of_two_devices_is_that_of_one(tmp_path):
+    x = np.random.default_rng(0).standard_normal((4, 3, 5, 5)).astype("float32")
+    files = []
+    for count in (1, 2):
+        layer = prepare(sbn.SyncBatchNorm(prefix="bn_"), contexts(count))
+        run(layer, x, x, (4,) if count == 1 else (1, 3), contexts(count), steps=3)
+        files.append(tmp_path / f"{count}.params")
+        layer.save_parameters(str(files[-1]))
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_deferred_initialization_inside_a_net():
+    for mode in MODES.values():
+        net = net_of(sbn.SyncBatchNorm)
+        net.initialize(ctx=contexts(2))
+        if mode is not None:
+            net.hybridize(**mode)
+        with autograd.record():
+            losses = [net(mx.nd.ones((2, 3, 8, 8), ctx=device)).sum() for device in contexts(2)]
+        autograd.backward(losses)
+        assert net[1].gamma.shape == (4,)
+        assert "in_channels=4" in repr(net[1])
+
+
+def test_cast_there_and_back():
+    layer = prepare(sbn.SyncBatchNorm(in_channels=3), contexts(2))
+    x = np.random.default_rng(0).standard_normal((4, 3)).astype("float64")
+    layer.cast("float64")
+    result = run(layer, x, x, (1, 3), contexts(2))
+    assert result.y.dtype == np.float64
+    layer.cast("float32")
+    assert run(layer, x.astype("float32"), x.astype("float32"), (1, 3), contexts(2)).y.dtype == "f"
+
+
+@pytest.mark.parametrize(
+    "dtype, cast_to, parameters, remedy",
+    [
+        ("float64", "float32", "float64", "float64"),
+        ("float32", "float64", "float32", "float32"),
+        ("float16", "float64", "float32", "float16"),
+        ("bfloat16", "float64", "float32", "float32"),
+    ],
+)
+def test_mixed_dtypes_say_what_to_cast(dtype, cast_to, parameters, remedy):
+    layer = prepare(sbn.SyncBatchNorm(in_channels=3), contexts(1), cast_to)
+    x = mx.nd.array(rounded(np.ones((2, 3)), dtype), dtype=numpy_dtype(dtype))
+    words = (
+        f"data of dtype {dtype}.*have to be {parameters}.*one of them is {cast_to}.*"
+        rf"cast\('{remedy}'\)"
+    )
+    with pytest.raises(mx.MXNetError, match=words):
+        layer(x)
+    layer.cast(remedy)
+    assert layer(x).dtype == x.dtype
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_devices": 0},
+        {"num_devices": 1.5},
+        {"num_devices": "two"},
+        {"num_devices": float("nan")},
+        {"group": "all"},
+        {"epsilon": -1},
+        {"momentum": "0.9"},
+        {"momentum": True},
+        {"momentum": 1.5},
+        {"epsilon": float("inf")},
+        {"axis": "x"},
+        {"axis": 1.0},
+        {"axis": True},
+        {"axis": None},
+        {"axis": 5},
+        {"axis": -6},
+    ],
+)
+def test_arguments_that_make_no_sense(arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        sbn.SyncBatchNorm(**arguments)
+
+
+def test_numbers_and_flags_of_other_types():
+    layer = sbn.SyncBatchNorm(num_devices=np.int64(2), use_global_stats=1, in_channels=1)
+    layer.initialize(ctx=contexts(2))
+    with autograd.record():
+        y = layer(mx.nd.array([[1.0], [3.0]]))
+    np.testing.assert_allclose(y.asnumpy(), [[1], [3]], rtol=1e-5)
+
+
+class Shared(mx.gluon.HybridBlock):
+    """One head, its normalization included, on several levels of a pyramid."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2D(4, 3, padding=1)
+        self.norm = sbn.SyncBatchNorm()
+
+    def hybrid_forward(self, F, *levels):
+        return tuple(self.norm(self.conv(level)) for level in levels)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_layer_in_several_places_with_several_shapes(mode):
+    """Each call has statistics of its own, and the gradients of all are added."""
+    shapes = [(4, 3, 16, 16), (4, 3, 8, 8), (4, 3, 4, 4), (4, 3, 8, 8), (4, 3, 2, 2)]
+    generator = np.random.default_rng(0)
+    whole = [generator.standard_normal(shape).astype("float32") for shape in shapes]
+    results = []
+    for sizes in ((4,), (1, 3), (2, 1, 1)):
+        devices = contexts(len(sizes))
+        mx.random.seed(3)
+        net = Shared()
+        net.initialize(mx.init.Xavier(), ctx=devices)
+        if MODES[mode] is not None:
+            net.hybridize(**MODES[mode])
+        edges = np.cumsum([0, *sizes])
+        for _ in range(3):
+            with autograd.record():
+                outputs = [
+                    net(*(mx.nd.array(level[start:stop], ctx=device) for level in whole))
+                    for start, stop, device in zip(edges, edges[1:], devices)
+                ]
+                losses = [sum((y * y * y).sum() for y in levels) for levels in outputs]
+            autograd.backward(losses)
+        mx.nd.waitall()
+        ys = [np.concatenate([o[i].asnumpy() for o in outputs]) for i in range(len(shapes))]
+        statistics = [
+            p.data(devices[0]).asnumpy() for p in (net.norm.running_mean, net.norm.running_var)
+        ]
+        gradient = sum(
+            net.norm.gamma.grad(device).asnumpy().astype("float64") for device in devices
+        )
+        results.append((ys, statistics, gradient))
+    for ys, statistics, gradient in results[1:]:
+        # The convolution's own result depends on the batch it is given, in the last bits.
+        for y, expected in zip(ys, results[0][0]):
+            assert_close(y, expected, "float32")
+        for value, expected in zip(statistics, results[0][1]):
+            assert_close(value, expected, "float32")
+        np.testing.assert_allclose(gradient, results[0][2], rtol=1e-4, atol=1e-3)
+
+
+class TwoPlaces(mx.gluon.HybridBlock):
+    """One layer behind a branch that takes long where its data is large, and without one."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = sbn.SyncBatchNorm(in_channels=4)
+
+    def hybrid_forward(self, F, large, small, other):
+        behind = self.norm(F.slice_axis(F.sin(large), axis=2, begin=0, end=1))
+        # Takes the buffers over which MXNet would happen to keep the two calls in order.
+        for _ in range(20):
+            other = F.sin(other)
+        return behind, other, self.norm(small)
+
+
+def test_nodes_of_one_layer_that_mxnet_does_not_keep_in_order():
+    """With static_shape it takes no note of who writes auxiliary states."""
+    generator = np.random.default_rng(0)
+    # The first device comes to the first place long after it could come to the second.
+    large = [generator.standard_normal((2, 4, rows, 6)).astype("float32") for rows in (40000, 4)]
+    small = [generator.standard_normal((2, 4, 1, 6)).astype("float32") + 10 for _ in range(2)]
+    ones = np.ones(4)
+    expected = [
+        reference.forward(np.concatenate(whole), ones, 0 * ones).y
+        for whole in ([np.sin(part)[:, :, :1] for part in large], small)
+    ]
+    net = TwoPlaces()
+    net.initialize(ctx=contexts(2))
+    net.hybridize(static_alloc=True, static_shape=True, forward_bulk_size=1)
+    for _ in range(20):
+        inputs = [
+            [mx.nd.array(x, ctx=device) for x in (large[i], small[i], np.ones((1, 8)))]
+            for i, device in enumerate(contexts(2))
+        ]
+        for x in sum(inputs, []):
+            x.attach_grad()
+        mx.nd.waitall()
+        with autograd.record():
+            outputs = [net(*arrays) for arrays in inputs]
+        mx.nd.waitall()
+        for place, y in zip((0, 2), expected):
+            result = np.concatenate([output[place].asnumpy() for output in outputs])
+            np.testing.assert_allclose(result, y.astype("float64"), atol=1e-4)
+
+
+def test_parameters_shared_by_two_layers():
+    """`params=`: two layers, one set of parameters, meetings of their own."""
+    first = sbn.SyncBatchNorm(in_channels=3, prefix="first_")
+    second = sbn.SyncBatchNorm(in_channels=3, prefix="second_", params=first.params)
+    first.initialize(ctx=contexts(2))
+    assert second.gamma is first.gamma and second._layer.devices == ("cpu(0)", "cpu(1)")
+    xs = [mx.nd.ones((2, 3), ctx=device) for device in contexts(2)]
+    with autograd.record():
+        ys = [second(first(x)) for x in xs]
+    autograd.backward(ys)
+    assert_same_bits(
+        first.running_mean.data(mx.cpu(0)).asnumpy(), second.running_mean.data(mx.cpu(1)).asnumpy()
+    )
+
+
+@pytest.mark.parametrize("kind", ["cpu_shared", "cpu_pinned"])
+def test_data_in_other_memory_of_the_device(kind):
+    """A DataLoader's workers give arrays on cpu_shared(0)."""
+    layer = prepare(sbn.SyncBatchNorm(in_channels=3), contexts(2))
+    x = mx.nd.random.normal(shape=(4, 3))
+    other = x.as_in_context(mx.Context(kind, 1))
+    with autograd.record():
+        ys = [layer(x.as_in_context(mx.cpu(0))), layer(other)]
+    autograd.backward(ys)
+    assert ys[1].context == mx.cpu(1)
+    assert_same_bits(ys[0].asnumpy(), ys[1].asnumpy())
+    with pytest.raises(ValueError, match="on cpu_shared"):
+        layer(x.as_in_context(mx.Context("cpu_shared", 5)))
+
+
+def test_a_device_that_is_named_twice_comes_once():
+    layer = sbn.SyncBatchNorm(in_channels=1, group=sbn.SyncGroup(timeout=5))
+    layer.initialize(ctx=[mx.cpu(0), mx.cpu(0)])
+    with autograd.train_mode():
+        layer(mx.nd.ones((2, 1))).wait_to_read()
+
+
+def test_running_statistics_move_once_in_forward_and_not_in_backward():
+    layer = prepare(sbn.SyncBatchNorm(in_channels=1), contexts(1))
+    x = mx.nd.array([[1.0], [3.0]])
+    x.attach_grad()
+    with autograd.record():
+        y = layer(x)
+    expected = layer.running_mean.data().asnumpy()
+    np.testing.assert_allclose(expected, [0.2])
+    y.backward(retain_graph=True)
+    y.backward()
+    x.grad.wait_to_read()
+    assert_same_bits(layer.running_mean.data().asnumpy(), expected)
+
+
+def test_backward_goes_by_its_forward():
+    """autograd.backward has a train_mode of its own."""
+    x = np.random.default_rng(0).standard_normal((4, 3)).astype("float32")
+    gradients = []
+    for train_mode in (True, False):
+        layer = prepare(sbn.SyncBatchNorm(), contexts(1))
+        array = mx.nd.array(x)
+        array.attach_grad()
+        with autograd.record():
+            y = layer(array)
+        y.backward(mx.nd.array(x**2), train_mode=train_mode)
+        gradients.append(array.grad.asnumpy())
+    assert_same_bits(gradients[1], gradients[0])
+
+
+def test_repr_shows_what_matters():
+    layer = sbn.SyncBatchNorm(momentum=0.8, in_channels=16)
+    layer.initialize(ctx=contexts(2))
+    text = repr(layer)
+    for word in ("SyncBatchNorm(", "axis=1", "momentum=0.8", "in_channels=16", "cpu(0)", "cpu(1)"):
+        assert word in text
+    assert "num_devices=3" in repr(sbn.SyncBatchNorm(num_devices=3))
+    deferred = sbn.SyncBatchNorm()
+    deferred.initialize(ctx=contexts(2))
+    assert "devices=['cpu(0)', 'cpu(1)']" in repr(deferred)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_a_copied_net_meets_on_its_own(clone):
+    net = net_of(sbn.SyncBatchNorm)
+    net.initialize(ctx=contexts(2))
+    xs = [mx.nd.ones((2, 3, 8, 8), ctx=device) for device in contexts(2)]
+    with autograd.record():
+        ys = [net(x) for x in xs]
+    other = clone(net)
+    assert other[1]._layer.number != net[1]._layer.number
+    with autograd.record():
+        copies = [other(x) for x in xs]
+    assert_same_bits(copies[0].asnumpy(), ys[0].asnumpy())
+    other.collect_params().reset_ctx(contexts(1))
+    assert other[1]._layer.devices == ("cpu(0)",)
+    assert net[1]._layer.devices == ("cpu(0)", "cpu(1)")
+
+
+def test_symbols_and_export(tmp_path):
+    net = net_of(sbn.SyncBatchNorm)
+    net.initialize()
+    net.hybridize()
+    x = mx.nd.random.normal(shape=(2, 3, 8, 8))
+    expected = net(x).asnumpy()
+    symbol = net(mx.sym.var("data"))
+    assert {"net_syncbatchnorm0_running_mean", "net_syncbatchnorm0_running_var"} <= set(
+        symbol.list_auxiliary_states()
+    )
+    net.export(str(tmp_path / "net"))
+    loaded = mx.gluon.SymbolBlock.imports(
+        str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
+    )
+    assert_same_bits(loaded(x).asnumpy(), expected)
+
+
+def test_settings_that_cannot_be_read_are_an_error():
+    """In a file that somebody has edited."""
+    symbol = mx.sym.Custom(
+        *(mx.sym.var(name) for name in ("x", "gamma", "beta", "mean", "var")),
+        op_type="GluonSyncBatchNorm",
+        epsilon="small",
+    )
+    with pytest.raises(mx.MXNetError, match="epsilon=small"):
+        symbol.infer_shape(x=(2, 3))

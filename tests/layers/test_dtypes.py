@@ -1,0 +1,278 @@
+"""The 16-bit types, where they differ from the others. What all have in common is in
+test_numerics."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+import reference
+from dtypes import BFLOAT16, numpy_dtype, rounded, values
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+from runs import MODES, contexts, prepare, run, shards
+from test_numerics import check, data
+from tolerances import RELATIVE, assert_close, assert_same_bits, relative_error
+
+import gluon_syncbn as sbn
+from gluon_syncbn.layers.operator import sync_batch_norm
+
+HALVES = ["float16", "bfloat16"]
+
+
+def params_of(block):
+    return block.collect_params().values()
+
+
+@pytest.mark.parametrize("dtype", ["float16", np.float16, "bfloat16", BFLOAT16])
+def test_cast_leaves_the_parameters_in_float32(dtype):
+    layer = sbn.SyncBatchNorm(in_channels=3)
+    layer.initialize()
+    layer.cast(dtype)
+    assert {np.dtype(p.data().dtype) for p in params_of(layer)} == {np.dtype("float32")}
+    layer.cast("float64")
+    layer.cast(dtype)
+    assert {np.dtype(p.data().dtype) for p in params_of(layer)} == {np.dtype("float32")}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("before", ["initialize", "first data"])
+def test_cast_before_there_are_parameters(dtype, before):
+    layer = sbn.SyncBatchNorm()
+    layer.cast(numpy_dtype(dtype))
+    layer.initialize(ctx=contexts(2))
+    if before == "first data":
+        layer.cast(numpy_dtype(dtype))
+    x, dy, gamma, beta = data((4, 3, 5), dtype)
+    assert run(layer, x, dy, (1, 3), contexts(2)).y.dtype == numpy_dtype(dtype)
+
+
+def test_a_net_that_was_cast_takes_float16_as_batch_norm_does():
+    """net.cast('float16') is what users of float16 write."""
+    x = np.random.default_rng(0).standard_normal((4, 3, 6, 6)).astype("float16")
+    outputs = []
+    for kind in (sbn.SyncBatchNorm, nn.BatchNorm):
+        net = nn.HybridSequential()
+        net.add(kind(in_channels=3), nn.Activation("relu"), nn.MaxPool2D(), kind(in_channels=3))
+        net.initialize()
+        net.cast("float16")
+        net.hybridize()
+        with autograd.record():
+            y = net(mx.nd.array(x, dtype="float16"))
+        assert y.dtype == np.float16
+        outputs.append(y.asnumpy().astype("float64"))
+    # Each layer of each net rounds once.
+    np.testing.assert_allclose(outputs[0], outputs[1], rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_values_at_the_end_of_float16(mode):
+    """Their sum and their squares are far beyond it."""
+    largest = np.finfo("float16").max
+    x, dy, gamma, beta = data((6, 3, 9, 11), "float16")
+    x[:, 0] = np.where(x[:, 0] > 0, largest, -largest)
+    x[:, 1] = np.where(x[:, 1] > 0, largest, largest - 32)
+    x[0, 2, 0, 0] = -largest
+    layer = prepare(sbn.SyncBatchNorm(), contexts(2), "float16", MODES[mode], gamma, beta)
+    result = run(layer, x, dy, (1, 5), contexts(2))
+    assert np.isfinite(result.y).all() and np.isfinite(result.dx).all()
+    # Each channel by itself, as the scales differ.
+    expected = reference.forward(x, gamma, beta)
+    gradients = reference.backward(dy, x, gamma)
+    for c in range(3):
+        assert_close(result.y[:, c], expected.y[:, c], "float16", f"y of channel {c}")
+        assert_close(result.running_mean[c], 0.1 * expected.mean[c], "float32")
+        assert_close(result.running_var[c], 0.9 + 0.1 * expected.variance[c], "float32")
+        assert_close(result.dgamma[c], gradients.dgamma[c], "float32", f"dgamma of channel {c}")
+        # Here dx comes close to the least numbers of float16, 2^-24 apart.
+        error = np.abs(result.dx[:, c] - gradients.dx[:, c]).max()
+        assert error <= max(2**-25, 2**-11 * np.abs(gradients.dx[:, c]).max()) * 1.01
+
+
+def test_results_beyond_float16_are_infinite():
+    x, dy, _, beta = data((6, 3, 4), "float16")
+    gamma = np.array([1, 1e6, 1], "float32")
+    layer = prepare(sbn.SyncBatchNorm(), contexts(2), "float16", None, gamma, beta)
+    result = run(layer, x, dy, (2, 4), contexts(2))
+    assert np.isinf(result.y[:, 1]).any() and not np.isnan(result.y).any()
+    assert np.isfinite(result.y[:, ::2]).all() and np.isfinite(result.running_var).all()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", [(4, 3, 40, 50), (700, 70)])
+def test_results_are_those_of_float32_rounded(dtype, shape):
+    """16 bits are for data in memory: nothing is computed in them."""
+    x, dy, gamma, beta = data(shape, dtype, mean=3)
+    results = []
+    for wide in (False, True):
+        kind = "float32" if wide else dtype
+        layer = prepare(sbn.SyncBatchNorm(), contexts(2), kind, {}, gamma, beta)
+        arrays = (values(x), values(dy)) if wide else (x, dy)
+        results.append(run(layer, *arrays, (1, len(x) - 1), contexts(2)))
+    narrow, wide = results
+    assert_same_bits(narrow.y, rounded(wide.y, dtype), "y")
+    assert_same_bits(narrow.dx, rounded(wide.dx, dtype), "dx")
+    for field in ("dgamma", "dbeta", "running_mean", "running_var"):
+        assert_same_bits(getattr(narrow, field), getattr(wide, field), field)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gradients_are_added_before_they_are_rounded(dtype):
+    """grad_req='add': one rounding, not two. (The gate in front of the operator adds by itself.)"""
+    x, dy, gamma, beta = data((4, 3, 50), dtype)
+    layer = prepare(sbn.SyncBatchNorm(), contexts(1), dtype, None, gamma, beta)
+    run(layer, x, dy, (4,), contexts(1))
+    array, gradient, gradient_before = (shards(a, (4,), contexts(1))[0] for a in (x, dy, dy))
+    array.attach_grad("add")
+    gradient_before.copyto(array.grad)
+    parameters = (layer.gamma, layer.beta, layer.running_mean, layer.running_var)
+    with autograd.record():
+        y = sync_batch_norm(mx.nd, array, *(p.data() for p in parameters), layer=layer._layer)
+    y.backward(gradient)
+    expected = values(dy) + reference.backward(values(dy), values(x), gamma).dx
+    result = values(array.grad.asnumpy()).astype("float64")
+    error = np.abs(result - expected)
+    assert (error <= RELATIVE[dtype] * np.abs(expected) + 1e-6).all()
+
+
+class Weighted(mx.gluon.HybridBlock):
+    """Something with float16 weights: MXNet's convolutions have none on the CPU."""
+
+    def __init__(self, channels):
+        super().__init__()
+        with self.name_scope():
+            self.weight = self.params.get("weight", shape=(1, channels, 1, 1), init="ones")
+
+    def hybrid_forward(self, F, x, weight):
+        return F.broadcast_mul(x, weight)
+
+
+@pytest.mark.filterwarnings("ignore:Accumulating with float16")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("multi_precision", [False, True])
+def test_a_trainer_for_float16(mode, multi_precision):
+    devices = contexts(2)
+    net = nn.HybridSequential()
+    net.add(Weighted(3), sbn.SyncBatchNorm(in_channels=3), Weighted(3), sbn.SyncBatchNorm())
+    net.initialize(ctx=devices)
+    net.cast("float16")
+    if MODES[mode] is not None:
+        net.hybridize(**MODES[mode])
+    optimizer = {"learning_rate": 0.1, "momentum": 0.9, "multi_precision": multi_precision}
+    trainer = gluon.Trainer(net.collect_params(), "sgd", optimizer)
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((6, 3, 5, 5)).astype("float16")
+    target = (2 * x + 1).astype("float16")
+    losses = []
+    for _ in range(30):
+        with autograd.record():
+            parts = [
+                ((net(a) - b) ** 2).mean()
+                for a, b in zip(shards(x, (2, 4), devices), shards(target, (2, 4), devices))
+            ]
+        autograd.backward(parts)
+        trainer.step(2)
+        losses.append(np.mean([float(part.asscalar()) for part in parts]))
+    assert losses[-1] < 0.1 * losses[0]
+    for parameter in params_of(net):
+        weight = parameter.name.endswith("weight")
+        first, second = (array.asnumpy() for array in parameter.list_data())
+        assert first.dtype == (np.float16 if weight else np.float32)
+        assert_same_bits(first, second, parameter.name)
+
+
+class Mixed(mx.gluon.HybridBlock):
+    """float32, then a 16-bit type, then float32 again, as mixed precision has it."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = numpy_dtype(dtype)
+        self.conv = nn.Conv2D(4, 3, in_channels=3)
+        self.wide, self.narrow = sbn.SyncBatchNorm(), sbn.SyncBatchNorm()
+        self.narrow.cast(self.dtype)
+        self.dense = nn.Dense(2)
+
+    def hybrid_forward(self, F, x):
+        x = self.wide(self.conv(x))
+        x = self.narrow(F.amp_cast(x, dtype=self.dtype))
+        return self.dense(F.amp_cast(x, dtype="float32"))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_net_of_float32_and_16_bit_parts(dtype):
+    x = np.random.default_rng(0).standard_normal((6, 3, 8, 8)).astype("float32")
+    results = []
+    for mode in MODES.values():
+        mx.random.seed(0)
+        net = Mixed(dtype)
+        net.initialize(mx.init.Xavier(), ctx=contexts(2))
+        if mode is not None:
+            net.hybridize(**mode)
+        with autograd.record():
+            ys = [net(shard) for shard in shards(x, (2, 4), contexts(2))]
+            losses = [(y**2).sum() for y in ys]
+        autograd.backward(losses)
+        mx.nd.waitall()
+        gradient = sum(net.conv.weight.grad(device).asnumpy() for device in contexts(2))
+        results.append((np.concatenate([y.asnumpy() for y in ys]), gradient))
+        convolved = net.conv(mx.nd.array(x)).asnumpy().astype("float64")
+        normal = reference.forward(convolved, np.ones(4), np.zeros(4)).y
+        again = reference.forward(normal, np.ones(4), np.zeros(4)).y
+        expected = net.dense(mx.nd.array(again.astype("float64"))).asnumpy()
+        limit = {"float16": 2**-9, "bfloat16": 2**-6}[dtype]
+        assert relative_error(results[-1][0], expected) < limit
+    for y, gradient in results[1:]:
+        assert_close(y, results[0][0], "float32")
+        assert_close(gradient, results[0][1], "float32")
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_saved_net_loads_in_a_16_bit_type(dtype, tmp_path):
+    x, dy, gamma, beta = data((4, 3, 5), "float32")
+    layer = prepare(sbn.SyncBatchNorm(prefix="bn_"), contexts(1), "float32", None, gamma, beta)
+    run(layer, x, dy, (4,), contexts(1))
+    layer.save_parameters(str(tmp_path / "bn.params"))
+    other = sbn.SyncBatchNorm(prefix="bn_", in_channels=3)
+    other.cast(numpy_dtype(dtype))
+    other.load_parameters(str(tmp_path / "bn.params"), ctx=contexts(2))
+    small, gradient, _, _ = data((4, 3, 5), dtype)
+    result = run(other, small, gradient, (1, 3), contexts(2))
+    expected = 0.9 * layer.running_mean.data().asnumpy() + 0.1 * values(small).astype(
+        "float64"
+    ).mean((0, 2))
+    np.testing.assert_allclose(result.running_mean, expected, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+@pytest.mark.parametrize("momentum", [0.9, None])
+def test_an_exported_net_loads_as_float16(tmp_path, momentum):
+    net = nn.HybridSequential()
+    net.add(sbn.SyncBatchNorm(in_channels=3, momentum=momentum), nn.Activation("relu"))
+    net.initialize()
+    net.hybridize()
+    x = mx.nd.random.normal(shape=(2, 3, 8, 8))
+    expected = net(x).asnumpy()
+    net.export(str(tmp_path / "net"))
+    loaded = gluon.SymbolBlock.imports(
+        str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
+    )
+    loaded.cast("float16")
+    y = loaded(x.astype("float16"))
+    assert y.dtype == np.float16
+    # x is rounded too.
+    assert relative_error(y.asnumpy(), expected) < 2 * 2**-11 + 1e-6
+
+
+def test_the_number_of_batches_is_not_counted_in_float16():
+    layer = sbn.SyncBatchNorm(in_channels=3, momentum=None)
+    layer.initialize()
+    layer.num_batches_tracked.cast("float16")
+    layer(mx.nd.ones((2, 3))).wait_to_read()
+    with pytest.raises(mx.MXNetError, match="num_batches_tracked is of dtype float16 and has to"):
+        with autograd.train_mode():
+            layer(mx.nd.ones((2, 3))).wait_to_read()
+
+
+def test_against_the_reference_in_many_channels_and_one_pixel():
+    for dtype in HALVES:
+        x, dy, gamma, beta = data((3, 2500), dtype)
+        layer = prepare(sbn.SyncBatchNorm(), contexts(2), dtype, {}, gamma, beta)
+        check(run(layer, x, dy, (1, 2), contexts(2)), x, dy, gamma, beta, dtype)

@@ -1,0 +1,110 @@
+"""gluoncv's FCN with our layer: one step of two devices is that of one with the whole batch.
+
+In a process of its own: each of MXNet's workspaces grows to 10 MB with this net, so there must be
+fewer than conftest.py asks for; and gluoncv changes how Pillow takes damaged images, for everyone.
+"""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd
+from mxnet.gluon import nn
+from runs import contexts
+from tolerances import assert_same_bits
+
+import gluon_syncbn as sbn
+
+SIZE = 48
+CLASSES = 21
+
+
+def build(devices):
+    with warnings.catch_warnings():
+        # gluoncv asks for newer and older packages than each other.
+        warnings.simplefilter("ignore")
+        from gluoncv.model_zoo.segbase import get_segmentation_model
+    mx.random.seed(7)
+    net = get_segmentation_model(
+        "fcn",
+        dataset="pascal_voc",
+        backbone="resnet50",
+        pretrained_base=False,
+        norm_layer=sbn.SyncBatchNorm,
+        norm_kwargs={"num_devices": len(devices)},
+        aux=False,
+        crop_size=SIZE,
+        base_size=SIZE,
+    )
+    # The heads were initialized on cpu(0) when they were made.
+    net.initialize(mx.init.Xavier(), ctx=devices, force_reinit=True)
+    net.apply(_without_dropout)
+    net.hybridize(static_alloc=True)
+    return net
+
+
+def _without_dropout(block):
+    # Two devices would draw other masks than one.
+    if isinstance(block, nn.Dropout):
+        block._rate = 0
+
+
+def make_batch():
+    generator = np.random.default_rng(0)
+    images = generator.standard_normal((4, 3, SIZE, SIZE)).astype("float32")
+    labels = generator.integers(0, CLASSES, (4, SIZE, SIZE)).astype("float32")
+    return images, labels
+
+
+def train(net, trainer, batch, devices, steps):
+    """The mean loss of each step."""
+    images, labels = (mx.gluon.utils.split_and_load(mx.nd.array(array), devices) for array in batch)
+    loss_of = mx.gluon.loss.SoftmaxCrossEntropyLoss(axis=1)
+    losses = []
+    for _ in range(steps):
+        with autograd.record():
+            parts = [loss_of(net(x)[0], y) for x, y in zip(images, labels)]
+        autograd.backward(parts)
+        trainer.step(len(batch[0]))
+        losses.append(float(np.concatenate([part.asnumpy() for part in parts]).mean()))
+    mx.nd.waitall()
+    return losses
+
+
+def compare():
+    batch = make_batch()
+    first, nets = [], []
+    for count, steps in ((1, 1), (2, 20)):
+        devices = contexts(count)
+        net = build(devices)
+        # Deferred parameters get their values in the order of the first forward, the same in both.
+        trainer = mx.gluon.Trainer(
+            net.collect_params(), "sgd", {"learning_rate": 1e-3, "momentum": 0.9}, kvstore="device"
+        )
+        losses = train(net, trainer, batch, devices, steps)
+        assert np.isfinite(losses).all()
+        first.append(losses[0])
+        nets.append(net)
+    assert abs(first[1] - first[0]) <= 1e-6 * abs(first[0])
+    assert losses[-1] < losses[0]
+    running = [p for name, p in nets[1].collect_params().items() if "running" in name]
+    assert len(running) > 100
+    for parameter in running:
+        on_first, on_second = (array.asnumpy() for array in parameter.list_data())
+        assert_same_bits(on_second, on_first, parameter.name)
+
+
+def test_fcn_resnet50_on_two_devices():
+    environment = {**os.environ, "MXNET_CPU_TEMP_COPY": "512"}
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0 and "equal" in done.stdout, done.stderr
+
+
+if __name__ == "__main__":
+    compare()
+    print("equal")

@@ -1,0 +1,379 @@
+"""MXNet's NumPy arrays, ``mx.npx.set_np()``: the same bits as with all others, in nets of them."""
+
+import contextlib
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+from runs import MODES, contexts, numpy_arrays, prepare, run
+from tolerances import EXPORTED, ONNX, assert_close, assert_same_bits, relative_error
+
+import gluon_syncbn as sbn
+from gluon_syncbn.__main__ import main
+from gluon_syncbn.deploy.files import read_parameters
+from gluon_syncbn.layers.operator import is_numpy
+from gluon_syncbn.training.trainer import clear
+
+GENERATOR = np.random.default_rng(3)
+X = GENERATOR.normal(1, 2, (4, 3, 10, 10)).astype("float32")
+
+
+def results(make, dtype, mode, axis=1, count=2):
+    """Of a layer after two steps, in float64 for float16's sake."""
+    generator = np.random.default_rng(1)
+    shape = [4, 6, 7]
+    shape[axis] = 5
+    x, dy = (generator.normal(2, 3, shape).astype(dtype) for _ in range(2))
+    devices = contexts(count)
+    layer = prepare(make(axis=axis), devices, dtype, MODES[mode])
+    sizes = [3, 1] if count == 2 else [4]
+    return run(layer, x, dy, sizes, devices, steps=2)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("mode", MODES)
+def test_same_bits(mode, dtype, count):
+    expected = results(sbn.SyncBatchNorm, dtype, mode, count=count)
+    with numpy_arrays():
+        found = results(sbn.SyncBatchNorm, dtype, mode, count=count)
+    for name, array in expected._asdict().items():
+        assert_same_bits(getattr(found, name), array, name)
+
+
+LAYERS = {
+    "cumulative": lambda axis: sbn.SyncBatchNorm(axis=axis, momentum=None),
+    "frozen": lambda axis: sbn.SyncBatchNorm(axis=axis, use_global_stats=True),
+    "no scale": lambda axis: sbn.SyncBatchNorm(axis=axis, scale=False, center=False),
+    "virtual": lambda axis: sbn.VirtualBatchNorm(1, axis=axis),
+    "relu": lambda axis: sbn.convert_sync_batchnorm(nn.BatchNormReLU(axis=axis)),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("mode", ["imperative", "static_alloc"])
+def test_layers(mode, kind):
+    count = 1 if kind == "virtual" else 2
+    expected = results(LAYERS[kind], "float32", mode, axis=2, count=count)
+    with numpy_arrays():
+        found = results(LAYERS[kind], "float32", mode, axis=2, count=count)
+    for name, array in expected._asdict().items():
+        assert_same_bits(getattr(found, name), array, name)
+
+
+class Residual(gluon.HybridBlock):
+    def __init__(self, channels, norm, **arguments):
+        super().__init__(**arguments)
+        with self.name_scope():
+            self.body = nn.HybridSequential()
+            for _ in range(2):
+                self.body.add(nn.Conv2D(channels, 3, padding=1), norm())
+            self.beside = nn.Conv2D(channels, 1)
+
+    def hybrid_forward(self, F, x):
+        return F.npx.relu(self.body(x) + self.beside(x))
+
+
+def make_net(norm=sbn.SyncBatchNorm, count=2):
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(Residual(6, norm), nn.MaxPool2D(), Residual(4, norm), nn.GlobalAvgPool2D())
+        net.add(nn.Dense(3))
+    mx.random.seed(2)
+    net.initialize(mx.init.Xavier(), ctx=contexts(count))
+    return net
+
+
+def step(net, count=2, x=X, trainer=None):
+    devices = contexts(count)
+    with autograd.record():
+        losses = [(net(part) ** 2).mean() for part in split(x, devices)]
+    autograd.backward(losses)
+    mx.nd.waitall()
+    if trainer:
+        trainer.step(count)
+    return np.mean([loss.asnumpy() for loss in losses])
+
+
+def split(x, devices):
+    return gluon.utils.split_and_load(mx.np.array(x), devices)
+
+
+def outputs(net, x=X):
+    with autograd.pause():
+        return net(mx.np.array(x)).asnumpy()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_net_beside_stock(mode):
+    def losses(norm, count):
+        net = make_net(norm, count)
+        if MODES[mode] is not None:
+            net.hybridize(**MODES[mode])
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+        return [step(net, count, trainer=trainer) for _ in range(4)] + [outputs(net)]
+
+    with numpy_arrays():
+        *expected, y = losses(nn.BatchNorm, 1)
+        *found, y_found = losses(sbn.SyncBatchNorm, 2)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    np.testing.assert_allclose(y_found, y, rtol=1e-3, atol=1e-4)
+
+
+def test_other_arrays_are_refused_before_devices_wait():
+    with numpy_arrays():
+        layer = sbn.SyncBatchNorm(in_channels=3)
+        layer.initialize(ctx=contexts(2))
+        with autograd.record(), pytest.raises(TypeError, match=r"mx\.nd array.*as_np_ndarray\(\)"):
+            layer(mx.nd.array(X))
+        assert sbn.native.waiting() == 0
+        mx.nd.waitall()
+
+
+def test_switched_off_again():
+    with numpy_arrays():
+        step(make_net())
+    results(sbn.SyncBatchNorm, "float32", "hybrid")
+
+
+def test_data_of_workers():
+    """On cpu_shared(0), as they come from a DataLoader."""
+    with numpy_arrays():
+        net = make_net(count=1)
+        expected = outputs(net)
+        shared = mx.nd.array(X, ctx=mx.Context("cpu_shared", 0)).as_np_ndarray()
+        assert_same_bits(net(shared).asnumpy(), expected)
+
+
+def load(prefix):
+    with pytest.warns(UserWarning):  # MXNet's own, for inputs whose dtype a file does not say
+        return gluon.SymbolBlock.imports(
+            f"{prefix}-symbol.json", ["data"], f"{prefix}-0000.params", ctx=contexts(2)
+        )
+
+
+@pytest.mark.parametrize("norm", [sbn.SyncBatchNorm, nn.BatchNorm])
+def test_conversion(norm, tmp_path):
+    """Of blocks, and of a graph from a file."""
+    with numpy_arrays():
+        net = make_net(norm, 1)
+        net.hybridize()
+        loss = step(net, 1)
+        expected = outputs(net)
+        net.export(str(tmp_path / "net"))
+        net.save_parameters(str(tmp_path / "net.params"))
+        net.collect_params().reset_ctx(contexts(2))
+        for converted in (net, load(tmp_path / "net")):
+            sbn.convert_sync_batchnorm(converted)
+            assert relative_error(outputs(converted), expected) < 1e-6
+            assert step(converted) == pytest.approx(loss, rel=1e-6)
+            sbn.revert_sync_batchnorm(converted)
+            assert step(converted) != pytest.approx(loss, rel=1e-6)
+        other = make_net()
+        other.load_parameters(str(tmp_path / "net.params"), ctx=contexts(2))
+        assert relative_error(outputs(other), expected) < 1e-6
+
+
+@pytest.mark.parametrize("hybridized", [False, True])
+@pytest.mark.parametrize("fold", [False, True])
+def test_export(fold, hybridized, tmp_path):
+    with numpy_arrays():
+        net = make_net()
+        if hybridized:
+            net.hybridize()
+        step(net)
+        expected = outputs(net)
+        made = sbn.export(
+            net, tmp_path / "m", fold=fold, onnx=tmp_path / "m.onnx", input_shape=X.shape
+        )
+        assert made.onnx_error <= ONNX
+        assert relative_error(outputs(load(tmp_path / "m")), expected) <= EXPORTED[fold]
+        # The net goes on.
+        assert_same_bits(outputs(net), expected)
+        step(net)
+
+
+@pytest.mark.parametrize("convert", [sbn.convert_sync_batchnorm, lambda graph: graph])
+@pytest.mark.parametrize("nested", [False, True])
+def test_export_of_a_graph(nested, convert, tmp_path):
+    """MXNet's own SymbolBlock takes no NumPy symbols, and changes itself in trying."""
+    with numpy_arrays():
+        net = make_net()
+        net.hybridize()
+        step(net)
+        net.export(str(tmp_path / "own"))
+        net = graph = convert(load(tmp_path / "own"))
+        if nested:
+            net = nn.HybridSequential()
+            net.add(graph, nn.Dense(2))
+            net[1].initialize(ctx=contexts(2))
+        expected, before = outputs(net), graph._cached_graph[1].tojson()
+        for _ in range(2):
+            sbn.export(net, tmp_path / "m")
+            assert relative_error(outputs(load(tmp_path / "m")), expected) <= EXPORTED[False]
+        assert graph._cached_graph[1].tojson() == before
+        assert_same_bits(outputs(net), expected)
+        step(net)
+        if convert is sbn.convert_sync_batchnorm:
+            expected = outputs(net)
+            net.hybridize()
+            assert relative_error(outputs(net), expected) <= EXPORTED[False]
+            step(net)
+
+
+@mx.util.use_np
+class OfUseNp(gluon.HybridBlock):
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.body = nn.Dense(4)
+            self.norm = sbn.SyncBatchNorm()
+
+    def hybrid_forward(self, F, x):
+        return F.npx.relu(self.norm(self.body(x)))
+
+
+@pytest.mark.parametrize("hybridized", [False, True])
+def test_export_of_a_net_of_use_np(hybridized, tmp_path):
+    """NumPy's arrays are switched on within its methods alone."""
+    net = OfUseNp()
+    net.initialize()
+    if hybridized:
+        net.hybridize()
+    x = mx.np.array(GENERATOR.normal(size=(4, 6)), dtype="float32")
+    with autograd.record():
+        net(x).backward()
+    expected = net(x).asnumpy()
+    sbn.export(net, tmp_path / "m")
+    assert not mx.util.is_np_array() and not mx.util.is_np_shape()
+    found = load(tmp_path / "m")(x).asnumpy()
+    assert relative_error(found, expected) <= EXPORTED[False]
+
+
+ONNX_OPERATORS = {
+    "2 - x": lambda F, x: 2 - x,
+    "3 / x": lambda F, x: 3 / (x * x + 1),
+    "numbers": lambda F, x: ((x + 2) * 3 - 1) / 5,
+    "power": lambda F, x: F.np.sqrt(F.np.square(x) + 1) ** 1.5,
+    "functions": lambda F, x: F.np.log(F.np.abs(-x) + 1) + F.np.exp(x) * F.np.tanh(x),
+    "mean": lambda F, x: F.np.mean(x, axis=(2, 3), keepdims=True) * x,
+    "sum": lambda F, x: F.np.sum(x, axis=1),
+    "copy": lambda F, x: F.np.copy(x),
+}
+
+
+class OneOperator(gluon.HybridBlock):
+    def __init__(self, function):
+        super().__init__()
+        self.norm = sbn.SyncBatchNorm(in_channels=3)
+        self._function = function
+
+    def hybrid_forward(self, F, x):
+        return self._function(F, self.norm(x))
+
+
+@pytest.mark.parametrize("name", ONNX_OPERATORS)
+def test_onnx_operators(name, tmp_path, capsys):
+    with numpy_arrays():
+        net = OneOperator(ONNX_OPERATORS[name])
+        net.initialize()
+        made = sbn.export(net, tmp_path / "m", onnx=tmp_path / "m.onnx", input_shape=(2, 3, 4, 5))
+    assert made.onnx_error <= ONNX and capsys.readouterr().out == ""
+
+
+class ScalarOutput(gluon.HybridBlock):
+    def __init__(self):
+        super().__init__()
+        self.norm = sbn.SyncBatchNorm(in_channels=3)
+
+    def hybrid_forward(self, F, x):
+        return F.np.exp(F.np.mean(F.npx.sigmoid(self.norm(x)) - F.np.tanh(x) * x / 7))
+
+
+def test_an_output_without_axes(tmp_path):
+    with numpy_arrays():
+        net = ScalarOutput()
+        net.initialize()
+        sbn.export(net, tmp_path / "m")
+        y = outputs(net)
+        assert y.shape == ()
+        assert_close(outputs(load(tmp_path / "m")), y, "float32")
+
+
+def test_commands(tmp_path, capsys):
+    """MXNet saves parameters in two ways, and each is loaded with NumPy's arrays switched on, or
+    off, alone. What commands write is saved as what they read."""
+    with numpy_arrays():
+        net = make_net()
+        net.hybridize()
+        step(net)
+        expected = outputs(net)
+        net.export(str(tmp_path / "own"))
+        net.save_parameters(str(tmp_path / "c.params"))
+    mx.nd.save(str(tmp_path / "other.params"), {"w": mx.nd.ones(2)})
+    own, c = str(tmp_path / "own"), str(tmp_path / "c.params")
+    assert main(["export", own, "--fold", "-o", str(tmp_path / "m")]) == 0
+    assert main(["convert", c, "--dtype", "float64", "-o", str(tmp_path / "d.params")]) == 0
+    assert main(["inspect", c]) == main(["inspect", own]) == 0
+    assert capsys.readouterr().out.count("4 layers, 20 channels: 0 dead, 0 exploding") == 2
+    assert not mx.util.is_np_shape()
+    with numpy_arrays():
+        assert relative_error(outputs(load(tmp_path / "m")), expected) <= EXPORTED[True]
+        wide, narrow = (mx.npx.load(str(tmp_path / f"{name}.params")) for name in "dc")
+        for name, array in narrow.items():
+            assert_same_bits(wide[name].asnumpy(), array.asnumpy().astype("float64"))
+        # Those of others too, as where a net of --net switches NumPy's arrays on.
+        assert read_parameters(str(tmp_path / "other.params"))["w"].shape == (2,)
+
+
+def make_for_commands():
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Dense(4, in_units=3), sbn.SyncBatchNorm(in_channels=4))
+    return net
+
+
+def make_numpy_for_commands():
+    mx.npx.set_np()
+    return make_for_commands()
+
+
+@pytest.mark.parametrize("make", [make_for_commands, make_numpy_for_commands])
+@pytest.mark.parametrize("saved", [make_for_commands, make_numpy_for_commands])
+def test_commands_with_the_function_of_a_net(saved, make, tmp_path, capsys):
+    """Both kinds of nets load both kinds of files."""
+    file, name = str(tmp_path / "a.params"), f"{__name__}:{make.__name__}"
+    try:
+        net = saved()
+        net.initialize()
+        net.save_parameters(file)
+        mx.npx.reset_np()
+        assert main(["export", file, "--net", name, "-o", str(tmp_path / "m")]) == 0
+        mx.npx.reset_np()
+        assert main(["inspect", file, "--net", name]) == 0
+    finally:
+        mx.npx.reset_np()
+    assert "1 layers, 4 channels: 0 dead, 0 exploding" in capsys.readouterr().out
+
+
+def test_participants():
+    with numpy_arrays():
+        net = make_net()
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+        step(net, trainer=trainer)
+        with sbn.participants(contexts(1), trainer):
+            step(net, 1, trainer=trainer)
+        for name, parameter in net.collect_params().items():
+            first, second = (array.asnumpy() for array in parameter.list_data())
+            assert_same_bits(second, first, name)
+
+
+def test_gradients_are_cleared():
+    with numpy_arrays():
+        arrays = [mx.np.ones(()), mx.np.ones(2)]
+    for gradient in (*arrays, mx.nd.ones((3, 2)), mx.nd.ones((3, 2)).tostype("row_sparse")):
+        with numpy_arrays() if is_numpy(gradient) else contextlib.nullcontext():
+            clear(gradient)
+            assert np.all(gradient.asnumpy() == 0)

@@ -1,0 +1,552 @@
+"""What happens when devices do not meet as they should: an error that tells the story, and training
+goes on."""
+
+import functools
+import gc
+import logging
+import time
+
+import mxnet as mx
+import numpy as np
+import pytest
+import reference
+from mxnet import autograd
+from mxnet.gluon import nn
+from runs import MODES, contexts
+from tolerances import assert_close
+
+import gluon_syncbn as sbn
+from gluon_syncbn import native
+
+SHAPE = (2, 3, 8, 8)
+TIMEOUT = 1.0
+
+
+def build(mode="imperative", devices=2, **arguments):
+    """One layer behind a convolution, which has a Trainer."""
+    arguments.setdefault("group", sbn.SyncGroup(timeout=TIMEOUT))
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(4, 3), sbn.SyncBatchNorm(**arguments), nn.Activation("relu"))
+        net.add(nn.Conv2D(4, 3), sbn.SyncBatchNorm(**arguments))
+    net.initialize(ctx=contexts(devices))
+    if MODES[mode] is not None:
+        net.hybridize(**MODES[mode])
+    return net
+
+
+def batch(devices=2, seed=0):
+    generator = np.random.default_rng(seed)
+    return [
+        mx.nd.array(generator.standard_normal(SHAPE), ctx=device) for device in contexts(devices)
+    ]
+
+
+def train(net, xs, backward=None):
+    """Returns the losses. `backward`: on how many devices to go back."""
+    with autograd.record():
+        losses = [net(x).square().mean() for x in xs]
+    for loss in losses[:backward]:
+        loss.backward()
+    return losses
+
+
+def fetch(arrays):
+    return [float(array.asscalar()) for array in arrays]
+
+
+def fails(call, *words, within=10.0):
+    """The call ends in an MXNetError that says all this, in time."""
+    begin = time.time()
+    with pytest.raises(mx.MXNetError) as error:
+        call()
+    assert time.time() - begin < within
+    for word in words:
+        assert word in str(error.value), f"{word!r} is missing in: {error.value}"
+
+
+def clear():
+    """What the other devices have to say of an error that was told already."""
+    for _ in range(3):
+        try:
+            mx.nd.waitall()
+            return
+        except mx.MXNetError:
+            pass
+
+
+def goes_on(net, devices=2):
+    """The same net trains on, and the first layer's statistics are right."""
+    clear()
+    for seed in range(3):
+        losses = fetch(train(net, batch(devices, seed)))
+        assert np.isfinite(losses).all()
+    conv, norm = net[0], net[1]
+    before = norm.running_mean.data(mx.cpu(0)).asnumpy()
+    xs = batch(devices, 7)
+    with autograd.train_mode():
+        hidden = np.concatenate([conv(x).asnumpy() for x in xs])
+        for x in xs:
+            net(x)
+    # With static_shape, MXNet does not make a reader of auxiliary states wait for who writes them.
+    mx.nd.waitall()
+    mean = reference.forward(hidden, np.ones(4), np.zeros(4)).mean
+    for device in contexts(devices):
+        after = norm.running_mean.data(device).asnumpy()
+        assert_close(after, 0.9 * before + 0.1 * mean, "float32")
+
+
+@pytest.fixture(autouse=True)
+def leave_no_error():
+    yield
+    clear()
+
+
+def prepared(mode="imperative", **arguments):
+    net = build(mode, **arguments)
+    fetch(train(net, batch()))
+    mx.nd.waitall()
+    return net
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_missing_device_forward(mode):
+    net = prepared(mode)
+    begin = time.time()
+    fails(
+        lambda: fetch(train(net, batch()[:1], backward=0)),
+        "net_syncbatchnorm0",
+        "forward call 1",
+        "Came: cpu(0). Missing: cpu(1).",
+        "has waited ",
+        "MXNET_CPU_TEMP_COPY is 65536",
+    )
+    assert time.time() - begin >= TIMEOUT
+    goes_on(net)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_missing_device_backward(mode):
+    net = prepared(mode)
+
+    def step():
+        train(net, batch(), backward=1)
+        net[0].weight.grad(mx.cpu(0)).wait_to_read()
+
+    fails(
+        step, "net_syncbatchnorm1", "backward call 1", "Missing: cpu(1)", "backward is not called"
+    )
+    goes_on(net)
+
+
+def test_losses_that_are_added_up_on_one_device():
+    """MXNet bulks the operations of one device."""
+    net = prepared()
+
+    def step():
+        with autograd.record():
+            losses = [net(x).as_in_context(mx.cpu(0)).square().mean() for x in batch()]
+            total = mx.nd.add_n(*losses)
+        total.backward()
+        mx.nd.waitall()
+
+    fails(step, "Missing: cpu(1)", "the losses of several devices were added up", "the list")
+    goes_on(net)
+
+
+def test_a_warning_comes_first(caplog):
+    net = prepared()
+    with caplog.at_level(logging.WARNING, logger="gluon_syncbn"):
+        fails(lambda: fetch(train(net, batch()[:1], backward=0)), "Missing")
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1
+    for word in (
+        "net_syncbatchnorm0",
+        "Came: cpu(0). Missing: cpu(1).",
+        "After 1 s this is an error",
+    ):
+        assert word in warnings[0]
+    clear()
+
+
+def test_the_timeout_from_the_environment(monkeypatch):
+    monkeypatch.setenv("GLUON_SYNCBN_TIMEOUT", "0.7")
+    net = prepared(group=None)
+    begin = time.time()
+    fails(lambda: fetch(train(net, batch()[:1], backward=0)), "has waited ")
+    assert 0.7 <= time.time() - begin < 5
+    goes_on(net)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_extra_call(mode):
+    net = prepared(mode)
+    xs = batch()
+
+    def step():
+        with autograd.record():
+            ys = [net(x) for x in (*xs, xs[1])]
+        ys[2].wait_to_read()
+
+    fails(step, "net_syncbatchnorm0", "forward call 2", "Came: cpu(1). Missing: cpu(0).")
+    goes_on(net)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_exception_between_two_devices(mode):
+    net = prepared(mode)
+    xs = batch()
+    with pytest.raises(ZeroDivisionError), autograd.record():
+        net(xs[0])
+        raise ZeroDivisionError
+    fails(mx.nd.waitall, "Missing: cpu(1)", "an exception between two calls")
+    goes_on(net)
+
+
+@pytest.mark.parametrize("mode", ["imperative", "hybrid"])
+def test_mismatching_channels(mode):
+    layer = sbn.SyncBatchNorm(in_channels=4)
+    layer.initialize(ctx=contexts(2))
+    if MODES[mode] is not None:
+        layer.hybridize(**MODES[mode])
+    with pytest.raises(mx.MXNetError, match="6 channels on axis 1.*made for 4"):
+        with autograd.record():
+            layer(mx.nd.ones((2, 6, 3, 3)))
+    clear()
+    with autograd.record():
+        ys = [layer(mx.nd.ones((2, 4, 3, 3), ctx=device)) for device in contexts(2)]
+    assert not np.concatenate([y.asnumpy() for y in ys]).any()
+
+
+def test_too_many_devices_asked_for():
+    net = build(num_devices=3)
+    fails(
+        lambda: fetch(train(net, batch(), backward=0)),
+        "num_devices=3",
+        "2 (cpu(0), cpu(1))",
+        within=TIMEOUT,
+    )
+
+
+def test_fewer_devices_than_contexts():
+    """num_devices says how many of those that have parameters take part."""
+    net = build(devices=3, num_devices=2)
+    for _ in range(3):
+        assert np.isfinite(fetch(train(net, batch(3)[1:]))).all()
+
+
+def test_more_devices_than_asked_for():
+    """Who comes first would meet whom: other pairs in each pass."""
+    net = build(devices=3, num_devices=2)
+    xs = batch(3)
+
+    def step():
+        for loss in train(net, xs, backward=0):
+            loss.wait_to_read()
+
+    fails(step, "num_devices=2", "came too", "SyncGroup", within=TIMEOUT)
+
+
+def test_those_who_wait_hear_of_a_stranger_at_once():
+    net = build(devices=3, group=sbn.SyncGroup(devices=contexts(2), timeout=20))
+    xs = batch(3)
+    fails(
+        lambda: [loss.wait_to_read() for loss in train(net, [xs[0], xs[2]], backward=0)],
+        "was called on cpu(2)",
+        within=5,
+    )
+
+
+def test_a_group_names_its_devices():
+    group = sbn.SyncGroup(devices=contexts(2), timeout=TIMEOUT)
+    net = build(devices=3, group=group)
+    assert np.isfinite(fetch(train(net, batch()))).all()
+
+    def stranger():
+        with autograd.train_mode():
+            net(batch(3)[2]).wait_to_read()
+
+    fails(stranger, "was called on cpu(2)", "its devices are 2 (cpu(0), cpu(1))")
+
+
+def test_a_context_without_parameters():
+    layer = sbn.SyncBatchNorm(in_channels=3)
+    layer.initialize(ctx=contexts(2))
+    with pytest.raises(ValueError, match=r"data on cpu\(5\).*\[cpu\(0\), cpu\(1\)\].*initialize"):
+        layer(mx.nd.ones((2, 3), ctx=mx.cpu(5)))
+
+
+def test_failures_one_after_another():
+    net = prepared("static_alloc")
+    for _ in range(5):
+        fails(lambda: fetch(train(net, batch()[1:], backward=0)), "Missing: cpu(0)")
+        clear()
+        assert np.isfinite(fetch(train(net, batch()))).all()
+    goes_on(net)
+
+
+def test_moving_to_other_contexts():
+    """The participants are where the parameters live now, also in a graph that was traced
+    before."""
+    net = prepared("static_alloc")
+    for count in (1, 3, 2):
+        net.collect_params().reset_ctx(contexts(count))
+        assert native.layer._layers[net[1]._layer.number].devices == tuple(
+            map(str, contexts(count))
+        )
+        goes_on(net, count)
+
+
+def test_moving_while_devices_go_backward():
+    """They meet yet where they were, and their gradients arrive."""
+    net = nn.HybridSequential()
+    for _ in range(20):
+        net.add(sbn.SyncBatchNorm(in_channels=2))
+    net.initialize(ctx=contexts(2))
+    xs = [mx.nd.random.normal(shape=(2, 2, 9, 9), ctx=device) for device in contexts(2)]
+    for _ in range(5):
+        for x in xs:
+            x.attach_grad()
+        with autograd.record():
+            losses = [(net(x) * x).sum() for x in xs]
+        autograd.backward(losses)
+        net.collect_params().reset_ctx(mx.cpu(2))
+        net.collect_params().reset_ctx(contexts(2))
+        mx.nd.waitall()
+        assert all(x.grad.asnumpy().all() for x in xs)
+
+
+def test_moving_after_an_error_that_nobody_waited_for():
+    net = prepared()
+    train(net, batch()[:1], backward=0)
+    fails(lambda: net.collect_params().reset_ctx(contexts(3)), "Missing: cpu(1)")
+    clear()
+    net.collect_params().reset_ctx(contexts(3))
+    goes_on(net, 3)
+
+
+def test_no_meeting_in_inference():
+    net = prepared("static_alloc")
+    assert np.isfinite(net(batch()[1]).asnumpy()).all()
+    with autograd.record(train_mode=False):
+        y = net(batch()[0])
+    y.backward()
+    y.wait_to_read()
+
+
+def test_an_error_ends_for_everyone_at_once():
+    """All devices but one wait; the first to give up releases the others."""
+    net = build(devices=4, group=sbn.SyncGroup(timeout=6))
+    fetch(train(net, batch(4)))
+    xs = batch(4)
+    begin = time.time()
+    losses = train(net, xs[:1], backward=0)
+    time.sleep(4)
+    losses += train(net, xs[1:3], backward=0)
+    for loss in reversed(losses):
+        with pytest.raises(mx.MXNetError, match=r"Missing: cpu\(3\)"):
+            loss.asscalar()
+    # Those who came later would have waited until 10.
+    assert time.time() - begin < 9.5
+    goes_on(net, 4)
+
+
+def test_the_graph_of_another_process_does_not_train(tmp_path):
+    net = prepared("hybrid")
+    net.export(str(tmp_path / "net"))
+    symbol = (tmp_path / "net-symbol.json").read_text().replace(native.PROCESS, "another")
+    (tmp_path / "net-symbol.json").write_text(symbol)
+    loaded = mx.gluon.SymbolBlock.imports(
+        str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
+    )
+    x = batch()[0]
+    np.testing.assert_array_equal(loaded(x).asnumpy(), net(x).asnumpy())
+
+    def step():
+        with autograd.record():
+            loaded(x).wait_to_read()
+
+    fails(step, "does not exist in this process", "convert_sync_batchnorm", "load its parameters")
+    clear()
+    sbn.convert_sync_batchnorm(loaded)
+    step()
+
+
+def graph_of(net, **params):
+    data = mx.sym.var("data")
+    return mx.gluon.SymbolBlock(net(data), data, **params)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_a_graph_that_outlives_its_net(num_devices, mode):
+    """gluoncv's SSD takes the graph and the parameters of a net and forgets the net."""
+    xs = batch()
+
+    def losses(keep_net):
+        mx.random.seed(0)
+        net = build(num_devices=num_devices)
+        graph = graph_of(net, params=net.collect_params())
+        kept = [net] if keep_net else []
+        del net
+        gc.collect()
+        graph.initialize(mx.init.Xavier(), ctx=contexts(2), force_reinit=True)
+        if MODES[mode] is not None:
+            graph.hybridize(**MODES[mode])
+        found = fetch(train(graph, xs))
+        del kept
+        return found, graph
+
+    found, graph = losses(keep_net=False)
+    assert found == losses(keep_net=True)[0]
+    # It fails, and goes on, as the net would.
+    fails(lambda: fetch(train(graph, xs[:1])), "Came: cpu(0). Missing: cpu(1).")
+    clear()
+    fetch(train(graph, xs))
+
+
+def test_a_layer_goes_with_its_parameters():
+    layer = sbn.SyncBatchNorm(in_channels=3)
+    number = layer._layer.number
+    graph = graph_of(layer, params=layer.collect_params())
+    del layer
+    gc.collect()
+    assert number in native.layer._layers
+    del graph
+    gc.collect()
+    assert number not in native.layer._layers
+
+
+@pytest.mark.parametrize("num_devices, count", [(2, 2), (None, 1)])
+def test_a_module_on_the_symbol_of_a_net_that_is_gone(num_devices, count):
+    layer = sbn.SyncBatchNorm(prefix="bn_", num_devices=num_devices)
+    symbol = mx.sym.MakeLoss(layer(mx.sym.var("data")))
+    del layer
+    gc.collect()
+    module = mx.mod.Module(symbol, label_names=None, context=contexts(count))
+    module.bind([("data", (4, 3))])
+    module.init_params()
+    x = np.random.default_rng(0).standard_normal((4, 3))
+    module.forward(mx.io.DataBatch([mx.nd.array(x)]), is_train=True)
+    module.backward()
+    y = module.get_outputs()[0].asnumpy()
+    assert_close(y, reference.forward(x, np.ones(3), np.zeros(3)).y, "float32")
+
+
+@pytest.mark.parametrize("num_devices, count", [(2, 2), (None, 1)])
+def test_a_graph_with_parameters_of_its_own(num_devices, count):
+    """The layer does not know these parameters, and where they are."""
+    net = graph_of(sbn.SyncBatchNorm(in_channels=3, num_devices=num_devices))
+    net.initialize(ctx=contexts(count))
+    fetch(train(net, batch(count)))
+
+
+@pytest.mark.parametrize("num_devices, count", [(None, 2), (2, 3)])
+def test_a_graph_with_parameters_of_its_own_on_more_devices(num_devices, count):
+    net = graph_of(sbn.SyncBatchNorm(in_channels=3, num_devices=num_devices))
+    net.initialize(ctx=contexts(count))
+    step = functools.partial(train, net, batch(count))
+    words = "after as many others" if num_devices else "parameters of its own"
+    fails(lambda: [step(), mx.nd.waitall()], words)
+    clear()
+    sbn.convert_sync_batchnorm(net)
+    fetch(step())
+
+
+def test_groups_in_a_graph_with_parameters_of_its_own():
+    group = sbn.SyncGroup(group_size=2, timeout=TIMEOUT)
+    net = graph_of(sbn.SyncBatchNorm(in_channels=3, num_devices=4, group=group))
+    net.initialize(ctx=contexts(4))
+    fails(lambda: fetch(train(net, batch(4))), "groups of 2", "name the devices")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_device_that_fails_before_the_others_are_called(mode, bad):
+    """They learn why at once, and do not wait for it."""
+    net = build(mode, group=sbn.SyncGroup(timeout=20))
+    fetch(train(net, batch()))
+    layer = net[1]
+
+    def step(pause):
+        with mx.util.np_shape(True), autograd.record():
+            ys = []
+            for device in contexts(2):
+                ys.append(layer(mx.nd.ones((0 if device.device_id == bad else 2, 4), ctx=device)))
+                # The failed call is over, and the layer ready for the next step.
+                time.sleep(pause)
+        return ys
+
+    fails(lambda: step(0.5)[1 - bad].wait_to_read(), f"on cpu({bad})", "holds no values")
+    clear()
+    fetch(train(net, batch()))
+
+
+def test_a_step_that_ended_before_the_others_were_called():
+    """A device that goes on is not kept from it by calls that nobody made."""
+    net = build()
+    fetch(train(net, batch()))
+    with mx.util.np_shape(True), autograd.record():
+        net[1](mx.nd.ones((0, 4), ctx=mx.cpu(0)))
+    with pytest.raises(mx.MXNetError, match="holds no values"):
+        mx.nd.waitall()
+    fetch(train(net, batch()))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_earlier_error_on_one_device(mode, direction):
+    """MXNet does not run the layer there. The others are told so, at once where the layer's arrays
+    show it: with static_shape MXNet does not track them."""
+    tracked = mode != "static_shape"
+    net = build(mode, group=sbn.SyncGroup(timeout=20 if tracked else 2))
+    fetch(train(net, batch()))
+    xs = batch()
+    bad = mx.nd.random.normal(0, -1, xs[0].shape, ctx=mx.cpu(0))
+    with autograd.record():
+        losses = [net(x).square().mean() for x in ([bad, xs[1]] if direction == "forward" else xs)]
+        if direction == "backward":
+            losses[0] = losses[0] * bad.sum()
+    for loss in losses:
+        loss.backward()
+    gradient = net[0].weight.grad(mx.cpu(1))
+    fails(gradient.wait_to_read, "Missing: cpu(0)", "earlier operation", "waitall", within=5)
+    with pytest.raises(mx.MXNetError, match="scale parameter in gaussian"):
+        for _ in range(3):
+            mx.nd.waitall()
+    clear()
+    net.collect_params().zero_grad()
+    fetch(train(net, xs))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"timeout": 0}, "timeout is 0"),
+        ({"timeout": "soon"}, "timeout is 'soon'"),
+        ({"timeout": float("nan")}, "timeout is nan"),
+        ({"devices": []}, "devices"),
+        ({"devices": [0, 1]}, "list of contexts"),
+        ({"devices": "cpu(0)"}, "list of contexts"),
+        ({"devices": [mx.cpu(0), mx.cpu(0)]}, "once"),
+    ],
+)
+def test_a_group_that_makes_no_sense(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        sbn.SyncGroup(**arguments)
+
+
+def test_a_wrong_timeout_in_the_environment(monkeypatch):
+    monkeypatch.setenv("GLUON_SYNCBN_TIMEOUT", "5 minutes")
+    with pytest.raises(ValueError, match="GLUON_SYNCBN_TIMEOUT is '5 minutes'"):
+        sbn.SyncGroup()
+
+
+def test_layers_with_equal_names_do_not_collide():
+    first, second = (sbn.SyncBatchNorm(prefix="same_", in_channels=3) for _ in range(2))
+    xs = [mx.nd.ones((2, 3), ctx=device) * (1 + device.device_id) for device in contexts(2)]
+    for layer in (first, second):
+        layer.initialize(ctx=contexts(2))
+    with autograd.train_mode():
+        ys = [first(xs[0]), second(xs[0]), second(xs[1]), first(xs[1])]
+    assert all(abs(y.asnumpy()).max() > 0.9 for y in ys)

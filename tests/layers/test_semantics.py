@@ -1,0 +1,290 @@
+"""What a layer does to its running statistics, and what it does not do."""
+
+import os
+import subprocess
+import sys
+
+import mxnet as mx
+import numpy as np
+import pytest
+import reference
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+from runs import MODES, contexts, prepare, run, shards
+from tolerances import assert_close, assert_same_bits
+
+import gluon_syncbn as sbn
+from gluon_syncbn import native
+
+SHAPE, SIZES = (7, 5, 4, 3), (2, 5)
+
+
+def batches(count, shape=SHAPE, dtype="float32"):
+    generator = np.random.default_rng(0)
+    return [(generator.standard_normal(shape) * 3 + 2).astype(dtype) for _ in range(count)]
+
+
+def step(layer, x, sizes=SIZES):
+    run(layer, x, np.ones_like(x), sizes, contexts(len(sizes)))
+
+
+# momentum=None and running_variance.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_cumulative_average(dtype, mode):
+    data = batches(4, dtype=dtype)
+    layer = prepare(sbn.SyncBatchNorm(momentum=None), contexts(2), dtype, MODES[mode])
+    for count, x in enumerate(data, 1):
+        step(layer, x)
+        moments = [reference.forward(x, np.ones(5), np.zeros(5)) for x in data[:count]]
+        mean = sum(each.mean for each in moments) / count
+        variance = sum(each.variance for each in moments) / count
+        for device in contexts(2):
+            assert layer.num_batches_tracked.data(device).asscalar() == count
+            assert_close(layer.running_mean.data(device).asnumpy(), mean, dtype)
+            assert_close(layer.running_var.data(device).asnumpy(), variance, dtype)
+
+
+@pytest.mark.parametrize("momentum", [0.9, None])
+def test_the_unbiased_variance(momentum):
+    data = batches(3)
+    arguments = {"momentum": momentum, "running_variance": "unbiased"}
+    layer = prepare(sbn.SyncBatchNorm(**arguments), contexts(2))
+    expected = np.ones(5)
+    for count, x in enumerate(data, 1):
+        step(layer, x)
+        unbiased = x.astype(np.float64).var(axis=(0, 2, 3), ddof=1)
+        rate = 1 / count if momentum is None else 1 - momentum
+        expected = (1 - rate) * expected + rate * unbiased
+    assert_close(layer.running_var.data(contexts(1)[0]).asnumpy(), expected, "float32")
+
+
+def test_a_single_value_has_no_unbiased_variance():
+    layer = prepare(sbn.SyncBatchNorm(running_variance="unbiased"), contexts(1))
+    step(layer, np.ones((1, 3), np.float32), (1,))
+    np.testing.assert_allclose(layer.running_var.data().asnumpy(), 0.9, rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", ["Unbiased", None, True])
+def test_a_running_variance_that_makes_no_sense(value):
+    with pytest.raises(ValueError, match="running_variance.*'biased' or 'unbiased'"):
+        sbn.SyncBatchNorm(running_variance=value)
+
+
+def test_the_cumulative_average_goes_on_after_a_checkpoint(tmp_path):
+    first, second = batches(2)
+    path = str(tmp_path / "layer.params")
+    straight = prepare(sbn.SyncBatchNorm(momentum=None), contexts(2))
+    for x in (first, second):
+        step(straight, x)
+    saved = prepare(sbn.SyncBatchNorm(momentum=None), contexts(2))
+    step(saved, first)
+    saved.save_parameters(path)
+    # On other devices.
+    loaded = sbn.SyncBatchNorm(momentum=None)
+    loaded.load_parameters(path, ctx=contexts(1))
+    step(loaded, second, (len(second),))
+    for name, parameter in straight.collect_params().items():
+        other = getattr(loaded, name[len(straight.prefix) :])
+        assert_same_bits(other.data().asnumpy(), parameter.data(mx.cpu(1)).asnumpy(), name)
+
+
+def test_the_cumulative_average_begins_anew_with_a_file_that_has_no_count(tmp_path):
+    path = str(tmp_path / "layer.params")
+    other = prepare(nn.BatchNorm(in_channels=5), contexts(1))
+    other.save_parameters(path)
+    layer = sbn.SyncBatchNorm(momentum=None, in_channels=5)
+    layer.initialize()
+    layer.load_parameters(path, allow_missing=True)
+    (x,) = batches(1)
+    step(layer, x, (len(x),))
+    mean = x.astype(np.float64).mean(axis=(0, 2, 3))
+    assert_close(layer.running_mean.data().asnumpy(), mean, "float32")
+    # The other way: the count is one entry too many.
+    layer.save_parameters(path)
+    other.load_parameters(path, ignore_extra=True)
+
+
+@pytest.mark.parametrize("kind", [sbn.SyncBatchNorm, lambda **kw: sbn.VirtualBatchNorm(2, **kw)])
+@pytest.mark.parametrize("momentum", [0.9, None])
+def test_a_process_without_data_learns_nothing(kind, momentum):
+    """See gluon_syncbn.distributed.join. All but the running statistics is as ever."""
+    first, second = batches(2)
+    layer = prepare(kind(momentum=momentum), contexts(1))
+    results = []
+    for absent in (True, False):
+        step(layer, first, [len(first)])
+        before = [array.asnumpy() for array in layer._layer.running_statistics()["cpu(0)"]]
+        native.set_absent(absent)
+        try:
+            results.append(run(layer, second, np.ones_like(second), [len(second)], contexts(1)))
+        finally:
+            native.set_absent(False)
+        for found, value in zip(layer._layer.running_statistics()["cpu(0)"], before):
+            assert (found.asnumpy() == value).all() == absent
+    for name in ("y", "dx"):
+        assert_same_bits(*(getattr(result, name) for result in results), name)
+
+
+def test_a_failed_step_is_not_counted():
+    layer = prepare(sbn.SyncBatchNorm(momentum=None, group=sbn.SyncGroup(timeout=1)), contexts(2))
+    (x,) = batches(1)
+    step(layer, x)
+    with autograd.record():
+        y = layer(mx.nd.array(x))
+    with pytest.raises(mx.MXNetError, match=r"Missing: cpu\(1\)"):
+        y.wait_to_read()
+    step(layer, x)
+    for device in contexts(2):
+        assert layer.num_batches_tracked.data(device).asscalar() == 2
+
+
+# Steps that are computed twice.
+
+MIRRORED = """
+import os, sys
+import mxnet as mx, numpy as np
+import gluon_syncbn as sbn
+if "variable" in sys.argv:
+    os.environ["MXNET_BACKWARD_DO_MIRROR"] = "1"
+layer = sbn.SyncBatchNorm(in_channels=3, prefix="norm_")
+layer.initialize()
+attributes = {"force_mirroring": "True"} if "attribute" in sys.argv else {}
+with mx.AttrScope(**attributes):
+    x = mx.sym.relu(mx.sym.var("data"))
+    loss = mx.sym.make_loss(mx.sym.sum(mx.sym.square(mx.sym.relu(layer(x)))))
+bound = loss.simple_bind(mx.cpu(), data=(4, 3, 5, 5), grad_req="write")
+bound.arg_dict["data"][:] = mx.nd.random.normal(loc=2, shape=(4, 3, 5, 5))
+for _ in range(2):
+    bound.forward(is_train=True)
+    bound.backward()
+if "twice" in sys.argv:
+    bound.backward()
+mx.nd.waitall()
+x = np.maximum(bound.arg_dict["data"].asnumpy(), 0).mean(axis=(0, 2, 3))
+print(np.log1p(-(bound.aux_dict["norm_running_mean"].asnumpy() / x)[0]) / np.log(0.9))
+"""
+
+
+@pytest.mark.parametrize("how", [[], ["variable"], ["attribute"], ["variable", "twice"]])
+def test_a_forward_that_mxnet_computes_again(how):
+    """MXNET_BACKWARD_DO_MIRROR, or an attribute, has MXNet's executor do so. On equal data in each
+    step, so that only who computes tells a new step from the last one."""
+    result = subprocess.run(
+        [sys.executable, "-c", MIRRORED, *how], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout) == pytest.approx(2, abs=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["imperative", "hybrid", "static_alloc"])
+def test_equal_batches_after_each_other_are_steps_of_their_own(mode):
+    """With the same variable."""
+    hybridize = "" if MODES[mode] is None else f"layer.hybridize(**{MODES[mode]})\n"
+    script = (
+        "import mxnet as mx, gluon_syncbn as sbn\n"
+        "layer = sbn.SyncBatchNorm(in_channels=1, momentum=0.5)\n"
+        f"layer.initialize()\n{hybridize}"
+        "for _ in range(3):\n"
+        "    with mx.autograd.record():\n"
+        "        y = layer(mx.nd.array([[7], [9]]))\n"
+        "    y.backward()\n"
+        "print(layer.running_mean.data().asscalar())\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "MXNET_BACKWARD_DO_MIRROR": "1"},
+    )
+    assert float(result.stdout) == 7, result.stderr
+
+
+@pytest.mark.parametrize("mode", ["imperative", "hybrid"])
+def test_backward_twice(mode):
+    """With retain_graph the second one meets again: equal gradients, statistics that move once."""
+    (x,), devices = batches(1), contexts(2)
+    layer = prepare(sbn.SyncBatchNorm(momentum=0), devices, mode=MODES[mode])
+    xs = shards(x, SIZES, devices)
+    for array in xs:
+        array.attach_grad()
+    with autograd.record():
+        losses = [(layer(array) ** 3).sum() for array in xs]
+    found = []
+    for retain in (True, True, False):
+        autograd.backward(losses, retain_graph=retain)
+        found.append(
+            [array.grad.asnumpy() for array in xs] + [layer.gamma.grad(mx.cpu(1)).asnumpy()]
+        )
+    for other in found[1:]:
+        for a, b in zip(other, found[0]):
+            assert_same_bits(a, b)
+    mean = x.astype(np.float64).mean(axis=(0, 2, 3))
+    assert_close(layer.running_mean.data(mx.cpu(0)).asnumpy(), mean, "float32")
+
+
+# Layers that do not train.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_frozen_layer_inside_a_training_net(mode):
+    """It passes the gradient on, meets nobody and keeps its statistics."""
+    devices = contexts(2)
+    net = nn.HybridSequential()
+    # A bias before batch normalization has no gradient, however many layers are between.
+    net.add(nn.Dense(4, in_units=3, use_bias=False))
+    net.add(sbn.SyncBatchNorm(use_global_stats=True, in_channels=4))
+    net.add(nn.Dense(2, in_units=4, use_bias=False), sbn.SyncBatchNorm(in_channels=2))
+    net.initialize(mx.init.Xavier(), ctx=devices)
+    frozen = net[1]
+    frozen.collect_params().setattr("grad_req", "null")
+    frozen.running_mean.set_data(mx.nd.array([1, 2, 3, 4]))
+    if MODES[mode] is not None:
+        net.hybridize(**MODES[mode])
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    before = {name: p.data(mx.cpu(0)).asnumpy() for name, p in net.collect_params().items()}
+    xs = shards(np.random.default_rng(0).standard_normal((6, 3)).astype("float32"), (2, 4), devices)
+    with autograd.record():
+        losses = [(net(x) ** 3).sum() for x in xs]
+    autograd.backward(losses)
+    # With static_shape MXNet does not know that running statistics are written, which a Trainer
+    # reads in its first step.
+    mx.nd.waitall()
+    trainer.step(6)
+    for name, parameter in net.collect_params().items():
+        same = (parameter.data(mx.cpu(0)).asnumpy() == before[name]).all()
+        assert same == name.startswith(frozen.prefix), name
+
+
+def test_a_frozen_layer_waits_for_nobody():
+    layer = prepare(sbn.SyncBatchNorm(use_global_stats=True, in_channels=3), contexts(2))
+    x = mx.nd.ones((2, 3), ctx=mx.cpu(1))
+    x.attach_grad()
+    with autograd.record():
+        y = layer(x)
+    y.backward()
+    assert_close(x.grad.asnumpy(), np.full((2, 3), 1 / np.sqrt(1 + 1e-5)), "float32")
+    assert native.waiting() == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_in_inference_mode(mode):
+    """autograd.record(train_mode=False): as with constants, on each device alone."""
+    (x,), devices = batches(1), contexts(2)
+    layer = prepare(sbn.SyncBatchNorm(in_channels=5), devices, mode=MODES[mode])
+    layer.running_mean.set_data(mx.nd.arange(5))
+    layer.running_var.set_data(mx.nd.arange(5) + 1)
+    array, dy = mx.nd.array(x, ctx=devices[1]), batches(2)[1]
+    array.attach_grad()
+    with autograd.record(train_mode=False):
+        y = layer(array)
+    y.backward(mx.nd.array(dy, ctx=devices[1]))
+    constants = {"mean": np.arange(5), "variance": np.arange(5) + 1}
+    expected = reference.backward(dy, x, np.ones(5), **constants)
+    assert_close(array.grad.asnumpy(), expected.dx, "float32", "dx")
+    assert_close(layer.gamma.grad(devices[1]).asnumpy(), expected.dgamma, "float32", "dgamma")
+    assert_close(layer.beta.grad(devices[1]).asnumpy(), expected.dbeta, "float32", "dbeta")
+    assert (layer.running_mean.data(devices[1]).asnumpy() == np.arange(5)).all()

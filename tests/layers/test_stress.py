@@ -1,0 +1,141 @@
+"""Random small nets on several devices: no hang, right results to the end, no leak."""
+
+import gc
+
+import mxnet as mx
+import numpy as np
+import psutil
+import pytest
+from mxnet import autograd
+from mxnet.gluon import nn
+from runs import MODES, contexts
+from tolerances import assert_same_bits
+
+import gluon_syncbn as sbn
+
+
+class RandomNet(nn.HybridBlock):
+    """Branches that are added or concatenated, and layers that are called several times."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self.plan = []
+        self.layers = nn.HybridSequential()
+        channels = 4
+        for _ in range(int(generator.integers(2, 5))):
+            self.layers.add(nn.Conv2D(channels, 3, padding=1, in_channels=channels))
+            self.layers.add(sbn.SyncBatchNorm(in_channels=channels))
+        for _ in range(int(generator.integers(3, 8))):
+            kind = ("chain", "residual", "branches")[int(generator.integers(3))]
+            picks = [2 * int(generator.integers(len(self.layers) // 2)) for _ in range(2)]
+            self.plan.append((kind, picks))
+
+    def hybrid_forward(self, F, x):
+        def unit(index, x):
+            return F.relu(self.layers[index + 1](self.layers[index](x)))
+
+        for kind, (first, second) in self.plan:
+            if kind == "chain":
+                x = unit(first, x)
+            elif kind == "residual":
+                x = x + unit(first, x)
+            else:
+                x = 0.5 * (unit(first, x) + unit(second, x))
+        return x.mean()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_nets(seed):
+    generator = np.random.default_rng(seed)
+    devices = contexts(int(generator.integers(2, 5)))
+    net = RandomNet(generator)
+    net.initialize(mx.init.Xavier(), ctx=devices)
+    mode = list(MODES)[seed % len(MODES)]
+    if MODES[mode] is not None:
+        net.hybridize(**MODES[mode])
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01})
+    for step in range(60):
+        xs = [
+            mx.nd.array(
+                generator.standard_normal((int(generator.integers(1, 4)), 4, 6, 6)), ctx=device
+            )
+            for device in devices
+        ]
+        with autograd.record():
+            losses = [net(x) for x in xs]
+        for position in generator.permutation(len(losses)):
+            losses[position].backward()
+        trainer.step(len(xs), ignore_stale_grad=True)
+        if step % 20 == 19:
+            assert np.isfinite([float(loss.asscalar()) for loss in losses]).all()
+    mx.nd.waitall()
+    for name, parameter in net.collect_params().items():
+        if "running" in name:
+            for array in parameter.list_data()[1:]:
+                assert_same_bits(array.asnumpy(), parameter.list_data()[0].asnumpy(), name)
+
+
+def resident():
+    gc.collect()
+    mx.nd.waitall()
+    return psutil.Process().memory_info().rss
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_stays_flat(mode):
+    """Each call brings eight or more array handles; a handle that is not freed costs some 200
+    bytes."""
+    devices = contexts(2)
+    net = nn.HybridSequential()
+    for _ in range(5):
+        net.add(sbn.SyncBatchNorm(in_channels=3))
+    net.initialize(ctx=devices)
+    if MODES[mode] is not None:
+        net.hybridize(**MODES[mode])
+    xs = [mx.nd.ones((2, 3, 4, 4), ctx=device) for device in devices]
+
+    def steps(count):
+        for _ in range(count):
+            with autograd.record():
+                ys = [net(x) for x in xs]
+            autograd.backward(ys)
+            mx.nd.waitall()
+
+    steps(100)
+    before = resident()
+    count = 400
+    steps(count)
+    grown = resident() - before
+    # 22 handles for each forward and backward of each layer on each device.
+    leak = count * len(devices) * len(net) * 22 * 200
+    assert grown < leak / 10, f"{grown} bytes more after {count} steps"
+
+
+def test_nets_that_come_and_go_leave_nothing():
+    def once():
+        layer = sbn.SyncBatchNorm(in_channels=64)
+        layer.initialize(ctx=contexts(2))
+        layer.hybridize()
+        with autograd.record():
+            ys = [layer(mx.nd.ones((1, 64), ctx=device)) for device in contexts(2)]
+        autograd.backward(ys)
+
+    for _ in range(50):
+        once()
+    before = resident()
+    for _ in range(300):
+        once()
+    assert resident() - before < 4 << 20
+
+
+def test_a_layer_may_be_gone_before_its_calls_are():
+    def call(device_count):
+        layer = sbn.SyncBatchNorm(in_channels=3)
+        layer.initialize(ctx=contexts(device_count))
+        with autograd.train_mode():
+            return [layer(mx.nd.ones((2, 3), ctx=device)) for device in contexts(device_count)]
+
+    results = [call(count) for count in (1, 2, 3) * 20]
+    gc.collect()
+    for ys in results:
+        assert not any(y.asnumpy().any() for y in ys)

@@ -1,0 +1,208 @@
+"""VirtualBatchNorm beside as many devices that do not synchronize."""
+
+import copy
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+from runs import MODES, contexts, prepare, shards
+from tolerances import assert_close, assert_same_bits
+
+import gluon_syncbn as sbn
+
+STATISTICS = "running_mean", "running_var"
+
+
+def sizes_of(samples, devices):
+    return [len(part) for part in np.array_split(np.arange(samples), devices)]
+
+
+def data(shape, dtype="float32", seed=0):
+    generator = np.random.default_rng(seed)
+    x = generator.standard_normal(shape) + 100 * generator.random(shape[1:])
+    return x.astype(dtype), generator.standard_normal(shape).astype(dtype)
+
+
+def alike(count, arguments, dtype="float32", mode="imperative", **others):
+    """A layer on `count` devices that do not meet, and a virtual one on one."""
+    generator = np.random.default_rng(9)
+    gamma, beta = generator.standard_normal((2, 5))
+    group = sbn.SyncGroup(group_size=1)
+    real = sbn.SyncBatchNorm(in_channels=5, group=group, **arguments, **others)
+    virtual = sbn.VirtualBatchNorm(count, in_channels=5, **arguments)
+    settings = dict(dtype=dtype, mode=MODES[mode], gamma=gamma, beta=beta)
+    return prepare(real, contexts(count), **settings), prepare(virtual, contexts(1), **settings)
+
+
+def call(layer, x, dy, devices):
+    sizes = sizes_of(len(x), len(devices))
+    xs, dys = shards(x, sizes, devices), shards(dy, sizes, devices)
+    for array in xs:
+        array.attach_grad()
+    with autograd.record():
+        ys = [layer(array) for array in xs]
+    autograd.backward(ys, dys)
+    mx.nd.waitall()
+    return [np.concatenate([a.asnumpy() for a in arrays]) for arrays in (ys, [x.grad for x in xs])]
+
+
+def saved(layer, path):
+    """What MXNet writes to a file: the mean over the devices."""
+    layer.save_parameters(str(path))
+    return {name: mx.nd.load(str(path))[name].asnumpy() for name in STATISTICS}
+
+
+SHAPES = {
+    "images": ((7, 5, 4, 3), {}),
+    "vectors": ((11, 5), {"center": False}),
+    "channels last": ((8, 3, 2, 5), {"axis": -1, "scale": False, "momentum": 0.7}),
+    "cumulative": ((9, 5, 6), {"momentum": None, "running_variance": "unbiased"}),
+}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("what", SHAPES)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("mode", ["imperative", "static_alloc"])
+def test_the_bits_of_as_many_devices(count, what, dtype, mode, tmp_path):
+    shape, arguments = SHAPES[what]
+    real, virtual = alike(count, arguments, dtype, mode)
+    for number in range(4):
+        x, dy = data(shape, dtype, number)
+        expected = call(real, x, dy, contexts(count))
+        for result, name in zip(call(virtual, x, dy, contexts(1)), ("y", "dx")):
+            assert_same_bits(result, expected[("y", "dx").index(name)], name)
+        for name in ("gamma", "beta"):
+            if getattr(real, name).grad_req == "null":
+                continue
+            gradients = [getattr(real, name).grad(device).asnumpy() for device in contexts(count)]
+            gradient = getattr(virtual, name).grad().asnumpy()
+            assert_close(gradient, sum(gradients), "float32" if dtype == "float16" else dtype)
+        statistics = saved(real, tmp_path / "real")
+        for name, value in saved(virtual, tmp_path / "virtual").items():
+            assert_same_bits(value, statistics[name], name)
+            assert_same_bits(getattr(virtual, name).data().asnumpy(), value, name)
+
+
+def test_a_checkpoint_goes_on_as_on_as_many_devices(tmp_path):
+    """Loading gives every device the mean; so do values that somebody sets."""
+    real, virtual = alike(3, {})
+    for number in range(9):
+        x, dy = data((7, 5), seed=number)
+        call(real, x, dy, contexts(3)), call(virtual, x, dy, contexts(1))
+        for name, value in saved(real, tmp_path / "layer").items():
+            assert_same_bits(getattr(virtual, name).data().asnumpy(), value, name)
+        if number == 3:
+            for layer, count in ((real, 3), (virtual, 1)):
+                layer.load_parameters(str(tmp_path / "layer"), ctx=contexts(count))
+        if number == 6:
+            for layer in (real, virtual):
+                layer.running_var.set_data(mx.nd.arange(5) + 1)
+
+
+def test_inference_takes_the_running_statistics_of_all():
+    virtual = sbn.VirtualBatchNorm(4, in_channels=5)
+    plain = nn.BatchNorm(in_channels=5)
+    x, dy = data((9, 5, 3))
+    for layer in (virtual, plain):
+        layer.initialize()
+    call(virtual, x, dy, contexts(1))
+    for name in STATISTICS:
+        getattr(plain, name).set_data(getattr(virtual, name).data())
+    # Fewer samples than virtual devices.
+    some = mx.nd.array(x[:2])
+    assert_close(virtual(some).asnumpy(), plain(some).asnumpy(), "float32")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_too_few_samples(mode):
+    layer = prepare(sbn.VirtualBatchNorm(3, in_channels=5), contexts(1), mode=MODES[mode])
+    with autograd.record():
+        y = layer(mx.nd.ones((2, 5)))
+    with pytest.raises(mx.MXNetError, match="virtual_devices=3.*2 samples"):
+        y.wait_to_read()
+    x, dy = data((3, 5))
+    call(layer, x, dy, contexts(1))
+
+
+def test_the_error_names_the_layer():
+    layer = prepare(sbn.VirtualBatchNorm(3, in_channels=5, prefix="stage3_norm_"), contexts(1))
+    with autograd.record():
+        y = layer(mx.nd.ones((2, 5)))
+    with pytest.raises(mx.MXNetError, match=r"'stage3_norm' on cpu\(0\): "):
+        y.wait_to_read()
+
+
+def test_shapes_that_are_not_known_yet():
+    symbol = sbn.VirtualBatchNorm(4)(mx.sym.var("data"))
+    arguments, outputs, _ = symbol.infer_shape_partial(data=(0, 0, 0, 0))
+    assert outputs == [(0, 0, 0, 0)] and arguments[1] == (0,)
+
+
+def test_channels_on_the_axis_of_the_samples():
+    layer = prepare(sbn.VirtualBatchNorm(2, in_channels=5, axis=-2), contexts(1))
+    layer(mx.nd.ones((2, 5, 3)))
+    with pytest.raises(mx.MXNetError, match=r"axis=-2.*shape \(5, 2\).*another axis"):
+        layer(mx.nd.ones((5, 2)))
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2", None])
+def test_virtual_devices_that_make_no_sense(value):
+    with pytest.raises(ValueError, match="virtual_devices is"):
+        sbn.VirtualBatchNorm(value)
+
+
+@pytest.mark.parametrize("arguments", [{"num_devices": 2}, {"group": sbn.SyncGroup()}])
+def test_no_groups(arguments):
+    with pytest.raises(ValueError, match="its devices do not wait"):
+        sbn.VirtualBatchNorm(2, **arguments)
+
+
+def test_devices_do_not_wait_for_each_other():
+    layer = prepare(sbn.VirtualBatchNorm(2, in_channels=5), contexts(2))
+    x, dy = data((4, 5))
+    call(layer, x, dy, contexts(2)[1:])
+
+
+def test_a_copy_is_virtual_too():
+    layer = prepare(sbn.VirtualBatchNorm(3, in_channels=5), contexts(1))
+    other = copy.deepcopy(layer)
+    assert "virtual_devices=3" in repr(layer) and "virtual_devices=3" in repr(other)
+    x, dy = data((7, 5))
+    for a, b in zip(call(layer, x, dy, contexts(1)), call(other, x, dy, contexts(1))):
+        assert_same_bits(a, b)
+
+
+def test_a_net_as_on_unsynchronized_devices():
+    """Layer after layer, as a user would do it: through gluoncv's way to name a norm layer."""
+    nets = []
+    for layer, arguments in (
+        (nn.BatchNorm, {}),
+        (sbn.VirtualBatchNorm, {"virtual_devices": 2}),
+    ):
+        net = nn.HybridSequential(prefix="net_")
+        with net.name_scope():
+            net.add(nn.Dense(6, in_units=4), layer(in_channels=6, **arguments))
+            net.add(nn.Activation("relu"), nn.Dense(3, in_units=6))
+        mx.random.seed(0)
+        devices = contexts(2 if layer is nn.BatchNorm else 1)
+        net.initialize(mx.init.Xavier(), ctx=devices)
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+        for number in range(5):
+            x = np.random.default_rng(number).standard_normal((6, 4)).astype("float32")
+            with autograd.record():
+                losses = [
+                    (net(part) ** 2).sum() for part in shards(x, sizes_of(6, len(devices)), devices)
+                ]
+            autograd.backward(losses)
+            trainer.step(6)
+        nets.append(net)
+    for name, parameter in nets[0].collect_params().items():
+        if "running" in name:
+            # A Trainer's first step gives those of the first device to all.
+            continue
+        other = nets[1].collect_params()[name.replace("batchnorm", "virtualbatchnorm")]
+        value, expected = other._reduce().asnumpy(), parameter._reduce().asnumpy()
+        np.testing.assert_allclose(value, expected, rtol=0, atol=1e-6, err_msg=name)

@@ -1,0 +1,237 @@
+// The kernels against themselves, where bits have to be the same.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "cpu/kernels_fixture.h"
+#include "cpu/thread_pool.h"
+
+namespace gluon_syncbn {
+namespace {
+
+// What the values of a problem give in the type that they are computed in, before it is rounded to
+// T.
+template <typename T>
+using Wide = Results<Arithmetic<T>>;
+
+// Rows begin..end, which are those of whole samples.
+View part_of(View view, int64_t begin, int64_t end) {
+  view.N = end - begin;
+  return view;
+}
+
+// The sums of rows begin..end alone.
+template <typename T>
+void add_part(const Problem<T>& p, const std::vector<Statistics>& s, int64_t begin, int64_t end,
+              Sums* forward, Sums* backward) {
+  const View view = part_of(p.view, begin, end);
+  const int64_t at = begin * view.C * view.S;
+  Sums part(static_cast<size_t>(view.C));
+  kernels<T>().forward_sums(view, p.x.data() + at, part.data());
+  for (int64_t c = 0; c < view.C; ++c) (*forward)[c].add(part[c]);
+  kernels<T>().backward_sums(view, p.dy.data() + at, p.x.data() + at, s.data(), part.data());
+  for (int64_t c = 0; c < view.C; ++c) (*backward)[c].add(part[c]);
+}
+
+// What is there already and what is computed, added before they are rounded to T.
+template <typename T>
+Array<T> added(const Array<T>& already, const Array<Arithmetic<T>>& computed, int64_t size) {
+  Array<T> sum(size);
+  for (int64_t i = 0; i < size; ++i) narrow(widen(already[i]) + computed[i], &sum[i]);
+  return sum;
+}
+
+// The samples cut at `borders`, all parts in one walk: in place or not, written or added.
+template <typename T>
+void check_together(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide,
+                    const std::vector<int64_t>& borders) {
+  const Kernels& k = kernels<T>();
+  const Arithmetic<T>*gamma = p.gamma.data(), *beta = p.beta.data();
+  for (const bool in_place : {false, true}) {
+    Array<T> y = in_place ? p.x : p.dy, dx = p.dy;
+    const Store how = in_place ? Store::kWrite : Store::kAdd;
+    std::vector<ForwardPart> forward;
+    std::vector<BackwardPart> backward;
+    std::vector<Sums> sums(borders.size() - 1, Sums(static_cast<size_t>(p.view.C)));
+    for (size_t i = 0; i + 1 < borders.size(); ++i) {
+      const View view = part_of(p.view, borders[i], borders[i + 1]);
+      const int64_t at = borders[i] * view.C * view.S;
+      const T* x = in_place ? y.data() : p.x.data();
+      forward.push_back({view, x + at, gamma, beta, y.data() + at, how});
+      const T* dy = in_place ? dx.data() : p.dy.data();
+      backward.push_back(
+          {view, dy + at, p.x.data() + at, gamma, dx.data() + at, how, sums[i].data()});
+    }
+    std::vector<const ForwardPart*> forward_parts;
+    std::vector<const BackwardPart*> backward_parts;
+    for (const ForwardPart& part : forward) forward_parts.push_back(&part);
+    for (const BackwardPart& part : backward) backward_parts.push_back(&part);
+
+    std::vector<Statistics> s(static_cast<size_t>(p.view.C));
+    k.forward_together(forward_parts, kEpsilon, s.data());
+    k.backward_together(backward_parts, s.data());
+    CHECK(std::memcmp(s.data(), r.s.data(), s.size() * sizeof(s[0])) == 0);
+    CHECK(y == (in_place ? r.y : added(p.dy, wide.y, p.view.size())) && y.guards_intact());
+    CHECK(dx == (in_place ? r.dx : added(p.dy, wide.dx, p.view.size())) && dx.guards_intact());
+    Sums all(static_cast<size_t>(p.view.C));
+    for (const Sums& part : sums) {
+      for (int64_t c = 0; c < p.view.C; ++c) all[c].add(part[c]);
+    }
+    CHECK(rounded(all) == rounded(r.gradient_sums));
+  }
+}
+
+// Every way to cut the samples into runs at up to four places, as devices would hold them.
+template <typename T>
+void check_splits(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide,
+                  int64_t most_places = 4) {
+  const int64_t samples = p.view.N / p.view.R, places = std::min(samples - 1, most_places);
+  for (int64_t cuts = 0; cuts < int64_t{1} << places; ++cuts) {
+    std::vector<int64_t> borders{0};
+    for (int64_t i = 0; i < places; ++i) {
+      if (cuts >> i & 1) borders.push_back(samples * (i + 1) / (places + 1) * p.view.R);
+    }
+    borders.push_back(p.view.N);
+    Sums forward(static_cast<size_t>(p.view.C)), backward = forward;
+    for (size_t i = borders.size() - 1; i > 0; --i) {
+      add_part(p, r.s, borders[i - 1], borders[i], &forward, &backward);
+    }
+    CHECK(rounded(forward) == rounded(r.sums));
+    CHECK(rounded(backward) == rounded(r.gradient_sums));
+    check_together(p, r, wide, borders);
+  }
+}
+
+// 16-bit data give what the same values give as float, rounded. (float and double give themselves.)
+template <typename T>
+void check_rounding(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide) {
+  CHECK(rounded(r.sums) == rounded(wide.sums));
+  CHECK(rounded(r.gradient_sums) == rounded(wide.gradient_sums));
+  const auto check = [&](const Array<T>& result, const Array<Arithmetic<T>>& unrounded) {
+    Array<T> expected(p.view.size());
+    for (int64_t i = 0; i < p.view.size(); ++i) narrow(unrounded[i], &expected[i]);
+    CHECK(result == expected);
+  };
+  check(r.y, wide.y);
+  check(r.dx, wide.dx);
+  check(r.constant_dx, wide.constant_dx);
+}
+
+// In place, added to what is there, and without gamma.
+template <typename T>
+void check_stores(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide) {
+  const Kernels& k = kernels<T>();
+  const View v = p.view;
+  const T *x = p.x.data(), *dy = p.dy.data();
+  const Arithmetic<T>*gamma = p.gamma.data(), *beta = p.beta.data();
+  const auto forward = [&](const T* from, T* to, Store how) {
+    k.forward(v, from, r.s.data(), gamma, beta, to, how);
+  };
+  const auto backward = [&](const T* from, T* to, Store how) {
+    k.backward(v, from, x, r.s.data(), gamma, r.gradient_sums.data(), p.count(), to, how);
+  };
+  const auto backward_constant = [&](const T* from, T* to, Store how) {
+    k.backward_constant(v, from, r.s.data(), gamma, to, how);
+  };
+  const auto check = [&](const auto& kernel, const Array<T>& from, const Array<T>& result,
+                         const Array<Arithmetic<T>>& unrounded) {
+    Array<T> in_place = from;
+    kernel(in_place.data(), in_place.data(), Store::kWrite);
+    CHECK(in_place == result);
+    CHECK(in_place.guards_intact());
+
+    Array<T> sum = p.dy;
+    kernel(from.data(), sum.data(), Store::kAdd);
+    CHECK(sum == added(p.dy, unrounded, v.size()));
+    CHECK(sum.guards_intact());
+  };
+  check(forward, p.x, r.y, wide.y);
+  check(backward, p.dy, r.dx, wide.dx);
+  check(backward_constant, p.dy, r.constant_dx, wide.constant_dx);
+
+  Array<Arithmetic<T>> ones(v.C);
+  Array<T> with_ones(v.size()), without(v.size());
+  std::fill(ones.data(), ones.data() + v.C, Arithmetic<T>{1});
+  k.forward(v, x, r.s.data(), ones.data(), beta, with_ones.data(), Store::kWrite);
+  k.forward(v, x, r.s.data(), nullptr, beta, without.data(), Store::kWrite);
+  CHECK(with_ones == without);
+  k.backward(v, dy, x, r.s.data(), ones.data(), r.gradient_sums.data(), p.count(), with_ones.data(),
+             Store::kWrite);
+  k.backward(v, dy, x, r.s.data(), nullptr, r.gradient_sums.data(), p.count(), without.data(),
+             Store::kWrite);
+  CHECK(with_ones == without);
+}
+
+template <typename T>
+void check_view(View view) {
+  check::context = name_of<T>(view, 100);
+  const Problem<T> p(view, 100);
+  const Results<T> r(p);
+  const Wide<T> wide(p.widened());
+  check_rounding(p, r, wide);
+  check_splits(p, r, wide);
+  check_stores(p, r, wide);
+  for (const int64_t shift : {1, 2, 3}) r.check_same_bits(Results<T>(p.shifted(shift), shift));
+}
+
+template <typename T>
+void splits_stores_and_alignment_do_not_show() {
+  for (const int64_t S : {1, 2, 15, 16, 17}) {
+    for (const int64_t C : {1, 3, 63, 64, 65, 130}) {
+      for (const int64_t N : {1, 5}) check_view<T>({N, C, S});
+    }
+  }
+  for (const int64_t S : {2047, 2048, 2049, 5000}) {
+    for (const int64_t N : {1, 3}) {
+      for (const int64_t C : {1, 3}) check_view<T>({N, C, S});
+    }
+  }
+  // Rows longer than a chunk.
+  for (const int64_t C : {2048, 2049, 5000}) check_view<T>({3, C, 1});
+  // Channels last.
+  for (const int64_t C : {1, 3, 7, 8, 9, 21, 63, 64, 65, 130}) {
+    for (const int64_t R : {2, 7, 66, 300}) check_view<T>({3 * R, C, 1, R});
+  }
+  for (const int64_t C : {511, 512, 513, 1100}) check_view<T>({3 * 9, C, 1, 9});
+  for (const int64_t R : {2047, 2048, 2049, 5000}) check_view<T>({2 * R, 3, 1, R});
+  // A last block of one channel.
+  check_view<T>({2 * 5, 32257, 1, 5});
+}
+
+// Large enough for four threads, which share the channels, or the samples where there are few
+// channels.
+template <typename T>
+void threads_do_not_show() {
+  for (const View view :
+       {View{5, 1, 27001}, View{3, 2, 22000}, View{45000, 3, 1}, View{1100, 130, 1},
+        View{4, 130, 260}, View{40, 64, 49}, View{45000, 3, 1, 5000}, View{600, 700, 1, 100}}) {
+    check::context = name_of<T>(view, 1000);
+    const Problem<T> p(view, 1000);
+    set_num_threads(1);
+    const Results<T> r(p);
+    for (const int threads : {2, 3, 4}) {
+      set_num_threads(threads);
+      r.check_same_bits(Results<T>(p));
+    }
+    check_splits(p, r, Wide<T>(p.widened()), 2);
+  }
+  set_num_threads(2);
+}
+
+template <typename T>
+void test_all() {
+  splits_stores_and_alignment_do_not_show<T>();
+  threads_do_not_show<T>();
+}
+
+}  // namespace
+}  // namespace gluon_syncbn
+
+int main() {
+  gluon_syncbn::set_num_threads(2);
+  gluon_syncbn::test_all<float>();
+  gluon_syncbn::test_all<double>();
+  gluon_syncbn::test_all<gluon_syncbn::Half>();
+  gluon_syncbn::test_all<gluon_syncbn::BFloat16>();
+  return check::finish("kernels_bits");
+}

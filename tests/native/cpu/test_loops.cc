@@ -1,0 +1,166 @@
+// That the instruction sets give the same bits. The loops of kernels_cpu.cc are its own affair, so
+// it is made a part of this program, under another name than the one linked with it.
+#define cpu_kernels cpu_kernels_with_these_loops
+#include "cpu/kernels.cc"
+#undef cpu_kernels
+
+#include "check.h"
+#include "reference.h"
+
+namespace gluon_syncbn {
+namespace {
+
+template <typename V>
+bool same_bits(const std::vector<V>& a, const std::vector<V>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(V)) == 0;
+}
+
+// What a set of loops makes of the values: all bits of it, also those that rounding the sums would
+// hide.
+template <typename T>
+struct Results {
+  std::vector<ChannelSums> sums;
+  std::vector<T> values;
+
+  Results(const Loops<T>& loops, const std::vector<T>& x, const std::vector<T>& dy, double offset) {
+    const int64_t n = static_cast<int64_t>(x.size());
+    Random random(2);
+    std::vector<Statistics> s(x.size());
+    std::vector<Normalize<Arithmetic<T>>> normalize(x.size());
+    std::vector<InputGradient<Arithmetic<T>>> gradient(x.size());
+    ChannelSums terms;
+    terms.first.add(random.normal());
+    terms.second.add(random.normal());
+    for (size_t c = 0; c < x.size(); ++c) {
+      s[c] = {offset + random.normal(), random.normal() * 1e-17, 1, 0.5 + random.uniform()};
+      normalize[c] = Normalize<Arithmetic<T>>::of(s[c], random.normal(), random.normal());
+      gradient[c] = InputGradient<Arithmetic<T>>::of(s[c], random.normal(), terms, 3);
+    }
+
+    sums.resize(2 + 2 * kRow + 2 * kBlock);
+    loops.forward_chunk(x.data(), n, &sums[0]);
+    loops.backward_chunk(dy.data(), x.data(), n, s[0], &sums[1]);
+    const int64_t width = std::min(n, kRow);
+    for (const int64_t stride : {width, width + 3}) {
+      const int64_t rows = (n - width) / stride + 1;
+      loops.forward_rows(x.data(), rows, stride, width, &sums[2]);
+      loops.backward_rows(dy.data(), x.data(), rows, stride, width, s.data(), &sums[2 + kRow]);
+    }
+    // Several rows in a sample, of few channels and of many.
+    for (const int64_t channels : {int64_t{3}, int64_t{11}, std::min(n, kBlock)}) {
+      const int64_t rows = n / channels;
+      if (rows == 0) continue;
+      const SampleRows all{rows, channels, 1, 0, 1};
+      ChannelSums* const to = &sums[2 + 2 * kRow];
+      loops.forward_samples(x.data(), all, channels, to);
+      loops.backward_samples(dy.data(), x.data(), all, channels, s.data(), to + kBlock);
+    }
+    const auto keep = [&](const auto& forward, const auto& backward) {
+      for (const Store how : {Store::kWrite, Store::kAdd}) {
+        std::vector<T> y = dy, dx = x;
+        forward(y.data(), how);
+        backward(dx.data(), how);
+        values.insert(values.end(), y.begin(), y.end());
+        values.insert(values.end(), dx.begin(), dx.end());
+      }
+    };
+    keep([&](T* y, Store how) { loops.normalize(x.data(), n, normalize[0], y, how); },
+         [&](T* dx, Store how) {
+           loops.input_gradient(dy.data(), x.data(), n, gradient[0], dx, how);
+         });
+    for (const int64_t channels : {int64_t{1}, int64_t{3}, n}) {
+      const int64_t rows = n / channels;
+      if (rows == 0) continue;
+      keep(
+          [&](T* y, Store how) {
+            loops.normalize_rows(x.data(), rows, channels, normalize.data(), y, how);
+          },
+          [&](T* dx, Store how) {
+            loops.input_gradient_rows(dy.data(), x.data(), rows, channels, gradient.data(), dx,
+                                      how);
+          });
+    }
+  }
+};
+
+template <typename T>
+void check_same_bits(const Loops<T>& baseline, const Loops<T>& other) {
+  Random random(1);
+  std::vector<int64_t> sizes{127, 128, 129, 130, 1000, 2000, 2047, 2048};
+  for (int64_t n = 1; n <= 67; ++n) sizes.push_back(n);
+  for (const int64_t n : sizes) {
+    for (const double offset : {0.0, 6e4}) {
+      std::vector<T> x(static_cast<size_t>(n)), dy(x);
+      for (size_t i = 0; i < x.size(); ++i) {
+        narrow(static_cast<Arithmetic<T>>(offset + random.normal()), &x[i]);
+        narrow(static_cast<Arithmetic<T>>(random.normal()), &dy[i]);
+      }
+      const Results<T> expected(baseline, x, dy, offset), result(other, x, dy, offset);
+      CHECK(same_bits(expected.sums, result.sums));
+      CHECK(same_bits(expected.values, result.values));
+    }
+  }
+}
+
+// All halves to float, and to halves all that tells floats apart there: the upper 19 bits, and
+// whether the others are less than, equal to or more than a half of the last of those, or nothing.
+template <typename Widen, typename Narrow>
+void check_conversions(const Widen& widen_these, const Narrow& narrow_these) {
+  std::vector<Half> halves(1 << 16);
+  for (size_t i = 0; i < halves.size(); ++i) halves[i].bits = static_cast<uint16_t>(i);
+  std::vector<float> expected_floats(halves.size()), floats(halves.size());
+  for (size_t i = 0; i < halves.size(); ++i) expected_floats[i] = widen(halves[i]);
+  widen_these(halves.data(), static_cast<int64_t>(halves.size()), floats.data());
+  CHECK(same_bits(expected_floats, floats));
+
+  std::vector<float> from;
+  for (uint32_t upper = 0; upper < 1u << 19; ++upper) {
+    for (const uint32_t lower : {0u, 1u, 0xfffu, 0x1000u, 0x1001u, 0x1fffu}) {
+      from.push_back(float_of_bits(upper << 13 | lower));
+    }
+  }
+  std::vector<Half> expected(from.size()), result(from.size());
+  for (size_t i = 0; i < from.size(); ++i) narrow(from[i], &expected[i]);
+  narrow_these(from.data(), static_cast<int64_t>(from.size()), result.data());
+  CHECK(same_bits(expected, result));
+}
+
+}  // namespace
+}  // namespace gluon_syncbn
+
+// The loops and conversions of one namespace of kernels_cpu.cc.
+#define CHECK_SAME_BITS(name, set)                                                          \
+  do {                                                                                      \
+    check::context = name;                                                                  \
+    check_same_bits(baseline::kLoops<float>, set::kLoops<float>);                           \
+    check_same_bits(baseline::kLoops<double>, set::kLoops<double>);                         \
+    check_same_bits(baseline::kLoops<Half>, set::kLoops<Half>);                             \
+    check_same_bits(baseline::kLoops<BFloat16>, set::kLoops<BFloat16>);                     \
+    check_conversions([](auto from, int64_t n, auto to) { set::widen_all(from, n, to); },   \
+                      [](auto from, int64_t n, auto to) { set::narrow_all(from, n, to); }); \
+  } while (false)
+
+int main() {
+  using namespace gluon_syncbn;
+  check::context = "chosen";
+  check_same_bits(baseline::kLoops<float>, loops<float>());
+  check_same_bits(baseline::kLoops<double>, loops<double>());
+  check_same_bits(baseline::kLoops<Half>, loops<Half>());
+  check_same_bits(baseline::kLoops<BFloat16>, loops<BFloat16>());
+  CHECK_SAME_BITS("baseline", baseline);
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) {
+    CHECK_SAME_BITS("AVX2", avx2);
+  } else {
+    std::cerr << "AVX2 is not tested: this processor has none.\n";
+  }
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    CHECK_SAME_BITS("AVX-512", avx512);
+  } else {
+    std::cerr << "AVX-512 is not tested: this processor has none.\n";
+  }
+#endif
+  return check::finish("loops_cpu");
+}

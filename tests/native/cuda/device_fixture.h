@@ -1,0 +1,195 @@
+// Problems on a device: what the CUDA kernels make of them. The device is a real one where
+// SBN_REAL_CUDA is defined and kernels_cuda.cu is linked, and else the host.
+#ifndef GLUON_SYNCBN_TESTS_DEVICE_FIXTURE_H_
+#define GLUON_SYNCBN_TESTS_DEVICE_FIXTURE_H_
+
+#include "cuda/backend.h"
+#include "cpu/kernels_fixture.h"
+
+namespace gluon_syncbn {
+
+inline const CudaRuntime& cuda() { return cuda_backend()->runtime; }
+
+inline void must(int error, int line) {
+  CHECK_SAY(error == 0, "at line " << line << ": " << cuda().error_name(error));
+}
+#define MUST(call) must(call, __LINE__)
+
+inline Stream the_stream() {
+  static const Stream stream = [] {
+    Stream created = nullptr;
+    MUST(cuda().create_stream(&created));
+    return created;
+  }();
+  return stream;
+}
+
+// Values on the device between guard zones of NaN, `shift` values behind a multiple of 16 bytes.
+template <typename T>
+class DeviceArray {
+ public:
+  explicit DeviceArray(int64_t size, int64_t shift = 0)
+      : size_(size), shift_(shift), host_(static_cast<size_t>(size + shift + 2 * kGuard)) {
+    std::memset(static_cast<void*>(host_.data()), 0xff, bytes());
+    MUST(cuda().malloc(&memory_, bytes()));
+    upload_all();
+  }
+  DeviceArray(const T* values, int64_t size, int64_t shift = 0) : DeviceArray(size, shift) {
+    set(values);
+  }
+  DeviceArray(const DeviceArray&) = delete;
+  ~DeviceArray() { MUST(cuda().free(memory_)); }
+
+  T* data() { return static_cast<T*>(memory_) + kGuard + shift_; }
+
+  void set(const T* values) {
+    std::memcpy(static_cast<void*>(host_.data() + kGuard + shift_), values,
+                static_cast<size_t>(size_) * sizeof(T));
+    upload_all();
+  }
+
+  // The values, after all that was queued. The guards have to be as they were.
+  std::vector<T> get() {
+    std::vector<T> now(host_.size());
+    MUST(cuda().copy_to_host(now.data(), memory_, bytes(), the_stream()));
+    MUST(cuda().synchronize(the_stream()));
+    const size_t begin = static_cast<size_t>(kGuard + shift_), end = begin + size_;
+    const auto guards = [&](size_t from, size_t to) {
+      return std::memcmp(now.data() + from, host_.data() + from, (to - from) * sizeof(T)) == 0;
+    };
+    CHECK(guards(0, begin) && guards(end, now.size()));
+    return {now.begin() + begin, now.begin() + end};
+  }
+
+ private:
+  static constexpr int64_t kGuard = 64;
+
+  size_t bytes() const { return host_.size() * sizeof(T); }
+  void upload_all() {
+    MUST(cuda().copy_to_device(memory_, host_.data(), bytes(), the_stream()));
+    MUST(cuda().synchronize(the_stream()));
+  }
+
+  int64_t size_, shift_;
+  std::vector<T> host_;
+  void* memory_ = nullptr;
+};
+
+template <typename T>
+bool same_bits(const std::vector<T>& a, const Array<T>& b) {
+  return std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+
+// The kernels on one problem, from arrays at an alignment of choice.
+template <typename T>
+class OnDevice {
+ public:
+  using A = Arithmetic<T>;
+
+  explicit OnDevice(const Problem<T>& p, int64_t shift = 0, int multiprocessors = 2)
+      : p_(p),
+        multiprocessors_(multiprocessors),
+        x(p.x.data(), p.view.size(), shift),
+        dy(p.dy.data(), p.view.size(), shift + (shift ? 1 : 0)),
+        gamma(p.gamma.data(), p.view.C),
+        beta(p.beta.data(), p.view.C) {}
+
+  const CudaKernels& kernels() const { return cuda_backend()->kernels(Type<T>::kDType); }
+
+  // Of rows begin..end alone.
+  Sums forward_sums(int64_t begin, int64_t end) {
+    const View view = part(begin, end);
+    DeviceArray<ChannelSums> work(kernels().work_size(view, multiprocessors_)), sums(view.C);
+    MUST(kernels().forward_sums(view, x.data() + begin * view.C * view.S, work.data(), sums.data(),
+                                multiprocessors_, the_stream()));
+    return sums.get();
+  }
+  Sums forward_sums() { return forward_sums(0, p_.view.N); }
+
+  Sums backward_sums(const std::vector<Statistics>& s, int64_t begin, int64_t end) {
+    const View view = part(begin, end);
+    const int64_t at = begin * view.C * view.S;
+    DeviceArray<ChannelSums> work(kernels().work_size(view, multiprocessors_)), sums(view.C);
+    DeviceArray<Statistics> statistics(s.data(), view.C);
+    MUST(kernels().backward_sums(view, dy.data() + at, x.data() + at, statistics.data(),
+                                 work.data(), sums.data(), multiprocessors_, the_stream()));
+    return sums.get();
+  }
+  Sums backward_sums(const std::vector<Statistics>& s) { return backward_sums(s, 0, p_.view.N); }
+
+  std::vector<Statistics> statistics(const Sums& on_host, double count) {
+    DeviceArray<ChannelSums> sums(on_host.data(), p_.view.C);
+    DeviceArray<Statistics> s(p_.view.C);
+    MUST(kernels().statistics_of_sums(p_.view.C, sums.data(), count, kEpsilon, s.data(),
+                                      the_stream()));
+    return s.get();
+  }
+
+  enum Which { kForward, kConstant };
+
+  // y, or dx where statistics are constants, into `to`.
+  void normalize(Which which, const std::vector<Statistics>& s, bool with_gamma, const T* from,
+                 T* to, Store how) {
+    DeviceArray<Statistics> statistics(s.data(), p_.view.C);
+    DeviceArray<char> formulae(kernels().formula_size(p_.view.C));
+    const ForwardFinish finish{p_.view.C,
+                               1,
+                               statistics.data(),
+                               with_gamma ? gamma.data() : nullptr,
+                               which == kForward ? beta.data() : nullptr,
+                               formulae.data(),
+                               0};
+    MUST(kernels().finish_forward(finish, {}, the_stream()));
+    MUST(kernels().normalize(p_.view, from, formulae.data(), to, how, multiprocessors_,
+                             the_stream()));
+    MUST(cuda().synchronize(the_stream()));
+  }
+
+  // dx into `to`, and {dgamma, dbeta}.
+  std::pair<std::vector<A>, std::vector<A>> gradients(const std::vector<Statistics>& s,
+                                                      bool with_gamma, const Sums& own,
+                                                      const Sums& all, double count, T* to,
+                                                      Store how) {
+    const int64_t C = p_.view.C;
+    DeviceArray<Statistics> statistics(s.data(), C);
+    DeviceArray<ChannelSums> own_sums(own.data(), C), all_sums(all.data(), C);
+    DeviceArray<double> counts(&count, 1);
+    DeviceArray<char> formulae(kernels().formula_size(C));
+    DeviceArray<A> dgamma(p_.beta.data(), C), dbeta(p_.beta.data(), C);
+    const BackwardFinish finish{C,
+                                1,
+                                statistics.data(),
+                                with_gamma ? gamma.data() : nullptr,
+                                own_sums.data(),
+                                all_sums.data(),
+                                counts.data(),
+                                formulae.data(),
+                                0,
+                                dgamma.data(),
+                                dbeta.data(),
+                                how == Store::kAdd,
+                                how == Store::kAdd};
+    MUST(kernels().finish_backward(finish, the_stream()));
+    MUST(kernels().input_gradient(p_.view, dy.data(), x.data(), formulae.data(), to, how,
+                                  multiprocessors_, the_stream()));
+    return {dgamma.get(), dbeta.get()};
+  }
+
+ private:
+  const Problem<T>& p_;
+  const int multiprocessors_;
+
+  View part(int64_t begin, int64_t end) const {
+    View view = p_.view;
+    view.N = end - begin;
+    return view;
+  }
+
+ public:
+  DeviceArray<T> x, dy;
+  DeviceArray<A> gamma, beta;
+};
+
+}  // namespace gluon_syncbn
+
+#endif  // GLUON_SYNCBN_TESTS_DEVICE_FIXTURE_H_

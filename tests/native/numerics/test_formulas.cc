@@ -1,0 +1,157 @@
+#include "numerics/formulas.h"
+#include "check.h"
+#include "reference.h"
+
+namespace gluon_syncbn {
+namespace {
+
+constexpr double kEpsilon = 1e-5;
+
+Statistics statistics_of(const std::vector<double>& values, double epsilon = kEpsilon) {
+  ChannelSums sums;
+  for (const double x : values) {
+    sums.first.add(x);
+    sums.second.add_product(x, x);
+  }
+  return batch_statistics(sums, static_cast<double>(values.size()), epsilon);
+}
+
+void check_against_reference(const std::vector<double>& values) {
+  Real mean = 0, variance = 0;
+  for (const double x : values) mean += x;
+  mean /= values.size();
+  for (const double x : values) variance += (x - mean) * (x - mean);
+  variance /= values.size();
+
+  const Statistics s = statistics_of(values);
+  // The pair that is the mean has 106 bits, of which the last few are rounded.
+  CHECK(magnitude(s.mean + Real(s.mean_low) - mean) <= 0x1p-103 * magnitude(mean) + 0x1p-1000);
+  CHECK(magnitude(s.mean - mean) <= 0x1p-52 * magnitude(mean));
+  // Of the sum of squares there are 106 bits, and the variance is what is left when the mean's
+  // square is gone.
+  const Real error = 0x1p-50 * variance + 0x1p-102 * (variance + mean * mean);
+  CHECK(magnitude(s.variance - variance) <= error);
+  const Real inv_std = 1 / square_root(variance + kEpsilon);
+  CHECK(magnitude(s.inv_std - inv_std) <= inv_std * (0x1p-51 + error / (variance + kEpsilon)));
+}
+
+void statistics_are_right_at_any_offset() {
+  Random random(1);
+  for (const double offset : {0.0, 1.0, 1e2, 1e3, 1e4, 1e5}) {
+    for (const double deviation : {1.0, 1e-3, 30.0}) {
+      for (const int count : {1, 2, 3, 7, 1000}) {
+        check::context = "offset " + std::to_string(offset) + ", " + std::to_string(count);
+        std::vector<double> floats, doubles;
+        for (int i = 0; i < count; ++i) {
+          doubles.push_back(offset + deviation * random.normal());
+          floats.push_back(to_float(doubles.back()));
+        }
+        check_against_reference(floats);
+        check_against_reference(doubles);
+      }
+    }
+  }
+}
+
+void statistics_are_right_at_ten_to_the_tenth() {
+  check::context = "1e10";
+  Random random(2);
+  for (int trial = 0; trial < 50; ++trial) {
+    std::vector<double> values;
+    for (int i = 0; i < 500; ++i) values.push_back(1e10 + random.normal());
+    check_against_reference(values);
+    // The 40 bits that 1e10 deviations leave of 106.
+    CHECK(magnitude(statistics_of(values).variance - 1) < 0.2);
+  }
+}
+
+void constant_input_has_no_variance() {
+  check::context = "constant";
+  Random random(3);
+  for (int i = 0; i < 2000; ++i) {
+    const double scale = std::ldexp(1.0, static_cast<int>(random.below(40)) - 20);
+    const double x = random.normal() * scale, x_float = to_float(x);
+    const std::vector<double> floats(1 + i % 300, x_float), doubles(1 + i % 300, x);
+    const Statistics of_floats = statistics_of(floats), of_doubles = statistics_of(doubles);
+    CHECK_EQ(of_floats.mean, x_float);
+    CHECK_EQ(of_floats.mean_low, 0);
+    CHECK_EQ(of_floats.variance, 0);
+    CHECK_EQ(of_floats.inv_std, 1 / std::sqrt(kEpsilon));
+    // A sum of doubles may have more bits than fit: the variance is what rounding leaves.
+    CHECK(magnitude(of_doubles.mean + Real(of_doubles.mean_low) - x) <= 0x1p-104 * std::abs(x));
+    CHECK(of_doubles.variance >= 0 && of_doubles.variance <= 0x1p-102 * x * x);
+  }
+}
+
+void one_value_is_its_own_mean() {
+  check::context = "one value";
+  Random random(4);
+  for (const double scale : {1.0, 1e5, 1e10, 1e-10}) {
+    const double x = scale * random.normal();
+    const Statistics s = statistics_of({x});
+    CHECK_EQ(s.mean, x);
+    CHECK_EQ(s.mean_low, 0);
+    CHECK_EQ(s.variance, 0);
+    CHECK_EQ(s.inv_std, 1 / std::sqrt(kEpsilon));
+    CHECK_EQ((x - s.mean) - s.mean_low, 0);
+  }
+}
+
+// Values that differ in their last bits alone, where rounding could push the variance below zero.
+void variance_is_never_negative() {
+  check::context = "tiny variance";
+  Random random(5);
+  for (int i = 0; i < 5000; ++i) {
+    const double x = std::ldexp(1 + random.uniform(), static_cast<int>(random.below(30)));
+    std::vector<double> values(2 + random.below(30), x);
+    values[0] = std::nextafter(x, random.sign() * INFINITY);
+    const Statistics s = statistics_of(values, 0);
+    CHECK(s.variance >= 0);
+    CHECK(s.inv_std > 0);
+  }
+}
+
+void nan_and_infinity_stay() {
+  check::context = "NaN and infinity";
+  for (const double odd : {NAN, INFINITY, -INFINITY}) {
+    const Statistics s = statistics_of({1, odd, 2});
+    CHECK(!std::isfinite(s.mean));
+    CHECK(std::isnan(s.variance));
+    CHECK(std::isnan(s.inv_std));
+  }
+}
+
+// A group of processes of which all have run out of data.
+void no_values_leave_all_finite() {
+  check::context = "no values";
+  const Statistics s = statistics_of({});
+  const auto y = Normalize<float>::of(s, 2, 3);
+  CHECK_EQ(y(5), 13);
+  const auto dx = InputGradient<float>::of(s, 2, ChannelSums(), 0);
+  CHECK_EQ(dx(5, 7), 10);
+}
+
+void given_statistics_are_taken_as_they_are() {
+  check::context = "given";
+  const Statistics s = given_statistics(3, 4, 0);
+  CHECK(s.mean == 3 && s.mean_low == 0 && s.variance == 4 && s.inv_std == 0.5);
+  CHECK_EQ(moving_average(2, 6, 0.75), 3);
+  CHECK_EQ(moving_average(2, 6, 1), 2);
+  CHECK_EQ(moving_average(2, 6, 0), 6);
+}
+
+}  // namespace
+}  // namespace gluon_syncbn
+
+int main() {
+  using namespace gluon_syncbn;
+  statistics_are_right_at_any_offset();
+  statistics_are_right_at_ten_to_the_tenth();
+  constant_input_has_no_variance();
+  one_value_is_its_own_mean();
+  variance_is_never_negative();
+  nan_and_infinity_stay();
+  no_values_leave_all_finite();
+  given_statistics_are_taken_as_they_are();
+  return check::finish("batch_norm_math");
+}

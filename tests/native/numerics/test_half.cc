@@ -1,0 +1,152 @@
+// The 16-bit types, over all their values.
+#include <cmath>
+#include <limits>
+
+#include "check.h"
+#include "numerics/half.h"
+
+namespace gluon_syncbn {
+namespace {
+
+// What IEEE 754 says of a type: exponents are biased by half their range, and the largest one is
+// for infinities and NaN.
+template <typename T, int kExponent, int kFraction>
+struct Format {
+  using Type = T;
+  static constexpr int kBias = (1 << (kExponent - 1)) - 1;
+  static constexpr uint16_t kSign = 0x8000, kOne = 1;
+  static constexpr uint16_t kInfinity = ((1 << kExponent) - 1) << kFraction;
+  static constexpr uint16_t kLargest = kInfinity - 1;
+  static constexpr uint16_t kQuiet = 1 << (kFraction - 1);
+
+  static bool is_nan(uint16_t bits) { return (bits & ~kSign) > kInfinity; }
+
+  // The value of a finite number, in double.
+  static double value(uint16_t bits) {
+    const int exponent = (bits & ~kSign) >> kFraction, fraction = bits & ((1 << kFraction) - 1);
+    const int significand = exponent ? fraction | 1 << kFraction : fraction;
+    const double size = std::ldexp(significand, (exponent ? exponent : 1) - kBias - kFraction);
+    return bits & kSign ? -size : size;
+  }
+
+  static float widened(uint16_t bits) { return widen(T{bits}); }
+
+  static uint16_t narrowed(float x) {
+    T result;
+    narrow(x, &result);
+    return result.bits;
+  }
+};
+
+using HalfFormat = Format<Half, 5, 10>;
+using BFloat16Format = Format<BFloat16, 8, 7>;
+
+template <typename F>
+void every_value_is_widened_exactly_and_comes_back() {
+  int wrong_values = 0, wrong_signs = 0, wrong_ways_back = 0;
+  for (int i = 0; i < 1 << 16; ++i) {
+    const auto bits = static_cast<uint16_t>(i);
+    const float x = F::widened(bits);
+    wrong_signs += std::signbit(x) != ((bits & F::kSign) != 0);
+    if (F::is_nan(bits)) {
+      // One that signals becomes quiet, at the latest on the way back.
+      wrong_values += !std::isnan(x);
+      wrong_ways_back += F::narrowed(x) != (bits | F::kQuiet);
+      continue;
+    }
+    const bool infinite = (bits & ~F::kSign) == F::kInfinity;
+    wrong_values += infinite ? !std::isinf(x) : double{x} != F::value(bits);
+    wrong_ways_back += F::narrowed(x) != bits;
+  }
+  CHECK_EQ(wrong_values, 0);
+  CHECK_EQ(wrong_signs, 0);
+  CHECK_EQ(wrong_ways_back, 0);
+}
+
+// Between each two neighbours: the middle to the even one, all else to the nearer one.
+template <typename F>
+void narrowing_rounds_to_nearest_even() {
+  const float infinity = std::numeric_limits<float>::infinity();
+  int wrong = 0;
+  for (uint16_t bits = 0; bits < F::kLargest; ++bits) {
+    const uint16_t next = bits + 1, even = bits % 2 ? next : bits;
+    const double middle = (F::value(bits) + F::value(next)) / 2;
+    const float x = static_cast<float>(middle);
+    wrong += double{x} != middle;
+    const float below = std::nextafter(x, -infinity), above = std::nextafter(x, infinity);
+    wrong += F::narrowed(below) != bits || F::narrowed(above) != next || F::narrowed(x) != even;
+    wrong += F::narrowed(-below) != (bits | F::kSign) || F::narrowed(-above) != (next | F::kSign) ||
+             F::narrowed(-x) != (even | F::kSign);
+  }
+  CHECK_EQ(wrong, 0);
+}
+
+// As if there were a number behind the largest: half the way to it is infinite.
+template <typename F>
+void large_numbers_become_infinite() {
+  const float infinity = std::numeric_limits<float>::infinity();
+  const double largest = F::value(F::kLargest), step = largest - F::value(F::kLargest - 1);
+  const float limit = static_cast<float>(largest + step / 2);
+  CHECK_EQ(double{limit}, largest + step / 2);
+  CHECK_EQ(F::narrowed(std::nextafter(limit, 0.0f)), F::kLargest);
+  CHECK_EQ(F::narrowed(-std::nextafter(limit, 0.0f)), F::kLargest | F::kSign);
+  for (const float x :
+       {limit, 1.25f * limit, 2 * limit, std::numeric_limits<float>::max(), infinity}) {
+    CHECK_EQ(F::narrowed(x), F::kInfinity);
+    CHECK_EQ(F::narrowed(-x), F::kInfinity | F::kSign);
+  }
+}
+
+template <typename F>
+void small_numbers_become_zero_with_their_sign() {
+  const double smallest = F::value(F::kOne);
+  const float half = static_cast<float>(smallest / 2);
+  for (const float x : {0.0f, std::numeric_limits<float>::denorm_min(), half}) {
+    CHECK_EQ(F::narrowed(x), 0);
+    CHECK_EQ(F::narrowed(-x), F::kSign);
+  }
+  CHECK_EQ(F::narrowed(std::nextafter(half, 1.0f)), F::kOne);
+}
+
+// Also where all that tells it from infinity is cut off.
+template <typename F>
+void nan_stays_nan() {
+  for (const uint32_t fraction : {1u, 0x1fffu, 0x2000u, 0x7fffu, 0x10000u, 0x3fffffu, 0x7fffffu}) {
+    for (const uint32_t sign : {0u, 0x80000000u}) {
+      const uint16_t result = F::narrowed(float_of_bits(0x7f800000u | fraction | sign));
+      CHECK(F::is_nan(result) && (result & F::kQuiet));
+      CHECK_EQ((result & F::kSign) != 0, sign != 0);
+    }
+  }
+}
+
+template <typename F>
+void test_all(const char* name) {
+  check::context = name;
+  every_value_is_widened_exactly_and_comes_back<F>();
+  narrowing_rounds_to_nearest_even<F>();
+  large_numbers_become_infinite<F>();
+  small_numbers_become_zero_with_their_sign<F>();
+  nan_stays_nan<F>();
+}
+
+// float and double pass as they are.
+void wide_types_are_left_alone() {
+  check::context = "float and double";
+  float x = 0;
+  double y = 0;
+  narrow(widen(1.1f), &x);
+  narrow(widen(1.1), &y);
+  CHECK_EQ(x, 1.1f);
+  CHECK_EQ(y, 1.1);
+}
+
+}  // namespace
+}  // namespace gluon_syncbn
+
+int main() {
+  gluon_syncbn::test_all<gluon_syncbn::HalfFormat>("float16");
+  gluon_syncbn::test_all<gluon_syncbn::BFloat16Format>("bfloat16");
+  gluon_syncbn::wide_types_are_left_alone();
+  return check::finish("half");
+}

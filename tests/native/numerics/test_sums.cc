@@ -1,0 +1,225 @@
+#include <algorithm>
+
+#include "check.h"
+#include "reference.h"
+#include "numerics/sums.h"
+
+namespace gluon_syncbn {
+namespace {
+
+// a + b and a * b fit into 113 bits for all pairs drawn here.
+void two_sum_and_two_product_are_exact() {
+  Random random(1);
+  for (int i = 0; i < 20000; ++i) {
+    const double a = std::ldexp(random.normal(), static_cast<int>(random.below(50)));
+    const double b = std::ldexp(random.normal(), static_cast<int>(random.below(50)));
+    double error;
+    const double sum = two_sum(a, b, &error);
+    CHECK(sum == a + b && Real(sum) + Real(error) == Real(a) + Real(b));
+    const double product = two_product(a, b, &error);
+    CHECK(product == a * b && Real(product) + Real(error) == Real(a) * Real(b));
+  }
+  double error;
+  CHECK_EQ(two_sum(1, 1e-300, &error), 1);
+  CHECK_EQ(error, 1e-300);
+  CHECK_EQ(two_sum(-1e-300, 1e300, &error), 1e300);
+  CHECK_EQ(error, -1e-300);
+}
+
+void products_of_integers_are_exact() {
+  Random random(2);
+  for (int i = 0; i < 20000; ++i) {
+    const int64_t a = random.below(int64_t{1} << 53), b = -random.below(int64_t{1} << 53);
+    double error;
+    const double product = two_product(static_cast<double>(a), static_cast<double>(b), &error);
+    __extension__ typedef __int128 Integer;
+    CHECK(static_cast<Integer>(product) + static_cast<Integer>(error) == Integer(a) * b);
+  }
+}
+
+// A term is a number, or the product of two.
+struct Term {
+  double a, b = 1;
+
+  void add_to(Sum3* sum) const { b == 1 ? sum->add(a) : sum->add_product(a, b); }
+};
+using Terms = std::vector<Term>;
+
+Sum3 sum_of(const Terms& terms) {
+  Sum3 sum;
+  for (const Term& term : terms) term.add_to(&sum);
+  return sum;
+}
+
+// The sum of the same terms, each at first a sum of its own or part of a run, merged two by two in
+// random order.
+Sum3 sum_by_random_tree(const Terms& terms, Random* random) {
+  std::vector<Sum3> parts;
+  for (const Term& term : terms) {
+    if (parts.empty() || random->below(3) == 0) parts.emplace_back();
+    term.add_to(&parts.back());
+  }
+  while (parts.size() > 1) {
+    random->shuffle(&parts);
+    const Sum3 last = parts.back();
+    parts.pop_back();
+    parts[0].add(last);
+  }
+  return parts[0];
+}
+
+void check_orders(Terms terms, int orders, uint64_t seed) {
+  Random random(seed);
+  const Rounded first(sum_of(terms));
+  for (int i = 0; i < orders; ++i) {
+    random.shuffle(&terms);
+    CHECK(Rounded(sum_of(terms)) == first);
+    CHECK(Rounded(sum_by_random_tree(terms, &random)) == first);
+  }
+  const auto smaller = [](const Term& x, const Term& y) { return std::abs(x.a) < std::abs(y.a); };
+  std::sort(terms.begin(), terms.end(), smaller);
+  CHECK(Rounded(sum_of(terms)) == first);
+  std::reverse(terms.begin(), terms.end());
+  CHECK(Rounded(sum_of(terms)) == first);
+}
+
+// What the layer sums: values far from zero against their spread, and their squares.
+void order_is_immaterial_far_from_zero() {
+  for (const double offset : {0.0, 1.0, 1e2, 1e5, 1e10}) {
+    check::context = "offset " + std::to_string(offset);
+    Random random(3);
+    Terms values, squares;
+    for (int i = 0; i < 150; ++i) {
+      const double x = offset + random.normal();
+      values.push_back({x});
+      squares.push_back({x, x});
+    }
+    check_orders(values, 1000, 4);
+    check_orders(squares, 1000, 5);
+  }
+}
+
+void order_is_immaterial_over_many_magnitudes() {
+  check::context = "magnitudes";
+  for (const int spread : {10, 60, 200}) {
+    Random random(6);
+    Terms terms;
+    for (int i = 0; i < 150; ++i) {
+      const int exponent = static_cast<int>(random.below(2 * spread)) - spread;
+      terms.push_back({std::ldexp(random.normal(), exponent)});
+    }
+    check_orders(terms, 1000, 7);
+  }
+}
+
+// Large terms that cancel, and leave small ones whose sum is known.
+void cancellation_leaves_the_exact_sum() {
+  for (const double large : {1.0, 1e10, 1e20, 1e27}) {
+    check::context = "cancelling " + std::to_string(large);
+    Random random(8);
+    Terms terms;
+    Real rest = 0;
+    for (int i = 0; i < 50; ++i) {
+      const double x = large * random.normal(), small = random.normal();
+      terms.insert(terms.end(), {{x}, {-x}, {small}});
+      rest += small;
+    }
+    CHECK(Rounded(sum_of(terms)) == Rounded(rest));
+    check_orders(terms, 1000, 9);
+  }
+}
+
+// Sums of products of floats of like size fit into 113 bits.
+void sum_is_the_exact_one_rounded() {
+  check::context = "rounding";
+  Random random(10);
+  for (int i = 0; i < 1000; ++i) {
+    Terms terms;
+    Real exact = 0;
+    const double offset = std::ldexp(1.0, static_cast<int>(random.below(20)));
+    for (int k = 0; k < 40; ++k) {
+      const float x = to_float(offset + random.normal());
+      const float y = to_float(offset + random.normal());
+      terms.push_back({x, y});
+      exact += Real(x) * Real(y);
+    }
+    const Sum3 sum = sum_of(terms);
+    CHECK(Rounded(sum) == Rounded(exact));
+    CHECK_EQ(sum.value(), static_cast<double>(exact));
+  }
+}
+
+// Terms of one bit each, of which many sums lie in the middle between two doubles but for a term
+// far below, which says to which of them they are nearer.
+Terms single_bits(const std::vector<int>& exponents, Random* random) {
+  Terms terms;
+  for (int64_t k = 3 + random->below(6); k > 0; --k) {
+    const int exponent = exponents[random->below(static_cast<int64_t>(exponents.size()))];
+    terms.push_back({random->sign() * std::ldexp(1.0, exponent)});
+  }
+  return terms;
+}
+
+void halfway_sums_are_rounded_alike() {
+  check::context = "halfway";
+  const Terms halfway{{1 + 0x1p-52}, {-0x1p-53}, {0x1p-106}};
+  check_orders(halfway, 20, 11);
+  CHECK_EQ(sum_of(halfway).value(), 1 + 0x1p-52);
+  Random random(12);
+  for (int i = 0; i < 2000; ++i) {
+    const Terms terms = single_bits({0, 0, -51, -52, -53, -54, -104, -105, -106, -107}, &random);
+    Real exact = 0;
+    for (const Term& term : terms) exact += term.a;
+    CHECK(Rounded(sum_of(terms)) == Rounded(exact));
+    check_orders(terms, 5, 13);
+  }
+  // The same for the low of the two doubles. These sums are too long for the reference.
+  for (int i = 0; i < 10000; ++i) {
+    check_orders(single_bits({0, -53, -54, -55, -106, -107, -108, -109, -120, -150}, &random), 4,
+                 14);
+  }
+}
+
+void nan_and_infinity_stay() {
+  check::context = "NaN and infinity";
+  for (const double odd : {NAN, INFINITY, -INFINITY}) {
+    for (int place = 0; place < 3; ++place) {
+      Terms terms{{1e10}, {1}, {-1}};
+      terms[place].a = odd;
+      CHECK(!std::isfinite(sum_of(terms).value()));
+      Sum3 merged;
+      merged.add(2);
+      merged.add(sum_of(terms));
+      CHECK(!std::isfinite(merged.value()));
+      terms[place] = {odd, odd};
+      CHECK(!std::isfinite(sum_of(terms).value()));
+    }
+  }
+  CHECK(std::isnan(sum_of({{NAN}}).value()));
+}
+
+void empty_sums_are_zero() {
+  check::context = "empty";
+  CHECK(Rounded(Sum3()) == Rounded(0.0, 0.0));
+  ChannelSums sums;
+  sums.add(ChannelSums());
+  CHECK_EQ(sums.first.value(), 0);
+  CHECK_EQ(sums.second.value(), 0);
+}
+
+}  // namespace
+}  // namespace gluon_syncbn
+
+int main() {
+  using namespace gluon_syncbn;
+  two_sum_and_two_product_are_exact();
+  products_of_integers_are_exact();
+  order_is_immaterial_far_from_zero();
+  order_is_immaterial_over_many_magnitudes();
+  cancellation_leaves_the_exact_sum();
+  sum_is_the_exact_one_rounded();
+  halfway_sums_are_rounded_alike();
+  nan_and_infinity_stay();
+  empty_sums_are_zero();
+  return check::finish("sums");
+}

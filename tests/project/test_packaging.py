@@ -1,0 +1,334 @@
+"""The package as users get it: built, installed, loaded, and refused with a reason."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARY = "gluon_syncbn/libgluon_syncbn.so"
+NOT_COPIED = ("*.egg-info", "*.so", "__pycache__", "build", "dist", "runs")
+
+FORWARD = """
+import mxnet as mx, gluon_syncbn
+layer = gluon_syncbn.SyncBatchNorm(in_channels=3)
+layer.initialize()
+x = mx.nd.random.normal(5, 2, shape=(4, 3, 6, 6))
+with mx.autograd.record():
+    y = layer(x)
+assert abs(y.mean().asscalar()) < 1e-5 and abs(y.square().mean().asscalar() - 1) < 1e-3
+print(gluon_syncbn.__version__, gluon_syncbn.__file__)
+"""
+
+
+def run(command, cwd, check=True, **environment):
+    """Run a command away from this checkout and its build settings; return the finished process."""
+    ours = ("CXX", "CXXFLAGS", "LDFLAGS", "PYTHONPATH", "PYTHONHOME")
+    env = {
+        k: v for k, v in os.environ.items() if k not in ours and not k.startswith("GLUON_SYNCBN")
+    }
+    # The kernels for GPUs take a minute; the library that other tests use has them.
+    env["GLUON_SYNCBN_CUDA"] = "0"
+    env.update(environment)
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert not check or done.returncode == 0, done.stdout
+    return done
+
+
+def pip(*arguments, cwd, **options):
+    quiet = ["--no-index", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
+    return run([sys.executable, "-m", "pip", *arguments, *quiet], cwd, **options)
+
+
+def build_wheel(source, folder, **environment):
+    pip("wheel", "--wheel-dir", folder, source, cwd=folder.parent, **environment)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def environment_with(folder, wheel):
+    """A virtual environment with the wheel, which borrows everything else from the one in use."""
+    run([sys.executable, "-m", "venv", "--without-pip", folder], folder.parent)
+    python = folder / "bin" / "python"
+    install = ["-m", "pip", "--python", python, "install", "--no-index", "--no-deps"]
+    run([sys.executable, *install, "--disable-pip-version-check", wheel], folder.parent)
+    (site,) = folder.glob("lib/python*/site-packages")
+    borrowed = Path(importlib.util.find_spec("mxnet").origin).parents[1]
+    (site / "borrowed.pth").write_text(f"{borrowed}\n")
+    return python
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of the sources, files unknown to git included, without anything built."""
+    folder = tmp_path_factory.mktemp("checkout") / "gluon_syncbn"
+    ignored = shutil.ignore_patterns(*NOT_COPIED, ".git", ".venv", ".*_cache", ".hypothesis")
+    shutil.copytree(ROOT, folder, ignore=ignored)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout):
+    code = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+    run([sys.executable, "-c", code], checkout)
+    (archive,) = (checkout / "dist").glob("*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout, tmp_path_factory):
+    return build_wheel(checkout, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture
+def project(checkout, tmp_path):
+    """The build files around a package and a native source of a line each."""
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(checkout / name, tmp_path)
+    package, operator = tmp_path / "gluon_syncbn", tmp_path / "src" / "operator"
+    package.mkdir()
+    operator.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "_version.py").write_text('__version__ = "1.2.3"\n')
+    (operator / "one.h").write_text("#define ONE 1\n")
+    one = (
+        'extern "C" __attribute__((visibility("default"))) int gluon_syncbn_one() { return ONE; }\n'
+    )
+    (operator / "one.cc").write_text('#include "one.h"\n' + one)
+    shutil.copy(checkout / "src" / "operator" / "exports.map", operator)
+    return tmp_path
+
+
+def version_of(source):
+    text = (source / "gluon_syncbn" / "_version.py").read_text()
+    return re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE).group(1)
+
+
+def test_wheel_serves_every_python_version_and_holds_the_package_alone(checkout, wheel):
+    version = version_of(checkout)
+    assert re.fullmatch(rf"gluon_syncbn-{re.escape(version)}-py3-none-linux_\w+\.whl", wheel.name)
+    modules = {f"gluon_syncbn/{path.name}" for path in (checkout / "gluon_syncbn").glob("*.py")}
+    with zipfile.ZipFile(wheel) as archive:
+        files = set(archive.namelist())
+        (metadata,) = (name for name in files if name.endswith("/METADATA"))
+        metadata = (
+            archive.read(metadata).decode().replace(" ", "")
+        )  # Spaced by version of setuptools.
+    assert {name for name in files if ".dist-info/" not in name} == modules | {LIBRARY}
+    assert "Requires-Python:<3.12,>=3.8\n" in metadata
+    assert "Requires-Dist:numpy<1.24\n" in metadata
+    for extra, mxnet in (("cpu", "mxnet"), ("cu112", "mxnet-cu112")):
+        assert re.search(rf"Requires-Dist:{mxnet}==1\.9\.1;extra==[\"']{extra}[\"']", metadata)
+
+
+def test_library_needs_system_libraries_alone_and_knows_no_folder(checkout, wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        library = Path(archive.extract(LIBRARY, tmp_path))
+    dynamic = run(["readelf", "--dynamic", library], tmp_path, LC_ALL="C").stdout
+    needed = set(re.findall(r"\(NEEDED\).*\[(.+?)\.so", dynamic))
+    assert needed <= {"libc", "libgcc_s", "libm", "libpthread", "libstdc++"} | {
+        name for name in needed if name.startswith("ld-linux")
+    }
+    # MXNet catches this library's exceptions, so both must unwind with the one libgcc.
+    assert "libgcc_s" in needed
+    assert "RPATH" not in dynamic and "RUNPATH" not in dynamic
+    symbols = run(["nm", "--dynamic", "--defined-only", library], tmp_path).stdout.split()[2::3]
+    assert all(name.startswith("gluon_syncbn_") for name in symbols)
+    for folder in (checkout, ROOT, Path(sys.prefix), Path(sys.base_prefix)):
+        assert os.fsencode(folder) not in library.read_bytes()
+
+
+def test_installed_wheel_normalizes(checkout, wheel, tmp_path):
+    python = environment_with(tmp_path / "environment", wheel)
+    version, path = run([python, "-c", FORWARD], tmp_path).stdout.split()[-2:]
+    assert version == version_of(checkout)
+    assert tmp_path in Path(path).parents
+
+
+def test_source_distribution_builds_and_normalizes(checkout, sdist, tmp_path):
+    with tarfile.open(sdist) as archive:
+        files = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {"Makefile", "LICENSE", "README.md", "pyproject.toml", "setup.py"}
+    for folder in ("gluon_syncbn", "src", "tests", "examples"):
+        paths = (path for path in (checkout / folder).rglob("*.*") if path.is_file())
+        wanted |= {str(path.relative_to(checkout)) for path in paths if path.suffix != ".pyc"}
+    assert wanted <= files
+    assert not [name for name in files if name.endswith((".so", ".o", ".pyc"))]
+    python = environment_with(
+        tmp_path / "environment", build_wheel(sdist, tmp_path / "wheel", CXXFLAGS="-O0")
+    )
+    run([python, "-c", FORWARD], tmp_path)
+
+
+def test_editable_install_builds_into_the_package_and_follows_headers(project):
+    build = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    call = f"import ctypes; print(ctypes.CDLL({str(project / LIBRARY)!r}).gluon_syncbn_one())"
+    for value in ("1", "2"):
+        (project / "src/operator/one.h").write_text(f"#define ONE {value}\n")
+        run(build, project)
+        assert run([sys.executable, "-c", call], project).stdout == value + "\n"
+
+    (project / LIBRARY).unlink()
+    # What `pip install -e .` calls; to install it here would replace the package under test.
+    run(
+        [sys.executable, "-c", "from setuptools import build_meta as b; b.build_editable('.')"],
+        project,
+    )
+    assert (project / LIBRARY).exists()
+
+
+def test_compiler_and_flags_of_the_user_are_used(project):
+    compiler = project / "compiler"
+    compiler.write_text('#!/bin/sh\nprintf "<%s>" "$@" >>calls\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
+    run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        project,
+        CXX=f"{compiler} -g0",
+        CXXFLAGS="-O1 '-DTEXT=two words'",
+        LDFLAGS="-Wl,-z,now",
+    )
+    calls = (project / "calls").read_text()
+    for argument in (
+        "-g0",
+        "-O1",
+        "-DTEXT=two words",
+        '-DGLUON_SYNCBN_VERSION="1.2.3"',
+        "-Wl,-z,now",
+    ):
+        assert f"<{argument}>" in calls
+    assert calls.index("<-O3>") < calls.index("<-O1>")
+
+
+@pytest.mark.parametrize("named", [None, "no-such-compiler -m64"])
+def test_missing_compiler_is_one_sentence(project, named):
+    empty = project / "empty"
+    empty.mkdir()
+    done = pip(
+        *("wheel", "--wheel-dir", project / "wheel", project),
+        cwd=project,
+        check=False,
+        PATH=str(empty),
+        **({"CXX": named} if named else {}),
+    )
+    assert done.returncode != 0
+    (line,) = (line for line in done.stdout.splitlines() if "C++17 compiler" in line)
+    assert ("CXX is no-such-compiler" if named else "g++, c++ and clang++ are not found") in line
+    assert "apt install g++" in line and "set CXX" in line
+    assert "Traceback" not in done.stdout
+
+
+def test_compile_error_shows_what_the_compiler_said(project):
+    (project / "src/operator/one.cc").write_text("int one() { return unknown_name; }\n")
+    done = pip("wheel", "--wheel-dir", project / "wheel", project, cwd=project, check=False)
+    assert done.returncode != 0
+    assert re.search(r"one\.cc:1:\d+: error: .*unknown_name", done.stdout)
+    assert "gluon_syncbn was not built" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_source_distribution_needs_no_compiler(project):
+    code = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+    empty = project / "empty"
+    empty.mkdir()
+    run([sys.executable, "-c", code], project, PATH=str(empty))
+    assert list((project / "dist").glob("*.tar.gz"))
+
+
+@pytest.fixture
+def package(wheel, tmp_path):
+    """A folder with the package alone, as the wheel holds it, to be damaged."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "package")
+    return tmp_path / "package"
+
+
+def refusal(path, *flags, prelude=""):
+    """Import the package with `path` ahead of all else, and return the sentence it ends with."""
+    code = f"import sys; sys.path[:0] = {list(map(str, path))!r}; {prelude}\nimport gluon_syncbn"
+    done = run([sys.executable, *flags, "-c", code], path[0], check=False)
+    assert done.returncode == 1, done.stdout
+    kind, _, sentence = done.stdout.splitlines()[-1].partition(": ")
+    assert kind == "ImportError", done.stdout
+    return sentence
+
+
+def stub(folder, module, text):
+    (folder / module).mkdir(parents=True)
+    (folder / module / "__init__.py").write_text(text)
+    return folder
+
+
+def test_without_mxnet(package):
+    sentence = refusal([package], "-S")
+    assert re.search(
+        r"needs MXNet 1\.9\.1, which is not installed.*pip install .*\[cpu\]", sentence
+    )
+
+
+def test_with_another_mxnet(package, tmp_path):
+    other = stub(tmp_path / "other", "mxnet", '__version__ = "1.8.0"\n')
+    sentence = refusal([other, package])
+    assert re.search(r"needs MXNet 1\.9\.1.*found 1\.8\.0.*pip install mxnet==1\.9\.1", sentence)
+
+
+def test_with_a_numpy_that_mxnet_cannot_use(package, tmp_path):
+    new = stub(tmp_path / "new", "numpy", '__version__ = "1.24.0"\n')
+    sentence = refusal([new, package])
+    assert re.search(r"NumPy below 1\.24.*with 1\.24\.0.*pip install 'numpy<1\.24'", sentence)
+
+
+def test_without_numpy(package, tmp_path):
+    bare = stub(tmp_path / "bare", "mxnet", "import numpy\n")
+    sentence = refusal([bare, package], "-S")
+    assert re.search(r"needs NumPy, which is not installed.*pip install 'numpy<1\.24'", sentence)
+
+
+def test_with_a_python_that_mxnet_cannot_use(package, tmp_path):
+    old = stub(tmp_path / "old", "mxnet", "import distutils_of_old\n")
+    sentence = refusal([old, package], prelude="sys.version_info = (3, 12, 1, 'final', 0)")
+    assert re.search(r"needs Python 3\.8 to 3\.11 .*Python 3\.12 .*use .*Python 3\.11", sentence)
+
+
+def test_with_an_mxnet_that_cannot_be_imported(package, tmp_path):
+    broken = "raise OSError('libcudart.so.11.0: cannot open shared object file')\n"
+    sentence = refusal([stub(tmp_path / "broken", "mxnet", broken), package])
+    assert re.search(r"cannot be imported \(libcudart.*reinstall.*CUDA 11", sentence)
+
+
+def test_without_the_library(package):
+    (package / LIBRARY).unlink()
+    sentence = refusal([package])
+    assert re.search(r"library of gluon_syncbn is missing \(.*libgluon_syncbn\.so\).*pip", sentence)
+
+
+def test_with_a_library_that_cannot_be_loaded(package):
+    binary = bytearray((package / LIBRARY).read_bytes())
+    binary[18:20] = (0x2A).to_bytes(2, sys.byteorder)  # The machine it is for: a SuperH.
+    (package / LIBRARY).write_bytes(binary)
+    sentence = refusal([package])
+    assert re.search(r"library of gluon_syncbn cannot be loaded \(.*\).*pip install", sentence)
+
+
+def test_with_a_library_of_another_version(package):
+    version = version_of(package)
+    (package / "gluon_syncbn" / "_version.py").write_text('__version__ = "9.9.9"\n')
+    sentence = refusal([package])
+    assert re.search(rf"{re.escape(version)}.*9\.9\.9.*pip install", sentence)

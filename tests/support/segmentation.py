@@ -1,0 +1,29 @@
+"""The modules of examples/segmentation."""
+
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "segmentation"
+
+
+def load_example():
+    """The example's modules. Their plain names are given back, as other examples may use them."""
+    names = [path.stem for path in EXAMPLE.glob("*.py")]
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    finally:
+        sys.path.remove(str(EXAMPLE))
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+example = load_example()
+
+# A run of a second or two: 12 steps, validation after 6 and 12.
+SMALL = (
+    "--devices cpu:2 --size 32 --batch 3 --steps 12 --validate-every 6 --log-every 4 --val-images 6"
+).split()

@@ -1,0 +1,476 @@
+"""Steps in which some devices have no data."""
+
+import contextlib
+import gc
+import time
+
+import mxnet as mx
+import numpy as np
+import pytest
+import reference
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+from runs import MODES, contexts
+from tolerances import assert_close, assert_same_bits
+
+import gluon_syncbn as sbn
+
+# Of a training on four devices: the last batch of an epoch is a small one.
+BATCHES = [8, 5, 2, 7, 3, 3, 9, 2]
+
+
+class Training:
+    """Of a net whose sums of gradients are exact where its data are small whole numbers."""
+
+    def __init__(self, count, mode="imperative", layer=sbn.SyncBatchNorm, **arguments):
+        self.devices, self.static_shape = contexts(count), mode == "static_shape"
+        self.norm = layer(in_channels=5, prefix="norm_", **arguments)
+        self.net = nn.HybridSequential(prefix="net_")
+        with self.net.name_scope():
+            self.net.add(self.norm, nn.Dense(3, in_units=5))
+        mx.random.seed(0)
+        self.net.initialize(mx.init.Xavier(), ctx=self.devices)
+        if MODES[mode] is not None:
+            self.net.hybridize(**MODES[mode])
+        self.trainer = gluon.Trainer(
+            self.net.collect_params(), "sgd", {"learning_rate": 0.01, "momentum": 0.9}
+        )
+
+    def step(self, number, samples):
+        generator = np.random.default_rng(number)
+        x = generator.standard_normal((samples, 5)).astype("float32") + 7
+        used = self.devices[:samples]
+        with sbn.participants(used, self.trainer):
+            xs = gluon.utils.split_and_load(mx.nd.array(x), used, even_split=False)
+            with autograd.record():
+                losses = [(self.net(x) ** 2).sum() for x in xs]
+            autograd.backward(losses)
+            # A Trainer's first step gives all devices the running statistics of the first, and with
+            # static_shape MXNet does not know that they are still to be written.
+            if self.static_shape and number == 0:
+                mx.nd.waitall()
+            self.trainer.step(samples)
+        return x
+
+    def values(self):
+        """Of the first device, when all have the same."""
+        mx.nd.waitall()
+        found = {}
+        for name, parameter in self.net.collect_params().items():
+            found[name], *others = [array.asnumpy() for array in parameter.list_data()]
+            for other in others:
+                assert_same_bits(other, found[name], name)
+        return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("arguments", [{}, {"momentum": None}, {"num_devices": 4}])
+def test_a_training_as_on_one_device(mode, arguments):
+    four, one = (
+        Training(4, mode, **arguments),
+        Training(1, mode, momentum=arguments.get("momentum", 0.9)),
+    )
+    for number, samples in enumerate(BATCHES):
+        four.step(number, samples), one.step(number, samples)
+        expected = one.values()
+        for name, value in four.values().items():
+            np.testing.assert_allclose(value, expected[name], rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_running_statistics_have_the_bits_of_one_device(mode):
+    four, one = Training(4, mode), Training(1, mode)
+    for number, samples in enumerate(BATCHES):
+        four.step(number, samples), one.step(number, samples)
+    expected = one.values()
+    for name, value in four.values().items():
+        if "running" in name:
+            assert_same_bits(value, expected[name], name)
+
+
+def test_where_all_take_part_nothing_is_waited_for(monkeypatch):
+    training = Training(2)
+    # Layers of other tests, which live on other devices.
+    gc.collect()
+    monkeypatch.setattr(mx.nd, "waitall", lambda: pytest.fail("waited"))
+    training.step(0, 5)
+
+
+def test_arrays_in_place_of_devices():
+    layer = sbn.SyncBatchNorm(in_channels=2, momentum=0)
+    layer.initialize(ctx=contexts(3))
+    xs = [mx.nd.full((2, 2), i, ctx=device) for i, device in enumerate(contexts(2))]
+    with sbn.participants(xs), autograd.train_mode():
+        for x in xs:
+            layer(x)
+    for array in layer.running_mean.list_data():
+        assert (array.asnumpy() == 0.5).all()
+
+
+def test_groups_whose_devices_are_all_absent_keep_their_statistics():
+    layer = sbn.SyncBatchNorm(in_channels=1, momentum=0, group=sbn.SyncGroup(group_size=2))
+    layer.initialize(ctx=contexts(6))
+    with sbn.participants(contexts(3)), autograd.train_mode():
+        for number, device in enumerate(contexts(3)):
+            layer(mx.nd.full((1, 1), number + 1, ctx=device))
+    means = [array.asscalar() for array in layer.running_mean.list_data()]
+    assert means == [1.5, 1.5, 3, 3, 0, 0]
+
+
+def test_the_backward_of_a_step_may_come_later():
+    """It meets those that took part in its forward, also beside a forward of all."""
+    layer = sbn.SyncBatchNorm(in_channels=5)
+    layer.initialize(ctx=contexts(3))
+    x = np.random.default_rng(0).standard_normal((6, 5)).astype("float32")
+    dy = np.random.default_rng(1).standard_normal((6, 5)).astype("float32")
+    xs = [mx.nd.array(x[2 * i : 2 * i + 2], ctx=contexts(3)[i]) for i in range(3)]
+    for array in xs:
+        array.attach_grad()
+    with sbn.participants(contexts(2)), autograd.record():
+        ys = [layer(array) for array in xs[:2]]
+    with autograd.record():
+        others = [layer(array) for array in xs]
+    dys = [mx.nd.array(dy[2 * i : 2 * i + 2], ctx=contexts(3)[i]) for i in (0, 1)]
+    # MXNet cuts the graph of others off the variables that both have, if it is not retained.
+    autograd.backward(ys, dys, retain_graph=True)
+    expected = reference.backward(dy[:4], x[:4], np.ones(5))
+    assert_close(np.concatenate([a.grad.asnumpy() for a in xs[:2]]), expected.dx, "float32")
+    autograd.backward(others)
+    mx.nd.waitall()
+
+
+def test_a_missing_participant():
+    group = sbn.SyncGroup(timeout=1)
+    layer = sbn.SyncBatchNorm(in_channels=2, group=group)
+    layer.initialize(ctx=contexts(4))
+    with pytest.raises(mx.MXNetError, match=r"Came: cpu\(0\). Missing: cpu\(2\)\. "):
+        with sbn.participants([mx.cpu(2), mx.cpu(0)]), autograd.train_mode():
+            layer(mx.nd.ones((2, 2)))
+    check_all_take_part(layer, 4)
+
+
+def test_one_who_should_not_have_come():
+    layer = sbn.SyncBatchNorm(in_channels=2)
+    layer.initialize(ctx=contexts(3))
+    with pytest.raises(mx.MXNetError, match=r"called on cpu\(2\).*are cpu\(0\), cpu\(1\)"):
+        with sbn.participants(contexts(2)), autograd.train_mode():
+            for device in contexts(3):
+                layer(mx.nd.ones((2, 2), ctx=device))
+    check_all_take_part(layer, 3)
+
+
+def check_all_take_part(layer, count):
+    # MXNet tells of one error at a time.
+    for _ in range(count):
+        try:
+            mx.nd.waitall()
+        except mx.MXNetError:
+            pass
+    with autograd.train_mode():
+        ys = [layer(mx.nd.full((1, 2), i, ctx=device)) for i, device in enumerate(contexts(count))]
+    assert all(np.isfinite(y.asnumpy()).all() for y in ys)
+
+
+def test_layers_whose_initialization_failed_are_left_alone():
+    other = sbn.SyncBatchNorm(in_channels=2, running_variance_initializer="nonsense")
+    with pytest.raises(AssertionError, match="nonsense is not registered"):
+        other.initialize(ctx=contexts(3))
+    assert other.running_mean._data and not other.running_var._data
+    layer = sbn.SyncBatchNorm(in_channels=2, momentum=0)
+    layer.initialize(ctx=contexts(3))
+    with sbn.participants(contexts(1)), autograd.train_mode():
+        layer(mx.nd.full((1, 2), 3))
+    for array in layer.running_mean.list_data():
+        assert (array.asnumpy() == 3).all()
+
+
+def test_an_error_inside_is_the_users():
+    layer = sbn.SyncBatchNorm(in_channels=2)
+    layer.initialize(ctx=contexts(2))
+    with pytest.raises(KeyError):
+        with sbn.participants(contexts(1)):
+            raise KeyError
+    check_all_take_part(layer, 2)
+
+
+def test_an_error_inside_is_the_users_also_where_a_call_waits():
+    layer = sbn.SyncBatchNorm(in_channels=2, group=sbn.SyncGroup(timeout=100))
+    layer.initialize(ctx=contexts(3))
+    for error in (KeyError, KeyboardInterrupt):
+        start = time.monotonic()
+        with pytest.raises(error):
+            with sbn.participants(contexts(2)), autograd.train_mode():
+                layer(mx.nd.ones((2, 2)))
+                raise error
+        assert time.monotonic() - start < 50
+        check_all_take_part(layer, 3)
+
+
+@pytest.mark.parametrize("hybridize", [None, {}, {"static_alloc": True, "static_shape": True}])
+@pytest.mark.parametrize("place", ["between two devices", "before backward", "before the update"])
+def test_an_interrupted_step_of_all_devices(place, hybridize):
+    """As in a notebook, where the cell is then run again: it leaves no trace."""
+    devices = contexts(3)
+    group = sbn.SyncGroup(timeout=100)
+
+    def train(interrupted):
+        net = nn.HybridSequential()
+        for _ in range(2):
+            net.add(nn.Dense(4, in_units=4), sbn.SyncBatchNorm(in_channels=4, group=group))
+        mx.random.seed(1)
+        net.initialize(mx.init.Normal(1), ctx=devices)
+        if hybridize is not None:
+            net.hybridize(**hybridize)
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+        for number in range(3):
+            x = np.random.default_rng(number).normal(size=(6, 4)).astype("float32")
+            interrupts = [place, None] if interrupted and number == 1 else [None]
+            for interrupt in interrupts:
+                with contextlib.suppress(KeyboardInterrupt):
+                    step(net, trainer, x, interrupt)
+        mx.nd.waitall()
+        return [parameter.data().asnumpy() for parameter in net.collect_params().values()]
+
+    def step(net, trainer, x, interrupt):
+        with sbn.participants(devices, trainer):
+            losses = []
+            with autograd.record():
+                for part in gluon.utils.split_and_load(mx.nd.array(x), devices):
+                    if losses and interrupt == "between two devices":
+                        raise KeyboardInterrupt
+                    losses.append((net(part) ** 2).sum())
+            if interrupt == "before backward":
+                raise KeyboardInterrupt
+            autograd.backward(losses)
+            if interrupt == "before the update":
+                raise KeyboardInterrupt
+            # The first step of a Trainer reads running statistics that static graphs still write.
+            mx.nd.waitall()
+            trainer.step(6)
+
+    start = time.monotonic()
+    found, expected = train(True), train(False)
+    assert time.monotonic() - start < 50
+    if place == "between two devices":
+        for one, other in zip(found, expected):
+            assert_same_bits(one, other)
+    assert all(np.isfinite(array).all() for array in found)
+
+
+NORMS = {
+    "all": lambda: sbn.SyncBatchNorm(in_channels=3),
+    "groups": lambda: sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(group_size=2)),
+    "virtual": lambda: sbn.VirtualBatchNorm(2, in_channels=3),
+    "none": lambda: nn.BatchNorm(in_channels=3),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_no_gradients_of_an_earlier_step_are_added(norm):
+    """Also where no layer has to know who is absent: no group is cut in two."""
+    # Layers of other tests, which may be.
+    gc.collect()
+    devices = contexts(4)
+    net = nn.HybridSequential()
+    net.add(nn.Dense(3, in_units=2), NORMS[norm]())
+    net.initialize(ctx=devices)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
+
+    def step(used, weight):
+        with sbn.participants(used, trainer):
+            with autograd.record():
+                losses = [
+                    weight * ((net(mx.nd.random.normal(shape=(4, 2), ctx=device)) + 1) ** 3).mean()
+                    for device in used
+                ]
+            autograd.backward(losses)
+            trainer.step(4)
+
+    step(devices, 1)
+    before = net[0].weight.data(devices[0]).asnumpy()
+    step(devices[:2], 0)
+    assert_same_bits(net[0].weight.data(devices[0]).asnumpy(), before)
+
+
+class Embedding(gluon.Block):
+    """With a weight that is row_sparse, of which each device asks for the rows that it needs."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.norm = sbn.SyncBatchNorm(in_channels=2, axis=-1)
+            self.weight = self.params.get(
+                "weight", shape=(5, 2), stype="row_sparse", grad_stype="row_sparse"
+            )
+
+    def forward(self, x):
+        return self.norm(
+            mx.nd.sparse.Embedding(
+                x, self.weight.row_sparse_data(x), input_dim=5, output_dim=2, sparse_grad=True
+            )
+        )
+
+
+def test_a_trainer_of_sparse_parameters():
+    net = Embedding()
+    net.initialize(ctx=contexts(2))
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    for used in (contexts(2), contexts(1)):
+        with sbn.participants(used, trainer):
+            with autograd.record():
+                xs = [mx.nd.array([[1, 2]], ctx=device) for device in used]
+                losses = [(net(x) ** 3).sum() for x in xs]
+            autograd.backward(losses)
+            trainer.step(2)
+        mx.nd.waitall()
+
+
+def test_the_trainer_is_as_it_was():
+    training = Training(2)
+    with sbn.participants(contexts(1), training.trainer):
+        assert "_allreduce_grads" in vars(training.trainer)
+    assert "_allreduce_grads" not in vars(training.trainer)
+
+
+def test_no_participants_inside_others():
+    layer = sbn.SyncBatchNorm(in_channels=2)
+    layer.initialize(ctx=contexts(3))
+    with sbn.participants(contexts(2)):
+        with pytest.raises(ValueError, match="leave the outer one first"):
+            with sbn.participants(contexts(1)):
+                pass
+    check_all_take_part(layer, 3)
+
+
+@pytest.mark.parametrize("devices", [[], None, "cpu(0)", [mx.cpu(0), 1]])
+def test_participants_that_make_no_sense(devices):
+    with pytest.raises(ValueError, match="give the contexts that have data"):
+        sbn.participants(devices)
+
+
+def test_a_first_step_that_is_a_small_one():
+    """Parameters are there only when the net has been called."""
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4), sbn.SyncBatchNorm(group=sbn.SyncGroup(timeout=5)))
+    net.initialize(ctx=contexts(3))
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    for count in (2, 3):
+        with sbn.participants(contexts(count), trainer):
+            with autograd.record():
+                losses = [net(mx.nd.ones((2, 3), ctx=device)).sum() for device in contexts(count)]
+            autograd.backward(losses)
+            trainer.step(2 * count)
+    for name, parameter in net.collect_params().items():
+        first, *others = [array.asnumpy() for array in parameter.list_data()]
+        for other in others:
+            assert_same_bits(other, first, name)
+
+
+def test_layers_that_are_not_called():
+    """One without values, one whose group knows devices without parameters."""
+    layer = sbn.SyncBatchNorm(in_channels=2)
+    other = sbn.SyncBatchNorm(in_channels=2)
+    wider = sbn.SyncBatchNorm(in_channels=2, group=sbn.SyncGroup(devices=contexts(3)))
+    layer.initialize(ctx=contexts(3))
+    wider.initialize(ctx=contexts(2))
+    with sbn.participants(contexts(1)), autograd.train_mode():
+        layer(mx.nd.ones((2, 2)))
+    means = [array.asnumpy()[0] for array in layer.running_mean.list_data()]
+    assert means[0] > 0 and means == [means[0]] * 3
+    assert other.running_mean._data is None
+
+
+def test_layers_on_other_devices_are_left_alone(monkeypatch):
+    layer, teacher = sbn.SyncBatchNorm(in_channels=2), sbn.SyncBatchNorm(in_channels=2)
+    layer.initialize(ctx=contexts(3))
+    teacher.initialize(ctx=mx.cpu(3))
+    x = mx.nd.ones((2, 2))
+    with sbn.participants(contexts(2)), autograd.train_mode():
+        for device in contexts(2):
+            layer(x.as_in_context(device))
+        teacher(x.as_in_context(mx.cpu(3))).wait_to_read()
+    gc.collect()
+    monkeypatch.setattr(mx.nd, "waitall", lambda: pytest.fail("waited"))
+    with sbn.participants(contexts(3)):
+        pass
+
+
+def test_gradients_that_are_added_up_stay():
+    """A batch in two parts, of which the second has no data for the second device."""
+    dense = nn.Dense(1, in_units=1, use_bias=False, weight_initializer="zeros")
+    net = nn.HybridSequential()
+    net.add(dense, sbn.SyncBatchNorm(in_channels=1, use_global_stats=True))
+    net.initialize(ctx=contexts(2))
+    net.collect_params().setattr("grad_req", "add")
+    net[1].collect_params().setattr("grad_req", "null")
+    trainer = gluon.Trainer(dense.collect_params(), "sgd", {"learning_rate": 1})
+
+    def backward(devices, value):
+        with autograd.record():
+            losses = [dense(mx.nd.full((1, 1), value, ctx=device)) for device in devices]
+        autograd.backward(losses)
+
+    net.collect_params().zero_grad()
+    backward(contexts(2), 1)
+    with sbn.participants(contexts(1), trainer):
+        backward(contexts(1), 10)
+        trainer.step(1)
+    assert [array.asscalar() for array in dense.weight.list_data()] == [-12, -12]
+
+
+def test_inside_record():
+    layer = sbn.SyncBatchNorm(in_channels=2)
+    layer.initialize(ctx=contexts(2))
+    with autograd.record():
+        ys = [layer(mx.nd.ones((2, 2), ctx=device)) for device in contexts(2)]
+        with sbn.participants(contexts(1)):
+            y = layer(mx.nd.ones((2, 2)))
+    autograd.backward([*ys, y])
+    mx.nd.waitall()
+
+
+def test_statistics_are_shared_though_the_step_is_given_up():
+    layer = sbn.SyncBatchNorm(in_channels=2, momentum=None)
+    layer.initialize(ctx=contexts(2))
+    with pytest.raises(FloatingPointError):
+        with sbn.participants(contexts(1)), autograd.train_mode():
+            layer(mx.nd.ones((2, 2)))
+            raise FloatingPointError
+    assert [array.asscalar() for array in layer.num_batches_tracked.list_data()] == [1, 1]
+
+
+@pytest.mark.parametrize("trainer", [mx.optimizer.SGD(), "sgd"])
+def test_something_else_than_a_trainer(trainer):
+    layer = sbn.SyncBatchNorm(in_channels=2)
+    layer.initialize(ctx=contexts(2))
+    for function in (sbn.participants, sbn.distributed.join):
+        with pytest.raises(TypeError, match="give the mxnet.gluon.Trainer"):
+            function(contexts(1), trainer)
+    check_all_take_part(layer, 2)
+
+
+def test_join_and_participants_on_one_trainer():
+    """They end in any order, and what somebody else has put there stays."""
+    training = Training(2)
+    training.step(0, 5)
+    calls = []
+    add_up = training.trainer._allreduce_grads
+    training.trainer._allreduce_grads = own = lambda: (calls.append(1), add_up())
+    steps = sbn.distributed.join([mx.nd.ones((1, 5))], training.trainer, sbn.SyncGroup())
+    steps._become_absent()
+    with sbn.participants(contexts(1), training.trainer):
+        with autograd.record():
+            loss = training.net(mx.nd.ones((2, 5))).sum()
+        loss.backward()
+        before = training.net[1].weight.data(mx.cpu(0)).asnumpy()
+        training.trainer._optimizer.momentum = 0
+        training.trainer.set_learning_rate(0)
+        training.trainer.step(1)
+    assert calls == [1]
+    for parameter in training.net.collect_params().values():
+        if parameter.grad_req != "null":
+            assert all((array.asnumpy() == 0).all() for array in parameter.list_grad())
+    assert (training.net[1].weight.data(mx.cpu(0)).asnumpy() == before).all()
+    assert training.trainer._allreduce_grads is not own
+    steps._come_back(around=False)
+    assert training.trainer._allreduce_grads is own
