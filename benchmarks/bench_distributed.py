@@ -1,8 +1,8 @@
-"""Measures what synchronization over processes adds to a layer, beside a bare call of the engine.
+"""Measures what synchronization over processes adds to a layer, compared with a bare call of the
+store.
 
-Workers are started on this machine for each engine and each number of them. The result is a
-Markdown table and a list of the bars, on standard output, and a file of all figures, which
-scaling.py reads.
+Workers are started on this machine for each store and each number of them. The result is a Markdown
+table and a list of thresholds, on standard output, and a file of all figures.
 """
 
 import argparse
