@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 
 import mxnet as mx
 from mxnet.gluon import SymbolBlock, nn
@@ -13,10 +12,9 @@ from ..layers.operator import is_numpy
 from .symbols import (
     OUR_OPERATOR,
     ROLES,
-    has_operator,
-    is_gate,
+    Graph,
+    before_layout_copies,
     is_true,
-    operator_of,
     settings_of,
     variable,
 )
@@ -113,97 +111,79 @@ def take_out(block):
 def read_graph(block, operators):
     """The nodes of batch normalization in a SymbolBlock, each with a stock layer of its parameters
     and settings, and those that cannot be replaced, as (name, operator, why)."""
-    graph = json.loads(block._cached_graph[1].tojson())
-    nodes = graph["nodes"]
-    entries = [entry for node in nodes for entry in node["inputs"]] + graph["heads"]
-    with_statistics = {number for number, output, *_ in entries if output > 0}
+    graph = Graph(block._cached_graph[1])
+    users = graph.users()
     layers, found, refused = {}, [], []
-    for number, node in enumerate(nodes):
-        name, operator = node["name"], operator_of(node)
-        names = tuple(nodes[entry[0]]["name"] for entry in node["inputs"][1:])
+    for number, node in enumerate(graph.nodes()):
+        names = tuple(source.name for source, _ in node.inputs[1:])
+        inner = (Graph.of_json(part) for part in node.more.get("subgraphs", ()))
         why = None
-        if any(has_operator(subgraph, operators) for subgraph in node.get("subgraphs", ())):
+        if any(part.operator in operators for each in inner for part in each.all_nodes()):
             why = (
                 "it has batch normalization in a graph of its own, as optimize_for and "
                 "quantization make it. Convert the net before that."
             )
-        elif operator not in operators:
+        elif node.op == "null" or node.operator not in operators:
             continue
         elif len(names) > len(ROLES):
             why = _CUMULATIVE_GRAPH
-        elif number in with_statistics:
+        elif any(graph.entry(*user)[1] > 0 for user in users[id(node)]):
             why = "its mean or variance is used as an output."
         elif not all(name in block.params for name in names):
             why = "gamma, beta or a running statistic is no parameter of the SymbolBlock."
         if why:
-            refused.append((name, operator, why))
+            refused.append((node.name, node.operator, why))
             continue
-        attributes = node.get("attrs", {})
-        settings = settings_of(attributes)
-        variance = "unbiased" if is_true(attributes.get("unbiased")) else "biased"
-        is_virtual = attributes.get("virtual_devices", "0") != "0"
-        key = (operator, names, variance, is_virtual, *settings.values())
+        settings = settings_of(node.attrs)
+        variance = "unbiased" if is_true(node.attrs.get("unbiased")) else "biased"
+        is_virtual = node.attrs.get("virtual_devices", "0") != "0"
+        key = (node.operator, names, variance, is_virtual, *settings.values())
         if key not in layers:
-            kind = nn.BatchNormReLU if operators[operator] else nn.BatchNorm
-            stem = name[: -len("_fwd")] if name.endswith("_fwd") else name
+            kind = nn.BatchNormReLU if operators[node.operator] else nn.BatchNorm
+            stem = node.name[: -len("_fwd")] if node.name.endswith("_fwd") else node.name
             layers[key] = layer = kind(prefix=f"{stem}_", **settings)
             layer._params = ParameterDict(layer.prefix)
             layer._params.update({name: block.params[name] for name in names})
             layer._reg_params = {role: block.params[n] for role, n in zip(ROLES, names)}
             vars(layer).update(layer._reg_params)
-        found.append(Node(number, name, operator, layers[key], variance, is_virtual))
+        found.append(Node(number, node.name, node.operator, layers[key], variance, is_virtual))
     return found, refused
 
 
 def spliced(symbol, replaced):
     """The symbol with layers in place of nodes."""
-    graph = json.loads(symbol.tojson())
-    nodes = graph["nodes"]
-    layers = {node.number: node.layer for node in replaced}
-    ours = {node.number for node in replaced if node.operator in OUR_OPERATOR}
-    # For each of `nodes`, its number in `placed`, and its output where that is another one now.
-    placed, places = [], []
+    graph = Graph(symbol)
+    nodes = graph.nodes()
+    layers = {id(nodes[each.number]): each for each in replaced}
+    # What takes the place of each node that is gone.
+    new = {}
 
     def moved(entry):
-        number, output = places[entry[0]]
-        return [number, entry[1] if output is None else output, *entry[2:]]
+        return new.get(id(entry[0]), entry)
 
-    for number, node in enumerate(nodes):
-        if number not in layers:
-            if is_gate(node) and node["inputs"][0][0] in ours:
-                # Our operator's gate goes with it.
-                places.append(places[node["inputs"][0][0]])
-                continue
-            placed.append({**node, "inputs": [moved(entry) for entry in node["inputs"]]})
-            places.append((len(placed) - 1, None))
+    for node in nodes:
+        each = layers.get(id(node))
+        if each is None:
+            # The layout copies of our operator go with it.
+            source = layers.get(id(node.inputs[0][0])) if node.is_layout_copy else None
+            if source is not None and source.operator in OUR_OPERATOR:
+                new[id(node)] = new[id(node.inputs[0][0])]
             continue
-        x, *parameters = node["inputs"]
-        while number in ours and is_gate(nodes[x[0]]):
-            x = nodes[x[0]]["inputs"][0]
+        x, *parameters = node.inputs
+        if each.operator in OUR_OPERATOR:
+            x = before_layout_copies(x)
         inputs = dict(zip(("x", *ROLES), map(moved, (x, *parameters))))
         variables = {name: variable(name) for name in inputs}
-        part = json.loads(layers[number].hybrid_forward(mx.sym, **variables).tojson())
-        within = []
-        for inner in part["nodes"]:
-            if inner["op"] == "null":
-                within.append(inputs[inner["name"]])
-                continue
-            entries = [
-                within[entry[0]]
-                if part["nodes"][entry[0]]["op"] == "null"
-                else [within[entry[0]], *entry[1:]]
-                for entry in inner["inputs"]
-            ]
-            name = f"{node['name']}_{inner['name']}"
-            within.append(len(placed))
-            placed.append({**inner, "name": name, "inputs": entries})
-        last, output, *_ = part["heads"][0]
-        placed[within[last]]["name"] = node["name"]
-        places.append((within[last], output))
-    graph["nodes"] = placed
-    graph["arg_nodes"] = [number for number, node in enumerate(placed) if node["op"] == "null"]
-    graph["heads"] = [moved(entry) for entry in graph["heads"]]
-    graph.pop("node_row_ptr", None)
-    # MXNet does not read what JSON makes of other letters.
-    result = mx.sym.load_json(json.dumps(graph, ensure_ascii=False))
+        part = Graph(each.layer.hybrid_forward(mx.sym, **variables))
+        for inner in part.nodes():
+            if inner.op != "null":
+                inner.name = f"{node.name}_{inner.name}"
+                inner.inputs = [
+                    inputs[entry[0].name] if entry[0].op == "null" else entry
+                    for entry in inner.inputs
+                ]
+        new[id(node)] = part.heads[0]
+        part.heads[0][0].name = node.name
+    graph.redirect(moved)
+    result = graph.symbol()
     return result.as_np_ndarray() if is_numpy(symbol) else result

@@ -30,26 +30,6 @@ def variable(name):
     return symbol.as_np_ndarray() if is_np_array() else symbol
 
 
-def operator_of(node):
-    """The operator of a node of the JSON; of a custom one its op_type."""
-    return node["attrs"]["op_type"] if node["op"] == "Custom" else node["op"]
-
-
-def has_operator(graph, operators):
-    """Whether one of `operators` is in a graph or in those within its nodes."""
-    return any(
-        operator_of(node) in operators
-        or any(has_operator(inner, operators) for inner in node.get("subgraphs", ()))
-        for node in graph["nodes"]
-    )
-
-
-def is_gate(node):
-    """Whether a node of the JSON is our operator's gate: it swaps an axis with itself."""
-    attributes = node.get("attrs", {})
-    return node["op"] == "SwapAxis" and attributes.get("dim1") == attributes.get("dim2")
-
-
 def is_true(text):
     """The value of a flag among a node's attributes."""
     return text in ("True", "true", "1")
@@ -88,7 +68,13 @@ class Node:
 
     @property
     def operator(self):
-        return operator_of({"op": self.op, "attrs": self.attrs})
+        """The operator; for a custom one its op_type."""
+        return self.attrs["op_type"] if self.op == "Custom" else self.op
+
+    @property
+    def is_layout_copy(self):
+        """Whether it is one of the copies around our operator: it swaps an axis with itself."""
+        return self.op == "SwapAxis" and self.attrs.get("dim1") == self.attrs.get("dim2")
 
 
 class Graph:
@@ -117,7 +103,7 @@ class Graph:
         self._attrs = graph.get("attrs", {})
 
     @classmethod
-    def _of_json(cls, graph):
+    def of_json(cls, graph):
         result = cls.__new__(cls)
         result._read(graph)
         return result
@@ -215,7 +201,7 @@ class Graph:
         nodes = self.nodes()
         for _, inner in self.subgraphs():
             for part in inner:
-                nodes += Graph._of_json(part).all_nodes()
+                nodes += Graph.of_json(part).all_nodes()
         return nodes
 
     def subgraphs(self):
@@ -250,11 +236,11 @@ def make_stock(graph, within=None):
     `within` a node, such as a loop.
     """
     for node, inner in graph.subgraphs():
-        graphs = [Graph._of_json(entry) for entry in inner]
+        graphs = [Graph.of_json(entry) for entry in inner]
         for part in graphs:
             make_stock(part, node)
         node.more["subgraphs"] = [part._json() for part in graphs]
-    graph.redirect(_before_gates)
+    graph.redirect(before_layout_copies)
     users = graph.users()
     behind = {}
     for node in graph.nodes():
@@ -287,11 +273,10 @@ def make_stock(graph, within=None):
         _put_behind(graph, behind)
 
 
-def _before_gates(entry):
-    node, output = entry
-    while is_gate({"op": node.op, "attrs": node.attrs}):
-        node, output = node.inputs[0]
-    return node, output
+def before_layout_copies(entry):
+    while entry[0].is_layout_copy:
+        entry = entry[0].inputs[0]
+    return entry
 
 
 def _require_one_output(graph, node, users):
