@@ -25,11 +25,19 @@ MEMORY_SHAPE = (12, 64, 224, 224)
 
 
 class Operator(SyncBatchNorm):
-    """The operator without its gate, which data and gradients in plain layout do without."""
+    """The operator without layout copies, which data and gradients in plain layout do without."""
 
     def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
         return sync_batch_norm(
-            F, x, gamma, beta, running_mean, running_var, layer=self._layer, gate=False, name="fwd"
+            F,
+            x,
+            gamma,
+            beta,
+            running_mean,
+            running_var,
+            layer=self._layer,
+            copy_layout=False,
+            name="fwd",
         )
 
 

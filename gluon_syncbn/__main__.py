@@ -1,7 +1,7 @@
 """The command line: python -m gluon_syncbn export | convert | inspect | doctor.
 
 export    a checkpoint to stock MXNet and ONNX, folded or not
-convert   a symbol to stock operators, or the names and dtype in a .params file
+convert   a symbol to stock operators, or the dtype in a .params file
 inspect   a table of the normalization layers of a checkpoint and their running statistics
 doctor    versions, devices, native parts and a test of two devices; what is wrong and what to do
 
@@ -12,6 +12,7 @@ import argparse
 import importlib
 import sys
 
+_DTYPES = ("float16", "float32", "float64")
 _FORMATTER = argparse.RawDescriptionHelpFormatter
 _SOURCE = """\
 SOURCE is a NAME-symbol.json, or the NAME alone; its parameters are those of the last epoch,
@@ -90,27 +91,20 @@ def _parser():
         metavar="N,C,H,W",
         help="shape of the input, for --onnx; once for each input",
     )
-    export.add_argument(
-        "--dtype", choices=("float16", "float32", "float64"), help="convert the parameters"
-    )
+    export.add_argument("--dtype", choices=_DTYPES, help="convert the parameters")
 
     convert = add(
         "convert",
         "Convert one file.\n\nA symbol: each kind of batch normalization becomes the stock "
-        "operator BatchNorm.\nA .params file: with --names gluon the names become those of "
-        "save_parameters, for which\n--net has to make the net; with --names module those of "
-        "Module and of exported nets\n(arg:NAME, aux:NAME), for which --net is needed where the "
-        "file is of save_parameters.\nThe values become those of --dtype.",
+        "operator BatchNorm.\nA .params file: the values become those of --dtype.",
     )
     convert.add_argument("file", metavar="FILE", help="a -symbol.json or a .params file")
     convert.add_argument("-o", "--output", required=True, metavar="FILE", help="may be FILE itself")
-    convert.add_argument("--names", choices=("gluon", "module"), help="as they are, unless given")
-    convert.add_argument("--net", metavar="MODULE:FUNCTION", help="what makes the net")
     convert.add_argument(
         "--dtype",
-        choices=("float16", "float32", "float64"),
-        help="of the parameters, as net.cast gives it to them: with float16, those of batch "
-        "normalization are float32; as they are, unless given",
+        choices=_DTYPES,
+        help="of the parameters, as net.cast converts them: with float16, those of batch "
+        "normalization are float32",
     )
 
     inspect = add(

@@ -11,7 +11,7 @@ import mxnet as mx
 import numpy as np
 from mxnet.gluon import Block
 
-from ..deploy.export import check_prefix, write_graph
+from ..deploy.export import Target, check_prefix, write_graph
 from ..deploy.export import export as export_net
 from ..deploy.files import (
     FileError,
@@ -36,7 +36,6 @@ from ..layers.batch_norm import is_bfloat16
 ERRORS = (ExportError, FileError, ValueError)
 
 _SYMBOL = "-symbol.json"
-_AUXILIARY = re.compile(r"((running|moving)_(mean|var)|num_batches_tracked)$")
 _ROLE = re.compile(
     r"^(?:arg:|aux:)?(.*?)[_.]?(gamma|beta|(?:running|moving)_(?:mean|var)|num_batches_tracked)$"
 )
@@ -55,26 +54,16 @@ def export(options):
     check_prefix(options.output)
     if options.epoch not in range(10000):
         raise ValueError(f"--epoch is {options.epoch}: give a number from 0 to 9999.")
+    target = Target(
+        options.output, options.epoch, options.fold, options.onnx, shapes, options.dtype
+    )
     if options.net:
-        net = _load_net(options)
-        result = export_net(
-            net, options.output, options.epoch, options.fold, options.onnx, shapes, options.dtype
-        )
+        path, epoch, fold, onnx, shapes, dtype = target
+        result = export_net(_load_net(options), path, epoch, fold, onnx, shapes, dtype)
     else:
         graph, arrays, inputs, parameters = _load_graph(options)
         with as_saved(parameters):
-            result = write_graph(
-                graph,
-                arrays,
-                inputs,
-                options.output,
-                options.epoch,
-                options.fold,
-                options.onnx,
-                shapes,
-                options.dtype,
-                options.source,
-            )
+            result = write_graph(graph, arrays, inputs, target, options.source)
     print(f"symbol  {result.symbol}\nparams  {result.params}")
     if options.fold:
         print(
@@ -90,26 +79,10 @@ def export(options):
 
 def convert(options):
     if _is_parameters(options.file):
-        arrays = read_parameters(options.file)
-        if not options.names and not options.dtype:
-            raise ValueError(
-                f"{options.file} would stay as it is: say with --names or --dtype what to convert."
-            )
-        if options.names:
-            arrays = _renamed(arrays, options)
-        if options.dtype:
-            dtypes = dict.fromkeys(arrays, options.dtype)
-            if options.dtype == "float16":
-                # As net.cast does.
-                for _, roles in _norms(arrays):
-                    dtypes.update(dict.fromkeys(roles.values(), "float32"))
-            arrays = {name: _cast(name, a, dtypes[name]) for name, a in arrays.items()}
-        with as_saved(options.file):
-            write_all({options.output: parameter_writer(arrays)})
-        print(f"{options.output}: {len(arrays)} parameters")
+        _convert_parameters(options)
         return 0
-    if options.names or options.dtype:
-        raise ValueError(f"--names and --dtype are for .params files, and {options.file} is none.")
+    if options.dtype:
+        raise ValueError(f"--dtype is for .params files, and {options.file} is none.")
     graph = Graph(read_symbol(options.file))
     before, variables = _count(graph), graph.variables()
     make_stock(graph)
@@ -123,6 +96,21 @@ def convert(options):
             "SymbolBlock.imports loads others with ignore_extra=True)"
         )
     return 0
+
+
+def _convert_parameters(options):
+    arrays = read_parameters(options.file)
+    if not options.dtype:
+        raise ValueError(f"{options.file} would stay as it is: say with --dtype what to convert.")
+    dtypes = dict.fromkeys(arrays, options.dtype)
+    if options.dtype == "float16":
+        # As net.cast does.
+        for _, roles in _norms(arrays):
+            dtypes.update(dict.fromkeys(roles.values(), "float32"))
+    arrays = {name: _cast(name, a, dtypes[name]) for name, a in arrays.items()}
+    with as_saved(options.file):
+        write_all({options.output: parameter_writer(arrays)})
+    print(f"{options.output}: {len(arrays)} parameters")
 
 
 def inspect(options):
@@ -252,34 +240,6 @@ def _last_epoch(prefix, path):
 
 def _plain(arrays):
     return {re.sub("^(arg|aux):", "", name): array for name, array in arrays.items()}
-
-
-def _renamed(arrays, options):
-    plain = _plain(arrays)
-    if len(plain) < len(arrays):
-        raise FileError(
-            f"{options.file} has one name as arg: and as aux:, so it cannot be renamed."
-        )
-    flat = {}
-    if options.net:
-        net = _make_net(options)
-        flat = {key: p.name for key, p in net._collect_params_with_prefix().items()}
-    elif options.names == "gluon" or any("." in name for name in plain):
-        raise ValueError(
-            f"--names {options.names} needs --net module:function for {options.file}: the net "
-            "alone knows which names of save_parameters go with which of an exported net."
-        )
-    structured = {name: key for key, name in flat.items()}
-    unknown = [name for name in plain if flat and name not in flat and name not in structured]
-    if unknown:
-        raise FileError(
-            f"{options.file} has {unknown[0]}, and the net of --net {options.net} has not (but "
-            f"{next(iter(structured))}): it is of another net, or of one with other prefixes."
-        )
-    if options.names == "gluon":
-        return {structured.get(name, name): array for name, array in plain.items()}
-    named = {flat.get(name, name): array for name, array in plain.items()}
-    return {f"{'aux' if _AUXILIARY.search(n) else 'arg'}:{n}": a for n, a in named.items()}
 
 
 def _norms(names):

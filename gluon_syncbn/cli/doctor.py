@@ -10,7 +10,7 @@ import platform
 import subprocess
 import sys
 from importlib import metadata
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from .._version import __version__
 
@@ -32,47 +32,7 @@ _CRASHED = (
     "--force-reinstall --no-deps . in a checkout of it."
 )
 
-_IMPORT = """
-import json, gluon_syncbn, mxnet
-names = [name for name, f in mxnet.runtime.Features().items() if f.enabled]
-print("RESULT", json.dumps({
-    "mxnet": mxnet.__version__, "features": names, "gpus": mxnet.context.num_gpus(),
-    "file": mxnet.__file__}))
-"""
-# As _loading.py does, without MXNet.
-_CUDA_KERNELS = """
-import ctypes, sys
-library = ctypes.CDLL(sys.argv[1])
-library.gluon_syncbn_cuda.restype = ctypes.c_char_p
-print("RESULT", (library.gluon_syncbn_cuda() or b"").decode())
-"""
-# Two devices with unequal parts of a batch, beside NumPy.
-_SELF_TEST = """
-import sys
-import numpy as np, mxnet as mx, gluon_syncbn as sbn
-devices = [mx.Context(kind, int(number)) for kind, number in (n.split(":") for n in sys.argv[1:])]
-rng = np.random.default_rng(0)
-x, dy = rng.standard_normal((2, 5, 4, 6, 6)) * 3 + 7
-layer = sbn.SyncBatchNorm(in_channels=4)
-layer.initialize(ctx=devices)
-edges = [0, 2, 5] if len(devices) == 2 else [0, 5]
-def split(array):
-    return [mx.nd.array(array[a:b], ctx=c) for a, b, c in zip(edges, edges[1:], devices)]
-shards = split(x)
-for shard in shards:
-    shard.attach_grad()
-with mx.autograd.record():
-    ys = [layer(shard) for shard in shards]
-mx.autograd.backward(ys, split(dy))
-y = np.concatenate([y.asnumpy() for y in ys])
-dx = np.concatenate([shard.grad.asnumpy() for shard in shards])
-axes = (0, 2, 3)
-mean, inv = x.mean(axes, keepdims=True), 1 / np.sqrt(x.var(axes, keepdims=True) + 1e-5)
-xhat = (x - mean) * inv
-wanted = dy - dy.mean(axes, keepdims=True) - xhat * (dy * xhat).mean(axes, keepdims=True)
-errors = [abs(a - b).max() / abs(b).max() for a, b in ((y, xhat), (dx, inv * wanted))]
-print("RESULT", max(errors))
-"""
+_PROBES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probes.py")
 _TOLERANCE = 1e-5
 
 
@@ -154,7 +114,7 @@ def _library(found):
         found.say("native CPU part", "missing")
         return
     found.say("native CPU part", f"{path} ({os.path.getsize(path) // 1024} KiB)")
-    done = _run(_CUDA_KERNELS, path)
+    done = _run("kernels", path)
     text = "not built; GPUs need them, CPUs do not" if done.result == "" else done.result
     found.say("native CUDA part", text or f"unknown, as the library does not load: {done.last}")
 
@@ -178,13 +138,13 @@ def _environment(found):
 
 def _mxnet(found):
     """What MXNet says of itself, or None where it or the native library cannot be imported."""
-    done = _run(_IMPORT)
+    done = _run("import")
     if done.result is None:
         # An error says what to do, but a process that did not come so far does not.
         remedy = done.last if done.ended else f"{done.last[0].upper()}{done.last[1:]} {_CRASHED}"
         found.fix("import", remedy, "failed")
         return None
-    state = json.loads(done.result)
+    state = done.result
     has = [
         name for name in ("MKLDNN", "CUDA", "CUDNN", "DIST_KVSTORE") if name in state["features"]
     ]
@@ -206,12 +166,12 @@ def _mxnet(found):
 
 
 def _self_test(found, title, devices):
-    done = _run(_SELF_TEST, *devices)
+    done = _run("train", *devices)
     name = f"self-test, {title}"
     if done.result is None:
         found.fix(name, f"The self-test on {title} failed: {done.last}", "failed")
         return
-    error = float(done.result)
+    error = done.result
     if not error <= _TOLERANCE:
         found.fix(
             name,
@@ -226,12 +186,12 @@ def _self_test(found, title, devices):
 class _Done(NamedTuple):
     """What a process said."""
 
-    result: Optional[str]  # behind RESULT
+    result: Any  # None where it failed
     last: str  # the last line it wrote, or what became of it
     ended: bool = True  # by itself
 
 
-def _run(program, *arguments):
+def _run(*arguments):
     environment = dict(os.environ)
     environment.setdefault("GLUON_SYNCBN_TIMEOUT", "30")
     environment["PYTHONPATH"] = os.pathsep.join(
@@ -239,7 +199,7 @@ def _run(program, *arguments):
     )
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program, *arguments],
+            [sys.executable, _PROBES, *arguments],
             env=environment,
             capture_output=True,
             text=True,
@@ -249,7 +209,7 @@ def _run(program, *arguments):
         return _Done(None, f"it did not end within {_SECONDS} s.", ended=False)
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
-            return _Done(line[len("RESULT ") :], "")
+            return _Done(json.loads(line[len("RESULT ") :]), "")
     if done.returncode < 0:
         return _Done(None, f"the process died of signal {-done.returncode}.", ended=False)
     lines = [line for line in done.stderr.splitlines() if line.strip()]

@@ -15,16 +15,13 @@ class FileError(OSError):
 
 
 def write_all(writers):
-    """Writes several files, {path: write(temporary path)}, all of them or none.
+    """Writes several files, {path: write(temporary path)}. Raises FileError.
 
-    Each is written to a temporary name beside it, or beside the file that it is a link to. Once all
-    are on the disk they are moved, and where that fails those that were moved are put back. Raises
-    FileError.
+    Each is written to a temporary name in its folder, or in that of the file that it is a link to.
+    Once all are on the disk they are moved to their places, so no file is ever half-written.
     """
-    word = uuid.uuid4().hex[:12]
     places = {path: os.path.realpath(path) for path in writers}
-    temporary = {path: f"{place}.{word}.tmp" for path, place in places.items()}
-    kept = {path: f"{place}.{word}.old" for path, place in places.items()}
+    temporary = {path: f"{place}.{uuid.uuid4().hex[:12]}.tmp" for path, place in places.items()}
     path = None
     try:
         for path, write in writers.items():
@@ -34,38 +31,17 @@ def write_all(writers):
                 raise OSError("this is a device or a pipe, which a file would replace")
             write(temporary[path])
             _to_disk(temporary[path])
-        with contextlib.ExitStack() as undo:
-            for path, place in places.items():
-                if os.path.exists(place):
-                    _keep(place, kept[path])
-                    undo.callback(os.replace, kept[path], place)
-                else:
-                    undo.callback(_remove, place)
-                os.replace(temporary[path], place)
-            undo.pop_all()
+        for path, place in places.items():
+            os.replace(temporary[path], place)
     except (OSError, mx.MXNetError) as error:
         raise FileError(
-            f"{path} cannot be written ({_cause(error)}). What was there before is as it was: "
-            "make room, or choose another place, and try again."
+            f"{path} cannot be written ({_cause(error)}): make room, or choose another place, and "
+            "try again."
         ) from error
     finally:
-        for left in (*temporary.values(), *kept.values()):
-            _remove(left)
-
-
-def _keep(path, other):
-    """A second name for a file, which stays when the first one is given away."""
-    try:
-        os.link(path, other)
-    except OSError:
-        # A file system without links.
-        with open(path, "rb") as source, open(other, "wb") as target:
-            target.write(source.read())
-
-
-def _remove(path):
-    with contextlib.suppress(OSError):
-        os.unlink(path)
+        for left in temporary.values():
+            with contextlib.suppress(OSError):
+                os.unlink(left)
 
 
 def _to_disk(path):

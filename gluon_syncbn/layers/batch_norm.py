@@ -249,7 +249,7 @@ class SyncBatchNorm(nn.BatchNorm):
             use_global_stats=bool(settings["use_global_stats"]),
             running_variance=self._running_variance,
             virtual_devices=self._virtual_devices,
-            gate=native.HAS_ONEDNN if on_cpu else None,
+            copy_layout=native.HAS_ONEDNN if on_cpu else None,
             name="fwd",
         )
 

@@ -39,7 +39,7 @@ def sync_batch_norm(
     use_global_stats=False,
     running_variance="biased",
     virtual_devices=0,
-    gate=False,
+    copy_layout=False,
     place=-1,
     name=None,
 ):
@@ -93,7 +93,7 @@ def sync_batch_norm(
         Whether gamma is taken for 1, and its gradient is 0.
     name : str, optional
         Of the node in a graph.
-    gate : {True, False, None}
+    copy_layout : {True, False, None}
         Whether to shield the operator from oneDNN's memory layouts on the CPU. MXNet frees the
         plain copy of an array in such a layout before the operator, which runs asynchronously, has
         read it. True: a SwapAxis of equal axes in front and behind copies x, y and their gradients
@@ -123,7 +123,7 @@ def sync_batch_norm(
     # all else not those.
     x, *others = (each.as_nd_ndarray() for each in arrays)
     swap_axis = _without_amp(F.SwapAxis)
-    if gate:
+    if copy_layout:
         x = swap_axis(x, dim1=0, dim2=0)
     y = _without_amp(F.Custom)(
         x,
@@ -139,9 +139,9 @@ def sync_batch_norm(
         use_global_stats=use_global_stats,
         unbiased=running_variance == "unbiased",
         virtual_devices=virtual_devices,
-        gpu_only=gate is None,
+        gpu_only=copy_layout is None,
         place=place,
     )[0]
-    if gate:
+    if copy_layout:
         y = swap_axis(y, dim1=0, dim2=0)
     return y.as_np_ndarray() if as_numpy else y

@@ -884,17 +884,17 @@ def test_a_graph_within_a_graph(tmp_path):
     assert entry.kind == "_foreach" and "graph of its own" in entry.why
 
 
-def test_a_graph_on_gpus_has_no_gate(tmp_path, monkeypatch):
+def test_a_graph_on_gpus_has_no_layout_copies(tmp_path, monkeypatch):
     """Where its parameters live is asked when it is compiled, as for any net."""
     net = symbol_block(small_net(), tmp_path)
     convert_sync_batchnorm(net)
-    gated = operators(net)
+    copied = operators(net)
     monkeypatch.setattr(SyncedLayer, "contexts", lambda layer: [mx.gpu(0)])
     net.hybridize()
-    assert operators(net) == [operator for operator in gated if operator != "SwapAxis"]
+    assert operators(net) == [operator for operator in copied if operator != "SwapAxis"]
     monkeypatch.undo()
     net.hybridize()
-    assert operators(net) == gated
+    assert operators(net) == copied
 
 
 # Checkpoints

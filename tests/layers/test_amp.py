@@ -132,7 +132,7 @@ def test_convert_hybrid_block(dtype, custom, optional):
     limit = {"float16": 2**-9, "bfloat16": 2**-6}[dtype]
     assert relative_error(y.asnumpy(), expected) < limit
     # Where it is in no list it takes what it gets, as nn.BatchNorm does. (bfloat16 ends at the
-    # gate, which AMP has in float32 on the CPU.)
+    # layout copy, which AMP has in float32 on the CPU.)
     internals = converted._cached_graph[1].get_internals()
     types = dict(zip(internals.list_outputs(), internals.infer_type(data="float32")[1]))
     narrow = dtype == "float16" and not custom

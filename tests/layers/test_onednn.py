@@ -90,7 +90,7 @@ def test_without_the_gate_they_have_not(monkeypatch):
             )
         if wrong:
             return
-    pytest.fail("the gate makes no difference")
+    pytest.fail("the layout copies make no difference")
 
 
 def test_the_gate_is_in_the_graph_on_the_cpu_alone():
@@ -115,6 +115,8 @@ def test_a_graph_for_gpus_refuses_the_cpu(training):
     layer.initialize()
     arrays = [p.data() for p in (layer.gamma, layer.beta, layer.running_mean, layer.running_var)]
     with autograd.train_mode() if training else autograd.predict_mode():
-        y = sync_batch_norm(mx.nd, mx.nd.ones((2, 3)), *arrays, layer=layer._layer, gate=None)
+        y = sync_batch_norm(
+            mx.nd, mx.nd.ones((2, 3)), *arrays, layer=layer._layer, copy_layout=None
+        )
     with pytest.raises(mx.MXNetError, match=r"cpu\(0\).*traced for GPUs.*hybridize"):
         y.wait_to_read()

@@ -1,0 +1,69 @@
+"""What the doctor runs in processes of their own, as each may fail or hang.
+
+python probes.py import | kernels LIBRARY | train DEVICE ...
+"""
+
+import json
+import sys
+
+
+def load():
+    """What MXNet says of itself, with our native library loaded."""
+    import gluon_syncbn  # noqa: F401, I001  First: it says what is wrong with MXNet.
+    import mxnet
+
+    features = [name for name, f in mxnet.runtime.Features().items() if f.enabled]
+    return {
+        "mxnet": mxnet.__version__,
+        "features": features,
+        "gpus": mxnet.context.num_gpus(),
+        "file": mxnet.__file__,
+    }
+
+
+def kernels(path):
+    """What the library's kernels for GPUs were built for, without MXNet; "" where it has none."""
+    import ctypes
+
+    library = ctypes.CDLL(path)
+    library.gluon_syncbn_cuda.restype = ctypes.c_char_p
+    return (library.gluon_syncbn_cuda() or b"").decode()
+
+
+def train(*names):
+    """The largest error of y and dx on devices with unequal shards, compared with NumPy."""
+    import mxnet as mx
+    import numpy as np
+
+    import gluon_syncbn as sbn
+
+    devices = [mx.Context(kind, int(i)) for kind, i in (name.split(":") for name in names)]
+    edges = [0, 2, 5] if len(devices) == 2 else [0, 5]
+    x, dy = np.random.default_rng(0).standard_normal((2, 5, 4, 6, 6)) * 3 + 7
+    layer = sbn.SyncBatchNorm(in_channels=4)
+    layer.initialize(ctx=devices)
+
+    def split(array):
+        return [mx.nd.array(array[a:b], ctx=c) for a, b, c in zip(edges, edges[1:], devices)]
+
+    shards = split(x)
+    for shard in shards:
+        shard.attach_grad()
+    with mx.autograd.record():
+        ys = [layer(shard) for shard in shards]
+    mx.autograd.backward(ys, split(dy))
+    y = np.concatenate([y.asnumpy() for y in ys])
+    dx = np.concatenate([shard.grad.asnumpy() for shard in shards])
+    axes = (0, 2, 3)
+    mean, inv_std = x.mean(axes, keepdims=True), 1 / np.sqrt(x.var(axes, keepdims=True) + 1e-5)
+    xhat = (x - mean) * inv_std
+    wanted = dy - dy.mean(axes, keepdims=True) - xhat * (dy * xhat).mean(axes, keepdims=True)
+    pairs = (y, xhat), (dx, inv_std * wanted)
+    return float(max(abs(a - b).max() / abs(b).max() for a, b in pairs))
+
+
+if __name__ == "__main__":
+    # Not this folder, where modules of the package lie.
+    del sys.path[0]
+    probe = {"import": load, "kernels": kernels, "train": train}[sys.argv[1]]
+    print("RESULT", json.dumps(probe(*sys.argv[2:])))
