@@ -26,6 +26,7 @@ import gluon_syncbn as sbn
 from gluon_syncbn.deploy import files, onnx_model
 from gluon_syncbn.graph.symbols import Graph, make_stock
 
+HERE = os.path.dirname(__file__)
 LIMITS = {"running_mean": (-0.5, 0.5), "beta": (-0.5, 0.5), "running_var": (0.5, 2)}
 LIMITS["gamma"] = (0.5, 1.5)
 
@@ -890,7 +891,7 @@ except sbn.ExportError as error:
 
 
 def run(program, folder, *arguments, check=True):
-    path = os.pathsep.join([str(Path(sbn.__file__).parent.parent), stock.HERE])
+    path = os.pathsep.join([str(Path(sbn.__file__).parent.parent), stock.HERE, HERE])
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],
         cwd=folder,
@@ -1099,7 +1100,7 @@ def test_full_disk(tmp_path):
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
     small(tmp_path / "old" / "m", 1)[1]()
-    path = os.pathsep.join([str(Path(sbn.__file__).parent.parent), stock.HERE])
+    path = os.pathsep.join([str(Path(sbn.__file__).parent.parent), stock.HERE, HERE])
     done = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
         + [sys.executable, FILL],

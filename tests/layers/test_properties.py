@@ -183,7 +183,7 @@ def check_against_reference(case, result, x, dy, gamma, beta, mean, variance):
         if request != "null":
             already = request == "add"
             dx = backward.dx[part]
-            # On the CPU it is the layout copy that adds, to what was rounded; and MXNet cuts off bfloat16
+            # On the CPU the layout copy adds, to what was rounded; and MXNet cuts off bfloat16
             # instead of rounding it, which is up to twice as far.
             steps = (dx, dx + 1) if case.dtype == "bfloat16" else (dx,)
             before = steps if already else ()
