@@ -140,7 +140,7 @@ def sync_batch_norm(
         unbiased=running_variance == "unbiased",
         virtual_devices=virtual_devices,
         gpu_only=gate is None,
-        place=place,
+        node=place,
     )[0]
     if gate:
         y = swap_axis(y, dim1=0, dim2=0)
