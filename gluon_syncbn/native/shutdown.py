@@ -10,8 +10,8 @@ import threading
 from .library import library, mxnet
 
 CLOSED = "The process ends, and devices no longer synchronize."
-# A call that waits at the end without another arrival for this many seconds is taken for one that
-# waits in vain. A device's operators before its next call may take as long.
+# Seconds without another arrival after which a call at the end is assumed to wait in vain. The
+# operators of a device before its next call may take as long.
 _PATIENCE, _PATIENCE_ALONE = 2.0, 0.5
 _log = logging.getLogger("gluon_syncbn")
 _abandoned = False
@@ -37,7 +37,7 @@ def _wait_for_all():
     except mxnet.MXNetError as error:
         # A script may end before its last step does.
         if CLOSED not in str(error):
-            _log.warning("An error of MXNet that nobody had waited for: %s", error)
+            _log.warning("An error of MXNet that no operation had waited for: %s", error)
         return error
     return None
 

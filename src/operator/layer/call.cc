@@ -179,7 +179,7 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
   check_device();
   // So that a backward after a failed forward finds none.
   batches_.clear();
-  id_ = CallId{-1};
+  id_ = CallId{-1, 0, 0, nullptr};
   from_batch_ = is_train && !attributes_.use_global_stats;
   if (is_shared()) {
     check_engine();

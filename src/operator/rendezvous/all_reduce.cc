@@ -195,11 +195,8 @@ CallId AllReduce::next_call(const LayerPtr& layer, const std::string& device, in
   State::Lock lock(state_->mutex);
   state_->check_open(layer);
   const LayerConfig& config = layer->config;
-  // An error of one device reaches all at once, so that none waits in vain.
+  // An error of one device reaches all at once, so that no other waits for it.
   const auto fail = [&](const std::string& text) { state_->fail(&lock, layer.get(), text); };
-  const auto refuse = [&](const std::string& text) {
-    fail("SyncBatchNorm '" + config.name + "' was " + text);
-  };
   if (!state_->unreported.empty()) {
     const std::string text = std::exchange(state_->unreported, "");
     fail("An earlier step had failed, which was found before a fork. " + text);
@@ -209,14 +206,15 @@ CallId AllReduce::next_call(const LayerPtr& layer, const std::string& device, in
   const auto devices = [&] {
     return std::to_string(config.devices.size()) + " (" + comma_separated(config.devices) + ")";
   };
-  const auto made = [&] { return "made with num_devices=" + std::to_string(config.num_devices); };
   if (is_known && config.participants() > config.devices.size()) {
-    refuse(made() + ", but the devices of its parameters are " + devices() +
-           ". Leave num_devices out, or initialize the net on all devices.");
+    fail("SyncBatchNorm '" + config.name + "' was made with num_devices=" +
+         std::to_string(config.num_devices) + ", but the devices of its parameters are " +
+         devices() + ". Leave num_devices out, or initialize the net on all devices.");
   }
   if (is_known && !contains(config.devices, device)) {
-    refuse("called on " + device + ", but its devices are " + devices() +
-           ". Initialize the net on every device in use, or name them all in its SyncGroup.");
+    fail("SyncBatchNorm '" + config.name + "' was called on " + device + ", but its devices are " +
+         devices() +
+         ". Initialize the net on every device in use, or name them all in its SyncGroup.");
   }
   if (const auto late = layer->late.find(node); late != layer->late.end()) {
     if (late->second.erase(device)) throw layer->failed_before();
@@ -225,20 +223,23 @@ CallId AllReduce::next_call(const LayerPtr& layer, const std::string& device, in
   if (layer->draining.count(device)) throw layer->failed_before();
   const ActiveDevices active = layer->active_here(state_->active);
   if (active && !contains(*active, device)) {
-    refuse("called on " + device + ", but the active devices of this step are " +
-           comma_separated(*active) + ": name it in gluon_syncbn.participants.");
+    fail("SyncBatchNorm '" + config.name + "' was called on " + device +
+         ", but the active devices of this step are " + comma_separated(*active) +
+         ": name it in gluon_syncbn.participants.");
   }
   const size_t most = is_known ? config.num_devices : config.participants();
   if (most && layer->forward_calls.size() == most && !layer->forward_calls.count(device)) {
     if (!config.num_devices) {
-      refuse("called on " + layer->forward_calls.begin()->first + " and on " + device +
-             " by a graph that has parameters of its own, so the number of devices is unknown. "
-             "Call gluon_syncbn.convert_sync_batchnorm(net), which lets the graph of a SymbolBlock "
-             "synchronize on the graph's parameters, or make the layer with num_devices or with a "
-             "SyncGroup that names the devices.");
+      fail("SyncBatchNorm '" + config.name + "' was called on " +
+           layer->forward_calls.begin()->first + " and on " + device +
+           " by a graph that has parameters of its own, so the number of devices is unknown. Call "
+           "gluon_syncbn.convert_sync_batchnorm(net), which lets the graph of a SymbolBlock "
+           "synchronize on the graph's parameters, or make the layer with num_devices or with a "
+           "SyncGroup that names the devices.");
     }
-    refuse(made() + ", and after as many others " + device +
-           " came too. Leave num_devices out, or name the devices that take part in a SyncGroup.");
+    fail("SyncBatchNorm '" + config.name + "' was made with num_devices=" +
+         std::to_string(config.num_devices) + ", and after as many others " + device +
+         " came too. Leave num_devices out, or name the devices that take part in a SyncGroup.");
   }
   auto& calls = layer->forward_calls[device];
   const int64_t sequence = calls.insert({node, layer->first_calls[node]}).first->second++;

@@ -1,4 +1,4 @@
-// Where the devices of a process meet in each forward and backward call of a layer. The last to
+// Synchronizes the devices of a process in each forward and backward call of a layer. The last to
 // arrive works for all: it runs the kernels over all their data, or adds their sums and exchanges
 // them with other processes.
 //

@@ -200,7 +200,7 @@ void State::check_open(const LayerPtr& layer) const {
 void State::end_step(Lock* lock, Layer* layer, const std::string& text, const std::string& device,
                      const CallId* forward) {
   layer->fail(text, device, forward);
-  // Once a layer is deleted, nobody knows its arrays, so nobody drains it.
+  // The arrays of a deleted layer are unknown, so the observer cannot drain it.
   if (!registered.count(layer->id)) layer->draining.clear();
   const int64_t epoch = layer->epoch;
   const auto failed = observer.failed;

@@ -41,7 +41,7 @@ struct Rendezvous {
   std::vector<Arrival> arrivals;
   ActiveDevices active;
   bool warned = false;
-  // All have arrived and the last is at work for all: nobody may leave.
+  // All have arrived and the last is working for all: no call may give up.
   bool combining = false;
   std::string error;
   // A device that cannot arrive.

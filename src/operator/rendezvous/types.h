@@ -63,7 +63,7 @@ struct CallId {
   ActiveDevices active;
 };
 
-// What a device brings to a rendezvous; callers derive from it. All devices must have the same
+// What a device contributes to a rendezvous; callers derive from it. All devices must have the same
 // number of channels and dtype ("float32").
 struct Contribution {
   int64_t channels = 0;
