@@ -21,7 +21,7 @@ _log = logging.getLogger("gluon_syncbn")
 # What a SyncBatchNorm has and nn.BatchNorm has not.
 _OWN_ATTRIBUTES = (
     "_layer",
-    "_places",
+    "_node_ids",
     "_num_devices",
     "_own_group",
     "_running_variance",

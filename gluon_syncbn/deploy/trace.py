@@ -129,7 +129,7 @@ def _left_as_it_is(net, parameters):
         for layer in layers:
             # Processes count the nodes of a layer alike, and mostly one of them exports.
             if isinstance(layer, SyncBatchNorm):
-                undo.callback(setattr, layer, "_places", copy.copy(layer._places))
+                undo.callback(setattr, layer, "_node_ids", copy.copy(layer._node_ids))
         yield
 
 

@@ -6,7 +6,7 @@ import weakref
 
 import numpy
 
-from ..native import clear_lines
+from ..native import clear_channels
 from .arguments import is_whole
 
 # What a process says of a layer at its first exchange, in bytes of UTF-8.
@@ -99,13 +99,13 @@ class Exchange:
     def _shorten(self, layer, key, exchange):
         """Where the store has a line for the key, the layer's messages take it without us."""
         if layer is not None and self._native_line is not None:
-            layer.set_line(key, self._native_line(key), exchange)
+            layer.set_channel(key, self._native_line(key), exchange)
             if self._broken:
-                clear_lines()
+                clear_channels()
 
     def _break(self, text):
         self._broken = text
-        clear_lines()
+        clear_channels()
 
     def fail(self, text):
         """A step has failed here: the other processes wait in vain."""

@@ -145,7 +145,7 @@ class SyncGroup:
             processes=1 if alone else processes,
             ranks=range(1) if alone else ranks,
             exchange=None if alone else self._exchange.of(layer, here, k),
-            misfit=misfit,
+            config_error=misfit,
         )
 
 

@@ -59,4 +59,4 @@ class HorovodReducer(Reducer):
     def _open(self, key, size, wait):
         # What ``hvd.allgather`` calls, which then waits for the result without a limit.
         allgather = self._hvd.mpi_ops.MPI_MXNET_LIB_CTYPES.horovod_mxnet_allgather_async
-        return self._connection.horovod_line(key, size, self.size, allgather)
+        return self._connection.horovod_channel(key, size, self.size, allgather)

@@ -171,7 +171,7 @@ def _set_absent(absent):
             # Calls of the last step may still be on their way to their meetings.
             mx.nd.waitall()
         finally:
-            native.set_absent(absent)
+            native.set_joined(absent)
     return before
 
 

@@ -109,9 +109,9 @@ class KVStoreReducer(Reducer):
         self._kv = None
 
     def _open(self, key, size, wait):
-        slots = mx.nd.zeros((self.size, native.PARTS, size))
+        slots = mx.nd.zeros((self.size, native.LIMBS, size))
         number = self._agree(key, size, slots, wait)
-        return self._connection.kvstore_line(key, size, self.rank, self._kv, number, slots)
+        return self._connection.kvstore_channel(key, size, self.rank, self._kv, number, slots)
 
     def _agree(self, key, size, slots, wait):
         """The number of a new key in the store, where it has these slots.

@@ -116,7 +116,7 @@ class Reducer:
         return line.exchange(title, timeout, array)
 
     def native_line(self, key):
-        """The `native.Line` of a key that has met."""
+        """The `native.Channel` of a key that has met."""
         return self._lines[key]
 
     def fail(self, text):
@@ -133,7 +133,7 @@ class Reducer:
             return self._lines[key]
 
     def _open(self, key, size, wait):
-        """The `native.Line` of a new key, when all processes know that it is used."""
+        """The `native.Channel` of a new key, when all processes know that it is used."""
         raise NotImplementedError
 
     def _look(self, title, meeting, error, waited, timeout, looks):
@@ -146,7 +146,7 @@ class Reducer:
     def _lose(self, text):
         self._lost = self._lost or text
         # Layers come here again, and are told.
-        native.clear_lines()
+        native.clear_channels()
 
     def _leave(self, failure):
         """At the end of the process: MXNet's own end waits for all processes, also for those that

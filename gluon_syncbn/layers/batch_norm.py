@@ -179,10 +179,10 @@ class SyncBatchNorm(nn.BatchNorm):
     def _meet(self):
         """Becomes a layer of its own, whose devices meet each other."""
         self._layer = SyncedLayer(self)
-        self._places = itertools.count()
+        self._node_ids = itertools.count()
 
     def __getstate__(self):
-        return {**self.__dict__, "_layer": None, "_places": None}
+        return {**self.__dict__, "_layer": None, "_node_ids": None}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
@@ -192,7 +192,7 @@ class SyncBatchNorm(nn.BatchNorm):
         super()._clear_cached_op()
         # The graph is traced again, and its places are to be those of other processes, which may
         # trace less often.
-        self._places = itertools.count()
+        self._node_ids = itertools.count()
 
     def cast(self, dtype):
         # As nn.BatchNorm does for float16: the parameters for data of 16 bits are float32.
@@ -245,7 +245,7 @@ class SyncBatchNorm(nn.BatchNorm):
             momentum=settings["momentum"],
             epsilon=settings["eps"],
             fix_gamma=bool(settings["fix_gamma"]),
-            place=next(self._places) if F is mx.sym else -1,
+            node=next(self._node_ids) if F is mx.sym else -1,
             use_global_stats=bool(settings["use_global_stats"]),
             running_variance=self._running_variance,
             virtual_devices=self._virtual_devices,

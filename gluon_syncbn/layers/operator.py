@@ -40,7 +40,7 @@ def sync_batch_norm(
     running_variance="biased",
     virtual_devices=0,
     copy_layout=False,
-    place=-1,
+    node=-1,
     name=None,
 ):
     r"""Batch normalization over all devices of `layer` (Ioffe and Szegedy, 2015).
@@ -99,8 +99,8 @@ def sync_batch_norm(
         read it. True: a SwapAxis of equal axes in front and behind copies x, y and their gradients
         into memory that stays. False: the caller knows that x and dy come from no oneDNN operator.
         None: the graph is for GPUs; on the CPU it raises.
-    place : int
-        In a graph, a number of its own for each node of the layer: calls of equal number meet. With
+    node : int
+        In a graph, an id for each node of the layer: calls of equal id synchronize. With
         ``static_shape`` MXNet does not keep the nodes of one layer in order.
 
     Returns
@@ -140,7 +140,7 @@ def sync_batch_norm(
         unbiased=running_variance == "unbiased",
         virtual_devices=virtual_devices,
         gpu_only=copy_layout is None,
-        place=place,
+        node=node,
     )[0]
     if copy_layout:
         y = swap_axis(y, dim1=0, dim2=0)

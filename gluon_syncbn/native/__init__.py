@@ -1,6 +1,6 @@
 """The native library: the operator, its layers, and channels to other processes."""
 
-from .channel import PARTS, Connection, call_within, clear_lines, view, watch
+from .channel import LIMBS, Connection, call_within, clear_channels, view, watch
 from .layer import (
     HAS_ONEDNN,
     OP_TYPE,
@@ -9,26 +9,26 @@ from .layer import (
     cuda_kernels,
     give_up,
     layers,
-    set_absent,
-    set_present,
+    set_active_devices,
+    set_joined,
     waiting,
     warn,
 )
 
 __all__ = [
     "HAS_ONEDNN",
+    "LIMBS",
     "OP_TYPE",
-    "PARTS",
     "PROCESS",
     "Connection",
     "Layer",
     "call_within",
-    "clear_lines",
+    "clear_channels",
     "cuda_kernels",
     "give_up",
     "layers",
-    "set_absent",
-    "set_present",
+    "set_active_devices",
+    "set_joined",
     "view",
     "waiting",
     "warn",

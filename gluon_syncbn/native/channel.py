@@ -1,4 +1,4 @@
-"""Channels to other processes, and waiting for arrays that MXNet may never write."""
+"""Channels to other processes, and waits for arrays that MXNet may never write."""
 
 import ctypes
 import itertools
@@ -6,58 +6,64 @@ import threading
 import weakref
 
 from . import shutdown
-from .library import LOOK, TELL, mxnet, numpy
+from .library import IN_FLIGHT, PROBE, HorovodArrays, KVStoreSlots, mxnet, numpy
 from .library import library as _library
 
 # Of a float64 in float32.
-PARTS = 3
-# What a wait returns: see watch.h.
-_WRITTEN, _TIME_IS_UP, _INTERRUPTED, _ENDED = range(4)
-_MOST_TEXT = 1 << 13
+LIMBS = 3
+# What a wait returns: see mxnet/watch.h.
+_WRITTEN, _TIME_IS_UP, _INTERRUPTED, _CLOSED = range(4)
+_MAX_ERROR_SIZE = 1 << 13
 
 
-def tell(failure, error, error_size):
+def write_error(failure, error, error_size):
+    """Hands an exception to the native caller."""
     text = (str(failure) or type(failure).__name__).encode()[: error_size - 1]
     ctypes.memmove(error, text, len(text))
 
 
-@LOOK
-def _on_look(number, waited, title, meeting, error, seconds, timeout, looks, text, size):
-    """Finds out whether to go on with an exchange that takes long. Runs on the thread that
-    waits."""
+@PROBE
+def _on_probe(connection, delay, error, error_size):
+    """Finds out whether to go on with an exchange that takes long. Runs on the waiting thread."""
     try:
-        _raise_unless_waiting(waited)
-        _connections[number].look()(
-            title.decode(), meeting.decode(), error.decode(), seconds, timeout, looks
+        delay = delay.contents
+        _raise_if_released(delay.waited)
+        _connections[connection].probe()(
+            delay.title.decode(),
+            delay.exchange.decode(),
+            delay.error.decode(),
+            delay.seconds,
+            delay.timeout,
+            delay.probes,
         )
         return 0
-    except BaseException as failure:  # Nothing may pass through the native caller.
-        tell(failure, text, size)
+    except BaseException as failure:  # The native caller cannot pass exceptions on.
+        write_error(failure, error, error_size)
         return 1
 
 
-def _raise_unless_waiting(waited):
-    if waited in (_INTERRUPTED, _ENDED):
+def _raise_if_released(waited):
+    if waited in (_INTERRUPTED, _CLOSED):
         shutdown.abandon()
         raise RuntimeError("Interrupted." if waited == _INTERRUPTED else shutdown.CLOSED)
 
 
 class Connection:
-    """What the library knows of a store: the lines over it, and who has come to which meeting.
+    """What the channels through one store share, and which exchanges are in flight.
 
-    look(title, meeting, error, seconds, timeout, looks): called on a thread that waits, after a
-    tenth of the timeout and then every second; raises what is the matter when it is of no use to
-    wait. `error`: what the store itself says, or "". `looks`: how often it was called before.
+    probe(title, exchange, error, seconds, timeout, probes): called on a waiting thread, after a
+    tenth of the timeout and then every second. Raises the cause if waiting is of no use. `error`:
+    what the store itself says, or "". `probes`: the number of earlier calls for this wait.
 
-    Within `with`, nobody else calls the store's functions.
+    Within `with`, no other thread calls the store's functions.
     """
 
-    def __init__(self, look):
-        # Holds nobody, as a KVStore has to be gone before Python is.
-        self.look = weakref.WeakMethod(look)
-        number = next(_numbers)
-        _connections[number] = self
-        self._handle = _library.gluon_syncbn_connect(number, _on_look)
+    def __init__(self, probe):
+        # A weak reference, as a KVStore must be gone before Python is.
+        self.probe = weakref.WeakMethod(probe)
+        connection = next(_ids)
+        _connections[connection] = self
+        self._handle = _library.gluon_syncbn_connect(connection, _on_probe)
 
     def __enter__(self):
         _library.gluon_syncbn_lock_calls(self._handle)
@@ -66,54 +72,52 @@ class Connection:
         _library.gluon_syncbn_unlock_calls(self._handle)
 
     def attendance(self):
-        """The meetings under way, and the last that ended well, each as (name, monotonic time) with
-        the oldest first."""
-        meetings = [], []
+        """The exchanges in flight, and the last that completed, each as (name, monotonic time),
+        oldest first."""
+        exchanges = [], []
 
-        @TELL
-        def tell(meeting, since, is_open):
-            meetings[0 if is_open else 1].append((meeting.decode(), since))
+        @IN_FLIGHT
+        def report(exchange, since, is_open):
+            exchanges[0 if is_open else 1].append((exchange.decode(), since))
 
-        _library.gluon_syncbn_attendance(self._handle, tell)
-        return meetings
+        _library.gluon_syncbn_in_flight(self._handle, report)
+        return exchanges
 
-    def kvstore_line(self, key, size, rank, kvstore, number, slots):
-        """A `Line` through MXNet's KVStore: under this number there, by way of an array of shape
-        (processes, `PARTS`, size) that nobody else uses."""
-        line = _library.gluon_syncbn_kvstore_line(
-            self._handle,
-            key.encode(),
-            size,
-            rank,
-            len(slots),
-            ctypes.cast(mxnet.base._LIB.MXKVStorePushPull, ctypes.c_void_p),
-            kvstore.handle,
-            number,
-            slots.handle,
-            _pointer(slots),
+    def kvstore_channel(self, key, size, rank, kvstore, number, slots):
+        """A `Channel` through MXNet's KVStore, where its key is `number`. slots: an array of shape
+        (processes, `LIMBS`, size) that nothing else uses."""
+        arguments = KVStoreSlots(
+            pushpull=_address(mxnet.base._LIB.MXKVStorePushPull),
+            kvstore=kvstore.handle,
+            key=number,
+            rank=rank,
+            ranks=len(slots),
+            size=size,
+            slots=slots.handle,
+            limbs=_pointer(slots),
         )
-        return Line(line, size, len(slots), slots)
+        handle = _library.gluon_syncbn_kvstore_channel(self._handle, key.encode(), arguments)
+        return Channel(handle, size, len(slots), slots)
 
-    def horovod_line(self, key, size, processes, allgather):
-        """A `Line` through Horovod. allgather: its C function."""
+    def horovod_channel(self, key, size, processes, allgather):
+        """A `Channel` through Horovod. allgather: its C function."""
         mine = mxnet.nd.empty((size,), dtype=numpy.float64)
         everyone = mxnet.nd.empty((processes * size,), dtype=numpy.float64)
         everyone.wait_to_read()
-        line = _library.gluon_syncbn_horovod_line(
-            self._handle,
-            key.encode(),
-            size,
-            processes,
-            ctypes.cast(allgather, ctypes.c_void_p),
-            mine.handle,
-            _pointer(mine),
-            everyone.handle,
+        arguments = HorovodArrays(
+            allgather=_address(allgather),
+            ranks=processes,
+            size=size,
+            input=mine.handle,
+            values=_pointer(mine),
+            output=everyone.handle,
         )
-        return Line(line, size, processes, mine, everyone)
+        handle = _library.gluon_syncbn_horovod_channel(self._handle, key.encode(), arguments)
+        return Channel(handle, size, processes, mine, everyone)
 
 
-class Line:
-    """A key by which all processes exchange equally many numbers, again and again."""
+class Channel:
+    """A key by which all processes exchange the same number of values, again and again."""
 
     def __init__(self, handle, size, processes, *arrays):
         self.handle, self.size, self._processes = handle, size, processes
@@ -122,36 +126,36 @@ class Line:
 
     @property
     def calls(self):
-        """How many exchanges there were."""
-        return _library.gluon_syncbn_line_calls(self.handle)
+        """The number of exchanges so far."""
+        return _library.gluon_syncbn_channel_calls(self.handle)
 
     def exchange(self, title, timeout, mine):
-        """The numbers of all processes, shape (processes, size). Raises RuntimeError."""
+        """The values of all processes, shape (processes, size). Raises RuntimeError."""
         mine = numpy.ascontiguousarray(mine)
         everyone = numpy.empty((self._processes, self.size))
-        error = ctypes.create_string_buffer(_MOST_TEXT)
-        status = _library.gluon_syncbn_line_exchange(
+        error = ctypes.create_string_buffer(_MAX_ERROR_SIZE)
+        status = _library.gluon_syncbn_channel_exchange(
             self.handle,
             title.encode(),
             timeout,
             mine.ctypes.data,
             everyone.ctypes.data,
             error,
-            _MOST_TEXT,
+            _MAX_ERROR_SIZE,
         )
         if status != 0:
             raise RuntimeError(error.value.decode(errors="replace"))
         return everyone
 
 
-def clear_lines():
-    """From now on all messages of layers go through Python, which then opens lines again."""
-    _library.gluon_syncbn_clear_lines()
+def clear_channels():
+    """From now on all messages of layers go through Python, which then opens channels again."""
+    _library.gluon_syncbn_clear_channels()
 
 
 class watch:
-    """Waits for an array that MXNet may never write. Within `with`, ``wait(seconds)`` says whether
-    it was written."""
+    """Waits for an array that MXNet may never write. Within `with`, ``wait(seconds)`` returns
+    whether it was written."""
 
     def __init__(self, array):
         self._array = array
@@ -167,12 +171,16 @@ class watch:
 
     def wait(self, seconds):
         waited = _library.gluon_syncbn_watch_wait(self._watch, seconds)
-        _raise_unless_waiting(waited)
+        _raise_if_released(waited)
         return waited == _WRITTEN
 
 
+def _address(function):
+    return ctypes.cast(function, ctypes.c_void_p)
+
+
 def _pointer(array):
-    """The memory of an NDArray on the CPU, which MXNet does not see change."""
+    """The memory of an NDArray on the CPU. MXNet does not notice when it is written."""
     array.wait_to_read()
     pointer = ctypes.c_void_p()
     mxnet.base.check_call(mxnet.base._LIB.MXNDArrayGetData(array.handle, ctypes.byref(pointer)))
@@ -180,14 +188,14 @@ def _pointer(array):
 
 
 def view(array):
-    """NumPy's view of that memory."""
+    """NumPy's view of the memory of an NDArray."""
     kind = numpy.ctypeslib.as_ctypes_type(array.dtype)
     return numpy.ctypeslib.as_array(ctypes.cast(_pointer(array), ctypes.POINTER(kind)), array.shape)
 
 
 def call_within(seconds, function, otherwise):
-    """Calls a function of MXNet's that may never return. Raises RuntimeError(otherwise) when the
-    time is up."""
+    """Calls a function of MXNet's that may never return. Raises RuntimeError(otherwise) on
+    timeout."""
     failures = []
 
     def call():
@@ -206,5 +214,5 @@ def call_within(seconds, function, otherwise):
         raise failures[0]
 
 
-_numbers = itertools.count()
+_ids = itertools.count()
 _connections = weakref.WeakValueDictionary()

@@ -1,4 +1,4 @@
-"""Registers the operator, and knows its layers."""
+"""Registers the operator and keeps its layers."""
 
 import ctypes
 import itertools
@@ -9,16 +9,15 @@ import uuid
 import weakref
 
 from . import shutdown
-from .channel import clear_lines, tell
-from .library import EXCHANGE, FAILED, WAITS, WARN, mxnet, numpy
+from .channel import clear_channels, write_error
+from .library import EXCHANGE, FAILED, WAITS, WARN, Callbacks, LayerConfig, mxnet, numpy
 from .library import library as _library
 
 OP_TYPE = "GluonSyncBatchNorm"
-# Graphs carry this word, so that one made in another process does not find this one's layers by
-# their numbers.
+# Graphs carry this UUID, so that those of another process do not find this one's layers.
 PROCESS = uuid.uuid4().hex
 
-# mxnet_api.h, in the same order.
+# As in src/operator/mxnet/api.h, in the same order.
 _FUNCTIONS = (
     "MXCustomOpRegister",
     "MXNDArrayGetData",
@@ -34,8 +33,8 @@ _log = logging.getLogger("gluon_syncbn")
 
 
 def warn(text):
-    """Logs on a thread of its own. The one that calls this has to end somebody's wait in time, and
-    who holds a lock of logging's may be the one who waits: for an array that it logs."""
+    """Logs on another thread. The caller must end waits in time, and a thread that holds a lock of
+    logging may be one that waits: for an array that it logs."""
     threading.Thread(target=_log.warning, args=("%s", text), daemon=True).start()
 
 
@@ -45,28 +44,28 @@ def _on_warning(text):
 
 
 @FAILED
-def _on_failure(number, generation, text):
-    """Lets the devices of a layer start anew after a failed step. Runs on the thread that noticed
-    the failure."""
-    layer = _layers.get(number)
+def _on_failure(layer_id, epoch, text):
+    """Drains the devices of a layer after a failed step. Runs on the thread that found the
+    failure."""
+    layer = _layers.get(layer_id)
     if layer is None:
         return
     layer.fail(text.decode())
     arrays = layer.running_statistics()
     for device in layer.devices:
-        _library.gluon_syncbn_settle(
-            number, generation, device.encode(), *_handles(arrays.get(device, ())), text
+        _library.gluon_syncbn_drain(
+            layer_id, epoch, device.encode(), *_handles(arrays.get(device, ())), text
         )
 
 
 @WAITS
-def _on_waits(number, generation, backward):
-    """Looks for devices that cannot come, as an earlier operation there has failed. Runs on a
+def _on_waits(layer_id, epoch, backward):
+    """Looks for devices that cannot arrive, as an earlier operation there has failed. Runs on a
     thread that waits for them."""
-    layer = _layers.get(number)
+    layer = _layers.get(layer_id)
     for device, arrays in layer.written_by(backward).items() if layer else ():
-        _library.gluon_syncbn_look_for_error(
-            number, generation, backward, device.encode(), *_handles(arrays)
+        _library.gluon_syncbn_probe_arrays(
+            layer_id, epoch, backward, device.encode(), *_handles(arrays)
         )
 
 
@@ -75,19 +74,20 @@ def _handles(arrays):
 
 
 @EXCHANGE
-def _on_exchange(number, key, title, channels, mine, size, everyone, total, error, error_size):
-    """Brings the sums of this process to the others. Runs on the thread of the last device that
-    came."""
+def _on_exchange(message, error, error_size):
+    """Exchanges the sums of this process. Runs on the thread of the device that arrived last."""
     try:
-        layer = _layers.get(number)
+        message = message.contents
+        title = message.title.decode()
+        layer = _layers.get(message.layer)
         if layer is None:
-            raise RuntimeError(f"{title.decode()}: the layer was deleted.")
-        mine = numpy.ctypeslib.as_array(mine, (size,))
-        result = layer.exchange(key.decode(), title.decode(), channels, mine)
-        numpy.ctypeslib.as_array(everyone, (total,))[:] = result.reshape(-1)
+            raise RuntimeError(f"{title}: the layer was deleted.")
+        mine = numpy.ctypeslib.as_array(message.values, (message.size,))
+        result = layer.exchange(message.key.decode(), title, message.channels, mine)
+        numpy.ctypeslib.as_array(message.all, (message.all_size,))[:] = result.reshape(-1)
         return 0
-    except BaseException as failure:  # Nothing may pass through the native caller.
-        tell(failure, error, error_size)
+    except BaseException as failure:  # The native caller cannot pass exceptions on.
+        write_error(failure, error, error_size)
         return 1
 
 
@@ -100,10 +100,7 @@ def _register(mxnet):
         PROCESS.encode(),
         os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine",
         HAS_ONEDNN,
-        _on_warning,
-        _on_failure,
-        _on_waits,
-        _on_exchange,
+        Callbacks(_on_warning, _on_failure, _on_waits, _on_exchange),
     )
     if status != 0:
         error = mxnet.base.py_str(mxnet.base._LIB.MXGetLastError())
@@ -111,17 +108,14 @@ def _register(mxnet):
 
 
 class Layer:
-    """A layer as the native library knows it: a number that no other layer has, a name, devices, a
-    timeout."""
+    """A layer of the native library: a unique number, a name, devices, a timeout."""
 
     def __init__(self, name):
-        self.number = next(_numbers)
+        self.number = next(_ids)
         self.name = name
         self.devices = ()
         _layers[self.number] = self
-        weakref.finalize(
-            self, _library.gluon_syncbn_forget, ctypes.c_int64(self.number)
-        ).atexit = False
+        weakref.finalize(self, _library.gluon_syncbn_forget, self.number).atexit = False
 
     def set_devices(
         self,
@@ -132,33 +126,32 @@ class Layer:
         processes=1,
         ranks=range(1),
         exchange=None,
-        misfit="",
+        config_error="",
     ):
-        """devices: those that may take part, as MXNet names them; none where that is not known, and
-        any num_devices or one do. num_devices: how many do, None for all; group_size: they meet in
-        groups of so many, 0: in one; ranks: those of `processes` whose sums are added;
-        exchange(key, title, channels, mine): the numbers of all processes, shape (processes, size);
-        misfit: why the layer cannot train there."""
+        """devices: those that may take part, as MXNet names them; empty if unknown, then any
+        num_devices or one do. num_devices: how many do, None for all. group_size: the size of the
+        groups in which they synchronize, 0 for one group. ranks: those of `processes` whose sums
+        are added. exchange(key, title, channels, mine): the values of all processes, shape
+        (processes, size). config_error: why the layer cannot train there."""
         self.devices = tuple(devices)
         self.exchange = exchange
-        _library.gluon_syncbn_configure(
-            ctypes.c_int64(self.number),
-            self.name.encode(),
-            _texts(self.devices),
-            len(self.devices),
-            num_devices or 0,
-            group_size,
-            ctypes.c_double(timeout),
-            processes,
-            ranks.start,
-            ranks.stop,
-            misfit.encode(),
+        config = LayerConfig(
+            name=self.name.encode(),
+            devices=_texts(self.devices),
+            device_count=len(self.devices),
+            num_devices=num_devices or 0,
+            group_size=group_size,
+            timeout=timeout,
+            processes=processes,
+            first_rank=ranks.start,
+            end_rank=ranks.stop,
+            config_error=config_error.encode(),
         )
+        _library.gluon_syncbn_configure(self.number, config)
 
     def restart(self, variance):
-        """Somebody writes the running mean, or the running variance: virtual devices go on from
-        there."""
-        _library.gluon_syncbn_restart(ctypes.c_int64(self.number), variance)
+        """The user writes the running mean, or variance: virtual devices continue from there."""
+        _library.gluon_syncbn_restart(self.number, variance)
 
     def fail(self, text):
         """A step has failed here."""
@@ -172,22 +165,22 @@ class Layer:
         """{device: arrays that a forward in training mode, or a backward, changes there}."""
         return {}
 
-    def set_line(self, key, line, exchange):
-        """The messages of this key take the line from now on, and no longer call `exchange`. They
-        do again when the layer is configured anew, and after `clear_lines`."""
-        _library.gluon_syncbn_set_line(self.number, key.encode(), line.handle)
+    def set_channel(self, key, channel, exchange):
+        """Messages of this key take the channel and no longer call `exchange`, until the layer is
+        configured again, or `clear_channels`."""
+        _library.gluon_syncbn_set_channel(self.number, key.encode(), channel.handle)
         if self.exchange is not exchange:
-            clear_lines()
+            clear_channels()
 
 
 def cuda_kernels():
-    """What the library's kernels for GPUs were built with and for, or None where it has none."""
+    """How and for what the GPU kernels were built, or None if there are none."""
     text = _library.gluon_syncbn_cuda()
     return text.decode() if text else None
 
 
 def waiting():
-    """The number of calls that wait for other devices at this moment."""
+    """The number of calls that wait for other devices now."""
     return _library.gluon_syncbn_waiting()
 
 
@@ -195,27 +188,27 @@ def layers():
     return list(_layers.values())
 
 
-def set_present(devices):
-    """Which devices take part in the next forward calls, all of which are still to be made; none:
-    all."""
-    _library.gluon_syncbn_set_present(_texts(devices), len(devices))
+def set_active_devices(devices):
+    """Which devices take part from the next forward calls on; none: all. No forward call may be in
+    progress."""
+    _library.gluon_syncbn_set_active_devices(_texts(devices), len(devices))
 
 
 def _texts(names):
     return (ctypes.c_char_p * len(names))(*(name.encode() for name in names))
 
 
-def set_absent(absent):
-    """Whether this process brings nothing to exchanges, as it has run out of data."""
-    _library.gluon_syncbn_set_absent(bool(absent))
+def set_joined(joined):
+    """Whether this process has run out of data and contributes zeros to exchanges."""
+    _library.gluon_syncbn_set_joined(bool(joined))
 
 
 def give_up(reason):
-    """Ends all waits for other devices, now and until the reason is ""."""
+    """Ends all waits for other devices until the reason is ""."""
     _library.gluon_syncbn_give_up(reason.encode())
 
 
-_numbers = itertools.count()
+_ids = itertools.count()
 _layers = weakref.WeakValueDictionary()
 HAS_ONEDNN = mxnet.runtime.Features().is_enabled("MKLDNN")
 _register(mxnet)

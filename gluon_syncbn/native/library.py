@@ -1,4 +1,4 @@
-"""Imports MXNet and loads the native library. Every error of loading is made here."""
+"""Imports MXNet and loads the native library, with errors that say what to do."""
 
 import ctypes
 import os
@@ -14,9 +14,7 @@ _LIBRARY = os.path.join(_PACKAGE, "libgluon_syncbn.so")
 def _import_mxnet():
     try:
         import mxnet
-    except (
-        Exception
-    ) as error:  # What an old MXNet raises under a new NumPy or Python is of any kind.
+    except Exception as error:  # Old MXNet may raise anything under a new NumPy or Python.
         raise ImportError(_why_mxnet_failed(error)) from error
     if mxnet.__version__ != _MXNET:
         raise ImportError(
@@ -49,7 +47,7 @@ def _why_mxnet_failed(error):
             f"{numpy.__version__} ({error}): pip install 'numpy<1.24'."
         )
     return (
-        f"MXNet {_MXNET} is installed but cannot be imported ({error}): mend or reinstall it "
+        f"MXNet {_MXNET} is installed but cannot be imported ({error}): fix or reinstall it "
         "first; mxnet-cu112 needs the CUDA 11 libraries and an NVIDIA driver."
     )
 
@@ -82,98 +80,112 @@ import numpy  # noqa: E402, F401, I001  Only after MXNet, whose error says which
 
 library = _load()
 
-# Called by the library.
-WARN = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-FAILED = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_char_p)
-WAITS = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)
-EXCHANGE = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_int64,
-    ctypes.c_char_p,
-    ctypes.c_char_p,
-    ctypes.c_int64,
-    ctypes.POINTER(ctypes.c_double),
-    ctypes.c_int64,
-    ctypes.POINTER(ctypes.c_double),
-    ctypes.c_int64,
-    ctypes.POINTER(ctypes.c_char),
-    ctypes.c_int,
-)
-LOOK = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_int64,
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_char_p,
-    ctypes.c_char_p,
-    ctypes.c_double,
-    ctypes.c_double,
-    ctypes.c_int,
-    ctypes.POINTER(ctypes.c_char),
-    ctypes.c_int,
-)
-TELL = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_double, ctypes.c_int)
+_bool, _int, _long, _double = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_double
+_text, _pointer = ctypes.c_char_p, ctypes.c_void_p
+_buffer = ctypes.POINTER(ctypes.c_char)
 
-library.gluon_syncbn_cuda.restype = ctypes.c_char_p
-library.gluon_syncbn_stuck_seconds.restype = ctypes.c_double
-library.gluon_syncbn_settle.argtypes = [
-    ctypes.c_int64,
-    ctypes.c_int64,
-    ctypes.c_char_p,
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_char_p,
-]
-library.gluon_syncbn_look_for_error.argtypes = [
-    ctypes.c_int64,
-    ctypes.c_int64,
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_void_p,
-    ctypes.c_int,
-]
-library.gluon_syncbn_watch_begin.restype = ctypes.c_void_p
-library.gluon_syncbn_watch_begin.argtypes = [ctypes.c_void_p]
-library.gluon_syncbn_watch_wait.argtypes = [ctypes.c_void_p, ctypes.c_double]
-library.gluon_syncbn_watch_end.argtypes = [ctypes.c_void_p]
-library.gluon_syncbn_connect.restype = ctypes.c_void_p
-library.gluon_syncbn_connect.argtypes = [ctypes.c_int64, LOOK]
-library.gluon_syncbn_lock_calls.argtypes = [ctypes.c_void_p]
-library.gluon_syncbn_unlock_calls.argtypes = [ctypes.c_void_p]
-library.gluon_syncbn_attendance.argtypes = [ctypes.c_void_p, TELL]
-library.gluon_syncbn_kvstore_line.restype = ctypes.c_void_p
-library.gluon_syncbn_kvstore_line.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_char_p,
-    ctypes.c_int64,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-]
-library.gluon_syncbn_horovod_line.restype = ctypes.c_void_p
-library.gluon_syncbn_horovod_line.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_char_p,
-    ctypes.c_int64,
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-]
-library.gluon_syncbn_line_calls.restype = ctypes.c_int64
-library.gluon_syncbn_line_calls.argtypes = [ctypes.c_void_p]
-library.gluon_syncbn_line_exchange.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_char_p,
-    ctypes.c_double,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_char_p,
-    ctypes.c_int,
-]
-library.gluon_syncbn_set_line.argtypes = [ctypes.c_int64, ctypes.c_char_p, ctypes.c_void_p]
+
+def _struct(name, /, **fields):
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+# As src/operator/api and src/operator/exchange declare them, in the same order.
+LayerConfig = _struct(
+    "LayerConfig",
+    name=_text,
+    devices=ctypes.POINTER(_text),
+    device_count=_int,
+    num_devices=_int,
+    group_size=_int,
+    timeout=_double,
+    processes=_int,
+    first_rank=_int,
+    end_rank=_int,
+    config_error=_text,
+)
+_Message = _struct(
+    "Message",
+    layer=_long,
+    key=_text,
+    title=_text,
+    channels=_long,
+    values=ctypes.POINTER(_double),
+    size=_long,
+    all=ctypes.POINTER(_double),
+    all_size=_long,
+)
+_Delay = _struct(
+    "Delay",
+    waited=_int,
+    probes=_int,
+    title=_text,
+    exchange=_text,
+    error=_text,
+    seconds=_double,
+    timeout=_double,
+)
+KVStoreSlots = _struct(
+    "KVStoreSlots",
+    pushpull=_pointer,
+    kvstore=_pointer,
+    key=_int,
+    rank=_int,
+    ranks=_int,
+    size=_long,
+    slots=_pointer,
+    limbs=_pointer,
+)
+HorovodArrays = _struct(
+    "HorovodArrays",
+    allgather=_pointer,
+    ranks=_int,
+    size=_long,
+    input=_pointer,
+    values=_pointer,
+    output=_pointer,
+)
+
+# Called by the library.
+WARN = ctypes.CFUNCTYPE(None, _text)
+FAILED = ctypes.CFUNCTYPE(None, _long, _long, _text)
+WAITS = ctypes.CFUNCTYPE(None, _long, _long, _bool)
+EXCHANGE = ctypes.CFUNCTYPE(_int, ctypes.POINTER(_Message), _buffer, _int)
+PROBE = ctypes.CFUNCTYPE(_int, _long, ctypes.POINTER(_Delay), _buffer, _int)
+IN_FLIGHT = ctypes.CFUNCTYPE(None, _text, _double, _bool)
+Callbacks = _struct("Callbacks", warn=WARN, failed=FAILED, waits=WAITS, exchange=EXCHANGE)
+
+# Name: result, arguments.
+for _name, (_result, *_arguments) in {
+    "register": (_int, _pointer, _text, _bool, _bool, ctypes.POINTER(Callbacks)),
+    "after_fork": (None,),
+    "report_next": (None, _text),
+    "configure": (None, _long, ctypes.POINTER(LayerConfig)),
+    "forget": (None, _long),
+    "set_active_devices": (None, ctypes.POINTER(_text), _int),
+    "set_joined": (None, _bool),
+    "give_up": (None, _text),
+    "restart": (None, _long, _bool),
+    "drain": (_int, _long, _long, _text, _pointer, _int, _text),
+    "probe_arrays": (_int, _long, _long, _bool, _text, _pointer, _int),
+    "close": (None, _text),
+    "waiting": (_int,),
+    "stuck_seconds": (_double,),
+    "cuda": (_text,),
+    "release": (None,),
+    "catch_interrupts": (_int,),
+    "connect": (_pointer, _long, PROBE),
+    "lock_calls": (None, _pointer),
+    "unlock_calls": (None, _pointer),
+    "in_flight": (None, _pointer, IN_FLIGHT),
+    "kvstore_channel": (_pointer, _pointer, _text, ctypes.POINTER(KVStoreSlots)),
+    "horovod_channel": (_pointer, _pointer, _text, ctypes.POINTER(HorovodArrays)),
+    "channel_calls": (_long, _pointer),
+    "channel_exchange": (_int, _pointer, _text, _double, _pointer, _pointer, _text, _int),
+    "set_channel": (None, _long, _text, _pointer),
+    "clear_channels": (None,),
+    "watch_begin": (_pointer, _pointer),
+    "watch_wait": (_int, _pointer, _double),
+    "watch_end": (None, _pointer),
+}.items():
+    _function = getattr(library, f"gluon_syncbn_{_name}")
+    _function.restype, _function.argtypes = _result, _arguments

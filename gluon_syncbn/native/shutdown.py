@@ -1,4 +1,4 @@
-"""The end of the process, a fork, and Ctrl-C: what waits in the library is released."""
+"""Ends waits in the library at the end of the process, before a fork, and on Ctrl-C."""
 
 import atexit
 import logging
@@ -9,9 +9,9 @@ import threading
 
 from .library import library, mxnet
 
-CLOSED = "The process ends, and devices do not meet any more."
-# Seconds without anything happening after which a call at the end is taken for one that waits for
-# nothing. A device's operators before its next call may take so long.
+CLOSED = "The process ends, and devices no longer synchronize."
+# Seconds without another arrival after which a call at the end is assumed to wait in vain. The
+# operators of a device before its next call may take as long.
 _PATIENCE, _PATIENCE_ALONE = 2.0, 0.5
 _log = logging.getLogger("gluon_syncbn")
 _abandoned = False
@@ -19,40 +19,40 @@ _leaving = []
 
 
 def abandon():
-    """Something in MXNet waits for what will never come, so the process cannot end as usual."""
+    """Something in MXNet waits in vain, so the process cannot end as usual."""
     global _abandoned
     _abandoned = True
 
 
 def at_exit(leave):
-    """Has leave(failure) called when the process ends and all that was to be computed is; failure
-    is None, or what the script died of."""
+    """Calls leave(failure) when the process ends and all results are computed. failure: None, or
+    the exception that ended the script, as text."""
     _leaving.append(leave)
 
 
 def _wait_for_all():
-    """Waits for MXNet. Returns the error that nobody had waited for, if there is one."""
+    """Waits for MXNet. Returns the error that it raises, or None."""
     try:
         mxnet.nd.waitall()
     except mxnet.MXNetError as error:
-        # A script may end before its last step has.
+        # A script may end before its last step does.
         if CLOSED not in str(error):
-            _log.warning("An error of MXNet that nobody had waited for: %s", error)
+            _log.warning("An error of MXNet that no operation had waited for: %s", error)
         return error
     return None
 
 
 def _before_fork():
-    # MXNet ends its threads for a fork, in no better order than at exit. What is raised here,
-    # Python only prints, and what was waited for once, MXNet does not raise again.
+    # MXNet ends its threads for a fork, in no better order than at exit. Python only prints what is
+    # raised here, and MXNet does not raise an error twice, so the next call does.
     error = _wait_for_all()
     if error is not None:
-        library.gluon_syncbn_tell_next(str(error).encode())
+        library.gluon_syncbn_report_next(str(error).encode())
 
 
 def _after_fork():
     library.gluon_syncbn_after_fork()
-    # The parent leaves the others, when it ends.
+    # The parent does it.
     _leaving.clear()
 
 
@@ -65,7 +65,7 @@ def _at_exit():
         for leave in reversed(_leaving):
             leave(None if failure is None else f"{type(failure).__name__}: {failure}")
     except KeyboardInterrupt as interrupt:
-        # MXNet's own end would wait too.
+        # Otherwise MXNet would wait too.
         _log.error(
             "Interrupted at the end of the script, in the wait for its last step or for other "
             "processes."
@@ -78,9 +78,8 @@ def _at_exit():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_exit_code(getattr(sys, "last_value", None)))
-    # MXNet first ends the threads of custom operators and then waits for all that is left, for ever
-    # where that is a custom operator. So nothing may be left; what depends on a released call is
-    # not computed any more.
+    # MXNet first ends the threads of custom operators and then waits for all pending operations,
+    # indefinitely if one is a custom operator. So none may be left.
     if waiter.is_alive():
         waiter.join()
     _wait_for_all()
@@ -88,18 +87,18 @@ def _at_exit():
 
 
 def _exit_code(failure):
-    """That of a script which died of `failure`, or whose end was abandoned."""
+    """The exit code of a script that `failure` ended, or whose end was abandoned."""
     if isinstance(failure, KeyboardInterrupt):
         return 128 + signal.SIGINT
-    # Only the launcher's runner notes these: Python does not tell its exit hooks.
+    # Only the launcher's runner records it: Python hides it from exit hooks.
     if isinstance(failure, SystemExit) and isinstance(failure.code, int):
         return failure.code & 0xFF
     return 1
 
 
 def _let_the_last_step_end(waiter):
-    """A script may end before its last step has, for which other processes may wait. Waits for it,
-    but not for a call that waits here for a device that never comes."""
+    """Waits for the last step, which other processes may need, unless a call waits here for a
+    device that never arrives."""
     patience = _PATIENCE if _leaving else _PATIENCE_ALONE
     waiter.start()
     while waiter.is_alive() and not _abandoned and library.gluon_syncbn_stuck_seconds() < patience:
@@ -107,14 +106,14 @@ def _let_the_last_step_end(waiter):
 
 
 def release_at_the_end():
-    """Once the operator is registered: from now on nothing waits beyond the end."""
+    """Installs the hooks, once the operator is registered."""
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
-    # Later registered, earlier called: before MXNet's own.
+    # Registered later, called earlier: before MXNet's own hook.
     atexit.register(_at_exit)
     if (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ):
-        # A main thread that waits inside MXNet does not see Ctrl-C before MXNet returns. A script
-        # with a handler of its own is left alone: it means to finish its step.
+        # A main thread that waits inside MXNet does not see Ctrl-C until MXNet returns. A script
+        # with its own handler is left alone: it wants to finish its step.
         library.gluon_syncbn_catch_interrupts()

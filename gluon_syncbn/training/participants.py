@@ -76,7 +76,7 @@ class participants:
         if any(self._parts(layer) for layer in native.layers()):
             # Who has been called already, takes part in a step of all.
             mx.nd.waitall()
-            native.set_present(self._devices)
+            native.set_active_devices(self._devices)
             participants._inside = self._active = True
         # Also where whole groups of devices are absent, and no layer has to know.
         if self._trainer is not None and self._absent(trained(self._trainer)):
@@ -95,7 +95,7 @@ class participants:
                         self._share_running_statistics(layer)
         finally:
             if self._active:
-                native.set_present([])
+                native.set_active_devices([])
                 participants._inside = self._active = False
             if self._end_hook is not None:
                 self._end_hook()

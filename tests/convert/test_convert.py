@@ -780,7 +780,7 @@ def test_the_calls_of_a_graph_are_nodes_of_their_own(tmp_path):
     convert_sync_batchnorm(net)
     nodes = json.loads(net(mx.sym.var("data")).tojson())["nodes"]
     places = [
-        (node["attrs"]["layer"], node["attrs"]["place"]) for node in nodes if node["op"] == "Custom"
+        (node["attrs"]["layer"], node["attrs"]["node"]) for node in nodes if node["op"] == "Custom"
     ]
     assert len(set(places)) == 4 and len({layer for layer, _ in places}) == 2
 

@@ -253,7 +253,7 @@ def test_training_goes_on_as_without_an_export(tmp_path, mode):
         train_some(net, trainer, devices, 3, seed=1)
         if exports:
             before, graphs = bits(net), [b._cached_graph for b in blocks_of(net)]
-            places = [repr(b._places) for b in blocks_of(net) if isinstance(b, sbn.SyncBatchNorm)]
+            places = [repr(b._node_ids) for b in blocks_of(net) if isinstance(b, sbn.SyncBatchNorm)]
             operation = net._cached_op
             model = tmp_path / "model.onnx"
             for fold in (False, True):
@@ -265,7 +265,7 @@ def test_training_goes_on_as_without_an_export(tmp_path, mode):
             assert all(a is b for a, b in zip(graphs, [b._cached_graph for b in blocks_of(net)]))
             assert net._cached_op is operation
             assert places == [
-                repr(b._places) for b in blocks_of(net) if isinstance(b, sbn.SyncBatchNorm)
+                repr(b._node_ids) for b in blocks_of(net) if isinstance(b, sbn.SyncBatchNorm)
             ]
         train_some(net, trainer, devices, 3, seed=2)
         results.append(bits(net))

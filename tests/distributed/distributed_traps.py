@@ -116,13 +116,13 @@ def last_keys(world):
     reducer = world.reducer
     reducer._next_key = kvstore._LAST_KEY - 1
     told = {"numbers": [], "sums": []}
-    connection, open_line = reducer._connection, reducer._connection.kvstore_line
+    connection, open_line = reducer._connection, reducer._connection.kvstore_channel
 
     def note(key, size, rank, kvstore, number, slots):
         told["numbers"].append(number)
         return open_line(key, size, rank, kvstore, number, slots)
 
-    connection.kvstore_line = note
+    connection.kvstore_channel = note
     for key in ("last but one", "last"):
         told["sums"].append(reducer.all_reduce(key, np.arange(3.0)).tolist())
     group = sbn.SyncGroup(store=reducer, timeout=world.timeout)

@@ -5,9 +5,9 @@
 #include <thread>
 #include <vector>
 
-#include "rendezvous/all_reduce.h"
-#include "cuda/backend.h"
 #include "api/exports.h"
+#include "cuda/backend.h"
+#include "rendezvous/all_reduce.h"
 
 using namespace gluon_syncbn;
 
@@ -102,8 +102,8 @@ SBN_EXPORT int gluon_syncbn_cuda_input_gradient(int dtype, int64_t N, int64_t C,
   });
 }
 
-// The meeting of so many devices, each of which brings C sums and a count, on the host; all get
-// those of all. Returns 0, or 1 after an error.
+// A rendezvous on the host of devices that each contribute C sums and a count; all get the totals.
+// Returns 0, or 1 after an error.
 SBN_EXPORT int gluon_syncbn_reduce(int devices, int64_t C, ChannelSums* sums, double* counts) {
   AllReduce all_reduce;
   LayerConfig config;
@@ -111,16 +111,15 @@ SBN_EXPORT int gluon_syncbn_reduce(int devices, int64_t C, ChannelSums* sums, do
   config.timeout_seconds = 60;
   for (int i = 0; i < devices; ++i) config.devices.push_back("gpu(" + std::to_string(i) + ")");
   all_reduce.configure(0, config);
-  const AllReduce::LayerPtr layer = all_reduce.find(0);
+  const LayerPtr layer = all_reduce.find(0);
   std::vector<int> failed(static_cast<size_t>(devices));
   std::vector<std::thread> threads;
   for (int i = 0; i < devices; ++i) {
     threads.emplace_back([&, i] {
       try {
-        const Ticket ticket = all_reduce.next_ticket(layer, config.devices[i]);
+        const CallId id = all_reduce.next_call(layer, config.devices[i]);
         std::vector<ChannelSums> mine(sums + i * C, sums + (i + 1) * C);
-        all_reduce.reduce(layer, ticket, Direction::kForward, config.devices[i], "", &mine,
-                          counts + i);
+        all_reduce.reduce(layer, id, Direction::kForward, config.devices[i], "", &mine, counts + i);
         std::copy(mine.begin(), mine.end(), sums + i * C);
       } catch (const std::exception&) {
         failed[i] = 1;

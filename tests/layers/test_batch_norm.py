@@ -160,7 +160,7 @@ def test_mixed_dtypes_say_what_to_cast(dtype, cast_to, parameters, remedy):
     layer = prepare(sbn.SyncBatchNorm(in_channels=3), contexts(1), cast_to)
     x = mx.nd.array(rounded(np.ones((2, 3)), dtype), dtype=numpy_dtype(dtype))
     words = (
-        f"data of dtype {dtype}.*have to be {parameters}.*one of them is {cast_to}.*"
+        f"data of dtype {dtype}.*must be {parameters}.*one of them is {cast_to}.*"
         rf"cast\('{remedy}'\)"
     )
     with pytest.raises(mx.MXNetError, match=words):

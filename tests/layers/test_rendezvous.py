@@ -1,5 +1,4 @@
-"""What happens when devices do not meet as they should: an error that tells the story, and training
-goes on."""
+"""Devices that do not synchronize as they should: an informative error, and training goes on."""
 
 import functools
 import gc
@@ -23,7 +22,7 @@ TIMEOUT = 1.0
 
 
 def build(mode="imperative", devices=2, **arguments):
-    """One layer behind a convolution, which has a Trainer."""
+    """Two convolutions, each with a layer behind it."""
     arguments.setdefault("group", sbn.SyncGroup(timeout=TIMEOUT))
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
@@ -56,7 +55,7 @@ def fetch(arrays):
 
 
 def fails(call, *words, within=10.0):
-    """The call ends in an MXNetError that says all this, in time."""
+    """The call raises an MXNetError with all these words, in time."""
     begin = time.time()
     with pytest.raises(mx.MXNetError) as error:
         call()
@@ -66,7 +65,7 @@ def fails(call, *words, within=10.0):
 
 
 def clear():
-    """What the other devices have to say of an error that was told already."""
+    """Drops further errors of a step whose first error was raised."""
     for _ in range(3):
         try:
             mx.nd.waitall()
@@ -88,7 +87,7 @@ def goes_on(net, devices=2):
         hidden = np.concatenate([conv(x).asnumpy() for x in xs])
         for x in xs:
             net(x)
-    # With static_shape, MXNet does not make a reader of auxiliary states wait for who writes them.
+    # With static_shape, readers of auxiliary states do not wait for their writers.
     mx.nd.waitall()
     mean = reference.forward(hidden, np.ones(4), np.zeros(4)).mean
     for device in contexts(devices):
@@ -140,7 +139,7 @@ def test_a_missing_device_backward(mode):
 
 
 def test_losses_that_are_added_up_on_one_device():
-    """MXNet bulks the operations of one device."""
+    """MXNet fuses the operations of one device."""
     net = prepared()
 
     def step():
@@ -236,7 +235,7 @@ def test_fewer_devices_than_contexts():
 
 
 def test_more_devices_than_asked_for():
-    """Who comes first would meet whom: other pairs in each pass."""
+    """Otherwise the pairs would depend on the order of arrival."""
     net = build(devices=3, num_devices=2)
     xs = batch(3)
 
@@ -247,7 +246,7 @@ def test_more_devices_than_asked_for():
     fails(step, "num_devices=2", "came too", "SyncGroup", within=TIMEOUT)
 
 
-def test_those_who_wait_hear_of_a_stranger_at_once():
+def test_a_call_on_another_device_fails_all_at_once():
     net = build(devices=3, group=sbn.SyncGroup(devices=contexts(2), timeout=20))
     xs = batch(3)
     fails(
@@ -298,7 +297,7 @@ def test_moving_to_other_contexts():
 
 
 def test_moving_while_devices_go_backward():
-    """They meet yet where they were, and their gradients arrive."""
+    """They still synchronize where they were, and their gradients arrive."""
     net = nn.HybridSequential()
     for _ in range(20):
         net.add(sbn.SyncBatchNorm(in_channels=2))
@@ -325,7 +324,7 @@ def test_moving_after_an_error_that_nobody_waited_for():
     goes_on(net, 3)
 
 
-def test_no_meeting_in_inference():
+def test_no_synchronization_in_inference():
     net = prepared("static_alloc")
     assert np.isfinite(net(batch()[1]).asnumpy()).all()
     with autograd.record(train_mode=False):
@@ -334,8 +333,8 @@ def test_no_meeting_in_inference():
     y.wait_to_read()
 
 
-def test_an_error_ends_for_everyone_at_once():
-    """All devices but one wait; the first to give up releases the others."""
+def test_an_error_reaches_all_devices_at_once():
+    """All devices but one wait; the first timeout releases them all."""
     net = build(devices=4, group=sbn.SyncGroup(timeout=6))
     fetch(train(net, batch(4)))
     xs = batch(4)
@@ -346,7 +345,7 @@ def test_an_error_ends_for_everyone_at_once():
     for loss in reversed(losses):
         with pytest.raises(mx.MXNetError, match=r"Missing: cpu\(3\)"):
             loss.asscalar()
-    # Those who came later would have waited until 10.
+    # The later calls would have waited until 10.
     assert time.time() - begin < 9.5
     goes_on(net, 4)
 
@@ -399,7 +398,7 @@ def test_a_graph_that_outlives_its_net(num_devices, mode):
 
     found, graph = losses(keep_net=False)
     assert found == losses(keep_net=True)[0]
-    # It fails, and goes on, as the net would.
+    # It fails and goes on as the net would.
     fails(lambda: fetch(train(graph, xs[:1])), "Came: cpu(0). Missing: cpu(1).")
     clear()
     fetch(train(graph, xs))
@@ -435,7 +434,7 @@ def test_a_module_on_the_symbol_of_a_net_that_is_gone(num_devices, count):
 
 @pytest.mark.parametrize("num_devices, count", [(2, 2), (None, 1)])
 def test_a_graph_with_parameters_of_its_own(num_devices, count):
-    """The layer does not know these parameters, and where they are."""
+    """The layer knows neither these parameters nor their devices."""
     net = graph_of(sbn.SyncBatchNorm(in_channels=3, num_devices=num_devices))
     net.initialize(ctx=contexts(count))
     fetch(train(net, batch(count)))
@@ -463,7 +462,7 @@ def test_groups_in_a_graph_with_parameters_of_its_own():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_device_that_fails_before_the_others_are_called(mode, bad):
-    """They learn why at once, and do not wait for it."""
+    """They get its error at once, and do not wait for it."""
     net = build(mode, group=sbn.SyncGroup(timeout=20))
     fetch(train(net, batch()))
     layer = net[1]
@@ -483,7 +482,7 @@ def test_a_device_that_fails_before_the_others_are_called(mode, bad):
 
 
 def test_a_step_that_ended_before_the_others_were_called():
-    """A device that goes on is not kept from it by calls that nobody made."""
+    """A device goes on despite calls that were never made on others."""
     net = build()
     fetch(train(net, batch()))
     with mx.util.np_shape(True), autograd.record():
@@ -496,7 +495,7 @@ def test_a_step_that_ended_before_the_others_were_called():
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("mode", MODES)
 def test_an_earlier_error_on_one_device(mode, direction):
-    """MXNet does not run the layer there. The others are told so, at once where the layer's arrays
+    """MXNet does not run the layer there. The others get an error, at once if the layer's arrays
     show it: with static_shape MXNet does not track them."""
     tracked = mode != "static_shape"
     net = build(mode, group=sbn.SyncGroup(timeout=20 if tracked else 2))
@@ -531,7 +530,7 @@ def test_an_earlier_error_on_one_device(mode, direction):
         ({"devices": [mx.cpu(0), mx.cpu(0)]}, "once"),
     ],
 )
-def test_a_group_that_makes_no_sense(arguments, words):
+def test_an_invalid_group(arguments, words):
     with pytest.raises(ValueError, match=words):
         sbn.SyncGroup(**arguments)
 

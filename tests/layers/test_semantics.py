@@ -117,11 +117,11 @@ def test_a_process_without_data_learns_nothing(kind, momentum):
     for absent in (True, False):
         step(layer, first, [len(first)])
         before = [array.asnumpy() for array in layer._layer.running_statistics()["cpu(0)"]]
-        native.set_absent(absent)
+        native.set_joined(absent)
         try:
             results.append(run(layer, second, np.ones_like(second), [len(second)], contexts(1)))
         finally:
-            native.set_absent(False)
+            native.set_joined(False)
         for found, value in zip(layer._layer.running_statistics()["cpu(0)"], before):
             assert (found.asnumpy() == value).all() == absent
     for name in ("y", "dx"):

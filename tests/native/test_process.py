@@ -1,5 +1,4 @@
-"""What becomes of calls that wait when the process ends, is interrupted, or forks. Each test is a
-script of its own."""
+"""Calls that wait when the process ends, is interrupted, or forks. Each test runs a script."""
 
 import os
 import signal
@@ -91,7 +90,7 @@ def test_a_script_that_ends_while_a_call_waits(ending, hybridize):
         print(time.time(), flush=True)
         {line}
     """
-    # Once in three tries, as others are at work on the machine too, and MXNet's own end takes time.
+    # Once in three tries, as the machine may be busy and MXNet's own end takes time.
     most = 3
     took = []
     while len(took) < 3 and not any(seconds < most for seconds in took):
@@ -103,8 +102,8 @@ def test_a_script_that_ends_while_a_call_waits(ending, hybridize):
     assert min(took) < most, errors
 
 
-def test_the_last_steps_are_let_end():
-    """Nobody waits for their results in this script, and one device is always late."""
+def test_the_last_steps_are_completed():
+    """The script does not wait for their results, and one device is always late."""
     body = """
         a = mx.nd.ones((700, 700), ctx=devices[1]) / 700
         for _ in range(6):
@@ -120,7 +119,7 @@ def test_the_last_steps_are_let_end():
     assert (code, errors) == (0, ""), errors
 
 
-def test_ctrl_c_while_the_end_of_other_processes_is_waited_for():
+def test_ctrl_c_during_the_wait_for_other_processes_at_the_end():
     body = """
         from gluon_syncbn.native import shutdown
 
@@ -141,7 +140,7 @@ def test_ctrl_c_while_the_end_of_other_processes_is_waited_for():
 
 
 def test_ctrl_c_while_the_main_thread_waits_for_a_result():
-    """It waits inside MXNet, where Python does not see the signal."""
+    """Inside MXNet, Python does not see the signal."""
     body = """
         loss = step(devices[:1])[0]
         wait_until_a_call_waits()
@@ -198,8 +197,8 @@ def test_training_goes_on_after_ctrl_c():
     assert code == 0 and output.endswith("trained on\n") and "no error" not in output, errors
 
 
-def test_a_log_of_a_result_that_does_not_come_stops_nobody():
-    """Whoever logs it holds the handler's lock, and waits for the result."""
+def test_logging_a_result_that_never_arrives_blocks_no_other_thread():
+    """The thread that logs it holds the handler's lock and waits for the result."""
     body = """
         import logging
 
@@ -215,7 +214,7 @@ def test_a_log_of_a_result_that_does_not_come_stops_nobody():
 
 
 def test_fork_between_steps():
-    """The parent trains on, and so can the child."""
+    """The parent and the child both train on."""
     body = """
         import multiprocessing
 
@@ -247,7 +246,7 @@ def test_fork_between_steps():
     assert code == 0 and output == "trained on\n", errors
 
 
-def test_a_fork_after_a_failed_step_does_not_swallow_its_error():
+def test_a_fork_after_a_failed_step_keeps_its_error():
     body = """
         loss = step(devices[:1])[0]
         child = os.fork()

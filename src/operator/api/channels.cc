@@ -10,8 +10,7 @@ using namespace gluon_syncbn;
 
 namespace {
 
-// What can be said of a wait at most.
-constexpr int kMostText = 1 << 13;
+constexpr int kMaxErrorSize = 1 << 13;
 
 using ConnectionPtr = std::shared_ptr<Connection>;
 
@@ -19,29 +18,27 @@ const ConnectionPtr& connection_of(void* connection) {
   return *static_cast<ConnectionPtr*>(connection);
 }
 
-const LinePtr& line_of(void* line) { return *static_cast<LinePtr*>(line); }
+const ChannelPtr& channel_of(void* channel) { return *static_cast<ChannelPtr*>(channel); }
 
-void* new_line(void* connection, const char* key, int64_t size, Carrier* carrier) {
-  return new LinePtr(std::make_shared<Line>(connection_of(connection), key, size,
-                                            std::unique_ptr<Carrier>(carrier)));
+void* new_channel(void* connection, const char* key, int64_t size, Transport* transport) {
+  return new ChannelPtr(std::make_shared<Channel>(connection_of(connection), key, size,
+                                                  std::unique_ptr<Transport>(transport)));
 }
 
 }  // namespace
 
-Lines& gluon_syncbn::lines() {
+Channels& gluon_syncbn::channels() {
   // Never destroyed: calls may still come when the process ends.
-  static Lines* const lines = new Lines;
-  return *lines;
+  static Channels* const channels = new Channels;
+  return *channels;
 }
 
-void* gluon_syncbn_connect(int64_t number, gluon_syncbn_look look) {
+void* gluon_syncbn_connect(int64_t id, gluon_syncbn_probe probe) {
   auto connection = std::make_shared<Connection>();
-  connection->look = [number, look](const Delay& delay) {
-    char text[kMostText] = "";
-    const int status =
-        look(number, static_cast<int>(delay.waited), delay.title.c_str(), delay.meeting.c_str(),
-             delay.error.c_str(), delay.seconds, delay.timeout, delay.looks, text, kMostText);
-    return status == 0 ? std::string() : std::string(text[0] ? text : "The exchange failed.");
+  connection->probe = [id, probe](const Delay& delay) {
+    char error[kMaxErrorSize] = "";
+    const int status = probe(id, &delay, error, kMaxErrorSize);
+    return status == 0 ? std::string() : std::string(error[0] ? error : "The exchange failed.");
   };
   return new ConnectionPtr(std::move(connection));
 }
@@ -50,34 +47,28 @@ void gluon_syncbn_lock_calls(void* connection) { connection_of(connection)->call
 
 void gluon_syncbn_unlock_calls(void* connection) { connection_of(connection)->calls.unlock(); }
 
-void gluon_syncbn_attendance(void* connection,
-                             void (*tell)(const char* meeting, double since, int open)) {
-  for (const Attendance::Entry& entry : connection_of(connection)->attendance.entries()) {
-    tell(entry.meeting.c_str(), entry.since, entry.open);
+void gluon_syncbn_in_flight(void* connection,
+                            void (*report)(const char* exchange, double since, int open)) {
+  for (const auto& entry : connection_of(connection)->in_flight.entries()) {
+    report(entry.exchange.c_str(), entry.since, entry.open);
   }
 }
 
-void* gluon_syncbn_kvstore_line(void* connection, const char* key, int64_t size, int rank,
-                                int ranks, void* pushpull, void* kvstore, int number, void* slots,
-                                float* parts) {
-  return new_line(connection, key, size,
-                  new KVStoreCarrier(reinterpret_cast<PushPull>(pushpull), kvstore, number, slots,
-                                     parts, rank, ranks, size));
+void* gluon_syncbn_kvstore_channel(void* connection, const char* key, const KVStoreSlots* slots) {
+  return new_channel(connection, key, slots->size, new KVStoreTransport(*slots));
 }
 
-void* gluon_syncbn_horovod_line(void* connection, const char* key, int64_t size, int ranks,
-                                void* allgather, void* input, double* values, void* output) {
-  return new_line(connection, key, size,
-                  new HorovodCarrier(reinterpret_cast<AllGather>(allgather), key, input, values,
-                                     output, ranks, size));
+void* gluon_syncbn_horovod_channel(void* connection, const char* key, const HorovodArrays* arrays) {
+  return new_channel(connection, key, arrays->size, new HorovodTransport(key, *arrays));
 }
 
-int64_t gluon_syncbn_line_calls(void* line) { return line_of(line)->calls(); }
+int64_t gluon_syncbn_channel_calls(void* channel) { return channel_of(channel)->calls(); }
 
-int gluon_syncbn_line_exchange(void* line, const char* title, double timeout_seconds,
-                               const double* mine, double* everyone, char* error, int error_size) {
+int gluon_syncbn_channel_exchange(void* channel, const char* title, double timeout_seconds,
+                                  const double* mine, double* everyone, char* error,
+                                  int error_size) {
   try {
-    line_of(line)->exchange(title, timeout_seconds, mine, everyone);
+    channel_of(channel)->exchange(title, timeout_seconds, mine, everyone);
     return 0;
   } catch (const std::exception& failure) {
     std::strncpy(error, failure.what(), static_cast<size_t>(error_size) - 1);
@@ -85,11 +76,11 @@ int gluon_syncbn_line_exchange(void* line, const char* title, double timeout_sec
   }
 }
 
-void gluon_syncbn_set_line(int64_t layer, const char* key, void* line) {
-  lines().set(layer, key, line_of(line));
+void gluon_syncbn_set_channel(int64_t layer, const char* key, void* channel) {
+  channels().set(layer, key, channel_of(channel));
 }
 
-void gluon_syncbn_clear_lines() { lines().clear(); }
+void gluon_syncbn_clear_channels() { channels().clear(); }
 
 void* gluon_syncbn_watch_begin(void* array) {
   try {

@@ -1,4 +1,4 @@
-// What the library offers to _native.py of layers, and of the process. More stands in stores.h.
+// The C API for layers, and for the process.
 #ifndef GLUON_SYNCBN_API_LAYERS_H_
 #define GLUON_SYNCBN_API_LAYERS_H_
 
@@ -9,73 +9,84 @@
 // The version of the package that this library was built for.
 SBN_EXPORT const char* gluon_syncbn_version();
 
-// Writes to `all` the `size` numbers of every process, one after the other by rank. Returns 0, or
-// writes what went wrong to `error` (at most error_size bytes).
-using gluon_syncbn_exchange = int (*)(int64_t layer, const char* key, const char* title,
-                                      int64_t channels, const double* mine, int64_t size,
-                                      double* all, int64_t all_size, char* error, int error_size);
+// See Message. `all` receives the `size` values of every process, by rank.
+struct gluon_syncbn_message {
+  int64_t layer;
+  const char *key, *title;
+  int64_t channels;
+  const double* values;
+  int64_t size;
+  double* all;
+  int64_t all_size;
+};
 
-// Registers the operator. `api`: the functions of mxnet_api.h in order. `process` is a word for
-// this process: graphs that come from another one do not find its layers. Returns 0, or what
-// MXCustomOpRegister said.
-SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process, int naive_engine,
-                                     int onednn, void (*warn)(const char* text),
-                                     void (*failed)(int64_t layer, int64_t generation,
-                                                    const char* text),
-                                     void (*waits)(int64_t layer, int64_t generation, int backward),
-                                     gluon_syncbn_exchange exchange);
+// See Observer. exchange returns 0, or writes an error (at most error_size bytes).
+struct gluon_syncbn_callbacks {
+  void (*warn)(const char* text);
+  void (*failed)(int64_t layer, int64_t epoch, const char* text);
+  void (*waits)(int64_t layer, int64_t epoch, int backward);
+  int (*exchange)(const gluon_syncbn_message*, char* error, int error_size);
+};
 
-// In the child of a fork, before which nobody waited: no threads, and every layer starts anew.
+// Registers the operator. `api`: the functions of mxnet/api.h in order. `process_uuid`: graphs of
+// other processes do not find the layers of this one. Returns what MXCustomOpRegister does.
+SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process_uuid, int naive_engine,
+                                     int onednn, const gluon_syncbn_callbacks*);
+
+// In the child of a fork, before which no call waited: it has no threads, and every layer starts a
+// new epoch.
 SBN_EXPORT void gluon_syncbn_after_fork();
 
-// An error that could not be raised where it was found: the next forward call of any layer does.
-SBN_EXPORT void gluon_syncbn_tell_next(const char* text);
+// See AllReduce::report_next.
+SBN_EXPORT void gluon_syncbn_report_next(const char* text);
 
-SBN_EXPORT void gluon_syncbn_configure(int64_t layer, const char* name, const char* const* devices,
-                                       int num_devices, int expected, int group_size,
-                                       double timeout_seconds, int processes, int first_rank,
-                                       int end_rank, const char* misfit);
-
-// Only these devices take part from the next forward calls on; none: all do.
-SBN_EXPORT void gluon_syncbn_set_present(const char* const* devices, int num_devices);
-
-// Whether this process takes part in exchanges with sums of nothing, as it has run out of data.
-SBN_EXPORT void gluon_syncbn_set_absent(int absent);
-
-// See AllReduce::give_up; an empty reason: go on.
-SBN_EXPORT void gluon_syncbn_give_up(const char* reason);
+// See LayerConfig.
+struct gluon_syncbn_layer_config {
+  const char* name;
+  const char* const* devices;
+  int device_count;
+  int num_devices, group_size;
+  double timeout_seconds;
+  int processes, first_rank, end_rank;
+  const char* config_error;
+};
+SBN_EXPORT void gluon_syncbn_configure(int64_t layer, const gluon_syncbn_layer_config*);
 SBN_EXPORT void gluon_syncbn_forget(int64_t layer);
-// Somebody else writes the running mean, or the running variance: virtual devices go on from there.
+
+// See AllReduce.
+SBN_EXPORT void gluon_syncbn_set_active_devices(const char* const* devices, int num_devices);
+SBN_EXPORT void gluon_syncbn_set_joined(int joined);
+SBN_EXPORT void gluon_syncbn_give_up(const char* reason);
+
+// The user writes the running mean, or variance: virtual devices continue from there.
 SBN_EXPORT void gluon_syncbn_restart(int64_t layer, int variance);
 
-// After a failure: frees the running statistics of a device from the error that they hold, once
-// everything that was pushed before has gone by, and lets the device take part again. Whoever waits
-// for a result of the failed step still gets the error. Without arrays the device takes part again
-// at once.
-SBN_EXPORT int gluon_syncbn_settle(int64_t layer, int64_t generation, const char* device,
-                                   void** arrays, int num_arrays, const char* text);
+// After a failure: once all that was pushed before has passed, clears the error of the failed step
+// from a device's running statistics and lets the device take part again. Waiting for a result of
+// the failed step still raises the error. Without arrays the device takes part at once.
+SBN_EXPORT int gluon_syncbn_drain(int64_t layer, int64_t epoch, const char* device, void** arrays,
+                                  int num_arrays, const char* text);
 
-// Finds out whether these arrays of a device hold an error, once everything that was pushed before
-// has gone by. If they do, whoever waits for the device gets an error too: see AllReduce::lose.
-SBN_EXPORT int gluon_syncbn_look_for_error(int64_t layer, int64_t generation, int backward,
-                                           const char* device, void** arrays, int num_arrays);
+// Finds out whether these arrays of a device hold an error, once all that was pushed before has
+// passed. If so, those that wait for the device get an error: see AllReduce::unreachable.
+SBN_EXPORT int gluon_syncbn_probe_arrays(int64_t layer, int64_t epoch, int backward,
+                                         const char* device, void** arrays, int num_arrays);
 
-// The process ends: releases all who wait, with an error.
+// The process ends: all waits end with an error.
 SBN_EXPORT void gluon_syncbn_close(const char* reason);
 
-// The number of calls that wait for other devices now.
+// The number of calls that wait for other devices now, and for how long without another arrival; 0
+// if none waits.
 SBN_EXPORT int gluon_syncbn_waiting();
-
-// For how long some have waited without another's coming; 0 where none waits.
 SBN_EXPORT double gluon_syncbn_stuck_seconds();
 
-// What the CUDA kernels were compiled by and for; null where there are none.
+// How and for what the CUDA kernels were compiled; null if there are none.
 SBN_EXPORT const char* gluon_syncbn_cuda();
 
-// Gives back the streams and the memory that are kept for the next calls on GPUs.
+// Frees the streams and the memory that are kept for the next calls on GPUs.
 SBN_EXPORT void gluon_syncbn_release();
 
-// Ctrl-C also releases those who wait. The handler that was there before is called first.
+// Ctrl-C also ends waits. The previous handler is called too.
 SBN_EXPORT int gluon_syncbn_catch_interrupts();
 
 #endif  // GLUON_SYNCBN_API_LAYERS_H_

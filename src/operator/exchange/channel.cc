@@ -1,17 +1,17 @@
 #include "exchange/channel.h"
 
 #include <algorithm>
+#include <chrono>
 #include <stdexcept>
 
 namespace gluon_syncbn {
 namespace {
 
-// As many as answer those who ask a little later.
+// Completed exchanges are kept for processes that probe a little later.
 constexpr size_t kRemembered = 16;
-// The share of the timeout after which somebody looks what is the matter, and the seconds between
-// two looks.
-constexpr double kLookAfter = 0.1;
-constexpr double kLookEvery = 1;
+// The share of the timeout after which a wait is probed, and the seconds between two probes.
+constexpr double kProbeAfter = 0.1;
+constexpr double kProbeEvery = 1;
 
 double now() {
   using Seconds = std::chrono::duration<double>;
@@ -20,96 +20,98 @@ double now() {
 
 }  // namespace
 
-Attendance::Stay::Stay(Attendance* attendance, std::string meeting) : attendance_(attendance) {
-  const std::lock_guard<std::mutex> lock(attendance_->mutex_);
-  std::list<Entry>& open = attendance_->open_;
-  entry_ = open.insert(open.end(), {std::move(meeting), now(), true});
+InFlightExchanges::Registration::Registration(InFlightExchanges* registry, std::string exchange)
+    : registry_(registry) {
+  const std::lock_guard<std::mutex> lock(registry_->mutex_);
+  std::list<Entry>& open = registry_->open_;
+  entry_ = open.insert(open.end(), {std::move(exchange), now(), true});
 }
 
-Attendance::Stay::~Stay() {
-  const std::lock_guard<std::mutex> lock(attendance_->mutex_);
-  if (success_) {
-    attendance_->ended_.push_back({std::move(entry_->meeting), now(), false});
-    if (attendance_->ended_.size() > kRemembered) attendance_->ended_.pop_front();
+InFlightExchanges::Registration::~Registration() {
+  const std::lock_guard<std::mutex> lock(registry_->mutex_);
+  if (complete_) {
+    registry_->complete_.push_back({std::move(entry_->exchange), now(), false});
+    if (registry_->complete_.size() > kRemembered) registry_->complete_.pop_front();
   }
-  attendance_->open_.erase(entry_);
+  registry_->open_.erase(entry_);
 }
 
-std::vector<Attendance::Entry> Attendance::entries() const {
+std::vector<InFlightExchanges::Entry> InFlightExchanges::entries() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<Entry> entries(open_.begin(), open_.end());
-  entries.insert(entries.end(), ended_.begin(), ended_.end());
+  entries.insert(entries.end(), complete_.begin(), complete_.end());
   return entries;
 }
 
-Line::Line(std::shared_ptr<Connection> connection, std::string key, int64_t size,
-           std::unique_ptr<Carrier> carrier)
+Channel::Channel(std::shared_ptr<Connection> connection, std::string key, int64_t size,
+                 std::unique_ptr<Transport> transport)
     : connection_(std::move(connection)),
       key_(std::move(key)),
       size_(size),
-      carrier_(std::move(carrier)) {}
+      transport_(std::move(transport)) {}
 
-int64_t Line::calls() const {
+int64_t Channel::calls() const {
   const std::lock_guard<std::mutex> lock(turn_);
   return calls_;
 }
 
-void Line::exchange(const std::string& title, double timeout_seconds, const double* mine,
-                    double* everyone) {
+void Channel::exchange(const std::string& title, double timeout_seconds, const double* mine,
+                       double* everyone) {
   const std::lock_guard<std::mutex> turn(turn_);
-  const std::string call = std::to_string(++calls_);
-  Attendance::Stay stay(&connection_->attendance, title + " (" + key_ + " " + call + ")");
-  carrier_->pack(mine);
+  InFlightExchanges::Registration registration(
+      &connection_->in_flight, title + " (" + key_ + " " + std::to_string(++calls_) + ")");
+  transport_->pack(mine);
   int status;
   {
     const std::lock_guard<std::mutex> lock(connection_->calls);
-    status = carrier_->send();
+    status = transport_->send();
   }
   if (status == 0) {
-    wait(stay, title, timeout_seconds);
-    status = mxnet.ndarray_wait_to_read(carrier_->answer());
+    wait(registration.exchange(), title, timeout_seconds);
+    status = mxnet.ndarray_wait_to_read(transport_->answer());
   }
   if (status != 0) {
-    throw std::runtime_error(connection_->look(
-        {Waited::kWritten, title, stay.meeting(), mxnet.last_error(), 0, timeout_seconds, 0}));
+    throw std::runtime_error(
+        connection_->probe({Waited::kWritten, 0, title.c_str(), registration.exchange().c_str(),
+                            mxnet.last_error(), 0, timeout_seconds}));
   }
-  carrier_->unpack(everyone);
-  stay.success();
+  transport_->unpack(everyone);
+  registration.complete();
 }
 
-void Line::wait(const Attendance::Stay& stay, const std::string& title, double timeout_seconds) {
-  const double start = now(), first = timeout_seconds * kLookAfter;
-  Watch watch(carrier_->answer());
+void Channel::wait(const std::string& exchange, const std::string& title, double timeout_seconds) {
+  const double start = now(), first = timeout_seconds * kProbeAfter;
+  Watch watch(transport_->answer());
   double slice = first;
-  for (int looks = 0;; ++looks) {
+  for (int probes = 0;; ++probes) {
     const Waited waited = watch.wait(slice);
     if (waited == Waited::kWritten) return;
-    const std::string error = connection_->look(
-        {waited, title, stay.meeting(), "", now() - start, timeout_seconds, looks});
+    const std::string error = connection_->probe(
+        {waited, probes, title.c_str(), exchange.c_str(), "", now() - start, timeout_seconds});
     if (!error.empty()) throw std::runtime_error(error);
-    slice = std::min(kLookEvery, first);
+    slice = std::min(kProbeEvery, first);
   }
 }
 
-void Lines::set(int64_t layer, const std::string& key, LinePtr line) {
+void Channels::set(int64_t layer, const std::string& key, ChannelPtr channel) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  lines_[{layer, key}] = std::move(line);
+  channels_[{layer, key}] = std::move(channel);
 }
 
-LinePtr Lines::find(int64_t layer, const std::string& key) const {
+ChannelPtr Channels::find(int64_t layer, const std::string& key) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = lines_.find({layer, key});
-  return found == lines_.end() ? nullptr : found->second;
+  const auto found = channels_.find({layer, key});
+  return found == channels_.end() ? nullptr : found->second;
 }
 
-void Lines::forget(int64_t layer) {
+void Channels::forget(int64_t layer) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  lines_.erase(lines_.lower_bound({layer, ""}), lines_.lower_bound({layer + 1, ""}));
+  channels_.erase(channels_.lower_bound({layer, ""}), channels_.lower_bound({layer + 1, ""}));
 }
 
-void Lines::clear() {
+void Channels::clear() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  lines_.clear();
+  channels_.clear();
 }
 
 }  // namespace gluon_syncbn

@@ -1,9 +1,8 @@
-// The exchange of numbers with other processes, where all of them know how: what a layer does in
-// every pass, without Python, which is asked only when something takes long or goes wrong.
+// Exchanges values with other processes in every pass of a layer, once all processes know its key.
+// Python is called only if an exchange takes long or fails.
 #ifndef GLUON_SYNCBN_EXCHANGE_CHANNEL_H_
 #define GLUON_SYNCBN_EXCHANGE_CHANNEL_H_
 
-#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -20,116 +19,116 @@
 
 namespace gluon_syncbn {
 
-// The meetings to which this process has come, for other processes that ask.
-class Attendance {
+// The exchanges that this process has reached, for other processes that probe it.
+class InFlightExchanges {
  public:
   struct Entry {
-    std::string meeting;
-    // When it came, or when it left; as Python's time.monotonic().
+    std::string exchange;
+    // When it began, or when it ended; as Python's time.monotonic().
     double since;
     bool open;
   };
 
-  // Present from its making to its end, of which success() says that it was a good one.
-  class Stay {
+  // Registers an exchange for its lifetime, and as complete after complete().
+  class Registration {
    public:
-    Stay(Attendance* attendance, std::string meeting);
-    Stay(const Stay&) = delete;
-    Stay& operator=(const Stay&) = delete;
-    ~Stay();
+    Registration(InFlightExchanges* registry, std::string exchange);
+    Registration(const Registration&) = delete;
+    Registration& operator=(const Registration&) = delete;
+    ~Registration();
 
-    void success() { success_ = true; }
-    const std::string& meeting() const { return entry_->meeting; }
+    void complete() { complete_ = true; }
+    const std::string& exchange() const { return entry_->exchange; }
 
    private:
-    Attendance* const attendance_;
+    InFlightExchanges* const registry_;
     std::list<Entry>::iterator entry_;
-    bool success_ = false;
+    bool complete_ = false;
   };
 
-  // Those under way and then the last that ended well, each with the oldest first.
+  // Those in flight, then the last that completed, each oldest first.
   std::vector<Entry> entries() const;
 
  private:
   mutable std::mutex mutex_;
   std::list<Entry> open_;
-  std::deque<Entry> ended_;
+  std::deque<Entry> complete_;
 };
 
-// A wait that is not over, or that is of no use any more.
+// A wait that takes long, or cannot succeed. Valid during the probe.
 struct Delay {
-  // kTimeIsUp: of the slice after which somebody looks. kWritten: with an error.
+  // kTimeIsUp: the time until the next probe. kWritten: with an error.
   Waited waited;
-  std::string title, meeting, error;
+  // The number of earlier probes of this wait.
+  int probes;
+  // error: what MXNet says, or "".
+  const char *title, *exchange, *error;
   double seconds, timeout;
-  // How often somebody has looked at it before.
-  int looks;
 };
 
-// What connects this process with others.
+// What the channels through one store share.
 struct Connection {
-  // Held during each call of the store's functions, which are not made for several threads.
+  // Held during each call of the store's functions, which are not thread-safe.
   std::mutex calls;
-  Attendance attendance;
-  // Says why to give up, or nothing.
-  std::function<std::string(const Delay&)> look;
+  InFlightExchanges in_flight;
+  // Returns why to give up, or an empty string.
+  std::function<std::string(const Delay&)> probe;
 };
 
-// How one sum travels.
-class Carrier {
+// How the values of one exchange travel.
+class Transport {
  public:
-  virtual ~Carrier() = default;
-  // Takes this process's numbers.
+  virtual ~Transport() = default;
+  // Takes this process's values.
   virtual void pack(const double* mine) = 0;
-  // Sends them. Nobody else calls the store meanwhile. Returns 0, or -1 with an error of MXNet's.
+  // Sends them; the caller holds Connection::calls. Returns 0, or -1 with an error of MXNet's.
   virtual int send() = 0;
-  // What MXNet writes when those of all have come.
+  // The array that MXNet writes once the values of all have arrived.
   virtual Handle answer() const = 0;
-  // The numbers of all, by rank. Throws std::runtime_error.
+  // The values of all, by rank. Throws std::runtime_error.
   virtual void unpack(double* everyone) = 0;
 };
 
-// One key, by which all processes exchange equally many numbers, again and again.
-class Line {
+// One key, by which all processes exchange the same number of values, again and again.
+class Channel {
  public:
-  Line(std::shared_ptr<Connection> connection, std::string key, int64_t size,
-       std::unique_ptr<Carrier> carrier);
+  Channel(std::shared_ptr<Connection> connection, std::string key, int64_t size,
+          std::unique_ptr<Transport> transport);
 
   int64_t size() const { return size_; }
-  // How many exchanges there were.
+  // The number of exchanges so far.
   int64_t calls() const;
 
-  // Writes the numbers of all processes, by rank. Waits for an earlier exchange on another thread:
-  // the store could not tell which answer is whose. Throws std::runtime_error.
+  // Writes the values of all processes, by rank. Exchanges on several threads take turns, as the
+  // store could not tell their answers apart. Throws std::runtime_error.
   void exchange(const std::string& title, double timeout_seconds, const double* mine,
                 double* everyone);
 
  private:
-  void wait(const Attendance::Stay& stay, const std::string& title, double timeout_seconds);
+  void wait(const std::string& exchange, const std::string& title, double timeout_seconds);
 
   const std::shared_ptr<Connection> connection_;
   const std::string key_;
   const int64_t size_;
-  const std::unique_ptr<Carrier> carrier_;
+  const std::unique_ptr<Transport> transport_;
   mutable std::mutex turn_;
   int64_t calls_ = 0;
 };
-using LinePtr = std::shared_ptr<Line>;
+using ChannelPtr = std::shared_ptr<Channel>;
 
-// The lines of the layers' messages. A message that has none takes the way through Python, which
-// finds out why.
-class Lines {
+// The channels of the layers' messages. A message without one goes through Python.
+class Channels {
  public:
-  void set(int64_t layer, const std::string& key, LinePtr line);
-  // Null where there is none.
-  LinePtr find(int64_t layer, const std::string& key) const;
+  void set(int64_t layer, const std::string& key, ChannelPtr channel);
+  // Null if there is none.
+  ChannelPtr find(int64_t layer, const std::string& key) const;
   // Of one layer, and of all.
   void forget(int64_t layer);
   void clear();
 
  private:
   mutable std::mutex mutex_;
-  std::map<std::pair<int64_t, std::string>, LinePtr> lines_;
+  std::map<std::pair<int64_t, std::string>, ChannelPtr> channels_;
 };
 
 }  // namespace gluon_syncbn

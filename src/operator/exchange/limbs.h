@@ -1,5 +1,5 @@
-// float64 on its way through a store that adds float32: three whole numbers of 22 bits each, which
-// float32 holds exactly. First the lowest bits of all values, then the next.
+// float64 in a store that adds float32: each value as three limbs, integers of 22 bits, which
+// float32 holds exactly. First the lowest limbs of all values, then the next.
 #ifndef GLUON_SYNCBN_EXCHANGE_LIMBS_H_
 #define GLUON_SYNCBN_EXCHANGE_LIMBS_H_
 
@@ -8,30 +8,30 @@
 
 namespace gluon_syncbn {
 
-constexpr int kParts = 3, kBitsPerPart = 22;
+constexpr int kLimbs = 3, kBitsPerLimb = 22;
 
-// parts: (kParts, n).
-inline void split(const double* values, int64_t n, float* parts) {
-  constexpr uint64_t kMask = (uint64_t{1} << kBitsPerPart) - 1;
+// limbs: (kLimbs, n).
+inline void to_limbs(const double* values, int64_t n, float* limbs) {
+  constexpr uint64_t kMask = (uint64_t{1} << kBitsPerLimb) - 1;
   for (int64_t i = 0; i < n; ++i) {
     uint64_t bits;
     std::memcpy(&bits, values + i, sizeof(bits));
-    // By way of int32_t, for which there are vector instructions.
-    for (int part = 0; part < kParts; ++part) {
-      const uint64_t value = bits >> (part * kBitsPerPart) & kMask;
-      parts[part * n + i] = static_cast<float>(static_cast<int32_t>(value));
+    // Via int32_t, for which there are vector instructions.
+    for (int limb = 0; limb < kLimbs; ++limb) {
+      const uint64_t value = bits >> (limb * kBitsPerLimb) & kMask;
+      limbs[limb * n + i] = static_cast<float>(static_cast<int32_t>(value));
     }
   }
 }
 
-// The inverse, for so many rows of (kParts, n).
-inline void join(const float* parts, int64_t rows, int64_t n, double* values) {
-  for (int64_t row = 0; row < rows; ++row, parts += kParts * n, values += n) {
+// The inverse, for each of `rows` rows of (kLimbs, n).
+inline void from_limbs(const float* limbs, int64_t rows, int64_t n, double* values) {
+  for (int64_t row = 0; row < rows; ++row, limbs += kLimbs * n, values += n) {
     for (int64_t i = 0; i < n; ++i) {
       uint64_t bits = 0;
-      for (int part = 0; part < kParts; ++part) {
-        const auto value = static_cast<uint64_t>(static_cast<int32_t>(parts[part * n + i]));
-        bits |= value << (part * kBitsPerPart);
+      for (int limb = 0; limb < kLimbs; ++limb) {
+        const auto value = static_cast<uint64_t>(static_cast<int32_t>(limbs[limb * n + i]));
+        bits |= value << (limb * kBitsPerLimb);
       }
       std::memcpy(values + i, &bits, sizeof(bits));
     }

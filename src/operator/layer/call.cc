@@ -3,53 +3,47 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 #include <utility>
 
-#include "layer/chunks.h"
-#include "mxnet/engine_errors.h"
-#include "mxnet/api.h"
+#include "cuda/device.h"
 #include "layer/process.h"
+#include "layer/virtual_devices.h"
+#include "mxnet/engine_errors.h"
 
 namespace gluon_syncbn {
 namespace {
 
-// Where the arrays of a callback begin, CustomOp of MXNet's custom.cc: in forward inputs, outputs,
+// The offsets of a callback's arrays, CustomOp of MXNet's custom.cc: in forward inputs, outputs,
 // auxiliary states; in backward gradients of outputs, inputs, outputs, gradients of inputs.
 constexpr int kForwardOutputs = kNumInputs, kForwardRunning = kNumInputs + kNumOutputs;
 constexpr int kBackwardInputs = kNumOutputs, kGradients = kNumOutputs + kNumInputs + kNumOutputs;
 
 std::atomic<int64_t> call_count{0};
 
-// As MXNet's executor asks when it is bound.
+// What MXNet's executor reads when it is bound.
 bool mirrors() {
   const char* const set = std::getenv("MXNET_BACKWARD_DO_MIRROR");
   return set && std::atoi(set) != 0;
 }
 
-// What one device brings to a meeting whose last arrival runs the passes for all.
-template <typename KernelPart>
-struct Work : Part {
-  const KernelPart* kernel = nullptr;
+// What a device contributes if the last to arrive runs the kernels for all.
+template <typename Part>
+struct PartContribution : Contribution {
+  PartContribution(const Part& p, DType dtype) : Contribution{p.view.C, name_of(dtype)}, part(&p) {}
+
+  const Part* part;
   BatchPtr batch;
 };
 
-template <typename KernelPart>
-Work<KernelPart> work_of(const KernelPart& part, DType dtype) {
-  Work<KernelPart> work;
-  work.channels = part.view.C;
-  work.dtype = name_of(dtype);
-  work.kernel = &part;
-  return work;
-}
-
-template <typename KernelPart>
-std::vector<const KernelPart*> kernel_parts(const std::vector<Part*>& parts) {
-  std::vector<const KernelPart*> result;
-  for (const Part* part : parts) {
-    result.push_back(static_cast<const Work<KernelPart>*>(part)->kernel);
+template <typename Part>
+std::vector<const Part*> parts_of(const std::vector<Contribution*>& contributions) {
+  std::vector<const Part*> parts;
+  for (const Contribution* contribution : contributions) {
+    parts.push_back(static_cast<const PartContribution<Part>*>(contribution)->part);
   }
-  return result;
+  return parts;
 }
 
 // y of one part.
@@ -89,19 +83,19 @@ struct RunningPointers {
 
 }  // namespace
 
-Call::Call(const Settings& settings, const AllReduce::LayerPtr& layer, const char* context)
-    : settings_(settings),
+Call::Call(const Attributes& attributes, const LayerPtr& layer, const char* context)
+    : attributes_(attributes),
       layer_(layer),
       device_(context),
       gpu_(gpu_of(device_)),
       number_(call_count++),
-      recomputes_(settings.place >= 0 && (settings.force_mirroring || mirrors())),
-      running_(process.running_states->of(settings.layer, device_)) {
+      recomputes_(attributes.node >= 0 && (attributes.force_mirroring || mirrors())),
+      running_(process.running_states->of(attributes.layer, device_)) {
   for (void*& self : contexts) self = this;
 }
 
 int Call::forward(Arrays* arrays, const int* requests, bool is_train) {
-  return run(arrays, kForwardOutputs + kOutput, requests, &ticket_,
+  return run(arrays, kForwardOutputs + kOutput, requests, &id_,
              [&] { forward_pass(*arrays, requests, is_train); });
 }
 
@@ -110,7 +104,7 @@ int Call::backward(Arrays* arrays, const int* requests) {
              [&] { backward_pass(*arrays, requests); });
 }
 
-int Call::run(Arrays* arrays, int written, const int* requests, const Ticket* forward,
+int Call::run(Arrays* arrays, int written, const int* requests, const CallId* forward,
               const std::function<void()>& work) {
   std::string text;
   try {
@@ -122,12 +116,12 @@ int Call::run(Arrays* arrays, int written, const int* requests, const Ticket* fo
     text = title() + ": " + error.what();
     process.all_reduce->fail(layer_, text, device_, forward);
   }
-  // MXNet's naive engine has no such arrays: there an exception goes straight up to the caller.
+  // Under MXNet's naive engine arrays hold no errors: an exception goes straight up to the caller.
   if (process.naive_engine) throw dmlc::Error(text);
-  // Once one result was waited for, MXNet takes the error for told and goes on with what it finds
-  // in the others.
-  for (int i = 0; i < 3 && has_kernels(); ++i) arrays->clear(written + i, requests[i], gpu_);
-  tell_error(arrays->release(written), device_, text);
+  // Once the user has waited for one result, MXNet forgets the error and goes on with the values of
+  // the others.
+  for (int i = 0; i < 3 && has_kernels(); ++i) clear(*arrays, written + i, requests[i]);
+  report_error(arrays->release(written), device_, text);
   return 1;
 }
 
@@ -138,15 +132,24 @@ std::string Call::title() const {
 
 bool Call::has_kernels() const { return gpu_ < 0 || cuda_backend(); }
 
-// Whether there are kernels for the device, and a graph that fits it.
+void Call::clear(const Arrays& arrays, int array, int request) const {
+  if (request != kWriteTo && request != kWriteInplace) return;
+  if (gpu_ < 0) {
+    std::memset(arrays.data(array), 0, arrays.bytes(array));
+  } else {
+    clear_on_gpu(gpu_, arrays.data(array), arrays.bytes(array));
+  }
+}
+
+// Whether there are kernels for the device, and the graph was traced for it.
 void Call::check_device() const {
   if (!has_kernels()) {
     throw std::runtime_error(
-        "this build has kernels for the CPU alone. Use CPU contexts, or build it again where "
-        "nvcc is: GLUON_SYNCBN_CUDA=1 pip install --force-reinstall --no-deps .");
+        "this build has kernels for the CPU only. Use CPU contexts, or build it again where nvcc "
+        "is installed: GLUON_SYNCBN_CUDA=1 pip install --force-reinstall --no-deps .");
   }
   if (gpu_ >= 0) return;
-  if (process.onednn && settings_.gpu_only) {
+  if (process.onednn && attributes_.gpu_only) {
     throw std::runtime_error(
         "the graph was traced for GPUs. Call net.hybridize() again after the net was moved to "
         "another kind of device.");
@@ -156,8 +159,9 @@ void Call::check_device() const {
 void Call::check_engine() const {
   if (process.naive_engine && process.all_reduce->participants(layer_) > 1) {
     throw Error(
-        "SyncBatchNorm cannot meet other devices under MXNET_ENGINE_TYPE=NaiveEngine, where one "
-        "call has to end before the next begins. Use one device, or unset MXNET_ENGINE_TYPE.");
+        "SyncBatchNorm cannot synchronize devices under MXNET_ENGINE_TYPE=NaiveEngine, where a "
+        "call "
+        "must end before the next begins. Use one device, or unset MXNET_ENGINE_TYPE.");
   }
 }
 
@@ -166,23 +170,23 @@ void Call::check_count(const Arrays& arrays) const {
   const DType count = arrays.dtype(kForwardRunning + kNumBatches);
   if (count != parameters) {
     throw std::runtime_error(std::string("num_batches_tracked is of dtype ") + name_of(count) +
-                             " and has to be " + name_of(parameters) +
+                             " and must be " + name_of(parameters) +
                              " in training. Cast that parameter.");
   }
 }
 
 void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train) {
   check_device();
-  // A backward finds none after a forward that fails.
+  // So that a backward after a failed forward finds none.
   batches_.clear();
-  ticket_ = Ticket{-1};
-  from_batch_ = is_train && !settings_.use_global_stats;
+  id_ = CallId{-1, 0, 0, nullptr};
+  from_batch_ = is_train && !attributes_.use_global_stats;
   if (is_shared()) {
     check_engine();
-    // Before anything that may fail on this device alone: others then know which call has failed.
-    ticket_ = process.all_reduce->next_ticket(layer_, device_, settings_.place);
+    // Before anything that may fail on this device only: so the others know which call has failed.
+    id_ = process.all_reduce->next_call(layer_, device_, attributes_.node);
   }
-  const View view = arrays.view(kData, settings_.axis);
+  const View view = arrays.view(kData, attributes_.axis);
   if (from_batch_ && view.size() == 0) {
     throw std::runtime_error(
         arrays.text(kData) +
@@ -196,26 +200,26 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
                           arrays.data(kBeta),
                           wanted ? arrays.data(kForwardOutputs + kOutput) : nullptr,
                           store_of(requests[kOutput])};
-  if (from_batch_ && settings_.running.cumulative) check_count(arrays);
+  if (from_batch_ && attributes_.running.cumulative) check_count(arrays);
   batches_ =
       gpu_ < 0 ? forward_by_cpu(arrays, requests, whole) : forward_by_cuda(arrays, requests, whole);
 }
 
 void Call::backward_pass(const Arrays& arrays, const int* requests) {
   check_device();
-  // Also a device that wants no dx has to meet the others: they may.
+  // A device that wants no dx still synchronizes, as others may want theirs.
   const bool wanted = requests[kData] != kNullOp;
-  const View view = arrays.view(kBackwardInputs + kData, settings_.axis);
+  const View view = arrays.view(kBackwardInputs + kData, attributes_.axis);
   if (batches_.empty() || static_cast<int64_t>(batches_[0]->channels.size()) != view.C) {
     throw Error(title() + " goes backward through a forward that has failed.");
   }
   if (view.size() == 0) {
     for (const int input : {kGamma, kBeta}) {
-      arrays.clear(kGradients + input, requests[input], gpu_);
+      clear(arrays, kGradients + input, requests[input]);
     }
     return;
   }
-  if (recomputes_) running_->goes_backward(settings_.place, number_);
+  if (recomputes_) running_->goes_backward(attributes_.node, number_);
   const BackwardPart whole{view,
                            arrays.data(kOutput),
                            arrays.data(kBackwardInputs + kData),
@@ -234,23 +238,21 @@ std::vector<BatchPtr> Call::forward_by_cpu(const Arrays& arrays, const int* requ
                                            const ForwardPart& whole) {
   const DType dtype = arrays.dtype(kData);
   const Kernels& kernels = cpu_kernels(dtype);
-  const RunningPointers running(arrays, settings_.running.cumulative);
+  const RunningPointers running(arrays, attributes_.running.cumulative);
   std::vector<BatchPtr> batches;
   if (!from_batch_) {
     batches.push_back(
         given_batch(dtype, whole.view.C, running.each[kRunningMean], running.each[kRunningVar]));
     normalize(kernels, whole, *batches[0]);
   } else if (is_shared()) {
-    batches.push_back(meet_forward(dtype, whole));
+    batches.push_back(synchronized_forward(dtype, whole));
   } else {
-    for (const ForwardPart& part : parts_of(whole, dtype, arrays.samples(kData))) {
-      batches.push_back(forward_together(kernels, {&part}, settings_.epsilon));
+    for (const ForwardPart& part : chunks_of(whole, dtype, arrays.samples(kData))) {
+      batches.push_back(forward_together(kernels, {&part}, attributes_.epsilon));
     }
   }
   if (from_batch_) update_running(dtype, batches, running.each);
-  write_statistics(arrays, kForwardOutputs + kMean, requests[kMean], batches, &Statistics::mean);
-  write_statistics(arrays, kForwardOutputs + kInvStd, requests[kInvStd], batches,
-                   &Statistics::inv_std);
+  write_statistics(arrays, requests, batches);
   return batches;
 }
 
@@ -259,9 +261,9 @@ void Call::backward_by_cpu(const Arrays& arrays, const int* requests, const Back
   const Kernels& kernels = cpu_kernels(dtype);
   const View& view = whole.view;
   std::vector<ChannelSums> sums(view.C);
-  // Of this device alone: the Trainer adds them over the devices.
+  // Of this device only: the Trainer adds them over the devices.
   std::vector<double> dgamma(view.C), dbeta(view.C);
-  const auto parts = parts_of(whole, dtype, arrays.samples(kBackwardInputs + kData));
+  const auto parts = chunks_of(whole, dtype, arrays.samples(kBackwardInputs + kData));
   for (size_t i = 0; i < parts.size(); ++i) {
     BackwardPart part = parts[i];
     part.sums = sums.data();
@@ -272,7 +274,7 @@ void Call::backward_by_cpu(const Arrays& arrays, const int* requests, const Back
         kernels.backward_constant(view, part.dy, statistics, part.gamma, part.dx, part.store);
       }
     } else if (is_shared()) {
-      meet_backward(dtype, part);
+      synchronized_backward(dtype, part);
     } else {
       kernels.backward_together({&part}, statistics);
     }
@@ -282,7 +284,7 @@ void Call::backward_by_cpu(const Arrays& arrays, const int* requests, const Back
     }
   }
   write_values(arrays, kGradients + kGamma, requests[kGamma], dtype, view.C,
-               [&](int64_t c) { return settings_.fix_gamma ? 0 : dgamma[c]; });
+               [&](int64_t c) { return attributes_.fix_gamma ? 0 : dgamma[c]; });
   write_values(arrays, kGradients + kBeta, requests[kBeta], dtype, view.C,
                [&](int64_t c) { return dbeta[c]; });
 }
@@ -290,7 +292,7 @@ void Call::backward_by_cpu(const Arrays& arrays, const int* requests, const Back
 std::vector<BatchPtr> Call::forward_by_cuda(const Arrays& arrays, const int* requests,
                                             const ForwardPart& whole) {
   const DType dtype = arrays.dtype(kData);
-  const RunningPointers running(arrays, settings_.running.cumulative);
+  const RunningPointers running(arrays, attributes_.running.cumulative);
   const auto result = [&](int output) {
     return Result{requests[output] == kNullOp ? nullptr : arrays.data(kForwardOutputs + output),
                   requests[output] == kAddTo};
@@ -298,17 +300,17 @@ std::vector<BatchPtr> Call::forward_by_cuda(const Arrays& arrays, const int* req
   return forward_on_gpu({gpu_,
                          dtype,
                          arrays.text(kData),
-                         settings_.epsilon,
-                         parts_of(whole, dtype, arrays.samples(kData)),
+                         attributes_.epsilon,
+                         chunks_of(whole, dtype, arrays.samples(kData)),
                          from_batch_,
-                         meet_by_cuda(Direction::kForward, dtype, whole.view.C),
+                         reduce_for_cuda(Direction::kForward, dtype, whole.view.C),
                          {running.each[0], running.each[1], running.each[2]},
                          [&](const std::vector<BatchPtr>& batches, void* const(&on_host)[3]) {
                            return update_running(dtype, batches, on_host);
                          },
                          result(kMean),
                          result(kInvStd),
-                         std::max(1, settings_.virtual_devices)});
+                         std::max(1, attributes_.virtual_devices)});
 }
 
 void Call::backward_by_cuda(const Arrays& arrays, const int* requests, const BackwardPart& whole) {
@@ -318,12 +320,13 @@ void Call::backward_by_cuda(const Arrays& arrays, const int* requests, const Bac
     return Result{requests[input] == kNullOp ? nullptr : arrays.data(kGradients + input),
                   requests[input] == kAddTo};
   };
-  backward_on_gpu({gpu_, dtype, arrays.text(kX), parts_of(whole, dtype, arrays.samples(kX)),
-                   batches_, from_batch_, meet_by_cuda(Direction::kBackward, dtype, whole.view.C),
-                   result(kGamma), result(kBeta)});
+  backward_on_gpu({gpu_, dtype, arrays.text(kX), chunks_of(whole, dtype, arrays.samples(kX)),
+                   batches_, from_batch_,
+                   reduce_for_cuda(Direction::kBackward, dtype, whole.view.C), result(kGamma),
+                   result(kBeta)});
 }
 
-BatchPtr Call::meet_forward(DType dtype, const ForwardPart& part) {
+BatchPtr Call::synchronized_forward(DType dtype, const ForwardPart& part) {
   const Kernels& kernels = cpu_kernels(dtype);
   const int64_t channels = part.view.C;
   if (!process.all_reduce->shares_memory(layer_)) {
@@ -331,85 +334,86 @@ BatchPtr Call::meet_forward(DType dtype, const ForwardPart& part) {
     Batch batch{std::vector<Statistics>(channels)};
     batch.count = static_cast<double>(part.view.N * part.view.S);
     kernels.forward_sums(part.view, part.x, sums.data());
-    process.all_reduce->reduce(layer_, ticket_, Direction::kForward, device_, name_of(dtype), &sums,
+    process.all_reduce->reduce(layer_, id_, Direction::kForward, device_, name_of(dtype), &sums,
                                &batch.count);
     for (int64_t c = 0; c < channels; ++c) {
-      batch.channels[c] = batch_statistics(sums[c], batch.count, settings_.epsilon);
+      batch.channels[c] = batch_statistics(sums[c], batch.count, attributes_.epsilon);
     }
     normalize(kernels, part, batch);
     return std::make_shared<const Batch>(std::move(batch));
   }
-  Work<ForwardPart> work = work_of(part, dtype);
-  process.all_reduce->meet(
-      layer_, ticket_, Direction::kForward, device_, &work, [&](const std::vector<Part*>& parts) {
+  using Mine = PartContribution<ForwardPart>;
+  Mine mine(part, dtype);
+  process.all_reduce->rendezvous(
+      layer_, id_, Direction::kForward, device_, &mine, [&](const std::vector<Contribution*>& all) {
         const BatchPtr batch =
-            forward_together(kernels, kernel_parts<ForwardPart>(parts), settings_.epsilon);
-        for (Part* p : parts) static_cast<Work<ForwardPart>*>(p)->batch = batch;
+            forward_together(kernels, parts_of<ForwardPart>(all), attributes_.epsilon);
+        for (Contribution* each : all) static_cast<Mine*>(each)->batch = batch;
       });
-  return work.batch;
+  return mine.batch;
 }
 
-void Call::meet_backward(DType dtype, const BackwardPart& part) {
+void Call::synchronized_backward(DType dtype, const BackwardPart& part) {
   const Kernels& kernels = cpu_kernels(dtype);
   const Statistics* const statistics = batches_[0]->channels.data();
   if (!process.all_reduce->shares_memory(layer_)) {
     kernels.backward_sums(part.view, part.dy, part.x, statistics, part.sums);
     std::vector<ChannelSums> sums(part.sums, part.sums + part.view.C);
     double count = static_cast<double>(part.view.N * part.view.S);
-    process.all_reduce->reduce(layer_, ticket_, Direction::kBackward, device_, name_of(dtype),
-                               &sums, &count);
+    process.all_reduce->reduce(layer_, id_, Direction::kBackward, device_, name_of(dtype), &sums,
+                               &count);
     if (part.dx) {
       kernels.backward(part.view, part.dy, part.x, statistics, part.gamma, sums.data(), count,
                        part.dx, part.store);
     }
     return;
   }
-  Work<BackwardPart> work = work_of(part, dtype);
-  process.all_reduce->meet(
-      layer_, ticket_, Direction::kBackward, device_, &work, [&](const std::vector<Part*>& parts) {
-        kernels.backward_together(kernel_parts<BackwardPart>(parts), statistics);
-      });
+  PartContribution<BackwardPart> mine(part, dtype);
+  process.all_reduce->rendezvous(layer_, id_, Direction::kBackward, device_, &mine,
+                                 [&](const std::vector<Contribution*>& all) {
+                                   kernels.backward_together(parts_of<BackwardPart>(all),
+                                                             statistics);
+                                 });
 }
 
-Meet Call::meet_by_cuda(Direction direction, DType dtype, int64_t channels) {
+Meet Call::reduce_for_cuda(Direction direction, DType dtype, int64_t channels) {
   if (!is_shared()) return nullptr;
   return [=](ChannelSums* sums, double* count) {
     std::vector<ChannelSums> all(sums, sums + channels);
-    process.all_reduce->reduce(layer_, ticket_, direction, device_, name_of(dtype), &all, count);
+    process.all_reduce->reduce(layer_, id_, direction, device_, name_of(dtype), &all, count);
     std::copy(all.begin(), all.end(), sums);
   };
 }
 
-template <typename KernelPart>
-std::vector<KernelPart> Call::parts_of(const KernelPart& whole, DType dtype,
-                                       int64_t samples) const {
-  if (!from_batch_ || !settings_.virtual_devices) return {whole};
-  return cut(whole, dtype, samples, settings_.virtual_devices);
+template <typename Part>
+std::vector<Part> Call::chunks_of(const Part& whole, DType dtype, int64_t samples) const {
+  if (!from_batch_ || !attributes_.virtual_devices) return {whole};
+  return cut(whole, dtype, samples, attributes_.virtual_devices);
 }
 
 BatchPtr Call::given_batch(DType dtype, int64_t channels, const void* mean, const void* var) const {
   Batch batch{std::vector<Statistics>(channels)};
   for (int64_t c = 0; c < channels; ++c) {
     batch.channels[c] =
-        given_statistics(parameter(dtype, mean, c), parameter(dtype, var, c), settings_.epsilon);
+        given_statistics(parameter(dtype, mean, c), parameter(dtype, var, c), attributes_.epsilon);
   }
   return std::make_shared<const Batch>(std::move(batch));
 }
 
 bool Call::update_running(DType dtype, const std::vector<BatchPtr>& batches,
                           void* const (&running)[3]) {
-  // Of a process that has run out of data, and repeats its last batch.
+  // A process that has run out of data repeats its last batch.
   if (batches[0]->count == 0 || !process.all_reduce->has_data(is_shared() ? layer_ : nullptr)) {
     return false;
   }
-  if (recomputes_ && running_->is_recomputed(settings_.place, number_, batches)) return false;
+  if (recomputes_ && running_->is_recomputed(attributes_.node, number_, batches)) return false;
   const auto update = [&](auto zero) {
     using P = decltype(zero);
     const auto values = [&](int i) { return static_cast<P*>(running[i]); };
-    running_->update<P>(batches, settings_.running,
+    running_->update<P>(batches, attributes_.running,
                         {values(kRunningMean), values(kRunningVar), values(kNumBatches)});
   };
-  if (has_double_parameters(dtype)) {
+  if (dtype_of_parameters(dtype) == DType::kFloat64) {
     update(double{});
   } else {
     update(float{});
@@ -417,16 +421,19 @@ bool Call::update_running(DType dtype, const std::vector<BatchPtr>& batches,
   return true;
 }
 
-void Call::write_statistics(const Arrays& arrays, int array, int request,
-                            const std::vector<BatchPtr>& batches,
-                            double Statistics::* which) const {
+void Call::write_statistics(const Arrays& arrays, const int* requests,
+                            const std::vector<BatchPtr>& batches) const {
   // Outside training there is one batch, whatever the number of virtual devices.
-  const int64_t rows = std::max(1, settings_.virtual_devices);
+  const int64_t rows = std::max(1, attributes_.virtual_devices);
   const auto channels = static_cast<int64_t>(batches[0]->channels.size());
-  write_values(arrays, array, request, DType::kFloat64, rows * channels, [&](int64_t i) {
-    const size_t row = batches.size() == 1 ? 0 : static_cast<size_t>(i / channels);
-    return batches[row]->channels[i % channels].*which;
-  });
+  for (const int output : {kMean, kInvStd}) {
+    write_values(arrays, kForwardOutputs + output, requests[output], DType::kFloat64,
+                 rows * channels, [&](int64_t i) {
+                   const Batch& batch = *batches[batches.size() == 1 ? 0 : i / channels];
+                   const Statistics& statistics = batch.channels[i % channels];
+                   return output == kMean ? statistics.mean : statistics.inv_std;
+                 });
+  }
 }
 
 }  // namespace gluon_syncbn

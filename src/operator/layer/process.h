@@ -1,17 +1,17 @@
-// What the library knows of the process that it is in.
+// The state of this process.
 #ifndef GLUON_SYNCBN_LAYER_PROCESS_H_
 #define GLUON_SYNCBN_LAYER_PROCESS_H_
 
 #include <string>
 
-#include "rendezvous/all_reduce.h"
 #include "numerics/running_statistics.h"
+#include "rendezvous/all_reduce.h"
 
 namespace gluon_syncbn {
 
 struct Process {
-  // Graphs that another process made do not have it.
-  std::string word;
+  // Marks the graphs of this process.
+  std::string uuid;
   bool naive_engine = false;
   bool onednn = false;
   // Never destroyed: calls may still wait in it when the process ends.

@@ -1,16 +1,13 @@
-// The part of MXNet 1.9.1's C API that the operator uses, as function pointers that Python hands
-// down.
+// The part of MXNet 1.9.1's C API that the operator uses, as function pointers from Python.
 //
-// No C++ object crosses into libmxnet, which GCC 4.8 built, and no header of MXNet is needed to
-// compile.
+// No C++ object crosses into libmxnet, which GCC 4.8 built, and compiling needs no header of MXNet.
 #ifndef GLUON_SYNCBN_MXNET_API_H_
 #define GLUON_SYNCBN_MXNET_API_H_
 
 #include <cstdint>
 #include <stdexcept>
 
-// What MXNet catches and shows to the user as MXNetError: matched by this very name
-// (dmlc/logging.h).
+// MXNet catches it by this name (dmlc/logging.h) and raises MXNetError.
 namespace dmlc {
 struct Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -38,12 +35,12 @@ struct Context {
 };
 constexpr Context kCpuContext{1, 0};
 
-// FnProperty of mxnet/engine.h: run even when an array that is waited for holds an error.
+// FnProperty of mxnet/engine.h: run even if an array that it depends on holds an error.
 constexpr int kNoSkip = 7;
-// Run on threads of the engine's that no device has.
+// Run on threads of the engine that belong to no device.
 constexpr int kCpuPrioritized = 3;
 
-// In the order in which _native.py fills it.
+// In the order of _FUNCTIONS in gluon_syncbn/native/layer.py.
 struct MXNetApi {
   int (*custom_op_register)(const char* op_type, PropertyCreator);
   int (*ndarray_get_data)(Handle, void** data);

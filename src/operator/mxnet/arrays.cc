@@ -1,10 +1,7 @@
 #include "mxnet/arrays.h"
 
-#include <cstring>
 #include <stdexcept>
 #include <utility>
-
-#include "cuda/device.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -31,6 +28,7 @@ std::string shape_text(const int* shape, int ndim) {
   for (int i = 0; i < ndim; ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
   return text + (ndim == 1 ? ",)" : ")");
 }
+
 int channel_axis(int axis, const int* shape, int ndim) {
   if (ndim < 2 || ndim > 5) {
     throw dmlc::Error(
@@ -51,19 +49,38 @@ const char* name_of(DType dtype) {
   // mshadow/base.h, in order.
   static const char* const kNames[] = {"float32", "float64", "float16", "uint8",
                                        "int32",   "int8",    "int64",   "bool"};
-  const int number = static_cast<int>(dtype);
+  const int index = static_cast<int>(dtype);
   if (dtype == DType::kBFloat16) return "bfloat16";
-  return number >= 0 && number < 8 ? kNames[number] : "another dtype";
+  return index >= 0 && index < 8 ? kNames[index] : "another dtype";
+}
+
+DType dtype_of_parameters(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return DType::kFloat64;
+    case DType::kFloat32:
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return DType::kFloat32;
+  }
+  throw dmlc::Error(
+      std::string("SyncBatchNorm takes float16, bfloat16, float32 and float64 data. It got ") +
+      name_of(dtype) + ". Cast the data first.");
+}
+
+size_t size_of(DType dtype) {
+  if (dtype_of_parameters(dtype) == DType::kFloat64) return sizeof(double);
+  return dtype == DType::kFloat32 ? sizeof(float) : sizeof(uint16_t);
 }
 
 double parameter(DType dtype, const void* values, int64_t c) {
-  return has_double_parameters(dtype) ? static_cast<const double*>(values)[c]
-                                      : static_cast<const float*>(values)[c];
+  return dtype_of_parameters(dtype) == DType::kFloat64 ? static_cast<const double*>(values)[c]
+                                                       : static_cast<const float*>(values)[c];
 }
 
 void write_parameter(DType dtype, void* values, int64_t c, double value, Store how) {
   if (how == Store::kAdd) value += parameter(dtype, values, c);
-  if (has_double_parameters(dtype)) {
+  if (dtype_of_parameters(dtype) == DType::kFloat64) {
     static_cast<double*>(values)[c] = value;
   } else {
     static_cast<float*>(values)[c] = static_cast<float>(value);
@@ -105,17 +122,12 @@ std::string Arrays::text(int i) const {
   return "data of shape " + shape_text(sizes, ndim);
 }
 
-void Arrays::clear(int i, int request, int gpu) const {
-  if (request != kWriteTo && request != kWriteInplace) return;
+size_t Arrays::bytes(int i) const {
   int ndim = 0;
   const int* const sizes = shape(i, &ndim);
   size_t bytes = size_of(dtype(i));
   for (int axis = 0; axis < ndim; ++axis) bytes *= static_cast<size_t>(sizes[axis]);
-  if (gpu < 0) {
-    std::memset(data(i), 0, bytes);
-  } else {
-    clear_on_gpu(gpu, data(i), bytes);
-  }
+  return bytes;
 }
 
 Handle Arrays::release(int i) { return std::exchange(handles_[i], nullptr); }

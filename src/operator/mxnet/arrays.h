@@ -1,4 +1,4 @@
-// The arrays that MXNet hands to the operator: which ones, their shapes and dtypes.
+// The arrays that MXNet passes to the operator: their order, shapes and dtypes.
 #ifndef GLUON_SYNCBN_MXNET_ARRAYS_H_
 #define GLUON_SYNCBN_MXNET_ARRAYS_H_
 
@@ -6,9 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "numerics/half.h"
-#include "numerics/kernels.h"
 #include "mxnet/api.h"
+#include "numerics/kernels.h"
 
 namespace gluon_syncbn {
 
@@ -23,27 +22,21 @@ inline Store store_of(int request) { return request == kAddTo ? Store::kAdd : St
 
 std::string shape_text(const int* shape, int ndim);
 
-// The axis counted from the front. Throws where the data has no such axis.
+// The axis counted from the front. Throws if the data has no such axis.
 int channel_axis(int axis, const int* shape, int ndim);
 
 const char* name_of(DType dtype);
 
-// Of gamma, beta, their gradients and the running statistics; `dtype` is the data's.
-inline bool has_double_parameters(DType dtype) { return dtype == DType::kFloat64; }
-inline DType dtype_of_parameters(DType dtype) {
-  return has_double_parameters(dtype) ? DType::kFloat64 : DType::kFloat32;
-}
+// Of gamma, beta, their gradients and the running statistics, for data of this dtype. Throws if the
+// operator takes no such data.
+DType dtype_of_parameters(DType dtype);
+size_t size_of(DType dtype);
 
-inline size_t size_of(DType dtype) {
-  const bool half = dtype == DType::kFloat16 || dtype == DType::kBFloat16;
-  return half ? sizeof(Half) : dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
-}
-
-// Entry c of an array of such a dtype.
+// Value c of such a parameter.
 double parameter(DType dtype, const void* values, int64_t c);
 void write_parameter(DType dtype, void* values, int64_t c, double value, Store how);
 
-// The arrays of one callback, which belong to it: freed at its end, however it ends.
+// The arrays of one callback, which owns them.
 class Arrays {
  public:
   Arrays(int size, Handle* handles) : handles_(handles, handles + size) {}
@@ -56,13 +49,11 @@ class Arrays {
   // The length of the first axis.
   int64_t samples(int i) const;
   DType dtype(int i) const;
-  // What errors tell of the data.
+  size_t bytes(int i) const;
+  // "data of shape (2, 3)", for errors.
   std::string text(int i) const;
 
-  // Zeros, where the request would have written the array, which lies on this GPU, or the CPU: -1.
-  void clear(int i, int request, int gpu) const;
-
-  // This array, which now belongs to the caller.
+  // Hands the ownership of the array to the caller.
   Handle release(int i);
 
  private:

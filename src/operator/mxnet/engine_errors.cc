@@ -13,11 +13,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A thread that has nothing but some instructions left does them in that time.
+// Long enough for a thread to execute a few remaining instructions.
 constexpr std::chrono::milliseconds kInstructions{5};
-// Errors are told in any case, however long a device is at work.
+// Errors are reported after this time even if a device is still busy.
 constexpr std::chrono::seconds kPatience{2};
-// More than half of a power of two, which the list's capacity is then.
+// More than half of a power of two, which is then the capacity of the list.
 constexpr int kListed = 520;
 
 class Latch {
@@ -38,8 +38,8 @@ class Latch {
   bool is_open_ = false;
 };
 
-// Runs on threads that the engine has beside those of the devices, which may be at work or wait for
-// their turn.
+// Runs on threads of the engine that belong to no device, as those may be busy or wait for their
+// turn.
 void push_for(Handle written, void (*run)(void*, void*), void* argument, void (*deleter)(void*)) {
   const int status = mxnet.engine_push_sync(run, argument, deleter, &kCpuContext, nullptr, 0,
                                             &written, 1, &kCpuPrioritized, 0, "SyncBatchNormError");
@@ -53,11 +53,11 @@ void push_error(Handle written, const std::string& text) {
       new std::string(text), [](void* what) { delete static_cast<std::string*>(what); });
 }
 
-// Until all that was pushed for the array so far is done.
+// Waits until all that was pushed for the array so far has passed.
 void wait_for(Handle array) {
   using LatchPtr = std::shared_ptr<Latch>;
   const auto latch = std::make_shared<Latch>();
-  // Not by what it runs, which is skipped where the array holds an error.
+  // In the deleter, as MXNet skips the operation if the array holds an error.
   const auto open = [](void* argument) {
     const std::unique_ptr<LatchPtr> pointer(static_cast<LatchPtr*>(argument));
     (*pointer)->open();
@@ -67,27 +67,25 @@ void wait_for(Handle array) {
 }
 
 struct Turns {
-  // Held by who is about to tell an error.
+  // Held while an error is reported.
   std::mutex mutex;
-  // The last output that was told of. MXNet ends its custom operator with an error too, on the
-  // device's thread.
+  // The output of the last error. MXNet ends its custom operator with an error too, on the device's
+  // thread.
   Handle last = nullptr;
   bool is_on_first_cpu = false;
-  // Whether that is waited for, on the thread that await_turn_for_error() runs on, and when an
-  // error went ahead of it there.
+  // Whether that error is awaited on the thread that await_turn_for_error() runs on, and when
+  // another error last went ahead of it there.
   std::atomic<bool> awaits_first_cpu{false};
   std::atomic<Clock::time_point> went_ahead{Clock::time_point{}};
-  // When the last error was on its way.
-  Clock::time_point told{};
+  Clock::time_point last_reported{};
   bool is_long = false;
 
-  // Until the last error is in the list.
-  void settle(bool on_first_cpu) {
-    std::this_thread::sleep_until(told + kInstructions);
-    // What runs on this very thread is no danger, and comes later.
+  // Waits until the last error is in the list.
+  void drain(bool on_first_cpu) {
+    std::this_thread::sleep_until(last_reported + kInstructions);
+    // An operation of the same thread cannot run at the same time.
     if (!last || (on_first_cpu && is_on_first_cpu)) return;
-    // By now MXNet has pushed what ends the custom operator. It reads the array, and so is waited
-    // for.
+    // By now MXNet has pushed the end of the custom operator, which reads the array.
     awaits_first_cpu = is_on_first_cpu;
     wait_for(last);
     awaits_first_cpu = false;
@@ -96,7 +94,7 @@ struct Turns {
     last = nullptr;
   }
 
-  // Makes the list long, at the first error.
+  // Makes the list long, before the first error.
   void lengthen() {
     if (is_long) return;
     is_long = true;
@@ -110,9 +108,9 @@ struct Turns {
     for (int i = 0; i < kListed; ++i) {
       push_error(array, "");
       wait_for(array);
-      // Takes the error back: what stays in the list holds nothing, and goes with the next
-      // waitall(). Nothing else is under way for the array, so MXNet answers at once, and not by
-      // an operation on a thread that waits for its turn.
+      // Takes the error back: the next waitall() removes the empty entry. Nothing else is pending
+      // for the array, so MXNet answers at once, without an operation on a thread that may wait for
+      // its turn.
       mxnet.ndarray_wait_to_read(array);
     }
     mxnet.ndarray_free(array);
@@ -124,28 +122,28 @@ Turns* turns = new Turns;
 
 }  // namespace
 
-void tell_error(Handle written, const std::string& device, const std::string& text) {
+void report_error(Handle written, const std::string& device, const std::string& text) {
   const std::lock_guard<std::mutex> lock(turns->mutex);
-  turns->settle(false);
+  turns->drain(false);
   turns->lengthen();
   push_error(written, text);
   turns->last = written;
   turns->is_on_first_cpu = device == "cpu(0)";
-  turns->told = Clock::now();
+  turns->last_reported = Clock::now();
 }
 
 void await_turn_for_error() {
   const auto end = Clock::now() + kPatience;
   std::unique_lock<std::mutex> lock(turns->mutex, std::try_to_lock);
   while (!lock) {
-    // Who has the turn waits for what comes after this error, on this thread.
+    // The error whose turn it is waits for an operation behind this one on the same thread.
     turns->went_ahead = Clock::now();
     if (turns->awaits_first_cpu || Clock::now() > end) return;
     std::this_thread::sleep_for(std::chrono::microseconds(100));
     lock.try_lock();
   }
-  turns->settle(true);
-  turns->told = Clock::now();
+  turns->drain(true);
+  turns->last_reported = Clock::now();
 }
 
 void forget_errors() { turns = new Turns; }

@@ -7,13 +7,13 @@
 #include <mutex>
 #include <stdexcept>
 
-#include "rendezvous/all_reduce.h"
+#include "mxnet/interrupts.h"
 
 namespace gluon_syncbn {
 namespace {
 
-// How often a wait looks up from its sleep.
-constexpr std::chrono::duration<double> kLookUp{0.1};
+// How often a wait checks for Ctrl-C and the end.
+constexpr std::chrono::duration<double> kSlice{0.1};
 
 std::atomic<bool> closed{false};
 
@@ -23,19 +23,19 @@ struct Watch::State {
   std::mutex mutex;
   std::condition_variable changed;
   bool written = false;
-  const unsigned interrupts = AllReduce::interrupts();
+  const unsigned interrupts_before = interrupts;
 };
 
 Watch::Watch(Handle array) : state_(std::make_shared<State>()) {
   using StatePtr = std::shared_ptr<State>;
-  const auto tell = [](void*, void* argument) {
+  const auto notify = [](void*, void* argument) {
     State& state = **static_cast<StatePtr*>(argument);
     const std::lock_guard<std::mutex> lock(state.mutex);
     state.written = true;
     state.changed.notify_all();
   };
   const int status = mxnet.engine_push_sync(
-      tell, new StatePtr(state_), [](void* state) { delete static_cast<StatePtr*>(state); },
+      notify, new StatePtr(state_), [](void* state) { delete static_cast<StatePtr*>(state); },
       &kCpuContext, &array, 1, nullptr, 0, &kNoSkip, 1, "SyncBatchNormWatch");
   if (status != 0) throw std::runtime_error("MXNet's engine takes no more operations.");
 }
@@ -46,9 +46,9 @@ Waited Watch::wait(double seconds) {
   while (!state_->written) {
     const std::chrono::duration<double> left = end - std::chrono::steady_clock::now();
     if (left.count() <= 0) return Waited::kTimeIsUp;
-    state_->changed.wait_for(lock, std::min(left, kLookUp));
+    state_->changed.wait_for(lock, std::min(left, kSlice));
     if (state_->written) break;
-    if (AllReduce::interrupts() != state_->interrupts) return Waited::kInterrupted;
+    if (interrupts != state_->interrupts_before) return Waited::kInterrupted;
     if (closed) return Waited::kClosed;
   }
   return Waited::kWritten;

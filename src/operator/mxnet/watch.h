@@ -1,4 +1,4 @@
-// Waiting for an array that MXNet may never write: what a store answers.
+// Waits for an array that MXNet may never write: the answer of a store.
 #ifndef GLUON_SYNCBN_MXNET_WATCH_H_
 #define GLUON_SYNCBN_MXNET_WATCH_H_
 
@@ -10,22 +10,22 @@ namespace gluon_syncbn {
 
 enum class Waited { kWritten = 0, kTimeIsUp, kInterrupted, kClosed };
 
-// Watches for what was pushed for an array before. It may end at any time, whatever becomes of the
-// array.
+// Waits until all that was pushed for an array before has passed. It may be destroyed at any time,
+// whatever happens to the array.
 class Watch {
  public:
   // Throws std::runtime_error.
   explicit Watch(Handle array);
 
-  // kWritten also where the array holds an error, which MXNet then tells to whoever waits for it.
+  // kWritten also if the array holds an error, which MXNet raises when the array is waited for.
   Waited wait(double seconds);
 
-  // The process ends: all who wait, and all who come, get kClosed.
+  // The process ends: all waits, also later ones, return kClosed.
   static void close();
 
  private:
   struct State;
-  // The engine holds it too, for as long as it may call.
+  // Shared with the engine, which may call later.
   std::shared_ptr<State> state_;
 };
 

@@ -1,63 +1,162 @@
 #include "rendezvous/all_reduce.h"
 
-#include <atomic>
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
+#include "mxnet/interrupts.h"
 #include "rendezvous/state.h"
 
 namespace gluon_syncbn {
 namespace {
 
-// Counts Ctrl-C. A process has one keyboard, so this is the one thing that all instances share.
-std::atomic<unsigned> interrupt_count{0};
+// Of ChannelSums, in doubles, as which they travel.
+constexpr size_t kSumsSize = 6;
+static_assert(sizeof(ChannelSums) == kSumsSize * sizeof(double), "sums travel as they are");
+
+// What each device contributes to reduce().
+struct SumsContribution : Contribution {
+  std::vector<ChannelSums>* sums;
+  double* count;
+};
+
+// Replaces the messages of a round by those of this backward call, and waits for them.
+void reorder(State* state, Layer* layer, const CallId& id, size_t processes,
+             std::vector<double>* round) {
+  if (ReorderBuffer::is_of_one_call(*round, processes)) return;
+  const auto sequence = static_cast<double>(id.sequence);
+  State::Lock lock(state->mutex);
+  const auto check_epoch = [&] {
+    if (!state->closed.empty()) throw Error(state->closed);
+    if (id.epoch != layer->epoch) throw layer->failed_before();
+  };
+  check_epoch();
+  layer->received[id.node].put(*round, processes);
+  layer->message_received.notify_all();
+  const Seconds timeout(layer->config.timeout_seconds);
+  const Clock::time_point start = Clock::now();
+  const unsigned interrupts_before = interrupts;
+  bool warned = false;
+  while (!layer->received[id.node].take(sequence, processes, round)) {
+    layer->message_received.wait_for(lock, std::min(kSlice, timeout * kWarnAfter));
+    check_epoch();
+    const Seconds waited = Clock::now() - start;
+    const bool interrupted = interrupts != interrupts_before;
+    if (!interrupted && (warned || waited < timeout * kWarnAfter) && waited < timeout) continue;
+    std::vector<std::string> came;
+    for (const size_t rank : layer->received[id.node].ranks(sequence)) {
+      came.push_back(std::to_string(rank));
+    }
+    const std::string message =
+        layer->title({Direction::kBackward, id.node, id.sequence, 0}) + ": waited " +
+        to_text(waited.count()) + " s for all of " + std::to_string(processes) +
+        " processes to go backward through this call. Came: ranks " + comma_separated(came) +
+        "; the others went through other calls of the layer. ";
+    if (interrupted) throw Error(message + "Interrupted.");
+    if (waited >= timeout) {
+      throw Error(message + "Call backward for the same calls, in the same order, in all of them.");
+    }
+    warned = true;
+    if (const auto warn = state->observer.warn) {
+      lock.unlock();
+      warn(message + "After " + to_text(timeout.count()) + " s this is an error.");
+      lock.lock();
+    }
+  }
+}
+
+// Replaces the sums and the count of this process by those of all. Throws Error.
+void exchange(State* state, Layer* layer, const CallId& id, Direction direction,
+              std::vector<ChannelSums>* sums, double* count) {
+  State::Lock lock(state->mutex);
+  const LayerConfig config = layer->config;
+  if (!config.exchanges()) return;
+  const bool joined = state->joined;
+  const auto& send = state->observer.exchange;
+  // The sequence, the count, the sums.
+  const size_t size = 2 + kSumsSize * sums->size();
+  Message message{layer->id,
+                  std::to_string(layer->id) +
+                      (direction == Direction::kForward ? " forward " : " backward ") +
+                      std::to_string(id.node),
+                  layer->title({direction, id.node, id.sequence, 0}),
+                  static_cast<int64_t>(sums->size()),
+                  config.timeout_seconds,
+                  std::vector<double>(size)};
+  lock.unlock();
+  message.values[0] = static_cast<double>(id.sequence);
+  if (!joined) {
+    message.values[1] = *count;
+    std::memcpy(&message.values[2], sums->data(), (size - 2) * sizeof(double));
+  }
+  std::vector<double> all(size * config.processes);
+  const std::string error = send(message, &all);
+  if (!error.empty()) throw Error(error);
+  // Forward calls need no reordering: all write the running statistics, so they come in one order.
+  if (direction == Direction::kBackward) reorder(state, layer, id, config.processes, &all);
+
+  std::fill(sums->begin(), sums->end(), ChannelSums());
+  *count = 0;
+  for (size_t rank = config.first_rank; rank < config.end_rank; ++rank) {
+    const double* const values = &all[size * rank];
+    if (values[0] != message.values[0]) {
+      throw Error(message.title + ": the process of rank " + std::to_string(rank) +
+                  " is at its call " + to_text(values[0]) +
+                  " there. Every process must call the net equally often: see "
+                  "gluon_syncbn.distributed.join for uneven numbers of batches.");
+    }
+    *count += values[1];
+    for (size_t c = 0; c < sums->size(); ++c) {
+      ChannelSums part;
+      std::memcpy(static_cast<void*>(&part), values + 2 + kSumsSize * c, sizeof(part));
+      (*sums)[c].add(part);
+    }
+  }
+}
 
 }  // namespace
 
 AllReduce::AllReduce() : state_(new State) {}
 AllReduce::~AllReduce() = default;
 
-void AllReduce::interrupt() { interrupt_count.fetch_add(1, std::memory_order_relaxed); }
-
-unsigned AllReduce::interrupts() { return interrupt_count.load(std::memory_order_relaxed); }
-
 void AllReduce::observe(Observer observer) {
   const State::Lock lock(state_->mutex);
   state_->observer = std::move(observer);
 }
 
-void AllReduce::configure(int64_t number, LayerConfig config) {
+void AllReduce::configure(int64_t id, LayerConfig config) {
   const State::Lock lock(state_->mutex);
-  LayerPtr& layer = state_->registered[number];
+  LayerPtr& layer = state_->registered[id];
   if (!layer) {
     layer = std::make_shared<Layer>();
-    layer->number = number;
-    state_->layers[number] = layer;
+    layer->id = id;
+    state_->layers[id] = layer;
   } else if (layer->config.devices != config.devices ||
              layer->config.num_devices != config.num_devices ||
              layer->config.group_size != config.group_size) {
-    layer->line_up();
+    layer->align_calls();
     auto calls = layer->first_calls;
-    layer->start_anew("The devices of SyncBatchNorm '" + config.name + "' were changed from " +
-                      join(layer->config.devices) + " to " + join(config.devices) + ".");
-    layer->unsettled.clear();
-    // Other processes count on.
+    layer->start_epoch("The devices of SyncBatchNorm '" + config.name + "' were changed from " +
+                       comma_separated(layer->config.devices) + " to " +
+                       comma_separated(config.devices) + ".");
+    layer->draining.clear();
+    // Other processes go on counting.
     if (config.exchanges()) layer->first_calls = std::move(calls);
   }
   layer->config = std::move(config);
 }
 
-void AllReduce::forget(int64_t number) {
+void AllReduce::forget(int64_t id) {
   const State::Lock lock(state_->mutex);
-  state_->registered.erase(number);
+  state_->registered.erase(id);
   for (auto entry = state_->layers.begin(); entry != state_->layers.end();) {
     entry = entry->second.expired() ? state_->layers.erase(entry) : std::next(entry);
   }
 }
 
-AllReduce::LayerPtr AllReduce::find(int64_t number) const {
+LayerPtr AllReduce::find(int64_t id) const {
   const State::Lock lock(state_->mutex);
-  return state_->find(number);
+  return state_->find(id);
 }
 
 std::string AllReduce::name(const LayerPtr& layer) const {
@@ -80,10 +179,8 @@ size_t AllReduce::participants(const LayerPtr& layer) const {
 int AllReduce::waiting() const {
   const State::Lock lock(state_->mutex);
   size_t calls = 0;
-  for (const auto& entry : state_->layers) {
-    const LayerPtr layer = entry.second.lock();
-    if (!layer) continue;
-    for (const auto& meeting : layer->meetings) calls += meeting.second->arrivals.size();
+  for (const LayerPtr& layer : state_->all()) {
+    for (const auto& entry : layer->open) calls += entry.second->arrivals.size();
   }
   return static_cast<int>(calls);
 }
@@ -94,21 +191,21 @@ double AllReduce::stuck_seconds() const {
   return Seconds(Clock::now() - state_->last_arrival).count();
 }
 
-Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device, int64_t place) {
+CallId AllReduce::next_call(const LayerPtr& layer, const std::string& device, int64_t node) {
   State::Lock lock(state_->mutex);
   state_->check_open(layer);
-  // One device's error is everyone's: nobody has to wait for it in vain.
+  const LayerConfig& config = layer->config;
+  // An error of one device reaches all at once, so that no other waits for it.
   const auto fail = [&](const std::string& text) { state_->fail(&lock, layer.get(), text); };
-  if (!state_->untold.empty()) {
-    const std::string text = std::exchange(state_->untold, "");
+  if (!state_->unreported.empty()) {
+    const std::string text = std::exchange(state_->unreported, "");
     fail("An earlier step had failed, which was found before a fork. " + text);
   }
-  const LayerConfig& config = layer->config;
-  if (!config.misfit.empty()) fail(config.misfit);
-  const auto devices = [&] {
-    return std::to_string(config.devices.size()) + " (" + join(config.devices) + ")";
-  };
+  if (!config.config_error.empty()) fail(config.config_error);
   const bool is_known = !config.devices.empty();
+  const auto devices = [&] {
+    return std::to_string(config.devices.size()) + " (" + comma_separated(config.devices) + ")";
+  };
   if (is_known && config.participants() > config.devices.size()) {
     fail("SyncBatchNorm '" + config.name + "' was made with num_devices=" +
          std::to_string(config.num_devices) + ", but the devices of its parameters are " +
@@ -119,15 +216,15 @@ Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device, 
          devices() +
          ". Initialize the net on every device in use, or name them all in its SyncGroup.");
   }
-  if (const auto owed = layer->owed.find(place); owed != layer->owed.end()) {
-    if (owed->second.erase(device)) throw layer->failed_before();
-    if (!layer->unsettled.count(device)) layer->owed.erase(owed);
+  if (const auto late = layer->late.find(node); late != layer->late.end()) {
+    if (late->second.erase(device)) throw layer->failed_before();
+    if (!layer->draining.count(device)) layer->late.erase(late);
   }
-  if (layer->unsettled.count(device)) throw layer->failed_before();
-  const auto present = layer->present_of(state_->present);
-  if (present && !contains(*present, device)) {
+  if (layer->draining.count(device)) throw layer->failed_before();
+  const ActiveDevices active = layer->active_here(state_->active);
+  if (active && !contains(*active, device)) {
     fail("SyncBatchNorm '" + config.name + "' was called on " + device +
-         ", and those who take part in this step are " + join(*present) +
+         ", but the active devices of this step are " + comma_separated(*active) +
          ": name it in gluon_syncbn.participants.");
   }
   const size_t most = is_known ? config.num_devices : config.participants();
@@ -135,132 +232,119 @@ Ticket AllReduce::next_ticket(const LayerPtr& layer, const std::string& device, 
     if (!config.num_devices) {
       fail("SyncBatchNorm '" + config.name + "' was called on " +
            layer->forward_calls.begin()->first + " and on " + device +
-           " by a graph that has parameters of its own, so it is not known how many devices take "
-           "part. Call gluon_syncbn.convert_sync_batchnorm(net), which lets the graph of a "
-           "SymbolBlock synchronize on the graph's parameters, or make the layer with num_devices "
-           "or with a SyncGroup that names the devices.");
+           " by a graph that has parameters of its own, so the number of devices is unknown. Call "
+           "gluon_syncbn.convert_sync_batchnorm(net), which lets the graph of a SymbolBlock "
+           "synchronize on the graph's parameters, or make the layer with num_devices or with a "
+           "SyncGroup that names the devices.");
     }
     fail("SyncBatchNorm '" + config.name + "' was made with num_devices=" +
          std::to_string(config.num_devices) + ", and after as many others " + device +
          " came too. Leave num_devices out, or name the devices that take part in a SyncGroup.");
   }
   auto& calls = layer->forward_calls[device];
-  const int64_t call = calls.insert({place, layer->first_calls[place]}).first->second++;
-  return {layer->generation, place, call, present};
+  const int64_t sequence = calls.insert({node, layer->first_calls[node]}).first->second++;
+  return {layer->epoch, node, sequence, active};
 }
 
-void AllReduce::meet(const LayerPtr& layer, const Ticket& ticket, Direction direction,
-                     const std::string& device, Part* part, const Join& join) {
+void AllReduce::rendezvous(const LayerPtr& layer, const CallId& id, Direction direction,
+                           const std::string& device, Contribution* contribution,
+                           const Combine& combine) {
   State::Lock lock(state_->mutex);
   state_->check_open(layer);
-  if (ticket.generation != layer->generation) throw layer->failed_before();
-  const Layer::Key key(direction, ticket.place, ticket.number, layer->config.group_of(device));
-  std::shared_ptr<Meeting>& open = layer->meetings[key];
+  if (id.epoch != layer->epoch) throw layer->failed_before();
+  const Layer::Key key(direction, id.node, id.sequence, layer->config.group_of(device));
+  std::shared_ptr<Rendezvous>& open = layer->open[key];
   if (!open) {
-    open = std::make_shared<Meeting>();
-    open->present = ticket.present;
+    open = std::make_shared<Rendezvous>();
+    open->active = id.active;
   }
-  const std::shared_ptr<Meeting> meeting = open;
-  if (meeting->has(device)) {
+  const std::shared_ptr<Rendezvous> rendezvous = open;
+  if (rendezvous->has(device)) {
     state_->fail(&lock, layer.get(),
                  layer->title(key) + ": " + device +
                      " came a second time before the others had come once. " +
-                     layer->attendance(*meeting) +
+                     layer->arrivals_text(*rendezvous) +
                      " Call backward for all devices before any of them goes through the same "
                      "call again.");
   }
-  if (!meeting->arrivals.empty()) {
-    const Meeting::Arrival& first = meeting->arrivals[0];
+  if (!rendezvous->arrivals.empty()) {
+    const Rendezvous::Arrival& first = rendezvous->arrivals[0];
+    const Contribution& other = *first.contribution;
     const auto refuse = [&](const std::string& theirs, const std::string& ours,
                             const std::string& remedy) {
       state_->fail(&lock, layer.get(),
                    layer->title(key) + ": " + first.device + " has " + theirs + ", " + device +
                        " has " + ours + ". " + remedy,
-                   device, direction == Direction::kForward ? &ticket : nullptr);
+                   device, direction == Direction::kForward ? &id : nullptr);
     };
-    if (first.part->channels != part->channels) {
-      refuse(std::to_string(first.part->channels) + " channels",
-             std::to_string(part->channels) + " channels",
+    if (other.channels != contribution->channels) {
+      refuse(std::to_string(other.channels) + " channels",
+             std::to_string(contribution->channels) + " channels",
              "Give every device data of the same number of channels.");
     }
-    if (std::strcmp(first.part->dtype, part->dtype) != 0) {
-      refuse(std::string(first.part->dtype) + " data", std::string(part->dtype) + " data",
+    if (std::strcmp(other.dtype, contribution->dtype) != 0) {
+      refuse(std::string(other.dtype) + " data", std::string(contribution->dtype) + " data",
              "Cast the data of all devices to one dtype.");
     }
   }
-  meeting->arrivals.push_back({device, part});
+  rendezvous->arrivals.push_back({device, contribution});
   state_->last_arrival = Clock::now();
-  if (meeting->arrivals.size() < layer->expected(*meeting)) {
+  if (rendezvous->arrivals.size() < layer->expected(*rendezvous)) {
     if (!state_->given_up.empty()) {
       state_->fail(&lock, layer.get(), layer->title(key) + ": " + state_->given_up);
     }
-    state_->wait(&lock, layer.get(), key, meeting.get(), device, ticket);
-    if (!meeting->error.empty()) throw Error(meeting->error);
+    state_->wait(&lock, layer.get(), key, rendezvous.get(), device, id);
+    if (!rendezvous->error.empty()) throw Error(rendezvous->error);
     return;
   }
 
-  meeting->joining = true;
-  layer->meetings.erase(key);
-  const std::vector<Part*> parts = meeting->parts(layer->config.devices);
+  rendezvous->combining = true;
+  layer->open.erase(key);
+  const std::vector<Contribution*> all = rendezvous->contributions(layer->config.devices);
   lock.unlock();
   std::string error;
   try {
-    join(parts);
+    combine(all);
   } catch (const Error& failure) {
     error = failure.what();
   } catch (const std::exception& failure) {
     error = layer->title(key) + ": " + failure.what();
   }
   lock.lock();
-  meeting->end(error);
+  rendezvous->end(error);
   if (!error.empty()) state_->fail(&lock, layer.get(), error);
 }
 
-namespace {
-
-struct SumsPart : Part {
-  std::vector<ChannelSums>* sums;
-  double* count;
-};
-
-}  // namespace
-
-void AllReduce::reduce(const LayerPtr& layer, const Ticket& ticket, Direction direction,
+void AllReduce::reduce(const LayerPtr& layer, const CallId& id, Direction direction,
                        const std::string& device, const char* dtype, std::vector<ChannelSums>* sums,
                        double* count) {
-  SumsPart mine;
-  mine.channels = static_cast<int64_t>(sums->size());
-  mine.dtype = dtype;
-  mine.sums = sums;
-  mine.count = count;
-  meet(layer, ticket, direction, device, &mine, [&](const std::vector<Part*>& parts) {
+  SumsContribution mine{{static_cast<int64_t>(sums->size()), dtype}, sums, count};
+  rendezvous(layer, id, direction, device, &mine, [&](const std::vector<Contribution*>& each) {
     std::vector<ChannelSums> all(sums->size());
     double all_count = 0;
-    for (const Part* part : parts) {
-      const auto* const p = static_cast<const SumsPart*>(part);
-      for (size_t c = 0; c < all.size(); ++c) all[c].add((*p->sums)[c]);
-      all_count += *p->count;
+    for (const Contribution* contribution : each) {
+      const auto& device_sums = static_cast<const SumsContribution&>(*contribution);
+      for (size_t c = 0; c < all.size(); ++c) all[c].add((*device_sums.sums)[c]);
+      all_count += *device_sums.count;
     }
-    exchange(layer.get(), ticket, direction, &all, &all_count);
-    for (Part* part : parts) {
-      *static_cast<SumsPart*>(part)->sums = all;
-      *static_cast<SumsPart*>(part)->count = all_count;
+    exchange(state_.get(), layer.get(), id, direction, &all, &all_count);
+    for (Contribution* contribution : each) {
+      *static_cast<SumsContribution*>(contribution)->sums = all;
+      *static_cast<SumsContribution*>(contribution)->count = all_count;
     }
   });
 }
 
-void AllReduce::set_present(const std::vector<std::string>& devices) {
+void AllReduce::set_active_devices(const std::vector<std::string>& devices) {
   const State::Lock lock(state_->mutex);
-  state_->present =
+  state_->active =
       devices.empty() ? nullptr : std::make_shared<const std::vector<std::string>>(devices);
-  for (const auto& entry : state_->layers) {
-    if (const LayerPtr layer = entry.second.lock()) layer->line_up();
-  }
+  for (const LayerPtr& layer : state_->all()) layer->align_calls();
 }
 
-void AllReduce::set_absent(bool absent) {
+void AllReduce::set_joined(bool joined) {
   const State::Lock lock(state_->mutex);
-  state_->absent = absent;
+  state_->joined = joined;
 }
 
 void AllReduce::give_up(const std::string& reason) {
@@ -268,11 +352,9 @@ void AllReduce::give_up(const std::string& reason) {
   state_->given_up = reason;
   if (reason.empty() || !state_->closed.empty()) return;
   std::vector<std::pair<LayerPtr, std::string>> waiting;
-  for (const auto& entry : state_->layers) {
-    const LayerPtr layer = entry.second.lock();
-    if (layer && !layer->meetings.empty()) {
-      waiting.emplace_back(layer, layer->title(layer->meetings.begin()->first) + ": " + reason);
-    }
+  for (const LayerPtr& layer : state_->all()) {
+    if (layer->open.empty()) continue;
+    waiting.emplace_back(layer, layer->title(layer->open.begin()->first) + ": " + reason);
   }
   for (const auto& [layer, text] : waiting) {
     state_->end_step(&lock, layer.get(), text);
@@ -282,60 +364,58 @@ void AllReduce::give_up(const std::string& reason) {
 
 bool AllReduce::has_data(const LayerPtr& layer) const {
   const State::Lock lock(state_->mutex);
-  return !state_->absent || (layer && layer->config.exchanges());
+  return !state_->joined || (layer && layer->config.exchanges());
 }
 
 void AllReduce::fail(const LayerPtr& layer, const std::string& text, const std::string& device,
-                     const Ticket* forward) {
+                     const CallId* forward) {
   State::Lock lock(state_->mutex);
   if (layer && state_->closed.empty()) {
     state_->end_step(&lock, layer.get(), text, device, forward);
   }
 }
 
-void AllReduce::lose(int64_t number, int64_t generation, Direction direction,
-                     const std::string& device) {
+void AllReduce::unreachable(int64_t id, int64_t epoch, Direction direction,
+                            const std::string& device) {
   const State::Lock lock(state_->mutex);
-  const LayerPtr layer = state_->find(number);
-  if (!layer || layer->generation != generation) return;
-  for (const auto& [key, meeting] : layer->meetings) {
-    const auto group = layer->group_of(meeting->arrivals[0].device, meeting->present);
-    if (std::get<0>(key) != direction || meeting->has(device) || !contains(group, device)) continue;
-    meeting->lost = device;
-    meeting->changed.notify_all();
+  const LayerPtr layer = state_->find(id);
+  if (!layer || layer->epoch != epoch) return;
+  for (const auto& [key, rendezvous] : layer->open) {
+    const auto group = layer->group_of(rendezvous->arrivals[0].device, rendezvous->active);
+    if (std::get<0>(key) == direction && !rendezvous->has(device) && contains(group, device)) {
+      rendezvous->unreachable = device;
+      rendezvous->changed.notify_all();
+    }
   }
 }
 
-void AllReduce::settle(int64_t number, int64_t generation, const std::string& device) {
+void AllReduce::drain(int64_t id, int64_t epoch, const std::string& device) {
   const State::Lock lock(state_->mutex);
-  const LayerPtr layer = state_->find(number);
-  if (layer && layer->generation == generation) layer->unsettled.erase(device);
+  const LayerPtr layer = state_->find(id);
+  if (layer && layer->epoch == epoch) layer->draining.erase(device);
 }
 
-void AllReduce::tell_next(const std::string& text) {
+void AllReduce::report_next(const std::string& text) {
   const State::Lock lock(state_->mutex);
-  state_->untold = text;
+  state_->unreported = text;
 }
 
-void AllReduce::start_over() {
+void AllReduce::after_fork() {
   const State::Lock lock(state_->mutex);
-  for (auto& entry : state_->layers) {
-    const LayerPtr layer = entry.second.lock();
-    if (!layer) continue;
-    layer->start_anew("It began before this process was forked.");
-    layer->unsettled.clear();
+  for (const LayerPtr& layer : state_->all()) {
+    layer->start_epoch("It began before this process was forked.");
+    layer->draining.clear();
   }
 }
 
 void AllReduce::close(const std::string& reason) {
   const State::Lock lock(state_->mutex);
   state_->closed = reason;
-  for (auto& entry : state_->layers) {
-    const LayerPtr layer = entry.second.lock();
-    if (!layer || layer->meetings.empty()) continue;
-    const auto& first = *layer->meetings.begin();
-    state_->closed = "The process ended before " + layer->title(first.first) + " was complete. " +
-                     layer->attendance(*first.second);
+  for (const LayerPtr& layer : state_->all()) {
+    if (layer->open.empty()) continue;
+    const auto& [key, rendezvous] = *layer->open.begin();
+    state_->closed = "The process ended before " + layer->title(key) + " was complete. " +
+                     layer->arrivals_text(*rendezvous);
     layer->fail(state_->closed);
   }
 }

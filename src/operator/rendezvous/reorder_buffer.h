@@ -1,21 +1,22 @@
-// What other processes sent of calls that each process may come to in an order of its own.
+// Puts backward messages in order, as each process may go backward through its calls in an order of
+// its own.
 //
-// In each round of an exchange every process sends what it has of one call. A process sends each
-// call once and receives all rounds, so that in the end it has all of every call, though maybe not
-// in the round in which it sent its own part.
+// In each round of an exchange every process sends its values of one call. It sends each call once
+// and receives all rounds, so it ends up with all values of every call, though not always in the
+// round in which it sent its own.
 #ifndef GLUON_SYNCBN_RENDEZVOUS_REORDER_BUFFER_H_
 #define GLUON_SYNCBN_RENDEZVOUS_REORDER_BUFFER_H_
 
 #include <cstddef>
 #include <map>
-#include <utility>
 #include <vector>
 
 namespace gluon_syncbn {
 
-class Mailbox {
+class ReorderBuffer {
  public:
-  // A round: equally many values of each process, by rank, the first of them the call's number.
+  // A round: equally many values of each process, by rank, of which the first is the call's
+  // sequence.
   static bool is_of_one_call(const std::vector<double>& round, size_t processes) {
     const size_t size = round.size() / processes;
     for (size_t rank = 1; rank < processes; ++rank) {
@@ -32,8 +33,8 @@ class Mailbox {
     }
   }
 
-  // Of which processes something is there for the call, by rank.
-  std::vector<size_t> came(double call) const {
+  // The ranks whose values of the call are here.
+  std::vector<size_t> ranks(double call) const {
     std::vector<size_t> ranks;
     const auto found = calls_.find(call);
     if (found == calls_.end()) return ranks;
@@ -41,7 +42,7 @@ class Mailbox {
     return ranks;
   }
 
-  // Takes out the call where it is complete, as a round of its own.
+  // Takes the call out as a round of its own, if it is complete.
   bool take(double call, size_t processes, std::vector<double>* round) {
     const auto found = calls_.find(call);
     if (found == calls_.end() || found->second.size() < processes) return false;
@@ -53,10 +54,8 @@ class Mailbox {
     return true;
   }
 
-  bool empty() const { return calls_.empty(); }
-
  private:
-  // By number, then by rank.
+  // By sequence, then by rank.
   std::map<double, std::map<size_t, std::vector<double>>> calls_;
 };
 

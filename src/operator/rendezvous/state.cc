@@ -6,29 +6,30 @@
 #include <utility>
 
 #include "cpu/thread_pool.h"
+#include "mxnet/interrupts.h"
 
 namespace gluon_syncbn {
 namespace {
 
 constexpr Seconds kGraceAfterInterrupt{0.5};
-// How long at most before a waiting call looks again for devices that cannot come.
-constexpr Seconds kLongestLook{1};
-// Devices come close after each other, and to wake a sleeping thread takes as long as many a layer:
-// so a call first looks around for this long, unless somebody else wants the core, and lends a hand
-// with what the last to come does for all.
+// The longest time between two probes for devices that cannot arrive.
+constexpr Seconds kLongestProbe{1};
+// Devices arrive shortly after each other, and waking a sleeping thread takes as long as many a
+// layer. So a call first stays awake this long, unless another thread wants the core, and helps the
+// last device with its work for all.
 constexpr Seconds kAwake{0.0003};
 
 bool is_cpu(const std::string& device) { return device.compare(0, 3, "cpu") == 0; }
 
 }  // namespace
 
-std::string join(const std::vector<std::string>& names) {
+std::string comma_separated(const std::vector<std::string>& names) {
   std::string text;
   for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
   return text.empty() ? "none" : text;
 }
 
-std::string number(double value) {
+std::string to_text(double value) {
   std::ostringstream text;
   text.precision(3);
   text << value;
@@ -39,42 +40,36 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
-size_t LayerConfig::group_of(const std::string& device) const {
-  const auto found = std::find(devices.begin(), devices.end(), device);
-  if (group_size == 0 || found == devices.end()) return 0;
-  return static_cast<size_t>(found - devices.begin()) / group_size;
-}
-
-bool AllReduce::Meeting::has(const std::string& device) const {
+bool Rendezvous::has(const std::string& device) const {
   return std::any_of(arrivals.begin(), arrivals.end(),
                      [&](const Arrival& a) { return a.device == device; });
 }
 
-void AllReduce::Meeting::end(const std::string& why) {
+void Rendezvous::end(const std::string& why) {
   error = why;
   over = true;
   changed.notify_all();
 }
 
-std::vector<Part*> AllReduce::Meeting::parts(const std::vector<std::string>& ranks) {
+std::vector<Contribution*> Rendezvous::contributions(const std::vector<std::string>& ranks) {
   const auto rank = [&](const Arrival& a) {
     return std::find(ranks.begin(), ranks.end(), a.device);
   };
   std::sort(arrivals.begin(), arrivals.end(),
             [&](const Arrival& a, const Arrival& b) { return rank(a) < rank(b); });
-  std::vector<Part*> parts;
-  for (const Arrival& arrival : arrivals) parts.push_back(arrival.part);
-  return parts;
+  std::vector<Contribution*> contributions;
+  for (const Arrival& arrival : arrivals) contributions.push_back(arrival.contribution);
+  return contributions;
 }
 
-std::string AllReduce::Layer::title(const Key& key) const {
+std::string Layer::title(const Key& key) const {
   return "SyncBatchNorm '" + config.name + "', " +
          (std::get<0>(key) == Direction::kForward ? "forward" : "backward") + " call " +
          std::to_string(std::get<2>(key));
 }
 
-void AllReduce::Layer::line_up() {
-  owed.clear();
+void Layer::align_calls() {
+  late.clear();
   for (const auto& device : forward_calls) {
     for (const auto& calls : device.second) {
       int64_t& first = first_calls[calls.first];
@@ -84,45 +79,43 @@ void AllReduce::Layer::line_up() {
   forward_calls.clear();
 }
 
-Present AllReduce::Layer::present_of(const Present& present) const {
-  const auto takes_part = [&](const std::string& name) { return contains(*present, name); };
-  const bool some =
-      present && std::any_of(config.devices.begin(), config.devices.end(), takes_part);
-  return some ? present : nullptr;
+ActiveDevices Layer::active_here(const ActiveDevices& active) const {
+  const auto is_active = [&](const std::string& name) { return contains(*active, name); };
+  const bool some = active && std::any_of(config.devices.begin(), config.devices.end(), is_active);
+  return some ? active : nullptr;
 }
 
-std::vector<std::string> AllReduce::Layer::group_of(const std::string& device,
-                                                    const Present& present) const {
+std::vector<std::string> Layer::group_of(const std::string& device,
+                                         const ActiveDevices& active) const {
   const size_t group = config.group_of(device);
   std::vector<std::string> devices;
   for (const std::string& other : config.devices) {
-    if (config.group_of(other) == group && (!present || contains(*present, other))) {
+    if (config.group_of(other) == group && (!active || contains(*active, other))) {
       devices.push_back(other);
     }
   }
   return devices;
 }
 
-size_t AllReduce::Layer::expected(const Meeting& meeting) const {
-  if (!meeting.present) return config.participants();
-  return group_of(meeting.arrivals[0].device, meeting.present).size();
+size_t Layer::expected(const Rendezvous& rendezvous) const {
+  if (!rendezvous.active) return config.participants();
+  return group_of(rendezvous.arrivals[0].device, rendezvous.active).size();
 }
 
-std::string AllReduce::Layer::attendance(const Meeting& meeting) const {
-  std::vector<std::string> came, absent;
-  for (const Meeting::Arrival& arrival : meeting.arrivals) came.push_back(arrival.device);
-  for (const std::string& device : group_of(came[0], meeting.present)) {
-    if (!meeting.has(device)) absent.push_back(device);
+std::string Layer::arrivals_text(const Rendezvous& rendezvous) const {
+  std::vector<std::string> came, missing;
+  for (const Rendezvous::Arrival& arrival : rendezvous.arrivals) came.push_back(arrival.device);
+  for (const std::string& device : group_of(came[0], rendezvous.active)) {
+    if (!rendezvous.has(device)) missing.push_back(device);
   }
-  const size_t missing = expected(meeting) - came.size();
-  if (config.devices.empty()) {
-    return "Came: " + join(came) + ". Missing: " + std::to_string(missing) + " more.";
-  }
-  const std::string share = missing < absent.size() ? std::to_string(missing) + " of " : "";
-  return "Came: " + join(came) + ". Missing: " + share + join(absent) + ".";
+  const size_t count = expected(rendezvous) - came.size();
+  std::string text = "Came: " + comma_separated(came) + ". Missing: ";
+  if (config.devices.empty()) return text + std::to_string(count) + " more.";
+  if (count < missing.size()) text += std::to_string(count) + " of ";
+  return text + comma_separated(missing) + ".";
 }
 
-std::string AllReduce::Layer::causes(Direction direction) const {
+std::string Layer::causes(Direction direction) const {
   std::string text =
       "Usual causes: the loop over the devices left one out or ended early (a last batch smaller "
       "than the number of devices, an exception between two calls); the result of one device is "
@@ -130,8 +123,8 @@ std::string AllReduce::Layer::causes(Direction direction) const {
   text +=
       direction == Direction::kBackward
           ? "backward is not called for every device; the losses of several devices were added up "
-            "on one of them, and MXNet makes one operation of what waits for this device and of "
-            "what leads to another: give autograd.backward the list of the losses."
+            "on one of them, and MXNet fuses operations that wait for this device with operations "
+            "that another device needs: give autograd.backward the list of the losses."
           : "the layer is called more often on one device than on another; num_devices is "
             "larger than the number of devices in use.";
   text +=
@@ -149,46 +142,51 @@ std::string AllReduce::Layer::causes(Direction direction) const {
   return text;
 }
 
-void AllReduce::Layer::start_anew(const std::string& why) {
-  for (auto& entry : meetings) {
-    entry.second->end(why);
-  }
-  meetings.clear();
+void Layer::start_epoch(const std::string& why) {
+  for (auto& entry : open) entry.second->end(why);
+  open.clear();
   forward_calls.clear();
   first_calls.clear();
-  owed.clear();
-  mail.clear();
+  late.clear();
+  received.clear();
   failure = why;
-  ++generation;
-  mail_came.notify_all();
+  ++epoch;
+  message_received.notify_all();
 }
 
-void AllReduce::Layer::fail(const std::string& why, const std::string& device,
-                            const Ticket* forward) {
-  std::set<std::string> late;
-  if (forward && forward->generation == generation) {
-    for (const std::string& other : group_of(device, forward->present)) {
+void Layer::fail(const std::string& why, const std::string& device, const CallId* forward) {
+  std::set<std::string> not_called;
+  if (forward && forward->epoch == epoch) {
+    for (const std::string& other : group_of(device, forward->active)) {
       const auto calls = forward_calls.find(other);
-      const bool has_called = calls != forward_calls.end() && calls->second.count(forward->place) &&
-                              calls->second.at(forward->place) > forward->number;
-      if (other != device && !has_called) late.insert(other);
+      const bool has_called = calls != forward_calls.end() && calls->second.count(forward->node) &&
+                              calls->second.at(forward->node) > forward->sequence;
+      if (other != device && !has_called) not_called.insert(other);
     }
   }
-  start_anew(why);
-  if (!late.empty()) owed[forward->place] = std::move(late);
-  unsettled.insert(config.devices.begin(), config.devices.end());
+  start_epoch(why);
+  if (!not_called.empty()) late[forward->node] = std::move(not_called);
+  draining.insert(config.devices.begin(), config.devices.end());
 }
 
-Error AllReduce::Layer::failed_before() const {
+Error Layer::failed_before() const {
   return Error("This call is part of a step that failed before. " + failure);
 }
 
-AllReduce::LayerPtr AllReduce::State::find(int64_t number) const {
-  const auto found = layers.find(number);
+LayerPtr State::find(int64_t id) const {
+  const auto found = layers.find(id);
   return found == layers.end() ? nullptr : found->second.lock();
 }
 
-void AllReduce::State::check_open(const LayerPtr& layer) const {
+std::vector<LayerPtr> State::all() const {
+  std::vector<LayerPtr> found;
+  for (const auto& entry : layers) {
+    if (LayerPtr layer = entry.second.lock()) found.push_back(std::move(layer));
+  }
+  return found;
+}
+
+void State::check_open(const LayerPtr& layer) const {
   if (!closed.empty()) throw Error(closed);
   if (!layer) {
     throw Error(
@@ -199,69 +197,69 @@ void AllReduce::State::check_open(const LayerPtr& layer) const {
   }
 }
 
-void AllReduce::State::end_step(Lock* lock, Layer* layer, const std::string& text,
-                                const std::string& device, const Ticket* forward) {
+void State::end_step(Lock* lock, Layer* layer, const std::string& text, const std::string& device,
+                     const CallId* forward) {
   layer->fail(text, device, forward);
-  // Nobody knows the arrays of a layer that is gone.
-  if (!registered.count(layer->number)) layer->unsettled.clear();
-  const int64_t generation = layer->generation;
+  // The arrays of a deleted layer are unknown, so the observer cannot drain it.
+  if (!registered.count(layer->id)) layer->draining.clear();
+  const int64_t epoch = layer->epoch;
   const auto failed = observer.failed;
   lock->unlock();
-  if (failed) failed(layer->number, generation, text);
+  if (failed) failed(layer->id, epoch, text);
 }
 
-void AllReduce::State::fail(Lock* lock, Layer* layer, const std::string& text,
-                            const std::string& device, const Ticket* forward) {
+void State::fail(Lock* lock, Layer* layer, const std::string& text, const std::string& device,
+                 const CallId* forward) {
   end_step(lock, layer, text, device, forward);
   throw Error(text);
 }
 
-void AllReduce::State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeting,
-                            const std::string& device, const Ticket& ticket) {
+void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Rendezvous* rendezvous,
+                 const std::string& device, const CallId& id) {
   const Seconds timeout(layer->config.timeout_seconds);
   const Clock::time_point start = Clock::now();
-  const unsigned interrupts_before = AllReduce::interrupts();
-  Seconds since_interrupt{0}, next_look{0};
+  const unsigned interrupts_before = interrupts;
+  Seconds since_interrupt{0}, next_probe{0};
   lock->unlock();
-  thread_pool().help([&] { return meeting->over.load(); }, kAwake);
+  thread_pool().help([&] { return rendezvous->over.load(); }, kAwake);
   lock->lock();
-  while (!meeting->over) {
+  while (!rendezvous->over) {
     const Seconds slice = std::min(kSlice, timeout * kWarnAfter);
-    meeting->changed.wait_for(*lock, slice);
-    if (meeting->over) return;
-    // What is done now ends by itself, and in time.
-    if (meeting->joining) continue;
+    rendezvous->changed.wait_for(*lock, slice);
+    if (rendezvous->over) return;
+    // The last device's work ends by itself, and in time.
+    if (rendezvous->combining) continue;
 
     const Seconds waited = Clock::now() - start;
-    const auto story = [&] {
-      return layer->title(key) + ": " + device + " has waited " + number(waited.count()) +
-             " s for the other devices. " + layer->attendance(*meeting) + " ";
+    const auto message = [&] {
+      return layer->title(key) + ": " + device + " has waited " + to_text(waited.count()) +
+             " s for the other devices. " + layer->arrivals_text(*rendezvous) + " ";
     };
     const Direction direction = std::get<0>(key);
-    if (!meeting->lost.empty()) {
+    if (!rendezvous->unreachable.empty()) {
       fail(lock, layer,
-           story() + "An earlier operation on " + meeting->lost +
+           message() + "An earlier operation on " + rendezvous->unreachable +
                " has failed, and MXNet runs nothing that depends on it: mx.nd.waitall() raises its "
                "error.",
-           meeting->lost, direction == Direction::kForward ? &ticket : nullptr);
+           rendezvous->unreachable, direction == Direction::kForward ? &id : nullptr);
     }
-    if (waited > timeout) fail(lock, layer, story() + layer->causes(direction));
-    if (observer.waits && waited > next_look) {
-      next_look = std::min(2 * waited, waited + kLongestLook);
+    if (waited > timeout) fail(lock, layer, message() + layer->causes(direction));
+    if (observer.waits && waited > next_probe) {
+      next_probe = std::min(2 * waited, waited + kLongestProbe);
       const auto waits = observer.waits;
       lock->unlock();
-      waits(layer->number, ticket.generation, direction);
+      waits(layer->id, id.epoch, direction);
       lock->lock();
-      if (meeting->over) return;
+      if (rendezvous->over) return;
     }
 
-    if (AllReduce::interrupts() != interrupts_before) since_interrupt += slice;
-    if (since_interrupt > kGraceAfterInterrupt) fail(lock, layer, story() + "Interrupted.");
+    if (interrupts != interrupts_before) since_interrupt += slice;
+    if (since_interrupt > kGraceAfterInterrupt) fail(lock, layer, message() + "Interrupted.");
 
-    if (!meeting->warned && waited > timeout * kWarnAfter) {
-      meeting->warned = true;
+    if (!rendezvous->warned && waited > timeout * kWarnAfter) {
+      rendezvous->warned = true;
       if (const auto warn = observer.warn) {
-        const std::string text = story() + "After " + number(timeout.count()) +
+        const std::string text = message() + "After " + to_text(timeout.count()) +
                                  " s this is an error. " + layer->causes(direction);
         lock->unlock();
         warn(text);

@@ -1,4 +1,4 @@
-// What AllReduce keeps of its layers and meetings. Only all_reduce*.cc and meetings.cc know it.
+// What AllReduce knows of its layers, and the rendezvous that are open.
 #ifndef GLUON_SYNCBN_RENDEZVOUS_STATE_H_
 #define GLUON_SYNCBN_RENDEZVOUS_STATE_H_
 
@@ -13,117 +13,118 @@
 #include <tuple>
 #include <vector>
 
-#include "rendezvous/all_reduce.h"
 #include "rendezvous/reorder_buffer.h"
+#include "rendezvous/types.h"
 
 namespace gluon_syncbn {
 
 using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
-// How often a waiting call looks up from its sleep for Ctrl-C.
+// How often a waiting call wakes up to check for Ctrl-C.
 constexpr Seconds kSlice{0.1};
 // The share of the timeout after which a warning is given.
 constexpr double kWarnAfter = 0.1;
 
 // "cpu(0), cpu(1)", or "none".
-std::string join(const std::vector<std::string>& names);
+std::string comma_separated(const std::vector<std::string>& names);
 // "0.301".
-std::string number(double value);
+std::string to_text(double value);
 bool contains(const std::vector<std::string>& names, const std::string& name);
 
-struct AllReduce::Meeting {
+struct Rendezvous {
   struct Arrival {
     std::string device;
-    Part* part;
+    Contribution* contribution;
   };
 
   std::vector<Arrival> arrivals;
-  Present present;
+  ActiveDevices active;
   bool warned = false;
-  // All have come, and what they came for is being done: nobody leaves.
-  bool joining = false;
+  // All have arrived and the last is working for all: no call may give up.
+  bool combining = false;
   std::string error;
-  // A device that cannot come.
-  std::string lost;
-  // To look at without the lock.
+  // A device that cannot arrive.
+  std::string unreachable;
+  // Read without the lock too.
   std::atomic<bool> over{false};
   std::condition_variable changed;
 
   bool has(const std::string& device) const;
   void end(const std::string& why = "");
-  // What everyone brought, in rank order whoever came last.
-  std::vector<Part*> parts(const std::vector<std::string>& ranks);
+  // In rank order, whatever the order of arrival.
+  std::vector<Contribution*> contributions(const std::vector<std::string>& ranks);
 };
 
-struct AllReduce::Layer {
-  // Direction, place, number, group.
+struct Layer {
+  // Direction, node, sequence, group.
   using Key = std::tuple<Direction, int64_t, int64_t, size_t>;
 
-  int64_t number = 0;
+  int64_t id = 0;
   LayerConfig config;
-  int64_t generation = 0;
-  // Why the last generation ended, and the devices that have not left it yet.
+  int64_t epoch = 0;
+  // Why the last epoch ended, and the devices on which operations of it may still come.
   std::string failure;
-  std::set<std::string> unsettled;
-  // By device, then by place: the number of the next call.
+  std::set<std::string> draining;
+  // The sequence of the next forward call, by device and node.
   std::map<std::string, std::map<int64_t, int64_t>> forward_calls;
-  // By place: the number of the first call of a device that has made none yet.
+  // The sequence of the first call of a device that has made none yet, by node.
   std::map<int64_t, int64_t> first_calls;
-  std::map<Key, std::shared_ptr<Meeting>> meetings;
-  // By place: the devices whose next forward call belongs to a failed step, as they had not made it
-  // when it failed. Void once another device goes on at that place.
-  std::map<int64_t, std::set<std::string>> owed;
-  // By place: what came of backward calls that this process has not come to, or not all others.
-  std::map<int64_t, Mailbox> mail;
-  std::condition_variable mail_came;
+  std::map<Key, std::shared_ptr<Rendezvous>> open;
+  // By node: the devices that had not made the forward call that failed, so that their next one
+  // belongs to the failed step. Dropped once another device goes on at that node.
+  std::map<int64_t, std::set<std::string>> late;
+  // By node.
+  std::map<int64_t, ReorderBuffer> received;
+  std::condition_variable message_received;
 
   std::string title(const Key& key) const;
-  // Every device goes on from the same number, also one that took no part for a while.
-  void line_up();
-  // Null where all take part, or none.
-  Present present_of(const Present& present) const;
-  // The devices of one that may come to a meeting, itself included, in rank order.
-  std::vector<std::string> group_of(const std::string& device, const Present& present) const;
-  // How many come to a meeting.
-  size_t expected(const Meeting& meeting) const;
+  // Every device continues from the same sequence, including those that were idle.
+  void align_calls();
+  // Null if all devices of the layer are active, or none.
+  ActiveDevices active_here(const ActiveDevices& active) const;
+  // The active devices of a device's group, itself included, in rank order.
+  std::vector<std::string> group_of(const std::string& device, const ActiveDevices& active) const;
+  // The number of devices that must arrive.
+  size_t expected(const Rendezvous& rendezvous) const;
   // "Came: cpu(0). Missing: cpu(1)."
-  std::string attendance(const Meeting& meeting) const;
+  std::string arrivals_text(const Rendezvous& rendezvous) const;
   std::string causes(Direction direction) const;
-  // Ends all meetings and starts a new generation.
-  void start_anew(const std::string& why);
-  // The same, after an error; in a forward call of one device, where there is a ticket.
+  // Ends every open rendezvous and starts a new epoch.
+  void start_epoch(const std::string& why);
+  // The same after an error; `forward` is the call of the device that failed, if it was a forward.
   void fail(const std::string& why, const std::string& device = "",
-            const Ticket* forward = nullptr);
+            const CallId* forward = nullptr);
   Error failed_before() const;
 };
+using LayerPtr = std::shared_ptr<Layer>;
 
-struct AllReduce::State {
+struct State {
   using Lock = std::unique_lock<std::mutex>;
 
   mutable std::mutex mutex;
   std::map<int64_t, LayerPtr> registered;
   std::map<int64_t, std::weak_ptr<Layer>> layers;
   std::string closed;
-  std::string untold;
-  // Why nobody is waited for at this moment.
+  std::string unreported;
+  // Why no call may wait for other devices now, or empty.
   std::string given_up;
-  bool absent = false;
-  // When somebody last came to a meeting.
+  bool joined = false;
   Clock::time_point last_arrival{};
-  Present present;
+  ActiveDevices active;
   Observer observer;
 
-  LayerPtr find(int64_t number) const;
+  LayerPtr find(int64_t id) const;
+  std::vector<LayerPtr> all() const;
   void check_open(const LayerPtr& layer) const;
-  // Ends the step for everyone at this layer, and tells the observer, with the lock open.
+  // Ends the step on all devices of the layer, unlocks, and reports to the observer.
   void end_step(Lock* lock, Layer* layer, const std::string& text, const std::string& device = "",
-                const Ticket* forward = nullptr);
+                const CallId* forward = nullptr);
   [[noreturn]] void fail(Lock* lock, Layer* layer, const std::string& text,
-                         const std::string& device = "", const Ticket* forward = nullptr);
-  // Sleeps until the meeting is over. Throws Error when it cannot be waited for any longer.
-  void wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeting,
-            const std::string& device, const Ticket& ticket);
+                         const std::string& device = "", const CallId* forward = nullptr);
+  // Sleeps until the rendezvous is over. Throws Error when waiting is of no use any more.
+  void wait(Lock* lock, Layer* layer, const Layer::Key& key, Rendezvous* rendezvous,
+            const std::string& device, const CallId& id);
 };
 
 }  // namespace gluon_syncbn

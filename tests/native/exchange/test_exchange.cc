@@ -1,7 +1,8 @@
-// Lines between simulated processes: what arrives, what is told to those who ask, and how a wait
-// ends that nobody answers.
+// Channels between simulated processes: what arrives, what probes report, and how a wait without an
+// answer ends.
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <memory>
@@ -11,12 +12,12 @@
 #include <thread>
 #include <vector>
 
-#include "rendezvous/all_reduce.h"
-#include "exchange/transports.h"
 #include "check.h"
 #include "exchange/channel.h"
-#include "mxnet/mxnet_fixture.h"
 #include "exchange/limbs.h"
+#include "exchange/transports.h"
+#include "mxnet/interrupts.h"
+#include "mxnet/mxnet_fixture.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -58,7 +59,15 @@ std::string error_of(const F& f) {
   }
 }
 
-// One process, and its lines through a server that it shares with others.
+// What was probed.
+struct Probe {
+  Waited waited;
+  int probes;
+  std::string title, exchange, error;
+  double seconds, timeout;
+};
+
+// One process, and its channels through a server that it shares with others.
 struct Process {
   std::shared_ptr<Connection> connection = std::make_shared<Connection>();
   FakeServer::Client client;
@@ -66,30 +75,31 @@ struct Process {
   std::vector<std::unique_ptr<FakeArray>> arrays;
   std::vector<std::unique_ptr<std::vector<float>>> memory;
   std::mutex mutex;
-  std::vector<Delay> delays;
+  std::vector<Probe> probes;
   std::string verdict;
 
   Process(FakeServer* server, int rank, int ranks) : rank(rank), ranks(ranks) {
     client.server = server;
-    connection->look = [this](const Delay& delay) {
+    connection->probe = [this](const Delay& d) {
       // No lock of the connection's may be held.
       const std::lock_guard<std::mutex> calls(connection->calls);
-      connection->attendance.entries();
+      connection->in_flight.entries();
       const std::lock_guard<std::mutex> lock(mutex);
-      delays.push_back(delay);
+      probes.push_back({d.waited, d.probes, d.title, d.exchange, d.error, d.seconds, d.timeout});
       return verdict;
     };
   }
 
-  LinePtr line(const std::string& key, int number, int64_t size) {
-    memory.emplace_back(new std::vector<float>(ranks * kParts * size, 7.0f));
+  ChannelPtr channel(const std::string& key, int number, int64_t size) {
+    memory.emplace_back(new std::vector<float>(ranks * kLimbs * size, 7.0f));
     arrays.emplace_back(new FakeArray);
     arrays.back()->data = memory.back()->data();
-    arrays.back()->shape = {ranks, kParts, static_cast<int>(size)};
-    return std::make_shared<Line>(
-        connection, key, size,
-        std::make_unique<KVStoreCarrier>(FakeServer::pushpull, &client, number, arrays.back().get(),
-                                         memory.back()->data(), rank, ranks, size));
+    arrays.back()->shape = {ranks, kLimbs, static_cast<int>(size)};
+    const KVStoreSlots slots{
+        FakeServer::pushpull, &client, number, rank, ranks, size, arrays.back().get(),
+        memory.back()->data()};
+    return std::make_shared<Channel>(connection, key, size,
+                                     std::make_unique<KVStoreTransport>(slots));
   }
 };
 
@@ -120,38 +130,38 @@ void every_bit_arrives_again_and_again() {
   constexpr int kRanks = 3, kRounds = 20, kSize = 41;
   Job job(kRanks);
   job.run([&](int rank) {
-    const LinePtr line = job.processes[rank]->line("key", kKey, kSize);
+    const ChannelPtr channel = job.processes[rank]->channel("key", kKey, kSize);
     for (int round = 0; round < kRounds; ++round) {
       const Doubles mine = any_bits(kSize, round * kRanks + rank);
       Doubles everyone(kRanks * kSize);
-      line->exchange("title", kLong, mine.data(), everyone.data());
+      channel->exchange("title", kLong, mine.data(), everyone.data());
       for (int other = 0; other < kRanks; ++other) {
         const Doubles expected = any_bits(kSize, round * kRanks + other);
         CHECK(same_bits(&everyone[other * kSize], expected.data(), kSize));
       }
     }
-    CHECK_EQ(line->calls(), kRounds);
-    CHECK(job.processes[rank]->delays.empty());
+    CHECK_EQ(channel->calls(), kRounds);
+    CHECK(job.processes[rank]->probes.empty());
   });
 }
 
-// Two threads with one line and two with a line of their own, in each process.
-void the_store_is_called_once_at_a_time_and_a_key_is_under_way_once() {
+// Two threads with one channel and two with a channel of their own, in each process.
+void calls_of_the_store_and_exchanges_of_a_key_take_turns() {
   check::context = "turns";
   constexpr int kRounds = 50, kSize = 5;
   Job job(2);
   job.run([&](int rank) {
     Process& process = *job.processes[rank];
-    const LinePtr shared = process.line("shared", kKey, kSize);
-    const LinePtr lines[] = {shared, shared, process.line("a", kKey + 1, kSize),
-                             process.line("b", kKey + 2, kSize)};
+    const ChannelPtr shared = process.channel("shared", kKey, kSize);
+    const ChannelPtr channels[] = {shared, shared, process.channel("a", kKey + 1, kSize),
+                                   process.channel("b", kKey + 2, kSize)};
     std::vector<std::thread> threads;
-    for (const LinePtr& line : lines) {
+    for (const ChannelPtr& channel : channels) {
       threads.emplace_back([&, rank] {
         for (int round = 0; round < kRounds; ++round) {
           const Doubles mine(kSize, rank + 1.0);
           Doubles everyone(2 * kSize);
-          line->exchange("title", kLong, mine.data(), everyone.data());
+          channel->exchange("title", kLong, mine.data(), everyone.data());
           CHECK(everyone[0] == 1 && everyone[kSize] == 2);
         }
       });
@@ -163,17 +173,17 @@ void the_store_is_called_once_at_a_time_and_a_key_is_under_way_once() {
   });
 }
 
-// Who calls the store otherwise, as a Trainer does, holds the same lock.
-void a_line_waits_while_somebody_else_calls_the_store() {
+// Other callers of the store, such as a Trainer, hold the same lock.
+void a_channel_waits_while_another_thread_calls_the_store() {
   check::context = "calls";
   Job job(1);
   Process& process = *job.processes[0];
-  const LinePtr line = process.line("key", kKey, 1);
+  const ChannelPtr channel = process.channel("key", kKey, 1);
   std::atomic<bool> done{false};
   process.connection->calls.lock();
   std::thread thread([&] {
     double mine = 1, everyone = 0;
-    line->exchange("title", kLong, &mine, &everyone);
+    channel->exchange("title", kLong, &mine, &everyone);
     done = true;
   });
   sleep(0.1);
@@ -184,97 +194,97 @@ void a_line_waits_while_somebody_else_calls_the_store() {
   CHECK(done);
 }
 
-std::vector<std::string> meetings(const Process& process, bool open) {
+std::vector<std::string> exchanges(const Process& process, bool open) {
   std::vector<std::string> names;
-  for (const Attendance::Entry& entry : process.connection->attendance.entries()) {
-    if (entry.open == open) names.push_back(entry.meeting);
+  for (const auto& entry : process.connection->in_flight.entries()) {
+    if (entry.open == open) names.push_back(entry.exchange);
   }
   return names;
 }
 
-void those_who_ask_learn_who_has_come() {
-  check::context = "attendance";
+void exchanges_in_flight_are_listed() {
+  check::context = "in flight";
   Job job(2);
   Process &first = *job.processes[0], &second = *job.processes[1];
-  const LinePtr lines[] = {first.line("7 forward -1 0", kKey, 1),
-                           second.line("7 forward -1 0", kKey, 1)};
+  const ChannelPtr channels[] = {first.channel("7 forward -1 0", kKey, 1),
+                                 second.channel("7 forward -1 0", kKey, 1)};
   const auto exchange = [&](int rank) {
     double mine = 0, everyone[2];
-    lines[rank]->exchange("layer, call 5", kLong, &mine, everyone);
+    channels[rank]->exchange("layer, call 5", kLong, &mine, everyone);
   };
   std::thread waits([&] { exchange(0); });
-  while (meetings(first, true).empty()) sleep(0.001);
-  CHECK_EQ(meetings(first, true)[0], "layer, call 5 (7 forward -1 0 1)");
-  CHECK(meetings(first, false).empty() && meetings(second, true).empty());
+  while (exchanges(first, true).empty()) sleep(0.001);
+  CHECK_EQ(exchanges(first, true)[0], "layer, call 5 (7 forward -1 0 1)");
+  CHECK(exchanges(first, false).empty() && exchanges(second, true).empty());
   exchange(1);
   waits.join();
   for (const Process* process : {&first, &second}) {
-    CHECK(meetings(*process, true).empty());
-    CHECK_EQ(meetings(*process, false).at(0), "layer, call 5 (7 forward -1 0 1)");
+    CHECK(exchanges(*process, true).empty());
+    CHECK_EQ(exchanges(*process, false).at(0), "layer, call 5 (7 forward -1 0 1)");
   }
   job.run([&](int rank) {
     for (int i = 0; i < 30; ++i) exchange(rank);
   });
-  CHECK_EQ(meetings(first, false).size(), 16u);
-  CHECK_EQ(meetings(first, false).back(), "layer, call 5 (7 forward -1 0 31)");
+  CHECK_EQ(exchanges(first, false).size(), 16u);
+  CHECK_EQ(exchanges(first, false).back(), "layer, call 5 (7 forward -1 0 31)");
 }
 
-void a_wait_is_looked_at_and_given_up() {
-  check::context = "look";
+void a_wait_is_probed_and_given_up() {
+  check::context = "probe";
   FakeServer server(2);
   {
     Process process(&server, 0, 2);
-    const LinePtr line = process.line("key", kKey, 1);
+    const ChannelPtr channel = process.channel("key", kKey, 1);
     std::string error;
     std::thread thread([&] {
       double mine = 1, everyone[2];
-      error = error_of([&] { line->exchange("title", 2, &mine, everyone); });
+      error = error_of([&] { channel->exchange("title", 2, &mine, everyone); });
     });
-    const auto looks = [&] {
+    const auto count = [&] {
       const std::lock_guard<std::mutex> lock(process.mutex);
-      return process.delays.size();
+      return process.probes.size();
     };
-    while (looks() < 2) sleep(0.001);
+    while (count() < 2) sleep(0.001);
     {
       const std::lock_guard<std::mutex> lock(process.mutex);
       process.verdict = "rank 1 is gone";
     }
     thread.join();
     CHECK_EQ(error, "rank 1 is gone");
-    for (size_t i = 0; i < process.delays.size(); ++i) {
-      const Delay& delay = process.delays[i];
+    for (size_t i = 0; i < process.probes.size(); ++i) {
+      const Probe& delay = process.probes[i];
       CHECK(delay.waited == Waited::kTimeIsUp && delay.error.empty());
-      CHECK(delay.title == "title" && delay.meeting == "title (key 1)");
-      CHECK_EQ(delay.looks, static_cast<int>(i));
+      CHECK(delay.title == "title" && delay.exchange == "title (key 1)");
+      CHECK_EQ(delay.probes, static_cast<int>(i));
       CHECK_EQ(delay.timeout, 2);
-      // The first after a tenth of the timeout, each other one as long after the one before.
+      // The first after a tenth of the timeout, and then at equal intervals.
       CHECK(delay.seconds >= 0.2 * static_cast<double>(i + 1) && delay.seconds < 1);
     }
-    // Whoever gave up has not been there, and the answer may still come.
-    CHECK(meetings(process, true).empty() && meetings(process, false).empty());
+    // An exchange that was given up is not complete, and its answer may still come.
+    CHECK(exchanges(process, true).empty() && exchanges(process, false).empty());
     process.arrays[0]->write();
   }
 }
 
-void what_the_store_says_itself_ends_the_wait() {
+void an_error_of_the_store_ends_the_wait() {
   check::context = "errors";
   Job job(1);
   Process& process = *job.processes[0];
-  process.verdict = "told";
-  const LinePtr line = process.line("key", kKey, 1);
+  process.verdict = "refused";
+  const ChannelPtr channel = process.channel("key", kKey, 1);
   double mine = 1, everyone = 0;
-  const auto exchange = [&] { line->exchange("title", kLong, &mine, &everyone); };
+  const auto exchange = [&] { channel->exchange("title", kLong, &mine, &everyone); };
   process.client.refuses = true;
-  CHECK_EQ(error_of(exchange), "told");
-  CHECK_EQ(process.delays.back().error, "no such server");
+  CHECK_EQ(error_of(exchange), "refused");
+  CHECK_EQ(process.probes.back().error, "no such server");
   process.client.refuses = false;
   CHECK_EQ(error_of(exchange), "");
 
   // The array holds an error when it is written.
   Job pair(2);
   Process& alone = *pair.processes[0];
-  alone.verdict = "told";
-  const LinePtr other = alone.line("key", kKey, 1);
+  alone.verdict = "refused";
+  const ChannelPtr other = alone.channel("key", kKey, 1);
   std::string error;
   std::thread thread([&] {
     double both[2];
@@ -284,13 +294,13 @@ void what_the_store_says_itself_ends_the_wait() {
   sleep(0.05);
   alone.arrays[0]->write("a rank has died");
   thread.join();
-  CHECK_EQ(error, "told");
-  CHECK(alone.delays.size() == 1 && alone.delays[0].waited == Waited::kWritten);
-  CHECK_EQ(alone.delays[0].error, "a rank has died");
-  CHECK(meetings(alone, false).empty());
+  CHECK_EQ(error, "refused");
+  CHECK(alone.probes.size() == 1 && alone.probes[0].waited == Waited::kWritten);
+  CHECK_EQ(alone.probes[0].error, "a rank has died");
+  CHECK(exchanges(alone, false).empty());
 }
 
-// What Horovod gives: the input, and then what another process would have brought.
+// As Horovod: the input, then the values of another process.
 int allgather(Handle* inputs, Handle* outputs, const char* name, int, int, int) {
   CHECK_EQ(std::string(name), "gluon_syncbn key");
   FakeArray &input = *fake(inputs[0]), &output = *fake(outputs[0]);
@@ -303,7 +313,7 @@ int allgather(Handle* inputs, Handle* outputs, const char* name, int, int, int) 
   return 0;
 }
 
-void horovod_brings_every_bit_and_its_size_is_checked() {
+void horovod_carries_every_bit_and_its_size_is_checked() {
   check::context = "horovod";
   constexpr int kSize = 23;
   auto connection = std::make_shared<Connection>();
@@ -313,12 +323,11 @@ void horovod_brings_every_bit_and_its_size_is_checked() {
     input.data = values.data();
     input.shape = {kSize};
     output.shape = {of_other};
-    Line line(connection, "key", kSize,
-              std::make_unique<HorovodCarrier>(allgather, "key", &input, values.data(), &output, 2,
-                                               kSize));
+    const HorovodArrays arrays{allgather, 2, kSize, &input, values.data(), &output};
+    Channel channel(connection, "key", kSize, std::make_unique<HorovodTransport>("key", arrays));
     const Doubles mine = any_bits(kSize, 1);
     const std::string error =
-        error_of([&] { line.exchange("title", kLong, mine.data(), everyone.data()); });
+        error_of([&] { channel.exchange("title", kLong, mine.data(), everyone.data()); });
     if (of_other == kSize) {
       CHECK_EQ(error, "");
       CHECK(same_bits(everyone.data(), mine.data(), kSize));
@@ -331,42 +340,44 @@ void horovod_brings_every_bit_and_its_size_is_checked() {
   }
 }
 
-void lines_are_found_by_layer_and_key() {
-  check::context = "lines";
+void channels_are_found_by_layer_and_key() {
+  check::context = "channels";
   Job job(1);
-  const LinePtr line = job.processes[0]->line("key", kKey, 1);
-  Lines lines;
+  const ChannelPtr channel = job.processes[0]->channel("key", kKey, 1);
+  Channels channels;
   for (const int64_t layer : {1, 2, 3}) {
-    for (const char* key : {"forward", "backward"}) lines.set(layer, key, line);
+    for (const char* key : {"forward", "backward"}) channels.set(layer, key, channel);
   }
-  CHECK(lines.find(2, "forward") == line && !lines.find(2, "hello") && !lines.find(4, "forward"));
-  lines.forget(2);
-  CHECK(!lines.find(2, "forward") && !lines.find(2, "backward"));
-  CHECK(lines.find(1, "forward") && lines.find(1, "backward") && lines.find(3, "backward"));
-  lines.clear();
-  CHECK(!lines.find(1, "forward") && !lines.find(3, "backward"));
+  CHECK(channels.find(2, "forward") == channel && !channels.find(2, "startup") &&
+        !channels.find(4, "forward"));
+  channels.forget(2);
+  CHECK(!channels.find(2, "forward") && !channels.find(2, "backward"));
+  CHECK(channels.find(1, "forward") && channels.find(1, "backward") &&
+        channels.find(3, "backward"));
+  channels.clear();
+  CHECK(!channels.find(1, "forward") && !channels.find(3, "backward"));
 }
 
-// Ctrl-C, and the end of the process, after which no wait is of use.
-void interrupts_and_the_end_release_those_who_wait() {
+// Ctrl-C, and the end of the process.
+void interrupts_and_the_end_release_waits() {
   check::context = "release";
   for (const Waited expected : {Waited::kInterrupted, Waited::kClosed}) {
     FakeServer server(2);
     Process process(&server, 0, 2);
     process.verdict = "released";
-    const LinePtr line = process.line("key", kKey, 1);
+    const ChannelPtr channel = process.channel("key", kKey, 1);
     std::string error;
     std::thread thread([&] {
       double mine = 1, everyone[2];
-      error = error_of([&] { line->exchange("title", kLong, &mine, everyone); });
+      error = error_of([&] { channel->exchange("title", kLong, &mine, everyone); });
     });
     while (process.client.most == 0) sleep(0.001);
     sleep(0.05);
-    expected == Waited::kInterrupted ? AllReduce::interrupt() : Watch::close();
+    expected == Waited::kInterrupted ? void(++interrupts) : Watch::close();
     thread.join();
     CHECK_EQ(error, "released");
-    CHECK(process.delays.size() == 1 && process.delays[0].waited == expected);
-    CHECK(process.delays[0].seconds < 5);
+    CHECK(process.probes.size() == 1 && process.probes[0].waited == expected);
+    CHECK(process.probes[0].seconds < 5);
   }
 }
 
@@ -379,14 +390,14 @@ int main() {
   alarm(120);
   use_fake_mxnet();
   every_bit_arrives_again_and_again();
-  the_store_is_called_once_at_a_time_and_a_key_is_under_way_once();
-  a_line_waits_while_somebody_else_calls_the_store();
-  those_who_ask_learn_who_has_come();
-  a_wait_is_looked_at_and_given_up();
-  what_the_store_says_itself_ends_the_wait();
-  horovod_brings_every_bit_and_its_size_is_checked();
-  lines_are_found_by_layer_and_key();
+  calls_of_the_store_and_exchanges_of_a_key_take_turns();
+  a_channel_waits_while_another_thread_calls_the_store();
+  exchanges_in_flight_are_listed();
+  a_wait_is_probed_and_given_up();
+  an_error_of_the_store_ends_the_wait();
+  horovod_carries_every_bit_and_its_size_is_checked();
+  channels_are_found_by_layer_and_key();
   // The last, as the process has ended after it.
-  interrupts_and_the_end_release_those_who_wait();
+  interrupts_and_the_end_release_waits();
   return check::finish("exchange");
 }

@@ -1,4 +1,4 @@
-// What MXNet does with arrays, as far as the exchange needs it, and stores for it on this machine.
+// MXNet's arrays, as far as exchanges need them, and a store in this process.
 #ifndef GLUON_SYNCBN_TESTS_MXNET_FIXTURE_H_
 #define GLUON_SYNCBN_TESTS_MXNET_FIXTURE_H_
 
@@ -15,7 +15,7 @@
 
 namespace gluon_syncbn {
 
-// An array whose operations wait while somebody writes it.
+// An array whose operations wait while it is being written.
 struct FakeArray {
   std::mutex mutex;
   bool pending = false;
@@ -51,7 +51,7 @@ struct FakeArray {
     run();
   }
 
-  // Whoever watches it is never told: an array that nobody writes any more is freed with those.
+  // Frees the operations that still wait.
   ~FakeArray() { write(); }
 };
 
@@ -86,8 +86,8 @@ inline void use_fake_mxnet() {
   mxnet.last_error = [] { return last_error.c_str(); };
 }
 
-// Adds the slots of `ranks` processes as the KVStore's server does: in float32, by key, when all
-// have come. The result is written on the thread of the last.
+// Adds the slots of `ranks` processes as the KVStore's server does: in float32, by key, once all
+// have arrived. The result is written on the thread of the last.
 class FakeServer {
  public:
   explicit FakeServer(size_t ranks) : ranks_(ranks) {}
@@ -95,7 +95,7 @@ class FakeServer {
   // Of one process.
   struct Client {
     FakeServer* server;
-    // Calls under way now, and at most; of a key that was under way already.
+    // Calls in progress now, and at most; those of a key that was in progress already.
     std::atomic<int> now{0}, most{0}, doubled{0};
     std::mutex mutex;
     bool refuses = false;

@@ -1,5 +1,5 @@
-// Errors of several devices at once, against an engine that, as MXNet's does, notes what its
-// operations end with on whichever thread they ran.
+// Errors of several devices at once, in an engine that, as MXNet's does, records the error of an
+// operation on whichever thread it ran.
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -19,7 +19,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Runs what it is given, in order.
+// Runs its tasks in order.
 class Worker {
  public:
   Worker() : thread_([this] { work(); }) {}
@@ -52,7 +52,7 @@ class Worker {
   std::thread thread_;
 };
 
-// The list of errors, in which nothing may be noted while something is.
+// The list of errors, to which no two threads may append at a time.
 struct ErrorList {
   std::atomic<int> now{0}, most{0}, size{0};
 
@@ -67,10 +67,10 @@ struct ErrorList {
   }
 } errors;
 
-// An array whose operations run one after the other. The engine frees it at last.
+// An array whose operations run one after the other. The engine frees it.
 class Array {
  public:
-  // `forget` is called when the operation is over.
+  // `forget` is called after the operation.
   void push(Worker* worker, std::function<void()> run, std::function<void()> forget = [] {}) {
     const std::lock_guard<std::mutex> lock(mutex_);
     waiting_.push_back({worker, std::move(run), std::move(forget)});
@@ -138,7 +138,7 @@ struct Engine {
       *array = Engine::engine->create();
       return 0;
     };
-    // As the real one, it answers at once where nothing is under way.
+    // As MXNet's, it answers at once if nothing is pending.
     mxnet.ndarray_wait_to_read = [](Handle array) {
       CHECK(static_cast<Array*>(array)->is_idle());
       return -1;
@@ -159,13 +159,13 @@ Engine* Engine::engine = nullptr;
 
 std::string device(int d) { return "cpu(" + std::to_string(d) + ")"; }
 
-// What MXNet and the layer do when the call of one device fails: the callback tells of it and
-// returns; MXNet ends the operator on the device's thread, taking the error from the output; then
-// the running statistics get an error of their own, on the first device's thread.
+// What MXNet and the layer do when the call of one device fails: the callback reports the error and
+// returns; MXNet ends the operator on the device's thread, with the error of the output; then the
+// running statistics get an error of their own, on the first device's thread.
 void fail(Engine* engine, int d, milliseconds at_work) {
   engine->devices[d].push([=] { std::this_thread::sleep_for(at_work); });
   Array* const output = engine->create();
-  tell_error(output, device(d), "no data on " + device(d));
+  report_error(output, device(d), "no data on " + device(d));
   std::this_thread::sleep_for(milliseconds(1));
   output->push(&engine->devices[d], [=] {
     CHECK_EQ(output->error, "no data on " + device(d));
@@ -193,9 +193,9 @@ void errors_come_one_at_a_time() {
       }
       for (std::thread& thread : threads) thread.join();
     }
-    // The last is settled by the next error.
+    // The next error drains the last one.
     Array* const output = engine.create();
-    tell_error(output, "cpu(1)", "the last");
+    report_error(output, "cpu(1)", "the last");
     std::this_thread::sleep_for(milliseconds(100));
     freed = engine.freed;
   }
@@ -203,7 +203,7 @@ void errors_come_one_at_a_time() {
   CHECK_EQ(errors.most.load(), 1);
   CHECK_EQ(errors.size.load(), 3 * kRounds * kDevices + 1);
   CHECK(freed >= kRounds * kDevices);
-  // Nobody has waited for longer than the others were at work.
+  // No error has waited for longer than the devices were busy.
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
   CHECK(took.count() < 10);
 }

@@ -1,4 +1,4 @@
-// A layer to meet at, and calls that wait there on threads of their own.
+// A layer, and calls of its devices on threads of their own.
 #ifndef GLUON_SYNCBN_TESTS_ALL_REDUCE_FIXTURE_H_
 #define GLUON_SYNCBN_TESTS_ALL_REDUCE_FIXTURE_H_
 
@@ -12,15 +12,15 @@
 #include <utility>
 #include <vector>
 
-#include "rendezvous/all_reduce.h"
 #include "check.h"
+#include "rendezvous/all_reduce.h"
 
 namespace gluon_syncbn {
 
 using Clock = std::chrono::steady_clock;
 using Sums = std::vector<ChannelSums>;
 
-// Longer than any test: what ends earlier was not ended by the timeout.
+// Longer than any test: what ends earlier was not a timeout.
 inline constexpr double kLong = 100;
 // What "at once" may take on a busy machine.
 inline constexpr double kSoon = 10;
@@ -47,32 +47,32 @@ inline LayerConfig config_of(std::vector<std::string> devices, double timeout = 
   return config;
 }
 
-// One layer, and what its observer is told.
+// One layer, and what is reported to its observer.
 struct Fixture {
-  static constexpr int64_t kNumber = 5;
+  static constexpr int64_t kLayer = 5;
 
   AllReduce all_reduce;
-  AllReduce::LayerPtr layer;
+  LayerPtr layer;
   std::mutex mutex;
   std::vector<std::string> warnings, failures;
   std::set<int64_t> failed_layers;
   size_t failures_before_warning = 0;
-  int64_t generation = 0;
+  int64_t epoch = 0;
 
   explicit Fixture(LayerConfig config) {
     Observer observer;
-    // Both ask for waiting(): no lock may be held.
+    // Both call waiting(): no lock may be held.
     observer.warn = [this](const std::string& text) {
       const std::lock_guard<std::mutex> lock(mutex);
       all_reduce.waiting();
       warnings.push_back(text);
       failures_before_warning = failures.size();
     };
-    observer.failed = [this](int64_t number, int64_t failed_generation, const std::string& text) {
+    observer.failed = [this](int64_t id, int64_t failed_epoch, const std::string& text) {
       const std::lock_guard<std::mutex> lock(mutex);
       all_reduce.waiting();
-      failed_layers.insert(number);
-      generation = std::max(generation, failed_generation);
+      failed_layers.insert(id);
+      epoch = std::max(epoch, failed_epoch);
       failures.push_back(text);
     };
     all_reduce.observe(observer);
@@ -80,20 +80,20 @@ struct Fixture {
   }
 
   void configure(LayerConfig config) {
-    all_reduce.configure(kNumber, std::move(config));
-    layer = all_reduce.find(kNumber);
+    all_reduce.configure(kLayer, std::move(config));
+    layer = all_reduce.find(kLayer);
   }
 
-  void settle(const std::string& device) { all_reduce.settle(kNumber, generation, device); }
+  void drain(const std::string& device) { all_reduce.drain(kLayer, epoch, device); }
 
-  Ticket next(const std::string& device) { return all_reduce.next_ticket(layer, device); }
+  CallId next(const std::string& device) { return all_reduce.next_call(layer, device); }
 
-  void reduce(const Ticket& ticket, const std::string& device,
+  void reduce(const CallId& id, const std::string& device,
               Direction direction = Direction::kForward, size_t channels = 2,
               const char* dtype = "float32") {
     Sums sums(channels);
     double count = 1;
-    all_reduce.reduce(layer, ticket, direction, device, dtype, &sums, &count);
+    all_reduce.reduce(layer, id, direction, device, dtype, &sums, &count);
   }
 
   void call(const std::string& device) { reduce(next(device), device); }
@@ -104,10 +104,10 @@ struct Fixture {
 };
 
 // Runs f on a thread of its own and keeps what it throws.
-class Call {
+class Background {
  public:
   template <typename F>
-  explicit Call(const F& f)
+  explicit Background(const F& f)
       : start_(Clock::now()), thread_([this, f] {
           try {
             f();
@@ -116,9 +116,10 @@ class Call {
           }
           seconds_ = seconds_since(start_);
         }) {}
-  Call(Fixture* fixture, const std::string& device) : Call([=] { fixture->call(device); }) {}
+  Background(Fixture* fixture, const std::string& device)
+      : Background([=] { fixture->call(device); }) {}
 
-  // Empty where nothing was thrown.
+  // Empty if nothing was thrown.
   const std::string& error() {
     if (thread_.joinable()) thread_.join();
     return error_;
@@ -127,7 +128,7 @@ class Call {
     error();
     return seconds_;
   }
-  ~Call() { error(); }
+  ~Background() { error(); }
 
  private:
   std::string error_;
@@ -140,10 +141,10 @@ inline bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != text.npos;
 }
 
-// That the devices meet, whoever comes first.
-inline void check_meets(Fixture* fixture, const std::vector<std::string>& devices) {
-  std::vector<std::unique_ptr<Call>> calls;
-  for (const std::string& device : devices) calls.emplace_back(new Call(fixture, device));
+// The devices synchronize, in whatever order they arrive.
+inline void check_synchronizes(Fixture* fixture, const std::vector<std::string>& devices) {
+  std::vector<std::unique_ptr<Background>> calls;
+  for (const std::string& device : devices) calls.emplace_back(new Background(fixture, device));
   for (const auto& call : calls) CHECK_EQ(call->error(), "");
   CHECK_EQ(fixture->all_reduce.waiting(), 0);
 }

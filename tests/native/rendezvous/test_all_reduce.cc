@@ -4,15 +4,14 @@
 #include <cstring>
 #include <map>
 
-#include "rendezvous/all_reduce.h"
-#include "rendezvous/all_reduce_fixture.h"
 #include "reference.h"
+#include "rendezvous/all_reduce_fixture.h"
 
 namespace gluon_syncbn {
 namespace {
 
-// What a device brings: other numbers in each call, of which the order would show in a plain sum.
-Sums brought(size_t device, int64_t call, size_t channels) {
+// What a device contributes: other values in each call, whose order would show in a plain sum.
+Sums contribution(size_t device, int64_t call, size_t channels) {
   Random random(static_cast<uint64_t>(call) * 64 + device);
   Sums sums(channels);
   for (ChannelSums& s : sums) {
@@ -26,7 +25,7 @@ Sums brought(size_t device, int64_t call, size_t channels) {
 Sums added_in_rank_order(size_t devices, int64_t call, size_t channels) {
   Sums sums(channels);
   for (size_t device = 0; device < devices; ++device) {
-    const Sums part = brought(device, call, channels);
+    const Sums part = contribution(device, call, channels);
     for (size_t c = 0; c < channels; ++c) sums[c].add(part[c]);
   }
   return sums;
@@ -36,25 +35,25 @@ bool same_bits(const Sums& a, const Sums& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0;
 }
 
-// One call of a device in one direction, which meets its like of the others.
-void check_call(AllReduce* all_reduce, const AllReduce::LayerPtr& layer, const Ticket& ticket,
-                Direction direction, size_t device, size_t devices, int64_t call) {
+// One call of a device in one direction, and its result.
+void check_call(AllReduce* all_reduce, const LayerPtr& layer, const CallId& id, Direction direction,
+                size_t device, size_t devices, int64_t call) {
   const size_t channels = 1 + static_cast<size_t>(call) % 3;
-  Sums sums = brought(device, call, channels);
+  Sums sums = contribution(device, call, channels);
   double count = static_cast<double>(device + 1);
   const std::string name = "cpu(" + std::to_string(device) + ")";
-  all_reduce->reduce(layer, ticket, direction, name, "float32", &sums, &count);
+  all_reduce->reduce(layer, id, direction, name, "float32", &sums, &count);
   CHECK(same_bits(sums, added_in_rank_order(devices, call, channels)));
   CHECK_EQ(count, static_cast<double>(devices * (devices + 1) / 2));
 }
 
 // Every device goes forward through all layers and backward again, at its own pace.
-void devices_meet_in_every_layer() {
+void devices_synchronize_in_every_layer() {
   constexpr int kLayers = 4;
   for (const size_t devices : {2, 3, 5, 8}) {
     check::context = std::to_string(devices) + " devices";
     AllReduce all_reduce;
-    std::vector<AllReduce::LayerPtr> layers;
+    std::vector<LayerPtr> layers;
     for (int number = 0; number < kLayers; ++number) {
       all_reduce.configure(number, config_of(cpus(static_cast<int>(devices))));
       layers.push_back(all_reduce.find(number));
@@ -65,13 +64,13 @@ void devices_meet_in_every_layer() {
         Random random(device);
         const std::string name = "cpu(" + std::to_string(device) + ")";
         for (int64_t round = 0; round < static_cast<int64_t>(480 / devices); ++round) {
-          Ticket tickets[kLayers];
+          CallId ids[kLayers];
           for (int i = 0; i < 2 * kLayers; ++i) {
             const bool forward = i < kLayers;
             const int number = forward ? i : 2 * kLayers - 1 - i;
-            if (forward) tickets[number] = all_reduce.next_ticket(layers[number], name);
+            if (forward) ids[number] = all_reduce.next_call(layers[number], name);
             if (random.below(8) == 0) sleep(1e-4 * random.uniform());
-            check_call(&all_reduce, layers[number], tickets[number],
+            check_call(&all_reduce, layers[number], ids[number],
                        forward ? Direction::kForward : Direction::kBackward, device, devices,
                        round * 2 * kLayers + i);
           }
@@ -83,9 +82,9 @@ void devices_meet_in_every_layer() {
   }
 }
 
-// As MXNet runs them: each call on a thread of its own, many calls of a layer at a time, in another
-// order on each device.
-void meetings_are_open_side_by_side() {
+// As MXNet runs them: each call on a thread of its own, many calls of a layer at a time, in a
+// different order on each device.
+void calls_are_in_progress_side_by_side() {
   check::context = "side by side";
   constexpr size_t kDevices = 3;
   constexpr int64_t kCalls = 4;
@@ -98,19 +97,19 @@ void meetings_are_open_side_by_side() {
       int64_t call;
       size_t device;
       int number;
-      Ticket ticket;
+      CallId id;
       Direction direction;
     };
     std::vector<Work> work;
     for (size_t device = 0; device < kDevices; ++device) {
       for (int number = 0; number < 2; ++number) {
-        const AllReduce::LayerPtr layer = all_reduce.find(number);
+        const LayerPtr layer = all_reduce.find(number);
         for (int64_t i = 0; i < kCalls; ++i) {
-          const Ticket ticket = all_reduce.next_ticket(layer, cpus(kDevices)[device]);
-          CHECK_EQ(ticket.number, round * kCalls + i);
+          const CallId id = all_reduce.next_call(layer, cpus(kDevices)[device]);
+          CHECK_EQ(id.sequence, round * kCalls + i);
           const int64_t call = 2 * ((round * 2 + number) * kCalls + i);
-          work.push_back({call, device, number, ticket, Direction::kForward});
-          work.push_back({call + 1, device, number, ticket, Direction::kBackward});
+          work.push_back({call, device, number, id, Direction::kForward});
+          work.push_back({call + 1, device, number, id, Direction::kBackward});
         }
       }
     }
@@ -118,23 +117,23 @@ void meetings_are_open_side_by_side() {
     std::vector<std::thread> threads;
     for (const Work& w : work) {
       threads.emplace_back([&all_reduce, w] {
-        check_call(&all_reduce, all_reduce.find(w.number), w.ticket, w.direction, w.device,
-                   kDevices, w.call);
+        check_call(&all_reduce, all_reduce.find(w.number), w.id, w.direction, w.device, kDevices,
+                   w.call);
       });
     }
     for (std::thread& thread : threads) thread.join();
   }
 }
 
-void one_device_meets_itself() {
+void one_device_needs_no_other() {
   check::context = "one device";
   Fixture f(config_of({"gpu(0)"}));
   CHECK_EQ(f.all_reduce.participants(f.layer), 1u);
-  Sums sums = brought(0, 1, 3);
+  Sums sums = contribution(0, 1, 3);
   double count = 7;
   f.all_reduce.reduce(f.layer, f.next("gpu(0)"), Direction::kForward, "gpu(0)", "float32", &sums,
                       &count);
-  CHECK(same_bits(sums, brought(0, 1, 3)));
+  CHECK(same_bits(sums, contribution(0, 1, 3)));
   CHECK_EQ(count, 7);
 }
 
@@ -144,12 +143,12 @@ void num_devices_may_be_less() {
   config.num_devices = 2;
   Fixture f(config);
   CHECK_EQ(f.all_reduce.participants(f.layer), 2u);
-  for (int i = 0; i < 20; ++i) check_meets(&f, {"cpu(1)", "cpu(3)"});
-  Call alone(&f, "cpu(1)");
+  for (int i = 0; i < 20; ++i) check_synchronizes(&f, {"cpu(1)", "cpu(3)"});
+  Background alone(&f, "cpu(1)");
   CHECK(contains(alone.error(), "Came: cpu(1). Missing: 1 of cpu(0), cpu(2), cpu(3)."));
 }
 
-void devices_have_to_fit() {
+void wrong_devices_are_an_error() {
   check::context = "wrong devices";
   LayerConfig config = config_of({"gpu(0)", "gpu(1)"});
   Fixture f(config);
@@ -160,28 +159,28 @@ void devices_have_to_fit() {
                "Leave num_devices out");
 }
 
-void groups_meet_by_themselves() {
+void groups_synchronize_separately() {
   check::context = "group_size";
   LayerConfig config = config_of(cpus(6), 0.3);
   config.group_size = 2;
   Fixture f(config);
   CHECK_EQ(f.all_reduce.participants(f.layer), 2u);
   for (int i = 0; i < 20; ++i) {
-    check_meets(&f, {"cpu(2)", "cpu(3)"});
-    check_meets(&f, {"cpu(1)", "cpu(5)", "cpu(0)", "cpu(4)"});
+    check_synchronizes(&f, {"cpu(2)", "cpu(3)"});
+    check_synchronizes(&f, {"cpu(1)", "cpu(5)", "cpu(0)", "cpu(4)"});
   }
-  Call alone(&f, "cpu(4)");
+  Background alone(&f, "cpu(4)");
   CHECK(contains(alone.error(), "Came: cpu(4). Missing: cpu(5)."));
 }
 
-// Three processes, of which this is one, with two devices.
+// Three processes with two devices each, one of which is this one.
 struct Exchange {
   static constexpr size_t kProcesses = 3;
   Fixture fixture;
   std::mutex mutex;
   std::vector<Message> messages;
   std::string error;
-  double number_of_others = -1;
+  double sequence_of_others = -1;
 
   Exchange(size_t first_rank, size_t end_rank) : fixture(config(first_rank, end_rank)) {
     Observer observer;
@@ -190,7 +189,7 @@ struct Exchange {
       messages.push_back(message);
       for (size_t rank = 0; rank < kProcesses; ++rank) {
         std::vector<double> values = message.values;
-        if (rank != 1 && number_of_others >= 0) values[0] = number_of_others;
+        if (rank != 1 && sequence_of_others >= 0) values[0] = sequence_of_others;
         values[1] = static_cast<double>(10 * rank);  // the count
         for (size_t i = 2; i < values.size(); ++i) values[i] = values[i] * (1 << rank);
         std::copy(values.begin(), values.end(), all->begin() + rank * values.size());
@@ -208,39 +207,39 @@ struct Exchange {
     return config;
   }
 
-  // Of each device; `texts` are what went wrong.
-  std::vector<Sums> call(Direction direction, const std::vector<Ticket>& tickets, double* count,
+  // The sums of each device; `texts` receives the errors.
+  std::vector<Sums> call(Direction direction, const std::vector<CallId>& ids, double* count,
                          std::vector<std::string>* texts) {
-    std::vector<Sums> sums{brought(0, 1, 3), brought(1, 1, 3)};
+    std::vector<Sums> sums{contribution(0, 1, 3), contribution(1, 1, 3)};
     std::vector<double> counts{4, 5};
-    std::vector<std::unique_ptr<Call>> calls;
+    std::vector<std::unique_ptr<Background>> calls;
     for (size_t d = 0; d < 2; ++d) {
-      calls.emplace_back(new Call([&, d] {
-        fixture.all_reduce.reduce(fixture.layer, tickets[d], direction, cpus(2)[d], "float32",
-                                  &sums[d], &counts[d]);
+      calls.emplace_back(new Background([&, d] {
+        fixture.all_reduce.reduce(fixture.layer, ids[d], direction, cpus(2)[d], "float32", &sums[d],
+                                  &counts[d]);
       }));
     }
     for (const auto& call : calls) texts->push_back(call->error());
-    if (error.empty() && number_of_others < 0) {
+    if (error.empty() && sequence_of_others < 0) {
       CHECK_EQ(counts[0], counts[1]);
     }
     *count = counts[0];
     return sums;
   }
 
-  std::vector<Ticket> tickets() { return {fixture.next("cpu(0)"), fixture.next("cpu(1)")}; }
+  std::vector<CallId> ids() { return {fixture.next("cpu(0)"), fixture.next("cpu(1)")}; }
 };
 
 void processes_exchange_their_sums_once() {
   check::context = "processes";
   Exchange e(1, 3);
   for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
-    const std::vector<Ticket> tickets = e.tickets();
+    const std::vector<CallId> ids = e.ids();
     std::vector<std::string> texts;
     double count = 0;
-    const std::vector<Sums> sums = e.call(direction, tickets, &count, &texts);
+    const std::vector<Sums> sums = e.call(direction, ids, &count, &texts);
     CHECK_EQ(texts[0] + texts[1], "");
-    // Ranks 1 and 2 alone: twice and four times what this process has.
+    // Of ranks 1 and 2 only: twice and four times the sums of this process.
     Sums mine = added_in_rank_order(2, 1, 3), expected(3);
     for (const int factor : {2, 4}) {
       for (size_t c = 0; c < mine.size(); ++c) {
@@ -261,21 +260,21 @@ void processes_exchange_their_sums_once() {
   CHECK_EQ(e.messages[1].values[0], 1);
 }
 
-void an_absent_process_brings_nothing() {
-  check::context = "absent";
+void a_joined_process_contributes_zeros() {
+  check::context = "joined";
   Exchange e(0, 3);
   Fixture alone(config_of(cpus(2)));
   for (AllReduce* const all_reduce : {&e.fixture.all_reduce, &alone.all_reduce}) {
     CHECK(all_reduce->has_data(nullptr));
-    all_reduce->set_absent(true);
+    all_reduce->set_joined(true);
     CHECK(!all_reduce->has_data(nullptr));
   }
-  // That of others.
+  // Other processes may have some.
   CHECK(e.fixture.all_reduce.has_data(e.fixture.layer));
   CHECK(!alone.all_reduce.has_data(alone.layer));
   std::vector<std::string> texts;
   double count = 0;
-  e.call(Direction::kForward, e.tickets(), &count, &texts);
+  e.call(Direction::kForward, e.ids(), &count, &texts);
   CHECK_EQ(texts[0] + texts[1], "");
   const std::vector<double>& sent = e.messages[0].values;
   CHECK(std::all_of(sent.begin(), sent.end(), [](double value) { return value == 0; }));
@@ -287,14 +286,14 @@ void a_failed_exchange_is_everyones_error() {
   std::vector<std::string> texts;
   double count = 0;
   e.error = "rank 2 is gone";
-  e.call(Direction::kForward, e.tickets(), &count, &texts);
+  e.call(Direction::kForward, e.ids(), &count, &texts);
   CHECK_EQ(texts[0], e.error);
   CHECK_EQ(texts[1], e.error);
 
   Exchange other(0, 3);
   texts.clear();
-  other.number_of_others = 7;
-  other.call(Direction::kForward, other.tickets(), &count, &texts);
+  other.sequence_of_others = 7;
+  other.call(Direction::kForward, other.ids(), &count, &texts);
   CHECK(contains(texts[0], "rank 0 is at its call 7") && texts[0] == texts[1]);
 }
 
@@ -302,7 +301,7 @@ void a_failed_exchange_is_everyones_error() {
 struct Pair {
   static constexpr size_t kProcesses = 2;
   struct Round {
-    // What was sent, by rank, and what each process has fetched.
+    // What was sent, by rank, and how many processes have fetched it.
     std::map<size_t, std::vector<double>> sent;
     size_t fetched = 0;
   };
@@ -345,36 +344,36 @@ struct Pair {
     }
   }
 
-  // The count of all, where this one's is the call's number and 100 times the rank.
-  double backward(size_t rank, const Ticket& ticket) {
+  // The count of all; a process contributes the sequence of its call and 100 times its rank.
+  double backward(size_t rank, const CallId& id) {
     Sums sums(1);
-    double count = static_cast<double>(ticket.number) + 100.0 * static_cast<double>(rank);
-    processes[rank]->all_reduce.reduce(processes[rank]->layer, ticket, Direction::kBackward,
-                                       "cpu(0)", "float32", &sums, &count);
+    double count = static_cast<double>(id.sequence) + 100.0 * static_cast<double>(rank);
+    processes[rank]->all_reduce.reduce(processes[rank]->layer, id, Direction::kBackward, "cpu(0)",
+                                       "float32", &sums, &count);
     return count;
   }
 };
 
-// One key for all calls, also where they go backward in another order in each process.
+// All calls use one key, even if each process goes backward in a different order.
 void backward_calls_come_in_any_order() {
   check::context = "orders";
   const std::vector<std::vector<size_t>> orders{{0, 1, 2}, {2, 1, 0}, {1, 2, 0}, {0, 2, 1}};
   for (const std::vector<size_t>& order : orders) {
     Pair pair;
     for (int step = 0; step < 3; ++step) {
-      std::vector<std::unique_ptr<Call>> calls;
-      std::vector<Ticket> tickets[2];
+      std::vector<std::unique_ptr<Background>> calls;
+      std::vector<CallId> ids[2];
       for (size_t rank = 0; rank < 2; ++rank) {
         // One that never goes backward, as in an evaluation in training mode.
         pair.processes[rank]->next("cpu(0)");
-        for (int i = 0; i < 3; ++i) tickets[rank].push_back(pair.processes[rank]->next("cpu(0)"));
+        for (int i = 0; i < 3; ++i) ids[rank].push_back(pair.processes[rank]->next("cpu(0)"));
       }
       for (size_t i = 0; i < 3; ++i) {
         for (size_t rank = 0; rank < 2; ++rank) {
-          const Ticket ticket = tickets[rank][rank == 0 ? i : order[i]];
-          calls.emplace_back(new Call([&pair, rank, ticket] {
-            const double count = pair.backward(rank, ticket);
-            CHECK_EQ(count, 2 * static_cast<double>(ticket.number) + 100);
+          const CallId id = ids[rank][rank == 0 ? i : order[i]];
+          calls.emplace_back(new Background([&pair, rank, id] {
+            const double count = pair.backward(rank, id);
+            CHECK_EQ(count, 2 * static_cast<double>(id.sequence) + 100);
           }));
         }
         sleep(0.01);
@@ -390,13 +389,13 @@ void backward_calls_come_in_any_order() {
 void a_backward_call_that_another_process_leaves_out_is_an_error() {
   check::context = "left out";
   Pair pair(1);
-  std::vector<Ticket> tickets[2];
+  std::vector<CallId> ids[2];
   for (size_t rank = 0; rank < 2; ++rank) {
-    for (int i = 0; i < 2; ++i) tickets[rank].push_back(pair.processes[rank]->next("cpu(0)"));
+    for (int i = 0; i < 2; ++i) ids[rank].push_back(pair.processes[rank]->next("cpu(0)"));
   }
-  Call first([&] { pair.backward(0, tickets[0][0]); });
-  Call second([&] { pair.backward(1, tickets[1][1]); });
-  for (Call* call : {&first, &second}) {
+  Background first([&] { pair.backward(0, ids[0][0]); });
+  Background second([&] { pair.backward(1, ids[1][1]); });
+  for (Background* call : {&first, &second}) {
     CHECK(contains(call->error(), "for all of 2 processes to go backward through this call."));
     CHECK(call->seconds() > 0.9 && call->seconds() < kSoon);
   }
@@ -406,17 +405,17 @@ void a_backward_call_that_another_process_leaves_out_is_an_error() {
   CHECK(contains(pair.warnings[0], "After 1 s this is an error."));
 }
 
-// Also when another call of the layer fails meanwhile, and when the process ends.
-void who_waits_for_a_backward_call_is_released() {
+// Another call of the layer fails meanwhile, or the process ends.
+void waits_for_a_backward_call_are_released() {
   check::context = "released";
   for (const bool closes : {false, true}) {
     Pair pair;
-    std::vector<Ticket> tickets[2];
+    std::vector<CallId> ids[2];
     for (size_t rank = 0; rank < 2; ++rank) {
-      for (int i = 0; i < 2; ++i) tickets[rank].push_back(pair.processes[rank]->next("cpu(0)"));
+      for (int i = 0; i < 2; ++i) ids[rank].push_back(pair.processes[rank]->next("cpu(0)"));
     }
-    Call first([&] { pair.backward(0, tickets[0][0]); });
-    Call second([&] { pair.backward(1, tickets[1][1]); });
+    Background first([&] { pair.backward(0, ids[0][0]); });
+    Background second([&] { pair.backward(1, ids[1][1]); });
     sleep(0.2);
     for (const auto& process : pair.processes) {
       if (closes) {
@@ -425,7 +424,7 @@ void who_waits_for_a_backward_call_is_released() {
         process->all_reduce.fail(process->layer, "it fails");
       }
     }
-    for (Call* call : {&first, &second}) {
+    for (Background* call : {&first, &second}) {
       CHECK(contains(call->error(), closes ? "the end" : "it fails"));
       CHECK(call->seconds() < kSoon);
     }
@@ -435,18 +434,18 @@ void who_waits_for_a_backward_call_is_released() {
 void missing_layer_is_an_error() {
   check::context = "no layer";
   Fixture f(config_of(cpus(2)));
-  const AllReduce::LayerPtr none = f.all_reduce.find(6);
+  const LayerPtr none = f.all_reduce.find(6);
   CHECK(none == nullptr);
   Sums sums(1);
   double count = 1;
   const char* const remedy = "build the net again";
-  CHECK_THROWS(Error, f.all_reduce.next_ticket(none, "cpu(0)"), "does not exist", remedy);
+  CHECK_THROWS(Error, f.all_reduce.next_call(none, "cpu(0)"), "does not exist", remedy);
   CHECK_THROWS(Error, f.all_reduce.participants(none), "does not exist", remedy);
   CHECK_THROWS(
       Error, f.all_reduce.reduce(none, {}, Direction::kForward, "cpu(0)", "float32", &sums, &count),
       "does not exist", remedy);
   f.all_reduce.fail(none, "nobody is there");
-  f.all_reduce.settle(6, 1, "cpu(0)");
+  f.all_reduce.drain(6, 1, "cpu(0)");
   f.all_reduce.forget(6);
   CHECK(f.failures.empty());
 }
@@ -454,28 +453,28 @@ void missing_layer_is_an_error() {
 void devices_may_change() {
   check::context = "other devices";
   Fixture f(config_of(cpus(2)));
-  check_meets(&f, cpus(2));
+  check_synchronizes(&f, cpus(2));
   // The same devices: the step goes on.
-  const Ticket kept = f.next("cpu(0)");
+  const CallId kept = f.next("cpu(0)");
   f.configure(config_of(cpus(2), kLong + 1));
   {
-    Call first([&] { f.reduce(kept, "cpu(0)"); }), second(&f, "cpu(1)");
+    Background first([&] { f.reduce(kept, "cpu(0)"); }), second(&f, "cpu(1)");
     CHECK_EQ(first.error() + second.error(), "");
   }
-  const Ticket stale = f.next("cpu(0)");
+  const CallId stale = f.next("cpu(0)");
   f.all_reduce.fail(f.layer, "a step of before");
-  const AllReduce::LayerPtr layer = f.layer;
+  const LayerPtr layer = f.layer;
   f.configure(config_of({"cpu(2)", "cpu(0)", "cpu(1)"}));
   CHECK(f.layer == layer);
   CHECK_THROWS(Error, f.reduce(stale, "cpu(0)"),
                "changed from cpu(0), cpu(1) to cpu(2), cpu(0), cpu(1)");
-  for (int i = 0; i < 10; ++i) check_meets(&f, cpus(3));
+  for (int i = 0; i < 10; ++i) check_synchronizes(&f, cpus(3));
   f.configure(config_of({"cpu(2)"}));
-  check_meets(&f, {"cpu(2)"});
+  check_synchronizes(&f, {"cpu(2)"});
   CHECK_THROWS(Error, f.call("cpu(0)"), "its devices are 1 (cpu(2))");
 
   f.configure(config_of(cpus(2)));
-  Call waits(&f, "cpu(0)");
+  Background waits(&f, "cpu(0)");
   f.wait_until_waiting(1);
   f.configure(config_of(cpus(3)));
   CHECK(contains(waits.error(), "were changed"));
@@ -485,26 +484,26 @@ void calls_outlive_the_registration() {
   check::context = "forget";
   Fixture f(config_of(cpus(2)));
   {
-    const AllReduce::LayerPtr held = f.layer;
+    const LayerPtr held = f.layer;
     f.layer = nullptr;
-    const Ticket ticket = f.all_reduce.next_ticket(held, "cpu(0)");
-    const Ticket ticket_too = f.all_reduce.next_ticket(held, "cpu(1)");
-    const auto reduce = [&](const Ticket& t, const std::string& device) {
+    const CallId id = f.all_reduce.next_call(held, "cpu(0)");
+    const CallId id_too = f.all_reduce.next_call(held, "cpu(1)");
+    const auto reduce = [&](const CallId& t, const std::string& device) {
       Sums sums(1);
       double count = 1;
       f.all_reduce.reduce(held, t, Direction::kForward, device, "float32", &sums, &count);
       CHECK_EQ(count, 2);
     };
-    Call waits([&] { reduce(ticket, "cpu(0)"); });
+    Background waits([&] { reduce(id, "cpu(0)"); });
     f.wait_until_waiting(1);
-    f.all_reduce.forget(f.kNumber);
-    reduce(ticket_too, "cpu(1)");
+    f.all_reduce.forget(f.kLayer);
+    reduce(id_too, "cpu(1)");
     CHECK_EQ(waits.error(), "");
   }
-  CHECK(f.all_reduce.find(f.kNumber) == nullptr);
-  // The number begins anew.
+  CHECK(f.all_reduce.find(f.kLayer) == nullptr);
+  // The sequence starts again.
   f.configure(config_of(cpus(2)));
-  CHECK_EQ(f.next("cpu(0)").number, 0);
+  CHECK_EQ(f.next("cpu(0)").sequence, 0);
 }
 
 }  // namespace
@@ -514,18 +513,18 @@ int main() {
   using namespace gluon_syncbn;
   // To hang is to fail.
   alarm(120);
-  devices_meet_in_every_layer();
-  meetings_are_open_side_by_side();
-  one_device_meets_itself();
+  devices_synchronize_in_every_layer();
+  calls_are_in_progress_side_by_side();
+  one_device_needs_no_other();
   num_devices_may_be_less();
-  devices_have_to_fit();
-  groups_meet_by_themselves();
+  wrong_devices_are_an_error();
+  groups_synchronize_separately();
   processes_exchange_their_sums_once();
-  an_absent_process_brings_nothing();
+  a_joined_process_contributes_zeros();
   a_failed_exchange_is_everyones_error();
   backward_calls_come_in_any_order();
   a_backward_call_that_another_process_leaves_out_is_an_error();
-  who_waits_for_a_backward_call_is_released();
+  waits_for_a_backward_call_are_released();
   missing_layer_is_an_error();
   devices_may_change();
   calls_outlive_the_registration();

@@ -1,12 +1,11 @@
-#include "layer/property.h"
+#include "layer/operator.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 
-#include "mxnet/arrays.h"
 #include "layer/call.h"
 #include "layer/process.h"
+#include "mxnet/arrays.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -19,39 +18,37 @@ Callback callback(F* function) {
   return reinterpret_cast<Callback>(reinterpret_cast<void (*)()>(function));
 }
 
-// The callbacks of one operator, CustomOpCallbacks of mxnet/c_api.h.
-int operator_delete(void* state) {
+// The callbacks of one call, CustomOpCallbacks of mxnet/c_api.h.
+int delete_call(void* state) {
   delete static_cast<Call*>(state);
   return 1;
 }
 
-int operator_forward(int size, void** handles, int*, const int* requests, int is_train,
-                     void* state) {
+int forward(int size, void** handles, int*, const int* requests, int is_train, void* state) {
   Arrays arrays(size, handles);
   return static_cast<Call*>(state)->forward(&arrays, requests, is_train != 0);
 }
 
-int operator_backward(int size, void** handles, int*, const int* requests, int, void* state) {
+int backward(int size, void** handles, int*, const int* requests, int, void* state) {
   Arrays arrays(size, handles);
   return static_cast<Call*>(state)->backward(&arrays, requests);
 }
 
-// The callbacks that say what the operator looks like, CustomOpPropCallbacks of mxnet/c_api.h.
-struct Property {
-  explicit Property(const Settings& s) : settings(s), layer(process.all_reduce->find(s.layer)) {
+// One node, or one imperative call, and its callbacks, CustomOpPropCallbacks of mxnet/c_api.h.
+struct Operator {
+  explicit Operator(const Attributes& a) : attributes(a), layer(process.all_reduce->find(a.layer)) {
     for (void*& context : contexts) context = this;
   }
 
-  Settings settings;
-  AllReduce::LayerPtr layer;
-  // What infer_shape returns.
-  int channels = 0, statistics = 0, one = 1;
-  int dependency[4];
+  const Attributes attributes;
+  const LayerPtr layer;
+  // Memory for what callbacks return.
+  int channels = 0, statistics = 0, one = 1, needed[4];
   void* contexts[8];
 };
 
-int property_delete(void* state) {
-  delete static_cast<Property*>(state);
+int delete_operator(void* state) {
+  delete static_cast<Operator*>(state);
   return 1;
 }
 
@@ -68,54 +65,53 @@ extern const char* const kCumulativeNames[] = {"running_mean", "running_var", "n
                                                nullptr};
 
 int list_auxiliary(char*** names, void* state) {
-  return static_cast<Property*>(state)->settings.running.cumulative
+  return static_cast<Operator*>(state)->attributes.running.cumulative
              ? list_names<kCumulativeNames>(names, state)
              : list_names<kAuxiliaryNames>(names, state);
 }
 
 int infer_shape(int size, int* ndims, int** shapes, void* state) {
-  Property* const property = static_cast<Property*>(state);
-  if (!property->settings.error.empty()) throw dmlc::Error(property->settings.error);
+  Operator* const op = static_cast<Operator*>(state);
+  if (!op->attributes.error.empty()) throw dmlc::Error(op->attributes.error);
   if (ndims[kData] <= 0) {
     throw dmlc::Error(
-        "SyncBatchNorm has to know the shape of its data before anything else can be inferred, and "
-        "a batch without samples has none: do not call the net with it.");
+        "SyncBatchNorm must know the shape of its data before anything else can be inferred, and a "
+        "batch without samples has none: do not call the net with it.");
   }
-  const int axis = channel_axis(property->settings.axis, shapes[kData], ndims[kData]);
-  if (property->settings.virtual_devices && axis == 0) {
+  const int axis = channel_axis(op->attributes.axis, shapes[kData], ndims[kData]);
+  if (op->attributes.virtual_devices && axis == 0) {
     throw dmlc::Error(
-        "VirtualBatchNorm shares the samples on axis 0 out to virtual devices, and was made with "
+        "VirtualBatchNorm divides the samples on axis 0 among virtual devices, and was made with "
         "axis=" +
-        std::to_string(property->settings.axis) + " for data of shape " +
+        std::to_string(op->attributes.axis) + " for data of shape " +
         shape_text(shapes[kData], ndims[kData]) + ". Choose another axis for the channels.");
   }
-  property->channels = shapes[kData][axis];
-  property->statistics = property->channels;
-  if (property->channels > 0)
-    property->statistics *= std::max(1, property->settings.virtual_devices);
+  op->channels = shapes[kData][axis];
+  op->statistics = op->channels;
+  if (op->channels > 0) op->statistics *= std::max(1, op->attributes.virtual_devices);
   for (int i = 0; i < size; ++i) {
     if (i == kData || i == kNumInputs + kOutput) continue;
     if (i == kNumInputs + kMean || i == kNumInputs + kInvStd) {
       ndims[i] = 1;
-      shapes[i] = &property->statistics;
+      shapes[i] = &op->statistics;
       continue;
     }
     if (i == kNumInputs + kNumOutputs + kNumBatches) {
       ndims[i] = 1;
-      shapes[i] = &property->one;
+      shapes[i] = &op->one;
       continue;
     }
     const bool known = ndims[i] == 1 && shapes[i][0] > 0;
-    if (known && property->channels > 0 && shapes[i][0] != property->channels) {
+    if (known && op->channels > 0 && shapes[i][0] != op->channels) {
       throw dmlc::Error(
           "SyncBatchNorm got data of shape " + shape_text(shapes[kData], ndims[kData]) +
-          ", which has " + std::to_string(property->channels) + " channels on axis " +
+          ", which has " + std::to_string(op->channels) + " channels on axis " +
           std::to_string(axis) + ", but its parameters were made for " +
           std::to_string(shapes[i][0]) +
           ". Give it data of that many channels, or set in_channels and axis to fit.");
     }
     ndims[i] = 1;
-    shapes[i] = &property->channels;
+    shapes[i] = &op->channels;
   }
   ndims[kNumInputs + kOutput] = ndims[kData];
   shapes[kNumInputs + kOutput] = shapes[kData];
@@ -130,12 +126,6 @@ int infer_type(int size, int* types, void*) {
   }
   if (type == kUnknown) return 1;
   const DType data = static_cast<DType>(type);
-  if (data != DType::kFloat32 && data != DType::kFloat64 && data != DType::kFloat16 &&
-      data != DType::kBFloat16) {
-    throw dmlc::Error(
-        std::string("SyncBatchNorm takes float16, bfloat16, float32 and float64 data. It got ") +
-        name_of(data) + ". Cast the data first.");
-  }
   const DType parameters = dtype_of_parameters(data);
   // MXNet's own blocks do not know 'bfloat16'.
   const DType cast = data == DType::kBFloat16 ? parameters : data;
@@ -143,11 +133,11 @@ int infer_type(int size, int* types, void*) {
     const DType expected = i == kNumInputs + kMean || i == kNumInputs + kInvStd ? DType::kFloat64
                            : i == kData || i == kNumInputs + kOutput            ? data
                                                                                 : parameters;
-    // SymbolBlock.cast() does not know it for what it is, and only training counts.
+    // SymbolBlock.cast() casts the count too, and only training uses it.
     if (i == kNumInputs + kNumOutputs + kNumBatches && types[i] != kUnknown) continue;
     if (types[i] != kUnknown && types[i] != static_cast<int>(expected)) {
       throw dmlc::Error(std::string("SyncBatchNorm got data of dtype ") + name_of(data) +
-                        ", for which its parameters have to be " + name_of(parameters) +
+                        ", for which its parameters must be " + name_of(parameters) +
                         ", and one of them is " + name_of(static_cast<DType>(types[i])) +
                         ". Call cast('" + name_of(cast) + "') on the net.");
     }
@@ -158,40 +148,39 @@ int infer_type(int size, int* types, void*) {
 
 int backward_dependency(const int* output_gradients, const int* inputs, const int* outputs,
                         int* size, int** needed, void* state) {
-  Property* const property = static_cast<Property*>(state);
-  // The statistics themselves are kept in the Call, to more digits. `mean` is named so that in a
-  // graph whose buffers are used again the next forward, which writes it, waits for this backward.
+  Operator* const op = static_cast<Operator*>(state);
+  // The Call keeps the statistics itself, to more digits. `mean` is here so that in a graph that
+  // reuses its buffers the next forward, which writes it, waits for this backward.
   const int needs[] = {output_gradients[kOutput], inputs[kData], inputs[kGamma], outputs[kMean]};
-  std::memcpy(property->dependency, needs, sizeof(needs));
   *size = 4;
-  *needed = property->dependency;
+  std::copy(needs, needs + 4, op->needed);
+  *needed = op->needed;
   return 1;
 }
 
-int create_operator(const char* context, int, unsigned**, const int*, const int*,
-                    CallbackList* result, void* state) {
-  static Callback callbacks[] = {callback(operator_delete), callback(operator_forward),
-                                 callback(operator_backward)};
-  const Property& property = *static_cast<Property*>(state);
-  Call* const call = new Call(property.settings, property.layer, context);
+int create_call(const char* context, int, unsigned**, const int*, const int*, CallbackList* result,
+                void* state) {
+  static Callback callbacks[] = {callback(delete_call), callback(forward), callback(backward)};
+  const Operator& op = *static_cast<Operator*>(state);
+  Call* const call = new Call(op.attributes, op.layer, context);
   *result = {3, callbacks, call->contexts};
   return 1;
 }
 
 }  // namespace
 
-int create_property(const char*, int size, const char** keys, const char** values,
+int create_operator(const char*, int size, const char** keys, const char** values,
                     CallbackList* result) {
-  static Callback callbacks[] = {callback(property_delete),
+  static Callback callbacks[] = {callback(delete_operator),
                                  callback(list_names<kInputNames>),
                                  callback(list_names<kOutputNames>),
                                  callback(list_auxiliary),
                                  callback(infer_shape),
                                  callback(backward_dependency),
-                                 callback(create_operator),
+                                 callback(create_call),
                                  callback(infer_type)};
-  Property* const property = new Property(Settings(size, keys, values));
-  *result = {8, callbacks, property->contexts};
+  Operator* const op = new Operator(Attributes(size, keys, values));
+  *result = {8, callbacks, op->contexts};
   return 1;
 }
 

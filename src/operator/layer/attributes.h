@@ -1,0 +1,40 @@
+// The attributes of a node in a graph, or of an imperative call.
+#ifndef GLUON_SYNCBN_LAYER_ATTRIBUTES_H_
+#define GLUON_SYNCBN_LAYER_ATTRIBUTES_H_
+
+#include <cstdint>
+#include <string>
+
+#include "numerics/running_statistics.h"
+
+namespace gluon_syncbn {
+
+struct Attributes {
+  int64_t layer = -1;
+  double epsilon = 1e-5;
+  RunningRule running;
+  int axis = 1;
+  bool fix_gamma = false;
+  bool use_global_stats = false;
+  // Traced for GPUs: without the layout copies that oneDNN needs on the CPU.
+  bool gpu_only = false;
+  // The id of this node among the layer's nodes in graphs; -1 for imperative calls.
+  int64_t node = -1;
+  // The number of chunks of a batch with statistics of their own; 0: the batch is a shard of one
+  // that all devices have.
+  int virtual_devices = 0;
+  // The user asks MXNet's executor to compute the node a second time before the backward.
+  bool force_mirroring = false;
+  // An attribute that could not be read. Reported later: MXNet crashes on an error here.
+  std::string error;
+
+  Attributes(int size, const char** keys, const char** values);
+
+ private:
+  template <typename T>
+  void read(const std::string& key, const std::string& text, T* value);
+};
+
+}  // namespace gluon_syncbn
+
+#endif  // GLUON_SYNCBN_LAYER_ATTRIBUTES_H_

@@ -1,0 +1,14 @@
+// Counts Ctrl-C for calls that wait. A process has one keyboard, hence one counter.
+#ifndef GLUON_SYNCBN_MXNET_INTERRUPTS_H_
+#define GLUON_SYNCBN_MXNET_INTERRUPTS_H_
+
+#include <atomic>
+
+namespace gluon_syncbn {
+
+// Incremented in the signal handler. A wait during which it changes ends in an error.
+inline std::atomic<unsigned> interrupts{0};
+
+}  // namespace gluon_syncbn
+
+#endif  // GLUON_SYNCBN_MXNET_INTERRUPTS_H_

@@ -1,0 +1,98 @@
+// What the devices and the processes of a layer say to each other, and how a layer is configured.
+#ifndef GLUON_SYNCBN_RENDEZVOUS_TYPES_H_
+#define GLUON_SYNCBN_RENDEZVOUS_TYPES_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace gluon_syncbn {
+
+class Error : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+enum class Direction { kForward, kBackward };
+
+struct LayerConfig {
+  std::string name;
+  // Who may take part, in rank order, named as MXNet does: "cpu(0)", "gpu(1)". Empty if unknown, as
+  // for a graph with its own parameters: then any num_devices devices, or one.
+  std::vector<std::string> devices;
+  // How many of them must arrive; 0: all.
+  size_t num_devices = 0;
+  // If not 0, devices synchronize in groups of this size, in rank order.
+  size_t group_size = 0;
+  double timeout_seconds = 300;
+  // Number of processes that exchange sums, and the range of ranks whose sums are added. A single
+  // process exchanges nothing.
+  size_t processes = 1, first_rank = 0, end_rank = 1;
+  // Whether some device cannot read the memory of the others.
+  bool has_gpus = false;
+  // Why the layer cannot train on these devices, or empty.
+  std::string config_error;
+
+  bool exchanges() const { return processes > 1; }
+  size_t participants() const {
+    return group_size    ? group_size
+           : num_devices ? num_devices
+                         : std::max<size_t>(1, devices.size());
+  }
+  // The group of a device; 0 if it is not one of the layer's.
+  size_t group_of(const std::string& device) const {
+    const auto found = std::find(devices.begin(), devices.end(), device);
+    if (group_size == 0 || found == devices.end()) return 0;
+    return static_cast<size_t>(found - devices.begin()) / group_size;
+  }
+};
+
+// The devices that take part in a step; null: all.
+using ActiveDevices = std::shared_ptr<const std::vector<std::string>>;
+
+// One forward call of a layer on one device, and its backward. Each device counts its forward calls
+// for each node of the layer in a graph; calls of equal node and sequence belong together. After an
+// error the count starts again, in a new epoch.
+struct CallId {
+  int64_t epoch = 0;
+  int64_t node = 0;
+  int64_t sequence = 0;
+  ActiveDevices active;
+};
+
+// What a device contributes to a rendezvous; callers derive from it. All devices must have the same
+// number of channels and dtype ("float32").
+struct Contribution {
+  int64_t channels = 0;
+  const char* dtype = "";
+};
+
+// What a process sends to the others of its layer.
+struct Message {
+  int64_t layer;
+  // Shared by messages that are never in flight at the same time: "12 forward 0".
+  std::string key;
+  // For the user: "SyncBatchNorm 'batchnorm0', forward call 7".
+  std::string title;
+  int64_t channels;
+  double timeout_seconds;
+  std::vector<double> values;
+};
+
+// Callbacks, each on the thread that noticed the event, with no lock held.
+struct Observer {
+  std::function<void(const std::string& text)> warn;
+  // A step has failed at this layer. The observer must drain() each of its devices.
+  std::function<void(int64_t layer, int64_t epoch, const std::string& text)> failed;
+  // A device has waited for others for a while: call unreachable() for those that cannot arrive.
+  std::function<void(int64_t layer, int64_t epoch, Direction)> waits;
+  // Writes the values of all processes, by rank. Returns an error, or an empty string.
+  std::function<std::string(const Message&, std::vector<double>* all)> exchange;
+};
+
+}  // namespace gluon_syncbn
+
+#endif  // GLUON_SYNCBN_RENDEZVOUS_TYPES_H_
