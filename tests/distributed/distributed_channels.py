@@ -30,7 +30,7 @@ def step(world, layer, backward=True):
 
 
 def calls(world):
-    return {key: line.calls for key, line in world.reducer._lines.items()}
+    return {key: channel.calls for key, channel in world.reducer._channels.items()}
 
 
 def through_python(world, steps=3):
@@ -111,15 +111,15 @@ def asked(world):
         name = "a title (asked {})"
 
         def ask(call):
-            return reducer._roll_call.ask(name.format(call))[0]
+            return reducer._liveness.probe(name.format(call))[0]
 
         deadline = time.monotonic() + 10
-        while ask(3).state != "came" and time.monotonic() < deadline:
+        while ask(3).state != "arrived" and time.monotonic() < deadline:
             time.sleep(0.01)
         answer = ask(3)
         told = {
             "second": ask(2).state,
-            "waits": [answer.state, answer.open[0][0], answer.last[0]],
+            "waits": [answer.state, answer.in_flight[0][0], answer.last[0]],
             "next": ask(4).state,
         }
     gather()

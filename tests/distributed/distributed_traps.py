@@ -114,7 +114,7 @@ def two_trainers(world):
 def last_keys(world):
     """Up to the last number with which the KVStore can do anything."""
     reducer = world.reducer
-    reducer._next_key = kvstore._LAST_KEY - 1
+    reducer._next_number = kvstore._LAST_KEY - 1
     told = {"numbers": [], "sums": []}
     connection, open_line = reducer._connection, reducer._connection.kvstore_line
 

@@ -29,7 +29,7 @@ def pair(request):
 def test_python_has_no_part_in_what_all_processes_know(pair):
     for told in pair.told("through python"):
         keys = [f"{told['number']} {name}" for name in ("forward -1", "backward -1")]
-        assert told["first"] == [f"{told['number']} hello", *keys]
+        assert told["first"] == [f"{told['number']} handshake", *keys]
         assert told["steps"] == []
         # A layer that has other devices is known by now.
         assert told["moved"] == keys
@@ -39,7 +39,7 @@ def test_python_has_no_part_in_what_all_processes_know(pair):
 def test_passes_without_backward_take_no_new_keys(pair):
     for number, counts in pair.told("passes"):
         assert counts == {
-            f"{number} hello": 1,
+            f"{number} handshake": 1,
             f"{number} forward -1": 11,
             f"{number} backward -1": 1,
         }
@@ -65,6 +65,6 @@ def test_a_group_that_failed_stays_so(pair):
 def test_who_asks_learns_who_has_come(pair):
     _, told = pair.told("asked")
     assert (
-        told["second"] == told["met"] == "came" and told["next"] == told["next after"] == "absent"
+        told["second"] == told["met"] == "arrived" and told["next"] == told["next after"] == "absent"
     )
-    assert told["waits"] == ["came", "a title (asked 3)", "a title (asked 2)"]
+    assert told["waits"] == ["arrived", "a title (asked 3)", "a title (asked 2)"]

@@ -131,9 +131,9 @@ def test_one_message_per_layer_pass_and_process(pair):
         ways = ("forward", "backward")
         keys = [f"{layer} {way} -1" for layer in layers for way in ways]
         assert told["steps"] == dict.fromkeys(keys, steps)
-        # Each layer introduces itself once.
-        introductions = [f"{layer} hello" for layer in layers]
-        assert told["first"] == dict.fromkeys(keys + introductions, 1)
+        # Each layer has one handshake.
+        handshakes = [f"{layer} handshake" for layer in layers]
+        assert told["first"] == dict.fromkeys(keys + handshakes, 1)
 
 
 def test_a_message_is_one_request_to_the_server(two):

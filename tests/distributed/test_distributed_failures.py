@@ -235,7 +235,7 @@ def test_a_worker_works_on_after_training_for_longer_than_the_timeout(job):
         assert job.codes[pid] == 0, job.output
     assert job.ended[job.pids[0]] > 1.2 * TIMEOUT
     assert "Rank 0 has come to the end of its script and has waited 0." in job.output
-    assert "Missing: rank 1 (last met at SyncBatchNorm 'n" in job.output
+    assert "Missing: rank 1 (last completed SyncBatchNorm 'n" in job.output
 
 
 @of("stopped after training")
