@@ -120,9 +120,7 @@ class KVStoreReducer(Reducer):
         """
         name = key.encode()
         if len(name) > _REGISTRATION - 3:
-            raise ValueError(
-                f"The key {key!r} is too long: use at most {_REGISTRATION - 3} bytes."
-            )
+            raise ValueError(f"The key {key!r} is too long: use at most {_REGISTRATION - 3} bytes.")
         with self._round:
             number = self._push_new(slots, wait) if self.rank == 0 else _FIRST_KEY
             mine = numpy.zeros(_REGISTRATION, numpy.float32)
