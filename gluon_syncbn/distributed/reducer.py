@@ -10,8 +10,9 @@ import numpy
 
 from .. import native
 from ..native import shutdown
+from .answers import ARRIVED, FAILED, GONE
 from .arguments import seconds
-from .liveness import ARRIVED, FAILED, GONE, WARN_AFTER, Liveness
+from .liveness import WARN_AFTER, Liveness
 
 _log = logging.getLogger("gluon_syncbn")
 
