@@ -4,16 +4,16 @@ r"""Joins the processes of a SyncGroup: MXNet's KVStore ``dist_sync`` and Horovo
 
     kv = mx.kv.create("dist_sync")
     sbn.set_default_group(sbn.SyncGroup(store=sbn.distributed.KVStoreReducer(kv)))
-    net = ...                                          # layers meet all processes from here on
+    net = ...                                          # its layers share statistics with all
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {...}, kvstore=kv,
                                update_on_kvstore=False)
 
 Every process sends its sums once per layer and pass, gets those of all, and adds them in the order
 of ranks as a single process would: the results are the same, bit for bit.
 
-Nobody waits for ever. A process that waits asks all others after a tenth of the timeout whether
-they have come. Where one has ended or has failed, the wait ends at once with an error, and
-otherwise with the timeout.
+No wait is without a limit. A process that waits probes all others after a tenth of the timeout.
+Where one has ended or has failed, the wait ends at once with an error, and otherwise with the
+timeout.
 """
 
 from .horovod import HorovodReducer

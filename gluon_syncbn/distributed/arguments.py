@@ -15,9 +15,8 @@ def is_whole(value):
 
 def seconds(timeout):
     """A timeout as a number: of the environment where it is None."""
-    source = "timeout"
+    source = "timeout" if timeout is not None else TIMEOUT_VARIABLE
     if timeout is None:
-        source = TIMEOUT_VARIABLE
         timeout = os.environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT)
     try:
         number = float(timeout)

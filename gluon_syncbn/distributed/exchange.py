@@ -1,4 +1,4 @@
-"""The numbers of all processes, by way of a store."""
+"""Exchanges of a group's layers with other processes, by way of a store."""
 
 import inspect
 import threading
@@ -9,12 +9,12 @@ import numpy
 from ..native import clear_channels
 from .arguments import is_whole
 
-# What a process says of a layer at its first exchange, in bytes of UTF-8.
-_INTRODUCTION = 256
+# A layer's configuration in its handshake, in bytes of UTF-8.
+_CONFIGURATION = 256
 
 
 class Exchange:
-    """The numbers of all processes, by way of a store."""
+    """Exchanges with other processes, by way of a store."""
 
     def __init__(self, store, timeout):
         for name in ("rank", "size", "all_reduce"):
@@ -27,54 +27,57 @@ class Exchange:
         self.rank, self.size = store.rank, store.size
         if not (is_whole(self.rank) and is_whole(self.size) and 0 <= self.rank < self.size):
             raise ValueError(
-                f"SyncGroup got a store of rank {self.rank!r} and size {self.size!r}: rank has to "
-                "be one of 0, ..., size - 1."
+                f"SyncGroup got a store of rank {self.rank!r} and size {self.size!r}: rank must be "
+                "one of 0, ..., size - 1."
             )
         self._gather = _gather_of(store, timeout)
         self._locks = {}
-        # Layers that the other processes know, each with its number, devices and group size.
-        self._introduced = {}
+        # The handshakes that were made: a layer's id, its devices and group size.
+        self._known = set()
         # Why no exchange can succeed any more. Of two processes one may have had its answer and the
         # other not, so a step that failed cannot be taken again.
         self._broken = None
         self._fail = getattr(store, "fail", None)
-        self._native_line = getattr(store, "native_line", None)
+        self._native_channel = getattr(store, "native_channel", None)
 
     def of(self, layer, here, group_size):
         """The exchange of a `native.Layer`."""
-        introduction = layer.number, here, group_size
-        describe = weakref.ref(layer)
+        configuration = layer.number, here, group_size
+        reference = weakref.ref(layer)
 
         def exchange(key, title, channels, mine):
-            state = self._introduced.setdefault(introduction, _Introduction())
-            with state.lock:
-                if not state.done:
-                    self._introduce(
-                        layer_number=key.split()[0],
-                        title=title,
-                        # The name last, which may be long.
-                        text=f"layer {key.split()[0]} of {channels} channels, "
-                        f"{describe().dtype()}, {here} devices in each process, "
-                        f"groups of {group_size or 'all'}, '{describe().name}'",
+            layer = reference()
+            handshake = f"{key.split()[0]} handshake"
+            # A call on another thread waits until the handshake is made.
+            with self._locks.setdefault(configuration, threading.Lock()):
+                if configuration not in self._known:
+                    # The name last, which may be long.
+                    text = (
+                        f"layer {key.split()[0]} of {channels} channels, {layer.dtype()}, {here} "
+                        f"devices in each process, groups of {group_size or 'all'}, '{layer.name}'"
                     )
-                    state.done = True
+                    self._compare(handshake, title, text)
+                    self._known.add(configuration)
             everyone = self.all_gather(key, title, mine)
-            self._shorten(describe(), key, exchange)
+            if self._native_channel is not None:
+                # From now on the layer's messages take the channel.
+                layer.set_channel(key, self._native_channel(key), exchange)
+                if self._broken:
+                    clear_channels()
             return everyone
 
         return exchange
 
-    def _introduce(self, layer_number, title, text):
-        mine = numpy.zeros(_INTRODUCTION)
-        told = text.encode()[:_INTRODUCTION]
-        mine[: len(told)] = list(told)
-        everyone = self.all_gather(f"{layer_number} hello", title, mine)
-        told = [
+    def _compare(self, key, title, text):
+        """A handshake: all processes must give the same text."""
+        text = text.encode()[:_CONFIGURATION].ljust(_CONFIGURATION, b"\0")
+        everyone = self.all_gather(key, title, numpy.array(list(text), dtype=numpy.float64))
+        texts = [
             bytes(row.astype(numpy.uint8)).rstrip(b"\0").decode(errors="replace")
             for row in everyone
         ]
-        if len(set(told)) > 1:
-            ranks = {t: [r for r, other in enumerate(told) if other == t] for t in told}
+        if len(set(texts)) > 1:
+            ranks = {t: [r for r, other in enumerate(texts) if other == t] for t in texts}
             sides = "; ".join(f"rank {', '.join(map(str, r))}: {t}" for t, r in ranks.items())
             self._break(
                 f"{title}: the processes have not built the same net. {sides}. Make the same "
@@ -83,6 +86,7 @@ class Exchange:
             raise RuntimeError(self._broken)
 
     def all_gather(self, key, title, mine):
+        """The arrays of all processes, shape (size, len(mine))."""
         if self._broken:
             raise RuntimeError(
                 f"{title}: the processes have lost each other, and all have to start again from "
@@ -96,35 +100,20 @@ class Exchange:
                 self.fail(str(error))
                 raise
 
-    def _shorten(self, layer, key, exchange):
-        """Where the store has a line for the key, the layer's messages take it without us."""
-        if layer is not None and self._native_line is not None:
-            layer.set_channel(key, self._native_line(key), exchange)
-            if self._broken:
-                clear_channels()
-
     def _break(self, text):
         self._broken = text
         clear_channels()
 
     def fail(self, text):
-        """A step has failed here: the other processes wait in vain."""
+        """A step has failed here, and other processes may wait for it."""
         if self._broken is None:
             self._break(text)
             if self._fail is not None:
                 self._fail(text)
 
 
-class _Introduction:
-    """One layer's, with which one of its calls begins."""
-
-    def __init__(self):
-        self.lock = threading.Lock()
-        self.done = False
-
-
 def _gather_of(store, timeout):
-    """gather(key, title, numbers): those of all processes, shape (size, len(numbers))."""
+    """gather(key, title, mine): the arrays of all processes, shape (size, len(mine))."""
     if hasattr(store, "all_gather"):
         return lambda key, title, mine: store.all_gather(key, mine, title=title, timeout=timeout)
     try:

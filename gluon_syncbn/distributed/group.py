@@ -1,4 +1,4 @@
-"""Who reduces together, and how long they wait for each other."""
+"""Which devices and processes share statistics, and how long they wait for each other."""
 
 import weakref
 
@@ -15,15 +15,15 @@ class SyncGroup:
     Parameters
     ----------
     devices : list of Context, optional
-        Who takes part in this process, each in every call of a layer of this group. By default the
-        contexts on which the layer's parameters live.
+        Those of this process, each of which takes part in every call of a layer of this group. By
+        default the contexts on which the layer's parameters live.
     store : object, optional
         What joins this process with others: a :class:`gluon_syncbn.distributed.KVStoreReducer`, a
         :class:`gluon_syncbn.distributed.HorovodReducer`, or anything that has
 
-        - ``rank`` and ``size``, this process's number and how many there are;
+        - ``rank`` and ``size``, this process's rank and the number of processes;
         - ``all_reduce(key, array)``, which returns the sum of the float64 arrays, all of one
-          shape, that the processes give for one `key` (a short str). A sum with zeros has to be
+          shape, that the processes give for one `key` (a short str). A sum with zeros must be
           exact: every process puts its numbers where all others have zeros. It is called on
           threads that MXNet made, for several keys at once but never twice at a time for one, and
           raises when it cannot get an answer. Where it takes ``timeout``, it gets the group's.
@@ -31,21 +31,21 @@ class SyncGroup:
         With a store, every process makes its groups and layers in the same order.
     timeout : float, optional
         Seconds for which a device or a process waits for the others. A tenth of it brings a
-        warning, all of it ends in an MXNetError that tells who came and who did not. By default
-        the environment variable ``GLUON_SYNCBN_TIMEOUT``, or else 300.
+        warning, all of it an MXNetError that says who arrived and who did not. By default the
+        environment variable ``GLUON_SYNCBN_TIMEOUT``, or else 300.
     group_size : int, optional
-        Splits the devices of all processes into groups of so many, in the order of ranks and of
-        devices, each with statistics of its own: 1 is batch normalization without synchronization,
-        None is one group of all. It has to divide the number of devices of a process, or to be a
+        Splits the devices of all processes into groups of this size, in the order of ranks and of
+        devices, each with its own statistics: 1 is batch normalization without synchronization,
+        None is one group of all. It must divide the number of devices of a process, or be a
         multiple of it that divides the number of all devices.
 
     Raises
     ------
     ValueError
-        Where a device is named twice, the store lacks something, or a number makes no sense.
+        Where a device is named twice, the store lacks something, or a number is not valid.
     MXNetError
-        Where a layer's result is waited for in training, when `group_size` does not fit its
-        devices. In inference any number does.
+        From a wait for a layer's result in training, when `group_size` does not fit its devices.
+        In inference any number does.
 
     References
     ----------
@@ -62,7 +62,7 @@ class SyncGroup:
                 f"SyncGroup got devices={devices!r}: give a list of contexts, such as "
                 "[mx.gpu(0), mx.gpu(1)]."
             )
-        names = None if devices is None else tuple(str(device) for device in devices)
+        names = None if devices is None else tuple(map(str, devices))
         if names is not None and (not names or len(set(names)) != len(names)):
             raise ValueError(
                 f"SyncGroup got devices={list(names)}: name each device that takes part once, or "
@@ -85,7 +85,7 @@ class SyncGroup:
         return 1 if self._exchange is None else self._exchange.size
 
     def __deepcopy__(self, memo):
-        # Copies of a layer meet in the same group; a store is a connection, of which there is one.
+        # Copies of a layer are in the same group, and a store cannot be copied.
         return self
 
     def __reduce__(self):
@@ -113,7 +113,7 @@ class SyncGroup:
             self._exchange.fail(text)
 
     def _configure(self, layer, devices, num_devices):
-        """Tells a `native.Layer` whom it meets."""
+        """Gives a `native.Layer` its devices, and the ranks with which it shares statistics."""
         here, processes = num_devices or len(devices), self.size
         in_process, ranks, misfit = 0, range(processes), ""
         k = self.group_size
@@ -154,12 +154,12 @@ _users = weakref.WeakSet()
 
 
 def default_group():
-    """The group of all layers that were made without one."""
+    """The group of all layers without one of their own."""
     return _default or SyncGroup()
 
 
 def set_default_group(group):
-    """Sets the group of all layers, present and future, that were made without one.
+    """Sets the group of all layers, present and future, without one of their own.
 
     Parameters
     ----------
@@ -175,7 +175,7 @@ def set_default_group(group):
     if group is not None and not isinstance(group, SyncGroup):
         raise ValueError(f"group is {group!r}: give a gluon_syncbn.SyncGroup, or None.")
     if group is not _default:
-        # Calls under way are the old group's, whose other processes wait for them.
+        # Calls in flight are the old group's, whose other processes wait for them.
         mxnet.nd.waitall()
     _default = group
     for layer in list(_users):

@@ -23,10 +23,10 @@ class HorovodReducer(Reducer):
     ValueError
         Where `hvd` is another object, or ``hvd.init()`` was not called.
     RuntimeError
-        Where the other processes do not come.
+        Where the other processes do not arrive.
     """
 
-    engine = "Horovod"
+    name = "Horovod"
 
     def __init__(self, hvd, timeout=None):
         timeout = seconds(timeout)
@@ -40,13 +40,14 @@ class HorovodReducer(Reducer):
         except ValueError as error:
             raise ValueError("HorovodReducer needs hvd.init() to be called before.") from error
         self._hvd = hvd
-        self._connection = native.Connection(self._look)
+        self._connection = native.Connection(self._probe)
         super().__init__(rank, size, timeout)
         if size > 1:
-            # Called before ours, it would end exchanges of steps that are still under way.
+            # Called before our exit hook, which calls it, it would end exchanges of steps that are
+            # still under way.
             atexit.unregister(hvd.shutdown)
 
-    def _say_goodbye(self, timeout):
+    def _shutdown_handshake(self, timeout):
         try:
             native.call_within(
                 timeout,

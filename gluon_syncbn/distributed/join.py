@@ -21,21 +21,21 @@ class join:
                 ...
             trainer.step(steps.batch_size)
 
-    A process that runs out of batches goes on with its last one, so that it still meets the others
-    in every layer and in the Trainer. It brings nothing: its sums count for no samples, and its
-    gradients are set to zero before the Trainer adds them. So the others have the statistics and
-    the gradients of the samples that there are, and all processes keep the same parameters. The
-    running statistics of a layer follow no batch a second time: they stay where no process of the
-    layer's group has data, and in this one where the layer exchanges nothing with others.
-    (``torch.distributed.algorithms.Join`` does the same for PyTorch.) It costs one small message
-    per step.
+    A process that runs out of batches *joins*: it goes on with its last batch, so that it still
+    takes part in every exchange of the layers and the Trainer, and brings nothing. Its sums count
+    for no samples, and its gradients are set to zero before the Trainer adds them. So the others
+    have the statistics and the gradients of the samples that there are, and all processes keep the
+    same parameters. Running statistics follow no batch twice: a layer's stay where all processes
+    of its group have joined, and in this one where the layer exchanges nothing with others. It
+    costs one small message per step. (``torch.distributed.algorithms.Join`` does the same for
+    PyTorch.)
 
     Parameters
     ----------
     batches : iterable
     trainer : mxnet.gluon.Trainer, optional
         Whose gradients are set to zero. With ``grad_req="add"`` nothing is added to them instead,
-        and the loop may change them as ever: by ``zero_grad()`` of a Parameter or of all, or
+        and the loop may change them as always: by ``zero_grad()`` of a Parameter or of all, or
         through ``parameter.grad()`` (``parameter.data().grad`` is another array meanwhile).
         Without a Trainer, both are left to the loop: see `absent`.
     group : SyncGroup, optional
@@ -46,7 +46,7 @@ class join:
     Attributes
     ----------
     absent : bool
-        Whether this process has run out of batches, and the present one is one that it had before.
+        Whether this process has joined, and the batch is its last one again.
     batch_size : int
         The number of samples of all processes in this step: what ``trainer.step`` wants. A batch's
         samples are counted along the first axis of the first array in it, which may be in lists,
@@ -62,7 +62,7 @@ class join:
     TypeError
         For anything but a Trainer as `trainer`, and for a batch without an array.
     RuntimeError
-        Where a process does not come to the step.
+        Where a process does not arrive at the step.
     """
 
     def __init__(self, batches, trainer=None, group=None, early_stop=False):
@@ -79,10 +79,9 @@ class join:
 
     def __iter__(self):
         remaining = iter(self._batches)
-        # A loop around this one may have run out of batches.
-        around = _set_absent(False)
-        nothing = object()
-        last = nothing
+        # A loop around this one may have joined.
+        outer = _set_joined(False)
+        nothing = last = object()
         try:
             while True:
                 batch = nothing if self.absent else next(remaining, nothing)
@@ -94,14 +93,14 @@ class join:
                             "join: this process has no batch at all, and so none to go on with. "
                             "Give each process at least one."
                         )
-                    self._become_absent()
+                    self._join()
                     batch = last
                     # In each step, as the loop may make new gradients.
                     self._set_sums_aside()
                 yield batch
                 last = batch
         finally:
-            self._come_back(around)
+            self._end(outer)
 
     def _agree(self, have, batch):
         """Whether there is a next step."""
@@ -112,16 +111,16 @@ class join:
         self.processes, self.batch_size = (int(n) for n in everyone.sum(axis=0))
         return self.processes == len(everyone) if self._early_stop else self.processes > 0
 
-    def _become_absent(self):
+    def _join(self):
         if self.absent:
             return
         self.absent = True
-        _set_absent(True)
+        _set_joined(True)
         if self._trainer is not None:
             self._end_hook = before_adding_up(self._trainer, self._bring_nothing)
 
     def _bring_nothing(self):
-        if not _absent:  # In a loop within this one.
+        if not _joined:  # In a loop within this one.
             return
         for parameter in trained(self._trainer):
             if parameter.grad_req != "add":
@@ -148,9 +147,9 @@ class join:
                 _send_gradient(value, gradient, "add")
         self._aside = {}
 
-    def _come_back(self, around):
+    def _end(self, outer):
         try:
-            _set_absent(around)
+            _set_joined(outer)
         finally:
             if self.absent:
                 self.absent = False
@@ -159,19 +158,19 @@ class join:
                     self._end_hook()
 
 
-_absent = False
+_joined = False
 
 
-def _set_absent(absent):
+def _set_joined(joined):
     """Whether the process brings nothing to the layers from now on. Returns what was before."""
-    global _absent
-    before, _absent = _absent, absent
-    if absent != before:
+    global _joined
+    before, _joined = _joined, joined
+    if joined != before:
         try:
-            # Calls of the last step may still be on their way to their meetings.
+            # Calls of the last step may still be on their way to their exchanges.
             mx.nd.waitall()
         finally:
-            native.set_joined(absent)
+            native.set_joined(joined)
     return before
 
 

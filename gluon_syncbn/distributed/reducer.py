@@ -10,13 +10,14 @@ import numpy
 
 from .. import native
 from ..native import shutdown
+from .answers import ARRIVED, FAILED, GONE
 from .arguments import seconds
-from .liveness import CAME, FAILED, GONE, WARN_AFTER, RollCall
+from .liveness import WARN_AFTER, Liveness
 
 _log = logging.getLogger("gluon_syncbn")
 
-# How long the KVStore may take for a parting message when all have come to their end.
-_PARTING_SECONDS = 30.0
+# How long the shutdown handshake may take when all processes have come to their end.
+_SHUTDOWN_SECONDS = 30.0
 _CAUSES = (
     "Usual causes: a process has ended, hangs or is much slower; it called the net less often (an "
     "uneven number of batches: see gluon_syncbn.distributed.join), it built another net, or "
@@ -25,40 +26,44 @@ _CAUSES = (
 
 
 class Reducer:
-    """What the stores of this module have in common: an exact sum of float64 over all processes,
-    a time limit, and an error that says who is missing.
+    """An exact sum of float64 over all processes, with a time limit and an error that says which
+    process is missing.
 
     rank, size : int
-        This process's number, and how many there are.
+        This process's rank, and the number of processes.
     """
 
-    # What carries the numbers, as a message names it.
-    engine = "the store"
+    # How a message names the store.
+    name = "the store"
 
     def __init__(self, rank, size, timeout):
         self.rank, self.size = rank, size
         self._process = os.getpid()
-        # By key, from its first meeting on, of which there is one at a time.
-        self._lines = {}
-        self._first_meetings = {}
-        # All that were asked for, of which the end takes the longest.
+        # By key, from its first exchange on.
+        self._channels = {}
+        self._opening = {}
+        # All that were asked for. The end takes the longest.
         self._timeouts = {timeout}
         # Why no exchange can succeed any more.
         self._lost = None
-        self._roll_call = None
+        self._liveness = None
         if size > 1:
-            roll_call = RollCall(rank, size, attendance=self._connection.attendance)
-            address = numpy.frombuffer(roll_call.address(), numpy.uint8).astype(numpy.float64)
-            everyone = self.all_gather("hello", address, timeout=timeout)
-            roll_call.set_addresses([row.astype(numpy.uint8).tobytes() for row in everyone])
-            self._roll_call = roll_call
+            liveness = Liveness(rank, size, in_flight=self._connection.attendance)
+            try:
+                address = numpy.frombuffer(liveness.address(), numpy.uint8).astype(numpy.float64)
+                everyone = self.all_gather("startup handshake", address, timeout=timeout)
+                liveness.set_addresses([row.astype(numpy.uint8).tobytes() for row in everyone])
+            except BaseException:
+                liveness.close()
+                raise
+            self._liveness = liveness
         shutdown.at_exit(self._leave)
 
     def all_reduce(self, key, array, timeout=None):
         """The sum of `array` over all processes.
 
-        Added in the order of ranks with an error term of its own for every sum (Ogita, Rump and
-        Oishi 2005, Sum2), so that it is as good as one in twice the precision.
+        Added in the order of ranks with an error term for every sum (Ogita, Rump and Oishi 2005,
+        Sum2), so that it is as good as one in twice the precision.
 
         Parameters
         ----------
@@ -73,8 +78,8 @@ class Reducer:
         Raises
         ------
         RuntimeError
-            When a process does not come: at once where it has ended or failed, and otherwise after
-            `timeout`.
+            When a process does not arrive: at once where it has ended or failed, and otherwise
+            after `timeout`.
         """
         array = numpy.asarray(array)
         rows = self.all_gather(key, array.reshape(-1), timeout=timeout)
@@ -90,7 +95,7 @@ class Reducer:
 
     def all_gather(self, key, array, title=None, timeout=None):
         """The arrays of all processes, shape (size, n), for one of shape (n,) here: `all_reduce`
-        says the rest. `title` names the sum in what is told to the user."""
+        says the rest. `title` names the exchange in messages."""
         array = numpy.asarray(array)
         if array.dtype != numpy.float64 or array.ndim != 1:
             raise ValueError(
@@ -102,57 +107,86 @@ class Reducer:
             raise RuntimeError(self._lost or "This process was forked from one of the group's.")
         title, timeout = title or repr(key), seconds(timeout)
         self._timeouts.add(timeout)
-        line = self._lines.get(key)
-        if line is None:
+        channel = self._channels.get(key)
+        if channel is None:
             start = time.monotonic()
-            line = self._meet_first(key, array.size, title, timeout)
-            # One timeout for both; all have just come, so that little is left to wait for.
+            channel = self._first_exchange(key, array.size, title, timeout)
+            # One timeout for both. All have just arrived, so little is left to wait for.
             timeout = max(timeout - (time.monotonic() - start), timeout * WARN_AFTER)
-        if line.size != array.size:
+        if channel.size != array.size:
             raise ValueError(
-                f"{title} gives {array.size} numbers after {line.size} before: give every sum of "
-                "another size a key of its own."
+                f"{title} gives {array.size} numbers after {channel.size} before: give every sum "
+                "of another size a key of its own."
             )
-        return line.exchange(title, timeout, array)
+        return channel.exchange(title, timeout, array)
 
-    def native_line(self, key):
-        """The `native.Channel` of a key that has met."""
-        return self._lines[key]
+    def native_channel(self, key):
+        """The native channel of a key that was exchanged before."""
+        return self._channels[key]
 
     def fail(self, text):
-        """Tells the other processes, when they ask, that a step has failed in this one."""
-        if self._roll_call is not None:
-            self._roll_call.tell(FAILED, text)
+        """Reports to the other processes, when they probe, that a step has failed in this one."""
+        if self._liveness is not None:
+            self._liveness.set_status(FAILED, text)
 
-    def _meet_first(self, key, size, title, timeout):
-        with self._first_meetings.setdefault(key, threading.Lock()):
-            if key not in self._lines:
-                wait = _Wait(self, title, f"{title} ({key} 1)", timeout)
-                with mx.autograd.pause(), wait:
-                    self._lines[key] = self._open(key, size, wait)
-            return self._lines[key]
+    def _first_exchange(self, key, size, title, timeout):
+        with self._opening.setdefault(key, threading.Lock()):
+            if key not in self._channels:
+                exchange = f"{title} ({key} 1)"
+                complete = False
+                if self._liveness is not None:
+                    self._liveness.arrive(exchange)
+                try:
+                    with mx.autograd.pause():
+                        wait = _Wait(self._probe, title, exchange, timeout)
+                        self._channels[key] = self._open(key, size, wait)
+                    complete = True
+                finally:
+                    if self._liveness is not None:
+                        self._liveness.leave(exchange, complete)
+            return self._channels[key]
 
     def _open(self, key, size, wait):
-        """The `native.Channel` of a new key, when all processes know that it is used."""
+        """The native channel of a new key, when all processes know that it is used."""
         raise NotImplementedError
 
-    def _look(self, title, meeting, error, waited, timeout, looks):
-        """See `native.Connection`."""
-        wait = _Wait(self, title, meeting, timeout, waited, warned=looks > 0)
+    def _probe(self, title, exchange, error, waited, timeout, probes):
+        """Raises RuntimeError where it is of no use to wait: see `native.Connection`."""
+        message = f"{title}: rank {self.rank} "
         if error:
-            wait.fail(error)
-        wait.look()
+            self._give_up(f"{message}lost the other processes: {error}")
+        message += f"has waited {waited:.3g} s for other processes. "
+        lost = waited > timeout
+        if self._liveness is not None:
+            answers = self._liveness.probe(exchange, patience=min(2.0, timeout / 4))
+            message += f"{self._liveness.describe(answers, str)} "
+            if all(answer.state == ARRIVED for answer in answers.values()):
+                message += f"As all have come, {self.name} does not answer. "
+            lost = lost or any(
+                answer.state == GONE or answer.status and answer.state != ARRIVED
+                for answer in answers.values()
+            )
+        if lost:
+            self._give_up(f"{message}{_CAUSES}")
+        if probes == 0:
+            native.warn(f"{message}After {timeout:.3g} s this is an error. {_CAUSES}")
+
+    def _give_up(self, text):
+        # The store still waits, so a process that waits for it at the end would never end.
+        self._lose(text)
+        shutdown.abandon()
+        raise RuntimeError(text)
 
     def _lose(self, text):
         self._lost = self._lost or text
-        # Layers come here again, and are told.
+        # Layers come here again, and get the error.
         native.clear_channels()
 
     def _leave(self, failure):
         """At the end of the process: MXNet's own end waits for all processes, also for those that
         are gone or stopped, so it may begin only when all have come to theirs. `failure`: what the
         script died of."""
-        if self._roll_call is None:
+        if self._liveness is None:
             return
         if failure is not None:
             self.fail(failure)
@@ -162,85 +196,43 @@ class Reducer:
             _log.error("%s", self._lost)
         else:
             timeout = max(self._timeouts)
-            error = self._roll_call.wait_for_the_end(timeout) or self._say_goodbye(
-                min(timeout, _PARTING_SECONDS)
+            error = self._liveness.wait_for_the_end(timeout) or self._shutdown_handshake(
+                min(timeout, _SHUTDOWN_SECONDS)
             )
             if error:
                 _log.error("%s", error)
                 shutdown.abandon()
         self._lose("The process ends.")
-        self._roll_call.close()
+        self._liveness.close()
 
-    def _say_goodbye(self, timeout):
+    def _shutdown_handshake(self, timeout):
         """Goes through what MXNet's own end needs, now that all have come to theirs. Returns what
         went wrong, or None."""
 
 
 class _Wait:
-    """One process's wait for the others in one exchange."""
+    """A wait for the other processes in Python, in the first exchange of a key."""
 
-    def __init__(self, reducer, title, meeting, timeout, waited=0.0, warned=False):
-        self._reducer = reducer
-        self._roll_call = reducer._roll_call
-        self._title = title
-        self._meeting = meeting
+    def __init__(self, probe, title, exchange, timeout):
+        self._probe, self._title, self._exchange = probe, title, exchange
         self._timeout = timeout
-        self._start = time.monotonic() - waited
-        self._warned = warned
-
-    def __enter__(self):
-        if self._roll_call is not None:
-            self._roll_call.came(self._meeting)
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if self._roll_call is not None:
-            self._roll_call.left(self._meeting, complete=kind is None)
+        self._start = time.monotonic()
+        self._probes = 0
 
     def array(self, array):
-        """Waits until MXNet has written the array. Raises RuntimeError when it is no use."""
+        """Waits until MXNet has written the array. Raises RuntimeError where it is of no use."""
         with native.watch(array) as watch:
             while not watch.wait(self.slice()):
-                self.look()
+                self.probe()
         array.wait_to_read()
 
     def slice(self):
-        """Seconds to wait before the next look()."""
+        """Seconds to wait before the next probe()."""
         waited = time.monotonic() - self._start
         first = self._timeout * WARN_AFTER
         return max(0.01, first - waited) if waited < first else min(1.0, first)
 
-    def look(self):
-        """Finds out whether it is of any use to go on. Raises RuntimeError where it is not."""
+    def probe(self):
         waited = time.monotonic() - self._start
-        rank = self._reducer.rank
-        story = f"{self._title}: rank {rank} has waited {waited:.3g} s for other processes. "
-        if self._roll_call is None:
-            if waited > self._timeout:
-                self._give_up(story + _CAUSES)
-            return
-        answers = self._roll_call.ask(self._meeting, patience=min(2.0, self._timeout / 4))
-        story += self._roll_call.describe(answers, str)
-        if all(answer.state == CAME for answer in answers.values()):
-            story += f" As all have come, {self._reducer.engine} does not answer."
-        lost = [
-            rank
-            for rank, answer in answers.items()
-            if answer.state == GONE or answer.notice and answer.state != CAME
-        ]
-        if lost or waited > self._timeout:
-            self._give_up(f"{story} {_CAUSES}")
-        if not self._warned:
-            self._warned = True
-            native.warn(f"{story} After {self._timeout:.3g} s this is an error. {_CAUSES}")
-
-    def fail(self, error):
-        """The store says itself that it cannot go on."""
-        self._give_up(f"{self._title}: rank {self._reducer.rank} lost the other processes: {error}")
-
-    def _give_up(self, text):
-        # The store still waits, and whoever waits for the store at the end of the process would do
-        # so for ever.
-        self._reducer._lose(text)
-        shutdown.abandon()
-        raise RuntimeError(text)
+        self._probe(self._title, self._exchange, "", waited, self._timeout, self._probes)
+        self._probes += 1

@@ -10,7 +10,7 @@ _MOST_ERRORS = 10000
 
 
 class participants:
-    """Within it, only some of the devices take part in steps: the others have no data.
+    """Within it, only some of the devices are active: the others have no data.
 
     ::
 
@@ -21,24 +21,23 @@ class participants:
                 ...                                 # record, backward
                 trainer.step(len(x))
 
-    The statistics are those of the samples that there are. At the end devices without data get the
-    running statistics of the others, so that all stay equal, bit for bit. It waits for what was
-    called before and within it, but where all devices of the layers take part, for nothing. Layers
-    that have none of the devices are left alone.
+    The statistics are those of the samples that there are. At the end idle devices get the running
+    statistics of the active ones, so that all stay equal, bit for bit. It waits for what was called
+    before and within it; where all devices of the layers are active, for nothing. Layers that have
+    none of the devices are left alone.
 
     A step that ends in an error, such as Ctrl-C in a notebook after the net was called for one
-    device and before it was for the next, is given up: calls that wait for others fail at once, the
-    error comes out, and the next step begins anew.
+    device and before the next, is given up: calls that wait for others fail at once, the error
+    comes out, and the next step starts clean.
 
     Parameters
     ----------
     devices : list of Context or of NDArray
-        Those that take part: every layer is called on each of them, and on no others. In place of
-        a device an array on it may be given.
+        The active ones: every layer is called on each of them, and on no others. In place of a
+        device an array on it may be given.
     trainer : mxnet.gluon.Trainer, optional
-        Takes zeros for the gradients of devices without data, which else would be those of an
-        earlier step; with ``grad_req="add"`` what was added up before. ``step`` has to be called
-        within.
+        Takes zeros for the gradients of idle devices, which would otherwise be those of an earlier
+        step; with ``grad_req="add"`` what was added up before. Call ``step`` within.
 
     Raises
     ------
@@ -47,7 +46,7 @@ class participants:
     TypeError
         For anything but a Trainer as `trainer`.
     MXNetError
-        Where a result is waited for, when a layer is called on another device.
+        From a wait for a result, when a layer is called on another device.
 
     References
     ----------
@@ -74,12 +73,12 @@ class participants:
         if participants._inside:
             raise ValueError("participants inside participants: leave the outer one first.")
         if any(self._parts(layer) for layer in native.layers()):
-            # Who has been called already, takes part in a step of all.
+            # Calls that were made before are those of a step of all.
             mx.nd.waitall()
             native.set_active_devices(self._devices)
             participants._inside = self._active = True
-        # Also where whole groups of devices are absent, and no layer has to know.
-        if self._trainer is not None and self._absent(trained(self._trainer)):
+        # Also where whole groups of devices are idle, and no layer needs to know.
+        if self._trainer is not None and self._has_idle(trained(self._trainer)):
             self._end_hook = before_adding_up(self._trainer, self._bring_nothing)
         return self
 
@@ -101,8 +100,7 @@ class participants:
                 self._end_hook()
                 self._end_hook = None
 
-    def _absent(self, parameters):
-        """Whether some of their devices have no data."""
+    def _has_idle(self, parameters):
         return any(
             str(context) not in self._devices
             for parameter in parameters
@@ -110,13 +108,13 @@ class participants:
         )
 
     def _parts(self, layer):
-        """Of each group of a layer's devices of which some take part and some do not: both."""
+        """(active, idle) devices of each group of a layer's devices that has both."""
         parts = []
         for group in layer.device_groups():
-            present = [device for device in group if device in self._devices]
-            absent = [device for device in group if device not in present]
-            if present and absent:
-                parts.append((present, absent))
+            active = [device for device in group if device in self._devices]
+            idle = [device for device in group if device not in active]
+            if active and idle:
+                parts.append((active, idle))
         return parts
 
     def _bring_nothing(self):
@@ -127,23 +125,23 @@ class participants:
                     # What was added up before stays.
                     if parameter.grad_req != "add":
                         clear(gradient)
-                    # What the Trainer looks at to find devices that were forgotten.
+                    # The Trainer raises where this shows that there was no backward.
                     data._fresh_grad = True
 
     def _share_running_statistics(self, layer):
         arrays = layer.running_statistics()
-        for present, absent in self._parts(layer):
-            for device in absent:
-                for source, target in zip(arrays.get(present[0], ()), arrays.get(device, ())):
+        for active, idle in self._parts(layer):
+            for device in idle:
+                for source, target in zip(arrays.get(active[0], ()), arrays.get(device, ())):
                     source.copyto(target)
 
 
 def _give_up(error):
-    """Lets all calls end that are under way when a step ends in an error, which is the user's to
-    see: those that wait for devices that are not called any more would wait for long."""
+    """Ends all calls in flight when a step ends in an error, which the user sees instead: those
+    that wait for devices that are not called any more would wait until the timeout."""
     native.give_up(f"the step was given up, as it ended in {type(error).__name__}: {error}")
     try:
-        # MXNet tells one error at a time, of one call each.
+        # MXNet raises the errors of calls one at a time.
         for _ in range(_MOST_ERRORS):
             try:
                 mx.nd.waitall()

@@ -1,4 +1,4 @@
-"""A place before a Trainer adds up gradients."""
+"""A hook before a Trainer adds up gradients."""
 
 import mxnet as mx
 from mxnet.gluon import Trainer
@@ -21,14 +21,14 @@ def trained(trainer):
 
 
 def clear(gradient):
-    """Also where Parameter.zero_grad() raises, which is for all of MXNet's NumPy arrays."""
+    """Parameter.zero_grad() raises for all of MXNet's NumPy arrays."""
     gradient = gradient.as_nd_ndarray()
     mx.nd.zeros_like(gradient, out=gradient)
 
 
 def before_adding_up(trainer, function):
-    """Has a Trainer call function() whenever it is about to add gradients over devices and
-    processes. Returns what ends that; several end in any order."""
+    """Makes a Trainer call function() before it adds gradients over devices and processes. Returns
+    a function that removes the hook; several are removed in any order."""
     hooks = getattr(vars(trainer).get(_NAME), "hooks", None)
     if hooks is None:
         hooks = []

@@ -1,4 +1,4 @@
-"""What goes over lines and what through Python, and that lines end when they should."""
+"""What goes over native channels and what through Python, and that channels end in time."""
 
 import time
 
@@ -30,7 +30,7 @@ def step(world, layer, backward=True):
 
 
 def calls(world):
-    return {key: line.calls for key, line in world.reducer._lines.items()}
+    return {key: channel.calls for key, channel in world.reducer._channels.items()}
 
 
 def through_python(world, steps=3):
@@ -48,7 +48,7 @@ def through_python(world, steps=3):
     keys.clear()
     told["means"] = [step(world, layer) for _ in range(steps)]
     told["steps"] = list(keys)
-    # From now on again, until it has a line.
+    # From now on again, until it has a channel.
     layer.collect_params().reset_ctx(mx.cpu(1))
     told["moved mean"] = step(world, layer)
     told["moved"] = list(keys)
@@ -97,34 +97,34 @@ def a_group_that_failed(world):
     world.tell("failed", told)
 
 
-def asked(world):
-    """Rank 1 asks rank 0, which waits for it."""
+def probed(world):
+    """Rank 1 probes rank 0, which waits for it."""
     reducer = world.reducer
 
     def gather():
-        reducer.all_gather("asked", np.ones(3), title="a title")
+        reducer.all_gather("probed", np.ones(3), title="a title")
 
     gather()
     gather()
     told = {}
     if world.rank == 1:
-        name = "a title (asked {})"
+        name = "a title (probed {})"
 
-        def ask(call):
-            return reducer._roll_call.ask(name.format(call))[0]
+        def probe(call):
+            return reducer._liveness.probe(name.format(call))[0]
 
         deadline = time.monotonic() + 10
-        while ask(3).state != "came" and time.monotonic() < deadline:
+        while probe(3).state != "arrived" and time.monotonic() < deadline:
             time.sleep(0.01)
-        answer = ask(3)
+        answer = probe(3)
         told = {
-            "second": ask(2).state,
-            "waits": [answer.state, answer.open[0][0], answer.last[0]],
-            "next": ask(4).state,
+            "second": probe(2).state,
+            "waits": [answer.state, answer.in_flight[0][0], answer.last[0]],
+            "next": probe(4).state,
         }
     gather()
     if world.rank == 1:
-        told["met"] = ask(3).state
-        told["next after"] = ask(4).state
+        told["met"] = probe(3).state
+        told["next after"] = probe(4).state
     world.barrier()
-    world.tell("asked", told)
+    world.tell("probed", told)

@@ -252,7 +252,7 @@ def many_steps(world, layers=10):
                 told["server"].append(server.memory_info().rss)
         mx.nd.waitall()
     told["seconds"] = time.time() - told.pop("begin")
-    told["messages"] = {key: count for key, count in counter.keys.items() if "hello" not in key}
+    told["messages"] = {key: count for key, count in counter.keys.items() if "handshake" not in key}
     world.tell("memory", told)
     world.save("memory", **{name: p.data().asnumpy() for name, p in net.collect_params().items()})
 

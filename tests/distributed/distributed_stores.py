@@ -98,8 +98,8 @@ class Counter:
         self._before = self._calls()
 
     def _calls(self):
-        lines = self._world.reducer._lines
-        return collections.Counter({key: line.calls for key, line in lines.items()})
+        channels = self._world.reducer._channels
+        return collections.Counter({key: channel.calls for key, channel in channels.items()})
 
     @property
     def keys(self):

@@ -53,6 +53,8 @@ def trainers(world):
     told["second store"] = error_of(lambda: mx.kv.create("dist_sync"))
     other = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore="dist_device_sync")
     told["store of a Trainer"] = error_of(lambda: other.step(1))
+    _, _, second = net_and_trainer(world, update_on_kvstore=False)
+    told["second trainer"] = error_of(second)
     told["second reducer"] = error_of(lambda: distributed.KVStoreReducer(world.kv))
     # A DataLoader forks processes that have the store, too.
     data = mx.gluon.data.ArrayDataset(np.ones((6, 3, 6, 6), "float32"))
@@ -104,17 +106,10 @@ def one_process_does_more(world):
     world.save("more", means=np.stack(means))
 
 
-def two_trainers(world):
-    _, _, step = net_and_trainer(world, update_on_kvstore=False)
-    step()
-    _, _, step = net_and_trainer(world, update_on_kvstore=False)
-    world.tell("two trainers", error_of(step))
-
-
 def last_keys(world):
     """Up to the last number with which the KVStore can do anything."""
     reducer = world.reducer
-    reducer._next_key = kvstore._LAST_KEY - 1
+    reducer._next_number = kvstore._LAST_KEY - 1
     told = {"numbers": [], "sums": []}
     connection, open_line = reducer._connection, reducer._connection.kvstore_channel
 
@@ -157,7 +152,7 @@ def layers_under_way(world):
 
 def a_group_that_is_left(world):
     """By rank 1 first, while its last step is under way."""
-    layers_under_way(world)
+    world.net = layers_under_way(world)
     if world.rank == 1:
         sbn.set_default_group(None)
     mx.nd.waitall()
@@ -165,5 +160,5 @@ def a_group_that_is_left(world):
 
 
 def ends_in_a_step(world):
-    layers_under_way(world)
+    world.net = layers_under_way(world)
     world.tell("ends", True)

@@ -1,35 +1,10 @@
-"""Messages that take their line past Python: what is told of them, and when they go back to it."""
-
-import pytest
-from distributed_cluster import needs_horovod, run
-
-TOPICS = ["through_python", "passes_without_backward", "another_store", "asked"]
-TOPICS += ["a_group_that_failed"]
-
-
-@pytest.fixture(scope="module")
-def kvstore(tmp_path_factory):
-    return job(tmp_path_factory.mktemp("kvstore"))
-
-
-@pytest.fixture(scope="module")
-def horovod(tmp_path_factory):
-    return job(tmp_path_factory.mktemp("horovod"), engine="horovod")
-
-
-def job(folder, **options):
-    return run(folder, 2, [f"distributed_channels:{topic}" for topic in TOPICS], **options)
-
-
-@pytest.fixture(params=["kvstore", pytest.param("horovod", marks=needs_horovod)])
-def pair(request):
-    return request.getfixturevalue(request.param)
+"""Messages of layers through native channels: when they bypass Python, and when they go back."""
 
 
 def test_python_has_no_part_in_what_all_processes_know(pair):
     for told in pair.told("through python"):
         keys = [f"{told['number']} {name}" for name in ("forward -1", "backward -1")]
-        assert told["first"] == [f"{told['number']} hello", *keys]
+        assert told["first"] == [f"{told['number']} handshake", *keys]
         assert told["steps"] == []
         # A layer that has other devices is known by now.
         assert told["moved"] == keys
@@ -39,7 +14,7 @@ def test_python_has_no_part_in_what_all_processes_know(pair):
 def test_passes_without_backward_take_no_new_keys(pair):
     for number, counts in pair.told("passes"):
         assert counts == {
-            f"{number} hello": 1,
+            f"{number} handshake": 1,
             f"{number} forward -1": 11,
             f"{number} backward -1": 1,
         }
@@ -47,7 +22,7 @@ def test_passes_without_backward_take_no_new_keys(pair):
 
 def test_a_layer_takes_the_store_of_its_group(pair):
     for told in pair.told("another store"):
-        # The introduction, and two messages in each of two steps.
+        # The handshake, and two messages in each of two steps.
         assert told["reducer"] == [5, 0]
         assert told["files"] == [0, 5]
         assert told["again"] == [4, 0]
@@ -62,9 +37,8 @@ def test_a_group_that_failed_stays_so(pair):
         assert told["other"] == [0.5, 0.5]
 
 
-def test_who_asks_learns_who_has_come(pair):
-    _, told = pair.told("asked")
-    assert (
-        told["second"] == told["met"] == "came" and told["next"] == told["next after"] == "absent"
-    )
-    assert told["waits"] == ["came", "a title (asked 3)", "a title (asked 2)"]
+def test_a_probe_shows_who_has_arrived(pair):
+    _, told = pair.told("probed")
+    assert told["second"] == told["met"] == "arrived"
+    assert told["next"] == told["next after"] == "absent"
+    assert told["waits"] == ["arrived", "a title (probed 3)", "a title (probed 2)"]

@@ -12,50 +12,16 @@ import mxnet as mx
 import numpy as np
 import pytest
 from distributed_bits import Share
-from distributed_cluster import WORKER, Results, needs_horovod, run
+from distributed_cluster import WORKER, Results, needs_horovod
 from tolerances import assert_same_bits
 
 from gluon_syncbn.distributed import HorovodReducer, KVStoreReducer
-
-STORES = [
-    "distributed_stores:sums",
-    "distributed_stores:wrong_arrays",
-    "distributed_stores:messages",
-    "distributed_stores:one_key_on_two_threads",
-    "distributed_stores:keys_in_other_orders",
-]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    topics = [*STORES, "distributed_stores:a_store_of_files"]
-    topics += ["distributed_bits:bits", "distributed_bits:training"]
-    return run(tmp_path_factory.mktemp("two"), 2, topics)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    topics = ["distributed_stores:sums", "distributed_bits:bits"]
-    topics += ["distributed_groups:sizes_of_groups", "distributed_bits:training_on_two_devices"]
-    return run(tmp_path_factory.mktemp("four"), 4, topics)
-
-
-@pytest.fixture(scope="module")
-def horovod(tmp_path_factory):
-    topics = [*STORES, "distributed_bits:bits", "distributed_bits:training"]
-    return run(tmp_path_factory.mktemp("horovod"), 2, topics, engine="horovod")
-
 
 JOBS = ["two", "four", pytest.param("horovod", marks=needs_horovod)]
 
 
 @pytest.fixture(params=JOBS)
 def job(request):
-    return request.getfixturevalue(request.param)
-
-
-@pytest.fixture(params=["two", pytest.param("horovod", marks=needs_horovod)])
-def pair(request):
     return request.getfixturevalue(request.param)
 
 
@@ -131,9 +97,9 @@ def test_one_message_per_layer_pass_and_process(pair):
         ways = ("forward", "backward")
         keys = [f"{layer} {way} -1" for layer in layers for way in ways]
         assert told["steps"] == dict.fromkeys(keys, steps)
-        # Each layer introduces itself once.
-        introductions = [f"{layer} hello" for layer in layers]
-        assert told["first"] == dict.fromkeys(keys + introductions, 1)
+        # Each layer has one handshake.
+        handshakes = [f"{layer} handshake" for layer in layers]
+        assert told["first"] == dict.fromkeys(keys + handshakes, 1)
 
 
 def test_a_message_is_one_request_to_the_server(two):

@@ -256,9 +256,9 @@ class SlowStart(Reducer):
         self.timeouts = []
         self._seconds = seconds
         self._process = os.getpid()
-        self._lines, self._first_meetings = {}, {}
+        self._channels, self._opening = {}, {}
         self._timeouts = set()
-        self._lost = self._roll_call = None
+        self._lost = self._liveness = None
 
     def _open(self, key, size, wait):
         time.sleep(self._seconds)
@@ -279,6 +279,6 @@ def test_the_end_waits_for_a_silent_process_as_long_as_the_most_patient_group():
     for timeout in (10, 3600, 10):
         store.all_gather("key", np.zeros(3), timeout=timeout)
     waited = []
-    store._roll_call = types.SimpleNamespace(wait_for_the_end=waited.append, close=lambda: None)
+    store._liveness = types.SimpleNamespace(wait_for_the_end=waited.append, close=lambda: None)
     store._leave(None)
     assert waited == [3600]

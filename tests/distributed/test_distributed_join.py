@@ -56,6 +56,7 @@ def test_parameters_and_statistics(joined, alone, epoch):
         assert_same_bits(first[name], alone[epoch][name], name)
 
 
+@pytest.mark.long
 def test_numpy_arrays(tmp_path):
     """Parameter.zero_grad() refuses those of MXNet."""
     with numpy_arrays():
@@ -83,16 +84,11 @@ def test_sums_of_gradients(tmp_path):
             np.testing.assert_allclose(first[name], value, rtol=0, atol=1e-5, err_msg=what)
 
 
-@pytest.fixture(scope="module")
-def lonely(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("lonely"), 4, ["distributed_join:learns_alone"])
-
-
 @pytest.mark.parametrize("layer", distributed_join.LONELY)
-def test_statistics_where_nobody_has_data(lonely, layer):
+def test_statistics_where_nobody_has_data(four, layer):
     """They follow no batch that was there before; y and dx are those of some statistics."""
     counts = distributed_join.BATCHES_OF_LONELY
-    steps = [lonely.arrays(f"step {number}") for number in range(max(counts))]
+    steps = [four.arrays(f"step {number}") for number in range(max(counts))]
     for rank, count in enumerate(counts):
         # Who has data in the group goes on with it.
         learned = max(counts[rank // 2 * 2 :][:2]) if layer.startswith("group") else count
@@ -111,27 +107,33 @@ def test_statistics_where_nobody_has_data(lonely, layer):
                 assert found[f"{layer}: num_batches_tracked"] == min(number + 1, learned)
 
 
-def test_a_process_without_a_batch(tmp_path):
-    """It says so, and the others notice that it has ended."""
-    topics = ["distributed_join:one_has_no_batch"]
-    cluster = Cluster(tmp_path, 2, topics, by_hand=True, GLUON_SYNCBN_TIMEOUT="10")
+@pytest.fixture(scope="module")
+def without_a_batch(tmp_path_factory):
+    """After a join in another."""
+    topics = ["distributed_join:one_in_another", "distributed_join:one_has_no_batch"]
+    folder = tmp_path_factory.mktemp("without")
+    cluster = Cluster(folder, 2, topics, by_hand=True, GLUON_SYNCBN_TIMEOUT="10")
     try:
         assert cluster.wait() == [1, 1]
-        told = cluster.told("no batch")
     finally:
         cluster.clean()
+    return cluster
+
+
+def test_a_process_without_a_batch(without_a_batch):
+    """It says so, and the others notice that it has ended."""
+    told = without_a_batch.told("no batch")
     (without,) = [rank for rank in range(2) if told[rank][0] == "ValueError"]
     assert without == 1 and "this process has no batch at all" in told[1][1]
     kind, text = told[0]
-    assert kind == "MXNetError" and "Missing: rank 1 (its process is gone)" in text
+    assert kind == "MXNetError" and "Missing: rank 1 (process ended)" in text
 
 
-def test_one_in_another(tmp_path):
+def test_one_in_another(without_a_batch):
     """A process that has run out of batches of the outer one brings those of the inner one."""
     inner = [[2, 2, 2], [1, 5, 1]]
     steps = [[2, 3, 2], *inner, [1, 4, 1], *inner, [1, 6, 1], *inner]
-    told = run(tmp_path, 2, ["distributed_join:one_in_another"]).told("nested")
-    assert told == [steps, steps]
+    assert without_a_batch.told("nested") == [steps, steps]
 
 
 def test_one_process_alone():

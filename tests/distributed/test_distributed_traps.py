@@ -4,6 +4,7 @@ them stand in test_distributed.py: rounding, arrays that are overwritten, keys, 
 import threading
 import time
 
+import mxnet as mx
 import numpy as np
 import pytest
 from distributed_cluster import Cluster, needs_horovod, run
@@ -64,30 +65,26 @@ def test_a_server_that_updates_already(tmp_path):
         assert "The KVStore changes what is sent to it" in text and REMEDY in text
 
 
-def test_what_one_process_does_beside_training_stops_nobody(tmp_path):
-    topics = ["distributed_traps:one_process_does_more"]
-    first, second = run(tmp_path, 2, topics).arrays("more")
+def test_what_one_process_does_beside_training_stops_nobody(two):
+    first, second = two.arrays("more")
     assert_same_bits(first["means"], second["means"])
 
 
-def test_a_second_trainer_is_refused(tmp_path):
-    """MXNet would wait for ever."""
-    topics = ["distributed_traps:two_trainers"]
-    for kind, text, _ in run(tmp_path, 2, topics).told("two trainers"):
+def test_a_second_trainer_is_refused(trainers):
+    """MXNet would wait indefinitely."""
+    for told in trainers.told("trainers"):
+        kind, text, _ = told["second trainer"]
         assert kind == "ValueError" and "make one Trainer for all parameters" in text
 
 
-def test_a_group_that_is_left_in_a_step(tmp_path):
-    topics = ["distributed_traps:a_group_that_is_left"]
-    told = run(tmp_path, 2, topics, GLUON_SYNCBN_TIMEOUT="10").told("left")
-    assert told == [True, True]
+def test_a_group_that_is_left_in_a_step(two):
+    assert two.told("left") == [True, True]
 
 
 @needs_horovod
-def test_horovod_ends_after_the_last_step(tmp_path):
-    """Its own exit hook ended it before."""
-    topics = ["distributed_traps:ends_in_a_step"]
-    assert run(tmp_path, 2, topics, engine="horovod").told("ends") == [True, True]
+def test_horovod_ends_after_the_last_step(horovod):
+    """Its own exit hook would end it before."""
+    assert horovod.told("ends") == [True, True]
 
 
 def test_no_key_beyond_the_last(tmp_path):
@@ -105,7 +102,7 @@ def test_no_key_beyond_the_last(tmp_path):
         kind, text, seconds = told["beyond"]
         assert kind == "RuntimeError" and seconds < 8
         assert "All 76648 keys of the KVStore are in use" in text
-    assert "rank 0 (has failed: All 76648" in second["beyond"][1]
+    assert "rank 0 (failed: All 76648" in second["beyond"][1]
 
 
 class Calls:
@@ -127,8 +124,8 @@ class Calls:
 
 def test_calls_of_the_store_come_one_after_the_other():
     """The store notes new keys in tables of its own, without a lock, also those of a Trainer."""
-    store = Calls()
-    KVStoreReducer(store)
+    store, create = Calls(), mx.kv.create
+    reducer = KVStoreReducer(store)
     names = "init", "broadcast", "push", "pull", "pushpull"
     threads = [threading.Thread(target=getattr(store, name)) for name in names]
     for thread in threads:
@@ -136,3 +133,20 @@ def test_calls_of_the_store_come_one_after_the_other():
     for thread in threads:
         thread.join()
     assert store.most == 1
+    with pytest.raises(ValueError, match="give the Trainer the store itself"):
+        mx.kv.create("dist_sync")
+    # When the reducer leaves, MXNet is as it was.
+    reducer._leave(None)
+    assert set(vars(store)) == {"inside", "most"} and mx.kv.create is create
+    with pytest.raises(ZeroDivisionError):
+        KVStoreReducer(Unreachable())
+    assert mx.kv.create is create
+
+
+class Unreachable(Calls):
+    """A store that fails while a reducer is made."""
+
+    num_workers = 2
+
+    def init(self, *args):
+        raise ZeroDivisionError

@@ -457,7 +457,7 @@ def test_join_and_participants_on_one_trainer():
     add_up = training.trainer._allreduce_grads
     training.trainer._allreduce_grads = own = lambda: (calls.append(1), add_up())
     steps = sbn.distributed.join([mx.nd.ones((1, 5))], training.trainer, sbn.SyncGroup())
-    steps._become_absent()
+    steps._join()
     with sbn.participants(contexts(1), training.trainer):
         with autograd.record():
             loss = training.net(mx.nd.ones((2, 5))).sum()
@@ -472,5 +472,5 @@ def test_join_and_participants_on_one_trainer():
             assert all((array.asnumpy() == 0).all() for array in parameter.list_grad())
     assert (training.net[1].weight.data(mx.cpu(0)).asnumpy() == before).all()
     assert training.trainer._allreduce_grads is not own
-    steps._come_back(around=False)
+    steps._end(outer=False)
     assert training.trainer._allreduce_grads is own

@@ -1,0 +1,93 @@
+"""What processes answer to a probe, and a text of it."""
+
+import itertools
+import typing
+
+ARRIVED = "arrived"
+ABSENT = "absent"
+SILENT = "silent"
+GONE = "gone"
+
+# The status of a process, which goes with every answer.
+FAILED = "failed"
+FINISHED = "finished"
+
+
+class Answer(typing.NamedTuple):
+    """What one process answered about an exchange, or why it did not.
+
+    state : ARRIVED
+            ABSENT, where it answered that it has not arrived
+            SILENT, where it did not answer in time: stopped, or unreachable
+            GONE, where nobody, or somebody else, listens at its address
+    in_flight : its oldest exchanges in flight, each as (key, seconds since it arrived)
+    last : the exchange that it completed last, as (key, seconds since then), or None
+    status : (FAILED, the error) or (FINISHED, ""), or None
+    why : the system's message where it could not be probed, or None
+    """
+
+    state: str
+    in_flight: tuple = ()
+    last: typing.Optional[tuple] = None
+    status: typing.Optional[tuple] = None
+    why: typing.Optional[str] = None
+
+
+def describe(answers, title):
+    """One line on which ranks have arrived, and which have not and why."""
+    groups = {}
+    for rank in sorted(answers):
+        groups.setdefault(_kind(answers[rank]), []).append(rank)
+    arrived = [rank for rank, answer in answers.items() if answer.state == ARRIVED]
+    missing = ", ".join(
+        f"{_ranks(ranks)} ({_reason([answers[rank] for rank in ranks], title)})"
+        for ranks in groups.values()
+        if answers[ranks[0]].state != ARRIVED
+    )
+    return f"Came: {_ranks(arrived)}. Missing: {missing or 'none'}."
+
+
+def _kind(answer):
+    """Equal for answers that differ in seconds alone."""
+    last = answer.last and answer.last[0]
+    return answer.state, answer.why, tuple(key for key, _ in answer.in_flight), last, answer.status
+
+
+def _reason(answers, title):
+    """Why the processes that gave these answers, of one kind, are missing."""
+    first = answers[0]
+    if first.status:
+        return (
+            f"failed: {first.status[1]}"
+            if first.status[0] == FAILED
+            else "reached the end of the script"
+        )
+    if first.state == GONE:
+        return "process ended"
+    if first.state == SILENT:
+        return (
+            f"could not be probed: {first.why}"
+            if first.why
+            else "no answer: stopped, or its machine is unreachable"
+        )
+    if first.in_flight:
+        calls = zip(*(answer.in_flight for answer in answers))
+        return "waiting in " + ", ".join(f"{title(call[0][0])} for {_span(call)}" for call in calls)
+    if first.last:
+        return f"last completed {title(first.last[0])} {_span([a.last for a in answers])} ago"
+    return "nothing exchanged yet"
+
+
+def _span(entries):
+    ends = [f"{pick(seconds for _, seconds in entries):.0f}" for pick in (min, max)]
+    return f"{' to '.join(dict.fromkeys(ends))} s"
+
+
+def _ranks(ranks):
+    """Such as "ranks 0, 2, 5-511"."""
+    parts = []
+    # What a rank and its position in order differ by is the same throughout a run.
+    for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in run]
+        parts += map(str, run) if len(run) < 3 else [f"{run[0]}-{run[-1]}"]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"

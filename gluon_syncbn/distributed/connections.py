@@ -1,0 +1,165 @@
+"""Messages between processes over TCP, each one line of a token and JSON, and what answers them."""
+
+import contextlib
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import socketserver
+import threading
+import time
+import weakref
+
+_now = time.monotonic
+
+
+def send(connection, token, content, ends):
+    connection.settimeout(max(ends - _now(), 0.001))
+    # MSG_NOSIGNAL: a script may have given SIGPIPE back its power to kill.
+    line = token + b" " + json.dumps(content).encode() + b"\n"
+    connection.sendall(line, socket.MSG_NOSIGNAL)
+
+
+def receive(connection, token, longest, ends):
+    """The content of a message. Raises ValueError where it is a stranger's."""
+    line = b""
+    while not line.endswith(b"\n"):
+        connection.settimeout(max(ends - _now(), 0.001))
+        data = connection.recv(4096)
+        if not data:
+            raise ConnectionResetError("closed before the message was complete")
+        line += data
+        if len(line) > longest:
+            raise ValueError("a message too long")
+    shown, _, content = line.partition(b" ")
+    if not secrets.compare_digest(shown, token):
+        raise ValueError("a stranger's message")
+    return json.loads(content)
+
+
+class Server(socketserver.ThreadingTCPServer):
+    """Calls answer(connection) for each connection, on a daemon thread of its own."""
+
+    daemon_threads, block_on_close = True, False
+    request_queue_size = 4096
+
+    def __init__(self, host, answer, most):
+        self.address_family, _, _, _, address = socket.getaddrinfo(
+            host, 0, type=socket.SOCK_STREAM
+        )[0]
+        self._answer, self._most = answer, most
+        self._connections = {}  # the oldest first
+        super().__init__(address, None)
+        self.socket.setblocking(False)
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=[None], name="sbn-liveness", daemon=True
+        )
+
+    def start(self):
+        _servers.add(self)
+        self._thread.start()
+
+    def close(self):
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        if self._thread.is_alive():
+            self.shutdown()
+        for connection in list(self._connections):
+            _hang_up(connection)
+        self.server_close()
+
+    def release_in_child(self):
+        # The parent answers. If the child kept its sockets, they would outlive a parent that dies.
+        for connection in [*self._connections, self.socket]:
+            connection.close()
+
+    def get_request(self):
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(0.01)  # The connection waits in the queue until files may be opened again.
+            raise
+
+    def process_request(self, request, client_address):
+        self._connections[request] = None
+        for oldest in list(self._connections)[: -self._most]:
+            _hang_up(oldest)
+        super().process_request(request, client_address)
+
+    def finish_request(self, request, client_address):
+        self._answer(request)
+
+    def shutdown_request(self, request):
+        self._connections.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request, client_address):
+        """A stranger, or one that was slow or hung up, gets no answer."""
+
+
+def _hang_up(connection):
+    """Ends what its thread waits for; the thread closes it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def serve(host, answer, most):
+    try:
+        server = Server(host, answer, most)
+        if ipaddress.ip_address(server.server_address[0].partition("%")[0]).is_unspecified:
+            server.server_close()
+            raise OSError("no address that others could reach")
+    except (OSError, UnicodeError) as error:  # The latter from a name that is no host's.
+        raise OSError(
+            f"This process cannot listen on {host!r} ({error}): set DMLC_NODE_HOST to an address "
+            "of this machine that the other processes reach."
+        ) from error
+    server.start()
+    return server
+
+
+_servers = weakref.WeakSet()
+
+
+def _release_in_child():
+    for server in list(_servers):
+        server.release_in_child()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def own_host():
+    get = os.environ.get
+    return (
+        get("DMLC_NODE_HOST")
+        or _address_of_interface(get("DMLC_INTERFACE") or get("HOROVOD_GLOO_IFACE"))
+        or _address_toward(get("DMLC_PS_ROOT_URI") or get("HOROVOD_GLOO_RENDEZVOUS_ADDR"))
+        or "127.0.0.1"
+    )
+
+
+def _address_of_interface(name):
+    if not name:
+        return None
+    import psutil  # Only here, as most jobs name no interface.
+
+    found = psutil.net_if_addrs().get(name, ())
+    ipv4 = [one.address for one in found if one.family == socket.AF_INET]
+    # Not what is good on one link only.
+    ipv6 = [one.address for one in found if one.family == socket.AF_INET6]
+    return next(iter(ipv4 + [address for address in ipv6 if "%" not in address]), None)
+
+
+def _address_toward(host):
+    """The address from which this machine would send to the host. It sends nothing."""
+    if not host:
+        return None
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as unused:
+            unused.connect(address)
+            return unused.getsockname()[0]
+    except (OSError, UnicodeError):
+        return None

@@ -1,0 +1,47 @@
+"""Clusters that several files of tests look at, as starting processes takes most of the time."""
+
+import pytest
+from distributed_cluster import needs_horovod, run
+
+STORES = [
+    "distributed_stores:sums",
+    "distributed_stores:wrong_arrays",
+    "distributed_stores:messages",
+    "distributed_stores:one_key_on_two_threads",
+    "distributed_stores:keys_in_other_orders",
+    "distributed_bits:bits",
+    "distributed_bits:training",
+    "distributed_channels:through_python",
+    "distributed_channels:passes_without_backward",
+    "distributed_channels:another_store",
+    "distributed_channels:probed",
+    "distributed_channels:a_group_that_failed",
+]
+
+
+@pytest.fixture(scope="session")
+def two(tmp_path_factory):
+    topics = [*STORES, "distributed_stores:a_store_of_files"]
+    topics += ["distributed_traps:one_process_does_more"]
+    # The last one, as a process leaves the group.
+    topics += ["distributed_traps:a_group_that_is_left"]
+    return run(tmp_path_factory.mktemp("two"), 2, topics)
+
+
+@pytest.fixture(scope="session")
+def four(tmp_path_factory):
+    topics = ["distributed_stores:sums", "distributed_bits:bits"]
+    topics += ["distributed_groups:sizes_of_groups", "distributed_bits:training_on_two_devices"]
+    topics += ["distributed_join:learns_alone"]
+    return run(tmp_path_factory.mktemp("four"), 4, topics)
+
+
+@pytest.fixture(scope="session")
+def horovod(tmp_path_factory):
+    topics = [*STORES, "distributed_traps:ends_in_a_step"]
+    return run(tmp_path_factory.mktemp("horovod"), 2, topics, engine="horovod")
+
+
+@pytest.fixture(params=["two", pytest.param("horovod", marks=needs_horovod)])
+def pair(request):
+    return request.getfixturevalue(request.param)
