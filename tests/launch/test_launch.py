@@ -22,7 +22,7 @@ import pytest
 
 from gluon_syncbn.launch import __main__ as launch
 from gluon_syncbn.launch import runner
-from gluon_syncbn.launch.cluster import LaunchError, Meeting, Place, find_place, first_host
+from gluon_syncbn.launch.cluster import LaunchError, Cluster, Position, find_position, first_host
 from gluon_syncbn.launch.processes import Launch
 
 # What the launcher promises, and what a slow machine may need to come so far.
@@ -287,7 +287,7 @@ def run(path, *arguments, **options):
     with os.fdopen(news) as news:
         try:
             done = subprocess.run(
-                [sys.executable, runner.__file__, "run", str(os.getpid()), str(write)]
+                [sys.executable, runner.__file__, "run", str(write)]
                 + [str(path), *arguments],
                 capture_output=True,
                 text=True,
@@ -841,14 +841,14 @@ def test_places(monkeypatch):
     slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "20012"}
     slurm["SLURM_LAUNCH_NODE_IPADDR"] = "10.0.0.9"
     operator = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0", "MASTER_PORT": "23456"}
-    assert find_place(slurm) == Place(3, 8, "10.0.0.9", 9091 + 24, "20012:8", "")
+    assert find_position(slurm) == Position(3, 8, "10.0.0.9", 9091 + 24, "20012:8", "")
     slurm["SLURM_JOB_NODELIST"] = "gpu[03-05]"
-    assert find_place(slurm).master == "gpu03"
-    assert find_place({**operator, **slurm}, port=5).port == 5
-    assert find_place({**operator, **slurm}).rank == 3
-    assert find_place(operator) == Place(0, 2, "job-0", 23456, ":2", "")
+    assert find_position(slurm).master == "gpu03"
+    assert find_position({**operator, **slurm}, port=5).port == 5
+    assert find_position({**operator, **slurm}).rank == 3
+    assert find_position(operator) == Position(0, 2, "job-0", 23456, ":2", "")
     del operator["MASTER_PORT"]
-    assert find_place({**operator, "DMLC_NODE_HOST": "10.0.0.1"}).port == 9091
+    assert find_position({**operator, "DMLC_NODE_HOST": "10.0.0.1"}).port == 9091
 
 
 @pytest.mark.parametrize(
@@ -864,7 +864,7 @@ def test_places(monkeypatch):
 )
 def test_no_place(environment, sentence):
     with pytest.raises(LaunchError, match=re.escape(sentence)):
-        find_place(environment)
+        find_position(environment)
 
 
 def test_incomplete_variables_of_another_launcher(monkeypatch, tmp_path, capsys):
@@ -974,7 +974,7 @@ def met(places, terms, patience=5, delay=0):
     def one(index):
         time.sleep(delay if index else 0)
         try:
-            found[index] = Meeting(places[index], *terms[index], patience, lambda text: None)
+            found[index] = Cluster(places[index], *terms[index], patience)
         except LaunchError as error:
             found[index] = str(error)
 
@@ -987,7 +987,7 @@ def met(places, terms, patience=5, delay=0):
         yield found
     finally:
         for meeting in found:
-            if isinstance(meeting, Meeting):
+            if isinstance(meeting, Cluster):
                 meeting.close()
 
 
@@ -997,7 +997,7 @@ def meet(*arguments, **options):
 
 
 def place(rank, size, port, job="", host=""):
-    return Place(rank, size, "127.0.0.1", port, job, host)
+    return Position(rank, size, "127.0.0.1", port, job, host)
 
 
 def test_launchers_of_one_machine_and_strangers_at_the_door():
@@ -1047,15 +1047,15 @@ def test_rank_0_waits_for_all_others():
     """It has the scheduler and the servers."""
     port = free_port()
     with met([place(rank, 3, port) for rank in range(3)], [(1, "kvstore")] * 3) as (first, *others):
-        first.tell_done()
-        assert first.poll() is None and not first.everyone_done
+        first.report_done()
+        assert first.failure is None and not first.everyone_done
         for other in others:
             assert not other.everyone_done and not first.everyone_done
-            other.tell_done()
+            other.report_done()
             assert other.everyone_done
             other.close()  # As it ends.
-            assert first.poll() is None
-        wait_until(lambda: first.poll() is None and first.everyone_done)
+            assert first.failure is None
+        wait_until(lambda: first.failure is None and first.everyone_done)
 
 
 def test_two_launchers_of_one_rank():
