@@ -269,16 +269,17 @@ class Cluster:
         rank, options = message["rank"], message["options"]
         peer.host = message["host"] or peer.socket.getpeername()[0]
         peer.is_chosen = bool(message["host"])
-        other = self._peers.pop(rank, None)
+        other = self._peers.get(rank)
+        is_second = other is not None and not other.has_left()
         # From here on it gets the errors too.
-        self._peers.update({rank: peer} if other is None else {"first": other, "second": peer})
+        self._peers["second" if is_second else rank] = peer
         for name, value in self._options.items():
             if options[name] != value:
                 raise LaunchError(
                     f"{name} is {value} at rank 0 and {options[name]} at rank {rank} of the "
                     "launchers: start all with the same options."
                 )
-        if other:
+        if is_second:
             raise LaunchError(
                 f"two launchers, at {other.host} and {peer.host}, are of rank {rank}: each needs a "
                 "rank of its own."
@@ -296,8 +297,8 @@ class Cluster:
             return message["hosts"]
         raise LaunchError(
             message.get("failure")
-            or f"rank 0 at {position.master}:{self._port} closed the connection: it ended, or "
-            f"serves another job than {position.job!r}."
+            or f"rank 0 at {position.master}:{self._port} gave no answer: it ended, waits too long "
+            f"for others, or serves another job than {position.job!r}."
         )
 
     def _connect(self):
