@@ -1,13 +1,12 @@
 """What the processes of `gluon_syncbn.launch` run: a script, a part of the KVStore, or the guard.
 
-This file is started by its path and imports neither MXNet nor gluon_syncbn, so a script finds the
-interpreter as `python script.py` would hand it over.
+This file is started by its path and imports neither MXNet nor gluon_syncbn, so that a script finds
+the interpreter as `python script.py` leaves it.
 """
 
 import atexit
 import builtins
 import contextlib
-import ctypes
 import importlib.machinery
 import io
 import os
@@ -18,90 +17,79 @@ import threading
 import time
 import types
 
-# The environment variable that all processes of a launch carry, their children too: the identities
-# of the launches that they belong to.
-MARK = "GLUON_SYNCBN_LAUNCH"
-# What the exit hooks of a worker that failed may take.
-EXIT_HOOKS_SECONDS = 2
-
-_PR_SET_PDEATHSIG = 1
+# An environment variable of all processes of a launch, their children too: the launch's id.
+LAUNCH_ID = "GLUON_SYNCBN_LAUNCH"
+EXIT_HOOKS_SECONDS = 2  # For the exit hooks of a worker that failed.
 _KILL_SECONDS = 5
 
 
-def kill_marked(mark):
-    """Kills every process that carries `mark`, until there is none.
-
-    Groups and sessions would not do: a child may have left them, and it may outlive its parent.
-    """
+def kill_launch(launch_id):
+    """Kills the processes whose environment has `launch_id`, until there is none. Groups, sessions
+    and parents would not do, as a child may leave them."""
     deadline = time.monotonic() + _KILL_SECONDS
     while time.monotonic() < deadline:
-        found = [pid for pid in os.listdir("/proc") if pid.isdigit() and _carries(pid, mark)]
+        found = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _has(pid, launch_id)]
         if not found:
             return
         for pid in found:
-            try:
-                os.kill(int(pid), signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
-def _carries(pid, mark):
+def _has(pid, launch_id):
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return mark.encode() in file.read()
-    except OSError:  # Of another user, or gone.
+            return launch_id.encode() in file.read()
+    except OSError:  # It is another user's, or gone.
         return False
 
 
-def _guard(mark):
-    """Waits until the launcher is gone, however it went, and then leaves nothing of it behind."""
+def _guard(launch_id):
+    """Waits until the launcher is gone, however that came, and leaves nothing of it behind."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()
-    kill_marked(mark)
+    kill_launch(launch_id)
 
 
-def _die_with(launcher):
-    """Has the kernel kill this process when the launcher, its parent, is gone."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher:
-        os._exit(128 + signal.SIGKILL)
-
-
-def _run(news, *command):
-    """Runs `command`, a script or "-m" and a module, then its arguments. Exits at once where it
-    fails, and says so to the file descriptor `news`.
+def _run(status, command):
+    """Runs the script or module. Where it fails, reports that to the pipe `status` and exits at
+    once.
 
     A worker that raises and then ends as Python does would never end: the destructor of MXNet's
-    distributed KVStore waits for all other workers to come to their end as well.
+    distributed KVStore waits for all other workers to reach their end too.
     """
     worker = os.getpid()
-    news = int(news)
-    os.set_inheritable(news, False)
     try:
         if command[0] == "-m":
-            _run_module(command[1:])
+            sys.argv[:] = command[1:]
+            _new_main()
+            runpy._run_module_as_main(command[1])  # What `python -m` calls.
         else:
-            _run_script(command)
+            sys.argv[:] = command
+            _run_script(os.path.abspath(command[0]))
     except SystemExit as end:
-        code = _exit_code(end.code)
-        if code:
-            # Python does not: there, an exit hook takes this for a good end.
-            _note(end)
-            _leave(code, worker, news)
+        code = 0 if end.code is None else end.code
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+        if code & 0xFF:
+            # Python does not keep it: an exit hook would take this for a good end.
+            _keep(end)
+            _leave(code & 0xFF, worker, status)
     except BaseException as error:
-        trace = _note(error)
+        trace = _keep(error)
         try:
             sys.excepthook(type(error), error.with_traceback(trace), trace)
         finally:
             interrupted = isinstance(error, KeyboardInterrupt)
-            _leave(128 + signal.SIGINT if interrupted else 1, worker, news)
+            _leave(128 + signal.SIGINT if interrupted else 1, worker, status)
 
 
-def _note(error):
-    """Lets exit hooks find what the script died of, where Python puts it. Returns the traceback
-    without the frames of this file, as Python itself would show it."""
+def _keep(error):
+    """Keeps what the script died of where exit hooks look for it. Returns the traceback without the
+    frames of this file."""
     trace = error.__traceback__
     while trace and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -109,10 +97,7 @@ def _note(error):
     return trace
 
 
-def _run_script(command):
-    path = os.path.abspath(command[0])
-    sys.argv[:] = command
-    _set_first_path(os.path.dirname(os.path.realpath(path)))
+def _run_script(path):
     main = _new_main()
     main.__file__ = path
     main.__cached__ = None
@@ -120,13 +105,6 @@ def _run_script(command):
     with io.open_code(path) as file:
         source = file.read()
     exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
-
-
-def _run_module(command):
-    sys.argv[:] = command
-    _set_first_path(os.getcwd())
-    _new_main()
-    runpy._run_module_as_main(command[0])  # What `python -m` calls.
 
 
 def _new_main():
@@ -139,28 +117,15 @@ def _new_main():
     return main
 
 
-def _set_first_path(folder):
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = folder
-
-
-def _exit_code(code):
-    """The exit code of `sys.exit(code)`, after the message that it may be."""
-    if code is None or isinstance(code, int):
-        return (code or 0) & 0xFF
-    print(code, file=sys.stderr)
-    return 1
-
-
-def _leave(code, worker, news):
+def _leave(code, worker, status):
     """Ends this process without the destructors, after the exit hooks."""
     try:
         _flush()
         if os.getpid() == worker:
             # First, as a hook such as Horovod's may make other workers fail too.
             with contextlib.suppress(OSError):
-                os.write(news, b"%d %d\n" % (worker, code))
-            # A hook may wait for what the other workers do not do any more.
+                os.write(status, b"%d %d\n" % (worker, code))
+            # A hook may wait for other workers indefinitely.
             timer = threading.Timer(EXIT_HOOKS_SECONDS, os._exit, (code,))
             timer.daemon = True
             timer.start()
@@ -172,23 +137,16 @@ def _leave(code, worker, news):
 
 def _flush():
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
-        except (AttributeError, OSError, ValueError):
-            pass
 
 
-def _serve(*command):
+def _serve():
     """Is the scheduler or a server, as the environment says, until the workers have ended."""
-    # A server unpickles the optimizer, whose class may lie beside the script.
-    module = command[0] == "-m"
-    _set_first_path(os.getcwd() if module else os.path.dirname(os.path.realpath(command[0])))
     try:
         import mxnet  # noqa: F401  It serves inside this import, and ends the process there.
-    except (ImportError, OSError, AttributeError):  # Not MXNetError, of one that cannot serve.
-        sys.path.append(
-            os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        )
+    except (ImportError, OSError, AttributeError):  # Not MXNetError, which says what is wrong.
+        sys.path.append(os.path.abspath(f"{__file__}/../../.."))
         try:
             import gluon_syncbn  # noqa: F401
         except ImportError as error:  # It says what is wrong with MXNet.
@@ -196,10 +154,17 @@ def _serve(*command):
         raise
 
 
+def _main(task, argument, *command):
+    if task == "guard":
+        return _guard(argument)
+    status = int(argument)
+    os.set_inheritable(status, False)
+    if not getattr(sys.flags, "safe_path", False):
+        # A server needs it too: it unpickles the optimizer, whose class may be the user's.
+        script = os.path.dirname(os.path.realpath(command[0]))
+        sys.path[0] = os.getcwd() if command[0] == "-m" else script
+    return _run(status, command) if task == "run" else _serve()
+
+
 if __name__ == "__main__":
-    role, first, *rest = sys.argv[1:]
-    if role == "guard":
-        _guard(first)
-    else:
-        _die_with(int(first))
-        {"run": _run, "serve": _serve}[role](*rest)
+    _main(*sys.argv[1:])

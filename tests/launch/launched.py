@@ -1,0 +1,142 @@
+"""Starts launchers for the tests, and finds what they started."""
+
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+
+import psutil
+import pytest
+
+# The launcher's promise, and what a slow machine may need to get that far.
+ENDED_SECONDS = 10
+STARTED_SECONDS = 90
+
+# A launcher of one worker and nothing else, which starts fastest.
+ALONE = {
+    "DMLC_ROLE": "worker",
+    "DMLC_PS_ROOT_URI": "127.0.0.1",
+    "DMLC_PS_ROOT_PORT": "1",
+    "DMLC_NUM_WORKER": "1",
+    "DMLC_NUM_SERVER": "1",
+}
+
+
+class Launcher:
+    """A launcher, with its output as it comes. What it starts carries an id in its environment."""
+
+    def __init__(self, arguments, folder, environment):
+        self.id = uuid.uuid4().hex
+        # What a user seldom sets.
+        unset = "OMP_NUM_THREADS", "PYTHONUNBUFFERED"
+        own = {name: value for name, value in os.environ.items() if name not in unset}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "gluon_syncbn.launch", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            cwd=folder,
+            env={**own, "GLUON_SYNCBN_TEST": self.id, **environment},
+            start_new_session=True,
+        )
+        with self.process.stdin as stdin:
+            stdin.write("for nobody")
+        self.output, self.errors = [], []
+        self._is_deaf = False
+        pairs = (self.process.stdout, self.output), (self.process.stderr, self.errors)
+        self._readers = [threading.Thread(target=self._read, args=pair) for pair in pairs]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, stream, lines):
+        with stream:
+            for line in iter(stream.readline, ""):
+                lines.append(line)
+                if self._is_deaf:
+                    break
+
+    def stop_reading(self):
+        self._is_deaf = True
+
+    @property
+    def text(self):
+        return "".join(self.errors)
+
+    def processes(self):
+        """All that it started and that still run."""
+        return [p for p in psutil.process_iter() if p.pid != self.process.pid and self._has_id(p)]
+
+    def _has_id(self, process):
+        with contextlib.suppress(psutil.Error):
+            has_id = process.environ().get("GLUON_SYNCBN_TEST") == self.id
+            return has_id and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    def find(self, name, value):
+        """The launcher's child that has this variable."""
+        deadline = time.monotonic() + STARTED_SECONDS
+        while time.monotonic() < deadline:
+            for process in psutil.Process(self.process.pid).children():
+                with contextlib.suppress(psutil.Error):
+                    if process.environ().get(name) == value:
+                        return process
+        pytest.fail(f"no process with {name}={value}")
+
+    def wait_for(self, text, count=1):
+        """Waits until `count` lines of the output have the text. Returns them."""
+        deadline = time.monotonic() + STARTED_SECONDS
+        while time.monotonic() < deadline:
+            found = [line for line in list(self.output) if text in line]
+            if len(found) >= count:
+                return found
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.02)
+        pytest.fail(f"no {text!r} in {self.output} {self.errors}")
+
+    def end(self, seconds=STARTED_SECONDS):
+        """Waits until the launcher ends and leaves nothing behind. Returns its exit code."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the launcher did not end: {self.output} {self.errors}")
+        for reader in self._readers:
+            reader.join(10)
+        assert self.processes() == []
+        return code
+
+    def wait_until_nothing_runs(self, seconds=ENDED_SECONDS):
+        wait_until(lambda: not self.processes(), seconds)
+
+    def clean(self):
+        for process in [self.process, *self.processes()]:
+            with contextlib.suppress(psutil.Error, OSError):
+                process.kill()
+        self.process.wait()
+        for reader in self._readers:
+            reader.join(10)
+
+
+def wait_until(condition, seconds=ENDED_SECONDS):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def free_port():
+    """The first of two free ports in a row, below those that the system and the KVStore choose
+    from: 10000 to 49999."""
+    while True:
+        port = random.randrange(5000, 9999)
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
+            return port

@@ -1,0 +1,194 @@
+"""The positions of launchers, and their cluster: here its launchers are threads of the test."""
+
+import contextlib
+import re
+import socket
+import threading
+import time
+
+import pytest
+from launched import free_port, wait_until
+
+from gluon_syncbn.launch import __main__ as launch
+from gluon_syncbn.launch.cluster import Cluster, LaunchError, Position, find_position, first_host
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [
+        ("gpu3", "gpu3"),
+        ("gpu3,gpu1", "gpu3"),
+        ("gpu[03-05,9],login", "gpu03"),
+        ("a[7,9-12]b,c", "a7b"),
+        ("rack[2-3]node[01-16]", "rack2node01"),
+        ("node-x.example.org,node-y", "node-x.example.org"),
+    ],
+)
+def test_the_first_of_a_list_of_nodes(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_positions():
+    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "20012"}
+    slurm["SLURM_JOB_NODELIST"] = "gpu[03-05]"
+    operator = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0", "MASTER_PORT": "23456"}
+    assert find_position(slurm) == Position(3, 8, "gpu03", 9091 + 24, "20012:8", "")
+    assert find_position({**operator, **slurm}, port=5)[:4] == (3, 8, "job-0", 5)
+    assert find_position(operator) == Position(0, 2, "job-0", 23456, ":2", "")
+    del operator["MASTER_PORT"]
+    assert find_position({**operator, "DMLC_NODE_HOST": "10.0.0.1"})[3:] == (9091, ":2", "10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    "environment, sentence",
+    [
+        ({}, "finds no DMLC_ROLE"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK: expected a number from 0 to 1, got 'x'."),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: expected a number from 0 to 1, got '2'."),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "65535"}, "MASTER_PORT: expected a"),
+    ],
+)
+def test_no_position(environment, sentence):
+    with pytest.raises(LaunchError, match=re.escape(sentence)):
+        find_position(environment)
+
+
+@contextlib.contextmanager
+def connected(positions, options=None, wait=5, delay=0):
+    """What becomes of each position: its Cluster, or the sentence of its error. All but the first
+    come after `delay` seconds."""
+    found = [None] * len(positions)
+
+    def connect(index):
+        time.sleep(delay if index else 0)
+        workers, engine = options[index] if options else (1, "kvstore")
+        try:
+            found[index] = Cluster(positions[index], workers, engine, wait)
+        except LaunchError as error:
+            found[index] = str(error)
+
+    threads = [threading.Thread(target=connect, args=(i,)) for i in range(len(positions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    try:
+        yield found
+    finally:
+        for cluster in found:
+            if isinstance(cluster, Cluster):
+                cluster.close()
+
+
+def errors(ranks, size, port=None, **settings):
+    port = port or free_port()
+    with connected([position(rank, size, port) for rank in ranks], **settings) as found:
+        return found
+
+
+def position(rank, size, port, job=""):
+    return Position(rank, size, "127.0.0.1", port, job, "")
+
+
+def test_strangers_are_turned_away():
+    port = free_port()
+    answers = []
+
+    def connect():
+        time.sleep(0.2)
+        other = b'{"job": "other", "rank": 1, "host": "127.0.0.1"}\n'
+        for text in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", other, b"\xff\n"):
+            with socket.create_connection(("127.0.0.1", port + 1), timeout=5) as stranger:
+                stranger.sendall(text)
+                stranger.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(ConnectionResetError):
+                    answers.append(stranger.recv(100))
+
+    stranger = threading.Thread(target=connect)
+    stranger.start()
+    positions = [position(rank, 3, port) for rank in range(3)]
+    with connected(positions, [(2, "kvstore")] * 3, delay=0.5) as found:
+        assert [cluster.hosts for cluster in found] == [["127.0.0.1"] * 6] * 3
+    stranger.join()
+    assert not any(answers)
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ([(1, "kvstore"), (2, "kvstore")], "workers is 1 at rank 0 and 2 at rank 1"),
+        ([(1, "kvstore"), (1, "horovod")], "engine is kvstore at rank 0 and horovod at rank 1"),
+    ],
+)
+def test_launchers_with_different_options(options, sentence):
+    assert all(sentence in text for text in errors([0, 1], 2, options=options))
+
+
+def test_two_launchers_of_one_rank():
+    found = errors([0, 1, 1], 3)
+    assert all("are of rank 1: each needs a rank of its own" in text for text in found)
+
+
+def test_a_launcher_that_does_not_come(capfd, monkeypatch):
+    monkeypatch.setattr("gluon_syncbn.launch.cluster._SAY_SECONDS", 0.1)
+    found = errors([0, 2], 4, wait=0.5)
+    assert all("launchers 1, 3 of 4 did not come" in text for text in found)
+    (text,) = errors([1], 2, wait=0.5)
+    assert "rank 0 did not answer at 127.0.0.1:" in text and "MASTER_ADDR" in text
+    printed = capfd.readouterr().err
+    assert re.search(r"launch: launchers .* did not come to port \d+, waiting\.", printed)
+    assert re.search(r"launch: rank 0 did not answer at .*, waiting\.", printed)
+
+
+def test_a_launcher_that_comes_again():
+    """As a restarted pod does."""
+    port = free_port()
+    first = []
+    root = position(0, 3, port)
+    thread = threading.Thread(target=lambda: first.append(Cluster(root, 1, "kvstore", 10)))
+    thread.start()
+    assert "gave no answer" in errors([1], 3, port, wait=0.2)[0]
+    with connected([position(2, 3, port), position(1, 3, port)]) as others:
+        thread.join(30)
+        first[0].close()
+        assert first[0].hosts == others[0].hosts == others[1].hosts
+
+
+def test_a_port_that_is_taken():
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port + 1)):
+        (text,) = errors([0], 2, port)
+    assert f"cannot listen at port {port + 1}" in text
+
+
+def test_rank_0_waits_for_all_others():
+    """It has the scheduler and the servers."""
+    port = free_port()
+    with connected([position(rank, 3, port) for rank in range(3)]) as (first, *others):
+        first.report_done()
+        for other in others:
+            assert not other.everyone_done and not first.everyone_done
+            other.report_done()
+            assert other.everyone_done
+            other.close()  # As it ends.
+        wait_until(lambda: first.everyone_done)
+        assert first.failure is None
+
+
+def test_addresses_are_spelled_in_the_order_of_ranks():
+    addresses = ["10.0.0.7", "1.2.3.4", "192.168.255.1", "127.0.0.1", "10.0.0.7"] * 30
+    spelled = [launch.spell_address(address, rank) for rank, address in enumerate(addresses)]
+    assert spelled == sorted(spelled, reverse=True)
+    for address, text in zip(addresses, spelled):
+        assert socket.gethostbyname(text.encode()) == address
+
+
+@pytest.mark.parametrize("found, is_right", [("127.0.1.1", False), ("10.0.0.1", True)])
+def test_horovod_needs_a_name_that_others_can_reach(found, is_right, monkeypatch):
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: found)
+    if is_right:
+        launch._check_own_name("10.0.0.1")
+    else:
+        with pytest.raises(LaunchError, match="is 127.0.1.1 here: let /etc/hosts say 10.0.0.1"):
+            launch._check_own_name("10.0.0.1")

@@ -1,0 +1,148 @@
+"""The runner: what a script finds and how it ends, without the launcher."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from launched import ENDED_SECONDS
+
+from gluon_syncbn.launch import runner
+
+
+def run(path, *arguments, **options):
+    """(the ended runner, the exit codes that it reported)."""
+    status, write = os.pipe()
+    with os.fdopen(status) as status:
+        try:
+            done = subprocess.run(
+                [sys.executable, runner.__file__, "run", str(write)] + [str(path), *arguments],
+                capture_output=True,
+                text=True,
+                pass_fds=[write],
+                timeout=60,
+                **options,
+            )
+        finally:
+            os.close(write)
+        return done, [int(line.split()[1]) for line in status]
+
+
+ENDINGS = {
+    "an exception": ("raise ValueError('bad')", 1),
+    "in a function": ("def f():\n    1 / 0\ntry:\n    f()\nexcept ArithmeticError:\n    f()", 1),
+    "a syntax error": ("print('never')\nif True print(3)", 1),
+    "a hook that raises": ("sys.excepthook = lambda *_: 1 / 0\nraise ValueError", 1),
+    "sys.exit": ("sys.exit(3)", 3),
+    "a text": ("sys.exit('what was wrong')", 1),
+    "none": ("sys.exit()", 0),
+    "zero": ("sys.exit(0)", 0),
+    "a large code": ("sys.exit(259)", 3),
+    "below zero": ("sys.exit(-1)", 255),
+    "KeyboardInterrupt": ("raise KeyboardInterrupt", 130),
+    "the end": ("", 0),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_script_ends_as_with_python(ending, tmp_path):
+    body, code = ENDINGS[ending]
+    path = tmp_path / "script with space.py"
+    text = "import atexit, os, sys\natexit.register(print, 'a hook')\nprint('buffered')\n" + body
+    path.write_text(text)
+    done, reported = run(path)
+    plain = subprocess.run([sys.executable, str(path)], capture_output=True, text=True)
+    assert done.returncode == code and reported == ([code] if code else [])
+    assert plain.returncode == (-signal.SIGINT if code == 130 else code)
+    assert done.stdout == plain.stdout
+    if ending == "a hook that raises":
+        # Python prints both errors; here the hook is the user's and had its turn.
+        assert plain.stderr.startswith("Error in sys.excepthook")
+    else:
+        assert done.stderr == plain.stderr
+
+
+def test_a_script_finds_what_python_gives_it(tmp_path):
+    path = tmp_path / "link.py"
+    real = tmp_path / "elsewhere" / "script.py"
+    real.parent.mkdir()
+    path.symlink_to(real)
+    real.write_text(
+        "import json, pickle, sys, threading\n"
+        "class Own: pass\n"
+        "def later():\n"
+        "    threading.main_thread().join()\n"
+        "    pickle.dumps(Own())\n"
+        "    print('pickled')\n"
+        "threading.Thread(target=later).start()\n"
+        "names = '__name__', '__file__', '__package__', '__doc__', '__spec__', '__cached__'\n"
+        "print(sys.path, sys.argv, [globals().get(name) for name in names], __builtins__)\n"
+        "print(sorted(globals()), type(__loader__), 'mxnet' in sys.modules)\n"
+    )
+    done, _ = run("link.py", "-x", cwd=tmp_path)
+    plain = subprocess.run(
+        [sys.executable, "link.py", "-x"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.stdout == plain.stdout and "pickled" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "line, failure, code",
+    [
+        ("sys.exit(3)", "SystemExit: 3", 3),
+        pytest.param("sys.exit('bad')", "SystemExit: bad", 1, marks=pytest.mark.long),
+    ],
+)
+def test_exit_hooks_find_the_exit_code(line, failure, code, tmp_path):
+    """They report it to other processes. It stays that of the process."""
+    path = tmp_path / "script.py"
+    path.write_text(f"""
+import sys
+from gluon_syncbn.native import shutdown
+def leave(failure):
+    print(failure)
+    shutdown.abandon()
+shutdown.at_exit(leave)
+{line}
+""")
+    done, reported = run(path)
+    assert (done.returncode, done.stdout, reported) == (code, f"{failure}\n", [code])
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_multiprocessing_of_a_script(method, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(f"""
+import multiprocessing
+def square(x):
+    return x * x
+if __name__ == "__main__":
+    with multiprocessing.get_context("{method}").Pool(2) as pool:
+        print(pool.map(square, range(4)))
+""")
+    done, _ = run(path)
+    assert done.stdout == "[0, 1, 4, 9]\n", done.stderr
+
+
+def test_a_hook_that_waits_indefinitely_is_cut_off(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("import atexit, time\natexit.register(time.sleep, 1000)\nraise ValueError")
+    begin = time.monotonic()
+    done, _ = run(path)
+    assert done.returncode == 1 and "ValueError" in done.stderr
+    assert time.monotonic() - begin < ENDED_SECONDS
+
+
+def test_a_forked_child_that_fails_is_not_the_worker(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("""
+import os, sys
+child = os.fork()
+if not child:
+    raise ValueError
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+""")
+    done, reported = run(path)
+    assert (done.returncode, done.stdout, reported) == (0, "1\n", [])
