@@ -115,10 +115,10 @@ class SyncGroup:
     def _configure(self, layer, devices, num_devices):
         """Gives a `native.Layer` its devices, and the ranks with which it shares statistics."""
         here, processes = num_devices or len(devices), self.size
-        in_process, ranks, misfit = 0, range(processes), ""
+        in_process, ranks, config_error = 0, range(processes), ""
         k = self.group_size
         if k is not None and k < here and not devices:
-            misfit = (
+            config_error = (
                 f"{layer.name} runs in a graph with parameters that the layer does not know, so "
                 f"groups of {k} devices cannot be formed: name the devices, as in "
                 f"SyncGroup([mx.gpu(0), ...], group_size={k})."
@@ -131,7 +131,7 @@ class SyncGroup:
                 first = self.store.rank // span * span
                 ranks = range(first, first + span)
             else:
-                misfit = (
+                config_error = (
                     f"SyncGroup was made with group_size={k}, and {layer.name} has {here} devices "
                     f"in each of {processes} processes: choose a divisor of {here}, or a multiple "
                     f"of it that divides {here * processes}."
@@ -145,7 +145,7 @@ class SyncGroup:
             processes=1 if alone else processes,
             ranks=range(1) if alone else ranks,
             exchange=None if alone else self._exchange.of(layer, here, k),
-            config_error=misfit,
+            config_error=config_error,
         )
 
 

@@ -48,7 +48,7 @@ class Reducer:
         self._lost = None
         self._liveness = None
         if size > 1:
-            liveness = Liveness(rank, size, in_flight=self._connection.attendance)
+            liveness = Liveness(rank, size, in_flight=self._connection.in_flight)
             try:
                 address = numpy.frombuffer(liveness.address(), numpy.uint8).astype(numpy.float64)
                 everyone = self.all_gather("startup handshake", address, timeout=timeout)

@@ -71,7 +71,7 @@ class Connection:
     def __exit__(self, *error):
         _library.gluon_syncbn_unlock_calls(self._handle)
 
-    def attendance(self):
+    def in_flight(self):
         """The exchanges in flight, and the last that completed, each as (name, monotonic time),
         oldest first."""
         exchanges = [], []

@@ -116,7 +116,7 @@ def test_results_are_those_of_float32_rounded(dtype, shape):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_gradients_are_added_before_they_are_rounded(dtype):
-    """grad_req='add': one rounding, not two. (Here without layout copies, which add by themselves.)"""
+    """grad_req="add": one rounding, not two (here without layout copies, which add too)."""
     x, dy, gamma, beta = data((4, 3, 50), dtype)
     layer = prepare(sbn.SyncBatchNorm(), contexts(1), dtype, None, gamma, beta)
     run(layer, x, dy, (4,), contexts(1))
