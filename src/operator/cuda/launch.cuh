@@ -9,6 +9,9 @@
 #include <numeric>
 
 #include "cuda/elementwise.cuh"
+#include "cuda/sums/planes.cuh"
+#include "cuda/sums/rows.cuh"
+#include "cuda/sums/tiles.cuh"
 
 namespace gluon_syncbn {
 

@@ -1,0 +1,247 @@
+// Sums over planes, S > 1, read in vectors.
+#ifndef GLUON_SYNCBN_CUDA_SUMS_PLANES_CUH_
+#define GLUON_SYNCBN_CUDA_SUMS_PLANES_CUH_
+
+#include "cuda/sums/runs.cuh"
+
+namespace gluon_syncbn {
+
+// The sums of one chunk, by `lanes` threads: vector i belongs to lane i % lanes.
+template <typename T, bool kBackward, bool kAligned>
+struct PlaneSums {
+  using A = Arithmetic<T>;
+  static constexpr int kSize = kPack<T>;
+  // Vectors of one run, and runs of one batch.
+  static constexpr int kVectors = kRun / kSize < kInFlight ? kRun / kSize : kInFlight;
+  static constexpr int kRuns = kInFlight / kVectors;
+
+  const SumsTask& task;
+  Center<A> center;
+
+  // Vector i stands i * apart values behind x and dy, which have `left` values to the chunk's end.
+  struct Batch {
+    const T *x, *dy;
+    int left, apart;
+  };
+
+  // The share of `lane` in the n values of a chunk.
+  SBN_DEVICE void add_values(const T* dy, const T* x, int n, int lane, int lanes,
+                             Share<A>* share) const {
+    const int vectors = (n + kSize - 1) / kSize;
+    // False at the ends of the array alone, and at one of them only.
+    const bool inside = kAligned || task.holds<kBackward>(dy, x, vectors);
+    const unsigned x_shift = kAligned || !inside ? 0 : misalignment(x);
+    const unsigned dy_shift = kAligned || !inside ? 0 : misalignment(dy);
+    for (int v = lane; v < vectors; v += lanes * kInFlight) {
+      const Batch batch{x + v * kSize, dy + (kBackward ? v * kSize : 0), n - v * kSize,
+                        lanes * kSize};
+      Fetched<kAligned> xs[kInFlight], dys[kInFlight];
+      // A vector behind the last is the last once more.
+      const int last = (vectors - 1 - v) * kSize;
+      const auto at = [&](int i) { return i * batch.apart < last ? i * batch.apart : last; };
+      if (inside) {
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+          xs[i] = Fetched<kAligned>::load(batch.x + at(i));
+          if (kBackward) dys[i] = Fetched<kAligned>::load(batch.dy + at(i));
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+          xs[i].low = xs[i].high = load_some(batch.x + at(i), batch.left - at(i));
+          if (kBackward) {
+            dys[i].low = dys[i].high = load_some(batch.dy + at(i), batch.left - at(i));
+          }
+        }
+      }
+      Words x_words[kInFlight], dy_words[kInFlight];
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        x_words[i] = xs[i].template words<T>(x_shift);
+        if (kBackward) dy_words[i] = dys[i].template words<T>(dy_shift);
+      }
+      if ((kInFlight - 1) * batch.apart + kSize <= batch.left) {
+        add_batch<true>(x_words, dy_words, batch, v == lane, share);
+      } else {
+        add_batch<false>(x_words, dy_words, batch, v == lane, share);
+      }
+    }
+  }
+
+ private:
+  // kFull: all vectors have all their values.
+  template <bool kFull>
+  SBN_DEVICE void add_batch(const Words (&x)[kInFlight], const Words (&dy)[kInFlight],
+                            const Batch& batch, bool is_first, Share<A>* share) const {
+    const auto get = [&](const Words(&from)[kInFlight], int run, int i, A other) {
+      const int vector = run * kVectors + i / kSize, j = i % kSize;
+      const bool there = kFull || j < batch.left - vector * batch.apart;
+      return there ? value_at<T>(from[vector], j) : other;
+    };
+    const auto again = [&](int run, int i, const auto& f) {
+      const int place = (run * kVectors + i / kSize) * batch.apart + i % kSize;
+      if (place >= batch.left) return;
+      if constexpr (kBackward) {
+        f(widen(batch.dy[place]), widen(batch.x[place]));
+      } else {
+        f(widen(batch.x[place]));
+      }
+    };
+    const auto add = [&](int, double first, double second) {
+      share->first += first;
+      share->second += second;
+    };
+    constexpr int kValues = kVectors * kSize;
+    if constexpr (kBackward) {
+      add_runs<kRuns, kValues>([&](int run, int i) { return get(dy, run, i, A{0}); },
+                               [&](int run, int i) { return get(x, run, i, center.mean); },
+                               [&](int) { return center.mean; }, A{}, again, add);
+    } else {
+      if (is_first) {
+        const A first = value_at<T>(x[0], 0);
+        share->origin = origin_of<kValues>([&](int i) { return get(x, 0, i, first); }, A{});
+      }
+      const A origin = share->origin;
+      add_runs<kRuns, kValues>([&](int run, int i) { return get(x, run, i, origin); },
+                               [&](int) { return origin; }, A{}, again, add);
+      if (kFull) {
+        share->count += kInFlight * kSize;
+      } else {
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+          const int here = batch.left - i * batch.apart;
+          share->count += here >= kSize ? kSize : here > 0 ? here : 0;
+        }
+      }
+    }
+  }
+};
+
+// The sums of chunks on their way to Sum3, which `own` has. Those of a chunk come to be in all of
+// its `lanes` lanes; each of these keeps another chunk's until all have one, and then all turn
+// theirs into Sum3 at once.
+template <typename A, bool kBackward>
+struct KeptSums {
+  double* own;
+  int lanes, lane, count = 0, turn = 0;
+  A near = 0;
+  double first = 0, second = 0;
+
+  SBN_DEVICE KeptSums(double* own_sums, int lanes_of_chunk, int lane_of_warp)
+      : own(own_sums), lanes(lanes_of_chunk), lane(lane_of_warp) {
+    put(ChannelSums(), own);
+  }
+
+  // Takes a lane's share of a chunk of n values.
+  SBN_DEVICE void take(Share<A> share, int n, const Center<A>& center) {
+    const int lane_of_chunk = lane % lanes;
+    A chunk_near = 0;
+    if constexpr (!kBackward) {
+      // Of its first lane.
+      chunk_near = __shfl_sync(kAllLanes, share.origin, lane - lane_of_chunk);
+      share.move(chunk_near);
+    }
+#pragma unroll
+    for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+      if (mask < lanes) {
+        share.first += __shfl_xor_sync(kAllLanes, share.first, mask);
+        share.second += __shfl_xor_sync(kAllLanes, share.second, mask);
+      }
+    }
+    if (lane_of_chunk == turn) {
+      count = n;
+      near = chunk_near;
+      first = share.first;
+      second = kBackward ? center.products(first, share.second) : share.second;
+    }
+    if (++turn == lanes) {
+      keep();
+      turn = 0;
+    }
+  }
+
+  // Adds what is kept to `own`.
+  SBN_DEVICE void keep() {
+    ChannelSums sums = get_sums(own);
+    if constexpr (kBackward) {
+      sums.first.add(first);
+      sums.second.add(second);
+    } else {
+      add_about<A>(count, near, first, second, &sums.first, &sums.second);
+    }
+    put(sums, own);
+    count = 0;
+    near = first = second = 0;
+  }
+};
+
+// S > 1: one channel a block, some of its chunks; `lanes` threads a chunk.
+template <typename T, bool kBackward, bool kAligned>
+__global__ void __launch_bounds__(kThreads, plane_blocks<T>(kBackward, kAligned))
+    sum_planes(SumsTask task) {
+  using A = Arithmetic<T>;
+  // In shared memory, as a thread needs its own once in `lanes` chunks.
+  __shared__ double own_sums[kThreads * 6];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int lanes = task.lanes, lane_of_chunk = lane % lanes, at_once = kWarp / lanes;
+  const int64_t c = blockIdx.x;
+
+  PlaneSums<T, kBackward, kAligned> plane{task, {0, 0}};
+  if constexpr (kBackward) plane.center = Center<A>::of(task.statistics[c]);
+
+  double* const own = own_sums + threadIdx.x * 6;
+  KeptSums<A, kBackward> kept{own, lanes, lane};
+
+  // The chunks that are left for the warp, a lane's next one, and how far the one after that is: so
+  // many samples and chunks.
+  const int64_t begin = task.unit_of_slice(blockIdx.y) + warp * at_once;
+  int64_t units = task.unit_of_slice(blockIdx.y + 1) - begin;
+  const int64_t unit = begin + lane / lanes, sample_size = task.C * task.S;
+  const int chunks = static_cast<int>(task.chunks);
+  int64_t sample = unit, samples_apart = kWarps * at_once;
+  int chunk = 0, chunks_apart = 0;
+  if (chunks > 1) {
+    sample = unit / chunks;
+    chunk = static_cast<int>(unit - sample * chunks);
+    samples_apart = kWarps * at_once / chunks;
+    chunks_apart = kWarps * at_once % chunks;
+  }
+  int64_t plane_at = sample * sample_size + c * task.S;
+  const int64_t planes_apart = samples_apart * sample_size;
+  const int last_size =
+      static_cast<int>(task.S - static_cast<int64_t>(chunks - 1) * task.chunk_size);
+
+  for (; units > 0; units -= kWarps * at_once) {
+    Share<A> share;
+    int n = 0;
+    if (lane / lanes < units) {
+      const int64_t at = plane_at + static_cast<int64_t>(chunk) * task.chunk_size;
+      n = chunk + 1 == chunks ? last_size : task.chunk_size;
+      plane.add_values(static_cast<const T*>(task.dy) + (kBackward ? at : 0),
+                       static_cast<const T*>(task.x) + at, n, lane_of_chunk, lanes, &share);
+    }
+    plane_at += planes_apart;
+    chunk += chunks_apart;
+    if (chunk >= chunks) {
+      chunk -= chunks;
+      plane_at += sample_size;
+    }
+    kept.take(share, n, plane.center);
+  }
+  kept.keep();
+
+  ChannelSums sums = get_sums(own);
+  add_lanes(&sums, kWarp);
+  if (lane == 0) put(sums, own);
+  __syncthreads();
+  if (warp == 0) {
+    ChannelSums of_warp;
+    if (lane < kWarps) of_warp = get_sums(own_sums + lane * kWarp * 6);
+    add_lanes(&of_warp, kWarps);
+    if (lane == 0) store_sums(of_warp, task.to + c * task.slices + blockIdx.y);
+  }
+}
+
+}  // namespace gluon_syncbn
+
+#endif  // GLUON_SYNCBN_CUDA_SUMS_PLANES_CUH_

@@ -1,0 +1,193 @@
+// Sums over small planes at odd addresses, through shared memory.
+#ifndef GLUON_SYNCBN_CUDA_SUMS_TILES_CUH_
+#define GLUON_SYNCBN_CUDA_SUMS_TILES_CUH_
+
+#include "cuda/sums/runs.cuh"
+
+namespace gluon_syncbn {
+
+// Bytes of an array that a warp has in shared memory at a time.
+template <bool kBackward>
+constexpr int kTileBytes = kBackward ? 2048 : 4608;
+// Values of it, less those that may stand in front of them in their first 16 bytes, and those
+// behind them that a thread's last run reads and does not use.
+template <typename T, bool kBackward>
+constexpr int kTileValues =
+    kTileBytes<kBackward> / static_cast<int>(sizeof(T)) - (kPack<T> - 1) - kRun;
+// Blocks of a multiprocessor: what registers allow, 2 in all of these kernels before sm_90.
+template <typename T, bool kBackward>
+constexpr int kTileBlocks =
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    2;
+#else
+    kBackward && sizeof(T) == sizeof(double) ? 2 : 3;
+#endif
+
+// Values that lie together, at any address, on their way through registers to shared memory.
+template <typename T, int kBytes>
+struct Tile {
+  static constexpr int kVectors = (kBytes / 16 + kWarp - 1) / kWarp;
+  const T* from;
+  int size, shift, vectors;
+  bool inside;
+  Words words[kVectors];
+
+  // All lanes' loads of `size` values from `from` on.
+  SBN_DEVICE static Tile load(const T* from, int size, const Extent& array, int lane) {
+    Tile tile;
+    tile.from = from;
+    tile.size = size;
+    tile.shift = static_cast<int>(misalignment(from) / sizeof(T));
+    tile.vectors = (tile.shift + size + kPack<T> - 1) / kPack<T>;
+    // False at the ends of the array alone.
+    tile.inside = array.holds(from - tile.shift, tile.vectors);
+    if (!tile.inside) return tile;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int v = lane + i * kWarp;
+      if (v < tile.vectors) tile.words[i] = load_words(from - tile.shift + v * kPack<T>);
+    }
+    return tile;
+  }
+
+  // The first value comes to to[shift].
+  SBN_DEVICE void put(T* to, int lane) const {
+    if (inside) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const int v = lane + i * kWarp;
+        if (v < vectors) share_words(to + v * kPack<T>, words[i]);
+      }
+    } else {
+      for (int i = lane; i < size; i += kWarp) to[shift + i] = from[i];
+    }
+  }
+};
+
+// Values `at` and behind it of a tile: those of 16 bits by words, as a thread reads no more than a
+// word at a time.
+template <int kValues, typename T>
+SBN_DEVICE void read_values(const T* tile, int at, Arithmetic<T> (&values)[kValues]) {
+  if constexpr (sizeof(T) == 2) {
+    const auto* const words = reinterpret_cast<const uint32_t*>(tile) + at / 2;
+    uint32_t w[kValues / 2 + 1];
+#pragma unroll
+    for (int i = 0; i <= kValues / 2; ++i) w[i] = words[i];
+#pragma unroll
+    for (int i = 0; i < kValues / 2; ++i) {
+      const Words pair = {{__funnelshift_r(w[i], w[i + 1], at % 2 * 16), 0, 0, 0}};
+      values[2 * i] = value_at<T>(pair, 0);
+      values[2 * i + 1] = value_at<T>(pair, 1);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) values[i] = widen(tile[at + i]);
+  }
+}
+
+// S > 1, small planes that begin at odd addresses: a warp takes those of `kWarp / lanes` channels
+// of a sample, which lie together, through shared memory; `lanes` threads a plane, each the next
+// `chunk_size` values.
+template <typename T, bool kBackward>
+__global__ void __launch_bounds__(kThreads, kTileBlocks<T, kBackward>) sum_tiles(SumsTask task) {
+  using A = Arithmetic<T>;
+  constexpr int kBytes = kTileBytes<kBackward>, kArrays = kBackward ? 2 : 1, kTail = kRun / 2;
+  constexpr int kTile = kBytes / static_cast<int>(sizeof(T));
+  alignas(16) __shared__ Words shared[kArrays * kWarps * kBytes / sizeof(Words)];
+  // In shared memory, as in sum_planes.
+  __shared__ double own_sums[kThreads * 6];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  T* const x_tile = reinterpret_cast<T*>(shared) + warp * kArrays * kTile;
+  T* const dy_tile = x_tile + (kArrays - 1) * kTile;
+
+  const int lanes = task.lanes, across = kWarp / lanes;
+  const int plane = lane / lanes, lane_of_plane = lane % lanes;
+  const int64_t tile = static_cast<int64_t>(blockIdx.x) * across, c = tile + plane;
+  const int planes = c - plane + across <= task.C ? across : static_cast<int>(task.C - tile);
+  const T *x = static_cast<const T*>(task.x), *dy = static_cast<const T*>(task.dy);
+
+  Center<A> center{0, 0};
+  if constexpr (kBackward) {
+    if (plane < planes) center = Center<A>::of(task.statistics[c]);
+  }
+  double* const own = own_sums + threadIdx.x * 6;
+  KeptSums<A, kBackward> kept{own, lanes, lane};
+
+  const int64_t end = task.unit_of_slice(blockIdx.y + 1);
+  const int n = static_cast<int>(task.S), share_size = task.chunk_size;
+  for (int64_t sample = task.unit_of_slice(blockIdx.y) + warp; sample < end; sample += kWarps) {
+    const int64_t at = (sample * task.C + tile) * task.S;
+    using Loads = Tile<T, kBytes>;
+    const Loads x_loads = Loads::load(x + at, planes * n, {task.x, task.x_end}, lane);
+    const Loads dy_loads =
+        kBackward ? Loads::load(dy + at, planes * n, {task.dy, task.dy_end}, lane) : x_loads;
+    // All have read what was there before.
+    __syncwarp();
+    x_loads.put(x_tile, lane);
+    if constexpr (kBackward) dy_loads.put(dy_tile, lane);
+    __syncwarp();
+    const int begin = plane * n + lane_of_plane * share_size;
+    const int x_at = x_loads.shift + begin, dy_at = kBackward ? dy_loads.shift + begin : 0;
+
+    const int left = plane < planes ? n - lane_of_plane * share_size : 0;
+    Share<A> share;
+    share.count = left < 0 ? 0 : left < share_size ? left : share_size;
+    const auto add = [&](int, double run_first, double run_second) {
+      share.first += run_first;
+      share.second += run_second;
+    };
+    // kFull: all of the run's values are there.
+    const auto add_run = [&](auto values, auto is_full, int j, bool is_first) {
+      constexpr int kValues = decltype(values)::value;
+      const auto there = [&](int i) { return decltype(is_full)::value || j + i < share.count; };
+      const auto again = [&](int, int i, const auto& f) {
+        if (j + i >= share.count) return;
+        if constexpr (kBackward) {
+          f(widen(dy_tile[dy_at + j + i]), widen(x_tile[x_at + j + i]));
+        } else {
+          f(widen(x_tile[x_at + j + i]));
+        }
+      };
+      A v[kValues];
+      read_values<kValues>(x_tile, x_at + j, v);
+      if constexpr (kBackward) {
+        A g[kValues];
+        read_values<kValues>(dy_tile, dy_at + j, g);
+        add_runs<1, kValues>([&](int, int i) { return there(i) ? g[i] : A{0}; },
+                             [&](int, int i) { return there(i) ? v[i] : center.mean; },
+                             [&](int) { return center.mean; }, A{}, again, add);
+      } else {
+        if (is_first) {
+          share.origin = origin_of<kValues>([&](int i) { return there(i) ? v[i] : v[0]; }, A{});
+        }
+        const A origin = share.origin;
+        add_runs<1, kValues>([&](int, int i) { return there(i) ? v[i] : origin; },
+                             [&](int) { return origin; }, A{}, again, add);
+      }
+    };
+    int j = 0;
+    if (share.count >= kRun) {
+      add_run(Number<kRun>(), True(), 0, true);
+      j = kRun;
+    }
+    for (; j + kRun <= share.count; j += kRun) add_run(Number<kRun>(), True(), j, false);
+    for (; j < share.count; j += kTail) add_run(Number<kTail>(), False(), j, j == 0);
+
+    kept.take(share, n, center);
+  }
+  kept.keep();
+
+  ChannelSums sums = get_sums(own);
+  add_lanes(&sums, lanes);
+  put(sums, own);
+  __syncthreads();
+  // The first warp has the sums of all planes in the first lane of each.
+  if (warp == 0 && lane_of_plane == 0 && plane < planes) {
+    for (int i = 1; i < kWarps; ++i) sums.add(get_sums(own + i * kWarp * 6));
+    store_sums(sums, task.to + c * task.slices + blockIdx.y);
+  }
+}
+
+}  // namespace gluon_syncbn
+
+#endif  // GLUON_SYNCBN_CUDA_SUMS_TILES_CUH_
