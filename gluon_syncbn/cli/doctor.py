@@ -25,6 +25,7 @@ _PACKAGES = (
     ("onnx", "for export to ONNX"),
     ("onnxruntime", "for export to ONNX"),
 )
+_NOTES = {"gluoncv": "; what its nets and scripts need: docs/troubleshooting.md#gluoncv"}
 _SECONDS = 120
 _CRASHED = (
     "If python -c 'import mxnet' does so too, install MXNet anew: pip install --force-reinstall "
@@ -89,7 +90,7 @@ def _packages(found):
     versions = {name: _version(name) for name, _ in _PACKAGES}
     for name, purpose in _PACKAGES:
         if versions[name]:
-            found.say(name, versions[name])
+            found.say(name, versions[name] + _NOTES.get(name, ""))
         elif purpose:
             found.say(name, f"not installed ({purpose})")
     if versions["mxnet"] and versions["mxnet-cu112"]:

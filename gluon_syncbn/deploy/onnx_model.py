@@ -1,13 +1,14 @@
 """ONNX from a stock graph: MXNet's converters, and what has to be mended around them."""
 
 import contextlib
+import functools
 import io
 import re
 
 import mxnet as mx
 import numpy as np
 
-from ..graph.symbols import ExportError
+from ..graph.symbols import ExportError, is_true
 
 # MXNet's converters write operators as of version 13. BatchNormalization of 15 is the same, but
 # also takes float16 data with float32 parameters. From 18 on others have changed.
@@ -45,6 +46,7 @@ _SAME = {
 # Operators that MXNet's converters know by their nodes' names alone, as those that MXNet gives:
 # without such a word, 2 - x is converted to x - 2.
 _TOLD_BY_NAME = {"_rminus_scalar": "_rminusscalar", "_rdiv_scalar": "_rdivscalar"}
+_ADAPTIVE_POOLING = "_contrib_AdaptiveAvgPooling2D"
 # By how much the input is changed, in relation, where a net's own rounding is in question, and how
 # many times the change that makes of the output a runtime's rounding may come to.
 _NUDGE, _AMPLIFIED = 2.0**-20, 10
@@ -75,9 +77,19 @@ def missing_operators(graph):
     known = set().union(*(converter.registry_.get(version, {}) for version in _CONVERTERS))
     missing = {}
     for node in graph.nodes():
-        if node.op not in known:
+        if node.op not in known or _keeps_classes_apart(node):
             missing.setdefault(node.op, []).append(node.name)
     return missing
+
+
+def _keeps_classes_apart(node):
+    """Whether boxes suppress those of their own class alone, which MXNet's converter forgets. The
+    comparison does not show that where random input gives no boxes."""
+    return (
+        node.op == "_contrib_box_nms"
+        and node.attrs.get("id_index", "-1") != "-1"
+        and not is_true(node.attrs.get("force_suppress", "False"))
+    )
 
 
 def to_onnx(graph, arrays, shapes, dtype):
@@ -103,8 +115,12 @@ def to_onnx(graph, arrays, shapes, dtype):
     types = [onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))] * len(shapes)
     ordered = [name for name in symbol.list_inputs() if name in shapes]
     try:
-        # Those converters print the names.
-        with _checks_as_of(onnx, OPSET), contextlib.redirect_stdout(io.StringIO()):
+        sizes = _pooling_sizes(graph, arrays, shapes)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_checks_as_of(onnx, OPSET))
+            stack.enter_context(_own_converters(onnx, converter, sizes))
+            # MXNet's converters print the names.
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             made = converter().create_onnx_graph_proto(
                 symbol,
                 dict(arrays),
@@ -187,6 +203,66 @@ def _checks_as_of(onnx, opset):
         yield
     finally:
         context.ir_version, context.opset_imports = before
+
+
+@contextlib.contextmanager
+def _own_converters(onnx, converter, sizes):
+    """MXNet's converter of adaptive pooling knows an output of 1x1 alone."""
+    own = functools.partial(_convert_adaptive_pooling, onnx, sizes)
+    # MXNet takes the newest, and has none of this version.
+    converter.registry_[OPSET] = {_ADAPTIVE_POOLING: own}
+    try:
+        yield
+    finally:
+        del converter.registry_[OPSET]
+
+
+def _pooling_sizes(graph, arrays, shapes):
+    """{name of a node of adaptive pooling: ((height, width) of its input, of its output)}."""
+    pools = [node for node in graph.nodes() if node.op == _ADAPTIVE_POOLING]
+    if not pools:
+        return {}
+    heads = graph.heads
+    graph.heads = [entry for node in pools for entry in (node.inputs[0], (node, 0))]
+    symbol = graph.symbol()
+    graph.heads = heads
+    known = {**shapes, **{name: array.shape for name, array in arrays.items()}}
+    used = {name: known[name] for name in symbol.list_inputs()}
+    _, found, _ = symbol.infer_shape(**used)
+    sizes = [shape[2:] for shape in found]
+    return {node.name: pair for node, pair in zip(pools, zip(sizes[::2], sizes[1::2]))}
+
+
+def _convert_adaptive_pooling(onnx, sizes, node, outputs_lookup, initializer, **_):
+    """A converter as MXNet calls it. Bins of one size are an AveragePool; others make
+    y = A x B^T, with rows of A and B that average."""
+    name, [[number, output, *_]] = node["name"], node["inputs"]
+    x = outputs_lookup[number][output]
+    inputs, outputs = sizes[name]
+    if all(size % bins == 0 for size, bins in zip(inputs, outputs)):
+        kernel = [size // bins for size, bins in zip(inputs, outputs)]
+        settings = {"kernel_shape": kernel, "strides": kernel}
+        return [onnx.helper.make_node("AveragePool", [x.name], [name], name, **settings)]
+    a, b = (_averages(*pair).astype(x.dtype) for pair in zip(inputs, outputs))
+    rows, columns, pooled = (f"{name}_{part}" for part in ("rows", "columns", "pooled"))
+    initializer += [
+        onnx.numpy_helper.from_array(a, rows),
+        onnx.numpy_helper.from_array(np.ascontiguousarray(b.T), columns),
+    ]
+    return [
+        onnx.helper.make_node("MatMul", [rows, x.name], [pooled], pooled),
+        onnx.helper.make_node("MatMul", [pooled, columns], [name], name),
+    ]
+
+
+def _averages(size, bins):
+    """(bins, size): each row averages one of the bins, which share values where `bins` does not
+    divide `size`."""
+    result = np.zeros((bins, size))
+    for number, row in enumerate(result):
+        first, last = number * size // bins, -(-(number + 1) * size // bins)
+        row[first:last] = 1 / (last - first)
+    return result
 
 
 def _drop_constant_inputs(made):

@@ -369,6 +369,8 @@ def test_doctor_where_all_is_well():
     assert "self-test, 2 CPU devices:   forward and backward agree with NumPy" in done.stdout
     for word in ("Python:", "mxnet", "numpy:", "native CPU part:", "native CUDA part:", "devices:"):
         assert word in done.stdout
+    [(place, anchor)] = re.findall(r"^gluoncv: .*: (\S+)#(\S+)$", done.stdout, re.MULTILINE)
+    assert f"\n## {anchor}\n" in (PACKAGE.parent / place).read_text()
     assert done.stderr == ""
 
 

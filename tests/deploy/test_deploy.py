@@ -826,21 +826,37 @@ def test_operators_that_onnx_lacks_are_named_before_anything_is_written(tmp_path
     sbn.export(net, tmp_path / "m")
 
 
-class Pyramid(gluon.HybridBlock):
-    def hybrid_forward(self, F, x):
-        return F.contrib.AdaptiveAvgPooling2D(x, output_size=2)
-
-
 def test_settings_that_onnx_lacks_are_named_before_anything_is_written(tmp_path):
-    net = sequential(sbn.SyncBatchNorm(), Pyramid())
-    ready(net, (2, 3, 6, 6))
-    with pytest.raises(sbn.ExportError, match="AdaptiveAvgPooling2D operator with output_size"):
-        sbn.export(net, tmp_path / "m", onnx=tmp_path / "o", input_shape=(2, 3, 6, 6))
     net = sequential(sbn.SyncBatchNorm(axis=-1))
     ready(net, (2, 3, 6, 6))
     with pytest.raises(sbn.ExportError, match="axis != 1"):
         sbn.export(net, tmp_path / "m", onnx=tmp_path / "o", input_shape=(2, 3, 6, 6))
     assert os.listdir(tmp_path) == []
+
+
+class Pyramid(gluon.HybridBlock):
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+    def hybrid_forward(self, F, x):
+        return F.contrib.AdaptiveAvgPooling2D(x, output_size=self.size)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("size", [(), 1, 2, (3, 4), 4, (5, 2), (7, 11)])
+def test_adaptive_pooling_goes_to_onnx(tmp_path, size, dtype):
+    """With bins of one size, bins that share values, and more bins than values."""
+    net = sequential(nn.Conv2D(3, 1, in_channels=3), sbn.SyncBatchNorm(), Pyramid(size))
+    ready(net, (2, 3, 6, 8))
+    before = copy.deepcopy(_onnx.load_onnx()[2].registry_)
+    model = tmp_path / "model.onnx"
+    sbn.export(net, tmp_path / "m", onnx=model, input_shape=(2, 3, 6, 8), dtype=dtype)
+    nodes = [node.op_type for node in onnx.load(str(model)).graph.node]
+    even = size in ((), 1, 2, (3, 4))
+    assert (nodes.count("AveragePool"), nodes.count("MatMul")) == ((1, 0) if even else (0, 2))
+    # MXNet's own exporter is left as it was.
+    assert _onnx.load_onnx()[2].registry_ == before
 
 
 def test_a_converter_that_computes_something_else_is_found_out(tmp_path, monkeypatch):
@@ -851,6 +867,38 @@ def test_a_converter_that_computes_something_else_is_found_out(tmp_path, monkeyp
     with pytest.raises(sbn.ExportError, match=r"output 0 differs from MXNet's by \d"):
         sbn.export(net, tmp_path / "m", onnx=tmp_path / "o", input_shape=(2, 3, 16, 16))
     assert os.listdir(tmp_path) == []
+
+
+class TwoHeads(gluon.HybridBlock):
+    """Its first output is -1 for each input, as the class of a detector that finds nothing."""
+
+    def hybrid_forward(self, F, x):
+        return F.zeros_like(x) - 1, F.relu(x)
+
+
+def test_a_converter_that_is_wrong_in_a_later_output_is_found_out(tmp_path, monkeypatch):
+    net = sequential(sbn.SyncBatchNorm(), TwoHeads())
+    ready(net, (2, 3, 6, 6))
+    _, _, converter = _onnx.load_onnx()
+    monkeypatch.setitem(converter.registry_[12], "relu", converter.registry_[12]["sigmoid"])
+    with pytest.raises(sbn.ExportError, match=r"output 1 differs from MXNet's by \d"):
+        sbn.export(net, tmp_path / "m", onnx=tmp_path / "o", input_shape=(2, 3, 6, 6))
+
+
+class Detector(gluon.HybridBlock):
+    """None of its boxes is above the threshold."""
+
+    def hybrid_forward(self, F, x):
+        return F.contrib.box_nms(x, valid_thresh=1e6, id_index=0)
+
+
+def test_suppression_by_class_is_refused_where_no_box_would_show_it(tmp_path):
+    """MXNet's converter has the boxes of each class suppress those of all others."""
+    net = sequential(sbn.SyncBatchNorm(), Detector())
+    [x], [y] = ready(net, (2, 3, 6))
+    assert (y == -1).all()
+    with pytest.raises(sbn.ExportError, match="_contrib_box_nms"):
+        sbn.export(net, tmp_path / "m", onnx=tmp_path / "o", input_shape=x.shape)
 
 
 class Chaotic(gluon.HybridBlock):

@@ -126,7 +126,8 @@ std::string Layer::causes(Direction direction) const {
             "on one of them, and MXNet fuses operations that wait for this device with operations "
             "that another device needs: give autograd.backward the list of the losses."
           : "the layer is called more often on one device than on another; num_devices is "
-            "larger than the number of devices in use.";
+            "larger than the number of devices in use; threads make the first call of a net whose "
+            "parameters have no values yet (gluoncv's DataParallelModel: give it sync=False).";
   text +=
       " Or an earlier operation on the missing device has failed, and MXNet runs nothing that "
       "depends on it: mx.nd.waitall() raises its error.";
