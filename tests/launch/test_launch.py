@@ -153,7 +153,7 @@ def test_a_killed_process_is_the_cause():
         return types.SimpleNamespace(code=iter(codes).__next__)
 
     failed, running, killed = child(1, 1), child(None, None), child(-signal.SIGKILL)
-    launched = Launch([], [], 1, None)
+    launched = Launch([], [], 1)
     launched._children = [failed, running, killed]
     assert launched._cause([failed]) is killed
     launched._children = [failed, running]
