@@ -206,7 +206,7 @@ class Launch:
         """The exit code where output could not be written, None where all was."""
         for child in self._children:
             if child.write_error:
-                # Whoever read it has enough, as with `... | head`.
+                # The reader has enough, as with `... | head`.
                 if getattr(child.write_error, "errno", None) == errno.EPIPE:
                     return 128 + signal.SIGPIPE
                 reason = getattr(child.write_error, "strerror", None) or child.write_error
