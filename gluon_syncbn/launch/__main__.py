@@ -36,7 +36,6 @@ What a worker finds:
 
 import argparse
 import contextlib
-import math
 import os
 import signal
 import socket
@@ -86,7 +85,7 @@ def _parse(arguments):
         epilog="OMP_NUM_THREADS is set to the number of cores per worker, unless you set it. Lines "
         "of the workers are printed with their rank before them.",
     )
-    count, seconds = between(1, _MOST), between(0, math.inf, float)
+    count, seconds = between(1, _MOST), between(0, 10**6, float)
     add = parser.add_argument
     add("-n", type=count, metavar="N", help="number of workers; with --from-env by default 1")
     text = "number of KVStore servers (%(default)s)"

@@ -106,8 +106,10 @@ def first_host(nodes):
 class _Peer:
     """The connection to another launcher. Each message is one line of JSON."""
 
-    def __init__(self, connection):
+    def __init__(self, connection, address):
         self.socket = connection
+        self.address = address[0]
+        self.host = ""  # Where the user named one.
         self.done = False
         connection.settimeout(_CONNECT_SECONDS)
         # When a machine goes down, the kernel finds out within about 8 s.
@@ -235,14 +237,14 @@ class Cluster:
                     "start one launcher for each rank, such as through srun, and open this port.",
                 )
                 with contextlib.suppress(socket.timeout):
-                    self._welcome(_Peer(listener.accept()[0]))
+                    self._welcome(_Peer(*listener.accept()))
         local = [peer.socket.getsockname()[0] for peer in self._peers.values()]
         remote = [address for address in local if not address.startswith("127.")]
         hosts = {0: self._position.host or (remote or ["127.0.0.1"])[0]}
         for rank, peer in self._peers.items():
             # A launcher of this machine came over the loopback, where others cannot reach it.
-            is_here = not peer.is_chosen and peer.host.startswith("127.")
-            hosts[rank] = hosts[0] if is_here else peer.host
+            is_here = peer.address.startswith("127.")
+            hosts[rank] = peer.host or (hosts[0] if is_here else peer.address)
         hosts = [_resolve(hosts[rank]) for rank in range(size)]
         self._spread(hosts=hosts)
         return hosts
@@ -266,9 +268,7 @@ class Cluster:
         message = peer.receive()
         if message.get("job") != self._position.job:
             return peer.close()
-        rank, options = message["rank"], message["options"]
-        peer.host = message["host"] or peer.socket.getpeername()[0]
-        peer.is_chosen = bool(message["host"])
+        rank, options, peer.host = message["rank"], message["options"], message["host"]
         other = self._peers.get(rank)
         is_second = other is not None and not other.has_left()
         # From here on it gets the errors too.
@@ -281,14 +281,15 @@ class Cluster:
                 )
         if is_second:
             raise LaunchError(
-                f"two launchers, at {other.host} and {peer.host}, are of rank {rank}: each needs a "
-                "rank of its own."
+                f"two launchers, at {other.address} and {peer.address}, are of rank {rank}: each "
+                "needs a rank of its own."
             )
 
     def _join(self):
         """All others: connect to rank 0 and receive the addresses of all."""
         position = self._position
-        peer = self._peers[0] = _Peer(self._connect())
+        address = position.master, self._port
+        peer = self._peers[0] = _Peer(self._connect(address), address)
         peer.send(job=position.job, rank=position.rank, host=position.host, options=self._options)
         # Rank 0 reports who is missing, and it may have begun to wait later.
         peer.socket.settimeout(2 * self._wait + _CONNECT_SECONDS)
@@ -301,8 +302,7 @@ class Cluster:
             f"for others, or serves another job than {position.job!r}."
         )
 
-    def _connect(self):
-        address = self._position.master, self._port
+    def _connect(self, address):
         while True:
             try:
                 connection = socket.create_connection(address, timeout=_CONNECT_SECONDS)

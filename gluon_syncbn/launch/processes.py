@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -113,45 +114,43 @@ class Child:
 
 
 def _signal_name(number):
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # A real-time signal.
-        return f"signal {number}"
+    return next((s.name for s in signal.Signals if s == number), f"signal {number}")
 
 
 class Launch:
     """The processes of this launcher, from their start to their end.
 
-    Parameters
-    ----------
-    specs : list of (name, environment)
-        The processes to start.
-    command : list of str
-        The script, or "-m" and a module, and its arguments.
-    grace : float
-        Seconds that the workers have to end after a signal.
-    cluster : Cluster, optional
-        The connections to other launchers.
+    `specs` are their names and environments, `command` is the script, or "-m" and a module, with
+    its arguments. The workers have `grace` seconds to end after a signal.
     """
 
-    def __init__(self, specs, command, grace, cluster):
+    def __init__(self, specs, command, grace, cluster=None):
         self._specs, self._command, self._grace = specs, command, grace
         self._cluster = cluster
         self._children = []
-        self._failed = []
         self._signals = []
         self._is_passed_on = False
 
     def run(self):
         """Returns the exit code, when nothing runs any more."""
         launch_id = uuid.uuid4().hex
-        with self._guard(launch_id), self._handle_signals(), self._open_status() as status:
+        # Ends all others when this process is gone, even by SIGKILL: its input is closed then.
+        guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", runner.__file__, "guard", launch_id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        with guard, tempfile.TemporaryFile() as status, self._handle_signals():
+            # Workers write into it that they fail, which shows who was the first.
+            self._status = status.fileno()
             try:
                 for name, environment in self._specs:
                     # A launcher that a worker of another launcher starts belongs to both.
                     ids = environment.get(runner.LAUNCH_ID, "") + ":" + launch_id
                     environment = {**environment, runner.LAUNCH_ID: ids}
-                    self._children.append(Child(name, self._command, environment, status))
+                    self._children.append(Child(name, self._command, environment, self._status))
                 code = self._watch()
             finally:
                 self._end()
@@ -161,30 +160,6 @@ class Launch:
                     child.drain(1)
             # The last lines may have come after the end of their process.
             return code or self._check_output() or 0
-
-    @contextlib.contextmanager
-    def _guard(self, launch_id):
-        """A process that ends all others when this one is gone, even by SIGKILL."""
-        guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", runner.__file__, "guard", launch_id],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        with guard:  # Closes its input, which tells it, and waits for it.
-            yield
-
-    @contextlib.contextmanager
-    def _open_status(self):
-        """A pipe into which workers write that they fail, so it is known which was the first."""
-        self._status, status = os.pipe()
-        os.set_blocking(self._status, False)
-        try:
-            yield status
-        finally:
-            os.close(self._status)
-            os.close(status)
 
     @contextlib.contextmanager
     def _handle_signals(self):
@@ -231,7 +206,7 @@ class Launch:
         """The exit code where output could not be written, None where all was."""
         for child in self._children:
             if child.write_error:
-                # Whoever read it has enough, as with `... | head`.
+                # The reader has enough, as with `... | head`.
                 if getattr(child.write_error, "errno", None) == errno.EPIPE:
                     return 128 + signal.SIGPIPE
                 reason = getattr(child.write_error, "strerror", None) or child.write_error
@@ -246,16 +221,13 @@ class Launch:
 
     def _failures(self):
         """The processes that failed. Those that reported it come first, in that order."""
-        ended = [child for child in self._children if child.code()]
+        children = {child.process.pid: child for child in self._children}
         reports = []
-        with contextlib.suppress(BlockingIOError):
-            for line in os.read(self._status, 1 << 16).splitlines():
-                pid, code = map(int, line.split())
-                child = next(child for child in self._children if child.process.pid == pid)
-                child.reported = code
-                reports.append(child)
-        self._failed = list(dict.fromkeys([*self._failed, *reports, *ended]))
-        return self._failed
+        for line in os.pread(self._status, 1 << 20, 0).splitlines():
+            pid, code = map(int, line.split())
+            children[pid].reported = code
+            reports.append(children[pid])
+        return [*reports, *(child for child in self._children if child.code())]
 
     def _cause(self, failed):
         """The first that failed. A process that was killed reports nothing, and the others may fail

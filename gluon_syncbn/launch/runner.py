@@ -54,7 +54,7 @@ def _guard(launch_id):
 
 
 def _run(status, command):
-    """Runs the script or module. Where it fails, reports that to the pipe `status` and exits at
+    """Runs the script or module. Where it fails, reports that to the file `status` and exits at
     once.
 
     A worker that raises and then ends as Python does would never end: the destructor of MXNet's
@@ -161,8 +161,8 @@ def _main(task, argument, *command):
     os.set_inheritable(status, False)
     if not getattr(sys.flags, "safe_path", False):
         # A server needs it too: it unpickles the optimizer, whose class may be the user's.
-        script = os.path.dirname(os.path.realpath(command[0]))
-        sys.path[0] = os.getcwd() if command[0] == "-m" else script
+        is_module = command[0] == "-m"
+        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(command[0]))
     return _run(status, command) if task == "run" else _serve()
 
 

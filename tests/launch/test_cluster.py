@@ -56,7 +56,7 @@ def test_no_position(environment, sentence):
 
 @contextlib.contextmanager
 def connected(positions, options=None, wait=5, delay=0):
-    """What becomes of each position: its Cluster, or the sentence of its error. All but the first
+    """The result for each position: its Cluster, or the sentence of its error. All but the first
     come after `delay` seconds."""
     found = [None] * len(positions)
 
