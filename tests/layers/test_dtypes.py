@@ -266,7 +266,7 @@ def test_the_number_of_batches_is_not_counted_in_float16():
     layer.initialize()
     layer.num_batches_tracked.cast("float16")
     layer(mx.nd.ones((2, 3))).wait_to_read()
-    with pytest.raises(mx.MXNetError, match="num_batches_tracked is of dtype float16 and has to"):
+    with pytest.raises(mx.MXNetError, match="num_batches_tracked is of dtype float16 and must"):
         with autograd.train_mode():
             layer(mx.nd.ones((2, 3))).wait_to_read()
 

@@ -19,16 +19,6 @@ namespace {
 
 constexpr int kMaxErrorSize = 1 << 13;
 
-// Returns an error, or an empty string.
-std::string exchange_over(Channel* channel, const Message& message, std::vector<double>* all) {
-  try {
-    channel->exchange(message.title, message.timeout_seconds, message.values.data(), all->data());
-    return "";
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-}
-
 // A device that is draining: see gluon_syncbn_drain.
 struct Drain {
   int64_t layer, epoch;
@@ -91,7 +81,15 @@ int gluon_syncbn_register(void* const* api, const char* process_uuid, int naive_
                                                        std::vector<double>* all) {
     const auto size = static_cast<int64_t>(message.values.size());
     const ChannelPtr channel = channels().find(message.layer, message.key);
-    if (channel && channel->size() == size) return exchange_over(channel.get(), message, all);
+    if (channel && channel->size() == size) {
+      try {
+        channel->exchange(message.title, message.timeout_seconds, message.values.data(),
+                          all->data());
+        return std::string();
+      } catch (const std::exception& failure) {
+        return std::string(failure.what());
+      }
+    }
     const gluon_syncbn_message sent{message.layer,         message.key.c_str(),
                                     message.title.c_str(), message.channels,
                                     message.values.data(), size,

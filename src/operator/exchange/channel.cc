@@ -71,9 +71,10 @@ void Channel::exchange(const std::string& title, double timeout_seconds, const d
     status = mxnet.ndarray_wait_to_read(transport_->answer());
   }
   if (status != 0) {
+    const std::string error = mxnet.last_error();
     throw std::runtime_error(
         connection_->probe({Waited::kWritten, 0, title.c_str(), registration.exchange().c_str(),
-                            mxnet.last_error(), 0, timeout_seconds}));
+                            error.c_str(), 0, timeout_seconds}));
   }
   transport_->unpack(everyone);
   registration.complete();
