@@ -849,14 +849,14 @@ def test_adaptive_pooling_goes_to_onnx(tmp_path, size, dtype):
     """With bins of one size, bins that share values, and more bins than values."""
     net = sequential(nn.Conv2D(3, 1, in_channels=3), sbn.SyncBatchNorm(), Pyramid(size))
     ready(net, (2, 3, 6, 8))
-    before = copy.deepcopy(_onnx.load_onnx()[2].registry_)
+    before = copy.deepcopy(onnx_model.load_onnx()[2].registry_)
     model = tmp_path / "model.onnx"
     sbn.export(net, tmp_path / "m", onnx=model, input_shape=(2, 3, 6, 8), dtype=dtype)
     nodes = [node.op_type for node in onnx.load(str(model)).graph.node]
     even = size in ((), 1, 2, (3, 4))
     assert (nodes.count("AveragePool"), nodes.count("MatMul")) == ((1, 0) if even else (0, 2))
     # MXNet's own exporter is left as it was.
-    assert _onnx.load_onnx()[2].registry_ == before
+    assert onnx_model.load_onnx()[2].registry_ == before
 
 
 def test_a_converter_that_computes_something_else_is_found_out(tmp_path, monkeypatch):
@@ -879,7 +879,7 @@ class TwoHeads(gluon.HybridBlock):
 def test_a_converter_that_is_wrong_in_a_later_output_is_found_out(tmp_path, monkeypatch):
     net = sequential(sbn.SyncBatchNorm(), TwoHeads())
     ready(net, (2, 3, 6, 6))
-    _, _, converter = _onnx.load_onnx()
+    _, _, converter = onnx_model.load_onnx()
     monkeypatch.setitem(converter.registry_[12], "relu", converter.registry_[12]["sigmoid"])
     with pytest.raises(sbn.ExportError, match=r"output 1 differs from MXNet's by \d"):
         sbn.export(net, tmp_path / "m", onnx=tmp_path / "o", input_shape=(2, 3, 6, 6))
