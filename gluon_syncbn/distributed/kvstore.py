@@ -88,16 +88,13 @@ class KVStoreReducer(Reducer):
             raise
 
     def _shutdown_handshake(self, timeout):
-        try:
-            self.all_gather("shutdown handshake", numpy.zeros(1), "The end of the script", timeout)
-            native.call_within(
-                timeout,
-                self._kv._barrier,
-                f"The KVStore's scheduler has not answered for {timeout:g} s at the end of the "
-                "script: its process is gone, or stopped.",
-            )
-        except RuntimeError as error:
-            return str(error)
+        self.all_gather("shutdown handshake", numpy.zeros(1), "The end of the script", timeout)
+        native.call_within(
+            timeout,
+            self._kv._barrier,
+            f"The KVStore's scheduler has not answered for {timeout:g} s at the end of the script: "
+            "its process is gone, or stopped.",
+        )
 
     def _leave(self, failure):
         super()._leave(failure)

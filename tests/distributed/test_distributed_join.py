@@ -14,7 +14,10 @@ import gluon_syncbn as sbn
 FIRST_LAYER = "net_syncbatchnorm0_running_mean", "net_syncbatchnorm0_running_var"
 
 
-@pytest.fixture(scope="module", params=["kvstore", pytest.param("horovod", marks=needs_horovod)])
+HOROVOD = pytest.param("horovod", marks=[needs_horovod, pytest.mark.long])
+
+
+@pytest.fixture(scope="module", params=["kvstore", HOROVOD])
 def joined(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     return run(folder, 3, ["distributed_join:trains"], engine=request.param)

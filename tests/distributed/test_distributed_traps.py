@@ -57,6 +57,7 @@ def test_a_second_store_is_refused(trainers, what):
         assert told["local store"] == "device"
 
 
+@pytest.mark.long
 def test_a_server_that_updates_already(tmp_path):
     topics = ["distributed_traps:updates_before"]
     for told in run(tmp_path, 2, topics, engine="bare").told("updates before"):
@@ -87,6 +88,7 @@ def test_horovod_ends_after_the_last_step(horovod):
     assert horovod.told("ends") == [True, True]
 
 
+@pytest.mark.long
 def test_no_key_beyond_the_last(tmp_path):
     """Beyond, the number of the server is negative. Only rank 0 knows the numbers."""
     cluster = Cluster(tmp_path, 2, ["distributed_traps:last_keys"], GLUON_SYNCBN_TIMEOUT="10")
