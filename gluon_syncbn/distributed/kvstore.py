@@ -191,7 +191,8 @@ class _Hooks:
       would wait indefinitely;
     - its ``set_optimizer`` and ``set_gradient_compression``, which raise: a Trainer calls them that
       wants its updates made by the server, or what it sends compressed;
-    - ``mx.kv.create``, which refuses a second distributed store and would not return from it.
+    - ``mx.kv.create``, which raises for a second distributed store, as MXNet would wait
+      indefinitely.
     """
 
     def __init__(self, kvstore, connection):
