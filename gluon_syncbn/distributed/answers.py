@@ -33,16 +33,15 @@ class Answer(typing.NamedTuple):
     why: typing.Optional[str] = None
 
 
-def describe(answers, title):
+def describe(answers):
     """One line on which ranks have arrived, and which have not and why."""
-    groups = {}
-    for rank in sorted(answers):
-        groups.setdefault(_kind(answers[rank]), []).append(rank)
     arrived = [rank for rank, answer in answers.items() if answer.state == ARRIVED]
+    groups = {}
+    for rank in sorted(answers.keys() - arrived):
+        groups.setdefault(_kind(answers[rank]), []).append(rank)
     missing = ", ".join(
-        f"{_ranks(ranks)} ({_reason([answers[rank] for rank in ranks], title)})"
+        f"{_ranks(ranks)} ({_reason([answers[rank] for rank in ranks])})"
         for ranks in groups.values()
-        if answers[ranks[0]].state != ARRIVED
     )
     return f"Came: {_ranks(arrived)}. Missing: {missing or 'none'}."
 
@@ -53,28 +52,23 @@ def _kind(answer):
     return answer.state, answer.why, tuple(key for key, _ in answer.in_flight), last, answer.status
 
 
-def _reason(answers, title):
+def _reason(answers):
     """Why the processes that gave these answers, of one kind, are missing."""
     first = answers[0]
     if first.status:
-        return (
-            f"failed: {first.status[1]}"
-            if first.status[0] == FAILED
-            else "reached the end of the script"
-        )
+        kind, error = first.status
+        return f"failed: {error}" if kind == FAILED else "reached the end of the script"
     if first.state == GONE:
         return "process ended"
+    if first.why:
+        return f"could not be probed: {first.why}"
     if first.state == SILENT:
-        return (
-            f"could not be probed: {first.why}"
-            if first.why
-            else "no answer: stopped, or its machine is unreachable"
-        )
+        return "no answer: stopped, or its machine is unreachable"
     if first.in_flight:
-        calls = zip(*(answer.in_flight for answer in answers))
-        return "waiting in " + ", ".join(f"{title(call[0][0])} for {_span(call)}" for call in calls)
+        exchanges = zip(*(answer.in_flight for answer in answers))
+        return "waiting in " + ", ".join(f"{one[0][0]} for {_span(one)}" for one in exchanges)
     if first.last:
-        return f"last completed {title(first.last[0])} {_span([a.last for a in answers])} ago"
+        return f"last completed {first.last[0]} {_span([a.last for a in answers])} ago"
     return "nothing exchanged yet"
 
 

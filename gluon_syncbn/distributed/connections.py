@@ -45,9 +45,8 @@ class Server(socketserver.ThreadingTCPServer):
     request_queue_size = 4096
 
     def __init__(self, host, answer, most):
-        self.address_family, _, _, _, address = socket.getaddrinfo(
-            host, 0, type=socket.SOCK_STREAM
-        )[0]
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        self.address_family, _, _, _, address = found[0]
         self._answer, self._most = answer, most
         self._connections = {}  # the oldest first
         super().__init__(address, None)

@@ -48,14 +48,11 @@ class HorovodReducer(Reducer):
             atexit.unregister(hvd.shutdown)
 
     def _shutdown_handshake(self, timeout):
-        try:
-            native.call_within(
-                timeout,
-                self._hvd.shutdown,
-                f"Horovod's shutdown has not returned for {timeout:g} s at the end of the script.",
-            )
-        except RuntimeError as error:
-            return str(error)
+        native.call_within(
+            timeout,
+            self._hvd.shutdown,
+            f"Horovod's shutdown has not returned for {timeout:g} s at the end of the script.",
+        )
 
     def _open(self, key, size, wait):
         # What ``hvd.allgather`` calls, which then waits for the result without a limit.

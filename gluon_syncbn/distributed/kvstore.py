@@ -88,16 +88,13 @@ class KVStoreReducer(Reducer):
             raise
 
     def _shutdown_handshake(self, timeout):
-        try:
-            self.all_gather("shutdown handshake", numpy.zeros(1), "The end of the script", timeout)
-            native.call_within(
-                timeout,
-                self._kv._barrier,
-                f"The KVStore's scheduler has not answered for {timeout:g} s at the end of the "
-                "script: its process is gone, or stopped.",
-            )
-        except RuntimeError as error:
-            return str(error)
+        self.all_gather("shutdown handshake", numpy.zeros(1), "The end of the script", timeout)
+        native.call_within(
+            timeout,
+            self._kv._barrier,
+            f"The KVStore's scheduler has not answered for {timeout:g} s at the end of the script: "
+            "its process is gone, or stopped.",
+        )
 
     def _leave(self, failure):
         super()._leave(failure)
@@ -194,7 +191,8 @@ class _Hooks:
       would wait indefinitely;
     - its ``set_optimizer`` and ``set_gradient_compression``, which raise: a Trainer calls them that
       wants its updates made by the server, or what it sends compressed;
-    - ``mx.kv.create``, which refuses a second distributed store and would not return from it.
+    - ``mx.kv.create``, which raises for a second distributed store, as MXNet would wait
+      indefinitely.
     """
 
     def __init__(self, kvstore, connection):

@@ -15,10 +15,10 @@ import time
 from .answers import ABSENT, ARRIVED, FINISHED, GONE, SILENT, Answer, describe
 from .connections import own_host, receive, send, serve
 
-ADDRESS_SIZE = 80  # bytes: "IP port token token", filled up with spaces
 # The share of a timeout after which a wait is reported.
 WARN_AFTER = 0.1
 
+_ADDRESS_SIZE = 80  # bytes: "IP port token token", filled up with spaces
 # Characters, and bytes with room for what JSON escapes.
 _LONGEST_KEY, _LONGEST_STATUS = 240, 4000
 _LONGEST_PROBE, _LONGEST_ANSWER = 1 << 12, 1 << 16
@@ -50,7 +50,6 @@ class Liveness:
         self.rank, self.size = rank, size
         self._in_flight, self._more = {}, in_flight
         self._completed = collections.deque(maxlen=_REMEMBERED)
-        self._addresses = None
         self._status = None
         # Who has shown, in a probe, that it has finished.
         self._finished = set()
@@ -59,31 +58,21 @@ class Liveness:
         self._server = serve(host or own_host(), self._answer, most=size + 64)
         ip, port = self._server.server_address[:2]
         fields = [ip.partition("%")[0].encode(), b"%d" % port, *self._tokens]
-        self._address = b" ".join(fields).ljust(ADDRESS_SIZE)
+        # Where and how the others probe this process, of equal length in all processes.
+        self.address = b" ".join(fields).ljust(_ADDRESS_SIZE)
 
     def close(self):
         """Stops answering. The others then take this process for gone."""
         self._server.close()
 
-    def address(self):
-        """Where and how the others probe this process: `ADDRESS_SIZE` bytes to hand to them."""
-        return self._address
-
     def set_addresses(self, addresses):
-        """Takes what `address` gave in each process, by rank."""
-        addresses = [bytes(address) for address in addresses]
-        fields = [address.split() for address in addresses]
-        bad = [r for r, a in enumerate(addresses) if len(a) != ADDRESS_SIZE or len(fields[r]) != 4]
-        if len(addresses) != self.size or bad or addresses[self.rank] != self._address:
-            raise ValueError(
-                f"Rank {self.rank} got {len(addresses)} addresses for {self.size} processes, those "
-                f"of ranks {bad} malformed: give what address() returned in each process, by rank."
-            )
+        """Takes the `address` of each process, by rank."""
+        fields = [bytes(address).split() for address in addresses]
         self._addresses = [((ip.decode(), int(port)), *tokens) for ip, port, *tokens in fields]
 
     def arrive(self, key):
-        """Notes that this process brings its part of the exchange `key`, a str that names this
-        exchange and no later one, also where only its first and its last 126 bytes are left."""
+        """Notes that this process brings its part of the exchange `key`: a str that names this
+        exchange and no later one, also where only its first and last 120 characters are left."""
         self._in_flight[key] = _now()
 
     def leave(self, key, complete=True):
@@ -97,8 +86,8 @@ class Liveness:
         self._status = self._status or (kind, text[:_LONGEST_STATUS])
 
     def wait_for_the_end(self, timeout):
-        """Returns when all processes have called this, as they do when their scripts end: None, or
-        a sentence on those that ended otherwise, or did not answer for `timeout` seconds.
+        """Returns when all processes have called this, as they do when their scripts end. Raises
+        RuntimeError where some ended otherwise, or did not answer for `timeout` seconds.
 
         It waits without a limit for a process that answers, with a warning now and then: that one
         may evaluate or save. If it arrives at an exchange, it fails there.
@@ -117,7 +106,7 @@ class Liveness:
                 if rank not in self._finished and (answer.status or [None])[0] != FINISHED
             }
             if not missing:
-                return None
+                return
             now = _now()
             answered.update((rank, now) for rank, a in missing.items() if a.state != SILENT)
             silence = now - min(answered.get(rank, start) for rank in missing)
@@ -128,10 +117,10 @@ class Liveness:
                 message = (
                     f"Rank {self.rank} has come to the end of its script and has waited "
                     f"{waited:.3g} s for the other processes to come to theirs. "
-                    f"{self.describe(missing, str)}"
+                    f"{self.describe(missing)}"
                 )
                 if lost:
-                    return message
+                    raise RuntimeError(message)
                 _log.warning(
                     "%s One that does not answer for %.3g s is an error; one that answers is "
                     "waited for without a limit. Should it wait for this process in turn, in its "
@@ -145,8 +134,6 @@ class Liveness:
     def probe(self, key, patience=_PATIENCE):
         """Asks all other processes at once whether they have arrived at the exchange `key`. Returns
         {rank: Answer}, in `patience` seconds at most."""
-        if self._addresses is None:
-            raise RuntimeError("Liveness has no addresses: call set_addresses first.")
         finished = self._status is not None and self._status[0] == FINISHED
         content = [_shortened(key), self.rank, finished]
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -183,10 +170,9 @@ class Liveness:
         state = ARRIVED if arrived else ABSENT
         send(connection, self._tokens[1], [state, ages, last, self._status], ends)
 
-    def describe(self, answers, title=repr):
-        """One line on who has arrived, this process included, and who has not and why. title(key):
-        a readable text of a key, also of one that only another process uses."""
-        return describe({**answers, self.rank: Answer(ARRIVED)}, title)
+    def describe(self, answers):
+        """One line on who has arrived, this process included, and who has not and why."""
+        return describe({**answers, self.rank: Answer(ARRIVED)})
 
 
 def _probe(address, own, expected, content, ends):

@@ -50,7 +50,7 @@ class Reducer:
         if size > 1:
             liveness = Liveness(rank, size, in_flight=self._connection.in_flight)
             try:
-                address = numpy.frombuffer(liveness.address(), numpy.uint8).astype(numpy.float64)
+                address = numpy.frombuffer(liveness.address, numpy.uint8).astype(numpy.float64)
                 everyone = self.all_gather("startup handshake", address, timeout=timeout)
                 liveness.set_addresses([row.astype(numpy.uint8).tobytes() for row in everyone])
             except BaseException:
@@ -133,17 +133,15 @@ class Reducer:
         with self._opening.setdefault(key, threading.Lock()):
             if key not in self._channels:
                 exchange = f"{title} ({key} 1)"
-                complete = False
                 if self._liveness is not None:
                     self._liveness.arrive(exchange)
                 try:
                     with mx.autograd.pause():
                         wait = _Wait(self._probe, title, exchange, timeout)
                         self._channels[key] = self._open(key, size, wait)
-                    complete = True
                 finally:
                     if self._liveness is not None:
-                        self._liveness.leave(exchange, complete)
+                        self._liveness.leave(exchange, complete=key in self._channels)
             return self._channels[key]
 
     def _open(self, key, size, wait):
@@ -159,7 +157,7 @@ class Reducer:
         lost = waited > timeout
         if self._liveness is not None:
             answers = self._liveness.probe(exchange, patience=min(2.0, timeout / 4))
-            message += f"{self._liveness.describe(answers, str)} "
+            message += f"{self._liveness.describe(answers)} "
             if all(answer.state == ARRIVED for answer in answers.values()):
                 message += f"As all have come, {self.name} does not answer. "
             lost = lost or any(
@@ -196,18 +194,18 @@ class Reducer:
             _log.error("%s", self._lost)
         else:
             timeout = max(self._timeouts)
-            error = self._liveness.wait_for_the_end(timeout) or self._shutdown_handshake(
-                min(timeout, _SHUTDOWN_SECONDS)
-            )
-            if error:
+            try:
+                self._liveness.wait_for_the_end(timeout)
+                self._shutdown_handshake(min(timeout, _SHUTDOWN_SECONDS))
+            except RuntimeError as error:
                 _log.error("%s", error)
                 shutdown.abandon()
         self._lose("The process ends.")
         self._liveness.close()
 
     def _shutdown_handshake(self, timeout):
-        """Goes through what MXNet's own end needs, now that all have come to theirs. Returns what
-        went wrong, or None."""
+        """Goes through what MXNet's own end needs, now that all have come to theirs. Raises
+        RuntimeError."""
 
 
 class _Wait:

@@ -57,7 +57,8 @@ class participants:
     _inside = False
 
     def __init__(self, devices, trainer=None):
-        devices = [getattr(device, "context", device) for device in _as_list(devices)]
+        devices = devices if isinstance(devices, (list, tuple)) else [devices]
+        devices = [getattr(device, "context", device) for device in devices]
         if not devices or not all(isinstance(device, Context) for device in devices):
             raise ValueError(
                 f"participants got {devices!r}: give the contexts that have data, or arrays on "
@@ -150,7 +151,3 @@ def _give_up(error):
                 pass
     finally:
         native.give_up("")
-
-
-def _as_list(devices):
-    return devices if isinstance(devices, (list, tuple)) else [devices]

@@ -18,7 +18,7 @@ def new_layer(**arguments):
 
 
 def step(world, layer, backward=True):
-    """The running mean, which is that of the ranks where all have met."""
+    """The running mean, which is that of the ranks where all have exchanged."""
     (device,) = layer.running_mean.list_ctx()
     x = mx.nd.full((2, 3, 4), world.rank, ctx=device)
     with autograd.record():
@@ -44,42 +44,42 @@ def through_python(world, steps=3):
 
     # Where the group's exchange finds it.
     world.reducer.all_gather = counted
-    told = {"first mean": step(world, layer), "first": list(keys)}
+    reported = {"first mean": step(world, layer), "first": list(keys)}
     keys.clear()
-    told["means"] = [step(world, layer) for _ in range(steps)]
-    told["steps"] = list(keys)
+    reported["means"] = [step(world, layer) for _ in range(steps)]
+    reported["steps"] = list(keys)
     # From now on again, until it has a channel.
     layer.collect_params().reset_ctx(mx.cpu(1))
-    told["moved mean"] = step(world, layer)
-    told["moved"] = list(keys)
+    reported["moved mean"] = step(world, layer)
+    reported["moved"] = list(keys)
     del world.reducer.all_gather
-    told["number"] = layer._layer.number
-    world.tell("through python", told)
+    reported["number"] = layer._layer.number
+    world.report("through python", reported)
 
 
 def passes_without_backward(world, passes=10):
-    """The keys that appear in evaluations in training mode, and how often each meets."""
+    """The keys that appear in evaluations in training mode, and how often each is exchanged."""
     layer = new_layer()
     before = set(calls(world))
     for _ in range(passes):
         step(world, layer, backward=False)
     step(world, layer)
     counts = {key: count for key, count in calls(world).items() if key not in before}
-    world.tell("passes", [layer._layer.number, counts])
+    world.report("passes", [layer._layer.number, counts])
 
 
 def another_store(world):
     """A layer that moves to another store and back."""
     layer = new_layer()
     files = sbn.SyncGroup(store=FileStore(world.folder, world.rank, world.size), timeout=30)
-    told = {"means": []}
+    reported = {"means": []}
     for name, group in (("reducer", world.group), ("files", files), ("again", world.group)):
         sbn.set_default_group(group)
         before = sum(calls(world).values()), sum(files.store.calls.values())
-        told["means"] += [step(world, layer) for _ in range(2)]
+        reported["means"] += [step(world, layer) for _ in range(2)]
         after = sum(calls(world).values()), sum(files.store.calls.values())
-        told[name] = [now - then for now, then in zip(after, before)]
-    world.tell("another store", told)
+        reported[name] = [now - then for now, then in zip(after, before)]
+    world.report("another store", reported)
 
 
 def a_group_that_failed(world):
@@ -91,10 +91,10 @@ def a_group_that_failed(world):
     # Without a word to the other process, which does the same.
     groups[0]._exchange._fail = None
     groups[0]._fail("a device was lost")
-    told = {"failed": error_of(lambda: step(world, layers[0]))}
+    reported = {"failed": error_of(lambda: step(world, layers[0]))}
     forget_errors()
-    told["other"] = [step(world, layers[1]) for _ in range(2)]
-    world.tell("failed", told)
+    reported["other"] = [step(world, layers[1]) for _ in range(2)]
+    world.report("failed", reported)
 
 
 def probed(world):
@@ -106,7 +106,7 @@ def probed(world):
 
     gather()
     gather()
-    told = {}
+    reported = {}
     if world.rank == 1:
         name = "a title (probed {})"
 
@@ -117,14 +117,14 @@ def probed(world):
         while probe(3).state != "arrived" and time.monotonic() < deadline:
             time.sleep(0.01)
         answer = probe(3)
-        told = {
+        reported = {
             "second": probe(2).state,
             "waits": [answer.state, answer.in_flight[0][0], answer.last[0]],
             "next": probe(4).state,
         }
     gather()
     if world.rank == 1:
-        told["met"] = probe(3).state
-        told["next after"] = probe(4).state
+        reported["exchanged"] = probe(3).state
+        reported["next after"] = probe(4).state
     world.barrier()
-    world.tell("probed", told)
+    world.report("probed", reported)

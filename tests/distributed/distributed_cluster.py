@@ -42,14 +42,14 @@ class Results:
         files = [np.load(self.folder / f"{name}-{rank}.npz") for rank in range(self.workers)]
         return [dict(file) for file in files]
 
-    def told(self, name):
-        """A JSON value for each rank, None where it told nothing."""
+    def reported(self, name):
+        """A JSON value for each rank, None where it reported nothing."""
         paths = [self.folder / f"{name}-{rank}.json" for rank in range(self.workers)]
         return [json.loads(path.read_text()) if path.exists() else None for path in paths]
 
 
 class Cluster(Results):
-    """Workers that run `topics`, as functions of modules beside this one: "distributed_bits:train".
+    """Workers that run `topics`, as functions of modules in this folder: "distributed_bits:train".
 
     by_hand: without the launcher, so that nobody ends the others when one has died.
     """
@@ -103,17 +103,17 @@ class Cluster(Results):
         return "".join((self.folder / f"log-{i}.txt").read_text() for i in range(len(self._logs)))
 
     def wait_for(self, name, ranks=None, seconds=STARTED_SECONDS):
-        """Waits until these ranks, by default all, have told `name`. Returns what all told."""
+        """Waits until these ranks, by default all, have reported `name`. Returns what all did."""
         ranks = range(self.workers) if ranks is None else ranks
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            told = self.told(name)
-            if all(told[rank] is not None for rank in ranks):
-                return told
+            reported = self.reported(name)
+            if all(reported[rank] is not None for rank in ranks):
+                return reported
             if all(process.poll() is not None for process in self.processes):
                 break
             time.sleep(0.02)
-        pytest.fail(f"not all of {list(ranks)} told {name!r}: {self.output()[-4000:]}")
+        pytest.fail(f"not all of {list(ranks)} reported {name!r}: {self.output()[-4000:]}")
 
     def find(self, role):
         """The number of the process that is the scheduler or the server."""

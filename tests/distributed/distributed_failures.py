@@ -52,13 +52,13 @@ def first_steps(world, **options):
     step = Steps(world, **options)
     for _ in range(3):
         step()
-    world.tell("ready", os.getpid())
+    world.report("ready", os.getpid())
     return step
 
 
 def goes_on(world, step):
-    """Until there is an error, which the script dies of, or until it is told to stop: rank 0, which
-    tells the others before its last step, so that all take as many."""
+    """Until there is an error, which the script dies of, or until a file says stop. Rank 0
+    writes another one before its last step, so that all take as many."""
     try:
         for number in itertools.count():
             last = world.folder / f"last-{number}"
@@ -69,7 +69,7 @@ def goes_on(world, step):
                 return
             time.sleep(0.005)
     except Exception as error:
-        world.tell("error", [type(error).__name__, str(error), time.time()])
+        world.report("error", [type(error).__name__, str(error), time.time()])
         raise
 
 
@@ -91,7 +91,7 @@ def leaves_early(world):
     """As at the end of an epoch in which it has a batch less."""
     step = first_steps(world)
     if world.rank == LAST:
-        world.tell("left", time.time())
+        world.report("left", time.time())
         return
     goes_on(world, step)
 
@@ -99,7 +99,7 @@ def leaves_early(world):
 def hybridizes_alone(world):
     step = first_steps(world)
     if world.rank == LAST:
-        world.tell("left", time.time())
+        world.report("left", time.time())
         step.net.hybridize()
     goes_on(world, step)
 
@@ -108,21 +108,21 @@ def works_on_alone(world):
     """As to evaluate and to save."""
     first_steps(world)
     if world.rank == LAST:
-        world.tell("left", time.time())
+        world.report("left", time.time())
         time.sleep(1.25 * world.timeout)
 
 
 def stops_after_training(world):
     first_steps(world)
     if world.rank == LAST:
-        world.tell("left", time.time())
+        world.report("left", time.time())
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def raises(world):
     step = first_steps(world)
     if world.rank == LAST:
-        world.tell("left", time.time())
+        world.report("left", time.time())
         raise ArithmeticError("a bad batch")
     goes_on(world, step)
 
@@ -131,7 +131,7 @@ def one_device_has_other_data(world):
     """The script of that process dies of it."""
     step = first_steps(world, devices=2)
     if world.rank == LAST:
-        world.tell("left", time.time())
+        world.report("left", time.time())
     goes_on(world, lambda: step(channels=4 if world.rank == LAST else 3))
 
 
@@ -150,14 +150,14 @@ def one_device_is_not_of_the_group(world):
             y.wait_to_read()
 
     step(devices[:2])
-    world.tell("ready", os.getpid())
+    world.report("ready", os.getpid())
     if world.rank != LAST:
         goes_on(world, lambda: step(devices[:2]))
         return
     time.sleep(0.5)
-    world.tell("left", time.time())
+    world.report("left", time.time())
     kind, text, _ = error_of(lambda: step([devices[0], devices[2]]))
-    world.tell("error", [kind, text, time.time()])
+    world.report("error", [kind, text, time.time()])
     forget_errors()
     deadline = time.monotonic() + 20
     while not (world.folder / "error-0.json").exists() and time.monotonic() < deadline:
@@ -170,7 +170,7 @@ def stops_before_the_trainer(world):
 
     def stop(_):
         mx.nd.waitall()
-        world.tell("left", time.time())
+        world.report("left", time.time())
         os.kill(os.getpid(), signal.SIGSTOP)
 
     if world.rank == LAST:

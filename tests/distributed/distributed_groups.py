@@ -81,9 +81,9 @@ def use(net, channels=3, dtype="float32"):
 
 
 def other_nets(world):
-    """Rank 1 builds another one than the others, which is found out in each case anew."""
+    """Rank 1 builds another one than the others, which is found out in each case."""
     other = world.rank == 1
-    told = {}
+    reported = {}
 
     def compare(name, prefix="norm_", channels=3, dtype="float32", k=None):
         # In a group of its own, as after an error the processes of one have lost each other.
@@ -91,7 +91,7 @@ def other_nets(world):
         layer = sbn.SyncBatchNorm(prefix=prefix, group=group)
         layer.cast(dtype)
         layer.initialize()
-        told[name] = use(layer, channels, dtype), use(layer, channels, dtype)
+        reported[name] = use(layer, channels, dtype), use(layer, channels, dtype)
 
     compare("nothing")
     compare("name", prefix="other_" if other else "norm_")
@@ -99,8 +99,8 @@ def other_nets(world):
     compare("group size", k=None if other else world.size)
     compare("dtype", dtype="float64" if other else "float32")
     compare("nothing again")
-    told["layers"] = layers_differ(world, 2 if other else 3)
-    world.tell("other nets", told)
+    reported["layers"] = layers_differ(world, 2 if other else 3)
+    world.report("other nets", reported)
 
 
 def layers_differ(world, count):

@@ -155,7 +155,7 @@ def trains(world):
         training = Training(hvd.DistributedTrainer, divided_by=hvd.size())
     else:
         training = Training(kvstore=world.kv, update_on_kvstore=False)
-    told = []
+    reported = []
     for epoch, early_stop in enumerate((False, True, False)):
         steps = sbn.distributed.join(
             batches(world.rank, epoch), training.trainer, early_stop=early_stop
@@ -164,10 +164,10 @@ def trains(world):
         for data, labels in steps:
             rows.append([steps.batch_size, steps.processes, steps.absent])
             training.step(data, labels, steps.batch_size)
-        told.append(rows)
+        reported.append(rows)
         world.save(f"epoch {epoch}", **training.values())
         assert not steps.absent
-    world.tell("steps", told)
+    world.report("steps", reported)
 
 
 def trains_numpy_arrays(world):
@@ -198,18 +198,18 @@ def learns_alone(world):
     for x in mine:
         x.attach_grad()
     for number, x in enumerate(steps := sbn.distributed.join(mine)):
-        told = {}
+        reported = {}
         for name, layer in layers.items():
             with autograd.record():
                 y = layer(x)
                 loss = (y**3).sum()
             loss.backward()
-            told.update({f"{name}: y": y.asnumpy(), f"{name}: dx": x.grad.asnumpy()})
+            reported.update({f"{name}: y": y.asnumpy(), f"{name}: dx": x.grad.asnumpy()})
             for key, parameter in layer.collect_params().items():
                 if parameter.grad_req == "null":
                     key = key[len(layer.prefix) :]
-                    told[f"{name}: {key}"] = parameter.data().asnumpy()
-        world.save(f"step {number}", absent=steps.absent, **told)
+                    reported[f"{name}: {key}"] = parameter.data().asnumpy()
+        world.save(f"step {number}", absent=steps.absent, **reported)
 
 
 def one_has_no_batch(world):
@@ -223,7 +223,7 @@ def one_has_no_batch(world):
     try:
         go()
     except Exception as error:
-        world.tell("no batch", [type(error).__name__, str(error)])
+        world.report("no batch", [type(error).__name__, str(error)])
         raise
 
 
@@ -238,7 +238,7 @@ def many_steps(world, layers=10):
         net.collect_params(), "sgd", kvstore=world.kv, update_on_kvstore=False
     )
     mine, server = psutil.Process(), _server()
-    told = {"steps": count, "worker": [], "server": [], "begin": time.time()}
+    reported = {"steps": count, "worker": [], "server": [], "begin": time.time()}
     with Counter(world) as counter:
         for number in range(count):
             x = mx.nd.array(many_steps_data(number)[world.rank :: world.size])
@@ -248,12 +248,14 @@ def many_steps(world, layers=10):
             trainer.step(1)
             loss.asscalar()
             if number % 20 == 0:
-                told["worker"].append(mine.memory_info().rss)
-                told["server"].append(server.memory_info().rss)
+                reported["worker"].append(mine.memory_info().rss)
+                reported["server"].append(server.memory_info().rss)
         mx.nd.waitall()
-    told["seconds"] = time.time() - told.pop("begin")
-    told["messages"] = {key: count for key, count in counter.keys.items() if "handshake" not in key}
-    world.tell("memory", told)
+    reported["seconds"] = time.time() - reported.pop("begin")
+    reported["messages"] = {
+        key: count for key, count in counter.keys.items() if "handshake" not in key
+    }
+    world.report("memory", reported)
     world.save("memory", **{name: p.data().asnumpy() for name, p in net.collect_params().items()})
 
 
@@ -278,7 +280,7 @@ def one_in_another(world):
     trainer = mx.gluon.Trainer(
         parameters, "sgd", {"learning_rate": 1}, kvstore=world.kv, update_on_kvstore=False
     )
-    told = []
+    reported = []
 
     def step(steps, value):
         before = layer.beta.data().asscalar()
@@ -286,7 +288,9 @@ def one_in_another(world):
             layer(mx.nd.full((1, 1), value)).sum().backward()
         trainer.step(1)
         change = before - layer.beta.data().asscalar()
-        told.append([steps.processes, *map(float, (layer.running_mean.data().asscalar(), change))])
+        reported.append(
+            [steps.processes, *map(float, (layer.running_mean.data().asscalar(), change))]
+        )
 
     def numbers(rank_0, rank_1):
         return [mx.nd.full((1, 1), n) for n in (rank_0, rank_1)[world.rank]]
@@ -295,4 +299,4 @@ def one_in_another(world):
         step(one, outer.asscalar())
         for inner in (other := sbn.distributed.join(numbers([1], [3, 5]), trainer)):
             step(other, inner.asscalar())
-    world.tell("nested", told)
+    world.report("nested", reported)

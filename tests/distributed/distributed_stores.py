@@ -37,7 +37,7 @@ def rows(size):
 
 
 def sums(world):
-    """Random finite numbers, of any size, so that sums are told from rounded ones."""
+    """Random finite numbers, of any size, so that exact sums differ from rounded ones."""
     mine = rows(world.size)[world.rank]
     kept = mine.copy()
     everyone = world.reducer.all_gather("special", mine)
@@ -57,10 +57,10 @@ def wrong_arrays(world):
     }
     if world.kv is not None:
         calls["long key"] = lambda: reducer.all_reduce("k" * 100, np.ones(3))
-    told = {name: error_of(call) for name, call in calls.items()}
+    reported = {name: error_of(call) for name, call in calls.items()}
     # All of this was noticed by all processes, and they go on.
-    told["sum"] = reducer.all_reduce("after errors", np.arange(3.0)).tolist()
-    world.tell("wrong arrays", told)
+    reported["sum"] = reducer.all_reduce("after errors", np.arange(3.0)).tolist()
+    world.report("wrong arrays", reported)
 
 
 class Counter:
@@ -73,7 +73,7 @@ class Counter:
         self.clear()
 
     def _count_requests(self):
-        """By the function of MXNet that makes them, which lines that are opened from now on and
+        """By the function of MXNet that makes them, which channels that are opened from now on and
         Python call through this."""
         library, name = mx.base._LIB, "MXKVStorePushPull"
         # As Python has it, which passes its own types.
@@ -120,7 +120,7 @@ def messages(world, layers=3, steps=4):
     for _ in range(layers):
         net.add(sbn.SyncBatchNorm(in_channels=3))
     net.initialize(ctx=devices)
-    told = {}
+    reported = {}
     with Counter(world) as counter:
         for name, count in (("first", 1), ("steps", steps)):
             counter.clear()
@@ -130,10 +130,10 @@ def messages(world, layers=3, steps=4):
                     losses = [(net(x) ** 2).sum() for x in xs]
                 autograd.backward(losses)
             mx.nd.waitall()
-            told[name] = counter.keys
-            told[f"{name} requests"] = counter.requests
-    told["layers"] = [layer._layer.number for layer in net]
-    world.tell("messages", told)
+            reported[name] = counter.keys
+            reported[f"{name} requests"] = counter.requests
+    reported["layers"] = [layer._layer.number for layer in net]
+    world.report("messages", reported)
 
 
 class FileStore:
@@ -171,7 +171,7 @@ def a_store_of_files(world):
 
 def one_key_on_two_threads(world, rounds=60):
     """Sums that are wrong, where two threads use one key, through the group and without it."""
-    told = {}
+    reported = {}
     exchange = world.group._exchange
     calls = {
         "group": lambda key, a: exchange.all_gather(key, key, a),
@@ -188,8 +188,8 @@ def one_key_on_two_threads(world, rounds=60):
                 wrong[thread] += not (everyone == expected).all()
 
         errors = in_threads([lambda t=t: work(t) for t in range(2)])
-        told[name] = [*wrong, *map(repr, errors)]
-    world.tell("one key on two threads", told)
+        reported[name] = [*wrong, *map(repr, errors)]
+    world.report("one key on two threads", reported)
 
 
 def keys_in_other_orders(world, threads=4, rounds=15):
@@ -207,7 +207,7 @@ def keys_in_other_orders(world, threads=4, rounds=15):
             wrong[thread] += not np.array_equal(everyone, values)
 
     errors = in_threads([lambda t=t: work(t) for t in range(threads)])
-    world.tell("keys in other orders", [wrong, [repr(error) for error in errors]])
+    world.report("keys in other orders", [wrong, [repr(error) for error in errors]])
 
 
 def in_threads(calls):

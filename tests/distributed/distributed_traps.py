@@ -34,39 +34,39 @@ def net_and_trainer(world, devices=1, **arguments):
 
 def trainers(world):
     """One that has the server update is refused, and the next one trains, on the same store."""
-    told = {}
+    reported = {}
     _, _, step = net_and_trainer(world)
-    told["default"] = error_of(step)
+    reported["default"] = error_of(step)
     _, _, step = net_and_trainer(world, update_on_kvstore=True)
-    told["server"] = error_of(step)
+    reported["server"] = error_of(step)
     compression = {"type": "2bit", "threshold": 0.5}
     _, _, step = net_and_trainer(world, update_on_kvstore=False, compression_params=compression)
-    told["compression"] = error_of(step)
+    reported["compression"] = error_of(step)
     net, trainer, step = net_and_trainer(world, devices=2, update_on_kvstore=False)
     for _ in range(10):
         step()
     # Keys that come when the Trainer has its own already.
     everyone = world.reducer.all_gather("late", np.full(3, 1.0 + world.rank))
-    told["late"] = everyone[:, 0].tolist()
-    told["one store"] = trainer._kvstore is world.kv
-    told["local store"] = mx.kv.create("device").type
-    told["second store"] = error_of(lambda: mx.kv.create("dist_sync"))
+    reported["late"] = everyone[:, 0].tolist()
+    reported["one store"] = trainer._kvstore is world.kv
+    reported["local store"] = mx.kv.create("device").type
+    reported["second store"] = error_of(lambda: mx.kv.create("dist_sync"))
     other = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore="dist_device_sync")
-    told["store of a Trainer"] = error_of(lambda: other.step(1))
+    reported["store of a Trainer"] = error_of(lambda: other.step(1))
     _, _, second = net_and_trainer(world, update_on_kvstore=False)
-    told["second trainer"] = error_of(second)
-    told["second reducer"] = error_of(lambda: distributed.KVStoreReducer(world.kv))
+    reported["second trainer"] = error_of(second)
+    reported["second reducer"] = error_of(lambda: distributed.KVStoreReducer(world.kv))
     # A DataLoader forks processes that have the store, too.
     data = mx.gluon.data.ArrayDataset(np.ones((6, 3, 6, 6), "float32"))
     for batch in mx.gluon.data.DataLoader(data, batch_size=2, num_workers=1):
         step(mx.gluon.utils.split_and_load(batch, contexts(2)))
-    world.tell("trainers", told)
+    world.report("trainers", reported)
     arrays = {name: p.data(mx.cpu(0)).asnumpy() for name, p in net.collect_params().items()}
     world.save("trainers", **arrays)
 
 
 def one_process_does_more(world):
-    """Rank 0 looks at the net, traces it anew, and moves it, all of which changes nothing."""
+    """Rank 0 looks at the net, traces it again, and moves it, all of which changes nothing."""
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
         net.add(nn.Conv2D(4, 3), sbn.SyncBatchNorm(), nn.Conv2D(2, 3))
@@ -75,7 +75,7 @@ def one_process_does_more(world):
         net.summary(mx.nd.zeros((1, 3, 6, 6)))
     net.hybridize()
 
-    def trace_anew():
+    def trace_again():
         net.hybridize(static_alloc=True)
 
     def infer_meanwhile():
@@ -94,7 +94,7 @@ def one_process_does_more(world):
         net.collect_params().reset_ctx(contexts(2))
 
     means = []
-    for change in (trace_anew, infer_meanwhile, cast, move, move_away_and_back, None):
+    for change in (trace_again, infer_meanwhile, cast, move, move_away_and_back, None):
         x = mx.nd.random.normal(shape=(2, 3, 6, 6))
         with autograd.record():
             losses = [(net(x.as_in_context(device)) ** 2).sum() for device in contexts(2)]
@@ -110,33 +110,33 @@ def last_keys(world):
     """Up to the last number with which the KVStore can do anything."""
     reducer = world.reducer
     reducer._next_number = kvstore._LAST_KEY - 1
-    told = {"numbers": [], "sums": []}
+    reported = {"numbers": [], "sums": []}
     connection, open_line = reducer._connection, reducer._connection.kvstore_channel
 
     def note(key, size, rank, kvstore, number, slots):
-        told["numbers"].append(number)
+        reported["numbers"].append(number)
         return open_line(key, size, rank, kvstore, number, slots)
 
     connection.kvstore_channel = note
     for key in ("last but one", "last"):
-        told["sums"].append(reducer.all_reduce(key, np.arange(3.0)).tolist())
+        reported["sums"].append(reducer.all_reduce(key, np.arange(3.0)).tolist())
     group = sbn.SyncGroup(store=reducer, timeout=world.timeout)
-    told["beyond"] = error_of(
+    reported["beyond"] = error_of(
         lambda: group._exchange.all_gather("beyond", "one key more", np.ones(3))
     )
-    world.tell("last keys", told)
+    world.report("last keys", reported)
 
 
 def updates_before(world):
     """The server has an optimizer when the reducer comes."""
     _, _, step = net_and_trainer(world, update_on_kvstore=True)
     step()
-    told = error_of(lambda: distributed.KVStoreReducer(world.kv, timeout=20))
-    world.tell("updates before", told)
+    reported = error_of(lambda: distributed.KVStoreReducer(world.kv, timeout=20))
+    world.report("updates before", reported)
 
 
 def layers_under_way(world):
-    """A step of many layers, none of which has met the others when this returns."""
+    """A step of many layers, none of which has exchanged anything when this returns."""
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
         for _ in range(20):
@@ -156,9 +156,9 @@ def a_group_that_is_left(world):
     if world.rank == 1:
         sbn.set_default_group(None)
     mx.nd.waitall()
-    world.tell("left", True)
+    world.report("left", True)
 
 
 def ends_in_a_step(world):
     world.net = layers_under_way(world)
-    world.tell("ends", True)
+    world.report("ends", True)

@@ -47,12 +47,12 @@ class World:
     def save(self, name, **arrays):
         self._write(f"{name}-{self.rank}.npz", lambda file: np.savez(file, **arrays))
 
-    def tell(self, name, value):
+    def report(self, name, value):
         text = json.dumps(value).encode()
         self._write(f"{name}-{self.rank}.json", lambda file: file.write(text))
 
     def _write(self, name, write):
-        """Whoever sees the file sees it whole."""
+        """A process that sees the file sees all of it."""
         path = self.folder / name
         with open(f"{path}.part", "wb") as file:
             write(file)
@@ -73,7 +73,7 @@ def error_of(call):
 
 
 def forget_errors():
-    """Fetches what MXNet still has to say of an error that was told already."""
+    """Fetches what MXNet still has of an error that was raised already."""
     for _ in range(5):
         try:
             mx.nd.waitall()

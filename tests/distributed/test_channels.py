@@ -2,17 +2,17 @@
 
 
 def test_python_has_no_part_in_what_all_processes_know(pair):
-    for told in pair.told("through python"):
-        keys = [f"{told['number']} {name}" for name in ("forward -1", "backward -1")]
-        assert told["first"] == [f"{told['number']} handshake", *keys]
-        assert told["steps"] == []
+    for reported in pair.reported("through python"):
+        keys = [f"{reported['number']} {name}" for name in ("forward -1", "backward -1")]
+        assert reported["first"] == [f"{reported['number']} handshake", *keys]
+        assert reported["steps"] == []
         # A layer that has other devices is known by now.
-        assert told["moved"] == keys
-        assert [told["first mean"], *told["means"], told["moved mean"]] == [0.5] * 5
+        assert reported["moved"] == keys
+        assert [reported["first mean"], *reported["means"], reported["moved mean"]] == [0.5] * 5
 
 
 def test_passes_without_backward_take_no_new_keys(pair):
-    for number, counts in pair.told("passes"):
+    for number, counts in pair.reported("passes"):
         assert counts == {
             f"{number} handshake": 1,
             f"{number} forward -1": 11,
@@ -21,24 +21,24 @@ def test_passes_without_backward_take_no_new_keys(pair):
 
 
 def test_a_layer_takes_the_store_of_its_group(pair):
-    for told in pair.told("another store"):
+    for reported in pair.reported("another store"):
         # The handshake, and two messages in each of two steps.
-        assert told["reducer"] == [5, 0]
-        assert told["files"] == [0, 5]
-        assert told["again"] == [4, 0]
-        assert told["means"] == [0.5] * 6
+        assert reported["reducer"] == [5, 0]
+        assert reported["files"] == [0, 5]
+        assert reported["again"] == [4, 0]
+        assert reported["means"] == [0.5] * 6
 
 
 def test_a_group_that_failed_stays_so(pair):
-    for told in pair.told("failed"):
-        kind, text, _ = told["failed"]
+    for reported in pair.reported("failed"):
+        kind, text, _ = reported["failed"]
         assert kind == "MXNetError"
         assert "the processes have lost each other" in text and "a device was lost" in text
-        assert told["other"] == [0.5, 0.5]
+        assert reported["other"] == [0.5, 0.5]
 
 
 def test_a_probe_shows_who_has_arrived(pair):
-    _, told = pair.told("probed")
-    assert told["second"] == told["met"] == "arrived"
-    assert told["next"] == told["next after"] == "absent"
-    assert told["waits"] == ["arrived", "a title (probed 3)", "a title (probed 2)"]
+    _, reported = pair.reported("probed")
+    assert reported["second"] == reported["exchanged"] == "arrived"
+    assert reported["next"] == reported["next after"] == "absent"
+    assert reported["waits"] == ["arrived", "a title (probed 3)", "a title (probed 2)"]

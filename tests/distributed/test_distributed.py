@@ -80,42 +80,45 @@ def test_sums_are_added_with_their_errors(job):
 
 
 def test_arrays_that_cannot_be_added(pair):
-    for told in pair.told("wrong arrays"):
+    for reported in pair.reported("wrong arrays"):
         for name in ("float32", "integers", "two axes"):
-            kind, text, _ = told[name]
+            kind, text, _ = reported[name]
             assert kind == "ValueError" and "give float64 of shape (n,)" in text
-        assert told["sum"] == [0, 2, 4]
-        kind, text, _ = told["other sizes"]
+        assert reported["sum"] == [0, 2, 4]
+        kind, text, _ = reported["other sizes"]
         assert kind == "RuntimeError" and "different amounts of numbers to 'other sizes'" in text
-        if "long key" in told:
-            assert told["long key"][0] == "ValueError" and "at most 61 bytes" in told["long key"][1]
+        if "long key" in reported:
+            assert (
+                reported["long key"][0] == "ValueError"
+                and "at most 61 bytes" in reported["long key"][1]
+            )
 
 
 def test_one_message_per_layer_pass_and_process(pair):
-    for told in pair.told("messages"):
-        steps, layers = 4, told["layers"]
+    for reported in pair.reported("messages"):
+        steps, layers = 4, reported["layers"]
         ways = ("forward", "backward")
         keys = [f"{layer} {way} -1" for layer in layers for way in ways]
-        assert told["steps"] == dict.fromkeys(keys, steps)
+        assert reported["steps"] == dict.fromkeys(keys, steps)
         # Each layer has one handshake.
         handshakes = [f"{layer} handshake" for layer in layers]
-        assert told["first"] == dict.fromkeys(keys + handshakes, 1)
+        assert reported["first"] == dict.fromkeys(keys + handshakes, 1)
 
 
 def test_a_message_is_one_request_to_the_server(two):
     """A new key takes one more, in which the processes agree on its number."""
-    for told in two.told("messages"):
-        assert told["steps requests"] == sum(told["steps"].values())
-        assert told["first requests"] == 2 * sum(told["first"].values())
+    for reported in two.reported("messages"):
+        assert reported["steps requests"] == sum(reported["steps"].values())
+        assert reported["first requests"] == 2 * sum(reported["first"].values())
 
 
 def test_one_key_is_never_twice_under_way(pair):
-    for told in pair.told("one key on two threads"):
-        assert told == {"group": [0, 0], "reducer": [0, 0]}
+    for reported in pair.reported("one key on two threads"):
+        assert reported == {"group": [0, 0], "reducer": [0, 0]}
 
 
 def test_keys_may_come_in_other_orders(pair):
-    for wrong, errors in pair.told("keys in other orders"):
+    for wrong, errors in pair.reported("keys in other orders"):
         assert wrong == [0] * 4 and errors == []
 
 

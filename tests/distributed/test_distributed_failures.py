@@ -62,7 +62,7 @@ class Job:
                 break
             time.sleep(0.02)
         self.left = {process.pid for process in cluster.running()}
-        self.errors = [e and (e[0], e[1], e[2] - begin) for e in cluster.told("error")]
+        self.errors = [e and (e[0], e[1], e[2] - begin) for e in cluster.reported("error")]
         self.output = cluster.output()
 
     def check_survivor(self, *words, rank=0, waits=False):
@@ -206,7 +206,7 @@ def test_a_worker_is_stopped(job):
 def test_the_server_is_killed(job):
     for rank in range(2):
         job.check_survivor("Came: rank", rank=rank, waits=True)
-    # Whoever gives up last finds the other gone.
+    # The process that gives up last finds the other gone.
     assert "As all have come, the KVStore's server does not answer." in job.output
     assert not job.left & set(job.pids)
 
@@ -274,7 +274,7 @@ def test_the_error_of_one_device_reaches_the_other_processes(job):
     assert why in job.errors[1][1]
 
 
-@pytest.mark.xfail(reason="nothing ends a process that waits inside MXNet for ever")
+@pytest.mark.xfail(reason="nothing ends a process that waits inside MXNet")
 @of("waitall", "trainer")
 def test_a_process_that_waits_for_more_than_a_layer_ends(job):
     """In mx.nd.waitall(), which waits for the message too that was given up, and for the Trainer's

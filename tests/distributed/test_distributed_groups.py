@@ -45,7 +45,7 @@ def test_a_size_that_does_not_fit(size, processes):
     words = f"group_size={size}, and odd has 4 devices in each of {processes} processes"
     layer = sbn.SyncBatchNorm(prefix="odd_", in_channels=3, group=group)
     layer.initialize(ctx=contexts(4))
-    # In inference nobody meets.
+    # In inference nothing is exchanged.
     layer(mx.nd.ones((2, 3))).wait_to_read()
     with pytest.raises(mx.MXNetError, match=words), autograd.train_mode():
         layer(mx.nd.ones((2, 3))).wait_to_read()
@@ -200,7 +200,7 @@ def other_nets(tmp_path_factory):
         # They have lost each other in the end.
         assert cluster.wait() == [1], cluster.output()[-4000:]
         assert cluster.running() == []
-        return cluster.told("other nets")
+        return cluster.reported("other nets")
     finally:
         cluster.clean()
 
@@ -216,35 +216,35 @@ SIDES = {
 @pytest.mark.parametrize("what", SIDES)
 def test_other_nets_are_an_error_in_every_process(other_nets, what):
     first, second = SIDES[what]
-    for told in other_nets:
-        kind, text, seconds = told[what][0]
+    for reported in other_nets:
+        kind, text, seconds = reported[what][0]
         assert kind == "MXNetError" and seconds < 5
         assert "the processes have not built the same net. rank 0: layer" in text
         _, one, other = text.split("rank ")[:3]
         assert one.startswith("0: ") and first in one
         assert other.startswith("1: ") and second in other
         # And from then on.
-        kind, text, seconds = told[what][1]
+        kind, text, seconds = reported[what][1]
         assert kind == "MXNetError" and "the processes have lost each other" in text and seconds < 5
 
 
 def test_equal_nets_are_none(other_nets):
     """Before the others and after them, in a group of their own."""
-    for told in other_nets:
+    for reported in other_nets:
         for what in ("nothing", "nothing again"):
-            assert [kind for kind, _, _ in told[what]] == [None, None]
+            assert [kind for kind, _, _ in reported[what]] == [None, None]
 
 
 def test_another_number_of_layers_is_an_error_in_every_process(other_nets):
     """Each waits for the other at another layer, which shows when the time is up."""
     names = "net_syncbatchnorm2', forward call 0", "net_syncbatchnorm1', backward call 0"
-    for rank, told in enumerate(other_nets):
-        kind, text, seconds = told["layers"]
+    for rank, reported in enumerate(other_nets):
+        kind, text, seconds = reported["layers"]
         assert kind == "MXNetError" and seconds < 4 + 8
         assert f"SyncBatchNorm '{names[rank]}: rank {rank} has waited" in text
         assert f"Missing: rank {1 - rank} (" in text
-    # Whoever gives up last may find the other one gone.
-    assert any(names[1 - rank] in told["layers"][1] for rank, told in enumerate(other_nets))
+    # The process that gives up last may find the other one gone.
+    assert any(names[1 - rank] in reported["layers"][1] for rank, reported in enumerate(other_nets))
 
 
 class SlowStart(Reducer):

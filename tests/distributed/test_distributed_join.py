@@ -14,7 +14,10 @@ import gluon_syncbn as sbn
 FIRST_LAYER = "net_syncbatchnorm0_running_mean", "net_syncbatchnorm0_running_var"
 
 
-@pytest.fixture(scope="module", params=["kvstore", pytest.param("horovod", marks=needs_horovod)])
+HOROVOD = pytest.param("horovod", marks=[needs_horovod, pytest.mark.long])
+
+
+@pytest.fixture(scope="module", params=["kvstore", HOROVOD])
 def joined(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     return run(folder, 3, ["distributed_join:trains"], engine=request.param)
@@ -39,10 +42,10 @@ def test_steps(joined, epoch):
         [len(data), processes]
         for data, _, processes in distributed_join.steps_of_all(epoch, early_stop=epoch == 1)
     ]
-    for rank, told in enumerate(joined.told("steps")):
-        assert [row[:2] for row in told[epoch]] == expected
+    for rank, reported in enumerate(joined.reported("steps")):
+        assert [row[:2] for row in reported[epoch]] == expected
         absent = [number >= distributed_join.BATCHES[rank] for number in range(len(expected))]
-        assert [row[2] for row in told[epoch]] == absent
+        assert [row[2] for row in reported[epoch]] == absent
 
 
 @pytest.mark.parametrize("epoch", range(3))
@@ -122,10 +125,10 @@ def without_a_batch(tmp_path_factory):
 
 def test_a_process_without_a_batch(without_a_batch):
     """It says so, and the others notice that it has ended."""
-    told = without_a_batch.told("no batch")
-    (without,) = [rank for rank in range(2) if told[rank][0] == "ValueError"]
-    assert without == 1 and "this process has no batch at all" in told[1][1]
-    kind, text = told[0]
+    reported = without_a_batch.reported("no batch")
+    (without,) = [rank for rank in range(2) if reported[rank][0] == "ValueError"]
+    assert without == 1 and "this process has no batch at all" in reported[1][1]
+    kind, text = reported[0]
     assert kind == "MXNetError" and "Missing: rank 1 (process ended)" in text
 
 
@@ -133,7 +136,7 @@ def test_one_in_another(without_a_batch):
     """A process that has run out of batches of the outer one brings those of the inner one."""
     inner = [[2, 2, 2], [1, 5, 1]]
     steps = [[2, 3, 2], *inner, [1, 4, 1], *inner, [1, 6, 1], *inner]
-    assert without_a_batch.told("nested") == [steps, steps]
+    assert without_a_batch.reported("nested") == [steps, steps]
 
 
 def test_one_process_alone():
@@ -191,12 +194,12 @@ def test_a_long_training(tmp_path):
     first, second = job.arrays("memory")
     for name in first:
         assert_same_bits(second[name], first[name], name)
-    for told in job.told("memory"):
-        count = told["steps"]
-        assert set(told["messages"].values()) == {count} and len(told["messages"]) == 20
+    for reported in job.reported("memory"):
+        count = reported["steps"]
+        assert set(reported["messages"].values()) == {count} and len(reported["messages"]) == 20
         for who in ("worker", "server"):
-            # From step 100 on. MXNet keeps 8 bytes of each of its 80 requests per step for ever.
-            sizes = told[who][5:]
+            # From step 100 on. MXNet keeps 8 bytes of each of its 80 requests per step.
+            sizes = reported[who][5:]
             assert max(sizes) - sizes[0] < 2e6 + 1500 * count, sizes
     layer = sbn.SyncBatchNorm(in_channels=16)
     layer.initialize()

@@ -22,84 +22,86 @@ def trainers(tmp_path_factory):
 
 @pytest.mark.parametrize("what", ["default", "server"])
 def test_a_server_that_updates_is_refused_at_the_first_step(trainers, what):
-    for told in trainers.told("trainers"):
-        kind, text, _ = told[what]
+    for reported in trainers.reported("trainers"):
+        kind, text, _ = reported[what]
         assert kind == "ValueError" and REMEDY in text
 
 
 def test_gradient_compression_is_refused_at_the_first_step(trainers):
-    for told in trainers.told("trainers"):
-        kind, text, _ = told["compression"]
+    for reported in trainers.reported("trainers"):
+        kind, text, _ = reported["compression"]
         assert kind == "ValueError" and "make the Trainer without compression_params" in text
 
 
-def test_a_trainer_beside_the_layers(trainers):
+def test_a_trainer_on_the_store_of_the_layers(trainers):
     """On one store with other keys, with other processes forked from these, to a clean end."""
     first, second = trainers.arrays("trainers")
     for name in first:
         assert np.isfinite(first[name]).all()
         assert_same_bits(first[name], second[name], name)
-    for told in trainers.told("trainers"):
-        assert told["one store"] and told["late"] == [1, 2]
+    for reported in trainers.reported("trainers"):
+        assert reported["one store"] and reported["late"] == [1, 2]
 
 
 def test_a_store_has_one_reducer(trainers):
-    for told in trainers.told("trainers"):
-        kind, text, _ = told["second reducer"]
+    for reported in trainers.reported("trainers"):
+        kind, text, _ = reported["second reducer"]
         assert kind == "ValueError" and "has a KVStoreReducer already" in text
 
 
 @pytest.mark.parametrize("what", ["second store", "store of a Trainer"])
 def test_a_second_store_is_refused(trainers, what):
-    for told in trainers.told("trainers"):
-        kind, text, _ = told[what]
+    for reported in trainers.reported("trainers"):
+        kind, text, _ = reported[what]
         assert kind == "ValueError" and "give the Trainer the store itself, as kvstore=kv" in text
-        assert told["local store"] == "device"
+        assert reported["local store"] == "device"
 
 
+@pytest.mark.long
 def test_a_server_that_updates_already(tmp_path):
     topics = ["distributed_traps:updates_before"]
-    for told in run(tmp_path, 2, topics, engine="bare").told("updates before"):
-        kind, text, _ = told
+    for reported in run(tmp_path, 2, topics, engine="bare").reported("updates before"):
+        kind, text, _ = reported
         assert kind == "RuntimeError"
         assert "The KVStore changes what is sent to it" in text and REMEDY in text
 
 
-def test_what_one_process_does_beside_training_stops_nobody(two):
+def test_what_one_process_does_besides_training_stops_nobody(two):
     first, second = two.arrays("more")
     assert_same_bits(first["means"], second["means"])
 
 
 def test_a_second_trainer_is_refused(trainers):
     """MXNet would wait indefinitely."""
-    for told in trainers.told("trainers"):
-        kind, text, _ = told["second trainer"]
+    for reported in trainers.reported("trainers"):
+        kind, text, _ = reported["second trainer"]
         assert kind == "ValueError" and "make one Trainer for all parameters" in text
 
 
 def test_a_group_that_is_left_in_a_step(two):
-    assert two.told("left") == [True, True]
+    assert two.reported("left") == [True, True]
 
 
 @needs_horovod
 def test_horovod_ends_after_the_last_step(horovod):
     """Its own exit hook would end it before."""
-    assert horovod.told("ends") == [True, True]
+    assert horovod.reported("ends") == [True, True]
 
 
+@pytest.mark.long
 def test_no_key_beyond_the_last(tmp_path):
     """Beyond, the number of the server is negative. Only rank 0 knows the numbers."""
     cluster = Cluster(tmp_path, 2, ["distributed_traps:last_keys"], GLUON_SYNCBN_TIMEOUT="10")
     try:
         assert cluster.wait() == [1], cluster.output()[-4000:]
         assert cluster.running() == []
-        first, second = cluster.told("last keys")
+        first, second = cluster.reported("last keys")
     finally:
         cluster.clean()
-    for told in (first, second):
-        assert told["numbers"] == [1_076_647, 1_076_648]
-        assert told["sums"] == [[0, 2, 4]] * 2
-        kind, text, seconds = told["beyond"]
+    for reported in (first, second):
+        assert reported["numbers"] == [1_076_647, 1_076_648]
+        assert reported["sums"] == [[0, 2, 4]] * 2
+        kind, text, seconds = reported["beyond"]
         assert kind == "RuntimeError" and seconds < 8
         assert "All 76648 keys of the KVStore are in use" in text
     assert "rank 0 (failed: All 76648" in second["beyond"][1]

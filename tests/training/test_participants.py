@@ -118,7 +118,7 @@ def test_groups_whose_devices_are_all_absent_keep_their_statistics():
 
 
 def test_the_backward_of_a_step_may_come_later():
-    """It meets those that took part in its forward, also beside a forward of all."""
+    """It waits for those that took part in its forward, also after a forward of all."""
     layer = sbn.SyncBatchNorm(in_channels=5)
     layer.initialize(ctx=contexts(3))
     x = np.random.default_rng(0).standard_normal((6, 5)).astype("float32")
