@@ -38,7 +38,7 @@ ifeq ($(filter run-native programs fake-cuda,$(MAKECMDGOALS)),)
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: fake-cuda gpu-check cuda-report help train test test-long bench bench-distributed lint format warnings sanitize wheel clean distclean run-native programs rebuild
+.PHONY: fake-cuda gpu-check cuda-report help train test test-all bench bench-distributed lint format warnings sanitize wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.11] [CXX=g++]'
@@ -49,10 +49,10 @@ train: $(ready)mxnet-$(MXNET) $(ready)examples ## train the segmentation example
 
 test: $(ready)mxnet-$(MXNET) $(ready)examples $(ready)test $(ready)horovod ## run the native tests, then the Python tests but the long ones
 	$(build_native) run-native
-	$(python) -m pytest -m "not long" $(ARGS)
+	$(python) -m pytest -n 3 --dist loadfile -m "not long" $(ARGS)
 
-test-long: $(ready)mxnet-$(MXNET) $(ready)examples $(ready)test $(ready)horovod ## run the tests that build, train or convert whole programs and nets
-	$(python) -m pytest -m long $(ARGS)
+test-all: test ## run all tests, also those that build, train or convert whole programs and nets
+	$(python) -m pytest -m long
 
 bench: $(ready)mxnet-$(MXNET) $(ready)test ## measure speed beside MXNet's own layers
 	$(python) benchmarks/bench.py $(ARGS)
