@@ -54,7 +54,7 @@ class Child:
         self.is_worker = role == "worker"
         self.reported = None  # The exit code with which a worker reported that it fails.
         self.write_error = None
-        self.tail = collections.deque(maxlen=_TAIL_LINES)
+        self._tails = [collections.deque(maxlen=_TAIL_LINES) for _ in range(2)]
         # "worker 1" prints as [1], "server 0" and "scheduler" as they are.
         self._prefix = f"[{number if self.is_worker and number else name}] "
         task = "run" if self.is_worker else "serve"
@@ -69,20 +69,21 @@ class Child:
             errors="surrogateescape",
             start_new_session=True,
         )
-        streams = (self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)
+        pipes, targets = (self.process.stdout, self.process.stderr), (sys.stdout, sys.stderr)
         self._relays = [
-            threading.Thread(target=self._relay, args=pair, daemon=True) for pair in streams
+            threading.Thread(target=self._relay, args=arguments, daemon=True)
+            for arguments in zip(pipes, targets, self._tails)
         ]
         for relay in self._relays:
             relay.start()
 
-    def _relay(self, pipe, target):
+    def _relay(self, pipe, target, tail):
         """Prints each line with the rank before it. A carriage return ends a line too, so that each
         update of a progress bar is one."""
         with pipe:
             for line in iter(lambda: pipe.readline(_LONGEST_LINE), ""):
                 line = line.rstrip("\n")
-                self.tail.append(line[:_TAIL_COLUMNS].encode(errors="replace").decode())
+                tail.append(line[:_TAIL_COLUMNS].encode(errors="replace").decode())
                 error = _write(target, f"{self._prefix}{line}\n")
                 self.write_error = self.write_error or error
 
@@ -104,6 +105,10 @@ class Child:
         """Waits for the rest of the output."""
         for relay in self._relays:
             relay.join(seconds)
+
+    def last_lines(self):
+        """Those of its errors last, as they say why it ended."""
+        return [line for tail in self._tails for line in list(tail)][-_TAIL_LINES:]
 
     def ending(self):
         name, code = f"{self.name} (process {self.process.pid})", self.failed()
@@ -259,7 +264,7 @@ class Launch:
         self._report_to_cluster(child.ending())
         self._wait(runner.EXIT_HOOKS_SECONDS + 1, [child])
         child.drain(0.5)
-        lines = "".join(f"\n    {line}" for line in list(child.tail))
+        lines = "".join(f"\n    {line}" for line in child.last_lines())
         lines = f"Its last lines:{lines}" if lines else "It had printed nothing."
         say(f"{child.ending()}, so all others are ended. {lines}")
         code = child.failed()

@@ -27,7 +27,8 @@ def is_bfloat16(dtype):
 
 
 def _same_memory(a, b):
-    """Of contexts, as MXNet looks for a Parameter's array: cpu, cpu_pinned and cpu_shared are."""
+    """Whether MXNet finds a Parameter's array for both contexts: cpu, cpu_pinned and cpu_shared are
+    one."""
     return (a.device_typeid & 1, a.device_id) == (b.device_typeid & 1, b.device_id)
 
 
@@ -37,14 +38,13 @@ class SyncBatchNorm(nn.BatchNorm):
     .. math:: y = \gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta
 
     with the mean :math:`\mu` and the biased variance :math:`\sigma^2` of each channel over all
-    values of that channel on all devices;
-    :func:`gluon_syncbn.layers.operator.sync_batch_norm` has the backward. It takes the place of
-    :class:`mxnet.gluon.nn.BatchNorm`: same arguments, same parameters, same files. The
-    results are the same, bit for bit, however a batch is split over devices and threads.
+    devices. :func:`gluon_syncbn.layers.operator.sync_batch_norm` gives the backward. A drop-in for
+    :class:`mxnet.gluon.nn.BatchNorm`: same arguments, same parameters, same files. Results have the
+    same bits however a batch is split over devices and threads.
 
-    Training code stays as it is: the net is called once for each device inside
-    ``autograd.record()``, and no result is waited for before every device was called. In inference
-    devices do not wait for each other.
+    Training code does not change: call the net once for each device inside ``autograd.record()``,
+    and wait for no result before every device was called. In inference devices do not wait for each
+    other.
 
     Parameters
     ----------
@@ -52,56 +52,56 @@ class SyncBatchNorm(nn.BatchNorm):
         The axis of the channels.
     momentum : float or None, default 0.9
         ``running = momentum * running + (1 - momentum) * batch`` in each forward in training mode.
-        (Elsewhere momentum often names the other factor.) None: running statistics are the mean
-        over all batches since the initialization, as with ``momentum=None`` in PyTorch, and the
-        layer has one parameter more.
+        (Other libraries often call the other factor momentum.) None: running statistics are the
+        mean over all batches since the initialization, as with ``momentum=None`` in PyTorch. The
+        layer then has the parameter num_batches_tracked.
     epsilon : float, default 1e-5
         Added to the variance.
     center, scale : bool, default True
-        Whether beta and gamma are trained. Without scale, gamma is taken for 1.
+        Whether beta and gamma are trained. Without scale, gamma counts as 1.
     use_global_stats : bool, default False
-        Normalize with the running statistics in training too, and leave them as they are.
+        Normalize with the running statistics in training too, and do not update them.
     beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer
         str or Initializer.
     in_channels : int, default 0
-        The number of channels C; 0: taken from the first data.
+        The number of channels C; 0: inferred from the first data.
     num_devices : int, optional
-        How many devices take part, where that is not all on which the parameters live.
+        How many devices take part, if not all on which the parameters live.
     group : SyncGroup, optional
         Which devices and processes take part, and how long they wait for each other. By default
-        what :func:`gluon_syncbn.set_default_group` says.
+        the group set by :func:`gluon_syncbn.set_default_group`.
     running_variance : {"biased", "unbiased"}, default "biased"
         Whether the running variance follows :math:`\sigma^2`, or :math:`\sigma^2 M / (M - 1)` for
-        M values of a channel, which is not smaller than the data's on the average. (M = 1 is taken
-        as biased.) ``nn.BatchNorm`` has the biased one on the CPU and the unbiased one through
-        cuDNN; PyTorch has the unbiased one. What the batch is normalized by is always biased.
+        M > 1 values of a channel. ``nn.BatchNorm`` uses the biased one on the CPU and the unbiased
+        one through cuDNN; PyTorch uses the unbiased one. The batch itself is always normalized by
+        the biased variance.
 
     Parameters of the layer
     -----------------------
     gamma, beta, running_mean, running_var
         Shape (C,), named and saved as those of ``nn.BatchNorm``.
     num_batches_tracked
-        Shape (1,), with ``momentum=None`` only: the number of batches so far. A file of a layer
-        that has none is loaded with ``allow_missing=True`` into an initialized layer, and
-        ``layer.num_batches_tracked.set_data(mx.nd.zeros(1))`` begins the average anew.
+        Shape (1,), with ``momentum=None`` only: the number of batches so far. Load files without it
+        with ``allow_missing=True`` into an initialized layer.
+        ``layer.num_batches_tracked.set_data(mx.nd.zeros(1))`` restarts the average.
 
     Inputs and outputs
     ------------------
     x : (N, C), (N, C, W), (N, C, H, W) or (N, C, D, H, W), or with C on another `axis`; of dtype
     float16, bfloat16, float32 or float64. The output has its shape and dtype. Parameters are
-    float64 with float64 data, and else float32: ``cast`` sees to it. After ``mx.npx.set_np()`` all
-    are MXNet's NumPy arrays.
+    float64 for float64 data and float32 for all other, as ``cast`` makes them. After
+    ``mx.npx.set_np()`` all are MXNet's NumPy arrays.
 
     Raises
     ------
     ValueError
-        For arguments that make no sense, and for data on a context that has no parameters.
+        For arguments out of range, and for data on a context without parameters.
     TypeError
         For an ``mx.nd`` array after ``mx.npx.set_np()``.
     MXNetError
-        Where a result is waited for, when a device does not come, comes twice, or brings other
-        channels. Afterwards ``mx.nd.waitall()`` fetches what other devices have to say of the same
-        error, and training can go on.
+        Where a result is waited for, if a device does not arrive, arrives twice, or has another
+        number of channels. Afterwards call ``mx.nd.waitall()``, which raises the errors of the
+        other devices, and training can go on.
 
     References
     ----------
@@ -177,7 +177,7 @@ class SyncBatchNorm(nn.BatchNorm):
         self._meet()
 
     def _meet(self):
-        """Becomes a layer of its own, whose devices meet each other."""
+        """Gives the block a layer of its own in the native library."""
         self._layer = SyncedLayer(self)
         self._node_ids = itertools.count()
 
@@ -190,12 +190,12 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def _clear_cached_op(self):
         super()._clear_cached_op()
-        # The graph is traced again, and its places are to be those of other processes, which may
-        # trace less often.
+        # The graph will be traced again, and other processes may trace less often: node ids must
+        # agree.
         self._node_ids = itertools.count()
 
     def cast(self, dtype):
-        # As nn.BatchNorm does for float16: the parameters for data of 16 bits are float32.
+        # As nn.BatchNorm does for float16: parameters for 16-bit data are float32.
         halves = dtype == "bfloat16" or is_bfloat16(dtype)
         super().cast("float32" if halves else dtype)
 
@@ -206,7 +206,7 @@ class SyncBatchNorm(nn.BatchNorm):
                 "array at a time, once for each device."
             )
         if is_np_array() and isinstance(x, mx.nd.NDArray) and not is_numpy(x):
-            # MXNet says the same when it has the result, for which other devices would wait then.
+            # MXNet would say so only once it has the result, while other devices wait.
             raise TypeError(
                 f"{self.name} was called with an mx.nd array, and MXNet's NumPy arrays are "
                 "switched on: give mx.np arrays, such as x.as_np_ndarray(), or call "
@@ -214,7 +214,8 @@ class SyncBatchNorm(nn.BatchNorm):
             )
         contexts = self._layer.contexts()
         if isinstance(x, mx.nd.NDArray) and contexts and x.context not in contexts:
-            # As MXNet looks for parameters: a DataLoader's workers give arrays on cpu_shared(0).
+            # MXNet finds parameters in the same way: a DataLoader's workers give arrays on
+            # cpu_shared(0).
             own = [context for context in contexts if _same_memory(context, x.context)]
             if own:
                 return super().forward(x.as_in_context(own[0]), *args)
@@ -267,12 +268,12 @@ class SyncBatchNorm(nn.BatchNorm):
 
 
 class SyncBatchNormReLU(SyncBatchNorm):
-    """:class:`SyncBatchNorm` with a relu behind it: what ``nn.BatchNormReLU`` is to
-    ``nn.BatchNorm``.
+    """:class:`SyncBatchNorm` followed by a relu, as ``nn.BatchNormReLU`` is ``nn.BatchNorm``
+    followed by a relu.
 
-    Arguments, parameters, shapes and errors are those of :class:`SyncBatchNorm`, also where MXNet
-    has ``nn.BatchNormReLU`` for nothing but float32 data of 4 dimensions with axis=1 on the CPU.
-    (With NumPy's arrays MXNet leaves its relu out.)
+    Arguments, parameters, shapes and errors are those of :class:`SyncBatchNorm`. (MXNet's own
+    ``nn.BatchNormReLU`` takes only float32 data of 4 dimensions with axis=1 on the CPU, and omits
+    the relu for NumPy's arrays.)
     """
 
     def __init__(self, *args, **kwargs):

@@ -9,13 +9,13 @@ _NUMPY = (mx.np.ndarray, mx.sym.np._Symbol)
 
 
 def is_numpy(x):
-    """Whether it is one of MXNet's NumPy arrays, or a symbol that stands for one."""
+    """Whether x is one of MXNet's NumPy arrays or symbols."""
     return isinstance(x, _NUMPY)
 
 
 def _without_amp(function):
-    """An operator as it is before ``amp.init`` wraps it. AMP would cast the data of every custom
-    operator to float32, which it does not do to BatchNorm."""
+    """An operator without the wrapper of ``amp.init``, which casts the data of every custom
+    operator to float32, but not that of BatchNorm."""
     while getattr(function, "__globals__", None) is vars(amp):
         wrapped = function.__code__.co_freevars.index("f")
         function = function.__closure__[wrapped].cell_contents
@@ -45,18 +45,18 @@ def sync_batch_norm(
 ):
     r"""Batch normalization over all devices of `layer` (Ioffe and Szegedy, 2015).
 
-    With x of shape (N, C, S), all axes before the channel's taken as N and all behind it as S, and
-    sums over n and s on all devices, M values in all:
+    x has shape (N, C, S): all axes before the channels' count as N, all after it as S. Sums run
+    over n and s on all devices, M values in all:
 
     .. math::
         \mu_c &= \frac1M \sum x_{ncs} \qquad \sigma_c^2 = \frac1M \sum (x_{ncs} - \mu_c)^2 \\
         y_{ncs} &= \gamma_c \frac{x_{ncs} - \mu_c}{\sqrt{\sigma_c^2 + \epsilon}} + \beta_c
 
     In training mode the running statistics become ``momentum * running + (1 - momentum) * batch``,
-    with the variance above, or with :math:`\sigma_c^2 M / (M - 1)` where `running_variance` is
-    "unbiased" and M > 1. With ``momentum=None`` they are the mean over all batches: for the n-th,
-    1 - 1/n takes the place of the momentum. In inference, and with `use_global_stats`, they take
-    the place of the batch's, and no device waits for another.
+    with the variance above, or with :math:`\sigma_c^2 M / (M - 1)` if `running_variance` is
+    "unbiased" and M > 1. With ``momentum=None`` they are the mean over all batches: the momentum of
+    the n-th is 1 - 1/n. In inference, and with `use_global_stats`, they replace the batch's, and no
+    device waits for another.
 
     Backward, with :math:`\hat x = (x - \mu) / \sqrt{\sigma^2 + \epsilon}`:
 
@@ -65,40 +65,39 @@ def sync_batch_norm(
         dx_{ncs} = \frac{\gamma_c}{\sqrt{\sigma_c^2 + \epsilon}}
             \left(dy_{ncs} - \frac{d\beta_c}{M} - \hat x_{ncs} \frac{d\gamma_c}{M}\right)
 
-    where dx takes the sums over all devices; dgamma and dbeta are written as those of the device
-    alone, which a Trainer adds.
+    dx takes the sums over all devices. dgamma and dbeta are written as the device's own, and the
+    Trainer adds them.
 
-    With `virtual_devices` the samples of x, along the first axis, are cut into so many chunks, the
-    first of them larger by one where that does not come out even. Sums run over one chunk each, no
-    device waits for another, and the running statistics become the mean of those that the chunks'
-    devices would have.
+    With `virtual_devices` the samples of x, along the first axis, are cut into that many chunks,
+    the first of them larger by one if they do not divide evenly. Sums run over one chunk each, no
+    device waits for another, and the running statistics become the mean of the chunks'.
 
     Parameters
     ----------
     F : module
         mxnet.nd or mxnet.sym, as in ``hybrid_forward``.
     x : NDArray or Symbol
-        Data of 2 to 5 dimensions, float16, bfloat16, float32 or float64. Here and below also
-        MXNet's NumPy arrays and symbols.
+        2 to 5 dimensions; float16, bfloat16, float32 or float64. MXNet's NumPy arrays and symbols
+        are taken too, here and below.
     gamma, beta, running_mean, running_var : NDArray or Symbol
-        Shape (C,), float64 for data of float64 and float32 for all other. The last two are changed
-        in training mode.
+        Shape (C,), float64 for float64 data and float32 for all other. The last two are updated in
+        training mode.
     num_batches_tracked : NDArray or Symbol
         Shape (1,), with ``momentum=None`` only: counts the batches.
     layer : native.Layer
-        Whose devices meet.
+        Decides which devices synchronize.
     axis, momentum, epsilon, use_global_stats, running_variance, virtual_devices
         As in :class:`gluon_syncbn.SyncBatchNorm` and :class:`gluon_syncbn.VirtualBatchNorm`.
     fix_gamma : bool
-        Whether gamma is taken for 1, and its gradient is 0.
+        Whether gamma counts as 1, with gradient 0.
     name : str, optional
         Of the node in a graph.
     copy_layout : {True, False, None}
-        Whether to shield the operator from oneDNN's memory layouts on the CPU. MXNet frees the
-        plain copy of an array in such a layout before the operator, which runs asynchronously, has
-        read it. True: a SwapAxis of equal axes in front and behind copies x, y and their gradients
-        into memory that stays. False: the caller knows that x and dy come from no oneDNN operator.
-        None: the graph is for GPUs; on the CPU it raises.
+        Whether to shield the operator from oneDNN's memory layouts on the CPU: MXNet frees its
+        plain copy of such an array before this operator, which runs asynchronously, has read it.
+        True: a SwapAxis of equal axes before and after copies x, y and their gradients into memory
+        that stays. False: the caller knows that x and dy come from no oneDNN operator. None: the
+        graph is for GPUs; on the CPU it raises.
     node : int
         In a graph, an id for each node of the layer: calls of equal id synchronize. With
         ``static_shape`` MXNet does not keep the nodes of one layer in order.
@@ -106,21 +105,20 @@ def sync_batch_norm(
     Returns
     -------
     y : NDArray or Symbol
-        Of the shape and dtype of x.
+        With the shape and dtype of x.
 
     Raises
     ------
     MXNetError
-        At once for shapes and dtypes that do not fit. Where y is waited for: when a device of the
-        layer does not come within the layer's timeout, comes twice, or brings another number of
+        At once for shapes and dtypes that do not fit. Where y is waited for: if a device of the
+        layer does not arrive within the timeout, arrives twice, or has another number of
         channels.
     """
     as_numpy = is_numpy(x)
     arrays = [x, gamma, beta, running_mean, running_var]
     if momentum is None:
         arrays.append(num_batches_tracked)
-    # The same memory and the same graph: what MXNet has for NumPy's arrays takes no others, and
-    # all else not those.
+    # The same memory and graph: MXNet's operators take either kind of array, not both.
     x, *others = (each.as_nd_ndarray() for each in arrays)
     swap_axis = _without_amp(F.SwapAxis)
     if copy_layout:

@@ -11,9 +11,8 @@ from ..distributed.group import default_group, follow_default_group, stop_follow
 
 
 class _Watched(Parameter):
-    """A parameter that tells its layers on which contexts it lives, whenever that changes, and when
-    it gets other values than the layers give it. It keeps them alive: a graph may use the parameter
-    after the block is gone."""
+    """A parameter that notifies its layers when its contexts change, and when somebody else writes
+    its values. It keeps the layers alive: a graph may use the parameter after the block is gone."""
 
     def _init_impl(self, data, ctx_list):
         super()._init_impl(data, ctx_list)
@@ -27,8 +26,8 @@ class _Watched(Parameter):
             layer.on_new_values(self)
 
     def reset_ctx(self, ctx):
-        # Calls under way meet on the devices that there were. What failed raises here, as a copy of
-        # an array that holds an error would never be filled.
+        # Calls under way synchronize on the old devices. An earlier error is raised here, as a copy
+        # of an array that holds one would never be filled.
         mx.nd.waitall()
         super().reset_ctx(ctx)
 
@@ -41,7 +40,7 @@ class _Watched(Parameter):
             array.wait_to_read()
 
     def __getstate__(self):
-        # The layers of a copy or of a pickle come and watch by themselves.
+        # The layers of a copy or of a pickle register by themselves.
         return {**self.__dict__, "_layers": None}
 
     def __setstate__(self, state):
@@ -49,7 +48,7 @@ class _Watched(Parameter):
 
     @classmethod
     def watch(cls, parameter, layer):
-        # The object stays the same one: others share it.
+        # The same object, as others share it.
         if not isinstance(parameter, cls):
             parameter.__class__ = cls
             parameter._layers = set()
@@ -143,7 +142,7 @@ class SyncedLayer(native.Layer):
 
 def _by_device(parameters, arrays_of):
     """{device: arrays}; empty before the parameters have values, or after they are gone."""
-    # An initialization that an error ended leaves some parameters without.
+    # An interrupted initialization leaves some parameters without values.
     if any(parameter is None or parameter._data is None for parameter in parameters):
         return {}
     arrays = zip(*map(arrays_of, parameters))

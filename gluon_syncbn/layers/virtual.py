@@ -9,35 +9,34 @@ class VirtualBatchNorm(SyncBatchNorm):
     r"""Batch normalization as by several devices that do not synchronize, on each device.
 
     The batch of a device is cut along its first axis into `virtual_devices` chunks, the first of
-    them larger by one sample where that does not come out even. Each chunk i is normalized by its
-    own statistics:
+    them larger by one sample if they do not divide evenly. Each chunk i is normalized by its own
+    statistics:
 
     .. math:: y_i = \gamma \frac{x_i - \mu_i}{\sqrt{\sigma_i^2 + \epsilon}} + \beta
 
-    y, dx and the running statistics are those of so many times the devices that do not wait for
-    each other, bit for bit, but with the memory of one device and in one call. (The running
-    statistics are the mean of the devices', which is what MXNet saves of them. The gradients of
-    gamma and beta are added in double before they are rounded, those of devices after.) So a
-    training that many unsynchronized GPUs did can be done again on few. For large batches the same
-    is known as ghost batch normalization.
+    y, dx and the running statistics have the bits of that many unsynchronized devices, with the
+    memory of one device and in one call. (The running statistics are the mean of the devices',
+    which is what MXNet saves. The gradients of gamma and beta are added in double before they are
+    rounded, those of real devices after.) So a training of many unsynchronized GPUs can be repeated
+    on few. For large batches this is known as ghost batch normalization.
 
-    Inference takes the running statistics, for all samples the same.
+    Inference uses the running statistics, the same for all samples.
 
     Parameters
     ----------
     virtual_devices : int
-        Into how many chunks the batch of a device is cut, 1 or more.
+        Number of chunks of a device's batch, 1 or more.
     **arguments
-        Those of :class:`SyncBatchNorm` but `num_devices` and `group`: devices do not wait for each
-        other.
+        Those of :class:`SyncBatchNorm` except `num_devices` and `group`, as devices do not wait for
+        each other.
 
     Raises
     ------
     ValueError
-        For arguments that make no sense.
+        For arguments out of range.
     MXNetError
-        Where a result is waited for, when a batch has fewer samples than there are virtual devices;
-        at once when the channels are on axis 0.
+        If a batch has fewer samples than there are virtual devices, where a result is waited for; at
+        once if the channels are on axis 0.
 
     References
     ----------

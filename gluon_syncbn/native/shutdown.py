@@ -12,7 +12,7 @@ from .library import library, mxnet
 CLOSED = "The process ends, and devices no longer synchronize."
 # Seconds without another arrival after which a call at the end is assumed to wait in vain. The
 # operators of a device before its next call may take as long.
-_PATIENCE, _PATIENCE_ALONE = 2.0, 0.5
+_PATIENCE = 2.0
 _log = logging.getLogger("gluon_syncbn")
 _abandoned = False
 _leaving = []
@@ -99,9 +99,8 @@ def _exit_code(failure):
 def _let_the_last_step_end(waiter):
     """Waits for the last step, which other processes may need, unless a call waits here for a
     device that never arrives."""
-    patience = _PATIENCE if _leaving else _PATIENCE_ALONE
     waiter.start()
-    while waiter.is_alive() and not _abandoned and library.gluon_syncbn_stuck_seconds() < patience:
+    while waiter.is_alive() and not _abandoned and library.gluon_syncbn_stuck_seconds() < _PATIENCE:
         waiter.join(0.1)
 
 

@@ -66,6 +66,7 @@ def test_the_layer_takes_what_batch_norm_takes(trained):
     assert results["ours whole"]["output"] == results["theirs whole"]["output"]
 
 
+@pytest.mark.long
 def test_init_before_the_package_is_imported(trained):
     dtype, results = trained
     done = subprocess.run(

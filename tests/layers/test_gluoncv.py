@@ -11,6 +11,7 @@ import warnings
 
 import mxnet as mx
 import numpy as np
+import pytest
 from mxnet import autograd
 from mxnet.gluon import nn
 from runs import contexts
@@ -97,6 +98,7 @@ def compare():
         assert_same_bits(on_second, on_first, parameter.name)
 
 
+@pytest.mark.long
 def test_fcn_resnet50_on_two_devices():
     environment = {**os.environ, "MXNET_CPU_TEMP_COPY": "512"}
     done = subprocess.run(

@@ -93,12 +93,12 @@ def test_without_the_gate_they_have_not(monkeypatch):
     pytest.fail("the layout copies make no difference")
 
 
-def test_the_gate_is_in_the_graph_on_the_cpu_alone():
+def test_layout_copies_are_in_the_graph_on_the_cpu_alone(monkeypatch):
     layer = sbn.SyncBatchNorm(in_channels=3)
     layer.initialize(ctx=contexts(2))
     operators = [node["op"] for node in _nodes(layer(mx.sym.var("x")))]
     assert operators.count("SwapAxis") == 2
-    layer._contexts = lambda: [mx.gpu(0)]
+    monkeypatch.setattr(layer._layer, "contexts", lambda: [mx.gpu(0)])
     operators = [node["op"] for node in _nodes(layer(mx.sym.var("x")))]
     assert "SwapAxis" not in operators and "Custom" in operators
 

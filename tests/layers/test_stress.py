@@ -81,6 +81,7 @@ def resident():
     return psutil.Process().memory_info().rss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_memory_stays_flat(mode):
     """Each call brings eight or more array handles; a handle that is not freed costs some 200

@@ -77,7 +77,10 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("hybridize", [None, "static_alloc=True, static_shape=True"])
+@pytest.mark.parametrize(
+    "hybridize",
+    [None, pytest.param("static_alloc=True, static_shape=True", marks=pytest.mark.long)],
+)
 def test_a_script_that_ends_while_a_call_waits(ending, hybridize):
     line, expected = ENDINGS[ending]
     body = f"""
