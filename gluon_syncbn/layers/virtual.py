@@ -35,8 +35,8 @@ class VirtualBatchNorm(SyncBatchNorm):
     ValueError
         For arguments out of range.
     MXNetError
-        If a batch has fewer samples than there are virtual devices, where a result is waited for; at
-        once if the channels are on axis 0.
+        If a batch has fewer samples than there are virtual devices, where a result is waited for.
+        At once if the channels are on axis 0.
 
     References
     ----------

@@ -8,8 +8,8 @@
 #include <cstring>
 #include <vector>
 
-#include "numerics/kernels.h"
 #include "cpu/thread_pool.h"
+#include "numerics/kernels.h"
 
 #define SBN_INLINE inline __attribute__((always_inline))
 

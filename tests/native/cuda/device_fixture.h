@@ -3,8 +3,8 @@
 #ifndef GLUON_SYNCBN_TESTS_DEVICE_FIXTURE_H_
 #define GLUON_SYNCBN_TESTS_DEVICE_FIXTURE_H_
 
-#include "cuda/backend.h"
 #include "cpu/kernels_fixture.h"
+#include "cuda/backend.h"
 
 namespace gluon_syncbn {
 

@@ -7,8 +7,8 @@
 #include <cmath>
 #include <limits>
 
-#include "cuda/device_fixture.h"
 #include "cpu/thread_pool.h"
+#include "cuda/device_fixture.h"
 
 namespace gluon_syncbn {
 namespace {

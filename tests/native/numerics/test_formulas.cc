@@ -1,5 +1,5 @@
-#include "numerics/formulas.h"
 #include "check.h"
+#include "numerics/formulas.h"
 #include "reference.h"
 
 namespace gluon_syncbn {

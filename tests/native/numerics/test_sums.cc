@@ -1,8 +1,8 @@
 #include <algorithm>
 
 #include "check.h"
-#include "reference.h"
 #include "numerics/sums.h"
+#include "reference.h"
 
 namespace gluon_syncbn {
 namespace {
