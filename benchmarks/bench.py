@@ -1,6 +1,6 @@
-"""Measures speed and memory of SyncBatchNorm beside MXNet's own layers, and judges them by bars.
+"""Measures speed and memory of SyncBatchNorm beside MXNet's own layers, and judges them by thresholds.
 
-The result is a Markdown table and a list of the bars, on standard output.
+The result is a Markdown table and a list of the thresholds, on standard output.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 # MXNet reads these when it starts. With fewer slots, convolutions of several CPU contexts and a
-# layer between them that waits for all contexts can wait for each other for ever. Each slot grows
+# layer between them that waits for all contexts can wait for each other forever. Each slot grows
 # to the largest workspace of all, so there are no more than the training step's net needs.
 os.environ["MXNET_CPU_TEMP_COPY"] = "256"
 os.environ["MXNET_CPU_PARALLEL_RAND_COPY"] = "64"
@@ -39,11 +39,11 @@ def main():
     rounds = (args.repetitions + 1) // 2
     for name, resized in (("step", True), ("step_without_resize", False)):
         figures[name] = None if args.no_model else measure_step(rounds, resized)
-    figures["bars"] = report.judge(figures)
+    figures["thresholds"] = report.judge(figures)
     print(report.text(figures))
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
-    if args.check and not all(bar["pass"] for bar in figures["bars"]):
+    if args.check and not all(threshold["pass"] for threshold in figures["thresholds"]):
         sys.exit(1)
 
 
@@ -70,7 +70,7 @@ def parse_arguments():
     parser.add_argument(
         "--json", type=file_name, metavar="FILE", help="write all figures to this file"
     )
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar fails")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a threshold fails")
     args = parser.parse_args()
     for shape in [*args.shapes, measure.MEMORY_SHAPE]:
         for count in args.contexts:

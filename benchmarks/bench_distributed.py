@@ -28,7 +28,7 @@ import measure
 import report
 
 FIGURES = Path(__file__).resolve().parent.parent / "build" / "bench-distributed.json"
-BAR = 1.5
+THRESHOLD = 1.5
 # A layer on so little data is all but free: what synchronization adds is the exchange.
 SAMPLES, SIDE = 2, 4
 MOST_SECONDS = 240
@@ -45,10 +45,10 @@ def main():
     runs = list(itertools.product(args.engines, args.workers))
     figures["layers"] = [row for run in tqdm(runs) for row in measure_layers(*run, args)]
     figures["cores_taken_by_others"] = cores.taken_by_others()
-    figures["bars"] = judge(figures["layers"])
+    figures["thresholds"] = judge(figures["layers"])
     print(text(figures))
     args.json.write_text(json.dumps(figures, indent=2) + "\n")
-    if args.check and not all(bar["pass"] for bar in figures["bars"]):
+    if args.check and not all(threshold["pass"] for threshold in figures["thresholds"]):
         sys.exit(1)
 
 
@@ -81,7 +81,7 @@ def parse_arguments():
     parser.add_argument(
         "--json", type=bench.file_name, default=FIGURES, metavar="FILE", help="where all figures go"
     )
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar fails")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a threshold fails")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if min(args.workers) < 2:
@@ -298,20 +298,20 @@ class Cores:
 
 
 def judge(layers):
-    """Each bar with the worst figure that it has to do with."""
+    """Each threshold with the worst figure that it has to do with."""
     figures = {}
     for row in layers:
         place = f"{row['workers']} workers, C = {row['channels']}"
         for name, bare in row["bare"].items():
             figures.setdefault(name, []).append((bare["ratio"], place))
-    bars = []
+    thresholds = []
     for name, values in figures.items():
         worst, place = max(values)
-        failed = sum(value > BAR for value, _ in values)
-        bars.append(
+        failed = sum(value > THRESHOLD for value, _ in values)
+        thresholds.append(
             {
                 "name": f"time added to a pass / `{name}`",
-                "bar": BAR,
+                "threshold": THRESHOLD,
                 "worst": worst,
                 "where": place,
                 "failed": failed,
@@ -319,7 +319,7 @@ def judge(layers):
                 "pass": failed == 0,
             }
         )
-    return bars
+    return thresholds
 
 
 def text(figures):
@@ -342,8 +342,8 @@ def text(figures):
                 ],
             ),
             report.table(
-                ["bar", "at most", "worst", "where", "result"],
-                [report.bar_row(bar) for bar in figures["bars"]],
+                ["threshold", "at most", "worst", "where", "result"],
+                [report.threshold_row(threshold) for threshold in figures["thresholds"]],
             ),
         ]
     )
@@ -379,8 +379,8 @@ def _row(row, name, bare):
         f"{row['all_gather_ms']:.2f}",
         f"{row['added_ms']['forward']:.2f}",
         f"{row['added_ms']['backward']:.2f}",
-        # What fails its bar stands out.
-        ratio if bare["ratio"] <= BAR else f"**{ratio}**",
+        # What fails its threshold stands out.
+        ratio if bare["ratio"] <= THRESHOLD else f"**{ratio}**",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Judges the figures of bench.py by the bars, and puts them into Markdown."""
+"""Judges the figures of bench.py by the thresholds, and puts them into Markdown."""
 
 import measure
 
@@ -19,16 +19,16 @@ MEMORY_BAR = 1.05
 
 
 def judge(figures):
-    """Each bar with the worst figure that it has to do with."""
-    bars = []
+    """Each threshold with the worst figure that it has to do with."""
+    thresholds = []
 
-    def add(name, bar, values):
+    def add(name, threshold, values):
         worst, place = max(values)
-        failed = sum(value > bar for value, _ in values)
-        bars.append(
+        failed = sum(value > threshold for value, _ in values)
+        thresholds.append(
             {
                 "name": name,
-                "bar": bar,
+                "threshold": threshold,
                 "worst": worst,
                 "where": place,
                 "failed": failed,
@@ -37,10 +37,10 @@ def judge(figures):
             }
         )
 
-    for (ours, theirs), bar in RATIO_BARS.items():
+    for (ours, theirs), threshold in RATIO_BARS.items():
         add(
             f"time, {TITLES[ours]} / {TITLES[theirs]}",
-            bar,
+            threshold,
             [
                 (
                     row["ratios"][f"{ours}/{theirs}"]["median"],
@@ -64,7 +64,7 @@ def judge(figures):
             if row["kind"] == "operator"
         ],
     )
-    return bars
+    return thresholds
 
 
 def text(figures):
@@ -82,8 +82,8 @@ def text(figures):
             ),
             *_other_figures(figures),
             table(
-                ["bar", "at most", "worst", "where", "result"],
-                [bar_row(bar) for bar in figures["bars"]],
+                ["threshold", "at most", "worst", "where", "result"],
+                [threshold_row(threshold) for threshold in figures["thresholds"]],
             ),
         ]
     )
@@ -94,9 +94,9 @@ def _layer_row(row):
         f"{row['ms'][kind]['forward']:.2f} + {row['ms'][kind]['backward']:.2f}" for kind in TITLES
     ]
     ratios = [
-        # What fails its bar stands out.
-        f"{ratio['median']:.3f}" if ratio["median"] <= bar else f"**{ratio['median']:.3f}**"
-        for ratio, bar in zip(row["ratios"].values(), RATIO_BARS.values())
+        # What fails its threshold stands out.
+        f"{ratio['median']:.3f}" if ratio["median"] <= threshold else f"**{ratio['median']:.3f}**"
+        for ratio, threshold in zip(row["ratios"].values(), RATIO_BARS.values())
     ]
     return [str(row["shape"]), str(row["contexts"]), f"{row['copy_ms']:.2f}", *times, *ratios]
 
@@ -130,9 +130,17 @@ def _step(figures):
     )
 
 
-def bar_row(bar):
-    result = "pass" if bar["pass"] else f"**FAIL** ({bar['failed']} of {bar['of']})"
-    return [bar["name"], f"{bar['bar']:g}", f"{bar['worst']:.3f}", bar["where"], result]
+def threshold_row(threshold):
+    result = (
+        "pass" if threshold["pass"] else f"**FAIL** ({threshold['failed']} of {threshold['of']})"
+    )
+    return [
+        threshold["name"],
+        f"{threshold['threshold']:g}",
+        f"{threshold['worst']:.3f}",
+        threshold["where"],
+        result,
+    ]
 
 
 def table(header, rows):

@@ -12,7 +12,7 @@ sys.path.insert(0, _SUPPORT)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SUPPORT, os.environ.get("PYTHONPATH")]))
 
 # With static_shape each graph keeps the one it drew when it was made. Two devices of one net that
-# drew the same wait for each other for ever, so there have to be far more than graphs in all tests.
+# drew the same wait for each other forever, so there have to be far more than graphs in all tests.
 os.environ["MXNET_CPU_TEMP_COPY"] = "65536"
 os.environ["MXNET_CPU_PARALLEL_RAND_COPY"] = "64"
 # A test that would hang fails after this instead.

@@ -259,10 +259,12 @@ class Bars:
     """What is asked of the figures, how often, and where they miss it."""
 
     def __init__(self):
-        self.bars = {}
+        self.thresholds = {}
 
-    def ask(self, bar, held, what):
-        entry = self.bars.setdefault(bar, {"bar": bar, "of": 0, "missed": []})
+    def ask(self, threshold, held, what):
+        entry = self.thresholds.setdefault(
+            threshold, {"threshold": threshold, "of": 0, "missed": []}
+        )
         entry["of"] += 1
         if not held:
             entry["missed"].append(what)
@@ -271,15 +273,15 @@ class Bars:
         """A row of a large shape."""
         what = f"{tuple(row['shape'])} {row['dtype']} {row['layout']}"
         for name, part in row["of_copy"].items():
-            bar = f"passes below {LEAST_OF_COPY} of a copy"
-            self.ask(bar, part >= LEAST_OF_COPY, f"{what}: {name} at {part:.2f}")
+            threshold = f"passes below {LEAST_OF_COPY} of a copy"
+            self.ask(threshold, part >= LEAST_OF_COPY, f"{what}: {name} at {part:.2f}")
         for name, most in MOST_OF_THEIRS.items():
             part = row["us"]["ours"] / row["us"][name]
-            bar = f"shapes above {most} of PyTorch's {THEIRS[name]}"
-            self.ask(bar, part <= most, f"{what}: {part:.2f}")
+            threshold = f"shapes above {most} of PyTorch's {THEIRS[name]}"
+            self.ask(threshold, part <= most, f"{what}: {part:.2f}")
 
 
-def count_kernels(library, clock, bars):
+def count_kernels(library, clock, thresholds):
     """Of small layers, a row each."""
     for shape in SMALL:
         for channels_last in (False, True):
@@ -291,9 +293,9 @@ def count_kernels(library, clock, bars):
                 if not kernels:
                     clock.note("the profiler tells of no kernels, so they were not counted")
                     return
-                bar = f"{name}s of small layers with more than {MOST_KERNELS} kernels"
+                threshold = f"{name}s of small layers with more than {MOST_KERNELS} kernels"
                 what = f"{shape} {row['layout']}: {len(kernels)}"
-                bars.ask(bar, len(kernels) <= MOST_KERNELS, what)
+                thresholds.ask(threshold, len(kernels) <= MOST_KERNELS, what)
             yield row
 
 
@@ -329,7 +331,7 @@ def main():
     parser.add_argument("--json", help="where to write the figures")
     parser.add_argument("--repetitions", type=int, default=15)
     options = parser.parse_args()
-    library, clock, bars = Library(options.library), Clock(options.repetitions), Bars()
+    library, clock, thresholds = Library(options.library), Clock(options.repetitions), Bars()
     peak = peak_bandwidth()
     result = {
         "finished": False,
@@ -342,7 +344,7 @@ def main():
     }
 
     def write():
-        result.update(bars=list(bars.bars.values()), notes=clock.notes)
+        result.update(thresholds=list(thresholds.thresholds.values()), notes=clock.notes)
         if options.json:
             Path(options.json).write_text(json.dumps(result, indent=1))
 
@@ -367,19 +369,19 @@ def main():
             continue
         result["rows"].append(row)
         if kind == "large":
-            bars.judge(row)
+            thresholds.judge(row)
         print("| " + " | ".join(cells(row)) + " |")
         write()
     # Last, as the profiler may slow down what comes after it.
-    result["kernels"] = list(count_kernels(library, clock, bars))
+    result["kernels"] = list(count_kernels(library, clock, thresholds))
     counts = [f"{len(row['forward'])} + {len(row['backward'])}" for row in result["kernels"]]
     print("Kernels of the operator on small layers, forward + backward:", ", ".join(counts) or "?")
     result["finished"] = True
     write()
     for text in clock.notes:
         print(f"Note: {text}.")
-    for bar in result["bars"]:
-        print(f"{len(bar['missed'])} of {bar['of']} {bar['bar']}")
+    for threshold in result["thresholds"]:
+        print(f"{len(threshold['missed'])} of {threshold['of']} {threshold['threshold']}")
     for text in result["failed"]:
         print(f"FAILED {text}")
     return bool(result["failed"])

@@ -7,7 +7,7 @@ compiles everything, for all architectures, and says so. Ends within 8 minutes. 
 folder with unpack.sh that sets PYTHONPATH and LD_LIBRARY_PATH for a CUDA build of MXNet; the layer
 then runs in it, too.
 
-Exit code 1: something is wrong, or could not be checked although there is a GPU. A bar of speed
+Exit code 1: something is wrong, or could not be checked although there is a GPU. A threshold of speed
 that is missed is told, and is no failure.
 """
 
@@ -207,11 +207,15 @@ def bench(pipeline, library):
         if code != 0 or not result.get("finished"):
             return FAILED, by_exit_code(code, text)[1], {"result": result}
         counts = [
-            f"{len(bar['missed'])} of {bar['of']} {bar['bar']}"
-            for bar in result["bars"]
-            if bar["missed"]
+            f"{len(threshold['missed'])} of {threshold['of']} {threshold['threshold']}"
+            for threshold in result["thresholds"]
+            if threshold["missed"]
         ]
-        return MISSED if counts else OK, "; ".join(counts) or "all bars held", {"result": result}
+        return (
+            MISSED if counts else OK,
+            "; ".join(counts) or "all thresholds held",
+            {"result": result},
+        )
 
     _remove(found)
     command = [sys.executable, "-u", HERE / "bench.py", library, "--json", found]

@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
-# Without consequences: a bar of speed that was missed, a step that the command line left out, and
+# Without consequences: a threshold of speed that was missed, a step that the command line left out, and
 # one that no program could do on this machine.
 MISSED, LEFT_OUT, IMPOSSIBLE = "missed", "left out", "cannot work here"
 

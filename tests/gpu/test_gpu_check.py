@@ -322,8 +322,8 @@ def test_figures_of_speed(monkeypatch, pipeline, path, tmp_path, missed, finishe
     monkeypatch.setattr(check.build, "FOLDER", tmp_path)
     monkeypatch.setattr(check, "HERE", tmp_path)
     pipeline.limit = 1000
-    bars = [{"bar": "passes below 0.85 of a copy", "of": 96, "missed": missed}]
-    text = figures(tmp_path, "bench.json", finished=finished, bars=bars, rows=[1])
+    thresholds = [{"threshold": "passes below 0.85 of a copy", "of": 96, "missed": missed}]
+    text = figures(tmp_path, "bench.json", finished=finished, thresholds=thresholds, rows=[1])
     (tmp_path / "bench.py").write_text(f"{text}exit({code})")
     check.bench(pipeline, "library")
     step = read(path)["steps"]["speed"]

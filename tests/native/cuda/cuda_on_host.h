@@ -78,7 +78,7 @@ class Block {
       for (unsigned i = 0; i < threads; ++i) {
         if (!fibers_[i].done) resume(i);
       }
-      if (!moved_) stop("threads wait for each other for ever");
+      if (!moved_) stop("threads wait for each other forever");
     }
     current() = nullptr;
   }
