@@ -1,4 +1,4 @@
-"""Measures speed and memory of SyncBatchNorm beside MXNet's own layers, and judges them by thresholds.
+"""Measures speed and memory of SyncBatchNorm and MXNet's own layers, against thresholds.
 
 The result is a Markdown table and a list of the thresholds, on standard output.
 """

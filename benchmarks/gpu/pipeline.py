@@ -11,8 +11,8 @@ import traceback
 from pathlib import Path
 
 OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
-# Without consequences: a threshold of speed that was missed, a step that the command line left out, and
-# one that no program could do on this machine.
+# Without consequences: a missed threshold of speed, a step that the command line left out, and one
+# that no program could do on this machine.
 MISSED, LEFT_OUT, IMPOSSIBLE = "missed", "left out", "cannot work here"
 
 _HEAD, _TAIL = 200, 100  # lines of output that the JSON keeps
