@@ -7,8 +7,8 @@ compiles everything, for all architectures, and says so. Ends within 8 minutes. 
 folder with unpack.sh that sets PYTHONPATH and LD_LIBRARY_PATH for a CUDA build of MXNet; the layer
 then runs in it, too.
 
-Exit code 1: something is wrong, or could not be checked although there is a GPU. A missed threshold of
-speed is reported, and is no failure.
+Exit code 1: something is wrong, or could not be checked although there is a GPU. A missed threshold
+of speed is reported, and is no failure.
 """
 
 import argparse

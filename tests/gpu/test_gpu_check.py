@@ -366,7 +366,7 @@ def test_inside_mxnet(monkeypatch, pipeline, path, tmp_path, ends, verdict):
     folder, places, *names = step["output"]
     # The package with the library that was built, however Python is told to look for it.
     assert places == f"{folder}:/of/the/set" and folder.startswith("/")
-    assert {"libgluon_syncbn.so", "block.py"} <= set(names)
+    assert {"libgluon_syncbn.so", "layers"} <= set(names)
     assert not Path(folder).exists()
 
 

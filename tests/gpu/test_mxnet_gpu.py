@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 mx = pytest.importorskip("mxnet")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import reference  # noqa: E402
 
@@ -292,7 +292,7 @@ def test_two_processes_on_one_gpu(tmp_path):
     names = [f"{name}{i}" for i in range(3) for name in ("x", "dy")]
     np.savez(tmp_path / "steps.npz", **dict(zip(names, sum(map(list, steps), []))))
     script = tmp_path / "worker.py"
-    script.write_text(WORKER.format(paths=[str(here), str(here.parent)], folder=str(tmp_path)))
+    script.write_text(WORKER.format(paths=[str(here), str(here.parent / "support")], folder=str(tmp_path)))
     done = subprocess.run(
         [sys.executable, "-m", "gluon_syncbn.launch", "-n", "2", str(script)],
         stdin=subprocess.DEVNULL,
