@@ -34,11 +34,11 @@ $(error MXNET=$(MXNET) is unknown: choose MXNET=cpu, or MXNET=cu112 for GPUs wit
 endif
 
 # pip must not run twice at a time in one environment, so only the native tests are made in parallel.
-ifeq ($(filter run-native programs fake-cuda,$(MAKECMDGOALS)),)
+ifeq ($(filter run-native programs fake-cuda compile-sources,$(MAKECMDGOALS)),)
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: fake-cuda gpu-check cuda-report help train test test-all bench bench-distributed lint format warnings sanitize wheel clean distclean run-native programs rebuild
+.PHONY: fake-cuda gpu-check cuda-report help train test test-all bench bench-distributed lint format warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.11] [CXX=g++]'
@@ -85,6 +85,14 @@ warnings: $(ready)python ## compile everything with warnings as errors
 	    --build-lib build/warnings --build-temp build/warnings
 	$(build_native) programs FLAVOUR=warnings FLAGS="-O2 -Wall -Wextra -Werror -Wno-unknown-pragmas"
 
+# The oldest g++ of Debian 12, and clang. Names of others may be given.
+COMPILERS ?= g++-11 clang++
+compilers: ## compile the C++ sources with COMPILERS="g++-11 clang++", warnings as errors
+	@for cxx in $(COMPILERS); do command -v $$cxx >/dev/null || \
+	    { echo "$$cxx is not found (Debian: apt install g++-11 clang), or name others in COMPILERS" >&2; exit 1; }; done
+	@$(foreach cxx,$(COMPILERS),$(MAKE) --no-print-directory -j$(shell nproc) compile-sources FLAVOUR=$(cxx) \
+	    CXX=$(cxx) FLAGS="-O2 -Wall -Wextra -Werror" &&) true
+
 # The sanitizers want their shadow memory at fixed addresses, which only `setarch -R` keeps free on some kernels.
 sanitize: export TSAN_OPTIONS = halt_on_error=1:second_deadlock_stack=1
 sanitize: export UBSAN_OPTIONS = print_stacktrace=1
@@ -113,6 +121,8 @@ run-native: $(programs)
 	[ -z "$$failed" ] || { echo "Failed:$$failed" >&2; exit 1; }
 
 programs: $(programs)
+
+compile-sources: $(objects) $(build)/api/layers.o
 
 $(objects): $(build)/%.o: src/operator/%.cc $(native_headers)
 	@mkdir -p $(@D)
