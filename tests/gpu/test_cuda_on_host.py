@@ -1,5 +1,5 @@
 """What the operator does on GPUs, without one: in a library with a CUDA that lies on the host and
-takes CPU contexts for GPUs (tests/fake_cuda). The kernels are the GPU's own text."""
+takes CPU contexts for GPUs (make fake-cuda). The kernels are the GPU's own text."""
 
 import os
 import shutil
@@ -13,9 +13,8 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / "build/native/plain/fake_cuda/libgluon_syncbn.so"
-# Tests of the layer, which have to hold for every kind of device. test_block has bits, splits,
-# requests, hybridization and errors; what is left out here is of the CPU alone.
-TESTS = ["test_block.py", "test_numerics.py", "test_semantics.py", "test_meeting.py"]
+# Tests of the layer that must pass on every kind of device. The one left out is about CPUs alone.
+TESTS = ["batch_norm", "numerics", "semantics", "rendezvous"]
 OF_CPUS = "test_every_number_of_threads_gives_the_same_bits"
 
 
@@ -49,7 +48,7 @@ def run(package, *command, **environment):
 
 @pytest.mark.timeout(600)
 def test_the_layers_tests_hold(package):
-    tests = [f"tests/{name}" for name in TESTS]
+    tests = [f"tests/layers/test_{name}.py" for name in TESTS]
     assert " passed" in run(package, "-m", "pytest", "-q", "-x", "-k", f"not {OF_CPUS}", *tests)
 
 

@@ -2,7 +2,7 @@
 memory, engine, autograd and our kernels run all the same, so arrays come from the host, each is
 used once, gradients are marked by hand, and references are NumPy's.
 
-GPUS_FOR_TESTS="cpu(0) cpu(1)" takes these contexts for GPUs, with the library of tests/fake_cuda.
+GPUS_FOR_TESTS="cpu(0) cpu(1)" takes these contexts for GPUs, with the library of `make fake-cuda`.
 """
 
 import contextlib
@@ -292,7 +292,9 @@ def test_two_processes_on_one_gpu(tmp_path):
     names = [f"{name}{i}" for i in range(3) for name in ("x", "dy")]
     np.savez(tmp_path / "steps.npz", **dict(zip(names, sum(map(list, steps), []))))
     script = tmp_path / "worker.py"
-    script.write_text(WORKER.format(paths=[str(here), str(here.parent / "support")], folder=str(tmp_path)))
+    script.write_text(
+        WORKER.format(paths=[str(here), str(here.parent / "support")], folder=str(tmp_path))
+    )
     done = subprocess.run(
         [sys.executable, "-m", "gluon_syncbn.launch", "-n", "2", str(script)],
         stdin=subprocess.DEVNULL,

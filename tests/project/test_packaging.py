@@ -102,17 +102,19 @@ def project(checkout, tmp_path):
     """The build files around a package and a native source of a line each."""
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(checkout / name, tmp_path)
-    package, operator = tmp_path / "gluon_syncbn", tmp_path / "src" / "operator"
+    package, operator = tmp_path / "gluon_syncbn", tmp_path / "src" / "operator" / "numerics"
     package.mkdir()
     operator.mkdir(parents=True)
+    (operator.parent / "api").mkdir()
     (package / "__init__.py").touch()
     (package / "_version.py").write_text('__version__ = "1.2.3"\n')
     (operator / "one.h").write_text("#define ONE 1\n")
     one = (
         'extern "C" __attribute__((visibility("default"))) int gluon_syncbn_one() { return ONE; }\n'
     )
-    (operator / "one.cc").write_text('#include "one.h"\n' + one)
-    shutil.copy(checkout / "src" / "operator" / "exports.map", operator)
+    (operator / "one.cc").write_text('#include "numerics/one.h"\n' + one)
+    exports = Path("src", "operator", "api", "exports.map")
+    shutil.copy(checkout / exports, tmp_path / exports)
     return tmp_path
 
 
@@ -124,7 +126,8 @@ def version_of(source):
 def test_wheel_serves_every_python_version_and_holds_the_package_alone(checkout, wheel):
     version = version_of(checkout)
     assert re.fullmatch(rf"gluon_syncbn-{re.escape(version)}-py3-none-linux_\w+\.whl", wheel.name)
-    modules = {f"gluon_syncbn/{path.name}" for path in (checkout / "gluon_syncbn").glob("*.py")}
+    package = checkout / "gluon_syncbn"
+    modules = {f"gluon_syncbn/{path.relative_to(package)}" for path in package.rglob("*.py")}
     with zipfile.ZipFile(wheel) as archive:
         files = set(archive.namelist())
         (metadata,) = (name for name in files if name.endswith("/METADATA"))
@@ -181,7 +184,7 @@ def test_editable_install_builds_into_the_package_and_follows_headers(project):
     build = [sys.executable, "setup.py", "build_ext", "--inplace"]
     call = f"import ctypes; print(ctypes.CDLL({str(project / LIBRARY)!r}).gluon_syncbn_one())"
     for value in ("1", "2"):
-        (project / "src/operator/one.h").write_text(f"#define ONE {value}\n")
+        (project / "src/operator/numerics/one.h").write_text(f"#define ONE {value}\n")
         run(build, project)
         assert run([sys.executable, "-c", call], project).stdout == value + "\n"
 
@@ -236,7 +239,7 @@ def test_missing_compiler_is_one_sentence(project, named):
 
 
 def test_compile_error_shows_what_the_compiler_said(project):
-    (project / "src/operator/one.cc").write_text("int one() { return unknown_name; }\n")
+    (project / "src/operator/numerics/one.cc").write_text("int one() { return unknown_name; }\n")
     done = pip("wheel", "--wheel-dir", project / "wheel", project, cwd=project, check=False)
     assert done.returncode != 0
     assert re.search(r"one\.cc:1:\d+: error: .*unknown_name", done.stdout)
