@@ -1,6 +1,7 @@
-// The CPU kernels: the loops of loops_cpu.inc for several instruction sets, and the walk over
+// The CPU kernels: the loops of loops.inc for several instruction sets, and the walk over
 // planes and threads.
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -12,6 +13,12 @@
 #include "numerics/kernels.h"
 
 #define SBN_INLINE inline __attribute__((always_inline))
+// That the iterations of the loop behind it may overlap: what they read and write does not.
+#if defined(__clang__)
+#define SBN_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define SBN_INDEPENDENT _Pragma("GCC ivdep")
+#endif
 
 namespace gluon_syncbn {
 namespace {
@@ -22,8 +29,6 @@ constexpr int64_t kChunk = 2048;
 constexpr int64_t kRow = 64, kBlock = 512;
 // What is handed to a thread at a time: some tens of microseconds of work.
 constexpr int64_t kValuesPerUnit = 1 << 15;
-// From so many on, threads that work by channels end at about the same time.
-constexpr int64_t kChannelsPerThread = 4;
 
 // Where S = 1, samples of `rows` rows that lie `stride` apart. The rows of a sample are summed in
 // chunks, `chunks` of them in each sample; begin..end are those meant, counted through all samples.
@@ -56,35 +61,56 @@ namespace baseline {
 }  // namespace baseline
 
 #if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
+#endif
 #define SBN_F16C
 namespace avx2 {
 #include "cpu/loops.inc"
 #include "cpu/rows.inc"
 }  // namespace avx2
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(                                                    \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
+    apply_to = function)
+#else
 #pragma GCC pop_options
-
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#endif
 namespace avx512 {
 #include "cpu/loops.inc"
 #include "cpu/rows.inc"
 }  // namespace avx512
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
 #pragma GCC pop_options
+#endif
+
+bool has_avx2() {
+  // g++ knows "f16c" since version 11. "avx2" says that the system saves the registers.
+  unsigned a, b, c = 0, d;
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
 #endif
 
 template <typename T>
 const Loops<T>& loops() {
 #if defined(__x86_64__)
-  static const Loops<T>& best =
-      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
-          ? avx512::kLoops<T>
-      : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-              __builtin_cpu_supports("f16c")
-          ? avx2::kLoops<T>
-          : baseline::kLoops<T>;
+  static const Loops<T>& best = has_avx512() ? avx512::kLoops<T>
+                                : has_avx2() ? avx2::kLoops<T>
+                                             : baseline::kLoops<T>;
   return best;
 #else
   return baseline::kLoops<T>;
@@ -294,12 +320,16 @@ int64_t values_per_channel(const std::vector<const Part*>& parts) {
 }
 
 // Whether channels can be shared out to the threads, each walked from its sums to its results.
+// Forward goes through memory twice then, and not three times, so threads whose channels are done
+// may wait for the others for a third of the time.
 template <typename Part>
 bool by_channels(const std::vector<const Part*>& parts) {
   const int64_t C = parts[0]->view.C;
   const int64_t units = C * values_per_channel(parts) / kValuesPerUnit;
+  const int64_t threads = std::clamp<int64_t>(units, 1, thread_pool().threads());
+  const int64_t most = (C + threads - 1) / threads;
   return std::all_of(parts.begin(), parts.end(), [](const Part* p) { return p->view.S > 1; }) &&
-         (units <= 1 || C >= kChannelsPerThread * thread_pool().threads());
+         3 * C >= 2 * most * threads;
 }
 
 // Calls f(c, offset, n) for the chunks of channels c_begin..c_end.

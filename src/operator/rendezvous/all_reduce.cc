@@ -301,6 +301,8 @@ void AllReduce::rendezvous(const LayerPtr& layer, const CallId& id, Direction di
   rendezvous->combining = true;
   layer->open.erase(key);
   const std::vector<Contribution*> all = rendezvous->contributions(layer->config.devices);
+  // Now, as the layer may be configured again without the lock.
+  const std::string title = layer->title(key);
   lock.unlock();
   std::string error;
   try {
@@ -308,7 +310,7 @@ void AllReduce::rendezvous(const LayerPtr& layer, const CallId& id, Direction di
   } catch (const Error& failure) {
     error = failure.what();
   } catch (const std::exception& failure) {
-    error = layer->title(key) + ": " + failure.what();
+    error = title + ": " + failure.what();
   }
   lock.lock();
   rendezvous->end(error);

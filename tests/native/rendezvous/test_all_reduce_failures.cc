@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <stdexcept>
 
 #include "mxnet/interrupts.h"
 #include "rendezvous/all_reduce_fixture.h"
@@ -128,6 +129,29 @@ void failure_reaches_all_and_the_layer_recovers() {
 }
 
 // Many failures while devices come and go: no call hangs, and afterwards all synchronize.
+// Whose layer is configured at the same time.
+void what_a_combine_throws_names_the_layer() {
+  check::context = "combine throws";
+  Fixture f(config_of(cpus(1)));
+  std::atomic<bool> done{false};
+  std::thread other([&] {
+    while (!done) f.all_reduce.configure(f.kLayer, config_of(cpus(1)));
+  });
+  Contribution contribution;
+  const auto fails = [](const std::vector<Contribution*>&) {
+    throw std::runtime_error("no memory");
+  };
+  for (int i = 0; i < 50; ++i) {
+    CHECK_THROWS(Error,
+                 f.all_reduce.rendezvous(f.layer, f.next("cpu(0)"), Direction::kForward, "cpu(0)",
+                                         &contribution, fails),
+                 "net0_norm7", "no memory");
+    f.drain("cpu(0)");
+  }
+  done = true;
+  other.join();
+}
+
 void layer_recovers_under_load() {
   check::context = "failures under load";
   Fixture f(config_of(cpus(4)));
@@ -280,6 +304,7 @@ int main() {
   channels_must_match();
   dtypes_must_match();
   failure_reaches_all_and_the_layer_recovers();
+  what_a_combine_throws_names_the_layer();
   layer_recovers_under_load();
   closing_releases_all();
   an_interrupt_releases_waits();
