@@ -12,7 +12,7 @@ from ..graph.blocks import check_block
 from ..graph.symbols import ExportError, Graph, Node, is_true, make_stock
 from ..layers.batch_norm import is_bfloat16
 from . import onnx_model
-from .files import FileError, bytes_writer, last_line, parameter_writer, text_writer, write_all
+from .files import FileError, bytes_writer, last_line, parameter_writer, write_all
 from .fold import fold as fold_graph
 from .trace import parameters_of, trace, values_of
 
@@ -189,7 +189,7 @@ def write_graph(graph, arrays, inputs, target, title):
     auxiliary = set(symbol.list_auxiliary_states())
     tagged = {f"{'aux' if n in auxiliary else 'arg'}:{n}": array for n, array in arrays.items()}
     writers = {
-        symbol_file: text_writer(symbol.tojson()),
+        symbol_file: bytes_writer(symbol.tojson().encode()),
         params_file: parameter_writer(tagged),
     }
     error = None
@@ -337,19 +337,23 @@ def _of_norms(graph):
 
 
 def _cast(graph, arrays, dtype):
-    """Converts float parameters. Those of BatchNorm have float32 beside data in float16."""
+    """Converts float parameters. With float16 data, those of BatchNorm are float32."""
     of_norms = _of_norms(graph)
     for name, array in arrays.items():
         target = "float32" if name in of_norms and dtype == "float16" else dtype
-        if np.dtype(array.dtype).kind != "f" or np.dtype(array.dtype) == target:
-            continue
-        arrays[name] = array.astype(target)
-        finite = np.isfinite(arrays[name].asnumpy())
-        if not finite.all() and np.isfinite(array.asnumpy()).all():
-            raise ExportError(
-                f"{name} has values up to {np.abs(array.asnumpy()).max():.3g}, which {target} does "
-                "not hold: export it in its own dtype."
-            )
+        if np.dtype(array.dtype).kind == "f":
+            arrays[name] = cast(name, array, target)
+
+
+def cast(name, array, dtype):
+    """A float array in another dtype. Raises ExportError where it would overflow."""
+    result = array.astype(dtype)
+    if np.isfinite(array.asnumpy()).all() and not np.isfinite(result.asnumpy()).all():
+        raise ExportError(
+            f"{name} has values up to {np.abs(array.asnumpy()).max():.3g}, which {dtype} does not "
+            "hold: leave it in its own dtype."
+        )
+    return result
 
 
 def _input_dtype(graph, symbol, arrays, inputs):

@@ -209,25 +209,6 @@ class Graph:
         return [(node, node.more["subgraphs"]) for node in self.nodes() if "subgraphs" in node.more]
 
 
-def expected_shapes(graph, shapes):
-    """(name, shape) of parameters, as far as the nodes of a Graph tell, with 0 for what is open.
-
-    MXNet infers next to nothing without the shape of the data, which nobody knows here. `shapes`
-    are {name: shape} of the parameters that there are, as those of one layer have to agree.
-    """
-    for node in graph.nodes():
-        names = [source.name for source, _ in node.inputs]
-        if node.op == "null" and "__shape__" in node.attrs:
-            yield node.name, integers(node.attrs["__shape__"])
-        elif node.op in ("Convolution", "FullyConnected"):
-            outputs = int(node.attrs.get("num_filter") or node.attrs["num_hidden"])
-            kernel = integers(node.attrs.get("kernel", ""))
-            yield from zip(names[1:], [(outputs, 0, *(0 for _ in kernel)), (outputs,)])
-        elif node.operator in STOCK_OPERATORS or node.operator in OUR_OPERATOR:
-            parameters = names[1 : 1 + len(ROLES)]
-            yield from ((name, shapes.get(parameters[-1], ())) for name in parameters)
-
-
 def make_stock(graph, within=None):
     """Turns every kind of batch normalization in a Graph into the stock operator ``BatchNorm``.
 
