@@ -576,7 +576,7 @@ def test_subclasses_that_only_set_arguments():
         (OwnForward, r"OwnForward defines hybrid_forward\..*also=\[OwnForward\]"),
         (WithMixin, r"Mixin defines freeze\."),
         (replaced_forward, r"its forward was replaced: delete"),
-        (three_outputs, r"settings that SyncBatchNorm has not: output_mean_var\."),
+        (three_outputs, r"settings that SyncBatchNorm lacks: output_mean_var\."),
     ],
 )
 def test_what_has_code_or_settings_of_its_own_is_left(kind, why, caplog):
