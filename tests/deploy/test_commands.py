@@ -259,7 +259,7 @@ def test_inspect(run, capsys):
             "none.params does not fit the net",
         ),
         ("export own -o TMP/m --onnx TMP/o", "--onnx needs --input-shape"),
-        ("export own -o TMP/m --input-shape 1,x", "'1,x' is no shape"),
+        ("export own -o TMP/m --input-shape 1,x", "'1,x' is not a shape"),
         ("export own -o TMP/m --input-shape 1,4,8,8", "does not take inputs of input_shape"),
         ("export own -o TMP/m --epoch 12345", "--epoch is 12345"),
         ("export own -o TMP/no/m", "TMP/no/m-symbol.json cannot be written (No such file"),
