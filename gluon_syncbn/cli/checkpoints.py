@@ -129,11 +129,11 @@ def inspect(options):
                 f"{options.params or options.source} is damaged: gamma, beta and the statistics of "
                 f"{name} have the shapes {sorted(shapes)}. Take another copy."
             )
-        values = {role: array.asnumpy() for role, array in arrays.items()}
+        [(channels,)] = shapes
+        values = {role: array.asnumpy().astype(np.float64) for role, array in arrays.items()}
         ranges = [_range(values.get(role)) for role in ROLES]
         if fix_gamma:
             values.pop("gamma", None)
-        channels = len(next(iter(values.values())))
         flags = {"dead": _dead(values), "exploding": _exploding(values)}
         totals.update({"all": channels, **{what: len(found) for what, found in flags.items()}})
         remarks = "; ".join(f"{len(n)} {what}: {_some(n)}" for what, n in flags.items() if len(n))
@@ -220,17 +220,16 @@ def _load_graph(options):
     arrays = {name: arrays[name] for name in names if name not in inputs}
     graph = Graph(symbol)
     for node in graph.nodes():
-        shape = integers(node.attrs.get("__shape__", ""))
-        if node.name in arrays and shape and not _fits(arrays[node.name].shape, shape):
+        expected = integers(node.attrs.get("__shape__", ""))
+        found = arrays[node.name].shape if node.name in arrays else expected
+        # 0 and -1 stand for an unknown size.
+        pairs = zip(found, expected)
+        if expected and (len(found) != len(expected) or any(m not in (n, 0, -1) for n, m in pairs)):
             raise FileError(
-                f"{parameters} does not fit {path}: {node.name} is {arrays[node.name].shape}, "
-                f"{shape} was expected; name the parameters of this symbol with --params."
+                f"{parameters} does not fit {path}: {node.name} is {found}, {expected} was "
+                "expected; name the parameters of this symbol with --params."
             )
     return graph, arrays, inputs, parameters
-
-
-def _fits(shape, expected):
-    return len(shape) == len(expected) and all(m in (n, 0, -1) for n, m in zip(shape, expected))
 
 
 def _last_epoch(prefix, path):

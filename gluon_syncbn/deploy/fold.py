@@ -52,7 +52,7 @@ def _fold_one(graph, norm, arrays, dtype):
     """Folds one node. Returns the reason if it cannot be folded."""
     layer, _ = norm.inputs[0]
     if layer.op not in _NO_BIAS:
-        return f"behind {'an input' if layer.op == 'null' else layer.op}"
+        return f"it follows {'an input' if layer.op == 'null' else layer.op}"
     users = graph.users()
     if len(users[id(layer)]) > 1:
         return f"{layer.name} has other users"

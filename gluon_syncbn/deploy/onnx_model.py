@@ -112,12 +112,9 @@ def to_onnx(graph, arrays, shapes, dtype):
     types = [onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))] * len(shapes)
     ordered = [name for name in symbol.list_inputs() if name in shapes]
     try:
-        sizes = _pooling_sizes(graph, arrays, shapes)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_checks_as_of(onnx, OPSET))
-            stack.enter_context(_own_converters(onnx, converter, sizes))
-            # MXNet's converters print the names.
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        # MXNet's converters print the names.
+        silent = contextlib.redirect_stdout(io.StringIO())
+        with silent, _patched(onnx, converter, _pooling_sizes(graph, arrays, shapes)):
             made = converter().create_onnx_graph_proto(
                 symbol,
                 dict(arrays),
@@ -191,26 +188,19 @@ def relative_error(output, wanted):
 
 
 @contextlib.contextmanager
-def _checks_as_of(onnx, opset):
-    """MXNet's converter checks its result against the newest operators by default."""
+def _patched(onnx, converter, sizes):
+    """Within it, MXNet checks its result against operators of OPSET, not the newest, and converts
+    adaptive pooling of any size, not only to 1x1."""
     context = onnx.checker.DEFAULT_CONTEXT
-    before = context.ir_version, dict(context.opset_imports)
-    context.ir_version, context.opset_imports = _IR_VERSION, {"": opset}
-    try:
-        yield
-    finally:
-        context.ir_version, context.opset_imports = before
-
-
-@contextlib.contextmanager
-def _own_converters(onnx, converter, sizes):
-    """Replaces MXNet's converter of adaptive pooling, which supports only an output of 1x1."""
+    before = context.ir_version, context.opset_imports
+    context.ir_version, context.opset_imports = _IR_VERSION, {"": OPSET}
     own = functools.partial(_convert_adaptive_pooling, onnx, sizes)
     # MXNet prefers the newest version, and has no converters of this one.
     converter.registry_[OPSET] = {_ADAPTIVE_POOLING: own}
     try:
         yield
     finally:
+        context.ir_version, context.opset_imports = before
         del converter.registry_[OPSET]
 
 

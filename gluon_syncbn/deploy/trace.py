@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import inspect
 import logging
 
 import mxnet as mx
@@ -76,7 +75,7 @@ def _inputs(net, shapes):
         # An input that is None has no variable.
         given = [next(rest) if size else None for size in _sizes(net._in_format)]
         return variables, _regroup(given, net._in_format)
-    count = len(shapes) if shapes else _count_inputs(net)
+    count = len(shapes or [None])
     names = ["data"] if count == 1 else [f"data{number}" for number in range(count)]
     variables = [variable(name) for name in names]
     return variables, variables
@@ -87,20 +86,6 @@ def _sizes(form):
     if isinstance(form, int):
         return [0] if form < 0 else [1] * max(1, form)
     return [size for each in form for size in _sizes(each)]
-
-
-def _count_inputs(net):
-    """The number of arguments that the net's forward requires."""
-    hybrid = isinstance(net, HybridBlock) and type(net).forward is HybridBlock.forward
-    function = net.hybrid_forward if hybrid else net.forward
-    names = [
-        each.name
-        for each in inspect.signature(function).parameters.values()
-        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-        and each.default is each.empty
-    ]
-    own = getattr(net, "_reg_params", {})
-    return max(1, len([name for name in names[hybrid:] if name not in own]))
 
 
 @contextlib.contextmanager
@@ -114,8 +99,9 @@ def _unchanged(net, parameters):
                 parameter._var = variable(_numbered(name, number))
         for block in blocks:
             for name in ("_forward_hooks", "_forward_pre_hooks"):
-                undo.callback(setattr, block, name, getattr(block, name))
-                setattr(block, name, type(getattr(block, name))())
+                hooks = getattr(block, name)
+                undo.callback(setattr, block, name, hooks)
+                setattr(block, name, type(hooks)())
         layers = [block for block in blocks if isinstance(block, SyncBatchNorm)]
         for block in blocks:
             if isinstance(block, SyncGraph):
