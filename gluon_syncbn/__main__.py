@@ -3,9 +3,9 @@
 export    a checkpoint to stock MXNet and ONNX, folded or not
 convert   a symbol to stock operators, or the dtype in a .params file
 inspect   a table of the normalization layers of a checkpoint and their running statistics
-doctor    versions, devices, native parts and a test of two devices; what is wrong and what to do
+doctor    versions, devices, native parts and a test of two devices, with remedies
 
-Each has --help. Only what a command needs is imported.
+Each command has --help, and imports only what it needs.
 """
 
 import argparse
@@ -15,9 +15,9 @@ import sys
 _DTYPES = ("float16", "float32", "float64")
 _FORMATTER = argparse.RawDescriptionHelpFormatter
 _SOURCE = """\
-SOURCE is a NAME-symbol.json, or the NAME alone; its parameters are those of the last epoch,
-NAME-0012.params, unless --params names others. Or it is a .params file as save_parameters writes
-it, with --net package.module:function, which returns the net."""
+SOURCE is a NAME-symbol.json, or the NAME alone, with the parameters of the last epoch, such as
+NAME-0012.params, or of --params. Or it is a .params file of save_parameters, with --net
+package.module:function, which returns the net."""
 
 
 def main(arguments=None):
@@ -40,7 +40,7 @@ def _run(options, fail):
 
         return doctor()
     try:
-        # A module of the user's, for --net, finds it whole.
+        # The user's module for --net may import the package.
         if not hasattr(sys.modules[__package__], "SyncBatchNorm"):
             importlib.reload(sys.modules[__package__])
         from .cli import checkpoints
@@ -50,8 +50,8 @@ def _run(options, fail):
         return getattr(checkpoints, options.command)(options)
     except UnicodeEncodeError as error:
         fail(
-            f"{error.object!r} is no name in UTF-8, as MXNet needs it: rename the file, or choose "
-            "another name."
+            f"{error.object!r} is not a UTF-8 name, which MXNet requires: rename the file or "
+            "choose another name."
         )
     except checkpoints.ERRORS as error:
         fail(error)
@@ -72,13 +72,8 @@ def _parser():
 
     export = add("export", f"Write a checkpoint for stock MXNet and ONNX Runtime.\n\n{_SOURCE}")
     _add_source(export)
-    export.add_argument(
-        "-o",
-        "--output",
-        required=True,
-        metavar="NAME",
-        help="of NAME-symbol.json and NAME-0000.params",
-    )
+    files = "of NAME-symbol.json and NAME-0000.params"
+    export.add_argument("-o", "--output", required=True, metavar="NAME", help=files)
     export.add_argument("--epoch", type=int, default=0, help="the number in the name (0)")
     export.add_argument(
         "--fold", action="store_true", help="fold batch normalization into the layers before it"
@@ -89,7 +84,7 @@ def _parser():
         type=_shape,
         action="append",
         metavar="N,C,H,W",
-        help="shape of the input, for --onnx; once for each input",
+        help="shape of the input, for --onnx; repeat for each input",
     )
     export.add_argument("--dtype", choices=_DTYPES, help="convert the parameters")
 
@@ -103,30 +98,29 @@ def _parser():
     convert.add_argument(
         "--dtype",
         choices=_DTYPES,
-        help="of the parameters, as net.cast converts them: with float16, those of batch "
+        help="dtype of the parameters, as by net.cast: with float16, the parameters of batch "
         "normalization are float32",
     )
 
     inspect = add(
         "inspect",
-        "Print the normalization layers of a checkpoint: least and greatest value of their "
-        "parameters.\n\nA channel is dead if its output cannot depend on its input: running "
+        "Print the normalization layers of a checkpoint and the range of their parameters.\n\n"
+        "A channel is dead if its output cannot depend on its input: running "
         "variance at most 1e-10\nor gamma at most 1e-6. It explodes if a value is not finite, the "
         "mean is above 1e4, the\nvariance above 1e8, or gamma or beta above 1e3.\n\n" + _SOURCE,
     )
     _add_source(inspect)
 
-    add("doctor", "Say what is installed, what works, and what to do about what does not.")
+    add("doctor", "Report what is installed, what works, and how to fix what does not.")
     return parser
 
 
 def _add_source(parser):
     parser.add_argument("source", metavar="SOURCE")
     parser.add_argument("--params", metavar="FILE", help="the parameters")
-    parser.add_argument("--net", metavar="MODULE:FUNCTION", help="what makes the net")
-    parser.add_argument(
-        "--inputs", metavar="NAMES", help="of the symbol's inputs, with commas (data, data0, ...)"
-    )
+    parser.add_argument("--net", metavar="MODULE:FUNCTION", help="function that returns the net")
+    inputs = "the symbol's inputs, separated by commas (data, data0, ...)"
+    parser.add_argument("--inputs", metavar="NAMES", help=inputs)
 
 
 def _shape(text):
@@ -136,7 +130,7 @@ def _shape(text):
         shape = ()
     if not shape or min(shape) < 1:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no shape: give whole numbers above 0 with commas, such as 1,3,224,224"
+            f"{text!r} is not a shape: give positive integers with commas, such as 1,3,224,224"
         )
     return shape
 

@@ -1,5 +1,6 @@
-"""What python -m gluon_syncbn does with checkpoints."""
+"""export, convert and inspect of python -m gluon_syncbn."""
 
+import collections
 import contextlib
 import glob
 import importlib
@@ -10,24 +11,27 @@ import sys
 import mxnet as mx
 import numpy as np
 from mxnet.gluon import Block
+from mxnet.gluon.nn.basic_layers import _BatchNorm
 
-from ..deploy.export import Target, check_prefix, write_graph
+from ..deploy.export import Target, cast, check_prefix, write_graph
 from ..deploy.export import export as export_net
 from ..deploy.files import (
     FileError,
     as_saved,
+    bytes_writer,
     parameter_writer,
     read_parameters,
     read_symbol,
-    text_writer,
     write_all,
 )
+from ..graph.blocks import walk
 from ..graph.symbols import (
+    OUR_OPERATOR,
+    ROLES,
     STOCK_OPERATORS,
     ExportError,
     Graph,
-    expected_shapes,
-    is_true,
+    integers,
     make_stock,
     settings_of,
 )
@@ -39,18 +43,14 @@ _SYMBOL = "-symbol.json"
 _ROLE = re.compile(
     r"^(?:arg:|aux:)?(.*?)[_.]?(gamma|beta|(?:running|moving)_(?:mean|var)|num_batches_tracked)$"
 )
-# A channel whose output does not depend on its input, and one that no dtype holds for long.
-_DEAD_VARIANCE, _DEAD_GAMMA = 1e-10, 1e-6
-_LARGEST = {"mean": 1e4, "var": 1e8, "gamma": 1e3, "beta": 1e3}
+_DEAD = {"running_var": 1e-10, "gamma": 1e-6}
+_LARGEST = {"running_mean": 1e4, "running_var": 1e8, "gamma": 1e3, "beta": 1e3}
 
 
 def export(options):
     shapes = options.input_shape
     if options.onnx and not shapes:
-        raise ValueError(
-            "--onnx needs --input-shape, such as 1,3,224,224: an ONNX model is made for inputs "
-            "of a shape."
-        )
+        raise ValueError("--onnx needs --input-shape, such as 1,3,224,224.")
     check_prefix(options.output)
     if options.epoch not in range(10000):
         raise ValueError(f"--epoch is {options.epoch}: give a number from 0 to 9999.")
@@ -58,22 +58,20 @@ def export(options):
         options.output, options.epoch, options.fold, options.onnx, shapes, options.dtype
     )
     if options.net:
-        path, epoch, fold, onnx, shapes, dtype = target
-        result = export_net(_load_net(options), path, epoch, fold, onnx, shapes, dtype)
+        result = export_net(_load_net(options), *target)
     else:
         graph, arrays, inputs, parameters = _load_graph(options)
         with as_saved(parameters):
             result = write_graph(graph, arrays, inputs, target, options.source)
     print(f"symbol  {result.symbol}\nparams  {result.params}")
     if options.fold:
-        print(
-            f"folded  {len(result.folded)} layers of batch normalization, {len(result.left)} left"
-        )
+        folded, left = len(result.folded), len(result.left)
+        print(f"folded  {folded} layers of batch normalization, {left} left")
         for name, why in result.left.items():
             print(f"  {name}: {why}")
     if result.onnx:
-        error = f"ONNX Runtime differs by {result.onnx_error:.1g} of the largest value"
-        print(f"onnx    {result.onnx} ({error})")
+        error = f"{result.onnx_error:.1g} of the largest value"
+        print(f"onnx    {result.onnx} (ONNX Runtime differs by {error})")
     return 0
 
 
@@ -82,18 +80,18 @@ def convert(options):
         _convert_parameters(options)
         return 0
     if options.dtype:
-        raise ValueError(f"--dtype is for .params files, and {options.file} is none.")
+        raise ValueError(f"--dtype is for .params files, and {options.file} is not one.")
     graph = Graph(read_symbol(options.file))
     before, variables = _count(graph), graph.variables()
     make_stock(graph)
-    write_all({options.output: text_writer(graph.symbol().tojson())})
+    write_all({options.output: bytes_writer(graph.symbol().tojson().encode())})
     changed = ", ".join(f"{n} {op}" for op, n in sorted(before.items()) if op != "BatchNorm")
     print(f"{options.output}: {changed or 'none'} became BatchNorm, {sum(before.values())} in all")
     dropped = sorted(variables - graph.variables())
     if dropped:
         print(
-            f"dropped what only training needs: {_some(dropped)} (export writes files without, "
-            "SymbolBlock.imports loads others with ignore_extra=True)"
+            f"dropped what only training needs: {_some(dropped)} (export omits it from the files; "
+            "SymbolBlock.imports ignores it with ignore_extra=True)"
         )
     return 0
 
@@ -101,7 +99,7 @@ def convert(options):
 def _convert_parameters(options):
     arrays = read_parameters(options.file)
     if not options.dtype:
-        raise ValueError(f"{options.file} would stay as it is: say with --dtype what to convert.")
+        raise ValueError(f"{options.file} is a .params file: give the new dtype with --dtype.")
     dtypes = dict.fromkeys(arrays, options.dtype)
     if options.dtype == "float16":
         # As net.cast does.
@@ -114,28 +112,39 @@ def _convert_parameters(options):
 
 
 def inspect(options):
-    rows = _layers_of_net(_load_net(options)) if options.net else None
-    if rows is None and _is_parameters(options.source):
-        rows = _layers_of_names(options.params or options.source)
-    if rows is None:
-        graph, arrays, *_ = _load_graph(options)
-        rows = _layers_of_graph(graph, arrays)
+    if options.net:
+        rows = list(_rows_of_net(_load_net(options)))
+    elif _is_parameters(options.source):
+        rows = list(_rows_of_names(read_parameters(options.params or options.source)))
+    else:
+        rows = list(_rows_of_graph(*_load_graph(options)[:2]))
     if not rows:
         raise ValueError(f"{options.source} has no batch normalization.")
     table = [("layer", "kind", "channels", "gamma", "beta", "mean", "variance", "remarks")]
-    channels = dead = exploding = 0
-    for name, kind, values, settings in rows:
-        flags = _flags(values, settings)
-        count = len(next(iter(values.values())))
-        channels, dead = channels + count, dead + len(flags["dead"])
-        exploding += len(flags["exploding"])
-        remarks = [f"{len(n)} {what}: {_some(n)}" for what, n in flags.items() if len(n)]
-        ranges = (_range(values.get(role)) for role in ("gamma", "beta", "mean", "var"))
-        table.append((name, kind, str(count), *ranges, "; ".join(remarks)))
+    totals = collections.Counter()
+    for name, kind, arrays, fix_gamma in rows:
+        shapes = {array.shape for array in arrays.values()}
+        if len(shapes) != 1:
+            raise FileError(
+                f"{options.params or options.source} is damaged: gamma, beta and the statistics of "
+                f"{name} have the shapes {sorted(shapes)}. Take another copy."
+            )
+        [(channels,)] = shapes
+        values = {role: array.asnumpy().astype(np.float64) for role, array in arrays.items()}
+        ranges = [_range(values.get(role)) for role in ROLES]
+        if fix_gamma:
+            values.pop("gamma", None)
+        flags = {"dead": _dead(values), "exploding": _exploding(values)}
+        totals.update({"all": channels, **{what: len(found) for what, found in flags.items()}})
+        remarks = "; ".join(f"{len(n)} {what}: {_some(n)}" for what, n in flags.items() if len(n))
+        table.append((name, kind, str(channels), *ranges, remarks))
     widths = [max(map(len, column)) for column in zip(*table)]
     for row in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-    print(f"{len(rows)} layers, {channels} channels: {dead} dead, {exploding} exploding")
+    print(
+        f"{len(rows)} layers, {totals['all']} channels: {totals['dead']} dead, "
+        f"{totals['exploding']} exploding"
+    )
     return 0
 
 
@@ -148,7 +157,7 @@ def _make_net(options):
     module, _, function = options.net.partition(":")
     if not function:
         raise ValueError(f"--net is {options.net!r}: give package.module:function.")
-    # As for python -c, where the user is.
+    # Like python -c: modules are found in the current folder.
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:
@@ -159,7 +168,7 @@ def _make_net(options):
             "without arguments that returns the net."
         ) from error
     finally:
-        # The user's code may have gone elsewhere, and the files are named from here.
+        # The user's code may have changed the folder, and the files are named from here.
         os.chdir(folder)
         with contextlib.suppress(ValueError):
             sys.path.remove(folder)
@@ -187,8 +196,8 @@ def _load_graph(options):
     source = options.source
     if _is_parameters(source):
         raise ValueError(
-            f"{source} holds parameters and no graph: give the NAME{_SYMBOL} beside it, or the "
-            "function that makes the net with --net module:function."
+            f"{source} holds parameters and no graph: give its NAME{_SYMBOL}, or "
+            "--net module:function, which returns the net."
         )
     prefix = source[: -len(_SYMBOL)] if source.endswith(_SYMBOL) else source
     path = source if source.endswith(".json") else prefix + _SYMBOL
@@ -199,7 +208,7 @@ def _load_graph(options):
     inputs = [name.strip() for name in options.inputs.split(",")] if options.inputs else []
     unknown = [name for name in inputs if name not in names]
     if unknown:
-        raise ValueError(f"--inputs names {unknown[0]}, which {path} has not.")
+        raise ValueError(f"--inputs names {unknown[0]}, which is not in {path}.")
     inputs = inputs or [n for n in names if n not in arrays and re.fullmatch(r"data\d*", n)]
     missing = [name for name in names if name not in arrays and name not in inputs]
     if missing:
@@ -210,31 +219,23 @@ def _load_graph(options):
         )
     arrays = {name: arrays[name] for name in names if name not in inputs}
     graph = Graph(symbol)
-    shapes = {name: array.shape for name, array in arrays.items()}
-    for name, expected in expected_shapes(graph, shapes):
-        if name in shapes and not _fits(shapes[name], expected):
-            text = str(tuple(n if n > 0 else None for n in expected)).replace("None", "?")
+    for node in graph.nodes():
+        expected = integers(node.attrs.get("__shape__", ""))
+        found = arrays[node.name].shape if node.name in arrays else expected
+        # 0 and -1 stand for an unknown size.
+        pairs = zip(found, expected)
+        if expected and (len(found) != len(expected) or any(m not in (n, 0, -1) for n, m in pairs)):
             raise FileError(
-                f"{parameters} does not fit {path}: {name} is {shapes[name]}, {text} was expected; "
-                "name the parameters of this symbol with --params."
+                f"{parameters} does not fit {path}: {node.name} is {found}, {expected} was "
+                "expected; name the parameters of this symbol with --params."
             )
     return graph, arrays, inputs, parameters
 
 
-def _fits(shape, expected):
-    if not expected:
-        return True
-    return len(shape) == len(expected) and all(m in (n, 0, -1) for n, m in zip(shape, expected))
-
-
 def _last_epoch(prefix, path):
-    found = [
-        name
-        for name in glob.glob(glob.escape(prefix) + "-*.params")
-        if re.fullmatch(r"-\d{4}\.params", name[len(prefix) :])
-    ]
+    found = glob.glob(glob.escape(prefix) + "-[0-9][0-9][0-9][0-9].params")
     if not found:
-        raise FileError(f"There is no {prefix}-0000.params beside {path}: name it with --params.")
+        raise FileError(f"There is no {prefix}-0000.params for {path}: name it with --params.")
     return max(found)
 
 
@@ -244,100 +245,67 @@ def _plain(arrays):
 
 def _norms(names):
     """[(name of a layer, {role: name})] of the batch normalization among names of parameters."""
-    layers = {}
+    layers = collections.defaultdict(dict)
     for name in names:
-        found = _ROLE.match(name)
-        if found:
-            layers.setdefault(found.group(1), {})[found.group(2).split("_")[-1]] = name
+        if found := _ROLE.match(name):
+            layers[found[1]][found[2].replace("moving", "running")] = name
     # LayerNorm and others have no running statistics.
-    return [(layer, roles) for layer, roles in layers.items() if roles.keys() & {"mean", "var"}]
+    return [pair for pair in layers.items() if pair[1].keys() & {"running_mean", "running_var"}]
 
 
 def _cast(name, array, dtype):
     if is_bfloat16(array.dtype):
         array = array.astype("float32")
-    if np.dtype(array.dtype).kind != "f":
-        return array
-    result = array.astype(dtype)
-    if np.isfinite(array.asnumpy()).all() and not np.isfinite(result.asnumpy()).all():
-        raise ExportError(
-            f"{name} has values up to {np.abs(array.asnumpy()).max():.3g}, which {dtype} does not "
-            "hold: leave it in its own dtype."
-        )
-    return result
+    return cast(name, array, dtype) if np.dtype(array.dtype).kind == "f" else array
 
 
 def _count(graph):
-    counts = {}
-    for node in graph.nodes():
-        if node.op != "null" and (node.operator in STOCK_OPERATORS or node.op == "Custom"):
-            counts[node.operator] = counts.get(node.operator, 0) + 1
-    return counts
+    return collections.Counter(
+        node.operator
+        for node in graph.nodes()
+        if node.op == "Custom" or node.operator in STOCK_OPERATORS
+    )
 
 
-def _layers_of_net(net):
-    from ..graph.blocks import walk
+# The rows of the table: (layer, kind, {role: array}, whether gamma counts as 1).
 
-    rows = []
+
+def _rows_of_net(net):
     for path, block in walk(net):
-        if isinstance(block, mx.gluon.nn.basic_layers._BatchNorm):
-            values = {
-                role.split("_")[-1]: getattr(block, role).data().asnumpy()
-                for role in ("gamma", "beta", "running_mean", "running_var")
-            }
-            rows.append((path or block.name, type(block).__name__, values, block._kwargs))
-    return rows
+        if isinstance(block, _BatchNorm):
+            arrays = {role: getattr(block, role).data() for role in ROLES}
+            yield path or block.name, type(block).__name__, arrays, block._kwargs["fix_gamma"]
 
 
-def _layers_of_graph(graph, arrays):
-    rows = []
+def _rows_of_graph(graph, arrays):
     for node in graph.nodes():
-        if node.op == "null" or node.operator not in {**STOCK_OPERATORS, "GluonSyncBatchNorm": 0}:
-            continue
-        names = [source.name for source, _ in node.inputs[1:]]
-        values = {
-            role: arrays[name].asnumpy()
-            for role, name in zip(("gamma", "beta", "mean", "var"), names)
-            if name in arrays
-        }
-        settings = settings_of(node.attrs)
-        rows.append((node.name, node.operator, values, {"fix_gamma": not settings["scale"]}))
-    return rows
+        if node.operator in STOCK_OPERATORS or node.operator in OUR_OPERATOR:
+            names = {role: source.name for role, (source, _) in zip(ROLES, node.inputs[1:])}
+            own = {role: arrays[name] for role, name in names.items() if name in arrays}
+            yield node.name, node.operator, own, not settings_of(node.attrs)["scale"]
 
 
-def _layers_of_names(path):
-    arrays = read_parameters(path)
-    rows = []
+def _rows_of_names(arrays):
     for layer, roles in _norms(name for name, array in arrays.items() if array.ndim == 1):
-        roles.pop("tracked", None)
-        if not {"mean", "var"} <= roles.keys():
-            continue
-        variance = roles["var"]
-        for name in roles.values():
-            if arrays[name].shape != arrays[variance].shape:
-                raise FileError(
-                    f"{path} is damaged: {name} is {arrays[name].shape}, and {variance} beside it "
-                    f"is {arrays[variance].shape}. Take another copy."
-                )
-        values = {role: arrays[name].asnumpy() for role, name in roles.items()}
-        rows.append((layer, "unknown", values, {}))
-    return rows
+        if {"running_mean", "running_var"} <= roles.keys():
+            own = {role: arrays[roles[role]] for role in ROLES if role in roles}
+            yield layer, "unknown", own, False
 
 
-def _flags(values, settings):
-    """{"dead": numbers of channels, "exploding": numbers}."""
-    channels = len(values["var"])
-    dead, exploding = np.zeros(channels, bool), np.zeros(channels, bool)
-    for role, value in values.items():
-        if role == "gamma" and is_true(str(settings.get("fix_gamma", False))):
-            continue
-        value = value.astype(np.float64)
-        exploding |= ~(np.abs(value) <= _LARGEST[role])
-        if role == "gamma":
-            dead |= np.abs(value) <= _DEAD_GAMMA
-        if role == "var":
-            dead |= value <= _DEAD_VARIANCE
-    return {"dead": np.flatnonzero(dead), "exploding": np.flatnonzero(exploding)}
+def _dead(values):
+    """The channels whose output does not depend on their input."""
+    return _channels(
+        np.abs(values[role]) <= least for role, least in _DEAD.items() if role in values
+    )
+
+
+def _exploding(values):
+    """The channels with values that no dtype holds for long, NaN among them."""
+    return _channels(~(np.abs(value) <= _LARGEST[role]) for role, value in values.items())
+
+
+def _channels(conditions):
+    return np.flatnonzero(np.any(list(conditions), axis=0))
 
 
 def _range(value):

@@ -1,7 +1,6 @@
-"""First contact: what is installed, what works, and what to do about what does not.
+"""Reports what is installed, what works, and how to fix what does not.
 
-Nothing here needs MXNet or the native library. All that may fail or hang runs in a process of its
-own, so that the doctor can tell.
+Nothing here needs MXNet or the native library. Whatever may fail or hang runs in its own process.
 """
 
 import json
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 from .._version import __version__
 
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# (distribution, what for); one of the first two has to be there.
+# (distribution, what for). One of the first two is required.
 _PACKAGES = (
     ("mxnet", ""),
     ("mxnet-cu112", ""),
@@ -28,8 +27,8 @@ _PACKAGES = (
 _NOTES = {"gluoncv": "; what its nets and scripts need: docs/troubleshooting.md#gluoncv"}
 _SECONDS = 120
 _CRASHED = (
-    "If python -c 'import mxnet' does so too, install MXNet anew: pip install --force-reinstall "
-    "--no-deps mxnet==1.9.1 (or mxnet-cu112==1.9.1). If not, build gluon_syncbn again: pip install "
+    "If python -c 'import mxnet' also dies, reinstall MXNet: pip install --force-reinstall "
+    "--no-deps mxnet==1.9.1 (or mxnet-cu112==1.9.1). If not, rebuild gluon_syncbn: pip install "
     "--force-reinstall --no-deps . in a checkout of it."
 )
 
@@ -38,7 +37,7 @@ _TOLERANCE = 1e-5
 
 
 def doctor():
-    """Prints what it finds. Returns 0 where all is well, else 1."""
+    """Prints the findings. Returns 0 if all is well, else 1."""
     found = _Findings()
     found.say("gluon_syncbn", f"{__version__} in {_FOLDER}")
     found.say("Python", f"{platform.python_version()} ({sys.executable})")
@@ -51,10 +50,9 @@ def doctor():
     state = _mxnet(found)
     if state:
         _self_test(found, "2 CPU devices", ["cpu:0", "cpu:1"])
-        gpus = state["gpus"]
-        if gpus:
-            count = min(2, gpus)
-            title = f"{count} GPU{'s' if count > 1 else ''}"
+        count = min(2, state["gpus"])
+        if count:
+            title = "1 GPU" if count == 1 else f"{count} GPUs"
             _self_test(found, title, [f"gpu:{i}" for i in range(count)])
     print()
     if found.remedies:
@@ -67,7 +65,7 @@ def doctor():
 
 
 class _Findings:
-    """Prints lines, and keeps what has to be done."""
+    """Prints lines, and collects the remedies."""
 
     def __init__(self):
         self.remedies = []
@@ -109,7 +107,7 @@ def _version(name):
 
 
 def _library(found):
-    # What to do about one that is missing or does not load, the import says.
+    # If it is missing or does not load, the import below says what to do.
     path = os.path.join(_FOLDER, "libgluon_syncbn.so")
     if not os.path.exists(path):
         found.say("native CPU part", "missing")
@@ -121,75 +119,62 @@ def _library(found):
 
 
 def _environment(found):
-    names = sorted(
-        name
-        for name in os.environ
-        if name.startswith(("MXNET_", "GLUON_SYNCBN_", "DMLC_", "OMP_NUM"))
-        or name == "CUDA_VISIBLE_DEVICES"
-    )
-    for name in names:
+    prefixes = ("MXNET_", "GLUON_SYNCBN_", "DMLC_", "OMP_NUM", "CUDA_VISIBLE_DEVICES")
+    for name in sorted(name for name in os.environ if name.startswith(prefixes)):
         found.say(name, os.environ[name])
     if os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine":
         found.fix(
             "MXNET_ENGINE_TYPE",
-            "MXNET_ENGINE_TYPE=NaiveEngine computes one device after another, so that they cannot "
-            "meet: unset it.",
+            "MXNET_ENGINE_TYPE=NaiveEngine runs one device after another, so the devices cannot "
+            "exchange statistics: unset it.",
         )
 
 
 def _mxnet(found):
-    """What MXNet says of itself, or None where it or the native library cannot be imported."""
+    """MXNet's report, or None if MXNet or the native library cannot be imported."""
     done = _run("import")
     if done.result is None:
-        # An error says what to do, but a process that did not come so far does not.
+        # An error says what to do; a crash does not.
         remedy = done.last if done.ended else f"{done.last[0].upper()}{done.last[1:]} {_CRASHED}"
         found.fix("import", remedy, "failed")
         return None
     state = done.result
-    has = [
-        name for name in ("MKLDNN", "CUDA", "CUDNN", "DIST_KVSTORE") if name in state["features"]
-    ]
+    features, gpus = state["features"], state["gpus"]
+    has = [name for name in ("MKLDNN", "CUDA", "CUDNN", "DIST_KVSTORE") if name in features]
     found.say("import", f"MXNet {state['mxnet']} and the native library load ({', '.join(has)})")
-    gpus = state["gpus"]
-    if "CUDA" in state["features"]:
+    if "CUDA" in features:
         found.say("devices", f"{_cores()}, {gpus} GPUs")
         if not gpus:
             found.fix(
                 "GPUs",
-                "MXNet is built for CUDA and sees no GPU: see whether nvidia-smi works and what "
-                "CUDA_VISIBLE_DEVICES says.",
+                "MXNet is built for CUDA and sees no GPU: check nvidia-smi and "
+                "CUDA_VISIBLE_DEVICES.",
             )
     else:
         found.say("devices", f"{_cores()}; this MXNet has no CUDA")
         if os.path.exists("/proc/driver/nvidia/version"):
-            found.say("GPUs", "there is an NVIDIA driver: pip install mxnet-cu112==1.9.1 uses it")
+            found.say("GPUs", "an NVIDIA driver is present: pip install mxnet-cu112==1.9.1 uses it")
     return state
 
 
 def _self_test(found, title, devices):
     done = _run("train", *devices)
-    name = f"self-test, {title}"
-    if done.result is None:
+    name, error = f"self-test, {title}", done.result
+    if error is None:
         found.fix(name, f"The self-test on {title} failed: {done.last}", "failed")
-        return
-    error = done.result
-    if not error <= _TOLERANCE:
-        found.fix(
-            name,
-            f"The self-test on {title} is wrong by {error:.1g}: please report it with all of this "
-            "output.",
-            "wrong",
-        )
-        return
-    found.say(name, f"forward and backward agree with NumPy to {error:.1g}")
+    elif not error <= _TOLERANCE:
+        remedy = f"The self-test on {title} is wrong by {error:.1g}: please report it with all of"
+        found.fix(name, f"{remedy} this output.", "wrong")
+    else:
+        found.say(name, f"forward and backward agree with NumPy to {error:.1g}")
 
 
 class _Done(NamedTuple):
-    """What a process said."""
+    """The outcome of a process."""
 
-    result: Any  # None where it failed
-    last: str  # the last line it wrote, or what became of it
-    ended: bool = True  # by itself
+    result: Any  # None if it failed
+    last: str  # its last line, or how it ended
+    ended: bool = True  # neither killed nor timed out
 
 
 def _run(*arguments):
@@ -215,6 +200,6 @@ def _run(*arguments):
         return _Done(None, f"the process died of signal {-done.returncode}.", ended=False)
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     last = lines[-1] if lines else f"the process ended with code {done.returncode}."
-    # Without the class of the error.
+    # Drop the class of the error.
     head, _, tail = last.partition(": ")
     return _Done(None, tail if tail and " " not in head else last)

@@ -1,4 +1,4 @@
-"""What the doctor runs in processes of their own, as each may fail or hang.
+"""The doctor's checks that may fail or hang. Each runs in its own process.
 
 python probes.py import | kernels LIBRARY | train DEVICE ...
 """
@@ -8,8 +8,8 @@ import sys
 
 
 def load():
-    """What MXNet says of itself, with our native library loaded."""
-    import gluon_syncbn  # noqa: F401, I001  First: it says what is wrong with MXNet.
+    """MXNet's version, features and GPUs, with our native library loaded."""
+    import gluon_syncbn  # noqa: F401, I001  First: its import explains what is wrong with MXNet.
     import mxnet
 
     features = [name for name, f in mxnet.runtime.Features().items() if f.enabled]
@@ -17,12 +17,11 @@ def load():
         "mxnet": mxnet.__version__,
         "features": features,
         "gpus": mxnet.context.num_gpus(),
-        "file": mxnet.__file__,
     }
 
 
 def kernels(path):
-    """What the library's kernels for GPUs were built for, without MXNet; "" where it has none."""
+    """The GPUs that the library's kernels were built for, without MXNet; "" if it has none."""
     import ctypes
 
     library = ctypes.CDLL(path)
@@ -63,7 +62,7 @@ def train(*names):
 
 
 if __name__ == "__main__":
-    # Not this folder, where modules of the package lie.
+    # Not this folder, which has modules of the package.
     del sys.path[0]
     probe = {"import": load, "kernels": kernels, "train": train}[sys.argv[1]]
     print("RESULT", json.dumps(probe(*sys.argv[2:])))

@@ -12,7 +12,7 @@ from ..graph.blocks import check_block
 from ..graph.symbols import ExportError, Graph, Node, is_true, make_stock
 from ..layers.batch_norm import is_bfloat16
 from . import onnx_model
-from .files import FileError, bytes_writer, last_line, parameter_writer, text_writer, write_all
+from .files import FileError, bytes_writer, last_line, parameter_writer, write_all
 from .fold import fold as fold_graph
 from .trace import parameters_of, trace, values_of
 
@@ -26,7 +26,7 @@ _DTYPE_CODES = {"float32": "0", "float64": "1", "float16": "2"}
 
 
 class Exported(NamedTuple):
-    """What an export wrote.
+    """The result of an export.
 
     Attributes
     ----------
@@ -35,12 +35,12 @@ class Exported(NamedTuple):
     onnx : str or None
         The ONNX file.
     onnx_error : float or None
-        The largest difference between ONNX Runtime's outputs and MXNet's on random input, over the
-        largest value.
+        The largest difference between ONNX Runtime's outputs and MXNet's on random input, relative
+        to the largest value.
     folded : tuple of str
         The nodes of batch normalization that were folded into the layer before them.
     left : dict of str to str
-        With ``fold=True``, those that were not, and why.
+        With ``fold=True``, the nodes that were not folded, and why.
     """
 
     symbol: str
@@ -57,58 +57,58 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
 
     ``mxnet.gluon.SymbolBlock.imports``, ``mxnet.mod.Module`` and MXNet's other interfaces load them
     without this package. Each kind of batch normalization (:class:`SyncBatchNorm`, the contrib
-    one, ``nn.BatchNorm`` and ``nn.BatchNormReLU``) becomes ``BatchNorm``, which in inference is
+    one, ``nn.BatchNorm`` and ``nn.BatchNormReLU``) becomes ``BatchNorm``. In inference it computes
 
     .. math:: y = \gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta
 
-    with the running mean :math:`\mu` and variance :math:`\sigma^2`. With `fold` it is no operator
-    any more, but part of the layer before it: with :math:`k = \gamma / \sqrt{\sigma^2 + \epsilon}`,
-    the weight W of a convolution, transposed convolution or dense layer becomes kW and its bias
-    :math:`k (b - \mu) + \beta` for each channel.
+    with the running mean :math:`\mu` and variance :math:`\sigma^2`. `fold` merges it into the layer
+    before it: with :math:`k = \gamma / \sqrt{\sigma^2 + \epsilon}`, the weight W of a convolution,
+    transposed convolution or dense layer becomes kW and its bias :math:`k (b - \mu) + \beta`, for
+    each channel.
 
-    The net is traced and its values are copied: neither its parameters nor its compiled graphs
-    change, and training goes on as it would have without. Files are written beside their place and
-    moved there once all are whole; after an error the former ones are what they were.
+    The export copies the values and changes neither the parameters nor the compiled graphs, so
+    training continues as it would have without it. An error leaves existing files unchanged.
 
     Parameters
     ----------
     net : Block
-        Hybridized or not, on any contexts, in a process alone or one of many. Where its parameters
-        differ between contexts, as running statistics without synchronization do, their mean is
-        written, as by ``save_parameters``, and a warning logged.
+        Hybridized or not, on any contexts, in one process or several. If a parameter differs
+        between contexts, as running statistics without synchronization do, the mean is written, as
+        by ``save_parameters``, and a warning is logged.
     path : str or path
-        The files' common beginning.
+        The common prefix of the files.
     epoch : int, default 0
         From 0 to 9999, in the name of the .params file.
     fold : bool, default False
         Whether to fold batch normalization, where nothing else uses the layer's output or weights.
     onnx : str or path, optional
-        An ONNX file to write as well, of operator set 15: checked by ``onnx.checker`` and compared
-        with MXNet on random input, by ONNX Runtime. Needs ``pip install 'gluon_syncbn[onnx]'``.
+        An ONNX file to write as well, of operator set 15. ``onnx.checker`` checks it, and ONNX
+        Runtime's outputs are compared with MXNet's on random input. Needs ``pip install
+        'gluon_syncbn[onnx]'``.
     input_shape : tuple of int or list of tuples, optional
-        The shape of the input, or of each. Needed for `onnx`, and where a net of several inputs has
-        not been hybridized and run.
+        The shape of the input, or of each. Required with `onnx`, and for a net of several inputs
+        that has not been hybridized and run.
     dtype : {'float16', 'float32', 'float64'}, optional
-        What to convert the parameters to. With float16, those of ``BatchNorm`` stay float32. By
-        default they stay what they are.
+        The dtype of the parameters. With float16, those of ``BatchNorm`` are float32. By default
+        the dtypes do not change.
 
     Returns
     -------
     Exported
-        The names of the files, what was folded and what was not.
+        The names of the files, and which nodes were folded.
 
     Raises
     ------
     ValueError
-        For arguments that make no sense, and for a net whose parameters have no values yet.
+        If an argument is invalid, or a parameter has no value yet.
     ExportError
-        For a net that cannot be traced or has custom operators of others, and for an ONNX model
-        that cannot be made or whose outputs differ by more than 1e-5 (float16: 3e-2) of the
-        largest. Every operator that MXNet's converter lacks is named. Nothing is written then.
+        If the net cannot be traced or has foreign custom operators, or if the ONNX model cannot be
+        made or its outputs differ by more than 1e-5 (float16: 3e-2) of the largest value. The
+        error names every operator that MXNet's converter lacks. Nothing is written.
     FileError
         An OSError: a file cannot be written.
     MXNetError
-        Of an earlier step that nobody has waited for.
+        An error of an earlier step, raised here because the export waits for it.
 
     References
     ----------
@@ -118,7 +118,7 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
     check_block(net, "export")
     shapes = _check_shapes(input_shape)
     _check_arguments(path, epoch, onnx, shapes, dtype)
-    # Of the last steps; with static_shape MXNet does not wait for running statistics by itself.
+    # With static_shape MXNet does not itself wait for the last running statistics.
     mx.nd.waitall()
     parameters = parameters_of(net)
     symbol, inputs = trace(net, shapes, parameters)
@@ -129,7 +129,7 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
 
 
 class Target(NamedTuple):
-    """What to write: the arguments of :func:`export`, `shapes` as a list or None."""
+    """The arguments of :func:`export` after the net; `shapes` is a list or None."""
 
     path: str
     epoch: int
@@ -140,10 +140,9 @@ class Target(NamedTuple):
 
 
 def write_graph(graph, arrays, inputs, target, title):
-    """The part of :func:`export` behind the net.
+    """Exports a Graph with any kind of batch normalization.
 
-    graph: a Graph, with any kind of batch normalization; arrays: {name: NDArray}; inputs: names.
-    All are changed.
+    arrays: {name: NDArray}; inputs: names. The graph, arrays and inputs are changed.
     """
     path, epoch, fold, onnx, shapes, dtype = target
     if shapes and len(shapes) != len(inputs):
@@ -157,39 +156,25 @@ def write_graph(graph, arrays, inputs, target, title):
     inputs, shapes = _used(graph, inputs, shapes, title)
     if onnx is not None:
         _require_onnx(graph, arrays, dtype)
-    if dtype:
-        # Exact, and the others know no bfloat16.
-        arrays.update({n: a.astype("float32") for n, a in arrays.items() if is_bfloat16(a.dtype)})
-    for name in set(arrays) - {node.name for node in graph.nodes()}:
-        # What only training needs.
-        del arrays[name]
-    _set_fixed_gammas(graph, arrays)
-    for node in graph.nodes():
-        if node.op == "null":
-            # Initializers may be classes that are not there where the file is loaded.
-            for key in ("__init__", "__dtype__", "__shape__"):
-                node.attrs.pop(key, None)
+    _prepare(graph, arrays, dtype)
     plain = graph.symbol(), dict(arrays)
     folded, left = fold_graph(graph, arrays, dtype) if fold else ([], {})
     if dtype:
         _cast(graph, arrays, dtype)
-    for node in graph.nodes():
-        if node.name in arrays:
-            array = arrays[node.name]
-            node.attrs["__shape__"] = str(tuple(array.shape))
-            if np.dtype(array.dtype).name in _DTYPE_CODES:
-                node.attrs["__dtype__"] = _DTYPE_CODES[np.dtype(array.dtype).name]
+    _write_types(graph, arrays)
     symbol = graph.symbol()
     named = dict(zip(inputs, shapes or ()))
     input_dtype = _input_dtype(graph, symbol, arrays, inputs)
     if named:
         _check_inference(symbol, named)
-    prefix = os.fspath(path)
-    symbol_file, params_file = f"{prefix}-symbol.json", f"{prefix}-{epoch:04d}.params"
+    symbol_file, params_file = (
+        f"{os.fspath(path)}-symbol.json",
+        f"{os.fspath(path)}-{epoch:04d}.params",
+    )
     auxiliary = set(symbol.list_auxiliary_states())
     tagged = {f"{'aux' if n in auxiliary else 'arg'}:{n}": array for n, array in arrays.items()}
     writers = {
-        symbol_file: text_writer(symbol.tojson()),
+        symbol_file: bytes_writer(symbol.tojson().encode()),
         params_file: parameter_writer(tagged),
     }
     error = None
@@ -204,10 +189,32 @@ def write_graph(graph, arrays, inputs, target, title):
     return Exported(symbol_file, params_file, onnx, error, tuple(folded), left)
 
 
+def _prepare(graph, arrays, dtype):
+    """Drops what only training needs."""
+    for name in set(arrays) - {node.name for node in graph.nodes()}:
+        del arrays[name]
+    if dtype:
+        # The next steps do not know bfloat16, and float32 holds it exactly.
+        arrays.update({n: a.astype("float32") for n, a in arrays.items() if is_bfloat16(a.dtype)})
+    _set_fixed_gammas(graph, arrays)
+    for node in graph.nodes():
+        if node.op == "null":
+            # An initializer may be a class that the reader of the file does not have.
+            for key in ("__init__", "__dtype__", "__shape__"):
+                node.attrs.pop(key, None)
+
+
+def _write_types(graph, arrays):
+    for node in graph.nodes():
+        if node.name in arrays:
+            array = arrays[node.name]
+            node.attrs["__shape__"] = str(tuple(array.shape))
+            if np.dtype(array.dtype).name in _DTYPE_CODES:
+                node.attrs["__dtype__"] = _DTYPE_CODES[np.dtype(array.dtype).name]
+
+
 def _check_shapes(input_shape):
     """A list of shapes, or None."""
-    if input_shape is None:
-        return None
 
     def is_shape(value):
         return (
@@ -216,18 +223,19 @@ def _check_shapes(input_shape):
             and all(isinstance(n, (int, np.integer)) and n > 0 for n in value)
         )
 
-    if is_shape(input_shape):
-        return [tuple(int(n) for n in input_shape)]
-    if isinstance(input_shape, (tuple, list)) and input_shape and all(map(is_shape, input_shape)):
-        return [tuple(int(n) for n in shape) for shape in input_shape]
+    if input_shape is None:
+        return None
+    shapes = [input_shape] if is_shape(input_shape) else input_shape
+    if isinstance(shapes, (tuple, list)) and shapes and all(map(is_shape, shapes)):
+        return [tuple(map(int, shape)) for shape in shapes]
     raise ValueError(
-        f"input_shape is {input_shape!r}: give a tuple of whole numbers above 0 such as "
+        f"input_shape is {input_shape!r}: give a tuple of positive integers such as "
         "(1, 3, 224, 224), or a list of such tuples for several inputs."
     )
 
 
 def check_prefix(path):
-    """Raises ValueError for the common beginning of files where that is a folder."""
+    """Raises ValueError if the prefix of the files is a folder."""
     if os.path.basename(path) in ("", ".", ".."):
         raise ValueError(
             f"path is {os.fspath(path)!r}: add the name that the files in that folder begin with, "
@@ -238,26 +246,21 @@ def check_prefix(path):
 def _check_arguments(path, epoch, onnx, shapes, dtype):
     for name, value in (("path", path), ("onnx", "" if onnx is None else onnx)):
         if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes):
-            raise ValueError(
-                f"{name} is {value!r}: give the name of a file as str or pathlib.Path."
-            )
+            raise ValueError(f"{name} is {value!r}: give the name of a file, str or pathlib.Path.")
     check_prefix(path)
     whole = isinstance(epoch, (int, np.integer)) and not isinstance(epoch, bool)
     if not (whole and 0 <= epoch < 10000):
-        raise ValueError(f"epoch is {epoch!r}: give a whole number from 0 to 9999.")
-    if onnx is not None and shapes is None:
-        raise ValueError(
-            "onnx= needs input_shape, such as (1, 3, 224, 224): an ONNX model is made and compared "
-            "for inputs of a shape."
-        )
+        raise ValueError(f"epoch is {epoch!r}: give an integer from 0 to 9999.")
     if onnx is not None:
+        if shapes is None:
+            raise ValueError("onnx= needs input_shape, such as (1, 3, 224, 224).")
         onnx_model.load_onnx()
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}: give one of {', '.join(_DTYPES)}, or None.")
 
 
 def _used(graph, inputs, shapes, title):
-    """The inputs, and their shapes, without those that only training reads."""
+    """The inputs that inference reads, and their shapes."""
     names = graph.variables()
     unused = [name for name in inputs if name not in names]
     if unused:
@@ -276,58 +279,45 @@ def _require_stock(graph):
 
 
 def _require_onnx(graph, arrays, dtype):
-    """Of a net whose outputs are not random, and in a dtype that MXNet's exporter has."""
-    random = sorted(
-        {
-            node.op
-            for node in graph.all_nodes()
-            if node.op.startswith(("_random_", "_sample_"))
-            or node.op == "Dropout"
-            and node.attrs.get("mode") == "always"
-        }
-    )
+    """The outputs must not be random, and MXNet's converters must know the dtype."""
+
+    def is_random(node):
+        always = node.op == "Dropout" and node.attrs.get("mode") == "always"
+        return always or node.op.startswith(("_random_", "_sample_"))
+
+    random = {node.op for node in filter(is_random, graph.all_nodes())}
     if random:
         raise ExportError(
-            f"The net draws random numbers in inference ({', '.join(random)}), so ONNX Runtime's "
-            "outputs cannot be compared with MXNet's: export it without onnx=."
+            f"The net draws random numbers in inference ({', '.join(sorted(random))}), so ONNX "
+            "Runtime's outputs cannot be compared with MXNet's: export it without onnx=."
         )
     if not dtype and any(is_bfloat16(array.dtype) for array in arrays.values()):
         raise ExportError(
-            "The net's parameters are bfloat16, which MXNet's converters to ONNX do not know: give "
-            "dtype='float32'."
+            "MXNet cannot convert the net's bfloat16 parameters to ONNX: give dtype='float32'."
         )
 
 
 def _set_fixed_gammas(graph, arrays):
-    """Writes 1 for each gamma that ``fix_gamma`` takes for 1, as not all who read a file heed the
-    flag, and MXNet itself overwrites it."""
+    """Writes 1 for each gamma that ``fix_gamma`` takes for 1: MXNet overwrites the value, and other
+    readers may ignore the flag."""
+
+    def is_fixed(node):
+        return node and node.op == "BatchNorm" and is_true(node.attrs.get("fix_gamma", "True"))
+
     users = graph.users()
-    for norm in [node for node in graph.nodes() if node.op == "BatchNorm"]:
-        if not is_true(norm.attrs.get("fix_gamma", "True")):
-            continue
+    for norm in filter(is_fixed, graph.nodes()):
         gamma, _ = norm.inputs[1]
-        if gamma.name not in arrays:
-            continue
-        others = [
-            user
-            for user, number in users[id(gamma)]
-            if user is None
-            or user.op != "BatchNorm"
-            or number != 1
-            or not is_true(user.attrs.get("fix_gamma", "True"))
-        ]
-        value = mx.nd.ones_like(arrays[gamma.name])
-        if others:
-            own = Node("null", graph.free_name(f"{norm.name}_gamma"))
-            norm.inputs[1] = own, 0
-            gamma = own
-        arrays[gamma.name] = value
-    outer = {id(node) for node in graph.nodes()}
-    for norm in graph.all_nodes():
-        if norm.op == "BatchNorm" and is_true(norm.attrs.get("fix_gamma", "True")):
-            name = norm.inputs[1][0].name
-            if id(norm) not in outer and name in arrays:
-                arrays[name] = mx.nd.ones_like(arrays[name])
+        if gamma.name in arrays:
+            ones = mx.nd.ones_like(arrays[gamma.name])
+            if not all(is_fixed(user) and number == 1 for user, number in users[id(gamma)]):
+                gamma = Node("null", graph.free_name(f"{norm.name}_gamma"))
+                norm.inputs[1] = gamma, 0
+            arrays[gamma.name] = ones
+    # Graphs within nodes refer to the same parameters by name.
+    for norm in filter(is_fixed, graph.all_nodes()):
+        name = norm.inputs[1][0].name
+        if name in arrays:
+            arrays[name] = mx.nd.ones_like(arrays[name])
 
 
 def _of_norms(graph):
@@ -337,23 +327,27 @@ def _of_norms(graph):
 
 
 def _cast(graph, arrays, dtype):
-    """Converts float parameters. Those of BatchNorm have float32 beside data in float16."""
+    """Converts float parameters. With float16 data, those of BatchNorm are float32."""
     of_norms = _of_norms(graph)
     for name, array in arrays.items():
         target = "float32" if name in of_norms and dtype == "float16" else dtype
-        if np.dtype(array.dtype).kind != "f" or np.dtype(array.dtype) == target:
-            continue
-        arrays[name] = array.astype(target)
-        finite = np.isfinite(arrays[name].asnumpy())
-        if not finite.all() and np.isfinite(array.asnumpy()).all():
-            raise ExportError(
-                f"{name} has values up to {np.abs(array.asnumpy()).max():.3g}, which {target} does "
-                "not hold: export it in its own dtype."
-            )
+        if np.dtype(array.dtype).kind == "f":
+            arrays[name] = cast(name, array, target)
+
+
+def cast(name, array, dtype):
+    """A float array in another dtype. Raises ExportError where it would overflow."""
+    result = array.astype(dtype)
+    if np.isfinite(array.asnumpy()).all() and not np.isfinite(result.asnumpy()).all():
+        raise ExportError(
+            f"{name} has values up to {np.abs(array.asnumpy()).max():.3g}, which {dtype} does not "
+            "hold: leave it in its own dtype."
+        )
+    return result
 
 
 def _input_dtype(graph, symbol, arrays, inputs):
-    """The dtype of the inputs, that of most weights; ExportError where no dtype fits the graph."""
+    """The dtype of the inputs: that of most weights. ExportError if no dtype fits the graph."""
     of_norms = _of_norms(graph)
     dtypes = collections.Counter(
         np.dtype(array.dtype).name
@@ -369,24 +363,24 @@ def _input_dtype(graph, symbol, arrays, inputs):
         except mx.MXNetError as error:
             failure = failure or error
     raise ExportError(
-        f"The dtypes of the graph do not fit each other ({last_line(failure)}): the net fixes a "
-        "dtype somewhere; export it in the one that it was built for."
+        f"The dtypes of the graph do not match ({last_line(failure)}): the net fixes a dtype "
+        "somewhere. Export it in the dtype that it was built for."
     ) from failure
 
 
 def _check_inference(symbol, shapes):
     try:
         symbol.infer_shape_partial(**shapes)
-    except Exception as error:  # A bare one for sides of 2 ** 31 and more.
+    except Exception as error:  # MXNet raises a bare one for sides of 2 ** 31 and more.
         raise ValueError(
             f"The net does not take inputs of input_shape {', '.join(map(str, shapes.values()))} "
-            f"({last_line(error)}): give the shape of what it is called with."
+            f"({last_line(error)}): give the shapes of the inputs in a call."
         ) from error
 
 
 def _compare(model, plain, shapes, dtype):
-    """ONNX Runtime beside MXNet, which computes float16 nets in float32: its CPU part has no
-    others."""
+    """Compares ONNX Runtime with MXNet, which computes float16 nets in float32: its CPU operators
+    lack float16."""
     symbol, arrays = plain
     rng = np.random.default_rng(0)
     inputs = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}

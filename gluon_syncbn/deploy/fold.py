@@ -5,7 +5,7 @@ import numpy as np
 
 from ..graph.symbols import Node, integers, is_true, settings_of
 
-# Where each operator has no_bias unless it says otherwise.
+# The default of no_bias.
 _NO_BIAS = {"Convolution": "False", "Deconvolution": "True", "FullyConnected": "False"}
 
 
@@ -19,22 +19,22 @@ def fold(graph, arrays, dtype=None):
 
     computed in float64 and rounded once to `dtype`, by default that of the weight.
 
-    It is left where it is when something else uses the layer's output or its weight too, when it
-    normalizes another axis than the layer's channels, and when a folded value would not be finite.
+    It stays if something else uses the layer's output or weight, if it normalizes another axis than
+    the layer's channels, or if a folded value would not be finite.
 
     Parameters
     ----------
     graph : Graph
         Changed in place.
     arrays : dict of str to NDArray
-        The parameters by their names. Changed in place.
+        The parameters. Changed in place.
 
     Returns
     -------
     folded : list of str
-        Names of the nodes that are gone.
+        Names of the folded nodes.
     left : dict of str to str
-        {name of a node that stays: why}.
+        {name of a node that stays: reason}.
     """
     folded, left = [], {}
     for norm in [node for node in graph.nodes() if node.op == "BatchNorm"]:
@@ -43,17 +43,16 @@ def fold(graph, arrays, dtype=None):
             left[norm.name] = why
         else:
             folded.append(norm.name)
-    used = {node.name for node in graph.nodes()}
-    for name in [name for name in arrays if name not in used]:
+    for name in arrays.keys() - {node.name for node in graph.nodes()}:
         del arrays[name]
     return folded, left
 
 
 def _fold_one(graph, norm, arrays, dtype):
-    """Folds one node. Returns why not, where it cannot be."""
+    """Folds one node. Returns the reason if it cannot be folded."""
     layer, _ = norm.inputs[0]
     if layer.op not in _NO_BIAS:
-        return f"behind {'an input' if layer.op == 'null' else layer.op}"
+        return f"it follows {'an input' if layer.op == 'null' else layer.op}"
     users = graph.users()
     if len(users[id(layer)]) > 1:
         return f"{layer.name} has other users"
@@ -61,16 +60,14 @@ def _fold_one(graph, norm, arrays, dtype):
         return "its mean or variance is used"
     biased = not is_true(layer.attrs.get("no_bias", _NO_BIAS[layer.op]))
     own = [node for node, _ in layer.inputs[1 : 3 if biased else 2]]
-    for parameter in own:
+    for parameter in own + [node for node, _ in norm.inputs[1:]]:
         if parameter.name not in arrays:
             return f"{parameter.name} is computed"
+    for parameter in own:
         if len(users[id(parameter)]) > 1:
             return f"{parameter.name} is shared"
         if np.dtype(arrays[parameter.name].dtype).kind != "f":
             return f"{parameter.name} is {np.dtype(arrays[parameter.name].dtype)}"
-    for parameter, _ in norm.inputs[1:]:
-        if parameter.name not in arrays:
-            return f"{parameter.name} is computed"
     settings = settings_of(norm.attrs)
     where = _channel_axis(layer)
     if settings["axis"] not in where:
@@ -104,7 +101,7 @@ def _fold_one(graph, norm, arrays, dtype):
 
 
 def _channel_axis(layer):
-    """The axis of the channels of a layer's output, as it may be written."""
+    """The axis of the channels of a layer's output, in all ways to write it."""
     if layer.op == "FullyConnected":
         return (1, -1) if is_true(layer.attrs.get("flatten", "True")) else (-1,)
     dimensions = len(integers(layer.attrs["kernel"])) + 2
@@ -114,11 +111,10 @@ def _channel_axis(layer):
 
 
 def _scaled(layer, weight, k):
-    """The weight of a layer whose output channels are multiplied by k, shape (C,)."""
+    """The weight of a layer, with the output channels multiplied by k of shape (C,)."""
     if layer.op != "Deconvolution":
         return weight * k.reshape(-1, *[1] * (weight.ndim - 1))
-    # (inputs, C / groups, ...), or with the channels at the end: each group of inputs goes to
-    # output channels of its own.
+    # (inputs, C / groups, ...), or channels last. Each group of inputs has its own output channels.
     groups = int(layer.attrs.get("num_group", 1))
     layout = layer.attrs.get("layout", "None")
     parts = weight.reshape(groups, -1, *weight.shape[1:])

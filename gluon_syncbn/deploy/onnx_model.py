@@ -1,4 +1,4 @@
-"""ONNX from a stock graph: MXNet's converters, and what has to be mended around them."""
+"""Converts a stock graph to ONNX with MXNet's converters, and works around their faults."""
 
 import contextlib
 import functools
@@ -10,15 +10,19 @@ import numpy as np
 
 from ..graph.symbols import ExportError, is_true
 
-# MXNet's converters write operators as of version 13. BatchNormalization of 15 is the same, but
-# also takes float16 data with float32 parameters. From 18 on others have changed.
+# MXNet's converters write operators of version 13. BatchNormalization of 15 also takes float16 data
+# with float32 parameters. From 18 on other operators differ.
 OPSET = 15
 _IR_VERSION = 8
 _CONVERTERS = (13, 12)
 _INSTALL = "pip install 'gluon_syncbn[onnx]' (onnx 1.16.2 and onnxruntime)"
-# Operators of MXNet's NumPy that its converters lack, and what is the same and has one. (Those that
-# take the same attributes: layers such as Convolution have one operator for both.)
+# Operators of MXNet's NumPy without a converter, and the equivalents with one. Both take the same
+# attributes.
 _SAME = {
+    **{
+        f"_npi_{name}": name
+        for name in ("exp", "log", "negative", "sqrt", "square", "tanh", "mean")
+    },
     "_npi_add": "broadcast_add",
     "_npi_subtract": "broadcast_sub",
     "_npi_multiply": "broadcast_mul",
@@ -31,26 +35,19 @@ _SAME = {
     "_npi_rtrue_divide_scalar": "_rdiv_scalar",
     "_npi_power_scalar": "_power_scalar",
     "_npi_absolute": "abs",
-    "_npi_exp": "exp",
-    "_npi_log": "log",
-    "_npi_negative": "negative",
-    "_npi_sqrt": "sqrt",
-    "_npi_square": "square",
-    "_npi_tanh": "tanh",
-    "_npi_mean": "mean",
     "_np_sum": "sum",
     "_np_copy": "_copy",
     "_npx_relu": "relu",
     "_npx_sigmoid": "sigmoid",
 }
-# Operators that MXNet's converters know by their nodes' names alone, as those that MXNet gives:
-# without such a word, 2 - x is converted to x - 2.
-_TOLD_BY_NAME = {"_rminus_scalar": "_rminusscalar", "_rdiv_scalar": "_rdivscalar"}
+# MXNet's converters recognize these operators by their node's name: without this word in it, 2 - x
+# becomes x - 2.
+_NAMES = {"_rminus_scalar": "_rminusscalar", "_rdiv_scalar": "_rdivscalar"}
 _ADAPTIVE_POOLING = "_contrib_AdaptiveAvgPooling2D"
-# By how much the input is changed, in relation, where a net's own rounding is in question, and how
-# many times the change that makes of the output a runtime's rounding may come to.
+# To see how a net amplifies rounding, its input is changed by this factor. ONNX Runtime may differ
+# by so many times the change of the output.
 _NUDGE, _AMPLIFIED = 2.0**-20, 10
-# Of the largest value of an output. float16: each layer rounds its output to 11 bits.
+# Relative to the largest value of an output. In float16 each layer rounds its output to 11 bits.
 TOLERANCE = {"float16": 3e-2, "float32": 1e-5, "float64": 1e-5}
 
 
@@ -72,7 +69,7 @@ def load_onnx():
 
 
 def missing_operators(graph):
-    """{operator that MXNet cannot convert to ONNX: names of its nodes} of a Graph."""
+    """{operator of a Graph that MXNet cannot convert to ONNX: names of its nodes}."""
     _, _, converter = load_onnx()
     known = set().union(*(converter.registry_.get(version, {}) for version in _CONVERTERS))
     missing = {}
@@ -83,8 +80,8 @@ def missing_operators(graph):
 
 
 def _keeps_classes_apart(node):
-    """Whether boxes suppress those of their own class alone, which MXNet's converter forgets. The
-    comparison does not show that where random input gives no boxes."""
+    """Whether boxes suppress only boxes of their class. MXNet's converter ignores that, and the
+    comparison cannot show it if random input gives no boxes."""
     return (
         node.op == "_contrib_box_nms"
         and node.attrs.get("id_index", "-1") != "-1"
@@ -95,13 +92,13 @@ def _keeps_classes_apart(node):
 def to_onnx(graph, arrays, shapes, dtype):
     """The bytes of an ONNX model of a Graph, checked with ``onnx.checker``.
 
-    arrays: {name: NDArray}; shapes: {name of an input: shape}; dtype: that of the inputs.
-    Raises ExportError, which names every operator that cannot be converted.
+    arrays: {name: NDArray}; shapes: {name of an input: shape}; dtype: of the inputs. Raises
+    ExportError, which names every operator that cannot be converted.
     """
     onnx, _, converter = load_onnx()
     for node in graph.nodes():
         node.op = _SAME.get(node.op, node.op)
-        word = _TOLD_BY_NAME.get(node.op, "")
+        word = _NAMES.get(node.op, "")
         if word not in node.name:
             node.name += word
     missing = missing_operators(graph)
@@ -115,24 +112,21 @@ def to_onnx(graph, arrays, shapes, dtype):
     types = [onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))] * len(shapes)
     ordered = [name for name in symbol.list_inputs() if name in shapes]
     try:
-        sizes = _pooling_sizes(graph, arrays, shapes)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_checks_as_of(onnx, OPSET))
-            stack.enter_context(_own_converters(onnx, converter, sizes))
-            # MXNet's converters print the names.
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        # MXNet's converters print the names.
+        silent = contextlib.redirect_stdout(io.StringIO())
+        with silent, _patched(onnx, converter, _pooling_sizes(graph, arrays, shapes)):
             made = converter().create_onnx_graph_proto(
                 symbol,
                 dict(arrays),
                 [shapes[name] for name in ordered],
                 types,
                 opset_version=OPSET,
-                dynamic=False,  # What is promised is what is compared.
+                dynamic=False,  # Only these shapes are compared.
             )
     except Exception as error:  # The converters raise all kinds.
         raise ExportError(
             f"MXNet {mx.__version__} cannot convert this net to ONNX ({_line(error)}). Export "
-            "without onnx=, or build the net without that."
+            "without onnx=, or change the net."
         ) from error
     _drop_constant_inputs(made)
     _order_outputs(made, symbol)
@@ -150,8 +144,8 @@ def to_onnx(graph, arrays, shapes, dtype):
 
 
 def compare(model, evaluate, inputs, dtype):
-    """The largest difference between ONNX Runtime's outputs and MXNet's, evaluate(inputs), relative
-    to the largest value of an output; an ExportError where it is above TOLERANCE."""
+    """The largest relative error of ONNX Runtime's outputs against MXNet's, evaluate(inputs).
+    Raises ExportError if it is above TOLERANCE."""
     _, runtime, _ = load_onnx()
     expected = evaluate(inputs)
     options = runtime.SessionOptions()
@@ -168,16 +162,16 @@ def compare(model, evaluate, inputs, dtype):
         if not error <= tolerance:
             nudged = {name: x.astype(np.float64) * (1 + _NUDGE) for name, x in inputs.items()}
             own = relative_error(evaluate(nudged)[number], wanted)
+            if error <= _AMPLIFIED * own < np.inf:
+                cause = (
+                    f"the net amplifies rounding, as MXNet's own output changes by {own:.2g} when "
+                    f"the input changes by {_NUDGE:.2g}"
+                )
+            else:
+                cause = "a converter of MXNet's does not fit this net"
             raise ExportError(
                 f"ONNX Runtime's output {number} differs from MXNet's by {error:.2g} of the "
-                f"largest value, and at most {tolerance:g} was expected: "
-                + (
-                    f"the net amplifies rounding, as MXNet's own changes by {own:.2g} where its "
-                    f"input does by {_NUDGE:.2g}."
-                    if error <= _AMPLIFIED * own < np.inf
-                    else "a converter of MXNet's does not fit this net."
-                )
-                + " Export without onnx=."
+                f"largest value, more than {tolerance:g}: {cause}. Export without onnx=."
             )
         worst = max(worst, error)
     return worst
@@ -194,26 +188,19 @@ def relative_error(output, wanted):
 
 
 @contextlib.contextmanager
-def _checks_as_of(onnx, opset):
-    """MXNet's converter has its result checked, against the newest operators unless told so."""
+def _patched(onnx, converter, sizes):
+    """Within it, MXNet checks its result against operators of OPSET, not the newest, and converts
+    adaptive pooling of any size, not only to 1x1."""
     context = onnx.checker.DEFAULT_CONTEXT
-    before = context.ir_version, dict(context.opset_imports)
-    context.ir_version, context.opset_imports = _IR_VERSION, {"": opset}
-    try:
-        yield
-    finally:
-        context.ir_version, context.opset_imports = before
-
-
-@contextlib.contextmanager
-def _own_converters(onnx, converter, sizes):
-    """MXNet's converter of adaptive pooling knows an output of 1x1 alone."""
+    before = context.ir_version, context.opset_imports
+    context.ir_version, context.opset_imports = _IR_VERSION, {"": OPSET}
     own = functools.partial(_convert_adaptive_pooling, onnx, sizes)
-    # MXNet takes the newest, and has none of this version.
+    # MXNet prefers the newest version, and has no converters of this one.
     converter.registry_[OPSET] = {_ADAPTIVE_POOLING: own}
     try:
         yield
     finally:
+        context.ir_version, context.opset_imports = before
         del converter.registry_[OPSET]
 
 
@@ -234,8 +221,8 @@ def _pooling_sizes(graph, arrays, shapes):
 
 
 def _convert_adaptive_pooling(onnx, sizes, node, outputs_lookup, initializer, **_):
-    """A converter as MXNet calls it. Bins of one size are an AveragePool; others make
-    y = A x B^T, with rows of A and B that average."""
+    """A converter as MXNet calls it. Bins of one size become an AveragePool; others become
+    y = A x B^T, where the rows of A and B average."""
     name, [[number, output, *_]] = node["name"], node["inputs"]
     x = outputs_lookup[number][output]
     inputs, outputs = sizes[name]
@@ -256,8 +243,7 @@ def _convert_adaptive_pooling(onnx, sizes, node, outputs_lookup, initializer, **
 
 
 def _averages(size, bins):
-    """(bins, size): each row averages one of the bins, which share values where `bins` does not
-    divide `size`."""
+    """(bins, size): each row averages one bin. Bins overlap if `bins` does not divide `size`."""
     result = np.zeros((bins, size))
     for number, row in enumerate(result):
         first, last = number * size // bins, -(-(number + 1) * size // bins)
@@ -266,7 +252,7 @@ def _averages(size, bins):
 
 
 def _drop_constant_inputs(made):
-    """A parameter that is an input too may change, so that a runtime could not prepare it."""
+    """A runtime cannot optimize a parameter that is also an input."""
     constant = {tensor.name for tensor in made.initializer}
     inputs = [value for value in made.input if value.name not in constant]
     del made.input[:]
@@ -274,23 +260,17 @@ def _drop_constant_inputs(made):
 
 
 def _order_outputs(made, symbol):
-    """MXNet's converter gives the outputs in the order of their nodes."""
+    """MXNet's converter lists the outputs in the order of their nodes."""
     by_name = {value.name: value for value in made.output}
-    names = [_output_name(name) for name in symbol.list_outputs()]
-    if len(names) == len(by_name) and set(names) == set(by_name):
-        del made.output[:]
-        made.output.extend(by_name[name] for name in names)
-        return
-    raise ExportError(
-        f"MXNet's converter gives the outputs {', '.join(by_name)}, and {', '.join(names)} were "
-        "expected: let each output of the net be one of another node. Export without onnx=."
-    )
-
-
-def _output_name(name):
-    if name.endswith("_output"):
-        return name[: -len("_output")]
-    return re.sub(r"_output(\d)$", r"\1", name)
+    names = [re.sub(r"_output(\d?)$", r"\1", name) for name in symbol.list_outputs()]
+    if set(names) != set(by_name) or len(names) != len(by_name):
+        raise ExportError(
+            f"MXNet's converter gives the outputs {', '.join(by_name)} in place of "
+            f"{', '.join(names)}: make each output of the net the output of another node, or "
+            "export without onnx=."
+        )
+    del made.output[:]
+    made.output.extend(by_name[name] for name in names)
 
 
 def _some(names):
@@ -298,6 +278,4 @@ def _some(names):
 
 
 def _line(error):
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else ""
-    return f"{type(error).__name__}: {text[:300]}"
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"

@@ -1,9 +1,8 @@
-"""The graph of a net in inference, and its values. The net stays as it is."""
+"""The graph of a net in inference, and its values. The net does not change."""
 
 import contextlib
 import copy
 import functools
-import inspect
 import logging
 
 import mxnet as mx
@@ -22,7 +21,7 @@ _log = logging.getLogger("gluon_syncbn")
 
 
 def parameters_of(net):
-    """{name: the parameters of that name} of a net."""
+    """{name: the parameters with that name} of a net."""
     found = {}
     for _, block in walk(net):
         for parameter in (*block.params.values(), *getattr(block, "_reg_params", {}).values()):
@@ -31,26 +30,25 @@ def parameters_of(net):
 
 
 def trace(net, shapes, parameters):
-    """The symbol of a net in inference, and the names of its inputs. Of parameters that have one
-    name, each goes by its number behind it."""
+    """The symbol of a net in inference, and the names of its inputs. Parameters that share a name
+    get a number after it."""
     is_np = _is_numpy_net(net, parameters)
     with contextlib.ExitStack() as stack:
-        # In MXNet the arrays need the shapes.
+        # MXNet's NumPy arrays need its NumPy shapes.
         stack.enter_context(np_shape(is_np or is_np_shape()))
         stack.enter_context(np_array(is_np))
-        stack.enter_context(_left_as_it_is(net, parameters))
+        stack.enter_context(_unchanged(net, parameters))
         stack.enter_context(mx.autograd.pause(train_mode=False))
         stack.enter_context(mx.name.NameManager())
         try:
             inputs, arguments = _inputs(net, shapes)
             outputs, _ = _flatten(net(*arguments), "output")
             symbol = mx.sym.Group(outputs) if len(outputs) > 1 else outputs[0]
-        except Exception as error:  # Code of the net's own may raise anything.
+        except Exception as error:  # The net's code may raise anything.
             raise ExportError(
                 f"{type(net).__name__} '{net.name}' cannot be traced as a graph "
-                f"({type(error).__name__}: {last_line(error)}): its forward has to "
-                "work with symbols, as for hybridize(); a net of several inputs needs input_shape, "
-                "a list of shapes."
+                f"({type(error).__name__}: {last_line(error)}): its forward must work with "
+                "symbols, as for hybridize(). For a net of several inputs, give input_shape=[...]."
             ) from error
     return symbol, [each.name for each in inputs]
 
@@ -60,8 +58,7 @@ def _is_compiled(net):
 
 
 def _is_numpy_net(net, parameters):
-    """Whether a net is one of MXNet's NumPy arrays, which `use_np` makes of it too, whatever
-    `set_np` says outside of it."""
+    """Whether a net computes with MXNet's NumPy arrays, by `set_np` or by `use_np`."""
     if _is_compiled(net):
         return is_numpy(net._cached_graph[0][0])
     arrays = [
@@ -71,43 +68,29 @@ def _is_numpy_net(net, parameters):
 
 
 def _inputs(net, shapes):
-    """(variables, arguments of the net that they make up)."""
+    """(variables, the arguments of the net made of them)."""
     if _is_compiled(net):
         variables = [variable(known.name) for known in net._cached_graph[0]]
         rest = iter(variables)
-        # For None, which stands for inputs that were left out, there is no variable.
+        # An input that is None has no variable.
         given = [next(rest) if size else None for size in _sizes(net._in_format)]
         return variables, _regroup(given, net._in_format)
-    count = len(shapes) if shapes else _count_inputs(net)
+    count = len(shapes or [None])
     names = ["data"] if count == 1 else [f"data{number}" for number in range(count)]
     variables = [variable(name) for name in names]
     return variables, variables
 
 
 def _sizes(form):
-    """For each input of a net, in the structure that MXNet keeps, 1, or 0 for None."""
+    """1 for each input in MXNet's description of a call, or 0 for None."""
     if isinstance(form, int):
         return [0] if form < 0 else [1] * max(1, form)
     return [size for each in form for size in _sizes(each)]
 
 
-def _count_inputs(net):
-    """How many arguments the net's forward takes at least."""
-    hybrid = isinstance(net, HybridBlock) and type(net).forward is HybridBlock.forward
-    function = net.hybrid_forward if hybrid else net.forward
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [
-        parameter.name
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind in kinds and parameter.default is inspect.Parameter.empty
-    ]
-    own = getattr(net, "_reg_params", {})
-    return max(1, len([name for name in names[hybrid:] if name not in own]))
-
-
 @contextlib.contextmanager
-def _left_as_it_is(net, parameters):
-    """Puts back what tracing changes, and keeps the hooks of the blocks from being called."""
+def _unchanged(net, parameters):
+    """Restores what tracing changes, and disables the blocks' hooks."""
     blocks = [block for _, block in walk(net)]
     with contextlib.ExitStack() as undo:
         for name, same in parameters.items():
@@ -116,8 +99,9 @@ def _left_as_it_is(net, parameters):
                 parameter._var = variable(_numbered(name, number))
         for block in blocks:
             for name in ("_forward_hooks", "_forward_pre_hooks"):
-                undo.callback(setattr, block, name, getattr(block, name))
-                setattr(block, name, type(getattr(block, name))())
+                hooks = getattr(block, name)
+                undo.callback(setattr, block, name, hooks)
+                setattr(block, name, type(hooks)())
         layers = [block for block in blocks if isinstance(block, SyncBatchNorm)]
         for block in blocks:
             if isinstance(block, SyncGraph):
@@ -127,7 +111,7 @@ def _left_as_it_is(net, parameters):
                 undo.callback(vars(block).pop, "forward")
                 vars(block)["forward"] = functools.partial(composed, block)
         for layer in layers:
-            # Processes count the nodes of a layer alike, and mostly one of them exports.
+            # All processes must agree on a layer's node ids, and usually only one exports.
             if isinstance(layer, SyncBatchNorm):
                 undo.callback(setattr, layer, "_node_ids", copy.copy(layer._node_ids))
         yield
@@ -138,25 +122,26 @@ def _numbered(name, number):
 
 
 def _used_parameters(parameters, graph, inputs):
-    """{name: the parameter} of the graph, which gets their names back."""
-    by_variable = {name: (name, same[0]) for name, same in parameters.items() if len(same) == 1}
+    """{name: parameter} of the graph, whose nodes get their names back."""
+    by_variable = {}
     for name, same in parameters.items():
-        if len(same) > 1:
-            by_variable.update({_numbered(name, i): (name, p) for i, p in enumerate(same)})
+        for number, parameter in enumerate(same):
+            key = _numbered(name, number) if len(same) > 1 else name
+            by_variable[key] = name, parameter
     used = {}
     for node in graph.nodes():
         if node.op != "null" or node.name in inputs:
             continue
-        # In the graph of a SymbolBlock they have their names.
-        if node.name not in by_variable and node.name not in parameters:
-            raise ExportError(
-                f"{node.name} in the graph is neither an input nor a parameter of the net."
-            )
+        # The graph of a SymbolBlock has the name without a number.
         name, parameter = by_variable.get(node.name, (node.name, None))
+        if name not in parameters:
+            raise ExportError(
+                f"{name} in the graph is neither an input nor a parameter of the net."
+            )
         if name in used or parameter is None:
             raise ExportError(
-                f"Two parameters have the name {name}, and a graph tells them apart by name: "
-                "give each block a prefix of its own."
+                f"Two parameters have the name {name}, and a graph needs unique names: give each "
+                "block its own prefix."
             )
         node.name = name
         used[name] = parameter
@@ -164,7 +149,7 @@ def _used_parameters(parameters, graph, inputs):
 
 
 def values_of(parameters, graph, inputs):
-    """{name: a copy on the CPU of the value} of the graph's parameters."""
+    """{name: copy of the value on the CPU} of the graph's parameters."""
     unset, arrays, uneven = [], {}, []
     for name, parameter in _used_parameters(parameters, graph, inputs).items():
         if parameter._data is None:
@@ -176,8 +161,7 @@ def values_of(parameters, graph, inputs):
     if unset:
         raise ValueError(
             f"{len(unset)} parameters have no values yet, {unset[0]} among them: call "
-            "net.initialize() or load_parameters(), and the net once on data, so that their shapes "
-            "are known."
+            "net.initialize() or load_parameters(), and run the net once, which sets their shapes."
         )
     if uneven:
         _log.warning(
@@ -190,7 +174,7 @@ def values_of(parameters, graph, inputs):
 
 
 def _value(parameter):
-    """(a copy on the CPU, whether all contexts have the same)."""
+    """(a copy on the CPU, whether all contexts agree)."""
     if parameter._stype != "default":
         return parameter._reduce().as_nd_ndarray(), True
     arrays = [array.copyto(mx.cpu()).as_nd_ndarray() for array in parameter.list_data()]

@@ -1,1 +1,1 @@
-"""Nets and symbols as they are built: their blocks, and graphs that are rewritten."""
+"""The blocks of nets, and the rewriting of their graphs."""

@@ -1,11 +1,11 @@
-"""What a built net consists of."""
+"""The blocks of a built net."""
 
 import mxnet as mx
 from mxnet.gluon import Block, HybridBlock
 
 
 def walk(net):
-    """(path, block) of each block of a net, once, those that it keeps outside its children too."""
+    """Yields (path, block) for each block of a net once, also for blocks outside the children."""
     seen = set()
 
     def visit(path, value):
@@ -26,7 +26,7 @@ def walk(net):
         elif isinstance(value, (list, tuple)):
             items = list(enumerate(value))
         else:
-            # In one order in all processes, as the layers are numbered in it.
+            # All processes need one order, as it decides the layers' ids.
             blocks = [element for element in value if isinstance(element, Block)]
             items = list(enumerate(sorted(blocks, key=lambda block: block.prefix)))
         for key, held in items:
@@ -36,7 +36,7 @@ def walk(net):
 
 
 def clear_caches(found):
-    """Has the blocks that `walk` found compiled anew."""
+    """Makes the blocks that `walk` found compile again."""
     for _, block in found:
         if isinstance(block, HybridBlock):
             block._clear_cached_op()
@@ -46,12 +46,11 @@ def check_block(net, function):
     """Raises ValueError for anything but a Block."""
     if isinstance(net, Block):
         return
+    advice = "give the net itself"
     if isinstance(net, mx.sym.Symbol):
         advice = "wrap the symbol in mx.gluon.SymbolBlock(symbol, inputs, params)"
     elif isinstance(net, type) and issubclass(net, Block):
-        advice = f"make a net of it, as in {net.__name__}()"
+        advice = f"create a net, as in {net.__name__}()"
     elif isinstance(net, (list, tuple)):
         advice = "call it for each net"
-    else:
-        advice = "give the net itself"
     raise ValueError(f"{function} takes a Gluon Block and got {type(net).__name__}: {advice}.")

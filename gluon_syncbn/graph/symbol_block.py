@@ -19,16 +19,12 @@ from .symbols import (
     variable,
 )
 
-_CUMULATIVE_GRAPH = (
-    "it has momentum=None, which is not read from a graph: build the net and load its parameters."
-)
-
 
 @dataclasses.dataclass
 class Node:
-    """A node of batch normalization in a graph, and the layer that takes its place.
+    """A node of batch normalization in a graph, and the layer that replaces it.
 
-    Not a tuple: Gluon warns of blocks that are in tuples and not among the children.
+    Not a tuple: Gluon warns of blocks in tuples that are not children.
     """
 
     number: int
@@ -40,9 +36,9 @@ class Node:
 
 
 class SyncGraph(SymbolBlock):
-    """A SymbolBlock with our layers in its graph; each such class has the stock one for a base.
+    """A SymbolBlock with our layers in its graph. Each subclass also derives from a stock class.
 
-    ``_stock_graph`` is the graph without them, ``_nodes`` says where they are.
+    ``_stock_graph`` is the graph without our layers, ``_nodes`` their places.
     """
 
     def _splice(self):
@@ -56,13 +52,13 @@ class SyncGraph(SymbolBlock):
 
     def forward(self, x, *args):
         if isinstance(x, mx.sym.Symbol):
-            # Each time in nodes of its own.
+            # Each call needs its own nodes.
             self._splice()
             return composed(self, x, *args)
         return super().forward(x, *args)
 
     def __reduce_ex__(self, protocol):
-        # What was compiled cannot be copied, and meets the devices of this net.
+        # Compiled graphs cannot be copied, and belong to the devices of this net.
         fresh = {"_cached_graph": (), "_cached_op": None, "_cached_op_args": []}
         return _new_graph, (type(self)._stock_class,), {**vars(self), **fresh}
 
@@ -72,10 +68,10 @@ class SyncGraph(SymbolBlock):
 
 
 def composed(block, x, *args):
-    """What the graph of a SymbolBlock makes of symbols. MXNet's own forward cannot take NumPy's:
-    it cannot list their outputs, and it composes nodes of the block itself."""
+    """Applies the graph of a SymbolBlock to symbols. MXNet's own forward fails for NumPy's symbols,
+    whose outputs it cannot list, and changes the block's nodes."""
     inputs, form = _flatten([x, *args], "input")
-    assert form == block._in_format, "the inputs are not those of the graph"
+    assert form == block._in_format, "the inputs do not match the graph"
     graph = mx.sym.load_json(block._cached_graph[1].tojson())
     names = [known.name for known in block._cached_graph[0]]
     graph._compose(**dict(zip(names, (each.as_nd_ndarray() for each in inputs))))
@@ -93,14 +89,14 @@ def _new_graph(stock):
 
 
 def put_in(block, nodes):
-    """Makes the layers of these nodes part of the graph."""
+    """Puts the layers of these nodes into the graph."""
     vars(block).update(_stock_graph=block._cached_graph, _nodes=nodes)
     block.__class__ = _graph_class(type(block))
     block._clear_cached_op()
 
 
 def take_out(block):
-    """Makes the graph again what it was."""
+    """Restores the stock graph."""
     if isinstance(block, SyncGraph):
         block.__class__ = type(block)._stock_class
         vars(block).pop("_nodes")
@@ -109,8 +105,8 @@ def take_out(block):
 
 
 def read_graph(block, operators):
-    """The nodes of batch normalization in a SymbolBlock, each with a stock layer of its parameters
-    and settings, and those that cannot be replaced, as (name, operator, why)."""
+    """The nodes of batch normalization in a SymbolBlock, each with a stock layer that has its
+    parameters and settings, and [(name, operator, reason)] for nodes that cannot be replaced."""
     graph = Graph(block._cached_graph[1])
     users = graph.users()
     layers, found, refused = {}, [], []
@@ -120,17 +116,19 @@ def read_graph(block, operators):
         why = None
         if any(part.operator in operators for each in inner for part in each.all_nodes()):
             why = (
-                "it has batch normalization in a graph of its own, as optimize_for and "
-                "quantization make it. Convert the net before that."
+                "it has batch normalization in a graph of its own, as after optimize_for or "
+                "quantization: convert the net before."
             )
         elif node.op == "null" or node.operator not in operators:
             continue
         elif len(names) > len(ROLES):
-            why = _CUMULATIVE_GRAPH
+            why = (
+                "it has momentum=None, which a graph lacks: build the net and load its parameters."
+            )
         elif any(graph.entry(*user)[1] > 0 for user in users[id(node)]):
             why = "its mean or variance is used as an output."
         elif not all(name in block.params for name in names):
-            why = "gamma, beta or a running statistic is no parameter of the SymbolBlock."
+            why = "gamma, beta or a running statistic is not a parameter of the SymbolBlock."
         if why:
             refused.append((node.name, node.operator, why))
             continue
@@ -155,8 +153,7 @@ def spliced(symbol, replaced):
     graph = Graph(symbol)
     nodes = graph.nodes()
     layers = {id(nodes[each.number]): each for each in replaced}
-    # What takes the place of each node that is gone.
-    new = {}
+    new = {}  # the entry that replaces each removed node
 
     def moved(entry):
         return new.get(id(entry[0]), entry)
@@ -164,7 +161,7 @@ def spliced(symbol, replaced):
     for node in nodes:
         each = layers.get(id(node))
         if each is None:
-            # The layout copies of our operator go with it.
+            # The layout copies of our operator are removed with it.
             source = layers.get(id(node.inputs[0][0])) if node.is_layout_copy else None
             if source is not None and source.operator in OUR_OPERATOR:
                 new[id(node)] = new[id(node.inputs[0][0])]

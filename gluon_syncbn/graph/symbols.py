@@ -1,5 +1,6 @@
-"""Symbols as MXNet writes them in JSON: which nodes normalize, and how a graph is rewritten."""
+"""Reads and rewrites symbols in MXNet's JSON."""
 
+import itertools
 import json
 
 import mxnet as mx
@@ -7,25 +8,24 @@ from mxnet.util import is_np_array
 
 from .. import native
 
-# The operators of batch normalization in the graph of a SymbolBlock, and whether a relu is part of
-# them.
+# The operators of batch normalization, and whether they include a relu.
 STOCK_OPERATORS = {
     "BatchNorm": False,
     "_contrib_SyncBatchNorm": False,
     "_contrib_BatchNormWithReLU": True,
 }
 OUR_OPERATOR = {native.OP_TYPE: False}
-# Of the inputs behind the data.
+# The inputs after the data.
 ROLES = ("gamma", "beta", "running_mean", "running_var")
 _DEFAULT_MOMENTUM = 0.9
 
 
 class ExportError(RuntimeError):
-    """A net that cannot be exported as asked. Nothing was written; the text says why."""
+    """A net that cannot be exported as requested. Nothing was written; the message says why."""
 
 
 def variable(name):
-    """A symbol for an input, of the kind that blocks take: NumPy's after ``mx.npx.set_np()``."""
+    """A symbol for an input, NumPy's after ``mx.npx.set_np()``."""
     symbol = mx.sym.var(name)
     return symbol.as_np_ndarray() if is_np_array() else symbol
 
@@ -36,8 +36,8 @@ def is_true(text):
 
 
 def settings_of(attributes):
-    """The arguments of ``nn.BatchNorm`` that a node's attributes say. All others, which matter in
-    training only, are left out."""
+    """The arguments of ``nn.BatchNorm`` in a node's attributes, without those that only training
+    uses."""
     try:
         momentum = float(attributes.get("momentum", _DEFAULT_MOMENTUM))
     except ValueError:
@@ -57,7 +57,7 @@ def integers(text):
 
 
 class Node:
-    """A node that knows its inputs: a list of (node, number of its output)."""
+    """A node; its inputs are a list of (node, output)."""
 
     def __init__(self, op, name, attrs=None, inputs=(), more=None):
         self.op = op
@@ -73,19 +73,19 @@ class Node:
 
     @property
     def is_layout_copy(self):
-        """Whether it is one of the copies around our operator: it swaps an axis with itself."""
+        """Whether it is a layout copy of our operator: it swaps an axis with itself."""
         return self.op == "SwapAxis" and self.attrs.get("dim1") == self.attrs.get("dim2")
 
 
 class Graph:
-    """A symbol whose nodes can be rewritten in place. What no head needs any more is gone.
+    """A symbol whose nodes can be rewritten in place. Nodes that no head needs are dropped.
 
-    ``heads`` are its outputs, (node, number of its output) each.
+    ``heads`` are its outputs: a list of (node, output).
     """
 
     def __init__(self, symbol):
         self._read(json.loads(symbol.tojson()))
-        # What comes in twice, as where a SymbolBlock is called twice, is one.
+        # A SymbolBlock that is called twice has two nodes for each variable.
         first = {}
         for node in self.nodes():
             if node.op == "null":
@@ -109,7 +109,7 @@ class Graph:
         return result
 
     def nodes(self):
-        """All nodes, each behind those that it takes its inputs from."""
+        """All nodes, each after its inputs."""
         done, result = set(), []
         stack = [(head, False) for head, _ in reversed(self.heads)]
         while stack:
@@ -127,8 +127,7 @@ class Graph:
         return {node.name for node in self.nodes() if node.op == "null"}
 
     def users(self):
-        """{id of a node: the (node, number of its input) that take from it}; a head is (None, its
-        number)."""
+        """{id of a node: [(node that uses it, number of the input)]}; a head is (None, number)."""
         result = {}
         for node in self.nodes():
             result.setdefault(id(node), [])
@@ -139,23 +138,18 @@ class Graph:
         return result
 
     def entry(self, user, number):
-        """What a user of :meth:`users` takes: (node, number of its output)."""
+        """The (node, output) that a user of :meth:`users` takes."""
         return self.heads[number] if user is None else user.inputs[number]
 
     def redirect(self, change):
-        """Takes the input change(entry) in place of each entry, heads included."""
+        """Replaces each input and head by change(entry)."""
         for node in self.nodes():
             node.inputs = [change(entry) for entry in node.inputs]
         self.heads = [change(entry) for entry in self.heads]
 
     def free_name(self, name):
-        """`name`, or with a number behind it where a node has it."""
-        names = {node.name for node in self.nodes()}
-        result, number = name, 0
-        while result in names:
-            number += 1
-            result = f"{name}{number}"
-        return result
+        """`name`, or `name` and a number if a node has that name."""
+        return _free(name, {node.name for node in self.nodes()}, "")
 
     def _json(self):
         nodes = self.nodes()
@@ -182,58 +176,38 @@ class Graph:
         }
 
     def symbol(self):
-        # MXNet does not read what JSON makes of other letters.
+        # MXNet does not read escaped letters.
         return mx.sym.load_json(json.dumps(self._json(), ensure_ascii=False))
 
     def name_apart(self):
-        """Gives operators names of their own, where a block was called several times: ONNX tells
-        values apart by them."""
+        """Makes the names of nodes unique, even if a block was called several times: ONNX
+        identifies values by name."""
         names = set()
         for node in self.nodes():
-            name, number = node.name, 0
-            while node.name in names:
-                number += 1
-                node.name = f"{name}_{number}"
+            node.name = _free(node.name, names, "_")
             names.add(node.name)
 
     def all_nodes(self):
-        """Those of graphs within nodes too, which can be read but not changed."""
-        nodes = self.nodes()
-        for _, inner in self.subgraphs():
-            for part in inner:
-                nodes += Graph.of_json(part).all_nodes()
-        return nodes
+        """The nodes, also those of graphs within nodes, which can be read but not changed."""
+        inner = [Graph.of_json(part) for _, parts in self.subgraphs() for part in parts]
+        return self.nodes() + [node for graph in inner for node in graph.all_nodes()]
 
     def subgraphs(self):
         """(node, its graphs) of each node that has graphs of its own, such as a loop."""
         return [(node, node.more["subgraphs"]) for node in self.nodes() if "subgraphs" in node.more]
 
 
-def expected_shapes(graph, shapes):
-    """(name, shape) of parameters, as far as the nodes of a Graph tell, with 0 for what is open.
-
-    MXNet infers next to nothing without the shape of the data, which nobody knows here. `shapes`
-    are {name: shape} of the parameters that there are, as those of one layer have to agree.
-    """
-    for node in graph.nodes():
-        names = [source.name for source, _ in node.inputs]
-        if node.op == "null" and "__shape__" in node.attrs:
-            yield node.name, integers(node.attrs["__shape__"])
-        elif node.op in ("Convolution", "FullyConnected"):
-            outputs = int(node.attrs.get("num_filter") or node.attrs["num_hidden"])
-            kernel = integers(node.attrs.get("kernel", ""))
-            yield from zip(names[1:], [(outputs, 0, *(0 for _ in kernel)), (outputs,)])
-        elif node.operator in STOCK_OPERATORS or node.operator in OUR_OPERATOR:
-            parameters = names[1 : 1 + len(ROLES)]
-            yield from ((name, shapes.get(parameters[-1], ())) for name in parameters)
+def _free(name, taken, separator):
+    names = itertools.chain([name], (f"{name}{separator}{n}" for n in itertools.count(1)))
+    return next(name for name in names if name not in taken)
 
 
 def make_stock(graph, within=None):
     """Turns every kind of batch normalization in a Graph into the stock operator ``BatchNorm``.
 
-    Raises an ExportError where one's mean or variance is an output of the graph or the input of
-    another node, which ``BatchNorm`` would give in another form, and for momentum=None in a graph
-    `within` a node, such as a loop.
+    Raises ExportError if a mean or variance is an output of the graph or the input of another node,
+    as ``BatchNorm`` returns them in another form, and for momentum=None in a graph `within` a node,
+    such as a loop.
     """
     for node, inner in graph.subgraphs():
         graphs = [Graph.of_json(entry) for entry in inner]
@@ -242,7 +216,7 @@ def make_stock(graph, within=None):
         node.more["subgraphs"] = [part._json() for part in graphs]
     graph.redirect(before_layout_copies)
     users = graph.users()
-    behind = {}
+    relus = {}
     for node in graph.nodes():
         operator = node.operator
         if operator not in STOCK_OPERATORS and operator not in OUR_OPERATOR:
@@ -261,16 +235,18 @@ def make_stock(graph, within=None):
             if within and len(node.inputs) > 1 + len(ROLES):
                 raise ExportError(
                     f"{node.name} has momentum=None and is called in {within.name} "
-                    f"({within.operator}), which counts what its graph takes: set the layer's "
+                    f"({within.operator}), which fixes the number of inputs: set the layer's "
                     "momentum to a number for the export."
                 )
-            # With momentum=None there is num_batches_tracked behind them, for training.
+            # With momentum=None there is another input for training: num_batches_tracked.
             del node.inputs[1 + len(ROLES) :]
             if STOCK_OPERATORS.get(operator):
                 relu = Node("Activation", node.name, {"act_type": "relu"}, [(node, 0)])
-                behind[id(node)] = relu
-    if behind:
-        _put_behind(graph, behind)
+                relus[id(node)] = relu
+    if relus:
+        graph.redirect(lambda entry: (relus[id(entry[0])], 0) if id(entry[0]) in relus else entry)
+        for relu in relus.values():
+            relu.inputs[0][0].name = graph.free_name(f"{relu.name}_bn")
 
 
 def before_layout_copies(entry):
@@ -285,13 +261,5 @@ def _require_one_output(graph, node, users):
             where = "an output of the net" if user is None else f"an input of {user.name}"
             raise ExportError(
                 f"The mean or variance of {node.name} ({node.operator}) is {where}, and the stock "
-                "BatchNorm gives them in another form: use only its first output."
+                "BatchNorm returns them in another form: use only its first output."
             )
-
-
-def _put_behind(graph, behind):
-    """Puts nodes behind others: {id of the node in front: the new one, which has it for input}."""
-    graph.redirect(lambda entry: (behind[id(entry[0])], 0) if id(entry[0]) in behind else entry)
-    for node in behind.values():
-        source, _ = node.inputs[0]
-        source.name = graph.free_name(f"{node.name}_bn")

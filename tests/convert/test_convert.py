@@ -1,4 +1,4 @@
-"""convert_sync_batchnorm and revert_sync_batchnorm on nets of every make."""
+"""convert_sync_batchnorm and revert_sync_batchnorm on all kinds of nets."""
 
 import copy
 import json
@@ -32,7 +32,7 @@ ROLES = ("gamma", "beta", "running_mean", "running_var")
 
 
 def random_statistics(net):
-    """So that a layer which is left out, or mixed up, shows in the output."""
+    """Random values show in the output if a layer is missing or swapped."""
     for layer in layers_of(net):
         channels = layer.gamma.shape[0]
         for name, low, high in zip(ROLES, (0.5, -1, -1, 0.5), (2, 1, 1, 2)):
@@ -89,7 +89,7 @@ def statistics(net):
 
 
 def description(net):
-    """All that a conversion and its reversal must leave as it was."""
+    """Everything that a conversion and its reversal must preserve."""
     return [
         (
             *(name, id(layer), type(layer), layer.name, layer.prefix, list(layer._kwargs.items())),
@@ -161,7 +161,7 @@ def test_a_net_that_is_one_layer(kind):
 
 
 class Holder(gluon.Block):
-    """Keeps layers in every place that Gluon does not look into."""
+    """Keeps layers in places that Gluon does not search."""
 
     def __init__(self):
         super().__init__(prefix="holder_")
@@ -192,16 +192,11 @@ def test_layers_outside_of_the_children():
         "deep[0].1",
     ]
     assert not report.refused and not report.already
-    # Numbered in the same order in every process.
+    # Every process needs the same order.
     names = [entry.name for entry in report.replaced if "set" in entry.path]
     assert names == sorted(names)
-    held = [
-        net.attribute,
-        net.in_list[1][0],
-        net.in_tuple[1],
-        net.in_dict[4]["b"][0],
-        net.deep[0][1],
-    ]
+    held = [net.attribute, net.in_list[1][0], net.in_tuple[1], net.in_dict[4]["b"][0]]
+    held.append(net.deep[0][1])
     assert {type(layer) for layer in [*held, *net.in_set]} == {sbn.SyncBatchNorm}
     revert_sync_batchnorm(net)
     assert {type(layer) for layer in [*held, *net.in_set]} == {nn.BatchNorm}
@@ -243,7 +238,7 @@ def test_attributes_concurrent_branches_and_shared_layers(mode):
     ]
     assert net.branches[1] is net.shared and net.other.gamma is net.shared.gamma
     assert list(net.collect_params()) == order
-    # Rounded otherwise three times one after the other.
+    # The result is rounded differently three times.
     np.testing.assert_allclose(forward(net, x), before, atol=1e-5 * np.abs(before).max())
     revert_sync_batchnorm(net)
     assert_same_bits(forward(net, x), before)
@@ -252,7 +247,7 @@ def test_attributes_concurrent_branches_and_shared_layers(mode):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
 def test_training_on_two_devices_is_synchronized(kind, mode):
-    """A net that has run before, in every mode: what it had compiled must be gone."""
+    """The net has run before, so it must be compiled again."""
     devices, x = contexts(2), images(count=6)
     net = small_net(KINDS[kind])
     net.initialize(ctx=devices)
@@ -277,14 +272,13 @@ def test_training_on_two_devices_is_synchronized(kind, mode):
     assert_close(first["_var"], 0.9 + 0.1 * expected.variance.astype("float64"), "float32")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("hybridize", [False, True])
 @pytest.mark.parametrize("initialized", [False, True])
-def test_deferred_initialization(initialized, mode):
+def test_deferred_initialization(initialized, hybridize):
     """Converted before the shapes, or even the contexts, are known."""
     devices, x = contexts(2), images()
     net = small_net()
-    if MODES[mode] is not None:
-        net.hybridize(**MODES[mode])
+    net.hybridize(hybridize)
     if initialized:
         net.initialize(ctx=devices)
     convert_sync_batchnorm(net)
@@ -297,7 +291,7 @@ def test_deferred_initialization(initialized, mode):
 
 
 def test_a_trainer_made_before_goes_on():
-    """And step for step as with a net that was synchronized from the start."""
+    """Each step gives the same bits as a net that was synchronized from the start."""
     devices, x = contexts(2), images()
     results = []
     for norm in (nn.BatchNorm, sbn.SyncBatchNorm):
@@ -316,22 +310,20 @@ def test_a_trainer_made_before_goes_on():
 
 
 def test_a_trainer_goes_on_after_the_way_back():
-    x = images()
-    net = small_net()
+    x, devices, net = images(), contexts(1), small_net()
     net.initialize()
     trainer = trainer_of(net)
-    train(net, trainer, x, (4,), contexts(1))
-    convert_sync_batchnorm(net)
-    train(net, trainer, x, (4,), contexts(1))
-    revert_sync_batchnorm(net)
-    before = [p.data().asnumpy() for p in net.collect_params().values()]
-    train(net, trainer, x, (4,), contexts(1))
-    for p, value in zip(net.collect_params().values(), before):
+    for change in (lambda net: net, convert_sync_batchnorm, revert_sync_batchnorm):
+        change(net)
+        forward(net, x)  # which sets the shapes
+        before = [(p, p.data().asnumpy()) for p in net.collect_params().values()]
+        train(net, trainer, x, (4,), devices)
+    for p, value in before:
         assert (p.data().asnumpy() != value).any(), p.name
 
 
 def test_parameters_shared_with_another_net():
-    """They are watched for as long as a synchronized layer lives on them, and then are plain."""
+    """They are Parameters of a special class only while a synchronized layer uses them."""
     first, second = nn.BatchNorm(in_channels=2), None
     second = nn.BatchNorm(in_channels=2, params=first.params)
     first.initialize(ctx=contexts(2))
@@ -370,7 +362,7 @@ def test_copies(clone):
 
 
 class SlowStore:
-    """Another process that does just as this one, after a while."""
+    """Another process that does the same as this one, but later."""
 
     rank, size = 0, 2
 
@@ -379,7 +371,7 @@ class SlowStore:
         return np.stack([array[0], array[0]])
 
 
-def test_steps_that_are_still_computed_come_to_their_end():
+def test_pending_steps_finish():
     layer = nn.BatchNorm(in_channels=3)
     layer.initialize()
     convert_sync_batchnorm(layer, group=sbn.SyncGroup(store=SlowStore()))
@@ -390,7 +382,7 @@ def test_steps_that_are_still_computed_come_to_their_end():
     assert np.isfinite(layer.gamma.grad().asnumpy()).all()
 
 
-def test_a_failed_step_is_told_before_the_way_back():
+def test_a_failed_step_is_reported_before_the_way_back():
     layer = nn.BatchNorm(in_channels=3)
     layer.initialize(ctx=contexts(2))
     convert_sync_batchnorm(layer, group=sbn.SyncGroup(timeout=0.2))
@@ -414,8 +406,8 @@ def test_hooks_stay():
         calls.clear()
         forward(net, images())
         assert calls == [("before", net[1]), ("after", net[1])]
-    convert_sync_batchnorm(net)
     first.detach()
+    convert_sync_batchnorm(net)
     calls.clear()
     forward(net, images())
     assert calls == [("before", net[1])]
@@ -430,21 +422,24 @@ def test_float16_nets_are_converted():
     assert {np.dtype(p.dtype) for p in net[1].collect_params().values()} == {np.dtype("float32")}
 
 
-def test_again_is_no_change_but_for_group_and_number():
-    net = small_net()
-    net.initialize(ctx=contexts(2))
+@pytest.mark.parametrize("of_graph", [False, True])
+def test_again_changes_only_group_and_number(of_graph, tmp_path):
+    net = exported(small_net(), tmp_path) if of_graph else small_net()
+    net.initialize(ctx=contexts(2), force_reinit=True)
     group = sbn.SyncGroup(group_size=1)
-    convert_sync_batchnorm(net, group=group)
-    before = [layer._layer.number for layer in layers_of(net)]
+    _, report = convert_sync_batchnorm(net, group=group, return_report=True)
+    layers = [node.layer for node in net._nodes] if of_graph else layers_of(net)
+    before = [layer._layer.number for layer in layers]
+    paths = tuple(entry.path for entry in report.replaced)
     _, report = convert_sync_batchnorm(net, return_report=True)
-    assert report.already == ("1", "4") and not report.replaced
-    assert [layer._layer.number for layer in layers_of(net)] == before
-    assert {layer._own_group for layer in layers_of(net)} == {group}
+    assert report.already == paths and len(paths) == 2 and not report.replaced
+    assert [layer._layer.number for layer in layers] == before
+    assert {layer._own_group for layer in layers} == {group}
     convert_sync_batchnorm(net, num_devices=2)
-    assert {(b._own_group, b._num_devices) for b in layers_of(net)} == {(group, 2)}
+    assert {(layer._own_group, layer._num_devices) for layer in layers} == {(group, 2)}
     other = sbn.SyncGroup(group_size=2)
     convert_sync_batchnorm(net, group=other)
-    assert {(b._own_group, b._num_devices) for b in layers_of(net)} == {(other, 2)}
+    assert {(layer._own_group, layer._num_devices) for layer in layers} == {(other, 2)}
 
 
 def test_layers_made_synchronized_become_plain():
@@ -473,35 +468,35 @@ def test_virtual_devices_are_left_alone_and_become_plain():
     assert sorted(vars(net[0])) == sorted(vars(nn.BatchNorm(in_channels=3)))
 
 
+def exported(net, path, x=None, initialize=True):
+    """The SymbolBlock of an exported net."""
+    if initialize:
+        net.initialize()
+    net.hybridize()
+    net(mx.nd.array(images() if x is None else x))
+    net.export(str(path / "net"))
+    return gluon.SymbolBlock.imports(*files_of(path / "net"))
+
+
+def files_of(graph, parameters=None):
+    return f"{graph}-symbol.json", ["data"], f"{parameters or graph}-0000.params"
+
+
 def test_a_cumulative_average_is_not_reverted(tmp_path):
     layer = sbn.SyncBatchNorm(in_channels=3, momentum=None, running_variance="unbiased")
-    layer.initialize()
-    _, report = revert_sync_batchnorm(layer, return_report=True)
-    assert "momentum=None" in report.refused[0].why and not report.replaced
-    layer.hybridize()
-    layer(mx.nd.ones((2, 3)))
-    layer.export(str(tmp_path / "net"))
-    files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
-    _, report = revert_sync_batchnorm(gluon.SymbolBlock.imports(*files), return_report=True)
-    assert "momentum=None" in report.refused[0].why and not report.replaced
-
-
-def imported(layer, path):
-    layer.initialize()
-    layer.hybridize()
-    layer(mx.nd.ones((4, 3)))
-    layer.export(str(path))
-    return gluon.SymbolBlock.imports(f"{path}-symbol.json", ["data"], f"{path}-0000.params")
+    for net in (layer, exported(layer, tmp_path, np.ones((2, 3)))):
+        _, report = revert_sync_batchnorm(net, return_report=True)
+        assert "momentum=None" in report.refused[0].why and not report.replaced
 
 
 def test_a_graph_keeps_the_kind_of_variance(tmp_path):
-    net = imported(sbn.SyncBatchNorm(in_channels=3, running_variance="unbiased"), tmp_path / "net")
-    convert_sync_batchnorm(net)
+    layer = sbn.SyncBatchNorm(in_channels=3, running_variance="unbiased")
+    net = convert_sync_batchnorm(exported(layer, tmp_path))
     assert [node.layer._running_variance for node in net._nodes] == ["unbiased"]
 
 
 def test_virtual_devices_in_a_graph_are_left_alone_and_become_plain(tmp_path):
-    net = imported(sbn.VirtualBatchNorm(2, in_channels=3), tmp_path / "net")
+    net = exported(sbn.VirtualBatchNorm(2, in_channels=3), tmp_path)
     _, report = convert_sync_batchnorm(net, return_report=True)
     assert "do not synchronize" in report.refused[0].why and not report.replaced
     _, report = revert_sync_batchnorm(net, return_report=True)
@@ -509,16 +504,8 @@ def test_virtual_devices_in_a_graph_are_left_alone_and_become_plain(tmp_path):
     assert "GluonSyncBatchNorm" not in net._cached_graph[1].tojson()
 
 
-def test_relu_of_a_layer_with_a_cumulative_average():
-    layer = SyncBatchNormReLU(in_channels=3, momentum=None)
-    layer.initialize()
-    with autograd.record():
-        y = layer(mx.nd.array([[1, 2, 3], [3, 2, 1]]))
-    assert (y.asnumpy() >= 0).all() and layer.num_batches_tracked.data().asscalar() == 1
-
-
-def test_relu_takes_what_the_stock_layer_does_not():
-    layer = SyncBatchNormReLU(axis=-1, in_channels=5)
+def test_relu_supports_what_the_stock_layer_does_not():
+    layer = SyncBatchNormReLU(axis=-1, in_channels=5, momentum=None)
     layer.initialize(ctx=contexts(2))
     layer.cast("float64")
     x = np.random.default_rng(0).standard_normal((4, 5))
@@ -527,6 +514,7 @@ def test_relu_takes_what_the_stock_layer_does_not():
     expected = reference.forward(x, np.ones(5), np.zeros(5)).y
     result = np.concatenate([y.asnumpy() for y in ys])
     assert_close(result, np.maximum(expected.astype("float64"), 0), "float64")
+    assert layer.num_batches_tracked.data(contexts(2)[0]).asscalar() == 1
 
 
 class OnlyArguments(nn.BatchNorm):
@@ -576,7 +564,7 @@ def test_subclasses_that_only_set_arguments():
         (OwnForward, r"OwnForward defines hybrid_forward\..*also=\[OwnForward\]"),
         (WithMixin, r"Mixin defines freeze\."),
         (replaced_forward, r"its forward was replaced: delete"),
-        (three_outputs, r"settings that SyncBatchNorm has not: output_mean_var\."),
+        (three_outputs, r"settings that SyncBatchNorm lacks: output_mean_var\."),
     ],
 )
 def test_what_has_code_or_settings_of_its_own_is_left(kind, why, caplog):
@@ -630,7 +618,7 @@ def test_what_is_logged(caplog):
     [
         (None, "got NoneType: give the net itself"),
         (mx.sym.var("x"), r"got Symbol: wrap the symbol in mx.gluon.SymbolBlock"),
-        (nn.Dense, r"got type: make a net of it, as in Dense\(\)"),
+        (nn.Dense, r"got type: create a net, as in Dense\(\)"),
         ([nn.Dense(2)], "got list: call it for each net"),
     ],
 )
@@ -640,14 +628,7 @@ def test_what_is_no_block(function, net, words):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        {"num_devices": 0},
-        {"group": "all"},
-        {"also": "MyNorm"},
-        {"also": [nn.Dense]},
-        {"also": [nn.BatchNorm()]},
-    ],
+    "arguments", [{"num_devices": 0}, {"group": "all"}, {"also": "MyNorm"}, {"also": [nn.Dense]}]
 )
 def test_arguments_that_make_no_sense(arguments):
     net = small_net()
@@ -658,7 +639,7 @@ def test_arguments_that_make_no_sense(arguments):
 
 
 def test_a_failure_leaves_the_net_as_it_was(monkeypatch, tmp_path):
-    """At the last layer, which alone has three devices."""
+    """It fails at the last layer, the only one with three devices."""
     configure = sbn.SyncGroup._configure
 
     def fail(group, layer, devices, num_devices):
@@ -669,7 +650,7 @@ def test_a_failure_leaves_the_net_as_it_was(monkeypatch, tmp_path):
     monkeypatch.setattr(sbn.SyncGroup, "_configure", fail)
     x = images()
     net = nn.HybridSequential()
-    net.add(symbol_block(small_net(), tmp_path), nn.BatchNorm(), sbn.SyncBatchNorm())
+    net.add(exported(small_net(), tmp_path), nn.BatchNorm(), sbn.SyncBatchNorm())
     net[1].initialize()
     net[2].initialize()
     net.collect_params().reset_ctx(contexts(2))
@@ -684,8 +665,8 @@ def test_a_failure_leaves_the_net_as_it_was(monkeypatch, tmp_path):
     assert_same_bits(forward(net[:2], x), expected)
 
 
-def test_a_block_around_the_net_is_compiled_anew_by_hybridize():
-    """What convert_sync_batchnorm cannot know of, and how its docstring says to mend it."""
+def test_hybridize_compiles_a_block_around_the_net_again():
+    """convert_sync_batchnorm cannot find that block; its docstring names this remedy."""
     devices, x = contexts(2), images()
     outer = nn.HybridSequential()
     outer.add(small_net())
@@ -702,18 +683,6 @@ def test_a_block_around_the_net_is_compiled_anew_by_hybridize():
 # Graphs
 
 
-def symbol_block(net, path, initialize=True):
-    """Exports a net and imports it."""
-    if initialize:
-        net.initialize()
-    net.hybridize()
-    net(mx.nd.array(images()))
-    net.export(str(path / "net"))
-    return gluon.SymbolBlock.imports(
-        str(path / "net-symbol.json"), ["data"], str(path / "net-0000.params")
-    )
-
-
 def operators(block):
     nodes = json.loads(block._cached_graph[1].tojson())["nodes"]
     return [node["op"] for node in nodes if node["op"] != "null"]
@@ -722,7 +691,7 @@ def operators(block):
 @pytest.mark.parametrize("kind", ["nn.BatchNorm", "nn.BatchNormReLU"])
 def test_the_graph_of_a_file(kind, tmp_path):
     x = images()
-    net = symbol_block(small_net(KINDS[kind]), tmp_path)
+    net = exported(small_net(KINDS[kind]), tmp_path)
     random = np.random.default_rng(0)
     for p in net.collect_params(".*gamma|.*beta|.*running").values():
         p.set_data(mx.nd.array(random.uniform(0.5, 1.5, p.shape)))
@@ -749,7 +718,7 @@ def test_the_graph_of_a_file(kind, tmp_path):
 def test_a_graph_is_trained_synchronized(inside, mode, tmp_path):
     """By itself, and as part of a block that calls it twice."""
     devices, x = contexts(2), images(count=6)
-    graph = symbol_block(small_net(), tmp_path)
+    graph = exported(small_net(), tmp_path)
     net = graph
     if inside:
         net = nn.HybridSequential(prefix="")
@@ -776,28 +745,17 @@ class Twice(gluon.HybridBlock):
 
 
 def test_the_calls_of_a_graph_are_nodes_of_their_own(tmp_path):
-    net = Twice(symbol_block(small_net(), tmp_path))
+    net = Twice(exported(small_net(), tmp_path))
     convert_sync_batchnorm(net)
     nodes = json.loads(net(mx.sym.var("data")).tojson())["nodes"]
-    places = [
-        (node["attrs"]["layer"], node["attrs"]["node"]) for node in nodes if node["op"] == "Custom"
-    ]
-    assert len(set(places)) == 4 and len({layer for layer, _ in places}) == 2
-
-
-class Levels(gluon.HybridBlock):
-    def __init__(self):
-        super().__init__(prefix="levels_")
-        with self.name_scope():
-            self.norm = nn.BatchNorm(in_channels=3)
-
-    def hybrid_forward(self, F, x):
-        return self.norm(x) + self.norm(F.cos(x))
+    ours = [node["attrs"] for node in nodes if node["op"] == "Custom"]
+    ids = {(attrs["layer"], attrs["node"]) for attrs in ours}
+    assert len(ids) == 4 and len({layer for layer, _ in ids}) == 2
 
 
 def test_a_layer_in_two_nodes_of_a_graph(tmp_path):
     devices, x = contexts(2), images()
-    net = symbol_block(Levels(), tmp_path)
+    net = exported(Twice(nn.BatchNorm(in_channels=3)), tmp_path)
     net.collect_params().reset_ctx(devices)
     before = forward(net, x)
     _, report = convert_sync_batchnorm(net, return_report=True)
@@ -811,7 +769,7 @@ def test_a_layer_in_two_nodes_of_a_graph(tmp_path):
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
 def test_copies_of_a_graph(clone, tmp_path):
     devices, x = contexts(2), images()
-    net = symbol_block(small_net(), tmp_path)
+    net = exported(small_net(), tmp_path)
     net.collect_params().reset_ctx(devices)
     plain = forward(net, x)
     convert_sync_batchnorm(net)
@@ -832,27 +790,16 @@ def test_copies_of_a_graph(clone, tmp_path):
     assert operators(net).count("Custom") == 2
 
 
-def test_a_graph_takes_over_a_group(tmp_path):
-    net = symbol_block(small_net(), tmp_path)
-    group = sbn.SyncGroup(group_size=1)
-    convert_sync_batchnorm(net)
-    convert_sync_batchnorm(net, group=group)
-    assert {node.layer._own_group for node in net._nodes} == {group}
-
-
-def test_contrib_nodes_of_a_graph():
+def test_settings_of_nodes():
     x, scale = mx.sym.var("data"), {"eps": 1e-4, "fix_gamma": False, "momentum": 0.8}
-    y = mx.sym.contrib.SyncBatchNorm(x, name="norm", key="a", ndev=3, **scale)
-    net = gluon.SymbolBlock(y, x)
-    convert_sync_batchnorm(net)
-    settings = net._nodes[0].layer._kwargs
-    assert (settings["eps"], settings["momentum"], settings["fix_gamma"]) == (1e-4, 0.8, False)
-    assert settings["axis"] == 1
-    # MXNet's defaults for a symbol are others than those of a layer.
-    net = gluon.SymbolBlock(mx.sym.BatchNorm(x, name="norm"), x)
-    convert_sync_batchnorm(net)
-    settings = net._nodes[0].layer._kwargs
-    assert (settings["eps"], settings["fix_gamma"]) == (1e-3, True)
+    contrib = mx.sym.contrib.SyncBatchNorm(x, name="norm", key="a", ndev=3, **scale)
+    # MXNet's defaults for a symbol differ from those of a layer.
+    stock = mx.sym.BatchNorm(x, name="norm")
+    for y, expected in ((contrib, (1e-4, 0.8, False, 1)), (stock, (1e-3, 0.9, True, 1))):
+        net = convert_sync_batchnorm(gluon.SymbolBlock(y, x))
+        settings = net._nodes[0].layer._kwargs
+        names = ("eps", "momentum", "fix_gamma", "axis")
+        assert tuple(settings[name] for name in names) == expected
 
 
 def test_nodes_that_cannot_be_replaced(tmp_path):
@@ -864,7 +811,7 @@ def test_nodes_that_cannot_be_replaced(tmp_path):
     _, report = convert_sync_batchnorm(net, return_report=True)
     assert [(entry.path, entry.why) for entry in report.refused] == [
         (":three", "its mean or variance is used as an output."),
-        (":scaled", "gamma, beta or a running statistic is no parameter of the SymbolBlock."),
+        (":scaled", "gamma, beta or a running statistic is not a parameter of the SymbolBlock."),
     ]
     assert net._cached_graph[1].tojson() == before
 
@@ -885,8 +832,8 @@ def test_a_graph_within_a_graph(tmp_path):
 
 
 def test_a_graph_on_gpus_has_no_layout_copies(tmp_path, monkeypatch):
-    """Where its parameters live is asked when it is compiled, as for any net."""
-    net = symbol_block(small_net(), tmp_path)
+    """The devices of its parameters count when it is compiled, as for any net."""
+    net = exported(small_net(), tmp_path)
     convert_sync_batchnorm(net)
     copied = operators(net)
     monkeypatch.setattr(SyncedLayer, "contexts", lambda layer: [mx.gpu(0)])
@@ -918,10 +865,7 @@ def form_of(name):
 
 def prepared(name):
     net = form_of(name)
-    for layer, channels in zip(layers_of(net), (4, 5)):
-        for role in ROLES:
-            getattr(layer, role).shape = (channels,)
-            getattr(layer, role)._finish_deferred_init()
+    forward(net, images())
     random_statistics(net)
     return net
 
@@ -933,7 +877,7 @@ def test_files_fit_each_way(saved, loaded, tmp_path):
     source.save_parameters(str(tmp_path / "net.params"))
     target.load_parameters(str(tmp_path / "net.params"))
     collected = form_of(loaded)
-    # Layers of other classes have other names where none is given.
+    # The default name depends on the class.
     source_names = source.collect_params().keys()
     names = dict(zip(source_names, collected.collect_params().keys()))
     arrays = {names[name]: p.data() for name, p in source.collect_params().items()}
@@ -944,8 +888,9 @@ def test_files_fit_each_way(saved, loaded, tmp_path):
             assert_same_bits(p.data().asnumpy(), expected.data().asnumpy(), p.name)
 
 
-@pytest.mark.parametrize("saved", ["nn.BatchNorm", "converted"])
-@pytest.mark.parametrize("loaded", ["nn.BatchNorm", "converted"])
+@pytest.mark.parametrize(
+    "saved, loaded", [("nn.BatchNorm", "converted"), ("converted", "nn.BatchNorm")]
+)
 def test_exported_files_fit_each_way(saved, loaded, tmp_path):
     """The graph of one and the parameters of the other."""
     x = images()
@@ -955,8 +900,7 @@ def test_exported_files_fit_each_way(saved, loaded, tmp_path):
         net.hybridize()
         forward(net, x)
         net.export(str(tmp_path / name))
-    files = str(tmp_path / "graph-symbol.json"), ["data"], str(tmp_path / "source-0000.params")
-    net = gluon.SymbolBlock.imports(*files)
+    net = gluon.SymbolBlock.imports(*files_of(tmp_path / "graph", tmp_path / "source"))
     assert_close(forward(net, x), expected, "float32")
 
 
@@ -964,19 +908,12 @@ def test_an_exported_net_of_ours_becomes_stock_and_ours(tmp_path):
     devices, x = contexts(2), images()
     source = convert_sync_batchnorm(prepared("nn.BatchNorm"))
     expected = forward(source, x)
-    net = symbol_block(source, tmp_path, initialize=False)
-    stock = gluon.SymbolBlock.imports(
-        str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
-    )
+    net = exported(source, tmp_path, initialize=False)
+    stock = gluon.SymbolBlock.imports(*files_of(tmp_path / "net"))
     _, report = revert_sync_batchnorm(stock, return_report=True)
     assert len(report.replaced) == 2
-    assert operators(stock) == [
-        "Convolution",
-        "BatchNorm",
-        "Activation",
-        "Convolution",
-        "BatchNorm",
-    ]
+    norm = ["Convolution", "BatchNorm"]
+    assert operators(stock) == [*norm, "Activation", *norm]
     assert_close(forward(stock, x), expected, "float32")
     _, report = convert_sync_batchnorm(net, return_report=True)
     assert len(report.replaced) == 2 and operators(net).count("SwapAxis") <= 4
@@ -988,14 +925,19 @@ def test_an_exported_net_of_ours_becomes_stock_and_ours(tmp_path):
     assert len(report.replaced) == 2 and operators(net) == operators(stock)
 
 
-def test_one_checkpoint_whatever_the_number_of_devices(tmp_path):
-    """Only the layer: a convolution's gradient depends on the batch it is given."""
+def two_norms():
+    net = nn.HybridSequential(prefix="net_")
+    net.add(nn.BatchNorm(prefix="a_"), nn.BatchNorm(prefix="b_"))
+    return net
+
+
+def test_one_checkpoint_for_any_number_of_devices(tmp_path):
+    """Only of batch normalization: a convolution's gradient depends on its share of the batch."""
     x, files = images(), []
     # MXNet saves the sum of all devices' values, divided by their number.
     for sizes in ((4,), (1, 3), (1, 1, 1, 1)):
         devices = contexts(len(sizes))
-        net = nn.HybridSequential(prefix="net_")
-        net.add(nn.BatchNorm(prefix="a_"), nn.BatchNorm(prefix="b_"))
+        net = two_norms()
         net.initialize(ctx=devices)
         convert_sync_batchnorm(net)
         for step in range(3):
@@ -1007,7 +949,6 @@ def test_one_checkpoint_whatever_the_number_of_devices(tmp_path):
         files.append(tmp_path / f"{len(sizes)}.params")
         net.save_parameters(str(files[-1]))
     assert files[0].read_bytes() == files[1].read_bytes() == files[2].read_bytes()
-    loaded = small = nn.HybridSequential(prefix="net_")
-    small.add(nn.BatchNorm(prefix="a_"), nn.BatchNorm(prefix="b_"))
+    loaded = two_norms()
     loaded.load_parameters(str(files[2]))
     assert np.isfinite(forward(loaded, x)).all()

@@ -1,6 +1,6 @@
 """Exports of gluoncv's segmentation and detection nets, with random weights.
 
-In processes of their own, as gluoncv changes how Pillow takes damaged images, for everyone.
+They run in their own processes, as gluoncv changes how Pillow reads damaged images.
 """
 
 import os
@@ -14,7 +14,7 @@ from tolerances import EXPORTED, ONNX, relative_error
 
 pytestmark = pytest.mark.long
 
-# The layers of batch normalization, and whether the net can be converted to ONNX.
+# The number of layers, and whether the net can be converted to ONNX.
 NETS = {
     "fcn_resnet50_voc": (57, True),
     "psp_resnet50_ade": (61, True),
