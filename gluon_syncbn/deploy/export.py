@@ -336,7 +336,7 @@ def _cast(graph, arrays, dtype):
 
 
 def cast(name, array, dtype):
-    """A float array in another dtype. Raises ExportError where it would overflow."""
+    """A float array in another dtype. Raises ExportError if it overflows."""
     result = array.astype(dtype)
     if np.isfinite(array.asnumpy()).all() and not np.isfinite(result.asnumpy()).all():
         raise ExportError(

@@ -290,7 +290,7 @@ def test_deferred_initialization(initialized, hybridize):
     statistics(net)
 
 
-def test_a_trainer_made_before_goes_on():
+def test_a_trainer_made_before_continues():
     """Each step gives the same bits as a net that was synchronized from the start."""
     devices, x = contexts(2), images()
     results = []
@@ -309,7 +309,7 @@ def test_a_trainer_made_before_goes_on():
         assert_same_bits(ours, expected)
 
 
-def test_a_trainer_goes_on_after_the_way_back():
+def test_a_trainer_continues_after_a_reversal():
     x, devices, net = images(), contexts(1), small_net()
     net.initialize()
     trainer = trainer_of(net)
@@ -382,7 +382,7 @@ def test_pending_steps_finish():
     assert np.isfinite(layer.gamma.grad().asnumpy()).all()
 
 
-def test_a_failed_step_is_reported_before_the_way_back():
+def test_a_failed_step_is_reported_before_a_reversal():
     layer = nn.BatchNorm(in_channels=3)
     layer.initialize(ctx=contexts(2))
     convert_sync_batchnorm(layer, group=sbn.SyncGroup(timeout=0.2))
@@ -587,7 +587,7 @@ def test_what_has_code_or_settings_of_its_own_is_left(kind, why, caplog):
     assert vars(left) == before
 
 
-def test_our_own_subclasses_with_code_are_left_on_the_way_back():
+def test_our_subclasses_with_code_are_not_reverted():
     class Loud(sbn.SyncBatchNorm):
         def forward(self, x):
             return super().forward(x)
@@ -622,7 +622,7 @@ def test_what_is_logged(caplog):
         ([nn.Dense(2)], "got list: call it for each net"),
     ],
 )
-def test_what_is_no_block(function, net, words):
+def test_other_objects_than_blocks(function, net, words):
     with pytest.raises(ValueError, match=rf"{function.__name__} takes a Gluon Block and {words}"):
         function(net)
 
@@ -630,7 +630,7 @@ def test_what_is_no_block(function, net, words):
 @pytest.mark.parametrize(
     "arguments", [{"num_devices": 0}, {"group": "all"}, {"also": "MyNorm"}, {"also": [nn.Dense]}]
 )
-def test_arguments_that_make_no_sense(arguments):
+def test_invalid_arguments(arguments):
     net = small_net()
     before = description(net)
     with pytest.raises(ValueError, match=next(iter(arguments))):
@@ -638,7 +638,7 @@ def test_arguments_that_make_no_sense(arguments):
     assert description(net) == before
 
 
-def test_a_failure_leaves_the_net_as_it_was(monkeypatch, tmp_path):
+def test_a_failure_leaves_the_net_unchanged(monkeypatch, tmp_path):
     """It fails at the last layer, the only one with three devices."""
     configure = sbn.SyncGroup._configure
 
@@ -716,7 +716,7 @@ def test_the_graph_of_a_file(kind, tmp_path):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_graph_is_trained_synchronized(inside, mode, tmp_path):
-    """By itself, and as part of a block that calls it twice."""
+    """Alone, and in a block that calls it twice."""
     devices, x = contexts(2), images(count=6)
     graph = exported(small_net(), tmp_path)
     net = graph
@@ -817,7 +817,7 @@ def test_nodes_that_cannot_be_replaced(tmp_path):
 
 
 def test_a_graph_within_a_graph(tmp_path):
-    """A loop, whose body MXNet keeps in a graph of its own."""
+    """MXNet keeps the body of a loop in its own graph."""
     data, start = mx.sym.var("data"), mx.sym.var("start")
 
     def body(x, state):

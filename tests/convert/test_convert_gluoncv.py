@@ -257,7 +257,7 @@ def test_every_layer_there_and_back(name):
     }
 
 
-def test_the_same_outputs_after_the_way_back():
+def test_the_same_outputs_after_a_reversal():
     child("run", *SIZES)
 
 

@@ -590,7 +590,7 @@ def test_blocks_that_are_called_several_times_go_to_onnx(tmp_path, fold):
 
 
 class Loop(gluon.HybridBlock):
-    """Batch normalization in a graph of its own."""
+    """Batch normalization in the graph of a loop."""
 
     def __init__(self, operator=None, **arguments):
         super().__init__(prefix="loop_")
