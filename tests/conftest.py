@@ -3,12 +3,10 @@ raise first."""
 
 import importlib.metadata
 import os
-import sys
 from pathlib import Path
 
 # The tests' own modules, for the processes that tests start too.
 _SUPPORT = str(Path(__file__).resolve().parent / "support")
-sys.path.insert(0, _SUPPORT)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SUPPORT, os.environ.get("PYTHONPATH")]))
 
 # With static_shape each graph keeps the one it drew when it was made. Two devices of one net that
