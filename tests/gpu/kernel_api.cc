@@ -35,7 +35,7 @@ SBN_EXPORT int64_t gluon_syncbn_cuda_work_size(int dtype, int64_t N, int64_t C, 
 
 SBN_EXPORT int64_t gluon_syncbn_cuda_formula_size(int dtype, int64_t C) {
   const CudaBackend* const backend = cuda_backend();
-  return backend ? backend->kernels(static_cast<DType>(dtype)).formula_size(C) : 0;
+  return backend ? backend->kernels(static_cast<DType>(dtype)).coefficients_size(C) : 0;
 }
 
 SBN_EXPORT int gluon_syncbn_cuda_forward_sums(int dtype, int64_t N, int64_t C, int64_t S, int64_t R,
@@ -65,10 +65,10 @@ SBN_EXPORT int gluon_syncbn_cuda_statistics(int dtype, int64_t C, const ChannelS
 }
 
 SBN_EXPORT int gluon_syncbn_cuda_finish_forward(int dtype, int64_t C, const Statistics* statistics,
-                                                const void* gamma, const void* beta, void* formulae,
-                                                void* stream) {
+                                                const void* gamma, const void* beta,
+                                                void* coefficients, void* stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    return k.finish_forward({C, 1, statistics, gamma, beta, formulae, 0}, {}, stream);
+    return k.finish_forward({C, 1, statistics, gamma, beta, coefficients, 0}, {}, stream);
   });
 }
 
@@ -76,29 +76,30 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_forward(int dtype, int64_t C, const Stat
 SBN_EXPORT int gluon_syncbn_cuda_finish_backward(int dtype, int64_t C, const Statistics* statistics,
                                                  const void* gamma, const ChannelSums* own_sums,
                                                  const ChannelSums* sums, const double* count,
-                                                 void* formulae, void* dgamma, void* dbeta,
+                                                 void* coefficients, void* dgamma, void* dbeta,
                                                  void* stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    return k.finish_backward(
-        {C, 1, statistics, gamma, own_sums, sums, count, formulae, 0, dgamma, dbeta, false, false},
-        stream);
+    return k.finish_backward({C, 1, statistics, gamma, own_sums, sums, count, coefficients, 0,
+                              dgamma, dbeta, false, false},
+                             stream);
   });
 }
 
 SBN_EXPORT int gluon_syncbn_cuda_normalize(int dtype, int64_t N, int64_t C, int64_t S, int64_t R,
-                                           const void* x, const void* formulae, void* y, int add,
-                                           int multiprocessors, void* stream) {
+                                           const void* x, const void* coefficients, void* y,
+                                           int add, int multiprocessors, void* stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    return k.normalize({N, C, S, R}, x, formulae, y, store(add), multiprocessors, stream);
+    return k.normalize({N, C, S, R}, x, coefficients, y, store(add), multiprocessors, stream);
   });
 }
 
 SBN_EXPORT int gluon_syncbn_cuda_input_gradient(int dtype, int64_t N, int64_t C, int64_t S,
                                                 int64_t R, const void* dy, const void* x,
-                                                const void* formulae, void* dx, int add,
+                                                const void* coefficients, void* dx, int add,
                                                 int multiprocessors, void* stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    return k.input_gradient({N, C, S, R}, dy, x, formulae, dx, store(add), multiprocessors, stream);
+    return k.input_gradient({N, C, S, R}, dy, x, coefficients, dx, store(add), multiprocessors,
+                            stream);
   });
 }
 

@@ -61,13 +61,13 @@ class Layer:
         properties = torch.cuda.get_device_properties(x.device)
         self.multiprocessors = ctypes.c_int(properties.multi_processor_count)
         work = library.ask("work_size", self.dtype, *self.view, self.multiprocessors)
-        formulae = library.ask("formula_size", self.dtype, self.channels)
+        coefficients = library.ask("coefficients_size", self.dtype, self.channels)
 
         def doubles(*shape):
             return torch.full(shape, math.nan, dtype=torch.float64, device=x.device)
 
         self.work = doubles(max(1, work), 6)
-        self.formulae, self.gradient_formulae = doubles(formulae // 8), doubles(formulae // 8)
+        self.coefficients, self.gradient_formulae = doubles(coefficients // 8), doubles(coefficients // 8)
         self.sums, self.gradient_sums = doubles(self.channels, 6), doubles(self.channels, 6)
         # mean, what a double leaves of it, variance, 1 / standard deviation
         self.statistics = doubles(self.channels, 4)
@@ -91,11 +91,11 @@ class Layer:
         self._call("statistics", self.channels, sums, count, epsilon, self.statistics)
 
     def prepare_forward(self):
-        arguments = (self.statistics, self.gamma, self.beta, self.formulae)
+        arguments = (self.statistics, self.gamma, self.beta, self.coefficients)
         self._call("finish_forward", self.channels, *arguments)
 
     def normalize(self):
-        arguments = (self.x, self.formulae, self.y, ctypes.c_int(0), self.multiprocessors)
+        arguments = (self.x, self.coefficients, self.y, ctypes.c_int(0), self.multiprocessors)
         self._call("normalize", *self.view, *arguments)
 
     def backward_sums(self):

@@ -254,17 +254,17 @@ double gamma_at(const void* gamma, int64_t c) {
 }
 
 template <typename T>
-void normalize(View view, const void* from, const std::vector<Normalize<Arithmetic<T>>>& formulae,
-               void* to, Store how) {
+void normalize(View view, const void* from,
+               const std::vector<Normalize<Arithmetic<T>>>& coefficients, void* to, Store how) {
   const T* x = static_cast<const T*>(from);
   T* y = static_cast<T*>(to);
   if (view.S == 1) {
     for_rows(view, [&](int64_t at, int64_t n) {
-      loops<T>().normalize_rows(x + at, n, view.C, formulae.data(), y + at, how);
+      loops<T>().normalize_rows(x + at, n, view.C, coefficients.data(), y + at, how);
     });
   } else {
     for_each_plane(view, [&](int64_t at, int64_t c) {
-      loops<T>().normalize(x + at, view.S, formulae[c], y + at, how);
+      loops<T>().normalize(x + at, view.S, coefficients[c], y + at, how);
     });
   }
 }
@@ -272,12 +272,12 @@ void normalize(View view, const void* from, const std::vector<Normalize<Arithmet
 template <typename T>
 void forward(View view, const void* x, const Statistics* s, const void* gamma, const void* beta,
              void* y, Store how) {
-  std::vector<Normalize<Arithmetic<T>>> formulae(view.C);
+  std::vector<Normalize<Arithmetic<T>>> coefficients(view.C);
   for (int64_t c = 0; c < view.C; ++c) {
-    formulae[c] = Normalize<Arithmetic<T>>::of(s[c], gamma_at<T>(gamma, c),
-                                               static_cast<const Arithmetic<T>*>(beta)[c]);
+    coefficients[c] = Normalize<Arithmetic<T>>::of(s[c], gamma_at<T>(gamma, c),
+                                                   static_cast<const Arithmetic<T>*>(beta)[c]);
   }
-  normalize<T>(view, x, formulae, y, how);
+  normalize<T>(view, x, coefficients, y, how);
 }
 
 template <typename T>
@@ -285,17 +285,17 @@ void backward(View view, const void* gradient, const void* data, const Statistic
               const void* gamma, const ChannelSums* sums, double count, void* result, Store how) {
   const T *dy = static_cast<const T*>(gradient), *x = static_cast<const T*>(data);
   T* dx = static_cast<T*>(result);
-  std::vector<InputGradient<Arithmetic<T>>> formulae(view.C);
+  std::vector<InputGradient<Arithmetic<T>>> coefficients(view.C);
   for (int64_t c = 0; c < view.C; ++c) {
-    formulae[c] = InputGradient<Arithmetic<T>>::of(s[c], gamma_at<T>(gamma, c), sums[c], count);
+    coefficients[c] = InputGradient<Arithmetic<T>>::of(s[c], gamma_at<T>(gamma, c), sums[c], count);
   }
   if (view.S == 1) {
     for_rows(view, [&](int64_t at, int64_t n) {
-      loops<T>().input_gradient_rows(dy + at, x + at, n, view.C, formulae.data(), dx + at, how);
+      loops<T>().input_gradient_rows(dy + at, x + at, n, view.C, coefficients.data(), dx + at, how);
     });
   } else {
     for_each_plane(view, [&](int64_t at, int64_t c) {
-      loops<T>().input_gradient(dy + at, x + at, view.S, formulae[c], dx + at, how);
+      loops<T>().input_gradient(dy + at, x + at, view.S, coefficients[c], dx + at, how);
     });
   }
 }
@@ -304,11 +304,11 @@ void backward(View view, const void* gradient, const void* data, const Statistic
 template <typename T>
 void backward_constant(View view, const void* dy, const Statistics* s, const void* gamma, void* dx,
                        Store how) {
-  std::vector<Normalize<Arithmetic<T>>> formulae(view.C);
+  std::vector<Normalize<Arithmetic<T>>> coefficients(view.C);
   for (int64_t c = 0; c < view.C; ++c) {
-    formulae[c] = {0, 0, static_cast<Arithmetic<T>>(gamma_at<T>(gamma, c) * s[c].inv_std), 0};
+    coefficients[c] = {0, 0, static_cast<Arithmetic<T>>(gamma_at<T>(gamma, c) * s[c].inv_std), 0};
   }
-  normalize<T>(view, dy, formulae, dx, how);
+  normalize<T>(view, dy, coefficients, dx, how);
 }
 
 // How many values of a channel all parts have together.
@@ -352,25 +352,25 @@ void for_planes(View view, int64_t c_begin, int64_t c_end, const F& f) {
 }
 
 template <typename T>
-void forward_together(const std::vector<const ForwardPart*>& parts, double epsilon,
+void forward_together(const std::vector<const ForwardShard*>& parts, double epsilon,
                       Statistics* statistics) {
   const int64_t C = parts[0]->view.C, values = values_per_channel(parts);
   const double count = static_cast<double>(values);
   if (!by_channels(parts)) {
     std::vector<ChannelSums> sums(C), more(C);
-    for (const ForwardPart* part : parts) {
+    for (const ForwardShard* part : parts) {
       forward_sums<T>(part->view, part->x, more.data());
       for (int64_t c = 0; c < C; ++c) sums[c].add(more[c]);
     }
     for (int64_t c = 0; c < C; ++c) statistics[c] = batch_statistics(sums[c], count, epsilon);
-    for (const ForwardPart* p : parts) {
+    for (const ForwardShard* p : parts) {
       if (p->y) forward<T>(p->view, p->x, statistics, p->gamma, p->beta, p->y, p->store);
     }
     return;
   }
   for_ranges(C, values, [&](int64_t begin, int64_t end) {
     std::vector<ChannelSums> sums(end - begin);
-    for (const ForwardPart* part : parts) {
+    for (const ForwardShard* part : parts) {
       const T* x = static_cast<const T*>(part->x);
       for_chunks(part->view, begin, end, [&](int64_t c, int64_t at, int64_t n) {
         loops<T>().forward_chunk(x + at, n, &sums[c - begin]);
@@ -379,35 +379,35 @@ void forward_together(const std::vector<const ForwardPart*>& parts, double epsil
     for (int64_t c = begin; c < end; ++c) {
       statistics[c] = batch_statistics(sums[c - begin], count, epsilon);
     }
-    std::vector<Normalize<Arithmetic<T>>> formulae(end - begin);
-    for (const ForwardPart* part : parts) {
+    std::vector<Normalize<Arithmetic<T>>> coefficients(end - begin);
+    for (const ForwardShard* part : parts) {
       if (!part->y) continue;
       const T* x = static_cast<const T*>(part->x);
       const auto* const beta = static_cast<const Arithmetic<T>*>(part->beta);
       T* y = static_cast<T*>(part->y);
       for (int64_t c = begin; c < end; ++c) {
-        formulae[c - begin] =
+        coefficients[c - begin] =
             Normalize<Arithmetic<T>>::of(statistics[c], gamma_at<T>(part->gamma, c), beta[c]);
       }
       for_planes(part->view, begin, end, [&](int64_t c, int64_t at) {
-        loops<T>().normalize(x + at, part->view.S, formulae[c - begin], y + at, part->store);
+        loops<T>().normalize(x + at, part->view.S, coefficients[c - begin], y + at, part->store);
       });
     }
   });
 }
 
 template <typename T>
-void backward_together(const std::vector<const BackwardPart*>& parts,
+void backward_together(const std::vector<const BackwardShard*>& parts,
                        const Statistics* statistics) {
   const int64_t C = parts[0]->view.C, values = values_per_channel(parts);
   const double count = static_cast<double>(values);
   if (!by_channels(parts)) {
     std::vector<ChannelSums> sums(C);
-    for (const BackwardPart* part : parts) {
+    for (const BackwardShard* part : parts) {
       backward_sums<T>(part->view, part->dy, part->x, statistics, part->sums);
       for (int64_t c = 0; c < C; ++c) sums[c].add(part->sums[c]);
     }
-    for (const BackwardPart* p : parts) {
+    for (const BackwardShard* p : parts) {
       if (!p->dx) continue;
       backward<T>(p->view, p->dy, p->x, statistics, p->gamma, sums.data(), count, p->dx, p->store);
     }
@@ -415,7 +415,7 @@ void backward_together(const std::vector<const BackwardPart*>& parts,
   }
   for_ranges(C, values, [&](int64_t begin, int64_t end) {
     std::vector<ChannelSums> sums(end - begin);
-    for (const BackwardPart* part : parts) {
+    for (const BackwardShard* part : parts) {
       const T *dy = static_cast<const T*>(part->dy), *x = static_cast<const T*>(part->x);
       std::fill(part->sums + begin, part->sums + end, ChannelSums());
       for_chunks(part->view, begin, end, [&](int64_t c, int64_t at, int64_t n) {
@@ -423,17 +423,17 @@ void backward_together(const std::vector<const BackwardPart*>& parts,
       });
       for (int64_t c = begin; c < end; ++c) sums[c - begin].add(part->sums[c]);
     }
-    std::vector<InputGradient<Arithmetic<T>>> formulae(end - begin);
-    for (const BackwardPart* part : parts) {
+    std::vector<InputGradient<Arithmetic<T>>> coefficients(end - begin);
+    for (const BackwardShard* part : parts) {
       if (!part->dx) continue;
       const T *dy = static_cast<const T*>(part->dy), *x = static_cast<const T*>(part->x);
       T* dx = static_cast<T*>(part->dx);
       for (int64_t c = begin; c < end; ++c) {
-        formulae[c - begin] = InputGradient<Arithmetic<T>>::of(
+        coefficients[c - begin] = InputGradient<Arithmetic<T>>::of(
             statistics[c], gamma_at<T>(part->gamma, c), sums[c - begin], count);
       }
       for_planes(part->view, begin, end, [&](int64_t c, int64_t at) {
-        loops<T>().input_gradient(dy + at, x + at, part->view.S, formulae[c - begin], dx + at,
+        loops<T>().input_gradient(dy + at, x + at, part->view.S, coefficients[c - begin], dx + at,
                                   part->store);
       });
     }
@@ -448,16 +448,7 @@ constexpr Kernels kCpuKernels{forward_sums<T>,     forward<T>,           backwar
 }  // namespace
 
 const Kernels& cpu_kernels(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return kCpuKernels<double>;
-    case DType::kFloat16:
-      return kCpuKernels<Half>;
-    case DType::kBFloat16:
-      return kCpuKernels<BFloat16>;
-    default:
-      return kCpuKernels<float>;
-  }
+  return with_dtype(dtype, [](auto zero) -> const Kernels& { return kCpuKernels<decltype(zero)>; });
 }
 
 }  // namespace gluon_syncbn

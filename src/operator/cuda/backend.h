@@ -55,26 +55,26 @@ struct Deliveries {
 };
 
 // Null gamma stands for ones, null beta for the gradient where statistics are constants. Null
-// formulae are not wanted.
+// coefficients are not wanted.
 struct ForwardFinish {
   int64_t C, batches;
   const Statistics* statistics;
   const void *gamma, *beta;
-  void* formulae;
-  // Bytes from the formulae of a batch to those of the next: formula_size(C).
-  int64_t formulae_apart;
+  void* coefficients;
+  // Bytes from the coefficients of a batch to those of the next: coefficients_size(C).
+  int64_t coefficients_apart;
 };
 
 // `sums` and `counts` are those of all devices; null sums stand for constant statistics. Null
-// gradients and formulae are not wanted.
+// gradients and coefficients are not wanted.
 struct BackwardFinish {
   int64_t C, batches;
   const Statistics* statistics;
   const void* gamma;
   const ChannelSums *own_sums, *sums;
   const double* counts;
-  void* formulae;
-  int64_t formulae_apart;
+  void* coefficients;
+  int64_t coefficients_apart;
   void *dgamma, *dbeta;
   bool add_dgamma, add_dbeta;
 };
@@ -90,20 +90,20 @@ struct CudaKernels {
   // sums[c] = {sum(dy), sum(dy * (x - mean))}.
   int (*backward_sums)(const View&, const void* dy, const void* x, const Statistics*,
                        ChannelSums* work, ChannelSums* sums, int multiprocessors, Stream);
-  // Bytes of a formula for each channel.
-  int64_t (*formula_size)(int64_t C);
+  // Bytes of the coefficients of C channels.
+  int64_t (*coefficients_size)(int64_t C);
   int (*finish_forward)(const ForwardFinish&, const Deliveries&, Stream);
   int (*finish_backward)(const BackwardFinish&, Stream);
   int (*statistics_of_arrays)(int64_t C, const void* mean, const void* variance, double epsilon,
                               Statistics*, Stream);
   int (*statistics_of_sums)(int64_t C, const ChannelSums*, double count, double epsilon,
                             Statistics*, Stream);
-  // y of finish_forward's formulae; y may be x. Also dx = dy * constant.
-  int (*normalize)(const View&, const void* x, const void* formulae, void* y, Store,
+  // y of finish_forward's coefficients; y may be x. Also dx = dy * constant.
+  int (*normalize)(const View&, const void* x, const void* coefficients, void* y, Store,
                    int multiprocessors, Stream);
-  // dx of finish_backward's formulae; dx may be dy.
-  int (*input_gradient)(const View&, const void* dy, const void* x, const void* formulae, void* dx,
-                        Store, int multiprocessors, Stream);
+  // dx of finish_backward's coefficients; dx may be dy.
+  int (*input_gradient)(const View&, const void* dy, const void* x, const void* coefficients,
+                        void* dx, Store, int multiprocessors, Stream);
 };
 
 struct CudaBackend {

@@ -79,7 +79,7 @@ int gpu_of(const std::string& context) {
 
 namespace {
 
-// For calls whose failure nobody is told of: the runtime would tell it after the thread's next
+// For calls whose failure nobody is recorded for: the runtime would tell it after the thread's next
 // kernel.
 bool succeeds(const CudaRuntime& runtime, int error) {
   if (error) runtime.clear_error();
@@ -97,7 +97,7 @@ void restore_device(const CudaRuntime& runtime, int before, int now) {
 }  // namespace
 
 // A stream of one device and memory for what is queued there.
-struct CudaPass::Lane {
+struct CudaPass::StreamSlot {
   int device = 0, multiprocessors = 0;
   Stream stream = nullptr;
   Arena on_device, on_host;
@@ -121,8 +121,8 @@ struct CudaPass::Lane {
 // was used last is the next again, so that those of rare crowds stay as they are.
 struct CudaPass::Pool {
   struct Device {
-    std::vector<std::unique_ptr<Lane>> idle;
-    // What the lanes' arenas have come to hold: new ones need not find out.
+    std::vector<std::unique_ptr<StreamSlot>> idle;
+    // What the slots' arenas have come to hold: new ones need not find out.
     size_t wanted_on_device = 0, wanted_on_host = 0;
   };
   std::mutex mutex;
@@ -150,36 +150,36 @@ CudaPass::CudaPass(int device, DType dtype, std::string what)
       on_device_(*this, device) {
   size_t wanted_on_device, wanted_on_host;
   {
-    Pool& lanes = *pool();
-    const std::lock_guard<std::mutex> lock(lanes.mutex);
-    Pool::Device& of_device = lanes.devices[device];
+    Pool& slots = *pool();
+    const std::lock_guard<std::mutex> lock(slots.mutex);
+    Pool::Device& of_device = slots.devices[device];
     wanted_on_device = of_device.wanted_on_device;
     wanted_on_host = of_device.wanted_on_host;
     if (!of_device.idle.empty()) {
-      lane_ = of_device.idle.back().release();
+      slot_ = of_device.idle.back().release();
       of_device.idle.pop_back();
     }
   }
-  if (lane_) return;
-  auto lane = std::make_unique<Lane>();
-  lane->device = device;
-  lane->on_device.want(wanted_on_device);
-  lane->on_host.want(wanted_on_host);
-  check(runtime_.multiprocessors(&lane->multiprocessors, device), "cudaDeviceGetAttribute");
-  check(runtime_.create_stream(&lane->stream), "cudaStreamCreateWithFlags");
-  lane_ = lane.release();
+  if (slot_) return;
+  auto slot = std::make_unique<StreamSlot>();
+  slot->device = device;
+  slot->on_device.want(wanted_on_device);
+  slot->on_host.want(wanted_on_host);
+  check(runtime_.multiprocessors(&slot->multiprocessors, device), "cudaDeviceGetAttribute");
+  check(runtime_.create_stream(&slot->stream), "cudaStreamCreateWithFlags");
+  slot_ = slot.release();
 }
 
 CudaPass::~CudaPass() {
   // After an error something may still be under way.
-  if (!finished_) succeeds(runtime_, runtime_.synchronize(lane_->stream));
-  lane_->start_over(runtime_);
-  Pool& lanes = *pool();
-  const std::lock_guard<std::mutex> lock(lanes.mutex);
-  Pool::Device& of_device = lanes.devices[device_];
-  of_device.wanted_on_device = std::max(of_device.wanted_on_device, lane_->on_device.wanted());
-  of_device.wanted_on_host = std::max(of_device.wanted_on_host, lane_->on_host.wanted());
-  of_device.idle.emplace_back(lane_);
+  if (!finished_) succeeds(runtime_, runtime_.synchronize(slot_->stream));
+  slot_->start_over(runtime_);
+  Pool& slots = *pool();
+  const std::lock_guard<std::mutex> lock(slots.mutex);
+  Pool::Device& of_device = slots.devices[device_];
+  of_device.wanted_on_device = std::max(of_device.wanted_on_device, slot_->on_device.wanted());
+  of_device.wanted_on_host = std::max(of_device.wanted_on_host, slot_->on_host.wanted());
+  of_device.idle.emplace_back(slot_);
 }
 
 void CudaPass::check(int error, const std::string& call) const {
@@ -191,7 +191,7 @@ void CudaPass::check(int error, const std::string& call) const {
 }
 
 void* CudaPass::memory(bool on_device, size_t bytes) {
-  return (on_device ? lane_->on_device : lane_->on_host).take(bytes, [&](size_t size) {
+  return (on_device ? slot_->on_device : slot_->on_host).take(bytes, [&](size_t size) {
     void* block = nullptr;
     check(on_device ? runtime_.malloc(&block, size) : runtime_.malloc_host(&block, size),
           (on_device ? "cudaMalloc of " : "cudaHostAlloc of ") + std::to_string(size) + " bytes");
@@ -201,63 +201,63 @@ void* CudaPass::memory(bool on_device, size_t bytes) {
 
 void CudaPass::copy(void* to, const void* from, size_t bytes, bool to_host) {
   const auto function = to_host ? runtime_.copy_to_host : runtime_.copy_to_device;
-  check(function(to, from, bytes, lane_->stream), "cudaMemcpyAsync of " + std::to_string(bytes) +
+  check(function(to, from, bytes, slot_->stream), "cudaMemcpyAsync of " + std::to_string(bytes) +
                                                       " bytes " +
                                                       (to_host ? "to the host" : "to the device"));
 }
 
 ChannelSums* CudaPass::work(const View& view) {
-  const int64_t size = kernels_.work_size(view, lane_->multiprocessors);
+  const int64_t size = kernels_.work_size(view, slot_->multiprocessors);
   return size ? on_device<ChannelSums>(size) : nullptr;
 }
 
 void CudaPass::forward_sums(const View& view, const void* x, ChannelSums* sums) {
-  check(kernels_.forward_sums(view, x, work(view), sums, lane_->multiprocessors, lane_->stream),
+  check(kernels_.forward_sums(view, x, work(view), sums, slot_->multiprocessors, slot_->stream),
         "The kernel of the sums");
 }
 
 void CudaPass::backward_sums(const View& view, const void* dy, const void* x, const Statistics* s,
                              ChannelSums* sums) {
-  check(kernels_.backward_sums(view, dy, x, s, work(view), sums, lane_->multiprocessors,
-                               lane_->stream),
+  check(kernels_.backward_sums(view, dy, x, s, work(view), sums, slot_->multiprocessors,
+                               slot_->stream),
         "The kernel of the backward sums");
 }
 
 Statistics* CudaPass::given_statistics(int64_t C, const void* mean, const void* variance,
                                        double epsilon) {
   Statistics* const statistics = on_device<Statistics>(C);
-  check(kernels_.statistics_of_arrays(C, mean, variance, epsilon, statistics, lane_->stream),
+  check(kernels_.statistics_of_arrays(C, mean, variance, epsilon, statistics, slot_->stream),
         "The kernel of given statistics");
   return statistics;
 }
 
 void CudaPass::finish_forward(const ForwardFinish& task, const Deliveries& deliveries) {
-  check(kernels_.finish_forward(task, deliveries, lane_->stream),
-        "The kernel of the forward formulae");
+  check(kernels_.finish_forward(task, deliveries, slot_->stream),
+        "The kernel of the forward coefficients");
 }
 
 void CudaPass::finish_backward(const BackwardFinish& task) {
-  check(kernels_.finish_backward(task, lane_->stream), "The kernel of the backward formulae");
+  check(kernels_.finish_backward(task, slot_->stream), "The kernel of the backward coefficients");
 }
 
-void CudaPass::normalize(const View& view, const void* x, const void* formulae, void* y,
+void CudaPass::normalize(const View& view, const void* x, const void* coefficients, void* y,
                          Store how) {
-  check(kernels_.normalize(view, x, formulae, y, how, lane_->multiprocessors, lane_->stream),
+  check(kernels_.normalize(view, x, coefficients, y, how, slot_->multiprocessors, slot_->stream),
         "The kernel of y");
 }
 
-void CudaPass::input_gradient(const View& view, const void* dy, const void* x, const void* formulae,
-                              void* dx, Store how) {
-  check(kernels_.input_gradient(view, dy, x, formulae, dx, how, lane_->multiprocessors,
-                                lane_->stream),
+void CudaPass::input_gradient(const View& view, const void* dy, const void* x,
+                              const void* coefficients, void* dx, Store how) {
+  check(kernels_.input_gradient(view, dy, x, coefficients, dx, how, slot_->multiprocessors,
+                                slot_->stream),
         "The kernel of dx");
 }
 
 void CudaPass::clear(void* memory, size_t bytes) {
-  check(runtime_.clear(memory, bytes, lane_->stream), "cudaMemsetAsync");
+  check(runtime_.clear(memory, bytes, slot_->stream), "cudaMemsetAsync");
 }
 
-void CudaPass::wait() { check(runtime_.synchronize(lane_->stream), "cudaStreamSynchronize"); }
+void CudaPass::wait() { check(runtime_.synchronize(slot_->stream), "cudaStreamSynchronize"); }
 
 void clear_on_gpu(int device, void* memory, size_t bytes) noexcept {
   try {
@@ -273,17 +273,17 @@ void release_cuda_memory() {
   const CudaBackend* const backend = cuda_backend();
   if (!backend) return;
   const CudaRuntime& runtime = backend->runtime;
-  CudaPass::Pool& lanes = *CudaPass::pool();
-  const std::lock_guard<std::mutex> lock(lanes.mutex);
+  CudaPass::Pool& slots = *CudaPass::pool();
+  const std::lock_guard<std::mutex> lock(slots.mutex);
   int before = 0, now = 0;
-  if (lanes.devices.empty() || !succeeds(runtime, runtime.get_device(&before))) return;
+  if (slots.devices.empty() || !succeeds(runtime, runtime.get_device(&before))) return;
   now = before;
-  for (auto& [device, of_device] : lanes.devices) {
+  for (auto& [device, of_device] : slots.devices) {
     if (of_device.idle.empty() || !succeeds(runtime, runtime.set_device(device))) continue;
     now = device;
-    for (const auto& lane : of_device.idle) lane->clear(runtime);
+    for (const auto& slot : of_device.idle) slot->clear(runtime);
   }
-  lanes.devices.clear();
+  slots.devices.clear();
   restore_device(runtime, before, now);
 }
 

@@ -63,17 +63,17 @@ class CudaPass {
     return to;
   }
 
-  // What follows is queued. Sums, statistics and formulae are on the device, of C entries for each
-  // batch.
+  // What follows is queued. Sums, statistics and coefficients are on the device, of C entries for
+  // each batch.
   void forward_sums(const View& view, const void* x, ChannelSums* sums);
   void backward_sums(const View& view, const void* dy, const void* x, const Statistics* s,
                      ChannelSums* sums);
   Statistics* given_statistics(int64_t C, const void* mean, const void* variance, double epsilon);
-  int64_t formula_size(int64_t C) const { return kernels_.formula_size(C); }
+  int64_t coefficients_size(int64_t C) const { return kernels_.coefficients_size(C); }
   void finish_forward(const ForwardFinish& task, const Deliveries& deliveries);
   void finish_backward(const BackwardFinish& task);
-  void normalize(const View& view, const void* x, const void* formulae, void* y, Store how);
-  void input_gradient(const View& view, const void* dy, const void* x, const void* formulae,
+  void normalize(const View& view, const void* x, const void* coefficients, void* y, Store how);
+  void input_gradient(const View& view, const void* dy, const void* x, const void* coefficients,
                       void* dx, Store how);
 
   void clear(void* memory, size_t bytes);
@@ -86,7 +86,7 @@ class CudaPass {
   }
 
  private:
-  struct Lane;
+  struct StreamSlot;
   struct Pool;
   friend void release_cuda_memory();
   friend void abandon_cuda_memory();
@@ -110,7 +110,7 @@ class CudaPass {
   const int device_;
   const std::string what_;
   const OnDevice on_device_;
-  Lane* lane_ = nullptr;
+  StreamSlot* slot_ = nullptr;
   bool finished_ = false;
 };
 

@@ -7,28 +7,28 @@
 
 namespace gluon_syncbn {
 
-// A formula of batch_norm_math.h for each channel, as 16-byte vectors in memory.
+// The coefficients of formulas.h for each channel, as 16-byte vectors in memory.
 template <typename F>
-constexpr int kFormulaWords = static_cast<int>((sizeof(F) + 15) / 16);
+constexpr int kCoefficientWords = static_cast<int>((sizeof(F) + 15) / 16);
 
 template <typename F>
-SBN_DEVICE F load_formula(const void* formulae, int64_t c) {
-  const char* const from = static_cast<const char*>(formulae) + c * kFormulaWords<F> * 16;
-  Words words[kFormulaWords<F>];
+SBN_DEVICE F load_affine(const void* coefficients, int64_t c) {
+  const char* const from = static_cast<const char*>(coefficients) + c * kCoefficientWords<F> * 16;
+  Words words[kCoefficientWords<F>];
 #pragma unroll
-  for (int i = 0; i < kFormulaWords<F>; ++i) words[i] = load_words(from + 16 * i);
-  F formula;
-  memcpy(&formula, words, sizeof(formula));
-  return formula;
+  for (int i = 0; i < kCoefficientWords<F>; ++i) words[i] = load_words(from + 16 * i);
+  F affine;
+  memcpy(&affine, words, sizeof(affine));
+  return affine;
 }
 
 template <typename F>
-SBN_DEVICE void store_formula(const F& formula, void* formulae, int64_t c) {
-  char* const to = static_cast<char*>(formulae) + c * kFormulaWords<F> * 16;
-  Words words[kFormulaWords<F>] = {};
-  memcpy(words, &formula, sizeof(formula));
+SBN_DEVICE void store_affine(const F& affine, void* coefficients, int64_t c) {
+  char* const to = static_cast<char*>(coefficients) + c * kCoefficientWords<F> * 16;
+  Words words[kCoefficientWords<F>] = {};
+  memcpy(words, &affine, sizeof(affine));
 #pragma unroll
-  for (int i = 0; i < kFormulaWords<F>; ++i) store_words(to + 16 * i, words[i]);
+  for (int i = 0; i < kCoefficientWords<F>; ++i) store_words(to + 16 * i, words[i]);
 }
 
 // Whole numbers below 2^31 divided by one of them: a product and a shift.
@@ -49,12 +49,12 @@ struct Divider {
   }
 };
 
-// What an elementwise kernel is asked for: to = formula(a) or formula(a, b).
+// What an elementwise kernel is asked for: to = affine(a) or affine(a, b).
 struct MapTask {
   int64_t C, S, size;
   const void *a, *b;
   void* to;
-  const void* formulae;
+  const void* coefficients;
   bool add;
   // A value that stands at a multiple of 16 bytes in `to`, and the vectors from there: those that
   // also the other arrays have, together with what Fetched reads around them.
@@ -71,12 +71,12 @@ struct MapTask {
 };
 
 template <typename A>
-SBN_DEVICE A apply(const Normalize<A>& formula, A a, A) {
-  return formula(a);
+SBN_DEVICE A apply(const Normalize<A>& affine, A a, A) {
+  return affine(a);
 }
 template <typename A>
-SBN_DEVICE A apply(const InputGradient<A>& formula, A a, A b) {
-  return formula(a, b);
+SBN_DEVICE A apply(const InputGradient<A>& affine, A a, A b) {
+  return affine(a, b);
 }
 template <typename F>
 constexpr bool kTakesTwo = false;
@@ -86,11 +86,11 @@ constexpr bool kTakesTwo<InputGradient<A>> = true;
 template <typename T, typename F>
 SBN_DEVICE void map_value(const MapTask& task, int64_t i) {
   using A = Arithmetic<T>;
-  const F formula = load_formula<F>(task.formulae, i / task.S % task.C);
+  const F affine = load_affine<F>(task.coefficients, i / task.S % task.C);
   const A a = widen(static_cast<const T*>(task.a)[i]);
   const A b = kTakesTwo<F> ? widen(static_cast<const T*>(task.b)[i]) : a;
   T* const to = static_cast<T*>(task.to) + i;
-  A result = apply(formula, a, b);
+  A result = apply(affine, a, b);
   if (task.add) result = widen(*to) + result;
   narrow(result, to);
 }
@@ -118,9 +118,9 @@ struct Operands {
     if (task.add) to = load_words(static_cast<const T*>(task.to) + i);
   }
 
-  // formula(j) is that of value j.
-  template <typename Formula>
-  SBN_DEVICE void store(const MapTask& task, int64_t i, const Formula& formula) const {
+  // affine(j) is that of value j.
+  template <typename Affine>
+  SBN_DEVICE void store(const MapTask& task, int64_t i, const Affine& affine) const {
     // The same for all vectors, as `i` counts them from the first that `to` has.
     const auto shift = [&](const void* p) { return misalignment(static_cast<const T*>(p) + i); };
     const Words a_words = a.template words<T>(kAligned ? 0 : shift(task.a));
@@ -129,7 +129,7 @@ struct Operands {
     A results[kSize];
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
-      results[j] = apply(formula(j), value_at<T>(a_words, j), value_at<T>(b_words, j));
+      results[j] = apply(affine(j), value_at<T>(a_words, j), value_at<T>(b_words, j));
     }
     if (task.add) {
 #pragma unroll
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads) map_planes(MapTask task) {
   if (blockIdx.x == 0) map_ends<T, F>(task, threadIdx.x);
   const I start = static_cast<I>(blockIdx.x) * (kThreads * kVectors) + threadIdx.x;
   Operands<T, F, kAligned> operands[kVectors];
-  F formulae[kVectors];
+  F coefficients[kVectors];
   I channels[kVectors], left[kVectors];
   const auto place = [&](int k) {
     return static_cast<I>(task.head) + (start + k * kThreads) * kSize;
@@ -167,7 +167,8 @@ __global__ void __launch_bounds__(kThreads) map_planes(MapTask task) {
     channels[k] = task.channel_of(plane);
     // Values from there to the end of the plane.
     left[k] = (plane + 1) * S - place(k);
-    if (start + k * kThreads < vectors) formulae[k] = load_formula<F>(task.formulae, channels[k]);
+    if (start + k * kThreads < vectors)
+      coefficients[k] = load_affine<F>(task.coefficients, channels[k]);
   }
   const auto next = [&](I c) { return c + 1 == C ? 0 : c + 1; };
   // Where most warps have a vector that reaches into the next plane, all take one way.
@@ -176,22 +177,23 @@ __global__ void __launch_bounds__(kThreads) map_planes(MapTask task) {
   for (int k = 0; k < kVectors; ++k) {
     if (start + k * kThreads >= vectors) break;
     if (left[k] >= kSize && !mixed) {
-      operands[k].store(task, place(k), [&](int) { return formulae[k]; });
+      operands[k].store(task, place(k), [&](int) { return coefficients[k]; });
     } else if (kAligned || S >= kSize) {
-      const F second = load_formula<F>(task.formulae, next(channels[k]));
-      operands[k].store(task, place(k),
-                        [&](int j) { return static_cast<I>(j) < left[k] ? formulae[k] : second; });
+      const F second = load_affine<F>(task.coefficients, next(channels[k]));
+      operands[k].store(task, place(k), [&](int j) {
+        return static_cast<I>(j) < left[k] ? coefficients[k] : second;
+      });
     } else {
       // Several planes in one vector.
-      F formula = formulae[k];
+      F affine = coefficients[k];
       I c = channels[k], behind = left[k];
       operands[k].store(task, place(k), [&](int j) {
         if (static_cast<I>(j) == behind) {
           behind += S;
           c = next(c);
-          formula = load_formula<F>(task.formulae, c);
+          affine = load_affine<F>(task.coefficients, c);
         }
-        return formula;
+        return affine;
       });
     }
   }
@@ -202,7 +204,7 @@ template <typename T, typename F, bool kAligned>
 constexpr int kMapBlocks = kAligned ? (sizeof(T) == 2 ? 2 : 3) + (kTakesTwo<F> ? 0 : 1) : 2;
 
 // S = 1: the number of threads is such that each of them meets the same channels again and again,
-// and has their formulae in registers.
+// and has their coefficients in registers.
 template <typename T, typename F, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kMapBlocks<T, F, kAligned>)
     map_rows(MapTask task, int64_t threads) {
@@ -218,14 +220,14 @@ __global__ void __launch_bounds__(kThreads, kMapBlocks<T, F, kAligned>)
       if (k == 0 || v < task.vectors) operands[k].load(task, task.head + v * kSize);
     }
   };
-  // The first are on their way while the formulae are looked for; at odd addresses they take twice
-  // the registers.
+  // The first are on their way while the coefficients are looked for; at odd addresses they take
+  // twice the registers.
   if (kAligned) load(thread);
-  F formulae[kSize];
+  F coefficients[kSize];
   int64_t c = (task.head + thread * kSize) % task.C;
 #pragma unroll
   for (int j = 0; j < kSize; ++j) {
-    formulae[j] = load_formula<F>(task.formulae, c);
+    coefficients[j] = load_affine<F>(task.coefficients, c);
     c = c + 1 == task.C ? 0 : c + 1;
   }
   for (int64_t base = thread; base < task.vectors; base += threads * kUnroll) {
@@ -234,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, kMapBlocks<T, F, kAligned>)
     for (int k = 0; k < kUnroll; ++k) {
       const int64_t v = base + k * threads;
       if (v >= task.vectors) break;
-      operands[k].store(task, task.head + v * kSize, [&](int j) { return formulae[j]; });
+      operands[k].store(task, task.head + v * kSize, [&](int j) { return coefficients[j]; });
     }
   }
 }
@@ -259,24 +261,25 @@ SBN_DEVICE int64_t global_thread() {
   return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
 }
 
-// Formulae of y for each channel of `batches` batches, and small results to where they belong.
-// Null gamma stands for ones; null formulae are not wanted.
+// Coefficients of y for each channel of `batches` batches, and small results to where they belong.
+// Null gamma stands for ones; null coefficients are not wanted.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
     finish_forward(ForwardFinish task, Deliveries deliveries) {
   const int64_t i = global_thread();
   for (int d = 0; d < deliveries.size; ++d) deliver(deliveries.items[d], i);
-  if (i >= task.C * task.batches || !task.formulae) return;
+  if (i >= task.C * task.batches || !task.coefficients) return;
   const int64_t c = i % task.C;
-  void* const formulae = static_cast<char*>(task.formulae) + i / task.C * task.formulae_apart;
+  void* const coefficients =
+      static_cast<char*>(task.coefficients) + i / task.C * task.coefficients_apart;
   const double gamma = task.gamma ? static_cast<double>(static_cast<const A*>(task.gamma)[c]) : 1.0;
   if (task.beta) {
     const double beta = static_cast<const A*>(task.beta)[c];
-    store_formula(Normalize<A>::of(task.statistics[i], gamma, beta), formulae, c);
+    store_affine(Normalize<A>::of(task.statistics[i], gamma, beta), coefficients, c);
   } else {
     // The gradient where statistics are constants.
-    const Normalize<A> formula{0, 0, static_cast<A>(gamma * task.statistics[i].inv_std), 0};
-    store_formula(formula, formulae, c);
+    const Normalize<A> affine{0, 0, static_cast<A>(gamma * task.statistics[i].inv_std), 0};
+    store_affine(affine, coefficients, c);
   }
 }
 
@@ -298,9 +301,9 @@ __global__ void __launch_bounds__(kThreads)
   if (c < C) statistics[c] = batch_statistics(sums[c], count, epsilon);
 }
 
-// Formulae of dx, from the sums of all devices, and the gradients of gamma and beta, from those of
-// this one. The gradients of several batches are added. Without the 4, CUDA 11.2 takes 48 registers
-// on sm_80 and spills one.
+// Coefficients of dx, from the sums of all devices, and the gradients of gamma and beta, from those
+// of this one. The gradients of several batches are added. Without the 4, CUDA 11.2 takes 48
+// registers on sm_80 and spills one.
 template <typename A>
 __global__ void __launch_bounds__(kThreads, 4) finish_backward(BackwardFinish task) {
   const int64_t c = global_thread();
@@ -312,13 +315,13 @@ __global__ void __launch_bounds__(kThreads, 4) finish_backward(BackwardFinish ta
     const Statistics s = task.statistics[i];
     dgamma += task.own_sums[i].second.value() * s.inv_std;
     dbeta += task.own_sums[i].first.value();
-    if (!task.formulae) continue;
-    void* const formulae = static_cast<char*>(task.formulae) + b * task.formulae_apart;
+    if (!task.coefficients) continue;
+    void* const coefficients = static_cast<char*>(task.coefficients) + b * task.coefficients_apart;
     if (task.sums) {
       const double count = task.counts[b];
-      store_formula(InputGradient<A>::of(s, gamma, task.sums[i], count), formulae, c);
+      store_affine(InputGradient<A>::of(s, gamma, task.sums[i], count), coefficients, c);
     } else {
-      store_formula(Normalize<A>{0, 0, static_cast<A>(gamma * s.inv_std), 0}, formulae, c);
+      store_affine(Normalize<A>{0, 0, static_cast<A>(gamma * s.inv_std), 0}, coefficients, c);
     }
   }
   if (task.dgamma) {

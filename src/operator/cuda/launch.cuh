@@ -191,7 +191,7 @@ int launch_backward_sums(const View& view, const void* dy, const void* x, const 
 }
 
 template <typename T, typename F>
-int launch_map(const View& view, const void* a, const void* b, const void* formulae, void* to,
+int launch_map(const View& view, const void* a, const void* b, const void* coefficients, void* to,
                Store how, int multiprocessors, Stream stream) {
   constexpr int64_t kSize = kPack<T>;
   MapTask task{};
@@ -201,7 +201,7 @@ int launch_map(const View& view, const void* a, const void* b, const void* formu
   task.a = a;
   task.b = b;
   task.to = to;
-  task.formulae = formulae;
+  task.coefficients = coefficients;
   task.add = how == Store::kAdd;
   // In place, `a` or `b` is `to`: then nobody reads what another thread has written, as the vectors
   // begin at multiples of 16 in both.
@@ -244,23 +244,23 @@ int launch_map(const View& view, const void* a, const void* b, const void* formu
 }
 
 template <typename T>
-int launch_normalize(const View& view, const void* x, const void* formulae, void* y, Store how,
+int launch_normalize(const View& view, const void* x, const void* coefficients, void* y, Store how,
                      int multiprocessors, Stream stream) {
-  return launch_map<T, Normalize<Arithmetic<T>>>(view, x, nullptr, formulae, y, how,
+  return launch_map<T, Normalize<Arithmetic<T>>>(view, x, nullptr, coefficients, y, how,
                                                  multiprocessors, stream);
 }
 
 template <typename T>
-int launch_input_gradient(const View& view, const void* dy, const void* x, const void* formulae,
+int launch_input_gradient(const View& view, const void* dy, const void* x, const void* coefficients,
                           void* dx, Store how, int multiprocessors, Stream stream) {
-  return launch_map<T, InputGradient<Arithmetic<T>>>(view, dy, x, formulae, dx, how,
+  return launch_map<T, InputGradient<Arithmetic<T>>>(view, dy, x, coefficients, dx, how,
                                                      multiprocessors, stream);
 }
 
-// Room for the formulae of y and of dx alike.
+// Room for the coefficients of y and of dx alike.
 template <typename A>
-int64_t formula_size(int64_t C) {
-  return C * 16 * std::max(kFormulaWords<Normalize<A>>, kFormulaWords<InputGradient<A>>);
+int64_t coefficients_size(int64_t C) {
+  return C * 16 * std::max(kCoefficientWords<Normalize<A>>, kCoefficientWords<InputGradient<A>>);
 }
 
 inline dim3 blocks_for(int64_t threads) {
@@ -301,7 +301,7 @@ template <typename T>
 const CudaKernels kCudaKernels{work_size<T>,
                                launch_forward_sums<T>,
                                launch_backward_sums<T>,
-                               formula_size<Arithmetic<T>>,
+                               coefficients_size<Arithmetic<T>>,
                                launch_finish_forward<Arithmetic<T>>,
                                launch_finish_backward<Arithmetic<T>>,
                                launch_statistics_of_arrays<Arithmetic<T>>,
@@ -310,16 +310,8 @@ const CudaKernels kCudaKernels{work_size<T>,
                                launch_input_gradient<T>};
 
 inline const CudaKernels& kernels_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return kCudaKernels<double>;
-    case DType::kFloat16:
-      return kCudaKernels<Half>;
-    case DType::kBFloat16:
-      return kCudaKernels<BFloat16>;
-    default:
-      return kCudaKernels<float>;
-  }
+  return with_dtype(dtype,
+                    [](auto zero) -> const CudaKernels& { return kCudaKernels<decltype(zero)>; });
 }
 
 }  // namespace gluon_syncbn

@@ -11,13 +11,6 @@ constexpr int64_t kDoubles = sizeof(Statistics) / sizeof(double);
 constexpr int64_t kSumsDoubles = sizeof(ChannelSums) / sizeof(double);
 constexpr int kArrays = 3;
 
-bool has_double_parameters(DType dtype) { return dtype == DType::kFloat64; }
-
-double parameter(DType dtype, const void* values, int64_t i) {
-  return has_double_parameters(dtype) ? static_cast<const double*>(values)[i]
-                                      : static_cast<const float*>(values)[i];
-}
-
 // The running arrays, and copies of them on the host.
 struct Running {
   void* device[kArrays];
@@ -51,7 +44,7 @@ std::vector<BatchPtr> batches_of(CudaPass* pass, const GpuForward& task, Running
   running->fetch(pass);
   pass->wait();
   std::vector<BatchPtr> batches;
-  for (const ForwardPart& part : task.parts) {
+  for (const ForwardShard& part : task.parts) {
     Batch batch{std::vector<Statistics>(static_cast<size_t>(C))};
     batch.count = static_cast<double>(part.view.N * part.view.S);
     if (task.meet) task.meet(sums, &batch.count);
@@ -97,7 +90,7 @@ const Statistics* upload(CudaPass* pass, const GpuForward& task,
 
 std::vector<BatchPtr> forward_on_gpu(const GpuForward& task) {
   CudaPass pass(task.device, task.dtype, task.what);
-  const ForwardPart& first = task.parts[0];
+  const ForwardShard& first = task.parts[0];
   const int64_t C = first.view.C, count = static_cast<int64_t>(task.parts.size());
   Running running(task, C);
   std::vector<BatchPtr> batches;
@@ -117,12 +110,13 @@ std::vector<BatchPtr> forward_on_gpu(const GpuForward& task) {
   };
   deliver(task.mean, &statistics->mean);
   deliver(task.inv_std, &statistics->inv_std);
-  const int64_t size = pass.formula_size(C);
-  char* const formulae = first.y ? pass.on_device<char>(count * size) : nullptr;
-  pass.finish_forward({C, count, statistics, first.gamma, first.beta, formulae, size}, deliveries);
-  for (int64_t i = 0; i < count && formulae; ++i) {
-    const ForwardPart& part = task.parts[i];
-    pass.normalize(part.view, part.x, formulae + i * size, part.y, part.store);
+  const int64_t size = pass.coefficients_size(C);
+  char* const coefficients = first.y ? pass.on_device<char>(count * size) : nullptr;
+  pass.finish_forward({C, count, statistics, first.gamma, first.beta, coefficients, size},
+                      deliveries);
+  for (int64_t i = 0; i < count && coefficients; ++i) {
+    const ForwardShard& part = task.parts[i];
+    pass.normalize(part.view, part.x, coefficients + i * size, part.y, part.store);
   }
   if (!task.from_batch) running.fetch(&pass);
   // The end of the call is how MXNet gets to know that the results are there.
@@ -141,7 +135,7 @@ std::vector<BatchPtr> forward_on_gpu(const GpuForward& task) {
 
 void backward_on_gpu(const GpuBackward& task) {
   CudaPass pass(task.device, task.dtype, task.what);
-  const BackwardPart& first = task.parts[0];
+  const BackwardShard& first = task.parts[0];
   const int64_t C = first.view.C, count = static_cast<int64_t>(task.parts.size());
   // In one copy: the statistics, and the counts of this device alone.
   double* const known = pass.on_host<double>(count * (C * kDoubles + 1));
@@ -155,7 +149,7 @@ void backward_on_gpu(const GpuBackward& task) {
   const auto* const statistics = reinterpret_cast<const Statistics*>(known_on_device);
   ChannelSums* const own = pass.on_device<ChannelSums>(count * C);
   for (int64_t i = 0; i < count; ++i) {
-    const BackwardPart& part = task.parts[i];
+    const BackwardShard& part = task.parts[i];
     pass.backward_sums(part.view, part.dy, part.x, statistics + i * C, own + i * C);
   }
 
@@ -180,16 +174,16 @@ void backward_on_gpu(const GpuBackward& task) {
     }
   }
 
-  const int64_t size = pass.formula_size(C);
-  char* const formulae = first.dx ? pass.on_device<char>(count * size) : nullptr;
-  pass.finish_backward({C, count, statistics, first.gamma, own, all, counts, formulae, size,
+  const int64_t size = pass.coefficients_size(C);
+  char* const coefficients = first.dx ? pass.on_device<char>(count * size) : nullptr;
+  pass.finish_backward({C, count, statistics, first.gamma, own, all, counts, coefficients, size,
                         task.dgamma.to, task.dbeta.to, task.dgamma.add, task.dbeta.add});
-  for (int64_t i = 0; i < count && formulae; ++i) {
-    const BackwardPart& p = task.parts[i];
+  for (int64_t i = 0; i < count && coefficients; ++i) {
+    const BackwardShard& p = task.parts[i];
     if (task.from_batch) {
-      pass.input_gradient(p.view, p.dy, p.x, formulae + i * size, p.dx, p.store);
+      pass.input_gradient(p.view, p.dy, p.x, coefficients + i * size, p.dx, p.store);
     } else {
-      pass.normalize(p.view, p.dy, formulae + i * size, p.dx, p.store);
+      pass.normalize(p.view, p.dy, coefficients + i * size, p.dx, p.store);
     }
   }
   pass.finish();

@@ -29,7 +29,7 @@ struct GpuForward {
   std::string what;
   double epsilon;
   // The whole, or the chunks of virtual devices; null y is not wanted.
-  std::vector<ForwardPart> parts;
+  std::vector<ForwardShard> parts;
   // Statistics of the parts, or else those of the running arrays.
   bool from_batch;
   Meet meet;
@@ -50,7 +50,7 @@ struct GpuBackward {
   DType dtype;
   std::string what;
   // Null dx is not wanted; `sums` are not used.
-  std::vector<BackwardPart> parts;
+  std::vector<BackwardShard> parts;
   // For each part.
   std::vector<BatchPtr> batches;
   bool from_batch;

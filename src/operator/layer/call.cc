@@ -47,15 +47,15 @@ std::vector<const Part*> parts_of(const std::vector<Contribution*>& contribution
 }
 
 // y of one part.
-void normalize(const Kernels& kernels, const ForwardPart& p, const Batch& batch) {
+void normalize(const Kernels& kernels, const ForwardShard& p, const Batch& batch) {
   if (p.y) kernels.forward(p.view, p.x, batch.channels.data(), p.gamma, p.beta, p.y, p.store);
 }
 
 // y of all parts, and their statistics.
-BatchPtr forward_together(const Kernels& kernels, const std::vector<const ForwardPart*>& parts,
+BatchPtr forward_together(const Kernels& kernels, const std::vector<const ForwardShard*>& parts,
                           double epsilon) {
   Batch batch{std::vector<Statistics>(parts[0]->view.C)};
-  for (const ForwardPart* part : parts) {
+  for (const ForwardShard* part : parts) {
     batch.count += static_cast<double>(part->view.N * part->view.S);
   }
   kernels.forward_together(parts, epsilon, batch.channels.data());
@@ -194,12 +194,12 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
         "gluon_syncbn.participants.");
   }
   const bool wanted = requests[kOutput] != kNullOp && view.size() > 0;
-  const ForwardPart whole{view,
-                          arrays.data(kData),
-                          gamma(arrays.data(kGamma)),
-                          arrays.data(kBeta),
-                          wanted ? arrays.data(kForwardOutputs + kOutput) : nullptr,
-                          store_of(requests[kOutput])};
+  const ForwardShard whole{view,
+                           arrays.data(kData),
+                           gamma(arrays.data(kGamma)),
+                           arrays.data(kBeta),
+                           wanted ? arrays.data(kForwardOutputs + kOutput) : nullptr,
+                           store_of(requests[kOutput])};
   if (from_batch_ && attributes_.running.cumulative) check_count(arrays);
   batches_ =
       gpu_ < 0 ? forward_by_cpu(arrays, requests, whole) : forward_by_cuda(arrays, requests, whole);
@@ -220,13 +220,13 @@ void Call::backward_pass(const Arrays& arrays, const int* requests) {
     return;
   }
   if (recomputes_) running_->goes_backward(attributes_.node, number_);
-  const BackwardPart whole{view,
-                           arrays.data(kOutput),
-                           arrays.data(kBackwardInputs + kData),
-                           gamma(arrays.data(kBackwardInputs + kGamma)),
-                           wanted ? arrays.data(kGradients + kData) : nullptr,
-                           store_of(requests[kData]),
-                           nullptr};
+  const BackwardShard whole{view,
+                            arrays.data(kOutput),
+                            arrays.data(kBackwardInputs + kData),
+                            gamma(arrays.data(kBackwardInputs + kGamma)),
+                            wanted ? arrays.data(kGradients + kData) : nullptr,
+                            store_of(requests[kData]),
+                            nullptr};
   if (gpu_ < 0) {
     backward_by_cpu(arrays, requests, whole);
   } else {
@@ -235,7 +235,7 @@ void Call::backward_pass(const Arrays& arrays, const int* requests) {
 }
 
 std::vector<BatchPtr> Call::forward_by_cpu(const Arrays& arrays, const int* requests,
-                                           const ForwardPart& whole) {
+                                           const ForwardShard& whole) {
   const DType dtype = arrays.dtype(kData);
   const Kernels& kernels = cpu_kernels(dtype);
   const RunningPointers running(arrays, attributes_.running.cumulative);
@@ -247,7 +247,7 @@ std::vector<BatchPtr> Call::forward_by_cpu(const Arrays& arrays, const int* requ
   } else if (is_shared()) {
     batches.push_back(synchronized_forward(dtype, whole));
   } else {
-    for (const ForwardPart& part : chunks_of(whole, dtype, arrays.samples(kData))) {
+    for (const ForwardShard& part : chunks_of(whole, dtype, arrays.samples(kData))) {
       batches.push_back(forward_together(kernels, {&part}, attributes_.epsilon));
     }
   }
@@ -256,7 +256,7 @@ std::vector<BatchPtr> Call::forward_by_cpu(const Arrays& arrays, const int* requ
   return batches;
 }
 
-void Call::backward_by_cpu(const Arrays& arrays, const int* requests, const BackwardPart& whole) {
+void Call::backward_by_cpu(const Arrays& arrays, const int* requests, const BackwardShard& whole) {
   const DType dtype = arrays.dtype(kBackwardInputs + kData);
   const Kernels& kernels = cpu_kernels(dtype);
   const View& view = whole.view;
@@ -265,7 +265,7 @@ void Call::backward_by_cpu(const Arrays& arrays, const int* requests, const Back
   std::vector<double> dgamma(view.C), dbeta(view.C);
   const auto parts = chunks_of(whole, dtype, arrays.samples(kBackwardInputs + kData));
   for (size_t i = 0; i < parts.size(); ++i) {
-    BackwardPart part = parts[i];
+    BackwardShard part = parts[i];
     part.sums = sums.data();
     const Statistics* const statistics = batches_[i]->channels.data();
     if (!from_batch_) {
@@ -290,7 +290,7 @@ void Call::backward_by_cpu(const Arrays& arrays, const int* requests, const Back
 }
 
 std::vector<BatchPtr> Call::forward_by_cuda(const Arrays& arrays, const int* requests,
-                                            const ForwardPart& whole) {
+                                            const ForwardShard& whole) {
   const DType dtype = arrays.dtype(kData);
   const RunningPointers running(arrays, attributes_.running.cumulative);
   const auto result = [&](int output) {
@@ -313,7 +313,7 @@ std::vector<BatchPtr> Call::forward_by_cuda(const Arrays& arrays, const int* req
                          std::max(1, attributes_.virtual_devices)});
 }
 
-void Call::backward_by_cuda(const Arrays& arrays, const int* requests, const BackwardPart& whole) {
+void Call::backward_by_cuda(const Arrays& arrays, const int* requests, const BackwardShard& whole) {
   constexpr int kX = kBackwardInputs + kData;
   const DType dtype = arrays.dtype(kX);
   const auto result = [&](int input) {
@@ -326,7 +326,7 @@ void Call::backward_by_cuda(const Arrays& arrays, const int* requests, const Bac
                    result(kBeta)});
 }
 
-BatchPtr Call::synchronized_forward(DType dtype, const ForwardPart& part) {
+BatchPtr Call::synchronized_forward(DType dtype, const ForwardShard& part) {
   const Kernels& kernels = cpu_kernels(dtype);
   const int64_t channels = part.view.C;
   if (!process.all_reduce->shares_memory(layer_)) {
@@ -342,18 +342,18 @@ BatchPtr Call::synchronized_forward(DType dtype, const ForwardPart& part) {
     normalize(kernels, part, batch);
     return std::make_shared<const Batch>(std::move(batch));
   }
-  using Mine = PartContribution<ForwardPart>;
+  using Mine = PartContribution<ForwardShard>;
   Mine mine(part, dtype);
   process.all_reduce->rendezvous(
       layer_, id_, Direction::kForward, device_, &mine, [&](const std::vector<Contribution*>& all) {
         const BatchPtr batch =
-            forward_together(kernels, parts_of<ForwardPart>(all), attributes_.epsilon);
+            forward_together(kernels, parts_of<ForwardShard>(all), attributes_.epsilon);
         for (Contribution* each : all) static_cast<Mine*>(each)->batch = batch;
       });
   return mine.batch;
 }
 
-void Call::synchronized_backward(DType dtype, const BackwardPart& part) {
+void Call::synchronized_backward(DType dtype, const BackwardShard& part) {
   const Kernels& kernels = cpu_kernels(dtype);
   const Statistics* const statistics = batches_[0]->channels.data();
   if (!process.all_reduce->shares_memory(layer_)) {
@@ -368,10 +368,10 @@ void Call::synchronized_backward(DType dtype, const BackwardPart& part) {
     }
     return;
   }
-  PartContribution<BackwardPart> mine(part, dtype);
+  PartContribution<BackwardShard> mine(part, dtype);
   process.all_reduce->rendezvous(layer_, id_, Direction::kBackward, device_, &mine,
                                  [&](const std::vector<Contribution*>& all) {
-                                   kernels.backward_together(parts_of<BackwardPart>(all),
+                                   kernels.backward_together(parts_of<BackwardShard>(all),
                                                              statistics);
                                  });
 }
@@ -413,11 +413,7 @@ bool Call::update_running(DType dtype, const std::vector<BatchPtr>& batches,
     running_->update<P>(batches, attributes_.running,
                         {values(kRunningMean), values(kRunningVar), values(kNumBatches)});
   };
-  if (dtype_of_parameters(dtype) == DType::kFloat64) {
-    update(double{});
-  } else {
-    update(float{});
-  }
+  with_parameters(dtype, update);
   return true;
 }
 

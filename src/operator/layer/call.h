@@ -49,16 +49,16 @@ class Call {
 
   // Return the batches with whose statistics y was normalized: one, or one for each virtual device.
   std::vector<BatchPtr> forward_by_cpu(const Arrays& arrays, const int* requests,
-                                       const ForwardPart& whole);
+                                       const ForwardShard& whole);
   std::vector<BatchPtr> forward_by_cuda(const Arrays& arrays, const int* requests,
-                                        const ForwardPart& whole);
-  void backward_by_cpu(const Arrays& arrays, const int* requests, const BackwardPart& whole);
-  void backward_by_cuda(const Arrays& arrays, const int* requests, const BackwardPart& whole);
+                                        const ForwardShard& whole);
+  void backward_by_cpu(const Arrays& arrays, const int* requests, const BackwardShard& whole);
+  void backward_by_cuda(const Arrays& arrays, const int* requests, const BackwardShard& whole);
 
   // y and the statistics of the batch, with all devices.
-  BatchPtr synchronized_forward(DType dtype, const ForwardPart& part);
+  BatchPtr synchronized_forward(DType dtype, const ForwardShard& part);
   // dx, and the sums of this device alone, with all devices.
-  void synchronized_backward(DType dtype, const BackwardPart& part);
+  void synchronized_backward(DType dtype, const BackwardShard& part);
   // Adds this device's sums to the others'; null if it has statistics of its own.
   Meet reduce_for_cuda(Direction direction, DType dtype, int64_t channels);
 

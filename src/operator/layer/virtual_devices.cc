@@ -14,12 +14,12 @@ void advance(T** values, int64_t bytes) {
   if (*values) *values = const_cast<char*>(static_cast<const char*>(*values)) + bytes;
 }
 
-void advance(ForwardPart* part, int64_t bytes) {
+void advance(ForwardShard* part, int64_t bytes) {
   advance(&part->x, bytes);
   advance(&part->y, bytes);
 }
 
-void advance(BackwardPart* part, int64_t bytes) {
+void advance(BackwardShard* part, int64_t bytes) {
   advance(&part->dy, bytes);
   advance(&part->x, bytes);
   advance(&part->dx, bytes);
@@ -50,7 +50,7 @@ std::vector<Part> cut(const Part& whole, DType dtype, int64_t samples, int virtu
   return chunks;
 }
 
-template std::vector<ForwardPart> cut(const ForwardPart&, DType, int64_t, int);
-template std::vector<BackwardPart> cut(const BackwardPart&, DType, int64_t, int);
+template std::vector<ForwardShard> cut(const ForwardShard&, DType, int64_t, int);
+template std::vector<BackwardShard> cut(const BackwardShard&, DType, int64_t, int);
 
 }  // namespace gluon_syncbn

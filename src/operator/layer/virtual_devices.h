@@ -10,7 +10,7 @@
 
 namespace gluon_syncbn {
 
-// For ForwardPart and BackwardPart. Throws if there are fewer samples than virtual devices.
+// For ForwardShard and BackwardShard. Throws if there are fewer samples than virtual devices.
 template <typename Part>
 std::vector<Part> cut(const Part& whole, DType dtype, int64_t samples, int virtual_devices);
 

@@ -55,36 +55,25 @@ const char* name_of(DType dtype) {
 }
 
 DType dtype_of_parameters(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return DType::kFloat64;
-    case DType::kFloat32:
-    case DType::kFloat16:
-    case DType::kBFloat16:
-      return DType::kFloat32;
+  try {
+    return has_double_parameters(dtype) ? DType::kFloat64 : DType::kFloat32;
+  } catch (const std::invalid_argument&) {
+    throw dmlc::Error(
+        std::string("SyncBatchNorm takes float16, bfloat16, float32 and float64 data. It got ") +
+        name_of(dtype) + ". Cast the data first.");
   }
-  throw dmlc::Error(
-      std::string("SyncBatchNorm takes float16, bfloat16, float32 and float64 data. It got ") +
-      name_of(dtype) + ". Cast the data first.");
 }
 
 size_t size_of(DType dtype) {
-  if (dtype_of_parameters(dtype) == DType::kFloat64) return sizeof(double);
-  return dtype == DType::kFloat32 ? sizeof(float) : sizeof(uint16_t);
-}
-
-double parameter(DType dtype, const void* values, int64_t c) {
-  return dtype_of_parameters(dtype) == DType::kFloat64 ? static_cast<const double*>(values)[c]
-                                                       : static_cast<const float*>(values)[c];
+  return with_dtype(dtype, [](auto zero) { return sizeof(zero); });
 }
 
 void write_parameter(DType dtype, void* values, int64_t c, double value, Store how) {
   if (how == Store::kAdd) value += parameter(dtype, values, c);
-  if (dtype_of_parameters(dtype) == DType::kFloat64) {
-    static_cast<double*>(values)[c] = value;
-  } else {
-    static_cast<float*>(values)[c] = static_cast<float>(value);
-  }
+  with_parameters(dtype, [&](auto zero) {
+    using P = decltype(zero);
+    static_cast<P*>(values)[c] = static_cast<P>(value);
+  });
 }
 
 Arrays::~Arrays() {

@@ -32,8 +32,7 @@ const char* name_of(DType dtype);
 DType dtype_of_parameters(DType dtype);
 size_t size_of(DType dtype);
 
-// Value c of such a parameter.
-double parameter(DType dtype, const void* values, int64_t c);
+// Writes value c of such a parameter.
 void write_parameter(DType dtype, void* values, int64_t c, double value, Store how);
 
 // The arrays of one callback, which owns them.

@@ -1,5 +1,5 @@
-// The formulae of batch normalization (Ioffe and Szegedy 2015), once, for host and device. Sums run
-// over all M = N * S values of a channel, on all devices:
+// The coefficients of batch normalization (Ioffe and Szegedy 2015), once, for host and device. Sums
+// run over all M = N * S values of a channel, on all devices:
 //
 // - mean = sum(x) / M
 // - variance = sum(x^2) / M - mean^2

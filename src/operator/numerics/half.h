@@ -84,7 +84,7 @@ SBN_HOST_DEVICE void narrow(float x, Half* result) {
 #endif
 }
 
-// Formulae over data of T are computed in Arithmetic<T>, which is also the type of gamma, beta,
+// Coefficients over data of T are computed in Arithmetic<T>, which is also the type of gamma, beta,
 // their gradients and the running statistics.
 template <typename T>
 struct ArithmeticOf {

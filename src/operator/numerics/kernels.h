@@ -7,14 +7,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "numerics/dtypes.h"
 #include "numerics/formulas.h"
-#include "numerics/half.h"
 #include "numerics/sums.h"
 
 namespace gluon_syncbn {
-
-// MXNet's numbers (mshadow/base.h).
-enum class DType : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 12 };
 
 // An array of shape (N, C, S): S values of one channel lie together. (N, C) has S = 1, and so has
 // NHWC with N*H*W for N, of which R = H*W rows are those of one sample.
@@ -28,14 +25,14 @@ enum class Store { kWrite, kAdd };
 
 // What one device brings to a pass in training, and where its results go. Null gamma stands for
 // ones; null y and dx are not wanted.
-struct ForwardPart {
+struct ForwardShard {
   View view;
   const void *x, *gamma, *beta;
   void* y;
   Store store;
 };
 
-struct BackwardPart {
+struct BackwardShard {
   View view;
   const void *dy, *x, *gamma;
   void* dx;
@@ -62,8 +59,8 @@ struct Kernels {
                             Store);
   // All parts of a batch at once, where they lie in one memory: a few channels at a time are summed
   // and written while the cache still holds them, so that x (and dy) come from memory once.
-  void (*forward_together)(const std::vector<const ForwardPart*>&, double epsilon, Statistics*);
-  void (*backward_together)(const std::vector<const BackwardPart*>&, const Statistics*);
+  void (*forward_together)(const std::vector<const ForwardShard*>&, double epsilon, Statistics*);
+  void (*backward_together)(const std::vector<const BackwardShard*>&, const Statistics*);
 };
 
 const Kernels& cpu_kernels(DType dtype);

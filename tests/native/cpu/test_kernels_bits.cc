@@ -50,8 +50,8 @@ void check_together(const Problem<T>& p, const Results<T>& r, const Wide<T>& wid
   for (const bool in_place : {false, true}) {
     Array<T> y = in_place ? p.x : p.dy, dx = p.dy;
     const Store how = in_place ? Store::kWrite : Store::kAdd;
-    std::vector<ForwardPart> forward;
-    std::vector<BackwardPart> backward;
+    std::vector<ForwardShard> forward;
+    std::vector<BackwardShard> backward;
     std::vector<Sums> sums(borders.size() - 1, Sums(static_cast<size_t>(p.view.C)));
     for (size_t i = 0; i + 1 < borders.size(); ++i) {
       const View view = part_of(p.view, borders[i], borders[i + 1]);
@@ -62,10 +62,10 @@ void check_together(const Problem<T>& p, const Results<T>& r, const Wide<T>& wid
       backward.push_back(
           {view, dy + at, p.x.data() + at, gamma, dx.data() + at, how, sums[i].data()});
     }
-    std::vector<const ForwardPart*> forward_parts;
-    std::vector<const BackwardPart*> backward_parts;
-    for (const ForwardPart& part : forward) forward_parts.push_back(&part);
-    for (const BackwardPart& part : backward) backward_parts.push_back(&part);
+    std::vector<const ForwardShard*> forward_parts;
+    std::vector<const BackwardShard*> backward_parts;
+    for (const ForwardShard& part : forward) forward_parts.push_back(&part);
+    for (const BackwardShard& part : backward) backward_parts.push_back(&part);
 
     std::vector<Statistics> s(static_cast<size_t>(p.view.C));
     k.forward_together(forward_parts, kEpsilon, s.data());

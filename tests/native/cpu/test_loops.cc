@@ -130,8 +130,8 @@ void channels_are_shared_out_among_threads() {
   const auto shared_out = [](int threads, int64_t C, int64_t S) {
     check::context = std::to_string(C) + " channels, " + std::to_string(threads) + " threads";
     set_num_threads(threads);
-    const ForwardPart part{View{2, C, S}, nullptr, nullptr, nullptr, nullptr, Store::kWrite};
-    return by_channels<ForwardPart>({&part});
+    const ForwardShard part{View{2, C, S}, nullptr, nullptr, nullptr, nullptr, Store::kWrite};
+    return by_channels<ForwardShard>({&part});
   };
   for (const int threads : {1, 2, 16, 17, 32, 48, 64, 96}) CHECK(shared_out(threads, 64, 1 << 15));
   for (const int threads : {49, 63, 97}) CHECK(!shared_out(threads, 64, 1 << 15));

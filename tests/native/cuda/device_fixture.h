@@ -131,16 +131,16 @@ class OnDevice {
   void normalize(Which which, const std::vector<Statistics>& s, bool with_gamma, const T* from,
                  T* to, Store how) {
     DeviceArray<Statistics> statistics(s.data(), p_.view.C);
-    DeviceArray<char> formulae(kernels().formula_size(p_.view.C));
+    DeviceArray<char> coefficients(kernels().coefficients_size(p_.view.C));
     const ForwardFinish finish{p_.view.C,
                                1,
                                statistics.data(),
                                with_gamma ? gamma.data() : nullptr,
                                which == kForward ? beta.data() : nullptr,
-                               formulae.data(),
+                               coefficients.data(),
                                0};
     MUST(kernels().finish_forward(finish, {}, the_stream()));
-    MUST(kernels().normalize(p_.view, from, formulae.data(), to, how, multiprocessors_,
+    MUST(kernels().normalize(p_.view, from, coefficients.data(), to, how, multiprocessors_,
                              the_stream()));
     MUST(cuda().synchronize(the_stream()));
   }
@@ -154,7 +154,7 @@ class OnDevice {
     DeviceArray<Statistics> statistics(s.data(), C);
     DeviceArray<ChannelSums> own_sums(own.data(), C), all_sums(all.data(), C);
     DeviceArray<double> counts(&count, 1);
-    DeviceArray<char> formulae(kernels().formula_size(C));
+    DeviceArray<char> coefficients(kernels().coefficients_size(C));
     DeviceArray<A> dgamma(p_.beta.data(), C), dbeta(p_.beta.data(), C);
     const BackwardFinish finish{C,
                                 1,
@@ -163,14 +163,14 @@ class OnDevice {
                                 own_sums.data(),
                                 all_sums.data(),
                                 counts.data(),
-                                formulae.data(),
+                                coefficients.data(),
                                 0,
                                 dgamma.data(),
                                 dbeta.data(),
                                 how == Store::kAdd,
                                 how == Store::kAdd};
     MUST(kernels().finish_backward(finish, the_stream()));
-    MUST(kernels().input_gradient(p_.view, dy.data(), x.data(), formulae.data(), to, how,
+    MUST(kernels().input_gradient(p_.view, dy.data(), x.data(), coefficients.data(), to, how,
                                   multiprocessors_, the_stream()));
     return {dgamma.get(), dbeta.get()};
   }
