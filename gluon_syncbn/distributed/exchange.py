@@ -53,7 +53,7 @@ class Exchange:
                 if configuration not in self._known:
                     # The name last, which may be long.
                     text = (
-                        f"layer {key.split()[0]} of {channels} channels, {layer.dtype()}, {here} "
+                        f"layer {key.split()[0]} of {channels} channels, {layer.dtype}, {here} "
                         f"devices in each process, groups of {group_size or 'all'}, '{layer.name}'"
                     )
                     self._compare(handshake, title, text)

@@ -34,6 +34,8 @@ class _Watched(Parameter):
     def cast(self, dtype):
         self._raise_errors()
         super().cast(dtype)
+        for layer in self._layers:
+            layer.configure()
 
     def _raise_errors(self):
         for array in self._data or ():
@@ -83,6 +85,7 @@ class SyncedLayer(native.Layer):
     def leave(self):
         """The block no longer synchronizes."""
         stop_following(self)
+        self.forget()
         for parameter in self._parameters[:2]:
             if isinstance(parameter(), _Watched):
                 _Watched.unwatch(parameter(), self)
@@ -115,15 +118,13 @@ class SyncedLayer(native.Layer):
         return [devices[i : i + size] for i in range(0, len(devices), size or 1)]
 
     def configure(self):
+        if self._parameters[0]() is not None:
+            self.dtype = np.dtype(self._parameters[0]().dtype).name
         self.group._configure(self, self.all_devices(), self._num_devices)
 
     def on_new_values(self, parameter):
         """Somebody writes a running statistic."""
         self.restart(variance=parameter is self._parameters[1]())
-
-    def dtype(self):
-        parameter = self._parameters[0]()
-        return np.dtype(parameter.dtype).name if parameter is not None else "?"
 
     def fail(self, text):
         self.group._fail(text)

@@ -135,6 +135,12 @@ class Layer:
         (processes, size). config_error: why the layer cannot train there."""
         self.devices = tuple(devices)
         self.exchange = exchange
+        # Calls may still be on their way to an exchange when the net is dropped, and other
+        # processes wait for them.
+        if exchange is not None:
+            _exchanging[self.number] = self
+        else:
+            _exchanging.pop(self.number, None)
         config = LayerConfig(
             name=self.name.encode(),
             devices=_texts(self.devices),
@@ -152,6 +158,10 @@ class Layer:
     def restart(self, variance):
         """The user writes the running mean, or variance: virtual devices continue from there."""
         _library.gluon_syncbn_restart(self.number, variance)
+
+    def forget(self):
+        """Nothing is under way any more."""
+        _exchanging.pop(self.number, None)
 
     def fail(self, text):
         """A step has failed here."""
@@ -210,6 +220,7 @@ def give_up(reason):
 
 _ids = itertools.count()
 _layers = weakref.WeakValueDictionary()
+_exchanging = {}
 HAS_ONEDNN = mxnet.runtime.Features().is_enabled("MKLDNN")
 _register(mxnet)
 shutdown.release_at_the_end()

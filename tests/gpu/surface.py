@@ -67,7 +67,10 @@ class Layer:
             return torch.full(shape, math.nan, dtype=torch.float64, device=x.device)
 
         self.work = doubles(max(1, work), 6)
-        self.coefficients, self.gradient_formulae = doubles(coefficients // 8), doubles(coefficients // 8)
+        self.coefficients, self.gradient_formulae = (
+            doubles(coefficients // 8),
+            doubles(coefficients // 8),
+        )
         self.sums, self.gradient_sums = doubles(self.channels, 6), doubles(self.channels, 6)
         # mean, what a double leaves of it, variance, 1 / standard deviation
         self.statistics = doubles(self.channels, 4)
