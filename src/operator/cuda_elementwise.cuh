@@ -299,9 +299,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Formulae of dx, from the sums of all devices, and the gradients of gamma and beta, from those of
-// this one. The gradients of several batches are added.
+// this one. The gradients of several batches are added. Without the 4, CUDA 11.2 takes 48 registers
+// on sm_80 and spills one.
 template <typename A>
-__global__ void __launch_bounds__(kThreads) finish_backward(BackwardFinish task) {
+__global__ void __launch_bounds__(kThreads, 4) finish_backward(BackwardFinish task) {
   const int64_t c = global_thread();
   if (c >= task.C) return;
   const double gamma = task.gamma ? static_cast<double>(static_cast<const A*>(task.gamma)[c]) : 1.0;

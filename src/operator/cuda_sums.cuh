@@ -750,7 +750,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
   // What is subtracted: the means, or origins of a thread's share.
   A about[kSize];
   Center<A> own_center{0, 0};
-  if constexpr (kBackward) {
+  if (kBackward) {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       about[j] = j < width ? Center<A>::of(task.statistics[c + j]).mean : A{0};
@@ -822,17 +822,17 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
     };
     const auto value = [&](int j, int i) { return get(xs, j, i, about[j]); };
     const auto origin = [&](int j) { return about[j]; };
+    if (!kBackward && is_first) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        about[j] = value_at<T>(xs[0], j);
+        about[j] = origin_of<kBatch>([&](int i) { return value(j, i); }, A{});
+      }
+    }
     if constexpr (kBackward) {
       add_runs<kSize, kBatch>([&](int j, int i) { return get(dys, j, i, A{0}); }, value, origin,
                               A{}, again, add);
     } else {
-      if (is_first) {
-#pragma unroll
-        for (int j = 0; j < kSize; ++j) {
-          about[j] = value_at<T>(xs[0], j);
-          about[j] = origin_of<kBatch>([&](int i) { return value(j, i); }, A{});
-        }
-      }
       add_runs<kSize, kBatch>(value, origin, A{}, again, add);
     }
   };
@@ -858,7 +858,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
         for (int i = 0; i < kBatch; ++i) count += r + i * down < n ? 1 : 0;
       }
     }
-    if constexpr (!kBackward) {
+    if (!kBackward) {
       // Read again, as registers are few.
       Words nears[1] = {zero_words()};
       if (width > 0) load(x + at + c, 0, nears);
@@ -908,7 +908,8 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
       ChannelSums sums = get_sums(own_sums + own * 6);
 #pragma unroll
       for (int g = 0; g < kMostGroups; ++g) {
-        if (g >= groups || g >= chunks) break;
+        // A break takes one register more, and sm_50 has none left.
+        if (g >= groups || g >= chunks) continue;
         const int place = own % kSize * kPlane + own / kSize + g * down * across;
         double total[2] = {shared[0][place], shared[1][place]};
 #pragma unroll
@@ -917,7 +918,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
           total[0] += shared[0][place + i * across];
           total[1] += shared[1][place + i * across];
         }
-        if constexpr (kBackward) {
+        if (kBackward) {
           sums.first.add(total[0]);
           sums.second.add(own_center.products(total[0], total[1]));
         } else {
@@ -948,7 +949,7 @@ __global__ void __launch_bounds__(kThreads, 2) sum_values(SumsTask task) {
     const int64_t end = task.unit_of_slice(blockIdx.y + 1);
     for (int64_t n = task.unit_of_slice(blockIdx.y) + warp; n < end; n += kWarps) {
       double value = widen(x[n * task.C + c]);
-      if constexpr (kBackward) {
+      if (kBackward) {
         const double gradient = widen(dy[n * task.C + c]);
         value -= mean;
         if (sizeof(A) == sizeof(double)) value -= mean_low;
