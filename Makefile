@@ -81,8 +81,10 @@ format: $(ready)lint ## rewrite the sources as `make lint` wants them
 warnings: export NVCC_APPEND_FLAGS = --Werror all-warnings
 warnings: $(ready)python ## compile everything with warnings as errors
 	CXXFLAGS="-Wall -Wextra -Werror" $(python) setup.py --quiet build_ext \
-	    --build-lib build/warnings --build-temp build/warnings
-	$(build_native) programs FLAVOUR=warnings FLAGS="-O2 -Wall -Wextra -Werror -Wno-unknown-pragmas"
+	    --build-lib build/$(warnings) --build-temp build/$(warnings)
+	$(build_native) programs FLAVOUR=$(warnings) \
+	    FLAGS="-O2 -Wall -Wextra -Werror -Wno-unknown-pragmas -Wno-pass-failed"
+warnings = warnings-$(notdir $(firstword $(CXX)))
 
 # The sanitizers want their shadow memory at fixed addresses, which only `setarch -R` keeps free on some kernels.
 sanitize: export TSAN_OPTIONS = halt_on_error=1:second_deadlock_stack=1

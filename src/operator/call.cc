@@ -175,7 +175,7 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
   check_device();
   // A backward finds none after a forward that fails.
   batches_.clear();
-  ticket_ = Ticket{-1};
+  ticket_ = Ticket{-1, 0, 0, nullptr};
   from_batch_ = is_train && !settings_.use_global_stats;
   if (is_shared()) {
     check_engine();

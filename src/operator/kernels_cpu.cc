@@ -1,6 +1,7 @@
 // The CPU kernels: the loops of loops_cpu.inc for several instruction sets, and the walk over
 // planes and threads.
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -12,6 +13,12 @@
 #include "thread_pool.h"
 
 #define SBN_INLINE inline __attribute__((always_inline))
+// That the iterations of the loop behind it may overlap: what they read and write does not.
+#if defined(__clang__)
+#define SBN_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define SBN_INDEPENDENT _Pragma("GCC ivdep")
+#endif
 
 namespace gluon_syncbn {
 namespace {
@@ -56,35 +63,56 @@ namespace baseline {
 }  // namespace baseline
 
 #if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
+#endif
 #define SBN_F16C
 namespace avx2 {
 #include "loops_cpu.inc"
 #include "rows_cpu.inc"
 }  // namespace avx2
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(                                                    \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
+    apply_to = function)
+#else
 #pragma GCC pop_options
-
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#endif
 namespace avx512 {
 #include "loops_cpu.inc"
 #include "rows_cpu.inc"
 }  // namespace avx512
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
 #pragma GCC pop_options
+#endif
+
+bool has_avx2() {
+  // g++ knows "f16c" since version 11. "avx2" says that the system saves the registers.
+  unsigned a, b, c = 0, d;
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
 #endif
 
 template <typename T>
 const Loops<T>& loops() {
 #if defined(__x86_64__)
-  static const Loops<T>& best =
-      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
-          ? avx512::kLoops<T>
-      : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-              __builtin_cpu_supports("f16c")
-          ? avx2::kLoops<T>
-          : baseline::kLoops<T>;
+  static const Loops<T>& best = has_avx512() ? avx512::kLoops<T>
+                                : has_avx2() ? avx2::kLoops<T>
+                                             : baseline::kLoops<T>;
   return best;
 #else
   return baseline::kLoops<T>;

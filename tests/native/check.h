@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <initializer_list>
+#include <iomanip>
 #include <iostream>
 #include <string>
 
@@ -11,7 +12,6 @@ namespace check {
 inline std::atomic<int> passed{0}, failed{0};
 // What the next checks are about, told with those that fail. Not to be set while threads check.
 inline std::string context;
-inline const auto digits = std::cerr.precision(17);
 
 // Counts, and says whether to describe a failure.
 inline bool fails(bool holds) { return holds ? (++passed, false) : ++failed <= 20; }
@@ -36,10 +36,11 @@ inline int finish(const char* name) {
 }
 }  // namespace check
 
-#define CHECK_SAY(holds, what) \
-  if (!check::fails(holds)) {  \
-  } else                       \
-    std::cerr << "line " << __LINE__ << ": " << check::context << ": " << what << "\n"
+#define CHECK_SAY(holds, what)                                                                  \
+  if (!check::fails(holds)) {                                                                   \
+  } else                                                                                        \
+    std::cerr << std::setprecision(17) << "line " << __LINE__ << ": " << check::context << ": " \
+              << what << "\n"
 #define CHECK(condition) CHECK_SAY(condition, #condition)
 #define CHECK_EQ(a, b) CHECK_SAY((a) == (b), #a " is " << (a) << ", not " << (b))
 // That the statement throws the type, with each of the texts in what().

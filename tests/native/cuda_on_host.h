@@ -201,8 +201,10 @@ class Block {
   bool moved_ = false;
   ucontext_t home_;
   jmp_buf home_place_;
+#if defined(__SANITIZE_ADDRESS__)
   const void* home_bottom_ = nullptr;
   size_t home_size_ = 0;
+#endif
 };
 
 // Runs a kernel, whose threads wait for each other or not, to its end: every stream is in order.

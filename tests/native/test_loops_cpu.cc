@@ -149,14 +149,12 @@ int main() {
   check_same_bits(baseline::kLoops<BFloat16>, loops<BFloat16>());
   CHECK_SAME_BITS("baseline", baseline);
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c")) {
+  if (has_avx2()) {
     CHECK_SAME_BITS("AVX2", avx2);
   } else {
     std::cerr << "AVX2 is not tested: this processor has none.\n";
   }
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+  if (has_avx512()) {
     CHECK_SAME_BITS("AVX-512", avx512);
   } else {
     std::cerr << "AVX-512 is not tested: this processor has none.\n";
