@@ -209,7 +209,10 @@ void AllReduce::meet(const LayerPtr& layer, const Ticket& ticket, Direction dire
   } catch (const Error& failure) {
     error = failure.what();
   } catch (const std::exception& failure) {
+    // The title is configured.
+    lock.lock();
     error = layer->title(key) + ": " + failure.what();
+    lock.unlock();
   }
   lock.lock();
   meeting->end(error);

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <stdexcept>
 
 #include "all_reduce_fixture.h"
 
@@ -124,6 +125,27 @@ void failure_reaches_all_and_the_layer_recovers() {
   check_meets(&f, cpus(3));
   CHECK_THROWS(Error, f.reduce(stale_too, "cpu(2)", Direction::kBackward), "failed before");
   check_meets(&f, cpus(3));
+}
+
+// Whose layer is configured at the same time.
+void what_a_join_throws_names_the_layer() {
+  check::context = "join throws";
+  Fixture f(config_of(cpus(1)));
+  std::atomic<bool> done{false};
+  std::thread other([&] {
+    while (!done) f.all_reduce.configure(f.kNumber, config_of(cpus(1)));
+  });
+  Part part;
+  const auto fails = [](const std::vector<Part*>&) { throw std::runtime_error("no memory"); };
+  for (int i = 0; i < 50; ++i) {
+    CHECK_THROWS(
+        Error,
+        f.all_reduce.meet(f.layer, f.next("cpu(0)"), Direction::kForward, "cpu(0)", &part, fails),
+        "net0_norm7", "no memory");
+    f.settle("cpu(0)");
+  }
+  done = true;
+  other.join();
 }
 
 // Failures while devices come and go, again and again: nobody hangs, and afterwards all meet.
@@ -280,6 +302,7 @@ int main() {
   channels_have_to_match();
   dtypes_have_to_match();
   failure_reaches_all_and_the_layer_recovers();
+  what_a_join_throws_names_the_layer();
   layer_recovers_under_load();
   closing_releases_all();
   interrupt_releases_those_who_wait_on();
