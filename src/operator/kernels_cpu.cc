@@ -29,8 +29,6 @@ constexpr int64_t kChunk = 2048;
 constexpr int64_t kRow = 64, kBlock = 512;
 // What is handed to a thread at a time: some tens of microseconds of work.
 constexpr int64_t kValuesPerUnit = 1 << 15;
-// From so many on, threads that work by channels end at about the same time.
-constexpr int64_t kChannelsPerThread = 4;
 
 // Where S = 1, samples of `rows` rows that lie `stride` apart. The rows of a sample are summed in
 // chunks, `chunks` of them in each sample; begin..end are those meant, counted through all samples.
@@ -322,12 +320,16 @@ int64_t values_per_channel(const std::vector<const Part*>& parts) {
 }
 
 // Whether channels can be shared out to the threads, each walked from its sums to its results.
+// Forward goes through memory twice then, and not three times, so threads whose channels are done
+// may wait for the others for a third of the time.
 template <typename Part>
 bool by_channels(const std::vector<const Part*>& parts) {
   const int64_t C = parts[0]->view.C;
   const int64_t units = C * values_per_channel(parts) / kValuesPerUnit;
+  const int64_t threads = std::clamp<int64_t>(units, 1, thread_pool().threads());
+  const int64_t most = (C + threads - 1) / threads;
   return std::all_of(parts.begin(), parts.end(), [](const Part* p) { return p->view.S > 1; }) &&
-         (units <= 1 || C >= kChannelsPerThread * thread_pool().threads());
+         3 * C >= 2 * most * threads;
 }
 
 // Calls f(c, offset, n) for the chunks of channels c_begin..c_end.

@@ -198,18 +198,18 @@ void splits_stores_and_alignment_do_not_show() {
   check_view<T>({2 * 5, 32257, 1, 5});
 }
 
-// Large enough for four threads, which share the channels, or the samples where there are few
-// channels.
+// Large enough for four threads, the last for 32, which share the channels, or the samples where
+// there are few channels.
 template <typename T>
 void threads_do_not_show() {
-  for (const View view :
-       {View{5, 1, 27001}, View{3, 2, 22000}, View{45000, 3, 1}, View{1100, 130, 1},
-        View{4, 130, 260}, View{40, 64, 49}, View{45000, 3, 1, 5000}, View{600, 700, 1, 100}}) {
+  for (const View view : {View{5, 1, 27001}, View{3, 2, 22000}, View{45000, 3, 1},
+                          View{1100, 130, 1}, View{4, 130, 260}, View{40, 64, 49},
+                          View{45000, 3, 1, 5000}, View{600, 700, 1, 100}, View{4, 64, 4100}}) {
     check::context = name_of<T>(view, 1000);
     const Problem<T> p(view, 1000);
     set_num_threads(1);
     const Results<T> r(p);
-    for (const int threads : {2, 3, 4}) {
+    for (const int threads : {2, 3, 4, 32}) {
       set_num_threads(threads);
       r.check_same_bits(Results<T>(p));
     }

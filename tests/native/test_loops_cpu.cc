@@ -125,6 +125,24 @@ void check_conversions(const Widen& widen_these, const Narrow& narrow_these) {
   CHECK(same_bits(expected, result));
 }
 
+// Channels are shared out where that keeps the threads at work for two thirds of the time.
+void channels_are_shared_out_among_threads() {
+  const auto shared_out = [](int threads, int64_t C, int64_t S) {
+    check::context = std::to_string(C) + " channels, " + std::to_string(threads) + " threads";
+    set_num_threads(threads);
+    const ForwardPart part{View{2, C, S}, nullptr, nullptr, nullptr, nullptr, Store::kWrite};
+    return by_channels<ForwardPart>({&part});
+  };
+  for (const int threads : {1, 2, 16, 17, 32, 48, 64, 96}) CHECK(shared_out(threads, 64, 1 << 15));
+  for (const int threads : {49, 63, 97}) CHECK(!shared_out(threads, 64, 1 << 15));
+  CHECK(shared_out(2, 3, 1 << 15));
+  CHECK(!shared_out(2, 1, 1 << 15));
+  // Work for four threads, or for one.
+  CHECK(shared_out(63, 64, 1 << 10));
+  CHECK(shared_out(2, 1, 1 << 10));
+  CHECK(!shared_out(1, 64, 1));
+}
+
 }  // namespace
 }  // namespace gluon_syncbn
 
@@ -160,5 +178,6 @@ int main() {
     std::cerr << "AVX-512 is not tested: this processor has none.\n";
   }
 #endif
+  channels_are_shared_out_among_threads();
   return check::finish("loops_cpu");
 }
