@@ -5,11 +5,16 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <condition_variable>
 #include <cstdlib>
 #include <deque>
+#include <exception>
+#include <fstream>
 #include <mutex>
+#include <sstream>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace gluon_syncbn {
@@ -40,6 +45,20 @@ struct ThreadPool::Job {
   std::atomic<int64_t> done{0};
   std::mutex mutex;
   std::condition_variable finished;
+  // What the first unit that failed has thrown.
+  std::exception_ptr error;
+
+  // Returns how many units are done: this one, or with it all that are not begun, if it throws.
+  int64_t run(int64_t unit) {
+    try {
+      (*f)(unit);
+      return 1;
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (!error) error = std::current_exception();
+      return 1 + std::max<int64_t>(0, units - next.exchange(units));
+    }
+  }
 
   // Works until no unit is left to begin, or it is enough.
   template <typename F>
@@ -47,8 +66,8 @@ struct ThreadPool::Job {
     while (!enough()) {
       const int64_t unit = next++;
       if (unit >= units) return;
-      (*f)(unit);
-      if (++done == units) {
+      const int64_t ended = run(unit);
+      if ((done += ended) == units) {
         const std::lock_guard<std::mutex> lock(mutex);
         finished.notify_all();
       }
@@ -66,7 +85,7 @@ struct ThreadPool::State {
   std::deque<std::shared_ptr<Job>> jobs;
   bool stopping = false;
   // How many are to work at a time, and how many do: callers, helpers and threads of the pool.
-  const int wanted;
+  int wanted;
   int busy = 0;
   // Whether there may be work for a helper, who looks at it without the lock.
   std::atomic<bool> inviting{false};
@@ -109,7 +128,14 @@ struct ThreadPool::State {
 
 ThreadPool::ThreadPool(int threads) : state_(new State(threads)) {
   for (int i = 1; i < threads; ++i) {
-    state_->threads.emplace_back([state = state_.get()] { state->serve(); });
+    try {
+      state_->threads.emplace_back([state = state_.get()] { state->serve(); });
+    } catch (const std::exception&) {
+      // The system gives no more of them.
+      const State::Lock lock(state_->mutex);
+      state_->wanted = i;
+      break;
+    }
   }
 }
 
@@ -148,9 +174,11 @@ void ThreadPool::parallel_for(int64_t units, const std::function<void(int64_t)>&
   }
   // A thread that still has the job finds no unit left to begin and never touches f.
   const auto finished = [&] { return job->done == job->units; };
-  if (look_out_for(finished, kLastUnits)) return;
-  State::Lock lock(job->mutex);
-  job->finished.wait(lock, finished);
+  if (!look_out_for(finished, kLastUnits)) {
+    State::Lock lock(job->mutex);
+    job->finished.wait(lock, finished);
+  }
+  if (job->error) std::rethrow_exception(std::move(job->error));
 }
 
 void ThreadPool::help(const std::function<bool()>& done, std::chrono::duration<double> patience) {
@@ -164,10 +192,46 @@ void ThreadPool::help(const std::function<bool()>& done, std::chrono::duration<d
 
 namespace {
 
-int default_threads() {
+// How many CPUs a cgroup may use at a time. The files have a quota, "max" or -1 where there is
+// none, and its period.
+double quota_of(const std::string& folder, const std::vector<std::string>& files) {
+  std::stringstream text;
+  for (const std::string& file : files) text << std::ifstream(folder + file).rdbuf() << ' ';
+  double quota, period;
+  return text >> quota >> period && quota > 0 && period > 0 ? quota / period : HUGE_VAL;
+}
+
+}  // namespace
+
+int default_threads(int cores, const std::string& root) {
   if (const char* set = std::getenv("OMP_NUM_THREADS")) {
     if (const int threads = std::atoi(set); threads > 0) return threads;
   }
+  const std::string mounted = root + "/sys/fs/cgroup";
+  double cpus = cores;
+  std::ifstream groups(root + "/proc/self/cgroup");
+  // "0::/path" for version 2, "4:cpu,cpuacct:/path" for version 1.
+  for (std::string line; std::getline(groups, line);) {
+    const size_t name = line.find(':') + 1, end = line.find(":/", name);
+    if (name == 0 || end == line.npos) continue;
+    const std::string controllers = "," + line.substr(name, end - name) + ",";
+    if (controllers != ",," && controllers.find(",cpu,") == line.npos) continue;
+    // The group and all that it is in. A container may have the path of outside, and itself as the
+    // root.
+    for (std::string path = line.substr(end + 1);; path.resize(path.rfind('/'))) {
+      cpus = std::min(cpus, controllers == ",,"
+                                ? quota_of(mounted + path, {"/cpu.max"})
+                                : quota_of(mounted + "/cpu" + path,
+                                           {"/cpu.cfs_quota_us", "/cpu.cfs_period_us"}));
+      if (path.empty()) break;
+    }
+  }
+  return std::max(1, static_cast<int>(std::ceil(cpus)));
+}
+
+namespace {
+
+int available_cores() {
   cpu_set_t cores;
   if (sched_getaffinity(0, sizeof(cores), &cores) == 0) return std::max(1, CPU_COUNT(&cores));
   return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
@@ -181,7 +245,7 @@ std::atomic<ThreadPool*> pool{nullptr};
 ThreadPool& thread_pool() {
   ThreadPool* current = pool.load(std::memory_order_acquire);
   if (!current) {
-    auto* const mine = new ThreadPool(default_threads());
+    auto* const mine = new ThreadPool(default_threads(available_cores()));
     if (pool.compare_exchange_strong(current, mine, std::memory_order_acq_rel)) return *mine;
     delete mine;
   }

@@ -10,11 +10,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 
 namespace gluon_syncbn {
 
 class ThreadPool {
  public:
+  // With fewer threads where the system gives no more.
   explicit ThreadPool(int threads);
   ~ThreadPool();
 
@@ -22,6 +24,7 @@ class ThreadPool {
   int threads() const;
 
   // Calls f(0), ..., f(units - 1), each once, in any order, on this thread and those that are free.
+  // If one throws, no more are begun, and what the first threw is thrown here once all have ended.
   void parallel_for(int64_t units, const std::function<void(int64_t)>& f);
 
   // For who waits for something that others are about to do in loops of this pool, on a thread that
@@ -35,9 +38,12 @@ class ThreadPool {
   std::unique_ptr<State> state_;
 };
 
-// The pool of the kernels. It starts with OMP_NUM_THREADS threads, as MXNet does, or one for each
-// core.
+// The pool of the kernels. It starts with default_threads().
 ThreadPool& thread_pool();
+
+// OMP_NUM_THREADS, as with MXNet, or one for each core, but not more than the CPU quota of the
+// process's cgroups lets run at a time. /proc and /sys are looked for in `root`.
+int default_threads(int cores, const std::string& root = "");
 
 // Replaces it. No kernel may run meanwhile.
 void set_num_threads(int threads);

@@ -1,12 +1,19 @@
+#include <pthread.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <fstream>
 #include <future>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -114,6 +121,51 @@ void caller_needs_no_free_thread() {
   check_job(&pool, 100);
 }
 
+// More units than could ever be run, of which one fails on this thread or on another.
+void who_calls_gets_what_a_unit_throws() {
+  for (const int threads : {1, 2, 4}) {
+    for (const bool on_caller : {true, false}) {
+      if (threads == 1 && !on_caller) continue;
+      check::context = std::to_string(threads) + " threads, fails on " +
+                       (on_caller ? "the caller's" : "another one");
+      ThreadPool pool(threads);
+      const std::thread::id caller = std::this_thread::get_id();
+      std::atomic<int> inside{0};
+      std::atomic<bool> failed{false};
+      const auto unit = [&](int64_t) {
+        ++inside;
+        const bool fails = (std::this_thread::get_id() == caller) == on_caller;
+        if (fails) failed = true;
+        while (!failed) std::this_thread::yield();
+        --inside;
+        if (fails) throw std::runtime_error("a unit failed");
+      };
+      CHECK_THROWS(std::runtime_error, pool.parallel_for(int64_t{1} << 60, unit), "a unit failed");
+      CHECK_EQ(inside.load(), 0);
+      check_job(&pool, 100);
+    }
+  }
+}
+
+void units_may_all_throw() {
+  check::context = "all fail";
+  ThreadPool pool(3);
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 4; ++i) {
+    callers.emplace_back([&pool] {
+      const auto fails = [](int64_t unit) { throw std::runtime_error(std::to_string(unit)); };
+      for (int64_t job = 0; job < 100; ++job) {
+        CHECK_THROWS(std::runtime_error, pool.parallel_for(1 + job % 20, fails));
+        // Out of the loop within it, too.
+        CHECK_THROWS(std::runtime_error,
+                     pool.parallel_for(3, [&](int64_t) { pool.parallel_for(4, fails); }));
+        check_job(&pool, job % 20);
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+}
+
 void help_ends_when_patience_does() {
   check::context = "patience";
   for (const int threads : {1, 2}) {
@@ -169,6 +221,98 @@ void many_help_and_leave() {
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+// A part of the threads finds no room for its stack.
+void works_with_the_threads_that_it_gets() {
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+  check::context = "no more threads";
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    std::ifstream statm("/proc/self/statm");
+    rlim_t pages = 0, stack = 256 << 20;
+    statm >> pages;
+    const rlim_t room = pages * static_cast<rlim_t>(sysconf(_SC_PAGESIZE)) + 3 * stack;
+    const rlimit limit{room, room};
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, stack);
+    CHECK_EQ(pthread_setattr_default_np(&attributes), 0);
+    CHECK_EQ(setrlimit(RLIMIT_AS, &limit), 0);
+    ThreadPool pool(8);
+    CHECK_SAY(pool.threads() > 1 && pool.threads() < 5, pool.threads() << " threads");
+    for (int i = 0; i < 100; ++i) check_job(&pool, 50);
+    _exit(check::failed ? 1 : 0);
+  }
+  int status = -1;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  CHECK_EQ(status, 0);
+#endif
+}
+
+// A folder with these files, made up.
+struct Files {
+  std::string root = "/tmp/gluon_syncbn_XXXXXX";
+
+  explicit Files(const std::vector<std::pair<std::string, std::string>>& files) {
+    CHECK(mkdtemp(&root[0]));
+    for (const auto& [path, text] : files) {
+      for (size_t at = 0; (at = path.find('/', at + 1)) != path.npos;) {
+        mkdir((root + path.substr(0, at)).c_str(), 0700);
+      }
+      std::ofstream(root + path) << text;
+    }
+  }
+  ~Files() { CHECK_EQ(std::system(("rm -r " + root).c_str()), 0); }
+};
+
+void no_more_threads_than_the_quota_of_the_cgroup() {
+  using List = std::vector<std::pair<std::string, std::string>>;
+  const std::string memberships = "/proc/self/cgroup", version_2 = "/sys/fs/cgroup";
+  const std::string version_1 = "/sys/fs/cgroup/cpu";
+  const auto check_threads = [](const char* context, const List& files, int expected) {
+    check::context = context;
+    const Files made(files);
+    CHECK_EQ(default_threads(64, made.root), expected);
+  };
+  unsetenv("OMP_NUM_THREADS");
+  check_threads("nothing known", {}, 64);
+  check_threads("no limit", {{memberships, "0::/a\n"}, {version_2 + "/a/cpu.max", "max 100000\n"}},
+                64);
+  check_threads("own group",
+                {{memberships, "0::/a/b\n"}, {version_2 + "/a/b/cpu.max", "300000 100000\n"}}, 3);
+  check_threads("rounded up",
+                {{memberships, "0::/a\n"}, {version_2 + "/a/cpu.max", "250000 100000\n"}}, 3);
+  check_threads("less than one",
+                {{memberships, "0::/a\n"}, {version_2 + "/a/cpu.max", "20000 100000\n"}}, 1);
+  check_threads("more than cores",
+                {{memberships, "0::/a\n"}, {version_2 + "/a/cpu.max", "9900000 100000\n"}}, 64);
+  check_threads("group above",
+                {{memberships, "0::/a/b\n"},
+                 {version_2 + "/a/b/cpu.max", "max 100000\n"},
+                 {version_2 + "/a/cpu.max", "200000 50000\n"}},
+                4);
+  check_threads("a container's root",
+                {{memberships, "0::/\n"}, {version_2 + "/cpu.max", "200000 100000\n"}}, 2);
+  check_threads("version 1",
+                {{memberships, "5:memory:/m\n4:cpu,cpuacct:/a\n1:cpuset:/\n0::/\n"},
+                 {version_1 + "/a/cpu.cfs_quota_us", "500000\n"},
+                 {version_1 + "/a/cpu.cfs_period_us", "100000\n"}},
+                5);
+  check_threads("version 1 without limit",
+                {{memberships, "4:cpu:/a\n"},
+                 {version_1 + "/a/cpu.cfs_quota_us", "-1\n"},
+                 {version_1 + "/a/cpu.cfs_period_us", "100000\n"}},
+                64);
+  check_threads("version 1, path of outside",
+                {{memberships, "4:cpu:/docker/1234\n"},
+                 {version_1 + "/cpu.cfs_quota_us", "700000\n"},
+                 {version_1 + "/cpu.cfs_period_us", "100000\n"}},
+                7);
+  setenv("OMP_NUM_THREADS", "8", 1);
+  check_threads("OMP_NUM_THREADS",
+                {{memberships, "0::/\n"}, {version_2 + "/cpu.max", "200000 100000\n"}}, 8);
 }
 
 void ends_when_idle() {
@@ -229,9 +373,13 @@ int main() {
   serves_jobs_within_jobs();
   all_threads_take_part();
   caller_needs_no_free_thread();
+  who_calls_gets_what_a_unit_throws();
+  units_may_all_throw();
   help_ends_when_patience_does();
   who_waits_helps_until_it_need_not();
   many_help_and_leave();
+  works_with_the_threads_that_it_gets();
+  no_more_threads_than_the_quota_of_the_cgroup();
   ends_when_idle();
   first_callers_get_the_same_pool();
   works_in_a_forked_child();
