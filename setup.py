@@ -24,7 +24,7 @@ COMPILE = "-std=c++17 -O3 -fPIC -pthread -fvisibility=hidden -ffp-contract=off".
 COMPILE.append(f"-I{FOLDER}")
 
 # -fmad=false: as above. IEEE division and square root are the default.
-NVCC = "-std=c++17 -O3 -fmad=false -Xfatbin=-compress-all".split()
+NVCC = "-std=c++17 -O3 -fmad=false -Xfatbin=-compress-all -Wno-deprecated-gpu-targets".split()
 NVCC += [f"-I{FOLDER}", "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off"]
 
 # The oldest that has C++17 and --threads.

@@ -67,7 +67,7 @@ class Layer:
             return torch.full(shape, math.nan, dtype=torch.float64, device=x.device)
 
         self.work = doubles(max(1, work), 6)
-        self.coefficients, self.gradient_formulae = (
+        self.coefficients, self.gradient_coefficients = (
             doubles(coefficients // 8),
             doubles(coefficients // 8),
         )
@@ -108,12 +108,12 @@ class Layer:
     def prepare_backward(self, sums=None, total=None):
         sums = self.gradient_sums if sums is None else sums
         total = self.total if total is None else total
-        arguments = (self.gradient_sums, sums, total, self.gradient_formulae)
+        arguments = (self.gradient_sums, sums, total, self.gradient_coefficients)
         arguments += (self.dgamma, self.dbeta)
         self._call("finish_backward", self.channels, self.statistics, self.gamma, *arguments)
 
     def input_gradient(self):
-        arguments = (self.dy, self.x, self.gradient_formulae, self.dx, ctypes.c_int(0))
+        arguments = (self.dy, self.x, self.gradient_coefficients, self.dx, ctypes.c_int(0))
         self._call("input_gradient", *self.view, *arguments, self.multiprocessors)
 
     def forward(self):

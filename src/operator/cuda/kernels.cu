@@ -83,7 +83,7 @@ const CudaBackend kBackend{
         __CUDACC_VER_MINOR__) " for " GLUON_SYNCBN_CUDA_ARCHITECTURES};
 
 // When the library is loaded.
-const bool ready = (set_cuda_backend(&kBackend), true);
+[[maybe_unused]] const bool ready = (set_cuda_backend(&kBackend), true);
 
 }  // namespace
 }  // namespace gluon_syncbn
