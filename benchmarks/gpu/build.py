@@ -88,6 +88,7 @@ def report(architectures=()):
     setup.check_nvcc(nvcc)
     FOLDER.mkdir(parents=True, exist_ok=True)
     flags = [flag for flag in setup.NVCC if not flag.startswith("-Xfatbin")]
+    flags += ["-ccbin", setup.find_compiler()[0]]
 
     def compile_for(arch):
         kept = FOLDER / f"kept_{arch}"
