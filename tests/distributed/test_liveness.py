@@ -321,6 +321,7 @@ def test_somebody_else_listens_where_a_process_was(pair, reply):
         thread.join()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("at_once", [256, 10])
 def test_many_ranks_probe_each_other_within_the_patience(monkeypatch, at_once):
     monkeypatch.setattr(module, "_MOST_AT_ONCE", at_once)
