@@ -1,5 +1,5 @@
-// The CPU kernels: the loops of loops.inc for several instruction sets, and the walk over
-// planes and threads.
+// The CPU kernels: compiles loops.inc and rows.inc for several instruction sets, and distributes
+// planes and rows over threads.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -13,7 +13,7 @@
 #include "numerics/kernels.h"
 
 #define SBN_INLINE inline __attribute__((always_inline))
-// That the iterations of the loop behind it may overlap: what they read and write does not.
+// The next loop has independent iterations.
 #if defined(__clang__)
 #define SBN_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -23,15 +23,15 @@
 namespace gluon_syncbn {
 namespace {
 
-// Values of a plane that are summed at a time, in double.
+// Values of a plane that are summed in double before they enter a Sum3.
 constexpr int64_t kChunk = 2048;
-// Channels of a row whose sums are held at a time, where S = 1: with R = 1, and with more.
+// S = 1: channels per block, with R = 1 (kRow) and R > 1 (kBlock).
 constexpr int64_t kRow = 64, kBlock = 512;
-// What is handed to a thread at a time: some tens of microseconds of work.
+// Work per unit of the thread pool: some tens of microseconds.
 constexpr int64_t kValuesPerUnit = 1 << 15;
 
-// Where S = 1, samples of `rows` rows that lie `stride` apart. The rows of a sample are summed in
-// chunks, `chunks` of them in each sample; begin..end are those meant, counted through all samples.
+// S = 1: samples of `rows` rows, `stride` values apart. The rows of a sample are summed in `chunks`
+// chunks; begin..end is a range of chunks, counted through all samples.
 struct SampleRows {
   int64_t rows, stride, chunks, begin, end;
 };
@@ -93,7 +93,8 @@ namespace avx512 {
 #endif
 
 bool has_avx2() {
-  // g++ knows "f16c" since version 11. "avx2" says that the system saves the registers.
+  // g++ before version 11 does not know "f16c". "avx2" includes that the system saves the
+  // registers.
   unsigned a, b, c = 0, d;
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
          __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
@@ -117,7 +118,7 @@ const Loops<T>& loops() {
 #endif
 }
 
-// Calls f(begin, end) for ranges that make up 0..items, each of which is about `values` of work.
+// Calls f(begin, end) for ranges that cover 0..items. An item has `values` values.
 template <typename F>
 void for_ranges(int64_t items, int64_t values, const F& f) {
   const int64_t units =
@@ -126,9 +127,9 @@ void for_ranges(int64_t items, int64_t values, const F& f) {
       units, [&](int64_t unit) { f(items * unit / units, items * (unit + 1) / units); });
 }
 
-// sums[c] = the sum over the parts of channel c; f(c, c_end, begin, end, sums) adds some parts of
-// neighbouring channels, which begin at a multiple of `width`. Where there are fewer groups of
-// `width` channels than threads, threads share the parts of a group.
+// sums[c] = the sum over the parts of channel c. f(c, c_end, begin, end, sums) adds the parts
+// begin..end of channels c..c_end, where c is a multiple of `width`. If there are fewer groups of
+// `width` channels than threads, several threads share the parts of a group.
 template <typename F>
 void sum_channels(View view, int64_t width, int64_t parts, ChannelSums* sums, const F& f) {
   const int64_t groups = (view.C + width - 1) / width;
@@ -151,7 +152,7 @@ void sum_channels(View view, int64_t width, int64_t parts, ChannelSums* sums, co
   for (size_t i = 0; i < more.size(); ++i) sums[i % view.C].add(more[i]);
 }
 
-// Calls f(c, offset, n, sums) for the chunks of the planes: neighbours in memory after each other.
+// Calls f(c, offset, n, sums) for the chunks of the planes, in the order of memory.
 template <typename F>
 void sum_chunks(View view, ChannelSums* sums, const F& f) {
   const int64_t chunks = (view.S + kChunk - 1) / kChunk;
@@ -167,7 +168,7 @@ void sum_chunks(View view, ChannelSums* sums, const F& f) {
                });
 }
 
-// Calls f(c, offset, rows, width, sums) for blocks of channels, where S = 1.
+// S = 1: calls f(c, offset, rows, width, sums) for blocks of channels.
 template <typename F>
 void sum_rows(View view, ChannelSums* sums, const F& f) {
   sum_channels(view, kRow, view.N, sums,
@@ -178,8 +179,7 @@ void sum_rows(View view, ChannelSums* sums, const F& f) {
                });
 }
 
-// Calls f(c, parts, width, sums) for blocks of channels and parts of the samples, where S = 1 and
-// R > 1.
+// S = 1, R > 1: calls f(c, parts, width, sums) for blocks of channels and parts of the samples.
 template <typename F>
 void sum_samples(View view, ChannelSums* sums, const F& f) {
   // Blocks of about the same width, in whole vectors.
@@ -195,7 +195,7 @@ void sum_samples(View view, ChannelSums* sums, const F& f) {
                });
 }
 
-// Calls f(offset, c) for the planes of the array.
+// Calls f(offset, c) for all planes.
 template <typename F>
 void for_each_plane(View view, const F& f) {
   for_ranges(view.N * view.C, view.S, [&](int64_t begin, int64_t end) {
@@ -203,7 +203,7 @@ void for_each_plane(View view, const F& f) {
   });
 }
 
-// Calls f(offset, n) for some rows at a time, where S = 1.
+// S = 1: calls f(offset, n) for groups of n rows.
 template <typename F>
 void for_rows(View view, const F& f) {
   for_ranges(view.N, view.C, [&](int64_t begin, int64_t end) { f(begin * view.C, end - begin); });
@@ -311,7 +311,7 @@ void backward_constant(View view, const void* dy, const Statistics* s, const voi
   normalize<T>(view, dy, coefficients, dx, how);
 }
 
-// How many values of a channel all parts have together.
+// Values per channel, over all parts.
 template <typename Part>
 int64_t values_per_channel(const std::vector<const Part*>& parts) {
   int64_t values = 0;
@@ -319,9 +319,9 @@ int64_t values_per_channel(const std::vector<const Part*>& parts) {
   return values;
 }
 
-// Whether channels can be shared out to the threads, each walked from its sums to its results.
-// Forward goes through memory twice then, and not three times, so threads whose channels are done
-// may wait for the others for a third of the time.
+// Whether to divide the channels among the threads, so that a thread computes both the sums and the
+// results of a channel. Forward then accesses memory twice instead of three times, which is worth
+// it while threads idle for at most a third of the time.
 template <typename Part>
 bool by_channels(const std::vector<const Part*>& parts) {
   const int64_t C = parts[0]->view.C;

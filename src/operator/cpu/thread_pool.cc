@@ -23,12 +23,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The last units of a loop take others about this long, and to be woken takes longer.
-constexpr std::chrono::microseconds kLastUnits{50};
+// How long a caller spins for the last units of other threads. Waking it would take longer.
+constexpr std::chrono::microseconds kSpin{50};
 
-// Whether it came true within that time, which the core is shared out to whoever wants it.
+// Spins, yielding the core, until done() or the time is up. Returns done().
 template <typename F>
-bool look_out_for(const F& done, std::chrono::duration<double> time) {
+bool spin_until(const F& done, std::chrono::duration<double> time) {
   for (const Clock::time_point start = Clock::now(); Clock::now() - start < time;) {
     if (done()) return true;
     std::this_thread::yield();
@@ -45,10 +45,10 @@ struct ThreadPool::Job {
   std::atomic<int64_t> done{0};
   std::mutex mutex;
   std::condition_variable finished;
-  // What the first unit that failed has thrown.
+  // The exception of the first unit that failed.
   std::exception_ptr error;
 
-  // Returns how many units are done: this one, or with it all that are not begun, if it throws.
+  // Returns how many units this finishes: one, or if it throws, also all that have not begun.
   int64_t run(int64_t unit) {
     try {
       (*f)(unit);
@@ -60,21 +60,21 @@ struct ThreadPool::Job {
     }
   }
 
-  // Works until no unit is left to begin, or it is enough.
+  // Runs units until none is left or stop().
   template <typename F>
-  void work(const F& enough) {
-    while (!enough()) {
+  void work(const F& stop) {
+    while (!stop()) {
       const int64_t unit = next++;
       if (unit >= units) return;
-      const int64_t ended = run(unit);
-      if ((done += ended) == units) {
+      const int64_t finished_units = run(unit);
+      if ((done += finished_units) == units) {
         const std::lock_guard<std::mutex> lock(mutex);
         finished.notify_all();
       }
     }
   }
 
-  bool begun() const { return next >= units; }
+  bool all_begun() const { return next >= units; }
 };
 
 struct ThreadPool::State {
@@ -84,34 +84,33 @@ struct ThreadPool::State {
   std::condition_variable changed;
   std::deque<std::shared_ptr<Job>> jobs;
   bool stopping = false;
-  // How many are to work at a time, and how many do: callers, helpers and threads of the pool.
-  int wanted;
+  // How many threads work at a time, at most and now: callers, helpers and threads of the pool.
+  int max_busy;
   int busy = 0;
-  // Whether there may be work for a helper, who looks at it without the lock.
-  std::atomic<bool> inviting{false};
+  // can_help(), for helpers to read without the lock.
+  std::atomic<bool> helper_wanted{false};
   std::vector<std::thread> threads;
 
-  explicit State(int threads_wanted) : wanted(threads_wanted) {}
+  explicit State(int size) : max_busy(size) {}
 
-  // One more than there are cores for would only get in the way.
-  bool may_help() const { return busy < wanted && !jobs.empty(); }
+  bool can_help() const { return busy < max_busy && !jobs.empty(); }
 
-  // After a change: sees to it that whoever may work does.
-  void invite() {
-    inviting = may_help();
-    if (inviting) changed.notify_all();
+  // Wakes threads and helpers after a change.
+  void notify() {
+    helper_wanted = can_help();
+    if (helper_wanted) changed.notify_all();
   }
 
-  // Works in the oldest loop, with the lock open, if that has a unit left.
+  // Works on the oldest job, with the lock released.
   template <typename F>
-  void work(Lock* lock, const F& enough) {
-    if (!may_help()) return;
+  void work(Lock* lock, const F& stop) {
+    if (!can_help()) return;
     const std::shared_ptr<Job> job = jobs.front();
-    if (job->begun()) return jobs.pop_front();
+    if (job->all_begun()) return jobs.pop_front();
     ++busy;
-    inviting = may_help();
+    helper_wanted = can_help();
     lock->unlock();
-    job->work(enough);
+    job->work(stop);
     lock->lock();
     --busy;
   }
@@ -119,7 +118,7 @@ struct ThreadPool::State {
   void serve() {
     Lock lock(mutex);
     while (true) {
-      changed.wait(lock, [this] { return stopping || may_help(); });
+      changed.wait(lock, [this] { return stopping || can_help(); });
       if (stopping) return;
       work(&lock, [] { return false; });
     }
@@ -131,9 +130,9 @@ ThreadPool::ThreadPool(int threads) : state_(new State(threads)) {
     try {
       state_->threads.emplace_back([state = state_.get()] { state->serve(); });
     } catch (const std::exception&) {
-      // The system gives no more of them.
+      // The system refuses another thread.
       const State::Lock lock(state_->mutex);
-      state_->wanted = i;
+      state_->max_busy = i;
       break;
     }
   }
@@ -148,7 +147,7 @@ ThreadPool::~ThreadPool() {
   for (std::thread& thread : state_->threads) thread.join();
 }
 
-int ThreadPool::threads() const { return state_->wanted; }
+int ThreadPool::threads() const { return state_->max_busy; }
 
 void ThreadPool::parallel_for(int64_t units, const std::function<void(int64_t)>& f) {
   if (units <= 1 || threads() == 1) {
@@ -162,7 +161,7 @@ void ThreadPool::parallel_for(int64_t units, const std::function<void(int64_t)>&
     const State::Lock lock(state_->mutex);
     state_->jobs.push_back(job);
     ++state_->busy;
-    state_->invite();
+    state_->notify();
   }
   job->work([] { return false; });
   {
@@ -170,30 +169,30 @@ void ThreadPool::parallel_for(int64_t units, const std::function<void(int64_t)>&
     --state_->busy;
     const auto mine = std::find(state_->jobs.begin(), state_->jobs.end(), job);
     if (mine != state_->jobs.end()) state_->jobs.erase(mine);
-    state_->invite();
+    state_->notify();
   }
-  // A thread that still has the job finds no unit left to begin and never touches f.
+  // A thread that still holds the job finds no unit left and does not call f.
   const auto finished = [&] { return job->done == job->units; };
-  if (!look_out_for(finished, kLastUnits)) {
+  if (!spin_until(finished, kSpin)) {
     State::Lock lock(job->mutex);
     job->finished.wait(lock, finished);
   }
   if (job->error) std::rethrow_exception(std::move(job->error));
 }
 
-void ThreadPool::help(const std::function<bool()>& done, std::chrono::duration<double> patience) {
-  const auto called = [&] { return state_->inviting.load() || done(); };
-  while (look_out_for(called, patience) && !done()) {
+void ThreadPool::help(const std::function<bool()>& done, std::chrono::duration<double> idle_time) {
+  const auto called = [&] { return state_->helper_wanted.load() || done(); };
+  while (spin_until(called, idle_time) && !done()) {
     State::Lock lock(state_->mutex);
     state_->work(&lock, done);
-    state_->invite();
+    state_->notify();
   }
 }
 
 namespace {
 
-// How many CPUs a cgroup may use at a time. The files have a quota, "max" or -1 where there is
-// none, and its period.
+// How many CPUs a cgroup may use at a time. The files hold a quota ("max" or -1 if there is none)
+// and its period.
 double quota_of(const std::string& folder, const std::vector<std::string>& files) {
   std::stringstream text;
   for (const std::string& file : files) text << std::ifstream(folder + file).rdbuf() << ' ';
@@ -216,8 +215,8 @@ int default_threads(int cores, const std::string& root) {
     if (name == 0 || end == line.npos) continue;
     const std::string controllers = "," + line.substr(name, end - name) + ",";
     if (controllers != ",," && controllers.find(",cpu,") == line.npos) continue;
-    // The group and all that it is in. A container may have the path of outside, and itself as the
-    // root.
+    // The group and its parents. In a container, the path may be the host's, and the group itself
+    // the root.
     for (std::string path = line.substr(end + 1);; path.resize(path.rfind('/'))) {
       cpus = std::min(cpus, controllers == ",,"
                                 ? quota_of(mounted + path, {"/cpu.max"})
@@ -237,7 +236,7 @@ int available_cores() {
   return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
 }
 
-// Never destroyed: a kernel may still run when the process ends.
+// Not destroyed at exit: a kernel may still run when the process ends.
 std::atomic<ThreadPool*> pool{nullptr};
 
 }  // namespace

@@ -1,8 +1,8 @@
-// Threads for the loops of the CPU kernels: one pool for the whole process.
+// The threads of the CPU kernels: one pool for the process.
 //
-// Not OpenMP: each of the threads on which MXNet runs custom operators would get a team of its own,
-// and a team waits for all its members, also for one that the system gives no core to. Here a
-// caller waits for nobody who has not begun.
+// With OpenMP, every thread on which MXNet runs custom operators would have its own team, and a
+// team waits for all its members, even for one that the system has not scheduled. Here a caller
+// waits only for threads that have begun to work.
 #ifndef GLUON_SYNCBN_CPU_THREAD_POOL_H_
 #define GLUON_SYNCBN_CPU_THREAD_POOL_H_
 
@@ -16,21 +16,21 @@ namespace gluon_syncbn {
 
 class ThreadPool {
  public:
-  // With fewer threads where the system gives no more.
+  // Has fewer threads if the system refuses to start more.
   explicit ThreadPool(int threads);
   ~ThreadPool();
 
   // Including the caller of parallel_for.
   int threads() const;
 
-  // Calls f(0), ..., f(units - 1), each once, in any order, on this thread and those that are free.
-  // If one throws, no more are begun, and what the first threw is thrown here once all have ended.
+  // Calls f(0), ..., f(units - 1), each once, in any order, on this thread and idle ones. After an
+  // exception no more calls begin; the first exception is rethrown when all calls have ended.
   void parallel_for(int64_t units, const std::function<void(int64_t)>& f);
 
-  // For who waits for something that others are about to do in loops of this pool, on a thread that
-  // is awake when no thread of the pool is: works in those loops until done(), or until there was
-  // nothing to do for so long.
-  void help(const std::function<bool()>& done, std::chrono::duration<double> patience);
+  // For a thread that waits for the work of others in this pool, and is awake when the pool's
+  // threads are asleep: takes part in their loops until done(), or until it was idle for
+  // `idle_time`.
+  void help(const std::function<bool()>& done, std::chrono::duration<double> idle_time);
 
  private:
   struct Job;
@@ -38,17 +38,17 @@ class ThreadPool {
   std::unique_ptr<State> state_;
 };
 
-// The pool of the kernels. It starts with default_threads().
+// The pool of the kernels, at first of default_threads().
 ThreadPool& thread_pool();
 
-// OMP_NUM_THREADS, as with MXNet, or one for each core, but not more than the CPU quota of the
-// process's cgroups lets run at a time. /proc and /sys are looked for in `root`.
+// OMP_NUM_THREADS, as with MXNet, or one thread per core within the CPU quota of the process's
+// cgroups. /proc and /sys are below `root`.
 int default_threads(int cores, const std::string& root = "");
 
-// Replaces it. No kernel may run meanwhile.
+// Replaces the pool. No kernel may be running.
 void set_num_threads(int threads);
 
-// In the child of a fork, which has none of the threads: the next loop makes a pool of its own.
+// For the child of a fork, which has none of the threads: the next loop creates a new pool.
 void abandon_thread_pool();
 
 }  // namespace gluon_syncbn

@@ -1,6 +1,5 @@
-// What the operator needs of CUDA: a table of the runtime's functions and one of kernels. The
-// library holds both where it was built with nvcc; tests put host memory and loops in their place.
-// No header of CUDA's is needed to use them.
+// The operator's interface to CUDA: a table of functions of the runtime and a table of kernels. A
+// build with nvcc has both; tests replace them by host memory and loops. No CUDA header is needed.
 #ifndef GLUON_SYNCBN_CUDA_BACKEND_H_
 #define GLUON_SYNCBN_CUDA_BACKEND_H_
 
@@ -20,7 +19,7 @@ struct CudaRuntime {
   int (*get_device)(int* device);
   int (*set_device)(int device);
   int (*get_device_count)(int* count);
-  // Whether the process has a context on the device already. Does not make one.
+  // Whether the process has a context on the device. Does not create one.
   int (*has_context)(int* active, int device);
   int (*multiprocessors)(int* count, int device);
   int (*malloc)(void** memory, size_t bytes);
@@ -33,13 +32,13 @@ struct CudaRuntime {
   int (*copy_to_host)(void* to, const void* from, size_t bytes, Stream stream);
   int (*copy_to_device)(void* to, const void* from, size_t bytes, Stream stream);
   int (*clear)(void* memory, size_t bytes, Stream stream);
-  // "cudaErrorMemoryAllocation", "out of memory"; also clears what the runtime keeps of it.
+  // For example "cudaErrorMemoryAllocation" and "out of memory".
   const char* (*error_name)(int error);
   const char* (*error_text)(int error);
   void (*clear_error)();
 };
 
-// `count` numbers to an array of float or double: number i from from[i % period * stride].
+// Writes `count` values to an array of float or double; value i is from[i % period * stride].
 struct Delivery {
   const double* from;
   int64_t period, stride;
@@ -48,25 +47,25 @@ struct Delivery {
   bool is_double, add;
 };
 
-constexpr int kMostDeliveries = 5;
+constexpr int kMaxDeliveries = 5;
 struct Deliveries {
   int size = 0;
-  Delivery items[kMostDeliveries];
+  Delivery items[kMaxDeliveries];
 };
 
-// Null gamma stands for ones, null beta for the gradient where statistics are constants. Null
-// coefficients are not wanted.
+// Null gamma means ones, null beta means dx with constant statistics. Null coefficients are not
+// computed.
 struct ForwardFinish {
   int64_t C, batches;
   const Statistics* statistics;
   const void *gamma, *beta;
   void* coefficients;
-  // Bytes from the coefficients of a batch to those of the next: coefficients_size(C).
-  int64_t coefficients_apart;
+  // Bytes per batch: coefficients_size(C).
+  int64_t coefficients_stride;
 };
 
-// `sums` and `counts` are those of all devices; null sums stand for constant statistics. Null
-// gradients and coefficients are not wanted.
+// `sums` and `counts` are those of all devices; null sums mean constant statistics. Null gradients
+// and coefficients are not computed.
 struct BackwardFinish {
   int64_t C, batches;
   const Statistics* statistics;
@@ -74,15 +73,15 @@ struct BackwardFinish {
   const ChannelSums *own_sums, *sums;
   const double* counts;
   void* coefficients;
-  int64_t coefficients_apart;
+  int64_t coefficients_stride;
   void *dgamma, *dbeta;
   bool add_dgamma, add_dbeta;
 };
 
-// The kernels for one dtype. All pointers are the device's; functions return cudaError_t and only
-// queue the work. `multiprocessors` says how much the device does at a time, which no result shows.
+// The kernels for one dtype, on device pointers. Functions queue the work and return cudaError_t.
+// `multiprocessors` is the number of the device's; it affects no result.
 struct CudaKernels {
-  // Entries of ChannelSums that forward_sums and backward_sums need to work in; may be 0.
+  // The length of the workspace `work` of forward_sums and backward_sums; may be 0.
   int64_t (*work_size)(const View&, int multiprocessors);
   // sums[c] = {sum(x), sum(x^2)}.
   int (*forward_sums)(const View&, const void* x, ChannelSums* work, ChannelSums* sums,
@@ -98,10 +97,10 @@ struct CudaKernels {
                               Statistics*, Stream);
   int (*statistics_of_sums)(int64_t C, const ChannelSums*, double count, double epsilon,
                             Statistics*, Stream);
-  // y of finish_forward's coefficients; y may be x. Also dx = dy * constant.
+  // y, given the coefficients of finish_forward; y may be x. Also dx with constant statistics.
   int (*normalize)(const View&, const void* x, const void* coefficients, void* y, Store,
                    int multiprocessors, Stream);
-  // dx of finish_backward's coefficients; dx may be dy.
+  // dx, given the coefficients of finish_backward; dx may be dy.
   int (*input_gradient)(const View&, const void* dy, const void* x, const void* coefficients,
                         void* dx, Store, int multiprocessors, Stream);
 };
@@ -109,13 +108,13 @@ struct CudaKernels {
 struct CudaBackend {
   CudaRuntime runtime;
   const CudaKernels& (*kernels)(DType);
-  // What MXNet calls the contexts that it serves: "gpu".
+  // The device type of the MXNet contexts that it serves: "gpu".
   const char* device_type;
-  // How it was built: the compiler's version and the architectures.
+  // The compiler's version and the architectures.
   const char* description;
 };
 
-// Null in a build for the CPU alone.
+// Null in a build without CUDA.
 const CudaBackend* cuda_backend();
 void set_cuda_backend(const CudaBackend* backend);
 

@@ -13,19 +13,18 @@ namespace {
 
 constexpr size_t kAlignment = 256;
 
-// Memory that is handed out piece by piece and taken back all at once. It grows while that has to
-// be, and is one block again the next time.
+// Memory that is freed all at once. It grows by blocks, and the next reset() merges them.
 class Arena {
  public:
-  // Makes and frees a block; `allocate` throws.
+  // `allocate` may throw.
   template <typename Allocate>
   void* take(size_t bytes, const Allocate& allocate) {
     bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
     if (blocks_.empty() || blocks_.back().used + bytes > blocks_.back().size) {
-      // So that most layers of a net have enough from their first call on: to allocate and to free
-      // may wait for all that runs on the device.
-      constexpr size_t kLeast = 1 << 20;
-      const size_t size = std::max({bytes, kLeast, wanted_});
+      // Enough for most layers, as allocating and freeing may wait for everything that runs on the
+      // device.
+      constexpr size_t kMinSize = 1 << 20;
+      const size_t size = std::max({bytes, kMinSize, peak_});
       blocks_.push_back({allocate(size), size, 0});
     }
     Block& block = blocks_.back();
@@ -34,21 +33,20 @@ class Arena {
     return piece;
   }
 
-  // Takes all pieces back.
   template <typename Free>
-  void start_over(const Free& free) {
+  void reset(const Free& free) {
     if (blocks_.size() > 1) {
       size_t used = 0;
       for (const Block& block : blocks_) used += block.used;
-      wanted_ = std::max(wanted_, used);
+      peak_ = std::max(peak_, used);
       clear(free);
     }
     for (Block& block : blocks_) block.used = 0;
   }
 
-  // What one block has to hold, as far as is known.
-  size_t wanted() const { return wanted_; }
-  void want(size_t size) { wanted_ = std::max(wanted_, size); }
+  // The largest use so far, which is the size of the next block.
+  size_t peak() const { return peak_; }
+  void reserve(size_t size) { peak_ = std::max(peak_, size); }
 
   template <typename Free>
   void clear(const Free& free) {
@@ -62,7 +60,7 @@ class Arena {
     size_t size, used;
   };
   std::vector<Block> blocks_;
-  size_t wanted_ = 0;
+  size_t peak_ = 0;
 };
 
 }  // namespace
@@ -79,15 +77,15 @@ int gpu_of(const std::string& context) {
 
 namespace {
 
-// For calls whose failure nobody is recorded for: the runtime would tell it after the thread's next
+// For calls whose failure is ignored. Otherwise the runtime would report it after the thread's next
 // kernel.
 bool succeeds(const CudaRuntime& runtime, int error) {
   if (error) runtime.clear_error();
   return error == 0;
 }
 
-// Makes the thread's device the one that it had before. A thread that never chose one has GPU 0,
-// where choosing it would make a context, with memory that nobody asked for.
+// Sets the thread's device to the one before. A thread that never chose a device has GPU 0; setting
+// it would create a context there, which takes memory.
 void restore_device(const CudaRuntime& runtime, int before, int now) {
   int active = 0;
   if (before == now || !succeeds(runtime, runtime.has_context(&active, before))) return;
@@ -102,13 +100,13 @@ struct CudaPass::StreamSlot {
   Stream stream = nullptr;
   Arena on_device, on_host;
 
-  // For the next call. The device has to be the thread's, as below.
-  void start_over(const CudaRuntime& runtime) {
-    on_device.start_over([&](void* memory) { succeeds(runtime, runtime.free(memory)); });
-    on_host.start_over([&](void* memory) { succeeds(runtime, runtime.free_host(memory)); });
+  // Prepares for the next call. This device must be the thread's, as in clear().
+  void reset(const CudaRuntime& runtime) {
+    on_device.reset([&](void* memory) { succeeds(runtime, runtime.free(memory)); });
+    on_host.reset([&](void* memory) { succeeds(runtime, runtime.free_host(memory)); });
   }
 
-  // Gives everything back. Whatever fails is gone already.
+  // Frees everything. A failure means that it was freed already.
   void clear(const CudaRuntime& runtime) {
     on_device.clear([&](void* memory) { succeeds(runtime, runtime.free(memory)); });
     on_host.clear([&](void* memory) { succeeds(runtime, runtime.free_host(memory)); });
@@ -117,19 +115,19 @@ struct CudaPass::StreamSlot {
   }
 };
 
-// Lanes that nobody uses at this moment: as many as there ever were calls at a time. The one that
-// was used last is the next again, so that those of rare crowds stay as they are.
+// The idle stream slots: with those in use, as many as there ever were simultaneous calls. The slot
+// used last is reused first, so that extra slots do not grow.
 struct CudaPass::Pool {
   struct Device {
     std::vector<std::unique_ptr<StreamSlot>> idle;
-    // What the slots' arenas have come to hold: new ones need not find out.
-    size_t wanted_on_device = 0, wanted_on_host = 0;
+    // The peak use of all slots' arenas, with which new arenas begin.
+    size_t peak_on_device = 0, peak_on_host = 0;
   };
   std::mutex mutex;
   std::map<int, Device> devices;
 };
 
-// Never destroyed: calls may still be under way when the process ends.
+// Not destroyed at exit: calls may still be in progress when the process ends.
 CudaPass::Pool*& CudaPass::pool() {
   static Pool* pool = new Pool;
   return pool;
@@ -148,13 +146,13 @@ CudaPass::CudaPass(int device, DType dtype, std::string what)
       device_(device),
       what_(std::move(what)),
       on_device_(*this, device) {
-  size_t wanted_on_device, wanted_on_host;
+  size_t peak_on_device, peak_on_host;
   {
     Pool& slots = *pool();
     const std::lock_guard<std::mutex> lock(slots.mutex);
     Pool::Device& of_device = slots.devices[device];
-    wanted_on_device = of_device.wanted_on_device;
-    wanted_on_host = of_device.wanted_on_host;
+    peak_on_device = of_device.peak_on_device;
+    peak_on_host = of_device.peak_on_host;
     if (!of_device.idle.empty()) {
       slot_ = of_device.idle.back().release();
       of_device.idle.pop_back();
@@ -163,22 +161,22 @@ CudaPass::CudaPass(int device, DType dtype, std::string what)
   if (slot_) return;
   auto slot = std::make_unique<StreamSlot>();
   slot->device = device;
-  slot->on_device.want(wanted_on_device);
-  slot->on_host.want(wanted_on_host);
+  slot->on_device.reserve(peak_on_device);
+  slot->on_host.reserve(peak_on_host);
   check(runtime_.multiprocessors(&slot->multiprocessors, device), "cudaDeviceGetAttribute");
   check(runtime_.create_stream(&slot->stream), "cudaStreamCreateWithFlags");
   slot_ = slot.release();
 }
 
 CudaPass::~CudaPass() {
-  // After an error something may still be under way.
+  // After an error, queued work may still be in progress.
   if (!finished_) succeeds(runtime_, runtime_.synchronize(slot_->stream));
-  slot_->start_over(runtime_);
+  slot_->reset(runtime_);
   Pool& slots = *pool();
   const std::lock_guard<std::mutex> lock(slots.mutex);
   Pool::Device& of_device = slots.devices[device_];
-  of_device.wanted_on_device = std::max(of_device.wanted_on_device, slot_->on_device.wanted());
-  of_device.wanted_on_host = std::max(of_device.wanted_on_host, slot_->on_host.wanted());
+  of_device.peak_on_device = std::max(of_device.peak_on_device, slot_->on_device.peak());
+  of_device.peak_on_host = std::max(of_device.peak_on_host, slot_->on_host.peak());
   of_device.idle.emplace_back(slot_);
 }
 

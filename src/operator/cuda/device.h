@@ -1,5 +1,5 @@
-// One callback's work on a GPU: the right device, a stream, memory to work in, and errors that say
-// what happened where. Knows nothing of other devices, nor of MXNet.
+// One callback's work on a GPU: the device, a stream, workspace, and error messages. Independent of
+// other devices and of MXNet.
 #ifndef GLUON_SYNCBN_CUDA_DEVICE_H_
 #define GLUON_SYNCBN_CUDA_DEVICE_H_
 
@@ -10,30 +10,30 @@
 
 namespace gluon_syncbn {
 
-// The number of the GPU that MXNet calls "gpu(1)"; -1 for contexts that are none.
+// The index of a GPU, 1 for "gpu(1)"; -1 for other contexts.
 int gpu_of(const std::string& context);
 
-// Gives back what is kept for the next calls: streams, and memory on devices and host. To be called
-// before main() has ended, as CUDA may be gone after that; then the process's end gives all back.
+// Frees the streams and the memory, on devices and host, that are kept for the next calls. Must be
+// called before main() ends, as CUDA may be shut down after it.
 void release_cuda_memory();
 
-// In the child of a fork, where nothing of CUDA's can be used: forgets it all.
+// For the child of a fork, where CUDA is unusable: forgets streams and memory.
 void abandon_cuda_memory();
 
-// Zeros, or nothing where that fails.
+// Writes zeros; ignores errors.
 void clear_on_gpu(int device, void* memory, size_t bytes) noexcept;
 
-// While it lives the calling thread works on the device, with a stream and with memory that no
-// other thread has. Throws std::runtime_error for every failure of CUDA.
+// During its lifetime, the calling thread uses the device, with a stream and memory of its own.
+// Throws std::runtime_error for every CUDA error.
 class CudaPass {
  public:
-  // `what` is told with errors: "data of shape (2, 3)".
+  // `what` describes the data in errors: "data of shape (2, 3)".
   CudaPass(int device, DType dtype, std::string what);
   CudaPass(const CudaPass&) = delete;
   CudaPass& operator=(const CudaPass&) = delete;
   ~CudaPass();
 
-  // Memory until the end of the pass: on the device, or on the host where copies do not stop.
+  // Memory until the end of the pass, on the device or page-locked on the host.
   template <typename V>
   V* on_device(int64_t count) {
     return static_cast<V*>(memory(true, static_cast<size_t>(count) * sizeof(V)));
@@ -43,7 +43,7 @@ class CudaPass {
     return static_cast<V*>(memory(false, static_cast<size_t>(count) * sizeof(V)));
   }
 
-  // A copy of the device's values on the host, which is there after wait().
+  // A copy on the host of values on the device, valid after wait().
   template <typename V>
   V* fetch(const V* from, int64_t count) {
     V* const to = on_host<V>(count);
@@ -63,8 +63,8 @@ class CudaPass {
     return to;
   }
 
-  // What follows is queued. Sums, statistics and coefficients are on the device, of C entries for
-  // each batch.
+  // The following only queue work. Sums, statistics and coefficients are on the device, C entries
+  // per batch.
   void forward_sums(const View& view, const void* x, ChannelSums* sums);
   void backward_sums(const View& view, const void* dy, const void* x, const Statistics* s,
                      ChannelSums* sums);
@@ -78,7 +78,7 @@ class CudaPass {
 
   void clear(void* memory, size_t bytes);
 
-  // Until all that was queued is done; finish() when nothing more will be.
+  // Waits for all queued work; finish() if nothing will be queued after it.
   void wait();
   void finish() {
     wait();
@@ -97,7 +97,7 @@ class CudaPass {
   void check(int error, const std::string& call) const;
   ChannelSums* work(const View& view);
 
-  // Restores the device that the thread had.
+  // Sets the thread's device, and restores the one before.
   struct OnDevice {
     OnDevice(const CudaPass& pass, int device);
     ~OnDevice();

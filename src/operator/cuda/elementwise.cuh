@@ -1,4 +1,4 @@
-// The passes that write y and dx, and the small kernels before them.
+// The kernels that write y and dx, and the small kernels that compute their coefficients.
 #ifndef GLUON_SYNCBN_CUDA_ELEMENTWISE_CUH_
 #define GLUON_SYNCBN_CUDA_ELEMENTWISE_CUH_
 
@@ -31,14 +31,14 @@ SBN_DEVICE void store_affine(const F& affine, void* coefficients, int64_t c) {
   for (int i = 0; i < kCoefficientWords<F>; ++i) store_words(to + 16 * i, words[i]);
 }
 
-// Whole numbers below 2^31 divided by one of them: a product and a shift.
+// Divides integers below 2^31 by a constant: a product and a shift.
 struct Divider {
   uint32_t divisor, multiplier, shift;
 
   static Divider by(int64_t divisor) {
     Divider d{static_cast<uint32_t>(divisor), 0, 0};
     while ((uint64_t{1} << d.shift) < d.divisor) ++d.shift;
-    // Between 2^32 / divisor times the power of 2, exactly, and one more: right below 2^31.
+    // 2^(31 + shift) / divisor, rounded up, which is exact for n < 2^31.
     d.multiplier =
         static_cast<uint32_t>(((uint64_t{1} << (31 + d.shift)) + d.divisor - 1) / d.divisor);
     return d;
@@ -49,17 +49,17 @@ struct Divider {
   }
 };
 
-// What an elementwise kernel is asked for: to = affine(a) or affine(a, b).
+// The arguments of an elementwise kernel: to = affine(a) or affine(a, b).
 struct MapTask {
   int64_t C, S, size;
   const void *a, *b;
   void* to;
   const void* coefficients;
   bool add;
-  // A value that stands at a multiple of 16 bytes in `to`, and the vectors from there: those that
-  // also the other arrays have, together with what Fetched reads around them.
+  // The first value at a multiple of 16 bytes in `to`, and the number of vectors from there for
+  // which Fetched stays inside of the other arrays.
   int64_t head, vectors;
-  // Value i is of plane i / S and channel i / S % C: below 2^31 values by these.
+  // Value i belongs to plane i / S and channel i / S % C. For fewer than 2^31 values.
   Divider by_S, by_C;
 
   SBN_DEVICE uint32_t plane_of(uint32_t i) const { return by_S(i); }
@@ -95,8 +95,7 @@ SBN_DEVICE void map_value(const MapTask& task, int64_t i) {
   narrow(result, to);
 }
 
-// The values in front of the vectors and behind them, less than two vectors each, one for each of
-// the first threads.
+// The values before and after the vectors, fewer than two vectors each: one value per thread.
 template <typename T, typename F>
 SBN_DEVICE void map_ends(const MapTask& task, int64_t thread) {
   const int64_t behind = task.head + task.vectors * kPack<T>;
@@ -104,7 +103,7 @@ SBN_DEVICE void map_ends(const MapTask& task, int64_t thread) {
   if (behind + thread < task.size && thread < 2 * kPack<T>) map_value<T, F>(task, behind + thread);
 }
 
-// Some vectors' results, from what was asked for before.
+// Loads the operands of a vector, and stores its results.
 template <typename T, typename F, bool kAligned>
 struct Operands {
   using A = Arithmetic<T>;
@@ -118,10 +117,10 @@ struct Operands {
     if (task.add) to = load_words(static_cast<const T*>(task.to) + i);
   }
 
-  // affine(j) is that of value j.
+  // affine(j) has the coefficients of value j.
   template <typename Affine>
   SBN_DEVICE void store(const MapTask& task, int64_t i, const Affine& affine) const {
-    // The same for all vectors, as `i` counts them from the first that `to` has.
+    // The same for all vectors.
     const auto shift = [&](const void* p) { return misalignment(static_cast<const T*>(p) + i); };
     const Words a_words = a.template words<T>(kAligned ? 0 : shift(task.a));
     const Words b_words =
@@ -142,8 +141,8 @@ struct Operands {
 template <typename F>
 constexpr int kVectorsPerThread = kTakesTwo<F> ? 2 : 4;
 
-// S > 1: each thread some vectors, a block's side by side. `I` holds all places of the array.
-// `kAligned`: each vector of two planes at most.
+// S > 1: a thread has several vectors, and those of a block are contiguous. `I` can index the whole
+// array. `kAligned`: a vector has values of at most two planes.
 template <typename I, typename T, typename F, bool kAligned>
 __global__ void __launch_bounds__(kThreads) map_planes(MapTask task) {
   constexpr int kSize = kPack<T>, kVectors = kVectorsPerThread<F>;
@@ -154,40 +153,40 @@ __global__ void __launch_bounds__(kThreads) map_planes(MapTask task) {
   Operands<T, F, kAligned> operands[kVectors];
   F coefficients[kVectors];
   I channels[kVectors], left[kVectors];
-  const auto place = [&](int k) {
+  const auto index = [&](int k) {
     return static_cast<I>(task.head) + (start + k * kThreads) * kSize;
   };
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    if (start + k * kThreads < vectors) operands[k].load(task, place(k));
+    if (start + k * kThreads < vectors) operands[k].load(task, index(k));
   }
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    const I plane = task.plane_of(place(k));
+    const I plane = task.plane_of(index(k));
     channels[k] = task.channel_of(plane);
-    // Values from there to the end of the plane.
-    left[k] = (plane + 1) * S - place(k);
+    // Values to the end of the plane.
+    left[k] = (plane + 1) * S - index(k);
     if (start + k * kThreads < vectors)
       coefficients[k] = load_affine<F>(task.coefficients, channels[k]);
   }
   const auto next = [&](I c) { return c + 1 == C ? 0 : c + 1; };
-  // Where most warps have a vector that reaches into the next plane, all take one way.
+  // If most warps have a vector that reaches into the next plane, all take the same branch.
   const bool mixed = S < 64 * kSize;
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     if (start + k * kThreads >= vectors) break;
     if (left[k] >= kSize && !mixed) {
-      operands[k].store(task, place(k), [&](int) { return coefficients[k]; });
+      operands[k].store(task, index(k), [&](int) { return coefficients[k]; });
     } else if (kAligned || S >= kSize) {
       const F second = load_affine<F>(task.coefficients, next(channels[k]));
-      operands[k].store(task, place(k), [&](int j) {
+      operands[k].store(task, index(k), [&](int j) {
         return static_cast<I>(j) < left[k] ? coefficients[k] : second;
       });
     } else {
       // Several planes in one vector.
       F affine = coefficients[k];
       I c = channels[k], behind = left[k];
-      operands[k].store(task, place(k), [&](int j) {
+      operands[k].store(task, index(k), [&](int j) {
         if (static_cast<I>(j) == behind) {
           behind += S;
           c = next(c);
@@ -199,12 +198,12 @@ __global__ void __launch_bounds__(kThreads) map_planes(MapTask task) {
   }
 }
 
-// Blocks of map_rows that a multiprocessor has at a time: what registers allow.
+// Resident blocks of map_rows per multiprocessor, limited by registers.
 template <typename T, typename F, bool kAligned>
 constexpr int kMapBlocks = kAligned ? (sizeof(T) == 2 ? 2 : 3) + (kTakesTwo<F> ? 0 : 1) : 2;
 
-// S = 1: the number of threads is such that each of them meets the same channels again and again,
-// and has their coefficients in registers.
+// S = 1: the number of threads is such that each of them always has the same channels, and keeps
+// their coefficients in registers.
 template <typename T, typename F, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kMapBlocks<T, F, kAligned>)
     map_rows(MapTask task, int64_t threads) {
@@ -220,8 +219,8 @@ __global__ void __launch_bounds__(kThreads, kMapBlocks<T, F, kAligned>)
       if (k == 0 || v < task.vectors) operands[k].load(task, task.head + v * kSize);
     }
   };
-  // The first are on their way while the coefficients are looked for; at odd addresses they take
-  // twice the registers.
+  // The first loads overlap with those of the coefficients. Not if unaligned, which takes twice the
+  // registers.
   if (kAligned) load(thread);
   F coefficients[kSize];
   int64_t c = (task.head + thread * kSize) % task.C;
@@ -261,8 +260,7 @@ SBN_DEVICE int64_t global_thread() {
   return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
 }
 
-// Coefficients of y for each channel of `batches` batches, and small results to where they belong.
-// Null gamma stands for ones; null coefficients are not wanted.
+// The coefficients of y for each channel of all batches, and the deliveries.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
     finish_forward(ForwardFinish task, Deliveries deliveries) {
@@ -271,19 +269,18 @@ __global__ void __launch_bounds__(kThreads)
   if (i >= task.C * task.batches || !task.coefficients) return;
   const int64_t c = i % task.C;
   void* const coefficients =
-      static_cast<char*>(task.coefficients) + i / task.C * task.coefficients_apart;
+      static_cast<char*>(task.coefficients) + i / task.C * task.coefficients_stride;
   const double gamma = task.gamma ? static_cast<double>(static_cast<const A*>(task.gamma)[c]) : 1.0;
   if (task.beta) {
     const double beta = static_cast<const A*>(task.beta)[c];
     store_affine(Normalize<A>::of(task.statistics[i], gamma, beta), coefficients, c);
   } else {
-    // The gradient where statistics are constants.
+    // dx with constant statistics.
     const Normalize<A> affine{0, 0, static_cast<A>(gamma * task.statistics[i].inv_std), 0};
     store_affine(affine, coefficients, c);
   }
 }
 
-// Statistics where they are given.
 template <typename P>
 __global__ void __launch_bounds__(kThreads)
     statistics_of_arrays(int64_t C, const void* mean, const void* variance, double epsilon,
@@ -301,9 +298,9 @@ __global__ void __launch_bounds__(kThreads)
   if (c < C) statistics[c] = batch_statistics(sums[c], count, epsilon);
 }
 
-// Coefficients of dx, from the sums of all devices, and the gradients of gamma and beta, from those
-// of this one. The gradients of several batches are added. Without the 4, CUDA 11.2 takes 48
-// registers on sm_80 and spills one.
+// The coefficients of dx, from the sums of all devices, and the gradients of gamma and beta, from
+// those of this one, summed over the batches. Without the 4, CUDA 11.2 takes 48 registers on sm_80
+// and spills one.
 template <typename A>
 __global__ void __launch_bounds__(kThreads, 4) finish_backward(BackwardFinish task) {
   const int64_t c = global_thread();
@@ -316,7 +313,7 @@ __global__ void __launch_bounds__(kThreads, 4) finish_backward(BackwardFinish ta
     dgamma += task.own_sums[i].second.value() * s.inv_std;
     dbeta += task.own_sums[i].first.value();
     if (!task.coefficients) continue;
-    void* const coefficients = static_cast<char*>(task.coefficients) + b * task.coefficients_apart;
+    void* const coefficients = static_cast<char*>(task.coefficients) + b * task.coefficients_stride;
     if (task.sums) {
       const double count = task.counts[b];
       store_affine(InputGradient<A>::of(s, gamma, task.sums[i], count), coefficients, c);

@@ -1,4 +1,4 @@
-// The CUDA kernels and the CUDA runtime, as cuda_backend.h wants them.
+// The CUDA backend of backend.h.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 
@@ -20,8 +20,8 @@ cudaStream_t native(Stream stream) { return static_cast<cudaStream_t>(stream); }
 int get_device(int* device) { return cudaGetDevice(device); }
 int set_device(int device) { return cudaSetDevice(device); }
 int get_device_count(int* count) { return cudaGetDeviceCount(count); }
-// The driver's word, which the runtime does not pass on. The runtime has loaded the driver's
-// library by then; linked to it, ours would not load where there is none.
+// Only the driver API knows. The runtime has loaded the driver's library by then. If this library
+// were linked to it, it would not load on machines without a driver.
 int has_context(int* active, int device) {
   using Get = int (*)(int* handle, int ordinal);
   using GetState = int (*)(int handle, unsigned* flags, int* active);

@@ -1,7 +1,7 @@
-// From views to kernels: which one, how many blocks, and the table of all.
+// Chooses and launches the kernels for a view, and has the table of all.
 //
-// SBN_LAUNCH(kernel, blocks, stream, arguments...) starts it with kThreads threads a block, and
-// SBN_LAUNCH_TOGETHER one whose threads wait for each other.
+// SBN_LAUNCH(kernel, blocks, stream, arguments...) launches with kThreads threads per block,
+// SBN_LAUNCH_TOGETHER a kernel whose threads wait for each other.
 #ifndef GLUON_SYNCBN_CUDA_LAUNCH_CUH_
 #define GLUON_SYNCBN_CUDA_LAUNCH_CUH_
 
@@ -21,17 +21,17 @@ inline unsigned misaligned(const void* p) {
   return static_cast<unsigned>(reinterpret_cast<uintptr_t>(p) % 16);
 }
 
-// How many blocks share a channel: as many as make the kernel short, and no more than that takes,
-// as what they have has to be added up. `blocks` stand side by side, `resident` is what the device
-// has at a time, and a block has work for `at_once` units at a time.
+// How many blocks share a channel: the fewest that minimize the time, as their sums must be added.
+// `blocks` blocks cover all channels, `resident` blocks run at a time, and a block processes
+// `at_once` units at a time.
 inline int64_t choose_slices(int64_t blocks, int64_t resident, int64_t units, int64_t at_once) {
-  constexpr int64_t kMostWaves = 8;
+  constexpr int64_t kMaxWaves = 8;
   int64_t best = 1, least = 0;
-  for (int64_t waves = 1; waves <= kMostWaves; ++waves) {
+  for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
     const int64_t most = std::max<int64_t>(1, waves * resident / blocks);
     const int64_t turns = divide_up(divide_up(units, std::min(most, units)), at_once);
     const int64_t slices = divide_up(units, turns * at_once);
-    // Beginning and end take a block about as long as one turn, and so does adding up.
+    // The start and end of a block take about as long as one turn. So does adding the slices.
     const int64_t time = divide_up(slices * blocks, resident) * (turns + 1) + (slices > 1);
     if (least == 0 || time < least) {
       least = time;
@@ -49,18 +49,20 @@ struct SumsPlan {
   dim3 grid;
 
   SumsPlan(const View& v, int multiprocessors) : multiprocessors_(multiprocessors) {
-    // Blocks side by side, those of a multiprocessor, and units that a block takes at a time.
+    // Blocks that cover all channels, blocks per multiprocessor, units that a block takes at a
+    // time.
     int64_t blocks, resident, at_once;
     task.N = v.N / v.R;
     task.C = v.C;
     task.S = v.S;
     task.R = v.R;
     task.lanes = 1;
-    // Two planes and more in a tile: of larger ones a vector's shifts cost less than its way.
+    // If a tile holds at least two planes. For larger ones, shifting unaligned vectors is cheaper
+    // than shared memory.
     if (v.S > 1 && v.S % kPack<T> != 0 && 2 * v.S <= kTileValues<T, kBackward>) {
       kind = kTiles;
       while (kWarp / task.lanes * v.S > kTileValues<T, kBackward>) task.lanes *= 2;
-      // Odd, so that the lanes of a plane meet different banks.
+      // Odd, so that the lanes of a plane use different banks.
       task.chunk_size = static_cast<int>(divide_up(v.S, task.lanes) | 1);
       task.chunks = 1;
       task.units = task.N;
@@ -78,7 +80,7 @@ struct SumsPlan {
       kind = kRows;
       while (task.lanes < kWarp && task.lanes * kPack<T> < v.C) task.lanes *= 2;
       task.down = kThreads / task.lanes;
-      // Of a small sample, few threads have a column, so that each has enough to do.
+      // For a small sample, few threads share a column, so that each has enough work.
       while (task.lanes == kWarp && task.down > kFewestRows &&
              task.down / 2 * kRowsPerThread >= v.R) {
         task.down /= 2;
@@ -102,20 +104,19 @@ struct SumsPlan {
     grid = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(task.slices));
   }
 
-  // Chunks of planes and the lanes for each: those that leave few lanes without values. Of the
-  // shape of a plane alone.
+  // Chooses the chunks of a plane and the lanes for each, so that few lanes are idle. Depends only
+  // on the size of a plane.
   void split_planes(int64_t S) {
-    // Values that a lane asks for at a time; what else it does for its share, and a lane for a
-    // whole chunk, as so many values more.
+    // Values that a lane loads at a time; the overhead per lane's share and per chunk, in values.
     constexpr int64_t kBatch = kInFlight * kPack<T>, kShareCosts = 16, kChunkCosts = 24;
-    // Fewer lanes would ask for less than a line of memory at a time.
+    // Fewer lanes would load less than a cache line at a time.
     constexpr int64_t kFewest = 4;
     int64_t least = 0;
     for (int lanes = 1; lanes <= kWarp; lanes *= 2) {
       const int64_t size = std::min<int64_t>(lanes * kPlaneShare<T>, S);
       const int64_t chunks = divide_up(S, size);
       if (lanes > 1 && lanes <= kFewest && lanes * kBatch <= S) least = 0;
-      // Where not all lanes have a whole batch, it costs as much as two.
+      // A partial batch costs as much as two.
       const int64_t last = S - (chunks - 1) * size, batch = lanes * kBatch;
       const int64_t batches =
           (chunks - 1) * (size / batch) + divide_up(last, batch) + (last % batch != 0);
@@ -152,8 +153,8 @@ struct SumsPlan {
     }
     const int error = last_launch_error();
     if (error || task.slices == 1) return error;
-    // A warp for each channel or part of one, or the whole block where there are blocks enough:
-    // more lanes than slices only make work for units that are few.
+    // Up to a warp per channel, but not more lanes than slices; a whole block if there are few
+    // channels.
     int lanes = 2;
     while (lanes < kWarp && lanes < task.slices) lanes *= 2;
     if (task.slices > kWarp && task.C <= multiprocessors_) lanes = kThreads;
@@ -203,10 +204,10 @@ int launch_map(const View& view, const void* a, const void* b, const void* coeff
   task.to = to;
   task.coefficients = coefficients;
   task.add = how == Store::kAdd;
-  // In place, `a` or `b` is `to`: then nobody reads what another thread has written, as the vectors
-  // begin at multiples of 16 in both.
+  // In place (`a` or `b` is `to`), no thread reads what another one writes, as `to` is then aligned
+  // like its operand.
   const bool aligned = misaligned(a) == misaligned(to) && (!b || misaligned(b) == misaligned(to));
-  // Several planes in a vector, and large arrays, are a matter of the kernel for odd addresses.
+  // The kernel for unaligned arrays also takes vectors of several planes, and large arrays.
   const bool is_small = task.size < int64_t{1} << 31;
   const bool plain = aligned && (view.S == 1 || (view.S >= kSize && is_small));
   const int64_t spare = plain ? 0 : 1;
@@ -229,7 +230,7 @@ int launch_map(const View& view, const void* a, const void* b, const void* coeff
     }
     return last_launch_error();
   }
-  // Vectors after which the same channels come again.
+  // The number of vectors after which the channels repeat.
   const int64_t period = view.C / std::gcd(view.C, kSize);
   const int64_t resident = plain ? kMapBlocks<T, F, true> : kMapBlocks<T, F, false>;
   const int64_t most = std::max(resident * multiprocessors * kThreads, period);
@@ -257,7 +258,7 @@ int launch_input_gradient(const View& view, const void* dy, const void* x, const
                                                      multiprocessors, stream);
 }
 
-// Room for the coefficients of y and of dx alike.
+// Enough for the coefficients of y or of dx.
 template <typename A>
 int64_t coefficients_size(int64_t C) {
   return C * 16 * std::max(kCoefficientWords<Normalize<A>>, kCoefficientWords<InputGradient<A>>);

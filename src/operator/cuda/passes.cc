@@ -23,8 +23,8 @@ struct Running {
     std::copy_n(task.running, kArrays, device);
   }
 
-  // The copies are there after the next wait. Small ones make a kernel behind them late, so it
-  // comes first.
+  // The copies are valid after the next wait. To be called after queueing kernels, which small
+  // copies would delay.
   void fetch(CudaPass* pass) {
     for (int i = 0; i < kArrays; ++i) {
       const auto* const from = static_cast<const char*>(device[i]);
@@ -33,7 +33,7 @@ struct Running {
   }
 };
 
-// What the statistics of each part are, over all devices where they meet.
+// The statistics of each part, over all devices if they synchronize.
 std::vector<BatchPtr> batches_of(CudaPass* pass, const GpuForward& task, Running* running) {
   const int64_t C = task.parts[0].view.C, count = static_cast<int64_t>(task.parts.size());
   ChannelSums* const on_device = pass->on_device<ChannelSums>(count * C);
@@ -47,7 +47,7 @@ std::vector<BatchPtr> batches_of(CudaPass* pass, const GpuForward& task, Running
   for (const ForwardShard& part : task.parts) {
     Batch batch{std::vector<Statistics>(static_cast<size_t>(C))};
     batch.count = static_cast<double>(part.view.N * part.view.S);
-    if (task.meet) task.meet(sums, &batch.count);
+    if (task.all_reduce) task.all_reduce(sums, &batch.count);
     for (int64_t c = 0; c < C; ++c) {
       batch.channels[c] = batch_statistics(sums[c], batch.count, task.epsilon);
     }
@@ -57,7 +57,7 @@ std::vector<BatchPtr> batches_of(CudaPass* pass, const GpuForward& task, Running
   return batches;
 }
 
-// Brings the statistics to the device, and with them, in one copy, what the running ones become.
+// Uploads the statistics and the updated running statistics in one copy.
 const Statistics* upload(CudaPass* pass, const GpuForward& task,
                          const std::vector<BatchPtr>& batches, const Running& running,
                          Deliveries* deliveries) {
@@ -119,7 +119,7 @@ std::vector<BatchPtr> forward_on_gpu(const GpuForward& task) {
     pass.normalize(part.view, part.x, coefficients + i * size, part.y, part.store);
   }
   if (!task.from_batch) running.fetch(&pass);
-  // The end of the call is how MXNet gets to know that the results are there.
+  // MXNet reads the results as soon as this call returns.
   pass.finish();
 
   if (!task.from_batch) {
@@ -137,7 +137,7 @@ void backward_on_gpu(const GpuBackward& task) {
   CudaPass pass(task.device, task.dtype, task.what);
   const BackwardShard& first = task.parts[0];
   const int64_t C = first.view.C, count = static_cast<int64_t>(task.parts.size());
-  // In one copy: the statistics, and the counts of this device alone.
+  // The statistics and the counts of this device, for one copy.
   double* const known = pass.on_host<double>(count * (C * kDoubles + 1));
   double* const known_counts = known + count * C * kDoubles;
   for (int64_t i = 0; i < count; ++i) {
@@ -153,24 +153,24 @@ void backward_on_gpu(const GpuBackward& task) {
     pass.backward_sums(part.view, part.dy, part.x, statistics + i * C, own + i * C);
   }
 
-  // None where statistics are constants.
+  // Null if statistics are constants.
   const ChannelSums* all = nullptr;
   const double* counts = nullptr;
   if (task.from_batch) {
     all = own;
     counts = known_on_device + count * C * kDoubles;
-    if (task.meet) {
-      // Likewise the sums and counts of all devices.
-      double* const met = pass.on_host<double>(count * (C * kSumsDoubles + 1));
-      double* const met_counts = met + count * C * kSumsDoubles;
-      auto* const sums = reinterpret_cast<ChannelSums*>(met);
+    if (task.all_reduce) {
+      // The sums and counts of all devices, for one copy.
+      double* const reduced = pass.on_host<double>(count * (C * kSumsDoubles + 1));
+      double* const reduced_counts = reduced + count * C * kSumsDoubles;
+      auto* const sums = reinterpret_cast<ChannelSums*>(reduced);
       pass.fetch_to(sums, own, count * C);
       pass.wait();
-      std::copy_n(known_counts, count, met_counts);
-      for (int64_t i = 0; i < count; ++i) task.meet(sums + i * C, met_counts + i);
-      const double* const met_on_device = pass.upload(met, count * (C * kSumsDoubles + 1));
-      all = reinterpret_cast<const ChannelSums*>(met_on_device);
-      counts = met_on_device + count * C * kSumsDoubles;
+      std::copy_n(known_counts, count, reduced_counts);
+      for (int64_t i = 0; i < count; ++i) task.all_reduce(sums + i * C, reduced_counts + i);
+      const double* const reduced_on_device = pass.upload(reduced, count * (C * kSumsDoubles + 1));
+      all = reinterpret_cast<const ChannelSums*>(reduced_on_device);
+      counts = reduced_on_device + count * C * kSumsDoubles;
     }
   }
 

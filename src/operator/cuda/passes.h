@@ -1,5 +1,5 @@
-// Forward and backward of one call on a GPU. The sums come to the host for the meeting; all else
-// stays on the device.
+// Forward and backward of one call on a GPU. The sums are copied to the host to be exchanged; all
+// other data stays on the device.
 #ifndef GLUON_SYNCBN_CUDA_PASSES_H_
 #define GLUON_SYNCBN_CUDA_PASSES_H_
 
@@ -12,11 +12,11 @@
 
 namespace gluon_syncbn {
 
-// Replaces the sums of C channels and their count by those of all devices. None: a part has
-// statistics of its own.
-using Meet = std::function<void(ChannelSums* sums, double* count)>;
+// Replaces the sums of C channels and their count by those of all devices. Empty if each part has
+// its own statistics.
+using AllReduceSums = std::function<void(ChannelSums* sums, double* count)>;
 
-// A small array to be written; null where it is not wanted.
+// A small output; null if it is not needed.
 struct Result {
   void* to = nullptr;
   bool add = false;
@@ -25,37 +25,37 @@ struct Result {
 struct GpuForward {
   int device;
   DType dtype;
-  // What errors tell of the data.
+  // Describes the data in errors.
   std::string what;
   double epsilon;
-  // The whole, or the chunks of virtual devices; null y is not wanted.
+  // The batch, or the chunks of virtual devices; null y is not computed.
   std::vector<ForwardShard> parts;
-  // Statistics of the parts, or else those of the running arrays.
+  // Whether to use the statistics of the parts, or the running statistics.
   bool from_batch;
-  Meet meet;
+  AllReduceSums all_reduce;
   // mean, variance, and the number of batches or null, of the type of gamma.
   void* running[3];
-  // Changes copies of those, on the host. Returns whether they are to be written.
+  // Updates host copies of `running`. Returns whether to write them back.
   std::function<bool(const std::vector<BatchPtr>&, void* const (&running)[3])> update;
-  // Of `rows` x C doubles; in rows that have no part of their own, the first's are repeated.
+  // Arrays of `rows` x C doubles. If there are fewer parts than rows, the values repeat.
   Result mean, inv_std;
   int64_t rows;
 };
 
-// y and the running statistics. Returns those that y was normalized by, for each part.
+// Writes y and the running statistics. Returns the statistics that normalized each part.
 std::vector<BatchPtr> forward_on_gpu(const GpuForward& task);
 
 struct GpuBackward {
   int device;
   DType dtype;
   std::string what;
-  // Null dx is not wanted; `sums` are not used.
+  // Null dx is not computed; `sums` are not used.
   std::vector<BackwardShard> parts;
-  // For each part.
+  // The statistics of each part.
   std::vector<BatchPtr> batches;
   bool from_batch;
-  Meet meet;
-  // Of this device alone, added over the parts.
+  AllReduceSums all_reduce;
+  // Of this device alone, summed over the parts.
   Result dgamma, dbeta;
 };
 

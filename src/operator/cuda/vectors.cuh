@@ -1,6 +1,6 @@
-// 16 bytes at a time, from any address that a value may have.
+// Vectors of 16 bytes, from aligned and unaligned addresses.
 //
-// These headers are CUDA. tests/native/cuda_on_host.h runs the same text without a GPU.
+// tests/native/cuda/cuda_on_host.h runs these CUDA headers without a GPU.
 #ifndef GLUON_SYNCBN_CUDA_VECTORS_CUH_
 #define GLUON_SYNCBN_CUDA_VECTORS_CUH_
 
@@ -16,8 +16,8 @@ namespace gluon_syncbn {
 template <typename T>
 constexpr int kPack = 16 / static_cast<int>(sizeof(T));
 
-// 16 bytes in registers. Values are taken out by shifts, as an array of 16-bit values would be kept
-// in memory.
+// 16 bytes in registers. 16-bit values are extracted by shifts, as the compiler would put an array
+// of them into local memory.
 struct Words {
   uint32_t w[4];
 };
@@ -47,7 +47,7 @@ SBN_DEVICE void set_value(Words* words, int i, T value) {
   words->w[i / 2] = i % 2 ? (words->w[i / 2] | bits) : bits;
 }
 
-// Value i, in the type that it is computed in. `i` has to be known to the compiler.
+// Value i, in the type that it is computed in. `i` must be a constant after unrolling.
 template <typename T>
 SBN_DEVICE Arithmetic<T> value_at(const Words& words, int i) {
   T value;
@@ -55,7 +55,6 @@ SBN_DEVICE Arithmetic<T> value_at(const Words& words, int i) {
   return widen(value);
 }
 
-// All values of a vector at once.
 template <typename T>
 SBN_DEVICE Words words_of(const Arithmetic<T> (&values)[kPack<T>]) {
   Words words = {{0, 0, 0, 0}};
@@ -69,7 +68,7 @@ SBN_DEVICE Words words_of(const Arithmetic<T> (&values)[kPack<T>]) {
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-// Two values by one instruction. NaNs all become the same one.
+// Two values per instruction. All NaNs become the same one.
 template <>
 SBN_DEVICE Words words_of<Half>(const float (&values)[8]) {
   Words words;
@@ -100,7 +99,7 @@ SBN_DEVICE unsigned misalignment(const void* p) {
   return static_cast<unsigned>(reinterpret_cast<uintptr_t>(p) % 16);
 }
 
-// From an address that is a multiple of 16.
+// The address must be a multiple of 16.
 SBN_DEVICE Words load_words(const void* p) {
 #if defined(__CUDA_ARCH__)
   const uint4 v = *static_cast<const uint4*>(p);
@@ -112,7 +111,7 @@ SBN_DEVICE Words load_words(const void* p) {
 #endif
 }
 
-// In assembly, as compilers make four stores of one of a uint4.
+// In assembly, as nvcc splits the store of a uint4 into four.
 SBN_DEVICE void store_words(void* p, const Words& words) {
 #if defined(__CUDA_ARCH__)
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(words.w[0]),
@@ -123,7 +122,7 @@ SBN_DEVICE void store_words(void* p, const Words& words) {
 #endif
 }
 
-// To shared memory, at a multiple of 16.
+// To shared memory. The address must be a multiple of 16.
 SBN_DEVICE void share_words(void* p, const Words& words) {
 #if defined(__CUDA_ARCH__)
   *static_cast<uint4*>(p) = make_uint4(words.w[0], words.w[1], words.w[2], words.w[3]);
@@ -132,7 +131,7 @@ SBN_DEVICE void share_words(void* p, const Words& words) {
 #endif
 }
 
-// The first `count` values at p, one by one; zeros behind them.
+// The first `count` values at p, loaded one by one, and zeros.
 template <typename T>
 SBN_DEVICE Words load_some(const T* p, int count) {
   Words words = zero_words();
@@ -143,9 +142,9 @@ SBN_DEVICE Words load_some(const T* p, int count) {
   return words;
 }
 
-// 16 bytes at any address, in two steps, so that a thread can ask for several before it waits for
-// the first: the two vectors that they lie in, and then what is put together of them. The neighbour
-// in the warp reads the second vector for its first, so memory is read once.
+// 16 bytes at any address, in two steps, so that a thread can issue several loads before it waits
+// for the first: load() reads the two aligned vectors around them, words() combines these. The next
+// thread of the warp reads the second vector as its first, so memory is read once.
 template <bool kAligned>
 struct Fetched {
   Words low, high;
@@ -180,11 +179,11 @@ struct Fetched {
   }
 };
 
-// Where an array lies: Fetched may not reach out of it.
+// The bounds of an array, which Fetched must not exceed.
 struct Extent {
   const void *begin, *end;
 
-  // Whether `vectors` of them one behind the other, from p, stay inside.
+  // Whether Fetched stays inside for `vectors` contiguous vectors from p.
   SBN_DEVICE bool holds(const void* p, int64_t vectors) const {
     const unsigned shift = misalignment(p);
     const char* const low = static_cast<const char*>(p) - shift;

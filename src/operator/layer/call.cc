@@ -219,7 +219,7 @@ void Call::backward_pass(const Arrays& arrays, const int* requests) {
     }
     return;
   }
-  if (recomputes_) running_->goes_backward(attributes_.node, number_);
+  if (recomputes_) running_->on_backward(attributes_.node, number_);
   const BackwardShard whole{view,
                             arrays.data(kOutput),
                             arrays.data(kBackwardInputs + kData),
@@ -376,7 +376,7 @@ void Call::synchronized_backward(DType dtype, const BackwardShard& part) {
                                  });
 }
 
-Meet Call::reduce_for_cuda(Direction direction, DType dtype, int64_t channels) {
+AllReduceSums Call::reduce_for_cuda(Direction direction, DType dtype, int64_t channels) {
   if (!is_shared()) return nullptr;
   return [=](ChannelSums* sums, double* count) {
     std::vector<ChannelSums> all(sums, sums + channels);

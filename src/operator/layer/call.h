@@ -60,7 +60,7 @@ class Call {
   // dx, and the sums of this device alone, with all devices.
   void synchronized_backward(DType dtype, const BackwardShard& part);
   // Adds this device's sums to the others'; null if it has statistics of its own.
-  Meet reduce_for_cuda(Direction direction, DType dtype, int64_t channels);
+  AllReduceSums reduce_for_cuda(Direction direction, DType dtype, int64_t channels);
 
   // Whether other devices have shards of the same batch.
   bool is_shared() const { return from_batch_ && !attributes_.virtual_devices; }

@@ -1,13 +1,14 @@
 // The part of MXNet 1.9.1's C API that the operator uses, as function pointers from Python.
 //
-// No C++ object crosses into libmxnet, which GCC 4.8 built, and compiling needs no header of MXNet.
+// No C++ object crosses the boundary, as libmxnet was built by GCC 4.8. No header of MXNet is
+// needed.
 #ifndef GLUON_SYNCBN_MXNET_API_H_
 #define GLUON_SYNCBN_MXNET_API_H_
 
 #include <cstdint>
 #include <stdexcept>
 
-// MXNet catches it by this name (dmlc/logging.h) and raises MXNetError.
+// MXNet catches this type by name (dmlc/logging.h) and raises MXNetError.
 namespace dmlc {
 struct Error : public std::runtime_error {
   using std::runtime_error::runtime_error;

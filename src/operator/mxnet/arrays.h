@@ -22,17 +22,17 @@ inline Store store_of(int request) { return request == kAddTo ? Store::kAdd : St
 
 std::string shape_text(const int* shape, int ndim);
 
-// The axis counted from the front. Throws if the data has no such axis.
+// The nonnegative index of the axis. Throws if the data has no such axis.
 int channel_axis(int axis, const int* shape, int ndim);
 
 const char* name_of(DType dtype);
 
-// Of gamma, beta, their gradients and the running statistics, for data of this dtype. Throws if the
-// operator takes no such data.
+// The dtype of gamma, beta, their gradients and the running statistics, for data of this dtype.
+// Throws if the operator does not support it.
 DType dtype_of_parameters(DType dtype);
 size_t size_of(DType dtype);
 
-// Writes value c of such a parameter.
+// Writes value c of a parameter, for data of this dtype.
 void write_parameter(DType dtype, void* values, int64_t c, double value, Store how);
 
 // The arrays of one callback, which owns them.
@@ -52,7 +52,7 @@ class Arrays {
   // "data of shape (2, 3)", for errors.
   std::string text(int i) const;
 
-  // Hands the ownership of the array to the caller.
+  // Passes the ownership of the array to the caller.
   Handle release(int i);
 
  private:

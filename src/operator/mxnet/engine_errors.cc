@@ -13,7 +13,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Long enough for a thread to execute a few remaining instructions.
+// Enough for a thread to execute a few remaining instructions.
 constexpr std::chrono::milliseconds kInstructions{5};
 // Errors are reported after this time even if a device is still busy.
 constexpr std::chrono::seconds kPatience{2};
@@ -38,26 +38,26 @@ class Latch {
   bool is_open_ = false;
 };
 
-// Runs on threads of the engine that belong to no device, as those may be busy or wait for their
-// turn.
+// Pushes an operation for threads of the engine that belong to no device. Those of devices may be
+// busy or wait for their turn.
 void push_for(Handle written, void (*run)(void*, void*), void* argument, void (*deleter)(void*)) {
   const int status = mxnet.engine_push_sync(run, argument, deleter, &kCpuContext, nullptr, 0,
                                             &written, 1, &kCpuPrioritized, 0, "SyncBatchNormError");
   if (status != 0) throw dmlc::Error("MXNet's engine takes no more operations.");
 }
 
-// An operation on the array that ends with this error.
+// Pushes an operation on the array that fails with this error.
 void push_error(Handle written, const std::string& text) {
   push_for(
       written, [](void*, void* what) { throw dmlc::Error(*static_cast<std::string*>(what)); },
       new std::string(text), [](void* what) { delete static_cast<std::string*>(what); });
 }
 
-// Waits until all that was pushed for the array so far has passed.
+// Waits for all operations pushed for the array so far.
 void wait_for(Handle array) {
   using LatchPtr = std::shared_ptr<Latch>;
   const auto latch = std::make_shared<Latch>();
-  // In the deleter, as MXNet skips the operation if the array holds an error.
+  // Opened by the deleter, as MXNet skips the operation if the array holds an error.
   const auto open = [](void* argument) {
     const std::unique_ptr<LatchPtr> pointer(static_cast<LatchPtr*>(argument));
     (*pointer)->open();
@@ -69,14 +69,14 @@ void wait_for(Handle array) {
 struct Turns {
   // Held while an error is reported.
   std::mutex mutex;
-  // The output of the last error. MXNet ends its custom operator with an error too, on the device's
-  // thread.
+  // The output that holds the last error. MXNet ends its custom operator with an error too, on the
+  // device's thread.
   Handle last = nullptr;
   bool is_on_first_cpu = false;
-  // Whether that error is awaited on the thread that await_turn_for_error() runs on, and when
-  // another error last went ahead of it there.
+  // Whether that error is awaited on the thread of await_turn_for_error(), and when another error
+  // last overtook it there.
   std::atomic<bool> awaits_first_cpu{false};
-  std::atomic<Clock::time_point> went_ahead{Clock::time_point{}};
+  std::atomic<Clock::time_point> overtaken{Clock::time_point{}};
   Clock::time_point last_reported{};
   bool is_long = false;
 
@@ -89,7 +89,7 @@ struct Turns {
     awaits_first_cpu = is_on_first_cpu;
     wait_for(last);
     awaits_first_cpu = false;
-    std::this_thread::sleep_until(went_ahead.load() + kInstructions);
+    std::this_thread::sleep_until(overtaken.load() + kInstructions);
     mxnet.ndarray_free(last);
     last = nullptr;
   }
@@ -108,16 +108,16 @@ struct Turns {
     for (int i = 0; i < kListed; ++i) {
       push_error(array, "");
       wait_for(array);
-      // Takes the error back: the next waitall() removes the empty entry. Nothing else is pending
-      // for the array, so MXNet answers at once, without an operation on a thread that may wait for
-      // its turn.
+      // Clears the error: the next waitall() removes the empty entry. Nothing else is pending for
+      // the array, so MXNet returns at once, without an operation on a thread that may wait for its
+      // turn.
       mxnet.ndarray_wait_to_read(array);
     }
     mxnet.ndarray_free(array);
   }
 };
 
-// Never destroyed: operations may still fail when the process ends.
+// Not destroyed at exit: operations may still fail when the process ends.
 Turns* turns = new Turns;
 
 }  // namespace
@@ -136,8 +136,8 @@ void await_turn_for_error() {
   const auto end = Clock::now() + kPatience;
   std::unique_lock<std::mutex> lock(turns->mutex, std::try_to_lock);
   while (!lock) {
-    // The error whose turn it is waits for an operation behind this one on the same thread.
-    turns->went_ahead = Clock::now();
+    // The error that holds the lock may wait for an operation behind this one on the same thread.
+    turns->overtaken = Clock::now();
     if (turns->awaits_first_cpu || Clock::now() > end) return;
     std::this_thread::sleep_for(std::chrono::microseconds(100));
     lock.try_lock();

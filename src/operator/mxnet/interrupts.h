@@ -1,4 +1,4 @@
-// Counts Ctrl-C for calls that wait. A process has one keyboard, hence one counter.
+// Counts Ctrl-C, for calls that wait.
 #ifndef GLUON_SYNCBN_MXNET_INTERRUPTS_H_
 #define GLUON_SYNCBN_MXNET_INTERRUPTS_H_
 

@@ -12,7 +12,7 @@
 namespace gluon_syncbn {
 namespace {
 
-// How often a wait checks for Ctrl-C and the end.
+// How often a wait checks for Ctrl-C and the end of the process.
 constexpr std::chrono::duration<double> kSlice{0.1};
 
 std::atomic<bool> closed{false};

@@ -10,22 +10,22 @@ namespace gluon_syncbn {
 
 enum class Waited { kWritten = 0, kTimeIsUp, kInterrupted, kClosed };
 
-// Waits until all that was pushed for an array before has passed. It may be destroyed at any time,
-// whatever happens to the array.
+// Waits for all operations pushed for an array so far. It may be destroyed at any time, also after
+// the array.
 class Watch {
  public:
   // Throws std::runtime_error.
   explicit Watch(Handle array);
 
-  // kWritten also if the array holds an error, which MXNet raises when the array is waited for.
+  // Also returns kWritten if the array holds an error, which MXNet raises when the array is read.
   Waited wait(double seconds);
 
-  // The process ends: all waits, also later ones, return kClosed.
+  // For the end of the process: all waits, also later ones, return kClosed.
   static void close();
 
  private:
   struct State;
-  // Shared with the engine, which may call later.
+  // Shared with the engine, which may call back after the destruction.
   std::shared_ptr<State> state_;
 };
 

@@ -1,4 +1,4 @@
-// The types of data, and the one switch over them.
+// The dtypes of data, and dispatch over them.
 #ifndef GLUON_SYNCBN_NUMERICS_DTYPES_H_
 #define GLUON_SYNCBN_NUMERICS_DTYPES_H_
 
@@ -12,8 +12,8 @@ namespace gluon_syncbn {
 // MXNet's numbers (mshadow/base.h).
 enum class DType : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 12 };
 
-// f(T{}) for data of this type. There is no default, so that a new type does not compile before it
-// is here.
+// f(T{}) for data of this type. There is no default, so that the compiler warns about a new type
+// that is missing here.
 template <typename F>
 decltype(auto) with_dtype(DType dtype, const F& f) {
   switch (dtype) {
@@ -29,7 +29,7 @@ decltype(auto) with_dtype(DType dtype, const F& f) {
   throw std::invalid_argument("no kernels for this dtype");
 }
 
-// f(A{}) for the type of gamma, beta and the running statistics with such data.
+// f(A{}) for the type of gamma, beta and the running statistics with data of this type.
 template <typename F>
 decltype(auto) with_parameters(DType dtype, const F& f) {
   return with_dtype(dtype, [&](auto zero) { return f(Arithmetic<decltype(zero)>{}); });

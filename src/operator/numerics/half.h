@@ -1,4 +1,4 @@
-// The two 16-bit floating-point types of data, and what every type of data is computed in.
+// The two 16-bit floating-point types of data, and the type that each type of data is computed in.
 #ifndef GLUON_SYNCBN_NUMERICS_HALF_H_
 #define GLUON_SYNCBN_NUMERICS_HALF_H_
 
@@ -28,8 +28,7 @@ SBN_HOST_DEVICE uint32_t bits_of_float(float value) {
   return bits;
 }
 
-// Exact, as every value of the type is one of the wider type. Without a branch, so that compilers
-// make vector code of it.
+// Exact. Without branches, so that compilers vectorize it.
 SBN_HOST_DEVICE float widen(float x) { return x; }
 SBN_HOST_DEVICE double widen(double x) { return x; }
 SBN_HOST_DEVICE float widen(BFloat16 x) {
@@ -41,11 +40,11 @@ SBN_HOST_DEVICE float widen(Half x) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
   return wide;
 #else
-  // Exponent and fraction where float has them, which is a number 2^112 times too small, or one of
-  // the largest exponent where the half is infinite or NaN.
+  // With exponent and fraction at their positions in a float, a finite number is 2^112 times too
+  // small. Infinities and NaN need the largest exponent.
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
   uint32_t special = magnitude >= 0x7c00u << 13 ? 0x7f800000u : 0;
-  // A NaN that signals becomes a quiet one, as when the processor converts it.
+  // A signaling NaN becomes quiet, as in hardware.
   special = magnitude > 0x7c00u << 13 ? 0x7fc00000u : special;
   const float value = float_of_bits(magnitude) * 0x1p112f;
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
@@ -53,15 +52,14 @@ SBN_HOST_DEVICE float widen(Half x) {
 #endif
 }
 
-// To the nearest value of the result's type, and of two that are equally near to the one whose last
-// bit is 0.
+// Rounds to nearest, ties to even.
 SBN_HOST_DEVICE void narrow(float x, float* result) { *result = x; }
 SBN_HOST_DEVICE void narrow(double x, double* result) { *result = x; }
 
 SBN_HOST_DEVICE void narrow(float x, BFloat16* result) {
   const uint32_t bits = bits_of_float(x), magnitude = bits & 0x7fffffff;
   const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  // A NaN stays one, whatever rounding would make of its fraction.
+  // Rounding could turn a NaN into an infinity.
   result->bits = static_cast<uint16_t>(magnitude > 0x7f800000 ? (bits >> 16 | 0x40) : rounded);
 }
 
@@ -71,10 +69,10 @@ SBN_HOST_DEVICE void narrow(float x, Half* result) {
 #else
   const uint32_t bits = bits_of_float(x), magnitude = bits & 0x7fffffff;
   const uint32_t sign = bits >> 16 & 0x8000;
-  // Normal halves, 2^-14 and more: the exponent moved, 13 bits rounded off, which may carry into
-  // the exponent and up to infinity.
+  // Normal halves, from 2^-14: the exponent is rebiased and 13 bits are rounded off, which may
+  // carry into the exponent and up to infinity.
   const uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
-  // Smaller ones are multiples of 2^-24, the last digit of floats in [0.5, 1): so adding 0.5
+  // Subnormal halves are multiples of 2^-24, the last bit of floats in [0.5, 1). So adding 0.5
   // rounds.
   const uint32_t small = bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000u;
   uint32_t half = magnitude < 113u << 23 ? small : normal;
@@ -84,8 +82,8 @@ SBN_HOST_DEVICE void narrow(float x, Half* result) {
 #endif
 }
 
-// Coefficients over data of T are computed in Arithmetic<T>, which is also the type of gamma, beta,
-// their gradients and the running statistics.
+// Data of T is computed in Arithmetic<T>, which is also the type of gamma, beta, their gradients
+// and the running statistics.
 template <typename T>
 struct ArithmeticOf {
   using Type = float;

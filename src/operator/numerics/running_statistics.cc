@@ -20,8 +20,8 @@ double variance_of(const Batch& batch, size_t c, bool unbiased) {
 }  // namespace
 
 template <typename P, typename F>
-void RunningState::follow(size_t count, const F& batch_value, double momentum, size_t channels,
-                          P* running, Virtual* of) {
+void RunningState::update_average(size_t count, const F& batch_value, double momentum,
+                                  size_t channels, P* running, Virtual* state) {
   const auto next = [&](double value, size_t i, size_t c) {
     return static_cast<P>(moving_average(value, batch_value(i, c), momentum));
   };
@@ -29,25 +29,25 @@ void RunningState::follow(size_t count, const F& batch_value, double momentum, s
     for (size_t c = 0; c < channels; ++c) running[c] = next(running[c], 0, c);
     return;
   }
-  if (of->each.size() != count * channels ||
-      !std::equal(of->mean.begin(), of->mean.end(), running)) {
-    of->each.clear();
+  if (state->each.size() != count * channels ||
+      !std::equal(state->mean.begin(), state->mean.end(), running)) {
+    state->each.clear();
     for (size_t i = 0; i < count; ++i) {
-      of->each.insert(of->each.end(), running, running + channels);
+      state->each.insert(state->each.end(), running, running + channels);
     }
   }
-  of->mean.resize(channels);
+  state->mean.resize(channels);
   for (size_t c = 0; c < channels; ++c) {
     P sum = 0;
     for (size_t j = 0; j < count; ++j) {
-      // The order in which add_n adds.
+      // In the order of add_n.
       const size_t i = count <= 4 ? count - 1 - j : j;
-      const P value = next(of->each[i * channels + c], i, c);
-      of->each[i * channels + c] = value;
+      const P value = next(state->each[i * channels + c], i, c);
+      state->each[i * channels + c] = value;
       sum = j == 0 ? value : sum + value;
     }
     running[c] = sum / static_cast<P>(count);
-    of->mean[c] = running[c];
+    state->mean[c] = running[c];
   }
 }
 
@@ -61,10 +61,10 @@ void RunningState::update(const std::vector<BatchPtr>& batches, const RunningRul
     momentum = 1 - 1 / static_cast<double>(*arrays.num_batches);
   }
   const size_t channels = batches[0]->channels.size();
-  follow(
+  update_average(
       batches.size(), [&](size_t i, size_t c) { return batches[i]->channels[c].mean; }, momentum,
       channels, arrays.mean, &mean_);
-  follow(
+  update_average(
       batches.size(),
       [&](size_t i, size_t c) { return variance_of(*batches[i], c, rule.unbiased); }, momentum,
       channels, arrays.variance, &variance_);
@@ -80,10 +80,9 @@ void RunningState::restart(bool variance) {
   (variance ? variance_ : mean_) = Virtual();
 }
 
-bool RunningState::is_recomputed(int64_t place, int64_t call,
-                                 const std::vector<BatchPtr>& batches) {
+bool RunningState::is_recomputed(int64_t node, int64_t call, const std::vector<BatchPtr>& batches) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  Computed& last = computed_[place];
+  Computed& last = computed_[node];
   const auto equal = [](const BatchPtr& a, const BatchPtr& b) { return same(*a, *b); };
   if (last.call != call &&
       std::equal(last.batches.begin(), last.batches.end(), batches.begin(), batches.end(), equal)) {
@@ -93,9 +92,9 @@ bool RunningState::is_recomputed(int64_t place, int64_t call,
   return false;
 }
 
-void RunningState::goes_backward(int64_t place, int64_t call) {
+void RunningState::on_backward(int64_t node, int64_t call) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto last = computed_.find(place);
+  const auto last = computed_.find(node);
   if (last != computed_.end() && last->second.call == call) computed_.erase(last);
 }
 

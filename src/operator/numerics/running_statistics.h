@@ -1,4 +1,4 @@
-// How the running statistics of a layer follow those of its batches.
+// Updates the running statistics of layers.
 #ifndef GLUON_SYNCBN_NUMERICS_RUNNING_STATISTICS_H_
 #define GLUON_SYNCBN_NUMERICS_RUNNING_STATISTICS_H_
 
@@ -15,7 +15,7 @@
 
 namespace gluon_syncbn {
 
-// The statistics of `count` values of each channel.
+// The statistics of a batch of `count` values per channel.
 struct Batch {
   std::vector<Statistics> channels;
   double count = 0;
@@ -24,49 +24,49 @@ using BatchPtr = std::shared_ptr<const Batch>;
 
 struct RunningRule {
   double momentum = 0.9;
-  // The mean of all batches so far, in place of the moving average.
+  // The mean of all batches so far, instead of the moving average.
   bool cumulative = false;
-  // The variance divided by count - 1, in place of count.
+  // The variance divided by count - 1, instead of count.
   bool unbiased = false;
 };
 
-// The arrays of one layer on one device, of P values: (C,), (C,), and (1,) where the rule is
-// cumulative.
+// The running statistics of one layer on one device, of shapes (C,), (C,), and, if the rule is
+// cumulative, (1,).
 template <typename P>
 struct RunningArrays {
   P *mean, *variance, *num_batches;
 };
 
-// What a layer on one device has to remember between its calls, beside those arrays.
+// The state of a layer on one device between calls, in addition to those arrays.
 class RunningState {
  public:
-  // Updates the arrays by a batch, or by those of several virtual devices: of these, each has
-  // running statistics of its own, and the arrays hold the mean, added and divided in P as MXNet
-  // does when it saves the parameters of so many devices.
+  // Updates the arrays by the batch of the device, or by those of its virtual devices. Each virtual
+  // device has its own running statistics. The arrays hold their mean, computed in P as MXNet does
+  // when it saves the parameters of several devices.
   template <typename P>
   void update(const std::vector<BatchPtr>& batches, const RunningRule& rule,
               const RunningArrays<P>& arrays);
 
-  // Somebody else writes an array: all virtual devices go on from there.
+  // The user has written an array: all virtual devices continue with its values.
   void restart(bool variance);
 
-  // Where MXNet computes forward passes a second time before the backward, in a node of its own:
-  // whether a call computes what another one has computed last at this place.
-  bool is_recomputed(int64_t place, int64_t call, const std::vector<BatchPtr>& batches);
-  // Nobody computes a call again that goes backward itself.
-  void goes_backward(int64_t place, int64_t call);
+  // If MXNet recomputes forward passes before the backward: whether this call of the node repeats
+  // the last one.
+  bool is_recomputed(int64_t node, int64_t call, const std::vector<BatchPtr>& batches);
+  // A call that goes backward is not recomputed later.
+  void on_backward(int64_t node, int64_t call);
 
  private:
-  // The values that virtual devices have, and their mean as it was written.
+  // The values of all virtual devices, and their mean as it was last written.
   struct Virtual {
     std::vector<double> each, mean;
   };
 
   template <typename P, typename F>
-  static void follow(size_t count, const F& batch_value, double momentum, size_t channels,
-                     P* running, Virtual* of);
+  static void update_average(size_t count, const F& batch_value, double momentum, size_t channels,
+                             P* running, Virtual* state);
 
-  // The last forward call at a place, and what came out.
+  // The last forward call of a node, and its statistics.
   struct Computed {
     int64_t call = -1;
     std::vector<BatchPtr> batches;
@@ -77,8 +77,8 @@ class RunningState {
   std::map<int64_t, Computed> computed_;
 };
 
-// The states of all layers, by layer and device: from keep() to forget(), and as long as somebody
-// holds one.
+// The states of all layers, by layer and device. A state is kept from keep() to forget() and while
+// it is referenced.
 class RunningStates {
  public:
   void keep(int64_t layer);

@@ -1,5 +1,4 @@
-// Sums that come out the same, to the last bit of a double, in whatever order their terms are
-// added.
+// Sums that do not depend on the order of their terms, to the last bit of a double.
 #ifndef GLUON_SYNCBN_NUMERICS_SUMS_H_
 #define GLUON_SYNCBN_NUMERICS_SUMS_H_
 
@@ -30,8 +29,9 @@ SBN_HOST_DEVICE double two_product(double a, double b, double* error) {
   return product;
 }
 
-// a + b, rounded so that a last bit of 1 tells of what was cut off: added to a larger number, it
-// gives what the exact sum would, also close to the middle of two doubles (Boldo, Melquiond 2008).
+// a + b, rounded to odd: the last bit is 1 if the sum is inexact. Added to a larger number, it
+// gives the same double as the exact sum, also in the middle of two doubles (Boldo, Melquiond
+// 2008).
 SBN_HOST_DEVICE double sum_to_odd(double a, double b) {
   double error;
   double sum = two_sum(a, b, &error);
@@ -46,9 +46,9 @@ SBN_HOST_DEVICE double sum_to_odd(double a, double b) {
 
 // The unevaluated sum of three doubles: about 159 bits (Ogita, Rump, Oishi 2005, SumK with K = 3).
 //
-// Double-double, 106 bits, is not enough for the sum of squares: at a mean of 1e5 standard
-// deviations the variance cancels 34 of them, and the 19 bits left over the 53 of a double would
-// let the order of addition show once in some hundred thousand channels. Here 72 bits are left.
+// Double-double (106 bits) is not enough for the sum of squares. At a mean of 1e5 standard
+// deviations, the variance cancels 34 bits. The 19 bits beyond the 53 of a double would let the
+// order of addition change a result once in some hundred thousand channels. Here 72 bits are left.
 struct Sum3 {
   double high = 0, middle = 0, low = 0;
 
@@ -74,8 +74,8 @@ struct Sum3 {
     add(error);
   }
 
-  // The sum to 106 bits, high the nearest double and low the nearest to the rest: two numbers that
-  // are the same for every order of the terms.
+  // The sum to 106 bits: the nearest double, and the double nearest to the remainder. They are the
+  // same for every order of the terms.
   SBN_HOST_DEVICE void round(double* high_out, double* low_out) const {
     double a, b, c;
     a = two_sum(high, middle, &b);
@@ -94,8 +94,7 @@ struct Sum3 {
   }
 };
 
-// What one pass over the data sums per channel. Forward: x and x^2. Backward: dy and dy * (x -
-// mean).
+// The two sums of a pass over one channel. Forward: x and x^2. Backward: dy and dy * (x - mean).
 struct ChannelSums {
   Sum3 first, second;
 

@@ -1,4 +1,4 @@
-// Sums over planes, S > 1, read in vectors.
+// Sums over planes (S > 1), read in vectors.
 #ifndef GLUON_SYNCBN_CUDA_SUMS_PLANES_CUH_
 #define GLUON_SYNCBN_CUDA_SUMS_PLANES_CUH_
 
@@ -18,17 +18,17 @@ struct PlaneSums {
   const SumsTask& task;
   Center<A> center;
 
-  // Vector i stands i * apart values behind x and dy, which have `left` values to the chunk's end.
+  // Vector i begins i * stride values after x and dy; `left` values remain in the chunk.
   struct Batch {
     const T *x, *dy;
-    int left, apart;
+    int left, stride;
   };
 
-  // The share of `lane` in the n values of a chunk.
+  // Adds the share of `lane` of the n values of a chunk.
   SBN_DEVICE void add_values(const T* dy, const T* x, int n, int lane, int lanes,
                              Share<A>* share) const {
     const int vectors = (n + kSize - 1) / kSize;
-    // False at the ends of the array alone, and at one of them only.
+    // False only at one of the ends of the array.
     const bool inside = kAligned || task.holds<kBackward>(dy, x, vectors);
     const unsigned x_shift = kAligned || !inside ? 0 : misalignment(x);
     const unsigned dy_shift = kAligned || !inside ? 0 : misalignment(dy);
@@ -36,9 +36,9 @@ struct PlaneSums {
       const Batch batch{x + v * kSize, dy + (kBackward ? v * kSize : 0), n - v * kSize,
                         lanes * kSize};
       Fetched<kAligned> xs[kInFlight], dys[kInFlight];
-      // A vector behind the last is the last once more.
+      // Vectors after the last repeat the last.
       const int last = (vectors - 1 - v) * kSize;
-      const auto at = [&](int i) { return i * batch.apart < last ? i * batch.apart : last; };
+      const auto at = [&](int i) { return i * batch.stride < last ? i * batch.stride : last; };
       if (inside) {
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
@@ -60,7 +60,7 @@ struct PlaneSums {
         x_words[i] = xs[i].template words<T>(x_shift);
         if (kBackward) dy_words[i] = dys[i].template words<T>(dy_shift);
       }
-      if ((kInFlight - 1) * batch.apart + kSize <= batch.left) {
+      if ((kInFlight - 1) * batch.stride + kSize <= batch.left) {
         add_batch<true>(x_words, dy_words, batch, v == lane, share);
       } else {
         add_batch<false>(x_words, dy_words, batch, v == lane, share);
@@ -69,22 +69,22 @@ struct PlaneSums {
   }
 
  private:
-  // kFull: all vectors have all their values.
+  // kFull: all vectors are complete.
   template <bool kFull>
   SBN_DEVICE void add_batch(const Words (&x)[kInFlight], const Words (&dy)[kInFlight],
                             const Batch& batch, bool is_first, Share<A>* share) const {
     const auto get = [&](const Words(&from)[kInFlight], int run, int i, A other) {
       const int vector = run * kVectors + i / kSize, j = i % kSize;
-      const bool there = kFull || j < batch.left - vector * batch.apart;
-      return there ? value_at<T>(from[vector], j) : other;
+      const bool exists = kFull || j < batch.left - vector * batch.stride;
+      return exists ? value_at<T>(from[vector], j) : other;
     };
-    const auto again = [&](int run, int i, const auto& f) {
-      const int place = (run * kVectors + i / kSize) * batch.apart + i % kSize;
-      if (place >= batch.left) return;
+    const auto reload = [&](int run, int i, const auto& f) {
+      const int index = (run * kVectors + i / kSize) * batch.stride + i % kSize;
+      if (index >= batch.left) return;
       if constexpr (kBackward) {
-        f(widen(batch.dy[place]), widen(batch.x[place]));
+        f(widen(batch.dy[index]), widen(batch.x[index]));
       } else {
-        f(widen(batch.x[place]));
+        f(widen(batch.x[index]));
       }
     };
     const auto add = [&](int, double first, double second) {
@@ -95,7 +95,7 @@ struct PlaneSums {
     if constexpr (kBackward) {
       add_runs<kRuns, kValues>([&](int run, int i) { return get(dy, run, i, A{0}); },
                                [&](int run, int i) { return get(x, run, i, center.mean); },
-                               [&](int) { return center.mean; }, A{}, again, add);
+                               [&](int) { return center.mean; }, A{}, reload, add);
     } else {
       if (is_first) {
         const A first = value_at<T>(x[0], 0);
@@ -103,43 +103,43 @@ struct PlaneSums {
       }
       const A origin = share->origin;
       add_runs<kRuns, kValues>([&](int run, int i) { return get(x, run, i, origin); },
-                               [&](int) { return origin; }, A{}, again, add);
+                               [&](int) { return origin; }, A{}, reload, add);
       if (kFull) {
         share->count += kInFlight * kSize;
       } else {
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
-          const int here = batch.left - i * batch.apart;
-          share->count += here >= kSize ? kSize : here > 0 ? here : 0;
+          const int rest = batch.left - i * batch.stride;
+          share->count += rest >= kSize ? kSize : rest > 0 ? rest : 0;
         }
       }
     }
   }
 };
 
-// The sums of chunks on their way to Sum3, which `own` has. Those of a chunk come to be in all of
-// its `lanes` lanes; each of these keeps another chunk's until all have one, and then all turn
-// theirs into Sum3 at once.
+// Buffers the sums of chunks before they are added to the lane's Sum3 in `own`. `lanes` lanes
+// reduce a chunk, and one of them keeps its sums. When each of them has the sums of a chunk, all
+// add theirs to Sum3 at once.
 template <typename A, bool kBackward>
-struct KeptSums {
+struct BufferedSums {
   double* own;
   int lanes, lane, count = 0, turn = 0;
-  A near = 0;
+  A pivot = 0;
   double first = 0, second = 0;
 
-  SBN_DEVICE KeptSums(double* own_sums, int lanes_of_chunk, int lane_of_warp)
+  SBN_DEVICE BufferedSums(double* own_sums, int lanes_of_chunk, int lane_of_warp)
       : own(own_sums), lanes(lanes_of_chunk), lane(lane_of_warp) {
     put(ChannelSums(), own);
   }
 
-  // Takes a lane's share of a chunk of n values.
-  SBN_DEVICE void take(Share<A> share, int n, const Center<A>& center) {
+  // Adds a lane's share of a chunk of n values.
+  SBN_DEVICE void add(Share<A> share, int n, const Center<A>& center) {
     const int lane_of_chunk = lane % lanes;
-    A chunk_near = 0;
+    A chunk_pivot = 0;
     if constexpr (!kBackward) {
-      // Of its first lane.
-      chunk_near = __shfl_sync(kAllLanes, share.origin, lane - lane_of_chunk);
-      share.move(chunk_near);
+      // The origin of the chunk's first lane.
+      chunk_pivot = __shfl_sync(kAllLanes, share.origin, lane - lane_of_chunk);
+      share.move(chunk_pivot);
     }
 #pragma unroll
     for (int mask = kWarp / 2; mask > 0; mask /= 2) {
@@ -150,37 +150,37 @@ struct KeptSums {
     }
     if (lane_of_chunk == turn) {
       count = n;
-      near = chunk_near;
+      pivot = chunk_pivot;
       first = share.first;
       second = kBackward ? center.products(first, share.second) : share.second;
     }
     if (++turn == lanes) {
-      keep();
+      flush();
       turn = 0;
     }
   }
 
-  // Adds what is kept to `own`.
-  SBN_DEVICE void keep() {
+  // Adds the buffered sums to `own`.
+  SBN_DEVICE void flush() {
     ChannelSums sums = get_sums(own);
     if constexpr (kBackward) {
       sums.first.add(first);
       sums.second.add(second);
     } else {
-      add_about<A>(count, near, first, second, &sums.first, &sums.second);
+      add_shifted<A>(count, pivot, first, second, &sums.first, &sums.second);
     }
     put(sums, own);
     count = 0;
-    near = first = second = 0;
+    pivot = first = second = 0;
   }
 };
 
-// S > 1: one channel a block, some of its chunks; `lanes` threads a chunk.
+// S > 1: a block has chunks of one channel, with `lanes` threads per chunk.
 template <typename T, bool kBackward, bool kAligned>
 __global__ void __launch_bounds__(kThreads, plane_blocks<T>(kBackward, kAligned))
     sum_planes(SumsTask task) {
   using A = Arithmetic<T>;
-  // In shared memory, as a thread needs its own once in `lanes` chunks.
+  // In shared memory, as they are needed only once in `lanes` chunks.
   __shared__ double own_sums[kThreads * 6];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int lanes = task.lanes, lane_of_chunk = lane % lanes, at_once = kWarp / lanes;
@@ -190,24 +190,24 @@ __global__ void __launch_bounds__(kThreads, plane_blocks<T>(kBackward, kAligned)
   if constexpr (kBackward) plane.center = Center<A>::of(task.statistics[c]);
 
   double* const own = own_sums + threadIdx.x * 6;
-  KeptSums<A, kBackward> kept{own, lanes, lane};
+  BufferedSums<A, kBackward> buffer{own, lanes, lane};
 
-  // The chunks that are left for the warp, a lane's next one, and how far the one after that is: so
-  // many samples and chunks.
+  // The number of chunks left for the warp, a lane's next chunk, and the step to the one after it,
+  // in samples and chunks.
   const int64_t begin = task.unit_of_slice(blockIdx.y) + warp * at_once;
   int64_t units = task.unit_of_slice(blockIdx.y + 1) - begin;
   const int64_t unit = begin + lane / lanes, sample_size = task.C * task.S;
   const int chunks = static_cast<int>(task.chunks);
-  int64_t sample = unit, samples_apart = kWarps * at_once;
-  int chunk = 0, chunks_apart = 0;
+  int64_t sample = unit, sample_step = kWarps * at_once;
+  int chunk = 0, chunk_step = 0;
   if (chunks > 1) {
     sample = unit / chunks;
     chunk = static_cast<int>(unit - sample * chunks);
-    samples_apart = kWarps * at_once / chunks;
-    chunks_apart = kWarps * at_once % chunks;
+    sample_step = kWarps * at_once / chunks;
+    chunk_step = kWarps * at_once % chunks;
   }
   int64_t plane_at = sample * sample_size + c * task.S;
-  const int64_t planes_apart = samples_apart * sample_size;
+  const int64_t plane_step = sample_step * sample_size;
   const int last_size =
       static_cast<int>(task.S - static_cast<int64_t>(chunks - 1) * task.chunk_size);
 
@@ -220,15 +220,15 @@ __global__ void __launch_bounds__(kThreads, plane_blocks<T>(kBackward, kAligned)
       plane.add_values(static_cast<const T*>(task.dy) + (kBackward ? at : 0),
                        static_cast<const T*>(task.x) + at, n, lane_of_chunk, lanes, &share);
     }
-    plane_at += planes_apart;
-    chunk += chunks_apart;
+    plane_at += plane_step;
+    chunk += chunk_step;
     if (chunk >= chunks) {
       chunk -= chunks;
       plane_at += sample_size;
     }
-    kept.take(share, n, plane.center);
+    buffer.add(share, n, plane.center);
   }
-  kept.keep();
+  buffer.flush();
 
   ChannelSums sums = get_sums(own);
   add_lanes(&sums, kWarp);

@@ -1,4 +1,5 @@
-// Sums over rows, channels last; over (N, C) data; and of the slices that blocks leave.
+// Sums over rows (S = 1): of data with channels last, and of (N, C) data. Also adds the slices of a
+// channel from several blocks.
 #ifndef GLUON_SYNCBN_CUDA_SUMS_ROWS_CUH_
 #define GLUON_SYNCBN_CUDA_SUMS_ROWS_CUH_
 
@@ -6,17 +7,17 @@
 
 namespace gluon_syncbn {
 
-// S = 1, R > 1: as many channels a block as its threads side by side, `lanes`, have vectors, and
-// some chunks of the samples' rows.
+// S = 1, R > 1: a block has `lanes` vectors of channels side by side, and several chunks of the
+// samples' rows.
 template <typename T, bool kBackward, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) {
   using A = Arithmetic<T>;
   constexpr int kSize = kPack<T>;
   constexpr int kBatch = kBackward ? kRowPairsInFlight : kRowsInFlight<T>;
-  // Padded so that threads that read neighbouring channels meet different banks.
+  // Padded, so that threads that read neighbouring channels use different banks.
   constexpr int kPlane = kThreads + 16 / kSize;
-  // What is left to be added one after the other: the fewest rows of threads.
-  constexpr int kLast = kThreads / kWarp, kMostGroups = kLast / kFewestRows;
+  // The last rows of threads are added sequentially.
+  constexpr int kLast = kThreads / kWarp, kMaxGroups = kLast / kFewestRows;
   __shared__ double shared[2][kSize * kPlane];
   // In shared memory, as they are needed once a chunk.
   __shared__ double own_sums[kThreads * 6];
@@ -30,44 +31,43 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
   const T *x = static_cast<const T*>(task.x), *dy = static_cast<const T*>(task.dy);
   const int64_t below = down * task.C;
 
-  // The first threads have a channel of the block's each, for what is done once a chunk.
+  // The first threads have one channel each, for the work per chunk.
   const int own = threadIdx.x;
   const bool owns = own < across * kSize && tile + own < task.C;
   put(ChannelSums(), own_sums + own * 6);
 
-  // What is subtracted: the means, or origins of a thread's share.
-  A about[kSize];
+  // The subtracted values: the means, or the origins of a thread's share.
+  A origins[kSize];
   Center<A> own_center{0, 0};
   if (kBackward) {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
-      about[j] = j < width ? Center<A>::of(task.statistics[c + j]).mean : A{0};
+      origins[j] = j < width ? Center<A>::of(task.statistics[c + j]).mean : A{0};
     }
     if (owns) own_center = Center<A>::of(task.statistics[tile + own]);
   }
 
-  // The chunk whose first rows are on their way, while the one before it is reduced.
+  // The chunk whose first rows are being loaded while the one before it is reduced.
   int64_t base = task.unit_of_slice(blockIdx.y), at = 0;
   int left = static_cast<int>(task.unit_of_slice(blockIdx.y + 1) - base);
   int n = 0;
   bool inside = true;
   Words xs[kBatch], dys[kBatch];
-  // `vectors` of an array, a whole number of rows apart. Behind the last row is the first once
-  // more.
+  // Loads vectors of several rows of an array. Rows after the last repeat the first.
   const auto load = [&](const T* from, int r, auto& vectors) {
     constexpr int kVectors = sizeof(vectors) / sizeof(Words);
-    const auto place = [&](int i) { return from + (r + i * down < n ? i * below : 0); };
+    const auto address = [&](int i) { return from + (r + i * down < n ? i * below : 0); };
     if (kAligned || inside) {
       Fetched<kAligned> fetched[kVectors];
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) fetched[i] = Fetched<kAligned>::load(place(i));
+      for (int i = 0; i < kVectors; ++i) fetched[i] = Fetched<kAligned>::load(address(i));
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
-        vectors[i] = fetched[i].template words<T>(kAligned ? 0 : misalignment(place(i)));
+        vectors[i] = fetched[i].template words<T>(kAligned ? 0 : misalignment(address(i)));
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) vectors[i] = load_some(place(i), width);
+      for (int i = 0; i < kVectors; ++i) vectors[i] = load_some(address(i), width);
     }
   };
   const auto load_batch = [&](int r) {
@@ -76,13 +76,13 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
     if constexpr (kBackward) load(dy + from, r, dys);
   };
   const auto begin_chunk = [&] {
-    // Of a group that has none, the last once more.
+    // A group without a chunk repeats the last one.
     const int64_t unit = base + (group < left ? group : left - 1);
     const int64_t sample = task.chunks == 1 ? unit : unit / task.chunks;
     const int64_t start = (unit - sample * task.chunks) * task.chunk_size, rows = task.R - start;
     n = rows < task.chunk_size ? static_cast<int>(rows) : task.chunk_size;
     at = (sample * task.R + start) * task.C;
-    // A vector at a row's end reaches past it where C is no multiple of its size.
+    // A vector may reach past the end of a row.
     const int64_t vectors = n * task.C / kSize + 3;
     inside = kAligned || task.holds<kBackward>(dy + (kBackward ? at : 0), x + at, vectors);
     if (kAligned && width > 0 && row < n) load_batch(row);
@@ -91,37 +91,37 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
   double first[kSize] = {}, second[kSize] = {};
   const auto add_batch = [&](auto is_full, int r, bool is_first) {
     constexpr bool kFull = decltype(is_full)::value;
-    const auto there = [&](int i) { return kFull || r + i * down < n; };
+    const auto exists = [&](int i) { return kFull || r + i * down < n; };
     const auto add = [&](int j, double a, double b) {
       first[j] += a;
       second[j] += b;
     };
     const auto get = [&](const Words* from, int j, int i, A other) {
-      return there(i) ? value_at<T>(from[i], j) : other;
+      return exists(i) ? value_at<T>(from[i], j) : other;
     };
-    const auto again = [&](int j, int i, const auto& f) {
-      if (!there(i) || j >= width) return;
-      const int64_t place = at + c + (r + i * down) * task.C + j;
+    const auto reload = [&](int j, int i, const auto& f) {
+      if (!exists(i) || j >= width) return;
+      const int64_t index = at + c + (r + i * down) * task.C + j;
       if constexpr (kBackward) {
-        f(widen(dy[place]), widen(x[place]));
+        f(widen(dy[index]), widen(x[index]));
       } else {
-        f(widen(x[place]));
+        f(widen(x[index]));
       }
     };
-    const auto value = [&](int j, int i) { return get(xs, j, i, about[j]); };
-    const auto origin = [&](int j) { return about[j]; };
+    const auto value = [&](int j, int i) { return get(xs, j, i, origins[j]); };
+    const auto origin = [&](int j) { return origins[j]; };
     if (!kBackward && is_first) {
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
-        about[j] = value_at<T>(xs[0], j);
-        about[j] = origin_of<kBatch>([&](int i) { return value(j, i); }, A{});
+        origins[j] = value_at<T>(xs[0], j);
+        origins[j] = origin_of<kBatch>([&](int i) { return value(j, i); }, A{});
       }
     }
     if constexpr (kBackward) {
       add_runs<kSize, kBatch>([&](int j, int i) { return get(dys, j, i, A{0}); }, value, origin,
-                              A{}, again, add);
+                              A{}, reload, add);
     } else {
-      add_runs<kSize, kBatch>(value, origin, A{}, again, add);
+      add_runs<kSize, kBatch>(value, origin, A{}, reload, add);
     }
   };
 
@@ -131,11 +131,10 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       first[j] = second[j] = 0;
-      if (!kBackward) about[j] = 0;
+      if (!kBackward) origins[j] = 0;
     }
     for (int r = row; r < n && width > 0; r += down * kBatch) {
-      // Vectors at odd addresses are not asked for before: both halves of each would have to be
-      // kept.
+      // Unaligned vectors are not loaded ahead, as they would take twice the registers.
       if (!kAligned || r != row) load_batch(r);
       if (r + (kBatch - 1) * down < n) {
         add_batch(True(), r, r == row);
@@ -147,33 +146,33 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
       }
     }
     if (!kBackward) {
-      // Read again, as registers are few.
-      Words nears[1] = {zero_words()};
-      if (width > 0) load(x + at + c, 0, nears);
+      // Loaded again to save registers.
+      Words pivots[1] = {zero_words()};
+      if (width > 0) load(x + at + c, 0, pivots);
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
-        Share<A> share{about[j], count, first[j], second[j]};
-        share.move(value_at<T>(nears[0], j));
+        Share<A> share{origins[j], count, first[j], second[j]};
+        share.move(value_at<T>(pivots[0], j));
         first[j] = share.first;
         second[j] = share.second;
       }
     }
     const int chunk_size = n;
     const int chunks = left;
-    T chunk_nears[kMostGroups];
+    T chunk_pivots[kMaxGroups];
     if (!kBackward && owns) {
       // Several groups have a whole sample each.
       const T* const from = x + (groups == 1 ? at : base * task.R * task.C) + tile + own;
 #pragma unroll
-      for (int g = 0; g < kMostGroups; ++g) {
-        if (g < groups && g < chunks) chunk_nears[g] = from[g * task.R * task.C];
+      for (int g = 0; g < kMaxGroups; ++g) {
+        if (g < groups && g < chunks) chunk_pivots[g] = from[g * task.R * task.C];
       }
     }
     base += groups;
     left -= groups;
     if (left > 0) begin_chunk();
 
-    // All have read what the chunk before left there.
+    // All threads have read the sums of the chunk before.
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
@@ -186,8 +185,8 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
       if (row < lines) {
 #pragma unroll
         for (int j = 0; j < 2 * kSize; ++j) {
-          double* const place = shared[j % 2] + j / 2 * kPlane + threadIdx.x;
-          *place += place[lines * across];
+          double* const sum = shared[j % 2] + j / 2 * kPlane + threadIdx.x;
+          *sum += sum[lines * across];
         }
       }
     }
@@ -195,23 +194,23 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
     if (owns) {
       ChannelSums sums = get_sums(own_sums + own * 6);
 #pragma unroll
-      for (int g = 0; g < kMostGroups; ++g) {
-        // A break takes one register more, and sm_50 has none left.
+      for (int g = 0; g < kMaxGroups; ++g) {
+        // Not a break, which takes one more register; sm_50 has none left.
         if (g >= groups || g >= chunks) continue;
-        const int place = own % kSize * kPlane + own / kSize + g * down * across;
-        double total[2] = {shared[0][place], shared[1][place]};
+        const int index = own % kSize * kPlane + own / kSize + g * down * across;
+        double total[2] = {shared[0][index], shared[1][index]};
 #pragma unroll
         for (int i = 1; i < kLast; ++i) {
           if (i >= down) break;
-          total[0] += shared[0][place + i * across];
-          total[1] += shared[1][place + i * across];
+          total[0] += shared[0][index + i * across];
+          total[1] += shared[1][index + i * across];
         }
         if (kBackward) {
           sums.first.add(total[0]);
           sums.second.add(own_center.products(total[0], total[1]));
         } else {
-          add_about<A>(chunk_size, widen(chunk_nears[g]), total[0], total[1], &sums.first,
-                       &sums.second);
+          add_shifted<A>(chunk_size, widen(chunk_pivots[g]), total[0], total[1], &sums.first,
+                         &sums.second);
         }
       }
       put(sums, own_sums + own * 6);
@@ -222,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
   }
 }
 
-// S = R = 1: each value is a sample of its own, so each goes into Sum3.
+// S = R = 1: each value is a sample and is added to Sum3.
 template <typename T, bool kBackward>
 __global__ void __launch_bounds__(kThreads, 2) sum_values(SumsTask task) {
   using A = Arithmetic<T>;
@@ -259,7 +258,7 @@ __global__ void __launch_bounds__(kThreads, 2) sum_values(SumsTask task) {
   }
 }
 
-// sums[c] = the sum over the slices of channel c, by `lanes` threads, a power of 2.
+// sums[c] = the sum over the slices of channel c. `lanes` threads per channel, a power of 2.
 __global__ void __launch_bounds__(kThreads)
     add_slices(int64_t C, int slices, int lanes, const ChannelSums* parts, ChannelSums* sums) {
   __shared__ double shared[kWarps * 6];

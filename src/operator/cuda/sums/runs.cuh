@@ -1,8 +1,8 @@
-// What the kernels of sums share. They read x, or dy and x, once.
+// Shared by the kernels of sums, which read x, or dy and x, once.
 //
-// What is added to what depends on the shape of one sample alone: runs of up to kRun values in the
-// type that data are computed in, runs of a chunk in double, in a fixed tree, and chunks in Sum3,
-// where the order is immaterial. So neither the number of blocks nor the split of a batch shows.
+// The result depends neither on the number of blocks nor on the split of a batch. Up to kRun values
+// are added in Arithmetic<T>, the runs of a chunk in double, in a fixed tree. These orders depend
+// only on the shape of a sample. Chunks are added in Sum3, where the order is immaterial.
 #ifndef GLUON_SYNCBN_CUDA_SUMS_RUNS_CUH_
 #define GLUON_SYNCBN_CUDA_SUMS_RUNS_CUH_
 
@@ -14,36 +14,35 @@ namespace gluon_syncbn {
 constexpr int kThreads = 256, kWarp = 32, kWarps = kThreads / kWarp;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// Consecutive values or so that are added in float: at most this many, as each rounding costs half
-// a unit in the last place of their own spread.
+// The maximum number of values that are added in float. Each rounding costs half a unit in the last
+// place of their spread.
 constexpr int kRun = 8;
 
-// Values of a plane that one thread adds up at a time, at most: what is done once a chunk takes the
-// time of some vectors.
+// The maximum number of values of a chunk per thread, for planes. The work per chunk takes as long
+// as several vectors.
 template <typename T>
 constexpr int kPlaneShare = sizeof(T) == sizeof(double) ? 32 : 64;
-// Vectors of each array that a thread asks for before it looks at the first.
+// Vectors of each array that a thread loads before it uses the first.
 constexpr int kInFlight = 4;
 template <typename T>
 constexpr int kRowsInFlight = sizeof(T) == sizeof(double)  ? kRun
                               : sizeof(T) == sizeof(float) ? 5
                                                            : 4;
 constexpr int kRowPairsInFlight = 4;
-// With S = 1, rows of a sample that one thread adds up at a time, and threads below each other that
-// a chunk has at least.
+// S = 1: rows of a chunk per thread, and the minimum number of rows of threads for a chunk.
 constexpr int kRowsPerThread = 32, kFewestRows = 2;
 
-// Blocks of each kernel of sums that a multiprocessor has at a time: what registers allow.
+// Resident blocks of each kernel of sums per multiprocessor, limited by registers.
 template <typename T>
 constexpr int plane_blocks(bool backward, bool aligned) {
   return aligned && (!backward || sizeof(T) >= sizeof(float)) ? 3 : 2;
 }
 constexpr int kRowBlocks = 2;
 
-// Below and above, squares of float lose digits or overflow.
+// Outside of this range, squares of float lose digits or overflow.
 constexpr float kSmallSquare = 0x1p-90f, kLargeSquare = 0x1p126f;
 
-// Known to the compiler.
+// Compile-time constants as arguments.
 struct True {
   static constexpr bool value = true;
 };
@@ -55,24 +54,24 @@ struct Number {
   static constexpr int value = kValue;
 };
 
-// A thread's share of a chunk: how many values, and the sums of x - origin and of its square.
+// A thread's share of a chunk: the number of values, and the sums of x - origin and of its square.
 template <typename A>
 struct Share {
   A origin = 0;
   int count = 0;
   double first = 0, second = 0;
 
-  // The same sums about `near`.
-  SBN_DEVICE void move(double near) {
-    const double away = static_cast<double>(origin) - near, moved = count * away;
-    second += away * (2 * first + moved);
+  // Changes the origin of the sums to `pivot`.
+  SBN_DEVICE void move(double pivot) {
+    const double distance = static_cast<double>(origin) - pivot, moved = count * distance;
+    second += distance * (2 * first + moved);
     first += moved;
   }
 };
 
-// A number close to the values of a share that begins with these, value(i), so that what is rounded
-// is no larger than their own spread, whatever the data's offset. float: their mean, as one of them
-// may be an outlier; in parts, which do not overflow.
+// A number close to the values of a share that begins with value(0), value(1), ..., so that
+// rounding errors depend on the spread of the values and not on their offset. float: the mean of
+// these values, as one of them may be an outlier. Dividing before adding avoids an overflow.
 template <int kValues, typename Value>
 SBN_DEVICE float origin_of(const Value& value, float) {
   constexpr float kPart = 1.0f / kValues;
@@ -91,15 +90,15 @@ SBN_DEVICE bool fits_float(float smallest, float largest) {
   return smallest >= kSmallSquare && largest <= kLargeSquare;
 }
 
-// Adds kRuns runs of kValues values, value(run, i), about origin(run), and calls add(run,
-// sum(x - origin), sum((x - origin)^2)) for each. In the worst case the squares lose 8 units of
-// 2^-24, and inv_std half of that. Where that does not do, again(run, i, f) calls f with value i,
-// should there be one: from memory, as registers that hold it so long would be missing elsewhere.
-template <int kRuns, int kValues, typename Value, typename Origin, typename Again, typename Add>
-SBN_DEVICE void add_runs(const Value& value, const Origin& origin, float, const Again& again,
+// Adds kRuns runs of kValues values, value(run, i), and calls add(run, sum(x - origin),
+// sum((x - origin)^2)) for each. In the worst case the squares lose 8 units of 2^-24, and inv_std
+// half of that. If float is not enough, reload(run, i, f) calls f with value i, if it exists. It
+// reads from memory, as keeping the values would take registers.
+template <int kRuns, int kValues, typename Value, typename Origin, typename Reload, typename Add>
+SBN_DEVICE void add_runs(const Value& value, const Origin& origin, float, const Reload& reload,
                          const Add& add) {
   float sums[kRuns], squares[kRuns];
-  // Of the squares. Not a number stays so on either way.
+  // The smallest and the largest of the squares. Both branches preserve NaN.
   float smallest = 1, largest = 0;
 #pragma unroll
   for (int run = 0; run < kRuns; ++run) {
@@ -114,7 +113,7 @@ SBN_DEVICE void add_runs(const Value& value, const Origin& origin, float, const 
       squares[run] = fmaf(d, d, squares[run]);
       bits |= bits_of_float(d);
     }
-    // Zeros, of either sign, as of all that is zero behind a relu, have nothing to lose.
+    // A run of zeros, as after a ReLU, loses nothing.
     smallest = fminf(smallest, bits << 1 ? squares[run] : 1.0f);
     largest = fmaxf(largest, squares[run]);
   }
@@ -130,7 +129,7 @@ SBN_DEVICE void add_runs(const Value& value, const Origin& origin, float, const 
       first = second = 0;
 #pragma unroll 1
       for (int i = 0; i < kValues; ++i) {
-        again(run, i, [&](double x) {
+        reload(run, i, [&](double x) {
           const double d = x - origin(run);
           first += d;
           second = fma(d, d, second);
@@ -141,8 +140,8 @@ SBN_DEVICE void add_runs(const Value& value, const Origin& origin, float, const 
   }
 }
 
-template <int kRuns, int kValues, typename Value, typename Origin, typename Again, typename Add>
-SBN_DEVICE void add_runs(const Value& value, const Origin& origin, double, const Again&,
+template <int kRuns, int kValues, typename Value, typename Origin, typename Reload, typename Add>
+SBN_DEVICE void add_runs(const Value& value, const Origin& origin, double, const Reload&,
                          const Add& add) {
 #pragma unroll
   for (int run = 0; run < kRuns; ++run) {
@@ -157,7 +156,7 @@ SBN_DEVICE void add_runs(const Value& value, const Origin& origin, double, const
   }
 }
 
-// The mean of a channel, as the type of its data can hold it.
+// The mean of a channel, as the sum of two numbers of A.
 template <typename A>
 struct Center {
   A mean, mean_low;
@@ -167,7 +166,7 @@ struct Center {
     return {mean, static_cast<A>((s.mean - static_cast<double>(mean)) + s.mean_low)};
   }
 
-  // From {sum(dy), sum(dy * (x - mean))}, what the lower part of the mean makes of them.
+  // Corrects sum(dy * (x - mean)), given sum(dy), for the lower part of the mean.
   SBN_DEVICE double products(double first, double second) const {
     return second - mean_low * first;
   }
@@ -179,10 +178,10 @@ SBN_DEVICE bool fits_products(float sum, float product) {
 }
 
 // The same for backward: sum(dy) and sum(dy * (x - mean)). dy is 0 where there is no value.
-template <int kRuns, int kValues, typename Gradient, typename Value, typename Mean, typename Again,
+template <int kRuns, int kValues, typename Gradient, typename Value, typename Mean, typename Reload,
           typename Add>
 SBN_DEVICE void add_runs(const Gradient& dy, const Value& x, const Mean& mean, float,
-                         const Again& again, const Add& add) {
+                         const Reload& reload, const Add& add) {
   float sums[kRuns], products[kRuns];
   bool all_fit = true;
 #pragma unroll
@@ -208,9 +207,9 @@ SBN_DEVICE void add_runs(const Gradient& dy, const Value& x, const Mean& mean, f
       first = second = 0;
 #pragma unroll 1
       for (int i = 0; i < kValues; ++i) {
-        again(run, i, [&](double gradient, double x_again) {
+        reload(run, i, [&](double gradient, double value) {
           first += gradient;
-          second = fma(gradient, x_again - mean(run), second);
+          second = fma(gradient, value - mean(run), second);
         });
       }
     }
@@ -218,10 +217,10 @@ SBN_DEVICE void add_runs(const Gradient& dy, const Value& x, const Mean& mean, f
   }
 }
 
-template <int kRuns, int kValues, typename Gradient, typename Value, typename Mean, typename Again,
+template <int kRuns, int kValues, typename Gradient, typename Value, typename Mean, typename Reload,
           typename Add>
-SBN_DEVICE void add_runs(const Gradient& dy, const Value& x, const Mean& mean, double, const Again&,
-                         const Add& add) {
+SBN_DEVICE void add_runs(const Gradient& dy, const Value& x, const Mean& mean, double,
+                         const Reload&, const Add& add) {
 #pragma unroll
   for (int run = 0; run < kRuns; ++run) {
     double first = 0, second = 0;
@@ -239,7 +238,7 @@ SBN_DEVICE Sum3 from_lane(const Sum3& sum, int mask) {
           __shfl_xor_sync(kAllLanes, sum.low, mask)};
 }
 
-// The sum over lanes that differ in the bits below `lanes`, a power of 2: in the first of them.
+// Adds up each group of `lanes` lanes, a power of 2. Its first lane has the sum.
 SBN_DEVICE void add_lanes(ChannelSums* sums, int lanes) {
   for (int mask = lanes / 2; mask > 0; mask /= 2) {
     sums->add({from_lane(sums->first, mask), from_lane(sums->second, mask)});
@@ -255,7 +254,7 @@ SBN_DEVICE ChannelSums get_sums(const double* from) {
   return {{from[0], from[1], from[2]}, {from[3], from[4], from[5]}};
 }
 
-// ChannelSums on the device lie at multiples of 16.
+// ChannelSums in device memory are aligned to 16 bytes.
 SBN_DEVICE ChannelSums load_sums(const ChannelSums* from) {
   Words words[3];
 #pragma unroll
@@ -276,19 +275,20 @@ SBN_DEVICE void store_sums(const ChannelSums& sums, ChannelSums* to) {
   }
 }
 
-// What a kernel of sums is asked for. `to` has C x slices entries.
+// The arguments of a kernel of sums. `to` has C x slices entries.
 struct SumsTask {
   // N samples of C channels of S values, or, with S = 1, of R rows of C values.
   int64_t N, C, S, R;
   const void *dy, *x;
   const Statistics* statistics;
   ChannelSums* to;
-  // Each sample has so many chunks of so many values of a plane, or rows; units are those of all.
+  // Chunks per sample, and units (usually chunks) of all samples; chunk_size in values of a plane,
+  // or in rows.
   int64_t chunks, units;
   int chunk_size, slices, lanes;
-  // Of rows: threads below each other for a chunk; the others of a block have other chunks.
+  // S = 1: rows of threads for a chunk. The other threads of a block have other chunks.
   int down;
-  // Where dy and x end.
+  // The ends of dy and x.
   const void *dy_end, *x_end;
 
   SBN_DEVICE int64_t unit_of_slice(int slice) const { return units * slice / slices; }

@@ -1,4 +1,4 @@
-// Sums over small planes at odd addresses, through shared memory.
+// Sums over small unaligned planes, through shared memory.
 #ifndef GLUON_SYNCBN_CUDA_SUMS_TILES_CUH_
 #define GLUON_SYNCBN_CUDA_SUMS_TILES_CUH_
 
@@ -6,15 +6,15 @@
 
 namespace gluon_syncbn {
 
-// Bytes of an array that a warp has in shared memory at a time.
+// Shared memory per warp and array, in bytes.
 template <bool kBackward>
 constexpr int kTileBytes = kBackward ? 2048 : 4608;
-// Values of it, less those that may stand in front of them in their first 16 bytes, and those
-// behind them that a thread's last run reads and does not use.
+// The values that fit, less those that may precede them in their first 16 bytes, and those after
+// them that a thread's last run reads but does not use.
 template <typename T, bool kBackward>
 constexpr int kTileValues =
     kTileBytes<kBackward> / static_cast<int>(sizeof(T)) - (kPack<T> - 1) - kRun;
-// Blocks of a multiprocessor: what registers allow, 2 in all of these kernels before sm_90.
+// Resident blocks per multiprocessor, limited by registers.
 template <typename T, bool kBackward>
 constexpr int kTileBlocks =
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -23,7 +23,7 @@ constexpr int kTileBlocks =
     kBackward && sizeof(T) == sizeof(double) ? 2 : 3;
 #endif
 
-// Values that lie together, at any address, on their way through registers to shared memory.
+// Contiguous values at any address, which are copied through registers to shared memory.
 template <typename T, int kBytes>
 struct Tile {
   static constexpr int kVectors = (kBytes / 16 + kWarp - 1) / kWarp;
@@ -32,14 +32,14 @@ struct Tile {
   bool inside;
   Words words[kVectors];
 
-  // All lanes' loads of `size` values from `from` on.
+  // Starts the loads of `size` values at `from` by all lanes.
   SBN_DEVICE static Tile load(const T* from, int size, const Extent& array, int lane) {
     Tile tile;
     tile.from = from;
     tile.size = size;
     tile.shift = static_cast<int>(misalignment(from) / sizeof(T));
     tile.vectors = (tile.shift + size + kPack<T> - 1) / kPack<T>;
-    // False at the ends of the array alone.
+    // False only at the ends of the array.
     tile.inside = array.holds(from - tile.shift, tile.vectors);
     if (!tile.inside) return tile;
 #pragma unroll
@@ -50,7 +50,7 @@ struct Tile {
     return tile;
   }
 
-  // The first value comes to to[shift].
+  // The first value is written to to[shift].
   SBN_DEVICE void put(T* to, int lane) const {
     if (inside) {
 #pragma unroll
@@ -64,8 +64,7 @@ struct Tile {
   }
 };
 
-// Values `at` and behind it of a tile: those of 16 bits by words, as a thread reads no more than a
-// word at a time.
+// Reads kValues values of a tile, from value `at`; 16-bit values in words of two.
 template <int kValues, typename T>
 SBN_DEVICE void read_values(const T* tile, int at, Arithmetic<T> (&values)[kValues]) {
   if constexpr (sizeof(T) == 2) {
@@ -85,9 +84,8 @@ SBN_DEVICE void read_values(const T* tile, int at, Arithmetic<T> (&values)[kValu
   }
 }
 
-// S > 1, small planes that begin at odd addresses: a warp takes those of `kWarp / lanes` channels
-// of a sample, which lie together, through shared memory; `lanes` threads a plane, each the next
-// `chunk_size` values.
+// S > 1, small unaligned planes: a warp copies the contiguous planes of `kWarp / lanes` channels of
+// a sample to shared memory. `lanes` threads per plane have `chunk_size` consecutive values each.
 template <typename T, bool kBackward>
 __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kBackward>) sum_tiles(SumsTask task) {
   using A = Arithmetic<T>;
@@ -111,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kBackward>) sum_tiles
     if (plane < planes) center = Center<A>::of(task.statistics[c]);
   }
   double* const own = own_sums + threadIdx.x * 6;
-  KeptSums<A, kBackward> kept{own, lanes, lane};
+  BufferedSums<A, kBackward> buffer{own, lanes, lane};
 
   const int64_t end = task.unit_of_slice(blockIdx.y + 1);
   const int n = static_cast<int>(task.S), share_size = task.chunk_size;
@@ -121,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kBackward>) sum_tiles
     const Loads x_loads = Loads::load(x + at, planes * n, {task.x, task.x_end}, lane);
     const Loads dy_loads =
         kBackward ? Loads::load(dy + at, planes * n, {task.dy, task.dy_end}, lane) : x_loads;
-    // All have read what was there before.
+    // All lanes have read the sample before.
     __syncwarp();
     x_loads.put(x_tile, lane);
     if constexpr (kBackward) dy_loads.put(dy_tile, lane);
@@ -136,11 +134,11 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kBackward>) sum_tiles
       share.first += run_first;
       share.second += run_second;
     };
-    // kFull: all of the run's values are there.
+    // is_full: all values of the run exist.
     const auto add_run = [&](auto values, auto is_full, int j, bool is_first) {
       constexpr int kValues = decltype(values)::value;
-      const auto there = [&](int i) { return decltype(is_full)::value || j + i < share.count; };
-      const auto again = [&](int, int i, const auto& f) {
+      const auto exists = [&](int i) { return decltype(is_full)::value || j + i < share.count; };
+      const auto reload = [&](int, int i, const auto& f) {
         if (j + i >= share.count) return;
         if constexpr (kBackward) {
           f(widen(dy_tile[dy_at + j + i]), widen(x_tile[x_at + j + i]));
@@ -153,16 +151,16 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kBackward>) sum_tiles
       if constexpr (kBackward) {
         A g[kValues];
         read_values<kValues>(dy_tile, dy_at + j, g);
-        add_runs<1, kValues>([&](int, int i) { return there(i) ? g[i] : A{0}; },
-                             [&](int, int i) { return there(i) ? v[i] : center.mean; },
-                             [&](int) { return center.mean; }, A{}, again, add);
+        add_runs<1, kValues>([&](int, int i) { return exists(i) ? g[i] : A{0}; },
+                             [&](int, int i) { return exists(i) ? v[i] : center.mean; },
+                             [&](int) { return center.mean; }, A{}, reload, add);
       } else {
         if (is_first) {
-          share.origin = origin_of<kValues>([&](int i) { return there(i) ? v[i] : v[0]; }, A{});
+          share.origin = origin_of<kValues>([&](int i) { return exists(i) ? v[i] : v[0]; }, A{});
         }
         const A origin = share.origin;
-        add_runs<1, kValues>([&](int, int i) { return there(i) ? v[i] : origin; },
-                             [&](int) { return origin; }, A{}, again, add);
+        add_runs<1, kValues>([&](int, int i) { return exists(i) ? v[i] : origin; },
+                             [&](int) { return origin; }, A{}, reload, add);
       }
     };
     int j = 0;
@@ -173,9 +171,9 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kBackward>) sum_tiles
     for (; j + kRun <= share.count; j += kRun) add_run(Number<kRun>(), True(), j, false);
     for (; j < share.count; j += kTail) add_run(Number<kTail>(), False(), j, j == 0);
 
-    kept.take(share, n, center);
+    buffer.add(share, n, center);
   }
-  kept.keep();
+  buffer.flush();
 
   ChannelSums sums = get_sums(own);
   add_lanes(&sums, lanes);
