@@ -1,4 +1,4 @@
-// Checks for test programs: each is counted, and the program goes on after one that fails.
+// Checks for test programs, which count them and continue after a failure.
 #ifndef GLUON_SYNCBN_TESTS_CHECK_H_
 #define GLUON_SYNCBN_TESTS_CHECK_H_
 
@@ -10,10 +10,10 @@
 
 namespace check {
 inline std::atomic<int> passed{0}, failed{0};
-// What the next checks are about, told with those that fail. Not to be set while threads check.
+// Describes the next checks in the message of a failure. Must not be set while threads check.
 inline std::string context;
 
-// Counts, and says whether to describe a failure.
+// Counts the check and returns whether to print a failure.
 inline bool fails(bool holds) { return holds ? (++passed, false) : ++failed <= 20; }
 
 template <typename E, typename F>
@@ -43,7 +43,7 @@ inline int finish(const char* name) {
               << what << "\n"
 #define CHECK(condition) CHECK_SAY(condition, #condition)
 #define CHECK_EQ(a, b) CHECK_SAY((a) == (b), #a " is " << (a) << ", not " << (b))
-// That the statement throws the type, with each of the texts in what().
+// Checks that the statement throws this type, with each of the texts in what().
 #define CHECK_THROWS(type, statement, ...) \
   check::throws<type>([&] { statement; }, {__VA_ARGS__}, __LINE__)
 

@@ -1,4 +1,4 @@
-// What the tests compare with: numbers of 113 bits, and the same random numbers in every run.
+// Reference arithmetic with 113 bits, and reproducible random numbers.
 #ifndef GLUON_SYNCBN_TESTS_REFERENCE_H_
 #define GLUON_SYNCBN_TESTS_REFERENCE_H_
 
@@ -20,13 +20,12 @@ typedef long double Real;
 static_assert(LDBL_MANT_DIG >= 113, "these tests need a type of 113 bits");
 #endif
 
-// Not inline: GCC 12 takes double -> float -> double for nothing where it puts two of them into one
-// vector.
+// Not inline, as GCC 12 removes the rounding of double -> float -> double when it vectorizes it.
 __attribute__((noinline)) inline float to_float(double x) { return static_cast<float>(x); }
 
 inline Real magnitude(Real x) { return x < 0 ? -x : x; }
 
-// Two steps of Newton's from 53 bits.
+// Two Newton steps from 53 bits.
 inline Real square_root(Real x) {
   Real root = std::sqrt(static_cast<double>(x));
   for (int i = 0; i < 2 && root > 0; ++i) root = (root + x / root) / 2;
@@ -61,13 +60,13 @@ class Random {
   uint64_t state_;
 };
 
-// What is the same for every order of the terms: the sum, rounded.
+// A rounded sum, which is the same for every order of the terms.
 struct Rounded {
   double high, low;
 
   Rounded(double h, double l) : high(h), low(l) {}
   explicit Rounded(const Sum3& sum) { sum.round(&high, &low); }
-  // The sum known to 113 bits, of which it needs no more than 106.
+  // Of a sum known to 113 bits.
   explicit Rounded(Real exact)
       : high(static_cast<double>(exact)), low(static_cast<double>(exact - high)) {}
 

@@ -1,4 +1,4 @@
-// Data for the kernels, and what they make of it.
+// Data for the kernels, and their results.
 #ifndef GLUON_SYNCBN_TESTS_KERNELS_FIXTURE_H_
 #define GLUON_SYNCBN_TESTS_KERNELS_FIXTURE_H_
 
@@ -16,7 +16,7 @@ namespace gluon_syncbn {
 
 inline constexpr double kEpsilon = 1e-5;
 
-// A type of data, and the largest offset of data that tests go to.
+// A type of data, and the largest offset of data in tests.
 template <typename T>
 struct Type;
 template <>
@@ -49,7 +49,7 @@ const Kernels& kernels() {
   return cpu_kernels(Type<T>::kDType);
 }
 
-// The value of T next to x, or to what float has next to it.
+// x rounded to T, via float unless T is double.
 template <typename T>
 T value_of(double x) {
   T value;
@@ -61,14 +61,13 @@ inline double value_of(double x) {
   return x;
 }
 
-// Values as numbers to compute with.
 template <typename T>
-double number(T x) {
+double to_double(T x) {
   return double{widen(x)};
 }
 
-// Values between guard zones of NaN: what is written there is seen, and what is read there makes
-// the result a NaN. `shift` moves the values from where vectors would like them.
+// Values between guard zones of NaN: writes there are detected, and reads make the result a NaN.
+// `shift` changes the alignment of the values.
 template <typename T>
 class Array {
  public:
@@ -128,7 +127,7 @@ struct Problem {
   Problem(View v, double offset) : view(v), x(v.size()), dy(v.size()), gamma(v.C), beta(v.C) {
     Random random(1);
     for (int64_t i = 0; i < v.size(); ++i) {
-      // Another mean and deviation for each channel.
+      // Mean and deviation differ between channels.
       const int64_t c = i / v.S % v.C;
       x[i] = value_of<T>(offset * (c % 2 ? -1 : 1) + 0.1 * c + (1 + c % 3) * random.normal());
       dy[i] = value_of<T>(0.3 + random.normal());
@@ -164,7 +163,7 @@ struct Problem {
 
 using Sums = std::vector<ChannelSums>;
 
-// The rounded sums: what does not depend on the order.
+// The rounded sums, which do not depend on the order.
 inline std::vector<Rounded> rounded(const Sums& sums) {
   std::vector<Rounded> result;
   for (const ChannelSums& s : sums) {
@@ -195,7 +194,7 @@ std::vector<Statistics> statistics_of(const Problem<T>& p, const Sums& sums) {
   return s;
 }
 
-// Everything that the kernels make of a problem.
+// All results of the kernels for a problem.
 template <typename T>
 struct Results {
   Sums sums, gradient_sums;

@@ -1,4 +1,4 @@
-// The kernels against numbers of 113 bits.
+// Compares the kernels with a reference of 113 bits.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -12,16 +12,15 @@ namespace {
 
 // The unit roundoff of a double, in which all sums are taken.
 constexpr double kUnit = 0x1p-53;
-// Roundings on the way of a value into the sum of a chunk of 2048: 128 in its lane, 15 in the tail,
-// and some more.
+// The roundings of a value in the sum of a chunk of 2048: 128 in its lane, 15 in the tail, and some
+// more.
 constexpr double kSteps = 160;
 
-// The unit roundoff of the type that data of T are computed in.
+// The unit roundoff of Arithmetic<T>.
 template <typename T>
 constexpr double kUnitOf = std::numeric_limits<Arithmetic<T>>::epsilon() / 2;
 
-// How far the nearest value of T may be from a number that size, where T is not what it was
-// computed in.
+// The error of rounding a number of this size to T, if T is not Arithmetic<T>.
 template <typename T>
 Real storage_error(Real) {
   return 0;
@@ -35,11 +34,11 @@ Real storage_error<BFloat16>(Real size) {
   return 0x1p-8 * size;
 }
 
-// That a result lies no further from the exact number than `error`, besides the rounding to T.
+// Whether a result differs from the exact number by at most `error` plus the rounding to T.
 template <typename T>
 bool is_near(T result, Real exact, Real error) {
-  const Real away = magnitude(number(result) - exact);
-  return away <= error + storage_error<T>(magnitude(exact) + error);
+  const Real distance = magnitude(to_double(result) - exact);
+  return distance <= error + storage_error<T>(magnitude(exact) + error);
 }
 
 // One channel of a problem.
@@ -55,17 +54,17 @@ struct Channel {
     }
   }
 
-  // What the sums of a chunk lose is small against the deviations, whatever the offset: they are
-  // taken about one of its values.
+  // The errors of the sums are relative to the deviations and not to the offset, as one of the
+  // values is subtracted from all.
   void check_statistics(const Results<T>& r) const {
     Real mean = 0, variance = 0, distance = 0, largest = 0;
-    for_each([&](int64_t i) { mean += number(p.x[i]); });
+    for_each([&](int64_t i) { mean += to_double(p.x[i]); });
     mean /= p.count();
     for_each([&](int64_t i) {
-      const Real d = number(p.x[i]) - mean;
+      const Real d = to_double(p.x[i]) - mean;
       variance += d * d;
       distance += magnitude(d);
-      largest = std::max(largest, magnitude(number(p.x[i])));
+      largest = std::max(largest, magnitude(to_double(p.x[i])));
     });
     variance /= p.count();
     distance /= p.count();
@@ -95,7 +94,7 @@ struct Channel {
     Real exact_dy_sum = 0, exact_product_sum = 0, dy_size = 0, product_size = 0;
     int wrong = 0;
     for_each([&](int64_t i) {
-      const Real d = number(p.x[i]) - mean, dy = number(p.dy[i]);
+      const Real d = to_double(p.x[i]) - mean, dy = to_double(p.dy[i]);
       exact_dy_sum += dy;
       exact_product_sum += dy * d;
       dy_size += magnitude(dy);
@@ -177,17 +176,17 @@ void constant_input_has_no_variance() {
     }
     const Results<T> r(p);
     for (int64_t c = 0; c < view.C; ++c) {
-      CHECK_EQ(r.s[c].mean, number(p.x[c * view.S]));
+      CHECK_EQ(r.s[c].mean, to_double(p.x[c * view.S]));
       CHECK_EQ(r.s[c].variance, 0);
       CHECK_EQ(r.s[c].inv_std, 1 / std::sqrt(kEpsilon));
     }
     for (int64_t i = 0; i < view.size(); ++i) {
-      CHECK_EQ(number(r.y[i]), number(value_of<T>(p.beta[i / view.S % view.C])));
+      CHECK_EQ(to_double(r.y[i]), to_double(value_of<T>(p.beta[i / view.S % view.C])));
     }
   }
 }
 
-// Sums are taken about the first value of a chunk. One far from the others costs log2(n + 1) bits.
+// The sums subtract the first value of a chunk. If it is an outlier, log2(n + 1) bits are lost.
 template <typename T>
 void first_value_may_be_an_outlier() {
   for (const int64_t S : {17, 2048, 5000}) {
@@ -198,9 +197,9 @@ void first_value_may_be_an_outlier() {
     const Channel<T> channel{p, 0};
     channel.check_values(r);
     Real mean = 0, variance = 0;
-    channel.for_each([&](int64_t i) { mean += number(p.x[i]) / Real(S); });
+    channel.for_each([&](int64_t i) { mean += to_double(p.x[i]) / Real(S); });
     channel.for_each([&](int64_t i) {
-      const Real d = number(p.x[i]) - mean;
+      const Real d = to_double(p.x[i]) - mean;
       variance += d * d / S;
     });
     const Real error = kSteps * kUnit * static_cast<double>(S + 1);
@@ -219,9 +218,9 @@ void nan_stays_in_its_channel() {
     const Results<T> r(p);
     for (int64_t i = 0; i < view.size(); ++i) {
       const bool odd = i / view.S % view.C == 1;
-      const double y = number(r.y[i]), dx = number(r.dx[i]);
+      const double y = to_double(r.y[i]), dx = to_double(r.dx[i]);
       CHECK(odd ? std::isnan(y) && std::isnan(dx)
-                : y == number(clean.y[i]) && dx == number(clean.dx[i]));
+                : y == to_double(clean.y[i]) && dx == to_double(clean.dx[i]));
     }
     CHECK(std::isnan(r.s[1].mean) && std::isnan(r.s[1].variance) && std::isnan(r.s[1].inv_std));
     CHECK(rounded({r.sums[0], r.sums[2]}) == rounded({clean.sums[0], clean.sums[2]}));

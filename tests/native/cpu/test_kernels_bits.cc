@@ -1,4 +1,4 @@
-// The kernels against themselves, where bits have to be the same.
+// Compares the bits of the kernels' results for different splits, threads and alignments.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -9,18 +9,17 @@
 namespace gluon_syncbn {
 namespace {
 
-// What the values of a problem give in the type that they are computed in, before it is rounded to
-// T.
+// The results in Arithmetic<T>, before they are rounded to T.
 template <typename T>
 using Wide = Results<Arithmetic<T>>;
 
-// Rows begin..end, which are those of whole samples.
+// Rows begin..end, which must be whole samples.
 View part_of(View view, int64_t begin, int64_t end) {
   view.N = end - begin;
   return view;
 }
 
-// The sums of rows begin..end alone.
+// Adds the sums of rows begin..end.
 template <typename T>
 void add_part(const Problem<T>& p, const std::vector<Statistics>& s, int64_t begin, int64_t end,
               Sums* forward, Sums* backward) {
@@ -33,15 +32,16 @@ void add_part(const Problem<T>& p, const std::vector<Statistics>& s, int64_t beg
   for (int64_t c = 0; c < view.C; ++c) (*backward)[c].add(part[c]);
 }
 
-// What is there already and what is computed, added before they are rounded to T.
+// The sum of both arrays, rounded to T.
 template <typename T>
-Array<T> added(const Array<T>& already, const Array<Arithmetic<T>>& computed, int64_t size) {
+Array<T> added(const Array<T>& before, const Array<Arithmetic<T>>& computed, int64_t size) {
   Array<T> sum(size);
-  for (int64_t i = 0; i < size; ++i) narrow(widen(already[i]) + computed[i], &sum[i]);
+  for (int64_t i = 0; i < size; ++i) narrow(widen(before[i]) + computed[i], &sum[i]);
   return sum;
 }
 
-// The samples cut at `borders`, all parts in one walk: in place or not, written or added.
+// forward_together and backward_together on the samples split at `borders`: written in place, or
+// added to another array.
 template <typename T>
 void check_together(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide,
                     const std::vector<int64_t>& borders) {
@@ -81,15 +81,15 @@ void check_together(const Problem<T>& p, const Results<T>& r, const Wide<T>& wid
   }
 }
 
-// Every way to cut the samples into runs at up to four places, as devices would hold them.
+// All ways to split the samples at up to `max_borders` borders.
 template <typename T>
 void check_splits(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide,
-                  int64_t most_places = 4) {
-  const int64_t samples = p.view.N / p.view.R, places = std::min(samples - 1, most_places);
-  for (int64_t cuts = 0; cuts < int64_t{1} << places; ++cuts) {
+                  int64_t max_borders = 4) {
+  const int64_t samples = p.view.N / p.view.R, inner = std::min(samples - 1, max_borders);
+  for (int64_t cuts = 0; cuts < int64_t{1} << inner; ++cuts) {
     std::vector<int64_t> borders{0};
-    for (int64_t i = 0; i < places; ++i) {
-      if (cuts >> i & 1) borders.push_back(samples * (i + 1) / (places + 1) * p.view.R);
+    for (int64_t i = 0; i < inner; ++i) {
+      if (cuts >> i & 1) borders.push_back(samples * (i + 1) / (inner + 1) * p.view.R);
     }
     borders.push_back(p.view.N);
     Sums forward(static_cast<size_t>(p.view.C)), backward = forward;
@@ -102,7 +102,8 @@ void check_splits(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide,
   }
 }
 
-// 16-bit data give what the same values give as float, rounded. (float and double give themselves.)
+// 16-bit data give the rounded results of the same values in float. (For float and double, both are
+// the same.)
 template <typename T>
 void check_rounding(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide) {
   CHECK(rounded(r.sums) == rounded(wide.sums));
@@ -117,7 +118,7 @@ void check_rounding(const Problem<T>& p, const Results<T>& r, const Wide<T>& wid
   check(r.constant_dx, wide.constant_dx);
 }
 
-// In place, added to what is there, and without gamma.
+// In place, added to the array, and without gamma.
 template <typename T>
 void check_stores(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide) {
   const Kernels& k = kernels<T>();
@@ -175,7 +176,7 @@ void check_view(View view) {
 }
 
 template <typename T>
-void splits_stores_and_alignment_do_not_show() {
+void results_are_independent_of_splits_stores_and_alignment() {
   for (const int64_t S : {1, 2, 15, 16, 17}) {
     for (const int64_t C : {1, 3, 63, 64, 65, 130}) {
       for (const int64_t N : {1, 5}) check_view<T>({N, C, S});
@@ -198,10 +199,10 @@ void splits_stores_and_alignment_do_not_show() {
   check_view<T>({2 * 5, 32257, 1, 5});
 }
 
-// Large enough for four threads, the last for 32, which share the channels, or the samples where
-// there are few channels.
+// The arrays are large enough for four threads, the last for 32. Threads divide the channels, or
+// the samples if there are few channels.
 template <typename T>
-void threads_do_not_show() {
+void results_are_independent_of_threads() {
   for (const View view : {View{5, 1, 27001}, View{3, 2, 22000}, View{45000, 3, 1},
                           View{1100, 130, 1}, View{4, 130, 260}, View{40, 64, 49},
                           View{45000, 3, 1, 5000}, View{600, 700, 1, 100}, View{4, 64, 4100}}) {
@@ -220,8 +221,8 @@ void threads_do_not_show() {
 
 template <typename T>
 void test_all() {
-  splits_stores_and_alignment_do_not_show<T>();
-  threads_do_not_show<T>();
+  results_are_independent_of_splits_stores_and_alignment<T>();
+  results_are_independent_of_threads<T>();
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// That the instruction sets give the same bits. The loops of kernels_cpu.cc are its own affair, so
-// it is made a part of this program, under another name than the one linked with it.
+// Compares the bits of the instruction sets. The loops of kernels.cc are private, so this program
+// includes it, under another name than the object that it links.
 #define cpu_kernels cpu_kernels_with_these_loops
 #include "cpu/kernels.cc"
 #undef cpu_kernels
@@ -15,8 +15,7 @@ bool same_bits(const std::vector<V>& a, const std::vector<V>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(V)) == 0;
 }
 
-// What a set of loops makes of the values: all bits of it, also those that rounding the sums would
-// hide.
+// The results of a set of loops. Includes the unrounded sums, as rounding could hide differences.
 template <typename T>
 struct Results {
   std::vector<ChannelSums> sums;
@@ -102,8 +101,9 @@ void check_same_bits(const Loops<T>& baseline, const Loops<T>& other) {
   }
 }
 
-// All halves to float, and to halves all that tells floats apart there: the upper 19 bits, and
-// whether the others are less than, equal to or more than a half of the last of those, or nothing.
+// Converts all halves to float, and to halves a float for each rounding case: all values of the
+// upper 19 bits, with lower bits that are zero, or below, at or above one half of the last upper
+// bit.
 template <typename Widen, typename Narrow>
 void check_conversions(const Widen& widen_these, const Narrow& narrow_these) {
   std::vector<Half> halves(1 << 16);
@@ -125,28 +125,28 @@ void check_conversions(const Widen& widen_these, const Narrow& narrow_these) {
   CHECK(same_bits(expected, result));
 }
 
-// Channels are shared out where that keeps the threads at work for two thirds of the time.
-void channels_are_shared_out_among_threads() {
-  const auto shared_out = [](int threads, int64_t C, int64_t S) {
+// The channels are divided among the threads if these work for at least two thirds of the time.
+void channels_are_divided_among_threads() {
+  const auto divided = [](int threads, int64_t C, int64_t S) {
     check::context = std::to_string(C) + " channels, " + std::to_string(threads) + " threads";
     set_num_threads(threads);
     const ForwardShard part{View{2, C, S}, nullptr, nullptr, nullptr, nullptr, Store::kWrite};
     return by_channels<ForwardShard>({&part});
   };
-  for (const int threads : {1, 2, 16, 17, 32, 48, 64, 96}) CHECK(shared_out(threads, 64, 1 << 15));
-  for (const int threads : {49, 63, 97}) CHECK(!shared_out(threads, 64, 1 << 15));
-  CHECK(shared_out(2, 3, 1 << 15));
-  CHECK(!shared_out(2, 1, 1 << 15));
+  for (const int threads : {1, 2, 16, 17, 32, 48, 64, 96}) CHECK(divided(threads, 64, 1 << 15));
+  for (const int threads : {49, 63, 97}) CHECK(!divided(threads, 64, 1 << 15));
+  CHECK(divided(2, 3, 1 << 15));
+  CHECK(!divided(2, 1, 1 << 15));
   // Work for four threads, or for one.
-  CHECK(shared_out(63, 64, 1 << 10));
-  CHECK(shared_out(2, 1, 1 << 10));
-  CHECK(!shared_out(1, 64, 1));
+  CHECK(divided(63, 64, 1 << 10));
+  CHECK(divided(2, 1, 1 << 10));
+  CHECK(!divided(1, 64, 1));
 }
 
 }  // namespace
 }  // namespace gluon_syncbn
 
-// The loops and conversions of one namespace of kernels_cpu.cc.
+// Checks the loops and conversions of one namespace of kernels.cc.
 #define CHECK_SAME_BITS(name, set)                                                          \
   do {                                                                                      \
     check::context = name;                                                                  \
@@ -160,7 +160,7 @@ void channels_are_shared_out_among_threads() {
 
 int main() {
   using namespace gluon_syncbn;
-  check::context = "chosen";
+  check::context = "selected";
   check_same_bits(baseline::kLoops<float>, loops<float>());
   check_same_bits(baseline::kLoops<double>, loops<double>());
   check_same_bits(baseline::kLoops<Half>, loops<Half>());
@@ -178,6 +178,6 @@ int main() {
     std::cerr << "AVX-512 is not tested: this processor has none.\n";
   }
 #endif
-  channels_are_shared_out_among_threads();
+  channels_are_divided_among_threads();
   return check::finish("loops_cpu");
 }

@@ -22,8 +22,8 @@
 namespace gluon_syncbn {
 namespace {
 
-// Neither the units nor the count are atomic: ThreadSanitizer sees a unit that is run twice at a
-// time, or whose work is not finished when parallel_for returns.
+// The counts are not atomic, so that ThreadSanitizer detects a unit that runs twice at a time, or
+// that has not finished when parallel_for returns.
 void check_job(ThreadPool* pool, int64_t units) {
   std::vector<int> runs(static_cast<size_t>(units));
   pool->parallel_for(units, [&](int64_t unit) { ++runs[static_cast<size_t>(unit)]; });
@@ -32,7 +32,7 @@ void check_job(ThreadPool* pool, int64_t units) {
   CHECK_EQ(once, units);
 }
 
-void starts_with_as_many_threads_as_mxnet() {
+void omp_num_threads_sets_the_size() {
   setenv("OMP_NUM_THREADS", "3", 1);
   CHECK_EQ(thread_pool().threads(), 3);
   set_num_threads(2);
@@ -85,7 +85,7 @@ void serves_jobs_within_jobs() {
   for (std::thread& caller : callers) caller.join();
 }
 
-// Units that wait for each other end only where all threads take part.
+// These units wait for each other, so they end only if all threads take part.
 void all_threads_take_part() {
   check::context = "all threads";
   constexpr int kThreads = 3;
@@ -100,7 +100,7 @@ void all_threads_take_part() {
   }
 }
 
-// A kernel must not wait for another one that holds the threads.
+// A kernel must not wait for another kernel that uses the threads.
 void caller_needs_no_free_thread() {
   check::context = "busy threads";
   ThreadPool pool(2);
@@ -121,8 +121,8 @@ void caller_needs_no_free_thread() {
   check_job(&pool, 100);
 }
 
-// More units than could ever be run, of which one fails on this thread or on another.
-void who_calls_gets_what_a_unit_throws() {
+// There are too many units to run. One of them fails, on this thread or on another.
+void exceptions_of_units_reach_the_caller() {
   for (const int threads : {1, 2, 4}) {
     for (const bool on_caller : {true, false}) {
       if (threads == 1 && !on_caller) continue;
@@ -156,7 +156,7 @@ void units_may_all_throw() {
       const auto fails = [](int64_t unit) { throw std::runtime_error(std::to_string(unit)); };
       for (int64_t job = 0; job < 100; ++job) {
         CHECK_THROWS(std::runtime_error, pool.parallel_for(1 + job % 20, fails));
-        // Out of the loop within it, too.
+        // Also from a nested loop.
         CHECK_THROWS(std::runtime_error,
                      pool.parallel_for(3, [&](int64_t) { pool.parallel_for(4, fails); }));
         check_job(&pool, job % 20);
@@ -166,8 +166,8 @@ void units_may_all_throw() {
   for (std::thread& caller : callers) caller.join();
 }
 
-void help_ends_when_patience_does() {
-  check::context = "patience";
+void help_ends_after_the_idle_time() {
+  check::context = "idle time";
   for (const int threads : {1, 2}) {
     ThreadPool pool(threads);
     pool.help([] { return false; }, std::chrono::milliseconds(1));
@@ -176,8 +176,8 @@ void help_ends_when_patience_does() {
   }
 }
 
-// What it waits for comes while it works for others: it begins no other unit.
-void who_waits_helps_until_it_need_not() {
+// The condition comes true during a unit of the helper, which then begins no other unit.
+void help_ends_when_the_wait_is_over() {
   check::context = "help";
   ThreadPool pool(2);
   std::atomic<bool> done{false};
@@ -188,7 +188,7 @@ void who_waits_helps_until_it_need_not() {
     pool.help([&] { return done.load(); }, std::chrono::hours(1));
   });
   const std::thread::id helper = id.get_future().get();
-  // Mostly the thread of the pool is asleep and the helper is first.
+  // Usually the thread of the pool is asleep and the helper is first.
   while (!done) {
     pool.parallel_for(50, [&](int64_t) {
       if (std::this_thread::get_id() == helper) {
@@ -203,8 +203,8 @@ void who_waits_helps_until_it_need_not() {
   check_job(&pool, 100);
 }
 
-// Several at once, who come and go while loops are begun and end.
-void many_help_and_leave() {
+// Several helpers come and go while loops begin and end.
+void many_threads_help_and_leave() {
   check::context = "many helpers";
   ThreadPool pool(3);
   std::atomic<int> callers{4};
@@ -223,7 +223,7 @@ void many_help_and_leave() {
   for (std::thread& thread : threads) thread.join();
 }
 
-// A part of the threads finds no room for its stack.
+// There is not enough memory for the stacks of all threads.
 void works_with_the_threads_that_it_gets() {
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
   check::context = "no more threads";
@@ -251,7 +251,7 @@ void works_with_the_threads_that_it_gets() {
 #endif
 }
 
-// A folder with these files, made up.
+// A temporary folder with these files.
 struct Files {
   std::string root = "/tmp/gluon_syncbn_XXXXXX";
 
@@ -305,7 +305,7 @@ void no_more_threads_than_the_quota_of_the_cgroup() {
                  {version_1 + "/a/cpu.cfs_quota_us", "-1\n"},
                  {version_1 + "/a/cpu.cfs_period_us", "100000\n"}},
                 64);
-  check_threads("version 1, path of outside",
+  check_threads("version 1, path of the host",
                 {{memberships, "4:cpu:/docker/1234\n"},
                  {version_1 + "/cpu.cfs_quota_us", "700000\n"},
                  {version_1 + "/cpu.cfs_period_us", "100000\n"}},
@@ -338,7 +338,7 @@ void first_callers_get_the_same_pool() {
   }
 }
 
-// As in a worker process of a DataLoader: the threads of the pool are the parent's.
+// As in a worker process of a DataLoader, which does not have the threads of the pool.
 void works_in_a_forked_child() {
   check::context = "fork";
   set_num_threads(3);
@@ -348,7 +348,7 @@ void works_in_a_forked_child() {
     alarm(20);
     abandon_thread_pool();
 #if defined(__SANITIZE_THREAD__)
-    // ThreadSanitizer lets no child start threads.
+    // Under ThreadSanitizer, a child cannot start threads.
     setenv("OMP_NUM_THREADS", "1", 1);
 #endif
     for (int i = 0; i < 100; ++i) check_job(&thread_pool(), 50);
@@ -364,20 +364,20 @@ void works_in_a_forked_child() {
 
 int main() {
   using namespace gluon_syncbn;
-  // To hang is to fail.
+  // A test that hangs fails.
   alarm(120);
-  starts_with_as_many_threads_as_mxnet();
+  omp_num_threads_sets_the_size();
   runs_each_unit_once();
   runs_many_short_jobs();
   serves_many_callers_at_once();
   serves_jobs_within_jobs();
   all_threads_take_part();
   caller_needs_no_free_thread();
-  who_calls_gets_what_a_unit_throws();
+  exceptions_of_units_reach_the_caller();
   units_may_all_throw();
-  help_ends_when_patience_does();
-  who_waits_helps_until_it_need_not();
-  many_help_and_leave();
+  help_ends_after_the_idle_time();
+  help_ends_when_the_wait_is_over();
+  many_threads_help_and_leave();
   works_with_the_threads_that_it_gets();
   no_more_threads_than_the_quota_of_the_cgroup();
   ends_when_idle();

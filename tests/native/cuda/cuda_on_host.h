@@ -1,7 +1,6 @@
-// Runs CUDA kernels on the host, as they stand: blocks one after the other, and the threads of a
-// block as fibers, which give way where they wait for each other. What the hardware would refuse
-// stops the program: a vector at an odd address, a barrier that not all threads reach, a shuffle
-// with lanes missing.
+// Runs unchanged CUDA kernels on the host: blocks sequentially, and the threads of a block as
+// fibers, which switch where they wait for each other. Undefined behaviour stops the program: an
+// unaligned vector, a barrier that not all threads reach, a shuffle with lanes missing.
 #ifndef GLUON_SYNCBN_TESTS_CUDA_ON_HOST_H_
 #define GLUON_SYNCBN_TESTS_CUDA_ON_HOST_H_
 
@@ -40,8 +39,8 @@ inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace cuda_on_host {
 
-// Where swapcontext() would keep and set signal masks each time, which takes most of its time,
-// jumps do not; but AddressSanitizer follows swapcontext() alone.
+// swapcontext() spends most of its time on saving signal masks, and jumps do not. But
+// AddressSanitizer supports only swapcontext().
 #if defined(__SANITIZE_ADDRESS__)
 constexpr bool kJumps = false;
 #else
@@ -84,7 +83,7 @@ class Block {
   }
 
   void wait_for_block() {
-    // That no thread has ended is part of the rule.
+    // Threads that have ended count as missing.
     if (alive_ != fibers_.size()) stop("a barrier that not all threads reach");
     wait(&block_, [this] { return alive_; });
   }
@@ -119,7 +118,7 @@ class Block {
     bool started = false, done = false;
   };
 
-  // From one fiber to another, until somebody switches back.
+  // Returns when another fiber switches back.
   static void change(ucontext_t* from, jmp_buf& from_place, ucontext_t* to, jmp_buf& to_place,
                      bool to_started) {
     if (!kJumps) {
@@ -207,7 +206,8 @@ class Block {
 #endif
 };
 
-// Runs a kernel, whose threads wait for each other or not, to its end: every stream is in order.
+// Runs a kernel and returns after it, as if streams were synchronous. `together`: its threads wait
+// for each other.
 template <typename F>
 void launch(dim3 grid, unsigned threads, void* /*stream*/, bool together, const F& kernel) {
   const std::lock_guard<std::mutex> lock(one_kernel);

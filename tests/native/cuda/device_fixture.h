@@ -1,5 +1,5 @@
-// Problems on a device: what the CUDA kernels make of them. The device is a real one where
-// SBN_REAL_CUDA is defined and kernels_cuda.cu is linked, and else the host.
+// The results of the CUDA kernels for a problem. They run on a GPU if SBN_REAL_CUDA is defined and
+// kernels.cu is linked, otherwise on the host.
 #ifndef GLUON_SYNCBN_TESTS_DEVICE_FIXTURE_H_
 #define GLUON_SYNCBN_TESTS_DEVICE_FIXTURE_H_
 
@@ -24,7 +24,7 @@ inline Stream the_stream() {
   return stream;
 }
 
-// Values on the device between guard zones of NaN, `shift` values behind a multiple of 16 bytes.
+// Values on the device between guard zones of NaN, `shift` values after a multiple of 16 bytes.
 template <typename T>
 class DeviceArray {
  public:
@@ -48,7 +48,7 @@ class DeviceArray {
     upload_all();
   }
 
-  // The values, after all that was queued. The guards have to be as they were.
+  // The values after all queued work. Checks that the guards are unchanged.
   std::vector<T> get() {
     std::vector<T> now(host_.size());
     MUST(cuda().copy_to_host(now.data(), memory_, bytes(), the_stream()));
@@ -80,7 +80,7 @@ bool same_bits(const std::vector<T>& a, const Array<T>& b) {
   return std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
-// The kernels on one problem, from arrays at an alignment of choice.
+// Runs the kernels on one problem, in arrays of a given alignment.
 template <typename T>
 class OnDevice {
  public:
@@ -96,7 +96,7 @@ class OnDevice {
 
   const CudaKernels& kernels() const { return cuda_backend()->kernels(Type<T>::kDType); }
 
-  // Of rows begin..end alone.
+  // The sums of rows begin..end.
   Sums forward_sums(int64_t begin, int64_t end) {
     const View view = part(begin, end);
     DeviceArray<ChannelSums> work(kernels().work_size(view, multiprocessors_)), sums(view.C);
@@ -127,7 +127,7 @@ class OnDevice {
 
   enum Which { kForward, kConstant };
 
-  // y, or dx where statistics are constants, into `to`.
+  // Writes y, or dx with constant statistics, to `to`.
   void normalize(Which which, const std::vector<Statistics>& s, bool with_gamma, const T* from,
                  T* to, Store how) {
     DeviceArray<Statistics> statistics(s.data(), p_.view.C);
@@ -145,7 +145,7 @@ class OnDevice {
     MUST(cuda().synchronize(the_stream()));
   }
 
-  // dx into `to`, and {dgamma, dbeta}.
+  // Writes dx to `to` and returns {dgamma, dbeta}.
   std::pair<std::vector<A>, std::vector<A>> gradients(const std::vector<Statistics>& s,
                                                       bool with_gamma, const Sums& own,
                                                       const Sums& all, double count, T* to,

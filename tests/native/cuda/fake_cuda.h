@@ -1,5 +1,5 @@
-// A CUDA of the tests' own: "device" memory lies on the host, kernels run there (cuda_on_host.h),
-// and what a real one would refuse, or leave undone until it is waited for, shows.
+// A fake CUDA runtime. Device memory is host memory, and kernels run on the host (cuda_on_host.h).
+// Invalid calls fail, and copies to the host are not visible before the stream is synchronized.
 #ifndef GLUON_SYNCBN_TESTS_FAKE_CUDA_H_
 #define GLUON_SYNCBN_TESTS_FAKE_CUDA_H_
 
@@ -11,18 +11,19 @@ namespace gluon_syncbn {
 
 namespace fake_cuda {
 
-// What is in use, over all devices.
+// Counts over all devices.
 struct Usage {
+  // In use.
   int allocations = 0, host_allocations = 0, streams = 0;
-  // Ever made.
+  // Since the start.
   int all_allocations = 0, all_streams = 0, kernels = 0, synchronizations = 0;
-  // Devices that ever were chosen.
+  // Devices that have a context.
   int contexts = 0;
 };
 Usage usage();
 
-// The next call of this function fails so: 2 is out of memory, 700 an illegal address. Kernels are
-// called "kernel".
+// The next call of this function ("kernel" for kernels) fails with this error: 2 is out of memory,
+// 700 an illegal address.
 void fail_next(const std::string& function, int error);
 
 // The device of the calling thread.

@@ -1,5 +1,5 @@
-// The CUDA kernels against the CPU's and against themselves. Run on the host unless SBN_REAL_CUDA
-// is defined.
+// Compares the CUDA kernels with those of the CPU, and their bits for different splits, alignments
+// and devices. They run on the host unless SBN_REAL_CUDA is defined.
 #if !defined(SBN_REAL_CUDA)
 #include "cuda/fake_cuda.inc"
 #endif
@@ -13,9 +13,10 @@
 namespace gluon_syncbn {
 namespace {
 
-// How far mean and inv_std may lie from the CPU's, whose sums are in double throughout: the two
-// last bits of a float. (In the worst case, where all roundings of a run fall the same way, inv_std
-// is off by a quarter more.) float64: an outlier in front of a chunk costs 10 bits on either side.
+// The tolerance of mean and inv_std, compared with the CPU, whose sums are entirely in double: the
+// last two bits of a float. (In the worst case, where all roundings of a run have the same
+// direction, the error of inv_std is a quarter larger.) float64: an outlier at the start of a chunk
+// costs 10 bits on both sides.
 template <typename T>
 constexpr double kSumsUnit = sizeof(T) == sizeof(double) ? 0x1p-42 : 0x1p-22;
 
@@ -36,8 +37,8 @@ void check_backward_sums(const Problem<T>& p, const Sums& device, const Sums& ho
   std::vector<double> plain(host.size()), products(host.size());
   for (int64_t i = 0; i < p.view.size(); ++i) {
     const size_t c = static_cast<size_t>(i / p.view.S % p.view.C);
-    plain[c] += std::fabs(number(p.dy[i]));
-    products[c] += std::fabs(number(p.dy[i]) * (number(p.x[i]) - s[c].mean));
+    plain[c] += std::fabs(to_double(p.dy[i]));
+    products[c] += std::fabs(to_double(p.dy[i]) * (to_double(p.x[i]) - s[c].mean));
   }
   for (size_t c = 0; c < host.size(); ++c) {
     CHECK(std::fabs(device[c].first.value() - host[c].first.value()) <= kSumsUnit<T> * plain[c]);
@@ -46,7 +47,8 @@ void check_backward_sums(const Problem<T>& p, const Sums& device, const Sums& ho
   }
 }
 
-// The sums near the CPU's; all else, from the same sums, the CPU's to the last bit.
+// The sums must be close to the CPU's. Everything else, computed from the same sums, must have the
+// CPU's bits.
 template <typename T>
 void check_problem(const Problem<T>& p, int64_t shift = 0) {
   OnDevice<T> device(p, shift);
@@ -112,8 +114,8 @@ void in_place(const Problem<T>& p) {
 }
 
 template <typename T>
-void every_shape_gives_what_the_cpu_gives() {
-  // Shapes of a plane: in one vector, across vectors, several to a warp, chunks and a tail.
+void results_match_the_cpu_for_every_shape() {
+  // Planes within a vector, across vectors, several per warp, with chunks and a tail.
   for (const int64_t S : {2, 3, 7, 8, 15, 16, 31, 49, 100, 196, 1023, 1024, 1025, 3000}) {
     const View view{S < 200 ? 5 : 2, S < 200 ? 3 : 2, S};
     for (const int64_t shift : {0, 1}) {
@@ -121,7 +123,7 @@ void every_shape_gives_what_the_cpu_gives() {
       check_problem(Problem<T>(view, 3), shift);
     }
   }
-  // Small planes of many channels, which a warp takes together: whole tiles, and what is left.
+  // Small planes of many channels, several per tile: full tiles and partial ones.
   for (const View& view : {View{9, 70, 3}, View{3, 1, 9}, View{11, 37, 49}, View{4, 34, 121},
                            View{3, 9, 225}, View{2, 5, 283}, View{2, 3, 12545}}) {
     for (const int64_t shift : {0, 1, 3}) {
@@ -129,7 +131,7 @@ void every_shape_gives_what_the_cpu_gives() {
       check_problem(Problem<T>(view, 3), shift);
     }
   }
-  // Channels last: row lengths around vectors and blocks, samples around a thread's rows.
+  // Channels last: row lengths near those of vectors and blocks, sample sizes near a thread's rows.
   for (const int64_t C : {1, 2, 3, 8, 20, 33, 64, 129, 300}) {
     for (const int64_t R : {1, 2, 49}) {
       const View view{3 * R, C, 1, R};
@@ -148,9 +150,8 @@ void every_shape_gives_what_the_cpu_gives() {
   in_place(Problem<T>({3 * 12, 5, 1, 12}, 0));
 }
 
-// Splits, alignment and the size of the device do not show.
 template <typename T>
-void bits_stay_the_same() {
+void sums_are_independent_of_splits_alignment_and_multiprocessors() {
   for (const View& view :
        {View{8, 3, 49}, View{6, 40, 25}, View{6, 2, 2100}, View{7, 5, 6}, View{8 * 30, 20, 1, 30},
         View{5 * 600, 3, 1, 600}, View{9 * 20, 300, 1, 20}, View{40, 33, 1}}) {
@@ -185,9 +186,9 @@ void bits_stay_the_same() {
   }
 }
 
-// Far from zero, and where squares of float overflow or vanish.
+// Data far from zero, and data whose squares overflow or underflow in float.
 template <typename T>
-void any_data() {
+void results_are_right_for_extreme_data() {
   const View planes{4, 3, 600}, rows{4 * 150, 4, 1, 150};
   for (const View& view : {planes, rows}) {
     for (const double offset : {1.0, 1e3, Type<T>::kLargestOffset}) {
@@ -198,10 +199,10 @@ void any_data() {
     for (const double size : {1e-30, 1e-19, 1e19, 1e25}) {
       check::context = name_of<T>(view, size);
       Problem<T> p(view, 0);
-      for (int64_t i = 0; i < view.size(); ++i) p.x[i] = static_cast<T>(number(p.x[i]) * size);
+      for (int64_t i = 0; i < view.size(); ++i) p.x[i] = static_cast<T>(to_double(p.x[i]) * size);
       const Sums host = forward_sums(p), device = OnDevice<T>(p).forward_sums();
       for (size_t c = 0; c < host.size(); ++c) {
-        // Without epsilon, which would hide the variance of small data.
+        // No epsilon, which would hide the variance of small data.
         const Statistics h = batch_statistics(host[c], p.count(), 0);
         const Statistics d = batch_statistics(device[c], p.count(), 0);
         CHECK(std::fabs(d.inv_std - h.inv_std) <= kSumsUnit<T> * h.inv_std);
@@ -214,7 +215,7 @@ void any_data() {
     CHECK_EQ(s.mean, double{static_cast<T>(1.1)});
     CHECK_EQ(s.variance, 0);
 
-    check::context = "an outlier in front";
+    check::context = "outliers at the start of samples";
     Problem<T> far(view, 0);
     for (int64_t n = 0; n < view.N; n += view.R) far.x[n * view.C * view.S] = static_cast<T>(1e3);
     OnDevice<T> device(far);
@@ -229,33 +230,33 @@ void any_data() {
   }
 }
 template <>
-void any_data<Half>() {}
+void results_are_right_for_extreme_data<Half>() {}
 template <>
-void any_data<BFloat16>() {}
+void results_are_right_for_extreme_data<BFloat16>() {}
 
-// Behind a relu: patches of zeros, as long as runs, vectors, shares and whole samples.
+// As after a ReLU: patches of zeros, of the length of runs, vectors, shares and whole samples.
 template <typename T>
-void zeros() {
+void results_are_right_with_zeros() {
   for (const View& view : {View{4, 3, 2100}, View{6, 3, 77}, View{4 * 150, 12, 1, 150}}) {
     for (const int64_t patch : {1, 8, 40, 1000}) {
       check::context = name_of<T>(view, 0) + ", zeros in patches of " + std::to_string(patch);
       Problem<T> p(view, 0);
       for (int64_t i = 0; i < view.size(); ++i) {
-        // Of a channel, also with channels last.
-        const int64_t place = view.S > 1 ? i : i / view.C;
-        if (place / patch % 2 == 0 || number(p.x[i]) < 0) p.x[i] = value_of<T>(0);
+        // Patches in a channel, also with channels last.
+        const int64_t index = view.S > 1 ? i : i / view.C;
+        if (index / patch % 2 == 0 || to_double(p.x[i]) < 0) p.x[i] = value_of<T>(0);
       }
       check_problem(p);
     }
   }
 }
 
-// Of the kernels' own, which are functions of the host here alone.
+// add_runs is a function of the host only if SBN_REAL_CUDA is not defined.
 void runs_of_equal_values_are_added_once() {
 #if !defined(SBN_REAL_CUDA)
   check::context = "add_runs";
   // Whether the values are read again, to be added in double.
-  const auto again = [](float value, float origin) {
+  const auto reloads = [](float value, float origin) {
     int reads = 0;
     double sum = 0, squares = 0;
     add_runs<1, 8>([&](int, int) { return value; }, [&](int) { return origin; }, 0.0f,
@@ -268,8 +269,8 @@ void runs_of_equal_values_are_added_once() {
     CHECK(sum == 8 * d && std::fabs(squares - 8 * d * d) <= 1e-6 * squares);
     return reads > 0;
   };
-  CHECK(!again(0, 0) && !again(-0.0f, 0) && !again(3, 3) && !again(3, 1));
-  CHECK(again(1e-25f, 0) && again(1e25f, 0));
+  CHECK(!reloads(0, 0) && !reloads(-0.0f, 0) && !reloads(3, 3) && !reloads(3, 1));
+  CHECK(reloads(1e-25f, 0) && reloads(1e25f, 0));
 #endif
 }
 
@@ -295,13 +296,13 @@ void divisions_are_exact() {
 
 template <typename T>
 void test_all() {
-  every_shape_gives_what_the_cpu_gives<T>();
-  bits_stay_the_same<T>();
-  any_data<T>();
-  zeros<T>();
+  results_match_the_cpu_for_every_shape<T>();
+  sums_are_independent_of_splits_alignment_and_multiprocessors<T>();
+  results_are_right_for_extreme_data<T>();
+  results_are_right_with_zeros<T>();
 }
 
-// For tools under which kernels are slow: each kernel once or twice.
+// Runs each kernel once or twice, for tools under which kernels are slow.
 template <typename T>
 void test_few() {
   for (const View& view : {View{3, 5, 49}, View{9, 40, 9}, View{2, 2, 2100},
@@ -316,7 +317,7 @@ void test_few() {
 }  // namespace
 }  // namespace gluon_syncbn
 
-// --small: what compute-sanitizer gets.
+// --small is for compute-sanitizer.
 int main(int count, char** arguments) {
   using namespace gluon_syncbn;
   if (!cuda_backend()) return 1;

@@ -1,5 +1,4 @@
-// Channels between simulated processes: what arrives, what probes report, and how a wait without an
-// answer ends.
+// Channels between simulated processes: what arrives, what probes report, and how waits end.
 #include <unistd.h>
 
 #include <atomic>
@@ -59,7 +58,7 @@ std::string error_of(const F& f) {
   }
 }
 
-// What was probed.
+// The arguments of a probe.
 struct Probe {
   Waited waited;
   int probes;
@@ -81,7 +80,7 @@ struct Process {
   Process(FakeServer* server, int rank, int ranks) : rank(rank), ranks(ranks) {
     client.server = server;
     connection->probe = [this](const Delay& d) {
-      // No lock of the connection's may be held.
+      // No lock of the connection may be held.
       const std::lock_guard<std::mutex> calls(connection->calls);
       connection->in_flight.entries();
       const std::lock_guard<std::mutex> lock(mutex);
@@ -90,13 +89,13 @@ struct Process {
     };
   }
 
-  ChannelPtr channel(const std::string& key, int number, int64_t size) {
+  ChannelPtr channel(const std::string& key, int store_key, int64_t size) {
     memory.emplace_back(new std::vector<float>(ranks * kLimbs * size, 7.0f));
     arrays.emplace_back(new FakeArray);
     arrays.back()->data = memory.back()->data();
     arrays.back()->shape = {ranks, kLimbs, static_cast<int>(size)};
     const KVStoreSlots slots{
-        FakeServer::pushpull, &client, number, rank, ranks, size, arrays.back().get(),
+        FakeServer::pushpull, &client, store_key, rank, ranks, size, arrays.back().get(),
         memory.back()->data()};
     return std::make_shared<Channel>(connection, key, size,
                                      std::make_unique<KVStoreTransport>(slots));
@@ -125,7 +124,7 @@ struct Job {
   }
 };
 
-void every_bit_arrives_again_and_again() {
+void every_bit_arrives_in_every_round() {
   check::context = "bits";
   constexpr int kRanks = 3, kRounds = 20, kSize = 41;
   Job job(kRanks);
@@ -145,7 +144,7 @@ void every_bit_arrives_again_and_again() {
   });
 }
 
-// Two threads with one channel and two with a channel of their own, in each process.
+// In each process, two threads share a channel, and two have one each.
 void calls_of_the_store_and_exchanges_of_a_key_take_turns() {
   check::context = "turns";
   constexpr int kRounds = 50, kSize = 5;
@@ -173,7 +172,7 @@ void calls_of_the_store_and_exchanges_of_a_key_take_turns() {
   });
 }
 
-// Other callers of the store, such as a Trainer, hold the same lock.
+// Other callers of the store, such as a Trainer, use the same lock.
 void a_channel_waits_while_another_thread_calls_the_store() {
   check::context = "calls";
   Job job(1);
@@ -257,10 +256,10 @@ void a_wait_is_probed_and_given_up() {
       CHECK(delay.title == "title" && delay.exchange == "title (key 1)");
       CHECK_EQ(delay.probes, static_cast<int>(i));
       CHECK_EQ(delay.timeout, 2);
-      // The first after a tenth of the timeout, and then at equal intervals.
+      // The first comes after a tenth of the timeout, the others at equal intervals.
       CHECK(delay.seconds >= 0.2 * static_cast<double>(i + 1) && delay.seconds < 1);
     }
-    // An exchange that was given up is not complete, and its answer may still come.
+    // An exchange that was given up is not listed as complete, and its answer may still come.
     CHECK(exchanges(process, true).empty() && exchanges(process, false).empty());
     process.arrays[0]->write();
   }
@@ -300,7 +299,7 @@ void an_error_of_the_store_ends_the_wait() {
   CHECK(exchanges(alone, false).empty());
 }
 
-// As Horovod: the input, then the values of another process.
+// Like Horovod's: the input, then the values of another process.
 int allgather(Handle* inputs, Handle* outputs, const char* name, int, int, int) {
   CHECK_EQ(std::string(name), "gluon_syncbn key");
   FakeArray &input = *fake(inputs[0]), &output = *fake(outputs[0]);
@@ -386,10 +385,10 @@ void interrupts_and_the_end_release_waits() {
 
 int main() {
   using namespace gluon_syncbn;
-  // To hang is to fail.
+  // A test that hangs fails.
   alarm(120);
   use_fake_mxnet();
-  every_bit_arrives_again_and_again();
+  every_bit_arrives_in_every_round();
   calls_of_the_store_and_exchanges_of_a_key_take_turns();
   a_channel_waits_while_another_thread_calls_the_store();
   exchanges_in_flight_are_listed();
@@ -397,7 +396,7 @@ int main() {
   an_error_of_the_store_ends_the_wait();
   horovod_carries_every_bit_and_its_size_is_checked();
   channels_are_found_by_layer_and_key();
-  // The last, as the process has ended after it.
+  // Must be the last, as it marks the process as ended.
   interrupts_and_the_end_release_waits();
   return check::finish("exchange");
 }

@@ -1,4 +1,4 @@
-// MXNet's arrays, as far as exchanges need them, and a store in this process.
+// A fake of MXNet's arrays for exchanges, and a fake store.
 #ifndef GLUON_SYNCBN_TESTS_MXNET_FIXTURE_H_
 #define GLUON_SYNCBN_TESTS_MXNET_FIXTURE_H_
 
@@ -15,7 +15,7 @@
 
 namespace gluon_syncbn {
 
-// An array whose operations wait while it is being written.
+// An array whose readers wait until it is written.
 struct FakeArray {
   std::mutex mutex;
   bool pending = false;
@@ -51,7 +51,7 @@ struct FakeArray {
     run();
   }
 
-  // Frees the operations that still wait.
+  // Runs and frees the readers that still wait.
   ~FakeArray() { write(); }
 };
 
@@ -86,16 +86,16 @@ inline void use_fake_mxnet() {
   mxnet.last_error = [] { return last_error.c_str(); };
 }
 
-// Adds the slots of `ranks` processes as the KVStore's server does: in float32, by key, once all
-// have arrived. The result is written on the thread of the last.
+// Adds the slots of `ranks` processes as the server of a KVStore does: in float32, by key, when all
+// have arrived. The thread of the last one writes the result.
 class FakeServer {
  public:
   explicit FakeServer(size_t ranks) : ranks_(ranks) {}
 
-  // Of one process.
+  // One process.
   struct Client {
     FakeServer* server;
-    // Calls in progress now, and at most; those of a key that was in progress already.
+    // Calls in progress: now, the maximum, and those for a key that was in progress already.
     std::atomic<int> now{0}, most{0}, doubled{0};
     std::mutex mutex;
     bool refuses = false;
@@ -112,7 +112,7 @@ class FakeServer {
       const std::lock_guard<std::mutex> lock(client->mutex);
       client->most = std::max<int>(client->most, ++client->now);
     }
-    client->server->come(client, keys[0], fake(arrays[0]));
+    client->server->add(client, keys[0], fake(arrays[0]));
     const std::lock_guard<std::mutex> lock(client->mutex);
     --client->now;
     return 0;
@@ -123,7 +123,7 @@ class FakeServer {
     std::map<Client*, FakeArray*> parts;
   };
 
-  void come(Client* client, int key, FakeArray* array) {
+  void add(Client* client, int key, FakeArray* array) {
     array->start();
     std::map<Client*, FakeArray*> parts;
     {

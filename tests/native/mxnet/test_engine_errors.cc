@@ -1,5 +1,5 @@
-// Errors of several devices at once, in an engine that, as MXNet's does, records the error of an
-// operation on whichever thread it ran.
+// Simultaneous errors of several devices, in an engine that, like MXNet's, records the error of an
+// operation on the thread that ran it.
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -52,7 +52,7 @@ class Worker {
   std::thread thread_;
 };
 
-// The list of errors, to which no two threads may append at a time.
+// The list of errors. Two threads must not append at the same time.
 struct ErrorList {
   std::atomic<int> now{0}, most{0}, size{0};
 
@@ -138,7 +138,7 @@ struct Engine {
       *array = Engine::engine->create();
       return 0;
     };
-    // As MXNet's, it answers at once if nothing is pending.
+    // Like MXNet's, it returns at once if nothing is pending.
     mxnet.ndarray_wait_to_read = [](Handle array) {
       CHECK(static_cast<Array*>(array)->is_idle());
       return -1;
@@ -159,9 +159,9 @@ Engine* Engine::engine = nullptr;
 
 std::string device(int d) { return "cpu(" + std::to_string(d) + ")"; }
 
-// What MXNet and the layer do when the call of one device fails: the callback reports the error and
-// returns; MXNet ends the operator on the device's thread, with the error of the output; then the
-// running statistics get an error of their own, on the first device's thread.
+// What MXNet and the layer do when the call of a device fails. The callback reports the error and
+// returns. MXNet ends the operator on the device's thread, with the error of the output. Then the
+// running statistics get another error, on the first device's thread.
 void fail(Engine* engine, int d, milliseconds at_work) {
   engine->devices[d].push([=] { std::this_thread::sleep_for(at_work); });
   Array* const output = engine->create();
@@ -203,7 +203,7 @@ void errors_come_one_at_a_time() {
   CHECK_EQ(errors.most.load(), 1);
   CHECK_EQ(errors.size.load(), 3 * kRounds * kDevices + 1);
   CHECK(freed >= kRounds * kDevices);
-  // No error has waited for longer than the devices were busy.
+  // Errors waited no longer than the devices were busy.
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
   CHECK(took.count() < 10);
 }

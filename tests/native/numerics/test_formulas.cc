@@ -24,11 +24,10 @@ void check_against_reference(const std::vector<double>& values) {
   variance /= values.size();
 
   const Statistics s = statistics_of(values);
-  // The pair that is the mean has 106 bits, of which the last few are rounded.
+  // The two numbers of the mean have 106 bits, of which the last few are rounded.
   CHECK(magnitude(s.mean + Real(s.mean_low) - mean) <= 0x1p-103 * magnitude(mean) + 0x1p-1000);
   CHECK(magnitude(s.mean - mean) <= 0x1p-52 * magnitude(mean));
-  // Of the sum of squares there are 106 bits, and the variance is what is left when the mean's
-  // square is gone.
+  // The sum of squares has 106 bits, before the square of the mean is subtracted.
   const Real error = 0x1p-50 * variance + 0x1p-102 * (variance + mean * mean);
   CHECK(magnitude(s.variance - variance) <= error);
   const Real inv_std = 1 / square_root(variance + kEpsilon);
@@ -60,7 +59,7 @@ void statistics_are_right_at_ten_to_the_tenth() {
     std::vector<double> values;
     for (int i = 0; i < 500; ++i) values.push_back(1e10 + random.normal());
     check_against_reference(values);
-    // The 40 bits that 1e10 deviations leave of 106.
+    // About 40 bits of 106 are left at 1e10 deviations.
     CHECK(magnitude(statistics_of(values).variance - 1) < 0.2);
   }
 }
@@ -77,7 +76,7 @@ void constant_input_has_no_variance() {
     CHECK_EQ(of_floats.mean_low, 0);
     CHECK_EQ(of_floats.variance, 0);
     CHECK_EQ(of_floats.inv_std, 1 / std::sqrt(kEpsilon));
-    // A sum of doubles may have more bits than fit: the variance is what rounding leaves.
+    // A sum of doubles may be inexact, so the variance may be a rounding error.
     CHECK(magnitude(of_doubles.mean + Real(of_doubles.mean_low) - x) <= 0x1p-104 * std::abs(x));
     CHECK(of_doubles.variance >= 0 && of_doubles.variance <= 0x1p-102 * x * x);
   }
@@ -97,7 +96,7 @@ void one_value_is_its_own_mean() {
   }
 }
 
-// Values that differ in their last bits alone, where rounding could push the variance below zero.
+// Values that differ only in their last bits, where rounding could make the variance negative.
 void variance_is_never_negative() {
   check::context = "tiny variance";
   Random random(5);
@@ -121,7 +120,7 @@ void nan_and_infinity_stay() {
   }
 }
 
-// A group of processes of which all have run out of data.
+// As when all processes of a group have run out of data.
 void no_values_leave_all_finite() {
   check::context = "no values";
   const Statistics s = statistics_of({});

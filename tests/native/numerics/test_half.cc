@@ -8,8 +8,8 @@
 namespace gluon_syncbn {
 namespace {
 
-// What IEEE 754 says of a type: exponents are biased by half their range, and the largest one is
-// for infinities and NaN.
+// A format of IEEE 754: exponents are biased by half their range, and the largest is for infinities
+// and NaN.
 template <typename T, int kExponent, int kFraction>
 struct Format {
   using Type = T;
@@ -42,14 +42,14 @@ using HalfFormat = Format<Half, 5, 10>;
 using BFloat16Format = Format<BFloat16, 8, 7>;
 
 template <typename F>
-void every_value_is_widened_exactly_and_comes_back() {
+void widening_is_exact_and_narrowing_reverts_it() {
   int wrong_values = 0, wrong_signs = 0, wrong_ways_back = 0;
   for (int i = 0; i < 1 << 16; ++i) {
     const auto bits = static_cast<uint16_t>(i);
     const float x = F::widened(bits);
     wrong_signs += std::signbit(x) != ((bits & F::kSign) != 0);
     if (F::is_nan(bits)) {
-      // One that signals becomes quiet, at the latest on the way back.
+      // A signaling NaN becomes quiet, at the latest when it is narrowed.
       wrong_values += !std::isnan(x);
       wrong_ways_back += F::narrowed(x) != (bits | F::kQuiet);
       continue;
@@ -63,7 +63,7 @@ void every_value_is_widened_exactly_and_comes_back() {
   CHECK_EQ(wrong_ways_back, 0);
 }
 
-// Between each two neighbours: the middle to the even one, all else to the nearer one.
+// Between two neighbours, the middle is rounded to the even one, all others to the nearer one.
 template <typename F>
 void narrowing_rounds_to_nearest_even() {
   const float infinity = std::numeric_limits<float>::infinity();
@@ -81,7 +81,8 @@ void narrowing_rounds_to_nearest_even() {
   CHECK_EQ(wrong, 0);
 }
 
-// As if there were a number behind the largest: half the way to it is infinite.
+// As if there were a number after the largest: from the middle between them on, results are
+// infinite.
 template <typename F>
 void large_numbers_become_infinite() {
   const float infinity = std::numeric_limits<float>::infinity();
@@ -108,7 +109,7 @@ void small_numbers_become_zero_with_their_sign() {
   CHECK_EQ(F::narrowed(std::nextafter(half, 1.0f)), F::kOne);
 }
 
-// Also where all that tells it from infinity is cut off.
+// Also if narrowing removes all bits that distinguish it from infinity.
 template <typename F>
 void nan_stays_nan() {
   for (const uint32_t fraction : {1u, 0x1fffu, 0x2000u, 0x7fffu, 0x10000u, 0x3fffffu, 0x7fffffu}) {
@@ -123,14 +124,13 @@ void nan_stays_nan() {
 template <typename F>
 void test_all(const char* name) {
   check::context = name;
-  every_value_is_widened_exactly_and_comes_back<F>();
+  widening_is_exact_and_narrowing_reverts_it<F>();
   narrowing_rounds_to_nearest_even<F>();
   large_numbers_become_infinite<F>();
   small_numbers_become_zero_with_their_sign<F>();
   nan_stays_nan<F>();
 }
 
-// float and double pass as they are.
 void wide_types_are_left_alone() {
   check::context = "float and double";
   float x = 0;

@@ -51,8 +51,7 @@ Sum3 sum_of(const Terms& terms) {
   return sum;
 }
 
-// The sum of the same terms, each at first a sum of its own or part of a run, merged two by two in
-// random order.
+// The sum of the same terms: short runs are added sequentially, and then merged in random order.
 Sum3 sum_by_random_tree(const Terms& terms, Random* random) {
   std::vector<Sum3> parts;
   for (const Term& term : terms) {
@@ -83,7 +82,7 @@ void check_orders(Terms terms, int orders, uint64_t seed) {
   CHECK(Rounded(sum_of(terms)) == first);
 }
 
-// What the layer sums: values far from zero against their spread, and their squares.
+// Values that are far from zero compared with their spread, and their squares.
 void order_is_immaterial_far_from_zero() {
   for (const double offset : {0.0, 1.0, 1e2, 1e5, 1e10}) {
     check::context = "offset " + std::to_string(offset);
@@ -112,7 +111,7 @@ void order_is_immaterial_over_many_magnitudes() {
   }
 }
 
-// Large terms that cancel, and leave small ones whose sum is known.
+// Large terms cancel and leave small ones, whose sum is known.
 void cancellation_leaves_the_exact_sum() {
   for (const double large : {1.0, 1e10, 1e20, 1e27}) {
     check::context = "cancelling " + std::to_string(large);
@@ -149,8 +148,8 @@ void sum_is_the_exact_one_rounded() {
   }
 }
 
-// Terms of one bit each, of which many sums lie in the middle between two doubles but for a term
-// far below, which says to which of them they are nearer.
+// Terms of one bit each. Many sums are in the middle of two doubles except for a far smaller term,
+// which decides which of them is nearer.
 Terms single_bits(const std::vector<int>& exponents, Random* random) {
   Terms terms;
   for (int64_t k = 3 + random->below(6); k > 0; --k) {
@@ -173,7 +172,7 @@ void halfway_sums_are_rounded_alike() {
     CHECK(Rounded(sum_of(terms)) == Rounded(exact));
     check_orders(terms, 5, 13);
   }
-  // The same for the low of the two doubles. These sums are too long for the reference.
+  // The same for the lower double. These sums have too many bits for the reference.
   for (int i = 0; i < 10000; ++i) {
     check_orders(single_bits({0, -53, -54, -55, -106, -107, -108, -109, -120, -150}, &random), 4,
                  14);

@@ -1,4 +1,4 @@
-// A layer, and calls of its devices on threads of their own.
+// A layer, and calls of its devices on background threads.
 #ifndef GLUON_SYNCBN_TESTS_ALL_REDUCE_FIXTURE_H_
 #define GLUON_SYNCBN_TESTS_ALL_REDUCE_FIXTURE_H_
 
@@ -20,9 +20,9 @@ namespace gluon_syncbn {
 using Clock = std::chrono::steady_clock;
 using Sums = std::vector<ChannelSums>;
 
-// Longer than any test: what ends earlier was not a timeout.
+// Longer than any test, so what ends earlier was not a timeout.
 inline constexpr double kLong = 100;
-// What "at once" may take on a busy machine.
+// The maximum for "at once" on a busy machine.
 inline constexpr double kSoon = 10;
 
 inline double seconds_since(Clock::time_point start) {
@@ -61,7 +61,7 @@ struct Fixture {
 
   explicit Fixture(LayerConfig config) {
     Observer observer;
-    // Both call waiting(): no lock may be held.
+    // Both call waiting(), which would deadlock if a lock were held.
     observer.warn = [this](const std::string& text) {
       const std::lock_guard<std::mutex> lock(mutex);
       all_reduce.waiting();
@@ -103,7 +103,7 @@ struct Fixture {
   }
 };
 
-// Runs f on a thread of its own and keeps what it throws.
+// Runs f on a new thread and keeps its error.
 class Background {
  public:
   template <typename F>
@@ -119,7 +119,7 @@ class Background {
   Background(Fixture* fixture, const std::string& device)
       : Background([=] { fixture->call(device); }) {}
 
-  // Empty if nothing was thrown.
+  // The error, or "".
   const std::string& error() {
     if (thread_.joinable()) thread_.join();
     return error_;
@@ -141,7 +141,7 @@ inline bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != text.npos;
 }
 
-// The devices synchronize, in whatever order they arrive.
+// Checks that the devices synchronize.
 inline void check_synchronizes(Fixture* fixture, const std::vector<std::string>& devices) {
   std::vector<std::unique_ptr<Background>> calls;
   for (const std::string& device : devices) calls.emplace_back(new Background(fixture, device));

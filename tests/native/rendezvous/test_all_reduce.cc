@@ -10,7 +10,8 @@
 namespace gluon_syncbn {
 namespace {
 
-// What a device contributes: other values in each call, whose order would show in a plain sum.
+// The contribution of a device: different values in each call, for which a plain sum would depend
+// on the order.
 Sums contribution(size_t device, int64_t call, size_t channels) {
   Random random(static_cast<uint64_t>(call) * 64 + device);
   Sums sums(channels);
@@ -35,7 +36,7 @@ bool same_bits(const Sums& a, const Sums& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0;
 }
 
-// One call of a device in one direction, and its result.
+// Checks one call of a device in one direction.
 void check_call(AllReduce* all_reduce, const LayerPtr& layer, const CallId& id, Direction direction,
                 size_t device, size_t devices, int64_t call) {
   const size_t channels = 1 + static_cast<size_t>(call) % 3;
@@ -47,16 +48,16 @@ void check_call(AllReduce* all_reduce, const LayerPtr& layer, const CallId& id, 
   CHECK_EQ(count, static_cast<double>(devices * (devices + 1) / 2));
 }
 
-// Every device goes forward through all layers and backward again, at its own pace.
+// Every device goes forward and backward through all layers, at its own pace.
 void devices_synchronize_in_every_layer() {
   constexpr int kLayers = 4;
   for (const size_t devices : {2, 3, 5, 8}) {
     check::context = std::to_string(devices) + " devices";
     AllReduce all_reduce;
     std::vector<LayerPtr> layers;
-    for (int number = 0; number < kLayers; ++number) {
-      all_reduce.configure(number, config_of(cpus(static_cast<int>(devices))));
-      layers.push_back(all_reduce.find(number));
+    for (int layer = 0; layer < kLayers; ++layer) {
+      all_reduce.configure(layer, config_of(cpus(static_cast<int>(devices))));
+      layers.push_back(all_reduce.find(layer));
     }
     std::vector<std::thread> threads;
     for (size_t device = 0; device < devices; ++device) {
@@ -67,10 +68,10 @@ void devices_synchronize_in_every_layer() {
           CallId ids[kLayers];
           for (int i = 0; i < 2 * kLayers; ++i) {
             const bool forward = i < kLayers;
-            const int number = forward ? i : 2 * kLayers - 1 - i;
-            if (forward) ids[number] = all_reduce.next_call(layers[number], name);
+            const int layer = forward ? i : 2 * kLayers - 1 - i;
+            if (forward) ids[layer] = all_reduce.next_call(layers[layer], name);
             if (random.below(8) == 0) sleep(1e-4 * random.uniform());
-            check_call(&all_reduce, layers[number], ids[number],
+            check_call(&all_reduce, layers[layer], ids[layer],
                        forward ? Direction::kForward : Direction::kBackward, device, devices,
                        round * 2 * kLayers + i);
           }
@@ -82,34 +83,33 @@ void devices_synchronize_in_every_layer() {
   }
 }
 
-// As MXNet runs them: each call on a thread of its own, many calls of a layer at a time, in a
-// different order on each device.
-void calls_are_in_progress_side_by_side() {
-  check::context = "side by side";
+// As in MXNet: many calls of a layer at a time, each on its own thread, in a different order on
+// each device.
+void calls_are_in_progress_concurrently() {
+  check::context = "concurrent calls";
   constexpr size_t kDevices = 3;
   constexpr int64_t kCalls = 4;
   AllReduce all_reduce;
-  for (int number = 0; number < 2; ++number)
-    all_reduce.configure(number, config_of(cpus(kDevices)));
+  for (int layer = 0; layer < 2; ++layer) all_reduce.configure(layer, config_of(cpus(kDevices)));
   Random random(1);
   for (int64_t round = 0; round < 25; ++round) {
     struct Work {
       int64_t call;
       size_t device;
-      int number;
+      int layer_id;
       CallId id;
       Direction direction;
     };
     std::vector<Work> work;
     for (size_t device = 0; device < kDevices; ++device) {
-      for (int number = 0; number < 2; ++number) {
-        const LayerPtr layer = all_reduce.find(number);
+      for (int layer_id = 0; layer_id < 2; ++layer_id) {
+        const LayerPtr layer = all_reduce.find(layer_id);
         for (int64_t i = 0; i < kCalls; ++i) {
           const CallId id = all_reduce.next_call(layer, cpus(kDevices)[device]);
           CHECK_EQ(id.sequence, round * kCalls + i);
-          const int64_t call = 2 * ((round * 2 + number) * kCalls + i);
-          work.push_back({call, device, number, id, Direction::kForward});
-          work.push_back({call + 1, device, number, id, Direction::kBackward});
+          const int64_t call = 2 * ((round * 2 + layer_id) * kCalls + i);
+          work.push_back({call, device, layer_id, id, Direction::kForward});
+          work.push_back({call + 1, device, layer_id, id, Direction::kBackward});
         }
       }
     }
@@ -117,7 +117,7 @@ void calls_are_in_progress_side_by_side() {
     std::vector<std::thread> threads;
     for (const Work& w : work) {
       threads.emplace_back([&all_reduce, w] {
-        check_call(&all_reduce, all_reduce.find(w.number), w.id, w.direction, w.device, kDevices,
+        check_call(&all_reduce, all_reduce.find(w.layer_id), w.id, w.direction, w.device, kDevices,
                    w.call);
       });
     }
@@ -173,7 +173,7 @@ void groups_synchronize_separately() {
   CHECK(contains(alone.error(), "Came: cpu(4). Missing: cpu(5)."));
 }
 
-// Three processes with two devices each, one of which is this one.
+// One of three processes with two devices each. The exchange simulates the others.
 struct Exchange {
   static constexpr size_t kProcesses = 3;
   Fixture fixture;
@@ -239,7 +239,7 @@ void processes_exchange_their_sums_once() {
     double count = 0;
     const std::vector<Sums> sums = e.call(direction, ids, &count, &texts);
     CHECK_EQ(texts[0] + texts[1], "");
-    // Of ranks 1 and 2 only: twice and four times the sums of this process.
+    // Ranks 1 and 2 contribute twice and four times the sums of this process.
     Sums mine = added_in_rank_order(2, 1, 3), expected(3);
     for (const int factor : {2, 4}) {
       for (size_t c = 0; c < mine.size(); ++c) {
@@ -269,7 +269,7 @@ void a_joined_process_contributes_zeros() {
     all_reduce->set_joined(true);
     CHECK(!all_reduce->has_data(nullptr));
   }
-  // Other processes may have some.
+  // Other processes may still have data.
   CHECK(e.fixture.all_reduce.has_data(e.fixture.layer));
   CHECK(!alone.all_reduce.has_data(alone.layer));
   std::vector<std::string> texts;
@@ -297,7 +297,7 @@ void a_failed_exchange_is_everyones_error() {
   CHECK(contains(texts[0], "rank 0 is at its call 7") && texts[0] == texts[1]);
 }
 
-// Two processes of one device, whose exchange waits for both.
+// Two processes with one device each, whose exchange waits for both.
 struct Pair {
   static constexpr size_t kProcesses = 2;
   struct Round {
@@ -324,7 +324,7 @@ struct Pair {
         warnings.push_back(text);
       };
       observer.exchange = [this, rank](const Message& message, std::vector<double>* all) {
-        // One message of a key at a time, as all in this test are.
+        // One message per key at a time. This test has one key.
         const std::lock_guard<std::mutex> turn(turns[rank]);
         std::unique_lock<std::mutex> lock(mutex);
         keys.insert(message.key);
@@ -344,7 +344,8 @@ struct Pair {
     }
   }
 
-  // The count of all; a process contributes the sequence of its call and 100 times its rank.
+  // Returns the total count. A process contributes the sequence of its call plus 100 times its
+  // rank.
   double backward(size_t rank, const CallId& id) {
     Sums sums(1);
     double count = static_cast<double>(id.sequence) + 100.0 * static_cast<double>(rank);
@@ -364,7 +365,7 @@ void backward_calls_come_in_any_order() {
       std::vector<std::unique_ptr<Background>> calls;
       std::vector<CallId> ids[2];
       for (size_t rank = 0; rank < 2; ++rank) {
-        // One that never goes backward, as in an evaluation in training mode.
+        // A call that never goes backward, as in an evaluation in training mode.
         pair.processes[rank]->next("cpu(0)");
         for (int i = 0; i < 3; ++i) ids[rank].push_back(pair.processes[rank]->next("cpu(0)"));
       }
@@ -405,7 +406,7 @@ void a_backward_call_that_another_process_leaves_out_is_an_error() {
   CHECK(contains(pair.warnings[0], "After 1 s this is an error."));
 }
 
-// Another call of the layer fails meanwhile, or the process ends.
+// By a failure of another call of the layer, or the end of the process.
 void waits_for_a_backward_call_are_released() {
   check::context = "released";
   for (const bool closes : {false, true}) {
@@ -454,7 +455,7 @@ void devices_may_change() {
   check::context = "other devices";
   Fixture f(config_of(cpus(2)));
   check_synchronizes(&f, cpus(2));
-  // The same devices: the step goes on.
+  // With the same devices, the step continues.
   const CallId kept = f.next("cpu(0)");
   f.configure(config_of(cpus(2), kLong + 1));
   {
@@ -462,7 +463,7 @@ void devices_may_change() {
     CHECK_EQ(first.error() + second.error(), "");
   }
   const CallId stale = f.next("cpu(0)");
-  f.all_reduce.fail(f.layer, "a step of before");
+  f.all_reduce.fail(f.layer, "an earlier step");
   const LayerPtr layer = f.layer;
   f.configure(config_of({"cpu(2)", "cpu(0)", "cpu(1)"}));
   CHECK(f.layer == layer);
@@ -487,17 +488,17 @@ void calls_outlive_the_registration() {
     const LayerPtr held = f.layer;
     f.layer = nullptr;
     const CallId id = f.all_reduce.next_call(held, "cpu(0)");
-    const CallId id_too = f.all_reduce.next_call(held, "cpu(1)");
-    const auto reduce = [&](const CallId& t, const std::string& device) {
+    const CallId other_id = f.all_reduce.next_call(held, "cpu(1)");
+    const auto reduce = [&](const CallId& call, const std::string& device) {
       Sums sums(1);
       double count = 1;
-      f.all_reduce.reduce(held, t, Direction::kForward, device, "float32", &sums, &count);
+      f.all_reduce.reduce(held, call, Direction::kForward, device, "float32", &sums, &count);
       CHECK_EQ(count, 2);
     };
     Background waits([&] { reduce(id, "cpu(0)"); });
     f.wait_until_waiting(1);
     f.all_reduce.forget(f.kLayer);
-    reduce(id_too, "cpu(1)");
+    reduce(other_id, "cpu(1)");
     CHECK_EQ(waits.error(), "");
   }
   CHECK(f.all_reduce.find(f.kLayer) == nullptr);
@@ -511,10 +512,10 @@ void calls_outlive_the_registration() {
 
 int main() {
   using namespace gluon_syncbn;
-  // To hang is to fail.
+  // A test that hangs fails.
   alarm(120);
   devices_synchronize_in_every_layer();
-  calls_are_in_progress_side_by_side();
+  calls_are_in_progress_concurrently();
   one_device_needs_no_other();
   num_devices_may_be_less();
   wrong_devices_are_an_error();

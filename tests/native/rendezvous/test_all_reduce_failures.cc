@@ -1,4 +1,4 @@
-// How a rendezvous fails, and what comes after.
+// How a rendezvous fails, and how the layer recovers.
 #include <unistd.h>
 
 #include <atomic>
@@ -89,7 +89,7 @@ void failure_reaches_all_and_the_layer_recovers() {
   check::context = "failure";
   Fixture f(config_of(cpus(3)));
   check_synchronizes(&f, cpus(3));
-  const CallId stale = f.next("cpu(2)"), stale_too = f.next("cpu(2)");
+  const CallId stale = f.next("cpu(2)"), other_stale = f.next("cpu(2)");
   {
     Background forward(&f, "cpu(0)"), other(&f, "cpu(1)");
     Background backward([&] { f.reduce(stale, "cpu(2)", Direction::kBackward); });
@@ -107,9 +107,9 @@ void failure_reaches_all_and_the_layer_recovers() {
   for (const std::string& device : cpus(3)) {
     CHECK_THROWS(Error, f.next(device), "failed before", "out of memory on cpu(2)");
   }
-  CHECK_THROWS(Error, f.reduce(stale_too, "cpu(2)"), "failed before", "out of memory on cpu(2)");
+  CHECK_THROWS(Error, f.reduce(other_stale, "cpu(2)"), "failed before", "out of memory on cpu(2)");
 
-  // Only a device that is drained takes part again, and only after the last failure.
+  // Only a device that was drained after the last failure takes part again.
   f.all_reduce.drain(f.kLayer, f.epoch - 1, "cpu(0)");
   CHECK_THROWS(Error, f.next("cpu(0)"), "failed before");
   f.drain("cpu(0)");
@@ -124,13 +124,12 @@ void failure_reaches_all_and_the_layer_recovers() {
     for (Background* call : {&first, &second, &third}) CHECK_EQ(call->error(), "");
   }
   check_synchronizes(&f, cpus(3));
-  CHECK_THROWS(Error, f.reduce(stale_too, "cpu(2)", Direction::kBackward), "failed before");
+  CHECK_THROWS(Error, f.reduce(other_stale, "cpu(2)", Direction::kBackward), "failed before");
   check_synchronizes(&f, cpus(3));
 }
 
-// Many failures while devices come and go: no call hangs, and afterwards all synchronize.
-// Whose layer is configured at the same time.
-void what_a_combine_throws_names_the_layer() {
+// Also while the layer is being configured.
+void errors_of_a_combine_name_the_layer() {
   check::context = "combine throws";
   Fixture f(config_of(cpus(1)));
   std::atomic<bool> done{false};
@@ -152,11 +151,12 @@ void what_a_combine_throws_names_the_layer() {
   other.join();
 }
 
+// Many failures while devices come and go: no call hangs, and finally all synchronize.
 void layer_recovers_under_load() {
   check::context = "failures under load";
   Fixture f(config_of(cpus(4)));
   std::atomic<bool> stop{false};
-  std::atomic<int> met{0}, running{4};
+  std::atomic<int> completed{0}, running{4};
   std::vector<std::thread> threads;
   for (const std::string& device : cpus(4)) {
     threads.emplace_back([&, device] {
@@ -165,7 +165,7 @@ void layer_recovers_under_load() {
           const CallId id = f.next(device);
           f.reduce(id, device);
           f.reduce(id, device, Direction::kBackward);
-          ++met;
+          ++completed;
         } catch (const Error&) {
           const std::lock_guard<std::mutex> lock(f.mutex);
           f.drain(device);
@@ -175,14 +175,14 @@ void layer_recovers_under_load() {
     });
   }
   for (int i = 0; i < 40; ++i) {
-    const int before = met;
+    const int before = completed;
     const Clock::time_point start = Clock::now();
-    while (met < before + 8 && seconds_since(start) < kSoon) sleep(0.001);
-    CHECK(met >= before + 8);
+    while (completed < before + 8 && seconds_since(start) < kSoon) sleep(0.001);
+    CHECK(completed >= before + 8);
     f.all_reduce.fail(f.layer, "failure " + std::to_string(i));
   }
   stop = true;
-  // A thread that has not seen it yet waits for those that have ended.
+  // A thread that began another call waits for those that have stopped.
   while (running > 0) {
     f.all_reduce.fail(f.layer, "the end");
     sleep(0.005);
@@ -296,7 +296,7 @@ void sequences_continue_if_other_processes_continue() {
 
 int main() {
   using namespace gluon_syncbn;
-  // To hang is to fail.
+  // A test that hangs fails.
   alarm(120);
   a_missing_device_is_reported_early_and_late();
   causes_fit_the_direction_and_the_devices();
@@ -304,7 +304,7 @@ int main() {
   channels_must_match();
   dtypes_must_match();
   failure_reaches_all_and_the_layer_recovers();
-  what_a_combine_throws_names_the_layer();
+  errors_of_a_combine_name_the_layer();
   layer_recovers_under_load();
   closing_releases_all();
   an_interrupt_releases_waits();
