@@ -1,6 +1,6 @@
-// The CUDA kernels by raw pointers and a stream, for tests and benchmarks without MXNet: what
-// cuda_backend.h says of each holds here. All return cudaError_t, or -1 where the library has no
-// kernels for GPUs. dtypes are numbers of kernels.h; (N, C, S, R) is its View.
+// A C interface to the CUDA kernels of backend.h, for tests and benchmarks without MXNet. Functions
+// return cudaError_t, or -1 if the library has no CUDA kernels. `dtype` is a DType (dtypes.h);
+// (N, C, S, R) is a View (kernels.h).
 #include <algorithm>
 #include <thread>
 #include <vector>
@@ -33,7 +33,7 @@ SBN_EXPORT int64_t gluon_syncbn_cuda_work_size(int dtype, int64_t N, int64_t C, 
   return backend->kernels(static_cast<DType>(dtype)).work_size({N, C, S, R}, multiprocessors);
 }
 
-SBN_EXPORT int64_t gluon_syncbn_cuda_formula_size(int dtype, int64_t C) {
+SBN_EXPORT int64_t gluon_syncbn_cuda_coefficients_size(int dtype, int64_t C) {
   const CudaBackend* const backend = cuda_backend();
   return backend ? backend->kernels(static_cast<DType>(dtype)).coefficients_size(C) : 0;
 }
@@ -72,7 +72,7 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_forward(int dtype, int64_t C, const Stat
   });
 }
 
-// `count` is the device's, too.
+// `count` is a device pointer.
 SBN_EXPORT int gluon_syncbn_cuda_finish_backward(int dtype, int64_t C, const Statistics* statistics,
                                                  const void* gamma, const ChannelSums* own_sums,
                                                  const ChannelSums* sums, const double* count,
@@ -103,8 +103,8 @@ SBN_EXPORT int gluon_syncbn_cuda_input_gradient(int dtype, int64_t N, int64_t C,
   });
 }
 
-// A rendezvous on the host of devices that each contribute C sums and a count; all get the totals.
-// Returns 0, or 1 after an error.
+// An all-reduce on the host of C sums and a count per device, in place. Returns 0, or 1 after an
+// error.
 SBN_EXPORT int gluon_syncbn_reduce(int devices, int64_t C, ChannelSums* sums, double* counts) {
   AllReduce all_reduce;
   LayerConfig config;

@@ -13,12 +13,12 @@ class Library:
     def __init__(self, path):
         self._library = ctypes.CDLL(str(path))
         self._library.gluon_syncbn_cuda_work_size.restype = _INT64
-        self._library.gluon_syncbn_cuda_formula_size.restype = _INT64
+        self._library.gluon_syncbn_cuda_coefficients_size.restype = _INT64
         self._library.gluon_syncbn_cuda.restype = ctypes.c_char_p
         self.description = (self._library.gluon_syncbn_cuda() or b"none").decode()
 
     def call(self, name, *arguments):
-        """Tensors by their addresses, whole numbers as int64 unless they are of a ctypes type."""
+        """Passes tensors by address and integers as int64, unless they have a ctypes type."""
         error = self.ask(name, *arguments)
         if error:
             raise RuntimeError(f"gluon_syncbn_cuda_{name} returned CUDA error {error}")
@@ -32,12 +32,11 @@ class Library:
         return getattr(self._library, f"gluon_syncbn_cuda_{name}")(*map(convert, arguments))
 
     def reduce(self, sums, counts):
-        """The sums (devices, C, 6) and counts (devices,) of all, on the CPU, through a meeting of
-        so many devices. Changes both."""
+        """All-reduces the sums (devices, C, 6) and counts (devices,), on the CPU and in place."""
         devices, channels, _ = sums.shape
         pointers = (ctypes.c_void_p(sums.data_ptr()), ctypes.c_void_p(counts.data_ptr()))
         if self._library.gluon_syncbn_reduce(devices, _INT64(channels), *pointers):
-            raise RuntimeError("the devices have not met")
+            raise RuntimeError("the all-reduce failed")
 
 
 def view_of(shape, channels_last):
@@ -49,8 +48,8 @@ def view_of(shape, channels_last):
 
 
 class Layer:
-    """One device's part of a batch, with all memory there from the start. x, dy, y and dx are
-    plain arrays of shape `shape` in memory, wherever they begin."""
+    """One device's shard of a batch, with all memory allocated in advance. x, dy, y and dx are
+    contiguous, at any alignment."""
 
     def __init__(self, library, x, dy, gamma, beta, channels_last, y=None, dx=None):
         self.library, self.x, self.dy, self.gamma, self.beta = library, x, dy, gamma, beta
@@ -72,7 +71,7 @@ class Layer:
             doubles(coefficients // 8),
         )
         self.sums, self.gradient_sums = doubles(self.channels, 6), doubles(self.channels, 6)
-        # mean, what a double leaves of it, variance, 1 / standard deviation
+        # mean, its low part, variance, 1 / standard deviation
         self.statistics = doubles(self.channels, 4)
         self.total = torch.tensor([self.count], dtype=torch.float64, device=x.device)
         self.y = torch.full_like(x, math.nan) if y is None else y
@@ -87,7 +86,7 @@ class Layer:
         self._call("forward_sums", *self.view, self.x, self.work, self.sums, self.multiprocessors)
 
     def find_statistics(self, sums=None, count=None, epsilon=1e-5):
-        """By a kernel that the operator has no use of: it does so on the host, where sums meet."""
+        """On the device. The operator computes the statistics on the host, after the exchange."""
         sums = self.sums if sums is None else sums
         count = ctypes.c_double(self.count if count is None else count)
         epsilon = ctypes.c_double(epsilon)
