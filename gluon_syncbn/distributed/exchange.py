@@ -42,7 +42,7 @@ class Exchange:
 
     def of(self, layer, here, group_size):
         """The exchange of a `native.Layer`."""
-        configuration = layer.number, here, group_size
+        configuration = layer.id, here, group_size
         reference = weakref.ref(layer)
 
         def exchange(key, title, channels, mine):

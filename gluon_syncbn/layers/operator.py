@@ -128,7 +128,7 @@ def sync_batch_norm(
         *others,
         name=name,
         op_type=native.OP_TYPE,
-        layer=layer.number,
+        layer=layer.id,
         process=native.PROCESS,
         axis=axis,
         momentum=momentum,

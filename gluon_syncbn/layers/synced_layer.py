@@ -10,7 +10,7 @@ from .. import native
 from ..distributed.group import default_group, follow_default_group, stop_following
 
 
-class _Watched(Parameter):
+class _ObservedParameter(Parameter):
     """A parameter that notifies its layers when its contexts change, and when somebody else writes
     its values. It keeps the layers alive: a graph may use the parameter after the block is gone."""
 
@@ -49,7 +49,7 @@ class _Watched(Parameter):
         self.__dict__.update(state, _layers=set())
 
     @classmethod
-    def watch(cls, parameter, layer):
+    def attach(cls, parameter, layer):
         # The same object, as others share it.
         if not isinstance(parameter, cls):
             parameter.__class__ = cls
@@ -57,7 +57,7 @@ class _Watched(Parameter):
         parameter._layers.add(layer)
 
     @staticmethod
-    def unwatch(parameter, layer):
+    def detach(parameter, layer):
         parameter._layers.discard(layer)
         # Others may share it.
         if not parameter._layers:
@@ -79,7 +79,7 @@ class SyncedLayer(native.Layer):
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         super().__init__(block.name)
         for parameter in parameters[:2]:
-            _Watched.watch(parameter, self)
+            _ObservedParameter.attach(parameter, self)
         self.join(block._own_group, block._num_devices)
 
     def leave(self):
@@ -87,8 +87,8 @@ class SyncedLayer(native.Layer):
         stop_following(self)
         self.forget()
         for parameter in self._parameters[:2]:
-            if isinstance(parameter(), _Watched):
-                _Watched.unwatch(parameter(), self)
+            if isinstance(parameter(), _ObservedParameter):
+                _ObservedParameter.detach(parameter(), self)
 
     def join(self, group, num_devices):
         """Synchronizes with the devices of the group; None: of the default group."""

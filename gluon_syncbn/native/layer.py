@@ -108,14 +108,14 @@ def _register(mxnet):
 
 
 class Layer:
-    """A layer of the native library: a unique number, a name, devices, a timeout."""
+    """A layer of the native library: a unique id, a name, devices, a timeout."""
 
     def __init__(self, name):
-        self.number = next(_ids)
+        self.id = next(_ids)
         self.name = name
         self.devices = ()
-        _layers[self.number] = self
-        weakref.finalize(self, _library.gluon_syncbn_forget, self.number).atexit = False
+        _layers[self.id] = self
+        weakref.finalize(self, _library.gluon_syncbn_forget, self.id).atexit = False
 
     def set_devices(
         self,
@@ -138,9 +138,9 @@ class Layer:
         # Calls may still be on their way to an exchange when the net is dropped, and other
         # processes wait for them.
         if exchange is not None:
-            _exchanging[self.number] = self
+            _exchanging[self.id] = self
         else:
-            _exchanging.pop(self.number, None)
+            _exchanging.pop(self.id, None)
         config = LayerConfig(
             name=self.name.encode(),
             devices=_texts(self.devices),
@@ -153,15 +153,15 @@ class Layer:
             end_rank=ranks.stop,
             config_error=config_error.encode(),
         )
-        _library.gluon_syncbn_configure(self.number, config)
+        _library.gluon_syncbn_configure(self.id, config)
 
     def restart(self, variance):
         """The user writes the running mean, or variance: virtual devices continue from there."""
-        _library.gluon_syncbn_restart(self.number, variance)
+        _library.gluon_syncbn_restart(self.id, variance)
 
     def forget(self):
         """Nothing is under way any more."""
-        _exchanging.pop(self.number, None)
+        _exchanging.pop(self.id, None)
 
     def fail(self, text):
         """A step has failed here."""
@@ -178,7 +178,7 @@ class Layer:
     def set_channel(self, key, channel, exchange):
         """Messages of this key take the channel and no longer call `exchange`, until the layer is
         configured again, or `clear_channels`."""
-        _library.gluon_syncbn_set_channel(self.number, key.encode(), channel.handle)
+        _library.gluon_syncbn_set_channel(self.id, key.encode(), channel.handle)
         if self.exchange is not exchange:
             clear_channels()
 

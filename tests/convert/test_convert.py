@@ -349,7 +349,7 @@ def test_copies(clone):
     plain = forward(net, x)
     convert_sync_batchnorm(net)
     other = clone(net)
-    assert other[1]._layer.number != net[1]._layer.number
+    assert other[1]._layer.id != net[1]._layer.id
     assert_same_bits(forward(other, x), forward(net, x))
     revert_sync_batchnorm(other)
     assert {type(layer) for layer in layers_of(other)} == {nn.BatchNorm}
@@ -429,11 +429,11 @@ def test_again_changes_only_group_and_number(of_graph, tmp_path):
     group = sbn.SyncGroup(group_size=1)
     _, report = convert_sync_batchnorm(net, group=group, return_report=True)
     layers = [node.layer for node in net._nodes] if of_graph else layers_of(net)
-    before = [layer._layer.number for layer in layers]
+    before = [layer._layer.id for layer in layers]
     paths = tuple(entry.path for entry in report.replaced)
     _, report = convert_sync_batchnorm(net, return_report=True)
     assert report.already == paths and len(paths) == 2 and not report.replaced
-    assert [layer._layer.number for layer in layers] == before
+    assert [layer._layer.id for layer in layers] == before
     assert {layer._own_group for layer in layers} == {group}
     convert_sync_batchnorm(net, num_devices=2)
     assert {(layer._own_group, layer._num_devices) for layer in layers} == {(group, 2)}
@@ -776,7 +776,7 @@ def test_copies_of_a_graph(clone, tmp_path):
     expected = forward(net, x)
     other = clone(net)
     assert_same_bits(forward(other, x), expected)
-    numbers = [{node.layer._layer.number for node in block._nodes} for block in (net, other)]
+    numbers = [{node.layer._layer.id for node in block._nodes} for block in (net, other)]
     assert not numbers[0] & numbers[1]
     # MXNet puts the arrays of a copy on cpu(0), all of them.
     other.collect_params().reset_ctx(devices)

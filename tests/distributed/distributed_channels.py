@@ -53,7 +53,7 @@ def through_python(world, steps=3):
     reported["moved mean"] = step(world, layer)
     reported["moved"] = list(keys)
     del world.reducer.all_gather
-    reported["number"] = layer._layer.number
+    reported["number"] = layer._layer.id
     world.report("through python", reported)
 
 
@@ -65,7 +65,7 @@ def passes_without_backward(world, passes=10):
         step(world, layer, backward=False)
     step(world, layer)
     counts = {key: count for key, count in calls(world).items() if key not in before}
-    world.report("passes", [layer._layer.number, counts])
+    world.report("passes", [layer._layer.id, counts])
 
 
 def another_store(world):

@@ -132,7 +132,7 @@ def messages(world, layers=3, steps=4):
             mx.nd.waitall()
             reported[name] = counter.keys
             reported[f"{name} requests"] = counter.requests
-    reported["layers"] = [layer._layer.number for layer in net]
+    reported["layers"] = [layer._layer.id for layer in net]
     world.report("messages", reported)
 
 

@@ -387,7 +387,7 @@ def test_a_copied_net_meets_on_its_own(clone):
     with autograd.record():
         ys = [net(x) for x in xs]
     other = clone(net)
-    assert other[1]._layer.number != net[1]._layer.number
+    assert other[1]._layer.id != net[1]._layer.id
     with autograd.record():
         copies = [other(x) for x in xs]
     assert_same_bits(copies[0].asnumpy(), ys[0].asnumpy())

@@ -290,7 +290,7 @@ def test_moving_to_other_contexts():
     net = prepared("static_alloc")
     for count in (1, 3, 2):
         net.collect_params().reset_ctx(contexts(count))
-        assert native.layer._layers[net[1]._layer.number].devices == tuple(
+        assert native.layer._layers[net[1]._layer.id].devices == tuple(
             map(str, contexts(count))
         )
         goes_on(net, count)
@@ -406,7 +406,7 @@ def test_a_graph_that_outlives_its_net(num_devices, mode):
 
 def test_a_layer_goes_with_its_parameters():
     layer = sbn.SyncBatchNorm(in_channels=3)
-    number = layer._layer.number
+    number = layer._layer.id
     graph = graph_of(layer, params=layer.collect_params())
     del layer
     gc.collect()
