@@ -1,11 +1,11 @@
-"""Trains a small net under ``amp.init``, which is for a whole process, and prints what came out as
-JSON. Usage: amp_training.py DTYPE; test_amp starts it."""
+"""Trains a small net under ``amp.init``, which affects the whole process, and prints the results as
+JSON. Usage: amp_training.py DTYPE. test_amp.py starts it."""
 
 import json
 import re
 import sys
 
-# Before AMP, as in most scripts, or behind it.
+# Imported before amp.init, as in most scripts, or after it.
 if "--late" not in sys.argv:
     import gluon_syncbn as sbn
 
@@ -18,7 +18,7 @@ from mxnet.gluon import nn
 from runs import MODES, contexts, shards
 
 DTYPE = sys.argv[1]
-# MXNet's convolutions have no float16 on the CPU, so others stand for them.
+# MXNet's convolutions do not support float16 on the CPU, so other operators replace them.
 amp.init(DTYPE, target_precision_ops=["Pooling"] if DTYPE == "float16" else None)
 
 if "--late" in sys.argv:
@@ -53,7 +53,7 @@ def train(norm, mode, devices, sizes, steps=40):
     loss_of = gluon.loss.SoftmaxCrossEntropyLoss()
     generator = np.random.default_rng(0)
     labels = generator.integers(0, 6, 12).astype("float32")
-    # The brightness of a channel says which class it is.
+    # The class is the brightest channel.
     x = generator.standard_normal((12, 3, 12, 12)) + labels[:, None, None, None] * [[[[1]]]]
     xs = shards(x.astype("float32"), sizes, devices)
     targets = shards(labels, sizes, devices)
@@ -61,7 +61,7 @@ def train(norm, mode, devices, sizes, steps=40):
     for _ in range(steps):
         with autograd.record():
             ys = [net(x) for x in xs]
-            # Not in float16, where MXNet's softmax is not exact.
+            # Not in float16, in which MXNet's softmax is inaccurate.
             logits = [mx.nd.amp_cast(y, dtype="float32") for y in ys]
             parts = [loss_of(y, target).sum() for y, target in zip(logits, targets)]
             with amp.scale_loss(parts, trainer) as scaled:
@@ -84,7 +84,7 @@ def parameters(net):
 
 
 def inside(net):
-    """The dtypes that the two normalizations give, in the graph."""
+    """The output dtypes of the two normalizations in the graph."""
     internals = net(mx.sym.var("data")).get_internals()
     names = internals.list_outputs()
     types = internals.infer_type(data="float32")[1]

@@ -1,7 +1,7 @@
 """MXNet's automatic mixed precision, mxnet.contrib.amp.
 
-MXNet's convolutions have no float16 on the CPU, and bfloat16 on those with AVX-512 alone, so
-pooling takes their place for float16.
+On the CPU, MXNet's convolutions do not support float16, and bfloat16 only with AVX-512. So pooling
+replaces them for float16.
 """
 
 import json
@@ -37,7 +37,7 @@ TARGETS = ["float16", pytest.param("bfloat16", marks=needs_bfloat16)]
 
 @pytest.fixture(scope="module", params=TARGETS)
 def trained(request):
-    """What amp_training.py printed."""
+    """The output of amp_training.py."""
     done = subprocess.run(
         [sys.executable, PROGRAM, request.param], stdout=subprocess.PIPE, check=True, timeout=200
     )
@@ -46,7 +46,7 @@ def trained(request):
 
 @pytest.mark.parametrize("which", [*(f"ours {mode}" for mode in MODES), "ours whole"])
 def test_training_after_init(trained, which):
-    """With the loss scaler of AMP, which begins too high for float16 and comes down."""
+    """With AMP's loss scale, which begins too high for float16 and is reduced."""
     dtype, results = trained
     result = results[which]
     assert result["finite"] and result["parameters"] == ["float32"]
@@ -57,8 +57,8 @@ def test_training_after_init(trained, which):
     np.testing.assert_allclose(result["losses"], results["theirs whole"]["losses"], rtol=limit)
 
 
-def test_the_layer_takes_what_batch_norm_takes(trained):
-    """And not what AMP makes of the data of custom operators, which is float32."""
+def test_the_layer_gets_the_dtype_of_batch_norm(trained):
+    """AMP would cast the data of custom operators to float32."""
     dtype, results = trained
     assert results["theirs whole"]["inside"] == [dtype, dtype]
     for which in ("ours whole", "ours hybrid"):
@@ -92,8 +92,8 @@ def images(scale=1):
 
 
 def lists(dtype, custom):
-    """The arguments of the converters: without convolutions for float16, and with custom operators
-    in AMP's list for float32, as it has them, or in none."""
+    """The arguments of the converters: without float16 convolutions, and with custom operators in
+    AMP's list for float32, which is its default, or in no list."""
     known = amp.list_fp32_ops(BFLOAT16 if dtype == "bfloat16" else dtype)
     return {
         "target_dtype": dtype,
@@ -108,7 +108,7 @@ def sbn_nodes(symbol):
 
 
 def trained_nets(norm, convolution):
-    """A net with running statistics that fit its data, and what it gives."""
+    """A net whose running statistics fit its data, and its output."""
     net = net_of(norm, convolution)
     for _ in range(20):
         with autograd.record():
@@ -132,8 +132,8 @@ def test_convert_hybrid_block(dtype, custom, optional):
     y = converted(mx.nd.array(images()))
     limit = {"float16": 2**-9, "bfloat16": 2**-6}[dtype]
     assert relative_error(y.asnumpy(), expected) < limit
-    # Where it is in no list it takes what it gets, as nn.BatchNorm does. (bfloat16 ends at the
-    # layout copy, which AMP has in float32 on the CPU.)
+    # An operator in no list keeps the dtype of its data, as nn.BatchNorm does. (Not bfloat16, which
+    # AMP casts to float32 for the layout copy on the CPU.)
     internals = converted._cached_graph[1].get_internals()
     types = dict(zip(internals.list_outputs(), internals.infer_type(data="float32")[1]))
     narrow = dtype == "float16" and not custom
@@ -143,7 +143,7 @@ def test_convert_hybrid_block(dtype, custom, optional):
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
 @pytest.mark.parametrize("custom", [True, False], ids=["as listed", "not listed"])
 def test_a_converted_net_trains(custom):
-    """amp.convert_hybrid_block is meant for inference, but what it gives can be trained."""
+    """amp.convert_hybrid_block is meant for inference, but its result can be trained."""
     net = net_of(sbn.SyncBatchNorm, convolution=False)
     net(mx.nd.array(images()))
     arguments = lists("float16", custom)
@@ -164,7 +164,7 @@ def test_a_converted_net_trains(custom):
 @pytest.mark.parametrize("dtype", TARGETS)
 @pytest.mark.parametrize("custom", [True, False], ids=["as listed", "not listed"])
 def test_convert_model(dtype, custom, tmp_path):
-    """Symbol and parameters, as Module users have them."""
+    """A symbol and parameters, as for Module."""
     net, expected = trained_nets(sbn.SyncBatchNorm, dtype == "bfloat16")
     net.export(str(tmp_path / "net"))
     model = mx.model.load_checkpoint(str(tmp_path / "net"), 0)
@@ -178,7 +178,7 @@ def test_convert_model(dtype, custom, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
-def test_devices_of_a_converted_net_meet():
+def test_devices_of_a_converted_net_synchronize():
     net = net_of(sbn.SyncBatchNorm, convolution=False)
     net(mx.nd.array(images()))
     converted = amp.convert_hybrid_block(net, ctx=contexts(2), **lists("float16", False))

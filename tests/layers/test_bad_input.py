@@ -1,5 +1,5 @@
-"""What the layer cannot take: an error at once, or where a result is waited for, that says what
-came and what to do. See test_meeting for devices that do not come."""
+"""Invalid input. It raises an error at once, or when a result is read. See test_rendezvous.py for
+missing devices."""
 
 import contextlib
 import time
@@ -20,7 +20,7 @@ SOON = 1
 
 @contextlib.contextmanager
 def ends_soon():
-    """And takes from MXNet what it still has to say of an error, so that it does not come later."""
+    """Checks the time, and clears pending errors of MXNet, which would be raised later."""
     begin = time.monotonic()
     yield
     with contextlib.suppress(mx.MXNetError):
@@ -41,7 +41,7 @@ def train(layer, *arrays):
 
 
 def works_again(layer, devices=1):
-    """After an error training goes on."""
+    """Training continues after an error."""
     x = np.arange(24, dtype="float32").reshape(4, 3, 2)
     sizes = [4] if devices == 1 else [1, 3]
     result = run(layer, x, x, sizes, contexts(devices))
@@ -101,7 +101,7 @@ def test_another_dtype_on_one_device(mode, others):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_other_shapes_on_one_device_are_right(mode):
-    """Only the channels have to be as many."""
+    """Only the number of channels must be equal."""
     layer = layer_of(mode, devices=2)
     x, y = np.random.default_rng(0).standard_normal((2, 12)).astype("float32")
     parts = [x.reshape(2, 3, 2), y.reshape(1, 3, 2, 2)]
@@ -128,7 +128,7 @@ def test_a_context_without_parameters(mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 3, 0)])
 def test_no_values(mode, shape):
-    """MXNet has such arrays with NumPy's shapes alone."""
+    """MXNet has empty arrays only with NumPy shapes."""
     layer = layer_of(mode, devices=2)
     words = (
         rf"on cpu\(1\): data of shape \({shape[0]}, 3, {shape[2]}\) holds no values. Do not train "
@@ -144,8 +144,8 @@ def test_no_values(mode, shape):
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 3, 0)])
 @pytest.mark.parametrize("use_global_stats", [False, True])
 def test_no_values_in_inference(use_global_stats, shape, mode):
-    """As with nn.BatchNorm, where nobody's statistics are of them. Of what is empty MXNet tells no
-    error but after waitall()."""
+    """As with nn.BatchNorm, since no statistics are computed from them. MXNet raises errors of
+    empty arrays only in waitall()."""
     layer = layer_of(mode, use_global_stats=use_global_stats)
     with mx.util.np_shape(True):
         x = mx.nd.zeros(shape)
@@ -174,7 +174,7 @@ def test_no_channels(mode):
 
 
 @pytest.mark.parametrize("what", [None, np.ones((2, 3), "float32"), 3.0])
-def test_what_is_no_array_of_mxnet(what):
+def test_arguments_that_are_no_mxnet_arrays(what):
     with pytest.raises((TypeError, ValueError), match="NDArray|Symbol"):
         layer_of("imperative")(what)
 
@@ -199,7 +199,7 @@ def test_nan_and_inf_in_x_spoil_one_channel(dtype, value, shape):
     spoilt[(1, 1) + (0,) * (len(shape) - 2)] = value
     layer = prepare(sbn.SyncBatchNorm(), devices, dtype, {}, gamma, beta)
     result = run(layer, rounded(spoilt, dtype), dy, sizes, devices)
-    # As nn.BatchNorm has it. The mean of a channel with inf is inf, and there is no variance.
+    # As in nn.BatchNorm. The mean of a channel with inf is inf, and its variance is NaN.
     assert np.isnan(values(result.y)[:, 1]).all() and np.isnan(values(result.dx)[:, 1]).all()
     assert np.isnan(result.running_var[1]) and not np.isfinite(result.running_mean[1])
     for channel in (0, 2):
@@ -232,7 +232,7 @@ def test_nan_and_inf_in_dy_spoil_one_channel(dtype, value):
 
 
 def test_training_goes_on_after_nan():
-    """It stays in the running statistics, as with nn.BatchNorm; the next batch has its own."""
+    """NaN stays in the running statistics, as with nn.BatchNorm; the next batch is normalized."""
     layer = layer_of("hybrid", devices=2)
     x = np.full((4, 3, 2), np.nan, "float32")
     run(layer, x, x, (1, 3), contexts(2))

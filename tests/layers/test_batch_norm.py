@@ -31,7 +31,7 @@ def net_of(norm, channels=4):
     return net
 
 
-def test_the_arguments_are_those_of_batch_norm_and_three_more():
+def test_it_has_all_arguments_of_batch_norm_and_three_more():
     theirs = list(inspect.signature(nn.BatchNorm.__init__).parameters.values())
     ours = list(inspect.signature(sbn.SyncBatchNorm.__init__).parameters.values())
     expected = [(p.name, p.default) for p in theirs]
@@ -39,7 +39,7 @@ def test_the_arguments_are_those_of_batch_norm_and_three_more():
     assert [(p.name, p.default) for p in ours] == expected
 
 
-def test_parameters_are_named_and_set_as_those_of_batch_norm():
+def test_parameters_have_the_names_and_settings_of_batch_norm():
     settings = dict(
         beta_initializer=mx.init.Constant(2),
         gamma_initializer=mx.init.Constant(3),
@@ -70,7 +70,7 @@ def test_the_same_results_as_batch_norm_on_one_device(mode):
         results.append(run(layer, x, x[::-1].copy(), (4,), contexts(1), steps=3))
     for field in results[0]._fields:
         ours, theirs = (getattr(result, field) for result in results)
-        # nn.BatchNorm sums in float32; both are at most this far from the truth.
+        # nn.BatchNorm sums in float32. The tolerance is for both, compared with the reference.
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4, err_msg=field)
 
 
@@ -190,7 +190,7 @@ def test_mixed_dtypes_say_what_to_cast(dtype, cast_to, parameters, remedy):
         {"axis": -6},
     ],
 )
-def test_arguments_that_make_no_sense(arguments):
+def test_invalid_arguments(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         sbn.SyncBatchNorm(**arguments)
 
@@ -204,7 +204,7 @@ def test_numbers_and_flags_of_other_types():
 
 
 class Shared(mx.gluon.HybridBlock):
-    """One head, its normalization included, on several levels of a pyramid."""
+    """One head, including its normalization, on several levels of a pyramid."""
 
     def __init__(self):
         super().__init__()
@@ -217,7 +217,7 @@ class Shared(mx.gluon.HybridBlock):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_one_layer_in_several_places_with_several_shapes(mode):
-    """Each call has statistics of its own, and the gradients of all are added."""
+    """Each call has separate statistics, and the gradients of all calls are added."""
     shapes = [(4, 3, 16, 16), (4, 3, 8, 8), (4, 3, 4, 4), (4, 3, 8, 8), (4, 3, 2, 2)]
     generator = np.random.default_rng(0)
     whole = [generator.standard_normal(shape).astype("float32") for shape in shapes]
@@ -248,7 +248,7 @@ def test_one_layer_in_several_places_with_several_shapes(mode):
         )
         results.append((ys, statistics, gradient))
     for ys, statistics, gradient in results[1:]:
-        # The convolution's own result depends on the batch it is given, in the last bits.
+        # The last bits of the convolution depend on its batch size.
         for y, expected in zip(ys, results[0][0]):
             assert_close(y, expected, "float32")
         for value, expected in zip(statistics, results[0][1]):
@@ -257,24 +257,24 @@ def test_one_layer_in_several_places_with_several_shapes(mode):
 
 
 class TwoPlaces(mx.gluon.HybridBlock):
-    """One layer behind a branch that takes long where its data is large, and without one."""
+    """One layer twice: after a branch that is slow for large data, and directly on the input."""
 
     def __init__(self):
         super().__init__()
         self.norm = sbn.SyncBatchNorm(in_channels=4)
 
     def hybrid_forward(self, F, large, small, other):
-        behind = self.norm(F.slice_axis(F.sin(large), axis=2, begin=0, end=1))
-        # Takes the buffers over which MXNet would happen to keep the two calls in order.
+        after_branch = self.norm(F.slice_axis(F.sin(large), axis=2, begin=0, end=1))
+        # Uses the buffers that would otherwise happen to make MXNet order the two calls.
         for _ in range(20):
             other = F.sin(other)
-        return behind, other, self.norm(small)
+        return after_branch, other, self.norm(small)
 
 
 def test_nodes_of_one_layer_that_mxnet_does_not_keep_in_order():
-    """With static_shape it takes no note of who writes auxiliary states."""
+    """With static_shape, MXNet does not track writes of auxiliary states."""
     generator = np.random.default_rng(0)
-    # The first device comes to the first place long after it could come to the second.
+    # The first device reaches the first node long after it could reach the second.
     large = [generator.standard_normal((2, 4, rows, 6)).astype("float32") for rows in (40000, 4)]
     small = [generator.standard_normal((2, 4, 1, 6)).astype("float32") + 10 for _ in range(2)]
     ones = np.ones(4)
@@ -302,7 +302,7 @@ def test_nodes_of_one_layer_that_mxnet_does_not_keep_in_order():
 
 
 def test_parameters_shared_by_two_layers():
-    """`params=`: two layers, one set of parameters, meetings of their own."""
+    """`params=`: two layers with one set of parameters synchronize separately."""
     first = sbn.SyncBatchNorm(in_channels=3, prefix="first_")
     second = sbn.SyncBatchNorm(in_channels=3, prefix="second_", params=first.params)
     first.initialize(ctx=contexts(2))
@@ -318,7 +318,7 @@ def test_parameters_shared_by_two_layers():
 
 @pytest.mark.parametrize("kind", ["cpu_shared", "cpu_pinned"])
 def test_data_in_other_memory_of_the_device(kind):
-    """A DataLoader's workers give arrays on cpu_shared(0)."""
+    """The workers of a DataLoader return arrays on cpu_shared(0)."""
     layer = prepare(sbn.SyncBatchNorm(in_channels=3), contexts(2))
     x = mx.nd.random.normal(shape=(4, 3))
     other = x.as_in_context(mx.Context(kind, 1))
@@ -331,14 +331,14 @@ def test_data_in_other_memory_of_the_device(kind):
         layer(x.as_in_context(mx.Context("cpu_shared", 5)))
 
 
-def test_a_device_that_is_named_twice_comes_once():
+def test_a_device_that_is_named_twice_counts_once():
     layer = sbn.SyncBatchNorm(in_channels=1, group=sbn.SyncGroup(timeout=5))
     layer.initialize(ctx=[mx.cpu(0), mx.cpu(0)])
     with autograd.train_mode():
         layer(mx.nd.ones((2, 1))).wait_to_read()
 
 
-def test_running_statistics_move_once_in_forward_and_not_in_backward():
+def test_running_statistics_are_updated_in_forward_only():
     layer = prepare(sbn.SyncBatchNorm(in_channels=1), contexts(1))
     x = mx.nd.array([[1.0], [3.0]])
     x.attach_grad()
@@ -352,8 +352,8 @@ def test_running_statistics_move_once_in_forward_and_not_in_backward():
     assert_same_bits(layer.running_mean.data().asnumpy(), expected)
 
 
-def test_backward_goes_by_its_forward():
-    """autograd.backward has a train_mode of its own."""
+def test_backward_uses_the_mode_of_its_forward():
+    """And not the train_mode of autograd.backward."""
     x = np.random.default_rng(0).standard_normal((4, 3)).astype("float32")
     gradients = []
     for train_mode in (True, False):
@@ -367,7 +367,7 @@ def test_backward_goes_by_its_forward():
     assert_same_bits(gradients[1], gradients[0])
 
 
-def test_repr_shows_what_matters():
+def test_repr():
     layer = sbn.SyncBatchNorm(momentum=0.8, in_channels=16)
     layer.initialize(ctx=contexts(2))
     text = repr(layer)
@@ -380,7 +380,7 @@ def test_repr_shows_what_matters():
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
-def test_a_copied_net_meets_on_its_own(clone):
+def test_a_copied_net_synchronizes_separately(clone):
     net = net_of(sbn.SyncBatchNorm)
     net.initialize(ctx=contexts(2))
     xs = [mx.nd.ones((2, 3, 8, 8), ctx=device) for device in contexts(2)]
@@ -413,8 +413,8 @@ def test_symbols_and_export(tmp_path):
     assert_same_bits(loaded(x).asnumpy(), expected)
 
 
-def test_settings_that_cannot_be_read_are_an_error():
-    """In a file that somebody has edited."""
+def test_invalid_attributes_are_an_error():
+    """In an edited file."""
     symbol = mx.sym.Custom(
         *(mx.sym.var(name) for name in ("x", "gamma", "beta", "mean", "var")),
         op_type="GluonSyncBatchNorm",

@@ -1,5 +1,4 @@
-"""The 16-bit types, where they differ from the others. What all have in common is in
-test_numerics."""
+"""Tests of the 16-bit types. See test_numerics.py for tests of all dtypes."""
 
 import mxnet as mx
 import numpy as np
@@ -35,7 +34,7 @@ def test_cast_leaves_the_parameters_in_float32(dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("before", ["initialize", "first data"])
-def test_cast_before_there_are_parameters(dtype, before):
+def test_cast_before_parameters_exist(dtype, before):
     layer = sbn.SyncBatchNorm()
     layer.cast(numpy_dtype(dtype))
     layer.initialize(ctx=contexts(2))
@@ -46,7 +45,7 @@ def test_cast_before_there_are_parameters(dtype, before):
 
 
 def test_a_net_that_was_cast_takes_float16_as_batch_norm_does():
-    """net.cast('float16') is what users of float16 write."""
+    """By net.cast('float16'), the usual way to use float16."""
     x = np.random.default_rng(0).standard_normal((4, 3, 6, 6)).astype("float16")
     outputs = []
     for kind in (sbn.SyncBatchNorm, nn.BatchNorm):
@@ -65,7 +64,7 @@ def test_a_net_that_was_cast_takes_float16_as_batch_norm_does():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_values_at_the_end_of_float16(mode):
-    """Their sum and their squares are far beyond it."""
+    """Their sums and squares exceed its range."""
     largest = np.finfo("float16").max
     x, dy, gamma, beta = data((6, 3, 9, 11), "float16")
     x[:, 0] = np.where(x[:, 0] > 0, largest, -largest)
@@ -74,7 +73,7 @@ def test_values_at_the_end_of_float16(mode):
     layer = prepare(sbn.SyncBatchNorm(), contexts(2), "float16", MODES[mode], gamma, beta)
     result = run(layer, x, dy, (1, 5), contexts(2))
     assert np.isfinite(result.y).all() and np.isfinite(result.dx).all()
-    # Each channel by itself, as the scales differ.
+    # Compares each channel separately, as the scales differ.
     expected = reference.forward(x, gamma, beta)
     gradients = reference.backward(dy, x, gamma)
     for c in range(3):
@@ -82,7 +81,7 @@ def test_values_at_the_end_of_float16(mode):
         assert_close(result.running_mean[c], 0.1 * expected.mean[c], "float32")
         assert_close(result.running_var[c], 0.9 + 0.1 * expected.variance[c], "float32")
         assert_close(result.dgamma[c], gradients.dgamma[c], "float32", f"dgamma of channel {c}")
-        # Here dx comes close to the least numbers of float16, 2^-24 apart.
+        # dx is near the smallest numbers of float16, whose spacing is 2^-24.
         error = np.abs(result.dx[:, c] - gradients.dx[:, c]).max()
         assert error <= max(2**-25, 2**-11 * np.abs(gradients.dx[:, c]).max()) * 1.01
 
@@ -99,7 +98,7 @@ def test_results_beyond_float16_are_infinite():
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("shape", [(4, 3, 40, 50), (700, 70)])
 def test_results_are_those_of_float32_rounded(dtype, shape):
-    """16 bits are for data in memory: nothing is computed in them."""
+    """Nothing is computed in 16 bits, which only store data."""
     x, dy, gamma, beta = data(shape, dtype, mean=3)
     results = []
     for wide in (False, True):
@@ -116,7 +115,7 @@ def test_results_are_those_of_float32_rounded(dtype, shape):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_gradients_are_added_before_they_are_rounded(dtype):
-    """grad_req="add": one rounding, not two (here without layout copies, which add too)."""
+    """grad_req="add": one rounding and not two (without layout copies, which would add)."""
     x, dy, gamma, beta = data((4, 3, 50), dtype)
     layer = prepare(sbn.SyncBatchNorm(), contexts(1), dtype, None, gamma, beta)
     run(layer, x, dy, (4,), contexts(1))
@@ -134,7 +133,7 @@ def test_gradients_are_added_before_they_are_rounded(dtype):
 
 
 class Weighted(mx.gluon.HybridBlock):
-    """Something with float16 weights: MXNet's convolutions have none on the CPU."""
+    """A layer with float16 weights, which MXNet's convolutions do not support on the CPU."""
 
     def __init__(self, channels):
         super().__init__()
@@ -180,7 +179,7 @@ def test_a_trainer_for_float16(mode, multi_precision):
 
 
 class Mixed(mx.gluon.HybridBlock):
-    """float32, then a 16-bit type, then float32 again, as mixed precision has it."""
+    """float32, then a 16-bit type, then float32, as in mixed precision."""
 
     def __init__(self, dtype):
         super().__init__()

@@ -1,7 +1,7 @@
-"""gluoncv's FCN with our layer: one step of two devices is that of one with the whole batch.
+"""gluoncv's FCN with this layer: a step of two devices matches one device with the whole batch.
 
-In a process of its own: each of MXNet's workspaces grows to 10 MB with this net, so there must be
-fewer than conftest.py asks for; and gluoncv changes how Pillow takes damaged images, for everyone.
+In a separate process, as each of MXNet's workspaces grows to 10 MB with this net, so there must be
+fewer than conftest.py sets, and as gluoncv changes Pillow's handling of damaged images globally.
 """
 
 import os
@@ -40,7 +40,7 @@ def build(devices):
         crop_size=SIZE,
         base_size=SIZE,
     )
-    # The heads were initialized on cpu(0) when they were made.
+    # The heads were initialized on cpu(0) when they were created.
     net.initialize(mx.init.Xavier(), ctx=devices, force_reinit=True)
     net.apply(_without_dropout)
     net.hybridize(static_alloc=True)
@@ -48,7 +48,7 @@ def build(devices):
 
 
 def _without_dropout(block):
-    # Two devices would draw other masks than one.
+    # Two devices would draw different masks than one.
     if isinstance(block, nn.Dropout):
         block._rate = 0
 
@@ -81,7 +81,7 @@ def compare():
     for count, steps in ((1, 1), (2, 20)):
         devices = contexts(count)
         net = build(devices)
-        # Deferred parameters get their values in the order of the first forward, the same in both.
+        # Deferred parameters are initialized in the order of the first forward, the same in both.
         trainer = mx.gluon.Trainer(
             net.collect_params(), "sgd", {"learning_rate": 1e-3, "momentum": 0.9}, kvstore="device"
         )

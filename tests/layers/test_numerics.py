@@ -1,4 +1,4 @@
-"""Results against the float64 reference, and bits against bits."""
+"""Compares results with the float64 reference, and bits between splits, modes and threads."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ import gluon_syncbn as sbn
 
 SHAPES = {2: (12, 5), 3: (6, 5, 11), 4: (6, 5, 7, 9), 5: (6, 5, 3, 4, 5)}
 EPSILON = 1e-5
-# How far from zero tests put data: float16 ends at 65504.
+# The largest offset of data. float16 ends at 65504.
 FARTHEST = {dtype: 6e4 if dtype == "float16" else 1e5 for dtype in DTYPES}
 
 
@@ -137,7 +137,7 @@ def constant_statistics(layer, devices, dtype, channels):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", ["inference", "use_global_stats"])
 def test_running_statistics_as_constants(dtype, mode, how):
-    """One device suffices: there is no meeting. The gradient takes the statistics for constants."""
+    """On one device, as nothing is synchronized. The gradient treats statistics as constants."""
     x, dy, gamma, beta = data(SHAPES[4], dtype)
     layer = sbn.SyncBatchNorm(use_global_stats=how == "use_global_stats", in_channels=5)
     prepare(layer, contexts(2), dtype, MODES[mode], gamma, beta)
@@ -212,8 +212,8 @@ def test_gradient_requests(dtype, request_x, request_parameters, mode):
 
 
 def test_residual_connections_that_add_gradients_in_place():
-    """y = x + bn(x), many times: MXNet may ask the operator to add to what the branch has left
-    there."""
+    """y = x + bn(x), many times: MXNet may request that the operator adds to the gradient of the
+    branch."""
 
     class Residual(mx.gluon.HybridBlock):
         def __init__(self):
@@ -248,7 +248,7 @@ def test_residual_connections_that_add_gradients_in_place():
         expected.append(expected[-1] + reference.forward(expected[-1], np.ones(3), np.zeros(3)).y)
     for activation in reversed(expected[:-1]):
         gradient = gradient + reference.backward(gradient, activation, np.ones(3)).dx
-    # Six layers, each within the tolerance.
+    # Six layers, with the tolerance for each.
     assert np.abs(results[0] - gradient).max() <= 1e-5 * np.abs(gradient).max()
 
 

@@ -1,4 +1,4 @@
-"""MXNet's NumPy arrays, ``mx.npx.set_np()``: the same bits as with all others, in nets of them."""
+"""MXNet's NumPy arrays, ``mx.npx.set_np()``, give the same bits as NDArrays."""
 
 import contextlib
 
@@ -70,10 +70,10 @@ class Residual(gluon.HybridBlock):
             self.body = nn.HybridSequential()
             for _ in range(2):
                 self.body.add(nn.Conv2D(channels, 3, padding=1), norm())
-            self.beside = nn.Conv2D(channels, 1)
+            self.shortcut = nn.Conv2D(channels, 1)
 
     def hybrid_forward(self, F, x):
-        return F.npx.relu(self.body(x) + self.beside(x))
+        return F.npx.relu(self.body(x) + self.shortcut(x))
 
 
 def make_net(norm=sbn.SyncBatchNorm, count=2):
@@ -107,7 +107,7 @@ def outputs(net, x=X):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_net_beside_stock(mode):
+def test_a_net_matches_the_stock_layer(mode):
     def losses(norm, count):
         net = make_net(norm, count)
         if MODES[mode] is not None:
@@ -132,14 +132,14 @@ def test_other_arrays_are_refused_before_devices_wait():
         mx.nd.waitall()
 
 
-def test_switched_off_again():
+def test_disabled_again():
     with numpy_arrays():
         step(make_net())
     results(sbn.SyncBatchNorm, "float32", "hybrid")
 
 
 def test_data_of_workers():
-    """On cpu_shared(0), as they come from a DataLoader."""
+    """On cpu_shared(0), as from a DataLoader."""
     with numpy_arrays():
         net = make_net(count=1)
         expected = outputs(net)
@@ -190,7 +190,7 @@ def test_export(fold, hybridized, tmp_path):
         )
         assert made.onnx_error <= ONNX
         assert relative_error(outputs(load(tmp_path / "m")), expected) <= EXPORTED[fold]
-        # The net goes on.
+        # The net can still be used.
         assert_same_bits(outputs(net), expected)
         step(net)
 
@@ -198,7 +198,7 @@ def test_export(fold, hybridized, tmp_path):
 @pytest.mark.parametrize("convert", [sbn.convert_sync_batchnorm, lambda graph: graph])
 @pytest.mark.parametrize("nested", [False, True])
 def test_export_of_a_graph(nested, convert, tmp_path):
-    """MXNet's own SymbolBlock takes no NumPy symbols, and changes itself in trying."""
+    """MXNet's SymbolBlock does not support NumPy symbols, and changes itself in the attempt."""
     with numpy_arrays():
         net = make_net()
         net.hybridize()
@@ -237,7 +237,7 @@ class OfUseNp(gluon.HybridBlock):
 
 @pytest.mark.parametrize("hybridized", [False, True])
 def test_export_of_a_net_of_use_np(hybridized, tmp_path):
-    """NumPy's arrays are switched on within its methods alone."""
+    """NumPy arrays are enabled only within its methods."""
     net = OfUseNp()
     net.initialize()
     if hybridized:
@@ -303,8 +303,8 @@ def test_an_output_without_axes(tmp_path):
 
 
 def test_commands(tmp_path, capsys):
-    """MXNet saves parameters in two ways, and each is loaded with NumPy's arrays switched on, or
-    off, alone. What commands write is saved as what they read."""
+    """MXNet has two formats of parameters: one loads only with NumPy arrays enabled, the other only
+    without. Commands write the format that they read."""
     with numpy_arrays():
         net = make_net()
         net.hybridize()
@@ -324,7 +324,7 @@ def test_commands(tmp_path, capsys):
         wide, narrow = (mx.npx.load(str(tmp_path / f"{name}.params")) for name in "dc")
         for name, array in narrow.items():
             assert_same_bits(wide[name].asnumpy(), array.asnumpy().astype("float64"))
-        # Those of others too, as where a net of --net switches NumPy's arrays on.
+        # Also the other format, as if the function of --net enabled NumPy arrays.
         assert read_parameters(str(tmp_path / "other.params"))["w"].shape == (2,)
 
 

@@ -1,5 +1,5 @@
-"""Behind and before convolutions on the CPU, whose oneDNN layouts MXNet frees under asynchronous
-operators."""
+"""The layer between convolutions on the CPU, whose oneDNN temporaries MXNet frees while
+asynchronous operators still use them."""
 
 import mxnet as mx
 import numpy as np
@@ -75,9 +75,9 @@ def test_fifty_steps_have_equal_bits_in_every_mode(devices):
                 assert_same_bits(value, expected, f"{mode}, step {number}, array {index}")
 
 
-def test_without_the_gate_they_have_not(monkeypatch):
-    """That the test above can fail. Memory that was freed may still hold the right bits, so a few
-    tries are made."""
+def test_without_layout_copies_bits_differ(monkeypatch):
+    """Shows that the test above can fail. Freed memory may still hold the right bits, so it tries
+    several times."""
     monkeypatch.setattr(native, "HAS_ONEDNN", False)
     wrong = 0
     for _ in range(10):
@@ -93,7 +93,7 @@ def test_without_the_gate_they_have_not(monkeypatch):
     pytest.fail("the layout copies make no difference")
 
 
-def test_layout_copies_are_in_the_graph_on_the_cpu_alone(monkeypatch):
+def test_layout_copies_are_in_the_graph_only_on_the_cpu(monkeypatch):
     layer = sbn.SyncBatchNorm(in_channels=3)
     layer.initialize(ctx=contexts(2))
     operators = [node["op"] for node in _nodes(layer(mx.sym.var("x")))]

@@ -1,5 +1,5 @@
-"""Any layer, on any data, split in any way: against the reference, and against the whole batch on
-one device. (For the number of threads see test_numerics and tests/native/test_kernels_bits.cc.)"""
+"""Any layer, on any data, split in any way, compared with the reference and with the whole batch on
+one device. (See test_numerics.py and tests/native/cpu/test_kernels_bits.cc for threads.)"""
 
 from collections import namedtuple
 
@@ -27,13 +27,13 @@ Outcome = namedtuple("Outcome", "y dx dgamma dbeta running_mean running_var")
 @st.composite
 def cases(draw):
     rank = draw(st.integers(2, 5))
-    # Small numbers, of which few are powers of two; now and then more than vectors or rows hold.
+    # Small sizes, few of them powers of two. Sometimes one is longer than vectors or rows.
     shape = [draw(st.integers(1, 7)) for _ in range(rank)]
     axis = draw(st.sampled_from([1, rank - 1, draw(st.integers(0, rank - 1))]))
     longer = draw(st.sampled_from([None, None, *range(rank)]))
     if longer is not None:
         shape[longer] = draw(st.sampled_from([13, 33, 67, 130] if longer else [9, 11]))
-    # Devices have samples of their own. Where the first axis is that of channels, there are none.
+    # The first axis is split over devices, unless it is the channel axis.
     most = 1 if axis == 0 else min(4, shape[0])
     cuts = draw(st.sets(st.integers(1, shape[0] - 1), max_size=most - 1)) if most > 1 else ()
     sizes = np.diff([0, *sorted(cuts), shape[0]]).tolist()
@@ -42,7 +42,7 @@ def cases(draw):
     beta_request = draw(st.sampled_from(REQUESTS)) if center else "null"
     requests = [draw(st.sampled_from(REQUESTS)) for _ in sizes]
     if gamma_request == beta_request == "null":
-        # A device that wants no gradient at all has no backward, for which the others would wait.
+        # A device without gradients has no backward, for which the others would wait.
         requests = [requests[0] if "null" in requests else request for request in requests]
     dtype = draw(st.sampled_from(DTYPES))
     return Case(
@@ -85,7 +85,7 @@ def make(case):
 
 
 def outcome(case, sizes, requests, x, dy, gamma, beta, mean, variance):
-    """What the layer makes of the batch cut in `sizes`. Gradients begin as ones."""
+    """The results for the batch, split into `sizes`. Gradients are initialized to ones."""
     devices = contexts(len(sizes))
     layer = sbn.SyncBatchNorm(
         axis=case.axis,
@@ -135,14 +135,14 @@ def outcome(case, sizes, requests, x, dy, gamma, beta, mean, variance):
 
 
 def check_near(result, expected, size, dtype, what, rounded_before=()):
-    """`size`: how large the numbers are that are added up to the result, whose errors do not shrink
-    with it. `rounded_before`: what was rounded to a 16-bit type on the way."""
+    """`size`: the magnitude of the terms of the result, to which errors are relative.
+    `rounded_before`: intermediate results that were rounded to a 16-bit type."""
     compute = RELATIVE[parameter_dtype(dtype)]
     expected = np.asarray(expected, "float64")
     error = np.abs(values(result).astype("float64") - expected)
     limit = compute * np.asarray(size, "float64")
     if dtype in ("float16", "bfloat16"):
-        # The least numbers of float16 are 2^-24 apart.
+        # The spacing of the smallest numbers of float16 is 2^-24.
         for number in (expected, *rounded_before):
             limit = limit + RELATIVE[dtype] * np.abs(number) + 2.0**-25
     worst = (error - limit).max()
@@ -150,8 +150,8 @@ def check_near(result, expected, size, dtype, what, rounded_before=()):
 
 
 def check_against_reference(case, result, x, dy, gamma, beta, mean, variance):
-    # Without its offset, which only the mean shows, so that the reference is exact where a value
-    # comes close to the mean.
+    # Subtracts the offset, which affects only the mean, so that the reference is exact for values
+    # near the mean.
     offset = np.longdouble(case.offset)
     x, dy = values(x).astype(np.longdouble) - offset, values(dy).astype(np.longdouble)
     given_ones = case.statistics != "batch"
@@ -168,7 +168,7 @@ def check_against_reference(case, result, x, dy, gamma, beta, mean, variance):
     others = tuple(i for i in range(x.ndim) if i != case.axis % x.ndim)
     inv_std = 1 / np.sqrt(forward.variance + np.longdouble(case.epsilon))
     scale = np.abs(spread_out(gamma * inv_std))
-    # What the mean is off, here and there, counts for a value that lies on it too.
+    # Errors of the mean also affect values that are equal to it.
     spread = np.sqrt(np.asarray(forward.variance)) + np.abs(x).max() * 1e-6
     distance = np.abs(x - spread_out(forward.mean)) + spread_out(spread)
     size = distance * scale + np.abs(spread_out(beta))
@@ -183,8 +183,8 @@ def check_against_reference(case, result, x, dy, gamma, beta, mean, variance):
         if request != "null":
             already = request == "add"
             dx = backward.dx[part]
-            # On the CPU the layout copy adds, to what was rounded; and MXNet cuts off bfloat16
-            # instead of rounding it, which is up to twice as far.
+            # On the CPU the layout copy adds the rounded gradient. MXNet truncates bfloat16 instead
+            # of rounding it, which doubles the error.
             steps = (dx, dx + 1) if case.dtype == "bfloat16" else (dx,)
             before = steps if already else ()
             check_near(gradient, dx + already, size[part], case.dtype, "dx", before)

@@ -22,7 +22,7 @@ TIMEOUT = 1.0
 
 
 def build(mode="imperative", devices=2, **arguments):
-    """Two convolutions, each with a layer behind it."""
+    """Two convolutions, each followed by a layer."""
     arguments.setdefault("group", sbn.SyncGroup(timeout=TIMEOUT))
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
@@ -42,7 +42,7 @@ def batch(devices=2, seed=0):
 
 
 def train(net, xs, backward=None):
-    """Returns the losses. `backward`: on how many devices to go back."""
+    """Returns the losses. `backward`: the number of devices that run backward."""
     with autograd.record():
         losses = [net(x).square().mean() for x in xs]
     for loss in losses[:backward]:
@@ -55,7 +55,7 @@ def fetch(arrays):
 
 
 def fails(call, *words, within=10.0):
-    """The call raises an MXNetError with all these words, in time."""
+    """Checks that the call raises an MXNetError with all these words, in time."""
     begin = time.time()
     with pytest.raises(mx.MXNetError) as error:
         call()
@@ -74,8 +74,8 @@ def clear():
             pass
 
 
-def goes_on(net, devices=2):
-    """The same net trains on, and the first layer's statistics are right."""
+def check_recovers(net, devices=2):
+    """Checks that the net can still train and that the first layer's statistics are right."""
     clear()
     for seed in range(3):
         losses = fetch(train(net, batch(devices, seed)))
@@ -121,7 +121,7 @@ def test_a_missing_device_forward(mode):
         "MXNET_CPU_TEMP_COPY is 65536",
     )
     assert time.time() - begin >= TIMEOUT
-    goes_on(net)
+    check_recovers(net)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -135,10 +135,10 @@ def test_a_missing_device_backward(mode):
     fails(
         step, "net_syncbatchnorm1", "backward call 1", "Missing: cpu(1)", "backward is not called"
     )
-    goes_on(net)
+    check_recovers(net)
 
 
-def test_losses_that_are_added_up_on_one_device():
+def test_losses_that_are_summed_on_one_device():
     """MXNet fuses the operations of one device."""
     net = prepared()
 
@@ -150,7 +150,7 @@ def test_losses_that_are_added_up_on_one_device():
         mx.nd.waitall()
 
     fails(step, "Missing: cpu(1)", "the losses of several devices were added up", "the list")
-    goes_on(net)
+    check_recovers(net)
 
 
 def test_a_warning_comes_first(caplog):
@@ -174,7 +174,7 @@ def test_the_timeout_from_the_environment(monkeypatch):
     begin = time.time()
     fails(lambda: fetch(train(net, batch()[:1], backward=0)), "has waited ")
     assert 0.7 <= time.time() - begin < 5
-    goes_on(net)
+    check_recovers(net)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -188,7 +188,7 @@ def test_an_extra_call(mode):
         ys[2].wait_to_read()
 
     fails(step, "net_syncbatchnorm0", "forward call 2", "Came: cpu(1). Missing: cpu(0).")
-    goes_on(net)
+    check_recovers(net)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -199,7 +199,7 @@ def test_an_exception_between_two_devices(mode):
         net(xs[0])
         raise ZeroDivisionError
     fails(mx.nd.waitall, "Missing: cpu(1)", "an exception between two calls", "sync=False")
-    goes_on(net)
+    check_recovers(net)
 
 
 @pytest.mark.parametrize("mode", ["imperative", "hybrid"])
@@ -217,7 +217,7 @@ def test_mismatching_channels(mode):
     assert not np.concatenate([y.asnumpy() for y in ys]).any()
 
 
-def test_too_many_devices_asked_for():
+def test_too_few_devices_for_num_devices():
     net = build(num_devices=3)
     fails(
         lambda: fetch(train(net, batch(), backward=0)),
@@ -228,13 +228,13 @@ def test_too_many_devices_asked_for():
 
 
 def test_fewer_devices_than_contexts():
-    """num_devices says how many of those that have parameters take part."""
+    """num_devices may be less than the number of devices with parameters."""
     net = build(devices=3, num_devices=2)
     for _ in range(3):
         assert np.isfinite(fetch(train(net, batch(3)[1:]))).all()
 
 
-def test_more_devices_than_asked_for():
+def test_more_devices_than_num_devices():
     """Otherwise the pairs would depend on the order of arrival."""
     net = build(devices=3, num_devices=2)
     xs = batch(3)
@@ -281,23 +281,20 @@ def test_failures_one_after_another():
         fails(lambda: fetch(train(net, batch()[1:], backward=0)), "Missing: cpu(0)")
         clear()
         assert np.isfinite(fetch(train(net, batch()))).all()
-    goes_on(net)
+    check_recovers(net)
 
 
 def test_moving_to_other_contexts():
-    """The participants are where the parameters live now, also in a graph that was traced
-    before."""
+    """The participants are the current devices of the parameters, also in a graph traced before."""
     net = prepared("static_alloc")
     for count in (1, 3, 2):
         net.collect_params().reset_ctx(contexts(count))
-        assert native.layer._layers[net[1]._layer.id].devices == tuple(
-            map(str, contexts(count))
-        )
-        goes_on(net, count)
+        assert native.layer._layers[net[1]._layer.id].devices == tuple(map(str, contexts(count)))
+        check_recovers(net, count)
 
 
 def test_moving_while_devices_go_backward():
-    """They still synchronize where they were, and their gradients arrive."""
+    """They still synchronize on the old devices, and their gradients arrive."""
     net = nn.HybridSequential()
     for _ in range(20):
         net.add(sbn.SyncBatchNorm(in_channels=2))
@@ -321,7 +318,7 @@ def test_moving_after_an_error_that_nobody_waited_for():
     fails(lambda: net.collect_params().reset_ctx(contexts(3)), "Missing: cpu(1)")
     clear()
     net.collect_params().reset_ctx(contexts(3))
-    goes_on(net, 3)
+    check_recovers(net, 3)
 
 
 def test_no_synchronization_in_inference():
@@ -345,9 +342,9 @@ def test_an_error_reaches_all_devices_at_once():
     for loss in reversed(losses):
         with pytest.raises(mx.MXNetError, match=r"Missing: cpu\(3\)"):
             loss.asscalar()
-    # The later calls would have waited until 10.
+    # Without that, the later calls would have waited for 10 s.
     assert time.time() - begin < 9.5
-    goes_on(net, 4)
+    check_recovers(net, 4)
 
 
 def test_the_graph_of_another_process_does_not_train(tmp_path):
@@ -379,7 +376,7 @@ def graph_of(net, **params):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("num_devices", [None, 2])
 def test_a_graph_that_outlives_its_net(num_devices, mode):
-    """gluoncv's SSD takes the graph and the parameters of a net and forgets the net."""
+    """As in gluoncv's SSD, which keeps the graph and the parameters of a net but not the net."""
     xs = batch()
 
     def losses(keep_net):
@@ -398,13 +395,13 @@ def test_a_graph_that_outlives_its_net(num_devices, mode):
 
     found, graph = losses(keep_net=False)
     assert found == losses(keep_net=True)[0]
-    # It fails and goes on as the net would.
+    # It fails and recovers as the net would.
     fails(lambda: fetch(train(graph, xs[:1])), "Came: cpu(0). Missing: cpu(1).")
     clear()
     fetch(train(graph, xs))
 
 
-def test_a_layer_goes_with_its_parameters():
+def test_a_layer_is_deleted_with_its_parameters():
     layer = sbn.SyncBatchNorm(in_channels=3)
     number = layer._layer.id
     graph = graph_of(layer, params=layer.collect_params())
@@ -462,7 +459,7 @@ def test_groups_in_a_graph_with_parameters_of_its_own():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_device_that_fails_before_the_others_are_called(mode, bad):
-    """They get its error at once, and do not wait for it."""
+    """They get its error at once and do not wait for the device."""
     net = build(mode, group=sbn.SyncGroup(timeout=20))
     fetch(train(net, batch()))
     layer = net[1]
@@ -472,7 +469,7 @@ def test_a_device_that_fails_before_the_others_are_called(mode, bad):
             ys = []
             for device in contexts(2):
                 ys.append(layer(mx.nd.ones((0 if device.device_id == bad else 2, 4), ctx=device)))
-                # The failed call is over, and the layer ready for the next step.
+                # The failed call has ended, and the layer is ready for the next step.
                 time.sleep(pause)
         return ys
 
@@ -482,7 +479,7 @@ def test_a_device_that_fails_before_the_others_are_called(mode, bad):
 
 
 def test_a_step_that_ended_before_the_others_were_called():
-    """A device goes on despite calls that were never made on others."""
+    """A device recovers although the calls were never made on others."""
     net = build()
     fetch(train(net, batch()))
     with mx.util.np_shape(True), autograd.record():

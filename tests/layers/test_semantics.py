@@ -1,4 +1,4 @@
-"""What a layer does to its running statistics, and what it does not do."""
+"""Updates of running statistics, recomputed steps, and layers that do not train."""
 
 import os
 import subprocess
@@ -68,12 +68,12 @@ def test_a_single_value_has_no_unbiased_variance():
 
 
 @pytest.mark.parametrize("value", ["Unbiased", None, True])
-def test_a_running_variance_that_makes_no_sense(value):
+def test_an_invalid_running_variance(value):
     with pytest.raises(ValueError, match="running_variance.*'biased' or 'unbiased'"):
         sbn.SyncBatchNorm(running_variance=value)
 
 
-def test_the_cumulative_average_goes_on_after_a_checkpoint(tmp_path):
+def test_the_cumulative_average_continues_after_a_checkpoint(tmp_path):
     first, second = batches(2)
     path = str(tmp_path / "layer.params")
     straight = prepare(sbn.SyncBatchNorm(momentum=None), contexts(2))
@@ -91,7 +91,7 @@ def test_the_cumulative_average_goes_on_after_a_checkpoint(tmp_path):
         assert_same_bits(other.data().asnumpy(), parameter.data(mx.cpu(1)).asnumpy(), name)
 
 
-def test_the_cumulative_average_begins_anew_with_a_file_that_has_no_count(tmp_path):
+def test_the_cumulative_average_restarts_with_a_file_without_count(tmp_path):
     path = str(tmp_path / "layer.params")
     other = prepare(nn.BatchNorm(in_channels=5), contexts(1))
     other.save_parameters(path)
@@ -102,15 +102,15 @@ def test_the_cumulative_average_begins_anew_with_a_file_that_has_no_count(tmp_pa
     step(layer, x, (len(x),))
     mean = x.astype(np.float64).mean(axis=(0, 2, 3))
     assert_close(layer.running_mean.data().asnumpy(), mean, "float32")
-    # The other way: the count is one entry too many.
+    # In the other direction, the count is an extra entry.
     layer.save_parameters(path)
     other.load_parameters(path, ignore_extra=True)
 
 
 @pytest.mark.parametrize("kind", [sbn.SyncBatchNorm, lambda **kw: sbn.VirtualBatchNorm(2, **kw)])
 @pytest.mark.parametrize("momentum", [0.9, None])
-def test_a_process_without_data_learns_nothing(kind, momentum):
-    """See gluon_syncbn.distributed.join. All but the running statistics is as ever."""
+def test_a_process_without_data_keeps_its_running_statistics(kind, momentum):
+    """See gluon_syncbn.distributed.join. Everything else is unchanged."""
     first, second = batches(2)
     layer = prepare(kind(momentum=momentum), contexts(1))
     results = []
@@ -141,7 +141,7 @@ def test_a_failed_step_is_not_counted():
         assert layer.num_batches_tracked.data(device).asscalar() == 2
 
 
-# Steps that are computed twice.
+# Recomputed steps.
 
 MIRRORED = """
 import os, sys
@@ -169,9 +169,9 @@ print(np.log1p(-(bound.aux_dict["norm_running_mean"].asnumpy() / x)[0]) / np.log
 
 
 @pytest.mark.parametrize("how", [[], ["variable"], ["attribute"], ["variable", "twice"]])
-def test_a_forward_that_mxnet_computes_again(how):
-    """MXNET_BACKWARD_DO_MIRROR, or an attribute, has MXNet's executor do so. On equal data in each
-    step, so that only who computes tells a new step from the last one."""
+def test_a_forward_that_mxnet_recomputes(how):
+    """As with MXNET_BACKWARD_DO_MIRROR or an attribute. All steps have equal data, so only the call
+    distinguishes a new step from a recomputed one."""
     result = subprocess.run(
         [sys.executable, "-c", MIRRORED, *how], capture_output=True, text=True, timeout=120
     )
@@ -180,7 +180,7 @@ def test_a_forward_that_mxnet_computes_again(how):
 
 
 @pytest.mark.parametrize("mode", ["imperative", "hybrid", "static_alloc"])
-def test_equal_batches_after_each_other_are_steps_of_their_own(mode):
+def test_consecutive_equal_batches_are_separate_steps(mode):
     """With the same variable."""
     hybridize = "" if MODES[mode] is None else f"layer.hybridize(**{MODES[mode]})\n"
     script = (
@@ -205,7 +205,7 @@ def test_equal_batches_after_each_other_are_steps_of_their_own(mode):
 
 @pytest.mark.parametrize("mode", ["imperative", "hybrid"])
 def test_backward_twice(mode):
-    """With retain_graph the second one meets again: equal gradients, statistics that move once."""
+    """With retain_graph. Both synchronize and give equal gradients; statistics are updated once."""
     (x,), devices = batches(1), contexts(2)
     layer = prepare(sbn.SyncBatchNorm(momentum=0), devices, mode=MODES[mode])
     xs = shards(x, SIZES, devices)
@@ -231,10 +231,10 @@ def test_backward_twice(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_frozen_layer_inside_a_training_net(mode):
-    """It passes the gradient on, meets nobody and keeps its statistics."""
+    """It propagates the gradient, does not synchronize and keeps its statistics."""
     devices = contexts(2)
     net = nn.HybridSequential()
-    # A bias before batch normalization has no gradient, however many layers are between.
+    # A bias before batch normalization has no gradient, also with layers in between.
     net.add(nn.Dense(4, in_units=3, use_bias=False))
     net.add(sbn.SyncBatchNorm(use_global_stats=True, in_channels=4))
     net.add(nn.Dense(2, in_units=4, use_bias=False), sbn.SyncBatchNorm(in_channels=2))
@@ -250,8 +250,8 @@ def test_a_frozen_layer_inside_a_training_net(mode):
     with autograd.record():
         losses = [(net(x) ** 3).sum() for x in xs]
     autograd.backward(losses)
-    # With static_shape MXNet does not know that running statistics are written, which a Trainer
-    # reads in its first step.
+    # With static_shape, MXNet does not track writes of running statistics, which a Trainer reads in
+    # its first step.
     mx.nd.waitall()
     trainer.step(6)
     for name, parameter in net.collect_params().items():
@@ -259,7 +259,7 @@ def test_a_frozen_layer_inside_a_training_net(mode):
         assert same == name.startswith(frozen.prefix), name
 
 
-def test_a_frozen_layer_waits_for_nobody():
+def test_a_frozen_layer_does_not_wait():
     layer = prepare(sbn.SyncBatchNorm(use_global_stats=True, in_channels=3), contexts(2))
     x = mx.nd.ones((2, 3), ctx=mx.cpu(1))
     x.attach_grad()
@@ -272,7 +272,7 @@ def test_a_frozen_layer_waits_for_nobody():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_in_inference_mode(mode):
-    """autograd.record(train_mode=False): as with constants, on each device alone."""
+    """autograd.record(train_mode=False): statistics are constants, without synchronization."""
     (x,), devices = batches(1), contexts(2)
     layer = prepare(sbn.SyncBatchNorm(in_channels=5), devices, mode=MODES[mode])
     layer.running_mean.set_data(mx.nd.arange(5))

@@ -1,4 +1,4 @@
-"""Random small nets on several devices: no hang, right results to the end, no leak."""
+"""Random small nets on several devices: no hang, right results, no leak."""
 
 import gc
 
@@ -84,8 +84,7 @@ def resident():
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_memory_stays_flat(mode):
-    """Each call brings eight or more array handles; a handle that is not freed costs some 200
-    bytes."""
+    """Each call has eight or more array handles. A leaked handle costs about 200 bytes."""
     devices = contexts(2)
     net = nn.HybridSequential()
     for _ in range(5):
@@ -112,7 +111,7 @@ def test_memory_stays_flat(mode):
     assert grown < leak / 10, f"{grown} bytes more after {count} steps"
 
 
-def test_nets_that_come_and_go_leave_nothing():
+def test_deleted_nets_leave_nothing():
     def once():
         layer = sbn.SyncBatchNorm(in_channels=64)
         layer.initialize(ctx=contexts(2))
@@ -129,7 +128,7 @@ def test_nets_that_come_and_go_leave_nothing():
     assert resident() - before < 4 << 20
 
 
-def test_a_layer_may_be_gone_before_its_calls_are():
+def test_a_layer_may_be_deleted_before_its_calls_end():
     def call(device_count):
         layer = sbn.SyncBatchNorm(in_channels=3)
         layer.initialize(ctx=contexts(device_count))

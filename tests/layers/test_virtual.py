@@ -1,4 +1,4 @@
-"""VirtualBatchNorm beside as many devices that do not synchronize."""
+"""Compares VirtualBatchNorm with the same number of devices that do not synchronize."""
 
 import copy
 
@@ -26,7 +26,7 @@ def data(shape, dtype="float32", seed=0):
 
 
 def alike(count, arguments, dtype="float32", mode="imperative", **others):
-    """A layer on `count` devices that do not meet, and a virtual one on one."""
+    """A layer on `count` unsynchronized devices, and a virtual one on one device."""
     generator = np.random.default_rng(9)
     gamma, beta = generator.standard_normal((2, 5))
     group = sbn.SyncGroup(group_size=1)
@@ -49,7 +49,7 @@ def call(layer, x, dy, devices):
 
 
 def saved(layer, path):
-    """What MXNet writes to a file: the mean over the devices."""
+    """The values that MXNet writes to a file: the mean over the devices."""
     layer.save_parameters(str(path))
     return {name: mx.nd.load(str(path))[name].asnumpy() for name in STATISTICS}
 
@@ -66,7 +66,7 @@ SHAPES = {
 @pytest.mark.parametrize("what", SHAPES)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("mode", ["imperative", "static_alloc"])
-def test_the_bits_of_as_many_devices(count, what, dtype, mode, tmp_path):
+def test_the_bits_of_several_devices(count, what, dtype, mode, tmp_path):
     shape, arguments = SHAPES[what]
     real, virtual = alike(count, arguments, dtype, mode)
     for number in range(4):
@@ -86,8 +86,8 @@ def test_the_bits_of_as_many_devices(count, what, dtype, mode, tmp_path):
             assert_same_bits(getattr(virtual, name).data().asnumpy(), value, name)
 
 
-def test_a_checkpoint_goes_on_as_on_as_many_devices(tmp_path):
-    """Loading gives every device the mean; so do values that somebody sets."""
+def test_training_continues_from_a_checkpoint_as_on_several_devices(tmp_path):
+    """All virtual devices continue with the mean, as after set_data."""
     real, virtual = alike(3, {})
     for number in range(9):
         x, dy = data((7, 5), seed=number)
@@ -102,7 +102,7 @@ def test_a_checkpoint_goes_on_as_on_as_many_devices(tmp_path):
                 layer.running_var.set_data(mx.nd.arange(5) + 1)
 
 
-def test_inference_takes_the_running_statistics_of_all():
+def test_inference_uses_the_mean_running_statistics():
     virtual = sbn.VirtualBatchNorm(4, in_channels=5)
     plain = nn.BatchNorm(in_channels=5)
     x, dy = data((9, 5, 3))
@@ -135,7 +135,7 @@ def test_the_error_names_the_layer():
         y.wait_to_read()
 
 
-def test_shapes_that_are_not_known_yet():
+def test_unknown_shapes():
     symbol = sbn.VirtualBatchNorm(4)(mx.sym.var("data"))
     arguments, outputs, _ = symbol.infer_shape_partial(data=(0, 0, 0, 0))
     assert outputs == [(0, 0, 0, 0)] and arguments[1] == (0,)
@@ -149,7 +149,7 @@ def test_channels_on_the_axis_of_the_samples():
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2", None])
-def test_virtual_devices_that_make_no_sense(value):
+def test_an_invalid_number_of_virtual_devices(value):
     with pytest.raises(ValueError, match="virtual_devices is"):
         sbn.VirtualBatchNorm(value)
 
@@ -176,7 +176,7 @@ def test_a_copy_is_virtual_too():
 
 
 def test_a_net_as_on_unsynchronized_devices():
-    """Layer after layer, as a user would do it: through gluoncv's way to name a norm layer."""
+    """With norm_layer=, as gluoncv takes norm layers."""
     nets = []
     for layer, arguments in (
         (nn.BatchNorm, {}),
@@ -201,7 +201,7 @@ def test_a_net_as_on_unsynchronized_devices():
         nets.append(net)
     for name, parameter in nets[0].collect_params().items():
         if "running" in name:
-            # A Trainer's first step gives those of the first device to all.
+            # The first step of a Trainer copies those of the first device to all.
             continue
         other = nets[1].collect_params()[name.replace("batchnorm", "virtualbatchnorm")]
         value, expected = other._reduce().asnumpy(), parameter._reduce().asnumpy()

@@ -1,7 +1,7 @@
-"""NumPy arrays of every dtype that the layer takes.
+"""NumPy arrays of every dtype that the layer supports.
 
-NumPy has no bfloat16. MXNet's is a structure of one uint16, which can be cut, joined and compared;
-`values` makes numbers of it.
+NumPy has no bfloat16. MXNet's is a structure of one uint16, which can be sliced, concatenated and
+compared; `values` converts it to numbers.
 """
 
 import numpy as np
@@ -15,12 +15,12 @@ def numpy_dtype(dtype):
 
 
 def parameter_dtype(dtype):
-    """Of gamma, beta and the running statistics, for data of `dtype`."""
+    """The dtype of gamma, beta and the running statistics, for data of `dtype`."""
     return "float64" if dtype == "float64" else "float32"
 
 
 def rounded(array, dtype):
-    """The nearest values of the dtype, of two the one that is even."""
+    """The values rounded to the dtype: to nearest, ties to even."""
     if dtype != "bfloat16":
         return np.asarray(array).astype(dtype)
     bits = np.asarray(array, dtype=np.float32).view(np.uint32).astype(np.uint64)
@@ -30,7 +30,7 @@ def rounded(array, dtype):
 
 
 def values(array):
-    """The numbers that an array holds, in a dtype that NumPy computes in."""
+    """The array in a dtype that NumPy can compute in."""
     array = np.asarray(array)
     if array.dtype != BFLOAT16:
         return array

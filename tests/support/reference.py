@@ -1,7 +1,7 @@
-"""Batch normalization in NumPy, as the papers write it. Imports nothing of the package.
+"""Batch normalization in NumPy, as the papers write it. Imports nothing from the package.
 
-x is taken as exact. Means and variances are formed in long double, 64 bits of mantissa on x86: at a
-mean of 1e5 standard deviations float64 itself would lose what the tests of float64 data look for.
+Means and variances are computed in long double (64 bits of mantissa on x86). At a mean of 1e5
+standard deviations, float64 would not be exact enough to test float64 data.
 """
 
 from collections import namedtuple
@@ -28,7 +28,7 @@ def _column(vector):
 
 
 def forward(x, gamma, beta, epsilon=1e-5, axis=1, mean=None, variance=None):
-    """Statistics of the batch, unless they are given."""
+    """Uses the statistics of the batch, unless they are given."""
     rows = _channel_first(x, axis)
     mean = rows.mean(axis=1) if mean is None else np.asarray(mean, dtype=np.longdouble)
     if variance is None:
@@ -39,7 +39,7 @@ def forward(x, gamma, beta, epsilon=1e-5, axis=1, mean=None, variance=None):
 
 
 def backward(dy, x, gamma, epsilon=1e-5, axis=1, mean=None, variance=None):
-    """Gradients through the statistics of the batch, or past those that are given."""
+    """Gradients, also through the statistics of the batch; given statistics are constants."""
     rows, grads = _channel_first(x, axis), _channel_first(dy, axis)
     constant = mean is not None
     if not constant:

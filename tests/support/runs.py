@@ -1,4 +1,4 @@
-"""Runs a layer on several CPU contexts and gathers what came out."""
+"""Runs a layer on several CPU contexts and collects the results."""
 
 import contextlib
 from collections import namedtuple
@@ -10,7 +10,7 @@ from mxnet.util import is_np_array
 
 Result = namedtuple("Result", "y dx dgamma dbeta running_mean running_var")
 
-# Every way in which Gluon runs a block; None is imperative.
+# The arguments of hybridize() for all modes of a block; None: not hybridized.
 MODES = {
     "imperative": None,
     "hybrid": {},
@@ -21,7 +21,7 @@ MODES = {
 
 @contextlib.contextmanager
 def numpy_arrays():
-    """With MXNet's NumPy arrays switched on."""
+    """With MXNet's NumPy arrays enabled."""
     mx.npx.set_np()
     try:
         yield
@@ -34,7 +34,7 @@ def contexts(count):
 
 
 def prepare(block, devices, dtype="float32", mode=None, gamma=None, beta=None):
-    """Initializes a layer on `devices`, with given gamma and beta where it has them."""
+    """Initializes a layer on `devices`, with these values of gamma and beta."""
     block.initialize(ctx=devices)
     block.cast(numpy_dtype(dtype))
     if mode is not None:
@@ -56,8 +56,8 @@ def shards(array, sizes, devices):
 
 
 def run(block, x, dy, sizes, devices, steps=1):
-    """Forward and backward, the batch cut in `sizes`. Gradients of parameters are added over
-    devices."""
+    """Forward and backward, with the batch split into `sizes`. Adds the gradients of parameters
+    over all devices."""
     xs, dys = shards(x, sizes, devices), shards(dy, sizes, devices)
     for shard in xs:
         shard.attach_grad()

@@ -10,7 +10,8 @@ EXAMPLE = ROOT / "examples" / "segmentation"
 
 
 def load_example():
-    """The example's modules. Their plain names are given back, as other examples may use them."""
+    """The example's modules. They are removed from sys.modules, as other examples may have modules
+    of the same names."""
     names = [path.stem for path in EXAMPLE.glob("*.py")]
     sys.path.insert(0, str(EXAMPLE))
     try:

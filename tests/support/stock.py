@@ -1,8 +1,8 @@
 """Loads exported files in a process that cannot import gluon_syncbn.
 
 As a program: stock.py PREFIX EPOCH INPUTS.npz OUTPUTS.npz [MODEL.onnx] writes the outputs of
-SymbolBlock, Module and ONNX Runtime as block:0, module:0, onnx:0 and so on. By itself Module has
-oneDNN fold and fuse what it can on the CPU: fused:0.
+SymbolBlock, Module and ONNX Runtime as block:0, module:0, onnx:0 and so on. fused:0 are those of
+Module with its default on the CPU, where oneDNN folds and fuses operators.
 """
 
 import os
@@ -16,9 +16,9 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 def outputs_of(prefix, inputs, folder, epoch=0, onnx=None):
     """{kind: [outputs]} for inputs {name: array}; the kinds are block, module, fused and onnx."""
-    given, came = os.path.join(folder, "inputs.npz"), os.path.join(folder, "outputs.npz")
-    np.savez(given, **inputs)
-    command = [sys.executable, os.path.abspath(__file__), prefix, str(epoch), given, came]
+    source, target = os.path.join(folder, "inputs.npz"), os.path.join(folder, "outputs.npz")
+    np.savez(source, **inputs)
+    command = [sys.executable, os.path.abspath(__file__), prefix, str(epoch), source, target]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [str(part) for part in [*command, *([onnx] if onnx else [])]],
@@ -30,19 +30,19 @@ def outputs_of(prefix, inputs, folder, epoch=0, onnx=None):
         timeout=200,
     )
     assert done.returncode == 0, done.stdout
-    with np.load(came) as arrays:
+    with np.load(target) as arrays:
         result = {}
         for key in arrays.files:
             result.setdefault(key.split(":")[0], []).append(arrays[key])
     return result
 
 
-def main(prefix, epoch, given, came, onnx=None):
-    # Wherever it is installed, an import raises.
+def main(prefix, epoch, source, target, onnx=None):
+    # Importing it raises, even if it is installed.
     sys.modules["gluon_syncbn"] = None
     import mxnet as mx
 
-    with np.load(given) as file:
+    with np.load(source) as file:
         inputs = {name: file[name] for name in file.files}
     arrays = [mx.nd.array(x, dtype=x.dtype) for x in inputs.values()]
     block = mx.gluon.SymbolBlock.imports(
@@ -65,7 +65,7 @@ def main(prefix, epoch, given, came, onnx=None):
     with open("/proc/self/maps") as maps:
         assert "gluon_syncbn" not in maps.read()
     flat = {f"{k}:{i}": y for k, outputs in result.items() for i, y in enumerate(outputs)}
-    np.savez(came, **flat)
+    np.savez(target, **flat)
 
 
 def listed(outputs):

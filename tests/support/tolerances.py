@@ -1,11 +1,11 @@
-"""How far a result may lie from the reference: the largest difference over the largest value."""
+"""Tolerances: the largest difference from the reference, relative to its largest value."""
 
 import numpy as np
 from dtypes import values
 
-# float32 rounds each of the four operations of y, and dx has three more, at 6e-8 each. float64 has
-# 1e-16, and sums in triple-double add nothing to either. The 16-bit types are computed in float32
-# and rounded once, at half of 2^-10 and 2^-7.
+# y has four roundings and dx seven, of 6e-8 each in float32 and 1e-16 in float64. The sums are in
+# triple-double and add no error. The 16-bit types are computed in float32 and rounded once more, by
+# half of 2^-10 and 2^-7.
 RELATIVE = {"float16": 2**-11 + 1e-6, "bfloat16": 2**-8 + 1e-6, "float32": 1e-6, "float64": 1e-12}
 
 
@@ -29,6 +29,6 @@ def assert_same_bits(result, reference, what=""):
     assert differing == 0, f"{what}: {differing} bytes differ"
 
 
-# An exported net computes the same as the one that it was made from, in another order.
+# An exported net computes the same as its source, in a different order.
 EXPORTED = {False: 2e-6, True: 1e-5}  # by whether it is folded
 ONNX = 1e-5

@@ -15,12 +15,12 @@ from tolerances import assert_close, assert_same_bits
 
 import gluon_syncbn as sbn
 
-# Of a training on four devices: the last batch of an epoch is a small one.
+# Batch sizes on four devices. Some batches are too small for all of them.
 BATCHES = [8, 5, 2, 7, 3, 3, 9, 2]
 
 
 class Training:
-    """Of a net whose sums of gradients are exact where its data are small whole numbers."""
+    """Trains a small net."""
 
     def __init__(self, count, mode="imperative", layer=sbn.SyncBatchNorm, **arguments):
         self.devices, self.static_shape = contexts(count), mode == "static_shape"
@@ -45,15 +45,15 @@ class Training:
             with autograd.record():
                 losses = [(self.net(x) ** 2).sum() for x in xs]
             autograd.backward(losses)
-            # A Trainer's first step gives all devices the running statistics of the first, and with
-            # static_shape MXNet does not know that they are still to be written.
+            # The first step of a Trainer copies the running statistics of the first device to all.
+            # With static_shape, MXNet does not know that they are still being written.
             if self.static_shape and number == 0:
                 mx.nd.waitall()
             self.trainer.step(samples)
         return x
 
     def values(self):
-        """Of the first device, when all have the same."""
+        """The values of all parameters, which must be the same on all devices."""
         mx.nd.waitall()
         found = {}
         for name, parameter in self.net.collect_params().items():
@@ -65,7 +65,7 @@ class Training:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("arguments", [{}, {"momentum": None}, {"num_devices": 4}])
-def test_a_training_as_on_one_device(mode, arguments):
+def test_training_matches_one_device(mode, arguments):
     four, one = (
         Training(4, mode, **arguments),
         Training(1, mode, momentum=arguments.get("momentum", 0.9)),
@@ -88,15 +88,15 @@ def test_the_running_statistics_have_the_bits_of_one_device(mode):
             assert_same_bits(value, expected[name], name)
 
 
-def test_where_all_take_part_nothing_is_waited_for(monkeypatch):
+def test_a_step_of_all_devices_does_not_wait(monkeypatch):
     training = Training(2)
-    # Layers of other tests, which live on other devices.
+    # Deletes layers of other tests, which are on other devices.
     gc.collect()
     monkeypatch.setattr(mx.nd, "waitall", lambda: pytest.fail("waited"))
     training.step(0, 5)
 
 
-def test_arrays_in_place_of_devices():
+def test_arrays_instead_of_devices():
     layer = sbn.SyncBatchNorm(in_channels=2, momentum=0)
     layer.initialize(ctx=contexts(3))
     xs = [mx.nd.full((2, 2), i, ctx=device) for i, device in enumerate(contexts(2))]
@@ -107,7 +107,7 @@ def test_arrays_in_place_of_devices():
         assert (array.asnumpy() == 0.5).all()
 
 
-def test_groups_whose_devices_are_all_absent_keep_their_statistics():
+def test_groups_of_idle_devices_keep_their_statistics():
     layer = sbn.SyncBatchNorm(in_channels=1, momentum=0, group=sbn.SyncGroup(group_size=2))
     layer.initialize(ctx=contexts(6))
     with sbn.participants(contexts(3)), autograd.train_mode():
@@ -118,7 +118,7 @@ def test_groups_whose_devices_are_all_absent_keep_their_statistics():
 
 
 def test_the_backward_of_a_step_may_come_later():
-    """It waits for those that took part in its forward, also after a forward of all."""
+    """It waits for the devices of its forward, even after a later forward on all devices."""
     layer = sbn.SyncBatchNorm(in_channels=5)
     layer.initialize(ctx=contexts(3))
     x = np.random.default_rng(0).standard_normal((6, 5)).astype("float32")
@@ -131,7 +131,7 @@ def test_the_backward_of_a_step_may_come_later():
     with autograd.record():
         others = [layer(array) for array in xs]
     dys = [mx.nd.array(dy[2 * i : 2 * i + 2], ctx=contexts(3)[i]) for i in (0, 1)]
-    # MXNet cuts the graph of others off the variables that both have, if it is not retained.
+    # Otherwise MXNet detaches the other graph from the variables that both share.
     autograd.backward(ys, dys, retain_graph=True)
     expected = reference.backward(dy[:4], x[:4], np.ones(5))
     assert_close(np.concatenate([a.grad.asnumpy() for a in xs[:2]]), expected.dx, "float32")
@@ -149,7 +149,7 @@ def test_a_missing_participant():
     check_all_take_part(layer, 4)
 
 
-def test_one_who_should_not_have_come():
+def test_a_device_that_is_no_participant():
     layer = sbn.SyncBatchNorm(in_channels=2)
     layer.initialize(ctx=contexts(3))
     with pytest.raises(mx.MXNetError, match=r"called on cpu\(2\).*are cpu\(0\), cpu\(1\)"):
@@ -160,7 +160,7 @@ def test_one_who_should_not_have_come():
 
 
 def check_all_take_part(layer, count):
-    # MXNet tells of one error at a time.
+    # MXNet raises one error at a time.
     for _ in range(count):
         try:
             mx.nd.waitall()
@@ -171,7 +171,7 @@ def check_all_take_part(layer, count):
     assert all(np.isfinite(y.asnumpy()).all() for y in ys)
 
 
-def test_layers_whose_initialization_failed_are_left_alone():
+def test_layers_whose_initialization_failed_are_ignored():
     other = sbn.SyncBatchNorm(in_channels=2, running_variance_initializer="nonsense")
     with pytest.raises(AssertionError, match="nonsense is not registered"):
         other.initialize(ctx=contexts(3))
@@ -184,7 +184,7 @@ def test_layers_whose_initialization_failed_are_left_alone():
         assert (array.asnumpy() == 3).all()
 
 
-def test_an_error_inside_is_the_users():
+def test_an_error_inside_reaches_the_user():
     layer = sbn.SyncBatchNorm(in_channels=2)
     layer.initialize(ctx=contexts(2))
     with pytest.raises(KeyError):
@@ -193,7 +193,7 @@ def test_an_error_inside_is_the_users():
     check_all_take_part(layer, 2)
 
 
-def test_an_error_inside_is_the_users_also_where_a_call_waits():
+def test_an_error_inside_reaches_the_user_while_a_call_waits():
     layer = sbn.SyncBatchNorm(in_channels=2, group=sbn.SyncGroup(timeout=100))
     layer.initialize(ctx=contexts(3))
     for error in (KeyError, KeyboardInterrupt):
@@ -209,7 +209,7 @@ def test_an_error_inside_is_the_users_also_where_a_call_waits():
 @pytest.mark.parametrize("hybridize", [None, {}, {"static_alloc": True, "static_shape": True}])
 @pytest.mark.parametrize("place", ["between two devices", "before backward", "before the update"])
 def test_an_interrupted_step_of_all_devices(place, hybridize):
-    """As in a notebook, where the cell is then run again: it leaves no trace."""
+    """As in a notebook, whose cell is then run again. The interrupted step has no effect."""
     devices = contexts(3)
     group = sbn.SyncGroup(timeout=100)
 
@@ -244,7 +244,8 @@ def test_an_interrupted_step_of_all_devices(place, hybridize):
             autograd.backward(losses)
             if interrupt == "before the update":
                 raise KeyboardInterrupt
-            # The first step of a Trainer reads running statistics that static graphs still write.
+            # The first step of a Trainer reads running statistics, which static graphs may still be
+            # writing.
             mx.nd.waitall()
             trainer.step(6)
 
@@ -267,8 +268,8 @@ NORMS = {
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_no_gradients_of_an_earlier_step_are_added(norm):
-    """Also where no layer has to know who is absent: no group is cut in two."""
-    # Layers of other tests, which may be.
+    """Also if no layer has both active and idle devices in a group."""
+    # Deletes layers of other tests, which may have.
     gc.collect()
     devices = contexts(4)
     net = nn.HybridSequential()
@@ -293,7 +294,7 @@ def test_no_gradients_of_an_earlier_step_are_added(norm):
 
 
 class Embedding(gluon.Block):
-    """With a weight that is row_sparse, of which each device asks for the rows that it needs."""
+    """With a row_sparse weight, of which each device requests the rows that it needs."""
 
     def __init__(self):
         super().__init__()
@@ -325,14 +326,14 @@ def test_a_trainer_of_sparse_parameters():
         mx.nd.waitall()
 
 
-def test_the_trainer_is_as_it_was():
+def test_the_trainer_is_restored():
     training = Training(2)
     with sbn.participants(contexts(1), training.trainer):
         assert "_allreduce_grads" in vars(training.trainer)
     assert "_allreduce_grads" not in vars(training.trainer)
 
 
-def test_no_participants_inside_others():
+def test_nested_participants_are_refused():
     layer = sbn.SyncBatchNorm(in_channels=2)
     layer.initialize(ctx=contexts(3))
     with sbn.participants(contexts(2)):
@@ -343,13 +344,13 @@ def test_no_participants_inside_others():
 
 
 @pytest.mark.parametrize("devices", [[], None, "cpu(0)", [mx.cpu(0), 1]])
-def test_participants_that_make_no_sense(devices):
+def test_invalid_participants(devices):
     with pytest.raises(ValueError, match="give the contexts that have data"):
         sbn.participants(devices)
 
 
-def test_a_first_step_that_is_a_small_one():
-    """Parameters are there only when the net has been called."""
+def test_a_small_first_step():
+    """Parameters are initialized by the first call of the net."""
     net = nn.HybridSequential()
     net.add(nn.Dense(4), sbn.SyncBatchNorm(group=sbn.SyncGroup(timeout=5)))
     net.initialize(ctx=contexts(3))
@@ -367,7 +368,7 @@ def test_a_first_step_that_is_a_small_one():
 
 
 def test_layers_that_are_not_called():
-    """One without values, one whose group knows devices without parameters."""
+    """One has no values; the group of another one has devices without its parameters."""
     layer = sbn.SyncBatchNorm(in_channels=2)
     other = sbn.SyncBatchNorm(in_channels=2)
     wider = sbn.SyncBatchNorm(in_channels=2, group=sbn.SyncGroup(devices=contexts(3)))
@@ -380,7 +381,7 @@ def test_layers_that_are_not_called():
     assert other.running_mean._data is None
 
 
-def test_layers_on_other_devices_are_left_alone(monkeypatch):
+def test_layers_on_other_devices_are_ignored(monkeypatch):
     layer, teacher = sbn.SyncBatchNorm(in_channels=2), sbn.SyncBatchNorm(in_channels=2)
     layer.initialize(ctx=contexts(3))
     teacher.initialize(ctx=mx.cpu(3))
@@ -395,8 +396,8 @@ def test_layers_on_other_devices_are_left_alone(monkeypatch):
         pass
 
 
-def test_gradients_that_are_added_up_stay():
-    """A batch in two parts, of which the second has no data for the second device."""
+def test_accumulated_gradients_are_kept():
+    """A batch of two parts. The second part has no data for the second device."""
     dense = nn.Dense(1, in_units=1, use_bias=False, weight_initializer="zeros")
     net = nn.HybridSequential()
     net.add(dense, sbn.SyncBatchNorm(in_channels=1, use_global_stats=True))
@@ -429,7 +430,7 @@ def test_inside_record():
     mx.nd.waitall()
 
 
-def test_statistics_are_shared_though_the_step_is_given_up():
+def test_statistics_are_shared_after_a_failed_step():
     layer = sbn.SyncBatchNorm(in_channels=2, momentum=None)
     layer.initialize(ctx=contexts(2))
     with pytest.raises(FloatingPointError):
@@ -440,7 +441,7 @@ def test_statistics_are_shared_though_the_step_is_given_up():
 
 
 @pytest.mark.parametrize("trainer", [mx.optimizer.SGD(), "sgd"])
-def test_something_else_than_a_trainer(trainer):
+def test_an_argument_that_is_no_trainer(trainer):
     layer = sbn.SyncBatchNorm(in_channels=2)
     layer.initialize(ctx=contexts(2))
     for function in (sbn.participants, sbn.distributed.join):
@@ -450,12 +451,12 @@ def test_something_else_than_a_trainer(trainer):
 
 
 def test_join_and_participants_on_one_trainer():
-    """They end in any order, and what somebody else has put there stays."""
+    """They may end in any order, and keep a method that the user has replaced."""
     training = Training(2)
     training.step(0, 5)
     calls = []
-    add_up = training.trainer._allreduce_grads
-    training.trainer._allreduce_grads = own = lambda: (calls.append(1), add_up())
+    allreduce = training.trainer._allreduce_grads
+    training.trainer._allreduce_grads = own = lambda: (calls.append(1), allreduce())
     steps = sbn.distributed.join([mx.nd.ones((1, 5))], training.trainer, sbn.SyncGroup())
     steps._join()
     with sbn.participants(contexts(1), training.trainer):
