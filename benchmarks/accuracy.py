@@ -1,8 +1,8 @@
-"""Measures how far the outputs of the three layers lie from batch normalization in float64.
+"""Compares the outputs of three layers with batch normalization in float64.
 
-Prints a Markdown table: the largest difference of y, in standard deviations of y, for float32 data
-of standard deviation 1 and several means on one CPU context, and for a batch that two contexts
-share unevenly, 1 + 7 images.
+Prints a Markdown table of the largest error of y, in standard deviations of y. The data are float32
+with standard deviation 1: with several means on one CPU context, and split unevenly over two
+contexts, 1 + 7 images.
 """
 
 import os
@@ -29,7 +29,7 @@ KINDS = {
 def reference(x):
     x = x.astype("float64")
     centered = x - x.mean(axis=(0, 2, 3), keepdims=True)
-    # A second time, for what float64 lost at the first.
+    # Again, to remove the rounding error of the mean.
     centered -= centered.mean(axis=(0, 2, 3), keepdims=True)
     return centered / np.sqrt((centered**2).mean(axis=(0, 2, 3), keepdims=True) + 1e-5)
 

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 # MXNet reads these when it starts. With fewer slots, convolutions of several CPU contexts and a
-# layer between them that waits for all contexts can wait for each other forever. Each slot grows
-# to the largest workspace of all, so there are no more than the training step's net needs.
+# synchronized layer between them can deadlock. Each slot grows to the largest workspace, so there
+# are no more than the training step needs.
 os.environ["MXNET_CPU_TEMP_COPY"] = "256"
 os.environ["MXNET_CPU_PARALLEL_RAND_COPY"] = "64"
 
@@ -70,7 +70,7 @@ def parse_arguments():
     parser.add_argument(
         "--json", type=file_name, metavar="FILE", help="write all figures to this file"
     )
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a threshold fails")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a threshold fails")
     args = parser.parse_args()
     for shape in [*args.shapes, measure.MEMORY_SHAPE]:
         for count in args.contexts:
@@ -102,7 +102,9 @@ def positive(text):
 def _shape(text):
     shape = tuple(positive(size) for size in text.split(","))
     if not 2 <= len(shape) <= 5:
-        raise argparse.ArgumentTypeError(f"{text!r} has not 2 to 5 sizes, such as 4,64,128,128")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must have 2 to 5 sizes, for example 4,64,128,128"
+        )
     return shape
 
 
@@ -152,7 +154,7 @@ def measure_layers(shapes, counts, repetitions):
                     "copy_ms": _median(copy.sum(1) * 1e3),
                     "ms": {kind: _milliseconds(rows) for kind, rows in seconds.items()},
                     "ratios": {
-                        "/".join(pair): _ratio(seconds, *pair) for pair in report.RATIO_BARS
+                        "/".join(pair): _ratio(seconds, *pair) for pair in report.RATIO_THRESHOLDS
                     },
                 }
             )
@@ -180,7 +182,8 @@ def _milliseconds(rows):
 
 
 def _ratio(seconds, ours, theirs):
-    """Ratios of two kinds' times. The rounds' own are judged: what slowed a round slowed both."""
+    """The ratio of the times of two kinds, as the median over the rounds: a disturbance slows both
+    kinds of a round."""
     a, b = seconds[ours].sum(1), seconds[theirs].sum(1)
     quartiles = np.percentile(a / b, [25, 75]).tolist()
     return {"median": _median(a / b), "quartiles": quartiles, "of_medians": _median(a) / _median(b)}

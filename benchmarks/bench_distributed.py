@@ -1,8 +1,8 @@
-"""Measures what synchronization over processes adds to a layer, compared with a bare call of the
-store.
+"""Measures the time that synchronization over processes adds to a layer, compared with a bare call
+of the store.
 
-Workers are started on this machine for each store and each number of them. The result is a Markdown
-table and a list of thresholds, on standard output, and a file of all figures.
+Starts workers on this machine, for each store and number of workers. Prints a Markdown table and a
+list of thresholds, and writes all figures to a file.
 """
 
 import argparse
@@ -29,9 +29,9 @@ import report
 
 FIGURES = Path(__file__).resolve().parent.parent / "build" / "bench-distributed.json"
 THRESHOLD = 1.5
-# A layer on so little data is all but free: what synchronization adds is the exchange.
+# A layer takes almost no time on so little data, so synchronization adds only the exchange.
 SAMPLES, SIDE = 2, 4
-MOST_SECONDS = 240
+TIMEOUT = 240  # seconds
 BEHIND = " behind a layer"
 
 
@@ -59,7 +59,7 @@ def parse_arguments():
         nargs="+",
         choices=ENGINES,
         default=installed_engines(),
-        help="what workers reach each other with (all that are installed)",
+        help="how workers communicate (all that are installed)",
     )
     parser.add_argument(
         "--workers",
@@ -67,7 +67,7 @@ def parse_arguments():
         nargs="+",
         default=[2, 4],
         metavar="N",
-        help="how many (2 4)",
+        help="numbers of workers (2 4)",
     )
     parser.add_argument(
         "--channels",
@@ -81,7 +81,7 @@ def parse_arguments():
     parser.add_argument(
         "--json", type=bench.file_name, default=FIGURES, metavar="FILE", help="where all figures go"
     )
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a threshold fails")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a threshold fails")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if min(args.workers) < 2:
@@ -95,25 +95,25 @@ def parse_arguments():
 
 def installed_engines():
     try:
-        import horovod.mxnet  # noqa: F401  It may also be installed for other frameworks alone.
+        import horovod.mxnet  # noqa: F401  It may be installed without support for MXNet.
     except ImportError:
         return ["kvstore"]
     return list(ENGINES)
 
 
 def message_size(channels):
-    """How many float64 a process tells of a layer in each pass."""
+    """The number of float64 that a process sends for a layer in each pass."""
     return 6 * channels + 2
 
 
 class KVStore:
-    """A worker that reaches the others by MXNet's KVStore. Bare calls include the wait for their
+    """A worker that communicates by MXNet's KVStore. Bare calls include the wait for their
     result."""
 
     def __init__(self):
         self._kv = mx.kv.create("dist_sync")
         self.reducer = sbn.distributed.KVStoreReducer(self._kv)
-        # A Trainer's keys begin at 0, and so do these; those of the reducer at 10**6.
+        # Like those of a Trainer, these keys begin at 0; those of the reducer begin at 10**6.
         self._keys = iter(range(1000))
         self.barrier = self._pushpull((self.reducer.size, 1))
 
@@ -132,7 +132,7 @@ class KVStore:
 
 
 class Horovod:
-    """A worker that reaches the others by Horovod. Bare calls include the wait for their result."""
+    """A worker that communicates by Horovod. Bare calls include the wait for their result."""
 
     def __init__(self):
         import horovod.mxnet as hvd
@@ -155,7 +155,7 @@ ENGINES = {"kvstore": KVStore, "horovod": Horovod}
 
 
 def work(file, engine, channels, repetitions):
-    """What a worker does. That of rank 0 writes the times to the file."""
+    """Runs a worker. Rank 0 writes the times to the file."""
     engine = ENGINES[engine]()
     group = sbn.SyncGroup(store=engine.reducer)
     measure.LAYERS["synchronized"] = functools.partial(sbn.SyncBatchNorm, group=group)
@@ -165,7 +165,7 @@ def work(file, engine, channels, repetitions):
 
 
 def layer_times(engine, channels, repetitions):
-    """{name: seconds of each round, as means over the workers}: of forward and backward, or of one
+    """{name: seconds of each round, as means over the workers}, of forward and backward or of one
     call."""
     shape = (SAMPLES, channels, SIDE, SIDE)
     x, dy = mx.nd.random.normal(shape=shape), mx.nd.random.normal(shape=shape)
@@ -182,7 +182,7 @@ def layer_times(engine, channels, repetitions):
         "local": lambda: local([x], [dy]),
         **{name: functools.partial(_seconds, call) for name, call in calls.items()},
         **{
-            # Caches, threads and the other workers are then as a layer's exchange finds them.
+            # So that caches, threads and other workers are as in the exchange of a layer.
             f"{name}{BEHIND}": lambda call=call: (local([x], [dy]), _seconds(call))[1]
             for name, call in engine.bare_calls(channels).items()
         },
@@ -202,7 +202,7 @@ def layer_times(engine, channels, repetitions):
 
 
 def _together(engine, run):
-    # What one worker is behind the others would count as time of whatever comes next.
+    # Otherwise the delay of one worker would count as time of the next call.
     engine.barrier()
     return run()
 
@@ -226,7 +226,7 @@ def measure_layers(engine, workers, args):
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         try:
-            output, _ = launcher.communicate(timeout=MOST_SECONDS)
+            output, _ = launcher.communicate(timeout=TIMEOUT)
         finally:
             launcher.terminate()
             launcher.wait()
@@ -240,8 +240,8 @@ def measure_layers(engine, workers, args):
 
 
 def summarize(layer):
-    """Milliseconds, as medians of the rounds, and the medians of the rounds' own ratios: what
-    disturbed a round disturbed all in it."""
+    """Medians over the rounds, in milliseconds, and medians of the ratios in each round: a
+    disturbance affects all calls of a round."""
     seconds = {name: np.array(rows) for name, rows in layer["seconds"].items()}
     added = seconds["synchronized"] - seconds["local"]
     each = added.mean(axis=1)
@@ -279,7 +279,7 @@ def _milliseconds(seconds):
 
 
 class Cores:
-    """Tells how many cores processes that are not ours have kept busy since this was made."""
+    """Measures how many cores other processes have kept busy since it was created."""
 
     def __init__(self):
         self._start = time.perf_counter(), self._seconds_of_others()
@@ -298,7 +298,7 @@ class Cores:
 
 
 def judge(layers):
-    """Each threshold with the worst figure that it has to do with."""
+    """Each threshold with its worst figure."""
     figures = {}
     for row in layers:
         place = f"{row['workers']} workers, C = {row['channels']}"
@@ -350,7 +350,7 @@ def text(figures):
 
 
 def load(figures):
-    """How much the machine had to do."""
+    """The load of the machine."""
     cores = figures["cores"]
     crowds = [
         f"{ENGINES[engine].__name__} with {workers} workers"
@@ -360,8 +360,8 @@ def load(figures):
     text = f"Other programs kept {figures['cores_taken_by_others']:.1f} of {cores} cores busy."
     if crowds:
         text += (
-            " There were more workers (and, with the KVStore, a server) than cores, so that they "
-            f"waited for their turn: {', '.join(crowds)}."
+            " There were more workers (and, with the KVStore, a server) than cores, so they "
+            f"waited for a core: {', '.join(crowds)}."
         )
     if not any(row["engine"] == "horovod" for row in figures["layers"]):
         text += " Horovod was not measured."
@@ -379,7 +379,7 @@ def _row(row, name, bare):
         f"{row['all_gather_ms']:.2f}",
         f"{row['added_ms']['forward']:.2f}",
         f"{row['added_ms']['backward']:.2f}",
-        # What fails its threshold stands out.
+        # Bold if it fails its threshold.
         ratio if bare["ratio"] <= THRESHOLD else f"**{ratio}**",
     ]
 

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_export.py [--rounds N] [NAME ...]
 
-All kinds of a net take turns, so that what else the machine does meets all alike. A batch of one
-image; the fastest of the rounds, as whatever disturbs one makes it longer.
+Measures all kinds of a net in turn, so that other load affects them equally, with a batch of one
+image. The result is the fastest round, as disturbances only make a round longer.
 """
 
 import argparse
@@ -23,13 +23,13 @@ KINDS = ("training net", "unfolded", "folded", "ONNX, unfolded", "ONNX, folded")
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=list(SIDE), help=f"of {', '.join(SIDE)}")
-    parser.add_argument("--rounds", type=int, default=30, help="of measuring (%(default)s)")
-    parser.add_argument("--side", type=int, help="of the images (224, and 256 to segment)")
+    parser.add_argument("names", nargs="*", default=list(SIDE), help=f"from {', '.join(SIDE)}")
+    parser.add_argument("--rounds", type=int, default=30, help="rounds (%(default)s)")
+    parser.add_argument("--side", type=int, help="size of the images (224; 256 for segmentation)")
     options = parser.parse_args()
     unknown = sorted(set(options.names) - set(SIDE))
     if unknown:
-        parser.error(f"{unknown[0]} is not measured: choose of {', '.join(SIDE)}")
+        parser.error(f"{unknown[0]} is unknown: choose from {', '.join(SIDE)}")
     for name, number in (("--rounds", options.rounds), ("--side", options.side)):
         if number is not None and number < 1:
             parser.error(f"{name} is {number}: give a whole number above 0")
@@ -53,19 +53,20 @@ def measure(name, side, folder, rounds):
     net(mx.nd.array(x))
     net.hybridize(static_alloc=True)
     for kind, fold in (("plain", False), ("folded", True)):
-        place = f"{folder}/{kind}"
-        sbn.export(net, place, fold=fold, onnx=f"{place}.onnx", input_shape=x.shape)
+        prefix = f"{folder}/{kind}"
+        sbn.export(net, prefix, fold=fold, onnx=f"{prefix}.onnx", input_shape=x.shape)
     calls = [mxnet_call(net, x)]
     for kind in ("plain", "folded"):
-        place = f"{folder}/{kind}"
-        block = mx.gluon.SymbolBlock.imports(f"{place}-symbol.json", "data", f"{place}-0000.params")
+        prefix = f"{folder}/{kind}"
+        files = f"{prefix}-symbol.json", "data", f"{prefix}-0000.params"
+        block = mx.gluon.SymbolBlock.imports(*files)
         block.hybridize(static_alloc=True)
         calls.append(mxnet_call(block, x))
     calls += [onnx_call(f"{folder}/{kind}.onnx", x) for kind in ("plain", "folded")]
     times = np.zeros((rounds + 3, len(calls)))
     for row in times:
         for i, call in enumerate(calls):
-            # Until the threads of the one before sleep.
+            # Until the threads of the previous call sleep.
             time.sleep(0.02)
             start = time.perf_counter()
             call()

@@ -1,4 +1,4 @@
-"""What bench.py measures: the times of the layers and of a training step, and memory."""
+"""The measurements of bench.py: times of the layers and of a training step, and memory."""
 
 import ctypes
 import os
@@ -16,7 +16,7 @@ from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.layers.operator import sync_batch_norm
 
 WARM_UP = 3
-MOST_SETTLING_ROUNDS = 60
+MAX_WARM_UP_ROUNDS = 60
 FEW_NEW_PAGES = 1000  # of about 4 KiB
 STEP_CONTEXTS = 2
 STEP_BATCH = 2  # images on each context
@@ -25,7 +25,7 @@ MEMORY_SHAPE = (12, 64, 224, 224)
 
 
 class Operator(SyncBatchNorm):
-    """The operator without layout copies, which data and gradients in plain layout do without."""
+    """The operator without layout copies, which arrays in plain layout do not need."""
 
     def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
         return sync_batch_norm(
@@ -50,16 +50,16 @@ LAYERS = {
 
 
 def threads():
-    """The number of threads that a layer works with."""
+    """The number of threads of a layer."""
     setting = os.environ.get("OMP_NUM_THREADS", "")
     return int(setting) if setting.isdigit() and int(setting) else len(os.sched_getaffinity(0))
 
 
 def keep_freed_memory():
-    """Lets the C library keep what is freed. To be called before MXNet's threads start.
+    """Makes the C library keep freed memory. Must be called before MXNet's threads start.
 
-    A layer on its own writes a new y at each call. The pages of the last one would go back to the
-    system now and then, and new ones cost as much time as a fast layer. Inside a net, arrays stay.
+    A single layer allocates y in each call. Sometimes the freed pages would go back to the system,
+    and new pages cost as much time as a fast layer. A net reuses its arrays.
     """
     trim_threshold, mmap_threshold, arena_max = -1, -3, -8
     mallopt = ctypes.CDLL(None).mallopt
@@ -93,7 +93,7 @@ def interleave(contestants, repetitions, progress):
 
 
 class Copy:
-    """Copies an array, each thread a part of it. Returns seconds."""
+    """Copies an array with several threads. Returns seconds."""
 
     def __init__(self, shape):
         source = np.random.standard_normal(int(np.prod(shape))).astype(np.float32)
@@ -103,7 +103,7 @@ class Copy:
         self._barrier = threading.Barrier(n)
 
     def _copy(self, part):
-        # Without the barrier the time would be that of handing work to Python threads.
+        # Without the barrier, the time would include that of starting the threads.
         self._barrier.wait()
         start = time.perf_counter()
         np.copyto(*part)
@@ -161,7 +161,7 @@ def layer_times(shape, count, repetitions, progress):
 
 
 def _check_agreement(layers, xs, dys):
-    """Raises where the layers do not compute the same, as their times could not be compared."""
+    """Raises an error if the results of the layers differ."""
     expected = None
     for kind, layer in layers.items():
         if kind == "BatchNorm" and len(xs) > 1:
@@ -173,15 +173,15 @@ def _check_agreement(layers, xs, dys):
         if not difference < 1e-3:
             raise RuntimeError(
                 f"{kind} and operator differ by {difference:g} at {xs[0].shape} on {len(xs)} "
-                "contexts: one of them is wrong, and its times say nothing."
+                "contexts: one of them is wrong, so their times cannot be compared."
             )
 
 
 class TrainingStep:
     """A training step of fcn_resnet50. Returns seconds.
 
-    Not `resized`, the loss is that of its maps as they are, an eighth of the images' size. MXNet's
-    gradient of BilinearResize2D is added up within `omp critical`, one lock of the whole process.
+    `resized`: whether the net's maps are resized to the images, which are 8 times as large. MXNet's
+    gradient of BilinearResize2D is added within `omp critical`, one lock for the process.
     """
 
     def __init__(self, norm_layer, resized):
@@ -206,7 +206,8 @@ class TrainingStep:
             self._net.collect_params(), "sgd", {"learning_rate": 1e-3, "momentum": 0.9, "wd": 1e-4}
         )
         side = STEP_SIZE if resized else STEP_SIZE // 8
-        self._net._up_kwargs = {"height": side, "width": side}  # to their own size: a sum, no lock
+        # Resizing maps to their own size takes no lock.
+        self._net._up_kwargs = {"height": side, "width": side}
         self._batches = [
             (
                 mx.nd.random.normal(shape=(STEP_BATCH, 3, STEP_SIZE, STEP_SIZE), ctx=context),
@@ -226,25 +227,25 @@ class TrainingStep:
 
 
 def step_times(repetitions, progress, resized):
-    """{kind: seconds of each round}, of a training step with the block and with BatchNorm."""
+    """{kind: seconds of each round} of a training step with the block and with BatchNorm."""
     steps = {kind: TrainingStep(LAYERS[kind], resized) for kind in ("block", "BatchNorm")}
-    _settle(steps)
+    _warm_up(steps)
     return interleave(steps, repetitions, progress)
 
 
-def _settle(contestants):
-    """Calls `contestants` until they touch hardly any memory for the first time.
+def _warm_up(contestants):
+    """Calls `contestants` until memory use hardly grows.
 
-    In each step MXNet's operators draw other slots of workspace, which grow to the largest that any
-    operator asks for. Meanwhile the system clears new pages, up to half of a step's time.
+    In each step, MXNet's operators use different workspace slots, which grow to the largest request
+    of any operator. Meanwhile clearing new pages takes up to half of a step's time.
     """
-    for _ in tqdm(range(MOST_SETTLING_ROUNDS), desc="until memory is at its peak", leave=False):
+    for _ in tqdm(range(MAX_WARM_UP_ROUNDS), desc="until memory is at its peak", leave=False):
         before = _page_faults()
         interleave(contestants, 0, tqdm(disable=True))
         if _page_faults() - before < FEW_NEW_PAGES:
             return
     raise RuntimeError(
-        f"memory still grew after {MOST_SETTLING_ROUNDS * WARM_UP} training steps of each kind, so "
+        f"memory still grew after {MAX_WARM_UP_ROUNDS * WARM_UP} training steps of each kind, so "
         "their times are not those of a long training: set MXNET_CPU_TEMP_COPY lower."
     )
 
@@ -254,13 +255,13 @@ def _page_faults():
 
 
 def peak_memory(kind, count):
-    """Bytes at the peak of a forward and backward, in terms of those of x, y, dy and dx together.
+    """The peak memory of a forward and backward, relative to the size of x, y, dy and dx together.
 
-    Only for a process that has done nothing else: its highest memory so far is what is measured.
+    Must run in a new process, as it reads the peak of the whole process.
     """
     contexts = [mx.cpu(i) for i in range(count)]
     layer = Layer(kind, MEMORY_SHAPE[1], contexts)
-    # Threads, code and buffers for sums, which do not grow with the data.
+    # Allocates threads, code and buffers for sums, which do not grow with the data.
     layer(*_arrays((count, MEMORY_SHAPE[1], 64, 64), contexts))
     before = _memory("VmRSS")
     xs, dys = _arrays(MEMORY_SHAPE, contexts)

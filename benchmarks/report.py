@@ -1,4 +1,4 @@
-"""Judges the figures of bench.py by the thresholds, and puts them into Markdown."""
+"""Compares the figures of bench.py with thresholds, and formats them in Markdown."""
 
 import measure
 
@@ -8,18 +8,18 @@ TITLES = {
     "BatchNorm": "`nn.BatchNorm`",
     "contrib": "contrib `SyncBatchNorm`",
 }
-RATIO_BARS = {
+RATIO_THRESHOLDS = {
     ("operator", "BatchNorm"): 0.45,
     ("operator", "contrib"): 0.05,
     ("block", "BatchNorm"): 0.8,
 }
-STEP_BAR = 1.25
+STEP_THRESHOLD = 1.25
 # A buffer of the size of x would make it 1.25.
-MEMORY_BAR = 1.05
+MEMORY_THRESHOLD = 1.05
 
 
 def judge(figures):
-    """Each threshold with the worst figure that it has to do with."""
+    """Each threshold with its worst figure."""
     thresholds = []
 
     def add(name, threshold, values):
@@ -37,7 +37,7 @@ def judge(figures):
             }
         )
 
-    for (ours, theirs), threshold in RATIO_BARS.items():
+    for (ours, theirs), threshold in RATIO_THRESHOLDS.items():
         add(
             f"time, {TITLES[ours]} / {TITLES[theirs]}",
             threshold,
@@ -52,12 +52,12 @@ def judge(figures):
     if figures["step"]:
         add(
             f"training step of fcn_resnet50, block / {TITLES['BatchNorm']}",
-            STEP_BAR,
+            STEP_THRESHOLD,
             [(figures["step"]["ratio"]["median"], contexts(measure.STEP_CONTEXTS))],
         )
     add(
         "peak memory of the operator / x, y, dy and dx",
-        MEMORY_BAR,
+        MEMORY_THRESHOLD,
         [
             (row["peak_over_arrays"], f"{measure.MEMORY_SHAPE}, {contexts(row['contexts'])}")
             for row in figures["memory"]
@@ -69,7 +69,7 @@ def judge(figures):
 
 def text(figures):
     versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
-    ratios = [f"{TITLES[ours]} / {TITLES[theirs]}" for ours, theirs in RATIO_BARS]
+    ratios = [f"{TITLES[ours]} / {TITLES[theirs]}" for ours, theirs in RATIO_THRESHOLDS]
     return "\n\n".join(
         [
             f"{figures['cpu']}, {figures['cores']} cores, {figures['threads']} threads, "
@@ -94,9 +94,9 @@ def _layer_row(row):
         f"{row['ms'][kind]['forward']:.2f} + {row['ms'][kind]['backward']:.2f}" for kind in TITLES
     ]
     ratios = [
-        # What fails its threshold stands out.
+        # Bold if it fails its threshold.
         f"{ratio['median']:.3f}" if ratio["median"] <= threshold else f"**{ratio['median']:.3f}**"
-        for ratio, threshold in zip(row["ratios"].values(), RATIO_BARS.values())
+        for ratio, threshold in zip(row["ratios"].values(), RATIO_THRESHOLDS.values())
     ]
     return [str(row["shape"]), str(row["contexts"]), f"{row['copy_ms']:.2f}", *times, *ratios]
 
@@ -107,8 +107,9 @@ def _other_figures(figures):
             f"Training step of fcn_resnet50, {measure.STEP_SIZE}x{measure.STEP_SIZE}, "
             f"{contexts(measure.STEP_CONTEXTS)} of {measure.STEP_BATCH} images, static_alloc, "
             f"medians of {figures['step']['repetitions']} rounds: {_step(figures['step'])}. "
-            "Without resizing its maps to the size of the images, whose gradient has one lock for "
-            f"all contexts in MXNet: {_step(figures['step_without_resize'])}."
+            "Without resizing its maps to the size of the images (in MXNet, the gradient of "
+            "resizing has one lock for all contexts): "
+            f"{_step(figures['step_without_resize'])}."
         )
     for count in dict.fromkeys(row["contexts"] for row in figures["memory"]):
         peaks = [

@@ -1,11 +1,11 @@
-"""How fast the CUDA kernels are: each pass beside a copy, and all together beside PyTorch's.
+"""Measures the CUDA kernels: each pass compared with a copy, and all passes with PyTorch's.
 
     python benchmarks/gpu/bench.py LIBRARY [--json FILE] [--repetitions N]
 
-Calls are captured in CUDA graphs, so that Python has no part in the times. Large arrays come in
-several sets, used in turn, which together are four times the cache: nothing is in it, and what a
-call leaves there for others to write back, the call before left to it. Small layers keep to one
-set, as their data is in the cache in a net too. All that is compared is measured in turns.
+Calls are captured in CUDA graphs, to exclude the time of Python. Large layers alternate between
+several sets of arrays, four times the size of the cache, so that no data is cached and every call
+also writes back dirty lines of the call before. Small layers use one set, as their data is cached
+in a net too. Measurements that are compared alternate.
 """
 
 import argparse
@@ -26,26 +26,25 @@ from surface import Layer, Library  # noqa: E402
 LARGE = [(32, 256, 64, 64), (64, 64, 112, 112), (352, 2048, 7, 7), (64, 512, 33, 33)]
 SMALL = [(2, 64, 28, 28), (8, 256, 14, 14), (4, 1024, 7, 7), (2, 2048, 8, 8)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# Figures alone: small planes, float64, which GPUs without many units for it compute slowly, and
-# data behind a relu.
+# Without thresholds: small planes, float64, which is slow on many GPUs, and data as after a ReLU.
 OTHERS = [((512, 1024, 8, 8), dtype, False, False) for dtype in DTYPES]
 OTHERS += [((32, 256, 64, 64), torch.float64, layout, False) for layout in (False, True)]
 OTHERS += [((32, 256, 64, 64), torch.float16, layout, True) for layout in (False, True)]
 # Arrays that each pass reads or writes.
 PASSES = {"sums": 1, "y": 2, "backward sums": 2, "dx": 3}
 THEIRS = {"sync": "SyncBatchNorm", "batch_norm": "batch_norm"}
-LEAST_OF_COPY, MOST_OF_THEIRS, MOST_KERNELS = 0.85, {"sync": 0.75, "batch_norm": 1.0}, 4
+MIN_OF_COPY, MAX_OF_THEIRS, MAX_KERNELS = 0.85, {"sync": 0.75, "batch_norm": 1.0}, 4
 BYTES_AT_ONCE, SMALL_CALLS = 2e9, 50
 EXPLANATION = """\
-Passes: bytes per second, by those of a copy. Ours: the kernels of forward and backward, and a small
-one for the statistics. The operator computes those on the host instead, so it waits for the sums,
-and for its end, in forward and in backward. PyTorch's SyncBatchNorm as on one GPU, without its
-exchange. batch_norm: by cuDNN, or where marked n, by PyTorch's own kernel. Eager: launched by
+Passes: bytes per second, relative to a copy. Ours: the kernels of forward and backward, and a small
+one for the statistics. The operator computes the statistics on the host instead, so it waits for
+the sums, and for its end, in forward and in backward. SyncBatchNorm: PyTorch's, on one GPU, without
+its exchange. batch_norm: by cuDNN or, where marked n, by PyTorch's own kernel. Eager: launched from
 Python, for small layers."""
 
 
 class Clock:
-    """Times on the device. `notes`: what makes them doubtful."""
+    """Measures times on the device. `notes`: reasons to doubt them."""
 
     def __init__(self, repetitions):
         self.repetitions = repetitions
@@ -57,8 +56,8 @@ class Clock:
             self.notes.append(text)
 
     def captured(self, name, functions, rounds):
-        """A function that calls all of `functions`, so many rounds, with one launch; the calls
-        themselves where they cannot be captured."""
+        """A function that calls all of `functions`, `rounds` times, with one launch, or without
+        capture if that fails."""
 
         def eager():
             for _ in range(rounds):
@@ -79,17 +78,17 @@ class Clock:
         except RuntimeError as error:
             torch.cuda.synchronize()
             reason = str(error).splitlines()[0]
-            self.note(f"{name} was not captured, so Python has a part in its times: {reason}")
+            self.note(f"{name} was not captured, so its times include Python: {reason}")
             return eager
         return graph.replay
 
     def microseconds(self, candidates, rounds, capture=True):
-        """Of one call of each: medians over the repetitions, measured in turns. candidates:
-        {name: [functions that are called in turn]}."""
+        """The time of one call of each candidate, as the median over the repetitions. candidates:
+        {name: [functions to call in turn]}."""
         torch.cuda.synchronize()
         blocks = {}
         for name, functions in candidates.items():
-            # Kernels are loaded at their first launch, which must not be a captured one.
+            # The first launch loads a kernel, and must not be captured.
             with torch.cuda.stream(self._stream):
                 for function in functions:
                     function()
@@ -114,7 +113,7 @@ class Clock:
 
 
 def peak_bandwidth():
-    """Bytes a second by the data sheet, as the driver knows it, or None."""
+    """The theoretical bandwidth in bytes per second according to the driver, or None."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
         kilohertz, bits = ctypes.c_int(), ctypes.c_int()
@@ -124,28 +123,28 @@ def peak_bandwidth():
                 return None
     except (OSError, AttributeError):
         return None
-    # Two transfers a cycle.
+    # Two transfers per cycle.
     return 2e3 * kilohertz.value * bits.value / 8 or None
 
 
 def kernels_of(function):
-    """The names of our kernels that it launches, or None where the profiler does not tell."""
+    """The names of our kernels that it launches, or None if the profiler finds none."""
     try:
-        # The first time it may miss some.
+        # The first time, the profiler may miss some.
         for _ in range(2):
             with torch.profiler.profile() as profile:
                 function()
                 torch.cuda.synchronize()
         on_device = torch.autograd.DeviceType.CUDA
         names = [event.name for event in profile.events() if event.device_type == on_device]
-    except Exception:  # No figure of speed depends on it.
+    except Exception:  # Times do not depend on the profiler.
         return None
     return [name for name in names if "gluon_syncbn" in name] or None
 
 
 def of_pytorch(x, dy, gamma, beta):
-    """Forward and backward as torch.nn.SyncBatchNorm does them, as batch_norm does, and what does
-    the latter."""
+    """Functions for forward and backward of torch.nn.SyncBatchNorm and of batch_norm, and the name
+    of batch_norm's implementation."""
     channels, count = len(gamma), x.numel() // len(gamma)
     running = torch.zeros_like(gamma), torch.ones_like(gamma)
     counts = torch.full((1,), count, dtype=gamma.dtype, device=x.device)
@@ -174,14 +173,14 @@ def of_pytorch(x, dy, gamma, beta):
 
 
 class Set:
-    """The arrays of one call, of us and of PyTorch."""
+    """The arrays of one call, for our kernels and PyTorch's."""
 
-    def __init__(self, library, shape, dtype, channels_last, behind_relu=False):
+    def __init__(self, library, shape, dtype, channels_last, after_relu=False):
         n, channels, height, width = shape
         stored = (n, height, width, channels) if channels_last else shape
         parameter = torch.float64 if dtype == torch.float64 else torch.float32
         x = torch.randn(stored, device="cuda") * 2
-        x = (x.clamp(min=0) if behind_relu else x + 3).to(dtype)
+        x = (x.clamp(min=0) if after_relu else x + 3).to(dtype)
         dy = torch.randn(stored, device="cuda").to(dtype)
         gamma, beta = (torch.randn(channels, device="cuda", dtype=parameter) for _ in range(2))
         self.layer = Layer(library, x, dy, gamma, beta, channels_last)
@@ -204,11 +203,11 @@ class Set:
         self.layer.normalize()
 
 
-def measure(library, clock, shape, dtype, channels_last, large, behind_relu=False):
+def measure(library, clock, shape, dtype, channels_last, large, after_relu=False):
     size = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     count = max(2, math.ceil(4 * cache / size)) if large else 1
-    sets = [Set(library, shape, dtype, channels_last, behind_relu) for _ in range(count)]
+    sets = [Set(library, shape, dtype, channels_last, after_relu) for _ in range(count)]
     rounds = max(1, round(BYTES_AT_ONCE / (size * count))) if large else SMALL_CALLS
     row = {
         "shape": shape,
@@ -216,7 +215,7 @@ def measure(library, clock, shape, dtype, channels_last, large, behind_relu=Fals
         "layout": "NHWC" if channels_last else "NCHW",
         "megabytes": size / 1e6,
         "large": large,
-        "behind_relu": behind_relu,
+        "after_relu": after_relu,
         "calls": rounds * count,
         "batch_norm_kind": sets[0].kind,
     }
@@ -255,13 +254,14 @@ def measure(library, clock, shape, dtype, channels_last, large, behind_relu=Fals
     return row
 
 
-class Bars:
-    """What is asked of the figures, how often, and where they miss it."""
+class Thresholds:
+    """Counts for each threshold the figures that were compared with it, and lists those that miss
+    it."""
 
     def __init__(self):
         self.thresholds = {}
 
-    def ask(self, threshold, held, what):
+    def compare(self, threshold, held, what):
         entry = self.thresholds.setdefault(
             threshold, {"threshold": threshold, "of": 0, "missed": []}
         )
@@ -273,16 +273,16 @@ class Bars:
         """A row of a large shape."""
         what = f"{tuple(row['shape'])} {row['dtype']} {row['layout']}"
         for name, part in row["of_copy"].items():
-            threshold = f"passes below {LEAST_OF_COPY} of a copy"
-            self.ask(threshold, part >= LEAST_OF_COPY, f"{what}: {name} at {part:.2f}")
-        for name, most in MOST_OF_THEIRS.items():
+            threshold = f"passes below {MIN_OF_COPY} of a copy"
+            self.compare(threshold, part >= MIN_OF_COPY, f"{what}: {name} at {part:.2f}")
+        for name, most in MAX_OF_THEIRS.items():
             part = row["us"]["ours"] / row["us"][name]
             threshold = f"shapes above {most} of PyTorch's {THEIRS[name]}"
-            self.ask(threshold, part <= most, f"{what}: {part:.2f}")
+            self.compare(threshold, part <= most, f"{what}: {part:.2f}")
 
 
 def count_kernels(library, clock, thresholds):
-    """Of small layers, a row each."""
+    """Yields a row for each small layer."""
     for shape in SMALL:
         for channels_last in (False, True):
             each = Set(library, shape, DTYPES[0], channels_last)
@@ -291,11 +291,11 @@ def count_kernels(library, clock, thresholds):
             for name, function in passes.items():
                 row[name] = kernels = kernels_of(function)
                 if not kernels:
-                    clock.note("the profiler tells of no kernels, so they were not counted")
+                    clock.note("the profiler found no kernels, so they were not counted")
                     return
-                threshold = f"{name}s of small layers with more than {MOST_KERNELS} kernels"
+                threshold = f"{name}s of small layers with more than {MAX_KERNELS} kernels"
                 what = f"{shape} {row['layout']}: {len(kernels)}"
-                thresholds.ask(threshold, len(kernels) <= MOST_KERNELS, what)
+                thresholds.compare(threshold, len(kernels) <= MAX_KERNELS, what)
             yield row
 
 
@@ -305,24 +305,24 @@ HEAD += ["eager: ours us", "/ SyncBatchNorm", "/ batch_norm"]
 
 
 def cells(row):
-    def beside(times):
+    def compared(times):
         yield f"{times['ours']:.1f}"
         for name in THEIRS:
             native = name == "batch_norm" and "Cudnn" not in row["batch_norm_kind"]
             yield f"{times['ours'] / times[name]:.2f}{' n' if native else ''}"
 
     yield "x".join(map(str, row["shape"]))
-    yield row["dtype"] + (", behind relu" if row["behind_relu"] else "")
+    yield row["dtype"] + (", after ReLU" if row["after_relu"] else "")
     yield from (row["layout"], f"{row['megabytes']:.0f}")
     if row["large"]:
         yield f"{row['copy_bytes_per_second'] / 1e9:.0f}"
         yield from (f"{row['of_copy'][name]:.2f}" for name in PASSES)
-        yield from beside(row["us"])
+        yield from compared(row["us"])
         yield from [""] * (1 + len(THEIRS))
     else:
         yield from [""] * (1 + len(PASSES))
-        yield from beside(row["us"])
-        yield from beside(row["eager_us"])
+        yield from compared(row["us"])
+        yield from compared(row["eager_us"])
 
 
 def main():
@@ -331,7 +331,7 @@ def main():
     parser.add_argument("--json", help="where to write the figures")
     parser.add_argument("--repetitions", type=int, default=15)
     options = parser.parse_args()
-    library, clock, thresholds = Library(options.library), Clock(options.repetitions), Bars()
+    library, clock, thresholds = Library(options.library), Clock(options.repetitions), Thresholds()
     peak = peak_bandwidth()
     result = {
         "finished": False,
@@ -357,14 +357,14 @@ def main():
     tasks = [(s, d, layout, plain, "large") for s in LARGE for d in DTYPES for layout in layouts]
     tasks += [(shape, DTYPES[0], layout, plain, "small") for shape in SMALL for layout in layouts]
     tasks += [(*other, "other") for other in OTHERS]
-    for shape, dtype, channels_last, behind_relu, kind in tasks:
+    for shape, dtype, channels_last, after_relu, kind in tasks:
         large = kind != "small"
         try:
-            row = measure(library, clock, shape, dtype, channels_last, large, behind_relu)
+            row = measure(library, clock, shape, dtype, channels_last, large, after_relu)
         except Exception as error:
             traceback.print_exc()
             result["failed"].append(f"{shape} {dtype}: {type(error).__name__}: {error}")
-            # After some errors of CUDA nothing works any more, and this raises.
+            # Raises if the CUDA error has made the device unusable.
             torch.cuda.synchronize()
             continue
         result["rows"].append(row)
@@ -372,7 +372,7 @@ def main():
             thresholds.judge(row)
         print("| " + " | ".join(cells(row)) + " |")
         write()
-    # Last, as the profiler may slow down what comes after it.
+    # The last, as the profiler may slow down later calls.
     result["kernels"] = list(count_kernels(library, clock, thresholds))
     counts = [f"{len(row['forward'])} + {len(row['backward'])}" for row in result["kernels"]]
     print("Kernels of the operator on small layers, forward + backward:", ", ".join(counts) or "?")

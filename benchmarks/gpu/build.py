@@ -1,9 +1,9 @@
-"""Builds the library and the native test with setup.py's own commands, and reads what the compiler
-says of the kernels. Needs nvcc and a C++ compiler, no GPU.
+"""Builds the library and the native test with the commands of setup.py, and reads the compiler's
+report on the kernels. Needs nvcc and a C++ compiler, but no GPU.
 
-    python benchmarks/gpu/build.py            # registers, spills, occupancy, and whether memory is
-                                              # accessed 16 bytes at a time; exit code 1 if not
-    python benchmarks/gpu/build.py 80 90      # for these architectures alone
+    python benchmarks/gpu/build.py            # registers, occupancy; exit code 1 if any spill, or
+                                              # if memory is not accessed 16 bytes at a time
+    python benchmarks/gpu/build.py 80 90      # only for these architectures
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "gpu"
 THREADS = 256
-# By compute capability: warps, registers and bytes of shared memory of a multiprocessor.
+# By compute capability: warps, registers and KiB of shared memory of a multiprocessor.
 LIMITS = {50: (64, 65536, 64), 60: (64, 65536, 64), 70: (64, 65536, 96), 75: (32, 65536, 64)}
 LIMITS.update({80: (64, 65536, 164), 86: (48, 65536, 100), 87: (48, 65536, 164)})
 LIMITS.update({88: (48, 65536, 100), 89: (48, 65536, 100), 90: (64, 65536, 228)})
@@ -47,7 +47,7 @@ def _quiet(command):
 
 
 def build(architectures):
-    """The library and the native test on a real device, for `architectures`. Returns both paths."""
+    """Builds the library and the native test for `architectures`. Returns both paths."""
     os.chdir(ROOT)
     os.environ["GLUON_SYNCBN_CUDA"] = "1"
     if architectures:
@@ -68,7 +68,7 @@ def build(architectures):
 
 
 def occupancy(arch, registers, shared):
-    """The part of a multiprocessor's warps that can be there at a time."""
+    """The fraction of a multiprocessor's warps that can be resident."""
     warps, file, memory = LIMITS.get(arch, LIMITS[90])
     per_block = THREADS // 32
     blocks = warps // per_block
@@ -79,7 +79,7 @@ def occupancy(arch, registers, shared):
 
 
 def report(architectures=()):
-    """What ptxas says, one dictionary for each kernel and architecture."""
+    """The report of ptxas: a dictionary for each kernel and architecture."""
     os.chdir(ROOT)
     setup = setup_py()
     nvcc = setup.find_nvcc()
@@ -113,8 +113,8 @@ def _short(name):
 
 
 def _accesses(ptx):
-    """How often each kernel's text loads and stores 16 bytes of global memory, and stores less.
-    (ptxas neither splits nor joins them.)"""
+    """The number of instructions in each kernel that load 16 bytes of global memory, store 16
+    bytes, and store less. (ptxas neither splits nor joins them.)"""
     found = {}
     for part in re.split(r"\.entry ", _quiet_filter(ptx))[1:]:
         found[_short(part)] = {
@@ -126,8 +126,8 @@ def _accesses(ptx):
 
 
 def narrow(kernels):
-    """Kernels that do not take the large arrays in vectors of 16 bytes: as many as they are to ask
-    for at a time, and nothing less but the single values at both ends of an array."""
+    """Kernels that do not access large arrays in vectors of 16 bytes. They must have all the vector
+    loads that should be in flight, and narrow stores only for both ends of an array."""
     missed = []
     for kernel in kernels:
         name = kernel["kernel"]
@@ -167,7 +167,7 @@ def _parse(arch, text):
 
 
 def _quiet_filter(text):
-    # CUDA brings one of its own, where there is no other.
+    # cu++filt is part of CUDA.
     tool = shutil.which("c++filt") or shutil.which("cu++filt")
     if not tool:
         return text
@@ -177,9 +177,7 @@ def _quiet_filter(text):
 
 def print_report(kernels):
     architectures = sorted({kernel["arch"] for kernel in kernels})
-    print(
-        "Registers and occupancy of each kernel, 256 threads a block; spilled bytes where any are."
-    )
+    print("Registers and occupancy of each kernel, 256 threads per block; !n: n bytes are spilled.")
     width = max(len(kernel["kernel"]) for kernel in kernels)
     print("".ljust(width), *(f"sm_{arch}".rjust(13) for arch in architectures))
     table = {(kernel["kernel"], kernel["arch"]): kernel for kernel in kernels}

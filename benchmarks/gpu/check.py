@@ -1,14 +1,14 @@
-"""`make gpu-check`: builds for the GPU that is there, checks the kernels, and measures them.
+"""`make gpu-check`: builds for this machine's GPU, checks the kernels, and measures them.
 
     python benchmarks/gpu/check.py [--json FILE] [--mxnet-set FOLDER] [--no-bench] [--no-sanitizer]
 
 Needs nvcc, a C++ compiler, PyTorch for CUDA, compute-sanitizer, and no network. Without a GPU it
-compiles everything, for all architectures, and says so. Ends within 8 minutes. --mxnet-set: a
-folder with unpack.sh that sets PYTHONPATH and LD_LIBRARY_PATH for a CUDA build of MXNet; the layer
-then runs in it, too.
+only compiles everything, for all architectures. Ends within 8 minutes. --mxnet-set: a folder with
+unpack.sh, which sets PYTHONPATH and LD_LIBRARY_PATH for a CUDA build of MXNet; the layer is then
+tested in it, too.
 
-Exit code 1: something is wrong, or could not be checked although there is a GPU. A missed threshold
-of speed is reported, and is no failure.
+Exit code 1: a step failed, or could not run although there is a GPU. A missed threshold of speed is
+reported but is not a failure.
 """
 
 import argparse
@@ -31,10 +31,10 @@ ROOT = build.ROOT
 HERE = Path(__file__).resolve().parent
 # A little less than 8 minutes, as processes may need some time to end.
 LIMIT = 8 * 60 - 15
-SLOW = 150  # seconds of a build
-# What the steps behind the sanitizers are left, in seconds.
+SLOW = 150  # A machine on which the build takes more seconds is slow.
+# Seconds reserved for steps after the sanitizers.
 FOR_SPEED, FOR_MXNET = 90, 90
-FOR_SPILLS = 90  # seconds that one architecture may take
+FOR_SPILLS = 90  # seconds for one architecture
 
 BUILD = """
 import ctypes, sys, build
@@ -49,7 +49,7 @@ kernels = build.report([int(each) for each in sys.argv[2:]])
 with open(sys.argv[1], "w") as file:
     json.dump(kernels, file)
 """
-# The driver itself, where there is no nvidia-smi.
+# Queries the driver if there is no nvidia-smi.
 DRIVER = """
 import ctypes
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -70,7 +70,7 @@ print(f"{torch.__version__}, CUDA {torch.version.cuda}")
 
 
 def ask(command):
-    """What a program prints, or None where it fails."""
+    """The output of a program, or None if it fails."""
     try:
         done = subprocess.run(
             command,
@@ -108,12 +108,12 @@ def environment():
 
 
 def architectures_of(gpu):
-    """Those to compile for: all where there is no GPU."""
+    """The architecture of the GPU; empty, meaning all, if there is none."""
     return [gpu["architecture"]] if gpu else []
 
 
 def build_all(pipeline, gpu):
-    """The library and the native test, or None where they were not built."""
+    """The paths of the library and the native test, or None if the build failed."""
     most = 180 if gpu else pipeline.limit
     command = [sys.executable, "-c", BUILD, *architectures_of(gpu)]
     if pipeline.run("build", command, most, env=environment()) != OK:
@@ -122,7 +122,7 @@ def build_all(pipeline, gpu):
 
 
 def find_spills(pipeline, gpu):
-    """Compiles once more: behind the steps that need the GPU, which this does not."""
+    """Compiles once more to find register spills. Runs last, as it does not need the GPU."""
     architectures = architectures_of(gpu)
     if gpu and pipeline.left() < FOR_SPILLS:
         pipeline.step("register spills", LEFT_OUT, "no time is left, see `make cuda-report`")
@@ -130,11 +130,11 @@ def find_spills(pipeline, gpu):
     found = build.FOLDER / "kernels.json"
     which = ""
     if not gpu and pipeline.left() < pipeline.limit - SLOW:
-        # All of them would take twice as long as the build.
+        # All architectures would take twice as long as the build.
         text = pipeline.result["steps"]["build"]["detail"]
         built = re.findall(r"sm_(\d+)", text)
         architectures = sorted({built[0], built[-1]}, key=int)
-        which = f", of sm_{' and sm_'.join(architectures)} alone, as the machine is slow"
+        which = f", only for sm_{' and sm_'.join(architectures)}, as the machine is slow"
 
     def judge(code, text):
         if code != 0:
@@ -142,7 +142,7 @@ def find_spills(pipeline, gpu):
         kernels = json.loads(found.read_text())
         spilled = [f"{k['kernel']} on sm_{k['arch']}" for k in kernels if k["spilled_bytes"]]
         least = min(k["occupancy"] for k in kernels)
-        detail = f"{len(kernels)} kernels without, {least:.0%} of all warps at least{which}"
+        detail = f"{len(kernels)} kernels without spills, occupancy at least {least:.0%}{which}"
         return FAILED if spilled else OK, "; ".join(spilled) or detail, {"kernels": kernels}
 
     command = [sys.executable, "-c", REPORT, found, *architectures]
@@ -150,14 +150,14 @@ def find_spills(pipeline, gpu):
 
 
 def find_pytorch(pipeline):
-    """Whether there is one that finds the GPU."""
-    # Its first import may take long.
+    """Whether PyTorch finds the GPU."""
+    # The first import may take long.
     command = [sys.executable, "-c", PYTORCH]
     return pipeline.run("PyTorch", command, 120, reserve=FOR_SPEED) == OK
 
 
 def check_kernels(pipeline, library):
-    name = "beside PyTorch in float64"
+    name = "against PyTorch in float64"
     found = build.FOLDER / "check_kernels.json"
 
     def judge(code, text):
@@ -176,8 +176,8 @@ def check_kernels(pipeline, library):
 
 def sanitize(pipeline, test):
     home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
-    places = os.pathsep.join([os.environ.get("PATH", os.defpath), str(home / "bin")])
-    tool = shutil.which("compute-sanitizer", path=places)
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), str(home / "bin")])
+    tool = shutil.which("compute-sanitizer", path=path)
     clean = {
         "memcheck": "ERROR SUMMARY: 0 errors",
         "racecheck": "RACECHECK SUMMARY: 0 hazards displayed",
@@ -189,7 +189,7 @@ def sanitize(pipeline, test):
 
         def judge(code, text, summary=summary):
             if "Device not supported" in text:
-                return IMPOSSIBLE, "compute-sanitizer says: Device not supported", {}
+                return IMPOSSIBLE, "compute-sanitizer: Device not supported", {}
             verdict, detail, more = by_exit_code(code, text)
             if verdict == OK and summary not in text:
                 return FAILED, f"the output lacks: {summary}", more
@@ -223,7 +223,7 @@ def bench(pipeline, library):
 
 
 def run_mxnet(pipeline, folder, library):
-    """tests/gpu/test_mxnet_gpu.py in the MXNet of the set."""
+    """Runs tests/gpu/test_mxnet_gpu.py in the MXNet of the set."""
 
     def judge(code, text):
         verdict, detail, more = by_exit_code(code, text)
@@ -244,7 +244,7 @@ def run_mxnet(pipeline, folder, library):
         )
         arguments = ["run", folder, unpacked, package.parent, sys.executable, ROOT]
         environment = dict(os.environ, CUDA_MODULE_LOADING="LAZY", MXNET_CUDNN_LIB_CHECKING="0")
-        # There, as `python -m` looks for packages in its folder first, and the checkout's has no
+        # `python -m` searches the working directory first, and the package of the checkout has no
         # library for this GPU.
         options = {"env": environment, "cwd": str(package.parent)}
         command = ["bash", "-c", script, *arguments]
@@ -252,13 +252,13 @@ def run_mxnet(pipeline, folder, library):
 
 
 def check_gpu(pipeline, options, library, test):
-    pipeline.run("beside the CPU's kernels", [test], 120, reserve=FOR_SPEED)
+    pipeline.run("against the CPU's kernels", [test], 120, reserve=FOR_SPEED)
     has_torch = find_pytorch(pipeline)
     no_torch = "no PyTorch that finds the GPU"
     if has_torch:
         check_kernels(pipeline, library)
     else:
-        pipeline.step("beside PyTorch in float64", SKIPPED, no_torch)
+        pipeline.step("against PyTorch in float64", SKIPPED, no_torch)
     if options.no_sanitizer:
         pipeline.step("compute-sanitizer", LEFT_OUT, "--no-sanitizer")
     else:

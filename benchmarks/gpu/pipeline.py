@@ -1,5 +1,5 @@
-"""Steps that are programs of their own, so that a crash, a hang or a broken device in one leaves
-the others be. What they found is in one JSON file after each of them."""
+"""Runs steps as separate processes, so that a crash, a hang or a broken device in one does not
+affect the others. Writes the results to a JSON file after each step."""
 
 import json
 import os
@@ -11,19 +11,19 @@ import traceback
 from pathlib import Path
 
 OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
-# Without consequences: a missed threshold of speed, a step that the command line left out, and one
-# that no program could do on this machine.
-MISSED, LEFT_OUT, IMPOSSIBLE = "missed", "left out", "cannot work here"
+# No failures: a missed threshold of speed, a step that the command line left out, and one that this
+# machine does not support.
+MISSED, LEFT_OUT, IMPOSSIBLE = "missed", "left out", "not supported"
 
 _HEAD, _TAIL = 200, 100  # lines of output that the JSON keeps
 _SHOWN = 3000  # characters of output that are printed after a failure
-_PATIENCE = 5  # seconds that a process has to end by itself
+_GRACE = 5  # seconds for a process to end after a signal
 
 
 def run_process(command, seconds, **options):
-    """Its exit code, or None where the time was up, and all that it printed. Whatever it started is
-    ended with it."""
-    # A file: a pipe would stay open as long as anybody holds it.
+    """Returns the exit code, or None after a timeout, and the output. Also ends all processes that
+    the command has started."""
+    # Not a pipe, which would stay open until all children end.
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [str(part) for part in command],
@@ -44,11 +44,11 @@ def run_process(command, seconds, **options):
 
 
 def _end_group(process):
-    # First politely, as launchers then end what they started in groups of their own.
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        until = time.monotonic() + _PATIENCE
+    # First SIGTERM, so that launchers can end the process groups that they have started.
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        until = time.monotonic() + _GRACE
         try:
-            os.killpg(process.pid, sign)
+            os.killpg(process.pid, number)
             while time.monotonic() < until:
                 process.poll()
                 os.killpg(process.pid, 0)
@@ -58,7 +58,7 @@ def _end_group(process):
 
 
 def shorten(lines):
-    """As many as the JSON keeps: causes mostly come first, and results last."""
+    """The first and last lines, for the JSON: causes mostly come first, and results last."""
     left_out = len(lines) - _HEAD - _TAIL
     if left_out <= 0:
         return lines
@@ -66,14 +66,13 @@ def shorten(lines):
 
 
 def by_exit_code(code, text):
-    """A judge of `Pipeline.run`: what a step has come to, what to tell of it, and more for the
-    JSON."""
+    """A judge of `Pipeline.run`: returns the verdict, a line of detail, and more for the JSON."""
     lines = text.strip().splitlines() or [""]
     return OK if code == 0 else FAILED, lines[-1], {}
 
 
 class Pipeline:
-    """path: of the JSON; limit: seconds for all steps together."""
+    """path: of the JSON; limit: seconds for all steps."""
 
     def __init__(self, path, limit):
         self.path = Path(path)
@@ -97,8 +96,8 @@ class Pipeline:
         return verdict
 
     def run(self, name, command, most, reserve=0, judge=by_exit_code, show=False, **options):
-        """A step with `most` seconds at most, and never those that later steps need. show: print
-        what it prints."""
+        """Runs a step for at most `most` seconds, and keeps `reserve` seconds for later steps.
+        show: print its output."""
         seconds = min(most, self.left() - reserve)
         if seconds < 5:
             return self.step(name, SKIPPED, "no time is left")
@@ -110,7 +109,7 @@ class Pipeline:
             verdict, detail = FAILED, f"{type(error).__name__}: {error}"
             more = {"traceback": traceback.format_exc()}
         if code is None and "traceback" not in more:
-            verdict, detail = FAILED, f"no end within {seconds:.0f} s"
+            verdict, detail = FAILED, f"did not end within {seconds:.0f} s"
         lines = text.strip().splitlines()
         if show:
             print("\n".join(shorten(lines)))
@@ -119,21 +118,21 @@ class Pipeline:
         return self.step(name, verdict, detail, exit_code=code, output=shorten(lines), **more)
 
     def end(self, has_gpu):
-        """Prints all verdicts once more. Returns the exit code: where there is a GPU, what was to
-        be checked and was not is a failure, too."""
+        """Prints all verdicts again and returns the exit code. If there is a GPU, a skipped step is
+        a failure, too."""
         bad = (FAILED, SKIPPED) if has_gpu else (FAILED,)
         wrong = [name for name, step in self.result["steps"].items() if step["verdict"] in bad]
         self.facts(verdict=FAILED if wrong else OK, seconds=round(time.monotonic() - self.begin, 1))
         print()
         for name, step in self.result["steps"].items():
             print(_line(name, step["verdict"], step["detail"]))
-        print(f"Everything is in {self.path}.")
+        print(f"All results are in {self.path}.")
         if wrong:
             print(f"{FAILED}: {', '.join(wrong)}")
         return 1 if wrong else 0
 
     def _write(self):
-        # Whoever ends this process finds a whole file.
+        # Replaced atomically, so that the file is complete if this process is killed.
         new = self.path.with_name(self.path.name + ".new")
         new.write_text(json.dumps(self.result, indent=1) + "\n")
         os.replace(str(new), str(self.path))

@@ -1,5 +1,5 @@
-"""The CUDA kernels against PyTorch in float64, with fresh random data in every run: all dtypes and
-layouts, ragged shapes, arrays at odd addresses, batches cut into 1 to 8 shards whose sums meet.
+"""Compares the CUDA kernels with PyTorch in float64, on new random data in every run: all dtypes
+and layouts, odd shapes, unaligned arrays, and batches split into 1 to 8 synchronized shards.
 
     python tests/gpu/check_kernels.py LIBRARY [--json FILE] [--seed N]
 """
@@ -16,7 +16,7 @@ import torch
 
 from surface import Layer, Library
 
-# The largest difference over the largest value. float32 rounds each of some eight operations, and
+# The largest difference, relative to the largest value. float32 has some eight roundings, and
 # 16-bit results are rounded once more.
 TOLERANCE = {
     torch.float64: 1e-12,
@@ -34,20 +34,20 @@ SHAPES = [
     (8, 1, 300, 300),
     (64, 100, 1, 1),
 ]
-# How many shards, and how many values behind a multiple of 128 bytes or more their arrays begin.
+# The number of shards, and how many values after a multiple of 128 bytes their arrays begin.
 SHARDS = [(1, 0), (1, 1), (2, 0), (3, 5), (4, 3), (5, 0), (6, 2), (7, 7), (8, 1)]
 
 
-def away(result, reference, size):
-    """In terms of the largest of `size`; NaN where anything is."""
+def relative_error(result, reference, size):
+    """Relative to the largest of `size`; NaN if any value is."""
     result, reference = result.double(), reference.double()
     size = size.abs().max().item()
     return (result - reference).abs().max().item() / (size or 1)
 
 
 def reference(x, dy, gamma, beta, channels_last, epsilon=1e-5):
-    """y, dx, dgamma and dbeta in float64, each with what its error is measured by: itself, or for
-    sums, which may cancel, the sum of the terms' sizes."""
+    """y, dx, dgamma and dbeta in float64, each with the size that its error is relative to: itself,
+    or for sums, which may cancel, the sum of the terms' magnitudes."""
     x, dy, gamma, beta = (each.double() for each in (x, dy, gamma, beta))
     axes = [i for i in range(x.dim()) if i != (x.dim() - 1 if channels_last else 1)]
     shape = [1 if i in axes else -1 for i in range(x.dim())]
@@ -64,8 +64,7 @@ def reference(x, dy, gamma, beta, channels_last, epsilon=1e-5):
 
 
 def at(tensor, shift, channels_last):
-    """A copy that begins `shift` values behind a multiple of 128 bytes, or more for dtypes of more
-    than 16 bits, with NaN all around it."""
+    """A copy that begins `shift` values after a multiple of 128 bytes, with NaN around it."""
     guard = 64
     memory = torch.full(
         (tensor.numel() + 2 * guard + shift,), math.nan, dtype=tensor.dtype, device=tensor.device
@@ -80,7 +79,7 @@ def guards_intact(memory, numel, shift):
 
 
 def run_shards(library, x, dy, gamma, beta, channels_last, shards, shift):
-    """Results of the whole batch, cut into so many parts, as devices would have them."""
+    """The results for the batch, split into shards as for several devices."""
     borders = [len(x) * i // shards for i in range(shards + 1)]
     layers, memories = [], []
     for begin, end in zip(borders, borders[1:]):
@@ -92,7 +91,7 @@ def run_shards(library, x, dy, gamma, beta, channels_last, shards, shift):
         (x_part, dy_part), (y, dx) = [c for c, _ in own], [c for c, _ in results]
         layers.append(Layer(library, x_part, dy_part, gamma, beta, channels_last, y, dx))
 
-    def meet(name):
+    def all_reduce(name):
         torch.cuda.synchronize()
         sums = torch.stack([getattr(layer, name) for layer in layers]).cpu()
         counts = torch.tensor([layer.count for layer in layers], dtype=torch.float64)
@@ -101,12 +100,12 @@ def run_shards(library, x, dy, gamma, beta, channels_last, shards, shift):
 
     for layer in layers:
         layer.forward_sums()
-    for layer, sums, count in zip(layers, *meet("sums")):
+    for layer, sums, count in zip(layers, *all_reduce("sums")):
         layer.find_statistics(sums, count.item())
         layer.prepare_forward()
         layer.normalize()
         layer.backward_sums()
-    for layer, sums, count in zip(layers, *meet("gradient_sums")):
+    for layer, sums, count in zip(layers, *all_reduce("gradient_sums")):
         layer.prepare_backward(sums, count.reshape(1).to(x.device))
         layer.input_gradient()
     torch.cuda.synchronize()
@@ -121,7 +120,7 @@ def run_shards(library, x, dy, gamma, beta, channels_last, shards, shift):
 
 
 def check(library, shape, dtype, channels_last, offset, generator):
-    """The largest error over what is allowed, over y, dx, dgamma and dbeta."""
+    """The largest error of y, dx, dgamma and dbeta, relative to its tolerance."""
     device = torch.device("cuda")
 
     def draw(*size):
@@ -133,7 +132,7 @@ def check(library, shape, dtype, channels_last, offset, generator):
     channels = shape[1]
     x, dy = (draw(*stored) + offset).to(dtype), (draw(*stored) + 0.3).to(dtype)
     if offset == 0:
-        # Some channels are behind a relu.
+        # Some channels are as after a ReLU.
         x[..., 1::2].clamp_(min=0) if channels_last else x[:, 1::2].clamp_(min=0)
     gamma, beta = draw(channels), draw(channels)
     expected = reference(x, dy, gamma, beta, channels_last)
@@ -144,23 +143,24 @@ def check(library, shape, dtype, channels_last, offset, generator):
         got = run_shards(library, x, dy, gamma, beta, channels_last, shards, shift)
         pairs = zip((got[0], got[1], got[3], got[4]), expected)
         for name, (result, (wanted, size)) in zip(("y", "dx", "dgamma", "dbeta"), pairs):
-            error = away(result, wanted, size)
+            error = relative_error(result, wanted, size)
             allowed = TOLERANCE[dtype if name in ("y", "dx") else gamma.dtype]
-            # A variance that epsilon all but hides, and few values, lose what the data's offset
-            # takes of dx.
+            # With few values the variance may be small compared with epsilon, and dx less accurate.
             if not error <= allowed * (4 if shape[0] * shape[2] * shape[3] < 50 else 1):
-                raise AssertionError(f"{name} is {error:.3g} away with {shards} shards at {shift}")
+                raise AssertionError(
+                    f"{name} has an error of {error:.3g} with {shards} shards at {shift}"
+                )
             worst = max(worst, error / allowed)
         if first is None:
             first = got
         for name, a, b in zip(("y", "dx", "statistics"), first, got):
             if not torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)):
-                raise AssertionError(f"{name} has other bits with {shards} shards at {shift}")
+                raise AssertionError(f"{name} has different bits with {shards} shards at {shift}")
     return worst
 
 
 def check_all(library, seed, out=print, progress=lambda failed: None):
-    """What failed, a line each. progress(failed): called after each dtype."""
+    """A line for each failure. progress(failed) is called after each dtype."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     failed = []
     for dtype in TOLERANCE:
@@ -177,9 +177,9 @@ def check_all(library, seed, out=print, progress=lambda failed: None):
                         out(f"FAILED {failed[-1]}")
                         if not isinstance(error, AssertionError):
                             out(traceback.format_exc())
-                        # After some errors of CUDA nothing works any more, and this raises.
+                        # Raises if the CUDA error has made the device unusable.
                         torch.cuda.synchronize()
-        out(f"{dtype}: the largest error is {worst:.2f} of what is allowed")
+        out(f"{dtype}: the largest error is {worst:.2f} of the tolerance")
         progress(failed)
     return failed
 

@@ -1,5 +1,5 @@
-// Linked into the library, this makes MXNet's CPU contexts stand for GPUs: cpu(1) is device 1 of a
-// CUDA that lies on the host. See tests/test_cuda_on_host.py.
+// Linked into the library, this makes MXNet's CPU contexts act as GPUs: cpu(1) is device 1 of a
+// fake CUDA on the host. See test_cuda_on_host.py.
 #define SBN_FAKE_CPU_CONTEXTS
 #include "cuda/fake_cuda.inc"
 

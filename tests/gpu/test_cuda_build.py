@@ -1,4 +1,4 @@
-"""setup.py and CUDA: what is built where, and what is said where it cannot be."""
+"""The CUDA build of setup.py, and its errors."""
 
 import os
 import re
@@ -45,7 +45,7 @@ def test_an_old_nvcc_is_refused_with_its_version(setup, tmp_path):
         setup.check_nvcc(str(fake_nvcc(tmp_path, version)))
 
 
-def test_cuda_is_built_where_nvcc_is_unless_told_otherwise(setup, tmp_path, monkeypatch):
+def test_cuda_is_built_if_nvcc_is_found_unless_disabled(setup, tmp_path, monkeypatch):
     path = fake_nvcc(tmp_path, "12.0")
     monkeypatch.setenv("NVCC", str(path))
     assert setup.find_nvcc() == str(path)
@@ -92,7 +92,7 @@ def test_kernels_spill_no_registers_and_access_whole_vectors():
     assert len(kernels) > 50
     assert [kernel for kernel in kernels if kernel["spilled_bytes"]] == []
     assert build.narrow(kernels) == []
-    # A wide vector of each array at a time, and 16 warps at least to wait for them.
+    # Enough warps to hide the latency of memory.
     assert min(kernel["occupancy"] for kernel in kernels) >= 0.25
 
 

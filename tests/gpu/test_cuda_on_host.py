@@ -1,5 +1,5 @@
-"""What the operator does on GPUs, without one: in a library with a CUDA that lies on the host and
-takes CPU contexts for GPUs (make fake-cuda). The kernels are the GPU's own text."""
+"""Tests the operator's CUDA code without a GPU, in a library with a fake CUDA runtime that treats
+CPU contexts as GPUs (make fake-cuda). The kernels are the real ones, compiled for the host."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / "build/native/plain/fake_cuda/libgluon_syncbn.so"
-# Tests of the layer that must pass on every kind of device. The one left out is about CPUs alone.
+# Tests of the layer that must pass on every kind of device, except one for CPUs only.
 TESTS = ["batch_norm", "numerics", "semantics", "rendezvous"]
 OF_CPUS = "test_every_number_of_threads_gives_the_same_bits"
 
@@ -47,13 +47,13 @@ def run(package, *command, **environment):
 
 
 @pytest.mark.timeout(600)
-def test_the_layers_tests_hold(package):
+def test_the_tests_of_the_layer_pass(package):
     tests = [f"tests/layers/test_{name}.py" for name in TESTS]
     assert " passed" in run(package, "-m", "pytest", "-q", "-x", "-k", f"not {OF_CPUS}", *tests)
 
 
 @pytest.mark.timeout(600)
-def test_what_gpu_check_runs_inside_mxnet_holds(package):
+def test_the_tests_of_gpu_check_inside_mxnet_pass(package):
     command = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/gpu/test_mxnet_gpu.py")
     done = run(package, *command, GPUS_FOR_TESTS="cpu(0) cpu(1)")
     assert " passed" in done and "skipped" not in done
@@ -105,7 +105,7 @@ for shape in ((4, 3, 6, 6), (64, 3, 40, 40)):
 before = usage()
 layer(x).wait_to_read()
 after = usage()
-# Inference waits for nothing but its end.
+# Inference waits only for its end.
 assert after["kernels"] - before["kernels"] == 3, (before, after)
 assert after["waits"] - before["waits"] == 1
 """
@@ -127,7 +127,7 @@ assert after["memory"] == after["pinned"] == after["streams"] == 0, after
 step(layer, (mx.cpu(0), mx.cpu(1)))
 """
 
-# The threads of the calls have never chosen a device, so theirs is 0, where nothing may be made.
+# The threads of the calls have never set a device, so theirs is 0. No context may be created there.
 CONTEXTS = """
 layer = layer_on(mx.cpu(3))
 step(layer, (mx.cpu(3),))
@@ -154,7 +154,7 @@ for function, code, words in (
     except mx.MXNetError as error:
         text = str(error)
     else:
-        raise AssertionError(f"{function} was not told")
+        raise AssertionError(f"the error of {function} was not reported")
     words += ["SyncBatchNorm", "cpu(3)", "GPU 3", "data of shape (4, 3, 6, 6)"]
     assert all(word in text for word in words), text
     try:
@@ -171,5 +171,5 @@ SCRIPTS = {"kernels": KERNELS, "memory": MEMORY, "contexts": CONTEXTS, "errors":
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
-def test_what_cuda_is_asked_for(package, script):
+def test_use_of_cuda(package, script):
     run(package, "-c", PRELUDE + script)

@@ -1,5 +1,5 @@
-"""`make gpu-check` without a GPU: what it does with steps that fail, hang or cannot be done. Builds
-nothing and computes nothing; the kernels themselves are for a machine with a GPU."""
+"""Tests `make gpu-check` without a GPU: how it handles steps that fail, hang or cannot run. Builds
+nothing and runs no kernels."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def python(code):
 
 
 def stub_steps(monkeypatch, **stubs):
-    """All steps that need a GPU, as ones that go well, but for those given."""
+    """Replaces all steps that need a GPU by `stubs`, or by steps that pass."""
     for name in ("check_kernels", "sanitize", "bench", "run_mxnet", "find_spills"):
 
         def step(pipeline, *arguments, name=name):
@@ -82,13 +82,13 @@ def test_a_step_that_fails_shows_its_output_and_does_not_end_the_others(pipeline
     assert read(path)["verdict"] == pipelines.FAILED
 
 
-def test_the_json_is_there_after_each_step(pipeline, path):
+def test_the_json_is_written_after_each_step(pipeline, path):
     pipeline.run("first", python("pass"), 30)
     assert read(path)["verdict"] == "not finished" and verdicts(path) == {"first": "ok"}
 
 
-def test_the_end_of_the_time_ends_children_and_keeps_what_was_printed(pipeline, path, tmp_path):
-    # A child that ignores SIGTERM, as a hanging one may.
+def test_a_timeout_ends_children_and_keeps_the_output(pipeline, path, tmp_path):
+    # A child that ignores SIGTERM, as a hanging one may do.
     file = tmp_path / "child"
     child = f"trap '' TERM; echo $$ >{file}; while :; do sleep 0.1; done"
     parent = (
@@ -99,13 +99,13 @@ def test_the_end_of_the_time_ends_children_and_keeps_what_was_printed(pipeline, 
     assert pipeline.run("hangs", python(parent), 5) == pipelines.FAILED
     assert time.monotonic() - begin < 30
     step = read(path)["steps"]["hangs"]
-    assert step["detail"] == "no end within 5 s" and step["output"] == ["started"]
+    assert step["detail"] == "did not end within 5 s" and step["output"] == ["started"]
     status = Path(f"/proc/{int(file.read_text())}/stat")
-    # Gone, or a zombie that nobody has asked for.
+    # Gone, or a zombie.
     assert not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
-def test_what_is_left_of_a_step_that_ended_is_ended_too(pipeline, tmp_path):
+def test_children_of_a_finished_step_are_ended(pipeline, tmp_path):
     file = tmp_path / "child"
     assert pipeline.run("leaves", ["sh", "-c", f"sleep 100 & echo $! >{file}"], 30) == pipelines.OK
     time.sleep(0.2)
@@ -113,7 +113,7 @@ def test_what_is_left_of_a_step_that_ended_is_ended_too(pipeline, tmp_path):
     assert not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
-def test_output_may_be_long_and_is_not_always_text(pipeline, path):
+def test_output_may_be_long_or_binary(pipeline, path):
     code = (
         "import sys; sys.stdout.buffer.write(b'\\xff\\xfe\\n'); print('line\\n' * 1000, end='last')"
     )
@@ -122,7 +122,7 @@ def test_output_may_be_long_and_is_not_always_text(pipeline, path):
     assert 290 < len(lines) < 310 and lines[-1] == "last" and "\ufffd" in lines[0]
 
 
-def test_a_program_that_is_missing_or_a_judge_that_fails_is_told_with_a_traceback(pipeline, path):
+def test_a_missing_program_or_a_failing_judge_is_reported_with_a_traceback(pipeline, path):
     def judge(code, text):
         raise KeyError("rows")
 
@@ -133,18 +133,18 @@ def test_a_program_that_is_missing_or_a_judge_that_fails_is_told_with_a_tracebac
     assert all("Traceback" in step["traceback"] for step in steps.values())
 
 
-def test_later_steps_keep_the_time_that_is_theirs(path):
+def test_time_is_reserved_for_later_steps(path):
     pipeline = pipelines.Pipeline(path, 20)
     assert pipeline.run("greedy", python("pass"), 100, reserve=18) == pipelines.SKIPPED
     assert pipeline.run("last", python("pass"), 100) == pipelines.OK
 
 
-def test_what_is_skipped_fails_where_there_is_a_gpu(pipeline):
+def test_a_skipped_step_fails_if_there_is_a_gpu(pipeline):
     pipeline.step("speed", pipelines.MISSED, "3 of 96")
     pipeline.step("memcheck", pipelines.IMPOSSIBLE)
     pipeline.step("inside MXNet", pipelines.LEFT_OUT)
     assert pipeline.end(has_gpu=True) == 0
-    pipeline.step("beside PyTorch", pipelines.SKIPPED)
+    pipeline.step("against PyTorch", pipelines.SKIPPED)
     assert pipeline.end(has_gpu=False) == 0
     assert pipeline.end(has_gpu=True) == 1
 
@@ -152,7 +152,7 @@ def test_what_is_skipped_fails_where_there_is_a_gpu(pipeline):
 # The steps.
 
 
-def test_without_a_gpu_it_says_so_and_all_is_well(monkeypatch, path, capsys):
+def test_without_a_gpu_it_says_so_and_passes(monkeypatch, path, capsys):
     monkeypatch.setattr(check, "ask_gpu", lambda: None)
     monkeypatch.setattr(check, "BUILD", "print('CUDA 13.0 for all')")
     monkeypatch.setattr(
@@ -169,7 +169,7 @@ def test_without_a_gpu_it_says_so_and_all_is_well(monkeypatch, path, capsys):
 
 
 @pytest.mark.parametrize("gpu", [None, GPU])
-def test_a_build_that_fails_is_told(monkeypatch, path, capsys, gpu):
+def test_a_failed_build_is_reported(monkeypatch, path, capsys, gpu):
     monkeypatch.setattr(check, "ask_gpu", lambda: gpu)
     monkeypatch.setattr(check, "BUILD", "import sys; sys.exit('nvcc: error: no such kernel')")
     assert check.main(["--json", str(path)]) == 1
@@ -191,14 +191,14 @@ def test_spilled_registers_fail(monkeypatch, pipeline, path):
     assert verdicts(path)["register spills"] == pipelines.FAILED
 
 
-def test_spills_are_left_out_where_the_gpu_took_the_time(pipeline, path):
+def test_spills_are_left_out_if_no_time_is_left(pipeline, path):
     pipeline.limit = check.FOR_SPILLS - 1
     check.find_spills(pipeline, GPU)
     assert verdicts(path) == {"register spills": pipelines.LEFT_OUT}
     assert pipeline.end(GPU) == 0
 
 
-def test_on_a_slow_machine_spills_are_looked_for_in_few_architectures(monkeypatch, pipeline, path):
+def test_a_slow_machine_checks_spills_for_few_architectures(monkeypatch, pipeline, path):
     monkeypatch.setattr(check, "BUILD", "print('CUDA 13.0 for sm_75 sm_90 sm_120, PTX 121')")
     monkeypatch.setattr(
         check,
@@ -211,31 +211,31 @@ def test_on_a_slow_machine_spills_are_looked_for_in_few_architectures(monkeypatc
     assert check.build_all(pipeline, None)
     check.find_spills(pipeline, None)
     step = read(path)["steps"]["register spills"]
-    assert step["output"] == ["75 120"] and "sm_75 and sm_120 alone" in step["detail"]
+    assert step["output"] == ["75 120"] and "only for sm_75 and sm_120" in step["detail"]
 
 
-def test_all_steps_run_where_there_is_a_gpu(monkeypatch, path, tmp_path):
+def test_all_steps_run_if_there_is_a_gpu(monkeypatch, path, tmp_path):
     stub_steps(monkeypatch)
     (tmp_path / "unpack.sh").write_text("")
     assert check.main(["--json", str(path), "--mxnet-set", str(tmp_path)]) == 0
     assert set(verdicts(path).values()) == {"ok"} and len(verdicts(path)) == 7
-    # It needs no GPU, whose time is short.
+    # The last, as it does not need the GPU.
     assert list(verdicts(path))[-1] == "find_spills"
     assert read(path)["library"] == "CUDA 13.0 for sm_90"
     assert check.main(["--json", str(path), "--no-bench", "--no-sanitizer"]) == 0
     assert list(verdicts(path).values()).count("left out") == 3
 
 
-def test_a_set_of_mxnet_that_is_none_is_refused_before_the_build(capsys, path):
+def test_an_invalid_mxnet_set_is_refused_before_the_build(capsys, path):
     with pytest.raises(SystemExit):
         check.main(["--json", str(path), "--mxnet-set", "nowhere"])
     assert "nowhere/unpack.sh" in capsys.readouterr().err and not path.exists()
 
 
-def test_no_pytorch_fails_where_there_is_a_gpu(monkeypatch, path):
+def test_missing_pytorch_fails_if_there_is_a_gpu(monkeypatch, path):
     stub_steps(monkeypatch, find_pytorch=lambda pipeline: False)
     assert check.main(["--json", str(path)]) == 1
-    assert verdicts(path)["beside PyTorch in float64"] == "skipped"
+    assert verdicts(path)["against PyTorch in float64"] == "skipped"
     assert verdicts(path)["speed"] == "skipped"
 
 
@@ -246,7 +246,7 @@ def test_no_pytorch_fails_where_there_is_a_gpu(monkeypatch, path):
         ("import torch_", "FAILED", "torch_"),
     ],
 )
-def test_it_says_which_pytorch_or_why_none(monkeypatch, pipeline, path, code, verdict, detail):
+def test_the_version_of_pytorch_or_its_error(monkeypatch, pipeline, path, code, verdict, detail):
     monkeypatch.setattr(check, "PYTORCH", code)
     pipeline.limit = 1000
     assert check.find_pytorch(pipeline) == (verdict == "ok")
@@ -264,14 +264,14 @@ def test_the_sanitizer_of_cuda_home(monkeypatch, pipeline, path, tmp_path):
     assert verdicts(path)["memcheck"] == "ok"
 
 
-def test_an_error_of_its_own_ends_in_the_json_too(monkeypatch, path):
+def test_an_internal_error_is_in_the_json_too(monkeypatch, path):
     def broken(pipeline, library):
-        raise ZeroDivisionError("of its own")
+        raise ZeroDivisionError("an internal error")
 
     stub_steps(monkeypatch, check_kernels=broken)
     assert check.main(["--json", str(path)]) == 1
     step = read(path)["steps"]["gpu-check itself"]
-    assert "of its own" in step["detail"] and "Traceback" in step["traceback"]
+    assert "an internal error" in step["detail"] and "Traceback" in step["traceback"]
 
 
 @pytest.mark.parametrize(
@@ -281,10 +281,10 @@ def test_an_error_of_its_own_ends_in_the_json_too(monkeypatch, path):
         ("RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, "FAILED", "ok"),
         ("ERROR SUMMARY: 2 errors", 9, "FAILED", "FAILED"),
         ("ERROR SUMMARY: 0 errors", 1, "FAILED", "FAILED"),
-        ("========= Error: Device not supported", 1, "cannot work here", "cannot work here"),
+        ("========= Error: Device not supported", 1, "not supported", "not supported"),
     ],
 )
-def test_sanitizers_have_to_say_that_they_found_nothing(
+def test_sanitizers_must_report_that_they_found_nothing(
     monkeypatch, pipeline, path, tmp_path, says, code, memcheck, racecheck
 ):
     program(tmp_path, "compute-sanitizer", f"echo '{says}'; exit {code}")
@@ -294,7 +294,7 @@ def test_sanitizers_have_to_say_that_they_found_nothing(
     assert verdicts(path) == {"memcheck": memcheck, "racecheck": racecheck}
 
 
-def test_what_nvidia_smi_says(monkeypatch, tmp_path):
+def test_the_gpu_according_to_nvidia_smi(monkeypatch, tmp_path):
     monkeypatch.setattr(check, "DRIVER", "raise OSError")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert check.ask_gpu() is None
@@ -302,14 +302,14 @@ def test_what_nvidia_smi_says(monkeypatch, tmp_path):
     assert check.ask_gpu() is None
     program(tmp_path, "nvidia-smi", "echo 'NVIDIA H200, 580.1, 9.0'")
     assert check.ask_gpu() == GPU
-    # Where it is broken, the driver is asked.
+    # If nvidia-smi fails, the driver is queried.
     program(tmp_path, "nvidia-smi", "exit 1")
     monkeypatch.setattr(check, "DRIVER", "print('NVIDIA H200, 580.1, 9.0')")
     assert check.ask_gpu() == GPU
 
 
 def figures(folder, name, **result):
-    """A program that writes them to a file."""
+    """A program that writes `result` to a file."""
     return f"open({str(folder / name)!r}, 'w').write({json.dumps(result)!r})\n"
 
 
@@ -346,7 +346,7 @@ def test_figures_of_the_kernels(
     end = "import os; os.abort()" if code < 0 else f"exit({code})"
     (tmp_path / "tests/gpu/check_kernels.py").write_text(text + end)
     check.check_kernels(pipeline, "library")
-    assert verdicts(path) == {"beside PyTorch in float64": verdict}
+    assert verdicts(path) == {"against PyTorch in float64": verdict}
 
 
 @pytest.mark.parametrize(
@@ -363,9 +363,9 @@ def test_inside_mxnet(monkeypatch, pipeline, path, tmp_path, ends, verdict):
     check.run_mxnet(pipeline, tmp_path, library)
     step = read(path)["steps"]["inside MXNet"]
     assert step["verdict"] == verdict, step
-    folder, places, *names = step["output"]
-    # The package with the library that was built, however Python is told to look for it.
-    assert places == f"{folder}:/of/the/set" and folder.startswith("/")
+    folder, python_path, *names = step["output"]
+    # The package with the new library comes first in PYTHONPATH and in the working directory.
+    assert python_path == f"{folder}:/of/the/set" and folder.startswith("/")
     assert {"libgluon_syncbn.so", "layers"} <= set(names)
     assert not Path(folder).exists()
 

@@ -1,8 +1,8 @@
-"""The layer on GPUs inside MXNet. On a GPU that MXNet's own kernels were not compiled for (sm_90)
-memory, engine, autograd and our kernels run all the same, so arrays come from the host, each is
-used once, gradients are marked by hand, and references are NumPy's.
+"""Tests the layer on GPUs inside MXNet, without MXNet's own kernels, which may not be compiled for
+the GPU (sm_90). Memory, engine and autograd work anyway. So arrays come from the host, each is used
+once, gradients are marked by hand, and references are computed in NumPy.
 
-GPUS_FOR_TESTS="cpu(0) cpu(1)" takes these contexts for GPUs, with the library of `make fake-cuda`.
+GPUS_FOR_TESTS="cpu(0) cpu(1)" uses these contexts as GPUs, with the library of `make fake-cuda`.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ if not GPUS:
 if not sbn.native.cuda_kernels():
     pytest.skip("the library was built without CUDA kernels", allow_module_level=True)
 
-# The largest difference over the largest value; see tests/tolerances.py.
+# The largest difference, relative to the largest value. See tests/support/tolerances.py.
 TOLERANCE = {"float16": 2**-11 + 1e-6, "float32": 1e-6, "float64": 1e-12}
 COUNTS = sorted({1, len(GPUS)})
 
@@ -40,7 +40,7 @@ def put(array, device, dtype="float32"):
     return mx.nd.array(np.asarray(array, dtype), ctx=device, dtype=dtype)
 
 
-def away(result, wanted):
+def relative_error(result, wanted):
     result, wanted = (np.asarray(each, "float64") for each in (result, wanted))
     return np.abs(result - wanted).max() / (np.abs(wanted).max() or 1)
 
@@ -50,7 +50,7 @@ def parameter_dtype(dtype):
 
 
 def data(shape, axis, dtype, offset=3):
-    """x and dy with values that the dtype has, gamma, beta: fresh in each run."""
+    """Random x, dy, gamma and beta, rounded to their dtypes. Different in each run."""
     random = np.random.RandomState()
     arrays = [random.normal(offset, 2, shape), random.normal(0.3, 1, shape)]
     parameters = [random.normal(size=shape[axis]) for _ in range(2)]
@@ -59,8 +59,8 @@ def data(shape, axis, dtype, offset=3):
 
 
 class Device:
-    """A layer's arrays on one device, made without any kernel of MXNet's. `before`: what the
-    gradients of x, gamma and beta are, to which those of the pass are added."""
+    """A layer's arrays on one device, created without MXNet's kernels. `before`: initial gradients
+    of x, gamma and beta, to which the pass adds."""
 
     def __init__(self, device, x, dy, gamma, beta, dtype, before=None):
         kind = parameter_dtype(dtype)
@@ -77,8 +77,8 @@ class Device:
 
 
 class Results:
-    """Of all devices: y and dx put together, gradients of gamma and beta added, and the running
-    statistics of each device."""
+    """The results of all devices: y and dx concatenated, the gradients of gamma and beta added, and
+    the running statistics of each device."""
 
     def __init__(self, ys, parts):
         self.y, self.dx = (
@@ -114,7 +114,7 @@ def run(devices, x, dy, gamma, beta, dtype="float32", axis=1, training=True, bef
     return Results(ys, parts)
 
 
-# A sample for each of 16 GPUs.
+# At least one sample for each of up to 16 GPUs.
 SHAPES = [((16, 5, 7, 9), 1), ((16, 7, 9, 5), 3), ((16, 20), 1), ((16, 33, 40, 41), 1)]
 
 
@@ -127,14 +127,14 @@ def test_forward_and_backward(dtype, shape, axis, count):
     wanted = reference.forward(x, gamma, beta, axis=axis)
     gradients = reference.backward(dy, x, gamma, axis=axis)
     parameters = TOLERANCE[parameter_dtype(dtype)]
-    assert away(got.y, wanted.y) <= TOLERANCE[dtype]
-    assert away(got.dx, gradients.dx) <= TOLERANCE[dtype]
+    assert relative_error(got.y, wanted.y) <= TOLERANCE[dtype]
+    assert relative_error(got.dx, gradients.dx) <= TOLERANCE[dtype]
     # Sums of terms of both signs.
-    assert away(got.dgamma, gradients.dgamma) <= 4 * parameters
-    assert away(got.dbeta, gradients.dbeta) <= 4 * parameters
+    assert relative_error(got.dgamma, gradients.dgamma) <= 4 * parameters
+    assert relative_error(got.dbeta, gradients.dbeta) <= 4 * parameters
     for mean, variance, _ in got.running:
-        assert away(mean, 0.45 + 0.1 * wanted.mean) <= parameters
-        assert away(variance, 1.8 + 0.1 * wanted.variance) <= parameters
+        assert relative_error(mean, 0.45 + 0.1 * wanted.mean) <= parameters
+        assert relative_error(variance, 1.8 + 0.1 * wanted.variance) <= parameters
 
 
 MODES = {
@@ -151,9 +151,9 @@ MODES = {
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape, axis", SHAPES)
 @pytest.mark.parametrize("mode", MODES)
-def test_beside_the_cpu(dtype, shape, axis, mode):
-    """The same bits where statistics are given, and for (N, C) data. Else both are within the
-    tolerance of the truth, so within twice that of each other."""
+def test_gpu_and_cpu_agree(dtype, shape, axis, mode):
+    """The bits are equal with given statistics, and for (N, C) data. Otherwise both are within the
+    tolerance of the reference, and so within twice the tolerance of each other."""
     arrays = data(shape, axis, dtype)
     gpu = run(GPUS[:1], *arrays, dtype, axis, **MODES[mode])
     cpu = run([CPU], *arrays, dtype, axis, **MODES[mode])
@@ -165,9 +165,9 @@ def test_beside_the_cpu(dtype, shape, axis, mode):
             assert a.tobytes() == b.tobytes(), name
         factor = 1 if name in ("y", "dx") else 4
         kind = dtype if name in ("y", "dx") else parameter_dtype(dtype)
-        assert away(a, b) <= 2 * factor * TOLERANCE[kind], name
+        assert relative_error(a, b) <= 2 * factor * TOLERANCE[kind], name
     for a, b in zip(gpu.running[0], cpu.running[0]):
-        assert away(a, b) <= 2 * TOLERANCE[parameter_dtype(dtype)]
+        assert relative_error(a, b) <= 2 * TOLERANCE[parameter_dtype(dtype)]
         if given or len(shape) == 2:
             assert a.tobytes() == b.tobytes()
 
@@ -180,22 +180,22 @@ def test_gradients_are_added(dtype, shape, axis):
     got = run(GPUS[:1], x, dy, gamma, beta, dtype, axis, before=before)
     gradients = reference.backward(dy, x, gamma, axis=axis)
     parameters = TOLERANCE[parameter_dtype(dtype)]
-    assert away(got.dx, before[0] + gradients.dx) <= 2 * TOLERANCE[dtype]
-    assert away(got.dgamma, before[1] + gradients.dgamma) <= 4 * parameters
-    assert away(got.dbeta, before[2] + gradients.dbeta) <= 4 * parameters
+    assert relative_error(got.dx, before[0] + gradients.dx) <= 2 * TOLERANCE[dtype]
+    assert relative_error(got.dgamma, before[1] + gradients.dgamma) <= 4 * parameters
+    assert relative_error(got.dbeta, before[2] + gradients.dbeta) <= 4 * parameters
 
 
 def test_every_run_has_the_same_bits():
     arrays = data((16, 5, 133, 131), 1, "float32", offset=1e3)
     first = run(GPUS[:1], *arrays)
     for devices in [GPUS[:1]] * 5 + [GPUS]:
-        again = run(devices, *arrays)
+        other = run(devices, *arrays)
         for name in ("y", "dx"):
-            assert getattr(first, name).tobytes() == getattr(again, name).tobytes(), name
-        assert first.running[0][0].tobytes() == again.running[0][0].tobytes()
+            assert getattr(first, name).tobytes() == getattr(other, name).tobytes(), name
+        assert first.running[0][0].tobytes() == other.running[0][0].tobytes()
 
 
-def test_a_gpu_meets_the_cpu():
+def test_a_gpu_synchronizes_with_the_cpu():
     arrays = data((16, 20), 1, "float32")
     alone, together = run(GPUS[:1], *arrays), run([GPUS[0], CPU], *arrays)
     assert alone.y.tobytes() == together.y.tobytes()
@@ -228,7 +228,7 @@ def layer_on(devices, hybridize=None, dtype="float32", **options):
 
 
 def train(layer, device, steps, dtype="float32"):
-    """Forward and backward on one device for each (x, dy). All that comes of it, as arrays."""
+    """Forward and backward on one device for each (x, dy). Returns all results as arrays."""
     results = {}
     for i, (x, dy) in enumerate(steps):
         x, dx = put(x, device, dtype), put(np.full(x.shape, np.nan), device, dtype)
@@ -262,8 +262,11 @@ def test_hybridized(dtype, hybridize):
     for name, array in wanted.items():
         assert array.tobytes() == got[name].tobytes(), name
     x, dy = steps[-1]
-    assert away(got["y 2"], reference.forward(x, np.ones(5), np.zeros(5)).y) <= TOLERANCE[dtype]
-    assert away(got["dx 2"], reference.backward(dy, x, np.ones(5)).dx) <= TOLERANCE[dtype]
+    assert (
+        relative_error(got["y 2"], reference.forward(x, np.ones(5), np.zeros(5)).y)
+        <= TOLERANCE[dtype]
+    )
+    assert relative_error(got["dx 2"], reference.backward(dy, x, np.ones(5)).dx) <= TOLERANCE[dtype]
 
 
 WORKER = """
@@ -280,8 +283,8 @@ for hybridize in (None, dict(static_alloc=True)):
     layer = t.layer_on([t.GPUS[0]], hybridize)
     results = t.train(layer, t.GPUS[0], halves)
     np.savez({folder!r} + "/" + str(bool(hybridize)) + str(kv.rank), **results)
-# What runs at exit starts threads, which Python 3.12 refuses once it ends; the package is for
-# Python 3.8 to 3.11.
+# The exit handlers start threads, which Python 3.12 refuses at exit. (The package supports Python
+# 3.8 to 3.11.)
 atexit._run_exitfuncs()
 """
 
@@ -314,4 +317,4 @@ def test_two_processes_on_one_gpu(tmp_path):
             for name in ("running_mean", "running_var"):
                 assert rank[name].tobytes() == wanted[name].tobytes(), name
         for name in ("dgamma", "dbeta"):
-            assert away(ranks[0][name] + ranks[1][name], wanted[name]) <= 4e-6, name
+            assert relative_error(ranks[0][name] + ranks[1][name], wanted[name]) <= 4e-6, name
