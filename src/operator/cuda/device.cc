@@ -263,7 +263,7 @@ void clear_on_gpu(int device, void* memory, size_t bytes) noexcept {
     pass.clear(memory, bytes);
     pass.finish();
   } catch (const std::exception&) {
-    // The error that is being told has a cause, which may well be this one's too.
+    // An error is being reported already, probably with the same cause.
   }
 }
 
