@@ -91,7 +91,7 @@ def test_a_script_that_ends_while_a_call_waits(ending, hybridize):
         print(time.time(), flush=True)
         {line}
     """
-    # Once in three tries, as the machine may be busy and MXNet's own end takes time.
+    # In one of three tries, as the machine may be busy and MXNet takes time to shut down.
     most = 10
     took = []
     while len(took) < 3 and not any(seconds < most for seconds in took):
@@ -105,7 +105,7 @@ def test_a_script_that_ends_while_a_call_waits(ending, hybridize):
 
 @pytest.mark.long
 def test_the_last_steps_are_completed():
-    """The script does not wait for their results, and one device is always late."""
+    """The script does not wait for their results, and one device is always slower."""
     body = """
         a = mx.nd.ones((700, 700), ctx=devices[1]) / 700
         for _ in range(6):
@@ -217,7 +217,7 @@ def test_logging_a_result_that_never_arrives_blocks_no_other_thread():
 
 
 def test_fork_between_steps():
-    """The parent and the child both train on."""
+    """Both the parent and the child continue to train."""
     body = """
         import multiprocessing
 

@@ -445,7 +445,7 @@ void missing_layer_is_an_error() {
   CHECK_THROWS(
       Error, f.all_reduce.reduce(none, {}, Direction::kForward, "cpu(0)", "float32", &sums, &count),
       "does not exist", remedy);
-  f.all_reduce.fail(none, "nobody is there");
+  f.all_reduce.fail(none, "there is no layer");
   f.all_reduce.drain(6, 1, "cpu(0)");
   f.all_reduce.forget(6);
   CHECK(f.failures.empty());
