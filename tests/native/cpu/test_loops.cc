@@ -179,5 +179,5 @@ int main() {
   }
 #endif
   channels_are_divided_among_threads();
-  return check::finish("loops_cpu");
+  return check::finish("loops");
 }
