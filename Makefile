@@ -9,7 +9,7 @@ FLAGS ?= -O2
 HOROVOD_CACHE ?= $${XDG_CACHE_HOME:-$$HOME/.cache}/gluon_syncbn
 
 PYTHON ?=
-pythons := $(or $(PYTHON),python3.11 python3.10 python3.9 python3.8 python3)
+pythons := $(or $(PYTHON),python3.14 python3.13 python3.12 python3.11 python3.10 python3.9 python3.8 python3)
 ready := .venv/ready-
 python := .venv/bin/python
 pip := $(python) -m pip -qq --no-input
@@ -41,7 +41,7 @@ endif
 .PHONY: fake-cuda gpu-check cuda-report help train test test-all bench bench-distributed lint format warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
-	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.11] [CXX=g++]'
+	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.13] [CXX=g++]'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1@\2/p' Makefile | awk -F@ '{printf "%-21s%s\n", $$1, $$2}'
 
 train: $(ready)mxnet-$(MXNET) $(ready)examples ## train the segmentation example; each time writes a new folder runs/segmentation-N
@@ -147,13 +147,13 @@ $(fake_cuda): tests/gpu/fake_cuda_backend.cc tests/gpu/kernel_api.cc $(objects) 
 # The files .venv/ready-* say what has been installed there, so that a second run has nothing to set up.
 $(ready)python:
 	@for python in $(pythons); do \
-	    if $$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 8) <= sys.version_info < (3, 12))' 2>/dev/null; \
+	    if $$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 8) <= sys.version_info < (3, 15))' 2>/dev/null; \
 	    then found=$$python; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then \
-	    echo "MXNet 1.9.1 needs Python 3.8 to 3.11 with the modules venv and ensurepip, and none was found as" \
+	    echo "MXNet 1.9.1 runs on Python 3.8 to 3.14 with the modules venv and ensurepip, and none was found as" \
 	        "$(pythons): install one (Debian, Ubuntu: apt install python3-venv) or name the one you have:" \
-	        "make PYTHON=/path/to/python3.11" >&2; exit 1; \
+	        "make PYTHON=/path/to/python3" >&2; exit 1; \
 	fi; \
 	echo "Creating .venv with $$($$found --version)"; \
 	$$found -m venv .venv
@@ -170,6 +170,8 @@ $(ready)mxnet-$(MXNET): pyproject.toml | $(ready)library
 	@echo "Installing MXNet 1.9.1 ($(MXNET))"
 	@$(if $(filter-out $@,$(wildcard $(ready)mxnet-*)),$(pip) uninstall --yes mxnet mxnet-cu112; rm -f $(ready)mxnet-*)
 	@$(pip) install 'gluon_syncbn[$(MXNET)]'
+	@# From Python 3.13 on, the line above leaves MXNet out.
+	@$(pip) install --no-deps mxnet$(if $(filter cpu,$(MXNET)),,-$(MXNET))==1.9.1
 	@touch $@
 
 $(ready)examples $(ready)test $(ready)lint: $(ready)%: pyproject.toml | $(ready)library
@@ -186,7 +188,7 @@ build_horovod = rm -rf build/horovod && $(python) -m venv build/horovod && \
     build/horovod/bin/pip --no-input install 'setuptools<70' wheel cffi cloudpickle 'cmake<4' packaging psutil pyyaml && \
     $(python) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
         >"$$(build/horovod/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/with_mxnet.pth" && \
-    env -u MAKEFLAGS PATH="$$PWD/build/horovod/bin:$$PATH" HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MXNET=1 \
+    env -u MAKEFLAGS PATH="$$PWD/build/horovod/bin:$$PATH" PYTHONPATH="$$PWD/mxnet_compat/site" HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MXNET=1 \
         HOROVOD_WITHOUT_MPI=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 \
         nice build/horovod/bin/pip --no-input --no-cache-dir wheel --no-deps --no-build-isolation \
         --wheel-dir $(horovod_wheels) $(horovod) && \

@@ -11,11 +11,10 @@ import os
 os.environ["MXNET_CPU_TEMP_COPY"] = "256"
 os.environ["MXNET_CPU_PARALLEL_RAND_COPY"] = "64"
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
-
-import gluon_syncbn as sbn
 
 SHAPE = (8, 16, 32, 32)
 MEANS = (0, 1e2, 1e3, 1e4, 1e5)

@@ -19,11 +19,11 @@ from pathlib import Path
 os.environ["MXNET_CPU_TEMP_COPY"] = "256"
 os.environ["MXNET_CPU_PARALLEL_RAND_COPY"] = "64"
 
+import gluon_syncbn
 import mxnet as mx
 import numpy as np
 from tqdm import tqdm
 
-import gluon_syncbn
 import measure
 import report
 

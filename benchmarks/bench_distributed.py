@@ -18,12 +18,12 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 from tqdm import tqdm
 
 import bench
-import gluon_syncbn as sbn
 import measure
 import report
 

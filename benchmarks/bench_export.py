@@ -12,10 +12,9 @@ import tempfile
 import time
 import warnings
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
-
-import gluon_syncbn as sbn
 
 SIDE = {"resnet18_v1": 224, "resnet50_v1b": 224, "mobilenet1.0": 224, "fcn_resnet50_voc": 256}
 KINDS = ("training net", "unfolded", "folded", "ONNX, unfolded", "ONNX, folded")

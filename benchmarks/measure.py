@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import mxnet as mx
 import numpy as np
-from mxnet import autograd, gluon
-from tqdm import tqdm
-
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.layers.operator import sync_batch_norm
+from mxnet import autograd, gluon
+from tqdm import tqdm
 
 WARM_UP = 3
 MAX_WARM_UP_ROUNDS = 60

@@ -36,9 +36,11 @@ def main(arguments=None):
 
 def _run(options, fail):
     if options.command == "doctor":
-        from .cli.doctor import doctor
+        from .cli import doctor
 
-        return doctor()
+        if options.mxnet_on_import is not None:
+            return doctor.switch(options.mxnet_on_import, fail)
+        return doctor.doctor()
     try:
         # The user's module for --net may import the package.
         if not hasattr(sys.modules[__package__], "SyncBatchNorm"):
@@ -111,7 +113,24 @@ def _parser():
     )
     _add_source(inspect)
 
-    add("doctor", "Report what is installed, what works, and how to fix what does not.")
+    doctor = add("doctor", "Report what is installed, what works, and how to fix what does not.")
+    switch = doctor.add_mutually_exclusive_group()
+    for verb, value, text in (
+        (
+            "enable",
+            True,
+            "with Python 3.12 or NumPy 1.24 and newer: let programs import mxnet without "
+            "gluon_syncbn, by a .pth file in this environment",
+        ),
+        ("disable", False, "remove that file"),
+    ):
+        switch.add_argument(
+            f"--{verb}-mxnet-on-import",
+            dest="mxnet_on_import",
+            action="store_const",
+            const=value,
+            help=text,
+        )
     return parser
 
 

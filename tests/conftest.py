@@ -3,7 +3,13 @@ raise first."""
 
 import importlib.metadata
 import os
+import signal
 from pathlib import Path
+
+import mxnet_compat  # noqa: F401  Some tests import mxnet first.
+
+# The shell starts background jobs with SIGINT ignored, which the processes of tests would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The tests' own modules, for the processes that tests start too.
 _SUPPORT = str(Path(__file__).resolve().parent / "support")

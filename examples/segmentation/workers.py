@@ -84,9 +84,8 @@ class Team(Alone):
     """
 
     def __init__(self):
-        import mxnet as mx
-
         import gluon_syncbn
+        import mxnet as mx
         from gluon_syncbn.distributed import KVStoreReducer
 
         self.kvstore = mx.kv.create("dist_sync")

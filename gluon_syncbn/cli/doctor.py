@@ -11,6 +11,9 @@ import sys
 from importlib import metadata
 from typing import Any, NamedTuple
 
+from mxnet_compat import is_needed
+from mxnet_compat import switch as on_import
+
 from .._version import __version__
 
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -42,9 +45,8 @@ def doctor():
     found.say("gluon_syncbn", f"{__version__} in {_FOLDER}")
     found.say("Python", f"{platform.python_version()} ({sys.executable})")
     found.say("system", f"{platform.platform()}, {_cores()}")
-    if not (3, 8) <= sys.version_info[:2] <= (3, 11):
-        found.fix("Python", "MXNet 1.9.1 needs Python 3.8 to 3.11: make an environment with one.")
     _packages(found)
+    found.say("MXNet on this Python", _compatibility())
     _library(found)
     _environment(found)
     state = _mxnet(found)
@@ -62,6 +64,32 @@ def doctor():
         return 1
     print("All is well.")
     return 0
+
+
+def switch(enabled, fail):
+    """Lets every program of this environment import mxnet, or no longer. Returns 0."""
+    try:
+        on_import.enable() if enabled else on_import.disable()
+    except OSError as error:
+        fail(
+            f"{error.filename} cannot be written ({error.strerror}): make the environment "
+            "writable, or import gluon_syncbn before mxnet in each program."
+        )
+    print(f"MXNet on this Python: {_compatibility()}")
+    return 0
+
+
+def _compatibility():
+    enabled = on_import.is_enabled()
+    if not is_needed():
+        text = "runs as it is"
+        return f"{text}; {on_import.path()} is not needed" if enabled else text
+    if enabled:
+        return f"every program may import mxnet ({on_import.path()})"
+    return (
+        "import gluon_syncbn or mxnet_compat before mxnet, start programs with "
+        "gluon_syncbn.launch, or run doctor --enable-mxnet-on-import once"
+    )
 
 
 class _Findings:

@@ -31,10 +31,9 @@ def kernels(path):
 
 def train(*names):
     """The largest error of y and dx on devices with unequal shards, compared with NumPy."""
+    import gluon_syncbn as sbn
     import mxnet as mx
     import numpy as np
-
-    import gluon_syncbn as sbn
 
     devices = [mx.Context(kind, int(i)) for kind, i in (name.split(":") for name in names)]
     edges = [0, 2, 5] if len(devices) == 2 else [0, 5]

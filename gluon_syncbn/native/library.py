@@ -13,6 +13,7 @@ _LIBRARY = os.path.join(_PACKAGE, "libgluon_syncbn.so")
 
 def _import_mxnet():
     try:
+        import mxnet_compat  # noqa: F401, I001  First: it lets MXNet run on today's Python and NumPy.
         import mxnet
     except Exception as error:  # Old MXNet may raise anything under a new NumPy or Python.
         raise ImportError(_why_mxnet_failed(error)) from error
@@ -25,27 +26,15 @@ def _import_mxnet():
 
 
 def _why_mxnet_failed(error):
-    if isinstance(error, ModuleNotFoundError) and error.name == "mxnet":
-        return (
-            f"gluon_syncbn needs MXNet {_MXNET}, which is not installed: "
-            "pip install 'gluon-syncbn[cpu]', or 'gluon-syncbn[cu112]' for GPUs."
-        )
-    if not (3, 8) <= sys.version_info[:2] <= (3, 11):
-        return (
-            f"MXNet {_MXNET} needs Python 3.8 to 3.11 and cannot be imported by Python "
-            f"{sys.version_info[0]}.{sys.version_info[1]} ({error}): use Python 3.11."
-        )
-    try:
-        import numpy
-
-        version = tuple(int(part) for part in numpy.__version__.split(".")[:2])
-    except ImportError:
-        return f"MXNet {_MXNET} needs NumPy, which is not installed: pip install 'numpy<1.24'."
-    if version >= (1, 24):
-        return (
-            f"MXNet {_MXNET} needs NumPy below 1.24 and cannot be imported with "
-            f"{numpy.__version__} ({error}): pip install 'numpy<1.24'."
-        )
+    missing = error.name if isinstance(error, ModuleNotFoundError) else ""
+    if missing == "mxnet":
+        if sys.version_info < (3, 13):
+            how = "pip install 'gluon-syncbn[cpu]', or 'gluon-syncbn[cu112]' for GPUs."
+        else:
+            how = f"pip install --no-deps mxnet=={_MXNET}, or mxnet-cu112=={_MXNET} for GPUs."
+        return f"gluon_syncbn needs MXNet {_MXNET}, which is not installed: {how}"
+    if missing in ("graphviz", "numpy", "requests"):
+        return f"MXNet {_MXNET} needs {missing}, which is not installed: pip install {missing}."
     return (
         f"MXNet {_MXNET} is installed but cannot be imported ({error}): fix or reinstall it "
         "first; mxnet-cu112 needs the CUDA 11 libraries and an NVIDIA driver."
@@ -76,7 +65,7 @@ def _load():
 
 
 mxnet = _import_mxnet()
-import numpy  # noqa: E402, F401, I001  Only after MXNet, whose error says which NumPy it needs.
+import numpy  # noqa: E402, F401, I001  Only after MXNet: if it is missing, the error says so.
 
 library = _load()
 

@@ -126,8 +126,8 @@ def version_of(source):
 def test_wheel_serves_every_python_version_and_holds_the_package_alone(checkout, wheel):
     version = version_of(checkout)
     assert re.fullmatch(rf"gluon_syncbn-{re.escape(version)}-py3-none-linux_\w+\.whl", wheel.name)
-    package = checkout / "gluon_syncbn"
-    modules = {f"gluon_syncbn/{path.relative_to(package)}" for path in package.rglob("*.py")}
+    packages = [checkout / "gluon_syncbn", checkout / "mxnet_compat"]
+    modules = {str(path.relative_to(checkout)) for root in packages for path in root.rglob("*.py")}
     with zipfile.ZipFile(wheel) as archive:
         files = set(archive.namelist())
         (metadata,) = (name for name in files if name.endswith("/METADATA"))
@@ -135,10 +135,9 @@ def test_wheel_serves_every_python_version_and_holds_the_package_alone(checkout,
             archive.read(metadata).decode().replace(" ", "")
         )  # Spaced by version of setuptools.
     assert {name for name in files if ".dist-info/" not in name} == modules | {LIBRARY}
-    assert "Requires-Python:<3.12,>=3.8\n" in metadata
-    assert "Requires-Dist:numpy<1.24\n" in metadata
+    assert "Requires-Python:>=3.8\n" in metadata
     for extra, mxnet in (("cpu", "mxnet"), ("cu112", "mxnet-cu112")):
-        assert re.search(rf"Requires-Dist:{mxnet}==1\.9\.1;extra==[\"']{extra}[\"']", metadata)
+        assert re.search(rf"Requires-Dist:{mxnet}==1\.9\.1;.*extra==[\"']{extra}[\"']", metadata)
 
 
 def test_library_needs_system_libraries_alone_and_knows_no_folder(checkout, wheel, tmp_path):
@@ -282,7 +281,8 @@ def stub(folder, module, text):
 def test_without_mxnet(package):
     sentence = refusal([package], "-S")
     assert re.search(
-        r"needs MXNet 1\.9\.1, which is not installed.*pip install .*\[cpu\]", sentence
+        r"needs MXNet 1\.9\.1, which is not installed.*pip install (.*\[cpu\]|--no-deps mxnet)",
+        sentence,
     )
 
 
@@ -292,22 +292,10 @@ def test_with_another_mxnet(package, tmp_path):
     assert re.search(r"needs MXNet 1\.9\.1.*found 1\.8\.0.*pip install mxnet==1\.9\.1", sentence)
 
 
-def test_with_a_numpy_that_mxnet_cannot_use(package, tmp_path):
-    new = stub(tmp_path / "new", "numpy", '__version__ = "1.24.0"\n')
-    sentence = refusal([new, package])
-    assert re.search(r"NumPy below 1\.24.*with 1\.24\.0.*pip install 'numpy<1\.24'", sentence)
-
-
 def test_without_numpy(package, tmp_path):
     bare = stub(tmp_path / "bare", "mxnet", "import numpy\n")
     sentence = refusal([bare, package], "-S")
-    assert re.search(r"needs NumPy, which is not installed.*pip install 'numpy<1\.24'", sentence)
-
-
-def test_with_a_python_that_mxnet_cannot_use(package, tmp_path):
-    old = stub(tmp_path / "old", "mxnet", "import distutils_of_old\n")
-    sentence = refusal([old, package], prelude="sys.version_info = (3, 12, 1, 'final', 0)")
-    assert re.search(r"needs Python 3\.8 to 3\.11 .*Python 3\.12 .*use .*Python 3\.11", sentence)
+    assert "needs numpy, which is not installed: pip install numpy." in sentence
 
 
 def test_with_an_mxnet_that_cannot_be_imported(package, tmp_path):

@@ -1,4 +1,4 @@
-"""Loads exported files in a process that cannot import gluon_syncbn.
+"""Loads exported files in a process that cannot import gluon_syncbn, only what lets MXNet run.
 
 As a program: stock.py PREFIX EPOCH INPUTS.npz OUTPUTS.npz [MODEL.onnx] writes the outputs of
 SymbolBlock, Module and ONNX Runtime as block:0, module:0, onnx:0 and so on. fused:0 are those of
@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 
+import mxnet_compat.hook
 import numpy as np
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -20,6 +21,7 @@ def outputs_of(prefix, inputs, folder, epoch=0, onnx=None):
     np.savez(source, **inputs)
     command = [sys.executable, os.path.abspath(__file__), prefix, str(epoch), source, target]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    mxnet_compat.hook.inherit(environment)
     done = subprocess.run(
         [str(part) for part in [*command, *([onnx] if onnx else [])]],
         cwd=folder,

@@ -1,0 +1,36 @@
+"""Lets MXNet 1.9.1 and gluoncv 0.10.5 run on today's Python and NumPy.
+
+MXNet 1.9.1, the last release, reads names that NumPy 1.24 and later, Python 3.12 (``distutils``)
+and onnx 1.17 (``onnx.mapping``) removed, so its import fails there. Import this package first::
+
+    import mxnet_compat
+    import mxnet as mx
+
+``import gluon_syncbn`` and ``python -m gluon_syncbn.launch`` do it for you. For programs that do
+neither, ``python -m gluon_syncbn doctor --enable-mxnet-on-import`` switches it on for a whole
+environment, and ``--disable-mxnet-on-import`` off again.
+
+The import only adds a finder to ``sys.meta_path``. When mxnet is imported, missing names are put
+back with the meaning they had. Where nothing is missing, as with Python 3.11 and NumPy 1.23,
+nothing is changed.
+"""
+
+import sys
+
+from .hook import install
+
+__all__ = ["is_needed"]
+
+
+def is_needed():
+    """Whether MXNet 1.9.1 cannot be imported here without this package."""
+    try:
+        from importlib import metadata
+
+        numpy = metadata.version("numpy")
+    except metadata.PackageNotFoundError:
+        return False
+    return sys.version_info >= (3, 12) or tuple(map(int, numpy.split(".")[:2])) >= (1, 24)
+
+
+install()

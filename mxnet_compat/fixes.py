@@ -1,0 +1,160 @@
+"""What MXNet 1.9.1 and gluoncv 0.10.5 read of other packages, and what has become of it.
+
+Each function puts back what is missing, and leaves alone what is there.
+"""
+
+import os
+import sys
+import types
+from importlib.util import find_spec
+
+from . import is_needed
+from .hook import inherit
+
+
+def _before_mxnet():
+    import numpy
+
+    add_numpy_names(numpy)
+    if find_spec("distutils") is None:
+        add_distutils()
+    if is_needed():
+        # Workers of a DataLoader that are not forked import mxnet first.
+        inherit(os.environ)
+
+
+def add_numpy_names(numpy):
+    """The names that NumPy 1.24 to 2 removed, under which MXNet and gluoncv still use them."""
+    if _release(numpy.__version__) < (1, 24):
+        return
+
+    def renamed(name, new):
+        # A new function, as MXNet registers one of its own for each name.
+        def function(*args, **kwargs):
+            return getattr(numpy, new)(*args, **kwargs)
+
+        function.__name__ = name
+        return function
+
+    def moved_to_numpy_financial(name):
+        def function(*args, **kwargs):
+            raise RuntimeError(
+                f"numpy.{name} was removed from NumPy 1.20: use {name} of numpy_financial"
+            )
+
+        function.__name__ = name
+        return function
+
+    names = {
+        "Inf": numpy.inf,
+        "NAN": numpy.nan,
+        "NINF": -numpy.inf,
+        "NZERO": -0.0,
+        "NaN": numpy.nan,
+        "PINF": numpy.inf,
+        "PZERO": 0.0,
+        "bool": bool,  # NumPy 2 has one of its own, which MXNet takes as well.
+        "compat": types.SimpleNamespace(basestring=str),
+        "float": float,
+        "in1d": lambda ar1, ar2, **options: numpy.isin(numpy.ravel(ar1), ar2, **options),
+        "int": int,
+        "msort": lambda a: numpy.sort(a, axis=0),
+    }
+    for name in ("mirr", "npv", "pmt", "ppmt", "pv", "rate"):
+        names[name] = moved_to_numpy_financial(name)
+    for name, new in {
+        "alltrue": "all",
+        "product": "prod",
+        "round_": "round",
+        "sometrue": "any",
+        "trapz": "trapezoid",
+    }.items():
+        names[name] = renamed(name, new)
+    for name, value in names.items():
+        if name not in vars(numpy):
+            setattr(numpy, name, value)
+
+
+def _release(version):
+    """(2, 1) of "2.1.0rc1"."""
+    return tuple(int(number) for number in version.split(".")[:2])
+
+
+def add_distutils():
+    """``distutils.version``, which is all that MXNet and gluoncv use of distutils. Python 3.12
+    removed it; setuptools, where it is installed, brings the whole of it."""
+    from . import distutils_version
+
+    distutils = types.ModuleType("distutils", "Added by mxnet_compat.")
+    distutils.__path__ = []
+    distutils.version = distutils_version
+    sys.modules["distutils"] = distutils
+    sys.modules["distutils.version"] = distutils_version
+
+
+def _after_mxnet(mxnet):
+    import numpy
+
+    if mxnet.__version__ != "1.9.1":
+        return
+    if _release(numpy.__version__) >= (2, 0):
+        # Operators get their parameters as text, and NumPy 2 writes (np.int64(2),) where NumPy 1
+        # wrote (2,).
+        for module in (mxnet._ctypes.ndarray, mxnet._ctypes.symbol):
+            module.str = parameter_text
+    if not hasattr(numpy.ndarray, "tostring"):
+        for function in (mxnet.recordio.pack, mxnet.recordio.pack_img):
+            _rename_attribute(function, "tostring", "tobytes")
+
+
+def parameter_text(value):
+    """``str(value)``, with NumPy scalars inside tuples and lists as NumPy 1 wrote them."""
+    if type(value) in (tuple, list):
+        value = type(value)(map(_plain, value))
+    return str(value)
+
+
+def _plain(value):
+    import numpy
+
+    if type(value) in (tuple, list):
+        return type(value)(map(_plain, value))
+    return value.item() if isinstance(value, numpy.generic) else value
+
+
+def _rename_attribute(function, old, new):
+    """Lets a function use another attribute, for all who hold it."""
+    code = function.__code__
+    names = tuple(new if name == old else name for name in code.co_names)
+    function.__code__ = code.replace(co_names=names)
+
+
+def add_onnx_mapping(onnx):
+    """``onnx.mapping``, which onnx 1.17 removed."""
+    if find_spec("onnx.mapping") is not None:
+        return
+    from onnx import TensorProto, helper
+
+    mapping = types.ModuleType("onnx.mapping", "Added by mxnet_compat.")
+    to_numpy = {}
+    for kind in TensorProto.DataType.values():
+        if kind != TensorProto.UNDEFINED:
+            to_numpy[kind] = helper.tensor_dtype_to_np_dtype(kind)
+    mapping.TENSOR_TYPE_TO_NP_TYPE = to_numpy
+    # Of the types that share one in NumPy, the first.
+    mapping.NP_TYPE_TO_TENSOR_TYPE = {dtype: kind for kind, dtype in reversed(to_numpy.items())}
+    onnx.mapping = sys.modules["onnx.mapping"] = mapping
+
+
+def add_pillow_names(image):
+    """A filter that Pillow 10 renamed."""
+    if not hasattr(image, "ANTIALIAS"):
+        image.ANTIALIAS = image.LANCZOS
+
+
+# Module: what to call before it is executed, and with the module afterwards.
+FIXES = {
+    "mxnet": (_before_mxnet, _after_mxnet),
+    "onnx": (lambda: None, add_onnx_mapping),
+    "PIL.Image": (lambda: None, add_pillow_names),
+}

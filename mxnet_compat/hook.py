@@ -1,0 +1,73 @@
+"""The import hook. Only Python's `sys` and `os` are imported until a module needs a fix."""
+
+import os
+import sys
+
+# As in fixes.py.
+_FIXED = ("mxnet", "onnx", "PIL.Image")
+# Holds a sitecustomize.py, which Python imports when it starts.
+_SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
+
+
+def install():
+    """Adds the hook to this process. Modules that are loaded already are fixed at once, as far as
+    that is possible."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _Finder())
+    for name in _FIXED:
+        if sys.modules.get(name):
+            _fixes(name)[1](sys.modules[name])
+
+
+def inherit(environment):
+    """Adds the hook to all Python processes that are started with this environment."""
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    if _SITE not in paths:
+        environment["PYTHONPATH"] = os.pathsep.join([_SITE, *filter(None, paths)])
+
+
+def _fixes(name):
+    """What to call before and after the module is executed."""
+    from . import fixes
+
+    return fixes.FIXES[name]
+
+
+class _Finder:
+    """Leaves the search for a module to the other finders."""
+
+    def __init__(self):
+        self._searching = set()
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in _FIXED or name in self._searching:
+            return None
+        from importlib.util import find_spec
+
+        self._searching.add(name)
+        try:
+            spec = find_spec(name)
+        finally:
+            self._searching.discard(name)
+        if spec is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader:
+    """Another loader, with a fix before and after it executes the module."""
+
+    def __init__(self, loader):
+        self._loader = loader
+
+    def create_module(self, spec):
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        # Later code reads a package's files through its loader.
+        module.__loader__ = module.__spec__.loader = self._loader
+        before, after = _fixes(module.__name__)
+        before()
+        self._loader.exec_module(module)
+        after(module)

@@ -1,0 +1,21 @@
+"""`make test-pythons`: the quick tests with the wheel, on several versions of Python."""
+
+from pathlib import Path
+
+import nox
+
+# The oldest, the one that MXNet was made for, and the newest that is at hand.
+PYTHONS = ["3.8", "3.11", "3.13"]
+# MXNet was made for NumPy 1.23. Other versions are what pip takes, NumPy 2 where there is no MXNet
+# to forbid it.
+CONSTRAINTS = {"3.11": ["numpy==1.23.5"]}
+
+
+@nox.session(python=PYTHONS)
+def tests(session):
+    (wheel,) = Path("dist").glob("*.whl")
+    session.install(f"{wheel}[cpu,examples,test]", *CONSTRAINTS.get(session.python, []))
+    session.install("--no-deps", "mxnet==1.9.1")
+    session.run(
+        "python", "-m", "pytest", "-n2", "--dist=loadfile", "-m", "not long", *session.posargs
+    )
