@@ -102,6 +102,19 @@ class Residual(gluon.HybridBlock):
         return self.head(F.mean(x, axis=(2, 3)))
 
 
+class Net(gluon.HybridBlock):
+    """Layers by name, and what `call(net, F, *inputs)` makes of them."""
+
+    def __init__(self, call, **layers):
+        super().__init__(prefix="net_")
+        self._call = call
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def hybrid_forward(self, F, *inputs):
+        return self._call(self, F, *inputs)
+
+
 def sequential(*layers):
     net = nn.HybridSequential(prefix="net_")
     net.add(*layers)
@@ -311,52 +324,38 @@ def test_symbol_blocks(tmp_path, norm, converted):
         assert block._cached_graph is graph
 
 
-class TwoInTwoOut(gluon.HybridBlock):
-    """Its outputs come in another order than they are computed."""
-
-    def __init__(self):
-        super().__init__()
-        with self.name_scope():
-            self.norm, self.dense = sbn.SyncBatchNorm(), nn.Dense(3, in_units=4)
-
-    def hybrid_forward(self, F, x, y):
-        early = self.norm(x + y)
-        late = self.dense(early)
-        return late, early
+def two_in_two_out(net, F, x, y):
+    """The outputs come in another order than they are computed."""
+    early = net.norm(x + y)
+    return net.dense(early), early
 
 
 @pytest.mark.parametrize("known", ["input_shape", "hybridized"])
 def test_several_inputs_and_outputs(tmp_path, known):
-    net = TwoInTwoOut()
+    net = Net(two_in_two_out, norm=sbn.SyncBatchNorm(), dense=nn.Dense(3, in_units=4))
     if known == "hybridized":
         net.hybridize()
     inputs, expected = ready(net, (2, 4), (2, 4))
-    shapes = [x.shape for x in inputs] if known == "input_shape" else None
-    sbn.export(net, tmp_path / "m", input_shape=shapes)
+    shapes = [x.shape for x in inputs]
+    sbn.export(net, tmp_path / "m", input_shape=shapes if known == "input_shape" else None)
     block = load(tmp_path / "m", ["data0", "data1"])
     assert_outputs(forward(block, *inputs), expected, EXPORTED[False])
-    model = tmp_path / "model.onnx"
-    sbn.export(net, tmp_path / "m", onnx=model, input_shape=[x.shape for x in inputs])
-    session = onnxruntime.InferenceSession(str(model))
+    sbn.export(net, tmp_path / "m", onnx=tmp_path / "m.onnx", input_shape=shapes)
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
     outputs = session.run(None, dict(zip(["data0", "data1"], inputs)))
     assert_outputs(outputs, expected, ONNX)
 
 
-class LeftOut(gluon.HybridBlock):
-    def __init__(self):
-        super().__init__()
-        self.norm = sbn.SyncBatchNorm(in_channels=4)
-
-    def hybrid_forward(self, F, x, y=None, z=None):
-        x = self.norm(x)
-        x = x if y is None else x + y[0] * y[1]
-        return x if z is None else x * z
+def optional(net, F, x, y=None, z=None):
+    x = net.norm(x)
+    x = x if y is None else x + y[0] * y[1]
+    return x if z is None else x * z
 
 
 @pytest.mark.parametrize("given", ["x", "xz", "xyy"])
 def test_inputs_that_are_left_out(given, tmp_path):
     """They are None in the call that net.hybridize() compiled; y is a list of two."""
-    net = LeftOut()
+    net = Net(optional, norm=sbn.SyncBatchNorm(in_channels=4))
     net.initialize()
     net.hybridize()
     x, y, z = (mx.nd.array(np.random.default_rng(i).normal(size=(2, 4))) for i in range(3))
@@ -437,59 +436,47 @@ def test_folding_with_channels_last(tmp_path, transposed, groups):
     assert_same_bits(weights[0][1], weights[1][1])
 
 
-class Shared(gluon.HybridBlock):
-    """A convolution and a normalization that share something or are separated."""
-
-    def __init__(self, kind):
-        super().__init__(prefix="shared_")
-        self._kind = kind
-        with self.name_scope():
-            self.conv = nn.Conv2D(3, 3, padding=1, in_channels=3, prefix="conv_")
-            self.norm, self.other = sbn.SyncBatchNorm(), sbn.SyncBatchNorm()
-            self.second = nn.Conv2D(3, 3, padding=1, in_channels=3)
-
-    def hybrid_forward(self, F, x):
-        y = self.conv(x)
-        return {
-            "weights": lambda: self.other(self.conv(F.relu(self.norm(y)))),
-            "output": lambda: self.norm(y) + y,
-            "output of the net": lambda: (self.norm(y), y),
-            "two norms": lambda: self.norm(y) + self.other(y),
-            "relu": lambda: self.norm(F.relu(y)),
-            "norm": lambda: self.norm(self.second(F.relu(self.norm(y)))),
-        }[self._kind]()
+def computed_gamma(net, F, x):
+    parameters = net.norm._reg_params.values()
+    gamma, *others = [p.var() if F is mx.sym else p.data() for p in parameters]
+    return F.BatchNorm(net.conv(x), F.exp(gamma), *others, fix_gamma=False, name="fwd")
 
 
-@pytest.mark.parametrize(
-    "kind, folded, why",
-    [
-        ("weights", 0, "shared_conv_weight is shared"),
-        ("output", 0, "shared_conv_fwd has other users"),
-        ("output of the net", 0, "shared_conv_fwd has other users"),
-        ("two norms", 0, "shared_conv_fwd has other users"),
-        ("relu", 0, "it follows relu"),
-        ("norm", 2, None),
-    ],
-)
-def test_what_is_shared_is_left_alone(tmp_path, kind, folded, why):
-    net = Shared(kind)
+LEFT = {
+    "shared weights": (
+        lambda net, F, x: net.other(net.conv(F.relu(net.norm(net.conv(x))))),
+        "conv_weight is shared",
+    ),
+    "two users": (lambda net, F, x: net.norm(y := net.conv(x)) + y, "conv_fwd has other users"),
+    "output of the net": (
+        lambda net, F, x: (net.norm(y := net.conv(x)), y),
+        "conv_fwd has other users",
+    ),
+    "relu": (lambda net, F, x: net.norm(F.relu(net.conv(x))), "it follows relu"),
+    "computed gamma": (computed_gamma, "net_exp0 is computed"),
+    "another axis": (
+        lambda net, F, x: net.rows(net.conv(x)),
+        "it normalizes axis 2, conv_fwd has its channels on 1",
+    ),
+    # Each folds one layer, into a convolution of its own.
+    "shared norm": (lambda net, F, x: net.norm(net.second(F.relu(net.norm(net.conv(x))))), None),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_what_cannot_be_folded_is_left_alone(tmp_path, kind):
+    call, why = LEFT[kind]
+    layers = {"norm": sbn.SyncBatchNorm(in_channels=3), "other": sbn.SyncBatchNorm(in_channels=3)}
+    layers["rows"] = sbn.SyncBatchNorm(axis=2, in_channels=6)
+    for name in ("conv", "second"):
+        layers[name] = nn.Conv2D(3, 3, padding=1, in_channels=3, prefix=f"{name}_")
+    net = Net(call, **layers)
     [x], expected = ready(net, (2, 3, 6, 6))
     result = sbn.export(net, tmp_path / "m", fold=True)
-    assert len(result.folded) == folded
+    assert len(result.folded) == (0 if why else 2)
     assert set(result.left.values()) == ({why} if why else set())
     assert operators(tmp_path / "m").count("BatchNorm") == len(result.left)
     assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[True])
-
-
-class Siamese(gluon.HybridBlock):
-    """Calls a SymbolBlock twice, so its graph has two nodes for each parameter."""
-
-    def __init__(self, backbone):
-        super().__init__(prefix="siamese_")
-        self.backbone = backbone
-
-    def hybrid_forward(self, F, a, b):
-        return self.backbone(a) - self.backbone(b)
 
 
 @pytest.mark.parametrize("fold", [False, True])
@@ -497,7 +484,8 @@ def test_a_graph_that_is_called_twice_shares_its_parameters(tmp_path, fold):
     net = sequential(nn.Conv2D(4, 3, in_channels=3), sbn.SyncBatchNorm())
     ready(net, (2, 3, 6, 6))
     sbn.export(net, tmp_path / "backbone")
-    twice = Siamese(load(tmp_path / "backbone"))
+    backbone = load(tmp_path / "backbone")
+    twice = Net(lambda net, F, a, b: net.backbone(a) - net.backbone(b), backbone=backbone)
     rng = np.random.default_rng(0)
     inputs = [rng.standard_normal((2, 3, 6, 6)).astype("float32") for _ in range(2)]
     expected = forward(twice, *inputs)
@@ -601,19 +589,12 @@ def test_names_of_all_alphabets(tmp_path):
     assert_outputs(forward(sbn.convert_sync_batchnorm(loaded), x), expected, EXPORTED[False])
 
 
-class Masked(gluon.HybridBlock):
-    def __init__(self):
-        super().__init__(prefix="masked_")
-        with self.name_scope():
-            self.conv = nn.Conv2D(4, 3, in_channels=3)
-
-    def hybrid_forward(self, F, x, mask):
-        y = self.conv(x)
-        return F.broadcast_mul(y, mask) if autograd.is_training() else y
+def masked(net, F, x, mask):
+    return F.broadcast_mul(net.conv(x), mask) if autograd.is_training() else net.conv(x)
 
 
 def test_an_input_that_only_training_reads_is_not_in_the_file(tmp_path):
-    net, shapes = Masked(), [(2, 3, 6, 6), (1,)]
+    net, shapes = Net(masked, conv=nn.Conv2D(4, 3, in_channels=3)), [(2, 3, 6, 6), (1,)]
     (x, _), expected = ready(net, *shapes)
     sbn.export(net, tmp_path / "m", input_shape=shapes, onnx=tmp_path / "m.onnx")
     assert_outputs(forward(load(tmp_path / "m", ["data0"]), x), expected, EXPORTED[False])
@@ -639,39 +620,6 @@ def test_random_outputs_are_not_compared(tmp_path):
         noisy = nn.HybridLambda(lambda F, x: F.broadcast_add(x, F.random.uniform(shape=(1,))))
         sbn.export(noisy, tmp_path / "m", onnx=tmp_path / "m.onnx", input_shape=(2, 3))
     assert_same_bits(mx.nd.random.uniform(shape=(2,)).asnumpy(), expected)
-
-
-class ComputedGamma(gluon.HybridBlock):
-    def __init__(self):
-        super().__init__(prefix="net_")
-        with self.name_scope():
-            self.conv = nn.Conv2D(4, 3, in_channels=3)
-            self.norm = nn.BatchNorm(in_channels=4)
-
-    def hybrid_forward(self, F, x):
-        of_norm = [p.var() if F is mx.sym else p.data() for p in self.norm._reg_params.values()]
-        gamma, *others = of_norm
-        return F.BatchNorm(self.conv(x), F.exp(gamma), *others, fix_gamma=False, name="fwd")
-
-
-def another_axis():
-    conv = nn.Conv2D(5, 1, in_channels=3, prefix="conv_")
-    return sequential(conv, sbn.SyncBatchNorm(axis=2))
-
-
-@pytest.mark.parametrize(
-    "make, why",
-    [
-        (ComputedGamma, "net_exp0 is computed"),
-        (another_axis, "it normalizes axis 2, conv_fwd has its channels on 1"),
-    ],
-)
-def test_what_does_not_fit_the_layer_before_is_left_alone(tmp_path, make, why):
-    net = make()
-    [x], expected = ready(net, (2, 3, 6, 6))
-    result = sbn.export(net, tmp_path / "m", fold=True)
-    assert list(result.left.values()) == [why] and not result.folded
-    assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[False])
 
 
 def test_values_that_float16_does_not_hold(tmp_path):
@@ -815,15 +763,11 @@ def test_only_the_argument_onnx_needs_its_packages(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["m-0000.params", "m-symbol.json"]
 
 
-class OneName(gluon.HybridBlock):
-    def __init__(self):
-        super().__init__(prefix="")
-        for name in ("one", "two"):
-            setattr(self, name, sbn.SyncBatchNorm(in_channels=3, prefix="same_"))
-            getattr(self, name).initialize()
-
-    def hybrid_forward(self, F, x):
-        return self.two(self.one(x))
+def of_one_name():
+    one, two = (sbn.SyncBatchNorm(in_channels=3, prefix="same_") for _ in range(2))
+    one.initialize()
+    two.initialize()
+    return Net(lambda net, F, x: net.two(net.one(x)), one=one, two=two)
 
 
 def loop(**arguments):
@@ -856,7 +800,7 @@ def loop(**arguments):
             sbn.ExportError,
             "HybridLambda 'hybridlambda",
         ),
-        (OneName, sbn.ExportError, "Two parameters have the name same_"),
+        (of_one_name, sbn.ExportError, "Two parameters have the name same_"),
         (lambda: nn.Dense(3), ValueError, "2 parameters have no values yet, dense"),
         (lambda: mx.sym.var("data"), ValueError, "export takes a Gluon Block and got Symbol"),
     ],
