@@ -98,13 +98,9 @@ def kill_server(cluster, pids):
     os.kill(cluster.find("server"), signal.SIGKILL)
 
 
-def kill_scheduler(cluster, pids):
-    os.kill(cluster.find("scheduler"), signal.SIGKILL)
-
-
 def kill_scheduler_and_finish(cluster, pids):
     """Nobody needs it before the end."""
-    kill_scheduler(cluster, pids)
+    os.kill(cluster.find("scheduler"), signal.SIGKILL)
     time.sleep(1)
     (cluster.folder / "stop").touch()
 
@@ -130,32 +126,17 @@ JOBS = {
     "stopped after training": by_hand("stops_after_training"),
     "other data": by_hand("one_device_has_other_data"),
     "other device": by_hand("one_device_is_not_of_the_group"),
-    "waitall": by_hand("waits_for_everything", kill_worker),
-    "trainer": by_hand("stops_before_the_trainer"),
     "launched, worker killed": launched(TRAIN, kill_worker),
-    "launched, worker stopped": launched(TRAIN, stop_worker),
-    "launched, server killed": launched(TRAIN, kill_server),
-    "launched, scheduler killed": launched(TRAIN, kill_scheduler),
     "launched, exception": launched("raises"),
 }
 HOROVOD_JOBS = {
     "horovod, worker killed": launched(TRAIN, kill_worker, engine="horovod"),
     "horovod, worker stopped": launched(TRAIN, stop_worker, engine="horovod"),
-    "horovod, exception": launched("raises", engine="horovod"),
 }
 
 
 # Those of which others show about the same.
-LONG = {
-    "hybridized",
-    "waitall",
-    "trainer",
-    "launched, worker stopped",
-    "launched, server killed",
-    "launched, scheduler killed",
-    "horovod, exception",
-    "horovod, worker stopped",
-}
+LONG = {"hybridized", "horovod, worker stopped"}
 
 
 @pytest.fixture(scope="module")
@@ -274,15 +255,6 @@ def test_the_error_of_one_device_reaches_the_other_processes(job):
     assert why in job.errors[1][1]
 
 
-@pytest.mark.xfail(reason="nothing ends a process that waits inside MXNet")
-@of("waitall", "trainer")
-def test_a_process_that_waits_for_more_than_a_layer_ends(job):
-    """In mx.nd.waitall(), which waits for the message too that was given up, and for the Trainer's
-    own message."""
-    assert job.codes.get(job.pids[0]) == 1 and job.ended[job.pids[0]] < TIMEOUT + SLACK
-    assert "Missing: rank 1 (" in job.output
-
-
 # With the launcher, which ends all when one has died.
 
 
@@ -291,23 +263,13 @@ def test_the_launcher_ends_all_for_a_worker_that_is_killed(job):
     check_launcher(job, 128 + signal.SIGKILL, f"worker 1 (process {job.pids[1]}) was killed by")
 
 
-@of("launched, exception", "horovod, exception")
+@of("launched, exception")
 def test_the_launcher_ends_all_for_an_exception(job):
     check_launcher(job, 1, f"worker 1 (process {job.pids[1]}) ended with exit code 1")
     assert job.output.count("ArithmeticError: a bad batch") == 2
 
 
-@of("launched, server killed")
-def test_the_launcher_ends_all_for_the_server(job):
-    check_launcher(job, 128 + signal.SIGKILL, "server 0 (process ")
-
-
-@of("launched, scheduler killed")
-def test_the_launcher_ends_all_for_the_scheduler(job):
-    check_launcher(job, 128 + signal.SIGKILL, "scheduler (process ")
-
-
-@of("launched, worker stopped", "horovod, worker stopped")
+@of("horovod, worker stopped")
 def test_the_launcher_ends_all_when_the_others_give_up(job):
     check_launcher(job, 1, f"worker 0 (process {job.pids[0]}) ended with exit code 1", TIMEOUT)
     kind, text, seconds = job.errors[0]
