@@ -358,10 +358,14 @@ def test_copies(clone, of_graph, tmp_path):
     sbn.set_default_group(None)
 
 
-def ids_of(net):
-    """The ids of the synchronized layers of a net or a graph."""
+def synced(net):
+    """The synchronized layers of a net or a graph."""
     layers = [node.layer for node in getattr(net, "_nodes", ())] or layers_of(net)
-    return {layer._layer.number for layer in layers if hasattr(layer, "_layer")}
+    return [layer for layer in layers if hasattr(layer, "_layer")]
+
+
+def ids_of(net):
+    return {layer._layer.number for layer in synced(net)}
 
 
 class SlowStore:
@@ -415,20 +419,19 @@ def test_hooks_stay():
 def test_again_changes_only_group_and_number(of_graph, tmp_path):
     net = exported(small_net(), tmp_path) if of_graph else small_net()
     net.initialize(ctx=contexts(2), force_reinit=True)
-    group = sbn.SyncGroup(group_size=1)
+    group, other = sbn.SyncGroup(group_size=1), sbn.SyncGroup(group_size=2)
     _, report = convert_sync_batchnorm(net, group=group, return_report=True)
-    layers = [node.layer for node in net._nodes] if of_graph else layers_of(net)
-    before = [layer._layer.number for layer in layers]
-    paths = tuple(entry.path for entry in report.replaced)
+    before, paths = ids_of(net), tuple(entry.path for entry in report.replaced)
     _, report = convert_sync_batchnorm(net, return_report=True)
     assert report.already == paths and len(paths) == 2 and not report.replaced
-    assert [layer._layer.number for layer in layers] == before
-    assert {layer._own_group for layer in layers} == {group}
-    convert_sync_batchnorm(net, num_devices=2)
-    assert {(layer._own_group, layer._num_devices) for layer in layers} == {(group, 2)}
-    other = sbn.SyncGroup(group_size=2)
-    convert_sync_batchnorm(net, group=other)
-    assert {(layer._own_group, layer._num_devices) for layer in layers} == {(other, 2)}
+    assert ids_of(net) == before
+    for arguments, expected in (
+        ({}, (group, None)),
+        ({"num_devices": 2}, (group, 2)),
+        ({"group": other}, (other, 2)),
+    ):
+        convert_sync_batchnorm(net, **arguments)
+        assert {(layer._own_group, layer._num_devices) for layer in synced(net)} == {expected}
 
 
 def test_layers_made_synchronized_become_plain():
@@ -470,8 +473,8 @@ def exported(net, path, x=None, initialize=True):
     return gluon.SymbolBlock.imports(*files_of(path / "net"))
 
 
-def files_of(graph, parameters=None):
-    return f"{graph}-symbol.json", ["data"], f"{parameters or graph}-0000.params"
+def files_of(graph):
+    return f"{graph}-symbol.json", ["data"], f"{graph}-0000.params"
 
 
 def test_a_cumulative_average_is_not_reverted(tmp_path):
@@ -566,13 +569,10 @@ def test_what_is_logged(caplog):
     with caplog.at_level(logging.INFO, logger="gluon_syncbn"):
         convert_sync_batchnorm(small_net())
         convert_sync_batchnorm(nn.Dense(3))
-        revert_sync_batchnorm(nn.Dense(3))
     first, second = caplog.records
-    assert first.levelno == logging.INFO and second.levelno == logging.WARNING
-    assert first.getMessage() == (
-        "convert_sync_batchnorm, HybridSequential 'net': 2 layers replaced "
-        "(2 BatchNorm -> SyncBatchNorm)"
-    )
+    assert (first.levelno, second.levelno) == (logging.INFO, logging.WARNING)
+    words = "'net': 2 layers replaced (2 BatchNorm -> SyncBatchNorm)"
+    assert first.getMessage() == f"convert_sync_batchnorm, HybridSequential {words}"
     assert "no batch normalization found" in second.getMessage()
 
 
@@ -816,22 +816,6 @@ def test_files_fit_each_way(saved, loaded, tmp_path):
     for net in (target, collected):
         for p, expected in zip(net.collect_params().values(), source.collect_params().values()):
             assert_same_bits(p.data().asnumpy(), expected.data().asnumpy(), p.name)
-
-
-@pytest.mark.parametrize(
-    "saved, loaded", [("nn.BatchNorm", "converted"), ("converted", "nn.BatchNorm")]
-)
-def test_exported_files_fit_each_way(saved, loaded, tmp_path):
-    """The graph of one and the parameters of the other."""
-    x = images()
-    source, graph = prepared(saved), prepared(loaded)
-    expected = forward(source, x)
-    for name, net in (("source", source), ("graph", graph)):
-        net.hybridize()
-        forward(net, x)
-        net.export(str(tmp_path / name))
-    net = gluon.SymbolBlock.imports(*files_of(tmp_path / "graph", tmp_path / "source"))
-    assert_close(forward(net, x), expected, "float32")
 
 
 def test_an_exported_net_of_ours_becomes_stock_and_ours(tmp_path):

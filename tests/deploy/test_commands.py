@@ -131,33 +131,47 @@ def data(folder):
 
 
 @pytest.mark.filterwarnings("ignore:.*Cannot decide type")
-@pytest.mark.parametrize("source", ["own", "own-symbol.json", "c.params --net test_commands:make"])
-def test_export(run, data, tmp_path, source):
+def test_export(run, data, tmp_path):
     x, expected = data
-    out = run(f"export {source} -o TMP/m --epoch 2 --fold --onnx TMP/m.onnx --input-shape 2,3,8,8")
-    assert "folded  2 layers of batch normalization, 0 left" in out
-    assert "ONNX Runtime differs by" in out
-    assert sorted(os.listdir(tmp_path)) == ["m-0002.params", "m-symbol.json", "m.onnx"]
-    outputs = stock.outputs_of(
-        str(tmp_path / "m"), {"data": x}, str(tmp_path), 2, str(tmp_path / "m.onnx")
-    )
+    parameters = []
+    for source in ("own", "own-symbol.json", "c.params --net test_commands:make"):
+        out = run(
+            f"export {source} -o TMP/m --epoch 2 --fold --onnx TMP/m.onnx --input-shape 2,3,8,8"
+        )
+        assert "folded  2 layers of batch normalization, 0 left" in out
+        assert "ONNX Runtime differs by" in out
+        files = contents(tmp_path)
+        assert list(files) == ["m-0002.params", "m-symbol.json", "m.onnx"]
+        parameters.append(files["m-0002.params"])
+    assert parameters[0] == parameters[1] == parameters[2]
+    model = str(tmp_path / "m.onnx")
+    outputs = stock.outputs_of(str(tmp_path / "m"), {"data": x}, str(tmp_path), 2, model)
     assert_outputs(outputs["block"], expected, EXPORTED[True])
     assert_outputs(outputs["onnx"], expected, ONNX)
-    run(f"export {source} -o TMP/plain --dtype float16")
+    run("export own -o TMP/plain --dtype float16")
     assert operators(tmp_path / "plain").count("BatchNorm") == 2
 
 
 def test_convert_a_symbol(run, data, folder, tmp_path):
     x, expected = data
-    assert "2 GluonSyncBatchNorm became BatchNorm, 2 in all" in run(
-        "convert own-symbol.json -o TMP/m-symbol.json"
-    )
+    out = run("convert own-symbol.json -o TMP/m-symbol.json")
+    assert "2 GluonSyncBatchNorm became BatchNorm, 2 in all" in out and "dropped" not in out
     assert operators(tmp_path / "m") == ["Convolution", "BatchNorm"] * 2
     shutil.copy(folder / "own-0003.params", tmp_path / "m-0000.params")
     assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[False])
-    assert "none became BatchNorm, 2 in all" in run(
-        "convert TMP/m-symbol.json -o TMP/m-symbol.json"
-    )
+    out = run("convert TMP/m-symbol.json -o TMP/m-symbol.json")
+    assert "none became BatchNorm, 2 in all" in out
+
+
+@pytest.mark.filterwarnings("ignore:.*Cannot decide type")
+def test_a_stock_symbol_has_no_count_of_batches(run, folder, tmp_path):
+    out = run("convert norms-symbol.json -o TMP/m-symbol.json")
+    assert "dropped what only training needs: norms_syncbatchnorm0_num_batches_tracked (" in out
+    names = (str(tmp_path / "m-symbol.json"), ["data"], str(folder / "norms-0000.params"))
+    mx.gluon.SymbolBlock.imports(*names, ignore_extra=True)
+    run("export norms -o TMP/e")
+    assert not any("tracked" in name for name in mx.nd.load(str(tmp_path / "e-0000.params")))
+    load(tmp_path / "e")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
@@ -169,20 +183,6 @@ def test_converted_dtypes_are_those_of_cast(run, folder, tmp_path, dtype):
     run(f"convert norms-0000.params -o TMP/c-0000.params --dtype {dtype}")
     for name, array in mx.nd.load(str(tmp_path / "c-0000.params")).items():
         assert array.dtype == np.dtype(net.collect_params()[name.split(":")[1]].dtype), name
-
-
-@pytest.mark.filterwarnings("ignore:.*Cannot decide type")
-def test_a_stock_symbol_has_no_count_of_batches(run, folder, tmp_path):
-    out = run("convert norms-symbol.json -o TMP/m-symbol.json")
-    assert "dropped what only training needs: norms_syncbatchnorm0_num_batches_tracked (" in out
-    parameters = str(folder / "norms-0000.params")
-    mx.gluon.SymbolBlock.imports(
-        str(tmp_path / "m-symbol.json"), ["data"], parameters, ignore_extra=True
-    )
-    run("export norms -o TMP/e")
-    assert not any("tracked" in name for name in mx.nd.load(str(tmp_path / "e-0000.params")))
-    load(tmp_path / "e")
-    assert "dropped" not in run("convert own-symbol.json -o TMP/own-symbol.json")
 
 
 @pytest.mark.parametrize("function", ["elsewhere", "without_path"])
@@ -313,14 +313,10 @@ def test_doctor_where_all_is_well():
     assert f"\n## {anchor}\n" in (PACKAGE.parent / place).read_text()
 
 
-def test_without_a_native_library_that_loads(tmp_path):
+def test_without_the_native_library(tmp_path):
     package = tmp_path / "copy" / "gluon_syncbn"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-    library = package / "libgluon_syncbn.so"
-    library.write_text("no library")
-    done = process("doctor", package=package)
-    assert "native CUDA part:           unknown, as the library does not load: " in done.stdout
-    library.unlink()
+    (package / "libgluon_syncbn.so").unlink()
     done = process("doctor", package=package)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "native CPU part:            missing" in done.stdout
