@@ -78,14 +78,6 @@ def leaves_early(world):
     goes_on(world, step)
 
 
-def hybridizes_alone(world):
-    step = first_steps(world)
-    if world.rank == LAST:
-        world.report("left", time.time())
-        step.net.hybridize()
-    goes_on(world, step)
-
-
 def works_on_alone(world):
     """As to evaluate and to save."""
     first_steps(world)

@@ -105,13 +105,6 @@ def test_one_message_per_layer_pass_and_process(pair):
         assert reported["first"] == dict.fromkeys(keys + handshakes, 1)
 
 
-def test_a_message_is_one_request_to_the_server(two):
-    """A new key takes one more, in which the processes agree on its number."""
-    for reported in two.reported("messages"):
-        assert reported["steps requests"] == sum(reported["steps"].values())
-        assert reported["first requests"] == 2 * sum(reported["first"].values())
-
-
 def test_one_key_is_never_twice_under_way(pair):
     for reported in pair.reported("one key on two threads"):
         assert reported == {"group": [0, 0], "reducer": [0, 0]}

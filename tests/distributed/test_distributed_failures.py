@@ -121,7 +121,6 @@ JOBS = {
     "scheduler killed": by_hand(TRAIN, kill_scheduler_and_finish),
     "exception": by_hand("raises"),
     "early end": by_hand("leaves_early"),
-    "hybridized": by_hand("hybridizes_alone"),
     "late end": by_hand("works_on_alone"),
     "stopped after training": by_hand("stops_after_training"),
     "other data": by_hand("one_device_has_other_data"),
@@ -133,10 +132,6 @@ HOROVOD_JOBS = {
     "horovod, worker killed": launched(TRAIN, kill_worker, engine="horovod"),
     "horovod, worker stopped": launched(TRAIN, stop_worker, engine="horovod"),
 }
-
-
-# Those of which others show about the same.
-LONG = {"hybridized", "horovod, worker stopped"}
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +156,7 @@ def job(request, jobs):
 
 def of(*names):
     """The jobs that a test looks at."""
-    kinds = (HOROVOD_JOBS, needs_horovod), (LONG, pytest.mark.long)
-    params = [pytest.param(n, marks=[mark for kind, mark in kinds if n in kind]) for n in names]
+    params = [pytest.param(n, marks=needs_horovod if n in HOROVOD_JOBS else ()) for n in names]
     return pytest.mark.parametrize("job", params, indirect=True)
 
 
@@ -217,12 +211,6 @@ def test_a_worker_has_a_batch_less(job):
     assert "Rank 1 has come to the end of its script and has waited" in job.output
 
 
-@of("hybridized")
-def test_a_worker_alone_hybridizes_its_net(job):
-    """It counts the calls of each graph."""
-    job.check_survivor("or hybridized it at another step", waits=True)
-
-
 @of("late end")
 def test_a_worker_works_on_after_training_for_longer_than_the_timeout(job):
     """As one that evaluates and saves."""
@@ -269,6 +257,7 @@ def test_the_launcher_ends_all_for_an_exception(job):
     assert job.output.count("ArithmeticError: a bad batch") == 2
 
 
+@pytest.mark.long
 @of("horovod, worker stopped")
 def test_the_launcher_ends_all_when_the_others_give_up(job):
     check_launcher(job, 1, f"worker 0 (process {job.pids[0]}) ended with exit code 1", TIMEOUT)

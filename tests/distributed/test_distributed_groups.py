@@ -238,13 +238,3 @@ def test_a_new_key_has_one_timeout_for_all_that_it_takes():
         store.all_gather("key", np.zeros(3), timeout=10)
     first, second = store.timeouts
     assert 1 <= first <= 9.5 and second == 10
-
-
-def test_the_end_waits_for_a_silent_process_as_long_as_the_most_patient_group():
-    store = SlowStart(seconds=0)
-    for timeout in (10, 3600, 10):
-        store.all_gather("key", np.zeros(3), timeout=timeout)
-    waited = []
-    store._liveness = types.SimpleNamespace(wait_for_the_end=waited.append, close=lambda: None)
-    store._leave(None)
-    assert waited == [3600]

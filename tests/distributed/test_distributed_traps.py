@@ -106,15 +106,3 @@ def test_calls_of_the_store_come_one_after_the_other():
     # When the reducer leaves, MXNet is as it was.
     reducer._leave(None)
     assert set(vars(store)) == {"inside", "most"} and mx.kv.create is create
-    with pytest.raises(ZeroDivisionError):
-        KVStoreReducer(Unreachable())
-    assert mx.kv.create is create
-
-
-class Unreachable(Calls):
-    """A store that fails while a reducer is made."""
-
-    num_workers = 2
-
-    def init(self, *args):
-        raise ZeroDivisionError
