@@ -17,7 +17,6 @@ from gluon_syncbn.launch.cluster import Cluster, LaunchError, Position, find_pos
     "nodes, first",
     [
         ("gpu3", "gpu3"),
-        ("gpu3,gpu1", "gpu3"),
         ("gpu[03-05,9],login", "gpu03"),
         ("a[7,9-12]b,c", "a7b"),
         ("rack[2-3]node[01-16]", "rack2node01"),
@@ -43,7 +42,6 @@ def test_positions():
     "environment, sentence",
     [
         ({}, "finds no DMLC_ROLE"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK: expected a number from 0 to 1, got 'x'."),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: expected a number from 0 to 1, got '2'."),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "65535"}, "MASTER_PORT: expected a"),
