@@ -1,9 +1,7 @@
 """Groups of devices in one process, the default group, and processes that built other nets."""
 
 import copy
-import os
 import pickle
-import time
 import types
 
 import mxnet as mx
@@ -16,7 +14,6 @@ from runs import contexts
 from tolerances import assert_same_bits
 
 import gluon_syncbn as sbn
-from gluon_syncbn.distributed import Reducer
 
 
 class Sums:
@@ -211,30 +208,3 @@ def test_another_number_of_layers_is_an_error_in_every_process(other_nets):
         assert f"Missing: rank {1 - rank} (" in text
     # The process that gives up last may find the other one gone.
     assert any(names[1 - rank] in reported["layers"][1] for rank, reported in enumerate(other_nets))
-
-
-class SlowStart(Reducer):
-    """Whose keys take a while before they can be used. Tells the timeout of each exchange."""
-
-    size = 2
-
-    def __init__(self, seconds):
-        self.timeouts = []
-        self._seconds = seconds
-        self._process = os.getpid()
-        self._channels, self._opening = {}, {}
-        self._timeouts = set()
-        self._lost = self._liveness = None
-
-    def _open(self, key, size, wait):
-        time.sleep(self._seconds)
-        exchange = lambda title, timeout, array: self.timeouts.append(timeout)  # noqa: E731
-        return types.SimpleNamespace(size=size, exchange=exchange)
-
-
-def test_a_new_key_has_one_timeout_for_all_that_it_takes():
-    store = SlowStart(seconds=0.5)
-    for _ in range(2):
-        store.all_gather("key", np.zeros(3), timeout=10)
-    first, second = store.timeouts
-    assert 1 <= first <= 9.5 and second == 10
