@@ -696,7 +696,7 @@ def two_heads():
 
 
 @pytest.mark.parametrize("make, number", [(Residual, 0), (two_heads, 1)])
-def test_a_wrong_converter_is_found_out(tmp_path, monkeypatch, make, number):
+def test_a_wrong_converter_is_noticed(tmp_path, monkeypatch, make, number):
     net = make()
     ready(net, (2, 3, 16, 16))
     _, _, converter = onnx_model.load_onnx()

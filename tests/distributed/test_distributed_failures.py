@@ -188,7 +188,7 @@ def test_the_server_is_killed(job):
 
 @of("scheduler killed")
 def test_the_scheduler_is_killed(job):
-    """Nobody misses it before the end."""
+    """Nobody needs it before the end."""
     assert job.errors == [None, None]
     assert f"The KVStore's scheduler has not answered for {TIMEOUT:g} s" in job.output
     for pid in job.pids:
@@ -197,7 +197,7 @@ def test_the_scheduler_is_killed(job):
 
 @of("exception")
 def test_a_worker_dies_of_an_exception(job):
-    """It may still tell of it when it is asked."""
+    """Its status may still say so when it is probed."""
     job.check_survivor("Missing: rank 1 (")
     assert GONE in job.errors[0][1] or "failed: ArithmeticError" in job.errors[0][1]
     assert job.codes[job.pids[1]] == 1 and job.ended[job.pids[1]] < SLACK
@@ -205,7 +205,7 @@ def test_a_worker_dies_of_an_exception(job):
 
 
 @of("early end")
-def test_a_worker_has_a_batch_less(job):
+def test_a_worker_has_one_batch_less(job):
     job.check_survivor("rank 1 (reached the end of the script)", "gluon_syncbn.distributed.join")
     assert job.codes[job.pids[1]] == 1
     assert "Rank 1 has come to the end of its script and has waited" in job.output

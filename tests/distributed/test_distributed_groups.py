@@ -35,7 +35,7 @@ def test_groups_in_one_process(size):
 
 
 @pytest.mark.parametrize("size, processes", [(3, 1), (8, 1), (5, 2), (32, 4)])
-def test_a_size_that_does_not_fit(size, processes):
+def test_a_size_that_does_not_divide_the_devices(size, processes):
     group = sbn.SyncGroup(group_size=size, store=Sums(size=processes))
     words = f"group_size={size}, and odd has 4 devices in each of {processes} processes"
     layer = sbn.SyncBatchNorm(prefix="odd_", in_channels=3, group=group)
@@ -60,7 +60,7 @@ def test_a_net_of_groups_moves_to_one_device_and_back(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 1.5, True, "2"])
-def test_a_size_that_makes_no_sense(size):
+def test_an_invalid_size(size):
     with pytest.raises(ValueError, match="group_size"):
         sbn.SyncGroup(group_size=size)
 
@@ -133,7 +133,7 @@ def test_the_default_group_may_be_one_that_does_not_fit_all_layers(default_group
 
 
 @pytest.mark.parametrize("group", [4, "all", contexts(2)])
-def test_no_default_group(group):
+def test_an_invalid_default_group(group):
     with pytest.raises(ValueError, match="give a gluon_syncbn.SyncGroup, or None"):
         sbn.set_default_group(group)
 
@@ -158,7 +158,7 @@ def test_a_group_with_a_store_is_not_pickled():
         pickle.dumps(group)
 
 
-# Processes that have not built the same net.
+# Processes with different nets.
 
 
 @pytest.fixture(scope="module")

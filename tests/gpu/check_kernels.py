@@ -1,5 +1,5 @@
 """The CUDA kernels against PyTorch in float64, with fresh random data in every run: all dtypes and
-layouts, ragged shapes, arrays at odd addresses, batches cut into 1 to 8 shards whose sums meet.
+layouts, ragged shapes, arrays at odd addresses, batches in 1 to 8 shards whose sums are reduced.
 
     python tests/gpu/check_kernels.py LIBRARY [--json FILE] [--seed N]
 """

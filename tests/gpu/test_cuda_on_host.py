@@ -1,4 +1,4 @@
-"""What the operator does on GPUs, without one: in a library with a CUDA that lies on the host and
+"""What the operator does on GPUs, without one: in a library with a CUDA that runs on the host and
 takes CPU contexts for GPUs (make fake-cuda). The kernels are the GPU's own text."""
 
 import os
@@ -154,7 +154,7 @@ for function, code, words in (
     except mx.MXNetError as error:
         text = str(error)
     else:
-        raise AssertionError(f"{function} was not told")
+        raise AssertionError(f"{function} was not reported")
     words += ["SyncBatchNorm", "cpu(3)", "GPU 3", "data of shape (4, 3, 6, 6)"]
     assert all(word in text for word in words), text
     try:

@@ -110,7 +110,7 @@ def test_children_end_with_their_step(pipeline, path, tmp_path, hangs):
     assert has_ended(int(file.read_text()))
 
 
-def test_a_program_that_is_missing_or_a_judge_that_fails_is_told_with_a_traceback(pipeline, path):
+def test_a_missing_program_or_a_failing_judge_is_reported_with_a_traceback(pipeline, path):
     def judge(code, text):
         raise KeyError("rows")
 
@@ -121,13 +121,13 @@ def test_a_program_that_is_missing_or_a_judge_that_fails_is_told_with_a_tracebac
     assert all("Traceback" in step["traceback"] for step in steps.values())
 
 
-def test_later_steps_keep_the_time_that_is_theirs(path):
+def test_time_is_reserved_for_later_steps(path):
     pipeline = pipelines.Pipeline(path, 20)
     assert pipeline.run("greedy", python("pass"), 100, reserve=18) == pipelines.SKIPPED
     assert pipeline.run("last", python("pass"), 100) == pipelines.OK
 
 
-def test_what_is_skipped_fails_where_there_is_a_gpu(pipeline):
+def test_a_skipped_step_fails_where_there_is_a_gpu(pipeline):
     pipeline.step("speed", pipelines.MISSED, "3 of 96")
     pipeline.step("memcheck", pipelines.IMPOSSIBLE)
     pipeline.step("inside MXNet", pipelines.LEFT_OUT)
@@ -207,7 +207,7 @@ def test_an_error_of_its_own_ends_in_the_json_too(monkeypatch, path):
         ("========= Error: Device not supported", 1, "cannot work here", "cannot work here"),
     ],
 )
-def test_sanitizers_have_to_say_that_they_found_nothing(
+def test_a_sanitizer_must_say_that_it_found_nothing(
     monkeypatch, pipeline, path, tmp_path, says, code, memcheck, racecheck
 ):
     program(tmp_path, "compute-sanitizer", f"echo '{says}'; exit {code}")

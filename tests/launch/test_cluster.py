@@ -128,7 +128,7 @@ def test_two_launchers_of_one_rank():
     assert all("are of rank 1: each needs a rank of its own" in text for text in found)
 
 
-def test_a_launcher_that_does_not_come(capfd, monkeypatch):
+def test_a_missing_launcher(capfd, monkeypatch):
     monkeypatch.setattr("gluon_syncbn.launch.cluster._SAY_SECONDS", 0.1)
     found = errors([0, 2], 4, wait=0.5)
     assert all("launchers 1, 3 of 4 did not come" in text for text in found)
@@ -139,7 +139,7 @@ def test_a_launcher_that_does_not_come(capfd, monkeypatch):
     assert re.search(r"launch: rank 0 did not answer at .*, waiting\.", printed)
 
 
-def test_a_launcher_that_comes_again():
+def test_a_restarted_launcher():
     """As a restarted pod does."""
     port = free_port()
     first = []

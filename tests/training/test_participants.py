@@ -137,7 +137,7 @@ def test_a_missing_participant():
     check_all_take_part(layer, 4)
 
 
-def test_one_who_should_not_have_come():
+def test_a_device_that_is_no_participant():
     layer = sbn.SyncBatchNorm(in_channels=2)
     layer.initialize(ctx=contexts(3))
     with pytest.raises(mx.MXNetError, match=r"called on cpu\(2\).*are cpu\(0\), cpu\(1\)"):
@@ -148,7 +148,7 @@ def test_one_who_should_not_have_come():
 
 
 def check_all_take_part(layer, count):
-    # MXNet tells of one error at a time.
+    # MXNet reports one error at a time.
     for _ in range(count):
         try:
             mx.nd.waitall()
@@ -269,7 +269,7 @@ def test_no_participants_inside_others():
 
 
 @pytest.mark.parametrize("devices", [[], None, "cpu(0)", [mx.cpu(0), 1]])
-def test_participants_that_make_no_sense(devices):
+def test_invalid_participants(devices):
     with pytest.raises(ValueError, match="give the contexts that have data"):
         sbn.participants(devices)
 
