@@ -74,6 +74,7 @@ def folder(tmp_path_factory):
     forward(net, x)
     net.export(str(folder / "own"), 3)
     last = mx.nd.load(str(folder / "own-0003.params"))
+    # The last epoch counts.
     mx.nd.save(str(folder / "own-0001.params"), {name: a * 0 for name, a in last.items()})
     net.save_parameters(str(folder / "c.params"))
     net[1].running_var.set_data(mx.nd.array([1, 2, 0, 4, 5, 6, np.nan, 1e9]))
@@ -83,20 +84,16 @@ def folder(tmp_path_factory):
     net.export(str(folder / "bad"))
     (folder / "text.params").write_text("weights")
     (folder / "text-symbol.json").write_text("a graph")
-    (folder / "other-symbol.json").write_text('{"model": 1}')
     whole = (folder / "own-0003.params").read_bytes()
     (folder / "half-0000.params").write_bytes(whole[: len(whole) // 2])
     shutil.copy(folder / "own-symbol.json", folder / "half-symbol.json")
     text = (folder / "own-symbol.json").read_text()
-    (folder / "cut-symbol.json").write_text(text[: len(text) // 2])
-    unknown = text.replace('"Convolution"', '"NoSuchOperator"')
-    (folder / "unknown-symbol.json").write_text(unknown)
+    (folder / "unknown-symbol.json").write_text(text.replace('"Convolution"', '"NoSuchOperator"'))
     looped = json.loads(text)
     looped["nodes"][-1]["inputs"][0] = [len(looped["nodes"]) - 1, 0, 0]
     (folder / "looped-symbol.json").write_text(json.dumps(looped))
     (key,) = (key for key in last if key.endswith("conv0_weight"))
     mx.nd.save(str(folder / "wider.params"), {**last, key: mx.nd.ones((16, 3, 3, 3))})
-    mx.nd.save(str(folder / "list.params"), [mx.nd.ones(3)])
     mx.nd.save(str(folder / "none.params"), {"weight": mx.nd.ones(3)})
     uneven = {role: mx.nd.ones(3) for role in ("gamma", "beta", "running_mean")}
     mx.nd.save(str(folder / "uneven.params"), {**uneven, "running_var": mx.nd.ones(4)})
@@ -109,22 +106,19 @@ def folder(tmp_path_factory):
     return folder
 
 
-def call(folder, *arguments, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    try:
-        code = command_line.main([str(argument) for argument in arguments])
-    except SystemExit as end:
-        code = end.code
-    return (code, *capsys.readouterr())
-
-
 @pytest.fixture
 def run(folder, monkeypatch, capsys, tmp_path):
+    """Runs a command in the folder and returns its output, or (exit code, output, errors)."""
+
     def run(text, check=True):
-        arguments = text.replace("TMP", str(tmp_path)).split()
-        code, out, err = call(folder, *arguments, monkeypatch=monkeypatch, capsys=capsys)
+        monkeypatch.chdir(folder)
+        try:
+            code = command_line.main(text.replace("TMP", str(tmp_path)).split())
+        except SystemExit as end:
+            code = end.code
+        out, err = capsys.readouterr()
         assert not check or code == 0, err
-        return (code, out, err) if not check else out
+        return out if check else (code, out, err)
 
     return run
 
@@ -137,42 +131,47 @@ def data(folder):
 
 
 @pytest.mark.filterwarnings("ignore:.*Cannot decide type")
-@pytest.mark.parametrize("source", ["own", "own-symbol.json", "c.params --net test_commands:make"])
-def test_export(run, data, tmp_path, source):
+def test_export(run, data, tmp_path):
     x, expected = data
-    out = run(f"export {source} -o TMP/m --epoch 2 --fold --onnx TMP/m.onnx --input-shape 2,3,8,8")
-    assert "folded  2 layers of batch normalization, 0 left" in out
-    assert "ONNX Runtime differs by" in out
-    assert sorted(os.listdir(tmp_path)) == ["m-0002.params", "m-symbol.json", "m.onnx"]
-    outputs = stock.outputs_of(
-        str(tmp_path / "m"), {"data": x}, str(tmp_path), 2, str(tmp_path / "m.onnx")
-    )
+    parameters = []
+    for source in ("own", "own-symbol.json", "c.params --net test_commands:make"):
+        out = run(
+            f"export {source} -o TMP/m --epoch 2 --fold --onnx TMP/m.onnx --input-shape 2,3,8,8"
+        )
+        assert "folded  2 layers of batch normalization, 0 left" in out
+        assert "ONNX Runtime differs by" in out
+        files = contents(tmp_path)
+        assert list(files) == ["m-0002.params", "m-symbol.json", "m.onnx"]
+        parameters.append(files["m-0002.params"])
+    assert parameters[0] == parameters[1] == parameters[2]
+    model = str(tmp_path / "m.onnx")
+    outputs = stock.outputs_of(str(tmp_path / "m"), {"data": x}, str(tmp_path), 2, model)
     assert_outputs(outputs["block"], expected, EXPORTED[True])
     assert_outputs(outputs["onnx"], expected, ONNX)
-    run(f"export {source} -o TMP/plain --dtype float16")
+    run("export own -o TMP/plain --dtype float16")
     assert operators(tmp_path / "plain").count("BatchNorm") == 2
-
-
-def test_the_last_epoch_is_taken(run, folder, tmp_path):
-    run("export own -o TMP/m")
-    last = mx.nd.load(str(folder / "own-0003.params"))
-    arrays = mx.nd.load(str(tmp_path / "m-0000.params"))
-    assert arrays.keys() == last.keys()
-    name = next(name for name in last if name.endswith("conv0_weight"))
-    assert (arrays[name].asnumpy() == last[name].asnumpy()).all()
 
 
 def test_convert_a_symbol(run, data, folder, tmp_path):
     x, expected = data
-    assert "2 GluonSyncBatchNorm became BatchNorm, 2 in all" in run(
-        "convert own-symbol.json -o TMP/m-symbol.json"
-    )
+    out = run("convert own-symbol.json -o TMP/m-symbol.json")
+    assert "2 GluonSyncBatchNorm became BatchNorm, 2 in all" in out and "dropped" not in out
     assert operators(tmp_path / "m") == ["Convolution", "BatchNorm"] * 2
     shutil.copy(folder / "own-0003.params", tmp_path / "m-0000.params")
     assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[False])
-    assert "none became BatchNorm, 2 in all" in run(
-        "convert TMP/m-symbol.json -o TMP/m-symbol.json"
-    )
+    out = run("convert TMP/m-symbol.json -o TMP/m-symbol.json")
+    assert "none became BatchNorm, 2 in all" in out
+
+
+@pytest.mark.filterwarnings("ignore:.*Cannot decide type")
+def test_a_stock_symbol_has_no_count_of_batches(run, folder, tmp_path):
+    out = run("convert norms-symbol.json -o TMP/m-symbol.json")
+    assert "dropped what only training needs: norms_syncbatchnorm0_num_batches_tracked (" in out
+    names = (str(tmp_path / "m-symbol.json"), ["data"], str(folder / "norms-0000.params"))
+    mx.gluon.SymbolBlock.imports(*names, ignore_extra=True)
+    run("export norms -o TMP/e")
+    assert not any("tracked" in name for name in mx.nd.load(str(tmp_path / "e-0000.params")))
+    load(tmp_path / "e")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
@@ -184,20 +183,6 @@ def test_converted_dtypes_are_those_of_cast(run, folder, tmp_path, dtype):
     run(f"convert norms-0000.params -o TMP/c-0000.params --dtype {dtype}")
     for name, array in mx.nd.load(str(tmp_path / "c-0000.params")).items():
         assert array.dtype == np.dtype(net.collect_params()[name.split(":")[1]].dtype), name
-
-
-@pytest.mark.filterwarnings("ignore:.*Cannot decide type")
-def test_a_stock_symbol_has_no_count_of_batches(run, folder, tmp_path):
-    out = run("convert norms-symbol.json -o TMP/m-symbol.json")
-    assert "dropped what only training needs: norms_syncbatchnorm0_num_batches_tracked (" in out
-    parameters = str(folder / "norms-0000.params")
-    mx.gluon.SymbolBlock.imports(
-        str(tmp_path / "m-symbol.json"), ["data"], parameters, ignore_extra=True
-    )
-    run("export norms -o TMP/e")
-    assert not any("tracked" in name for name in mx.nd.load(str(tmp_path / "e-0000.params")))
-    load(tmp_path / "e")
-    assert "dropped" not in run("convert own-symbol.json -o TMP/own-symbol.json")
 
 
 @pytest.mark.parametrize("function", ["elsewhere", "without_path"])
@@ -230,15 +215,11 @@ def test_inspect(run, capsys):
     "command, text",
     [
         ("inspect missing", "missing-symbol.json cannot be read (No such file"),
-        ("inspect missing.params", "missing.params cannot be read (No such file"),
         ("inspect text.params", "text.params is not a file of parameters that MXNet can load"),
         ("inspect text", "text-symbol.json is not a graph that MXNet 1.9.1 can load"),
-        ("inspect cut", "cut-symbol.json is not a graph"),
-        ("inspect other", "other-symbol.json is not a graph"),
         ("inspect unknown", "unknown-symbol.json is not a graph"),
         ("inspect looped --params c.params", "precedes its inputs"),
         ("inspect half", "half-0000.params is not a file of parameters"),
-        ("inspect own --params list.params", "(it has no named arrays)"),
         ("inspect own --params c.params", "c.params lacks 12 of the 13 names in own-symbol.json"),
         (
             "inspect own --params wider.params",
@@ -248,10 +229,8 @@ def test_inspect(run, capsys):
         ("inspect uneven.params", "uneven.params is damaged: gamma, beta and the statistics of"),
         ("inspect none.params", "none.params has no batch normalization"),
         ("inspect own --inputs image", "--inputs names image, which is not in own-symbol.json"),
-        ("export own --params missing -o TMP/m", "missing cannot be read"),
         ("export c.params -o TMP/m", "c.params holds parameters and no graph"),
         ("export c.params --net test_commands -o TMP/m", "give package.module:function"),
-        ("export c.params --net test_commands:none -o TMP/m", "has no attribute 'none'"),
         ("export c.params --net test_commands:wrong -o TMP/m", "returned str: a net was expected"),
         ("export c.params --net test_commands:ends -o TMP/m", "ends failed (SystemExit"),
         (
@@ -260,13 +239,9 @@ def test_inspect(run, capsys):
         ),
         ("export own -o TMP/m --onnx TMP/o", "--onnx needs --input-shape"),
         ("export own -o TMP/m --input-shape 1,x", "'1,x' is not a shape"),
-        ("export own -o TMP/m --input-shape 1,4,8,8", "does not take inputs of input_shape"),
-        ("export own -o TMP/m --epoch 12345", "--epoch is 12345"),
-        ("export own -o TMP/no/m", "TMP/no/m-symbol.json cannot be written (No such file"),
         ("convert c.params -o TMP/c", "c.params is a .params file: give the new dtype"),
         ("convert own-symbol.json -o TMP/c --dtype float16", "--dtype is for .params files"),
         ("export own -o TMP/m\udcff", "m\\udcff-0000.params"),
-        ("export own -o TMP/", "add the name that the files in that folder begin with"),
         ("bake", "invalid choice: 'bake'"),
         ("", "required: export|convert|inspect|doctor"),
     ],
@@ -283,7 +258,8 @@ def test_interrupted(run, tmp_path):
     command = "export c.params --net test_commands:interrupted -o TMP/m"
     assert run(command, check=False) == (130, "", "Interrupted.\n")
     # While MXNet is imported.
-    done = process("inspect", "model", PYTHONPATH=fake_mxnet(tmp_path, "raise KeyboardInterrupt"))
+    (tmp_path / "mxnet.py").write_text("raise KeyboardInterrupt")
+    done = process("inspect", "model", path=[tmp_path])
     assert (done.returncode, done.stderr) == (130, "Interrupted.\n")
 
 
@@ -300,11 +276,12 @@ def test_no_room(run, folder, tmp_path, monkeypatch):
     assert contents(tmp_path) == before
 
 
-def process(*arguments, run=("-m", "gluon_syncbn"), package=PACKAGE, cwd="/", **environment):
+def process(*arguments, run=("-m", "gluon_syncbn"), path=(), package=PACKAGE, cwd="/"):
+    path = os.pathsep.join(map(str, [*path, package.parent]))
     return subprocess.run(
         [sys.executable, *run, *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(package.parent), **environment},
+        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=200,
@@ -314,66 +291,31 @@ def process(*arguments, run=("-m", "gluon_syncbn"), package=PACKAGE, cwd="/", **
 @pytest.mark.long
 def test_as_a_program(folder):
     done = process("inspect", "own", cwd=folder)
-    assert done.returncode == 0 and "2 layers" in done.stdout, done.stderr
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "") and "2 layers" in done.stdout, done.stderr
     done = process("inspect", "no", cwd=folder)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert process("--help").returncode == 0
-    for command in ("export", "convert", "inspect", "doctor"):
-        assert command in process("--help").stdout
-        assert process(command, "--help").returncode == 0
+    commands = ("export", "convert", "inspect", "doctor")
+    done = process("--help")
+    assert done.returncode == 0 and all(command in done.stdout for command in commands)
+    assert [process(command, "--help").returncode for command in commands] == [0] * 4
 
 
 def test_doctor_where_all_is_well():
     done = process("doctor")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     assert done.stdout.rstrip().endswith("All is well."), done.stdout
     assert "self-test, 2 CPU devices:   forward and backward agree with NumPy" in done.stdout
-    for title in (
-        "Python:",
-        "mxnet",
-        "numpy:",
-        "native CPU part:",
-        "native CUDA part:",
-        "devices:",
-    ):
+    for title in ("Python:", "mxnet", "numpy:", "native CPU part:", "devices:"):
         assert title in done.stdout
+    kernels = sbn.native.cuda_kernels() or "not built; GPUs need them, CPUs do not"
+    assert re.search(rf"^native CUDA part: +{re.escape(kernels)}$", done.stdout, re.MULTILINE)
     [(place, anchor)] = re.findall(r"^gluoncv: .*: (\S+)#(\S+)$", done.stdout, re.MULTILINE)
     assert f"\n## {anchor}\n" in (PACKAGE.parent / place).read_text()
-    assert done.stderr == ""
 
 
-def cuda_part(done):
-    return re.search(r"^native CUDA part: +(.*)$", done.stdout, re.MULTILINE)[1]
-
-
-@pytest.mark.long
-def test_doctor_knows_of_cuda_kernels_what_the_library_says(tmp_path):
-    from gluon_syncbn import native
-
-    said = cuda_part(process("doctor"))
-    assert said == (native.cuda_kernels() or "not built; GPUs need them, CPUs do not")
-    # A library that says the opposite, and one that is none.
-    package = copy_of_package(tmp_path)
-    library = package / "libgluon_syncbn.so"
-    source = tmp_path / "library.c"
-    for text, wanted in (('"CUDA 99.0 for sm_90"', "CUDA 99.0 for sm_90"), ("0", "not built; ")):
-        source.write_text(f"const char* gluon_syncbn_cuda(void) {{ return {text}; }}\n")
-        subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
-        assert cuda_part(process("doctor", package=package)).startswith(wanted)
-    library.write_text("no library")
-    said = cuda_part(process("doctor", package=package))
-    assert said.startswith("unknown, as the library does not load: "), said
-
-
-def copy_of_package(tmp_path):
+def test_without_the_native_library(tmp_path):
     package = tmp_path / "copy" / "gluon_syncbn"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-    return package
-
-
-def test_doctor_without_the_native_library(tmp_path):
-    package = copy_of_package(tmp_path)
     (package / "libgluon_syncbn.so").unlink()
     done = process("doctor", package=package)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
@@ -385,12 +327,6 @@ def test_doctor_without_the_native_library(tmp_path):
     assert "The native library of gluon_syncbn is missing" in done.stderr
 
 
-def fake_mxnet(folder, program):
-    """The search path where `import mxnet` runs this program."""
-    (folder / "mxnet.py").write_text(program)
-    return f"{folder}:{PACKAGE.parent}"
-
-
 @pytest.mark.parametrize(
     "program, remedy",
     [
@@ -399,15 +335,16 @@ def fake_mxnet(folder, program):
     ],
 )
 def test_doctor_where_mxnet_fails(tmp_path, program, remedy):
-    done = process("doctor", PYTHONPATH=fake_mxnet(tmp_path, program))
+    (tmp_path / "mxnet.py").write_text(program)
+    done = process("doctor", path=[tmp_path])
     assert done.returncode == 1, done.stderr
     assert "\n1. " in done.stdout and remedy in done.stdout, done.stdout
 
 
 def test_help_does_not_wait_for_mxnet(tmp_path):
-    path = fake_mxnet(tmp_path, "raise SystemExit('imported')")
+    (tmp_path / "mxnet.py").write_text("raise SystemExit('imported')")
     for way, command in ((["-m", "gluon_syncbn"], []), (["-Bmgluon_syncbn"], ["export"])):
-        done = process(*command, "--help", run=way, PYTHONPATH=path)
+        done = process(*command, "--help", run=way, path=[tmp_path])
         assert done.returncode == 0 and "usage: " in done.stdout, done.stderr
 
 
@@ -419,9 +356,8 @@ def test_a_module_of_the_command_line_finds_the_package_whole(folder, tmp_path):
         "    assert all(hasattr(sbn, name) for name in sbn.__all__)\n"
         "    return make()\n"
     )
-    here = os.path.dirname(__file__)
-    path = os.pathsep.join([str(tmp_path), here, stock.HERE, str(PACKAGE.parent)])
-    done = process("inspect", "c.params", "--net", "nets:net", cwd=folder, PYTHONPATH=path)
+    path = [tmp_path, os.path.dirname(__file__), stock.HERE]
+    done = process("inspect", "c.params", "--net", "nets:net", cwd=folder, path=path)
     assert done.returncode == 0 and "2 layers" in done.stdout, done.stderr
 
 
@@ -431,15 +367,13 @@ def test_other_modules_find_the_package_whole(tmp_path):
     package.mkdir()
     (package / "__init__.py").write_text("from gluon_syncbn import SyncBatchNorm\n")
     (package / "launch.py").write_text("print(__name__)\n")
-    path = f"{tmp_path}:{PACKAGE.parent}"
-    done = process("gluon_syncbn", run=["-m", "my_gluon_syncbn.launch"], PYTHONPATH=path)
+    done = process("gluon_syncbn", run=["-m", "my_gluon_syncbn.launch"], path=[tmp_path])
     assert done.stdout == "__main__\n", done.stderr
 
 
 @pytest.mark.parametrize(
     "program, message",
     [
-        ("import os; os.kill(os.getpid(), 11)", "the process died of signal 11."),
         ("import time; time.sleep(60)", "it did not end within 2 s."),
         ("raise ValueError('the layer is off')", "the layer is off"),
         ("print('RESULT', 0.5)", "is wrong by 0.5: please report it"),

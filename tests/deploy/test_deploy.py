@@ -6,8 +6,6 @@ import json
 import logging
 import os
 import resource
-import stat
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,9 +24,8 @@ from tolerances import EXPORTED, ONNX, assert_same_bits, relative_error
 
 import gluon_syncbn as sbn
 from gluon_syncbn.deploy import files, onnx_model
-from gluon_syncbn.graph.symbols import Graph, make_stock
+from gluon_syncbn.graph.symbols import Graph
 
-HERE = os.path.dirname(__file__)
 LIMITS = {"running_mean": (-0.5, 0.5), "beta": (-0.5, 0.5), "running_var": (0.5, 2)}
 LIMITS["gamma"] = (0.5, 1.5)
 
@@ -105,6 +102,19 @@ class Residual(gluon.HybridBlock):
         return self.head(F.mean(x, axis=(2, 3)))
 
 
+class Net(gluon.HybridBlock):
+    """Layers by name, and what `call(net, F, *inputs)` makes of them."""
+
+    def __init__(self, call, **layers):
+        super().__init__(prefix="net_")
+        self._call = call
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def hybrid_forward(self, F, *inputs):
+        return self._call(self, F, *inputs)
+
+
 def sequential(*layers):
     net = nn.HybridSequential(prefix="net_")
     net.add(*layers)
@@ -156,16 +166,6 @@ SETTINGS += [{"scale": False, "use_global_stats": True}]
 
 
 @pytest.mark.parametrize("fold", [False, True])
-def test_what_only_training_needs_is_left_out(tmp_path, fold):
-    layer = sbn.SyncBatchNorm(momentum=None, running_variance="unbiased")
-    net = sequential(nn.Conv2D(4, 3, in_channels=3), layer)
-    [x], expected = ready(net, (2, 3, 6, 7))
-    sbn.export(net, tmp_path / "m", fold=fold)
-    assert not [n for n in mx.nd.load(str(tmp_path / "m-0000.params")) if "num_batches" in n]
-    assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[fold])
-
-
-@pytest.mark.parametrize("fold", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_becomes_batch_norm(tmp_path, kind, fold):
     for settings in SETTINGS:
@@ -193,13 +193,10 @@ def test_a_gamma_that_is_taken_for_1_is_written_as_1(tmp_path):
     net.add(other)
     [x], expected = ready(net, (2, 3, 6, 7))
     gamma = net[1].gamma.data().asnumpy()
-    assert not (gamma == 1).any()
-    model = tmp_path / "model.onnx"
-    sbn.export(net, tmp_path / "m", onnx=model, input_shape=x.shape)
+    sbn.export(net, tmp_path / "m", onnx=tmp_path / "model.onnx", input_shape=x.shape)
     arrays = mx.nd.load(str(tmp_path / "m-0000.params"))
-    written = [a.asnumpy() for name, a in arrays.items() if "gamma" in name]
-    assert len(written) == 2
-    assert sorted(map(bool, (np.all(a == 1) for a in written))) == [False, True]
+    written = [(a.asnumpy() == 1).all() for name, a in arrays.items() if "gamma" in name]
+    assert sorted(map(bool, written)) == [False, True]
     block = load(tmp_path / "m")
     for _ in range(2):  # MXNet overwrites a gamma that is fixed.
         assert_outputs(forward(block, x), expected, EXPORTED[False])
@@ -239,7 +236,7 @@ def bits(net):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_training_goes_on_as_without_an_export(tmp_path, mode):
+def test_an_export_does_not_change_training(tmp_path, mode):
     devices, results = contexts(2), []
     for exports in (False, True):
         net = Residual()
@@ -250,21 +247,13 @@ def test_training_goes_on_as_without_an_export(tmp_path, mode):
         trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01})
         train_some(net, trainer, devices, 3, seed=1)
         if exports:
-            before, graphs = bits(net), [b._cached_graph for b in blocks_of(net)]
-            ids = [repr(b._node_ids) for b in blocks_of(net) if isinstance(b, sbn.SyncBatchNorm)]
-            operation = net._cached_op
+            before, graphs = bits(net), graphs_of(net)
             model = tmp_path / "model.onnx"
             for fold in (False, True):
                 sbn.export(net, tmp_path / "m", fold=fold, onnx=model, input_shape=(1, 3, 8, 8))
-            after = bits(net)
-            assert before.keys() == after.keys()
-            for key, value in before.items():
-                assert_same_bits(after[key], value, key)
-            assert all(a is b for a, b in zip(graphs, [b._cached_graph for b in blocks_of(net)]))
-            assert net._cached_op is operation
-            assert ids == [
-                repr(b._node_ids) for b in blocks_of(net) if isinstance(b, sbn.SyncBatchNorm)
-            ]
+            for key, value in bits(net).items():
+                assert_same_bits(value, before[key], key)
+            assert all(a is b for a, b in zip(graphs, graphs_of(net)))
         train_some(net, trainer, devices, 3, seed=2)
         results.append(bits(net))
     for key, value in results[0].items():
@@ -274,9 +263,10 @@ def test_training_goes_on_as_without_an_export(tmp_path, mode):
             assert_same_bits(results[1][key], value, key)
 
 
-def blocks_of(net):
+def graphs_of(net):
+    """What a trace and a compilation leave in each block."""
     found = []
-    net.apply(found.append)
+    net.apply(lambda b: found.extend([b._cached_graph, b._cached_op]))
     return found
 
 
@@ -292,31 +282,24 @@ def test_hooks_are_not_called_and_stay(tmp_path):
 
 
 def test_statistics_that_differ_are_averaged_with_a_warning(tmp_path, caplog):
-    net = sequential(nn.BatchNorm(in_channels=3))
-    net.initialize(ctx=contexts(2))
-    for value, array in enumerate(net[0].running_mean.list_data()):
-        array[:] = value
-    with caplog.at_level(logging.WARNING, logger="gluon_syncbn"):
-        sbn.export(net, tmp_path / "m")
-    assert "1 parameters" in caplog.text and "running_mean" in caplog.text
-    arrays = mx.nd.load(str(tmp_path / "m-0000.params"))
-    assert arrays[f"aux:{net[0].running_mean.name}"].asnumpy().tolist() == [0.5] * 3
-    caplog.clear()
-    net[0].running_mean.set_data(mx.nd.ones(3) / 3)
-    sbn.export(net, tmp_path / "m")
-    assert caplog.text == ""
-
-
-def test_three_equal_devices_give_the_bits_of_one(tmp_path):
-    """The sum of three equal values divided by three has other bits."""
-    net = sequential(sbn.SyncBatchNorm(in_channels=1000))
+    net = sequential(nn.BatchNorm(in_channels=1000))
     net.initialize(ctx=contexts(3))
-    net[0].running_mean.set_data(mx.nd.random.uniform(shape=1000))
-    sbn.export(net, tmp_path / "m")
-    arrays = mx.nd.load(str(tmp_path / "m-0000.params"))
-    written = arrays[f"aux:{net[0].running_mean.name}"].asnumpy()
-    assert_same_bits(written, net[0].running_mean.list_data()[0].asnumpy())
-    assert not np.array_equal(written, net[0].running_mean._reduce().asnumpy())
+    mean = net[0].running_mean
+
+    def written():
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="gluon_syncbn"):
+            sbn.export(net, tmp_path / "m")
+        return mx.nd.load(str(tmp_path / "m-0000.params"))[f"aux:{mean.name}"].asnumpy()
+
+    for value, array in enumerate(mean.list_data()):
+        array[:] = value
+    assert (written() == 1).all()
+    assert "1 parameters" in caplog.text and "running_mean" in caplog.text
+    # The sum of three equal values divided by three has other bits.
+    mean.set_data(mx.nd.random.uniform(shape=1000))
+    assert_same_bits(written(), mean.list_data()[0].asnumpy())
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(
@@ -341,52 +324,38 @@ def test_symbol_blocks(tmp_path, norm, converted):
         assert block._cached_graph is graph
 
 
-class TwoInTwoOut(gluon.HybridBlock):
-    """Its outputs come in another order than they are computed."""
-
-    def __init__(self):
-        super().__init__()
-        with self.name_scope():
-            self.norm, self.dense = sbn.SyncBatchNorm(), nn.Dense(3, in_units=4)
-
-    def hybrid_forward(self, F, x, y):
-        early = self.norm(x + y)
-        late = self.dense(early)
-        return late, early
+def two_in_two_out(net, F, x, y):
+    """The outputs come in another order than they are computed."""
+    early = net.norm(x + y)
+    return net.dense(early), early
 
 
 @pytest.mark.parametrize("known", ["input_shape", "hybridized"])
 def test_several_inputs_and_outputs(tmp_path, known):
-    net = TwoInTwoOut()
+    net = Net(two_in_two_out, norm=sbn.SyncBatchNorm(), dense=nn.Dense(3, in_units=4))
     if known == "hybridized":
         net.hybridize()
     inputs, expected = ready(net, (2, 4), (2, 4))
-    shapes = [x.shape for x in inputs] if known == "input_shape" else None
-    sbn.export(net, tmp_path / "m", input_shape=shapes)
+    shapes = [x.shape for x in inputs]
+    sbn.export(net, tmp_path / "m", input_shape=shapes if known == "input_shape" else None)
     block = load(tmp_path / "m", ["data0", "data1"])
     assert_outputs(forward(block, *inputs), expected, EXPORTED[False])
-    model = tmp_path / "model.onnx"
-    sbn.export(net, tmp_path / "m", onnx=model, input_shape=[x.shape for x in inputs])
-    session = onnxruntime.InferenceSession(str(model))
+    sbn.export(net, tmp_path / "m", onnx=tmp_path / "m.onnx", input_shape=shapes)
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
     outputs = session.run(None, dict(zip(["data0", "data1"], inputs)))
     assert_outputs(outputs, expected, ONNX)
 
 
-class LeftOut(gluon.HybridBlock):
-    def __init__(self):
-        super().__init__()
-        self.norm = sbn.SyncBatchNorm(in_channels=4)
-
-    def hybrid_forward(self, F, x, y=None, z=None):
-        x = self.norm(x)
-        x = x if y is None else x + y[0] * y[1]
-        return x if z is None else x * z
+def optional(net, F, x, y=None, z=None):
+    x = net.norm(x)
+    x = x if y is None else x + y[0] * y[1]
+    return x if z is None else x * z
 
 
 @pytest.mark.parametrize("given", ["x", "xz", "xyy"])
 def test_inputs_that_are_left_out(given, tmp_path):
     """They are None in the call that net.hybridize() compiled; y is a list of two."""
-    net = LeftOut()
+    net = Net(optional, norm=sbn.SyncBatchNorm(in_channels=4))
     net.initialize()
     net.hybridize()
     x, y, z = (mx.nd.array(np.random.default_rng(i).normal(size=(2, 4))) for i in range(3))
@@ -398,32 +367,19 @@ def test_inputs_that_are_left_out(given, tmp_path):
     assert relative_error(found.asnumpy(), expected) <= EXPORTED[False]
 
 
-def test_attributes_that_matter_in_training_only_are_left_out(tmp_path):
-    """Such as attributes of a newer version of the operator."""
-    net = sequential(sbn.SyncBatchNorm(in_channels=3))
-    net.initialize()
-    symbol = net(mx.sym.var("data"))
-    graph = Graph(symbol)
-    [node] = [node for node in graph.nodes() if node.op == "Custom"]
-    node.attrs.update(chunks="4", momentum="None", unbiased="True")
-    make_stock(graph)
-    [node] = [node for node in graph.nodes() if node.op == "BatchNorm"]
-    assert set(node.attrs) == {"axis", "eps", "fix_gamma", "momentum", "use_global_stats"}
-    assert node.attrs["momentum"] == "0.9"
-    graph.symbol().infer_shape(data=(2, 3))
-
-
 # Layers in front of a BatchNorm, the shape of their input, and the layer's axis.
 FOLDED = {
     "convolution": (lambda: nn.Conv2D(4, 3, in_channels=6), (2, 6, 7, 8), 1),
-    "without bias": (lambda: nn.Conv2D(4, 3, in_channels=6, use_bias=False), (2, 6, 7, 8), 1),
-    "negative axis": (lambda: nn.Conv2D(4, 3, in_channels=6), (2, 6, 7, 8), -3),
+    "no bias, negative axis": (
+        lambda: nn.Conv2D(4, 3, in_channels=6, use_bias=False),
+        (2, 6, 7, 8),
+        -3,
+    ),
     "groups": (lambda: nn.Conv2D(4, 3, groups=2, in_channels=6), (2, 6, 7, 8), 1),
     "depthwise": (lambda: nn.Conv2D(6, 3, groups=6, in_channels=6), (2, 6, 7, 8), 1),
     "1d": (lambda: nn.Conv1D(4, 3, in_channels=6), (2, 6, 8), 1),
     "3d": (lambda: nn.Conv3D(4, 3, in_channels=6), (2, 6, 5, 6, 7), 1),
-    "transposed": (lambda: nn.Conv2DTranspose(4, 2, 2, in_channels=6), (2, 6, 7, 8), 1),
-    "transposed without bias": (
+    "transposed": (
         lambda: nn.Conv2DTranspose(4, 3, in_channels=6, use_bias=False),
         (2, 6, 7, 8),
         1,
@@ -480,59 +436,47 @@ def test_folding_with_channels_last(tmp_path, transposed, groups):
     assert_same_bits(weights[0][1], weights[1][1])
 
 
-class Shared(gluon.HybridBlock):
-    """A convolution and a normalization that share something or are separated."""
-
-    def __init__(self, kind):
-        super().__init__(prefix="shared_")
-        self._kind = kind
-        with self.name_scope():
-            self.conv = nn.Conv2D(3, 3, padding=1, in_channels=3, prefix="conv_")
-            self.norm, self.other = sbn.SyncBatchNorm(), sbn.SyncBatchNorm()
-            self.second = nn.Conv2D(3, 3, padding=1, in_channels=3)
-
-    def hybrid_forward(self, F, x):
-        y = self.conv(x)
-        return {
-            "weights": lambda: self.other(self.conv(F.relu(self.norm(y)))),
-            "output": lambda: self.norm(y) + y,
-            "output of the net": lambda: (self.norm(y), y),
-            "two norms": lambda: self.norm(y) + self.other(y),
-            "relu": lambda: self.norm(F.relu(y)),
-            "norm": lambda: self.norm(self.second(F.relu(self.norm(y)))),
-        }[self._kind]()
+def computed_gamma(net, F, x):
+    parameters = net.norm._reg_params.values()
+    gamma, *others = [p.var() if F is mx.sym else p.data() for p in parameters]
+    return F.BatchNorm(net.conv(x), F.exp(gamma), *others, fix_gamma=False, name="fwd")
 
 
-@pytest.mark.parametrize(
-    "kind, folded, why",
-    [
-        ("weights", 0, "shared_conv_weight is shared"),
-        ("output", 0, "shared_conv_fwd has other users"),
-        ("output of the net", 0, "shared_conv_fwd has other users"),
-        ("two norms", 0, "shared_conv_fwd has other users"),
-        ("relu", 0, "it follows relu"),
-        ("norm", 2, None),
-    ],
-)
-def test_what_is_shared_is_left_alone(tmp_path, kind, folded, why):
-    net = Shared(kind)
+LEFT = {
+    "shared weights": (
+        lambda net, F, x: net.other(net.conv(F.relu(net.norm(net.conv(x))))),
+        "conv_weight is shared",
+    ),
+    "two users": (lambda net, F, x: net.norm(y := net.conv(x)) + y, "conv_fwd has other users"),
+    "output of the net": (
+        lambda net, F, x: (net.norm(y := net.conv(x)), y),
+        "conv_fwd has other users",
+    ),
+    "relu": (lambda net, F, x: net.norm(F.relu(net.conv(x))), "it follows relu"),
+    "computed gamma": (computed_gamma, "net_exp0 is computed"),
+    "another axis": (
+        lambda net, F, x: net.rows(net.conv(x)),
+        "it normalizes axis 2, conv_fwd has its channels on 1",
+    ),
+    # Each folds one layer, into a convolution of its own.
+    "shared norm": (lambda net, F, x: net.norm(net.second(F.relu(net.norm(net.conv(x))))), None),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_what_cannot_be_folded_is_left_alone(tmp_path, kind):
+    call, why = LEFT[kind]
+    layers = {"norm": sbn.SyncBatchNorm(in_channels=3), "other": sbn.SyncBatchNorm(in_channels=3)}
+    layers["rows"] = sbn.SyncBatchNorm(axis=2, in_channels=6)
+    for name in ("conv", "second"):
+        layers[name] = nn.Conv2D(3, 3, padding=1, in_channels=3, prefix=f"{name}_")
+    net = Net(call, **layers)
     [x], expected = ready(net, (2, 3, 6, 6))
     result = sbn.export(net, tmp_path / "m", fold=True)
-    assert len(result.folded) == folded
+    assert len(result.folded) == (0 if why else 2)
     assert set(result.left.values()) == ({why} if why else set())
     assert operators(tmp_path / "m").count("BatchNorm") == len(result.left)
     assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[True])
-
-
-class Siamese(gluon.HybridBlock):
-    """Calls a SymbolBlock twice, so its graph has two nodes for each parameter."""
-
-    def __init__(self, backbone):
-        super().__init__(prefix="siamese_")
-        self.backbone = backbone
-
-    def hybrid_forward(self, F, a, b):
-        return self.backbone(a) - self.backbone(b)
 
 
 @pytest.mark.parametrize("fold", [False, True])
@@ -540,7 +484,8 @@ def test_a_graph_that_is_called_twice_shares_its_parameters(tmp_path, fold):
     net = sequential(nn.Conv2D(4, 3, in_channels=3), sbn.SyncBatchNorm())
     ready(net, (2, 3, 6, 6))
     sbn.export(net, tmp_path / "backbone")
-    twice = Siamese(load(tmp_path / "backbone"))
+    backbone = load(tmp_path / "backbone")
+    twice = Net(lambda net, F, a, b: net.backbone(a) - net.backbone(b), backbone=backbone)
     rng = np.random.default_rng(0)
     inputs = [rng.standard_normal((2, 3, 6, 6)).astype("float32") for _ in range(2)]
     expected = forward(twice, *inputs)
@@ -550,22 +495,15 @@ def test_a_graph_that_is_called_twice_shares_its_parameters(tmp_path, fold):
     assert_outputs(forward(loaded, *inputs), expected, EXPORTED[False])
 
 
-class Averaged(gluon.HybridBlock):
-    """Infers with a copy of the net that it trains; their parameters have the same names."""
-
-    def __init__(self, net):
-        super().__init__(prefix="averaged_")
-        self.net = net
-        # Not among the children, so that a Trainer does not see it.
-        self.copies = []
-
-    def hybrid_forward(self, F, x):
-        infers = self.copies and not autograd.is_training()
-        return (self.copies[0] if infers else self.net)(x)
+def averaged(net, F, x):
+    infers = net.copies and not autograd.is_training()
+    return (net.copies[0] if infers else net.net)(x)
 
 
 def test_of_parameters_of_one_name_those_are_written_that_infer(tmp_path):
-    net = Averaged(sequential(nn.Conv2D(4, 3, in_channels=3), sbn.SyncBatchNorm()))
+    """The copy is not among the children, so that a Trainer does not see it."""
+    net = Net(averaged, net=sequential(nn.Conv2D(4, 3, in_channels=3), sbn.SyncBatchNorm()))
+    net.copies = []
     [x], _ = ready(net, (2, 3, 6, 6))
     net.copies = [copy.deepcopy(net.net)]
     weights = [net.copies[0][0].weight, net.net[0].weight]
@@ -589,24 +527,6 @@ def test_blocks_that_are_called_several_times_go_to_onnx(tmp_path, fold):
     assert result.onnx_error < ONNX and len(result.left) == 3 * fold
 
 
-class Loop(gluon.HybridBlock):
-    """Batch normalization in the graph of a loop."""
-
-    def __init__(self, operator=None, **arguments):
-        super().__init__(prefix="loop_")
-        self.operator = operator
-        with self.name_scope():
-            self.dense = nn.Dense(5, in_units=6)
-            self.norm = sbn.SyncBatchNorm(in_channels=5, **arguments)
-
-    def hybrid_forward(self, F, x):
-        def body(step, state):
-            y = self.norm(self.dense(step))
-            return (F.Custom(y, op_type=self.operator) if self.operator else y), state
-
-        return F.contrib.foreach(body, x, [F.zeros((1,))])[0]
-
-
 @mx.operator.register("of_others")
 class OfOthers(mx.operator.CustomOpProp):
     def __init__(self, **attributes):  # Those of the scope in which a loop is traced.
@@ -620,33 +540,15 @@ class OfOthers(mx.operator.CustomOpProp):
         return Identity()
 
 
-def test_batch_normalization_in_a_loop(tmp_path):
-    for arguments, gamma in (({}, 3), ({"scale": False}, 1)):
-        net = Loop(gamma_initializer=mx.init.Constant(3), **arguments)
-        net.initialize()
-        net(mx.nd.ones((3, 4, 6)))
-        for dtype in (None, "float16"):
-            sbn.export(net, tmp_path / "m", dtype=dtype)
-            values = mx.nd.load(str(tmp_path / "m-0000.params"))
-            assert values["arg:loop_syncbatchnorm0_gamma"].dtype == np.float32
-            assert (values["arg:loop_syncbatchnorm0_gamma"].asnumpy() == gamma).all()
-            assert values["arg:loop_dense0_weight"].dtype == np.dtype(dtype or "float32")
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        ({"operator": "of_others"}, r"custom operators \(of_others\)"),
-        ({"momentum": None}, "has momentum=None and is called in loop_.*foreach"),
-    ],
-)
-def test_what_is_refused_in_a_loop(tmp_path, arguments, words):
-    net = Loop(**arguments)
-    net.initialize()
-    net(mx.nd.ones((3, 4, 6)))
-    with pytest.raises(sbn.ExportError, match=words):
-        sbn.export(net, tmp_path / "m")
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("arguments, gamma", [({}, 3), ({"scale": False}, 1)])
+def test_batch_normalization_in_a_loop(tmp_path, arguments, gamma):
+    net = loop(gamma_initializer=mx.init.Constant(3), **arguments)
+    for dtype in (None, "float16"):
+        sbn.export(net, tmp_path / "m", dtype=dtype)
+        values = mx.nd.load(str(tmp_path / "m-0000.params"))
+        assert values["arg:norm_gamma"].dtype == np.float32
+        assert (values["arg:norm_gamma"].asnumpy() == gamma).all()
+        assert values["arg:dense_weight"].dtype == np.dtype(dtype or "float32")
 
 
 def test_names_of_all_alphabets(tmp_path):
@@ -660,19 +562,12 @@ def test_names_of_all_alphabets(tmp_path):
     assert_outputs(forward(sbn.convert_sync_batchnorm(loaded), x), expected, EXPORTED[False])
 
 
-class Masked(gluon.HybridBlock):
-    def __init__(self):
-        super().__init__(prefix="masked_")
-        with self.name_scope():
-            self.conv = nn.Conv2D(4, 3, in_channels=3)
-
-    def hybrid_forward(self, F, x, mask):
-        y = self.conv(x)
-        return F.broadcast_mul(y, mask) if autograd.is_training() else y
+def masked(net, F, x, mask):
+    return F.broadcast_mul(net.conv(x), mask) if autograd.is_training() else net.conv(x)
 
 
 def test_an_input_that_only_training_reads_is_not_in_the_file(tmp_path):
-    net, shapes = Masked(), [(2, 3, 6, 6), (1,)]
+    net, shapes = Net(masked, conv=nn.Conv2D(4, 3, in_channels=3)), [(2, 3, 6, 6), (1,)]
     (x, _), expected = ready(net, *shapes)
     sbn.export(net, tmp_path / "m", input_shape=shapes, onnx=tmp_path / "m.onnx")
     assert_outputs(forward(load(tmp_path / "m", ["data0"]), x), expected, EXPORTED[False])
@@ -700,41 +595,6 @@ def test_random_outputs_are_not_compared(tmp_path):
     assert_same_bits(mx.nd.random.uniform(shape=(2,)).asnumpy(), expected)
 
 
-class Conditional(gluon.HybridBlock):
-    """Batch normalization whose gamma is computed."""
-
-    def __init__(self):
-        super().__init__(prefix="net_")
-        with self.name_scope():
-            self.conv = nn.Conv2D(4, 3, in_channels=3)
-            self.norm = nn.BatchNorm(in_channels=4)
-
-    def hybrid_forward(self, F, x):
-        of_norm = [p.var() if F is mx.sym else p.data() for p in self.norm._reg_params.values()]
-        gamma, *others = of_norm
-        return F.BatchNorm(self.conv(x), F.exp(gamma), *others, fix_gamma=False, name="fwd")
-
-
-@pytest.mark.parametrize(
-    "make, why",
-    [
-        (Conditional, "net_exp0 is computed"),
-        (
-            lambda: sequential(
-                nn.Conv2D(5, 1, in_channels=3, prefix="conv_"), sbn.SyncBatchNorm(axis=2)
-            ),
-            "it normalizes axis 2, conv_fwd has its channels on 1",
-        ),
-    ],
-)
-def test_what_does_not_fit_the_layer_before_is_left_alone(tmp_path, make, why):
-    net = make()
-    [x], expected = ready(net, (2, 3, 6, 6))
-    result = sbn.export(net, tmp_path / "m", fold=True)
-    assert list(result.left.values()) == [why] and not result.folded
-    assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[False])
-
-
 def test_values_that_float16_does_not_hold(tmp_path):
     net = sequential(nn.Conv2D(3, 1, in_channels=3), sbn.SyncBatchNorm(epsilon=1e-12))
     ready(net, (2, 3, 4, 6))
@@ -754,26 +614,18 @@ def test_float16(tmp_path, fold, cast):
     [x], expected = ready(net, (2, 3, 16, 16))
     if cast == "net":
         net.cast("float16")
-    model = tmp_path / "model.onnx"
-    result = sbn.export(
-        net,
-        tmp_path / "m",
-        fold=fold,
-        onnx=model,
-        input_shape=x.shape,
-        dtype="float16" if cast == "export" else None,
-    )
+    settings = {"onnx": tmp_path / "m.onnx", "input_shape": x.shape, "fold": fold}
+    settings["dtype"] = "float16" if cast == "export" else None
+    result = sbn.export(net, tmp_path / "m", **settings)
     for name, array in mx.nd.load(result.params).items():
         of_norm = name.split("_")[-1] in ("gamma", "beta", "mean", "var")
         assert array.dtype == (np.float32 if of_norm else np.float16), name
-    session = onnxruntime.InferenceSession(str(model))
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
     [output] = session.run(None, {"data": x.astype("float16")})
     assert output.dtype == np.float16
     assert_outputs([output], expected, onnx_model.TOLERANCE["float16"])
-    block = load(tmp_path / "m")
-    symbol = block._cached_graph[1]
-    _, outputs, _ = symbol.infer_type(data="float16")
-    assert outputs == [np.float16]
+    _, dtypes, _ = load(tmp_path / "m")._cached_graph[1].infer_type(data="float16")
+    assert dtypes == [np.float16]
 
 
 def test_float64(tmp_path):
@@ -844,7 +696,7 @@ def two_heads():
 
 
 @pytest.mark.parametrize("make, number", [(Residual, 0), (two_heads, 1)])
-def test_a_wrong_converter_is_found_out(tmp_path, monkeypatch, make, number):
+def test_a_wrong_converter_is_noticed(tmp_path, monkeypatch, make, number):
     net = make()
     ready(net, (2, 3, 16, 16))
     _, _, converter = onnx_model.load_onnx()
@@ -855,7 +707,6 @@ def test_a_wrong_converter_is_found_out(tmp_path, monkeypatch, make, number):
 
 
 def test_suppression_by_class_is_refused_where_no_box_would_show_it(tmp_path):
-    """In MXNet's converter boxes suppress those of all classes. No box is above this threshold."""
     detector = nn.HybridLambda(lambda F, x: F.contrib.box_nms(x, valid_thresh=1e6, id_index=0))
     net = sequential(sbn.SyncBatchNorm(), detector)
     [x], [y] = ready(net, (2, 3, 6))
@@ -864,7 +715,7 @@ def test_suppression_by_class_is_refused_where_no_box_would_show_it(tmp_path):
         sbn.export(net, tmp_path / "m", onnx=tmp_path / "o", input_shape=x.shape)
 
 
-def test_a_net_that_amplifies_rounding(tmp_path):
+def test_a_net_that_amplifies_rounding_is_refused(tmp_path):
     """MXNet's own output changes as much when the input is rounded differently."""
     chaotic = nn.HybridLambda(lambda F, x: F.sin(1e5 * x))
     net = sequential(nn.Conv2D(4, 3, in_channels=64), chaotic)
@@ -874,86 +725,74 @@ def test_a_net_that_amplifies_rounding(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_without_onnx(tmp_path):
-    """Only `onnx=` imports the packages, and its error says how to install them."""
-    program = """
-import sys
-sys.modules.update(onnx=None, onnxruntime=None)
-import gluon_syncbn as sbn
-net = sbn.SyncBatchNorm(in_channels=3)
-net.initialize()
-sbn.export(net, "m")
-try:
-    sbn.export(net, "m", onnx="o", input_shape=(1, 3))
-except sbn.ExportError as error:
-    print(error)
-"""
-    done = run(program, tmp_path)
-    assert "pip install 'gluon_syncbn[onnx]'" in done.stdout, done.stdout
+def test_only_the_argument_onnx_needs_its_packages(tmp_path, monkeypatch):
+    for name in ("onnx", "onnxruntime"):
+        monkeypatch.setitem(sys.modules, name, None)
+    net = sbn.SyncBatchNorm(in_channels=3)
+    net.initialize()
+    sbn.export(net, tmp_path / "m")
+    with pytest.raises(sbn.ExportError, match=r"pip install 'gluon_syncbn\[onnx\]'"):
+        sbn.export(net, tmp_path / "m", onnx=tmp_path / "o", input_shape=(1, 3))
     assert sorted(os.listdir(tmp_path)) == ["m-0000.params", "m-symbol.json"]
 
 
-def process(*command, **options):
-    path = os.pathsep.join([str(Path(sbn.__file__).parent.parent), stock.HERE, HERE])
-    options.update(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
-    return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, **options)
+def of_one_name():
+    one, two = (sbn.SyncBatchNorm(in_channels=3, prefix="same_") for _ in range(2))
+    one.initialize()
+    two.initialize()
+    return Net(lambda net, F, x: net.two(net.one(x)), one=one, two=two)
 
 
-def run(program, folder, *arguments):
-    done = process(sys.executable, "-c", program, *map(str, arguments), cwd=folder)
-    assert done.returncode == 0, done.stdout
-    return done
+def loop(operator=None, **arguments):
+    """Batch normalization in the graph of a loop."""
 
+    def call(net, F, x):
+        def body(step, state):
+            y = net.norm(net.dense(step))
+            return (F.Custom(y, op_type=operator) if operator else y), state
 
-def with_foreign_operator():
-    return nn.HybridLambda(lambda F, x: F.Custom(x, op_type="of_others"))
+        return F.contrib.foreach(body, x, [F.zeros((1,))])[0]
 
-
-def untraceable():
-    return nn.HybridLambda(lambda F, x: x.reshape((x.shape[0], -1)))
-
-
-class OwnName(gluon.HybridBlock):
-    """Two parameters of one name."""
-
-    def __init__(self):
-        super().__init__(prefix="")
-        self.one = sbn.SyncBatchNorm(in_channels=3, prefix="same_")
-        self.two = sbn.SyncBatchNorm(in_channels=3, prefix="same_")
-
-    def hybrid_forward(self, F, x):
-        return self.two(self.one(x))
+    norm = sbn.SyncBatchNorm(in_channels=5, prefix="norm_", **arguments)
+    net = Net(call, dense=nn.Dense(5, in_units=6, prefix="dense_"), norm=norm)
+    net.initialize()
+    net(mx.nd.ones((3, 4, 6)))
+    return net
 
 
 @pytest.mark.parametrize(
     "make, error, text",
     [
-        (with_foreign_operator, sbn.ExportError, "custom operators (of_others)"),
-        (untraceable, sbn.ExportError, "HybridLambda 'hybridlambda"),
-        (OwnName, sbn.ExportError, "Two parameters have the name same_"),
+        (
+            lambda: nn.HybridLambda(lambda F, x: F.Custom(x, op_type="of_others")),
+            sbn.ExportError,
+            r"custom operators \(of_others\)",
+        ),
+        (
+            lambda: loop(operator="of_others"),
+            sbn.ExportError,
+            r"custom operators \(of_others\)",
+        ),
+        (
+            lambda: loop(momentum=None),
+            sbn.ExportError,
+            "has momentum=None and is called in net_.*foreach",
+        ),
+        (
+            lambda: nn.HybridLambda(lambda F, x: x.reshape((x.shape[0], -1))),
+            sbn.ExportError,
+            "HybridLambda 'hybridlambda",
+        ),
+        (of_one_name, sbn.ExportError, "Two parameters have the name same_"),
         (lambda: nn.Dense(3), ValueError, "2 parameters have no values yet, dense"),
         (lambda: mx.sym.var("data"), ValueError, "export takes a Gluon Block and got Symbol"),
     ],
 )
 def test_nets_that_cannot_be_exported(tmp_path, make, error, text):
     net = make()
-    if isinstance(net, OwnName):
-        net.one.initialize()
-        net.two.initialize()
-    with pytest.raises(error) as failure:
+    with pytest.raises(error, match=text):
         sbn.export(net, tmp_path / "m")
-    assert text in str(failure.value), failure.value
     assert os.listdir(tmp_path) == []
-
-
-def test_a_statistic_that_is_an_output_is_refused():
-    layer = sbn.SyncBatchNorm(in_channels=3)
-    custom = layer(mx.sym.var("data")).get_internals()
-    mean = custom[[n for n in custom.list_outputs() if "fwd_mean" in n or "output1" in n][0]]
-    with pytest.raises(sbn.ExportError, match="The mean or variance of .* is an output of the net"):
-        make_stock(Graph(mean))
-    with pytest.raises(sbn.ExportError, match="is an input of twice"):
-        make_stock(Graph(mx.sym.broadcast_mul(mean, mean, name="twice")))
 
 
 @pytest.mark.parametrize(
@@ -963,14 +802,10 @@ def test_a_statistic_that_is_an_output_is_refused():
         ({"path": "folder/"}, "path is 'folder/': add the name that the files"),
         ({"onnx": True, "input_shape": (1, 3, 6, 6)}, "onnx is True: give the name of a file"),
         ({"epoch": -1}, "epoch is -1"),
-        ({"epoch": 10000}, "epoch is 10000"),
-        ({"epoch": True}, "epoch is True"),
         ({"onnx": "o"}, "onnx= needs input_shape"),
         ({"input_shape": (0, 3)}, "input_shape is (0, 3)"),
-        ({"input_shape": 3}, "input_shape is 3"),
         ({"input_shape": [(1, 3), (1, 3)]}, "cannot be traced"),
         ({"input_shape": (1, 4, 4, 4)}, "does not take inputs of input_shape (1, 4, 4, 4)"),
-        ({"input_shape": (1, 3, 4, 2**31)}, "does not take inputs of input_shape (1, 3, 4, 214"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"onnx": "m-symbol.json", "input_shape": (1, 3, 6, 6)}, "another file of this export"),
     ],
@@ -985,11 +820,12 @@ def test_arguments(tmp_path, monkeypatch, arguments, text):
     assert os.listdir(tmp_path) == []
 
 
-def small(path, value, **options):
+def small(path, value):
+    """Exports a small net whose weights have this value: 2 kB of symbol, 360 kB of parameters."""
     net = sequential(nn.Dense(300, in_units=300), sbn.SyncBatchNorm())
     net.initialize(mx.init.Constant(value))
     net(mx.nd.ones((2, 300)))
-    return net, lambda: sbn.export(net, path, **options)
+    sbn.export(net, path)
 
 
 def contents(folder):
@@ -997,7 +833,7 @@ def contents(folder):
 
 
 def test_a_full_disk_leaves_the_old_files(tmp_path, monkeypatch):
-    small(tmp_path / "m", 1)[1]()
+    small(tmp_path / "m", 1)
     before = contents(tmp_path)
 
     def full(number):
@@ -1005,26 +841,24 @@ def test_a_full_disk_leaves_the_old_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(sbn.FileError, match="cannot be written .No space left on device."):
-        small(tmp_path / "m", 2)[1]()
+        small(tmp_path / "m", 2)
     assert contents(tmp_path) == before
 
 
 def test_no_folder_device_or_pipe_is_replaced(tmp_path):
     with pytest.raises(sbn.FileError, match="No such file or directory"):
-        small(tmp_path / "no" / "m", 1)[1]()
-    (tmp_path / "m-0000.params").mkdir()
-    with pytest.raises(sbn.FileError, match="m-0000.params cannot be written .a folder has"):
-        small(tmp_path / "m", 1)[1]()
-    assert os.listdir(tmp_path) == ["m-0000.params"]
-    (tmp_path / "m-0000.params").rmdir()
-    os.mkfifo(tmp_path / "m-0000.params")
-    with pytest.raises(sbn.FileError, match="m-0000.params cannot be written .this is a device"):
-        small(tmp_path / "m", 1)[1]()
-    assert stat.S_ISFIFO(os.stat(tmp_path / "m-0000.params").st_mode)
-    os.symlink("/dev/null", tmp_path / "m-symbol.json")
-    with pytest.raises(sbn.FileError, match="m-symbol.json cannot be written .this is a device"):
-        small(tmp_path / "m", 1)[1]()
-    assert sorted(os.listdir(tmp_path)) == ["m-0000.params", "m-symbol.json"]
+        small(tmp_path / "no" / "m", 1)
+    for name, make, why in (
+        ("m-0000.params", os.mkdir, "a folder has"),
+        ("m-0000.params", os.mkfifo, "this is a device"),
+        ("m-symbol.json", lambda path: os.symlink("/dev/null", path), "this is a device"),
+    ):
+        make(tmp_path / name)
+        kind = os.lstat(tmp_path / name).st_mode
+        with pytest.raises(sbn.FileError, match=f"{name} cannot be written .{why}"):
+            small(tmp_path / "m", 1)
+        assert os.listdir(tmp_path) == [name] and os.lstat(tmp_path / name).st_mode == kind
+        os.rmdir(tmp_path / name) if make is os.mkdir else os.unlink(tmp_path / name)
 
 
 def test_what_a_link_points_to_is_written(tmp_path):
@@ -1032,78 +866,34 @@ def test_what_a_link_points_to_is_written(tmp_path):
     for name in ("m-symbol.json", "m-0000.params"):
         (tmp_path / name).symlink_to(tmp_path / "far" / name)
     (tmp_path / "far" / "m-0000.params").write_text("old")
-    small(tmp_path / "m", 1)[1]()
+    small(tmp_path / "m", 1)
     assert all(path.is_symlink() for path in tmp_path.glob("m-*"))
     assert sorted(os.listdir(tmp_path / "far")) == ["m-0000.params", "m-symbol.json"]
     load(tmp_path / "far" / "m")
 
 
-FILL = """
-import sys
-from test_deploy import limited, sbn, small
-folder, *limits = sys.argv[1:]
-_, export = small(folder + "/m", 2)
-for limit in limits:
-    with limited(int(limit)):
-        try:
-            export()
-        except sbn.FileError as error:
-            print("refused:", error)
-"""
-
-
 @contextlib.contextmanager
 def limited(size):
-    """Within it, no file may grow above `size` bytes; 0 sets no limit."""
+    """Within it, no file may grow above `size` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size or before[0], before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_no_room_for_a_file(tmp_path):
-    folder = tmp_path / "full"
-    folder.mkdir()
-    small(folder / "m", 1)[1]()
-    before = contents(folder)
-    # The symbol has about 2,000 bytes and the parameters 360,000.
-    done = run(FILL, tmp_path, folder, 100, 20_000, 355_000)
-    assert done.stdout.count("refused: ") == done.stdout.count("cannot be written") == 3, (
-        done.stdout
-    )
-    assert contents(folder) == before
-
-
-def test_full_disk(tmp_path):
-    folder = tmp_path / "full"
-    folder.mkdir()
-    script = (
-        f"mount -t tmpfs -o size=600k none {folder} && cp {tmp_path}/old/* {folder} && "
-        f'"$0" -c "$1" {folder} 0 && rm -f {tmp_path}/new/* && cp -a {folder}/. {tmp_path}/new'
-    )
-    for name in ("old", "new"):
-        (tmp_path / name).mkdir()
-    small(tmp_path / "old" / "m", 1)[1]()
-    unshare = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
-    done = process(*unshare, sys.executable, FILL)
-    if done.returncode and "refused" not in done.stdout:
-        pytest.skip(f"no file system of its own can be mounted: {done.stdout.strip()[-200:]}")
-    assert "refused: " in done.stdout and "m-0000.params cannot be written" in done.stdout
-    assert contents(tmp_path / "new") == contents(tmp_path / "old")
+@pytest.mark.parametrize("size", [100, 20_000, 355_000])
+def test_without_room_for_a_file_the_old_files_stay(tmp_path, size):
+    small(tmp_path / "m", 1)
+    before = contents(tmp_path)
+    with limited(size), pytest.raises(sbn.FileError, match="cannot be written"):
+        small(tmp_path / "m", 2)
+    assert contents(tmp_path) == before
 
 
 def test_files_have_the_usual_rights(tmp_path):
-    small(tmp_path / "m", 1)[1]()
+    small(tmp_path / "m", 1)
     (tmp_path / "plain").write_text("")
     rights = {path.stat().st_mode for path in tmp_path.iterdir()}
     assert len(rights) == 1
-
-
-def test_a_copy_of_a_net_exports_alike(tmp_path):
-    net, export = small(tmp_path / "m", 1)
-    export()
-    sbn.export(copy.deepcopy(net), tmp_path / "n")
-    files = contents(tmp_path)
-    assert files["m-0000.params"] == files["n-0000.params"]

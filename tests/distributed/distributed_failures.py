@@ -17,39 +17,31 @@ LAST = 1  # The rank of the worker that fails, of two.
 
 
 class Steps:
-    """A net, one step at a time. Without a Trainer, in whose messages a process waits inside MXNet,
-    unless it is asked for."""
+    """A net, one step at a time, without a Trainer, in whose messages a process waits inside
+    MXNet."""
 
-    def __init__(self, world, devices=1, trainer=False):
+    def __init__(self, devices=1):
         self.devices = contexts(devices)
         self.net = nn.HybridSequential(prefix="net_")
         with self.net.name_scope():
             for _ in range(2):
                 self.net.add(nn.Conv2D(4, 3), sbn.SyncBatchNorm())
         self.net.initialize(ctx=self.devices)
-        self.trainer = trainer and mx.gluon.Trainer(
-            self.net.collect_params(), "sgd", kvstore=world.kv, update_on_kvstore=False
-        )
 
-    def __call__(self, channels=3, wait=None):
-        """`channels`: of the last device's data; wait: instead of waiting for the results."""
+    def __call__(self, channels=3):
+        """`channels`: of the last device's data."""
         xs = [mx.nd.random.normal(shape=(2, 3, 8, 8), ctx=device) for device in self.devices]
         if channels != 3:
             xs[-1] = mx.nd.ones((2, channels, 8, 8), ctx=self.devices[-1])
         with autograd.record():
             losses = [(self.net(x) ** 2).mean() for x in xs]
         autograd.backward(losses)
-        if self.trainer:
-            self.trainer.step(1)
-        if wait:
-            wait()
-            return
         for array in [*losses, *self.net[0].weight.list_grad()]:
             array.wait_to_read()
 
 
-def first_steps(world, **options):
-    step = Steps(world, **options)
+def first_steps(world, devices=1):
+    step = Steps(devices)
     for _ in range(3):
         step()
     world.report("ready", os.getpid())
@@ -77,30 +69,12 @@ def until_something_happens(world):
     goes_on(world, first_steps(world))
 
 
-def waits_for_everything(world):
-    """MXNet's waitall() waits for the message too that was given up, though nobody needs it."""
-    step = first_steps(world)
-
-    def step_and_wait():
-        step(wait=mx.nd.waitall)
-
-    goes_on(world, step_and_wait)
-
-
 def leaves_early(world):
     """As at the end of an epoch in which it has a batch less."""
     step = first_steps(world)
     if world.rank == LAST:
         world.report("left", time.time())
         return
-    goes_on(world, step)
-
-
-def hybridizes_alone(world):
-    step = first_steps(world)
-    if world.rank == LAST:
-        world.report("left", time.time())
-        step.net.hybridize()
     goes_on(world, step)
 
 
@@ -162,17 +136,3 @@ def one_device_is_not_of_the_group(world):
     deadline = time.monotonic() + 20
     while not (world.folder / "error-0.json").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-
-
-def stops_before_the_trainer(world):
-    """The other one has sent its gradients."""
-    step = first_steps(world, trainer=True)
-
-    def stop(_):
-        mx.nd.waitall()
-        world.report("left", time.time())
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    if world.rank == LAST:
-        step.trainer.step = stop
-    goes_on(world, step)

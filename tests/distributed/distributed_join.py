@@ -2,12 +2,11 @@
 
 import itertools
 import os
-import time
 
 import mxnet as mx
 import numpy as np
 import psutil
-from distributed_stores import Counter
+from distributed_stores import calls
 from mxnet import autograd
 from mxnet.gluon import nn
 from mxnet.util import is_np_array
@@ -238,24 +237,20 @@ def many_steps(world, layers=10):
         net.collect_params(), "sgd", kvstore=world.kv, update_on_kvstore=False
     )
     mine, server = psutil.Process(), _server()
-    reported = {"steps": count, "worker": [], "server": [], "begin": time.time()}
-    with Counter(world) as counter:
-        for number in range(count):
-            x = mx.nd.array(many_steps_data(number)[world.rank :: world.size])
-            with autograd.record():
-                loss = (net(x) ** 2).mean()
-            loss.backward()
-            trainer.step(1)
-            loss.asscalar()
-            if number % 20 == 0:
-                reported["worker"].append(mine.memory_info().rss)
-                reported["server"].append(server.memory_info().rss)
-        mx.nd.waitall()
-    reported["seconds"] = time.time() - reported.pop("begin")
-    reported["messages"] = {
-        key: count for key, count in counter.keys.items() if "handshake" not in key
-    }
-    world.report("memory", reported)
+    reported = {"steps": count, "worker": [], "server": []}
+    for number in range(count):
+        x = mx.nd.array(many_steps_data(number)[world.rank :: world.size])
+        with autograd.record():
+            loss = (net(x) ** 2).mean()
+        loss.backward()
+        trainer.step(1)
+        loss.asscalar()
+        if number % 20 == 0:
+            reported["worker"].append(mine.memory_info().rss)
+            reported["server"].append(server.memory_info().rss)
+    mx.nd.waitall()
+    messages = {key: count for key, count in calls(world).items() if key.endswith(" -1")}
+    world.report("memory", {**reported, "messages": messages})
     world.save("memory", **{name: p.data().asnumpy() for name, p in net.collect_params().items()})
 
 

@@ -1,7 +1,6 @@
 """What a store has to do, whichever it is, and how often a layer turns to it."""
 
 import collections
-import ctypes
 import os
 import threading
 import time
@@ -63,54 +62,10 @@ def wrong_arrays(world):
     world.report("wrong arrays", reported)
 
 
-class Counter:
-    """Counts the exchanges by their keys, and the requests to the KVStore's server."""
-
-    def __init__(self, world):
-        self._world = world
-        if world.kv is not None:
-            self._count_requests()
-        self.clear()
-
-    def _count_requests(self):
-        """By the function of MXNet that makes them, which channels that are opened from now on and
-        Python call through this."""
-        library, name = mx.base._LIB, "MXKVStorePushPull"
-        # As Python has it, which passes its own types.
-        original = getattr(library, name)
-        address = ctypes.cast(original, ctypes.c_void_p).value
-        kind = ctypes.CFUNCTYPE(
-            ctypes.c_int,
-            *(ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32),
-            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
-        )
-
-        @kind
-        def counted(*args):
-            self.requests += 1
-            return kind(address)(*args)
-
-        setattr(library, name, counted)
-        self._undo = lambda: setattr(library, name, original)
-
-    def clear(self):
-        self.requests = 0
-        self._before = self._calls()
-
-    def _calls(self):
-        channels = self._world.reducer._channels
-        return collections.Counter({key: channel.calls for key, channel in channels.items()})
-
-    @property
-    def keys(self):
-        return self._calls() - self._before
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self._world.kv is not None:
-            self._undo()
+def calls(world):
+    """How often each key has been exchanged."""
+    channels = world.reducer._channels
+    return collections.Counter({key: channel.calls for key, channel in channels.items()})
 
 
 def messages(world, layers=3, steps=4):
@@ -120,19 +75,16 @@ def messages(world, layers=3, steps=4):
     for _ in range(layers):
         net.add(sbn.SyncBatchNorm(in_channels=3))
     net.initialize(ctx=devices)
-    reported = {}
-    with Counter(world) as counter:
-        for name, count in (("first", 1), ("steps", steps)):
-            counter.clear()
-            for _ in range(count):
-                xs = [mx.nd.random.normal(shape=(2, 3, 4, 4), ctx=d) for d in devices]
-                with autograd.record():
-                    losses = [(net(x) ** 2).sum() for x in xs]
-                autograd.backward(losses)
-            mx.nd.waitall()
-            reported[name] = counter.keys
-            reported[f"{name} requests"] = counter.requests
-    reported["layers"] = [layer._layer.id for layer in net]
+    reported = {"layers": [layer._layer.number for layer in net]}
+    for name, count in (("first", 1), ("steps", steps)):
+        before = calls(world)
+        for _ in range(count):
+            xs = [mx.nd.random.normal(shape=(2, 3, 4, 4), ctx=d) for d in devices]
+            with autograd.record():
+                losses = [(net(x) ** 2).sum() for x in xs]
+            autograd.backward(losses)
+        mx.nd.waitall()
+        reported[name] = calls(world) - before
     world.report("messages", reported)
 
 

@@ -9,7 +9,6 @@ from runs import contexts
 
 import gluon_syncbn as sbn
 from gluon_syncbn import distributed
-from gluon_syncbn.distributed import kvstore
 
 
 def net_and_trainer(world, devices=1, **arguments):
@@ -104,27 +103,6 @@ def one_process_does_more(world):
         if world.rank == 0 and change is not None:
             change()
     world.save("more", means=np.stack(means))
-
-
-def last_keys(world):
-    """Up to the last number with which the KVStore can do anything."""
-    reducer = world.reducer
-    reducer._next_number = kvstore._LAST_KEY - 1
-    reported = {"numbers": [], "sums": []}
-    connection, open_line = reducer._connection, reducer._connection.kvstore_channel
-
-    def note(key, size, rank, kvstore, number, slots):
-        reported["numbers"].append(number)
-        return open_line(key, size, rank, kvstore, number, slots)
-
-    connection.kvstore_channel = note
-    for key in ("last but one", "last"):
-        reported["sums"].append(reducer.all_reduce(key, np.arange(3.0)).tolist())
-    group = sbn.SyncGroup(store=reducer, timeout=world.timeout)
-    reported["beyond"] = error_of(
-        lambda: group._exchange.all_gather("beyond", "one key more", np.ones(3))
-    )
-    world.report("last keys", reported)
 
 
 def updates_before(world):

@@ -105,13 +105,6 @@ def test_one_message_per_layer_pass_and_process(pair):
         assert reported["first"] == dict.fromkeys(keys + handshakes, 1)
 
 
-def test_a_message_is_one_request_to_the_server(two):
-    """A new key takes one more, in which the processes agree on its number."""
-    for reported in two.reported("messages"):
-        assert reported["steps requests"] == sum(reported["steps"].values())
-        assert reported["first requests"] == 2 * sum(reported["first"].values())
-
-
 def test_one_key_is_never_twice_under_way(pair):
     for reported in pair.reported("one key on two threads"):
         assert reported == {"group": [0, 0], "reducer": [0, 0]}
@@ -139,20 +132,25 @@ def test_parameters_are_about_those_of_one_device(job):
         np.testing.assert_allclose(value, one[name], rtol=0, atol=2e-6, err_msg=name)
 
 
-def test_parameters_have_the_bits_of_one_process_with_as_many_devices(pair, tmp_path):
-    """With two shards the Trainer's sums have one order. With more, those of the server have that
-    in which the processes come, and those of one process that of its devices."""
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """The parameters that one process finds on two devices."""
+    folder = tmp_path_factory.mktemp("one")
     subprocess.run(
-        [sys.executable, WORKER, str(tmp_path), "none", "distributed_bits:two_devices_of_one"],
+        [sys.executable, WORKER, str(folder), "none", "distributed_bits:two_devices_of_one"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=True,
         timeout=100,
     )
-    (one,) = Results(tmp_path, 1).arrays("training")
+    return Results(folder, 1).arrays("training")[0]
+
+
+def test_parameters_have_the_bits_of_one_process_with_as_many_devices(pair, one_process):
+    """With two shards: of more, the server adds in the order in which they come."""
     (two, _) = pair.arrays("training")
-    assert one.keys() == two.keys() and len(one) == 22
-    for name in one:
-        assert_same_bits(two[name], one[name], name)
+    assert one_process.keys() == two.keys() and len(two) == 22
+    for name, value in one_process.items():
+        assert_same_bits(two[name], value, name)
 
 
 # Groups.

@@ -98,13 +98,9 @@ def kill_server(cluster, pids):
     os.kill(cluster.find("server"), signal.SIGKILL)
 
 
-def kill_scheduler(cluster, pids):
-    os.kill(cluster.find("scheduler"), signal.SIGKILL)
-
-
 def kill_scheduler_and_finish(cluster, pids):
     """Nobody needs it before the end."""
-    kill_scheduler(cluster, pids)
+    os.kill(cluster.find("scheduler"), signal.SIGKILL)
     time.sleep(1)
     (cluster.folder / "stop").touch()
 
@@ -125,36 +121,16 @@ JOBS = {
     "scheduler killed": by_hand(TRAIN, kill_scheduler_and_finish),
     "exception": by_hand("raises"),
     "early end": by_hand("leaves_early"),
-    "hybridized": by_hand("hybridizes_alone"),
     "late end": by_hand("works_on_alone"),
     "stopped after training": by_hand("stops_after_training"),
     "other data": by_hand("one_device_has_other_data"),
     "other device": by_hand("one_device_is_not_of_the_group"),
-    "waitall": by_hand("waits_for_everything", kill_worker),
-    "trainer": by_hand("stops_before_the_trainer"),
     "launched, worker killed": launched(TRAIN, kill_worker),
-    "launched, worker stopped": launched(TRAIN, stop_worker),
-    "launched, server killed": launched(TRAIN, kill_server),
-    "launched, scheduler killed": launched(TRAIN, kill_scheduler),
     "launched, exception": launched("raises"),
 }
 HOROVOD_JOBS = {
     "horovod, worker killed": launched(TRAIN, kill_worker, engine="horovod"),
     "horovod, worker stopped": launched(TRAIN, stop_worker, engine="horovod"),
-    "horovod, exception": launched("raises", engine="horovod"),
-}
-
-
-# Those of which others show about the same.
-LONG = {
-    "hybridized",
-    "waitall",
-    "trainer",
-    "launched, worker stopped",
-    "launched, server killed",
-    "launched, scheduler killed",
-    "horovod, exception",
-    "horovod, worker stopped",
 }
 
 
@@ -180,8 +156,7 @@ def job(request, jobs):
 
 def of(*names):
     """The jobs that a test looks at."""
-    kinds = (HOROVOD_JOBS, needs_horovod), (LONG, pytest.mark.long)
-    params = [pytest.param(n, marks=[mark for kind, mark in kinds if n in kind]) for n in names]
+    params = [pytest.param(n, marks=needs_horovod if n in HOROVOD_JOBS else ()) for n in names]
     return pytest.mark.parametrize("job", params, indirect=True)
 
 
@@ -213,7 +188,7 @@ def test_the_server_is_killed(job):
 
 @of("scheduler killed")
 def test_the_scheduler_is_killed(job):
-    """Nobody misses it before the end."""
+    """Nobody needs it before the end."""
     assert job.errors == [None, None]
     assert f"The KVStore's scheduler has not answered for {TIMEOUT:g} s" in job.output
     for pid in job.pids:
@@ -222,7 +197,7 @@ def test_the_scheduler_is_killed(job):
 
 @of("exception")
 def test_a_worker_dies_of_an_exception(job):
-    """It may still tell of it when it is asked."""
+    """Its status may still say so when it is probed."""
     job.check_survivor("Missing: rank 1 (")
     assert GONE in job.errors[0][1] or "failed: ArithmeticError" in job.errors[0][1]
     assert job.codes[job.pids[1]] == 1 and job.ended[job.pids[1]] < SLACK
@@ -230,16 +205,10 @@ def test_a_worker_dies_of_an_exception(job):
 
 
 @of("early end")
-def test_a_worker_has_a_batch_less(job):
+def test_a_worker_has_one_batch_less(job):
     job.check_survivor("rank 1 (reached the end of the script)", "gluon_syncbn.distributed.join")
     assert job.codes[job.pids[1]] == 1
     assert "Rank 1 has come to the end of its script and has waited" in job.output
-
-
-@of("hybridized")
-def test_a_worker_alone_hybridizes_its_net(job):
-    """It counts the calls of each graph."""
-    job.check_survivor("or hybridized it at another step", waits=True)
 
 
 @of("late end")
@@ -274,15 +243,6 @@ def test_the_error_of_one_device_reaches_the_other_processes(job):
     assert why in job.errors[1][1]
 
 
-@pytest.mark.xfail(reason="nothing ends a process that waits inside MXNet")
-@of("waitall", "trainer")
-def test_a_process_that_waits_for_more_than_a_layer_ends(job):
-    """In mx.nd.waitall(), which waits for the message too that was given up, and for the Trainer's
-    own message."""
-    assert job.codes.get(job.pids[0]) == 1 and job.ended[job.pids[0]] < TIMEOUT + SLACK
-    assert "Missing: rank 1 (" in job.output
-
-
 # With the launcher, which ends all when one has died.
 
 
@@ -291,23 +251,14 @@ def test_the_launcher_ends_all_for_a_worker_that_is_killed(job):
     check_launcher(job, 128 + signal.SIGKILL, f"worker 1 (process {job.pids[1]}) was killed by")
 
 
-@of("launched, exception", "horovod, exception")
+@of("launched, exception")
 def test_the_launcher_ends_all_for_an_exception(job):
     check_launcher(job, 1, f"worker 1 (process {job.pids[1]}) ended with exit code 1")
     assert job.output.count("ArithmeticError: a bad batch") == 2
 
 
-@of("launched, server killed")
-def test_the_launcher_ends_all_for_the_server(job):
-    check_launcher(job, 128 + signal.SIGKILL, "server 0 (process ")
-
-
-@of("launched, scheduler killed")
-def test_the_launcher_ends_all_for_the_scheduler(job):
-    check_launcher(job, 128 + signal.SIGKILL, "scheduler (process ")
-
-
-@of("launched, worker stopped", "horovod, worker stopped")
+@pytest.mark.long
+@of("horovod, worker stopped")
 def test_the_launcher_ends_all_when_the_others_give_up(job):
     check_launcher(job, 1, f"worker 0 (process {job.pids[0]}) ended with exit code 1", TIMEOUT)
     kind, text, seconds = job.errors[0]

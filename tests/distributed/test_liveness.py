@@ -1,8 +1,5 @@
 """Liveness of processes: who has arrived, who has not and why, and that nothing disturbs it."""
 
-import collections
-import errno
-import itertools
 import os
 import re
 import signal
@@ -13,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -224,9 +222,7 @@ def message(one, key=b'"x"', token=None, end=b"\n"):
 
 STRANGERS = {
     "garbage": lambda _: os.urandom(1 << 20),
-    "HTTP": lambda _: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "another token": lambda one: message(one, token=b"0" * 14),
-    "the token of answers": lambda one: message(one, token=one.address.split()[3]),
     "too long a key": lambda one: message(one, b'"' + b"x" * 5000 + b'"'),
     "nobody who asks": lambda one: one.address.split()[2] + b' ["x"]\n',
     "no UTF-8": lambda one: message(one, b'"\xff\xfe"'),
@@ -287,32 +283,15 @@ def test_connections_are_limited(pair, monkeypatch):
     wait_until(lambda: threading.active_count() == threads and open_files() == files)
 
 
-def test_too_many_open_files(pair, monkeypatch):
-    def no_socket(*_, **__):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module.socket, "socket", no_socket)
-        answers = pair[0].probe("x")
-    assert pair[0].describe(answers) == (
-        "Came: rank 0. Missing: rank 1 (could not be probed: Too many open files)."
-    )
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"0" * 14 + b" {}\n", b"", None],
-    ids=["HTTP", "another job", "nothing", "the probe"],
-)
+@pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"0" * 14 + b" {}\n", None])
 def test_somebody_else_listens_where_a_process_was(pair, reply):
-    """Also the probe itself, which comes back where TCP connects to itself."""
+    """Also the probe itself (None), which comes back where TCP connects to itself."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve():
             connection, _ = server.accept()
             with connection:
-                received = connection.recv(4096)
-                connection.sendall(received if reply is None else reply)
+                connection.sendall(reply or connection.recv(4096))
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -342,39 +321,34 @@ def test_many_ranks_probe_each_other_within_the_patience(monkeypatch, at_once):
     expected = {rank: ARRIVED for rank in range(1, len(ranks))}
     expected.update({8: ABSENT, 9: GONE, **dict.fromkeys(mute_ranks, SILENT)})
     assert {rank: answer.state for rank, answer in answers.items()} == expected
-
     # All probe one at the same time, as they do when it is missing.
-    states = []
-    threads = [
-        threading.Thread(target=lambda one=one: states.append(one.probe("x")[8].state))
-        for one in ranks[:7]
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(7) as executor:
+        states = list(executor.map(lambda one: one.probe("x")[8].state, ranks[:7]))
     assert states == [ABSENT] * 7
     for one in ranks:
         one.close()
 
 
 def test_it_knows_recent_exchanges_and_forgets_old_ones(pair):
-    pair[1].leave("never arrived")
+    """Of its own, and of the native channels."""
+    now = time.monotonic()
+    pair[1]._more = lambda: ([("native", now - 5)], [("native before", now - 3)])
     for number in range(1000):
         pair[1].arrive(str(number))
         pair[1].leave(str(number))
+    for key in ("native", "native before", "999"):
+        assert pair[0].probe(key)[1].state == ARRIVED
     for number in range(5):
         pair[1].arrive(f"in flight {number}")
-    assert pair[0].probe("999")[1].state == ARRIVED
     answer = pair[0].probe("0")[1]
     assert answer.state == ABSENT and answer.last[0] == "999"
-    assert [key for key, _ in answer.in_flight] == ["in flight 0", "in flight 1", "in flight 2"]
+    assert [key for key, _ in answer.in_flight] == ["native", "in flight 0", "in flight 1"]
 
 
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("word", ["a_name_of_a_layer_", "größe_\N{SNOWMAN}", '\0\n"'])
+@pytest.mark.parametrize("word", ["größe_\N{SNOWMAN}", '\0\n"'])
 def test_keys_of_any_text_and_length(pair, word, native):
-    """Both sides leave out the same of a long name, and never the number at the end."""
+    """Both sides shorten a long name alike and keep the number at the end."""
     name = f"SyncBatchNorm '{word * 1000}', forward call {{0}} (0 f 0 {{0}})".format
     now = time.monotonic()
     if native:
@@ -390,40 +364,6 @@ def test_keys_of_any_text_and_length(pair, word, native):
     assert len(key) == 241 and answers[2].last[0].endswith("(0 f 0 6)")
 
 
-def test_exchanges_of_somebody_else_are_among_its_own(pair):
-    now = time.monotonic()
-    others = [("elsewhere", now - 5), ("later", now - 1)], [("was elsewhere", now - 3)]
-    pair[1]._more = lambda: others
-    pair[1].arrive("here")
-    for key in ("elsewhere", "later", "was elsewhere", "here"):
-        assert pair[0].probe(key)[1].state == ARRIVED
-    answer = pair[0].probe("nowhere")[1]
-    assert answer.state == ABSENT
-    assert [key for key, _ in answer.in_flight] == ["elsewhere", "later", "here"]
-    assert answer.last[0] == "was elsewhere" and 3 <= answer.last[1] < 9
-    pair[1].leave("here")
-    assert pair[0].probe("nowhere")[1].last[0] == "here"
-
-
-def test_probes_while_exchanges_come_and_go(pair):
-    stop = threading.Event()
-
-    def exchange():
-        for number in itertools.count():
-            pair[1].arrive(str(number))
-            pair[1].leave(str(number))
-            if stop.is_set():
-                return
-
-    thread = threading.Thread(target=exchange)
-    thread.start()
-    end = time.monotonic() + 0.3
-    while time.monotonic() < end:
-        assert pair[0].probe("x")[1].state == ABSENT
-    stop.set()
-    thread.join()
-
-
 # The status of a process.
 
 
@@ -434,8 +374,6 @@ def test_a_failure_is_reported_to_all_that_probe(pair):
     text = "a bad batch " + "\N{GRINNING FACE}" * 10**5
     pair[1].set_status(FAILED, text)
     pair[1].set_status(FINISHED)
-    for number in range(3):
-        pair[1].arrive("\0" * 1000 + str(number))
     # The first status counts, and as much of it as an answer holds.
     answers = [pair[0].probe(key)[1] for key in "xy"]
     assert [answer.state for answer in answers] == [ARRIVED, ABSENT]
@@ -453,21 +391,17 @@ def end_error(one, timeout):
 
 def ends(ranks, timeout=20, delays=()):
     """The end_error of each, which then closes, and the seconds that it took."""
-    found = [None] * len(ranks)
 
     def end(rank):
         time.sleep(delays[rank] if delays else 0)
         begin = time.monotonic()
         error = end_error(ranks[rank], timeout)
-        found[rank] = error, time.monotonic() - begin
+        seconds = time.monotonic() - begin
         ranks[rank].close()
+        return error, seconds
 
-    threads = [threading.Thread(target=end, args=(r,)) for r in range(len(ranks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(len(ranks)) as executor:
+        return list(executor.map(end, range(len(ranks))))
 
 
 @pytest.mark.parametrize("size", [2, 7])
@@ -491,22 +425,25 @@ def test_the_end_in_an_exit_hook():
             assert process.communicate(timeout=20) == ("None\n", "")
 
 
-def test_the_end_without_others_that_are_gone_or_have_failed():
-    for spoil, words in (
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
         (lambda other: other.close(), "rank 1 (process ended)"),
         (lambda other: other.set_status(FAILED, "a bad batch"), "rank 1 (failed: a bad batch)"),
-    ):
-        ranks = simulated(3)
-        spoil(ranks[1])
-        ranks[2].set_status(FINISHED)
-        begin = time.monotonic()
-        error = end_error(ranks[0], 20)
-        assert time.monotonic() - begin < 2
-        assert error.startswith("Rank 0 has come to the end of its script and has waited ")
-        # Rank 2 has come to its end and is not missed.
-        assert f"Missing: {words}." in error
-        for one in ranks:
-            one.close()
+    ],
+)
+def test_the_end_does_not_wait_for_those_that_are_gone_or_have_failed(spoil, words):
+    ranks = simulated(3)
+    spoil(ranks[1])
+    ranks[2].set_status(FINISHED)
+    begin = time.monotonic()
+    error = end_error(ranks[0], 20)
+    assert time.monotonic() - begin < 2
+    assert error.startswith("Rank 0 has come to the end of its script and has waited ")
+    # Rank 2 has come to its end and is not missed.
+    assert f"Missing: {words}." in error
+    for one in ranks:
+        one.close()
 
 
 @pytest.mark.parametrize("answers_for", [0, 1])
@@ -544,10 +481,9 @@ def test_describe(pair):
     answers.update({rank: Answer(GONE) for rank in (3, 5, 6, 9, 10, 11)})
     answers.update({rank: Answer(SILENT) for rank in (100, 101)})
     answers.update({rank: Answer(ABSENT, (("y", 3 + rank / 100),)) for rank in range(200, 300)})
-    answers.update({rank: Answer(ABSENT) for rank in (20, 22)})
-    answers.update(
-        {30: Answer(ABSENT, last=("x", 12.1)), 31: Answer(ABSENT, status=(FINISHED, ""))}
-    )
+    answers[20] = answers[22] = Answer(ABSENT)
+    answers[30] = Answer(ABSENT, last=("x", 12.1))
+    answers[31] = Answer(ABSENT, status=(FINISHED, ""))
     assert pair[0].describe(answers) == (
         "Came: ranks 0-2, 4, 7, 8, 12-19, 21, 23-29, 32-99, 102-199, 300-512. "
         "Missing: ranks 3, 5, 6, 9-11 (process ended), "
@@ -566,25 +502,12 @@ def test_describe(pair):
         ({"DMLC_NODE_HOST": "127.0.0.2", "DMLC_INTERFACE": "lo"}, "127.0.0.2"),
         ({"DMLC_INTERFACE": "lo", "DMLC_PS_ROOT_URI": "127.0.0.3"}, "127.0.0.1"),
         ({"HOROVOD_GLOO_IFACE": "lo"}, "127.0.0.1"),
-        ({"DMLC_INTERFACE": "no such", "DMLC_PS_ROOT_URI": "localhost"}, "127.0.0.1"),
-        ({"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}, "127.0.0.1"),
-        ({"DMLC_PS_ROOT_URI": "not..a.host"}, "127.0.0.1"),
+        ({"DMLC_INTERFACE": "no such", "DMLC_PS_ROOT_URI": "not..a.host"}, "127.0.0.1"),
     ],
 )
 def test_the_address_comes_from_the_environment(monkeypatch, environment, expected):
     monkeypatch.setattr(os, "environ", environment)
     assert connections.own_host() == expected
-
-
-def test_the_address_of_an_interface_without_ipv4(monkeypatch):
-    Address = collections.namedtuple("Address", "family address")
-    addresses = [
-        Address(socket.AF_PACKET, "00:11:22:33:44:55"),
-        Address(socket.AF_INET6, "fe80::1%ib0"),
-        Address(socket.AF_INET6, "2001:db8::1"),
-    ]
-    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"ib0": addresses})
-    assert connections._address_of_interface("ib0") == "2001:db8::1"
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="no IPv6 here")
@@ -597,7 +520,7 @@ def test_ipv6():
     ranks[0].close()
 
 
-@pytest.mark.parametrize("host", ["198.51.100.77", "not..a.host", "0.0.0.0"])
+@pytest.mark.parametrize("host", ["198.51.100.77", "0.0.0.0"])
 def test_an_address_that_is_not_ours(host):
     files = open_files()
     with pytest.raises(OSError, match=f"cannot listen on '{host}'.*set DMLC_NODE_HOST"):

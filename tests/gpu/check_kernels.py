@@ -1,5 +1,5 @@
-"""Compares the CUDA kernels with PyTorch in float64, on new random data in every run: all dtypes
-and layouts, odd shapes, unaligned arrays, and batches split into 1 to 8 synchronized shards.
+"""The CUDA kernels against PyTorch in float64, with fresh random data in every run: all dtypes and
+layouts, ragged shapes, arrays at odd addresses, batches in 1 to 8 shards whose sums are reduced.
 
     python tests/gpu/check_kernels.py LIBRARY [--json FILE] [--seed N]
 """

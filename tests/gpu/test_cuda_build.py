@@ -45,7 +45,7 @@ def test_an_old_nvcc_is_refused_with_its_version(setup, tmp_path):
         setup.check_nvcc(str(fake_nvcc(tmp_path, version)))
 
 
-def test_cuda_is_built_if_nvcc_is_found_unless_disabled(setup, tmp_path, monkeypatch):
+def test_cuda_is_built_where_nvcc_is_unless_switched_off(setup, tmp_path, monkeypatch):
     path = fake_nvcc(tmp_path, "12.0")
     monkeypatch.setenv("NVCC", str(path))
     assert setup.find_nvcc() == str(path)

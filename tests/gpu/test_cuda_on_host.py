@@ -1,5 +1,5 @@
-"""Tests the operator's CUDA code without a GPU, in a library with a fake CUDA runtime that treats
-CPU contexts as GPUs (make fake-cuda). The kernels are the real ones, compiled for the host."""
+"""What the operator does on GPUs, without one: in a library with a CUDA that runs on the host and
+takes CPU contexts for GPUs (make fake-cuda). The kernels are the GPU's own text."""
 
 import os
 import shutil
@@ -154,7 +154,7 @@ for function, code, words in (
     except mx.MXNetError as error:
         text = str(error)
     else:
-        raise AssertionError(f"the error of {function} was not reported")
+        raise AssertionError(f"{function} was not reported")
     words += ["SyncBatchNorm", "cpu(3)", "GPU 3", "data of shape (4, 3, 6, 6)"]
     assert all(word in text for word in words), text
     try:

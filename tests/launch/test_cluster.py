@@ -17,7 +17,6 @@ from gluon_syncbn.launch.cluster import Cluster, LaunchError, Position, find_pos
     "nodes, first",
     [
         ("gpu3", "gpu3"),
-        ("gpu3,gpu1", "gpu3"),
         ("gpu[03-05,9],login", "gpu03"),
         ("a[7,9-12]b,c", "a7b"),
         ("rack[2-3]node[01-16]", "rack2node01"),
@@ -43,7 +42,6 @@ def test_positions():
     "environment, sentence",
     [
         ({}, "finds no DMLC_ROLE"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK: expected a number from 0 to 1, got 'x'."),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: expected a number from 0 to 1, got '2'."),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "65535"}, "MASTER_PORT: expected a"),
@@ -130,7 +128,7 @@ def test_two_launchers_of_one_rank():
     assert all("are of rank 1: each needs a rank of its own" in text for text in found)
 
 
-def test_a_launcher_that_does_not_come(capfd, monkeypatch):
+def test_a_missing_launcher(capfd, monkeypatch):
     monkeypatch.setattr("gluon_syncbn.launch.cluster._SAY_SECONDS", 0.1)
     found = errors([0, 2], 4, wait=0.5)
     assert all("launchers 1, 3 of 4 did not come" in text for text in found)
@@ -141,7 +139,7 @@ def test_a_launcher_that_does_not_come(capfd, monkeypatch):
     assert re.search(r"launch: rank 0 did not answer at .*, waiting\.", printed)
 
 
-def test_a_launcher_that_comes_again():
+def test_a_restarted_launcher():
     """As a restarted pod does."""
     port = free_port()
     first = []

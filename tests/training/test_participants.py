@@ -20,11 +20,9 @@ BATCHES = [8, 5, 2, 7, 3, 3, 9, 2]
 
 
 class Training:
-    """Trains a small net."""
-
-    def __init__(self, count, mode="imperative", layer=sbn.SyncBatchNorm, **arguments):
+    def __init__(self, count, mode="imperative", **arguments):
         self.devices, self.static_shape = contexts(count), mode == "static_shape"
-        self.norm = layer(in_channels=5, prefix="norm_", **arguments)
+        self.norm = sbn.SyncBatchNorm(in_channels=5, prefix="norm_", **arguments)
         self.net = nn.HybridSequential(prefix="net_")
         with self.net.name_scope():
             self.net.add(self.norm, nn.Dense(3, in_units=5))
@@ -65,27 +63,17 @@ class Training:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("arguments", [{}, {"momentum": None}, {"num_devices": 4}])
-def test_training_matches_one_device(mode, arguments):
-    four, one = (
-        Training(4, mode, **arguments),
-        Training(1, mode, momentum=arguments.get("momentum", 0.9)),
-    )
+def test_a_training_as_on_one_device(mode, arguments):
+    """The running statistics have the same bits."""
+    four = Training(4, mode, **arguments)
+    one = Training(1, mode, momentum=arguments.get("momentum", 0.9))
     for number, samples in enumerate(BATCHES):
         four.step(number, samples), one.step(number, samples)
         expected = one.values()
         for name, value in four.values().items():
             np.testing.assert_allclose(value, expected[name], rtol=1e-3, atol=1e-5, err_msg=name)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_running_statistics_have_the_bits_of_one_device(mode):
-    four, one = Training(4, mode), Training(1, mode)
-    for number, samples in enumerate(BATCHES):
-        four.step(number, samples), one.step(number, samples)
-    expected = one.values()
-    for name, value in four.values().items():
-        if "running" in name:
-            assert_same_bits(value, expected[name], name)
+            if "running" in name:
+                assert_same_bits(value, expected[name], name)
 
 
 def test_a_step_of_all_devices_does_not_wait(monkeypatch):
@@ -160,7 +148,7 @@ def test_a_device_that_is_no_participant():
 
 
 def check_all_take_part(layer, count):
-    # MXNet raises one error at a time.
+    # MXNet reports one error at a time.
     for _ in range(count):
         try:
             mx.nd.waitall()
@@ -171,29 +159,7 @@ def check_all_take_part(layer, count):
     assert all(np.isfinite(y.asnumpy()).all() for y in ys)
 
 
-def test_layers_whose_initialization_failed_are_ignored():
-    other = sbn.SyncBatchNorm(in_channels=2, running_variance_initializer="nonsense")
-    with pytest.raises(AssertionError, match="nonsense is not registered"):
-        other.initialize(ctx=contexts(3))
-    assert other.running_mean._data and not other.running_var._data
-    layer = sbn.SyncBatchNorm(in_channels=2, momentum=0)
-    layer.initialize(ctx=contexts(3))
-    with sbn.participants(contexts(1)), autograd.train_mode():
-        layer(mx.nd.full((1, 2), 3))
-    for array in layer.running_mean.list_data():
-        assert (array.asnumpy() == 3).all()
-
-
-def test_an_error_inside_reaches_the_user():
-    layer = sbn.SyncBatchNorm(in_channels=2)
-    layer.initialize(ctx=contexts(2))
-    with pytest.raises(KeyError):
-        with sbn.participants(contexts(1)):
-            raise KeyError
-    check_all_take_part(layer, 2)
-
-
-def test_an_error_inside_reaches_the_user_while_a_call_waits():
+def test_an_error_inside_is_not_hidden_by_a_call_that_waits():
     layer = sbn.SyncBatchNorm(in_channels=2, group=sbn.SyncGroup(timeout=100))
     layer.initialize(ctx=contexts(3))
     for error in (KeyError, KeyboardInterrupt):
@@ -207,13 +173,13 @@ def test_an_error_inside_reaches_the_user_while_a_call_waits():
 
 
 @pytest.mark.parametrize("hybridize", [None, {}, {"static_alloc": True, "static_shape": True}])
-@pytest.mark.parametrize("place", ["between two devices", "before backward", "before the update"])
-def test_an_interrupted_step_of_all_devices(place, hybridize):
-    """As in a notebook, whose cell is then run again. The interrupted step has no effect."""
+@pytest.mark.parametrize("where", ["between two devices", "before backward", "before the update"])
+def test_an_interrupted_step_of_all_devices(where, hybridize):
+    """As in a notebook, where the cell is then run again: it leaves no trace."""
     devices = contexts(3)
     group = sbn.SyncGroup(timeout=100)
 
-    def train(interrupted):
+    def train(interrupts):
         net = nn.HybridSequential()
         for _ in range(2):
             net.add(nn.Dense(4, in_units=4), sbn.SyncBatchNorm(in_channels=4, group=group))
@@ -222,37 +188,36 @@ def test_an_interrupted_step_of_all_devices(place, hybridize):
         if hybridize is not None:
             net.hybridize(**hybridize)
         trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-        for number in range(3):
+        # Step 1 is tried again after each interrupt.
+        for number, interrupt in [(0, None), *((1, each) for each in interrupts), (2, None)]:
             x = np.random.default_rng(number).normal(size=(6, 4)).astype("float32")
-            interrupts = [place, None] if interrupted and number == 1 else [None]
-            for interrupt in interrupts:
-                with contextlib.suppress(KeyboardInterrupt):
-                    step(net, trainer, x, interrupt)
+            with contextlib.suppress(KeyboardInterrupt):
+                step(net, trainer, x, interrupt)
         mx.nd.waitall()
         return [parameter.data().asnumpy() for parameter in net.collect_params().values()]
 
     def step(net, trainer, x, interrupt):
+        def pass_by(place):
+            if interrupt == place:
+                raise KeyboardInterrupt
+
         with sbn.participants(devices, trainer):
             losses = []
             with autograd.record():
                 for part in gluon.utils.split_and_load(mx.nd.array(x), devices):
-                    if losses and interrupt == "between two devices":
-                        raise KeyboardInterrupt
                     losses.append((net(part) ** 2).sum())
-            if interrupt == "before backward":
-                raise KeyboardInterrupt
+                    pass_by("between two devices")
+            pass_by("before backward")
             autograd.backward(losses)
-            if interrupt == "before the update":
-                raise KeyboardInterrupt
-            # The first step of a Trainer reads running statistics, which static graphs may still be
-            # writing.
+            pass_by("before the update")
+            # The first step of a Trainer reads running statistics that static graphs still write.
             mx.nd.waitall()
             trainer.step(6)
 
     start = time.monotonic()
-    found, expected = train(True), train(False)
+    found, expected = train([where, None]), train([None])
     assert time.monotonic() - start < 50
-    if place == "between two devices":
+    if where == "between two devices":
         for one, other in zip(found, expected):
             assert_same_bits(one, other)
     assert all(np.isfinite(array).all() for array in found)
@@ -293,47 +258,7 @@ def test_no_gradients_of_an_earlier_step_are_added(norm):
     assert_same_bits(net[0].weight.data(devices[0]).asnumpy(), before)
 
 
-class Embedding(gluon.Block):
-    """With a row_sparse weight, of which each device requests the rows that it needs."""
-
-    def __init__(self):
-        super().__init__()
-        with self.name_scope():
-            self.norm = sbn.SyncBatchNorm(in_channels=2, axis=-1)
-            self.weight = self.params.get(
-                "weight", shape=(5, 2), stype="row_sparse", grad_stype="row_sparse"
-            )
-
-    def forward(self, x):
-        return self.norm(
-            mx.nd.sparse.Embedding(
-                x, self.weight.row_sparse_data(x), input_dim=5, output_dim=2, sparse_grad=True
-            )
-        )
-
-
-def test_a_trainer_of_sparse_parameters():
-    net = Embedding()
-    net.initialize(ctx=contexts(2))
-    trainer = gluon.Trainer(net.collect_params(), "sgd")
-    for used in (contexts(2), contexts(1)):
-        with sbn.participants(used, trainer):
-            with autograd.record():
-                xs = [mx.nd.array([[1, 2]], ctx=device) for device in used]
-                losses = [(net(x) ** 3).sum() for x in xs]
-            autograd.backward(losses)
-            trainer.step(2)
-        mx.nd.waitall()
-
-
-def test_the_trainer_is_restored():
-    training = Training(2)
-    with sbn.participants(contexts(1), training.trainer):
-        assert "_allreduce_grads" in vars(training.trainer)
-    assert "_allreduce_grads" not in vars(training.trainer)
-
-
-def test_nested_participants_are_refused():
+def test_no_participants_inside_others():
     layer = sbn.SyncBatchNorm(in_channels=2)
     layer.initialize(ctx=contexts(3))
     with sbn.participants(contexts(2)):
@@ -368,9 +293,8 @@ def test_a_small_first_step():
 
 
 def test_layers_that_are_not_called():
-    """One has no values; the group of another one has devices without its parameters."""
     layer = sbn.SyncBatchNorm(in_channels=2)
-    other = sbn.SyncBatchNorm(in_channels=2)
+    without_values = sbn.SyncBatchNorm(in_channels=2)
     wider = sbn.SyncBatchNorm(in_channels=2, group=sbn.SyncGroup(devices=contexts(3)))
     layer.initialize(ctx=contexts(3))
     wider.initialize(ctx=contexts(2))
@@ -378,7 +302,7 @@ def test_layers_that_are_not_called():
         layer(mx.nd.ones((2, 2)))
     means = [array.asnumpy()[0] for array in layer.running_mean.list_data()]
     assert means[0] > 0 and means == [means[0]] * 3
-    assert other.running_mean._data is None
+    assert without_values.running_mean._data is None
 
 
 def test_layers_on_other_devices_are_ignored(monkeypatch):
@@ -454,16 +378,18 @@ def test_join_and_participants_on_one_trainer():
     """They may end in any order, and keep a method that the user has replaced."""
     training = Training(2)
     training.step(0, 5)
+    assert "_allreduce_grads" not in vars(training.trainer)
     calls = []
     allreduce = training.trainer._allreduce_grads
     training.trainer._allreduce_grads = own = lambda: (calls.append(1), allreduce())
     steps = sbn.distributed.join([mx.nd.ones((1, 5))], training.trainer, sbn.SyncGroup())
     steps._join()
+    weight = training.net[1].weight
     with sbn.participants(contexts(1), training.trainer):
         with autograd.record():
             loss = training.net(mx.nd.ones((2, 5))).sum()
         loss.backward()
-        before = training.net[1].weight.data(mx.cpu(0)).asnumpy()
+        before = weight.data(mx.cpu(0)).asnumpy()
         training.trainer._optimizer.momentum = 0
         training.trainer.set_learning_rate(0)
         training.trainer.step(1)
@@ -471,7 +397,7 @@ def test_join_and_participants_on_one_trainer():
     for parameter in training.net.collect_params().values():
         if parameter.grad_req != "null":
             assert all((array.asnumpy() == 0).all() for array in parameter.list_grad())
-    assert (training.net[1].weight.data(mx.cpu(0)).asnumpy() == before).all()
+    assert (weight.data(mx.cpu(0)).asnumpy() == before).all()
     assert training.trainer._allreduce_grads is not own
     steps._end(outer=False)
     assert training.trainer._allreduce_grads is own
