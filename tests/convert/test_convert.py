@@ -7,10 +7,13 @@ import pickle
 import re
 import time
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
 import reference
+from gluon_syncbn import SyncBatchNormReLU, convert_sync_batchnorm, revert_sync_batchnorm
+from gluon_syncbn.layers.synced_layer import SyncedLayer
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import HybridConcurrent
@@ -18,10 +21,6 @@ from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.parameter import Parameter
 from runs import MODES, contexts, shards
 from tolerances import assert_close, assert_same_bits
-
-import gluon_syncbn as sbn
-from gluon_syncbn import SyncBatchNormReLU, convert_sync_batchnorm, revert_sync_batchnorm
-from gluon_syncbn.layers.synced_layer import SyncedLayer
 
 KINDS = {
     "nn.BatchNorm": nn.BatchNorm,
@@ -365,7 +364,7 @@ def synced(net):
 
 
 def ids_of(net):
-    return {layer._layer.number for layer in synced(net)}
+    return {layer._layer.id for layer in synced(net)}
 
 
 class SlowStore:

@@ -11,16 +11,15 @@ import sys
 import warnings
 from functools import lru_cache
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_syncbn import convert_sync_batchnorm, revert_sync_batchnorm
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from runs import contexts
 from tolerances import assert_same_bits
-
-import gluon_syncbn as sbn
-from gluon_syncbn import convert_sync_batchnorm, revert_sync_batchnorm
 
 pytestmark = pytest.mark.long
 
@@ -31,6 +30,7 @@ LAYERS = {
     "psp_resnet50_ade": 61,
     "deeplab_resnest50_ade": 79,
     "deeplab_v3_plus_xception": 142,
+    "deeplab_v3b_plus_wideresnet_citys": 43,
     "icnet_resnet50_citys": 69,
     "danet_resnet50_citys": 59,
     "fastscnn_citys": 45,
@@ -38,24 +38,37 @@ LAYERS = {
     # Detection; SSD on ResNet v1 and MobileNet and all FPN detectors have a SymbolBlock
     "ssd_300_mobilenet0.25_voc": 35,
     "ssd_300_resnet34_v1b_voc": 36,
+    "ssd_512_resnet18_v1_voc": 28,
     "yolo3_mobilenet0.25_voc": 47,
     "faster_rcnn_fpn_resnet50_v1b_coco": 53,
+    "mask_rcnn_resnet18_v1b_coco": 20,
     "mask_rcnn_fpn_syncbn_resnet18_v1b_coco": 33,
     "center_net_resnet18_v1b_dcnv2_voc": 26,
+    "center_net_mobilenetv3_small_duc_voc": 37,
     "center_net_resnet18_v1b_voc": 26,
     # Pose, depth, tracking, video
     "alpha_pose_resnet101_v1b_coco": 106,
+    "mobile_pose_mobilenet1.0": 30,
     "monodepth2_resnet18_kitti_mono_640x192": 20,
+    "siamrpn_alexnet_v2_otb15": 11,
     "i3d_nl5_resnet50_v1_kinetics400": 58,
+    "p3d_resnet50_kinetics400": 66,
+    "r2plus1d_resnet18_kinetics400": 37,
     "slowfast_4x16_resnet50_kinetics400": 110,
     # Classification
+    "resnet18_v2": 19,
+    "resnest14": 23,
     "senet_154": 157,
+    "shufflenet_v2": 56,
     "mobilenetv3_small": 34,
     "densenet121": 121,
+    "inceptionv3": 94,
     "nasnet_4_1056": 194,
+    "dla34": 37,
     "residualattentionnet56": 107,
     # Without any
     "resnet50_v1b_gn": 0,
+    "ssd_300_vgg16_atrous_voc": 0,
 }
 STOCK_OPERATORS = {"BatchNorm", "_contrib_SyncBatchNorm", "_contrib_BatchNormWithReLU"}
 # Nets that are run, and the size of an image.

@@ -8,17 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
 import stock
+from gluon_syncbn import __main__ as command_line
+from gluon_syncbn.cli import doctor
 from mxnet.gluon import nn
 from test_deploy import assert_outputs, contents, forward, load, operators, ready
 from tolerances import EXPORTED, ONNX
-
-import gluon_syncbn as sbn
-from gluon_syncbn import __main__ as command_line
-from gluon_syncbn.cli import doctor
 
 PACKAGE = Path(sbn.__file__).parent
 

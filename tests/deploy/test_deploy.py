@@ -9,22 +9,21 @@ import resource
 import sys
 from pathlib import Path
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import stock
+from gluon_syncbn.deploy import files, onnx_model
+from gluon_syncbn.graph.symbols import Graph
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from runs import MODES, contexts
 from segmentation import example
 from tolerances import EXPORTED, ONNX, assert_same_bits, relative_error
-
-import gluon_syncbn as sbn
-from gluon_syncbn.deploy import files, onnx_model
-from gluon_syncbn.graph.symbols import Graph
 
 LIMITS = {"running_mean": (-0.5, 0.5), "beta": (-0.5, 0.5), "running_var": (0.5, 2)}
 LIMITS["gamma"] = (0.5, 1.5)

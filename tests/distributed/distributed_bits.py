@@ -1,12 +1,11 @@
 """One batch through layers and nets, by one process or by its shards in several."""
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 from mxnet import autograd
 from mxnet.gluon import nn
 from runs import MODES, contexts, run, shards
-
-import gluon_syncbn as sbn
 
 SAMPLES = 16
 # How the batch is split over so many devices, in the order of ranks and of devices.

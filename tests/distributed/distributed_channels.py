@@ -2,13 +2,12 @@
 
 import time
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 from distributed_stores import FileStore, calls
 from distributed_worker import error_of, forget_errors
 from mxnet import autograd
-
-import gluon_syncbn as sbn
 
 
 def new_layer(**arguments):
@@ -60,7 +59,7 @@ def passes_without_backward(world, passes=10):
     for _ in range(passes):
         step(world, layer, backward=False)
     step(world, layer)
-    world.report("passes", [layer._layer.number, calls(world) - before])
+    world.report("passes", [layer._layer.id, calls(world) - before])
 
 
 def another_store(world):

@@ -5,13 +5,12 @@ import os
 import signal
 import time
 
+import gluon_syncbn as sbn
 import mxnet as mx
 from distributed_worker import error_of, forget_errors
 from mxnet import autograd
 from mxnet.gluon import nn
 from runs import contexts
-
-import gluon_syncbn as sbn
 
 LAST = 1  # The rank of the worker that fails, of two.
 

@@ -1,5 +1,6 @@
 """Groups smaller than the cluster, and processes that have not built the same net."""
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 from distributed_bits import SIZES, data
@@ -7,8 +8,6 @@ from distributed_worker import error_of, forget_errors
 from mxnet import autograd
 from mxnet.gluon import nn
 from runs import contexts, shards
-
-import gluon_syncbn as sbn
 
 SHAPE = 16, 3, 4, 5
 

@@ -3,6 +3,7 @@
 import itertools
 import os
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import psutil
@@ -11,8 +12,6 @@ from mxnet import autograd
 from mxnet.gluon import nn
 from mxnet.util import is_np_array
 from runs import MODES, contexts
-
-import gluon_syncbn as sbn
 
 BATCHES = [5, 3, 2]  # By rank.
 SHAPE = 3, 6, 6

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 from distributed_bits import Share, same_bits
@@ -12,8 +13,6 @@ from distributed_worker import error_of
 from mxnet import autograd
 from mxnet.gluon import nn
 from runs import contexts
-
-import gluon_syncbn as sbn
 
 LARGEST = np.finfo(np.float64).max
 # One row for each process. Their sums, exact or not, are in each column of its own kind.
@@ -75,7 +74,7 @@ def messages(world, layers=3, steps=4):
     for _ in range(layers):
         net.add(sbn.SyncBatchNorm(in_channels=3))
     net.initialize(ctx=devices)
-    reported = {"layers": [layer._layer.number for layer in net]}
+    reported = {"layers": [layer._layer.id for layer in net]}
     for name, count in (("first", 1), ("steps", steps)):
         before = calls(world)
         for _ in range(count):

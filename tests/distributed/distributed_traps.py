@@ -1,14 +1,13 @@
 """What goes wrong with a KVStore where nothing is done about it."""
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
+from gluon_syncbn import distributed
 from distributed_worker import error_of
 from mxnet import autograd
 from mxnet.gluon import nn
 from runs import contexts
-
-import gluon_syncbn as sbn
-from gluon_syncbn import distributed
 
 
 def net_and_trainer(world, devices=1, **arguments):

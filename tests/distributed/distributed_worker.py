@@ -7,10 +7,9 @@ import pathlib
 import sys
 import time
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
-
-import gluon_syncbn as sbn
 
 
 class World:

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from distributed_bits import Share
 from distributed_cluster import WORKER, Results, needs_horovod
-from tolerances import assert_same_bits
-
 from gluon_syncbn.distributed import HorovodReducer, KVStoreReducer
+from tolerances import assert_same_bits
 
 JOBS = ["two", "four", pytest.param("horovod", marks=needs_horovod)]
 

@@ -4,6 +4,7 @@ import copy
 import pickle
 import types
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
@@ -12,8 +13,6 @@ from distributed_groups import SIZES, expected, one_layer
 from mxnet import autograd
 from runs import contexts
 from tolerances import assert_same_bits
-
-import gluon_syncbn as sbn
 
 
 class Sums:

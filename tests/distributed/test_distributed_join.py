@@ -1,5 +1,6 @@
 """Workers that run out of batches before the others, and a long training."""
 
+import gluon_syncbn as sbn
 import distributed_join
 import mxnet as mx
 import numpy as np
@@ -8,8 +9,6 @@ from distributed_cluster import Cluster, needs_horovod, run
 from mxnet import autograd
 from runs import numpy_arrays
 from tolerances import assert_same_bits
-
-import gluon_syncbn as sbn
 
 FIRST_LAYER = "net_syncbatchnorm0_running_mean", "net_syncbatchnorm0_running_var"
 

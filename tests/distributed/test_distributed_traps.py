@@ -8,9 +8,8 @@ import mxnet as mx
 import numpy as np
 import pytest
 from distributed_cluster import needs_horovod, run
-from tolerances import assert_same_bits
-
 from gluon_syncbn.distributed import KVStoreReducer
+from tolerances import assert_same_bits
 
 REMEDY = "make the Trainer with update_on_kvstore=False"
 ONE_STORE = "give the Trainer the store itself, as kvstore=kv"

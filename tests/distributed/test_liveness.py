@@ -13,7 +13,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
 from gluon_syncbn.distributed import connections
 from gluon_syncbn.distributed import liveness as module
 from gluon_syncbn.distributed.answers import (

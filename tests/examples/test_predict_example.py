@@ -202,9 +202,8 @@ def test_what_cannot_be_predicted_is_told(run, images, tmp_path, monkeypatch, ar
 
 
 def test_a_net_that_labels_no_pixels(tmp_path):
-    from mxnet.gluon import nn
-
     import gluon_syncbn as sbn
+    from mxnet.gluon import nn
 
     class Sum(mx.gluon.HybridBlock):
         def hybrid_forward(self, F, x, y):

@@ -15,10 +15,9 @@ import types
 
 import pytest
 from distributed_cluster import needs_horovod
-from launched import ALONE, ENDED_SECONDS, STARTED_SECONDS, Launcher, free_port, wait_until
-
 from gluon_syncbn.launch import __main__ as launch
 from gluon_syncbn.launch.processes import Launch
+from launched import ALONE, ENDED_SECONDS, STARTED_SECONDS, Launcher, free_port, wait_until
 
 TRAIN = """
 import json, os, signal, sys, time

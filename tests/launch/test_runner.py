@@ -7,9 +7,8 @@ import sys
 import time
 
 import pytest
-from launched import ENDED_SECONDS
-
 from gluon_syncbn.launch import runner
+from launched import ENDED_SECONDS
 
 
 def run(path, *arguments, **options):

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
@@ -18,8 +19,6 @@ from mxnet.contrib import amp
 from mxnet.gluon import nn
 from runs import MODES, contexts, shards
 from tolerances import assert_same_bits, relative_error
-
-import gluon_syncbn as sbn
 
 PROGRAM = os.path.join(os.path.dirname(__file__), "amp_training.py")
 

@@ -4,6 +4,7 @@ missing devices."""
 import contextlib
 import time
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
@@ -12,8 +13,6 @@ from mxnet import autograd
 from runs import MODES, contexts, prepare, run, shards
 from test_numerics import data
 from tolerances import assert_same_bits
-
-import gluon_syncbn as sbn
 
 SOON = 1
 

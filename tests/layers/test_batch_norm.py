@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
@@ -14,8 +15,6 @@ from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from runs import MODES, contexts, prepare, run
 from tolerances import assert_close, assert_same_bits
-
-import gluon_syncbn as sbn
 
 KINDS = {
     "ours": lambda: sbn.SyncBatchNorm(prefix="norm_"),

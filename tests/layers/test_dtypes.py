@@ -1,18 +1,17 @@
 """Tests of the 16-bit types. See test_numerics.py for tests of all dtypes."""
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
 import reference
 from dtypes import BFLOAT16, numpy_dtype, rounded, values
+from gluon_syncbn.layers.operator import sync_batch_norm
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from runs import MODES, contexts, prepare, run, shards
 from test_numerics import check, data
 from tolerances import RELATIVE, assert_close, assert_same_bits, relative_error
-
-import gluon_syncbn as sbn
-from gluon_syncbn.layers.operator import sync_batch_norm
 
 HALVES = ["float16", "bfloat16"]
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
@@ -16,8 +17,6 @@ from mxnet import autograd
 from mxnet.gluon import nn
 from runs import contexts
 from tolerances import assert_same_bits
-
-import gluon_syncbn as sbn
 
 SIZE = 48
 CLASSES = 21

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
@@ -13,8 +14,6 @@ from dtypes import DTYPES, parameter_dtype, rounded, values
 from mxnet import autograd
 from runs import MODES, contexts, prepare, run
 from tolerances import assert_close, assert_same_bits
-
-import gluon_syncbn as sbn
 
 SHAPES = {2: (12, 5), 3: (6, 5, 11), 4: (6, 5, 7, 9), 5: (6, 5, 3, 4, 5)}
 EPSILON = 1e-5

@@ -2,19 +2,18 @@
 
 import contextlib
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, gluon
-from mxnet.gluon import nn
-from runs import MODES, contexts, numpy_arrays, prepare, run
-from tolerances import EXPORTED, ONNX, assert_close, assert_same_bits, relative_error
-
-import gluon_syncbn as sbn
 from gluon_syncbn.__main__ import main
 from gluon_syncbn.deploy.files import read_parameters
 from gluon_syncbn.layers.operator import is_numpy
 from gluon_syncbn.training.trainer import clear
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+from runs import MODES, contexts, numpy_arrays, prepare, run
+from tolerances import EXPORTED, ONNX, assert_close, assert_same_bits, relative_error
 
 GENERATOR = np.random.default_rng(3)
 X = GENERATOR.normal(1, 2, (4, 3, 10, 10)).astype("float32")

@@ -1,17 +1,16 @@
 """The layer between convolutions on the CPU, whose oneDNN temporaries MXNet frees while
 asynchronous operators still use them."""
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_syncbn import native
+from gluon_syncbn.layers.operator import sync_batch_norm
 from mxnet import autograd
 from mxnet.gluon import nn
 from runs import MODES, contexts
 from tolerances import assert_same_bits
-
-import gluon_syncbn as sbn
-from gluon_syncbn import native
-from gluon_syncbn.layers.operator import sync_batch_norm
 
 STEPS = 50
 

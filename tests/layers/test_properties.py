@@ -3,6 +3,7 @@ one device. (See test_numerics.py and tests/native/cpu/test_kernels_bits.cc for 
 
 from collections import namedtuple
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import reference
@@ -12,8 +13,6 @@ from hypothesis import strategies as st
 from mxnet import autograd
 from runs import MODES, contexts, prepare, shards
 from tolerances import RELATIVE, assert_same_bits
-
-import gluon_syncbn as sbn
 
 REQUESTS = ["null", "write", "add"]
 Case = namedtuple(

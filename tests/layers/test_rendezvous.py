@@ -5,17 +5,16 @@ import gc
 import logging
 import time
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
 import reference
+from gluon_syncbn import native
 from mxnet import autograd
 from mxnet.gluon import nn
 from runs import MODES, contexts
 from tolerances import assert_close
-
-import gluon_syncbn as sbn
-from gluon_syncbn import native
 
 SHAPE = (2, 3, 8, 8)
 TIMEOUT = 1.0

@@ -4,17 +4,16 @@ import os
 import subprocess
 import sys
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
 import reference
+from gluon_syncbn import native
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from runs import MODES, contexts, prepare, run, shards
 from tolerances import assert_close, assert_same_bits
-
-import gluon_syncbn as sbn
-from gluon_syncbn import native
 
 SHAPE, SIZES = (7, 5, 4, 3), (2, 5)
 

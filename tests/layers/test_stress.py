@@ -2,6 +2,7 @@
 
 import gc
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import psutil
@@ -10,8 +11,6 @@ from mxnet import autograd
 from mxnet.gluon import nn
 from runs import MODES, contexts
 from tolerances import assert_same_bits
-
-import gluon_syncbn as sbn
 
 
 class RandomNet(nn.HybridBlock):

@@ -2,6 +2,7 @@
 
 import copy
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
@@ -9,8 +10,6 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from runs import MODES, contexts, prepare, shards
 from tolerances import assert_close, assert_same_bits
-
-import gluon_syncbn as sbn
 
 STATISTICS = "running_mean", "running_var"
 

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import time
 
+import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
@@ -12,8 +13,6 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from runs import MODES, contexts
 from tolerances import assert_close, assert_same_bits
-
-import gluon_syncbn as sbn
 
 # Batch sizes on four devices. Some batches are too small for all of them.
 BATCHES = [8, 5, 2, 7, 3, 3, 9, 2]
