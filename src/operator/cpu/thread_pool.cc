@@ -12,7 +12,10 @@
 #include <exception>
 #include <fstream>
 #include <mutex>
+#include <optional>
 #include <sstream>
+#include <stdexcept>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -45,17 +48,17 @@ struct ThreadPool::Job {
   std::atomic<int64_t> done{0};
   std::mutex mutex;
   std::condition_variable finished;
-  // The exception of the first unit that failed.
-  std::exception_ptr error;
+  // The message of the first unit that threw.
+  std::optional<std::string> error;
 
   // Returns how many units this finishes: one, or if it throws, also all that have not begun.
   int64_t run(int64_t unit) {
     try {
       (*f)(unit);
       return 1;
-    } catch (...) {
+    } catch (const std::exception& thrown) {
       const std::lock_guard<std::mutex> lock(mutex);
-      if (!error) error = std::current_exception();
+      if (!error) error = thrown.what();
       return 1 + std::max<int64_t>(0, units - next.exchange(units));
     }
   }
@@ -177,7 +180,7 @@ void ThreadPool::parallel_for(int64_t units, const std::function<void(int64_t)>&
     State::Lock lock(job->mutex);
     job->finished.wait(lock, finished);
   }
-  if (job->error) std::rethrow_exception(std::move(job->error));
+  if (job->error) throw std::runtime_error(*job->error);
 }
 
 void ThreadPool::help(const std::function<bool()>& done, std::chrono::duration<double> idle_time) {

@@ -24,7 +24,8 @@ class ThreadPool {
   int threads() const;
 
   // Calls f(0), ..., f(units - 1), each once, in any order, on this thread and idle ones. After an
-  // exception no more calls begin; the first exception is rethrown when all calls have ended.
+  // exception no more calls begin; the first one's message is thrown as a std::runtime_error when
+  // all calls have ended.
   void parallel_for(int64_t units, const std::function<void(int64_t)>& f);
 
   // For a thread that waits for the work of others in this pool, and is awake when the pool's
