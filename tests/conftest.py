@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import mxnet_compat  # noqa: F401  Some tests import mxnet first.
+import pytest
 
 # The shell starts background jobs with SIGINT ignored, which the processes of tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -21,6 +22,19 @@ os.environ["MXNET_CPU_TEMP_COPY"] = "65536"
 os.environ["MXNET_CPU_PARALLEL_RAND_COPY"] = "64"
 # A test that would hang fails after this instead.
 os.environ.setdefault("GLUON_SYNCBN_TIMEOUT", "60")
+
+
+# Files that look at the same clusters (distributed/conftest.py).
+_CLUSTERS = "channels distributed distributed_groups distributed_join distributed_traps".split()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """With pytest-xdist's --dist loadgroup, the tests of a file run in one process."""
+    for item in items:
+        name = item.path.stem[len("test_") :]
+        group = "clusters" if name in _CLUSTERS else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_report_header():

@@ -132,6 +132,13 @@ HOROVOD_JOBS = {
     "horovod, worker killed": launched(TRAIN, kill_worker, engine="horovod"),
     "horovod, worker stopped": launched(TRAIN, stop_worker, engine="horovod"),
 }
+LONG = {
+    "scheduler killed",
+    "late end",
+    "stopped after training",
+    "launched, worker killed",
+    "horovod, worker stopped",
+}
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +163,11 @@ def job(request, jobs):
 
 def of(*names):
     """The jobs that a test looks at."""
-    params = [pytest.param(n, marks=needs_horovod if n in HOROVOD_JOBS else ()) for n in names]
+
+    def marks(name):
+        return [needs_horovod] * (name in HOROVOD_JOBS) + [pytest.mark.long] * (name in LONG)
+
+    params = [pytest.param(name, marks=marks(name)) for name in names]
     return pytest.mark.parametrize("job", params, indirect=True)
 
 

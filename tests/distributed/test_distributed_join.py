@@ -67,6 +67,7 @@ def test_numpy_arrays(tmp_path):
             np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 def test_sums_of_gradients(tmp_path):
     """With grad_req="add" an absent process adds nothing, however the loop sets them to zero."""
     job = run(tmp_path, 3, ["distributed_join:adds_up"])

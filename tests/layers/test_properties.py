@@ -6,6 +6,7 @@ from collections import namedtuple
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
+import pytest
 import reference
 from dtypes import DTYPES, numpy_dtype, parameter_dtype, rounded, values
 from hypothesis import HealthCheck, given, settings
@@ -215,6 +216,7 @@ def check_against_reference(case, result, x, dy, gamma, beta, mean, variance):
             assert_same_bits(values_on_device, running[0], name)
 
 
+@pytest.mark.long
 @settings(
     max_examples=800,
     deadline=None,

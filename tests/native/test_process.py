@@ -260,6 +260,7 @@ def test_fork_between_steps():
     assert run(body) == ("trained on\n", "")
 
 
+@pytest.mark.long
 def test_a_failed_step_before_a_fork_and_after_one():
     """With a graph that was traced before the fork. A child may end while a call waits."""
     body = """

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from distributed_cluster import needs_horovod
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
@@ -34,6 +35,7 @@ def test_several_processes_with_the_kvstore(tmp_path):
     run(tmp_path, [USE, KVSTORE, STEPS], "-m", "gluon_syncbn.launch", "-n", "2")
 
 
+@pytest.mark.long
 @needs_horovod
 def test_several_processes_with_horovod(tmp_path):
     # Its Trainer knows one device in each process.
