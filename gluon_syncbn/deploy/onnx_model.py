@@ -15,7 +15,7 @@ from ..graph.symbols import ExportError, is_true
 OPSET = 15
 _IR_VERSION = 8
 _CONVERTERS = (13, 12)
-_INSTALL = "pip install 'gluon_syncbn[onnx]' (onnx 1.16.2 and onnxruntime)"
+_INSTALL = "pip install 'gluon_syncbn[onnx]' (onnx and onnxruntime)"
 # Operators of MXNet's NumPy without a converter, and the equivalents with one. Both take the same
 # attributes.
 _SAME = {
@@ -61,7 +61,7 @@ def load_onnx():
         raise ExportError(
             f"onnx= needs packages that cannot be imported ({error}): {_INSTALL}."
         ) from error
-    if not MXNetGraph.registry_ or not hasattr(onnx, "mapping"):
+    if not MXNetGraph.registry_:
         raise ExportError(
             f"MXNet's converters do not work with onnx {onnx.__version__}: {_INSTALL}."
         )
