@@ -11,7 +11,7 @@ PYTHONS = ["3.8", "3.11", "3.13"]
 CONSTRAINTS = {"3.11": ["numpy==1.23.5"]}
 
 
-@nox.session(python=PYTHONS)
+@nox.session(python=PYTHONS, venv_backend="venv")
 def tests(session):
     (wheel,) = Path("dist").glob("*.whl")
     session.install(f"{wheel}[cpu,examples,test]", *CONSTRAINTS.get(session.python, []))

@@ -15,22 +15,9 @@ back with the meaning they had. Where nothing is missing, as with Python 3.11 an
 nothing is changed.
 """
 
-import sys
-
+from .environment import inherit, is_needed
 from .hook import install
 
-__all__ = ["is_needed"]
-
-
-def is_needed():
-    """Whether MXNet 1.9.1 cannot be imported here without this package."""
-    try:
-        from importlib import metadata
-
-        numpy = metadata.version("numpy")
-    except metadata.PackageNotFoundError:
-        return False
-    return sys.version_info >= (3, 12) or tuple(map(int, numpy.split(".")[:2])) >= (1, 24)
-
+__all__ = ["inherit", "is_needed"]
 
 install()

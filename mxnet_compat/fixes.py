@@ -8,8 +8,7 @@ import sys
 import types
 from importlib.util import find_spec
 
-from . import is_needed
-from .hook import inherit
+from .environment import inherit, is_needed
 
 
 def _before_mxnet():

@@ -1,12 +1,9 @@
-"""The import hook. Only Python's `sys` and `os` are imported until a module needs a fix."""
+"""The import hook. It imports nothing but `sys` until a module needs a fix."""
 
-import os
 import sys
 
 # As in fixes.py.
 _FIXED = ("mxnet", "onnx", "PIL.Image")
-# Holds a sitecustomize.py, which Python imports when it starts.
-_SITE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
 
 
 def install():
@@ -18,13 +15,6 @@ def install():
     for name in _FIXED:
         if sys.modules.get(name):
             _fixes(name)[1](sys.modules[name])
-
-
-def inherit(environment):
-    """Adds the hook to all Python processes that are started with this environment."""
-    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
-    if _SITE not in paths:
-        environment["PYTHONPATH"] = os.pathsep.join([_SITE, *filter(None, paths)])
 
 
 def _fixes(name):

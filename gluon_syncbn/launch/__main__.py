@@ -42,7 +42,7 @@ import socket
 import sys
 import threading
 
-import mxnet_compat.hook
+import mxnet_compat
 
 from .cluster import Cluster, LaunchError, between, find_position, has_dmlc_role, port_number
 from .processes import Launch, say
@@ -127,7 +127,7 @@ def _parse(arguments):
 def _launch(options, stack):
     """Starts everything and watches it to its end. `stack` closes what must stay open."""
     environment = {"PYTHONUNBUFFERED": "1", **os.environ}
-    mxnet_compat.hook.inherit(environment)  # A script may import mxnet first.
+    mxnet_compat.inherit(environment)  # A script may import mxnet first.
     cluster = None
     if options.from_env and has_dmlc_role(environment):
         specs = [(environment["DMLC_ROLE"], environment)]

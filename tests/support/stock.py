@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 
-import mxnet_compat.hook
+import mxnet_compat
 import numpy as np
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -21,7 +21,7 @@ def outputs_of(prefix, inputs, folder, epoch=0, onnx=None):
     np.savez(source, **inputs)
     command = [sys.executable, os.path.abspath(__file__), prefix, str(epoch), source, target]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    mxnet_compat.hook.inherit(environment)
+    mxnet_compat.inherit(environment)
     done = subprocess.run(
         [str(part) for part in [*command, *([onnx] if onnx else [])]],
         cwd=folder,
