@@ -61,8 +61,8 @@ def test_the_tests_of_gpu_check_inside_mxnet_pass(package):
 
 PRELUDE = """
 import ctypes, gc
-import mxnet as mx, numpy as np
 import gluon_syncbn as sbn
+import mxnet as mx, numpy as np
 library = sbn.native.library.library
 NAMES = "memory pinned streams all_memory all_streams kernels waits contexts".split()
 

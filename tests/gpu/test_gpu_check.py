@@ -106,7 +106,7 @@ def test_children_end_with_their_step(pipeline, path, tmp_path, hangs):
     assert verdict == (pipelines.FAILED if hangs else pipelines.OK)
     step = read(path)["steps"]["step"]
     assert step["output"] == ["started"]
-    assert step["detail"] == ("no end within 5 s" if hangs else "started")
+    assert step["detail"] == ("did not end within 5 s" if hangs else "started")
     assert has_ended(int(file.read_text()))
 
 
@@ -242,9 +242,9 @@ SLOW = {"thresholds": [{**SPEED["thresholds"][0], "missed": ["slow"]}]}
         ("speed", {**SLOW, "rows": [1], "finished": True}, 0, "missed"),
         ("speed", {**SPEED, "rows": [1], "finished": False}, 0, "FAILED"),
         ("speed", {**SPEED, "rows": [1], "finished": True}, 1, "FAILED"),
-        ("beside PyTorch in float64", {"seed": 5, "failed": [], "finished": True}, 0, "ok"),
-        ("beside PyTorch in float64", {"seed": 5, "failed": ["y"], "finished": True}, 1, "FAILED"),
-        ("beside PyTorch in float64", {"seed": 5, "failed": [], "finished": False}, -6, "FAILED"),
+        ("against PyTorch in float64", {"seed": 5, "failed": [], "finished": True}, 0, "ok"),
+        ("against PyTorch in float64", {"seed": 5, "failed": ["y"], "finished": True}, 1, "FAILED"),
+        ("against PyTorch in float64", {"seed": 5, "failed": [], "finished": False}, -6, "FAILED"),
     ],
 )
 def test_figures_of_a_step(monkeypatch, pipeline, path, tmp_path, step, result, code, verdict):

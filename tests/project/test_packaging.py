@@ -19,7 +19,7 @@ LIBRARY = "gluon_syncbn/libgluon_syncbn.so"
 NOT_COPIED = ("*.egg-info", "*.so", "__pycache__", "build", "dist", "runs")
 
 FORWARD = """
-import mxnet as mx, gluon_syncbn
+import gluon_syncbn, mxnet as mx
 layer = gluon_syncbn.SyncBatchNorm(in_channels=3)
 layer.initialize()
 x = mx.nd.random.normal(5, 2, shape=(4, 3, 6, 6))
