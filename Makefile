@@ -9,7 +9,8 @@ FLAGS ?= -O2
 HOROVOD_CACHE ?= $${XDG_CACHE_HOME:-$$HOME/.cache}/gluon_syncbn
 
 PYTHON ?=
-pythons := $(or $(PYTHON),python3.14 python3.13 python3.12 python3.11 python3.10 python3.9 python3.8 python3)
+# The newest that the tests have run on, and what else may work.
+pythons := $(or $(PYTHON),python3.13 python3.12 python3.11 python3.10 python3.9 python3.8 python3.14 python3)
 ready := .venv/ready-
 python := .venv/bin/python
 pip := $(python) -m pip -qq --no-input
