@@ -101,9 +101,21 @@ def _after_mxnet(mxnet):
         # wrote (2,).
         for module in (mxnet._ctypes.ndarray, mxnet._ctypes.symbol):
             module.str = parameter_text
+        _accept_named_tuples(mxnet.numpy.multiarray)
     if not hasattr(numpy.ndarray, "tostring"):
         for function in (mxnet.recordio.pack, mxnet.recordio.pack_img):
             _rename_attribute(function, "tostring", "tobytes")
+
+
+def _accept_named_tuples(multiarray):
+    """For the functions of mx.np that NumPy computes: NumPy 2 returns some results, such as that of
+    ``linalg.qr``, as named tuples, which MXNet would create again from a list."""
+    convert = multiarray._as_mx_np_array
+
+    def as_mx_np_array(object, ctx=None):
+        return convert(tuple(object) if hasattr(object, "_fields") else object, ctx)
+
+    multiarray._as_mx_np_array = as_mx_np_array
 
 
 def parameter_text(value):

@@ -64,6 +64,12 @@ def test_parameters_of_operators_have_no_types_of_numpy():
     assert symbol.eval(x=x)[1].asnumpy().tolist() == [2, 3]
 
 
+def test_results_of_numpy_that_are_named_tuples():
+    with mx.util.np_array(True):
+        q, r = mx.np.linalg.qr(mx.np.array([[2.0, 1.0], [1.0, 3.0]]))
+    assert q.shape == r.shape == (2, 2)
+
+
 def test_a_record_with_several_labels():
     record = mx.recordio.pack(mx.recordio.IRHeader(0, [1, 2.5], 7, 0), b"image")
     header, content = mx.recordio.unpack(record)
