@@ -23,6 +23,7 @@ __all__ = [
     "distributed",
     "export",
     "participants",
+    "replace_contrib",
     "revert_sync_batchnorm",
     "set_default_group",
     "__version__",
@@ -51,6 +52,7 @@ if not _is_run():
     # First, as it explains what is wrong where MXNet or the native library cannot be loaded.
     from . import native  # noqa: F401  isort:skip
     from . import distributed
+    from .convert.contrib import replace_contrib
     from .convert.conversion import convert_sync_batchnorm, revert_sync_batchnorm
     from .deploy.export import Exported, ExportError, FileError, export
     from .distributed.group import SyncGroup, set_default_group

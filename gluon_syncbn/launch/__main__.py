@@ -108,6 +108,11 @@ def _parse(arguments):
     add("--wait", type=seconds, default=300, metavar="S", help=text)
     text = "seconds that workers have to end after Ctrl-C or SIGTERM (%(default)s)"
     add("--grace", type=seconds, default=5, metavar="S", help=text)
+    text = (
+        "let gluon.contrib.nn.SyncBatchNorm be gluon_syncbn's layer in the workers, as "
+        "gluon_syncbn.replace_contrib does"
+    )
+    add("--replace-contrib", action="store_true", help=text)
     add("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
     # Script and arguments are one, as argparse would remove a "--" behind the script.
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -146,6 +151,8 @@ def _launch(options, stack):
         else:
             specs = _kvstore_specs(hosts, ranks, port, environment, options.servers)
     command = (["-m"] if options.module else []) + options.command
+    if options.replace_contrib:
+        command.insert(0, "--replace-contrib")
     return Launch(specs, command, options.grace, cluster).run()
 
 

@@ -1,7 +1,8 @@
 """What the processes of `gluon_syncbn.launch` run: a script, a part of the KVStore, or the guard.
 
 This file is started by its path and imports neither MXNet nor gluon_syncbn, so that a script finds
-the interpreter as `python script.py` leaves it.
+the interpreter as `python script.py` leaves it. Only --replace-contrib imports both before the
+script.
 """
 
 import atexit
@@ -53,7 +54,7 @@ def _guard(launch_id):
     kill_launch(launch_id)
 
 
-def _run(status, command):
+def _run(status, command, replace_contrib):
     """Runs the script or module. Where it fails, reports that to the file `status` and exits at
     once.
 
@@ -62,6 +63,11 @@ def _run(status, command):
     """
     worker = os.getpid()
     try:
+        if replace_contrib:
+            _find_package()
+            import gluon_syncbn
+
+            gluon_syncbn.replace_contrib()
         if command[0] == "-m":
             sys.argv[:] = command[1:]
             _new_main()
@@ -146,7 +152,7 @@ def _serve():
     try:
         import mxnet  # noqa: F401  It serves inside this import, and ends the process there.
     except (ImportError, OSError, AttributeError):  # Not MXNetError, which says what is wrong.
-        sys.path.append(os.path.abspath(f"{__file__}/../../.."))
+        _find_package()
         try:
             import gluon_syncbn  # noqa: F401
         except ImportError as error:  # It says what is wrong with MXNet.
@@ -154,16 +160,23 @@ def _serve():
         raise
 
 
+def _find_package():
+    """Lets gluon_syncbn be imported where it is not installed, but started from its folder."""
+    sys.path.append(os.path.abspath(f"{__file__}/../../.."))
+
+
 def _main(task, argument, *command):
     if task == "guard":
         return _guard(argument)
+    replace_contrib = command[0] == "--replace-contrib"
+    command = command[replace_contrib:]
     status = int(argument)
     os.set_inheritable(status, False)
     if not getattr(sys.flags, "safe_path", False):
         # A server needs it too: it unpickles the optimizer, whose class may be the user's.
         is_module = command[0] == "-m"
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(command[0]))
-    return _run(status, command) if task == "run" else _serve()
+    return _run(status, command, replace_contrib) if task == "run" else _serve()
 
 
 if __name__ == "__main__":

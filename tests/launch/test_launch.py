@@ -526,3 +526,26 @@ def test_one_fails_and_all_launchers_end(kill, victim, start, tmp_path):
         assert launchers[rank].end() == 1, launchers[rank].text
         assert sentence in launchers[rank].text
     assert time.monotonic() - begin < ENDED_SECONDS
+
+
+CONTRIB = """
+from mxnet.gluon.contrib.nn import SyncBatchNorm
+print(SyncBatchNorm.__module__)
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--replace-contrib"]])
+def test_contribs_layer_is_replaced_if_asked(alone, options):
+    launcher = alone(CONTRIB, *options)
+    assert launcher.end() == 0, launcher.text
+    ours = "gluon_syncbn.layers.batch_norm"
+    stock = "mxnet.gluon.contrib.nn.basic_layers"
+    assert launcher.output == [f"[worker] {ours if options else stock}\n"]
+
+
+def test_contribs_layer_is_replaced_for_modules(tmp_path):
+    (tmp_path / "script.py").write_text(CONTRIB)
+    options = ["--from-env", "--replace-contrib", "-m", "script", "--help"]
+    launcher = Launcher(options, tmp_path, ALONE)
+    assert launcher.end() == 0, launcher.text
+    assert launcher.output == ["[worker] gluon_syncbn.layers.batch_norm\n"]
