@@ -66,15 +66,16 @@ def test_a_script_finds_what_python_gives_it(tmp_path):
     real.parent.mkdir()
     path.symlink_to(real)
     real.write_text(
-        "import json, pickle, sys, threading\n"
+        "import json, os, pickle, sys, threading\n"
         "class Own: pass\n"
         "def later():\n"
         "    threading.main_thread().join()\n"
         "    pickle.dumps(Own())\n"
         "    print('pickled')\n"
         "threading.Thread(target=later).start()\n"
-        "names = '__name__', '__file__', '__package__', '__doc__', '__spec__', '__cached__'\n"
+        "names = '__name__', '__package__', '__doc__', '__spec__', '__cached__'\n"
         "print(sys.path, sys.argv, [globals().get(name) for name in names], __builtins__)\n"
+        "print(os.path.abspath(__file__))\n"  # Relative before Python 3.9.
         "print(sorted(globals()), type(__loader__), 'mxnet' in sys.modules)\n"
     )
     done, _ = run("link.py", "-x", cwd=tmp_path)
@@ -132,7 +133,7 @@ import os, sys
 child = os.fork()
 if not child:
     raise ValueError
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(os.WEXITSTATUS(os.waitpid(child, 0)[1]))
 """)
     done, reported = run(path)
     assert (done.returncode, done.stdout, reported) == (0, "1\n", [])

@@ -283,7 +283,7 @@ def test_a_failed_step_before_a_fork_and_after_one():
             losses = step(devices[:1])
             wait_until_a_call_waits()
             sys.exit(5)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        print(os.WEXITSTATUS(os.waitpid(child, 0)[1]), flush=True)
         failed = step(devices[:1])
         child = os.fork()
         if child == 0:
