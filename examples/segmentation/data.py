@@ -1,36 +1,261 @@
-"""Digits on photos: a segmentation task that needs no download; and batches of any data set.
+"""What is trained on: digits on photos, a folder in VOC layout, or a data set of gluoncv.
 
-A data set has `names` (of its classes), `fingerprint`, `len()` (one epoch) and `sample(index)` with
-index 0, 1, 2, ... without end: image (3, size, size) float32 and label (size, size) uint8. A sample
-depends on the data set's seed and its index alone, so a run can continue anywhere without
+`open_data` gives (training, validation). Both hold pairs of an image (3, H, W) float32, normalized
+as gluoncv's pretrained nets expect, and its labels (H, W) int32, where -1 is ignored. Training
+samples depend on the seed and their index 0, 1, 2, ... alone, so a run continues anywhere without
 having stored the state of a generator.
 """
 
-import collections
 import concurrent.futures
-import contextlib
+import functools
+from pathlib import Path
 
 import numpy as np
+from PIL import Image, ImageOps
 
-IGNORED = 255  # a pixel with this label counts in neither loss nor metrics
-SPLITS = {"train": 0, "val": 1}
+DATASETS = ("digits", "folder", "voc", "ade20k", "coco", "citys")
+IGNORED = -1
+SUFFIXES = (".jpg", ".jpeg", ".png")
+MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]
+DEVIATION = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
+# Validation images are the same for every --seed, so that runs can be compared.
+VALIDATION_SEED = 0
 
 
-class DataError(Exception):
-    """Something is wrong with the data: what came, what was expected, what to do."""
+class InputError(Exception):
+    """What the user gave cannot work; the text says what came, where, and what to do."""
 
 
-@contextlib.contextmanager
-def readable(what):
-    """Within it, an error of the system is a DataError of `what` is read."""
+def normalize(image):
+    """(3, H, W) from 0 to 1, as the nets take it."""
+    return (image - MEAN) / DEVIATION
+
+
+def denormalize(image):
+    return image * DEVIATION + MEAN
+
+
+def open_data(options):
+    """(training, validation) data sets; both have the class `names` and `len()`."""
+    name, root, size = options.dataset, options.root, options.size
+    if name == "digits":
+        train = DigitsOnPhotos("train", options.seed, size)
+        return train, DigitsOnPhotos("val", VALIDATION_SEED, size, options.val_images)
+    if name == "folder" and not root:
+        raise InputError("--dataset folder needs --root: name the folder, in VOC layout")
+    if name == "folder":
+        pairs = [VOCFolder(root, split, classes=options.classes) for split in ("train", "val")]
+    elif name == "voc":
+        # gluoncv's own reader takes trainval.txt for the training, so it trains on the validation.
+        from gluoncv.data import VOCSegmentation
+
+        root = Path(root or "~/.mxnet/datasets/voc").expanduser() / VOCSegmentation.BASE_DIR
+        names = VOCSegmentation.CLASSES
+        pairs = [VOCFolder(root, split, names=names) for split in ("train", "val")]
+    else:
+        pairs = [GluonCVPairs(name, root, split) for split in ("train", "val")]
+    train, val = pairs
+    if isinstance(train, VOCFolder) and set(train.keys) & set(val.keys):
+        both = sorted(set(train.keys) & set(val.keys))
+        raise InputError(
+            f"{root}: {len(both)} images, {both[0]} among them, are in train.txt and in val.txt: "
+            "remove them from one of the two"
+        )
+    base_size = options.base_size or size * 520 // 480
+    return Crops(train, options.seed, size, base_size), Whole(val, options.val_images)
+
+
+class Crops:
+    """Training samples: mirrored, scaled by 0.5 to 2 and cut at random; each epoch is shuffled.
+
+    gluoncv's transform labels what it pads as class 0, and draws from Python's global generator,
+    with which a run could not be resumed.
+    """
+
+    def __init__(self, pairs, seed, size, base_size):
+        self.names = pairs.names
+        self._pairs, self._seed, self._size, self._base = pairs, seed, size, base_size
+        self._order = functools.lru_cache(maxsize=2)(self._shuffled)
+
+    def __len__(self):
+        return len(self._pairs)
+
+    def _shuffled(self, epoch):
+        return np.random.default_rng((self._seed, epoch)).permutation(len(self._pairs))
+
+    def __getitem__(self, index):
+        epoch, position = divmod(index, len(self._pairs))
+        image, mask = self._pairs[self._order(epoch)[position]]
+        # A third number keeps this generator apart from those of the shuffling.
+        rng = np.random.default_rng((self._seed, index, 1))
+        factor = self._base * rng.uniform(0.5, 2) / max(mask.shape)
+        height, width = (max(1, round(side * factor)) for side in mask.shape)
+        image = np.asarray(Image.fromarray(image).resize((width, height), Image.BILINEAR))
+        mask = np.asarray(Image.fromarray(mask).resize((width, height), Image.NEAREST))
+        size = self._size
+        y, x = (rng.integers(max(side - size, 0) + 1) for side in mask.shape)
+        image, mask = image[y : y + size, x : x + size], mask[y : y + size, x : x + size]
+        cut = np.zeros((3, size, size), np.float32)
+        label = np.full((size, size), IGNORED, np.int32)
+        cut[:, : mask.shape[0], : mask.shape[1]] = normalize(
+            image.transpose(2, 0, 1) / np.float32(255)
+        )
+        label[: mask.shape[0], : mask.shape[1]] = mask
+        if rng.integers(2):
+            cut, label = cut[:, :, ::-1].copy(), label[:, ::-1].copy()
+        return cut, label
+
+
+class Whole:
+    """Validation samples: whole images, at most `count` of them."""
+
+    def __init__(self, pairs, count=None):
+        self.names = pairs.names
+        self._pairs, self._count = pairs, min(count or len(pairs), len(pairs))
+
+    def __len__(self):
+        return self._count
+
+    def __getitem__(self, index):
+        image, mask = self._pairs[index]
+        return normalize(image.transpose(2, 0, 1) / np.float32(255)), mask
+
+
+class VOCFolder:
+    """Images (H, W, 3) uint8 and masks (H, W) int32 of a folder in the layout of Pascal VOC.
+
+    FOLDER/JPEGImages/NAME.jpg (or .jpeg, .png)
+    FOLDER/SegmentationClass/NAME.png   palette or grey: the value is the class, 255 is ignored
+    FOLDER/ImageSets/Segmentation/train.txt and val.txt   one NAME a line
+    FOLDER/classes.txt   one class name a line, background first; or give --classes N
+
+    Each file is read once at the start, so that a bad one ends no training in its middle.
+    """
+
+    def __init__(self, folder, split, names=None, classes=None):
+        self._folder = Path(folder).expanduser()
+        lists = self._folder / "ImageSets" / "Segmentation"
+        for part in (self._folder / "JPEGImages", self._folder / "SegmentationClass", lists):
+            require(part)
+        self.keys = _lines(lists / f"{split}.txt")
+        self.names = names or self._read_names(classes)
+        self._images = [self._find_image(key) for key in self.keys]
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            for _ in pool.map(self.__getitem__, range(len(self))):
+                pass
+
+    def __len__(self):
+        return len(self.keys)
+
+    def __getitem__(self, index):
+        path = self._folder / "SegmentationClass" / f"{self.keys[index]}.png"
+        image = read_image(self._images[index])
+        mask = _read(path, np.asarray)
+        if mask.ndim != 2 or mask.dtype != np.uint8:
+            raise InputError(
+                f"{path} is no palette or grey image of 8 bits: save the class of each pixel as "
+                "its value, not a colour"
+            )
+        mask = np.where(mask == 255, IGNORED, mask).astype(np.int32)
+        return _checked(image, mask, len(self.names), path)
+
+    def _read_names(self, classes):
+        path = self._folder / "classes.txt"
+        if path.exists():
+            return tuple(_lines(path))
+        if not classes:
+            raise InputError(
+                f"there is no {path}: write one class name a line there, background first, or "
+                "give --classes N"
+            )
+        return ("background", *(f"class {number}" for number in range(1, classes)))
+
+    def _find_image(self, key):
+        paths = [self._folder / "JPEGImages" / (key + suffix) for suffix in SUFFIXES]
+        for path in paths:
+            if path.exists():
+                return path
+        raise InputError(f"there is no image {paths[0]}: add it, or remove {key} from the lists")
+
+
+class GluonCVPairs:
+    """Images (H, W, 3) uint8 and masks (H, W) int32 of one of gluoncv's data sets."""
+
+    def __init__(self, name, root, split):
+        from gluoncv import data
+
+        kind, default, inside = {
+            "ade20k": (data.ADE20KSegmentation, "ade", "ADEChallengeData2016/images/training"),
+            "coco": (data.COCOSegmentation, "coco", "annotations"),
+            "citys": (data.CitySegmentation, "citys", "leftImg8bit/train"),
+        }[name]
+        root = Path(root or Path("~/.mxnet/datasets", default)).expanduser()
+        require(root / inside)
+        try:
+            self._data = kind(root=str(root), split=split, mode="testval")
+        except Exception as error:  # Of many kinds, from whatever is missing.
+            raise InputError(f"--dataset {name} in {root} cannot be opened: {error}") from error
+        self.names = kind.CLASSES
+        # They list folders in the order of the disk, which differs between machines.
+        paths = getattr(self._data, "images", range(len(self._data)))
+        self._order = sorted(range(len(paths)), key=paths.__getitem__)
+
+    def __len__(self):
+        return len(self._order)
+
+    def __getitem__(self, index):
+        index = self._order[index]
+        where = getattr(self._data, "images", [f"image {index}"] * (index + 1))[index]
+        try:
+            image, mask = self._data[index]
+        except (OSError, SyntaxError, ValueError, AssertionError) as error:
+            raise InputError(f"{where} or its mask cannot be read ({error}): replace it") from None
+        return _checked(image.asnumpy().astype(np.uint8), mask.asnumpy(), len(self.names), where)
+
+
+def read_image(path):
+    """(H, W, 3) uint8, turned as its EXIF data say."""
+    return _read(path, lambda image: np.asarray(ImageOps.exif_transpose(image).convert("RGB")))
+
+
+def _read(path, convert):
     try:
-        yield
-    except BrokenPipeError:  # Of what is told meanwhile.
-        raise
-    except OSError as error:
-        raise DataError(
-            f"{what} cannot be read ({error}): name another folder, or make it readable"
+        with Image.open(path) as image:
+            return convert(image)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise InputError(
+            f"{path} cannot be read as an image ({error}): replace it, or remove it from its list"
         ) from None
+
+
+def _checked(image, mask, classes, where):
+    if image.shape[:2] != mask.shape:
+        raise InputError(
+            f"{where}: the mask is {mask.shape[1]}x{mask.shape[0]} pixels, but its image "
+            f"{image.shape[1]}x{image.shape[0]}: they must have one size"
+        )
+    if mask.min() < IGNORED or mask.max() >= classes:
+        raise InputError(
+            f"{where}: the mask holds class {mask.max()}, but with {classes} classes 0 to "
+            f"{classes - 1} were expected: correct the mask or the number of classes"
+        )
+    return image, mask
+
+
+def require(folder):
+    if not folder.is_dir():
+        raise InputError(f"there is no folder {folder}: name with --root the one that holds it")
+
+
+def _lines(path):
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read ({error}): write one name a line there") from None
+    lines = [line for line in lines if line]
+    if not lines:
+        raise InputError(f"{path} is empty: write one name a line there")
+    return lines
 
 
 class DigitsOnPhotos:
@@ -38,33 +263,29 @@ class DigitsOnPhotos:
 
     Both come with scikit-learn. Two to five bright digits of 20 to 32 pixels lie anywhere on a crop
     dimmed to half; from the third on, a digit that finds no free place is left out. A fifth of the
-    digits and a quarter of each photo are kept for validation. `brightness` varies each image as
-    image * exp(U(-.6, .6)) + .3 * U(-.6, .6).
+    digits and a quarter of each photo are kept for validation.
     """
 
     names = ("background",) + tuple(f"digit {digit}" for digit in range(10))
-    fingerprint = "digits on photos 1"
     DIGIT_SIZES = range(20, 33)
     DIGITS_PER_IMAGE = range(2, 6)
     EPOCH = {"train": 1000, "val": 200}
     PLACES = 20  # that are tried for each digit
     INK = 0.3  # of full strength: what is fainter stays background
 
-    def __init__(self, split, seed, size=64, brightness=False, images=None):
+    def __init__(self, split, seed, size=64, images=None):
         from sklearn.datasets import load_digits, load_sample_images
 
-        self._key = (seed, SPLITS[split])
-        self.images = images or self.EPOCH[split]
+        self._key = (seed, list(self.EPOCH).index(split))
+        self._images = images or self.EPOCH[split]
         self._size = size
-        self._brightness = brightness
 
         digits = load_digits()
         # The file goes writer by writer, so a fifth of each stretch is held back.
         held_back = np.arange(len(digits.images)) % 5 == 0
         chosen = held_back if split == "val" else ~held_back
-        self.digit_ids = np.flatnonzero(chosen)
         self._digits = digits.images[chosen].astype(np.float32) / 16
-        self._classes = digits.target[chosen].astype(np.uint8) + 1
+        self._classes = digits.target[chosen].astype(np.int32) + 1
         self._enlarge = {n: _interpolation(8, n) for n in self.DIGIT_SIZES}
 
         self._photos = []
@@ -74,25 +295,22 @@ class DigitsOnPhotos:
             self._photos += [quarters[1]] if split == "val" else quarters[:1] + quarters[2:]
         largest = min(min(photo.shape[1:]) for photo in self._photos)
         if not max(self.DIGIT_SIZES) <= size <= largest:
-            raise DataError(
+            raise InputError(
                 f"--size is {size}, but digits on photos come in {max(self.DIGIT_SIZES)} to "
-                f"{largest} pixels; choose a size in between, or give your own images with --data"
+                f"{largest} pixels: choose a size in between"
             )
 
     def __len__(self):
-        return self.images
+        return self._images
 
-    def sample(self, index):
+    def __getitem__(self, index):
         rng = np.random.default_rng(self._key + (index,))
         image = self._background(rng)
-        label = np.zeros((self._size, self._size), np.uint8)
+        label = np.zeros((self._size, self._size), np.int32)
         pasted = 0
         for _ in range(rng.choice(self.DIGITS_PER_IMAGE)):
             pasted += self._paste(rng, image, label, anywhere=pasted < min(self.DIGITS_PER_IMAGE))
-        if self._brightness:
-            image *= np.exp(rng.uniform(-0.6, 0.6))
-            image += 0.3 * rng.uniform(-0.6, 0.6)
-        return image, label
+        return normalize(image), label
 
     def _background(self, rng):
         photo = self._photos[rng.integers(len(self._photos))]
@@ -138,41 +356,3 @@ def _interpolation(old, new):
     matrix[np.arange(new), left] = left + 1 - positions
     matrix[np.arange(new), left + 1] = positions - left
     return matrix
-
-
-def pixel_counts(labels, classes):
-    """How many pixels are background, and of another class."""
-    counts = np.bincount(labels.ravel(), minlength=256)[:classes]
-    return np.array([counts[0], counts[1:].sum()])
-
-
-def pixel_weights(labels, classes, background_weight, counts):
-    """Weights of the pixels of a batch, or of a part of it: `background_weight` to 1 between class
-    0 and the others, ignored pixels 0. They sum to 1 over the batch that has these `counts`."""
-    of_class = np.zeros(256)
-    of_class[:classes] = 1
-    of_class[0] = background_weight
-    total = counts[0] * background_weight + counts[1]
-    return (of_class / max(total, 1e-6)).astype(np.float32)[labels]
-
-
-def stack(dataset, indices):
-    """The samples as one batch: images (N, 3, H, W) float32, labels (N, H, W) uint8."""
-    images, labels = zip(*(dataset.sample(index) for index in indices))
-    return np.stack(images), np.stack(labels)
-
-
-def batches(dataset, chunks, threads=1):
-    """Yield `stack(dataset, indices)` for each of `chunks`, prepared ahead by other threads."""
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        ahead = collections.deque()
-        try:
-            for indices in chunks:
-                ahead.append(pool.submit(stack, dataset, indices))
-                if len(ahead) > threads + 1:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-        finally:
-            for future in ahead:
-                future.cancel()
