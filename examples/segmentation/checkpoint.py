@@ -5,21 +5,27 @@ A checkpoint holds arrays and JSON alone, no pickle, so one from elsewhere runs 
 `optimizer:NAME:I`, the I-th array that the optimizer keeps for that parameter.
 """
 
-import contextlib
+import csv
+import io
 import json
-import os
+import math
 import re
 import signal
+import sys
+import time
 import zipfile
 from pathlib import Path
 
 import mxnet as mx
 import numpy as np
+from tqdm import tqdm
 
-from data import InputError
+import plots
+from data import InputError, replacing
 
 FORMAT = "gluon_syncbn segmentation 2"
 RUNS = Path("runs")
+COLUMNS = ("step", "seconds", "rate", "loss", "pixel_accuracy", "mean_iou")
 
 
 class Interrupt:
@@ -38,35 +44,125 @@ class Interrupt:
             signal.signal(number, before if handler is None else handler)
 
 
-def new_run(output=None):
+class Run:
+    """The folder of a run, and where it stands; only one of several processes writes.
+
+    `state` goes into the checkpoints. Its rows are those of metrics.csv, so that after a kill the
+    file has no row of a step that is made again.
+    """
+
+    def __init__(self, options, names, net, trainer, writes=True):
+        self.options, self.writes, self._net, self._trainer = vars(options), writes, net, trainer
+        best = {"mean_iou": -1.0, "step": 0}
+        self.state = {"step": 0, "validated": 0, "losses": [], "rows": [], "best": best}
+        if options.resume is not None:
+            path = find(options.resume)
+            self.state, arrays = load(path)
+            restore_net(path, arrays, net)
+            restore_trainer(self.state, arrays, net, trainer)
+            mx.random.seed(options.seed + self.step)  # for dropout
+            self.folder = path.absolute().parent.parent
+        else:
+            self.folder = new_folder(options.output) if writes else None
+        self.state.update(options=self.options, names=names)
+        self._start = time.perf_counter() - self.state.get("seconds", 0)
+        if writes:
+            with replacing(self.folder / "config.json") as file:
+                file.write(json.dumps({**self.options, "names": names}, indent=2).encode())
+            self._write_rows()
+
+    @property
+    def step(self):
+        return self.state["step"]
+
+    @step.setter
+    def step(self, value):
+        self.state["step"] = value
+
+    @property
+    def seconds(self):
+        return time.perf_counter() - self._start
+
+    def due(self, every):
+        """Whether a validation is."""
+        now = self.step % every == 0 or self.step == self.options["steps"]
+        return now and self.state["validated"] < self.step
+
+    def say(self, text):
+        if self.writes:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def add_loss(self, step, loss):
+        if not math.isfinite(loss):
+            raise InputError(
+                f"the loss of step {step} is {loss}: start again with a lower --lr than "
+                f"{self.options['lr']:g}; the last checkpoint is from before"
+            )
+        self.state["losses"].append(loss)
+        if step % self.options["log_every"] == 0 or step == self.options["steps"]:
+            losses, self.state["losses"] = self.state["losses"], []
+            self._add_row(step, loss=sum(losses) / len(losses))
+
+    def add_validation(self, accuracy, score):
+        self.state["validated"] = self.step
+        if score > self.state["best"]["mean_iou"]:
+            self.state["best"] = {"mean_iou": score, "step": self.step}
+        self._add_row(self.step, pixel_accuracy=accuracy, mean_iou=score)
+
+    def save(self, better=False):
+        """Write the checkpoints and the curves."""
+        if self.writes:
+            self.state["seconds"] = self.seconds
+            # The best first: the last one says which step that is.
+            for name in ("best", "last") if better else ("last",):
+                path = self.folder / "checkpoints" / f"{name}.npz"
+                save(path, self.state, self._net, self._trainer)
+            plots.plot_curves(self.state["rows"], self.folder / "curves.png")
+
+    def load_best(self):
+        path = self.folder / "checkpoints" / "best.npz"
+        restore_net(path, load(path)[1], self._net)
+
+    def _add_row(self, step, **values):
+        row = {"step": step, "seconds": self.seconds, "rate": self._trainer.learning_rate}
+        self.state["rows"].append({**row, **values})
+        self._write_rows()
+
+    def _write_rows(self):
+        if self.writes:
+            with replacing(self.folder / "metrics.csv") as file:
+                text = io.TextIOWrapper(file, newline="", write_through=True)
+                writer = csv.DictWriter(text, COLUMNS)
+                writer.writeheader()
+                writer.writerows(self.state["rows"])
+                text.detach()
+
+
+def new_folder(output=None):
     """Make the folder of a new run: `output`, or the next runs/segmentation-N."""
     while True:
         path = Path(output) if output else RUNS / f"segmentation-{max(_runs(), default=0) + 1}"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir()
+            path.mkdir(parents=True)
             return path
-        except FileExistsError as error:
+        except OSError as error:
             # Another run may have taken the number in the meantime.
             if output or not path.is_dir():
                 raise InputError(
-                    f"--output {path} exists ({error}): name a new folder, or continue the run in "
-                    f"it with --resume {path}"
+                    f"the folder {path} cannot be made ({error.strerror}): name a new one with "
+                    f"--output, or continue the run in it with --resume {path}"
                 ) from None
-        except OSError as error:
-            raise InputError(f"{path} cannot be made ({error}): name another --output") from None
 
 
-def find_checkpoint(where=None):
+def find(where=None):
     """The checkpoint that --resume names: a run's folder, a checkpoint, or the newest run."""
     if not where and not _runs():
         raise InputError(f"--resume finds no {RUNS}/segmentation-N: name the folder of a run")
     path = Path(where or _runs()[max(_runs())])
     path = path / "checkpoints" / "last.npz" if path.is_dir() else path
     if not path.exists():
-        raise InputError(
-            f"there is no {path}: name the folder of a run that has saved a checkpoint"
-        )
+        raise InputError(f"there is no {path}: name the folder of a run that has saved something")
     return path
 
 
@@ -81,7 +177,7 @@ def save(path, state, net, trainer):
     arrays = {}
     for name, parameter in net._collect_params_with_prefix().items():
         arrays["parameter:" + name] = parameter.list_data()[0].asnumpy()
-    for name, index in _indices(net, trainer):
+    for name, index in _trained(net, trainer):
         for i, array in enumerate(_flat(trainer._updaters[0].states.get(index))):
             arrays[f"optimizer:{name}:{i}"] = array.asnumpy()
     state = {**state, "format": FORMAT, "updates": trainer.optimizer.num_update}
@@ -130,7 +226,7 @@ def restore_trainer(state, arrays, net, trainer):
     optimizer = trainer.optimizer
     optimizer.begin_num_update = optimizer.num_update = state["updates"]
     if state["updates"]:
-        for name, index in _indices(net, trainer):
+        for name, index in _trained(net, trainer):
             for updater, weight in zip(trainer._updaters, trainer._params[index].list_data()):
                 kept = optimizer.create_state_multi_precision(index, weight)
                 for i, array in enumerate(_flat(kept)):
@@ -141,11 +237,10 @@ def restore_trainer(state, arrays, net, trainer):
         scaler.loss_scale, scaler._unskipped = state["loss_scale"]
 
 
-def _indices(net, trainer):
+def _trained(net, trainer):
     """[(name in the net, index in the trainer)] of the parameters that are trained."""
     names = {id(p): name for name, p in net._collect_params_with_prefix().items()}
-    pairs = [(names[id(p)], i) for i, p in enumerate(trainer._params) if p.grad_req != "null"]
-    return pairs
+    return [(names[id(p)], i) for i, p in enumerate(trainer._params) if p.grad_req != "null"]
 
 
 def _flat(kept):
@@ -153,26 +248,3 @@ def _flat(kept):
     if isinstance(kept, (list, tuple)):
         return [array for part in kept for array in _flat(part)]
     return [] if kept is None else [kept]
-
-
-@contextlib.contextmanager
-def replacing(path):
-    """A binary file to write that takes the place of `path` once it is complete."""
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            yield file
-            # The name must not point to the new file before its contents are on the disk.
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be written ({error}): make room; --resume continues from the last "
-            "checkpoint"
-        ) from None
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)

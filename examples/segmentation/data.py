@@ -7,7 +7,9 @@ having stored the state of a generator.
 """
 
 import concurrent.futures
+import contextlib
 import functools
+import os
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,28 @@ VALIDATION_SEED = 0
 
 class InputError(Exception):
     """What the user gave cannot work; the text says what came, where, and what to do."""
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """A binary file to write that takes the place of `path` once it is complete."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            yield file
+            # The name must not point to the new file before its contents are on the disk.
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be written ({error}): make room; a run goes on from its last "
+            "checkpoint with --resume"
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def normalize(image):

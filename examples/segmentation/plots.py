@@ -6,8 +6,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from checkpoint import replacing
-from data import denormalize
+from data import denormalize, replacing
 
 PALETTES = {"ade20k": "ade20k", "citys": "citys"}
 

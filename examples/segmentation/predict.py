@@ -14,7 +14,7 @@ from mxnet import gluon
 from PIL import Image
 
 import checkpoint
-from data import SUFFIXES, InputError, normalize, open_data, read_image
+from data import SUFFIXES, InputError, normalize, open_data, read_image, replacing
 from model import get_model
 
 
@@ -100,18 +100,20 @@ class MeanIoU(SegmentationMetric):
 
     def get(self):
         accuracy, _ = super().get()
-        union = np.asarray(self.total_union)
+        inter, union = np.asarray(self.total_inter), np.asarray(self.total_union)
         seen = union > 0
-        mean = (np.asarray(self.total_inter)[seen] / union[seen]).mean() if seen.any() else 0.0
-        return float(accuracy), float(mean)
+        return float(accuracy), float((inter[seen] / union[seen]).mean() if seen.any() else 0)
 
-    def add_up(self, total):
-        """Replace the counts by `total(counts)`, the sums over several processes."""
+    @property
+    def counts(self):
         zeros = np.zeros(self.nclass)
-        counts = [[self.total_correct], [self.total_label], self.total_inter + zeros]
-        counts = total(np.concatenate([*counts, self.total_union + zeros]))
-        (self.total_correct, self.total_label), counts = counts[:2], counts[2:]
-        self.total_inter, self.total_union = counts[: self.nclass], counts[self.nclass :]
+        both = [self.total_inter + zeros, self.total_union + zeros]
+        return np.concatenate([[self.total_correct, self.total_label], *both])
+
+    @counts.setter
+    def counts(self, counts):
+        self.total_correct, self.total_label = counts[:2]
+        self.total_inter, self.total_union = np.split(counts[2:], 2)
 
 
 def evaluate(predictor, data, indices, chunk=20):
@@ -207,7 +209,7 @@ def predict(predictor, folder, output, options):
         mask = coloured(classes, options.dataset)
         overlay = Image.blend(Image.fromarray(image), mask.convert("RGB"), 0.5)
         for name, picture in ((path.stem, mask), (f"{path.stem}-overlay", overlay)):
-            with checkpoint.replacing(output / f"{name}.png") as file:
+            with replacing(output / f"{name}.png") as file:
                 picture.save(file, format="png")
         print(f"{path.name}: {', '.join(options.names[i] for i in np.unique(classes))}")
 

@@ -1,0 +1,381 @@
+"""examples/segmentation: training, resuming, what a kill leaves, bad input, prediction, export."""
+
+import csv
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import mxnet as mx
+import numpy as np
+import pytest
+from PIL import Image
+from segmentation import EXAMPLE, ROOT, example
+
+InputError = example.data.InputError
+# A run of some seconds: 20 steps, with a validation after each 10.
+SMALL = "--size 32 --batch 4 --steps 20 --validate-every 10 --log-every 5 --val-images 6".split()
+
+
+def start(*arguments, launcher=()):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MXNET_", "OMP_"))}
+    environment["PYTHONPATH"] = str(ROOT)
+    environment["https_proxy"] = environment["http_proxy"] = "http://127.0.0.1:9"
+    return subprocess.Popen(
+        [sys.executable, *launcher, str(EXAMPLE / "train.py"), *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def train(*arguments, **settings):
+    process = start(*arguments, **settings)
+    out, err = process.communicate(timeout=240)
+    return SimpleNamespace(status=process.returncode, out=out, err=err)
+
+
+def trained(*arguments, **settings):
+    done = train(*arguments, **settings)
+    assert done.status == 0, done.err
+    return done
+
+
+def arrays_of(folder, name="last"):
+    """All that decides how a run goes on."""
+    state, arrays = example.checkpoint.load(folder / "checkpoints" / f"{name}.npz")
+    return {name: array.tobytes() for name, array in arrays.items()}
+
+
+def rows_of(folder):
+    """The rows of metrics.csv without what depends on the time."""
+    with open(folder / "metrics.csv", newline="") as file:
+        return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
+
+
+def wait_for(path, process):
+    for _ in range(1200):
+        if path.exists():
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    raise AssertionError(f"there is no {path}")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    trained(*SMALL, "--output", folder)
+    return folder
+
+
+@pytest.fixture
+def voc(tmp_path):
+    """A small folder in VOC layout; a1 is in the training, a5 in the validation."""
+    root = tmp_path / "voc"
+    for part in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
+        (root / part).mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for i in range(7):
+        image = rng.integers(0, 100, (40 + 7 * i, 52, 3)).astype(np.uint8)
+        mask = np.zeros(image.shape[:2], np.uint8)
+        mask[5:25, 8:30] = 1 + i % 2
+        mask[0] = 255
+        image[mask == 1] = 200
+        Image.fromarray(image).save(root / "JPEGImages" / f"a{i}.jpg")
+        Image.fromarray(mask).save(root / "SegmentationClass" / f"a{i}.png")
+    (root / "classes.txt").write_text("background\none\ntwo\n")
+    (root / "ImageSets/Segmentation/train.txt").write_text("a0\na1\na2\na3\na4\n")
+    (root / "ImageSets/Segmentation/val.txt").write_text("a5\na6\n")
+    return root
+
+
+def options(*arguments):
+    return example.train.parse(list(map(str, arguments)))
+
+
+@pytest.mark.long
+class TestTraining:
+    def test_leaves_its_files(self, run):
+        found = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+        assert found == {
+            *("config.json metrics.csv curves.png predictions.png".split()),
+            *("checkpoints/last.npz checkpoints/best.npz export/model.onnx".split()),
+            *(f"export/{kind}-symbol.json" for kind in ("model", "folded")),
+            *(f"export/{kind}-0000.params" for kind in ("model", "folded")),
+        }
+        rows = rows_of(run)
+        assert [row["step"] for row in rows] == ["5", "10", "10", "15", "20", "20"]
+        losses = [float(row["loss"]) for row in rows if row["loss"]]
+        assert losses[-1] < losses[0]
+        scores = [float(row["mean_iou"]) for row in rows if row["mean_iou"]]
+        assert len(scores) == 2 and all(0 < score < 1 for score in scores)
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+    def test_stopped_and_resumed_is_as_uninterrupted(self, run, tmp_path, number):
+        folder = tmp_path / "run"
+        process = start(*SMALL, "--output", folder)
+        wait_for(folder / "checkpoints" / "last.npz", process)
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=60)
+        step = example.checkpoint.load(folder / "checkpoints" / "last.npz")[0]["step"]
+        if number == signal.SIGKILL:
+            assert process.returncode == -number and step == 10
+        else:
+            assert process.returncode == 130 and f"--resume {folder}" in out and step >= 10
+        trained("--resume", folder)
+        assert arrays_of(folder) == arrays_of(run)
+        assert rows_of(folder) == rows_of(run)
+
+    @pytest.mark.parametrize("engine", ["kvstore", "horovod"])
+    def test_two_processes(self, run, tmp_path, engine):
+        if engine == "horovod":
+            pytest.importorskip("horovod.mxnet", reason="Horovod is not installed")
+        launcher = f"-m gluon_syncbn.launch -n 2 --engine {engine}".split()
+        trained(*SMALL, "--output", tmp_path / "run", launcher=launcher)
+        for ours, theirs in zip(rows_of(tmp_path / "run"), rows_of(run)):
+            assert ours["step"] == theirs["step"]
+            if ours["loss"]:
+                assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=1e-3)
+
+    def test_a_run_folder_is_never_overwritten(self, run):
+        before = arrays_of(run)
+        done = train(*SMALL, "--output", run)
+        assert done.status == 1 and f"--resume {run}" in done.err
+        assert arrays_of(run) == before
+
+    def test_accumulation_and_local_statistics(self, tmp_path):
+        folder = tmp_path / "run"
+        arguments = "--steps 4 --accumulate 2 --norm local --no-export --optimizer sgd".split()
+        trained(*SMALL, *arguments, "--output", folder)
+        assert example.checkpoint.load(folder / "checkpoints/last.npz")[0]["step"] == 4
+
+    def test_bfloat16(self, tmp_path):
+        trained(*SMALL, "--steps", 2, "--dtype", "bfloat16", "--output", tmp_path / "run")
+
+    def test_a_net_of_gluoncv_on_a_folder(self, voc, tmp_path):
+        folder = tmp_path / "run"
+        arguments = "--model fcn --dataset folder --size 32 --batch 2 --steps 2".split()
+        trained(*arguments, "--root", voc, "--output", folder)
+        assert (folder / "export" / "model.onnx").exists()
+        names = arrays_of(folder)
+        assert any("auxlayer" in name for name in names)
+        assert any(name.startswith("optimizer:layer4") for name in names)
+
+    def test_no_network_for_pretrained_weights(self, voc, tmp_path, monkeypatch):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        arguments = "--model fcn --pretrained --dataset folder --root".split()
+        done = train(*arguments, voc, "--size", 32, "--output", tmp_path / "run")
+        assert done.status == 1 and not (tmp_path / "run").exists()
+        assert "--pretrained" in done.err.splitlines()[-1]
+
+
+def test_numbered_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = (example.checkpoint.new_folder() for _ in range(2))
+    assert (first.name, second.name) == ("segmentation-1", "segmentation-2")
+    with pytest.raises(InputError, match="--resume"):
+        example.checkpoint.new_folder(first)
+
+
+class TestCheckpoint:
+    def test_runs_no_code(self, tmp_path):
+        class Harmful:
+            def __reduce__(self):
+                return os.mkdir, (str(tmp_path / "made"),)
+
+        harmful = np.array([Harmful()], dtype=object)
+        np.savez(tmp_path / "a.npz", state=harmful)
+        (tmp_path / "b.npz").write_bytes(pickle.dumps(Harmful()))
+        for name in ("a.npz", "b.npz"):
+            with pytest.raises(InputError, match=name):
+                example.checkpoint.load(tmp_path / name)
+        assert not (tmp_path / "made").exists()
+
+    def test_damaged(self, tmp_path):
+        path = tmp_path / "last.npz"
+        np.savez(path, state=np.array(json.dumps({"format": example.checkpoint.FORMAT})))
+        example.checkpoint.load(path)
+        path.write_bytes(path.read_bytes()[:-40])
+        with pytest.raises(InputError, match="damaged"):
+            example.checkpoint.load(path)
+
+    def test_of_another_net(self):
+        net = example.model.DigitsNet(3)
+        net.initialize()
+        with pytest.raises(InputError, match="--model"):
+            example.checkpoint.restore_net("last.npz", {}, net)
+
+    def test_failed_write_keeps_the_old_file(self, tmp_path):
+        path = tmp_path / "last.npz"
+        path.write_bytes(b"old")
+        with pytest.raises(InputError, match="last.npz"), example.data.replacing(path) as file:
+            file.write(b"new")
+            raise OSError("no space left")
+        assert [path] == list(tmp_path.iterdir()) and path.read_bytes() == b"old"
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def small_mask(path):
+    Image.fromarray(np.zeros((5, 5), np.uint8)).save(path)
+
+
+def large_class(path):
+    mask = np.array(Image.open(path))
+    mask[3, 3] = 9
+    Image.fromarray(mask).save(path)
+
+
+@pytest.mark.parametrize(
+    "name, damage, words",
+    [
+        ("JPEGImages/a1.jpg", cut, ["a1.jpg", "truncated", "replace it"]),
+        ("JPEGImages/a1.jpg", os.unlink, ["a1.jpg", "add it"]),
+        ("SegmentationClass/a5.png", os.unlink, ["a5.png", "No such file"]),
+        ("SegmentationClass/a5.png", small_mask, ["a5.png", "5x5", "52x75"]),
+        ("SegmentationClass/a5.png", large_class, ["a5.png", "class 9", "0 to 2"]),
+        ("ImageSets/Segmentation/val.txt", lambda p: p.write_text("\n"), ["val.txt", "empty"]),
+        ("ImageSets/Segmentation/val.txt", lambda p: p.write_text("a1"), ["a1", "both|train.txt"]),
+        ("ImageSets/Segmentation/train.txt", os.unlink, ["train.txt", "one name a line"]),
+        ("classes.txt", os.unlink, ["classes.txt", "--classes"]),
+        ("SegmentationClass", lambda p: p.rename(p.parent / "x"), ["SegmentationClass", "--root"]),
+    ],
+)
+def test_damaged_folder(voc, name, damage, words):
+    damage(voc / name)
+    with pytest.raises(InputError) as caught:
+        example.data.open_data(options("--dataset", "folder", "--root", voc, "--size", 32))
+    text = str(caught.value)
+    assert "\n" not in text
+    assert all(any(part in text for part in word.split("|")) for word in words), text
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("--size 30", ["--size is 30", "multiple of 8"]),
+        ("--size 800", ["--size is 800", "427"]),
+        ("--dataset folder", ["--root"]),
+        ("--dataset folder --root nowhere", ["nowhere", "--root"]),
+        ("--dataset voc --root nowhere", ["nowhere/VOC2012/JPEGImages"]),
+        ("--dataset ade20k --root nowhere", ["nowhere/ADEChallengeData2016"]),
+        ("--dataset citys --root nowhere", ["nowhere/leftImg8bit/train"]),
+        ("--dataset coco --root nowhere", ["nowhere/annotations"]),
+        ("--resume nowhere", ["nowhere", "name the folder of a run"]),
+        ("--devices gpu:0", ["gpu:0", "0 GPUs"]),
+        ("--devices two", ["two", "cpu:2"]),
+        ("--batch 3", ["--batch is 3", "multiple of 2"]),
+        ("--dtype float16", ["float16", "GPU"]),
+    ],
+)
+def test_refused_arguments(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(example.train.amp, "init", lambda dtype: None)
+    with pytest.raises(InputError) as caught:
+        example.train.main(arguments.split())
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
+def test_unknown_backbone(capsys):
+    with pytest.raises(SystemExit):
+        options("--model", "fcn", "--backbone", "resnet5")
+    assert "resnet5'" in capsys.readouterr().err
+
+
+def test_crops_of_a_folder(voc):
+    train, val = example.data.open_data(
+        options("--dataset", "folder", "--root", voc, "--size", 32, "--base-size", 40)
+    )
+    assert train.names == ("background", "one", "two") and (len(train), len(val)) == (5, 2)
+    samples = [train[i] for i in range(20)]
+    assert all(x.shape == (3, 32, 32) and y.shape == (32, 32) for x, y in samples)
+    assert set(np.unique([y for _, y in samples])) == {-1, 0, 1, 2}
+    again = train[17]
+    assert all((a == b).all() for a, b in zip(again, samples[17]))
+    assert val[0][1].shape == (75, 52) and (val[0][1][0] == -1).all()
+
+
+def test_loss_is_that_of_the_undivided_batch():
+    rng = np.random.default_rng(0)
+    scores, labels = rng.standard_normal((4, 3, 8, 8)), rng.integers(-1, 3, (4, 8, 8))
+    scores, labels = mx.nd.array(scores), mx.nd.array(labels, dtype="int32")
+    loss_of = example.model.SegmentationLoss((1, 0.5))
+    whole = loss_of(labels, scores, scores).asscalar()
+    parts = [loss_of(labels[i : i + 1], *[scores[i : i + 1]] * 2).asscalar() for i in range(4)]
+    assert sum(parts) == pytest.approx(whole, rel=1e-5)
+    exact = scores.asnumpy() - np.log(np.exp(scores.asnumpy()).sum(axis=1, keepdims=True))
+    picked = np.take_along_axis(exact, np.maximum(labels.asnumpy(), 0)[:, None], 1)[:, 0]
+    assert whole == pytest.approx(-1.5 * picked[labels.asnumpy() >= 0].sum(), rel=1e-5)
+
+
+def test_absent_classes_do_not_enter_the_mean():
+    metric = example.predict.MeanIoU(3)
+    labels = mx.nd.array([[[0, 0, 1, -1]]])
+    scores = mx.nd.one_hot(mx.nd.array([[[0, 1, 1, 1]]]), 3).transpose((0, 3, 1, 2))
+    metric.update(labels, scores)
+    accuracy, mean = metric.get()
+    assert accuracy == pytest.approx(2 / 3) and mean == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("scales, flip", [((1,), False), ((0.5, 1, 1.5), True)])
+@pytest.mark.parametrize("shape", [(16, 16), (9, 40), (33, 21)])
+def test_windows_cover_every_pixel(shape, scales, flip):
+    """Scores that are a pixel's own colours give, at scale 1, the softmax of the image."""
+    predictor = example.predict.Predictor(lambda batch: batch, 16, 4, scales, flip)
+    image = np.random.default_rng(0).standard_normal((3, *shape)).astype(np.float32)
+    [found] = predictor([image])
+    assert found.shape == image.shape
+    np.testing.assert_allclose(found.sum(axis=0), 1, rtol=1e-5)
+    if scales == (1,):
+        exact = np.exp(image) / np.exp(image).sum(axis=0)
+        np.testing.assert_allclose(found, exact, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.long
+class TestPredict:
+    @pytest.mark.parametrize("model", ["", "export/folded-symbol.json", "export/model.onnx"])
+    def test_every_kind_of_model_evaluates_as_the_training(self, run, model, capsys):
+        state, _ = example.checkpoint.load(run / "checkpoints" / "best.npz")
+        example.predict.main(["--model", str(run / model), "--evaluate"])
+        found = float(capsys.readouterr().out.split("mean IoU ")[1].split()[0])
+        assert found == pytest.approx(state["best"]["mean_iou"], abs=1e-3)
+
+    def test_stock_mxnet_needs_nothing_of_ours(self, run):
+        operators = {
+            node["op"]
+            for node in json.loads((run / "export/model-symbol.json").read_text())["nodes"]
+        }
+        assert "BatchNorm" in operators and "Custom" not in operators
+
+    def test_labels_a_folder(self, run, voc, tmp_path):
+        output = tmp_path / "masks"
+        photos = voc / "JPEGImages"
+        arguments = ["--model", run, "--output", output, "--scales", "1,1.5", "--flip"]
+        example.predict.main([str(photos), *map(str, arguments)])
+        assert len(list(output.iterdir())) == 14
+        with Image.open(output / "a5.png") as mask:
+            assert mask.mode == "P" and mask.size == (52, 75) and np.array(mask).max() < 11
+
+    @pytest.mark.parametrize(
+        "arguments, text",
+        [
+            ("nowhere --model RUN", "no folder nowhere"),
+            ("--model nowhere --evaluate", "config.json"),
+            ("--model RUN/checkpoints/none.npz --evaluate", "none.npz"),
+            ("--model RUN --evaluate --scales big", "--scales"),
+            ("RUN --model RUN --output RUN", "no images"),
+        ],
+    )
+    def test_refused(self, run, arguments, text):
+        with pytest.raises(InputError, match=text):
+            example.predict.main(arguments.replace("RUN", str(run)).split())
