@@ -5,8 +5,6 @@ A checkpoint holds arrays and JSON alone, no pickle, so one from elsewhere runs 
 `optimizer:NAME:I`, the I-th array that the optimizer keeps for that parameter.
 """
 
-import csv
-import io
 import json
 import math
 import re
@@ -33,15 +31,15 @@ class Interrupt:
 
     def __init__(self):
         self.requested = False
-        self._before = {s: signal.signal(s, self._request) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._handle(self._request)
 
     def _request(self, *_):
         self.requested = True
-        self.restore(signal.SIG_DFL)
+        self._handle(signal.SIG_DFL)
 
-    def restore(self, handler=None):
-        for number, before in self._before.items():
-            signal.signal(number, before if handler is None else handler)
+    def _handle(self, handler):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, handler)
 
 
 class Run:
@@ -60,24 +58,17 @@ class Run:
             self.state, arrays = load(path)
             restore_net(path, arrays, net)
             restore_trainer(self.state, arrays, net, trainer)
-            mx.random.seed(options.seed + self.step)  # for dropout
+            mx.random.seed(options.seed + self.state["step"])  # for dropout
             self.folder = path.absolute().parent.parent
         else:
             self.folder = new_folder(options.output) if writes else None
-        self.state.update(options=self.options, names=names)
+        self.state.update(options=self.options)
+        self.step = self.state["step"]
         self._start = time.perf_counter() - self.state.get("seconds", 0)
         if writes:
             with replacing(self.folder / "config.json") as file:
                 file.write(json.dumps({**self.options, "names": names}, indent=2).encode())
             self._write_rows()
-
-    @property
-    def step(self):
-        return self.state["step"]
-
-    @step.setter
-    def step(self, value):
-        self.state["step"] = value
 
     @property
     def seconds(self):
@@ -113,7 +104,7 @@ class Run:
     def save(self, better=False):
         """Write the checkpoints and the curves."""
         if self.writes:
-            self.state["seconds"] = self.seconds
+            self.state.update(step=self.step, seconds=self.seconds)
             # The best first: the last one says which step that is.
             for name in ("best", "last") if better else ("last",):
                 path = self.folder / "checkpoints" / f"{name}.npz"
@@ -131,12 +122,10 @@ class Run:
 
     def _write_rows(self):
         if self.writes:
+            lines = [[row.get(name, "") for name in COLUMNS] for row in self.state["rows"]]
+            text = "".join(",".join(map(str, line)) + "\n" for line in [COLUMNS, *lines])
             with replacing(self.folder / "metrics.csv") as file:
-                text = io.TextIOWrapper(file, newline="", write_through=True)
-                writer = csv.DictWriter(text, COLUMNS)
-                writer.writeheader()
-                writer.writerows(self.state["rows"])
-                text.detach()
+                file.write(text.encode())
 
 
 def new_folder(output=None):
@@ -192,7 +181,7 @@ def load(path):
     """(state, arrays) of a checkpoint."""
     remedy = "name the folder of a run, or its checkpoints/best.npz"
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         state = json.loads(str(arrays.pop("state")))
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, KeyError, AttributeError) as error:
@@ -205,20 +194,15 @@ def load(path):
 def restore_net(path, arrays, net):
     """Give the net, which is initialized, the parameters of a checkpoint."""
     for name, parameter in net._collect_params_with_prefix().items():
-        array = arrays.get("parameter:" + name)
-        # A shape of zeros is not known before the first images.
-        known = parameter.shape or ()
-        if (
-            array is None
-            or len(known) != array.ndim
-            or any(ours not in (0, theirs) for ours, theirs in zip(known, array.shape))
-        ):
+        try:
+            array = arrays["parameter:" + name]
+            parameter.shape = array.shape
+            parameter.set_data(mx.nd.array(array, dtype=array.dtype))
+        except (KeyError, AssertionError):
             raise InputError(
-                f"{path} has no {name} of shape {known}: it is of another net; give the --model "
-                "and --backbone of its run"
-            )
-        parameter.shape = array.shape
-        parameter.set_data(mx.nd.array(array, dtype=array.dtype))
+                f"{path} has no {name} of shape {parameter.shape}: it is of another net; give the "
+                "--model, --backbone and --classes of its run"
+            ) from None
 
 
 def restore_trainer(state, arrays, net, trainer):
@@ -232,8 +216,8 @@ def restore_trainer(state, arrays, net, trainer):
                 for i, array in enumerate(_flat(kept)):
                     array[:] = arrays[f"optimizer:{name}:{i}"]
                 updater.states[index], updater.states_synced[index] = kept, True
-    if "loss_scale" in state:
-        scaler = trainer._amp_loss_scaler
+    scaler = getattr(trainer, "_amp_loss_scaler", None)
+    if scaler and "loss_scale" in state:
         scaler.loss_scale, scaler._unskipped = state["loss_scale"]
 
 

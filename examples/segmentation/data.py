@@ -13,7 +13,11 @@ import os
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from gluoncv import data as gluoncv_data
+from PIL import Image, ImageFile, ImageOps
+
+# gluoncv.data has set it, with which the missing part of a truncated image is silently grey.
+ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 DATASETS = ("digits", "folder", "voc", "ade20k", "coco", "citys")
 IGNORED = -1
@@ -55,6 +59,11 @@ def normalize(image):
     return (image - MEAN) / DEVIATION
 
 
+def as_input(image):
+    """The same for (H, W, 3) uint8."""
+    return normalize(image.transpose(2, 0, 1) / np.float32(255))
+
+
 def denormalize(image):
     return image * DEVIATION + MEAN
 
@@ -67,24 +76,21 @@ def open_data(options):
         return train, DigitsOnPhotos("val", VALIDATION_SEED, size, options.val_images)
     if name == "folder" and not root:
         raise InputError("--dataset folder needs --root: name the folder, in VOC layout")
-    if name == "folder":
-        pairs = [VOCFolder(root, split, classes=options.classes) for split in ("train", "val")]
-    elif name == "voc":
-        # gluoncv's own reader takes trainval.txt for the training, so it trains on the validation.
-        from gluoncv.data import VOCSegmentation
-
-        root = Path(root or "~/.mxnet/datasets/voc").expanduser() / VOCSegmentation.BASE_DIR
-        names = VOCSegmentation.CLASSES
-        pairs = [VOCFolder(root, split, names=names) for split in ("train", "val")]
-    else:
-        pairs = [GluonCVPairs(name, root, split) for split in ("train", "val")]
-    train, val = pairs
-    if isinstance(train, VOCFolder) and set(train.keys) & set(val.keys):
+    if name in ("folder", "voc"):
+        names = None
+        if name == "voc":
+            # gluoncv reads trainval.txt for the training, and so trains on the validation.
+            names = gluoncv_data.VOCSegmentation.CLASSES
+            root = Path(root or "~/.mxnet/datasets/voc", "VOC2012")
+        train, val = (VOCFolder(root, part, names, options.classes) for part in ("train", "val"))
         both = sorted(set(train.keys) & set(val.keys))
-        raise InputError(
-            f"{root}: {len(both)} images, {both[0]} among them, are in train.txt and in val.txt: "
-            "remove them from one of the two"
-        )
+        if both:
+            raise InputError(
+                f"{root}: {len(both)} images, {both[0]} among them, are in train.txt and in "
+                "val.txt: remove them from one of the two"
+            )
+    else:
+        train, val = (GluonCVPairs(name, root, part) for part in ("train", "val"))
     base_size = options.base_size or size * 520 // 480
     return Crops(train, options.seed, size, base_size), Whole(val, options.val_images)
 
@@ -118,16 +124,13 @@ class Crops:
         mask = np.asarray(Image.fromarray(mask).resize((width, height), Image.NEAREST))
         size = self._size
         y, x = (rng.integers(max(side - size, 0) + 1) for side in mask.shape)
-        image, mask = image[y : y + size, x : x + size], mask[y : y + size, x : x + size]
-        cut = np.zeros((3, size, size), np.float32)
+        mask = mask[y : y + size, x : x + size]
         label = np.full((size, size), IGNORED, np.int32)
-        cut[:, : mask.shape[0], : mask.shape[1]] = normalize(
-            image.transpose(2, 0, 1) / np.float32(255)
-        )
         label[: mask.shape[0], : mask.shape[1]] = mask
-        if rng.integers(2):
-            cut, label = cut[:, :, ::-1].copy(), label[:, ::-1].copy()
-        return cut, label
+        cut = np.zeros((3, size, size), np.float32)
+        part = as_input(image[y : y + size, x : x + size])
+        cut[:, : part.shape[1], : part.shape[2]] = part
+        return (cut[:, :, ::-1].copy(), label[:, ::-1].copy()) if rng.integers(2) else (cut, label)
 
 
 class Whole:
@@ -142,7 +145,7 @@ class Whole:
 
     def __getitem__(self, index):
         image, mask = self._pairs[index]
-        return normalize(image.transpose(2, 0, 1) / np.float32(255)), mask
+        return as_input(image), mask
 
 
 class VOCFolder:
@@ -196,23 +199,22 @@ class VOCFolder:
 
     def _find_image(self, key):
         paths = [self._folder / "JPEGImages" / (key + suffix) for suffix in SUFFIXES]
-        for path in paths:
-            if path.exists():
-                return path
-        raise InputError(f"there is no image {paths[0]}: add it, or remove {key} from the lists")
+        found = [path for path in paths if path.exists()]
+        if not found:
+            raise InputError(f"there is no {paths[0]}: add it, or remove {key} from the lists")
+        return found[0]
 
 
 class GluonCVPairs:
     """Images (H, W, 3) uint8 and masks (H, W) int32 of one of gluoncv's data sets."""
 
     def __init__(self, name, root, split):
-        from gluoncv import data
-
         kind, default, inside = {
-            "ade20k": (data.ADE20KSegmentation, "ade", "ADEChallengeData2016/images/training"),
-            "coco": (data.COCOSegmentation, "coco", "annotations"),
-            "citys": (data.CitySegmentation, "citys", "leftImg8bit/train"),
+            "ade20k": ("ADE20KSegmentation", "ade", "ADEChallengeData2016/images/training"),
+            "coco": ("COCOSegmentation", "coco", "annotations"),
+            "citys": ("CitySegmentation", "citys", "leftImg8bit/train"),
         }[name]
+        kind = getattr(gluoncv_data, kind)
         root = Path(root or Path("~/.mxnet/datasets", default)).expanduser()
         require(root / inside)
         try:
@@ -221,17 +223,17 @@ class GluonCVPairs:
             raise InputError(f"--dataset {name} in {root} cannot be opened: {error}") from error
         self.names = kind.CLASSES
         # They list folders in the order of the disk, which differs between machines.
-        paths = getattr(self._data, "images", range(len(self._data)))
-        self._order = sorted(range(len(paths)), key=paths.__getitem__)
+        where = getattr(self._data, "images", range(len(self._data)))
+        self._order = sorted(range(len(where)), key=where.__getitem__)
+        self._where = f"--dataset {name} in {root}"
 
     def __len__(self):
         return len(self._order)
 
     def __getitem__(self, index):
-        index = self._order[index]
-        where = getattr(self._data, "images", [f"image {index}"] * (index + 1))[index]
+        where = f"{self._where}: image {index} of its sorted list"
         try:
-            image, mask = self._data[index]
+            image, mask = self._data[self._order[index]]
         except (OSError, SyntaxError, ValueError, AssertionError) as error:
             raise InputError(f"{where} or its mask cannot be read ({error}): replace it") from None
         return _checked(image.asnumpy().astype(np.uint8), mask.asnumpy(), len(self.names), where)
@@ -329,19 +331,15 @@ class DigitsOnPhotos:
 
     def __getitem__(self, index):
         rng = np.random.default_rng(self._key + (index,))
-        image = self._background(rng)
+        photo = self._photos[rng.integers(len(self._photos))]
+        y, x = (rng.integers(side - self._size + 1) for side in photo.shape[1:])
+        image = photo[:, y : y + self._size, x : x + self._size]
+        image = (image[:, :, ::-1] if rng.integers(2) else image).copy()
         label = np.zeros((self._size, self._size), np.int32)
         pasted = 0
         for _ in range(rng.choice(self.DIGITS_PER_IMAGE)):
             pasted += self._paste(rng, image, label, anywhere=pasted < min(self.DIGITS_PER_IMAGE))
         return normalize(image), label
-
-    def _background(self, rng):
-        photo = self._photos[rng.integers(len(self._photos))]
-        y = rng.integers(photo.shape[1] - self._size + 1)
-        x = rng.integers(photo.shape[2] - self._size + 1)
-        crop = photo[:, y : y + self._size, x : x + self._size]
-        return (crop[:, :, ::-1] if rng.integers(2) else crop).copy()
 
     def _paste(self, rng, image, label, anywhere):
         """Draw a digit where it covers no other; without `anywhere` leave out one with no room."""
@@ -349,8 +347,8 @@ class DigitsOnPhotos:
         side = rng.choice(self.DIGIT_SIZES)
         colour = rng.uniform(0.7, 1, (3, 1, 1)).astype(np.float32)
         places = rng.integers(self._size - side + 1, size=(self.PLACES, 2))
-        covered = _ink_under(label, places, side)
-        best = covered.argmin()
+        covered = [(label[y : y + side, x : x + side] > 0).sum() for y, x in places]
+        best = np.argmin(covered)
         if covered[best] and not anywhere:
             return False
         y, x = places[best]
@@ -362,21 +360,8 @@ class DigitsOnPhotos:
         return True
 
 
-def _ink_under(label, places, side):
-    """How many labelled pixels the squares of `side` at `places` (n, 2) cover."""
-    height, width = label.shape
-    # The sum over any square is a sum of four corners of the summed-area table.
-    table = np.zeros((height + 1, width + 1), np.int32)
-    table[1:, 1:] = (label > 0).cumsum(0).cumsum(1)
-    y, x = places.T
-    return table[y + side, x + side] - table[y, x + side] - table[y + side, x] + table[y, x]
-
-
 def _interpolation(old, new):
     """The matrix (new, old) that enlarges a line of `old` pixels linearly, edges held."""
-    positions = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
-    left = np.minimum(positions.astype(int), old - 2)
-    matrix = np.zeros((new, old), np.float32)
-    matrix[np.arange(new), left] = left + 1 - positions
-    matrix[np.arange(new), left + 1] = positions - left
-    return matrix
+    positions = (np.arange(new) + 0.5) * old / new - 0.5
+    columns = [np.interp(positions, np.arange(old), unit) for unit in np.eye(old)]
+    return np.stack(columns, axis=1).astype(np.float32)

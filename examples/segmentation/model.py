@@ -5,6 +5,8 @@
 list that begins with them and goes on with those of auxiliary heads.
 """
 
+import operator
+
 import mxnet as mx
 from mxnet.gluon import nn
 
@@ -17,8 +19,8 @@ GLUONCV = {
     "deeplab": "DeepLabV3",
     "deeplabplus": "DeepLabV3Plus",
     "deeplabplusv3b": "DeepLabWV3Plus",
-    "danet": "DANet",
-    "icnet": "ICNet",
+    "danet": "danet.DANet",
+    "icnet": "icnet.ICNet",
     "fastscnn": "FastSCNN",
 }
 # gluoncv's heads do not fit resnet18 and resnet34.
@@ -38,10 +40,12 @@ def get_model(options, classes):
     settings = {"pretrained_base": options.pretrained, "crop_size": size, "base_size": size}
     if name not in OWN_BACKBONE:
         settings["backbone"] = options.backbone
+    if options.backbone.startswith("resnest"):
+        settings["input_size"] = size
     if name not in ("icnet", "danet"):
         settings["aux"] = options.aux_weight > 0
     try:
-        net = getattr(model_zoo, GLUONCV[name])(classes, **settings)
+        net = operator.attrgetter(GLUONCV[name])(model_zoo)(classes, **settings)
     except Exception as error:
         if not options.pretrained:
             raise
@@ -78,7 +82,8 @@ class SegmentationLoss(mx.gluon.HybridBlock):
         super().__init__()
         self._weights, self._resize = weights, resize
 
-    def hybrid_forward(self, F, labels, *outputs):
+    def hybrid_forward(self, F, outputs, labels):
+        outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
         total, counted = 0, (labels >= 0).astype("float32")
         for weight, scores in zip(self._weights, outputs):
             if self._resize:
@@ -90,19 +95,20 @@ class SegmentationLoss(mx.gluon.HybridBlock):
         return total
 
 
-class _ConvNormRelu(nn.HybridSequential):
-    """Convolution, normalization, ReLU; `transposed` doubles the size, `stride=2` halves it."""
+def _conv(inputs, outputs, stride=1):
+    return _normalized(nn.Conv2D(outputs, 3, stride, 1, in_channels=inputs, use_bias=False))
 
-    def __init__(self, inputs, outputs, norm_layer, norm_kwargs, stride=1, transposed=False):
-        super().__init__()
-        # The normalization that follows removes any constant, so a bias would learn nothing.
-        with self.name_scope():
-            if transposed:
-                self.add(nn.Conv2DTranspose(outputs, 2, 2, in_channels=inputs, use_bias=False))
-            else:
-                self.add(nn.Conv2D(outputs, 3, stride, 1, in_channels=inputs, use_bias=False))
-            self.add(norm_layer(in_channels=outputs, **norm_kwargs))
-            self.add(nn.Activation("relu"))
+
+def _enlarge(inputs, outputs):
+    return _normalized(nn.Conv2DTranspose(outputs, 2, 2, in_channels=inputs, use_bias=False))
+
+
+def _normalized(convolution):
+    # Without a bias, as the normalization removes any constant.
+    block = nn.HybridSequential()
+    channels = convolution._channels
+    block.add(convolution, nn.BatchNorm(in_channels=channels), nn.Activation("relu"))
+    return block
 
 
 class DigitsNet(mx.gluon.HybridBlock):
@@ -112,26 +118,17 @@ class DigitsNet(mx.gluon.HybridBlock):
     by the encoder's features of that size.
     """
 
-    def __init__(self, classes, norm_layer=nn.BatchNorm, norm_kwargs=None, channels=(32, 64, 128)):
+    def __init__(self, classes, channels=(32, 64, 128)):
         super().__init__()
-        norm = (norm_layer, norm_kwargs or {})
         low, middle, high = channels
         with self.name_scope():
-            self.down1 = self._stage([(3, low, 2), (low, low, 1)], norm)
-            self.down2 = self._stage([(low, middle, 2), (middle, middle, 1)], norm)
-            self.down3 = self._stage([(middle, high, 2), (high, high, 1), (high, high, 1)], norm)
-            self.up2 = _ConvNormRelu(high, middle, *norm, transposed=True)
-            self.join2 = _ConvNormRelu(2 * middle, middle, *norm)
-            self.up1 = _ConvNormRelu(middle, low, *norm, transposed=True)
-            self.join1 = _ConvNormRelu(2 * low, low, *norm)
+            self.down1, self.down2, self.down3 = (nn.HybridSequential() for _ in channels)
+            self.down1.add(_conv(3, low, 2), _conv(low, low))
+            self.down2.add(_conv(low, middle, 2), _conv(middle, middle))
+            self.down3.add(_conv(middle, high, 2), _conv(high, high), _conv(high, high))
+            self.up2, self.join2 = _enlarge(high, middle), _conv(2 * middle, middle)
+            self.up1, self.join1 = _enlarge(middle, low), _conv(2 * low, low)
             self.scores = nn.Conv2DTranspose(classes, 2, 2, in_channels=low)
-
-    @staticmethod
-    def _stage(convolutions, norm):
-        stage = nn.HybridSequential()
-        for inputs, outputs, stride in convolutions:
-            stage.add(_ConvNormRelu(inputs, outputs, *norm, stride=stride))
-        return stage
 
     def hybrid_forward(self, F, x):
         half = self.down1(x)

@@ -14,8 +14,9 @@ from mxnet import gluon
 from PIL import Image
 
 import checkpoint
-from data import SUFFIXES, InputError, normalize, open_data, read_image, replacing
+from data import SUFFIXES, InputError, as_input, open_data, read_image, replacing
 from model import get_model
+from plots import coloured
 
 
 class Predictor:
@@ -193,8 +194,6 @@ def main(argv=None):
 
 def predict(predictor, folder, output, options):
     """Write NAME.png, the classes as a palette image, and NAME-overlay.png for each image."""
-    from plots import coloured
-
     if not folder or not folder.is_dir():
         raise InputError(f"there is no folder {folder}: name one with images, before --model")
     paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
@@ -204,7 +203,7 @@ def predict(predictor, folder, output, options):
         raise InputError(f"--output {output} is the folder of the images: name another one")
     for path in paths:
         image = read_image(path)
-        [found] = predictor([normalize(image.transpose(2, 0, 1) / np.float32(255))])
+        [found] = predictor([as_input(image)])
         classes = found.argmax(axis=0)
         mask = coloured(classes, options.dataset)
         overlay = Image.blend(Image.fromarray(image), mask.convert("RGB"), 0.5)

@@ -57,10 +57,8 @@ def main(argv=None):
     net.hybridize(static_alloc=True)
     loss_of.hybridize(static_alloc=True)
     trainer = processes.trainer(net.collect_params(), options.optimizer, settings_of(options))
-    scale_loss = no_scaling
     if options.dtype != "float32":
         amp.init_trainer(trainer)
-        scale_loss = amp.scale_loss
     if options.accumulate > 1:
         net.collect_params().setattr("grad_req", "add")
 
@@ -97,11 +95,9 @@ def main(argv=None):
                 ys = gluon.utils.split_and_load(labels, contexts)
                 with autograd.record():
                     # (3) call the net for every device before waiting for any result
-                    outputs = [net(x) for x in xs]
-                    parts = [loss_of(y, *as_list(out)) for y, out in zip(ys, outputs)]
-                    parts = [part / max(labelled, 1) for part in parts]
-                    with scale_loss(parts, trainer) as scaled:
-                        autograd.backward(scaled)
+                    parts = [loss_of(net(x), y) / max(labelled, 1) for x, y in zip(xs, ys)]
+                    with scaled(parts, trainer) as to_differentiate:
+                        autograd.backward(to_differentiate)
                 losses += parts
             trainer.step(processes.step_size)
             if options.accumulate > 1:
@@ -111,7 +107,6 @@ def main(argv=None):
             note_losses(run, processes, in_flight, STEPS_IN_FLIGHT)
             bar.update()
         note_losses(run, processes, in_flight, 0)
-    interrupt.restore()
     if run.step < options.steps:
         run.save()
         command = f"{sys.argv[0]} --resume {run.folder}"
@@ -121,18 +116,19 @@ def main(argv=None):
         f"trained in {run.seconds:.0f} s, best mean IoU {run.state['best']['mean_iou']:.4f} at "
         f"step {run.state['best']['step']}; curves.png and predictions.png in {run.folder}"
     )
-    if run.writes and options.export:
+    if run.writes and options.export and options.dtype != "float32":
+        # MXNet's AMP has changed all operators of this process.
+        run.say(f"to export it in float32: {sys.argv[0]} --resume {run.folder} --dtype float32")
+    elif run.writes and options.export:
         run.load_best()
         export(net, run, (1, 3, options.size, options.size))
     return 0
 
 
-def as_list(outputs):
-    return outputs if isinstance(outputs, (list, tuple)) else [outputs]
-
-
-def no_scaling(losses, trainer):
-    return contextlib.nullcontext(losses)
+def scaled(losses, trainer):
+    """AMP's scaling of the loss, where the trainer has it."""
+    has_it = hasattr(trainer, "_amp_loss_scaler")
+    return amp.scale_loss(losses, trainer) if has_it else contextlib.nullcontext(losses)
 
 
 def settings_of(options):
