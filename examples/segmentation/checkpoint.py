@@ -50,7 +50,8 @@ class Run:
     """
 
     def __init__(self, options, names, net, trainer, writes=True):
-        self.options, self.writes, self._net, self._trainer = vars(options), writes, net, trainer
+        self.options, self.names, self.writes = vars(options), names, writes
+        self._net, self._trainer = net, trainer
         best = {"mean_iou": -1.0, "step": 0}
         self.state = {"step": 0, "validated": 0, "losses": [], "rows": [], "best": best}
         if options.resume is not None:
@@ -170,9 +171,8 @@ def save(path, state, net, trainer):
         for i, array in enumerate(_flat(trainer._updaters[0].states.get(index))):
             arrays[f"optimizer:{name}:{i}"] = array.asnumpy()
     state = {**state, "format": FORMAT, "updates": trainer.optimizer.num_update}
-    scaler = getattr(trainer, "_amp_loss_scaler", None)
-    if scaler:
-        state["loss_scale"] = [scaler.loss_scale, scaler._unskipped]
+    if hasattr(trainer, "_amp_loss_scaler"):
+        state["loss_scaler"] = vars(trainer._amp_loss_scaler)
     with replacing(path) as file:
         np.savez(file, state=np.array(json.dumps(state)), **arrays)
 
@@ -199,10 +199,8 @@ def restore_net(path, arrays, net):
             parameter.shape = array.shape
             parameter.set_data(mx.nd.array(array, dtype=array.dtype))
         except (KeyError, AssertionError):
-            raise InputError(
-                f"{path} has no {name} of shape {parameter.shape}: it is of another net; give the "
-                "--model, --backbone and --classes of its run"
-            ) from None
+            remedy = "it is of another net; give the --model, --backbone and --classes of its run"
+            raise InputError(f"{path} has no {name} of shape {parameter.shape}: {remedy}") from None
 
 
 def restore_trainer(state, arrays, net, trainer):
@@ -216,9 +214,8 @@ def restore_trainer(state, arrays, net, trainer):
                 for i, array in enumerate(_flat(kept)):
                     array[:] = arrays[f"optimizer:{name}:{i}"]
                 updater.states[index], updater.states_synced[index] = kept, True
-    scaler = getattr(trainer, "_amp_loss_scaler", None)
-    if scaler and "loss_scale" in state:
-        scaler.loss_scale, scaler._unskipped = state["loss_scale"]
+    if hasattr(trainer, "_amp_loss_scaler"):
+        vars(trainer._amp_loss_scaler).update(state.get("loss_scaler", {}))
 
 
 def _trained(net, trainer):

@@ -1,9 +1,9 @@
 """What is trained on: digits on photos, a folder in VOC layout, or a data set of gluoncv.
 
-`open_data` gives (training, validation). Both hold pairs of an image (3, H, W) float32, normalized
-as gluoncv's pretrained nets expect, and its labels (H, W) int32, where -1 is ignored. Training
-samples depend on the seed and their index 0, 1, 2, ... alone, so a run continues anywhere without
-having stored the state of a generator.
+`open_data` gives the names of the classes, the training and the validation data. Both hold pairs of
+an image (3, H, W) float32, normalized as gluoncv's pretrained nets expect, and its labels (H, W)
+int32, where -1 is ignored. Training samples depend on the seed and their index 0, 1, 2, ... alone,
+so a run continues anywhere without having stored the state of a generator.
 """
 
 import concurrent.futures
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from gluoncv import data as gluoncv_data
+from mxnet import gluon
 from PIL import Image, ImageFile, ImageOps
 
 # gluoncv.data has set it, with which the missing part of a truncated image is silently grey.
@@ -45,10 +46,8 @@ def replacing(path):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise InputError(
-            f"{path} cannot be written ({error}): make room; a run goes on from its last "
-            "checkpoint with --resume"
-        ) from None
+        remedy = "make room; --resume continues a run from its last checkpoint"
+        raise InputError(f"{path} cannot be written ({error}): {remedy}") from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -69,11 +68,12 @@ def denormalize(image):
 
 
 def open_data(options):
-    """(training, validation) data sets; both have the class `names` and `len()`."""
+    """(names, training, validation)."""
     name, root, size = options.dataset, options.root, options.size
     if name == "digits":
         train = DigitsOnPhotos("train", options.seed, size)
-        return train, DigitsOnPhotos("val", VALIDATION_SEED, size, options.val_images)
+        val = DigitsOnPhotos("val", VALIDATION_SEED, size, options.val_images)
+        return DigitsOnPhotos.names, train, val
     if name == "folder" and not root:
         raise InputError("--dataset folder needs --root: name the folder, in VOC layout")
     if name in ("folder", "voc"):
@@ -85,26 +85,24 @@ def open_data(options):
         train, val = (VOCFolder(root, part, names, options.classes) for part in ("train", "val"))
         both = sorted(set(train.keys) & set(val.keys))
         if both:
-            raise InputError(
-                f"{root}: {len(both)} images, {both[0]} among them, are in train.txt and in "
-                "val.txt: remove them from one of the two"
-            )
+            raise InputError(f"{root}: {both[0]} is in train.txt and val.txt: remove it from one")
     else:
         train, val = (GluonCVPairs(name, root, part) for part in ("train", "val"))
-    base_size = options.base_size or size * 520 // 480
-    return Crops(train, options.seed, size, base_size), Whole(val, options.val_images)
+    crops = Crops(train, options.seed, size)
+    whole = val.take(options.val_images).transform(lambda image, mask: (as_input(image), mask))
+    return train.names, crops, whole
 
 
 class Crops:
-    """Training samples: mirrored, scaled by 0.5 to 2 and cut at random; each epoch is shuffled.
+    """Training samples: mirrored, scaled so that the longer side is 0.54 to 2.17 times the size,
+    and cut at random; each epoch is shuffled.
 
     gluoncv's transform labels what it pads as class 0, and draws from Python's global generator,
     with which a run could not be resumed.
     """
 
-    def __init__(self, pairs, seed, size, base_size):
-        self.names = pairs.names
-        self._pairs, self._seed, self._size, self._base = pairs, seed, size, base_size
+    def __init__(self, pairs, seed, size):
+        self._pairs, self._seed, self._size = pairs, seed, size
         self._order = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def __len__(self):
@@ -118,7 +116,7 @@ class Crops:
         image, mask = self._pairs[self._order(epoch)[position]]
         # A third number keeps this generator apart from those of the shuffling.
         rng = np.random.default_rng((self._seed, index, 1))
-        factor = self._base * rng.uniform(0.5, 2) / max(mask.shape)
+        factor = self._size * 520 / 480 * rng.uniform(0.5, 2) / max(mask.shape)
         height, width = (max(1, round(side * factor)) for side in mask.shape)
         image = np.asarray(Image.fromarray(image).resize((width, height), Image.BILINEAR))
         mask = np.asarray(Image.fromarray(mask).resize((width, height), Image.NEAREST))
@@ -133,22 +131,7 @@ class Crops:
         return (cut[:, :, ::-1].copy(), label[:, ::-1].copy()) if rng.integers(2) else (cut, label)
 
 
-class Whole:
-    """Validation samples: whole images, at most `count` of them."""
-
-    def __init__(self, pairs, count=None):
-        self.names = pairs.names
-        self._pairs, self._count = pairs, min(count or len(pairs), len(pairs))
-
-    def __len__(self):
-        return self._count
-
-    def __getitem__(self, index):
-        image, mask = self._pairs[index]
-        return as_input(image), mask
-
-
-class VOCFolder:
+class VOCFolder(gluon.data.Dataset):
     """Images (H, W, 3) uint8 and masks (H, W) int32 of a folder in the layout of Pascal VOC.
 
     FOLDER/JPEGImages/NAME.jpg (or .jpeg, .png)
@@ -178,11 +161,6 @@ class VOCFolder:
         path = self._folder / "SegmentationClass" / f"{self.keys[index]}.png"
         image = read_image(self._images[index])
         mask = _read(path, np.asarray)
-        if mask.ndim != 2 or mask.dtype != np.uint8:
-            raise InputError(
-                f"{path} is no palette or grey image of 8 bits: save the class of each pixel as "
-                "its value, not a colour"
-            )
         mask = np.where(mask == 255, IGNORED, mask).astype(np.int32)
         return _checked(image, mask, len(self.names), path)
 
@@ -191,10 +169,7 @@ class VOCFolder:
         if path.exists():
             return tuple(_lines(path))
         if not classes:
-            raise InputError(
-                f"there is no {path}: write one class name a line there, background first, or "
-                "give --classes N"
-            )
+            raise InputError(f"there is no {path}: write a class name a line, or give --classes N")
         return ("background", *(f"class {number}" for number in range(1, classes)))
 
     def _find_image(self, key):
@@ -205,7 +180,7 @@ class VOCFolder:
         return found[0]
 
 
-class GluonCVPairs:
+class GluonCVPairs(gluon.data.Dataset):
     """Images (H, W, 3) uint8 and masks (H, W) int32 of one of gluoncv's data sets."""
 
     def __init__(self, name, root, split):
@@ -249,22 +224,19 @@ def _read(path, convert):
         with Image.open(path) as image:
             return convert(image)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise InputError(
-            f"{path} cannot be read as an image ({error}): replace it, or remove it from its list"
-        ) from None
+        remedy = "replace it, or remove it from its list"
+        raise InputError(f"{path} cannot be read as an image ({error}): {remedy}") from None
 
 
 def _checked(image, mask, classes, where):
     if image.shape[:2] != mask.shape:
         raise InputError(
-            f"{where}: the mask is {mask.shape[1]}x{mask.shape[0]} pixels, but its image "
-            f"{image.shape[1]}x{image.shape[0]}: they must have one size"
+            f"{where}: the mask has the shape {mask.shape}, but its image {image.shape[:2]}: save "
+            "it in the size of the image, with a class, not a colour, in each pixel"
         )
     if mask.min() < IGNORED or mask.max() >= classes:
-        raise InputError(
-            f"{where}: the mask holds class {mask.max()}, but with {classes} classes 0 to "
-            f"{classes - 1} were expected: correct the mask or the number of classes"
-        )
+        came = f"the mask holds class {mask.max()}, but 0 to {classes - 1} were expected"
+        raise InputError(f"{where}: {came}: correct it, or the number of classes")
     return image, mask
 
 

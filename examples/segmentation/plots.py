@@ -8,6 +8,7 @@ from matplotlib.patches import Patch
 
 from data import denormalize, replacing
 
+TITLES = ("truth", "prediction")
 PALETTES = {"ade20k": "ade20k", "citys": "citys"}
 
 
@@ -42,10 +43,8 @@ def plot_predictions(samples, probabilities, dataset, names, path, columns=2):
     present = {}
     for (image, truth), found, axes in zip(samples, probabilities, grid):
         axes[0].imshow(np.clip(denormalize(image), 0, 1).transpose(1, 2, 0))
-        for panel, title, classes in (
-            (axes[1], "truth", truth),
-            (axes[2], "prediction", found.argmax(axis=0)),
-        ):
+        predicted = found.argmax(axis=0)
+        for panel, title, classes in zip(axes[1:], TITLES, (truth, predicted)):
             picture = np.array(coloured(classes, dataset).convert("RGB"))
             panel.imshow(picture, interpolation="nearest")
             panel.set_title(title, fontsize=8)
@@ -54,10 +53,8 @@ def plot_predictions(samples, probabilities, dataset, names, path, columns=2):
                 present[int(number)] = picture[y, x] / 255
     # A name between two $ would be drawn as a formula.
     labels = {n: names[n].replace("$", r"\$") if n >= 0 else "ignored" for n in present}
-    handles = [
-        Patch(facecolor=present[n], edgecolor="black", label=labels[n]) for n in sorted(present)
-    ]
-    figure.legend(handles=handles[:40], loc="outside lower center", ncol=6, fontsize=8)
+    handles = [Patch(fc=present[n], ec="black", label=labels[n]) for n in sorted(present)[:40]]
+    figure.legend(handles=handles, loc="outside lower center", ncol=6, fontsize=8)
     _save(figure, path)
 
 

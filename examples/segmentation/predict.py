@@ -61,10 +61,8 @@ class Predictor:
 
     def _corners(self, image):
         stride = max(1, self._size * 2 // 3)
-        rows, columns = (
-            sorted({*range(0, max(side - self._size, 0), stride), max(side - self._size, 0)})
-            for side in image.shape[1:]
-        )
+        last = [max(0, side - self._size) for side in image.shape[1:]]
+        rows, columns = ([*range(0, end, stride), end] for end in last)
         return [(y, x) for y in rows for x in columns]
 
 
@@ -84,9 +82,8 @@ def net_scores(net, contexts):
     """`scores` of a Predictor for a Gluon block."""
 
     def scores(batch):
-        parts = gluon.utils.split_and_load(
-            mx.nd.array(batch), contexts[: len(batch)], even_split=False
-        )
+        used = contexts[: len(batch)]
+        parts = gluon.utils.split_and_load(mx.nd.array(batch), used, even_split=False)
         outputs = [net(part) for part in parts]
         outputs = [y[0] if isinstance(y, (list, tuple)) else y for y in outputs]
         found = np.concatenate([y.astype("float32").asnumpy() for y in outputs])
@@ -117,9 +114,9 @@ class MeanIoU(SegmentationMetric):
         self.total_inter, self.total_union = np.split(counts[2:], 2)
 
 
-def evaluate(predictor, data, indices, chunk=20):
+def evaluate(predictor, data, indices, classes, chunk=8):
     """The MeanIoU of these images of a validation data set."""
-    metric = MeanIoU(len(data.names))
+    metric = MeanIoU(classes)
     for start in range(0, len(indices), chunk):
         images, masks = zip(*(data[i] for i in indices[start : start + chunk]))
         for mask, probabilities in zip(masks, predictor(images)):
@@ -135,20 +132,16 @@ def open_model(path):
     try:
         options = argparse.Namespace(**json.loads(config.read_text()))
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"{config} cannot be read ({error}): give --model the folder of a run, or a file of "
-            "its folders checkpoints and export"
-        ) from None
+        remedy = "give --model the folder of a run, or a file in its checkpoints or export"
+        raise InputError(f"{config} cannot be read ({error}): {remedy}") from None
     if not file.exists():
         raise InputError(f"there is no {file}: the run has saved nothing yet")
     if file.suffix == ".onnx":
         return _onnx_scores(file), options, 1
     if file.name.endswith("-symbol.json"):
         parameters = str(file).replace("-symbol.json", "-0000.params")
-        with warnings.catch_warnings():
-            # The symbol does not say of which dtype its input is.
-            warnings.simplefilter("ignore")
-            net = gluon.SymbolBlock.imports(str(file), ["data"], parameters)
+        warnings.filterwarnings("ignore", "Cannot decide type")  # of the input
+        net = gluon.SymbolBlock.imports(str(file), ["data"], parameters)
     else:
         options.pretrained = False
         net, _ = get_model(options, len(options.names))
@@ -185,8 +178,9 @@ def main(argv=None):
     predictor = Predictor(scores, options.size, batch, scales, given.flip)
     if given.evaluate:
         options.root = given.root or options.root
-        _, data = open_data(options)
-        accuracy, score = evaluate(predictor, data, range(len(data))).get()
+        _, _, data = open_data(options)
+        metric = evaluate(predictor, data, range(len(data)), len(options.names))
+        accuracy, score = metric.get()
         print(f"pixel accuracy {accuracy:.4f}, mean IoU {score:.4f} over {len(data)} images")
         return
     predict(predictor, given.images, given.output, options)

@@ -45,12 +45,12 @@ def main(argv=None):
     mx.random.seed(options.seed)
     if options.dtype != "float32":
         amp.init(options.dtype)
-    train_data, val_data = open_data(options)
+    names, train_data, val_data = open_data(options)
     if options.steps is None:
         each = options.batch * options.accumulate
         options.steps = math.ceil(options.epochs * len(train_data) / each)
 
-    net, loss_of = get_model(options, len(train_data.names))
+    net, loss_of = get_model(options, len(names))
     if options.norm == "sync":
         sbn.convert_sync_batchnorm(net)  # (2) the statistics are those of all devices
     initialize(net, contexts, options.pretrained)
@@ -62,17 +62,12 @@ def main(argv=None):
     if options.accumulate > 1:
         net.collect_params().setattr("grad_req", "add")
 
-    run = checkpoint.Run(options, train_data.names, net, trainer, writes=processes.rank == 0)
+    run = checkpoint.Run(options, names, net, trainer, writes=processes.rank == 0)
     where = f"{', '.join(map(str, contexts))} in each of {processes.size} processes"
     run.say(f"steps {run.step} to {options.steps} on {where}, into {run.folder}")
-    batches = iter(
-        gluon.data.DataLoader(
-            train_data,
-            batch_sampler=processes.shares(options, run.step),
-            num_workers=options.threads,
-            thread_pool=True,
-        )
-    )
+    shares = processes.shares(options, run.step)
+    threads = {"num_workers": options.threads, "thread_pool": True}
+    batches = iter(gluon.data.DataLoader(train_data, batch_sampler=shares, **threads))
     # Unsynchronized layers keep other running statistics on each device.
     used = contexts if options.norm == "sync" else contexts[:1]
     predictor = Predictor(net_scores(net, used), options.size, options.batch)
@@ -112,10 +107,8 @@ def main(argv=None):
         command = f"{sys.argv[0]} --resume {run.folder}"
         run.say(f"stopped after step {run.step}, all is saved; to continue: {command}")
         return 130
-    run.say(
-        f"trained in {run.seconds:.0f} s, best mean IoU {run.state['best']['mean_iou']:.4f} at "
-        f"step {run.state['best']['step']}; curves.png and predictions.png in {run.folder}"
-    )
+    best = "best mean IoU {mean_iou:.4f} at step {step}".format(**run.state["best"])
+    run.say(f"{run.seconds:.0f} s, {best}; curves.png and predictions.png in {run.folder}")
     if run.writes and options.export and options.dtype != "float32":
         # MXNet's AMP has changed all operators of this process.
         run.say(f"to export it in float32: {sys.argv[0]} --resume {run.folder} --dtype float32")
@@ -152,22 +145,20 @@ def note_losses(run, processes, in_flight, allowed):
 def validate(run, processes, predictor, data):
     """Evaluate the net, save it and draw."""
     own = range(processes.rank, len(data), processes.size)
-    metric = evaluate(predictor, data, own)
+    metric = evaluate(predictor, data, own, len(run.names))
     metric.counts = processes.sum("metric", metric.counts)
     accuracy, score = metric.get()
     better = score > run.state["best"]["mean_iou"]
     run.add_validation(accuracy, score)
-    run.say(
-        f"step {run.step}: pixel accuracy {accuracy:.4f}, mean IoU {score:.4f}"
-        + (" (the best so far)" if better else "")
-    )
+    mark = " (the best so far)" if better else ""
+    run.say(f"step {run.step}: pixel accuracy {accuracy:.4f}, mean IoU {score:.4f}{mark}")
     run.save(better)
     if run.writes:
         chosen = np.unique(np.linspace(0, len(data) - 1, PICTURES).astype(int))
         samples = [data[int(i)] for i in chosen]
         found = predictor([image for image, _ in samples])
         path = run.folder / "predictions.png"
-        plots.plot_predictions(samples, found, run.options["dataset"], data.names, path)
+        plots.plot_predictions(samples, found, run.options["dataset"], run.names, path)
 
 
 def export(net, run, shape):
@@ -189,6 +180,8 @@ class Processes:
 
     def __init__(self):
         self.rank, self.size, self._store, self._hvd, self._kvstore = 0, 1, None, None, "device"
+        # What `Trainer.step` divides by: the devices' losses add up to the mean already.
+        self.step_size = 1
         if int(os.environ.get("GLUON_SYNCBN_SIZE", 1)) == 1:
             return
         if "HOROVOD_RANK" in os.environ:
@@ -200,13 +193,8 @@ class Processes:
             self._kvstore = mx.kv.create("dist_sync")
             self._store = sbn.distributed.KVStoreReducer(self._kvstore)
         self.rank, self.size = self._store.rank, self._store.size
+        self.step_size = 1 / self.size if self._hvd else 1  # Horovod averages, in place of adding.
         sbn.set_default_group(sbn.SyncGroup(store=self._store))  # (4) and of all processes
-
-    @property
-    def step_size(self):
-        """What `Trainer.step` divides by: the losses of all devices add up to the mean already,
-        but Horovod takes the mean over the processes."""
-        return 1 / self.size if self._hvd else 1
 
     def trainer(self, parameters, *optimizer):
         if self._hvd:
@@ -220,30 +208,28 @@ class Processes:
 
     def shares(self, options, step):
         """The images that this process takes, for each pass from a step on."""
-        each, passes = options.batch // self.size, options.accumulate
-        starts = (i * options.batch for i in range(step * passes, options.steps * passes))
-        starts = (start + self.rank * each for start in starts)
+        each, images = options.batch // self.size, options.batch * options.accumulate
+        first = step * images + self.rank * each
+        starts = range(first, options.steps * images, options.batch)
         return [range(start, start + each) for start in starts]
 
 
 def find_contexts(options, processes):
     """The devices of this process. With the launcher each process has one."""
     gpus = mx.context.num_gpus()
+    default = f"gpu:{','.join(map(str, range(gpus)))}" if gpus else "cpu:2"
+    if processes.size > 1:
+        default = f"gpu:{os.environ['GLUON_SYNCBN_LOCAL_RANK']}" if gpus else "cpu:1"
+    kind, _, which = (options.devices or default).partition(":")
     try:
-        if processes.size > 1:
-            contexts = [mx.gpu(int(os.environ["GLUON_SYNCBN_LOCAL_RANK"])) if gpus else mx.cpu()]
-        elif options.devices is None:
-            contexts = [mx.gpu(i) for i in range(gpus)] or [mx.cpu(0), mx.cpu(1)]
-        else:
-            kind, which = options.devices.split(":")
-            ids = range(int(which)) if kind == "cpu" else map(int, which.split(","))
-            contexts = [mx.Context(kind, i) for i in ids]
-        on_gpu = contexts[0].device_type == "gpu"
-    except (ValueError, KeyError, IndexError):
-        raise InputError(f"--devices is {options.devices}: give them as cpu:2 or gpu:0,1") from None
-    if on_gpu and max(context.device_id for context in contexts) >= gpus:
-        raise InputError(f"--devices is {options.devices}, but MXNet finds {gpus} GPUs")
-    if options.dtype == "float16" and not on_gpu:
+        ids = list(range(int(which)) if kind == "cpu" else map(int, which.split(",")))
+        contexts = [mx.Context(kind, i) for i in ids]
+    except (ValueError, KeyError):
+        contexts = []
+    if not contexts or kind == "gpu" and max(ids) >= gpus:
+        found = f"--devices is {options.devices}, and MXNet finds {gpus} GPUs"
+        raise InputError(f"{found}: give cpu:2, or gpu:0,1")
+    if options.dtype == "float16" and kind == "cpu":
         raise InputError("--dtype float16 needs GPUs: on the CPU MXNet's convolutions lack it")
     devices = processes.size * len(contexts)
     if options.batch % devices:
@@ -276,7 +262,6 @@ def parse(argv=None):
     add("--root", help="folder of the data (gluoncv's usual one)")
     add("--classes", type=count, help="for --dataset folder without classes.txt")
     add("--size", type=count, help="of the square crops (digits 64, others 480)")
-    add("--base-size", type=count, help="longest side before scaling by 0.5 to 2 (size * 520/480)")
     add("--batch", type=count, default=8, help="images over all devices (%(default)s)")
     text = (
         "passes of --batch images whose gradients are added for one step (1). The statistics are "
