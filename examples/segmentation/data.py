@@ -134,12 +134,8 @@ class Crops:
 class VOCFolder(gluon.data.Dataset):
     """Images (H, W, 3) uint8 and masks (H, W) int32 of a folder in the layout of Pascal VOC.
 
-    FOLDER/JPEGImages/NAME.jpg (or .jpeg, .png)
-    FOLDER/SegmentationClass/NAME.png   palette or grey: the value is the class, 255 is ignored
-    FOLDER/ImageSets/Segmentation/train.txt and val.txt   one NAME a line
-    FOLDER/classes.txt   one class name a line, background first; or give --classes N
-
-    Each file is read once at the start, so that a bad one ends no training in its middle.
+    README.md shows it. Each file is read once at the start, so that a bad one ends no training in
+    its middle.
     """
 
     def __init__(self, folder, split, names=None, classes=None):

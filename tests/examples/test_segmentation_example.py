@@ -156,8 +156,14 @@ class TestTraining:
         trained(*SMALL, *arguments, "--output", folder)
         assert example.checkpoint.load(folder / "checkpoints/last.npz")[0]["step"] == 4
 
-    def test_bfloat16(self, tmp_path):
-        trained(*SMALL, "--steps", 2, "--dtype", "bfloat16", "--output", tmp_path / "run")
+    def test_mixed_precision(self, tmp_path):
+        """In bfloat16, as MXNet has no convolution in float16 on the CPU; exported in float32."""
+        folder = tmp_path / "run"
+        arguments = "--model fastscnn --size 64 --batch 2 --steps 2 --val-images 2".split()
+        done = trained(*arguments, "--dtype", "bfloat16", "--output", folder)
+        assert f"--resume {folder} --dtype float32" in done.out
+        trained("--resume", folder, "--dtype", "float32")
+        assert (folder / "export" / "model-symbol.json").exists()
 
     def test_a_net_of_gluoncv_on_a_folder(self, voc, tmp_path):
         folder = tmp_path / "run"
@@ -244,7 +250,7 @@ def large_class(path):
         ("SegmentationClass/a5.png", small_mask, ["a5.png", "(5, 5)", "(75, 52)"]),
         ("SegmentationClass/a5.png", large_class, ["a5.png", "class 9", "0 to 2"]),
         ("ImageSets/Segmentation/val.txt", lambda p: p.write_text("\n"), ["val.txt", "empty"]),
-        ("ImageSets/Segmentation/val.txt", lambda p: p.write_text("a1"), ["a1", "both|train.txt"]),
+        ("ImageSets/Segmentation/val.txt", lambda p: p.write_text("a1"), ["a1", "train.txt"]),
         ("ImageSets/Segmentation/train.txt", os.unlink, ["train.txt", "one name a line"]),
         ("classes.txt", os.unlink, ["classes.txt", "--classes"]),
         ("SegmentationClass", lambda p: p.rename(p.parent / "x"), ["SegmentationClass", "--root"]),
@@ -256,7 +262,7 @@ def test_damaged_folder(voc, name, damage, words):
         example.data.open_data(options("--dataset", "folder", "--root", voc, "--size", 32))
     text = str(caught.value)
     assert "\n" not in text
-    assert all(any(part in text for part in word.split("|")) for word in words), text
+    assert all(word in text for word in words), text
 
 
 @pytest.mark.parametrize(
