@@ -156,8 +156,8 @@ class VOCFolder(gluon.data.Dataset):
     def __getitem__(self, index):
         path = self._folder / "SegmentationClass" / f"{self.keys[index]}.png"
         image = read_image(self._images[index])
-        mask = _read(path, np.asarray)
-        mask = np.where(mask == 255, IGNORED, mask).astype(np.int32)
+        mask = _read(path, np.asarray).astype(np.int32)
+        mask[mask == 255] = IGNORED
         return _checked(image, mask, len(self.names), path)
 
     def _read_names(self, classes):

@@ -63,7 +63,7 @@ def main(argv=None):
         net.collect_params().setattr("grad_req", "add")
 
     run = checkpoint.Run(options, names, net, trainer, writes=processes.rank == 0)
-    where = f"{', '.join(map(str, contexts))} in each of {processes.size} processes"
+    where = f"{processes.size} x ({', '.join(map(str, contexts))})"
     run.say(f"steps {run.step} to {options.steps} on {where}, into {run.folder}")
     shares = processes.shares(options, run.step)
     threads = {"num_workers": options.threads, "thread_pool": True}
