@@ -275,7 +275,7 @@ def parse(argv=None):
     add("--lr", type=float, help="(5e-3 for Adam; 0.01 * images / 16 for SGD)")
     add("--wd", type=float, help="weight decay (0 for Adam, 1e-4 for SGD)")
     add("--warmup", type=int, default=50, help="steps of rising rate (%(default)s)")
-    add("--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="AMP")
+    add("--dtype", choices=("float32", "float16"), default="float32", help="float16: AMP")
     text = "sync: gluon_syncbn's layers; local: each device for itself, to compare"
     add("--norm", choices=("sync", "local"), default="sync", help=text)
     add("--devices", help="cpu:2, gpu:0,1 (all GPUs, or cpu:2); one a process with the launcher")
