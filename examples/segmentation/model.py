@@ -1,55 +1,134 @@
-"""A small encoder-decoder network for segmentation, with normalization of the caller's choice."""
+"""The net and its loss: the file to change for a net of your own.
+
+`get_model` returns a net, built and not initialized, and its loss. The net takes images
+(N, 3, H, W), H and W multiples of `STRIDE`, and returns the class scores (N, classes, H, W), or a
+list that begins with them and goes on with those of auxiliary heads.
+"""
+
+import operator
 
 import mxnet as mx
-import numpy as np
 from mxnet.gluon import nn
 
-STRIDE = 8  # three stages halve the image: its sides must be multiples of this
+from data import InputError
+
+STRIDE = 8
+GLUONCV = {
+    "fcn": "FCN",
+    "psp": "PSPNet",
+    "deeplab": "DeepLabV3",
+    "deeplabplus": "DeepLabV3Plus",
+    "deeplabplusv3b": "DeepLabWV3Plus",
+    "danet": "danet.DANet",
+    "icnet": "icnet.ICNet",
+    "fastscnn": "FastSCNN",
+}
+# gluoncv's heads do not fit resnet18 and resnet34.
+BACKBONES = tuple("resnet50 resnet101 resnet152 resnest50 resnest101 resnest200 resnest269".split())
+# These have one backbone, their own.
+OWN_BACKBONE = ("deeplabplus", "deeplabplusv3b", "fastscnn")
+MODELS = ("digits", *GLUONCV)
 
 
-class _ConvNormRelu(nn.HybridSequential):
-    """Convolution, normalization, ReLU; `transposed` doubles the size, `stride=2` halves it."""
+def get_model(options, classes):
+    """(net, loss) of the command line."""
+    name, size = options.model, options.size
+    if name == "digits":
+        return DigitsNet(classes), SegmentationLoss()
+    from gluoncv import model_zoo
 
-    def __init__(self, inputs, outputs, norm_layer, norm_kwargs, stride=1, transposed=False):
-        super().__init__()
-        # The normalization that follows removes any constant, so a bias would learn nothing.
-        with self.name_scope():
-            if transposed:
-                self.add(nn.Conv2DTranspose(outputs, 2, 2, in_channels=inputs, use_bias=False))
-            else:
-                self.add(nn.Conv2D(outputs, 3, stride, 1, in_channels=inputs, use_bias=False))
-            self.add(norm_layer(in_channels=outputs, **norm_kwargs))
-            self.add(nn.Activation("relu"))
+    settings = {"pretrained_base": options.pretrained, "crop_size": size, "base_size": size}
+    if name not in OWN_BACKBONE:
+        settings["backbone"] = options.backbone
+    if options.backbone.startswith("resnest"):
+        settings["input_size"] = size
+    if name not in ("icnet", "danet"):
+        settings["aux"] = options.aux_weight > 0
+    try:
+        net = operator.attrgetter(GLUONCV[name])(model_zoo)(classes, **settings)
+    except Exception as error:
+        if not options.pretrained:
+            raise
+        raise InputError(
+            f"the pretrained weights for --model {name} cannot be had "
+            f"({type(error).__name__}: {str(error)[:200]}): connect to the network, put them into "
+            "~/.mxnet/models, or leave --pretrained out"
+        ) from None
+    # The cascade of ICNet comes in several sizes.
+    weights = (1, 0.4, 0.4, 1) if name == "icnet" else (1, options.aux_weight, options.aux_weight)
+    return net, SegmentationLoss(weights, resize=name == "icnet")
 
 
-class SegmentationNet(mx.gluon.HybridBlock):
-    """Images (N, 3, H, W) to class scores (N, classes, H, W); H and W multiples of 8.
+def initialize(net, contexts, pretrained=False):
+    """Give the net its first parameters, on the devices."""
+    if pretrained:
+        net.initialize()  # what was not loaded
+        net.collect_params().reset_ctx(contexts)
+        return
+    # gluoncv's constructors have initialized the heads, on one device.
+    he = mx.init.Xavier(rnd_type="gaussian", factor_type="in", magnitude=2)
+    net.initialize(he, ctx=contexts, force_reinit=True)
 
-    Three stages of convolutions go down to H/8, transposed convolutions come up again, each joined
-    by the encoder's features of that size. As in gluoncv, `norm_layer` is the class of the
-    normalization layer and `norm_kwargs` its arguments.
+
+class SegmentationLoss(mx.gluon.HybridBlock):
+    """The sum over the labelled pixels of the cross entropies of all outputs, weighted.
+
+    The caller divides by the labelled pixels of the whole batch. So the devices' losses and
+    gradients add up to those of the undivided batch. gluoncv's loss divides by each device's own
+    pixels, and its gradient leaves the weights out.
     """
 
-    def __init__(self, classes, norm_layer=nn.BatchNorm, norm_kwargs=None, channels=(32, 64, 128)):
+    def __init__(self, weights=(1,), resize=False):
         super().__init__()
-        norm = (norm_layer, norm_kwargs or {})
+        self._weights, self._resize = weights, resize
+
+    def hybrid_forward(self, F, outputs, labels):
+        outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+        total, counted = 0, (labels >= 0).astype("float32")
+        for weight, scores in zip(self._weights, outputs):
+            if self._resize:
+                like = F.expand_dims(labels, 1).astype("float32")
+                scores = F.contrib.BilinearResize2D(scores, like, mode="like")
+            scores = F.amp_cast(scores, dtype="float32")
+            likelihood = F.pick(F.log_softmax(scores, axis=1), F.maximum(labels, 0), axis=1)
+            total = total - weight * F.sum(likelihood * counted)
+        return total
+
+
+def _conv(inputs, outputs, stride=1):
+    return _normalized(nn.Conv2D(outputs, 3, stride, 1, in_channels=inputs, use_bias=False))
+
+
+def _enlarge(inputs, outputs):
+    return _normalized(nn.Conv2DTranspose(outputs, 2, 2, in_channels=inputs, use_bias=False))
+
+
+def _normalized(convolution):
+    # Without a bias, as the normalization removes any constant.
+    block = nn.HybridSequential()
+    channels = convolution._channels
+    block.add(convolution, nn.BatchNorm(in_channels=channels), nn.Activation("relu"))
+    return block
+
+
+class DigitsNet(mx.gluon.HybridBlock):
+    """A small encoder and decoder.
+
+    Three stages of convolutions go down to H/8, transposed convolutions come up again, each joined
+    by the encoder's features of that size.
+    """
+
+    def __init__(self, classes, channels=(32, 64, 128)):
+        super().__init__()
         low, middle, high = channels
         with self.name_scope():
-            self.down1 = self._stage([(3, low, 2), (low, low, 1)], norm)
-            self.down2 = self._stage([(low, middle, 2), (middle, middle, 1)], norm)
-            self.down3 = self._stage([(middle, high, 2), (high, high, 1), (high, high, 1)], norm)
-            self.up2 = _ConvNormRelu(high, middle, *norm, transposed=True)
-            self.join2 = _ConvNormRelu(2 * middle, middle, *norm)
-            self.up1 = _ConvNormRelu(middle, low, *norm, transposed=True)
-            self.join1 = _ConvNormRelu(2 * low, low, *norm)
+            self.down1, self.down2, self.down3 = (nn.HybridSequential() for _ in channels)
+            self.down1.add(_conv(3, low, 2), _conv(low, low))
+            self.down2.add(_conv(low, middle, 2), _conv(middle, middle))
+            self.down3.add(_conv(middle, high, 2), _conv(high, high), _conv(high, high))
+            self.up2, self.join2 = _enlarge(high, middle), _conv(2 * middle, middle)
+            self.up1, self.join1 = _enlarge(middle, low), _conv(2 * low, low)
             self.scores = nn.Conv2DTranspose(classes, 2, 2, in_channels=low)
-
-    @staticmethod
-    def _stage(convolutions, norm):
-        stage = nn.HybridSequential()
-        for inputs, outputs, stride in convolutions:
-            stage.add(_ConvNormRelu(inputs, outputs, *norm, stride=stride))
-        return stage
 
     def hybrid_forward(self, F, x):
         half = self.down1(x)
@@ -58,33 +137,3 @@ class SegmentationNet(mx.gluon.HybridBlock):
         x = self.join2(F.concat(self.up2(eighth), quarter, dim=1))
         x = self.join1(F.concat(self.up1(x), half, dim=1))
         return self.scores(x)
-
-
-class SegmentationLoss(mx.gluon.HybridBlock):
-    """The sum of the weighted cross entropies of scores (N, C, H, W) at labels (N, H, W).
-
-    The caller divides the weights by their sum over the whole batch. The devices' losses, and so
-    their gradients, then add up to those of the undivided batch however it was split.
-    """
-
-    def hybrid_forward(self, F, scores, label, weight):
-        likelihood = F.pick(F.log_softmax(scores, axis=1), label, axis=1)
-        return -F.sum(likelihood * weight)
-
-
-class SeededHeNormal(mx.init.Initializer):
-    """He's initialization, drawn from NumPy.
-
-    MXNet's own generators are dealt out in turn, so what one yields after a seed depends on all
-    that ran before in the process; these numbers depend on the seed alone.
-    """
-
-    def __init__(self, seed):
-        super().__init__()
-        self._rng = np.random.default_rng((seed, 0))
-
-    def _init_weight(self, name, arr):
-        # Conv2D holds (out, in, kh, kw), Conv2DTranspose (in, out, kh, kw) with kh = stride, where
-        # each output pixel sees every input channel once.
-        fan_in = arr.shape[0] if arr.shape[2] == 2 else np.prod(arr.shape[1:])
-        arr[:] = self._rng.normal(0, (2 / fan_in) ** 0.5, arr.shape)

@@ -1,172 +1,214 @@
-"""Label images with a trained net: writes a mask and a colour overlay for each; see README.md.
-
-Works without gluon_syncbn: with a checkpoint, with an exported symbol, and with an ONNX file.
-"""
+"""Label the images of a folder with a trained net, or evaluate it; see README.md."""
 
 import argparse
-import contextlib
 import json
 import sys
+import warnings
 from pathlib import Path
 
+import gluon_syncbn  # noqa: F401  First: it lets MXNet run on today's Python.
+import mxnet as mx
 import numpy as np
+from gluoncv.utils.metrics import SegmentationMetric
+from mxnet import gluon
 from PIL import Image
 
-from checkpoint import replacing
-from console import reader_gone
-from data import DataError, batches, readable
-from images import SUFFIXES, read_image
-from metrics import Confusion
-from options import same_folder
-from predictor import Predictor, run_config
+import checkpoint
+from data import SUFFIXES, InputError, as_input, open_data, read_image, replacing
+from model import get_model
+from plots import coloured
 
-BATCH = 20
+
+class Predictor:
+    """Class probabilities (classes, H, W) of images (3, H, W) of any size.
+
+    `scores` maps a batch (N, 3, size, size) to class scores. Larger images are cut into windows
+    that overlap by a third, smaller ones are padded; what `scales` and `flip` add is averaged.
+    """
+
+    def __init__(self, scores, size, batch=8, scales=(1,), flip=False):
+        self._scores, self._size, self._batch = scores, size, batch
+        self._scales, self._flip = scales, flip
+
+    def __call__(self, images):
+        """The probabilities of each image."""
+        totals = [0] * len(images)
+        for scale in self._scales:
+            sides = [[max(1, round(side * scale)) for side in x.shape[1:]] for x in images]
+            resized = [_resize(x, side) for x, side in zip(images, sides)]
+            found = self._at_one_scale(resized)
+            if self._flip:
+                mirrored = self._at_one_scale([x[:, :, ::-1] for x in resized])
+                found = [one + other[:, :, ::-1] for one, other in zip(found, mirrored)]
+            totals = [t + _resize(p, x.shape[1:]) for t, p, x in zip(totals, found, images)]
+        return [total / total.sum(axis=0) for total in totals]
+
+    def _at_one_scale(self, images):
+        windows = [(i, y, x) for i, image in enumerate(images) for y, x in self._corners(image)]
+        totals = [None] * len(images)
+        for start in range(0, len(windows), self._batch):
+            chunk = windows[start : start + self._batch]
+            batch = np.zeros((len(chunk), 3, self._size, self._size), np.float32)
+            for place, (i, y, x) in zip(batch, chunk):
+                part = images[i][:, y : y + self._size, x : x + self._size]
+                place[:, : part.shape[1], : part.shape[2]] = part
+            for probabilities, (i, y, x) in zip(_softmax(self._scores(batch)), chunk):
+                if totals[i] is None:
+                    totals[i] = np.zeros((len(probabilities), *images[i].shape[1:]), np.float32)
+                target = totals[i][:, y : y + self._size, x : x + self._size]
+                target += probabilities[:, : target.shape[1], : target.shape[2]]
+        return [total / total.sum(axis=0) for total in totals]
+
+    def _corners(self, image):
+        stride = max(1, self._size * 2 // 3)
+        last = [max(0, side - self._size) for side in image.shape[1:]]
+        rows, columns = ([*range(0, end, stride), end] for end in last)
+        return [(y, x) for y in rows for x in columns]
+
+
+def _softmax(scores):
+    exponentials = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return exponentials / exponentials.sum(axis=1, keepdims=True)
+
+
+def _resize(array, side):
+    if array.shape[1:] == tuple(side):
+        return array
+    array = mx.nd.array(array[None])
+    return mx.nd.contrib.BilinearResize2D(array, height=side[0], width=side[1])[0].asnumpy()
+
+
+def net_scores(net, contexts):
+    """`scores` of a Predictor for a Gluon block."""
+
+    def scores(batch):
+        used = contexts[: len(batch)]
+        parts = gluon.utils.split_and_load(mx.nd.array(batch), used, even_split=False)
+        outputs = [net(part) for part in parts]
+        outputs = [y[0] if isinstance(y, (list, tuple)) else y for y in outputs]
+        found = np.concatenate([y.astype("float32").asnumpy() for y in outputs])
+        return np.stack([_resize(one, batch.shape[2:]) for one in found])
+
+    return scores
+
+
+class MeanIoU(SegmentationMetric):
+    """gluoncv's metric, but the mean is over the classes in truth or prediction: it counts a class
+    in neither as an IoU of 0."""
+
+    def get(self):
+        accuracy, _ = super().get()
+        inter, union = np.asarray(self.total_inter), np.asarray(self.total_union)
+        seen = union > 0
+        return float(accuracy), float((inter[seen] / union[seen]).mean() if seen.any() else 0)
+
+    @property
+    def counts(self):
+        zeros = np.zeros(self.nclass)
+        both = [self.total_inter + zeros, self.total_union + zeros]
+        return np.concatenate([[self.total_correct, self.total_label], *both])
+
+    @counts.setter
+    def counts(self, counts):
+        self.total_correct, self.total_label = counts[:2]
+        self.total_inter, self.total_union = np.split(counts[2:], 2)
+
+
+def evaluate(predictor, data, indices, classes, chunk=8):
+    """The MeanIoU of these images of a validation data set."""
+    metric = MeanIoU(classes)
+    for start in range(0, len(indices), chunk):
+        images, masks = zip(*(data[i] for i in indices[start : start + chunk]))
+        for mask, probabilities in zip(masks, predictor(images)):
+            metric.update(mx.nd.array(mask[None]), mx.nd.array(probabilities[None]))
+    return metric
+
+
+def open_model(path):
+    """(scores, the options of its run, its batch) of a run, a checkpoint, or an exported file."""
+    path = Path(path)
+    file = path / "checkpoints" / "best.npz" if path.is_dir() else path
+    config = file.parent.parent / "config.json"
+    try:
+        options = argparse.Namespace(**json.loads(config.read_text()))
+    except (OSError, ValueError) as error:
+        remedy = "give --model the folder of a run, or a file in its checkpoints or export"
+        raise InputError(f"{config} cannot be read ({error}): {remedy}") from None
+    if not file.exists():
+        raise InputError(f"there is no {file}: the run has saved nothing yet")
+    if file.suffix == ".onnx":
+        return _onnx_scores(file), options, 1
+    if file.name.endswith("-symbol.json"):
+        parameters = str(file).replace("-symbol.json", "-0000.params")
+        warnings.filterwarnings("ignore", "Cannot decide type")  # of the input
+        net = gluon.SymbolBlock.imports(str(file), ["data"], parameters)
+    else:
+        options.pretrained = False
+        net, _ = get_model(options, len(options.names))
+        net.initialize(force_reinit=True)
+        checkpoint.restore_net(file, checkpoint.load(file)[1], net)
+    net.hybridize(static_alloc=True)
+    return net_scores(net, [mx.cpu()]), options, 8
+
+
+def _onnx_scores(file):
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return lambda batch: session.run(None, {name: batch})[0]
 
 
 def main(argv=None):
-    options = _parser().parse_args(argv)
-    try:
-        if options.validate:
-            return validate(options)
-        if options.images is None:
-            raise DataError("the folder of images is missing: predict.py IMAGES --model MODEL")
-        return predict(options)
-    except DataError as error:
-        return f"{sys.argv[0]}: {error}"
-    except BrokenPipeError:
-        return reader_gone()
-    except KeyboardInterrupt:
-        return 130
-
-
-def _parser():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("images", nargs="?", type=Path, help="a folder of .jpg and .png files")
-    parser.add_argument(
-        "--model",
-        required=True,
-        nargs="+",
-        help="the folder of a run, best.ckpt, best.params, NAME-symbol.json or NAME.onnx",
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("predictions"), help="folder to write (%(default)s)"
-    )
-    parser.add_argument(
-        "--opacity", type=float, default=0.6, help="of the colours in overlays (%(default)s)"
-    )
-    parser.add_argument(
-        "--validate",
-        metavar="RUN",
-        help="print the mean IoU of each --model over the validation images of this run instead",
-    )
-    return parser
-
-
-def predict(options):
-    """Write NAME.png, the classes as a palette image, and NAME-overlay.png for each image."""
-    from plots import class_colours
-
-    if len(options.model) > 1:
-        raise DataError(f"--model names {len(options.model)} models: give one")
-    if not 0 <= options.opacity <= 1:
-        raise DataError(f"--opacity is {options.opacity}: give a number from 0 to 1")
-    with readable(options.images):
-        paths = _images_in(options.images)
-    if same_folder(options.images, options.output):
-        raise DataError(
-            f"--output {options.output} is the folder of the photos themselves, which masks would "
-            "replace: name another one"
-        )
-    outputs = _outputs(paths, options.output)
-    predictor = Predictor(options.model[0])
-    colours = class_colours(len(predictor.names))
-    palette = (colours * 255).round().astype(np.uint8)
-    with _writing_to(options.output):
-        options.output.mkdir(parents=True, exist_ok=True)
-    for path, (mask_path, overlay_path) in outputs.items():
-        image = _read(path)
-        [classes] = predictor.predict(image.transpose(2, 0, 1)[None])
-        mask = Image.fromarray(classes, "P")
-        mask.putpalette(palette.ravel().tolist())
-        _save(mask, mask_path)
-        strength = options.opacity * (classes > 0)[:, :, None]
-        overlay = image * (1 - strength) + colours[classes] * strength
-        overlay = Image.fromarray((overlay * 255).round().astype(np.uint8))
-        _save(overlay, overlay_path)
-        present = [predictor.names[i] for i in np.unique(classes) if i]
-        print(f"{path.name}: {', '.join(present) or 'background'}")
-    print(f"{len(paths)} masks and overlays in {options.output}")
-    return 0
-
-
-def _images_in(folder):
-    if not folder.is_dir():
-        raise DataError(f"{folder} is no folder: give one with {', '.join(SUFFIXES)} files")
-    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
-    if not paths:
-        raise DataError(f"{folder} has no {', '.join(SUFFIXES)} files: give a folder of images")
-    stems = [path.stem for path in paths]
-    for path in paths:
-        if stems.count(path.stem) > 1:
-            raise DataError(f"{folder} has several images named {path.stem}: rename all but one")
-    return paths
-
-
-def _outputs(paths, folder):
-    """{image: (mask, overlay)}, the files to write, each of them once."""
-    outputs, sources = {}, {}
-    for path in paths:
-        outputs[path] = folder / f"{path.stem}.png", folder / f"{path.stem}-overlay.png"
-        for written in outputs[path]:
-            other = sources.setdefault(written, path)
-            if other != path:
-                raise DataError(
-                    f"{written} would be written twice, for {other.name} and for {path.name}: "
-                    "rename one of the two"
-                )
-    return outputs
-
-
-def _read(path):
-    """(H, W, 3) from 0 to 1."""
-    return read_image(path) / np.float32(255)
-
-
-@contextlib.contextmanager
-def _writing_to(folder):
+    add = parser.add_argument
+    add("images", nargs="?", type=Path, help="a folder of .jpg and .png files")
+    add("--model", required=True, help="a run, or a file in its checkpoints or export folder")
+    add("--output", type=Path, default=Path("predictions"), help="folder to write (%(default)s)")
+    add("--evaluate", action="store_true", help="print the mean IoU on the run's validation images")
+    add("--scales", default="1", help="to average over, such as 0.75,1,1.25 (%(default)s)")
+    add("--flip", action="store_true", help="average with the mirrored image")
+    add("--root", help="folder of the run's data set, where it was moved")
+    given = parser.parse_args(argv)
+    scores, options, batch = open_model(given.model)
     try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"--output {folder} cannot be written ({error}): name another folder, or mend it"
-        ) from None
+        scales = [float(text) for text in given.scales.split(",")]
+    except ValueError:
+        raise InputError(f"--scales is {given.scales}: give numbers as in 0.75,1,1.25") from None
+    predictor = Predictor(scores, options.size, batch, scales, given.flip)
+    if given.evaluate:
+        options.root = given.root or options.root
+        _, _, data = open_data(options)
+        metric = evaluate(predictor, data, range(len(data)), len(options.names))
+        accuracy, score = metric.get()
+        print(f"pixel accuracy {accuracy:.4f}, mean IoU {score:.4f} over {len(data)} images")
+        return
+    predict(predictor, given.images, given.output, options)
 
 
-def _save(image, path):
-    with _writing_to(path.parent), replacing(path) as file:
-        image.save(file, format="png")
-
-
-def validate(options):
-    """Print a line of JSON for each model: its path and its mean IoU."""
-    data = _validation_data(options.validate)
-    for path in options.model:
-        predictor = Predictor(path)
-        confusion = Confusion(len(data.names))
-        chunks = [range(i, min(i + BATCH, len(data))) for i in range(0, len(data), BATCH)]
-        for images, labels in batches(data, chunks):
-            confusion.add(labels, predictor.predict(images))
-        print(json.dumps({"model": str(path), "mean_iou": confusion.mean_iou}), flush=True)
-    return 0
-
-
-def _validation_data(run):
-    from setting import open_data
-
-    config = run_config(run)
-    _, data = open_data(argparse.Namespace(**config["arguments"]), lambda items, **_: items)
-    return data
+def predict(predictor, folder, output, options):
+    """Write NAME.png, the classes as a palette image, and NAME-overlay.png for each image."""
+    if not folder or not folder.is_dir():
+        raise InputError(f"there is no folder {folder}: name one with images, before --model")
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+    if not paths or len({path.stem for path in paths}) < len(paths):
+        raise InputError(f"{folder} has no images, or two of one name: {', '.join(SUFFIXES)}")
+    if output.exists() and output.samefile(folder):
+        raise InputError(f"--output {output} is the folder of the images: name another one")
+    for path in paths:
+        image = read_image(path)
+        [found] = predictor([as_input(image)])
+        classes = found.argmax(axis=0)
+        mask = coloured(classes, options.dataset)
+        overlay = Image.blend(Image.fromarray(image), mask.convert("RGB"), 0.5)
+        for name, picture in ((path.stem, mask), (f"{path.stem}-overlay", overlay)):
+            with replacing(output / f"{name}.png") as file:
+                picture.save(file, format="png")
+        print(f"{path.name}: {', '.join(options.names[i] for i in np.unique(classes))}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except InputError as problem:
+        sys.exit(f"{Path(sys.argv[0]).name}: {problem}")

@@ -121,7 +121,7 @@ def sequential(*layers):
 
 
 def encoder_decoder():
-    return example.model.SegmentationNet(5, sbn.SyncBatchNorm, channels=(4, 6, 8))
+    return sbn.convert_sync_batchnorm(example.model.DigitsNet(5, channels=(4, 6, 8)))
 
 
 NETS = {"residual": (Residual, 6), "encoder-decoder": (encoder_decoder, 11)}

@@ -23,8 +23,3 @@ def load_example():
 
 
 example = load_example()
-
-# A run of a second or two: 12 steps, validation after 6 and 12.
-SMALL = (
-    "--devices cpu:2 --size 32 --batch 3 --steps 12 --validate-every 6 --log-every 4 --val-images 6"
-).split()
