@@ -95,22 +95,6 @@ class SegmentationLoss(mx.gluon.HybridBlock):
         return total
 
 
-def _conv(inputs, outputs, stride=1):
-    return _normalized(nn.Conv2D(outputs, 3, stride, 1, in_channels=inputs, use_bias=False))
-
-
-def _enlarge(inputs, outputs):
-    return _normalized(nn.Conv2DTranspose(outputs, 2, 2, in_channels=inputs, use_bias=False))
-
-
-def _normalized(convolution):
-    # Without a bias, as the normalization removes any constant.
-    block = nn.HybridSequential()
-    channels = convolution._channels
-    block.add(convolution, nn.BatchNorm(in_channels=channels), nn.Activation("relu"))
-    return block
-
-
 class DigitsNet(mx.gluon.HybridBlock):
     """A small encoder and decoder.
 
@@ -118,16 +102,30 @@ class DigitsNet(mx.gluon.HybridBlock):
     by the encoder's features of that size.
     """
 
-    def __init__(self, classes, channels=(32, 64, 128)):
+    def __init__(self, classes, channels=(32, 64, 128), norm_layer=nn.BatchNorm):
         super().__init__()
+
+        def normalized(convolution):
+            block = nn.HybridSequential()
+            norm = norm_layer(in_channels=convolution._channels)
+            block.add(convolution, norm, nn.Activation("relu"))
+            return block
+
+        # Without a bias, as the normalization removes any constant.
+        def conv(inputs, outputs, stride=1):
+            return normalized(nn.Conv2D(outputs, 3, stride, 1, in_channels=inputs, use_bias=False))
+
+        def enlarge(inputs, outputs):
+            return normalized(nn.Conv2DTranspose(outputs, 2, 2, in_channels=inputs, use_bias=False))
+
         low, middle, high = channels
         with self.name_scope():
             self.down1, self.down2, self.down3 = (nn.HybridSequential() for _ in channels)
-            self.down1.add(_conv(3, low, 2), _conv(low, low))
-            self.down2.add(_conv(low, middle, 2), _conv(middle, middle))
-            self.down3.add(_conv(middle, high, 2), _conv(high, high), _conv(high, high))
-            self.up2, self.join2 = _enlarge(high, middle), _conv(2 * middle, middle)
-            self.up1, self.join1 = _enlarge(middle, low), _conv(2 * low, low)
+            self.down1.add(conv(3, low, 2), conv(low, low))
+            self.down2.add(conv(low, middle, 2), conv(middle, middle))
+            self.down3.add(conv(middle, high, 2), conv(high, high), conv(high, high))
+            self.up2, self.join2 = enlarge(high, middle), conv(2 * middle, middle)
+            self.up1, self.join1 = enlarge(middle, low), conv(2 * low, low)
             self.scores = nn.Conv2DTranspose(classes, 2, 2, in_channels=low)
 
     def hybrid_forward(self, F, x):

@@ -1,4 +1,4 @@
-"""The two pictures of a run: its curves, and predictions beside the truth."""
+"""The pictures: curves, predictions next to the truth, and a comparison of trainings."""
 
 import numpy as np
 from gluoncv.utils.viz import get_color_pallete
@@ -55,6 +55,31 @@ def plot_predictions(samples, probabilities, dataset, names, path, columns=2):
     labels = {n: names[n].replace("$", r"\$") if n >= 0 else "ignored" for n in present}
     handles = [Patch(fc=present[n], ec="black", label=labels[n]) for n in sorted(present)[:40]]
     figure.legend(handles=handles, loc="outside lower center", ncol=6, fontsize=8)
+    _save(figure, path)
+
+
+def plot_comparison(results, path):
+    """Curves of the mean over seeds with their range, and the last score of every seed.
+
+    `results` is {kind: {seed: [(step, score)]}}.
+    """
+    figure = Figure(figsize=(11, 4.5), constrained_layout=True)
+    curves, ends = figure.subplots(1, 2, width_ratios=(3, 2))
+    for i, (kind, runs) in enumerate(results.items()):
+        steps = [step for step, _ in next(iter(runs.values()))]
+        scores = np.array([[score for _, score in run] for run in runs.values()])
+        # Broken lines let those that coincide be seen.
+        style = {"color": f"C{i}", "linestyle": ("-", "--", "-.", ":")[i % 4]}
+        curves.plot(steps, scores.mean(axis=0), linewidth=2, label=kind, **style)
+        curves.fill_between(steps, scores.min(axis=0), scores.max(axis=0), alpha=0.15, fc=f"C{i}")
+        ends.plot(scores[:, -1], [-i] * len(scores), "o", color=f"C{i}", alpha=0.7)
+        ends.plot(scores[:, -1].mean(), -i, "|", color="black", markersize=18)
+    curves.set(xlabel="step", ylabel="mean IoU of the validation", ylim=(0, None))
+    curves.legend(loc="upper left", fontsize=8)
+    ends.set(xlabel="mean IoU at the end: every seed, and the mean")
+    ends.set_yticks([-i for i in range(len(results))], list(results))
+    for axes in (curves, ends):
+        axes.grid(alpha=0.25)
     _save(figure, path)
 
 

@@ -392,3 +392,19 @@ class TestPredict:
     def test_refused(self, run, arguments, text):
         with pytest.raises(InputError, match=text):
             example.predict.main(arguments.replace("RUN", str(run)).split())
+
+
+@pytest.mark.long
+def test_compare(tmp_path):
+    arguments = "--steps 3 --seeds 1 --val-images 8 --output".split()
+    command = [sys.executable, str(EXAMPLE / "compare.py"), *arguments, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=240)
+    names = {"compare.png", "results.json", "table.md"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    results = json.loads((tmp_path / "results.json").read_text())
+    last = {kind: runs["1"][-1][1] for kind, runs in results.items()}
+    assert len(last) == 6
+    synchronized, virtual = last["synchronized, 8 devices"], last["virtual, 1 device as 8"]
+    assert last["whole batch, 1 device"] == pytest.approx(synchronized, abs=0.01)
+    assert last["local, 8 devices"] == pytest.approx(virtual, abs=0.01)
+    assert synchronized != pytest.approx(virtual, abs=1e-4)
