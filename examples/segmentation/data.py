@@ -321,7 +321,8 @@ class DigitsOnPhotos:
             return False
         y, x = places[best]
         enlarge = self._enlarge[side]
-        ink = enlarge @ self._digits[which] @ enlarge.T
+        # In 256 steps, so that no library's rounding changes the data.
+        ink = np.round(256 * (enlarge @ self._digits[which] @ enlarge.T)) / 256
         region = image[:, y : y + side, x : x + side]
         region += (colour - region) * ink
         label[y : y + side, x : x + side][ink > self.INK] = self._classes[which]
