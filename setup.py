@@ -142,6 +142,10 @@ def cuda_command(nvcc, compiler):
     return [nvcc, "-ccbin", compiler[0], *NVCC, threads, *codes, macro, *own]
 
 
+# Where functions of libc.so.6 were before glibc 2.34.
+FORMER = {"dl": "libdl.so.2", "shm": "librt.so.1", "": "libpthread.so.0"}
+
+
 def stub_libraries(compiler, library, folder):
     """Shared libraries in `folder` that lend `library`, linked once, the oldest version of each
     function that glibc 2.34 moved into libc.so.6 under a new one. Returns how to link them."""
@@ -150,22 +154,21 @@ def stub_libraries(compiler, library, folder):
         versions.setdefault(name, []).append(version)
     stubs = {}
     for name in re.findall(r" U (\w+)@GLIBC_2\.34", ask("nm", "-D", library)):
-        kind = {"dl": "dl", "shm": "rt"}.get(re.match("dl|shm|", name)[0], "pthread")
+        soname = FORMER[re.match("dl|shm|", name)[0]]
         oldest = min(versions[name], key=lambda version: list(map(int, version[6:].split("."))))
-        stubs.setdefault(kind, {}).setdefault(oldest, []).append(name)
-    for kind, names in stubs.items():
-        base = os.path.join(folder, kind)
-        with open(f"{base}.c", "w") as source, open(f"{base}.map", "w") as script:
+        stubs.setdefault(soname, {}).setdefault(oldest, []).append(name)
+    paths = []
+    for soname, names in stubs.items():
+        paths.append(os.path.join(folder, soname))
+        source_path, script_path = f"{paths[-1]}.c", f"{paths[-1]}.map"
+        with open(source_path, "w") as source, open(script_path, "w") as script:
             for version, functions in names.items():
                 source.writelines(f"void {function}() {{}}\n" for function in functions)
                 script.write(f"{version} {{ global: {'; '.join(functions)}; }};\n")
-        soname = f"-Wl,-soname,lib{kind}.so.{2 if kind == 'dl' else 1 if kind == 'rt' else 0}"
-        script = f"-Wl,--version-script={base}.map"
-        options = ["-w", "-fno-builtin", "-shared", "-nostdlib", "-fPIC", "-xc", f"{base}.c"]
-        run([*compiler, *options, soname, script, "-o", os.path.join(folder, f"lib{kind}.so")])
-    return [f"-L{folder}", "-Wl,--push-state,--no-as-needed", *(f"-l{k}" for k in stubs)] + [
-        "-Wl,--pop-state"
-    ]
+        options = ["-w", "-fno-builtin", "-shared", "-nostdlib", "-fPIC", "-xc", source_path]
+        options += [f"-Wl,-soname,{soname}", f"-Wl,--version-script={script_path}"]
+        run([*compiler, *options, "-o", paths[-1]])
+    return ["-Wl,--push-state,--no-as-needed", *paths, "-Wl,--pop-state"]
 
 
 def libc():

@@ -120,17 +120,21 @@ def _accept_named_tuples(multiarray):
 
 def parameter_text(value):
     """``str(value)``, with NumPy scalars inside tuples and lists as NumPy 1 wrote them."""
-    if type(value) in (tuple, list):
-        value = type(value)(map(_plain, value))
-    return str(value)
+    return str(_with_bare_numbers(value)) if type(value) in (tuple, list) else str(value)
 
 
-def _plain(value):
+def _with_bare_numbers(value):
     import numpy
 
     if type(value) in (tuple, list):
-        return type(value)(map(_plain, value))
-    return value.item() if isinstance(value, numpy.generic) else value
+        return type(value)(map(_with_bare_numbers, value))
+    return _Bare(value) if isinstance(value, numpy.generic) else value
+
+
+class _Bare(str):
+    """Text that a tuple or list shows without quotes."""
+
+    __repr__ = str.__str__
 
 
 def _rename_attribute(function, old, new):

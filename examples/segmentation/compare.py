@@ -20,7 +20,7 @@ import numpy as np
 from gluoncv.utils import LRScheduler
 from mxnet import autograd, gluon
 
-from data import IGNORED, VALIDATION_SEED, DigitsOnPhotos, replacing
+from data import IGNORED, VALIDATION_SEED, DigitsOnPhotos, InputError, count, replacing
 from model import DigitsNet, SegmentationLoss, initialize
 from plots import plot_comparison
 from predict import Predictor, evaluate, net_scores
@@ -90,14 +90,20 @@ def table(results):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=400, help="(%(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, help="(%(default)s)")
-    parser.add_argument("--validate-every", type=int, default=100, metavar="STEPS")
-    parser.add_argument("--val-images", type=int, default=100, help="(%(default)s)")
+    parser.add_argument("--steps", type=count, default=400, help="(%(default)s)")
+    parser.add_argument("--seeds", type=count, default=3, help="(%(default)s)")
+    parser.add_argument("--validate-every", type=count, default=100, metavar="STEPS")
+    parser.add_argument("--val-images", type=count, default=100, help="(%(default)s)")
     text = "folder, whose results are replaced (%(default)s)"
     parser.add_argument("--output", type=Path, default=Path("runs/compare"), help=text)
     options = parser.parse_args(argv)
-    options.output.mkdir(parents=True, exist_ok=True)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"the folder {options.output} cannot be made ({error.strerror}): name another one "
+            "with --output"
+        ) from None
     results = {kind: {} for kind in KINDS}
     for seed in range(1, options.seeds + 1):
         for kind in KINDS:
@@ -105,14 +111,19 @@ def main(argv=None):
             results[kind][seed] = train(kind, seed, options)
             score, seconds = results[kind][seed][-1][1], time.perf_counter() - start
             print(f"seed {seed}, {kind}: mean IoU {score:.4f} in {seconds:.0f} s", flush=True)
-    with replacing(options.output / "results.json") as file:
-        file.write(json.dumps(results, indent=1).encode())
-    with replacing(options.output / "table.md") as file:
-        file.write(table(results).encode())
-    plot_comparison(results, options.output / "compare.png")
+        with replacing(options.output / "results.json") as file:
+            file.write(json.dumps(results, indent=1).encode())
+        with replacing(options.output / "table.md") as file:
+            file.write(table(results).encode())
+        plot_comparison(results, options.output / "compare.png")
     print(f"\n{table(results)}\nresults.json, table.md and compare.png are in {options.output}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except InputError as problem:
+        sys.exit(f"{Path(sys.argv[0]).name}: {problem}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -33,6 +33,13 @@ class InputError(Exception):
     """What the user gave cannot work; the text says what came, where, and what to do."""
 
 
+def count(text):
+    """A whole number from 1, for argparse."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
 @contextlib.contextmanager
 def replacing(path):
     """A binary file to write that takes the place of `path` once it is complete."""

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import checkpoint
 import plots
-from data import DATASETS, IGNORED, InputError, open_data
+from data import DATASETS, IGNORED, InputError, count, open_data
 from model import BACKBONES, MODELS, STRIDE, get_model, initialize
 from predict import Predictor, evaluate, net_scores
 
@@ -238,13 +238,6 @@ def find_contexts(options, processes):
             f"multiple of {devices}, or other --devices"
         )
     return contexts
-
-
-def count(text):
-    """A whole number from 1, for argparse."""
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
 
 
 def parse(argv=None):
