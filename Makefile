@@ -39,7 +39,7 @@ ifeq ($(filter run-native programs fake-cuda compile-sources,$(MAKECMDGOALS)),)
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: fake-cuda gpu-check cuda-report help train compare test test-all test-pythons bench bench-distributed lint format warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
+.PHONY: fake-cuda gpu-check cuda-report help train detect compare test test-all test-pythons bench bench-distributed lint format warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.13] [CXX=g++]'
@@ -47,6 +47,9 @@ help: ## say what can be made
 
 train: $(ready)mxnet-$(MXNET) $(ready)examples ## train the segmentation example; each time writes a new folder runs/segmentation-N
 	$(python) examples/segmentation/train.py $(ARGS)
+
+detect: $(ready)mxnet-$(MXNET) $(ready)examples ## train the detection example in two processes; each time writes a new folder runs/detection-N
+	$(python) -m gluon_syncbn.launch -n 2 examples/detection/train.py $(ARGS)
 
 compare: $(ready)mxnet-$(MXNET) $(ready)examples ## train the example with six kinds of batch statistics, into runs/compare
 	$(python) examples/segmentation/compare.py $(ARGS)

@@ -6,13 +6,14 @@ Writes a picture, a table and the scores of every run, by default into runs/comp
 import argparse
 import functools
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("MXNET_CPU_TEMP_COPY", "4096")
-os.environ.setdefault("MXNET_CPU_PARALLEL_RAND_COPY", "64")
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import common
+
+common.configure_mxnet(cpu_contexts=8)
 
 import gluon_syncbn as sbn
 import mxnet as mx
@@ -20,8 +21,12 @@ import numpy as np
 from gluoncv.utils import LRScheduler
 from mxnet import autograd, gluon
 
-from data import IGNORED, VALIDATION_SEED, DigitsOnPhotos, InputError, count, replacing
-from model import DigitsNet, SegmentationLoss, initialize
+from common import training
+from common.digits import VALIDATION_SEED, DigitsOnPhotos
+from common.files import InputError, count, replacing
+from common.nets import initialize
+from data import IGNORED
+from model import DigitsNet, SegmentationLoss
 from plots import plot_comparison
 from predict import Predictor, evaluate, net_scores
 
@@ -121,9 +126,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except InputError as problem:
-        sys.exit(f"{Path(sys.argv[0]).name}: {problem}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    training.run_main(main)

@@ -7,71 +7,21 @@ so a run continues anywhere without having stored the state of a generator.
 """
 
 import concurrent.futures
-import contextlib
-import functools
-import os
 from pathlib import Path
 
 import numpy as np
 from gluoncv import data as gluoncv_data
 from mxnet import gluon
-from PIL import Image, ImageFile, ImageOps
+from PIL import Image
 
-# gluoncv.data has set it, with which the missing part of a truncated image is silently grey.
-ImageFile.LOAD_TRUNCATED_IMAGES = False
+from common.digits import VALIDATION_SEED, DigitsOnPhotos
+from common.files import InputError, read_lines, require
+from common.images import SUFFIXES, Shuffled, as_input, read_by, read_image
+from common.runs import Kind
 
+RUNS = Kind("segmentation", pixel_accuracy="pixel accuracy", mean_iou="mean IoU")
 DATASETS = ("digits", "folder", "voc", "ade20k", "coco", "citys")
 IGNORED = -1
-SUFFIXES = (".jpg", ".jpeg", ".png")
-MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]
-DEVIATION = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
-# Validation images are the same for every --seed, so that runs can be compared.
-VALIDATION_SEED = 0
-
-
-class InputError(Exception):
-    """What the user gave cannot work; the text says what came, where, and what to do."""
-
-
-def count(text):
-    """A whole number from 1, for argparse."""
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
-@contextlib.contextmanager
-def replacing(path):
-    """A binary file to write that takes the place of `path` once it is complete."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            yield file
-            # The name must not point to the new file before its contents are on the disk.
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        remedy = "make room; --resume continues a run from its last checkpoint"
-        raise InputError(f"{path} cannot be written ({error}): {remedy}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-
-
-def normalize(image):
-    """(3, H, W) from 0 to 1, as the nets take it."""
-    return (image - MEAN) / DEVIATION
-
-
-def as_input(image):
-    """The same for (H, W, 3) uint8."""
-    return normalize(image.transpose(2, 0, 1) / np.float32(255))
-
-
-def denormalize(image):
-    return image * DEVIATION + MEAN
 
 
 def open_data(options):
@@ -110,17 +60,13 @@ class Crops:
 
     def __init__(self, pairs, seed, size):
         self._pairs, self._seed, self._size = pairs, seed, size
-        self._order = functools.lru_cache(maxsize=2)(self._shuffled)
+        self._order = Shuffled(len(pairs), seed)
 
     def __len__(self):
         return len(self._pairs)
 
-    def _shuffled(self, epoch):
-        return np.random.default_rng((self._seed, epoch)).permutation(len(self._pairs))
-
     def __getitem__(self, index):
-        epoch, position = divmod(index, len(self._pairs))
-        image, mask = self._pairs[self._order(epoch)[position]]
+        image, mask = self._pairs[self._order[index]]
         # A third number keeps this generator apart from those of the shuffling.
         rng = np.random.default_rng((self._seed, index, 1))
         factor = self._size * 520 / 480 * rng.uniform(0.5, 2) / max(mask.shape)
@@ -150,7 +96,7 @@ class VOCFolder(gluon.data.Dataset):
         lists = self._folder / "ImageSets" / "Segmentation"
         for part in (self._folder / "JPEGImages", self._folder / "SegmentationClass", lists):
             require(part)
-        self.keys = _lines(lists / f"{split}.txt")
+        self.keys = read_lines(lists / f"{split}.txt")
         self.names = names or self._read_names(classes)
         self._images = [self._find_image(key) for key in self.keys]
         with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -163,14 +109,14 @@ class VOCFolder(gluon.data.Dataset):
     def __getitem__(self, index):
         path = self._folder / "SegmentationClass" / f"{self.keys[index]}.png"
         image = read_image(self._images[index])
-        mask = _read(path, np.asarray).astype(np.int32)
+        mask = read_by(path, np.asarray).astype(np.int32)
         mask[mask == 255] = IGNORED
         return _checked(image, mask, len(self.names), path)
 
     def _read_names(self, classes):
         path = self._folder / "classes.txt"
         if path.exists():
-            return tuple(_lines(path))
+            return tuple(read_lines(path))
         if not classes:
             raise InputError(f"there is no {path}: write a class name a line, or give --classes N")
         return ("background", *(f"class {number}" for number in range(1, classes)))
@@ -217,20 +163,6 @@ class GluonCVPairs(gluon.data.Dataset):
         return _checked(image.asnumpy().astype(np.uint8), mask.asnumpy(), len(self.names), where)
 
 
-def read_image(path):
-    """(H, W, 3) uint8, turned as its EXIF data say."""
-    return _read(path, lambda image: np.asarray(ImageOps.exif_transpose(image).convert("RGB")))
-
-
-def _read(path, convert):
-    try:
-        with Image.open(path) as image:
-            return convert(image)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        remedy = "replace it, or remove it from its list"
-        raise InputError(f"{path} cannot be read as an image ({error}): {remedy}") from None
-
-
 def _checked(image, mask, classes, where):
     if image.shape[:2] != mask.shape:
         raise InputError(
@@ -241,103 +173,3 @@ def _checked(image, mask, classes, where):
         came = f"the mask holds class {mask.max()}, but 0 to {classes - 1} were expected"
         raise InputError(f"{where}: {came}: correct it, or the number of classes")
     return image, mask
-
-
-def require(folder):
-    if not folder.is_dir():
-        raise InputError(f"there is no folder {folder}: name with --root the one that holds it")
-
-
-def _lines(path):
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read ({error}): write one name a line there") from None
-    lines = [line for line in lines if line]
-    if not lines:
-        raise InputError(f"{path} is empty: write one name a line there")
-    return lines
-
-
-class DigitsOnPhotos:
-    """Real handwritten digits on crops of real photos; labels: 0 background, digit + 1.
-
-    Both come with scikit-learn. Two to five bright digits of 20 to 32 pixels lie anywhere on a crop
-    dimmed to half; from the third on, a digit that finds no free place is left out. A fifth of the
-    digits and a quarter of each photo are kept for validation.
-    """
-
-    names = ("background",) + tuple(f"digit {digit}" for digit in range(10))
-    DIGIT_SIZES = range(20, 33)
-    DIGITS_PER_IMAGE = range(2, 6)
-    EPOCH = {"train": 1000, "val": 200}
-    PLACES = 20  # that are tried for each digit
-    INK = 0.3  # of full strength: what is fainter stays background
-
-    def __init__(self, split, seed, size=64, images=None):
-        from sklearn.datasets import load_digits, load_sample_images
-
-        self._key = (seed, list(self.EPOCH).index(split))
-        self._images = images or self.EPOCH[split]
-        self._size = size
-
-        digits = load_digits()
-        # The file goes writer by writer, so a fifth of each stretch is held back.
-        held_back = np.arange(len(digits.images)) % 5 == 0
-        chosen = held_back if split == "val" else ~held_back
-        self._digits = digits.images[chosen].astype(np.float32) / 16
-        self._classes = digits.target[chosen].astype(np.int32) + 1
-        self._enlarge = {n: _interpolation(8, n) for n in self.DIGIT_SIZES}
-
-        self._photos = []
-        for photo in load_sample_images().images:
-            dimmed = photo.transpose(2, 0, 1) / np.float32(510)
-            quarters = np.array_split(dimmed, 4, axis=2)
-            self._photos += [quarters[1]] if split == "val" else quarters[:1] + quarters[2:]
-        largest = min(min(photo.shape[1:]) for photo in self._photos)
-        if not max(self.DIGIT_SIZES) <= size <= largest:
-            raise InputError(
-                f"--size is {size}, but digits on photos come in {max(self.DIGIT_SIZES)} to "
-                f"{largest} pixels: choose a size in between"
-            )
-
-    def __len__(self):
-        return self._images
-
-    def __getitem__(self, index):
-        rng = np.random.default_rng(self._key + (index,))
-        photo = self._photos[rng.integers(len(self._photos))]
-        y, x = (rng.integers(side - self._size + 1) for side in photo.shape[1:])
-        image = photo[:, y : y + self._size, x : x + self._size]
-        image = (image[:, :, ::-1] if rng.integers(2) else image).copy()
-        label = np.zeros((self._size, self._size), np.int32)
-        pasted = 0
-        for _ in range(rng.choice(self.DIGITS_PER_IMAGE)):
-            pasted += self._paste(rng, image, label, anywhere=pasted < min(self.DIGITS_PER_IMAGE))
-        return normalize(image), label
-
-    def _paste(self, rng, image, label, anywhere):
-        """Draw a digit where it covers no other; without `anywhere` leave out one with no room."""
-        which = rng.integers(len(self._digits))
-        side = rng.choice(self.DIGIT_SIZES)
-        colour = rng.uniform(0.7, 1, (3, 1, 1)).astype(np.float32)
-        places = rng.integers(self._size - side + 1, size=(self.PLACES, 2))
-        covered = [(label[y : y + side, x : x + side] > 0).sum() for y, x in places]
-        best = np.argmin(covered)
-        if covered[best] and not anywhere:
-            return False
-        y, x = places[best]
-        enlarge = self._enlarge[side]
-        # In 256 steps, so that no library's rounding changes the data.
-        ink = np.round(256 * (enlarge @ self._digits[which] @ enlarge.T)) / 256
-        region = image[:, y : y + side, x : x + side]
-        region += (colour - region) * ink
-        label[y : y + side, x : x + side][ink > self.INK] = self._classes[which]
-        return True
-
-
-def _interpolation(old, new):
-    """The matrix (new, old) that enlarges a line of `old` pixels linearly, edges held."""
-    positions = (np.arange(new) + 0.5) * old / new - 0.5
-    columns = [np.interp(positions, np.arange(old), unit) for unit in np.eye(old)]
-    return np.stack(columns, axis=1).astype(np.float32)

@@ -10,7 +10,7 @@ import operator
 import mxnet as mx
 from mxnet.gluon import nn
 
-from data import InputError
+from common import nets
 
 STRIDE = 8
 GLUONCV = {
@@ -44,30 +44,11 @@ def get_model(options, classes):
         settings["input_size"] = size
     if name not in ("icnet", "danet"):
         settings["aux"] = options.aux_weight > 0
-    try:
+    with nets.downloading(options, f"--model {name}"):
         net = operator.attrgetter(GLUONCV[name])(model_zoo)(classes, **settings)
-    except Exception as error:
-        if not options.pretrained:
-            raise
-        raise InputError(
-            f"the pretrained weights for --model {name} cannot be had "
-            f"({type(error).__name__}: {str(error)[:200]}): connect to the network, put them into "
-            "~/.mxnet/models, or leave --pretrained out"
-        ) from None
     # The cascade of ICNet comes in several sizes.
     weights = (1, 0.4, 0.4, 1) if name == "icnet" else (1, options.aux_weight, options.aux_weight)
     return net, SegmentationLoss(weights, resize=name == "icnet")
-
-
-def initialize(net, contexts, pretrained=False):
-    """Give the net its first parameters, on the devices."""
-    if pretrained:
-        net.initialize()  # what was not loaded
-        net.collect_params().reset_ctx(contexts)
-        return
-    # gluoncv's constructors have initialized the heads, on one device.
-    he = mx.init.Xavier(rnd_type="gaussian", factor_type="in", magnitude=2)
-    net.initialize(he, ctx=contexts, force_reinit=True)
 
 
 class SegmentationLoss(mx.gluon.HybridBlock):

@@ -1,12 +1,12 @@
-"""The pictures: curves, predictions next to the truth, and a comparison of trainings."""
+"""The pictures: predictions next to the truth, and a comparison of trainings."""
 
 import numpy as np
 from gluoncv.utils.viz import get_color_pallete
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from data import denormalize, replacing
+from common.images import denormalize
+from common.plots import save_figure
 
 TITLES = ("truth", "prediction")
 PALETTES = {"ade20k": "ade20k", "citys": "citys"}
@@ -15,22 +15,6 @@ PALETTES = {"ade20k": "ade20k", "citys": "citys"}
 def coloured(classes, dataset):
     """A palette image of class numbers."""
     return get_color_pallete(np.array(classes), PALETTES.get(dataset, "pascal_voc"))
-
-
-def plot_curves(rows, path):
-    """Loss above, pixel accuracy and mean IoU below, from the rows of metrics.csv."""
-    figure = Figure(figsize=(8, 6), constrained_layout=True)
-    losses, scores = figure.subplots(2, 1, sharex=True)
-    for axes, name in ((losses, "loss"), (scores, "pixel_accuracy"), (scores, "mean_iou")):
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        if points:
-            axes.plot(*zip(*points), "o-", markersize=3, label=name.replace("_", " "))
-    losses.set(ylabel="training loss", yscale="log")
-    scores.set(ylabel="validation", xlabel="step", ylim=(0, 1.02))
-    scores.legend(loc="lower right")
-    for axes in (losses, scores):
-        axes.grid(alpha=0.25)
-    _save(figure, path)
 
 
 def plot_predictions(samples, probabilities, dataset, names, path, columns=2):
@@ -55,7 +39,7 @@ def plot_predictions(samples, probabilities, dataset, names, path, columns=2):
     labels = {n: names[n].replace("$", r"\$") if n >= 0 else "ignored" for n in present}
     handles = [Patch(fc=present[n], ec="black", label=labels[n]) for n in sorted(present)[:40]]
     figure.legend(handles=handles, loc="outside lower center", ncol=6, fontsize=8)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_comparison(results, path):
@@ -80,10 +64,4 @@ def plot_comparison(results, path):
     ends.set_yticks([-i for i in range(len(results))], list(results))
     for axes in (curves, ends):
         axes.grid(alpha=0.25)
-    _save(figure, path)
-
-
-def _save(figure, path):
-    FigureCanvasAgg(figure)
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=110)
+    save_figure(figure, path)

@@ -1,10 +1,10 @@
 """Label the images of a folder with a trained net, or evaluate it; see README.md."""
 
 import argparse
-import json
 import sys
-import warnings
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import gluon_syncbn  # noqa: F401  First: it lets MXNet run on today's Python.
 import mxnet as mx
@@ -13,8 +13,10 @@ from gluoncv.utils.metrics import SegmentationMetric
 from mxnet import gluon
 from PIL import Image
 
-import checkpoint
-from data import SUFFIXES, InputError, as_input, open_data, read_image, replacing
+from common import runs, training
+from common.files import InputError, replacing
+from common.images import as_input, images_of, read_image
+from data import RUNS, open_data
 from model import get_model
 from plots import coloured
 
@@ -126,29 +128,11 @@ def evaluate(predictor, data, indices, classes, chunk=8):
 
 def open_model(path):
     """(scores, the options of its run, its batch) of a run, a checkpoint, or an exported file."""
-    path = Path(path)
-    file = path / "checkpoints" / "best.npz" if path.is_dir() else path
-    config = file.parent.parent / "config.json"
-    try:
-        options = argparse.Namespace(**json.loads(config.read_text()))
-    except (OSError, ValueError) as error:
-        remedy = "give --model the folder of a run, or a file in its checkpoints or export"
-        raise InputError(f"{config} cannot be read ({error}): {remedy}") from None
-    if not file.exists():
-        raise InputError(f"there is no {file}: the run has saved nothing yet")
+    file, options = RUNS.open(path)
     if file.suffix == ".onnx":
         return _onnx_scores(file), options, 1
-    if file.name.endswith("-symbol.json"):
-        parameters = str(file).replace("-symbol.json", "-0000.params")
-        warnings.filterwarnings("ignore", "Cannot decide type")  # of the input
-        net = gluon.SymbolBlock.imports(str(file), ["data"], parameters)
-    else:
-        options.pretrained = False
-        net, _ = get_model(options, len(options.names))
-        net.initialize(force_reinit=True)
-        checkpoint.restore_net(file, checkpoint.load(file)[1], net)
-    net.hybridize(static_alloc=True)
-    return net_scores(net, [mx.cpu()]), options, 8
+    net, _ = get_model(options, len(options.names))
+    return net_scores(runs.load_net(RUNS, file, net), [mx.cpu()]), options, 8
 
 
 def _onnx_scores(file):
@@ -188,14 +172,7 @@ def main(argv=None):
 
 def predict(predictor, folder, output, options):
     """Write NAME.png, the classes as a palette image, and NAME-overlay.png for each image."""
-    if not folder or not folder.is_dir():
-        raise InputError(f"there is no folder {folder}: name one with images, before --model")
-    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
-    if not paths or len({path.stem for path in paths}) < len(paths):
-        raise InputError(f"{folder} has no images, or two of one name: {', '.join(SUFFIXES)}")
-    if output.exists() and output.samefile(folder):
-        raise InputError(f"--output {output} is the folder of the images: name another one")
-    for path in paths:
+    for path in images_of(folder, output):
         image = read_image(path)
         [found] = predictor([as_input(image)])
         classes = found.argmax(axis=0)
@@ -208,7 +185,4 @@ def predict(predictor, folder, output, options):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except InputError as problem:
-        sys.exit(f"{Path(sys.argv[0]).name}: {problem}")
+    training.run_main(main)

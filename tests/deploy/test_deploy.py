@@ -16,13 +16,13 @@ import onnx
 import onnxruntime
 import pytest
 import stock
+from example_modules import load_example
 from gluon_syncbn.deploy import files, onnx_model
 from gluon_syncbn.graph.symbols import Graph
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from runs import MODES, contexts
-from segmentation import example
 from tolerances import EXPORTED, ONNX, assert_same_bits, relative_error
 
 LIMITS = {"running_mean": (-0.5, 0.5), "beta": (-0.5, 0.5), "running_var": (0.5, 2)}
@@ -121,7 +121,9 @@ def sequential(*layers):
 
 
 def encoder_decoder():
-    return sbn.convert_sync_batchnorm(example.model.DigitsNet(5, channels=(4, 6, 8)))
+    return sbn.convert_sync_batchnorm(
+        load_example("segmentation").model.DigitsNet(5, channels=(4, 6, 8))
+    )
 
 
 NETS = {"residual": (Residual, 6), "encoder-decoder": (encoder_decoder, 11)}

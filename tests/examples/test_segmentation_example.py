@@ -1,77 +1,32 @@
 """examples/segmentation: training, resuming, what a kill leaves, bad input, prediction, export."""
 
-import csv
 import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
-import time
-from types import SimpleNamespace
 
 import mxnet as mx
 import numpy as np
 import pytest
+from example_modules import EXAMPLES, load_example
 from PIL import Image
-from segmentation import EXAMPLE, ROOT, example
+from training_runs import Example, rows_of, wait_for
 
-InputError = example.data.InputError
+example = load_example("segmentation")
+programs = Example("segmentation", example)
+InputError, RUNS, runs = example.train.InputError, example.data.RUNS, example.train.runs
+FOLDER = EXAMPLES / "segmentation"
 # A run of some seconds: 20 steps, with a validation after each 10.
 SMALL = "--size 32 --batch 4 --steps 20 --validate-every 10 --log-every 5 --val-images 6".split()
-
-
-def start(*arguments, launcher=()):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MXNET_", "OMP_"))}
-    environment["PYTHONPATH"] = str(ROOT)
-    environment["https_proxy"] = environment["http_proxy"] = "http://127.0.0.1:9"
-    return subprocess.Popen(
-        [sys.executable, *launcher, str(EXAMPLE / "train.py"), *map(str, arguments)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def train(*arguments, **settings):
-    process = start(*arguments, **settings)
-    out, err = process.communicate(timeout=240)
-    return SimpleNamespace(status=process.returncode, out=out, err=err)
-
-
-def trained(*arguments, **settings):
-    done = train(*arguments, **settings)
-    assert done.status == 0, done.err
-    return done
-
-
-def arrays_of(folder, name="last"):
-    """All that decides how a run goes on."""
-    state, arrays = example.checkpoint.load(folder / "checkpoints" / f"{name}.npz")
-    return {name: array.tobytes() for name, array in arrays.items()}
-
-
-def rows_of(folder):
-    """The rows of metrics.csv without what depends on the time."""
-    with open(folder / "metrics.csv", newline="") as file:
-        return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
-
-
-def wait_for(path, process):
-    for _ in range(1200):
-        if path.exists():
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    raise AssertionError(f"there is no {path}")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    trained(*SMALL, "--output", folder)
+    programs.trained(*SMALL, "--output", folder)
     return folder
 
 
@@ -120,17 +75,17 @@ class TestTraining:
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
     def test_stopped_and_resumed_is_as_uninterrupted(self, run, tmp_path, number):
         folder = tmp_path / "run"
-        process = start(*SMALL, "--output", folder)
+        process = programs.start(*SMALL, "--output", folder)
         wait_for(folder / "checkpoints" / "last.npz", process)
         process.send_signal(number)
         out, _ = process.communicate(timeout=60)
-        step = example.checkpoint.load(folder / "checkpoints" / "last.npz")[0]["step"]
+        step = programs.load(folder)[0]["step"]
         if number == signal.SIGKILL:
             assert process.returncode == -number and step == 10
         else:
             assert process.returncode == 130 and f"--resume {folder}" in out and step >= 10
-        trained("--resume", folder)
-        assert arrays_of(folder) == arrays_of(run)
+        programs.trained("--resume", folder)
+        assert programs.arrays_of(folder) == programs.arrays_of(run)
         assert rows_of(folder) == rows_of(run)
 
     @pytest.mark.parametrize("engine", ["kvstore", "horovod"])
@@ -138,63 +93,63 @@ class TestTraining:
         if engine == "horovod":
             pytest.importorskip("horovod.mxnet", reason="Horovod is not installed")
         launcher = f"-m gluon_syncbn.launch -n 2 --engine {engine}".split()
-        trained(*SMALL, "--output", tmp_path / "run", launcher=launcher)
+        programs.trained(*SMALL, "--output", tmp_path / "run", launcher=launcher)
         for ours, theirs in zip(rows_of(tmp_path / "run"), rows_of(run)):
             assert ours["step"] == theirs["step"]
             if ours["loss"]:
                 assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=1e-3)
 
     def test_a_run_folder_is_never_overwritten(self, run):
-        before = arrays_of(run)
-        done = train(*SMALL, "--output", run)
+        before = programs.arrays_of(run)
+        done = programs.train(*SMALL, "--output", run)
         assert done.status == 1 and f"--resume {run}" in done.err
-        assert arrays_of(run) == before
+        assert programs.arrays_of(run) == before
 
     def test_accumulation_and_local_statistics(self, tmp_path):
         folder = tmp_path / "run"
         arguments = "--steps 4 --accumulate 2 --norm local --no-export --optimizer sgd".split()
-        trained(*SMALL, *arguments, "--output", folder)
-        assert example.checkpoint.load(folder / "checkpoints/last.npz")[0]["step"] == 4
+        programs.trained(*SMALL, *arguments, "--output", folder)
+        assert programs.load(folder)[0]["step"] == 4
 
     def test_mixed_precision(self, tmp_path):
         """Loss scaling and what is saved of it: on the CPU no operator is left for float16."""
         code = f"""if True:
             import functools, sys
-            sys.path.insert(0, {str(EXAMPLE)!r})
+            sys.path.insert(0, {str(FOLDER)!r})
             import train
             train.amp.init = functools.partial(train.amp.init, target_precision_ops=["Pooling"])
-            train.find_contexts = lambda *_: [train.mx.cpu(0), train.mx.cpu(1)]
+            train.training.find_contexts = lambda *_: [train.mx.cpu(0), train.mx.cpu(1)]
             sys.exit(train.main())"""
         folder = tmp_path / "run"
         arguments = [*SMALL, "--steps", "4", "--dtype", "float16", "--output", str(folder)]
         subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=120)
-        state, _ = example.checkpoint.load(folder / "checkpoints" / "last.npz")
+        state, _ = programs.load(folder)
         assert state["loss_scaler"]["_unskipped"] == 4
         assert not (folder / "export").exists()
-        trained("--resume", folder, "--dtype", "float32")
+        programs.trained("--resume", folder, "--dtype", "float32")
         assert (folder / "export" / "model-symbol.json").exists()
 
     def test_a_net_of_gluoncv_on_a_folder(self, voc, tmp_path):
         folder = tmp_path / "run"
         arguments = "--model fastscnn --dataset folder --size 64 --batch 2 --steps 2".split()
-        trained(*arguments, "--root", voc, "--output", folder)
+        programs.trained(*arguments, "--root", voc, "--output", folder)
         assert (folder / "export" / "model-symbol.json").exists()
-        assert any(name.startswith("optimizer:auxlayer") for name in arrays_of(folder))
+        assert any(name.startswith("optimizer:auxlayer") for name in programs.arrays_of(folder))
 
     def test_no_network_for_pretrained_weights(self, voc, tmp_path, monkeypatch):
         monkeypatch.setenv("HOME", str(tmp_path))
         arguments = "--model fcn --pretrained --dataset folder --root".split()
-        done = train(*arguments, voc, "--size", 32, "--output", tmp_path / "run")
+        done = programs.train(*arguments, voc, "--size", 32, "--output", tmp_path / "run")
         assert done.status == 1 and not (tmp_path / "run").exists()
         assert "--pretrained" in done.err.splitlines()[-1]
 
 
 def test_numbered_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first, second = (example.checkpoint.new_folder() for _ in range(2))
+    first, second = (RUNS.new_folder() for _ in range(2))
     assert (first.name, second.name) == ("segmentation-1", "segmentation-2")
     with pytest.raises(InputError, match="--resume"):
-        example.checkpoint.new_folder(first)
+        RUNS.new_folder(first)
 
 
 class TestCheckpoint:
@@ -208,27 +163,27 @@ class TestCheckpoint:
         (tmp_path / "b.npz").write_bytes(pickle.dumps(Harmful()))
         for name in ("a.npz", "b.npz"):
             with pytest.raises(InputError, match=name):
-                example.checkpoint.load(tmp_path / name)
+                RUNS.load(tmp_path / name)
         assert not (tmp_path / "made").exists()
 
     def test_damaged(self, tmp_path):
         path = tmp_path / "last.npz"
-        np.savez(path, state=np.array(json.dumps({"format": example.checkpoint.FORMAT})))
-        example.checkpoint.load(path)
+        np.savez(path, state=np.array(json.dumps({"format": RUNS.format})))
+        RUNS.load(path)
         path.write_bytes(path.read_bytes()[:-40])
         with pytest.raises(InputError, match="damaged"):
-            example.checkpoint.load(path)
+            RUNS.load(path)
 
     def test_of_another_net(self):
         net = example.model.DigitsNet(3)
         net.initialize()
         with pytest.raises(InputError, match="--model"):
-            example.checkpoint.restore_net("last.npz", {}, net)
+            runs.restore_net("last.npz", {}, net)
 
     def test_failed_write_keeps_the_old_file(self, tmp_path):
         path = tmp_path / "last.npz"
         path.write_bytes(b"old")
-        with pytest.raises(InputError, match="last.npz"), example.data.replacing(path) as file:
+        with pytest.raises(InputError, match="last.npz"), example.predict.replacing(path) as file:
             file.write(b"new")
             raise OSError("no space left")
         assert [path] == list(tmp_path.iterdir()) and path.read_bytes() == b"old"
@@ -358,10 +313,10 @@ def test_windows_cover_every_pixel(shape, scales, flip):
 class TestPredict:
     @pytest.mark.parametrize("model", ["", "export/folded-symbol.json", "export/model.onnx"])
     def test_every_kind_of_model_evaluates_as_the_training(self, run, model, capsys):
-        state, _ = example.checkpoint.load(run / "checkpoints" / "best.npz")
+        state, _ = programs.load(run, "best")
         example.predict.main(["--model", str(run / model), "--evaluate"])
         found = float(capsys.readouterr().out.split("mean IoU ")[1].split()[0])
-        assert found == pytest.approx(state["best"]["mean_iou"], abs=1e-3)
+        assert found == pytest.approx(state["best"]["score"], abs=1e-3)
 
     def test_stock_mxnet_needs_nothing_of_ours(self, run):
         operators = {
@@ -397,7 +352,7 @@ class TestPredict:
 @pytest.mark.long
 def test_compare(tmp_path):
     arguments = "--steps 3 --seeds 1 --val-images 8 --output".split()
-    command = [sys.executable, str(EXAMPLE / "compare.py"), *arguments, str(tmp_path)]
+    command = [sys.executable, str(FOLDER / "compare.py"), *arguments, str(tmp_path)]
     subprocess.run(command, check=True, timeout=240)
     names = {"compare.png", "results.json", "table.md"}
     assert {path.name for path in tmp_path.iterdir()} == names

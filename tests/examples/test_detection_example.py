@@ -1,0 +1,316 @@
+"""examples/detection: both layouts, training, resuming, bad input, prediction, export."""
+
+import json
+import os
+import signal
+import xml.etree.ElementTree as ElementTree
+
+import gluon_syncbn as sbn
+import mxnet as mx
+import numpy as np
+import pytest
+from example_modules import load_example
+from mxnet import autograd
+from PIL import Image
+from runs import contexts
+from training_runs import Example, rows_of, wait_for
+
+example = load_example("detection")
+programs = Example("detection", example)
+InputError = example.train.InputError
+SMALL = "--backbone mobilenet0.25 --size 64 --batch 4 --steps 20 --validate-every 10".split()
+SMALL += "--log-every 5 --val-images 6 --lr 0.002".split()
+
+
+def options(*arguments):
+    return example.train.parse(list(map(str, arguments)))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A folder of digits in both layouts, with few images."""
+    folder = tmp_path_factory.mktemp("digits")
+    digits = example.data.DigitsOnPhotos
+    for layout, write in (("voc", example.data.write_voc), ("coco", example.data.write_coco)):
+        new = folder / f"digits-{layout}-64-1"
+        new.mkdir()
+        for part, seed in (("train", 1), ("val", 0)):
+            data = digits(part, seed, 64, images=12)
+            write(new, part, (data.sample(i) for i in range(len(data))))
+    return folder
+
+
+@pytest.fixture
+def voc(tmp_path):
+    """The same in VOC layout, to be damaged; train-00001 and val-00001 are in the lists."""
+    data = example.data.DigitsOnPhotos("train", 1, 64, images=3)
+    for part in ("train", "val"):
+        example.data.write_voc(tmp_path, part, (data.sample(i) for i in range(3)))
+    return tmp_path
+
+
+@pytest.fixture
+def coco(tmp_path):
+    data = example.data.DigitsOnPhotos("train", 1, 64, images=3)
+    for part in ("train", "val"):
+        example.data.write_coco(tmp_path, part, (data.sample(i) for i in range(3)))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def run(root, tmp_path_factory):
+    """The folder of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    programs.trained(*SMALL, "--root", root, "--output", folder)
+    return folder
+
+
+def test_both_layouts_hold_the_same_boxes(root):
+    digits = example.data.DigitsOnPhotos("val", 0, 64, images=12)
+    both = [
+        example.data.open_data(options("--dataset", name, "--root", root, "--size", 64))
+        for name in ("digits", "digits-coco")
+    ]
+    for names, _, val in both:
+        assert names == example.data.DIGITS and len(val) == 12
+        for i in range(12):
+            image, _, boxes = digits.sample(i)
+            found, ends = val[i]
+            np.testing.assert_array_equal(ends[:, :5], boxes)
+            difference = found.transpose(2, 0, 1) / 255 - image
+            assert np.abs(difference).mean() < 0.03
+
+
+def test_boxes_are_those_of_the_labels():
+    for i in range(20):
+        _, labels, boxes = example.data.DigitsOnPhotos("train", 1, 64).sample(i)
+        for x0, y0, x1, y1, digit in boxes[-1:]:  # Nothing was drawn over the last one.
+            rows, columns = np.nonzero(labels[y0 : y1 + 1, x0 : x1 + 1] == digit + 1)
+            assert (rows.min(), columns.min()) == (0, 0)
+            assert (rows.max(), columns.max()) == (y1 - y0, x1 - x0)
+
+
+def test_digits_are_made_once_and_whole(tmp_path, monkeypatch):
+    digits = example.data.DigitsOnPhotos
+    monkeypatch.setattr(example.data, "DigitsOnPhotos", lambda *a, images=4: digits(*a, images))
+    given = options("--root", tmp_path, "--size", 64)
+
+    def failing(*_):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch, pytest.raises(InputError, match="no space left"):
+        patch.setattr(example.data, "_write_image", failing)
+        example.data.digits_folder(given)
+    assert not list(tmp_path.iterdir())
+    folder = example.data.digits_folder(given)
+    before = os.stat(folder / "classes.txt").st_mtime_ns
+    assert example.data.digits_folder(given) == folder and list(tmp_path.iterdir()) == [folder]
+    assert os.stat(folder / "classes.txt").st_mtime_ns == before
+
+
+@pytest.mark.parametrize("model", example.train.MODELS)
+def test_losses_are_those_of_the_undivided_batch(root, model, monkeypatch):
+    """The normalization takes its statistics from all devices, so the parts' losses add up."""
+    # What Faster R-CNN samples is random.
+    monkeypatch.setattr(mx.nd.random, "uniform", lambda low, high, shape: mx.nd.arange(shape[0]))
+    arguments = ["--model", model, "--size", 64, "--root", root, "--seed", 1]
+    given = options(*arguments)
+    names, train, _ = example.data.open_data(given)
+    totals, counts = [], []
+    for each, devices in ((4, 1), (2, 2)):
+        detector = example.model.get_model(given, names, each)
+        mx.random.seed(3)
+        example.train.initialize(detector.net, [mx.cpu()])
+        detector.net.collect_params().reset_ctx(contexts(devices))
+        sbn.convert_sync_batchnorm(detector.net)
+        samples = example.data.Samples(train, 1, detector.sample)
+        samples = [samples[i] for i in range(4)]
+        parts = []
+        for i, context in enumerate(contexts(devices)):
+            part = detector.batchify(samples[i * each : (i + 1) * each])
+            parts.append([array.as_in_context(context) for array in part])
+        with autograd.record():
+            losses = detector.losses(parts)
+        autograd.backward(losses)
+        totals.append(sum(loss.asscalar() for loss in losses))
+        counts.append(detector.count(parts))
+    assert counts[0] == counts[1] > 0
+    assert totals[0] == pytest.approx(totals[1], rel=1e-4)
+
+
+@pytest.mark.long
+class TestTraining:
+    def test_leaves_its_files(self, run):
+        found = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+        assert found == {
+            *("config.json metrics.csv curves.png predictions.png".split()),
+            *("checkpoints/last.npz checkpoints/best.npz".split()),
+            *(f"export/{kind}-symbol.json" for kind in ("model", "folded")),
+            *(f"export/{kind}-0000.params" for kind in ("model", "folded")),
+        }
+        rows = rows_of(run)
+        assert [row["step"] for row in rows] == ["5", "10", "10", "15", "20", "20"]
+        losses = [float(row["loss"]) for row in rows if row["loss"]]
+        assert losses[-1] < losses[0]
+
+    def test_stopped_and_resumed_is_as_uninterrupted(self, run, root, tmp_path):
+        folder = tmp_path / "run"
+        process = programs.start(*SMALL, "--root", root, "--output", folder)
+        wait_for(folder / "checkpoints" / "last.npz", process)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == 130 and f"--resume {folder}" in out
+        programs.trained("--resume", folder)
+        assert programs.arrays_of(folder) == programs.arrays_of(run)
+        assert rows_of(folder) == rows_of(run)
+
+    def test_two_processes(self, run, root, tmp_path):
+        launcher = "-m gluon_syncbn.launch -n 2 --engine kvstore".split()
+        folder = tmp_path / "run"
+        programs.trained(*SMALL, "--root", root, "--output", folder, launcher=launcher)
+        for ours, theirs in zip(rows_of(folder), rows_of(run)):
+            assert ours["step"] == theirs["step"]
+            if ours["loss"]:
+                assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=1e-2)
+
+    @pytest.mark.parametrize("model", ["yolo3", "faster_rcnn"])
+    def test_other_nets_on_augmented_images(self, voc, tmp_path, model):
+        folder = tmp_path / "run"
+        arguments = "--dataset folder --size 64 --batch 2 --steps 2 --log-every 1".split()
+        programs.trained(*arguments, "--model", model, "--root", voc, "--output", folder)
+        assert (folder / "export" / "model-symbol.json").exists()
+        losses = [float(row["loss"]) for row in rows_of(folder) if row["loss"]]
+        assert np.isfinite(losses).all()
+
+    def test_no_network_for_pretrained_weights(self, voc, tmp_path, monkeypatch):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        arguments = "--pretrained --dataset folder --size 64 --root".split()
+        done = programs.train(*arguments, voc, "--output", tmp_path / "run")
+        assert done.status == 1 and not (tmp_path / "run").exists()
+        assert "--pretrained" in done.err.splitlines()[-1]
+
+
+@pytest.mark.long
+class TestPredict:
+    @pytest.mark.parametrize("model", ["", "export/model-symbol.json", "export/folded-symbol.json"])
+    def test_every_kind_of_model_evaluates_as_the_training(self, run, model, capsys):
+        state, _ = programs.load(run, "best")
+        example.predict.main(["--model", str(run / model), "--evaluate"])
+        found = float(capsys.readouterr().out.split("mAP at 0.5 ")[1].split()[0])
+        assert found == pytest.approx(state["best"]["score"], abs=1e-3)
+
+    def test_finds_on_a_folder(self, run, voc, tmp_path):
+        output = tmp_path / "found"
+        photos = str(voc / "JPEGImages")
+        example.predict.main([photos, "--model", str(run), "--output", str(output), "--least", "0"])
+        assert len(list(output.glob("*.png"))) == 6
+        header, *rows = (output / "boxes.csv").read_text().splitlines()
+        assert header == "image,class,score,x0,y0,x1,y1" and rows
+
+
+def test_mean_precision_of_perfect_and_of_no_boxes(root):
+    names, _, val = example.data.open_data(options("--root", root, "--size", 64))
+    perfect = np.full((len(val), example.predict.MOST, 6), -1.0)
+    for found, boxes in zip(perfect, val.boxes):
+        found[: len(boxes)] = np.column_stack([boxes[:, 4], np.ones(len(boxes)), boxes[:, :4]])
+    assert example.predict.mean_precisions(perfect, val.boxes, names) == pytest.approx((1, 1))
+    nothing = np.full_like(perfect, -1)
+    assert example.predict.mean_precisions(nothing, val.boxes, names) == (0, 0)
+    shifted = perfect.copy()
+    shifted[..., 2] += 0.3 * (perfect[..., 4] - perfect[..., 2])
+    whole, half = example.predict.mean_precisions(shifted, val.boxes, names)
+    assert half == pytest.approx(1) and whole < 0.6
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def change(name, value):
+    def damage(path):
+        tree = ElementTree.parse(path)
+        tree.find(f".//{name}").text = value
+        tree.write(path)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "name, damage, words",
+    [
+        ("JPEGImages/train-00001.jpg", cut, ["train-00001.jpg", "truncated", "replace it"]),
+        ("JPEGImages/train-00001.jpg", os.unlink, ["train-00001.jpg", "No such file"]),
+        ("Annotations/val-00001.xml", os.unlink, ["val-00001.xml", "No such file"]),
+        ("Annotations/val-00001.xml", change("name", "dog"), ["val-00001.xml", "dog", "digit 0"]),
+        ("Annotations/val-00001.xml", change("xmax", "90"), ["val-00001.xml", "90", "1 to 64"]),
+        ("Annotations/val-00001.xml", change("xmin", "x"), ["val-00001.xml", "'x'", "bndbox"]),
+        ("ImageSets/Main/val.txt", lambda p: p.write_text("\n"), ["val.txt", "empty"]),
+        ("ImageSets/Main/val.txt", lambda p: p.write_text("train-00001"), ["00001", "train.txt"]),
+        ("ImageSets/Main/train.txt", os.unlink, ["train.txt", "one name a line"]),
+        ("classes.txt", os.unlink, ["classes.txt", "one name a line"]),
+        ("Annotations", lambda p: p.rename(p.parent / "x"), ["Annotations", "--root"]),
+    ],
+)
+def test_damaged_folder(voc, name, damage, words):
+    damage(voc / name)
+    with pytest.raises(InputError) as caught:
+        example.data.open_data(options("--dataset", "folder", "--root", voc, "--size", 64))
+    check_words(caught, words)
+
+
+def check_words(caught, words):
+    text = str(caught.value)
+    assert "\n" not in text
+    assert all(word in text for word in words), text
+
+
+def test_an_image_of_another_size(voc):
+    path = voc / "JPEGImages" / "val-00001.jpg"
+    Image.new("RGB", (5, 5)).save(path)
+    with pytest.raises(InputError) as caught:
+        example.data.open_data(options("--dataset", "folder", "--root", voc, "--size", 64))
+    check_words(caught, ["val-00001.jpg", "5 x 5", "ends at"])
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (
+            lambda d: d["annotations"][0].update(bbox=[60, 5, 30, 10]),
+            ["[60, 5, 30, 10]", "64"],
+        ),
+        (lambda d: d["annotations"][0].update(category_id=77), ["instances_train", "77"]),
+        (lambda d: d["images"][0].update(coco_url="train2017/no.jpg"), ["train2017/no.jpg"]),
+        (lambda d: d["images"].pop(), ["instances_train", "is of image 2"]),
+        (lambda d: d.pop("annotations"), ["no image for the training has a box"]),
+        (lambda d: d["categories"].pop(), ["instances_train", "digit 9"]),
+    ],
+)
+def test_damaged_coco(coco, damage, words):
+    path = coco / "annotations" / "instances_train2017.json"
+    content = json.loads(path.read_text())
+    damage(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError) as caught:
+        example.data.open_data(options("--dataset", "coco", "--root", coco, "--size", 64))
+    check_words(caught, words)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("--size 100", ["--size is 100", "multiple of 32"]),
+        ("--size 800", ["--size is 800", "160"]),
+        ("--dataset folder", ["--root"]),
+        ("--dataset folder --root nowhere", ["nowhere/classes.txt"]),
+        ("--dataset voc --root nowhere", ["nowhere/VOC2007/JPEGImages"]),
+        ("--dataset coco --root nowhere", ["nowhere/annotations", "--root"]),
+        ("--resume nowhere", ["nowhere", "name the folder of a run"]),
+        ("--model yolo3 --backbone resnet50_v1", ["resnet50_v1", "darknet53"]),
+    ],
+)
+def test_refused_arguments(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError) as caught:
+        example.train.main(arguments.split())
+    check_words(caught, words)

@@ -1,0 +1,63 @@
+"""Trainings of the examples in processes of their own, and what they leave."""
+
+import csv
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+from example_modules import EXAMPLES, ROOT
+
+
+class Example:
+    """An example's programs."""
+
+    def __init__(self, name, modules):
+        self._name, self._modules = name, modules
+
+    def start(self, *arguments, launcher=()):
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("MXNET_", "OMP_"))}
+        environment["PYTHONPATH"] = str(ROOT)
+        environment["https_proxy"] = environment["http_proxy"] = "http://127.0.0.1:9"
+        script = EXAMPLES / self._name / "train.py"
+        return subprocess.Popen(
+            [sys.executable, *launcher, str(script), *map(str, arguments)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def train(self, *arguments, **settings):
+        process = self.start(*arguments, **settings)
+        out, err = process.communicate(timeout=240)
+        return SimpleNamespace(status=process.returncode, out=out, err=err)
+
+    def trained(self, *arguments, **settings):
+        done = self.train(*arguments, **settings)
+        assert done.status == 0, done.err
+        return done
+
+    def load(self, folder, name="last"):
+        """(state, arrays) of a checkpoint."""
+        return self._modules.data.RUNS.load(folder / "checkpoints" / f"{name}.npz")
+
+    def arrays_of(self, folder):
+        """All that decides how a run goes on."""
+        return {name: array.tobytes() for name, array in self.load(folder)[1].items()}
+
+
+def rows_of(folder):
+    """The rows of metrics.csv without what depends on the time."""
+    with open(folder / "metrics.csv", newline="") as file:
+        return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
+
+
+def wait_for(path, process):
+    for _ in range(1200):
+        if path.exists():
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    raise AssertionError(f"there is no {path}")
