@@ -95,10 +95,12 @@ class MultiBoxLoss(gluon.HybridBlock):
         matched = classes > 0
         loss = -F.pick(F.log_softmax(scores, axis=-1), F.relu(classes), axis=-1)
         rank = F.argsort(F.argsort(loss * (matched - 1), axis=1), axis=1)
-        others = F.broadcast_lesser(rank, 3 * F.sum(matched, axis=1, keepdims=True))
+        # Ranks are float32, whatever the loss is.
+        wanted = 3 * F.sum(F.cast(matched, "float32"), axis=1, keepdims=True)
+        loss = F.where(F.broadcast_lesser(rank, wanted), loss, loss * matched)
         distance = F.smooth_l1(offsets - targets, scalar=1)
         distance = F.broadcast_mul(distance, F.expand_dims(matched, axis=2))
-        return F.sum(loss * F.maximum(matched, others)) + F.sum(distance)
+        return F.sum(loss) + F.sum(distance)
 
 
 class YOLOv3:
