@@ -18,7 +18,6 @@ common.configure_mxnet(cpu_contexts=8)
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
-from gluoncv.utils import LRScheduler
 from mxnet import autograd, gluon
 
 from common import training
@@ -56,8 +55,7 @@ def train(kind, seed, options):
     net.load_parameters(str(saved), ctx=contexts)
     net.hybridize(static_alloc=True)
     loss_of = SegmentationLoss()
-    schedule = LRScheduler("poly", 5e-3, 5e-5, options.steps, power=0.9)
-    settings = {"learning_rate": 5e-3, "lr_scheduler": schedule}
+    settings = training.settings_of(options)
     trainer = gluon.Trainer(net.collect_params(), "adam", settings, update_on_kvstore=False)
     scores = []
     for step in range(1, options.steps + 1):
@@ -101,6 +99,8 @@ def main(argv=None):
     parser.add_argument("--val-images", type=count, default=100, help="(%(default)s)")
     text = "folder, whose results are replaced (%(default)s)"
     parser.add_argument("--output", type=Path, default=Path("runs/compare"), help=text)
+    parser.set_defaults(optimizer="adam", wd=0.0, warmup=50)
+    parser.add_argument("--lr", type=float, default=5e-3, help="(%(default)s)")
     options = parser.parse_args(argv)
     try:
         options.output.mkdir(parents=True, exist_ok=True)

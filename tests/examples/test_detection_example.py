@@ -306,6 +306,7 @@ def test_damaged_coco(coco, damage, words):
         ("--dataset voc --root nowhere", ["nowhere/VOC2007/JPEGImages"]),
         ("--dataset coco --root nowhere", ["nowhere/annotations", "--root"]),
         ("--resume nowhere", ["nowhere", "name the folder of a run"]),
+        ("--devices cpu:2", ["cpu:2", "gluon_syncbn.launch"]),
         ("--model yolo3 --backbone resnet50_v1", ["resnet50_v1", "darknet53"]),
     ],
 )
