@@ -99,8 +99,7 @@ def main(argv=None):
     parser.add_argument("--val-images", type=count, default=100, help="(%(default)s)")
     text = "folder, whose results are replaced (%(default)s)"
     parser.add_argument("--output", type=Path, default=Path("runs/compare"), help=text)
-    parser.set_defaults(optimizer="adam", wd=0.0, warmup=50)
-    parser.add_argument("--lr", type=float, default=5e-3, help="(%(default)s)")
+    parser.set_defaults(optimizer="adam", lr=5e-3, wd=0.0, warmup=50)
     options = parser.parse_args(argv)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
