@@ -77,17 +77,24 @@ def train(kind, seed, options):
     return scores
 
 
+def distances(results):
+    """{kind: mean distance of its last scores from the whole batch's with the same seed}."""
+    last = {kind: np.array([runs[seed][-1][1] for seed in runs]) for kind, runs in results.items()}
+    whole = next(iter(last.values()))
+    return {kind: np.abs(scores - whole).mean() for kind, scores in last.items()}
+
+
 def table(results):
     """Markdown: the last scores of each kind, with mean and standard deviation."""
     lines = [
-        "| statistics | mean IoU | deviation | each seed |",
-        "| --- | --- | --- | --- |",
+        "| statistics | mean IoU | deviation | each seed | distance from whole batch, same seed |",
+        "| --- | --- | --- | --- | --- |",
     ]
-    for kind, runs in results.items():
+    for (kind, runs), distance in zip(results.items(), distances(results).values()):
         last = [scores[-1][1] for scores in runs.values()]
         each = ", ".join(f"{score:.3f}" for score in last)
         spread = f"{np.std(last, ddof=1):.3f}" if len(last) > 1 else "-"
-        lines.append(f"| {kind} | {np.mean(last):.3f} | {spread} | {each} |")
+        lines.append(f"| {kind} | {np.mean(last):.3f} | {spread} | {each} | {distance:.3f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -119,7 +126,7 @@ def main(argv=None):
             file.write(json.dumps(results, indent=1).encode())
         with replacing(options.output / "table.md") as file:
             file.write(table(results).encode())
-        plot_comparison(results, options.output / "compare.png")
+        plot_comparison(results, distances(results), options.output / "compare.png")
     print(f"\n{table(results)}\nresults.json, table.md and compare.png are in {options.output}")
     return 0
 

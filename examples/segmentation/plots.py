@@ -42,10 +42,11 @@ def plot_predictions(samples, probabilities, dataset, names, path, columns=2):
     save_figure(figure, path)
 
 
-def plot_comparison(results, path):
+def plot_comparison(results, distances, path):
     """Curves of the mean over seeds with their range, and the last score of every seed.
 
-    `results` is {kind: {seed: [(step, score)]}}.
+    `results` is {kind: {seed: [(step, score)]}}, and `distances` {kind: how far its last scores are
+    from those of the first kind}.
     """
     figure = Figure(figsize=(11, 4.5), constrained_layout=True)
     curves, ends = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -62,6 +63,9 @@ def plot_comparison(results, path):
     curves.legend(loc="upper left", fontsize=8)
     ends.set(xlabel="mean IoU at the end: every seed, and the mean")
     ends.set_yticks([-i for i in range(len(results))], list(results))
+    whole, *others = distances
+    texts = (f"{kind.partition(',')[0]} {distances[kind]:.3f}" for kind in others)
+    figure.suptitle(f"mean distance from {whole}, same seed: {', '.join(texts)}", fontsize=9)
     for axes in (curves, ends):
         axes.grid(alpha=0.25)
     save_figure(figure, path)
