@@ -121,7 +121,7 @@ def _check_annotation(path, names):
             sides = ("xmin", "ymin", "xmax", "ymax")
             x0, y0, x1, y1 = (float(found.find(f"bndbox/{side}").text) for side in sides)
             if name not in names:
-                expected = f"{', '.join(names[:20])}"
+                expected = ", ".join(names[:20])
                 raise InputError(f"{path}: the class {name} is none of {expected}: correct it")
             if not (1 <= x0 < x1 <= width and 1 <= y0 < y1 <= height):
                 box = f"the box {x0:g}, {y0:g}, {x1:g}, {y1:g} of a {name}"
@@ -160,13 +160,13 @@ class CocoPictures(Pictures):
 
     def _check_boxes(self, path, coco):
         """gluoncv cuts boxes that lie outside."""
-        sizes = {
-            image["id"]: (image["width"], image["height"])
-            for image in coco.dataset.get("images", [])
-        }
-        for found in coco.dataset.get("annotations", []):
+        for found in coco.anns.values():
             x, y, width, height = found["bbox"]
-            right, bottom = sizes[found["image_id"]]
+            image = coco.imgs.get(found["image_id"])
+            if image is None:
+                text = f"annotation {found['id']} is of image {found['image_id']}"
+                raise InputError(f"{path}: {text}, which is not there: correct it")
+            right, bottom = image["width"], image["height"]
             # COCO's own reach over the edge by parts of a pixel.
             if min(x, y) < -1 or x + width > right + 1 or y + height > bottom + 1:
                 raise InputError(
