@@ -111,14 +111,7 @@ class Kind:
             with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
             state = json.loads(str(arrays.pop("state")))
-        except (
-            zipfile.BadZipFile,
-            OSError,
-            EOFError,
-            ValueError,
-            KeyError,
-            AttributeError,
-        ) as error:
+        except DAMAGED as error:
             text = f"{path} is no checkpoint, or a damaged one ({error}): {remedy}"
             raise InputError(text) from None
         if not isinstance(state, dict) or state.get("format") != self.format:
