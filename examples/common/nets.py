@@ -1,10 +1,14 @@
 """The first parameters of nets."""
 
 import contextlib
+import warnings
 
 import mxnet as mx
 
 from common.files import InputError
+
+# MXNet says it of the input of graphs, of which gluoncv's detectors have some.
+warnings.filterwarnings("ignore", "Cannot decide type")
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ import re
 import signal
 import sys
 import time
-import warnings
 import zipfile
 from pathlib import Path
 
@@ -95,6 +94,9 @@ class Kind:
             raise InputError(f"{config} cannot be read ({error}): {remedy}") from None
         if not file.exists():
             raise InputError(f"there is no {file}: the run has saved nothing yet")
+        if options.example != self.name:
+            text = f"{config} is of an example for {options.example}, not {self.name}"
+            raise InputError(f"{text}: name another run, or take that one's predict.py")
         options.pretrained = False
         return file, options
 
@@ -146,7 +148,8 @@ class Run:
         self._start = time.perf_counter() - self.state.get("seconds", 0)
         if writes:
             with replacing(self.folder / "config.json") as file:
-                file.write(json.dumps({**self.options, "names": names}, indent=2).encode())
+                content = {"example": kind.name, "names": names, **self.options}
+                file.write(json.dumps(content, indent=2).encode())
             self._write_rows()
 
     @property
@@ -259,7 +262,6 @@ def load_net(kind, file, net):
     """The net with the parameters of a checkpoint, or the graph of an exported file."""
     if file.name.endswith("-symbol.json"):
         parameters = str(file).replace("-symbol.json", "-0000.params")
-        warnings.filterwarnings("ignore", "Cannot decide type")  # of the input
         net = mx.gluon.SymbolBlock.imports(str(file), ["data"], parameters)
     else:
         net.initialize(force_reinit=True)

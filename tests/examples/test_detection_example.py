@@ -208,6 +208,15 @@ class TestPredict:
         assert header == "image,class,score,x0,y0,x1,y1" and rows
 
 
+def test_a_run_of_the_other_example(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "best.npz").touch()
+    (tmp_path / "config.json").write_text(json.dumps({"example": "segmentation"}))
+    with pytest.raises(InputError) as caught:
+        example.predict.main(["photos", "--model", str(tmp_path)])
+    check_words(caught, ["config.json", "segmentation, not detection"])
+
+
 def test_mean_precision_of_perfect_and_of_no_boxes(root):
     names, _, val = example.data.open_data(options("--root", root, "--size", 64))
     perfect = np.full((len(val), example.predict.MOST, 6), -1.0)
