@@ -94,9 +94,9 @@ class Kind:
             raise InputError(f"{config} cannot be read ({error}): {remedy}") from None
         if not file.exists():
             raise InputError(f"there is no {file}: the run has saved nothing yet")
-        if options.example != self.name:
-            text = f"{config} is of an example for {options.example}, not {self.name}"
-            raise InputError(f"{text}: name another run, or take that one's predict.py")
+        if getattr(options, "example", None) != self.name:
+            text = f"{config} is not of a {self.name}, or of an older version"
+            raise InputError(f"{text}: name another run, or take its own predict.py")
         options.pretrained = False
         return file, options
 

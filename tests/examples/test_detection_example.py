@@ -214,7 +214,7 @@ def test_a_run_of_the_other_example(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"example": "segmentation"}))
     with pytest.raises(InputError) as caught:
         example.predict.main(["photos", "--model", str(tmp_path)])
-    check_words(caught, ["config.json", "segmentation, not detection"])
+    check_words(caught, ["config.json", "not of a detection"])
 
 
 def test_mean_precision_of_perfect_and_of_no_boxes(root):
