@@ -277,6 +277,8 @@ def restore_net(path, arrays, net):
             array = arrays["parameter:" + name]
             parameter.shape = array.shape
             parameter.set_data(mx.nd.array(array, dtype=array.dtype))
+            if parameter._deferred_init:  # Its shape was unknown: MXNet would wait for a forward.
+                parameter._finish_deferred_init()
         except (KeyError, AssertionError):
             remedy = "it is of another net; give the --model, --backbone and --classes of its run"
             raise InputError(f"{path} has no {name} of shape {parameter.shape}: {remedy}") from None
