@@ -118,7 +118,7 @@ class TestTraining:
             sys.path.insert(0, {str(FOLDER)!r})
             import train
             train.amp.init = functools.partial(train.amp.init, target_precision_ops=["Pooling"])
-            train.training.find_contexts = lambda *_: [train.mx.cpu(0), train.mx.cpu(1)]
+            train.training.find_contexts = lambda *_, **__: [train.mx.cpu(0), train.mx.cpu(1)]
             sys.exit(train.main())"""
         folder = tmp_path / "run"
         arguments = [*SMALL, "--steps", "4", "--dtype", "float16", "--output", str(folder)]
