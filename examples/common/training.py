@@ -1,5 +1,6 @@
 """What a training needs beside its loop: options, devices, processes, the schedule, the export."""
 
+import argparse
 import contextlib
 import math
 import os
@@ -12,8 +13,12 @@ import numpy as np
 from gluoncv.utils import LRScheduler, LRSequential
 from mxnet import gluon
 from mxnet.contrib import amp
+from tqdm import tqdm
 
+from common import runs
 from common.files import InputError, count
+
+STEPS_IN_FLIGHT = 2  # how far the devices may lag behind Python
 
 
 def add_options(parser, kind, sizes):
@@ -68,13 +73,29 @@ def parse(parser, argv, kind):
 
 
 def run_main(main):
-    """Run a program; what the user can correct is told in one line."""
+    """Run a program. An InputError ends it with one line and no traceback."""
     try:
         sys.exit(main())
     except InputError as problem:
         sys.exit(f"{Path(sys.argv[0]).name}: {problem}")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def predict_parser(description, measure):
+    """A parser with the options that every predict.py has."""
+    parser = argparse.ArgumentParser(description=description)
+    add = parser.add_argument
+    add("images", nargs="?", type=Path, help="a folder of .jpg and .png files")
+    add("--model", required=True, help="a run, or a file in its checkpoints or export folder")
+    add("--output", type=Path, default=Path("predictions"), help="folder to write (%(default)s)")
+    add(
+        "--evaluate",
+        action="store_true",
+        help=f"print the {measure} on the run's validation images",
+    )
+    add("--root", help="folder of the run's data set, where it was moved")
+    return parser
 
 
 def set_steps(options, images):
@@ -98,6 +119,39 @@ def settings_of(options):
     schedule.base_lr = options.lr
     momentum = {"momentum": 0.9} if options.optimizer == "sgd" else {}
     return {"learning_rate": options.lr, "lr_scheduler": schedule, "wd": options.wd, **momentum}
+
+
+def start_run(kind, options, names, net, processes, contexts):
+    """(trainer, run)."""
+    trainer = processes.trainer(net.collect_params(), options)
+    run = runs.Run(kind, options, names, net, trainer, writes=processes.rank == 0)
+    where = f"{processes.size} x ({', '.join(map(str, contexts))})"
+    run.say(f"steps {run.step} to {options.steps} on {where}, into {run.folder}")
+    return trainer, run
+
+
+def steps(run, processes, batches, count, validate, in_flight):
+    """For each step its passes, and what their losses are divided by: the sum of `count` over all
+    processes. The caller makes the step and appends its losses to `in_flight`. Validates when it is
+    due, and ends early when it is interrupted."""
+    options, interrupt = argparse.Namespace(**run.options), runs.Interrupt()
+    with tqdm(total=options.steps, initial=run.step, disable=None if run.writes else True) as bar:
+        while True:
+            if run.due(options.validate_every):
+                note_losses(run, processes, in_flight, 0)
+                validate()
+            if run.step == options.steps:
+                break
+            passes = [next(batches) for _ in range(options.accumulate)]
+            own = sum(count(each) for each in passes)
+            counted, stop = processes.sum("step", [own, interrupt.requested])
+            if stop:
+                break
+            yield passes, max(counted, 1)
+            run.step += 1
+            note_losses(run, processes, in_flight, STEPS_IN_FLIGHT)
+            bar.update()
+        note_losses(run, processes, in_flight, 0)
 
 
 def note_losses(run, processes, in_flight, allowed):

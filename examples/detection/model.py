@@ -26,6 +26,7 @@ from mxnet.gluon import nn
 
 from common import nets
 from common.files import InputError
+from common.images import DEVIATION, MEAN
 
 
 class SSD:
@@ -249,4 +250,4 @@ def squared(size, image):
 def tensor(image):
     """(3, H, W), normalized, of (H, W, 3) from 0 to 255."""
     image = mx.nd.image.to_tensor(image)
-    return mx.nd.image.normalize(image, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    return mx.nd.image.normalize(image, tuple(MEAN.flat), tuple(DEVIATION.flat))

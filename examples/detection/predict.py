@@ -1,6 +1,5 @@
 """Find the objects on the images of a folder with a trained net, or evaluate it; see README.md."""
 
-import argparse
 import csv
 import io
 import sys
@@ -91,14 +90,9 @@ def open_model(path):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("images", nargs="?", type=Path, help="a folder of .jpg and .png files")
-    add("--model", required=True, help="a run, or a file in its checkpoints or export folder")
-    add("--output", type=Path, default=Path("predictions"), help="folder to write (%(default)s)")
-    add("--evaluate", action="store_true", help="print the mAP on the run's validation images")
-    add("--least", type=float, default=0.5, help="the score from which boxes count (%(default)s)")
-    add("--root", help="folder of the run's data set, where it was moved")
+    parser = training.predict_parser(__doc__.splitlines()[0], "mAP")
+    text = "the score from which boxes count (%(default)s)"
+    parser.add_argument("--least", type=float, default=0.5, help=text)
     given = parser.parse_args(argv)
     predictor, options = open_model(given.model)
     if given.evaluate:

@@ -17,9 +17,8 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd
 from mxnet.contrib import amp
-from tqdm import tqdm
 
-from common import runs, training
+from common import training
 from common.files import InputError
 from common.nets import initialize
 from data import DATASETS, RUNS, Samples, open_data
@@ -27,7 +26,6 @@ from model import MODELS, get_model
 from plots import plot_boxes
 from predict import Predictor, evaluate
 
-STEPS_IN_FLIGHT = 2  # how far the devices may lag behind Python
 PICTURES = 4
 STRIDE = 32  # of all these nets
 
@@ -50,10 +48,7 @@ def main(argv=None):
         sbn.convert_sync_batchnorm(net)  # (3) and over all devices
     initialize(net, contexts, options.pretrained)
     net.hybridize(static_alloc=True)
-    trainer = processes.trainer(net.collect_params(), options)
-    run = runs.Run(RUNS, options, names, net, trainer, writes=processes.rank == 0)
-    where = f"{processes.size} x ({', '.join(map(str, contexts))})"
-    run.say(f"steps {run.step} to {options.steps} on {where}, into {run.folder}")
+    trainer, run = training.start_run(RUNS, options, names, net, processes, contexts)
 
     def shards(samples):
         parts = [samples[i : i + each] for i in range(0, len(samples), each)]
@@ -64,37 +59,26 @@ def main(argv=None):
     # Unsynchronized layers keep other running statistics on each device.
     used = contexts if options.norm == "sync" else contexts[:1]
     predictor = Predictor(net, detector.resize, used)
-    in_flight, interrupt = [], runs.Interrupt()
-    with tqdm(total=options.steps, initial=run.step, disable=None if run.writes else True) as bar:
-        while True:
-            if run.due(options.validate_every):
-                training.note_losses(run, processes, in_flight, 0)
-                validate(run, processes, predictor, val_data, net)
-            if run.step == options.steps:
-                break
-            passes = [next(batches) for _ in range(options.accumulate)]
-            counted = sum(detector.count(parts) for parts in passes)
-            counted, stop = processes.sum("step", [counted, interrupt.requested])
-            if stop:
-                break
-            losses = []
-            for parts in passes:
-                pairs = zip(parts, contexts)
-                parts = [[array.as_in_context(c) for array in part] for part, c in pairs]
-                with autograd.record():
-                    # (4) it calls the net for every device before waiting for any result
-                    parts = [loss / max(counted, 1) for loss in detector.losses(parts)]
-                    with training.scaled(parts, trainer) as to_differentiate:
-                        autograd.backward(to_differentiate)
-                losses += parts
-            trainer.step(processes.step_size)
-            if options.accumulate > 1:
-                net.collect_params().zero_grad()
-            run.step += 1
-            in_flight.append(losses)
-            training.note_losses(run, processes, in_flight, STEPS_IN_FLIGHT)
-            bar.update()
-        training.note_losses(run, processes, in_flight, 0)
+    in_flight = []
+    loop = training.steps(
+        run, processes, batches, detector.count,
+        lambda: validate(run, processes, predictor, val_data, net), in_flight,
+    )  # fmt: skip
+    for passes, counted in loop:
+        losses = []
+        for parts in passes:
+            pairs = zip(parts, contexts)
+            parts = [[array.as_in_context(c) for array in part] for part, c in pairs]
+            with autograd.record():
+                # (4) it calls the net for every device before waiting for any result
+                parts = [loss / counted for loss in detector.losses(parts)]
+                with training.scaled(parts, trainer) as to_differentiate:
+                    autograd.backward(to_differentiate)
+            losses += parts
+        trainer.step(processes.step_size)
+        if options.accumulate > 1:
+            net.collect_params().zero_grad()
+        in_flight.append(losses)
     if run.step < options.steps:
         return run.stop()
     run.say_best()

@@ -1,6 +1,5 @@
 """Label the images of a folder with a trained net, or evaluate it; see README.md."""
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -144,15 +143,10 @@ def _onnx_scores(file):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = training.predict_parser(__doc__.splitlines()[0], "mean IoU")
     add = parser.add_argument
-    add("images", nargs="?", type=Path, help="a folder of .jpg and .png files")
-    add("--model", required=True, help="a run, or a file in its checkpoints or export folder")
-    add("--output", type=Path, default=Path("predictions"), help="folder to write (%(default)s)")
-    add("--evaluate", action="store_true", help="print the mean IoU on the run's validation images")
     add("--scales", default="1", help="to average over, such as 0.75,1,1.25 (%(default)s)")
     add("--flip", action="store_true", help="average with the mirrored image")
-    add("--root", help="folder of the run's data set, where it was moved")
     given = parser.parse_args(argv)
     scores, options, batch = open_model(given.model)
     try:

@@ -17,17 +17,15 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 from mxnet.contrib import amp
-from tqdm import tqdm
 
 import plots
-from common import runs, training
+from common import training
 from common.files import InputError, count
 from common.nets import initialize
 from data import DATASETS, IGNORED, RUNS, open_data
 from model import BACKBONES, MODELS, STRIDE, get_model
 from predict import Predictor, evaluate, net_scores
 
-STEPS_IN_FLIGHT = 2  # how far the devices may lag behind Python
 PICTURES = 8
 
 
@@ -48,46 +46,32 @@ def main(argv=None):
     initialize(net, contexts, options.pretrained)
     net.hybridize(static_alloc=True)
     loss_of.hybridize(static_alloc=True)
-    trainer = processes.trainer(net.collect_params(), options)
-    run = runs.Run(RUNS, options, names, net, trainer, writes=processes.rank == 0)
-    where = f"{processes.size} x ({', '.join(map(str, contexts))})"
-    run.say(f"steps {run.step} to {options.steps} on {where}, into {run.folder}")
+    trainer, run = training.start_run(RUNS, options, names, net, processes, contexts)
 
     batches = processes.batches(train_data, options, run.step)
     # Unsynchronized layers keep other running statistics on each device.
     used = contexts if options.norm == "sync" else contexts[:1]
     predictor = Predictor(net_scores(net, used), options.size, options.batch)
-    in_flight, interrupt = [], runs.Interrupt()
-    with tqdm(total=options.steps, initial=run.step, disable=None if run.writes else True) as bar:
-        while True:
-            if run.due(options.validate_every):
-                training.note_losses(run, processes, in_flight, 0)
-                validate(run, processes, predictor, val_data)
-            if run.step == options.steps:
-                break
-            passes = [next(batches) for _ in range(options.accumulate)]
-            labelled = sum(int((labels != IGNORED).sum().asscalar()) for _, labels in passes)
-            labelled, stop = processes.sum("step", [labelled, interrupt.requested])
-            if stop:
-                break
-            losses = []
-            for images, labels in passes:
-                xs = gluon.utils.split_and_load(images, contexts)
-                ys = gluon.utils.split_and_load(labels, contexts)
-                with autograd.record():
-                    # (4) call the net for every device before waiting for any result
-                    parts = [loss_of(net(x), y) / max(labelled, 1) for x, y in zip(xs, ys)]
-                    with training.scaled(parts, trainer) as to_differentiate:
-                        autograd.backward(to_differentiate)
-                losses += parts
-            trainer.step(processes.step_size)
-            if options.accumulate > 1:
-                net.collect_params().zero_grad()
-            run.step += 1
-            in_flight.append(losses)
-            training.note_losses(run, processes, in_flight, STEPS_IN_FLIGHT)
-            bar.update()
-        training.note_losses(run, processes, in_flight, 0)
+    in_flight = []
+    loop = training.steps(
+        run, processes, batches, count_labelled,
+        lambda: validate(run, processes, predictor, val_data), in_flight,
+    )  # fmt: skip
+    for passes, labelled in loop:
+        losses = []
+        for images, labels in passes:
+            xs = gluon.utils.split_and_load(images, contexts)
+            ys = gluon.utils.split_and_load(labels, contexts)
+            with autograd.record():
+                # (4) call the net for every device before waiting for any result
+                parts = [loss_of(net(x), y) / labelled for x, y in zip(xs, ys)]
+                with training.scaled(parts, trainer) as to_differentiate:
+                    autograd.backward(to_differentiate)
+            losses += parts
+        trainer.step(processes.step_size)
+        if options.accumulate > 1:
+            net.collect_params().zero_grad()
+        in_flight.append(losses)
     if run.step < options.steps:
         return run.stop()
     run.say_best()
@@ -96,6 +80,12 @@ def main(argv=None):
         sbn.export(net, folder / "model", input_shape=shape)  # (5) for stock MXNet
         training.export_onnx(net, folder, shape, run)
     return 0
+
+
+def count_labelled(batch):
+    """The pixels of a pass that have a label."""
+    _, labels = batch
+    return int((labels != IGNORED).sum().asscalar())
 
 
 def validate(run, processes, predictor, data):

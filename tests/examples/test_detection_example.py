@@ -43,18 +43,19 @@ def root(tmp_path_factory):
 @pytest.fixture
 def voc(tmp_path):
     """The same in VOC layout, to be damaged; train-00001 and val-00001 are in the lists."""
-    data = example.data.DigitsOnPhotos("train", 1, 64, images=3)
-    for part in ("train", "val"):
-        example.data.write_voc(tmp_path, part, (data.sample(i) for i in range(3)))
-    return tmp_path
+    return three_images(tmp_path, example.data.write_voc)
 
 
 @pytest.fixture
 def coco(tmp_path):
+    return three_images(tmp_path, example.data.write_coco)
+
+
+def three_images(folder, write):
     data = example.data.DigitsOnPhotos("train", 1, 64, images=3)
     for part in ("train", "val"):
-        example.data.write_coco(tmp_path, part, (data.sample(i) for i in range(3)))
-    return tmp_path
+        write(folder, part, (data.sample(i) for i in range(3)))
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from training_runs import Example, rows_of, wait_for
 
 example = load_example("segmentation")
 programs = Example("segmentation", example)
-InputError, RUNS, runs = example.train.InputError, example.data.RUNS, example.train.runs
+InputError, RUNS, runs = example.train.InputError, example.data.RUNS, example.predict.runs
 FOLDER = EXAMPLES / "segmentation"
 # A run of some seconds: 20 steps, with a validation after each 10.
 SMALL = "--size 32 --batch 4 --steps 20 --validate-every 10 --log-every 5 --val-images 6".split()
