@@ -52,7 +52,11 @@ SBN_EXPORT int gluon_syncbn_cuda_backward_sums(int dtype, int64_t N, int64_t C, 
                                                ChannelSums* sums, int multiprocessors,
                                                void* stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    return k.backward_sums({N, C, S, R}, dy, x, statistics, work, sums, multiprocessors, stream);
+    BackwardShard shard{};
+    shard.view = {N, C, S, R};
+    shard.dy = dy;
+    shard.x = x;
+    return k.backward_sums(shard, statistics, nullptr, work, sums, multiprocessors, stream);
   });
 }
 
@@ -68,7 +72,7 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_forward(int dtype, int64_t C, const Stat
                                                 const void* gamma, const void* beta,
                                                 void* coefficients, void* stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    return k.finish_forward({C, 1, statistics, gamma, beta, coefficients, 0}, {}, stream);
+    return k.finish_forward({C, 1, statistics, gamma, beta, {}, coefficients, 0}, {}, stream);
   });
 }
 
@@ -79,8 +83,22 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_backward(int dtype, int64_t C, const Sta
                                                  void* coefficients, void* dgamma, void* dbeta,
                                                  void* stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    return k.finish_backward({C, 1, statistics, gamma, own_sums, sums, count, coefficients, 0,
-                              dgamma, dbeta, false, false},
+    return k.finish_backward({C,
+                              1,
+                              statistics,
+                              statistics,
+                              gamma,
+                              {},
+                              own_sums,
+                              sums,
+                              count,
+                              false,
+                              coefficients,
+                              0,
+                              dgamma,
+                              dbeta,
+                              false,
+                              false},
                              stream);
   });
 }
@@ -89,7 +107,12 @@ SBN_EXPORT int gluon_syncbn_cuda_normalize(int dtype, int64_t N, int64_t C, int6
                                            const void* x, const void* coefficients, void* y,
                                            int add, int multiprocessors, void* stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    return k.normalize({N, C, S, R}, x, coefficients, y, store(add), multiprocessors, stream);
+    ForwardShard shard{};
+    shard.view = {N, C, S, R};
+    shard.x = x;
+    shard.y = y;
+    shard.store = store(add);
+    return k.normalize(shard, coefficients, multiprocessors, stream);
   });
 }
 
@@ -98,8 +121,13 @@ SBN_EXPORT int gluon_syncbn_cuda_input_gradient(int dtype, int64_t N, int64_t C,
                                                 const void* coefficients, void* dx, int add,
                                                 int multiprocessors, void* stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    return k.input_gradient({N, C, S, R}, dy, x, coefficients, dx, store(add), multiprocessors,
-                            stream);
+    BackwardShard shard{};
+    shard.view = {N, C, S, R};
+    shard.dy = dy;
+    shard.x = x;
+    shard.dx = dx;
+    shard.store = store(add);
+    return k.input_gradient(shard, coefficients, multiprocessors, stream);
   });
 }
 

@@ -27,6 +27,8 @@ namespace {
 constexpr int64_t kChunk = 2048;
 // S = 1: channels per block, with R = 1 (kRow) and R > 1 (kBlock).
 constexpr int64_t kRow = 64, kBlock = 512;
+// S > 1: channels whose sums are added to Sum3 at a time.
+constexpr int64_t kPlanes = 8;
 // Work per unit of the thread pool: some tens of microseconds.
 constexpr int64_t kValuesPerUnit = 1 << 15;
 
@@ -36,23 +38,56 @@ struct SampleRows {
   int64_t rows, stride, chunks, begin, end;
 };
 
+// S > 1: planes of S values in samples that are `stride` values apart. begin..end is a range of
+// chunks, counted through all samples.
+struct PlaneChunks {
+  int64_t S, stride, chunks, begin, end;
+
+  static PlaneChunks of(View view) {
+    const int64_t chunks = (view.S + kChunk - 1) / kChunk;
+    return {view.S, view.C * view.S, chunks, 0, view.N * chunks};
+  }
+};
+
+// The arrays that backward reads.
+template <typename T>
+struct Sources {
+  const T *dy, *x;
+  // x or y, whose values decide on the derivative of the activation. Null without one.
+  const T* gate;
+  // If x is recovered from y, the inverse of the slope; or else 0.
+  Arithmetic<T> recovery;
+};
+
+// The arrays that backward writes; null ones are not wanted.
+template <typename T>
+struct Results {
+  T* dx;
+  Store store;
+  T* dresidual;
+  Store residual_store;
+};
+
 template <typename T>
 struct Loops {
-  void (*forward_chunk)(const T* x, int64_t n, ChannelSums*);
-  void (*backward_chunk)(const T* dy, const T* x, int64_t n, const Statistics&, ChannelSums*);
+  using A = Arithmetic<T>;
+  void (*forward_planes)(const T* x, const PlaneChunks&, int64_t width, ChannelSums*);
+  void (*backward_planes)(const Sources<T>&, int64_t at, const PlaneChunks&, int64_t width,
+                          const Statistics*, const Gate<A>*, ChannelSums*);
   void (*forward_rows)(const T* x, int64_t n, int64_t stride, int64_t width, ChannelSums*);
-  void (*backward_rows)(const T* dy, const T* x, int64_t n, int64_t stride, int64_t width,
-                        const Statistics*, ChannelSums*);
+  void (*backward_rows)(const Sources<T>&, int64_t at, int64_t n, int64_t stride, int64_t width,
+                        const Statistics*, const Gate<A>*, ChannelSums*);
   void (*forward_samples)(const T* x, const SampleRows&, int64_t width, ChannelSums*);
-  void (*backward_samples)(const T* dy, const T* x, const SampleRows&, int64_t width,
-                           const Statistics*, ChannelSums*);
-  void (*normalize)(const T* x, int64_t n, const Normalize<Arithmetic<T>>&, T* y, Store);
-  void (*normalize_rows)(const T* x, int64_t n, int64_t width, const Normalize<Arithmetic<T>>*,
-                         T* y, Store);
-  void (*input_gradient)(const T* dy, const T* x, int64_t n, const InputGradient<Arithmetic<T>>&,
-                         T* dx, Store);
-  void (*input_gradient_rows)(const T* dy, const T* x, int64_t n, int64_t width,
-                              const InputGradient<Arithmetic<T>>*, T* dx, Store);
+  void (*backward_samples)(const Sources<T>&, int64_t at, const SampleRows&, int64_t width,
+                           const Statistics*, const Gate<A>*, ChannelSums*);
+  void (*normalize)(const T* x, const T* residual, int64_t n, const Normalize<A>&, const Epilogue&,
+                    T* y, Store);
+  void (*normalize_rows)(const T* x, const T* residual, int64_t n, int64_t width,
+                         const Normalize<A>*, const Epilogue&, T* y, Store);
+  void (*input_gradient)(const Sources<T>&, int64_t at, int64_t n, const InputGradient<A>&,
+                         const Gate<A>&, const Results<T>&);
+  void (*input_gradient_rows)(const Sources<T>&, int64_t at, int64_t n, int64_t width,
+                              const InputGradient<A>*, const Gate<A>*, const Results<T>&);
 };
 
 namespace baseline {
@@ -152,19 +187,22 @@ void sum_channels(View view, int64_t width, int64_t parts, ChannelSums* sums, co
   for (size_t i = 0; i < more.size(); ++i) sums[i % view.C].add(more[i]);
 }
 
-// Calls f(c, offset, n, sums) for the chunks of the planes, in the order of memory.
+// Calls f(c, width) for groups of kPlanes channels of begin..end.
 template <typename F>
-void sum_chunks(View view, ChannelSums* sums, const F& f) {
-  const int64_t chunks = (view.S + kChunk - 1) / kChunk;
-  sum_channels(view, 1, view.N * chunks, sums,
+void for_groups(int64_t begin, int64_t end, const F& f) {
+  for (int64_t c = begin; c < end; c += kPlanes) f(c, std::min(kPlanes, end - c));
+}
+
+// S > 1: calls f(c, chunks, width, sums) for groups of channels.
+template <typename F>
+void sum_planes(View view, ChannelSums* sums, const F& f) {
+  PlaneChunks all = PlaneChunks::of(view);
+  sum_channels(view, kPlanes, all.end, sums,
                [&](int64_t c_begin, int64_t c_end, int64_t begin, int64_t end, ChannelSums* to) {
-                 for (int64_t part = begin; part < end; ++part) {
-                   const int64_t n = part / chunks, start = part % chunks * kChunk;
-                   const int64_t size = std::min(kChunk, view.S - start);
-                   for (int64_t c = c_begin; c < c_end; ++c) {
-                     f(c, (n * view.C + c) * view.S + start, size, to + c);
-                   }
-                 }
+                 PlaneChunks part = all;
+                 part.begin = begin, part.end = end;
+                 for_groups(c_begin, c_end,
+                            [&](int64_t c, int64_t width) { f(c, part, width, to + c); });
                });
 }
 
@@ -222,93 +260,148 @@ void forward_sums(View view, const void* data, ChannelSums* sums) {
       loops<T>().forward_rows(x + at, n, view.C, width, to);
     });
   } else {
-    sum_chunks(view, sums, [&](int64_t, int64_t at, int64_t n, ChannelSums* to) {
-      loops<T>().forward_chunk(x + at, n, to);
+    sum_planes(view, sums, [&](int64_t c, const PlaneChunks& part, int64_t width, ChannelSums* to) {
+      loops<T>().forward_planes(x + c * view.S, part, width, to);
     });
   }
 }
 
+// null plus an offset stays null.
 template <typename T>
-void backward_sums(View view, const void* gradient, const void* data, const Statistics* s,
-                   ChannelSums* sums) {
-  const T *dy = static_cast<const T*>(gradient), *x = static_cast<const T*>(data);
+const T* at_offset(const void* values, int64_t offset) {
+  return values ? static_cast<const T*>(values) + offset : nullptr;
+}
+
+// gamma and beta of channel c of a shard, as y has them.
+template <typename T, typename Part>
+double gamma_of(const Part& p, int64_t c) {
+  if (!p.gamma) return 1;
+  return effective_gamma(static_cast<const Arithmetic<T>*>(p.gamma)[c], p.epilogue);
+}
+
+template <typename T, typename Part>
+Normalize<Arithmetic<T>> normalize_of(const Part& p, const Statistics& s, int64_t c) {
+  return Normalize<Arithmetic<T>>::of(s, gamma_of<T>(p, c),
+                                      static_cast<const Arithmetic<T>*>(p.beta)[c]);
+}
+
+template <typename T>
+void forward(const ForwardShard& p, const Statistics* s) {
+  const View& view = p.view;
+  std::vector<Normalize<Arithmetic<T>>> coefficients(view.C);
+  for (int64_t c = 0; c < view.C; ++c) coefficients[c] = normalize_of<T>(p, s[c], c);
+  const T* const x = static_cast<const T*>(p.x);
+  T* const y = static_cast<T*>(p.y);
+  if (view.S == 1) {
+    for_rows(view, [&](int64_t at, int64_t n) {
+      loops<T>().normalize_rows(x + at, at_offset<T>(p.residual, at), n, view.C,
+                                coefficients.data(), p.epilogue, y + at, p.store);
+    });
+  } else {
+    for_each_plane(view, [&](int64_t at, int64_t c) {
+      loops<T>().normalize(x + at, at_offset<T>(p.residual, at), view.S, coefficients[c],
+                           p.epilogue, y + at, p.store);
+    });
+  }
+}
+
+// A shard as the loops of backward take it, for the channels begin..end.
+template <typename T>
+class BackwardChannels {
+ public:
+  using A = Arithmetic<T>;
+  const Sources<T> sources;
+  const Results<T> results;
+
+  BackwardChannels(const BackwardShard& p, const Statistics* s, int64_t begin, int64_t end)
+      : sources{static_cast<const T*>(p.dy), static_cast<const T*>(p.x),
+                static_cast<const T*>(p.epilogue.activation == Activation::kNone ? nullptr
+                                      : p.y                                      ? p.y
+                                                                                 : p.x),
+                p.recovers_x() ? static_cast<A>(1 / p.epilogue.slope) : A{0}},
+        results{static_cast<T*>(p.dx), p.store, static_cast<T*>(p.dresidual), p.residual_store},
+        shard_(p),
+        statistics_(s),
+        begin_(begin) {
+    for (int64_t c = begin; c < end; ++c) {
+      if (p.recovers_x()) {
+        recovered_.push_back(
+            statistics_of_normalized(gamma_of<T>(p, c), static_cast<const A*>(p.beta)[c]));
+      }
+      if (!sources.gate) {
+        gates_.emplace_back();
+      } else if (p.y) {
+        gates_.push_back(Gate<A>::of_y(p.epilogue.slope));
+      } else {
+        gates_.push_back(
+            Gate<A>::of_x(normalize_of<T>(p, s[c], c), kLargestZero<T>, p.epilogue.slope));
+      }
+    }
+  }
+
+  bool has_results() const { return results.dx || results.dresidual; }
+  // Of channel c, and the channels after it.
+  const Statistics* statistics(int64_t c) const {
+    return recovered_.empty() ? statistics_ + c : &recovered_[c - begin_];
+  }
+  const Gate<A>* gates(int64_t c) const { return &gates_[c - begin_]; }
+  InputGradient<A> input_gradient(int64_t c, const ChannelSums& sums, double count) const {
+    const double factor = gamma_of<T>(shard_, c) * statistics_[c].inv_std;
+    return InputGradient<A>::of(*statistics(c), factor, sums, count);
+  }
+
+ private:
+  const BackwardShard& shard_;
+  const Statistics* const statistics_;
+  const int64_t begin_;
+  std::vector<Statistics> recovered_;
+  std::vector<Gate<A>> gates_;
+};
+
+template <typename T>
+void backward_sums(const BackwardShard& p, const Statistics* s) {
+  const View& view = p.view;
+  const BackwardChannels<T> channels(p, s, 0, view.C);
+  const Sources<T>& from = channels.sources;
   if (view.S == 1 && view.R > 1) {
-    sum_samples(view, sums,
+    sum_samples(view, p.sums,
                 [&](int64_t c, const SampleRows& parts, int64_t width, ChannelSums* to) {
-                  loops<T>().backward_samples(dy + c, x + c, parts, width, s + c, to);
+                  loops<T>().backward_samples(from, c, parts, width, channels.statistics(c),
+                                              channels.gates(c), to);
                 });
   } else if (view.S == 1) {
-    sum_rows(view, sums, [&](int64_t c, int64_t at, int64_t n, int64_t width, ChannelSums* to) {
-      loops<T>().backward_rows(dy + at, x + at, n, view.C, width, s + c, to);
+    sum_rows(view, p.sums, [&](int64_t c, int64_t at, int64_t n, int64_t width, ChannelSums* to) {
+      loops<T>().backward_rows(from, at, n, view.C, width, channels.statistics(c),
+                               channels.gates(c), to);
     });
   } else {
-    sum_chunks(view, sums, [&](int64_t c, int64_t at, int64_t n, ChannelSums* to) {
-      loops<T>().backward_chunk(dy + at, x + at, n, s[c], to);
-    });
+    sum_planes(view, p.sums,
+               [&](int64_t c, const PlaneChunks& part, int64_t width, ChannelSums* to) {
+                 loops<T>().backward_planes(from, c * view.S, part, width, channels.statistics(c),
+                                            channels.gates(c), to);
+               });
   }
 }
 
 template <typename T>
-double gamma_at(const void* gamma, int64_t c) {
-  return gamma ? static_cast<double>(static_cast<const Arithmetic<T>*>(gamma)[c]) : 1.0;
-}
-
-template <typename T>
-void normalize(View view, const void* from,
-               const std::vector<Normalize<Arithmetic<T>>>& coefficients, void* to, Store how) {
-  const T* x = static_cast<const T*>(from);
-  T* y = static_cast<T*>(to);
-  if (view.S == 1) {
-    for_rows(view, [&](int64_t at, int64_t n) {
-      loops<T>().normalize_rows(x + at, n, view.C, coefficients.data(), y + at, how);
-    });
-  } else {
-    for_each_plane(view, [&](int64_t at, int64_t c) {
-      loops<T>().normalize(x + at, view.S, coefficients[c], y + at, how);
-    });
-  }
-}
-
-template <typename T>
-void forward(View view, const void* x, const Statistics* s, const void* gamma, const void* beta,
-             void* y, Store how) {
-  std::vector<Normalize<Arithmetic<T>>> coefficients(view.C);
-  for (int64_t c = 0; c < view.C; ++c) {
-    coefficients[c] = Normalize<Arithmetic<T>>::of(s[c], gamma_at<T>(gamma, c),
-                                                   static_cast<const Arithmetic<T>*>(beta)[c]);
-  }
-  normalize<T>(view, x, coefficients, y, how);
-}
-
-template <typename T>
-void backward(View view, const void* gradient, const void* data, const Statistics* s,
-              const void* gamma, const ChannelSums* sums, double count, void* result, Store how) {
-  const T *dy = static_cast<const T*>(gradient), *x = static_cast<const T*>(data);
-  T* dx = static_cast<T*>(result);
+void backward(const BackwardShard& p, const Statistics* s, const ChannelSums* sums, double count) {
+  const View& view = p.view;
+  const BackwardChannels<T> channels(p, s, 0, view.C);
   std::vector<InputGradient<Arithmetic<T>>> coefficients(view.C);
   for (int64_t c = 0; c < view.C; ++c) {
-    coefficients[c] = InputGradient<Arithmetic<T>>::of(s[c], gamma_at<T>(gamma, c), sums[c], count);
+    coefficients[c] = channels.input_gradient(c, sums[c], count);
   }
   if (view.S == 1) {
     for_rows(view, [&](int64_t at, int64_t n) {
-      loops<T>().input_gradient_rows(dy + at, x + at, n, view.C, coefficients.data(), dx + at, how);
+      loops<T>().input_gradient_rows(channels.sources, at, n, view.C, coefficients.data(),
+                                     channels.gates(0), channels.results);
     });
   } else {
     for_each_plane(view, [&](int64_t at, int64_t c) {
-      loops<T>().input_gradient(dy + at, x + at, view.S, coefficients[c], dx + at, how);
+      loops<T>().input_gradient(channels.sources, at, view.S, coefficients[c], *channels.gates(c),
+                                channels.results);
     });
   }
-}
-
-// The affine map of the forward pass, without the offsets.
-template <typename T>
-void backward_constant(View view, const void* dy, const Statistics* s, const void* gamma, void* dx,
-                       Store how) {
-  std::vector<Normalize<Arithmetic<T>>> coefficients(view.C);
-  for (int64_t c = 0; c < view.C; ++c) {
-    coefficients[c] = {0, 0, static_cast<Arithmetic<T>>(gamma_at<T>(gamma, c) * s[c].inv_std), 0};
-  }
-  normalize<T>(view, dy, coefficients, dx, how);
 }
 
 // Values per channel, over all parts.
@@ -332,17 +425,6 @@ bool by_channels(const std::vector<const Part*>& parts) {
          3 * C >= 2 * most * threads;
 }
 
-// Calls f(c, offset, n) for the chunks of channels c_begin..c_end.
-template <typename F>
-void for_chunks(View view, int64_t c_begin, int64_t c_end, const F& f) {
-  for (int64_t n = 0; n < view.N; ++n) {
-    for (int64_t start = 0; start < view.S; start += kChunk) {
-      const int64_t size = std::min(kChunk, view.S - start);
-      for (int64_t c = c_begin; c < c_end; ++c) f(c, (n * view.C + c) * view.S + start, size);
-    }
-  }
-}
-
 // Calls f(c, offset) for the planes of channels c_begin..c_end.
 template <typename F>
 void for_planes(View view, int64_t c_begin, int64_t c_end, const F& f) {
@@ -364,7 +446,7 @@ void forward_together(const std::vector<const ForwardShard*>& parts, double epsi
     }
     for (int64_t c = 0; c < C; ++c) statistics[c] = batch_statistics(sums[c], count, epsilon);
     for (const ForwardShard* p : parts) {
-      if (p->y) forward<T>(p->view, p->x, statistics, p->gamma, p->beta, p->y, p->store);
+      if (p->y) forward<T>(*p, statistics);
     }
     return;
   }
@@ -372,8 +454,9 @@ void forward_together(const std::vector<const ForwardShard*>& parts, double epsi
     std::vector<ChannelSums> sums(end - begin);
     for (const ForwardShard* part : parts) {
       const T* x = static_cast<const T*>(part->x);
-      for_chunks(part->view, begin, end, [&](int64_t c, int64_t at, int64_t n) {
-        loops<T>().forward_chunk(x + at, n, &sums[c - begin]);
+      const View& view = part->view;
+      for_groups(begin, end, [&](int64_t c, int64_t width) {
+        loops<T>().forward_planes(x + c * view.S, PlaneChunks::of(view), width, &sums[c - begin]);
       });
     }
     for (int64_t c = begin; c < end; ++c) {
@@ -383,14 +466,13 @@ void forward_together(const std::vector<const ForwardShard*>& parts, double epsi
     for (const ForwardShard* part : parts) {
       if (!part->y) continue;
       const T* x = static_cast<const T*>(part->x);
-      const auto* const beta = static_cast<const Arithmetic<T>*>(part->beta);
       T* y = static_cast<T*>(part->y);
       for (int64_t c = begin; c < end; ++c) {
-        coefficients[c - begin] =
-            Normalize<Arithmetic<T>>::of(statistics[c], gamma_at<T>(part->gamma, c), beta[c]);
+        coefficients[c - begin] = normalize_of<T>(*part, statistics[c], c);
       }
       for_planes(part->view, begin, end, [&](int64_t c, int64_t at) {
-        loops<T>().normalize(x + at, part->view.S, coefficients[c - begin], y + at, part->store);
+        loops<T>().normalize(x + at, at_offset<T>(part->residual, at), part->view.S,
+                             coefficients[c - begin], part->epilogue, y + at, part->store);
       });
     }
   });
@@ -404,46 +486,45 @@ void backward_together(const std::vector<const BackwardShard*>& parts,
   if (!by_channels(parts)) {
     std::vector<ChannelSums> sums(C);
     for (const BackwardShard* part : parts) {
-      backward_sums<T>(part->view, part->dy, part->x, statistics, part->sums);
+      backward_sums<T>(*part, statistics);
       for (int64_t c = 0; c < C; ++c) sums[c].add(part->sums[c]);
     }
     for (const BackwardShard* p : parts) {
-      if (!p->dx) continue;
-      backward<T>(p->view, p->dy, p->x, statistics, p->gamma, sums.data(), count, p->dx, p->store);
+      if (p->dx || p->dresidual) backward<T>(*p, statistics, sums.data(), count);
     }
     return;
   }
   for_ranges(C, values, [&](int64_t begin, int64_t end) {
     std::vector<ChannelSums> sums(end - begin);
+    std::vector<BackwardChannels<T>> shards;
     for (const BackwardShard* part : parts) {
-      const T *dy = static_cast<const T*>(part->dy), *x = static_cast<const T*>(part->x);
+      const auto& shard = shards.emplace_back(*part, statistics, begin, end);
       std::fill(part->sums + begin, part->sums + end, ChannelSums());
-      for_chunks(part->view, begin, end, [&](int64_t c, int64_t at, int64_t n) {
-        loops<T>().backward_chunk(dy + at, x + at, n, statistics[c], &part->sums[c]);
+      const View& view = part->view;
+      for_groups(begin, end, [&](int64_t c, int64_t width) {
+        loops<T>().backward_planes(shard.sources, c * view.S, PlaneChunks::of(view), width,
+                                   shard.statistics(c), shard.gates(c), part->sums + c);
       });
       for (int64_t c = begin; c < end; ++c) sums[c - begin].add(part->sums[c]);
     }
     std::vector<InputGradient<Arithmetic<T>>> coefficients(end - begin);
-    for (const BackwardShard* part : parts) {
-      if (!part->dx) continue;
-      const T *dy = static_cast<const T*>(part->dy), *x = static_cast<const T*>(part->x);
-      T* dx = static_cast<T*>(part->dx);
+    for (size_t i = 0; i < parts.size(); ++i) {
+      const BackwardChannels<T>& shard = shards[i];
+      if (!shard.has_results()) continue;
       for (int64_t c = begin; c < end; ++c) {
-        coefficients[c - begin] = InputGradient<Arithmetic<T>>::of(
-            statistics[c], gamma_at<T>(part->gamma, c), sums[c - begin], count);
+        coefficients[c - begin] = shard.input_gradient(c, sums[c - begin], count);
       }
-      for_planes(part->view, begin, end, [&](int64_t c, int64_t at) {
-        loops<T>().input_gradient(dy + at, x + at, part->view.S, coefficients[c - begin], dx + at,
-                                  part->store);
+      for_planes(parts[i]->view, begin, end, [&](int64_t c, int64_t at) {
+        loops<T>().input_gradient(shard.sources, at, parts[i]->view.S, coefficients[c - begin],
+                                  *shard.gates(c), shard.results);
       });
     }
   });
 }
 
 template <typename T>
-constexpr Kernels kCpuKernels{forward_sums<T>,     forward<T>,           backward_sums<T>,
-                              backward<T>,         backward_constant<T>, forward_together<T>,
-                              backward_together<T>};
+constexpr Kernels kCpuKernels{forward_sums<T>, forward<T>,          backward_sums<T>,
+                              backward<T>,     forward_together<T>, backward_together<T>};
 
 }  // namespace
 

@@ -53,30 +53,53 @@ struct Deliveries {
   Delivery items[kMaxDeliveries];
 };
 
-// Null gamma means ones, null beta means dx with constant statistics. Null coefficients are not
-// computed.
+// Null gamma means ones. Null coefficients are not computed.
 struct ForwardFinish {
   int64_t C, batches;
   const Statistics* statistics;
   const void *gamma, *beta;
+  Epilogue epilogue;
   void* coefficients;
   // Bytes per batch: coefficients_size(C).
   int64_t coefficients_stride;
+};
+
+// The start of a backward pass with an activation or a gradient of the residual: the gates within
+// the coefficients, and, unless null, the statistics of z (formulas.h), from which x is recovered.
+struct BackwardStart {
+  int64_t C, batches;
+  const Statistics* statistics;
+  const void *gamma, *beta;
+  Epilogue epilogue;
+  // Whether y decides on the gates, or x.
+  bool reads_y;
+  void* coefficients;
+  int64_t coefficients_stride;
+  Statistics* recovered;
 };
 
 // `sums` and `counts` are those of all devices; null sums mean constant statistics. Null gradients
 // and coefficients are not computed.
 struct BackwardFinish {
   int64_t C, batches;
-  const Statistics* statistics;
+  // `used` are those of the sums: of x, or of z.
+  const Statistics *statistics, *used;
   const void* gamma;
+  Epilogue epilogue;
   const ChannelSums *own_sums, *sums;
   const double* counts;
+  // Whether the coefficients have gates.
+  bool gated;
   void* coefficients;
   int64_t coefficients_stride;
   void *dgamma, *dbeta;
   bool add_dgamma, add_dbeta;
 };
+
+// Whether dx takes coefficients with gates.
+inline bool is_gated(const BackwardShard& shard) {
+  return shard.epilogue.activation != Activation::kNone || shard.dresidual;
+}
 
 // The kernels for one dtype, on device pointers. Functions queue the work and return cudaError_t.
 // `multiprocessors` is the number of the device's; it affects no result.
@@ -86,23 +109,24 @@ struct CudaKernels {
   // sums[c] = {sum(x), sum(x^2)}.
   int (*forward_sums)(const View&, const void* x, ChannelSums* work, ChannelSums* sums,
                       int multiprocessors, Stream);
-  // sums[c] = {sum(dy), sum(dy * (x - mean))}.
-  int (*backward_sums)(const View&, const void* dy, const void* x, const Statistics*,
+  // The sums of kernels.h, given the statistics that they refer to; and, with an activation, the
+  // coefficients of start_backward.
+  int (*backward_sums)(const BackwardShard&, const Statistics*, const void* coefficients,
                        ChannelSums* work, ChannelSums* sums, int multiprocessors, Stream);
   // Bytes of the coefficients of C channels.
   int64_t (*coefficients_size)(int64_t C);
   int (*finish_forward)(const ForwardFinish&, const Deliveries&, Stream);
+  int (*start_backward)(const BackwardStart&, Stream);
   int (*finish_backward)(const BackwardFinish&, Stream);
   int (*statistics_of_arrays)(int64_t C, const void* mean, const void* variance, double epsilon,
                               Statistics*, Stream);
   int (*statistics_of_sums)(int64_t C, const ChannelSums*, double count, double epsilon,
                             Statistics*, Stream);
-  // y, given the coefficients of finish_forward; y may be x. Also dx with constant statistics.
-  int (*normalize)(const View&, const void* x, const void* coefficients, void* y, Store,
-                   int multiprocessors, Stream);
-  // dx, given the coefficients of finish_backward; dx may be dy.
-  int (*input_gradient)(const View&, const void* dy, const void* x, const void* coefficients,
-                        void* dx, Store, int multiprocessors, Stream);
+  // y, given the coefficients of finish_forward; y may be x.
+  int (*normalize)(const ForwardShard&, const void* coefficients, int multiprocessors, Stream);
+  // dx and dresidual, given the coefficients of finish_backward; dx may be dy.
+  int (*input_gradient)(const BackwardShard&, const void* coefficients, int multiprocessors,
+                        Stream);
 };
 
 struct CudaBackend {

@@ -214,10 +214,10 @@ void CudaPass::forward_sums(const View& view, const void* x, ChannelSums* sums) 
         "The kernel of the sums");
 }
 
-void CudaPass::backward_sums(const View& view, const void* dy, const void* x, const Statistics* s,
-                             ChannelSums* sums) {
-  check(kernels_.backward_sums(view, dy, x, s, work(view), sums, slot_->multiprocessors,
-                               slot_->stream),
+void CudaPass::backward_sums(const BackwardShard& shard, const Statistics* s,
+                             const void* coefficients, ChannelSums* sums) {
+  check(kernels_.backward_sums(shard, s, coefficients, work(shard.view), sums,
+                               slot_->multiprocessors, slot_->stream),
         "The kernel of the backward sums");
 }
 
@@ -234,20 +234,21 @@ void CudaPass::finish_forward(const ForwardFinish& task, const Deliveries& deliv
         "The kernel of the forward coefficients");
 }
 
+void CudaPass::start_backward(const BackwardStart& task) {
+  check(kernels_.start_backward(task, slot_->stream), "The kernel of the gates");
+}
+
 void CudaPass::finish_backward(const BackwardFinish& task) {
   check(kernels_.finish_backward(task, slot_->stream), "The kernel of the backward coefficients");
 }
 
-void CudaPass::normalize(const View& view, const void* x, const void* coefficients, void* y,
-                         Store how) {
-  check(kernels_.normalize(view, x, coefficients, y, how, slot_->multiprocessors, slot_->stream),
+void CudaPass::normalize(const ForwardShard& shard, const void* coefficients) {
+  check(kernels_.normalize(shard, coefficients, slot_->multiprocessors, slot_->stream),
         "The kernel of y");
 }
 
-void CudaPass::input_gradient(const View& view, const void* dy, const void* x,
-                              const void* coefficients, void* dx, Store how) {
-  check(kernels_.input_gradient(view, dy, x, coefficients, dx, how, slot_->multiprocessors,
-                                slot_->stream),
+void CudaPass::input_gradient(const BackwardShard& shard, const void* coefficients) {
+  check(kernels_.input_gradient(shard, coefficients, slot_->multiprocessors, slot_->stream),
         "The kernel of dx");
 }
 

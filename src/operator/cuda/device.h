@@ -66,15 +66,15 @@ class CudaPass {
   // The following only queue work. Sums, statistics and coefficients are on the device, C entries
   // per batch.
   void forward_sums(const View& view, const void* x, ChannelSums* sums);
-  void backward_sums(const View& view, const void* dy, const void* x, const Statistics* s,
+  void backward_sums(const BackwardShard& shard, const Statistics* s, const void* coefficients,
                      ChannelSums* sums);
   Statistics* given_statistics(int64_t C, const void* mean, const void* variance, double epsilon);
   int64_t coefficients_size(int64_t C) const { return kernels_.coefficients_size(C); }
   void finish_forward(const ForwardFinish& task, const Deliveries& deliveries);
+  void start_backward(const BackwardStart& task);
   void finish_backward(const BackwardFinish& task);
-  void normalize(const View& view, const void* x, const void* coefficients, void* y, Store how);
-  void input_gradient(const View& view, const void* dy, const void* x, const void* coefficients,
-                      void* dx, Store how);
+  void normalize(const ForwardShard& shard, const void* coefficients);
+  void input_gradient(const BackwardShard& shard, const void* coefficients);
 
   void clear(void* memory, size_t bytes);
 

@@ -2,6 +2,8 @@
 #ifndef GLUON_SYNCBN_CUDA_ELEMENTWISE_CUH_
 #define GLUON_SYNCBN_CUDA_ELEMENTWISE_CUH_
 
+#include <type_traits>
+
 #include "cuda/backend.h"
 #include "cuda/sums/runs.cuh"
 
@@ -49,7 +51,28 @@ struct Divider {
   }
 };
 
-// The arguments of an elementwise kernel: to = affine(a) or affine(a, b).
+// The coefficients of y with a residual.
+template <typename A>
+struct NormalizeSum {
+  Normalize<A> normalize;
+};
+
+// The operands of a set of coefficients.
+template <typename F>
+constexpr int kOperands = 1;
+template <typename A>
+constexpr int kOperands<NormalizeSum<A>> = 2;
+template <typename A>
+constexpr int kOperands<InputGradient<A>> = 2;
+template <typename A>
+constexpr int kOperands<GatedGradient<A>> = 3;
+
+// The arguments of an elementwise kernel. Operands and results:
+//
+// - Normalize: x; y
+// - NormalizeSum: x, residual; y
+// - InputGradient: dy, x; dx
+// - GatedGradient: dy, x, v; dx, dresidual, either of which may be null
 struct MapTask {
   int64_t C, S, size;
   const void *a, *b;
@@ -70,85 +93,151 @@ struct MapTask {
   SBN_DEVICE int64_t channel_of(int64_t plane) const { return plane % C; }
 };
 
-template <typename A>
-SBN_DEVICE A apply(const Normalize<A>& affine, A a, A) {
-  return affine(a);
+// The results of kCount values, those of dresidual in `seconds`. f(j) has the coefficients of value
+// j; a(j), b(j) and v(j) are its operands.
+template <typename T, typename F, int kCount, typename Coefficients, typename Value>
+SBN_DEVICE void evaluate(const EpilogueTask<Arithmetic<T>>& epilogue, const Coefficients& f,
+                         const Value& a, const Value& b, const Value& v,
+                         Arithmetic<T> (&results)[kCount], Arithmetic<T> (&seconds)[kCount]) {
+  using A = Arithmetic<T>;
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    const F affine = f(j);
+    if constexpr (std::is_same<F, GatedGradient<A>>::value) {
+      const auto gates = Gates<A, true>::of(epilogue, affine);
+      seconds[j] = gates.dy(a(j), v(j));
+      results[j] = affine.input(seconds[j], gates.x(b(j), v(j)));
+    } else if constexpr (std::is_same<F, InputGradient<A>>::value) {
+      results[j] = affine(a(j), b(j));
+    } else if constexpr (std::is_same<F, NormalizeSum<A>>::value) {
+      // As if another operator had added them.
+      T rounded;
+      narrow(affine.normalize(a(j)), &rounded);
+      results[j] = widen(rounded) + b(j);
+    } else {
+      results[j] = affine(a(j));
+    }
+  }
+  if constexpr (std::is_same<F, Normalize<A>>::value || std::is_same<F, NormalizeSum<A>>::value) {
+    if (epilogue.activation == Activation::kNone) return;
+    const bool is_relu = epilogue.activation == Activation::kRelu;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      // Preserves NaN, and relu gives no negative zero.
+      const A rest = is_relu ? A{0} : results[j] * epilogue.slope;
+      results[j] = results[j] <= 0 ? rest : results[j];
+    }
+  }
 }
-template <typename A>
-SBN_DEVICE A apply(const InputGradient<A>& affine, A a, A b) {
-  return affine(a, b);
-}
-template <typename F>
-constexpr bool kTakesTwo = false;
-template <typename A>
-constexpr bool kTakesTwo<InputGradient<A>> = true;
 
 template <typename T, typename F>
-SBN_DEVICE void map_value(const MapTask& task, int64_t i) {
+SBN_DEVICE void map_value(const MapTask& task, const EpilogueTask<Arithmetic<T>>& epilogue,
+                          int64_t i) {
   using A = Arithmetic<T>;
+  constexpr int kArrays = kOperands<F>;
   const F affine = load_affine<F>(task.coefficients, i / task.S % task.C);
-  const A a = widen(static_cast<const T*>(task.a)[i]);
-  const A b = kTakesTwo<F> ? widen(static_cast<const T*>(task.b)[i]) : a;
-  T* const to = static_cast<T*>(task.to) + i;
-  A result = apply(affine, a, b);
-  if (task.add) result = widen(*to) + result;
-  narrow(result, to);
+  const auto operand = [&](const void* from, bool exists) {
+    return exists ? widen(static_cast<const T*>(from)[i]) : A{0};
+  };
+  const A a = operand(task.a, true), b = operand(task.b, kArrays > 1);
+  const A v = operand(epilogue.v, kArrays > 2);
+  A results[1], seconds[1];
+  const auto value = [](A x) { return [=](int) { return x; }; };
+  evaluate<T, F>(
+      epilogue, [&](int) { return affine; }, value(a), value(b), value(v), results, seconds);
+  const auto store = [&](A result, void* array, bool add) {
+    T* const to = static_cast<T*>(array) + i;
+    if (add) result = widen(*to) + result;
+    narrow(result, to);
+  };
+  if (kArrays < 3 || task.to) store(results[0], task.to, task.add);
+  if constexpr (kArrays == 3) {
+    if (epilogue.dresidual) store(seconds[0], epilogue.dresidual, epilogue.add_dresidual);
+  }
 }
 
 // The values before and after the vectors, fewer than two vectors each: one value per thread.
 template <typename T, typename F>
-SBN_DEVICE void map_ends(const MapTask& task, int64_t thread) {
+SBN_DEVICE void map_ends(const MapTask& task, const EpilogueTask<Arithmetic<T>>& epilogue,
+                         int64_t thread) {
   const int64_t behind = task.head + task.vectors * kPack<T>;
-  if (thread < task.head) map_value<T, F>(task, thread);
-  if (behind + thread < task.size && thread < 2 * kPack<T>) map_value<T, F>(task, behind + thread);
+  if (thread < task.head) map_value<T, F>(task, epilogue, thread);
+  if (behind + thread < task.size && thread < 2 * kPack<T>)
+    map_value<T, F>(task, epilogue, behind + thread);
 }
 
 // Loads the operands of a vector, and stores its results.
 template <typename T, typename F, bool kAligned>
 struct Operands {
   using A = Arithmetic<T>;
-  static constexpr int kSize = kPack<T>;
-  Fetched<kAligned> a, b;
-  Words to;
+  static constexpr int kSize = kPack<T>, kArrays = kOperands<F>;
+  Fetched<kAligned> a, b, v;
+  Words to, second;
 
-  SBN_DEVICE void load(const MapTask& task, int64_t i) {
+  SBN_DEVICE void load(const MapTask& task, const EpilogueTask<A>& epilogue, int64_t i) {
     a = Fetched<kAligned>::load(static_cast<const T*>(task.a) + i);
-    if (kTakesTwo<F>) b = Fetched<kAligned>::load(static_cast<const T*>(task.b) + i);
+    if (kArrays > 1) b = Fetched<kAligned>::load(static_cast<const T*>(task.b) + i);
     if (task.add) to = load_words(static_cast<const T*>(task.to) + i);
+    if constexpr (kArrays > 2) {
+      if (epilogue.v != task.b) {
+        v = Fetched<kAligned>::load(static_cast<const T*>(epilogue.v) + i);
+      }
+      if (epilogue.add_dresidual) {
+        second = load_words(static_cast<const T*>(epilogue.dresidual) + i);
+      }
+    }
   }
 
-  // affine(j) has the coefficients of value j.
-  template <typename Affine>
-  SBN_DEVICE void store(const MapTask& task, int64_t i, const Affine& affine) const {
-    // The same for all vectors.
-    const auto shift = [&](const void* p) { return misalignment(static_cast<const T*>(p) + i); };
-    const Words a_words = a.template words<T>(kAligned ? 0 : shift(task.a));
-    const Words b_words =
-        kTakesTwo<F> ? b.template words<T>(kAligned ? 0 : shift(task.b)) : a_words;
-    A results[kSize];
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) {
-      results[j] = apply(affine(j), value_at<T>(a_words, j), value_at<T>(b_words, j));
+  // f(j) has the coefficients of value j.
+  template <typename Coefficients>
+  SBN_DEVICE void store(const MapTask& task, const EpilogueTask<A>& epilogue, int64_t i,
+                        const Coefficients& f) const {
+    const auto words = [&](const Fetched<kAligned>& fetched, const void* from) {
+      // The same for all vectors.
+      const unsigned shift = misalignment(static_cast<const T*>(from) + i);
+      return fetched.template words<T>(kAligned ? 0 : shift);
+    };
+    const Words a_words = words(a, task.a);
+    const Words b_words = kArrays > 1 ? words(b, task.b) : a_words;
+    const Words v_words = kArrays > 2 && epilogue.v != task.b ? words(v, epilogue.v) : b_words;
+    const auto values = [](const Words& from) {
+      return [&](int j) { return value_at<T>(from, j); };
+    };
+    A results[kSize], seconds[kSize];
+    evaluate<T, F>(epilogue, f, values(a_words), values(b_words), values(v_words), results,
+                   seconds);
+    if (kArrays < 3 || task.to) put(results, to, static_cast<T*>(task.to) + i, task.add);
+    if constexpr (kArrays > 2) {
+      if (epilogue.dresidual) {
+        put(seconds, second, static_cast<T*>(epilogue.dresidual) + i, epilogue.add_dresidual);
+      }
     }
-    if (task.add) {
+  }
+
+ private:
+  SBN_DEVICE static void put(A (&results)[kSize], const Words& before, T* to, bool add) {
+    if (add) {
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) results[j] = value_at<T>(to, j) + results[j];
+      for (int j = 0; j < kSize; ++j) results[j] = value_at<T>(before, j) + results[j];
     }
-    store_words(static_cast<T*>(task.to) + i, words_of<T>(results));
+    store_words(to, words_of<T>(results));
   }
 };
 
 template <typename F>
-constexpr int kVectorsPerThread = kTakesTwo<F> ? 2 : 4;
+constexpr int kVectorsPerThread = kOperands<F> == 1 ? 4
+                                  : sizeof(F) > 48  ? 1
+                                                    : 2;
 
 // S > 1: a thread has several vectors, and those of a block are contiguous. `I` can index the whole
 // array. `kAligned`: a vector has values of at most two planes.
 template <typename I, typename T, typename F, bool kAligned>
-__global__ void __launch_bounds__(kThreads) map_planes(MapTask task) {
+__global__ void __launch_bounds__(kThreads)
+    map_planes(MapTask task, EpilogueTask<Arithmetic<T>> epilogue) {
   constexpr int kSize = kPack<T>, kVectors = kVectorsPerThread<F>;
   const I vectors = static_cast<I>(task.vectors), S = static_cast<I>(task.S);
   const I C = static_cast<I>(task.C);
-  if (blockIdx.x == 0) map_ends<T, F>(task, threadIdx.x);
+  if (blockIdx.x == 0) map_ends<T, F>(task, epilogue, threadIdx.x);
   const I start = static_cast<I>(blockIdx.x) * (kThreads * kVectors) + threadIdx.x;
   Operands<T, F, kAligned> operands[kVectors];
   F coefficients[kVectors];
@@ -158,7 +247,7 @@ __global__ void __launch_bounds__(kThreads) map_planes(MapTask task) {
   };
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    if (start + k * kThreads < vectors) operands[k].load(task, index(k));
+    if (start + k * kThreads < vectors) operands[k].load(task, epilogue, index(k));
   }
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
@@ -176,17 +265,17 @@ __global__ void __launch_bounds__(kThreads) map_planes(MapTask task) {
   for (int k = 0; k < kVectors; ++k) {
     if (start + k * kThreads >= vectors) break;
     if (left[k] >= kSize && !mixed) {
-      operands[k].store(task, index(k), [&](int) { return coefficients[k]; });
+      operands[k].store(task, epilogue, index(k), [&](int) { return coefficients[k]; });
     } else if (kAligned || S >= kSize) {
       const F second = load_affine<F>(task.coefficients, next(channels[k]));
-      operands[k].store(task, index(k), [&](int j) {
+      operands[k].store(task, epilogue, index(k), [&](int j) {
         return static_cast<I>(j) < left[k] ? coefficients[k] : second;
       });
     } else {
       // Several planes in one vector.
       F affine = coefficients[k];
       I c = channels[k], behind = left[k];
-      operands[k].store(task, index(k), [&](int j) {
+      operands[k].store(task, epilogue, index(k), [&](int j) {
         if (static_cast<I>(j) == behind) {
           behind += S;
           c = next(c);
@@ -198,25 +287,28 @@ __global__ void __launch_bounds__(kThreads) map_planes(MapTask task) {
   }
 }
 
-// Resident blocks of map_rows per multiprocessor, limited by registers.
+// Resident blocks of map_rows per multiprocessor, limited by registers, and vectors per thread.
 template <typename T, typename F, bool kAligned>
-constexpr int kMapBlocks = kAligned ? (sizeof(T) == 2 ? 2 : 3) + (kTakesTwo<F> ? 0 : 1) : 2;
+constexpr int kMapBlocks =
+    kAligned && kOperands<F> < 3 ? (sizeof(T) == 2 ? 2 : 3) + (kOperands<F> == 1 ? 1 : 0) : 2;
+template <typename F, bool kAligned>
+constexpr int kRowVectors = kOperands<F> == 1 || (kAligned && kOperands<F> == 2) ? 2 : 1;
 
 // S = 1: the number of threads is such that each of them always has the same channels, and keeps
 // their coefficients in registers.
 template <typename T, typename F, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kMapBlocks<T, F, kAligned>)
-    map_rows(MapTask task, int64_t threads) {
-  constexpr int kSize = kPack<T>, kUnroll = kAligned || !kTakesTwo<F> ? 2 : 1;
+    map_rows(MapTask task, EpilogueTask<Arithmetic<T>> epilogue, int64_t threads) {
+  constexpr int kSize = kPack<T>, kUnroll = kRowVectors<F, kAligned>;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  map_ends<T, F>(task, thread);
+  map_ends<T, F>(task, epilogue, thread);
   if (thread >= threads || thread >= task.vectors) return;
   Operands<T, F, kAligned> operands[kUnroll] = {};
   const auto load = [&](int64_t base) {
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       const int64_t v = base + k * threads;
-      if (k == 0 || v < task.vectors) operands[k].load(task, task.head + v * kSize);
+      if (k == 0 || v < task.vectors) operands[k].load(task, epilogue, task.head + v * kSize);
     }
   };
   // The first loads overlap with those of the coefficients. Not if unaligned, which takes twice the
@@ -235,7 +327,8 @@ __global__ void __launch_bounds__(kThreads, kMapBlocks<T, F, kAligned>)
     for (int k = 0; k < kUnroll; ++k) {
       const int64_t v = base + k * threads;
       if (v >= task.vectors) break;
-      operands[k].store(task, task.head + v * kSize, [&](int j) { return coefficients[j]; });
+      operands[k].store(task, epilogue, task.head + v * kSize,
+                        [&](int j) { return coefficients[j]; });
     }
   }
 }
@@ -260,6 +353,18 @@ SBN_DEVICE int64_t global_thread() {
   return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
 }
 
+// The gamma of channel c that y has.
+template <typename A, typename Task>
+SBN_DEVICE double gamma_of(const Task& task, int64_t c) {
+  return task.gamma ? effective_gamma(static_cast<const A*>(task.gamma)[c], task.epilogue) : 1.0;
+}
+
+template <typename A, typename Task>
+SBN_DEVICE Normalize<A> normalize_of(const Task& task, int64_t i, int64_t c) {
+  const double beta = static_cast<const A*>(task.beta)[c];
+  return Normalize<A>::of(task.statistics[i], gamma_of<A>(task, c), beta);
+}
+
 // The coefficients of y for each channel of all batches, and the deliveries.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
@@ -270,15 +375,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t c = i % task.C;
   void* const coefficients =
       static_cast<char*>(task.coefficients) + i / task.C * task.coefficients_stride;
-  const double gamma = task.gamma ? static_cast<double>(static_cast<const A*>(task.gamma)[c]) : 1.0;
-  if (task.beta) {
-    const double beta = static_cast<const A*>(task.beta)[c];
-    store_affine(Normalize<A>::of(task.statistics[i], gamma, beta), coefficients, c);
-  } else {
-    // dx with constant statistics.
-    const Normalize<A> affine{0, 0, static_cast<A>(gamma * task.statistics[i].inv_std), 0};
-    store_affine(affine, coefficients, c);
-  }
+  store_affine(normalize_of<A>(task, i, c), coefficients, c);
 }
 
 template <typename P>
@@ -298,6 +395,28 @@ __global__ void __launch_bounds__(kThreads)
   if (c < C) statistics[c] = batch_statistics(sums[c], count, epsilon);
 }
 
+// The gates of each channel of all batches, and the statistics of z. `zero` as in Gate.
+template <typename A>
+__global__ void __launch_bounds__(kThreads) start_backward(BackwardStart task, A zero) {
+  const int64_t i = global_thread();
+  if (i >= task.C * task.batches) return;
+  const int64_t c = i % task.C;
+  // Always open.
+  Gate<A> gate{0, -1, 1};
+  if (task.epilogue.activation != Activation::kNone) {
+    const double slope = task.epilogue.slope;
+    gate = task.reads_y ? Gate<A>::of_y(slope)
+                        : Gate<A>::of_x(normalize_of<A>(task, i, c), zero, slope);
+  }
+  const GatedGradient<A> coefficients{gate.sign, gate.threshold, {}};
+  char* const to = static_cast<char*>(task.coefficients) + i / task.C * task.coefficients_stride;
+  store_affine(coefficients, to, c);
+  if (task.recovered) {
+    task.recovered[i] =
+        statistics_of_normalized(gamma_of<A>(task, c), static_cast<const A*>(task.beta)[c]);
+  }
+}
+
 // The coefficients of dx, from the sums of all devices, and the gradients of gamma and beta, from
 // those of this one, summed over the batches. Without the 4, CUDA 11.2 takes 48 registers on sm_80
 // and spills one.
@@ -305,20 +424,22 @@ template <typename A>
 __global__ void __launch_bounds__(kThreads, 4) finish_backward(BackwardFinish task) {
   const int64_t c = global_thread();
   if (c >= task.C) return;
-  const double gamma = task.gamma ? static_cast<double>(static_cast<const A*>(task.gamma)[c]) : 1.0;
   double dgamma = 0, dbeta = 0;
   for (int64_t b = 0; b < task.batches; ++b) {
     const int64_t i = b * task.C + c;
-    const Statistics s = task.statistics[i];
+    const Statistics s = task.used[i];
     dgamma += task.own_sums[i].second.value() * s.inv_std;
     dbeta += task.own_sums[i].first.value();
     if (!task.coefficients) continue;
     void* const coefficients = static_cast<char*>(task.coefficients) + b * task.coefficients_stride;
-    if (task.sums) {
-      const double count = task.counts[b];
-      store_affine(InputGradient<A>::of(s, gamma, task.sums[i], count), coefficients, c);
+    const double factor = gamma_of<A>(task, c) * task.statistics[i].inv_std;
+    const ChannelSums sums = task.sums ? task.sums[i] : ChannelSums();
+    const double count = task.sums ? task.counts[b] : 0;
+    const auto affine = InputGradient<A>::of(s, factor, sums, count);
+    if (task.gated) {
+      static_cast<GatedGradient<A>*>(coefficients)[c].input = affine;
     } else {
-      store_affine(Normalize<A>{0, 0, static_cast<A>(gamma * s.inv_std), 0}, coefficients, c);
+      store_affine(affine, coefficients, c);
     }
   }
   if (task.dgamma) {

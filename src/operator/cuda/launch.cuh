@@ -42,10 +42,11 @@ inline int64_t choose_slices(int64_t blocks, int64_t resident, int64_t units, in
 }
 
 // The kernel of sums for a view, and its blocks.
-template <typename T, bool kBackward>
+template <typename T, int kArrays>
 struct SumsPlan {
   enum Kind { kPlanes, kTiles, kRows, kValues } kind;
   SumsTask task{};
+  EpilogueTask<Arithmetic<T>> epilogue{};
   dim3 grid;
 
   SumsPlan(const View& v, int multiprocessors) : multiprocessors_(multiprocessors) {
@@ -59,22 +60,22 @@ struct SumsPlan {
     task.lanes = 1;
     // If a tile holds at least two planes. For larger ones, shifting unaligned vectors is cheaper
     // than shared memory.
-    if (v.S > 1 && v.S % kPack<T> != 0 && 2 * v.S <= kTileValues<T, kBackward>) {
+    if (v.S > 1 && v.S % kPack<T> != 0 && 2 * v.S <= kTileValues<T, kArrays>) {
       kind = kTiles;
-      while (kWarp / task.lanes * v.S > kTileValues<T, kBackward>) task.lanes *= 2;
+      while (kWarp / task.lanes * v.S > kTileValues<T, kArrays>) task.lanes *= 2;
       // Odd, so that the lanes of a plane use different banks.
       task.chunk_size = static_cast<int>(divide_up(v.S, task.lanes) | 1);
       task.chunks = 1;
       task.units = task.N;
       blocks = divide_up(v.C, kWarp / task.lanes);
-      resident = kTileBlocks<T, kBackward>;
+      resident = kTileBlocks<T, kArrays>;
       at_once = kWarps;
     } else if (v.S > 1) {
       kind = kPlanes;
       split_planes(v.S);
       task.units = task.N * task.chunks;
       blocks = v.C;
-      resident = plane_blocks<T>(kBackward, v.S % kPack<T> == 0);
+      resident = plane_blocks<T>(kArrays, v.S % kPack<T> == 0);
       at_once = kThreads / task.lanes;
     } else if (v.R > 1) {
       kind = kRows;
@@ -136,20 +137,22 @@ struct SumsPlan {
     task.to = task.slices > 1 ? work : sums;
     const int64_t row = task.S > 1 ? task.S : task.C, size = task.N * task.R * task.C * task.S;
     task.x_end = static_cast<const T*>(task.x) + size;
-    task.dy_end = kBackward ? static_cast<const T*>(task.dy) + size : nullptr;
-    const bool aligned = row % kPack<T> == 0 && !misaligned(task.x) && !misaligned(task.dy);
+    task.dy_end = kArrays > 1 ? static_cast<const T*>(task.dy) + size : nullptr;
+    epilogue.v_end = kArrays > 2 ? static_cast<const T*>(epilogue.v) + size : nullptr;
+    const bool aligned = row % kPack<T> == 0 && !misaligned(task.x) && !misaligned(task.dy) &&
+                         !misaligned(epilogue.v);
     if (kind == kValues) {
-      SBN_LAUNCH_TOGETHER((sum_values<T, kBackward>), grid, stream, task);
+      SBN_LAUNCH_TOGETHER((sum_values<T, kArrays>), grid, stream, task, epilogue);
     } else if (kind == kTiles) {
-      SBN_LAUNCH_TOGETHER((sum_tiles<T, kBackward>), grid, stream, task);
+      SBN_LAUNCH_TOGETHER((sum_tiles<T, kArrays>), grid, stream, task, epilogue);
     } else if (kind == kPlanes && aligned) {
-      SBN_LAUNCH_TOGETHER((sum_planes<T, kBackward, true>), grid, stream, task);
+      SBN_LAUNCH_TOGETHER((sum_planes<T, kArrays, true>), grid, stream, task, epilogue);
     } else if (kind == kPlanes) {
-      SBN_LAUNCH_TOGETHER((sum_planes<T, kBackward, false>), grid, stream, task);
+      SBN_LAUNCH_TOGETHER((sum_planes<T, kArrays, false>), grid, stream, task, epilogue);
     } else if (aligned) {
-      SBN_LAUNCH_TOGETHER((sum_rows<T, kBackward, true>), grid, stream, task);
+      SBN_LAUNCH_TOGETHER((sum_rows<T, kArrays, true>), grid, stream, task, epilogue);
     } else {
-      SBN_LAUNCH_TOGETHER((sum_rows<T, kBackward, false>), grid, stream, task);
+      SBN_LAUNCH_TOGETHER((sum_rows<T, kArrays, false>), grid, stream, task, epilogue);
     }
     const int error = last_launch_error();
     if (error || task.slices == 1) return error;
@@ -169,44 +172,59 @@ struct SumsPlan {
 
 template <typename T>
 int64_t work_size(const View& view, int multiprocessors) {
-  return std::max(SumsPlan<T, false>(view, multiprocessors).work_size(),
-                  SumsPlan<T, true>(view, multiprocessors).work_size());
+  return std::max({SumsPlan<T, 1>(view, multiprocessors).work_size(),
+                   SumsPlan<T, 2>(view, multiprocessors).work_size(),
+                   SumsPlan<T, 3>(view, multiprocessors).work_size()});
 }
 
 template <typename T>
 int launch_forward_sums(const View& view, const void* x, ChannelSums* work, ChannelSums* sums,
                         int multiprocessors, Stream stream) {
-  SumsPlan<T, false> plan(view, multiprocessors);
+  SumsPlan<T, 1> plan(view, multiprocessors);
   plan.task.x = x;
   return plan.run(work, sums, stream);
+}
+
+template <typename A>
+EpilogueTask<A> epilogue_of(const BackwardShard& p, const void* coefficients) {
+  EpilogueTask<A> task{};
+  task.activation = p.epilogue.activation;
+  const bool activates = task.activation != Activation::kNone;
+  task.slope = static_cast<A>(activates ? p.epilogue.slope : 1);
+  task.inverse = static_cast<A>(p.recovers_x() ? 1 / p.epilogue.slope : 1);
+  task.v = activates && p.y ? p.y : p.x;
+  task.gates = coefficients;
+  task.dresidual = p.dresidual;
+  task.add_dresidual = p.dresidual && p.residual_store == Store::kAdd;
+  return task;
 }
 
 template <typename T>
-int launch_backward_sums(const View& view, const void* dy, const void* x, const Statistics* s,
+int launch_backward_sums(const BackwardShard& p, const Statistics* s, const void* coefficients,
                          ChannelSums* work, ChannelSums* sums, int multiprocessors, Stream stream) {
-  SumsPlan<T, true> plan(view, multiprocessors);
-  plan.task.dy = dy;
-  plan.task.x = x;
-  plan.task.statistics = s;
-  return plan.run(work, sums, stream);
+  const auto run = [&](auto plan) {
+    plan.task.dy = p.dy;
+    plan.task.x = p.recovers_x() ? p.y : p.x;
+    plan.task.statistics = s;
+    plan.epilogue = epilogue_of<Arithmetic<T>>(p, coefficients);
+    return plan.run(work, sums, stream);
+  };
+  return p.epilogue.activation == Activation::kNone ? run(SumsPlan<T, 2>(p.view, multiprocessors))
+                                                    : run(SumsPlan<T, 3>(p.view, multiprocessors));
 }
 
 template <typename T, typename F>
-int launch_map(const View& view, const void* a, const void* b, const void* coefficients, void* to,
-               Store how, int multiprocessors, Stream stream) {
+int launch_map(const View& view, MapTask task, const EpilogueTask<Arithmetic<T>>& epilogue,
+               int multiprocessors, Stream stream) {
   constexpr int64_t kSize = kPack<T>;
-  MapTask task{};
   task.C = view.C;
   task.S = view.S;
   task.size = view.size();
-  task.a = a;
-  task.b = b;
-  task.to = to;
-  task.coefficients = coefficients;
-  task.add = how == Store::kAdd;
-  // In place (`a` or `b` is `to`), no thread reads what another one writes, as `to` is then aligned
+  // In place (`to` is an operand), no thread reads what another one writes, as `to` is then aligned
   // like its operand.
-  const bool aligned = misaligned(a) == misaligned(to) && (!b || misaligned(b) == misaligned(to));
+  const void* const to = task.to ? task.to : epilogue.dresidual;
+  const auto fits = [&](const void* from) { return !from || misaligned(from) == misaligned(to); };
+  const bool aligned = fits(task.a) && fits(task.b) && fits(epilogue.v);
   // The kernel for unaligned arrays also takes vectors of several planes, and large arrays.
   const bool is_small = task.size < int64_t{1} << 31;
   const bool plain = aligned && (view.S == 1 || (view.S >= kSize && is_small));
@@ -222,11 +240,11 @@ int launch_map(const View& view, const void* a, const void* b, const void* coeff
         std::max<int64_t>(1, divide_up(task.vectors, int64_t{kThreads} * kVectorsPerThread<F>));
     const dim3 grid(static_cast<unsigned>(blocks));
     if (!is_small) {
-      SBN_LAUNCH((map_planes<int64_t, T, F, false>), grid, stream, task);
+      SBN_LAUNCH((map_planes<int64_t, T, F, false>), grid, stream, task, epilogue);
     } else if (plain) {
-      SBN_LAUNCH((map_planes<uint32_t, T, F, true>), grid, stream, task);
+      SBN_LAUNCH((map_planes<uint32_t, T, F, true>), grid, stream, task, epilogue);
     } else {
-      SBN_LAUNCH((map_planes<uint32_t, T, F, false>), grid, stream, task);
+      SBN_LAUNCH((map_planes<uint32_t, T, F, false>), grid, stream, task, epilogue);
     }
     return last_launch_error();
   }
@@ -237,31 +255,61 @@ int launch_map(const View& view, const void* a, const void* b, const void* coeff
   const int64_t threads = std::max(std::min(most, task.vectors) / period, int64_t{1}) * period;
   const dim3 grid(static_cast<unsigned>(divide_up(threads, kThreads)));
   if (plain) {
-    SBN_LAUNCH((map_rows<T, F, true>), grid, stream, task, threads);
+    SBN_LAUNCH((map_rows<T, F, true>), grid, stream, task, epilogue, threads);
   } else {
-    SBN_LAUNCH((map_rows<T, F, false>), grid, stream, task, threads);
+    SBN_LAUNCH((map_rows<T, F, false>), grid, stream, task, epilogue, threads);
   }
   return last_launch_error();
 }
 
 template <typename T>
-int launch_normalize(const View& view, const void* x, const void* coefficients, void* y, Store how,
-                     int multiprocessors, Stream stream) {
-  return launch_map<T, Normalize<Arithmetic<T>>>(view, x, nullptr, coefficients, y, how,
-                                                 multiprocessors, stream);
+int launch_normalize(const ForwardShard& p, const void* coefficients, int multiprocessors,
+                     Stream stream) {
+  using A = Arithmetic<T>;
+  MapTask task{};
+  task.a = p.x;
+  task.b = p.residual;
+  task.to = p.y;
+  task.add = p.store == Store::kAdd;
+  task.coefficients = coefficients;
+  EpilogueTask<A> epilogue{};
+  epilogue.activation = p.epilogue.activation;
+  epilogue.slope = static_cast<A>(p.epilogue.slope);
+  return p.residual
+             ? launch_map<T, NormalizeSum<A>>(p.view, task, epilogue, multiprocessors, stream)
+             : launch_map<T, Normalize<A>>(p.view, task, epilogue, multiprocessors, stream);
 }
 
 template <typename T>
-int launch_input_gradient(const View& view, const void* dy, const void* x, const void* coefficients,
-                          void* dx, Store how, int multiprocessors, Stream stream) {
-  return launch_map<T, InputGradient<Arithmetic<T>>>(view, dy, x, coefficients, dx, how,
-                                                     multiprocessors, stream);
+int launch_input_gradient(const BackwardShard& p, const void* coefficients, int multiprocessors,
+                          Stream stream) {
+  using A = Arithmetic<T>;
+  MapTask task{};
+  task.a = p.dy;
+  task.b = p.recovers_x() ? p.y : p.x;
+  task.to = p.dx;
+  task.add = p.dx && p.store == Store::kAdd;
+  task.coefficients = coefficients;
+  EpilogueTask<A> epilogue = epilogue_of<A>(p, coefficients);
+  if (!is_gated(p)) {
+    return launch_map<T, InputGradient<A>>(p.view, task, epilogue, multiprocessors, stream);
+  }
+  if (p.dx && p.dresidual && misaligned(p.dx) != misaligned(p.dresidual)) {
+    // Vectors are aligned in one result only. dresidual comes first, as dx may be dy.
+    BackwardShard first = p;
+    first.dx = nullptr;
+    const int error = launch_input_gradient<T>(first, coefficients, multiprocessors, stream);
+    if (error) return error;
+    epilogue.dresidual = nullptr;
+    epilogue.add_dresidual = false;
+  }
+  return launch_map<T, GatedGradient<A>>(p.view, task, epilogue, multiprocessors, stream);
 }
 
-// Enough for the coefficients of y or of dx.
+// Enough for each kind of coefficients.
 template <typename A>
 int64_t coefficients_size(int64_t C) {
-  return C * 16 * std::max(kCoefficientWords<Normalize<A>>, kCoefficientWords<InputGradient<A>>);
+  return C * 16 * kCoefficientWords<GatedGradient<A>>;
 }
 
 inline dim3 blocks_for(int64_t threads) {
@@ -275,6 +323,13 @@ int launch_finish_forward(const ForwardFinish& task, const Deliveries& deliverie
     threads = std::max(threads, deliveries.items[i].count);
   }
   SBN_LAUNCH(finish_forward<A>, blocks_for(threads), stream, task, deliveries);
+  return last_launch_error();
+}
+
+template <typename T>
+int launch_start_backward(const BackwardStart& task, Stream stream) {
+  using A = Arithmetic<T>;
+  SBN_LAUNCH(start_backward<A>, blocks_for(task.C * task.batches), stream, task, kLargestZero<T>);
   return last_launch_error();
 }
 
@@ -304,6 +359,7 @@ const CudaKernels kCudaKernels{work_size<T>,
                                launch_backward_sums<T>,
                                coefficients_size<Arithmetic<T>>,
                                launch_finish_forward<Arithmetic<T>>,
+                               launch_start_backward<T>,
                                launch_finish_backward<Arithmetic<T>>,
                                launch_statistics_of_arrays<Arithmetic<T>>,
                                launch_statistics_of_sums,

@@ -112,11 +112,11 @@ std::vector<BatchPtr> forward_on_gpu(const GpuForward& task) {
   deliver(task.inv_std, &statistics->inv_std);
   const int64_t size = pass.coefficients_size(C);
   char* const coefficients = first.y ? pass.on_device<char>(count * size) : nullptr;
-  pass.finish_forward({C, count, statistics, first.gamma, first.beta, coefficients, size},
-                      deliveries);
+  pass.finish_forward(
+      {C, count, statistics, first.gamma, first.beta, first.epilogue, coefficients, size},
+      deliveries);
   for (int64_t i = 0; i < count && coefficients; ++i) {
-    const ForwardShard& part = task.parts[i];
-    pass.normalize(part.view, part.x, coefficients + i * size, part.y, part.store);
+    pass.normalize(task.parts[i], coefficients + i * size);
   }
   if (!task.from_batch) running.fetch(&pass);
   // MXNet reads the results as soon as this call returns.
@@ -147,10 +147,19 @@ void backward_on_gpu(const GpuBackward& task) {
   }
   const double* const known_on_device = pass.upload(known, count * (C * kDoubles + 1));
   const auto* const statistics = reinterpret_cast<const Statistics*>(known_on_device);
+  const bool wanted = first.dx || first.dresidual, gated = is_gated(first);
+  const int64_t size = pass.coefficients_size(C);
+  char* const coefficients = wanted || gated ? pass.on_device<char>(count * size) : nullptr;
+  Statistics* const recovered =
+      first.recovers_x() ? pass.on_device<Statistics>(count * C) : nullptr;
+  if (gated) {
+    pass.start_backward({C, count, statistics, first.gamma, first.beta, first.epilogue,
+                         first.y != nullptr, coefficients, size, recovered});
+  }
+  const Statistics* const used = recovered ? recovered : statistics;
   ChannelSums* const own = pass.on_device<ChannelSums>(count * C);
   for (int64_t i = 0; i < count; ++i) {
-    const BackwardShard& part = task.parts[i];
-    pass.backward_sums(part.view, part.dy, part.x, statistics + i * C, own + i * C);
+    pass.backward_sums(task.parts[i], used + i * C, coefficients + i * size, own + i * C);
   }
 
   // Null if statistics are constants.
@@ -174,17 +183,11 @@ void backward_on_gpu(const GpuBackward& task) {
     }
   }
 
-  const int64_t size = pass.coefficients_size(C);
-  char* const coefficients = first.dx ? pass.on_device<char>(count * size) : nullptr;
-  pass.finish_backward({C, count, statistics, first.gamma, own, all, counts, coefficients, size,
-                        task.dgamma.to, task.dbeta.to, task.dgamma.add, task.dbeta.add});
-  for (int64_t i = 0; i < count && coefficients; ++i) {
-    const BackwardShard& p = task.parts[i];
-    if (task.from_batch) {
-      pass.input_gradient(p.view, p.dy, p.x, coefficients + i * size, p.dx, p.store);
-    } else {
-      pass.normalize(p.view, p.dy, coefficients + i * size, p.dx, p.store);
-    }
+  pass.finish_backward({C, count, statistics, used, first.gamma, first.epilogue, own, all, counts,
+                        gated, coefficients, size, task.dgamma.to, task.dbeta.to, task.dgamma.add,
+                        task.dbeta.add});
+  for (int64_t i = 0; i < count && wanted; ++i) {
+    pass.input_gradient(task.parts[i], coefficients + i * size);
   }
   pass.finish();
 }

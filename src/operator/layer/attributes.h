@@ -16,6 +16,11 @@ struct Attributes {
   int axis = 1;
   bool fix_gamma = false;
   bool use_global_stats = false;
+  Epilogue epilogue;
+  // Whether there is an input that is added before the activation.
+  bool residual = false;
+  // Backward recovers x from y.
+  bool inplace = false;
   // Traced for GPUs: without the layout copies that oneDNN needs on the CPU.
   bool gpu_only = false;
   // The id of this node among the layer's nodes in graphs; -1 for imperative calls.
@@ -29,6 +34,13 @@ struct Attributes {
   std::string error;
 
   Attributes(int size, const char** keys, const char** values);
+
+  int inputs() const { return residual ? 4 : 3; }
+  bool has_activation() const { return epilogue.activation != Activation::kNone; }
+  // Whether backward reads x, beta and y.
+  bool needs_x() const { return !inplace; }
+  bool needs_beta() const { return has_activation(); }
+  bool needs_y() const { return inplace || (residual && has_activation()); }
 
  private:
   template <typename T>

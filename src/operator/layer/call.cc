@@ -17,8 +17,7 @@ namespace {
 
 // The offsets of a callback's arrays, CustomOp of MXNet's custom.cc: in forward inputs, outputs,
 // auxiliary states; in backward gradients of outputs, inputs, outputs, gradients of inputs.
-constexpr int kForwardOutputs = kNumInputs, kForwardRunning = kNumInputs + kNumOutputs;
-constexpr int kBackwardInputs = kNumOutputs, kGradients = kNumOutputs + kNumInputs + kNumOutputs;
+constexpr int kBackwardInputs = kNumOutputs;
 
 std::atomic<int64_t> call_count{0};
 
@@ -48,7 +47,7 @@ std::vector<const Part*> parts_of(const std::vector<Contribution*>& contribution
 
 // y of one part.
 void normalize(const Kernels& kernels, const ForwardShard& p, const Batch& batch) {
-  if (p.y) kernels.forward(p.view, p.x, batch.channels.data(), p.gamma, p.beta, p.y, p.store);
+  if (p.y) kernels.forward(p, batch.channels.data());
 }
 
 // y of all parts, and their statistics.
@@ -75,10 +74,9 @@ void write_values(const Arrays& arrays, int array, int request, DType dtype, int
 // The running mean, variance, and the number of batches or null.
 struct RunningPointers {
   void* each[3];
-  RunningPointers(const Arrays& arrays, bool cumulative)
-      : each{arrays.data(kForwardRunning + kRunningMean),
-             arrays.data(kForwardRunning + kRunningVar),
-             cumulative ? arrays.data(kForwardRunning + kNumBatches) : nullptr} {}
+  RunningPointers(const Arrays& arrays, int first, bool cumulative)
+      : each{arrays.data(first + kRunningMean), arrays.data(first + kRunningVar),
+             cumulative ? arrays.data(first + kNumBatches) : nullptr} {}
 };
 
 }  // namespace
@@ -88,6 +86,9 @@ Call::Call(const Attributes& attributes, const LayerPtr& layer, const char* cont
       layer_(layer),
       device_(context),
       gpu_(gpu_of(device_)),
+      outputs_(attributes.inputs()),
+      running_arrays_(outputs_ + kNumOutputs),
+      gradients_(kBackwardInputs + attributes.inputs() + kNumOutputs),
       number_(call_count++),
       recomputes_(attributes.node >= 0 && (attributes.force_mirroring || mirrors())),
       running_(process.running_states->of(attributes.layer, device_)) {
@@ -95,16 +96,16 @@ Call::Call(const Attributes& attributes, const LayerPtr& layer, const char* cont
 }
 
 int Call::forward(Arrays* arrays, const int* requests, bool is_train) {
-  return run(arrays, kForwardOutputs + kOutput, requests, &id_,
+  return run(arrays, outputs_ + kOutput, kNumOutputs, requests, &id_,
              [&] { forward_pass(*arrays, requests, is_train); });
 }
 
 int Call::backward(Arrays* arrays, const int* requests) {
-  return run(arrays, kGradients + kData, requests, nullptr,
+  return run(arrays, gradients_ + kData, attributes_.inputs(), requests, nullptr,
              [&] { backward_pass(*arrays, requests); });
 }
 
-int Call::run(Arrays* arrays, int written, const int* requests, const CallId* forward,
+int Call::run(Arrays* arrays, int written, int count, const int* requests, const CallId* forward,
               const std::function<void()>& work) {
   std::string text;
   try {
@@ -120,7 +121,7 @@ int Call::run(Arrays* arrays, int written, const int* requests, const CallId* fo
   if (process.naive_engine) throw dmlc::Error(text);
   // Once the user has waited for one result, MXNet forgets the error and goes on with the values of
   // the others.
-  for (int i = 0; i < 3 && has_kernels(); ++i) clear(*arrays, written + i, requests[i]);
+  for (int i = 0; i < count && has_kernels(); ++i) clear(*arrays, written + i, requests[i]);
   report_error(arrays->release(written), device_, text);
   return 1;
 }
@@ -167,7 +168,7 @@ void Call::check_engine() const {
 
 void Call::check_count(const Arrays& arrays) const {
   const DType parameters = dtype_of_parameters(arrays.dtype(kData));
-  const DType count = arrays.dtype(kForwardRunning + kNumBatches);
+  const DType count = arrays.dtype(running_arrays_ + kNumBatches);
   if (count != parameters) {
     throw std::runtime_error(std::string("num_batches_tracked is of dtype ") + name_of(count) +
                              " and must be " + name_of(parameters) +
@@ -193,12 +194,19 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
         " holds no values. Do not train the net with it: leave the device out of the step within "
         "gluon_syncbn.participants.");
   }
+  if (requests[kOutput] == kAddTo && attributes_.needs_y()) {
+    throw std::runtime_error(
+        "backward reads y, and y was requested to be added to another array: request it with "
+        "'write'.");
+  }
   const bool wanted = requests[kOutput] != kNullOp && view.size() > 0;
   const ForwardShard whole{view,
                            arrays.data(kData),
                            gamma(arrays.data(kGamma)),
                            arrays.data(kBeta),
-                           wanted ? arrays.data(kForwardOutputs + kOutput) : nullptr,
+                           attributes_.residual ? arrays.data(kResidual) : nullptr,
+                           attributes_.epilogue,
+                           wanted ? arrays.data(outputs_ + kOutput) : nullptr,
                            store_of(requests[kOutput])};
   if (from_batch_ && attributes_.running.cumulative) check_count(arrays);
   batches_ =
@@ -207,25 +215,35 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
 
 void Call::backward_pass(const Arrays& arrays, const int* requests) {
   check_device();
-  // A device that wants no dx still synchronizes, as others may want theirs.
-  const bool wanted = requests[kData] != kNullOp;
-  const View view = arrays.view(kBackwardInputs + kData, attributes_.axis);
+  // That of dy, as x may not be there.
+  const View view = arrays.view(kOutput, attributes_.axis);
   if (batches_.empty() || static_cast<int64_t>(batches_[0]->channels.size()) != view.C) {
     throw Error(title() + " goes backward through a forward that has failed.");
   }
   if (view.size() == 0) {
-    for (const int input : {kGamma, kBeta}) {
-      clear(arrays, kGradients + input, requests[input]);
-    }
+    for (const int input : {kGamma, kBeta}) clear(arrays, gradients_ + input, requests[input]);
     return;
   }
   if (recomputes_) running_->on_backward(attributes_.node, number_);
+  const auto input = [&](int i, bool needed) -> const void* {
+    return needed ? arrays.data(kBackwardInputs + i) : nullptr;
+  };
+  // A device that wants no gradient still synchronizes, as others may want theirs.
+  const auto gradient = [&](int i) -> void* {
+    return requests[i] == kNullOp ? nullptr : arrays.data(gradients_ + i);
+  };
+  const int inputs = attributes_.inputs();
   const BackwardShard whole{view,
                             arrays.data(kOutput),
-                            arrays.data(kBackwardInputs + kData),
-                            gamma(arrays.data(kBackwardInputs + kGamma)),
-                            wanted ? arrays.data(kGradients + kData) : nullptr,
+                            input(kData, attributes_.needs_x()),
+                            input(inputs + kOutput, attributes_.needs_y()),
+                            gamma(input(kGamma, true)),
+                            input(kBeta, attributes_.needs_beta()),
+                            attributes_.epilogue,
+                            gradient(kData),
                             store_of(requests[kData]),
+                            attributes_.residual ? gradient(kResidual) : nullptr,
+                            attributes_.residual ? store_of(requests[kResidual]) : Store::kWrite,
                             nullptr};
   if (gpu_ < 0) {
     backward_by_cpu(arrays, requests, whole);
@@ -238,7 +256,7 @@ std::vector<BatchPtr> Call::forward_by_cpu(const Arrays& arrays, const int* requ
                                            const ForwardShard& whole) {
   const DType dtype = arrays.dtype(kData);
   const Kernels& kernels = cpu_kernels(dtype);
-  const RunningPointers running(arrays, attributes_.running.cumulative);
+  const RunningPointers running(arrays, running_arrays_, attributes_.running.cumulative);
   std::vector<BatchPtr> batches;
   if (!from_batch_) {
     batches.push_back(
@@ -257,44 +275,49 @@ std::vector<BatchPtr> Call::forward_by_cpu(const Arrays& arrays, const int* requ
 }
 
 void Call::backward_by_cpu(const Arrays& arrays, const int* requests, const BackwardShard& whole) {
-  const DType dtype = arrays.dtype(kBackwardInputs + kData);
+  const DType dtype = arrays.dtype(kOutput);
   const Kernels& kernels = cpu_kernels(dtype);
   const View& view = whole.view;
   std::vector<ChannelSums> sums(view.C);
   // Of this device only: the Trainer adds them over the devices.
   std::vector<double> dgamma(view.C), dbeta(view.C);
-  const auto parts = chunks_of(whole, dtype, arrays.samples(kBackwardInputs + kData));
+  const auto parts = chunks_of(whole, dtype, arrays.samples(kOutput));
   for (size_t i = 0; i < parts.size(); ++i) {
     BackwardShard part = parts[i];
     part.sums = sums.data();
     const Statistics* const statistics = batches_[i]->channels.data();
     if (!from_batch_) {
-      kernels.backward_sums(view, part.dy, part.x, statistics, part.sums);
-      if (part.dx) {
-        kernels.backward_constant(view, part.dy, statistics, part.gamma, part.dx, part.store);
-      }
+      kernels.backward_sums(part, statistics);
+      const std::vector<ChannelSums> zeros(view.C);
+      if (part.dx || part.dresidual) kernels.backward(part, statistics, zeros.data(), 0);
     } else if (is_shared()) {
       synchronized_backward(dtype, part);
     } else {
       kernels.backward_together({&part}, statistics);
     }
     for (int64_t c = 0; c < view.C; ++c) {
-      dgamma[c] += sums[c].second.value() * statistics[c].inv_std;
+      // The recovered x is (x - mean) * inv_std * gamma.
+      const double factor =
+          whole.recovers_x() && whole.gamma
+              ? 1 / effective_gamma(parameter(dtype, whole.gamma, c), attributes_.epilogue)
+          : whole.recovers_x() ? 1
+                               : statistics[c].inv_std;
+      dgamma[c] += sums[c].second.value() * factor;
       dbeta[c] += sums[c].first.value();
     }
   }
-  write_values(arrays, kGradients + kGamma, requests[kGamma], dtype, view.C,
+  write_values(arrays, gradients_ + kGamma, requests[kGamma], dtype, view.C,
                [&](int64_t c) { return attributes_.fix_gamma ? 0 : dgamma[c]; });
-  write_values(arrays, kGradients + kBeta, requests[kBeta], dtype, view.C,
+  write_values(arrays, gradients_ + kBeta, requests[kBeta], dtype, view.C,
                [&](int64_t c) { return dbeta[c]; });
 }
 
 std::vector<BatchPtr> Call::forward_by_cuda(const Arrays& arrays, const int* requests,
                                             const ForwardShard& whole) {
   const DType dtype = arrays.dtype(kData);
-  const RunningPointers running(arrays, attributes_.running.cumulative);
+  const RunningPointers running(arrays, running_arrays_, attributes_.running.cumulative);
   const auto result = [&](int output) {
-    return Result{requests[output] == kNullOp ? nullptr : arrays.data(kForwardOutputs + output),
+    return Result{requests[output] == kNullOp ? nullptr : arrays.data(outputs_ + output),
                   requests[output] == kAddTo};
   };
   return forward_on_gpu({gpu_,
@@ -314,14 +337,13 @@ std::vector<BatchPtr> Call::forward_by_cuda(const Arrays& arrays, const int* req
 }
 
 void Call::backward_by_cuda(const Arrays& arrays, const int* requests, const BackwardShard& whole) {
-  constexpr int kX = kBackwardInputs + kData;
-  const DType dtype = arrays.dtype(kX);
+  const DType dtype = arrays.dtype(kOutput);
   const auto result = [&](int input) {
-    return Result{requests[input] == kNullOp ? nullptr : arrays.data(kGradients + input),
+    return Result{requests[input] == kNullOp ? nullptr : arrays.data(gradients_ + input),
                   requests[input] == kAddTo};
   };
-  backward_on_gpu({gpu_, dtype, arrays.text(kX), chunks_of(whole, dtype, arrays.samples(kX)),
-                   batches_, from_batch_,
+  backward_on_gpu({gpu_, dtype, arrays.text(kOutput),
+                   chunks_of(whole, dtype, arrays.samples(kOutput)), batches_, from_batch_,
                    reduce_for_cuda(Direction::kBackward, dtype, whole.view.C), result(kGamma),
                    result(kBeta)});
 }
@@ -357,15 +379,12 @@ void Call::synchronized_backward(DType dtype, const BackwardShard& part) {
   const Kernels& kernels = cpu_kernels(dtype);
   const Statistics* const statistics = batches_[0]->channels.data();
   if (!process.all_reduce->shares_memory(layer_)) {
-    kernels.backward_sums(part.view, part.dy, part.x, statistics, part.sums);
+    kernels.backward_sums(part, statistics);
     std::vector<ChannelSums> sums(part.sums, part.sums + part.view.C);
     double count = static_cast<double>(part.view.N * part.view.S);
     process.all_reduce->reduce(layer_, id_, Direction::kBackward, device_, name_of(dtype), &sums,
                                &count);
-    if (part.dx) {
-      kernels.backward(part.view, part.dy, part.x, statistics, part.gamma, sums.data(), count,
-                       part.dx, part.store);
-    }
+    if (part.dx || part.dresidual) kernels.backward(part, statistics, sums.data(), count);
     return;
   }
   PartContribution<BackwardShard> mine(part, dtype);
@@ -423,8 +442,8 @@ void Call::write_statistics(const Arrays& arrays, const int* requests,
   const int64_t rows = std::max(1, attributes_.virtual_devices);
   const auto channels = static_cast<int64_t>(batches[0]->channels.size());
   for (const int output : {kMean, kInvStd}) {
-    write_values(arrays, kForwardOutputs + output, requests[output], DType::kFloat64,
-                 rows * channels, [&](int64_t i) {
+    write_values(arrays, outputs_ + output, requests[output], DType::kFloat64, rows * channels,
+                 [&](int64_t i) {
                    const Batch& batch = *batches[batches.size() == 1 ? 0 : i / channels];
                    const Statistics& statistics = batch.channels[i % channels];
                    return output == kMean ? statistics.mean : statistics.inv_std;

@@ -31,8 +31,8 @@ class Call {
   void* contexts[3];
 
  private:
-  // Runs the work of a callback that writes three arrays, the first of which is `written`.
-  int run(Arrays* arrays, int written, const int* requests, const CallId* forward,
+  // Runs the work of a callback that writes `count` arrays, the first of which is `written`.
+  int run(Arrays* arrays, int written, int count, const int* requests, const CallId* forward,
           const std::function<void()>& work);
 
   void check_device() const;
@@ -81,6 +81,9 @@ class Call {
   const std::string device_;
   // -1: the CPU.
   const int gpu_;
+  // The first outputs and running statistics among the arrays of forward, and the first inputs'
+  // gradients among those of backward.
+  const int outputs_, running_arrays_, gradients_;
   // Among all calls of this process.
   const int64_t number_;
   // Whether MXNet may compute the forward a second time before the backward, to save memory.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "layer/call.h"
 #include "layer/process.h"
@@ -43,7 +44,7 @@ struct Operator {
   const Attributes attributes;
   const LayerPtr layer;
   // Memory for what callbacks return.
-  int channels = 0, statistics = 0, one = 1, needed[4];
+  int channels = 0, statistics = 0, one = 1, needed[6];
   void* contexts[8];
 };
 
@@ -59,15 +60,34 @@ int list_names(char*** names, void*) {
 }
 
 extern const char* const kInputNames[] = {"data", "gamma", "beta", nullptr};
+extern const char* const kResidualNames[] = {"data", "gamma", "beta", "residual", nullptr};
 extern const char* const kOutputNames[] = {"output", "mean", "inv_std", nullptr};
 extern const char* const kAuxiliaryNames[] = {"running_mean", "running_var", nullptr};
 extern const char* const kCumulativeNames[] = {"running_mean", "running_var", "num_batches_tracked",
                                                nullptr};
 
+int list_inputs(char*** names, void* state) {
+  return static_cast<Operator*>(state)->attributes.residual
+             ? list_names<kResidualNames>(names, state)
+             : list_names<kInputNames>(names, state);
+}
+
 int list_auxiliary(char*** names, void* state) {
   return static_cast<Operator*>(state)->attributes.running.cumulative
              ? list_names<kCumulativeNames>(names, state)
              : list_names<kAuxiliaryNames>(names, state);
+}
+
+void check_residual(const int* shape, int ndim, const int* residual, int residual_ndim) {
+  const auto is_known = [](const int* sizes, int n) {
+    return n > 0 && std::all_of(sizes, sizes + n, [](int each) { return each > 0; });
+  };
+  if (is_known(shape, ndim) && is_known(residual, residual_ndim) &&
+      !std::equal(shape, shape + ndim, residual, residual + residual_ndim)) {
+    throw dmlc::Error("SyncBatchNorm got data of shape " + shape_text(shape, ndim) +
+                      " and a residual of shape " + shape_text(residual, residual_ndim) +
+                      ". Give it a residual of the shape of the data.");
+  }
 }
 
 int infer_shape(int size, int* ndims, int** shapes, void* state) {
@@ -89,14 +109,21 @@ int infer_shape(int size, int* ndims, int** shapes, void* state) {
   op->channels = shapes[kData][axis];
   op->statistics = op->channels;
   if (op->channels > 0) op->statistics *= std::max(1, op->attributes.virtual_devices);
+  const int outputs = op->attributes.inputs();
   for (int i = 0; i < size; ++i) {
-    if (i == kData || i == kNumInputs + kOutput) continue;
-    if (i == kNumInputs + kMean || i == kNumInputs + kInvStd) {
+    if (i == kData) continue;
+    if (i == outputs + kOutput || (i == kResidual && op->attributes.residual)) {
+      if (i < outputs) check_residual(shapes[kData], ndims[kData], shapes[i], ndims[i]);
+      ndims[i] = ndims[kData];
+      shapes[i] = shapes[kData];
+      continue;
+    }
+    if (i == outputs + kMean || i == outputs + kInvStd) {
       ndims[i] = 1;
       shapes[i] = &op->statistics;
       continue;
     }
-    if (i == kNumInputs + kNumOutputs + kNumBatches) {
+    if (i == outputs + kNumOutputs + kNumBatches) {
       ndims[i] = 1;
       shapes[i] = &op->one;
       continue;
@@ -113,16 +140,20 @@ int infer_shape(int size, int* ndims, int** shapes, void* state) {
     ndims[i] = 1;
     shapes[i] = &op->channels;
   }
-  ndims[kNumInputs + kOutput] = ndims[kData];
-  shapes[kNumInputs + kOutput] = shapes[kData];
   return 1;
 }
 
-int infer_type(int size, int* types, void*) {
+int infer_type(int size, int* types, void* state) {
   constexpr int kUnknown = -1;
-  int type = types[kData] != kUnknown ? types[kData] : types[kNumInputs + kOutput];
+  const Attributes& attributes = static_cast<Operator*>(state)->attributes;
+  const int outputs = attributes.inputs();
+  const auto is_statistic = [&](int i) { return i == outputs + kMean || i == outputs + kInvStd; };
+  const auto is_data = [&](int i) {
+    return i == kData || i == outputs + kOutput || (i == kResidual && attributes.residual);
+  };
+  int type = types[kData] != kUnknown ? types[kData] : types[outputs + kOutput];
   for (int i = 0; i < size && type == kUnknown; ++i) {
-    if (i != kNumInputs + kMean && i != kNumInputs + kInvStd) type = types[i];
+    if (!is_statistic(i)) type = types[i];
   }
   if (type == kUnknown) return 1;
   const DType data = static_cast<DType>(type);
@@ -130,16 +161,15 @@ int infer_type(int size, int* types, void*) {
   // MXNet's own blocks do not know 'bfloat16'.
   const DType cast = data == DType::kBFloat16 ? parameters : data;
   for (int i = 0; i < size; ++i) {
-    const DType expected = i == kNumInputs + kMean || i == kNumInputs + kInvStd ? DType::kFloat64
-                           : i == kData || i == kNumInputs + kOutput            ? data
-                                                                                : parameters;
+    const DType expected = is_statistic(i) ? DType::kFloat64 : is_data(i) ? data : parameters;
     // SymbolBlock.cast() casts the count too, and only training uses it.
-    if (i == kNumInputs + kNumOutputs + kNumBatches && types[i] != kUnknown) continue;
+    if (i == outputs + kNumOutputs + kNumBatches && types[i] != kUnknown) continue;
     if (types[i] != kUnknown && types[i] != static_cast<int>(expected)) {
-      throw dmlc::Error(std::string("SyncBatchNorm got data of dtype ") + name_of(data) +
-                        ", for which its parameters must be " + name_of(parameters) +
-                        ", and one of them is " + name_of(static_cast<DType>(types[i])) +
-                        ". Call cast('" + name_of(cast) + "') on the net.");
+      throw dmlc::Error(
+          std::string("SyncBatchNorm got data of dtype ") + name_of(data) + ", for which " +
+          (is_data(i) ? "a residual must be " : "its parameters must be ") + name_of(expected) +
+          ", and one of them is " + name_of(static_cast<DType>(types[i])) + ". Call cast('" +
+          name_of(cast) + "') on the net.");
     }
     types[i] = static_cast<int>(expected);
   }
@@ -151,9 +181,12 @@ int backward_dependency(const int* output_gradients, const int* inputs, const in
   Operator* const op = static_cast<Operator*>(state);
   // The Call keeps the statistics itself, to more digits. `mean` is here so that in a graph that
   // reuses its buffers the next forward, which writes it, waits for this backward.
-  const int needs[] = {output_gradients[kOutput], inputs[kData], inputs[kGamma], outputs[kMean]};
-  *size = 4;
-  std::copy(needs, needs + 4, op->needed);
+  std::vector<int> needs{output_gradients[kOutput], inputs[kGamma], outputs[kMean]};
+  if (op->attributes.needs_x()) needs.push_back(inputs[kData]);
+  if (op->attributes.needs_beta()) needs.push_back(inputs[kBeta]);
+  if (op->attributes.needs_y()) needs.push_back(outputs[kOutput]);
+  *size = static_cast<int>(needs.size());
+  std::copy(needs.begin(), needs.end(), op->needed);
   *needed = op->needed;
   return 1;
 }
@@ -171,14 +204,10 @@ int create_call(const char* context, int, unsigned**, const int*, const int*, Ca
 
 int create_operator(const char*, int size, const char** keys, const char** values,
                     CallbackList* result) {
-  static Callback callbacks[] = {callback(delete_operator),
-                                 callback(list_names<kInputNames>),
-                                 callback(list_names<kOutputNames>),
-                                 callback(list_auxiliary),
-                                 callback(infer_shape),
-                                 callback(backward_dependency),
-                                 callback(create_call),
-                                 callback(infer_type)};
+  static Callback callbacks[] = {
+      callback(delete_operator), callback(list_inputs), callback(list_names<kOutputNames>),
+      callback(list_auxiliary),  callback(infer_shape), callback(backward_dependency),
+      callback(create_call),     callback(infer_type)};
   Operator* const op = new Operator(Attributes(size, keys, values));
   *result = {8, callbacks, op->contexts};
   return 1;

@@ -1,7 +1,7 @@
 // The operator GluonSyncBatchNorm as MXNet sees it: its arrays, their shapes and types, and its
 // callbacks.
 //
-//   data, gamma, beta -> output, mean, inv_std
+//   data, gamma, beta, residual if there is one -> output, mean, inv_std
 //   auxiliary: running_mean, running_var, and with momentum=None num_batches_tracked (1,)
 //
 // mean and inv_std have a row of C values for each virtual device, usually one.

@@ -16,13 +16,16 @@ void advance(T** values, int64_t bytes) {
 
 void advance(ForwardShard* part, int64_t bytes) {
   advance(&part->x, bytes);
+  advance(&part->residual, bytes);
   advance(&part->y, bytes);
 }
 
 void advance(BackwardShard* part, int64_t bytes) {
   advance(&part->dy, bytes);
   advance(&part->x, bytes);
+  advance(&part->y, bytes);
   advance(&part->dx, bytes);
+  advance(&part->dresidual, bytes);
 }
 
 }  // namespace

@@ -11,7 +11,8 @@
 
 namespace gluon_syncbn {
 
-enum Input { kData, kGamma, kBeta, kNumInputs };
+// The residual is there only if the operator adds one.
+enum Input { kData, kGamma, kBeta, kResidual };
 enum Output { kOutput, kMean, kInvStd, kNumOutputs };
 enum Auxiliary { kRunningMean, kRunningVar, kNumBatches };
 

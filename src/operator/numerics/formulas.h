@@ -9,10 +9,14 @@
 // - dgamma = sum(dy * (x - mean)) * inv_std
 // - dx = (dy - sum(dy) / M - (x - mean) * inv_std^2 * sum(dy * (x - mean)) / M) * gamma * inv_std
 //
+// With an activation or a residual, y = activation((x - mean) * inv_std * gamma + beta + residual),
+// and dy above stands for the gradient of the activation's argument, which is that of the residual.
+//
 // If no device has data (M = 0), y = x * gamma + beta and dx = dy * gamma.
 #ifndef GLUON_SYNCBN_NUMERICS_FORMULAS_H_
 #define GLUON_SYNCBN_NUMERICS_FORMULAS_H_
 
+#include "numerics/half.h"
 #include "numerics/sums.h"
 
 namespace gluon_syncbn {
@@ -74,6 +78,28 @@ SBN_HOST_DEVICE void add_shifted(double count, double pivot, double sum, double 
   }
 }
 
+// What follows the normalization.
+enum class Activation { kNone, kRelu, kLeakyRelu };
+
+struct Epilogue {
+  Activation activation = Activation::kNone;
+  // Of y for negative arguments; 0 for relu.
+  double slope = 0;
+  // The least magnitude that gamma counts with; 0 unless backward recovers x from y.
+  double least_gamma = 0;
+};
+
+SBN_HOST_DEVICE double effective_gamma(double gamma, const Epilogue& epilogue) {
+  return fabs(gamma) < epilogue.least_gamma ? copysign(epilogue.least_gamma, gamma) : gamma;
+}
+
+// For a backward that has z = (x - mean) * inv_std * gamma + beta in place of x (Rota Bulo, Porzi,
+// Kontschieder, In-Place Activated BatchNorm, CVPR 2018): the statistics of z with which the
+// formulas above give the same dgamma and dx. Only the factor gamma * inv_std stays that of x.
+SBN_HOST_DEVICE Statistics statistics_of_normalized(double gamma, double beta) {
+  return {beta, 0, gamma * gamma, 1 / gamma};
+}
+
 SBN_HOST_DEVICE double moving_average(double running, double batch, double momentum) {
   return momentum * running + (1 - momentum) * batch;
 }
@@ -98,7 +124,8 @@ template <typename T>
 struct InputGradient {
   T mean, mean_low, dy_mean, dy_mean_low, slope, scale;
 
-  SBN_HOST_DEVICE static InputGradient of(const Statistics& s, double gamma,
+  // `factor` is gamma * inv_std.
+  SBN_HOST_DEVICE static InputGradient of(const Statistics& s, double factor,
                                           const ChannelSums& sums, double count) {
     // Without values the sums are zero.
     const double divisor = count == 0 ? 1 : count;
@@ -109,11 +136,87 @@ struct InputGradient {
             dy_mean,
             static_cast<T>(dy_mean_exact - static_cast<double>(dy_mean)),
             static_cast<T>(sums.second.value() / divisor * s.inv_std * s.inv_std),
-            static_cast<T>(gamma * s.inv_std)};
+            static_cast<T>(factor)};
   }
 
   SBN_HOST_DEVICE T operator()(T dy, T x) const {
     return (((dy - dy_mean) - dy_mean_low) - ((x - mean) - mean_low) * slope) * scale;
+  }
+};
+
+// The position of a number among all numbers of its type, and the number at a position. The two
+// zeros are one number.
+SBN_HOST_DEVICE int64_t position_of(float x) {
+  const uint32_t bits = bits_of_float(x);
+  const int64_t magnitude = bits & 0x7fffffff;
+  return bits >> 31 ? -magnitude : magnitude;
+}
+SBN_HOST_DEVICE int64_t position_of(double x) {
+  int64_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  const int64_t magnitude = bits & 0x7fffffffffffffff;
+  return bits < 0 ? -magnitude : magnitude;
+}
+SBN_HOST_DEVICE void at_position(int64_t position, float* x) {
+  const float magnitude = float_of_bits(static_cast<uint32_t>(position < 0 ? -position : position));
+  *x = position < 0 ? -magnitude : magnitude;
+}
+SBN_HOST_DEVICE void at_position(int64_t position, double* x) {
+  const int64_t bits = position < 0 ? -position : position;
+  double magnitude;
+  memcpy(&magnitude, &bits, sizeof(bits));
+  *x = position < 0 ? -magnitude : magnitude;
+}
+
+// The largest number that becomes zero in T.
+template <typename T>
+constexpr Arithmetic<T> kLargestZero = 0;
+template <>
+constexpr float kLargestZero<Half> = 0x1p-25f;
+template <>
+constexpr float kLargestZero<BFloat16> = 0x1p-134f;
+
+// The gradient of the activation's argument for one channel, computed in T: dy where y > 0, and
+// dy * slope elsewhere. One comparison of v, which is x or y, decides: v * sign > threshold.
+template <typename T>
+struct Gate {
+  T sign, threshold, slope;
+
+  // v is y.
+  SBN_HOST_DEVICE static Gate of_y(double slope) { return {1, 0, static_cast<T>(slope)}; }
+
+  // v is x, and numbers up to `zero` are zero in y. Rounding preserves order, so Normalize is
+  // monotonic, and there is a threshold for which the comparison has the bits of y > 0.
+  SBN_HOST_DEVICE static Gate of_x(const Normalize<T>& normalize, T zero, double slope) {
+    const T rest = static_cast<T>(slope);
+    // Normalize is constant, or NaN.
+    if (!(normalize.scale > 0 || normalize.scale < 0)) {
+      return {0, static_cast<T>(normalize.shift > zero ? -1 : 1), rest};
+    }
+    const T sign = normalize.scale > 0 ? 1 : -1;
+    // The last position below and the first above. The steps from an estimate double until both are
+    // found, and then halve.
+    int64_t high = position_of(static_cast<T>(INFINITY)), low = -high;
+    const T estimate =
+        (normalize.mean + (normalize.mean_low - normalize.shift / normalize.scale)) * sign;
+    int64_t at = fabs(estimate) < INFINITY ? position_of(estimate) : 0;
+    T v;
+    for (uint64_t most = 1;; most = 2 * most + 1) {
+      at_position(at, &v);
+      const bool is_above = normalize(v * sign) > zero;
+      (is_above ? high : low) = at;
+      const uint64_t distance = static_cast<uint64_t>(high) - static_cast<uint64_t>(low);
+      if (distance == 1) break;
+      const auto step = static_cast<int64_t>(distance / 2 < most ? distance / 2 : most);
+      at = is_above ? high - step : low + step;
+    }
+    at_position(low, &v);
+    return {sign, v, rest};
+  }
+
+  // Without a slope, 0 also for a dy that is infinite or below zero.
+  SBN_HOST_DEVICE T operator()(T dy, T v) const {
+    return v * sign > threshold ? dy : slope == 0 ? T{0} : dy * slope;
   }
 };
 

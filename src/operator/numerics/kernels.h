@@ -22,40 +22,45 @@ struct View {
 // Whether a result replaces the values of its array or is added to them (grad_req='add').
 enum class Store { kWrite, kAdd };
 
-// The shard of one device in training. Null gamma means ones; null y and dx are not computed.
+// The shard of one device. Null gamma means ones. Null y, dx, dresidual are not computed.
 struct ForwardShard {
   View view;
-  const void *x, *gamma, *beta;
+  // Null without a residual.
+  const void *x, *gamma, *beta, *residual;
+  Epilogue epilogue;
   void* y;
   Store store;
 };
 
 struct BackwardShard {
   View view;
-  const void *dy, *x, *gamma;
+  // y is read where x does not decide on the derivative of the activation: null unless there is a
+  // residual, or x is null and is recovered from y, which takes a leaky relu.
+  const void *dy, *x, *y, *gamma, *beta;
+  Epilogue epilogue;
   void* dx;
   Store store;
+  void* dresidual;
+  Store residual_store;
   // Output: the sums of this shard alone.
   ChannelSums* sums;
+
+  bool recovers_x() const { return !x; }
 };
 
 // The kernels for one kind of device and one dtype. gamma and beta point to values of its
-// Arithmetic (half.h). Null gamma means ones.
+// Arithmetic (half.h).
 struct Kernels {
   // sums[c] = {sum(x), sum(x^2)}.
   void (*forward_sums)(View, const void* x, ChannelSums* sums);
-  // y = (x - mean) * inv_std * gamma + beta; y may be x.
-  void (*forward)(View, const void* x, const Statistics*, const void* gamma, const void* beta,
-                  void* y, Store);
-  // sums[c] = {sum(dy), sum(dy * (x - mean))}.
-  void (*backward_sums)(View, const void* dy, const void* x, const Statistics*, ChannelSums* sums);
-  // dx through the statistics of the batch, given the sums and the count of all devices; dx may be
-  // dy.
-  void (*backward)(View, const void* dy, const void* x, const Statistics*, const void* gamma,
-                   const ChannelSums* sums, double count, void* dx, Store);
-  // dx = dy * gamma * inv_std, where the statistics are constants.
-  void (*backward_constant)(View, const void* dy, const Statistics*, const void* gamma, void* dx,
-                            Store);
+  // y = activation((x - mean) * inv_std * gamma + beta + residual); y may be x.
+  void (*forward)(const ForwardShard&, const Statistics*);
+  // sums[c] = {sum(g), sum(g * (x - mean))} for the gradient g of the activation's argument. If x
+  // is recovered: of z = (x - mean) * inv_std * gamma + beta and its mean in place of x.
+  void (*backward_sums)(const BackwardShard&, const Statistics*);
+  // dx, given the sums and the count of all devices, and dresidual. With zero sums the statistics
+  // are constants. dx may be dy.
+  void (*backward)(const BackwardShard&, const Statistics*, const ChannelSums* sums, double count);
   // All shards of a batch at once, if they are in the same memory. A few channels at a time are
   // summed and written, so that the second access of x (and dy) is served by the cache.
   void (*forward_together)(const std::vector<const ForwardShard*>&, double epsilon, Statistics*);

@@ -181,9 +181,22 @@ Sums forward_sums(const Problem<T>& p) {
 }
 
 template <typename T>
+ForwardShard forward_shard(const Problem<T>& p, T* y, Store how = Store::kWrite) {
+  return {p.view, p.x.data(), p.gamma.data(), p.beta.data(), nullptr, {}, y, how};
+}
+
+template <typename T>
+BackwardShard backward_shard(const Problem<T>& p, T* dx, Store how = Store::kWrite) {
+  return {p.view, p.dy.data(), p.x.data(), nullptr, p.gamma.data(), p.beta.data(),
+          {},     dx,          how,        nullptr, Store::kWrite,  nullptr};
+}
+
+template <typename T>
 Sums backward_sums(const Problem<T>& p, const std::vector<Statistics>& s) {
   Sums sums(static_cast<size_t>(p.view.C));
-  kernels<T>().backward_sums(p.view, p.dy.data(), p.x.data(), s.data(), sums.data());
+  BackwardShard shard = backward_shard<T>(p, nullptr);
+  shard.sums = sums.data();
+  kernels<T>().backward_sums(shard, s.data());
   return sums;
 }
 
@@ -209,11 +222,10 @@ struct Results {
         constant_dx(p.view.size(), shift + 2) {
     gradient_sums = backward_sums(p, s);
     const Kernels& k = kernels<T>();
-    const Store write = Store::kWrite;
-    k.forward(p.view, p.x.data(), s.data(), p.gamma.data(), p.beta.data(), y.data(), write);
-    k.backward(p.view, p.dy.data(), p.x.data(), s.data(), p.gamma.data(), gradient_sums.data(),
-               p.count(), dx.data(), write);
-    k.backward_constant(p.view, p.dy.data(), s.data(), p.gamma.data(), constant_dx.data(), write);
+    k.forward(forward_shard(p, y.data()), s.data());
+    k.backward(backward_shard(p, dx.data()), s.data(), gradient_sums.data(), p.count());
+    const Sums zeros(static_cast<size_t>(p.view.C));
+    k.backward(backward_shard(p, constant_dx.data()), s.data(), zeros.data(), 0);
     CHECK(y.guards_intact() && dx.guards_intact() && constant_dx.guards_intact());
     CHECK(p.guards_intact());
   }

@@ -28,7 +28,12 @@ void add_part(const Problem<T>& p, const std::vector<Statistics>& s, int64_t beg
   Sums part(static_cast<size_t>(view.C));
   kernels<T>().forward_sums(view, p.x.data() + at, part.data());
   for (int64_t c = 0; c < view.C; ++c) (*forward)[c].add(part[c]);
-  kernels<T>().backward_sums(view, p.dy.data() + at, p.x.data() + at, s.data(), part.data());
+  BackwardShard shard = backward_shard<T>(p, nullptr);
+  shard.view = view;
+  shard.dy = p.dy.data() + at;
+  shard.x = p.x.data() + at;
+  shard.sums = part.data();
+  kernels<T>().backward_sums(shard, s.data());
   for (int64_t c = 0; c < view.C; ++c) (*backward)[c].add(part[c]);
 }
 
@@ -46,7 +51,6 @@ template <typename T>
 void check_together(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide,
                     const std::vector<int64_t>& borders) {
   const Kernels& k = kernels<T>();
-  const Arithmetic<T>*gamma = p.gamma.data(), *beta = p.beta.data();
   for (const bool in_place : {false, true}) {
     Array<T> y = in_place ? p.x : p.dy, dx = p.dy;
     const Store how = in_place ? Store::kWrite : Store::kAdd;
@@ -56,11 +60,14 @@ void check_together(const Problem<T>& p, const Results<T>& r, const Wide<T>& wid
     for (size_t i = 0; i + 1 < borders.size(); ++i) {
       const View view = part_of(p.view, borders[i], borders[i + 1]);
       const int64_t at = borders[i] * view.C * view.S;
-      const T* x = in_place ? y.data() : p.x.data();
-      forward.push_back({view, x + at, gamma, beta, y.data() + at, how});
-      const T* dy = in_place ? dx.data() : p.dy.data();
-      backward.push_back(
-          {view, dy + at, p.x.data() + at, gamma, dx.data() + at, how, sums[i].data()});
+      ForwardShard& forth = forward.emplace_back(forward_shard(p, y.data() + at, how));
+      forth.view = view;
+      forth.x = (in_place ? y : p.x).data() + at;
+      BackwardShard& back = backward.emplace_back(backward_shard(p, dx.data() + at, how));
+      back.view = view;
+      back.dy = (in_place ? dx : p.dy).data() + at;
+      back.x = p.x.data() + at;
+      back.sums = sums[i].data();
     }
     std::vector<const ForwardShard*> forward_parts;
     std::vector<const BackwardShard*> backward_parts;
@@ -123,17 +130,21 @@ template <typename T>
 void check_stores(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide) {
   const Kernels& k = kernels<T>();
   const View v = p.view;
-  const T *x = p.x.data(), *dy = p.dy.data();
-  const Arithmetic<T>*gamma = p.gamma.data(), *beta = p.beta.data();
   const auto forward = [&](const T* from, T* to, Store how) {
-    k.forward(v, from, r.s.data(), gamma, beta, to, how);
+    ForwardShard shard = forward_shard(p, to, how);
+    shard.x = from;
+    k.forward(shard, r.s.data());
   };
-  const auto backward = [&](const T* from, T* to, Store how) {
-    k.backward(v, from, x, r.s.data(), gamma, r.gradient_sums.data(), p.count(), to, how);
+  const auto backward_with = [&](const Sums& sums, double count) {
+    return [&, count](const T* from, T* to, Store how) {
+      BackwardShard shard = backward_shard(p, to, how);
+      shard.dy = from;
+      k.backward(shard, r.s.data(), sums.data(), count);
+    };
   };
-  const auto backward_constant = [&](const T* from, T* to, Store how) {
-    k.backward_constant(v, from, r.s.data(), gamma, to, how);
-  };
+  const Sums zeros(static_cast<size_t>(v.C));
+  const auto backward = backward_with(r.gradient_sums, p.count());
+  const auto backward_constant = backward_with(zeros, 0);
   const auto check = [&](const auto& kernel, const Array<T>& from, const Array<T>& result,
                          const Array<Arithmetic<T>>& unrounded) {
     Array<T> in_place = from;
@@ -150,17 +161,17 @@ void check_stores(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide)
   check(backward, p.dy, r.dx, wide.dx);
   check(backward_constant, p.dy, r.constant_dx, wide.constant_dx);
 
-  Array<Arithmetic<T>> ones(v.C);
-  Array<T> with_ones(v.size()), without(v.size());
-  std::fill(ones.data(), ones.data() + v.C, Arithmetic<T>{1});
-  k.forward(v, x, r.s.data(), ones.data(), beta, with_ones.data(), Store::kWrite);
-  k.forward(v, x, r.s.data(), nullptr, beta, without.data(), Store::kWrite);
-  CHECK(with_ones == without);
-  k.backward(v, dy, x, r.s.data(), ones.data(), r.gradient_sums.data(), p.count(), with_ones.data(),
-             Store::kWrite);
-  k.backward(v, dy, x, r.s.data(), nullptr, r.gradient_sums.data(), p.count(), without.data(),
-             Store::kWrite);
-  CHECK(with_ones == without);
+  Problem<T> with_ones = p;
+  std::fill(with_ones.gamma.data(), with_ones.gamma.data() + v.C, Arithmetic<T>{1});
+  Array<T> y(v.size()), dx(v.size());
+  ForwardShard forth = forward_shard(p, y.data());
+  forth.gamma = nullptr;
+  k.forward(forth, r.s.data());
+  BackwardShard back = backward_shard(p, dx.data());
+  back.gamma = nullptr;
+  k.backward(back, r.s.data(), r.gradient_sums.data(), p.count());
+  const Results<T> ones(with_ones);
+  CHECK(y == ones.y && dx == ones.dx);
 }
 
 template <typename T>

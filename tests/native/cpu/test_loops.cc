@@ -17,33 +17,50 @@ bool same_bits(const std::vector<V>& a, const std::vector<V>& b) {
 
 // The results of a set of loops. Includes the unrounded sums, as rounding could hide differences.
 template <typename T>
-struct Results {
+struct Computed {
   std::vector<ChannelSums> sums;
   std::vector<T> values;
 
-  Results(const Loops<T>& loops, const std::vector<T>& x, const std::vector<T>& dy, double offset) {
+  Computed(const Loops<T>& loops, const std::vector<T>& x, const std::vector<T>& dy, double offset,
+           const Epilogue& epilogue, bool reads_y) {
+    using A = Arithmetic<T>;
     const int64_t n = static_cast<int64_t>(x.size());
     Random random(2);
     std::vector<Statistics> s(x.size());
-    std::vector<Normalize<Arithmetic<T>>> normalize(x.size());
-    std::vector<InputGradient<Arithmetic<T>>> gradient(x.size());
+    std::vector<Normalize<A>> normalize(x.size());
+    std::vector<InputGradient<A>> gradient(x.size());
+    std::vector<Gate<A>> gates(x.size());
     ChannelSums terms;
     terms.first.add(random.normal());
     terms.second.add(random.normal());
     for (size_t c = 0; c < x.size(); ++c) {
       s[c] = {offset + random.normal(), random.normal() * 1e-17, 1, 0.5 + random.uniform()};
-      normalize[c] = Normalize<Arithmetic<T>>::of(s[c], random.normal(), random.normal());
-      gradient[c] = InputGradient<Arithmetic<T>>::of(s[c], random.normal(), terms, 3);
+      normalize[c] = Normalize<A>::of(s[c], random.normal(), random.normal());
+      gradient[c] = InputGradient<A>::of(s[c], random.normal(), terms, 3);
+      gates[c] = reads_y ? Gate<A>::of_y(epilogue.slope)
+                         : Gate<A>::of_x(normalize[c], kLargestZero<T>, epilogue.slope);
     }
+    // y and the residual have the values of dy.
+    const bool is_plain = epilogue.activation == Activation::kNone;
+    const T* const residual = reads_y ? dy.data() : nullptr;
+    const bool recovers = reads_y && epilogue.slope != 0;
+    const Sources<T> from{dy.data(), recovers ? nullptr : x.data(),
+                          is_plain  ? nullptr
+                          : reads_y ? dy.data()
+                                    : x.data(),
+                          recovers ? static_cast<A>(1 / epilogue.slope) : A{0}};
 
     sums.resize(2 + 2 * kRow + 2 * kBlock);
-    loops.forward_chunk(x.data(), n, &sums[0]);
-    loops.backward_chunk(dy.data(), x.data(), n, s[0], &sums[1]);
+    for (const int64_t planes : {int64_t{1}, std::min(n, int64_t{5})}) {
+      const PlaneChunks all{n / planes, n, 1, 0, 1};
+      loops.forward_planes(x.data(), all, planes, &sums[0]);
+      loops.backward_planes(from, 0, all, planes, s.data(), gates.data(), &sums[kRow]);
+    }
     const int64_t width = std::min(n, kRow);
     for (const int64_t stride : {width, width + 3}) {
       const int64_t rows = (n - width) / stride + 1;
       loops.forward_rows(x.data(), rows, stride, width, &sums[2]);
-      loops.backward_rows(dy.data(), x.data(), rows, stride, width, s.data(), &sums[2 + kRow]);
+      loops.backward_rows(from, 0, rows, stride, width, s.data(), gates.data(), &sums[2 + kRow]);
     }
     // Several rows in a sample, of few channels and of many.
     for (const int64_t channels : {int64_t{3}, int64_t{11}, std::min(n, kBlock)}) {
@@ -52,31 +69,33 @@ struct Results {
       const SampleRows all{rows, channels, 1, 0, 1};
       ChannelSums* const to = &sums[2 + 2 * kRow];
       loops.forward_samples(x.data(), all, channels, to);
-      loops.backward_samples(dy.data(), x.data(), all, channels, s.data(), to + kBlock);
+      loops.backward_samples(from, 0, all, channels, s.data(), gates.data(), to + kBlock);
     }
     const auto keep = [&](const auto& forward, const auto& backward) {
       for (const Store how : {Store::kWrite, Store::kAdd}) {
-        std::vector<T> y = dy, dx = x;
+        std::vector<T> y = dy, dx = x, dresidual = dy;
         forward(y.data(), how);
-        backward(dx.data(), how);
-        values.insert(values.end(), y.begin(), y.end());
-        values.insert(values.end(), dx.begin(), dx.end());
+        backward({dx.data(), how, dresidual.data(), how});
+        for (const std::vector<T>* each : {&y, &dx, &dresidual}) {
+          values.insert(values.end(), each->begin(), each->end());
+        }
       }
     };
-    keep([&](T* y, Store how) { loops.normalize(x.data(), n, normalize[0], y, how); },
-         [&](T* dx, Store how) {
-           loops.input_gradient(dy.data(), x.data(), n, gradient[0], dx, how);
-         });
+    keep(
+        [&](T* y, Store how) {
+          loops.normalize(x.data(), residual, n, normalize[0], epilogue, y, how);
+        },
+        [&](const Results<T>& to) { loops.input_gradient(from, 0, n, gradient[0], gates[0], to); });
     for (const int64_t channels : {int64_t{1}, int64_t{3}, n}) {
       const int64_t rows = n / channels;
       if (rows == 0) continue;
       keep(
           [&](T* y, Store how) {
-            loops.normalize_rows(x.data(), rows, channels, normalize.data(), y, how);
+            loops.normalize_rows(x.data(), residual, rows, channels, normalize.data(), epilogue, y,
+                                 how);
           },
-          [&](T* dx, Store how) {
-            loops.input_gradient_rows(dy.data(), x.data(), rows, channels, gradient.data(), dx,
-                                      how);
+          [&](const Results<T>& to) {
+            loops.input_gradient_rows(from, 0, rows, channels, gradient.data(), gates.data(), to);
           });
     }
   }
@@ -94,9 +113,16 @@ void check_same_bits(const Loops<T>& baseline, const Loops<T>& other) {
         narrow(static_cast<Arithmetic<T>>(offset + random.normal()), &x[i]);
         narrow(static_cast<Arithmetic<T>>(random.normal()), &dy[i]);
       }
-      const Results<T> expected(baseline, x, dy, offset), result(other, x, dy, offset);
-      CHECK(same_bits(expected.sums, result.sums));
-      CHECK(same_bits(expected.values, result.values));
+      for (const Epilogue& epilogue : {Epilogue{}, Epilogue{Activation::kRelu, 0, 0},
+                                       Epilogue{Activation::kLeakyRelu, .1, 0}}) {
+        for (const bool reads_y : {false, true}) {
+          if (reads_y && epilogue.activation == Activation::kNone) continue;
+          const Computed<T> expected(baseline, x, dy, offset, epilogue, reads_y);
+          const Computed<T> result(other, x, dy, offset, epilogue, reads_y);
+          CHECK(same_bits(expected.sums, result.sums));
+          CHECK(same_bits(expected.values, result.values));
+        }
+      }
     }
   }
 }
@@ -130,7 +156,8 @@ void channels_are_divided_among_threads() {
   const auto divided = [](int threads, int64_t C, int64_t S) {
     check::context = std::to_string(C) + " channels, " + std::to_string(threads) + " threads";
     set_num_threads(threads);
-    const ForwardShard part{View{2, C, S}, nullptr, nullptr, nullptr, nullptr, Store::kWrite};
+    ForwardShard part{};
+    part.view = View{2, C, S};
     return by_channels<ForwardShard>({&part});
   };
   for (const int threads : {1, 2, 16, 17, 32, 48, 64, 96}) CHECK(divided(threads, 64, 1 << 15));

@@ -106,16 +106,25 @@ class OnDevice {
   }
   Sums forward_sums() { return forward_sums(0, p_.view.N); }
 
+  // Without an activation and a residual, for rows begin..end.
   Sums backward_sums(const std::vector<Statistics>& s, int64_t begin, int64_t end) {
-    const View view = part(begin, end);
-    const int64_t at = begin * view.C * view.S;
-    DeviceArray<ChannelSums> work(kernels().work_size(view, multiprocessors_)), sums(view.C);
-    DeviceArray<Statistics> statistics(s.data(), view.C);
-    MUST(kernels().backward_sums(view, dy.data() + at, x.data() + at, statistics.data(),
-                                 work.data(), sums.data(), multiprocessors_, the_stream()));
-    return sums.get();
+    BackwardShard shard = backward_shard(nullptr, Store::kWrite);
+    const int64_t at = begin * p_.view.C * p_.view.S;
+    shard.view = part(begin, end);
+    shard.dy = dy.data() + at;
+    shard.x = x.data() + at;
+    return backward_sums(shard, s);
   }
   Sums backward_sums(const std::vector<Statistics>& s) { return backward_sums(s, 0, p_.view.N); }
+
+  Sums backward_sums(const BackwardShard& shard, const std::vector<Statistics>& s) {
+    Start start(*this, shard, s);
+    DeviceArray<ChannelSums> work(kernels().work_size(shard.view, multiprocessors_)),
+        sums(shard.view.C);
+    MUST(kernels().backward_sums(shard, start.used(), start.coefficients.data(), work.data(),
+                                 sums.data(), multiprocessors_, the_stream()));
+    return sums.get();
+  }
 
   std::vector<Statistics> statistics(const Sums& on_host, double count) {
     DeviceArray<ChannelSums> sums(on_host.data(), p_.view.C);
@@ -125,53 +134,56 @@ class OnDevice {
     return s.get();
   }
 
-  enum Which { kForward, kConstant };
+  // Of the whole problem, without an activation and a residual.
+  ForwardShard forward_shard(T* y, Store how) {
+    return {p_.view, x.data(), gamma.data(), beta.data(), nullptr, {}, y, how};
+  }
+  BackwardShard backward_shard(T* dx, Store how) {
+    return {p_.view, dy.data(), x.data(), nullptr, gamma.data(),  beta.data(),
+            {},      dx,        how,      nullptr, Store::kWrite, nullptr};
+  }
 
-  // Writes y, or dx with constant statistics, to `to`.
-  void normalize(Which which, const std::vector<Statistics>& s, bool with_gamma, const T* from,
-                 T* to, Store how) {
+  void forward(const ForwardShard& shard, const std::vector<Statistics>& s) {
     DeviceArray<Statistics> statistics(s.data(), p_.view.C);
     DeviceArray<char> coefficients(kernels().coefficients_size(p_.view.C));
-    const ForwardFinish finish{p_.view.C,
-                               1,
-                               statistics.data(),
-                               with_gamma ? gamma.data() : nullptr,
-                               which == kForward ? beta.data() : nullptr,
-                               coefficients.data(),
-                               0};
+    const ForwardFinish finish{p_.view.C,           1,          statistics.data(),
+                               shard.gamma,         shard.beta, shard.epilogue,
+                               coefficients.data(), 0};
     MUST(kernels().finish_forward(finish, {}, the_stream()));
-    MUST(kernels().normalize(p_.view, from, coefficients.data(), to, how, multiprocessors_,
-                             the_stream()));
+    MUST(kernels().normalize(shard, coefficients.data(), multiprocessors_, the_stream()));
     MUST(cuda().synchronize(the_stream()));
   }
 
-  // Writes dx to `to` and returns {dgamma, dbeta}.
-  std::pair<std::vector<A>, std::vector<A>> gradients(const std::vector<Statistics>& s,
-                                                      bool with_gamma, const Sums& own,
-                                                      const Sums& all, double count, T* to,
-                                                      Store how) {
+  // Writes dx and dresidual, with the statistics of the batch or, if `all` is null, constant ones,
+  // and returns {dgamma, dbeta}.
+  std::pair<std::vector<A>, std::vector<A>> backward(const BackwardShard& shard,
+                                                     const std::vector<Statistics>& s,
+                                                     const Sums& own, const Sums* all,
+                                                     double count) {
     const int64_t C = p_.view.C;
-    DeviceArray<Statistics> statistics(s.data(), C);
-    DeviceArray<ChannelSums> own_sums(own.data(), C), all_sums(all.data(), C);
+    Start start(*this, shard, s);
+    DeviceArray<ChannelSums> own_sums(own.data(), C), all_sums(all ? all->data() : own.data(), C);
     DeviceArray<double> counts(&count, 1);
-    DeviceArray<char> coefficients(kernels().coefficients_size(C));
     DeviceArray<A> dgamma(p_.beta.data(), C), dbeta(p_.beta.data(), C);
     const BackwardFinish finish{C,
                                 1,
-                                statistics.data(),
-                                with_gamma ? gamma.data() : nullptr,
+                                start.statistics.data(),
+                                start.used(),
+                                shard.gamma,
+                                shard.epilogue,
                                 own_sums.data(),
-                                all_sums.data(),
-                                counts.data(),
-                                coefficients.data(),
+                                all ? all_sums.data() : nullptr,
+                                all ? counts.data() : nullptr,
+                                is_gated(shard),
+                                start.coefficients.data(),
                                 0,
                                 dgamma.data(),
                                 dbeta.data(),
-                                how == Store::kAdd,
-                                how == Store::kAdd};
+                                shard.store == Store::kAdd,
+                                shard.store == Store::kAdd};
     MUST(kernels().finish_backward(finish, the_stream()));
-    MUST(kernels().input_gradient(p_.view, dy.data(), x.data(), coefficients.data(), to, how,
-                                  multiprocessors_, the_stream()));
+    MUST(
+        kernels().input_gradient(shard, start.coefficients.data(), multiprocessors_, the_stream()));
     return {dgamma.get(), dbeta.get()};
   }
 
@@ -184,6 +196,27 @@ class OnDevice {
     view.N = end - begin;
     return view;
   }
+
+  // The statistics and the gates of a backward.
+  struct Start {
+    DeviceArray<Statistics> statistics, recovered;
+    DeviceArray<char> coefficients;
+    const bool recovers;
+
+    Start(const OnDevice& device, const BackwardShard& shard, const std::vector<Statistics>& s)
+        : statistics(s.data(), shard.view.C),
+          recovered(shard.view.C),
+          coefficients(device.kernels().coefficients_size(shard.view.C)),
+          recovers(shard.recovers_x()) {
+      if (!is_gated(shard)) return;
+      MUST(device.kernels().start_backward(
+          {shard.view.C, 1, statistics.data(), shard.gamma, shard.beta, shard.epilogue,
+           shard.y != nullptr, coefficients.data(), 0, recovers ? recovered.data() : nullptr},
+          the_stream()));
+    }
+
+    const Statistics* used() { return recovers ? recovered.data() : statistics.data(); }
+  };
 
  public:
   DeviceArray<T> x, dy;

@@ -4,8 +4,10 @@
 #include "cuda/fake_cuda.inc"
 #endif
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "cpu/thread_pool.h"
 #include "cuda/device_fixture.h"
@@ -31,24 +33,147 @@ void check_statistics(const std::vector<Statistics>& device, const std::vector<S
   }
 }
 
+// What follows the normalization, and whether backward has y in place of x.
+struct Variant {
+  Epilogue epilogue;
+  bool residual, in_place;
+};
+
+constexpr Epilogue kRelu{Activation::kRelu, 0, 0}, kLeaky{Activation::kLeakyRelu, 0.01, 0};
+const Variant kPlain{{}, false, false};
+const Variant kVariants[] = {
+    {kRelu, false, false}, {kLeaky, false, false},
+    {{}, true, false},     {kRelu, true, false},
+    {kLeaky, true, false}, {{Activation::kLeakyRelu, 0.01, 0.1}, false, true}};
+
+// The sums of one problem on the host, and the sums of the magnitudes of their terms.
 template <typename T>
-void check_backward_sums(const Problem<T>& p, const Sums& device, const Sums& host,
-                         const std::vector<Statistics>& s) {
-  std::vector<double> plain(host.size()), products(host.size());
-  for (int64_t i = 0; i < p.view.size(); ++i) {
-    const size_t c = static_cast<size_t>(i / p.view.S % p.view.C);
-    plain[c] += std::fabs(to_double(p.dy[i]));
-    products[c] += std::fabs(to_double(p.dy[i]) * (to_double(p.x[i]) - s[c].mean));
+struct BackwardSums {
+  Sums sums;
+  std::vector<double> plain, products;
+
+  BackwardSums(BackwardShard shard, const std::vector<Statistics>& s)
+      : sums(s.size()), plain(s.size()), products(s.size()) {
+    using A = Arithmetic<T>;
+    shard.sums = sums.data();
+    kernels<T>().backward_sums(shard, s.data());
+    const auto at = [](const void* values, int64_t i) {
+      return widen(static_cast<const T*>(values)[i]);
+    };
+    const Epilogue& e = shard.epilogue;
+    const auto parameter = [](const void* values, size_t c) {
+      return double{static_cast<const A*>(values)[c]};
+    };
+    std::vector<Gate<A>> gates(s.size());
+    for (size_t c = 0; c < s.size(); ++c) {
+      const double gamma = shard.gamma ? effective_gamma(parameter(shard.gamma, c), e) : 1;
+      const auto normalize = Normalize<A>::of(s[c], gamma, parameter(shard.beta, c));
+      gates[c] =
+          shard.y ? Gate<A>::of_y(e.slope) : Gate<A>::of_x(normalize, kLargestZero<T>, e.slope);
+    }
+    for (int64_t i = 0; i < shard.view.size(); ++i) {
+      const size_t c = static_cast<size_t>(i / shard.view.S % shard.view.C);
+      const bool activates = e.activation != Activation::kNone;
+      double gradient = at(shard.dy, i), x;
+      if (activates) {
+        gradient = gates[c](at(shard.dy, i), at(shard.y ? shard.y : shard.x, i));
+      }
+      if (shard.x) {
+        x = at(shard.x, i) - s[c].mean;
+      } else {
+        const double y = at(shard.y, i);
+        x = (y > 0 ? y : y / e.slope) - parameter(shard.beta, c);
+      }
+      plain[c] += std::fabs(gradient);
+      products[c] += std::fabs(gradient * x);
+    }
   }
-  for (size_t c = 0; c < host.size(); ++c) {
-    CHECK(std::fabs(device[c].first.value() - host[c].first.value()) <= kSumsUnit<T> * plain[c]);
-    CHECK(std::fabs(device[c].second.value() - host[c].second.value()) <=
-          kSumsUnit<T> * products[c]);
+
+  void check(const Sums& device) const {
+    for (size_t c = 0; c < sums.size(); ++c) {
+      CHECK(std::fabs(device[c].first.value() - sums[c].first.value()) <= kSumsUnit<T> * plain[c]);
+      CHECK(std::fabs(device[c].second.value() - sums[c].second.value()) <=
+            kSumsUnit<T> * products[c]);
+    }
   }
-}
+};
 
 // The sums must be close to the CPU's. Everything else, computed from the same sums, must have the
 // CPU's bits.
+template <typename T>
+void check_variant(const Problem<T>& p, OnDevice<T>* device, const std::vector<Statistics>& s,
+                   const Variant& variant, int64_t shift) {
+  using A = Arithmetic<T>;
+  const int64_t size = p.view.size();
+  const Kernels& cpu = kernels<T>();
+  Array<T> residual = p.dy;
+  std::reverse(residual.data(), residual.data() + size);
+  DeviceArray<T> residual_on_device(residual.data(), size, shift);
+  Array<T> y(size);
+  for (const Store how : {Store::kWrite, Store::kAdd}) {
+    const bool gamma = how == Store::kWrite;
+    const auto adapt = [&](auto shard, const T* added, const T* output) {
+      shard.epilogue = variant.epilogue;
+      if (!gamma) shard.gamma = nullptr;
+      if constexpr (std::is_same<decltype(shard), ForwardShard>::value) {
+        if (variant.residual) shard.residual = added;
+      } else {
+        shard.residual_store = how;
+        if (variant.in_place) shard.x = nullptr;
+        if (variant.in_place || variant.residual) shard.y = output;
+      }
+      return shard;
+    };
+    DeviceArray<T> to(p.x.data(), size, shift ? shift + 2 : 0);
+    Array<T> expected = p.x;
+    device->forward(
+        adapt(device->forward_shard(to.data(), how), residual_on_device.data(), nullptr), s);
+    cpu.forward(adapt(forward_shard(p, expected.data(), how), residual.data(), nullptr), s.data());
+    CHECK(same_bits(to.get(), expected));
+
+    cpu.forward(adapt(forward_shard(p, y.data()), residual.data(), nullptr), s.data());
+    DeviceArray<T> y_on_device(y.data(), size, shift ? shift + 3 : 0);
+    DeviceArray<T> dresidual(p.x.data(), size, shift);
+    Array<T> expected_dresidual = p.x;
+    to.set(p.x.data());
+    expected = p.x;
+    BackwardShard shard =
+        adapt(device->backward_shard(to.data(), how), nullptr, y_on_device.data());
+    BackwardShard host = adapt(backward_shard(p, expected.data(), how), nullptr, y.data());
+    if (variant.residual) {
+      shard.dresidual = dresidual.data();
+      host.dresidual = expected_dresidual.data();
+    }
+    const BackwardSums<T> sums(host, s);
+    const Sums own = device->backward_sums(shard, s);
+    sums.check(own);
+
+    const double count = 2 * p.count();
+    Sums all = own;
+    for (ChannelSums& c : all) c.add({{1, 0, 0}, {-2, 0, 0}});
+    const auto parameters = device->backward(shard, s, own, &all, count);
+    cpu.backward(host, s.data(), all.data(), count);
+    CHECK(same_bits(to.get(), expected));
+    CHECK(same_bits(dresidual.get(), expected_dresidual));
+    for (int64_t c = 0; c < p.view.C; ++c) {
+      const double before = gamma ? 0 : p.beta[c];
+      const double inverse =
+          variant.in_place ? 1 / effective_gamma(p.gamma[c], variant.epilogue) : s[c].inv_std;
+      const double dgamma = gamma ? own[c].second.value() * inverse : 0;
+      CHECK_EQ(parameters.first[c], static_cast<A>(before + dgamma));
+      CHECK_EQ(parameters.second[c], static_cast<A>(before + own[c].first.value()));
+    }
+
+    // Constant statistics, and only the gradient of the residual.
+    if (variant.residual) shard.dx = host.dx = nullptr;
+    device->backward(shard, s, own, nullptr, 0);
+    const Sums zeros(s.size());
+    cpu.backward(host, s.data(), zeros.data(), 0);
+    CHECK(same_bits(to.get(), expected));
+    CHECK(same_bits(dresidual.get(), expected_dresidual));
+  }
+}
+
 template <typename T>
 void check_problem(const Problem<T>& p, int64_t shift = 0) {
   OnDevice<T> device(p, shift);
@@ -60,57 +185,36 @@ void check_problem(const Problem<T>& p, int64_t shift = 0) {
   check_statistics<T>(s, statistics_of(p, host_sums));
   const std::vector<Statistics> on_device = device.statistics(sums, p.count());
   CHECK(std::memcmp(on_device.data(), s.data(), s.size() * sizeof(s[0])) == 0);
-  const Sums gradient_sums = device.backward_sums(s);
-  check_backward_sums(p, gradient_sums, backward_sums(p, s), s);
-
-  const Kernels& cpu = kernels<T>();
-  for (const Store how : {Store::kWrite, Store::kAdd}) {
-    const bool gamma = how == Store::kWrite;
-    const Arithmetic<T>* const host_gamma = gamma ? p.gamma.data() : nullptr;
-    DeviceArray<T> to(p.x.data(), p.view.size(), shift ? shift + 2 : 0);
-    Array<T> expected = p.x;
-    device.normalize(OnDevice<T>::kForward, s, gamma, device.x.data(), to.data(), how);
-    cpu.forward(p.view, p.x.data(), s.data(), host_gamma, p.beta.data(), expected.data(), how);
-    CHECK(same_bits(to.get(), expected));
-
-    device.normalize(OnDevice<T>::kConstant, s, gamma, device.dy.data(), to.data(), how);
-    cpu.backward_constant(p.view, p.dy.data(), s.data(), host_gamma, expected.data(), how);
-    CHECK(same_bits(to.get(), expected));
-
-    const double count = 2 * p.count();
-    Sums all = gradient_sums;
-    for (ChannelSums& c : all) c.add({{1, 0, 0}, {-2, 0, 0}});
-    const auto parameters = device.gradients(s, gamma, gradient_sums, all, count, to.data(), how);
-    cpu.backward(p.view, p.dy.data(), p.x.data(), s.data(), host_gamma, all.data(), count,
-                 expected.data(), how);
-    CHECK(same_bits(to.get(), expected));
-    for (int64_t c = 0; c < p.view.C; ++c) {
-      using A = Arithmetic<T>;
-      const double before = gamma ? 0 : p.beta[c];
-      const double dgamma = gamma ? gradient_sums[c].second.value() * s[c].inv_std : 0;
-      CHECK_EQ(parameters.first[c], static_cast<A>(before + dgamma));
-      CHECK_EQ(parameters.second[c], static_cast<A>(before + gradient_sums[c].first.value()));
-    }
+  check_variant(p, &device, s, kPlain, shift);
+  const std::string where = check::context;
+  for (const Variant& variant : kVariants) {
+    check::context = where + ", variant " + std::to_string(&variant - kVariants);
+    check_variant(p, &device, s, variant, shift);
   }
 }
 
+// dx in the array of dy, and y in that of x.
 template <typename T>
 void in_place(const Problem<T>& p) {
-  OnDevice<T> device(p);
-  const Sums sums = device.forward_sums();
-  const std::vector<Statistics> s = statistics_of(p, sums);
-  const Sums gradient_sums = device.backward_sums(s);
-  const Kernels& cpu = kernels<T>();
-  Array<T> expected = p.dy;
-  device.gradients(s, true, gradient_sums, gradient_sums, p.count(), device.dy.data(),
-                   Store::kWrite);
-  cpu.backward(p.view, p.dy.data(), p.x.data(), s.data(), p.gamma.data(), gradient_sums.data(),
-               p.count(), expected.data(), Store::kWrite);
-  CHECK(same_bits(device.dy.get(), expected));
-  device.normalize(OnDevice<T>::kForward, s, true, device.x.data(), device.x.data(), Store::kWrite);
-  cpu.forward(p.view, p.x.data(), s.data(), p.gamma.data(), p.beta.data(), expected.data(),
-              Store::kWrite);
-  CHECK(same_bits(device.x.get(), expected));
+  for (const Epilogue& epilogue : {Epilogue{}, kRelu}) {
+    OnDevice<T> device(p);
+    const std::vector<Statistics> s = statistics_of(p, device.forward_sums());
+    const Sums sums = device.backward_sums(s);
+    const Kernels& cpu = kernels<T>();
+    Array<T> expected = p.dy;
+    BackwardShard shard = device.backward_shard(device.dy.data(), Store::kWrite);
+    BackwardShard host = backward_shard(p, expected.data());
+    shard.epilogue = host.epilogue = epilogue;
+    device.backward(shard, s, sums, &sums, p.count());
+    cpu.backward(host, s.data(), sums.data(), p.count());
+    CHECK(same_bits(device.dy.get(), expected));
+    ForwardShard forth = device.forward_shard(device.x.data(), Store::kWrite);
+    ForwardShard host_forth = forward_shard(p, expected.data());
+    forth.epilogue = host_forth.epilogue = epilogue;
+    device.forward(forth, s);
+    cpu.forward(host_forth, s.data());
+    CHECK(same_bits(device.x.get(), expected));
+  }
 }
 
 template <typename T>

@@ -139,6 +139,32 @@ void given_statistics_are_taken_as_they_are() {
   CHECK_EQ(moving_average(2, 6, 0), 6);
 }
 
+// The comparison of a Gate with y > 0, also at the values around its threshold.
+template <typename T>
+void gates_have_the_bits_of_y() {
+  check::context = sizeof(T) == sizeof(float) ? "gate, float" : "gate, double";
+  Random random(6);
+  for (int i = 0; i < 20000; ++i) {
+    const double scale = std::ldexp(random.normal(), static_cast<int>(random.below(60)) - 30);
+    const Statistics s{i % 3 ? random.normal() : 1e4 * random.normal(), 1e-9, 1,
+                       std::ldexp(1, static_cast<int>(random.below(20)) - 10)};
+    const double gamma = i % 50 ? scale : 0, beta = i % 4 ? scale * random.normal() : 0;
+    const auto f = Normalize<T>::of(s, gamma, beta);
+    const T zero = i % 5 ? 0 : kLargestZero<Half>;
+    const auto gate = Gate<T>::of_x(f, zero, 0.5);
+    int wrong = 0;
+    const auto check = [&](T x) { wrong += gate(2, x) != (f(x) > zero ? 2 : 1); };
+    const int64_t at = position_of(gate.threshold * gate.sign);
+    for (int64_t near = at - 3; near <= at + 3; ++near) {
+      T x;
+      at_position(near, &x);
+      check(x);
+    }
+    for (const double x : {0.0, 1e-40, -1e30, 1e30, random.normal()}) check(static_cast<T>(x));
+    CHECK_EQ(wrong, 0);
+  }
+}
+
 }  // namespace
 }  // namespace gluon_syncbn
 
@@ -152,5 +178,7 @@ int main() {
   nan_and_infinity_stay();
   no_values_leave_all_finite();
   given_statistics_are_taken_as_they_are();
+  gates_have_the_bits_of_y<float>();
+  gates_have_the_bits_of_y<double>();
   return check::finish("batch_norm_math");
 }

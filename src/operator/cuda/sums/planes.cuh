@@ -7,43 +7,54 @@
 namespace gluon_syncbn {
 
 // The sums of one chunk, by `lanes` threads: vector i belongs to lane i % lanes.
-template <typename T, bool kBackward, bool kAligned>
+template <typename T, int kArrays, bool kAligned>
 struct PlaneSums {
   using A = Arithmetic<T>;
+  static constexpr bool kBackward = kArrays > 1, kGated = kArrays > 2;
   static constexpr int kSize = kPack<T>;
+  // Three unaligned arrays take many registers.
+  static constexpr int kInFlight =
+      kGated && !kAligned ? gluon_syncbn::kInFlight / 2 : gluon_syncbn::kInFlight;
   // Vectors of one run, and runs of one batch.
   static constexpr int kVectors = kRun / kSize < kInFlight ? kRun / kSize : kInFlight;
   static constexpr int kRuns = kInFlight / kVectors;
 
   const SumsTask& task;
+  const EpilogueTask<A>& epilogue;
   Center<A> center;
+  Gates<A, kGated> gates;
 
-  // Vector i begins i * stride values after x and dy; `left` values remain in the chunk.
+  // Vector i begins i * stride values after x, dy and v; `left` values remain in the chunk.
   struct Batch {
-    const T *x, *dy;
+    const T *x, *dy, *v;
     int left, stride;
   };
 
   // Adds the share of `lane` of the n values of a chunk.
-  SBN_DEVICE void add_values(const T* dy, const T* x, int n, int lane, int lanes,
+  SBN_DEVICE void add_values(const T* dy, const T* x, const T* v, int n, int lane, int lanes,
                              Share<A>* share) const {
     const int vectors = (n + kSize - 1) / kSize;
     // False only at one of the ends of the array.
-    const bool inside = kAligned || task.holds<kBackward>(dy, x, vectors);
+    const bool inside = kAligned || holds<kArrays>(task, epilogue, dy, x, v, vectors);
     const unsigned x_shift = kAligned || !inside ? 0 : misalignment(x);
     const unsigned dy_shift = kAligned || !inside ? 0 : misalignment(dy);
-    for (int v = lane; v < vectors; v += lanes * kInFlight) {
-      const Batch batch{x + v * kSize, dy + (kBackward ? v * kSize : 0), n - v * kSize,
-                        lanes * kSize};
-      Fetched<kAligned> xs[kInFlight], dys[kInFlight];
+    const unsigned v_shift = kAligned || !inside ? 0 : misalignment(v);
+    for (int first = lane; first < vectors; first += lanes * kInFlight) {
+      const int begin = first * kSize;
+      const Batch batch{x + begin, dy + (kBackward ? begin : 0), v + (kGated ? begin : 0),
+                        n - begin, lanes * kSize};
+      Fetched<kAligned> xs[kInFlight], dys[kInFlight], vs[kInFlight];
       // Vectors after the last repeat the last.
-      const int last = (vectors - 1 - v) * kSize;
+      const int last = (vectors - 1 - first) * kSize;
       const auto at = [&](int i) { return i * batch.stride < last ? i * batch.stride : last; };
       if (inside) {
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
           xs[i] = Fetched<kAligned>::load(batch.x + at(i));
           if (kBackward) dys[i] = Fetched<kAligned>::load(batch.dy + at(i));
+          if constexpr (kGated) {
+            if (epilogue.v != task.x) vs[i] = Fetched<kAligned>::load(batch.v + at(i));
+          }
         }
       } else {
 #pragma unroll
@@ -52,18 +63,26 @@ struct PlaneSums {
           if (kBackward) {
             dys[i].low = dys[i].high = load_some(batch.dy + at(i), batch.left - at(i));
           }
+          if constexpr (kGated) {
+            if (epilogue.v != task.x) {
+              vs[i].low = vs[i].high = load_some(batch.v + at(i), batch.left - at(i));
+            }
+          }
         }
       }
-      Words x_words[kInFlight], dy_words[kInFlight];
+      Words x_words[kInFlight], dy_words[kInFlight], v_words[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
         x_words[i] = xs[i].template words<T>(x_shift);
         if (kBackward) dy_words[i] = dys[i].template words<T>(dy_shift);
+        if constexpr (kGated) {
+          v_words[i] = epilogue.v != task.x ? vs[i].template words<T>(v_shift) : x_words[i];
+        }
       }
       if ((kInFlight - 1) * batch.stride + kSize <= batch.left) {
-        add_batch<true>(x_words, dy_words, batch, v == lane, share);
+        add_batch<true>(x_words, dy_words, v_words, batch, first == lane, share);
       } else {
-        add_batch<false>(x_words, dy_words, batch, v == lane, share);
+        add_batch<false>(x_words, dy_words, v_words, batch, first == lane, share);
       }
     }
   }
@@ -72,16 +91,25 @@ struct PlaneSums {
   // kFull: all vectors are complete.
   template <bool kFull>
   SBN_DEVICE void add_batch(const Words (&x)[kInFlight], const Words (&dy)[kInFlight],
-                            const Batch& batch, bool is_first, Share<A>* share) const {
-    const auto get = [&](const Words(&from)[kInFlight], int run, int i, A other) {
+                            const Words (&v)[kInFlight], const Batch& batch, bool is_first,
+                            Share<A>* share) const {
+    // gate(value, v)
+    const auto get = [&](const Words(&from)[kInFlight], int run, int i, A other, const auto& gate) {
       const int vector = run * kVectors + i / kSize, j = i % kSize;
       const bool exists = kFull || j < batch.left - vector * batch.stride;
-      return exists ? value_at<T>(from[vector], j) : other;
+      if constexpr (kGated) {
+        return exists ? gate(value_at<T>(from[vector], j), value_at<T>(v[vector], j)) : other;
+      } else {
+        return exists ? value_at<T>(from[vector], j) : other;
+      }
     };
     const auto reload = [&](int run, int i, const auto& f) {
       const int index = (run * kVectors + i / kSize) * batch.stride + i % kSize;
       if (index >= batch.left) return;
-      if constexpr (kBackward) {
+      if constexpr (kGated) {
+        const A decisive = widen(batch.v[index]);
+        f(gates.dy(widen(batch.dy[index]), decisive), gates.x(widen(batch.x[index]), decisive));
+      } else if constexpr (kBackward) {
         f(widen(batch.dy[index]), widen(batch.x[index]));
       } else {
         f(widen(batch.x[index]));
@@ -93,16 +121,17 @@ struct PlaneSums {
     };
     constexpr int kValues = kVectors * kSize;
     if constexpr (kBackward) {
-      add_runs<kRuns, kValues>([&](int run, int i) { return get(dy, run, i, A{0}); },
-                               [&](int run, int i) { return get(x, run, i, center.mean); },
+      add_runs<kRuns, kValues>([&](int run, int i) { return get(dy, run, i, A{0}, gates.dy); },
+                               [&](int run, int i) { return get(x, run, i, center.mean, gates.x); },
                                [&](int) { return center.mean; }, A{}, reload, add);
     } else {
       if (is_first) {
         const A first = value_at<T>(x[0], 0);
-        share->origin = origin_of<kValues>([&](int i) { return get(x, 0, i, first); }, A{});
+        share->origin =
+            origin_of<kValues>([&](int i) { return get(x, 0, i, first, gates.x); }, A{});
       }
       const A origin = share->origin;
-      add_runs<kRuns, kValues>([&](int run, int i) { return get(x, run, i, origin); },
+      add_runs<kRuns, kValues>([&](int run, int i) { return get(x, run, i, origin, gates.x); },
                                [&](int) { return origin; }, A{}, reload, add);
       if (kFull) {
         share->count += kInFlight * kSize;
@@ -176,17 +205,18 @@ struct BufferedSums {
 };
 
 // S > 1: a block has chunks of one channel, with `lanes` threads per chunk.
-template <typename T, bool kBackward, bool kAligned>
-__global__ void __launch_bounds__(kThreads, plane_blocks<T>(kBackward, kAligned))
-    sum_planes(SumsTask task) {
+template <typename T, int kArrays, bool kAligned>
+__global__ void __launch_bounds__(kThreads, plane_blocks<T>(kArrays, kAligned))
+    sum_planes(SumsTask task, EpilogueTask<Arithmetic<T>> epilogue) {
   using A = Arithmetic<T>;
+  constexpr bool kBackward = kArrays > 1, kGated = kArrays > 2;
   // In shared memory, as they are needed only once in `lanes` chunks.
   __shared__ double own_sums[kThreads * 6];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int lanes = task.lanes, lane_of_chunk = lane % lanes, at_once = kWarp / lanes;
   const int64_t c = blockIdx.x;
 
-  PlaneSums<T, kBackward, kAligned> plane{task, {0, 0}};
+  PlaneSums<T, kArrays, kAligned> plane{task, epilogue, {0, 0}, Gates<A, kGated>::of(epilogue, c)};
   if constexpr (kBackward) plane.center = Center<A>::of(task.statistics[c]);
 
   double* const own = own_sums + threadIdx.x * 6;
@@ -217,8 +247,9 @@ __global__ void __launch_bounds__(kThreads, plane_blocks<T>(kBackward, kAligned)
     if (lane / lanes < units) {
       const int64_t at = plane_at + static_cast<int64_t>(chunk) * task.chunk_size;
       n = chunk + 1 == chunks ? last_size : task.chunk_size;
-      plane.add_values(static_cast<const T*>(task.dy) + (kBackward ? at : 0),
-                       static_cast<const T*>(task.x) + at, n, lane_of_chunk, lanes, &share);
+      plane.add_values(
+          static_cast<const T*>(task.dy) + (kBackward ? at : 0), static_cast<const T*>(task.x) + at,
+          static_cast<const T*>(epilogue.v) + (kGated ? at : 0), n, lane_of_chunk, lanes, &share);
     }
     plane_at += plane_step;
     chunk += chunk_step;

@@ -9,11 +9,15 @@ namespace gluon_syncbn {
 
 // S = 1, R > 1: a block has `lanes` vectors of channels side by side, and several chunks of the
 // samples' rows.
-template <typename T, bool kBackward, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) {
+template <typename T, int kArrays, bool kAligned>
+__global__ void __launch_bounds__(kThreads, kRowBlocks)
+    sum_rows(SumsTask task, EpilogueTask<Arithmetic<T>> epilogue) {
   using A = Arithmetic<T>;
+  constexpr bool kBackward = kArrays > 1, kGated = kArrays > 2;
   constexpr int kSize = kPack<T>;
-  constexpr int kBatch = kBackward ? kRowPairsInFlight : kRowsInFlight<T>;
+  constexpr int kBatch = kGated      ? kRowTriplesInFlight<T>
+                         : kBackward ? kRowPairsInFlight
+                                     : kRowsInFlight<T>;
   // Padded, so that threads that read neighbouring channels use different banks.
   constexpr int kPlane = kThreads + 16 / kSize;
   // The last rows of threads are added sequentially.
@@ -29,23 +33,37 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
   const int64_t c = tile + column * kSize;
   const int width = c + kSize <= task.C ? kSize : c < task.C ? static_cast<int>(task.C - c) : 0;
   const T *x = static_cast<const T*>(task.x), *dy = static_cast<const T*>(task.dy);
+  const T* const v = static_cast<const T*>(epilogue.v);
+  [[maybe_unused]] const bool reads_v = kGated && epilogue.v != task.x;
   const int64_t below = down * task.C;
 
   // The first threads have one channel each, for the work per chunk.
   const int own = threadIdx.x;
   const bool owns = own < across * kSize && tile + own < task.C;
   put(ChannelSums(), own_sums + own * 6);
-
+  Center<A> own_center{0, 0};
+  if (kBackward && owns) own_center = Center<A>::of(task.statistics[tile + own]);
+  // Three arrays leave no registers for these: those of column k are at k, k + kWarp, ...
+  struct Column {
+    A sign, threshold, mean;
+  };
+  __shared__ Column columns[kGated ? kSize * kWarp : 1];
+  if constexpr (kGated) {
+    if (owns) {
+      const Gate<A> gate = Gates<A, kGated>::of(epilogue, tile + own).dy;
+      columns[own % kSize * kWarp + own / kSize] = {gate.sign, gate.threshold, own_center.mean};
+    }
+    __syncthreads();
+  }
   // The subtracted values: the means, or the origins of a thread's share.
   A origins[kSize];
-  Center<A> own_center{0, 0};
-  if (kBackward) {
+  if (kBackward && !kGated) {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       origins[j] = j < width ? Center<A>::of(task.statistics[c + j]).mean : A{0};
     }
-    if (owns) own_center = Center<A>::of(task.statistics[tile + own]);
   }
+  const auto origin = [&](int j) { return kGated ? columns[j * kWarp + column].mean : origins[j]; };
 
   // The chunk whose first rows are being loaded while the one before it is reduced.
   int64_t base = task.unit_of_slice(blockIdx.y), at = 0;
@@ -84,7 +102,8 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
     at = (sample * task.R + start) * task.C;
     // A vector may reach past the end of a row.
     const int64_t vectors = n * task.C / kSize + 3;
-    inside = kAligned || task.holds<kBackward>(dy + (kBackward ? at : 0), x + at, vectors);
+    inside = kAligned || holds<kArrays>(task, epilogue, dy + (kBackward ? at : 0), x + at,
+                                        v + (kGated ? at : 0), vectors);
     if (kAligned && width > 0 && row < n) load_batch(row);
   };
 
@@ -96,20 +115,44 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
       first[j] += a;
       second[j] += b;
     };
-    const auto get = [&](const Words* from, int j, int i, A other) {
-      return exists(i) ? value_at<T>(from[i], j) : other;
+    // Bit j * kBatch + i is 1 where the gates of column j, row i are open.
+    [[maybe_unused]] uint32_t open = 0;
+    if constexpr (kGated) {
+      Words vs[kBatch];
+      if (reads_v) {
+        load(v + at + c + r * task.C, r, vs);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) vs[i] = xs[i];
+      }
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        const Column& of_j = columns[j * kWarp + column];
+        const Gate<A> gate{of_j.sign, of_j.threshold, 0};
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          open |= (gate(A{1}, value_at<T>(vs[i], j)) > 0 ? 1u : 0u) << (j * kBatch + i);
+        }
+      }
+    }
+    const auto gated = [&](A value, int j, int i, A slope) {
+      const A bit = open >> (j * kBatch + i) & 1 ? A{1} : A{0};
+      return kGated ? Gate<A>{1, 0, slope}(value, bit) : value;
+    };
+    const auto get = [&](const Words* from, int j, int i, A other, A slope) {
+      return exists(i) ? gated(value_at<T>(from[i], j), j, i, slope) : other;
     };
     const auto reload = [&](int j, int i, const auto& f) {
       if (!exists(i) || j >= width) return;
       const int64_t index = at + c + (r + i * down) * task.C + j;
       if constexpr (kBackward) {
-        f(widen(dy[index]), widen(x[index]));
+        f(gated(widen(dy[index]), j, i, epilogue.slope),
+          gated(widen(x[index]), j, i, epilogue.inverse));
       } else {
         f(widen(x[index]));
       }
     };
-    const auto value = [&](int j, int i) { return get(xs, j, i, origins[j]); };
-    const auto origin = [&](int j) { return origins[j]; };
+    const auto value = [&](int j, int i) { return get(xs, j, i, origin(j), epilogue.inverse); };
     if (!kBackward && is_first) {
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
@@ -118,8 +161,8 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
       }
     }
     if constexpr (kBackward) {
-      add_runs<kSize, kBatch>([&](int j, int i) { return get(dys, j, i, A{0}); }, value, origin,
-                              A{}, reload, add);
+      add_runs<kSize, kBatch>([&](int j, int i) { return get(dys, j, i, A{0}, epilogue.slope); },
+                              value, origin, A{}, reload, add);
     } else {
       add_runs<kSize, kBatch>(value, origin, A{}, reload, add);
     }
@@ -222,9 +265,11 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks) sum_rows(SumsTask task) 
 }
 
 // S = R = 1: each value is a sample and is added to Sum3.
-template <typename T, bool kBackward>
-__global__ void __launch_bounds__(kThreads, 2) sum_values(SumsTask task) {
+template <typename T, int kArrays>
+__global__ void __launch_bounds__(kThreads, 2)
+    sum_values(SumsTask task, EpilogueTask<Arithmetic<T>> epilogue) {
   using A = Arithmetic<T>;
+  constexpr bool kBackward = kArrays > 1, kGated = kArrays > 2;
   __shared__ double shared[kWarps * kWarp * 6];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int64_t c = static_cast<int64_t>(blockIdx.x) * kWarp + lane;
@@ -233,11 +278,14 @@ __global__ void __launch_bounds__(kThreads, 2) sum_values(SumsTask task) {
   if (c < task.C) {
     const double mean = kBackward ? task.statistics[c].mean : 0;
     const double mean_low = kBackward ? task.statistics[c].mean_low : 0;
+    const auto gates = Gates<A, kGated>::of(epilogue, c);
     const int64_t end = task.unit_of_slice(blockIdx.y + 1);
     for (int64_t n = task.unit_of_slice(blockIdx.y) + warp; n < end; n += kWarps) {
-      double value = widen(x[n * task.C + c]);
+      const int64_t i = n * task.C + c;
+      const A decisive = kGated ? widen(static_cast<const T*>(epilogue.v)[i]) : A{0};
+      double value = gates.x(widen(x[i]), decisive);
       if (kBackward) {
-        const double gradient = widen(dy[n * task.C + c]);
+        const double gradient = gates.dy(widen(dy[i]), decisive);
         value -= mean;
         if (sizeof(A) == sizeof(double)) value -= mean_low;
         sums.first.add(gradient);

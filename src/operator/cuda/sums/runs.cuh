@@ -29,13 +29,17 @@ constexpr int kRowsInFlight = sizeof(T) == sizeof(double)  ? kRun
                               : sizeof(T) == sizeof(float) ? 5
                                                            : 4;
 constexpr int kRowPairsInFlight = 4;
+template <typename T>
+constexpr int kRowTriplesInFlight = sizeof(T) == 2 ? 2 : 3;
 // S = 1: rows of a chunk per thread, and the minimum number of rows of threads for a chunk.
 constexpr int kRowsPerThread = 32, kFewestRows = 2;
 
-// Resident blocks of each kernel of sums per multiprocessor, limited by registers.
+// Resident blocks of each kernel of sums per multiprocessor, limited by registers. The kernels read
+// kArrays arrays: 1: x. 2: dy and x. 3: dy, x, and v, on which the gradient of an activation
+// depends.
 template <typename T>
-constexpr int plane_blocks(bool backward, bool aligned) {
-  return aligned && (!backward || sizeof(T) >= sizeof(float)) ? 3 : 2;
+constexpr int plane_blocks(int arrays, bool aligned) {
+  return aligned && (arrays == 1 || (arrays == 2 && sizeof(T) >= sizeof(float))) ? 3 : 2;
 }
 constexpr int kRowBlocks = 2;
 
@@ -275,6 +279,14 @@ SBN_DEVICE void store_sums(const ChannelSums& sums, ChannelSums* to) {
   }
 }
 
+// The coefficients of dx of one channel, with an activation or a gradient of the residual.
+template <typename A>
+struct GatedGradient {
+  // Of Gate.
+  A sign, threshold;
+  InputGradient<A> input;
+};
+
 // The arguments of a kernel of sums. `to` has C x slices entries.
 struct SumsTask {
   // N samples of C channels of S values, or, with S = 1, of R rows of C values.
@@ -292,12 +304,53 @@ struct SumsTask {
   const void *dy_end, *x_end;
 
   SBN_DEVICE int64_t unit_of_slice(int slice) const { return units * slice / slices; }
-  // Whether Fetched stays inside of the arrays.
-  template <bool kBackward>
-  SBN_DEVICE bool holds(const void* dy_at, const void* x_at, int64_t vectors) const {
-    return Extent{x, x_end}.holds(x_at, vectors) &&
-           (!kBackward || Extent{dy, dy_end}.holds(dy_at, vectors));
+};
+
+// What an activation and a residual add to the arguments of a kernel. A parameter of its own, as
+// nvcc generates slower code for a struct of more than 128 bytes.
+template <typename A>
+struct EpilogueTask {
+  Activation activation;
+  // Of the activation; and of its inverse, if x is recovered from y, or else 1.
+  A slope, inverse;
+  // x, or the array of y, which decides on the gates, and its end.
+  const void *v, *v_end;
+  // GatedGradients.
+  const void* gates;
+  void* dresidual;
+  bool add_dresidual;
+};
+
+// Whether Fetched stays inside of the arrays.
+template <int kArrays, typename A>
+SBN_DEVICE bool holds(const SumsTask& task, const EpilogueTask<A>& epilogue, const void* dy,
+                      const void* x, const void* v, int64_t vectors) {
+  return Extent{task.x, task.x_end}.holds(x, vectors) &&
+         (kArrays < 2 || Extent{task.dy, task.dy_end}.holds(dy, vectors)) &&
+         (kArrays < 3 || Extent{epilogue.v, epilogue.v_end}.holds(v, vectors));
+}
+
+// What turns the values of dy and x at a value of v into those that are summed. x is recovered from
+// y by the inverse of the activation, which is a gate too.
+template <typename A, bool kGated>
+struct Gates {
+  Gate<A> dy, x;
+
+  SBN_DEVICE static Gates of(const EpilogueTask<A>& epilogue, const GatedGradient<A>& gate) {
+    return {{gate.sign, gate.threshold, epilogue.slope},
+            {gate.sign, gate.threshold, epilogue.inverse}};
   }
+  SBN_DEVICE static Gates of(const EpilogueTask<A>& epilogue, int64_t c) {
+    return of(epilogue, static_cast<const GatedGradient<A>*>(epilogue.gates)[c]);
+  }
+};
+template <typename A>
+struct Gates<A, false> {
+  struct Open {
+    SBN_DEVICE A operator()(A value, A) const { return value; }
+  } dy, x;
+
+  SBN_DEVICE static Gates of(const EpilogueTask<A>&, int64_t) { return {}; }
 };
 
 }  // namespace gluon_syncbn

@@ -7,20 +7,22 @@
 namespace gluon_syncbn {
 
 // Shared memory per warp and array, in bytes.
-template <bool kBackward>
-constexpr int kTileBytes = kBackward ? 2048 : 4608;
+template <int kArrays>
+constexpr int kTileBytes = kArrays == 1   ? 4608
+                           : kArrays == 2 ? 2048
+                                          : 1360;
 // The values that fit, less those that may precede them in their first 16 bytes, and those after
 // them that a thread's last run reads but does not use.
-template <typename T, bool kBackward>
+template <typename T, int kArrays>
 constexpr int kTileValues =
-    kTileBytes<kBackward> / static_cast<int>(sizeof(T)) - (kPack<T> - 1) - kRun;
+    kTileBytes<kArrays> / static_cast<int>(sizeof(T)) - (kPack<T> - 1) - kRun;
 // Resident blocks per multiprocessor, limited by registers.
-template <typename T, bool kBackward>
+template <typename T, int kArrays>
 constexpr int kTileBlocks =
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
     2;
 #else
-    kBackward && sizeof(T) == sizeof(double) ? 2 : 3;
+    kArrays > (sizeof(T) == sizeof(double) ? 1 : 2) ? 2 : 3;
 #endif
 
 // Contiguous values at any address, which are copied through registers to shared memory.
@@ -86,27 +88,35 @@ SBN_DEVICE void read_values(const T* tile, int at, Arithmetic<T> (&values)[kValu
 
 // S > 1, small unaligned planes: a warp copies the contiguous planes of `kWarp / lanes` channels of
 // a sample to shared memory. `lanes` threads per plane have `chunk_size` consecutive values each.
-template <typename T, bool kBackward>
-__global__ void __launch_bounds__(kThreads, kTileBlocks<T, kBackward>) sum_tiles(SumsTask task) {
+template <typename T, int kArrays>
+__global__ void __launch_bounds__(kThreads, kTileBlocks<T, kArrays>)
+    sum_tiles(SumsTask task, EpilogueTask<Arithmetic<T>> epilogue) {
   using A = Arithmetic<T>;
-  constexpr int kBytes = kTileBytes<kBackward>, kArrays = kBackward ? 2 : 1, kTail = kRun / 2;
+  constexpr bool kBackward = kArrays > 1, kGated = kArrays > 2;
+  constexpr int kBytes = kTileBytes<kArrays>, kTail = kRun / 2;
   constexpr int kTile = kBytes / static_cast<int>(sizeof(T));
   alignas(16) __shared__ Words shared[kArrays * kWarps * kBytes / sizeof(Words)];
   // In shared memory, as in sum_planes.
   __shared__ double own_sums[kThreads * 6];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   T* const x_tile = reinterpret_cast<T*>(shared) + warp * kArrays * kTile;
-  T* const dy_tile = x_tile + (kArrays - 1) * kTile;
+  T* const dy_tile = x_tile + (kBackward ? kTile : 0);
+  T* const v_tile = x_tile + (kGated && epilogue.v != task.x ? 2 * kTile : 0);
 
   const int lanes = task.lanes, across = kWarp / lanes;
   const int plane = lane / lanes, lane_of_plane = lane % lanes;
   const int64_t tile = static_cast<int64_t>(blockIdx.x) * across, c = tile + plane;
   const int planes = c - plane + across <= task.C ? across : static_cast<int>(task.C - tile);
   const T *x = static_cast<const T*>(task.x), *dy = static_cast<const T*>(task.dy);
+  const T* const v = static_cast<const T*>(epilogue.v);
 
   Center<A> center{0, 0};
+  Gates<A, kGated> gates{};
   if constexpr (kBackward) {
-    if (plane < planes) center = Center<A>::of(task.statistics[c]);
+    if (plane < planes) {
+      center = Center<A>::of(task.statistics[c]);
+      gates = Gates<A, kGated>::of(epilogue, c);
+    }
   }
   double* const own = own_sums + threadIdx.x * 6;
   BufferedSums<A, kBackward> buffer{own, lanes, lane};
@@ -119,13 +129,18 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kBackward>) sum_tiles
     const Loads x_loads = Loads::load(x + at, planes * n, {task.x, task.x_end}, lane);
     const Loads dy_loads =
         kBackward ? Loads::load(dy + at, planes * n, {task.dy, task.dy_end}, lane) : x_loads;
+    const Loads v_loads = v_tile != x_tile
+                              ? Loads::load(v + at, planes * n, {epilogue.v, epilogue.v_end}, lane)
+                              : x_loads;
     // All lanes have read the sample before.
     __syncwarp();
     x_loads.put(x_tile, lane);
     if constexpr (kBackward) dy_loads.put(dy_tile, lane);
+    if (v_tile != x_tile) v_loads.put(v_tile, lane);
     __syncwarp();
     const int begin = plane * n + lane_of_plane * share_size;
     const int x_at = x_loads.shift + begin, dy_at = kBackward ? dy_loads.shift + begin : 0;
+    const int v_at = v_loads.shift + begin;
 
     const int left = plane < planes ? n - lane_of_plane * share_size : 0;
     Share<A> share;
@@ -141,25 +156,29 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kBackward>) sum_tiles
       const auto reload = [&](int, int i, const auto& f) {
         if (j + i >= share.count) return;
         if constexpr (kBackward) {
-          f(widen(dy_tile[dy_at + j + i]), widen(x_tile[x_at + j + i]));
+          const A decisive = kGated ? widen(v_tile[v_at + j + i]) : A{0};
+          f(gates.dy(widen(dy_tile[dy_at + j + i]), decisive),
+            gates.x(widen(x_tile[x_at + j + i]), decisive));
         } else {
           f(widen(x_tile[x_at + j + i]));
         }
       };
-      A v[kValues];
-      read_values<kValues>(x_tile, x_at + j, v);
+      A xs[kValues];
+      read_values<kValues>(x_tile, x_at + j, xs);
       if constexpr (kBackward) {
-        A g[kValues];
-        read_values<kValues>(dy_tile, dy_at + j, g);
-        add_runs<1, kValues>([&](int, int i) { return exists(i) ? g[i] : A{0}; },
-                             [&](int, int i) { return exists(i) ? v[i] : center.mean; },
-                             [&](int) { return center.mean; }, A{}, reload, add);
+        A dys[kValues], vs[kValues] = {};
+        read_values<kValues>(dy_tile, dy_at + j, dys);
+        if (kGated) read_values<kValues>(v_tile, v_at + j, vs);
+        add_runs<1, kValues>(
+            [&](int, int i) { return exists(i) ? gates.dy(dys[i], vs[i]) : A{0}; },
+            [&](int, int i) { return exists(i) ? gates.x(xs[i], vs[i]) : center.mean; },
+            [&](int) { return center.mean; }, A{}, reload, add);
       } else {
         if (is_first) {
-          share.origin = origin_of<kValues>([&](int i) { return exists(i) ? v[i] : v[0]; }, A{});
+          share.origin = origin_of<kValues>([&](int i) { return exists(i) ? xs[i] : xs[0]; }, A{});
         }
         const A origin = share.origin;
-        add_runs<1, kValues>([&](int, int i) { return exists(i) ? v[i] : origin; },
+        add_runs<1, kValues>([&](int, int i) { return exists(i) ? xs[i] : origin; },
                              [&](int) { return origin; }, A{}, reload, add);
       }
     };
