@@ -35,12 +35,13 @@ def _same_memory(a, b):
 class SyncBatchNorm(nn.BatchNorm):
     r"""Batch normalization with the statistics of the whole mini-batch, over all devices.
 
-    .. math:: y = \gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta
+    .. math:: y = a\left(\gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta + r\right)
 
     with the mean :math:`\mu` and the biased variance :math:`\sigma^2` of each channel over all
-    devices. :func:`gluon_syncbn.layers.operator.sync_batch_norm` gives the backward. A drop-in for
-    :class:`mxnet.gluon.nn.BatchNorm`: same arguments, same parameters, same files. Results have the
-    same bits however a batch is split over devices and threads.
+    devices, an activation a if the layer has one, and a residual r if it is called as
+    ``layer(x, r)``. :func:`gluon_syncbn.layers.operator.sync_batch_norm` gives the backward. A
+    drop-in for :class:`mxnet.gluon.nn.BatchNorm`: same arguments, same parameters, same files.
+    Results have the same bits however a batch is split over devices and threads.
 
     Training code does not change: call the net once for each device inside ``autograd.record()``,
     and wait for no result before every device was called. In inference devices do not wait for each
@@ -75,6 +76,20 @@ class SyncBatchNorm(nn.BatchNorm):
         M > 1 values of a channel. ``nn.BatchNorm`` uses the biased one on the CPU and the unbiased
         one through cuDNN; PyTorch uses the unbiased one. The batch itself is always normalized by
         the biased variance.
+    activation : {None, "relu", "leaky_relu"}, default None
+        What follows in the same pass over the data. Outputs, gradients and running statistics have
+        the bits of the layer, ``elemwise_add`` of the residual, and ``Activation`` or ``LeakyReLU``
+        in a row. (Not so with a leaky relu of 16-bit and float64 data, as MXNet rounds it more
+        often. On GPUs the sums of backward are added in another order, which may change last bits
+        of the gradients.)
+    slope : float, default 0.01
+        The leaky relu's slope for negative values, 0 or more.
+    inplace : bool, default False
+        Whether backward recovers x from y, so that MXNet frees x after the forward. For
+        ``activation="leaky_relu"`` with a positive `slope` and epsilon, without a residual.
+        Gradients are those of x rounded once more, and gamma counts with a magnitude of at least
+        `epsilon`, in inference too. It saves nothing on CPU contexts of a oneDNN build, where a
+        copy of y takes the place of x.
 
     Parameters of the layer
     -----------------------
@@ -88,14 +103,15 @@ class SyncBatchNorm(nn.BatchNorm):
     Inputs and outputs
     ------------------
     x : (N, C), (N, C, W), (N, C, H, W) or (N, C, D, H, W), or with C on another `axis`; of dtype
-    float16, bfloat16, float32 or float64. The output has its shape and dtype. Parameters are
-    float64 for float64 data and float32 for all other, as ``cast`` makes them. After
+    float16, bfloat16, float32 or float64. The residual and the output have its shape and dtype.
+    Parameters are float64 for float64 data and float32 for all other, as ``cast`` makes them. After
     ``mx.npx.set_np()`` all are MXNet's NumPy arrays.
 
     Raises
     ------
     ValueError
-        For arguments out of range, and for data on a context without parameters.
+        For arguments out of range, for data on a context without parameters, and for a residual
+        with ``inplace=True``.
     TypeError
         For an ``mx.nd`` array after ``mx.npx.set_np()``.
     MXNetError
@@ -107,6 +123,8 @@ class SyncBatchNorm(nn.BatchNorm):
     ----------
     S. Ioffe and C. Szegedy, Batch Normalization, ICML 2015.
     H. Zhang et al., Context Encoding for Semantic Segmentation, CVPR 2018.
+    S. Rota Bulo, L. Porzi, P. Kontschieder, In-Place Activated BatchNorm for Memory-Optimized
+    Training of DNNs, CVPR 2018, for `inplace`. (There gamma counts as its magnitude plus epsilon.)
     """
 
     _virtual_devices = 0
@@ -127,6 +145,9 @@ class SyncBatchNorm(nn.BatchNorm):
         num_devices=None,
         group=None,
         running_variance="biased",
+        activation=None,
+        slope=0.01,
+        inplace=False,
         **kwargs,
     ):
         # Data has 2 to 5 axes.
@@ -149,6 +170,19 @@ class SyncBatchNorm(nn.BatchNorm):
             num_devices = int(num_devices)
         if group is not None and not isinstance(group, SyncGroup):
             raise ValueError(f"group is {group!r}: give a gluon_syncbn.SyncGroup, or None.")
+        if activation not in (None, "relu", "leaky_relu"):
+            raise ValueError(
+                f"activation is {activation!r}: give None, 'relu' or 'leaky_relu', and call any "
+                "other after the layer."
+            )
+        if not (_is_number(slope) and 0 <= slope < math.inf):
+            raise ValueError(f"slope is {slope!r}: give a finite number of 0 or more.")
+        if inplace and not (activation == "leaky_relu" and slope and epsilon):
+            raise ValueError(
+                f"inplace=True came with activation={activation!r}, slope={slope:g}, "
+                f"epsilon={epsilon:g}: backward can recover x only with activation='leaky_relu' "
+                "and a slope and an epsilon above 0. Give these, or leave inplace out."
+            )
         super().__init__(
             axis=int(axis),
             momentum=momentum if momentum is None else float(momentum),
@@ -172,6 +206,9 @@ class SyncBatchNorm(nn.BatchNorm):
                 differentiable=False,
             )
         self._running_variance = running_variance
+        self._activation = activation
+        self._slope = float(slope)
+        self._inplace = bool(inplace)
         self._num_devices = num_devices
         self._own_group = group
         self._meet()
@@ -199,7 +236,17 @@ class SyncBatchNorm(nn.BatchNorm):
         halves = dtype == "bfloat16" or is_bfloat16(dtype)
         super().cast("float32" if halves else dtype)
 
-    def forward(self, x, *args):
+    def forward(self, x, residual=None):
+        if residual is not None and self._inplace:
+            raise ValueError(
+                f"{self.name} was called with a residual, and has inplace=True, where backward "
+                "recovers x from y: leave inplace out, or add the residual after the layer."
+            )
+        more = () if residual is None else (self._placed(residual),)
+        return super().forward(self._placed(x), *more)
+
+    def _placed(self, x):
+        """An input, on a context of the parameters."""
         if isinstance(x, (list, tuple)):
             raise TypeError(
                 f"{self.name} was called with a {type(x).__name__} of {len(x)}: call it with one "
@@ -218,17 +265,26 @@ class SyncBatchNorm(nn.BatchNorm):
             # cpu_shared(0).
             own = [context for context in contexts if _same_memory(context, x.context)]
             if own:
-                return super().forward(x.as_in_context(own[0]), *args)
+                return x.as_in_context(own[0])
             raise ValueError(
                 f"{self.name} was called with data on {x.context}, but its parameters live on "
                 f"{contexts}: initialize the net on every context in use "
                 "(net.initialize(ctx=[...]) or net.collect_params().reset_ctx([...])), or move the "
                 "data."
             )
-        return super().forward(x, *args)
+        return x
 
     def hybrid_forward(
-        self, F, x, gamma, beta, running_mean, running_var, num_batches_tracked=None
+        self,
+        F,
+        x,
+        residual=None,
+        *,
+        gamma,
+        beta,
+        running_mean,
+        running_var,
+        num_batches_tracked=None,
     ):
         settings = self._kwargs
         contexts = self._layer.contexts()
@@ -250,6 +306,10 @@ class SyncBatchNorm(nn.BatchNorm):
             use_global_stats=bool(settings["use_global_stats"]),
             running_variance=self._running_variance,
             virtual_devices=self._virtual_devices,
+            residual=residual,
+            activation=self._activation,
+            slope=self._slope,
+            inplace=self._inplace,
             copy_layout=native.HAS_ONEDNN if on_cpu else None,
             name="fwd",
         )
@@ -259,6 +319,9 @@ class SyncBatchNorm(nn.BatchNorm):
         text = f", virtual_devices={self._virtual_devices}" if self._virtual_devices else ""
         if self._running_variance != "biased":
             text += f", running_variance={self._running_variance}"
+        text += f", activation={self._activation}" if self._activation else ""
+        text += f", slope={self._slope:g}" if self._activation == "leaky_relu" else ""
+        text += ", inplace=True" if self._inplace else ""
         text += f", num_devices={self._num_devices}" if self._num_devices else ""
         text += f", devices={devices}"
         if group.group_size and not self._virtual_devices:
@@ -268,19 +331,12 @@ class SyncBatchNorm(nn.BatchNorm):
 
 
 class SyncBatchNormReLU(SyncBatchNorm):
-    """:class:`SyncBatchNorm` followed by a relu, as ``nn.BatchNormReLU`` is ``nn.BatchNorm``
-    followed by a relu.
+    """:class:`SyncBatchNorm` with ``activation="relu"``, in the place of ``nn.BatchNormReLU``.
 
-    Arguments, parameters, shapes and errors are those of :class:`SyncBatchNorm`. (MXNet's own
-    ``nn.BatchNormReLU`` takes only float32 data of 4 dimensions with axis=1 on the CPU, and omits
-    the relu for NumPy's arrays.)
+    (MXNet's own ``nn.BatchNormReLU`` takes only float32 data of 4 dimensions with axis=1 on the
+    CPU, and omits the relu for NumPy's arrays.)
     """
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, activation="relu", **kwargs)
         self.fuse_relu = True
-
-    def hybrid_forward(self, F, x, **parameters):
-        y = super().hybrid_forward(F, x, **parameters)
-        activation = F.npx.activation if is_numpy(y) else F.Activation
-        return activation(y, act_type="relu", name="relu")

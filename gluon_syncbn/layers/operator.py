@@ -39,6 +39,10 @@ def sync_batch_norm(
     use_global_stats=False,
     running_variance="biased",
     virtual_devices=0,
+    residual=None,
+    activation=None,
+    slope=0.01,
+    inplace=False,
     copy_layout=False,
     node=-1,
     name=None,
@@ -50,7 +54,10 @@ def sync_batch_norm(
 
     .. math::
         \mu_c &= \frac1M \sum x_{ncs} \qquad \sigma_c^2 = \frac1M \sum (x_{ncs} - \mu_c)^2 \\
-        y_{ncs} &= \gamma_c \frac{x_{ncs} - \mu_c}{\sqrt{\sigma_c^2 + \epsilon}} + \beta_c
+        y_{ncs} &= a\left(\gamma_c \frac{x_{ncs} - \mu_c}{\sqrt{\sigma_c^2 + \epsilon}} + \beta_c
+            + r_{ncs}\right)
+
+    with the activation a, and the residual r if there is one.
 
     In training mode the running statistics become ``momentum * running + (1 - momentum) * batch``,
     with the variance above, or with :math:`\sigma_c^2 M / (M - 1)` if `running_variance` is
@@ -58,12 +65,13 @@ def sync_batch_norm(
     the n-th is 1 - 1/n. In inference, and with `use_global_stats`, they replace the batch's, and no
     device waits for another.
 
-    Backward, with :math:`\hat x = (x - \mu) / \sqrt{\sigma^2 + \epsilon}`:
+    Backward, with :math:`\hat x = (x - \mu) / \sqrt{\sigma^2 + \epsilon}` and the gradient g of the
+    activation's argument, which is dy times 1 or the slope:
 
     .. math::
-        d\beta_c = \sum dy_{ncs} \qquad d\gamma_c = \sum dy_{ncs} \hat x_{ncs} \qquad
+        dr = g \qquad d\beta_c = \sum g_{ncs} \qquad d\gamma_c = \sum g_{ncs} \hat x_{ncs} \qquad
         dx_{ncs} = \frac{\gamma_c}{\sqrt{\sigma_c^2 + \epsilon}}
-            \left(dy_{ncs} - \frac{d\beta_c}{M} - \hat x_{ncs} \frac{d\gamma_c}{M}\right)
+            \left(g_{ncs} - \frac{d\beta_c}{M} - \hat x_{ncs} \frac{d\gamma_c}{M}\right)
 
     dx takes the sums over all devices. dgamma and dbeta are written as the device's own, and the
     Trainer adds them.
@@ -88,6 +96,10 @@ def sync_batch_norm(
         Decides which devices synchronize.
     axis, momentum, epsilon, use_global_stats, running_variance, virtual_devices
         As in :class:`gluon_syncbn.SyncBatchNorm` and :class:`gluon_syncbn.VirtualBatchNorm`.
+    residual : NDArray or Symbol, optional
+        With the shape and dtype of x.
+    activation, slope, inplace
+        As in :class:`gluon_syncbn.SyncBatchNorm`.
     fix_gamma : bool
         Whether gamma counts as 1, with gradient 0.
     name : str, optional
@@ -95,8 +107,9 @@ def sync_batch_norm(
     copy_layout : {True, False, None}
         Whether to shield the operator from oneDNN's memory layouts on the CPU: MXNet frees its
         plain copy of such an array before this operator, which runs asynchronously, has read it.
-        True: a SwapAxis of equal axes before and after copies x, y and their gradients into memory
-        that stays. False: the caller knows that x and dy come from no oneDNN operator. None: the
+        True: a SwapAxis of equal axes before and after copies x, the residual, y and their
+        gradients into memory that stays. False: the caller knows that x, the residual and dy come
+        from no oneDNN operator. None: the
         graph is for GPUs; on the CPU it raises.
     node : int
         In a graph, an id for each node of the layer: calls of equal id synchronize. With
@@ -115,17 +128,24 @@ def sync_batch_norm(
         channels.
     """
     as_numpy = is_numpy(x)
-    arrays = [x, gamma, beta, running_mean, running_var]
-    if momentum is None:
-        arrays.append(num_batches_tracked)
-    # The same memory and graph: MXNet's operators take either kind of array, not both.
-    x, *others = (each.as_nd_ndarray() for each in arrays)
     swap_axis = _without_amp(F.SwapAxis)
+    # The same memory and graph: MXNet's operators take either kind of array, not both.
+    data = [each.as_nd_ndarray() for each in (x, residual) if each is not None]
     if copy_layout:
-        x = swap_axis(x, dim1=0, dim2=0)
+        data = [swap_axis(each, dim1=0, dim2=0) for each in data]
+    x, *residuals = data
+    statistics = [running_mean, running_var, *([num_batches_tracked] if momentum is None else [])]
+    more = {"residual": True} if residuals else {}
+    if activation is not None:
+        more.update(activation=activation, slope=slope)
+    if inplace:
+        more.update(inplace=True)
     y = _without_amp(F.Custom)(
         x,
-        *others,
+        gamma.as_nd_ndarray(),
+        beta.as_nd_ndarray(),
+        *residuals,
+        *(each.as_nd_ndarray() for each in statistics),
         name=name,
         op_type=native.OP_TYPE,
         layer=layer.id,
@@ -139,6 +159,7 @@ def sync_batch_norm(
         virtual_devices=virtual_devices,
         gpu_only=copy_layout is None,
         node=node,
+        **more,
     )[0]
     if copy_layout:
         y = swap_axis(y, dim1=0, dim2=0)

@@ -221,6 +221,8 @@ def give_up(reason):
 _ids = itertools.count()
 _layers = weakref.WeakValueDictionary()
 _exchanging = {}
-HAS_ONEDNN = mxnet.runtime.Features().is_enabled("MKLDNN")
+HAS_ONEDNN = (
+    mxnet.runtime.Features().is_enabled("MKLDNN") and os.environ.get("MXNET_MKLDNN_ENABLED") != "0"
+)
 _register(mxnet)
 shutdown.release_at_the_end()

@@ -30,11 +30,12 @@ def net_of(norm, channels=4):
     return net
 
 
-def test_it_has_all_arguments_of_batch_norm_and_three_more():
+def test_it_has_all_arguments_of_batch_norm_and_more():
     theirs = list(inspect.signature(nn.BatchNorm.__init__).parameters.values())
     ours = list(inspect.signature(sbn.SyncBatchNorm.__init__).parameters.values())
     expected = [(p.name, p.default) for p in theirs]
     expected[-1:-1] = [("num_devices", None), ("group", None), ("running_variance", "biased")]
+    expected[-1:-1] = [("activation", None), ("slope", 0.01), ("inplace", False)]
     assert [(p.name, p.default) for p in ours] == expected
 
 
