@@ -27,15 +27,17 @@ from ..deploy.files import (
 from ..graph.blocks import walk
 from ..graph.symbols import (
     OUR_OPERATOR,
+    RESIDUAL,
     ROLES,
     STOCK_OPERATORS,
     ExportError,
     Graph,
+    has_residual,
     integers,
     make_stock,
     settings_of,
 )
-from ..layers.batch_norm import is_bfloat16
+from ..layers.batch_norm import SyncBatchNorm, is_bfloat16
 
 ERRORS = (ExportError, FileError, ValueError)
 
@@ -274,15 +276,24 @@ def _rows_of_net(net):
     for path, block in walk(net):
         if isinstance(block, _BatchNorm):
             arrays = {role: getattr(block, role).data() for role in ROLES}
-            yield path or block.name, type(block).__name__, arrays, block._kwargs["fix_gamma"]
+            kind = type(block).__name__
+            if isinstance(block, SyncBatchNorm) and block._activation:
+                kind += f" + {block._activation}"
+            yield path or block.name, kind, arrays, block._kwargs["fix_gamma"]
 
 
 def _rows_of_graph(graph, arrays):
     for node in graph.nodes():
         if node.operator in STOCK_OPERATORS or node.operator in OUR_OPERATOR:
-            names = {role: source.name for role, (source, _) in zip(ROLES, node.inputs[1:])}
+            kind, parameters = node.operator, node.inputs[1:]
+            if has_residual(node):
+                del parameters[RESIDUAL - 1]
+                kind += " + residual"
+            if node.attrs.get("activation", "None") != "None":
+                kind += f" + {node.attrs['activation']}"
+            names = {role: source.name for role, (source, _) in zip(ROLES, parameters)}
             own = {role: arrays[name] for role, name in names.items() if name in arrays}
-            yield node.name, node.operator, own, not settings_of(node.attrs)["scale"]
+            yield node.name, kind, own, not settings_of(node.attrs)["scale"]
 
 
 def _rows_of_names(arrays):

@@ -2,17 +2,21 @@
 
 import collections
 import functools
+import inspect
 import logging
 from typing import NamedTuple, Tuple
 
 import mxnet as mx
-from mxnet.gluon import SymbolBlock, nn
+from mxnet.gluon import HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from ..graph.blocks import check_block, clear_caches, walk
+from ..graph.fusion import fuse as fuse_graph
+from ..graph.fusion import is_fusing, start_fusing, stop_fusing
 from ..graph.symbol_block import SyncGraph, put_in, read_graph, spliced, take_out
-from ..graph.symbols import OUR_OPERATOR, STOCK_OPERATORS
+from ..graph.symbols import OUR_OPERATOR, STOCK_OPERATORS, ExportError, Graph
+from ..graph.trace import last_line, parameters_of, trace
 from ..layers.batch_norm import SyncBatchNorm, SyncBatchNormReLU
 from ..layers.virtual import VirtualBatchNorm
 
@@ -20,11 +24,14 @@ _log = logging.getLogger("gluon_syncbn")
 
 # The attributes that only a SyncBatchNorm has.
 _OWN_ATTRIBUTES = (
+    "_activation",
+    "_inplace",
     "_layer",
     "_node_ids",
     "_num_devices",
     "_own_group",
     "_running_variance",
+    "_slope",
     "_virtual_devices",
 )
 # A foreign class that computes the same as nn.BatchNorm, but not with cuDNN.
@@ -36,6 +43,7 @@ _HARMLESS |= {"__weakref__", "__annotations__", "__firstlineno__", "__static_att
 _IGNORED_SETTINGS = {"cudnn_off", "ndev", "key"}
 
 _CUMULATIVE = "it has momentum=None, and nn.BatchNorm has no cumulative average."
+_LEAKY = "it has activation='leaky_relu', which no layer of MXNet has."
 _VIRTUAL = "its devices do not synchronize, by design"
 
 
@@ -57,6 +65,20 @@ class Refused(NamedTuple):
     why: str
 
 
+class Fused(NamedTuple):
+    """A node of batch normalization: its name, and what was fused into it, such as "relu"."""
+
+    name: str
+    what: str
+
+
+class NotFused(NamedTuple):
+    """A node of batch normalization, or a block that cannot be traced, and the reason."""
+
+    name: str
+    why: str
+
+
 class Report(NamedTuple):
     """The result of a conversion.
 
@@ -70,28 +92,46 @@ class Report(NamedTuple):
         The paths of the layers that needed no change.
     refused : tuple of Refused
         The layers that were not replaced.
+    fused : tuple of Fused
+        With ``fuse=True``, the nodes into which something was fused, in the graph of the net in
+        inference. A layer has one for each call.
+    not_fused : tuple of NotFused
+        The others. If the net cannot be traced, it has an entry too, and the graphs are those of
+        the largest blocks in it that can.
     """
 
     replaced: Tuple[Replaced, ...]
     already: Tuple[str, ...]
     refused: Tuple[Refused, ...]
+    fused: Tuple[Fused, ...] = ()
+    not_fused: Tuple[NotFused, ...] = ()
 
     def __str__(self):
         kinds = collections.Counter(f"{entry.before} -> {entry.after}" for entry in self.replaced)
-        text = f"{len(self.replaced)} layers replaced"
-        text += f" ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})" if kinds else ""
+        text = f"{len(self.replaced)} layers replaced{_counts(kinds)}"
         text += f", {len(self.already)} were so already" if self.already else ""
         text += f", {len(self.refused)} not replaced" if self.refused else ""
+        if self.fused or self.not_fused:
+            what = collections.Counter(entry.what for entry in self.fused)
+            text += f", {len(self.fused)} fused{_counts(what)}"
         reasons = collections.defaultdict(list)
         for entry in self.refused:
             reasons[entry.kind, entry.why].append(entry.path or "the net itself")
+        for entry in self.not_fused:
+            reasons["not fused", entry.why].append(entry.name)
         for (kind, why), paths in reasons.items():
             more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
             text += f"\n  {kind} ({', '.join(paths[:3])}{more}): {why}"
         return text
 
 
-def convert_sync_batchnorm(net, group=None, num_devices=None, also=(), return_report=False):
+def _counts(kinds):
+    return f" ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})" if kinds else ""
+
+
+def convert_sync_batchnorm(
+    net, group=None, num_devices=None, also=(), return_report=False, fuse=False
+):
     """Makes the batch normalization of a built net synchronized.
 
     ``nn.BatchNorm``, ``nn.BatchNormReLU``, the contrib ``SyncBatchNorm`` and subclasses that only
@@ -127,6 +167,12 @@ def convert_sync_batchnorm(net, group=None, num_devices=None, also=(), return_re
         longer called.
     return_report : bool, default False
         Whether to return a :class:`Report` too.
+    fuse : bool, default False
+        Whether to fuse a relu, a leaky relu or an addition, and one of these after it, into the
+        normalization before it. That saves passes over the data, and the arrays between them. It is
+        done in the graphs that ``hybridize()`` compiles, and in SymbolBlocks, where nothing else
+        takes the output of the normalization. A net that is not hybridized computes as before. The
+        bits are those of :class:`SyncBatchNorm` with an `activation`. A later call without `fuse` leaves fused what is.
 
     Returns
     -------
@@ -151,6 +197,7 @@ def convert_sync_batchnorm(net, group=None, num_devices=None, also=(), return_re
         given["_num_devices"] = template._num_devices
     found = list(walk(net))
     replaced, already, refused, undo = [], [], [], []
+    fusion = [], []
 
     def synchronize(layer, path, name, before):
         undo.append(functools.partial(_make_stock, layer))
@@ -194,11 +241,13 @@ def convert_sync_batchnorm(net, group=None, num_devices=None, also=(), return_re
                 convert_graph(block, path)
             if why:
                 refused.append(Refused(path, block.name, _kind(block), why))
+        if fuse:
+            fusion = _fuse(found)
     except Exception:
         for step in reversed(undo):
             step()
         raise
-    report = Report(tuple(replaced), tuple(already), tuple(refused))
+    report = Report(tuple(replaced), tuple(already), tuple(refused), *map(tuple, fusion))
     return _finish(net, found, "convert_sync_batchnorm", report, return_report)
 
 
@@ -207,10 +256,11 @@ def revert_sync_batchnorm(net, return_report=False):
 
     A replaced layer gets its former class back. A layer that was made as :class:`SyncBatchNorm`
     becomes ``nn.BatchNorm`` or ``nn.BatchNormReLU``, also in a graph that was exported from a
-    synchronized net. Nothing of this package remains in the net.
+    synchronized net. Nothing is fused any more. Nothing of this package remains in the net.
 
     Settings that nn.BatchNorm lacks are lost: it computes a biased running variance on the CPU and
-    an unbiased one with cuDNN, and has no virtual devices.
+    an unbiased one with cuDNN, and has no virtual devices. A block that calls a layer with a
+    residual gets a TypeError from nn.BatchNorm.
 
     A layer stays the same object, with its Parameter objects, hooks and settings, including
     settings changed in the meantime. The function waits for all pending work of MXNet, as the last
@@ -222,7 +272,8 @@ def revert_sync_batchnorm(net, return_report=False):
         Changed in place.
     return_report : bool, default False
         Whether to return a :class:`Report` too. Its `refused` are subclasses of
-        :class:`SyncBatchNorm` with their own code, and layers with ``momentum=None``.
+        :class:`SyncBatchNorm` with their own code, and layers with ``momentum=None`` or
+        ``activation="leaky_relu"``.
 
     Returns
     -------
@@ -242,6 +293,11 @@ def revert_sync_batchnorm(net, return_report=False):
     replaced, already, refused = [], [], []
     if any(isinstance(block, (SyncBatchNorm, SyncGraph)) for _, block in found):
         mx.nd.waitall()
+    fusing = [block for _, block in found if is_fusing(block)]
+    for block in fusing:
+        stop_fusing(block)
+    if fusing:
+        clear_caches(found)
 
     def revert(layer, path, name):
         before = _kind(layer)
@@ -270,6 +326,8 @@ def revert_sync_batchnorm(net, return_report=False):
             why = _own_code(type(block), (SyncBatchNorm, SyncBatchNormReLU, VirtualBatchNorm))
             if block._kwargs["momentum"] is None:
                 why = _CUMULATIVE
+            elif block._activation == "leaky_relu":
+                why = _LEAKY
             if why:
                 refused.append(Refused(path, block.name, _kind(block), why))
             else:
@@ -282,12 +340,68 @@ def revert_sync_batchnorm(net, return_report=False):
     return _finish(net, found, "revert_sync_batchnorm", report, return_report)
 
 
+def _fuse(found):
+    """Fuses the graphs of blocks from now on. Returns lists of Fused and NotFused."""
+    blocks = [block for _, block in found if isinstance(block, HybridBlock)]
+    before = [block for block in blocks if is_fusing(block)]
+    # The trace shows what there is to fuse in SymbolBlocks too.
+    for block in before:
+        stop_fusing(block)
+    try:
+        result = _what_fuses(found)
+    finally:
+        for block in before:
+            start_fusing(block)
+    for block in blocks:
+        start_fusing(block)
+    if len(before) < len(blocks):
+        clear_caches(found)
+    return result
+
+
+def _what_fuses(found):
+    fused, left, traced = [], [], set()
+    for path, block in found:
+        if id(block) in traced or not isinstance(block, HybridBlock):
+            continue
+        inner = [each for _, each in walk(block)]
+        if not any(isinstance(each, (SyncBatchNorm, SyncGraph)) for each in inner):
+            continue
+        try:
+            symbol, _ = trace(block, [None] * _count_inputs(block), parameters_of(block))
+        except ExportError as error:
+            cause = last_line(error.__cause__)
+            why = f"it cannot be traced ({cause}): what follows is of the blocks in it."
+            left.append(NotFused(path or "the net itself", why))
+            continue
+        traced.update(map(id, inner))
+        now_fused, now_left = fuse_graph(Graph(symbol))
+        fused += [Fused(*entry) for entry in now_fused]
+        left += [NotFused(*entry) for entry in now_left]
+    return fused, left
+
+
+def _count_inputs(block):
+    """The number of arrays that a call of a block needs."""
+    _, *inputs = inspect.signature(block.hybrid_forward).parameters.values()
+    needed = [
+        each.name
+        for each in inputs
+        if each.kind is each.POSITIONAL_OR_KEYWORD
+        and each.default is each.empty
+        and each.name not in block._reg_params
+    ]
+    return max(1, len(needed))
+
+
 def _make_synchronized(layer, template):
     settings = layer._kwargs
     added = tuple(name for name in vars(template) if name not in vars(layer))
     vars(layer).update({name: vars(template)[name] for name in added})
     layer._stock = type(layer), settings, added
     layer._kwargs = {name: settings.get(name, v) for name, v in template._kwargs.items()}
+    if layer.fuse_relu:
+        layer._activation = "relu"
     layer.__class__ = SyncBatchNormReLU if layer.fuse_relu else SyncBatchNorm
     layer._meet()
 
@@ -296,7 +410,8 @@ def _make_stock(layer):
     if "_stock" in vars(layer):
         kind, settings, added = vars(layer).pop("_stock")
     else:  # It was made as a synchronized layer.
-        plain = (nn.BatchNormReLU if layer.fuse_relu else nn.BatchNorm)(prefix="")
+        plain = (nn.BatchNormReLU if layer._activation else nn.BatchNorm)(prefix="")
+        layer.fuse_relu = plain.fuse_relu
         kind, settings, added = type(plain), plain._kwargs, _OWN_ATTRIBUTES
     if "_layer" in vars(layer):
         layer._layer.leave()

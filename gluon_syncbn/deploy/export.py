@@ -9,12 +9,21 @@ import mxnet as mx
 import numpy as np
 
 from ..graph.blocks import check_block
-from ..graph.symbols import ExportError, Graph, Node, is_true, make_stock
+from ..graph.symbols import (
+    ExportError,
+    Graph,
+    Node,
+    is_in_place,
+    is_true,
+    make_stock,
+    settings_of,
+)
+from ..graph.trace import last_line, parameters_of, trace
 from ..layers.batch_norm import is_bfloat16
 from . import onnx_model
-from .files import FileError, bytes_writer, last_line, parameter_writer, write_all
+from .files import FileError, bytes_writer, parameter_writer, write_all
 from .fold import fold as fold_graph
-from .trace import parameters_of, trace, values_of
+from .values import values_of
 
 __all__ = ["ExportError", "Exported", "FileError", "export"]
 
@@ -57,7 +66,9 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
 
     ``mxnet.gluon.SymbolBlock.imports``, ``mxnet.mod.Module`` and MXNet's other interfaces load them
     without this package. Each kind of batch normalization (:class:`SyncBatchNorm`, the contrib
-    one, ``nn.BatchNorm`` and ``nn.BatchNormReLU``) becomes ``BatchNorm``. In inference it computes
+    one, ``nn.BatchNorm`` and ``nn.BatchNormReLU``) becomes ``BatchNorm``, followed by
+    ``elemwise_add``, ``Activation`` or ``LeakyReLU`` if it has a residual or an activation. In
+    inference it computes
 
     .. math:: y = \gamma \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} + \beta
 
@@ -150,6 +161,7 @@ def write_graph(graph, arrays, inputs, target, title):
             f"input_shape has {len(shapes)} shapes, and {title} has {len(inputs)} inputs "
             f"({', '.join(inputs)}): give one for each."
         )
+    _set_least_gammas(graph, arrays)
     make_stock(graph)
     _require_stock(graph)
     graph.name_apart()
@@ -318,6 +330,22 @@ def _set_fixed_gammas(graph, arrays):
         name = norm.inputs[1][0].name
         if name in arrays:
             arrays[name] = mx.nd.ones_like(arrays[name])
+
+
+def _set_least_gammas(graph, arrays):
+    """Writes each gamma as a node counts it that works in place, which then no longer does."""
+    users = graph.users()
+    for norm in graph.nodes():
+        gamma = is_in_place(norm) and norm.inputs[1][0]
+        if not gamma or gamma.name not in arrays:
+            continue
+        norm.attrs["inplace"] = "False"
+        value, least = arrays[gamma.name].asnumpy(), settings_of(norm.attrs)["epsilon"]
+        if len(users[id(gamma)]) > 1:
+            gamma = Node("null", graph.free_name(f"{norm.name}_gamma"))
+            norm.inputs[1] = gamma, 0
+        value = np.where(np.abs(value) < least, np.copysign(least, value), value)
+        arrays[gamma.name] = mx.nd.array(value, dtype=value.dtype)
 
 
 def _of_norms(graph):

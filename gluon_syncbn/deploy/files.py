@@ -3,12 +3,13 @@
 import contextlib
 import json
 import os
-import re
 import uuid
 from pathlib import Path
 
 import mxnet as mx
 from mxnet.util import np_array, np_shape
+
+from ..graph.trace import last_line
 
 
 class FileError(OSError):
@@ -56,13 +57,6 @@ def _to_disk(path):
 
 def _cause(error):
     return error.strerror if isinstance(error, OSError) and error.strerror else last_line(error)
-
-
-def last_line(error):
-    """The message of an error, without MXNet's stack trace and line numbers."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[-1] if lines else type(error).__name__
-    return re.sub(r"(MXNetError: )?(\[[\d:]+\] \S+:\d+: )?", "", text)[:300]
 
 
 def bytes_writer(data):

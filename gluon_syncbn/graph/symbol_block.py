@@ -9,13 +9,16 @@ from mxnet.gluon.block import _flatten, _regroup
 from mxnet.gluon.parameter import ParameterDict
 
 from ..layers.operator import is_numpy
+from .fusion import fused, is_fusing
 from .symbols import (
     OUR_OPERATOR,
     ROLES,
     Graph,
     before_layout_copies,
+    is_in_place,
     is_true,
     settings_of,
+    unfuse,
     variable,
 )
 
@@ -43,7 +46,8 @@ class SyncGraph(SymbolBlock):
 
     def _splice(self):
         inputs, graph = self._stock_graph
-        self._cached_graph = inputs, spliced(graph, self._nodes)
+        graph = spliced(graph, self._nodes)
+        self._cached_graph = inputs, fused(graph) if is_fusing(self) else graph
 
     def _clear_cached_op(self):
         super()._clear_cached_op()
@@ -108,6 +112,7 @@ def read_graph(block, operators):
     """The nodes of batch normalization in a SymbolBlock, each with a stock layer that has its
     parameters and settings, and [(name, operator, reason)] for nodes that cannot be replaced."""
     graph = Graph(block._cached_graph[1])
+    unfuse(graph)
     users = graph.users()
     layers, found, refused = {}, [], []
     for number, node in enumerate(graph.nodes()):
@@ -121,6 +126,8 @@ def read_graph(block, operators):
             )
         elif node.op == "null" or node.operator not in operators:
             continue
+        elif is_in_place(node):
+            why = "it works in place: build the net and load its parameters."
         elif len(names) > len(ROLES):
             why = (
                 "it has momentum=None, which a graph lacks: build the net and load its parameters."
@@ -151,6 +158,7 @@ def read_graph(block, operators):
 def spliced(symbol, replaced):
     """The symbol with layers in place of nodes."""
     graph = Graph(symbol)
+    unfuse(graph)
     nodes = graph.nodes()
     layers = {id(nodes[each.number]): each for each in replaced}
     new = {}  # the entry that replaces each removed node

@@ -17,6 +17,8 @@ STOCK_OPERATORS = {
 OUR_OPERATOR = {native.OP_TYPE: False}
 # The inputs after the data.
 ROLES = ("gamma", "beta", "running_mean", "running_var")
+# The number of the input that our operator adds to the normalization, if it has one.
+RESIDUAL = 3
 _DEFAULT_MOMENTUM = 0.9
 
 
@@ -202,8 +204,52 @@ def _free(name, taken, separator):
     return next(name for name in names if name not in taken)
 
 
+def is_fused(node):
+    """Whether a node of ours computes more than the normalization."""
+    return has_residual(node) or node.attrs.get("activation", "None") != "None"
+
+
+def has_residual(node):
+    return is_true(node.attrs.get("residual", "False"))
+
+
+def is_in_place(node):
+    return is_true(node.attrs.get("inplace", "False"))
+
+
+def unfuse(graph):
+    """Gives the residuals and activations of our nodes in a Graph nodes of their own, except where
+    backward works in place."""
+    new = {}  # the entry that replaces each output
+
+    def moved(entry):
+        return new.get((id(entry[0]), entry[1]), entry)
+
+    users = graph.users()
+    for node in graph.nodes():
+        if node.operator not in OUR_OPERATOR or not is_fused(node) or is_in_place(node):
+            continue
+        copies = [user for user, _ in users[id(node)] if user and user.is_layout_copy]
+        last = y = (copies[0] if copies else node), 0
+        if has_residual(node):
+            residual = node.inputs.pop(RESIDUAL)
+            if node.inputs[0][0].is_layout_copy:
+                residual = residual[0].inputs[0]
+            y = Node("elemwise_add", f"{node.name}_add", inputs=[y, moved(residual)]), 0
+        activation, slope = (node.attrs.pop(name, None) for name in ("activation", "slope"))
+        if activation == "relu":
+            y = Node("Activation", f"{node.name}_relu", {"act_type": "relu"}, [y]), 0
+        elif activation == "leaky_relu":
+            attrs = {"act_type": "leaky", "slope": slope}
+            y = Node("LeakyReLU", f"{node.name}_leaky_relu", attrs, [y]), 0
+        node.attrs.pop("residual", None)
+        new[id(last[0]), 0] = y
+    graph.redirect(moved)
+
+
 def make_stock(graph, within=None):
-    """Turns every kind of batch normalization in a Graph into the stock operator ``BatchNorm``.
+    """Turns every kind of batch normalization in a Graph into the stock operator ``BatchNorm``,
+    followed by what it does besides.
 
     Raises ExportError if a mean or variance is an output of the graph or the input of another node,
     as ``BatchNorm`` returns them in another form, and for momentum=None in a graph `within` a node,
@@ -215,12 +261,18 @@ def make_stock(graph, within=None):
             make_stock(part, node)
         node.more["subgraphs"] = [part._json() for part in graphs]
     graph.redirect(before_layout_copies)
+    unfuse(graph)
     users = graph.users()
     relus = {}
     for node in graph.nodes():
         operator = node.operator
         if operator not in STOCK_OPERATORS and operator not in OUR_OPERATOR:
             continue
+        if is_in_place(node):
+            raise ExportError(
+                f"{node.name} works in place, where small gammas count as larger ones: export the "
+                "net or the file with its parameters, which are changed accordingly."
+            )
         if operator != "BatchNorm":
             _require_one_output(graph, node, users[id(node)])
             settings = settings_of(node.attrs)

@@ -447,6 +447,26 @@ def test_layers_made_synchronized_become_plain():
     assert_close(forward(net, images()), before, "float32")
 
 
+@pytest.mark.parametrize("activation", [None, "relu", "leaky_relu"])
+def test_layers_with_an_activation_become_plain(activation):
+    layer = sbn.SyncBatchNorm(activation=activation, in_channels=3)
+    layer.initialize()
+    random_statistics(layer)
+    before = forward(layer, images())
+    _, report = revert_sync_batchnorm(layer, return_report=True)
+    kinds = {None: nn.BatchNorm, "relu": nn.BatchNormReLU, "leaky_relu": sbn.SyncBatchNorm}
+    assert type(layer) is kinds[activation]
+    whys = [entry.why for entry in report.refused]
+    expected = ["it has activation='leaky_relu', which no layer of MXNet has."]
+    assert whys == (expected if activation == "leaky_relu" else [])
+    assert_close(forward(layer, images()), before, "float32")
+    if activation != "leaky_relu":
+        assert sorted(vars(layer)) == sorted(vars(kinds[activation](in_channels=3)))
+        convert_sync_batchnorm(layer)
+        assert layer._activation == activation
+        assert_close(forward(layer, images()), before, "float32")
+
+
 @pytest.mark.parametrize("of_graph", [False, True])
 def test_virtual_devices_are_left_alone_and_become_plain(of_graph, tmp_path):
     layer = sbn.VirtualBatchNorm(2, in_channels=3)

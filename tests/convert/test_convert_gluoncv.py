@@ -3,9 +3,11 @@
 They run in their own processes, as gluoncv changes how Pillow reads damaged images.
 """
 
+import collections
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -71,6 +73,39 @@ LAYERS = {
     "ssd_300_vgg16_atrous_voc": 0,
 }
 STOCK_OPERATORS = {"BatchNorm", "_contrib_SyncBatchNorm", "_contrib_BatchNormWithReLU"}
+# What is fused into how many layers with fuse=True.
+_RESNET50 = {"relu": 35, "residual + relu": 16, "residual of another": 4}
+FUSED = {
+    "resnet18_v1b": {"relu": 9, "residual + relu": 8, "residual of another": 3},
+    "resnet50_v1b": {**_RESNET50, "relu": 33},
+    "resnet50_v1c": _RESNET50,
+    "resnet50_v1d": _RESNET50,
+    "resnet50_v1e": _RESNET50,
+    "resnet50_v1s": _RESNET50,
+    "fcn_resnet50_voc": {**_RESNET50, "relu": 37},
+    "psp_resnet50_ade": {**_RESNET50, "relu": 41},
+    "deeplab_resnet50_ade": {**_RESNET50, "relu": 43},
+    "yolo3_darknet53_voc": {"leaky_relu": 72},
+    "yolo3_mobilenet0.25_voc": {"relu": 27, "leaky_relu": 20},
+    "ssd_300_mobilenet0.25_voc": {"relu": 35},
+    "ssd_512_resnet18_v1_voc": {"relu": 17, "residual + relu": 8, "residual of another": 3},
+    "faster_rcnn_resnet50_v1b_voc": {**_RESNET50, "relu": 33},
+    "faster_rcnn_fpn_resnet50_v1b_coco": {**_RESNET50, "relu": 33},
+    "hrnet_w18_small_v1_s": {
+        "relu": 32,
+        "residual + relu": 20,
+        "residual": 6,
+        "residual of another": 4,
+        "followed by _contrib_BilinearResize2D": 10,
+    },
+    "densenet121": {"relu": 121},
+    "mobilenetv2_1.0": {
+        "residual": 10,
+        "followed by clip": 35,
+        "followed by Convolution": 2,
+        "2 consumers": 5,
+    },
+}
 # Nets that are run, and the size of an image.
 SIZES = {
     "fastscnn_citys": 64,
@@ -134,6 +169,46 @@ def count_of(net):
         "same parameters": same,
         "same anatomy": anatomy(net) == before,
     }
+
+
+def fused_in(name):
+    """{what was fused, or why not: the number of layers}."""
+    _, report = convert_sync_batchnorm(build(name), fuse=True, return_report=True)
+    reasons = [
+        re.sub("^(it is|its output has|its output is the) ", "", w) for _, w in report.not_fused
+    ]
+    return dict(collections.Counter([what for _, what in report.fused] + reasons))
+
+
+def small_darknet():
+    from gluoncv.model_zoo.yolo.darknet import DarknetV3
+
+    return DarknetV3([1] * 5, [8] * 6)
+
+
+def train_fused(make):
+    """Compares a step with and without fusion."""
+    results = []
+    for fuse in (False, True):
+        net = make()
+        net.initialize(force_reinit=True)
+        x = mx.nd.array(np.random.default_rng(1).standard_normal((2, 3, 64, 64)))
+        net(x)
+        fill(net)
+        convert_sync_batchnorm(net, fuse=fuse)
+        net.hybridize(static_alloc=True)
+        with autograd.record():
+            loss = (net(x) ** 2).mean()
+        loss.backward()
+        assert fuse == ('"activation"' in net._cached_graph[1].tojson())
+        arrays = {"loss": loss.asnumpy()}
+        # Names count the nets of a process.
+        for number, parameter in enumerate(net.collect_params().values()):
+            trained = parameter.grad_req != "null"
+            arrays[number] = (parameter.grad() if trained else parameter.data()).asnumpy()
+        results.append(arrays)
+    for what, expected in results[0].items():
+        np.testing.assert_array_equal(results[1][what], expected, str(what))
 
 
 def fill(net):
@@ -220,6 +295,14 @@ def main(task, *names):
     if task == "train":
         train_ssd()
         train_extractor()
+        train_fused(lambda: build("resnet18_v1b"))
+        train_fused(small_darknet)
+        return
+    if task == "fuse":
+        for name in names:
+            result = fused_in(name)
+            print(f"{name:36}", ", ".join(f"{n} {what}" for what, n in sorted(result.items())))
+            assert result == FUSED[name]
         return
     result = {}
     for name in names:
@@ -258,6 +341,10 @@ def test_every_layer_there_and_back(name):
 
 def test_the_same_outputs_after_a_reversal():
     child("run", *SIZES)
+
+
+def test_what_is_fused():
+    print(child("fuse", *FUSED))
 
 
 def test_training_of_a_graph_is_synchronized():

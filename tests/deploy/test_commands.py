@@ -62,6 +62,10 @@ def interrupted():
     raise KeyboardInterrupt
 
 
+def activated():
+    return sbn.SyncBatchNorm(activation="relu", in_channels=3, prefix="norm_")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """With own-symbol.json and own-0003.params of net.export, and c.params of save_parameters."""
@@ -190,6 +194,18 @@ def test_the_code_of_the_net_may_go_elsewhere(run, folder, monkeypatch, function
     before = list(sys.path)
     run(f"inspect c.params --net test_commands:{function}")
     assert Path.cwd() == folder and sys.path == before
+
+
+def test_inspect_shows_what_a_layer_adds(run, tmp_path):
+    layer = activated()
+    layer.initialize()
+    layer.save_parameters(str(tmp_path / "c.params"))
+    graph = layer(mx.sym.var("data0"), mx.sym.var("data1"))
+    graph.save(str(tmp_path / "n-symbol.json"))
+    arrays = {name: p.data() for name, p in layer.collect_params().items()}
+    mx.nd.save(str(tmp_path / "n-0000.params"), arrays)
+    assert " SyncBatchNorm + relu  3 " in run("inspect TMP/c.params --net test_commands:activated")
+    assert " GluonSyncBatchNorm + residual + relu  3 " in run("inspect TMP/n")
 
 
 def test_inspect(run, capsys):

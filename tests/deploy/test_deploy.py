@@ -18,7 +18,7 @@ import pytest
 import stock
 from example_modules import load_example
 from gluon_syncbn.deploy import files, onnx_model
-from gluon_syncbn.graph.symbols import Graph
+from gluon_syncbn.graph.symbols import Graph, make_stock
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
@@ -158,6 +158,10 @@ KINDS = {
     "SyncBatchNorm": sbn.SyncBatchNorm,
     "SyncBatchNormReLU": sbn.SyncBatchNormReLU,
     "VirtualBatchNorm": lambda **settings: sbn.VirtualBatchNorm(3, **settings),
+    "relu": lambda **settings: sbn.SyncBatchNorm(activation="relu", **settings),
+    "leaky_relu": lambda **settings: sbn.SyncBatchNorm(
+        activation="leaky_relu", slope=0.2, **settings
+    ),
     "nn.BatchNorm": nn.BatchNorm,
     "nn.BatchNormReLU": nn.BatchNormReLU,
     "contrib": lambda **settings: ContribSyncBatchNorm(num_devices=1, **settings),
@@ -174,7 +178,8 @@ def test_every_kind_becomes_batch_norm(tmp_path, kind, fold):
         net = sequential(nn.Conv2D(4, 3, in_channels=3), layer, nn.Conv2D(2, 1, in_channels=4))
         [x], expected = ready(net, (2, 3, 6, 7))
         sbn.export(net, tmp_path / "m", fold=fold)
-        relu = ["Activation"] if "ReLU" in kind else []
+        relu = ["Activation"] if "ReLU" in kind or kind == "relu" else []
+        relu = ["LeakyReLU"] if kind == "leaky_relu" else relu
         norm = [] if fold else ["BatchNorm"]
         assert operators(tmp_path / "m") == ["Convolution", *norm, *relu, "Convolution"]
         assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[fold])
@@ -202,6 +207,50 @@ def test_a_gamma_that_is_taken_for_1_is_written_as_1(tmp_path):
     for _ in range(2):  # MXNet overwrites a gamma that is fixed.
         assert_outputs(forward(block, x), expected, EXPORTED[False])
     assert_same_bits(net[1].gamma.data().asnumpy(), gamma)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("of_graph", [False, True])
+def test_residuals_and_fused_graphs(tmp_path, fuse, of_graph):
+    """The layer has a residual and a leaky relu of its own, or fused into it."""
+
+    def call(net, F, x):
+        x = net.first(x)
+        y = F.LeakyReLU(net.layer(x) + x, slope=0.2) if fuse else net.layer(x, x)
+        return net.last(y)
+
+    own = {} if fuse else {"activation": "leaky_relu", "slope": 0.2}
+    layers = {"first": nn.Conv2D(4, 3), "last": nn.Conv2D(2, 1)}
+    net = Net(call, layer=sbn.SyncBatchNorm(**own), **layers)
+    [x], expected = ready(net, (2, 3, 6, 7))
+    sbn.convert_sync_batchnorm(net, fuse=fuse)
+    net.hybridize()
+    assert_outputs(forward(net, x), expected, EXPORTED[False])
+    assert "leaky_relu" in net._cached_graph[1].tojson()
+    if of_graph:
+        net.export(str(tmp_path / "net"))
+        net = load(tmp_path / "net")
+    model = tmp_path / "model.onnx"
+    sbn.export(net, tmp_path / "m", fold=True, onnx=model, input_shape=x.shape)
+    assert operators(tmp_path / "m") == [
+        *("Convolution", "BatchNorm", "elemwise_add", "LeakyReLU", "Convolution")
+    ]
+    assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[False])
+
+
+def test_small_gammas_in_place(tmp_path):
+    """They are written as they count, also where another layer takes them as they are."""
+    arguments = {"activation": "leaky_relu", "epsilon": 0.1, "in_channels": 3}
+    net = sequential(sbn.SyncBatchNorm(inplace=True, **arguments), sbn.SyncBatchNorm(**arguments))
+    net[1]._reg_params["gamma"] = vars(net[1])["gamma"] = net[0].gamma
+    [x], _ = ready(net, (2, 3, 6, 7))
+    net[0].gamma.set_data(mx.nd.array([-0.01, 0.02, 1]))
+    expected = forward(net, x)
+    sbn.export(net, tmp_path / "m")
+    assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[False])
+    graph = Graph(net(mx.sym.var("data")))
+    with pytest.raises(sbn.ExportError, match="_fwd works in place, where small gammas count"):
+        make_stock(graph)
 
 
 @pytest.mark.parametrize(

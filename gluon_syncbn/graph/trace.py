@@ -1,23 +1,20 @@
-"""The graph of a net in inference, and its values. The net does not change."""
+"""The graph of a net in inference. The net does not change."""
 
 import contextlib
 import copy
 import functools
-import logging
+import re
 
 import mxnet as mx
 from mxnet.gluon import HybridBlock, SymbolBlock
 from mxnet.gluon.block import _flatten, _regroup
 from mxnet.util import is_np_array, is_np_shape, np_array, np_shape
 
-from ..graph.blocks import walk
-from ..graph.symbol_block import SyncGraph, composed
-from ..graph.symbols import ExportError, variable
 from ..layers.batch_norm import SyncBatchNorm
 from ..layers.operator import is_numpy
-from .files import last_line
-
-_log = logging.getLogger("gluon_syncbn")
+from .blocks import walk
+from .symbol_block import SyncGraph, composed
+from .symbols import ExportError, variable
 
 
 def parameters_of(net):
@@ -96,7 +93,7 @@ def _unchanged(net, parameters):
         for name, same in parameters.items():
             for number, parameter in enumerate(same if len(same) > 1 else ()):
                 undo.callback(setattr, parameter, "_var", parameter._var)
-                parameter._var = variable(_numbered(name, number))
+                parameter._var = variable(numbered(name, number))
         for block in blocks:
             for name in ("_forward_hooks", "_forward_pre_hooks"):
                 hooks = getattr(block, name)
@@ -117,68 +114,12 @@ def _unchanged(net, parameters):
         yield
 
 
-def _numbered(name, number):
+def numbered(name, number):
     return f"{name}#{number}"
 
 
-def _used_parameters(parameters, graph, inputs):
-    """{name: parameter} of the graph, whose nodes get their names back."""
-    by_variable = {}
-    for name, same in parameters.items():
-        for number, parameter in enumerate(same):
-            key = _numbered(name, number) if len(same) > 1 else name
-            by_variable[key] = name, parameter
-    used = {}
-    for node in graph.nodes():
-        if node.op != "null" or node.name in inputs:
-            continue
-        # The graph of a SymbolBlock has the name without a number.
-        name, parameter = by_variable.get(node.name, (node.name, None))
-        if name not in parameters:
-            raise ExportError(
-                f"{name} in the graph is neither an input nor a parameter of the net."
-            )
-        if name in used or parameter is None:
-            raise ExportError(
-                f"Two parameters have the name {name}, and a graph needs unique names: give each "
-                "block its own prefix."
-            )
-        node.name = name
-        used[name] = parameter
-    return used
-
-
-def values_of(parameters, graph, inputs):
-    """{name: copy of the value on the CPU} of the graph's parameters."""
-    unset, arrays, uneven = [], {}, []
-    for name, parameter in _used_parameters(parameters, graph, inputs).items():
-        if parameter._data is None:
-            unset.append(name)
-            continue
-        arrays[name], equal = _value(parameter)
-        if not equal:
-            uneven.append(name)
-    if unset:
-        raise ValueError(
-            f"{len(unset)} parameters have no values yet, {unset[0]} among them: call "
-            "net.initialize() or load_parameters(), and run the net once, which sets their shapes."
-        )
-    if uneven:
-        _log.warning(
-            "export: %d parameters, %s among them, differ between contexts, as statistics without "
-            "synchronization do; their mean is written.",
-            len(uneven),
-            uneven[0],
-        )
-    return arrays
-
-
-def _value(parameter):
-    """(a copy on the CPU, whether all contexts agree)."""
-    if parameter._stype != "default":
-        return parameter._reduce().as_nd_ndarray(), True
-    arrays = [array.copyto(mx.cpu()).as_nd_ndarray() for array in parameter.list_data()]
-    first = arrays[0].asnumpy().tobytes()
-    if all(array.asnumpy().tobytes() == first for array in arrays[1:]):
-        return arrays[0], True
-    return parameter._reduce().as_nd_ndarray(), False
+def last_line(error):
+    """The message of an error, without MXNet's stack trace and line numbers."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[-1] if lines else type(error).__name__
+    return re.sub(r"(MXNetError: )?(\[[\d:]+\] \S+:\d+: )?", "", text)[:300]
