@@ -65,7 +65,7 @@ test-pythons: wheel ## run the quick tests with the wheel, on Python 3.8, 3.11 a
 test-all: test ## run all tests, also those that build, train or convert whole programs and nets
 	$(python) -m pytest -m long
 
-bench: $(ready)mxnet-$(MXNET) $(ready)test ## measure speed beside MXNet's own layers
+bench: $(ready)mxnet-$(MXNET) $(ready)test $(ready)torch ## measure speed compared with MXNet's own layers and PyTorch's
 	$(python) benchmarks/bench.py $(ARGS)
 
 bench-distributed: $(ready)mxnet-$(MXNET) $(ready)test $(ready)horovod ## measure what synchronization over processes adds
@@ -191,6 +191,14 @@ $(ready)mxnet-$(MXNET): pyproject.toml | $(ready)library
 $(ready)examples $(ready)test $(ready)lint: $(ready)%: pyproject.toml | $(ready)library
 	@echo "Installing what \`$*\` needs"
 	@$(pip) install 'gluon_syncbn[$*]'
+	@touch $@
+
+# Only benchmarks compare with PyTorch, in an environment of its own: gluoncv refuses to start where a PyTorch as new as
+# this is.
+$(ready)torch: | $(ready)python
+	@echo "Installing PyTorch"
+	@$(python) -m venv .venv/torch
+	@.venv/torch/bin/pip --no-input --quiet install torch==2.13.0
 	@touch $@
 
 # Horovod has no wheel for MXNet, so one is built: in an environment of its own, as it needs an old setuptools, but with

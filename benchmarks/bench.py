@@ -10,14 +10,10 @@ import json
 import multiprocessing
 import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
-
-# MXNet reads these when it starts. With fewer slots, convolutions of several CPU contexts and a
-# synchronized layer between them can deadlock. Each slot grows to the largest workspace, so there
-# are no more than the training step needs.
-os.environ["MXNET_CPU_TEMP_COPY"] = "256"
-os.environ["MXNET_CPU_PARALLEL_RAND_COPY"] = "64"
+from unittest import mock
 
 import gluon_syncbn
 import mxnet as mx
@@ -35,10 +31,12 @@ def main():
     measure.keep_freed_memory()
     figures = {**environment(), "repetitions": args.repetitions}
     figures["memory"] = measure_memory(args.contexts)
+    figures["chain"] = {
+        name: measure_chain(onednn) for name, onednn in (("with oneDNN", 1), ("without oneDNN", 0))
+    }
     figures["layers"] = measure_layers(args.shapes, args.contexts, args.repetitions)
     rounds = (args.repetitions + 1) // 2
-    for name, resized in (("step", True), ("step_without_resize", False)):
-        figures[name] = None if args.no_model else measure_step(rounds, resized)
+    figures["steps"] = [] if args.no_model else measure_steps(rounds)
     figures["thresholds"] = report.judge(figures)
     print(report.text(figures))
     if args.json:
@@ -140,6 +138,16 @@ def measure_memory(counts):
     return results
 
 
+def measure_chain(onednn):
+    def peak(kind):
+        with multiprocessing.get_context("spawn").Pool(1) as fresh_process:
+            return fresh_process.apply(measure.chain_memory, (kind,))
+
+    with mock.patch.dict(os.environ, MXNET_MKLDNN_ENABLED=str(int(onednn))):
+        without = peak(None)
+        return {kind: peak(kind) - without for kind in report.CHAIN_KINDS}
+
+
 def measure_layers(shapes, counts, repetitions):
     results = []
     for shape in shapes:
@@ -147,29 +155,49 @@ def measure_layers(shapes, counts, repetitions):
             with _progress(f"{shape}, {report.contexts(count)}", repetitions) as progress:
                 seconds = measure.layer_times(shape, count, repetitions, progress)
             copy = seconds.pop("copy")
+            ratios = {
+                pair: _ratio(seconds, *pair)
+                for pair in report.RATIOS
+                if set(pair) <= set(seconds) and report.at_most(pair, shape, count)
+            }
             results.append(
                 {
                     "shape": shape,
                     "contexts": count,
                     "copy_ms": _median(copy.sum(1) * 1e3),
                     "ms": {kind: _milliseconds(rows) for kind, rows in seconds.items()},
-                    "ratios": {
-                        "/".join(pair): _ratio(seconds, *pair) for pair in report.RATIO_THRESHOLDS
-                    },
+                    "ratios": {"/".join(pair): ratio for pair, ratio in ratios.items()},
                 }
             )
     return results
 
 
-def measure_step(repetitions, resized):
-    title = f"training step of fcn_resnet50{'' if resized else ' without resizing'}"
-    with _progress(title, repetitions) as progress:
-        seconds = measure.step_times(repetitions, progress, resized)
-    return {
-        "repetitions": repetitions,
-        "ms": {kind: _median(rows.sum(1) * 1e3) for kind, rows in seconds.items()},
-        "ratio": _ratio(seconds, "block", "BatchNorm"),
-    }
+def measure_steps(rounds):
+    results = []
+    for where, arguments, threshold in report.STEPS:
+        processes = 2 if "--store" in arguments else 1
+        launcher = ["-m", "gluon_syncbn.launch", "-n", "2", "--"] if processes > 1 else []
+        script = str(Path(__file__).with_name("step.py"))
+        command = [sys.executable, *launcher, script, "--rounds", str(rounds), *arguments]
+        # With fewer slots, convolutions of contexts and a synchronized layer between them can
+        # deadlock. Each slot grows to the largest workspace, so there are no more than needed.
+        slots = {"MXNET_CPU_TEMP_COPY": "256", "MXNET_CPU_PARALLEL_RAND_COPY": "64"}
+        environment = {**os.environ, **(slots if "--contexts" in arguments else {})}
+        printed = subprocess.run(
+            command, stdout=subprocess.PIPE, check=True, text=True, env=environment
+        ).stdout
+        line = next(line for line in printed.splitlines() if "{" in line)
+        seconds = json.loads(line[line.index("{") :])
+        rows = {kind: np.array(values) for kind, values in seconds.items()}
+        ratios = {
+            kind: np.median(values / rows["BatchNorm"], axis=0).tolist()
+            for kind, values in rows.items()
+        }
+        medians = {kind: np.median(values, axis=0).tolist() for kind, values in rows.items()}
+        results.append(
+            {"where": where, "threshold": threshold, "seconds": medians, "ratios": ratios}
+        )
+    return results
 
 
 def _progress(description, repetitions):

@@ -1,30 +1,31 @@
-"""The measurements of bench.py: times of the layers and of a training step, and memory."""
+"""The measurements of bench.py: times of the layers, and memory."""
 
+import contextlib
 import ctypes
 import os
-import resource
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import mxnet as mx
 import numpy as np
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.layers.operator import sync_batch_norm
 from mxnet import autograd, gluon
-from tqdm import tqdm
 
 WARM_UP = 3
-MAX_WARM_UP_ROUNDS = 60
-FEW_NEW_PAGES = 1000  # of about 4 KiB
-STEP_CONTEXTS = 2
-STEP_BATCH = 2  # images on each context
-STEP_SIZE = 96
+# The interpreter with PyTorch that `make bench` installs.
+TORCH = Path(sys.prefix, "torch", "bin", "python")
 MEMORY_SHAPE = (12, 64, 224, 224)
 
 
 class Operator(SyncBatchNorm):
     """The operator without layout copies, which arrays in plain layout do not need."""
+
+    activation = None
 
     def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
         return sync_batch_norm(
@@ -35,9 +36,20 @@ class Operator(SyncBatchNorm):
             running_mean,
             running_var,
             layer=self._layer,
+            activation=self.activation,
             copy_layout=False,
             name="fwd",
         )
+
+
+class OperatorRelu(Operator):
+    activation = "relu"
+
+
+class BatchNormRelu(gluon.nn.HybridSequential):
+    def __init__(self, in_channels):
+        super().__init__()
+        self.add(gluon.nn.BatchNorm(in_channels=in_channels), gluon.nn.Activation("relu"))
 
 
 LAYERS = {
@@ -45,6 +57,8 @@ LAYERS = {
     "block": SyncBatchNorm,
     "BatchNorm": gluon.nn.BatchNorm,
     "contrib": gluon.contrib.nn.SyncBatchNorm,
+    "operator_relu": OperatorRelu,
+    "BatchNorm_relu": BatchNormRelu,
 }
 
 
@@ -138,6 +152,39 @@ class Layer:
         return middle - start, end - middle
 
 
+class TorchLayer:
+    """PyTorch's layer in a process of its own. Returns the seconds of forward and backward."""
+
+    def __init__(self, shape, relu):
+        script = Path(__file__).with_name("torch_layer.py")
+        command = [TORCH, script, str(threads()), str(int(relu)), *map(str, shape)]
+        # As keep_freed_memory() here.
+        memory = {
+            "MALLOC_ARENA_MAX": "1",
+            "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+            "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
+        }
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env={**os.environ, **memory},
+        )
+
+    def __call__(self):
+        self._process.stdin.write("\n")
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"torch_layer.py ended with status {self._process.wait()}.")
+        return tuple(map(float, line.split()))
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait()
+
+
 def _arrays(shape, contexts):
     """Random x, with a gradient array, and dy for each context."""
     part = (shape[0] // len(contexts), *shape[1:])
@@ -156,101 +203,30 @@ def layer_times(shape, count, repetitions, progress):
     layers = {kind: Layer(kind, shape[1], contexts) for kind in LAYERS}
     _check_agreement(layers, xs, dys)
     contestants = {kind: lambda layer=layer: layer(xs, dys) for kind, layer in layers.items()}
-    return interleave({"copy": Copy(shape), **contestants}, repetitions, progress)
+    contestants["copy"] = Copy(shape)
+    with contextlib.ExitStack() as stack:
+        if count == 1 and TORCH.exists():
+            for kind in ("torch", "torch_relu"):
+                contestants[kind] = TorchLayer(shape, relu=kind == "torch_relu")
+                stack.callback(contestants[kind].close)
+        return interleave(contestants, repetitions, progress)
 
 
 def _check_agreement(layers, xs, dys):
     """Raises an error if the results of the layers differ."""
-    expected = None
+    expected = {}
     for kind, layer in layers.items():
-        if kind == "BatchNorm" and len(xs) > 1:
+        if kind.startswith("BatchNorm") and len(xs) > 1:
             continue  # normalizes with the statistics of each context
         ys, _ = layer.run(xs, dys)
         results = [array.asnumpy() for array in ys + [x.grad for x in xs]]
-        expected = expected or results
-        difference = max(np.abs(a - b).max() for a, b in zip(results, expected))
+        right = expected.setdefault(kind.endswith("relu"), results)
+        difference = max(np.abs(a - b).max() for a, b in zip(results, right))
         if not difference < 1e-3:
             raise RuntimeError(
                 f"{kind} and operator differ by {difference:g} at {xs[0].shape} on {len(xs)} "
                 "contexts: one of them is wrong, so their times cannot be compared."
             )
-
-
-class TrainingStep:
-    """A training step of fcn_resnet50. Returns seconds.
-
-    `resized`: whether the net's maps are resized to the images, which are 8 times as large. MXNet's
-    gradient of BilinearResize2D is added within `omp critical`, one lock for the process.
-    """
-
-    def __init__(self, norm_layer, resized):
-        from gluoncv.loss import MixSoftmaxCrossEntropyLoss
-        from gluoncv.model_zoo.segbase import get_segmentation_model
-
-        contexts = [mx.cpu(i) for i in range(STEP_CONTEXTS)]
-        mx.random.seed(0)
-        self._net = get_segmentation_model(
-            "fcn",
-            dataset="pascal_voc",
-            backbone="resnet50",
-            pretrained_base=False,
-            base_size=STEP_SIZE,
-            crop_size=STEP_SIZE,
-            norm_layer=norm_layer,
-        )
-        self._net.initialize(mx.init.Xavier(), ctx=contexts, force_reinit=True)
-        self._net.hybridize(static_alloc=True)
-        self._loss = MixSoftmaxCrossEntropyLoss()  # cannot be hybridized
-        self._trainer = gluon.Trainer(
-            self._net.collect_params(), "sgd", {"learning_rate": 1e-3, "momentum": 0.9, "wd": 1e-4}
-        )
-        side = STEP_SIZE if resized else STEP_SIZE // 8
-        # Resizing maps to their own size takes no lock.
-        self._net._up_kwargs = {"height": side, "width": side}
-        self._batches = [
-            (
-                mx.nd.random.normal(shape=(STEP_BATCH, 3, STEP_SIZE, STEP_SIZE), ctx=context),
-                mx.nd.random.randint(0, 21, shape=(STEP_BATCH, side, side), ctx=context),
-            )
-            for context in contexts
-        ]
-
-    def __call__(self):
-        start = time.perf_counter()
-        with autograd.record():
-            losses = [self._loss(*self._net(x), labels) for x, labels in self._batches]
-        autograd.backward(losses)
-        self._trainer.step(STEP_BATCH * STEP_CONTEXTS)
-        mx.nd.waitall()
-        return (time.perf_counter() - start,)
-
-
-def step_times(repetitions, progress, resized):
-    """{kind: seconds of each round} of a training step with the block and with BatchNorm."""
-    steps = {kind: TrainingStep(LAYERS[kind], resized) for kind in ("block", "BatchNorm")}
-    _warm_up(steps)
-    return interleave(steps, repetitions, progress)
-
-
-def _warm_up(contestants):
-    """Calls `contestants` until memory use hardly grows.
-
-    In each step, MXNet's operators use different workspace slots, which grow to the largest request
-    of any operator. Meanwhile clearing new pages takes up to half of a step's time.
-    """
-    for _ in tqdm(range(MAX_WARM_UP_ROUNDS), desc="until memory is at its peak", leave=False):
-        before = _page_faults()
-        interleave(contestants, 0, tqdm(disable=True))
-        if _page_faults() - before < FEW_NEW_PAGES:
-            return
-    raise RuntimeError(
-        f"memory still grew after {MAX_WARM_UP_ROUNDS * WARM_UP} training steps of each kind, so "
-        "their times are not those of a long training: set MXNET_CPU_TEMP_COPY lower."
-    )
-
-
-def _page_faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def peak_memory(kind, count):
@@ -267,6 +243,33 @@ def peak_memory(kind, count):
     layer(xs, dys)
     four_arrays = 4 * sum(array.size * array.dtype().itemsize for array in xs)
     return (_memory("VmHWM") - before) / four_arrays
+
+
+CHAIN_LENGTH = 20
+CHAIN_SHAPE = (4, 64, 128, 128)
+
+
+def chain_memory(kind):
+    """The peak memory of this process, which must be a new one, after a training step of a chain of
+    convolution, batch normalization and leaky relu; of none without `kind`."""
+    layers = {
+        "BatchNorm + LeakyReLU": lambda: [gluon.nn.BatchNorm(), gluon.nn.LeakyReLU(0.01)],
+        "fused": lambda: [SyncBatchNorm(activation="leaky_relu")],
+        "in place": lambda: [SyncBatchNorm(activation="leaky_relu", inplace=True)],
+    }
+    net = gluon.nn.HybridSequential()
+    for _ in range(CHAIN_LENGTH if kind else 0):
+        net.add(gluon.nn.Conv2D(CHAIN_SHAPE[1], 3, padding=1), *layers[kind]())
+    net.initialize()
+    net.hybridize(static_alloc=True)
+    x = mx.nd.random.normal(shape=CHAIN_SHAPE)
+    x.attach_grad()
+    for _ in range(2):
+        with autograd.record():
+            loss = net(x).mean() if kind else x.mean()
+        loss.backward()
+        mx.nd.waitall()
+    return _memory("VmHWM")
 
 
 def _memory(field):

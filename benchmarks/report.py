@@ -1,5 +1,7 @@
 """Compares the figures of bench.py with thresholds, and formats them in Markdown."""
 
+import math
+
 import measure
 
 TITLES = {
@@ -7,13 +9,57 @@ TITLES = {
     "block": "block",
     "BatchNorm": "`nn.BatchNorm`",
     "contrib": "contrib `SyncBatchNorm`",
+    "torch": "`torch.nn.BatchNorm2d`",
+    "operator_relu": "operator with relu",
+    "BatchNorm_relu": "`nn.BatchNorm` and relu",
+    "torch_relu": "`torch.nn.BatchNorm2d` and relu",
 }
-RATIO_THRESHOLDS = {
-    ("operator", "BatchNorm"): 0.45,
-    ("operator", "contrib"): 0.05,
-    ("block", "BatchNorm"): 0.8,
-}
-STEP_THRESHOLD = 1.25
+RATIOS = [
+    ("operator", "BatchNorm"),
+    ("operator", "contrib"),
+    ("block", "BatchNorm"),
+    ("operator", "torch"),
+    ("operator_relu", "operator"),
+    ("operator_relu", "BatchNorm_relu"),
+    ("operator_relu", "torch_relu"),
+]
+_LARGE = 1_500_000  # values
+_16_MB = 4_000_000
+CHAIN_KINDS = ("BatchNorm + LeakyReLU", "fused", "in place")
+CHAIN_THRESHOLD = 0.6
+# What is measured, the arguments of step.py, and at most how long a step with the fused layer may
+# take compared with nn.BatchNorm.
+STEPS = [
+    ("1 context", [], 1.0),
+    ("1 context, default memory", ["--default-memory"], 1.0),
+    ("2 contexts", ["--contexts", "2"], 1.15),
+    ("2 contexts, default memory", ["--contexts", "2", "--default-memory"], 1.15),
+    ("2 contexts, maps not resized", ["--contexts", "2", "--no-resize"], 1.05),
+    ("2 processes", ["--store", "dist_sync"], 1.0),
+    ("2 processes, default memory", ["--store", "dist_sync", "--default-memory"], 1.0),
+]
+
+
+def at_most(pair, shape, count):
+    """At most how long the first may take compared with the second; None if not measured there."""
+    size = math.prod(shape)
+    if pair == ("operator", "BatchNorm"):
+        return 0.6 if count > 1 and size < _LARGE else 0.45
+    if pair == ("operator", "contrib"):
+        return 0.05
+    if pair == ("block", "BatchNorm"):
+        return 0.8
+    if count > 1:
+        return None
+    if pair == ("operator", "torch"):
+        return 1.0
+    if pair == ("operator_relu", "torch_relu"):
+        return 0.8 if size > _LARGE else 0.85
+    if size < _16_MB:
+        return None
+    return 0.3 if pair == ("operator_relu", "BatchNorm_relu") else 1.05
+
+
 # A buffer of the size of x would make it 1.25.
 MEMORY_THRESHOLD = 1.05
 
@@ -37,23 +83,24 @@ def judge(figures):
             }
         )
 
-    for (ours, theirs), threshold in RATIO_THRESHOLDS.items():
+    for pair in RATIOS:
+        by_threshold = {}
+        for row in figures["layers"]:
+            if "/".join(pair) in row["ratios"]:
+                ratio = row["ratios"]["/".join(pair)]["median"]
+                place = f"{row['shape']}, {contexts(row['contexts'])}"
+                most = at_most(pair, row["shape"], row["contexts"])
+                by_threshold.setdefault(most, []).append((ratio, place))
+        for most, values in by_threshold.items():
+            add(f"time, {' / '.join(TITLES[kind] for kind in pair)}", most, values)
+    for step in figures["steps"]:
+        name = f"training step of fcn_resnet50, fused / {TITLES['BatchNorm']}"
+        add(name, step["threshold"], [(step["ratios"]["fused"][0], step["where"])])
+    for where, chain in figures["chain"].items():
         add(
-            f"time, {TITLES[ours]} / {TITLES[theirs]}",
-            threshold,
-            [
-                (
-                    row["ratios"][f"{ours}/{theirs}"]["median"],
-                    f"{row['shape']}, {contexts(row['contexts'])}",
-                )
-                for row in figures["layers"]
-            ],
-        )
-    if figures["step"]:
-        add(
-            f"training step of fcn_resnet50, block / {TITLES['BatchNorm']}",
-            STEP_THRESHOLD,
-            [(figures["step"]["ratio"]["median"], contexts(measure.STEP_CONTEXTS))],
+            f"memory of {measure.CHAIN_LENGTH} layers, in place / BatchNorm + LeakyReLU",
+            CHAIN_THRESHOLD,
+            [(chain["in place"] / chain["BatchNorm + LeakyReLU"], where)],
         )
     add(
         "peak memory of the operator / x, y, dy and dx",
@@ -69,16 +116,20 @@ def judge(figures):
 
 def text(figures):
     versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
-    ratios = [f"{TITLES[ours]} / {TITLES[theirs]}" for ours, theirs in RATIO_THRESHOLDS]
     return "\n\n".join(
         [
             f"{figures['cpu']}, {figures['cores']} cores, {figures['threads']} threads, "
             f"{versions}, {figures['date'][:10]}",
             "Milliseconds of forward + backward, medians of "
-            f"{figures['repetitions']} rounds. The last columns are medians of the rounds' ratios.",
+            f"{figures['repetitions']} rounds, and medians of the rounds' ratios, bold if above "
+            "the threshold.",
             table(
-                ["x", "contexts", "copy", *TITLES.values(), *ratios],
-                [_layer_row(row) for row in figures["layers"]],
+                ["x", "contexts", "copy", *TITLES.values()],
+                [_times(row) for row in figures["layers"]],
+            ),
+            table(
+                ["x", "contexts", *[" / ".join(TITLES[kind] for kind in pair) for pair in RATIOS]],
+                [_ratios(row) for row in figures["layers"]],
             ),
             *_other_figures(figures),
             table(
@@ -89,27 +140,43 @@ def text(figures):
     )
 
 
-def _layer_row(row):
+def _times(row):
     times = [
-        f"{row['ms'][kind]['forward']:.2f} + {row['ms'][kind]['backward']:.2f}" for kind in TITLES
+        f"{row['ms'][kind]['forward']:.2f} + {row['ms'][kind]['backward']:.2f}"
+        if kind in row["ms"]
+        else ""
+        for kind in TITLES
     ]
-    ratios = [
-        # Bold if it fails its threshold.
-        f"{ratio['median']:.3f}" if ratio["median"] <= threshold else f"**{ratio['median']:.3f}**"
-        for ratio, threshold in zip(row["ratios"].values(), RATIO_THRESHOLDS.values())
-    ]
-    return [str(row["shape"]), str(row["contexts"]), f"{row['copy_ms']:.2f}", *times, *ratios]
+    return [str(row["shape"]), str(row["contexts"]), f"{row['copy_ms']:.2f}", *times]
+
+
+def _ratios(row):
+    def cell(pair):
+        if "/".join(pair) not in row["ratios"]:
+            return ""
+        ratio = row["ratios"]["/".join(pair)]["median"]
+        passes = ratio <= at_most(pair, row["shape"], row["contexts"])
+        return f"{ratio:.3f}" if passes else f"**{ratio:.3f}**"
+
+    return [str(row["shape"]), str(row["contexts"]), *map(cell, RATIOS)]
 
 
 def _other_figures(figures):
-    if figures["step"]:
+    if figures["steps"]:
         yield (
-            f"Training step of fcn_resnet50, {measure.STEP_SIZE}x{measure.STEP_SIZE}, "
-            f"{contexts(measure.STEP_CONTEXTS)} of {measure.STEP_BATCH} images, static_alloc, "
-            f"medians of {figures['step']['repetitions']} rounds: {_step(figures['step'])}. "
-            "Without resizing its maps to the size of the images (in MXNet, the gradient of "
-            "resizing has one lock for all contexts): "
-            f"{_step(figures['step_without_resize'])}."
+            "A training step of gluoncv's fcn_resnet50, 96x96, 4 images in each process, "
+            "static_alloc: milliseconds of `nn.BatchNorm`, and the ratios of time and of processor "
+            "time, medians."
+        )
+        yield table(
+            ["where", TITLES["BatchNorm"], "fused: time", "processor", "block: time", "processor"],
+            [_step_row(step) for step in figures["steps"]],
+        )
+    for where, chain in figures["chain"].items():
+        held = ", ".join(f"{kind} {size / 1e6:.0f} MB" for kind, size in chain.items())
+        yield (
+            f"Peak memory of a training step of {measure.CHAIN_LENGTH} convolutions, batch "
+            f"normalizations and leaky relus at {measure.CHAIN_SHAPE}, {where}: {held}."
         )
     for count in dict.fromkeys(row["contexts"] for row in figures["memory"]):
         peaks = [
@@ -123,12 +190,9 @@ def _other_figures(figures):
         )
 
 
-def _step(figures):
-    ms, ratio = figures["ms"], figures["ratio"]["median"]
-    return (
-        f"{ms['block']:.0f} ms with the block, {ms['BatchNorm']:.0f} ms with "
-        f"{TITLES['BatchNorm']}, ratio {ratio:.3f}"
-    )
+def _step_row(step):
+    ratios = [f"{value:.3f}" for kind in ("fused", "block") for value in step["ratios"][kind]]
+    return [step["where"], f"{step['seconds']['BatchNorm'][0] * 1e3:.0f}", *ratios]
 
 
 def threshold_row(threshold):

@@ -132,10 +132,11 @@ def narrow(kernels):
     for kernel in kernels:
         name = kernel["kernel"]
         if name.startswith("map_"):
-            wide = kernel["vector_stores"] >= 1 and kernel["narrow_stores"] <= 2
-            loads = 4 if "InputGradient" in name or name.startswith("map_planes") else 2
+            results = 2 if "GatedGradient" in name else 1
+            wide = kernel["vector_stores"] >= results and kernel["narrow_stores"] <= 2 * results
+            loads = 2 if name.startswith("map_rows") and "InputGradient" not in name else 4
         elif name.startswith(("sum_planes", "sum_rows")):
-            wide, loads = True, 8 if ", true, " in name else 4
+            wide, loads = True, 4 if ", 1, " in name else 8
         elif name.startswith("sum_tiles"):
             wide, loads = True, 8
         else:

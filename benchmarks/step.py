@@ -1,0 +1,127 @@
+"""Times training steps of gluoncv's fcn_resnet50 with SyncBatchNorm, fused and not, and with
+nn.BatchNorm, interleaved. Prints the figures as JSON."""
+
+import argparse
+import json
+import resource
+import time
+
+import gluon_syncbn as sbn
+import mxnet as mx
+from mxnet import autograd, gluon
+from tqdm import tqdm
+
+from measure import WARM_UP, interleave, keep_freed_memory
+
+KINDS = ["fused", "block", "BatchNorm"]
+BATCH, SIZE = 4, 96  # images of a process, and their height and width
+MAX_WARM_UP_ROUNDS = 60
+FEW_NEW_PAGES = 1000  # of about 4 KiB
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--contexts", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--no-resize", action="store_true", help="leave the maps at their size")
+    parser.add_argument("--default-memory", action="store_true", help="as the C library has it")
+    parser.add_argument("--store", help="a KVStore of several processes")
+    args = parser.parse_args()
+    if not args.default_memory:
+        keep_freed_memory()
+    store = "device"
+    if args.store:
+        store = mx.kv.create(args.store)
+        sbn.set_default_group(sbn.SyncGroup(store=sbn.distributed.KVStoreReducer(store)))
+    steps = {kind: TrainingStep(kind, args.contexts, not args.no_resize, store) for kind in KINDS}
+    if not args.default_memory:
+        _warm_up(steps)
+    progress = tqdm(total=WARM_UP + args.rounds, desc="training step", leave=False)
+    rows = interleave(steps, args.rounds, progress)
+    if not args.store or store.rank == 0:
+        print(json.dumps({kind: values.tolist() for kind, values in rows.items()}), flush=True)
+
+
+class TrainingStep:
+    """A training step of fcn_resnet50. Returns the seconds on the clock, and the processor time of
+    all threads.
+
+    `resized`: whether the net's maps are resized to the images, which are 8 times as large. MXNet's
+    gradient of BilinearResize2D is added within `omp critical`, one lock for the process.
+    """
+
+    def __init__(self, kind, count, resized, store):
+        from gluoncv.loss import MixSoftmaxCrossEntropyLoss
+        from gluoncv.model_zoo.segbase import get_segmentation_model
+
+        contexts = [mx.cpu(i) for i in range(count)]
+        mx.random.seed(0)
+        self._net = get_segmentation_model(
+            "fcn",
+            dataset="pascal_voc",
+            backbone="resnet50",
+            pretrained_base=False,
+            base_size=SIZE,
+            crop_size=SIZE,
+            norm_layer=sbn.SyncBatchNorm if kind == "block" else gluon.nn.BatchNorm,
+        )
+        self._net.initialize(mx.init.Xavier(), ctx=contexts, force_reinit=True)
+        if kind == "fused":
+            sbn.convert_sync_batchnorm(self._net, fuse=True)
+        self._net.hybridize(static_alloc=True)
+        self._loss = MixSoftmaxCrossEntropyLoss()  # cannot be hybridized
+        self._trainer = gluon.Trainer(
+            self._net.collect_params(),
+            "sgd",
+            {"learning_rate": 1e-3, "momentum": 0.9, "wd": 1e-4},
+            kvstore=store,
+            update_on_kvstore=False,
+        )
+        side = SIZE if resized else SIZE // 8
+        # Resizing maps to their own size takes no lock.
+        self._net._up_kwargs = {"height": side, "width": side}
+        self._batches = [
+            (
+                mx.nd.random.normal(shape=(BATCH // count, 3, SIZE, SIZE), ctx=context),
+                mx.nd.random.randint(0, 21, shape=(BATCH // count, side, side), ctx=context),
+            )
+            for context in contexts
+        ]
+
+    def __call__(self):
+        start, used = time.perf_counter(), _user_seconds()
+        with autograd.record():
+            losses = [self._loss(*self._net(x), labels) for x, labels in self._batches]
+        autograd.backward(losses)
+        self._trainer.step(BATCH)
+        mx.nd.waitall()
+        return time.perf_counter() - start, _user_seconds() - used
+
+
+def _warm_up(contestants):
+    """Calls `contestants` until memory use hardly grows.
+
+    In each step, MXNet's operators use different workspace slots, which grow to the largest request
+    of any operator. Meanwhile clearing new pages takes up to half of a step's time.
+    """
+    for _ in tqdm(range(MAX_WARM_UP_ROUNDS), desc="until memory is at its peak", leave=False):
+        before = _page_faults()
+        interleave(contestants, 0, tqdm(disable=True))
+        if _page_faults() - before < FEW_NEW_PAGES:
+            return
+    raise RuntimeError(
+        f"memory still grew after {MAX_WARM_UP_ROUNDS * WARM_UP} training steps of each kind, so "
+        "their times are not those of a long training: set MXNET_CPU_TEMP_COPY lower."
+    )
+
+
+def _page_faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _user_seconds():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_utime
+
+
+if __name__ == "__main__":
+    main()
