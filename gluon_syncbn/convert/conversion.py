@@ -172,7 +172,8 @@ def convert_sync_batchnorm(
         normalization before it. That saves passes over the data, and the arrays between them. It is
         done in the graphs that ``hybridize()`` compiles, and in SymbolBlocks, where nothing else
         takes the output of the normalization. A net that is not hybridized computes as before. The
-        bits are those of :class:`SyncBatchNorm` with an `activation`. A later call without `fuse` leaves fused what is.
+        bits are those of :class:`SyncBatchNorm` with an `activation`. A later call without `fuse`
+        leaves fused what is.
 
     Returns
     -------
