@@ -41,10 +41,10 @@ struct Variant {
 
 constexpr Epilogue kRelu{Activation::kRelu, 0, 0}, kLeaky{Activation::kLeakyRelu, 0.01, 0};
 const Variant kPlain{{}, false, false};
-const Variant kVariants[] = {
-    {kRelu, false, false}, {kLeaky, false, false},
-    {{}, true, false},     {kRelu, true, false},
-    {kLeaky, true, false}, {{Activation::kLeakyRelu, 0.01, 0.1}, false, true}};
+const Variant kVariants[] = {{kRelu, false, false},
+                             {{}, true, false},
+                             {kLeaky, true, false},
+                             {{Activation::kLeakyRelu, 0.01, 0.1}, false, true}};
 
 // The sums of one problem on the host, and the sums of the magnitudes of their terms.
 template <typename T>
