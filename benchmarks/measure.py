@@ -178,6 +178,7 @@ class TorchLayer:
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"torch_layer.py ended with status {self._process.wait()}.")
+        time.sleep(0.02)  # until its idle threads no longer spin
         return tuple(map(float, line.split()))
 
     def close(self):

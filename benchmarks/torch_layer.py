@@ -11,6 +11,7 @@ def main():
     threads, relu, *shape = map(int, sys.argv[1:])
     torch.set_num_threads(threads)
     layer = torch.nn.BatchNorm2d(shape[1])
+    small = torch.zeros(1 << 17)
     x, dy = torch.randn(shape, requires_grad=True), torch.randn(shape)
 
     def step():
@@ -24,7 +25,7 @@ def main():
         return middle - start, time.perf_counter() - middle
 
     for _ in sys.stdin:
-        step()  # wakes the threads
+        torch.add(small, 1)  # wakes the threads, and leaves the caches as they are
         print(*step(), flush=True)
 
 
