@@ -56,7 +56,7 @@ compare: $(ready)mxnet-$(MXNET) $(ready)examples ## train the example with six k
 
 test: $(ready)mxnet-$(MXNET) $(ready)examples $(ready)test $(ready)horovod ## run the native tests, then the Python tests but the long ones
 	$(build_native) run-native
-	$(python) -m pytest -n 2 --dist loadgroup -m "not long" $(ARGS)
+	$(python) -m pytest -n 2 -m "not long" $(ARGS)
 
 test-pythons: wheel ## run the quick tests with the wheel, on Python 3.8, 3.11 and 3.13, each in its own environment
 	$(pip) install nox

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import mxnet_compat  # noqa: F401  Some tests import mxnet first.
-import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 # The shell starts background jobs with SIGINT ignored, which the processes of tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,13 +28,16 @@ os.environ.setdefault("GLUON_SYNCBN_TIMEOUT", "60")
 _CLUSTERS = "channels distributed distributed_groups distributed_join distributed_traps".split()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """With pytest-xdist's --dist loadgroup, the tests of a file run in one process."""
-    for item in items:
-        name = item.path.stem[len("test_") :]
-        group = "clusters" if name in _CLUSTERS else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+class _ByFile(LoadScopeScheduling):
+    """Runs the tests of a file in one process."""
+
+    def _split_scope(self, nodeid):
+        name = Path(nodeid.split("::")[0]).stem[len("test_") :]
+        return "clusters" if name in _CLUSTERS else nodeid.split("::")[0]
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return _ByFile(config, log)
 
 
 def pytest_report_header():

@@ -50,26 +50,27 @@ struct Computed {
                                     : x.data(),
                           recovers ? static_cast<A>(1 / epilogue.slope) : A{0}};
 
-    sums.resize(2 + 2 * kRow + 2 * kBlock);
+    sums.resize(2 * (kPlanes + kRow + kBlock));
+    ChannelSums* const of_rows = &sums[2 * kPlanes];
+    ChannelSums* const of_samples = of_rows + 2 * kRow;
     for (const int64_t planes : {int64_t{1}, std::min(n, int64_t{5})}) {
       const PlaneChunks all{n / planes, n, 1, 0, 1};
       loops.forward_planes(x.data(), all, planes, &sums[0]);
-      loops.backward_planes(from, 0, all, planes, s.data(), gates.data(), &sums[kRow]);
+      loops.backward_planes(from, 0, all, planes, s.data(), gates.data(), &sums[kPlanes]);
     }
     const int64_t width = std::min(n, kRow);
     for (const int64_t stride : {width, width + 3}) {
       const int64_t rows = (n - width) / stride + 1;
-      loops.forward_rows(x.data(), rows, stride, width, &sums[2]);
-      loops.backward_rows(from, 0, rows, stride, width, s.data(), gates.data(), &sums[2 + kRow]);
+      loops.forward_rows(x.data(), rows, stride, width, of_rows);
+      loops.backward_rows(from, 0, rows, stride, width, s.data(), gates.data(), of_rows + kRow);
     }
     // Several rows in a sample, of few channels and of many.
     for (const int64_t channels : {int64_t{3}, int64_t{11}, std::min(n, kBlock)}) {
       const int64_t rows = n / channels;
       if (rows == 0) continue;
       const SampleRows all{rows, channels, 1, 0, 1};
-      ChannelSums* const to = &sums[2 + 2 * kRow];
-      loops.forward_samples(x.data(), all, channels, to);
-      loops.backward_samples(from, 0, all, channels, s.data(), gates.data(), to + kBlock);
+      loops.forward_samples(x.data(), all, channels, of_samples);
+      loops.backward_samples(from, 0, all, channels, s.data(), gates.data(), of_samples + kBlock);
     }
     const auto keep = [&](const auto& forward, const auto& backward) {
       for (const Store how : {Store::kWrite, Store::kAdd}) {
