@@ -272,7 +272,7 @@ const T* at_offset(const void* values, int64_t offset) {
   return values ? static_cast<const T*>(values) + offset : nullptr;
 }
 
-// gamma and beta of channel c of a shard, as y has them.
+// gamma of channel c of a shard, as it counts.
 template <typename T, typename Part>
 double gamma_of(const Part& p, int64_t c) {
   if (!p.gamma) return 1;

@@ -296,13 +296,11 @@ void Call::backward_by_cpu(const Arrays& arrays, const int* requests, const Back
       kernels.backward_together({&part}, statistics);
     }
     for (int64_t c = 0; c < view.C; ++c) {
-      // The recovered x is (x - mean) * inv_std * gamma.
-      const double factor =
-          whole.recovers_x() && whole.gamma
-              ? 1 / effective_gamma(parameter(dtype, whole.gamma, c), attributes_.epilogue)
-          : whole.recovers_x() ? 1
-                               : statistics[c].inv_std;
-      dgamma[c] += sums[c].second.value() * factor;
+      // The sums are of (x - mean), or of (x - mean) * inv_std * gamma if x is recovered.
+      const double gamma =
+          whole.gamma ? effective_gamma(parameter(dtype, whole.gamma, c), attributes_.epilogue) : 1;
+      const double inv_std = whole.recovers_x() ? 1 / gamma : statistics[c].inv_std;
+      dgamma[c] += sums[c].second.value() * inv_std;
       dbeta[c] += sums[c].first.value();
     }
   }

@@ -41,6 +41,15 @@ struct Operator {
     for (void*& context : contexts) context = this;
   }
 
+  // Whether array i of infer_shape and infer_type has the shape and the dtype of the data.
+  bool is_data(int i) const {
+    return i == kData || i == attributes.inputs() + kOutput ||
+           (i == kResidual && attributes.residual);
+  }
+  bool is_statistic(int i) const {
+    return i == attributes.inputs() + kMean || i == attributes.inputs() + kInvStd;
+  }
+
   const Attributes attributes;
   const LayerPtr layer;
   // Memory for what callbacks return.
@@ -112,13 +121,13 @@ int infer_shape(int size, int* ndims, int** shapes, void* state) {
   const int outputs = op->attributes.inputs();
   for (int i = 0; i < size; ++i) {
     if (i == kData) continue;
-    if (i == outputs + kOutput || (i == kResidual && op->attributes.residual)) {
+    if (op->is_data(i)) {
       if (i < outputs) check_residual(shapes[kData], ndims[kData], shapes[i], ndims[i]);
       ndims[i] = ndims[kData];
       shapes[i] = shapes[kData];
       continue;
     }
-    if (i == outputs + kMean || i == outputs + kInvStd) {
+    if (op->is_statistic(i)) {
       ndims[i] = 1;
       shapes[i] = &op->statistics;
       continue;
@@ -145,15 +154,11 @@ int infer_shape(int size, int* ndims, int** shapes, void* state) {
 
 int infer_type(int size, int* types, void* state) {
   constexpr int kUnknown = -1;
-  const Attributes& attributes = static_cast<Operator*>(state)->attributes;
-  const int outputs = attributes.inputs();
-  const auto is_statistic = [&](int i) { return i == outputs + kMean || i == outputs + kInvStd; };
-  const auto is_data = [&](int i) {
-    return i == kData || i == outputs + kOutput || (i == kResidual && attributes.residual);
-  };
+  const Operator& op = *static_cast<Operator*>(state);
+  const int outputs = op.attributes.inputs();
   int type = types[kData] != kUnknown ? types[kData] : types[outputs + kOutput];
   for (int i = 0; i < size && type == kUnknown; ++i) {
-    if (!is_statistic(i)) type = types[i];
+    if (!op.is_statistic(i)) type = types[i];
   }
   if (type == kUnknown) return 1;
   const DType data = static_cast<DType>(type);
@@ -161,13 +166,13 @@ int infer_type(int size, int* types, void* state) {
   // MXNet's own blocks do not know 'bfloat16'.
   const DType cast = data == DType::kBFloat16 ? parameters : data;
   for (int i = 0; i < size; ++i) {
-    const DType expected = is_statistic(i) ? DType::kFloat64 : is_data(i) ? data : parameters;
+    const DType expected = op.is_statistic(i) ? DType::kFloat64 : op.is_data(i) ? data : parameters;
     // SymbolBlock.cast() casts the count too, and only training uses it.
     if (i == outputs + kNumOutputs + kNumBatches && types[i] != kUnknown) continue;
     if (types[i] != kUnknown && types[i] != static_cast<int>(expected)) {
       throw dmlc::Error(
           std::string("SyncBatchNorm got data of dtype ") + name_of(data) + ", for which " +
-          (is_data(i) ? "a residual must be " : "its parameters must be ") + name_of(expected) +
+          (op.is_data(i) ? "a residual must be " : "its parameters must be ") + name_of(expected) +
           ", and one of them is " + name_of(static_cast<DType>(types[i])) + ". Call cast('" +
           name_of(cast) + "') on the net.");
     }
