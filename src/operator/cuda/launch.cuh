@@ -109,7 +109,7 @@ struct SumsPlan {
   // on the size of a plane.
   void split_planes(int64_t S) {
     // Values that a lane loads at a time; the overhead per lane's share and per chunk, in values.
-    constexpr int64_t kBatch = kInFlight * kPack<T>, kShareCosts = 16, kChunkCosts = 24;
+    constexpr int64_t kBatch = kRunVectors * kPack<T>, kShareCosts = 16, kChunkCosts = 24;
     // Fewer lanes would load less than a cache line at a time.
     constexpr int64_t kFewest = 4;
     int64_t least = 0;
@@ -134,7 +134,8 @@ struct SumsPlan {
   int64_t work_size() const { return task.slices > 1 ? task.slices * task.C : 0; }
 
   int run(ChannelSums* work, ChannelSums* sums, Stream stream) {
-    task.to = task.slices > 1 ? work : sums;
+    task.sums = sums;
+    task.work = work;
     const int64_t row = task.S > 1 ? task.S : task.C, size = task.N * task.R * task.C * task.S;
     task.x_end = static_cast<const T*>(task.x) + size;
     task.dy_end = kArrays > 1 ? static_cast<const T*>(task.dy) + size : nullptr;
@@ -162,7 +163,8 @@ struct SumsPlan {
     while (lanes < kWarp && lanes < task.slices) lanes *= 2;
     if (task.slices > kWarp && task.C <= multiprocessors_) lanes = kThreads;
     const dim3 added(static_cast<unsigned>(divide_up(task.C, kThreads / lanes)));
-    SBN_LAUNCH_TOGETHER(add_slices, added, stream, task.C, task.slices, lanes, work, sums);
+    const Slices slices{reinterpret_cast<double*>(work), task.C, task.slices};
+    SBN_LAUNCH_TOGETHER(add_slices, added, stream, slices, lanes, sums);
     return last_launch_error();
   }
 

@@ -252,12 +252,19 @@ V __shfl_xor_sync(unsigned lanes, V value, int mask) {
   return block->exchange(value, (threadIdx.x ^ static_cast<unsigned>(mask)) % cuda_on_host::kLanes);
 }
 
-template <typename V>
-V __shfl_sync(unsigned lanes, V value, int from) {
-  cuda_on_host::Block* const block = cuda_on_host::Block::current();
-  if (!block) cuda_on_host::stop("a shuffle in a kernel that was started without");
-  if (lanes != 0xffffffffu) cuda_on_host::stop("a shuffle with lanes missing");
-  return block->exchange(value, static_cast<unsigned>(from) % cuda_on_host::kLanes);
+// Whether the predicate holds on all lanes.
+inline bool __all_sync(unsigned lanes, bool predicate) {
+  bool all = predicate;
+  for (int mask = cuda_on_host::kLanes / 2; mask > 0; mask /= 2) {
+    const bool other = __shfl_xor_sync(lanes, all, mask);
+    all = all && other;
+  }
+  return all;
+}
+inline bool __any_sync(unsigned lanes, bool predicate) { return !__all_sync(lanes, !predicate); }
+
+inline int64_t __mul64hi(int64_t a, int64_t b) {
+  return static_cast<int64_t>((static_cast<__int128>(a) * b) >> 64);
 }
 
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, unsigned bits) {

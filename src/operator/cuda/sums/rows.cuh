@@ -3,9 +3,39 @@
 #ifndef GLUON_SYNCBN_CUDA_SUMS_ROWS_CUH_
 #define GLUON_SYNCBN_CUDA_SUMS_ROWS_CUH_
 
-#include "cuda/sums/runs.cuh"
+#include "cuda/sums/chunks.cuh"
 
 namespace gluon_syncbn {
+
+// Vectors of each array that a thread loads before it uses the first; divides kRunRows.
+template <typename T, int kArrays>
+constexpr int kRowsInFlight = kArrays > 2 ? 2 : 4;
+
+// The sums of a thread's share of a chunk of rows, in shared memory: numbers of A in planes of one
+// for each thread, padded, so that threads that read neighbouring channels use different banks.
+template <typename T>
+struct SharedShares {
+  using A = Arithmetic<T>;
+  static constexpr int kPlane = kThreads + 16 / kPack<T>;
+  static constexpr int kNumbers = static_cast<int>(sizeof(Share<A>) / sizeof(A));
+  A numbers[kNumbers][kPack<T> * kPlane];
+
+  // The share of a thread in column j of its vector.
+  SBN_DEVICE void put(int j, int thread, const Share<A>& share) {
+    A values[kNumbers];
+    memcpy(values, &share, sizeof(share));
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i) numbers[i][j * kPlane + thread] = values[i];
+  }
+  SBN_DEVICE Share<A> get(int j, int thread) const {
+    A values[kNumbers];
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i) values[i] = numbers[i][j * kPlane + thread];
+    Share<A> share;
+    memcpy(&share, values, sizeof(share));
+    return share;
+  }
+};
 
 // S = 1, R > 1: a block has `lanes` vectors of channels side by side, and several chunks of the
 // samples' rows.
@@ -14,17 +44,12 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
     sum_rows(SumsTask task, EpilogueTask<Arithmetic<T>> epilogue) {
   using A = Arithmetic<T>;
   constexpr bool kBackward = kArrays > 1, kGated = kArrays > 2;
-  constexpr int kSize = kPack<T>;
-  constexpr int kBatch = kGated      ? kRowTriplesInFlight<T>
-                         : kBackward ? kRowPairsInFlight
-                                     : kRowsInFlight<T>;
-  // Padded, so that threads that read neighbouring channels use different banks.
-  constexpr int kPlane = kThreads + 16 / kSize;
+  constexpr int kSize = kPack<T>, kBatch = kRowsInFlight<T, kArrays>;
   // The last rows of threads are added sequentially.
-  constexpr int kLast = kThreads / kWarp, kMaxGroups = kLast / kFewestRows;
-  __shared__ double shared[2][kSize * kPlane];
+  constexpr int kLast = kThreads / kWarp;
+  __shared__ SharedShares<T> shared;
   // In shared memory, as they are needed once a chunk.
-  __shared__ double own_sums[kThreads * 6];
+  __shared__ double own_sums[kThreads * kOwnWords];
 
   const int across = task.lanes, down = task.down, groups = kThreads / across / down;
   const int column = threadIdx.x % across, line = threadIdx.x / across;
@@ -34,13 +59,12 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
   const int width = c + kSize <= task.C ? kSize : c < task.C ? static_cast<int>(task.C - c) : 0;
   const T *x = static_cast<const T*>(task.x), *dy = static_cast<const T*>(task.dy);
   const T* const v = static_cast<const T*>(epilogue.v);
-  [[maybe_unused]] const bool reads_v = kGated && epilogue.v != task.x;
-  const int64_t below = down * task.C;
+  const bool reads_v = kGated && epilogue.v != task.x;
 
   // The first threads have one channel each, for the work per chunk.
   const int own = threadIdx.x;
   const bool owns = own < across * kSize && tile + own < task.C;
-  put(ChannelSums(), own_sums + own * 6);
+  ChannelTotal<A, kBackward> total(own_sums + own * kOwnWords);
   Center<A> own_center{0, 0};
   if (kBackward && owns) own_center = Center<A>::of(task.statistics[tile + own]);
   // Three arrays leave no registers for these: those of column k are at k, k + kWarp, ...
@@ -55,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
     }
     __syncthreads();
   }
-  // The subtracted values: the means, or the origins of a thread's share.
+  // The subtracted values of the columns.
   A origins[kSize];
   if (kBackward && !kGated) {
 #pragma unroll
@@ -63,18 +87,20 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
       origins[j] = j < width ? Center<A>::of(task.statistics[c + j]).mean : A{0};
     }
   }
-  const auto origin = [&](int j) { return kGated ? columns[j * kWarp + column].mean : origins[j]; };
 
-  // The chunk whose first rows are being loaded while the one before it is reduced.
+  // The chunk whose first rows are being loaded while the one before it is reduced. The three rows
+  // of `pivots` give its origins.
   int64_t base = task.unit_of_slice(blockIdx.y), at = 0;
   int left = static_cast<int>(task.unit_of_slice(blockIdx.y + 1) - base);
   int n = 0;
   bool inside = true;
-  Words xs[kBatch], dys[kBatch];
-  // Loads vectors of several rows of an array. Rows after the last repeat the first.
-  const auto load = [&](const T* from, int r, auto& vectors) {
+  Words xs[kBatch], dys[kBatch], vs[kBatch], pivots[3];
+  // Loads vectors of rows at `row_of(i)`. Rows after the last repeat the first.
+  const auto load = [&](const T* from, auto& vectors, const auto& row_of) {
     constexpr int kVectors = sizeof(vectors) / sizeof(Words);
-    const auto address = [&](int i) { return from + (r + i * down < n ? i * below : 0); };
+    const auto address = [&](int i) {
+      return from + at + c + (row_of(i) < n ? row_of(i) : row_of(0)) * task.C;
+    };
     if (kAligned || inside) {
       Fetched<kAligned> fetched[kVectors];
 #pragma unroll
@@ -89,9 +115,17 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
     }
   };
   const auto load_batch = [&](int r) {
-    const int64_t from = at + c + r * task.C;
-    load(x + from, r, xs);
-    if constexpr (kBackward) load(dy + from, r, dys);
+    const auto row_of = [&](int i) { return r + i * down; };
+    load(x, xs, row_of);
+    if constexpr (kBackward) load(dy, dys, row_of);
+    if constexpr (kGated) {
+      if (reads_v) {
+        load(v, vs, row_of);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) vs[i] = xs[i];
+      }
+    }
   };
   const auto begin_chunk = [&] {
     // A group without a chunk repeats the last one.
@@ -104,113 +138,55 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
     const int64_t vectors = n * task.C / kSize + 3;
     inside = kAligned || holds<kArrays>(task, epilogue, dy + (kBackward ? at : 0), x + at,
                                         v + (kGated ? at : 0), vectors);
-    if (kAligned && width > 0 && row < n) load_batch(row);
-  };
-
-  double first[kSize] = {}, second[kSize] = {};
-  const auto add_batch = [&](auto is_full, int r, bool is_first) {
-    constexpr bool kFull = decltype(is_full)::value;
-    const auto exists = [&](int i) { return kFull || r + i * down < n; };
-    const auto add = [&](int j, double a, double b) {
-      first[j] += a;
-      second[j] += b;
-    };
-    // Bit j * kBatch + i is 1 where the gates of column j, row i are open.
-    [[maybe_unused]] uint32_t open = 0;
-    if constexpr (kGated) {
-      Words vs[kBatch];
-      if (reads_v) {
-        load(v + at + c + r * task.C, r, vs);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) vs[i] = xs[i];
-      }
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) {
-        const Column& of_j = columns[j * kWarp + column];
-        const Gate<A> gate{of_j.sign, of_j.threshold, 0};
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          open |= (gate(A{1}, value_at<T>(vs[i], j)) > 0 ? 1u : 0u) << (j * kBatch + i);
-        }
-      }
-    }
-    const auto gated = [&](A value, int j, int i, A slope) {
-      const A bit = open >> (j * kBatch + i) & 1 ? A{1} : A{0};
-      return kGated ? Gate<A>{1, 0, slope}(value, bit) : value;
-    };
-    const auto get = [&](const Words* from, int j, int i, A other, A slope) {
-      return exists(i) ? gated(value_at<T>(from[i], j), j, i, slope) : other;
-    };
-    const auto reload = [&](int j, int i, const auto& f) {
-      if (!exists(i) || j >= width) return;
-      const int64_t index = at + c + (r + i * down) * task.C + j;
-      if constexpr (kBackward) {
-        f(gated(widen(dy[index]), j, i, epilogue.slope),
-          gated(widen(x[index]), j, i, epilogue.inverse));
-      } else {
-        f(widen(x[index]));
-      }
-    };
-    const auto value = [&](int j, int i) { return get(xs, j, i, origin(j), epilogue.inverse); };
-    if (!kBackward && is_first) {
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) {
-        origins[j] = value_at<T>(xs[0], j);
-        origins[j] = origin_of<kBatch>([&](int i) { return value(j, i); }, A{});
-      }
-    }
-    if constexpr (kBackward) {
-      add_runs<kSize, kBatch>([&](int j, int i) { return get(dys, j, i, A{0}, epilogue.slope); },
-                              value, origin, A{}, reload, add);
-    } else {
-      add_runs<kSize, kBatch>(value, origin, A{}, reload, add);
-    }
+    if (width == 0) return;
+    if (kAligned && row < n) load_batch(row);
+    if (!kBackward) load(x, pivots, [&](int i) { return i * (n - 1) / 2; });
   };
 
   if (left > 0) begin_chunk();
   while (left > 0) {
-    int count = 0;
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) {
-      first[j] = second[j] = 0;
-      if (!kBackward) origins[j] = 0;
-    }
-    for (int r = row; r < n && width > 0; r += down * kBatch) {
-      // Unaligned vectors are not loaded ahead, as they would take twice the registers.
-      if (!kAligned || r != row) load_batch(r);
-      if (r + (kBatch - 1) * down < n) {
-        add_batch(True(), r, r == row);
-        count += kBatch;
-      } else {
-        add_batch(False(), r, r == row);
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) count += r + i * down < n ? 1 : 0;
-      }
-    }
+    Share<A> shares[kSize];
     if (!kBackward) {
-      // Loaded again to save registers.
-      Words pivots[1] = {zero_words()};
-      if (width > 0) load(x + at + c, 0, pivots);
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
-        Share<A> share{origins[j], count, first[j], second[j]};
-        share.move(value_at<T>(pivots[0], j));
-        first[j] = share.first;
-        second[j] = share.second;
+        origins[j] = origin_of(value_at<T>(pivots[0], j), value_at<T>(pivots[1], j),
+                               value_at<T>(pivots[2], j));
       }
     }
-    const int chunk_size = n;
-    const int chunks = left;
-    T chunk_pivots[kMaxGroups];
-    if (!kBackward && owns) {
-      // Several groups have a whole sample each.
-      const T* const from = x + (groups == 1 ? at : base * task.R * task.C) + tile + own;
+    for (int r = row; r < n && width > 0; r += down * kRunRows) {
+      Run<A, kSize> run;
 #pragma unroll
-      for (int g = 0; g < kMaxGroups; ++g) {
-        if (g < groups && g < chunks) chunk_pivots[g] = from[g * task.R * task.C];
+      for (int part = 0; part < kRunRows; part += kBatch) {
+        const int from = r + part * down;
+        if (part > 0 && from >= n) break;
+        // Unaligned vectors are not loaded ahead, as they would take twice the registers.
+        if (!kAligned || part > 0 || r != row) load_batch(from);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          if (i > 0 && from + i * down >= n) break;
+#pragma unroll
+          for (int j = 0; j < kSize; ++j) {
+            A value = value_at<T>(xs[i], j);
+            if constexpr (kGated) {
+              const Column& of_j = columns[j * kWarp + column];
+              const A decisive = value_at<T>(vs[i], j);
+              const Gate<A> gate{of_j.sign, of_j.threshold, epilogue.slope};
+              const Gate<A> inverse{of_j.sign, of_j.threshold, epilogue.inverse};
+              run.add(j, part + i == 0, gate(value_at<T>(dys[i], j), decisive),
+                      inverse(value, decisive) - of_j.mean);
+            } else {
+              value -= origins[j];
+              run.add(j, part + i == 0, kBackward ? value_at<T>(dys[i], j) : value, value);
+            }
+          }
+        }
       }
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) run.add_chain_to(j, &shares[j]);
     }
+    const int rows = n, chunks = left;
+    // Several groups have a whole sample each.
+    const int64_t start = groups == 1 ? at : base * task.R * task.C;
     base += groups;
     left -= groups;
     if (left > 0) begin_chunk();
@@ -218,50 +194,60 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
     // All threads have read the sums of the chunk before.
     __syncthreads();
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) {
-      shared[0][j * kPlane + threadIdx.x] = first[j];
-      shared[1][j * kPlane + threadIdx.x] = second[j];
-    }
+    for (int j = 0; j < kSize; ++j) shared.put(j, threadIdx.x, shares[j]);
     for (int lines = down; lines > kLast;) {
       lines /= 2;
       __syncthreads();
       if (row < lines) {
 #pragma unroll
-        for (int j = 0; j < 2 * kSize; ++j) {
-          double* const sum = shared[j % 2] + j / 2 * kPlane + threadIdx.x;
-          *sum += sum[lines * across];
+        for (int j = 0; j < kSize; ++j) {
+          Share<A> share = shared.get(j, threadIdx.x);
+          share.add(shared.get(j, threadIdx.x + lines * across));
+          shared.put(j, threadIdx.x, share);
         }
       }
     }
     __syncthreads();
-    if (owns) {
-      ChannelSums sums = get_sums(own_sums + own * 6);
-#pragma unroll
-      for (int g = 0; g < kMaxGroups; ++g) {
-        // Not a break, which takes one more register; sm_50 has none left.
-        if (g >= groups || g >= chunks) continue;
-        const int index = own % kSize * kPlane + own / kSize + g * down * across;
-        double total[2] = {shared[0][index], shared[1][index]};
-#pragma unroll
-        for (int i = 1; i < kLast; ++i) {
-          if (i >= down) break;
-          total[0] += shared[0][index + i * across];
-          total[1] += shared[1][index + i * across];
-        }
-        if (kBackward) {
-          sums.first.add(total[0]);
-          sums.second.add(own_center.products(total[0], total[1]));
-        } else {
-          add_shifted<A>(chunk_size, widen(chunk_pivots[g]), total[0], total[1], &sums.first,
-                         &sums.second);
-        }
+    for (int g = 0; g < groups && g < chunks && owns; ++g) {
+      Chunk<A> chunk;
+      chunk.n = rows;
+      const int first = own / kSize + g * down * across;
+      chunk.sums = shared.get(own % kSize, first);
+      for (int i = 1; i < kLast && i < down; ++i) {
+        chunk.sums.add(shared.get(own % kSize, first + i * across));
       }
-      put(sums, own_sums + own * 6);
+      // The values of the channel.
+      const int64_t values = start + g * task.R * task.C + tile + own;
+      const auto value_of = [&](int i) { return widen(x[values + i * task.C]); };
+      if constexpr (kBackward) {
+        own_center.correct(&chunk.sums);
+      } else {
+        chunk.origin = origin_of(value_of(0), value_of((rows - 1) / 2), value_of(rows - 1));
+      }
+      if (ChannelTotal<A, kBackward>::is_narrow(chunk.origin, chunk.sums)) {
+        total.add(chunk);
+        continue;
+      }
+      double sum = 0, second = 0;
+#pragma unroll 1
+      for (int i = 0; i < rows; ++i) {
+        double value = value_of(i), factor;
+        if constexpr (kBackward) factor = widen(dy[values + i * task.C]);
+        if constexpr (kGated) {
+          const auto gates = Gates<A, kGated>::of(epilogue, tile + own);
+          const A decisive = widen(v[values + i * task.C]);
+          factor = gates.dy(static_cast<A>(factor), decisive);
+          value = gates.x(static_cast<A>(value), decisive);
+        }
+        value = kBackward ? (value - own_center.mean) - own_center.mean_low : value - chunk.origin;
+        if constexpr (!kBackward) factor = value;
+        sum += factor;
+        second = fma(factor, value, second);
+      }
+      total.add_wide(rows, chunk.origin, sum, second);
     }
   }
-  if (owns) {
-    store_sums(get_sums(own_sums + own * 6), task.to + (tile + own) * task.slices + blockIdx.y);
-  }
+  if (owns) task.store(tile + own, blockIdx.y, total.value());
 }
 
 // S = R = 1: each value is a sample and is added to Sum3.
@@ -298,35 +284,34 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     }
   }
-  put(sums, shared + threadIdx.x * 6);
+  put_sums(sums, shared + threadIdx.x * 6);
   __syncthreads();
   if (warp == 0 && c < task.C) {
     for (int i = 1; i < kWarps; ++i) sums.add(get_sums(shared + (i * kWarp + lane) * 6));
-    store_sums(sums, task.to + c * task.slices + blockIdx.y);
+    task.store(c, blockIdx.y, sums);
   }
 }
 
 // sums[c] = the sum over the slices of channel c. `lanes` threads per channel, a power of 2.
-__global__ void __launch_bounds__(kThreads)
-    add_slices(int64_t C, int slices, int lanes, const ChannelSums* parts, ChannelSums* sums) {
+__global__ void __launch_bounds__(kThreads) add_slices(Slices from, int lanes, ChannelSums* sums) {
   __shared__ double shared[kWarps * 6];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % lanes;
   const int64_t c = static_cast<int64_t>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes;
   ChannelSums total;
-  if (c < C) {
+  if (c < from.C) {
 #pragma unroll 4
-    for (int i = lane; i < slices; i += lanes) total.add(load_sums(parts + c * slices + i));
+    for (int i = lane; i < from.slices; i += lanes) total.add(from.load(c, i));
   }
-  add_lanes(&total, lanes < kWarp ? lanes : kWarp);
+  add_lanes(&total, lanes < kWarp ? lanes : kWarp, threadIdx.x % kWarp);
   if (lanes > kWarp) {
     // All threads have the same channel.
-    if (threadIdx.x % kWarp == 0) put(total, shared + warp * 6);
+    if (threadIdx.x % kWarp == 0) put_sums(total, shared + warp * 6);
     __syncthreads();
     total = ChannelSums();
     if (threadIdx.x < kWarps) total = get_sums(shared + threadIdx.x * 6);
-    add_lanes(&total, kWarps);
+    add_lanes(&total, kWarps, threadIdx.x % kWarp);
   }
-  if (c < C && lane == 0) store_sums(total, sums + c);
+  if (c < from.C && lane == 0) sums[c] = total;
 }
 
 }  // namespace gluon_syncbn

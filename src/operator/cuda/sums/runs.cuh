@@ -1,8 +1,9 @@
 // Shared by the kernels of sums, which read x, or dy and x, once.
 //
-// The result depends neither on the number of blocks nor on the split of a batch. Up to kRun values
-// are added in Arithmetic<T>, the runs of a chunk in double, in a fixed tree. These orders depend
-// only on the shape of a sample. Chunks are added in Sum3, where the order is immaterial.
+// The result depends neither on the number of blocks nor on the split of a batch. What is added in
+// Arithmetic<T>, and in what order, depends only on the shape of a sample: the values of a run, the
+// runs of a thread's share of a chunk, and the shares of a chunk. Chunks are added exactly
+// (chunks.cuh), where the order is immaterial.
 #ifndef GLUON_SYNCBN_CUDA_SUMS_RUNS_CUH_
 #define GLUON_SYNCBN_CUDA_SUMS_RUNS_CUH_
 
@@ -14,23 +15,14 @@ namespace gluon_syncbn {
 constexpr int kThreads = 256, kWarp = 32, kWarps = kThreads / kWarp;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// The maximum number of values that are added in float. Each rounding costs half a unit in the last
-// place of their spread.
-constexpr int kRun = 8;
-
 // The maximum number of values of a chunk per thread, for planes. The work per chunk takes as long
 // as several vectors.
 template <typename T>
 constexpr int kPlaneShare = sizeof(T) == sizeof(double) ? 32 : 64;
-// Vectors of each array that a thread loads before it uses the first.
-constexpr int kInFlight = 4;
-template <typename T>
-constexpr int kRowsInFlight = sizeof(T) == sizeof(double)  ? kRun
-                              : sizeof(T) == sizeof(float) ? 5
-                                                           : 4;
-constexpr int kRowPairsInFlight = 4;
-template <typename T>
-constexpr int kRowTriplesInFlight = sizeof(T) == 2 ? 2 : 3;
+// Vectors of a run of a plane: value j of each is in chain j.
+constexpr int kRunVectors = 4;
+// Rows of a run, which are one chain for each channel.
+constexpr int kRunRows = 8;
 // S = 1: rows of a chunk per thread, and the minimum number of rows of threads for a chunk.
 constexpr int kRowsPerThread = 32, kFewestRows = 2;
 
@@ -43,121 +35,107 @@ constexpr int plane_blocks(int arrays, bool aligned) {
 }
 constexpr int kRowBlocks = 2;
 
-// Outside of this range, squares of float lose digits or overflow.
-constexpr float kSmallSquare = 0x1p-90f, kLargeSquare = 0x1p126f;
+// The unevaluated sum of two floats: about 48 bits, without instructions for double, of which most
+// GPUs execute few. For double, a plain sum.
+template <typename A>
+struct Partial;
+template <>
+struct Partial<float> {
+  float high = 0, low = 0;
 
-// Compile-time constants as arguments.
-struct True {
-  static constexpr bool value = true;
+  SBN_DEVICE static Partial choose(bool condition, const Partial& a, const Partial& b) {
+    return {condition ? a.high : b.high, condition ? a.low : b.low};
+  }
+  SBN_DEVICE void add(float term) {
+    const float sum = high + term, part = sum - high;
+    low += (high - (sum - part)) + (term - part);
+    high = sum;
+  }
+  // Commutative, so that lanes that add each other's sums have the same bits.
+  SBN_DEVICE void add(const Partial& other) {
+    const float sum = high + other.high, part = sum - high;
+    low = (low + other.low) + ((high - (sum - part)) + (other.high - part));
+    high = sum;
+  }
+  SBN_DEVICE Partial from_lane(int mask) const {
+    return {__shfl_xor_sync(kAllLanes, high, mask), __shfl_xor_sync(kAllLanes, low, mask)};
+  }
 };
-struct False {
-  static constexpr bool value = false;
-};
-template <int kValue>
-struct Number {
-  static constexpr int value = kValue;
+template <>
+struct Partial<double> {
+  double high = 0;
+
+  SBN_DEVICE static Partial choose(bool condition, const Partial& a, const Partial& b) {
+    return {condition ? a.high : b.high};
+  }
+  SBN_DEVICE void add(double term) { high += term; }
+  SBN_DEVICE void add(const Partial& other) { high += other.high; }
+  SBN_DEVICE Partial from_lane(int mask) const { return {__shfl_xor_sync(kAllLanes, high, mask)}; }
 };
 
-// A thread's share of a chunk: the number of values, and the sums of x - origin and of its square.
+// The two sums of a thread's share of a chunk. Forward: x - origin, and its square. Backward: dy,
+// and dy * (x - origin).
 template <typename A>
 struct Share {
-  A origin = 0;
-  int count = 0;
-  double first = 0, second = 0;
+  Partial<A> first, second;
 
-  // Changes the origin of the sums to `pivot`.
-  SBN_DEVICE void move(double pivot) {
-    const double distance = static_cast<double>(origin) - pivot, moved = count * distance;
-    second += distance * (2 * first + moved);
-    first += moved;
+  SBN_DEVICE void add(const Share& other) {
+    first.add(other.first);
+    second.add(other.second);
+  }
+
+  // Adds up the shares of `lanes` lanes, a power of 2. Each of them has the sums: half of them
+  // reduce the first, half the second.
+  SBN_DEVICE void add_lanes(int lanes, int lane) {
+    if (lanes == 1) return;
+    const bool upper = lane & (lanes / 2);
+    Partial<A> own = Partial<A>::choose(upper, second, first);
+    own.add(Partial<A>::choose(upper, first, second).from_lane(lanes / 2));
+#pragma unroll
+    for (int mask = kWarp / 4; mask > 0; mask /= 2) {
+      if (mask < lanes / 2) own.add(own.from_lane(mask));
+    }
+    const Partial<A> other = own.from_lane(lanes / 2);
+    first = Partial<A>::choose(upper, other, own);
+    second = Partial<A>::choose(upper, own, other);
   }
 };
 
-// A number close to the values of a share that begins with value(0), value(1), ..., so that
-// rounding errors depend on the spread of the values and not on their offset. float: the mean of
-// these values, as one of them may be an outlier. Dividing before adding avoids an overflow.
-template <int kValues, typename Value>
-SBN_DEVICE float origin_of(const Value& value, float) {
-  constexpr float kPart = 1.0f / kValues;
-  float mean = value(0) * kPart;
-#pragma unroll
-  for (int i = 1; i < kValues; ++i) mean = fmaf(value(i), kPart, mean);
-  return mean;
-}
-template <int kValues, typename Value>
-SBN_DEVICE double origin_of(const Value& value, double) {
-  return value(0);
-}
+// The sums of a run, in chains.
+template <typename A, int kChains>
+struct Run {
+  A first[kChains], second[kChains];
 
-// Whether float holds the squares from the smallest to the largest.
-SBN_DEVICE bool fits_float(float smallest, float largest) {
-  return smallest >= kSmallSquare && largest <= kLargeSquare;
-}
+  // Adds a, and a * b.
+  SBN_DEVICE void add(int chain, bool is_first, A a, A b) {
+    first[chain] = is_first ? a : first[chain] + a;
+    second[chain] = is_first ? a * b : fma(a, b, second[chain]);
+  }
 
-// Adds kRuns runs of kValues values, value(run, i), and calls add(run, sum(x - origin),
-// sum((x - origin)^2)) for each. In the worst case the squares lose 8 units of 2^-24, and inv_std
-// half of that. If float is not enough, reload(run, i, f) calls f with value i, if it exists. It
-// reads from memory, as keeping the values would take registers.
-template <int kRuns, int kValues, typename Value, typename Origin, typename Reload, typename Add>
-SBN_DEVICE void add_runs(const Value& value, const Origin& origin, float, const Reload& reload,
-                         const Add& add) {
-  float sums[kRuns], squares[kRuns];
-  // The smallest and the largest of the squares. Both branches preserve NaN.
-  float smallest = 1, largest = 0;
+  // If the chains are of one channel.
+  SBN_DEVICE void add_to(Share<A>* share) {
 #pragma unroll
-  for (int run = 0; run < kRuns; ++run) {
-    float d = value(run, 0) - origin(run);
-    sums[run] = d;
-    squares[run] = d * d;
-    uint32_t bits = bits_of_float(d);
+    for (int half = kChains / 2; half > 0; half /= 2) {
 #pragma unroll
-    for (int i = 1; i < kValues; ++i) {
-      d = value(run, i) - origin(run);
-      sums[run] += d;
-      squares[run] = fmaf(d, d, squares[run]);
-      bits |= bits_of_float(d);
-    }
-    // A run of zeros, as after a ReLU, loses nothing.
-    smallest = fminf(smallest, bits << 1 ? squares[run] : 1.0f);
-    largest = fmaxf(largest, squares[run]);
-  }
-  if (fits_float(smallest, largest)) {
-#pragma unroll
-    for (int run = 0; run < kRuns; ++run) add(run, sums[run], squares[run]);
-    return;
-  }
-#pragma unroll
-  for (int run = 0; run < kRuns; ++run) {
-    double first = sums[run], second = squares[run];
-    if (!fits_float(squares[run], squares[run])) {
-      first = second = 0;
-#pragma unroll 1
-      for (int i = 0; i < kValues; ++i) {
-        reload(run, i, [&](double x) {
-          const double d = x - origin(run);
-          first += d;
-          second = fma(d, d, second);
-        });
+      for (int i = 0; i < half; ++i) {
+        first[i] += first[i + half];
+        second[i] += second[i + half];
       }
     }
-    add(run, first, second);
+    add_chain_to(0, share);
   }
-}
+  SBN_DEVICE void add_chain_to(int chain, Share<A>* share) const {
+    share->first.add(first[chain]);
+    share->second.add(second[chain]);
+  }
+};
 
-template <int kRuns, int kValues, typename Value, typename Origin, typename Reload, typename Add>
-SBN_DEVICE void add_runs(const Value& value, const Origin& origin, double, const Reload&,
-                         const Add& add) {
-#pragma unroll
-  for (int run = 0; run < kRuns; ++run) {
-    double first = 0, second = 0;
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      const double d = value(run, i) - origin(run);
-      first += d;
-      second = fma(d, d, second);
-    }
-    add(run, first, second);
-  }
+// The median of three values of a chunk: a number close to the others, so that rounding errors
+// depend on their spread and not on their offset, also if one value is an outlier.
+template <typename A>
+SBN_DEVICE A origin_of(A a, A b, A c) {
+  const A low = a < b ? a : b, high = a < b ? b : a;
+  return c < low ? low : c > high ? high : c;
 }
 
 // The mean of a channel, as the sum of two numbers of A.
@@ -171,113 +149,32 @@ struct Center {
   }
 
   // Corrects sum(dy * (x - mean)), given sum(dy), for the lower part of the mean.
-  SBN_DEVICE double products(double first, double second) const {
-    return second - mean_low * first;
+  SBN_DEVICE void correct(Share<A>* share) const {
+    share->second.add(-mean_low * share->first.high);
   }
 };
 
-// Whether float holds both.
-SBN_DEVICE bool fits_products(float sum, float product) {
-  return fabsf(sum) <= kLargeSquare && fabsf(product) <= kLargeSquare;
-}
+// The sums of a channel over the blocks that share it: C x slices. As six arrays, one for each
+// double, so that the lanes that read the slices of a channel read contiguous memory.
+struct Slices {
+  double* arrays;
+  int64_t C;
+  int slices;
 
-// The same for backward: sum(dy) and sum(dy * (x - mean)). dy is 0 where there is no value.
-template <int kRuns, int kValues, typename Gradient, typename Value, typename Mean, typename Reload,
-          typename Add>
-SBN_DEVICE void add_runs(const Gradient& dy, const Value& x, const Mean& mean, float,
-                         const Reload& reload, const Add& add) {
-  float sums[kRuns], products[kRuns];
-  bool all_fit = true;
-#pragma unroll
-  for (int run = 0; run < kRuns; ++run) {
-    sums[run] = dy(run, 0);
-    products[run] = dy(run, 0) * (x(run, 0) - mean(run));
-#pragma unroll
-    for (int i = 1; i < kValues; ++i) {
-      sums[run] += dy(run, i);
-      products[run] = fmaf(dy(run, i), x(run, i) - mean(run), products[run]);
-    }
-    all_fit = all_fit && fits_products(sums[run], products[run]);
+  SBN_DEVICE double* at(int64_t c, int slice, int i) const {
+    return arrays + (i * C + c) * slices + slice;
   }
-  if (all_fit) {
+  SBN_DEVICE void store(int64_t c, int slice, const ChannelSums& sums) const {
+    const double numbers[6] = {sums.first.high,  sums.first.middle,  sums.first.low,
+                               sums.second.high, sums.second.middle, sums.second.low};
 #pragma unroll
-    for (int run = 0; run < kRuns; ++run) add(run, sums[run], products[run]);
-    return;
+    for (int i = 0; i < 6; ++i) *at(c, slice, i) = numbers[i];
   }
-#pragma unroll
-  for (int run = 0; run < kRuns; ++run) {
-    double first = sums[run], second = products[run];
-    if (!fits_products(sums[run], products[run])) {
-      first = second = 0;
-#pragma unroll 1
-      for (int i = 0; i < kValues; ++i) {
-        reload(run, i, [&](double gradient, double value) {
-          first += gradient;
-          second = fma(gradient, value - mean(run), second);
-        });
-      }
-    }
-    add(run, first, second);
+  SBN_DEVICE ChannelSums load(int64_t c, int slice) const {
+    const auto number = [&](int i) { return *at(c, slice, i); };
+    return {{number(0), number(1), number(2)}, {number(3), number(4), number(5)}};
   }
-}
-
-template <int kRuns, int kValues, typename Gradient, typename Value, typename Mean, typename Reload,
-          typename Add>
-SBN_DEVICE void add_runs(const Gradient& dy, const Value& x, const Mean& mean, double,
-                         const Reload&, const Add& add) {
-#pragma unroll
-  for (int run = 0; run < kRuns; ++run) {
-    double first = 0, second = 0;
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      first += dy(run, i);
-      second = fma(dy(run, i), x(run, i) - mean(run), second);
-    }
-    add(run, first, second);
-  }
-}
-
-SBN_DEVICE Sum3 from_lane(const Sum3& sum, int mask) {
-  return {__shfl_xor_sync(kAllLanes, sum.high, mask), __shfl_xor_sync(kAllLanes, sum.middle, mask),
-          __shfl_xor_sync(kAllLanes, sum.low, mask)};
-}
-
-// Adds up each group of `lanes` lanes, a power of 2. Its first lane has the sum.
-SBN_DEVICE void add_lanes(ChannelSums* sums, int lanes) {
-  for (int mask = lanes / 2; mask > 0; mask /= 2) {
-    sums->add({from_lane(sums->first, mask), from_lane(sums->second, mask)});
-  }
-}
-
-SBN_DEVICE void put(const ChannelSums& sums, double* to) {
-  to[0] = sums.first.high, to[1] = sums.first.middle, to[2] = sums.first.low;
-  to[3] = sums.second.high, to[4] = sums.second.middle, to[5] = sums.second.low;
-}
-
-SBN_DEVICE ChannelSums get_sums(const double* from) {
-  return {{from[0], from[1], from[2]}, {from[3], from[4], from[5]}};
-}
-
-// ChannelSums in device memory are aligned to 16 bytes.
-SBN_DEVICE ChannelSums load_sums(const ChannelSums* from) {
-  Words words[3];
-#pragma unroll
-  for (int i = 0; i < 3; ++i) words[i] = load_words(reinterpret_cast<const char*>(from) + 16 * i);
-  const auto number = [&](int i) { return value_at<double>(words[i / 2], i % 2); };
-  return {{number(0), number(1), number(2)}, {number(3), number(4), number(5)}};
-}
-
-SBN_DEVICE void store_sums(const ChannelSums& sums, ChannelSums* to) {
-  const double numbers[6] = {sums.first.high,  sums.first.middle,  sums.first.low,
-                             sums.second.high, sums.second.middle, sums.second.low};
-#pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    Words words;
-    set_value(&words, 0, numbers[2 * i]);
-    set_value(&words, 1, numbers[2 * i + 1]);
-    store_words(reinterpret_cast<char*>(to) + 16 * i, words);
-  }
-}
+};
 
 // The coefficients of dx of one channel, with an activation or a gradient of the residual.
 template <typename A>
@@ -287,13 +184,14 @@ struct GatedGradient {
   InputGradient<A> input;
 };
 
-// The arguments of a kernel of sums. `to` has C x slices entries.
+// The arguments of a kernel of sums.
 struct SumsTask {
   // N samples of C channels of S values, or, with S = 1, of R rows of C values.
   int64_t N, C, S, R;
   const void *dy, *x;
   const Statistics* statistics;
-  ChannelSums* to;
+  // One block for each channel writes to `sums`, several to `work`.
+  ChannelSums *sums, *work;
   // Chunks per sample, and units (usually chunks) of all samples; chunk_size in values of a plane,
   // or in rows.
   int64_t chunks, units;
@@ -304,6 +202,13 @@ struct SumsTask {
   const void *dy_end, *x_end;
 
   SBN_DEVICE int64_t unit_of_slice(int slice) const { return units * slice / slices; }
+  SBN_DEVICE void store(int64_t c, int slice, const ChannelSums& result) const {
+    if (slices == 1) {
+      sums[c] = result;
+    } else {
+      Slices{reinterpret_cast<double*>(work), C, slices}.store(c, slice, result);
+    }
+  }
 };
 
 // What an activation and a residual add to the arguments of a kernel. A parameter of its own, as

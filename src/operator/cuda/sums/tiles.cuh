@@ -2,7 +2,7 @@
 #ifndef GLUON_SYNCBN_CUDA_SUMS_TILES_CUH_
 #define GLUON_SYNCBN_CUDA_SUMS_TILES_CUH_
 
-#include "cuda/sums/runs.cuh"
+#include "cuda/sums/chunks.cuh"
 
 namespace gluon_syncbn {
 
@@ -11,11 +11,13 @@ template <int kArrays>
 constexpr int kTileBytes = kArrays == 1   ? 4608
                            : kArrays == 2 ? 2048
                                           : 1360;
+// Values of a run, and those that are read at a time at its end.
+constexpr int kTileRun = 16, kTileTail = 4;
 // The values that fit, less those that may precede them in their first 16 bytes, and those after
-// them that a thread's last run reads but does not use.
+// them that a thread reads but does not use.
 template <typename T, int kArrays>
 constexpr int kTileValues =
-    kTileBytes<kArrays> / static_cast<int>(sizeof(T)) - (kPack<T> - 1) - kRun;
+    kTileBytes<kArrays> / static_cast<int>(sizeof(T)) - (kPack<T> - 1) - kTileTail;
 // Resident blocks per multiprocessor, limited by registers.
 template <typename T, int kArrays>
 constexpr int kTileBlocks =
@@ -93,11 +95,11 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kArrays>)
     sum_tiles(SumsTask task, EpilogueTask<Arithmetic<T>> epilogue) {
   using A = Arithmetic<T>;
   constexpr bool kBackward = kArrays > 1, kGated = kArrays > 2;
-  constexpr int kBytes = kTileBytes<kArrays>, kTail = kRun / 2;
+  constexpr int kBytes = kTileBytes<kArrays>;
   constexpr int kTile = kBytes / static_cast<int>(sizeof(T));
   alignas(16) __shared__ Words shared[kArrays * kWarps * kBytes / sizeof(Words)];
   // In shared memory, as in sum_planes.
-  __shared__ double own_sums[kThreads * 6];
+  __shared__ double own_sums[kThreads * kOwnWords];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   T* const x_tile = reinterpret_cast<T*>(shared) + warp * kArrays * kTile;
   T* const dy_tile = x_tile + (kBackward ? kTile : 0);
@@ -118,8 +120,8 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kArrays>)
       gates = Gates<A, kGated>::of(epilogue, c);
     }
   }
-  double* const own = own_sums + threadIdx.x * 6;
-  BufferedSums<A, kBackward> buffer{own, lanes, lane};
+  double* const own = own_sums + threadIdx.x * kOwnWords;
+  ChunkBuffer<A, kBackward> buffer(own, lanes, lane);
 
   const int64_t end = task.unit_of_slice(blockIdx.y + 1);
   const int n = static_cast<int>(task.S), share_size = task.chunk_size;
@@ -143,65 +145,69 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kArrays>)
     const int v_at = v_loads.shift + begin;
 
     const int left = plane < planes ? n - lane_of_plane * share_size : 0;
-    Share<A> share;
-    share.count = left < 0 ? 0 : left < share_size ? left : share_size;
-    const auto add = [&](int, double run_first, double run_second) {
-      share.first += run_first;
-      share.second += run_second;
-    };
-    // is_full: all values of the run exist.
-    const auto add_run = [&](auto values, auto is_full, int j, bool is_first) {
-      constexpr int kValues = decltype(values)::value;
-      const auto exists = [&](int i) { return decltype(is_full)::value || j + i < share.count; };
-      const auto reload = [&](int, int i, const auto& f) {
-        if (j + i >= share.count) return;
-        if constexpr (kBackward) {
-          const A decisive = kGated ? widen(v_tile[v_at + j + i]) : A{0};
-          f(gates.dy(widen(dy_tile[dy_at + j + i]), decisive),
-            gates.x(widen(x_tile[x_at + j + i]), decisive));
-        } else {
-          f(widen(x_tile[x_at + j + i]));
-        }
-      };
-      A xs[kValues];
-      read_values<kValues>(x_tile, x_at + j, xs);
-      if constexpr (kBackward) {
-        A dys[kValues], vs[kValues] = {};
-        read_values<kValues>(dy_tile, dy_at + j, dys);
-        if (kGated) read_values<kValues>(v_tile, v_at + j, vs);
-        add_runs<1, kValues>(
-            [&](int, int i) { return exists(i) ? gates.dy(dys[i], vs[i]) : A{0}; },
-            [&](int, int i) { return exists(i) ? gates.x(xs[i], vs[i]) : center.mean; },
-            [&](int) { return center.mean; }, A{}, reload, add);
-      } else {
-        if (is_first) {
-          share.origin = origin_of<kValues>([&](int i) { return exists(i) ? xs[i] : xs[0]; }, A{});
-        }
-        const A origin = share.origin;
-        add_runs<1, kValues>([&](int, int i) { return exists(i) ? xs[i] : origin; },
-                             [&](int) { return origin; }, A{}, reload, add);
+    const int count = left < 0 ? 0 : left < share_size ? left : share_size;
+    Chunk<A> chunk;
+    chunk.origin = center.mean;
+    if (plane < planes) {
+      chunk.n = n;
+      if constexpr (!kBackward) {
+        const T* const values = x_tile + x_loads.shift + plane * n;
+        chunk.origin =
+            origin_of(widen(values[0]), widen(values[(n - 1) / 2]), widen(values[n - 1]));
+      }
+    }
+    // Adds some of a run's values, of which `exist` exist.
+    const auto add = [&](auto& values, auto* run, int j, int exist, bool is_first) {
+      constexpr int kCount = sizeof(values) / sizeof(A);
+      read_values<kCount>(x_tile, x_at + j, values);
+      [[maybe_unused]] A factors[kCount] = {}, decisive[kCount] = {};
+      if constexpr (kBackward) read_values<kCount>(dy_tile, dy_at + j, factors);
+      if constexpr (kGated) read_values<kCount>(v_tile, v_at + j, decisive);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        A value = gates.x(values[i], decisive[i]) - chunk.origin;
+        value = i < exist ? value : A{0};
+        A factor = value;
+        if constexpr (kBackward) factor = i < exist ? gates.dy(factors[i], decisive[i]) : A{0};
+        run->add(i % kTileTail, is_first && i < kTileTail, factor, value);
       }
     };
     int j = 0;
-    if (share.count >= kRun) {
-      add_run(Number<kRun>(), True(), 0, true);
-      j = kRun;
+    for (; j + kTileRun <= count; j += kTileRun) {
+      Run<A, kTileTail> run;
+      A values[kTileRun];
+      add(values, &run, j, kTileRun, true);
+      run.add_to(&chunk.sums);
     }
-    for (; j + kRun <= share.count; j += kRun) add_run(Number<kRun>(), True(), j, false);
-    for (; j < share.count; j += kTail) add_run(Number<kTail>(), False(), j, j == 0);
+    if (j < count) {
+      Run<A, kTileTail> run;
+      for (int first = j; j < count; j += kTileTail) {
+        A values[kTileTail];
+        add(values, &run, j, count - j, j == first);
+      }
+      run.add_to(&chunk.sums);
+    }
 
-    buffer.add(share, n, center);
+    buffer.add(chunk, center, lanes, [&](const auto& f) {
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        if constexpr (kBackward) {
+          const A decisive = kGated ? widen(v_tile[v_at + i]) : A{0};
+          f(gates.dy(widen(dy_tile[dy_at + i]), decisive),
+            gates.x(widen(x_tile[x_at + i]), decisive));
+        } else {
+          f(widen(x_tile[x_at + i]));
+        }
+      }
+    });
   }
-  buffer.flush();
-
-  ChannelSums sums = get_sums(own);
-  add_lanes(&sums, lanes);
-  put(sums, own);
+  ChannelSums sums = buffer.finish(lanes);
+  if (lane_of_plane == 0) put_sums(sums, own);
   __syncthreads();
   // The first warp has the sums of all planes in the first lane of each.
   if (warp == 0 && lane_of_plane == 0 && plane < planes) {
-    for (int i = 1; i < kWarps; ++i) sums.add(get_sums(own + i * kWarp * 6));
-    store_sums(sums, task.to + c * task.slices + blockIdx.y);
+    for (int i = 1; i < kWarps; ++i) sums.add(get_sums(own + i * kWarp * kOwnWords));
+    task.store(c, blockIdx.y, sums);
   }
 }
 

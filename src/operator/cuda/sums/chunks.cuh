@@ -1,0 +1,404 @@
+// Adds the sums of a channel's chunks, exactly and so in any order.
+//
+// Most GPUs execute few instructions for double. So the sums of float data are rounded to multiples
+// of a power of 2 that depends on the chunk alone, and added as integers. What has too large a
+// range for that is added in Sum3.
+#ifndef GLUON_SYNCBN_CUDA_SUMS_CHUNKS_CUH_
+#define GLUON_SYNCBN_CUDA_SUMS_CHUNKS_CUH_
+
+#include "cuda/sums/runs.cuh"
+
+namespace gluon_syncbn {
+
+SBN_DEVICE Sum3 from_lane(const Sum3& sum, int mask) {
+  return {__shfl_xor_sync(kAllLanes, sum.high, mask), __shfl_xor_sync(kAllLanes, sum.middle, mask),
+          __shfl_xor_sync(kAllLanes, sum.low, mask)};
+}
+
+// Adds up each group of `lanes` lanes, a power of 2. Its first lane has the sum.
+SBN_DEVICE void add_lanes(ChannelSums* sums, int lanes, int lane) {
+  for (int mask = lanes / 2; mask > 0; mask /= 2) {
+    const ChannelSums other{from_lane(sums->first, mask), from_lane(sums->second, mask)};
+    if (lane % lanes < mask) sums->add(other);
+  }
+}
+
+SBN_DEVICE void put_sums(const ChannelSums& sums, double* to) {
+  to[0] = sums.first.high, to[1] = sums.first.middle, to[2] = sums.first.low;
+  to[3] = sums.second.high, to[4] = sums.second.middle, to[5] = sums.second.low;
+}
+SBN_DEVICE ChannelSums get_sums(const double* from) {
+  return {{from[0], from[1], from[2]}, {from[3], from[4], from[5]}};
+}
+
+// |x| < 2^(exponent_of(x) + 1); 128 if x is infinite or not a number.
+SBN_DEVICE int exponent_of(float x) { return static_cast<int>(bits_of_float(x) >> 23 & 255) - 127; }
+// Exponents from -126 to 127.
+SBN_DEVICE float power_of_2(int exponent) {
+  return float_of_bits(static_cast<uint32_t>(exponent + 127) << 23);
+}
+SBN_DEVICE double double_power_of_2(int exponent) {
+  const uint64_t bits = static_cast<uint64_t>(exponent + 1023) << 52;
+  double power;
+  memcpy(&power, &bits, sizeof(power));
+  return power;
+}
+
+// A signed integer of kWords words.
+template <int kWords>
+struct Integer {
+  uint64_t words[kWords] = {};
+
+  SBN_DEVICE static Integer of(int64_t value) {
+    Integer result;
+    result.words[0] = static_cast<uint64_t>(value);
+#pragma unroll
+    for (int i = 1; i < kWords; ++i) result.words[i] = static_cast<uint64_t>(value >> 63);
+    return result;
+  }
+  SBN_DEVICE static Integer product(int64_t a, int64_t b) {
+    const int64_t high = __mul64hi(a, b);
+    Integer result = of(high >> 63);
+    result.words[0] = static_cast<uint64_t>(a) * static_cast<uint64_t>(b);
+    result.words[1] = static_cast<uint64_t>(high);
+    return result;
+  }
+
+  SBN_DEVICE void add(const Integer& other) {
+    uint64_t carry = 0;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const uint64_t partial = words[i] + other.words[i], sum = partial + carry;
+      carry = (partial < words[i] ? 1 : 0) | (sum < partial ? 1 : 0);
+      words[i] = sum;
+    }
+  }
+
+  // Times 2^shift, for a shift of less than 64.
+  SBN_DEVICE Integer shifted(int shift) const {
+    Integer result;
+    result.words[0] = words[0] << shift;
+#pragma unroll
+    for (int i = 1; i < kWords; ++i) {
+      result.words[i] = words[i] << shift | words[i - 1] >> 1 >> (63 - shift);
+    }
+    return result;
+  }
+
+  SBN_DEVICE Integer from_lane(int mask) const {
+    Integer result;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) result.words[i] = __shfl_xor_sync(kAllLanes, words[i], mask);
+    return result;
+  }
+
+  // Adds this times 2^exponent.
+  SBN_DEVICE void add_to(Sum3* sum, int exponent) const {
+    const bool is_negative = static_cast<int64_t>(words[kWords - 1]) < 0;
+    uint64_t carry = is_negative ? 1 : 0;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const uint64_t word = (is_negative ? ~words[i] : words[i]) + carry;
+      if (word != 0) carry = 0;
+      const double power = double_power_of_2(exponent + 64 * i);
+      const double factor = is_negative ? -power : power;
+      const uint32_t low = static_cast<uint32_t>(word), high = static_cast<uint32_t>(word >> 32);
+      if (low) sum->add(low * factor);
+      if (high) sum->add(high * (factor * 0x1p32));
+    }
+  }
+};
+
+// The sums of n values of a channel; none if n is 0.
+template <typename A>
+struct Chunk {
+  int n = 0;
+  A origin = 0;
+  Share<A> sums;
+};
+
+// A chunk's sums as integers, times powers of 2. Forward: sum(x) and sum(x^2).
+template <bool kBackward>
+struct Rounded {
+  // Far below those of all numbers.
+  static constexpr int kZero = -100000;
+  Integer<2> first;
+  Integer<3> second;
+  int first_exponent = kZero, second_exponent = kZero;
+
+  // Whether the sums of a chunk of at most 2^13 values can be rounded. If both are zero, the values
+  // are equal.
+  SBN_DEVICE static bool fits(float origin, const Share<float>& sums) {
+    const bool first_is_zero = sums.first.high == 0 && sums.first.low == 0;
+    const int first = exponent_of(sums.first.high), second = exponent_of(sums.second.high);
+    if (kBackward) {
+      const auto in_range = [](int exponent) { return exponent >= -85 && exponent <= 120; };
+      return (first_is_zero || in_range(first)) &&
+             (in_range(second) || (first_is_zero && sums.second.high == 0));
+    }
+    if (sums.second.high > 0) return second >= -80 && second <= 120;
+    // Either the squares of all deviations from the origin are zero, or they vanish. They do not if
+    // the origin is as large as this.
+    const int scale = exponent_of(origin);
+    return sums.second.high == 0 && (origin == 0 || scale >= -100) &&
+           (first_is_zero || (scale >= -49 && scale < 128));
+  }
+
+  SBN_DEVICE static Rounded of(const Chunk<float>& chunk) {
+    const Share<float>& sums = chunk.sums;
+    const auto round = [](const Partial<float>& sum, float scale) -> int64_t {
+      return llrintf(sum.high * scale) + llrintf(sum.low * scale);
+    };
+    Rounded result;
+    if constexpr (kBackward) {
+      // 40 bits each.
+      const auto set = [&](const Partial<float>& sum, int* exponent) -> int64_t {
+        if (sum.high == 0 && sum.low == 0) return 0;
+        *exponent = exponent_of(sum.high) - 39;
+        return round(sum, power_of_2(-*exponent));
+      };
+      result.first = Integer<2>::of(set(sums.first, &result.first_exponent));
+      result.second = Integer<3>::of(set(sums.second, &result.second_exponent));
+      return result;
+    } else {
+      // The sum of squares is less than 2^(2 * half), so the sum is less than 2^(half + 7), and
+      // takes 31 bits. A deviation is no less than half a unit in the last place of the origin,
+      // which therefore takes no more than 49 bits.
+      const bool is_constant = sums.second.high == 0;
+      const int half = (exponent_of(sums.second.high) + 2) >> 1;
+      const int exponent = is_constant ? exponent_of(chunk.origin) - 23 : half - 24;
+      if (is_constant && chunk.origin == 0) return result;
+      const float scale = power_of_2(-exponent);
+      int64_t first = is_constant ? 0 : round(sums.first, scale);
+      int64_t second = is_constant ? 0 : round(sums.second, scale * scale);
+      // The origin is rounded too, and the sums are corrected for its rest.
+      const float origin = chunk.origin * scale;
+      const int64_t whole = llrintf(origin);
+      const float rest = origin - static_cast<float>(whole), moved = chunk.n * rest;
+      second += llrintf((2 * static_cast<float>(first) + moved) * rest);
+      first += llrintf(moved);
+      const int64_t total = chunk.n * whole;
+      result.first = Integer<2>::of(first + total);
+      result.second = Integer<3>::product(2 * first + total, whole);
+      result.second.add(Integer<3>::of(second));
+      result.first_exponent = exponent;
+      result.second_exponent = 2 * exponent;
+      return result;
+    }
+  }
+};
+
+constexpr int kOwnWords = 6;
+
+// The sums of a channel that one thread has added, in kOwnWords words of shared memory.
+template <typename A, bool kBackward>
+class ChannelTotal {
+ public:
+  SBN_DEVICE explicit ChannelTotal(double* own) : own_(own) { put_sums({}, own_); }
+
+  // Whether add() takes such sums of float.
+  SBN_DEVICE static bool is_narrow(A origin, const Share<A>& sums) {
+    if constexpr (kFloat) return Rounded<kBackward>::fits(origin, sums);
+    return true;
+  }
+
+  SBN_DEVICE void add(const Chunk<A>& chunk) {
+    if (chunk.n == 0) return;
+    if constexpr (kFloat) {
+      const auto rounded = Rounded<kBackward>::of(chunk);
+      begin(rounded.first_exponent, rounded.second_exponent);
+      add(rounded);
+    } else {
+      add_wide(chunk.n, chunk.origin, chunk.sums.first.high, chunk.sums.second.high);
+    }
+  }
+
+  // The same for all lanes of a warp, if groups of `lanes` lanes have one channel.
+  SBN_DEVICE void add(const Chunk<A>& chunk, int lanes) {
+    if constexpr (kFloat) {
+      Rounded<kBackward> rounded;
+      if (chunk.n > 0) rounded = Rounded<kBackward>::of(chunk);
+      const auto largest = [&](int exponent) {
+        for (int mask = lanes / 2; mask > 0; mask /= 2) {
+          const int other = __shfl_xor_sync(kAllLanes, exponent, mask);
+          exponent = other > exponent ? other : exponent;
+        }
+        return exponent;
+      };
+      begin(largest(rounded.first_exponent), kBackward ? largest(rounded.second_exponent) : 0);
+      if (chunk.n > 0) add(rounded);
+    } else {
+      add(chunk);
+    }
+  }
+
+  // Sums in double, that of the squares or products too.
+  SBN_DEVICE void add_wide(int n, A origin, double first, double second) {
+    ChannelSums sums = value();
+    if (kBackward) {
+      sums.first.add(first);
+      sums.second.add(second);
+    } else {
+      add_shifted<A>(n, origin, first, second, &sums.first, &sums.second);
+    }
+    put_sums(sums, own_);
+  }
+
+  // The sums of `lanes` lanes, a power of 2, in the first of them.
+  SBN_DEVICE ChannelSums over_lanes(int lanes, int lane) {
+    if (kFloat && __all_sync(kAllLanes, is_rounded_)) {
+      Integer<2> first;
+      Integer<3> second;
+      get(&first, &second);
+      for (int mask = lanes / 2; mask > 0; mask /= 2) {
+        first.add(first.from_lane(mask));
+        second.add(second.from_lane(mask));
+      }
+      return lane % lanes == 0 ? sums_of(first, second) : ChannelSums();
+    }
+    ChannelSums sums = value();
+    add_lanes(&sums, lanes, lane);
+    return sums;
+  }
+
+  SBN_DEVICE ChannelSums value() {
+    if (!is_rounded_) return get_sums(own_);
+    is_rounded_ = false;
+    Integer<2> first;
+    Integer<3> second;
+    get(&first, &second);
+    const ChannelSums sums = sums_of(first, second);
+    put_sums(sums, own_);
+    return sums;
+  }
+
+ private:
+  // The powers of 2 of the integers. The first chunk's lies in the middle of those that can be
+  // added: there are 127 and 191 bits, for up to 2^16 chunks of at most 62 and 111 bits.
+  static constexpr int kMiddle = kBackward ? 30 : 15;
+
+  static constexpr bool kFloat = sizeof(A) == sizeof(float);
+
+  double* const own_;
+  // Whether `own_` has integers, or ChannelSums.
+  bool is_rounded_ = kFloat;
+  int first_exponent_ = Rounded<kBackward>::kZero, second_exponent_ = Rounded<kBackward>::kZero;
+
+  SBN_DEVICE void begin(int first, int second) {
+    constexpr int kZero = Rounded<kBackward>::kZero;
+    if (first_exponent_ == kZero && first != kZero) first_exponent_ = first - kMiddle;
+    if (kBackward && second_exponent_ == kZero && second != kZero) {
+      second_exponent_ = second - kMiddle;
+    }
+    if (!kBackward) second_exponent_ = 2 * first_exponent_;
+  }
+
+  SBN_DEVICE void add(const Rounded<kBackward>& rounded) {
+    constexpr int kZero = Rounded<kBackward>::kZero;
+    const auto shift_of = [](int exponent, int own) {
+      return exponent == kZero ? 0 : exponent - own;
+    };
+    const int first_shift = shift_of(rounded.first_exponent, first_exponent_);
+    const int second_shift = shift_of(rounded.second_exponent, second_exponent_);
+    const auto fits = [](int shift) { return shift >= 0 && shift <= 2 * kMiddle; };
+    if (is_rounded_ && fits(first_shift) && (!kBackward || fits(second_shift))) {
+      Integer<2> first;
+      Integer<3> second;
+      get(&first, &second);
+      first.add(rounded.first.shifted(first_shift));
+      second.add(rounded.second.shifted(second_shift));
+      put(first, second);
+      return;
+    }
+    ChannelSums sums = value();
+    rounded.first.add_to(&sums.first, rounded.first_exponent);
+    rounded.second.add_to(&sums.second, rounded.second_exponent);
+    put_sums(sums, own_);
+  }
+
+  SBN_DEVICE ChannelSums sums_of(const Integer<2>& first, const Integer<3>& second) const {
+    ChannelSums sums;
+    if (first_exponent_ != Rounded<kBackward>::kZero) first.add_to(&sums.first, first_exponent_);
+    if (second_exponent_ > Rounded<kBackward>::kZero) {
+      second.add_to(&sums.second, second_exponent_);
+    }
+    return sums;
+  }
+
+  SBN_DEVICE void get(Integer<2>* first, Integer<3>* second) const {
+    memcpy(first, own_, sizeof(*first));
+    memcpy(second, own_ + 2, sizeof(*second));
+  }
+  SBN_DEVICE void put(const Integer<2>& first, const Integer<3>& second) {
+    memcpy(own_, &first, sizeof(first));
+    memcpy(own_ + 2, &second, sizeof(second));
+  }
+};
+
+// A warp's chunks, with `lanes` lanes for each. When each of them has the sums of a chunk, all add
+// theirs to the channel's at once.
+template <typename A, bool kBackward>
+class ChunkBuffer {
+ public:
+  SBN_DEVICE ChunkBuffer(double* own, int lanes, int lane)
+      : total_(own), lanes_(lanes), lane_(lane) {}
+
+  // Adds a lane's share of a chunk. each(f) calls f with the value, or the gradient and the value,
+  // of every element of the share.
+  template <typename Each>
+  SBN_DEVICE void add(Chunk<A> chunk, const Center<A>& center, int lanes_of_channel,
+                      const Each& each) {
+    chunk.sums.add_lanes(lanes_, lane_);
+    if (kBackward) center.correct(&chunk.sums);
+    const bool is_keeper = lane_ % lanes_ == turn_;
+    const bool is_wide =
+        chunk.n > 0 && !ChannelTotal<A, kBackward>::is_narrow(chunk.origin, chunk.sums);
+    if (__any_sync(kAllLanes, is_wide)) {
+      double first = 0, second = 0;
+      if constexpr (kBackward) {
+        each([&](double gradient, double value) {
+          first += gradient;
+          second = fma(gradient, (value - center.mean) - center.mean_low, second);
+        });
+      } else {
+        each([&](double value) {
+          const double deviation = value - chunk.origin;
+          first += deviation;
+          second = fma(deviation, deviation, second);
+        });
+      }
+      for (int mask = lanes_ / 2; mask > 0; mask /= 2) {
+        first += __shfl_xor_sync(kAllLanes, first, mask);
+        second += __shfl_xor_sync(kAllLanes, second, mask);
+      }
+      if (is_wide) {
+        if (is_keeper) total_.add_wide(chunk.n, chunk.origin, first, second);
+        chunk.n = 0;
+      }
+    }
+    if (is_keeper) chunk_ = chunk;
+    if (++turn_ == lanes_) flush(lanes_of_channel);
+  }
+
+  // The sums of each group of `lanes_of_channel` lanes, in the first of them.
+  SBN_DEVICE ChannelSums finish(int lanes_of_channel) {
+    flush(lanes_of_channel);
+    return total_.over_lanes(lanes_of_channel, lane_);
+  }
+
+ private:
+  ChannelTotal<A, kBackward> total_;
+  const int lanes_, lane_;
+  int turn_ = 0;
+  Chunk<A> chunk_;
+
+  SBN_DEVICE void flush(int lanes_of_channel) {
+    total_.add(chunk_, lanes_of_channel);
+    chunk_.n = 0;
+    turn_ = 0;
+  }
+};
+
+}  // namespace gluon_syncbn
+
+#endif  // GLUON_SYNCBN_CUDA_SUMS_CHUNKS_CUH_
