@@ -200,11 +200,8 @@ struct Operands {
     const Words a_words = words(a, task.a);
     const Words b_words = kArrays > 1 ? words(b, task.b) : a_words;
     const Words v_words = kArrays > 2 && epilogue.v != task.b ? words(v, epilogue.v) : b_words;
-    const auto values = [](const Words& from) {
-      return [&](int j) { return value_at<T>(from, j); };
-    };
     A results[kSize], seconds[kSize];
-    evaluate<T, F>(epilogue, f, values(a_words), values(b_words), values(v_words), results,
+    evaluate<T, F>(epilogue, f, Values<T>(a_words), Values<T>(b_words), Values<T>(v_words), results,
                    seconds);
     if (kArrays < 3 || task.to) put(results, to, static_cast<T*>(task.to) + i, task.add);
     if constexpr (kArrays > 2) {

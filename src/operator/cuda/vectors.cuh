@@ -55,6 +55,40 @@ SBN_DEVICE Arithmetic<T> value_at(const Words& words, int i) {
   return widen(value);
 }
 
+// Two 16-bit values, of which the first is in the lower half.
+SBN_DEVICE void widen_pair(BFloat16, uint32_t pair, float* first, float* second) {
+  *first = float_of_bits(pair << 16);
+  *second = float_of_bits(pair & 0xffff0000u);
+}
+SBN_DEVICE void widen_pair(Half, uint32_t pair, float* first, float* second) {
+#if defined(__CUDA_ARCH__)
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; "
+      "cvt.f32.f16 %1, high;}"
+      : "=f"(*first), "=f"(*second)
+      : "r"(pair));
+#else
+  *first = widen(Half{static_cast<uint16_t>(pair)});
+  *second = widen(Half{static_cast<uint16_t>(pair >> 16)});
+#endif
+}
+
+// All values of a vector.
+template <typename T>
+struct Values {
+  Arithmetic<T> v[kPack<T>];
+
+  SBN_DEVICE explicit Values(const Words& words) {
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll
+      for (int i = 0; i < kPack<T>; i += 2) widen_pair(T{}, words.w[i / 2], &v[i], &v[i + 1]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPack<T>; ++i) v[i] = value_at<T>(words, i);
+    }
+  }
+  SBN_DEVICE Arithmetic<T> operator()(int i) const { return v[i]; }
+};
+
 template <typename T>
 SBN_DEVICE Words words_of(const Arithmetic<T> (&values)[kPack<T>]) {
   Words words = {{0, 0, 0, 0}};

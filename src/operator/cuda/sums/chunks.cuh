@@ -244,13 +244,15 @@ class ChannelTotal {
     put_sums(sums, own_);
   }
 
-  // The sums of `lanes` lanes, a power of 2, in the first of them.
-  SBN_DEVICE ChannelSums over_lanes(int lanes, int lane) {
+  // The sums of `lanes` lanes, a power of 2, in the first of them. Of each `group` of them, only
+  // the first `used` have any.
+  SBN_DEVICE ChannelSums over_lanes(int lanes, int group, int used, int lane) {
     if (kFloat && __all_sync(kAllLanes, is_rounded_)) {
       Integer<2> first;
       Integer<3> second;
       get(&first, &second);
       for (int mask = lanes / 2; mask > 0; mask /= 2) {
+        if (mask < group && mask >= used) continue;
         first.add(first.from_lane(mask));
         second.add(second.from_lane(mask));
       }
@@ -382,20 +384,23 @@ class ChunkBuffer {
 
   // The sums of each group of `lanes_of_channel` lanes, in the first of them.
   SBN_DEVICE ChannelSums finish(int lanes_of_channel) {
+    const int used = is_flushed_ ? lanes_ : turn_;
     flush(lanes_of_channel);
-    return total_.over_lanes(lanes_of_channel, lane_);
+    return total_.over_lanes(lanes_of_channel, lanes_, used, lane_);
   }
 
  private:
   ChannelTotal<A, kBackward> total_;
   const int lanes_, lane_;
   int turn_ = 0;
+  bool is_flushed_ = false;
   Chunk<A> chunk_;
 
   SBN_DEVICE void flush(int lanes_of_channel) {
     total_.add(chunk_, lanes_of_channel);
     chunk_.n = 0;
     turn_ = 0;
+    is_flushed_ = true;
   }
 };
 

@@ -40,81 +40,108 @@ struct PlaneShare {
 
   // About the origin.
   SBN_DEVICE Share<A> sums(A origin) const {
-    const int vectors = (n + kSize - 1) / kSize;
     // False only at one of the ends of the array.
-    const bool inside = kAligned || holds<kArrays>(task, epilogue, dy, x, v, vectors);
-    const auto shift = [&](const T* from) { return kAligned || !inside ? 0 : misalignment(from); };
-    const unsigned x_shift = shift(x), dy_shift = kBackward ? shift(dy) : 0;
-    const unsigned v_shift = kGated ? shift(v) : 0;
+    const bool inside =
+        kAligned || holds<kArrays>(task, epilogue, dy, x, v, (n + kSize - 1) / kSize);
     const int stride = lanes * kSize;
     Share<A> share;
     for (int begin = lane * kSize; begin < n; begin += stride * kRunVectors) {
       Run<A, kSize> run;
 #pragma unroll
       for (int part = 0; part < kRunVectors; part += kInFlight) {
-        const int first = begin + part * stride;
-        if (part > 0 && first >= n) break;
-        Fetched<kAligned> xs[kInFlight], dys[kInFlight], vs[kInFlight];
-        // Vectors after the last repeat the first.
-        const auto at = [&](int i) { return first + i * stride < n ? first + i * stride : first; };
-        if (inside) {
-#pragma unroll
-          for (int i = 0; i < kInFlight; ++i) {
-            xs[i] = Fetched<kAligned>::load(x + at(i));
-            if (kBackward) dys[i] = Fetched<kAligned>::load(dy + at(i));
-            if constexpr (kGated) {
-              if (epilogue.v != task.x) vs[i] = Fetched<kAligned>::load(v + at(i));
-            }
-          }
+        const int first = begin + part * stride, left = n - first;
+        if (part > 0 && left <= 0) break;
+        Batch batch;
+        if (left >= (kInFlight - 1) * stride + kSize && inside) {
+          batch.load(*this, first, [&](int i) { return i * stride; });
+          add<true>(batch, part == 0, left, stride, origin, &run);
         } else {
-          const auto load = [&](const T* from, int i) {
-            return load_some(from + at(i), n - at(i));
-          };
-#pragma unroll
-          for (int i = 0; i < kInFlight; ++i) {
-            xs[i].low = xs[i].high = load(x, i);
-            if (kBackward) dys[i].low = dys[i].high = load(dy, i);
-            if constexpr (kGated) {
-              if (epilogue.v != task.x) vs[i].low = vs[i].high = load(v, i);
-            }
-          }
-        }
-        const bool is_full = first + (kInFlight - 1) * stride + kSize <= n;
-#pragma unroll
-        for (int i = 0; i < kInFlight; ++i) {
-          const Words x_words = xs[i].template words<T>(x_shift);
-          const Words dy_words = kBackward ? dys[i].template words<T>(dy_shift) : x_words;
-          const Words v_words =
-              kGated && epilogue.v != task.x ? vs[i].template words<T>(v_shift) : x_words;
-          const auto add = [&](int j, bool exists) {
-            A value = value_at<T>(x_words, j), factor;
-            if constexpr (kBackward) factor = value_at<T>(dy_words, j);
-            if constexpr (kGated) {
-              const A decisive = value_at<T>(v_words, j);
-              value = gates.x(value, decisive);
-              factor = gates.dy(factor, decisive);
-            }
-            value = exists ? value - origin : A{0};
-            if constexpr (kBackward) {
-              factor = exists ? factor : A{0};
-            } else {
-              factor = value;
-            }
-            run.add(j, part + i == 0, factor, value);
-          };
-          if (is_full) {
-#pragma unroll
-            for (int j = 0; j < kSize; ++j) add(j, true);
+          // Vectors after the last repeat the first.
+          const auto at = [&](int i) { return i * stride < left ? i * stride : 0; };
+          if (inside) {
+            batch.load(*this, first, at);
           } else {
-            const int left = n - first - i * stride;
-#pragma unroll
-            for (int j = 0; j < kSize; ++j) add(j, j < left);
+            batch.load_some(*this, first, left, at);
           }
+          add<false>(batch, part == 0, left, stride, origin, &run);
         }
       }
       run.add_to(&share);
     }
     return share;
+  }
+
+ private:
+  // The vectors that are loaded before the first is used.
+  struct Batch {
+    Words x[kInFlight], dy[kInFlight], v[kInFlight];
+
+    template <typename At>
+    SBN_DEVICE void load(const PlaneShare& from, int first, const At& at) {
+      load(from.x + first, at, x);
+      if constexpr (kBackward) load(from.dy + first, at, dy);
+      if constexpr (kGated) {
+        if (from.reads_v()) {
+          load(from.v + first, at, v);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kInFlight; ++i) v[i] = x[i];
+        }
+      }
+    }
+    // One by one, as vectors would reach out of the array.
+    template <typename At>
+    SBN_DEVICE void load_some(const PlaneShare& from, int first, int left, const At& at) {
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        const auto some = [&](const T* p) {
+          return gluon_syncbn::load_some(p + first + at(i), left - at(i));
+        };
+        x[i] = some(from.x);
+        if constexpr (kBackward) dy[i] = some(from.dy);
+        if constexpr (kGated) {
+          v[i] = from.reads_v() ? some(from.v) : Words(x[i]);
+        }
+      }
+    }
+
+   private:
+    template <typename At>
+    SBN_DEVICE static void load(const T* from, const At& at, Words (&words)[kInFlight]) {
+      Fetched<kAligned> fetched[kInFlight];
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) fetched[i] = Fetched<kAligned>::load(from + at(i));
+      // The same for all vectors.
+      const unsigned shift = kAligned ? 0 : misalignment(from);
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) words[i] = fetched[i].template words<T>(shift);
+    }
+  };
+
+  SBN_DEVICE bool reads_v() const { return epilogue.v != task.x; }
+
+  // kFull: all vectors are complete.
+  template <bool kFull>
+  SBN_DEVICE void add(const Batch& batch, bool is_first, int left, int stride, A origin,
+                      Run<A, kSize>* run) const {
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const Values<T> xs(batch.x[i]), dys(kBackward ? batch.dy[i] : batch.x[i]);
+      const Values<T> vs(kGated ? batch.v[i] : batch.x[i]);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        const bool exists = kFull || j < left - i * stride;
+        A value = xs(j), factor = dys(j);
+        if constexpr (kGated) {
+          const A decisive = vs(j);
+          value = gates.x(value, decisive);
+          factor = gates.dy(factor, decisive);
+        }
+        value = exists ? value - origin : A{0};
+        factor = !kBackward ? value : exists ? factor : A{0};
+        run->add(j, is_first && i == 0, factor, value);
+      }
+    }
   }
 };
 
@@ -173,8 +200,11 @@ __global__ void __launch_bounds__(kThreads, plane_blocks<T>(kArrays, kAligned))
     Chunk<A> sums;
     if (exists) {
       sums.n = n;
-      sums.origin =
-          kBackward ? center.mean : origin_of(widen(x[0]), widen(x[n / 2]), widen(x[n - 1]));
+      // That of the plane, whose three values the chunks of a warp share.
+      const T* const plane = static_cast<const T*>(task.x) + plane_at;
+      const auto value_of = [&](int64_t i) { return widen(plane[i]); };
+      sums.origin = kBackward ? center.mean
+                              : origin_of(value_of(0), value_of(task.S / 2), value_of(task.S - 1));
       sums.sums = share.sums(sums.origin);
     }
     plane_at += plane_step;

@@ -95,12 +95,9 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
   int n = 0;
   bool inside = true;
   Words xs[kBatch], dys[kBatch], vs[kBatch], pivots[3];
-  // Loads vectors of rows at `row_of(i)`. Rows after the last repeat the first.
-  const auto load = [&](const T* from, auto& vectors, const auto& row_of) {
+  // Loads vectors of an array; address(i) is that of vector i.
+  const auto load = [&](auto& vectors, const auto& address) {
     constexpr int kVectors = sizeof(vectors) / sizeof(Words);
-    const auto address = [&](int i) {
-      return from + at + c + (row_of(i) < n ? row_of(i) : row_of(0)) * task.C;
-    };
     if (kAligned || inside) {
       Fetched<kAligned> fetched[kVectors];
 #pragma unroll
@@ -114,13 +111,23 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
       for (int i = 0; i < kVectors; ++i) vectors[i] = load_some(address(i), width);
     }
   };
+  // Rows r, r + down, ...; rows after the last repeat the first.
+  const int64_t below = down * task.C;
   const auto load_batch = [&](int r) {
-    const auto row_of = [&](int i) { return r + i * down; };
-    load(x, xs, row_of);
-    if constexpr (kBackward) load(dy, dys, row_of);
+    const int64_t first = at + c + r * task.C;
+    const bool is_full = r + (kBatch - 1) * down < n;
+    const auto of = [&](const T* from, auto& vectors) {
+      if (is_full) {
+        load(vectors, [&](int i) { return from + first + i * below; });
+      } else {
+        load(vectors, [&](int i) { return from + first + (r + i * down < n ? i * below : 0); });
+      }
+    };
+    of(x, xs);
+    if constexpr (kBackward) of(dy, dys);
     if constexpr (kGated) {
       if (reads_v) {
-        load(v, vs, row_of);
+        of(v, vs);
       } else {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) vs[i] = xs[i];
@@ -140,7 +147,9 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
                                         v + (kGated ? at : 0), vectors);
     if (width == 0) return;
     if (kAligned && row < n) load_batch(row);
-    if (!kBackward) load(x, pivots, [&](int i) { return i * (n - 1) / 2; });
+    if (!kBackward) {
+      load(pivots, [&](int i) { return x + at + c + i * (n - 1) / 2 * task.C; });
+    }
   };
 
   if (left > 0) begin_chunk();
@@ -164,19 +173,21 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           if (i > 0 && from + i * down >= n) break;
+          const Values<T> x_values(xs[i]), dy_values(kBackward ? dys[i] : xs[i]);
+          const Values<T> v_values(kGated ? vs[i] : xs[i]);
 #pragma unroll
           for (int j = 0; j < kSize; ++j) {
-            A value = value_at<T>(xs[i], j);
+            A value = x_values(j);
             if constexpr (kGated) {
               const Column& of_j = columns[j * kWarp + column];
-              const A decisive = value_at<T>(vs[i], j);
+              const A decisive = v_values(j);
               const Gate<A> gate{of_j.sign, of_j.threshold, epilogue.slope};
               const Gate<A> inverse{of_j.sign, of_j.threshold, epilogue.inverse};
-              run.add(j, part + i == 0, gate(value_at<T>(dys[i], j), decisive),
+              run.add(j, part + i == 0, gate(dy_values(j), decisive),
                       inverse(value, decisive) - of_j.mean);
             } else {
               value -= origins[j];
-              run.add(j, part + i == 0, kBackward ? value_at<T>(dys[i], j) : value, value);
+              run.add(j, part + i == 0, kBackward ? dy_values(j) : value, value);
             }
           }
         }

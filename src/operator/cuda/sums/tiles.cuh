@@ -11,13 +11,13 @@ template <int kArrays>
 constexpr int kTileBytes = kArrays == 1   ? 4608
                            : kArrays == 2 ? 2048
                                           : 1360;
-// Values of a run, and those that are read at a time at its end.
-constexpr int kTileRun = 16, kTileTail = 4;
+// Values of a run, in chains.
+constexpr int kTileRun = 16, kTileChains = 4;
 // The values that fit, less those that may precede them in their first 16 bytes, and those after
 // them that a thread reads but does not use.
 template <typename T, int kArrays>
 constexpr int kTileValues =
-    kTileBytes<kArrays> / static_cast<int>(sizeof(T)) - (kPack<T> - 1) - kTileTail;
+    kTileBytes<kArrays> / static_cast<int>(sizeof(T)) - (kPack<T> - 1) - kTileChains;
 // Resident blocks per multiprocessor, limited by registers.
 template <typename T, int kArrays>
 constexpr int kTileBlocks =
@@ -68,25 +68,48 @@ struct Tile {
   }
 };
 
-// Reads kValues values of a tile, from value `at`; 16-bit values in words of two.
-template <int kValues, typename T>
-SBN_DEVICE void read_values(const T* tile, int at, Arithmetic<T> (&values)[kValues]) {
-  if constexpr (sizeof(T) == 2) {
-    const auto* const words = reinterpret_cast<const uint32_t*>(tile) + at / 2;
-    uint32_t w[kValues / 2 + 1];
+// Reads values of a tile from a given value on; 16-bit values in words of two.
+template <typename T>
+struct TileReader {
+  const T* values;
+
+  SBN_DEVICE TileReader(const T* tile, int at) : values(tile + at) {}
+
+  // Values i, ..., i + kCount - 1.
+  template <int kCount>
+  SBN_DEVICE void read(int i, Arithmetic<T> (&to)[kCount]) const {
 #pragma unroll
-    for (int i = 0; i <= kValues / 2; ++i) w[i] = words[i];
-#pragma unroll
-    for (int i = 0; i < kValues / 2; ++i) {
-      const Words pair = {{__funnelshift_r(w[i], w[i + 1], at % 2 * 16), 0, 0, 0}};
-      values[2 * i] = value_at<T>(pair, 0);
-      values[2 * i + 1] = value_at<T>(pair, 1);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) values[i] = widen(tile[at + i]);
+    for (int k = 0; k < kCount; ++k) to[k] = widen(values[i + k]);
   }
-}
+};
+template <typename T>
+struct PairReader {
+  const uint32_t* words;
+  unsigned bits;
+
+  SBN_DEVICE PairReader(const T* tile, int at)
+      : words(reinterpret_cast<const uint32_t*>(tile) + static_cast<unsigned>(at) / 2),
+        bits(static_cast<unsigned>(at) % 2 * 16) {}
+
+  // i and kCount are even.
+  template <int kCount>
+  SBN_DEVICE void read(int i, float (&to)[kCount]) const {
+    const uint32_t* const from = words + static_cast<unsigned>(i) / 2;
+#pragma unroll
+    for (int k = 0; k < kCount; k += 2) {
+      const uint32_t pair = __funnelshift_r(from[k / 2], from[k / 2 + 1], bits);
+      widen_pair(T{}, pair, &to[k], &to[k + 1]);
+    }
+  }
+};
+template <>
+struct TileReader<Half> : PairReader<Half> {
+  using PairReader::PairReader;
+};
+template <>
+struct TileReader<BFloat16> : PairReader<BFloat16> {
+  using PairReader::PairReader;
+};
 
 // S > 1, small unaligned planes: a warp copies the contiguous planes of `kWarp / lanes` channels of
 // a sample to shared memory. `lanes` threads per plane have `chunk_size` consecutive values each.
@@ -156,34 +179,29 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kArrays>)
             origin_of(widen(values[0]), widen(values[(n - 1) / 2]), widen(values[n - 1]));
       }
     }
-    // Adds some of a run's values, of which `exist` exist.
-    const auto add = [&](auto& values, auto* run, int j, int exist, bool is_first) {
-      constexpr int kCount = sizeof(values) / sizeof(A);
-      read_values<kCount>(x_tile, x_at + j, values);
-      [[maybe_unused]] A factors[kCount] = {}, decisive[kCount] = {};
-      if constexpr (kBackward) read_values<kCount>(dy_tile, dy_at + j, factors);
-      if constexpr (kGated) read_values<kCount>(v_tile, v_at + j, decisive);
+    const TileReader<T> xs(x_tile, x_at), dys(dy_tile, dy_at), vs(v_tile, kGated ? v_at : 0);
+    for (int j = 0; j < count;) {
+      Run<A, kTileChains> run;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        A value = gates.x(values[i], decisive[i]) - chunk.origin;
-        value = i < exist ? value : A{0};
-        A factor = value;
-        if constexpr (kBackward) factor = i < exist ? gates.dy(factors[i], decisive[i]) : A{0};
-        run->add(i % kTileTail, is_first && i < kTileTail, factor, value);
-      }
-    };
-    int j = 0;
-    for (; j + kTileRun <= count; j += kTileRun) {
-      Run<A, kTileTail> run;
-      A values[kTileRun];
-      add(values, &run, j, kTileRun, true);
-      run.add_to(&chunk.sums);
-    }
-    if (j < count) {
-      Run<A, kTileTail> run;
-      for (int first = j; j < count; j += kTileTail) {
-        A values[kTileTail];
-        add(values, &run, j, count - j, j == first);
+      for (int part = 0; part < kTileRun; part += kTileChains) {
+        if (part > 0 && j >= count) break;
+        A values[kTileChains], factors[kTileChains] = {}, decisive[kTileChains] = {};
+        xs.read(j, values);
+        if constexpr (kBackward) dys.read(j, factors);
+        if constexpr (kGated) vs.read(j, decisive);
+        const auto add = [&](int i, bool exists) {
+          const A value = exists ? gates.x(values[i], decisive[i]) - chunk.origin : A{0};
+          const A factor = !kBackward ? value : exists ? gates.dy(factors[i], decisive[i]) : A{0};
+          run.add(i, part == 0, factor, value);
+        };
+        if (j + kTileChains <= count) {
+#pragma unroll
+          for (int i = 0; i < kTileChains; ++i) add(i, true);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kTileChains; ++i) add(i, j + i < count);
+        }
+        j += kTileChains;
       }
       run.add_to(&chunk.sums);
     }
