@@ -68,7 +68,7 @@ struct SumsPlan {
       task.chunks = 1;
       task.units = task.N;
       blocks = divide_up(v.C, kWarp / task.lanes);
-      resident = kTileBlocks<T, kArrays>;
+      resident = kTileBlocks;
       at_once = kWarps;
     } else if (v.S > 1) {
       kind = kPlanes;

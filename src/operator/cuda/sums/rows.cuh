@@ -7,9 +7,11 @@
 
 namespace gluon_syncbn {
 
-// Vectors of each array that a thread loads before it uses the first; divides kRunRows.
-template <typename T, int kArrays>
-constexpr int kRowsInFlight = kArrays > 2 ? 2 : 4;
+// Vectors of each array that a thread loads before it uses the first, limited by registers; divides
+// kRunRows.
+template <typename T, int kArrays, bool kAligned>
+constexpr int kRowsInFlight =
+    (kArrays > 2 ? 2 : 4) / (sizeof(T) == 2 && (kArrays > 2 || !kAligned) ? 2 : 1);
 
 // The sums of a thread's share of a chunk of rows, in shared memory: numbers of A in planes of one
 // for each thread, padded, so that threads that read neighbouring channels use different banks.
@@ -44,7 +46,9 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
     sum_rows(SumsTask task, EpilogueTask<Arithmetic<T>> epilogue) {
   using A = Arithmetic<T>;
   constexpr bool kBackward = kArrays > 1, kGated = kArrays > 2;
-  constexpr int kSize = kPack<T>, kBatch = kRowsInFlight<T, kArrays>;
+  constexpr int kSize = kPack<T>, kBatch = kRowsInFlight<T, kArrays, kAligned>;
+  // Whether the first rows of a chunk are loaded while the one before it is reduced.
+  constexpr bool kAhead = kAligned && !(kGated && sizeof(T) == 2);
   // The last rows of threads are added sequentially.
   constexpr int kLast = kThreads / kWarp;
   __shared__ SharedShares<T> shared;
@@ -146,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
     inside = kAligned || holds<kArrays>(task, epilogue, dy + (kBackward ? at : 0), x + at,
                                         v + (kGated ? at : 0), vectors);
     if (width == 0) return;
-    if (kAligned && row < n) load_batch(row);
+    if (kAhead && row < n) load_batch(row);
     if (!kBackward) {
       load(pivots, [&](int i) { return x + at + c + i * (n - 1) / 2 * task.C; });
     }
@@ -168,32 +172,40 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
       for (int part = 0; part < kRunRows; part += kBatch) {
         const int from = r + part * down;
         if (part > 0 && from >= n) break;
-        // Unaligned vectors are not loaded ahead, as they would take twice the registers.
-        if (!kAligned || part > 0 || r != row) load_batch(from);
+        if (!kAhead || part > 0 || r != row) load_batch(from);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           if (i > 0 && from + i * down >= n) break;
-          const Values<T> x_values(xs[i]), dy_values(kBackward ? dys[i] : xs[i]);
-          const Values<T> v_values(kGated ? vs[i] : xs[i]);
+          if constexpr (kGated) {
 #pragma unroll
-          for (int j = 0; j < kSize; ++j) {
-            A value = x_values(j);
-            if constexpr (kGated) {
+            for (int j = 0; j < kSize; ++j) {
               const Column& of_j = columns[j * kWarp + column];
-              const A decisive = v_values(j);
+              const A decisive = value_at<T>(vs[i], j);
               const Gate<A> gate{of_j.sign, of_j.threshold, epilogue.slope};
               const Gate<A> inverse{of_j.sign, of_j.threshold, epilogue.inverse};
-              run.add(j, part + i == 0, gate(dy_values(j), decisive),
-                      inverse(value, decisive) - of_j.mean);
-            } else {
-              value -= origins[j];
-              run.add(j, part + i == 0, kBackward ? dy_values(j) : value, value);
+              run.add(j, part + i == 0, gate(value_at<T>(dys[i], j), decisive),
+                      inverse(value_at<T>(xs[i], j), decisive) - of_j.mean);
+            }
+          } else {
+            const Values<T> values(xs[i]), gradients(kBackward ? dys[i] : xs[i]);
+#pragma unroll
+            for (int j = 0; j < kSize; ++j) {
+              const A value = values(j) - origins[j];
+              run.add(j, part + i == 0, kBackward ? gradients(j) : value, value);
             }
           }
         }
       }
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) run.add_chain_to(j, &shares[j]);
+      for (int j = 0; j < kSize; ++j) {
+        if (sizeof(T) == 2) {
+          // Few bits, and many registers.
+          shares[j].first.high += run.first[j];
+          shares[j].second.add(run.second[j]);
+        } else {
+          run.add_chain_to(j, &shares[j]);
+        }
+      }
     }
     const int rows = n, chunks = left;
     // Several groups have a whole sample each.

@@ -19,13 +19,7 @@ template <typename T, int kArrays>
 constexpr int kTileValues =
     kTileBytes<kArrays> / static_cast<int>(sizeof(T)) - (kPack<T> - 1) - kTileChains;
 // Resident blocks per multiprocessor, limited by registers.
-template <typename T, int kArrays>
-constexpr int kTileBlocks =
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-    2;
-#else
-    kArrays > (sizeof(T) == sizeof(double) ? 1 : 2) ? 2 : 3;
-#endif
+constexpr int kTileBlocks = 2;
 
 // Contiguous values at any address, which are copied through registers to shared memory.
 template <typename T, int kBytes>
@@ -42,14 +36,16 @@ struct Tile {
     tile.from = from;
     tile.size = size;
     tile.shift = static_cast<int>(misalignment(from) / sizeof(T));
-    tile.vectors = (tile.shift + size + kPack<T> - 1) / kPack<T>;
+    tile.vectors =
+        static_cast<int>(static_cast<unsigned>(tile.shift + size + kPack<T> - 1) / kPack<T>);
+    const T* const begin = from - tile.shift;
     // False only at the ends of the array.
-    tile.inside = array.holds(from - tile.shift, tile.vectors);
+    tile.inside = begin >= array.begin && begin + tile.vectors * kPack<T> <= array.end;
     if (!tile.inside) return tile;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int v = lane + i * kWarp;
-      if (v < tile.vectors) tile.words[i] = load_words(from - tile.shift + v * kPack<T>);
+      if (v < tile.vectors) tile.words[i] = load_words(begin + v * kPack<T>);
     }
     return tile;
   }
@@ -114,7 +110,7 @@ struct TileReader<BFloat16> : PairReader<BFloat16> {
 // S > 1, small unaligned planes: a warp copies the contiguous planes of `kWarp / lanes` channels of
 // a sample to shared memory. `lanes` threads per plane have `chunk_size` consecutive values each.
 template <typename T, int kArrays>
-__global__ void __launch_bounds__(kThreads, kTileBlocks<T, kArrays>)
+__global__ void __launch_bounds__(kThreads, kTileBlocks)
     sum_tiles(SumsTask task, EpilogueTask<Arithmetic<T>> epilogue) {
   using A = Arithmetic<T>;
   constexpr bool kBackward = kArrays > 1, kGated = kArrays > 2;
@@ -148,8 +144,8 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kArrays>)
 
   const int64_t end = task.unit_of_slice(blockIdx.y + 1);
   const int n = static_cast<int>(task.S), share_size = task.chunk_size;
-  for (int64_t sample = task.unit_of_slice(blockIdx.y) + warp; sample < end; sample += kWarps) {
-    const int64_t at = (sample * task.C + tile) * task.S;
+  int64_t sample = task.unit_of_slice(blockIdx.y) + warp, at = (sample * task.C + tile) * task.S;
+  for (; sample < end; sample += kWarps, at += kWarps * task.C * task.S) {
     using Loads = Tile<T, kBytes>;
     const Loads x_loads = Loads::load(x + at, planes * n, {task.x, task.x_end}, lane);
     const Loads dy_loads =
