@@ -1,7 +1,8 @@
 // Chooses and launches the kernels for a view, and has the table of all.
 //
 // SBN_LAUNCH(kernel, blocks, stream, arguments...) launches with kThreads threads per block,
-// SBN_LAUNCH_TOGETHER a kernel whose threads wait for each other.
+// SBN_LAUNCH_TOGETHER a kernel whose threads wait for each other. SBN_RESIDENT(kernel) is the
+// number of its blocks that run at a time on a multiprocessor of the current device.
 #ifndef GLUON_SYNCBN_CUDA_LAUNCH_CUH_
 #define GLUON_SYNCBN_CUDA_LAUNCH_CUH_
 
@@ -21,19 +22,26 @@ inline unsigned misaligned(const void* p) {
   return static_cast<unsigned>(reinterpret_cast<uintptr_t>(p) % 16);
 }
 
-// How many blocks share a channel: the fewest that minimize the time, as their sums must be added.
-// `blocks` blocks cover all channels, `resident` blocks run at a time, and a block processes
-// `at_once` units at a time.
+// The time that `slices` blocks for each channel take, in turns of a block, which processes
+// `at_once` units at a time. `blocks` blocks cover all channels, and `resident` blocks run at a
+// time.
+inline int64_t time_of_slices(int64_t blocks, int64_t resident, int64_t units, int64_t at_once,
+                              int64_t slices) {
+  const int64_t turns = divide_up(divide_up(units, slices), at_once);
+  // The start and end of a block take about as long as one turn. So does adding the slices.
+  return divide_up(slices * blocks, resident) * (turns + 1) + (slices > 1);
+}
+
+// The fewest slices that minimize that time, as their sums must be added.
 inline int64_t choose_slices(int64_t blocks, int64_t resident, int64_t units, int64_t at_once) {
-  constexpr int64_t kMaxWaves = 8;
-  int64_t best = 1, least = 0;
+  constexpr int64_t kMaxWaves = 16;
+  int64_t best = 1, least = time_of_slices(blocks, resident, units, at_once, 1);
   for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
     const int64_t most = std::max<int64_t>(1, waves * resident / blocks);
     const int64_t turns = divide_up(divide_up(units, std::min(most, units)), at_once);
     const int64_t slices = divide_up(units, turns * at_once);
-    // The start and end of a block take about as long as one turn. So does adding the slices.
-    const int64_t time = divide_up(slices * blocks, resident) * (turns + 1) + (slices > 1);
-    if (least == 0 || time < least) {
+    const int64_t time = time_of_slices(blocks, resident, units, at_once, slices);
+    if (time < least) {
       least = time;
       best = slices;
     }
@@ -68,14 +76,15 @@ struct SumsPlan {
       task.chunks = 1;
       task.units = task.N;
       blocks = divide_up(v.C, kWarp / task.lanes);
-      resident = kTileBlocks;
+      resident = SBN_RESIDENT((sum_tiles<T, kArrays>));
       at_once = kWarps;
     } else if (v.S > 1) {
       kind = kPlanes;
       split_planes(v.S);
       task.units = task.N * task.chunks;
       blocks = v.C;
-      resident = plane_blocks<T>(kArrays, v.S % kPack<T> == 0);
+      resident = v.S % kPack<T> == 0 ? SBN_RESIDENT((sum_planes<T, kArrays, true>))
+                                     : SBN_RESIDENT((sum_planes<T, kArrays, false>));
       at_once = kThreads / task.lanes;
     } else if (v.R > 1) {
       kind = kRows;
@@ -90,14 +99,15 @@ struct SumsPlan {
       task.chunks = divide_up(v.R, task.chunk_size);
       task.units = task.N * task.chunks;
       blocks = divide_up(v.C, task.lanes * kPack<T>);
-      resident = kRowBlocks;
+      resident = v.C % kPack<T> == 0 ? SBN_RESIDENT((sum_rows<T, kArrays, true>))
+                                     : SBN_RESIDENT((sum_rows<T, kArrays, false>));
       at_once = kThreads / task.lanes / task.down;
     } else {
       kind = kValues;
       task.chunks = 1;
       task.units = task.N;
       blocks = divide_up(v.C, kWarp);
-      resident = kRowBlocks;
+      resident = SBN_RESIDENT((sum_values<T, kArrays>));
       at_once = 4 * kWarps;
     }
     task.slices =
@@ -252,7 +262,8 @@ int launch_map(const View& view, MapTask task, const EpilogueTask<Arithmetic<T>>
   }
   // The number of vectors after which the channels repeat.
   const int64_t period = view.C / std::gcd(view.C, kSize);
-  const int64_t resident = plain ? kMapBlocks<T, F, true> : kMapBlocks<T, F, false>;
+  const int64_t resident =
+      plain ? SBN_RESIDENT((map_rows<T, F, true>)) : SBN_RESIDENT((map_rows<T, F, false>));
   const int64_t most = std::max(resident * multiprocessors * kThreads, period);
   const int64_t threads = std::max(std::min(most, task.vectors) / period, int64_t{1}) * period;
   const dim3 grid(static_cast<unsigned>(divide_up(threads, kThreads)));

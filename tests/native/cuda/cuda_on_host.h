@@ -57,6 +57,9 @@ constexpr unsigned kLanes = 32;
 
 inline std::mutex one_kernel;
 
+// Per multiprocessor, of every kernel.
+inline int resident_blocks = 2;
+
 class Block {
  public:
   static Block*& current() {
@@ -285,5 +288,6 @@ int last_launch_error();
   cuda_on_host::launch(grid, kThreads, stream, false, [&] { kernel(__VA_ARGS__); })
 #define SBN_LAUNCH_TOGETHER(kernel, grid, stream, ...) \
   cuda_on_host::launch(grid, kThreads, stream, true, [&] { kernel(__VA_ARGS__); })
+#define SBN_RESIDENT(kernel) cuda_on_host::resident_blocks
 
 #endif  // GLUON_SYNCBN_TESTS_CUDA_ON_HOST_H_

@@ -355,29 +355,6 @@ void results_are_right_with_zeros() {
   }
 }
 
-// add_runs is a function of the host only if SBN_REAL_CUDA is not defined.
-void runs_of_equal_values_are_added_once() {
-#if !defined(SBN_REAL_CUDA)
-  check::context = "add_runs";
-  // Whether the values are read again, to be added in double.
-  const auto reloads = [](float value, float origin) {
-    int reads = 0;
-    double sum = 0, squares = 0;
-    add_runs<1, 8>([&](int, int) { return value; }, [&](int) { return origin; }, 0.0f,
-                   [&](int, int, const auto& add) {
-                     ++reads;
-                     add(value);
-                   },
-                   [&](int, double first, double second) { sum = first, squares = second; });
-    const double d = static_cast<double>(value) - origin;
-    CHECK(sum == 8 * d && std::fabs(squares - 8 * d * d) <= 1e-6 * squares);
-    return reads > 0;
-  };
-  CHECK(!reloads(0, 0) && !reloads(-0.0f, 0) && !reloads(3, 3) && !reloads(3, 1));
-  CHECK(reloads(1e-25f, 0) && reloads(1e25f, 0));
-#endif
-}
-
 void divisions_are_exact() {
 #if !defined(SBN_REAL_CUDA)
   check::context = "Divider";
@@ -395,6 +372,44 @@ void divisions_are_exact() {
     }
     CHECK_EQ(int64_t{divide(static_cast<uint32_t>(kEnd - 1))}, (kEnd - 1) / d);
   }
+#endif
+}
+
+// The blocks of a kernel of sums that runs two at a time on each multiprocessor, as sum_tiles, or
+// one where shared memory is small: no other number takes much less time by the model.
+void blocks_fit_every_generation() {
+#if !defined(SBN_REAL_CUDA)
+  struct Generation {
+    const char* name;
+    int multiprocessors, resident;
+  };
+  const Generation generations[] = {{"5.2", 24, 2},  {"6.1", 28, 2},  {"7.0", 80, 2},
+                                    {"7.5", 40, 1},  {"8.0", 108, 2}, {"8.6", 82, 2},
+                                    {"9.0", 132, 2}, {"12.0", 170, 2}};
+  for (const Generation& gpu : generations) {
+    check::context = std::string("blocks on ") + gpu.name;
+    const int64_t resident = gpu.resident * gpu.multiprocessors;
+    for (const int64_t blocks : {1, 3, 16, 64, 100, 256, 512, 2048}) {
+      for (const int64_t units : {1, 2, 7, 16, 49, 128, 1000, 12544}) {
+        for (const int64_t at_once : {1, 4, 8, 64}) {
+          const int64_t slices = choose_slices(blocks, resident, units, at_once);
+          int64_t least = time_of_slices(blocks, resident, units, at_once, 1);
+          for (int64_t other = 2; other <= units; ++other) {
+            least = std::min(least, time_of_slices(blocks, resident, units, at_once, other));
+          }
+          const int64_t time = time_of_slices(blocks, resident, units, at_once, slices);
+          CHECK_SAY(time <= 1.1 * least, blocks << " blocks, " << units << " units, " << at_once
+                                                << " at once: " << slices << " slices take " << time
+                                                << ", others " << least);
+        }
+      }
+    }
+    cuda_on_host::resident_blocks = gpu.resident;
+    const SumsPlan<float, 1> plan({64, 256, 49}, gpu.multiprocessors);
+    const int64_t tiles = plan.grid.x;
+    CHECK_EQ(plan.task.slices, choose_slices(tiles, resident, 64, kWarps));
+  }
+  cuda_on_host::resident_blocks = 2;
 #endif
 }
 
@@ -434,7 +449,7 @@ int main(int count, char** arguments) {
     return check::finish("cuda_kernels --small");
   }
   divisions_are_exact();
-  runs_of_equal_values_are_added_once();
+  blocks_fit_every_generation();
   test_all<float>();
   test_all<double>();
   test_all<Half>();

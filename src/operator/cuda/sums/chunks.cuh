@@ -119,7 +119,7 @@ struct Chunk {
 
 // A chunk's sums as integers, times powers of 2. Forward: sum(x) and sum(x^2).
 template <bool kBackward>
-struct Rounded {
+struct RoundedSums {
   // Far below those of all numbers.
   static constexpr int kZero = -100000;
   Integer<2> first;
@@ -144,12 +144,12 @@ struct Rounded {
            (first_is_zero || (scale >= -49 && scale < 128));
   }
 
-  SBN_DEVICE static Rounded of(const Chunk<float>& chunk) {
+  SBN_DEVICE static RoundedSums of(const Chunk<float>& chunk) {
     const Share<float>& sums = chunk.sums;
     const auto round = [](const Partial<float>& sum, float scale) -> int64_t {
       return llrintf(sum.high * scale) + llrintf(sum.low * scale);
     };
-    Rounded result;
+    RoundedSums result;
     if constexpr (kBackward) {
       // 40 bits each.
       const auto set = [&](const Partial<float>& sum, int* exponent) -> int64_t {
@@ -198,14 +198,14 @@ class ChannelTotal {
 
   // Whether add() takes such sums of float.
   SBN_DEVICE static bool is_narrow(A origin, const Share<A>& sums) {
-    if constexpr (kFloat) return Rounded<kBackward>::fits(origin, sums);
+    if constexpr (kFloat) return RoundedSums<kBackward>::fits(origin, sums);
     return true;
   }
 
   SBN_DEVICE void add(const Chunk<A>& chunk) {
     if (chunk.n == 0) return;
     if constexpr (kFloat) {
-      const auto rounded = Rounded<kBackward>::of(chunk);
+      const auto rounded = RoundedSums<kBackward>::of(chunk);
       begin(rounded.first_exponent, rounded.second_exponent);
       add(rounded);
     } else {
@@ -216,8 +216,8 @@ class ChannelTotal {
   // The same for all lanes of a warp, if groups of `lanes` lanes have one channel.
   SBN_DEVICE void add(const Chunk<A>& chunk, int lanes) {
     if constexpr (kFloat) {
-      Rounded<kBackward> rounded;
-      if (chunk.n > 0) rounded = Rounded<kBackward>::of(chunk);
+      RoundedSums<kBackward> rounded;
+      if (chunk.n > 0) rounded = RoundedSums<kBackward>::of(chunk);
       const auto largest = [&](int exponent) {
         for (int mask = lanes / 2; mask > 0; mask /= 2) {
           const int other = __shfl_xor_sync(kAllLanes, exponent, mask);
@@ -284,10 +284,11 @@ class ChannelTotal {
   double* const own_;
   // Whether `own_` has integers, or ChannelSums.
   bool is_rounded_ = kFloat;
-  int first_exponent_ = Rounded<kBackward>::kZero, second_exponent_ = Rounded<kBackward>::kZero;
+  int first_exponent_ = RoundedSums<kBackward>::kZero,
+      second_exponent_ = RoundedSums<kBackward>::kZero;
 
   SBN_DEVICE void begin(int first, int second) {
-    constexpr int kZero = Rounded<kBackward>::kZero;
+    constexpr int kZero = RoundedSums<kBackward>::kZero;
     if (first_exponent_ == kZero && first != kZero) first_exponent_ = first - kMiddle;
     if (kBackward && second_exponent_ == kZero && second != kZero) {
       second_exponent_ = second - kMiddle;
@@ -295,8 +296,8 @@ class ChannelTotal {
     if (!kBackward) second_exponent_ = 2 * first_exponent_;
   }
 
-  SBN_DEVICE void add(const Rounded<kBackward>& rounded) {
-    constexpr int kZero = Rounded<kBackward>::kZero;
+  SBN_DEVICE void add(const RoundedSums<kBackward>& rounded) {
+    constexpr int kZero = RoundedSums<kBackward>::kZero;
     const auto shift_of = [](int exponent, int own) {
       return exponent == kZero ? 0 : exponent - own;
     };
@@ -320,8 +321,9 @@ class ChannelTotal {
 
   SBN_DEVICE ChannelSums sums_of(const Integer<2>& first, const Integer<3>& second) const {
     ChannelSums sums;
-    if (first_exponent_ != Rounded<kBackward>::kZero) first.add_to(&sums.first, first_exponent_);
-    if (second_exponent_ > Rounded<kBackward>::kZero) {
+    if (first_exponent_ != RoundedSums<kBackward>::kZero)
+      first.add_to(&sums.first, first_exponent_);
+    if (second_exponent_ > RoundedSums<kBackward>::kZero) {
       second.add_to(&sums.second, second_exponent_);
     }
     return sums;
