@@ -107,14 +107,14 @@ compilers: ## compile the C++ sources with COMPILERS="g++-11 clang++", warnings 
 # The sanitizers want their shadow memory at fixed addresses, which only `setarch -R` keeps free on some kernels.
 sanitize: export TSAN_OPTIONS = halt_on_error=1:second_deadlock_stack=1
 sanitize: export UBSAN_OPTIONS = print_stacktrace=1
-# cuda/test_cuda_kernels runs in one thread, whose 256 fibers ThreadSanitizer takes for threads and comes to a stop over.
-# AddressSanitizer supports fibers in part only, and takes many minutes; the test has guard zones of its own.
+# The CUDA kernels run on 256 fibers of a thread, which ThreadSanitizer takes for threads and comes to a stop over.
+# AddressSanitizer supports fibers in part only, and takes many minutes; the tests have guard zones of their own.
 sanitize: ## run the native tests under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer
 	$(build_native) run-native FLAVOUR=thread FLAGS="-O1 -g -fsanitize=thread" RUN="$(fixed_addresses)" \
-	    WITHOUT=cuda/test_cuda_kernels
+	    WITHOUT="cuda/test_cuda_kernels cuda/test_cuda_passes"
 	$(build_native) run-native FLAVOUR=address FLAGS="-O1 -g -fsanitize=address,undefined \
 	    -fno-sanitize-recover=all -fno-omit-frame-pointer" RUN="$(fixed_addresses)" \
-	    WITHOUT=cuda/test_cuda_kernels
+	    WITHOUT="cuda/test_cuda_kernels cuda/test_cuda_passes"
 fixed_addresses = $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 
 wheel: $(ready)python ## build a wheel for every Linux with glibc 2.28 or newer, and the source distribution, into dist/

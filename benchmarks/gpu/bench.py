@@ -14,6 +14,7 @@ import json
 import math
 import statistics
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -36,11 +37,10 @@ THEIRS = {"sync": "SyncBatchNorm", "batch_norm": "batch_norm"}
 MIN_OF_COPY, MAX_OF_THEIRS, MAX_KERNELS = 0.85, {"sync": 0.75, "batch_norm": 1.0}, 4
 BYTES_AT_ONCE, SMALL_CALLS = 2e9, 50
 EXPLANATION = """\
-Passes: bytes per second, relative to a copy. Ours: the kernels of forward and backward, and a small
-one for the statistics. The operator computes the statistics on the host instead, so it waits for
-the sums, and for its end, in forward and in backward. SyncBatchNorm: PyTorch's, on one GPU, without
-its exchange. batch_norm: by cuDNN or, where marked n, by PyTorch's own kernel. Eager: launched from
-Python, for small layers."""
+Passes: bytes per second, relative to a copy. Ours: the kernels of forward and backward, without the
+operator's waits for their ends. SyncBatchNorm: PyTorch's, on one GPU, without its exchange.
+batch_norm: by cuDNN or, where marked n, by PyTorch's own kernel. Eager: launched from Python, for
+small layers. Calls: forward and backward as the operator runs them, each to the end of its wait."""
 
 
 class Clock:
@@ -196,11 +196,16 @@ class Set:
         self.layer.forward()
         self.layer.backward()
 
-    def operators_forward(self):
-        """The kernels that the operator launches."""
-        self.layer.forward_sums()
-        self.layer.prepare_forward()
-        self.layer.normalize()
+
+def microseconds_of_calls(layer, repetitions):
+    """A forward and a backward of the operator, until the host has waited for both."""
+    times = []
+    torch.cuda.synchronize()
+    for _ in range(repetitions):
+        begin = time.perf_counter()
+        layer.calls(SMALL_CALLS)
+        times.append((time.perf_counter() - begin) / SMALL_CALLS * 1e6)
+    return statistics.median(times)
 
 
 def measure(library, clock, shape, dtype, channels_last, large, after_relu=False):
@@ -251,6 +256,7 @@ def measure(library, clock, shape, dtype, channels_last, large, after_relu=False
     else:
         row["us"] = times(together)
         row["eager_us"] = times(together, capture=False)
+        row["calls_us"] = microseconds_of_calls(sets[0].layer, clock.repetitions)
     return row
 
 
@@ -287,7 +293,7 @@ def count_kernels(library, clock, thresholds):
         for channels_last in (False, True):
             each = Set(library, shape, DTYPES[0], channels_last)
             row = {"shape": shape, "layout": "NHWC" if channels_last else "NCHW"}
-            passes = {"forward": each.operators_forward, "backward": each.layer.backward}
+            passes = {"forward": each.layer.forward, "backward": each.layer.backward}
             for name, function in passes.items():
                 row[name] = kernels = kernels_of(function)
                 if not kernels:
@@ -301,7 +307,7 @@ def count_kernels(library, clock, thresholds):
 
 HEAD = ["x", "dtype", "layout", "MB", "copy GB/s", *PASSES]
 HEAD += ["ours us", "/ SyncBatchNorm", "/ batch_norm"]
-HEAD += ["eager: ours us", "/ SyncBatchNorm", "/ batch_norm"]
+HEAD += ["eager: ours us", "/ SyncBatchNorm", "/ batch_norm", "calls us"]
 
 
 def cells(row):
@@ -318,11 +324,12 @@ def cells(row):
         yield f"{row['copy_bytes_per_second'] / 1e9:.0f}"
         yield from (f"{row['of_copy'][name]:.2f}" for name in PASSES)
         yield from compared(row["us"])
-        yield from [""] * (1 + len(THEIRS))
+        yield from [""] * (2 + len(THEIRS))
     else:
         yield from [""] * (1 + len(PASSES))
         yield from compared(row["us"])
         yield from compared(row["eager_us"])
+        yield f"{row['calls_us']:.1f}"
 
 
 def main():

@@ -1,4 +1,4 @@
-"""Builds the library and the native test with the commands of setup.py, and reads the compiler's
+"""Builds the library and the native tests with the commands of setup.py, and reads the compiler's
 report on the kernels. Needs nvcc and a C++ compiler, but no GPU.
 
     python benchmarks/gpu/build.py            # registers, occupancy; exit code 1 if any spill, or
@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "gpu"
+TESTS = ["test_cuda_kernels", "test_cuda_passes"]
 THREADS = 256
 # By compute capability: warps, registers and KiB of shared memory of a multiprocessor.
 LIMITS = {50: (64, 65536, 64), 60: (64, 65536, 64), 70: (64, 65536, 96), 75: (32, 65536, 64)}
@@ -47,7 +48,7 @@ def _quiet(command):
 
 
 def build(architectures):
-    """Builds the library and the native test for `architectures`. Returns both paths."""
+    """Builds the library and the native tests for `architectures`. Returns their paths."""
     os.chdir(ROOT)
     os.environ["GLUON_SYNCBN_CUDA"] = "1"
     if architectures:
@@ -55,16 +56,17 @@ def build(architectures):
     setup = setup_py()
     setup.run = _quiet
     version = re.search(r'"(.+)"', (ROOT / "gluon_syncbn/_version.py").read_text())[1]
-    library, test = FOLDER / "libgluon_syncbn.so", FOLDER / "test_cuda_kernels"
+    library = FOLDER / "libgluon_syncbn.so"
     sources = [*setup.SOURCES, "tests/gpu/kernel_api.cc"]
     objects = setup.build_library(sources, version, str(FOLDER), str(library))
     runtime = [f"-L{setup.static_cuda_runtime(setup.find_nvcc())}", "-lcudart_static", "-ldl"]
     flags = ["-std=c++17", "-O2", "-pthread", "-ffp-contract=off", "-DSBN_REAL_CUDA"]
-    source = "tests/native/cuda/test_cuda_kernels.cc"
     objects = [each for each in objects if not each.endswith("api_layers_cc.o")]
-    command = [*setup.find_compiler(), *flags, "-Isrc/operator", "-Itests/native", source, *objects]
-    _quiet([*command, "-o", str(test), *runtime, "-lrt"])
-    return library, test
+    for test in TESTS:
+        source = f"tests/native/cuda/{test}.cc"
+        command = [*setup.find_compiler(), *flags, "-Isrc/operator", "-Itests/native", source]
+        _quiet([*command, *objects, "-o", str(FOLDER / test), *runtime, "-lrt"])
+    return (library, *(FOLDER / test for test in TESTS))
 
 
 def occupancy(arch, registers, shared):

@@ -38,7 +38,7 @@ FOR_SPILLS = 90  # seconds for one architecture
 
 BUILD = """
 import ctypes, sys, build
-library, test = build.build([int(each) for each in sys.argv[1:]])
+library, *tests = build.build([int(each) for each in sys.argv[1:]])
 library = ctypes.CDLL(str(library))
 library.gluon_syncbn_cuda.restype = ctypes.c_char_p
 print((library.gluon_syncbn_cuda() or b"without CUDA kernels").decode())
@@ -113,12 +113,12 @@ def architectures_of(gpu):
 
 
 def build_all(pipeline, gpu):
-    """The paths of the library and the native test, or None if the build failed."""
+    """The paths of the library and the native tests, or None if the build failed."""
     most = 180 if gpu else pipeline.limit
     command = [sys.executable, "-c", BUILD, *architectures_of(gpu)]
     if pipeline.run("build", command, most, env=environment()) != OK:
         return None
-    return build.FOLDER / "libgluon_syncbn.so", build.FOLDER / "test_cuda_kernels"
+    return [build.FOLDER / name for name in ("libgluon_syncbn.so", *build.TESTS)]
 
 
 def find_spills(pipeline, gpu):
@@ -223,7 +223,7 @@ def bench(pipeline, library):
 
 
 def run_mxnet(pipeline, folder, library):
-    """Runs tests/gpu/test_mxnet_gpu.py in the MXNet of the set."""
+    """Runs bench_mxnet.py and tests/gpu/test_mxnet_gpu.py in the MXNet of the set."""
 
     def judge(code, text):
         verdict, detail, more = by_exit_code(code, text)
@@ -238,7 +238,8 @@ def run_mxnet(pipeline, folder, library):
         shutil.copytree(str(ROOT / "gluon_syncbn"), str(package), ignore=ignored)
         shutil.copy(str(library), str(package / "libgluon_syncbn.so"))
         script = (
-            'eval "$("$1"/unpack.sh "$2"/set)" && PYTHONPATH="$3:$PYTHONPATH" exec "$4" -m pytest '
+            'eval "$("$1"/unpack.sh "$2"/set)" && export PYTHONPATH="$3:$PYTHONPATH" && '
+            '"$4" "$5"/benchmarks/gpu/bench_mxnet.py && exec "$4" -m pytest '
             "-v -rs --tb=short -p no:cacheprovider -o timeout=90 -o timeout_method=thread "
             '"$5"/tests/gpu/test_mxnet_gpu.py'
         )
@@ -251,8 +252,9 @@ def run_mxnet(pipeline, folder, library):
         pipeline.run("inside MXNet", command, 150, judge=judge, **options)
 
 
-def check_gpu(pipeline, options, library, test):
+def check_gpu(pipeline, options, library, test, passes):
     pipeline.run("against the CPU's kernels", [test], 120, reserve=FOR_SPEED)
+    pipeline.run("devices that meet", [passes], 60, reserve=FOR_SPEED)
     has_torch = find_pytorch(pipeline)
     no_torch = "no PyTorch that finds the GPU"
     if has_torch:

@@ -1,5 +1,5 @@
 """The CUDA kernels against PyTorch in float64, with fresh random data in every run: all dtypes and
-layouts, ragged shapes, arrays at odd addresses, batches in 1 to 8 shards whose sums are reduced.
+layouts, ragged shapes, arrays at odd addresses, batches in 1 to 8 shards.
 
     python tests/gpu/check_kernels.py LIBRARY [--json FILE] [--seed N]
 """
@@ -91,22 +91,17 @@ def run_shards(library, x, dy, gamma, beta, channels_last, shards, shift):
         (x_part, dy_part), (y, dx) = [c for c, _ in own], [c for c, _ in results]
         layers.append(Layer(library, x_part, dy_part, gamma, beta, channels_last, y, dx))
 
-    def all_reduce(name):
-        torch.cuda.synchronize()
-        sums = torch.stack([getattr(layer, name) for layer in layers]).cpu()
-        counts = torch.tensor([layer.count for layer in layers], dtype=torch.float64)
-        library.reduce(sums, counts)
-        return [each.to(x.device) for each in sums], counts
-
+    count = sum(layer.count for layer in layers)
     for layer in layers:
         layer.forward_sums()
-    for layer, sums, count in zip(layers, *all_reduce("sums")):
-        layer.find_statistics(sums, count.item())
-        layer.prepare_forward()
+    sums = torch.stack([layer.sums for layer in layers])
+    for layer in layers:
+        layer.prepare_forward(sums, count)
         layer.normalize()
         layer.backward_sums()
-    for layer, sums, count in zip(layers, *all_reduce("gradient_sums")):
-        layer.prepare_backward(sums, count.reshape(1).to(x.device))
+    sums = torch.stack([layer.gradient_sums for layer in layers])
+    for layer in layers:
+        layer.prepare_backward(sums, count)
         layer.input_gradient()
     torch.cuda.synchronize()
     assert all(guards_intact(*each) for each in memories), "written outside of an array"

@@ -9,12 +9,15 @@ SBN_EXPORT void gluon_syncbn_fake_fail_next(const char* function, int error) {
   gluon_syncbn::fake_cuda::fail_next(function, error);
 }
 
-// allocations, host_allocations, streams, all_allocations, all_streams, kernels, synchronizations,
-// contexts
+SBN_EXPORT void gluon_syncbn_fake_peers(int can) { gluon_syncbn::fake_cuda::set_peers(can != 0); }
+
+// allocations, host_allocations, streams, events, all_allocations, all_streams, kernels,
+// synchronizations, uploads, stream_waits, contexts
 SBN_EXPORT void gluon_syncbn_fake_usage(int* numbers) {
   const auto usage = gluon_syncbn::fake_cuda::usage();
-  const int all[] = {usage.allocations,      usage.host_allocations, usage.streams,
-                     usage.all_allocations,  usage.all_streams,      usage.kernels,
-                     usage.synchronizations, usage.contexts};
+  const int all[] = {usage.allocations,  usage.host_allocations, usage.streams,
+                     usage.events,       usage.all_allocations,  usage.all_streams,
+                     usage.kernels,      usage.synchronizations, usage.uploads,
+                     usage.stream_waits, usage.contexts};
   for (int number : all) *numbers++ = number;
 }

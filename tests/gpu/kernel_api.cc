@@ -1,13 +1,12 @@
 // A C interface to the CUDA kernels of backend.h, for tests and benchmarks without MXNet. Functions
 // return cudaError_t, or -1 if the library has no CUDA kernels. `dtype` is a DType (dtypes.h);
 // (N, C, S, R) is a View (kernels.h).
-#include <algorithm>
-#include <thread>
-#include <vector>
+#include <cstdio>
+#include <exception>
 
 #include "api/exports.h"
 #include "cuda/backend.h"
-#include "rendezvous/all_reduce.h"
+#include "cuda/passes.h"
 
 using namespace gluon_syncbn;
 
@@ -20,6 +19,12 @@ template <typename F>
 int with_kernels(int dtype, const F& f) {
   const CudaBackend* const backend = cuda_backend();
   return backend ? f(backend->kernels(static_cast<DType>(dtype))) : kNoBackend;
+}
+
+SumsOfDevices sums_of(int devices, int64_t C, const ChannelSums* sums) {
+  SumsOfDevices all;
+  for (; all.size < devices; ++all.size) all.each[all.size] = sums + all.size * C;
+  return all;
 }
 
 Store store(int add) { return add ? Store::kAdd : Store::kWrite; }
@@ -60,26 +65,22 @@ SBN_EXPORT int gluon_syncbn_cuda_backward_sums(int dtype, int64_t N, int64_t C, 
   });
 }
 
-SBN_EXPORT int gluon_syncbn_cuda_statistics(int dtype, int64_t C, const ChannelSums* sums,
-                                            double count, double epsilon, Statistics* statistics,
-                                            void* stream) {
+// `sums` are those of several devices, C of each, and `count` that of all.
+SBN_EXPORT int gluon_syncbn_cuda_finish_forward(int dtype, int64_t C, int devices,
+                                                const ChannelSums* sums, double count,
+                                                double epsilon, const void* gamma, const void* beta,
+                                                Statistics* statistics, void* coefficients,
+                                                void* stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    return k.statistics_of_sums(C, sums, count, epsilon, statistics, stream);
+    const SumsOfDevices all = sums_of(devices, C, sums);
+    return k.finish_forward(
+        {C, 1, statistics, gamma, beta, {}, coefficients, 0, all, count, epsilon, {}}, {}, stream);
   });
 }
 
-SBN_EXPORT int gluon_syncbn_cuda_finish_forward(int dtype, int64_t C, const Statistics* statistics,
-                                                const void* gamma, const void* beta,
-                                                void* coefficients, void* stream) {
-  return with_kernels(dtype, [&](const CudaKernels& k) {
-    return k.finish_forward({C, 1, statistics, gamma, beta, {}, coefficients, 0}, {}, stream);
-  });
-}
-
-// `count` is a device pointer.
 SBN_EXPORT int gluon_syncbn_cuda_finish_backward(int dtype, int64_t C, const Statistics* statistics,
                                                  const void* gamma, const ChannelSums* own_sums,
-                                                 const ChannelSums* sums, const double* count,
+                                                 int devices, const ChannelSums* sums, double count,
                                                  void* coefficients, void* dgamma, void* dbeta,
                                                  void* stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
@@ -90,8 +91,8 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_backward(int dtype, int64_t C, const Sta
                               gamma,
                               {},
                               own_sums,
-                              sums,
-                              count,
+                              sums_of(devices, C, sums),
+                              {count, count, 1},
                               false,
                               coefficients,
                               0,
@@ -131,30 +132,38 @@ SBN_EXPORT int gluon_syncbn_cuda_input_gradient(int dtype, int64_t N, int64_t C,
   });
 }
 
-// An all-reduce on the host of C sums and a count per device, in place. Returns 0, or 1 after an
-// error.
-SBN_EXPORT int gluon_syncbn_reduce(int devices, int64_t C, ChannelSums* sums, double* counts) {
-  AllReduce all_reduce;
-  LayerConfig config;
-  config.name = "shards";
-  config.timeout_seconds = 60;
-  for (int i = 0; i < devices; ++i) config.devices.push_back("gpu(" + std::to_string(i) + ")");
-  all_reduce.configure(0, config);
-  const LayerPtr layer = all_reduce.find(0);
-  std::vector<int> failed(static_cast<size_t>(devices));
-  std::vector<std::thread> threads;
-  for (int i = 0; i < devices; ++i) {
-    threads.emplace_back([&, i] {
-      try {
-        const CallId id = all_reduce.next_call(layer, config.devices[i]);
-        std::vector<ChannelSums> mine(sums + i * C, sums + (i + 1) * C);
-        all_reduce.reduce(layer, id, Direction::kForward, config.devices[i], "", &mine, counts + i);
-        std::copy(mine.begin(), mine.end(), sums + i * C);
-      } catch (const std::exception&) {
-        failed[i] = 1;
-      }
-    });
+// Forward and backward as the operator runs them on one device, with their waits, `rounds` times.
+// Returns 1 after an error.
+SBN_EXPORT int gluon_syncbn_cuda_calls(int device, int dtype, int64_t N, int64_t C, int64_t S,
+                                       int64_t R, const void* x, const void* dy, const void* gamma,
+                                       const void* beta, void* running_mean, void* running_variance,
+                                       void* y, void* dx, void* dgamma, void* dbeta, int rounds) {
+  const auto type = static_cast<DType>(dtype);
+  const View view{N, C, S, R};
+  const ForwardShard forward{view, x, gamma, beta, nullptr, {}, y, Store::kWrite};
+  const BackwardShard backward{
+      view, dy, x, nullptr, gamma, beta, {}, dx, Store::kWrite, nullptr, Store::kWrite, nullptr};
+  try {
+    for (int i = 0; i < rounds; ++i) {
+      const auto statistics = forward_on_gpu({device,
+                                              type,
+                                              "data",
+                                              1e-5,
+                                              {forward},
+                                              true,
+                                              {},
+                                              {running_mean, running_variance, nullptr},
+                                              true,
+                                              {},
+                                              nullptr,
+                                              {},
+                                              {},
+                                              1});
+      backward_on_gpu({device, type, "data", {backward}, statistics, true, {}, {dgamma}, {dbeta}});
+    }
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
   }
-  for (std::thread& thread : threads) thread.join();
-  return *std::max_element(failed.begin(), failed.end());
+  return 0;
 }

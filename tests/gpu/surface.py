@@ -31,13 +31,6 @@ class Library:
 
         return getattr(self._library, f"gluon_syncbn_cuda_{name}")(*map(convert, arguments))
 
-    def reduce(self, sums, counts):
-        """All-reduces the sums (devices, C, 6) and counts (devices,), on the CPU and in place."""
-        devices, channels, _ = sums.shape
-        pointers = (ctypes.c_void_p(sums.data_ptr()), ctypes.c_void_p(counts.data_ptr()))
-        if self._library.gluon_syncbn_reduce(devices, _INT64(channels), *pointers):
-            raise RuntimeError("the all-reduce failed")
-
 
 def view_of(shape, channels_last):
     """N, C, S, R of the library for a tensor of shape (n, C, ...), or (n, ..., C)."""
@@ -73,9 +66,9 @@ class Layer:
         self.sums, self.gradient_sums = doubles(self.channels, 6), doubles(self.channels, 6)
         # mean, its low part, variance, 1 / standard deviation
         self.statistics = doubles(self.channels, 4)
-        self.total = torch.tensor([self.count], dtype=torch.float64, device=x.device)
         self.y = torch.full_like(x, math.nan) if y is None else y
         self.dx = torch.full_like(x, math.nan) if dx is None else dx
+        self.running = torch.zeros_like(gamma), torch.ones_like(gamma)
         self.dgamma, self.dbeta = torch.full_like(gamma, math.nan), torch.full_like(beta, math.nan)
 
     def _call(self, name, *arguments):
@@ -85,15 +78,14 @@ class Layer:
     def forward_sums(self):
         self._call("forward_sums", *self.view, self.x, self.work, self.sums, self.multiprocessors)
 
-    def find_statistics(self, sums=None, count=None, epsilon=1e-5):
-        """On the device. The operator computes the statistics on the host, after the exchange."""
-        sums = self.sums if sums is None else sums
-        count = ctypes.c_double(self.count if count is None else count)
-        epsilon = ctypes.c_double(epsilon)
-        self._call("statistics", self.channels, sums, count, epsilon, self.statistics)
+    def _all(self, sums, own, count):
+        """The sums of all devices (devices, C, 6), by default this one's, and their count."""
+        sums = own[None] if sums is None else sums
+        return ctypes.c_int(len(sums)), sums, ctypes.c_double(count or self.count)
 
-    def prepare_forward(self):
-        arguments = (self.statistics, self.gamma, self.beta, self.coefficients)
+    def prepare_forward(self, sums=None, count=None, epsilon=1e-5):
+        arguments = (*self._all(sums, self.sums, count), ctypes.c_double(epsilon))
+        arguments += (self.gamma, self.beta, self.statistics, self.coefficients)
         self._call("finish_forward", self.channels, *arguments)
 
     def normalize(self):
@@ -104,20 +96,24 @@ class Layer:
         arguments = (self.dy, self.x, self.statistics, self.work, self.gradient_sums)
         self._call("backward_sums", *self.view, *arguments, self.multiprocessors)
 
-    def prepare_backward(self, sums=None, total=None):
-        sums = self.gradient_sums if sums is None else sums
-        total = self.total if total is None else total
-        arguments = (self.gradient_sums, sums, total, self.gradient_coefficients)
-        arguments += (self.dgamma, self.dbeta)
+    def prepare_backward(self, sums=None, count=None):
+        arguments = (self.gradient_sums, *self._all(sums, self.gradient_sums, count))
+        arguments += (self.gradient_coefficients, self.dgamma, self.dbeta)
         self._call("finish_backward", self.channels, self.statistics, self.gamma, *arguments)
 
     def input_gradient(self):
         arguments = (self.dy, self.x, self.gradient_coefficients, self.dx, ctypes.c_int(0))
         self._call("input_gradient", *self.view, *arguments, self.multiprocessors)
 
+    def calls(self, rounds):
+        """Forward and backward as the operator runs them, with their waits."""
+        results = (*self.running, self.y, self.dx, self.dgamma, self.dbeta, ctypes.c_int(rounds))
+        arguments = (self.x, self.dy, self.gamma, self.beta, *results)
+        device = ctypes.c_int(self.x.get_device())
+        self.library.call("calls", device, self.dtype, *self.view, *arguments)
+
     def forward(self):
         self.forward_sums()
-        self.find_statistics()
         self.prepare_forward()
         self.normalize()
 

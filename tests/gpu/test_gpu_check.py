@@ -67,7 +67,7 @@ def stub_steps(monkeypatch, **stubs):
 
 def _build(pipeline, gpu):
     pipeline.step("build", pipelines.OK, "CUDA 13.0 for sm_90")
-    return "library", "true"
+    return "library", "true", "true"
 
 
 # The pipeline.
@@ -179,7 +179,7 @@ def test_all_steps_run_if_there_is_a_gpu(monkeypatch, path, tmp_path):
     stub_steps(monkeypatch)
     (tmp_path / "unpack.sh").write_text("")
     assert check.main(["--json", str(path), "--mxnet-set", str(tmp_path)]) == 0
-    assert set(verdicts(path).values()) == {"ok"} and len(verdicts(path)) == 7
+    assert set(verdicts(path).values()) == {"ok"} and len(verdicts(path)) == 8
     # The last, as it does not need the GPU.
     assert list(verdicts(path))[-1] == "find_spills"
     assert read(path)["library"] == "CUDA 13.0 for sm_90"

@@ -11,8 +11,9 @@
 
 namespace gluon_syncbn {
 
-// cudaStream_t.
+// cudaStream_t and cudaEvent_t.
 using Stream = void*;
+using Event = void*;
 
 // Functions of the CUDA runtime that return cudaError_t, 0 for success.
 struct CudaRuntime {
@@ -29,6 +30,14 @@ struct CudaRuntime {
   int (*create_stream)(Stream* stream);
   int (*destroy_stream)(Stream stream);
   int (*synchronize)(Stream stream);
+  // Without timing, on the thread's device.
+  int (*create_event)(Event* event);
+  int (*destroy_event)(Event event);
+  int (*record)(Event event, Stream stream);
+  int (*wait_for)(Stream stream, Event event);
+  int (*can_access_peer)(int* can, int device, int peer);
+  // For the thread's device. No error if it is enabled already.
+  int (*enable_peer_access)(int peer);
   int (*copy_to_host)(void* to, const void* from, size_t bytes, Stream stream);
   int (*copy_to_device)(void* to, const void* from, size_t bytes, Stream stream);
   int (*clear)(void* memory, size_t bytes, Stream stream);
@@ -53,15 +62,34 @@ struct Deliveries {
   Delivery items[kMaxDeliveries];
 };
 
+// The sums of the devices that share a batch, each readable by the device of the kernel.
+constexpr int kMaxDevices = 32;
+struct SumsOfDevices {
+  int size = 0;
+  const ChannelSums* each[kMaxDevices] = {};
+};
+
+// The running statistics of a device, of the type of gamma; null mean: none. With a number of
+// batches they are the mean over all batches, else a moving average.
+struct RunningUpdate {
+  void *mean, *variance, *num_batches;
+  double momentum;
+  bool unbiased;
+};
+
 // Null gamma means ones. Null coefficients are not computed.
 struct ForwardFinish {
   int64_t C, batches;
-  const Statistics* statistics;
+  // Those of each batch. With sums, which are of one batch, they are computed from them.
+  Statistics* statistics;
   const void *gamma, *beta;
   Epilogue epilogue;
   void* coefficients;
   // Bytes per batch: coefficients_size(C).
   int64_t coefficients_stride;
+  SumsOfDevices sums = {};
+  double count = 0, epsilon = 0;
+  RunningUpdate running = {};
 };
 
 // The start of a backward pass with an activation or a gradient of the residual: the gates within
@@ -78,16 +106,24 @@ struct BackwardStart {
   Statistics* recovered;
 };
 
-// `sums` and `counts` are those of all devices; null sums mean constant statistics. Null gradients
-// and coefficients are not computed.
+// The numbers of values of several batches: the first ones may be larger.
+struct BatchCounts {
+  double first, other;
+  int64_t firsts;
+
+  SBN_HOST_DEVICE double of(int64_t batch) const { return batch < firsts ? first : other; }
+};
+
+// Without `sums`, statistics are constant. Null gradients and coefficients are not computed.
 struct BackwardFinish {
   int64_t C, batches;
   // `used` are those of the sums: of x, or of z.
   const Statistics *statistics, *used;
   const void* gamma;
   Epilogue epilogue;
-  const ChannelSums *own_sums, *sums;
-  const double* counts;
+  const ChannelSums* own_sums;
+  SumsOfDevices sums;
+  BatchCounts counts;
   // Whether the coefficients have gates.
   bool gated;
   void* coefficients;
@@ -115,13 +151,12 @@ struct CudaKernels {
                        ChannelSums* work, ChannelSums* sums, int multiprocessors, Stream);
   // Bytes of the coefficients of C channels.
   int64_t (*coefficients_size)(int64_t C);
+  // With sums, each delivery takes value c from the statistics of channel c.
   int (*finish_forward)(const ForwardFinish&, const Deliveries&, Stream);
   int (*start_backward)(const BackwardStart&, Stream);
   int (*finish_backward)(const BackwardFinish&, Stream);
   int (*statistics_of_arrays)(int64_t C, const void* mean, const void* variance, double epsilon,
                               Statistics*, Stream);
-  int (*statistics_of_sums)(int64_t C, const ChannelSums*, double count, double epsilon,
-                            Statistics*, Stream);
   // y, given the coefficients of finish_forward; y may be x.
   int (*normalize)(const ForwardShard&, const void* coefficients, int multiprocessors, Stream);
   // dx and dresidual, given the coefficients of finish_backward; dx may be dy.

@@ -12,6 +12,9 @@ namespace gluon_syncbn {
 namespace {
 
 constexpr size_t kAlignment = 256;
+// Enough for most layers, as allocating and freeing may wait for everything that runs on the
+// device.
+constexpr size_t kMinSize = 1 << 20;
 
 // Memory that is freed all at once. It grows by blocks, and the next reset() merges them.
 class Arena {
@@ -21,9 +24,6 @@ class Arena {
   void* take(size_t bytes, const Allocate& allocate) {
     bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
     if (blocks_.empty() || blocks_.back().used + bytes > blocks_.back().size) {
-      // Enough for most layers, as allocating and freeing may wait for everything that runs on the
-      // device.
-      constexpr size_t kMinSize = 1 << 20;
       const size_t size = std::max({bytes, kMinSize, peak_});
       blocks_.push_back({allocate(size), size, 0});
     }
@@ -35,17 +35,17 @@ class Arena {
 
   template <typename Free>
   void reset(const Free& free) {
-    if (blocks_.size() > 1) {
-      size_t used = 0;
-      for (const Block& block : blocks_) used += block.used;
-      peak_ = std::max(peak_, used);
-      clear(free);
-    }
+    peak_ = peak();
+    if (blocks_.size() > 1) clear(free);
     for (Block& block : blocks_) block.used = 0;
   }
 
   // The largest use so far, which is the size of the next block.
-  size_t peak() const { return peak_; }
+  size_t peak() const {
+    size_t used = 0;
+    for (const Block& block : blocks_) used += block.used;
+    return std::max(peak_, used);
+  }
   void reserve(size_t size) { peak_ = std::max(peak_, size); }
 
   template <typename Free>
@@ -98,6 +98,7 @@ void restore_device(const CudaRuntime& runtime, int before, int now) {
 struct CudaPass::StreamSlot {
   int device = 0, multiprocessors = 0;
   Stream stream = nullptr;
+  Event event = nullptr;
   Arena on_device, on_host;
 
   // Prepares for the next call. This device must be the thread's, as in clear().
@@ -110,21 +111,31 @@ struct CudaPass::StreamSlot {
   void clear(const CudaRuntime& runtime) {
     on_device.clear([&](void* memory) { succeeds(runtime, runtime.free(memory)); });
     on_host.clear([&](void* memory) { succeeds(runtime, runtime.free_host(memory)); });
+    if (event) succeeds(runtime, runtime.destroy_event(event));
     if (stream) succeeds(runtime, runtime.destroy_stream(stream));
+    event = nullptr;
     stream = nullptr;
   }
 };
 
-// The idle stream slots: with those in use, as many as there ever were simultaneous calls. The slot
-// used last is reused first, so that extra slots do not grow.
+// What is idle. Stream slots: with those in use, as many as there ever were simultaneous calls. The
+// slot used last is reused first, so that extra slots do not grow.
 struct CudaPass::Pool {
   struct Device {
     std::vector<std::unique_ptr<StreamSlot>> idle;
     // The peak use of all slots' arenas, with which new arenas begin.
     size_t peak_on_device = 0, peak_on_host = 0;
+    // Kept memory: blocks of 2^n bytes by their size, cut from larger pieces.
+    std::map<size_t, std::vector<void*>> blocks;
+    std::vector<void*> pieces;
+    char* rest = nullptr;
+    size_t rest_size = 0;
   };
   std::mutex mutex;
   std::map<int, Device> devices;
+  std::map<std::vector<int>, bool> peers;
+  // Advances when everything is freed.
+  int generation = 0;
 };
 
 // Not destroyed at exit: calls may still be in progress when the process ends.
@@ -146,38 +157,43 @@ CudaPass::CudaPass(int device, DType dtype, std::string what)
       device_(device),
       what_(std::move(what)),
       on_device_(*this, device) {
-  size_t peak_on_device, peak_on_host;
+  auto slot = std::make_unique<StreamSlot>();
   {
     Pool& slots = *pool();
     const std::lock_guard<std::mutex> lock(slots.mutex);
     Pool::Device& of_device = slots.devices[device];
-    peak_on_device = of_device.peak_on_device;
-    peak_on_host = of_device.peak_on_host;
-    if (!of_device.idle.empty()) {
-      slot_ = of_device.idle.back().release();
+    if (of_device.idle.empty()) {
+      slot->on_device.reserve(of_device.peak_on_device);
+      slot->on_host.reserve(of_device.peak_on_host);
+    } else {
+      slot = std::move(of_device.idle.back());
       of_device.idle.pop_back();
     }
   }
-  if (slot_) return;
-  auto slot = std::make_unique<StreamSlot>();
-  slot->device = device;
-  slot->on_device.reserve(peak_on_device);
-  slot->on_host.reserve(peak_on_host);
-  check(runtime_.multiprocessors(&slot->multiprocessors, device), "cudaDeviceGetAttribute");
-  check(runtime_.create_stream(&slot->stream), "cudaStreamCreateWithFlags");
-  slot_ = slot.release();
+  if (!slot->stream) {
+    slot->device = device;
+    check(runtime_.multiprocessors(&slot->multiprocessors, device), "cudaDeviceGetAttribute");
+    check(runtime_.create_stream(&slot->stream), "cudaStreamCreateWithFlags");
+    if (const int error = runtime_.create_event(&slot->event)) {
+      slot->clear(runtime_);
+      check(error, "cudaEventCreateWithFlags");
+    }
+  }
+  slot->reset(runtime_);
+  // By the thread that holds it last, which may be another device's.
+  slot_ = {slot.release(), [](StreamSlot* done) {
+             Pool& slots = *pool();
+             const std::lock_guard<std::mutex> lock(slots.mutex);
+             Pool::Device& of_device = slots.devices[done->device];
+             of_device.peak_on_device = std::max(of_device.peak_on_device, done->on_device.peak());
+             of_device.peak_on_host = std::max(of_device.peak_on_host, done->on_host.peak());
+             of_device.idle.emplace_back(done);
+           }};
 }
 
 CudaPass::~CudaPass() {
   // After an error, queued work may still be in progress.
   if (!finished_) succeeds(runtime_, runtime_.synchronize(slot_->stream));
-  slot_->reset(runtime_);
-  Pool& slots = *pool();
-  const std::lock_guard<std::mutex> lock(slots.mutex);
-  Pool::Device& of_device = slots.devices[device_];
-  of_device.peak_on_device = std::max(of_device.peak_on_device, slot_->on_device.peak());
-  of_device.peak_on_host = std::max(of_device.peak_on_host, slot_->on_host.peak());
-  of_device.idle.emplace_back(slot_);
 }
 
 void CudaPass::check(int error, const std::string& call) const {
@@ -189,12 +205,43 @@ void CudaPass::check(int error, const std::string& call) const {
 }
 
 void* CudaPass::memory(bool on_device, size_t bytes) {
-  return (on_device ? slot_->on_device : slot_->on_host).take(bytes, [&](size_t size) {
-    void* block = nullptr;
-    check(on_device ? runtime_.malloc(&block, size) : runtime_.malloc_host(&block, size),
-          (on_device ? "cudaMalloc of " : "cudaHostAlloc of ") + std::to_string(size) + " bytes");
-    return block;
+  Arena& arena = on_device ? slot_->on_device : slot_->on_host;
+  return arena.take(bytes, [&](size_t size) { return allocate(on_device, size); });
+}
+
+void* CudaPass::allocate(bool on_device, size_t bytes) {
+  void* block = nullptr;
+  check(on_device ? runtime_.malloc(&block, bytes) : runtime_.malloc_host(&block, bytes),
+        (on_device ? "cudaMalloc of " : "cudaHostAlloc of ") + std::to_string(bytes) + " bytes");
+  return block;
+}
+
+std::shared_ptr<void> CudaPass::keep_bytes(size_t bytes) {
+  size_t size = kAlignment;
+  while (size < bytes) size *= 2;
+  Pool& all = *pool();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  Pool::Device& of_device = all.devices[device_];
+  std::vector<void*>& idle = of_device.blocks[size];
+  if (idle.empty()) {
+    if (of_device.rest_size < size) {
+      const size_t piece = std::max(size, kMinSize);
+      of_device.pieces.push_back(allocate(true, piece));
+      of_device.rest = static_cast<char*>(of_device.pieces.back());
+      of_device.rest_size = piece;
+    }
+    idle.push_back(of_device.rest);
+    of_device.rest += size;
+    of_device.rest_size -= size;
+  }
+  void* const block = idle.back();
+  idle.pop_back();
+  held_.emplace_back(block, [device = device_, size, generation = all.generation](void* done) {
+    Pool& now = *pool();
+    const std::lock_guard<std::mutex> lock(now.mutex);
+    if (now.generation == generation) now.devices[device].blocks[size].push_back(done);
   });
+  return held_.back();
 }
 
 void CudaPass::copy(void* to, const void* from, size_t bytes, bool to_host) {
@@ -221,12 +268,42 @@ void CudaPass::backward_sums(const BackwardShard& shard, const Statistics* s,
         "The kernel of the backward sums");
 }
 
-Statistics* CudaPass::given_statistics(int64_t C, const void* mean, const void* variance,
-                                       double epsilon) {
-  Statistics* const statistics = on_device<Statistics>(C);
-  check(kernels_.statistics_of_arrays(C, mean, variance, epsilon, statistics, slot_->stream),
+void CudaPass::given_statistics(int64_t C, const void* mean, const void* variance, double epsilon,
+                                Statistics* to) {
+  check(kernels_.statistics_of_arrays(C, mean, variance, epsilon, to, slot_->stream),
         "The kernel of given statistics");
-  return statistics;
+}
+
+bool CudaPass::are_peers(const std::vector<int>& gpus) {
+  Pool& all = *pool();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  const auto [found, is_new] = all.peers.insert({gpus, true});
+  bool& are = found->second;
+  if (!is_new) return are;
+  for (const int gpu : gpus) {
+    for (const int other : gpus) {
+      int can = 0;
+      if (gpu == other || !are) continue;
+      are = succeeds(runtime_, runtime_.can_access_peer(&can, gpu, other)) && can &&
+            succeeds(runtime_, runtime_.set_device(gpu)) &&
+            succeeds(runtime_, runtime_.enable_peer_access(other));
+    }
+  }
+  check(runtime_.set_device(device_), "cudaSetDevice");
+  return are;
+}
+
+SharedSums CudaPass::share(const ChannelSums* sums, int64_t C, double count,
+                           const std::vector<int>& gpus) {
+  if (!are_peers(gpus)) sums = fetch(sums, C);
+  check(runtime_.record(slot_->event, slot_->stream), "cudaEventRecord");
+  return {sums, count, slot_->event, slot_};
+}
+
+void CudaPass::wait_for(const SharedSums& other) {
+  if (other.owner == slot_) return;
+  held_.push_back(other.owner);
+  check(runtime_.wait_for(slot_->stream, other.event), "cudaStreamWaitEvent");
 }
 
 void CudaPass::finish_forward(const ForwardFinish& task, const Deliveries& deliveries) {
@@ -281,11 +358,17 @@ void release_cuda_memory() {
     if (of_device.idle.empty() || !succeeds(runtime, runtime.set_device(device))) continue;
     now = device;
     for (const auto& slot : of_device.idle) slot->clear(runtime);
+    for (void* const piece : of_device.pieces) succeeds(runtime, runtime.free(piece));
   }
   slots.devices.clear();
+  ++slots.generation;
   restore_device(runtime, before, now);
 }
 
-void abandon_cuda_memory() { CudaPass::pool() = new CudaPass::Pool; }
+void abandon_cuda_memory() {
+  const int generation = CudaPass::pool()->generation;
+  CudaPass::pool() = new CudaPass::Pool;
+  CudaPass::pool()->generation = generation + 1;
+}
 
 }  // namespace gluon_syncbn

@@ -3,6 +3,7 @@
 #ifndef GLUON_SYNCBN_CUDA_DEVICE_H_
 #define GLUON_SYNCBN_CUDA_DEVICE_H_
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -13,8 +14,9 @@ namespace gluon_syncbn {
 // The index of a GPU, 1 for "gpu(1)"; -1 for other contexts.
 int gpu_of(const std::string& context);
 
-// Frees the streams and the memory, on devices and host, that are kept for the next calls. Must be
-// called before main() ends, as CUDA may be shut down after it.
+// Frees the streams and the memory, on devices and host, that are kept for the next calls and by
+// earlier ones, which cannot go backward any more. Must be called before main() ends, as CUDA may
+// be shut down after it.
 void release_cuda_memory();
 
 // For the child of a fork, where CUDA is unusable: forgets streams and memory.
@@ -22,6 +24,15 @@ void abandon_cuda_memory();
 
 // Writes zeros; ignores errors.
 void clear_on_gpu(int device, void* memory, size_t bytes) noexcept;
+
+// The sums of one device, which others can read once the event has passed and while `owner` is
+// held.
+struct SharedSums {
+  const ChannelSums* sums;
+  double count;
+  Event event;
+  std::shared_ptr<void> owner;
+};
 
 // During its lifetime, the calling thread uses the device, with a stream and memory of its own.
 // Throws std::runtime_error for every CUDA error.
@@ -43,24 +54,23 @@ class CudaPass {
     return static_cast<V*>(memory(false, static_cast<size_t>(count) * sizeof(V)));
   }
 
+  // Memory on the device until the end of the pass and until the last copy of the pointer is gone.
+  template <typename V>
+  std::shared_ptr<V> keep(int64_t count) {
+    return std::static_pointer_cast<V>(keep_bytes(static_cast<size_t>(count) * sizeof(V)));
+  }
+
   // A copy on the host of values on the device, valid after wait().
   template <typename V>
   V* fetch(const V* from, int64_t count) {
     V* const to = on_host<V>(count);
-    fetch_to(to, from, count);
-    return to;
-  }
-  // The same, to memory from on_host().
-  template <typename V>
-  void fetch_to(V* to, const V* from, int64_t count) {
     copy(to, from, static_cast<size_t>(count) * sizeof(V), true);
-  }
-  // A copy on the device of values from on_host().
-  template <typename V>
-  V* upload(const V* from, int64_t count) {
-    V* const to = on_device<V>(count);
-    copy(to, from, static_cast<size_t>(count) * sizeof(V), false);
     return to;
+  }
+  // Copies values from on_host() to the device.
+  template <typename V>
+  void upload(V* to, const V* from, int64_t count) {
+    copy(to, from, static_cast<size_t>(count) * sizeof(V), false);
   }
 
   // The following only queue work. Sums, statistics and coefficients are on the device, C entries
@@ -68,8 +78,14 @@ class CudaPass {
   void forward_sums(const View& view, const void* x, ChannelSums* sums);
   void backward_sums(const BackwardShard& shard, const Statistics* s, const void* coefficients,
                      ChannelSums* sums);
-  Statistics* given_statistics(int64_t C, const void* mean, const void* variance, double epsilon);
+  void given_statistics(int64_t C, const void* mean, const void* variance, double epsilon,
+                        Statistics* to);
   int64_t coefficients_size(int64_t C) const { return kernels_.coefficients_size(C); }
+  // Lets these GPUs read the sums of C channels: directly, or a copy on the host.
+  SharedSums share(const ChannelSums* sums, int64_t C, double count, const std::vector<int>& gpus);
+  // What is queued later finds the sums of another device, which are held until the end of the
+  // pass.
+  void wait_for(const SharedSums& other);
   void finish_forward(const ForwardFinish& task, const Deliveries& deliveries);
   void start_backward(const BackwardStart& task);
   void finish_backward(const BackwardFinish& task);
@@ -93,6 +109,10 @@ class CudaPass {
 
   static Pool*& pool();
   void* memory(bool on_device, size_t bytes);
+  void* allocate(bool on_device, size_t bytes);
+  std::shared_ptr<void> keep_bytes(size_t bytes);
+  // Whether each of the GPUs can read the memory of the others. Enables it.
+  bool are_peers(const std::vector<int>& gpus);
   void copy(void* to, const void* from, size_t bytes, bool to_host);
   void check(int error, const std::string& call) const;
   ChannelSums* work(const View& view);
@@ -110,7 +130,9 @@ class CudaPass {
   const int device_;
   const std::string what_;
   const OnDevice on_device_;
-  StreamSlot* slot_ = nullptr;
+  // Other devices may hold it longer.
+  std::shared_ptr<StreamSlot> slot_;
+  std::vector<std::shared_ptr<void>> held_;
   bool finished_ = false;
 };
 

@@ -362,11 +362,46 @@ SBN_DEVICE Normalize<A> normalize_of(const Task& task, int64_t i, int64_t c) {
   return Normalize<A>::of(task.statistics[i], gamma_of<A>(task, c), beta);
 }
 
-// The coefficients of y for each channel of all batches, and the deliveries.
+// In rank order, as on the host.
+SBN_DEVICE ChannelSums sum_of(const SumsOfDevices& devices, int64_t i) {
+  ChannelSums sums;
+  for (int d = 0; d < devices.size; ++d) sums.add(devices.each[d][i]);
+  return sums;
+}
+
+// The number of batches includes this one.
+template <typename P>
+SBN_DEVICE void update_running(const RunningUpdate& running, const Statistics& s, double count,
+                               int64_t c) {
+  if (!running.mean) return;
+  const double momentum = running.num_batches
+                              ? cumulative_momentum(*static_cast<const P*>(running.num_batches))
+                              : running.momentum;
+  const auto update = [&](void* values, double batch_value) {
+    P* const value = static_cast<P*>(values) + c;
+    *value = static_cast<P>(moving_average(*value, batch_value, momentum));
+  };
+  update(running.mean, s.mean);
+  update(running.variance, running_variance(s, count, running.unbiased));
+}
+
+template <typename P>
+__global__ void __launch_bounds__(kThreads) count_batch(void* num_batches) {
+  if (global_thread() == 0) *static_cast<P*>(num_batches) += 1;
+}
+
+// The statistics of all devices, the running statistics, the coefficients of y for each channel of
+// all batches, and the deliveries.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
     finish_forward(ForwardFinish task, Deliveries deliveries) {
   const int64_t i = global_thread();
+  if (task.sums.size > 0 && i < task.C) {
+    const Statistics s = batch_statistics(sum_of(task.sums, i), task.count, task.epsilon);
+    // The thread reads them again below.
+    task.statistics[i] = s;
+    update_running<A>(task.running, s, task.count, i);
+  }
   for (int d = 0; d < deliveries.size; ++d) deliver(deliveries.items[d], i);
   if (i >= task.C * task.batches || !task.coefficients) return;
   const int64_t c = i % task.C;
@@ -383,13 +418,6 @@ __global__ void __launch_bounds__(kThreads)
   if (c >= C) return;
   statistics[c] =
       given_statistics(static_cast<const P*>(mean)[c], static_cast<const P*>(variance)[c], epsilon);
-}
-
-__global__ void __launch_bounds__(kThreads)
-    statistics_of_sums(int64_t C, const ChannelSums* sums, double count, double epsilon,
-                       Statistics* statistics) {
-  const int64_t c = global_thread();
-  if (c < C) statistics[c] = batch_statistics(sums[c], count, epsilon);
 }
 
 // The gates of each channel of all batches, and the statistics of z. `zero` as in Gate.
@@ -430,9 +458,8 @@ __global__ void __launch_bounds__(kThreads, 4) finish_backward(BackwardFinish ta
     if (!task.coefficients) continue;
     void* const coefficients = static_cast<char*>(task.coefficients) + b * task.coefficients_stride;
     const double factor = gamma_of<A>(task, c) * task.statistics[i].inv_std;
-    const ChannelSums sums = task.sums ? task.sums[i] : ChannelSums();
-    const double count = task.sums ? task.counts[b] : 0;
-    const auto affine = InputGradient<A>::of(s, factor, sums, count);
+    const double count = task.sums.size > 0 ? task.counts.of(b) : 0;
+    const auto affine = InputGradient<A>::of(s, factor, sum_of(task.sums, i), count);
     if (task.gated) {
       static_cast<GatedGradient<A>*>(coefficients)[c].input = affine;
     } else {

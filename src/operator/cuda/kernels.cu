@@ -82,6 +82,28 @@ int create_stream(Stream* stream) {
 }
 int destroy_stream(Stream stream) { return cudaStreamDestroy(native(stream)); }
 int synchronize(Stream stream) { return cudaStreamSynchronize(native(stream)); }
+int create_event(Event* event) {
+  cudaEvent_t created = nullptr;
+  const cudaError_t error = cudaEventCreateWithFlags(&created, cudaEventDisableTiming);
+  *event = created;
+  return error;
+}
+int destroy_event(Event event) { return cudaEventDestroy(static_cast<cudaEvent_t>(event)); }
+int record(Event event, Stream stream) {
+  return cudaEventRecord(static_cast<cudaEvent_t>(event), native(stream));
+}
+int wait_for(Stream stream, Event event) {
+  return cudaStreamWaitEvent(native(stream), static_cast<cudaEvent_t>(event), 0);
+}
+int can_access_peer(int* can, int device, int peer) {
+  return cudaDeviceCanAccessPeer(can, device, peer);
+}
+int enable_peer_access(int peer) {
+  const cudaError_t error = cudaDeviceEnablePeerAccess(peer, 0);
+  if (error != cudaErrorPeerAccessAlreadyEnabled) return error;
+  cudaGetLastError();
+  return cudaSuccess;
+}
 int copy_to_host(void* to, const void* from, size_t bytes, Stream stream) {
   return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, native(stream));
 }
@@ -102,9 +124,11 @@ void clear_error() { cudaGetLastError(); }
 #endif
 
 const CudaBackend kBackend{
-    {get_device, set_device, get_device_count, has_context, multiprocessors, allocate, release,
-     allocate_host, release_host, create_stream, destroy_stream, synchronize, copy_to_host,
-     copy_to_device, clear, error_name, error_text, clear_error},
+    {get_device,     set_device,      get_device_count,   has_context,   multiprocessors,
+     allocate,       release,         allocate_host,      release_host,  create_stream,
+     destroy_stream, synchronize,     create_event,       destroy_event, record,
+     wait_for,       can_access_peer, enable_peer_access, copy_to_host,  copy_to_device,
+     clear,          error_name,      error_text,         clear_error},
     kernels_of,
     "gpu",
     "CUDA " SBN_TEXT(__CUDACC_VER_MAJOR__) "." SBN_TEXT(

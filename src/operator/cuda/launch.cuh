@@ -335,6 +335,11 @@ int launch_finish_forward(const ForwardFinish& task, const Deliveries& deliverie
   for (int i = 0; i < deliveries.size; ++i) {
     threads = std::max(threads, deliveries.items[i].count);
   }
+  // Not in the kernel, whose blocks all read it.
+  void* const num_batches = task.running.mean ? task.running.num_batches : nullptr;
+  if (num_batches) SBN_LAUNCH(count_batch<A>, blocks_for(1), stream, num_batches);
+  const int error = num_batches ? last_launch_error() : 0;
+  if (error) return error;
   SBN_LAUNCH(finish_forward<A>, blocks_for(threads), stream, task, deliveries);
   return last_launch_error();
 }
@@ -360,12 +365,6 @@ int launch_statistics_of_arrays(int64_t C, const void* mean, const void* varianc
   return last_launch_error();
 }
 
-inline int launch_statistics_of_sums(int64_t C, const ChannelSums* sums, double count,
-                                     double epsilon, Statistics* statistics, Stream stream) {
-  SBN_LAUNCH(statistics_of_sums, blocks_for(C), stream, C, sums, count, epsilon, statistics);
-  return last_launch_error();
-}
-
 template <typename T>
 const CudaKernels kCudaKernels{work_size<T>,
                                launch_forward_sums<T>,
@@ -375,7 +374,6 @@ const CudaKernels kCudaKernels{work_size<T>,
                                launch_start_backward<T>,
                                launch_finish_backward<Arithmetic<T>>,
                                launch_statistics_of_arrays<Arithmetic<T>>,
-                               launch_statistics_of_sums,
                                launch_normalize<T>,
                                launch_input_gradient<T>};
 

@@ -8,8 +8,12 @@ namespace gluon_syncbn {
 namespace {
 
 constexpr int64_t kDoubles = sizeof(Statistics) / sizeof(double);
-constexpr int64_t kSumsDoubles = sizeof(ChannelSums) / sizeof(double);
 constexpr int kArrays = 3;
+
+template <typename Shard>
+double count_of(const Shard& part) {
+  return static_cast<double>(part.view.N * part.view.S);
+}
 
 // The running arrays, and copies of them on the host.
 struct Running {
@@ -34,7 +38,7 @@ struct Running {
 };
 
 // The statistics of each part, over all devices if they synchronize.
-std::vector<BatchPtr> batches_of(CudaPass* pass, const GpuForward& task, Running* running) {
+std::vector<BatchPtr> batches_on_host(CudaPass* pass, const GpuForward& task, Running* running) {
   const int64_t C = task.parts[0].view.C, count = static_cast<int64_t>(task.parts.size());
   ChannelSums* const on_device = pass->on_device<ChannelSums>(count * C);
   for (int64_t i = 0; i < count; ++i) {
@@ -46,8 +50,8 @@ std::vector<BatchPtr> batches_of(CudaPass* pass, const GpuForward& task, Running
   std::vector<BatchPtr> batches;
   for (const ForwardShard& part : task.parts) {
     Batch batch{std::vector<Statistics>(static_cast<size_t>(C))};
-    batch.count = static_cast<double>(part.view.N * part.view.S);
-    if (task.all_reduce) task.all_reduce(sums, &batch.count);
+    batch.count = count_of(part);
+    if (task.together.reduce) task.together.reduce(sums, &batch.count);
     for (int64_t c = 0; c < C; ++c) {
       batch.channels[c] = batch_statistics(sums[c], batch.count, task.epsilon);
     }
@@ -57,13 +61,15 @@ std::vector<BatchPtr> batches_of(CudaPass* pass, const GpuForward& task, Running
   return batches;
 }
 
-// Uploads the statistics and the updated running statistics in one copy.
-const Statistics* upload(CudaPass* pass, const GpuForward& task,
-                         const std::vector<BatchPtr>& batches, const Running& running,
-                         Deliveries* deliveries) {
-  const int64_t C = task.parts[0].view.C, count = static_cast<int64_t>(batches.size());
-  const bool update = task.update(batches, running.host);
-  double* const values = pass->on_host<double>(count * C * kDoubles + 2 * C + 1);
+// Sends the statistics and the updated running statistics to the device, in one copy.
+void from_host(CudaPass* pass, const GpuForward& task, Statistics* statistics,
+               Deliveries* deliveries) {
+  const int64_t C = task.parts[0].view.C;
+  Running running(task, C);
+  const std::vector<BatchPtr> batches = batches_on_host(pass, task, &running);
+  const bool update = task.update_on_host(batches, running.host);
+  const int64_t size = static_cast<int64_t>(batches.size()) * C * kDoubles;
+  double* const values = pass->on_host<double>(size + 2 * C + 1);
   double* next = values;
   for (const BatchPtr& batch : batches) {
     std::memcpy(next, batch->channels.data(), batch->channels.size() * sizeof(Statistics));
@@ -74,33 +80,59 @@ const Statistics* upload(CudaPass* pass, const GpuForward& task,
       *next++ = parameter(task.dtype, running.host[i], c);
     }
   }
-  const double* const copy = pass->upload(values, next - values);
-  const double* from = copy + count * C * kDoubles;
+  double* const copy = &statistics->mean;
+  pass->upload(copy, values, next - values);
+  const double* from = copy + size;
   for (int i = 0; i < kArrays && update; ++i) {
     if (!running.host[i]) continue;
-    const int64_t size = running.sizes[i];
+    const int64_t length = running.sizes[i];
     deliveries->items[deliveries->size++] = {
-        from, size, 1, running.device[i], size, has_double_parameters(task.dtype), false};
-    from += size;
+        from, length, 1, running.device[i], length, has_double_parameters(task.dtype), false};
+    from += length;
   }
-  return reinterpret_cast<const Statistics*>(copy);
+}
+
+// The sums of all devices, for kernels queued later. Adds the others' counts.
+SumsOfDevices sums_of_all(CudaPass* pass, const Together& together, const ChannelSums* own,
+                          int64_t C, double* count) {
+  if (!together.meet) return {1, {own}};
+  const SharedSums mine = pass->share(own, C, *count, together.gpus);
+  *count = 0;
+  SumsOfDevices all;
+  for (const SharedSums& each : together.meet(mine)) {
+    pass->wait_for(each);
+    all.each[all.size++] = each.owner == mine.owner ? own : each.sums;
+    *count += each.count;
+  }
+  return all;
 }
 
 }  // namespace
 
-std::vector<BatchPtr> forward_on_gpu(const GpuForward& task) {
+std::shared_ptr<Statistics> forward_on_gpu(const GpuForward& task) {
   CudaPass pass(task.device, task.dtype, task.what);
   const ForwardShard& first = task.parts[0];
   const int64_t C = first.view.C, count = static_cast<int64_t>(task.parts.size());
-  Running running(task, C);
-  std::vector<BatchPtr> batches;
+  const int64_t size = pass.coefficients_size(C);
+  // And from the host the running statistics.
+  const auto statistics = pass.keep<Statistics>((count + (task.update_on_host ? 1 : 0)) * C);
+  char* const coefficients = first.y ? pass.on_device<char>(count * size) : nullptr;
+  ForwardFinish finish{C,          count,           statistics.get(), first.gamma,
+                       first.beta, first.epilogue,  coefficients,     size,
+                       {},         count_of(first), task.epsilon,     {}};
   Deliveries deliveries;
-  const Statistics* statistics;
-  if (task.from_batch) {
-    batches = batches_of(&pass, task, &running);
-    statistics = upload(&pass, task, batches, running, &deliveries);
+  if (!task.from_batch) {
+    pass.given_statistics(C, task.running[0], task.running[1], task.epsilon, statistics.get());
+  } else if (task.update_on_host) {
+    from_host(&pass, task, statistics.get(), &deliveries);
   } else {
-    statistics = pass.given_statistics(C, task.running[0], task.running[1], task.epsilon);
+    ChannelSums* const own = pass.on_device<ChannelSums>(C);
+    pass.forward_sums(first.view, first.x, own);
+    finish.sums = sums_of_all(&pass, task.together, own, C, &finish.count);
+    if (task.updates) {
+      finish.running = {task.running[0], task.running[1], task.running[2], task.rule.momentum,
+                        task.rule.unbiased};
+    }
   }
 
   const auto deliver = [&](const Result& result, const double* from) {
@@ -110,43 +142,20 @@ std::vector<BatchPtr> forward_on_gpu(const GpuForward& task) {
   };
   deliver(task.mean, &statistics->mean);
   deliver(task.inv_std, &statistics->inv_std);
-  const int64_t size = pass.coefficients_size(C);
-  char* const coefficients = first.y ? pass.on_device<char>(count * size) : nullptr;
-  pass.finish_forward(
-      {C, count, statistics, first.gamma, first.beta, first.epilogue, coefficients, size},
-      deliveries);
+  pass.finish_forward(finish, deliveries);
   for (int64_t i = 0; i < count && coefficients; ++i) {
     pass.normalize(task.parts[i], coefficients + i * size);
   }
-  if (!task.from_batch) running.fetch(&pass);
   // MXNet reads the results as soon as this call returns.
   pass.finish();
-
-  if (!task.from_batch) {
-    Batch batch{std::vector<Statistics>(static_cast<size_t>(C))};
-    for (int64_t c = 0; c < C; ++c) {
-      batch.channels[c] = given_statistics(parameter(task.dtype, running.host[0], c),
-                                           parameter(task.dtype, running.host[1], c), task.epsilon);
-    }
-    batches.push_back(std::make_shared<const Batch>(std::move(batch)));
-  }
-  return batches;
+  return statistics;
 }
 
 void backward_on_gpu(const GpuBackward& task) {
   CudaPass pass(task.device, task.dtype, task.what);
   const BackwardShard& first = task.parts[0];
   const int64_t C = first.view.C, count = static_cast<int64_t>(task.parts.size());
-  // The statistics and the counts of this device, for one copy.
-  double* const known = pass.on_host<double>(count * (C * kDoubles + 1));
-  double* const known_counts = known + count * C * kDoubles;
-  for (int64_t i = 0; i < count; ++i) {
-    const std::vector<Statistics>& channels = task.batches[i]->channels;
-    std::memcpy(known + i * C * kDoubles, channels.data(), channels.size() * sizeof(Statistics));
-    known_counts[i] = static_cast<double>(task.parts[i].view.N * task.parts[i].view.S);
-  }
-  const double* const known_on_device = pass.upload(known, count * (C * kDoubles + 1));
-  const auto* const statistics = reinterpret_cast<const Statistics*>(known_on_device);
+  const Statistics* const statistics = task.statistics.get();
   const bool wanted = first.dx || first.dresidual, gated = is_gated(first);
   const int64_t size = pass.coefficients_size(C);
   char* const coefficients = wanted || gated ? pass.on_device<char>(count * size) : nullptr;
@@ -162,25 +171,20 @@ void backward_on_gpu(const GpuBackward& task) {
     pass.backward_sums(task.parts[i], used + i * C, coefficients + i * size, own + i * C);
   }
 
-  // Null if statistics are constants.
-  const ChannelSums* all = nullptr;
-  const double* counts = nullptr;
-  if (task.from_batch) {
-    all = own;
-    counts = known_on_device + count * C * kDoubles;
-    if (task.all_reduce) {
-      // The sums and counts of all devices, for one copy.
-      double* const reduced = pass.on_host<double>(count * (C * kSumsDoubles + 1));
-      double* const reduced_counts = reduced + count * C * kSumsDoubles;
-      auto* const sums = reinterpret_cast<ChannelSums*>(reduced);
-      pass.fetch_to(sums, own, count * C);
-      pass.wait();
-      std::copy_n(known_counts, count, reduced_counts);
-      for (int64_t i = 0; i < count; ++i) task.all_reduce(sums + i * C, reduced_counts + i);
-      const double* const reduced_on_device = pass.upload(reduced, count * (C * kSumsDoubles + 1));
-      all = reinterpret_cast<const ChannelSums*>(reduced_on_device);
-      counts = reduced_on_device + count * C * kSumsDoubles;
-    }
+  SumsOfDevices all;
+  BatchCounts counts{count_of(first), count_of(task.parts.back()), 0};
+  while (counts.firsts < count && count_of(task.parts[counts.firsts]) == counts.first) {
+    ++counts.firsts;
+  }
+  if (task.from_batch && task.together.reduce) {
+    ChannelSums* const sums = pass.fetch(own, C);
+    pass.wait();
+    task.together.reduce(sums, &counts.first);
+    ChannelSums* const reduced = pass.on_device<ChannelSums>(C);
+    pass.upload(reduced, sums, C);
+    all = {1, {reduced}};
+  } else if (task.from_batch) {
+    all = sums_of_all(&pass, task.together, own, C, &counts.first);
   }
 
   pass.finish_backward({C, count, statistics, used, first.gamma, first.epilogue, own, all, counts,

@@ -1,9 +1,10 @@
-// Forward and backward of one call on a GPU. The sums are copied to the host to be exchanged; all
-// other data stays on the device.
+// Forward and backward of one call on a GPU. Only sums leave the device: other GPUs read them once
+// an event has passed, and for what is no GPU of this process they are added on the host.
 #ifndef GLUON_SYNCBN_CUDA_PASSES_H_
 #define GLUON_SYNCBN_CUDA_PASSES_H_
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -12,9 +13,15 @@
 
 namespace gluon_syncbn {
 
-// Replaces the sums of C channels and their count by those of all devices. Empty if each part has
-// its own statistics.
-using AllReduceSums = std::function<void(ChannelSums* sums, double* count)>;
+// How the sums of all devices come together, if there are others: by one of the functions.
+struct Together {
+  // The GPUs of this process that may take part.
+  std::vector<int> gpus;
+  // Gives its sums to the other GPUs, and returns those of all, in rank order.
+  std::function<std::vector<SharedSums>(const SharedSums& own)> meet;
+  // Replaces sums on the host, and their count, by those of all.
+  std::function<void(ChannelSums* sums, double* count)> reduce;
+};
 
 // A small output; null if it is not needed.
 struct Result {
@@ -32,18 +39,23 @@ struct GpuForward {
   std::vector<ForwardShard> parts;
   // Whether to use the statistics of the parts, or the running statistics.
   bool from_batch;
-  AllReduceSums all_reduce;
+  Together together;
   // mean, variance, and the number of batches or null, of the type of gamma.
   void* running[3];
-  // Updates host copies of `running`. Returns whether to write them back.
-  std::function<bool(const std::vector<BatchPtr>&, void* const (&running)[3])> update;
+  // Whether and how the device updates them.
+  bool updates;
+  RunningRule rule;
+  // If set, the statistics come from the host, which updates copies of `running`. Returns whether
+  // to write them back.
+  std::function<bool(const std::vector<BatchPtr>&, void* const (&running)[3])> update_on_host;
   // Arrays of `rows` x C doubles. If there are fewer parts than rows, the values repeat.
   Result mean, inv_std;
   int64_t rows;
 };
 
-// Writes y and the running statistics. Returns the statistics that normalized each part.
-std::vector<BatchPtr> forward_on_gpu(const GpuForward& task);
+// Writes y and the running statistics. Returns the statistics that normalized each part, in the
+// device's memory.
+std::shared_ptr<Statistics> forward_on_gpu(const GpuForward& task);
 
 struct GpuBackward {
   int device;
@@ -51,10 +63,10 @@ struct GpuBackward {
   std::string what;
   // Null dx is not computed; `sums` are not used.
   std::vector<BackwardShard> parts;
-  // The statistics of each part.
-  std::vector<BatchPtr> batches;
+  // Those of forward.
+  std::shared_ptr<Statistics> statistics;
   bool from_batch;
-  AllReduceSums all_reduce;
+  Together together;
   // Of this device alone, summed over the parts.
   Result dgamma, dbeta;
 };

@@ -71,6 +71,12 @@ void write_values(const Arrays& arrays, int array, int request, DType dtype, int
   }
 }
 
+// What a GPU contributes if all of them add the sums.
+struct SharedContribution : Contribution {
+  const SharedSums& own;
+  std::vector<SharedSums> all;
+};
+
 // The running mean, variance, and the number of batches or null.
 struct RunningPointers {
   void* each[3];
@@ -179,7 +185,9 @@ void Call::check_count(const Arrays& arrays) const {
 void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train) {
   check_device();
   // So that a backward after a failed forward finds none.
+  channels_ = 0;
   batches_.clear();
+  on_gpu_.reset();
   id_ = CallId{-1, 0, 0, nullptr};
   from_batch_ = is_train && !attributes_.use_global_stats;
   if (is_shared()) {
@@ -209,15 +217,19 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
                            wanted ? arrays.data(outputs_ + kOutput) : nullptr,
                            store_of(requests[kOutput])};
   if (from_batch_ && attributes_.running.cumulative) check_count(arrays);
-  batches_ =
-      gpu_ < 0 ? forward_by_cpu(arrays, requests, whole) : forward_by_cuda(arrays, requests, whole);
+  if (gpu_ < 0) {
+    batches_ = forward_by_cpu(arrays, requests, whole);
+  } else {
+    on_gpu_ = forward_by_cuda(arrays, requests, whole);
+  }
+  channels_ = view.C;
 }
 
 void Call::backward_pass(const Arrays& arrays, const int* requests) {
   check_device();
   // That of dy, as x may not be there.
   const View view = arrays.view(kOutput, attributes_.axis);
-  if (batches_.empty() || static_cast<int64_t>(batches_[0]->channels.size()) != view.C) {
+  if (channels_ != view.C) {
     throw Error(title() + " goes backward through a forward that has failed.");
   }
   if (view.size() == 0) {
@@ -310,28 +322,35 @@ void Call::backward_by_cpu(const Arrays& arrays, const int* requests, const Back
                [&](int64_t c) { return dbeta[c]; });
 }
 
-std::vector<BatchPtr> Call::forward_by_cuda(const Arrays& arrays, const int* requests,
-                                            const ForwardShard& whole) {
+std::shared_ptr<Statistics> Call::forward_by_cuda(const Arrays& arrays, const int* requests,
+                                                  const ForwardShard& whole) {
   const DType dtype = arrays.dtype(kData);
   const RunningPointers running(arrays, running_arrays_, attributes_.running.cumulative);
   const auto result = [&](int output) {
     return Result{requests[output] == kNullOp ? nullptr : arrays.data(outputs_ + output),
                   requests[output] == kAddTo};
   };
-  return forward_on_gpu({gpu_,
-                         dtype,
-                         arrays.text(kData),
-                         attributes_.epsilon,
-                         chunks_of(whole, dtype, arrays.samples(kData)),
-                         from_batch_,
-                         reduce_for_cuda(Direction::kForward, dtype, whole.view.C),
-                         {running.each[0], running.each[1], running.each[2]},
-                         [&](const std::vector<BatchPtr>& batches, void* const(&on_host)[3]) {
-                           return update_running(dtype, batches, on_host);
-                         },
-                         result(kMean),
-                         result(kInvStd),
-                         std::max(1, attributes_.virtual_devices)});
+  GpuForward task{gpu_,
+                  dtype,
+                  arrays.text(kData),
+                  attributes_.epsilon,
+                  chunks_of(whole, dtype, arrays.samples(kData)),
+                  from_batch_,
+                  together(Direction::kForward, dtype, whole.view.C),
+                  {running.each[0], running.each[1], running.each[2]},
+                  has_data(),
+                  attributes_.running,
+                  nullptr,
+                  result(kMean),
+                  result(kInvStd),
+                  std::max(1, attributes_.virtual_devices)};
+  // Recomputed statistics are compared, and virtual devices have running statistics, on the host.
+  if (task.together.reduce || recomputes_ || task.parts.size() > 1) {
+    task.update_on_host = [&](const std::vector<BatchPtr>& batches, void* const(&on_host)[3]) {
+      return update_running(dtype, batches, on_host);
+    };
+  }
+  return forward_on_gpu(task);
 }
 
 void Call::backward_by_cuda(const Arrays& arrays, const int* requests, const BackwardShard& whole) {
@@ -341,8 +360,8 @@ void Call::backward_by_cuda(const Arrays& arrays, const int* requests, const Bac
                   requests[input] == kAddTo};
   };
   backward_on_gpu({gpu_, dtype, arrays.text(kOutput),
-                   chunks_of(whole, dtype, arrays.samples(kOutput)), batches_, from_batch_,
-                   reduce_for_cuda(Direction::kBackward, dtype, whole.view.C), result(kGamma),
+                   chunks_of(whole, dtype, arrays.samples(kOutput)), on_gpu_, from_batch_,
+                   together(Direction::kBackward, dtype, whole.view.C), result(kGamma),
                    result(kBeta)});
 }
 
@@ -393,13 +412,36 @@ void Call::synchronized_backward(DType dtype, const BackwardShard& part) {
                                  });
 }
 
-AllReduceSums Call::reduce_for_cuda(Direction direction, DType dtype, int64_t channels) {
-  if (!is_shared()) return nullptr;
-  return [=](ChannelSums* sums, double* count) {
-    std::vector<ChannelSums> all(sums, sums + channels);
-    process.all_reduce->reduce(layer_, id_, direction, device_, name_of(dtype), &all, count);
-    std::copy(all.begin(), all.end(), sums);
-  };
+Together Call::together(Direction direction, DType dtype, int64_t channels) {
+  Together result;
+  if (!is_shared()) return result;
+  const Participants all = process.all_reduce->participants_of(layer_, id_, device_);
+  for (const std::string& device : all.devices) result.gpus.push_back(gpu_of(device));
+  const bool recomputed = recomputes_ && direction == Direction::kForward;
+  if (all.count == 1 && !all.exchanges) return result;
+  const bool are_gpus =
+      !result.gpus.empty() && *std::min_element(result.gpus.begin(), result.gpus.end()) >= 0;
+  if (are_gpus && all.count <= kMaxDevices && !all.exchanges && !recomputed) {
+    result.meet = [=](const SharedSums& own) {
+      SharedContribution mine{{channels, name_of(dtype)}, own, {}};
+      process.all_reduce->rendezvous(
+          layer_, id_, direction, device_, &mine, [](const std::vector<Contribution*>& each) {
+            std::vector<SharedSums> sums;
+            for (const Contribution* one : each) {
+              sums.push_back(static_cast<const SharedContribution*>(one)->own);
+            }
+            for (Contribution* one : each) static_cast<SharedContribution*>(one)->all = sums;
+          });
+      return std::move(mine.all);
+    };
+  } else {
+    result.reduce = [=](ChannelSums* sums, double* count) {
+      std::vector<ChannelSums> reduced(sums, sums + channels);
+      process.all_reduce->reduce(layer_, id_, direction, device_, name_of(dtype), &reduced, count);
+      std::copy(reduced.begin(), reduced.end(), sums);
+    };
+  }
+  return result;
 }
 
 template <typename Part>
@@ -417,12 +459,12 @@ BatchPtr Call::given_batch(DType dtype, int64_t channels, const void* mean, cons
   return std::make_shared<const Batch>(std::move(batch));
 }
 
+// A process that has run out of data repeats its last batch.
+bool Call::has_data() const { return process.all_reduce->has_data(is_shared() ? layer_ : nullptr); }
+
 bool Call::update_running(DType dtype, const std::vector<BatchPtr>& batches,
                           void* const (&running)[3]) {
-  // A process that has run out of data repeats its last batch.
-  if (batches[0]->count == 0 || !process.all_reduce->has_data(is_shared() ? layer_ : nullptr)) {
-    return false;
-  }
+  if (batches[0]->count == 0 || !has_data()) return false;
   if (recomputes_ && running_->is_recomputed(attributes_.node, number_, batches)) return false;
   const auto update = [&](auto zero) {
     using P = decltype(zero);

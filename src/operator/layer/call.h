@@ -47,11 +47,11 @@ class Call {
   void forward_pass(const Arrays& arrays, const int* requests, bool is_train);
   void backward_pass(const Arrays& arrays, const int* requests);
 
-  // Return the batches with whose statistics y was normalized: one, or one for each virtual device.
+  // Return the statistics that normalized y: of one batch, or one for each virtual device.
   std::vector<BatchPtr> forward_by_cpu(const Arrays& arrays, const int* requests,
                                        const ForwardShard& whole);
-  std::vector<BatchPtr> forward_by_cuda(const Arrays& arrays, const int* requests,
-                                        const ForwardShard& whole);
+  std::shared_ptr<Statistics> forward_by_cuda(const Arrays& arrays, const int* requests,
+                                              const ForwardShard& whole);
   void backward_by_cpu(const Arrays& arrays, const int* requests, const BackwardShard& whole);
   void backward_by_cuda(const Arrays& arrays, const int* requests, const BackwardShard& whole);
 
@@ -59,8 +59,8 @@ class Call {
   BatchPtr synchronized_forward(DType dtype, const ForwardShard& part);
   // dx, and the sums of this device alone, with all devices.
   void synchronized_backward(DType dtype, const BackwardShard& part);
-  // Adds this device's sums to the others'; null if it has statistics of its own.
-  AllReduceSums reduce_for_cuda(Direction direction, DType dtype, int64_t channels);
+  // How this GPU's sums and those of other devices come together.
+  Together together(Direction direction, DType dtype, int64_t channels);
 
   // Whether other devices have shards of the same batch.
   bool is_shared() const { return from_batch_ && !attributes_.virtual_devices; }
@@ -70,6 +70,8 @@ class Call {
 
   const void* gamma(const void* values) const { return attributes_.fix_gamma ? nullptr : values; }
   BatchPtr given_batch(DType dtype, int64_t channels, const void* mean, const void* var) const;
+  // Whether the running statistics follow the batch.
+  bool has_data() const;
   // running: mean, variance, and the number of batches or null. Returns whether they have changed,
   // which they do not without data.
   bool update_running(DType dtype, const std::vector<BatchPtr>& batches, void* const (&running)[3]);
@@ -91,8 +93,11 @@ class Call {
   const std::shared_ptr<RunningState> running_;
   bool from_batch_ = false;
   CallId id_{};
-  // The statistics that the forward used; none if it has failed.
+  // The channels of the forward, and the statistics that it used, on the CPU or on the GPU. None if
+  // it has failed.
+  int64_t channels_ = 0;
   std::vector<BatchPtr> batches_;
+  std::shared_ptr<Statistics> on_gpu_;
 };
 
 }  // namespace gluon_syncbn

@@ -104,6 +104,14 @@ SBN_HOST_DEVICE double moving_average(double running, double batch, double momen
   return momentum * running + (1 - momentum) * batch;
 }
 
+// The momentum with which the moving average is the mean of all batches.
+SBN_HOST_DEVICE double cumulative_momentum(double batches) { return 1 - 1 / batches; }
+
+// The variance that enters the moving average.
+SBN_HOST_DEVICE double running_variance(const Statistics& s, double count, bool unbiased) {
+  return unbiased && count > 1 ? s.variance * (count / (count - 1)) : s.variance;
+}
+
 // y of one channel, computed in T. Two numbers of T hold the mean, so an offset of the data costs
 // no precision.
 template <typename T>

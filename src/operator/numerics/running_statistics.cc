@@ -12,11 +12,6 @@ bool same(const Batch& a, const Batch& b) {
                      a.channels.size() * sizeof(Statistics)) == 0;
 }
 
-double variance_of(const Batch& batch, size_t c, bool unbiased) {
-  const double variance = batch.channels[c].variance;
-  return unbiased && batch.count > 1 ? variance * (batch.count / (batch.count - 1)) : variance;
-}
-
 }  // namespace
 
 template <typename P, typename F>
@@ -58,7 +53,7 @@ void RunningState::update(const std::vector<BatchPtr>& batches, const RunningRul
   double momentum = rule.momentum;
   if (rule.cumulative) {
     *arrays.num_batches += 1;
-    momentum = 1 - 1 / static_cast<double>(*arrays.num_batches);
+    momentum = cumulative_momentum(*arrays.num_batches);
   }
   const size_t channels = batches[0]->channels.size();
   update_average(
@@ -66,8 +61,10 @@ void RunningState::update(const std::vector<BatchPtr>& batches, const RunningRul
       channels, arrays.mean, &mean_);
   update_average(
       batches.size(),
-      [&](size_t i, size_t c) { return variance_of(*batches[i], c, rule.unbiased); }, momentum,
-      channels, arrays.variance, &variance_);
+      [&](size_t i, size_t c) {
+        return running_variance(batches[i]->channels[c], batches[i]->count, rule.unbiased);
+      },
+      momentum, channels, arrays.variance, &variance_);
 }
 
 template void RunningState::update(const std::vector<BatchPtr>&, const RunningRule&,

@@ -246,6 +246,16 @@ CallId AllReduce::next_call(const LayerPtr& layer, const std::string& device, in
   return {layer->epoch, node, sequence, active};
 }
 
+Participants AllReduce::participants_of(const LayerPtr& layer, const CallId& id,
+                                        const std::string& device) const {
+  const State::Lock lock(state_->mutex);
+  state_->check_open(layer);
+  if (id.epoch != layer->epoch) throw layer->failed_before();
+  std::vector<std::string> devices = layer->group_of(device, id.active);
+  const size_t count = id.active ? devices.size() : layer->config.participants();
+  return {count, std::move(devices), layer->config.exchanges()};
+}
+
 void AllReduce::rendezvous(const LayerPtr& layer, const CallId& id, Direction direction,
                            const std::string& device, Contribution* contribution,
                            const Combine& combine) {

@@ -51,6 +51,10 @@ class AllReduce {
   // The id of the next forward call of this node on this device. Throws Error.
   CallId next_call(const LayerPtr& layer, const std::string& device, int64_t node = 0);
 
+  // Throws Error, also if the call is part of a step that has failed.
+  Participants participants_of(const LayerPtr& layer, const CallId& id,
+                               const std::string& device) const;
+
   // Returns when all participants have arrived and one has run `combine` over the contributions of
   // all, in rank order. What it throws, all get. Throws Error.
   using Combine = std::function<void(const std::vector<Contribution*>& contributions)>;

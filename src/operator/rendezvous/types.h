@@ -63,6 +63,16 @@ struct CallId {
   ActiveDevices active;
 };
 
+// Who takes part in a call of a device.
+struct Participants {
+  // How many devices of this process.
+  size_t count;
+  // Their names, in rank order. More, if some `count` of them do; none, if they are unknown.
+  std::vector<std::string> devices;
+  // Whether other processes do.
+  bool exchanges;
+};
+
 // What a device contributes to a rendezvous; callers derive from it. All devices must have the same
 // number of channels and dtype ("float32").
 struct Contribution {

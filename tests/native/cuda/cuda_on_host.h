@@ -13,7 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <mutex>
+#include <tuple>
 #include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -54,8 +54,6 @@ constexpr unsigned kLanes = 32;
                threadIdx.x);
   std::abort();
 }
-
-inline std::mutex one_kernel;
 
 // Per multiprocessor, of every kernel.
 inline int resident_blocks = 2;
@@ -209,15 +207,11 @@ class Block {
 #endif
 };
 
-// Runs a kernel and returns after it, as if streams were synchronous. `together`: its threads wait
-// for each other.
-template <typename F>
-void launch(dim3 grid, unsigned threads, void* /*stream*/, bool together, const F& kernel) {
-  const std::lock_guard<std::mutex> lock(one_kernel);
+// Runs a kernel and returns after it. One at a time. `together`: its threads wait for each other.
+inline void run(dim3 grid, unsigned threads, bool together, const std::function<void()>& function) {
   static Block block;
   gridDim = grid;
   blockDim = dim3(threads);
-  const std::function<void()> function(kernel);
   for (unsigned y = 0; y < grid.y; ++y) {
     for (unsigned x = 0; x < grid.x; ++x) {
       blockIdx = dim3(x, y, 0);
@@ -226,11 +220,26 @@ void launch(dim3 grid, unsigned threads, void* /*stream*/, bool together, const 
       } else {
         for (unsigned i = 0; i < threads; ++i) {
           threadIdx = dim3(i, 0, 0);
-          kernel();
+          function();
         }
       }
     }
   }
+}
+
+// Adds work to a stream.
+void enqueue(void* stream, std::function<void()> work);
+// Overloaded for arguments of kernels that are checked at the launch.
+template <typename V>
+void inspect(void* /*stream*/, const V& /*argument*/) {}
+
+template <typename F, typename... Arguments>
+void launch(dim3 grid, unsigned threads, void* stream, bool together, const F& kernel,
+            const Arguments&... arguments) {
+  (inspect(stream, arguments), ...);
+  enqueue(stream, [=, all = std::make_tuple(arguments...)] {
+    run(grid, threads, together, [&] { std::apply(kernel, all); });
+  });
 }
 
 }  // namespace cuda_on_host
@@ -285,9 +294,11 @@ int last_launch_error();
 }  // namespace gluon_syncbn
 
 #define SBN_LAUNCH(kernel, grid, stream, ...) \
-  cuda_on_host::launch(grid, kThreads, stream, false, [&] { kernel(__VA_ARGS__); })
+  cuda_on_host::launch(                       \
+      grid, kThreads, stream, false, [](const auto&... all) { kernel(all...); }, __VA_ARGS__)
 #define SBN_LAUNCH_TOGETHER(kernel, grid, stream, ...) \
-  cuda_on_host::launch(grid, kThreads, stream, true, [&] { kernel(__VA_ARGS__); })
+  cuda_on_host::launch(                                \
+      grid, kThreads, stream, true, [](const auto&... all) { kernel(all...); }, __VA_ARGS__)
 #define SBN_RESIDENT(kernel) cuda_on_host::resident_blocks
 
 #endif  // GLUON_SYNCBN_TESTS_CUDA_ON_HOST_H_

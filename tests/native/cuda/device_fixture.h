@@ -129,8 +129,9 @@ class OnDevice {
   std::vector<Statistics> statistics(const Sums& on_host, double count) {
     DeviceArray<ChannelSums> sums(on_host.data(), p_.view.C);
     DeviceArray<Statistics> s(p_.view.C);
-    MUST(kernels().statistics_of_sums(p_.view.C, sums.data(), count, kEpsilon, s.data(),
-                                      the_stream()));
+    const ForwardFinish finish{p_.view.C, 1, s.data(),           nullptr, nullptr, {},
+                               nullptr,   0, {1, {sums.data()}}, count,   kEpsilon};
+    MUST(kernels().finish_forward(finish, {}, the_stream()));
     return s.get();
   }
 
@@ -163,7 +164,6 @@ class OnDevice {
     const int64_t C = p_.view.C;
     Start start(*this, shard, s);
     DeviceArray<ChannelSums> own_sums(own.data(), C), all_sums(all ? all->data() : own.data(), C);
-    DeviceArray<double> counts(&count, 1);
     DeviceArray<A> dgamma(p_.beta.data(), C), dbeta(p_.beta.data(), C);
     const BackwardFinish finish{C,
                                 1,
@@ -172,8 +172,8 @@ class OnDevice {
                                 shard.gamma,
                                 shard.epilogue,
                                 own_sums.data(),
-                                all ? all_sums.data() : nullptr,
-                                all ? counts.data() : nullptr,
+                                {all ? 1 : 0, {all_sums.data()}},
+                                {count, count, 1},
                                 is_gated(shard),
                                 start.coefficients.data(),
                                 0,

@@ -1,0 +1,394 @@
+// Forward and backward of several devices, in threads of their own: their results, their waits and
+// their memory. On a GPU, which SBN_REAL_CUDA says, the devices are streams of one.
+#if !defined(SBN_REAL_CUDA)
+#include "cuda/fake_cuda.inc"
+#endif
+
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "cuda/device_fixture.h"
+#include "cuda/passes.h"
+
+namespace gluon_syncbn {
+namespace {
+
+// What passes have cost; known of the fake only.
+struct Cost {
+  int waits = 0, uploads = 0, stream_waits = 0;
+};
+#if defined(SBN_REAL_CUDA)
+constexpr bool kReal = true;
+Cost cost() { return {}; }
+#else
+constexpr bool kReal = false;
+Cost cost() {
+  const fake_cuda::Usage usage = fake_cuda::usage();
+  return {usage.synchronizations, usage.uploads, usage.stream_waits};
+}
+#endif
+
+// Where the devices of one pass meet.
+template <typename V>
+class Meeting {
+ public:
+  explicit Meeting(size_t size) : all_(size) {}
+
+  std::vector<V> meet(size_t rank, const V& mine) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    all_[rank] = mine;
+    ++arrived_;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return arrived_ >= all_.size(); });
+    return all_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<V> all_;
+  size_t arrived_ = 0;
+};
+
+enum class Way { kPeers, kCopies, kHost };
+
+struct Sent {
+  Sums sums;
+  double count = 0;
+};
+
+// The meeting of a pass, in each way.
+struct Place {
+  Meeting<SharedSums> on_events;
+  Meeting<Sent> on_host;
+
+  explicit Place(size_t size) : on_events(size), on_host(size) {}
+
+  Together together(Way way, size_t rank, const std::vector<int>& gpus, int64_t C) {
+    Together together;
+    together.gpus = gpus;
+    if (way == Way::kHost) {
+      together.reduce = [=](ChannelSums* sums, double* count) {
+        const auto all = on_host.meet(rank, {Sums(sums, sums + C), *count});
+        std::fill_n(sums, C, ChannelSums());
+        *count = 0;
+        for (const Sent& each : all) {
+          for (int64_t c = 0; c < C; ++c) sums[c].add(each.sums[c]);
+          *count += each.count;
+        }
+      };
+    } else if (gpus.size() > 1) {
+      together.meet = [=](const SharedSums& mine) { return on_events.meet(rank, mine); };
+    }
+    return together;
+  }
+};
+
+// What all devices have computed: y and dx of the batch, and the statistics of each device.
+template <typename A>
+struct Results {
+  std::vector<A> y, dx;
+  std::vector<std::vector<A>> running;
+  std::vector<std::vector<double>> saved;
+  Cost cost;
+
+  bool operator==(const Results& other) const {
+    const auto same = [](const auto& a, const auto& b) {
+      return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0;
+    };
+    return same(y, other.y) && same(dx, other.dx) && same(running[0], other.running[0]) &&
+           same(saved[0], other.saved[0]);
+  }
+};
+
+// Two steps of a layer whose batch is split over the devices.
+template <typename A>
+Results<A> train(const Problem<A>& p, Way way, const std::vector<int>& gpus,
+                 const RunningRule& rule) {
+  const View view = p.view;
+  const size_t devices = gpus.size();
+  DeviceArray<A> x(p.x.data(), view.size()), dy(p.dy.data(), view.size());
+  DeviceArray<A> y(p.x.data(), view.size()), dx(p.x.data(), view.size());
+  DeviceArray<A> gamma(p.gamma.data(), view.C), beta(p.beta.data(), view.C);
+  std::vector<std::unique_ptr<DeviceArray<A>>> running, gradients;
+  std::vector<std::unique_ptr<DeviceArray<double>>> saved;
+  const std::vector<A> start(static_cast<size_t>(2 * view.C + 1), A{2});
+  for (size_t i = 0; i < devices; ++i) {
+    running.push_back(std::make_unique<DeviceArray<A>>(start.data(), 2 * view.C + 1));
+    gradients.push_back(std::make_unique<DeviceArray<A>>(start.data(), 2 * view.C));
+    saved.push_back(std::make_unique<DeviceArray<double>>(2 * view.C));
+  }
+  const Cost before = cost();
+  for (int step = 0; step < 2; ++step) {
+    Place forward(devices), backward(devices);
+    std::vector<std::thread> threads;
+    for (size_t rank = 0; rank < devices; ++rank) {
+      threads.emplace_back([&, rank] {
+        const auto begin = static_cast<int64_t>(view.N / view.R * rank / devices) * view.R;
+        const auto end = static_cast<int64_t>(view.N / view.R * (rank + 1) / devices) * view.R;
+        View part = view;
+        part.N = end - begin;
+        const int64_t at = begin * view.C * view.S;
+        A* const arrays = running[rank]->data();
+        double* const means = saved[rank]->data();
+        RunningState state;
+        GpuForward f{gpus[rank],
+                     Type<A>::kDType,
+                     "data",
+                     kEpsilon,
+                     {{part,
+                       x.data() + at,
+                       gamma.data(),
+                       beta.data(),
+                       nullptr,
+                       {},
+                       y.data() + at,
+                       Store::kWrite}},
+                     true,
+                     forward.together(way, rank, gpus, view.C),
+                     {arrays, arrays + view.C, rule.cumulative ? arrays + 2 * view.C : nullptr},
+                     true,
+                     rule,
+                     nullptr,
+                     {means, false},
+                     {means + view.C, false},
+                     1};
+        if (way == Way::kHost) {
+          f.update_on_host = [&](const std::vector<BatchPtr>& batches, void* const(&host)[3]) {
+            const auto values = [&](int i) { return static_cast<A*>(host[i]); };
+            state.update<A>(batches, rule, {values(0), values(1), values(2)});
+            return true;
+          };
+        }
+        const auto statistics = forward_on_gpu(f);
+        A* const own = gradients[rank]->data();
+        backward_on_gpu({gpus[rank],
+                         Type<A>::kDType,
+                         "data",
+                         {{part,
+                           dy.data() + at,
+                           x.data() + at,
+                           nullptr,
+                           gamma.data(),
+                           beta.data(),
+                           {},
+                           dx.data() + at,
+                           Store::kWrite,
+                           nullptr,
+                           Store::kWrite,
+                           nullptr}},
+                         statistics,
+                         true,
+                         backward.together(way, rank, gpus, view.C),
+                         {own, false},
+                         {own + view.C, false}});
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+  const Cost after = cost();
+  Results<A> results{y.get(),
+                     dx.get(),
+                     {},
+                     {},
+                     {after.waits - before.waits, after.uploads - before.uploads,
+                      after.stream_waits - before.stream_waits}};
+  for (size_t i = 0; i < devices; ++i) {
+    results.running.push_back(running[i]->get());
+    results.saved.push_back(saved[i]->get());
+    CHECK(results.running[i] == results.running[0] && results.saved[i] == results.saved[0]);
+  }
+  return results;
+}
+
+// Those of each way, so that what is known of one's access to the others is not in another's way.
+std::vector<int> gpus_of(Way way, size_t count) {
+  std::vector<int> gpus(count);
+  for (size_t i = 0; i < count && !kReal; ++i) gpus[i] = 10 * static_cast<int>(way) + i;
+  return gpus;
+}
+
+template <typename A>
+void results_do_not_depend_on_where_sums_meet() {
+  const RunningRule rules[] = {{0.9, false, false}, {0.5, false, true}, {0, true, true}};
+  for (const View& view : {View{8, 3, 49}, View{9, 300, 1}, View{5 * 12, 7, 1, 12}}) {
+    const Problem<A> p(view, 3);
+    for (const RunningRule& rule : rules) {
+      const Results<A> one = train(p, Way::kHost, gpus_of(Way::kHost, 1), rule);
+      for (const size_t devices : {1, 2, 3, 5}) {
+        for (const Way way : {Way::kPeers, Way::kCopies, Way::kHost}) {
+          if (kReal && way == Way::kCopies) continue;
+#if !defined(SBN_REAL_CUDA)
+          fake_cuda::set_peers(way == Way::kPeers);
+#endif
+          check::context = name_of<A>(view, 3) + ", " + std::to_string(devices) + " devices, way " +
+                           std::to_string(static_cast<int>(way));
+          const Results<A> results = train(p, way, gpus_of(way, devices), rule);
+          CHECK(results == one);
+          if (kReal) continue;
+          const bool on_host = way == Way::kHost;
+          const int passes = 4 * static_cast<int>(devices);
+          const int others = on_host ? 0 : static_cast<int>(devices) - 1;
+          CHECK_EQ(results.cost.waits, passes * (on_host ? 2 : 1));
+          CHECK_EQ(results.cost.uploads, on_host ? passes : 0);
+          CHECK_EQ(results.cost.stream_waits, passes * others);
+        }
+      }
+    }
+  }
+}
+
+// One device has ended its pass, and another may still read its sums.
+void memory_that_others_read_is_not_used_again() {
+  check::context = "memory";
+  const int second = kReal ? 0 : 1;
+  release_cuda_memory();
+  const View view{4, 3, 5};
+  const Problem<float> p(view, 0);
+  DeviceArray<float> x(p.x.data(), view.size());
+  const auto own_sums = [&](CudaPass* pass) {
+    ChannelSums* const sums = pass->on_device<ChannelSums>(view.C);
+    pass->forward_sums(view, x.data(), sums);
+    return sums;
+  };
+  CudaPass reader(second, DType::kFloat32, "data");
+  const ChannelSums* shared = nullptr;
+  const std::shared_ptr<Statistics> kept = reader.keep<Statistics>(view.C);
+  SharedSums sums{};
+  // A thread has one device at a time.
+  const auto run_pass = [&](const auto& work) {
+    std::thread([&] {
+      CudaPass pass(0, DType::kFloat32, "data");
+      work(&pass);
+      pass.finish();
+    }).join();
+  };
+  run_pass([&](CudaPass* pass) {
+    shared = own_sums(pass);
+    sums = pass->share(shared, view.C, 20, {0, second});
+  });
+  reader.wait_for(sums);
+  const ForwardFinish finish{view.C,  1, kept.get(),       nullptr, nullptr, {},
+                             nullptr, 0, {1, {sums.sums}}, 20,      kEpsilon};
+  reader.finish_forward(finish, {});
+  sums = {};
+  for (int i = 0; i < 3; ++i) {
+    run_pass([&](CudaPass* pass) { CHECK(own_sums(pass) != shared); });
+  }
+  reader.finish();
+}
+
+void statistics_outlive_their_pass() {
+  check::context = "statistics";
+  std::shared_ptr<Statistics> kept;
+  const Statistics* before = nullptr;
+  for (const bool is_free : {false, false, true}) {
+    if (is_free) kept.reset();
+    CudaPass pass(0, DType::kFloat32, "data");
+    const std::shared_ptr<Statistics> next = pass.keep<Statistics>(9);
+    CHECK((next.get() == before) == is_free);
+    // Also the pass holds them, whose stream may write them.
+    CHECK(pass.keep<Statistics>(9) != next);
+    if (!kept && !is_free) kept = next;
+    before = kept.get();
+    pass.finish();
+  }
+}
+
+#if !defined(SBN_REAL_CUDA)
+// Whether the fake stops the program.
+template <typename F>
+bool stops(const F& f) {
+  const pid_t child = fork();
+  if (child == 0) {
+    close(STDERR_FILENO);
+    f();
+    _exit(0);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  return WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT;
+}
+
+void the_fake_stops_what_would_be_a_race() {
+  check::context = "misuse";
+  constexpr int64_t kC = 3;
+  const CudaKernels& kernels = cuda_backend()->kernels(DType::kFloat32);
+  const View view{4, kC, 5};
+  const Problem<float> p(view, 0);
+  for (const bool peers : {true, false}) {
+    // Sums of device 0, and a kernel of device 1 that reads them.
+    const auto read = [&](bool waits, bool enables, bool overwrites, bool frees) {
+      fake_cuda::set_peers(true);
+      void *x, *sums, *copy, *statistics;
+      Stream first, second;
+      Event event;
+      cuda().set_device(1);
+      cuda().create_stream(&second);
+      if (enables) cuda().enable_peer_access(0);
+      cuda().set_device(0);
+      cuda().create_stream(&first);
+      cuda().create_event(&event);
+      cuda().malloc(&x, sizeof(float) * static_cast<size_t>(view.size()));
+      cuda().malloc(&sums, sizeof(ChannelSums) * kC);
+      cuda().malloc_host(&copy, sizeof(ChannelSums) * kC);
+      cuda().malloc(&statistics, sizeof(Statistics) * kC);
+      auto* const on_device = static_cast<ChannelSums*>(sums);
+      const auto sum = [&] { kernels.forward_sums(view, x, nullptr, on_device, 1, first); };
+      cuda().copy_to_device(x, p.x.data(), sizeof(float) * static_cast<size_t>(view.size()), first);
+      sum();
+      if (!peers) cuda().copy_to_host(copy, sums, sizeof(ChannelSums) * kC, first);
+      cuda().record(event, first);
+      cuda().set_device(1);
+      if (waits) cuda().wait_for(second, event);
+      const ForwardFinish finish{
+          kC,      1,       static_cast<Statistics*>(statistics),
+          nullptr, nullptr, {},
+          nullptr, 0,       {1, {static_cast<ChannelSums*>(peers ? sums : copy)}},
+          20,      kEpsilon};
+      kernels.finish_forward(finish, {}, second);
+      cuda().set_device(0);
+      if (overwrites && peers) sum();
+      if (overwrites && !peers) {
+        cuda().copy_to_host(copy, sums, sizeof(ChannelSums) * kC, first);
+      }
+      if (frees) peers ? cuda().free(sums) : cuda().free_host(copy);
+      cuda().set_device(1);
+      cuda().synchronize(second);
+    };
+    CHECK(!stops([&] { read(true, true, false, false); }));
+    CHECK(stops([&] { read(false, true, false, false); }));
+    CHECK(stops([&] { read(true, false, false, false); }) == peers);
+    CHECK(stops([&] { read(true, true, true, false); }));
+    CHECK(stops([&] { read(true, true, false, true); }));
+  }
+  CHECK(stops([&] {
+    Stream stream;
+    Event event;
+    cuda().create_stream(&stream);
+    cuda().create_event(&event);
+    cuda().wait_for(stream, event);
+  }));
+}
+#endif
+
+}  // namespace
+}  // namespace gluon_syncbn
+
+int main() {
+  using namespace gluon_syncbn;
+  if (!cuda_backend()) return 1;
+#if !defined(SBN_REAL_CUDA)
+  the_fake_stops_what_would_be_a_race();
+#endif
+  memory_that_others_read_is_not_used_again();
+  statistics_outlive_their_pass();
+  results_do_not_depend_on_where_sums_meet<float>();
+  results_do_not_depend_on_where_sums_meet<double>();
+  return check::finish("cuda_passes");
+}
