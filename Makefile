@@ -20,14 +20,24 @@ native_headers := $(wildcard $(foreach ext,h inc cuh,src/operator/*/*.$(ext) src
 native_tests := $(filter-out $(WITHOUT:%=tests/native/%.cc),$(wildcard tests/native/*/test_*.cc))
 # Without what only the whole library has: its version.
 tested_sources := $(filter-out src/operator/api/layers.cc,$(wildcard src/operator/*/*.cc))
-formatted := $(wildcard src/portable/* $(foreach ext,h cc cu cuh inc,src/operator/*/*.$(ext) src/operator/*/*/*.$(ext) tests/native/*.$(ext) tests/native/*/*.$(ext) tests/gpu/*.$(ext)))
+formatted := $(wildcard src/portable/* $(foreach ext,h cc cu cuh inc,src/operator/*/*.$(ext) src/operator/*/*/*.$(ext) tests/native/*.$(ext) tests/native/*/*.$(ext) tests/gpu/*.$(ext) tests/gpu/*/*.$(ext)))
 
 build := build/native/$(FLAVOUR)
 objects := $(tested_sources:src/operator/%.cc=$(build)/%.o)
 programs := $(native_tests:tests/native/%.cc=$(build)/tests/%)
-build_native = @$(MAKE) --no-print-directory -j$(shell nproc)
+build_native = @$(MAKE) --no-print-directory -f $(firstword $(MAKEFILE_LIST)) -j$(shell nproc)
 # The library with CUDA on the host: what CPU contexts do, GPU code does.
 fake_cuda := $(build)/fake_cuda/libgluon_syncbn.so
+# The kernels as PTX, which a simulator runs in place of a GPU. (From this Makefile's tree, so that it can be used on
+# the sources of another one: make -C OTHER -f THIS/Makefile gpu-counts.)
+simulator_sources := $(dir $(lastword $(MAKEFILE_LIST)))tests/gpu/ptxsim
+simulated := $(build)/ptxsim
+PTX_ARCH ?= 90
+simulator := $(patsubst $(simulator_sources)/%.cc,$(simulated)/%.o,$(filter-out %/print_counts.cc %/cpu_contexts.cc %/test_ptxsim.cc,$(wildcard $(simulator_sources)/*.cc)))
+known_architectures = $(if $(nvcc),$(patsubst compute_%,%,$(shell $(nvcc) --list-gpu-arch)))
+oldest = $(firstword $(known_architectures))
+newest = $(lastword $(known_architectures))
+nvcc := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v "$${NVCC:-nvcc}")
 compile = $(CXX) -std=c++17 -pthread -fPIC -ffp-contract=off $(FLAGS) $(CXXFLAGS) -Isrc/operator -Itests/native
 
 ifeq ($(filter cpu cu112,$(MXNET)),)
@@ -35,11 +45,11 @@ $(error MXNET=$(MXNET) is unknown: choose MXNET=cpu, or MXNET=cu112 for GPUs wit
 endif
 
 # pip must not run twice at a time in one environment, so only the native tests are made in parallel.
-ifeq ($(filter run-native programs fake-cuda compile-sources,$(MAKECMDGOALS)),)
+ifeq ($(filter run-native run-ptx programs fake-cuda simulated-cuda compile-sources,$(MAKECMDGOALS)),)
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: fake-cuda gpu-check cuda-report help train detect compare test test-all test-pythons bench bench-distributed lint format warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
+.PHONY: fake-cuda simulated-cuda gpu-check gpu-counts compare-gpu-counts ptx-mutants run-ptx cuda-report help train detect compare test test-all test-pythons bench bench-distributed lint format warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.13] [CXX=g++]'
@@ -56,6 +66,7 @@ compare: $(ready)mxnet-$(MXNET) $(ready)examples ## train the example with six k
 
 test: $(ready)mxnet-$(MXNET) $(ready)examples $(ready)test $(ready)horovod ## run the native tests, then the Python tests but the long ones
 	$(build_native) run-native
+	$(build_native) run-ptx
 	$(python) -m pytest -n 2 -m "not long" $(ARGS)
 
 test-pythons: wheel ## run the quick tests with the wheel, on Python 3.8, 3.11 and 3.13, each in its own environment
@@ -78,6 +89,15 @@ gpu-check: ## where a GPU and PyTorch are: build, check the CUDA kernels, measur
 
 cuda-report: ## print registers and occupancy of the CUDA kernels for all architectures; fails on spills
 	@$(or $(PYTHON),python3) benchmarks/gpu/build.py $(ARGS)
+
+gpu-counts: ## print what the CUDA kernels ask of a GPU, counted on a simulator, and compare it; --write to update
+	$(if $(nvcc),,$(error No nvcc is found (NVCC, CUDA_HOME, PATH), and the counts are those of its code))
+	$(build_native) $(simulated)/print_counts_$(PTX_ARCH)
+	@$(or $(PYTHON),python3) $(simulator_sources)/counts.py $(simulated)/print_counts_$(PTX_ARCH) $(nvcc) $(PTX_ARCH) $(ARGS)
+
+ptx-mutants: ## change one instruction of the CUDA kernels at a time, and ask if the native test sees it; takes 20 minutes
+	$(build_native) $(simulated)/test_cuda_kernels_$(PTX_ARCH)
+	@$(or $(PYTHON),python3) $(simulator_sources)/mutants.py $(simulated)/test_cuda_kernels_$(PTX_ARCH) $(ARGS)
 
 lint: $(ready)lint ## check style and formatting
 	.venv/bin/ruff check .
@@ -136,6 +156,30 @@ run-native: $(programs)
 	@failed=; for program in $^; do echo $$program; $(RUN) $$program || failed="$$failed $$program"; done; \
 	[ -z "$$failed" ] || { echo "Failed:$$failed" >&2; exit 1; }
 
+# In random order of blocks and warps: another one in each run, which a failure names.
+run-ptx: $(simulated)/test_ptxsim $(if $(nvcc),run-ptx-$(newest) run-ptx-small-$(oldest) compare-gpu-counts)
+	@$<
+	$(if $(nvcc),,@echo "No nvcc is found (NVCC, CUDA_HOME, PATH), so the PTX of the CUDA kernels is not tested.")
+
+simulate = @seed=$$(date +%N); echo "PTXSIM_SEED=$$seed $^ $(1)"; PTXSIM_SEED=$$seed $^ $(1)
+run-ptx-small-%: $(simulated)/test_cuda_kernels_%
+	$(call simulate,--small)
+
+run-ptx-%: run-ptx-kernels-% run-ptx-passes-%
+	@$(or $(PYTHON),python3) $(simulator_sources)/coverage.py $(simulated)/coverage_*_$*
+
+.SECONDARY: $(foreach test,kernels passes,$(simulated)/test_cuda_$(test)_$(newest))
+run-ptx-kernels-%: export PTXSIM_COVERAGE = $(simulated)/coverage_kernels_$*
+run-ptx-kernels-%: $(simulated)/test_cuda_kernels_%
+	$(call simulate)
+
+run-ptx-passes-%: export PTXSIM_COVERAGE = $(simulated)/coverage_passes_$*
+run-ptx-passes-%: $(simulated)/test_cuda_passes_%
+	$(call simulate)
+
+compare-gpu-counts: $(simulated)/print_counts_$(PTX_ARCH)
+	@$(or $(PYTHON),python3) $(simulator_sources)/counts.py $< $(nvcc) $(PTX_ARCH) --quiet
+
 programs: $(programs)
 
 compile-sources: $(objects) $(build)/api/layers.o
@@ -156,9 +200,40 @@ $(build)/api/layers.o: src/operator/api/layers.cc gluon_syncbn/_version.py $(nat
 	@mkdir -p $(@D)
 	$(compile) $(version) -c $< -o $@
 
+# The library with CUDA on the simulator, for CPU contexts. The file that makes it so is the last.
+simulated-cuda: $(simulated)/libgluon_syncbn.so
+$(simulated)/libgluon_syncbn.so: $(simulator_sources)/cpu_contexts.cc $(objects) $(build)/api/layers.o $(simulator) $(simulated)/kernels_$(newest).o
+	$(compile) -I$(simulator_sources) -fvisibility=hidden -shared -Wl,--wrap=dlopen,--wrap=dlsym $(filter %.o,$^) $< -o $@ -ldl
+
 $(fake_cuda): tests/gpu/fake_cuda_backend.cc tests/gpu/kernel_api.cc $(objects) $(build)/api/layers.o $(native_headers)
 	@mkdir -p $(@D)
 	$(compile) -fvisibility=hidden -shared $(filter %.cc,$^) $(objects) $(build)/api/layers.o -o $@
+
+half_and_fma = $(if $(filter x86_64,$(shell uname -m)),-mfma -mf16c)
+$(simulator): $(simulated)/%.o: $(simulator_sources)/%.cc $(wildcard $(simulator_sources)/*.h)
+	@mkdir -p $(@D)
+	$(CXX) -std=c++20 -O3 -pthread -fPIC -fvisibility=hidden -ffp-contract=off $(half_and_fma) $(CXXFLAGS) -c $< -o $@
+
+# They take longest.
+.PRECIOUS: $(simulated)/kernels_%.o
+# With the flags of setup.py. Not compressed, so that the simulator can read it.
+$(simulated)/kernels_%.o: src/operator/cuda/kernels.cu $(native_headers)
+	@mkdir -p $(@D)
+	$(nvcc) -ccbin $(CXX) -std=c++17 -O3 -fmad=false -Isrc/operator -Xcompiler=-fPIC,-ffp-contract=off --no-compress \
+	    -gencode=arch=compute_$*,code=compute_$* -c $< -o $@
+
+link_simulated = $(compile) -DSBN_REAL_CUDA $(filter %.cc %.o,$^) -Wl,--wrap=dlopen,--wrap=dlsym -o $@ -ldl
+$(simulated)/print_counts_%: $(simulator_sources)/print_counts.cc $(simulated)/kernels_%.o $(simulator) $(objects)
+	$(link_simulated)
+
+$(simulated)/test_ptxsim: $(simulator_sources)/test_ptxsim.cc $(simulator)
+	$(link_simulated) -std=c++20
+
+$(simulated)/test_cuda_kernels_%: tests/native/cuda/test_cuda_kernels.cc $(simulated)/kernels_%.o $(simulator) $(objects)
+	$(link_simulated)
+
+$(simulated)/test_cuda_passes_%: tests/native/cuda/test_cuda_passes.cc $(simulated)/kernels_%.o $(simulator) $(objects)
+	$(link_simulated)
 
 # The files .venv/ready-* say what has been installed there, so that a second run has nothing to set up.
 $(ready)python:

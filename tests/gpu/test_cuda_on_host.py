@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY = ROOT / "build/native/plain/fake_cuda/libgluon_syncbn.so"
+BUILD = ROOT / "build/native/plain"
 # Tests of the layer that must pass on every kind of device, except those for CPUs only. On GPUs the
 # sums of a layer with an activation are added in another order than those of one without.
 TESTS = ["batch_norm", "activation", "numerics", "semantics", "rendezvous"]
@@ -22,17 +22,21 @@ OF_CPUS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory):
-    """The package and its tests with that library."""
-    subprocess.run(["make", "-s", "fake-cuda"], cwd=ROOT, check=True, stdin=subprocess.DEVNULL)
-    folder = tmp_path_factory.mktemp("on_host")
+def package_with(target, library, folder):
+    """The package and its tests with the library that `make target` builds."""
+    subprocess.run(["make", "-s", target], cwd=ROOT, check=True, stdin=subprocess.DEVNULL)
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(ROOT / "gluon_syncbn", folder / "gluon_syncbn", ignore=ignored)
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", folder)
-    shutil.copy(LIBRARY, folder / "gluon_syncbn")
+    shutil.copy(BUILD / library, folder / "gluon_syncbn")
     return folder
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("on_host")
+    return package_with("fake-cuda", "fake_cuda/libgluon_syncbn.so", folder)
 
 
 def run(package, *command, **environment):

@@ -33,8 +33,9 @@ int resident_blocks(void (*kernel)(Arguments...)) {
   cudaGetDevice(&device);
   const std::lock_guard<std::mutex> lock(mutex);
   int& blocks = (*known)[{device, kernel}];
-  if (blocks == 0 &&
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0) != cudaSuccess) {
+  const auto* const function = reinterpret_cast<const void*>(kernel);
+  if (blocks == 0 && cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, kThreads,
+                                                                   0) != cudaSuccess) {
     // The launch will report it.
     cudaGetLastError();
   }

@@ -124,7 +124,8 @@ void check_variant(const Problem<T>& p, OnDevice<T>* device, const std::vector<S
       }
       return shard;
     };
-    DeviceArray<T> to(p.x.data(), size, shift ? shift + 2 : 0);
+    // Of vectors of two doubles, one is aligned like x, and one is not.
+    DeviceArray<T> to(p.x.data(), size, shift ? shift + (gamma ? 2 : 1) : 0);
     Array<T> expected = p.x;
     device->forward(
         adapt(device->forward_shard(to.data(), how), residual_on_device.data(), nullptr), s);
@@ -355,6 +356,321 @@ void results_are_right_with_zeros() {
   }
 }
 
+// The sums of backward with an epilogue, on the device, compared with the host's if `compared`.
+template <typename T>
+Sums check_backward_sums(const Problem<T>& p, const std::vector<Statistics>& s,
+                         const Variant& variant, int64_t shift, bool compared) {
+  const int64_t size = p.view.size();
+  OnDevice<T> device(p, shift);
+  Array<T> y(size);
+  ForwardShard forth = forward_shard(p, y.data());
+  forth.epilogue = variant.epilogue;
+  kernels<T>().forward(forth, s.data());
+  DeviceArray<T> y_on_device(y.data(), size, shift ? shift + 3 : 0);
+  BackwardShard shard = device.backward_shard(nullptr, Store::kWrite);
+  BackwardShard host = backward_shard<T>(p, nullptr);
+  shard.epilogue = host.epilogue = variant.epilogue;
+  if (variant.in_place) shard.x = host.x = nullptr;
+  if (variant.in_place || variant.residual) {
+    shard.y = y_on_device.data();
+    host.y = y.data();
+  }
+  const Sums sums = device.backward_sums(shard, s);
+  if (compared) BackwardSums<T>(host, s).check(sums);
+  return sums;
+}
+
+// The other pairs of an activation and the array that decides on its derivative.
+const Variant kMoreVariants[] = {{kLeaky, false, false}, {kRelu, true, false}};
+const Variant kSumsVariants[] = {kPlain, kVariants[0], kVariants[3], kMoreVariants[0],
+                                 kMoreVariants[1]};
+
+template <typename T>
+void results_match_the_cpu_for_more_variants() {
+  for (const View& view : {View{5, 3, 3}, View{5, 3, 49}, View{3, 3, 600}, View{2, 2, 3000},
+                           View{3 * 49, 40, 1, 49}, View{600, 12, 1, 200}, View{40, 33, 1}}) {
+    const Problem<T> p(view, 3);
+    const std::vector<Statistics> s = statistics_of(p, forward_sums(p));
+    for (const int64_t shift : {0, 1}) {
+      OnDevice<T> device(p, shift);
+      for (const Variant& variant : kMoreVariants) {
+        check::context = name_of<T>(view, shift) + ", more variants";
+        check_variant(p, &device, s, variant, shift);
+      }
+    }
+  }
+}
+
+// Sums over samples of many sizes, of which a block takes several, and over many samples, of which
+// a warp takes several.
+template <typename T>
+void sums_match_the_cpu_for_every_size_of_samples() {
+  std::vector<View> views{{300, 40, 1}, {150, 70, 7}};
+  for (const int64_t C : {12, 40, 136, 304}) {
+    for (const int64_t R : {5, 20, 40, 70, 200}) views.push_back({3 * R, C, 1, R});
+  }
+  for (const View& view : views) {
+    const Problem<T> p(view, 1);
+    const std::vector<Statistics> s = statistics_of(p, forward_sums(p));
+    for (const int64_t shift : {0, 1}) {
+      check::context = name_of<T>(view, shift) + ", sums";
+      check_statistics<T>(statistics_of(p, OnDevice<T>(p, shift).forward_sums()), s);
+      for (const Variant& variant : kSumsVariants) {
+        check_backward_sums(p, s, variant, shift, true);
+      }
+    }
+  }
+  check::context = "many slices";
+  const Problem<T> p({700, 2, 64}, 1);
+  CHECK(rounded(OnDevice<T>(p, 0, 132).forward_sums()) == rounded(OnDevice<T>(p).forward_sums()));
+}
+
+// The sums of dy of a layer with an activation have the bits of a layer without one that gets the
+// gradient of the activation's argument.
+template <typename T>
+void gated_sums_have_the_bits_of_sums_of_the_gated_gradient() {
+  using A = Arithmetic<T>;
+  for (const View& view : {View{5, 3, 49}, View{3, 3, 600}, View{2, 2, 3000}, View{3, 2, 77},
+                           View{3 * 49, 40, 1, 49}, View{600, 12, 1, 200}, View{40, 33, 1}}) {
+    const Problem<T> p(view, 1);
+    const std::vector<Statistics> s = statistics_of(p, forward_sums(p));
+    for (const Epilogue& epilogue : {kRelu, Epilogue{Activation::kLeakyRelu, 0.25, 0}}) {
+      // A quarter of the smallest halves is none.
+      if (std::is_same<T, Half>::value && epilogue.slope != 0) continue;
+      Problem<T> gated = p;
+      for (int64_t i = 0; i < view.size(); ++i) {
+        const auto c = static_cast<size_t>(i / view.S % view.C);
+        const auto normalize = Normalize<A>::of(s[c], p.gamma[c], p.beta[c]);
+        const auto gate = Gate<A>::of_x(normalize, kLargestZero<T>, epilogue.slope);
+        narrow(gate(widen(p.dy[i]), widen(p.x[i])), &gated.dy[i]);
+      }
+      for (const int64_t shift : {0, 1}) {
+        check::context = name_of<T>(view, shift) + ", gated";
+        OnDevice<T> device(p, shift), plain(gated, shift);
+        BackwardShard shard = device.backward_shard(nullptr, Store::kWrite);
+        shard.epilogue = epilogue;
+        CHECK(rounded(device.backward_sums(shard, s)) == rounded(plain.backward_sums(s)));
+      }
+    }
+  }
+}
+
+// Samples whose values differ by many orders of magnitude, and some that are constant.
+template <typename T>
+void sums_of_samples_of_all_sizes_are_independent_of_splits() {
+  for (const View& view : {View{23, 3, 49}, View{12, 2, 600}, View{40, 33, 4}, View{9, 2, 2100},
+                           View{23 * 30, 20, 1, 30}, View{9 * 600, 3, 1, 600}}) {
+    const int64_t samples = view.N / view.R, size = view.size() / samples;
+    for (const double step : {1.5, 8.0, 1e3}) {
+      check::context = name_of<T>(view, step) + ", samples of all sizes";
+      Problem<T> p(view, 1);
+      for (int64_t n = 0; n < samples; ++n) {
+        // Some constant samples, of which the first are zero.
+        constexpr double kLargest = std::is_same<T, Half>::value ? 1e3 : 1e15;
+        const double power = static_cast<double>(n * 7 % samples) - samples / 2.0;
+        const double scale = std::min(std::max(std::pow(step, power), 1 / kLargest), kLargest);
+        for (int64_t i = n * size; i < (n + 1) * size; ++i) {
+          p.x[i] = value_of<T>(n % 6 == 3 ? (n < 4 ? 0 : scale) : to_double(p.x[i]) * scale);
+          p.dy[i] = value_of<T>(n % 6 == 4 ? 0 : to_double(p.dy[i]) * scale);
+        }
+      }
+      OnDevice<T> device(p);
+      const Sums sums = device.forward_sums();
+      const std::vector<Statistics> s = statistics_of(p, forward_sums(p));
+      const Sums gradient_sums = device.backward_sums(s);
+      check_statistics<T>(statistics_of(p, sums), s);
+      Sums forward(sums.size()), backward(sums.size());
+      for (int64_t n = samples - 1; n >= 0; --n) {
+        const Sums f = device.forward_sums(n * view.R, (n + 1) * view.R);
+        const Sums b = device.backward_sums(s, n * view.R, (n + 1) * view.R);
+        for (size_t c = 0; c < sums.size(); ++c) {
+          forward[c].add(f[c]);
+          backward[c].add(b[c]);
+        }
+      }
+      CHECK(rounded(forward) == rounded(sums));
+      CHECK(rounded(backward) == rounded(gradient_sums));
+      for (const int multiprocessors : {1, 132}) {
+        OnDevice<T> other(p, 1, multiprocessors);
+        CHECK(rounded(other.forward_sums()) == rounded(sums));
+        CHECK(rounded(other.backward_sums(s)) == rounded(gradient_sums));
+      }
+    }
+  }
+}
+
+bool is_infinite(int64_t channel) { return channel % 3 == 1; }
+
+bool finite_channels_are_same(Sums a, Sums b) {
+  for (size_t c = 0; c < a.size(); ++c) {
+    if (is_infinite(static_cast<int64_t>(c))) a[c] = b[c] = {};
+  }
+  return rounded(a) == rounded(b);
+}
+
+// Where float is not enough: values whose sums overflow, and infinite ones, which must not change
+// the sums of other channels.
+template <typename T>
+void sums_of_extreme_values_are_right() {
+  for (const View& view : {View{4, 3, 600}, View{9, 40, 9}, View{5, 6, 49}, View{300, 40, 1, 150},
+                           View{3 * 49, 136, 1, 49}, View{40, 33, 1}}) {
+    const Problem<T> p(view, 0);
+    const std::vector<Statistics> s = statistics_of(p, forward_sums(p));
+    Problem<T> infinite = p, large = p;
+    for (int64_t i = 0; i < view.size(); ++i) {
+      if (is_infinite(i / view.S % view.C)) {
+        infinite.x[i] = infinite.dy[i] = value_of<T>(std::numeric_limits<double>::infinity());
+      }
+      if (i % 40 == 0) large.dy[i] = value_of<T>(1e38);
+    }
+    Problem<T> infinite_dy = p;
+    infinite_dy.dy = infinite.dy;
+    for (const int64_t shift : {0, 1}) {
+      check::context = name_of<T>(view, shift) + ", extreme values";
+      const Sums forward = OnDevice<T>(p, shift).forward_sums();
+      const Sums of_infinite = OnDevice<T>(infinite, shift).forward_sums();
+      CHECK(finite_channels_are_same(of_infinite, forward));
+      CHECK(!std::isfinite(of_infinite[1].first.value()));
+      for (const Variant& variant : kSumsVariants) {
+        const Sums sums = check_backward_sums(p, s, variant, shift, true);
+        CHECK(finite_channels_are_same(check_backward_sums(infinite_dy, s, variant, shift, false),
+                                       sums));
+        // Half has no numbers as large.
+        if (!std::is_same<T, Half>::value) check_backward_sums(large, s, variant, shift, true);
+      }
+    }
+  }
+}
+
+template <typename T>
+void statistics_of_arrays_are_those_of_the_host() {
+  using A = Arithmetic<T>;
+  const std::vector<A> mean{0, 3, -5}, variance{1, 0, 7};
+  DeviceArray<A> means(mean.data(), 3), variances(variance.data(), 3);
+  DeviceArray<Statistics> device(3);
+  MUST(cuda_backend()
+           ->kernels(Type<T>::kDType)
+           .statistics_of_arrays(3, means.data(), variances.data(), kEpsilon, device.data(),
+                                 the_stream()));
+  const std::vector<Statistics> result = device.get();
+  for (size_t c = 0; c < 3; ++c) {
+    const Statistics host = given_statistics(mean[c], variance[c], kEpsilon);
+    CHECK(std::memcmp(&result[c], &host, sizeof(host)) == 0);
+  }
+}
+
+#if defined(SBN_REAL_CUDA)
+// An array of 2^31 values or more, of which the first and the last sample have values.
+template <typename T>
+class LargeArray {
+ public:
+  // Null memory if there is not that much.
+  LargeArray(int64_t size, int64_t sample, const Array<T>& values, int64_t shift)
+      : size_(size), sample_(sample), shift_(shift) {
+    if (cuda().malloc(&memory_, static_cast<size_t>(size + 16) * sizeof(T))) {
+      cuda().clear_error();
+      memory_ = nullptr;
+    }
+    if (memory_) set(values);
+  }
+  LargeArray(const LargeArray&) = delete;
+  ~LargeArray() {
+    if (memory_) MUST(cuda().free(memory_));
+  }
+
+  T* data() { return memory_ ? static_cast<T*>(memory_) + shift_ : nullptr; }
+
+  void set(const Array<T>& values) {
+    const size_t bytes = static_cast<size_t>(sample_) * sizeof(T);
+    MUST(cuda().copy_to_device(data(), values.data(), bytes, the_stream()));
+    MUST(cuda().copy_to_device(last(), values.data() + sample_, bytes, the_stream()));
+    MUST(cuda().synchronize(the_stream()));
+  }
+
+  std::vector<T> get() {
+    std::vector<T> values(static_cast<size_t>(2 * sample_));
+    const size_t bytes = values.size() / 2 * sizeof(T);
+    MUST(cuda().copy_to_host(values.data(), data(), bytes, the_stream()));
+    MUST(cuda().copy_to_host(values.data() + sample_, last(), bytes, the_stream()));
+    MUST(cuda().synchronize(the_stream()));
+    return values;
+  }
+
+ private:
+  T* last() { return data() + size_ - sample_; }
+
+  int64_t size_, sample_, shift_;
+  void* memory_ = nullptr;
+};
+
+template <typename T>
+void check_large(int64_t S, const Variant& variant, Store how, int64_t shift) {
+  const Problem<T> p({2, S < 100 ? 60 : 2, S}, 3);
+  const int64_t sample = p.view.C * S, size = ((int64_t{1} << 31) / sample + 1) * sample;
+  const View view{size / sample, p.view.C, S};
+  LargeArray<T> x(size, sample, p.x, 0), dy(size, sample, p.dy, shift);
+  LargeArray<T> to(size, sample, p.x, shift), second(size, sample, p.x, shift);
+  if (!x.data() || !dy.data() || !to.data() || !second.data()) {
+    std::cout << "too little memory for arrays of 2^31 " << Type<T>::kName << "\n";
+    return;
+  }
+  OnDevice<T> device(p);
+  const std::vector<Statistics> s = statistics_of(p, forward_sums(p));
+  const Kernels& cpu = kernels<T>();
+
+  Array<T> expected = p.x, expected_second = p.x;
+  ForwardShard forth = device.forward_shard(to.data(), how);
+  ForwardShard host_forth = forward_shard(p, expected.data(), how);
+  forth.view = view;
+  forth.x = x.data();
+  forth.epilogue = host_forth.epilogue = variant.epilogue;
+  if (variant.residual) {
+    forth.residual = dy.data();
+    host_forth.residual = p.dy.data();
+  }
+  device.forward(forth, s);
+  cpu.forward(host_forth, s.data());
+  CHECK(same_bits(to.get(), expected));
+
+  expected = p.x;
+  to.set(p.x);
+  BackwardShard back = device.backward_shard(to.data(), how);
+  BackwardShard host_back = backward_shard(p, expected.data(), how);
+  back.view = view;
+  back.x = x.data();
+  back.dy = dy.data();
+  back.epilogue = host_back.epilogue = variant.epilogue;
+  back.residual_store = host_back.residual_store = how;
+  if (variant.residual) {
+    back.y = x.data();
+    back.dresidual = second.data();
+    host_back.y = p.x.data();
+    host_back.dresidual = expected_second.data();
+  }
+  const Sums sums = backward_sums(p, s);
+  device.backward(back, s, sums, &sums, p.count());
+  cpu.backward(host_back, s.data(), sums.data(), p.count());
+  CHECK(same_bits(to.get(), expected));
+  CHECK(same_bits(second.get(), expected_second));
+}
+
+// Planes that a vector has several of, that most warps have the end of, and larger ones.
+template <typename T>
+void large_arrays_are_indexed_in_64_bits() {
+  for (const int64_t S : {3, 20, 600}) {
+    for (const Variant& variant :
+         {kPlain, kVariants[0], kVariants[2], kMoreVariants[0], kMoreVariants[1]}) {
+      for (const Store how : {Store::kWrite, Store::kAdd}) {
+        for (const int64_t shift : {0, 1}) {
+          check::context = name_of<T>({int64_t{1} << 31, 2, S}, shift) + ", large";
+          check_large<T>(S, variant, how, shift);
+        }
+      }
+    }
+  }
+}
+#endif
+
 void divisions_are_exact() {
 #if !defined(SBN_REAL_CUDA)
   check::context = "Divider";
@@ -419,6 +735,15 @@ void test_all() {
   sums_are_independent_of_splits_alignment_and_multiprocessors<T>();
   results_are_right_for_extreme_data<T>();
   results_are_right_with_zeros<T>();
+  results_match_the_cpu_for_more_variants<T>();
+  sums_match_the_cpu_for_every_size_of_samples<T>();
+  sums_of_extreme_values_are_right<T>();
+  gated_sums_have_the_bits_of_sums_of_the_gated_gradient<T>();
+  sums_of_samples_of_all_sizes_are_independent_of_splits<T>();
+  statistics_of_arrays_are_those_of_the_host<T>();
+#if defined(SBN_REAL_CUDA)
+  large_arrays_are_indexed_in_64_bits<T>();
+#endif
 }
 
 // Runs each kernel once or twice, for tools under which kernels are slow.

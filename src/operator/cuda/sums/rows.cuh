@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(kThreads) add_slices(Slices from, int lanes, C
     if (threadIdx.x < kWarps) total = get_sums(shared + threadIdx.x * 6);
     add_lanes(&total, kWarps, threadIdx.x % kWarp);
   }
-  if (c < from.C && lane == 0) sums[c] = total;
+  if (c < from.C && lane == 0) store_sums(total, sums + c);
 }
 
 }  // namespace gluon_syncbn

@@ -154,6 +154,19 @@ struct Center {
   }
 };
 
+// ChannelSums in device memory are aligned to 16 bytes.
+SBN_DEVICE void store_sums(const ChannelSums& sums, ChannelSums* to) {
+  const double numbers[6] = {sums.first.high,  sums.first.middle,  sums.first.low,
+                             sums.second.high, sums.second.middle, sums.second.low};
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    Words words;
+    set_value(&words, 0, numbers[2 * i]);
+    set_value(&words, 1, numbers[2 * i + 1]);
+    store_words(reinterpret_cast<char*>(to) + 16 * i, words);
+  }
+}
+
 // The sums of a channel over the blocks that share it: C x slices. As six arrays, one for each
 // double, so that the lanes that read the slices of a channel read contiguous memory.
 struct Slices {
@@ -204,7 +217,7 @@ struct SumsTask {
   SBN_DEVICE int64_t unit_of_slice(int slice) const { return units * slice / slices; }
   SBN_DEVICE void store(int64_t c, int slice, const ChannelSums& result) const {
     if (slices == 1) {
-      sums[c] = result;
+      store_sums(result, sums + c);
     } else {
       Slices{reinterpret_cast<double*>(work), C, slices}.store(c, slice, result);
     }

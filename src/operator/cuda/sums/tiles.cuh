@@ -6,11 +6,9 @@
 
 namespace gluon_syncbn {
 
-// Shared memory per warp and array, in bytes.
+// Shared memory per warp and array, in bytes: for x, or for dy and x.
 template <int kArrays>
-constexpr int kTileBytes = kArrays == 1   ? 4608
-                           : kArrays == 2 ? 2048
-                                          : 1360;
+constexpr int kTileBytes = kArrays == 1 ? 4608 : 2048;
 // Values of a run, in chains.
 constexpr int kTileRun = 16, kTileChains = 4;
 // The values that fit, less those that may precede them in their first 16 bytes, and those after
@@ -19,7 +17,8 @@ template <typename T, int kArrays>
 constexpr int kTileValues =
     kTileBytes<kArrays> / static_cast<int>(sizeof(T)) - (kPack<T> - 1) - kTileChains;
 // Resident blocks per multiprocessor, limited by registers.
-constexpr int kTileBlocks = 2;
+template <typename T, int kArrays>
+constexpr int kTileBlocks = kArrays > 2 && sizeof(T) == sizeof(double) ? 1 : 2;
 
 // Contiguous values at any address, which are copied through registers to shared memory.
 template <typename T, int kBytes>
@@ -110,19 +109,18 @@ struct TileReader<BFloat16> : PairReader<BFloat16> {
 // S > 1, small unaligned planes: a warp copies the contiguous planes of `kWarp / lanes` channels of
 // a sample to shared memory. `lanes` threads per plane have `chunk_size` consecutive values each.
 template <typename T, int kArrays>
-__global__ void __launch_bounds__(kThreads, kTileBlocks)
+__global__ void __launch_bounds__(kThreads, kTileBlocks<T, kArrays>)
     sum_tiles(SumsTask task, EpilogueTask<Arithmetic<T>> epilogue) {
   using A = Arithmetic<T>;
   constexpr bool kBackward = kArrays > 1, kGated = kArrays > 2;
-  constexpr int kBytes = kTileBytes<kArrays>;
+  constexpr int kBytes = kTileBytes<kArrays>, kTiles = kBackward ? 2 : 1;
   constexpr int kTile = kBytes / static_cast<int>(sizeof(T));
-  alignas(16) __shared__ Words shared[kArrays * kWarps * kBytes / sizeof(Words)];
+  alignas(16) __shared__ Words shared[kTiles * kWarps * kBytes / sizeof(Words)];
   // In shared memory, as in sum_planes.
   __shared__ double own_sums[kThreads * kOwnWords];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  T* const x_tile = reinterpret_cast<T*>(shared) + warp * kArrays * kTile;
+  T* const x_tile = reinterpret_cast<T*>(shared) + warp * kTiles * kTile;
   T* const dy_tile = x_tile + (kBackward ? kTile : 0);
-  T* const v_tile = x_tile + (kGated && epilogue.v != task.x ? 2 * kTile : 0);
 
   const int lanes = task.lanes, across = kWarp / lanes;
   const int plane = lane / lanes, lane_of_plane = lane % lanes;
@@ -130,6 +128,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
   const int planes = c - plane + across <= task.C ? across : static_cast<int>(task.C - tile);
   const T *x = static_cast<const T*>(task.x), *dy = static_cast<const T*>(task.dy);
   const T* const v = static_cast<const T*>(epilogue.v);
+  const bool reads_v = kGated && epilogue.v != task.x;
 
   Center<A> center{0, 0};
   Gates<A, kGated> gates{};
@@ -150,21 +149,38 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
     const Loads x_loads = Loads::load(x + at, planes * n, {task.x, task.x_end}, lane);
     const Loads dy_loads =
         kBackward ? Loads::load(dy + at, planes * n, {task.dy, task.dy_end}, lane) : x_loads;
-    const Loads v_loads = v_tile != x_tile
-                              ? Loads::load(v + at, planes * n, {epilogue.v, epilogue.v_end}, lane)
-                              : x_loads;
-    // All lanes have read the sample before.
-    __syncwarp();
-    x_loads.put(x_tile, lane);
-    if constexpr (kBackward) dy_loads.put(dy_tile, lane);
-    if (v_tile != x_tile) v_loads.put(v_tile, lane);
-    __syncwarp();
     const int begin = plane * n + lane_of_plane * share_size;
-    const int x_at = x_loads.shift + begin, dy_at = kBackward ? dy_loads.shift + begin : 0;
-    const int v_at = v_loads.shift + begin;
-
     const int left = plane < planes ? n - lane_of_plane * share_size : 0;
     const int count = left < 0 ? 0 : left < share_size ? left : share_size;
+    // All lanes have read the sample before.
+    __syncwarp();
+    // Bit i is 1 where v opens the gates of value i. v goes through the memory of x.
+    [[maybe_unused]] uint64_t open = 0;
+    if constexpr (kGated) {
+      if (reads_v) {
+        const Loads v_loads = Loads::load(v + at, planes * n, {epilogue.v, epilogue.v_end}, lane);
+        v_loads.put(x_tile, lane);
+        __syncwarp();
+        for (int i = 0; i < count; ++i) {
+          const bool is_open = gates.dy.is_open(widen(x_tile[v_loads.shift + begin + i]));
+          open |= static_cast<uint64_t>(is_open ? 1 : 0) << i;
+        }
+        __syncwarp();
+      }
+    }
+    x_loads.put(x_tile, lane);
+    if constexpr (kBackward) dy_loads.put(dy_tile, lane);
+    __syncwarp();
+    const int x_at = x_loads.shift + begin, dy_at = kBackward ? dy_loads.shift + begin : 0;
+    // Turns value i and its gradient into those that are summed.
+    const auto gate = [&](int i, A* value, A* gradient) {
+      if constexpr (kGated) {
+        const bool is_open = reads_v ? open >> i & 1 : gates.dy.is_open(*value);
+        *gradient = gates.dy.of(*gradient, is_open);
+        *value = gates.x.of(*value, is_open);
+      }
+    };
+
     Chunk<A> chunk;
     chunk.origin = center.mean;
     if (plane < planes) {
@@ -175,20 +191,20 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
             origin_of(widen(values[0]), widen(values[(n - 1) / 2]), widen(values[n - 1]));
       }
     }
-    const TileReader<T> xs(x_tile, x_at), dys(dy_tile, dy_at), vs(v_tile, kGated ? v_at : 0);
+    const TileReader<T> xs(x_tile, x_at), dys(dy_tile, dy_at);
     for (int j = 0; j < count;) {
       Run<A, kTileChains> run;
 #pragma unroll
       for (int part = 0; part < kTileRun; part += kTileChains) {
         if (part > 0 && j >= count) break;
-        A values[kTileChains], factors[kTileChains] = {}, decisive[kTileChains] = {};
+        A values[kTileChains], gradients[kTileChains] = {};
         xs.read(j, values);
-        if constexpr (kBackward) dys.read(j, factors);
-        if constexpr (kGated) vs.read(j, decisive);
+        if constexpr (kBackward) dys.read(j, gradients);
         const auto add = [&](int i, bool exists) {
-          const A value = exists ? gates.x(values[i], decisive[i]) - chunk.origin : A{0};
-          const A factor = !kBackward ? value : exists ? gates.dy(factors[i], decisive[i]) : A{0};
-          run.add(i, part == 0, factor, value);
+          A value = values[i], gradient = gradients[i];
+          gate(j + i, &value, &gradient);
+          value = exists ? value - chunk.origin : A{0};
+          run.add(i, part == 0, !kBackward ? value : exists ? gradient : A{0}, value);
         };
         if (j + kTileChains <= count) {
 #pragma unroll
@@ -205,12 +221,13 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
     buffer.add(chunk, center, lanes, [&](const auto& f) {
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
+        A value = widen(x_tile[x_at + i]);
         if constexpr (kBackward) {
-          const A decisive = kGated ? widen(v_tile[v_at + i]) : A{0};
-          f(gates.dy(widen(dy_tile[dy_at + i]), decisive),
-            gates.x(widen(x_tile[x_at + i]), decisive));
+          A gradient = widen(dy_tile[dy_at + i]);
+          gate(i, &value, &gradient);
+          f(gradient, value);
         } else {
-          f(widen(x_tile[x_at + i]));
+          f(value);
         }
       }
     });

@@ -1,0 +1,111 @@
+"""What the CUDA kernels ask of a GPU, counted on the simulator: a table, compared with the figures
+in counts.json. Exit code 1 if instructions, float64 instructions or sectors have grown by more than
+5 %.
+
+    make gpu-counts                 # builds the program, then runs this
+    make gpu-counts ARGS=--write    # makes today's counts those to compare with
+
+Instructions are those of PTX, as ptxas, the compiler for the GPU, is not run: a measure of work,
+not of time.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+COUNTS = Path(__file__).with_name("counts.json")
+ALLOWED_GROWTH = 1.05
+# By column: the numerator and denominator.
+COLUMNS = {
+    "instr/value": ("instructions", "values"),
+    "f64/value": ("doubles", "values"),
+    "load": ("load_sectors", "unique_load_sectors"),
+    "store": ("store_sectors", "unique_store_sectors"),
+    "waves": ("shared_waves", "shared_requests"),
+    "divergent": ("divergent_branches", None),
+}
+COMPARED = ["instr/value", "f64/value", "load", "store"]
+
+
+def count(program):
+    """A dictionary of rows, each with the columns' numbers."""
+    output = subprocess.run([program], stdout=subprocess.PIPE, text=True, check=True).stdout
+    rows = {}
+    for line in output.splitlines():
+        counts = json.loads(line)
+        rows[counts["row"]] = {
+            name: round(counts[above] / (counts[below] or 1) if below else counts[above], 3)
+            for name, (above, below) in COLUMNS.items()
+        }
+    return rows
+
+
+def nvcc_version(nvcc):
+    text = subprocess.run([nvcc, "--version"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    return re.search(r"V(\d+\.\d+\.\d+)", text)[1]
+
+
+def print_table(rows, before):
+    width = max(map(len, rows))
+    print("instructions of threads per value; sectors over unique sectors; waves per request of")
+    print("shared memory; divergent branches. (Counts to compare with, where they differ.)\n")
+    print("".ljust(width), *(name.rjust(19) for name in COLUMNS))
+    for row, numbers in rows.items():
+        cells = []
+        for name, number in numbers.items():
+            was = before.get(row, numbers)[name]
+            cells.append(f"{number:g}" + (f" ({was:g})" if was != number else ""))
+        print(row.ljust(width), *(cell.rjust(19) for cell in cells))
+
+
+def growth(rows, before):
+    """A line for each number that has grown too much, and each row that is in one of both only."""
+    lines = [f"{row}: counted, but not in {COUNTS.name}" for row in rows.keys() - before.keys()]
+    lines += [f"{row}: in {COUNTS.name}, but not counted" for row in before.keys() - rows.keys()]
+    for row in sorted(rows.keys() & before.keys()):
+        for name in COMPARED:
+            now, was = rows[row][name], before[row][name]
+            if now > was * ALLOWED_GROWTH:
+                lines.append(f"{row}: {name} is {now:g}, and was {was:g}")
+    return lines
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("program", help="print_counts, as built by `make gpu-counts`")
+    parser.add_argument("nvcc")
+    parser.add_argument("arch", help="for which the program's PTX was compiled, such as 90")
+    parser.add_argument("--write", action="store_true", help=f"write {COUNTS.name}")
+    parser.add_argument("--quiet", action="store_true", help="print only what has grown")
+    options = parser.parse_args()
+    version = f"{nvcc_version(options.nvcc)} for compute_{options.arch}"
+    saved = json.loads(COUNTS.read_text()) if COUNTS.exists() else {"nvcc": None, "rows": {}}
+    comparable = saved["nvcc"] == version
+    if options.quiet and not comparable:
+        print(f"Counts of nvcc {version} are not compared with those of {saved['nvcc']}.")
+        return False
+    rows = count(options.program)
+    if not options.quiet:
+        print_table(rows, saved["rows"])
+    if options.write:
+        lines = ",\n".join(f"  {json.dumps(row)}: {json.dumps(rows[row])}" for row in rows)
+        COUNTS.write_text(f'{{"nvcc": "{version}", "rows": {{\n{lines}\n}}}}\n')
+        return False
+    if not comparable:
+        print(f"\nThese are counts of nvcc {version}, those in {COUNTS.name} of {saved['nvcc']}.")
+        return False
+    grown = growth(rows, saved["rows"])
+    if grown:
+        print(
+            "\nGrown by more than 5 % (make gpu-counts ARGS=--write, if it cannot be avoided):",
+            *grown,
+            sep="\n",
+        )
+    return bool(grown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

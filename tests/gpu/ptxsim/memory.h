@@ -1,0 +1,63 @@
+// Memory of the devices and of the host, as kernels and copies may use it.
+#ifndef GLUON_SYNCBN_TESTS_PTXSIM_MEMORY_H_
+#define GLUON_SYNCBN_TESTS_PTXSIM_MEMORY_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <utility>
+
+namespace ptxsim {
+
+// The device of page-locked memory, which all devices can access.
+constexpr int kHost = -1;
+
+struct Allocation {
+  uintptr_t begin = 1, end = 0;
+  int device = kHost;
+
+  bool holds(uintptr_t address, size_t bytes) const {
+    return begin <= address && address + bytes <= end;
+  }
+};
+
+class Memory {
+ public:
+  // New memory is full of NaN, or, if there is very much of it, of zeros, which take no memory
+  // until they are written. Null if there is not that much.
+  void* allocate(size_t bytes, int device);
+  // Whether there was such memory.
+  bool release(void* memory);
+
+  // Whether a device may access this memory, which is then a part of `last`.
+  bool allows(uintptr_t address, size_t bytes, int device, Allocation* last) const;
+  // Whether there is memory of a device, or page-locked memory, at [address, address + bytes).
+  bool holds(const void* address, size_t bytes) const;
+
+  // From now on all other memory of the process counts as every device's: it is not known where its
+  // arrays begin and end.
+  void take_unknown() { takes_unknown_ = true; }
+
+  // Whether that was new.
+  bool enable_peer_access(int device, int peer) { return peers_.insert({device, peer}).second; }
+
+ private:
+  struct Block {
+    Allocation allocation;
+    std::unique_ptr<char, std::function<void(char*)>> memory;
+  };
+  static Block filled(size_t bytes);
+  static Block reserved(size_t bytes);
+  const Allocation* around(uintptr_t address) const;
+
+  std::map<uintptr_t, Block> blocks_;
+  std::set<std::pair<int, int>> peers_;
+  bool takes_unknown_ = false;
+};
+
+}  // namespace ptxsim
+
+#endif  // GLUON_SYNCBN_TESTS_PTXSIM_MEMORY_H_

@@ -1,0 +1,158 @@
+// Runs each pass of the CUDA kernels on small data, on the simulator, and prints its counts, one
+// line of JSON per pass, dtype and layout. See counts.py.
+#include <cstdio>
+#include <string>
+
+#include "cpu/kernels_fixture.h"
+#include "cuda/backend.h"
+#include "ptxsim.h"
+
+namespace gluon_syncbn {
+namespace {
+
+// As few as give a multiprocessor about the work that it has with large data on a large GPU.
+constexpr int kMultiprocessors = 2;
+constexpr Stream kStream = nullptr;
+
+struct Layout {
+  const char* name;
+  View view;
+};
+const Layout kLayouts[] = {
+    {"planes 56x56", {32, 2, 56 * 56}},           {"planes 28x28", {32, 4, 28 * 28}},
+    {"planes 14x14", {32, 16, 14 * 14}},          {"planes 7x7", {32, 64, 7 * 7}},
+    {"rows 56x56x64", {56 * 56, 64, 1, 56 * 56}}, {"rows 7x7x512", {8 * 7 * 7, 512, 1, 7 * 7}},
+};
+
+void must(int error, const std::string& what) {
+  if (error == 0) return;
+  std::fprintf(stderr, "%s failed with CUDA error %d\n", what.c_str(), error);
+  std::exit(1);
+}
+
+template <typename T>
+class DeviceArray {
+ public:
+  DeviceArray(const T* values, int64_t size) {
+    const size_t bytes = static_cast<size_t>(size) * sizeof(T);
+    const CudaRuntime& cuda = cuda_backend()->runtime;
+    must(cuda.malloc(&memory_, std::max<size_t>(bytes, 1)), "malloc");
+    must(cuda.copy_to_device(memory_, values, bytes, kStream), "copy_to_device");
+  }
+  DeviceArray(int64_t size, T value)
+      : DeviceArray(std::vector<T>(static_cast<size_t>(size), value).data(), size) {}
+  DeviceArray(const DeviceArray&) = delete;
+  ~DeviceArray() { must(cuda_backend()->runtime.free(memory_), "free"); }
+
+  T* data() { return static_cast<T*>(memory_); }
+
+ private:
+  void* memory_ = nullptr;
+};
+
+void print(const std::string& pass, const char* dtype, const char* layout, uint64_t values,
+           const ptxsim::Counts& c) {
+  const auto number = [](uint64_t n) { return static_cast<unsigned long>(n); };
+  std::printf(
+      "{\"row\": \"%s | %s | %s\", \"values\": %lu, \"instructions\": %lu, \"doubles\": %lu, "
+      "\"load_sectors\": %lu, \"unique_load_sectors\": %lu, \"store_sectors\": %lu, "
+      "\"unique_store_sectors\": %lu, \"shared_requests\": %lu, \"shared_waves\": %lu, "
+      "\"divergent_branches\": %lu}\n",
+      pass.c_str(), dtype, layout, number(values), number(c.thread_instructions), number(c.doubles),
+      number(c.load_sectors), number(c.unique_load_sectors), number(c.store_sectors),
+      number(c.unique_store_sectors), number(c.shared_requests), number(c.shared_waves),
+      number(c.divergent_branches));
+}
+
+// Runs a pass and prints the counts of its main kernel, and of the one that adds slices.
+template <typename F>
+void count(const char* pass, const char* dtype, const Layout& layout, const F& run) {
+  ptxsim::take_counts();
+  must(run(), pass);
+  for (const ptxsim::LaunchCounts& launch : ptxsim::take_counts()) {
+    if (launch.kernel.find("add_slices") == std::string::npos) {
+      print(pass, dtype, layout.name, static_cast<uint64_t>(layout.view.size()), launch.counts);
+    } else if (std::string(dtype) == "float32") {
+      // Its values are the sums of slices.
+      const uint64_t sums = launch.counts.unique_load_sectors * 32 / sizeof(ChannelSums);
+      print(std::string("add_slices, ") + pass, "all", layout.name, sums, launch.counts);
+    }
+  }
+}
+
+template <typename T>
+void count_passes(const char* dtype, const Layout& layout) {
+  using A = Arithmetic<T>;
+  const View& view = layout.view;
+  const int64_t size = view.size();
+  const CudaKernels& kernels = cuda_backend()->kernels(Type<T>::kDType);
+  const Problem<T> p(view, 3);
+  DeviceArray<T> x(p.x.data(), size), dy(p.dy.data(), size), other(p.dy.data(), size);
+  DeviceArray<T> result(size, value_of<T>(0)), second(size, value_of<T>(0));
+  DeviceArray<Statistics> statistics(view.C, {0, 0, 1, 1});
+  // What their values are has no influence on the counts.
+  DeviceArray<A> coefficients(kernels.coefficients_size(view.C) / static_cast<int64_t>(sizeof(A)),
+                              A{1});
+  DeviceArray<ChannelSums> work(kernels.work_size(view, kMultiprocessors), {}), sums(view.C, {});
+  DeviceArray<A> parameters(view.C, A{1});
+
+  const auto backward = [&](Epilogue epilogue) {
+    BackwardShard shard{};
+    shard.view = view;
+    shard.dy = dy.data();
+    shard.x = x.data();
+    shard.gamma = shard.beta = parameters.data();
+    shard.epilogue = epilogue;
+    shard.dx = result.data();
+    return shard;
+  };
+  const auto forward = [&](const T* residual) {
+    ForwardShard shard{};
+    shard.view = view;
+    shard.x = x.data();
+    shard.gamma = shard.beta = parameters.data();
+    shard.residual = residual;
+    shard.y = result.data();
+    return shard;
+  };
+  const Epilogue relu{Activation::kRelu, 0, 0};
+  const auto add = [&](const BackwardShard& shard) {
+    return kernels.backward_sums(shard, statistics.data(), coefficients.data(), work.data(),
+                                 sums.data(), kMultiprocessors, kStream);
+  };
+  const auto dx = [&](const BackwardShard& shard) {
+    return kernels.input_gradient(shard, coefficients.data(), kMultiprocessors, kStream);
+  };
+  const auto y = [&](const ForwardShard& shard) {
+    return kernels.normalize(shard, coefficients.data(), kMultiprocessors, kStream);
+  };
+
+  count("sums forward", dtype, layout, [&] {
+    return kernels.forward_sums(view, x.data(), work.data(), sums.data(), kMultiprocessors,
+                                kStream);
+  });
+  count("sums backward", dtype, layout, [&] { return add(backward({})); });
+  count("sums backward, relu", dtype, layout, [&] { return add(backward(relu)); });
+  count("y", dtype, layout, [&] { return y(forward(nullptr)); });
+  count("y, residual", dtype, layout, [&] { return y(forward(other.data())); });
+  count("dx", dtype, layout, [&] { return dx(backward({})); });
+  count("dx, relu, residual", dtype, layout, [&] {
+    BackwardShard shard = backward(relu);
+    shard.y = other.data();
+    shard.dresidual = second.data();
+    return dx(shard);
+  });
+}
+
+}  // namespace
+}  // namespace gluon_syncbn
+
+int main() {
+  using namespace gluon_syncbn;
+  for (const Layout& layout : kLayouts) {
+    count_passes<float>("float32", layout);
+    count_passes<Half>("float16", layout);
+    count_passes<BFloat16>("bfloat16", layout);
+    count_passes<double>("float64", layout);
+  }
+}

@@ -1,0 +1,353 @@
+#include "warp.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+namespace ptxsim {
+namespace {
+
+template <typename F>
+void for_lanes(uint32_t lanes, const F& f) {
+  for (uint32_t rest = lanes; rest; rest &= rest - 1) f(std::countr_zero(rest));
+}
+
+int first_of(uint32_t lanes) { return std::countr_zero(lanes); }
+
+bool needs_all(Op op) {
+  return op == Op::kBlockBarrier || op == Op::kWarpBarrier || op == Op::kShuffle || op == Op::kVote;
+}
+
+uint64_t sign_extended(uint64_t value, int bytes) {
+  const int unused = 64 - 8 * bytes;
+  return static_cast<uint64_t>(static_cast<int64_t>(value << unused) >> unused);
+}
+
+// The registers of a warp. Only constants have values yet.
+uint64_t* registers_of(const Kernel& kernel, size_t index) {
+  while (kernel.register_files.size() <= index) {
+    const size_t size = static_cast<size_t>(kernel.registers) * kLanes;
+    std::unique_ptr<uint64_t[]> file(new uint64_t[size]);
+    for (const auto& [number, value] : kernel.constants) {
+      std::fill_n(file.get() + static_cast<size_t>(number) * kLanes, kLanes, value);
+    }
+    kernel.register_files.push_back(std::move(file));
+  }
+  return kernel.register_files[index].get();
+}
+
+}  // namespace
+
+Warp::Warp(Block* block, int index)
+    : block_(*block),
+      index_(index),
+      registers_(registers_of(block->kernel, static_cast<size_t>(index))) {}
+
+void Warp::start() {
+  const Kernel& kernel = block_.kernel;
+  alive_ = kAllLanes;
+  waiting_ = 0;
+  waits_for_block_ = false;
+  phase_ = 1;
+  go_to(kAllLanes, 0);
+  for (const auto& [number, name] : kernel.specials) {
+    for (int l = 0; l < kLanes; ++l) {
+      values(number)[l] = special(name, static_cast<unsigned>(index_ * kLanes + l));
+    }
+  }
+}
+
+uint64_t Warp::special(const std::string& name, unsigned thread) const {
+  const Dimensions& size = block_.size;
+  const Dimensions place{thread % size.x, thread / size.x % size.y, thread / size.x / size.y};
+  const auto component = [&](const char* prefix, const Dimensions& d, uint64_t* value) {
+    if (name.compare(0, name.size() - 1, prefix) != 0) return false;
+    *value = name.back() == 'x' ? d.x : name.back() == 'y' ? d.y : d.z;
+    return true;
+  };
+  uint64_t value = 0;
+  if (component("%tid.", place, &value) || component("%ntid.", size, &value) ||
+      component("%ctaid.", block_.place, &value) || component("%nctaid.", block_.grid, &value)) {
+    return value;
+  }
+  if (name == "%laneid") return thread % kLanes;
+  stop("the register " + name + " is not supported");
+}
+
+void Warp::refuse(const std::string& what, const Instruction* i, int lane) const {
+  const auto number = [](auto n) { return std::to_string(n); };
+  stop(what + ": block (" + number(block_.place.x) + ", " + number(block_.place.y) + "), thread " +
+       number(index_ * kLanes + lane) + ", in " + block_.kernel.name +
+       (i ? ", line " + number(i->line) + ": " + i->text : ""));
+}
+
+void Warp::go_to(uint32_t lanes, int place) {
+  for_lanes(lanes, [&](int l) { next_[l] = place; });
+}
+
+void Warp::pass_barrier() {
+  waits_for_block_ = false;
+  for_lanes(alive_, [&](int l) { ++next_[l]; });
+}
+
+void Warp::advance() {
+  while (alive_ && !waits_for_block_) {
+    const uint32_t ready = alive_ & ~waiting_;
+    if (!ready) {
+      wait_for_block();
+      return;
+    }
+    int place = next_[first_of(ready)];
+    for_lanes(ready, [&](int l) { place = std::min(place, next_[l]); });
+    uint32_t lanes = 0;
+    for_lanes(ready, [&](int l) { lanes |= next_[l] == place ? 1u << l : 0; });
+    run(lanes, place);
+  }
+}
+
+// All lanes wait: at the same barrier, or for lanes that will not come.
+void Warp::wait_for_block() {
+  const int first = first_of(alive_);
+  const Instruction& i = block_.kernel.code[next_[first]];
+  bool together = alive_ == kAllLanes && i.op == Op::kBlockBarrier;
+  for_lanes(alive_, [&](int l) { together = together && next_[l] == next_[first]; });
+  if (!together) {
+    refuse(i.op == Op::kBlockBarrier ? "a barrier that not all threads reach"
+                                     : "a shuffle or barrier that not all its lanes reach",
+           &i, first);
+  }
+  waiting_ = 0;
+  waits_for_block_ = true;
+  ++block_.counts.barriers;
+}
+
+// From `place` on, as long as these lanes stay together and no others can join them.
+void Warp::run(uint32_t lanes, int place) {
+  const Kernel& kernel = block_.kernel;
+  const bool all = lanes == alive_;
+  for (;; ++place) {
+    const Instruction& i = kernel.code[place];
+    const uint32_t active = guarded(i, lanes);
+    count(i, place, active);
+    if (i.op == Op::kBranch) {
+      branch(i, lanes, active, place);
+      return;
+    }
+    if (i.op == Op::kReturn) {
+      alive_ &= ~active;
+      go_to(lanes, place + 1);
+      return;
+    }
+    if (needs_all(i.op)) {
+      if (!meet(i, lanes, active, place) || lanes != alive_) return;
+    } else if (active) {
+      execute(i, active);
+    }
+    if (!all && kernel.has_label[place + 1]) {
+      go_to(lanes, place + 1);
+      return;
+    }
+  }
+}
+
+// Those of the lanes for which the guard holds.
+uint32_t Warp::guarded(const Instruction& i, uint32_t lanes) {
+  if (i.guard < 0) return lanes;
+  const uint64_t* const guard = values(i.guard);
+  uint32_t active = 0;
+  for_lanes(lanes, [&](int l) { active |= (guard[l] != 0) != i.guard_inverted ? 1u << l : 0; });
+  return active;
+}
+
+void Warp::count(const Instruction& i, int place, uint32_t active) {
+  const auto threads = static_cast<uint64_t>(std::popcount(active));
+  Counts& counts = block_.counts;
+  ++counts.warp_instructions;
+  counts.thread_instructions += threads;
+  if (i.computes_float) counts.floats += threads;
+  if (i.computes_double) counts.doubles += threads;
+  if (active || i.op == Op::kBranch) ++block_.kernel.ran[place];
+}
+
+void Warp::branch(const Instruction& i, uint32_t lanes, uint32_t active, int place) {
+  if (active && active != lanes) ++block_.counts.divergent_branches;
+  go_to(active, i.target);
+  go_to(lanes & ~active, place + 1);
+}
+
+// A shuffle, vote or barrier, which the lanes that it names do together. Otherwise they wait.
+bool Warp::meet(const Instruction& i, uint32_t lanes, uint32_t active, int place) {
+  if (active != lanes) refuse("a shuffle or barrier under a predicate", &i);
+  go_to(lanes, place);
+  waiting_ |= lanes;
+  if (i.op == Op::kBlockBarrier) return false;
+  uint32_t here = 0;
+  for_lanes(waiting_, [&](int l) { here |= next_[l] == place ? 1u << l : 0; });
+  const int first = first_of(lanes);
+  const auto named = static_cast<uint32_t>(values(i.operands[0])[first]);
+  if ((named & lanes) != lanes) refuse("a lane does not name itself", &i, first);
+  if (named & ~alive_) refuse("a named lane has ended", &i, first);
+  if ((here & named) != named) return false;
+  if (i.op == Op::kShuffle) shuffle(i, named);
+  if (i.op == Op::kVote) vote(i, named);
+  waiting_ &= ~named;
+  go_to(named, place + 1);
+  ++phase_;
+  return named == lanes;
+}
+
+void Warp::shuffle(const Instruction& i, uint32_t lanes) {
+  ++block_.counts.shuffles;
+  uint64_t before[kLanes];
+  std::copy_n(values(i.operands[1]), kLanes, before);
+  const uint64_t *const by = values(i.operands[2]), *const clamp = values(i.operands[3]);
+  uint64_t* const to = values(i.results[0]);
+  uint64_t* const inside = i.results.size() > 1 ? values(i.results[1]) : nullptr;
+  const char mode = i.mode[0];
+  uint64_t results[kLanes];
+  for_lanes(lanes, [&](int l) {
+    const int b = static_cast<int>(by[l] & 31), c = static_cast<int>(clamp[l] & 31);
+    const int segment = static_cast<int>(clamp[l] >> 8 & 31);
+    const int least = l & segment, most = least | (c & ~segment);
+    int from = mode == 'u'   ? l - b
+               : mode == 'd' ? l + b
+               : mode == 'b' ? l ^ b
+                             : least | (b & ~segment);
+    const bool is_inside = mode == 'u' ? from >= most : from <= most;
+    if (!is_inside) from = l;
+    if (!(lanes >> from & 1)) refuse("the value of a lane that is missing", &i, l);
+    results[l] = before[from];
+    if (inside) inside[l] = is_inside;
+  });
+  for_lanes(lanes, [&](int l) { to[l] = results[l]; });
+}
+
+void Warp::vote(const Instruction& i, uint32_t lanes) {
+  uint32_t ballot = 0;
+  for_lanes(lanes, [&](int l) { ballot |= values(i.operands[1])[l] ? 1u << l : 0; });
+  const uint64_t result = i.mode == "ballot" ? ballot
+                          : i.mode == "all"  ? ballot == lanes
+                                             : ballot != 0;
+  for_lanes(lanes, [&](int l) { values(i.results[0])[l] = result; });
+}
+
+void Warp::execute(const Instruction& i, uint32_t active) {
+  switch (i.op) {
+    case Op::kCompute:
+      return i.compute(i, registers_, active);
+    case Op::kLoadParameter:
+      return load_parameter(i, active);
+    case Op::kAtomic:
+      return atomic(i, active);
+    default:
+      return access(i, active);
+  }
+}
+
+void Warp::load_parameter(const Instruction& i, uint32_t active) {
+  for_lanes(active, [&](int l) {
+    const uint64_t at = values(i.operands[0])[l] + static_cast<uint64_t>(i.offset);
+    const uint64_t bytes = static_cast<uint64_t>(i.width()) * i.type.size;
+    if (at + bytes > block_.parameters.size()) refuse("no parameter is there", &i, l);
+    load(i, l, block_.parameters.data() + at);
+  });
+}
+
+void Warp::access(const Instruction& i, uint32_t active) {
+  const int bytes = i.type.size * i.width();
+  uint64_t addresses[kLanes];
+  const uint64_t* const base = values(i.operands[0]);
+  // Addresses of shared memory have 32 bits.
+  const uint64_t mask = i.space == Space::kShared ? 0xffffffffu : ~uint64_t{0};
+  for_lanes(active,
+            [&](int l) { addresses[l] = (base[l] + static_cast<uint64_t>(i.offset)) & mask; });
+  for_lanes(active, [&](int l) {
+    char* const at = place_of(i, l, addresses[l], bytes);
+    i.op == Op::kLoad ? load(i, l, at) : store(i, l, at);
+  });
+  if (block_.counted) count_access(i, addresses, active, bytes);
+}
+
+// Reads a value of memory, changes it and gives the old one, one lane after another.
+void Warp::atomic(const Instruction& i, uint32_t active) {
+  for_lanes(active, [&](int l) {
+    const uint64_t address = values(i.operands[0])[l] + static_cast<uint64_t>(i.offset);
+    char* const at = place_of(i, l, address, i.type.size);
+    const uint64_t operand = values(i.operands[1])[l];
+    uint64_t old = 0, now = operand;
+    std::memcpy(&old, at, i.type.size);
+    if (i.mode == "cas") {
+      now = old == operand ? values(i.operands[2])[l] : old;
+    } else if (i.compute) {
+      uint64_t lanes[3 * kLanes] = {};
+      lanes[0] = old;
+      lanes[kLanes] = operand;
+      Instruction on_values = i;
+      on_values.operands = {0, 1};
+      on_values.results = {2};
+      i.compute(on_values, lanes, 1);
+      now = lanes[2 * kLanes];
+    }
+    std::memcpy(at, &now, i.type.size);
+    values(i.results[0])[l] = old;
+  });
+}
+
+char* Warp::place_of(const Instruction& i, int lane, uint64_t address, int bytes) {
+  if (address % bytes) refuse("an access at an odd address", &i, lane);
+  if (i.space == Space::kShared) {
+    if (!block_.shared.holds(address, bytes)) refuse("an access outside of the array", &i, lane);
+    watch(i, lane, address, bytes);
+    return block_.shared.at(address);
+  }
+  const bool allowed =
+      last_.holds(address, bytes) || block_.memory.allows(address, bytes, block_.device, &last_);
+  if (!allowed) refuse("an access outside of all arrays", &i, lane);
+  return reinterpret_cast<char*>(address);
+}
+
+void Warp::watch(const Instruction& i, int lane, uint64_t address, int bytes) {
+  const bool writes = i.op != Op::kLoad;
+  const int other = block_.shared.touch(index_ * kLanes + lane, phase_, address, bytes, writes);
+  if (other < 0) return;
+  refuse("a race in shared memory with thread " + std::to_string(other), &i, lane);
+}
+
+void Warp::load(const Instruction& i, int lane, const char* from) {
+  const int bytes = i.type.size;
+  for (size_t n = 0; n < i.results.size(); ++n) {
+    uint64_t value = 0;
+    std::memcpy(&value, from + n * bytes, bytes);
+    if (i.type.kind == Type::kSigned) value = sign_extended(value, bytes);
+    values(i.results[n])[lane] = value;
+  }
+}
+
+void Warp::store(const Instruction& i, int lane, char* to) {
+  const int bytes = i.type.size;
+  for (size_t n = 1; n < i.operands.size(); ++n) {
+    std::memcpy(to + (n - 1) * bytes, &values(i.operands[n])[lane], bytes);
+  }
+}
+
+void Warp::count_access(const Instruction& i, const uint64_t* addresses, uint32_t active,
+                        int bytes) {
+  Counts& counts = block_.counts;
+  if (i.space == Space::kShared) {
+    ++counts.shared_requests;
+    counts.shared_waves += SharedMemory::waves(addresses, active, bytes);
+    return;
+  }
+  constexpr uint64_t kSector = 32;
+  std::vector<uint64_t> sectors;
+  for_lanes(active, [&](int l) { sectors.push_back(addresses[l] / kSector); });
+  std::sort(sectors.begin(), sectors.end());
+  sectors.erase(std::unique(sectors.begin(), sectors.end()), sectors.end());
+  const bool loads = i.op == Op::kLoad;
+  ++(loads ? counts.loads : counts.stores);
+  (loads ? counts.load_sectors : counts.store_sectors) += sectors.size();
+  std::vector<uint64_t>& all = loads ? block_.loaded : block_.stored;
+  all.insert(all.end(), sectors.begin(), sectors.end());
+}
+
+}  // namespace ptxsim

@@ -1,0 +1,91 @@
+// The execution of a warp.
+#ifndef GLUON_SYNCBN_TESTS_PTXSIM_WARP_H_
+#define GLUON_SYNCBN_TESTS_PTXSIM_WARP_H_
+
+#include <string>
+#include <vector>
+
+#include "memory.h"
+#include "ptx.h"
+#include "ptxsim.h"
+#include "shared_memory.h"
+
+namespace ptxsim {
+
+struct Dimensions {
+  unsigned x, y, z;
+  unsigned size() const { return x * y * z; }
+};
+
+// What the warps of a block share.
+struct Block {
+  const Kernel& kernel;
+  const Memory& memory;
+  const int device;
+  const Dimensions grid, size;
+  std::vector<char> parameters;
+  SharedMemory shared;
+  // Its place in the grid.
+  Dimensions place{};
+  Counts counts{};
+  // Whether the counts are wanted, and the sectors accessed.
+  bool counted = false;
+  std::vector<uint64_t> loaded{}, stored{};
+};
+
+// 32 lanes that run in lockstep while they take the same branches. Of those that are apart, the
+// ones that are furthest behind in the text run first, so that they meet again.
+class Warp {
+ public:
+  Warp(Block* block, int index);
+
+  void start();
+  // Until all lanes that have not ended wait for the other warps.
+  void advance();
+  bool waits_for_block() const { return waits_for_block_; }
+  void pass_barrier();
+
+  // Ends the process. The message has the block, the thread and the instruction.
+  [[noreturn]] void refuse(const std::string& what, const Instruction* i, int lane = 0) const;
+
+ private:
+  Block& block_;
+  const int index_;
+  uint64_t* const registers_;
+  int next_[kLanes];
+  // Lanes that have not ended, and those that wait at a shuffle, vote or barrier.
+  uint32_t alive_ = 0, waiting_ = 0;
+  bool waits_for_block_ = false;
+  // Counts the times that lanes have met. See SharedMemory.
+  uint32_t phase_ = 1;
+  // Where the last access went.
+  Allocation last_;
+
+  uint64_t* values(int number) { return registers_ + static_cast<size_t>(number) * kLanes; }
+  uint64_t special(const std::string& name, unsigned thread) const;
+  void go_to(uint32_t lanes, int place);
+
+  void wait_for_block();
+  void run(uint32_t lanes, int place);
+  uint32_t guarded(const Instruction& i, uint32_t lanes);
+  void count(const Instruction& i, int place, uint32_t active);
+  void branch(const Instruction& i, uint32_t lanes, uint32_t active, int place);
+  // Whether the lanes have left.
+  bool meet(const Instruction& i, uint32_t lanes, uint32_t active, int place);
+  void execute(const Instruction& i, uint32_t active);
+
+  void shuffle(const Instruction& i, uint32_t lanes);
+  void vote(const Instruction& i, uint32_t lanes);
+  void load_parameter(const Instruction& i, uint32_t active);
+  void access(const Instruction& i, uint32_t active);
+  void atomic(const Instruction& i, uint32_t active);
+  char* place_of(const Instruction& i, int lane, uint64_t address, int bytes);
+  void watch(const Instruction& i, int lane, uint64_t address, int bytes);
+  void load(const Instruction& i, int lane, const char* from);
+  void store(const Instruction& i, int lane, char* to);
+  void count_access(const Instruction& i, const uint64_t* addresses, uint32_t active, int bytes);
+};
+
+}  // namespace ptxsim
+
+#endif  // GLUON_SYNCBN_TESTS_PTXSIM_WARP_H_
