@@ -13,13 +13,9 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build/native/plain"
-# Tests of the layer that must pass on every kind of device, except those for CPUs only. On GPUs the
-# sums of a layer with an activation are added in another order than those of one without.
+# Tests of the layer that must pass on every kind of device, except those for CPUs only.
 TESTS = ["batch_norm", "activation", "numerics", "semantics", "rendezvous"]
-OF_CPUS = [
-    "test_every_number_of_threads_gives_the_same_bits",
-    *("test_bits_by_", "test_bits_far_from_zero", "test_activation.py and test_virtual_devices"),
-]
+OF_CPUS = ["test_every_number_of_threads_gives_the_same_bits"]
 
 
 def package_with(target, library, folder):

@@ -159,7 +159,6 @@ struct RoundedSums {
       };
       result.first = Integer<2>::of(set(sums.first, &result.first_exponent));
       result.second = Integer<3>::of(set(sums.second, &result.second_exponent));
-      return result;
     } else {
       // The sum of squares is less than 2^(2 * half), so the sum is less than 2^(half + 7), and
       // takes 31 bits. A deviation is no less than half a unit in the last place of the origin,
@@ -183,8 +182,8 @@ struct RoundedSums {
       result.second.add(Integer<3>::of(second));
       result.first_exponent = exponent;
       result.second_exponent = 2 * exponent;
-      return result;
     }
+    return result;
   }
 };
 

@@ -128,8 +128,8 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
       }
     };
     of(x, xs);
-    if constexpr (kBackward) of(dy, dys);
-    if constexpr (kGated) {
+    if constexpr (kArrays > 1) of(dy, dys);
+    if constexpr (kArrays > 2) {
       if (reads_v) {
         of(v, vs);
       } else {

@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kArrays>)
   const int64_t tile = static_cast<int64_t>(blockIdx.x) * across, c = tile + plane;
   const int planes = c - plane + across <= task.C ? across : static_cast<int>(task.C - tile);
   const T *x = static_cast<const T*>(task.x), *dy = static_cast<const T*>(task.dy);
-  const T* const v = static_cast<const T*>(epilogue.v);
+  [[maybe_unused]] const T* const v = static_cast<const T*>(epilogue.v);
   const bool reads_v = kGated && epilogue.v != task.x;
 
   Center<A> center{0, 0};
@@ -146,35 +146,35 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kArrays>)
   int64_t sample = task.unit_of_slice(blockIdx.y) + warp, at = (sample * task.C + tile) * task.S;
   for (; sample < end; sample += kWarps, at += kWarps * task.C * task.S) {
     using Loads = Tile<T, kBytes>;
-    const Loads x_loads = Loads::load(x + at, planes * n, {task.x, task.x_end}, lane);
-    const Loads dy_loads =
-        kBackward ? Loads::load(dy + at, planes * n, {task.dy, task.dy_end}, lane) : x_loads;
     const int begin = plane * n + lane_of_plane * share_size;
     const int left = plane < planes ? n - lane_of_plane * share_size : 0;
     const int count = left < 0 ? 0 : left < share_size ? left : share_size;
-    // All lanes have read the sample before.
-    __syncwarp();
     // Bit i is 1 where v opens the gates of value i. v goes through the memory of x.
     [[maybe_unused]] uint64_t open = 0;
     if constexpr (kGated) {
       if (reads_v) {
         const Loads v_loads = Loads::load(v + at, planes * n, {epilogue.v, epilogue.v_end}, lane);
+        __syncwarp();
         v_loads.put(x_tile, lane);
         __syncwarp();
         for (int i = 0; i < count; ++i) {
           const bool is_open = gates.dy.is_open(widen(x_tile[v_loads.shift + begin + i]));
           open |= static_cast<uint64_t>(is_open ? 1 : 0) << i;
         }
-        __syncwarp();
       }
     }
+    const Loads x_loads = Loads::load(x + at, planes * n, {task.x, task.x_end}, lane);
+    const Loads dy_loads =
+        kBackward ? Loads::load(dy + at, planes * n, {task.dy, task.dy_end}, lane) : x_loads;
+    // All lanes have read what was there before.
+    __syncwarp();
     x_loads.put(x_tile, lane);
     if constexpr (kBackward) dy_loads.put(dy_tile, lane);
     __syncwarp();
     const int x_at = x_loads.shift + begin, dy_at = kBackward ? dy_loads.shift + begin : 0;
     // Turns value i and its gradient into those that are summed.
     const auto gate = [&](int i, A* value, A* gradient) {
-      if constexpr (kGated) {
+      if constexpr (kArrays > 2) {
         const bool is_open = reads_v ? open >> i & 1 : gates.dy.is_open(*value);
         *gradient = gates.dy.of(*gradient, is_open);
         *value = gates.x.of(*value, is_open);
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kArrays>)
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
         A value = widen(x_tile[x_at + i]);
-        if constexpr (kBackward) {
+        if constexpr (kArrays > 1) {
           A gradient = widen(dy_tile[dy_at + i]);
           gate(i, &value, &gradient);
           f(gradient, value);
