@@ -4,6 +4,7 @@ in counts.json. Exit code 1 if instructions, float64 instructions or sectors hav
 
     make gpu-counts                 # builds the program, then runs this
     make gpu-counts ARGS=--write    # makes today's counts those to compare with
+    make gpu-counts ARGS=--model    # prints what they would mean on some GPUs: docs/performance.md
 
 Instructions are those of PTX, as ptxas, the compiler for the GPU, is not run: a measure of work,
 not of time.
@@ -27,6 +28,20 @@ COLUMNS = {
     "waves": ("shared_waves", "shared_requests"),
     "divergent": ("divergent_branches", None),
 }
+# Multiprocessors, GHz, GB/s, and double-precision units of a multiprocessor, as the vendor says. A
+# multiprocessor issues one instruction for each of 4 warps at a time.
+GPUS = {
+    "T4": (40, 1.59, 320, 2),
+    "V100": (80, 1.53, 900, 32),
+    "RTX 3090": (82, 1.70, 936, 2),
+    "A100": (108, 1.41, 1555, 32),
+    "RTX 4090": (128, 2.52, 1008, 2),
+    "H100": (132, 1.76, 3350, 64),
+}
+ISSUED = 4 * 32
+# Arrays that a pass reads or writes.
+PASSES = {"sums forward": 1, "sums backward": 2, "sums backward, relu": 2, "y": 2, "dx": 3}
+MODELLED = ["planes 56x56", "planes 7x7", "rows 56x56x64"]
 COMPARED = ["instr/value", "f64/value", "load", "store"]
 
 
@@ -61,6 +76,25 @@ def print_table(rows, before):
         print(row.ljust(width), *(cell.rjust(19) for cell in cells))
 
 
+def print_model(rows):
+    """The time that each pass takes to issue its instructions, or those for double if that takes
+    longer, compared with the time that memory takes."""
+    print("| pass | data | bytes/value | instr/value |", *(f"{name} |" for name in GPUS))
+    print("| --- " * (4 + len(GPUS)) + "|")
+    for layout in MODELLED:
+        for dtype, size in (("float32", 4), ("float16", 2)):
+            for name, arrays in PASSES.items():
+                row = rows[f"{name} | {dtype} | {layout}"]
+                times = []
+                for multiprocessors, ghz, bandwidth, doubles in GPUS.values():
+                    memory = arrays * size / bandwidth
+                    issue = row["instr/value"] / (ISSUED * multiprocessors * ghz)
+                    double = row["f64/value"] / (doubles * multiprocessors * ghz)
+                    times.append(max(issue, double) / memory)
+                cells = [name, f"{dtype}, {layout}", arrays * size, f"{row['instr/value']:.1f}"]
+                print("|", " | ".join(map(str, cells)), "|", *(f"{t:.2f} |" for t in times))
+
+
 def growth(rows, before):
     """A line for each number that has grown too much, and each row that is in one of both only."""
     lines = [f"{row}: counted, but not in {COUNTS.name}" for row in rows.keys() - before.keys()]
@@ -79,6 +113,7 @@ def main():
     parser.add_argument("nvcc")
     parser.add_argument("arch", help="for which the program's PTX was compiled, such as 90")
     parser.add_argument("--write", action="store_true", help=f"write {COUNTS.name}")
+    parser.add_argument("--model", action="store_true", help="print what they mean on some GPUs")
     parser.add_argument("--quiet", action="store_true", help="print only what has grown")
     options = parser.parse_args()
     version = f"{nvcc_version(options.nvcc)} for compute_{options.arch}"
@@ -88,6 +123,9 @@ def main():
         print(f"Counts of nvcc {version} are not compared with those of {saved['nvcc']}.")
         return False
     rows = count(options.program)
+    if options.model:
+        print_model(rows)
+        return False
     if not options.quiet:
         print_table(rows, saved["rows"])
     if options.write:
