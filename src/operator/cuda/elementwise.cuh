@@ -235,8 +235,13 @@ __global__ void __launch_bounds__(kThreads)
   const I vectors = static_cast<I>(task.vectors), S = static_cast<I>(task.S);
   const I C = static_cast<I>(task.C);
   if (blockIdx.x == 0) map_ends<T, F>(task, epilogue, threadIdx.x);
-  const I start = static_cast<I>(blockIdx.x) * (kThreads * kVectors) + threadIdx.x;
+  // From the end, which the sums have read last.
+  const unsigned block = gridDim.x - 1 - blockIdx.x;
+  const I start = static_cast<I>(block) * (kThreads * kVectors) + threadIdx.x;
   Operands<T, F, kAligned> operands[kVectors];
+  // If most warps have a vector that reaches into the next plane, all take the same branch.
+  const bool mixed = S < 64 * kSize;
+  const auto next = [&](I c) { return c + 1 == C ? 0 : c + 1; };
   F coefficients[kVectors];
   I channels[kVectors], left[kVectors];
   const auto index = [&](int k) {
@@ -255,9 +260,6 @@ __global__ void __launch_bounds__(kThreads)
     if (start + k * kThreads < vectors)
       coefficients[k] = load_affine<F>(task.coefficients, channels[k]);
   }
-  const auto next = [&](I c) { return c + 1 == C ? 0 : c + 1; };
-  // If most warps have a vector that reaches into the next plane, all take the same branch.
-  const bool mixed = S < 64 * kSize;
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     if (start + k * kThreads >= vectors) break;

@@ -222,11 +222,9 @@ struct Gate {
     return {sign, v, rest};
   }
 
-  SBN_HOST_DEVICE bool is_open(T v) const { return v * sign > threshold; }
-
   // Without a slope, 0 also for a dy that is infinite or below zero.
   SBN_HOST_DEVICE T of(T dy, bool open) const { return open ? dy : slope == 0 ? T{0} : dy * slope; }
-  SBN_HOST_DEVICE T operator()(T dy, T v) const { return of(dy, is_open(v)); }
+  SBN_HOST_DEVICE T operator()(T dy, T v) const { return of(dy, v * sign > threshold); }
 };
 
 }  // namespace gluon_syncbn

@@ -329,8 +329,8 @@ class ChannelTotal {
   }
 
   SBN_DEVICE void get(Integer<2>* first, Integer<3>* second) const {
-    memcpy(first, own_, sizeof(*first));
-    memcpy(second, own_ + 2, sizeof(*second));
+    memcpy(static_cast<void*>(first), own_, sizeof(*first));
+    memcpy(static_cast<void*>(second), own_ + 2, sizeof(*second));
   }
   SBN_DEVICE void put(const Integer<2>& first, const Integer<3>& second) {
     memcpy(own_, &first, sizeof(first));

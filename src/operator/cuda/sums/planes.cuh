@@ -147,7 +147,7 @@ struct PlaneShare {
 
 // S > 1: a block has chunks of one channel, with `lanes` threads per chunk.
 template <typename T, int kArrays, bool kAligned>
-__global__ void __launch_bounds__(kThreads, plane_blocks<T>(kArrays, kAligned))
+__global__ void __launch_bounds__(kThreads, plane_blocks(kArrays, kAligned))
     sum_planes(SumsTask task, EpilogueTask<Arithmetic<T>> epilogue) {
   using A = Arithmetic<T>;
   constexpr bool kBackward = kArrays > 1, kGated = kArrays > 2;
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, plane_blocks<T>(kArrays, kAligned))
   // The number of chunks left for the warp, a lane's next chunk, and the step to the one after it,
   // in samples and chunks.
   const int64_t begin = task.unit_of_slice(blockIdx.y) + warp * at_once;
-  int64_t units = task.unit_of_slice(blockIdx.y + 1) - begin;
+  int units = static_cast<int>(task.unit_of_slice(blockIdx.y + 1) - begin);
   const int64_t unit = begin + lane / lanes, sample_size = task.C * task.S;
   const int chunks = static_cast<int>(task.chunks);
   int64_t sample = unit, sample_step = kWarps * at_once;

@@ -34,7 +34,7 @@ struct SharedShares {
 #pragma unroll
     for (int i = 0; i < kNumbers; ++i) values[i] = numbers[i][j * kPlane + thread];
     Share<A> share;
-    memcpy(&share, values, sizeof(share));
+    memcpy(static_cast<void*>(&share), values, sizeof(share));
     return share;
   }
 };
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
   const int64_t below = down * task.C;
   const auto load_batch = [&](int r) {
     const int64_t first = at + c + r * task.C;
-    const bool is_full = r + (kBatch - 1) * down < n;
+    const bool is_full = kBatch == 1 || r + (kBatch - 1) * down < n;
     const auto of = [&](const T* from, auto& vectors) {
       if (is_full) {
         load(vectors, [&](int i) { return from + first + i * below; });
@@ -156,8 +156,9 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
     }
   };
 
-  if (left > 0) begin_chunk();
+  if (kAligned && left > 0) begin_chunk();
   while (left > 0) {
+    if (!kAligned) begin_chunk();
     Share<A> shares[kSize];
     if (!kBackward) {
 #pragma unroll
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
     const int64_t start = groups == 1 ? at : base * task.R * task.C;
     base += groups;
     left -= groups;
-    if (left > 0) begin_chunk();
+    if (kAligned && left > 0) begin_chunk();
 
     // All threads have read the sums of the chunk before.
     __syncthreads();

@@ -29,10 +29,7 @@ constexpr int kRowsPerThread = 32, kFewestRows = 2;
 // Resident blocks of each kernel of sums per multiprocessor, limited by registers. The kernels read
 // kArrays arrays: 1: x. 2: dy and x. 3: dy, x, and v, on which the gradient of an activation
 // depends.
-template <typename T>
-constexpr int plane_blocks(int arrays, bool aligned) {
-  return aligned && (arrays == 1 || (arrays == 2 && sizeof(T) >= sizeof(float))) ? 3 : 2;
-}
+constexpr int plane_blocks(int arrays, bool aligned) { return aligned && arrays == 1 ? 3 : 2; }
 constexpr int kRowBlocks = 2;
 
 // The unevaluated sum of two floats: about 48 bits, without instructions for double, of which most

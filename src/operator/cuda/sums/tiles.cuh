@@ -10,15 +10,16 @@ namespace gluon_syncbn {
 template <int kArrays>
 constexpr int kTileBytes = kArrays == 1 ? 4608 : 2048;
 // Values of a run, in chains.
-constexpr int kTileRun = 16, kTileChains = 4;
+template <typename T>
+constexpr int kTileRun = sizeof(T) == sizeof(double) ? 4 : 16;
+constexpr int kTileChains = 4;
 // The values that fit, less those that may precede them in their first 16 bytes, and those after
 // them that a thread reads but does not use.
 template <typename T, int kArrays>
 constexpr int kTileValues =
     kTileBytes<kArrays> / static_cast<int>(sizeof(T)) - (kPack<T> - 1) - kTileChains;
 // Resident blocks per multiprocessor, limited by registers.
-template <typename T, int kArrays>
-constexpr int kTileBlocks = kArrays > 2 && sizeof(T) == sizeof(double) ? 1 : 2;
+constexpr int kTileBlocks = 2;
 
 // Contiguous values at any address, which are copied through registers to shared memory.
 template <typename T, int kBytes>
@@ -109,7 +110,7 @@ struct TileReader<BFloat16> : PairReader<BFloat16> {
 // S > 1, small unaligned planes: a warp copies the contiguous planes of `kWarp / lanes` channels of
 // a sample to shared memory. `lanes` threads per plane have `chunk_size` consecutive values each.
 template <typename T, int kArrays>
-__global__ void __launch_bounds__(kThreads, kTileBlocks<T, kArrays>)
+__global__ void __launch_bounds__(kThreads, kTileBlocks)
     sum_tiles(SumsTask task, EpilogueTask<Arithmetic<T>> epilogue) {
   using A = Arithmetic<T>;
   constexpr bool kBackward = kArrays > 1, kGated = kArrays > 2;
@@ -131,20 +132,26 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kArrays>)
   const bool reads_v = kGated && epilogue.v != task.x;
 
   Center<A> center{0, 0};
-  Gates<A, kGated> gates{};
+  // The slopes are taken from `epilogue`, to save registers.
+  [[maybe_unused]] A sign = 0, threshold = 0;
   if constexpr (kBackward) {
     if (plane < planes) {
       center = Center<A>::of(task.statistics[c]);
-      gates = Gates<A, kGated>::of(epilogue, c);
+      if constexpr (kGated) {
+        const Gate<A> gate = Gates<A, kGated>::of(epilogue, c).dy;
+        sign = gate.sign;
+        threshold = gate.threshold;
+      }
     }
   }
   double* const own = own_sums + threadIdx.x * kOwnWords;
   ChunkBuffer<A, kBackward> buffer(own, lanes, lane);
 
-  const int64_t end = task.unit_of_slice(blockIdx.y + 1);
   const int n = static_cast<int>(task.S), share_size = task.chunk_size;
-  int64_t sample = task.unit_of_slice(blockIdx.y) + warp, at = (sample * task.C + tile) * task.S;
-  for (; sample < end; sample += kWarps, at += kWarps * task.C * task.S) {
+  const int64_t first = task.unit_of_slice(blockIdx.y) + warp;
+  int64_t at = (first * task.C + tile) * task.S;
+  int samples = static_cast<int>(task.unit_of_slice(blockIdx.y + 1) - first);
+  for (; samples > 0; samples -= kWarps, at += kWarps * task.C * task.S) {
     using Loads = Tile<T, kBytes>;
     const int begin = plane * n + lane_of_plane * share_size;
     const int left = plane < planes ? n - lane_of_plane * share_size : 0;
@@ -158,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kArrays>)
         v_loads.put(x_tile, lane);
         __syncwarp();
         for (int i = 0; i < count; ++i) {
-          const bool is_open = gates.dy.is_open(widen(x_tile[v_loads.shift + begin + i]));
+          const bool is_open = widen(x_tile[v_loads.shift + begin + i]) * sign > threshold;
           open |= static_cast<uint64_t>(is_open ? 1 : 0) << i;
         }
       }
@@ -175,9 +182,9 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kArrays>)
     // Turns value i and its gradient into those that are summed.
     const auto gate = [&](int i, A* value, A* gradient) {
       if constexpr (kArrays > 2) {
-        const bool is_open = reads_v ? open >> i & 1 : gates.dy.is_open(*value);
-        *gradient = gates.dy.of(*gradient, is_open);
-        *value = gates.x.of(*value, is_open);
+        const bool is_open = reads_v ? open >> i & 1 : *value * sign > threshold;
+        *gradient = Gate<A>{0, 0, epilogue.slope}.of(*gradient, is_open);
+        *value = Gate<A>{0, 0, epilogue.inverse}.of(*value, is_open);
       }
     };
 
@@ -195,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, kArrays>)
     for (int j = 0; j < count;) {
       Run<A, kTileChains> run;
 #pragma unroll
-      for (int part = 0; part < kTileRun; part += kTileChains) {
+      for (int part = 0; part < kTileRun<T>; part += kTileChains) {
         if (part > 0 && j >= count) break;
         A values[kTileChains], gradients[kTileChains] = {};
         xs.read(j, values);
