@@ -145,6 +145,20 @@ SBN_DEVICE Words load_words(const void* p) {
 #endif
 }
 
+// For a vector of which other words are selected: in assembly, as nvcc would load these one by one
+// for sm_100 and later.
+SBN_DEVICE Words load_whole_words(const void* p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  Words words;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.w[0]), "=r"(words.w[1]), "=r"(words.w[2]), "=r"(words.w[3])
+               : "l"(p));
+  return words;
+#else
+  return load_words(p);
+#endif
+}
+
 // In assembly, as nvcc splits the store of a uint4 into four.
 SBN_DEVICE void store_words(void* p, const Words& words) {
 #if defined(__CUDA_ARCH__)
@@ -184,12 +198,10 @@ struct Fetched {
   Words low, high;
 
   SBN_DEVICE static Fetched load(const void* p) {
-    const unsigned shift = kAligned ? 0 : misalignment(p);
-    const char* const at = static_cast<const char*>(p) - shift;
-    Fetched fetched;
-    fetched.low = load_words(at);
-    if (!kAligned) fetched.high = load_words(at + (shift ? 16 : 0));
-    return fetched;
+    return load(p, [](const void* at) { return load_words(at); });
+  }
+  SBN_DEVICE static Fetched load_whole(const void* p) {
+    return load(p, [](const void* at) { return load_whole_words(at); });
   }
 
   // `shift` is misalignment(p).
@@ -210,6 +222,17 @@ struct Fetched {
     const unsigned bits = 8 * (shift & 3);
     return {{__funnelshift_r(u[0], u[1], bits), __funnelshift_r(u[1], u[2], bits),
              __funnelshift_r(u[2], u[3], bits), __funnelshift_r(u[3], u[4], bits)}};
+  }
+
+ private:
+  template <typename Load>
+  SBN_DEVICE static Fetched load(const void* p, const Load& load_at) {
+    const unsigned shift = kAligned ? 0 : misalignment(p);
+    const char* const at = static_cast<const char*>(p) - shift;
+    Fetched fetched;
+    fetched.low = load_at(at);
+    if (!kAligned) fetched.high = load_at(at + (shift ? 16 : 0));
+    return fetched;
   }
 };
 

@@ -110,7 +110,9 @@ struct PlaneShare {
     SBN_DEVICE static void load(const T* from, const At& at, Words (&words)[kInFlight]) {
       Fetched<kAligned> fetched[kInFlight];
 #pragma unroll
-      for (int i = 0; i < kInFlight; ++i) fetched[i] = Fetched<kAligned>::load(from + at(i));
+      for (int i = 0; i < kInFlight; ++i)
+        fetched[i] = kAligned ? Fetched<kAligned>::load(from + at(i))
+                              : Fetched<kAligned>::load_whole(from + at(i));
       // The same for all vectors.
       const unsigned shift = kAligned ? 0 : misalignment(from);
 #pragma unroll
