@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import mxnet_compat  # noqa: F401  Some tests import mxnet first.
-from xdist.scheduler import LoadScopeScheduling
+import pytest
 
 # The shell starts background jobs with SIGINT ignored, which the processes of tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,16 +28,17 @@ os.environ.setdefault("GLUON_SYNCBN_TIMEOUT", "60")
 _CLUSTERS = "channels distributed distributed_groups distributed_join distributed_traps".split()
 
 
-class _ByFile(LoadScopeScheduling):
-    """Runs the tests of a file in one process."""
-
-    def _split_scope(self, nodeid):
-        name = Path(nodeid.split("::")[0]).stem[len("test_") :]
-        return "clusters" if name in _CLUSTERS else nodeid.split("::")[0]
-
-
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    return _ByFile(config, log)
+    """With pytest-xdist, the tests of a file run in one process."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            path = nodeid.split("::")[0]
+            return "clusters" if Path(path).stem[len("test_") :] in _CLUSTERS else path
+
+    return ByFile(config, log)
 
 
 def pytest_report_header():

@@ -50,18 +50,27 @@ def run(package, *command, **environment):
     return done.stdout
 
 
+def run_layer_tests(package, names):
+    tests = [f"tests/layers/test_{name}.py" for name in names]
+    chosen = " and ".join(f"not ({each})" for each in OF_CPUS)
+    command = ("-m", "pytest", "-q", "-x", "-k", chosen, *tests)
+    assert " passed" in run(package, *command)
+
+
+def run_mxnet_tests(package, **environment):
+    command = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/gpu/test_mxnet_gpu.py")
+    done = run(package, *command, GPUS_FOR_TESTS="cpu(0) cpu(1)", **environment)
+    assert " passed" in done and "skipped" not in done
+
+
 @pytest.mark.timeout(600)
 def test_the_tests_of_the_layer_pass(package):
-    tests = [f"tests/layers/test_{name}.py" for name in TESTS]
-    chosen = " and ".join(f"not ({each})" for each in OF_CPUS)
-    assert " passed" in run(package, "-m", "pytest", "-q", "-x", "-k", chosen, *tests)
+    run_layer_tests(package, TESTS)
 
 
 @pytest.mark.timeout(600)
 def test_the_tests_of_gpu_check_inside_mxnet_pass(package):
-    command = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/gpu/test_mxnet_gpu.py")
-    done = run(package, *command, GPUS_FOR_TESTS="cpu(0) cpu(1)")
-    assert " passed" in done and "skipped" not in done
+    run_mxnet_tests(package)
 
 
 PRELUDE = """

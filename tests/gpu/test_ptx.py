@@ -4,7 +4,7 @@
 import pytest
 
 from test_cuda_build import needs_nvcc
-from test_cuda_on_host import OF_CPUS, package_with, run
+from test_cuda_on_host import package_with, run_layer_tests, run_mxnet_tests
 
 pytestmark = [pytest.mark.long, needs_nvcc]
 
@@ -19,13 +19,9 @@ def package(tmp_path_factory):
 
 @pytest.mark.timeout(600)
 def test_the_tests_of_the_layer_pass(package):
-    tests = [f"tests/layers/test_{name}.py" for name in TESTS]
-    chosen = " and ".join(f"not ({each})" for each in OF_CPUS)
-    assert " passed" in run(package, "-m", "pytest", "-q", "-x", "-k", chosen, *tests)
+    run_layer_tests(package, TESTS)
 
 
 @pytest.mark.timeout(600)
 def test_the_tests_of_gpu_check_inside_mxnet_pass(package):
-    command = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/gpu/test_mxnet_gpu.py")
-    done = run(package, *command, GPUS_FOR_TESTS="cpu(0) cpu(1)", PTXSIM_SEED="1")
-    assert " passed" in done and "skipped" not in done
+    run_mxnet_tests(package, PTXSIM_SEED="1")

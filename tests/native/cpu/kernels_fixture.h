@@ -44,6 +44,15 @@ struct Type<BFloat16> {
   static constexpr double kLargestOffset = 1e5;
 };
 
+// Calls f with a zero of each type of data.
+template <typename F>
+void for_each_type(const F& f) {
+  f(float{});
+  f(double{});
+  f(Half{});
+  f(BFloat16{});
+}
+
 template <typename T>
 const Kernels& kernels() {
   return cpu_kernels(Type<T>::kDType);

@@ -253,9 +253,6 @@ void test_all() {
 
 int main() {
   gluon_syncbn::set_num_threads(2);
-  gluon_syncbn::test_all<float>();
-  gluon_syncbn::test_all<double>();
-  gluon_syncbn::test_all<gluon_syncbn::Half>();
-  gluon_syncbn::test_all<gluon_syncbn::BFloat16>();
+  gluon_syncbn::for_each_type([](auto zero) { gluon_syncbn::test_all<decltype(zero)>(); });
   return check::finish("kernels");
 }

@@ -781,17 +781,11 @@ int main(int count, char** arguments) {
   if (!cuda_backend()) return 1;
   set_num_threads(2);
   if (count > 1 && std::string(arguments[1]) == "--small") {
-    test_few<float>();
-    test_few<double>();
-    test_few<Half>();
-    test_few<BFloat16>();
+    for_each_type([](auto zero) { test_few<decltype(zero)>(); });
     return check::finish("cuda_kernels --small");
   }
   divisions_are_exact();
   blocks_fit_every_generation();
-  test_all<float>();
-  test_all<double>();
-  test_all<Half>();
-  test_all<BFloat16>();
+  for_each_type([](auto zero) { test_all<decltype(zero)>(); });
   return check::finish("cuda_kernels");
 }
