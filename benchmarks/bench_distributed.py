@@ -21,6 +21,7 @@ from types import SimpleNamespace
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
+from gluon_syncbn import native
 from tqdm import tqdm
 
 import bench
@@ -102,7 +103,7 @@ def installed_engines():
 
 
 def message_size(channels):
-    """The number of float64 that a process sends for a layer in each pass."""
+    """The number of float64 in the values of a process for a layer in each pass."""
     return 6 * channels + 2
 
 
@@ -118,7 +119,10 @@ class KVStore:
         self.barrier = self._pushpull((self.reducer.size, 1))
 
     def bare_calls(self, channels):
-        return {"kv.pushpull": self._pushpull((self.reducer.size, 3, message_size(channels)))}
+        values, bits = message_size(channels), native.KVSTORE_BITS
+        return {
+            "kv.pushpull": self._pushpull((native.packed_size(values, self.reducer.size, bits),))
+        }
 
     def _pushpull(self, shape):
         key, array = next(self._keys), mx.nd.zeros(shape)

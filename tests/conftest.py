@@ -25,7 +25,9 @@ os.environ.setdefault("GLUON_SYNCBN_TIMEOUT", "60")
 
 
 # Files that look at the same clusters (distributed/conftest.py).
-_CLUSTERS = "channels distributed distributed_groups distributed_join distributed_traps".split()
+_CLUSTERS = (
+    "channels distributed distributed_groups distributed_join distributed_sums distributed_traps"
+).split()
 
 
 @pytest.hookimpl(optionalhook=True)

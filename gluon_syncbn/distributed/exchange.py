@@ -6,8 +6,9 @@ import weakref
 
 import numpy
 
-from ..native import clear_channels
+from ..native import FixedPoint, clear_channels
 from .arguments import is_whole
+from .reducer import Reducer
 
 # A layer's configuration in its handshake, in bytes of UTF-8.
 _CONFIGURATION = 256
@@ -30,7 +31,8 @@ class Exchange:
                 f"SyncGroup got a store of rank {self.rank!r} and size {self.size!r}: rank must be "
                 "one of 0, ..., size - 1."
             )
-        self._gather = _gather_of(store, timeout)
+        self._reducer = store if isinstance(store, Reducer) else _Adder(store, timeout)
+        self._timeout = timeout
         self._locks = {}
         # The handshakes that were made: a layer's id, its devices and group size.
         self._known = set()
@@ -38,11 +40,30 @@ class Exchange:
         # other not, so a step that failed cannot be taken again.
         self._broken = None
         self._fail = getattr(store, "fail", None)
-        self._native_channel = getattr(store, "native_channel", None)
+        # {a key of layers' messages: the layer's name}
+        self._names = {}
 
-    def of(self, layer, here, group_size):
-        """The exchange of a `native.Layer`."""
+    def split(self, size):
+        """Whether groups of `size` processes can exchange among themselves. All processes call
+        it."""
+        return self._reducer.split(size)
+
+    def messages(self):
+        """How many messages of each layer brought sums, and how many the values of each process:
+        {(layer's name, direction): (sums, values)}."""
+        counts = {}
+        for key, name in self._names.items():
+            calls, sums = self._reducer.counts(key)
+            known = counts.get((name, key.split()[1]), (0, 0))
+            counts[name, key.split()[1]] = known[0] + sums, known[1] + calls - sums
+        return counts
+
+    def of(self, layer, here, group_size, ranks=None, sums=True):
+        """The exchange of a `native.Layer`. ranks: those that take part, by default all. sums:
+        whether the layer wants the sums over all of them."""
         configuration = layer.id, here, group_size
+        # In each kind of group the layer has keys of its own.
+        kind = "" if sums and ranks is None else f" in groups of {group_size}"
         reference = weakref.ref(layer)
 
         def exchange(key, title, channels, mine):
@@ -57,11 +78,14 @@ class Exchange:
                         f"devices in each process, groups of {group_size or 'all'}, '{layer.name}'"
                     )
                     self._compare(handshake, title, text)
+                    self._reducer.restart(key.split()[0])
                     self._known.add(configuration)
-            everyone = self.all_gather(key, title, mine)
-            if self._native_channel is not None:
+            everyone = self._exchange(key + kind, title, mine, ranks, sums)
+            self._names[key + kind] = layer.name
+            channel = self._reducer.native_channel(key + kind)
+            if channel is not None:
                 # From now on the layer's messages take the channel.
-                layer.set_channel(key, self._native_channel(key), exchange)
+                layer.set_channel(key, channel, exchange)
                 if self._broken:
                     clear_channels()
             return everyone
@@ -87,6 +111,11 @@ class Exchange:
 
     def all_gather(self, key, title, mine):
         """The arrays of all processes, shape (size, len(mine))."""
+        return self._exchange(key, title, mine)
+
+    def _exchange(self, key, title, mine, ranks=None, sums=False):
+        """The arrays of all processes, or of `ranks`. sums: or the sums of a layer's message, shape
+        (1, len(mine))."""
         if self._broken:
             raise RuntimeError(
                 f"{title}: the processes have lost each other, and all have to start again from "
@@ -95,7 +124,7 @@ class Exchange:
         # One key never twice at a time: the store could not tell which belongs to which.
         with self._locks.setdefault(key, threading.Lock()):
             try:
-                return self._gather(key, title, mine)
+                return self._reducer.exchange(key, mine, title, self._timeout, ranks, sums)
             except Exception as error:
                 self.fail(str(error))
                 raise
@@ -112,25 +141,60 @@ class Exchange:
                 self._fail(text)
 
 
-def _gather_of(store, timeout):
-    """gather(key, title, mine): the arrays of all processes, shape (size, len(mine))."""
-    if hasattr(store, "all_gather"):
-        return lambda key, title, mine: store.all_gather(key, mine, title=title, timeout=timeout)
-    try:
-        takes_timeout = "timeout" in inspect.signature(store.all_reduce).parameters
-    except (TypeError, ValueError):
-        takes_timeout = False
-    options = {"timeout": timeout} if takes_timeout else {}
+class _Adder:
+    """What a `Reducer` is for layers, through a store that only adds."""
 
-    def gather(key, title, mine):
-        slots = numpy.zeros((store.size, len(mine)))
-        slots[store.rank] = mine
-        result = numpy.asarray(store.all_reduce(key, slots, **options))
-        if result.shape != slots.shape or result.dtype != slots.dtype:
+    def __init__(self, store, timeout):
+        self._rank, self._size, self._all_reduce = store.rank, store.size, store.all_reduce
+        self._exact_bits = getattr(store, "exact_bits", 0)
+        try:
+            takes_timeout = "timeout" in inspect.signature(store.all_reduce).parameters
+        except (TypeError, ValueError):
+            takes_timeout = False
+        self._options = {"timeout": timeout} if takes_timeout else {}
+        self._fixed_points = {}
+        # {key: (exchanges, those that brought sums)}
+        self._counts = {}
+
+    def exchange(self, key, mine, title, timeout, ranks=None, sums=False):
+        exchanges, added = self._counts.get(key, (0, 0))
+        total = self._sums(key, mine, title) if sums and self._exact_bits else None
+        self._counts[key] = exchanges + 1, added + (total is not None)
+        if total is not None:
+            return total.reshape(1, -1)
+        slots = numpy.zeros((self._size, len(mine)))
+        slots[self._rank] = mine
+        everyone = self._add(key, title, slots)
+        if key in self._fixed_points:
+            self._fixed_points[key].follow(everyone)
+        return everyone
+
+    def _sums(self, key, mine, title):
+        if key not in self._fixed_points:
+            self._fixed_points[key] = FixedPoint(len(mine), self._size, self._exact_bits)
+        fixed_point = self._fixed_points[key]
+        packed = fixed_point.pack(mine)
+        return (
+            None if packed is None else fixed_point.unpack(self._add(f"{key} sums", title, packed))
+        )
+
+    def _add(self, key, title, array):
+        result = numpy.asarray(self._all_reduce(key, array, **self._options))
+        if result.shape != array.shape or result.dtype != array.dtype:
             raise ValueError(
                 f"{title}: the store's all_reduce returned {result.dtype} of shape {result.shape} "
-                f"for float64 of shape {slots.shape}."
+                f"for float64 of shape {array.shape}."
             )
         return result
 
-    return gather
+    def split(self, size):
+        return False
+
+    def restart(self, layer):
+        """Another group has windows of its own."""
+
+    def native_channel(self, key):
+        return None
+
+    def counts(self, key):
+        return self._counts[key]

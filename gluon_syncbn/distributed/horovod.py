@@ -6,6 +6,9 @@ from .. import native
 from .arguments import seconds
 from .reducer import Reducer
 
+# The values of three processes are sent and fetched in less time than their sums.
+_FEWEST_FOR_SUMS = 4
+
 
 class HorovodReducer(Reducer):
     """Joins processes by Horovod.
@@ -40,6 +43,8 @@ class HorovodReducer(Reducer):
         except ValueError as error:
             raise ValueError("HorovodReducer needs hvd.init() to be called before.") from error
         self._hvd = hvd
+        # The number of this process's set of neighbours, by its size; None where there is none.
+        self._sets = {}
         self._connection = native.Connection(self._probe)
         super().__init__(rank, size, timeout)
         if size > 1:
@@ -54,7 +59,35 @@ class HorovodReducer(Reducer):
             f"Horovod's shutdown has not returned for {timeout:g} s at the end of the script.",
         )
 
-    def _open(self, key, size, wait):
-        # What ``hvd.allgather`` calls, which then waits for the result without a limit.
-        allgather = self._hvd.mpi_ops.MPI_MXNET_LIB_CTYPES.horovod_mxnet_allgather_async
-        return self._connection.horovod_channel(key, size, self.size, allgather)
+    def split(self, size):
+        if size not in self._sets:
+            timeout = seconds(None)
+            native.call_within(
+                timeout,
+                lambda: self._make_sets(size),
+                f"Horovod, rank {self.rank}, has waited {timeout:g} s for all processes to make "
+                f"groups of {size}: make the same groups and layers in every process.",
+            )
+        return self._sets[size] is not None
+
+    def _make_sets(self, size):
+        self._sets[size] = None
+        for first in range(0, self.size, size):
+            ranks = range(first, first + size)
+            try:
+                made = self._hvd.add_process_set(self._hvd.ProcessSet(ranks))
+            except ValueError:
+                # In all processes: it was started without them, or the user has made the same.
+                return
+            if self.rank in ranks:
+                number = made.process_set_id
+        self._sets[size] = number
+
+    def _open(self, key, size, wait, sums):
+        processes = len(self._ranks.get(key, range(self.size)))
+        sums = sums and processes >= _FEWEST_FOR_SUMS
+        process_set = 0 if processes == self.size else self._sets[processes]
+        # Uses what ``hvd.allgather`` and ``hvd.allreduce`` call, which wait without a limit.
+        return self._connection.horovod_channel(
+            key, size, processes, process_set, self._hvd.mpi_ops, sums
+        )

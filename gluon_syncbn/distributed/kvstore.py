@@ -21,9 +21,11 @@ _REGISTRATION = 64
 class KVStoreReducer(Reducer):
     """Joins processes by MXNet's parameter server.
 
-    Every process puts its numbers into a slot of its own, in which all others have zeros, so that
-    the server's float32 sum is exact; a float64 travels as three whole numbers of 22 bits. A new
-    key needs one more round, in which the processes agree on its number in the store.
+    The server adds float32, so each sum of a layer travels as 11 whole numbers of 16 bits, which
+    float32 adds exactly. Where they do not fit, as in a layer's first exchange, every process puts
+    its numbers into a slot of its own, in which all others have zeros; a float64 travels as three
+    whole numbers of 22 bits. A new key needs one or two more rounds, in which the processes agree
+    on its number in the store.
 
     While the reducer is in use, the store's own functions run one at a time, and some are refused;
     so is a second distributed store in the process.
@@ -102,13 +104,20 @@ class KVStoreReducer(Reducer):
         self._hooks.undo()
         self._kv = None
 
-    def _open(self, key, size, wait):
+    def _open(self, key, size, wait, sums):
         slots = mx.nd.zeros((self.size, native.LIMBS, size))
         number = self._register(key, size, slots, wait)
-        return self._connection.kvstore_channel(key, size, self.rank, self._kv, number, slots)
+        count = native.packed_size(size, self.size, native.KVSTORE_BITS) if sums else 0
+        added = None
+        if count:
+            array = mx.nd.zeros((count,))
+            added = self._register(f"{key} sums", count, array, wait), array
+        return self._connection.kvstore_channel(
+            key, size, self.rank, self._kv, number, slots, added
+        )
 
-    def _register(self, key, size, slots, wait):
-        """The number of a new key in the store, where it has these slots.
+    def _register(self, key, size, array, wait):
+        """The number of a new key in the store, where it has the values of this array.
 
         The server takes the first push of a key for the value to begin with, so only rank 0 may
         push a key that the server does not know. Every process registers each key, in rounds over
@@ -119,7 +128,7 @@ class KVStoreReducer(Reducer):
         if len(name) > _REGISTRATION - 3:
             raise ValueError(f"The key {key!r} is too long: use at most {_REGISTRATION - 3} bytes.")
         with self._round:
-            number = self._push_new(slots, wait) if self.rank == 0 else _FIRST_KEY
+            number = self._push_new(array, wait) if self.rank == 0 else _FIRST_KEY
             mine = numpy.zeros(_REGISTRATION, numpy.float32)
             mine[:3] = number - _FIRST_KEY, size & 0xFFFF, size >> 16
             mine[3 : 3 + len(name)] = list(name)
@@ -149,19 +158,19 @@ class KVStoreReducer(Reducer):
             )
         return _FIRST_KEY + int(registered[0][1])
 
-    def _push_new(self, slots, wait):
+    def _push_new(self, array, wait):
         number, self._next_number = self._next_number, self._next_number + 1
         if number > _LAST_KEY:
             raise RuntimeError(
                 f"All {_LAST_KEY - _FIRST_KEY} keys of the KVStore are in use: do not make new "
                 "layers in every step."
             )
-        self._kv.push(number, slots)
+        self._kv.push(number, array)
         # To be written, the array waits until the server has answered. By an operator that takes
         # none of MXNet's workspaces, as the net may have given all of them to steps that wait for
         # this exchange.
-        slots[:] = 0
-        wait.array(slots)
+        array[:] = 0
+        wait.array(array)
         return number
 
 

@@ -131,12 +131,12 @@ class Liveness:
             # Processes that have finished leave the last one its time.
             time.sleep(min(max(_BETWEEN_PROBES, waited / 100), 1.0))
 
-    def probe(self, key, patience=_PATIENCE):
-        """Asks all other processes at once whether they have arrived at the exchange `key`. Returns
-        {rank: Answer}, in `patience` seconds at most."""
+    def probe(self, key, patience=_PATIENCE, ranks=None):
+        """Asks all others of `ranks`, by default all, at once whether they have arrived at the
+        exchange `key`. Returns {rank: Answer}, in `patience` seconds at most."""
         finished = self._status is not None and self._status[0] == FINISHED
         content = [_shortened(key), self.rank, finished]
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        others = [rank for rank in ranks or range(self.size) if rank != self.rank]
         seconds = patience / max(1, math.ceil(len(others) / _MOST_AT_ONCE))
         ends = _now() + patience
         left, answers = iter(others), {}

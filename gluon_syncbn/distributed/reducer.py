@@ -39,8 +39,9 @@ class Reducer:
     def __init__(self, rank, size, timeout):
         self.rank, self.size = rank, size
         self._process = os.getpid()
-        # By key, from its first exchange on.
+        # By key, from its first exchange on; and which processes exchange it, where not all do.
         self._channels = {}
+        self._ranks = {}
         self._opening = {}
         # All that were asked for. The end takes the longest.
         self._timeouts = {timeout}
@@ -101,6 +102,11 @@ class Reducer:
             raise ValueError(
                 f"all_gather got {array.dtype} of shape {array.shape}: give float64 of shape (n,)."
             )
+        return self.exchange(key, array, title, timeout)
+
+    def exchange(self, key, array, title=None, timeout=None, ranks=None, sums=False):
+        """`all_gather` for a layer. ranks: those that take part, see `split`. sums: the array is a
+        layer's message, whose sums will do: shape (1, n), where the store can add them."""
         if self.size == 1:
             return array.reshape(1, -1).copy()
         if self._lost or os.getpid() != self._process:
@@ -110,7 +116,7 @@ class Reducer:
         channel = self._channels.get(key)
         if channel is None:
             start = time.monotonic()
-            channel = self._first_exchange(key, array.size, title, timeout)
+            channel = self._first_exchange(key, array.size, title, timeout, ranks, sums)
             # One timeout for both. All have just arrived, so little is left to wait for.
             timeout = max(timeout - (time.monotonic() - start), timeout * WARN_AFTER)
         if channel.size != array.size:
@@ -120,32 +126,52 @@ class Reducer:
             )
         return channel.exchange(title, timeout, array)
 
+    def split(self, size):
+        """Whether groups of `size` processes can exchange among themselves, from here on. All
+        processes call it."""
+        return False
+
+    def restart(self, layer):
+        """After the handshake of the layer of this number: what the processes know of its earlier
+        sums may differ, where they failed."""
+        for key, channel in self._channels.copy().items():
+            if key.split()[0] == layer:
+                channel.restart()
+
     def native_channel(self, key):
         """The native channel of a key that was exchanged before."""
         return self._channels[key]
+
+    def counts(self, key):
+        """How often a key was exchanged, and how often of these the store added sums."""
+        channel = self._channels[key]
+        return channel.calls, channel.sums
 
     def fail(self, text):
         """Reports to the other processes, when they probe, that a step has failed in this one."""
         if self._liveness is not None:
             self._liveness.set_status(FAILED, text)
 
-    def _first_exchange(self, key, size, title, timeout):
+    def _first_exchange(self, key, size, title, timeout, ranks, sums):
         with self._opening.setdefault(key, threading.Lock()):
             if key not in self._channels:
+                if ranks is not None:
+                    self._ranks[key] = ranks
                 exchange = f"{title} ({key} 1)"
                 if self._liveness is not None:
                     self._liveness.arrive(exchange)
                 try:
                     with mx.autograd.pause():
                         wait = _Wait(self._probe, title, exchange, timeout)
-                        self._channels[key] = self._open(key, size, wait)
+                        self._channels[key] = self._open(key, size, wait, sums)
                 finally:
                     if self._liveness is not None:
                         self._liveness.leave(exchange, complete=key in self._channels)
             return self._channels[key]
 
-    def _open(self, key, size, wait):
-        """The native channel of a new key, when all processes know that it is used."""
+    def _open(self, key, size, wait, sums):
+        """The native channel of a new key, when all processes know that it is used. sums: see
+        `exchange`."""
         raise NotImplementedError
 
     def _probe(self, title, exchange, error, waited, timeout, probes):
@@ -156,7 +182,10 @@ class Reducer:
         message += f"has waited {waited:.3g} s for other processes. "
         lost = waited > timeout
         if self._liveness is not None:
-            answers = self._liveness.probe(exchange, patience=min(2.0, timeout / 4))
+            # The name of an exchange is "title (key number)".
+            key = exchange[len(title) + 2 :].rpartition(" ")[0]
+            ranks = self._ranks.get(key, range(self.size))
+            answers = self._liveness.probe(exchange, min(2.0, timeout / 4), ranks)
             message += f"{self._liveness.describe(answers)} "
             if all(answer.state == ARRIVED for answer in answers.values()):
                 message += f"As all have come, {self.name} does not answer. "

@@ -1,6 +1,16 @@
 """The native library: the operator, its layers, and channels to other processes."""
 
-from .channel import LIMBS, Connection, call_within, clear_channels, view, watch
+from .channel import (
+    KVSTORE_BITS,
+    LIMBS,
+    Connection,
+    FixedPoint,
+    call_within,
+    clear_channels,
+    packed_size,
+    view,
+    watch,
+)
 from .layer import (
     HAS_ONEDNN,
     OP_TYPE,
@@ -17,16 +27,19 @@ from .layer import (
 
 __all__ = [
     "HAS_ONEDNN",
+    "KVSTORE_BITS",
     "LIMBS",
     "OP_TYPE",
     "PROCESS",
     "Connection",
+    "FixedPoint",
     "Layer",
     "call_within",
     "clear_channels",
     "cuda_kernels",
     "give_up",
     "layers",
+    "packed_size",
     "set_active_devices",
     "set_joined",
     "view",

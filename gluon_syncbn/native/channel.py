@@ -6,11 +6,22 @@ import threading
 import weakref
 
 from . import shutdown
-from .library import IN_FLIGHT, PROBE, HorovodArrays, KVStoreSlots, mxnet, numpy
+from .library import (
+    IN_FLIGHT,
+    PROBE,
+    HorovodArrays,
+    HorovodSums,
+    KVStoreSlots,
+    KVStoreSums,
+    mxnet,
+    numpy,
+)
 from .library import library as _library
 
 # Of a float64 in float32.
 LIMBS = 3
+# Whole numbers of so many bits are added exactly: in float32 and in float64.
+KVSTORE_BITS, HOROVOD_BITS = 24, 53
 # What a wait returns: see mxnet/watch.h.
 _WRITTEN, _TIME_IS_UP, _INTERRUPTED, _CLOSED = range(4)
 _MAX_ERROR_SIZE = 1 << 13
@@ -83,9 +94,10 @@ class Connection:
         _library.gluon_syncbn_in_flight(self._handle, report)
         return exchanges
 
-    def kvstore_channel(self, key, size, rank, kvstore, number, slots):
+    def kvstore_channel(self, key, size, rank, kvstore, number, slots, sums=None):
         """A `Channel` through MXNet's KVStore, where its key is `number`. slots: an array of shape
-        (processes, `LIMBS`, size) that nothing else uses."""
+        (processes, `LIMBS`, size) that nothing else uses. sums: the number and the array, of
+        `packed_size`, of a key that the store adds up."""
         arguments = KVStoreSlots(
             pushpull=_address(mxnet.base._LIB.MXKVStorePushPull),
             kvstore=kvstore.handle,
@@ -96,24 +108,49 @@ class Connection:
             slots=slots.handle,
             limbs=_pointer(slots),
         )
-        handle = _library.gluon_syncbn_kvstore_channel(self._handle, key.encode(), arguments)
-        return Channel(handle, size, len(slots), slots)
+        sums_arguments = None
+        if sums is not None:
+            number, array = sums
+            sums_arguments = KVStoreSums(number, array.handle, _pointer(array))
+        handle = _library.gluon_syncbn_kvstore_channel(
+            self._handle, key.encode(), KVSTORE_BITS, arguments, sums_arguments
+        )
+        return Channel(handle, size, len(slots), slots, sums)
 
-    def horovod_channel(self, key, size, processes, allgather):
-        """A `Channel` through Horovod. allgather: its C function."""
+    def horovod_channel(self, key, size, processes, process_set, operations, sums=False):
+        """A `Channel` through Horovod. process_set: the number of its set of processes. operations:
+        ``hvd.mpi_ops``. sums: whether Horovod is to add up what the processes send."""
+        functions = operations.MPI_MXNET_LIB_CTYPES
         mine = mxnet.nd.empty((size,), dtype=numpy.float64)
         everyone = mxnet.nd.empty((processes * size,), dtype=numpy.float64)
         everyone.wait_to_read()
+        arrays = [mine, everyone]
         arguments = HorovodArrays(
-            allgather=_address(allgather),
+            allgather=_address(functions.horovod_mxnet_allgather_async),
+            process_set=process_set,
             ranks=processes,
             size=size,
             input=mine.handle,
             values=_pointer(mine),
             output=everyone.handle,
         )
-        handle = _library.gluon_syncbn_horovod_channel(self._handle, key.encode(), arguments)
-        return Channel(handle, size, processes, mine, everyone)
+        sums_arguments = None
+        count = packed_size(size, processes, HOROVOD_BITS) if sums else 0
+        if count:
+            packed, added = (mxnet.nd.zeros((count,), dtype=numpy.float64) for _ in range(2))
+            arrays += [packed, added]
+            sums_arguments = HorovodSums(
+                allreduce=_address(functions.horovod_mxnet_allreduce_async),
+                operation=operations.Sum,
+                input=packed.handle,
+                output=added.handle,
+                packed=_pointer(packed),
+                sums=_pointer(added),
+            )
+        handle = _library.gluon_syncbn_horovod_channel(
+            self._handle, key.encode(), HOROVOD_BITS, arguments, sums_arguments
+        )
+        return Channel(handle, size, processes, *arrays)
 
 
 class Channel:
@@ -129,8 +166,18 @@ class Channel:
         """The number of exchanges so far."""
         return _library.gluon_syncbn_channel_calls(self.handle)
 
+    @property
+    def sums(self):
+        """The number of those in which the store added."""
+        return _library.gluon_syncbn_channel_sums(self.handle)
+
+    def restart(self):
+        """The next exchange is one of values, as the first was, in all processes."""
+        _library.gluon_syncbn_channel_restart(self.handle)
+
     def exchange(self, title, timeout, mine):
-        """The values of all processes, shape (processes, size). Raises RuntimeError."""
+        """The values of all processes, shape (processes, size), or their sums, shape (1, size).
+        Raises RuntimeError."""
         mine = numpy.ascontiguousarray(mine)
         everyone = numpy.empty((self._processes, self.size))
         error = ctypes.create_string_buffer(_MAX_ERROR_SIZE)
@@ -143,9 +190,47 @@ class Channel:
             error,
             _MAX_ERROR_SIZE,
         )
-        if status != 0:
+        if status < 0:
             raise RuntimeError(error.value.decode(errors="replace"))
-        return everyone
+        return everyone[:1] if status == 1 else everyone
+
+
+def packed_size(size, processes, exact_bits):
+    """How many numbers a store adds up for a message of `size` values; 0 if it cannot, as it adds
+    only whole numbers below ``2**exact_bits`` exactly."""
+    return _library.gluon_syncbn_packed_size(size, processes, exact_bits)
+
+
+class FixedPoint:
+    """Sums of messages in whole numbers that a store adds exactly: see exchange/fixed_point.h. All
+    processes call the functions in the same order."""
+
+    def __init__(self, size, processes, exact_bits):
+        self._size = size
+        self._packed_size = packed_size(size, processes, exact_bits)
+        self._handle = _library.gluon_syncbn_fixed_point(size, processes, exact_bits)
+        weakref.finalize(self, _library.gluon_syncbn_free_fixed_point, self._handle).atexit = False
+
+    def pack(self, message):
+        """What the store is to add up, or None before the first `follow`."""
+        if not _library.gluon_syncbn_fixed_point_ready(self._handle):
+            return None
+        packed = numpy.empty(self._packed_size)
+        message = numpy.ascontiguousarray(message)
+        _library.gluon_syncbn_pack(self._handle, message.ctypes.data, packed.ctypes.data)
+        return packed
+
+    def unpack(self, packed):
+        """The sums, or None for all processes where the windows do not do for all."""
+        message = numpy.empty(self._size)
+        packed = numpy.ascontiguousarray(packed)
+        found = _library.gluon_syncbn_unpack(self._handle, packed.ctypes.data, message.ctypes.data)
+        return message if found else None
+
+    def follow(self, messages):
+        """Takes the messages of all processes, shape (processes, size), where it had no sums."""
+        messages = numpy.ascontiguousarray(messages)
+        _library.gluon_syncbn_follow(self._handle, messages.ctypes.data)
 
 
 def clear_channels():

@@ -84,11 +84,11 @@ def _on_exchange(message, error, error_size):
             raise RuntimeError(f"{title}: the layer was deleted.")
         mine = numpy.ctypeslib.as_array(message.values, (message.size,))
         result = layer.exchange(message.key.decode(), title, message.channels, mine)
-        numpy.ctypeslib.as_array(message.all, (message.all_size,))[:] = result.reshape(-1)
-        return 0
+        numpy.ctypeslib.as_array(message.all, (message.all_size,))[: result.size] = result.ravel()
+        return int(len(result) == 1)
     except BaseException as failure:  # The native caller cannot pass exceptions on.
         write_error(failure, error, error_size)
-        return 1
+        return -1
 
 
 def _register(mxnet):
@@ -132,7 +132,8 @@ class Layer:
         num_devices or one do. num_devices: how many do, None for all. group_size: the size of the
         groups in which they synchronize, 0 for one group. ranks: those of `processes` whose sums
         are added. exchange(key, title, channels, mine): the values of all processes, shape
-        (processes, size). config_error: why the layer cannot train there."""
+        (processes, size), or their sums, shape (1, size). config_error: why the layer cannot train
+        there."""
         self.devices = tuple(devices)
         self.exchange = exchange
         # Calls may still be on their way to an exchange when the net is dropped, and other

@@ -124,14 +124,25 @@ KVStoreSlots = _struct(
     slots=_pointer,
     limbs=_pointer,
 )
+KVStoreSums = _struct("KVStoreSums", key=_int, array=_pointer, packed=_pointer)
 HorovodArrays = _struct(
     "HorovodArrays",
     allgather=_pointer,
+    process_set=_int,
     ranks=_int,
     size=_long,
     input=_pointer,
     values=_pointer,
     output=_pointer,
+)
+HorovodSums = _struct(
+    "HorovodSums",
+    allreduce=_pointer,
+    operation=_int,
+    input=_pointer,
+    output=_pointer,
+    packed=_pointer,
+    sums=_pointer,
 )
 
 # Called by the library.
@@ -141,6 +152,7 @@ WAITS = ctypes.CFUNCTYPE(None, _long, _long, _bool)
 EXCHANGE = ctypes.CFUNCTYPE(_int, ctypes.POINTER(_Message), _buffer, _int)
 PROBE = ctypes.CFUNCTYPE(_int, _long, ctypes.POINTER(_Delay), _buffer, _int)
 IN_FLIGHT = ctypes.CFUNCTYPE(None, _text, _double, _bool)
+_KVSTORE, _HOROVOD = (KVStoreSlots, KVStoreSums), (HorovodArrays, HorovodSums)
 Callbacks = _struct("Callbacks", warn=WARN, failed=FAILED, waits=WAITS, exchange=EXCHANGE)
 
 # Name: result, arguments.
@@ -166,9 +178,18 @@ for _name, (_result, *_arguments) in {
     "lock_calls": (None, _pointer),
     "unlock_calls": (None, _pointer),
     "in_flight": (None, _pointer, IN_FLIGHT),
-    "kvstore_channel": (_pointer, _pointer, _text, ctypes.POINTER(KVStoreSlots)),
-    "horovod_channel": (_pointer, _pointer, _text, ctypes.POINTER(HorovodArrays)),
+    "packed_size": (_long, _long, _int, _int),
+    "fixed_point": (_pointer, _long, _int, _int),
+    "fixed_point_ready": (_bool, _pointer),
+    "pack": (None, _pointer, _pointer, _pointer),
+    "unpack": (_bool, _pointer, _pointer, _pointer),
+    "follow": (None, _pointer, _pointer),
+    "free_fixed_point": (None, _pointer),
+    "kvstore_channel": (_pointer, _pointer, _text, _int, *map(ctypes.POINTER, _KVSTORE)),
+    "horovod_channel": (_pointer, _pointer, _text, _int, *map(ctypes.POINTER, _HOROVOD)),
     "channel_calls": (_long, _pointer),
+    "channel_sums": (_long, _pointer),
+    "channel_restart": (None, _pointer),
     "channel_exchange": (_int, _pointer, _text, _double, _pointer, _pointer, _text, _int),
     "set_channel": (None, _long, _text, _pointer),
     "clear_channels": (None,),

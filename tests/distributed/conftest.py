@@ -11,6 +11,8 @@ STORES = [
     "distributed_stores:keys_in_other_orders",
     "distributed_bits:bits",
     "distributed_bits:training",
+    "distributed_sums:sums",
+    "distributed_sums:a_new_group",
     "distributed_channels:through_python",
     "distributed_channels:passes_without_backward",
     "distributed_channels:another_store",
@@ -21,7 +23,7 @@ STORES = [
 
 @pytest.fixture(scope="session")
 def two(tmp_path_factory):
-    topics = [*STORES, "distributed_stores:a_store_of_files"]
+    topics = [*STORES, "distributed_stores:a_store_of_files", "distributed_sums:through_files"]
     topics += ["distributed_traps:one_process_does_more"]
     # The last one, as a process leaves the group.
     topics += ["distributed_traps:a_group_that_is_left"]

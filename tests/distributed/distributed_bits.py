@@ -9,7 +9,7 @@ from runs import MODES, contexts, run, shards
 
 SAMPLES = 16
 # How the batch is split over so many devices, in the order of ranks and of devices.
-SIZES = {1: [16], 2: [5, 11], 4: [1, 3, 7, 5], 8: [1, 3, 2, 1, 4, 2, 2, 1]}
+SIZES = {1: [16], 2: [5, 11], 3: [6, 1, 9], 4: [1, 3, 7, 5], 8: [1, 3, 2, 1, 4, 2, 2, 1]}
 DTYPES = "float16", "float32", "float64"
 LAYERS = {
     "images": ((SAMPLES, 5, 7, 6), {}),

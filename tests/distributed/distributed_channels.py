@@ -31,14 +31,14 @@ def step(world, layer, backward=True):
 def through_python(world, steps=3):
     """How many messages take the way through Python, in the first step and in all others."""
     layer = new_layer()
-    gather, keys = world.reducer.all_gather, []
+    exchange, keys = world.reducer.exchange, []
 
     def counted(key, *args, **options):
         keys.append(key)
-        return gather(key, *args, **options)
+        return exchange(key, *args, **options)
 
     # Where the group's exchange finds it.
-    world.reducer.all_gather = counted
+    world.reducer.exchange = counted
     reported = {"first mean": step(world, layer), "first": list(keys)}
     keys.clear()
     reported["means"] = [step(world, layer) for _ in range(steps)]
@@ -47,7 +47,7 @@ def through_python(world, steps=3):
     layer.collect_params().reset_ctx(mx.cpu(1))
     reported["moved mean"] = step(world, layer)
     reported["moved"] = list(keys)
-    del world.reducer.all_gather
+    del world.reducer.exchange
     reported["number"] = layer._layer.id
     world.report("through python", reported)
 

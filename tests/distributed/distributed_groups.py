@@ -51,6 +51,7 @@ def expected(devices, group_size):
 
 
 def sizes_of_groups(world):
+    sums = {}
     for count in (1, 2):
         total = world.size * count
         sizes = SIZES[total]
@@ -60,6 +61,26 @@ def sizes_of_groups(world):
             group = sbn.SyncGroup(store=world.reducer, timeout=world.timeout, group_size=k)
             found = one_layer(sizes[mine], start, devices, group=group)
             world.save(f"groups of {k} of {total}", **found)
+            sums[f"{k} of {total}"] = sum(each[0] for each in group.messages().values())
+    world.report("sums of groups", sums)
+    world.report("moving", moving(world))
+    world.report("sets", list(getattr(world.reducer, "_sets", {}).items()))
+
+
+def moving(world):
+    """The means of a layer that goes from group to group, with a store that it has used before."""
+    layer = sbn.SyncBatchNorm(in_channels=3, momentum=0)
+    layer.initialize()
+    means = []
+    for k in (None, 2, None, 2):
+        group = sbn.SyncGroup(store=world.reducer, timeout=world.timeout, group_size=k)
+        sbn.set_default_group(group)
+        for _ in range(3):
+            with autograd.record():
+                layer(mx.nd.full((2, 3), world.rank))
+            means.append(float(layer.running_mean.data()[0].asscalar()))
+    sbn.set_default_group(world.group)
+    return means
 
 
 def use(net, channels=3, dtype="float32"):

@@ -12,7 +12,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from distributed_bits import Share
-from distributed_cluster import WORKER, Results, needs_horovod
+from distributed_cluster import WORKER, Results, needs_horovod, run
 from gluon_syncbn.distributed import HorovodReducer, KVStoreReducer
 from tolerances import assert_same_bits
 
@@ -155,11 +155,44 @@ def test_parameters_have_the_bits_of_one_process_with_as_many_devices(pair, one_
 # Groups.
 
 
-@pytest.mark.parametrize("size, devices", [(1, 4), (2, 4), (4, 4), (1, 8), (2, 8), (4, 8), (8, 8)])
-def test_groups_across_processes(four, size, devices):
-    parts = four.arrays(f"groups of {size} of {devices}")
+def check_groups(cluster, size, devices):
+    parts = cluster.arrays(f"groups of {size} of {devices}")
     for name, value in distributed_groups.expected(devices, size).items():
         assert_same_bits(np.concatenate([part[name] for part in parts]), value, name)
+
+
+@pytest.mark.parametrize("size, devices", [(1, 4), (2, 4), (4, 4), (1, 8), (2, 8), (4, 8), (8, 8)])
+def test_groups_across_processes(four, size, devices):
+    check_groups(four, size, devices)
+
+
+def check_moving(cluster):
+    for rank, means in enumerate(cluster.reported("moving")):
+        assert means == [*[1.5] * 3, *[0.5 + rank // 2 * 2] * 3] * 2
+
+
+def test_a_layer_that_goes_to_another_group(four):
+    check_moving(four)
+
+
+def test_only_a_group_of_all_processes_has_its_sums_from_the_kvstore(four):
+    """The second of two steps, forward and backward."""
+    for sums in four.reported("sums of groups"):
+        assert {name: count for name, count in sums.items() if count} == {"4 of 4": 2, "8 of 8": 2}
+
+
+@pytest.mark.long
+@needs_horovod
+def test_groups_are_process_sets_of_horovod(tmp_path):
+    topics = ["distributed_groups:sizes_of_groups"]
+    dynamic = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+    cluster = run(tmp_path, 4, topics, engine="horovod", **dynamic)
+    for size, devices in [(2, 4), (4, 4), (2, 8), (4, 8), (8, 8)]:
+        check_groups(cluster, size, devices)
+    check_moving(cluster)
+    for rank, sets in enumerate(cluster.reported("sets")):
+        # Beside the set of all, which is 0.
+        assert sets == [[2, 1 + rank // 2]]
 
 
 # What is no store.

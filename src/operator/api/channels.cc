@@ -20,10 +20,12 @@ const ConnectionPtr& connection_of(void* connection) {
 
 const ChannelPtr& channel_of(void* channel) { return *static_cast<ChannelPtr*>(channel); }
 
-void* new_channel(void* connection, const char* key, int64_t size, Transport* transport) {
-  return new ChannelPtr(std::make_shared<Channel>(connection_of(connection), key, size,
-                                                  std::unique_ptr<Transport>(transport)));
+void* new_channel(void* connection, const char* key, int64_t size, Transports transports) {
+  return new ChannelPtr(
+      std::make_shared<Channel>(connection_of(connection), key, size, std::move(transports)));
 }
+
+FixedPoint* fixed_point_of(void* fixed_point) { return static_cast<FixedPoint*>(fixed_point); }
 
 }  // namespace
 
@@ -54,25 +56,68 @@ void gluon_syncbn_in_flight(void* connection,
   }
 }
 
-void* gluon_syncbn_kvstore_channel(void* connection, const char* key, const KVStoreSlots* slots) {
-  return new_channel(connection, key, slots->size, new KVStoreTransport(*slots));
+int64_t gluon_syncbn_packed_size(int64_t size, int processes, int exact_bits) {
+  return FixedPoint(size, processes, exact_bits).size();
 }
 
-void* gluon_syncbn_horovod_channel(void* connection, const char* key, const HorovodArrays* arrays) {
-  return new_channel(connection, key, arrays->size, new HorovodTransport(key, *arrays));
+void* gluon_syncbn_fixed_point(int64_t size, int processes, int exact_bits) {
+  return new FixedPoint(size, processes, exact_bits);
+}
+
+int gluon_syncbn_fixed_point_ready(void* fixed_point) {
+  return fixed_point_of(fixed_point)->ready();
+}
+
+void gluon_syncbn_pack(void* fixed_point, const double* message, double* packed) {
+  fixed_point_of(fixed_point)->pack(message, packed);
+}
+
+int gluon_syncbn_unpack(void* fixed_point, const double* packed, double* message) {
+  return fixed_point_of(fixed_point)->unpack(packed, message);
+}
+
+void gluon_syncbn_follow(void* fixed_point, const double* messages) {
+  fixed_point_of(fixed_point)->follow(messages);
+}
+
+void gluon_syncbn_free_fixed_point(void* fixed_point) { delete fixed_point_of(fixed_point); }
+
+void* gluon_syncbn_kvstore_channel(void* connection, const char* key, int exact_bits,
+                                   const KVStoreSlots* slots, const KVStoreSums* sums) {
+  Transports transports{std::make_unique<KVStoreTransport>(*slots), nullptr, nullptr};
+  if (sums) {
+    transports.fixed_point = std::make_shared<FixedPoint>(slots->size, slots->ranks, exact_bits);
+    transports.sums = std::make_unique<KVStoreAdder>(*slots, *sums, transports.fixed_point);
+  }
+  return new_channel(connection, key, slots->size, std::move(transports));
+}
+
+void* gluon_syncbn_horovod_channel(void* connection, const char* key, int exact_bits,
+                                   const HorovodArrays* arrays, const HorovodSums* sums) {
+  Transports transports{std::make_unique<HorovodTransport>(key, *arrays), nullptr, nullptr};
+  if (sums) {
+    transports.fixed_point = std::make_shared<FixedPoint>(arrays->size, arrays->ranks, exact_bits);
+    transports.sums =
+        std::make_unique<HorovodAdder>(key, arrays->process_set, *sums, transports.fixed_point);
+  }
+  return new_channel(connection, key, arrays->size, std::move(transports));
 }
 
 int64_t gluon_syncbn_channel_calls(void* channel) { return channel_of(channel)->calls(); }
+
+int64_t gluon_syncbn_channel_sums(void* channel) { return channel_of(channel)->sums(); }
+
+void gluon_syncbn_channel_restart(void* channel) { channel_of(channel)->restart(); }
 
 int gluon_syncbn_channel_exchange(void* channel, const char* title, double timeout_seconds,
                                   const double* mine, double* everyone, char* error,
                                   int error_size) {
   try {
-    channel_of(channel)->exchange(title, timeout_seconds, mine, everyone);
-    return 0;
+    const auto answer = channel_of(channel)->exchange(title, timeout_seconds, mine, everyone);
+    return answer == Channel::Answer::kSums;
   } catch (const std::exception& failure) {
     std::strncpy(error, failure.what(), static_cast<size_t>(error_size) - 1);
-    return 1;
+    return -1;
   }
 }
 

@@ -30,15 +30,32 @@ SBN_EXPORT void gluon_syncbn_unlock_calls(void* connection);
 SBN_EXPORT void gluon_syncbn_in_flight(void* connection, void (*report)(const char* exchange,
                                                                         double since, int open));
 
-// A channel for a key that all processes know. Python owns the arrays and the store.
-SBN_EXPORT void* gluon_syncbn_kvstore_channel(void* connection, const char* key,
-                                              const gluon_syncbn::KVStoreSlots*);
-SBN_EXPORT void* gluon_syncbn_horovod_channel(void* connection, const char* key,
-                                              const gluon_syncbn::HorovodArrays*);
-SBN_EXPORT int64_t gluon_syncbn_channel_calls(void* channel);
+// How many numbers a store adds up for a message of this size; 0 if it cannot. exact_bits: it adds
+// whole numbers below 2^exact_bits exactly.
+SBN_EXPORT int64_t gluon_syncbn_packed_size(int64_t size, int processes, int exact_bits);
 
-// Writes the values of all processes, by rank. Returns 0, or writes an error (at most error_size
-// bytes).
+// See FixedPoint. Python's own stores use it.
+SBN_EXPORT void* gluon_syncbn_fixed_point(int64_t size, int processes, int exact_bits);
+SBN_EXPORT int gluon_syncbn_fixed_point_ready(void* fixed_point);
+SBN_EXPORT void gluon_syncbn_pack(void* fixed_point, const double* message, double* packed);
+SBN_EXPORT int gluon_syncbn_unpack(void* fixed_point, const double* packed, double* message);
+SBN_EXPORT void gluon_syncbn_follow(void* fixed_point, const double* messages);
+SBN_EXPORT void gluon_syncbn_free_fixed_point(void* fixed_point);
+
+// A channel for a key that all processes know. Python owns the arrays and the store. The sums may
+// be null.
+SBN_EXPORT void* gluon_syncbn_kvstore_channel(void* connection, const char* key, int exact_bits,
+                                              const gluon_syncbn::KVStoreSlots*,
+                                              const gluon_syncbn::KVStoreSums*);
+SBN_EXPORT void* gluon_syncbn_horovod_channel(void* connection, const char* key, int exact_bits,
+                                              const gluon_syncbn::HorovodArrays*,
+                                              const gluon_syncbn::HorovodSums*);
+SBN_EXPORT int64_t gluon_syncbn_channel_calls(void* channel);
+SBN_EXPORT int64_t gluon_syncbn_channel_sums(void* channel);
+SBN_EXPORT void gluon_syncbn_channel_restart(void* channel);
+
+// Writes the values of all processes, by rank, and returns 0, or their sums, and returns 1. Returns
+// -1 and writes an error (at most error_size bytes) if it failed.
 SBN_EXPORT int gluon_syncbn_channel_exchange(void* channel, const char* title,
                                              double timeout_seconds, const double* mine,
                                              double* everyone, char* error, int error_size);

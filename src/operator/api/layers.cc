@@ -81,22 +81,26 @@ int gluon_syncbn_register(void* const* api, const char* process_uuid, int naive_
                                                        std::vector<double>* all) {
     const auto size = static_cast<int64_t>(message.values.size());
     const ChannelPtr channel = channels().find(message.layer, message.key);
+    bool added;
     if (channel && channel->size() == size) {
       try {
-        channel->exchange(message.title, message.timeout_seconds, message.values.data(),
-                          all->data());
-        return std::string();
+        added = channel->exchange(message.title, message.timeout_seconds, message.values.data(),
+                                  all->data()) == Channel::Answer::kSums;
       } catch (const std::exception& failure) {
         return std::string(failure.what());
       }
+    } else {
+      const gluon_syncbn_message sent{message.layer,         message.key.c_str(),
+                                      message.title.c_str(), message.channels,
+                                      message.values.data(), size,
+                                      all->data(),           static_cast<int64_t>(all->size())};
+      char error[kMaxErrorSize] = "";
+      const int status = exchange(&sent, error, kMaxErrorSize);
+      if (status < 0) return std::string(error[0] ? error : "The exchange failed.");
+      added = status == 1;
     }
-    const gluon_syncbn_message sent{message.layer,         message.key.c_str(),
-                                    message.title.c_str(), message.channels,
-                                    message.values.data(), size,
-                                    all->data(),           static_cast<int64_t>(all->size())};
-    char error[kMaxErrorSize] = "";
-    const int status = exchange(&sent, error, kMaxErrorSize);
-    return status == 0 ? std::string() : std::string(error[0] ? error : "The exchange failed.");
+    if (added) all->resize(static_cast<size_t>(size));
+    return std::string();
   };
   if (!process.all_reduce) process.all_reduce = new AllReduce;
   if (!process.running_states) process.running_states = new RunningStates;

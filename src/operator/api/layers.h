@@ -9,7 +9,7 @@
 // The version of the package that this library was built for.
 SBN_EXPORT const char* gluon_syncbn_version();
 
-// See Message. `all` receives the `size` values of every process, by rank.
+// See Message. `all` receives the `size` values of every process, by rank, or their sums.
 struct gluon_syncbn_message {
   int64_t layer;
   const char *key, *title;
@@ -20,7 +20,8 @@ struct gluon_syncbn_message {
   int64_t all_size;
 };
 
-// See Observer. exchange returns 0, or writes an error (at most error_size bytes).
+// See Observer. exchange returns 0 for the values of all, 1 for their sums, or writes an error (at
+// most error_size bytes) and returns -1.
 struct gluon_syncbn_callbacks {
   void (*warn)(const char* text);
   void (*failed)(int64_t layer, int64_t epoch, const char* text);

@@ -44,51 +44,77 @@ std::vector<InFlightExchanges::Entry> InFlightExchanges::entries() const {
 }
 
 Channel::Channel(std::shared_ptr<Connection> connection, std::string key, int64_t size,
-                 std::unique_ptr<Transport> transport)
+                 Transports transports)
     : connection_(std::move(connection)),
       key_(std::move(key)),
       size_(size),
-      transport_(std::move(transport)) {}
+      transports_(std::move(transports)) {}
 
 int64_t Channel::calls() const {
   const std::lock_guard<std::mutex> lock(turn_);
   return calls_;
 }
 
-void Channel::exchange(const std::string& title, double timeout_seconds, const double* mine,
-                       double* everyone) {
+int64_t Channel::sums() const {
+  const std::lock_guard<std::mutex> lock(turn_);
+  return sums_;
+}
+
+void Channel::restart() {
+  const std::lock_guard<std::mutex> lock(turn_);
+  if (transports_.fixed_point) transports_.fixed_point->restart();
+}
+
+Channel::Answer Channel::exchange(const std::string& title, double timeout_seconds,
+                                  const double* mine, double* everyone) {
   const std::lock_guard<std::mutex> turn(turn_);
   InFlightExchanges::Registration registration(
       &connection_->in_flight, title + " (" + key_ + " " + std::to_string(++calls_) + ")");
-  transport_->pack(mine);
+  const Wait wait{registration.exchange(), title, timeout_seconds};
+  FixedPoint* const fixed_point = transports_.fixed_point.get();
+  Answer answer = Answer::kSums;
+  if (fixed_point && fixed_point->ready() && travel(transports_.sums.get(), wait, mine, everyone)) {
+    ++sums_;
+  } else {
+    travel(transports_.values.get(), wait, mine, everyone);
+    if (fixed_point) fixed_point->follow(everyone);
+    answer = Answer::kValues;
+  }
+  registration.complete();
+  return answer;
+}
+
+bool Channel::travel(Transport* transport, const Wait& exchange, const double* mine,
+                     double* values) {
+  transport->pack(mine);
   int status;
   {
     const std::lock_guard<std::mutex> lock(connection_->calls);
-    status = transport_->send();
+    status = transport->send();
   }
   if (status == 0) {
-    wait(registration.exchange(), title, timeout_seconds);
-    status = mxnet.ndarray_wait_to_read(transport_->answer());
+    wait(transport->answer(), exchange);
+    status = mxnet.ndarray_wait_to_read(transport->answer());
   }
   if (status != 0) {
     const std::string error = mxnet.last_error();
     throw std::runtime_error(
-        connection_->probe({Waited::kWritten, 0, title.c_str(), registration.exchange().c_str(),
-                            error.c_str(), 0, timeout_seconds}));
+        connection_->probe({Waited::kWritten, 0, exchange.title.c_str(), exchange.exchange.c_str(),
+                            error.c_str(), 0, exchange.timeout_seconds}));
   }
-  transport_->unpack(everyone);
-  registration.complete();
+  return transport->unpack(values);
 }
 
-void Channel::wait(const std::string& exchange, const std::string& title, double timeout_seconds) {
-  const double start = now(), first = timeout_seconds * kProbeAfter;
-  Watch watch(transport_->answer());
+void Channel::wait(Handle answer, const Wait& exchange) {
+  const double start = now(), first = exchange.timeout_seconds * kProbeAfter;
+  Watch watch(answer);
   double slice = first;
   for (int probes = 0;; ++probes) {
     const Waited waited = watch.wait(slice);
     if (waited == Waited::kWritten) return;
-    const std::string error = connection_->probe(
-        {waited, probes, title.c_str(), exchange.c_str(), "", now() - start, timeout_seconds});
+    const std::string error =
+        connection_->probe({waited, probes, exchange.title.c_str(), exchange.exchange.c_str(), "",
+                            now() - start, exchange.timeout_seconds});
     if (!error.empty()) throw std::runtime_error(error);
     slice = std::min(kProbeEvery, first);
   }

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "exchange/fixed_point.h"
 #include "mxnet/api.h"
 #include "mxnet/watch.h"
 
@@ -85,34 +86,52 @@ class Transport {
   virtual int send() = 0;
   // The array that MXNet writes once the values of all have arrived.
   virtual Handle answer() const = 0;
-  // The values of all, by rank. Throws std::runtime_error.
-  virtual void unpack(double* everyone) = 0;
+  // Writes the values of all, by rank, or their sums. False, in all processes, if the sums were not
+  // to be had this way. Throws std::runtime_error.
+  virtual bool unpack(double* values) = 0;
+};
+
+// How the values of all processes arrive, and how their sums do, if that is possible.
+struct Transports {
+  std::unique_ptr<Transport> values, sums;
+  std::shared_ptr<FixedPoint> fixed_point;
 };
 
 // One key, by which all processes exchange the same number of values, again and again.
 class Channel {
  public:
   Channel(std::shared_ptr<Connection> connection, std::string key, int64_t size,
-          std::unique_ptr<Transport> transport);
+          Transports transports);
 
   int64_t size() const { return size_; }
-  // The number of exchanges so far.
+  // The number of exchanges so far, and of those in which the store added.
   int64_t calls() const;
+  int64_t sums() const;
+  // All processes call it at once: the next exchange is one of values, as the first was.
+  void restart();
 
-  // Writes the values of all processes, by rank. Exchanges on several threads take turns, as the
-  // store could not tell their answers apart. Throws std::runtime_error.
-  void exchange(const std::string& title, double timeout_seconds, const double* mine,
-                double* everyone);
+  // Writes the values of all processes, by rank, and returns kValues, or their sums, and returns
+  // kSums. Exchanges on several threads take turns, as the store could not tell their answers
+  // apart. Throws std::runtime_error.
+  enum class Answer { kValues, kSums };
+  Answer exchange(const std::string& title, double timeout_seconds, const double* mine,
+                  double* everyone);
 
  private:
-  void wait(const std::string& exchange, const std::string& title, double timeout_seconds);
+  // An exchange in progress.
+  struct Wait {
+    const std::string &exchange, &title;
+    const double timeout_seconds;
+  };
+  bool travel(Transport* transport, const Wait& wait, const double* mine, double* values);
+  void wait(Handle answer, const Wait& wait);
 
   const std::shared_ptr<Connection> connection_;
   const std::string key_;
   const int64_t size_;
-  const std::unique_ptr<Transport> transport_;
+  const Transports transports_;
   mutable std::mutex turn_;
-  int64_t calls_ = 0;
+  int64_t calls_ = 0, sums_ = 0;
 };
 using ChannelPtr = std::shared_ptr<Channel>;
 

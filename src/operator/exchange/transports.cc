@@ -7,6 +7,12 @@
 #include "exchange/limbs.h"
 
 namespace gluon_syncbn {
+namespace {
+
+// Of Horovod's functions.
+constexpr int kPriority = 0, kOneArray = 1;
+
+}  // namespace
 
 void KVStoreTransport::pack(const double* mine) {
   const int64_t slot = kLimbs * s_.size;
@@ -20,18 +26,23 @@ int KVStoreTransport::send() {
   return s_.pushpull(s_.kvstore, 1, &s_.key, 1, &s_.key, &s_.slots, &s_.slots, 0);
 }
 
-void KVStoreTransport::unpack(double* everyone) {
-  from_limbs(s_.limbs, s_.ranks, s_.size, everyone);
+bool KVStoreTransport::unpack(double* values) {
+  from_limbs(s_.limbs, s_.ranks, s_.size, values);
+  return true;
+}
+
+int KVStoreAdder::send() {
+  return slots_.pushpull(slots_.kvstore, 1, &sums_.key, 1, &sums_.key, &sums_.array, &sums_.array,
+                         0);
 }
 
 void HorovodTransport::pack(const double* mine) { std::copy(mine, mine + a_.size, a_.values); }
 
 int HorovodTransport::send() {
-  constexpr int kPriority = 0, kAllProcesses = 0, kOneArray = 1;
-  return a_.allgather(&a_.input, &a_.output, name_.c_str(), kPriority, kAllProcesses, kOneArray);
+  return a_.allgather(&a_.input, &a_.output, name_.c_str(), kPriority, a_.process_set, kOneArray);
 }
 
-void HorovodTransport::unpack(double* everyone) {
+bool HorovodTransport::unpack(double* values) {
   int ndim = 0;
   const int* shape = nullptr;
   void* data = nullptr;
@@ -45,7 +56,13 @@ void HorovodTransport::unpack(double* everyone) {
                              std::to_string(shape[0]) +
                              " in all. Make the same layers in the same order in every process.");
   }
-  std::memcpy(everyone, data, sizeof(double) * a_.ranks * a_.size);
+  std::memcpy(values, data, sizeof(double) * a_.ranks * a_.size);
+  return true;
+}
+
+int HorovodAdder::send() {
+  return s_.allreduce(&s_.input, &s_.output, name_.c_str(), s_.operation, kPriority, 1.0, 1.0,
+                      kOneArray, process_set_);
 }
 
 }  // namespace gluon_syncbn

@@ -4,6 +4,7 @@
 #define GLUON_SYNCBN_EXCHANGE_TRANSPORTS_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -34,16 +35,42 @@ class KVStoreTransport : public Transport {
   void pack(const double* mine) override;
   int send() override;
   Handle answer() const override { return s_.slots; }
-  void unpack(double* everyone) override;
+  bool unpack(double* values) override;
 
  private:
   KVStoreSlots s_;
+};
+
+// An array that the store adds up over the processes: FixedPoint's numbers.
+struct KVStoreSums {
+  int key;
+  // A float32 array without pending operations, and its memory.
+  Handle array;
+  float* packed;
+};
+
+class KVStoreAdder : public Transport {
+ public:
+  KVStoreAdder(const KVStoreSlots& slots, const KVStoreSums& sums,
+               std::shared_ptr<FixedPoint> fixed_point)
+      : slots_(slots), sums_(sums), fixed_point_(std::move(fixed_point)) {}
+
+  void pack(const double* mine) override { fixed_point_->pack(mine, sums_.packed); }
+  int send() override;
+  Handle answer() const override { return sums_.array; }
+  bool unpack(double* values) override { return fixed_point_->unpack(sums_.packed, values); }
+
+ private:
+  const KVStoreSlots slots_;
+  KVStoreSums sums_;
+  const std::shared_ptr<FixedPoint> fixed_point_;
 };
 
 struct HorovodArrays {
   // horovod_mxnet_allgather_async of horovod/mxnet/mpi_ops.h.
   int (*allgather)(Handle* inputs, Handle* outputs, const char* name, int priority, int process_set,
                    int num_tensors);
+  int process_set;
   int ranks;
   // Values of each process.
   int64_t size;
@@ -62,11 +89,43 @@ class HorovodTransport : public Transport {
   void pack(const double* mine) override;
   int send() override;
   Handle answer() const override { return a_.output; }
-  void unpack(double* everyone) override;
+  bool unpack(double* values) override;
 
  private:
   const std::string key_, name_;
   HorovodArrays a_;
+};
+
+struct HorovodSums {
+  // horovod_mxnet_allreduce_async of horovod/mxnet/mpi_ops.h.
+  int (*allreduce)(Handle* inputs, Handle* outputs, const char* name, int operation, int priority,
+                   double factor_before, double factor_after, int num_tensors, int process_set);
+  // Horovod's number for a sum.
+  int operation;
+  // float64 arrays without pending operations, and their memory.
+  Handle input, output;
+  double *packed, *sums;
+};
+
+class HorovodAdder : public Transport {
+ public:
+  HorovodAdder(const std::string& key, int process_set, const HorovodSums& sums,
+               std::shared_ptr<FixedPoint> fixed_point)
+      : name_("gluon_syncbn " + key + " sums"),
+        process_set_(process_set),
+        s_(sums),
+        fixed_point_(std::move(fixed_point)) {}
+
+  void pack(const double* mine) override { fixed_point_->pack(mine, s_.packed); }
+  int send() override;
+  Handle answer() const override { return s_.output; }
+  bool unpack(double* values) override { return fixed_point_->unpack(s_.sums, values); }
+
+ private:
+  const std::string name_;
+  const int process_set_;
+  HorovodSums s_;
+  const std::shared_ptr<FixedPoint> fixed_point_;
 };
 
 }  // namespace gluon_syncbn

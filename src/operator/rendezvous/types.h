@@ -99,7 +99,8 @@ struct Observer {
   std::function<void(int64_t layer, int64_t epoch, const std::string& text)> failed;
   // A device has waited for others for a while: call unreachable() for those that cannot arrive.
   std::function<void(int64_t layer, int64_t epoch, Direction)> waits;
-  // Writes the values of all processes, by rank. Returns an error, or an empty string.
+  // Writes the values of all processes, by rank, or, if all are at this call, only their sums.
+  // Returns an error, or an empty string.
   std::function<std::string(const Message&, std::vector<double>* all)> exchange;
 };
 

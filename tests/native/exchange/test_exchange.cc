@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -89,16 +90,35 @@ struct Process {
     };
   }
 
-  ChannelPtr channel(const std::string& key, int store_key, int64_t size) {
-    memory.emplace_back(new std::vector<float>(ranks * kLimbs * size, 7.0f));
-    arrays.emplace_back(new FakeArray);
-    arrays.back()->data = memory.back()->data();
-    arrays.back()->shape = {ranks, kLimbs, static_cast<int>(size)};
-    const KVStoreSlots slots{
-        FakeServer::pushpull, &client, store_key, rank, ranks, size, arrays.back().get(),
-        memory.back()->data()};
-    return std::make_shared<Channel>(connection, key, size,
-                                     std::make_unique<KVStoreTransport>(slots));
+  // sums: through the server, at the next number.
+  ChannelPtr channel(const std::string& key, int store_key, int64_t size, bool sums = false) {
+    const auto new_array = [this](std::vector<int> shape) {
+      size_t size = 1;
+      for (const int axis : shape) size *= static_cast<size_t>(axis);
+      memory.emplace_back(new std::vector<float>(size, 7.0f));
+      arrays.emplace_back(new FakeArray);
+      arrays.back()->data = memory.back()->data();
+      arrays.back()->shape = std::move(shape);
+      return arrays.back().get();
+    };
+    FakeArray* const array = new_array({ranks, kLimbs, static_cast<int>(size)});
+    const KVStoreSlots slots{FakeServer::pushpull,
+                             &client,
+                             store_key,
+                             rank,
+                             ranks,
+                             size,
+                             array,
+                             static_cast<float*>(array->data)};
+    Transports transports{std::make_unique<KVStoreTransport>(slots), nullptr, nullptr};
+    if (sums) {
+      transports.fixed_point = std::make_shared<FixedPoint>(size, ranks, 24);
+      FakeArray* const packed = new_array({static_cast<int>(transports.fixed_point->size())});
+      transports.sums = std::make_unique<KVStoreAdder>(
+          slots, KVStoreSums{store_key + 1, packed, static_cast<float*>(packed->data)},
+          transports.fixed_point);
+    }
+    return std::make_shared<Channel>(connection, key, size, std::move(transports));
   }
 };
 
@@ -141,6 +161,52 @@ void every_bit_arrives_in_every_round() {
     }
     CHECK_EQ(channel->calls(), kRounds);
     CHECK(job.processes[rank]->probes.empty());
+  });
+}
+
+// A message of a layer of one channel, whose sums are `value` and its half.
+Doubles message(double call, double value) { return {call, 10, value, 0, 0, value / 2, 0, 0}; }
+
+void sums_come_in_one_message_and_values_where_they_do_not_fit() {
+  check::context = "sums";
+  constexpr int kRanks = 3;
+  using Answer = Channel::Answer;
+  // By exchange: the value and the call of the last process; the other ones have 1 and the number
+  // of the exchange.
+  const struct {
+    double value, call;
+    Answer answer;
+  } exchanges[] = {{1, 0, Answer::kValues},    {1, 1, Answer::kSums},    {1e6, 2, Answer::kSums},
+                   {1e30, 3, Answer::kValues}, {1e30, 4, Answer::kSums}, {NAN, 5, Answer::kValues},
+                   {1, 7, Answer::kValues},    {1, 7, Answer::kSums}};
+  Job job(kRanks);
+  job.run([&](int rank) {
+    Process& process = *job.processes[rank];
+    const ChannelPtr channel = process.channel("key", kKey, 8, true);
+    double number = 0;
+    int sums = 0;
+    for (const auto& each : exchanges) {
+      const bool last = rank == kRanks - 1;
+      const Doubles mine = message(last ? each.call : number, last ? each.value : 1);
+      Doubles found(8 * kRanks, -1.0);
+      CHECK(channel->exchange("title", kLong, mine.data(), found.data()) == each.answer);
+      if (each.answer == Answer::kSums) {
+        ++sums;
+        const Doubles expected{number, 30, each.value + 2, 0, 0, each.value / 2 + 1, 0, 0};
+        for (int i : {0, 1, 2, 5}) CHECK_EQ(found[i], expected[i]);
+      } else {
+        CHECK(same_bits(&found[8 * rank], mine.data(), 8));
+      }
+      ++number;
+    }
+    CHECK_EQ(channel->sums(), sums);
+    CHECK_EQ(channel->calls(), 8);
+    // As after a failure.
+    channel->restart();
+    Doubles found(8 * kRanks);
+    CHECK(channel->exchange("title", kLong, message(8, 1).data(), found.data()) == Answer::kValues);
+    CHECK(channel->exchange("title", kLong, message(9, 1).data(), found.data()) == Answer::kSums);
+    CHECK(process.probes.empty());
   });
 }
 
@@ -322,8 +388,9 @@ void horovod_carries_every_bit_and_its_size_is_checked() {
     input.data = values.data();
     input.shape = {kSize};
     output.shape = {of_other};
-    const HorovodArrays arrays{allgather, 2, kSize, &input, values.data(), &output};
-    Channel channel(connection, "key", kSize, std::make_unique<HorovodTransport>("key", arrays));
+    const HorovodArrays arrays{allgather, 0, 2, kSize, &input, values.data(), &output};
+    Channel channel(connection, "key", kSize,
+                    {std::make_unique<HorovodTransport>("key", arrays), nullptr, nullptr});
     const Doubles mine = any_bits(kSize, 1);
     const std::string error =
         error_of([&] { channel.exchange("title", kLong, mine.data(), everyone.data()); });
@@ -337,6 +404,45 @@ void horovod_carries_every_bit_and_its_size_is_checked() {
           true);
     }
   }
+}
+
+// Like Horovod's: twice the input.
+int allreduce(Handle* inputs, Handle* outputs, const char* name, int operation, int, double before,
+              double after, int arrays, int process_set) {
+  CHECK_EQ(std::string(name), "gluon_syncbn key sums");
+  CHECK(operation == 1 && before == 1 && after == 1 && arrays == 1 && process_set == 3);
+  FakeArray &input = *fake(inputs[0]), &output = *fake(outputs[0]);
+  for (int i = 0; i < input.shape[0]; ++i) {
+    static_cast<double*>(output.data)[i] = 2 * static_cast<double*>(input.data)[i];
+  }
+  return 0;
+}
+
+void horovod_adds_sums() {
+  check::context = "horovod sums";
+  const auto fixed_point = std::make_shared<FixedPoint>(8, 2, 53);
+  const auto size = static_cast<size_t>(fixed_point->size());
+  Doubles values(8), packed(size), sums(size), found(16);
+  FakeArray input, output, one, all;
+  input.data = packed.data();
+  output.data = sums.data();
+  input.shape = output.shape = {static_cast<int>(size)};
+  const HorovodArrays arrays{allgather, 3, 2, 8, &one, values.data(), &all};
+  const HorovodSums adds{allreduce, 1, &input, &output, packed.data(), sums.data()};
+  Channel channel(
+      std::make_shared<Connection>(), "key", 8,
+      {std::make_unique<HorovodTransport>("key", arrays),
+       std::make_unique<HorovodAdder>("key", arrays.process_set, adds, fixed_point), fixed_point});
+  Doubles first;
+  for (int rank = 0; rank < 2; ++rank) {
+    const Doubles row = message(0, 1.5);
+    first.insert(first.end(), row.begin(), row.end());
+  }
+  fixed_point->follow(first.data());
+  CHECK(channel.exchange("title", kLong, message(1, 1.5).data(), found.data()) ==
+        Channel::Answer::kSums);
+  const Doubles expected{1, 20, 3, 0, 0, 1.5, 0, 0};
+  CHECK(same_bits(found.data(), expected.data(), 8));
 }
 
 void channels_are_found_by_layer_and_key() {
@@ -389,12 +495,14 @@ int main() {
   alarm(120);
   use_fake_mxnet();
   every_bit_arrives_in_every_round();
+  sums_come_in_one_message_and_values_where_they_do_not_fit();
   calls_of_the_store_and_exchanges_of_a_key_take_turns();
   a_channel_waits_while_another_thread_calls_the_store();
   exchanges_in_flight_are_listed();
   a_wait_is_probed_and_given_up();
   an_error_of_the_store_ends_the_wait();
   horovod_carries_every_bit_and_its_size_is_checked();
+  horovod_adds_sums();
   channels_are_found_by_layer_and_key();
   // Must be the last, as it marks the process as ended.
   interrupts_and_the_end_release_waits();

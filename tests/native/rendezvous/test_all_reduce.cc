@@ -260,6 +260,32 @@ void processes_exchange_their_sums_once() {
   CHECK_EQ(e.messages[1].values[0], 1);
 }
 
+void sums_of_the_store_are_taken_as_they_are() {
+  check::context = "sums";
+  Exchange e(0, 3);
+  Observer observer;
+  observer.exchange = [](const Message& message, std::vector<double>* all) {
+    *all = message.values;
+    for (double& value : *all) value *= 2;
+    return std::string();
+  };
+  e.fixture.all_reduce.observe(observer);
+  for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+    std::vector<std::string> texts;
+    double count = 0;
+    const std::vector<Sums> sums = e.call(direction, e.ids(), &count, &texts);
+    CHECK_EQ(texts[0] + texts[1], "");
+    CHECK_EQ(count, 18);
+    Sums expected = added_in_rank_order(2, 1, 3);
+    for (ChannelSums& both : expected) {
+      for (Sum3* sum : {&both.first, &both.second}) {
+        for (double* part : {&sum->high, &sum->middle, &sum->low}) *part *= 2;
+      }
+    }
+    CHECK(same_bits(sums[0], expected) && same_bits(sums[1], expected));
+  }
+}
+
 void a_joined_process_contributes_zeros() {
   check::context = "joined";
   Exchange e(0, 3);
@@ -522,6 +548,7 @@ int main() {
   groups_synchronize_separately();
   processes_exchange_their_sums_once();
   a_joined_process_contributes_zeros();
+  sums_of_the_store_are_taken_as_they_are();
   a_failed_exchange_is_everyones_error();
   backward_calls_come_in_any_order();
   a_backward_call_that_another_process_leaves_out_is_an_error();

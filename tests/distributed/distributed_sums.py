@@ -1,0 +1,95 @@
+"""Layers whose data change from step to step, so that sums fit what is known of them, or not."""
+
+import gluon_syncbn as sbn
+import mxnet as mx
+import numpy as np
+from distributed_bits import DTYPES, Share, data
+from distributed_stores import FileStore
+from mxnet import autograd
+from runs import shards
+
+SHAPE = 16, 5, 4, 3
+# What the values of each step are multiplied by. All statistics are NaN at last.
+SCALES = {
+    "float16": [1, 1, 2.0**-20, 1, 0, 1, 300, 300, np.inf, 1],
+    "float32": [1, 1, 2.0**40, 2.0**40, 1, 0, 0, 1, 1e-40, 1, 1e5, np.inf, np.nan, 1, 1],
+    "float64": [1, 1, 2.0**40, 2.0**40, 1, 0, 0, 1, 1e-310, 1, 1e5, 1e200, 1, np.nan, 1, 1],
+}
+# How many steps must be added up by the store, forward: those after a step of about the same size.
+LEAST = 3
+
+
+def steps(share, dtype, group=None):
+    """y, dx and running statistics in each step of a layer."""
+    layer = sbn.SyncBatchNorm(in_channels=SHAPE[1], group=group, prefix=f"sums_{dtype}_")
+    layer.initialize(ctx=share.devices)
+    layer.cast(dtype)
+    results = {}
+    for step, scale in enumerate(SCALES[dtype]):
+        with np.errstate(invalid="ignore", over="ignore"):
+            x, dy = (
+                (data(SHAPE, "float64", seed) * scale).astype(dtype)[share.part]
+                for seed in (2 * step, 2 * step + 1)
+            )
+        xs, dys = (shards(array, share.sizes, share.devices) for array in (x, dy))
+        for shard in xs:
+            shard.attach_grad()
+        with autograd.record():
+            ys = [layer(shard) for shard in xs]
+        autograd.backward(ys, dys)
+        found = {
+            "y": np.concatenate([y.asnumpy() for y in ys]),
+            "dx": np.concatenate([shard.grad.asnumpy() for shard in xs]),
+            "running_mean": layer.running_mean.list_data()[0].asnumpy(),
+            "running_var": layer.running_var.list_data()[0].asnumpy(),
+        }
+        # Of NaN there are many.
+        results.update(
+            {f"{dtype} {step} {k}": np.where(np.isnan(a), np.nan, a) for k, a in found.items()}
+        )
+    return results
+
+
+def all_steps(share, group=None):
+    return {name: a for dtype in DTYPES for name, a in steps(share, dtype, group).items()}
+
+
+# What the workers run.
+
+
+def sums(world):
+    count = 2 if world.size == 2 else 1
+    world.save("steps", **all_steps(Share(world.rank, world.size, count)))
+    found = world.group.messages()
+    world.report("messages of sums", {" ".join(key): each for key, each in found.items()})
+
+
+class Float64Store(FileStore):
+    """It adds float64, and says so."""
+
+    exact_bits = 53
+
+
+def through_files(world):
+    store = Float64Store(world.folder, world.rank, world.size)
+    group = sbn.SyncGroup(store=store, timeout=30)
+    world.save("steps of files", **all_steps(Share(world.rank, world.size, 2), group))
+    found = group.messages()
+    world.report("messages of files", {" ".join(key): each for key, each in found.items()})
+
+
+def a_new_group(world):
+    """The windows of a group that has failed are not those of the next one."""
+    layer = sbn.SyncBatchNorm(in_channels=3)
+    layer.initialize()
+    means = []
+    for value in (1, 2):
+        group = sbn.SyncGroup(store=world.reducer, timeout=world.timeout)
+        sbn.set_default_group(group)
+        for _ in range(3):
+            with autograd.record():
+                layer(mx.nd.full((2, 3), value + world.rank))
+            means.append(float(layer.running_mean.data()[0].asscalar()))
+        counts = group.messages()[layer.name, "forward"]
+    sbn.set_default_group(world.group)
+    world.report("a new group", [means, counts])
