@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kThreads)
     if (start + k * kThreads >= vectors) break;
     if (left[k] >= kSize && !mixed) {
       operands[k].store(task, epilogue, index(k), [&](int) { return coefficients[k]; });
-    } else if (kAligned || S >= kSize) {
+    } else if (kAligned || kSize == 2 || S >= kSize) {
       const F second = load_affine<F>(task.coefficients, next(channels[k]));
       operands[k].store(task, epilogue, index(k), [&](int j) {
         return static_cast<I>(j) < left[k] ? coefficients[k] : second;

@@ -125,7 +125,7 @@ void check_variant(const Problem<T>& p, OnDevice<T>* device, const std::vector<S
       return shard;
     };
     // Of vectors of two doubles, one is aligned like x, and one is not.
-    DeviceArray<T> to(p.x.data(), size, shift ? shift + (gamma ? 2 : 1) : 0);
+    DeviceArray<T> to(p.x.data(), size, shift_by(shift, gamma == (shift < 4) ? 2 : 1));
     Array<T> expected = p.x;
     device->forward(
         adapt(device->forward_shard(to.data(), how), residual_on_device.data(), nullptr), s);
@@ -133,7 +133,7 @@ void check_variant(const Problem<T>& p, OnDevice<T>* device, const std::vector<S
     CHECK(same_bits(to.get(), expected));
 
     cpu.forward(adapt(forward_shard(p, y.data()), residual.data(), nullptr), s.data());
-    DeviceArray<T> y_on_device(y.data(), size, shift ? shift + 3 : 0);
+    DeviceArray<T> y_on_device(y.data(), size, shift_by(shift, 3));
     DeviceArray<T> dresidual(p.x.data(), size, shift);
     Array<T> expected_dresidual = p.x;
     to.set(p.x.data());
@@ -229,9 +229,9 @@ void results_match_the_cpu_for_every_shape() {
     }
   }
   // Small planes of many channels, several per tile: full tiles and partial ones.
-  for (const View& view : {View{9, 70, 3}, View{3, 1, 9}, View{11, 37, 49}, View{4, 34, 121},
+  for (const View& view : {View{30, 99, 3}, View{3, 1, 9}, View{11, 37, 49}, View{4, 34, 121},
                            View{3, 9, 225}, View{2, 5, 283}, View{2, 3, 12545}}) {
-    for (const int64_t shift : {0, 1, 3}) {
+    for (const int64_t shift : {0, 1, 7}) {
       check::context = name_of<T>(view, shift);
       check_problem(Problem<T>(view, 3), shift);
     }
@@ -250,6 +250,11 @@ void results_match_the_cpu_for_every_shape() {
     const View view{2 * R, 3, 1, R};
     check::context = name_of<T>(view, 0);
     check_problem(Problem<T>(view, 3));
+  }
+  // Aligned vectors after some values.
+  for (const View& view : {View{3, 3, 49}, View{2, 2, 600}, View{2 * 49, 40, 1, 49}}) {
+    check::context = name_of<T>(view, kAlike + 1);
+    check_problem(Problem<T>(view, 3), kAlike + 1);
   }
   in_place(Problem<T>({3, 5, 77}, 0));
   in_place(Problem<T>({3 * 12, 5, 1, 12}, 0));
@@ -366,7 +371,7 @@ Sums check_backward_sums(const Problem<T>& p, const std::vector<Statistics>& s,
   ForwardShard forth = forward_shard(p, y.data());
   forth.epilogue = variant.epilogue;
   kernels<T>().forward(forth, s.data());
-  DeviceArray<T> y_on_device(y.data(), size, shift ? shift + 3 : 0);
+  DeviceArray<T> y_on_device(y.data(), size, shift_by(shift, 3));
   BackwardShard shard = device.backward_shard(nullptr, Store::kWrite);
   BackwardShard host = backward_shard<T>(p, nullptr);
   shard.epilogue = host.epilogue = variant.epilogue;
@@ -405,7 +410,7 @@ void results_match_the_cpu_for_more_variants() {
 // a warp takes several.
 template <typename T>
 void sums_match_the_cpu_for_every_size_of_samples() {
-  std::vector<View> views{{300, 40, 1}, {150, 70, 7}};
+  std::vector<View> views{{300, 40, 1}, {150, 70, 7}, {9000, 8, 1, 9000}};
   for (const int64_t C : {12, 40, 136, 304}) {
     for (const int64_t R : {5, 20, 40, 70, 200}) views.push_back({3 * R, C, 1, R});
   }
@@ -420,9 +425,47 @@ void sums_match_the_cpu_for_every_size_of_samples() {
       }
     }
   }
-  check::context = "many slices";
-  const Problem<T> p({700, 2, 64}, 1);
-  CHECK(rounded(OnDevice<T>(p, 0, 132).forward_sums()) == rounded(OnDevice<T>(p).forward_sums()));
+}
+
+// The sums of rows begin..end, forward, and backward without and with an activation.
+template <typename T>
+std::vector<Sums> all_sums(OnDevice<T>* device, const View& view, int64_t begin, int64_t end,
+                           const std::vector<Statistics>& s) {
+  BackwardShard shard = device->backward_shard(nullptr, Store::kWrite);
+  shard.view.N = end - begin;
+  shard.dy = device->dy.data() + begin * view.C * view.S;
+  shard.x = device->x.data() + begin * view.C * view.S;
+  std::vector<Sums> all{device->forward_sums(begin, end)};
+  for (const Epilogue& epilogue : {Epilogue{}, kRelu}) {
+    shard.epilogue = epilogue;
+    all.push_back(device->backward_sums(shard, s));
+  }
+  return all;
+}
+
+bool same_sums(const std::vector<Sums>& a, const std::vector<Sums>& b) {
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (rounded(a[i]) != rounded(b[i])) return false;
+  }
+  return true;
+}
+
+// Blocks that share a channel: some, more than a warp adds, and as many as samples.
+template <typename T>
+void sums_of_many_slices_are_those_of_few() {
+  for (const View& view : {View{700, 2, 64}, View{600, 2, 7}, View{600, 40, 3},
+                           View{30 * 40, 8, 1, 30}, View{300, 40, 1}}) {
+    const Problem<T> p(view, 1);
+    const std::vector<Statistics> s = statistics_of(p, forward_sums(p));
+    for (const int64_t shift : {0, 1}) {
+      check::context = name_of<T>(view, shift) + ", many slices";
+      OnDevice<T> few(p, shift), many(p, shift, 132);
+      CHECK(same_sums(all_sums(&few, view, 0, view.N, s), all_sums(&many, view, 0, view.N, s)));
+    }
+  }
+  if (!std::is_same<T, float>::value) return;
+  const Problem<T> p({2 * 1100, 2, 1, 2}, 1);
+  CHECK(rounded(OnDevice<T>(p, 0, 1000).forward_sums()) == rounded(OnDevice<T>(p).forward_sums()));
 }
 
 // The sums of dy of a layer with an activation have the bits of a layer without one that gets the
@@ -460,13 +503,14 @@ template <typename T>
 void sums_of_samples_of_all_sizes_are_independent_of_splits() {
   constexpr bool kHalf = std::is_same<T, Half>::value;
   for (const View& view : {View{23, 3, 49}, View{12, 2, 600}, View{40, 33, 4}, View{9, 2, 2100},
-                           View{9, 2, 77}, View{23 * 30, 40, 1, 30}, View{9 * 600, 3, 1, 600}}) {
+                           View{9, 2, 77}, View{23 * 30, 40, 1, 30}, View{9 * 600, 3, 1, 600},
+                           View{600, 2, 8}, View{300, 2, 64}, View{200, 2, 73}}) {
     const int64_t samples = view.N / view.R, size = view.size() / samples;
     for (const double step : {1.5, 8.0, 1e3}) {
       check::context = name_of<T>(view, step) + ", samples of all sizes";
       Problem<T> p(view, 1);
       for (int64_t n = 0; n < samples; ++n) {
-        const double power = static_cast<double>(n * 7 % samples) - samples / 2.0;
+        const double power = static_cast<double>(n * 187 % samples) - samples / 2.0;
         const double scale =
             std::min(std::max(std::pow(step, power), kHalf ? 3e-7 : 1e-15), kHalf ? 3e3 : 1e15);
         // Some constant samples, of which the first are zero.
@@ -476,37 +520,23 @@ void sums_of_samples_of_all_sizes_are_independent_of_splits() {
         }
       }
       const std::vector<Statistics> s = statistics_of(p, forward_sums(p));
-      // The sums of some samples: forward, and backward with and without an activation.
-      const auto sums_of = [&](OnDevice<T>* device, int64_t begin, int64_t end) {
-        BackwardShard shard = device->backward_shard(nullptr, Store::kWrite);
-        shard.view.N = (end - begin) * view.R;
-        shard.dy = device->dy.data() + begin * size;
-        shard.x = device->x.data() + begin * size;
-        std::vector<Sums> all{device->forward_sums(begin * view.R, end * view.R)};
-        for (const Epilogue& epilogue : {Epilogue{}, kRelu}) {
-          shard.epilogue = epilogue;
-          all.push_back(device->backward_sums(shard, s));
-        }
-        return all;
-      };
       OnDevice<T> device(p);
-      const std::vector<Sums> whole = sums_of(&device, 0, samples);
+      const std::vector<Sums> whole = all_sums(&device, view, 0, view.N, s);
       check_statistics<T>(statistics_of(p, whole[0]), s);
       std::vector<Sums> added(whole.size(), Sums(s.size()));
-      for (int64_t n = samples - 1; n >= 0; --n) {
-        const std::vector<Sums> part = sums_of(&device, n, n + 1);
+      const int64_t parts = std::min<int64_t>(samples, 40);
+      for (int64_t n = parts - 1; n >= 0; --n) {
+        const std::vector<Sums> part = all_sums(&device, view, samples * n / parts * view.R,
+                                                samples * (n + 1) / parts * view.R, s);
         for (size_t i = 0; i < added.size(); ++i) {
           for (size_t c = 0; c < s.size(); ++c) added[i][c].add(part[i][c]);
         }
       }
-      const auto check = [&](const std::vector<Sums>& other) {
-        for (size_t i = 0; i < whole.size(); ++i) CHECK(rounded(other[i]) == rounded(whole[i]));
-      };
-      check(added);
+      CHECK(same_sums(added, whole));
       for (const int64_t shift : {0, 1}) {
         for (const int multiprocessors : {1, 132}) {
           OnDevice<T> other(p, shift, multiprocessors);
-          check(sums_of(&other, 0, samples));
+          CHECK(same_sums(all_sums(&other, view, 0, view.N, s), whole));
         }
       }
     }
@@ -527,12 +557,14 @@ bool finite_channels_are_same(Sums a, Sums b) {
 template <typename T>
 void sums_of_extreme_values_are_right() {
   for (const View& view : {View{4, 3, 600}, View{9, 40, 9}, View{5, 6, 49}, View{300, 40, 1, 150},
-                           View{3 * 49, 136, 1, 49}, View{40, 33, 1}}) {
+                           View{5 * 49, 136, 1, 49}, View{40, 33, 1}, View{600, 2, 8},
+                           View{400, 2, 7}, View{600, 2, 64}, View{420, 2, 73}}) {
     const Problem<T> p(view, 0);
     const std::vector<Statistics> s = statistics_of(p, forward_sums(p));
     Problem<T> infinite = p, large = p;
     for (int64_t i = 0; i < view.size(); ++i) {
-      if (is_infinite(i / view.S % view.C)) {
+      // Between finite values.
+      if (is_infinite(i / view.S % view.C) && i >= view.size() / 4 && i < 2 * view.size() / 3) {
         infinite.x[i] = infinite.dy[i] = value_of<T>(std::numeric_limits<double>::infinity());
       }
       if (i % 40 == 0) large.dy[i] = value_of<T>(1e38);
@@ -619,7 +651,9 @@ class LargeArray {
 
 template <typename T>
 void check_large(int64_t S, const Variant& variant, Store how, int64_t shift) {
-  const Problem<T> p({2, S < 100 ? 60 : 2, S}, 3);
+  // A sample reaches each of a thread's vectors, and takes no more than 5 blocks: the simulator
+  // runs only the first and the last of many.
+  const Problem<T> p({2, 16000 / static_cast<int64_t>(sizeof(T)) / S, S}, 3);
   const int64_t sample = p.view.C * S, size = ((int64_t{1} << 31) / sample + 1) * sample;
   const View view{size / sample, p.view.C, S};
   LargeArray<T> x(size, sample, p.x, 0), dy(size, sample, p.dy, shift);
@@ -656,9 +690,9 @@ void check_large(int64_t S, const Variant& variant, Store how, int64_t shift) {
   back.epilogue = host_back.epilogue = variant.epilogue;
   back.residual_store = host_back.residual_store = how;
   if (variant.residual) {
-    back.y = x.data();
+    back.y = dy.data();
     back.dresidual = second.data();
-    host_back.y = p.x.data();
+    host_back.y = p.dy.data();
     host_back.dresidual = expected_second.data();
   }
   const Sums sums = backward_sums(p, s);
@@ -668,14 +702,15 @@ void check_large(int64_t S, const Variant& variant, Store how, int64_t shift) {
   CHECK(same_bits(second.get(), expected_second));
 }
 
-// Planes that a vector has several of, that most warps have the end of, and larger ones.
+// Planes that a vector has several of, that most warps have the end of (at each place of a vector),
+// and larger ones.
 template <typename T>
 void large_arrays_are_indexed_in_64_bits() {
-  for (const int64_t S : {3, 20, 600}) {
+  for (const int64_t S : {3, 21, 600}) {
     for (const Variant& variant :
          {kPlain, kVariants[0], kVariants[2], kMoreVariants[0], kMoreVariants[1]}) {
       for (const Store how : {Store::kWrite, Store::kAdd}) {
-        for (const int64_t shift : {0, 1}) {
+        for (const int64_t shift : {0, 7}) {
           check::context = name_of<T>({int64_t{1} << 31, 2, S}, shift) + ", large";
           check_large<T>(S, variant, how, shift);
         }
@@ -751,6 +786,7 @@ void test_all() {
   results_are_right_with_zeros<T>();
   results_match_the_cpu_for_more_variants<T>();
   sums_match_the_cpu_for_every_size_of_samples<T>();
+  sums_of_many_slices_are_those_of_few<T>();
   sums_of_extreme_values_are_right<T>();
   gated_sums_have_the_bits_of_sums_of_the_gated_gradient<T>();
   sums_of_samples_of_all_sizes_are_independent_of_splits<T>();
@@ -775,17 +811,27 @@ void test_few() {
 }  // namespace
 }  // namespace gluon_syncbn
 
-// --small is for compute-sanitizer.
+// --small is for compute-sanitizer. --type=Half, for example, leaves out the others.
 int main(int count, char** arguments) {
   using namespace gluon_syncbn;
   if (!cuda_backend()) return 1;
   set_num_threads(2);
-  if (count > 1 && std::string(arguments[1]) == "--small") {
-    for_each_type([](auto zero) { test_few<decltype(zero)>(); });
-    return check::finish("cuda_kernels --small");
+  bool small = false;
+  std::string type, all = "cuda_kernels";
+  for (int i = 1; i < count; ++i) {
+    const std::string argument = arguments[i];
+    if (argument == "--small") small = true;
+    if (argument.rfind("--type=", 0) == 0) type = argument.substr(7);
+    all += " " + argument;
   }
-  divisions_are_exact();
-  blocks_fit_every_generation();
-  for_each_type([](auto zero) { test_all<decltype(zero)>(); });
-  return check::finish("cuda_kernels");
+  if (!small) {
+    divisions_are_exact();
+    blocks_fit_every_generation();
+  }
+  for_each_type([&](auto zero) {
+    using T = decltype(zero);
+    if (!type.empty() && type != Type<T>::kName) return;
+    small ? test_few<T>() : test_all<T>();
+  });
+  return check::finish(all.c_str());
 }

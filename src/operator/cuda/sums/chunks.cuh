@@ -91,22 +91,6 @@ struct Integer {
     for (int i = 0; i < kWords; ++i) result.words[i] = __shfl_xor_sync(kAllLanes, words[i], mask);
     return result;
   }
-
-  // Adds this times 2^exponent.
-  SBN_DEVICE void add_to(Sum3* sum, int exponent) const {
-    const bool is_negative = static_cast<int64_t>(words[kWords - 1]) < 0;
-    uint64_t carry = is_negative ? 1 : 0;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const uint64_t word = (is_negative ? ~words[i] : words[i]) + carry;
-      if (word != 0) carry = 0;
-      const double power = double_power_of_2(exponent + 64 * i);
-      const double factor = is_negative ? -power : power;
-      const uint32_t low = static_cast<uint32_t>(word), high = static_cast<uint32_t>(word >> 32);
-      if (low) sum->add(low * factor);
-      if (high) sum->add(high * (factor * 0x1p32));
-    }
-  }
 };
 
 // The sums of n values of a channel; none if n is 0.
@@ -255,7 +239,8 @@ class ChannelTotal {
         first.add(first.from_lane(mask));
         second.add(second.from_lane(mask));
       }
-      return lane % lanes == 0 ? sums_of(first, second) : ChannelSums();
+      put(first, second);
+      return lane % lanes == 0 ? value() : ChannelSums();
     }
     ChannelSums sums = value();
     add_lanes(&sums, lanes, lane);
@@ -265,10 +250,8 @@ class ChannelTotal {
   SBN_DEVICE ChannelSums value() {
     if (!is_rounded_) return get_sums(own_);
     is_rounded_ = false;
-    Integer<2> first;
-    Integer<3> second;
-    get(&first, &second);
-    const ChannelSums sums = sums_of(first, second);
+    ChannelSums sums;
+    add_integers_to(&sums, first_exponent_, second_exponent_);
     put_sums(sums, own_);
     return sums;
   }
@@ -313,19 +296,38 @@ class ChannelTotal {
       return;
     }
     ChannelSums sums = value();
-    rounded.first.add_to(&sums.first, rounded.first_exponent);
-    rounded.second.add_to(&sums.second, rounded.second_exponent);
+    put(rounded.first, rounded.second);
+    add_integers_to(&sums, rounded.first_exponent, rounded.second_exponent);
     put_sums(sums, own_);
   }
 
-  SBN_DEVICE ChannelSums sums_of(const Integer<2>& first, const Integer<3>& second) const {
-    ChannelSums sums;
-    if (first_exponent_ != RoundedSums<kBackward>::kZero)
-      first.add_to(&sums.first, first_exponent_);
-    if (second_exponent_ > RoundedSums<kBackward>::kZero) {
-      second.add_to(&sums.second, second_exponent_);
+  // The integers in `own_`, times powers of 2, are added to `sums`.
+  SBN_DEVICE void add_integers_to(ChannelSums* sums, int first_exponent,
+                                  int second_exponent) const {
+    add_integer<2>(own_, first_exponent, &sums->first);
+    add_integer<3>(own_ + 2, second_exponent, &sums->second);
+  }
+  // Not unrolled, as it takes many instructions for each word. Most words are zero.
+  template <int kWords>
+  SBN_DEVICE static void add_integer(const double* from, int exponent, Sum3* sum) {
+    const auto word_at = [&](int i) {
+      uint64_t word;
+      memcpy(&word, from + i, sizeof(word));
+      return word;
+    };
+    const bool is_negative = static_cast<int64_t>(word_at(kWords - 1)) < 0;
+    uint64_t carry = is_negative ? 1 : 0;
+#pragma unroll 1
+    for (int i = 0; i < kWords; ++i) {
+      const uint64_t word = (is_negative ? ~word_at(i) : word_at(i)) + carry;
+      if (word == 0) continue;
+      carry = 0;
+      const double power = double_power_of_2(exponent + 64 * i);
+      const double factor = is_negative ? -power : power;
+      const uint32_t low = static_cast<uint32_t>(word), high = static_cast<uint32_t>(word >> 32);
+      if (low) sum->add(low * factor);
+      if (high) sum->add(high * (factor * 0x1p32));
     }
-    return sums;
   }
 
   SBN_DEVICE void get(Integer<2>* first, Integer<3>* second) const {
@@ -354,31 +356,7 @@ class ChunkBuffer {
     chunk.sums.add_lanes(lanes_, lane_);
     if (kBackward) center.correct(&chunk.sums);
     const bool is_keeper = lane_ % lanes_ == turn_;
-    const bool is_wide =
-        chunk.n > 0 && !ChannelTotal<A, kBackward>::is_narrow(chunk.origin, chunk.sums);
-    if (__any_sync(kAllLanes, is_wide)) {
-      double first = 0, second = 0;
-      if constexpr (kBackward) {
-        each([&](double gradient, double value) {
-          first += gradient;
-          second = fma(gradient, (value - center.mean) - center.mean_low, second);
-        });
-      } else {
-        each([&](double value) {
-          const double deviation = value - chunk.origin;
-          first += deviation;
-          second = fma(deviation, deviation, second);
-        });
-      }
-      for (int mask = lanes_ / 2; mask > 0; mask /= 2) {
-        first += __shfl_xor_sync(kAllLanes, first, mask);
-        second += __shfl_xor_sync(kAllLanes, second, mask);
-      }
-      if (is_wide) {
-        if (is_keeper) total_.add_wide(chunk.n, chunk.origin, first, second);
-        chunk.n = 0;
-      }
-    }
+    if constexpr (sizeof(A) == sizeof(float)) add_if_wide(&chunk, center, is_keeper, each);
     if (is_keeper) chunk_ = chunk;
     if (++turn_ == lanes_) flush(lanes_of_channel);
   }
@@ -396,6 +374,35 @@ class ChunkBuffer {
   int turn_ = 0;
   bool is_flushed_ = false;
   Chunk<A> chunk_;
+
+  // Adds a chunk that is too wide for add(), and leaves none.
+  template <typename Each>
+  SBN_DEVICE void add_if_wide(Chunk<A>* chunk, const Center<A>& center, bool is_keeper,
+                              const Each& each) {
+    const bool is_wide =
+        chunk->n > 0 && !ChannelTotal<A, kBackward>::is_narrow(chunk->origin, chunk->sums);
+    if (!__any_sync(kAllLanes, is_wide)) return;
+    double first = 0, second = 0;
+    if constexpr (kBackward) {
+      each([&](double gradient, double value) {
+        first += gradient;
+        second = fma(gradient, (value - center.mean) - center.mean_low, second);
+      });
+    } else {
+      each([&](double value) {
+        const double deviation = value - chunk->origin;
+        first += deviation;
+        second = fma(deviation, deviation, second);
+      });
+    }
+    for (int mask = lanes_ / 2; mask > 0; mask /= 2) {
+      first += __shfl_xor_sync(kAllLanes, first, mask);
+      second += __shfl_xor_sync(kAllLanes, second, mask);
+    }
+    if (!is_wide) return;
+    if (is_keeper) total_.add_wide(chunk->n, chunk->origin, first, second);
+    chunk->n = 0;
+  }
 
   SBN_DEVICE void flush(int lanes_of_channel) {
     total_.add(chunk_, lanes_of_channel);

@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
               const Column& of_j = columns[j * kWarp + column];
               const A decisive = value_at<T>(vs[i], j);
               const Gate<A> gate{of_j.sign, of_j.threshold, epilogue.slope};
-              const Gate<A> inverse{of_j.sign, of_j.threshold, epilogue.inverse};
+              const InverseGate<A> inverse{of_j.sign, of_j.threshold, epilogue.inverse};
               run.add(j, part + i == 0, gate(value_at<T>(dys[i], j), decisive),
                       inverse(value_at<T>(xs[i], j), decisive) - of_j.mean);
             }

@@ -245,11 +245,20 @@ SBN_DEVICE bool holds(const SumsTask& task, const EpilogueTask<A>& epilogue, con
          (kArrays < 3 || Extent{epilogue.v, epilogue.v_end}.holds(v, vectors));
 }
 
-// What turns the values of dy and x at a value of v into those that are summed. x is recovered from
-// y by the inverse of the activation, which is a gate too.
+// Recovers x from y by the inverse of the activation, whose slope is not 0.
+template <typename A>
+struct InverseGate {
+  A sign, threshold, slope;
+
+  SBN_DEVICE A of(A x, bool open) const { return open ? x : x * slope; }
+  SBN_DEVICE A operator()(A x, A v) const { return of(x, v * sign > threshold); }
+};
+
+// What turns the values of dy and x at a value of v into those that are summed.
 template <typename A, bool kGated>
 struct Gates {
-  Gate<A> dy, x;
+  Gate<A> dy;
+  InverseGate<A> x;
 
   SBN_DEVICE static Gates of(const EpilogueTask<A>& epilogue, const GatedGradient<A>& gate) {
     return {{gate.sign, gate.threshold, epilogue.slope},

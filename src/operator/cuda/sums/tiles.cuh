@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
       if constexpr (kArrays > 2) {
         const bool is_open = reads_v ? open >> i & 1 : *value * sign > threshold;
         *gradient = Gate<A>{0, 0, epilogue.slope}.of(*gradient, is_open);
-        *value = Gate<A>{0, 0, epilogue.inverse}.of(*value, is_open);
+        *value = InverseGate<A>{0, 0, epilogue.inverse}.of(*value, is_open);
       }
     };
 
