@@ -26,7 +26,8 @@ def check_bits(parts, whole):
 
 
 def check_messages(reported, least=LEAST):
-    """All processes take the same way. least: how often the store adds."""
+    """All processes take the same way. least: how often the store adds, which Horovod does from 8
+    processes on."""
     first, *others = reported
     assert all(other == first for other in others)
     for dtype, scales in SCALES.items():
@@ -43,9 +44,8 @@ def pair(request):
 
 def test_bits_of_two_processes(pair, whole, request):
     check_bits(pair.arrays("steps"), whole)
-    # Horovod has the values of so few processes sooner than their sums.
-    horovod = "horovod" in request.node.name
-    check_messages(pair.reported("messages of sums"), 0 if horovod else LEAST)
+    least = 0 if "horovod" in request.node.name else LEAST
+    check_messages(pair.reported("messages of sums"), least)
 
 
 def test_bits_through_a_store_of_float64(two, whole):
@@ -78,4 +78,5 @@ def test_a_new_group_starts_without_windows(two):
 def test_bits_of_more_processes(tmp_path, whole, engine, workers):
     cluster = run(tmp_path, workers, ["distributed_sums:sums"], engine=engine)
     check_bits(cluster.arrays("steps"), whole)
-    check_messages(cluster.reported("messages of sums"))
+    least = 0 if engine == "horovod" and workers < 8 else LEAST
+    check_messages(cluster.reported("messages of sums"), least)
