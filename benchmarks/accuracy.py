@@ -50,12 +50,17 @@ def error(kind, mean, sizes):
     return np.abs(y - reference(x)).max()
 
 
+def by_mean():
+    """{kind: {mean: error}} on one context."""
+    return {kind: {mean: float(error(kind, mean, SHAPE[:1])) for mean in MEANS} for kind in KINDS}
+
+
 def main():
     columns = [f"mean {mean:g}" for mean in MEANS] + ["1 + 7 images, mean 0"]
     print("| error of y |", " | ".join(columns), "|")
     print("|", " | ".join(["---"] * (len(columns) + 1)), "|")
-    for kind in KINDS:
-        errors = [error(kind, mean, SHAPE[:1]) for mean in MEANS] + [error(kind, 0, (1, 7))]
+    for kind, errors in by_mean().items():
+        errors = [*errors.values(), error(kind, 0, (1, 7))]
         print(f"| {kind} |", " | ".join(f"{value:.0e}" for value in errors), "|")
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 import measure
+import pictures
 import report
 
 SHAPES = [(4, 64, 128, 128), (2, 256, 64, 64), (2, 512, 33, 33), (4, 2048, 12, 12)]
@@ -37,10 +38,14 @@ def main():
     figures["layers"] = measure_layers(args.shapes, args.contexts, args.repetitions)
     rounds = (args.repetitions + 1) // 2
     figures["steps"] = [] if args.no_model else measure_steps(rounds)
+    with multiprocessing.get_context("spawn").Pool(1) as fresh_process:
+        figures["accuracy"] = fresh_process.apply(_accuracy)
     figures["thresholds"] = report.judge(figures)
     print(report.text(figures))
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if args.pictures:
+        pictures.draw(figures, args.pictures)
     if args.check and not all(threshold["pass"] for threshold in figures["thresholds"]):
         sys.exit(1)
 
@@ -68,6 +73,7 @@ def parse_arguments():
     parser.add_argument(
         "--json", type=file_name, metavar="FILE", help="write all figures to this file"
     )
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw into this folder")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a threshold fails")
     args = parser.parse_args()
     for shape in [*args.shapes, measure.MEMORY_SHAPE]:
@@ -80,8 +86,9 @@ def parse_arguments():
         parser.error(
             "the training step needs gluoncv: pip install 'gluon_syncbn[test]', or use --no-model"
         )
-    if args.json and not args.json.parent.is_dir():
-        parser.error(f"there is no folder {args.json.parent} for --json {args.json}")
+    for option, folder in (("json", args.json and args.json.parent), ("pictures", args.pictures)):
+        if folder and not folder.is_dir():
+            parser.error(f"there is no folder {folder} for --{option} {getattr(args, option)}")
     return args
 
 
@@ -126,6 +133,12 @@ def _cpu_model():
     with open("/proc/cpuinfo") as info:
         models = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
     return models[0] if models else platform.machine()
+
+
+def _accuracy():
+    import accuracy  # It sets environment variables.
+
+    return accuracy.by_mean()
 
 
 def measure_memory(counts):

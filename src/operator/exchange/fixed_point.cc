@@ -38,6 +38,9 @@ double magnitude(double value) {
   return value;
 }
 
+// A number, for loops without branches.
+inline int differ(double a, double b) { return a != b; }
+
 // Takes the multiple of `unit` that is nearest to *rest out of it, exactly.
 inline double take(double unit, double* rest) {
   const double shift = 0x1.8p52 * unit;
@@ -96,8 +99,9 @@ void FixedPoint::pack(const double* message, T* packed) {
     lows_[j] = low * inverse;
     // Not so for NaN, nor where there is no window.
     outside += !(std::abs(high) <= limit * window);
-    dropped[j] = static_cast<T>((highs_[j] * window != high) | (middles_[j] * window != middle) |
-                                (lows_[j] * window != low));
+    dropped[j] =
+        static_cast<T>(differ(highs_[j] * window, high) | differ(middles_[j] * window, middle) |
+                       differ(lows_[j] * window, low));
   }
   fits = fits && outside == 0;
   packed[0] = static_cast<T>(!fits);
@@ -116,7 +120,8 @@ void FixedPoint::pack(const double* message, T* packed) {
     }
   }
   for (size_t j = 0; j < n; ++j) {
-    dropped[j] += static_cast<T>((highs_[j] != 0) | (middles_[j] != 0) | (lows_[j] != 0));
+    dropped[j] +=
+        static_cast<T>(differ(highs_[j], 0) | differ(middles_[j], 0) | differ(lows_[j], 0));
   }
 }
 
@@ -148,7 +153,8 @@ bool FixedPoint::unpack(const T* packed, double* message) {
   const double least = power_of_two(kLeast);
   int too_low = 0;
   for (size_t j = 0; j < n; ++j) {
-    too_low += (from[j] != 0) & (std::abs(highs_[j] + middles_[j]) < least);
+    const int is_low = std::abs(highs_[j] + middles_[j]) < least;
+    too_low += is_low & differ(from[j], 0);
   }
   if (too_low) return false;
   call_ += steps / processes_;

@@ -1,0 +1,107 @@
+"""Draws the figures of bench.py for docs/performance.md."""
+
+from matplotlib.figure import Figure
+
+# A copy reads x and writes y; forward and backward together access arrays of that size 8 times.
+COPIES = 4
+LAYERS = {
+    "copy": (f"{COPIES} copies of x", "0.75"),
+    "operator": ("ours, operator", "C0"),
+    "block": ("ours, block", "#8cbcdc"),
+    "torch": ("torch.nn.BatchNorm2d", "C1"),
+    "BatchNorm": ("nn.BatchNorm", "C2"),
+    "contrib": ("contrib SyncBatchNorm", "C3"),
+}
+
+
+def draw(figures, folder):
+    for picture in (layers, steps, devices, accuracy):
+        figure = picture(figures)
+        if figure is not None:
+            figure.savefig(folder / f"performance-{picture.__name__}.png", dpi=110)
+
+
+def layers(figures):
+    """Forward + backward of each shape, on one context."""
+    rows = [row for row in figures["layers"] if row["contexts"] == 1]
+    figure, grid = panels(
+        len(rows), "milliseconds of forward + backward, on one context (log scale)"
+    )
+    for axes, row in zip(grid, rows):
+        times = {kind: ms["both"] for kind, ms in row["ms"].items()}
+        times["copy"] = COPIES * row["copy_ms"]
+        bars(axes, [(*LAYERS[kind], times[kind]) for kind in LAYERS if kind in times])
+        axes.set_xscale("log")
+        axes.set_xlim(right=axes.get_xlim()[1] * 1.6)
+        axes.set_title(title(row["shape"]), fontsize=9)
+    return figure
+
+
+def steps(figures):
+    """A training step, relative to that with nn.BatchNorm."""
+    if not figures["steps"]:
+        return None
+    figure, (axes,) = panels(1, "a training step of fcn_resnet50 / the same with nn.BatchNorm")
+    values = [
+        (f"{step['where']}, {kind}", color, step["ratios"][kind][0])
+        for step in figures["steps"]
+        for kind, color in (("fused", "C0"), ("block", "#8cbcdc"))
+    ]
+    bars(axes, values)
+    axes.axvline(1, color="black", linewidth=0.8)
+    return figure
+
+
+def devices(figures):
+    """The operator and nn.BatchNorm on more contexts, which share the same cores."""
+    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in figures["layers"]))
+    figure, grid = panels(len(shapes), "milliseconds of forward + backward by contexts, same cores")
+    for axes, shape in zip(grid, shapes):
+        rows = [row for row in figures["layers"] if tuple(row["shape"]) == shape]
+        for kind in ("operator", "block", "BatchNorm"):
+            label, color = LAYERS[kind]
+            counts = [row["contexts"] for row in rows]
+            axes.plot(
+                counts, [row["ms"][kind]["both"] for row in rows], "o-", color=color, label=label
+            )
+        axes.set_xticks(counts)
+        axes.set_ylim(bottom=0)
+        axes.set_title(title(shape), fontsize=9)
+    grid[0].legend(fontsize=8)
+    return figure
+
+
+def accuracy(figures):
+    """The error of y by the mean of the data."""
+    figure, (axes,) = panels(1, "mean of the data, in standard deviations")
+    for (name, errors), color in zip(figures["accuracy"].items(), ("C2", "C3", "C0")):
+        means = [float(mean) for mean in errors]
+        axes.plot(means, list(errors.values()), "o-", color=color, label=name.strip("`"))
+    axes.set_xscale("symlog", linthresh=10)
+    axes.set_yscale("log")
+    axes.set_ylabel("largest error of y")
+    axes.legend(fontsize=8)
+    return figure
+
+
+def panels(count, label):
+    figure = Figure(figsize=(9, 3.2 if count == 1 else 5.5), layout="constrained")
+    grid = figure.subplots(1 if count == 1 else -(-count // 2), min(count, 2), squeeze=False)
+    for axes in grid.ravel():
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+    figure.supxlabel(label, fontsize=9)
+    return figure, grid.ravel()
+
+
+def bars(axes, values):
+    """(label, color, length) from top to bottom."""
+    labels, colors, lengths = zip(*values)
+    drawn = axes.barh(range(len(values)), lengths, color=colors)
+    axes.bar_label(drawn, fmt="%.3g", padding=2, fontsize=8)
+    axes.set_yticks(range(len(values)), labels)
+    axes.invert_yaxis()
+
+
+def title(shape):
+    return f"x of {tuple(shape)}"
