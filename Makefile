@@ -49,7 +49,7 @@ ifeq ($(filter run-native run-ptx programs fake-cuda simulated-cuda compile-sour
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: fake-cuda simulated-cuda gpu-check gpu-counts compare-gpu-counts ptx-mutants run-ptx cuda-report help train detect compare test test-all test-pythons bench bench-distributed lint format warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
+.PHONY: fake-cuda simulated-cuda gpu-check gpu-counts compare-gpu-counts ptx-mutants run-ptx cuda-report help train detect compare test test-all test-pythons bench bench-distributed lint format docs warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.13] [CXX=g++]'
@@ -108,6 +108,10 @@ format: $(ready)lint ## rewrite the sources as `make lint` wants them
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 	.venv/bin/clang-format -i $(formatted)
+
+docs: $(ready)mxnet-$(MXNET) $(ready)docs ## build the documentation site, build/docs/index.html; warnings and dead links fail
+	rm -rf build/docs
+	$(python) -m sphinx -q -E -W --keep-going -c docs -d build/doctrees . build/docs
 
 # The native tests include the CUDA kernels, with pragmas of nvcc.
 warnings: export NVCC_APPEND_FLAGS = --Werror all-warnings
@@ -265,7 +269,7 @@ $(ready)mxnet-$(MXNET): pyproject.toml | $(ready)library
 	@$(pip) install --no-deps mxnet$(if $(filter cpu,$(MXNET)),,-$(MXNET))==1.9.1
 	@touch $@
 
-$(ready)examples $(ready)test $(ready)lint: $(ready)%: pyproject.toml | $(ready)library
+$(ready)examples $(ready)test $(ready)lint $(ready)docs: $(ready)%: pyproject.toml | $(ready)library
 	@echo "Installing what \`$*\` needs"
 	@$(pip) install 'gluon_syncbn[$*]'
 	@touch $@

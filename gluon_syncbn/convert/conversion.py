@@ -166,7 +166,7 @@ def convert_sync_batchnorm(
         Subclasses of ``nn.BatchNorm`` to replace although they have their own code, which is no
         longer called.
     return_report : bool, default False
-        Whether to return a :class:`Report` too.
+        Whether to return a :class:`~gluon_syncbn.convert.conversion.Report` too.
     fuse : bool, default False
         Whether to fuse a relu, a leaky relu or an addition, and one of these after it, into the
         normalization before it. That saves passes over the data, and the arrays between them. It is
@@ -272,9 +272,9 @@ def revert_sync_batchnorm(net, return_report=False):
     net : Block
         Changed in place.
     return_report : bool, default False
-        Whether to return a :class:`Report` too. Its `refused` are subclasses of
-        :class:`SyncBatchNorm` with their own code, and layers with ``momentum=None`` or
-        ``activation="leaky_relu"``.
+        Whether to return a :class:`~gluon_syncbn.convert.conversion.Report` too. Its `refused`
+        are subclasses of :class:`SyncBatchNorm` with their own code, and layers with
+        ``momentum=None`` or ``activation="leaky_relu"``.
 
     Returns
     -------

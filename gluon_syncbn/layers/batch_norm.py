@@ -120,10 +120,11 @@ class SyncBatchNorm(nn.BatchNorm):
 
     References
     ----------
-    S. Ioffe and C. Szegedy, Batch Normalization, ICML 2015.
-    H. Zhang et al., Context Encoding for Semantic Segmentation, CVPR 2018.
-    S. Rota Bulo, L. Porzi, P. Kontschieder, In-Place Activated BatchNorm for Memory-Optimized
-    Training of DNNs, CVPR 2018, for `inplace`. (There gamma counts as its magnitude plus epsilon.)
+    - S. Ioffe and C. Szegedy, Batch Normalization, ICML 2015.
+    - H. Zhang et al., Context Encoding for Semantic Segmentation, CVPR 2018.
+    - S. Rota Bulo, L. Porzi, P. Kontschieder, In-Place Activated BatchNorm for Memory-Optimized
+      Training of DNNs, CVPR 2018, for `inplace`. (There gamma counts as its magnitude plus
+      epsilon.)
     """
 
     _virtual_devices = 0

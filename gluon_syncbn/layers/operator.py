@@ -69,8 +69,8 @@ def sync_batch_norm(
     activation's argument, which is dy times 1 or the slope:
 
     .. math::
-        dr = g \qquad d\beta_c = \sum g_{ncs} \qquad d\gamma_c = \sum g_{ncs} \hat x_{ncs} \qquad
-        dx_{ncs} = \frac{\gamma_c}{\sqrt{\sigma_c^2 + \epsilon}}
+        dr &= g \qquad d\beta_c = \sum g_{ncs} \qquad d\gamma_c = \sum g_{ncs} \hat x_{ncs} \\
+        dx_{ncs} &= \frac{\gamma_c}{\sqrt{\sigma_c^2 + \epsilon}}
             \left(g_{ncs} - \frac{d\beta_c}{M} - \hat x_{ncs} \frac{d\gamma_c}{M}\right)
 
     dx takes the sums over all devices. dgamma and dbeta are written as the device's own, and the

@@ -1,0 +1,100 @@
+"""What the pages say runs: the code of those in docs/, in its order, and the commands of all.
+(test_readme.py runs the code of README.md.)
+
+A page's blocks run in one process. Above a block that needs it stands an HTML comment, which
+readers do not see: `run first` with code to run before the block, or `not run:` with a reason.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import gluon_syncbn as sbn
+import gluon_syncbn.__main__ as files
+import gluon_syncbn.launch.__main__ as launcher
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), *DOCS, *sorted(ROOT.glob("*/*/README.md"))]
+PAGES += sorted(ROOT.glob("benchmarks/*.md"))
+BLOCK = re.compile(
+    r"(?:^<!-- (?:run first\n(?P<first>.*?)\n|not run: (?P<reason>[^\n]+) )-->\n+)?"
+    r"^```python\n(?P<code>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+# In fences, indented, or between single backquotes.
+CODE = re.compile(r"^```(?:sh)?\n([\s\S]*?)^```$|^    (.*)$|`([^`\n]+)`", re.MULTILINE)
+FILES = re.compile(r"(?<![\w./-])(?:benchmarks|docs|examples|src|tests)/[\w./-]+\.\w+")
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def program_of(text):
+    """The page with all but its code made empty, so that a traceback has the page's lines."""
+    lines, blocks = [""] * (text.count("\n") + 1), list(BLOCK.finditer(text))
+    marks = re.findall(r"^ *```py", text, re.MULTILINE)
+    assert len(blocks) == len(marks), "a block of Python code is not found"
+    for block in blocks:
+        for part in ("first", "code"):
+            if block["reason"] is None and block[part] is not None:
+                start = text.count("\n", 0, block.start(part))
+                code = block[part].splitlines()
+                lines[start : start + len(code)] = code
+    return "\n".join(lines).rstrip()
+
+
+def commands_of(text):
+    """The lines of the page's code, but for Python's."""
+    text = BLOCK.sub("", text)
+    return [line for found in CODE.findall(text) for line in "".join(found).splitlines()]
+
+
+def is_accepted(parse, words):
+    try:
+        parse(words)
+    except SystemExit as end:
+        return end.code == 0  # --help
+    return True
+
+
+@pytest.mark.parametrize("page", [p for p in DOCS if program_of(p.read_text())], ids=name_of)
+def test_code(page, tmp_path):
+    program = tmp_path / f"{page.stem}.py"
+    program.write_text(program_of(page.read_text()) + "\nmx.nd.waitall()\n")
+    command = [sys.executable, program.name]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands(page, monkeypatch):
+    monkeypatch.setattr("os.path.isfile", lambda path: True)  # The scripts are the user's.
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for line in commands_of(page.read_text()):
+        for target in re.findall(r"^(?:[A-Z_]+=\S+ )*make ([a-z-]+)", line):
+            assert target in targets, line
+        for module, rest in re.findall(r"python -m (gluon_syncbn(?:\.launch)?) (.+)", line):
+            parse = launcher._parse if module.endswith(".launch") else files._parser().parse_args
+            words = shlex.split(rest, comments=True)
+            if "|" in words[0]:
+                assert all(is_accepted(parse, [word, "--help"]) for word in words[0].split("|"))
+            else:
+                assert is_accepted(parse, words), line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_are_named_exist(page):
+    for name in FILES.findall(page.read_text()):
+        assert (ROOT / name).exists() or "NAME" in name, name
+
+
+def test_reference_has_all_public_names():
+    text = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    found = re.findall(r"^\.\. auto(?:class|exception|function):: (\w+)$", text, re.MULTILINE)
+    public = {*sbn.__all__, *sbn.distributed.__all__} - {"__version__", "distributed"}
+    assert not public - set(found)
