@@ -1,0 +1,47 @@
+"""examples/distributed/train.py learns, and all processes end with the same parameters."""
+
+import re
+import subprocess
+import sys
+
+import mxnet as mx
+import numpy as np
+import pytest
+from distributed_cluster import needs_horovod
+from example_modules import EXAMPLES
+
+# Saves what each device has at the end, and how many batches its process had.
+RUN = """
+import runpy, sys
+import numpy as np
+
+end = runpy.run_path(sys.argv[1])
+parameters = end["net"]._collect_params_with_prefix()
+for device in end["devices"]:
+    values = {name: value.data(device).asnumpy() for name, value in parameters.items()}
+    path = f"{end['store'].rank}-{device.device_id}.npz"
+    np.savez(path, batches=len(end["starts"]), **values)
+"""
+
+
+@pytest.mark.parametrize("engine", ["kvstore", pytest.param("horovod", marks=needs_horovod)])
+def test_training_in_two_processes(tmp_path, engine):
+    (tmp_path / "run.py").write_text(RUN)
+    launcher = [sys.executable, "-m", "gluon_syncbn.launch", "-n", "2", "--engine", engine]
+    command = [*launcher, "run.py", str(EXAMPLES / "distributed" / "train.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [
+        float(loss) for loss in re.findall(r"^\[0\] epoch \d: loss (\S+)$", done.stdout, re.M)
+    ]
+    assert len(losses) == 4 and losses[-1] < losses[0] / 10
+
+    saved = [dict(np.load(path)) for path in sorted(tmp_path.glob("?-?.npz"))]
+    assert len(saved) == (4 if engine == "kvstore" else 2)
+    batches = [values.pop("batches") for values in saved]
+    assert batches[0] > batches[-1]  # So `join` has something to do.
+    file = mx.nd.load(str(tmp_path / "net.params"))
+    for values in saved:
+        assert values.keys() == file.keys()
+        for name, value in values.items():
+            np.testing.assert_array_equal(value, file[name].asnumpy(), name)
