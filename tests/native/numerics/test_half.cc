@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "check.h"
+#include "numerics/formulas.h"
 #include "numerics/half.h"
 
 namespace gluon_syncbn {
@@ -107,6 +108,7 @@ void small_numbers_become_zero_with_their_sign() {
     CHECK_EQ(F::narrowed(-x), F::kSign);
   }
   CHECK_EQ(F::narrowed(std::nextafter(half, 1.0f)), F::kOne);
+  CHECK_EQ(kLargestZero<typename F::Type>, half);
 }
 
 // Also if narrowing removes all bits that distinguish it from infinity.
