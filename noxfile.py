@@ -19,5 +19,5 @@ def tests(session):
     (wheel,) = Path("dist").glob("*.whl")
     session.install(f"{wheel}[cpu,examples,test]", *CONSTRAINTS.get(session.python, []))
     session.install("--no-deps", "mxnet==1.9.1")
-    quick = ["-n", "2", "--dist", "loadgroup", "-m", "not long"]
+    quick = ["-n", "2", "-m", "not long"]
     session.run("python", "-m", "pytest", *quick, *session.posargs)

@@ -28,6 +28,7 @@ with mx.autograd.record():
 assert abs(y.mean().asscalar()) < 1e-5 and abs(y.square().mean().asscalar() - 1) < 1e-3
 print(gluon_syncbn.__version__, gluon_syncbn.__file__)
 """
+PROGRAM = (ROOT / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
 
 
 def run(command, cwd, check=True, **environment):
@@ -158,14 +159,15 @@ def test_library_needs_system_libraries_alone_and_knows_no_folder(checkout, whee
         assert os.fsencode(folder) not in library.read_bytes()
 
 
-def test_installed_wheel_normalizes(checkout, wheel, tmp_path):
+def test_installed_wheel_runs_the_program_of_readme(checkout, wheel, tmp_path):
     python = environment_with(tmp_path / "environment", wheel)
     version, path = run([python, "-c", FORWARD], tmp_path).stdout.split()[-2:]
     assert version == version_of(checkout)
     assert tmp_path in Path(path).parents
+    assert run([python, "-c", PROGRAM], tmp_path).stdout.startswith("loss ")
 
 
-def test_source_distribution_builds_and_normalizes(checkout, sdist, tmp_path):
+def test_source_distribution_builds_and_runs_the_program_of_readme(checkout, sdist, tmp_path):
     with tarfile.open(sdist) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"Makefile", "LICENSE", "README.md", "pyproject.toml", "setup.py"}
@@ -175,7 +177,8 @@ def test_source_distribution_builds_and_normalizes(checkout, sdist, tmp_path):
     assert wanted <= files
     assert not [name for name in files if name.endswith((".so", ".o", ".pyc"))]
     wheel = build_wheel(sdist, tmp_path / "wheel", CXXFLAGS="-O0")
-    run([environment_with(tmp_path / "environment", wheel), "-c", FORWARD], tmp_path)
+    python = environment_with(tmp_path / "environment", wheel)
+    assert run([python, "-c", PROGRAM], tmp_path).stdout.startswith("loss ")
 
 
 def test_editable_install_builds_into_the_package_and_follows_headers(project):
