@@ -158,8 +158,7 @@ distclean: clean ## remove .venv too
 	rm -rf .venv
 
 run-native: $(programs)
-	@failed=; for program in $^; do echo $$program; $(RUN) $$program || failed="$$failed $$program"; done; \
-	[ -z "$$failed" ] || { echo "Failed:$$failed" >&2; exit 1; }
+	@printf '%s\n' $^ | xargs -P $(shell nproc) -I PROGRAM sh -c '$(RUN) PROGRAM || { echo "PROGRAM failed" >&2; exit 1; }'
 
 # In random order of blocks and warps: another one in each run, which a failure names.
 run-ptx: $(simulated)/test_ptxsim $(if $(nvcc),run-ptx-$(newest) run-ptx-small-$(oldest) compare-gpu-counts)
