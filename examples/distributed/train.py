@@ -74,7 +74,7 @@ for epoch in range(EPOCHS):
         autograd.backward(losses)
         # 7. Divides by the samples of all processes. Horovod has divided by their number already.
         trainer.step(steps.batch_size / store.size if horovod else steps.batch_size)
-        if not steps.absent:
+        if not steps.absent:  # Else the batch is the last one again, which counts for nothing.
             total += sum(float(loss.sum().asscalar()) for loss in losses)
     total = store.all_reduce("loss", total)
     # 8. All have the same parameters, and one saves them.

@@ -402,7 +402,7 @@ def _check_inference(symbol, shapes):
     except Exception as error:  # MXNet raises a bare one for sides of 2 ** 31 and more.
         raise ValueError(
             f"The net does not take inputs of input_shape {', '.join(map(str, shapes.values()))} "
-            f"({last_line(error)}): give the shapes of the inputs in a call."
+            f"({last_line(error)}): give the shapes with which the net is called."
         ) from error
 
 
