@@ -34,7 +34,7 @@ myst_heading_anchors = 4
 highlight_language = "none"
 default_role = "py:obj"
 nitpicky = True
-# MXNet is not documented here, and what stands in single backquotes may also be an argument.
+# The site has no pages on MXNet, and names in single backquotes may be arguments.
 nitpick_ignore_regex = [(r"py:.*", r"(mxnet|mx)\..*"), (r"py:obj", r".*")]
 nitpick_ignore = [("py:exc", "MXNetError")]
 

@@ -12,7 +12,7 @@ namespace {
 constexpr int kBits = 170, kHeadRoom = 24, kLeast = 106 + 16;
 // Wider limbs would make no fewer.
 constexpr int kWidest = 43;
-// So that narrower ones are for many processes only, and messages have one size for most.
+// Up to 2^8 processes share one width, and so one size of messages.
 constexpr int kCarry = 8;
 // Magnitudes whose windows neither overflow nor vanish.
 constexpr double kSmallest = 0x1p-800, kLargest = 0x1p900;
@@ -38,7 +38,7 @@ double magnitude(double value) {
   return value;
 }
 
-// A number, for loops without branches.
+// An int, so that loops have no branches.
 inline int differ(double a, double b) { return a != b; }
 
 // Takes the multiple of `unit` that is nearest to *rest out of it, exactly.
@@ -64,7 +64,7 @@ FixedPoint::FixedPoint(int64_t size, int processes, int exact_bits)
   if (!limbs_.width) return;
   const size_t sums = static_cast<size_t>(size - kCallSize) / 3;
   for (auto* values : {&windows_, &highs_, &middles_, &lows_}) values->assign(sums, 0.0);
-  // Each sum has a number more: how many processes have dropped bits of it.
+  // Each sum has one more number, which is above 0 if a process has dropped bits of it.
   packed_size_ = kHeader + count_limbs_ + static_cast<int64_t>(sums) * (limbs_.count + 1);
 }
 
@@ -166,14 +166,14 @@ bool FixedPoint::unpack(const T* packed, double* message) {
     sum[1] = middles_[j] *= windows_[j];
     sum[2] = lows_[j] * windows_[j];
   }
-  move_windows(highs_.data(), middles_.data());
+  move_windows();
   return true;
 }
 
-void FixedPoint::move_windows(const double* highs, const double* middles) {
+void FixedPoint::move_windows() {
   const double lowest = power_of_two(1 + kHeadRoom - limbs_.bits() + 1);
   for (size_t j = 0; j < sums(); ++j) {
-    const double value = std::abs(highs[j] + middles[j]);
+    const double value = std::abs(highs_[j] + middles_[j]);
     // A sum of zero, infinity or NaN leaves its window where it is.
     if (value >= kSmallest && value <= kLargest) windows_[j] = magnitude(value) * lowest;
   }
@@ -193,7 +193,7 @@ void FixedPoint::follow(const double* messages) {
     highs_[j] = sum.high;
     middles_[j] = sum.middle;
   }
-  move_windows(highs_.data(), middles_.data());
+  move_windows();
   ready_ = true;
 }
 

@@ -54,7 +54,8 @@ class FixedPoint {
 
  private:
   size_t sums() const { return windows_.size(); }
-  void move_windows(const double* highs, const double* middles);
+  // To the sums in highs_ and middles_.
+  void move_windows();
 
   const int processes_;
   const Limbs limbs_;
