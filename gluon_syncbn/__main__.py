@@ -10,6 +10,7 @@ Each command has --help, and imports only what it needs.
 
 import argparse
 import importlib
+import signal
 import sys
 
 _DTYPES = ("float16", "float32", "float64")
@@ -155,4 +156,6 @@ def _shape(text):
 
 
 if __name__ == "__main__":
+    # As other programs, it ends without a word where nobody reads on: `... | head`.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

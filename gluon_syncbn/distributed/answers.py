@@ -1,6 +1,7 @@
 """What processes answer to a probe, and a text of it."""
 
 import itertools
+import re
 import typing
 
 ARRIVED = "arrived"
@@ -65,11 +66,16 @@ def _reason(answers):
     if first.state == SILENT:
         return "no answer: stopped, or its machine is unreachable"
     if first.in_flight:
-        exchanges = zip(*(answer.in_flight for answer in answers))
-        return "waiting in " + ", ".join(f"{one[0][0]} for {_span(one)}" for one in exchanges)
+        each = zip(*(answer.in_flight for answer in answers))
+        return "waiting in " + ", ".join(f"{_name(one[0][0])} for {_span(one)}" for one in each)
     if first.last:
-        return f"last completed {first.last[0]} {_span([a.last for a in answers])} ago"
+        return f"last completed {_name(first.last[0])}, {_span([a.last for a in answers])} ago"
     return "nothing exchanged yet"
+
+
+def _name(exchange):
+    """Without the key of a layer's message: the title names layer, direction and call."""
+    return re.sub(r" \(\d+ (forward|backward|handshake)\b[^()]*\)$", "", exchange)
 
 
 def _span(entries):

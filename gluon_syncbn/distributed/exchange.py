@@ -147,6 +147,12 @@ class _Adder:
     def __init__(self, store, timeout):
         self._rank, self._size, self._all_reduce = store.rank, store.size, store.all_reduce
         self._exact_bits = getattr(store, "exact_bits", 0)
+        if not (is_whole(self._exact_bits) and 0 <= self._exact_bits <= 53):
+            raise ValueError(
+                f"SyncGroup got a store with exact_bits={self._exact_bits!r}: it adds whole "
+                "numbers below 2**exact_bits exactly, so give 24 if it adds float32, 53 if it adds "
+                "float64, and 0 or nothing otherwise."
+            )
         try:
             takes_timeout = "timeout" in inspect.signature(store.all_reduce).parameters
         except (TypeError, ValueError):

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -291,16 +292,28 @@ def test_no_room(run, folder, tmp_path, monkeypatch):
     assert contents(tmp_path) == before
 
 
-def process(*arguments, run=("-m", "gluon_syncbn"), path=(), package=PACKAGE, cwd="/"):
+PIPE = subprocess.PIPE
+
+
+def process(*arguments, run=("-m", "gluon_syncbn"), path=(), package=PACKAGE, cwd="/", stdout=PIPE):
     path = os.pathsep.join(map(str, [*path, package.parent]))
     return subprocess.run(
         [sys.executable, *run, *arguments],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
+        stdout=stdout,
+        stderr=PIPE,
         text=True,
         timeout=200,
     )
+
+
+def test_a_reader_that_has_enough(folder):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = process("inspect", "own", cwd=folder, stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
 @pytest.mark.long

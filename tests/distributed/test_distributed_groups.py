@@ -72,6 +72,14 @@ def test_a_store_that_lacks_something(missing):
         sbn.SyncGroup(store=types.SimpleNamespace(**store))
 
 
+@pytest.mark.parametrize("bits", ["24", 24.0, -1, 54, True])
+def test_a_store_with_other_exact_bits(bits):
+    store = Sums()
+    store.exact_bits = bits
+    with pytest.raises(ValueError, match="exact_bits=.* give 24 if it adds float32"):
+        sbn.SyncGroup(store=store)
+
+
 def test_a_store_that_returns_something_else():
     class Halves(Sums):
         def all_reduce(self, key, array):

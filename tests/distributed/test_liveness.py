@@ -153,7 +153,7 @@ def test_processes_that_arrived_are_absent_stopped_and_killed():
         assert answers[2].last[0] == "w" and 0.9 < answers[2].last[1] < 9
         assert answers[6].in_flight[0][0] == "other" and answers[6].last is None
         assert job.liveness.describe(answers).startswith(
-            "Came: ranks 0, 1, 5, 7. Missing: rank 2 (last completed w "
+            "Came: ranks 0, 1, 5, 7. Missing: rank 2 (last completed w, "
         )
         job.processes[2].send_signal(signal.SIGCONT)
         assert job.liveness.probe("x")[3].state == ARRIVED
@@ -481,13 +481,15 @@ def test_describe(pair):
     answers.update({rank: Answer(SILENT) for rank in (100, 101)})
     answers.update({rank: Answer(ABSENT, (("y", 3 + rank / 100),)) for rank in range(200, 300)})
     answers[20] = answers[22] = Answer(ABSENT)
-    answers[30] = Answer(ABSENT, last=("x", 12.1))
+    # Without the key of the layer's message.
+    call = "SyncBatchNorm 'n', forward call 3"
+    answers[30] = Answer(ABSENT, last=(f"{call} (0 forward 0 in groups of 2 3)", 12.1))
     answers[31] = Answer(ABSENT, status=(FINISHED, ""))
     assert pair[0].describe(answers) == (
         "Came: ranks 0-2, 4, 7, 8, 12-19, 21, 23-29, 32-99, 102-199, 300-512. "
         "Missing: ranks 3, 5, 6, 9-11 (process ended), "
         "ranks 20, 22 (nothing exchanged yet), "
-        "rank 30 (last completed x 12 s ago), "
+        "rank 30 (last completed SyncBatchNorm 'n', forward call 3, 12 s ago), "
         "rank 31 (reached the end of the script), "
         "ranks 100, 101 (no answer: stopped, or its machine is unreachable), "
         "ranks 200-299 (waiting in y for 5 to 6 s)."
