@@ -126,7 +126,7 @@ def main(argv=None):
             file.write(json.dumps(results, indent=1).encode())
         with replacing(options.output / "table.md") as file:
             file.write(table(results).encode())
-        plot_comparison(results, distances(results), options.output / "compare.png")
+        plot_comparison(results, options.output / "compare.png")
     print(f"\n{table(results)}\nresults.json, table.md and compare.png are in {options.output}")
     return 0
 

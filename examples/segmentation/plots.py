@@ -42,13 +42,12 @@ def plot_predictions(samples, probabilities, dataset, names, path, columns=2):
     save_figure(figure, path)
 
 
-def plot_comparison(results, distances, path):
+def plot_comparison(results, path):
     """Curves of the mean over seeds with their range, and the last score of every seed.
 
-    `results` is {kind: {seed: [(step, score)]}}, and `distances` {kind: how far its last scores are
-    from those of the first kind}.
+    `results` is {kind: {seed: [(step, score)]}}.
     """
-    figure = Figure(figsize=(11, 4.5), constrained_layout=True)
+    figure = Figure(figsize=(9, 4), constrained_layout=True)
     curves, ends = figure.subplots(1, 2, width_ratios=(3, 2))
     for i, (kind, runs) in enumerate(results.items()):
         steps = [step for step, _ in next(iter(runs.values()))]
@@ -60,12 +59,9 @@ def plot_comparison(results, distances, path):
         ends.plot(scores[:, -1], [-i] * len(scores), "o", color=f"C{i}", alpha=0.7)
         ends.plot(scores[:, -1].mean(), -i, "|", color="black", markersize=18)
     curves.set(xlabel="step", ylabel="mean IoU of the validation", ylim=(0, None))
-    curves.legend(loc="upper left", fontsize=8)
-    ends.set(xlabel="mean IoU at the end: every seed, and the mean")
+    curves.legend(loc="upper left", fontsize=9)
+    ends.set(xlabel="at the end: each seed, and the mean")
     ends.set_yticks([-i for i in range(len(results))], list(results))
-    whole, *others = distances
-    texts = (f"{kind.partition(',')[0]} {distances[kind]:.3f}" for kind in others)
-    figure.suptitle(f"mean distance from {whole}, same seed: {', '.join(texts)}", fontsize=9)
     for axes in (curves, ends):
         axes.grid(alpha=0.25)
     save_figure(figure, path)
