@@ -15,6 +15,9 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+# MXNet itself takes half of the processors, as if each core had two.
+os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+
 import gluon_syncbn
 import mxnet as mx
 import numpy as np
@@ -192,10 +195,14 @@ def measure_steps(rounds):
         launcher = ["-m", "gluon_syncbn.launch", "-n", "2", "--"] if processes > 1 else []
         script = str(Path(__file__).with_name("step.py"))
         command = [sys.executable, *launcher, script, "--rounds", str(rounds), *arguments]
-        # With fewer slots, convolutions of contexts and a synchronized layer between them can
-        # deadlock. Each slot grows to the largest workspace, so there are no more than needed.
-        slots = {"MXNET_CPU_TEMP_COPY": "256", "MXNET_CPU_PARALLEL_RAND_COPY": "64"}
-        environment = {**os.environ, **(slots if "--contexts" in arguments else {})}
+        environment = os.environ.copy()
+        if arguments:
+            # Several contexts, as the launcher's workers, do not get all cores each.
+            del environment["OMP_NUM_THREADS"]
+        if "--contexts" in arguments:
+            # With fewer slots, convolutions of contexts and a synchronized layer between them can
+            # deadlock. Each slot grows to the largest workspace, so there are no more than needed.
+            environment.update(MXNET_CPU_TEMP_COPY="256", MXNET_CPU_PARALLEL_RAND_COPY="64")
         printed = subprocess.run(
             command, stdout=subprocess.PIPE, check=True, text=True, env=environment
         ).stdout

@@ -1,5 +1,7 @@
 """Draws the figures of bench.py for docs/performance.md."""
 
+import math
+
 from matplotlib.figure import Figure
 
 # A copy reads x and writes y; forward and backward together access arrays of that size 8 times.
@@ -25,14 +27,14 @@ def layers(figures):
     """Forward + backward of each shape, on one context."""
     rows = [row for row in figures["layers"] if row["contexts"] == 1]
     figure, grid = panels(
-        len(rows), "milliseconds of forward + backward, on one context (log scale)"
+        len(rows), "milliseconds of forward + backward, on one context (the longest are cut off)"
     )
     for axes, row in zip(grid, rows):
         times = {kind: ms["both"] for kind, ms in row["ms"].items()}
         times["copy"] = COPIES * row["copy_ms"]
-        bars(axes, [(*LAYERS[kind], times[kind]) for kind in LAYERS if kind in times])
-        axes.set_xscale("log")
-        axes.set_xlim(right=axes.get_xlim()[1] * 1.6)
+        values = [(*LAYERS[kind], times[kind]) for kind in LAYERS if kind in times]
+        # Without a limit the others would be too short to be told apart.
+        bars(axes, values, limit=1.2 * times["BatchNorm"])
         axes.set_title(title(row["shape"]), fontsize=9)
     return figure
 
@@ -67,7 +69,7 @@ def devices(figures):
         axes.set_xticks(counts)
         axes.set_ylim(bottom=0)
         axes.set_title(title(shape), fontsize=9)
-    grid[0].legend(fontsize=8)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure
 
 
@@ -94,11 +96,15 @@ def panels(count, label):
     return figure, grid.ravel()
 
 
-def bars(axes, values):
-    """(label, color, length) from top to bottom."""
+def bars(axes, values, limit=math.inf):
+    """(label, color, length) from top to bottom. Bars longer than `limit` are cut off there."""
     labels, colors, lengths = zip(*values)
-    drawn = axes.barh(range(len(values)), lengths, color=colors)
-    axes.bar_label(drawn, fmt="%.3g", padding=2, fontsize=8)
+    axes.barh(range(len(values)), lengths, color=colors)
+    for i, length in enumerate(lengths):
+        cut = length > limit
+        style = {"ha": "right", "color": "white"} if cut else {}
+        axes.text(min(length, limit), i, f" {length:.3g} ", va="center", fontsize=8, **style)
+    axes.set_xlim(right=min(1.1 * max(lengths), limit))
     axes.set_yticks(range(len(values)), labels)
     axes.invert_yaxis()
 

@@ -31,12 +31,9 @@ CHAIN_THRESHOLD = 0.6
 # take compared with nn.BatchNorm.
 STEPS = [
     ("1 context", [], 1.0),
-    ("1 context, default memory", ["--default-memory"], 1.0),
     ("2 contexts", ["--contexts", "2"], 1.15),
-    ("2 contexts, default memory", ["--contexts", "2", "--default-memory"], 1.15),
     ("2 contexts, maps not resized", ["--contexts", "2", "--no-resize"], 1.05),
     ("2 processes", ["--store", "dist_sync"], 1.0),
-    ("2 processes, default memory", ["--store", "dist_sync", "--default-memory"], 1.0),
 ]
 
 

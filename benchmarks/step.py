@@ -11,12 +11,10 @@ import mxnet as mx
 from mxnet import autograd, gluon
 from tqdm import tqdm
 
-from measure import WARM_UP, interleave, keep_freed_memory
+from measure import WARM_UP, interleave
 
 KINDS = ["fused", "block", "BatchNorm"]
 BATCH, SIZE = 4, 96  # images of a process, and their height and width
-MAX_WARM_UP_ROUNDS = 60
-FEW_NEW_PAGES = 1000  # of about 4 KiB
 
 
 def main():
@@ -24,18 +22,13 @@ def main():
     parser.add_argument("--contexts", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--no-resize", action="store_true", help="leave the maps at their size")
-    parser.add_argument("--default-memory", action="store_true", help="as the C library has it")
     parser.add_argument("--store", help="a KVStore of several processes")
     args = parser.parse_args()
-    if not args.default_memory:
-        keep_freed_memory()
     store = None
     if args.store:
         store = mx.kv.create(args.store)
         sbn.set_default_group(sbn.SyncGroup(store=sbn.distributed.KVStoreReducer(store)))
     steps = {kind: TrainingStep(kind, args.contexts, not args.no_resize, store) for kind in KINDS}
-    if not args.default_memory:
-        _warm_up(steps)
     progress = tqdm(total=WARM_UP + args.rounds, desc="training step", leave=False)
     rows = interleave(steps, args.rounds, progress)
     if not args.store or store.rank == 0:
@@ -108,27 +101,6 @@ class TrainingStep:
                 self._store.init(self._keys + i, parameter.grad())
             self._store.pushpull(self._keys + i, parameter.grad(), priority=-i)
         self._first = False
-
-
-def _warm_up(contestants):
-    """Calls `contestants` until memory use hardly grows.
-
-    In each step, MXNet's operators use different workspace slots, which grow to the largest request
-    of any operator. Meanwhile clearing new pages takes up to half of a step's time.
-    """
-    for _ in tqdm(range(MAX_WARM_UP_ROUNDS), desc="until memory is at its peak", leave=False):
-        before = _page_faults()
-        interleave(contestants, 0, tqdm(disable=True))
-        if _page_faults() - before < FEW_NEW_PAGES:
-            return
-    raise RuntimeError(
-        f"memory still grew after {MAX_WARM_UP_ROUNDS * WARM_UP} training steps of each kind, so "
-        "their times are not those of a long training: set MXNET_CPU_TEMP_COPY lower."
-    )
-
-
-def _page_faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _user_seconds():
