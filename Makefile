@@ -69,7 +69,7 @@ test: $(ready)mxnet-$(MXNET) $(ready)examples $(ready)test $(ready)horovod ## ru
 	$(build_native) run-ptx
 	$(python) -m pytest -n 2 -m "not long" $(ARGS)
 
-test-pythons: wheel ## run the quick tests with the wheel, on Python 3.8, 3.11 and 3.13, each in its own environment
+test-pythons: wheel $(ready)library ## try the wheel and run the quick tests on Python 3.8, 3.11 and 3.13, each in its own environment
 	$(pip) install nox
 	$(python) -m nox $(ARGS)
 

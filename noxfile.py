@@ -1,4 +1,4 @@
-"""`make test-pythons`: the quick tests with the wheel, on several versions of Python."""
+"""`make test-pythons`: the wheel and the quick tests on several versions of Python."""
 
 from pathlib import Path
 
@@ -19,5 +19,8 @@ def tests(session):
     (wheel,) = Path("dist").glob("*.whl")
     session.install(f"{wheel}[cpu,examples,test]", *CONSTRAINTS.get(session.python, []))
     session.install("--no-deps", "mxnet==1.9.1")
+    with session.chdir(session.create_tmp()):
+        session.run("python", "-m", "gluon_syncbn", "doctor")
+    # From here on the checkout's package comes before the wheel's.
     quick = ["-n", "2", "-m", "not long"]
     session.run("python", "-m", "pytest", *quick, *session.posargs)

@@ -6,6 +6,7 @@ python -m gluon_syncbn.launch -n 2 --engine horovod examples/distributed/train.p
 
 import os
 
+# Several CPU contexts in one process need these; GPUs do not.
 os.environ.update(MXNET_CPU_TEMP_COPY="4096", MXNET_CPU_PARALLEL_RAND_COPY="64")
 
 import gluon_syncbn as sbn

@@ -109,6 +109,9 @@ def test_digits_are_made_once_and_whole(tmp_path, monkeypatch):
     assert os.stat(folder / "classes.txt").st_mtime_ns == before
 
 
+# After nets of this size MXNet's threads ask for as much workspace in every convolution, hundreds
+# of gigabytes in the tests together. They are never touched, but Python 3.8 could not fork.
+@pytest.mark.long
 @pytest.mark.parametrize("model", example.train.MODELS)
 def test_losses_are_those_of_the_undivided_batch(root, model, monkeypatch):
     """The normalization takes its statistics from all devices, so the parts' losses add up."""
