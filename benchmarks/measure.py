@@ -20,6 +20,12 @@ WARM_UP = 3
 # The interpreter with PyTorch that `make bench` installs.
 TORCH = Path(sys.prefix, "torch", "bin", "python")
 MEMORY_SHAPE = (12, 64, 224, 224)
+# With these in its environment, a process keeps freed memory.
+KEEP_FREED_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
+}
 
 
 class Operator(SyncBatchNorm):
@@ -74,11 +80,13 @@ def keep_freed_memory():
     A single layer allocates y in each call. Sometimes the freed pages would go back to the system,
     and new pages cost as much time as a fast layer. A net reuses its arrays.
     """
-    trim_threshold, mmap_threshold, arena_max = -1, -3, -8
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(arena_max, 1)
-    mallopt(mmap_threshold, 1 << 30)
-    mallopt(trim_threshold, (1 << 31) - 1)
+    parameters = {
+        "MALLOC_ARENA_MAX": -8,
+        "MALLOC_MMAP_THRESHOLD_": -3,
+        "MALLOC_TRIM_THRESHOLD_": -1,
+    }
+    for name, value in KEEP_FREED_MEMORY.items():
+        ctypes.CDLL(None).mallopt(parameters[name], int(value))
 
 
 def orders(n):
@@ -158,19 +166,13 @@ class TorchLayer:
     def __init__(self, shape, relu):
         script = Path(__file__).with_name("torch_layer.py")
         command = [TORCH, script, str(threads()), str(int(relu)), *map(str, shape)]
-        # As keep_freed_memory() here.
-        memory = {
-            "MALLOC_ARENA_MAX": "1",
-            "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-            "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
-        }
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
-            env={**os.environ, **memory},
+            env={**os.environ, **KEEP_FREED_MEMORY},
         )
 
     def __call__(self):

@@ -11,15 +11,16 @@ import subprocess
 import sys
 import time
 
+import gluon_syncbn as sbn
+import mxnet as mx
 import numpy as np
+from gluoncv.model_zoo import get_model
 from tqdm import tqdm
 
+import report
+from measure import KEEP_FREED_MEMORY
+
 CORES = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-KEEP = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
-}
 KINDS = ("static_alloc", "hybridize", "no graph")
 BATCH, SIZE = 4, 384
 ROUNDS, WARM_UP, STEPS = 3, 3, 6
@@ -27,7 +28,8 @@ ROUNDS, WARM_UP, STEPS = 3, 3, 6
 
 def main():
     settings = {"`OMP_NUM_THREADS` alone": CORES, "none": {}}
-    settings[" ".join(f"{name}={value}" for name, value in KEEP.items())] = {**CORES, **KEEP}
+    keep = KEEP_FREED_MEMORY
+    settings[" ".join(f"{name}={value}" for name, value in keep.items())] = {**CORES, **keep}
     for name in ("tcmalloc_minimal", "jemalloc"):
         library = ctypes.util.find_library(name)
         if library:
@@ -40,14 +42,14 @@ def main():
                 rows[name, kind].append(measure(kind, settings[name]))
                 progress.update()
     first = next(iter(settings))
-    print(f"| setting | {' | '.join(f'{kind}: time | memory' for kind in KINDS)} |")
-    print("| --- " * (1 + 2 * len(KINDS)) + "|")
+    lines = []
     for name in settings:
         ratios = [
             np.median(np.array(rows[name, kind]) / rows[first, kind], axis=0) for kind in KINDS
         ]
-        cells = ("{:.2f} | {:.2f}".format(*pair) for pair in ratios)
-        print(f"| {name} | {' | '.join(cells)} |")
+        lines.append([name, *(f"{ratio:.2f}" for pair in ratios for ratio in pair)])
+    header = (title for kind in KINDS for title in (f"{kind}: time", "memory"))
+    print(report.table(["setting", *header], lines))
 
 
 def measure(kind, setting):
@@ -64,10 +66,6 @@ def measure(kind, setting):
 
 
 def train(kind):
-    import gluon_syncbn as sbn
-    import mxnet as mx
-    from gluoncv.model_zoo import get_model
-
     net = get_model("resnet18_v1b", pretrained_base=False, norm_layer=sbn.SyncBatchNorm)
     net.initialize(mx.init.Xavier())
     if kind != "no graph":
