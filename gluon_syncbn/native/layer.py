@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import threading
+import time
 import uuid
 import weakref
 
@@ -28,6 +29,15 @@ _FUNCTIONS = (
     "MXNDArrayWaitToRead",
     "MXEnginePushSyncND",
     "MXGetLastError",
+)
+# Those by which Python waits for the results of operations.
+_WAITS = (
+    "MXNDArrayWaitToRead",
+    "MXNDArrayWaitToWrite",
+    "MXNDArrayWaitAll",
+    "MXNDArraySyncCopyToCPU",
+    "MXNDArraySyncCopyFromCPU",
+    "MXNDArraySave",
 )
 _log = logging.getLogger("gluon_syncbn")
 
@@ -69,6 +79,34 @@ def _on_waits(layer_id, epoch, backward):
         )
 
 
+def _on_wait(status, _function, _arguments):
+    """Called after each wait of Python's for MXNet. MXNet forgets an error once it is raised, so
+    nobody can tell later which calls it has skipped because of it, and the devices' next calls
+    would meet those of the failed step. So the failed step ends here, before the error is raised.
+    """
+    if status != 0 and not isinstance(threading.current_thread(), threading._DummyThread):
+        _end_step()
+    return status
+
+
+def _end_step():
+    """Waits until the calls that have been pushed are over. Those that wait for a skipped one end
+    with an error."""
+    seconds = 0.0
+    for layer in layers():
+        for backward in (False, True):
+            written = layer.written_by(backward)
+            handles, count = _handles([array for arrays in written.values() for array in arrays])
+            each = count // max(1, len(written))
+            _library.gluon_syncbn_flush(
+                layer.id, backward, _texts(written), len(written), handles, each
+            )
+            seconds = max(seconds, layer.timeout)
+    end = time.monotonic() + seconds
+    while _library.gluon_syncbn_flushing() and time.monotonic() < end:
+        time.sleep(0.001)
+
+
 def _handles(arrays):
     return (ctypes.c_void_p * len(arrays))(*(array.handle for array in arrays)), len(arrays)
 
@@ -105,6 +143,10 @@ def _register(mxnet):
     if status != 0:
         error = mxnet.base.py_str(mxnet.base._LIB.MXGetLastError())
         raise ImportError(f"MXNet did not register the operator {OP_TYPE}: {error}")
+    # Under the naive engine no call waits for another.
+    if os.environ.get("MXNET_ENGINE_TYPE") != "NaiveEngine":
+        for name in _WAITS:
+            getattr(mxnet.base._LIB, name).errcheck = _on_wait
 
 
 class Layer:
@@ -135,6 +177,7 @@ class Layer:
         (processes, size), or their sums, shape (1, size). config_error: why the layer cannot train
         there."""
         self.devices = tuple(devices)
+        self.timeout = timeout
         self.exchange = exchange
         # Calls may still be on their way to an exchange when the net is dropped, and other
         # processes wait for them.

@@ -168,6 +168,8 @@ for _name, (_result, *_arguments) in {
     "restart": (None, _long, _bool),
     "drain": (_int, _long, _long, _text, _pointer, _int, _text),
     "probe_arrays": (_int, _long, _long, _bool, _text, _pointer, _int),
+    "flush": (_int, _long, _bool, ctypes.POINTER(_text), _int, _pointer, _int),
+    "flushing": (_int,),
     "close": (None, _text),
     "waiting": (_int,),
     "stuck_seconds": (_double,),

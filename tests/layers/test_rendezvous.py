@@ -503,7 +503,7 @@ def test_an_earlier_error_on_one_device(mode, direction):
     net = build(mode, group=sbn.SyncGroup(timeout=20 if tracked else 2))
     fetch(train(net, batch()))
     xs = batch()
-    bad = mx.nd.random.normal(0, -1, xs[0].shape, ctx=mx.cpu(0))
+    bad = bad_like(xs[0])
     with autograd.record():
         losses = [net(x).square().mean() for x in ([bad, xs[1]] if direction == "forward" else xs)]
         if direction == "backward":
@@ -518,6 +518,58 @@ def test_an_earlier_error_on_one_device(mode, direction):
     clear()
     net.collect_params().zero_grad()
     fetch(train(net, xs))
+
+
+def bad_like(x):
+    """An array that will hold an error of MXNet's."""
+    return mx.nd.random.normal(0, -1, x.shape, ctx=x.context)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("mode", MODES)
+def test_calls_of_a_failed_step_meet_nobody(mode, seed):
+    """Devices fail at random, in forward or backward, and the error of a random one is caught: each
+    step has the right results or an error, at once, or with static_shape after the timeout if nobody
+    has waited for the device that failed."""
+    generator = np.random.default_rng(seed)
+    timeout = 1 if mode == "static_shape" else 60
+    layer = sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(timeout=timeout))
+    layer.initialize(ctx=contexts(2))
+    if MODES[mode] is not None:
+        layer.hybridize(**MODES[mode])
+
+    def step(forward_fails, backward_fails):
+        x = generator.standard_normal((2, 4, 3)).astype("float32")
+        xs = [mx.nd.array(part, ctx=device) for part, device in zip(x, contexts(2))]
+        inputs = [bad_like(x) if fails else x for fails, x in zip(forward_fails, xs)]
+        for array in inputs:
+            array.attach_grad()
+        with autograd.record():
+            ys = [layer(array) for array in inputs]
+            losses = [y * bad_like(y) if fails else y * y for fails, y in zip(backward_fails, ys)]
+        autograd.backward(losses)
+        expected = reference.forward(x.reshape(8, 3), np.ones(3), np.zeros(3)).y
+        return ys, [array.grad for array in inputs], expected.reshape(2, 4, 3)
+
+    def check(ys, gradients, expected):
+        for number in generator.permutation(2):
+            assert_close(ys[number].asnumpy(), expected[number], "float32")
+            gradients[number].wait_to_read()
+
+    begin = time.time()
+    check(*step([False] * 2, [False] * 2))
+    for _ in range(8):
+        which = generator.permutation([True, False])
+        in_backward = generator.random() < 0.5
+        with contextlib.suppress(mx.MXNetError):
+            check(*step(which & (not in_backward), which & in_backward))
+        # Arrays may hold an error that nobody has waited for.
+        if generator.random() < 0.5:
+            with contextlib.suppress(mx.MXNetError):
+                check(*step([False] * 2, [False] * 2))
+        clear()
+        check(*step([False] * 2, [False] * 2))
+    assert time.time() - begin < 30, f"seed {seed}"
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,15 @@ struct ArrayProbe {
   }
 };
 
+// See gluon_syncbn_flush.
+struct Flush {
+  int64_t layer;
+  Direction direction;
+  std::string device;
+
+  ~Flush() { process.all_reduce->end_flush(layer, direction, device); }
+};
+
 // Handles SIGINT, then calls the previous handler.
 struct sigaction previous_interrupt_action;
 
@@ -204,6 +213,23 @@ int gluon_syncbn_probe_arrays(int64_t layer, int64_t epoch, int backward, const 
       [](void* probe) { delete static_cast<ArrayProbe*>(probe); }, &kCpuContext, arrays, num_arrays,
       nullptr, 0, &kCpuPrioritized, 0, "SyncBatchNormProbe");
 }
+
+int gluon_syncbn_flush(int64_t layer, int backward, const char* const* devices, int num_devices,
+                       void** arrays, int num_arrays) {
+  const Direction direction = backward ? Direction::kBackward : Direction::kForward;
+  process.all_reduce->begin_flush(layer, direction, {devices, devices + num_devices});
+  int status = 0;
+  for (int i = 0; i < num_devices; ++i) {
+    // It writes the arrays, as with static_shape MXNet takes a forward for a reader of them.
+    status |= mxnet.engine_push_sync([](void*, void*) {}, new Flush{layer, direction, devices[i]},
+                                     [](void* flush) { delete static_cast<Flush*>(flush); },
+                                     &kCpuContext, nullptr, 0, arrays + i * num_arrays, num_arrays,
+                                     &kNoSkip, 0, "SyncBatchNormFlush");
+  }
+  return status;
+}
+
+int gluon_syncbn_flushing() { return process.all_reduce->flushing(); }
 
 void gluon_syncbn_close(const char* reason) {
   process.all_reduce->close(reason);

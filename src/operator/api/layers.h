@@ -73,6 +73,12 @@ SBN_EXPORT int gluon_syncbn_drain(int64_t layer, int64_t epoch, const char* devi
 SBN_EXPORT int gluon_syncbn_probe_arrays(int64_t layer, int64_t epoch, int backward,
                                          const char* device, void** arrays, int num_arrays);
 
+// Begins to flush devices. That of each ends once all that was pushed before for its arrays has
+// passed, num_arrays for each device: see AllReduce::begin_flush.
+SBN_EXPORT int gluon_syncbn_flush(int64_t layer, int backward, const char* const* devices,
+                                  int num_devices, void** arrays, int num_arrays);
+SBN_EXPORT int gluon_syncbn_flushing();
+
 // The process ends: all waits end with an error.
 SBN_EXPORT void gluon_syncbn_close(const char* reason);
 

@@ -46,7 +46,7 @@ void reorder(State* state, Layer* layer, const CallId& id, size_t processes,
     }
     const std::string message =
         layer->title({Direction::kBackward, id.node, id.sequence, 0}) + ": waited " +
-        to_text(waited.count()) + " s for all of " + std::to_string(processes) +
+        seconds_text(waited) + " for all of " + std::to_string(processes) +
         " processes to go backward through this call. Came: ranks " + comma_separated(came) +
         "; the others went through other calls of the layer. ";
     if (interrupted) throw Error(message + "Interrupted.");
@@ -56,7 +56,7 @@ void reorder(State* state, Layer* layer, const CallId& id, size_t processes,
     warned = true;
     if (const auto warn = state->observer.warn) {
       lock.unlock();
-      warn(message + "After " + to_text(timeout.count()) + " s this is an error.");
+      warn(message + "After " + seconds_text(timeout) + " this is an error.");
       lock.lock();
     }
   }
@@ -69,7 +69,7 @@ void exchange(State* state, Layer* layer, const CallId& id, Direction direction,
   const LayerConfig config = layer->config;
   if (!config.exchanges()) return;
   const bool joined = state->joined;
-  const auto& send = state->observer.exchange;
+  const auto send = state->observer.exchange;
   const size_t size = kCallSize + kSumsSize * sums->size();
   Message message{layer->id,
                   std::to_string(layer->id) +
@@ -103,7 +103,7 @@ void exchange(State* state, Layer* layer, const CallId& id, Direction direction,
     const double* const values = &all[size * rank];
     if (values[0] != message.values[0]) {
       throw Error(message.title + ": the process of rank " + std::to_string(rank) +
-                  " is at its call " + to_text(values[0]) +
+                  " is at its call " + std::to_string(static_cast<int64_t>(values[0])) +
                   " there. Every process must call the net equally often: see "
                   "gluon_syncbn.distributed.join for uneven numbers of batches.");
     }
@@ -218,6 +218,11 @@ CallId AllReduce::next_call(const LayerPtr& layer, const std::string& device, in
          devices() +
          ". Initialize the net on every device in use, or name them all in its SyncGroup.");
   }
+  if (const auto& flush = layer->flushes[Direction::kForward]; flush.passed.count(device)) {
+    throw Error("SyncBatchNorm '" + config.name + "' was called on " + device +
+                " after an error of MXNet, and operations of the step that failed are still under "
+                "way on " + flush.pending.begin()->first + ": call mx.nd.waitall() first.");
+  }
   if (const auto late = layer->late.find(node); late != layer->late.end()) {
     if (late->second.erase(device)) throw layer->failed_before();
     if (!layer->draining.count(device)) layer->late.erase(late);
@@ -305,6 +310,7 @@ void AllReduce::rendezvous(const LayerPtr& layer, const CallId& id, Direction di
     if (!state_->given_up.empty()) {
       state_->fail(&lock, layer.get(), layer->title(key) + ": " + state_->given_up);
     }
+    layer->give_up_on(layer->flushes[direction].passed, direction);
     state_->wait(&lock, layer.get(), key, rendezvous.get(), device, id);
     if (!rendezvous->error.empty()) throw Error(rendezvous->error);
     return;
@@ -393,14 +399,40 @@ void AllReduce::unreachable(int64_t id, int64_t epoch, Direction direction,
                             const std::string& device) {
   const State::Lock lock(state_->mutex);
   const LayerPtr layer = state_->find(id);
-  if (!layer || layer->epoch != epoch) return;
-  for (const auto& [key, rendezvous] : layer->open) {
-    const auto group = layer->group_of(rendezvous->arrivals[0].device, rendezvous->active);
-    if (std::get<0>(key) == direction && !rendezvous->has(device) && contains(group, device)) {
-      rendezvous->unreachable = device;
-      rendezvous->changed.notify_all();
-    }
+  if (layer && layer->epoch == epoch) layer->give_up_on({device}, direction);
+}
+
+void AllReduce::begin_flush(int64_t id, Direction direction,
+                            const std::vector<std::string>& devices) {
+  const State::Lock lock(state_->mutex);
+  const LayerPtr layer = state_->find(id);
+  if (!layer) return;
+  Layer::Flush& flush = layer->flushes[direction];
+  for (const std::string& device : devices) {
+    ++flush.pending[device];
+    flush.passed.erase(device);
   }
+}
+
+void AllReduce::end_flush(int64_t id, Direction direction, const std::string& device) {
+  const State::Lock lock(state_->mutex);
+  const LayerPtr layer = state_->find(id);
+  if (!layer) return;
+  Layer::Flush& flush = layer->flushes[direction];
+  if (flush.pending.count(device) && --flush.pending[device] > 0) return;
+  flush.pending.erase(device);
+  flush.passed.insert(device);
+  layer->give_up_on(flush.passed, direction);
+  if (flush.pending.empty()) flush.passed.clear();
+}
+
+int AllReduce::flushing() const {
+  const State::Lock lock(state_->mutex);
+  size_t devices = 0;
+  for (const LayerPtr& layer : state_->all()) {
+    for (const auto& entry : layer->flushes) devices += entry.second.pending.size();
+  }
+  return static_cast<int>(devices);
 }
 
 void AllReduce::drain(int64_t id, int64_t epoch, const std::string& device) {
@@ -419,6 +451,7 @@ void AllReduce::after_fork() {
   for (const LayerPtr& layer : state_->all()) {
     layer->start_epoch("It began before this process was forked.");
     layer->draining.clear();
+    layer->flushes.clear();
   }
 }
 

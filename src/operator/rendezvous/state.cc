@@ -1,6 +1,7 @@
 #include "rendezvous/state.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <sstream>
 #include <utility>
@@ -29,10 +30,11 @@ std::string comma_separated(const std::vector<std::string>& names) {
   return text.empty() ? "none" : text;
 }
 
-std::string to_text(double value) {
+std::string seconds_text(Seconds seconds) {
+  const double digits = seconds.count() < 10 ? 100 : 1;
   std::ostringstream text;
-  text.precision(3);
-  text << value;
+  text.precision(15);
+  text << std::round(seconds.count() * digits) / digits << " s";
   return text.str();
 }
 
@@ -100,6 +102,25 @@ std::vector<std::string> Layer::group_of(const std::string& device,
 size_t Layer::expected(const Rendezvous& rendezvous) const {
   if (!rendezvous.active) return config.participants();
   return group_of(rendezvous.arrivals[0].device, rendezvous.active).size();
+}
+
+void Layer::give_up_on(const std::set<std::string>& devices, Direction direction) const {
+  for (const auto& [key, rendezvous] : open) {
+    if (std::get<0>(key) != direction) continue;
+    size_t possible = rendezvous->arrivals.size();
+    std::string missing;
+    for (const std::string& device : group_of(rendezvous->arrivals[0].device, rendezvous->active)) {
+      if (rendezvous->has(device)) continue;
+      if (devices.count(device)) {
+        missing = device;
+      } else {
+        ++possible;
+      }
+    }
+    if (possible >= expected(*rendezvous)) continue;
+    rendezvous->unreachable = missing;
+    rendezvous->changed.notify_all();
+  }
 }
 
 std::string Layer::arrivals_text(const Rendezvous& rendezvous) const {
@@ -226,22 +247,22 @@ void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Rendezvous* re
   lock->lock();
   while (!rendezvous->over) {
     const Seconds slice = std::min(kSlice, timeout * kWarnAfter);
-    rendezvous->changed.wait_for(*lock, slice);
+    if (rendezvous->unreachable.empty()) rendezvous->changed.wait_for(*lock, slice);
     if (rendezvous->over) return;
     // The last device's work ends by itself, and in time.
     if (rendezvous->combining) continue;
 
     const Seconds waited = Clock::now() - start;
     const auto message = [&] {
-      return layer->title(key) + ": " + device + " has waited " + to_text(waited.count()) +
-             " s for the other devices. " + layer->arrivals_text(*rendezvous) + " ";
+      return layer->title(key) + ": " + device + " has waited " + seconds_text(waited) +
+             " for the other devices. " + layer->arrivals_text(*rendezvous) + " ";
     };
     const Direction direction = std::get<0>(key);
     if (!rendezvous->unreachable.empty()) {
       fail(lock, layer,
            message() + "An earlier operation on " + rendezvous->unreachable +
-               " has failed, and MXNet runs nothing that depends on it: mx.nd.waitall() raises its "
-               "error.",
+               " has failed, and MXNet runs nothing that depends on it. mx.nd.waitall() raises its "
+               "error, unless it has been raised before.",
            rendezvous->unreachable, direction == Direction::kForward ? &id : nullptr);
     }
     if (waited > timeout) fail(lock, layer, message() + layer->causes(direction));
@@ -251,7 +272,8 @@ void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Rendezvous* re
       lock->unlock();
       waits(layer->id, id.epoch, direction);
       lock->lock();
-      if (rendezvous->over) return;
+      // The last device may have begun to work with this one's contribution meanwhile.
+      if (rendezvous->over || rendezvous->combining) continue;
     }
 
     if (interrupts != interrupts_before) since_interrupt += slice;
@@ -260,8 +282,8 @@ void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Rendezvous* re
     if (!rendezvous->warned && waited > timeout * kWarnAfter) {
       rendezvous->warned = true;
       if (const auto warn = observer.warn) {
-        const std::string text = message() + "After " + to_text(timeout.count()) +
-                                 " s this is an error. " + layer->causes(direction);
+        const std::string text = message() + "After " + seconds_text(timeout) +
+                                 " this is an error. " + layer->causes(direction);
         lock->unlock();
         warn(text);
         lock->lock();

@@ -28,8 +28,8 @@ constexpr double kWarnAfter = 0.1;
 
 // "cpu(0), cpu(1)", or "none".
 std::string comma_separated(const std::vector<std::string>& names);
-// "0.301".
-std::string to_text(double value);
+// "0.35 s", "12 s".
+std::string seconds_text(Seconds seconds);
 bool contains(const std::vector<std::string>& names, const std::string& name);
 
 struct Rendezvous {
@@ -74,6 +74,13 @@ struct Layer {
   // By node: the devices that had not made the forward call that failed, so that their next one
   // belongs to the failed step. Dropped once another device goes on at that node.
   std::map<int64_t, std::set<std::string>> late;
+  // The devices on which operations are under way that were pushed before the last error was raised
+  // in Python, with the number of such errors, and those on which none is, by direction.
+  struct Flush {
+    std::map<std::string, int> pending;
+    std::set<std::string> passed;
+  };
+  std::map<Direction, Flush> flushes;
   // By node.
   std::map<int64_t, ReorderBuffer> received;
   std::condition_variable message_received;
@@ -87,6 +94,8 @@ struct Layer {
   std::vector<std::string> group_of(const std::string& device, const ActiveDevices& active) const;
   // The number of devices that must arrive.
   size_t expected(const Rendezvous& rendezvous) const;
+  // Ends the waits of a direction that need one of these devices, which will not come.
+  void give_up_on(const std::set<std::string>& devices, Direction direction) const;
   // "Came: cpu(0). Missing: cpu(1)."
   std::string arrivals_text(const Rendezvous& rendezvous) const;
   std::string causes(Direction direction) const;

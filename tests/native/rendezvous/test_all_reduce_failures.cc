@@ -250,6 +250,94 @@ void an_interrupt_releases_waits() {
   CHECK_EQ(later.error(), "");
 }
 
+// A device sees the interrupt while it looks for devices that cannot arrive, and the last one begins
+// meanwhile to work with what the others have contributed.
+void an_interrupt_does_not_take_back_what_the_last_device_uses() {
+  check::context = "interrupt while combining";
+  AllReduce all_reduce;
+  std::atomic<bool> probing{false}, combining{false};
+  Observer observer;
+  observer.waits = [&](int64_t, int64_t, Direction) {
+    probing = true;
+    while (!combining) sleep(0.001);
+  };
+  all_reduce.observe(observer);
+  all_reduce.configure(1, config_of(cpus(2)));
+  const LayerPtr layer = all_reduce.find(1);
+  bool is_there = true;
+  const auto call = [&](const std::string& device, const AllReduce::Combine& combine) {
+    Contribution contribution;
+    all_reduce.rendezvous(layer, all_reduce.next_call(layer, device), Direction::kForward, device,
+                          &contribution, combine);
+  };
+  Background first([&] {
+    const auto leaves = [&](void*) { is_there = false; };
+    const std::unique_ptr<void, decltype(leaves)> guard(&is_there, leaves);
+    call("cpu(0)", nullptr);
+  });
+  while (all_reduce.waiting() != 1) sleep(0.001);
+  ++interrupts;
+  sleep(0.6);
+  while (!probing) sleep(0.001);
+  call("cpu(1)", [&](const std::vector<Contribution*>&) {
+    combining = true;
+    sleep(1);
+    CHECK(is_there);
+  });
+  CHECK_EQ(first.error(), "");
+}
+
+// MXNet has skipped a call and forgotten why.
+void a_flush_ends_what_waits_for_a_skipped_call() {
+  check::context = "flush";
+  for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+    for (const bool early : {false, true}) {
+      Fixture f(config_of(cpus(3)));
+      const CallId id = f.next("cpu(1)");
+      f.all_reduce.begin_flush(f.kLayer, direction, cpus(3));
+      CHECK_EQ(f.all_reduce.flushing(), 3);
+      const auto flush = [&](const char* device) {
+        f.all_reduce.end_flush(f.kLayer, direction, device);
+      };
+      if (early) flush("cpu(0)");
+      Background waits([&] { f.reduce(id, "cpu(1)", direction); });
+      if (!early) {
+        f.wait_until_waiting(1);
+        flush("cpu(0)");
+      }
+      CHECK(contains(waits.error(), "An earlier operation on cpu(0) has failed"));
+      CHECK(waits.seconds() < kSoon);
+      // cpu(2) may still come to the failed step, which is not that of cpu(0) any more.
+      for (const std::string& device : cpus(3)) f.drain(device);
+      if (direction == Direction::kForward) {
+        CHECK_THROWS(Error, f.next("cpu(0)"), "still under way on cpu(1)");
+      }
+      flush("cpu(1)");
+      flush("cpu(2)");
+      CHECK_EQ(f.all_reduce.flushing(), 0);
+      if (direction == Direction::kForward) {
+        CHECK_THROWS(Error, f.next("cpu(2)"), "part of a step that failed");
+      }
+      check_synchronizes(&f, cpus(3));
+    }
+  }
+}
+
+void a_flush_leaves_calls_of_all_devices_alone() {
+  check::context = "flush of a good step";
+  Fixture f(config_of(cpus(2)));
+  Background first(&f, "cpu(0)");
+  f.wait_until_waiting(1);
+  f.all_reduce.begin_flush(f.kLayer, Direction::kForward, cpus(2));
+  sleep(0.2);
+  f.call("cpu(1)");
+  CHECK_EQ(first.error(), "");
+  for (const std::string& device : cpus(2)) {
+    f.all_reduce.end_flush(f.kLayer, Direction::kForward, device);
+  }
+  check_synchronizes(&f, cpus(2));
+}
+
 void giving_up_a_step_releases_waits_and_later_calls() {
   check::context = "given up";
   Fixture f(config_of(cpus(2)));
@@ -308,6 +396,9 @@ int main() {
   layer_recovers_under_load();
   closing_releases_all();
   an_interrupt_releases_waits();
+  an_interrupt_does_not_take_back_what_the_last_device_uses();
+  a_flush_ends_what_waits_for_a_skipped_call();
+  a_flush_leaves_calls_of_all_devices_alone();
   giving_up_a_step_releases_waits_and_later_calls();
   a_config_error_is_reported_in_training();
   sequences_continue_if_other_processes_continue();
