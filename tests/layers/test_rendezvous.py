@@ -528,9 +528,9 @@ def bad_like(x):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mode", MODES)
 def test_calls_of_a_failed_step_meet_nobody(mode, seed):
-    """Devices fail at random, in forward or backward, and the error of a random one is caught: each
-    step has the right results or an error, at once, or with static_shape after the timeout if nobody
-    has waited for the device that failed."""
+    """Devices fail at random, in forward or backward, and one error is caught: each step has the
+    right results or an error, at once, or with static_shape after the timeout if nobody has waited
+    for the device that failed."""
     generator = np.random.default_rng(seed)
     timeout = 1 if mode == "static_shape" else 60
     layer = sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(timeout=timeout))

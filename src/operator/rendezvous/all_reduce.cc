@@ -221,7 +221,8 @@ CallId AllReduce::next_call(const LayerPtr& layer, const std::string& device, in
   if (const auto& flush = layer->flushes[Direction::kForward]; flush.passed.count(device)) {
     throw Error("SyncBatchNorm '" + config.name + "' was called on " + device +
                 " after an error of MXNet, and operations of the step that failed are still under "
-                "way on " + flush.pending.begin()->first + ": call mx.nd.waitall() first.");
+                "way on " +
+                flush.pending.begin()->first + ": call mx.nd.waitall() first.");
   }
   if (const auto late = layer->late.find(node); late != layer->late.end()) {
     if (late->second.erase(device)) throw layer->failed_before();

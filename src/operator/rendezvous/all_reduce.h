@@ -88,8 +88,8 @@ class AllReduce {
 
   // Once Python has raised an error of MXNet's, MXNet no longer knows which operations it skips
   // because of it. So all that was pushed before must pass before anything else is pushed: between
-  // begin_flush() and its end_flush() it is under way on a device, and from then until it has passed
-  // on all devices, those that wait for this one get an error.
+  // begin_flush() and its end_flush() it is under way on a device, and from then until it has
+  // passed on all devices, those that wait for this one get an error.
   void begin_flush(int64_t layer, Direction direction, const std::vector<std::string>& devices);
   void end_flush(int64_t layer, Direction direction, const std::string& device);
   // How many devices of all layers are between the two.

@@ -250,38 +250,42 @@ void an_interrupt_releases_waits() {
   CHECK_EQ(later.error(), "");
 }
 
-// A device sees the interrupt while it looks for devices that cannot arrive, and the last one begins
-// meanwhile to work with what the others have contributed.
+// The last device begins to work with what the others have contributed while one that was
+// interrupted looks for devices that cannot arrive.
 void an_interrupt_does_not_take_back_what_the_last_device_uses() {
   check::context = "interrupt while combining";
   AllReduce all_reduce;
-  std::atomic<bool> probing{false}, combining{false};
+  std::atomic<int> probes{0};
+  std::atomic<bool> combining{false};
   Observer observer;
+  // Long probes are made at every turn of a wait, and the sixth turn after an interrupt ends it.
   observer.waits = [&](int64_t, int64_t, Direction) {
-    probing = true;
+    if (++probes < 6) return sleep(1);
     while (!combining) sleep(0.001);
   };
   all_reduce.observe(observer);
   all_reduce.configure(1, config_of(cpus(2)));
   const LayerPtr layer = all_reduce.find(1);
-  bool is_there = true;
+  std::atomic<bool> is_there{true};
   const auto call = [&](const std::string& device, const AllReduce::Combine& combine) {
     Contribution contribution;
     all_reduce.rendezvous(layer, all_reduce.next_call(layer, device), Direction::kForward, device,
                           &contribution, combine);
   };
   Background first([&] {
-    const auto leaves = [&](void*) { is_there = false; };
-    const std::unique_ptr<void, decltype(leaves)> guard(&is_there, leaves);
-    call("cpu(0)", nullptr);
+    try {
+      call("cpu(0)", nullptr);
+    } catch (const Error&) {
+      is_there = false;
+      throw;
+    }
   });
   while (all_reduce.waiting() != 1) sleep(0.001);
   ++interrupts;
-  sleep(0.6);
-  while (!probing) sleep(0.001);
+  while (probes < 6) sleep(0.001);
   call("cpu(1)", [&](const std::vector<Contribution*>&) {
     combining = true;
-    sleep(1);
+    sleep(0.5);
     CHECK(is_there);
   });
   CHECK_EQ(first.error(), "");
