@@ -60,13 +60,16 @@ class join:
     ValueError
         Where a process has no batch at all.
     TypeError
-        For anything but a Trainer as `trainer`, and for a batch without an array.
+        For `batches` that cannot be gone through, for anything but a Trainer as `trainer`, and for
+        a batch without an array.
     RuntimeError
         Where a process does not arrive at the step.
     """
 
     def __init__(self, batches, trainer=None, group=None, early_stop=False):
         check_trainer(trainer, "join")
+        if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+            raise TypeError(f"join got {batches!r}: give the batches, such as a DataLoader or a list.")
         self._batches = batches
         self._trainer = trainer
         self._end_hook = None

@@ -3,6 +3,7 @@
 import itertools
 import math
 import numbers
+import reprlib
 
 import mxnet as mx
 import numpy as np
@@ -10,6 +11,7 @@ from mxnet.gluon import nn
 from mxnet.util import is_np_array
 
 from .. import native
+from ..distributed.arguments import is_whole
 from ..distributed.group import SyncGroup
 from .operator import is_numpy, sync_batch_norm
 from .synced_layer import SyncedLayer
@@ -20,6 +22,10 @@ _BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
 
 def _is_number(value):
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_one_of(value, *words):
+    return isinstance(value, str) and value in words  # An array would be compared by element.
 
 
 def is_bfloat16(dtype):
@@ -112,7 +118,7 @@ class SyncBatchNorm(nn.BatchNorm):
         For arguments out of range, for data on a context without parameters, and for a residual
         with ``inplace=True``.
     TypeError
-        For an ``mx.nd`` array after ``mx.npx.set_np()``.
+        For an input that is no array of MXNet's, and an ``mx.nd`` array after ``mx.npx.set_np()``.
     MXNetError
         Where a result is waited for, if a device does not arrive, arrives twice, or has another
         number of channels. Afterwards call ``mx.nd.waitall()``, which raises the errors of the
@@ -151,18 +157,27 @@ class SyncBatchNorm(nn.BatchNorm):
         **kwargs,
     ):
         # Data has 2 to 5 axes.
-        if not (isinstance(axis, numbers.Integral) and -5 <= axis < 5) or isinstance(axis, bool):
+        if not (is_whole(axis) and -5 <= axis < 5):
             raise ValueError(f"axis is {axis!r}: give that of the channels, from -5 to 4.")
         if not (momentum is None or _is_number(momentum) and 0 <= momentum <= 1):
             raise ValueError(f"momentum is {momentum!r}: give a number from 0 to 1, or None.")
         if not (_is_number(epsilon) and 0 <= epsilon < math.inf):
             raise ValueError(f"epsilon is {epsilon!r}: give a number of 0 or more.")
-        if running_variance not in ("biased", "unbiased"):
+        if not _is_one_of(running_variance, "biased", "unbiased"):
             raise ValueError(
                 f"running_variance is {running_variance!r}: give 'biased' or 'unbiased'."
             )
+        if not (is_whole(in_channels) and in_channels >= 0):
+            raise ValueError(
+                f"in_channels is {in_channels!r}: give the number of channels, or 0 to take that "
+                "of the first data."
+            )
+        flags = {"center": center, "scale": scale, "use_global_stats": use_global_stats}
+        for name, value in {**flags, "inplace": inplace}.items():
+            if not isinstance(value, (numbers.Integral, np.bool_, type(None))):
+                raise ValueError(f"{name} is {value!r}: give True or False.")
         if num_devices is not None:
-            if not (isinstance(num_devices, numbers.Real) and num_devices in range(1, 1 << 16)):
+            if not (_is_number(num_devices) and num_devices in range(1, 1 << 16)):
                 raise ValueError(
                     f"num_devices is {num_devices!r}: give the number of devices that take part, "
                     "or None for all on which the parameters live."
@@ -170,7 +185,7 @@ class SyncBatchNorm(nn.BatchNorm):
             num_devices = int(num_devices)
         if group is not None and not isinstance(group, SyncGroup):
             raise ValueError(f"group is {group!r}: give a gluon_syncbn.SyncGroup, or None.")
-        if activation not in (None, "relu", "leaky_relu"):
+        if not (activation is None or _is_one_of(activation, "relu", "leaky_relu")):
             raise ValueError(
                 f"activation is {activation!r}: give None, 'relu' or 'leaky_relu', and call any "
                 "other after the layer."
@@ -194,7 +209,7 @@ class SyncBatchNorm(nn.BatchNorm):
             gamma_initializer=gamma_initializer,
             running_mean_initializer=running_mean_initializer,
             running_variance_initializer=running_variance_initializer,
-            in_channels=in_channels,
+            in_channels=int(in_channels),
             **kwargs,
         )
         if momentum is None:
@@ -251,6 +266,11 @@ class SyncBatchNorm(nn.BatchNorm):
             raise TypeError(
                 f"{self.name} was called with a {type(x).__name__} of {len(x)}: call it with one "
                 "array at a time, once for each device."
+            )
+        if not isinstance(x, (mx.nd.NDArray, mx.sym.Symbol)):
+            raise TypeError(
+                f"{self.name} was called with {reprlib.repr(x)}: give an NDArray, such as "
+                "mx.nd.array(...), or a Symbol."
             )
         if is_np_array() and isinstance(x, mx.nd.NDArray) and not is_numpy(x):
             # MXNet would say so only once it has the result, while other devices wait.

@@ -171,6 +171,12 @@ def test_a_batch_without_an_array(batch):
         next(iter(sbn.distributed.join([batch])))
 
 
+@pytest.mark.parametrize("batches", [5, None])
+def test_batches_that_are_none(batches):
+    with pytest.raises(TypeError, match=f"join got {batches}: give the batches, such as"):
+        sbn.distributed.join(batches)
+
+
 @pytest.mark.long
 def test_a_long_training(tmp_path):
     """GLUON_SYNCBN_TEST_STEPS says how long, by default 300 steps."""

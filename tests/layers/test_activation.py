@@ -252,12 +252,15 @@ def test_arguments_out_of_range(arguments, message):
 
 def test_residuals_that_do_not_fit():
     x = mx.nd.ones((2, 3, 4))
-    layer = sbn.SyncBatchNorm(in_channels=3)
+    layer = sbn.SyncBatchNorm(in_channels=3, prefix="layer_")
     layer.initialize()
     with pytest.raises(ValueError, match=r"data on cpu\(1\), but its parameters live on"):
         layer(x, x.as_in_context(mx.cpu(1)))
     with pytest.raises(TypeError, match="called with a list of 1"):
         layer(x, [x])
+    for residual in (1.5, np.ones((2, 3, 4), "float32")):
+        with pytest.raises(TypeError, match="layer was called with .*: give an NDArray, such as"):
+            layer(x, residual)
     with pytest.raises(ValueError, match="do not support mixed NDArrays and Symbols"):
         layer(x, mx.sym.var("residual"))
     with pytest.raises(mx.MXNetError, match="Give it a residual of the shape of the data"):

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+import re
 
 import gluon_syncbn as sbn
 import mxnet as mx
@@ -176,6 +177,12 @@ def test_mixed_dtypes_say_what_to_cast(dtype, cast_to, parameters, remedy):
         {"num_devices": 1.5},
         {"num_devices": "two"},
         {"num_devices": float("nan")},
+        {"num_devices": True},
+        *({"in_channels": value} for value in (-1, float("nan"), "x", 3.5, None, True)),
+        *({name: np.ones(2)} for name in ("center", "scale", "use_global_stats", "inplace")),
+        {"center": "False"},
+        {"activation": np.ones(2)},
+        {"running_variance": np.ones(2)},
         {"group": "all"},
         {"epsilon": -1},
         {"momentum": "0.9"},
@@ -191,7 +198,8 @@ def test_mixed_dtypes_say_what_to_cast(dtype, cast_to, parameters, remedy):
     ],
 )
 def test_invalid_arguments(arguments):
-    with pytest.raises(ValueError, match=next(iter(arguments))):
+    ((name, value),) = arguments.items()
+    with pytest.raises(ValueError, match=re.escape(f"{name} is {value!r}: give ")):
         sbn.SyncBatchNorm(**arguments)
 
 
