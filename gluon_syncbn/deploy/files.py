@@ -1,8 +1,11 @@
 """Reads checkpoints, and writes files whole or not at all."""
 
 import contextlib
+import fcntl
+import glob
 import json
 import os
+import shutil
 import uuid
 from pathlib import Path
 
@@ -19,40 +22,61 @@ class FileError(OSError):
 def write_all(writers):
     """Writes several files, {path: write(temporary path)}. Raises FileError.
 
-    Each is written to a temporary name in its folder, or in the folder of a link's target. Once all
-    are on the disk they are renamed, so no file is ever half-written.
+    Each is written beside its place (a link's is that of its target) and renamed once all are on
+    the disk, so no file is ever half-written. Old files are taken away before, the first of them
+    first, and the first comes last: if the process is killed meanwhile, it is missing, and is never
+    an old one that is loaded with new others.
     """
+    token = uuid.uuid4().hex[:12]
     places = {path: os.path.realpath(path) for path in writers}
-    temporary = {path: f"{place}.{uuid.uuid4().hex[:12]}.tmp" for path, place in places.items()}
-    path = None
-    try:
-        for path, write in writers.items():
-            if os.path.isdir(path):
-                raise IsADirectoryError(f"a folder has this name: {path}")
-            if os.path.exists(path) and not os.path.isfile(path):
-                raise OSError("this is a device or a pipe, which a file would replace")
-            write(temporary[path])
-            _to_disk(temporary[path])
-        for path, place in places.items():
-            os.replace(temporary[path], place)
-    except (OSError, mx.MXNetError) as error:
-        raise FileError(
-            f"{path} cannot be written ({_cause(error)}): make room, or choose another place, and "
-            "try again."
-        ) from error
-    finally:
-        for left in temporary.values():
-            with contextlib.suppress(OSError):
-                os.unlink(left)
+    new = {path: f"{place}.{token}.tmp" for path, place in places.items()}
+    old = {path: f"{place}.{token}.old.tmp" for path, place in places.items()}
+    path, done = None, False
+    with contextlib.ExitStack() as files:
+        try:
+            for path, write in writers.items():
+                _require_file(path)
+                _remove_leftovers(places[path])
+                file = files.enter_context(open(new[path], "xb"))
+                with contextlib.suppress(OSError):  # Some file systems have no locks.
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                write(new[path])
+                # A name must not point to a new file before its contents are on the disk.
+                os.fsync(file.fileno())
+                if os.path.exists(path):
+                    shutil.copymode(path, new[path])
+            for path, place in places.items() if len(places) > 1 else ():
+                if os.path.exists(place):
+                    os.replace(place, old[path])
+            for path, place in reversed(list(places.items())):
+                os.replace(new[path], place)
+            done = True
+        except (OSError, mx.MXNetError) as error:
+            raise FileError(
+                f"{path} cannot be written ({_cause(error)}): make room, or choose another place, "
+                "and try again."
+            ) from error
+        finally:
+            for path, place in places.items():
+                with contextlib.suppress(OSError):
+                    os.unlink(new[path])
+                with contextlib.suppress(OSError):
+                    os.unlink(old[path]) if done else os.replace(old[path], place)
 
 
-def _to_disk(path):
-    # A name must not point to a new file before its contents are on the disk.
-    number = os.open(path, os.O_RDWR)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+def _remove_leftovers(place):
+    """Removes what killed processes left beside it: files that nobody has locked."""
+    for path in glob.glob(f"{glob.escape(place)}.{'[0-9a-f]' * 12}.*tmp"):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+
+
+def _require_file(path):
+    if os.path.isdir(path):
+        raise OSError("a folder has this name")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError("this is a device or a pipe")
 
 
 def _cause(error):
@@ -98,10 +122,11 @@ def read_symbol(path):
             if any(source >= number for source, *_ in node["inputs"]):
                 raise ValueError(f"{node['name']} precedes its inputs")
         return mx.sym.load_json(text.decode())
-    except (ValueError, LookupError, TypeError, mx.MXNetError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError, mx.MXNetError) as error:
         raise FileError(
             f"{path} is not a graph that MXNet {mx.__version__} can load ({_cause(error)}): give "
-            "the -symbol.json of an exported net. If this is one, it is damaged: export it again."
+            "the -symbol.json of an exported net. If this is one, it is damaged or cut off: export "
+            "it again."
         ) from None
 
 
@@ -115,8 +140,8 @@ def read_parameters(path):
     except (mx.MXNetError, ValueError, MemoryError) as error:
         raise FileError(
             f"{path} is not a file of parameters that MXNet can load ({_cause(error)}): give a "
-            ".params file as save_parameters and export write it. If this is one, it is damaged: "
-            "take another copy."
+            ".params file as save_parameters and export write it. If this is one, it is damaged or "
+            "cut off: take another copy."
         ) from None
     return arrays
 
@@ -137,9 +162,10 @@ _FIRST_ARRAY = 24
 
 def _read(path, size=-1):
     try:
+        _require_file(path)
         with open(path, "rb") as file:
             return file.read(size)
     except OSError as error:
         raise FileError(
-            f"{path} cannot be read ({error.strerror}): name an existing file."
+            f"{path} cannot be read ({_cause(error)}): name an existing file."
         ) from None

@@ -69,7 +69,7 @@ class join:
     def __init__(self, batches, trainer=None, group=None, early_stop=False):
         check_trainer(trainer, "join")
         if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
-            raise TypeError(f"join got {batches!r}: give the batches, such as a DataLoader or a list.")
+            raise TypeError(f"join got {batches!r}: give the batches, such as a DataLoader.")
         self._batches = batches
         self._trainer = trainer
         self._end_hook = None

@@ -88,6 +88,10 @@ def folder(tmp_path_factory):
     net.export(str(folder / "bad"))
     (folder / "text.params").write_text("weights")
     (folder / "text-symbol.json").write_text("a graph")
+    (folder / "nested-symbol.json").write_text("[" * 100_000)
+    os.mkfifo(folder / "pipe-symbol.json")
+    os.mkfifo(folder / "pipe.params")
+    (folder / "empty.params").write_text("")
     whole = (folder / "own-0003.params").read_bytes()
     (folder / "half-0000.params").write_bytes(whole[: len(whole) // 2])
     shutil.copy(folder / "own-symbol.json", folder / "half-symbol.json")
@@ -233,6 +237,11 @@ def test_inspect(run, capsys):
         ("inspect missing", "missing-symbol.json cannot be read (No such file"),
         ("inspect text.params", "text.params is not a file of parameters that MXNet can load"),
         ("inspect text", "text-symbol.json is not a graph that MXNet 1.9.1 can load"),
+        ("inspect nested", "nested-symbol.json is not a graph"),
+        ("convert nested-symbol.json -o TMP/m", "nested-symbol.json is not a graph"),
+        ("inspect pipe", "pipe-symbol.json cannot be read (this is a device or a pipe)"),
+        ("inspect pipe.params", "pipe.params cannot be read (this is a device or a pipe)"),
+        ("inspect empty.params", "empty.params is not a file of parameters that MXNet can load"),
         ("inspect unknown", "unknown-symbol.json is not a graph"),
         ("inspect looped --params c.params", "precedes its inputs"),
         ("inspect half", "half-0000.params is not a file of parameters"),

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import fcntl
+import itertools
 import json
 import logging
 import os
@@ -920,6 +922,77 @@ def test_what_a_link_points_to_is_written(tmp_path):
     assert all(path.is_symlink() for path in tmp_path.glob("m-*"))
     assert sorted(os.listdir(tmp_path / "far")) == ["m-0000.params", "m-symbol.json"]
     load(tmp_path / "far" / "m")
+
+
+def killed_before(call, paths, monkeypatch):
+    """Writes the paths in a child that is killed before the n-th file is renamed."""
+    calls = itertools.count(1)
+
+    def replace(*args, rename=os.replace):
+        if next(calls) == call:
+            os._exit(9)
+        rename(*args)
+
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(os, "replace", replace)
+        files.write_all({path: files.bytes_writer(b"new") for path in paths})
+        os._exit(0)
+    return os.waitpid(child, 0)[1] != 0
+
+
+def test_an_export_that_is_killed_leaves_no_mixed_files(tmp_path, monkeypatch):
+    """Its first file, the symbol, is missing where the others are not all old, or all new."""
+    paths = [str(tmp_path / name) for name in ("m-symbol.json", "m-0000.params", "m.onnx")]
+    found = []
+    for call in itertools.count(1):
+        for path in paths:
+            Path(path).write_bytes(b"old")
+        was_killed = killed_before(call, paths, monkeypatch)
+        values = [Path(path).read_bytes() if os.path.exists(path) else None for path in paths]
+        assert values[0] is None or len(set(values)) == 1, (call, values)
+        found.append(values[0])
+        assert was_killed == any(name.endswith("tmp") for name in os.listdir(tmp_path))
+        files.write_all({path: files.bytes_writer(b"next") for path in paths})
+        assert len(os.listdir(tmp_path)) == 3  # It has removed what the killed one left.
+        if not was_killed:
+            break
+    assert found[0] == b"old" and found[-1] == b"new" and None in found
+
+
+def test_temporary_files_of_another_process_stay(tmp_path):
+    """It still writes them."""
+    with open(tmp_path / "m-symbol.json.0123456789ab.tmp", "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        small(tmp_path / "m", 1)
+        assert os.path.exists(file.name)
+    small(tmp_path / "m", 1)
+    assert not os.path.exists(file.name)
+
+
+@pytest.mark.parametrize("name", ["m-symbol.json", "m-0000.params"])
+def test_an_error_between_two_renames_leaves_the_old_files(name, tmp_path, monkeypatch):
+    small(tmp_path / "m", 1)
+    before = contents(tmp_path)
+
+    def replace(source, target, rename=os.replace):
+        if str(target).endswith(name) and not str(source).endswith(".old.tmp"):
+            raise PermissionError(1, "Operation not permitted")
+        rename(source, target)
+
+    monkeypatch.setattr(files.os, "replace", replace)
+    with pytest.raises(sbn.FileError, match=f"{name} cannot be written .Operation not"):
+        small(tmp_path / "m", 2)
+    assert contents(tmp_path) == before
+
+
+def test_a_file_that_is_replaced_keeps_its_rights(tmp_path):
+    small(tmp_path / "m", 1)
+    (tmp_path / "m-0000.params").chmod(0o640)
+    (tmp_path / "m-symbol.json").chmod(0o444)
+    small(tmp_path / "m", 2)
+    assert (tmp_path / "m-0000.params").stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "m-symbol.json").stat().st_mode & 0o777 == 0o444
 
 
 @contextlib.contextmanager
