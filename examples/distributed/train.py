@@ -81,5 +81,8 @@ for epoch in range(EPOCHS):
     # 8. All have the same parameters, and one saves them.
     if store.rank == 0:
         print(f"epoch {epoch}: loss {total[0] / len(data):.4f}")
-        net.save_parameters("net.params")
-        trainer.save_states("trainer.states")
+        # Beside the last ones, which stay whole if another process dies now and this one is ended.
+        net.save_parameters("net.params.new")
+        trainer.save_states("trainer.states.new")
+        for name in ("net.params", "trainer.states"):
+            os.replace(f"{name}.new", name)

@@ -1,6 +1,7 @@
 """examples/distributed/train.py learns, and all processes end with the same parameters."""
 
 import re
+import signal
 import subprocess
 import sys
 
@@ -45,3 +46,30 @@ def test_training_in_two_processes(tmp_path, engine):
         assert values.keys() == file.keys()
         for name, value in values.items():
             np.testing.assert_array_equal(value, file[name].asnumpy(), name)
+
+
+# Killed in the middle of the second file, as by the launcher when another worker has died.
+KILLED = """
+import os, runpy, signal, sys
+from mxnet.gluon import Block
+
+def save(net, path, whole=Block.save_parameters, calls=[]):
+    calls.append(path)
+    whole(net, path)
+    if len(calls) == 2:
+        os.truncate(path, os.path.getsize(path) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Block.save_parameters = save
+runpy.run_path(sys.argv[1])
+"""
+
+
+def test_the_last_checkpoint_outlives_a_kill_while_saving(tmp_path):
+    (tmp_path / "run.py").write_text(KILLED)
+    command = [sys.executable, "-m", "gluon_syncbn.launch", "-n", "1", "run.py"]
+    command.append(str(EXAMPLES / "distributed" / "train.py"))
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 128 + signal.SIGKILL, done.stdout + done.stderr
+    assert len(mx.nd.load(str(tmp_path / "net.params"))) == 14
+    assert (tmp_path / "trainer.states").stat().st_size > 0
