@@ -74,8 +74,8 @@ def _reason(answers):
 
 
 def _name(exchange):
-    """Without the key of a layer's message: the title names layer, direction and call."""
-    return re.sub(r" \(\d+ (forward|backward|handshake)\b[^()]*\)$", "", exchange)
+    """The title, which names layer, direction and call, without the key behind it."""
+    return re.sub(r" \([^()]*\)$", "", exchange)
 
 
 def _span(entries):

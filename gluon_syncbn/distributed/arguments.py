@@ -13,6 +13,11 @@ def is_whole(value):
     return isinstance(value, (int, numpy.integer)) and not isinstance(value, bool)
 
 
+def duration(number):
+    """Seconds as a text, such as "0.25 s", "12.3 s" or "3600 s"."""
+    return f"{number:.3g} s" if number < 100 else f"{number:.0f} s"
+
+
 def seconds(timeout):
     """A timeout as a number: of the environment where it is None."""
     source = "timeout" if timeout is not None else TIMEOUT_VARIABLE

@@ -6,7 +6,7 @@ import weakref
 
 import numpy
 
-from ..native import FixedPoint, clear_channels
+from ..native import FixedPoint, Key, clear_channels
 from .arguments import is_whole
 from .reducer import Reducer
 
@@ -40,7 +40,7 @@ class Exchange:
         # other not, so a step that failed cannot be taken again.
         self._broken = None
         self._fail = getattr(store, "fail", None)
-        # {a key of layers' messages: the layer's name}
+        # {key: the layer's name}
         self._names = {}
 
     def split(self, size):
@@ -53,37 +53,40 @@ class Exchange:
         {(layer's name, direction): (sums, values)}."""
         counts = {}
         for key, name in self._names.items():
-            calls, sums = self._reducer.counts(key)
-            known = counts.get((name, key.split()[1]), (0, 0))
-            counts[name, key.split()[1]] = known[0] + sums, known[1] + calls - sums
+            channel = self._reducer.channels[key]
+            sums, values = counts.get((name, key.direction), (0, 0))
+            values += channel.calls - channel.sums
+            counts[name, key.direction] = sums + channel.sums, values
         return counts
 
     def of(self, layer, here, group_size, ranks=None, sums=True):
         """The exchange of a `native.Layer`. ranks: those that take part, by default all. sums:
         whether the layer wants the sums over all of them."""
         configuration = layer.id, here, group_size
-        # In each kind of group the layer has keys of its own.
-        kind = "" if sums and ranks is None else f" in groups of {group_size}"
+        group = None if sums and ranks is None else group_size
         reference = weakref.ref(layer)
 
         def exchange(key, title, channels, mine):
             layer = reference()
-            handshake = f"{key.split()[0]} handshake"
             # A call on another thread waits until the handshake is made.
             with self._locks.setdefault(configuration, threading.Lock()):
                 if configuration not in self._known:
                     # The name last, which may be long.
                     text = (
-                        f"layer {key.split()[0]} of {channels} channels, {layer.dtype}, {here} "
+                        f"layer {layer.id} of {channels} channels, {layer.dtype}, {here} "
                         f"devices in each process, groups of {group_size or 'all'}, '{layer.name}'"
                     )
-                    self._compare(handshake, title, text)
-                    self._reducer.restart(key.split()[0])
+                    self._compare(Key(layer.id, "handshake"), title, text)
+                    # What the processes know of earlier sums may differ, where they failed.
+                    for known, channel in self._reducer.channels.copy().items():
+                        if known.layer == layer.id:
+                            channel.restart()
                     self._known.add(configuration)
-            everyone = self._exchange(key + kind, title, mine, ranks, sums)
-            self._names[key + kind] = layer.name
-            channel = self._reducer.native_channel(key + kind)
-            if channel is not None:
+            whole = key._replace(group=group)
+            everyone = self._exchange(whole, title, mine, ranks, sums)
+            self._names[whole] = layer.name
+            channel = self._reducer.channels[whole]
+            if channel.handle is not None:
                 # From now on the layer's messages take the channel.
                 layer.set_channel(key, channel, exchange)
                 if self._broken:
@@ -95,7 +98,7 @@ class Exchange:
     def _compare(self, key, title, text):
         """A handshake: all processes must give the same text."""
         text = text.encode()[:_CONFIGURATION].ljust(_CONFIGURATION, b"\0")
-        everyone = self.all_gather(key, title, numpy.array(list(text), dtype=numpy.float64))
+        everyone = self._exchange(key, title, numpy.array(list(text), dtype=numpy.float64))
         texts = [
             bytes(row.astype(numpy.uint8)).rstrip(b"\0").decode(errors="replace")
             for row in everyone
@@ -109,9 +112,9 @@ class Exchange:
             )
             raise RuntimeError(self._broken)
 
-    def all_gather(self, key, title, mine):
+    def all_gather(self, name, title, mine):
         """The arrays of all processes, shape (size, len(mine))."""
-        return self._exchange(key, title, mine)
+        return self._exchange(Key(None, name), title, mine)
 
     def _exchange(self, key, title, mine, ranks=None, sums=False):
         """The arrays of all processes, or of `ranks`. sums: or the sums of a layer's message, shape
@@ -158,34 +161,31 @@ class _Adder:
         except (TypeError, ValueError):
             takes_timeout = False
         self._options = {"timeout": timeout} if takes_timeout else {}
-        self._fixed_points = {}
-        # {key: (exchanges, those that brought sums)}
-        self._counts = {}
+        self.channels = {}
 
     def exchange(self, key, mine, title, timeout, ranks=None, sums=False):
-        exchanges, added = self._counts.get(key, (0, 0))
-        total = self._sums(key, mine, title) if sums and self._exact_bits else None
-        self._counts[key] = exchanges + 1, added + (total is not None)
+        channel = self.channels.setdefault(key, _Channel())
+        total = self._sums(channel, key, mine, title) if sums and self._exact_bits else None
+        channel.calls += 1
         if total is not None:
+            channel.sums += 1
             return total.reshape(1, -1)
         slots = numpy.zeros((self._size, len(mine)))
         slots[self._rank] = mine
         everyone = self._add(key, title, slots)
-        if key in self._fixed_points:
-            self._fixed_points[key].follow(everyone)
+        if channel.fixed_point:
+            channel.fixed_point.follow(everyone)
         return everyone
 
-    def _sums(self, key, mine, title):
-        if key not in self._fixed_points:
-            self._fixed_points[key] = FixedPoint(len(mine), self._size, self._exact_bits)
-        fixed_point = self._fixed_points[key]
-        packed = fixed_point.pack(mine)
-        return (
-            None if packed is None else fixed_point.unpack(self._add(f"{key} sums", title, packed))
-        )
+    def _sums(self, channel, key, mine, title):
+        if not channel.fixed_point:
+            channel.fixed_point = FixedPoint(len(mine), self._size, self._exact_bits)
+        packed = channel.fixed_point.pack(mine)
+        if packed is not None:
+            return channel.fixed_point.unpack(self._add(f"{key} sums", title, packed))
 
     def _add(self, key, title, array):
-        result = numpy.asarray(self._all_reduce(key, array, **self._options))
+        result = numpy.asarray(self._all_reduce(str(key), array, **self._options))
         if result.shape != array.shape or result.dtype != array.dtype:
             raise ValueError(
                 f"{title}: the store's all_reduce returned {result.dtype} of shape {result.shape} "
@@ -196,11 +196,12 @@ class _Adder:
     def split(self, size):
         return False
 
-    def restart(self, layer):
+
+class _Channel:
+    """What a `native.Channel` is for a `Reducer`."""
+
+    handle = fixed_point = None
+    calls = sums = 0
+
+    def restart(self):
         """Another group has windows of its own."""
-
-    def native_channel(self, key):
-        return None
-
-    def counts(self, key):
-        return self._counts[key]

@@ -115,7 +115,7 @@ class SyncGroup:
 
     def __repr__(self):
         devices = "those of the parameters" if self.devices is None else list(self.devices)
-        text = f"SyncGroup(devices={devices}, timeout={self.timeout:g}"
+        text = f"SyncGroup(devices={devices}, timeout={self.timeout:.15g}"
         if self.group_size:
             text += f", group_size={self.group_size}"
         if self.store is not None:

@@ -3,7 +3,7 @@
 import atexit
 
 from .. import native
-from .arguments import seconds
+from .arguments import duration, seconds
 from .reducer import Reducer
 
 # A sum goes twice around Horovod's ring and values once, so those of fewer processes arrive sooner.
@@ -56,7 +56,8 @@ class HorovodReducer(Reducer):
         native.call_within(
             timeout,
             self._hvd.shutdown,
-            f"Horovod's shutdown has not returned for {timeout:g} s at the end of the script.",
+            f"Horovod's shutdown has not returned for {duration(timeout)} at the end of the "
+            "script.",
         )
 
     def split(self, size):
@@ -65,8 +66,8 @@ class HorovodReducer(Reducer):
             native.call_within(
                 timeout,
                 lambda: self._make_sets(size),
-                f"Horovod, rank {self.rank}, has waited {timeout:g} s for all processes to make "
-                f"groups of {size}: make the same groups and layers in every process.",
+                f"Horovod, rank {self.rank}, has waited {duration(timeout)} for all processes to "
+                f"make groups of {size}: make the same groups and layers in every process.",
             )
         return self._sets[size] is not None
 

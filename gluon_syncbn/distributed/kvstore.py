@@ -7,7 +7,7 @@ import mxnet as mx
 import numpy
 
 from .. import native
-from .arguments import seconds
+from .arguments import duration, seconds
 from .reducer import Reducer
 
 # Our keys. A Trainer numbers its own from 0, and a store has either numbers or words. Beyond the
@@ -80,7 +80,7 @@ class KVStoreReducer(Reducer):
                 native.call_within(
                     timeout,
                     lambda: kvstore.init(_FIRST_KEY, self._registration),
-                    f"KVStoreReducer, rank {rank}, has waited {timeout:g} s for the other "
+                    f"KVStoreReducer, rank {rank}, has waited {duration(timeout)} for the other "
                     "processes to make theirs. Make it in every process, before anything that only "
                     "some of them do.",
                 )
@@ -90,12 +90,13 @@ class KVStoreReducer(Reducer):
             raise
 
     def _shutdown_handshake(self, timeout):
-        self.all_gather("shutdown handshake", numpy.zeros(1), "The end of the script", timeout)
+        key = native.Key(None, "shutdown handshake")
+        self.exchange(key, numpy.zeros(1), "The end of the script", timeout)
         native.call_within(
             timeout,
             self._kv._barrier,
-            f"The KVStore's scheduler has not answered for {timeout:g} s at the end of the script: "
-            "its process is gone, or stopped.",
+            f"The KVStore's scheduler has not answered for {duration(timeout)} at the end of the "
+            "script: its process is gone, or stopped.",
         )
 
     def _leave(self, failure):
@@ -126,7 +127,7 @@ class KVStoreReducer(Reducer):
         """
         name = key.encode()
         if len(name) > _REGISTRATION - 3:
-            raise ValueError(f"The key {key!r} is too long: use at most {_REGISTRATION - 3} bytes.")
+            raise ValueError(f"The key {key} is too long: use at most {_REGISTRATION - 3} bytes.")
         with self._round:
             number = self._push_new(array, wait) if self.rank == 0 else _FIRST_KEY
             mine = numpy.zeros(_REGISTRATION, numpy.float32)
@@ -153,7 +154,7 @@ class KVStoreReducer(Reducer):
         sizes = [registered[rank][0] for rank in range(self.size)]
         if len(set(sizes)) > 1:
             raise RuntimeError(
-                f"The processes bring different amounts of numbers to {key!r}: {sizes}, by rank. "
+                f"The processes bring different amounts of numbers to {key}: {sizes}, by rank. "
                 "Make the same layers in the same order in every process."
             )
         return _FIRST_KEY + int(registered[0][1])

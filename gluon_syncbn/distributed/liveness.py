@@ -13,6 +13,7 @@ import threading
 import time
 
 from .answers import ABSENT, ARRIVED, FINISHED, GONE, SILENT, Answer, describe
+from .arguments import duration
 from .connections import own_host, receive, send, serve
 
 # The share of a timeout after which a wait is reported.
@@ -116,17 +117,17 @@ class Liveness:
                 warn_at = now + waited
                 message = (
                     f"Rank {self.rank} has come to the end of its script and has waited "
-                    f"{waited:.3g} s for the other processes to come to theirs. "
+                    f"{duration(waited)} for the other processes to come to theirs. "
                     f"{self.describe(missing)}"
                 )
                 if lost:
                     raise RuntimeError(message)
                 _log.warning(
-                    "%s One that does not answer for %.3g s is an error; one that answers is "
+                    "%s One that does not answer for %s is an error; one that answers is "
                     "waited for without a limit. Should it wait for this process in turn, in its "
                     "Trainer or KVStore, then end them all.",
                     message,
-                    timeout,
+                    duration(timeout),
                 )
             # Processes that have finished leave the last one its time.
             time.sleep(min(max(_BETWEEN_PROBES, waited / 100), 1.0))

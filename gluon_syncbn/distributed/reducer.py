@@ -11,7 +11,7 @@ import numpy
 from .. import native
 from ..native import shutdown
 from .answers import ARRIVED, FAILED, GONE
-from .arguments import seconds
+from .arguments import duration, seconds
 from .liveness import WARN_AFTER, Liveness
 
 _log = logging.getLogger("gluon_syncbn")
@@ -39,8 +39,9 @@ class Reducer:
     def __init__(self, rank, size, timeout):
         self.rank, self.size = rank, size
         self._process = os.getpid()
-        # By key, from its first exchange on; and which processes exchange it, where not all do.
-        self._channels = {}
+        # By key, from its first exchange on.
+        self.channels = {}
+        # Who exchanges a key, by its text, where not all do.
         self._ranks = {}
         self._opening = {}
         # All that were asked for. The end takes the longest.
@@ -52,7 +53,8 @@ class Reducer:
             liveness = Liveness(rank, size, in_flight=self._connection.in_flight)
             try:
                 address = numpy.frombuffer(liveness.address, numpy.uint8).astype(numpy.float64)
-                everyone = self.all_gather("startup handshake", address, timeout=timeout)
+                key = native.Key(None, "startup handshake")
+                everyone = self.exchange(key, address, timeout=timeout)
                 liveness.set_addresses([row.astype(numpy.uint8).tobytes() for row in everyone])
             except BaseException:
                 liveness.close()
@@ -102,7 +104,8 @@ class Reducer:
             raise ValueError(
                 f"all_gather got {array.dtype} of shape {array.shape}: give float64 of shape (n,)."
             )
-        return self.exchange(key, array, title, timeout)
+        # Quoted, so that no user's key is that of a layer.
+        return self.exchange(native.Key(None, f'"{key}"'), array, title or repr(key), timeout)
 
     def exchange(self, key, array, title=None, timeout=None, ranks=None, sums=False):
         """`all_gather` for a layer. ranks: those that take part, see `split`. sums: the array is a
@@ -111,9 +114,9 @@ class Reducer:
             return array.reshape(1, -1).copy()
         if self._lost or os.getpid() != self._process:
             raise RuntimeError(self._lost or "This process was forked from one of the group's.")
-        title, timeout = title or repr(key), seconds(timeout)
+        title, timeout = title or str(key), seconds(timeout)
         self._timeouts.add(timeout)
-        channel = self._channels.get(key)
+        channel = self.channels.get(key)
         if channel is None:
             start = time.monotonic()
             channel = self._first_exchange(key, array.size, title, timeout, ranks, sums)
@@ -131,22 +134,6 @@ class Reducer:
         processes call it."""
         return False
 
-    def restart(self, layer):
-        """After the handshake of the layer of this number: what the processes know of its earlier
-        sums may differ, where they failed."""
-        for key, channel in self._channels.copy().items():
-            if key.split()[0] == layer:
-                channel.restart()
-
-    def native_channel(self, key):
-        """The native channel of a key that was exchanged before."""
-        return self._channels[key]
-
-    def counts(self, key):
-        """How often a key was exchanged, and how often of these the store added sums."""
-        channel = self._channels[key]
-        return channel.calls, channel.sums
-
     def fail(self, text):
         """Reports to the other processes, when they probe, that a step has failed in this one."""
         if self._liveness is not None:
@@ -154,20 +141,20 @@ class Reducer:
 
     def _first_exchange(self, key, size, title, timeout, ranks, sums):
         with self._opening.setdefault(key, threading.Lock()):
-            if key not in self._channels:
+            if key not in self.channels:
                 if ranks is not None:
-                    self._ranks[key] = ranks
+                    self._ranks[str(key)] = ranks
                 exchange = f"{title} ({key} 1)"
                 if self._liveness is not None:
                     self._liveness.arrive(exchange)
                 try:
                     with mx.autograd.pause():
                         wait = _Wait(self._probe, title, exchange, timeout)
-                        self._channels[key] = self._open(key, size, wait, sums)
+                        self.channels[key] = self._open(str(key), size, wait, sums)
                 finally:
                     if self._liveness is not None:
-                        self._liveness.leave(exchange, complete=key in self._channels)
-            return self._channels[key]
+                        self._liveness.leave(exchange, complete=key in self.channels)
+            return self.channels[key]
 
     def _open(self, key, size, wait, sums):
         """The native channel of a new key, when all processes know that it is used. sums: see
@@ -179,13 +166,12 @@ class Reducer:
         message = f"{title}: rank {self.rank} "
         if error:
             self._give_up(f"{message}lost the other processes: {error}")
-        message += f"has waited {waited:.3g} s for other processes. "
+        message += f"has waited {duration(waited)} for other processes. "
         lost = waited > timeout
         if self._liveness is not None:
             # The name of an exchange is "title (key number)".
-            key = exchange[len(title) + 2 :].rpartition(" ")[0]
-            ranks = self._ranks.get(key, range(self.size))
-            answers = self._liveness.probe(exchange, min(2.0, timeout / 4), ranks)
+            some = [r for key, r in self._ranks.items() if exchange.startswith(f"{title} ({key} ")]
+            answers = self._liveness.probe(exchange, min(2.0, timeout / 4), *some)
             message += f"{self._liveness.describe(answers)} "
             if all(answer.state == ARRIVED for answer in answers.values()):
                 message += f"As all have come, {self.name} does not answer. "
@@ -196,7 +182,7 @@ class Reducer:
         if lost:
             self._give_up(f"{message}{_CAUSES}")
         if probes == 0:
-            native.warn(f"{message}After {timeout:.3g} s this is an error. {_CAUSES}")
+            native.warn(f"{message}After {duration(timeout)} this is an error. {_CAUSES}")
 
     def _give_up(self, text):
         # The store still waits, so a process that waits for it at the end would never end.

@@ -215,7 +215,7 @@ class Cluster:
         """Raises when the time to wait is over, and says once what is missing."""
         seconds = time.monotonic() - self._begin
         if seconds > self._wait:
-            raise LaunchError(f"{missing} after {self._wait:g} s: {remedy}")
+            raise LaunchError(f"{missing} after {self._wait:.7g} s: {remedy}")
         if seconds > _SAY_SECONDS and not self._said:
             self._said = True
             say(f"{missing}, waiting.")

@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import threading
 import weakref
+from collections import namedtuple
 
 from . import shutdown
 from .library import (
@@ -25,6 +26,14 @@ KVSTORE_BITS, HOROVOD_BITS = 24, 53
 # What a wait returns: see mxnet/watch.h.
 _WRITTEN, _TIME_IS_UP, _INTERRUPTED, _CLOSED = range(4)
 _MAX_ERROR_SIZE = 1 << 13
+
+
+class Key(namedtuple("Key", "layer direction node group", defaults=(None, None))):
+    """By what processes exchange: a layer's messages, or without a layer what `direction` names."""
+
+    def __str__(self):  # As stores and other processes see it.
+        text = " ".join(str(part) for part in self[:3] if part is not None)
+        return f"{text} in groups of {self.group}" if self.group else text
 
 
 def write_error(failure, error, error_size):

@@ -10,7 +10,7 @@ import uuid
 import weakref
 
 from . import shutdown
-from .channel import clear_channels, write_error
+from .channel import Key, clear_channels, write_error
 from .library import EXCHANGE, FAILED, WAITS, WARN, Callbacks, LayerConfig, mxnet, numpy
 from .library import library as _library
 
@@ -121,7 +121,9 @@ def _on_exchange(message, error, error_size):
         if layer is None:
             raise RuntimeError(f"{title}: the layer was deleted.")
         mine = numpy.ctypeslib.as_array(message.values, (message.size,))
-        result = layer.exchange(message.key.decode(), title, message.channels, mine)
+        _, direction, node = message.key.decode().split()
+        key = Key(layer.id, direction, int(node))
+        result = layer.exchange(key, title, message.channels, mine)
         numpy.ctypeslib.as_array(message.all, (message.all_size,))[: result.size] = result.ravel()
         return int(len(result) == 1)
     except BaseException as failure:  # The native caller cannot pass exceptions on.
@@ -222,7 +224,7 @@ class Layer:
     def set_channel(self, key, channel, exchange):
         """Messages of this key take the channel and no longer call `exchange`, until the layer is
         configured again, or `clear_channels`."""
-        _library.gluon_syncbn_set_channel(self.id, key.encode(), channel.handle)
+        _library.gluon_syncbn_set_channel(self.id, str(key).encode(), channel.handle)
         if self.exchange is not exchange:
             clear_channels()
 

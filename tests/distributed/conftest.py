@@ -15,6 +15,7 @@ STORES = [
     "distributed_sums:a_new_group",
     "distributed_channels:through_python",
     "distributed_channels:passes_without_backward",
+    "distributed_channels:keys_of_users",
     "distributed_channels:another_store",
     "distributed_channels:probed",
     "distributed_channels:a_group_that_failed",

@@ -34,7 +34,7 @@ def through_python(world, steps=3):
     exchange, keys = world.reducer.exchange, []
 
     def counted(key, *args, **options):
-        keys.append(key)
+        keys.append(str(key))
         return exchange(key, *args, **options)
 
     # Where the group's exchange finds it.
@@ -60,6 +60,17 @@ def passes_without_backward(world, passes=10):
         step(world, layer, backward=False)
     step(world, layer)
     world.report("passes", [layer._layer.id, calls(world) - before])
+
+
+def keys_of_users(world):
+    """Any text, also such as layers have."""
+    layer = new_layer()
+    number = layer._layer.id
+    keys = ["", " ", "join", "a (b 3)", f"{number} forward -1", f"{number} handshake"]
+    mine = np.full(2, 1.0 + world.rank)
+    sums = {key: world.reducer.all_reduce(key, mine).tolist() for key in keys}
+    steps = [batch.shape for batch in sbn.distributed.join([mx.nd.ones((1, 3))])]
+    world.report("keys of users", [list(sums.values()), len(steps), step(world, layer)])
 
 
 def another_store(world):
@@ -102,7 +113,7 @@ def probed(world):
     gather()
     reported = {}
     if world.rank == 1:
-        name = "a title (probed {})"
+        name = 'a title ("probed" {})'
 
         def probe(call):
             return reducer._liveness.probe(name.format(call))[0]

@@ -63,8 +63,8 @@ def wrong_arrays(world):
 
 def calls(world):
     """How often each key has been exchanged."""
-    channels = world.reducer._channels
-    return collections.Counter({key: channel.calls for key, channel in channels.items()})
+    channels = world.reducer.channels
+    return collections.Counter({str(key): channel.calls for key, channel in channels.items()})
 
 
 def messages(world, layers=3, steps=4):

@@ -20,6 +20,10 @@ def test_passes_without_backward_take_no_new_keys(pair):
         }
 
 
+def test_keys_of_users_are_no_layers(pair):
+    assert pair.reported("keys of users") == [[[[3.0, 3.0]] * 6, 1, 0.5]] * 2
+
+
 def test_a_layer_takes_the_store_of_its_group(pair):
     for reported in pair.reported("another store"):
         # The handshake, and two messages in each of two steps.
@@ -41,4 +45,4 @@ def test_a_probe_shows_who_has_arrived(pair):
     _, reported = pair.reported("probed")
     assert reported["second"] == reported["exchanged"] == "arrived"
     assert reported["next"] == reported["next after"] == "absent"
-    assert reported["waits"] == ["arrived", "a title (probed 3)", "a title (probed 2)"]
+    assert reported["waits"] == ["arrived", 'a title ("probed" 3)', 'a title ("probed" 2)']

@@ -85,7 +85,8 @@ def test_arrays_that_cannot_be_added(pair):
             assert kind == "ValueError" and "give float64 of shape (n,)" in text
         assert reported["sum"] == [0, 2, 4]
         kind, text, _ = reported["other sizes"]
-        assert kind == "RuntimeError" and "different amounts of numbers to 'other sizes'" in text
+        assert kind == "RuntimeError" and "different amounts of numbers to" in text
+        assert '"other sizes"' in text
         if "long key" in reported:
             assert (
                 reported["long key"][0] == "ValueError"

@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from gluon_syncbn import native
 from gluon_syncbn.distributed import connections
 from gluon_syncbn.distributed import liveness as module
 from gluon_syncbn.distributed.answers import (
@@ -25,6 +26,8 @@ from gluon_syncbn.distributed.answers import (
     Answer,
 )
 from gluon_syncbn.distributed.liveness import Liveness
+from gluon_syncbn.distributed.reducer import Reducer
+from gluon_syncbn.native import shutdown
 
 # The scripts import the folder without its __init__.py, and so without MXNet, to start quickly.
 HEAD = f"""
@@ -495,6 +498,21 @@ def test_describe(pair):
         "ranks 100, 101 (no answer: stopped, or its machine is unreachable), "
         "ranks 200-299 (waiting in y for 5 to 6 s)."
     )
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(0.05, "0.05 s"), (12.345, "12.3 s"), (99.96, "100 s"), (3600, "3600 s"), (1e6, "1000000 s")],
+)
+def test_seconds_in_messages(seconds, text, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(native, "warn", warnings.append)
+    monkeypatch.setattr(shutdown, "abandon", lambda: None)
+    reducer = Reducer(0, 1, 300)
+    reducer._probe("title", "title (key 1)", "", seconds / 2, seconds, probes=0)
+    assert f" After {text} this is an error. " in warnings[0]
+    with pytest.raises(RuntimeError, match=f"title: rank 0 has waited {text} for other processes"):
+        reducer._probe("title", "title (key 1)", "", seconds, 0, probes=1)
 
 
 @pytest.mark.parametrize(
