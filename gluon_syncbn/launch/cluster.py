@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import json
 import re
-import select
 import socket
 import threading
 import time
@@ -15,7 +14,9 @@ from .processes import say
 _DEFAULT_PORT = 9091
 _CONNECT_SECONDS = 2
 _SAY_SECONDS = 10  # Until a launcher says what it waits for.
-_LONGEST_MESSAGE = 1 << 20
+_POLL_SECONDS = 0.05
+_LONGEST_MESSAGE, _LONGEST_GREETING = 1 << 20, 4096
+_MOST_STRANGERS = 256  # Connections that have not said yet whose they are.
 
 
 class LaunchError(Exception):
@@ -111,6 +112,7 @@ class _Peer:
         self.address = address[0]
         self.host = ""  # Where the user named one.
         self.done = False
+        self._until = time.monotonic() + _CONNECT_SECONDS
         connection.settimeout(_CONNECT_SECONDS)
         # When a machine goes down, the kernel finds out within about 8 s.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -123,17 +125,37 @@ class _Peer:
         with contextlib.suppress(OSError):  # Who receives finds out that the connection is lost.
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
+    def _peek(self):
+        """What has come and was not received: None for nothing, b"" for the end."""
+        self.socket.settimeout(0)
+        try:
+            return self.socket.recv(_LONGEST_GREETING, socket.MSG_PEEK)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+        finally:
+            self.socket.settimeout(_CONNECT_SECONDS)
+
+    def greeting(self):
+        """The first message, or None before it is complete."""
+        data = self._peek()
+        if data and b"\n" in data:
+            return self.receive()
+        may_come = data is None or 0 < len(data) < _LONGEST_GREETING
+        return None if may_come and time.monotonic() < self._until else {}
+
     def receive(self):
         """The next message, empty where the connection is lost or not that of a launcher."""
         try:
             message = json.loads(self._lines.readline(_LONGEST_MESSAGE))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return message if isinstance(message, dict) else {}
 
     def has_left(self):
         """Whether it closed the connection, of a launcher that has nothing to send."""
-        return bool(select.select([self.socket], [], [], 0)[0])
+        return self._peek() is not None
 
     def close(self):
         with contextlib.suppress(OSError):
@@ -222,8 +244,9 @@ class Cluster:
 
     def _gather(self):
         """Rank 0: waits for all others and sends them the addresses of all."""
-        size = self._position.size
-        with self._listen() as listener:
+        size, strangers = self._position.size, []
+        with self._listen() as listener, contextlib.ExitStack() as stack:
+            stack.callback(lambda: [stranger.close() for stranger in strangers])
             while True:
                 # A launcher that ended while it waited may come again, as a restarted pod does.
                 for rank in [rank for rank, peer in self._peers.items() if peer.has_left()]:
@@ -236,8 +259,8 @@ class Cluster:
                     f"launchers {names} of {size} did not come to port {self._port}",
                     "start one launcher for each rank, such as through srun, and open this port.",
                 )
-                with contextlib.suppress(socket.timeout):
-                    self._welcome(_Peer(*listener.accept()))
+                self._admit(listener, strangers)
+                time.sleep(_POLL_SECONDS)
         local = [peer.socket.getsockname()[0] for peer in self._peers.values()]
         remote = [address for address in local if not address.startswith("127.")]
         hosts = {0: self._position.host or (remote or ["127.0.0.1"])[0]}
@@ -254,20 +277,44 @@ class Cluster:
         master = self._position.master
         local = master if master == "localhost" or master.startswith("127.") else ""
         try:
-            listener = socket.create_server((local, self._port), backlog=self._position.size)
+            listener = socket.create_server((local, self._port), backlog=4096)
         except OSError as error:
             raise LaunchError(
                 f"cannot listen at port {self._port} ({error}): choose another with --port or "
                 "MASTER_PORT, for all launchers."
             ) from error
-        listener.settimeout(0.2)
+        listener.setblocking(False)
         return listener
 
-    def _welcome(self, peer):
-        """Lets a launcher of this job in, and closes the connection of anything else."""
-        message = peer.receive()
-        if message.get("job") != self._position.job:
-            return peer.close()
+    def _admit(self, listener, strangers):
+        """Lets in the launchers of this job among those that have connected, and waits for nobody.
+        Anything else is hung up on, also where it is slow, or one of too many."""
+        with contextlib.suppress(OSError):  # No more have connected, or no more files may be open.
+            for _ in range(_MOST_STRANGERS):
+                strangers.append(_Peer(*listener.accept()))
+        for peer in strangers[:]:
+            message = peer.greeting()
+            if message is not None:
+                strangers.remove(peer)
+                if self._is_launcher(message):
+                    self._welcome(peer, message)
+                else:
+                    peer.close()
+        while len(strangers) > _MOST_STRANGERS:
+            strangers.pop(0).close()
+
+    def _is_launcher(self, message):
+        rank, options = message.get("rank"), message.get("options")
+        return (
+            message.get("job") == self._position.job
+            and type(rank) is int
+            and 0 < rank < self._position.size
+            and isinstance(message.get("host"), str)
+            and isinstance(options, dict)
+            and options.keys() == self._options.keys()
+        )
+
+    def _welcome(self, peer, message):
         rank, options, peer.host = message["rank"], message["options"], message["host"]
         other = self._peers.get(rank)
         is_second = other is not None and not other.has_left()

@@ -1,6 +1,7 @@
 """The positions of launchers, and their cluster: here its launchers are threads of the test."""
 
 import contextlib
+import json
 import re
 import socket
 import threading
@@ -110,6 +111,89 @@ def test_strangers_are_turned_away():
         assert [getattr(each, "hosts", each) for each in found] == [["127.0.0.1"] * 6] * 3
     stranger.join()
     assert not any(answers)
+
+
+def launcher_message(**changes):
+    own = {"job": "", "rank": 1, "host": "", "options": {"workers": 1, "engine": "kvstore"}}
+    return json.dumps({**own, **changes}).encode() + b"\n"
+
+
+def sends_slowly(address, stop):
+    """It never comes to the end of the line."""
+    with socket.create_connection(address, 1) as connection, contextlib.suppress(OSError):
+        while not stop.wait(0.1):
+            connection.send(b" ")
+
+
+def connects_thousands_of_times(address, stop):
+    with contextlib.ExitStack() as stack:
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                connection = stack.enter_context(socket.create_connection(address, 1))
+                connection.sendall(b"{")
+                if len(stack._exit_callbacks) > 400:
+                    stack.pop_all().close()
+
+
+WRONG = [
+    b'{"job": ""}\n',
+    launcher_message(job="other"),
+    *(launcher_message(rank=rank) for rank in ("1", True, 3, 0, 1.0, None)),
+    launcher_message(host=5),
+    *(launcher_message(options=options) for options in ([], {"workers": 1})),
+    b"[" * 4000 + b"\n",
+    b"x" * 100_000,
+    b"\xff\xfe\n",
+]
+
+
+def sends_what_is_wrong(address, stop):
+    while not stop.is_set():
+        with contextlib.ExitStack() as stack:
+            for data in WRONG:
+                with contextlib.suppress(OSError):
+                    stack.enter_context(socket.create_connection(address, 1)).sendall(data)
+            stop.wait(0.1)
+
+
+STRANGERS = [sends_slowly, connects_thousands_of_times, sends_what_is_wrong]
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_strangers_delay_nobody(stranger):
+    port = free_port()
+    stop = threading.Event()
+    found = []
+
+    def connect(rank):
+        try:
+            found.append(Cluster(position(rank, 3, port), 1, "kvstore", 30))
+        except LaunchError as error:
+            found.append(error)
+
+    first = threading.Thread(target=connect, args=(0,))
+    first.start()
+    with contextlib.ExitStack() as ends:
+        ends.callback(first.join, 40)
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port + 1)):
+                break
+        others = [
+            threading.Thread(target=stranger, args=(("127.0.0.1", port + 1), stop)),
+            *(threading.Thread(target=connect, args=(rank,)) for rank in (1, 2)),
+        ]
+        for other in others:
+            ends.callback(other.join)
+            other.start()
+            time.sleep(0.5)
+        ends.callback(stop.set)
+        wait_until(lambda: len(found) == 3, 4)
+    try:
+        assert [getattr(each, "hosts", each) for each in found] == [["127.0.0.1"] * 3] * 3
+    finally:
+        for cluster in found:
+            if isinstance(cluster, Cluster):
+                cluster.close()
 
 
 @pytest.mark.parametrize(
