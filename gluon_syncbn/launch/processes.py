@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import errno
+import math
 import os
 import signal
 import subprocess
@@ -17,6 +18,8 @@ from . import runner
 _TERM_SECONDS = 4
 _SERVICE_SECONDS = 3  # For the KVStore's own processes, after the workers ended well.
 _POLL_SECONDS = 0.05
+# Other workers may notice an end, and report that they fail, so long before it is visible here.
+_UNSEEN_SECONDS = 0.2
 _SAME_SIGNAL_SECONDS = 0.5
 _TAIL_LINES, _TAIL_COLUMNS = 20, 400
 _LONGEST_LINE = 1 << 20
@@ -53,6 +56,7 @@ class Child:
         role, _, number = name.partition(" ")
         self.is_worker = role == "worker"
         self.reported = None  # The exit code with which a worker reported that it fails.
+        self.ended = math.inf  # When it did so, or ended without a report.
         self.write_error = None
         self._tails = [collections.deque(maxlen=_TAIL_LINES) for _ in range(2)]
         # "worker 1" prints as [1], "server 0" and "scheduler" as they are.
@@ -74,8 +78,13 @@ class Child:
             threading.Thread(target=self._relay, args=arguments, daemon=True)
             for arguments in zip(pipes, targets, self._tails)
         ]
-        for relay in self._relays:
+        for relay in [*self._relays, threading.Thread(target=self._note_end, daemon=True)]:
             relay.start()
+
+    def _note_end(self):
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        self.ended = min(self.ended, time.monotonic() - _UNSEEN_SECONDS)
 
     def _relay(self, pipe, target, tail):
         """Prints each line with the rank before it. A carriage return ends a line too, so that each
@@ -199,7 +208,8 @@ class Launch:
             if self._signals:
                 code = self._obey(watched)
             elif failed:
-                code = self._report(self._cause(failed))
+                time.sleep(_UNSEEN_SECONDS)
+                code = self._report(min(self._failures(), key=lambda child: child.ended))
             elif cluster and cluster.failure:
                 say(f"{cluster.failure}, so the processes here are ended.")
                 code = 1
@@ -225,21 +235,13 @@ class Launch:
             self._cluster.report_failure(text)
 
     def _failures(self):
-        """The processes that failed. Those that reported it come first, in that order."""
+        """The processes that failed."""
         children = {child.process.pid: child for child in self._children}
-        reports = []
         for line in os.pread(self._status, 1 << 20, 0).splitlines():
-            pid, code = map(int, line.split())
-            children[pid].reported = code
-            reports.append(children[pid])
-        return [*reports, *(child for child in self._children if child.code())]
-
-    def _cause(self, failed):
-        """The first that failed. A process that was killed reports nothing, and the others may fail
-        because of it before its end is visible here."""
-        time.sleep(_POLL_SECONDS)
-        killed = [child for child in self._children if child.code() == -signal.SIGKILL]
-        return (killed or failed)[0]
+            pid, code, when = line.split()
+            children[int(pid)].reported = int(code)
+            children[int(pid)].ended = float(when)
+        return [child for child in self._children if child.failed()]
 
     def _obey(self, workers):
         """Passes a signal on. Returns the exit code when the workers have ended, or have to."""

@@ -130,7 +130,7 @@ def _leave(code, worker, status):
         if os.getpid() == worker:
             # First, as a hook such as Horovod's may make other workers fail too.
             with contextlib.suppress(OSError):
-                os.write(status, b"%d %d\n" % (worker, code))
+                os.write(status, b"%d %d %f\n" % (worker, code, time.monotonic()))
             # A hook may wait for other workers indefinitely.
             timer = threading.Timer(EXIT_HOOKS_SECONDS, os._exit, (code,))
             timer.daemon = True

@@ -11,12 +11,10 @@ import subprocess
 import sys
 import textwrap
 import time
-import types
 
 import pytest
 from distributed_cluster import needs_horovod
 from gluon_syncbn.launch import __main__ as launch
-from gluon_syncbn.launch.processes import Launch
 from launched import ALONE, ENDED_SECONDS, STARTED_SECONDS, Launcher, free_port, wait_until
 
 TRAIN = """
@@ -140,20 +138,6 @@ def test_a_module_with_its_package(tmp_path):
 # How a launch ends.
 
 
-def test_a_killed_process_is_the_cause():
-    """The others' connections to it end, and they fail, before its end is visible."""
-
-    def child(*codes):
-        return types.SimpleNamespace(code=iter(codes).__next__)
-
-    failed, running, killed = child(1, 1), child(None, None), child(-signal.SIGKILL)
-    launched = Launch([], [], 1)
-    launched._children = [failed, running, killed]
-    assert launched._cause([failed]) is killed
-    launched._children = [failed, running]
-    assert launched._cause([failed]) is failed
-
-
 DEATHS = {
     "an exception": ("raise ValueError('bad')", 1, "worker 1 (process {}) ended with exit code 1"),
     "SIGKILL": (
@@ -185,6 +169,59 @@ time.sleep(1000)
     tail = launcher.text.partition("Its last lines:\n")[2].splitlines()
     assert 15 < len(tail) <= 20 and f"    dies {number} {when}" in tail and "    line 29" in tail
     assert ("    ValueError: bad" in tail) == (death == "an exception")
+
+
+QUIET = {
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", 143, "was killed by SIGTERM"),
+    "a segmentation fault": ("ctypes.string_at(0)", 139, "was killed by SIGSEGV"),
+    "an exit code": ("os._exit(7)", 7, "ended with exit code 7"),
+}
+
+
+@pytest.mark.parametrize("death", QUIET)
+def test_who_ended_first_is_named(death, start):
+    """Not worker 0, which fails because of it and reports that at once."""
+    line, code, sentence = QUIET[death]
+    script = f"""
+import ctypes, os, signal, socket
+if os.environ["GLUON_SYNCBN_RANK"] == "0":
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with open("part", "w") as file:
+            file.write(str(server.getsockname()[1]))
+        os.rename("part", "port")
+        server.accept()[0].recv(1)
+        raise ValueError("the other is gone")
+while not os.path.exists("port"):
+    pass
+connection = socket.create_connection(("127.0.0.1", int(open("port").read())))
+{line}
+"""
+    launcher = start(script, "-n", "2")
+    assert launcher.end() == code, launcher.text
+    assert re.search(
+        rf"worker 1 \(process \d+\) {sentence}, so all others are ended", launcher.text
+    )
+
+
+@pytest.mark.long
+@needs_horovod
+@pytest.mark.parametrize("death", QUIET)
+def test_who_ended_first_is_named_with_horovod(death, start):
+    line, code, sentence = QUIET[death]
+    script = f"""
+step()
+if hvd.rank() == 1:
+    import ctypes, signal
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # That of MXNet exits with 255.
+    {line}
+while True:
+    step()
+"""
+    launcher = start(ALL_REDUCE + script, "-n", "2", "--engine", "horovod")
+    assert launcher.end() == code, launcher.text
+    assert re.search(
+        rf"worker 1 \(process \d+\) {sentence}, so all others are ended", launcher.text
+    )
 
 
 @pytest.mark.long
