@@ -23,9 +23,8 @@ def write_all(writers):
     """Writes several files, {path: write(temporary path)}. Raises FileError.
 
     Each is written beside its place (a link's is that of its target) and renamed once all are on
-    the disk, so no file is ever half-written. Old files are taken away before, the first of them
-    first, and the first comes last: if the process is killed meanwhile, it is missing, and is never
-    an old one that is loaded with new others.
+    the disk, so no file is ever half-written. The first is taken away before all others and comes
+    last: if the process is killed meanwhile it is missing, rather than an old one with new others.
     """
     token = uuid.uuid4().hex[:12]
     places = {path: os.path.realpath(path) for path in writers}
@@ -59,9 +58,9 @@ def write_all(writers):
         finally:
             for path, place in places.items():
                 with contextlib.suppress(OSError):
-                    os.unlink(new[path])
-                with contextlib.suppress(OSError):
                     os.unlink(old[path]) if done else os.replace(old[path], place)
+                with contextlib.suppress(OSError):
+                    os.unlink(new[path])
 
 
 def _remove_leftovers(place):

@@ -23,8 +23,8 @@ Failures:
     When a worker, a server or the scheduler dies, its exit code and its last lines are shown, and
     all others are ended within 10 seconds, with the processes that they started. Otherwise they
     would wait for it indefinitely. The launcher then ends with that exit code, or 128 plus the
-    number of the signal. Ctrl-C, SIGTERM and SIGHUP are passed on to the workers, a second one
-    kills them.
+    number of the signal. Of several that die the first counts. Ctrl-C, SIGTERM and SIGHUP are
+    passed on to the workers, a second one kills them.
 
 What a worker finds:
     The script runs as with ``python train.py``, except that standard input is empty and that a

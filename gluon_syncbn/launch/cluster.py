@@ -296,26 +296,18 @@ class Cluster:
             message = peer.greeting()
             if message is not None:
                 strangers.remove(peer)
-                if self._is_launcher(message):
-                    self._welcome(peer, message)
-                else:
-                    peer.close()
+                self._welcome(peer, message)
         while len(strangers) > _MOST_STRANGERS:
             strangers.pop(0).close()
 
-    def _is_launcher(self, message):
-        rank, options = message.get("rank"), message.get("options")
-        return (
-            message.get("job") == self._position.job
-            and type(rank) is int
-            and 0 < rank < self._position.size
-            and isinstance(message.get("host"), str)
-            and isinstance(options, dict)
-            and options.keys() == self._options.keys()
-        )
-
     def _welcome(self, peer, message):
-        rank, options, peer.host = message["rank"], message["options"], message["host"]
+        job, rank, host, options = map(message.get, ("job", "rank", "host", "options"))
+        kinds = type(rank), type(host), type(options)
+        if kinds != (int, str, dict) or options.keys() != self._options.keys():
+            return peer.close()
+        if job != self._position.job or rank not in range(1, self._position.size):
+            return peer.close()
+        peer.host = host
         other = self._peers.get(rank)
         is_second = other is not None and not other.has_left()
         # From here on it gets the errors too.

@@ -24,10 +24,6 @@ def _is_number(value):
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _is_one_of(value, *words):
-    return isinstance(value, str) and value in words  # An array would be compared by element.
-
-
 def is_bfloat16(dtype):
     return np.dtype(dtype) == _BFLOAT16
 
@@ -163,7 +159,7 @@ class SyncBatchNorm(nn.BatchNorm):
             raise ValueError(f"momentum is {momentum!r}: give a number from 0 to 1, or None.")
         if not (_is_number(epsilon) and 0 <= epsilon < math.inf):
             raise ValueError(f"epsilon is {epsilon!r}: give a number of 0 or more.")
-        if not _is_one_of(running_variance, "biased", "unbiased"):
+        if str(running_variance) not in ("biased", "unbiased"):
             raise ValueError(
                 f"running_variance is {running_variance!r}: give 'biased' or 'unbiased'."
             )
@@ -185,7 +181,7 @@ class SyncBatchNorm(nn.BatchNorm):
             num_devices = int(num_devices)
         if group is not None and not isinstance(group, SyncGroup):
             raise ValueError(f"group is {group!r}: give a gluon_syncbn.SyncGroup, or None.")
-        if not (activation is None or _is_one_of(activation, "relu", "leaky_relu")):
+        if activation is not None and str(activation) not in ("relu", "leaky_relu"):
             raise ValueError(
                 f"activation is {activation!r}: give None, 'relu' or 'leaky_relu', and call any "
                 "other after the layer."
