@@ -19,12 +19,13 @@ class FileError(OSError):
     """A file that cannot be read or written; the text names it, the cause and what to do."""
 
 
-def write_all(writers):
+def write_all(writers, check=None):
     """Writes several files, {path: write(temporary path)}. Raises FileError.
 
     Each is written beside its place (a link's is that of its target) and renamed once all are on
-    the disk, so no file is ever half-written. The first is taken away before all others and comes
-    last: if the process is killed meanwhile it is missing, rather than an old one with new others.
+    the disk and check({path: temporary path}) raises nothing, so no file is ever half-written. The
+    first is taken away before all others and comes last: if the process is killed meanwhile it is
+    missing, rather than an old one with new others.
     """
     token = uuid.uuid4().hex[:12]
     places = {path: os.path.realpath(path) for path in writers}
@@ -44,6 +45,8 @@ def write_all(writers):
                 os.fsync(file.fileno())
                 if os.path.exists(path):
                     shutil.copymode(path, new[path])
+            if check:
+                check(new)
             for path, place in places.items() if len(places) > 1 else ():
                 if os.path.exists(place):
                     os.replace(place, old[path])

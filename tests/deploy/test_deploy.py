@@ -986,6 +986,19 @@ def test_an_error_between_two_renames_leaves_the_old_files(name, tmp_path, monke
     assert contents(tmp_path) == before
 
 
+def test_files_that_a_check_refuses_are_not_written(tmp_path):
+    path = str(tmp_path / "m")
+    seen = []
+
+    def check(temporary):
+        seen.append(Path(temporary[path]).read_bytes())
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        files.write_all({path: files.bytes_writer(b"new")}, check)
+    assert seen == [b"new"] and os.listdir(tmp_path) == []
+
+
 def test_a_file_that_is_replaced_keeps_its_rights(tmp_path):
     small(tmp_path / "m", 1)
     (tmp_path / "m-0000.params").chmod(0o640)
