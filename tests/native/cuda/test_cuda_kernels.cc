@@ -588,6 +588,33 @@ void sums_of_extreme_values_are_right() {
   }
 }
 
+// Sums of dy of zero, and of products that cancel up to bits that only a pair of floats holds.
+void products_that_cancel_leave_their_low_bits() {
+  check::context = "products that cancel";
+  constexpr int64_t kSize = 2048, kLanes = 32, kVector = 4;
+  Random random(5);
+  for (int i = 0; i < 200; ++i) {
+    Problem<float> p({1, 1, kSize}, 0);
+    std::fill_n(p.x.data(), kSize, 0.0f);
+    std::fill_n(p.dy.data(), kSize, 0.0f);
+    // Added by a lane each.
+    int64_t lanes[4];
+    for (int k = 0; k < 4; ++k) {
+      do lanes[k] = random.below(kLanes);
+      while (std::find(lanes, lanes + k, lanes[k]) != lanes + k);
+    }
+    const float rest = std::ldexp(1.0f, -24 - static_cast<int>(random.below(12)));
+    const float gradients[] = {1, 1, -1, -1}, values[] = {1, rest, 1, 0};
+    for (int k = 0; k < 4; ++k) {
+      p.dy[lanes[k] * kVector] = gradients[k];
+      p.x[lanes[k] * kVector] = values[k];
+    }
+    const ChannelSums sums = OnDevice<float>(p).backward_sums({Statistics{0, 0, 1, 1}})[0];
+    CHECK_EQ(sums.first.value(), 0);
+    CHECK_EQ(sums.second.value(), double{rest});
+  }
+}
+
 template <typename T>
 void statistics_of_arrays_are_those_of_the_host() {
   using A = Arithmetic<T>;
@@ -827,6 +854,7 @@ int main(int count, char** arguments) {
   if (!small) {
     divisions_are_exact();
     blocks_fit_every_generation();
+    products_that_cancel_leave_their_low_bits();
   }
   for_each_type([&](auto zero) {
     using T = decltype(zero);

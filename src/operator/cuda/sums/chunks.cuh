@@ -113,18 +113,18 @@ struct RoundedSums {
   // Whether the sums of a chunk of at most 2^13 values can be rounded. If both are zero, the values
   // are equal.
   SBN_DEVICE static bool fits(float origin, const Share<float>& sums) {
-    const bool first_is_zero = sums.first.high == 0 && sums.first.low == 0;
+    const bool first_is_zero = sums.first.is_zero(), second_is_zero = sums.second.is_zero();
     const int first = exponent_of(sums.first.high), second = exponent_of(sums.second.high);
     if (kBackward) {
       const auto in_range = [](int exponent) { return exponent >= -85 && exponent <= 120; };
       return (first_is_zero || in_range(first)) &&
-             (in_range(second) || (first_is_zero && sums.second.high == 0));
+             (in_range(second) || (first_is_zero && second_is_zero));
     }
     if (sums.second.high > 0) return second >= -80 && second <= 120;
     // Either the squares of all deviations from the origin are zero, or they vanish. They do not if
     // the origin is as large as this.
     const int scale = exponent_of(origin);
-    return sums.second.high == 0 && (origin == 0 || scale >= -100) &&
+    return second_is_zero && (origin == 0 || scale >= -100) &&
            (first_is_zero || (scale >= -49 && scale < 128));
   }
 
@@ -137,7 +137,7 @@ struct RoundedSums {
     if constexpr (kBackward) {
       // 40 bits each.
       const auto set = [&](const Partial<float>& sum, int* exponent) -> int64_t {
-        if (sum.high == 0 && sum.low == 0) return 0;
+        if (sum.is_zero()) return 0;
         *exponent = exponent_of(sum.high) - 39;
         return round(sum, power_of_2(-*exponent));
       };

@@ -54,6 +54,8 @@ struct Partial<float> {
     low = (low + other.low) + ((high - (sum - part)) + (other.high - part));
     high = sum;
   }
+  // After terms that cancel, all bits may be in `low`.
+  SBN_DEVICE bool is_zero() const { return high == 0 && low == 0; }
   SBN_DEVICE Partial from_lane(int mask) const {
     return {__shfl_xor_sync(kAllLanes, high, mask), __shfl_xor_sync(kAllLanes, low, mask)};
   }
