@@ -40,15 +40,19 @@ SBN_HOST_DEVICE float widen(Half x) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
   return wide;
 #else
-  // With exponent and fraction at their positions in a float, a finite number is 2^112 times too
-  // small. Infinities and NaN need the largest exponent.
+  // Exponent and fraction at their positions in a float. Infinities and NaN need the largest
+  // exponent.
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
   uint32_t special = magnitude >= 0x7c00u << 13 ? 0x7f800000u : 0;
   // A signaling NaN becomes quiet, as in hardware.
   special = magnitude > 0x7c00u << 13 ? 0x7fc00000u : special;
-  const float value = float_of_bits(magnitude) * 0x1p112f;
+  // Normal numbers are rebiased. Subnormal ones are the fraction of 2^-14 * (1 + fraction / 2^10).
+  // No float is subnormal, as processors may be set to take such floats for zero.
+  const uint32_t normal = magnitude + (112u << 23);
+  const float small = float_of_bits(magnitude + (113u << 23)) - 0x1p-14f;
+  const uint32_t value = magnitude < 1u << 23 ? bits_of_float(small) : normal;
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
-  return float_of_bits(bits_of_float(value) | special | sign);
+  return float_of_bits(value | special | sign);
 #endif
 }
 

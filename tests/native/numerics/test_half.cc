@@ -1,6 +1,11 @@
 // The 16-bit types, over all their values.
 #include <cmath>
 #include <limits>
+#include <string>
+
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
 
 #include "check.h"
 #include "numerics/formulas.h"
@@ -133,6 +138,19 @@ void test_all(const char* name) {
   nan_stays_nan<F>();
 }
 
+// As some libraries set the processor when they are loaded. Subnormal halves are normal floats.
+void halves_do_not_depend_on_the_modes_of_subnormal_floats() {
+#if defined(__SSE__)
+  constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x40;
+  const unsigned before = _mm_getcsr();
+  for (const unsigned mode : {kFlushToZero, kDenormalsAreZero, kFlushToZero | kDenormalsAreZero}) {
+    _mm_setcsr(before | mode);
+    test_all<HalfFormat>(("float16, MXCSR " + std::to_string(mode)).c_str());
+  }
+  _mm_setcsr(before);
+#endif
+}
+
 void wide_types_are_left_alone() {
   check::context = "float and double";
   float x = 0;
@@ -149,6 +167,7 @@ void wide_types_are_left_alone() {
 int main() {
   gluon_syncbn::test_all<gluon_syncbn::HalfFormat>("float16");
   gluon_syncbn::test_all<gluon_syncbn::BFloat16Format>("bfloat16");
+  gluon_syncbn::halves_do_not_depend_on_the_modes_of_subnormal_floats();
   gluon_syncbn::wide_types_are_left_alone();
   return check::finish("half");
 }
