@@ -1,5 +1,12 @@
 """Messages of layers through native channels: when they bypass Python, and when they go back."""
 
+import gluon_syncbn as sbn
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_syncbn.native.channel import LIMBS, Connection, Key
+from mxnet import autograd
+
 
 def test_python_has_no_part_in_what_all_processes_know(pair):
     for reported in pair.reported("through python"):
@@ -46,3 +53,36 @@ def test_a_probe_shows_who_has_arrived(pair):
     assert reported["second"] == reported["exchanged"] == "arrived"
     assert reported["next"] == reported["next after"] == "absent"
     assert reported["waits"] == ["arrived", 'a title ("probed" 3)', 'a title ("probed" 2)']
+
+
+class Twins:
+    """A store of two processes that bring the same."""
+
+    rank, size = 0, 2
+
+    def all_reduce(self, key, array):
+        return np.stack([array[0], array[0]])
+
+    def probe(self, *arguments):
+        raise RuntimeError("not expected to wait")
+
+
+@pytest.mark.parametrize("more", [(1, 0), (0, 3)])
+def test_a_channel_for_other_messages_is_not_taken(more):
+    """One of another size, or of more processes: the values of five fit nowhere here."""
+    store = Twins()
+    layer = sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(store=store))
+    layer.initialize()
+    size, processes = 2 + 6 * 3 + more[0], 2 + more[1]
+    kv = mx.kv.create("local")
+    slots = mx.nd.zeros((processes, LIMBS, size))
+    kv.init(7, slots)
+    connection = Connection(store.probe)
+    channel = connection.kvstore_channel("key", size, 0, kv, 7, slots)
+    native = layer._layer
+    with autograd.record():
+        layer(mx.nd.zeros((1, 3))).wait_to_read()
+        native.set_channel(Key(native.id, "forward", -1), channel, native.exchange)
+        layer(mx.nd.ones((1, 3))).wait_to_read()
+    assert channel.calls == 0
+    np.testing.assert_allclose(layer.running_mean.data().asnumpy(), 0.1, rtol=1e-6)

@@ -20,9 +20,11 @@ const ConnectionPtr& connection_of(void* connection) {
 
 const ChannelPtr& channel_of(void* channel) { return *static_cast<ChannelPtr*>(channel); }
 
-void* new_channel(void* connection, const char* key, int64_t size, Transports transports) {
-  return new ChannelPtr(
-      std::make_shared<Channel>(connection_of(connection), key, size, std::move(transports)));
+// For KVStoreSlots or HorovodArrays.
+template <typename Arrays>
+void* new_channel(void* connection, const char* key, const Arrays& a, Transports transports) {
+  return new ChannelPtr(std::make_shared<Channel>(connection_of(connection), key, a.size, a.ranks,
+                                                  std::move(transports)));
 }
 
 FixedPoint* fixed_point_of(void* fixed_point) { return static_cast<FixedPoint*>(fixed_point); }
@@ -89,7 +91,7 @@ void* gluon_syncbn_kvstore_channel(void* connection, const char* key, int exact_
     transports.fixed_point = std::make_shared<FixedPoint>(slots->size, slots->ranks, exact_bits);
     transports.sums = std::make_unique<KVStoreAdder>(*slots, *sums, transports.fixed_point);
   }
-  return new_channel(connection, key, slots->size, std::move(transports));
+  return new_channel(connection, key, *slots, std::move(transports));
 }
 
 void* gluon_syncbn_horovod_channel(void* connection, const char* key, int exact_bits,
@@ -100,7 +102,7 @@ void* gluon_syncbn_horovod_channel(void* connection, const char* key, int exact_
     transports.sums =
         std::make_unique<HorovodAdder>(key, arrays->process_set, *sums, transports.fixed_point);
   }
-  return new_channel(connection, key, arrays->size, std::move(transports));
+  return new_channel(connection, key, *arrays, std::move(transports));
 }
 
 int64_t gluon_syncbn_channel_calls(void* channel) { return channel_of(channel)->calls(); }

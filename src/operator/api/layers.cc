@@ -91,7 +91,7 @@ int gluon_syncbn_register(void* const* api, const char* process_uuid, int naive_
     const auto size = static_cast<int64_t>(message.values.size());
     const ChannelPtr channel = channels().find(message.layer, message.key);
     bool added;
-    if (channel && channel->size() == size) {
+    if (channel && channel->fits(size, static_cast<int64_t>(all->size()))) {
       try {
         added = channel->exchange(message.title, message.timeout_seconds, message.values.data(),
                                   all->data()) == Channel::Answer::kSums;

@@ -44,10 +44,11 @@ std::vector<InFlightExchanges::Entry> InFlightExchanges::entries() const {
 }
 
 Channel::Channel(std::shared_ptr<Connection> connection, std::string key, int64_t size,
-                 Transports transports)
+                 int64_t ranks, Transports transports)
     : connection_(std::move(connection)),
       key_(std::move(key)),
       size_(size),
+      ranks_(ranks),
       transports_(std::move(transports)) {}
 
 int64_t Channel::calls() const {

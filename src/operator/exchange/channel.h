@@ -100,10 +100,13 @@ struct Transports {
 // One key, by which all processes exchange the same number of values, again and again.
 class Channel {
  public:
-  Channel(std::shared_ptr<Connection> connection, std::string key, int64_t size,
+  Channel(std::shared_ptr<Connection> connection, std::string key, int64_t size, int64_t ranks,
           Transports transports);
 
-  int64_t size() const { return size_; }
+  // Whether exchange() takes messages of this size, and writes no more than this.
+  bool fits(int64_t size, int64_t all_size) const {
+    return size == size_ && all_size == ranks_ * size_;
+  }
   // The number of exchanges so far, and of those in which the store added.
   int64_t calls() const;
   int64_t sums() const;
@@ -128,7 +131,7 @@ class Channel {
 
   const std::shared_ptr<Connection> connection_;
   const std::string key_;
-  const int64_t size_;
+  const int64_t size_, ranks_;
   const Transports transports_;
   mutable std::mutex turn_;
   int64_t calls_ = 0, sums_ = 0;

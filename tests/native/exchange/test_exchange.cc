@@ -118,7 +118,7 @@ struct Process {
           slots, KVStoreSums{store_key + 1, packed, static_cast<float*>(packed->data)},
           transports.fixed_point);
     }
-    return std::make_shared<Channel>(connection, key, size, std::move(transports));
+    return std::make_shared<Channel>(connection, key, size, ranks, std::move(transports));
   }
 };
 
@@ -389,7 +389,7 @@ void horovod_carries_every_bit_and_its_size_is_checked() {
     input.shape = {kSize};
     output.shape = {of_other};
     const HorovodArrays arrays{allgather, 0, 2, kSize, &input, values.data(), &output};
-    Channel channel(connection, "key", kSize,
+    Channel channel(connection, "key", kSize, 2,
                     {std::make_unique<HorovodTransport>("key", arrays), nullptr, nullptr});
     const Doubles mine = any_bits(kSize, 1);
     const std::string error =
@@ -430,7 +430,7 @@ void horovod_adds_sums() {
   const HorovodArrays arrays{allgather, 3, 2, 8, &one, values.data(), &all};
   const HorovodSums adds{allreduce, 1, &input, &output, packed.data(), sums.data()};
   Channel channel(
-      std::make_shared<Connection>(), "key", 8,
+      std::make_shared<Connection>(), "key", 8, 2,
       {std::make_unique<HorovodTransport>("key", arrays),
        std::make_unique<HorovodAdder>("key", arrays.process_set, adds, fixed_point), fixed_point});
   Doubles first;
