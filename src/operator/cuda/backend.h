@@ -19,7 +19,6 @@ using Event = void*;
 struct CudaRuntime {
   int (*get_device)(int* device);
   int (*set_device)(int device);
-  int (*get_device_count)(int* count);
   // Whether the process has a context on the device. Does not create one.
   int (*has_context)(int* active, int device);
   int (*multiprocessors)(int* count, int device);
@@ -70,11 +69,14 @@ struct SumsOfDevices {
 };
 
 // The running statistics of a device, of the type of gamma; null mean: none. With a number of
-// batches they are the mean over all batches, else a moving average.
+// batches, this one not included, they are the mean over all batches, else a moving average.
 struct RunningUpdate {
-  void *mean, *variance, *num_batches;
+  void *mean, *variance;
+  const void* num_batches;
   double momentum;
   bool unbiased;
+  // Receives mean, variance and number of batches as they were, and the next number of batches.
+  double* before;
 };
 
 // Null gamma means ones. Null coefficients are not computed.

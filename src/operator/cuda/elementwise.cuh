@@ -371,25 +371,27 @@ SBN_DEVICE ChannelSums sum_of(const SumsOfDevices& devices, int64_t i) {
   return sums;
 }
 
-// The number of batches includes this one.
 template <typename P>
 SBN_DEVICE void update_running(const RunningUpdate& running, const Statistics& s, double count,
-                               int64_t c) {
+                               int64_t C, int64_t c) {
   if (!running.mean) return;
-  const double momentum = running.num_batches
-                              ? cumulative_momentum(*static_cast<const P*>(running.num_batches))
-                              : running.momentum;
-  const auto update = [&](void* values, double batch_value) {
+  double momentum = running.momentum;
+  if (running.num_batches) {
+    const P batches = *static_cast<const P*>(running.num_batches);
+    momentum = cumulative_momentum(batches + 1);
+    // The number itself is written by a later kernel, as all blocks read it.
+    if (c == 0) {
+      running.before[2 * C] = batches;
+      running.before[2 * C + 1] = batches + 1;
+    }
+  }
+  const auto update = [&](void* values, double batch_value, double* before) {
     P* const value = static_cast<P*>(values) + c;
+    before[c] = *value;
     *value = static_cast<P>(moving_average(*value, batch_value, momentum));
   };
-  update(running.mean, s.mean);
-  update(running.variance, running_variance(s, count, running.unbiased));
-}
-
-template <typename P>
-__global__ void __launch_bounds__(kThreads) count_batch(void* num_batches) {
-  if (global_thread() == 0) *static_cast<P*>(num_batches) += 1;
+  update(running.mean, s.mean, running.before);
+  update(running.variance, running_variance(s, count, running.unbiased), running.before + C);
 }
 
 // The statistics of all devices, the running statistics, the coefficients of y for each channel of
@@ -402,7 +404,7 @@ __global__ void __launch_bounds__(kThreads)
     const Statistics s = batch_statistics(sum_of(task.sums, i), task.count, task.epsilon);
     // The thread reads them again below.
     task.statistics[i] = s;
-    update_running<A>(task.running, s, task.count, i);
+    update_running<A>(task.running, s, task.count, task.C, i);
   }
   for (int d = 0; d < deliveries.size; ++d) deliver(deliveries.items[d], i);
   if (i >= task.C * task.batches || !task.coefficients) return;

@@ -48,7 +48,6 @@ cudaStream_t native(Stream stream) { return static_cast<cudaStream_t>(stream); }
 
 int get_device(int* device) { return cudaGetDevice(device); }
 int set_device(int device) { return cudaSetDevice(device); }
-int get_device_count(int* count) { return cudaGetDeviceCount(count); }
 // Only the driver API knows. The runtime has loaded the driver's library by then. If this library
 // were linked to it, it would not load on machines without a driver.
 int has_context(int* active, int device) {
@@ -125,11 +124,10 @@ void clear_error() { cudaGetLastError(); }
 #endif
 
 const CudaBackend kBackend{
-    {get_device,     set_device,      get_device_count,   has_context,   multiprocessors,
-     allocate,       release,         allocate_host,      release_host,  create_stream,
-     destroy_stream, synchronize,     create_event,       destroy_event, record,
-     wait_for,       can_access_peer, enable_peer_access, copy_to_host,  copy_to_device,
-     clear,          error_name,      error_text,         clear_error},
+    {get_device,     set_device,   has_context,   multiprocessors, allocate,           release,
+     allocate_host,  release_host, create_stream, destroy_stream,  synchronize,        create_event,
+     destroy_event,  record,       wait_for,      can_access_peer, enable_peer_access, copy_to_host,
+     copy_to_device, clear,        error_name,    error_text,      clear_error},
     kernels_of,
     "gpu",
     "CUDA " SBN_TEXT(__CUDACC_VER_MAJOR__) "." SBN_TEXT(

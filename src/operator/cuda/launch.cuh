@@ -335,11 +335,6 @@ int launch_finish_forward(const ForwardFinish& task, const Deliveries& deliverie
   for (int i = 0; i < deliveries.size; ++i) {
     threads = std::max(threads, deliveries.items[i].count);
   }
-  // Not in the kernel, whose blocks all read it.
-  void* const num_batches = task.running.mean ? task.running.num_batches : nullptr;
-  if (num_batches) SBN_LAUNCH(count_batch<A>, blocks_for(1), stream, num_batches);
-  const int error = num_batches ? last_launch_error() : 0;
-  if (error) return error;
   SBN_LAUNCH(finish_forward<A>, blocks_for(threads), stream, task, deliveries);
   return last_launch_error();
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <memory>
 
 namespace gluon_syncbn {
@@ -15,37 +16,36 @@ double count_of(const Shard& part) {
   return static_cast<double>(part.view.N * part.view.S);
 }
 
-// The running arrays, and copies of them on the host.
-struct Running {
-  void* device[kArrays];
-  void* host[kArrays] = {};
-  int64_t sizes[kArrays], value_size;
+// Running arrays: mean and variance, and the number of batches.
+int64_t running_size(int array, int64_t C) { return array < 2 ? C : 1; }
 
-  Running(const GpuForward& task, int64_t C)
-      : sizes{C, C, 1},
-        value_size(has_double_parameters(task.dtype) ? sizeof(double) : sizeof(float)) {
-    std::copy_n(task.running, kArrays, device);
+// Writes all running arrays, from doubles that follow each other.
+void deliver_running(const GpuForward& task, const double* from, Deliveries* deliveries) {
+  const int64_t C = task.parts[0].view.C;
+  const bool is_double = has_double_parameters(task.dtype);
+  for (int i = 0; i < kArrays; ++i) {
+    const int64_t size = running_size(i, C);
+    if (!task.running[i]) continue;
+    deliveries->items[deliveries->size++] = {from + i * C, size,      1,    task.running[i],
+                                             size,         is_double, false};
   }
+}
 
-  // The copies are valid after the next wait. To be called after queueing kernels, which small
-  // copies would delay.
-  void fetch(CudaPass* pass) {
-    for (int i = 0; i < kArrays; ++i) {
-      const auto* const from = static_cast<const char*>(device[i]);
-      if (from) host[i] = pass->fetch(from, sizes[i] * value_size);
-    }
-  }
-};
-
-// The statistics of each part, over all devices if they synchronize.
-std::vector<BatchPtr> batches_on_host(CudaPass* pass, const GpuForward& task, Running* running) {
+// The statistics of each part, over all devices if they synchronize. Copies the running arrays.
+std::vector<BatchPtr> batches_on_host(CudaPass* pass, const GpuForward& task,
+                                      void* (&running)[kArrays]) {
   const int64_t C = task.parts[0].view.C, count = static_cast<int64_t>(task.parts.size());
   ChannelSums* const on_device = pass->on_device<ChannelSums>(count * C);
   for (int64_t i = 0; i < count; ++i) {
     pass->forward_sums(task.parts[i].view, task.parts[i].x, on_device + i * C);
   }
   ChannelSums* sums = pass->fetch(on_device, count * C);
-  running->fetch(pass);
+  // Behind the kernels, which small copies would delay.
+  const size_t value_size = has_double_parameters(task.dtype) ? sizeof(double) : sizeof(float);
+  for (int i = 0; i < kArrays; ++i) {
+    const auto* const from = static_cast<const char*>(task.running[i]);
+    if (from) running[i] = pass->fetch(from, running_size(i, C) * value_size);
+  }
   pass->wait();
   std::vector<BatchPtr> batches;
   for (const ForwardShard& part : task.parts) {
@@ -61,35 +61,33 @@ std::vector<BatchPtr> batches_on_host(CudaPass* pass, const GpuForward& task, Ru
   return batches;
 }
 
-// Sends the statistics and the updated running statistics to the device, in one copy.
-void from_host(CudaPass* pass, const GpuForward& task, Statistics* statistics,
-               Deliveries* deliveries) {
-  const int64_t C = task.parts[0].view.C;
-  Running running(task, C);
-  const std::vector<BatchPtr> batches = batches_on_host(pass, task, &running);
-  const bool update = task.update_on_host(batches, running.host);
+// Sends the statistics, and the running statistics before and after the update, to the device in
+// one copy. Returns those before it; null without an update.
+const double* from_host(CudaPass* pass, const GpuForward& task, Statistics* statistics,
+                        Deliveries* deliveries) {
+  const int64_t C = task.parts[0].view.C, all_running = 2 * C + 1;
+  void* running[kArrays] = {};
+  const std::vector<BatchPtr> batches = batches_on_host(pass, task, running);
   const int64_t size = static_cast<int64_t>(batches.size()) * C * kDoubles;
-  double* const values = pass->on_host<double>(size + 2 * C + 1);
-  double* next = values;
-  for (const BatchPtr& batch : batches) {
-    std::memcpy(next, batch->channels.data(), batch->channels.size() * sizeof(Statistics));
-    next += C * kDoubles;
+  double* const values = pass->on_host<double>(size + 2 * all_running);
+  for (size_t i = 0; i < batches.size(); ++i) {
+    std::memcpy(values + i * C * kDoubles, batches[i]->channels.data(), C * sizeof(Statistics));
   }
-  for (int i = 0; i < kArrays && update; ++i) {
-    for (int64_t c = 0; running.host[i] && c < running.sizes[i]; ++c) {
-      *next++ = parameter(task.dtype, running.host[i], c);
+  const auto write_running = [&](double* to) {
+    for (int i = 0; i < kArrays; ++i) {
+      for (int64_t c = 0; running[i] && c < running_size(i, C); ++c) {
+        to[i * C + c] = parameter(task.dtype, running[i], c);
+      }
     }
-  }
+  };
+  write_running(values + size);
+  const bool update = task.update_on_host(batches, running);
+  write_running(values + size + all_running);
   double* const copy = &statistics->mean;
-  pass->upload(copy, values, next - values);
-  const double* from = copy + size;
-  for (int i = 0; i < kArrays && update; ++i) {
-    if (!running.host[i]) continue;
-    const int64_t length = running.sizes[i];
-    deliveries->items[deliveries->size++] = {
-        from, length, 1, running.device[i], length, has_double_parameters(task.dtype), false};
-    from += length;
-  }
+  pass->upload(copy, values, size + 2 * all_running);
+  if (!update) return nullptr;
+  deliver_running(task, copy + size + all_running, deliveries);
+  return copy + size;
 }
 
 // The sums of all devices, for kernels queued later. Adds the others' counts.
@@ -114,24 +112,31 @@ std::shared_ptr<Statistics> forward_on_gpu(const GpuForward& task) {
   const ForwardShard& first = task.parts[0];
   const int64_t C = first.view.C, count = static_cast<int64_t>(task.parts.size());
   const int64_t size = pass.coefficients_size(C);
-  // And from the host the running statistics.
-  const auto statistics = pass.keep<Statistics>((count + (task.update_on_host ? 1 : 0)) * C);
+  // And from the host the running statistics, twice.
+  const auto statistics = pass.keep<Statistics>((count + (task.update_on_host ? 2 : 0)) * C);
   char* const coefficients = first.y ? pass.on_device<char>(count * size) : nullptr;
   ForwardFinish finish{C,          count,           statistics.get(), first.gamma,
                        first.beta, first.epilogue,  coefficients,     size,
                        {},         count_of(first), task.epsilon,     {}};
-  Deliveries deliveries;
+  const bool is_double = has_double_parameters(task.dtype);
+  Deliveries deliveries, counted;
+  const double* before = nullptr;
   if (!task.from_batch) {
     pass.given_statistics(C, task.running[0], task.running[1], task.epsilon, statistics.get());
   } else if (task.update_on_host) {
-    from_host(&pass, task, statistics.get(), &deliveries);
+    before = from_host(&pass, task, statistics.get(), &deliveries);
   } else {
     ChannelSums* const own = pass.on_device<ChannelSums>(C);
     pass.forward_sums(first.view, first.x, own);
     finish.sums = sums_of_all(&pass, task.together, own, C, &finish.count);
     if (task.updates) {
-      finish.running = {task.running[0], task.running[1], task.running[2], task.rule.momentum,
-                        task.rule.unbiased};
+      double* const kept = pass.on_device<double>(2 * C + 2);
+      finish.running = {task.running[0],    task.running[1],    task.running[2],
+                        task.rule.momentum, task.rule.unbiased, kept};
+      if (task.running[2]) {
+        counted = {1, {{kept + 2 * C + 1, 1, 1, task.running[2], 1, is_double, false}}};
+      }
+      before = kept;
     }
   }
 
@@ -143,11 +148,25 @@ std::shared_ptr<Statistics> forward_on_gpu(const GpuForward& task) {
   deliver(task.mean, &statistics->mean);
   deliver(task.inv_std, &statistics->inv_std);
   pass.finish_forward(finish, deliveries);
-  for (int64_t i = 0; i < count && coefficients; ++i) {
-    pass.normalize(task.parts[i], coefficients + i * size);
+  try {
+    if (counted.size > 0) pass.finish_forward({}, counted);
+    for (int64_t i = 0; i < count && coefficients; ++i) {
+      pass.normalize(task.parts[i], coefficients + i * size);
+    }
+    // MXNet reads the results as soon as this call returns.
+    pass.finish();
+  } catch (const std::exception&) {
+    if (!before) throw;
+    Deliveries restored;
+    deliver_running(task, before, &restored);
+    try {
+      pass.finish_forward({}, restored);
+      pass.finish();
+    } catch (const std::exception&) {
+      // The device and its memory are lost.
+    }
+    throw;
   }
-  // MXNet reads the results as soon as this call returns.
-  pass.finish();
   return statistics;
 }
 

@@ -27,9 +27,9 @@ struct Usage {
 };
 Usage usage();
 
-// The next call of this function ("kernel" for kernels) fails with this error: 2 is out of memory,
-// 700 an illegal address.
-void fail_next(const std::string& function, int error);
+// After `calls` more calls, one of this function ("kernel" for kernels) fails with this error and
+// does nothing: 2 is out of memory, 700 an illegal address, 0 no error.
+void fail_next(const std::string& function, int error, int calls = 0);
 
 // Whether devices can access each other's memory, which they can at the start.
 void set_peers(bool can);

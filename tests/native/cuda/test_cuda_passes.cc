@@ -315,6 +315,66 @@ bool stops(const F& f) {
   return WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT;
 }
 
+// Whichever call of CUDA fails. On the host: also where the statistics are computed there.
+void a_forward_that_fails_leaves_the_running_statistics_alone() {
+  using A = float;
+  const View view{4, 300, 5};
+  const Problem<A> p(view, 3);
+  const std::vector<A> start(static_cast<size_t>(2 * view.C + 1), A{2});
+  DeviceArray<A> x(p.x.data(), view.size()), y(p.x.data(), view.size());
+  DeviceArray<A> beta(p.beta.data(), view.C), running(2 * view.C + 1);
+  int failures = 0;
+  for (const bool on_host : {false, true}) {
+    for (const RunningRule& rule : {RunningRule{0.9, false, false}, RunningRule{0, true, true}}) {
+      for (const char* function : {"kernel", "cudaMemcpyAsync", "cudaStreamSynchronize",
+                                   "cudaMalloc", "cudaHostAlloc", "cudaStreamCreateWithFlags"}) {
+        bool fails = true;
+        for (int calls = 0; fails; ++calls) {
+          check::context = std::string(function) + ", call " + std::to_string(calls);
+          running.set(start.data());
+          release_cuda_memory();
+          RunningState state;
+          GpuForward f{
+              0,
+              DType::kFloat32,
+              "data",
+              kEpsilon,
+              {{view, x.data(), nullptr, beta.data(), nullptr, {}, y.data(), Store::kWrite}},
+              true,
+              {},
+              {running.data(), running.data() + view.C,
+               rule.cumulative ? running.data() + 2 * view.C : nullptr},
+              true,
+              rule,
+              nullptr,
+              {},
+              {},
+              1};
+          if (on_host) {
+            f.update_on_host = [&](const std::vector<BatchPtr>& batches, void* const(&host)[3]) {
+              const auto values = [&](int i) { return static_cast<A*>(host[i]); };
+              state.update<A>(batches, rule, {values(0), values(1), values(2)});
+              return true;
+            };
+          }
+          fake_cuda::fail_next(function, 2, calls);
+          try {
+            forward_on_gpu(f);
+            fails = false;
+          } catch (const std::runtime_error&) {
+            ++failures;
+          }
+          fake_cuda::fail_next(function, 0);
+          const std::vector<A> now = running.get();
+          CHECK_EQ(now == start, fails);
+          CHECK_EQ(now.back(), !fails && rule.cumulative ? 3 : 2);
+        }
+      }
+    }
+  }
+  CHECK(failures > 30);
+}
+
 void the_fake_stops_what_would_be_a_race() {
   check::context = "misuse";
   constexpr int64_t kC = 3;
@@ -385,6 +445,7 @@ int main() {
   if (!cuda_backend()) return 1;
 #if !defined(SBN_REAL_CUDA)
   the_fake_stops_what_would_be_a_race();
+  a_forward_that_fails_leaves_the_running_statistics_alone();
 #endif
   memory_that_others_read_is_not_used_again();
   statistics_outlive_their_pass();
