@@ -174,6 +174,7 @@ for _name, (_result, *_arguments) in {
     "waiting": (_int,),
     "stuck_seconds": (_double,),
     "cuda": (_text,),
+    "peer_access": (_int,),
     "release": (None,),
     "catch_interrupts": (_int,),
     "connect": (_pointer, _long, PROBE),

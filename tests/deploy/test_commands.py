@@ -413,7 +413,7 @@ def test_other_modules_find_the_package_whole(tmp_path):
     [
         ("import time; time.sleep(60)", "it did not end within 2 s."),
         ("raise ValueError('the layer is off')", "the layer is off"),
-        ("print('RESULT', 0.5)", "is wrong by 0.5: please report it"),
+        ("print('RESULT [0.5, -1]')", "is wrong by 0.5: please report it"),
     ],
 )
 def test_doctor_survives_a_self_test_that_does_not(monkeypatch, capsys, tmp_path, program, message):
@@ -429,13 +429,14 @@ def test_doctor_survives_a_self_test_that_does_not(monkeypatch, capsys, tmp_path
 @pytest.mark.parametrize("gpus, remedies", [(0, 1), (1, 0), (8, 0)])
 def test_doctor_of_gpus(monkeypatch, capsys, gpus, remedies):
     state = {"mxnet": "1.9.1", "features": ["CUDA"], "gpus": gpus}
-    results = {"import": state, "kernels": "", "train": 1e-7}
+    results = {"import": state, "kernels": "", "train": [1e-7, 1 if gpus > 1 else -1]}
     monkeypatch.setattr(doctor, "_run", lambda probe, *_: doctor._Done(results[probe], ""))
     assert doctor.doctor() == remedies
     out = capsys.readouterr().out
     assert ("sees no GPU" in out) == (gpus == 0)
     assert ("self-test, 2 GPUs" in out) == (gpus == 8)
     assert ("self-test, 1 GPU:" in out) == (gpus == 1)
+    assert ("GPUs read each other's memory" in out) == (gpus == 8)
     monkeypatch.setenv("MXNET_ENGINE_TYPE", "NaiveEngine")
     assert doctor.doctor() == 1
     assert "MXNET_ENGINE_TYPE=NaiveEngine runs one device after another" in capsys.readouterr().out

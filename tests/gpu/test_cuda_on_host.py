@@ -288,6 +288,19 @@ assert abs(y - wanted).max() < 1e-5 and abs(small[5] - dy.sum((0, 2))).max() < 1
 """
 
 
+# What the doctor says of two GPUs; in a process of its own, as what was found out stays.
+PATHS = """
+import contextlib, io
+from gluon_syncbn.cli import doctor
+for value, path in (("0", "exchange sums through the host"), ("1", "read each other's memory")):
+    os.environ["MXNET_ENABLE_GPU_P2P"] = value
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        doctor._self_test(doctor._Findings(), "2 GPUs", ["cpu:0", "cpu:1"])
+    assert path in out.getvalue(), out.getvalue()
+"""
+
+
 SCRIPTS = {
     "kernels": KERNELS,
     "meeting": MEETING,
@@ -296,6 +309,7 @@ SCRIPTS = {
     "contexts": CONTEXTS,
     "errors": ERRORS,
     "errors of two": ERRORS_OF_TWO,
+    "paths": PATHS,
 }
 
 

@@ -240,6 +240,8 @@ void gluon_syncbn_release() { release_cuda_memory(); }
 
 const char* gluon_syncbn_cuda() { return cuda_backend() ? cuda_backend()->description : nullptr; }
 
+int gluon_syncbn_peer_access() { return peer_access(); }
+
 int gluon_syncbn_waiting() { return process.all_reduce->waiting(); }
 
 double gluon_syncbn_stuck_seconds() { return process.all_reduce->stuck_seconds(); }

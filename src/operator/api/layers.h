@@ -90,6 +90,9 @@ SBN_EXPORT double gluon_syncbn_stuck_seconds();
 // How and for what the CUDA kernels were compiled; null if there are none.
 SBN_EXPORT const char* gluon_syncbn_cuda();
 
+// See peer_access.
+SBN_EXPORT int gluon_syncbn_peer_access();
+
 // Frees the streams and the memory that are kept for the next calls on GPUs.
 SBN_EXPORT void gluon_syncbn_release();
 

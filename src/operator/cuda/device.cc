@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -274,10 +275,21 @@ void CudaPass::given_statistics(int64_t C, const void* mean, const void* varianc
         "The kernel of given statistics");
 }
 
+int peer_access() {
+  CudaPass::Pool& all = *CudaPass::pool();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  int access = -1;
+  for (const auto& [gpus, are] : all.peers) access = are && access != 0;
+  return access;
+}
+
 bool CudaPass::are_peers(const std::vector<int>& gpus) {
   Pool& all = *pool();
   const std::lock_guard<std::mutex> lock(all.mutex);
-  const auto [found, is_new] = all.peers.insert({gpus, true});
+  // MXNet's own switch, as peers hang or corrupt data on some machines.
+  const char* const set = std::getenv("MXNET_ENABLE_GPU_P2P");
+  const bool wanted = !set || (std::strcmp(set, "0") && std::strcmp(set, "false"));
+  const auto [found, is_new] = all.peers.insert({gpus, wanted});
   bool& are = found->second;
   if (!is_new) return are;
   for (const int gpu : gpus) {

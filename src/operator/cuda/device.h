@@ -22,6 +22,10 @@ void release_cuda_memory();
 // For the child of a fork, where CUDA is unusable: forgets streams and memory.
 void abandon_cuda_memory();
 
+// How the GPUs that have met so far get each other's sums: 1 by peer access, 0 (some) through the
+// host's memory; -1 if none have.
+int peer_access();
+
 // Writes zeros; ignores errors.
 void clear_on_gpu(int device, void* memory, size_t bytes) noexcept;
 
@@ -106,6 +110,7 @@ class CudaPass {
   struct Pool;
   friend void release_cuda_memory();
   friend void abandon_cuda_memory();
+  friend int peer_access();
 
   static Pool*& pool();
   void* memory(bool on_device, size_t bytes);
