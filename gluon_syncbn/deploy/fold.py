@@ -96,7 +96,7 @@ def _fold_one(graph, norm, arrays, dtype):
         layer.attrs["no_bias"] = "False"
     arrays[own[0].name] = mx.nd.array(new_weight, dtype=dtype)
     arrays[bias_name] = mx.nd.array(new_bias, dtype=dtype)
-    graph.redirect(lambda entry: (layer, 0) if entry[0] is norm else entry)
+    graph.rewrite(lambda node: (layer, 0) if node is norm else None)
     return None
 
 

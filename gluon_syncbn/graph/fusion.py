@@ -68,7 +68,7 @@ def fuse(graph):
         new[id(user)] = last, 0
         what = ["residual"] if residual else []
         fused.append((node.name, " + ".join([*what, *filter(None, [settings.get("activation")])])))
-    graph.redirect(lambda entry: new.get(id(entry[0]), entry))
+    graph.rewrite(lambda node: new.get(id(node)))
     return fused, left
 
 

@@ -14,11 +14,11 @@ from .symbols import (
     OUR_OPERATOR,
     ROLES,
     Graph,
-    before_layout_copies,
     is_in_place,
     is_true,
     settings_of,
-    unfuse,
+    taken_apart,
+    unfused,
     variable,
 )
 
@@ -112,20 +112,20 @@ def read_graph(block, operators):
     """The nodes of batch normalization in a SymbolBlock, each with a stock layer that has its
     parameters and settings, and [(name, operator, reason)] for nodes that cannot be replaced."""
     graph = Graph(block._cached_graph[1])
-    unfuse(graph)
     users = graph.users()
     layers, found, refused = {}, [], []
     for number, node in enumerate(graph.nodes()):
-        names = tuple(source.name for source, _ in node.inputs[1:])
         inner = (Graph.of_json(part) for part in node.more.get("subgraphs", ()))
+        norms = [part for each in inner for part in each.all_nodes() if part.operator in operators]
+        if not norms and node.operator not in operators:
+            continue
+        names = () if norms else tuple(source.name for source, _ in taken_apart(node)[2])
         why = None
-        if any(part.operator in operators for each in inner for part in each.all_nodes()):
+        if norms:
             why = (
                 "it has batch normalization in a graph of its own, as after optimize_for or "
                 "quantization: convert the net before."
             )
-        elif node.op == "null" or node.operator not in operators:
-            continue
         elif is_in_place(node):
             why = "it works in place: build the net and load its parameters."
         elif len(names) > len(ROLES):
@@ -158,37 +158,33 @@ def read_graph(block, operators):
 def spliced(symbol, replaced):
     """The symbol with layers in place of nodes."""
     graph = Graph(symbol)
-    unfuse(graph)
     nodes = graph.nodes()
     layers = {id(nodes[each.number]): each for each in replaced}
-    new = {}  # the entry that replaces each removed node
+    # The layout copies of our operator are removed with it.
+    ours = {number for number, each in layers.items() if each.operator in OUR_OPERATOR}
+    copies = {id(node) for node in nodes if node.is_layout_copy and id(node.inputs[0][0]) in ours}
 
-    def moved(entry):
-        return new.get(id(entry[0]), entry)
-
-    for node in nodes:
+    def change(node):
+        if id(node) in copies:
+            return node.inputs[0]
         each = layers.get(id(node))
         if each is None:
-            # The layout copies of our operator are removed with it.
-            source = layers.get(id(node.inputs[0][0])) if node.is_layout_copy else None
-            if source is not None and source.operator in OUR_OPERATOR:
-                new[id(node)] = new[id(node.inputs[0][0])]
-            continue
-        x, *parameters = node.inputs
-        if each.operator in OUR_OPERATOR:
-            x = before_layout_copies(x)
-        inputs = dict(zip(("x", *ROLES), map(moved, (x, *parameters))))
+            return None
+        x, residual, parameters = taken_apart(node)
+        inputs = dict(zip(("x", *ROLES), (x, *parameters)))
         variables = {name: variable(name) for name in inputs}
         part = Graph(each.layer.hybrid_forward(mx.sym, **variables))
-        for inner in part.nodes():
-            if inner.op != "null":
-                inner.name = f"{node.name}_{inner.name}"
-                inner.inputs = [
-                    inputs[entry[0].name] if entry[0].op == "null" else entry
-                    for entry in inner.inputs
-                ]
-        new[id(node)] = part.heads[0]
+
+        def connected(inner):
+            if inner.op == "null":
+                return inputs[inner.name]
+            inner.name = f"{node.name}_{inner.name}"
+            return None
+
+        part.rewrite(connected)
         part.heads[0][0].name = node.name
-    graph.redirect(moved)
+        return unfused(node, part.heads[0], residual)
+
+    graph.rewrite(change)
     result = graph.symbol()
     return result.as_np_ndarray() if is_numpy(symbol) else result

@@ -89,10 +89,9 @@ class Graph:
         self._read(json.loads(symbol.tojson()))
         # A SymbolBlock that is called twice has two nodes for each variable.
         first = {}
-        for node in self.nodes():
-            if node.op == "null":
-                first.setdefault(node.name, node)
-        self.redirect(lambda entry: (first[entry[0].name], 0) if entry[0].op == "null" else entry)
+        self.rewrite(
+            lambda node: (first.setdefault(node.name, node), 0) if node.op == "null" else None
+        )
 
     def _read(self, graph):
         nodes = []
@@ -143,11 +142,25 @@ class Graph:
         """The (node, output) that a user of :meth:`users` takes."""
         return self.heads[number] if user is None else user.inputs[number]
 
-    def redirect(self, change):
-        """Replaces each input and head by change(entry)."""
-        for node in self.nodes():
-            node.inputs = [change(entry) for entry in node.inputs]
-        self.heads = [change(entry) for entry in self.heads]
+    def rewrite(self, change):
+        """Replaces nodes in one pass from the inputs up.
+
+        change(node) is called once for each node, in the order of :meth:`nodes` before the first
+        change, when the node's inputs are replaced already. It returns the entry that takes the
+        place of the node's first output, or None.
+        """
+        new = {}
+
+        def moved(entry):
+            return new.get((id(entry[0]), entry[1]), entry)
+
+        nodes = self.nodes()
+        for node in nodes:
+            node.inputs = [moved(entry) for entry in node.inputs]
+            entry = change(node)
+            if entry:
+                new[id(node), 0] = entry
+        self.heads = [moved(entry) for entry in self.heads]
 
     def free_name(self, name):
         """`name`, or `name` and a number if a node has that name."""
@@ -217,34 +230,26 @@ def is_in_place(node):
     return is_true(node.attrs.get("inplace", "False"))
 
 
-def unfuse(graph):
-    """Gives the residuals and activations of our nodes in a Graph nodes of their own, except where
-    backward works in place."""
-    new = {}  # the entry that replaces each output
+def taken_apart(node):
+    """(x, residual or None, parameters) of a node of batch normalization: entries, those of data
+    before their layout copies."""
+    x, *parameters = node.inputs
+    residual = parameters.pop(RESIDUAL - 1) if has_residual(node) else None
+    return before_layout_copies(x), residual and before_layout_copies(residual), parameters
 
-    def moved(entry):
-        return new.get((id(entry[0]), entry[1]), entry)
 
-    users = graph.users()
-    for node in graph.nodes():
-        if node.operator not in OUR_OPERATOR or not is_fused(node) or is_in_place(node):
-            continue
-        copies = [user for user, _ in users[id(node)] if user and user.is_layout_copy]
-        last = y = (copies[0] if copies else node), 0
-        if has_residual(node):
-            residual = node.inputs.pop(RESIDUAL)
-            if node.inputs[0][0].is_layout_copy:
-                residual = residual[0].inputs[0]
-            y = Node("elemwise_add", f"{node.name}_add", inputs=[y, moved(residual)]), 0
-        activation, slope = (node.attrs.pop(name, None) for name in ("activation", "slope"))
-        if activation == "relu":
-            y = Node("Activation", f"{node.name}_relu", {"act_type": "relu"}, [y]), 0
-        elif activation == "leaky_relu":
-            attrs = {"act_type": "leaky", "slope": slope}
-            y = Node("LeakyReLU", f"{node.name}_leaky_relu", attrs, [y]), 0
-        node.attrs.pop("residual", None)
-        new[id(last[0]), 0] = y
-    graph.redirect(moved)
+def unfused(node, y, residual):
+    """The entry y of a normalization, followed by what a node of ours computes after it, in nodes
+    of their own."""
+    if residual:
+        y = Node("elemwise_add", f"{node.name}_add", inputs=[y, residual]), 0
+    activation = node.attrs.get("activation")
+    if activation == "relu":
+        y = Node("Activation", f"{node.name}_relu", {"act_type": "relu"}, [y]), 0
+    elif activation == "leaky_relu":
+        attrs = {"act_type": "leaky", "slope": node.attrs["slope"]}
+        y = Node("LeakyReLU", f"{node.name}_leaky_relu", attrs, [y]), 0
+    return y
 
 
 def make_stock(graph, within=None):
@@ -260,45 +265,44 @@ def make_stock(graph, within=None):
         for part in graphs:
             make_stock(part, node)
         node.more["subgraphs"] = [part._json() for part in graphs]
-    graph.redirect(before_layout_copies)
-    unfuse(graph)
     users = graph.users()
-    relus = {}
-    for node in graph.nodes():
+
+    def change(node):
+        if node.is_layout_copy:
+            return node.inputs[0]
         operator = node.operator
         if operator not in STOCK_OPERATORS and operator not in OUR_OPERATOR:
-            continue
+            return None
         if is_in_place(node):
             raise ExportError(
                 f"{node.name} works in place, where small gammas count as larger ones: export the "
                 "net or the file with its parameters, which are changed accordingly."
             )
-        if operator != "BatchNorm":
-            _require_one_output(graph, node, users[id(node)])
-            settings = settings_of(node.attrs)
-            node.attrs = {
-                "axis": str(settings["axis"]),
-                "eps": repr(settings["epsilon"]),
-                "fix_gamma": str(not settings["scale"]),
-                "momentum": repr(settings["momentum"]),
-                "use_global_stats": str(settings["use_global_stats"]),
-            }
-            node.op = "BatchNorm"
-            if within and len(node.inputs) > 1 + len(ROLES):
-                raise ExportError(
-                    f"{node.name} has momentum=None and is called in {within.name} "
-                    f"({within.operator}), which fixes the number of inputs: set the layer's "
-                    "momentum to a number for the export."
-                )
-            # With momentum=None there is another input for training: num_batches_tracked.
-            del node.inputs[1 + len(ROLES) :]
-            if STOCK_OPERATORS.get(operator):
-                relu = Node("Activation", node.name, {"act_type": "relu"}, [(node, 0)])
-                relus[id(node)] = relu
-    if relus:
-        graph.redirect(lambda entry: (relus[id(entry[0])], 0) if id(entry[0]) in relus else entry)
-        for relu in relus.values():
-            relu.inputs[0][0].name = graph.free_name(f"{relu.name}_bn")
+        if operator == "BatchNorm":
+            return None
+        _require_one_output(graph, node, users[id(node)])
+        x, residual, parameters = taken_apart(node)
+        if within and len(parameters) > len(ROLES):
+            raise ExportError(
+                f"{node.name} has momentum=None and is called in {within.name} "
+                f"({within.operator}), which fixes the number of inputs: set the layer's "
+                "momentum to a number for the export."
+            )
+        if STOCK_OPERATORS.get(operator):
+            node.attrs["activation"] = "relu"
+        settings = settings_of(node.attrs)
+        attrs = {
+            "axis": str(settings["axis"]),
+            "eps": repr(settings["epsilon"]),
+            "fix_gamma": str(not settings["scale"]),
+            "momentum": repr(settings["momentum"]),
+            "use_global_stats": str(settings["use_global_stats"]),
+        }
+        # With momentum=None there is another input for training: num_batches_tracked.
+        norm = Node("BatchNorm", node.name, attrs, [x, *parameters[: len(ROLES)]])
+        return unfused(node, (norm, 0), residual)
+
+    graph.rewrite(change)
 
 
 def before_layout_copies(entry):
