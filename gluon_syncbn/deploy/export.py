@@ -14,6 +14,7 @@ from ..graph.symbols import (
     Graph,
     Node,
     is_in_place,
+    is_random,
     is_true,
     make_stock,
     settings_of,
@@ -292,10 +293,6 @@ def _require_stock(graph):
 
 def _require_onnx(graph, arrays, dtype):
     """The outputs must not be random, and MXNet's converters must know the dtype."""
-
-    def is_random(node):
-        always = node.op == "Dropout" and node.attrs.get("mode") == "always"
-        return always or node.op.startswith(("_random_", "_sample_"))
 
     random = {node.op for node in filter(is_random, graph.all_nodes())}
     if random:

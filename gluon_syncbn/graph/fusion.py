@@ -1,10 +1,29 @@
 """Fuses what follows our operator in a graph into it: an addition, a relu, a leaky relu."""
 
+import collections
 import functools
 from typing import NamedTuple, Optional
 
+from mxnet.gluon import HybridBlock
+
 from ..layers.operator import is_numpy
-from .symbols import OUR_OPERATOR, RESIDUAL, Graph, Node, is_fused
+from .symbols import (
+    OUR_OPERATOR,
+    RESIDUAL,
+    ROLES,
+    STOCK_OPERATORS,
+    Graph,
+    Node,
+    is_fused,
+    is_random,
+    taken_apart,
+)
+
+
+_ORDER = (
+    "a residual would change the order of calls with a state, of random numbers or of gradients that "
+    "are added up"
+)
 
 
 class _End(NamedTuple):
@@ -20,7 +39,9 @@ def fuse(graph):
     """Fuses what follows our nodes of a Graph into them, where nothing else takes their output.
 
     That is relu, a leaky relu, or ``elemwise_add``, whose other operand becomes the residual, with
-    or without one of these after it. Of two such operands the first takes the other.
+    or without one of these after it. Of two such operands the first takes the other. A residual
+    must not change the order in which calls of one layer, random operators and operators of others
+    run, nor the order in which more than two gradients are added.
 
     Returns
     -------
@@ -37,39 +58,90 @@ def fuse(graph):
             if user and user.is_layout_copy:
                 last, (user, why) = user, _only_user(graph, users, user)
             ends[id(last)] = _End(node, last, user, why)
+    takers = _take_residuals(graph, ends)
     fused, left, new = [], [], {}
     for node, last, user, why in ends.values():
-        settings, residual = {}, None
+        what = []
         if user and user.op == "elemwise_add":
-            first, second = user.inputs
-            if first[0] is not last and id(first[0]) in ends and ends[id(first[0])].user is user:
-                left.append((node.name, "its output is the residual of another"))
+            if takers.get(id(user)) is not node:
+                why = "its output is the residual of another" if id(user) in takers else _ORDER
+                left.append((node.name, why))
                 continue
-            residual = second if first[0] is last else first
-            settings["residual"] = "True"
+            what = ["residual"]
             after, _ = _only_user(graph, users, user)
-            if after and _activation(after):
-                user = after
-                settings.update(_activation(after))
-        elif user:
-            settings.update(_activation(user))
-        if not settings:
+            user = after if after and _activation(after) else user
+        activation = user and _activation(user) or {}
+        if not what and not activation:
             left.append((node.name, why or f"it is followed by {user.operator}"))
             continue
-        if residual:
-            x, _ = node.inputs[0]
-            if x.is_layout_copy:
-                copy = Node("SwapAxis", f"{node.name}_residual", x.attrs, [residual])
-                residual = copy, 0
-            node.inputs.insert(RESIDUAL, residual)
-        node.attrs.update(settings)
+        node.attrs.update(activation)
         if last is not node:
             last.name = user.name
         new[id(user)] = last, 0
-        what = ["residual"] if residual else []
-        fused.append((node.name, " + ".join([*what, *filter(None, [settings.get("activation")])])))
+        fused.append((node.name, " + ".join([*what, *activation.get("activation", "").split()])))
     graph.rewrite(lambda node: new.get(id(node)))
     return fused, left
+
+
+def _take_residuals(graph, ends):
+    """Gives nodes the other operand of an addition as an input, where that changes no order that
+    counts. Returns {id of the addition: the node}."""
+    takers, replaced = {}, {}
+    before = None
+    for node, last, user, _ in ends.values():
+        if not user or user.op != "elemwise_add" or id(user) in takers:
+            continue
+        before = before or _order(graph, {})
+        first, second = user.inputs
+        residual = second if first[0] is last else first
+        use = id(node), RESIDUAL
+        if node.inputs[0][0].is_layout_copy:
+            copy = Node("SwapAxis", f"{node.name}_residual", node.inputs[0][0].attrs, [residual])
+            residual, use = (copy, 0), (id(copy), 0)
+        user.inputs = [(last, 0)]
+        node.inputs.insert(RESIDUAL, residual)
+        node.attrs["residual"] = "True"
+        if _order(graph, {**replaced, use: id(user)}) == before:
+            takers[id(user)] = node
+            replaced[use] = id(user)
+        else:
+            user.inputs = [first, second]
+            del node.inputs[RESIDUAL], node.attrs["residual"]
+    return takers
+
+
+def _order(graph, replaced):
+    """What must not change: the order of calls that share a state and of random operators, and that
+    in which MXNet adds the gradients of an entry.
+
+    replaced: {(id of a node, number of its input): id of the addition in whose place it is}
+    """
+    nodes = graph.nodes()
+    calls, gradients = collections.defaultdict(list), collections.defaultdict(list)
+    for node in nodes:
+        for state in _states(node):
+            calls[state].append(id(node))
+    for source, output in graph.heads:
+        gradients[id(source), output].append(0)
+    for node in reversed(nodes):
+        for number, (source, output) in enumerate(node.inputs):
+            user = replaced.get((id(node), number), id(node))
+            gradients[id(source), output].append(user)
+    # a + b has the bits of b + a.
+    sums = {key: (sorted(u[:2]), u[2:]) for key, u in gradients.items() if len(u) > 2}
+    return calls, sums
+
+
+def _states(node):
+    """The names of the running means that a node updates; "" for random numbers and for what
+    operators of others do."""
+    inner = (part for graph in node.graphs() for part in graph.all_nodes())
+    for each in (node, *inner):
+        if each.operator in STOCK_OPERATORS or each.operator in OUR_OPERATOR:
+            mean, _ = taken_apart(each)[2][ROLES.index("running_mean")]
+            yield mean.name
+        elif each.op == "Custom" or is_random(each, training=True):
+            yield ""
 
 
 def _only_user(graph, users, node):
@@ -102,20 +174,27 @@ def fused(symbol):
 
 def start_fusing(block):
     """Fuses the graphs that a HybridBlock compiles from now on."""
-    # The attribute hides the method of HybridBlock.
-    vars(block)["_get_graph"] = functools.partial(_fused_graph, block)
+    vars(block)["_fuses"] = True
 
 
 def stop_fusing(block):
-    del vars(block)["_get_graph"]
+    del vars(block)["_fuses"]
 
 
 def is_fusing(block):
-    return "_get_graph" in vars(block)
+    return "_fuses" in vars(block)
 
 
-def _fused_graph(block, *args):
-    if not block._cached_graph:
-        inputs, symbol = type(block)._get_graph(block, *args)
-        block._cached_graph = inputs, fused(symbol)
-    return block._cached_graph
+def _with_fusion(get_graph):
+    @functools.wraps(get_graph)
+    def fusing(block, *args):
+        if is_fusing(block) and not block._cached_graph:
+            inputs, symbol = get_graph(block, *args)
+            block._cached_graph = inputs, fused(symbol)
+        return get_graph(block, *args)
+
+    return fusing
+
+
+# Not an attribute of the block, which a copy of it would share.
+HybridBlock._get_graph = _with_fusion(HybridBlock._get_graph)

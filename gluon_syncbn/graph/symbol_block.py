@@ -115,8 +115,8 @@ def read_graph(block, operators):
     users = graph.users()
     layers, found, refused = {}, [], []
     for number, node in enumerate(graph.nodes()):
-        inner = (Graph.of_json(part) for part in node.more.get("subgraphs", ()))
-        norms = [part for each in inner for part in each.all_nodes() if part.operator in operators]
+        inner = [part for each in node.graphs() for part in each.all_nodes()]
+        norms = [part for part in inner if part.operator in operators]
         if not norms and node.operator not in operators:
             continue
         names = () if norms else tuple(source.name for source, _ in taken_apart(node)[2])

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import mxnet as mx
 from mxnet.util import is_np_array
@@ -20,6 +21,11 @@ ROLES = ("gamma", "beta", "running_mean", "running_var")
 # The number of the input that our operator adds to the normalization, if it has one.
 RESIDUAL = 3
 _DEFAULT_MOMENTUM = 0.9
+_RANDOM = re.compile(
+    "_(random|sample|shuffle|image_random|npx__image_random|npi_random|contrib_dgl_csr_neighbor)|"
+    "_npi_(bernoulli|choice|exponential|gamma|gumbel|logistic|multinomial|normal|pareto|rayleigh|"
+    "shuffle|uniform|weibull)"
+)
 
 
 class ExportError(RuntimeError):
@@ -77,6 +83,10 @@ class Node:
     def is_layout_copy(self):
         """Whether it is a layout copy of our operator: it swaps an axis with itself."""
         return self.op == "SwapAxis" and self.attrs.get("dim1") == self.attrs.get("dim2")
+
+    def graphs(self):
+        """The graphs within a node, such as a loop; changes to them are not written back."""
+        return [Graph.of_json(part) for part in self.more.get("subgraphs", ())]
 
 
 class Graph:
@@ -204,12 +214,9 @@ class Graph:
 
     def all_nodes(self):
         """The nodes, also those of graphs within nodes, which can be read but not changed."""
-        inner = [Graph.of_json(part) for _, parts in self.subgraphs() for part in parts]
-        return self.nodes() + [node for graph in inner for node in graph.all_nodes()]
-
-    def subgraphs(self):
-        """(node, its graphs) of each node that has graphs of its own, such as a loop."""
-        return [(node, node.more["subgraphs"]) for node in self.nodes() if "subgraphs" in node.more]
+        nodes = self.nodes()
+        inner = [graph for node in nodes for graph in node.graphs()]
+        return nodes + [node for graph in inner for node in graph.all_nodes()]
 
 
 def _free(name, taken, separator):
@@ -220,6 +227,14 @@ def _free(name, taken, separator):
 def is_fused(node):
     """Whether a node of ours computes more than the normalization."""
     return has_residual(node) or node.attrs.get("activation", "None") != "None"
+
+
+def is_random(node, training=False):
+    """Whether a node draws random numbers."""
+    if node.op == "Dropout":
+        return training or node.attrs.get("mode") == "always"
+    in_training = node.op == "RNN" or node.attrs.get("act_type") == "rrelu"
+    return training and in_training or bool(_RANDOM.match(node.op))
 
 
 def has_residual(node):
@@ -260,11 +275,12 @@ def make_stock(graph, within=None):
     as ``BatchNorm`` returns them in another form, and for momentum=None in a graph `within` a node,
     such as a loop.
     """
-    for node, inner in graph.subgraphs():
-        graphs = [Graph.of_json(entry) for entry in inner]
+    for node in graph.nodes():
+        graphs = node.graphs()
         for part in graphs:
             make_stock(part, node)
-        node.more["subgraphs"] = [part._json() for part in graphs]
+        if graphs:
+            node.more["subgraphs"] = [part._json() for part in graphs]
     users = graph.users()
 
     def change(node):
