@@ -1,6 +1,7 @@
 """Writes a trained net for stock MXNet and ONNX Runtime, which load it without this package."""
 
 import collections
+import functools
 import logging
 import os
 from typing import Dict, NamedTuple, Optional, Tuple
@@ -19,12 +20,20 @@ from ..graph.symbols import (
     make_stock,
     settings_of,
 )
-from ..graph.trace import last_line, parameters_of, trace
+from ..graph.trace import last_line, parameters_of, run, trace
 from ..layers.batch_norm import is_bfloat16
 from . import onnx_model
-from .files import FileError, bytes_writer, parameter_writer, write_all
+from .check import check, evaluate, likely_shapes
+from .files import (
+    FileError,
+    bytes_writer,
+    parameter_writer,
+    read_parameters,
+    read_symbol,
+    write_all,
+)
 from .fold import fold as fold_graph
-from .values import values_of
+from .values import used_parameters, values_of
 
 __all__ = ["ExportError", "Exported", "FileError", "export"]
 
@@ -51,6 +60,9 @@ class Exported(NamedTuple):
         The nodes of batch normalization that were folded into the layer before them.
     left : dict of str to str
         With ``fold=True``, the nodes that were not folded, and why.
+    error : float or None
+        The largest difference between the outputs of symbol and params and those of the net on
+        random input, relative to the largest value. None if they could not be compared.
     """
 
     symbol: str
@@ -59,6 +71,7 @@ class Exported(NamedTuple):
     onnx_error: Optional[float]
     folded: Tuple[str, ...]
     left: Dict[str, str]
+    error: Optional[float]
 
 
 def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=None):
@@ -135,9 +148,14 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
     parameters = parameters_of(net)
     symbol, inputs = trace(net, shapes, parameters)
     graph = Graph(symbol)
-    arrays = values_of(parameters, graph, inputs)
+    used = used_parameters(parameters, graph, inputs)
     target = Target(path, epoch, fold, onnx, shapes, dtype)
-    return write_graph(graph, arrays, inputs, target, net.name)
+
+    def run_net(values, data):
+        values = {used[name]: array for name, array in values.items()}
+        return run(net, parameters, values, [data[name] for name in inputs])
+
+    return write_graph(graph, values_of(used), inputs, target, net.name, run_net)
 
 
 class Target(NamedTuple):
@@ -151,17 +169,21 @@ class Target(NamedTuple):
     dtype: Optional[str]
 
 
-def write_graph(graph, arrays, inputs, target, title):
+def write_graph(graph, arrays, inputs, target, title, run=None):
     """Exports a Graph with any kind of batch normalization.
 
-    arrays: {name: NDArray}; inputs: names. The graph, arrays and inputs are changed.
+    arrays: {name: NDArray}; inputs: names; run(arrays, {input: NumPy array}): the outputs that the
+    files must have, by default those of the graph as it is. The graph and arrays are changed.
     """
     path, epoch, fold, onnx, shapes, dtype = target
+    symbol, values = graph.symbol(), dict(arrays)
+    run = run or functools.partial(evaluate, symbol)
     if shapes and len(shapes) != len(inputs):
         raise ValueError(
             f"input_shape has {len(shapes)} shapes, and {title} has {len(inputs)} inputs "
             f"({', '.join(inputs)}): give one for each."
         )
+    all_shapes = dict(zip(inputs, shapes)) if shapes else likely_shapes(symbol, arrays, inputs)
     _set_least_gammas(graph, arrays)
     make_stock(graph)
     _require_stock(graph)
@@ -170,7 +192,6 @@ def write_graph(graph, arrays, inputs, target, title):
     if onnx is not None:
         _require_onnx(graph, arrays, dtype)
     _prepare(graph, arrays, dtype)
-    plain = graph.symbol(), dict(arrays)
     folded, left = fold_graph(graph, arrays, dtype) if fold else ([], {})
     if dtype:
         _cast(graph, arrays, dtype)
@@ -190,16 +211,24 @@ def write_graph(graph, arrays, inputs, target, title):
         symbol_file: bytes_writer(symbol.tojson().encode()),
         params_file: parameter_writer(tagged),
     }
-    error = None
+    error = onnx_error = None
     if onnx is not None:
         onnx = os.fspath(onnx)
         if any(os.path.abspath(onnx) == os.path.abspath(path) for path in writers):
             raise ValueError(f"onnx= is {onnx}, which is another file of this export: rename it.")
         model = onnx_model.to_onnx(graph, arrays, named, input_dtype)
-        error = _compare(model, plain, named, input_dtype)
+        onnx_error = onnx_model.compare(model, run, values, all_shapes, input_dtype)
         writers[onnx] = bytes_writer(model)
-    write_all(writers)
-    return Exported(symbol_file, params_file, onnx, error, tuple(folded), left)
+
+    def compare(temporary):
+        nonlocal error
+        written = read_symbol(temporary[symbol_file])
+        # The names have arg: or aux: before them.
+        found = {n[4:]: a for n, a in read_parameters(temporary[params_file]).items()}
+        error = check(run, values, written, found, all_shapes, input_dtype, title)
+
+    write_all(writers, compare)
+    return Exported(symbol_file, params_file, onnx, onnx_error, tuple(folded), left, error)
 
 
 def _prepare(graph, arrays, dtype):
@@ -401,24 +430,3 @@ def _check_inference(symbol, shapes):
             f"The net does not take inputs of input_shape {', '.join(map(str, shapes.values()))} "
             f"({last_line(error)}): give the shapes with which the net is called."
         ) from error
-
-
-def _compare(model, plain, shapes, dtype):
-    """Compares ONNX Runtime with MXNet, which computes float16 nets in float32: its CPU operators
-    lack float16."""
-    symbol, arrays = plain
-    rng = np.random.default_rng(0)
-    inputs = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
-    compute = "float32" if dtype == np.float16 else dtype
-    values = {
-        name: array.astype(compute if np.dtype(array.dtype).kind == "f" else array.dtype)
-        for name, array in arrays.items()
-    }
-
-    def evaluate(inputs):
-        values.update({name: mx.nd.array(x, dtype=compute) for name, x in inputs.items()})
-        with mx.autograd.pause(train_mode=False):
-            outputs = mx.nd.CachedOp(symbol)(*(values[name] for name in symbol.list_inputs()))
-        return [y.asnumpy() for y in (outputs if isinstance(outputs, list) else [outputs])]
-
-    return onnx_model.compare(model, evaluate, inputs, dtype)

@@ -10,7 +10,7 @@ from ..graph.trace import numbered
 _log = logging.getLogger("gluon_syncbn")
 
 
-def _used_parameters(parameters, graph, inputs):
+def used_parameters(parameters, graph, inputs):
     """{name: parameter} of the graph, whose nodes get their names back."""
     by_variable = {}
     for name, same in parameters.items():
@@ -37,10 +37,10 @@ def _used_parameters(parameters, graph, inputs):
     return used
 
 
-def values_of(parameters, graph, inputs):
-    """{name: copy of the value on the CPU} of the graph's parameters."""
+def values_of(used):
+    """{name: copy of the value on the CPU} of parameters {name: parameter}."""
     unset, arrays, uneven = [], {}, []
-    for name, parameter in _used_parameters(parameters, graph, inputs).items():
+    for name, parameter in used.items():
         if parameter._data is None:
             unset.append(name)
             continue

@@ -19,10 +19,9 @@ from .symbols import (
     taken_apart,
 )
 
-
 _ORDER = (
-    "a residual would change the order of calls with a state, of random numbers or of gradients that "
-    "are added up"
+    "a residual would change the order of calls with a state, of random numbers or of gradients "
+    "that are added up"
 )
 
 

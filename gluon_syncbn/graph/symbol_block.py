@@ -74,6 +74,8 @@ class SyncGraph(SymbolBlock):
 def composed(block, x, *args):
     """Applies the graph of a SymbolBlock to symbols. MXNet's own forward fails for NumPy's symbols,
     whose outputs it cannot list, and changes the block's nodes."""
+    if not isinstance(x, mx.sym.Symbol):
+        return type(block).forward(block, x, *args)
     inputs, form = _flatten([x, *args], "input")
     assert form == block._in_format, "the inputs do not match the graph"
     graph = mx.sym.load_json(block._cached_graph[1].tojson())

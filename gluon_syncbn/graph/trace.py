@@ -29,6 +29,48 @@ def parameters_of(net):
 def trace(net, shapes, parameters):
     """The symbol of a net in inference, and the names of its inputs. Parameters that share a name
     get a number after it."""
+    with _in_inference(net, parameters):
+        try:
+            variables = [variable(name) for name in _input_names(net, shapes)]
+            outputs, _ = _flatten(net(*_arguments(net, variables)), "output")
+            symbol = mx.sym.Group(outputs) if len(outputs) > 1 else outputs[0]
+        except Exception as error:  # The net's code may raise anything.
+            raise ExportError(
+                f"{type(net).__name__} '{net.name}' cannot be traced as a graph "
+                f"({type(error).__name__}: {last_line(error)}): its forward must work with "
+                "symbols, as for hybridize(). For a net of several inputs, give input_shape=[...]."
+            ) from error
+    return symbol, [each.name for each in variables]
+
+
+def run(net, parameters, values, inputs):
+    """The outputs of the net itself in inference, as NumPy arrays: on the CPU and not hybridized.
+
+    values: {parameter: NDArray} to compute with; inputs: NumPy arrays, in the order of the inputs.
+    """
+    with _in_inference(net, parameters) as is_np, contextlib.ExitStack() as undo, mx.cpu():
+
+        def change(thing, **attributes):
+            undo.callback(vars(thing).update, {name: vars(thing)[name] for name in attributes})
+            vars(thing).update(attributes)
+
+        for parameter, value in values.items():
+            data = [value.as_np_ndarray() if is_np else value]
+            # By the lowest bit of MXNet's number for a kind of device, 1 for the CPU.
+            change(parameter, _data=data, _ctx_list=[mx.cpu()], _ctx_map=[[], [0]])
+        for _, block in walk(net):
+            if isinstance(block, HybridBlock):
+                change(block, _active=False, _cached_op=None, _cached_op_args=[])
+            if isinstance(block, SyncGraph):
+                block._splice()
+        make = mx.np.array if is_np else mx.nd.array
+        arrays = [make(x, dtype=x.dtype) for x in inputs]
+        outputs, _ = _flatten(net(*_arguments(net, arrays)), "output")
+        return [y.asnumpy() for y in outputs]
+
+
+@contextlib.contextmanager
+def _in_inference(net, parameters):
     is_np = _is_numpy_net(net, parameters)
     with contextlib.ExitStack() as stack:
         # MXNet's NumPy arrays need its NumPy shapes.
@@ -37,17 +79,7 @@ def trace(net, shapes, parameters):
         stack.enter_context(_unchanged(net, parameters))
         stack.enter_context(mx.autograd.pause(train_mode=False))
         stack.enter_context(mx.name.NameManager())
-        try:
-            inputs, arguments = _inputs(net, shapes)
-            outputs, _ = _flatten(net(*arguments), "output")
-            symbol = mx.sym.Group(outputs) if len(outputs) > 1 else outputs[0]
-        except Exception as error:  # The net's code may raise anything.
-            raise ExportError(
-                f"{type(net).__name__} '{net.name}' cannot be traced as a graph "
-                f"({type(error).__name__}: {last_line(error)}): its forward must work with "
-                "symbols, as for hybridize(). For a net of several inputs, give input_shape=[...]."
-            ) from error
-    return symbol, [each.name for each in inputs]
+        yield is_np
 
 
 def _is_compiled(net):
@@ -64,18 +96,22 @@ def _is_numpy_net(net, parameters):
     return any(map(is_numpy, arrays)) if arrays else is_np_array()
 
 
-def _inputs(net, shapes):
-    """(variables, the arguments of the net made of them)."""
+def _input_names(net, shapes):
     if _is_compiled(net):
-        variables = [variable(known.name) for known in net._cached_graph[0]]
-        rest = iter(variables)
-        # An input that is None has no variable.
-        given = [next(rest) if size else None for size in _sizes(net._in_format)]
-        return variables, _regroup(given, net._in_format)
+        return [known.name for known in net._cached_graph[0]]
     count = len(shapes or [None])
-    names = ["data"] if count == 1 else [f"data{number}" for number in range(count)]
-    variables = [variable(name) for name in names]
-    return variables, variables
+    return ["data"] if count == 1 else [f"data{number}" for number in range(count)]
+
+
+def _arguments(net, inputs):
+    """The arguments of a call of the net, made of its inputs."""
+    if not _is_compiled(net):
+        return inputs
+    rest = iter(inputs)
+    # An input that is None has no variable.
+    return _regroup(
+        [next(rest) if size else None for size in _sizes(net._in_format)], net._in_format
+    )
 
 
 def _sizes(form):

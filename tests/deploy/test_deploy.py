@@ -753,7 +753,7 @@ def test_a_wrong_converter_is_noticed(tmp_path, monkeypatch, make, number):
     ready(net, (2, 3, 16, 16))
     _, _, converter = onnx_model.load_onnx()
     monkeypatch.setitem(converter.registry_[12], "relu", converter.registry_[12]["sigmoid"])
-    with pytest.raises(sbn.ExportError, match=rf"output {number} differs from MXNet's by \d"):
+    with pytest.raises(sbn.ExportError, match=rf"output {number} differs from the net's by \d"):
         sbn.export(net, tmp_path / "m", onnx=tmp_path / "o", input_shape=(2, 3, 16, 16))
     assert os.listdir(tmp_path) == []
 
@@ -768,11 +768,11 @@ def test_suppression_by_class_is_refused_where_no_box_would_show_it(tmp_path):
 
 
 def test_a_net_that_amplifies_rounding_is_refused(tmp_path):
-    """MXNet's own output changes as much when the input is rounded differently."""
+    """The net's own output changes as much when the input is rounded differently."""
     chaotic = nn.HybridLambda(lambda F, x: F.sin(1e5 * x))
     net = sequential(nn.Conv2D(4, 3, in_channels=64), chaotic)
     ready(net, (1, 64, 16, 16))
-    with pytest.raises(sbn.ExportError, match=r"by \S+ of .* the net amplifies rounding, as MXNet"):
+    with pytest.raises(sbn.ExportError, match=r"by \S+ of .* the net amplifies rounding, as its own"):
         sbn.export(net, tmp_path / "m", onnx=tmp_path / "m.onnx", input_shape=(1, 64, 16, 16))
     assert os.listdir(tmp_path) == []
 

@@ -1,0 +1,153 @@
+"""Compares what an export writes with the net."""
+
+import logging
+
+import mxnet as mx
+import numpy as np
+
+from ..graph.symbols import ExportError, Graph, is_random
+from ..graph.trace import last_line
+from ..layers.batch_norm import is_bfloat16
+
+_log = logging.getLogger("gluon_syncbn")
+
+# Of an output's largest value. Nets that amplify rounding may differ by AMPLIFIED times as much as
+# the net itself does when its parameters change by a rounding error.
+TOLERANCE, AMPLIFIED = 1e-5, 10
+_PERTURBED = 3
+# Small inputs are drawn several times, so that a value that a relu cuts off is among them.
+_DRAWS, _VALUES = 8, 4096
+# Sizes of inputs to try where none is given.
+_BATCH, _SIDES = 4, (32, 224, 300)
+
+
+def evaluate(symbol, arrays, inputs):
+    """The outputs of a symbol in inference on the CPU. arrays: {name: NDArray}, inputs: {name:
+    NumPy array}; the arrays are copied, as MXNet overwrites a gamma that is fixed."""
+    graph = Graph(symbol)
+    for node in graph.nodes():
+        node.attrs.pop("__dtype__", None)
+    symbol = graph.symbol()
+    values = {name: array.copy() for name, array in arrays.items()}
+    with mx.autograd.pause(train_mode=False), mx.util.np_shape(True), mx.cpu():
+        values.update({name: mx.nd.array(x, dtype=x.dtype) for name, x in inputs.items()})
+        outputs = mx.nd.CachedOp(symbol)(*(values[name] for name in symbol.list_inputs()))
+        return [y.asnumpy() for y in (outputs if isinstance(outputs, list) else [outputs])]
+
+
+def random_inputs(shapes, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def check(run, values, symbol, arrays, shapes, dtype, title):
+    """The largest difference of a symbol's outputs from those of a net, relative to the largest
+    value, or None if they cannot be compared, which is logged. Raises ExportError if they differ.
+
+    run(values, inputs): the outputs of the net with {name: NDArray} as parameters; values: its
+    own; arrays: those of the symbol; shapes: {name of an input: shape}; dtype: of the inputs.
+    """
+    compute = np.dtype("float64" if dtype == np.float64 else "float32")
+    # The net computes with values that are rounded as those in the file.
+    rounded = {
+        name: as_float(as_float(array, arrays.get(name, array).dtype), compute)
+        for name, array in values.items()
+    }
+    arrays, precise = {name: as_float(a, compute) for name, a in arrays.items()}, arrays
+    why = None
+    if any(map(is_random, Graph(symbol).all_nodes())):
+        why = "it draws random numbers in inference"
+    elif not shapes:
+        why = "the shape of its input is not known: give input_shape"
+    count = max(1, min(_DRAWS, _VALUES // sum(map(np.prod, shapes.values())))) if shapes else 0
+    worst = 0.0
+    for seed in range(0 if why else count):
+        inputs = random_inputs(shapes, compute, seed)
+        try:
+            wanted = run(rounded, inputs)
+        except Exception as error:  # The net's code may raise anything.
+            why = f"it does not run on random data ({type(error).__name__}: {last_line(error)})"
+            break
+        used = {name: inputs[name] for name in inputs if name in symbol.list_inputs()}
+        outputs = evaluate(symbol, arrays, used)
+        errors = differences(outputs, wanted)
+        if not max(errors) <= TOLERANCE:
+            own = _own_differences(run, rounded, inputs, wanted, precise)
+            for number, error in enumerate(errors):
+                if not (error <= TOLERANCE or error <= AMPLIFIED * own[number]):
+                    raise ExportError(
+                        f"Output {number} of the exported graph differs from that of {title} by "
+                        f"{error:.2g} of the largest value, on random inputs of shape "
+                        f"{', '.join(map(str, shapes.values()))}. This is a fault of the export: "
+                        "please report the net. No file was written."
+                    )
+        worst = max(worst, *errors)
+    if why:
+        _log.warning("export: what was written is not compared with %s, as %s.", title, why)
+        return None
+    return worst
+
+
+def _own_differences(run, values, inputs, wanted, precise):
+    """How much the outputs of a net change when its parameters change as by rounding."""
+    kinds = {np.dtype(a.dtype) for a in precise.values() if np.dtype(a.dtype).kind == "f"}
+    epsilon = max([float(np.finfo(kind).eps) for kind in kinds], default=2.0**-23)
+    result = np.zeros(len(wanted))
+    for seed in range(_PERTURBED):
+        rng = np.random.default_rng(seed)
+        changed = {
+            name: mx.nd.array(
+                a.asnumpy() * (1 + epsilon * rng.uniform(-1, 1, a.shape)), dtype=a.dtype
+            )
+            if np.dtype(a.dtype).kind == "f"
+            else a
+            for name, a in values.items()
+        }
+        result = np.maximum(result, differences(run(changed, inputs), wanted))
+    return result
+
+
+def differences(outputs, wanted):
+    """The largest difference of each output, over its largest value; infinite where shapes
+    differ. Equal values that are not finite do not count."""
+    if len(outputs) != len(wanted):
+        return [np.inf] * len(wanted)
+    return [_difference(*pair) for pair in zip(outputs, wanted)]
+
+
+def _difference(output, wanted):
+    if output.shape != wanted.shape:
+        return np.inf
+    output, wanted = output.astype(np.float64), wanted.astype(np.float64)
+    unequal = (output != wanted) & ~(np.isnan(output) & np.isnan(wanted))
+    if not unequal.any():
+        return 0.0
+    largest = np.abs(wanted[np.isfinite(wanted)]).max(initial=0) or 1
+    return float(np.abs(output - wanted)[unequal].max() / largest)
+
+
+def as_float(array, dtype):
+    """A float array in another dtype, and others as they are."""
+    is_float = np.dtype(array.dtype).kind == "f" or is_bfloat16(array.dtype)
+    return array.astype(dtype) if is_float else array
+
+
+def likely_shapes(symbol, arrays, inputs):
+    """{name of an input: a shape} with which a graph works, found by trying; {} if none is."""
+    known = {name: array.shape for name, array in arrays.items()}
+    sizes = dict.fromkeys(n for name in symbol.list_inputs() for n in known.get(name, ())[:2][::-1])
+    for side in _SIDES:
+        for size in list(sizes)[:6]:
+            for spatial in (2, 0, 1, 3):
+                for shape in ((size, *[side] * spatial), (*[side] * spatial, size)):
+                    shapes = dict.fromkeys(inputs, (_BATCH, *shape))
+                    try:
+                        if all(map(_whole, symbol.infer_shape_partial(**known, **shapes)[1])):
+                            return shapes
+                    except mx.MXNetError:
+                        pass
+    return {}
+
+
+def _whole(shape):
+    return bool(shape) and all(n > 0 for n in shape)
