@@ -9,7 +9,7 @@ import mxnet as mx
 import numpy as np
 
 from ..graph.symbols import ExportError, is_true
-from .check import AMPLIFIED, as_float, differences, random_inputs
+from .check import AMPLIFIED, differences, random_inputs, rounded
 
 # MXNet's converters write operators of version 13. BatchNormalization of 15 also takes float16 data
 # with float32 parameters. From 18 on other operators differ.
@@ -143,23 +143,20 @@ def to_onnx(graph, arrays, shapes, dtype):
     return model.SerializeToString()
 
 
-def compare(model, run, values, shapes, dtype):
+def compare(model, run, values, arrays, shapes, dtype):
     """The largest relative error of ONNX Runtime's outputs from those of a net on random inputs.
     Raises ExportError if it is above TOLERANCE.
 
-    run(values, inputs): the outputs of the net, of {name: NDArray} and {name: NumPy array}. Nets of
-    float16 compute in float32, as MXNet's operators on the CPU lack float16.
+    run(values, inputs): the outputs of the net, of {name: NDArray} and {name: NumPy array}.
     """
     _, runtime, _ = load_onnx()
-    compute = np.dtype("float32" if dtype == np.float16 else dtype)
-    values = {name: as_float(array, compute) for name, array in values.items()}
+    values, own_dtype = rounded(values, arrays)
     inputs = random_inputs(shapes, dtype)
 
     def net(factor=1):
-        return run(
-            values, {name: x.astype(compute) * compute.type(factor) for name, x in inputs.items()}
-        )
+        return run(values, {name: (x * factor).astype(own_dtype) for name, x in given.items()})
 
+    given = {name: x.astype(np.float64) for name, x in inputs.items()}
     expected = net()
     options = runtime.SessionOptions()
     options.log_severity_level = 3
