@@ -97,7 +97,7 @@ def _take_residuals(graph, ends):
         if node.inputs[0][0].is_layout_copy:
             copy = Node("SwapAxis", f"{node.name}_residual", node.inputs[0][0].attrs, [residual])
             residual, use = (copy, 0), (id(copy), 0)
-        user.inputs = [(last, 0)]
+        user.inputs = [(last, 0)] * 2
         node.inputs.insert(RESIDUAL, residual)
         node.attrs["residual"] = "True"
         if _order(graph, {**replaced, use: id(user)}) == before:
@@ -127,8 +127,7 @@ def _order(graph, replaced):
             user = replaced.get((id(node), number), id(node))
             gradients[id(source), output].append(user)
     # a + b has the bits of b + a.
-    sums = {key: (sorted(u[:2]), u[2:]) for key, u in gradients.items() if len(u) > 2}
-    return calls, sums
+    return calls, {entry: users for entry, users in gradients.items() if len(users) > 2}
 
 
 def _states(node):

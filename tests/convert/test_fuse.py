@@ -247,6 +247,59 @@ def test_a_fused_graph_in_a_file(tmp_path):
             outcome(block)
 
 
+def _shared(F, x, layer):
+    return F.relu(layer(x) + layer(2 * x))
+
+
+def _shared_late(F, x, layer):
+    return F.relu(layer(x) + F.tanh(layer(2 * x)))
+
+
+def _dropout(F, x, layer):
+    return F.Dropout(x) + layer(F.Dropout(x))
+
+
+def _sums(F, x, layer):
+    """dx is the sum of three gradients."""
+    return (F.tanh(x) + F.sin(x)) + layer(x**2)
+
+
+ORDER = "a residual would change the order"
+
+
+@pytest.mark.parametrize(
+    "body, fused, why",
+    [
+        (_shared, ["residual + relu"], "its output is the residual of another"),
+        (_shared_late, [], ORDER),
+        (_dropout, [], ORDER),
+        (_sums, [], ORDER),
+    ],
+)
+def test_fusing_keeps_the_order_of_states_random_numbers_and_gradients(body, fused, why):
+    results = []
+    for fuses in (False, True):
+        layer = sbn.SyncBatchNorm(in_channels=3, prefix="layer_")
+        net = Wrapped(layer, body)
+        net.initialize()
+        _, report = convert_sync_batchnorm(net, fuse=fuses, return_report=True)
+        net.hybridize()
+        mx.random.seed(1)
+        results.append(outcome(net, (5,)))
+    assert [entry.what for entry in report.fused] == fused
+    assert why in [entry.why[: len(why)] for entry in report.not_fused]
+    assert_equal(*reversed(results))
+
+
+class Wrapped(HybridBlock):
+    def __init__(self, layer, body):
+        super().__init__(prefix="net_")
+        self.layer, self.body = layer, body
+
+    def hybrid_forward(self, F, x):
+        return self.body(F, x, self.layer)
+
+
 def unlike(net):
     """Everything that must be as before."""
     found = []
@@ -279,6 +332,15 @@ def nodes_after_a_call(net):
 def fused_nodes_after_a_call(net):
     nodes_after_a_call(net)
     return fused_nodes(net)
+
+
+def test_a_shallow_copy_is_fused_as_well():
+    net = filled(Net(BODIES["shortcuts"][0]), contexts(1))
+    convert_sync_batchnorm(net, fuse=True)
+    other = copy.copy(net)
+    other.hybridize()
+    assert fused_nodes_after_a_call(other) == ["residual + relu"] * 2
+    assert not net._cached_graph
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])

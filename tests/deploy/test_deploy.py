@@ -19,6 +19,7 @@ import onnxruntime
 import pytest
 import stock
 from example_modules import load_example
+from gluon_syncbn.__main__ import main
 from gluon_syncbn.deploy import files, onnx_model
 from gluon_syncbn.graph.symbols import Graph, make_stock
 from mxnet import autograd, gluon
@@ -238,6 +239,73 @@ def test_residuals_and_fused_graphs(tmp_path, fuse, of_graph):
         *("Convolution", "BatchNorm", "elemwise_add", "LeakyReLU", "Convolution")
     ]
     assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[False])
+
+
+def branch_of_a_residual():
+    """A branch that only a residual reaches, with an operator behind its relu."""
+    return Net(
+        lambda net, F, x: net.b(x, net.a(x) * 2),
+        a=sbn.SyncBatchNorm(in_channels=3, activation="relu"),
+        b=sbn.SyncBatchNorm(in_channels=3),
+    )
+
+
+@pytest.mark.parametrize("way", ["export", "graph", "convert", "revert", "command"])
+def test_a_branch_that_only_a_residual_reaches(tmp_path, way):
+    net = branch_of_a_residual()
+    [x], expected = ready(net, (2, 3, 6, 7))
+    net.hybridize()
+    forward(net, x)
+    net.export(str(tmp_path / "net"))
+    block = load(tmp_path / "net")
+    if way in ("export", "graph"):
+        sbn.export(net if way == "export" else block, tmp_path / "m")
+        block = load(tmp_path / "m")
+    elif way == "command":
+        assert main(["convert", f"{tmp_path}/net-symbol.json", "-o", f"{tmp_path}/m.json"]) == 0
+        block = gluon.SymbolBlock.imports(
+            f"{tmp_path}/m.json", ["data"], f"{tmp_path}/net-0000.params"
+        )
+    else:
+        sbn.convert_sync_batchnorm(block)
+        if way == "revert":
+            sbn.revert_sync_batchnorm(block)
+    assert_outputs(forward(block, x), expected, EXPORTED[False])
+
+
+@pytest.mark.parametrize("onnx", [False, True])
+def test_files_that_differ_from_the_net_are_not_left(tmp_path, monkeypatch, onnx):
+    net = branch_of_a_residual()
+    ready(net, (2, 3, 6, 7))
+    sbn.export(net, tmp_path / "m")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr("gluon_syncbn.graph.symbols.unfused", lambda node, y, residual: y)
+    shape = {"input_shape": (2, 3, 6, 7), "onnx": tmp_path / "m.onnx"} if onnx else {}
+    with pytest.raises(sbn.ExportError, match=r"utput 0 .*differs from .*net.* by \d"):
+        sbn.export(net, tmp_path / "m", **shape)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_nets_are_compared_without_changing_them(tmp_path, caplog):
+    """Also where no shape is given, on the values that are written, and for halves."""
+    convolutions = nn.HybridSequential()
+    convolutions.add(nn.Conv2D(4, 3, in_channels=3), sbn.SyncBatchNorm(activation="relu"))
+    inner = Net(lambda net, F, x: net.dense(x), dense=nn.Dense(5, in_units=4 * 30 * 30))
+    net = sequential(convolutions, inner)
+    ready(net, (1, 3, 32, 32), ctx=contexts(2))
+    convolutions.hybridize(static_alloc=True)
+    net(mx.nd.zeros((1, 3, 32, 32)))
+    blocks = net, convolutions, convolutions[0], inner, inner.dense
+    before = [vars(block).copy() for block in blocks]
+    for dtype in (None, "float64", "float16"):
+        assert sbn.export(net, tmp_path / "m", dtype=dtype).error < 1e-6
+    assert [vars(block) for block in blocks] == before
+    net.cast("float16")
+    assert sbn.export(net, tmp_path / "m", fold=True).error < 1e-2
+    assert not caplog.records
+    net.add(nn.HybridLambda(lambda F, x: F.Dropout(x, mode="always")))
+    assert sbn.export(net, tmp_path / "m").error is None
+    assert "it draws random numbers" in caplog.text
 
 
 def test_small_gammas_in_place(tmp_path):
@@ -772,9 +840,7 @@ def test_a_net_that_amplifies_rounding_is_refused(tmp_path):
     chaotic = nn.HybridLambda(lambda F, x: F.sin(1e5 * x))
     net = sequential(nn.Conv2D(4, 3, in_channels=64), chaotic)
     ready(net, (1, 64, 16, 16))
-    with pytest.raises(
-        sbn.ExportError, match=r"by \S+ of .* the net amplifies rounding, as"
-    ):
+    with pytest.raises(sbn.ExportError, match=r"by \S+ of .* the net amplifies rounding, as"):
         sbn.export(net, tmp_path / "m", onnx=tmp_path / "m.onnx", input_shape=(1, 64, 16, 16))
     assert os.listdir(tmp_path) == []
 

@@ -57,11 +57,17 @@ class RandomNet(HybridBlock):
         self.dtype = "float32" if training else rng.choice(DTYPES)
         self.inputs = rng.choice([1, 1, 2])
         self.steps, values, norms = [], self.inputs, []
+        free = list(range(values))
         with self.name_scope():
             for _ in range(rng.randrange(3, 24)):
-                # Late values make deep nets, and early ones branches.
-                given = [max(rng.randrange(values), rng.randrange(values)) for _ in range(2)]
-                name = rng.choice(["norm"] * 4 + ["add"] * 3 + ["layer", *sorted(OPERATIONS)])
+                # Values that nothing takes yet make branches, and any value several consumers.
+                given = [
+                    rng.choice(free) if free and rng.random() < 0.6 else rng.randrange(values)
+                    for _ in range(2)
+                ]
+                name = rng.choice(
+                    ["norm"] * 8 + ["add"] * 6 + ["relu", "layer", *sorted(OPERATIONS)]
+                )
                 if name == "norm":
                     if not norms or rng.random() < 0.8:
                         norms.append(self._add(norm(rng, stock=self.dtype == "float32")))
@@ -80,7 +86,8 @@ class RandomNet(HybridBlock):
                         )
                     )
                     given = given[:1]
-                self.steps.append((name, given))
+                self.steps.append((name, given if name in self._children else given[: arity(name)]))
+                free = [number for number in free if number not in self.steps[-1][1]] + [values]
                 values += 1
         count = rng.choice([1, 1, 2, 3])
         self.outputs = sorted({values - 1, *(rng.randrange(values) for _ in range(count - 1))})
@@ -119,16 +126,20 @@ OPERATIONS = {
     "add": lambda F, x, y: x + y,
     "broadcast_add": lambda F, x, y: F.broadcast_add(x, y),
     "times": lambda F, x, y: F.tanh(x) * y,
-    "relu": lambda F, x, y: F.relu(x),
-    "activation": lambda F, x, y: F.Activation(x, act_type="relu"),
-    "leaky": lambda F, x, y: F.LeakyReLU(x, slope=0.2),
-    "elu": lambda F, x, y: F.LeakyReLU(x, act_type="elu"),
-    "double": lambda F, x, y: 2 * x,
-    "transposed": lambda F, x, y: F.transpose(x, axes=(0, 1, 3, 2)),
-    "swapped": lambda F, x, y: F.SwapAxis(x, dim1=2, dim2=2),
-    "dropout": lambda F, x, y: F.Dropout(x, p=0.3),
     "stopped": lambda F, x, y: F.BlockGrad(x) + y,
+    "relu": lambda F, x: F.relu(x),
+    "activation": lambda F, x: F.Activation(x, act_type="relu"),
+    "leaky": lambda F, x: F.LeakyReLU(x, slope=0.2),
+    "elu": lambda F, x: F.LeakyReLU(x, act_type="elu"),
+    "double": lambda F, x: 2 * x,
+    "transposed": lambda F, x: F.transpose(x, axes=(0, 1, 3, 2)),
+    "swapped": lambda F, x: F.SwapAxis(x, dim1=2, dim2=2),
+    "dropout": lambda F, x: F.Dropout(x, p=0.3),
 }
+
+
+def arity(name):
+    return OPERATIONS[name].__code__.co_argcount - 1
 
 
 def make(seed, training=False):
