@@ -172,8 +172,10 @@ def convert_sync_batchnorm(
         normalization before it. That saves passes over the data, and the arrays between them. It is
         done in the graphs that ``hybridize()`` compiles, and in SymbolBlocks, where nothing else
         takes the output of the normalization. A net that is not hybridized computes as before. The
-        bits are those of :class:`SyncBatchNorm` with an `activation`. A later call without `fuse`
-        leaves fused what is.
+        bits are those of the net that is not fused, but where :class:`SyncBatchNorm` says otherwise
+        of its `activation`. An addition is left alone where fusing it would run calls of one layer,
+        random operators or custom operators of others in another order, or add up more than two
+        gradients in another order. A later call without `fuse` leaves fused what is.
 
     Returns
     -------

@@ -55,8 +55,8 @@ class Exported(NamedTuple):
     onnx : str or None
         The ONNX file.
     onnx_error : float or None
-        The largest difference between ONNX Runtime's outputs and MXNet's on random input, relative
-        to the largest value.
+        The largest difference between ONNX Runtime's outputs and the net's on random input,
+        relative to the largest value.
     folded : tuple of str
         The nodes of batch normalization that were folded into the layer before them.
     left : dict of str to str
@@ -95,6 +95,11 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
     The export copies the values and changes neither the parameters nor the compiled graphs, so
     training continues as it would have without it. An error leaves existing files unchanged.
 
+    Before the files get their names, they are read and compared with the net itself: both compute
+    on the CPU, on random inputs, with the parameters as they are. Without `input_shape` usual shapes
+    are tried. What cannot be compared is logged as a warning: no shape fits, the net draws random
+    numbers in inference, or it does not run on random data.
+
     Parameters
     ----------
     net : Block
@@ -109,11 +114,11 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
         Whether to fold batch normalization, where nothing else uses the layer's output or weights.
     onnx : str or path, optional
         An ONNX file to write as well, of operator set 15. ``onnx.checker`` checks it, and ONNX
-        Runtime's outputs are compared with MXNet's on random input. Needs ``pip install
+        Runtime's outputs are compared with the net's on random input. Needs ``pip install
         'gluon_syncbn[onnx]'``.
     input_shape : tuple of int or list of tuples, optional
         The shape of the input, or of each. Required with `onnx`, and for a net of several inputs
-        that has not been hybridized and run.
+        that has not been hybridized and run. The net is compared on inputs of this shape.
     dtype : {'float16', 'float32', 'float64'}, optional
         The dtype of the parameters. With float16, those of ``BatchNorm`` are float32. By default
         the dtypes do not change.
@@ -128,9 +133,11 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
     ValueError
         If an argument is invalid, or a parameter has no value yet.
     ExportError
-        If the net cannot be traced or has foreign custom operators, or if the ONNX model cannot be
-        made or its outputs differ by more than 1e-5 (float16: 3e-2) of the largest value. The
-        error names every operator that MXNet's converter lacks. Nothing is written.
+        If the net cannot be traced or has foreign custom operators, or if the files' outputs differ
+        from the net's by more than 1e-5 of the largest value, and by more than ten times what
+        rounding its parameters changes. If the ONNX model cannot be made or its outputs differ by
+        more than 1e-5 (float16: 3e-2). The error names every operator that MXNet's converter lacks.
+        Nothing is written.
     FileError
         An OSError: a file cannot be written.
     MXNetError

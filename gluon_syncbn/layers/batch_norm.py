@@ -82,7 +82,7 @@ class SyncBatchNorm(nn.BatchNorm):
         What follows in the same pass over the data. Outputs, gradients and running statistics have
         the bits of the layer, ``elemwise_add`` of the residual, and ``Activation`` or ``LeakyReLU``
         in a row. (Not so with a leaky relu of 16-bit and float64 data, as MXNet rounds it more
-        often.)
+        often, for NaN and infinity, and for the sign of a gradient of 0.)
     slope : float, default 0.01
         The leaky relu's slope for negative values, 0 or more.
     inplace : bool, default False
