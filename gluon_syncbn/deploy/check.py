@@ -144,7 +144,8 @@ def _difference(output, wanted):
     if not unequal.any():
         return 0.0
     largest = np.abs(wanted[np.isfinite(wanted)]).max(initial=0) or 1
-    return float(np.abs(output - wanted)[unequal].max() / largest)
+    error = float(np.abs(output - wanted)[unequal].max() / largest)
+    return np.inf if np.isnan(error) else error
 
 
 def _as_float(array, dtype):

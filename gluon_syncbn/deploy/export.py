@@ -96,9 +96,9 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
     training continues as it would have without it. An error leaves existing files unchanged.
 
     Before the files get their names, they are read and compared with the net itself: both compute
-    on the CPU, on random inputs, with the parameters as they are. Without `input_shape` usual shapes
-    are tried. What cannot be compared is logged as a warning: no shape fits, the net draws random
-    numbers in inference, or it does not run on random data.
+    on the CPU, on random inputs, with the parameters as they are. Without `input_shape` usual
+    shapes are tried. What cannot be compared is logged as a warning: no shape fits, the net draws
+    random numbers in inference, or it does not run on random data.
 
     Parameters
     ----------
