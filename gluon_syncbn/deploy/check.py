@@ -64,7 +64,8 @@ def check(run, values, symbol, arrays, shapes, title):
     own; arrays: those of the symbol; shapes: {name of an input: shape}.
     """
     own, dtype = rounded(values, arrays)
-    precise = arrays
+    floats = [a.dtype for a in arrays.values() if np.dtype(a.dtype).kind == "f"]
+    epsilon = max((float(np.finfo(each).eps) for each in floats), default=0)
     arrays = {
         name: _as_float(array, own[name].dtype if name in own else dtype)
         for name, array in arrays.items()
@@ -93,7 +94,7 @@ def check(run, values, symbol, arrays, shapes, title):
             ) from error
         errors = differences(outputs, wanted)
         if not max(errors) <= TOLERANCE:
-            changes = _own_differences(run, own, inputs, wanted, precise)
+            changes = _changes(run, own, inputs, wanted, epsilon)
             for number, error in enumerate(errors):
                 if not (error <= TOLERANCE or error <= AMPLIFIED * changes[number]):
                     raise ExportError(
@@ -109,37 +110,31 @@ def check(run, values, symbol, arrays, shapes, title):
     return worst
 
 
-def _own_differences(run, values, inputs, wanted, precise):
-    """How much the outputs of a net change when its parameters change as by rounding."""
-    kinds = {np.dtype(a.dtype) for a in precise.values() if np.dtype(a.dtype).kind == "f"}
-    epsilon = max([float(np.finfo(kind).eps) for kind in kinds], default=2.0**-23)
-    result = np.zeros(len(wanted))
-    for seed in range(_PERTURBED):
-        rng = np.random.default_rng(seed)
-        changed = {
-            name: mx.nd.array(
-                a.asnumpy() * (1 + epsilon * rng.uniform(-1, 1, a.shape)), dtype=a.dtype
-            )
-            if np.dtype(a.dtype).kind == "f"
-            else a
-            for name, a in values.items()
-        }
-        result = np.maximum(result, differences(run(changed, inputs), wanted))
-    return result
+def _changes(run, values, inputs, wanted, epsilon):
+    """How much the outputs of a net change when its parameters do by up to epsilon of each."""
+
+    def changed(array, rng):
+        if np.dtype(array.dtype).kind != "f":
+            return array
+        factors = 1 + epsilon * rng.uniform(-1, 1, array.shape)
+        return mx.nd.array(array.asnumpy() * factors, dtype=array.dtype)
+
+    outputs = [
+        run({name: changed(array, rng) for name, array in values.items()}, inputs)
+        for rng in map(np.random.default_rng, range(_PERTURBED))
+    ]
+    return np.max([differences(each, wanted) for each in outputs], axis=0)
 
 
 def differences(outputs, wanted):
     """The largest difference of each output, over its largest value; infinite where shapes
     differ. Equal values that are not finite do not count."""
-    if len(outputs) != len(wanted):
+    if [y.shape for y in outputs] != [y.shape for y in wanted]:
         return [np.inf] * len(wanted)
-    return [_difference(*pair) for pair in zip(outputs, wanted)]
+    return [_difference(*map(np.float64, pair)) for pair in zip(outputs, wanted)]
 
 
 def _difference(output, wanted):
-    if output.shape != wanted.shape:
-        return np.inf
-    output, wanted = output.astype(np.float64), wanted.astype(np.float64)
     unequal = (output != wanted) & ~(np.isnan(output) & np.isnan(wanted))
     if not unequal.any():
         return 0.0
