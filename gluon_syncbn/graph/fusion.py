@@ -38,9 +38,9 @@ def fuse(graph):
     """Fuses what follows our nodes of a Graph into them, where nothing else takes their output.
 
     That is relu, a leaky relu, or ``elemwise_add``, whose other operand becomes the residual, with
-    or without one of these after it. Of two such operands the first takes the other. A residual
-    must not change the order in which calls of one layer, random operators and operators of others
-    run, nor the order in which more than two gradients are added.
+    or without one of these after it. Of two such operands one takes the other, the first if it can.
+    A residual must not change the order in which calls of one layer, random operators and operators
+    of others run, nor that in which more than two gradients are added.
 
     Returns
     -------
