@@ -175,8 +175,8 @@ def convert_sync_batchnorm(
         bits are those of the net that is not fused, but where :class:`SyncBatchNorm` says otherwise
         of its `activation`. An addition is left alone where fusing it would run calls of one layer,
         random operators or custom operators of others in another order, or add up more than two
-        gradients in another order. (Only where ``BlockGrad`` stops a branch, or equal nodes
-        are merged by MXNet, may dx differ in its last bits.) A later call without `fuse` leaves fused what is.
+        gradients in another order. (Only where ``BlockGrad`` stops a branch, or MXNet merges equal
+        nodes, may dx differ in its last bits.) A later call without `fuse` leaves fused what is.
 
     Returns
     -------
