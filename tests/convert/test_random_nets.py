@@ -16,7 +16,7 @@ from stock import listed
 from tolerances import EXPORTED, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-QUICK, LONG = range(6), range(6, 400)
+QUICK, LONG = range(6), range(6, 300)
 
 
 def seeds(function):
