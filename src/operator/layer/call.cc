@@ -121,6 +121,11 @@ int Call::run(Arrays* arrays, int written, int count, const int* requests, const
     text = error.what();
   } catch (const std::exception& error) {
     text = title() + ": " + error.what();
+    if (forward && has_met_) {
+      text +=
+          " Its running statistics are as before this step, and those of other devices may have "
+          "followed the batch: continue from the last checkpoint.";
+    }
     process.all_reduce->fail(layer_, text, device_, forward);
   }
   // Under MXNet's naive engine arrays hold no errors: an exception goes straight up to the caller.
@@ -188,6 +193,7 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
   channels_ = 0;
   batches_.clear();
   on_gpu_.reset();
+  has_met_ = false;
   id_ = CallId{-1, 0, 0, nullptr};
   from_batch_ = is_train && !attributes_.use_global_stats;
   if (is_shared()) {
@@ -432,12 +438,14 @@ Together Call::together(Direction direction, DType dtype, int64_t channels) {
             }
             for (Contribution* one : each) static_cast<SharedContribution*>(one)->all = sums;
           });
+      has_met_ = true;
       return std::move(mine.all);
     };
   } else {
     result.reduce = [=](ChannelSums* sums, double* count) {
       std::vector<ChannelSums> reduced(sums, sums + channels);
       process.all_reduce->reduce(layer_, id_, direction, device_, name_of(dtype), &reduced, count);
+      has_met_ = true;
       std::copy(reduced.begin(), reduced.end(), sums);
     };
   }

@@ -92,6 +92,8 @@ class Call {
   const bool recomputes_;
   const std::shared_ptr<RunningState> running_;
   bool from_batch_ = false;
+  // Whether a forward has met other devices, and they go on even if it fails.
+  bool has_met_ = false;
   CallId id_{};
   // The channels of the forward, and the statistics that it used, on the CPU or on the GPU. None if
   // it has failed.
