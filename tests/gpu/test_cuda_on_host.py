@@ -275,6 +275,45 @@ for function in functions:
 """
 
 
+# Failures of random functions in nets of three layers: the step ends at once, and training goes on.
+FAILURES = """
+import random, time
+
+def ended(act):
+    for _ in range(3):
+        try:
+            return act()
+        except mx.MXNetError:
+            pass
+    raise AssertionError(seed)
+
+devices = [mx.cpu(0), mx.cpu(1)]
+functions = ["kernel", "cudaStreamSynchronize", "cudaStreamWaitEvent", "cudaEventRecord"]
+for seed in range(20):
+    chosen = random.Random(seed)
+    net = mx.gluon.nn.HybridSequential()
+    net.add(*[sbn.SyncBatchNorm(in_channels=3) for _ in range(3)])
+    net.initialize(ctx=devices)
+    net.hybridize(chosen.random() < 0.7, static_alloc=chosen.random() < 0.5)
+    step(net, devices)
+    for _ in range(4):
+        begin = time.monotonic()
+        library.gluon_syncbn_fake_fail_next(chosen.choice(functions).encode(), 700)
+        xs = [mx.nd.ones((4, 3, 6, 6), ctx=device) for device in devices]
+        with mx.autograd.record():
+            ys = [net(x) for x in xs]
+        mx.autograd.backward(ys)
+        try:
+            for y in chosen.sample(ys, 2):
+                y.asnumpy()
+        except mx.MXNetError:
+            pass
+        ended(mx.nd.waitall)
+        assert time.monotonic() - begin < 20, seed
+        ended(lambda: step(net, devices))
+"""
+
+
 # What bench.py times.
 CALLS = """
 x, dy, y, dx = (np.random.normal(size=(4, 3, 30)).astype("float32") for _ in range(4))
@@ -311,6 +350,7 @@ SCRIPTS = {
     "contexts": CONTEXTS,
     "errors": ERRORS,
     "errors of two": ERRORS_OF_TWO,
+    "failures": FAILURES,
     "paths": PATHS,
 }
 
