@@ -15,7 +15,13 @@ ready := .venv/ready-
 python := .venv/bin/python
 pip := $(python) -m pip -qq --no-input
 library := gluon_syncbn/libgluon_syncbn.so
+nvcc := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v "$${NVCC:-nvcc}")
+# Whether the library has CUDA kernels: where MXNet has GPUs, or GLUON_SYNCBN_CUDA=1.
+kernels := $(or $(GLUON_SYNCBN_CUDA),$(if $(filter cu112,$(MXNET)),$(if $(nvcc),1)),0)
+# Says what has been installed and built.
+environment := $(ready)$(MXNET)-$(kernels)
 
+cuda_sources := $(wildcard src/operator/*/*.cu)
 native_headers := $(wildcard $(foreach ext,h inc cuh,src/operator/*/*.$(ext) src/operator/*/*/*.$(ext)) tests/native/*.h tests/native/*/*.h tests/native/*/*.inc)
 native_tests := $(filter-out $(WITHOUT:%=tests/native/%.cc),$(wildcard tests/native/*/test_*.cc))
 # Without what only the whole library has: its version.
@@ -25,6 +31,8 @@ formatted := $(wildcard src/portable/* $(foreach ext,h cc cu cuh inc,src/operato
 build := build/native/$(FLAVOUR)
 objects := $(tested_sources:src/operator/%.cc=$(build)/%.o)
 programs := $(native_tests:tests/native/%.cc=$(build)/tests/%)
+# The CUDA kernels, compiled for the host.
+kernels_on_host := $(patsubst src/operator/%.cu,$(build)/%_on_host.o,$(filter-out %/runtime.cu,$(cuda_sources)))
 build_native = @$(MAKE) --no-print-directory -f $(firstword $(MAKEFILE_LIST)) -j$(shell nproc)
 # The library with CUDA on the host: what CPU contexts do, GPU code does.
 fake_cuda := $(build)/fake_cuda/libgluon_syncbn.so
@@ -34,10 +42,10 @@ simulator_sources := $(dir $(lastword $(MAKEFILE_LIST)))tests/gpu/ptxsim
 simulated := $(build)/ptxsim
 PTX_ARCH ?= 90
 simulator := $(patsubst $(simulator_sources)/%.cc,$(simulated)/%.o,$(filter-out %/print_counts.cc %/cpu_contexts.cc %/test_ptxsim.cc,$(wildcard $(simulator_sources)/*.cc)))
-known_architectures = $(if $(nvcc),$(patsubst compute_%,%,$(shell $(nvcc) --list-gpu-arch)))
-oldest = $(firstword $(known_architectures))
-newest = $(lastword $(known_architectures))
-nvcc := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v "$${NVCC:-nvcc}")
+known_architectures := $(if $(nvcc),$(patsubst compute_%,%,$(shell $(nvcc) --list-gpu-arch)))
+oldest := $(firstword $(known_architectures))
+newest := $(lastword $(known_architectures))
+ptx = $(cuda_sources:src/operator/cuda/%.cu=$(simulated)/%_$(1).o)
 compile = $(CXX) -std=c++17 -pthread -fPIC -ffp-contract=off $(FLAGS) $(CXXFLAGS) -Isrc/operator -Itests/native
 
 ifeq ($(filter cpu cu112,$(MXNET)),)
@@ -55,31 +63,37 @@ help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.13] [CXX=g++]'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1@\2/p' Makefile | awk -F@ '{printf "%-21s%s\n", $$1, $$2}'
 
-train: $(ready)mxnet-$(MXNET) $(ready)examples ## train the segmentation example; each time writes a new folder runs/segmentation-N
+train: $(environment) ## train the segmentation example; each time writes a new folder runs/segmentation-N
 	$(python) examples/segmentation/train.py $(ARGS)
 
-detect: $(ready)mxnet-$(MXNET) $(ready)examples ## train the detection example in two processes; each time writes a new folder runs/detection-N
+detect: $(environment) ## train the detection example in two processes; each time writes a new folder runs/detection-N
 	$(python) -m gluon_syncbn.launch -n 2 examples/detection/train.py $(ARGS)
 
-compare: $(ready)mxnet-$(MXNET) $(ready)examples ## train the example with six kinds of batch statistics, into runs/compare
+compare: $(environment) ## train the example with six kinds of batch statistics, into runs/compare
 	$(python) examples/segmentation/compare.py $(ARGS)
 
-test: $(ready)mxnet-$(MXNET) $(ready)examples $(ready)test $(ready)horovod ## run the native tests, then the Python tests but the long ones
-	$(build_native) run-native
-	$(build_native) run-ptx
+test: $(environment) $(ready)test ## run the native tests and the quick Python tests
+	$(build_native) run-native QUICK=--small
 	$(python) -m pytest -n 2 -m "not long" $(ARGS)
+	@echo "Left out, as it takes minutes; make test-all has it:"
+	@echo "- Python tests of whole programs, nets and builds (marked long)"
+	@echo "- all sizes of data for the CUDA kernels, compiled for the host"
+	@echo "- the CUDA kernels as PTX, on a simulator$(if $(nvcc),, (which needs nvcc; none is found in NVCC, CUDA_HOME or PATH))"
+	@$(if $(wildcard $(ready)horovod),,echo "- tests with Horovod, which is built from source")
 
-test-pythons: wheel $(ready)library ## try the wheel and run the quick tests on Python 3.8, 3.11 and 3.13, each in its own environment
+test-pythons: wheel ## try the wheel and run the quick tests on Python 3.8, 3.11 and 3.13, each in its own environment
 	$(pip) install nox
 	$(python) -m nox $(ARGS)
 
-test-all: test ## run all tests, also those that build, train or convert whole programs and nets
-	$(python) -m pytest -m long
+test-all: $(environment) $(ready)test $(ready)horovod ## run all tests
+	$(build_native) run-native
+	$(build_native) run-ptx
+	$(python) -m pytest -n 2 $(ARGS)
 
-bench: $(ready)mxnet-$(MXNET) $(ready)test $(ready)torch ## measure speed compared with MXNet's own layers and PyTorch's
+bench: $(environment) $(ready)test $(ready)torch ## measure speed compared with MXNet's own layers and PyTorch's
 	$(python) benchmarks/bench.py $(ARGS)
 
-bench-distributed: $(ready)mxnet-$(MXNET) $(ready)test $(ready)horovod ## measure what synchronization over processes adds
+bench-distributed: $(environment) $(ready)test $(ready)horovod ## measure what synchronization over processes adds
 	$(python) benchmarks/bench_distributed.py $(ARGS)
 
 gpu-check: ## where a GPU and PyTorch are: build, check the CUDA kernels, measure them; elsewhere only build
@@ -109,7 +123,7 @@ format: $(ready)lint ## rewrite the sources as `make lint` wants them
 	.venv/bin/ruff format .
 	.venv/bin/clang-format -i $(formatted)
 
-docs: $(ready)mxnet-$(MXNET) $(ready)docs ## build the documentation site, build/docs/index.html; warnings and dead links fail
+docs: $(environment) $(ready)docs ## build the documentation site, build/docs/index.html; warnings and dead links fail
 	rm -rf build/docs
 	$(python) -m sphinx -q -E -W --keep-going -c docs -d build/doctrees . build/docs
 
@@ -152,13 +166,14 @@ wheel: $(ready)python ## build a wheel for every Linux with glibc 2.28 or newer,
 	@ls -l dist
 
 clean: ## remove what was built, but no run and not .venv
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache $(library) $(ready)library
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache $(library)
 
 distclean: clean ## remove .venv too
 	rm -rf .venv
 
+# QUICK=--small is for test_cuda_kernels; the others ignore it.
 run-native: $(programs)
-	@printf '%s\n' $^ | xargs -P $(shell nproc) -I PROGRAM sh -c '$(RUN) PROGRAM || { echo "PROGRAM failed" >&2; exit 1; }'
+	@printf '%s\n' $^ | xargs -P $(shell nproc) -I PROGRAM sh -c '$(RUN) PROGRAM $(QUICK) || { echo "PROGRAM failed" >&2; exit 1; }'
 
 # In random order of blocks and warps: another one in each run, which a failure names.
 run-ptx: $(simulated)/test_ptxsim $(if $(nvcc),run-ptx-$(newest) run-ptx-small-$(oldest) compare-gpu-counts)
@@ -190,11 +205,20 @@ compile-sources: $(objects) $(build)/api/layers.o
 
 $(objects): $(build)/%.o: src/operator/%.cc $(native_headers)
 	@mkdir -p $(@D)
-	$(compile) -c $< -o $@
+	@echo "Compiling $<"
+	@$(compile) -c $< -o $@
 
+$(kernels_on_host): $(build)/%_on_host.o: src/operator/%.cu $(native_headers)
+	@mkdir -p $(@D)
+	@echo "Compiling $< for the host"
+	@$(compile) -x c++ -include cuda/cuda_on_host.h -c $< -o $@
+
+$(build)/tests/cuda/test_cuda_%: others = $(kernels_on_host)
+$(filter $(build)/tests/cuda/%,$(programs)): $(kernels_on_host)
 $(programs): $(build)/tests/%: tests/native/%.cc $(objects) $(native_headers)
 	@mkdir -p $(@D)
-	$(compile) $< $(objects) -o $@
+	@echo "Compiling $<"
+	@$(compile) $< $(objects) $(others) -o $@
 
 fake-cuda: $(fake_cuda)
 
@@ -202,42 +226,49 @@ $(build)/api/layers.o: version = -fvisibility=hidden \
     '-DGLUON_SYNCBN_VERSION="$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' gluon_syncbn/_version.py)"'
 $(build)/api/layers.o: src/operator/api/layers.cc gluon_syncbn/_version.py $(native_headers)
 	@mkdir -p $(@D)
-	$(compile) $(version) -c $< -o $@
+	@echo "Compiling $<"
+	@$(compile) $(version) -c $< -o $@
 
 # The library with CUDA on the simulator, for CPU contexts. The file that makes it so is the last.
 simulated-cuda: $(simulated)/libgluon_syncbn.so
-$(simulated)/libgluon_syncbn.so: $(simulator_sources)/cpu_contexts.cc $(objects) $(build)/api/layers.o $(simulator) $(simulated)/kernels_$(newest).o
-	$(compile) -I$(simulator_sources) -fvisibility=hidden -shared -Wl,--wrap=dlopen,--wrap=dlsym $(filter %.o,$^) $< -o $@ -ldl
+$(simulated)/libgluon_syncbn.so: $(simulator_sources)/cpu_contexts.cc $(objects) $(build)/api/layers.o $(simulator) $(call ptx,$(newest))
+	@$(compile) -I$(simulator_sources) -fvisibility=hidden -shared -Wl,--wrap=dlopen,--wrap=dlsym $(filter %.o,$^) $< -o $@ -ldl
 
-$(fake_cuda): tests/gpu/fake_cuda_backend.cc tests/gpu/kernel_api.cc $(objects) $(build)/api/layers.o $(native_headers)
+$(fake_cuda): tests/gpu/fake_cuda_backend.cc tests/gpu/kernel_api.cc $(objects) $(kernels_on_host) $(build)/api/layers.o $(native_headers)
 	@mkdir -p $(@D)
-	$(compile) -fvisibility=hidden -shared $(filter %.cc,$^) $(objects) $(build)/api/layers.o -o $@
+	@$(compile) -fvisibility=hidden -shared $(filter %.cc %.o,$^) -o $@
 
 half_and_fma = $(if $(filter x86_64,$(shell uname -m)),-mfma -mf16c)
 $(simulator): $(simulated)/%.o: $(simulator_sources)/%.cc $(wildcard $(simulator_sources)/*.h)
 	@mkdir -p $(@D)
-	$(CXX) -std=c++20 -O3 -pthread -fPIC -fvisibility=hidden -ffp-contract=off $(half_and_fma) $(CXXFLAGS) -c $< -o $@
+	@echo "Compiling $<"
+	@$(CXX) -std=c++20 -O3 -pthread -fPIC -fvisibility=hidden -ffp-contract=off $(half_and_fma) $(CXXFLAGS) -c $< -o $@
 
-# They take longest.
-.PRECIOUS: $(simulated)/kernels_%.o
 # With the flags of setup.py. Not compressed, so that the simulator can read it.
-$(simulated)/kernels_%.o: src/operator/cuda/kernels.cu $(native_headers)
-	@mkdir -p $(@D)
-	$(nvcc) -ccbin $(CXX) -std=c++17 -O3 -fmad=false -Isrc/operator -Xcompiler=-fPIC,-ffp-contract=off --no-compress \
-	    -gencode=arch=compute_$*,code=compute_$* -c $< -o $@
+define compile_ptx
+$(call ptx,$(1)): $(simulated)/%_$(1).o: src/operator/cuda/%.cu $(native_headers)
+	@mkdir -p $$(@D)
+	@echo "Compiling $$< for compute_$(1)"
+	@$(nvcc) -ccbin $(CXX) -std=c++17 -O3 -fmad=false -Isrc/operator -Xcompiler=-fPIC,-ffp-contract=off --no-compress \
+	    -gencode=arch=compute_$(1),code=compute_$(1) -c $$< -o $$@
 
-link_simulated = $(compile) -DSBN_REAL_CUDA $(filter %.cc %.o,$^) -Wl,--wrap=dlopen,--wrap=dlsym -o $@ -ldl
-$(simulated)/print_counts_%: $(simulator_sources)/print_counts.cc $(simulated)/kernels_%.o $(simulator) $(objects)
-	$(link_simulated)
+$(simulated)/test_cuda_kernels_$(1) $(simulated)/test_cuda_passes_$(1): $(simulated)/%_$(1): $(simulated)/%.o $(call ptx,$(1)) $(simulator) $(objects)
+	$$(link_simulated)
+
+$(simulated)/print_counts_$(1): $(simulator_sources)/print_counts.cc $(call ptx,$(1)) $(simulator) $(objects)
+	$$(link_simulated)
+endef
+link_simulated = @$(compile) $(filter %.cc %.o,$^) -Wl,--wrap=dlopen,--wrap=dlsym -o $@ -ldl
+$(foreach arch,$(sort $(oldest) $(newest) $(PTX_ARCH)),$(eval $(call compile_ptx,$(arch))))
+
+.SECONDARY: $(simulated)/test_cuda_kernels.o $(simulated)/test_cuda_passes.o
+$(simulated)/test_cuda_%.o: tests/native/cuda/test_cuda_%.cc $(native_headers)
+	@mkdir -p $(@D)
+	@echo "Compiling $< for the simulator"
+	@$(compile) -DSBN_REAL_CUDA -c $< -o $@
 
 $(simulated)/test_ptxsim: $(simulator_sources)/test_ptxsim.cc $(simulator)
 	$(link_simulated) -std=c++20
-
-$(simulated)/test_cuda_kernels_%: tests/native/cuda/test_cuda_kernels.cc $(simulated)/kernels_%.o $(simulator) $(objects)
-	$(link_simulated)
-
-$(simulated)/test_cuda_passes_%: tests/native/cuda/test_cuda_passes.cc $(simulated)/kernels_%.o $(simulator) $(objects)
-	$(link_simulated)
 
 # The files .venv/ready-* say what has been installed there, so that a second run has nothing to set up.
 $(ready)python:
@@ -255,21 +286,21 @@ $(ready)python:
 	@$(pip) install 'setuptools>=70.1'
 	@touch $@
 
+# One call of pip, so that the requirements of MXNet hold, where they can: from Python 3.13 on there is no NumPy 1, and
+# the extra leaves MXNet out. Programs may import mxnet first.
 missing_library := $(if $(wildcard $(library)),,rebuild)
-$(ready)library: pyproject.toml setup.py $(wildcard src/operator/*/*) $(missing_library) | $(ready)python
-	@echo "Building $(library)"
-	@$(pip) install --no-deps --no-build-isolation --editable .
+$(environment): pyproject.toml setup.py $(wildcard src/operator/*/* src/operator/*/*/*) $(missing_library) | $(ready)python
+	@export GLUON_SYNCBN_CUDA=$(kernels); \
+	echo "Building $(library): $$($(python) -c 'import setup; print(setup.kernels())')" && \
+	echo "Installing MXNet 1.9.1 ($(MXNET)) and what the examples need" && \
+	$(if $(filter-out $(ready)$(MXNET)-%,$(wildcard $(ready)cpu-* $(ready)cu112-*)),$(pip) uninstall --yes mxnet mxnet-cu112 &&) \
+	$(pip) install --no-build-isolation --editable '.[$(MXNET),examples]' && \
+	$(pip) install --no-deps mxnet$(if $(filter cpu,$(MXNET)),,-$(MXNET))==1.9.1
+	@$(python) -m gluon_syncbn doctor --enable-mxnet-on-import >/dev/null
+	@rm -f $(ready)cpu-* $(ready)cu112-*
 	@touch $@
 
-$(ready)mxnet-$(MXNET): pyproject.toml | $(ready)library
-	@echo "Installing MXNet 1.9.1 ($(MXNET))"
-	@$(if $(filter-out $@,$(wildcard $(ready)mxnet-*)),$(pip) uninstall --yes mxnet mxnet-cu112; rm -f $(ready)mxnet-*)
-	@$(pip) install 'gluon_syncbn[$(MXNET)]'
-	@# From Python 3.13 on, the line above leaves MXNet out.
-	@$(pip) install --no-deps mxnet$(if $(filter cpu,$(MXNET)),,-$(MXNET))==1.9.1
-	@touch $@
-
-$(ready)examples $(ready)test $(ready)lint $(ready)docs: $(ready)%: pyproject.toml | $(ready)library
+$(ready)test $(ready)lint $(ready)docs: $(ready)%: pyproject.toml | $(environment)
 	@echo "Installing what \`$*\` needs"
 	@$(pip) install 'gluon_syncbn[$*]'
 	@touch $@
@@ -299,7 +330,7 @@ build_horovod = rm -rf build/horovod && $(python) -m venv build/horovod && \
     rm -rf build/horovod
 
 # Where it cannot be built, all else goes on: Horovod is one of two ways across processes.
-$(ready)horovod: pyproject.toml $(ready)mxnet-$(MXNET)
+$(ready)horovod: pyproject.toml $(environment)
 	@echo "Installing Horovod"
 	@mkdir -p build
 	@if { $(install_horovod) 2>/dev/null || { \

@@ -1,5 +1,6 @@
 """Builds gluon_syncbn/libgluon_syncbn.so. All else about the package stands in pyproject.toml."""
 
+import ctypes
 import os
 import re
 import shlex
@@ -52,26 +53,67 @@ def find_compiler():
     )
 
 
+def is_portable():
+    """Whether the library is to run on other machines (make wheel)."""
+    return os.environ.get("GLUON_SYNCBN_PORTABLE") == "1"
+
+
+def find_gpus():
+    """The compute capabilities of this machine's GPUs, such as [80, 90], as the driver says."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count, major, minor = (ctypes.c_int() for _ in range(3))
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    found = set()
+    for gpu in range(count.value):
+        # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
+        for number, value in ((75, major), (76, minor)):
+            cuda.cuDeviceGetAttribute(ctypes.byref(value), number, gpu)
+        found.add(10 * major.value + minor.value)
+    return sorted(found)
+
+
 def find_nvcc():
+    """The path of nvcc, or None."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    places = os.pathsep.join([os.path.join(home, "bin"), os.environ.get("PATH", os.defpath)])
+    return shutil.which(os.environ.get("NVCC", "nvcc"), path=places)
+
+
+def nvcc_for_kernels():
     """The path of nvcc where CUDA kernels are to be built, or None: GLUON_SYNCBN_CUDA=0 never
-    builds them, 1 always does, and otherwise they are built where nvcc is found."""
+    builds them, 1 always does, and otherwise they are built where nvcc is found, for the GPUs of
+    this machine or for a wheel."""
     wanted = os.environ.get("GLUON_SYNCBN_CUDA", "")
     if wanted not in ("", "0", "1"):
         sys.exit(
             f"GLUON_SYNCBN_CUDA={wanted} is unknown: set it to 1 for CUDA kernels, to 0 for none, "
-            "or unset it to have them where nvcc is found."
+            "or unset it to have them where nvcc and a GPU are found."
         )
     if wanted == "0" or not CUDA_SOURCES:
         return None
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    places = os.pathsep.join([os.path.join(home, "bin"), os.environ.get("PATH", os.defpath)])
-    nvcc = shutil.which(os.environ.get("NVCC", "nvcc"), path=places)
+    if wanted == "" and not is_portable() and not find_gpus():
+        return None
+    nvcc = find_nvcc()
     if nvcc is None and wanted == "1":
         sys.exit(
             "gluon_syncbn was to be built with CUDA kernels (GLUON_SYNCBN_CUDA=1), and nvcc is not "
             "found: set NVCC or CUDA_HOME, or put it into PATH."
         )
     return nvcc
+
+
+def kernels():
+    """A line that says which kernels are built, and how to get others."""
+    nvcc = nvcc_for_kernels()
+    if nvcc is None:
+        return "CPU kernels; GLUON_SYNCBN_CUDA=1, or make MXNET=cu112, builds those for GPUs too"
+    machine, ptx = cuda_architectures(nvcc)
+    names = ", ".join(f"sm_{arch}" for arch in machine)
+    return f"CPU and CUDA kernels for {names} and PTX {ptx}; GLUON_SYNCBN_CUDA_ARCHS chooses others"
 
 
 def ask(*command):
@@ -98,9 +140,10 @@ def known_architectures(nvcc):
 
 
 def cuda_architectures(nvcc):
-    """What to make machine code for, such as [70, 80, 90]: the oldest of each generation, from
-    Maxwell on, that this nvcc knows, as it runs on all of the generation; and what to make PTX for,
-    for GPUs that are still to come. GLUON_SYNCBN_CUDA_ARCHS="80 90" chooses."""
+    """What to make machine code for, such as [70, 80, 90], and what to make PTX for, for GPUs that
+    are still to come: for this machine's GPUs, or for a wheel and where there are none, for the
+    oldest of each generation from Maxwell on that this nvcc knows, as it runs on all of the
+    generation. GLUON_SYNCBN_CUDA_ARCHS="80 90" chooses."""
     chosen = os.environ.get("GLUON_SYNCBN_CUDA_ARCHS", "").replace(",", " ").split()
     known = known_architectures(nvcc)
     unknown = [arch for arch in chosen if arch not in map(str, known)]
@@ -111,6 +154,11 @@ def cuda_architectures(nvcc):
         )
     if chosen:
         return [int(arch) for arch in chosen], int(chosen[-1])
+    here = set()
+    for gpu in [] if is_portable() else find_gpus():
+        here.update([arch for arch in known if gpu // 10 * 10 <= arch <= gpu][-1:])
+    if here:
+        return sorted(here), max(here)
     oldest = {}
     for arch in known:
         oldest.setdefault(arch // 10, arch)
@@ -137,7 +185,8 @@ def cuda_command(nvcc, compiler):
     codes.append(f"-gencode=arch=compute_{ptx},code=compute_{ptx}")
     names = " ".join(f"sm_{arch}" for arch in machine) + f", PTX {ptx}"
     macro = f'-DGLUON_SYNCBN_CUDA_ARCHITECTURES="{names}"'
-    threads = f"--threads={min(os.cpu_count(), len(codes))}"
+    # The files are compiled side by side already.
+    threads = f"--threads={max(1, min(os.cpu_count() // len(CUDA_SOURCES), len(codes)))}"
     own = shlex.split(os.environ.get("NVCCFLAGS", ""))
     return [nvcc, "-ccbin", compiler[0], *NVCC, threads, *codes, macro, *own]
 
@@ -193,7 +242,7 @@ def build_library(sources, version, folder, library):
     compiler = find_compiler()
     define = f'-DGLUON_SYNCBN_VERSION="{version}"'
     flags = [*COMPILE, define, *shlex.split(os.environ.get("CXXFLAGS", ""))]
-    portable = os.environ.get("GLUON_SYNCBN_PORTABLE") == "1"
+    portable = is_portable()
     if portable:
         sources, flags = [*sources, f"{PORTABLE}.cc"], [*flags, "-include", f"{PORTABLE}.h"]
     os.makedirs(folder, exist_ok=True)
@@ -204,7 +253,7 @@ def build_library(sources, version, folder, library):
         return output
 
     tasks, link = [(source, [*compiler, *flags]) for source in sources], [*LINK]
-    nvcc = find_nvcc()
+    nvcc = nvcc_for_kernels()
     if nvcc:
         check_nvcc(nvcc)
         # First, as they take longest.

@@ -92,21 +92,24 @@ def report(architectures=()):
     flags = [flag for flag in setup.NVCC if not flag.startswith("-Xfatbin")]
     flags += ["-ccbin", setup.find_compiler()[0]]
 
-    def compile_for(arch):
-        kept = FOLDER / f"kept_{arch}"
+    def compile_for(arch, source):
+        name = f"{Path(source).stem}_{arch}"
+        kept = FOLDER / f"kept_{name}"
         kept.mkdir(exist_ok=True)
-        command = [nvcc, *flags, f"-arch=sm_{arch}", "-Xptxas=-v", "-cubin", *setup.CUDA_SOURCES]
-        command += ["--keep", "--keep-dir", str(kept), "-o", str(FOLDER / f"kernels_{arch}.cubin")]
-        text = _quiet(command)
+        command = [nvcc, *flags, f"-arch=sm_{arch}", "-Xptxas=-v", "-cubin", source]
+        text = _quiet([*command, "--keep", "--keep-dir", str(kept), "-o", str(kept / "cubin")])
         return arch, text, "".join(each.read_text() for each in kept.glob("*.ptx"))
 
-    kernels = []
+    kernels = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         wanted = architectures or setup.known_architectures(nvcc)
-        for arch, text, ptx in pool.map(compile_for, wanted):
+        tasks = [(arch, source) for source in setup.CUDA_SOURCES for arch in wanted]
+        for arch, text, ptx in pool.map(compile_for, *zip(*tasks)):
             accesses = _accesses(ptx)
-            kernels += [{**kernel, **accesses[kernel["kernel"]]} for kernel in _parse(arch, text)]
-    return kernels
+            for kernel in _parse(arch, text):
+                # Some are in several files.
+                kernels[arch, kernel["kernel"]] = {**kernel, **accesses[kernel["kernel"]]}
+    return list(kernels.values())
 
 
 def _short(name):

@@ -1,4 +1,4 @@
-// Chooses and launches the kernels for a view, and has the table of all.
+// Chooses and launches the kernels for a view.
 //
 // SBN_LAUNCH(kernel, blocks, stream, arguments...) launches with kThreads threads per block,
 // SBN_LAUNCH_TOGETHER a kernel whose threads wait for each other. SBN_RESIDENT(kernel) is the
@@ -174,7 +174,7 @@ struct SumsPlan {
     if (task.slices > kWarp && task.C <= multiprocessors_) lanes = kThreads;
     const dim3 added(static_cast<unsigned>(divide_up(task.C, kThreads / lanes)));
     const Slices slices{reinterpret_cast<double*>(work), task.C, task.slices};
-    SBN_LAUNCH_TOGETHER(add_slices, added, stream, slices, lanes, sums);
+    SBN_LAUNCH_TOGETHER(add_slices<>, added, stream, slices, lanes, sums);
     return last_launch_error();
   }
 
@@ -358,23 +358,6 @@ int launch_statistics_of_arrays(int64_t C, const void* mean, const void* varianc
   SBN_LAUNCH(statistics_of_arrays<A>, blocks_for(C), stream, C, mean, variance, epsilon,
              statistics);
   return last_launch_error();
-}
-
-template <typename T>
-const CudaKernels kCudaKernels{work_size<T>,
-                               launch_forward_sums<T>,
-                               launch_backward_sums<T>,
-                               coefficients_size<Arithmetic<T>>,
-                               launch_finish_forward<Arithmetic<T>>,
-                               launch_start_backward<T>,
-                               launch_finish_backward<Arithmetic<T>>,
-                               launch_statistics_of_arrays<Arithmetic<T>>,
-                               launch_normalize<T>,
-                               launch_input_gradient<T>};
-
-inline const CudaKernels& kernels_of(DType dtype) {
-  return with_dtype(dtype,
-                    [](auto zero) -> const CudaKernels& { return kCudaKernels<decltype(zero)>; });
 }
 
 }  // namespace gluon_syncbn

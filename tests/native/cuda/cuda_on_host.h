@@ -229,7 +229,7 @@ inline void run(dim3 grid, unsigned threads, bool together, const std::function<
 
 // Adds work to a stream.
 void enqueue(void* stream, std::function<void()> work);
-// Overloaded for arguments of kernels that are checked at the launch.
+// Overloaded below for arguments of kernels that are checked at the launch.
 template <typename V>
 void inspect(void* /*stream*/, const V& /*argument*/) {}
 
@@ -287,6 +287,18 @@ inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, unsigned bits) {
 namespace gluon_syncbn {
 
 struct Words;
+struct ChannelSums;
+struct SumsTask;
+struct SumsOfDevices;
+struct ForwardFinish;
+struct BackwardFinish;
+
+// What is checked at the launch.
+void inspect(void* stream, const SumsTask& task);
+void inspect(void* stream, ChannelSums* const& sums);
+void inspect(void* stream, const SumsOfDevices& sums);
+void inspect(void* stream, const ForwardFinish& task);
+void inspect(void* stream, const BackwardFinish& task);
 Words checked_load(const void* p);
 void checked_store(void* p, const Words& words);
 int last_launch_error();

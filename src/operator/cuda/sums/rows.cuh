@@ -317,6 +317,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 // sums[c] = the sum over the slices of channel c. `lanes` threads per channel, a power of 2.
+template <typename = void>  // As several files have it.
 __global__ void __launch_bounds__(kThreads) add_slices(Slices from, int lanes, ChannelSums* sums) {
   __shared__ double shared[kWarps * 6];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % lanes;
