@@ -1,5 +1,6 @@
 """The CUDA build of setup.py, and its errors."""
 
+import ctypes
 import os
 import re
 import shutil
@@ -33,7 +34,9 @@ def fake_nvcc(folder, version, architectures=()):
 
 @pytest.fixture
 def setup(monkeypatch):
-    for name in ("NVCC", "CUDA_HOME", "GLUON_SYNCBN_CUDA", "GLUON_SYNCBN_CUDA_ARCHS"):
+    for name in ("CUDA", "CUDA_ARCHS", "PORTABLE"):
+        monkeypatch.delenv(f"GLUON_SYNCBN_{name}", raising=False)
+    for name in ("NVCC", "CUDA_HOME"):
         monkeypatch.delenv(name, raising=False)
     return build.setup_py()
 
@@ -45,16 +48,77 @@ def test_an_old_nvcc_is_refused_with_its_version(setup, tmp_path):
         setup.check_nvcc(str(fake_nvcc(tmp_path, version)))
 
 
-def test_cuda_is_built_where_nvcc_is_unless_switched_off(setup, tmp_path, monkeypatch):
-    path = fake_nvcc(tmp_path, "12.0")
-    monkeypatch.setenv("NVCC", str(path))
-    assert setup.find_nvcc() == str(path)
+@pytest.fixture
+def driver(setup, tmp_path, monkeypatch):
+    """Makes setup.py find GPUs of these compute capabilities, in a driver's library."""
+    load = ctypes.CDLL
+
+    def install(*gpus):
+        source = tmp_path / "cuda.c"
+        source.write_text(
+            f"static int gpus[] = {{{', '.join(map(str, [*gpus, 0]))}}};\n"
+            "int cuInit(unsigned flags) { return flags; }\n"
+            f"int cuDeviceGetCount(int* count) {{ *count = {len(gpus)}; return 0; }}\n"
+            "int cuDeviceGetAttribute(int* value, int which, int gpu) {\n"
+            "  *value = which == 75 ? gpus[gpu] / 10 : which == 76 ? gpus[gpu] % 10 : -1;\n"
+            "  return 0;\n}\n"
+        )
+        library = tmp_path / f"libcuda-{len(gpus)}.so"
+        command = [*setup.find_compiler(), "-xc", "-shared", "-fPIC", source, "-o", library]
+        subprocess.run(command, check=True)
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: load({"libcuda.so.1": library}[name]))
+
+    def none(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", none)
+    return install
+
+
+def test_kernels_are_built_where_nvcc_and_a_gpu_are(setup, driver, tmp_path, monkeypatch):
+    path = str(fake_nvcc(tmp_path, "12.0", [75, 80, 86, 89, 90]))
+    monkeypatch.setenv("NVCC", path)
+    assert setup.nvcc_for_kernels() is None
+    assert "CPU kernels; GLUON_SYNCBN_CUDA=1" in setup.kernels()
+    monkeypatch.setenv("GLUON_SYNCBN_CUDA", "1")
+    assert setup.nvcc_for_kernels() == path
+    assert "sm_75, sm_80, sm_90 and PTX 90" in setup.kernels()
+    monkeypatch.delenv("GLUON_SYNCBN_CUDA")
+    driver()
+    assert setup.nvcc_for_kernels() is None
+    driver(86, 75, 86)
+    assert setup.nvcc_for_kernels() == path
+    assert "sm_75, sm_86 and PTX 86" in setup.kernels()
     monkeypatch.setenv("GLUON_SYNCBN_CUDA", "0")
-    assert setup.find_nvcc() is None
+    assert setup.nvcc_for_kernels() is None
     monkeypatch.setenv("NVCC", str(tmp_path / "no-such-nvcc"))
     monkeypatch.setenv("GLUON_SYNCBN_CUDA", "1")
     with pytest.raises(SystemExit, match="CUDA=1.*nvcc is not found.*CUDA_HOME"):
-        setup.find_nvcc()
+        setup.nvcc_for_kernels()
+
+
+def test_a_wheel_has_kernels_for_all_gpus(setup, driver, tmp_path, monkeypatch):
+    path = str(fake_nvcc(tmp_path, "12.0", [75, 80, 86, 89, 90]))
+    monkeypatch.setenv("NVCC", path)
+    monkeypatch.setenv("GLUON_SYNCBN_PORTABLE", "1")
+    for gpus in ((), (86,)):
+        driver(*gpus)
+        assert setup.nvcc_for_kernels() == path
+        assert setup.cuda_architectures(path) == ([75, 80, 90], 90)
+
+
+@pytest.mark.parametrize(
+    "gpu, machine, ptx",
+    [
+        (86, [86], 86),
+        (87, [86], 86),  # Unknown to this nvcc, but of a generation that it knows.
+        (120, [75, 80, 90], 90),  # Newer: the driver compiles PTX.
+    ],
+)
+def test_this_machine_gets_code_for_its_gpu(setup, driver, tmp_path, gpu, machine, ptx):
+    driver(gpu)
+    path = fake_nvcc(tmp_path, "12.0", [75, 80, 86, 89, 90])
+    assert setup.cuda_architectures(str(path)) == (machine, ptx)
 
 
 @pytest.mark.parametrize(
@@ -65,12 +129,12 @@ def test_cuda_is_built_where_nvcc_is_unless_switched_off(setup, tmp_path, monkey
         ([75, 80, 86, 89, 90, 100, 103, 120, 121], [75, 80, 90, 100, 120], 121),
     ],
 )
-def test_every_generation_gets_machine_code(setup, tmp_path, offered, machine, ptx):
+def test_every_generation_gets_machine_code(setup, driver, tmp_path, offered, machine, ptx):
     path = fake_nvcc(tmp_path, "12.0", offered)
     assert setup.cuda_architectures(str(path)) == (machine, ptx)
 
 
-def test_unknown_settings_are_refused(setup, tmp_path, monkeypatch):
+def test_unknown_settings_are_refused(setup, driver, tmp_path, monkeypatch):
     path = fake_nvcc(tmp_path, "12.0", [70, 80, 90])
     for archs in ("foo", "80 10"):
         monkeypatch.setenv("GLUON_SYNCBN_CUDA_ARCHS", archs)
@@ -80,7 +144,7 @@ def test_unknown_settings_are_refused(setup, tmp_path, monkeypatch):
     assert setup.cuda_architectures(str(path)) == ([80, 90], 90)
     monkeypatch.setenv("GLUON_SYNCBN_CUDA", "maybe")
     with pytest.raises(SystemExit, match="GLUON_SYNCBN_CUDA=maybe is unknown: set it to 1"):
-        setup.find_nvcc()
+        setup.nvcc_for_kernels()
 
 
 @needs_nvcc

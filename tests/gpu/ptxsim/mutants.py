@@ -51,11 +51,12 @@ SEEN = ("line ", "ptxsim:")
 
 
 def ptx_of(program):
-    """The text in the program."""
+    """The text in the program, of all its modules. Of a kernel that is in several of them, the
+    simulator takes the last."""
     data = Path(program).read_bytes()
-    version = data.index(b".version ")
-    begin = data.rindex(b"\0", 0, version) + 1
-    return data[begin : data.index(b"\0", version)].decode()
+    starts = [found.start() for found in re.finditer(rb"\.version \d", data)]
+    parts = [data[data.rindex(b"\0", 0, at) + 1 : data.index(b"\0", at)] for at in starts]
+    return b"\n".join(parts).decode()
 
 
 def run(program, ptx, arguments, limit):
@@ -79,10 +80,10 @@ def run(program, ptx, arguments, limit):
     return seen or process.returncode != 0
 
 
-def executed(program, folder):
+def executed(program, ptx, folder):
     """The numbers of the lines that the whole test runs."""
     path = Path(folder, "coverage")
-    environment = dict(os.environ, PTXSIM_COVERAGE=str(path))
+    environment = dict(os.environ, PTXSIM_COVERAGE=str(path), PTXSIM_PTX=str(ptx))
     subprocess.run([program], env=environment, stdout=subprocess.DEVNULL, check=True)
     lines = [line.split(maxsplit=2) for line in path.read_text().splitlines()]
     return {int(line[0]) for line in lines if line[0] != "kernel" and line[1] != "0"}
@@ -136,7 +137,9 @@ def main():
     chance = random.Random(options.seed)
     lines = ptx_of(options.program).split("\n")
     with tempfile.TemporaryDirectory() as folder:
-        found = sites(lines, executed(options.program, folder))
+        whole = Path(folder, "whole.ptx")
+        whole.write_text("\n".join(lines))
+        found = sites(lines, executed(options.program, whole, folder))
         names = sorted(found)
         chosen = [(n, names[n % len(names)]) for n in range(options.count)]
         chosen = [(n, name, chance.choice(found[name])) for n, name in chosen]
