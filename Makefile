@@ -57,7 +57,7 @@ ifeq ($(filter run-native run-ptx programs fake-cuda simulated-cuda compile-sour
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: fake-cuda simulated-cuda gpu-check gpu-counts compare-gpu-counts ptx-mutants run-ptx cuda-report help train detect compare test test-all test-pythons bench bench-distributed lint format docs warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
+.PHONY: fake-cuda simulated-cuda gpu-check gpu-counts compare-gpu-counts ptx-mutants run-ptx cuda-report help environment horovod test-native test-python train detect compare test test-all test-pythons bench bench-distributed lint format docs warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.13] [CXX=g++]'
@@ -77,18 +77,27 @@ test: $(environment) $(ready)test ## run the native tests and the quick Python t
 	$(python) -m pytest -n 2 -m "not long" $(ARGS)
 	@echo "Left out, as it takes minutes; make test-all has it:"
 	@echo "- Python tests of whole programs, nets and builds (marked long)"
-	@echo "- all sizes of data for the CUDA kernels, compiled for the host"
-	@echo "- the CUDA kernels as PTX, on a simulator$(if $(nvcc),, (which needs nvcc; none is found in NVCC, CUDA_HOME or PATH))"
+	@echo "- the CUDA kernels on all sizes of data, and as PTX on a simulator$(if $(nvcc),, (which needs nvcc; none is found in NVCC, CUDA_HOME or PATH))"
 	@$(if $(wildcard $(ready)horovod),,echo "- tests with Horovod, which is built from source")
 
 test-pythons: wheel ## try the wheel and run the quick tests on Python 3.8, 3.11 and 3.13, each in its own environment
 	$(pip) install nox
 	$(python) -m nox $(ARGS)
 
-test-all: $(environment) $(ready)test $(ready)horovod ## run all tests
-	$(build_native) run-native
+test-all: test-native test-python ## run all tests
+
+# Where nvcc is, the simulator runs the CUDA kernels on all sizes of data.
+test-native: ## run the native tests, and the CUDA kernels on a simulator
+	$(build_native) run-native QUICK=$(if $(nvcc),--small)
 	$(build_native) run-ptx
+
+test-python: $(environment) $(ready)test $(ready)horovod ## run all Python tests
 	$(python) -m pytest -n 2 $(ARGS)
+
+environment: $(environment) ## install MXNet and what the examples need into .venv, and build the library
+
+horovod: $(ready)horovod
+
 
 bench: $(environment) $(ready)test $(ready)torch ## measure speed compared with MXNet's own layers and PyTorch's
 	$(python) benchmarks/bench.py $(ARGS)

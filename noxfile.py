@@ -1,4 +1,4 @@
-"""`make test-pythons`: the wheel and the quick tests on several versions of Python."""
+"""`make test-pythons`: the wheel on several versions of Python, with the tests that depend on them."""
 
 from pathlib import Path
 
@@ -9,6 +9,11 @@ PYTHONS = ["3.8", "3.11", "3.13"]
 # MXNet was made for NumPy 1.23. Other versions are what pip takes, NumPy 2 where there is no MXNet
 # to forbid it.
 CONSTRAINTS = {"3.11": ["numpy==1.23.5"]}
+# What depends on Python, NumPy, onnx or gluoncv. The native library, and how processes and devices
+# meet, are tested on one Python. `make test-pythons ARGS="-- tests"` runs all quick tests.
+TESTS = "compat convert deploy examples launch project training".split()
+TESTS += [f"layers/test_{name}.py" for name in "amp bad_input batch_norm numpy_arrays".split()]
+TESTS += [f"distributed/test_{name}.py" for name in ("channels", "liveness")]
 
 # A Python that is not installed is named in nox's summary.
 nox.options.error_on_missing_interpreters = False
@@ -22,5 +27,5 @@ def tests(session):
     with session.chdir(session.create_tmp()):
         session.run("python", "-m", "gluon_syncbn", "doctor")
     # From here on the checkout's package comes before the wheel's.
-    quick = ["-n", "2", "-m", "not long"]
-    session.run("python", "-m", "pytest", *quick, *session.posargs)
+    chosen = session.posargs or [f"tests/{name}" for name in TESTS]
+    session.run("python", "-m", "pytest", "-n", "2", "-m", "not long", *chosen)
