@@ -8,11 +8,11 @@
 
 namespace {
 
-// Linked behind kernels.cu, and therefore initialized after it.
+// Linked behind runtime.cu, and therefore initialized after it.
 [[maybe_unused]] const bool ready = [] {
   using namespace gluon_syncbn;
   if (!cuda_backend()) {
-    std::fprintf(stderr, "cpu_contexts.cc must be linked behind kernels.cu\n");
+    std::fprintf(stderr, "cpu_contexts.cc must be linked behind runtime.cu\n");
     std::abort();
   }
   static CudaBackend backend = *cuda_backend();

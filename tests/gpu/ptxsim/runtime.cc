@@ -1,4 +1,4 @@
-// The functions of the CUDA runtime that kernels.cu and nvcc's code call, and those of the driver.
+// The functions of the CUDA runtime that runtime.cu and nvcc's code call, and those of the driver.
 // Work is done when it is queued. What CUDA forbids is refused, or ends the process.
 #include <algorithm>
 #include <cstdio>
@@ -284,7 +284,7 @@ int __cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** argumen
   return launch(kernel, grid, block, arguments, stream);
 }
 
-// What kernels.cu calls.
+// What runtime.cu calls.
 
 int cudaGetLastError() { return std::exchange(last_error, kSuccess); }
 const char* cudaGetErrorName(int error) { return error ? "cudaErrorUnknown" : "cudaSuccess"; }
@@ -383,7 +383,7 @@ int cudaMemsetAsync(void* memory, int value, size_t bytes, void* stream) {
   return fill(memory, value, bytes, stream);
 }
 
-// kernels.cu asks the driver's library, which is not there (linked with --wrap=dlopen,dlsym).
+// runtime.cu asks the driver's library, which is not there (linked with --wrap=dlopen,dlsym).
 
 void* __real_dlopen(const char* name, int flags);
 void* __wrap_dlopen(const char* name, int flags) {

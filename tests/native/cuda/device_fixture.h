@@ -1,5 +1,5 @@
 // The results of the CUDA kernels for a problem. They run on a GPU if SBN_REAL_CUDA is defined and
-// kernels.cu is linked, otherwise on the host.
+// the kernels are linked, otherwise on the host.
 #ifndef GLUON_SYNCBN_TESTS_DEVICE_FIXTURE_H_
 #define GLUON_SYNCBN_TESTS_DEVICE_FIXTURE_H_
 
