@@ -1,4 +1,4 @@
-"""`make test-pythons`: the wheel on several versions of Python, with the tests that depend on them."""
+"""`make test-pythons`: the wheel, and tests that depend on Python, on several versions of it."""
 
 from pathlib import Path
 

@@ -23,7 +23,7 @@ def run(*command, cwd, path=(), python=sys.executable):
     return done.returncode, done.stdout + done.stderr
 
 
-def test_a_script_that_imports_mxnet_first_in_the_launcher(tmp_path):
+def test_a_script_that_imports_mxnet_first_in_the_launcher(environment, tmp_path):
     (tmp_path / "script.py").write_text(
         f"{HAS_HOOK}\n"
         "import subprocess\n"
@@ -31,11 +31,11 @@ def test_a_script_that_imports_mxnet_first_in_the_launcher(tmp_path):
         "print('fine')\n"
     )
     arguments = ["-m", "gluon_syncbn.launch", "-n", "1", "script.py"]
-    code, output = run(*arguments, cwd=tmp_path, path=[ROOT])
+    code, output = run(*arguments, cwd=tmp_path, path=[ROOT], python=environment[0])
     assert code == 0 and "[0] fine" in output, output
 
 
-def test_workers_of_a_data_loader_that_are_not_forked(tmp_path):
+def test_workers_of_a_data_loader_that_are_not_forked(environment, tmp_path):
     # As from a notebook: the workers do not import the main program.
     code, output = run(
         "-c",
@@ -45,21 +45,25 @@ def test_workers_of_a_data_loader_that_are_not_forked(tmp_path):
         "print([float(batch.sum().asscalar()) for batch in loader])",
         cwd=tmp_path,
         path=[ROOT],
+        python=environment[0],
     )
     assert code == 0 and "[6.0, 22.0]" in output, output
 
 
-def test_a_sitecustomize_of_the_user_is_run(tmp_path):
+def test_a_sitecustomize_of_the_user_is_run(environment, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('of the user')")
     path = [ROOT / "mxnet_compat" / "site", tmp_path]
-    code, output = run("-c", f"{HAS_HOOK}; print(sys.path)", cwd=tmp_path, path=path)
+    code, output = run(
+        "-c", f"{HAS_HOOK}; print(sys.path)", cwd=tmp_path, path=path, python=environment[0]
+    )
     assert code == 0 and output.startswith("of the user\n"), output
     assert "mxnet_compat" not in output
 
 
 @pytest.fixture
 def environment(tmp_path):
-    """The Python of a new environment with the packages of this one, and its site-packages."""
+    """The Python of a new environment with the packages of this one, where `make` has switched the
+    hook on, but not its hook; and its site-packages."""
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.long
 
 # The number of layers, and whether the net can be converted to ONNX.
 NETS = {
-    "fcn_resnet50_voc": (57, True),
     "psp_resnet50_ade": (61, True),
     "deeplab_resnet50_citys": (63, True),
     "icnet_resnet50_citys": (69, True),

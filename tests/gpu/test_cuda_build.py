@@ -97,6 +97,28 @@ def test_kernels_are_built_where_nvcc_and_a_gpu_are(setup, driver, tmp_path, mon
         setup.nvcc_for_kernels()
 
 
+@pytest.mark.parametrize(
+    "arguments, built",
+    [
+        (["MXNET=cpu"], "0"),
+        (["MXNET=cpu", "GLUON_SYNCBN_CUDA=1"], "1"),
+        (["MXNET=cu112"], "1"),
+        (["MXNET=cu112", "NVCC=/no/nvcc"], "0"),
+        (["MXNET=cu112", "GLUON_SYNCBN_CUDA=0"], "0"),
+    ],
+)
+def test_make_builds_kernels_for_mxnet_with_gpus(setup, tmp_path, monkeypatch, arguments, built):
+    monkeypatch.setenv("NVCC", str(fake_nvcc(tmp_path, "12.0", [80])))
+    command = ["make", "--always-make", "--dry-run", "environment", *arguments]
+    # `make` may run this test.
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MXNET", "MFL"))
+    }
+    environment.update(each.split("=") for each in arguments)
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    assert f"export GLUON_SYNCBN_CUDA={built};" in done.stdout, done
+
+
 def test_a_wheel_has_kernels_for_all_gpus(setup, driver, tmp_path, monkeypatch):
     path = str(fake_nvcc(tmp_path, "12.0", [75, 80, 86, 89, 90]))
     monkeypatch.setenv("NVCC", path)
@@ -150,9 +172,9 @@ def test_unknown_settings_are_refused(setup, driver, tmp_path, monkeypatch):
 @needs_nvcc
 @pytest.mark.timeout(600)
 def test_kernels_spill_no_registers_and_access_whole_vectors():
-    # The oldest, the newest and one between them; `make cuda-report` has all.
+    # The oldest and that of most servers; `make cuda-report` has all.
     known = build.setup_py().known_architectures(nvcc)
-    kernels = build.report(sorted({known[0], known[-1]} | {90} & set(known)))
+    kernels = build.report(sorted({known[0]} | {90} & set(known)))
     assert len(kernels) > 50
     assert [kernel for kernel in kernels if kernel["spilled_bytes"]] == []
     assert build.narrow(kernels) == []
@@ -162,7 +184,8 @@ def test_kernels_spill_no_registers_and_access_whole_vectors():
 
 @needs_nvcc
 @pytest.mark.skipif(
-    os.environ.get("GLUON_SYNCBN_CUDA") == "0", reason="the library was built for the CPU alone"
+    os.environ.get("GLUON_SYNCBN_CUDA") != "1",
+    reason="kernels are not asked for: GLUON_SYNCBN_CUDA=1",
 )
 def test_the_library_holds_the_kernels_and_needs_no_driver():
     library = ROOT / "gluon_syncbn" / "libgluon_syncbn.so"

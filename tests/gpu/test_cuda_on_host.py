@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from test_cuda_build import nvcc
+
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build/native/plain"
-# Tests of the layer that must pass on every kind of device, except those for CPUs only.
-TESTS = ["batch_norm", "activation", "numerics", "semantics", "rendezvous"]
+# Tests of the layer that must pass on every kind of device, except those for CPUs only. Where nvcc
+# is, test_ptx.py runs others on compiled kernels.
+TESTS = ["batch_norm", "rendezvous"] + ["activation", "numerics", "semantics"] * (nvcc is None)
 OF_CPUS = ["test_every_number_of_threads_gives_the_same_bits"]
 
 
