@@ -75,7 +75,8 @@ template <typename F>
 void check_values(const std::string& body, const F& expected) {
   const std::vector<uint32_t> values = run_kernel(body);
   for (uint32_t i = 0; i < kThreads; ++i) {
-    CHECK_SAY(values[i] == expected(i), body << " gives thread " << i << " " << values[i]);
+    CHECK_SAY(values[i] == static_cast<uint32_t>(expected(i)),
+              body << " gives thread " << i << " " << values[i]);
   }
 }
 
