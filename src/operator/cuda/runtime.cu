@@ -2,9 +2,20 @@
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 
-#include "cuda/kernels.h"
+#include "cuda/backend.h"
+#include "numerics/dtypes.h"
 
 namespace gluon_syncbn {
+
+// In kernels_*.cu.
+template <typename T>
+const CudaKernels& kernels_for();
+
+const CudaKernels& kernels_of(DType dtype) {
+  return with_dtype(dtype,
+                    [](auto zero) -> const CudaKernels& { return kernels_for<decltype(zero)>(); });
+}
+
 namespace {
 
 cudaStream_t native(Stream stream) { return static_cast<cudaStream_t>(stream); }
