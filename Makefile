@@ -295,16 +295,17 @@ $(ready)python:
 	@$(pip) install 'setuptools>=70.1'
 	@touch $@
 
-# One call of pip, so that the requirements of MXNet hold, where they can: from Python 3.13 on there is no NumPy 1, and
+# The library is built meanwhile. One call of pip, so that the requirements of MXNet hold, where they can: from Python 3.13 on there is no NumPy 1, and
 # the extra leaves MXNet out. Programs may import mxnet first.
 missing_library := $(if $(wildcard $(library)),,rebuild)
 $(environment): pyproject.toml setup.py $(wildcard src/operator/*/* src/operator/*/*/*) $(missing_library) | $(ready)python
-	@export GLUON_SYNCBN_CUDA=$(kernels); \
-	echo "Building $(library): $$($(python) -c 'import setup; print(setup.kernels())')" && \
-	echo "Installing MXNet 1.9.1 ($(MXNET)) and what the examples need" && \
+	@mkdir -p build; export GLUON_SYNCBN_CUDA=$(kernels); \
+	echo "Building $(library): $$($(python) -c 'import setup; print(setup.kernels())')"; \
+	{ $(python) setup.py --quiet build_ext --inplace >build/library.log 2>&1 || { cat build/library.log >&2; exit 1; }; } & library=$$!; \
+	echo "Installing MXNet 1.9.1 ($(MXNET)) and what the examples need"; \
 	$(if $(filter-out $(ready)$(MXNET)-%,$(wildcard $(ready)cpu-* $(ready)cu112-*)),$(pip) uninstall --yes mxnet mxnet-cu112 &&) \
-	$(pip) install --no-build-isolation --editable '.[$(MXNET),examples]' && \
-	$(pip) install --no-deps mxnet$(if $(filter cpu,$(MXNET)),,-$(MXNET))==1.9.1
+	GLUON_SYNCBN_LIBRARY=0 $(pip) install --no-compile --no-build-isolation --editable '.[$(MXNET),examples]' && \
+	$(pip) install --no-deps mxnet$(if $(filter cpu,$(MXNET)),,-$(MXNET))==1.9.1 && wait $$library
 	@$(python) -m gluon_syncbn doctor --enable-mxnet-on-import >/dev/null
 	@rm -f $(ready)cpu-* $(ready)cu112-*
 	@touch $@

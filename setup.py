@@ -296,13 +296,14 @@ def main():
     if {"bdist_wheel", "build_ext", "editable_wheel", "install"} & set(sys.argv):
         find_compiler()  # here, so that its message does not end a page of other output
 
+    library = Extension(
+        "gluon_syncbn.libgluon_syncbn", SOURCES, depends=[*CUDA_SOURCES, *HEADERS, EXPORTS]
+    )
+    # `make` builds it itself, while pip installs other packages.
+    left_out = os.environ.get("GLUON_SYNCBN_LIBRARY") == "0"
     setup(
         license="Apache-2.0",
-        ext_modules=[
-            Extension(
-                "gluon_syncbn.libgluon_syncbn", SOURCES, depends=[*CUDA_SOURCES, *HEADERS, EXPORTS]
-            )
-        ],
+        ext_modules=[] if left_out else [library],
         cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
     )
 
