@@ -138,6 +138,7 @@ docs: $(environment) $(ready)docs ## build the documentation site, build/docs/in
 
 # The native tests include the CUDA kernels, with pragmas of nvcc.
 warnings: export NVCC_APPEND_FLAGS = --Werror all-warnings
+warnings: export GLUON_SYNCBN_CUDA := $(if $(nvcc),1,0)
 warnings: $(ready)python ## compile everything with warnings as errors
 	CXXFLAGS="-Wall -Wextra -Werror" $(python) setup.py --quiet build_ext \
 	    --build-lib build/warnings --build-temp build/warnings
