@@ -101,6 +101,7 @@ def _after_mxnet(mxnet):
         # wrote (2,).
         for module in (mxnet._ctypes.ndarray, mxnet._ctypes.symbol):
             module.str = parameter_text
+    if _release(numpy.__version__) >= (1, 25):
         _accept_named_tuples(mxnet.numpy.multiarray)
     if not hasattr(numpy.ndarray, "tostring"):
         for function in (mxnet.recordio.pack, mxnet.recordio.pack_img):
@@ -108,8 +109,8 @@ def _after_mxnet(mxnet):
 
 
 def _accept_named_tuples(multiarray):
-    """For the functions of mx.np that NumPy computes: NumPy 2 returns some results, such as that of
-    ``linalg.qr``, as named tuples, which MXNet would create again from a list."""
+    """For the functions of mx.np that NumPy computes: NumPy returns some results, such as that of
+    ``linalg.qr``, as named tuples since 1.25, which MXNet would create again from a list."""
     convert = multiarray._as_mx_np_array
 
     def as_mx_np_array(object, ctx=None):
