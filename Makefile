@@ -98,7 +98,6 @@ environment: $(environment) ## install MXNet and what the examples need into .ve
 
 horovod: $(ready)horovod
 
-
 bench: $(environment) $(ready)test $(ready)torch ## measure speed compared with MXNet's own layers and PyTorch's
 	$(python) benchmarks/bench.py $(ARGS)
 
@@ -123,9 +122,9 @@ ptx-mutants: ## change one instruction of the CUDA kernels at a time, and ask if
 	@$(or $(PYTHON),python3) $(simulator_sources)/mutants.py $(simulated)/test_cuda_kernels_$(PTX_ARCH) $(ARGS)
 
 lint: $(ready)lint ## check style and formatting
-	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
-	.venv/bin/clang-format --dry-run -Werror $(formatted)
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/clang-format --dry-run -Werror $(formatted)
 
 format: $(ready)lint ## rewrite the sources as `make lint` wants them
 	.venv/bin/ruff check --fix .
