@@ -80,7 +80,8 @@ def environment_with(folder, wheel):
 def checkout(tmp_path_factory):
     """A copy of the sources, files unknown to git included, without anything built."""
     folder = tmp_path_factory.mktemp("checkout") / "gluon_syncbn"
-    ignored = shutil.ignore_patterns(*NOT_COPIED, ".git", ".venv", ".*_cache", ".hypothesis")
+    names = ".git", ".venv", ".nox", ".*_cache", ".hypothesis"
+    ignored = shutil.ignore_patterns(*NOT_COPIED, *names)
     shutil.copytree(ROOT, folder, ignore=ignored)
     return folder
 
