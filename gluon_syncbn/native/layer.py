@@ -154,6 +154,8 @@ def _register(mxnet):
 class Layer:
     """A layer of the native library: a unique id, a name, devices, a timeout."""
 
+    timeout = 0.0  # Until set_devices.
+
     def __init__(self, name):
         self.id = next(_ids)
         self.name = name
