@@ -74,7 +74,7 @@ compare: $(environment) ## train the example with six kinds of batch statistics,
 
 test: $(environment) $(ready)test ## run the native tests and the quick Python tests
 	$(build_native) run-native QUICK=--small
-	$(python) -m pytest -n 2 -m "not long" $(ARGS)
+	$(python) -m pytest -n 3 -m "not long" $(ARGS)
 	@echo "Left out, as it takes minutes; make test-all has it:"
 	@echo "- Python tests of whole programs, nets and builds (marked long)"
 	@echo "- the CUDA kernels on all sizes of data, and as PTX on a simulator$(if $(nvcc),, (which needs nvcc; none is found in NVCC, CUDA_HOME or PATH))"
@@ -92,7 +92,7 @@ test-native: ## run the native tests, and the CUDA kernels on a simulator
 	$(build_native) run-ptx
 
 test-python: $(environment) $(ready)test $(ready)horovod ## run all Python tests
-	$(python) -m pytest -n 2 $(ARGS)
+	$(python) -m pytest -n 3 $(ARGS)
 
 environment: $(environment) ## install MXNet and what the examples need into .venv, and build the library
 

@@ -28,4 +28,4 @@ def tests(session):
         session.run("python", "-m", "gluon_syncbn", "doctor")
     # From here on the checkout's package comes before the wheel's.
     chosen = session.posargs or [f"tests/{name}" for name in TESTS]
-    session.run("python", "-m", "pytest", "-n", "2", "-m", "not long", *chosen)
+    session.run("python", "-m", "pytest", "-n", "3", "-m", "not long", *chosen)

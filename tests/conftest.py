@@ -12,7 +12,7 @@ import pytest
 # The shell starts background jobs with SIGINT ignored, which the processes of tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The tests' own modules, for the processes that tests start too.
+# The tests' own modules, and what shortens the start, for the processes that tests start too.
 _SUPPORT = str(Path(__file__).resolve().parent / "support")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SUPPORT, os.environ.get("PYTHONPATH")]))
 
