@@ -1,5 +1,5 @@
-"""For the processes that tests start: MXNet takes scikit-learn and scipy.stats where they are there, which
-is half of the time of its import, and uses them for nothing here."""
+"""For the processes that tests start: MXNet imports scikit-learn and scipy.stats where they are,
+which is half of its start, and uses them for nothing here."""
 
 import sys
 
