@@ -14,7 +14,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The tests' own modules, and what shortens the start, for the processes that tests start too.
 _SUPPORT = str(Path(__file__).resolve().parent / "support")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SUPPORT, os.environ.get("PYTHONPATH")]))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), _SUPPORT]))
 
 # With static_shape each graph keeps the one it drew when it was made. Two devices of one net that
 # drew the same wait for each other forever, so there have to be far more than graphs in all tests.
