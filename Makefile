@@ -57,7 +57,7 @@ ifeq ($(filter run-native run-ptx programs fake-cuda simulated-cuda compile-sour
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: fake-cuda simulated-cuda gpu-check gpu-counts compare-gpu-counts ptx-mutants run-ptx cuda-report help environment horovod test-native test-python train detect compare test test-all test-pythons bench bench-distributed lint format docs warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
+.PHONY: fake-cuda simulated-cuda gpu-check gpu-counts compare-gpu-counts ptx-mutants run-ptx cuda-report help environment horovod test-native test-python train detect compare test test-all chaos test-pythons bench bench-distributed lint format docs warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.13] [CXX=g++]'
@@ -84,7 +84,10 @@ test-pythons: wheel ## try the wheel and run the quick tests on Python 3.8, 3.11
 	$(pip) install nox
 	$(python) -m nox $(ARGS)
 
-test-all: test-native test-python ## run all tests
+test-all: test-native test-python chaos ## run all tests
+
+chaos: $(environment) $(ready)test ## let random faults happen to small jobs, and say what became of them
+	PYTHONPATH=tests/support $(python) tests/distributed/chaos.py $(ARGS)
 
 # Where nvcc is, the simulator runs the CUDA kernels on all sizes of data.
 test-native: ## run the native tests, and the CUDA kernels on a simulator

@@ -25,6 +25,8 @@ class Answer(typing.NamedTuple):
     last : the exchange that it completed last, as (key, seconds since then), or None
     status : (FAILED, the error) or (FINISHED, ""), or None
     why : the system's message where it could not be probed, or None
+    place : where its main thread stands, as (text, seconds, whether it waits for others there), or
+            None
     """
 
     state: str
@@ -32,25 +34,36 @@ class Answer(typing.NamedTuple):
     last: typing.Optional[tuple] = None
     status: typing.Optional[tuple] = None
     why: typing.Optional[str] = None
+    place: typing.Optional[tuple] = None
 
 
 def describe(answers):
     """One line on which ranks have arrived, and which have not and why."""
     arrived = [rank for rank, answer in answers.items() if answer.state == ARRIVED]
+    others = {rank: answer for rank, answer in answers.items() if rank not in arrived}
+    return f"Came: {_ranks(arrived)}. Missing: {_reasons(others) or 'none'}."
+
+
+def describe_others(answers):
+    """One line on what other ranks do."""
+    return f"The others: {_reasons(answers)}."
+
+
+def _reasons(answers):
     groups = {}
-    for rank in sorted(answers.keys() - arrived):
+    for rank in sorted(answers):
         groups.setdefault(_kind(answers[rank]), []).append(rank)
-    missing = ", ".join(
+    return ", ".join(
         f"{_ranks(ranks)} ({_reason([answers[rank] for rank in ranks])})"
         for ranks in groups.values()
     )
-    return f"Came: {_ranks(arrived)}. Missing: {missing or 'none'}."
 
 
 def _kind(answer):
     """Equal for answers that differ in seconds alone."""
-    last = answer.last and answer.last[0]
-    return answer.state, answer.why, tuple(key for key, _ in answer.in_flight), last, answer.status
+    last, place = answer.last and answer.last[0], answer.place and answer.place[0]
+    in_flight = tuple(key for key, _ in answer.in_flight)
+    return answer.state, answer.why, in_flight, last, answer.status, place
 
 
 def _reason(answers):
@@ -68,9 +81,14 @@ def _reason(answers):
     if first.in_flight:
         each = zip(*(answer.in_flight for answer in answers))
         return "waiting in " + ", ".join(f"{_name(one[0][0])} for {_span(one)}" for one in each)
+    reason = "nothing exchanged yet"
     if first.last:
-        return f"last completed {_name(first.last[0])}, {_span([a.last for a in answers])} ago"
-    return "nothing exchanged yet"
+        reason = f"last completed {_name(first.last[0])}, {_span([a.last for a in answers])} ago"
+    if first.place:
+        text, _, waits = first.place
+        does = "waits in" if waits else "is at"
+        reason += f", {does} {text} for {_span([a.place for a in answers])}"
+    return reason
 
 
 def _name(exchange):
@@ -79,7 +97,7 @@ def _name(exchange):
 
 
 def _span(entries):
-    ends = [f"{pick(seconds for _, seconds in entries):.0f}" for pick in (min, max)]
+    ends = [f"{pick(entry[1] for entry in entries):.0f}" for pick in (min, max)]
     return f"{' to '.join(dict.fromkeys(ends))} s"
 
 

@@ -7,6 +7,8 @@ import numpy
 
 TIMEOUT_VARIABLE = "GLUON_SYNCBN_TIMEOUT"
 _DEFAULT_TIMEOUT = 300.0
+# The share of a timeout after which a wait is reported.
+WARN_AFTER = 0.1
 
 
 def is_whole(value):

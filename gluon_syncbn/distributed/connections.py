@@ -39,20 +39,24 @@ def receive(connection, token, longest, ends):
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """Calls answer(connection) for each connection, on a daemon thread of its own."""
+    """Calls answer(connection) for each connection, on a daemon thread of its own, and
+    ``watch.look()`` every ``watch.period`` seconds."""
 
     daemon_threads, block_on_close = True, False
     request_queue_size = 4096
 
-    def __init__(self, host, answer, most):
+    def __init__(self, host, answer, most, watch=None):
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
         self.address_family, _, _, _, address = found[0]
-        self._answer, self._most = answer, most
+        self._answer, self._most, self._watch = answer, most, watch
         self._connections = {}  # the oldest first
         super().__init__(address, None)
         self.socket.setblocking(False)
         self._thread = threading.Thread(
-            target=self.serve_forever, args=[None], name="sbn-liveness", daemon=True
+            target=self.serve_forever,
+            args=[watch and watch.period],
+            name="sbn-liveness",
+            daemon=True,
         )
 
     def start(self):
@@ -86,6 +90,10 @@ class Server(socketserver.ThreadingTCPServer):
             _hang_up(oldest)
         super().process_request(request, client_address)
 
+    def service_actions(self):
+        if self._watch:
+            self._watch.look()
+
     def finish_request(self, request, client_address):
         self._answer(request)
 
@@ -103,9 +111,9 @@ def _hang_up(connection):
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def serve(host, answer, most):
+def serve(host, answer, most, watch=None):
     try:
-        server = Server(host, answer, most)
+        server = Server(host, answer, most, watch)
         if ipaddress.ip_address(server.server_address[0].partition("%")[0]).is_unspecified:
             server.server_close()
             raise OSError("no address that others could reach")

@@ -7,6 +7,7 @@ import mxnet as mx
 import numpy
 
 from .. import native
+from ..launch.runner import beat
 from .arguments import duration, seconds
 from .reducer import Reducer
 
@@ -68,7 +69,7 @@ class KVStoreReducer(Reducer):
         rank, size = kvstore.rank, kvstore.num_workers
         self._kv = kvstore
         self._connection = native.Connection(self._probe)
-        self._hooks = _Hooks(kvstore, self._connection)
+        self._hooks = _Hooks(kvstore, self)
         # {key: {rank: (its size, its number in the store)}}
         self._registered = {}
         self._changed = threading.Condition()
@@ -205,8 +206,8 @@ class _Hooks:
       indefinitely.
     """
 
-    def __init__(self, kvstore, connection):
-        self._kvstore, self._connection = kvstore, connection
+    def __init__(self, kvstore, reducer):
+        self._kvstore, self._reducer = kvstore, reducer
         self._initialized = set()
         replaced = {name: self._locked(getattr(kvstore, name)) for name in _LOCKED}
         replaced.update((name, self._initializing(replaced[name])) for name in _INITIALIZE)
@@ -215,21 +216,22 @@ class _Hooks:
         for name, function in replaced.items():
             setattr(kvstore, name, function)
         self._names = list(replaced)
-        self._create = mx.kv.create
-        self._refusing = mx.kv.create = _refuse_another(mx.kv.create)
+        _hooked.append(self)
 
     def undo(self):
         for name in self._names:
             delattr(self._kvstore, name)
-        # Not where somebody else has put a function of theirs there since.
-        if mx.kv.create is self._refusing:
-            mx.kv.create = self._create
-        self._kvstore, self._names = None, []
+        if self in _hooked:
+            _hooked.remove(self)
+        self._kvstore, self._reducer, self._names = None, None, []
 
     def _locked(self, function):
         @functools.wraps(function)
         def call(*args, **kwargs):
-            with self._connection:
+            if self._reducer.lost:
+                native.waits.failed += 1
+                raise RuntimeError(self._reducer.lost)
+            with self._reducer._connection:
                 return function(*args, **kwargs)
 
         return call
@@ -267,17 +269,36 @@ _INITIALIZE = ("init", "broadcast")
 _LOCKED = ("push", "pull", "pushpull", *_INITIALIZE)
 
 
-def _refuse_another(create):
+_hooked = []
+
+
+def _bounded(create):
+    """``mx.kv.create``, which waits for all processes of the job, with a limit. A second
+    distributed store is refused."""
+
     @functools.wraps(create)
     def create_or_refuse(name="local"):
         distributed = isinstance(name, str) and "dist" in name.lower()
         # Others may have registered stores of their own.
-        if distributed and name.lower() not in mx.kv.KVStoreBase.kv_registry:
+        if not distributed or name.lower() in mx.kv.KVStoreBase.kv_registry:
+            return create(name)
+        if _hooked:
             raise ValueError(
                 "There is a distributed KVStore in this process, with a KVStoreReducer, and MXNet "
                 f"would wait indefinitely for another one, {name!r}: give the Trainer the store "
                 "itself, as kvstore=kv, update_on_kvstore=False."
             )
-        return create(name)
+        timeout = seconds(None)
+        beat("makes its store", again=False)
+        return native.call_within(
+            timeout,
+            lambda: create(name),
+            f"mx.kv.create({name!r}) has waited {duration(timeout)} for the job's other processes: "
+            "one of its workers, servers or its scheduler is missing, stopped, or comes later than "
+            "GLUON_SYNCBN_TIMEOUT allows.",
+        )
 
     return create_or_refuse
+
+
+mx.kv.create = _bounded(mx.kv.create)

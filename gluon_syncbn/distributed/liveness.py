@@ -13,11 +13,8 @@ import threading
 import time
 
 from .answers import ABSENT, ARRIVED, FINISHED, GONE, SILENT, Answer, describe
-from .arguments import duration
+from .arguments import WARN_AFTER, duration
 from .connections import own_host, receive, send, serve
-
-# The share of a timeout after which a wait is reported.
-WARN_AFTER = 0.1
 
 _ADDRESS_SIZE = 80  # bytes: "IP port token token", filled up with spaces
 # Characters, and bytes with room for what JSON escapes.
@@ -25,6 +22,8 @@ _LONGEST_KEY, _LONGEST_STATUS = 240, 4000
 _LONGEST_PROBE, _LONGEST_ANSWER = 1 << 12, 1 << 16
 _MOST_AT_ONCE = 256  # so that probing stays below the usual limit of 1024 open files
 _MOST_IN_FLIGHT, _REMEMBERED = 3, 16
+# Timeouts that one process may go on for after the others have come to their end.
+_ALONE = 10
 # Seconds.
 _CONNECTION_LIFE = 5.0
 _BETWEEN_PROBES = 0.1
@@ -45,9 +44,11 @@ class Liveness:
 
     in_flight(): more exchanges than `arrive` and `leave` note: those in flight and the last
     completed ones, two lists of (key, monotonic time). Called on another thread.
+
+    watch: a `Watch`, which looks at this process on the same thread.
     """
 
-    def __init__(self, rank, size, host=None, in_flight=lambda: ([], [])):
+    def __init__(self, rank, size, host=None, in_flight=lambda: ([], []), watch=None):
         self.rank, self.size = rank, size
         self._in_flight, self._more = {}, in_flight
         self._completed = collections.deque(maxlen=_REMEMBERED)
@@ -56,7 +57,8 @@ class Liveness:
         self._finished = set()
         # A probe shows the first and its answer the second, so each side knows the other.
         self._tokens = secrets.token_hex(7).encode(), secrets.token_hex(7).encode()
-        self._server = serve(host or own_host(), self._answer, most=size + 64)
+        self._watch = watch
+        self._server = serve(host or own_host(), self._answer, most=size + 64, watch=watch)
         ip, port = self._server.server_address[:2]
         fields = [ip.partition("%")[0].encode(), b"%d" % port, *self._tokens]
         # Where and how the others probe this process, of equal length in all processes.
@@ -90,7 +92,7 @@ class Liveness:
         """Returns when all processes have called this, as they do when their scripts end. Raises
         RuntimeError where some ended otherwise, or did not answer for `timeout` seconds.
 
-        It waits without a limit for a process that answers, with a warning now and then: that one
+        It waits ten times as long for a process that answers, with a warning now and then: that one
         may evaluate or save. If it arrives at an exchange, it fails there.
         """
         self.set_status(FINISHED)
@@ -112,7 +114,11 @@ class Liveness:
             answered.update((rank, now) for rank, a in missing.items() if a.state != SILENT)
             silence = now - min(answered.get(rank, start) for rank in missing)
             waited = now - start
-            lost = silence > timeout or any(a.state == GONE or a.status for a in missing.values())
+            lost = (
+                silence > timeout
+                or waited > _ALONE * timeout
+                or any(a.state == GONE or a.status for a in missing.values())
+            )
             if lost or now > warn_at:
                 warn_at = now + waited
                 message = (
@@ -123,11 +129,11 @@ class Liveness:
                 if lost:
                     raise RuntimeError(message)
                 _log.warning(
-                    "%s One that does not answer for %s is an error; one that answers is "
-                    "waited for without a limit. Should it wait for this process in turn, in its "
-                    "Trainer or KVStore, then end them all.",
+                    "%s One that does not answer for %s is an error, as is one that answers and "
+                    "works on for %s.",
                     message,
                     duration(timeout),
+                    duration(_ALONE * timeout),
                 )
             # Processes that have finished leave the last one its time.
             time.sleep(min(max(_BETWEEN_PROBES, waited / 100), 1.0))
@@ -161,15 +167,23 @@ class Liveness:
         if finished:
             self._finished.add(rank)
         now = _now()
-        in_flight, completed = self._more()
-        # copy() is one step under the interpreter's lock.
-        in_flight = sorted([*self._in_flight.copy().items(), *in_flight], key=_since)
-        completed = sorted([*self._completed.copy(), *completed], key=_since)
+        in_flight, completed = self.exchanges()
         arrived = any(key == _shortened(one) for one, _ in in_flight + completed)
         ages = [(_shortened(one), now - since) for one, since in in_flight[:_MOST_IN_FLIGHT]]
         last = completed and (_shortened(completed[-1][0]), now - completed[-1][1]) or None
         state = ARRIVED if arrived else ABSENT
-        send(connection, self._tokens[1], [state, ages, last, self._status], ends)
+        place = self._watch and self._watch.place()
+        send(connection, self._tokens[1], [state, ages, last, self._status, place], ends)
+
+    def exchanges(self):
+        """Those in flight, and the last completed ones: lists of (key, monotonic time), oldest
+        first."""
+        in_flight, completed = self._more()
+        # copy() is one step under the interpreter's lock.
+        return (
+            sorted([*self._in_flight.copy().items(), *in_flight], key=_since),
+            sorted([*self._completed.copy(), *completed], key=_since),
+        )
 
     def describe(self, answers):
         """One line on who has arrived, this process included, and who has not and why."""
@@ -181,14 +195,16 @@ def _probe(address, own, expected, content, ends):
     try:
         with socket.create_connection(address, max(ends - _now(), 0.001)) as connection:
             send(connection, own, content, ends)
-            state, in_flight, last, status = receive(connection, expected, _LONGEST_ANSWER, ends)
+            answer = receive(connection, expected, _LONGEST_ANSWER, ends)
     except (ConnectionError, ValueError):
         # The latter where somebody else got the port of a process that ended.
         return Answer(GONE)
     except OSError as error:  # A timeout has no strerror.
         return Answer(SILENT, why=error.strerror)
+    state, in_flight, *others = answer
     in_flight = tuple((key, seconds) for key, seconds in in_flight)
-    return Answer(state, in_flight, last and tuple(last), status and tuple(status))
+    last, status, place = (other and tuple(other) for other in others)
+    return Answer(state, in_flight, last, status, place=place)
 
 
 def _shortened(key):

@@ -1,5 +1,7 @@
 """What the stores of :mod:`gluon_syncbn.distributed` have in common."""
 
+import contextlib
+import faulthandler
 import logging
 import os
 import threading
@@ -9,10 +11,12 @@ import mxnet as mx
 import numpy
 
 from .. import native
+from ..launch.runner import beat
 from ..native import shutdown
-from .answers import ARRIVED, FAILED, GONE
-from .arguments import duration, seconds
-from .liveness import WARN_AFTER, Liveness
+from .answers import ARRIVED, FAILED, GONE, describe_others
+from .arguments import WARN_AFTER, duration, seconds
+from .liveness import Liveness
+from .watch import Watch
 
 _log = logging.getLogger("gluon_syncbn")
 
@@ -35,6 +39,8 @@ class Reducer:
 
     # How a message names the store.
     name = "the store"
+    # Why no exchange can succeed any more.
+    lost = None
 
     def __init__(self, rank, size, timeout):
         self.rank, self.size = rank, size
@@ -46,11 +52,12 @@ class Reducer:
         self._opening = {}
         # All that were asked for. The end takes the longest.
         self._timeouts = {timeout}
-        # Why no exchange can succeed any more.
-        self._lost = None
+        # How many of Python's waits for MXNet had failed before.
+        self._failed_before = 0
         self._liveness = None
+        beat("makes its store", again=False)
         if size > 1:
-            liveness = Liveness(rank, size, in_flight=self._connection.in_flight)
+            liveness = Liveness(rank, size, in_flight=self._connection.in_flight, watch=Watch(self))
             try:
                 address = numpy.frombuffer(liveness.address, numpy.uint8).astype(numpy.float64)
                 key = native.Key(None, "startup handshake")
@@ -112,8 +119,8 @@ class Reducer:
         layer's message, whose sums will do: shape (1, n), where the store can add them."""
         if self.size == 1:
             return array.reshape(1, -1).copy()
-        if self._lost or os.getpid() != self._process:
-            raise RuntimeError(self._lost or "This process was forked from one of the group's.")
+        if self.lost or os.getpid() != self._process:
+            raise RuntimeError(self.lost or "This process was forked from one of the group's.")
         title, timeout = title or str(key), seconds(timeout)
         self._timeouts.add(timeout)
         channel = self.channels.get(key)
@@ -133,6 +140,22 @@ class Reducer:
         """Whether groups of `size` processes can exchange among themselves, from here on. All
         processes call it."""
         return False
+
+    @property
+    def longest_timeout(self):
+        return max(self._timeouts)
+
+    @property
+    def has_raised(self):
+        """Whether an error has come out of one of Python's waits for MXNet since `lost`."""
+        return native.waits.failed > self._failed_before
+
+    def exchanges_in_flight(self):
+        return self._liveness is None or bool(self._liveness.exchanges()[0])
+
+    def probe_all(self, patience):
+        """What the other processes do, as {rank: Answer}."""
+        return self._liveness.probe("", patience)
 
     def fail(self, text):
         """Reports to the other processes, when they probe, that a step has failed in this one."""
@@ -165,13 +188,15 @@ class Reducer:
         """Raises RuntimeError where it is of no use to wait: see `native.Connection`."""
         message = f"{title}: rank {self.rank} "
         if error:
-            self._give_up(f"{message}lost the other processes: {error}")
+            others = describe_others(self.probe_all(1.0)) if self._liveness is not None else ""
+            self._give_up(f"{message}lost the other processes: {error} {others}")
         message += f"has waited {duration(waited)} for other processes. "
         lost = waited > timeout
         if self._liveness is not None:
             # The name of an exchange is "title (key number)".
             some = [r for key, r in self._ranks.items() if exchange.startswith(f"{title} ({key} ")]
-            answers = self._liveness.probe(exchange, min(2.0, timeout / 4), *some)
+            patience = min(2.0, timeout / 4, max(timeout - waited, 0.1))
+            answers = self._liveness.probe(exchange, patience, *some)
             message += f"{self._liveness.describe(answers)} "
             if all(answer.state == ARRIVED for answer in answers.values()):
                 message += f"As all have come, {self.name} does not answer. "
@@ -191,7 +216,9 @@ class Reducer:
         raise RuntimeError(text)
 
     def _lose(self, text):
-        self._lost = self._lost or text
+        if not self.lost:
+            self._failed_before = native.waits.failed
+            self.lost = text
         # Layers come here again, and get the error.
         native.clear_channels()
 
@@ -204,11 +231,11 @@ class Reducer:
         if failure is not None:
             self.fail(failure)
             shutdown.abandon()
-        elif self._lost:
+        elif self.lost:
             # The script may have ended without a look at its last step.
-            _log.error("%s", self._lost)
+            _log.error("%s", self.lost)
         else:
-            timeout = max(self._timeouts)
+            timeout = self.longest_timeout
             try:
                 self._liveness.wait_for_the_end(timeout)
                 self._shutdown_handshake(min(timeout, _SHUTDOWN_SECONDS))
@@ -217,6 +244,10 @@ class Reducer:
                 shutdown.abandon()
         self._lose("The process ends.")
         self._liveness.close()
+        # MXNet's own end waits for the other processes too, where no thread of Python's runs any
+        # more. (Not where standard error has no file.)
+        with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
+            faulthandler.dump_traceback_later(self.longest_timeout, exit=True)
 
     def _shutdown_handshake(self, timeout):
         """Goes through what MXNet's own end needs, now that all have come to theirs. Raises
@@ -243,7 +274,9 @@ class _Wait:
         """Seconds to wait before the next probe()."""
         waited = time.monotonic() - self._start
         first = self._timeout * WARN_AFTER
-        return max(0.01, first - waited) if waited < first else min(1.0, first)
+        return max(
+            0.01, first - waited if waited < first else min(1.0, first, self._timeout - waited)
+        )
 
     def probe(self):
         waited = time.monotonic() - self._start

@@ -36,6 +36,7 @@ What a worker finds:
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -106,6 +107,16 @@ def _parse(arguments):
     add("--port", type=port_number, metavar="P", help=text)
     text = "with --from-env: seconds that launchers wait for each other (%(default)s)"
     add("--wait", type=seconds, default=300, metavar="S", help=text)
+    text = (
+        "with --from-env: seconds of silence after which another machine counts as lost "
+        "(%(default)s, or GLUON_SYNCBN_TIMEOUT if that is less)"
+    )
+    add("--lost-after", type=between(1, 10**6, float), default=10, metavar="S", help=text)
+    text = (
+        "seconds that the first worker waits for the others to make their stores "
+        "(GLUON_SYNCBN_TIMEOUT, or 300)"
+    )
+    add("--start", type=seconds, metavar="S", help=text)
     text = "seconds that workers have to end after Ctrl-C or SIGTERM (%(default)s)"
     add("--grace", type=seconds, default=5, metavar="S", help=text)
     text = (
@@ -133,13 +144,14 @@ def _launch(options, stack):
     """Starts everything and watches it to its end. `stack` closes what must stay open."""
     environment = {"PYTHONUNBUFFERED": "1", **os.environ}
     mxnet_compat.inherit(environment)  # A script may import mxnet first.
-    cluster = None
+    timeout, cluster = _timeout(environment), None
     if options.from_env and has_dmlc_role(environment):
         specs = [(environment["DMLC_ROLE"], environment)]
     else:
         if options.from_env:
             position = find_position(environment, options.port)
-            cluster = Cluster(position, options.n, options.engine, options.wait)
+            lost_after = min(options.lost_after, max(1.0, timeout))
+            cluster = Cluster(position, options.n, options.engine, options.wait, lost_after)
             stack.callback(cluster.close)
             hosts, first, port = cluster.hosts, position.rank * options.n, position.port
         else:
@@ -153,7 +165,16 @@ def _launch(options, stack):
     command = (["-m"] if options.module else []) + options.command
     if options.replace_contrib:
         command.insert(0, "--replace-contrib")
-    return Launch(specs, command, options.grace, cluster).run()
+    start = timeout if options.start is None else options.start
+    return Launch(specs, command, options.grace, timeout, start, cluster).run()
+
+
+def _timeout(environment):
+    """The seconds that a process may wait for others. Workers refuse what is no number."""
+    try:
+        return float(environment["GLUON_SYNCBN_TIMEOUT"])
+    except (KeyError, ValueError):
+        return 300.0
 
 
 @contextlib.contextmanager
@@ -252,6 +273,8 @@ def _horovod_specs(hosts, ranks, port, environment, stack):
     shared = {
         "HOROVOD_GLOO_IFACE": environment.get("HOROVOD_GLOO_IFACE") or _interface(own),
         "HOROVOD_CYCLE_TIME": "0.1",
+        # Later than what names the process that is missing.
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(math.ceil(_timeout(environment)) + 1),
         **environment,
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": hosts[0],
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),

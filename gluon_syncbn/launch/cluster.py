@@ -114,12 +114,16 @@ class _Peer:
         self.done = False
         self._until = time.monotonic() + _CONNECT_SECONDS
         connection.settimeout(_CONNECT_SECONDS)
-        # When a machine goes down, the kernel finds out within about 8 s.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 6000)
         self._lines = connection.makefile("rb")
+
+    def end_after(self, seconds):
+        """Lets the kernel end the connection when the other machine cannot be reached for so long.
+        It asks every second, so it hears up to two seconds later that the machine is back."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        milliseconds = int(1000 * (seconds + 2))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
     def send(self, **message):
         with contextlib.suppress(OSError):  # Who receives finds out that the connection is lost.
@@ -167,13 +171,14 @@ class Cluster:
     """The connections between launchers: that of rank 0 has one to each other.
 
     All must have the same number of `workers` and the same `engine`, and wait for each other up to
-    `wait` seconds. As the KVStore does, they trust the network that they are in.
+    `wait` seconds. A machine that is silent for `lost_after` seconds is gone. As the KVStore does,
+    they trust the network that they are in.
 
     `hosts` are the IPv4 addresses of the workers' machines, in the order of their ranks. `failure`
     is what failed at another launcher, or None.
     """
 
-    def __init__(self, position, workers, engine, wait):
+    def __init__(self, position, workers, engine, wait, lost_after=10):
         self.failure = None
         self._position, self._wait = position, wait
         self._options = {"workers": workers, "engine": engine}
@@ -190,6 +195,7 @@ class Cluster:
         self.hosts = [host for host in hosts for _ in range(workers)]
         for rank, peer in self._peers.items():
             peer.socket.settimeout(None)
+            peer.end_after(lost_after)
             threading.Thread(target=self._follow, args=(rank, peer), daemon=True).start()
 
     def close(self):
@@ -231,7 +237,7 @@ class Cluster:
                 self._fail(str(message["failure"]))
         # Rank 0 waits for all others, so it leaves a launcher that is done only on a failure.
         if not peer.done and not (self._done and rank == 0):
-            self._fail(f"the launcher of rank {rank} is gone")
+            self._fail(f"the launcher of rank {rank} is gone, or its machine cannot be reached")
 
     def _check_wait(self, missing, remedy):
         """Raises when the time to wait is over, and says once what is missing."""

@@ -20,6 +20,8 @@ _SERVICE_SECONDS = 3  # For the KVStore's own processes, after the workers ended
 _POLL_SECONDS = 0.05
 # Other workers may notice an end, and report that they fail, so long before it is visible here.
 _UNSEEN_SECONDS = 0.2
+# Beyond a limit, so that what waits for a process can say so first.
+_LATER = 1.0
 _SAME_SIGNAL_SECONDS = 0.5
 _TAIL_LINES, _TAIL_COLUMNS = 20, 400
 _LONGEST_LINE = 1 << 20
@@ -49,13 +51,21 @@ def _write(stream, text):
 
 
 class Child:
-    """A process of the launch, with its own session and the threads that print its lines."""
+    """A process of the launch, with its own session and the threads that print its lines.
 
-    def __init__(self, name, command, environment, status):
+    It finds its `slot` in the file `status`.
+    """
+
+    def __init__(self, name, command, environment, status, slot):
         self.name = name
+        self._status, self._slot = status, slot
+        self._beat = b""
+        self.does = None  # What it has told last.
+        self.silent = 0.0  # Seconds since it has told that it goes on.
+        self.fault = None  # What the launcher ends it for.
         role, _, number = name.partition(" ")
         self.is_worker = role == "worker"
-        self.reported = None  # The exit code with which a worker reported that it fails.
+        self.reported = None  # The exit code with which a worker reported its end.
         self.ended = math.inf  # When it did so, or ended without a report.
         self.write_error = None
         self._tails = [collections.deque(maxlen=_TAIL_LINES) for _ in range(2)]
@@ -63,7 +73,7 @@ class Child:
         self._prefix = f"[{number if self.is_worker and number else name}] "
         task = "run" if self.is_worker else "serve"
         self.process = subprocess.Popen(
-            [sys.executable, runner.__file__, task, str(status), *command],
+            [sys.executable, runner.__file__, task, f"{status}:{slot}", *command],
             env=environment,
             pass_fds=[status],
             stdin=subprocess.DEVNULL,
@@ -101,14 +111,33 @@ class Child:
         return self.process.poll()
 
     def failed(self):
-        """The exit code where it is not 0. A report comes first, as an exit hook may end with
-        another."""
-        return self.reported or self.code()
+        """The exit code where it is not 0, or 1 where the process ended before its script. A report
+        comes first, as an exit hook may end with another."""
+        if self.fault:
+            return 1
+        unfinished = self.is_worker and self.code() == 0 and self.reported is None
+        return self.reported or self.code() or int(unfinished)
+
+    def is_stopped(self):
+        """Whether a signal or a debugger has stopped it."""
+        with contextlib.suppress(OSError), open(f"/proc/{self.process.pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
 
     def signal(self, number):
         if self.code() is None:
+            if number == signal.SIGTERM and self.is_stopped():
+                number = signal.SIGKILL
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
+
+    def listen(self, passed):
+        """Reads what it tells, `passed` seconds after the last time: see `runner.beat`."""
+        beat = os.pread(self._status, runner.SLOT_BYTES, runner.SLOT_BYTES * self._slot)
+        when, _, text = beat.strip(b"\0 ").decode(errors="replace").partition(" ")
+        self.does = text or None
+        goes_on = beat != self._beat or not text or float(when) == 0
+        self.silent = 0.0 if goes_on else self.silent + passed
+        self._beat = beat
 
     def drain(self, seconds):
         """Waits for the rest of the output."""
@@ -121,6 +150,10 @@ class Child:
 
     def ending(self):
         name, code = f"{self.name} (process {self.process.pid})", self.failed()
+        if self.fault:
+            return f"{name} {self.fault}"
+        if self.code() == 0:
+            return f"{name} ended with exit code 0 before its script did, as by os._exit(0)"
         if code > 0:
             return f"{name} ended with exit code {code}"
         hint = " (by the kernel, if memory ran out)" if code == -signal.SIGKILL else ""
@@ -135,12 +168,17 @@ class Launch:
     """The processes of this launcher, from their start to their end.
 
     `specs` are their names and environments, `command` is the script, or "-m" and a module, with
-    its arguments. The workers have `grace` seconds to end after a signal.
+    its arguments. The workers have `grace` seconds to end after a signal. A process that does not
+    answer for `timeout` seconds has failed, as has a worker that makes its store `start` seconds
+    after another one.
     """
 
-    def __init__(self, specs, command, grace, cluster=None):
+    def __init__(self, specs, command, grace, timeout, start, cluster=None):
         self._specs, self._command, self._grace = specs, command, grace
+        self._timeout, self._start = timeout, start
         self._cluster = cluster
+        self._looked = time.monotonic()
+        self._joining = 0.0  # Seconds since the first worker began to make its store.
         self._children = []
         self._signals = []
         self._is_passed_on = False
@@ -157,14 +195,16 @@ class Launch:
             start_new_session=True,
         )
         with guard, tempfile.TemporaryFile() as status, self._handle_signals():
-            # Workers write into it that they fail, which shows who was the first.
+            # Processes write into it what they do and how they end, which shows who was the first.
             self._status = status.fileno()
+            os.lseek(self._status, runner.SLOT_BYTES * len(self._specs), os.SEEK_SET)
             try:
-                for name, environment in self._specs:
+                for slot, (name, environment) in enumerate(self._specs):
                     # A launcher that a worker of another launcher starts belongs to both.
                     ids = environment.get(runner.LAUNCH_ID, "") + ":" + launch_id
                     environment = {**environment, runner.LAUNCH_ID: ids}
-                    self._children.append(Child(name, self._command, environment, self._status))
+                    child = Child(name, self._command, environment, self._status, slot)
+                    self._children.append(child)
                 code = self._watch()
             finally:
                 self._end()
@@ -237,11 +277,38 @@ class Launch:
     def _failures(self):
         """The processes that failed."""
         children = {child.process.pid: child for child in self._children}
-        for line in os.pread(self._status, 1 << 20, 0).splitlines():
+        for child in self._children:
+            child.code()  # Before its report is read, which is written earlier.
+        lines = os.pread(self._status, 1 << 20, runner.SLOT_BYTES * len(self._specs))
+        for line in lines.splitlines():
             pid, code, when = line.split()
             children[int(pid)].reported = int(code)
             children[int(pid)].ended = float(when)
+        self._find_faults()
         return [child for child in self._children if child.failed()]
+
+    def _find_faults(self):
+        """Notes which processes do not answer, or come too late."""
+        now = time.monotonic()
+        # Not longer, as the launcher may have been stopped itself.
+        passed, self._looked = min(now - self._looked, 1.0), now
+        running = [child for child in self._children if child.code() is None]
+        for child in running:
+            child.listen(passed)
+        workers = [child for child in running if child.is_worker]
+        late = [child for child in workers if not child.does]
+        self._joining = self._joining + passed if 0 < len(late) < len(workers) else 0.0
+        for child in running:
+            if child.silent > self._timeout + _LATER:
+                child.fault = f"has not answered for {child.silent:.3g} s: it is stopped, or hangs"
+            elif child in late and self._joining > self._start:
+                child.fault = (
+                    f"has not begun to make its store {self._start:.3g} s after another worker"
+                )
+                if child.is_stopped():
+                    child.fault += ": it is stopped"
+            if child.fault:
+                child.ended = min(child.ended, now)
 
     def _obey(self, workers):
         """Passes a signal on. Returns the exit code when the workers have ended, or have to."""
@@ -260,15 +327,19 @@ class Launch:
 
     def _report(self, child):
         """Ends the others for the one that failed, and shows it. Returns its exit code."""
+        stopped = [other.name for other in self._children if other.is_stopped()]
         for other in self._children:
             if other is not child:
                 other.signal(signal.SIGTERM)
+        if child.fault:
+            child.signal(signal.SIGKILL)
         self._report_to_cluster(child.ending())
         self._wait(runner.EXIT_HOOKS_SECONDS + 1, [child])
         child.drain(0.5)
         lines = "".join(f"\n    {line}" for line in child.last_lines())
         lines = f"Its last lines:{lines}" if lines else "It had printed nothing."
-        say(f"{child.ending()}, so all others are ended. {lines}")
+        stopped = f"Stopped by a signal: {', '.join(stopped)}. " if stopped else ""
+        say(f"{child.ending()}, so all others are ended. {stopped}{lines}")
         code = child.failed()
         return code if code > 0 else 128 - code
 

@@ -20,6 +20,12 @@ import types
 
 # An environment variable of all processes of a launch, their children too: the launch's id.
 LAUNCH_ID = "GLUON_SYNCBN_LAUNCH"
+# Another one: the launcher's status file, this process's slot in it, and this process.
+_STATUS = "GLUON_SYNCBN_STATUS"
+# The file begins with a slot of so many bytes for each process: see `beat`. Lines follow, one for
+# each worker that has come to its end, good or bad.
+SLOT_BYTES = 256
+_BEAT_SECONDS = 1.0
 EXIT_HOOKS_SECONDS = 2  # For the exit hooks of a worker that failed.
 _KILL_SECONDS = 5
 
@@ -46,6 +52,23 @@ def _has(pid, launch_id):
         return False
 
 
+def beat(text, again=True):
+    """Tells the launcher what this process does, and, where it is told `again` and again, that it
+    is not stopped."""
+    status, slot, process = map(int, os.environ.get(_STATUS, "0 0 0").split())
+    if process == os.getpid():
+        now = time.monotonic() if again else 0
+        record = f"{now:.3f} {text}".encode()[:SLOT_BYTES].ljust(SLOT_BYTES)
+        with contextlib.suppress(OSError):
+            os.pwrite(status, record, slot * SLOT_BYTES)
+
+
+def _beat_forever():
+    while True:
+        beat("serves")
+        time.sleep(_BEAT_SECONDS)
+
+
 def _guard(launch_id):
     """Waits until the launcher is gone, however that came, and leaves nothing of it behind."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -55,8 +78,8 @@ def _guard(launch_id):
 
 
 def _run(status, command, replace_contrib):
-    """Runs the script or module. Where it fails, reports that to the file `status` and exits at
-    once.
+    """Runs the script or module, and reports to the file `status` how it ended. Where it fails, the
+    process exits at once.
 
     A worker that raises and then ends as Python does would never end: the destructor of MXNet's
     distributed KVStore waits for all other workers to reach their end too.
@@ -84,6 +107,7 @@ def _run(status, command, replace_contrib):
             # Python does not keep it: an exit hook would take this for a good end.
             _keep(end)
             _leave(code & 0xFF, worker, status)
+        _report(0, worker, status)
     except BaseException as error:
         trace = _keep(error)
         try:
@@ -91,6 +115,15 @@ def _run(status, command, replace_contrib):
         finally:
             interrupted = isinstance(error, KeyboardInterrupt)
             _leave(128 + signal.SIGINT if interrupted else 1, worker, status)
+    else:
+        _report(0, worker, status)
+
+
+def _report(code, worker, status):
+    """Reports how the script ended, if this is the worker and not a process that it has forked."""
+    if os.getpid() == worker:
+        with contextlib.suppress(OSError):
+            os.write(status, b"%d %d %f\n" % (worker, code, time.monotonic()))
 
 
 def _keep(error):
@@ -127,10 +160,9 @@ def _leave(code, worker, status):
     """Ends this process without the destructors, after the exit hooks."""
     try:
         _flush()
+        # First, as a hook such as Horovod's may make other workers fail too.
+        _report(code, worker, status)
         if os.getpid() == worker:
-            # First, as a hook such as Horovod's may make other workers fail too.
-            with contextlib.suppress(OSError):
-                os.write(status, b"%d %d %f\n" % (worker, code, time.monotonic()))
             # A hook may wait for other workers indefinitely.
             timer = threading.Timer(EXIT_HOOKS_SECONDS, os._exit, (code,))
             timer.daemon = True
@@ -149,6 +181,7 @@ def _flush():
 
 def _serve():
     """Is the scheduler or a server, as the environment says, until the workers have ended."""
+    threading.Thread(target=_beat_forever, daemon=True).start()
     try:
         import mxnet  # noqa: F401  It serves inside this import, and ends the process there.
     except (ImportError, OSError, AttributeError):  # Not MXNetError, which says what is wrong.
@@ -170,8 +203,9 @@ def _main(task, argument, *command):
         return _guard(argument)
     replace_contrib = command[0] == "--replace-contrib"
     command = command[replace_contrib:]
-    status = int(argument)
+    status, slot = map(int, argument.split(":"))
     os.set_inheritable(status, False)
+    os.environ[_STATUS] = f"{status} {slot} {os.getpid()}"
     if not getattr(sys.flags, "safe_path", False):
         # A server needs it too: it unpickles the optimizer, whose class may be the user's.
         is_module = command[0] == "-m"

@@ -6,6 +6,7 @@ from .channel import (
     Connection,
     FixedPoint,
     Key,
+    bounded,
     call_within,
     clear_channels,
     packed_size,
@@ -23,6 +24,7 @@ from .layer import (
     set_active_devices,
     set_joined,
     waiting,
+    waits,
     warn,
 )
 
@@ -36,6 +38,7 @@ __all__ = [
     "FixedPoint",
     "Key",
     "Layer",
+    "bounded",
     "call_within",
     "clear_channels",
     "cuda_kernels",
@@ -46,6 +49,7 @@ __all__ = [
     "set_joined",
     "view",
     "waiting",
+    "waits",
     "warn",
     "watch",
 ]

@@ -287,25 +287,36 @@ def view(array):
     return numpy.ctypeslib.as_array(ctypes.cast(_pointer(array), ctypes.POINTER(kind)), array.shape)
 
 
+# The threads on which functions run that have a limit.
+bounded = set()
+
+
 def call_within(seconds, function, otherwise):
-    """Calls a function of MXNet's that may never return. Raises RuntimeError(otherwise) on
+    """What a function of MXNet's returns that may never return. Raises RuntimeError(otherwise) on
     timeout."""
-    failures = []
+    results, failures = [], []
 
     def call():
+        bounded.add(threading.get_ident())
         try:
-            function()
+            results.append(function())
         except Exception as error:
             failures.append(error)
+        finally:
+            bounded.discard(threading.get_ident())
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        shutdown.abandon()
-        raise RuntimeError(otherwise)
+    try:
+        thread.join(seconds)
+    finally:
+        if thread.is_alive():  # Also on Ctrl-C.
+            shutdown.abandon()
     if failures:
         raise failures[0]
+    if not results:
+        raise RuntimeError(otherwise)
+    return results[0]
 
 
 _ids = itertools.count()

@@ -1,11 +1,13 @@
 """Registers the operator and keeps its layers."""
 
+import collections
 import ctypes
 import itertools
 import logging
 import os
 import threading
 import time
+import types
 import uuid
 import weakref
 
@@ -40,6 +42,8 @@ _WAITS = (
     "MXNDArraySave",
 )
 _log = logging.getLogger("gluon_syncbn")
+# How many of these waits have ended, by thread, and how many of all with an error.
+waits = types.SimpleNamespace(returned=collections.Counter(), failed=0)
 
 
 def warn(text):
@@ -84,8 +88,11 @@ def _on_wait(status, _function, _arguments):
     nobody can tell later which calls it has skipped because of it, and the devices' next calls
     would meet those of the failed step. So the failed step ends here, before the error is raised.
     """
-    if status != 0 and not isinstance(threading.current_thread(), threading._DummyThread):
-        _end_step()
+    waits.returned[threading.get_ident()] += 1
+    if status != 0:
+        waits.failed += 1
+        if not isinstance(threading.current_thread(), threading._DummyThread):
+            _end_step()
     return status
 
 
@@ -103,7 +110,10 @@ def _end_step():
             )
             seconds = max(seconds, layer.timeout)
     end = time.monotonic() + seconds
-    while _library.gluon_syncbn_flushing() and time.monotonic() < end:
+    # Where something waits in vain for another process, calls behind it never end.
+    while not shutdown.is_abandoned() and _library.gluon_syncbn_flushing():
+        if time.monotonic() > end:
+            break
         time.sleep(0.001)
 
 

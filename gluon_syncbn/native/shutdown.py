@@ -24,6 +24,10 @@ def abandon():
     _abandoned = True
 
 
+def is_abandoned():
+    return _abandoned
+
+
 def at_exit(leave):
     """Calls leave(failure) when the process ends and all results are computed. failure: None, or
     the exception that ended the script, as text."""

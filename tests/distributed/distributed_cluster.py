@@ -53,23 +53,35 @@ class Cluster(Results):
     by_hand: without the launcher, so that nobody ends the others when one has died.
     """
 
-    def __init__(self, folder, workers, topics, engine="kvstore", by_hand=False, **environment):
+    def __init__(
+        self,
+        folder,
+        workers,
+        topics,
+        engine="kvstore",
+        by_hand=False,
+        script=WORKER,
+        **environment,
+    ):
         super().__init__(folder, workers)
         self.started = time.monotonic()
         self._mark = uuid.uuid4().hex
         # So that convolutions have the same bits wherever they run.
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         self._environment[_MARK] = self._mark
-        command = [WORKER, str(folder), engine, *topics]
+        command = [script, str(folder), engine, *topics]
         self._logs = []
         self._held = contextlib.ExitStack()
         self.services, self.processes = [], []
         if by_hand:
             self._start_by_hand(command)
         else:
-            launcher = ["-m", "gluon_syncbn.launch", "-n", str(workers)]
-            launcher += ["--engine", "horovod"] if engine == "horovod" else []
-            self.processes = [self._start(launcher + command)]
+            self._launch(engine, command)
+
+    def _launch(self, engine, command):
+        launcher = ["-m", "gluon_syncbn.launch", "-n", str(self.workers)]
+        launcher += ["--engine", "horovod"] if engine == "horovod" else []
+        self.processes = [self._start(launcher + command)]
 
     def _start_by_hand(self, command):
         port = self._held.enter_context(launch._free_port())
@@ -86,11 +98,11 @@ class Cluster(Results):
         for _ in range(self.workers):
             self.processes.append(self._start(command, DMLC_ROLE="worker", **shared))
 
-    def _start(self, command, **environment):
+    def _start(self, command, within=(), **environment):
         log = open(self.folder / f"log-{len(self._logs)}.txt", "w+", errors="replace")
         self._logs.append(log)
         return subprocess.Popen(
-            [sys.executable, *command],
+            [*within, sys.executable, *command],
             env={**self._environment, **environment},
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import signal
 import time
 
 import gluon_syncbn as sbn
@@ -64,10 +63,6 @@ def goes_on(world, step):
         raise
 
 
-def until_something_happens(world):
-    goes_on(world, first_steps(world))
-
-
 def leaves_early(world):
     """As at the end of an epoch in which it has a batch less."""
     step = first_steps(world)
@@ -85,19 +80,19 @@ def works_on_alone(world):
         time.sleep(1.25 * world.timeout)
 
 
-def stops_after_training(world):
+def computes(world):
+    """For longer than the timeout, in one call that Python waits for."""
     first_steps(world)
-    if world.rank == LAST:
-        world.report("left", time.time())
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def raises(world):
-    step = first_steps(world)
-    if world.rank == LAST:
-        world.report("left", time.time())
-        raise ArithmeticError("a bad batch")
-    goes_on(world, step)
+    x = mx.nd.random.normal(shape=(600, 600)) / 25
+    x.wait_to_read()
+    begin = time.monotonic()
+    (mx.nd.dot(x, x)).wait_to_read()
+    world.report("left", time.time())
+    for _ in range(int(1.5 * world.timeout / (time.monotonic() - begin))):
+        x = mx.nd.dot(x, x).clip(-1, 1)
+    while time.monotonic() < begin + 1.4 * world.timeout:
+        x = mx.nd.dot(x, x).clip(-1, 1)
+        x.asnumpy()
 
 
 def one_device_has_other_data(world):

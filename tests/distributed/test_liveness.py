@@ -464,7 +464,13 @@ def test_at_the_end_one_that_does_not_answer_is_waited_for_until_the_timeout(pai
         assert "Missing: rank 1 (no answer: stopped" in error
 
 
-def test_at_the_end_one_that_answers_is_waited_for_without_a_limit(pair, caplog):
+def test_at_the_end_one_that_answers_is_waited_for_ten_times_as_long(pair):
+    found = ends(pair, timeout=0.2, delays=[0, 4])
+    assert 1.9 < found[0][1] < 3.5
+    assert "Missing: rank 1 (nothing exchanged yet)." in found[0][0]
+
+
+def test_at_the_end_one_that_answers_is_waited_for_beyond_the_timeout(pair, caplog):
     """It may evaluate and save. Warnings say who that is."""
     found = ends(pair, timeout=0.5, delays=[0, 2])
     assert [error for error, _ in found] == [None] * 2

@@ -17,7 +17,7 @@ def run(path, *arguments, **options):
     with os.fdopen(status) as status:
         try:
             done = subprocess.run(
-                [sys.executable, runner.__file__, "run", str(write)] + [str(path), *arguments],
+                [sys.executable, runner.__file__, "run", f"{write}:0"] + [str(path), *arguments],
                 capture_output=True,
                 text=True,
                 pass_fds=[write],
@@ -50,7 +50,7 @@ def test_a_script_ends_as_with_python(ending, tmp_path):
     path.write_text(text)
     done, reported = run(path)
     plain = subprocess.run([sys.executable, str(path)], capture_output=True, text=True)
-    assert done.returncode == code and reported == ([code] if code else [])
+    assert done.returncode == code and reported == [code]
     assert plain.returncode == (-signal.SIGINT if code == 130 else code)
     assert done.stdout == plain.stdout
     if ending == "a hook that raises":
@@ -136,4 +136,4 @@ if not child:
 print(os.WEXITSTATUS(os.waitpid(child, 0)[1]))
 """)
     done, reported = run(path)
-    assert (done.returncode, done.stdout, reported) == (0, "1\n", [])
+    assert (done.returncode, done.stdout, reported) == (0, "1\n", [0])

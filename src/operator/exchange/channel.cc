@@ -1,22 +1,18 @@
 #include "exchange/channel.h"
 
-#include <algorithm>
-#include <chrono>
 #include <stdexcept>
+
+#include "exchange/patience.h"
 
 namespace gluon_syncbn {
 namespace {
 
 // Completed exchanges are kept for processes that probe a little later.
 constexpr size_t kRemembered = 16;
-// The share of the timeout after which a wait is probed, and the seconds between two probes.
-constexpr double kProbeAfter = 0.1;
-constexpr double kProbeEvery = 1;
+// Between two probes of a long wait.
+constexpr Patience::Seconds kProbeEvery{1};
 
-double now() {
-  using Seconds = std::chrono::duration<double>;
-  return Seconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double now() { return Patience::Seconds(Patience::Clock::now().time_since_epoch()).count(); }
 
 }  // namespace
 
@@ -107,17 +103,15 @@ bool Channel::travel(Transport* transport, const Wait& exchange, const double* m
 }
 
 void Channel::wait(Handle answer, const Wait& exchange) {
-  const double start = now(), first = exchange.timeout_seconds * kProbeAfter;
+  const Patience patience(exchange.timeout_seconds);
   Watch watch(answer);
-  double slice = first;
   for (int probes = 0;; ++probes) {
-    const Waited waited = watch.wait(slice);
+    const Waited waited = watch.wait(patience.slice(kProbeEvery).count());
     if (waited == Waited::kWritten) return;
     const std::string error =
         connection_->probe({waited, probes, exchange.title.c_str(), exchange.exchange.c_str(), "",
-                            now() - start, exchange.timeout_seconds});
+                            patience.waited().count(), exchange.timeout_seconds});
     if (!error.empty()) throw std::runtime_error(error);
-    slice = std::min(kProbeEvery, first);
   }
 }
 

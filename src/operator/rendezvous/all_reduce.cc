@@ -30,33 +30,31 @@ void reorder(State* state, Layer* layer, const CallId& id, size_t processes,
   check_epoch();
   layer->received[id.node].put(*round, processes);
   layer->message_received.notify_all();
-  const Seconds timeout(layer->config.timeout_seconds);
-  const Clock::time_point start = Clock::now();
+  const Patience patience(layer->config.timeout_seconds);
   const unsigned interrupts_before = interrupts;
   bool warned = false;
   while (!layer->received[id.node].take(sequence, processes, round)) {
-    layer->message_received.wait_for(lock, std::min(kSlice, timeout * kWarnAfter));
+    layer->message_received.wait_for(lock, std::min(kSlice, patience.slice(kSlice)));
     check_epoch();
-    const Seconds waited = Clock::now() - start;
     const bool interrupted = interrupts != interrupts_before;
-    if (!interrupted && (warned || waited < timeout * kWarnAfter) && waited < timeout) continue;
+    if (!interrupted && (warned || !patience.is_long()) && !patience.is_over()) continue;
     std::vector<std::string> came;
     for (const size_t rank : layer->received[id.node].ranks(sequence)) {
       came.push_back(std::to_string(rank));
     }
     const std::string message =
         layer->title({Direction::kBackward, id.node, id.sequence, 0}) + ": waited " +
-        seconds_text(waited) + " for all of " + std::to_string(processes) +
+        seconds_text(patience.waited()) + " for all of " + std::to_string(processes) +
         " processes to go backward through this call. Came: ranks " + comma_separated(came) +
         "; the others went through other calls of the layer. ";
     if (interrupted) throw Error(message + "Interrupted.");
-    if (waited >= timeout) {
+    if (patience.is_over()) {
       throw Error(message + "Call backward for the same calls, in the same order, in all of them.");
     }
     warned = true;
     if (const auto warn = state->observer.warn) {
       lock.unlock();
-      warn(message + "After " + seconds_text(timeout) + " this is an error.");
+      warn(message + "After " + seconds_text(patience.timeout()) + " this is an error.");
       lock.lock();
     }
   }

@@ -238,21 +238,20 @@ void State::fail(Lock* lock, Layer* layer, const std::string& text, const std::s
 
 void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Rendezvous* rendezvous,
                  const std::string& device, const CallId& id) {
-  const Seconds timeout(layer->config.timeout_seconds);
-  const Clock::time_point start = Clock::now();
+  const Patience patience(layer->config.timeout_seconds);
   const unsigned interrupts_before = interrupts;
   Seconds since_interrupt{0}, next_probe{0};
   lock->unlock();
   thread_pool().help([&] { return rendezvous->over.load(); }, kAwake);
   lock->lock();
   while (!rendezvous->over) {
-    const Seconds slice = std::min(kSlice, timeout * kWarnAfter);
+    const Seconds slice = std::min(kSlice, patience.slice(kSlice));
     if (rendezvous->unreachable.empty()) rendezvous->changed.wait_for(*lock, slice);
     if (rendezvous->over) return;
     // The last device's work ends by itself, and in time.
     if (rendezvous->combining) continue;
 
-    const Seconds waited = Clock::now() - start;
+    const Seconds waited = patience.waited();
     const auto message = [&] {
       return layer->title(key) + ": " + device + " has waited " + seconds_text(waited) +
              " for the other devices. " + layer->arrivals_text(*rendezvous) + " ";
@@ -265,7 +264,7 @@ void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Rendezvous* re
                "error, unless it has been raised before.",
            rendezvous->unreachable, direction == Direction::kForward ? &id : nullptr);
     }
-    if (waited > timeout) fail(lock, layer, message() + layer->causes(direction));
+    if (patience.is_over()) fail(lock, layer, message() + layer->causes(direction));
     if (observer.waits && waited > next_probe) {
       next_probe = std::min(2 * waited, waited + kLongestProbe);
       const auto waits = observer.waits;
@@ -279,10 +278,10 @@ void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Rendezvous* re
     if (interrupts != interrupts_before) since_interrupt += slice;
     if (since_interrupt > kGraceAfterInterrupt) fail(lock, layer, message() + "Interrupted.");
 
-    if (!rendezvous->warned && waited > timeout * kWarnAfter) {
+    if (!rendezvous->warned && patience.is_long()) {
       rendezvous->warned = true;
       if (const auto warn = observer.warn) {
-        const std::string text = message() + "After " + seconds_text(timeout) +
+        const std::string text = message() + "After " + seconds_text(patience.timeout()) +
                                  " this is an error. " + layer->causes(direction);
         lock->unlock();
         warn(text);

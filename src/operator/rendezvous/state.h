@@ -3,7 +3,6 @@
 #define GLUON_SYNCBN_RENDEZVOUS_STATE_H_
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <map>
 #include <memory>
@@ -13,18 +12,17 @@
 #include <tuple>
 #include <vector>
 
+#include "exchange/patience.h"
 #include "rendezvous/reorder_buffer.h"
 #include "rendezvous/types.h"
 
 namespace gluon_syncbn {
 
-using Clock = std::chrono::steady_clock;
-using Seconds = std::chrono::duration<double>;
+using Clock = Patience::Clock;
+using Seconds = Patience::Seconds;
 
 // How often a waiting call wakes up to check for Ctrl-C.
 constexpr Seconds kSlice{0.1};
-// The share of the timeout after which a warning is given.
-constexpr double kWarnAfter = 0.1;
 
 // "cpu(0), cpu(1)", or "none".
 std::string comma_separated(const std::vector<std::string>& names);

@@ -1,0 +1,164 @@
+"""Ends a process that stands still in a call that has no limit: of MXNet's engine, the Trainer, the
+store or Horovod."""
+
+import logging
+import os
+import sys
+import threading
+import time
+
+from .. import native
+from ..launch.runner import beat
+from ..native import shutdown
+from .answers import FAILED, GONE, describe_others
+from .arguments import WARN_AFTER, duration
+
+# How often threads are looked at, and the seconds between: Horovod's own thread runs now and then.
+_LOOKS, _BETWEEN_LOOKS = 10, 0.002
+# Seconds: beyond the timeout, so that what has a limit of its own ends first; for an error to come
+# out of the call in which the script is; for the last words.
+_LATER, _RAISES, _LAST_WORDS = 1.0, 0.5, 2.0
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+_now = time.monotonic
+_log = logging.getLogger("gluon_syncbn")
+
+
+class _Place:
+    """Where a thread stands. It waits for others where the innermost frame is MXNet's or Horovod's
+    and no thread computes."""
+
+    def __init__(self, thread, frame, libraries):
+        # A frame's address may come again, so it is not enough.
+        self.key = id(frame), frame.f_lasti, native.waits.returned[thread]
+        self.stood = self.waited = 0.0
+        call = frame.f_code.co_name if frame.f_code.co_filename.startswith(libraries) else None
+        while frame.f_back and frame.f_code.co_filename.startswith((*libraries, _OURS)):
+            frame = frame.f_back
+        line = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        self.waits = call is not None
+        self.text = f"{call}, called at {line}" if self.waits else line
+
+
+class Watch:
+    """Looks at the threads of this process now and then: see `look`.
+
+    reducer: whose processes are waited for.
+    """
+
+    def __init__(self, reducer):
+        self._reducer = reducer
+        self._places = {}
+        self._time = _now()
+        self._lost_before = False
+        self._judge = None
+        self._warned = None
+
+    @property
+    def period(self):
+        """Seconds between two looks."""
+        return min(1.0, self._reducer.longest_timeout * WARN_AFTER / 2)
+
+    def place(self):
+        """Where the main thread stands: a text, the seconds since then, and whether it waits."""
+        place = self._places.get(threading.main_thread().ident)
+        return place and (place.text, place.stood, place.waits)
+
+    def look(self):
+        """Notes where each thread stands, and has a wait judged that takes long."""
+        now = _now()
+        if now - self._time < self.period / 2:
+            return
+        passed = now - self._time
+        self._time = now
+        # A process that was stopped has not waited meanwhile.
+        passed = min(passed, 2 * self.period)
+        reducer, lost = self._reducer, self._reducer.lost is not None
+        libraries = _libraries()
+        counts, places = None, {}
+        for thread, frame in sys._current_frames().items():
+            if thread in native.bounded:
+                continue
+            place, before = _Place(thread, frame, libraries), self._places.get(thread)
+            if before and before.key == place.key:
+                place = before
+                place.stood += passed
+                if lost and not self._lost_before:
+                    place.waited = 0.0
+                elif place.waits:
+                    if counts is None:
+                        # Exchanges have limits of their own.
+                        counts = not reducer.exchanges_in_flight() and not _computes()
+                    place.waited += passed * counts
+            places[thread] = place
+        self._places, self._lost_before = places, lost
+        text, stood, _ = self.place() or ("", 0.0, False)
+        beat(f"{text} for {stood:.0f} s")
+        if reducer.size > 1 and not (self._judge and self._judge.is_alive()):
+            thread = max(places, key=lambda thread: places[thread].waited)
+            first = reducer.longest_timeout * WARN_AFTER
+            if places[thread].waited > (_RAISES if lost else first):
+                # Another thread, as this one answers probes.
+                arguments = [thread, places[thread]]
+                self._judge = threading.Thread(target=self._judge_wait, args=arguments, daemon=True)
+                self._judge.start()
+
+    def _judge_wait(self, thread, place):
+        reducer, timeout = self._reducer, self._reducer.longest_timeout
+        # A script that has caught the error may save what it has.
+        if reducer.lost and not reducer.has_raised:
+            text, ends = f"{reducer.lost} The script waits in {place.text}.", True
+        else:
+            answers = reducer.probe_all(min(2.0, timeout / 4))
+            text = (
+                f"Rank {reducer.rank} has waited {duration(place.waited)} for other processes, in "
+                f"{place.text}. {describe_others(answers)}"
+            )
+            if all(answer.place and answer.place[2] for answer in answers.values()):
+                text += f" As all of them wait, {reducer.name} does not answer, or lost a message."
+            ends = place.waited > timeout + _LATER or any(
+                answer.state == GONE or (answer.status and answer.status[0] == FAILED)
+                for answer in answers.values()
+            )
+        frame = sys._current_frames().get(thread)
+        if frame is None or _Place(thread, frame, _libraries()).key != place.key:
+            return
+        if ends:
+            _end(f"{text} No error can be raised there, so this process ends.")
+        elif self._warned is not place:
+            self._warned = place
+            native.warn(f"{text} After {duration(timeout)} this ends the process.")
+
+
+def _libraries():
+    found = (sys.modules.get(name) for name in ("mxnet", "horovod"))
+    return tuple(os.path.dirname(module.__file__) + os.sep for module in found if module)
+
+
+def _computes():
+    """Whether another thread of this process runs, would run on a free processor, or waits for a
+    disk, each time one looks."""
+    own = str(threading.get_native_id())
+    for _ in range(_LOOKS):
+        time.sleep(_BETWEEN_LOOKS)
+        if not any(_is_busy(thread) for thread in os.listdir("/proc/self/task") if thread != own):
+            return False
+    return True
+
+
+def _is_busy(thread):
+    try:
+        with open(f"/proc/self/task/{thread}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "RD"
+    except OSError:  # It has ended.
+        return False
+
+
+def _end(text):
+    """Ends this process, in whatever state its threads are."""
+    shutdown.abandon()
+    # It may be that nobody reads what is written, and the wait may be in a thread that logs.
+    words = threading.Thread(target=_log.error, args=("%s", text), daemon=True)
+    words.start()
+    words.join(_LAST_WORDS)
+    os._exit(1)
