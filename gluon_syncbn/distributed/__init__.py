@@ -13,7 +13,7 @@ of ranks as a single process would: the results are the same, bit for bit.
 
 No wait is without a limit. A process that waits probes all others after a tenth of the timeout.
 Where one has ended or has failed, the wait ends at once with an error, and otherwise with the
-timeout.
+timeout. Where no error can be raised, as in the Trainer's messages, the process ends.
 """
 
 from .horovod import HorovodReducer

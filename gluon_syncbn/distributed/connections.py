@@ -12,6 +12,7 @@ import time
 import weakref
 
 _now = time.monotonic
+_CLOSED_WITHIN = 1.0  # second
 
 
 def send(connection, token, content, ends):
@@ -38,6 +39,10 @@ def receive(connection, token, longest, ends):
     return json.loads(content)
 
 
+class _Closed(Exception):
+    """Ends the thread of a server that was closed."""
+
+
 class Server(socketserver.ThreadingTCPServer):
     """Calls answer(connection) for each connection, on a daemon thread of its own, and
     ``watch.look()`` every ``watch.period`` seconds."""
@@ -50,24 +55,21 @@ class Server(socketserver.ThreadingTCPServer):
         self.address_family, _, _, _, address = found[0]
         self._answer, self._most, self._watch = answer, most, watch
         self._connections = {}  # the oldest first
+        self._closed = False
         super().__init__(address, None)
         self.socket.setblocking(False)
-        self._thread = threading.Thread(
-            target=self.serve_forever,
-            args=[watch and watch.period],
-            name="sbn-liveness",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._serve, name="sbn-liveness", daemon=True)
 
     def start(self):
         _servers.add(self)
         self._thread.start()
 
     def close(self):
+        self._closed = True
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        if self._thread.is_alive():
-            self.shutdown()
+        # Without memory, it may be stuck in the start of another thread.
+        self._thread.join(_CLOSED_WITHIN)
         for connection in list(self._connections):
             _hang_up(connection)
         self.server_close()
@@ -90,7 +92,13 @@ class Server(socketserver.ThreadingTCPServer):
             _hang_up(oldest)
         super().process_request(request, client_address)
 
+    def _serve(self):
+        with contextlib.suppress(_Closed):
+            self.serve_forever(self._watch and self._watch.period)
+
     def service_actions(self):
+        if self._closed:
+            raise _Closed
         if self._watch:
             self._watch.look()
 

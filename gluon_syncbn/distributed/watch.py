@@ -17,7 +17,7 @@ from .arguments import WARN_AFTER, duration
 _LOOKS, _BETWEEN_LOOKS = 10, 0.002
 # Seconds: beyond the timeout, so that what has a limit of its own ends first; for an error to come
 # out of the call in which the script is; for the last words.
-_LATER, _RAISES, _LAST_WORDS = 1.0, 0.5, 2.0
+_LATER, _RAISES, _LAST_WORDS = 0.5, 0.5, 2.0
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 _now = time.monotonic

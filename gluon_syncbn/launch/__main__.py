@@ -20,7 +20,8 @@ Output:
     (``>&-``), they are not.
 
 Failures:
-    When a worker, a server or the scheduler dies, its exit code and its last lines are shown, and
+    When a worker, a server or the scheduler dies, hangs, or ends by ``os._exit(0)`` before its
+    script does, its exit code and its last lines are shown, and
     all others are ended within 10 seconds, with the processes that they started. Otherwise they
     would wait for it indefinitely. The launcher then ends with that exit code, or 128 plus the
     number of the signal. Of several that die the first counts. Ctrl-C, SIGTERM and SIGHUP are
@@ -144,7 +145,7 @@ def _launch(options, stack):
     """Starts everything and watches it to its end. `stack` closes what must stay open."""
     environment = {"PYTHONUNBUFFERED": "1", **os.environ}
     mxnet_compat.inherit(environment)  # A script may import mxnet first.
-    timeout, cluster = _timeout(environment), None
+    timeout, cluster, joining = _timeout(environment), None, tuple
     if options.from_env and has_dmlc_role(environment):
         specs = [(environment["DMLC_ROLE"], environment)]
     else:
@@ -159,22 +160,21 @@ def _launch(options, stack):
         ranks = range(first, first + options.n)
         environment.setdefault("OMP_NUM_THREADS", str(_threads(hosts, ranks)))
         if options.engine == "horovod":
-            specs = _horovod_specs(hosts, ranks, port, environment, stack)
+            specs, joining = _horovod_specs(hosts, ranks, port, environment, stack)
         else:
             specs = _kvstore_specs(hosts, ranks, port, environment, options.servers)
     command = (["-m"] if options.module else []) + options.command
     if options.replace_contrib:
         command.insert(0, "--replace-contrib")
     start = timeout if options.start is None else options.start
-    return Launch(specs, command, options.grace, timeout, start, cluster).run()
+    return Launch(specs, command, options.grace, timeout, start, joining, cluster).run()
 
 
 def _timeout(environment):
-    """The seconds that a process may wait for others. Workers refuse what is no number."""
-    try:
-        return float(environment["GLUON_SYNCBN_TIMEOUT"])
-    except (KeyError, ValueError):
-        return 300.0
+    """The seconds that a process may wait for others. Workers refuse what is no such number."""
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        return between(1e-3, 10**6, float)(environment.get("GLUON_SYNCBN_TIMEOUT", ""))
+    return 300.0
 
 
 @contextlib.contextmanager
@@ -239,8 +239,8 @@ def spell_address(address, rank):
 
 
 def _horovod_specs(hosts, ranks, port, environment, stack):
-    """[(name, environment)] of the workers here. The launcher of rank 0 is Horovod's rendezvous
-    server."""
+    """[(name, environment)] of the workers here, and a function: the names of those that have
+    called hvd.init. The launcher of rank 0 is Horovod's rendezvous server, and so knows."""
     try:
         from horovod.runner.common.util.hosts import SlotInfo
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
@@ -261,6 +261,7 @@ def _horovod_specs(hosts, ranks, port, environment, stack):
         slots.append(
             SlotInfo(host, rank, local_rank, cross[0], len(hosts), hosts.count(host), cross[1])
         )
+    joining = tuple
     if 0 in ranks:
         try:
             server = RendezvousHTTPServer((hosts[0], port), RendezvousHandler, verbose=0)
@@ -270,6 +271,10 @@ def _horovod_specs(hosts, ranks, port, environment, stack):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         stack.callback(server.server_close)
         stack.callback(server.shutdown)
+
+        def joining():
+            return [f"worker {rank}" for rank in list(server.cache.get("global", ()))]
+
     shared = {
         "HOROVOD_GLOO_IFACE": environment.get("HOROVOD_GLOO_IFACE") or _interface(own),
         "HOROVOD_CYCLE_TIME": "0.1",
@@ -285,7 +290,7 @@ def _horovod_specs(hosts, ranks, port, environment, stack):
     for rank in ranks:
         slot = {f"HOROVOD_{key.upper()}": str(value) for key, value in vars(slots[rank]).items()}
         specs.append((f"worker {rank}", {**shared, **_worker_variables(hosts, rank), **slot}))
-    return specs
+    return specs, joining
 
 
 def _check_own_name(address):

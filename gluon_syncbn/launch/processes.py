@@ -170,12 +170,12 @@ class Launch:
     `specs` are their names and environments, `command` is the script, or "-m" and a module, with
     its arguments. The workers have `grace` seconds to end after a signal. A process that does not
     answer for `timeout` seconds has failed, as has a worker that makes its store `start` seconds
-    after another one.
+    after another one. joining(): the names of workers that do, and have not told it by themselves.
     """
 
-    def __init__(self, specs, command, grace, timeout, start, cluster=None):
+    def __init__(self, specs, command, grace, timeout, start, joining=tuple, cluster=None):
         self._specs, self._command, self._grace = specs, command, grace
-        self._timeout, self._start = timeout, start
+        self._timeout, self._start, self._names_joining = timeout, start, joining
         self._cluster = cluster
         self._looked = time.monotonic()
         self._joining = 0.0  # Seconds since the first worker began to make its store.
@@ -296,7 +296,8 @@ class Launch:
         for child in running:
             child.listen(passed)
         workers = [child for child in running if child.is_worker]
-        late = [child for child in workers if not child.does]
+        come = self._names_joining()
+        late = [child for child in workers if not child.does and child.name not in come]
         self._joining = self._joining + passed if 0 < len(late) < len(workers) else 0.0
         for child in running:
             if child.silent > self._timeout + _LATER:

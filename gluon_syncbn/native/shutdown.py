@@ -76,6 +76,9 @@ def _at_exit():
         )
         sys.last_value = interrupt
         abandon()
+    except Exception:  # Such as without memory: MXNet's own end might wait forever.
+        abandon()
+        _log.exception("The process could not leave the others as usual.")
     library.gluon_syncbn_close(CLOSED.encode())
     if _abandoned:
         logging.shutdown()

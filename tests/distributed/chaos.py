@@ -46,6 +46,7 @@ def draw(seed):
         "fault": rng.choice(FAULTS).replace("_exit_", "_exit "),
         "moment": rng.choice(MOMENTS),
         "rank": rng.randrange(workers),
+        "timeout": TIMEOUT,
     }
     if engine == "kvstore" and rng.random() < 0.15:
         chaos["victim"] = "server" if chaos["by_hand"] else rng.choice(["server", "scheduler"])
@@ -53,6 +54,9 @@ def draw(seed):
         chaos["moment"] = rng.choice(MOMENTS[1:6])
     elif rng.random() < 0.1 and has_namespaces():
         chaos.update(victim="link", fault="cut", workers=2, by_hand=False)
+        chaos["rank"] %= 2
+        # TCP may need as long again when the link is back.
+        chaos["timeout"] = 4 * TIMEOUT
         chaos["moment"] = rng.choice(MOMENTS[1:])
     if chaos["fault"] == "garbage" and chaos["moment"] == "start":
         chaos["moment"] = "before"  # No port is open earlier.
@@ -120,7 +124,7 @@ class Outcome:
                 engine=chaos["engine"],
                 by_hand=chaos["by_hand"],
                 script=WORKER,
-                GLUON_SYNCBN_TIMEOUT=str(TIMEOUT),
+                GLUON_SYNCBN_TIMEOUT=str(chaos["timeout"]),
                 CHAOS=json.dumps(chaos),
             )
             try:
@@ -228,6 +232,8 @@ def main(arguments=None):
     with ThreadPoolExecutor(options.at_a_time) as executor:
         for outcome in executor.map(Outcome, seeds):
             print(outcome.row(), flush=True)
+            if outcome.wrong:
+                print(*outcome.output.splitlines()[-30:], sep="\n", flush=True)
             outcomes.append(outcome)
     return summarize(outcomes)
 

@@ -443,6 +443,8 @@ def test_output_that_cannot_be_written(redirected):
         (["-n", "1", "no such.py"], "there is no script no such.py."),
         (["-n", "1", "--port", "65535", "script.py"], "argument --port: expected a number from 1"),
         (["-n", "1", "--grace", "nan", "script.py"], "argument --grace: expected a number from 0"),
+        (["-n", "1", "--start", "-1", "script.py"], "argument --start: expected a number from 0"),
+        (["-n", "1", "--lost-after", "0", "script.py"], "argument --lost-after: expected a number"),
     ],
 )
 def test_wrong_arguments(arguments, sentence, tmp_path, monkeypatch, capsys):
