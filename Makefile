@@ -5,7 +5,7 @@ MXNET ?= cpu
 FLAVOUR ?= plain
 FLAGS ?= -O2
 
-# Where a wheel of Horovod is kept once it is built.
+# Where a wheel of Horovod is kept once it is built, and that of MXNet for GPUs, which `test-gpu` downloads.
 HOROVOD_CACHE ?= $${XDG_CACHE_HOME:-$$HOME/.cache}/gluon_syncbn
 
 PYTHON ?=
@@ -42,6 +42,9 @@ simulator_sources := $(dir $(lastword $(MAKEFILE_LIST)))tests/gpu/ptxsim
 simulated := $(build)/ptxsim
 PTX_ARCH ?= 90
 simulator := $(patsubst $(simulator_sources)/%.cc,$(simulated)/%.o,$(filter-out %/print_counts.cc %/cpu_contexts.cc %/test_ptxsim.cc,$(wildcard $(simulator_sources)/*.cc)))
+# MXNet for GPUs, unpacked, with simulated GPUs.
+simgpu_sources := tests/gpu/simgpu
+simgpu := build/simgpu
 known_architectures := $(if $(nvcc),$(patsubst compute_%,%,$(shell $(nvcc) --list-gpu-arch)))
 oldest := $(firstword $(known_architectures))
 newest := $(lastword $(known_architectures))
@@ -53,11 +56,11 @@ $(error MXNET=$(MXNET) is unknown: choose MXNET=cpu, or MXNET=cu112 for GPUs wit
 endif
 
 # pip must not run twice at a time in one environment, so only the native tests are made in parallel.
-ifeq ($(filter run-native run-ptx programs fake-cuda simulated-cuda compile-sources,$(MAKECMDGOALS)),)
+ifeq ($(filter run-native run-ptx simgpu programs fake-cuda simulated-cuda compile-sources,$(MAKECMDGOALS)),)
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: fake-cuda simulated-cuda gpu-check gpu-counts compare-gpu-counts ptx-mutants run-ptx cuda-report help environment horovod test-native test-python train detect compare test test-all chaos test-pythons bench bench-distributed lint format docs warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
+.PHONY: simgpu test-gpu fake-cuda simulated-cuda gpu-check gpu-counts compare-gpu-counts ptx-mutants run-ptx cuda-report help environment horovod test-native test-python train detect compare test test-all chaos test-pythons bench bench-distributed lint format docs warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.13] [CXX=g++]'
@@ -93,6 +96,25 @@ chaos: $(environment) $(ready)test ## let random faults happen to small jobs, an
 test-native: ## run the native tests, and the CUDA kernels on a simulator
 	$(build_native) run-native QUICK=$(if $(nvcc),--small)
 	$(build_native) run-ptx
+
+# Streams do their work at once, as late as possible, and in random orders, others in each run.
+stream_orders = '' late $$(date +1%N) $$(date +2%N)
+test_gpu = cd $(simgpu) && PTXSIM_DEVICES=2 MXNET_USE_FUSION=0 PYTHONPATH="$$PWD" $(CURDIR)/$(python) -m pytest -q -p no:cacheprovider \
+    $(CURDIR)/tests/gpu/test_mxnet_gpu.py $(CURDIR)/tests/gpu/test_simulated_gpus.py $(ARGS)
+test-gpu: $(if $(nvcc),$(environment) $(ready)test) ## run the tests of GPUs in MXNet for GPUs, on two that are simulated
+ifeq ($(nvcc),)
+	@echo "No nvcc is found (NVCC, CUDA_HOME, PATH), so nothing is tested on simulated GPUs."
+else
+	@mkdir -p build
+	@$(fetch_mxnet) >build/mxnet_download.log 2>&1 || { \
+	    echo "$(mxnet) cannot be downloaded (build/mxnet_download.log), so nothing is tested on simulated GPUs."; exit 0; }; \
+	$(build_native:@%=%) simgpu && rm -rf $(simgpu)/gluon_syncbn $(simgpu)/mxnet_compat && \
+	tar -c --exclude='*.so' --exclude=__pycache__ gluon_syncbn mxnet_compat | tar -x -C $(simgpu) && \
+	cp $(simgpu)/libgluon_syncbn.so $(simgpu)/gluon_syncbn && \
+	for order in $(stream_orders); do \
+	    echo "PTXSIM_STREAMS=$$order"; (export PTXSIM_STREAMS=$$order; $(test_gpu)) || exit 1; \
+	done
+endif
 
 test-python: $(environment) $(ready)test $(ready)horovod ## run all Python tests
 	$(python) -m pytest -n 3 $(ARGS)
@@ -245,6 +267,49 @@ $(build)/api/layers.o: src/operator/api/layers.cc gluon_syncbn/_version.py $(nat
 simulated-cuda: $(simulated)/libgluon_syncbn.so
 $(simulated)/libgluon_syncbn.so: $(simulator_sources)/cpu_contexts.cc $(objects) $(build)/api/layers.o $(simulator) $(call ptx,$(newest))
 	@$(compile) -I$(simulator_sources) -fvisibility=hidden -shared -Wl,--wrap=dlopen,--wrap=dlsym $(filter %.o,$^) $< -o $@ -ldl
+
+mxnet := mxnet-cu112==1.9.1
+mxnet_wheel = "$(HOROVOD_CACHE)"/mxnet_cu112-1.9.1-*.whl
+fetch_mxnet = ls $(mxnet_wheel) || { echo "Downloading $(mxnet), once, 499 MB" >&2; $(pip) download --no-deps --dest "$(HOROVOD_CACHE)" $(mxnet); }
+$(simgpu)/mxnet/libmxnet.so:
+	@echo "Unpacking $(mxnet)"
+	@rm -rf $(simgpu)
+	@$(python) -m zipfile -e $(mxnet_wheel) $(simgpu)
+
+# What libmxnet.so is linked with, in its own folder, where it looks first.
+cudart := $(simgpu)/mxnet/libcudart.so.11.0
+cuda_libraries := $(patsubst %,$(simgpu)/mxnet/lib%,cuda.so.1 cublas.so.11 cudnn.so.8 cufft.so.10 curand.so.10 cusolver.so.11 nccl.so.2 nvrtc.so.11.2 nvToolsExt.so.1)
+simgpu: $(cudart) $(cuda_libraries) $(simgpu)/mxnet/libsimgpu_operators.so $(simgpu)/libgluon_syncbn.so
+
+$(simgpu)/stubs: $(simgpu_sources)/write_stubs.py $(simgpu)/mxnet/libmxnet.so $(simulator) $(simgpu)/mxnet_runtime.o
+	@rm -rf $@
+	@$(python) $< $(simgpu)/mxnet/libmxnet.so $@ $(filter %.o,$^)
+
+link_in_place_of_cuda = @$(CC) -shared -fPIC -Wl,--no-as-needed -Wl,-soname,$(@F) -Wl,--version-script=$</$(@F).map $</$(@F).c
+$(cudart): $(simgpu)/stubs $(simulator) $(simgpu)/mxnet_runtime.o $(simgpu)/map_plans.o
+	$(link_in_place_of_cuda) $(filter %.o,$^) -Wl,--wrap=dlopen,--wrap=dlsym -static-libgcc -l:libstdc++.a -lm -ldl -pthread -o $@
+
+$(cuda_libraries): $(simgpu)/stubs $(cudart)
+	$(link_in_place_of_cuda) $(cudart) -o $@
+
+# With the headers of the wheel, whose warnings are not ours.
+compile_for_mxnet = $(CXX) -std=c++17 -fPIC -w -DMSHADOW_STAND_ALONE=1 -DMXNET_USE_CUDA=0 -I$(simgpu)/mxnet/include
+$(simgpu)/mxnet_runtime.o: $(simgpu_sources)/mxnet_runtime.cc $(simgpu)/mxnet/libmxnet.so
+	@$(compile) $(CXXFLAGS) -c $< -o $@
+
+$(simgpu)/map_plans.inc: $(simgpu_sources)/write_map_plans.py $(simgpu)/mxnet/libmxnet.so
+	@$(python) $^ >$@
+
+$(simgpu)/map_plans.o: $(simgpu_sources)/map_plans.cc $(simgpu)/map_plans.inc
+	@echo "Compiling $<"
+	@$(compile_for_mxnet) -O1 $(half_and_fma) -fvisibility=hidden -I$(simgpu) -I$(simulator_sources) -c $< -o $@
+
+$(simgpu)/mxnet/libsimgpu_operators.so: $(simgpu_sources)/operators.cc $(cudart) $(cuda_libraries)
+	@echo "Compiling $<"
+	@$(compile_for_mxnet) -D_GLIBCXX_USE_CXX11_ABI=0 -shared $< $(cudart) $(simgpu)/mxnet/libmxnet.so -Wl,--allow-shlib-undefined -o $@
+
+$(simgpu)/libgluon_syncbn.so: $(objects) $(build)/api/layers.o $(call ptx,$(newest)) $(cudart)
+	@$(compile) -fvisibility=hidden -shared $^ -o $@ -ldl
 
 $(fake_cuda): tests/gpu/fake_cuda_backend.cc tests/gpu/kernel_api.cc $(objects) $(kernels_on_host) $(build)/api/layers.o $(native_headers)
 	@mkdir -p $(@D)

@@ -38,6 +38,11 @@ std::vector<LaunchCounts> take_counts();
 // simulator.
 void take_host_memory();
 
+// Kernels without PTX are given to `run`, by their mangled name, which returns whether it knows
+// them.
+using RunOnHost = bool (*)(const std::string& kernel, void** arguments);
+void run_others_on_host(RunOnHost run);
+
 }  // namespace ptxsim
 
 #endif  // GLUON_SYNCBN_TESTS_PTXSIM_PTXSIM_H_

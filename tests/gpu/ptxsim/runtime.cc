@@ -1,5 +1,5 @@
 // The functions of the CUDA runtime that runtime.cu and nvcc's code call, and those of the driver.
-// Work is done when it is queued. What CUDA forbids is refused, or ends the process.
+// What CUDA forbids is refused, or ends the process. Kernels of all devices run one at a time.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -7,6 +7,7 @@
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -17,6 +18,7 @@
 #include "memory.h"
 #include "ptx.h"
 #include "ptxsim.h"
+#include "streams.h"
 
 struct dim3 {
   unsigned x, y, z;
@@ -25,7 +27,7 @@ struct dim3 {
 namespace ptxsim {
 namespace {
 
-constexpr int kDevices = 64, kMultiprocessors = 2;
+constexpr int kMultiprocessors = 2;
 enum Error {
   kSuccess = 0,
   kInvalidValue = 1,
@@ -40,7 +42,8 @@ constexpr int kMultiprocessorCount = 16;
 
 struct Event {
   int device;
-  bool recorded = false;
+  // Of its last record.
+  std::optional<Mark> mark{};
 };
 
 struct State {
@@ -49,13 +52,13 @@ struct State {
   // By the address of the function on the host.
   std::map<const void*, std::string> names;
   Memory memory;
-  // The devices of streams.
-  std::map<void*, int> streams;
+  Streams streams;
   std::map<void*, Event> events;
   std::set<int> contexts;
   std::optional<std::mt19937> random;
   bool counts_wanted = false;
   std::vector<LaunchCounts> counts;
+  RunOnHost run_on_host = nullptr;
 };
 
 using Lock = std::lock_guard<std::mutex>;
@@ -89,6 +92,14 @@ void write_coverage() {
   if (!file) stop(std::string("cannot write ") + path);
 }
 
+int device_count() {
+  static const int count = [] {
+    const char* const text = std::getenv("PTXSIM_DEVICES");
+    return text ? std::atoi(text) : 64;
+  }();
+  return count;
+}
+
 thread_local int current_device = 0;
 thread_local int last_error = kSuccess;
 thread_local dim3 pushed_grid, pushed_block;
@@ -96,7 +107,7 @@ thread_local void* pushed_stream;
 
 int fail(int error) { return last_error = error; }
 
-// PTX is a text between two zeros, unless it is compressed.
+// PTX is a text between two zeros, unless it is compressed. "": there is machine code only.
 std::string ptx_of(const void* fat_binary) {
   if (const char* const path = std::getenv("PTXSIM_PTX")) {
     std::ifstream file(path);
@@ -124,15 +135,13 @@ std::string ptx_of(const void* fat_binary) {
     }
     at += head + size;
   }
-  stop("there is no PTX: compile for code=compute_75 or another");
+  return "";
 }
 
 // The device of a stream; null is the one of each device.
 std::optional<int> device_of(void* stream) {
   if (!stream) return current_device;
-  const auto found = state().streams.find(stream);
-  if (found == state().streams.end()) return {};
-  return found->second;
+  return state().streams.device_of(stream);
 }
 
 bool fits(void* stream) { return device_of(stream) == current_device; }
@@ -141,18 +150,36 @@ int launch(const void* function, dim3 grid, dim3 block, void** arguments, void* 
   State& s = state();
   const Lock lock(s.mutex);
   const auto name = s.names.find(function);
-  if (name == s.names.end() || !s.kernels.count(name->second)) return fail(kInvalidFunction);
+  if (name == s.names.end()) return fail(kInvalidFunction);
   if (!fits(stream)) return fail(kInvalidHandle);
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
   const bool empty = grid.x == 0 || grid.y == 0 || grid.z == 0 || threads == 0;
   if (empty || grid.y > 65535 || grid.z > 65535 || threads > 1024) {
     return fail(kInvalidConfiguration);
   }
-  const Launch launch{
-      s.kernels[name->second], {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, arguments,
-      current_device,          s.counts_wanted};
-  const Counts counts = run(launch, s.memory, s.random ? &*s.random : nullptr);
-  if (s.counts_wanted) s.counts.push_back({name->second, counts});
+  const auto found = s.kernels.find(name->second);
+  if (found == s.kernels.end()) {
+    s.streams.finish(stream, current_device);
+    if (s.run_on_host && s.run_on_host(name->second, arguments)) return kSuccess;
+    std::fprintf(stderr, "ptxsim: there is no PTX of %s\n", name->second.c_str());
+    return fail(kInvalidFunction);
+  }
+  const Kernel& kernel = found->second;
+  std::vector<std::vector<char>> values;
+  for (size_t i = 0; i < kernel.parameters.size(); ++i) {
+    const char* const value = static_cast<const char*>(arguments[i]);
+    values.emplace_back(value, value + kernel.parameters[i].size);
+  }
+  const int device = current_device;
+  s.streams.queue(stream, device, [&s, &kernel, grid, block, device, values]() mutable {
+    std::vector<void*> pointers;
+    for (std::vector<char>& value : values) pointers.push_back(value.data());
+    const Launch launch{
+        kernel, {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, pointers.data(),
+        device, s.counts_wanted};
+    const Counts counts = run(launch, s.memory, s.random ? &*s.random : nullptr);
+    if (s.counts_wanted) s.counts.push_back({kernel.name, counts});
+  });
   return kSuccess;
 }
 
@@ -167,37 +194,41 @@ int release(void* memory) {
   return state().memory.release(memory) ? kSuccess : fail(kInvalidValue);
 }
 
-// A copy to or from a device. The other side may be any memory of the host.
+// A copy to or from a device. The other side may be any memory of the host, which counts as what it
+// is when the function is called: so it is copied then, or waited for.
 int copy(void* to, const void* from, size_t bytes, int kind, void* stream) {
   enum Kind { kHostToDevice = 1, kDeviceToHost = 2, kDeviceToDevice = 3 };
-  const Lock lock(state().mutex);
+  State& s = state();
+  const Lock lock(s.mutex);
   if (!fits(stream)) return fail(kInvalidHandle);
-  const Memory& memory = state().memory;
   const bool to_device = kind == kHostToDevice || kind == kDeviceToDevice;
   const bool from_device = kind == kDeviceToHost || kind == kDeviceToDevice;
-  if (to_device && !memory.holds(to, bytes)) return fail(kInvalidValue);
-  if (from_device && !memory.holds(from, bytes)) return fail(kInvalidValue);
-  std::memcpy(to, from, bytes);
+  const bool writes_known = s.memory.holds(to, bytes), reads_known = s.memory.holds(from, bytes);
+  if ((to_device && !writes_known) || (from_device && !reads_known)) return fail(kInvalidValue);
+  std::optional<std::vector<char>> staged;
+  if (!reads_known && s.streams.defers()) {
+    staged.emplace(static_cast<const char*>(from), static_cast<const char*>(from) + bytes);
+  }
+  s.streams.queue(stream, current_device, [=, &s] {
+    if ((writes_known && !s.memory.holds(to, bytes)) ||
+        (reads_known && !s.memory.holds(from, bytes))) {
+      stop("memory is freed while a stream has yet to copy it");
+    }
+    std::memmove(to, staged ? staged->data() : from, bytes);
+  });
+  if (!writes_known) s.streams.finish(stream, current_device);
   return kSuccess;
 }
 
 int fill(void* memory, int value, size_t bytes, void* stream) {
-  const Lock lock(state().mutex);
+  State& s = state();
+  const Lock lock(s.mutex);
   if (!fits(stream)) return fail(kInvalidHandle);
-  if (!state().memory.holds(memory, bytes)) return fail(kInvalidValue);
-  std::memset(memory, value, bytes);
-  return kSuccess;
-}
-
-int get_driver_device(int* handle, int ordinal) {
-  *handle = ordinal;
-  return kSuccess;
-}
-
-int get_context_state(int handle, unsigned* flags, int* active) {
-  const Lock lock(state().mutex);
-  *flags = 0;
-  *active = static_cast<int>(state().contexts.count(handle));
+  if (!s.memory.holds(memory, bytes)) return fail(kInvalidValue);
+  s.streams.queue(stream, current_device, [=, &s] {
+    if (!s.memory.holds(memory, bytes)) stop("memory is freed while a stream has yet to fill it");
+    std::memset(memory, value, bytes);
+  });
   return kSuccess;
 }
 
@@ -224,10 +255,17 @@ void take_host_memory() {
   state().memory.take_unknown();
 }
 
+void run_others_on_host(RunOnHost run) {
+  const Lock lock(state().mutex);
+  state().run_on_host = run;
+}
+
 }  // namespace ptxsim
 
 using namespace ptxsim;
 
+// For MXNet, whose library libcudart.so.11.0 this is a part of (simgpu).
+#pragma GCC visibility push(default)
 extern "C" {
 
 // What nvcc's code calls.
@@ -250,9 +288,8 @@ void __cudaRegisterFunction(void**, const char* function, char*, const char* nam
   state().names[function] = name;
 }
 
-void __cudaRegisterVar(void**, char*, char*, const char* name, int, size_t, int, int) {
-  stop(std::string("variables on the device are not supported: ") + name);
-}
+// Kernels with variables are refused: the parser stops at them.
+void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
 
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t, void* stream) {
   pushed_grid = grid;
@@ -287,6 +324,7 @@ int __cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** argumen
 // What runtime.cu calls.
 
 int cudaGetLastError() { return std::exchange(last_error, kSuccess); }
+int cudaPeekAtLastError() { return last_error; }
 const char* cudaGetErrorName(int error) { return error ? "cudaErrorUnknown" : "cudaSuccess"; }
 const char* cudaGetErrorString(int error) { return error ? "unknown error" : "no error"; }
 
@@ -295,14 +333,14 @@ int cudaGetDevice(int* device) {
   return kSuccess;
 }
 int cudaSetDevice(int device) {
-  if (device < 0 || device >= kDevices) return fail(kInvalidDevice);
+  if (device < 0 || device >= device_count()) return fail(kInvalidDevice);
   const Lock lock(state().mutex);
   current_device = device;
   state().contexts.insert(device);
   return kSuccess;
 }
 int cudaGetDeviceCount(int* count) {
-  *count = kDevices;
+  *count = device_count();
   return kSuccess;
 }
 int cudaDeviceGetAttribute(int* value, int attribute, int) {
@@ -329,21 +367,27 @@ int cudaFree(void* memory) { return release(memory); }
 int cudaHostAlloc(void** memory, size_t bytes, unsigned) { return allocate(memory, bytes, kHost); }
 int cudaFreeHost(void* memory) { return release(memory); }
 
-int cudaStreamCreateWithFlags(void** stream, unsigned) {
+int cudaDeviceSynchronize() {
   const Lock lock(state().mutex);
-  *stream = new char;
-  state().streams[*stream] = current_device;
+  state().streams.finish_device(current_device);
+  return kSuccess;
+}
+
+int cudaStreamCreateWithFlags(void** stream, unsigned flags) {
+  const Lock lock(state().mutex);
+  *stream = state().streams.create(current_device, flags == 0);
   return kSuccess;
 }
 int cudaStreamDestroy(void* stream) {
   const Lock lock(state().mutex);
-  if (!state().streams.erase(stream)) return fail(kInvalidHandle);
-  delete static_cast<char*>(stream);
-  return kSuccess;
+  return state().streams.destroy(stream) ? kSuccess : fail(kInvalidHandle);
 }
 int cudaStreamSynchronize(void* stream) {
   const Lock lock(state().mutex);
-  return device_of(stream) ? kSuccess : fail(kInvalidHandle);
+  const std::optional<int> device = device_of(stream);
+  if (!device) return fail(kInvalidHandle);
+  state().streams.finish(stream, *device);
+  return kSuccess;
 }
 
 int cudaEventCreateWithFlags(void** event, unsigned) {
@@ -364,15 +408,17 @@ int cudaEventRecord(void* event, void* stream) {
   if (found == state().events.end() || device_of(stream) != found->second.device) {
     return fail(kInvalidHandle);
   }
-  found->second.recorded = true;
+  found->second.mark = state().streams.record(stream, current_device);
   return kSuccess;
 }
 // CUDA does not wait for an event that has not been recorded, which no caller can want.
 int cudaStreamWaitEvent(void* stream, void* event, unsigned) {
   const Lock lock(state().mutex);
   const auto found = state().events.find(event);
-  if (found == state().events.end() || !device_of(stream)) return fail(kInvalidHandle);
-  if (!found->second.recorded) stop("a stream waits for an event that has not been recorded");
+  const std::optional<int> device = device_of(stream);
+  if (found == state().events.end() || !device) return fail(kInvalidHandle);
+  if (!found->second.mark) stop("a stream waits for an event that has not been recorded");
+  state().streams.wait(stream, *device, *found->second.mark);
   return kSuccess;
 }
 
@@ -383,7 +429,19 @@ int cudaMemsetAsync(void* memory, int value, size_t bytes, void* stream) {
   return fill(memory, value, bytes, stream);
 }
 
-// runtime.cu asks the driver's library, which is not there (linked with --wrap=dlopen,dlsym).
+// What runtime.cu asks the driver's library, which is not there (linked with --wrap=dlopen,dlsym).
+
+int cuDeviceGet(int* handle, int ordinal) {
+  *handle = ordinal;
+  return kSuccess;
+}
+int cuDevicePrimaryCtxGetState(int handle, unsigned* flags, int* active) {
+  const Lock lock(state().mutex);
+  *flags = 0;
+  *active = static_cast<int>(state().contexts.count(handle));
+  return kSuccess;
+}
+#pragma GCC visibility pop
 
 void* __real_dlopen(const char* name, int flags);
 void* __wrap_dlopen(const char* name, int flags) {
@@ -395,8 +453,9 @@ void* __real_dlsym(void* library, const char* name);
 void* __wrap_dlsym(void* library, const char* name) {
   if (library != &driver) return __real_dlsym(library, name);
   const std::string function = name;
-  if (function == "cuDeviceGet") return reinterpret_cast<void*>(get_driver_device);
-  if (function == "cuDevicePrimaryCtxGetState") return reinterpret_cast<void*>(get_context_state);
+  if (function == "cuDeviceGet") return reinterpret_cast<void*>(cuDeviceGet);
+  if (function == "cuDevicePrimaryCtxGetState")
+    return reinterpret_cast<void*>(cuDevicePrimaryCtxGetState);
   return nullptr;
 }
 }

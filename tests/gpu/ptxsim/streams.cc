@@ -1,0 +1,137 @@
+#include "streams.h"
+
+#include <cstdlib>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ptx.h"
+
+namespace ptxsim {
+namespace {
+
+uintptr_t key(void* stream) { return reinterpret_cast<uintptr_t>(stream); }
+
+}  // namespace
+
+Streams::Streams() {
+  const char* const order = std::getenv("PTXSIM_STREAMS");
+  if (!order || !*order) return;
+  defers_ = true;
+  if (std::string(order) == "late") return;
+  char* end;
+  const unsigned long seed = std::strtoul(order, &end, 10);
+  if (*end) stop(std::string("PTXSIM_STREAMS is 'late' or a number, not ") + order);
+  random_.emplace(static_cast<unsigned>(seed));
+}
+
+void* Streams::create(int device, bool blocking) {
+  last_handle_ += 16;
+  streams_[last_handle_] = {device, blocking, {}};
+  return reinterpret_cast<void*>(last_handle_);
+}
+
+bool Streams::destroy(void* stream) {
+  const auto found = streams_.find(key(stream));
+  if (found == streams_.end()) return false;
+  do_all(&found->second);
+  streams_.erase(found);
+  return true;
+}
+
+std::optional<int> Streams::device_of(void* stream) const {
+  const auto found = streams_.find(key(stream));
+  if (found == streams_.end()) return {};
+  return found->second.device;
+}
+
+void Streams::queue(void* stream, int device, std::function<void()> work) {
+  push(stream, device, {std::move(work), nullptr});
+}
+
+Mark Streams::record(void* stream, int device) {
+  const Mark mark{stream, std::make_shared<bool>(false)};
+  queue(stream, device, [passed = mark.passed] { *passed = true; });
+  return mark;
+}
+
+void Streams::wait(void* stream, int device, const Mark& mark) {
+  push(stream, device, {[=, this] { reach(mark); }, mark.passed});
+}
+
+void Streams::push(void* stream, int device, Item item) {
+  if (defers_ && stream) {
+    streams_.at(key(stream)).items.push_back(std::move(item));
+    do_some();
+  } else {
+    finish(stream, device);
+    item.work();
+  }
+}
+
+// A mark of a null stream has been passed when it was made, and a stream does its work before it
+// is destroyed. So there is a stream as long as its mark has not been passed.
+void Streams::reach(const Mark& mark) {
+  while (!*mark.passed) do_next(&streams_.at(key(mark.stream)));
+}
+
+void Streams::finish(void* stream, int device) {
+  if (stream) return do_all(&streams_.at(key(stream)));
+  for (auto& [handle, each] : streams_) {
+    if (each.device == device && each.blocking) do_all(&each);
+  }
+}
+
+void Streams::finish_device(int device) {
+  for (auto& [handle, each] : streams_) {
+    if (each.device == device) do_all(&each);
+  }
+}
+
+void Streams::do_next(Stream* stream) {
+  const Item item = std::move(stream->items.front());
+  stream->items.pop_front();
+  item.work();
+}
+
+void Streams::do_all(Stream* stream) {
+  while (!stream->items.empty()) do_next(stream);
+}
+
+int Streams::draw(int count) {
+  return static_cast<int>((*random_)() % static_cast<unsigned>(count));
+}
+
+Streams::Stream* Streams::draw_busy() {
+  std::vector<Stream*> busy;
+  for (auto& [handle, each] : streams_) {
+    if (!each.items.empty() && each.device != idle_device_) busy.push_back(&each);
+  }
+  return busy.empty() ? nullptr : busy[static_cast<size_t>(draw(static_cast<int>(busy.size())))];
+}
+
+// Some streams do a part of their work, as far as no event holds them back. How often this happens,
+// and which device does nothing at all, changes from time to time.
+void Streams::do_some() {
+  if (!random_) return;
+  if (--calls_left_ < 0) {
+    constexpr int kPercents[] = {0, 0, 3, 10, 30, 100};
+    calls_left_ = draw(60);
+    percent_ = kPercents[draw(6)];
+    idle_device_ = -1;
+    const Stream* const chosen = draw_busy();
+    if (chosen && draw(2)) idle_device_ = chosen->device;
+  }
+  if (draw(100) >= percent_) return;
+  for (int rounds = 1 + draw(3); rounds > 0; --rounds) {
+    Stream* const chosen = draw_busy();
+    if (!chosen) return;
+    for (int items = 1 + draw(5); items > 0 && !chosen->items.empty(); --items) {
+      const Item& next = chosen->items.front();
+      if (next.needs && !*next.needs) break;
+      do_next(chosen);
+    }
+  }
+}
+
+}  // namespace ptxsim

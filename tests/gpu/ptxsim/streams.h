@@ -1,0 +1,78 @@
+// Streams of all devices, and the order in which their work is done.
+#ifndef GLUON_SYNCBN_TESTS_PTXSIM_STREAMS_H_
+#define GLUON_SYNCBN_TESTS_PTXSIM_STREAMS_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <random>
+
+namespace ptxsim {
+
+// A point in the work of a stream, of which an event is told once the stream has passed it.
+struct Mark {
+  void* stream = nullptr;
+  std::shared_ptr<bool> passed;
+};
+
+// Work is done when it is queued. With PTXSIM_STREAMS=late, it is done when somebody waits for it,
+// and with PTXSIM_STREAMS=7, or another seed, streams go on in random order whenever work is
+// queued: so it shows if nobody waits. A null stream is the one of a device that waits for its
+// others.
+class Streams {
+ public:
+  Streams();
+
+  // `blocking`: the device's null stream waits for it.
+  void* create(int device, bool blocking);
+  // Whether there was such a stream. Its work is done before.
+  bool destroy(void* stream);
+  // The device of a stream that is not null.
+  std::optional<int> device_of(void* stream) const;
+
+  // `device` is that of the stream.
+  void queue(void* stream, int device, std::function<void()> work);
+  Mark record(void* stream, int device);
+  void wait(void* stream, int device, const Mark& mark);
+
+  // Does what is queued.
+  void finish(void* stream, int device);
+  void finish_device(int device);
+  // Whether work that was queued may not have been done.
+  bool defers() const { return defers_; }
+
+ private:
+  struct Item {
+    std::function<void()> work;
+    // What a wait is for.
+    std::shared_ptr<bool> needs;
+  };
+  struct Stream {
+    int device;
+    bool blocking;
+    std::deque<Item> items;
+  };
+
+  void push(void* stream, int device, Item item);
+  void reach(const Mark& mark);
+  void do_next(Stream* stream);
+  void do_all(Stream* stream);
+  void do_some();
+  int draw(int count);
+  Stream* draw_busy();
+
+  std::map<uintptr_t, Stream> streams_;
+  // Unlike an address, the handle of a stream that is gone is never that of a new one.
+  uintptr_t last_handle_ = 0x1000;
+  bool defers_ = false;
+  std::optional<std::mt19937> random_;
+  // See do_some.
+  int calls_left_ = 0, percent_ = 0, idle_device_ = -1;
+};
+
+}  // namespace ptxsim
+
+#endif  // GLUON_SYNCBN_TESTS_PTXSIM_STREAMS_H_
