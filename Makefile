@@ -87,7 +87,7 @@ test-pythons: wheel ## try the wheel and run the quick tests on Python 3.8, 3.11
 	$(pip) install nox
 	$(python) -m nox $(ARGS)
 
-test-all: test-native test-python chaos ## run all tests
+test-all: test-native test-python test-gpu chaos ## run all tests
 
 chaos: $(environment) $(ready)test ## let random faults happen to small jobs, and say what became of them
 	PYTHONPATH=tests/support $(python) tests/distributed/chaos.py $(ARGS)
@@ -97,24 +97,24 @@ test-native: ## run the native tests, and the CUDA kernels on a simulator
 	$(build_native) run-native QUICK=$(if $(nvcc),--small)
 	$(build_native) run-ptx
 
-# Streams do their work at once, as late as possible, and in random orders, others in each run.
-stream_orders = '' late $$(date +1%N) $$(date +2%N)
-test_gpu = cd $(simgpu) && PTXSIM_DEVICES=2 MXNET_USE_FUSION=0 PYTHONPATH="$$PWD" $(CURDIR)/$(python) -m pytest -q -p no:cacheprovider \
-    $(CURDIR)/tests/gpu/test_mxnet_gpu.py $(CURDIR)/tests/gpu/test_simulated_gpus.py $(ARGS)
-test-gpu: $(if $(nvcc),$(environment) $(ready)test) ## run the tests of GPUs in MXNet for GPUs, on two that are simulated
+# The package with a library of its own, for an MXNet of its own: .venv and gluon_syncbn/ stay as they are.
+test-gpu: $(if $(nvcc),$(environment) $(ready)test) ## run tests on two simulated GPUs, in MXNet for GPUs (a download of 499 MB, kept)
 ifeq ($(nvcc),)
 	@echo "No nvcc is found (NVCC, CUDA_HOME, PATH), so nothing is tested on simulated GPUs."
 else
-	@mkdir -p build
-	@$(fetch_mxnet) >build/mxnet_download.log 2>&1 || { \
-	    echo "$(mxnet) cannot be downloaded (build/mxnet_download.log), so nothing is tested on simulated GPUs."; exit 0; }; \
+	@mkdir -p build; $(fetch_mxnet) || { \
+	    echo "$(mxnet) cannot be downloaded (build/mxnet.log), so nothing is tested on simulated GPUs."; exit 0; }; \
 	$(build_native:@%=%) simgpu && rm -rf $(simgpu)/gluon_syncbn $(simgpu)/mxnet_compat && \
 	tar -c --exclude='*.so' --exclude=__pycache__ gluon_syncbn mxnet_compat | tar -x -C $(simgpu) && \
-	cp $(simgpu)/libgluon_syncbn.so $(simgpu)/gluon_syncbn && \
-	for order in $(stream_orders); do \
-	    echo "PTXSIM_STREAMS=$$order"; (export PTXSIM_STREAMS=$$order; $(test_gpu)) || exit 1; \
+	cp $(simgpu)/libgluon_syncbn.so $(simgpu)/gluon_syncbn && cd $(simgpu) && \
+	for order in $(STREAMS); do \
+	    echo "PTXSIM_STREAMS=$$order"; PTXSIM_STREAMS=$$order $(test_gpu) || exit 1; \
 	done
 endif
+# Streams do their work at once, as late as possible, or in a random order, which is another one in each run.
+STREAMS ?= '' late $$(date +1%N) $$(date +2%N) $$(date +3%N)
+test_gpu = PTXSIM_DEVICES=2 MXNET_USE_FUSION=0 PYTHONPATH="$$PWD" $(abspath $(python)) -m pytest -q -p no:cacheprovider \
+    $(CURDIR)/tests/gpu/test_mxnet_gpu.py $(CURDIR)/tests/gpu/test_simulated_gpus.py $(ARGS)
 
 test-python: $(environment) $(ready)test $(ready)horovod ## run all Python tests
 	$(python) -m pytest -n 3 $(ARGS)
@@ -209,12 +209,12 @@ distclean: clean ## remove .venv too
 run-native: $(programs)
 	@printf '%s\n' $^ | xargs -P $(shell nproc) -I PROGRAM sh -c '$(RUN) PROGRAM $(QUICK) || { echo "PROGRAM failed" >&2; exit 1; }'
 
-# In random order of blocks and warps: another one in each run, which a failure names.
+# In random order of blocks, warps and streams: another one in each run, which a failure names.
 run-ptx: $(simulated)/test_ptxsim $(if $(nvcc),run-ptx-$(newest) run-ptx-small-$(oldest) compare-gpu-counts)
 	@$<
 	$(if $(nvcc),,@echo "No nvcc is found (NVCC, CUDA_HOME, PATH), so the PTX of the CUDA kernels is not tested.")
 
-simulate = @seed=$$(date +%N); echo "PTXSIM_SEED=$$seed $^ $(1)"; PTXSIM_SEED=$$seed $^ $(1)
+simulate = @order="PTXSIM_SEED=$$(date +%N) PTXSIM_STREAMS=$$(date +1%N)"; echo "$$order $^ $(1)"; env $$order $^ $(1)
 run-ptx-small-%: $(simulated)/test_cuda_kernels_%
 	$(call simulate,--small)
 
@@ -270,7 +270,8 @@ $(simulated)/libgluon_syncbn.so: $(simulator_sources)/cpu_contexts.cc $(objects)
 
 mxnet := mxnet-cu112==1.9.1
 mxnet_wheel = "$(HOROVOD_CACHE)"/mxnet_cu112-1.9.1-*.whl
-fetch_mxnet = ls $(mxnet_wheel) || { echo "Downloading $(mxnet), once, 499 MB" >&2; $(pip) download --no-deps --dest "$(HOROVOD_CACHE)" $(mxnet); }
+fetch_mxnet = { ls $(mxnet_wheel) >/dev/null 2>&1 || { echo "Downloading $(mxnet), once"; \
+    $(pip) download --no-deps --dest "$(HOROVOD_CACHE)" $(mxnet) >build/mxnet.log 2>&1; }; }
 $(simgpu)/mxnet/libmxnet.so:
 	@echo "Unpacking $(mxnet)"
 	@rm -rf $(simgpu)
@@ -304,9 +305,9 @@ $(simgpu)/map_plans.o: $(simgpu_sources)/map_plans.cc $(simgpu)/map_plans.inc
 	@echo "Compiling $<"
 	@$(compile_for_mxnet) -O1 $(half_and_fma) -fvisibility=hidden -I$(simgpu) -I$(simulator_sources) -c $< -o $@
 
-$(simgpu)/mxnet/libsimgpu_operators.so: $(simgpu_sources)/operators.cc $(cudart) $(cuda_libraries)
+$(simgpu)/mxnet/libsimgpu_operators.so: $(simgpu_sources)/operators.cc $(simgpu)/mxnet/libmxnet.so | $(cudart) $(cuda_libraries)
 	@echo "Compiling $<"
-	@$(compile_for_mxnet) -D_GLIBCXX_USE_CXX11_ABI=0 -shared $< $(cudart) $(simgpu)/mxnet/libmxnet.so -Wl,--allow-shlib-undefined -o $@
+	@$(compile_for_mxnet) -D_GLIBCXX_USE_CXX11_ABI=0 -shared $< $(simgpu)/mxnet/libmxnet.so $(cudart) -Wl,--allow-shlib-undefined -o $@
 
 $(simgpu)/libgluon_syncbn.so: $(objects) $(build)/api/layers.o $(call ptx,$(newest)) $(cudart)
 	@$(compile) -fvisibility=hidden -shared $^ -o $@ -ldl
