@@ -16,8 +16,10 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build/native/plain"
 # Tests of the layer that must pass on every kind of device, except those for CPUs only. Where nvcc
-# is, test_ptx.py runs others on compiled kernels.
-TESTS = ["batch_norm", "rendezvous"] + ["activation", "numerics", "semantics"] * (nvcc is None)
+# is, test_ptx.py runs most on compiled kernels.
+TESTS = ["rendezvous"]
+if nvcc is None:
+    TESTS += ["activation", "batch_norm", "numerics", "semantics"]
 OF_CPUS = ["test_every_number_of_threads_gives_the_same_bits"]
 
 
@@ -60,20 +62,17 @@ def run_layer_tests(package, names):
     assert " passed" in run(package, *command)
 
 
-def run_mxnet_tests(package, **environment):
-    command = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/gpu/test_mxnet_gpu.py")
-    done = run(package, *command, GPUS_FOR_TESTS="cpu(0) cpu(1)", **environment)
-    assert " passed" in done and "skipped" not in done
-
-
 @pytest.mark.timeout(600)
 def test_the_tests_of_the_layer_pass(package):
     run_layer_tests(package, TESTS)
 
 
+@pytest.mark.skipif(nvcc is not None, reason="make test-gpu runs them on simulated GPUs")
 @pytest.mark.timeout(600)
 def test_the_tests_of_gpu_check_inside_mxnet_pass(package):
-    run_mxnet_tests(package)
+    command = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/gpu/test_mxnet_gpu.py")
+    done = run(package, *command, GPUS_FOR_TESTS="cpu(0) cpu(1)")
+    assert " passed" in done and "skipped" not in done
 
 
 PRELUDE = """

@@ -4,7 +4,7 @@
 import pytest
 
 from test_cuda_build import needs_nvcc
-from test_cuda_on_host import package_with, run_layer_tests, run_mxnet_tests
+from test_cuda_on_host import package_with, run_layer_tests
 
 pytestmark = [pytest.mark.long, needs_nvcc]
 
@@ -20,8 +20,3 @@ def package(tmp_path_factory):
 @pytest.mark.timeout(600)
 def test_the_tests_of_the_layer_pass(package):
     run_layer_tests(package, TESTS)
-
-
-@pytest.mark.timeout(600)
-def test_the_tests_of_gpu_check_inside_mxnet_pass(package):
-    run_mxnet_tests(package, PTXSIM_SEED="1")
