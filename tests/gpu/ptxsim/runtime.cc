@@ -52,7 +52,7 @@ struct State {
   // By the address of the function on the host.
   std::map<const void*, std::string> names;
   Memory memory;
-  Streams streams;
+  Streams streams{std::getenv("PTXSIM_STREAMS")};
   std::map<void*, Event> events;
   std::set<int> contexts;
   std::optional<std::mt19937> random;

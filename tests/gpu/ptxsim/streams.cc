@@ -14,14 +14,13 @@ uintptr_t key(void* stream) { return reinterpret_cast<uintptr_t>(stream); }
 
 }  // namespace
 
-Streams::Streams() {
-  const char* const order = std::getenv("PTXSIM_STREAMS");
+Streams::Streams(const char* order) {
   if (!order || !*order) return;
   defers_ = true;
   if (std::string(order) == "late") return;
   char* end;
   const unsigned long seed = std::strtoul(order, &end, 10);
-  if (*end) stop(std::string("PTXSIM_STREAMS is 'late' or a number, not ") + order);
+  if (*end) stop(std::string("an order of streams is 'late' or a number, not ") + order);
   random_.emplace(static_cast<unsigned>(seed));
 }
 

@@ -18,13 +18,13 @@ struct Mark {
   std::shared_ptr<bool> passed;
 };
 
-// Work is done when it is queued. With PTXSIM_STREAMS=late, it is done when somebody waits for it,
-// and with PTXSIM_STREAMS=7, or another seed, streams go on in random order whenever work is
-// queued: so it shows if nobody waits. A null stream is the one of a device that waits for its
-// others.
+// Work is done when it is queued; in the order "late" when somebody waits for it; and in the order
+// "7", or another seed, streams go on at random whenever work is queued. So it shows if nobody
+// waits. A null stream is the one of a device that waits for its others.
 class Streams {
  public:
-  Streams();
+  // Null, or an order.
+  explicit Streams(const char* order);
 
   // `blocking`: the device's null stream waits for it.
   void* create(int device, bool blocking);

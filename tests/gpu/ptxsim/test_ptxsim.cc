@@ -1,13 +1,15 @@
-// The simulator on small kernels: what they compute, and what it stops at.
+// The simulator on small kernels: what they compute, and what it stops at; and orders of streams.
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdint>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "check.h"
 #include "launch.h"
+#include "streams.h"
 
 namespace ptxsim {
 namespace {
@@ -122,11 +124,61 @@ void test_stops() {
   check_stops("add.rz.f32 %f1, %f2, %f3;", "this PTX is not supported");
 }
 
+// Work on two streams of device 0 and one of device 1, which waits for what the first has done.
+std::string done_in(const char* order) {
+  Streams streams(order);
+  std::string done;
+  const auto write = [&done](char c) { return [&done, c] { done += c; }; };
+  void* const first = streams.create(0, true);
+  void* const second = streams.create(0, false);
+  void* const other = streams.create(1, true);
+  for (int i = 0; i < 40; ++i) {
+    streams.queue(first, 0, write('a'));
+    const Mark mark = streams.record(first, 0);
+    streams.queue(first, 0, write('b'));
+    streams.queue(second, 0, write('c'));
+    streams.wait(other, 1, mark);
+    streams.queue(other, 1, write('d'));
+  }
+  streams.finish(other, 1);
+  done += ' ';
+  streams.queue(nullptr, 0, write('0'));
+  streams.destroy(second);
+  return done;
+}
+
+void test_streams() {
+  std::string eager, waited;
+  for (int i = 0; i < 40; ++i) eager += "abcd";
+  CHECK(done_in(nullptr) == eager + " 0");
+  // What the wait asks for, what the null stream waits for, and the rest when its stream ends.
+  for (int i = 0; i < 40; ++i) waited += i ? "bad" : "ad";
+  CHECK(done_in("late") == waited + " b0" + std::string(40, 'c'));
+  std::set<std::string> orders;
+  for (int seed = 0; seed < 20; ++seed) {
+    const std::string done = done_in(std::to_string(seed).c_str());
+    orders.insert(done);
+    CHECK(done == done_in(std::to_string(seed).c_str()));
+    CHECK(done.size() == 4 * 40 + 2);
+    int a = 0, b = 0, d = 0;
+    for (const char c : done) {
+      a += c == 'a';
+      b += c == 'b';
+      d += c == 'd';
+      CHECK(d <= a && b <= a && a <= b + 1);
+      CHECK(c != ' ' || d == 40);
+      CHECK(c != '0' || b == 40);
+    }
+  }
+  CHECK(orders.size() > 10);
+}
+
 }  // namespace
 }  // namespace ptxsim
 
 int main() {
   ptxsim::test_values();
   ptxsim::test_stops();
+  ptxsim::test_streams();
   return check::finish("ptxsim");
 }
