@@ -112,7 +112,7 @@ else
 	done
 endif
 # Streams do their work at once, as late as possible, or in a random order, which is another one in each run.
-STREAMS ?= '' late $$(date +1%N) $$(date +2%N) $$(date +3%N)
+STREAMS ?= '' late $$(date +1%N)
 test_gpu = PTXSIM_DEVICES=2 MXNET_USE_FUSION=0 PYTHONPATH="$$PWD" $(abspath $(python)) -m pytest -q -p no:cacheprovider \
     $(CURDIR)/tests/gpu/test_mxnet_gpu.py $(CURDIR)/tests/gpu/test_simulated_gpus.py $(ARGS)
 
