@@ -291,7 +291,7 @@ def _bounded(create):
         timeout = seconds(None)
         beat("makes its store", again=False)
         return native.call_within(
-            timeout,
+            timeout + 1.0,  # The launcher knows who is late, so it speaks first.
             lambda: create(name),
             f"mx.kv.create({name!r}) has waited {duration(timeout)} for the job's other processes: "
             "one of its workers, servers or its scheduler is missing, stopped, or comes later than "
