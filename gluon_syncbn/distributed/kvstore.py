@@ -216,13 +216,12 @@ class _Hooks:
         for name, function in replaced.items():
             setattr(kvstore, name, function)
         self._names = list(replaced)
-        _hooked.append(self)
+        _hooked.add(self)
 
     def undo(self):
         for name in self._names:
             delattr(self._kvstore, name)
-        if self in _hooked:
-            _hooked.remove(self)
+        _hooked.discard(self)
         self._kvstore, self._reducer, self._names = None, None, []
 
     def _locked(self, function):
@@ -267,9 +266,8 @@ class _Hooks:
 
 _INITIALIZE = ("init", "broadcast")
 _LOCKED = ("push", "pull", "pushpull", *_INITIALIZE)
-
-
-_hooked = []
+# Those that are in use.
+_hooked = set()
 
 
 def _bounded(create):

@@ -50,7 +50,7 @@ class Watch:
         self._reducer = reducer
         self._places = {}
         self._time = _now()
-        self._lost_before = False
+        self._lost = False
         self._judge = None
         self._warned = None
 
@@ -73,9 +73,10 @@ class Watch:
         self._time = now
         # A process that was stopped has not waited meanwhile.
         passed = min(passed, 2 * self.period)
-        reducer, lost = self._reducer, self._reducer.lost is not None
-        libraries = _libraries()
-        counts, places = None, {}
+        reducer, libraries = self._reducer, _libraries()
+        if reducer.lost and not self._lost:
+            self._lost, self._places = True, {}  # The error has its time to come out from here on.
+        places = {}
         for thread, frame in sys._current_frames().items():
             if thread in native.bounded:
                 continue
@@ -83,21 +84,19 @@ class Watch:
             if before and before.key == place.key:
                 place = before
                 place.stood += passed
-                if lost and not self._lost_before:
-                    place.waited = 0.0
-                elif place.waits:
-                    if counts is None:
-                        # Exchanges have limits of their own.
-                        counts = not reducer.exchanges_in_flight() and not _computes()
-                    place.waited += passed * counts
             places[thread] = place
-        self._places, self._lost_before = places, lost
+        self._places = places
+        waiting = [place for place in places.values() if place.waits and place.stood]
+        # Exchanges have limits of their own.
+        if waiting and not reducer.exchanges_in_flight() and not _computes():
+            for place in waiting:
+                place.waited += passed
         text, stood, _ = self.place() or ("", 0.0, False)
         beat(f"{text} for {stood:.0f} s")
         if reducer.size > 1 and not (self._judge and self._judge.is_alive()):
             thread = max(places, key=lambda thread: places[thread].waited)
             first = reducer.longest_timeout * WARN_AFTER
-            if places[thread].waited > (_RAISES if lost else first):
+            if places[thread].waited > (_RAISES if self._lost else first):
                 # Another thread, as this one answers probes.
                 arguments = [thread, places[thread]]
                 self._judge = threading.Thread(target=self._judge_wait, args=arguments, daemon=True)

@@ -175,10 +175,10 @@ class Launch:
 
     def __init__(self, specs, command, grace, timeout, start, joining=tuple, cluster=None):
         self._specs, self._command, self._grace = specs, command, grace
-        self._timeout, self._start, self._names_joining = timeout, start, joining
+        self._timeout, self._start, self._joining = timeout, start, joining
         self._cluster = cluster
         self._looked = time.monotonic()
-        self._joining = 0.0  # Seconds since the first worker began to make its store.
+        self._waited_for_late = 0.0  # Seconds since the first worker began to make its store.
         self._children = []
         self._signals = []
         self._is_passed_on = False
@@ -296,13 +296,14 @@ class Launch:
         for child in running:
             child.listen(passed)
         workers = [child for child in running if child.is_worker]
-        come = self._names_joining()
+        come = self._joining()
         late = [child for child in workers if not child.does and child.name not in come]
-        self._joining = self._joining + passed if 0 < len(late) < len(workers) else 0.0
+        waits = 0 < len(late) < len(workers)
+        self._waited_for_late = self._waited_for_late + passed if waits else 0.0
         for child in running:
             if child.silent > self._timeout + _LATER:
                 child.fault = f"has not answered for {child.silent:.3g} s: it is stopped, or hangs"
-            elif child in late and self._joining > self._start:
+            elif child in late and self._waited_for_late > self._start:
                 child.fault = (
                     f"has not begun to make its store {self._start:.3g} s after another worker"
                 )

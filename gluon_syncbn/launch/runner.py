@@ -53,8 +53,8 @@ def _has(pid, launch_id):
 
 
 def beat(text, again=True):
-    """Tells the launcher what this process does, and, where it is told `again` and again, that it
-    is not stopped."""
+    """Tells the launcher what this process does. again: it will say more, and is stopped or hangs
+    where it does not."""
     status, slot, process = map(int, os.environ.get(_STATUS, "0 0 0").split())
     if process == os.getpid():
         now = time.monotonic() if again else 0
@@ -107,7 +107,6 @@ def _run(status, command, replace_contrib):
             # Python does not keep it: an exit hook would take this for a good end.
             _keep(end)
             _leave(code & 0xFF, worker, status)
-        _report(0, worker, status)
     except BaseException as error:
         trace = _keep(error)
         try:
@@ -115,8 +114,7 @@ def _run(status, command, replace_contrib):
         finally:
             interrupted = isinstance(error, KeyboardInterrupt)
             _leave(128 + signal.SIGINT if interrupted else 1, worker, status)
-    else:
-        _report(0, worker, status)
+    _report(0, worker, status)
 
 
 def _report(code, worker, status):

@@ -1,5 +1,5 @@
-"""What other processes are told of a worker that fails or is late. See chaos.py for what else may
-happen to one. A few jobs run at a time, each test looks at one."""
+"""A worker fails or is late: the errors of the others name it and say why. chaos.py tries all other
+kinds of failures. A few jobs run at a time, each test looks at one."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -133,4 +133,4 @@ def test_a_computation_of_all_that_is_longer_than_the_timeout(job):
     assert job.errors == [None, None]
     for pid in job.pids:
         assert job.codes[pid] == 0 and job.ended[pid] > 1.3 * TIMEOUT, job.output
-    assert "has waited" not in job.output
+    assert "for other processes, in" not in job.output

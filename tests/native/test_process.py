@@ -149,6 +149,21 @@ def test_ctrl_c_during_the_wait_for_other_processes_at_the_end():
     assert time.time() - begin < 3
 
 
+def test_an_error_at_the_end_of_the_script_is_reported():
+    """As without memory. MXNet's own end might wait forever."""
+    body = """
+        from gluon_syncbn.native import shutdown
+
+        def leave(failure):
+            raise ArithmeticError("no way out")
+
+        shutdown.at_exit(leave)
+    """
+    code, output, errors = finish(start(body))
+    assert code == 1 and output == "", errors
+    assert "could not leave" in errors and "ArithmeticError: no way out" in errors
+
+
 def test_ctrl_c_while_the_main_thread_waits_for_a_result():
     """Inside MXNet, Python does not see the signal."""
     body = """

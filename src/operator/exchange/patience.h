@@ -1,5 +1,6 @@
 // How long a wait may take, and when to look at it.
-#pragma once
+#ifndef GLUON_SYNCBN_EXCHANGE_PATIENCE_H_
+#define GLUON_SYNCBN_EXCHANGE_PATIENCE_H_
 
 #include <algorithm>
 #include <chrono>
@@ -35,3 +36,5 @@ class Patience {
 };
 
 }  // namespace gluon_syncbn
+
+#endif  // GLUON_SYNCBN_EXCHANGE_PATIENCE_H_

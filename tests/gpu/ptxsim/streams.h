@@ -12,7 +12,7 @@
 
 namespace ptxsim {
 
-// A point in the work of a stream, of which an event is told once the stream has passed it.
+// What an event records: a point in the work of a stream, and whether the stream has passed it.
 struct Mark {
   void* stream = nullptr;
   std::shared_ptr<bool> passed;
