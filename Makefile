@@ -1,7 +1,6 @@
 MXNET ?= cpu
 
-# FLAVOUR and FLAGS say how the native tests are built, RUN how they are started, and WITHOUT which ones are not; see
-# `sanitize`.
+# FLAVOUR and FLAGS say how the native tests are built, and RUN how they are started; see `sanitize`.
 FLAVOUR ?= plain
 FLAGS ?= -O2
 
@@ -22,8 +21,9 @@ kernels := $(or $(GLUON_SYNCBN_CUDA),$(if $(filter cu112,$(MXNET)),$(if $(nvcc),
 environment := $(ready)$(MXNET)-$(kernels)
 
 cuda_sources := $(wildcard src/operator/*/*.cu)
-native_headers := $(wildcard $(foreach ext,h inc cuh,src/operator/*/*.$(ext) src/operator/*/*/*.$(ext)) tests/native/*.h tests/native/*/*.h tests/native/*/*.inc)
-native_tests := $(filter-out $(WITHOUT:%=tests/native/%.cc),$(wildcard tests/native/*/test_*.cc))
+native_headers := $(wildcard $(foreach ext,h inc cuh,src/operator/*/*.$(ext) src/operator/*/*/*.$(ext)) tests/native/*.h tests/native/*/*.h)
+# Those of tests/native/cuda need a GPU or its simulator.
+native_tests := $(filter-out tests/native/cuda/%,$(wildcard tests/native/*/test_*.cc))
 # Without what only the whole library has: its version.
 tested_sources := $(filter-out src/operator/api/layers.cc,$(wildcard src/operator/*/*.cc))
 formatted := $(wildcard src/portable/* $(foreach ext,h cc cu cuh inc,src/operator/*/*.$(ext) src/operator/*/*/*.$(ext) tests/native/*.$(ext) tests/native/*/*.$(ext) tests/gpu/*.$(ext) tests/gpu/*/*.$(ext)))
@@ -31,24 +31,20 @@ formatted := $(wildcard src/portable/* $(foreach ext,h cc cu cuh inc,src/operato
 build := build/native/$(FLAVOUR)
 objects := $(tested_sources:src/operator/%.cc=$(build)/%.o)
 programs := $(native_tests:tests/native/%.cc=$(build)/tests/%)
-# The CUDA kernels, compiled for the host.
-kernels_on_host := $(patsubst src/operator/%.cu,$(build)/%_on_host.o,$(filter-out %/runtime.cu,$(cuda_sources)))
 build_native = @$(MAKE) --no-print-directory -f $(firstword $(MAKEFILE_LIST)) -j$(shell nproc)
-# The library with CUDA on the host: what CPU contexts do, GPU code does.
-fake_cuda := $(build)/fake_cuda/libgluon_syncbn.so
 # The kernels as PTX, which a simulator runs in place of a GPU. (From this Makefile's tree, so that it can be used on
 # the sources of another one: make -C OTHER -f THIS/Makefile gpu-counts.)
 simulator_sources := $(dir $(lastword $(MAKEFILE_LIST)))tests/gpu/ptxsim
 simulated := $(build)/ptxsim
 PTX_ARCH ?= 90
-simulator := $(patsubst $(simulator_sources)/%.cc,$(simulated)/%.o,$(filter-out %/print_counts.cc %/cpu_contexts.cc %/test_ptxsim.cc,$(wildcard $(simulator_sources)/*.cc)))
+simulator := $(patsubst $(simulator_sources)/%.cc,$(simulated)/%.o,$(filter-out %/print_counts.cc %/test_ptxsim.cc,$(wildcard $(simulator_sources)/*.cc)))
 # MXNet for GPUs, unpacked, with simulated GPUs.
 simgpu_sources := tests/gpu/simgpu
 simgpu := build/simgpu
 known_architectures := $(if $(nvcc),$(patsubst compute_%,%,$(shell $(nvcc) --list-gpu-arch)))
 oldest := $(firstword $(known_architectures))
 newest := $(lastword $(known_architectures))
-ptx = $(cuda_sources:src/operator/cuda/%.cu=$(simulated)/%_$(1).o)
+ptx = $(cuda_sources:src/operator/cuda/%.cu=build/native/ptx/%_$(1).o)
 compile = $(CXX) -std=c++17 -pthread -fPIC -ffp-contract=off $(FLAGS) $(CXXFLAGS) -Isrc/operator -Itests/native
 
 ifeq ($(filter cpu cu112,$(MXNET)),)
@@ -56,11 +52,11 @@ $(error MXNET=$(MXNET) is unknown: choose MXNET=cpu, or MXNET=cu112 for GPUs wit
 endif
 
 # pip must not run twice at a time in one environment, so only the native tests are made in parallel.
-ifeq ($(filter run-native run-ptx simgpu programs fake-cuda simulated-cuda compile-sources,$(MAKECMDGOALS)),)
+ifeq ($(filter run-native run-ptx simgpu programs compile-sources,$(MAKECMDGOALS)),)
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: simgpu test-gpu fake-cuda simulated-cuda gpu-check gpu-counts compare-gpu-counts ptx-mutants run-ptx cuda-report help environment horovod test-native test-python train detect compare test test-all chaos test-pythons bench bench-distributed lint format docs warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
+.PHONY: simgpu test-gpu gpu-check gpu-counts compare-gpu-counts ptx-mutants run-ptx cuda-report help environment horovod test-native test-python train detect compare test test-all chaos test-pythons bench bench-distributed lint format docs warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.13] [CXX=g++]'
@@ -76,7 +72,7 @@ compare: $(environment) ## train the example with six kinds of batch statistics,
 	$(python) examples/segmentation/compare.py $(ARGS)
 
 test: $(environment) $(ready)test ## run the native tests and the quick Python tests
-	$(build_native) run-native QUICK=--small
+	$(build_native) run-native
 	$(python) -m pytest -n 3 -m "not long" $(ARGS)
 	@echo "Left out, as it takes minutes; make test-all has it:"
 	@echo "- Python tests of whole programs, nets and builds (marked long)"
@@ -92,9 +88,8 @@ test-all: test-native test-python test-gpu chaos ## run all tests
 chaos: $(environment) $(ready)test ## let random faults happen to small jobs, and say what became of them
 	PYTHONPATH=tests/support $(python) tests/distributed/chaos.py $(ARGS)
 
-# Where nvcc is, the simulator runs the CUDA kernels on all sizes of data.
-test-native: ## run the native tests, and the CUDA kernels on a simulator
-	$(build_native) run-native QUICK=$(if $(nvcc),--small)
+test-native: ## run the native tests, and where nvcc is the CUDA kernels on a simulator
+	$(build_native) run-native
 	$(build_native) run-ptx
 
 # The package with a library of its own, for an MXNet of its own: .venv and gluon_syncbn/ stay as they are.
@@ -179,14 +174,10 @@ compilers: ## compile the C++ sources with COMPILERS="g++-11 clang++", warnings 
 # The sanitizers want their shadow memory at fixed addresses, which only `setarch -R` keeps free on some kernels.
 sanitize: export TSAN_OPTIONS = halt_on_error=1:second_deadlock_stack=1
 sanitize: export UBSAN_OPTIONS = print_stacktrace=1
-# The CUDA kernels run on 256 fibers of a thread, which ThreadSanitizer takes for threads and comes to a stop over.
-# AddressSanitizer supports fibers in part only, and takes many minutes; the tests have guard zones of their own.
 sanitize: ## run the native tests under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer
-	$(build_native) run-native FLAVOUR=thread FLAGS="-O1 -g -fsanitize=thread" RUN="$(fixed_addresses)" \
-	    WITHOUT="cuda/test_cuda_kernels cuda/test_cuda_passes"
+	$(build_native) run-native FLAVOUR=thread FLAGS="-O1 -g -fsanitize=thread" RUN="$(fixed_addresses)"
 	$(build_native) run-native FLAVOUR=address FLAGS="-O1 -g -fsanitize=address,undefined \
-	    -fno-sanitize-recover=all -fno-omit-frame-pointer" RUN="$(fixed_addresses)" \
-	    WITHOUT="cuda/test_cuda_kernels cuda/test_cuda_passes"
+	    -fno-sanitize-recover=all -fno-omit-frame-pointer" RUN="$(fixed_addresses)"
 fixed_addresses = $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 
 wheel: $(ready)python ## build a wheel for every Linux with glibc 2.28 or newer, and the source distribution, into dist/
@@ -205,9 +196,8 @@ clean: ## remove what was built, but no run and not .venv
 distclean: clean ## remove .venv too
 	rm -rf .venv
 
-# QUICK=--small is for test_cuda_kernels; the others ignore it.
 run-native: $(programs)
-	@printf '%s\n' $^ | xargs -P $(shell nproc) -I PROGRAM sh -c '$(RUN) PROGRAM $(QUICK) || { echo "PROGRAM failed" >&2; exit 1; }'
+	@printf '%s\n' $^ | xargs -P $(shell nproc) -I PROGRAM sh -c '$(RUN) PROGRAM || { echo "PROGRAM failed" >&2; exit 1; }'
 
 # In random order of blocks, warps and streams: another one in each run, which a failure names.
 run-ptx: $(simulated)/test_ptxsim $(if $(nvcc),run-ptx-$(newest) run-ptx-small-$(oldest) compare-gpu-counts)
@@ -242,19 +232,10 @@ $(objects): $(build)/%.o: src/operator/%.cc $(native_headers)
 	@echo "Compiling $<"
 	@$(compile) -c $< -o $@
 
-$(kernels_on_host): $(build)/%_on_host.o: src/operator/%.cu $(native_headers)
-	@mkdir -p $(@D)
-	@echo "Compiling $< for the host"
-	@$(compile) -x c++ -include cuda/cuda_on_host.h -c $< -o $@
-
-$(build)/tests/cuda/test_cuda_%: others = $(kernels_on_host)
-$(filter $(build)/tests/cuda/%,$(programs)): $(kernels_on_host)
 $(programs): $(build)/tests/%: tests/native/%.cc $(objects) $(native_headers)
 	@mkdir -p $(@D)
 	@echo "Compiling $<"
-	@$(compile) $< $(objects) $(others) -o $@
-
-fake-cuda: $(fake_cuda)
+	@$(compile) $< $(objects) -o $@
 
 $(build)/api/layers.o: version = -fvisibility=hidden \
     '-DGLUON_SYNCBN_VERSION="$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' gluon_syncbn/_version.py)"'
@@ -262,11 +243,6 @@ $(build)/api/layers.o: src/operator/api/layers.cc gluon_syncbn/_version.py $(nat
 	@mkdir -p $(@D)
 	@echo "Compiling $<"
 	@$(compile) $(version) -c $< -o $@
-
-# The library with CUDA on the simulator, for CPU contexts. The file that makes it so is the last.
-simulated-cuda: $(simulated)/libgluon_syncbn.so
-$(simulated)/libgluon_syncbn.so: $(simulator_sources)/cpu_contexts.cc $(objects) $(build)/api/layers.o $(simulator) $(call ptx,$(newest))
-	@$(compile) -I$(simulator_sources) -fvisibility=hidden -shared -Wl,--wrap=dlopen,--wrap=dlsym $(filter %.o,$^) $< -o $@ -ldl
 
 mxnet := mxnet-cu112==1.9.1
 mxnet_wheel = "$(HOROVOD_CACHE)"/mxnet_cu112-1.9.1-*.whl
@@ -309,12 +285,8 @@ $(simgpu)/mxnet/libsimgpu_operators.so: $(simgpu_sources)/operators.cc $(simgpu)
 	@echo "Compiling $<"
 	@$(compile_for_mxnet) -D_GLIBCXX_USE_CXX11_ABI=0 -shared $< $(simgpu)/mxnet/libmxnet.so $(cudart) -Wl,--allow-shlib-undefined -o $@
 
-$(simgpu)/libgluon_syncbn.so: $(objects) $(build)/api/layers.o $(call ptx,$(newest)) $(cudart)
+$(simgpu)/libgluon_syncbn.so: benchmarks/gpu/kernel_api.cc $(objects) $(build)/api/layers.o $(call ptx,$(newest)) $(cudart)
 	@$(compile) -fvisibility=hidden -shared $^ -o $@ -ldl
-
-$(fake_cuda): tests/gpu/fake_cuda_backend.cc tests/gpu/kernel_api.cc $(objects) $(kernels_on_host) $(build)/api/layers.o $(native_headers)
-	@mkdir -p $(@D)
-	@$(compile) -fvisibility=hidden -shared $(filter %.cc %.o,$^) -o $@
 
 half_and_fma = $(if $(filter x86_64,$(shell uname -m)),-mfma -mf16c)
 $(simulator): $(simulated)/%.o: $(simulator_sources)/%.cc $(wildcard $(simulator_sources)/*.h)
@@ -324,7 +296,7 @@ $(simulator): $(simulated)/%.o: $(simulator_sources)/%.cc $(wildcard $(simulator
 
 # With the flags of setup.py. Not compressed, so that the simulator can read it.
 define compile_ptx
-$(call ptx,$(1)): $(simulated)/%_$(1).o: src/operator/cuda/%.cu $(native_headers)
+$(call ptx,$(1)): build/native/ptx/%_$(1).o: src/operator/cuda/%.cu $(native_headers)
 	@mkdir -p $$(@D)
 	@echo "Compiling $$< for compute_$(1)"
 	@$(nvcc) -ccbin $(CXX) -std=c++17 -O3 -fmad=false -Isrc/operator -Xcompiler=-fPIC,-ffp-contract=off --no-compress \
@@ -343,7 +315,7 @@ $(foreach arch,$(sort $(oldest) $(newest) $(PTX_ARCH)),$(eval $(call compile_ptx
 $(simulated)/test_cuda_%.o: tests/native/cuda/test_cuda_%.cc $(native_headers)
 	@mkdir -p $(@D)
 	@echo "Compiling $< for the simulator"
-	@$(compile) -DSBN_REAL_CUDA -c $< -o $@
+	@$(compile) -I$(simulator_sources) -c $< -o $@
 
 $(simulated)/test_ptxsim: $(simulator_sources)/test_ptxsim.cc $(simulator)
 	$(link_simulated) -std=c++20

@@ -197,6 +197,8 @@ CudaPass::~CudaPass() {
   if (!finished_) succeeds(runtime_, runtime_.synchronize(slot_->stream));
 }
 
+void CudaPass::set_device() const noexcept { succeeds(runtime_, runtime_.set_device(device_)); }
+
 void CudaPass::check(int error, const std::string& call) const {
   if (error == 0) return;
   const std::string name = runtime_.error_name(error), text = runtime_.error_text(error);

@@ -98,6 +98,17 @@ class CudaPass {
 
   void clear(void* memory, size_t bytes);
 
+  // Calls f, in which Python may run: its garbage collector frees arrays, for which MXNet sets the
+  // thread's device and leaves it so.
+  template <typename F>
+  auto outside(const F& f) {
+    const struct Back {
+      const CudaPass& pass;
+      ~Back() { pass.set_device(); }
+    } back{*this};
+    return f();
+  }
+
   // Waits for all queued work; finish() if nothing will be queued after it.
   void wait();
   void finish() {
@@ -119,6 +130,7 @@ class CudaPass {
   // Whether each of the GPUs can read the memory of the others. Enables it.
   bool are_peers(const std::vector<int>& gpus);
   void copy(void* to, const void* from, size_t bytes, bool to_host);
+  void set_device() const noexcept;
   void check(int error, const std::string& call) const;
   ChannelSums* work(const View& view);
 

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "cuda/backend.h"
+#include "cuda/plans.h"
 #include "cuda/sums/runs.cuh"
 
 namespace gluon_syncbn {
@@ -32,24 +33,6 @@ SBN_DEVICE void store_affine(const F& affine, void* coefficients, int64_t c) {
 #pragma unroll
   for (int i = 0; i < kCoefficientWords<F>; ++i) store_words(to + 16 * i, words[i]);
 }
-
-// Divides integers below 2^31 by a constant: a product and a shift.
-struct Divider {
-  uint32_t divisor, multiplier, shift;
-
-  static Divider by(int64_t divisor) {
-    Divider d{static_cast<uint32_t>(divisor), 0, 0};
-    while ((uint64_t{1} << d.shift) < d.divisor) ++d.shift;
-    // 2^(31 + shift) / divisor, rounded up, which is exact for n < 2^31.
-    d.multiplier =
-        static_cast<uint32_t>(((uint64_t{1} << (31 + d.shift)) + d.divisor - 1) / d.divisor);
-    return d;
-  }
-
-  SBN_DEVICE uint32_t operator()(uint32_t n) const {
-    return static_cast<uint32_t>((static_cast<uint64_t>(n) * multiplier) >> (31 + shift));
-  }
-};
 
 // The coefficients of y with a residual.
 template <typename A>

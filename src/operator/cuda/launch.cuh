@@ -1,52 +1,47 @@
 // Chooses and launches the kernels for a view.
-//
-// SBN_LAUNCH(kernel, blocks, stream, arguments...) launches with kThreads threads per block,
-// SBN_LAUNCH_TOGETHER a kernel whose threads wait for each other. SBN_RESIDENT(kernel) is the
-// number of its blocks that run at a time on a multiprocessor of the current device.
 #ifndef GLUON_SYNCBN_CUDA_LAUNCH_CUH_
 #define GLUON_SYNCBN_CUDA_LAUNCH_CUH_
 
+#include <cuda_runtime.h>
+
 #include <algorithm>
+#include <map>
+#include <mutex>
 #include <numeric>
+#include <utility>
 
 #include "cuda/elementwise.cuh"
+#include "cuda/plans.h"
 #include "cuda/sums/planes.cuh"
 #include "cuda/sums/rows.cuh"
 #include "cuda/sums/tiles.cuh"
 
+#define SBN_LAUNCH(kernel, grid, stream, ...) \
+  kernel<<<(grid), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
+
 namespace gluon_syncbn {
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// How many blocks of a kernel run at a time on a multiprocessor of the current device. Asks the
+// runtime once for each device and kernel.
+template <typename... Arguments>
+int resident_blocks(void (*kernel)(Arguments...)) {
+  static std::mutex mutex;
+  static auto* const known = new std::map<std::pair<int, void (*)(Arguments...)>, int>;
+  int device = 0;
+  cudaGetDevice(&device);
+  const std::lock_guard<std::mutex> lock(mutex);
+  int& blocks = (*known)[{device, kernel}];
+  const auto* const function = reinterpret_cast<const void*>(kernel);
+  if (blocks == 0 && cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, kThreads,
+                                                                   0) != cudaSuccess) {
+    // The launch will report it.
+    cudaGetLastError();
+  }
+  return blocks = std::max(blocks, 1);
+}
 
 inline unsigned misaligned(const void* p) {
   return static_cast<unsigned>(reinterpret_cast<uintptr_t>(p) % 16);
-}
-
-// The time that `slices` blocks for each channel take, in turns of a block, which processes
-// `at_once` units at a time. `blocks` blocks cover all channels, and `resident` blocks run at a
-// time.
-inline int64_t time_of_slices(int64_t blocks, int64_t resident, int64_t units, int64_t at_once,
-                              int64_t slices) {
-  const int64_t turns = divide_up(divide_up(units, slices), at_once);
-  // The start and end of a block take about as long as one turn. So does adding the slices.
-  return divide_up(slices * blocks, resident) * (turns + 1) + (slices > 1);
-}
-
-// The fewest slices that minimize that time, as their sums must be added.
-inline int64_t choose_slices(int64_t blocks, int64_t resident, int64_t units, int64_t at_once) {
-  constexpr int64_t kMaxWaves = 16;
-  int64_t best = 1, least = time_of_slices(blocks, resident, units, at_once, 1);
-  for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
-    const int64_t most = std::max<int64_t>(1, waves * resident / blocks);
-    const int64_t turns = divide_up(divide_up(units, std::min(most, units)), at_once);
-    const int64_t slices = divide_up(units, turns * at_once);
-    const int64_t time = time_of_slices(blocks, resident, units, at_once, slices);
-    if (time < least) {
-      least = time;
-      best = slices;
-    }
-  }
-  return best;
 }
 
 // The kernel of sums for a view, and its blocks.
@@ -76,15 +71,15 @@ struct SumsPlan {
       task.chunks = 1;
       task.units = task.N;
       blocks = divide_up(v.C, kWarp / task.lanes);
-      resident = SBN_RESIDENT((sum_tiles<T, kArrays>));
+      resident = resident_blocks(sum_tiles<T, kArrays>);
       at_once = kWarps;
     } else if (v.S > 1) {
       kind = kPlanes;
       split_planes(v.S);
       task.units = task.N * task.chunks;
       blocks = v.C;
-      resident = v.S % kPack<T> == 0 ? SBN_RESIDENT((sum_planes<T, kArrays, true>))
-                                     : SBN_RESIDENT((sum_planes<T, kArrays, false>));
+      resident = v.S % kPack<T> == 0 ? resident_blocks(sum_planes<T, kArrays, true>)
+                                     : resident_blocks(sum_planes<T, kArrays, false>);
       at_once = kThreads / task.lanes;
     } else if (v.R > 1) {
       kind = kRows;
@@ -99,15 +94,15 @@ struct SumsPlan {
       task.chunks = divide_up(v.R, task.chunk_size);
       task.units = task.N * task.chunks;
       blocks = divide_up(v.C, task.lanes * kPack<T>);
-      resident = v.C % kPack<T> == 0 ? SBN_RESIDENT((sum_rows<T, kArrays, true>))
-                                     : SBN_RESIDENT((sum_rows<T, kArrays, false>));
+      resident = v.C % kPack<T> == 0 ? resident_blocks(sum_rows<T, kArrays, true>)
+                                     : resident_blocks(sum_rows<T, kArrays, false>);
       at_once = kThreads / task.lanes / task.down;
     } else {
       kind = kValues;
       task.chunks = 1;
       task.units = task.N;
       blocks = divide_up(v.C, kWarp);
-      resident = SBN_RESIDENT((sum_values<T, kArrays>));
+      resident = resident_blocks(sum_values<T, kArrays>);
       at_once = 4 * kWarps;
     }
     task.slices =
@@ -153,19 +148,19 @@ struct SumsPlan {
     const bool aligned = row % kPack<T> == 0 && !misaligned(task.x) && !misaligned(task.dy) &&
                          !misaligned(epilogue.v);
     if (kind == kValues) {
-      SBN_LAUNCH_TOGETHER((sum_values<T, kArrays>), grid, stream, task, epilogue);
+      SBN_LAUNCH((sum_values<T, kArrays>), grid, stream, task, epilogue);
     } else if (kind == kTiles) {
-      SBN_LAUNCH_TOGETHER((sum_tiles<T, kArrays>), grid, stream, task, epilogue);
+      SBN_LAUNCH((sum_tiles<T, kArrays>), grid, stream, task, epilogue);
     } else if (kind == kPlanes && aligned) {
-      SBN_LAUNCH_TOGETHER((sum_planes<T, kArrays, true>), grid, stream, task, epilogue);
+      SBN_LAUNCH((sum_planes<T, kArrays, true>), grid, stream, task, epilogue);
     } else if (kind == kPlanes) {
-      SBN_LAUNCH_TOGETHER((sum_planes<T, kArrays, false>), grid, stream, task, epilogue);
+      SBN_LAUNCH((sum_planes<T, kArrays, false>), grid, stream, task, epilogue);
     } else if (aligned) {
-      SBN_LAUNCH_TOGETHER((sum_rows<T, kArrays, true>), grid, stream, task, epilogue);
+      SBN_LAUNCH((sum_rows<T, kArrays, true>), grid, stream, task, epilogue);
     } else {
-      SBN_LAUNCH_TOGETHER((sum_rows<T, kArrays, false>), grid, stream, task, epilogue);
+      SBN_LAUNCH((sum_rows<T, kArrays, false>), grid, stream, task, epilogue);
     }
-    const int error = last_launch_error();
+    const int error = cudaGetLastError();
     if (error || task.slices == 1) return error;
     // Up to a warp per channel, but not more lanes than slices; a whole block if there are few
     // channels.
@@ -174,8 +169,8 @@ struct SumsPlan {
     if (task.slices > kWarp && task.C <= multiprocessors_) lanes = kThreads;
     const dim3 added(static_cast<unsigned>(divide_up(task.C, kThreads / lanes)));
     const Slices slices{reinterpret_cast<double*>(work), task.C, task.slices};
-    SBN_LAUNCH_TOGETHER(add_slices<>, added, stream, slices, lanes, sums);
-    return last_launch_error();
+    SBN_LAUNCH(add_slices<>, added, stream, slices, lanes, sums);
+    return cudaGetLastError();
   }
 
  private:
@@ -258,12 +253,12 @@ int launch_map(const View& view, MapTask task, const EpilogueTask<Arithmetic<T>>
     } else {
       SBN_LAUNCH((map_planes<uint32_t, T, F, false>), grid, stream, task, epilogue);
     }
-    return last_launch_error();
+    return cudaGetLastError();
   }
   // The number of vectors after which the channels repeat.
   const int64_t period = view.C / std::gcd(view.C, kSize);
   const int64_t resident =
-      plain ? SBN_RESIDENT((map_rows<T, F, true>)) : SBN_RESIDENT((map_rows<T, F, false>));
+      plain ? resident_blocks(map_rows<T, F, true>) : resident_blocks(map_rows<T, F, false>);
   const int64_t most = std::max(resident * multiprocessors * kThreads, period);
   const int64_t threads = std::max(std::min(most, task.vectors) / period, int64_t{1}) * period;
   const dim3 grid(static_cast<unsigned>(divide_up(threads, kThreads)));
@@ -272,7 +267,7 @@ int launch_map(const View& view, MapTask task, const EpilogueTask<Arithmetic<T>>
   } else {
     SBN_LAUNCH((map_rows<T, F, false>), grid, stream, task, epilogue, threads);
   }
-  return last_launch_error();
+  return cudaGetLastError();
 }
 
 template <typename T>
@@ -336,20 +331,20 @@ int launch_finish_forward(const ForwardFinish& task, const Deliveries& deliverie
     threads = std::max(threads, deliveries.items[i].count);
   }
   SBN_LAUNCH(finish_forward<A>, blocks_for(threads), stream, task, deliveries);
-  return last_launch_error();
+  return cudaGetLastError();
 }
 
 template <typename T>
 int launch_start_backward(const BackwardStart& task, Stream stream) {
   using A = Arithmetic<T>;
   SBN_LAUNCH(start_backward<A>, blocks_for(task.C * task.batches), stream, task, kLargestZero<T>);
-  return last_launch_error();
+  return cudaGetLastError();
 }
 
 template <typename A>
 int launch_finish_backward(const BackwardFinish& task, Stream stream) {
   SBN_LAUNCH(finish_backward<A>, blocks_for(task.C), stream, task);
-  return last_launch_error();
+  return cudaGetLastError();
 }
 
 template <typename A>
@@ -357,7 +352,7 @@ int launch_statistics_of_arrays(int64_t C, const void* mean, const void* varianc
                                 Statistics* statistics, Stream stream) {
   SBN_LAUNCH(statistics_of_arrays<A>, blocks_for(C), stream, C, mean, variance, epsilon,
              statistics);
-  return last_launch_error();
+  return cudaGetLastError();
 }
 
 }  // namespace gluon_syncbn

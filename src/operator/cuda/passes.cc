@@ -51,7 +51,9 @@ std::vector<BatchPtr> batches_on_host(CudaPass* pass, const GpuForward& task,
   for (const ForwardShard& part : task.parts) {
     Batch batch{std::vector<Statistics>(static_cast<size_t>(C))};
     batch.count = count_of(part);
-    if (task.together.reduce) task.together.reduce(sums, &batch.count);
+    if (task.together.reduce) {
+      pass->outside([&] { task.together.reduce(sums, &batch.count); });
+    }
     for (int64_t c = 0; c < C; ++c) {
       batch.channels[c] = batch_statistics(sums[c], batch.count, task.epsilon);
     }
@@ -97,7 +99,7 @@ SumsOfDevices sums_of_all(CudaPass* pass, const Together& together, const Channe
   const SharedSums mine = pass->share(own, C, *count, together.gpus);
   *count = 0;
   SumsOfDevices all;
-  for (const SharedSums& each : together.meet(mine)) {
+  for (const SharedSums& each : pass->outside([&] { return together.meet(mine); })) {
     pass->wait_for(each);
     all.each[all.size++] = each.owner == mine.owner ? own : each.sums;
     *count += each.count;
@@ -198,7 +200,7 @@ void backward_on_gpu(const GpuBackward& task) {
   if (task.from_batch && task.together.reduce) {
     ChannelSums* const sums = pass.fetch(own, C);
     pass.wait();
-    task.together.reduce(sums, &counts.first);
+    pass.outside([&] { task.together.reduce(sums, &counts.first); });
     ChannelSums* const reduced = pass.on_device<ChannelSums>(C);
     pass.upload(reduced, sums, C);
     all = {1, {reduced}};

@@ -1,6 +1,4 @@
 // Vectors of 16 bytes, from aligned and unaligned addresses.
-//
-// tests/native/cuda/cuda_on_host.h runs these CUDA headers without a GPU.
 #ifndef GLUON_SYNCBN_CUDA_VECTORS_CUH_
 #define GLUON_SYNCBN_CUDA_VECTORS_CUH_
 
@@ -61,15 +59,10 @@ SBN_DEVICE void widen_pair(BFloat16, uint32_t pair, float* first, float* second)
   *second = float_of_bits(pair & 0xffff0000u);
 }
 SBN_DEVICE void widen_pair(Half, uint32_t pair, float* first, float* second) {
-#if defined(__CUDA_ARCH__)
   asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; "
       "cvt.f32.f16 %1, high;}"
       : "=f"(*first), "=f"(*second)
       : "r"(pair));
-#else
-  *first = widen(Half{static_cast<uint16_t>(pair)});
-  *second = widen(Half{static_cast<uint16_t>(pair >> 16)});
-#endif
 }
 
 // All values of a vector.
@@ -135,14 +128,8 @@ SBN_DEVICE unsigned misalignment(const void* p) {
 
 // The address must be a multiple of 16.
 SBN_DEVICE Words load_words(const void* p) {
-#if defined(__CUDA_ARCH__)
   const uint4 v = *static_cast<const uint4*>(p);
   return {{v.x, v.y, v.z, v.w}};
-#elif defined(__CUDACC__)
-  return zero_words();
-#else
-  return checked_load(p);
-#endif
 }
 
 // For a vector of which other words are selected: in assembly, as nvcc would load these one by one
@@ -161,22 +148,14 @@ SBN_DEVICE Words load_whole_words(const void* p) {
 
 // In assembly, as nvcc splits the store of a uint4 into four.
 SBN_DEVICE void store_words(void* p, const Words& words) {
-#if defined(__CUDA_ARCH__)
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(words.w[0]),
                "r"(words.w[1]), "r"(words.w[2]), "r"(words.w[3])
                : "memory");
-#elif !defined(__CUDACC__)
-  checked_store(p, words);
-#endif
 }
 
 // To shared memory. The address must be a multiple of 16.
 SBN_DEVICE void share_words(void* p, const Words& words) {
-#if defined(__CUDA_ARCH__)
   *static_cast<uint4*>(p) = make_uint4(words.w[0], words.w[1], words.w[2], words.w[3]);
-#elif !defined(__CUDACC__)
-  checked_store(p, words);
-#endif
 }
 
 // The first `count` values at p, loaded one by one, and zeros.

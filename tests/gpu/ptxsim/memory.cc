@@ -46,7 +46,7 @@ const Allocation* Memory::around(uintptr_t address) const {
 
 bool Memory::allows(uintptr_t address, size_t bytes, int device, Allocation* last) const {
   const Allocation* const found = around(address);
-  if (!found) return takes_unknown_;
+  if (!found) return false;
   const bool own = found->device == kHost || found->device == device;
   if (!found->holds(address, bytes)) return false;
   if (!own && !peers_.count({device, found->device})) return false;
@@ -57,7 +57,7 @@ bool Memory::allows(uintptr_t address, size_t bytes, int device, Allocation* las
 bool Memory::holds(const void* address, size_t bytes) const {
   const auto begin = reinterpret_cast<uintptr_t>(address);
   const Allocation* const found = around(begin);
-  return bytes == 0 || (found ? found->holds(begin, bytes) : takes_unknown_);
+  return bytes == 0 || (found && found->holds(begin, bytes));
 }
 
 }  // namespace ptxsim

@@ -37,10 +37,6 @@ class Memory {
   // Whether there is memory of a device, or page-locked memory, at [address, address + bytes).
   bool holds(const void* address, size_t bytes) const;
 
-  // From now on all other memory of the process counts as every device's: it is not known where its
-  // arrays begin and end.
-  void take_unknown() { takes_unknown_ = true; }
-
   // Whether that was new.
   bool enable_peer_access(int device, int peer) { return peers_.insert({device, peer}).second; }
 
@@ -55,7 +51,6 @@ class Memory {
 
   std::map<uintptr_t, Block> blocks_;
   std::set<std::pair<int, int>> peers_;
-  bool takes_unknown_ = false;
 };
 
 }  // namespace ptxsim

@@ -34,15 +34,27 @@ struct LaunchCounts {
 // Of all launches since the last call; the first call starts the counting.
 std::vector<LaunchCounts> take_counts();
 
-// From now on kernels may use all memory of the process, as MXNet's arrays are not allocated by the
-// simulator.
-void take_host_memory();
-
 // Kernels without PTX are given to `run`, by their mangled name, which returns whether it knows
 // them.
 using RunOnHost = bool (*)(const std::string& kernel, void** arguments);
 void run_others_on_host(RunOnHost run);
 
 }  // namespace ptxsim
+
+// Of what this program asks of CUDA, or the library gluon_syncbn inside MXNet.
+extern "C" {
+
+// How often a function of CUDA ("cudaMalloc") has been called, without calls that
+// were to fail; or "bytes copied", or "copies to a
+// device".
+uint64_t ptxsim_calls(const char* name);
+
+// After `calls` more calls, one of this function fails and does nothing. -1: none does.
+void ptxsim_fail_next(const char* function, int calls);
+
+// Which devices may have access to the memory of others: all of them (""), "none", "one way" (those
+// with lower numbers), or "refused" (none, which shows when it is enabled).
+void ptxsim_set_peers(const char* which);
+}
 
 #endif  // GLUON_SYNCBN_TESTS_PTXSIM_PTXSIM_H_

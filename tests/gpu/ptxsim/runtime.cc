@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "calls.h"
 #include "launch.h"
 #include "memory.h"
 #include "ptx.h"
@@ -35,6 +36,7 @@ enum Error {
   kInvalidConfiguration = 9,
   kInvalidFunction = 98,
   kInvalidDevice = 101,
+  kPeerAccessUnsupported = 217,
   kInvalidHandle = 400,
   kPeerAccessAlreadyEnabled = 704
 };
@@ -46,6 +48,24 @@ struct Event {
   std::optional<Mark> mark{};
 };
 
+// Which devices may have access to the memory of others. kRefused: none, which shows when it is
+// enabled.
+enum class Peers { kAll, kNone, kOneWay, kRefused };
+Peers peers_of(const std::string& name) {
+  static const std::map<std::string, Peers> all = {{"", Peers::kAll},
+                                                   {"none", Peers::kNone},
+                                                   {"one way", Peers::kOneWay},
+                                                   {"refused", Peers::kRefused}};
+  const auto found = all.find(name);
+  if (found == all.end()) stop("peers are 'none', 'one way' or 'refused', not " + name);
+  return found->second;
+}
+
+std::string variable(const char* name) {
+  const char* const value = std::getenv(name);
+  return value ? value : "";
+}
+
 struct State {
   std::mutex mutex;
   std::map<std::string, Kernel> kernels;
@@ -55,6 +75,8 @@ struct State {
   Streams streams{std::getenv("PTXSIM_STREAMS")};
   std::map<void*, Event> events;
   std::set<int> contexts;
+  Calls calls;
+  Peers peers = peers_of(variable("PTXSIM_PEERS"));
   std::optional<std::mt19937> random;
   bool counts_wanted = false;
   std::vector<LaunchCounts> counts;
@@ -106,6 +128,17 @@ thread_local dim3 pushed_grid, pushed_block;
 thread_local void* pushed_stream;
 
 int fail(int error) { return last_error = error; }
+
+// Ends the function that the project or MXNet has called, where it is to fail or is dropped.
+std::optional<int> enter(const char* function, void* caller) {
+  const Lock lock(state().mutex);
+  const std::optional<int> error = state().calls.enter(function, caller);
+  if (error && *error) fail(*error);
+  return error;
+}
+#define ENTER_AS(function) \
+  if (const auto error = enter(function, __builtin_return_address(0))) return *error
+#define ENTER ENTER_AS(__func__)
 
 // PTX is a text between two zeros, unless it is compressed. "": there is machine code only.
 std::string ptx_of(const void* fat_binary) {
@@ -209,6 +242,8 @@ int copy(void* to, const void* from, size_t bytes, int kind, void* stream) {
   if (!reads_known && s.streams.defers()) {
     staged.emplace(static_cast<const char*>(from), static_cast<const char*>(from) + bytes);
   }
+  s.calls.add("bytes copied", bytes);
+  if (kind == kHostToDevice) s.calls.add("copies to a device", 1);
   s.streams.queue(stream, current_device, [=, &s] {
     if ((writes_known && !s.memory.holds(to, bytes)) ||
         (reads_known && !s.memory.holds(from, bytes))) {
@@ -232,6 +267,11 @@ int fill(void* memory, int value, size_t bytes, void* stream) {
   return kSuccess;
 }
 
+bool can_access(int device, int peer) {
+  const Peers peers = state().peers;
+  return device != peer && peers != Peers::kNone && (peers != Peers::kOneWay || device < peer);
+}
+
 // The handle of the driver's library, whatever is at the address.
 char driver;
 
@@ -248,11 +288,6 @@ std::vector<LaunchCounts> take_counts() {
   std::vector<LaunchCounts> taken;
   taken.swap(state().counts);
   return taken;
-}
-
-void take_host_memory() {
-  const Lock lock(state().mutex);
-  state().memory.take_unknown();
 }
 
 void run_others_on_host(RunOnHost run) {
@@ -308,6 +343,7 @@ int __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void** s
 
 int cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments, size_t,
                      void* stream) {
+  ENTER;
   return launch(function, grid, block, arguments, stream);
 }
 
@@ -318,6 +354,7 @@ int __cudaGetKernel(void** kernel, const void* function) {
 }
 int __cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** arguments, size_t,
                        void* stream) {
+  ENTER_AS("cudaLaunchKernel");
   return launch(kernel, grid, block, arguments, stream);
 }
 
@@ -325,14 +362,22 @@ int __cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** argumen
 
 int cudaGetLastError() { return std::exchange(last_error, kSuccess); }
 int cudaPeekAtLastError() { return last_error; }
-const char* cudaGetErrorName(int error) { return error ? "cudaErrorUnknown" : "cudaSuccess"; }
-const char* cudaGetErrorString(int error) { return error ? "unknown error" : "no error"; }
+const char* cudaGetErrorName(int error) {
+  return error == kOutOfMemory ? "cudaErrorMemoryAllocation"
+         : error               ? "cudaErrorUnknown"
+                               : "cudaSuccess";
+}
+const char* cudaGetErrorString(int error) {
+  return error == kOutOfMemory ? "out of memory" : error ? "unknown error" : "no error";
+}
 
 int cudaGetDevice(int* device) {
+  ENTER;
   *device = current_device;
   return kSuccess;
 }
 int cudaSetDevice(int device) {
+  ENTER;
   if (device < 0 || device >= device_count()) return fail(kInvalidDevice);
   const Lock lock(state().mutex);
   current_device = device;
@@ -344,6 +389,7 @@ int cudaGetDeviceCount(int* count) {
   return kSuccess;
 }
 int cudaDeviceGetAttribute(int* value, int attribute, int) {
+  ENTER;
   if (attribute != kMultiprocessorCount) return fail(kInvalidValue);
   *value = kMultiprocessors;
   return kSuccess;
@@ -353,36 +399,58 @@ int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int,
   return kSuccess;
 }
 int cudaDeviceCanAccessPeer(int* can, int device, int peer) {
-  *can = device != peer;
+  ENTER;
+  const Lock lock(state().mutex);
+  *can = can_access(device, peer);
   return kSuccess;
 }
 int cudaDeviceEnablePeerAccess(int peer, unsigned) {
+  ENTER;
   const Lock lock(state().mutex);
+  if (!can_access(current_device, peer) || state().peers == Peers::kRefused) {
+    return fail(kPeerAccessUnsupported);
+  }
   const bool is_new = state().memory.enable_peer_access(current_device, peer);
   return is_new ? kSuccess : fail(kPeerAccessAlreadyEnabled);
 }
 
-int cudaMalloc(void** memory, size_t bytes) { return allocate(memory, bytes, current_device); }
-int cudaFree(void* memory) { return release(memory); }
-int cudaHostAlloc(void** memory, size_t bytes, unsigned) { return allocate(memory, bytes, kHost); }
-int cudaFreeHost(void* memory) { return release(memory); }
+int cudaMalloc(void** memory, size_t bytes) {
+  ENTER;
+  return allocate(memory, bytes, current_device);
+}
+int cudaFree(void* memory) {
+  ENTER;
+  return release(memory);
+}
+int cudaHostAlloc(void** memory, size_t bytes, unsigned) {
+  ENTER;
+  return allocate(memory, bytes, kHost);
+}
+int cudaFreeHost(void* memory) {
+  ENTER;
+  return release(memory);
+}
 
 int cudaDeviceSynchronize() {
+  ENTER;
   const Lock lock(state().mutex);
   state().streams.finish_device(current_device);
   return kSuccess;
 }
 
 int cudaStreamCreateWithFlags(void** stream, unsigned flags) {
+  ENTER;
   const Lock lock(state().mutex);
   *stream = state().streams.create(current_device, flags == 0);
   return kSuccess;
 }
 int cudaStreamDestroy(void* stream) {
+  ENTER;
   const Lock lock(state().mutex);
   return state().streams.destroy(stream) ? kSuccess : fail(kInvalidHandle);
 }
 int cudaStreamSynchronize(void* stream) {
+  ENTER;
   const Lock lock(state().mutex);
   const std::optional<int> device = device_of(stream);
   if (!device) return fail(kInvalidHandle);
@@ -391,18 +459,21 @@ int cudaStreamSynchronize(void* stream) {
 }
 
 int cudaEventCreateWithFlags(void** event, unsigned) {
+  ENTER;
   const Lock lock(state().mutex);
   *event = new char;
   state().events[*event] = {current_device};
   return kSuccess;
 }
 int cudaEventDestroy(void* event) {
+  ENTER;
   const Lock lock(state().mutex);
   if (!state().events.erase(event)) return fail(kInvalidHandle);
   delete static_cast<char*>(event);
   return kSuccess;
 }
 int cudaEventRecord(void* event, void* stream) {
+  ENTER;
   const Lock lock(state().mutex);
   const auto found = state().events.find(event);
   if (found == state().events.end() || device_of(stream) != found->second.device) {
@@ -413,6 +484,7 @@ int cudaEventRecord(void* event, void* stream) {
 }
 // CUDA does not wait for an event that has not been recorded, which no caller can want.
 int cudaStreamWaitEvent(void* stream, void* event, unsigned) {
+  ENTER;
   const Lock lock(state().mutex);
   const auto found = state().events.find(event);
   const std::optional<int> device = device_of(stream);
@@ -423,9 +495,11 @@ int cudaStreamWaitEvent(void* stream, void* event, unsigned) {
 }
 
 int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, void* stream) {
+  ENTER;
   return copy(to, from, bytes, kind, stream);
 }
 int cudaMemsetAsync(void* memory, int value, size_t bytes, void* stream) {
+  ENTER;
   return fill(memory, value, bytes, stream);
 }
 
@@ -440,6 +514,21 @@ int cuDevicePrimaryCtxGetState(int handle, unsigned* flags, int* active) {
   *flags = 0;
   *active = static_cast<int>(state().contexts.count(handle));
   return kSuccess;
+}
+
+// What tests ask of the simulator; see ptxsim.h.
+
+uint64_t ptxsim_calls(const char* name) {
+  const Lock lock(state().mutex);
+  return state().calls.count(name);
+}
+void ptxsim_fail_next(const char* function, int calls) {
+  const Lock lock(state().mutex);
+  state().calls.fail_next(function, calls);
+}
+void ptxsim_set_peers(const char* which) {
+  const Lock lock(state().mutex);
+  state().peers = peers_of(which);
 }
 #pragma GCC visibility pop
 

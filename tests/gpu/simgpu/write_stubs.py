@@ -57,5 +57,5 @@ for soname, names in stubs.items():
     text = "\n".join([REFUSE, *map(stub, sorted(names)), ""])
     (folder / f"{soname}.c").write_text(text)
     version = "" if soname in ("libnccl.so.2", "libcuda.so.1") else soname
-    exported = "cu*; __cuda*; local: *" if soname.startswith("libcudart") else "*"
+    exported = "cu*; __cuda*; ptxsim_*; local: *" if soname.startswith("libcudart") else "*"
     (folder / f"{soname}.map").write_text(f"{version} {{ global: {exported}; }};\n")

@@ -1,5 +1,4 @@
-// The results of the CUDA kernels for a problem. They run on a GPU if SBN_REAL_CUDA is defined and
-// the kernels are linked, otherwise on the host.
+// The results of the CUDA kernels for a problem.
 #ifndef GLUON_SYNCBN_TESTS_DEVICE_FIXTURE_H_
 #define GLUON_SYNCBN_TESTS_DEVICE_FIXTURE_H_
 
@@ -31,24 +30,29 @@ inline int64_t shift_by(int64_t shift, int64_t more) {
 }
 
 // Values on the device between guard zones of NaN, `shift` values after a multiple of 16 bytes.
-// Each array has a NaN of its own, as results of guards are NaN too.
+// Each array has a NaN of its own, as results of guards are NaN too. for_all: page-locked memory,
+// which all devices can access.
 template <typename T>
 class DeviceArray {
  public:
-  explicit DeviceArray(int64_t size, int64_t shift = 0)
-      : size_(size), shift_(shift), host_(static_cast<size_t>(size + shift + 2 * kGuard)) {
+  explicit DeviceArray(int64_t size, int64_t shift = 0, bool for_all = false)
+      : size_(size),
+        shift_(shift),
+        for_all_(for_all),
+        host_(static_cast<size_t>(size + shift + 2 * kGuard)) {
     static unsigned arrays = 0;
     auto* const memory = reinterpret_cast<unsigned char*>(host_.data());
     const auto low = static_cast<unsigned char>(0xc0 | arrays++ % 64);
     for (size_t i = 0; i < bytes(); ++i) memory[i] = i % 2 ? 0xff : low;
-    MUST(cuda().malloc(&memory_, bytes()));
+    MUST((for_all ? cuda().malloc_host : cuda().malloc)(&memory_, bytes()));
     upload_all();
   }
-  DeviceArray(const T* values, int64_t size, int64_t shift = 0) : DeviceArray(size, shift) {
+  DeviceArray(const T* values, int64_t size, int64_t shift = 0, bool for_all = false)
+      : DeviceArray(size, shift, for_all) {
     set(values);
   }
   DeviceArray(const DeviceArray&) = delete;
-  ~DeviceArray() { MUST(cuda().free(memory_)); }
+  ~DeviceArray() { MUST((for_all_ ? cuda().free_host : cuda().free)(memory_)); }
 
   T* data() { return static_cast<T*>(memory_) + kGuard + shift_; }
 
@@ -81,6 +85,7 @@ class DeviceArray {
   }
 
   int64_t size_, shift_;
+  bool for_all_;
   std::vector<T> host_;
   void* memory_ = nullptr;
 };

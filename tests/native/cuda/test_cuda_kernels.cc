@@ -1,9 +1,5 @@
 // Compares the CUDA kernels with those of the CPU, and their bits for different splits, alignments
-// and devices. They run on the host unless SBN_REAL_CUDA is defined.
-#if !defined(SBN_REAL_CUDA)
-#include "cuda/fake_cuda.inc"
-#endif
-
+// and devices. They run on a GPU or, as PTX, on the simulator.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -11,6 +7,7 @@
 
 #include "cpu/thread_pool.h"
 #include "cuda/device_fixture.h"
+#include "cuda/plans.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -632,7 +629,6 @@ void statistics_of_arrays_are_those_of_the_host() {
   }
 }
 
-#if defined(SBN_REAL_CUDA)
 // An array of 2^31 values or more, of which the first and the last sample have values.
 template <typename T>
 class LargeArray {
@@ -745,10 +741,8 @@ void large_arrays_are_indexed_in_64_bits() {
     }
   }
 }
-#endif
 
 void divisions_are_exact() {
-#if !defined(SBN_REAL_CUDA)
   check::context = "Divider";
   Random random(3);
   constexpr int64_t kEnd = int64_t{1} << 31;
@@ -764,13 +758,11 @@ void divisions_are_exact() {
     }
     CHECK_EQ(int64_t{divide(static_cast<uint32_t>(kEnd - 1))}, (kEnd - 1) / d);
   }
-#endif
 }
 
 // The blocks of a kernel of sums that runs two at a time on each multiprocessor, as sum_tiles, or
 // one where shared memory is small: no other number takes much less time by the model.
 void blocks_fit_every_generation() {
-#if !defined(SBN_REAL_CUDA)
   struct Generation {
     const char* name;
     int multiprocessors, resident;
@@ -796,13 +788,7 @@ void blocks_fit_every_generation() {
         }
       }
     }
-    cuda_on_host::resident_blocks = gpu.resident;
-    const SumsPlan<float, 1> plan({64, 256, 49}, gpu.multiprocessors);
-    const int64_t tiles = plan.grid.x;
-    CHECK_EQ(plan.task.slices, choose_slices(tiles, resident, 64, kWarps));
   }
-  cuda_on_host::resident_blocks = 2;
-#endif
 }
 
 template <typename T>
@@ -818,9 +804,7 @@ void test_all() {
   gated_sums_have_the_bits_of_sums_of_the_gated_gradient<T>();
   sums_of_samples_of_all_sizes_are_independent_of_splits<T>();
   statistics_of_arrays_are_those_of_the_host<T>();
-#if defined(SBN_REAL_CUDA)
   large_arrays_are_indexed_in_64_bits<T>();
-#endif
 }
 
 // Runs each kernel once or twice, for tools under which kernels are slow.

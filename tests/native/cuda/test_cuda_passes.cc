@@ -1,10 +1,5 @@
 // Forward and backward of several devices, in threads of their own: their results, their waits and
 // their memory. On a GPU, which SBN_REAL_CUDA says, the devices are streams of one.
-#if !defined(SBN_REAL_CUDA)
-#include "cuda/fake_cuda.inc"
-#endif
-
-#include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -14,11 +9,14 @@
 
 #include "cuda/device_fixture.h"
 #include "cuda/passes.h"
+#if !defined(SBN_REAL_CUDA)
+#include "ptxsim.h"
+#endif
 
 namespace gluon_syncbn {
 namespace {
 
-// What passes have cost; known of the fake only.
+// What passes have cost; known of the simulator only.
 struct Cost {
   int waits = 0, uploads = 0, stream_waits = 0;
 };
@@ -28,8 +26,9 @@ Cost cost() { return {}; }
 #else
 constexpr bool kReal = false;
 Cost cost() {
-  const fake_cuda::Usage usage = fake_cuda::usage();
-  return {usage.synchronizations, usage.uploads, usage.stream_waits};
+  const auto calls = [](const char* name) { return static_cast<int>(ptxsim_calls(name)); };
+  return {calls("cudaStreamSynchronize"), calls("copies to a device"),
+          calls("cudaStreamWaitEvent")};
 }
 #endif
 
@@ -106,22 +105,29 @@ struct Results {
   }
 };
 
+// Of which each device has a part.
+template <typename T>
+struct SharedArray : DeviceArray<T> {
+  SharedArray(const T* values, int64_t size) : DeviceArray<T>(values, size, 0, true) {}
+};
+
 // Two steps of a layer whose batch is split over the devices.
 template <typename A>
 Results<A> train(const Problem<A>& p, Way way, const std::vector<int>& gpus,
                  const RunningRule& rule) {
   const View view = p.view;
   const size_t devices = gpus.size();
-  DeviceArray<A> x(p.x.data(), view.size()), dy(p.dy.data(), view.size());
-  DeviceArray<A> y(p.x.data(), view.size()), dx(p.x.data(), view.size());
-  DeviceArray<A> gamma(p.gamma.data(), view.C), beta(p.beta.data(), view.C);
-  std::vector<std::unique_ptr<DeviceArray<A>>> running, gradients;
-  std::vector<std::unique_ptr<DeviceArray<double>>> saved;
+  SharedArray<A> x(p.x.data(), view.size()), dy(p.dy.data(), view.size());
+  SharedArray<A> y(p.x.data(), view.size()), dx(p.x.data(), view.size());
+  SharedArray<A> gamma(p.gamma.data(), view.C), beta(p.beta.data(), view.C);
+  std::vector<std::unique_ptr<SharedArray<A>>> running, gradients;
+  std::vector<std::unique_ptr<SharedArray<double>>> saved;
   const std::vector<A> start(static_cast<size_t>(2 * view.C + 1), A{2});
+  const std::vector<double> zeros(static_cast<size_t>(2 * view.C));
   for (size_t i = 0; i < devices; ++i) {
-    running.push_back(std::make_unique<DeviceArray<A>>(start.data(), 2 * view.C + 1));
-    gradients.push_back(std::make_unique<DeviceArray<A>>(start.data(), 2 * view.C));
-    saved.push_back(std::make_unique<DeviceArray<double>>(2 * view.C));
+    running.push_back(std::make_unique<SharedArray<A>>(start.data(), 2 * view.C + 1));
+    gradients.push_back(std::make_unique<SharedArray<A>>(start.data(), 2 * view.C));
+    saved.push_back(std::make_unique<SharedArray<double>>(zeros.data(), 2 * view.C));
   }
   const Cost before = cost();
   for (int step = 0; step < 2; ++step) {
@@ -224,7 +230,7 @@ void results_do_not_depend_on_where_sums_meet() {
         for (const Way way : {Way::kPeers, Way::kCopies, Way::kHost}) {
           if (kReal && way == Way::kCopies) continue;
 #if !defined(SBN_REAL_CUDA)
-          fake_cuda::set_peers(way == Way::kPeers);
+          ptxsim_set_peers(way == Way::kPeers ? "" : "none");
 #endif
           check::context = name_of<A>(view, 3) + ", " + std::to_string(devices) + " devices, way " +
                            std::to_string(static_cast<int>(way));
@@ -301,20 +307,6 @@ void statistics_outlive_their_pass() {
 }
 
 #if !defined(SBN_REAL_CUDA)
-// Whether the fake stops the program.
-template <typename F>
-bool stops(const F& f) {
-  const pid_t child = fork();
-  if (child == 0) {
-    close(STDERR_FILENO);
-    f();
-    _exit(0);
-  }
-  int status = 0;
-  waitpid(child, &status, 0);
-  return WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT;
-}
-
 // Whichever call of CUDA fails. On the host: also where the statistics are computed there.
 void a_forward_that_fails_leaves_the_running_statistics_alone() {
   using A = float;
@@ -326,7 +318,7 @@ void a_forward_that_fails_leaves_the_running_statistics_alone() {
   int failures = 0;
   for (const bool on_host : {false, true}) {
     for (const RunningRule& rule : {RunningRule{0.9, false, false}, RunningRule{0, true, true}}) {
-      for (const char* function : {"kernel", "cudaMemcpyAsync", "cudaStreamSynchronize",
+      for (const char* function : {"cudaLaunchKernel", "cudaMemcpyAsync", "cudaStreamSynchronize",
                                    "cudaMalloc", "cudaHostAlloc", "cudaStreamCreateWithFlags"}) {
         bool fails = true;
         for (int calls = 0; fails; ++calls) {
@@ -357,14 +349,14 @@ void a_forward_that_fails_leaves_the_running_statistics_alone() {
               return true;
             };
           }
-          fake_cuda::fail_next(function, 2, calls);
+          ptxsim_fail_next(function, calls);
           try {
             forward_on_gpu(f);
             fails = false;
           } catch (const std::runtime_error&) {
             ++failures;
           }
-          fake_cuda::fail_next(function, 0);
+          ptxsim_fail_next(function, -1);
           const std::vector<A> now = running.get();
           CHECK_EQ(now == start, fails);
           CHECK_EQ(now.back(), !fails && rule.cumulative ? 3 : 2);
@@ -375,9 +367,35 @@ void a_forward_that_fails_leaves_the_running_statistics_alone() {
   CHECK(failures > 30);
 }
 
+// The result is read right after.
+void a_failed_result_is_cleared() {
+  check::context = "clear_on_gpu";
+  const std::vector<float> values(70, 3.0f);
+  DeviceArray<float> y(values.data(), 70);
+  clear_on_gpu(0, y.data(), 70 * sizeof(float));
+  CHECK(y.get() == std::vector<float>(70));
+}
+
+// The threads of the calls have never chosen a device, so theirs is 0, where no context may be
+// created: it would take memory.
+void only_the_devices_of_passes_have_contexts() {
+  check::context = "contexts";
+  const pid_t child = fork();
+  if (child == 0) {
+    int active[2] = {};
+    std::thread([] { clear_on_gpu(3, nullptr, 0); }).join();
+    release_cuda_memory();
+    for (int i : {0, 1}) cuda().has_context(&active[i], 3 * i);
+    _exit(active[0] == 0 && active[1] == 1 ? 0 : 1);
+  }
+  int status = 1;
+  waitpid(child, &status, 0);
+  CHECK_EQ(status, 0);
+}
+
 // By MXNet's variable, as peers hang or corrupt data on some machines.
 void peer_access_can_be_switched_off() {
-  fake_cuda::set_peers(true);
+  ptxsim_set_peers("");
   const Problem<float> p({8, 3, 49}, 3);
   const Results<float> one = train(p, Way::kHost, gpus_of(Way::kHost, 1), {});
   int gpu = 40;
@@ -387,72 +405,12 @@ void peer_access_can_be_switched_off() {
     setenv("MXNET_ENABLE_GPU_P2P", value, 1);
     release_cuda_memory();
     CHECK(train(p, off ? Way::kCopies : Way::kPeers, {gpu, gpu + 1}, {}) == one);
-    CHECK_EQ(fake_cuda::usage().host_allocations > 0, off);
+    CHECK_EQ(ptxsim_calls("cudaHostAlloc") > ptxsim_calls("cudaFreeHost"), off);
     gpu += 2;
   }
   unsetenv("MXNET_ENABLE_GPU_P2P");
 }
 
-void the_fake_stops_what_would_be_a_race() {
-  check::context = "misuse";
-  constexpr int64_t kC = 3;
-  const CudaKernels& kernels = cuda_backend()->kernels(DType::kFloat32);
-  const View view{4, kC, 5};
-  const Problem<float> p(view, 0);
-  for (const bool peers : {true, false}) {
-    // Sums of device 0, and a kernel of device 1 that reads them.
-    const auto read = [&](bool waits, bool enables, bool overwrites, bool frees) {
-      fake_cuda::set_peers(true);
-      void *x, *sums, *copy, *statistics;
-      Stream first, second;
-      Event event;
-      cuda().set_device(1);
-      cuda().create_stream(&second);
-      if (enables) cuda().enable_peer_access(0);
-      cuda().set_device(0);
-      cuda().create_stream(&first);
-      cuda().create_event(&event);
-      cuda().malloc(&x, sizeof(float) * static_cast<size_t>(view.size()));
-      cuda().malloc(&sums, sizeof(ChannelSums) * kC);
-      cuda().malloc_host(&copy, sizeof(ChannelSums) * kC);
-      cuda().malloc(&statistics, sizeof(Statistics) * kC);
-      auto* const on_device = static_cast<ChannelSums*>(sums);
-      const auto sum = [&] { kernels.forward_sums(view, x, nullptr, on_device, 1, first); };
-      cuda().copy_to_device(x, p.x.data(), sizeof(float) * static_cast<size_t>(view.size()), first);
-      sum();
-      if (!peers) cuda().copy_to_host(copy, sums, sizeof(ChannelSums) * kC, first);
-      cuda().record(event, first);
-      cuda().set_device(1);
-      if (waits) cuda().wait_for(second, event);
-      const ForwardFinish finish{
-          kC,      1,       static_cast<Statistics*>(statistics),
-          nullptr, nullptr, {},
-          nullptr, 0,       {1, {static_cast<ChannelSums*>(peers ? sums : copy)}},
-          20,      kEpsilon};
-      kernels.finish_forward(finish, {}, second);
-      cuda().set_device(0);
-      if (overwrites && peers) sum();
-      if (overwrites && !peers) {
-        cuda().copy_to_host(copy, sums, sizeof(ChannelSums) * kC, first);
-      }
-      if (frees) peers ? cuda().free(sums) : cuda().free_host(copy);
-      cuda().set_device(1);
-      cuda().synchronize(second);
-    };
-    CHECK(!stops([&] { read(true, true, false, false); }));
-    CHECK(stops([&] { read(false, true, false, false); }));
-    CHECK(stops([&] { read(true, false, false, false); }) == peers);
-    CHECK(stops([&] { read(true, true, true, false); }));
-    CHECK(stops([&] { read(true, true, false, true); }));
-  }
-  CHECK(stops([&] {
-    Stream stream;
-    Event event;
-    cuda().create_stream(&stream);
-    cuda().create_event(&event);
-    cuda().wait_for(stream, event);
-  }));
-}
 #endif
 
 }  // namespace
@@ -462,8 +420,9 @@ int main() {
   using namespace gluon_syncbn;
   if (!cuda_backend()) return 1;
 #if !defined(SBN_REAL_CUDA)
-  the_fake_stops_what_would_be_a_race();
+  only_the_devices_of_passes_have_contexts();
   a_forward_that_fails_leaves_the_running_statistics_alone();
+  a_failed_result_is_cleared();
   peer_access_can_be_switched_off();
 #endif
   memory_that_others_read_is_not_used_again();

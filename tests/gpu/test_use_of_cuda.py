@@ -1,0 +1,314 @@
+"""What the operator asks of CUDA, and what becomes of it when CUDA fails: inside MXNet, on
+simulated GPUs (make test-gpu), which count calls."""
+
+import ctypes
+import itertools
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "simgpu"))
+
+import simulated_gpus  # noqa: E402
+
+if not simulated_gpus.EXIST:
+    pytest.skip("this is not the MXNet of `make test-gpu`", allow_module_level=True)
+
+import gluon_syncbn as sbn  # noqa: E402
+import mxnet as mx  # noqa: E402
+
+GPUS = [mx.gpu(0), mx.gpu(1)]
+SHAPE = (4, 3, 6, 6)
+library = sbn.native.library.library
+simulator = ctypes.CDLL(str(Path(mx.__file__).with_name("libcudart.so.11.0")))
+simulator.ptxsim_calls.restype = ctypes.c_uint64
+
+# What is counted, and what it is called here.
+COUNTED = {
+    "launches": "cudaLaunchKernel",
+    "waits": "cudaStreamSynchronize",
+    "stream waits": "cudaStreamWaitEvent",
+    "records": "cudaEventRecord",
+    "copies to": "copies to a device",
+    "bytes": "bytes copied",
+    "allocations": "cudaMalloc",
+    "host allocations": "cudaHostAlloc",
+    "streams": "cudaStreamCreateWithFlags",
+    "events": "cudaEventCreateWithFlags",
+}
+IN_USE = {
+    "cudaMalloc": "cudaFree",
+    "cudaHostAlloc": "cudaFreeHost",
+    "cudaStreamCreateWithFlags": "cudaStreamDestroy",
+    "cudaEventCreateWithFlags": "cudaEventDestroy",
+}
+
+
+def calls(name):
+    return simulator.ptxsim_calls(name.encode())
+
+
+def in_use():
+    return [calls(take) - calls(give_back) for take, give_back in IN_USE.items()]
+
+
+def cost_of(act):
+    before = {name: calls(counted) for name, counted in COUNTED.items()}
+    result = act()
+    mx.nd.waitall()
+    found = {name: calls(counted) - before[name] for name, counted in COUNTED.items()}
+    return result, {name: count for name, count in found.items() if count}
+
+
+def layer_on(devices, **options):
+    layer = sbn.SyncBatchNorm(in_channels=3, **options)
+    layer.initialize(ctx=devices)
+    return layer
+
+
+def data_for(devices, seed=0):
+    random = np.random.RandomState(seed)
+    return [mx.nd.array(random.normal(5, 2, SHAPE), ctx=device) for device in devices]
+
+
+def step(layer, devices, seed=0):
+    xs = data_for(devices, seed)
+    with mx.autograd.record():
+        ys = [layer(x) for x in xs]
+    mx.autograd.backward(ys)
+    mx.nd.waitall()
+    return [y.asnumpy() for y in ys]
+
+
+@pytest.fixture(autouse=True)
+def all_is_given_back():
+    library.gluon_syncbn_release()
+    before = in_use()
+    yield
+    for function in COUNTED.values():
+        simulator.ptxsim_fail_next(function.encode(), -1)
+    mx.nd.waitall()
+    library.gluon_syncbn_release()
+    assert in_use() == before
+
+
+class TwinStore:
+    """Another process that has the same data."""
+
+    rank, size = 0, 2
+    garbage = None
+
+    def all_reduce(self, key, array):
+        # What Python frees here may be on another GPU.
+        if self.garbage is not None:
+            self.garbage.wait_to_read()
+        self.garbage = mx.nd.ones(3, ctx=GPUS[1])
+        return np.stack([array[0], array[0]])
+
+
+peers = not os.environ.get("PTXSIM_PEERS")
+# Two GPUs without access to each other's memory each lay down their sums on the host.
+SUMS = 3 * 48
+CASES = {
+    "one GPU": (1, {}, {}, {}),
+    "two GPUs": (2, {}, {"stream waits": 2, "records": 2}, {"stream waits": 2, "records": 2}),
+    "a process with a store": (
+        1,
+        {"store": TwinStore()},
+        {"waits": 1, "copies to": 1},
+        {"waits": 1, "copies to": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("hybridized", [False, True])
+def test_what_a_call_costs(case, hybridized):
+    """In the steady state: three launches and one wait in each pass of each GPU."""
+    count, options, *more = CASES[case]
+    devices = GPUS[:count]
+    layer = layer_on(devices, group=sbn.SyncGroup(**options))
+    layer.hybridize(hybridized)
+    for _ in range(3):
+        step(layer, devices)
+    xs = data_for(devices)
+    for x in xs:
+        x.attach_grad()
+    mx.nd.waitall()
+
+    def forward():
+        with mx.autograd.record():
+            return [layer(x) for x in xs]
+
+    ys, forward_cost = cost_of(forward)
+    _, backward_cost = cost_of(lambda: mx.autograd.backward(ys))
+    for cost, extra in zip((forward_cost, backward_cost), more):
+        bytes_copied = cost.pop("bytes", 0)
+        assert bool(bytes_copied) == ("copies to" in extra or (count == 2 and not peers))
+        wanted = {"launches": 3 * count, "waits": count}
+        for name, number in extra.items():
+            wanted[name] = wanted.get(name, 0) + number
+        assert cost == wanted, case
+    _, cost = cost_of(lambda: [layer(x) for x in xs])
+    assert cost == {"launches": 3 * count, "waits": count}
+
+
+def trained(devices, **options):
+    """The bits of all results of three steps with nine samples, split unevenly."""
+    random = np.random.RandomState(3)
+    layer = layer_on(devices, **options)
+    layer.hybridize()
+    results = []
+    for _ in range(3):
+        whole = [random.normal(5, 2, (9, 3, 7, 9)) for _ in range(2)]
+        splits = [a[:4] if i == 0 else a[4:] for a in whole for i in range(len(devices))]
+        if len(devices) == 1:
+            splits = whole
+        arrays = [mx.nd.array(a, ctx=d) for a, d in zip(splits, itertools.cycle(devices))]
+        xs, dys = arrays[: len(devices)], arrays[len(devices) :]
+        for x in xs:
+            x.attach_grad()
+        with mx.autograd.record():
+            ys = [layer(x) for x in xs]
+        mx.autograd.backward(ys, dys)
+        for parts in (ys, [x.grad for x in xs]):
+            results.append(np.concatenate([part.asnumpy() for part in parts]))
+        for parameter in layer.collect_params().values():
+            values = [each.asnumpy() for each in parameter.list_data()]
+            assert all(value.tobytes() == values[0].tobytes() for value in values)
+            results.append(values[0])
+    return [each.tobytes() for each in results]
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": None, "running_variance": "unbiased"}])
+def test_bits_do_not_depend_on_where_sums_meet(options, monkeypatch):
+    """Recomputation (MXNET_BACKWARD_DO_MIRROR) takes the statistics on the host."""
+    wanted = trained(GPUS[:1], **options)
+    assert trained(GPUS, **options) == wanted
+    monkeypatch.setenv("MXNET_BACKWARD_DO_MIRROR", "1")
+    assert trained(GPUS, **options) == wanted
+
+
+def test_memory_does_not_grow():
+    """On each GPU one call, and one whose sums the other GPU may still read, have a stream, an
+    event and an arena each. The statistics have memory of their own."""
+    layer = layer_on(GPUS)
+    for seed in range(30):
+        step(layer, GPUS, seed)
+    memory, pinned, streams, events = in_use()
+    assert 2 <= streams == events <= 4
+    assert memory <= 2 + streams and bool(pinned) == (not peers) and pinned <= streams
+
+
+# Also those that a call makes only at first.
+FUNCTIONS = [
+    *("cudaMalloc", "cudaHostAlloc", "cudaLaunchKernel", "cudaMemcpyAsync", "cudaGetDevice"),
+    *("cudaStreamCreateWithFlags", "cudaStreamSynchronize", "cudaStreamWaitEvent"),
+    *("cudaEventCreateWithFlags", "cudaEventRecord", "cudaSetDevice", "cudaDeviceGetAttribute"),
+]
+NAMES = {
+    "cudaLaunchKernel": "The kernel of",
+    "cudaGetDevice": "failed on GPU",  # The launch after it reports the error, too.
+    "cudaMalloc": "cudaMalloc of 1048576 bytes failed",
+    "cudaHostAlloc": "cudaHostAlloc of 1048576 bytes failed",
+}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_any_call_of_cuda_may_fail(function, count):
+    """The n-th call of a function in a step, for each n: an error, in good time, with the layer,
+    the device and what failed; nothing that was computed is wrong; and the step after it works."""
+    devices = GPUS[:count]
+    wanted = step(layer_on(devices), devices)
+    for n in range(200):
+        library.gluon_syncbn_release()
+        layer = layer_on(devices, prefix="norm_")
+        xs = data_for(devices)
+        mx.nd.waitall()
+        simulator.ptxsim_fail_next(function.encode(), n)
+        begin, errors, ys = time.monotonic(), [], []
+        with mx.autograd.record():
+            ys = [layer(x) for x in xs]
+        mx.autograd.backward(ys)
+        for y, value in zip(ys, wanted):
+            try:
+                assert y.asnumpy().tobytes() == value.tobytes()
+            except mx.MXNetError as error:
+                errors.append(str(error))
+        for _ in range(3):
+            try:
+                mx.nd.waitall()
+            except mx.MXNetError as error:
+                errors.append(str(error))
+        simulator.ptxsim_fail_next(function.encode(), -1)
+        assert time.monotonic() - begin < 20
+        if not errors:
+            break
+        text = "\n".join(errors)
+        assert "'norm'" in text and NAMES.get(function, f"{function} failed") in text, text
+        assert any(f"on GPU {device.device_id} for data of shape" in text for device in devices)
+        # Where one device had failed before the other was called, its next call fails as well.
+        for attempt in range(3):
+            try:
+                assert all(np.isfinite(y).all() for y in step(layer, devices))
+                break
+            except mx.MXNetError as error:
+                assert attempt < 2 and ("failed before" in str(error) or count > 1), error
+    used = not (function == "cudaHostAlloc" and (count == 1 or peers))
+    used = used and not (function == "cudaMemcpyAsync" and (count == 1 or peers))
+    used = used and not (function in ("cudaStreamWaitEvent", "cudaEventRecord") and count == 1)
+    assert n < 199 and bool(n) == used
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_failures_in_a_net(seed):
+    """A step with a failure ends, and training goes on."""
+    random = np.random.RandomState(seed)
+    net = mx.gluon.nn.HybridSequential()
+    net.add(*[sbn.SyncBatchNorm(in_channels=3) for _ in range(3)])
+    net.initialize(ctx=GPUS)
+    net.hybridize(random.rand() < 0.7, static_alloc=random.rand() < 0.5)
+    step(net, GPUS)
+
+    def end(act):
+        for _ in range(3):
+            try:
+                return act()
+            except mx.MXNetError:
+                pass
+        raise AssertionError(seed)
+
+    for _ in range(4):
+        begin = time.monotonic()
+        function = random.choice(FUNCTIONS[2:])
+        simulator.ptxsim_fail_next(function.encode(), random.randint(6))
+        with mx.autograd.record():
+            ys = [net(x) for x in data_for(GPUS)]
+        mx.autograd.backward(ys)
+        end(mx.nd.waitall)
+        simulator.ptxsim_fail_next(function.encode(), -1)
+        assert time.monotonic() - begin < 20
+        end(lambda: step(net, GPUS))
+
+
+def test_what_bench_py_times():
+    x, dy, y, dx = (np.random.normal(size=(4, 3, 30)).astype("float32") for _ in range(4))
+    small = [np.ones(3, "float32") for _ in range(6)]
+    arrays = [mx.nd.array(each, ctx=GPUS[0]) for each in (x, dy, *small[:4], y, dx, *small[4:])]
+    mx.nd.waitall()
+    pointers = []
+    for array in arrays:
+        pointers.append(ctypes.c_void_p())
+        mx.base.check_call(mx.base._LIB.MXNDArrayGetData(array.handle, ctypes.byref(pointers[-1])))
+    shape = [ctypes.c_int64(each) for each in x.shape + (1,)]
+    failed, cost = cost_of(lambda: library.gluon_syncbn_cuda_calls(0, 0, *shape, *pointers, 5))
+    assert failed == 0 and cost["waits"] == 10
+    mean, inv_std = x.mean((0, 2)), 1 / np.sqrt(x.var((0, 2)) + 1e-5)
+    wanted = (x - mean[:, None]) * inv_std[:, None] + 1
+    assert abs(arrays[6].asnumpy() - wanted).max() < 1e-5
+    assert abs(arrays[9].asnumpy() - dy.sum((0, 2))).max() < 1e-4
