@@ -91,9 +91,20 @@ def all_is_given_back():
     yield
     for function in COUNTED.values():
         simulator.ptxsim_fail_next(function.encode(), -1)
-    mx.nd.waitall()
+    errors_to_come()
     library.gluon_syncbn_release()
     assert in_use() == before
+
+
+def errors_to_come():
+    """The texts of all errors that MXNet has not raised yet."""
+    errors = []
+    while True:
+        try:
+            mx.nd.waitall()
+            return errors
+        except mx.MXNetError as error:
+            errors.append(str(error))
 
 
 class TwinStore:
@@ -213,6 +224,7 @@ FUNCTIONS = [
 NAMES = {
     "cudaLaunchKernel": "The kernel of",
     "cudaGetDevice": "failed on GPU",  # The launch after it reports the error, too.
+    "cudaMemcpyAsync": "cudaMemcpyAsync of 144 bytes to the host failed",
     "cudaMalloc": "cudaMalloc of 1048576 bytes failed",
     "cudaHostAlloc": "cudaHostAlloc of 1048576 bytes failed",
 }
@@ -235,16 +247,13 @@ def test_any_call_of_cuda_may_fail(function, count):
         with mx.autograd.record():
             ys = [layer(x) for x in xs]
         mx.autograd.backward(ys)
-        for y, value in zip(ys, wanted):
+        # The error is in the results of both devices, whichever one waits for first.
+        for y, value in list(zip(ys, wanted))[:: -1 if n % 2 == 0 else 1]:
             try:
-                assert y.asnumpy().tobytes() == value.tobytes()
+                assert errors or y.asnumpy().tobytes() == value.tobytes()
             except mx.MXNetError as error:
                 errors.append(str(error))
-        for _ in range(3):
-            try:
-                mx.nd.waitall()
-            except mx.MXNetError as error:
-                errors.append(str(error))
+        errors += errors_to_come()
         simulator.ptxsim_fail_next(function.encode(), -1)
         assert time.monotonic() - begin < 20
         if not errors:

@@ -24,6 +24,7 @@ struct Drain {
   int64_t layer, epoch;
   std::string device, text;
   Handle marker = nullptr;
+  bool is_clean = false;
 
   ~Drain() {
     if (marker) mxnet.ndarray_free(marker);
@@ -170,38 +171,44 @@ int gluon_syncbn_drain(int64_t layer, int64_t epoch, const char* device, void** 
     process.all_reduce->drain(layer, epoch, device);
     return 0;
   }
-  auto* drain = new Drain{layer, epoch, device, text};
+  auto* const drain = new Drain{layer, epoch, device, text};
   const uint32_t one = 1;
-  int status = mxnet.ndarray_create(&one, 1, kCpuContext.device_type, kCpuContext.device_id, 1, 0,
-                                    &drain->marker);
+  const int status = mxnet.ndarray_create(&one, 1, kCpuContext.device_type, kCpuContext.device_id,
+                                          1, 0, &drain->marker);
+  if (status != 0) {
+    delete drain;
+    return status;
+  }
   // Waiting for an error clears it in all arrays that hold it. The error of the failed step is the
   // user's, so in these arrays and a marker another one replaces it. Waiting for the marker clears
-  // that one.
+  // that one. Arrays without an error get none: a call that is pushed meanwhile would be skipped
+  // for it, and its results would be neither written nor in error.
   std::vector<Handle> written(arrays, arrays + num_arrays);
   written.push_back(drain->marker);
+  const auto look = [](void*, void* argument) { static_cast<Drain*>(argument)->is_clean = true; };
   const auto replace = [](void*, void* argument) {
+    if (static_cast<Drain*>(argument)->is_clean) return;
     await_turn_for_error();
     throw dmlc::Error(static_cast<Drain*>(argument)->text);
   };
   const auto clear = [](void*, void* argument) {
     const Drain& d = *static_cast<Drain*>(argument);
-    mxnet.ndarray_wait_to_read(d.marker);
+    if (!d.is_clean) mxnet.ndarray_wait_to_read(d.marker);
     process.all_reduce->drain(d.layer, d.epoch, d.device);
   };
-  if (status == 0) {
-    status =
-        mxnet.engine_push_sync(replace, drain, nullptr, &kCpuContext, nullptr, 0, written.data(),
-                               num_arrays + 1, &kNoSkip, 0, "SyncBatchNormReplaceError");
-  }
-  if (status == 0) {
-    // Runs after `replace`, which writes the same arrays, and deletes the Drain of both.
-    status = mxnet.engine_push_sync(
-        clear, drain, [](void* d) { delete static_cast<Drain*>(d); }, &kCpuContext, nullptr, 0,
-        arrays, num_arrays, &kNoSkip, 0, "SyncBatchNormClearError");
-  } else {
-    delete drain;
-  }
-  return status;
+  // One after the other, as they write the same arrays. The last one deletes the Drain of all.
+  const auto push = [&](void (*run)(void*, void*), void (*deleter)(void*), int count, int kind,
+                        const char* name) {
+    return mxnet.engine_push_sync(run, drain, deleter, &kCpuContext, nullptr, 0, written.data(),
+                                  count, &kind, 0, name);
+  };
+  int failed = push(look, nullptr, num_arrays, kCpuPrioritized, "SyncBatchNormLook");
+  if (!failed)
+    failed = push(replace, nullptr, num_arrays + 1, kNoSkip, "SyncBatchNormReplaceError");
+  if (failed) return failed;
+  return push(
+      clear, [](void* d) { delete static_cast<Drain*>(d); }, num_arrays, kNoSkip,
+      "SyncBatchNormClearError");
 }
 
 int gluon_syncbn_probe_arrays(int64_t layer, int64_t epoch, int backward, const char* device,
