@@ -93,7 +93,7 @@ test-native: ## run the native tests, and where nvcc is the CUDA kernels on a si
 	$(build_native) run-ptx
 
 # The package with a library of its own, for an MXNet of its own: .venv and gluon_syncbn/ stay as they are.
-test-gpu: $(if $(nvcc),$(environment) $(ready)test) ## run tests on two simulated GPUs, in MXNet for GPUs (a download of 499 MB, kept)
+test-gpu: $(if $(nvcc),$(environment) $(ready)test) ## run tests on simulated GPUs, in MXNet for GPUs (a download of 499 MB, kept)
 ifeq ($(nvcc),)
 	@echo "No nvcc is found (NVCC, CUDA_HOME, PATH), so nothing is tested on simulated GPUs."
 else
@@ -102,14 +102,13 @@ else
 	$(build_native:@%=%) simgpu && rm -rf $(simgpu)/gluon_syncbn $(simgpu)/mxnet_compat && \
 	tar -c --exclude='*.so' --exclude=__pycache__ gluon_syncbn mxnet_compat | tar -x -C $(simgpu) && \
 	cp $(simgpu)/libgluon_syncbn.so $(simgpu)/gluon_syncbn && cd $(simgpu) && \
-	for order in $(STREAMS); do \
-	    echo "PTXSIM_STREAMS=$$order"; PTXSIM_STREAMS=$$order $(test_gpu) || exit 1; \
-	done
+	echo "STREAMS=$(STREAMS)" && $(test_gpu)
 endif
-# Streams do their work at once, as late as possible, or in a random order, which is another one in each run.
-STREAMS ?= '' late $$(date +1%N)
-test_gpu = PTXSIM_DEVICES=2 MXNET_USE_FUSION=0 PYTHONPATH="$$PWD" $(abspath $(python)) -m pytest -q -p no:cacheprovider \
-    $(CURDIR)/tests/gpu/test_mxnet_gpu.py $(CURDIR)/tests/gpu/test_simulated_gpus.py $(ARGS)
+# Streams do their work in a random order, which is another one in each run; STREAMS= is at once, and STREAMS=late as
+# late as possible.
+STREAMS ?= $(shell date +1%N)
+test_gpu = PTXSIM_DEVICES=4 PTXSIM_STREAMS=$(STREAMS) MXNET_USE_FUSION=0 PYTHONPATH="$$PWD" $(abspath $(python)) -m pytest -q -p no:cacheprovider \
+    $(addprefix $(CURDIR)/tests/gpu/test_,mxnet_gpu.py simulated_gpus.py use_of_cuda.py) $(ARGS)
 
 test-python: $(environment) $(ready)test $(ready)horovod ## run all Python tests
 	$(python) -m pytest -n 3 $(ARGS)
@@ -137,8 +136,9 @@ gpu-counts: ## print what the CUDA kernels ask of a GPU, counted on a simulator,
 	$(build_native) $(simulated)/print_counts_$(PTX_ARCH)
 	@$(or $(PYTHON),python3) $(simulator_sources)/counts.py $(simulated)/print_counts_$(PTX_ARCH) $(nvcc) $(PTX_ARCH) $(ARGS)
 
-ptx-mutants: ## change one instruction of the CUDA kernels at a time, and ask if the native test sees it; takes 20 minutes
-	$(build_native) $(simulated)/test_cuda_kernels_$(PTX_ARCH)
+ptx-mutants: ## change one instruction of the CUDA kernels, or leave out one wait, and ask if the native tests see it; takes 25 minutes
+	$(build_native) $(simulated)/test_cuda_kernels_$(PTX_ARCH) $(simulated)/test_cuda_passes_$(PTX_ARCH)
+	@$(or $(PYTHON),python3) $(simulator_sources)/dropped_calls.py $(simulated)/test_cuda_passes_$(PTX_ARCH)
 	@$(or $(PYTHON),python3) $(simulator_sources)/mutants.py $(simulated)/test_cuda_kernels_$(PTX_ARCH) $(ARGS)
 
 lint: $(ready)lint ## check style and formatting

@@ -1,12 +1,9 @@
 """Tests the layer on GPUs inside MXNet, without MXNet's own kernels, which may not be compiled for
 the GPU (sm_90). Memory, engine and autograd work anyway. So arrays come from the host, each is used
 once, gradients are marked by hand, and references are computed in NumPy.
-
-GPUS_FOR_TESTS="cpu(0) cpu(1)" uses these contexts as GPUs, with the library of `make fake-cuda`.
 """
 
 import contextlib
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +18,7 @@ import gluon_syncbn as sbn  # noqa: E402
 import reference  # noqa: E402
 from gluon_syncbn.layers.operator import sync_batch_norm  # noqa: E402
 
-STAND_INS = os.environ.get("GPUS_FOR_TESTS", "").split()
-GPUS = [mx.cpu(int(name[len("cpu(") : -1])) for name in STAND_INS]
-GPUS = GPUS or [mx.gpu(i) for i in range(mx.context.num_gpus())]
+GPUS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
 CPU = mx.cpu(7)
 if not GPUS:
     pytest.skip("MXNet finds no GPU", allow_module_level=True)

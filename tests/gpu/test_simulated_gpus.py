@@ -65,7 +65,7 @@ def train(devices, start, batches, kvstore="device", **hybridized):
 
 def test_the_library_has_cuda_kernels_and_mxnet_two_gpus():
     assert sbn.native.cuda_kernels()
-    assert mx.context.num_gpus() == 2
+    assert mx.context.num_gpus() >= 2
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 simulated GPUs (make test-gpu), which count calls."""
 
 import ctypes
-import itertools
 import os
 import sys
 import time
@@ -11,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "simgpu"))
+for folder in ("gpu/simgpu", "support"):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))
 
 import simulated_gpus  # noqa: E402
 
@@ -20,8 +20,9 @@ if not simulated_gpus.EXIST:
 
 import gluon_syncbn as sbn  # noqa: E402
 import mxnet as mx  # noqa: E402
+from runs import MODES, prepare, run  # noqa: E402
 
-GPUS = [mx.gpu(0), mx.gpu(1)]
+GPUS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
 SHAPE = (4, 3, 6, 6)
 library = sbn.native.library.library
 simulator = ctypes.CDLL(str(Path(mx.__file__).with_name("libcudart.so.11.0")))
@@ -94,6 +95,8 @@ def all_is_given_back():
     errors_to_come()
     library.gluon_syncbn_release()
     assert in_use() == before
+    simulator.ptxsim_set_order(os.environ.get("PTXSIM_STREAMS", "").encode())
+    simulator.ptxsim_set_peers(b"")
 
 
 def errors_to_come():
@@ -121,9 +124,16 @@ class TwinStore:
         return np.stack([array[0], array[0]])
 
 
-peers = not os.environ.get("PTXSIM_PEERS")
-# Two GPUs without access to each other's memory each lay down their sums on the host.
-SUMS = 3 * 48
+@pytest.fixture(params=["", "none"], ids=["peers", "no_peers"])
+def peers(request):
+    """Whether GPUs have access to each other's memory. Without it each lays down its sums on the
+    host."""
+    simulator.ptxsim_set_peers(request.param.encode())
+    yield not request.param
+    library.gluon_syncbn_release()
+    simulator.ptxsim_set_peers(b"")
+
+
 CASES = {
     "one GPU": (1, {}, {}, {}),
     "two GPUs": (2, {}, {"stream waits": 2, "records": 2}, {"stream waits": 2, "records": 2}),
@@ -138,7 +148,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("hybridized", [False, True])
-def test_what_a_call_costs(case, hybridized):
+def test_what_a_call_costs(case, hybridized, peers):
     """In the steady state: three launches and one wait in each pass of each GPU."""
     count, options, *more = CASES[case]
     devices = GPUS[:count]
@@ -168,48 +178,51 @@ def test_what_a_call_costs(case, hybridized):
     assert cost == {"launches": 3 * count, "waits": count}
 
 
-def trained(devices, **options):
-    """The bits of all results of three steps with nine samples, split unevenly."""
-    random = np.random.RandomState(3)
-    layer = layer_on(devices, **options)
-    layer.hybridize()
-    results = []
-    for _ in range(3):
-        whole = [random.normal(5, 2, (9, 3, 7, 9)) for _ in range(2)]
-        splits = [a[:4] if i == 0 else a[4:] for a in whole for i in range(len(devices))]
-        if len(devices) == 1:
-            splits = whole
-        arrays = [mx.nd.array(a, ctx=d) for a, d in zip(splits, itertools.cycle(devices))]
-        xs, dys = arrays[: len(devices)], arrays[len(devices) :]
-        for x in xs:
-            x.attach_grad()
-        with mx.autograd.record():
-            ys = [layer(x) for x in xs]
-        mx.autograd.backward(ys, dys)
-        for parts in (ys, [x.grad for x in xs]):
-            results.append(np.concatenate([part.asnumpy() for part in parts]))
-        for parameter in layer.collect_params().values():
-            values = [each.asnumpy() for each in parameter.list_data()]
-            assert all(value.tobytes() == values[0].tobytes() for value in values)
-            results.append(values[0])
-    return [each.tobytes() for each in results]
+@pytest.mark.parametrize("seed", range(int(os.environ.get("SEEDS", 100))))
+def test_bits_depend_on_no_order_and_no_split(seed, monkeypatch):
+    """Any layer has the bits of the whole batch on one GPU whose streams do their work at once, in
+    any order of streams, wherever sums meet: with MXNET_BACKWARD_DO_MIRROR on the host."""
+    random = np.random.RandomState(seed)
+    dtype = random.choice(["float16", "float32", "float64"])
+    axis = random.choice([1, -1])
+    shape = (9, *random.randint(1, 20, random.randint(1, 4)))
+    options = {
+        "axis": int(axis),
+        "activation": random.choice([None, "relu", "leaky_relu"]),
+        "momentum": random.choice([0.9, None]),
+        "running_variance": random.choice(["biased", "unbiased"]),
+        "use_global_stats": random.rand() < 0.1,
+    }
+    mode = MODES[random.choice(sorted(MODES))]
+    x, dy = (random.normal(3, 2, shape).astype(dtype) for _ in range(2))
 
+    def bits(sizes):
+        devices = GPUS[: len(sizes)]
+        layer = prepare(sbn.SyncBatchNorm(**options), devices, dtype, mode)
+        result = run(layer, x, dy, sizes, devices, steps=3)
+        # Those of gamma and beta are summed up by the test.
+        return [
+            getattr(result, name).tobytes() for name in ("y", "dx", "running_mean", "running_var")
+        ]
 
-@pytest.mark.parametrize("options", [{}, {"momentum": None, "running_variance": "unbiased"}])
-def test_bits_do_not_depend_on_where_sums_meet(options, monkeypatch):
-    """Recomputation (MXNET_BACKWARD_DO_MIRROR) takes the statistics on the host."""
-    wanted = trained(GPUS[:1], **options)
-    assert trained(GPUS, **options) == wanted
+    simulator.ptxsim_set_order(b"")
+    wanted = bits([len(x)])
+    library.gluon_syncbn_release()
+    simulator.ptxsim_set_order(str(seed).encode())
+    simulator.ptxsim_set_peers(random.choice(["", "none", "one way", "refused"]).encode())
+    cuts = sorted(random.choice(range(1, len(x)), random.randint(len(GPUS)), replace=False))
+    sizes = np.diff([0, *cuts, len(x)]).tolist()
+    assert bits(sizes) == wanted, (options, sizes)
     monkeypatch.setenv("MXNET_BACKWARD_DO_MIRROR", "1")
-    assert trained(GPUS, **options) == wanted
+    assert bits(sizes) == wanted, (options, sizes)
 
 
-def test_memory_does_not_grow():
+def test_memory_does_not_grow(peers):
     """On each GPU one call, and one whose sums the other GPU may still read, have a stream, an
     event and an arena each. The statistics have memory of their own."""
-    layer = layer_on(GPUS)
+    layer = layer_on(GPUS[:2])
     for seed in range(30):
-        step(layer, GPUS, seed)
+        step(layer, GPUS[:2], seed)
     memory, pinned, streams, events = in_use()
     assert 2 <= streams == events <= 4
     assert memory <= 2 + streams and bool(pinned) == (not peers) and pinned <= streams
@@ -232,7 +245,7 @@ NAMES = {
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_any_call_of_cuda_may_fail(function, count):
+def test_any_call_of_cuda_may_fail(function, count, peers):
     """The n-th call of a function in a step, for each n: an error, in good time, with the layer,
     the device and what failed; nothing that was computed is wrong; and the step after it works."""
     devices = GPUS[:count]

@@ -375,6 +375,7 @@ void release_cuda_memory() {
     for (void* const piece : of_device.pieces) succeeds(runtime, runtime.free(piece));
   }
   slots.devices.clear();
+  slots.peers.clear();
   ++slots.generation;
   restore_device(runtime, before, now);
 }

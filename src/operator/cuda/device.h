@@ -15,8 +15,8 @@ namespace gluon_syncbn {
 int gpu_of(const std::string& context);
 
 // Frees the streams and the memory, on devices and host, that are kept for the next calls and by
-// earlier ones, which cannot go backward any more. Must be called before main() ends, as CUDA may
-// be shut down after it.
+// earlier ones, which cannot go backward any more, and forgets which GPUs are peers. Must be called
+// before main() ends, as CUDA may be shut down after it.
 void release_cuda_memory();
 
 // For the child of a fork, where CUDA is unusable: forgets streams and memory.

@@ -55,6 +55,10 @@ void ptxsim_fail_next(const char* function, int calls);
 // Which devices may have access to the memory of others: all of them (""), "none", "one way" (those
 // with lower numbers), or "refused" (none, which shows when it is enabled).
 void ptxsim_set_peers(const char* which);
+
+// In which order streams do their work: at once (""), "late", or at random with a seed ("7"). By
+// default that of PTXSIM_STREAMS.
+void ptxsim_set_order(const char* order);
 }
 
 #endif  // GLUON_SYNCBN_TESTS_PTXSIM_PTXSIM_H_

@@ -530,6 +530,10 @@ void ptxsim_set_peers(const char* which) {
   const Lock lock(state().mutex);
   state().peers = peers_of(which);
 }
+void ptxsim_set_order(const char* order) {
+  const Lock lock(state().mutex);
+  state().streams.set_order(order);
+}
 #pragma GCC visibility pop
 
 void* __real_dlopen(const char* name, int flags);

@@ -14,9 +14,13 @@ uintptr_t key(void* stream) { return reinterpret_cast<uintptr_t>(stream); }
 
 }  // namespace
 
-Streams::Streams(const char* order) {
-  if (!order || !*order) return;
-  defers_ = true;
+void Streams::set_order(const char* order) {
+  for (auto& [handle, each] : streams_) do_all(&each);
+  random_.reset();
+  calls_left_ = 0;
+  idle_device_ = -1;
+  defers_ = order && *order;
+  if (!defers_) return;
   if (std::string(order) == "late") return;
   char* end;
   const unsigned long seed = std::strtoul(order, &end, 10);

@@ -24,7 +24,9 @@ struct Mark {
 class Streams {
  public:
   // Null, or an order.
-  explicit Streams(const char* order);
+  explicit Streams(const char* order) { set_order(order); }
+  // Does all work before.
+  void set_order(const char* order);
 
   // `blocking`: the device's null stream waits for it.
   void* create(int device, bool blocking);
