@@ -91,6 +91,7 @@ Counts run(const Launch& launch, const Memory& memory, std::mt19937* random) {
               parameters_of(launch),
               SharedMemory(launch.kernel.shared_size)};
   block.counted = launch.counted;
+  block.races = launch.races;
   Runner runner(&block, random);
   const Dimensions& grid = launch.grid;
   for (const unsigned n : blocks_of(grid.size(), random)) {

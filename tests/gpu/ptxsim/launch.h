@@ -19,6 +19,8 @@ struct Launch {
   int device;
   // Whether memory accesses are counted.
   bool counted;
+  // Null: races between streams are not looked for.
+  Races* races = nullptr;
 };
 
 // Runs all blocks, and their warps, in random order, or in order if `random` is null.

@@ -29,12 +29,21 @@ void* Memory::allocate(size_t bytes, int device) {
   const auto start = reinterpret_cast<uintptr_t>(block.memory.get());
   const uintptr_t begin = (start + kAlignment - 1) / kAlignment * kAlignment;
   block.allocation = {begin, begin + std::max<size_t>(bytes, 1), device};
-  blocks_[begin] = std::move(block);
+  Block& kept = blocks_[begin] = std::move(block);
+  if (races_) {
+    kept.shadow = races_->watch(begin, bytes, device == kHost);
+    kept.allocation.shadow = &kept.shadow;
+  }
   return reinterpret_cast<void*>(begin);
 }
 
 bool Memory::release(void* memory) {
-  return !memory || blocks_.erase(reinterpret_cast<uintptr_t>(memory)) == 1;
+  if (!memory) return true;
+  const auto found = blocks_.find(reinterpret_cast<uintptr_t>(memory));
+  if (found == blocks_.end()) return false;
+  if (races_) races_->access_all(found->second.shadow);
+  blocks_.erase(found);
+  return true;
 }
 
 const Allocation* Memory::around(uintptr_t address) const {
@@ -58,6 +67,12 @@ bool Memory::holds(const void* address, size_t bytes) const {
   const auto begin = reinterpret_cast<uintptr_t>(address);
   const Allocation* const found = around(begin);
   return bytes == 0 || (found && found->holds(begin, bytes));
+}
+
+void Memory::access(const void* address, size_t bytes, bool writes) const {
+  const auto begin = reinterpret_cast<uintptr_t>(address);
+  const Allocation* const found = around(begin);
+  if (races_ && found) races_->access(*found->shadow, begin, bytes, writes);
 }
 
 }  // namespace ptxsim

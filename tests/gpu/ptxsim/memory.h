@@ -10,6 +10,8 @@
 #include <set>
 #include <utility>
 
+#include "races.h"
+
 namespace ptxsim {
 
 // The device of page-locked memory, which all devices can access.
@@ -18,6 +20,7 @@ constexpr int kHost = -1;
 struct Allocation {
   uintptr_t begin = 1, end = 0;
   int device = kHost;
+  const Shadow* shadow = nullptr;
 
   bool holds(uintptr_t address, size_t bytes) const {
     return begin <= address && address + bytes <= end;
@@ -26,6 +29,8 @@ struct Allocation {
 
 class Memory {
  public:
+  // Null: races are not looked for.
+  explicit Memory(Races* races = nullptr) : races_(races) {}
   // New memory is full of NaN, or, if there is very much of it, of zeros, which take no memory
   // until they are written. Null if there is not that much.
   void* allocate(size_t bytes, int device);
@@ -36,6 +41,8 @@ class Memory {
   bool allows(uintptr_t address, size_t bytes, int device, Allocation* last) const;
   // Whether there is memory of a device, or page-locked memory, at [address, address + bytes).
   bool holds(const void* address, size_t bytes) const;
+  // Tells `races` of an access, if there is memory.
+  void access(const void* address, size_t bytes, bool writes) const;
 
   // Whether that was new.
   bool enable_peer_access(int device, int peer) { return peers_.insert({device, peer}).second; }
@@ -44,11 +51,13 @@ class Memory {
   struct Block {
     Allocation allocation;
     std::unique_ptr<char, std::function<void(char*)>> memory;
+    Shadow shadow{};
   };
   static Block filled(size_t bytes);
   static Block reserved(size_t bytes);
   const Allocation* around(uintptr_t address) const;
 
+  Races* const races_;
   std::map<uintptr_t, Block> blocks_;
   std::set<std::pair<int, int>> peers_;
 };

@@ -71,8 +71,9 @@ struct State {
   std::map<std::string, Kernel> kernels;
   // By the address of the function on the host.
   std::map<const void*, std::string> names;
-  Memory memory;
-  Streams streams{std::getenv("PTXSIM_STREAMS")};
+  Races races{stop};
+  Memory memory{&races};
+  Streams streams{std::getenv("PTXSIM_STREAMS"), &races};
   std::map<void*, Event> events;
   std::set<int> contexts;
   Calls calls;
@@ -192,8 +193,11 @@ int launch(const void* function, dim3 grid, dim3 block, void** arguments, void* 
   }
   const auto found = s.kernels.find(name->second);
   if (found == s.kernels.end()) {
-    s.streams.finish(stream, current_device);
-    if (s.run_on_host && s.run_on_host(name->second, arguments)) return kSuccess;
+    bool is_known = false;
+    s.streams.queue(stream, current_device, name->second.c_str(),
+                    [&] { is_known = s.run_on_host && s.run_on_host(name->second, arguments); });
+    s.streams.catch_up(stream, current_device);
+    if (is_known) return kSuccess;
     std::fprintf(stderr, "ptxsim: there is no PTX of %s\n", name->second.c_str());
     return fail(kInvalidFunction);
   }
@@ -204,15 +208,20 @@ int launch(const void* function, dim3 grid, dim3 block, void** arguments, void* 
     values.emplace_back(value, value + kernel.parameters[i].size);
   }
   const int device = current_device;
-  s.streams.queue(stream, device, [&s, &kernel, grid, block, device, values]() mutable {
+  const auto work = [&s, &kernel, grid, block, device, values]() mutable {
     std::vector<void*> pointers;
     for (std::vector<char>& value : values) pointers.push_back(value.data());
-    const Launch launch{
-        kernel, {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, pointers.data(),
-        device, s.counts_wanted};
+    const Launch launch{kernel,
+                        {grid.x, grid.y, grid.z},
+                        {block.x, block.y, block.z},
+                        pointers.data(),
+                        device,
+                        s.counts_wanted,
+                        &s.races};
     const Counts counts = run(launch, s.memory, s.random ? &*s.random : nullptr);
     if (s.counts_wanted) s.counts.push_back({kernel.name, counts});
-  });
+  };
+  s.streams.queue(stream, device, kernel.name.c_str(), work);
   return kSuccess;
 }
 
@@ -224,6 +233,7 @@ int allocate(void** memory, size_t bytes, int device) {
 
 int release(void* memory) {
   const Lock lock(state().mutex);
+  state().streams.act("the host, which gives it back");
   return state().memory.release(memory) ? kSuccess : fail(kInvalidValue);
 }
 
@@ -244,11 +254,16 @@ int copy(void* to, const void* from, size_t bytes, int kind, void* stream) {
   }
   s.calls.add("bytes copied", bytes);
   if (kind == kHostToDevice) s.calls.add("copies to a device", 1);
-  s.streams.queue(stream, current_device, [=, &s] {
+  const char* const name = kind == kHostToDevice   ? "a copy to the device"
+                           : kind == kDeviceToHost ? "a copy to the host"
+                                                   : "a copy between devices";
+  s.streams.queue(stream, current_device, name, [=, &s] {
     if ((writes_known && !s.memory.holds(to, bytes)) ||
         (reads_known && !s.memory.holds(from, bytes))) {
       stop("memory is freed while a stream has yet to copy it");
     }
+    if (!staged) s.memory.access(from, bytes, false);
+    s.memory.access(to, bytes, true);
     std::memmove(to, staged ? staged->data() : from, bytes);
   });
   if (!writes_known) s.streams.finish(stream, current_device);
@@ -260,8 +275,9 @@ int fill(void* memory, int value, size_t bytes, void* stream) {
   const Lock lock(s.mutex);
   if (!fits(stream)) return fail(kInvalidHandle);
   if (!s.memory.holds(memory, bytes)) return fail(kInvalidValue);
-  s.streams.queue(stream, current_device, [=, &s] {
+  s.streams.queue(stream, current_device, "a fill", [=, &s] {
     if (!s.memory.holds(memory, bytes)) stop("memory is freed while a stream has yet to fill it");
+    s.memory.access(memory, bytes, true);
     std::memset(memory, value, bytes);
   });
   return kSuccess;

@@ -14,6 +14,11 @@ uintptr_t key(void* stream) { return reinterpret_cast<uintptr_t>(stream); }
 
 }  // namespace
 
+Streams::Streams(const char* order, Races* races)
+    : races_(races), host_{races->add_timeline("the host")} {
+  set_order(order);
+}
+
 void Streams::set_order(const char* order) {
   for (auto& [handle, each] : streams_) do_all(&each);
   random_.reset();
@@ -30,7 +35,9 @@ void Streams::set_order(const char* order) {
 
 void* Streams::create(int device, bool blocking) {
   last_handle_ += 16;
-  streams_[last_handle_] = {device, blocking, {}};
+  const std::string name = "stream " + std::to_string(last_handle_ / 16 - 0x100) + " of device ";
+  const uint32_t timeline = races_->add_timeline(name + std::to_string(device));
+  streams_[last_handle_] = {device, blocking, {}, {timeline}};
   return reinterpret_cast<void*>(last_handle_);
 }
 
@@ -48,17 +55,45 @@ std::optional<int> Streams::device_of(void* stream) const {
   return found->second.device;
 }
 
-void Streams::queue(void* stream, int device, std::function<void()> work) {
-  push(stream, device, {std::move(work), nullptr});
+Streams::Timeline& Streams::null_of(int device) {
+  const auto [found, is_new] = nulls_.try_emplace(device);
+  if (is_new) {
+    const std::string name = "the null stream of device " + std::to_string(device);
+    found->second.number = races_->add_timeline(name);
+  }
+  return found->second;
+}
+
+Streams::Timeline& Streams::order(void* stream, int device) {
+  Stream* const own = stream ? &streams_.at(key(stream)) : nullptr;
+  Timeline& timeline = own ? own->timeline : null_of(device);
+  join(&timeline.clock, host_.clock);
+  if (own && own->blocking) join(&timeline.clock, null_of(device).clock);
+  if (own) return timeline;
+  for (const auto& [handle, each] : streams_) {
+    if (each.device == device && each.blocking) join(&timeline.clock, each.timeline.clock);
+  }
+  return timeline;
+}
+
+void Streams::queue(void* stream, int device, const char* name, std::function<void()> work) {
+  Timeline& timeline = order(stream, device);
+  push(stream, device,
+       {std::move(work), nullptr, races_->add(name, timeline.number, &timeline.clock)});
+}
+
+void Streams::act(const char* name) {
+  races_->start(races_->add(name, host_.number, &host_.clock));
 }
 
 Mark Streams::record(void* stream, int device) {
-  const Mark mark{stream, std::make_shared<bool>(false)};
-  queue(stream, device, [passed = mark.passed] { *passed = true; });
+  const Mark mark{stream, std::make_shared<bool>(false), order(stream, device).clock};
+  push(stream, device, {[passed = mark.passed] { *passed = true; }});
   return mark;
 }
 
 void Streams::wait(void* stream, int device, const Mark& mark) {
+  join(&order(stream, device).clock, mark.clock);
   push(stream, device, {[=, this] { reach(mark); }, mark.passed});
 }
 
@@ -67,8 +102,8 @@ void Streams::push(void* stream, int device, Item item) {
     streams_.at(key(stream)).items.push_back(std::move(item));
     do_some();
   } else {
-    finish(stream, device);
-    item.work();
+    catch_up(stream, device);
+    run(item);
   }
 }
 
@@ -78,23 +113,34 @@ void Streams::reach(const Mark& mark) {
   while (!*mark.passed) do_next(&streams_.at(key(mark.stream)));
 }
 
-void Streams::finish(void* stream, int device) {
+void Streams::catch_up(void* stream, int device) {
   if (stream) return do_all(&streams_.at(key(stream)));
   for (auto& [handle, each] : streams_) {
     if (each.device == device && each.blocking) do_all(&each);
   }
 }
 
+void Streams::finish(void* stream, int device) {
+  catch_up(stream, device);
+  join(&host_.clock, order(stream, device).clock);
+}
+
 void Streams::finish_device(int device) {
+  finish(nullptr, device);
   for (auto& [handle, each] : streams_) {
-    if (each.device == device) do_all(&each);
+    if (each.device == device) finish(reinterpret_cast<void*>(handle), device);
   }
+}
+
+void Streams::run(const Item& item) {
+  if (item.operation.number) races_->start(item.operation);
+  item.work();
 }
 
 void Streams::do_next(Stream* stream) {
   const Item item = std::move(stream->items.front());
   stream->items.pop_front();
-  item.work();
+  run(item);
 }
 
 void Streams::do_all(Stream* stream) {

@@ -126,23 +126,24 @@ void test_stops() {
 
 // Work on two streams of device 0 and one of device 1, which waits for what the first has done.
 std::string done_in(const char* order) {
-  Streams streams(order);
+  Races races(stop);
+  Streams streams(order, &races);
   std::string done;
   const auto write = [&done](char c) { return [&done, c] { done += c; }; };
   void* const first = streams.create(0, true);
   void* const second = streams.create(0, false);
   void* const other = streams.create(1, true);
   for (int i = 0; i < 40; ++i) {
-    streams.queue(first, 0, write('a'));
+    streams.queue(first, 0, "work", write('a'));
     const Mark mark = streams.record(first, 0);
-    streams.queue(first, 0, write('b'));
-    streams.queue(second, 0, write('c'));
+    streams.queue(first, 0, "work", write('b'));
+    streams.queue(second, 0, "work", write('c'));
     streams.wait(other, 1, mark);
-    streams.queue(other, 1, write('d'));
+    streams.queue(other, 1, "work", write('d'));
   }
   streams.finish(other, 1);
   done += ' ';
-  streams.queue(nullptr, 0, write('0'));
+  streams.queue(nullptr, 0, "work", write('0'));
   streams.destroy(second);
   return done;
 }

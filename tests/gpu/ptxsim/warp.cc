@@ -265,11 +265,13 @@ void Warp::access(const Instruction& i, uint32_t active) {
     char* const at = place_of(i, l, addresses[l], bytes);
     i.op == Op::kLoad ? load(i, l, at) : store(i, l, at);
   });
+  if (i.space == Space::kGlobal) note_access(addresses, active, bytes, i.op == Op::kStore);
   if (block_.counted) count_access(i, addresses, active, bytes);
 }
 
 // Reads a value of memory, changes it and gives the old one, one lane after another.
 void Warp::atomic(const Instruction& i, uint32_t active) {
+  uint64_t addresses[kLanes];
   for_lanes(active, [&](int l) {
     const uint64_t address = values(i.operands[0])[l] + static_cast<uint64_t>(i.offset);
     char* const at = place_of(i, l, address, i.type.size);
@@ -290,7 +292,29 @@ void Warp::atomic(const Instruction& i, uint32_t active) {
     }
     std::memcpy(at, &now, i.type.size);
     values(i.results[0])[l] = old;
+    addresses[l] = address;
   });
+  if (i.space == Space::kGlobal) note_access(addresses, active, i.type.size, false);
+}
+
+// Lanes access neighbouring values, mostly, or the same one.
+void Warp::note_access(const uint64_t* addresses, uint32_t active, int bytes, bool writes) {
+  if (!block_.races) return;
+  uint64_t begin = 0, end = 0;
+  const auto note = [&] {
+    if (!last_.holds(begin, bytes)) block_.memory.allows(begin, bytes, block_.device, &last_);
+    block_.races->access(*last_.shadow, begin, end - begin, writes);
+  };
+  for_lanes(active, [&](int l) {
+    const uint64_t address = addresses[l];
+    if (begin <= address && address + bytes <= end) return;
+    if (address != end) {
+      if (end) note();
+      begin = address;
+    }
+    end = address + bytes;
+  });
+  note();
 }
 
 char* Warp::place_of(const Instruction& i, int lane, uint64_t address, int bytes) {

@@ -31,6 +31,8 @@ struct Block {
   // Whether the counts are wanted, and the sectors accessed.
   bool counted = false;
   std::vector<uint64_t> loaded{}, stored{};
+  // Null: races between streams are not looked for.
+  Races* races = nullptr;
 };
 
 // 32 lanes that run in lockstep while they take the same branches. Of those that are apart, the
@@ -79,6 +81,8 @@ class Warp {
   void load_parameter(const Instruction& i, uint32_t active);
   void access(const Instruction& i, uint32_t active);
   void atomic(const Instruction& i, uint32_t active);
+  // Tells the races of the block. An atomic access is a read: it races with no other one.
+  void note_access(const uint64_t* addresses, uint32_t active, int bytes, bool writes);
   char* place_of(const Instruction& i, int lane, uint64_t address, int bytes);
   void watch(const Instruction& i, int lane, uint64_t address, int bytes);
   void load(const Instruction& i, int lane, const char* from);
