@@ -283,7 +283,7 @@ $(simgpu)/map_plans.o: $(simgpu_sources)/map_plans.cc $(simgpu)/map_plans.inc
 
 $(simgpu)/mxnet/libsimgpu_operators.so: $(simgpu_sources)/operators.cc $(simgpu)/mxnet/libmxnet.so | $(cudart) $(cuda_libraries)
 	@echo "Compiling $<"
-	@$(compile_for_mxnet) -D_GLIBCXX_USE_CXX11_ABI=0 -shared $< $(simgpu)/mxnet/libmxnet.so $(cudart) -Wl,--allow-shlib-undefined -o $@
+	@$(compile_for_mxnet) -D_GLIBCXX_USE_CXX11_ABI=0 -I$(simulator_sources) -shared $< $(simgpu)/mxnet/libmxnet.so $(cudart) -Wl,--allow-shlib-undefined -o $@
 
 $(simgpu)/libgluon_syncbn.so: benchmarks/gpu/kernel_api.cc $(objects) $(build)/api/layers.o $(call ptx,$(newest)) $(cudart)
 	@$(compile) -fvisibility=hidden -shared $^ -o $@ -ldl

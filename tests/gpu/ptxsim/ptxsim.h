@@ -2,6 +2,7 @@
 #ifndef GLUON_SYNCBN_TESTS_PTXSIM_PTXSIM_H_
 #define GLUON_SYNCBN_TESTS_PTXSIM_PTXSIM_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -35,8 +36,9 @@ struct LaunchCounts {
 std::vector<LaunchCounts> take_counts();
 
 // Kernels without PTX are given to `run`, by their mangled name, which returns whether it knows
-// them.
-using RunOnHost = bool (*)(const std::string& kernel, void** arguments);
+// them. It tells of their accesses to memory.
+using Access = void (*)(const void* memory, size_t bytes, bool writes);
+using RunOnHost = bool (*)(const std::string& kernel, void** arguments, Access access);
 void run_others_on_host(RunOnHost run);
 
 }  // namespace ptxsim
@@ -59,6 +61,15 @@ void ptxsim_set_peers(const char* which);
 // In which order streams do their work: at once (""), "late", or at random with a seed ("7"). By
 // default that of PTXSIM_STREAMS.
 void ptxsim_set_order(const char* order);
+
+// What the host is about to do in place of a kernel on this stream, after all that was queued
+// there: it reads all of these arrays, or writes them.
+struct PtxsimArray {
+  const void* memory;
+  size_t bytes;
+  bool writes;
+};
+void ptxsim_work_on_host(const char* name, void* stream, const PtxsimArray* arrays, size_t count);
 }
 
 #endif  // GLUON_SYNCBN_TESTS_PTXSIM_PTXSIM_H_

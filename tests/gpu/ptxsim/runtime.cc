@@ -180,6 +180,10 @@ std::optional<int> device_of(void* stream) {
 
 bool fits(void* stream) { return device_of(stream) == current_device; }
 
+void access(const void* memory, size_t bytes, bool writes) {
+  state().memory.access(memory, bytes, writes);
+}
+
 int launch(const void* function, dim3 grid, dim3 block, void** arguments, void* stream) {
   State& s = state();
   const Lock lock(s.mutex);
@@ -194,8 +198,9 @@ int launch(const void* function, dim3 grid, dim3 block, void** arguments, void* 
   const auto found = s.kernels.find(name->second);
   if (found == s.kernels.end()) {
     bool is_known = false;
-    s.streams.queue(stream, current_device, name->second.c_str(),
-                    [&] { is_known = s.run_on_host && s.run_on_host(name->second, arguments); });
+    s.streams.queue(stream, current_device, name->second.c_str(), [&] {
+      is_known = s.run_on_host && s.run_on_host(name->second, arguments, access);
+    });
     s.streams.catch_up(stream, current_device);
     if (is_known) return kSuccess;
     std::fprintf(stderr, "ptxsim: there is no PTX of %s\n", name->second.c_str());
@@ -549,6 +554,18 @@ void ptxsim_set_peers(const char* which) {
 void ptxsim_set_order(const char* order) {
   const Lock lock(state().mutex);
   state().streams.set_order(order);
+}
+void ptxsim_work_on_host(const char* name, void* stream, const PtxsimArray* arrays, size_t count) {
+  State& s = state();
+  const Lock lock(s.mutex);
+  const std::optional<int> device = device_of(stream);
+  if (!device) stop(std::string(name) + " works on a stream that is gone");
+  s.streams.queue(stream, *device, name, [=, &s] {
+    for (const PtxsimArray* a = arrays; a != arrays + count; ++a) {
+      s.memory.access(a->memory, a->bytes, a->writes);
+    }
+  });
+  s.streams.catch_up(stream, *device);
 }
 #pragma GCC visibility pop
 

@@ -1,19 +1,75 @@
 // The kernels of mshadow that MXNet runs outside of operators (to fill arrays, and to add them in a
 // KVStore), for the host. write_map_plans.py lists them. libmxnet.so has their machine code only.
-#include <mshadow/tensor.h>
-
+#include <sstream>
 #include <string>
+#include <type_traits>
 #include <unordered_map>
+
+// For the operands of expressions.
+#define private public
+#include <mshadow/tensor.h>
+#undef private
 
 #include "ptxsim.h"
 
 namespace {
 
+using mshadow::expr::Plan;
+using ptxsim::Access;
+
+// Tells the simulator which values an expression reads, as far as they are where they are asked
+// for: of other expressions (slices that are read, sums) no reads are known.
+struct Watch {
+  mshadow::Shape<2> shape;
+  Access access;
+
+  // `at(y, x)` is a reference. Neighbours are told together.
+  template <typename At>
+  void values(const At& at, bool writes) const {
+    const char *begin = nullptr, *end = nullptr;
+    for (mshadow::index_t y = 0; y < shape[0]; ++y) {
+      for (mshadow::index_t x = 0; x < shape[1]; ++x) {
+        const auto& value = at(y, x);
+        const char* const address = reinterpret_cast<const char*>(&value);
+        if (address != end) {
+          access(begin, end - begin, writes);
+          begin = address;
+        }
+        end = address + sizeof(value);
+      }
+    }
+    access(begin, end - begin, writes);
+  }
+
+  template <typename From>
+  void reads(const From& from) const {
+    if constexpr (std::is_reference_v<decltype(from.Eval(0, 0))>) {
+      values([&](auto y, auto x) -> auto& { return from.Eval(y, x); }, false);
+    }
+  }
+  template <typename F, typename A, typename B, typename T, int type>
+  void reads(const Plan<mshadow::expr::BinaryMapExp<F, A, B, T, type>, T>& from) const {
+    reads(from.lhs_);
+    reads(from.rhs_);
+  }
+  template <typename F, typename A, typename T, int type>
+  void reads(const Plan<mshadow::expr::UnaryMapExp<F, A, T, type>, T>& from) const {
+    reads(from.src_);
+  }
+  template <typename T, typename Other, typename A, int type>
+  void reads(const Plan<mshadow::expr::TypecastExp<T, Other, A, type>, T>& from) const {
+    reads(from.src_);
+  }
+};
+
 template <typename Saver, int, typename To, typename From, typename... More>
-void run(void** arguments) {
+void run(void** arguments, Access access) {
   To to = *static_cast<To*>(arguments[0]);
   const auto shape = *static_cast<mshadow::Shape<2>*>(arguments[2]);
   const From from = *static_cast<From*>(arguments[3]);
+  const Watch watch{shape, access};
+  watch.reads(from);
+  watch.values([&](auto y, auto x) -> auto& { return to.REval(y, x); }, true);
   for (mshadow::index_t y = 0; y < shape[0]; ++y) {
     for (mshadow::index_t x = 0; x < shape[1]; ++x) {
       Saver::Save(to.REval(y, x), from.Eval(y, x));
@@ -21,23 +77,23 @@ void run(void** arguments) {
   }
 }
 template <typename Saver, int, int, typename To, typename From>
-void run(void** arguments) {
-  run<Saver, 0, To, From>(arguments);
+void run(void** arguments, Access access) {
+  run<Saver, 0, To, From>(arguments, access);
 }
 
-using Function = void (*)(void**);
+using Function = void (*)(void**, Access);
 const std::pair<const char*, Function> kMapPlans[] = {
 #include "map_plans.inc"
 };
 
-bool run_on_host(const std::string& kernel, void** arguments) {
+bool run_on_host(const std::string& kernel, void** arguments, Access access) {
   static const std::unordered_map<std::string, Function> functions(std::begin(kMapPlans),
                                                                    std::end(kMapPlans));
   // Random numbers come from the host's generators: see operators.cc.
   if (kernel.find("rand_generator_seed_kernel") != kernel.npos) return true;
   const auto found = functions.find(kernel);
   if (found == functions.end()) return false;
-  found->second(arguments);
+  found->second(arguments, access);
   return true;
 }
 

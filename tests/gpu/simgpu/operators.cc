@@ -22,7 +22,7 @@
 #include <mxnet/op_attr_types.h>
 #include <mxnet/resource.h>
 
-extern "C" int cudaStreamSynchronize(void*);
+#include "ptxsim.h"
 
 namespace {
 
@@ -66,12 +66,32 @@ bool is_random(const Resource& r) {
 // Random numbers come from generators that all devices share.
 std::mutex random_mutex;
 
+// Tells the simulator, which first does what was queued before. Inputs count as read and outputs
+// as written, even if an operator needs a part only.
+void watch(const nnvm::Op* op, const nnvm::NodeAttrs* attrs, const OpContext& ctx, const Blobs& in,
+           const Reqs& req, const Blobs& out) {
+  static const auto& mutated = nnvm::Op::GetAttr<nnvm::FMutateInputs>("FMutateInputs");
+  std::vector<PtxsimArray> arrays;
+  const auto add = [&](const TBlob& b, bool writes) {
+    arrays.push_back({b.dptr_, b.Size() * mshadow::mshadow_sizeof(b.type_flag_), writes});
+  };
+  for (const TBlob& b : in) add(b, false);
+  if (attrs && mutated.count(op)) {
+    for (const uint32_t i : mutated[op](*attrs)) add(in.at(i), true);
+  }
+  for (size_t i = 0; i < out.size(); ++i) {
+    if (req[i] == mxnet::kAddTo) add(out[i], false);
+    if (req[i] != mxnet::kNullOp) add(out[i], true);
+  }
+  // The handle is the stream's first member.
+  void* const stream = ctx.run_ctx.stream ? *static_cast<void**>(ctx.run_ctx.stream) : nullptr;
+  ptxsim_work_on_host(op->name.c_str(), stream, arrays.data(), arrays.size());
+}
+
 // `run` gets a context of the CPU, with memory of the GPU where work space is asked for.
 template <typename Run>
 void with_host_context(const OpContext& ctx, const Run& run) {
   static mshadow::Stream<mshadow::cpu>* const stream = new mshadow::Stream<mshadow::cpu>;
-  // What was queued before comes first. The handle is the stream's first member.
-  if (ctx.run_ctx.stream) cudaStreamSynchronize(*static_cast<void**>(ctx.run_ctx.stream));
   OpContext host = ctx;
   host.run_ctx.ctx = Context::CPU();
   host.run_ctx.stream = stream;
@@ -135,16 +155,18 @@ void compute_on_host(nnvm::Op* op) {
   static const auto& request = nnvm::Op::GetAttr<mxnet::FResourceRequestEx>("FResourceRequestEx");
   if (gpu.count(op) && cpu.count(op)) {
     const FCompute body = cpu[op];
-    value_of(gpu, op) = [body](const nnvm::NodeAttrs& attrs, const OpContext& ctx, const Blobs& in,
-                               const Reqs& req, const Blobs& out) {
+    value_of(gpu, op) = [body, op](const nnvm::NodeAttrs& attrs, const OpContext& ctx,
+                                   const Blobs& in, const Reqs& req, const Blobs& out) {
+      watch(op, &attrs, ctx, in, req, out);
       with_host_context(
           ctx, [&](const OpContext& host) { body(attrs, host, on_host(in), req, on_host(out)); });
     };
   }
   if (state_gpu.count(op) && state_cpu.count(op)) {
     const FStatefulCompute body = state_cpu[op];
-    value_of(state_gpu, op) = [body](const OpStatePtr& state, const OpContext& ctx, const Blobs& in,
-                                     const Reqs& req, const Blobs& out) {
+    value_of(state_gpu, op) = [body, op](const OpStatePtr& state, const OpContext& ctx,
+                                         const Blobs& in, const Reqs& req, const Blobs& out) {
+      watch(op, nullptr, ctx, in, req, out);
       with_host_context(
           ctx, [&](const OpContext& host) { body(state, host, on_host(in), req, on_host(out)); });
     };
