@@ -10,9 +10,9 @@ namespace {
 
 constexpr size_t kCellBytes = 2;
 
-std::string demangled(const char* name) {
-  int status = 0;
-  char* const text = abi::__cxa_demangle(name, nullptr, nullptr, &status);
+std::string demangled(const std::string& name) {
+  if (name.rfind("_Z", 0) != 0) return name;
+  char* const text = abi::__cxa_demangle(name.c_str(), nullptr, nullptr, nullptr);
   const std::string result = text ? text : name;
   std::free(text);
   return result;

@@ -44,7 +44,10 @@ void* Streams::create(int device, bool blocking) {
 bool Streams::destroy(void* stream) {
   const auto found = streams_.find(key(stream));
   if (found == streams_.end()) return false;
-  do_all(&found->second);
+  Stream& old = found->second;
+  do_all(&old);
+  join(&gone_[old.device], old.timeline.clock);
+  if (old.blocking) join(&null_of(old.device).clock, old.timeline.clock);
   streams_.erase(found);
   return true;
 }
@@ -127,6 +130,7 @@ void Streams::finish(void* stream, int device) {
 
 void Streams::finish_device(int device) {
   finish(nullptr, device);
+  join(&host_.clock, gone_[device]);
   for (auto& [handle, each] : streams_) {
     if (each.device == device) finish(reinterpret_cast<void*>(handle), device);
   }

@@ -87,8 +87,9 @@ class Streams {
   Races* const races_;
   Timeline host_;
   std::map<uintptr_t, Stream> streams_;
-  // By device.
+  // By device: null streams, and what streams had done that are gone.
   std::map<int, Timeline> nulls_;
+  std::map<int, Clock> gone_;
   // Unlike an address, the handle of a stream that is gone is never that of a new one.
   uintptr_t last_handle_ = 0x1000;
   bool defers_ = false;

@@ -3,7 +3,12 @@
 #include <unistd.h>
 
 #include <cstdint>
+#include <iterator>
+#include <map>
+#include <random>
 #include <set>
+#include <sstream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -174,6 +179,188 @@ void test_streams() {
   CHECK(orders.size() > 10);
 }
 
+// Steps of a program for races: a stream and what is done on it. "Aw1" writes to array 1, "Ar1"
+// reads it, "Am2" records event 2, "Av2" waits for it, "As" is a synchronization of the host with
+// the stream, "Ad" with its device. "Af1" gives array 1 back, and "Ax" destroys the stream.
+using Steps = std::vector<std::string>;
+constexpr int kArrays = 2;
+
+Steps steps_of(const std::string& text) {
+  std::istringstream words(text);
+  return {std::istream_iterator<std::string>(words), {}};
+}
+
+// A waits for the null stream N of its device, B does not; C is on another device.
+int device_of(char stream) { return stream == 'C'; }
+
+// What the simulator reports, or "".
+std::string race_in(const Steps& steps, const char* order) {
+  Races races([](const std::string& text) { throw std::runtime_error(text); });
+  Memory memory(&races);
+  Streams streams(order, &races);
+  std::map<char, void*> handles{{'A', streams.create(0, true)},
+                                {'B', streams.create(0, false)},
+                                {'C', streams.create(1, true)},
+                                {'N', nullptr}};
+  std::vector<void*> arrays;
+  for (int i = 0; i < kArrays; ++i) arrays.push_back(memory.allocate(8, 0));
+  std::map<char, Mark> marks;
+  try {
+    for (const std::string& step : steps) {
+      void* const stream = handles.at(step[0]);
+      const int device = device_of(step[0]);
+      const char what = step[1], which = step.c_str()[2];
+      void* const array = which ? arrays[(which - '0') % kArrays] : nullptr;
+      if (what == 'w' || what == 'r') {
+        streams.queue(stream, device, step.c_str(),
+                      [&memory, array, what] { memory.access(array, 4, what == 'w'); });
+      }
+      if (what == 'm') marks[which] = streams.record(stream, device);
+      if (what == 'v') streams.wait(stream, device, marks.at(which));
+      if (what == 's') streams.finish(stream, device);
+      if (what == 'd') streams.finish_device(device);
+      if (what == 'x') streams.destroy(stream);
+      if (what == 'f') {
+        streams.act("the host");
+        memory.release(array);
+      }
+    }
+    for (int device = 0; device < 2; ++device) streams.finish_device(device);
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+// Whether steps race, by the definition: of two accesses to an array, one of which writes, there is
+// no path from one to the other; or a read has no write before it.
+bool is_race(const Steps& steps) {
+  const auto is_access = [](const std::string& s) { return s[1] == 'w' || s[1] == 'r'; };
+  const auto is_host = [](const std::string& s) { return s[1] == 's' || s[1] == 'd'; };
+  const auto is_before = [](char a, char b) {
+    return a == b || (a == 'A' && b == 'N') || (a == 'N' && b == 'A');
+  };
+  const size_t count = steps.size();
+  std::vector<std::set<size_t>> before(count);
+  for (size_t j = 0; j < count; ++j) {
+    bool record_found = false;
+    for (size_t i = j; i-- > 0;) {
+      const std::string &a = steps[i], &b = steps[j];
+      const bool of_device = b[1] == 'd' && device_of(a[0]) == device_of(b[0]);
+      const bool recorded = b[1] == 'v' && a[1] == 'm' && a[2] == b[2] && !record_found;
+      record_found = record_found || recorded;
+      if (!is_host(a) && !is_before(a[0], b[0]) && !of_device && !recorded) continue;
+      before[j].insert(i);
+      before[j].insert(before[i].begin(), before[i].end());
+    }
+    if (!is_access(steps[j])) continue;
+    bool is_written = false;
+    for (size_t i = 0; i < j; ++i) {
+      if (!is_access(steps[i]) || steps[i][2] != steps[j][2]) continue;
+      const bool writes = steps[i][1] == 'w';
+      if (!before[j].count(i) && (writes || steps[j][1] == 'w')) return true;
+      is_written = is_written || writes;
+    }
+    if (steps[j][1] == 'r' && !is_written) return true;
+  }
+  return false;
+}
+
+void test_races() {
+  const auto race = [](const char* text) { return race_in(steps_of(text), nullptr); };
+  const auto check = [&](const char* text, const std::string& words) {
+    for (const char* order : {"", "late", "3"}) {
+      const std::string found = race_in(steps_of(text), order);
+      CHECK_SAY(words.empty() ? found.empty() : found.find(words) != found.npos,
+                text << " (" << order << ") gives \"" << found << "\", not \"" << words << "\"");
+    }
+  };
+  CHECK_EQ(race("Aw0 Bw0"),
+           "a write by Bw0 (stream 2 of device 0) of byte 0 of 8 is not ordered with the write by "
+           "Aw0 (stream 1 of device 0)");
+  CHECK_EQ(race("Aw0 Cr0"),
+           "a read by Cr0 (stream 3 of device 1) of byte 0 of 8 is not ordered with the write by "
+           "Aw0 (stream 1 of device 0)");
+  CHECK_EQ(race("Aw0 As Ar0 Br0 Cr0 Cm0 Nv0 Nw0"),
+           "a write by Nw0 (the null stream of device 0) of byte 0 of 8 is not ordered with the "
+           "read by Br0 (stream 2 of device 0)");
+  check("Ar1", "a read by Ar1 (stream 1 of device 0) of byte 0 of 8, which nobody has written");
+  check("Aw0 Am1 Bv1 Bw0 Br0 Bm2 Av2 Aw0", "");
+  check("Am1 Aw0 Bv1 Bw0", "is not ordered");
+  check("Aw0 As Bw0 Bd Cr0", "");
+  check("Aw0 Nw0 Ar0", "");
+  check("Aw0 As Bw0 Nr0", "is not ordered");
+  check("Aw0 As Af0", "");
+  check("Aw0 Ax Ns Bw0", "");
+  check("Bw0 Bx Nd Cw0", "");
+  CHECK_EQ(race("Aw0 Af0"),
+           "a write by the host (the host) of byte 0 of 8 is not ordered with the write by Aw0 "
+           "(stream 1 of device 0)");
+
+  // Random programs.
+  int races = 0;
+  constexpr int kPrograms = 3000;
+  for (int seed = 0; seed < kPrograms; ++seed) {
+    std::mt19937 random(seed);
+    const auto draw = [&](size_t count) { return random() % count; };
+    std::string text = draw(4) ? "Aw0 Aw1 As" : "";
+    for (size_t i = 0, recorded = 0, count = 3 + draw(25); i < count; ++i) {
+      const char what = "rrrwmmvvvsd"[draw(draw(3) ? 9 : 11)];
+      const size_t which = draw(kArrays);
+      if (what == 'v' && !(recorded >> which & 1)) continue;
+      if (what == 'm') recorded |= size_t{1} << which;
+      const char step[] = {' ', "ABCN"[draw(4)], what, static_cast<char>('0' + which), '\0'};
+      text += step;
+    }
+    const Steps steps = steps_of(text);
+    const bool expected = is_race(steps);
+    races += expected;
+    for (const std::string order : {std::string(), std::string("late"), std::to_string(seed)}) {
+      const std::string found = race_in(steps, order.c_str());
+      CHECK_SAY(found.empty() != expected, "seed " << seed << ", order " << order << ": " << text
+                                                   << " gives \"" << found << "\"");
+    }
+  }
+  CHECK_SAY(races > kPrograms / 10 && races < kPrograms * 9 / 10, races << " races");
+}
+
+// Two kernels on streams that nothing orders, by the words that their lanes access.
+std::string race_of_kernels(const std::string& first, const std::string& second) {
+  Races races([](const std::string& text) { throw std::runtime_error(text); });
+  Memory memory(&races);
+  void* array = memory.allocate(kThreads * sizeof(uint32_t), 0);
+  void* arguments[] = {&array};
+  Streams streams(nullptr, &races);
+  std::mt19937 random(1);
+  try {
+    for (const std::string& body : {first, second}) {
+      const auto kernels = parse(kernel_of(body));
+      streams.queue(streams.create(0, false), 0, body.c_str(), [&] {
+        run({kernels.at("test"), {1, 1, 1}, {kThreads, 1, 1}, arguments, 0, false, &races}, memory,
+            &random);
+      });
+    }
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+void test_races_of_kernels() {
+  const std::string low = "@%p1 st.global.u32 [%rd1], %r1;",
+                    high = "@!%p1 st.global.u32 [%rd1], %r1;";
+  CHECK_EQ(race_of_kernels(low, high), "");
+  CHECK_EQ(race_of_kernels(low, "@%p1 ld.global.u16 %r6, [%rd1];"),
+           "a read by @%p1 ld.global.u16 %r6, [%rd1]; (stream 2 of device 0) of byte 0 of 256 is "
+           "not ordered with the write by " +
+               low + " (stream 1 of device 0)");
+  CHECK(race_of_kernels(low, "st.global.u16 [%rd1+2], %r1;").find("of byte 2 of") !=
+        std::string::npos);
+  CHECK(race_of_kernels(low, "ld.global.u32 %r6, [%rd3+252];")
+            .find("byte 252 of 256, which nobody has written") != std::string::npos);
+  CHECK_EQ(race_of_kernels(low + "@%p1 ld.global.u32 %r6, [%rd1];", high), "");
+}
+
 }  // namespace
 }  // namespace ptxsim
 
@@ -181,5 +368,7 @@ int main() {
   ptxsim::test_values();
   ptxsim::test_stops();
   ptxsim::test_streams();
+  ptxsim::test_races();
+  ptxsim::test_races_of_kernels();
   return check::finish("ptxsim");
 }
