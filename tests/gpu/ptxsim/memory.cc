@@ -41,7 +41,9 @@ bool Memory::release(void* memory) {
   if (!memory) return true;
   const auto found = blocks_.find(reinterpret_cast<uintptr_t>(memory));
   if (found == blocks_.end()) return false;
-  if (races_) races_->access_all(found->second.shadow);
+  // As if it wrote there: no other operation may still use it.
+  const Shadow& shadow = found->second.shadow;
+  if (races_) races_->access(shadow, shadow.begin, shadow.bytes, true);
   blocks_.erase(found);
   return true;
 }

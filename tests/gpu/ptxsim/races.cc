@@ -47,7 +47,7 @@ Shadow Races::watch(uintptr_t begin, size_t bytes, bool written_by_host) const {
   constexpr size_t kTooMuch = size_t{1} << 30;
   Shadow shadow;
   shadow.begin = begin;
-  shadow.end = begin + bytes;
+  shadow.bytes = bytes;
   shadow.first_operation = static_cast<uint32_t>(operations_.size());
   // Cells take no memory before they are used.
   if (bytes < kTooMuch) {
@@ -89,15 +89,11 @@ void Races::access(const Shadow& shadow, uintptr_t begin, size_t bytes, bool wri
   }
 }
 
-void Races::access_all(const Shadow& shadow) {
-  access(shadow, shadow.begin, shadow.end - shadow.begin, true);
-}
-
 void Races::check(uint64_t cell, const Shadow& shadow, size_t place, bool writes) const {
   const auto report = [&](const std::string& what) {
     report_(std::string(writes ? "a write" : "a read") + " by " + describe(current_.number) +
             " of byte " + std::to_string(place * kCellBytes) + " of " +
-            std::to_string(shadow.end - shadow.begin) + what);
+            std::to_string(shadow.bytes) + what);
   };
   const uint32_t writer = writer_of(cell);
   if (!writer && !writes) report(", which nobody has written");

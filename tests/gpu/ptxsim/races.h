@@ -34,7 +34,8 @@ struct Shadow {
     void operator()(void* memory) const { std::free(memory); }
   };
   std::unique_ptr<uint64_t[], Free> cells{};
-  uintptr_t begin = 0, end = 0;
+  uintptr_t begin = 0;
+  size_t bytes = 0;
   // The operations that were queued before it was allocated cannot mean this memory.
   uint32_t first_operation = 0;
 };
@@ -52,11 +53,9 @@ class Races {
   Shadow watch(uintptr_t begin, size_t bytes, bool written_by_host) const;
   // Accesses from now on are by this operation.
   void start(Operation operation);
-  // Reports an access that is not ordered with earlier ones of which one writes, a read of what
-  // nobody has written, and an operation that was queued for earlier memory.
+  // Reports an access that is not ordered with an earlier one, if one of both writes, a read of
+  // what nobody has written, and an operation that was queued before there was this memory.
   void access(const Shadow& shadow, uintptr_t begin, size_t bytes, bool writes);
-  // Before memory is given back by the operation that has started: all others must have ended.
-  void access_all(const Shadow& shadow);
 
  private:
   struct Known {

@@ -238,7 +238,7 @@ int allocate(void** memory, size_t bytes, int device) {
 
 int release(void* memory) {
   const Lock lock(state().mutex);
-  state().streams.act("the host, which gives it back");
+  state().streams.act("giving it back");
   return state().memory.release(memory) ? kSuccess : fail(kInvalidValue);
 }
 
@@ -259,10 +259,7 @@ int copy(void* to, const void* from, size_t bytes, int kind, void* stream) {
   }
   s.calls.add("bytes copied", bytes);
   if (kind == kHostToDevice) s.calls.add("copies to a device", 1);
-  const char* const name = kind == kHostToDevice   ? "a copy to the device"
-                           : kind == kDeviceToHost ? "a copy to the host"
-                                                   : "a copy between devices";
-  s.streams.queue(stream, current_device, name, [=, &s] {
+  s.streams.queue(stream, current_device, "a copy", [=, &s] {
     if ((writes_known && !s.memory.holds(to, bytes)) ||
         (reads_known && !s.memory.holds(from, bytes))) {
       stop("memory is freed while a stream has yet to copy it");
@@ -558,14 +555,13 @@ void ptxsim_set_order(const char* order) {
 void ptxsim_work_on_host(const char* name, void* stream, const PtxsimArray* arrays, size_t count) {
   State& s = state();
   const Lock lock(s.mutex);
-  const std::optional<int> device = device_of(stream);
-  if (!device) stop(std::string(name) + " works on a stream that is gone");
-  s.streams.queue(stream, *device, name, [=, &s] {
+  const int device = device_of(stream).value();
+  s.streams.queue(stream, device, name, [=, &s] {
     for (const PtxsimArray* a = arrays; a != arrays + count; ++a) {
       s.memory.access(a->memory, a->bytes, a->writes);
     }
   });
-  s.streams.catch_up(stream, *device);
+  s.streams.catch_up(stream, device);
 }
 #pragma GCC visibility pop
 

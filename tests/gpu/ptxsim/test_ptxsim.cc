@@ -221,7 +221,7 @@ std::string race_in(const Steps& steps, const char* order) {
       if (what == 'd') streams.finish_device(device);
       if (what == 'x') streams.destroy(stream);
       if (what == 'f') {
-        streams.act("the host");
+        streams.act("giving it back");
         memory.release(array);
       }
     }
@@ -293,9 +293,19 @@ void test_races() {
   check("Aw0 As Af0", "");
   check("Aw0 Ax Ns Bw0", "");
   check("Bw0 Bx Nd Cw0", "");
-  CHECK_EQ(race("Aw0 Af0"),
-           "a write by the host (the host) of byte 0 of 8 is not ordered with the write by Aw0 "
-           "(stream 1 of device 0)");
+  CHECK_EQ(
+      race("Aw0 Af0"),
+      "a write by giving it back (the host) of byte 0 of 8 is not ordered with the write by Aw0 "
+      "(stream 1 of device 0)");
+
+  // Memory at the place of other memory that an operation was queued for.
+  Races watched([](const std::string& text) { throw std::runtime_error(text); });
+  Clock clock;
+  const Operation early = watched.add("early", watched.add_timeline("a stream"), &clock);
+  const Shadow later = watched.watch(0x1000, 8, false);
+  watched.start(early);
+  CHECK_THROWS(std::runtime_error, watched.access(later, 0x1000, 4, true),
+               "memory was given back that is used by early (a stream)");
 
   // Random programs.
   int races = 0;

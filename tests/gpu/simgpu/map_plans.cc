@@ -17,34 +17,26 @@ namespace {
 using mshadow::expr::Plan;
 using ptxsim::Access;
 
-// Tells the simulator which values an expression reads, as far as they are where they are asked
-// for: of other expressions (slices that are read, sums) no reads are known.
+// Tells the simulator what is read and written. It does not know what other expressions than these
+// read, such as slices and sums.
 struct Watch {
   mshadow::Shape<2> shape;
   Access access;
 
-  // `at(y, x)` is a reference. Neighbours are told together.
-  template <typename At>
-  void values(const At& at, bool writes) const {
-    const char *begin = nullptr, *end = nullptr;
+  template <typename F>
+  void for_all(const F& f) const {
     for (mshadow::index_t y = 0; y < shape[0]; ++y) {
-      for (mshadow::index_t x = 0; x < shape[1]; ++x) {
-        const auto& value = at(y, x);
-        const char* const address = reinterpret_cast<const char*>(&value);
-        if (address != end) {
-          access(begin, end - begin, writes);
-          begin = address;
-        }
-        end = address + sizeof(value);
-      }
+      for (mshadow::index_t x = 0; x < shape[1]; ++x) f(y, x);
     }
-    access(begin, end - begin, writes);
   }
-
+  template <typename To>
+  void writes(To to) const {
+    for_all([&](auto y, auto x) { access(&to.REval(y, x), sizeof(to.REval(y, x)), true); });
+  }
   template <typename From>
   void reads(const From& from) const {
     if constexpr (std::is_reference_v<decltype(from.Eval(0, 0))>) {
-      values([&](auto y, auto x) -> auto& { return from.Eval(y, x); }, false);
+      for_all([&](auto y, auto x) { access(&from.Eval(y, x), sizeof(from.Eval(y, x)), false); });
     }
   }
   template <typename F, typename A, typename B, typename T, int type>
@@ -69,7 +61,7 @@ void run(void** arguments, Access access) {
   const From from = *static_cast<From*>(arguments[3]);
   const Watch watch{shape, access};
   watch.reads(from);
-  watch.values([&](auto y, auto x) -> auto& { return to.REval(y, x); }, true);
+  watch.writes(to);
   for (mshadow::index_t y = 0; y < shape[0]; ++y) {
     for (mshadow::index_t x = 0; x < shape[1]; ++x) {
       Saver::Save(to.REval(y, x), from.Eval(y, x));
