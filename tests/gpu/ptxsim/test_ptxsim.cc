@@ -369,6 +369,9 @@ void test_races_of_kernels() {
   CHECK(race_of_kernels(low, "ld.global.u32 %r6, [%rd3+252];")
             .find("byte 252 of 256, which nobody has written") != std::string::npos);
   CHECK_EQ(race_of_kernels(low + "@%p1 ld.global.u32 %r6, [%rd1];", high), "");
+  // An atomic access counts as a read.
+  const std::string add = "@%p1 atom.global.add.u32 %r6, [%rd1], %r1;";
+  CHECK(race_of_kernels(low, add).find("a read by " + add) == 0);
 }
 
 }  // namespace
