@@ -4,6 +4,7 @@ raise first."""
 import importlib.metadata
 import os
 import signal
+import sys
 from pathlib import Path
 
 import mxnet_compat  # noqa: F401  Some tests import mxnet first.
@@ -23,6 +24,13 @@ os.environ["MXNET_CPU_PARALLEL_RAND_COPY"] = "64"
 # A test that would hang fails after this instead.
 os.environ.setdefault("GLUON_SYNCBN_TIMEOUT", "60")
 
+
+if os.environ.get("GLUON_SYNCBN_TEST_DEVICES") == "gpu":
+    sys.path[:0] = [_SUPPORT, str(Path(_SUPPORT).parent / "gpu" / "simgpu")]
+    import devices  # noqa: F401
+    import simulated_gpus
+
+    assert simulated_gpus.EXIST, "this is not the MXNet of `make test-gpu`"
 
 # Files that look at the same clusters (distributed/conftest.py).
 _CLUSTERS = (

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import reference
 from gluon_syncbn import SyncBatchNormReLU, convert_sync_batchnorm, revert_sync_batchnorm
+from devices import KIND
 from gluon_syncbn.layers.synced_layer import SyncedLayer
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -277,7 +278,7 @@ def test_deferred_initialization(initialized, hybridize):
         net.initialize(ctx=devices)
     trainer = trainer_of(net)
     train(net, trainer, x, (1, 3), devices)
-    assert net[1].gamma.shape == (4,) and net[1]._layer.devices == ("cpu(0)", "cpu(1)")
+    assert net[1].gamma.shape == (4,) and net[1]._layer.devices == (f"{KIND}(0)", f"{KIND}(1)")
     statistics(net)
 
 
@@ -323,7 +324,7 @@ def test_parameters_shared_with_another_net():
     assert second.running_mean is first.running_mean
     revert_sync_batchnorm(first)
     first.collect_params().reset_ctx(contexts(1))
-    assert second._layer.devices == ("cpu(0)",)
+    assert second._layer.devices == (f"{KIND}(0)",)
     revert_sync_batchnorm(second)
     assert type(first.running_mean) is type(first.running_var) is Parameter
     assert not any("gluon_syncbn" in type(p).__module__ for p in first.collect_params().values())
@@ -394,7 +395,7 @@ def test_a_failed_step_is_reported_before_a_reversal():
     convert_sync_batchnorm(layer, group=sbn.SyncGroup(timeout=0.2))
     with autograd.record():
         layer(mx.nd.array(images()))
-    with pytest.raises(mx.MXNetError, match=r"Missing: cpu\(1\)"):
+    with pytest.raises(mx.MXNetError, match=rf"Missing: {KIND}\(1\)"):
         revert_sync_batchnorm(layer)
     assert isinstance(layer, sbn.SyncBatchNorm)
     revert_sync_batchnorm(layer)

@@ -8,6 +8,7 @@ import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
+from devices import KIND, context
 from dtypes import parameter_dtype, rounded, values
 from gluon_syncbn.layers.operator import sync_batch_norm
 from mxnet import autograd
@@ -254,8 +255,8 @@ def test_residuals_that_do_not_fit():
     x = mx.nd.ones((2, 3, 4))
     layer = sbn.SyncBatchNorm(in_channels=3, prefix="layer_")
     layer.initialize()
-    with pytest.raises(ValueError, match=r"data on cpu\(1\), but its parameters live on"):
-        layer(x, x.as_in_context(mx.cpu(1)))
+    with pytest.raises(ValueError, match=rf"data on {KIND}\(1\), but its parameters live on"):
+        layer(x, x.as_in_context(context(1)))
     with pytest.raises(TypeError, match="called with a list of 1"):
         layer(x, [x])
     for residual in (1.5, np.ones((2, 3, 4), "float32")):

@@ -8,6 +8,7 @@ import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
+from devices import KIND, context
 from dtypes import DTYPES, numpy_dtype, rounded, values
 from mxnet import autograd
 from runs import MODES, contexts, prepare, run, shards
@@ -78,7 +79,7 @@ def test_integers(mode, dtype):
 def test_other_channels_on_one_device(mode):
     layer = layer_of(mode, devices=2)
     with ends_soon(), pytest.raises(mx.MXNetError, match="4 channels on axis 1.*made for 3"):
-        train(layer, *(mx.nd.ones((2, 3 + i, 4), ctx=mx.cpu(i)) for i in range(2)))
+        train(layer, *(mx.nd.ones((2, 3 + i, 4), ctx=context(i)) for i in range(2)))
     works_again(layer, devices=2)
 
 
@@ -92,7 +93,9 @@ def test_another_dtype_on_one_device(mode, others):
         for dtype, device in zip(("float32", others), contexts(2))
     )
     either = f"has (float32|{others}) data"
-    words = rf"cpu\(.\) {either}, cpu\(.\) {either}. Cast the data of all devices to one dtype"
+    words = (
+        rf"{KIND}\(.\) {either}, {KIND}\(.\) {either}. Cast the data of all devices to one dtype"
+    )
     with ends_soon(), pytest.raises(mx.MXNetError, match=words):
         train(layer, x, y)
     works_again(layer, devices=2)
@@ -105,7 +108,7 @@ def test_other_shapes_on_one_device_are_right(mode):
     x, y = np.random.default_rng(0).standard_normal((2, 12)).astype("float32")
     parts = [x.reshape(2, 3, 2), y.reshape(1, 3, 2, 2)]
     with autograd.record():
-        ys = [layer(mx.nd.array(part, ctx=mx.cpu(i))) for i, part in enumerate(parts)]
+        ys = [layer(mx.nd.array(part, ctx=context(i))) for i, part in enumerate(parts)]
     mx.nd.waitall()
     rows = [part.swapaxes(0, 1).reshape(3, -1) for part in parts]
     expected = np.concatenate(rows, axis=1).astype("float64")
@@ -118,9 +121,9 @@ def test_other_shapes_on_one_device_are_right(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_context_without_parameters(mode):
     layer = layer_of(mode, devices=2)
-    words = r"data on cpu\(2\).*parameters live on \[cpu\(0\), cpu\(1\)\].*reset_ctx"
+    words = rf"data on {KIND}\(2\).*parameters live on \[{KIND}\(0\), {KIND}\(1\)\].*reset_ctx"
     with ends_soon(), pytest.raises(ValueError, match=words):
-        train(layer, *(mx.nd.ones((2, 3), ctx=mx.cpu(i)) for i in (0, 2)))
+        train(layer, *(mx.nd.ones((2, 3), ctx=context(i)) for i in (0, 2)))
     works_again(layer, devices=2)
 
 
@@ -130,12 +133,12 @@ def test_no_values(mode, shape):
     """MXNet has empty arrays only with NumPy shapes."""
     layer = layer_of(mode, devices=2)
     words = (
-        rf"on cpu\(1\): data of shape \({shape[0]}, 3, {shape[2]}\) holds no values. Do not train "
-        "the net with it: .*participants"
+        rf"on {KIND}\(1\): data of shape \({shape[0]}, 3, {shape[2]}\) holds no values. Do not "
+        "train the net with it: .*participants"
     )
     with mx.util.np_shape(True):
         with ends_soon(), pytest.raises(mx.MXNetError, match=words):
-            train(layer, mx.nd.ones((2, 3, 4)), mx.nd.zeros(shape, ctx=mx.cpu(1)))
+            train(layer, mx.nd.ones((2, 3, 4)), mx.nd.zeros(shape, ctx=context(1)))
     works_again(layer, devices=2)
 
 
@@ -180,7 +183,7 @@ def test_arguments_that_are_no_mxnet_arrays(what):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_several_arrays_at_once(mode):
-    parts = [mx.nd.ones((2, 3), ctx=mx.cpu(i)) for i in range(2)]
+    parts = [mx.nd.ones((2, 3), ctx=context(i)) for i in range(2)]
     with pytest.raises(TypeError, match="with a (list|tuple) of 2: call it with one array at a"):
         layer_of(mode, devices=2)(parts)
 
@@ -239,4 +242,4 @@ def test_training_goes_on_after_nan():
     with autograd.record():
         ys = [layer(shard) for shard in shards(x, (1, 3), contexts(2))]
     assert all(np.isfinite(y.asnumpy()).all() for y in ys)
-    assert np.isnan(layer.running_mean.data(mx.cpu(0)).asnumpy()).all()
+    assert np.isnan(layer.running_mean.data(context(0)).asnumpy()).all()

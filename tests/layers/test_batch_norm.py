@@ -10,6 +10,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 import reference
+from devices import KIND, context
 from dtypes import numpy_dtype, rounded
 from mxnet import autograd
 from mxnet.gluon import nn
@@ -314,13 +315,14 @@ def test_parameters_shared_by_two_layers():
     first = sbn.SyncBatchNorm(in_channels=3, prefix="first_")
     second = sbn.SyncBatchNorm(in_channels=3, prefix="second_", params=first.params)
     first.initialize(ctx=contexts(2))
-    assert second.gamma is first.gamma and second._layer.devices == ("cpu(0)", "cpu(1)")
+    assert second.gamma is first.gamma and second._layer.devices == (f"{KIND}(0)", f"{KIND}(1)")
     xs = [mx.nd.ones((2, 3), ctx=device) for device in contexts(2)]
     with autograd.record():
         ys = [second(first(x)) for x in xs]
     autograd.backward(ys)
     assert_same_bits(
-        first.running_mean.data(mx.cpu(0)).asnumpy(), second.running_mean.data(mx.cpu(1)).asnumpy()
+        first.running_mean.data(context(0)).asnumpy(),
+        second.running_mean.data(context(1)).asnumpy(),
     )
 
 
@@ -331,9 +333,9 @@ def test_data_in_other_memory_of_the_device(kind):
     x = mx.nd.random.normal(shape=(4, 3))
     other = x.as_in_context(mx.Context(kind, 1))
     with autograd.record():
-        ys = [layer(x.as_in_context(mx.cpu(0))), layer(other)]
+        ys = [layer(x.as_in_context(context(0))), layer(other)]
     autograd.backward(ys)
-    assert ys[1].context == mx.cpu(1)
+    assert ys[1].context == context(1)
     assert_same_bits(ys[0].asnumpy(), ys[1].asnumpy())
     with pytest.raises(ValueError, match="on cpu_shared"):
         layer(x.as_in_context(mx.Context("cpu_shared", 5)))
@@ -341,7 +343,7 @@ def test_data_in_other_memory_of_the_device(kind):
 
 def test_a_device_that_is_named_twice_counts_once():
     layer = sbn.SyncBatchNorm(in_channels=1, group=sbn.SyncGroup(timeout=5))
-    layer.initialize(ctx=[mx.cpu(0), mx.cpu(0)])
+    layer.initialize(ctx=[context(0), context(0)])
     with autograd.train_mode():
         layer(mx.nd.ones((2, 1))).wait_to_read()
 
@@ -379,12 +381,19 @@ def test_repr():
     layer = sbn.SyncBatchNorm(momentum=0.8, in_channels=16)
     layer.initialize(ctx=contexts(2))
     text = repr(layer)
-    for word in ("SyncBatchNorm(", "axis=1", "momentum=0.8", "in_channels=16", "cpu(0)", "cpu(1)"):
+    for word in (
+        "SyncBatchNorm(",
+        "axis=1",
+        "momentum=0.8",
+        "in_channels=16",
+        f"{KIND}(0)",
+        f"{KIND}(1)",
+    ):
         assert word in text
     assert "num_devices=3" in repr(sbn.SyncBatchNorm(num_devices=3))
     deferred = sbn.SyncBatchNorm()
     deferred.initialize(ctx=contexts(2))
-    assert "devices=['cpu(0)', 'cpu(1)']" in repr(deferred)
+    assert f"devices=['{KIND}(0)', '{KIND}(1)']" in repr(deferred)
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
@@ -400,8 +409,8 @@ def test_a_copied_net_synchronizes_separately(clone):
         copies = [other(x) for x in xs]
     assert_same_bits(copies[0].asnumpy(), ys[0].asnumpy())
     other.collect_params().reset_ctx(contexts(1))
-    assert other[1]._layer.devices == ("cpu(0)",)
-    assert net[1]._layer.devices == ("cpu(0)", "cpu(1)")
+    assert other[1]._layer.devices == (f"{KIND}(0)",)
+    assert net[1]._layer.devices == (f"{KIND}(0)", f"{KIND}(1)")
 
 
 def test_symbols_and_export(tmp_path):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import reference
 import runs
+from devices import context
 from dtypes import DTYPES, parameter_dtype, rounded, values
 from mxnet import autograd
 from runs import MODES, contexts, prepare, run
@@ -150,10 +151,10 @@ def test_running_statistics_as_constants(dtype, mode, how):
     assert_close(y.asnumpy(), reference.forward(values(x), gamma, beta, **constants).y, dtype, "y")
     expected = reference.backward(values(dy), values(x), gamma, **constants)
     assert_close(xs.grad.asnumpy(), expected.dx, dtype, "dx")
-    assert_close(layer.gamma.grad(mx.cpu(0)).asnumpy(), expected.dgamma, parameters, "dgamma")
-    assert_close(layer.beta.grad(mx.cpu(0)).asnumpy(), expected.dbeta, parameters, "dbeta")
-    assert_same_bits(layer.running_mean.data(mx.cpu(0)).asnumpy(), mean)
-    assert_same_bits(layer.running_var.data(mx.cpu(0)).asnumpy(), variance)
+    assert_close(layer.gamma.grad(context(0)).asnumpy(), expected.dgamma, parameters, "dgamma")
+    assert_close(layer.beta.grad(context(0)).asnumpy(), expected.dbeta, parameters, "dbeta")
+    assert_same_bits(layer.running_mean.data(context(0)).asnumpy(), mean)
+    assert_same_bits(layer.running_var.data(context(0)).asnumpy(), variance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import reference
 from gluon_syncbn import native
+from devices import KIND, context
 from mxnet import autograd
 from mxnet.gluon import nn
 from runs import MODES, contexts
@@ -81,7 +82,7 @@ def check_recovers(net, devices=2):
         losses = fetch(train(net, batch(devices, seed)))
         assert np.isfinite(losses).all()
     conv, norm = net[0], net[1]
-    before = norm.running_mean.data(mx.cpu(0)).asnumpy()
+    before = norm.running_mean.data(context(0)).asnumpy()
     xs = batch(devices, 7)
     with autograd.train_mode():
         hidden = np.concatenate([conv(x).asnumpy() for x in xs])
@@ -116,7 +117,7 @@ def test_a_missing_device_forward(mode):
         lambda: fetch(train(net, batch()[:1], backward=0)),
         "net_syncbatchnorm0",
         "forward call 1",
-        "Came: cpu(0). Missing: cpu(1).",
+        f"Came: {KIND}(0). Missing: {KIND}(1).",
         "has waited ",
         "MXNET_CPU_TEMP_COPY is 65536",
     )
@@ -130,10 +131,14 @@ def test_a_missing_device_backward(mode):
 
     def step():
         train(net, batch(), backward=1)
-        net[0].weight.grad(mx.cpu(0)).wait_to_read()
+        net[0].weight.grad(context(0)).wait_to_read()
 
     fails(
-        step, "net_syncbatchnorm1", "backward call 1", "Missing: cpu(1)", "backward is not called"
+        step,
+        "net_syncbatchnorm1",
+        "backward call 1",
+        f"Missing: {KIND}(1)",
+        "backward is not called",
     )
     check_recovers(net)
 
@@ -144,12 +149,12 @@ def test_losses_that_are_summed_on_one_device():
 
     def step():
         with autograd.record():
-            losses = [net(x).as_in_context(mx.cpu(0)).square().mean() for x in batch()]
+            losses = [net(x).as_in_context(context(0)).square().mean() for x in batch()]
             total = mx.nd.add_n(*losses)
         total.backward()
         mx.nd.waitall()
 
-    fails(step, "Missing: cpu(1)", "the losses of several devices were added up", "the list")
+    fails(step, f"Missing: {KIND}(1)", "the losses of several devices were added up", "the list")
     check_recovers(net)
 
 
@@ -162,7 +167,7 @@ def test_a_warning_comes_first(caplog):
     assert len(warnings) == 1
     for word in (
         "net_syncbatchnorm0",
-        "Came: cpu(0). Missing: cpu(1).",
+        f"Came: {KIND}(0). Missing: {KIND}(1).",
         "After 1 s this is an error",
     ):
         assert word in warnings[0]
@@ -188,7 +193,7 @@ def test_an_extra_call(mode):
             ys = [net(x) for x in (*xs, xs[1])]
         ys[2].wait_to_read()
 
-    fails(step, "net_syncbatchnorm0", "forward call 2", "Came: cpu(1). Missing: cpu(0).")
+    fails(step, "net_syncbatchnorm0", "forward call 2", f"Came: {KIND}(1). Missing: {KIND}(0).")
     check_recovers(net)
 
 
@@ -199,7 +204,7 @@ def test_an_exception_between_two_devices(mode):
     with pytest.raises(ZeroDivisionError), autograd.record():
         net(xs[0])
         raise ZeroDivisionError
-    fails(mx.nd.waitall, "Missing: cpu(1)", "an exception between two calls", "sync=False")
+    fails(mx.nd.waitall, f"Missing: {KIND}(1)", "an exception between two calls", "sync=False")
     check_recovers(net)
 
 
@@ -223,7 +228,7 @@ def test_too_few_devices_for_num_devices():
     fails(
         lambda: fetch(train(net, batch(), backward=0)),
         "num_devices=3",
-        "2 (cpu(0), cpu(1))",
+        f"2 ({KIND}(0), {KIND}(1))",
         within=TIMEOUT,
     )
 
@@ -252,7 +257,7 @@ def test_a_call_on_another_device_fails_all_at_once():
     xs = batch(3)
     fails(
         lambda: [loss.wait_to_read() for loss in train(net, [xs[0], xs[2]], backward=0)],
-        "was called on cpu(2)",
+        f"was called on {KIND}(2)",
         within=5,
     )
 
@@ -266,20 +271,22 @@ def test_a_group_names_its_devices():
         with autograd.train_mode():
             net(batch(3)[2]).wait_to_read()
 
-    fails(stranger, "was called on cpu(2)", "its devices are 2 (cpu(0), cpu(1))")
+    fails(stranger, f"was called on {KIND}(2)", f"its devices are 2 ({KIND}(0), {KIND}(1))")
 
 
 def test_a_context_without_parameters():
     layer = sbn.SyncBatchNorm(in_channels=3)
     layer.initialize(ctx=contexts(2))
-    with pytest.raises(ValueError, match=r"data on cpu\(5\).*\[cpu\(0\), cpu\(1\)\].*initialize"):
-        layer(mx.nd.ones((2, 3), ctx=mx.cpu(5)))
+    with pytest.raises(
+        ValueError, match=rf"data on {KIND}\(5\).*\[{KIND}\(0\), {KIND}\(1\)\].*initialize"
+    ):
+        layer(mx.nd.ones((2, 3), ctx=context(5)))
 
 
 def test_failures_one_after_another():
     net = prepared("static_alloc")
     for _ in range(5):
-        fails(lambda: fetch(train(net, batch()[1:], backward=0)), "Missing: cpu(0)")
+        fails(lambda: fetch(train(net, batch()[1:], backward=0)), f"Missing: {KIND}(0)")
         clear()
         assert np.isfinite(fetch(train(net, batch()))).all()
     check_recovers(net)
@@ -307,7 +314,7 @@ def test_moving_while_devices_go_backward():
         with autograd.record():
             losses = [(net(x) * x).sum() for x in xs]
         autograd.backward(losses)
-        net.collect_params().reset_ctx(mx.cpu(2))
+        net.collect_params().reset_ctx(context(2))
         net.collect_params().reset_ctx(contexts(2))
         mx.nd.waitall()
         assert all(x.grad.asnumpy().all() for x in xs)
@@ -316,7 +323,7 @@ def test_moving_while_devices_go_backward():
 def test_moving_after_an_error_that_nobody_waited_for():
     net = prepared()
     train(net, batch()[:1], backward=0)
-    fails(lambda: net.collect_params().reset_ctx(contexts(3)), "Missing: cpu(1)")
+    fails(lambda: net.collect_params().reset_ctx(contexts(3)), f"Missing: {KIND}(1)")
     clear()
     net.collect_params().reset_ctx(contexts(3))
     check_recovers(net, 3)
@@ -341,7 +348,7 @@ def test_an_error_reaches_all_devices_at_once():
     time.sleep(4)
     losses += train(net, xs[1:3], backward=0)
     for loss in reversed(losses):
-        with pytest.raises(mx.MXNetError, match=r"Missing: cpu\(3\)"):
+        with pytest.raises(mx.MXNetError, match=rf"Missing: {KIND}\(3\)"):
             loss.asscalar()
     # Without that, the later calls would have waited for 10 s.
     assert time.time() - begin < 9.5
@@ -397,7 +404,7 @@ def test_a_graph_that_outlives_its_net(num_devices, mode):
     found, graph = losses(keep_net=False)
     assert found == losses(keep_net=True)[0]
     # It fails and recovers as the net would.
-    fails(lambda: fetch(train(graph, xs[:1])), "Came: cpu(0). Missing: cpu(1).")
+    fails(lambda: fetch(train(graph, xs[:1])), f"Came: {KIND}(0). Missing: {KIND}(1).")
     clear()
     fetch(train(graph, xs))
 
@@ -474,7 +481,7 @@ def test_a_device_that_fails_before_the_others_are_called(mode, bad):
                 time.sleep(pause)
         return ys
 
-    fails(lambda: step(0.5)[1 - bad].wait_to_read(), f"on cpu({bad})", "holds no values")
+    fails(lambda: step(0.5)[1 - bad].wait_to_read(), f"on {KIND}({bad})", "holds no values")
     clear()
     fetch(train(net, batch()))
 
@@ -485,7 +492,7 @@ def test_a_step_that_ended_before_the_others_were_called():
     net = build()
     fetch(train(net, batch()))
     with mx.util.np_shape(True), autograd.record():
-        net[1](mx.nd.ones((0, 4), ctx=mx.cpu(0)))
+        net[1](mx.nd.ones((0, 4), ctx=context(0)))
     with pytest.raises(mx.MXNetError, match="holds no values"):
         mx.nd.waitall()
     with contextlib.suppress(mx.MXNetError):
@@ -510,8 +517,8 @@ def test_an_earlier_error_on_one_device(mode, direction):
             losses[0] = losses[0] * bad.sum()
     for loss in losses:
         loss.backward()
-    gradient = net[0].weight.grad(mx.cpu(1))
-    fails(gradient.wait_to_read, "Missing: cpu(0)", "earlier operation", "waitall", within=5)
+    gradient = net[0].weight.grad(context(1))
+    fails(gradient.wait_to_read, f"Missing: {KIND}(0)", "earlier operation", "waitall", within=5)
     with pytest.raises(mx.MXNetError, match="scale parameter in gaussian"):
         for _ in range(3):
             mx.nd.waitall()
@@ -580,8 +587,8 @@ def test_calls_of_a_failed_step_meet_nobody(mode, seed):
         ({"timeout": float("nan")}, "timeout is nan"),
         ({"devices": []}, "devices"),
         ({"devices": [0, 1]}, "list of contexts"),
-        ({"devices": "cpu(0)"}, "list of contexts"),
-        ({"devices": [mx.cpu(0), mx.cpu(0)]}, "once"),
+        ({"devices": f"{KIND}(0)"}, "list of contexts"),
+        ({"devices": [context(0), context(0)]}, "once"),
     ],
 )
 def test_an_invalid_group(arguments, words):

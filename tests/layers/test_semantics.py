@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import reference
 from gluon_syncbn import native
+from devices import KIND, context
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from runs import MODES, contexts, prepare, run, shards
@@ -87,7 +88,7 @@ def test_the_cumulative_average_continues_after_a_checkpoint(tmp_path):
     step(loaded, second, (len(second),))
     for name, parameter in straight.collect_params().items():
         other = getattr(loaded, name[len(straight.prefix) :])
-        assert_same_bits(other.data().asnumpy(), parameter.data(mx.cpu(1)).asnumpy(), name)
+        assert_same_bits(other.data().asnumpy(), parameter.data(context(1)).asnumpy(), name)
 
 
 def test_the_cumulative_average_restarts_with_a_file_without_count(tmp_path):
@@ -115,13 +116,13 @@ def test_a_process_without_data_keeps_its_running_statistics(kind, momentum):
     results = []
     for absent in (True, False):
         step(layer, first, [len(first)])
-        before = [array.asnumpy() for array in layer._layer.running_statistics()["cpu(0)"]]
+        before = [array.asnumpy() for array in layer._layer.running_statistics()[f"{KIND}(0)"]]
         native.set_joined(absent)
         try:
             results.append(run(layer, second, np.ones_like(second), [len(second)], contexts(1)))
         finally:
             native.set_joined(False)
-        for found, value in zip(layer._layer.running_statistics()["cpu(0)"], before):
+        for found, value in zip(layer._layer.running_statistics()[f"{KIND}(0)"], before):
             assert (found.asnumpy() == value).all() == absent
     for name in ("y", "dx"):
         assert_same_bits(*(getattr(result, name) for result in results), name)
@@ -133,7 +134,7 @@ def test_a_failed_step_is_not_counted():
     step(layer, x)
     with autograd.record():
         y = layer(mx.nd.array(x))
-    with pytest.raises(mx.MXNetError, match=r"Missing: cpu\(1\)"):
+    with pytest.raises(mx.MXNetError, match=rf"Missing: {KIND}\(1\)"):
         y.wait_to_read()
     step(layer, x)
     for device in contexts(2):
@@ -154,7 +155,7 @@ attributes = {"force_mirroring": "True"} if "attribute" in sys.argv else {}
 with mx.AttrScope(**attributes):
     x = mx.sym.relu(mx.sym.var("data"))
     loss = mx.sym.make_loss(mx.sym.sum(mx.sym.square(mx.sym.relu(layer(x)))))
-bound = loss.simple_bind(mx.cpu(), data=(4, 3, 5, 5), grad_req="write")
+bound = loss.simple_bind(mx.current_context(), data=(4, 3, 5, 5), grad_req="write")
 bound.arg_dict["data"][:] = mx.nd.random.normal(loc=2, shape=(4, 3, 5, 5))
 for _ in range(2):
     bound.forward(is_train=True)
@@ -216,13 +217,13 @@ def test_backward_twice(mode):
     for retain in (True, True, False):
         autograd.backward(losses, retain_graph=retain)
         found.append(
-            [array.grad.asnumpy() for array in xs] + [layer.gamma.grad(mx.cpu(1)).asnumpy()]
+            [array.grad.asnumpy() for array in xs] + [layer.gamma.grad(context(1)).asnumpy()]
         )
     for other in found[1:]:
         for a, b in zip(other, found[0]):
             assert_same_bits(a, b)
     mean = x.astype(np.float64).mean(axis=(0, 2, 3))
-    assert_close(layer.running_mean.data(mx.cpu(0)).asnumpy(), mean, "float32")
+    assert_close(layer.running_mean.data(context(0)).asnumpy(), mean, "float32")
 
 
 # Layers that do not train.
@@ -244,7 +245,7 @@ def test_a_frozen_layer_inside_a_training_net(mode):
     if MODES[mode] is not None:
         net.hybridize(**MODES[mode])
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-    before = {name: p.data(mx.cpu(0)).asnumpy() for name, p in net.collect_params().items()}
+    before = {name: p.data(context(0)).asnumpy() for name, p in net.collect_params().items()}
     xs = shards(np.random.default_rng(0).standard_normal((6, 3)).astype("float32"), (2, 4), devices)
     with autograd.record():
         losses = [(net(x) ** 3).sum() for x in xs]
@@ -254,13 +255,13 @@ def test_a_frozen_layer_inside_a_training_net(mode):
     mx.nd.waitall()
     trainer.step(6)
     for name, parameter in net.collect_params().items():
-        same = (parameter.data(mx.cpu(0)).asnumpy() == before[name]).all()
+        same = (parameter.data(context(0)).asnumpy() == before[name]).all()
         assert same == name.startswith(frozen.prefix), name
 
 
 def test_a_frozen_layer_does_not_wait():
     layer = prepare(sbn.SyncBatchNorm(use_global_stats=True, in_channels=3), contexts(2))
-    x = mx.nd.ones((2, 3), ctx=mx.cpu(1))
+    x = mx.nd.ones((2, 3), ctx=context(1))
     x.attach_grad()
     with autograd.record():
         y = layer(x)

@@ -6,6 +6,7 @@ import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
+from devices import KIND
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from runs import MODES, contexts, prepare, shards
@@ -130,7 +131,7 @@ def test_the_error_names_the_layer():
     layer = prepare(sbn.VirtualBatchNorm(3, in_channels=5, prefix="stage3_norm_"), contexts(1))
     with autograd.record():
         y = layer(mx.nd.ones((2, 5)))
-    with pytest.raises(mx.MXNetError, match=r"'stage3_norm' on cpu\(0\): "):
+    with pytest.raises(mx.MXNetError, match=rf"'stage3_norm' on {KIND}\(0\): "):
         y.wait_to_read()
 
 

@@ -5,6 +5,7 @@ from collections import namedtuple
 
 import mxnet as mx
 import numpy as np
+from devices import context
 from dtypes import numpy_dtype, parameter_dtype
 from mxnet.util import is_np_array
 
@@ -30,7 +31,7 @@ def numpy_arrays():
 
 
 def contexts(count):
-    return [mx.cpu(i) for i in range(count)]
+    return [context(i) for i in range(count)]
 
 
 def prepare(block, devices, dtype="float32", mode=None, gamma=None, beta=None):

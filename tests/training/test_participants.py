@@ -9,6 +9,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 import reference
+from devices import KIND, context
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from runs import MODES, contexts
@@ -130,8 +131,8 @@ def test_a_missing_participant():
     group = sbn.SyncGroup(timeout=1)
     layer = sbn.SyncBatchNorm(in_channels=2, group=group)
     layer.initialize(ctx=contexts(4))
-    with pytest.raises(mx.MXNetError, match=r"Came: cpu\(0\). Missing: cpu\(2\)\. "):
-        with sbn.participants([mx.cpu(2), mx.cpu(0)]), autograd.train_mode():
+    with pytest.raises(mx.MXNetError, match=rf"Came: {KIND}\(0\). Missing: {KIND}\(2\)\. "):
+        with sbn.participants([context(2), context(0)]), autograd.train_mode():
             layer(mx.nd.ones((2, 2)))
     check_all_take_part(layer, 4)
 
@@ -139,7 +140,9 @@ def test_a_missing_participant():
 def test_a_device_that_is_no_participant():
     layer = sbn.SyncBatchNorm(in_channels=2)
     layer.initialize(ctx=contexts(3))
-    with pytest.raises(mx.MXNetError, match=r"called on cpu\(2\).*are cpu\(0\), cpu\(1\)"):
+    with pytest.raises(
+        mx.MXNetError, match=rf"called on {KIND}\(2\).*are {KIND}\(0\), {KIND}\(1\)"
+    ):
         with sbn.participants(contexts(2)), autograd.train_mode():
             for device in contexts(3):
                 layer(mx.nd.ones((2, 2), ctx=device))
@@ -267,7 +270,7 @@ def test_no_participants_inside_others():
     check_all_take_part(layer, 3)
 
 
-@pytest.mark.parametrize("devices", [[], None, "cpu(0)", [mx.cpu(0), 1]])
+@pytest.mark.parametrize("devices", [[], None, f"{KIND}(0)", [context(0), 1]])
 def test_invalid_participants(devices):
     with pytest.raises(ValueError, match="give the contexts that have data"):
         sbn.participants(devices)
@@ -307,12 +310,12 @@ def test_layers_that_are_not_called():
 def test_layers_on_other_devices_are_ignored(monkeypatch):
     layer, teacher = sbn.SyncBatchNorm(in_channels=2), sbn.SyncBatchNorm(in_channels=2)
     layer.initialize(ctx=contexts(3))
-    teacher.initialize(ctx=mx.cpu(3))
+    teacher.initialize(ctx=context(3))
     x = mx.nd.ones((2, 2))
     with sbn.participants(contexts(2)), autograd.train_mode():
         for device in contexts(2):
             layer(x.as_in_context(device))
-        teacher(x.as_in_context(mx.cpu(3))).wait_to_read()
+        teacher(x.as_in_context(context(3))).wait_to_read()
     gc.collect()
     monkeypatch.setattr(mx.nd, "waitall", lambda: pytest.fail("waited"))
     with sbn.participants(contexts(3)):
@@ -388,7 +391,7 @@ def test_join_and_participants_on_one_trainer():
         with autograd.record():
             loss = training.net(mx.nd.ones((2, 5))).sum()
         loss.backward()
-        before = weight.data(mx.cpu(0)).asnumpy()
+        before = weight.data(context(0)).asnumpy()
         training.trainer._optimizer.momentum = 0
         training.trainer.set_learning_rate(0)
         training.trainer.step(1)
@@ -396,7 +399,7 @@ def test_join_and_participants_on_one_trainer():
     for parameter in training.net.collect_params().values():
         if parameter.grad_req != "null":
             assert all((array.asnumpy() == 0).all() for array in parameter.list_grad())
-    assert (weight.data(mx.cpu(0)).asnumpy() == before).all()
+    assert (weight.data(context(0)).asnumpy() == before).all()
     assert training.trainer._allreduce_grads is not own
     steps._end(outer=False)
     assert training.trainer._allreduce_grads is own
