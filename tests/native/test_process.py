@@ -8,14 +8,16 @@ import textwrap
 import time
 
 import pytest
+from devices import KIND
 
 HEAD = """
 import os, signal, sys, threading, time
 import mxnet as mx
 import gluon_syncbn as sbn
+from devices import KIND, context
 from gluon_syncbn import native
 
-devices = [mx.cpu(0), mx.cpu(1)]
+devices = [context(0), context(1)]
 net = mx.gluon.nn.HybridSequential()
 for _ in range(2):
     net.add(mx.gluon.nn.Conv2D(4, 3), sbn.SyncBatchNorm())
@@ -108,7 +110,7 @@ def test_a_script_that_ends_while_a_call_waits(ending, hybridize):
         took.append(time.time() - float(output))
         assert code == expected, errors
         assert "terminate called" not in errors and "Segmentation" not in errors
-        assert "The process ended before" in errors and "Missing: cpu(1)" in errors
+        assert "The process ended before" in errors and f"Missing: {KIND}(1)" in errors
     assert min(took) < most, errors
 
 
@@ -235,7 +237,7 @@ def test_logging_a_result_that_never_arrives_blocks_no_other_thread():
     """
     output, errors = run(body, GLUON_SYNCBN_TIMEOUT="1")
     assert output == "gone on\n"
-    assert "WARNING:gluon_syncbn:" in errors and "Missing: cpu(1)" in errors
+    assert "WARNING:gluon_syncbn:" in errors and f"Missing: {KIND}(1)" in errors
 
 
 def test_fork_between_steps():
@@ -286,7 +288,7 @@ def test_a_failed_step_before_a_fork_and_after_one():
                 for loss in failed:
                     loss.wait_to_read()
             except mx.MXNetError as error:
-                print("Missing: cpu(1)" in str(error), flush=True)
+                print(f"Missing: {KIND}(1)" in str(error), flush=True)
             clear_errors()
             for loss in step():
                 loss.wait_to_read()
@@ -324,13 +326,13 @@ def test_the_naive_engine():
             y.backward()
             net.hybridize()
         print(y.asnumpy().round(3).tolist(), flush=True)
-        net.collect_params().reset_ctx([mx.cpu(0), mx.cpu(1)])
+        net.collect_params().reset_ctx([context(0), context(1)])
         with mx.autograd.record():
             net(x)
     """
-    program = f"import mxnet as mx\nimport gluon_syncbn as sbn\n{textwrap.dedent(body)}"
+    head = "import mxnet as mx\nfrom devices import context\nimport gluon_syncbn as sbn\n"
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", head + textwrap.dedent(body)],
         env={**os.environ, "MXNET_ENGINE_TYPE": "NaiveEngine"},
         capture_output=True,
         text=True,

@@ -33,4 +33,5 @@ def _with_simulated_gpus(name):
     return spec
 
 
-sys.meta_path.insert(0, _ForMXNet())
+# After mxnet_compat's.
+sys.meta_path.insert(sys.meta_path.index(PathFinder), _ForMXNet())
