@@ -51,6 +51,17 @@ def pytest_xdist_make_scheduler(config, log):
     return ByFile(config, log)
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "cpu_only(reason): cannot run on simulated GPUs")
+
+
+def pytest_collection_modifyitems(items):
+    if os.environ.get("GLUON_SYNCBN_TEST_DEVICES") == "gpu":
+        for item in items:
+            for mark in item.iter_markers("cpu_only"):
+                item.add_marker(pytest.mark.skip(reason=mark.args[0]))
+
+
 def pytest_report_header():
     try:
         return f"Horovod: {importlib.metadata.version('horovod')}"

@@ -14,6 +14,8 @@ from tolerances import assert_same_bits
 
 STEPS = 50
 
+pytestmark = pytest.mark.cpu_only("oneDNN computes on the CPU alone")
+
 
 class Block(nn.HybridBlock):
     """Convolutions on both sides, a branch, and 16 channels, for which oneDNN chooses a blocked

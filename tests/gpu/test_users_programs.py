@@ -1,0 +1,99 @@
+"""Programs of users on simulated GPUs (make test-gpu), in processes of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "gpu" / "simgpu"))
+
+import simulated_gpus  # noqa: E402
+
+if not simulated_gpus.EXIST:
+    pytest.skip("this is not the MXNet of `make test-gpu`", allow_module_level=True)
+
+import gluon_syncbn as sbn  # noqa: E402
+import mxnet as mx  # noqa: E402
+
+
+def run(*arguments, **environment):
+    """What a program prints. It finds simulated GPUs by tests/support/sitecustomize.py."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, "PTXSIM_DEVICES": "2", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "peers, words",
+    [
+        ({}, "GPUs read each other's memory"),
+        ({"PTXSIM_PEERS": "none"}, "GPUs exchange sums through the host"),
+    ],
+    ids=["peers", "no peers"],
+)
+def test_doctor(peers, words):
+    found = run("-m", "gluon_syncbn", "doctor", **{"PTXSIM_PEERS": "", **peers})
+    assert "self-test, 2 GPUs:" in found and words in found, found
+
+
+SEGMENTATION = "--size 32 --batch 4 --steps 2 --validate-every 2 --val-images 4"
+
+
+def test_the_segmentation_example(tmp_path):
+    example = ROOT / "examples" / "segmentation" / "train.py"
+    arguments = [*SEGMENTATION.split(), "--devices", "gpu:0,1", "--no-export"]
+    run(example, *arguments, "--output", tmp_path / "run", PYTHONPATH=path_of_examples())
+    assert (tmp_path / "run" / "checkpoints" / "last.npz").exists()
+
+
+def path_of_examples():
+    return os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT / "examples")])
+
+
+def train(devices, batches):
+    """The parameters of a ResNet after two steps."""
+    mx.random.seed(0)
+    net = mx.gluon.model_zoo.vision.resnet18_v1(classes=10)
+    sbn.convert_sync_batchnorm(net)
+    # On the CPU, so that all draw the same parameters.
+    net.initialize(mx.init.Xavier(), ctx=mx.cpu())
+    net(mx.nd.zeros((1, 3, 32, 32), ctx=mx.cpu()))
+    net.collect_params().reset_ctx(devices)
+    net.hybridize(static_alloc=True)
+    options = {"learning_rate": 0.01, "momentum": 0.9}
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", options)
+    loss_of = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+    losses = []
+    for x, labels in batches:
+        parts = [mx.gluon.utils.split_and_load(mx.nd.array(a), devices) for a in (x, labels)]
+        with mx.autograd.record():
+            each = [loss_of(net(part), wanted) for part, wanted in zip(*parts)]
+        mx.autograd.backward(each)
+        trainer.step(len(x))
+        losses += [loss.asnumpy() for loss in each]
+    values = [p.data(devices[1]).asnumpy() for p in net.collect_params().values()]
+    return np.concatenate(losses), values
+
+
+def test_a_resnet_trains_as_on_two_cpu_contexts():
+    random = np.random.RandomState(0)
+    batches = [
+        (random.normal(size=(8, 3, 32, 32)).astype("float32"), random.randint(0, 10, 8))
+        for _ in range(2)
+    ]
+    wanted_losses, wanted = train([mx.cpu(0), mx.cpu(1)], batches)
+    losses, values = train([mx.gpu(0), mx.gpu(1)], batches)
+    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-3)
+    for a, b in zip(values, wanted):
+        np.testing.assert_allclose(a, b, atol=1e-3 * np.abs(b).max())
