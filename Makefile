@@ -56,7 +56,7 @@ ifeq ($(filter run-native run-ptx simgpu programs compile-sources,$(MAKECMDGOALS
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: simgpu test-gpu gpu-check gpu-counts compare-gpu-counts ptx-mutants run-ptx cuda-report help environment horovod test-native test-python train detect compare test test-all chaos test-pythons bench bench-distributed lint format docs warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
+.PHONY: simgpu test-gpu test-gpu-all gpu-check gpu-counts compare-gpu-counts ptx-mutants run-ptx cuda-report help environment horovod test-native test-python train detect compare test test-all chaos test-pythons bench bench-distributed lint format docs warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.13] [CXX=g++]'
@@ -83,7 +83,7 @@ test-pythons: wheel ## try the wheel and run the quick tests on Python 3.8, 3.11
 	$(pip) install nox
 	$(python) -m nox $(ARGS)
 
-test-all: test-native test-python test-gpu chaos ## run all tests
+test-all: test-native test-python test-gpu-all chaos ## run all tests
 
 chaos: $(environment) $(ready)test ## let random faults happen to small jobs, and say what became of them
 	PYTHONPATH=tests/support $(python) tests/distributed/chaos.py $(ARGS)
@@ -94,21 +94,25 @@ test-native: ## run the native tests, and where nvcc is the CUDA kernels on a si
 
 # The package with a library of its own, for an MXNet of its own: .venv and gluon_syncbn/ stay as they are.
 test-gpu: $(if $(nvcc),$(environment) $(ready)test) ## run tests on simulated GPUs, in MXNet for GPUs (a download of 499 MB, kept)
-ifeq ($(nvcc),)
-	@echo "No nvcc is found (NVCC, CUDA_HOME, PATH), so nothing is tested on simulated GPUs."
-else
-	@mkdir -p build; $(fetch_mxnet) || { \
-	    echo "$(mxnet) cannot be downloaded (build/mxnet.log), so nothing is tested on simulated GPUs."; exit 0; }; \
-	$(build_native:@%=%) simgpu && rm -rf $(simgpu)/gluon_syncbn $(simgpu)/mxnet_compat && \
-	tar -c --exclude='*.so' --exclude=__pycache__ gluon_syncbn mxnet_compat | tar -x -C $(simgpu) && \
-	cp $(simgpu)/libgluon_syncbn.so $(simgpu)/gluon_syncbn && cd $(simgpu) && \
-	echo "STREAMS=$(STREAMS)" && $(test_gpu)
-endif
+	$(call on_simulated_gpus,PTXSIM_DEVICES=4,$(addprefix gpu/test_,mxnet_gpu.py simulated_gpus.py use_of_cuda.py))
+
+test-gpu-all: test-gpu ## the same, and tests of the layer, conversion, export and training with simulated GPUs for their devices
+	$(call on_simulated_gpus,PTXSIM_DEVICES=8 GLUON_SYNCBN_TEST_DEVICES=gpu,$(gpu_tests),-n 2)
+
+gpu_tests = layers convert deploy training gpu/test_users_programs.py native/test_process.py project/test_readme.py
 # Streams do their work in a random order, which is another one in each run; STREAMS= is at once, and STREAMS=late as
 # late as possible.
 STREAMS ?= $(shell date +1%N)
-test_gpu = PTXSIM_DEVICES=4 PTXSIM_STREAMS=$(STREAMS) MXNET_USE_FUSION=0 PYTHONPATH="$$PWD" $(abspath $(python)) -m pytest -q -p no:cacheprovider \
-    $(addprefix $(CURDIR)/tests/gpu/test_,mxnet_gpu.py simulated_gpus.py use_of_cuda.py) $(ARGS)
+define on_simulated_gpus
+	@$(if $(nvcc),,echo "No nvcc is found (NVCC, CUDA_HOME, PATH), so nothing is tested on simulated GPUs."; exit 0;) \
+	mkdir -p build; $(fetch_mxnet) || { \
+	    echo "$(mxnet) cannot be downloaded (build/mxnet.log), so nothing is tested on simulated GPUs."; exit 0; }; \
+	$(build_native:@%=%) simgpu && rm -rf $(simgpu)/gluon_syncbn $(simgpu)/mxnet_compat && \
+	tar -c --exclude='*.so' --exclude=__pycache__ gluon_syncbn mxnet_compat | tar -x -C $(simgpu) && \
+	cp $(simgpu)/libgluon_syncbn.so $(simgpu)/gluon_syncbn && cd $(simgpu) && echo "STREAMS=$(STREAMS)" && \
+	export $(1) PTXSIM_STREAMS=$(STREAMS) MXNET_USE_FUSION=0 PYTHONPATH="$$PWD" && \
+	$(abspath $(python)) -m pytest -q -p no:cacheprovider $(3) $(addprefix $(CURDIR)/tests/,$(2)) $(ARGS)
+endef
 
 test-python: $(environment) $(ready)test $(ready)horovod ## run all Python tests
 	$(python) -m pytest -n 3 $(ARGS)
@@ -202,7 +206,7 @@ run-native: $(programs)
 # In random order of blocks, warps and streams: another one in each run, which a failure names.
 run-ptx: $(simulated)/test_ptxsim $(if $(nvcc),run-ptx-$(newest) run-ptx-small-$(oldest) compare-gpu-counts)
 	@$<
-	$(if $(nvcc),,@echo "No nvcc is found (NVCC, CUDA_HOME, PATH), so the PTX of the CUDA kernels is not tested.")
+	@$(if $(nvcc),,echo "No nvcc is found (NVCC, CUDA_HOME, PATH), so the PTX of the CUDA kernels is not tested.")
 
 simulate = @order="PTXSIM_SEED=$$(date +%N) PTXSIM_STREAMS=$$(date +1%N)"; echo "$$order $^ $(1)"; env $$order $^ $(1)
 run-ptx-small-%: $(simulated)/test_cuda_kernels_%

@@ -248,7 +248,9 @@ int copy(void* to, const void* from, size_t bytes, int kind, void* stream) {
   enum Kind { kHostToDevice = 1, kDeviceToHost = 2, kDeviceToDevice = 3 };
   State& s = state();
   const Lock lock(s.mutex);
-  if (!fits(stream)) return fail(kInvalidHandle);
+  // Unlike a launch, on whatever device the stream is.
+  const std::optional<int> device = device_of(stream);
+  if (!device) return fail(kInvalidHandle);
   const bool to_device = kind == kHostToDevice || kind == kDeviceToDevice;
   const bool from_device = kind == kDeviceToHost || kind == kDeviceToDevice;
   const bool writes_known = s.memory.holds(to, bytes), reads_known = s.memory.holds(from, bytes);
@@ -259,7 +261,7 @@ int copy(void* to, const void* from, size_t bytes, int kind, void* stream) {
   }
   s.calls.add("bytes copied", bytes);
   if (kind == kHostToDevice) s.calls.add("copies to a device", 1);
-  s.streams.queue(stream, current_device, "a copy", [=, &s] {
+  s.streams.queue(stream, *device, "a copy", [=, &s] {
     if ((writes_known && !s.memory.holds(to, bytes)) ||
         (reads_known && !s.memory.holds(from, bytes))) {
       stop("memory is freed while a stream has yet to copy it");
@@ -268,16 +270,17 @@ int copy(void* to, const void* from, size_t bytes, int kind, void* stream) {
     s.memory.access(to, bytes, true);
     std::memmove(to, staged ? staged->data() : from, bytes);
   });
-  if (!writes_known) s.streams.finish(stream, current_device);
+  if (!writes_known) s.streams.finish(stream, *device);
   return kSuccess;
 }
 
 int fill(void* memory, int value, size_t bytes, void* stream) {
   State& s = state();
   const Lock lock(s.mutex);
-  if (!fits(stream)) return fail(kInvalidHandle);
+  const std::optional<int> device = device_of(stream);
+  if (!device) return fail(kInvalidHandle);
   if (!s.memory.holds(memory, bytes)) return fail(kInvalidValue);
-  s.streams.queue(stream, current_device, "a fill", [=, &s] {
+  s.streams.queue(stream, *device, "a fill", [=, &s] {
     if (!s.memory.holds(memory, bytes)) stop("memory is freed while a stream has yet to fill it");
     s.memory.access(memory, bytes, true);
     std::memset(memory, value, bytes);
