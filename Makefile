@@ -83,7 +83,7 @@ test-pythons: wheel ## try the wheel and run the quick tests on Python 3.8, 3.11
 	$(pip) install nox
 	$(python) -m nox $(ARGS)
 
-test-all: test-native test-python test-gpu-all chaos ## run all tests
+test-all: test-native test-python test-gpu chaos ## run all tests
 
 chaos: $(environment) $(ready)test ## let random faults happen to small jobs, and say what became of them
 	PYTHONPATH=tests/support $(python) tests/distributed/chaos.py $(ARGS)

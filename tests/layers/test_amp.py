@@ -31,7 +31,8 @@ def has_bfloat16():
 needs_bfloat16 = pytest.mark.skipif(
     not has_bfloat16(), reason="oneDNN has no bfloat16 on processors without AVX-512"
 )
-TARGETS = ["float16", pytest.param("bfloat16", marks=needs_bfloat16)]
+in_onednn = pytest.mark.cpu_only("MXNet's Convolution has bfloat16 in oneDNN alone")
+TARGETS = ["float16", pytest.param("bfloat16", marks=[needs_bfloat16, in_onednn])]
 
 
 @pytest.fixture(scope="module", params=TARGETS)

@@ -76,6 +76,7 @@ def test_the_same_results_as_batch_norm_on_one_device(mode):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4, err_msg=field)
 
 
+@pytest.mark.cpu_only("MXNet loads parameters onto cpu(0)")
 @pytest.mark.parametrize("saved", KINDS)
 @pytest.mark.parametrize("loaded", KINDS)
 def test_files_of_each_kind_load_into_each(saved, loaded, tmp_path):
@@ -94,6 +95,7 @@ def test_files_of_each_kind_load_into_each(saved, loaded, tmp_path):
     assert_close(target(x).asnumpy(), expected, "float32")
 
 
+@pytest.mark.cpu_only("MXNet loads parameters onto cpu(0)")
 @pytest.mark.parametrize("saved", KINDS)
 @pytest.mark.parametrize("graph", KINDS)
 def test_a_graph_of_each_kind_takes_the_file_of_each(saved, graph, tmp_path):

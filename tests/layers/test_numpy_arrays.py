@@ -131,6 +131,7 @@ def test_other_arrays_are_refused_before_devices_wait():
         mx.nd.waitall()
 
 
+@pytest.mark.cpu_only("workers give data on the CPU")
 def test_disabled_again():
     with numpy_arrays():
         step(make_net())
@@ -357,6 +358,7 @@ def test_commands_with_the_function_of_a_net(saved, make, tmp_path, capsys):
     assert "1 layers, 4 channels: 0 dead, 0 exploding" in capsys.readouterr().out
 
 
+@pytest.mark.cpu_only("MXNet's cast to row_sparse asks the GPU for warps")
 def test_participants():
     with numpy_arrays():
         net = make_net()
