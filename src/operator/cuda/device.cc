@@ -158,6 +158,8 @@ CudaPass::CudaPass(int device, DType dtype, std::string what)
       device_(device),
       what_(std::move(what)),
       on_device_(*this, device) {
+  // One that others have left on this thread is not that of the first kernel.
+  runtime_.clear_error();
   auto slot = std::make_unique<StreamSlot>();
   {
     Pool& slots = *pool();
