@@ -31,7 +31,7 @@ def evaluate(symbol, arrays, inputs):
     symbol = graph.symbol()
     # MXNet's NumPy operators need its NumPy shapes.
     is_np = any(node.op.startswith("_np") for node in graph.nodes()) or mx.util.is_np_shape()
-    values = {name: array.copy() for name, array in arrays.items()}
+    values = {name: array.copyto(mx.cpu()) for name, array in arrays.items()}
     with mx.autograd.pause(train_mode=False), mx.util.np_shape(is_np), mx.cpu():
         values.update({name: mx.nd.array(x, dtype=x.dtype) for name, x in inputs.items()})
         outputs = mx.nd.CachedOp(symbol)(*(values[name] for name in symbol.list_inputs()))

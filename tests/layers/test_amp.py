@@ -13,6 +13,7 @@ import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
+from devices import context
 from dtypes import BFLOAT16
 from mxnet import autograd, gluon
 from mxnet.contrib import amp
@@ -170,7 +171,7 @@ def test_convert_model(dtype, custom, tmp_path):
     model = mx.model.load_checkpoint(str(tmp_path / "net"), 0)
     symbol, arguments, auxiliary = amp.convert_model(*model, **lists(dtype, custom))
     assert {array.dtype for array in auxiliary.values()} == {np.float32}
-    executor = symbol.simple_bind(mx.cpu(), data=images().shape, grad_req="null")
+    executor = symbol.simple_bind(context(), data=images().shape, grad_req="null")
     executor.copy_params_from(arguments, auxiliary)
     y = executor.forward(is_train=False, data=mx.nd.array(images()))[0]
     limit = {"float16": 2**-9, "bfloat16": 2**-6}[dtype]

@@ -76,7 +76,6 @@ def test_the_same_results_as_batch_norm_on_one_device(mode):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4, err_msg=field)
 
 
-@pytest.mark.cpu_only("MXNet loads parameters onto cpu(0)")
 @pytest.mark.parametrize("saved", KINDS)
 @pytest.mark.parametrize("loaded", KINDS)
 def test_files_of_each_kind_load_into_each(saved, loaded, tmp_path):
@@ -88,14 +87,13 @@ def test_files_of_each_kind_load_into_each(saved, loaded, tmp_path):
     source[1].running_var.set_data(1 + mx.nd.arange(4))
     expected = source(x).asnumpy()
     source.save_parameters(str(tmp_path / "net.params"))
-    target.load_parameters(str(tmp_path / "net.params"))
+    target.load_parameters(str(tmp_path / "net.params"), ctx=context())
     assert_close(target(x).asnumpy(), expected, "float32")
     source.collect_params().save(str(tmp_path / "collected.params"))
     target.collect_params().load(str(tmp_path / "collected.params"))
     assert_close(target(x).asnumpy(), expected, "float32")
 
 
-@pytest.mark.cpu_only("MXNet loads parameters onto cpu(0)")
 @pytest.mark.parametrize("saved", KINDS)
 @pytest.mark.parametrize("graph", KINDS)
 def test_a_graph_of_each_kind_takes_the_file_of_each(saved, graph, tmp_path):
@@ -328,6 +326,7 @@ def test_parameters_shared_by_two_layers():
     )
 
 
+@pytest.mark.cpu_only("these are kinds of CPU memory")
 @pytest.mark.parametrize("kind", ["cpu_shared", "cpu_pinned"])
 def test_data_in_other_memory_of_the_device(kind):
     """The workers of a DataLoader return arrays on cpu_shared(0)."""

@@ -95,7 +95,15 @@ def test_results_beyond_float16_are_infinite():
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("shape", [(4, 3, 40, 50), (700, 70)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(
+            (4, 3, 40, 50), marks=pytest.mark.cpu_only("GPUs add 16-bit data in another order")
+        ),
+        (700, 70),
+    ],
+)
 def test_results_are_those_of_float32_rounded(dtype, shape):
     """Nothing is computed in 16 bits, which only store data."""
     x, dy, gamma, beta = data(shape, dtype, mean=3)

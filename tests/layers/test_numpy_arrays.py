@@ -131,13 +131,13 @@ def test_other_arrays_are_refused_before_devices_wait():
         mx.nd.waitall()
 
 
-@pytest.mark.cpu_only("workers give data on the CPU")
 def test_disabled_again():
     with numpy_arrays():
         step(make_net())
     results(sbn.SyncBatchNorm, "float32", "hybrid")
 
 
+@pytest.mark.cpu_only("workers give data on the CPU")
 def test_data_of_workers():
     """On cpu_shared(0), as from a DataLoader."""
     with numpy_arrays():
@@ -358,7 +358,6 @@ def test_commands_with_the_function_of_a_net(saved, make, tmp_path, capsys):
     assert "1 layers, 4 channels: 0 dead, 0 exploding" in capsys.readouterr().out
 
 
-@pytest.mark.cpu_only("MXNet's cast to row_sparse asks the GPU for warps")
 def test_participants():
     with numpy_arrays():
         net = make_net()
@@ -371,6 +370,7 @@ def test_participants():
             assert_same_bits(second, first, name)
 
 
+@pytest.mark.cpu_only("MXNet's cast to row_sparse is a kernel of its own")
 def test_gradients_are_cleared():
     with numpy_arrays():
         arrays = [mx.np.ones(()), mx.np.ones(2)]

@@ -15,6 +15,12 @@ if KIND == "gpu":
 
     mx.Context._default_ctx = _Default()
 
+    # MXNet loads parameters onto the CPU, whatever the default is.
+    _imports = mx.gluon.SymbolBlock.imports
+    mx.gluon.SymbolBlock.imports = staticmethod(
+        lambda *files, ctx=None, **options: _imports(*files, ctx=ctx or mx.gpu(0), **options)
+    )
+
 
 def context(index=0):
     return mx.Context(KIND, index)

@@ -62,8 +62,8 @@ void ptxsim_set_peers(const char* which);
 // default that of PTXSIM_STREAMS.
 void ptxsim_set_order(const char* order);
 
-// What the host is about to do in place of a kernel on this stream, after all that was queued
-// there: it reads all of these arrays, or writes them.
+// What the host does in place of a kernel on this stream, after all that was queued there: it reads
+// all of these arrays, or writes them.
 struct PtxsimArray {
   const void* memory;
   size_t bytes;

@@ -66,8 +66,18 @@ bool is_random(const Resource& r) {
 // Random numbers come from generators that all devices share.
 std::mutex random_mutex;
 
-// Tells the simulator, which first does what was queued before. Inputs count as read and outputs
-// as written, even if an operator needs a part only.
+void* stream_of(const OpContext& ctx) {
+  // The handle is the stream's first member.
+  return ctx.run_ctx.stream ? *static_cast<void**>(ctx.run_ctx.stream) : nullptr;
+}
+
+// The simulator does what was queued before an operator.
+void catch_up(const nnvm::Op* op, const OpContext& ctx) {
+  ptxsim_work_on_host(op->name.c_str(), stream_of(ctx), nullptr, 0);
+}
+
+// Tells the simulator of an operator that did not fail. Inputs count as read and outputs as
+// written, even if it needs a part only.
 void watch(const nnvm::Op* op, const nnvm::NodeAttrs* attrs, const OpContext& ctx, const Blobs& in,
            const Reqs& req, const Blobs& out) {
   static const auto& mutated = nnvm::Op::GetAttr<nnvm::FMutateInputs>("FMutateInputs");
@@ -83,9 +93,7 @@ void watch(const nnvm::Op* op, const nnvm::NodeAttrs* attrs, const OpContext& ct
     if (req[i] == mxnet::kAddTo) add(out[i], false);
     if (req[i] != mxnet::kNullOp) add(out[i], true);
   }
-  // The handle is the stream's first member.
-  void* const stream = ctx.run_ctx.stream ? *static_cast<void**>(ctx.run_ctx.stream) : nullptr;
-  ptxsim_work_on_host(op->name.c_str(), stream, arrays.data(), arrays.size());
+  ptxsim_work_on_host(op->name.c_str(), stream_of(ctx), arrays.data(), arrays.size());
 }
 
 // `run` gets a context of the CPU, with memory of the GPU where work space is asked for.
@@ -157,18 +165,20 @@ void compute_on_host(nnvm::Op* op) {
     const FCompute body = cpu[op];
     value_of(gpu, op) = [body, op](const nnvm::NodeAttrs& attrs, const OpContext& ctx,
                                    const Blobs& in, const Reqs& req, const Blobs& out) {
-      watch(op, &attrs, ctx, in, req, out);
+      catch_up(op, ctx);
       with_host_context(
           ctx, [&](const OpContext& host) { body(attrs, host, on_host(in), req, on_host(out)); });
+      watch(op, &attrs, ctx, in, req, out);
     };
   }
   if (state_gpu.count(op) && state_cpu.count(op)) {
     const FStatefulCompute body = state_cpu[op];
     value_of(state_gpu, op) = [body, op](const OpStatePtr& state, const OpContext& ctx,
                                          const Blobs& in, const Reqs& req, const Blobs& out) {
-      watch(op, nullptr, ctx, in, req, out);
+      catch_up(op, ctx);
       with_host_context(
           ctx, [&](const OpContext& host) { body(state, host, on_host(in), req, on_host(out)); });
+      watch(op, nullptr, ctx, in, req, out);
     };
     if (create.count(op)) replace<OldCreate>(&value_of(create, op), create_for_host);
   }
