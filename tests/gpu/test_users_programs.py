@@ -83,17 +83,18 @@ def train(devices, batches):
     return np.concatenate(losses), values
 
 
-@pytest.mark.xfail(
-    strict=False, reason="weights differ by 3e-3 after two steps: not understood yet"
-)
 def test_a_resnet_trains_as_on_two_cpu_contexts():
+    """The parameters of one step, and the losses of two. (After the second step data that differ by
+    1e-7 bring parameters that differ by several percent on the CPU too: at 32x32 the last layers
+    normalize eight values.)"""
     random = np.random.RandomState(0)
     batches = [
         (random.normal(size=(8, 3, 32, 32)).astype("float32"), random.randint(0, 10, 8))
         for _ in range(2)
     ]
-    wanted_losses, wanted = train([mx.cpu(0), mx.cpu(1)], batches)
-    losses, values = train([mx.gpu(0), mx.gpu(1)], batches)
-    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-3)
-    for a, b in zip(values, wanted):
-        np.testing.assert_allclose(a, b, atol=1e-3 * np.abs(b).max())
+    for count in (1, 2):
+        wanted_losses, wanted = train([mx.cpu(0), mx.cpu(1)], batches[:count])
+        losses, values = train([mx.gpu(0), mx.gpu(1)], batches[:count])
+        np.testing.assert_allclose(losses, wanted_losses, rtol=1e-3)
+        for a, b in zip(values, wanted if count == 1 else ()):
+            np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max())
