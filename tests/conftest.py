@@ -60,6 +60,8 @@ def pytest_collection_modifyitems(items):
         for item in items:
             for mark in item.iter_markers("cpu_only"):
                 item.add_marker(pytest.mark.skip(reason=mark.args[0]))
+            if "nn.BatchNormReLU" in item.name:
+                item.add_marker(pytest.mark.skip(reason="MXNet has it on the CPU alone"))
 
 
 def pytest_report_header():

@@ -39,6 +39,9 @@ def random_statistics(net):
             getattr(layer, name).set_data(mx.nd.random.uniform(low, high, shape=channels))
 
 
+cpu_only = pytest.mark.cpu_only("MXNet has nn.BatchNormReLU on the CPU alone")
+
+
 def layers_of(net):
     found = []
     net.apply(lambda b: found.append(b) if isinstance(b, nn.basic_layers._BatchNorm) else None)
@@ -211,6 +214,7 @@ class Residual(gluon.HybridBlock):
         return self.branches(x)
 
 
+@cpu_only
 @pytest.mark.parametrize("mode", MODES)
 def test_attributes_concurrent_branches_and_shared_layers(mode):
     x = images()

@@ -98,6 +98,7 @@ def compare():
 
 
 @pytest.mark.long
+@pytest.mark.cpu_only("an FCN takes minutes and 9 GB on simulated GPUs")
 def test_fcn_resnet50_on_two_devices():
     environment = {**os.environ, "MXNET_CPU_TEMP_COPY": "512"}
     done = subprocess.run(
