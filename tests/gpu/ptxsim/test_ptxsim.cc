@@ -325,7 +325,7 @@ void test_races() {
     const Steps steps = steps_of(text);
     const bool expected = is_race(steps);
     races += expected;
-    for (const std::string order : {std::string(), std::string("late"), std::to_string(seed)}) {
+    for (const std::string& order : {std::string(), std::string("late"), std::to_string(seed)}) {
       const std::string found = race_in(steps, order.c_str());
       CHECK_SAY(found.empty() != expected, "seed " << seed << ", order " << order << ": " << text
                                                    << " gives \"" << found << "\"");
