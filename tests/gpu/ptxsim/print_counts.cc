@@ -42,7 +42,10 @@ class DeviceArray {
   DeviceArray(int64_t size, T value)
       : DeviceArray(std::vector<T>(static_cast<size_t>(size), value).data(), size) {}
   DeviceArray(const DeviceArray&) = delete;
-  ~DeviceArray() { must(cuda_backend()->runtime.free(memory_), "free"); }
+  ~DeviceArray() {
+    must(cuda_backend()->runtime.synchronize(kStream), "synchronize");
+    must(cuda_backend()->runtime.free(memory_), "free");
+  }
 
   T* data() { return static_cast<T*>(memory_); }
 
