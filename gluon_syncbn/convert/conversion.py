@@ -263,8 +263,8 @@ def revert_sync_batchnorm(net, return_report=False):
     synchronized net. Nothing is fused any more. Nothing of this package remains in the net.
 
     Settings that nn.BatchNorm lacks are lost: it computes a biased running variance on the CPU and
-    an unbiased one with cuDNN, and has no virtual devices. A block that calls a layer with a
-    residual gets a TypeError from nn.BatchNorm.
+    an unbiased one with cuDNN, and has no virtual devices. MXNet runs ``nn.BatchNormReLU`` on the
+    CPU alone. A block that calls a layer with a residual gets a TypeError from nn.BatchNorm.
 
     A layer stays the same object, with its Parameter objects, hooks and settings, including
     settings changed in the meantime. The function waits for all pending work of MXNet, as the last

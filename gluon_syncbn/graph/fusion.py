@@ -74,10 +74,9 @@ def fuse(graph):
             left.append((node.name, why or f"it is followed by {user.operator}"))
             continue
         node.attrs.update(activation)
-        if last is not node:
-            last.name = user.name
-        new[id(user)] = last, 0
         fused.append((node.name, " + ".join([*what, *activation.get("activation", "").split()])))
+        last.name = user.name
+        new[id(user)] = last, 0
     graph.rewrite(lambda node: new.get(id(node)))
     return fused, left
 

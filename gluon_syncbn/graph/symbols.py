@@ -321,6 +321,24 @@ def make_stock(graph, within=None):
     graph.rewrite(change)
 
 
+def add_layout_copies(graph):
+    """Lets the CPU run a graph that was traced for GPUs, where our operator needs no copies."""
+
+    def copy(entry):
+        return Node("SwapAxis", "layout_copy", {"dim1": "0", "dim2": "0"}, [entry]), 0
+
+    def change(node):
+        if not is_true(node.attrs.get("gpu_only", "False")):
+            return None
+        node.attrs["gpu_only"] = "False"
+        for number in (0, RESIDUAL) if has_residual(node) else (0,):
+            node.inputs[number] = copy(node.inputs[number])
+        return copy((node, 0))
+
+    graph.rewrite(change)
+    return graph
+
+
 def before_layout_copies(entry):
     while entry[0].is_layout_copy:
         entry = entry[0].inputs[0]

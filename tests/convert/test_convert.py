@@ -21,7 +21,7 @@ from mxnet.gluon.contrib.nn import HybridConcurrent
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.parameter import Parameter
 from runs import MODES, contexts, shards
-from tolerances import assert_close, assert_same_bits
+from tolerances import assert_close, assert_same_bits, relative_error
 
 KINDS = {
     "nn.BatchNorm": nn.BatchNorm,
@@ -438,6 +438,7 @@ def test_again_changes_only_group_and_number(of_graph, tmp_path):
         assert {(layer._own_group, layer._num_devices) for layer in synced(net)} == {expected}
 
 
+@cpu_only
 def test_layers_made_synchronized_become_plain():
     net = nn.HybridSequential()
     net.add(sbn.SyncBatchNorm(momentum=0.8, in_channels=3), SyncBatchNormReLU(in_channels=3))
@@ -452,7 +453,7 @@ def test_layers_made_synchronized_become_plain():
     assert_close(forward(net, images()), before, "float32")
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "leaky_relu"])
+@pytest.mark.parametrize("activation", [None, pytest.param("relu", marks=cpu_only), "leaky_relu"])
 def test_layers_with_an_activation_become_plain(activation):
     layer = sbn.SyncBatchNorm(activation=activation, in_channels=3)
     layer.initialize()
@@ -693,7 +694,7 @@ def test_the_graph_of_a_file(kind, tmp_path):
     assert not {"BatchNorm", "_contrib_BatchNormWithReLU"} & set(operators(net))
     assert list(net.collect_params().items()) == parameters
     assert net._cached_graph[1].list_outputs() == outputs
-    assert_close(forward(net, x), before, "float32")
+    assert relative_error(forward(net, x), before) < 5e-6  # the last layer adds to it
     assert convert_sync_batchnorm(net, return_report=True)[1].already == tuple(paths)
     revert_sync_batchnorm(net)
     assert type(net) is gluon.SymbolBlock and net._cached_graph[1].tojson() == graph
@@ -888,5 +889,5 @@ def test_one_checkpoint_for_any_number_of_devices(tmp_path):
         net.save_parameters(str(files[-1]))
     assert files[0].read_bytes() == files[1].read_bytes() == files[2].read_bytes()
     loaded = two_norms()
-    loaded.load_parameters(str(files[2]))
+    loaded.load_parameters(str(files[2]), ctx=mx.current_context())
     assert np.isfinite(forward(loaded, images())).all()

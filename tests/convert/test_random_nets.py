@@ -97,7 +97,11 @@ def export_and_convert(seed, folder):
         assert main(["convert", f"{folder}/n-symbol.json", "-o", f"{folder}/c-symbol.json"]) == 0
         stock = SymbolBlock.imports(f"{folder}/c-symbol.json", names)
         stock.collect_params().load(
-            f"{folder}/n-0000.params", ignore_extra=True, cast_dtype=True, dtype_source="saved"
+            f"{folder}/n-0000.params",
+            ctx=mx.current_context(),
+            ignore_extra=True,
+            cast_dtype=True,
+            dtype_source="saved",
         )
         check(called(stock, xs), expected, f"{what}: by the command")
     sbn.convert_sync_batchnorm(block, fuse=rng.random() < 0.5)

@@ -21,6 +21,7 @@ from test_deploy import assert_outputs, contents, forward, load, operators, read
 from tolerances import EXPORTED, ONNX
 
 PACKAGE = Path(sbn.__file__).parent
+two_packages = pytest.mark.cpu_only("doctor finds two packages of MXNet there")
 
 
 def make():
@@ -337,6 +338,7 @@ def test_as_a_program(folder):
     assert [process(command, "--help").returncode for command in commands] == [0] * 4
 
 
+@two_packages
 def test_doctor_where_all_is_well():
     done = process("doctor")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
@@ -364,6 +366,7 @@ def test_without_the_native_library(tmp_path):
     assert "The native library of gluon_syncbn is missing" in done.stderr
 
 
+@two_packages
 @pytest.mark.parametrize(
     "program, remedy",
     [
@@ -426,6 +429,7 @@ def test_doctor_survives_a_self_test_that_does_not(monkeypatch, capsys, tmp_path
     assert "self-test, 2 CPU devices" in capsys.readouterr().out
 
 
+@two_packages
 @pytest.mark.parametrize("gpus, remedies", [(0, 1), (1, 0), (8, 0)])
 def test_doctor_of_gpus(monkeypatch, capsys, gpus, remedies):
     state = {"mxnet": "1.9.1", "features": ["CUDA"], "gpus": gpus}

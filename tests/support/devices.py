@@ -18,7 +18,9 @@ if KIND == "gpu":
     # MXNet loads parameters onto the CPU, whatever the default is.
     _imports = mx.gluon.SymbolBlock.imports
     mx.gluon.SymbolBlock.imports = staticmethod(
-        lambda *files, ctx=None, **options: _imports(*files, ctx=ctx or mx.gpu(0), **options)
+        lambda symbol, names, parameters=None, ctx=None, **options: _imports(
+            symbol, names, parameters, ctx or mx.gpu(0), **options
+        )
     )
 
 
