@@ -96,10 +96,10 @@ test-native: ## run the native tests, and where nvcc is the CUDA kernels on a si
 test-gpu: $(if $(nvcc),$(environment) $(ready)test) ## run tests on simulated GPUs, in MXNet for GPUs (a download of 499 MB, kept)
 	$(call on_simulated_gpus,PTXSIM_DEVICES=4,$(addprefix gpu/test_,mxnet_gpu.py simulated_gpus.py use_of_cuda.py))
 
-test-gpu-all: test-gpu ## the same, and tests of the layer and of training with simulated GPUs for their devices
+test-gpu-all: test-gpu ## the same, and other tests with simulated GPUs for their devices
 	$(call on_simulated_gpus,PTXSIM_DEVICES=8 GLUON_SYNCBN_TEST_DEVICES=gpu,$(gpu_tests),-n 2)
 
-gpu_tests = layers training gpu/test_users_programs.py
+gpu_tests = layers convert deploy training gpu/test_users_programs.py
 # Streams do their work in a random order, which is another one in each run; STREAMS= is at once, and STREAMS=late as
 # late as possible.
 STREAMS ?= $(shell date +1%N)

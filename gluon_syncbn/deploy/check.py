@@ -6,7 +6,7 @@ import logging
 import mxnet as mx
 import numpy as np
 
-from ..graph.symbols import ExportError, Graph, is_random
+from ..graph.symbols import ExportError, Graph, add_layout_copies, is_random
 from ..graph.trace import last_line
 from ..layers.batch_norm import is_bfloat16
 
@@ -25,7 +25,7 @@ _BATCH, _SIDES = 4, (32, 224, 64, 128, 300, 28)
 def evaluate(symbol, arrays, inputs):
     """The outputs of a symbol in inference on the CPU. arrays: {name: NDArray}, inputs: {name:
     NumPy array}; the arrays are copied, as MXNet overwrites a gamma that is fixed."""
-    graph = Graph(symbol)
+    graph = add_layout_copies(Graph(symbol))
     for node in graph.nodes():
         node.attrs.pop("__dtype__", None)
     symbol = graph.symbol()

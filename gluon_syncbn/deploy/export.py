@@ -15,7 +15,6 @@ from ..graph.symbols import (
     ExportError,
     Graph,
     Node,
-    add_layout_copies,
     is_in_place,
     is_random,
     is_true,
@@ -174,7 +173,7 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
             )
             return evaluate(plain, values, data)
 
-    plain, arrays = add_layout_copies(graph).symbol(), values_of(used)
+    plain, arrays = graph.symbol(), values_of(used)
     return write_graph(graph, arrays, inputs, target, net.name, run_net)
 
 

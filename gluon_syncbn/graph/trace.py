@@ -14,7 +14,7 @@ from ..layers.batch_norm import SyncBatchNorm
 from ..layers.operator import is_numpy
 from .blocks import walk
 from .symbol_block import SyncGraph, composed
-from .symbols import ExportError, Graph, add_layout_copies, variable
+from .symbols import ExportError, variable
 
 
 def parameters_of(net):
@@ -63,9 +63,6 @@ def run(net, parameters, values, inputs):
                 change(block, _active=False, _cached_op=None, _cached_op_args=[])
             if isinstance(block, SyncGraph):
                 block._splice()
-            if isinstance(block, SymbolBlock):
-                arguments, symbol = block._cached_graph
-                change(block, _cached_graph=(arguments, add_layout_copies(Graph(symbol)).symbol()))
         make = mx.np.array if is_np else mx.nd.array
         arrays = [make(x, dtype=x.dtype) for x in inputs]
         outputs, _ = _flatten(net(*_arguments(net, arrays)), "output")

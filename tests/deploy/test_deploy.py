@@ -212,6 +212,22 @@ def test_a_gamma_that_is_taken_for_1_is_written_as_1(tmp_path):
     assert_same_bits(net[1].gamma.data().asnumpy(), gamma)
 
 
+def test_graphs_traced_for_gpus(tmp_path):
+    """They have no layout copies, which the CPU needs."""
+    net = nn.HybridSequential(prefix="net_")
+    net.add(nn.Conv2D(4, 3), sbn.SyncBatchNorm())
+    [x], expected = ready(net, (2, 3, 6, 7))
+    net.hybridize()
+    forward(net, x)
+    net.export(str(tmp_path / "net"))
+    graph = tmp_path / "net-symbol.json"
+    graph.write_text(graph.read_text().replace('"gpu_only": "False"', '"gpu_only": "True"'))
+    sbn.export(load(tmp_path / "net"), tmp_path / "m", input_shape=x.shape)
+    command = f"export {tmp_path}/net -o {tmp_path}/m --onnx {tmp_path}/m.onnx --input-shape"
+    assert main([*command.split(), ",".join(map(str, x.shape))]) == 0
+    assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[False])
+
+
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("of_graph", [False, True])
 def test_residuals_and_fused_graphs(tmp_path, fuse, of_graph):
