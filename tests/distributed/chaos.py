@@ -18,6 +18,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from distributed_cluster import Cluster, has_horovod
 
@@ -135,7 +137,12 @@ class Outcome:
     def _watch(self):
         cluster, chaos = self.cluster, self.chaos
         rank = 0 if chaos["by_hand"] and chaos["moment"] == "start" else chaos["rank"]
-        self.pid, begin = cluster.wait_for("struck", ranks=[rank])[rank]
+        try:
+            self.pid, begin = cluster.wait_for("struck", ranks=[rank])[rank]
+        except pytest.fail.Exception:
+            self.output, self.codes = cluster.output(), ""
+            self.wrong.append("it ended before the fault")
+            return
         if chaos["fault"] == "cut":
             cluster.cut(TIMEOUT / 2)
         elif chaos["victim"] != "worker":
