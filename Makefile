@@ -97,7 +97,7 @@ test-gpu: $(if $(nvcc),$(environment) $(ready)test) ## run tests on simulated GP
 	$(call on_simulated_gpus,PTXSIM_DEVICES=4,$(addprefix gpu/test_,mxnet_gpu.py simulated_gpus.py use_of_cuda.py))
 
 test-gpu-all: test-gpu ## the same, and other tests with simulated GPUs for their devices
-	$(call on_simulated_gpus,PTXSIM_DEVICES=8 GLUON_SYNCBN_TEST_DEVICES=gpu,$(gpu_tests),-n 2)
+	$(call on_simulated_gpus,PTXSIM_DEVICES=8 GLUON_SYNCBN_TEST_DEVICES=gpu,$(gpu_tests),-n 3 -m "not long")
 
 gpu_tests = layers convert deploy training gpu/test_users_programs.py
 # Streams do their work in a random order, which is another one in each run; STREAMS= is at once, and STREAMS=late as

@@ -20,11 +20,18 @@ import gluon_syncbn as sbn  # noqa: E402
 import mxnet as mx  # noqa: E402
 
 
-def run(*arguments, **environment):
-    """What a program prints. It finds simulated GPUs by tests/support/sitecustomize.py."""
+def run(*arguments, folder=None, **environment):
+    """What a program prints. It finds simulated GPUs by tests/support/sitecustomize.py, and chooses
+    its devices itself."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
-        env={**os.environ, "PTXSIM_DEVICES": "2", **environment},
+        cwd=folder,
+        env={
+            **os.environ,
+            "PTXSIM_DEVICES": "2",
+            "GLUON_SYNCBN_TEST_DEVICES": "cpu",
+            **environment,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -47,15 +54,34 @@ def test_doctor(peers, words):
     assert "self-test, 2 GPUs:" in found and words in found, found
 
 
-SEGMENTATION = "--size 32 --batch 4 --steps 2 --validate-every 2 --val-images 4"
-
-
-def test_the_segmentation_example(tmp_path):
-    example = ROOT / "examples" / "segmentation" / "train.py"
-    arguments = [*SEGMENTATION.split(), "--devices", "gpu:0,1", "--no-export"]
-    status, found = run(example, *arguments, "--output", tmp_path / "run")
+@pytest.mark.parametrize("name", ["segmentation", "detection"])
+def test_an_example(name, tmp_path):
+    arguments = (
+        "--batch 4 --steps 2 --validate-every 2 --val-images 4 --no-export --devices gpu:0,1"
+    )
+    program, size = ROOT / "examples" / name / "train.py", {"segmentation": 32, "detection": 64}
+    output = tmp_path / "run"
+    status, found = run(program, *arguments.split(), "--size", size[name], "--output", output)
     assert status == 0, found
-    assert (tmp_path / "run" / "checkpoints" / "last.npz").exists()
+    assert (output / "checkpoints" / "last.npz").exists()
+
+
+def test_two_processes_of_two_gpus(tmp_path):
+    program = ROOT / "examples" / "distributed" / "train.py"
+    launch = "-m", "gluon_syncbn.launch", "-n", 2, program
+    status, found = run(*launch, folder=tmp_path, PTXSIM_DEVICES="4")
+    assert status == 0, found
+    assert "epoch 3: loss 0.0" in found
+
+
+def test_the_program_of_readme(tmp_path):
+    """With processes that are forked while GPUs are in use."""
+    code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    for old, new in ("mx.cpu(", "mx.gpu("), ("batch_size=8", "batch_size=8, num_workers=2"):
+        assert old in code
+        code = code.replace(old, new)
+    status, found = run("-c", code, folder=tmp_path)
+    assert status == 0 and "loss 0." in found, found
 
 
 def train(devices, batches):
