@@ -60,7 +60,7 @@ class HorovodReducer(Reducer):
             "script.",
         )
 
-    def split(self, size):
+    def _split(self, size):
         if size not in self._sets:
             timeout = seconds(None)
             native.call_within(
@@ -85,7 +85,7 @@ class HorovodReducer(Reducer):
         self._sets[size] = number
 
     def _open(self, key, size, wait, sums):
-        processes = len(self._ranks.get(key, range(self.size)))
+        processes = len(self._members(key))
         sums = sums and processes >= _FEWEST_FOR_SUMS
         process_set = 0 if processes == self.size else self._sets[processes]
         # Uses what ``hvd.allgather`` and ``hvd.allreduce`` call, which wait without a limit.

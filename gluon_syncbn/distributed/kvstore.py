@@ -127,8 +127,6 @@ class KVStoreReducer(Reducer):
         differ: each process registers its keys in the order in which its layers come to them.
         """
         name = key.encode()
-        if len(name) > _REGISTRATION - 3:
-            raise ValueError(f"The key {key} is too long: use at most {_REGISTRATION - 3} bytes.")
         with self._round:
             number = self._push_new(array, wait) if self.rank == 0 else _FIRST_KEY
             mine = numpy.zeros(_REGISTRATION, numpy.float32)

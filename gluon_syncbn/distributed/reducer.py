@@ -16,12 +16,15 @@ from ..native import shutdown
 from .answers import ARRIVED, FAILED, GONE, describe_others
 from .arguments import WARN_AFTER, duration, seconds
 from .liveness import Liveness
+from .shared_memory import SharedMemory
 from .watch import Watch
 
 _log = logging.getLogger("gluon_syncbn")
 
 # How long the shutdown handshake may take when all processes have come to their end.
 _SHUTDOWN_SECONDS = 30.0
+# Bytes: what the KVStore registers.
+_LONGEST_KEY = 61
 _CAUSES = (
     "Usual causes: a process has ended, hangs or is much slower; it called the net less often (an "
     "uneven number of batches: see gluon_syncbn.distributed.join), it built another net, or "
@@ -54,20 +57,27 @@ class Reducer:
         self._timeouts = {timeout}
         # How many of Python's waits for MXNet had failed before.
         self._failed_before = 0
-        self._liveness = None
+        self._liveness = self._memory = None
         beat("makes its store", again=False)
         if size > 1:
             liveness = Liveness(rank, size, in_flight=self._connection.in_flight, watch=Watch(self))
             try:
-                address = numpy.frombuffer(liveness.address, numpy.uint8).astype(numpy.float64)
-                key = native.Key(None, "startup handshake")
-                everyone = self.exchange(key, address, timeout=timeout)
-                liveness.set_addresses([row.astype(numpy.uint8).tobytes() for row in everyone])
+                self._exchange_addresses(liveness, SharedMemory(rank), timeout)
             except BaseException:
                 liveness.close()
                 raise
-            self._liveness = liveness
         shutdown.at_exit(self._leave)
+
+    def _exchange_addresses(self, liveness, memory, timeout):
+        mine = numpy.frombuffer(liveness.address + memory.address, numpy.uint8)
+        key = native.Key(None, "startup handshake")
+        everyone = self.exchange(key, mine.astype(numpy.float64), timeout=timeout)
+        rows, own = everyone.astype(numpy.uint8), len(liveness.address)
+        liveness.set_addresses([row[:own].tobytes() for row in rows])
+        opened = numpy.array([memory.open([row[own:].tobytes() for row in rows])], numpy.float64)
+        key = native.Key(None, "shared memory")
+        memory.agree(self.exchange(key, opened, timeout=timeout).ravel())
+        self._memory, self._liveness = memory, liveness
 
     def all_reduce(self, key, array, timeout=None):
         """The sum of `array` over all processes.
@@ -139,6 +149,11 @@ class Reducer:
     def split(self, size):
         """Whether groups of `size` processes can exchange among themselves, from here on. All
         processes call it."""
+        groups = (range(first, first + size) for first in range(0, self.size, size))
+        return all(map(self._memory.joins, groups)) or self._split(size)
+
+    def _split(self, size):
+        """`split` through the store."""
         return False
 
     @property
@@ -163,10 +178,18 @@ class Reducer:
             self._liveness.set_status(FAILED, text)
 
     def _first_exchange(self, key, size, title, timeout, ranks, sums):
+        if len(str(key).encode()) > _LONGEST_KEY:
+            raise ValueError(f"The key {key} is too long: use at most {_LONGEST_KEY} bytes.")
         with self._opening.setdefault(key, threading.Lock()):
             if key not in self.channels:
                 if ranks is not None:
                     self._ranks[str(key)] = ranks
+                members = self._members(key)
+                if self._memory and self._memory.joins(members):
+                    self.channels[key] = self._memory.channel(
+                        self._connection, str(key), size, members, sums
+                    )
+                    return self.channels[key]
                 exchange = f"{title} ({key} 1)"
                 if self._liveness is not None:
                     self._liveness.arrive(exchange)
@@ -178,6 +201,9 @@ class Reducer:
                     if self._liveness is not None:
                         self._liveness.leave(exchange, complete=key in self.channels)
             return self.channels[key]
+
+    def _members(self, key):
+        return self._ranks.get(str(key), range(self.size))
 
     def _open(self, key, size, wait, sums):
         """The native channel of a new key, when all processes know that it is used. sums: see
@@ -195,10 +221,12 @@ class Reducer:
         if self._liveness is not None:
             # The name of an exchange is "title (key number)".
             some = [r for key, r in self._ranks.items() if exchange.startswith(f"{title} ({key} ")]
+            members = some[0] if some else range(self.size)
             patience = min(2.0, timeout / 4, max(timeout - waited, 0.1))
-            answers = self._liveness.probe(exchange, patience, *some)
+            answers = self._liveness.probe(exchange, patience, members)
             message += f"{self._liveness.describe(answers)} "
-            if all(answer.state == ARRIVED for answer in answers.values()):
+            all_have_come = all(answer.state == ARRIVED for answer in answers.values())
+            if all_have_come and not self._memory.joins(members):
                 message += f"As all have come, {self.name} does not answer. "
             lost = lost or any(
                 answer.state == GONE or answer.status and answer.state != ARRIVED

@@ -161,6 +161,36 @@ class Connection:
         )
         return Channel(handle, size, processes, *arrays)
 
+    def shared_memory_channel(self, key, size, rank, processes, segment, sums=False):
+        """A `Channel` between processes of this machine, through the `Segment` of the first. sums:
+        whether a layer's messages are to be added up."""
+        handle = _or_error(
+            _library.gluon_syncbn_shared_memory_channel,
+            *(self._handle, key.encode(), segment.handle, rank, processes, size, sums),
+        )
+        return Channel(handle, size, processes)
+
+
+class Segment:
+    """Memory that processes of one machine share: see exchange/shared_memory.h.
+
+    file: the descriptor of another process's, ``/proc/PID/fd/NUMBER``. By default a new one, with a
+    `descriptor` until `close`. token: 16 characters, equal for all. RuntimeError where there is
+    none to be had. It is kept until the process ends.
+    """
+
+    def __init__(self, token, file=None):
+        descriptor = ctypes.c_int()
+        file = file and file.encode()
+        self.handle = _or_error(
+            _library.gluon_syncbn_segment, file, token.encode(), ctypes.byref(descriptor)
+        )
+        self.descriptor = descriptor.value
+
+    def close(self):
+        """From now on nobody can open it."""
+        _library.gluon_syncbn_close_descriptor(self.handle)
+
 
 class Channel:
     """A key by which all processes exchange the same number of values, again and again."""
@@ -240,6 +270,15 @@ class FixedPoint:
         """Takes the messages of all processes, shape (processes, size), where it had no sums."""
         messages = numpy.ascontiguousarray(messages)
         _library.gluon_syncbn_follow(self._handle, messages.ctypes.data)
+
+
+def _or_error(function, *arguments):
+    """The handle that a function returns. Raises RuntimeError with the error that it writes."""
+    error = ctypes.create_string_buffer(_MAX_ERROR_SIZE)
+    handle = function(*arguments, error, _MAX_ERROR_SIZE)
+    if not handle:
+        raise RuntimeError(error.value.decode(errors="replace"))
+    return handle
 
 
 def clear_channels():

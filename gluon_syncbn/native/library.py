@@ -190,6 +190,11 @@ for _name, (_result, *_arguments) in {
     "free_fixed_point": (None, _pointer),
     "kvstore_channel": (_pointer, _pointer, _text, _int, *map(ctypes.POINTER, _KVSTORE)),
     "horovod_channel": (_pointer, _pointer, _text, _int, *map(ctypes.POINTER, _HOROVOD)),
+    "segment": (_pointer, _text, _text, ctypes.POINTER(_int), _text, _int),
+    "close_descriptor": (None, _pointer),
+    "shared_memory_channel": (
+        *(_pointer, _pointer, _text, _pointer, _int, _int, _long, _bool, _text, _int),
+    ),
     "channel_calls": (_long, _pointer),
     "channel_sums": (_long, _pointer),
     "channel_restart": (None, _pointer),

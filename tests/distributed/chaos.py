@@ -62,6 +62,8 @@ def draw(seed):
         chaos["moment"] = rng.choice(MOMENTS[1:])
     if chaos["fault"] == "garbage" and chaos["moment"] == "start":
         chaos["moment"] = "before"  # No port is open earlier.
+    # Two machines share none.
+    chaos["memory"] = int(rng.random() < 0.5 and chaos["fault"] != "cut")
     return chaos
 
 
@@ -127,6 +129,7 @@ class Outcome:
                 by_hand=chaos["by_hand"],
                 script=WORKER,
                 GLUON_SYNCBN_TIMEOUT=str(chaos["timeout"]),
+                GLUON_SYNCBN_SHARED_MEMORY=str(chaos["memory"]),
                 CHAOS=json.dumps(chaos),
             )
             try:
@@ -216,7 +219,8 @@ class Outcome:
         who = f"rank {chaos['rank']}" if chaos["victim"] == "worker" else chaos["victim"]
         seconds = "-" if self.seconds is None else f"{self.seconds:.1f}"
         return (
-            f"{self.seed:>8} {chaos['engine']:<8}{start:<7}{chaos['workers']} "
+            f"{self.seed:>8} {chaos['engine']:<8}{'memory' if chaos['memory'] else 'store':<7}"
+            f"{start:<7}{chaos['workers']} "
             f"{join:<5}{chaos['fault']:<9}{chaos['moment']:<11}{who:<10}"
             f"{seconds:>6}  {self.codes:<9} {'; '.join(self.wrong) or 'as it should'}"
         )
@@ -234,7 +238,7 @@ def main(arguments=None):
         print(outcome.output, outcome.row(), sep="\n")
         return int(bool(outcome.wrong))
     seeds = [f"{options.seed}-{number}" for number in range(options.faults)]
-    print("    seed engine  start  n join fault    moment     who       seconds  codes")
+    print("    seed engine  by     start  n join fault    moment     who       seconds  codes")
     outcomes = []
     with ThreadPoolExecutor(options.at_a_time) as executor:
         for outcome in executor.map(Outcome, seeds):

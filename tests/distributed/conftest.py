@@ -1,7 +1,7 @@
 """Clusters that several files of tests look at, as starting processes takes most of the time."""
 
 import pytest
-from distributed_cluster import needs_horovod, run
+from distributed_cluster import STORE, needs_horovod, run
 
 STORES = [
     "distributed_stores:sums",
@@ -23,28 +23,39 @@ STORES = [
 
 
 @pytest.fixture(scope="session")
+def shared(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("shared"), 2, STORES)
+
+
+@pytest.fixture(scope="session")
 def two(tmp_path_factory):
     topics = [*STORES, "distributed_stores:a_store_of_files", "distributed_sums:through_files"]
     topics += ["distributed_traps:one_process_does_more"]
     # The last one, as a process leaves the group.
     topics += ["distributed_traps:a_group_that_is_left"]
-    return run(tmp_path_factory.mktemp("two"), 2, topics)
+    return run(tmp_path_factory.mktemp("two"), 2, topics, **STORE)
+
+
+FOUR = ["distributed_stores:sums", "distributed_bits:bits", "distributed_groups:sizes_of_groups"]
+
+
+@pytest.fixture(scope="session")
+def shared_four(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("shared four"), 4, [*FOUR, "distributed_join:learns_alone"])
 
 
 @pytest.fixture(scope="session")
 def four(tmp_path_factory):
-    topics = ["distributed_stores:sums", "distributed_bits:bits"]
-    topics += ["distributed_groups:sizes_of_groups", "distributed_bits:training_on_two_devices"]
-    topics += ["distributed_join:learns_alone"]
-    return run(tmp_path_factory.mktemp("four"), 4, topics)
+    topics = [*FOUR, "distributed_bits:training_on_two_devices"]
+    return run(tmp_path_factory.mktemp("four"), 4, topics, **STORE)
 
 
 @pytest.fixture(scope="session")
 def horovod(tmp_path_factory):
     topics = [*STORES, "distributed_traps:ends_in_a_step"]
-    return run(tmp_path_factory.mktemp("horovod"), 2, topics, engine="horovod")
+    return run(tmp_path_factory.mktemp("horovod"), 2, topics, engine="horovod", **STORE)
 
 
-@pytest.fixture(params=["two", pytest.param("horovod", marks=needs_horovod)])
+@pytest.fixture(params=["shared", "two", pytest.param("horovod", marks=needs_horovod)])
 def pair(request):
     return request.getfixturevalue(request.param)

@@ -19,6 +19,8 @@ WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "distributed_w
 # What a slow machine may need to import MXNet in all processes.
 STARTED_SECONDS = 120
 _MARK = "GLUON_SYNCBN_TEST"
+# Has the processes of one machine exchange through the store, as those of several do.
+STORE = {"GLUON_SYNCBN_SHARED_MEMORY": "0"}
 
 
 def has_horovod():

@@ -12,11 +12,11 @@ import mxnet as mx
 import numpy as np
 import pytest
 from distributed_bits import Share
-from distributed_cluster import WORKER, Results, needs_horovod, run
+from distributed_cluster import STORE, WORKER, Results, needs_horovod, run
 from gluon_syncbn.distributed import HorovodReducer, KVStoreReducer
 from tolerances import assert_same_bits
 
-JOBS = ["two", "four", pytest.param("horovod", marks=needs_horovod)]
+JOBS = ["shared", "two", "four", pytest.param("horovod", marks=needs_horovod)]
 
 
 @pytest.fixture(params=JOBS)
@@ -87,11 +87,8 @@ def test_arrays_that_cannot_be_added(pair):
         kind, text, _ = reported["other sizes"]
         assert kind == "RuntimeError" and "different amounts of numbers to" in text
         assert '"other sizes"' in text
-        if "long key" in reported:
-            assert (
-                reported["long key"][0] == "ValueError"
-                and "at most 61 bytes" in reported["long key"][1]
-            )
+        kind, text, _ = reported["long key"]
+        assert kind == "ValueError" and "at most 61 bytes" in text
 
 
 def test_one_message_per_layer_pass_and_process(pair):
@@ -163,8 +160,9 @@ def check_groups(cluster, size, devices):
 
 
 @pytest.mark.parametrize("size, devices", [(1, 4), (2, 4), (4, 4), (1, 8), (2, 8), (4, 8), (8, 8)])
-def test_groups_across_processes(four, size, devices):
-    check_groups(four, size, devices)
+@pytest.mark.parametrize("job", ["shared_four", "four"])
+def test_groups_across_processes(request, job, size, devices):
+    check_groups(request.getfixturevalue(job), size, devices)
 
 
 def check_moving(cluster):
@@ -172,8 +170,9 @@ def check_moving(cluster):
         assert means == [*[1.5] * 3, *[0.5 + rank // 2 * 2] * 3] * 2
 
 
-def test_a_layer_that_goes_to_another_group(four):
-    check_moving(four)
+@pytest.mark.parametrize("job", ["shared_four", "four"])
+def test_a_layer_that_goes_to_another_group(request, job):
+    check_moving(request.getfixturevalue(job))
 
 
 def test_only_a_group_of_all_processes_has_its_sums_from_the_kvstore(four):
@@ -186,7 +185,7 @@ def test_only_a_group_of_all_processes_has_its_sums_from_the_kvstore(four):
 @needs_horovod
 def test_groups_are_process_sets_of_horovod(tmp_path):
     topics = ["distributed_groups:sizes_of_groups"]
-    dynamic = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+    dynamic = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", **STORE}
     cluster = run(tmp_path, 4, topics, engine="horovod", **dynamic)
     for size, devices in [(2, 4), (4, 4), (2, 8), (4, 8), (8, 8)]:
         check_groups(cluster, size, devices)

@@ -84,10 +84,10 @@ def test_sums_of_gradients(tmp_path):
 
 
 @pytest.mark.parametrize("layer", distributed_join.LONELY)
-def test_statistics_where_nobody_has_data(four, layer):
+def test_statistics_where_nobody_has_data(shared_four, layer):
     """They follow no batch that was there before; y and dx are those of some statistics."""
     counts = distributed_join.BATCHES_OF_LONELY
-    steps = [four.arrays(f"step {number}") for number in range(max(counts))]
+    steps = [shared_four.arrays(f"step {number}") for number in range(max(counts))]
     for rank, count in enumerate(counts):
         # Who has data in the group goes on with it.
         learned = max(counts[rank // 2 * 2 :][:2]) if layer.startswith("group") else count

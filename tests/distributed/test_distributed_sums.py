@@ -4,7 +4,7 @@ import distributed_sums
 import numpy as np
 import pytest
 from distributed_bits import Share
-from distributed_cluster import needs_horovod, run
+from distributed_cluster import STORE, needs_horovod, run
 from distributed_sums import LEAST, SCALES
 from tolerances import assert_same_bits
 
@@ -26,8 +26,8 @@ def check_bits(parts, whole):
 
 
 def check_messages(reported, least=LEAST):
-    """All processes take the same way. least: how often the store adds, which Horovod does from 8
-    processes on."""
+    """All processes take the same way. least: how often the store adds. Horovod does from 8
+    processes on, and shared memory never."""
     first, *others = reported
     assert all(other == first for other in others)
     for dtype, scales in SCALES.items():
@@ -37,14 +37,9 @@ def check_messages(reported, least=LEAST):
             assert (sums >= least if least else sums == 0) and values >= 3, (dtype, direction)
 
 
-@pytest.fixture(params=["two", pytest.param("horovod", marks=needs_horovod)])
-def pair(request):
-    return request.getfixturevalue(request.param)
-
-
 def test_bits_of_two_processes(pair, whole, request):
     check_bits(pair.arrays("steps"), whole)
-    least = 0 if "horovod" in request.node.name else LEAST
+    least = LEAST if "[two]" in request.node.name else 0
     check_messages(pair.reported("messages of sums"), least)
 
 
@@ -66,17 +61,17 @@ def test_a_new_group_starts_without_windows(two):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "engine, workers",
+    "engine, workers, through, least",
     [
-        ("kvstore", 3),
-        ("kvstore", 4),
-        ("kvstore", 8),
-        pytest.param("horovod", 4, marks=needs_horovod),
-        pytest.param("horovod", 8, marks=needs_horovod),
+        ("kvstore", 3, STORE, LEAST),
+        ("kvstore", 4, STORE, LEAST),
+        ("kvstore", 8, STORE, LEAST),
+        ("kvstore", 8, {}, 0),
+        pytest.param("horovod", 4, STORE, 0, marks=needs_horovod),
+        pytest.param("horovod", 8, STORE, LEAST, marks=needs_horovod),
     ],
 )
-def test_bits_of_more_processes(tmp_path, whole, engine, workers):
-    cluster = run(tmp_path, workers, ["distributed_sums:sums"], engine=engine)
+def test_bits_of_more_processes(tmp_path, whole, engine, workers, through, least):
+    cluster = run(tmp_path, workers, ["distributed_sums:sums"], engine=engine, **through)
     check_bits(cluster.arrays("steps"), whole)
-    least = 0 if engine == "horovod" and workers < 8 else LEAST
     check_messages(cluster.reported("messages of sums"), least)

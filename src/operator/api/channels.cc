@@ -20,11 +20,25 @@ const ConnectionPtr& connection_of(void* connection) {
 
 const ChannelPtr& channel_of(void* channel) { return *static_cast<ChannelPtr*>(channel); }
 
-// For KVStoreSlots or HorovodArrays.
-template <typename Arrays>
-void* new_channel(void* connection, const char* key, const Arrays& a, Transports transports) {
-  return new ChannelPtr(std::make_shared<Channel>(connection_of(connection), key, a.size, a.ranks,
+void* new_channel(void* connection, const char* key, int64_t size, int ranks,
+                  Transports transports) {
+  return new ChannelPtr(std::make_shared<Channel>(connection_of(connection), key, size, ranks,
                                                   std::move(transports)));
+}
+
+using SegmentPtr = std::shared_ptr<Segment>;
+
+const SegmentPtr& segment_of(void* segment) { return *static_cast<SegmentPtr*>(segment); }
+
+// What f returns, or null with its error.
+template <typename F>
+void* or_error(char* error, int error_size, const F& f) {
+  try {
+    return f();
+  } catch (const std::exception& failure) {
+    std::strncpy(error, failure.what(), static_cast<size_t>(error_size) - 1);
+    return nullptr;
+  }
 }
 
 FixedPoint* fixed_point_of(void* fixed_point) { return static_cast<FixedPoint*>(fixed_point); }
@@ -91,7 +105,7 @@ void* gluon_syncbn_kvstore_channel(void* connection, const char* key, int exact_
     transports.fixed_point = std::make_shared<FixedPoint>(slots->size, slots->ranks, exact_bits);
     transports.sums = std::make_unique<KVStoreAdder>(*slots, *sums, transports.fixed_point);
   }
-  return new_channel(connection, key, *slots, std::move(transports));
+  return new_channel(connection, key, slots->size, slots->ranks, std::move(transports));
 }
 
 void* gluon_syncbn_horovod_channel(void* connection, const char* key, int exact_bits,
@@ -102,7 +116,28 @@ void* gluon_syncbn_horovod_channel(void* connection, const char* key, int exact_
     transports.sums =
         std::make_unique<HorovodAdder>(key, arrays->process_set, *sums, transports.fixed_point);
   }
-  return new_channel(connection, key, *arrays, std::move(transports));
+  return new_channel(connection, key, arrays->size, arrays->ranks, std::move(transports));
+}
+
+void* gluon_syncbn_segment(const char* file, const char* token, int* descriptor, char* error,
+                           int error_size) {
+  return or_error(error, error_size, [&] {
+    const SegmentPtr segment = file ? Segment::open(file, token) : Segment::create(token);
+    *descriptor = segment->descriptor();
+    return new SegmentPtr(segment);
+  });
+}
+
+void gluon_syncbn_close_descriptor(void* segment) { segment_of(segment)->close_descriptor(); }
+
+void* gluon_syncbn_shared_memory_channel(void* connection, const char* key, void* segment, int rank,
+                                         int ranks, int64_t size, int sums, char* error,
+                                         int error_size) {
+  return or_error(error, error_size, [&] {
+    auto transport =
+        std::make_unique<SharedMemoryTransport>(segment_of(segment), key, rank, ranks, size, sums);
+    return new_channel(connection, key, size, ranks, {std::move(transport), nullptr, nullptr});
+  });
 }
 
 int64_t gluon_syncbn_channel_calls(void* channel) { return channel_of(channel)->calls(); }
@@ -116,7 +151,7 @@ int gluon_syncbn_channel_exchange(void* channel, const char* title, double timeo
                                   int error_size) {
   try {
     const auto answer = channel_of(channel)->exchange(title, timeout_seconds, mine, everyone);
-    return answer == Channel::Answer::kSums;
+    return answer == Answer::kSums;
   } catch (const std::exception& failure) {
     std::strncpy(error, failure.what(), static_cast<size_t>(error_size) - 1);
     return -1;

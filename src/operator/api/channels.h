@@ -6,6 +6,7 @@
 
 #include "api/exports.h"
 #include "exchange/channel.h"
+#include "exchange/shared_memory.h"
 #include "exchange/transports.h"
 
 namespace gluon_syncbn {
@@ -50,6 +51,21 @@ SBN_EXPORT void* gluon_syncbn_kvstore_channel(void* connection, const char* key,
 SBN_EXPORT void* gluon_syncbn_horovod_channel(void* connection, const char* key, int exact_bits,
                                               const gluon_syncbn::HorovodArrays*,
                                               const gluon_syncbn::HorovodSums*);
+
+// A segment of this process, whose descriptor it writes, or without one that of another process,
+// from a file. Returns null and writes an error (at most error_size bytes) if it failed. Kept until
+// the process ends.
+SBN_EXPORT void* gluon_syncbn_segment(const char* file, const char* token, int* descriptor,
+                                      char* error, int error_size);
+// Nobody will open it any more.
+SBN_EXPORT void gluon_syncbn_close_descriptor(void* segment);
+// A channel between `ranks` processes of one machine, through the segment of the first. sums: they
+// exchange a layer's messages. Returns null and writes an error if it failed.
+SBN_EXPORT void* gluon_syncbn_shared_memory_channel(void* connection, const char* key,
+                                                    void* segment, int rank, int ranks,
+                                                    int64_t size, int sums, char* error,
+                                                    int error_size);
+
 SBN_EXPORT int64_t gluon_syncbn_channel_calls(void* channel);
 SBN_EXPORT int64_t gluon_syncbn_channel_sums(void* channel);
 SBN_EXPORT void gluon_syncbn_channel_restart(void* channel);

@@ -95,7 +95,7 @@ int gluon_syncbn_register(void* const* api, const char* process_uuid, int naive_
     if (channel && channel->fits(size, static_cast<int64_t>(all->size()))) {
       try {
         added = channel->exchange(message.title, message.timeout_seconds, message.values.data(),
-                                  all->data()) == Channel::Answer::kSums;
+                                  all->data()) == Answer::kSums;
       } catch (const std::exception& failure) {
         return std::string(failure.what());
       }
@@ -240,7 +240,7 @@ int gluon_syncbn_flushing() { return process.all_reduce->flushing(); }
 
 void gluon_syncbn_close(const char* reason) {
   process.all_reduce->close(reason);
-  Watch::close();
+  Interruption::close();
 }
 
 void gluon_syncbn_release() { release_cuda_memory(); }

@@ -1,7 +1,5 @@
 #include "exchange/channel.h"
 
-#include <stdexcept>
-
 #include "exchange/patience.h"
 
 namespace gluon_syncbn {
@@ -62,51 +60,44 @@ void Channel::restart() {
   if (transports_.fixed_point) transports_.fixed_point->restart();
 }
 
-Channel::Answer Channel::exchange(const std::string& title, double timeout_seconds,
-                                  const double* mine, double* everyone) {
+Answer Channel::exchange(const std::string& title, double timeout_seconds, const double* mine,
+                         double* everyone) {
   const std::lock_guard<std::mutex> turn(turn_);
   InFlightExchanges::Registration registration(
       &connection_->in_flight, title + " (" + key_ + " " + std::to_string(++calls_) + ")");
   const Wait wait{registration.exchange(), title, timeout_seconds};
   FixedPoint* const fixed_point = transports_.fixed_point.get();
-  Answer answer = Answer::kSums;
-  if (fixed_point && fixed_point->ready() && travel(transports_.sums.get(), wait, mine, everyone)) {
-    ++sums_;
-  } else {
-    travel(transports_.values.get(), wait, mine, everyone);
+  Answer answer = Answer::kNothing;
+  if (fixed_point && fixed_point->ready()) {
+    answer = travel(transports_.sums.get(), wait, mine, everyone);
+    if (answer == Answer::kSums) ++sums_;
+  }
+  if (answer == Answer::kNothing) {
+    answer = travel(transports_.values.get(), wait, mine, everyone);
     if (fixed_point) fixed_point->follow(everyone);
-    answer = Answer::kValues;
   }
   registration.complete();
   return answer;
 }
 
-bool Channel::travel(Transport* transport, const Wait& exchange, const double* mine,
-                     double* values) {
-  transport->pack(mine);
-  int status;
-  {
-    const std::lock_guard<std::mutex> lock(connection_->calls);
-    status = transport->send();
-  }
-  if (status == 0) {
-    wait(transport->answer(), exchange);
-    status = mxnet.ndarray_wait_to_read(transport->answer());
-  }
-  if (status != 0) {
-    const std::string error = mxnet.last_error();
+Answer Channel::travel(Transport* transport, const Wait& exchange, const double* mine,
+                       double* values) {
+  try {
+    transport->pack(mine);
+    transport->send(&connection_->calls);
+    wait(transport, exchange);
+  } catch (const StoreError& error) {
     throw std::runtime_error(
         connection_->probe({Waited::kWritten, 0, exchange.title.c_str(), exchange.exchange.c_str(),
-                            error.c_str(), 0, exchange.timeout_seconds}));
+                            error.what(), 0, exchange.timeout_seconds}));
   }
   return transport->unpack(values);
 }
 
-void Channel::wait(Handle answer, const Wait& exchange) {
+void Channel::wait(Transport* transport, const Wait& exchange) {
   const Patience patience(exchange.timeout_seconds);
-  Watch watch(answer);
   for (int probes = 0;; ++probes) {
-    const Waited waited = watch.wait(patience.slice(kProbeEvery).count());
+    const Waited waited = transport->wait(patience.slice(kProbeEvery).count());
     if (waited == Waited::kWritten) return;
     const std::string error =
         connection_->probe({waited, probes, exchange.title.c_str(), exchange.exchange.c_str(), "",

@@ -10,12 +10,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "exchange/fixed_point.h"
-#include "mxnet/api.h"
 #include "mxnet/watch.h"
 
 namespace gluon_syncbn {
@@ -76,19 +76,27 @@ struct Connection {
   std::function<std::string(const Delay&)> probe;
 };
 
+// What an exchange brings: the values of all processes, by rank, or their sums, or, in all
+// processes, neither.
+enum class Answer { kValues, kSums, kNothing };
+
 // How the values of one exchange travel.
 class Transport {
  public:
   virtual ~Transport() = default;
-  // Takes this process's values.
+  // Takes this process's values, which stay where they are until unpack().
   virtual void pack(const double* mine) = 0;
-  // Sends them; the caller holds Connection::calls. Returns 0, or -1 with an error of MXNet's.
-  virtual int send() = 0;
-  // The array that MXNet writes once the values of all have arrived.
-  virtual Handle answer() const = 0;
-  // Writes the values of all, by rank, or their sums. False, in all processes, if the sums were not
-  // to be had this way. Throws std::runtime_error.
-  virtual bool unpack(double* values) = 0;
+  // Sends them. store: to be held while a function of the store runs. Throws StoreError.
+  virtual void send(std::mutex* store) = 0;
+  // Waits for the values of all, for so many seconds at most. Throws StoreError.
+  virtual Waited wait(double seconds) = 0;
+  // Writes them, or their sums. Throws std::runtime_error.
+  virtual Answer unpack(double* values) = 0;
+};
+
+// What a store says of an exchange that failed.
+struct StoreError : std::runtime_error {
+  using std::runtime_error::runtime_error;
 };
 
 // How the values of all processes arrive, and how their sums do, if that is possible.
@@ -113,10 +121,8 @@ class Channel {
   // All processes call it at once: the next exchange is one of values, as the first was.
   void restart();
 
-  // Writes the values of all processes, by rank, and returns kValues, or their sums, and returns
-  // kSums. Exchanges on several threads take turns, as the store could not tell their answers
-  // apart. Throws std::runtime_error.
-  enum class Answer { kValues, kSums };
+  // Writes the values of all processes or their sums. Exchanges on several threads take turns, as
+  // the store could not tell their answers apart. Throws std::runtime_error.
   Answer exchange(const std::string& title, double timeout_seconds, const double* mine,
                   double* everyone);
 
@@ -126,8 +132,8 @@ class Channel {
     const std::string &exchange, &title;
     const double timeout_seconds;
   };
-  bool travel(Transport* transport, const Wait& wait, const double* mine, double* values);
-  void wait(Handle answer, const Wait& wait);
+  Answer travel(Transport* transport, const Wait& wait, const double* mine, double* values);
+  void wait(Transport* transport, const Wait& wait);
 
   const std::shared_ptr<Connection> connection_;
   const std::string key_;

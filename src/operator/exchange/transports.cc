@@ -14,6 +14,22 @@ constexpr int kPriority = 0, kOneArray = 1;
 
 }  // namespace
 
+void StoreTransport::send(std::mutex* store) {
+  {
+    const std::lock_guard<std::mutex> lock(*store);
+    if (push() != 0) throw StoreError(mxnet.last_error());
+  }
+  watch_.emplace(answer());
+}
+
+Waited StoreTransport::wait(double seconds) {
+  const Waited waited = watch_->wait(seconds);
+  if (waited == Waited::kWritten && mxnet.ndarray_wait_to_read(answer()) != 0) {
+    throw StoreError(mxnet.last_error());
+  }
+  return waited;
+}
+
 void KVStoreTransport::pack(const double* mine) {
   const int64_t slot = kLimbs * s_.size;
   float* const own = s_.limbs + slot * s_.rank;
@@ -22,27 +38,27 @@ void KVStoreTransport::pack(const double* mine) {
   std::fill(own + slot, s_.limbs + slot * s_.ranks, 0.0f);
 }
 
-int KVStoreTransport::send() {
+int KVStoreTransport::push() {
   return s_.pushpull(s_.kvstore, 1, &s_.key, 1, &s_.key, &s_.slots, &s_.slots, 0);
 }
 
-bool KVStoreTransport::unpack(double* values) {
+Answer KVStoreTransport::unpack(double* values) {
   from_limbs(s_.limbs, s_.ranks, s_.size, values);
-  return true;
+  return Answer::kValues;
 }
 
-int KVStoreAdder::send() {
+int KVStoreAdder::push() {
   return slots_.pushpull(slots_.kvstore, 1, &sums_.key, 1, &sums_.key, &sums_.array, &sums_.array,
                          0);
 }
 
 void HorovodTransport::pack(const double* mine) { std::copy(mine, mine + a_.size, a_.values); }
 
-int HorovodTransport::send() {
+int HorovodTransport::push() {
   return a_.allgather(&a_.input, &a_.output, name_.c_str(), kPriority, a_.process_set, kOneArray);
 }
 
-bool HorovodTransport::unpack(double* values) {
+Answer HorovodTransport::unpack(double* values) {
   int ndim = 0;
   const int* shape = nullptr;
   void* data = nullptr;
@@ -57,10 +73,10 @@ bool HorovodTransport::unpack(double* values) {
                              " in all. Make the same layers in the same order in every process.");
   }
   std::memcpy(values, data, sizeof(double) * a_.ranks * a_.size);
-  return true;
+  return Answer::kValues;
 }
 
-int HorovodAdder::send() {
+int HorovodAdder::push() {
   return s_.allreduce(&s_.input, &s_.output, name_.c_str(), s_.operation, kPriority, 1.0, 1.0,
                       kOneArray, process_set_);
 }

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -12,6 +14,24 @@
 #include "mxnet/api.h"
 
 namespace gluon_syncbn {
+
+// Through a store that MXNet's engine runs.
+class StoreTransport : public Transport {
+ public:
+  void send(std::mutex* store) final;
+  Waited wait(double seconds) final;
+
+ protected:
+  // Returns 0, or -1 with an error of MXNet's.
+  virtual int push() = 0;
+  // The array that MXNet writes once the values of all have arrived.
+  virtual Handle answer() const = 0;
+
+  static Answer sums(bool are_there) { return are_there ? Answer::kSums : Answer::kNothing; }
+
+ private:
+  std::optional<Watch> watch_;
+};
 
 struct KVStoreSlots {
   // MXKVStorePushPull of mxnet/c_api.h.
@@ -28,14 +48,16 @@ struct KVStoreSlots {
 };
 
 // Every process writes its own slot, and zeros to all others.
-class KVStoreTransport : public Transport {
+class KVStoreTransport : public StoreTransport {
  public:
   explicit KVStoreTransport(const KVStoreSlots& slots) : s_(slots) {}
 
   void pack(const double* mine) override;
-  int send() override;
+  Answer unpack(double* values) override;
+
+ protected:
+  int push() override;
   Handle answer() const override { return s_.slots; }
-  bool unpack(double* values) override;
 
  private:
   KVStoreSlots s_;
@@ -49,16 +71,20 @@ struct KVStoreSums {
   float* packed;
 };
 
-class KVStoreAdder : public Transport {
+class KVStoreAdder : public StoreTransport {
  public:
   KVStoreAdder(const KVStoreSlots& slots, const KVStoreSums& sums,
                std::shared_ptr<FixedPoint> fixed_point)
       : slots_(slots), sums_(sums), fixed_point_(std::move(fixed_point)) {}
 
   void pack(const double* mine) override { fixed_point_->pack(mine, sums_.packed); }
-  int send() override;
+  Answer unpack(double* values) override {
+    return sums(fixed_point_->unpack(sums_.packed, values));
+  }
+
+ protected:
+  int push() override;
   Handle answer() const override { return sums_.array; }
-  bool unpack(double* values) override { return fixed_point_->unpack(sums_.packed, values); }
 
  private:
   const KVStoreSlots slots_;
@@ -81,15 +107,17 @@ struct HorovodArrays {
   Handle output;
 };
 
-class HorovodTransport : public Transport {
+class HorovodTransport : public StoreTransport {
  public:
   HorovodTransport(std::string key, const HorovodArrays& arrays)
       : key_(std::move(key)), name_("gluon_syncbn " + key_), a_(arrays) {}
 
   void pack(const double* mine) override;
-  int send() override;
+  Answer unpack(double* values) override;
+
+ protected:
+  int push() override;
   Handle answer() const override { return a_.output; }
-  bool unpack(double* values) override;
 
  private:
   const std::string key_, name_;
@@ -107,7 +135,7 @@ struct HorovodSums {
   double *packed, *sums;
 };
 
-class HorovodAdder : public Transport {
+class HorovodAdder : public StoreTransport {
  public:
   HorovodAdder(const std::string& key, int process_set, const HorovodSums& sums,
                std::shared_ptr<FixedPoint> fixed_point)
@@ -117,9 +145,11 @@ class HorovodAdder : public Transport {
         fixed_point_(std::move(fixed_point)) {}
 
   void pack(const double* mine) override { fixed_point_->pack(mine, s_.packed); }
-  int send() override;
+  Answer unpack(double* values) override { return sums(fixed_point_->unpack(s_.sums, values)); }
+
+ protected:
+  int push() override;
   Handle answer() const override { return s_.output; }
-  bool unpack(double* values) override { return fixed_point_->unpack(s_.sums, values); }
 
  private:
   const std::string name_;

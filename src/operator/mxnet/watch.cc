@@ -1,29 +1,30 @@
 #include "mxnet/watch.h"
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <stdexcept>
 
-#include "mxnet/interrupts.h"
-
 namespace gluon_syncbn {
 namespace {
-
-// How often a wait checks for Ctrl-C and the end of the process.
-constexpr std::chrono::duration<double> kSlice{0.1};
 
 std::atomic<bool> closed{false};
 
 }  // namespace
 
+Waited Interruption::what() const {
+  if (interrupts != before_) return Waited::kInterrupted;
+  return closed ? Waited::kClosed : Waited::kTimeIsUp;
+}
+
+void Interruption::close() { closed = true; }
+
 struct Watch::State {
   std::mutex mutex;
   std::condition_variable changed;
   bool written = false;
-  const unsigned interrupts_before = interrupts;
+  const Interruption interruption;
 };
 
 Watch::Watch(Handle array) : state_(std::make_shared<State>()) {
@@ -41,19 +42,11 @@ Watch::Watch(Handle array) : state_(std::make_shared<State>()) {
 }
 
 Waited Watch::wait(double seconds) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
   std::unique_lock<std::mutex> lock(state_->mutex);
-  while (!state_->written) {
-    const std::chrono::duration<double> left = end - std::chrono::steady_clock::now();
-    if (left.count() <= 0) return Waited::kTimeIsUp;
-    state_->changed.wait_for(lock, std::min(left, kSlice));
-    if (state_->written) break;
-    if (interrupts != state_->interrupts_before) return Waited::kInterrupted;
-    if (closed) return Waited::kClosed;
-  }
-  return Waited::kWritten;
+  return wait_in_slices(seconds, state_->interruption, [&](double slice) {
+    return state_->changed.wait_for(lock, std::chrono::duration<double>(slice),
+                                    [&] { return state_->written; });
+  });
 }
-
-void Watch::close() { closed = true; }
 
 }  // namespace gluon_syncbn

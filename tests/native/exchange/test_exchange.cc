@@ -170,7 +170,6 @@ Doubles message(double call, double value) { return {call, 10, value, 0, 0, valu
 void sums_come_in_one_message_and_values_where_they_do_not_fit() {
   check::context = "sums";
   constexpr int kRanks = 3;
-  using Answer = Channel::Answer;
   // By exchange: the value and the call of the last process; the other ones have 1 and the number
   // of the exchange.
   const struct {
@@ -439,8 +438,7 @@ void horovod_adds_sums() {
     first.insert(first.end(), row.begin(), row.end());
   }
   fixed_point->follow(first.data());
-  CHECK(channel.exchange("title", kLong, message(1, 1.5).data(), found.data()) ==
-        Channel::Answer::kSums);
+  CHECK(channel.exchange("title", kLong, message(1, 1.5).data(), found.data()) == Answer::kSums);
   const Doubles expected{1, 20, 3, 0, 0, 1.5, 0, 0};
   CHECK(same_bits(found.data(), expected.data(), 8));
 }
@@ -478,7 +476,7 @@ void interrupts_and_the_end_release_waits() {
     });
     while (process.client.most == 0) sleep(0.001);
     sleep(0.05);
-    expected == Waited::kInterrupted ? void(++interrupts) : Watch::close();
+    expected == Waited::kInterrupted ? void(++interrupts) : Interruption::close();
     thread.join();
     CHECK_EQ(error, "released");
     CHECK(process.probes.size() == 1 && process.probes[0].waited == expected);
