@@ -172,6 +172,9 @@ def _mxnet(found):
     features, gpus = state["features"], state["gpus"]
     has = [name for name in ("MKLDNN", "CUDA", "CUDNN", "DIST_KVSTORE") if name in features]
     found.say("import", f"MXNet {state['mxnet']} and the native library load ({', '.join(has)})")
+    why_not = state["no_shared_memory"]
+    how = f"meet in the store ({why_not})" if why_not else "meet in shared memory"
+    found.say("processes of a machine", how)
     if "CUDA" in features:
         found.say("devices", f"{_cores()}, {gpus} GPUs")
         if not gpus:

@@ -8,15 +8,21 @@ import sys
 
 
 def load():
-    """MXNet's version, features and GPUs, with our native library loaded."""
+    """MXNet's version, features and GPUs, with our native library loaded, and why processes share
+    no memory, or ""."""
     import gluon_syncbn  # noqa: F401, I001  First: its import explains what is wrong with MXNet.
     import mxnet
+    from gluon_syncbn.distributed.shared_memory import SharedMemory
+
+    memory = SharedMemory(0)
+    memory.open([memory.address] * 2)  # As another process would.
 
     features = [name for name, f in mxnet.runtime.Features().items() if f.enabled]
     return {
         "mxnet": mxnet.__version__,
         "features": features,
         "gpus": mxnet.context.num_gpus(),
+        "no_shared_memory": memory.why_not,
     }
 
 

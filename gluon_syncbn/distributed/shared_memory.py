@@ -15,18 +15,24 @@ class SharedMemory:
 
     address : bytes
         What the others need to know of this process, of equal length in all.
+    why_not : str
+        Why this process shares no memory, or "".
     """
 
+    why_not = ""
+
     def __init__(self, rank):
-        self._rank = rank
+        self._rank, self._own = rank, None
         token = secrets.token_hex(8)
         machine, descriptor = _NOWHERE, 0
-        if os.environ.get("GLUON_SYNCBN_SHARED_MEMORY") != "0":
+        if os.environ.get("GLUON_SYNCBN_SHARED_MEMORY") == "0":
+            self.why_not = "GLUON_SYNCBN_SHARED_MEMORY=0"
+        else:
             try:
                 self._own = native.Segment(token)
                 machine, descriptor = _machine(), self._own.descriptor
-            except (OSError, RuntimeError):
-                pass  # No memory can be shared here.
+            except (OSError, RuntimeError) as error:
+                self.why_not = str(error)
         text = f"{machine} {os.getpid()} {descriptor} {token}"
         self.address = text.encode().ljust(_ADDRESS_SIZE)
 
@@ -35,25 +41,23 @@ class SharedMemory:
         addresses: the `address` of each process, by rank."""
         fields = [address.decode().split() for address in addresses]
         self._machines = [machine for machine, *_ in fields]
-        self._segments = {}
+        self._segments = {self._rank: self._own}
         here = self._machines[self._rank]
         try:
             for rank, (machine, process, descriptor, token) in enumerate(fields):
-                if rank == self._rank:
-                    self._segments[rank] = here != _NOWHERE and self._own
-                elif machine == here != _NOWHERE:
+                if rank != self._rank and machine == here != _NOWHERE:
                     file = f"/proc/{process}/fd/{descriptor}"
                     self._segments[rank] = native.Segment(token, file)
-        except RuntimeError:
-            return False
-        return True
+        except RuntimeError as error:
+            self.why_not = str(error)
+        return not self.why_not
 
     def agree(self, opened):
         """Takes what `open` returned in each process. Where it failed in one, none of its machine
         shares memory."""
         failed = {machine for machine, done in zip(self._machines, opened) if not done}
         self._machines = [_NOWHERE if m in failed else m for m in self._machines]
-        if self._segments[self._rank]:
+        if self._own:
             self._own.close()
 
     def joins(self, ranks):

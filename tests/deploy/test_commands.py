@@ -346,6 +346,7 @@ def test_doctor_where_all_is_well():
     assert "self-test, 2 CPU devices:   forward and backward agree with NumPy" in done.stdout
     for title in ("Python:", "mxnet", "numpy:", "native CPU part:", "devices:"):
         assert title in done.stdout
+    assert re.search("processes of a machine: +meet in shared memory$", done.stdout, re.MULTILINE)
     kernels = sbn.native.cuda_kernels() or "not built; GPUs need them, CPUs do not"
     assert re.search(rf"^native CUDA part: +{re.escape(kernels)}$", done.stdout, re.MULTILINE)
     [(place, anchor)] = re.findall(r"^gluoncv: .*: (\S+)#(\S+)$", done.stdout, re.MULTILINE)
@@ -432,12 +433,13 @@ def test_doctor_survives_a_self_test_that_does_not(monkeypatch, capsys, tmp_path
 @two_packages
 @pytest.mark.parametrize("gpus, remedies", [(0, 1), (1, 0), (8, 0)])
 def test_doctor_of_gpus(monkeypatch, capsys, gpus, remedies):
-    state = {"mxnet": "1.9.1", "features": ["CUDA"], "gpus": gpus}
+    state = {"mxnet": "1.9.1", "features": ["CUDA"], "gpus": gpus, "no_shared_memory": "none here"}
     results = {"import": state, "kernels": "", "train": [1e-7, 1 if gpus > 1 else -1]}
     monkeypatch.setattr(doctor, "_run", lambda probe, *_: doctor._Done(results[probe], ""))
     assert doctor.doctor() == remedies
     out = capsys.readouterr().out
     assert ("sees no GPU" in out) == (gpus == 0)
+    assert "meet in the store (none here)" in out
     assert ("self-test, 2 GPUs" in out) == (gpus == 8)
     assert ("self-test, 1 GPU:" in out) == (gpus == 1)
     assert ("GPUs read each other's memory" in out) == (gpus == 8)
