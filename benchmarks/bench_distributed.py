@@ -34,6 +34,8 @@ THRESHOLD = 1.5
 SAMPLES, SIDE = 2, 4
 TIMEOUT = 240  # seconds
 BEHIND = " behind a layer"
+# As between processes of one machine, and as between machines.
+THROUGH = {"memory": "1", "store": "0"}
 
 
 def main():
@@ -43,7 +45,7 @@ def main():
         return
     figures = {**bench.environment(), "repetitions": args.repetitions}
     cores = Cores()
-    runs = list(itertools.product(args.engines, args.workers))
+    runs = list(itertools.product(args.engines, args.workers, args.through))
     figures["layers"] = [row for run in tqdm(runs) for row in measure_layers(*run, args)]
     figures["cores_taken_by_others"] = cores.taken_by_others()
     figures["thresholds"] = judge(figures["layers"])
@@ -69,6 +71,13 @@ def parse_arguments():
         default=[2, 4],
         metavar="N",
         help="numbers of workers (2 4)",
+    )
+    parser.add_argument(
+        "--through",
+        nargs="+",
+        choices=THROUGH,
+        default=list(THROUGH),
+        help="what layers exchange through (memory store)",
     )
     parser.add_argument(
         "--channels",
@@ -215,8 +224,8 @@ def _seconds(call):
     return (time.perf_counter() - start,)
 
 
-def measure_layers(engine, workers, args):
-    """The rows of the table for one engine and number of workers."""
+def measure_layers(engine, workers, through, args):
+    """The rows of the table for one engine, number of workers, and way of the layers' messages."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "times.json"
         command = [
@@ -225,7 +234,11 @@ def measure_layers(engine, workers, args):
             *(*map(str, args.channels), "--repetitions", str(args.repetitions)),
         ]
         launcher = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            env={**os.environ, "GLUON_SYNCBN_SHARED_MEMORY": THROUGH[through]},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         try:
             output, _ = launcher.communicate(timeout=TIMEOUT)
@@ -236,7 +249,13 @@ def measure_layers(engine, workers, args):
             sys.exit(f"{' '.join(command)} ended with {launcher.returncode}:\n{output}")
         times = json.loads(file.read_text())
     return [
-        {"engine": engine, "workers": workers, "threads": times["threads"], **summarize(layer)}
+        {
+            "engine": engine,
+            "workers": workers,
+            "through": through,
+            "threads": times["threads"],
+            **summarize(layer),
+        }
         for layer in times["layers"]
     ]
 
@@ -303,7 +322,7 @@ def judge(layers):
     """Each threshold with its worst figure."""
     figures = {}
     for row in layers:
-        place = f"{row['workers']} workers, C = {row['channels']}"
+        place = f"{row['workers']} workers, C = {row['channels']}, through {row['through']}"
         for name, bare in row["bare"].items():
             figures.setdefault(name, []).append((bare["ratio"], place))
     thresholds = []
@@ -326,14 +345,15 @@ def judge(layers):
 
 def text(figures):
     versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
-    header = ["bare call", "workers", "C", "bare", "behind a layer", "`all_gather`"]
+    header = ["bare call", "workers", "through", "C", "bare", "behind a layer", "`all_gather`"]
     return "\n\n".join(
         [
             f"{figures['cpu']}, {figures['cores']} cores, {versions}, {figures['date'][:10]}",
             load(figures),
             f"Milliseconds, medians of {figures['repetitions']} rounds and means over the workers. "
             "*Behind a layer*: the bare call again, right after a layer that does not synchronize. "
-            "*Added*: by synchronization to a layer, in each pass. *Added / bare*: the median of "
+            "*Added*: by synchronization to a layer, in each pass, *through* shared memory or the "
+            "store. *Added / bare*: the median of "
             "the rounds' ratios of what was added to a pass, the mean of both, to the bare call.",
             report.table(
                 [*header, "added: forward", "backward", "added / bare"],
@@ -375,6 +395,7 @@ def _row(row, name, bare):
     return [
         f"`{name}`",
         str(row["workers"]),
+        row["through"],
         str(row["channels"]),
         f"{bare['ms']:.2f}",
         f"{bare['behind_ms']:.2f}",

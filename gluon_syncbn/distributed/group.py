@@ -95,7 +95,7 @@ class SyncGroup:
             ``{(layer, direction): (sums, values)}``. With ``("batchnorm0", "forward"): (98, 2)``,
             the store has added up 98 messages. 2 did not fit what the processes knew of earlier
             ones, so each process got the values of all, in a second and longer message. The first
-            message of a layer always is such a one.
+            message of a layer always is such a one. In shared memory, all count as values.
         """
         return {} if self._exchange is None else self._exchange.messages()
 

@@ -22,11 +22,11 @@ _REGISTRATION = 64
 class KVStoreReducer(Reducer):
     """Joins processes by MXNet's parameter server.
 
-    The server adds float32, so each sum of a layer travels as 11 whole numbers of 16 bits, which
-    float32 adds exactly. Where they do not fit, as in a layer's first exchange, every process puts
-    its numbers into a slot of its own, in which all others have zeros; a float64 travels as three
-    whole numbers of 22 bits. A new key needs one or two more rounds, in which the processes agree
-    on its number in the store.
+    Processes of one machine meet in shared memory. For others, the server adds float32, so each sum
+    of a layer travels as 11 whole numbers of 16 bits, which float32 adds exactly. Where they do not
+    fit, as in a layer's first exchange, every process puts its numbers into a slot of its own, in
+    which all others have zeros; a float64 travels as three whole numbers of 22 bits. A new key
+    needs one or two more rounds, in which the processes agree on its number in the store.
 
     While the reducer is in use, the store's own functions run one at a time, and some are refused;
     so is a second distributed store in the process.

@@ -8,10 +8,8 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +19,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from distributed_cluster import Cluster, has_horovod
+from distributed_cluster import Cluster, TwoMachines, has_horovod, has_namespaces
 
 WORKER = str(Path(__file__).with_name("chaos_worker.py"))
 TIMEOUT = 5.0
@@ -65,49 +63,6 @@ def draw(seed):
     # Two machines share none.
     chaos["memory"] = int(rng.random() < 0.5 and chaos["fault"] != "cut")
     return chaos
-
-
-def has_namespaces():
-    """Whether this machine lets us make network namespaces."""
-    tools = shutil.which("ip") and shutil.which("unshare")
-    return bool(tools) and subprocess.run(["unshare", "-n", "-m", "true"]).returncode == 0
-
-
-class TwoMachines(Cluster):
-    """A worker in each of two network namespaces, and a switch between them in a third one."""
-
-    def _launch(self, engine, command):
-        name = f"sbn{self._mark[:6]}"
-        switch, machines = f"{name}s", [f"{name}{number}" for number in range(2)]
-        for space in (switch, *machines):
-            self._held.callback(subprocess.run, ["ip", "netns", "del", space])
-            self._ip(f"netns add {space}")
-            self._ip(f"-n {space} link set lo up")
-        self._ip(f"-n {switch} link add name sw0 type bridge")
-        self._ip(f"-n {switch} link set sw0 up")
-        for number, space in enumerate(machines):
-            self._ip(f"-n {switch} link add p{number} type veth peer name eth0 netns {space}")
-            self._ip(f"-n {switch} link set p{number} master sw0 up")
-            self._ip(f"-n {space} addr add 10.77.0.{number + 1}/24 dev eth0")
-            self._ip(f"-n {space} link set eth0 up")
-            # Horovod takes the address of the machine's name.
-            hosts = self.folder / f"hosts{number}"
-            hosts.write_text(f"127.0.0.1 localhost\n10.77.0.{number + 1} {os.uname().nodename}\n")
-            mount = f'mount --bind {hosts} /etc/hosts && exec "$@"'
-            within = ["ip", "netns", "exec", space, "unshare", "-m", "sh", "-c", mount, "sh"]
-            environment = {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "10.77.0.1"}
-            launcher = ["-m", "gluon_syncbn.launch", "--from-env", "--engine", engine]
-            self.processes.append(self._start(launcher + command, within, **environment))
-        self._link = f"-n {switch} link set p1"
-
-    def cut(self, seconds):
-        self._ip(f"{self._link} down")
-        time.sleep(seconds)
-        self._ip(f"{self._link} up")
-
-    @staticmethod
-    def _ip(words):
-        subprocess.run(["ip", *words.split()], check=True)
 
 
 class Outcome:

@@ -1,7 +1,7 @@
 """Clusters that several files of tests look at, as starting processes takes most of the time."""
 
 import pytest
-from distributed_cluster import STORE, needs_horovod, run
+from distributed_cluster import FOUR, STORE, needs_horovod, run
 
 STORES = [
     "distributed_stores:sums",
@@ -34,9 +34,6 @@ def two(tmp_path_factory):
     # The last one, as a process leaves the group.
     topics += ["distributed_traps:a_group_that_is_left"]
     return run(tmp_path_factory.mktemp("two"), 2, topics, **STORE)
-
-
-FOUR = ["distributed_stores:sums", "distributed_bits:bits", "distributed_groups:sizes_of_groups"]
 
 
 @pytest.fixture(scope="session")

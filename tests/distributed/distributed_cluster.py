@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ STARTED_SECONDS = 120
 _MARK = "GLUON_SYNCBN_TEST"
 # Has the processes of one machine exchange through the store, as those of several do.
 STORE = {"GLUON_SYNCBN_SHARED_MEMORY": "0"}
+# Topics of four processes, which may be on two machines.
+FOUR = ["distributed_stores:sums", "distributed_bits:bits", "distributed_groups:sizes_of_groups"]
 
 
 def has_horovod():
@@ -164,12 +167,57 @@ class Cluster(Results):
         self._held.close()
 
 
-def run(folder, workers, topics, **options):
+def has_namespaces():
+    """Whether this machine lets us make network namespaces."""
+    tools = shutil.which("ip") and shutil.which("unshare")
+    return bool(tools) and subprocess.run(["unshare", "-n", "-m", "true"]).returncode == 0
+
+
+class TwoMachines(Cluster):
+    """Half of the workers in each of two network namespaces, and a switch between them in a third
+    one."""
+
+    def _launch(self, engine, command):
+        name = f"sbn{self._mark[:6]}"
+        switch, machines = f"{name}s", [f"{name}{number}" for number in range(2)]
+        for space in (switch, *machines):
+            self._held.callback(subprocess.run, ["ip", "netns", "del", space])
+            self._ip(f"netns add {space}")
+            self._ip(f"-n {space} link set lo up")
+        self._ip(f"-n {switch} link add name sw0 type bridge")
+        self._ip(f"-n {switch} link set sw0 up")
+        for number, space in enumerate(machines):
+            self._ip(f"-n {switch} link add p{number} type veth peer name eth0 netns {space}")
+            self._ip(f"-n {switch} link set p{number} master sw0 up")
+            self._ip(f"-n {space} addr add 10.77.0.{number + 1}/24 dev eth0")
+            self._ip(f"-n {space} link set eth0 up")
+            # Horovod takes the address of the machine's name.
+            hosts = self.folder / f"hosts{number}"
+            hosts.write_text(f"127.0.0.1 localhost\n10.77.0.{number + 1} {os.uname().nodename}\n")
+            mount = f'mount --bind {hosts} /etc/hosts && exec "$@"'
+            within = ["ip", "netns", "exec", space, "unshare", "-m", "sh", "-c", mount, "sh"]
+            environment = {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "10.77.0.1"}
+            launcher = ["-m", "gluon_syncbn.launch", "--from-env", "--engine", engine]
+            launcher += ["-n", str(self.workers // 2)]
+            self.processes.append(self._start(launcher + command, within, **environment))
+        self._link = f"-n {switch} link set p1"
+
+    def cut(self, seconds):
+        self._ip(f"{self._link} down")
+        time.sleep(seconds)
+        self._ip(f"{self._link} up")
+
+    @staticmethod
+    def _ip(words):
+        subprocess.run(["ip", *words.split()], check=True)
+
+
+def run(folder, workers, topics, kind=Cluster, **options):
     """Runs the topics to their end, which has to be a good one."""
-    cluster = Cluster(folder, workers, topics, **options)
+    cluster = kind(folder, workers, topics, **options)
     try:
         codes = cluster.wait()
-        assert codes == [0], cluster.output()[-6000:]
+        assert set(codes) == {0}, cluster.output()[-6000:]
         assert "terminate called" not in cluster.output()
         assert cluster.running() == []
     finally:

@@ -64,6 +64,8 @@ def sizes_of_groups(world):
             sums[f"{k} of {total}"] = sum(each[0] for each in group.messages().values())
     world.report("sums of groups", sums)
     world.report("moving", moving(world))
+    joins = world.reducer._memory.joins
+    world.report("memory", [joins(ranks) for ranks in ((0, 1), (2, 3), range(world.size))])
     world.report("sets", list(getattr(world.reducer, "_sets", {}).items()))
 
 

@@ -12,7 +12,16 @@ import mxnet as mx
 import numpy as np
 import pytest
 from distributed_bits import Share
-from distributed_cluster import STORE, WORKER, Results, needs_horovod, run
+from distributed_cluster import (
+    FOUR,
+    STORE,
+    WORKER,
+    Results,
+    TwoMachines,
+    has_namespaces,
+    needs_horovod,
+    run,
+)
 from gluon_syncbn.distributed import HorovodReducer, KVStoreReducer
 from tolerances import assert_same_bits
 
@@ -179,6 +188,25 @@ def test_only_a_group_of_all_processes_has_its_sums_from_the_kvstore(four):
     """The second of two steps, forward and backward."""
     for sums in four.reported("sums of groups"):
         assert {name: count for name, count in sums.items() if count} == {"4 of 4": 2, "8 of 8": 2}
+
+
+def test_who_shares_memory(shared_four, four):
+    assert shared_four.reported("memory") == [[True] * 3] * 4
+    assert four.reported("memory") == [[False] * 3] * 4
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not has_namespaces(), reason="network namespaces need root, ip and unshare")
+@pytest.mark.parametrize("engine", ["kvstore", pytest.param("horovod", marks=needs_horovod)])
+def test_two_machines_of_two_processes(tmp_path, whole, engine):
+    job = run(tmp_path, 4, FOUR, kind=TwoMachines, engine=engine)
+    for name, value in whole.items():
+        if name in job.arrays("bits 2")[0]:
+            assert_same_bits(put_together(job.arrays("bits 2"), name), value, name)
+    for size, devices in [(2, 4), (4, 4), (2, 8), (4, 8), (8, 8)]:
+        check_groups(job, size, devices)
+    check_moving(job)
+    assert job.reported("memory") == [[True, True, False]] * 4
 
 
 @pytest.mark.long
