@@ -24,7 +24,7 @@ struct Watch::State {
   std::mutex mutex;
   std::condition_variable changed;
   bool written = false;
-  const Interruption interruption;
+  Interruption interruption;
 };
 
 Watch::Watch(Handle array) : state_(std::make_shared<State>()) {
