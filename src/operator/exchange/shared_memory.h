@@ -33,7 +33,7 @@ struct Slots {
   int64_t ranks = 0, size = 0;
 
   // How many values each rank brings.
-  int64_t* sizes() const;
+  std::atomic<int64_t>* sizes() const;
   double* slot(int64_t rank, uint32_t call) const;
   // The bytes of all this.
   int64_t bytes() const;
