@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <thread>
 
@@ -146,6 +147,7 @@ void await_turn_for_error() {
   turns->last_reported = Clock::now();
 }
 
-void forget_errors() { turns = new Turns; }
+// In the same place: what another thread held when the process forked is held no more.
+void forget_errors() { new (turns) Turns; }
 
 }  // namespace gluon_syncbn
