@@ -111,7 +111,7 @@ define on_simulated_gpus
 	tar -c --exclude='*.so' --exclude=__pycache__ gluon_syncbn mxnet_compat | tar -x -C $(simgpu) && \
 	cp $(simgpu)/libgluon_syncbn.so $(simgpu)/gluon_syncbn && cd $(simgpu) && echo "STREAMS=$(STREAMS)" && \
 	export $(1) PTXSIM_STREAMS=$(STREAMS) MXNET_USE_FUSION=0 PYTHONPATH="$$PWD" && \
-	$(abspath $(python)) -m pytest -q -p no:cacheprovider $(3) $(addprefix $(CURDIR)/tests/,$(2)) $(ARGS)
+	$(abspath $(python)) -m pytest -q --capture=sys -p no:cacheprovider $(3) $(addprefix $(CURDIR)/tests/,$(2)) $(ARGS)
 endef
 
 test-python: $(environment) $(ready)test $(ready)horovod ## run all Python tests

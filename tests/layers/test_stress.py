@@ -118,8 +118,9 @@ def test_deleted_nets_leave_nothing():
         with autograd.record():
             ys = [layer(mx.nd.ones((1, 64), ctx=device)) for device in contexts(2)]
         autograd.backward(ys)
+        mx.nd.waitall()
 
-    for _ in range(50):
+    for _ in range(100):
         once()
     before = resident()
     for _ in range(300):

@@ -5,8 +5,11 @@
 #include <immintrin.h>
 #endif
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
+#include <initializer_list>
 #include <vector>
 
 #include "cpu/thread_pool.h"
@@ -68,6 +71,43 @@ struct Results {
   Store residual_store;
 };
 
+// S = 1. The coefficients of the channels of a row, or of several short rows, as an array for each
+// of the numbers of K: for vectors across channels.
+template <typename K, typename A>
+class Columns {
+  static constexpr int64_t kNumbers = sizeof(K) / sizeof(A);
+
+ public:
+  // At most n rows.
+  Columns(const std::vector<K>& of_channels, int64_t n) {
+    const auto C = static_cast<int64_t>(of_channels.size());
+    size_ = C * std::clamp<int64_t>(kBlock / C, 1, std::max<int64_t>(n, 1));
+    numbers_.resize(kNumbers * size_);
+    for (int64_t i = 0; i < size_; ++i) {
+      A numbers[kNumbers];
+      std::memcpy(numbers, &of_channels[i % C], sizeof(numbers));
+      for (int64_t k = 0; k < kNumbers; ++k) numbers_[k * size_ + i] = numbers[k];
+    }
+  }
+
+  // Values in the rows.
+  int64_t size() const { return size_; }
+
+  // Number k of the coefficients of each value.
+  const A* operator[](int64_t k) const { return &numbers_[k * size_]; }
+
+ private:
+  int64_t size_;
+  std::vector<A> numbers_;
+};
+
+template <typename T>
+using NormalizeColumns = Columns<Normalize<Arithmetic<T>>, Arithmetic<T>>;
+template <typename T>
+using GradientColumns = Columns<InputGradient<Arithmetic<T>>, Arithmetic<T>>;
+template <typename T>
+using GateColumns = Columns<Gate<Arithmetic<T>>, Arithmetic<T>>;
+
 template <typename T>
 struct Loops {
   using A = Arithmetic<T>;
@@ -82,12 +122,12 @@ struct Loops {
                            const Statistics*, const Gate<A>*, ChannelSums*);
   void (*normalize)(const T* x, const T* residual, int64_t n, const Normalize<A>&, const Epilogue&,
                     T* y, Store);
-  void (*normalize_rows)(const T* x, const T* residual, int64_t n, int64_t width,
-                         const Normalize<A>*, const Epilogue&, T* y, Store);
+  void (*normalize_rows)(const T* x, const T* residual, int64_t n, const NormalizeColumns<T>&,
+                         const Epilogue&, T* y, Store);
   void (*input_gradient)(const Sources<T>&, int64_t at, int64_t n, const InputGradient<A>&,
                          const Gate<A>&, const Results<T>&);
-  void (*input_gradient_rows)(const Sources<T>&, int64_t at, int64_t n, int64_t width,
-                              const InputGradient<A>*, const Gate<A>*, const Results<T>&);
+  void (*input_gradient_rows)(const Sources<T>&, int64_t at, int64_t n, const GradientColumns<T>&,
+                              const GateColumns<T>&, const Results<T>&);
 };
 
 namespace baseline {
@@ -153,13 +193,36 @@ const Loops<T>& loops() {
 #endif
 }
 
+// How to replace an array. One that the caches cannot hold until it is read again is written past
+// them: a usual store would read each line from memory first. Not what the pass has also read,
+// which is in a cache, and not short planes, whose first and last lines are shared.
+template <typename T>
+Store replace(View view, const void* to, std::initializer_list<const void*> read) {
+#if defined(__x86_64__)
+  constexpr int64_t kSize = sizeof(T), kShortest = 1 << 10, kShare = 8 << 20;
+  // Other processes use the last cache too, and a virtual machine may see all of its host's.
+  static const int64_t last_cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  const int64_t share = kShare * thread_pool().threads();
+  const int64_t cached = last_cache > 0 ? std::min(last_cache, share) : share;
+  if (view.size() * kSize >= cached && (view.S == 1 || view.S * kSize >= kShortest) &&
+      std::find(read.begin(), read.end(), to) == read.end()) {
+    return Store::kStream;
+  }
+#endif
+  return Store::kWrite;
+}
+
 // Calls f(begin, end) for ranges that cover 0..items. An item has `values` values.
 template <typename F>
 void for_ranges(int64_t items, int64_t values, const F& f) {
   const int64_t units =
       std::clamp<int64_t>(items * values / kValuesPerUnit, 1, std::max<int64_t>(items, 1));
-  thread_pool().parallel_for(
-      units, [&](int64_t unit) { f(items * unit / units, items * (unit + 1) / units); });
+  thread_pool().parallel_for(units, [&](int64_t unit) {
+    f(items * unit / units, items * (unit + 1) / units);
+#if defined(__x86_64__)
+    _mm_sfence();  // Other threads see what was written past the caches.
+#endif
+  });
 }
 
 // sums[c] = the sum over the parts of channel c. f(c, c_end, begin, end, sums) adds the parts
@@ -241,10 +304,11 @@ void for_each_plane(View view, const F& f) {
   });
 }
 
-// S = 1: calls f(offset, n) for groups of n rows.
+// S = 1: calls f(offset, n) for the n values of groups of rows.
 template <typename F>
 void for_rows(View view, const F& f) {
-  for_ranges(view.N, view.C, [&](int64_t begin, int64_t end) { f(begin * view.C, end - begin); });
+  for_ranges(view.N, view.C,
+             [&](int64_t begin, int64_t end) { f(begin * view.C, (end - begin) * view.C); });
 }
 
 template <typename T>
@@ -286,21 +350,29 @@ Normalize<Arithmetic<T>> normalize_of(const Part& p, const Statistics& s, int64_
 }
 
 template <typename T>
+Store store_of(const ForwardShard& p) {
+  if (p.store == Store::kAdd) return p.store;
+  return replace<T>(p.view, p.y, {p.x, p.residual});
+}
+
+template <typename T>
 void forward(const ForwardShard& p, const Statistics* s) {
   const View& view = p.view;
+  const Store how = store_of<T>(p);
   std::vector<Normalize<Arithmetic<T>>> coefficients(view.C);
   for (int64_t c = 0; c < view.C; ++c) coefficients[c] = normalize_of<T>(p, s[c], c);
   const T* const x = static_cast<const T*>(p.x);
   T* const y = static_cast<T*>(p.y);
   if (view.S == 1) {
+    const NormalizeColumns<T> columns(coefficients, view.N);
     for_rows(view, [&](int64_t at, int64_t n) {
-      loops<T>().normalize_rows(x + at, at_offset<T>(p.residual, at), n, view.C,
-                                coefficients.data(), p.epilogue, y + at, p.store);
+      loops<T>().normalize_rows(x + at, at_offset<T>(p.residual, at), n, columns, p.epilogue,
+                                y + at, how);
     });
   } else {
     for_each_plane(view, [&](int64_t at, int64_t c) {
       loops<T>().normalize(x + at, at_offset<T>(p.residual, at), view.S, coefficients[c],
-                           p.epilogue, y + at, p.store);
+                           p.epilogue, y + at, how);
     });
   }
 }
@@ -319,7 +391,8 @@ class BackwardChannels {
                                       : p.y                                      ? p.y
                                                                                  : p.x),
                 p.recovers_x() ? static_cast<A>(1 / p.epilogue.slope) : A{0}},
-        results{static_cast<T*>(p.dx), p.store, static_cast<T*>(p.dresidual), p.residual_store},
+        results{static_cast<T*>(p.dx), store_of(p, p.dx, p.store), static_cast<T*>(p.dresidual),
+                store_of(p, p.dresidual, p.residual_store)},
         shard_(p),
         statistics_(s),
         begin_(begin) {
@@ -345,12 +418,18 @@ class BackwardChannels {
     return recovered_.empty() ? statistics_ + c : &recovered_[c - begin_];
   }
   const Gate<A>* gates(int64_t c) const { return &gates_[c - begin_]; }
+  const std::vector<Gate<A>>& all_gates() const { return gates_; }
   InputGradient<A> input_gradient(int64_t c, const ChannelSums& sums, double count) const {
     const double factor = gamma_of<T>(shard_, c) * statistics_[c].inv_std;
     return InputGradient<A>::of(*statistics(c), factor, sums, count);
   }
 
  private:
+  static Store store_of(const BackwardShard& p, const void* to, Store how) {
+    if (how == Store::kAdd) return how;
+    return replace<T>(p.view, to, {p.dy, p.x, p.y});
+  }
+
   const BackwardShard& shard_;
   const Statistics* const statistics_;
   const int64_t begin_;
@@ -392,9 +471,10 @@ void backward(const BackwardShard& p, const Statistics* s, const ChannelSums* su
     coefficients[c] = channels.input_gradient(c, sums[c], count);
   }
   if (view.S == 1) {
+    const GradientColumns<T> columns(coefficients, view.N);
+    const GateColumns<T> gates(channels.all_gates(), view.N);
     for_rows(view, [&](int64_t at, int64_t n) {
-      loops<T>().input_gradient_rows(channels.sources, at, n, view.C, coefficients.data(),
-                                     channels.gates(0), channels.results);
+      loops<T>().input_gradient_rows(channels.sources, at, n, columns, gates, channels.results);
     });
   } else {
     for_each_plane(view, [&](int64_t at, int64_t c) {
@@ -467,12 +547,13 @@ void forward_together(const std::vector<const ForwardShard*>& parts, double epsi
       if (!part->y) continue;
       const T* x = static_cast<const T*>(part->x);
       T* y = static_cast<T*>(part->y);
+      const Store how = store_of<T>(*part);
       for (int64_t c = begin; c < end; ++c) {
         coefficients[c - begin] = normalize_of<T>(*part, statistics[c], c);
       }
       for_planes(part->view, begin, end, [&](int64_t c, int64_t at) {
         loops<T>().normalize(x + at, at_offset<T>(part->residual, at), part->view.S,
-                             coefficients[c - begin], part->epilogue, y + at, part->store);
+                             coefficients[c - begin], part->epilogue, y + at, how);
       });
     }
   });

@@ -19,8 +19,9 @@ struct View {
   int64_t size() const { return N * C * S; }
 };
 
-// Whether a result replaces the values of its array or is added to them (grad_req='add').
-enum class Store { kWrite, kAdd };
+// Whether a result replaces the values of its array or is added to them (grad_req='add'). The CPU
+// kernels choose kStream, which replaces them past the caches, for large arrays.
+enum class Store { kWrite, kAdd, kStream };
 
 // The shard of one device. Null gamma means ones. Null y, dx, dresidual are not computed.
 struct ForwardShard {

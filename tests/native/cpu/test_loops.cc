@@ -15,6 +15,11 @@ bool same_bits(const std::vector<V>& a, const std::vector<V>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(V)) == 0;
 }
 
+template <typename V>
+std::vector<V> first(const std::vector<V>& values, int64_t n) {
+  return {values.begin(), values.begin() + n};
+}
+
 // The results of a set of loops. Includes the unrounded sums, as rounding could hide differences.
 template <typename T>
 struct Computed {
@@ -22,7 +27,7 @@ struct Computed {
   std::vector<T> values;
 
   Computed(const Loops<T>& loops, const std::vector<T>& x, const std::vector<T>& dy, double offset,
-           const Epilogue& epilogue, bool reads_y) {
+           const Epilogue& epilogue, bool reads_y, Store replace) {
     using A = Arithmetic<T>;
     const int64_t n = static_cast<int64_t>(x.size());
     Random random(2);
@@ -73,7 +78,7 @@ struct Computed {
       loops.backward_samples(from, 0, all, channels, s.data(), gates.data(), of_samples + kBlock);
     }
     const auto keep = [&](const auto& forward, const auto& backward) {
-      for (const Store how : {Store::kWrite, Store::kAdd}) {
+      for (const Store how : {replace, Store::kAdd}) {
         std::vector<T> y = dy, dx = x, dresidual = dy;
         forward(y.data(), how);
         backward({dx.data(), how, dresidual.data(), how});
@@ -92,11 +97,12 @@ struct Computed {
       if (rows == 0) continue;
       keep(
           [&](T* y, Store how) {
-            loops.normalize_rows(x.data(), residual, rows, channels, normalize.data(), epilogue, y,
-                                 how);
+            loops.normalize_rows(x.data(), residual, rows * channels,
+                                 {first(normalize, channels), rows}, epilogue, y, how);
           },
           [&](const Results<T>& to) {
-            loops.input_gradient_rows(from, 0, rows, channels, gradient.data(), gates.data(), to);
+            loops.input_gradient_rows(from, 0, rows * channels, {first(gradient, channels), rows},
+                                      {first(gates, channels), rows}, to);
           });
     }
   }
@@ -118,10 +124,12 @@ void check_same_bits(const Loops<T>& baseline, const Loops<T>& other) {
                                        Epilogue{Activation::kLeakyRelu, .1, 0}}) {
         for (const bool reads_y : {false, true}) {
           if (reads_y && epilogue.activation == Activation::kNone) continue;
-          const Computed<T> expected(baseline, x, dy, offset, epilogue, reads_y);
-          const Computed<T> result(other, x, dy, offset, epilogue, reads_y);
-          CHECK(same_bits(expected.sums, result.sums));
-          CHECK(same_bits(expected.values, result.values));
+          const Computed<T> expected(baseline, x, dy, offset, epilogue, reads_y, Store::kWrite);
+          for (const Store replace : {Store::kWrite, Store::kStream}) {
+            const Computed<T> result(other, x, dy, offset, epilogue, reads_y, replace);
+            CHECK(same_bits(expected.sums, result.sums));
+            CHECK(same_bits(expected.values, result.values));
+          }
         }
       }
     }
@@ -171,6 +179,20 @@ void channels_are_divided_among_threads() {
   CHECK(!divided(1, 64, 1));
 }
 
+void large_arrays_are_streamed() {
+  check::context = "streaming";
+  set_num_threads(2);
+  const int values[2] = {};
+  const void *const x = values, *const y = values + 1;
+  CHECK(replace<float>({4, 64, 16383}, y, {x}) == Store::kWrite);
+  CHECK(replace<float>({1024, 512, 49}, y, {x}) == Store::kWrite);
+  CHECK(replace<float>({4, 64, 16384}, y, {x, y}) == Store::kWrite);
+#if defined(__x86_64__)
+  CHECK(replace<float>({4, 64, 16384}, y, {x}) == Store::kStream);
+  CHECK(replace<float>({4 * 16384, 64, 1, 16384}, y, {x}) == Store::kStream);
+#endif
+}
+
 }  // namespace
 }  // namespace gluon_syncbn
 
@@ -207,5 +229,6 @@ int main() {
   }
 #endif
   channels_are_divided_among_threads();
+  large_arrays_are_streamed();
   return check::finish("loops");
 }
