@@ -136,7 +136,7 @@ def narrow(kernels):
     missed = []
     for kernel in kernels:
         name = kernel["kernel"]
-        if name.startswith("map_"):
+        if name.startswith(("map_planes", "map_rows")):
             results = 2 if "GatedGradient" in name else 1
             wide = kernel["vector_stores"] >= results and kernel["narrow_stores"] <= 2 * results
             loads = 2 if name.startswith("map_rows") and "InputGradient" not in name else 4

@@ -69,6 +69,7 @@ def train(net, trainer, x, sizes, devices):
     with autograd.record():
         losses = [(net(shard) ** 2).sum() for shard in shards(x, sizes, devices)]
     autograd.backward(losses)
+    mx.nd.waitall()  # The first step of a Trainer reads running statistics.
     trainer.step(len(x))
     mx.nd.waitall()
 

@@ -226,13 +226,17 @@ void for_ranges(int64_t items, int64_t values, const F& f) {
 }
 
 // sums[c] = the sum over the parts of channel c. f(c, c_end, begin, end, sums) adds the parts
-// begin..end of channels c..c_end, where c is a multiple of `width`. If there are fewer groups of
-// `width` channels than threads, several threads share the parts of a group.
+// begin..end of channels c..c_end, where c is a multiple of `width`. Few groups of `width` channels
+// are divided into pieces, so that there are about two units for each thread.
 template <typename F>
 void sum_channels(View view, int64_t width, int64_t parts, ChannelSums* sums, const F& f) {
   const int64_t groups = (view.C + width - 1) / width;
-  const int64_t threads = std::min<int64_t>(thread_pool().threads(), view.size() / kValuesPerUnit);
-  const int64_t pieces = std::clamp<int64_t>(threads / groups, 1, std::max<int64_t>(parts, 1));
+  const int64_t threads = thread_pool().threads();
+  const int64_t units = std::min(2 * threads, view.size() / kValuesPerUnit);
+  const int64_t pieces =
+      groups % threads == 0
+          ? 1
+          : std::clamp<int64_t>((units + groups - 1) / groups, 1, std::max<int64_t>(parts, 1));
   std::fill(sums, sums + view.C, ChannelSums());
   std::vector<ChannelSums> more((pieces - 1) * view.C);
   const auto end_of = [&](int64_t group) { return std::min(group * width, view.C); };

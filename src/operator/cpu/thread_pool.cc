@@ -77,7 +77,7 @@ struct ThreadPool::Job {
     }
   }
 
-  bool all_begun() const { return next >= units; }
+  int64_t left() const { return std::max<int64_t>(0, units - next); }
 };
 
 struct ThreadPool::State {
@@ -90,6 +90,7 @@ struct ThreadPool::State {
   // How many threads work at a time, at most and now: callers, helpers and threads of the pool.
   int max_busy;
   int busy = 0;
+  int asleep = 0;
   // can_help(), for helpers to read without the lock.
   std::atomic<bool> helper_wanted{false};
   std::vector<std::thread> threads;
@@ -98,10 +99,16 @@ struct ThreadPool::State {
 
   bool can_help() const { return busy < max_busy && !jobs.empty(); }
 
-  // Wakes threads and helpers after a change.
-  void notify() {
+  // After a change: releases the lock and wakes helpers, and threads if more units are left than
+  // this thread takes. Two at most, as each of them wakes others in turn.
+  void notify(Lock* lock, int64_t taken = 0) {
+    constexpr int kMost = 2;
     helper_wanted = can_help();
-    if (helper_wanted) changed.notify_all();
+    int64_t wanted = -taken;
+    for (const auto& job : jobs) wanted += std::min<int64_t>(job->left(), max_busy);
+    wanted = std::min<int64_t>({wanted, asleep, max_busy - busy, kMost});
+    lock->unlock();
+    for (; wanted > 0; --wanted) changed.notify_one();
   }
 
   // Works on the oldest job, with the lock released.
@@ -109,10 +116,9 @@ struct ThreadPool::State {
   void work(Lock* lock, const F& stop) {
     if (!can_help()) return;
     const std::shared_ptr<Job> job = jobs.front();
-    if (job->all_begun()) return jobs.pop_front();
+    if (job->left() == 0) return jobs.pop_front();
     ++busy;
-    helper_wanted = can_help();
-    lock->unlock();
+    notify(lock, 1);
     job->work(stop);
     lock->lock();
     --busy;
@@ -121,7 +127,9 @@ struct ThreadPool::State {
   void serve() {
     Lock lock(mutex);
     while (true) {
+      ++asleep;
       changed.wait(lock, [this] { return stopping || can_help(); });
+      --asleep;
       if (stopping) return;
       work(&lock, [] { return false; });
     }
@@ -161,18 +169,18 @@ void ThreadPool::parallel_for(int64_t units, const std::function<void(int64_t)>&
   job->f = &f;
   job->units = units;
   {
-    const State::Lock lock(state_->mutex);
+    State::Lock lock(state_->mutex);
     state_->jobs.push_back(job);
     ++state_->busy;
-    state_->notify();
+    state_->notify(&lock, 1);
   }
   job->work([] { return false; });
   {
-    const State::Lock lock(state_->mutex);
+    State::Lock lock(state_->mutex);
     --state_->busy;
     const auto mine = std::find(state_->jobs.begin(), state_->jobs.end(), job);
     if (mine != state_->jobs.end()) state_->jobs.erase(mine);
-    state_->notify();
+    state_->notify(&lock);
   }
   // A thread that still holds the job finds no unit left and does not call f.
   const auto finished = [&] { return job->done == job->units; };
@@ -188,7 +196,7 @@ void ThreadPool::help(const std::function<bool()>& done, std::chrono::duration<d
   while (spin_until(called, idle_time) && !done()) {
     State::Lock lock(state_->mutex);
     state_->work(&lock, done);
-    state_->notify();
+    state_->notify(&lock);
   }
 }
 

@@ -225,16 +225,21 @@ std::shared_ptr<void> CudaPass::keep_bytes(size_t bytes) {
   size_t size = kAlignment;
   while (size < bytes) size *= 2;
   Pool& all = *pool();
-  const std::lock_guard<std::mutex> lock(all.mutex);
+  std::unique_lock<std::mutex> lock(all.mutex);
+  if (all.devices[device_].blocks[size].empty() && all.devices[device_].rest_size < size) {
+    // Other GPUs go on while this one allocates.
+    const size_t piece = std::max(size, kMinSize);
+    lock.unlock();
+    auto* const more = static_cast<char*>(allocate(true, piece));
+    lock.lock();
+    Pool::Device& of_device = all.devices[device_];
+    of_device.pieces.push_back(more);
+    of_device.rest = more;
+    of_device.rest_size = piece;
+  }
   Pool::Device& of_device = all.devices[device_];
   std::vector<void*>& idle = of_device.blocks[size];
   if (idle.empty()) {
-    if (of_device.rest_size < size) {
-      const size_t piece = std::max(size, kMinSize);
-      of_device.pieces.push_back(allocate(true, piece));
-      of_device.rest = static_cast<char*>(of_device.pieces.back());
-      of_device.rest_size = piece;
-    }
     idle.push_back(of_device.rest);
     of_device.rest += size;
     of_device.rest_size -= size;

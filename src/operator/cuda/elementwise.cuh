@@ -62,18 +62,14 @@ struct MapTask {
   void* to;
   const void* coefficients;
   bool add;
-  // The first value at a multiple of 16 bytes in `to`, and the number of vectors from there for
-  // which Fetched stays inside of the other arrays.
+  // The first value at a multiple of 16 bytes, and the number of vectors from there.
   int64_t head, vectors;
-  // Value i belongs to plane i / S and channel i / S % C. For fewer than 2^31 values.
+  // Value i belongs to plane i / S and channel i / S % C. For fewer than 2^31 values, or else zero.
   Divider by_S, by_C;
 
-  SBN_DEVICE uint32_t plane_of(uint32_t i) const { return by_S(i); }
-  SBN_DEVICE int64_t plane_of(int64_t i) const { return i / S; }
   SBN_DEVICE uint32_t channel_of(uint32_t plane) const {
     return plane - by_C(plane) * static_cast<uint32_t>(C);
   }
-  SBN_DEVICE int64_t channel_of(int64_t plane) const { return plane % C; }
 };
 
 // The results of kCount values, those of dresidual in `seconds`. f(j) has the coefficients of value
@@ -115,10 +111,10 @@ SBN_DEVICE void evaluate(const EpilogueTask<Arithmetic<T>>& epilogue, const Coef
 
 template <typename T, typename F>
 SBN_DEVICE void map_value(const MapTask& task, const EpilogueTask<Arithmetic<T>>& epilogue,
-                          int64_t i) {
+                          int64_t i, int64_t c) {
   using A = Arithmetic<T>;
   constexpr int kArrays = kOperands<F>;
-  const F affine = load_affine<F>(task.coefficients, i / task.S % task.C);
+  const F affine = load_affine<F>(task.coefficients, c);
   const auto operand = [&](const void* from, bool exists) {
     return exists ? widen(static_cast<const T*>(from)[i]) : A{0};
   };
@@ -139,32 +135,30 @@ SBN_DEVICE void map_value(const MapTask& task, const EpilogueTask<Arithmetic<T>>
   }
 }
 
-// The values before and after the vectors, fewer than two vectors each: one value per thread.
-template <typename T, typename F>
+// The values before and after the vectors, fewer than one vector each: one value per thread.
+template <typename T, typename F, typename ChannelOf>
 SBN_DEVICE void map_ends(const MapTask& task, const EpilogueTask<Arithmetic<T>>& epilogue,
-                         int64_t thread) {
-  const int64_t behind = task.head + task.vectors * kPack<T>;
-  if (thread < task.head) map_value<T, F>(task, epilogue, thread);
-  if (behind + thread < task.size && thread < 2 * kPack<T>)
-    map_value<T, F>(task, epilogue, behind + thread);
+                         int64_t thread, const ChannelOf& channel_of) {
+  const int64_t behind = task.head + task.vectors * kPack<T> + thread;
+  if (thread < task.head) map_value<T, F>(task, epilogue, thread, channel_of(thread));
+  if (behind < task.size && thread < kPack<T>) {
+    map_value<T, F>(task, epilogue, behind, channel_of(behind));
+  }
 }
 
 // Loads the operands of a vector, and stores its results.
-template <typename T, typename F, bool kAligned>
+template <typename T, typename F>
 struct Operands {
   using A = Arithmetic<T>;
   static constexpr int kSize = kPack<T>, kArrays = kOperands<F>;
-  Fetched<kAligned> a, b, v;
-  Words to, second;
+  Words a, b, v, to, second;
 
   SBN_DEVICE void load(const MapTask& task, const EpilogueTask<A>& epilogue, int64_t i) {
-    a = Fetched<kAligned>::load(static_cast<const T*>(task.a) + i);
-    if (kArrays > 1) b = Fetched<kAligned>::load(static_cast<const T*>(task.b) + i);
+    a = load_words(static_cast<const T*>(task.a) + i);
+    if (kArrays > 1) b = load_words(static_cast<const T*>(task.b) + i);
     if (task.add) to = load_words(static_cast<const T*>(task.to) + i);
     if constexpr (kArrays > 2) {
-      if (epilogue.v != task.b) {
-        v = Fetched<kAligned>::load(static_cast<const T*>(epilogue.v) + i);
-      }
+      if (epilogue.v != task.b) v = load_words(static_cast<const T*>(epilogue.v) + i);
       if (epilogue.add_dresidual) {
         second = load_words(static_cast<const T*>(epilogue.dresidual) + i);
       }
@@ -175,16 +169,10 @@ struct Operands {
   template <typename Coefficients>
   SBN_DEVICE void store(const MapTask& task, const EpilogueTask<A>& epilogue, int64_t i,
                         const Coefficients& f) const {
-    const auto words = [&](const Fetched<kAligned>& fetched, const void* from) {
-      // The same for all vectors.
-      const unsigned shift = misalignment(static_cast<const T*>(from) + i);
-      return fetched.template words<T>(kAligned ? 0 : shift);
-    };
-    const Words a_words = words(a, task.a);
-    const Words b_words = kArrays > 1 ? words(b, task.b) : a_words;
-    const Words v_words = kArrays > 2 && epilogue.v != task.b ? words(v, epilogue.v) : b_words;
+    const Words b_words = kArrays > 1 ? b : a;
+    const Words v_words = kArrays > 2 && epilogue.v != task.b ? v : b_words;
     A results[kSize], seconds[kSize];
-    evaluate<T, F>(epilogue, f, Values<T>(a_words), Values<T>(b_words), Values<T>(v_words), results,
+    evaluate<T, F>(epilogue, f, Values<T>(a), Values<T>(b_words), Values<T>(v_words), results,
                    seconds);
     if (kArrays < 3 || task.to) put(results, to, static_cast<T*>(task.to) + i, task.add);
     if constexpr (kArrays > 2) {
@@ -209,26 +197,40 @@ constexpr int kVectorsPerThread = kOperands<F> == 1 ? 4
                                   : sizeof(F) > 48  ? 1
                                                     : 2;
 
-// S > 1: a thread has several vectors, and those of a block are contiguous. `I` can index the whole
-// array. `kAligned`: a vector has values of at most two planes.
-template <typename I, typename T, typename F, bool kAligned>
+// Any arrays, a value for each thread.
+template <typename T, typename F>
+__global__ void __launch_bounds__(kThreads)
+    map_values(MapTask task, EpilogueTask<Arithmetic<T>> epilogue) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= task.size) return;
+  const bool divides = task.by_S.divisor != 0;
+  map_value<T, F>(
+      task, epilogue, i,
+      divides ? task.channel_of(task.by_S(static_cast<uint32_t>(i))) : i / task.S % task.C);
+}
+
+// S > 1: a thread has several vectors, and those of a block are contiguous. A vector has values of
+// at most two planes.
+template <typename T, typename F>
 __global__ void __launch_bounds__(kThreads)
     map_planes(MapTask task, EpilogueTask<Arithmetic<T>> epilogue) {
   constexpr int kSize = kPack<T>, kVectors = kVectorsPerThread<F>;
-  const I vectors = static_cast<I>(task.vectors), S = static_cast<I>(task.S);
-  const I C = static_cast<I>(task.C);
-  if (blockIdx.x == 0) map_ends<T, F>(task, epilogue, threadIdx.x);
+  const auto vectors = static_cast<uint32_t>(task.vectors), S = static_cast<uint32_t>(task.S);
+  const auto C = static_cast<uint32_t>(task.C);
+  if (blockIdx.x == 0) {
+    map_ends<T, F>(task, epilogue, threadIdx.x,
+                   [&](int64_t i) { return task.channel_of(task.by_S(static_cast<uint32_t>(i))); });
+  }
   // From the end, which the sums have read last.
   const unsigned block = gridDim.x - 1 - blockIdx.x;
-  const I start = static_cast<I>(block) * (kThreads * kVectors) + threadIdx.x;
-  Operands<T, F, kAligned> operands[kVectors];
+  const uint32_t start = block * (kThreads * kVectors) + threadIdx.x;
+  Operands<T, F> operands[kVectors];
   // If most warps have a vector that reaches into the next plane, all take the same branch.
   const bool mixed = S < 64 * kSize;
-  const auto next = [&](I c) { return c + 1 == C ? 0 : c + 1; };
   F coefficients[kVectors];
-  I channels[kVectors], left[kVectors];
+  uint32_t channels[kVectors], left[kVectors];
   const auto index = [&](int k) {
-    return static_cast<I>(task.head) + (start + k * kThreads) * kSize;
+    return static_cast<uint32_t>(task.head) + (start + k * kThreads) * kSize;
   };
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
@@ -236,7 +238,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    const I plane = task.plane_of(index(k));
+    const uint32_t plane = task.by_S(index(k));
     channels[k] = task.channel_of(plane);
     // Values to the end of the plane.
     left[k] = (plane + 1) * S - index(k);
@@ -248,44 +250,33 @@ __global__ void __launch_bounds__(kThreads)
     if (start + k * kThreads >= vectors) break;
     if (left[k] >= kSize && !mixed) {
       operands[k].store(task, epilogue, index(k), [&](int) { return coefficients[k]; });
-    } else if (kAligned || kSize == 2 || S >= kSize) {
-      const F second = load_affine<F>(task.coefficients, next(channels[k]));
-      operands[k].store(task, epilogue, index(k), [&](int j) {
-        return static_cast<I>(j) < left[k] ? coefficients[k] : second;
-      });
     } else {
-      // Several planes in one vector.
-      F affine = coefficients[k];
-      I c = channels[k], behind = left[k];
+      const uint32_t next = channels[k] + 1 == C ? 0 : channels[k] + 1;
+      const F second = load_affine<F>(task.coefficients, next);
       operands[k].store(task, epilogue, index(k), [&](int j) {
-        if (static_cast<I>(j) == behind) {
-          behind += S;
-          c = next(c);
-          affine = load_affine<F>(task.coefficients, c);
-        }
-        return affine;
+        return static_cast<uint32_t>(j) < left[k] ? coefficients[k] : second;
       });
     }
   }
 }
 
 // Resident blocks of map_rows per multiprocessor, limited by registers, and vectors per thread.
-template <typename T, typename F, bool kAligned>
+template <typename T, typename F>
 constexpr int kMapBlocks =
-    kAligned && kOperands<F> < 3 ? (sizeof(T) == 2 ? 2 : 3) + (kOperands<F> == 1 ? 1 : 0) : 2;
-template <typename F, bool kAligned>
-constexpr int kRowVectors = kOperands<F> == 1 || (kAligned && kOperands<F> == 2) ? 2 : 1;
+    kOperands<F> < 3 ? (sizeof(T) == 2 ? 2 : 3) + (kOperands<F> == 1 ? 1 : 0) : 2;
+template <typename F>
+constexpr int kRowVectors = kOperands<F> < 3 ? 2 : 1;
 
 // S = 1: the number of threads is such that each of them always has the same channels, and keeps
 // their coefficients in registers.
-template <typename T, typename F, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kMapBlocks<T, F, kAligned>)
+template <typename T, typename F>
+__global__ void __launch_bounds__(kThreads, kMapBlocks<T, F>)
     map_rows(MapTask task, EpilogueTask<Arithmetic<T>> epilogue, int64_t threads) {
-  constexpr int kSize = kPack<T>, kUnroll = kRowVectors<F, kAligned>;
+  constexpr int kSize = kPack<T>, kUnroll = kRowVectors<F>;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  map_ends<T, F>(task, epilogue, thread);
+  map_ends<T, F>(task, epilogue, thread, [&](int64_t i) { return i % task.C; });
   if (thread >= threads || thread >= task.vectors) return;
-  Operands<T, F, kAligned> operands[kUnroll] = {};
+  Operands<T, F> operands[kUnroll] = {};
   const auto load = [&](int64_t base) {
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
@@ -293,9 +284,8 @@ __global__ void __launch_bounds__(kThreads, kMapBlocks<T, F, kAligned>)
       if (k == 0 || v < task.vectors) operands[k].load(task, epilogue, task.head + v * kSize);
     }
   };
-  // The first loads overlap with those of the coefficients. Not if unaligned, which takes twice the
-  // registers.
-  if (kAligned) load(thread);
+  // The first loads overlap with those of the coefficients.
+  load(thread);
   F coefficients[kSize];
   int64_t c = (task.head + thread * kSize) % task.C;
 #pragma unroll
@@ -304,7 +294,7 @@ __global__ void __launch_bounds__(kThreads, kMapBlocks<T, F, kAligned>)
     c = c + 1 == task.C ? 0 : c + 1;
   }
   for (int64_t base = thread; base < task.vectors; base += threads * kUnroll) {
-    if (!kAligned || base != thread) load(base);
+    if (base != thread) load(base);
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       const int64_t v = base + k * threads;

@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -44,6 +45,10 @@ inline unsigned misaligned(const void* p) {
   return static_cast<unsigned>(reinterpret_cast<uintptr_t>(p) % 16);
 }
 
+inline dim3 blocks_for(int64_t threads) {
+  return dim3(static_cast<unsigned>(std::max<int64_t>(1, divide_up(threads, kThreads))));
+}
+
 // The kernel of sums for a view, and its blocks.
 template <typename T, int kArrays>
 struct SumsPlan {
@@ -53,9 +58,8 @@ struct SumsPlan {
   dim3 grid;
 
   SumsPlan(const View& v, int multiprocessors) : multiprocessors_(multiprocessors) {
-    // Blocks that cover all channels, blocks per multiprocessor, units that a block takes at a
-    // time.
-    int64_t blocks, resident, at_once;
+    // Blocks that cover all channels, and units that a block takes at a time.
+    int64_t blocks, at_once;
     task.N = v.N / v.R;
     task.C = v.C;
     task.S = v.S;
@@ -63,7 +67,7 @@ struct SumsPlan {
     task.lanes = 1;
     // If a tile holds at least two planes. For larger ones, shifting unaligned vectors is cheaper
     // than shared memory.
-    if (v.S > 1 && v.S % kPack<T> != 0 && 2 * v.S <= kTileValues<T, kArrays>) {
+    if (kHasVariants && v.S > 1 && v.S % kPack<T> != 0 && 2 * v.S <= kTileValues<T, kArrays>) {
       kind = kTiles;
       while (kWarp / task.lanes * v.S > kTileValues<T, kArrays>) task.lanes *= 2;
       // Odd, so that the lanes of a plane use different banks.
@@ -71,15 +75,12 @@ struct SumsPlan {
       task.chunks = 1;
       task.units = task.N;
       blocks = divide_up(v.C, kWarp / task.lanes);
-      resident = resident_blocks(sum_tiles<T, kArrays>);
       at_once = kWarps;
     } else if (v.S > 1) {
       kind = kPlanes;
       split_planes(v.S);
       task.units = task.N * task.chunks;
       blocks = v.C;
-      resident = v.S % kPack<T> == 0 ? resident_blocks(sum_planes<T, kArrays, true>)
-                                     : resident_blocks(sum_planes<T, kArrays, false>);
       at_once = kThreads / task.lanes;
     } else if (v.R > 1) {
       kind = kRows;
@@ -94,19 +95,17 @@ struct SumsPlan {
       task.chunks = divide_up(v.R, task.chunk_size);
       task.units = task.N * task.chunks;
       blocks = divide_up(v.C, task.lanes * kPack<T>);
-      resident = v.C % kPack<T> == 0 ? resident_blocks(sum_rows<T, kArrays, true>)
-                                     : resident_blocks(sum_rows<T, kArrays, false>);
       at_once = kThreads / task.lanes / task.down;
     } else {
       kind = kValues;
       task.chunks = 1;
       task.units = task.N;
       blocks = divide_up(v.C, kWarp);
-      resident = resident_blocks(sum_values<T, kArrays>);
       at_once = 4 * kWarps;
     }
-    task.slices =
-        static_cast<int>(choose_slices(blocks, resident * multiprocessors, task.units, at_once));
+    const int64_t resident =
+        int64_t{multiprocessors} * resident_blocks(kernel(row() % kPack<T> == 0));
+    task.slices = static_cast<int>(choose_slices(blocks, resident, task.units, at_once));
     grid = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(task.slices));
   }
 
@@ -141,25 +140,13 @@ struct SumsPlan {
   int run(ChannelSums* work, ChannelSums* sums, Stream stream) {
     task.sums = sums;
     task.work = work;
-    const int64_t row = task.S > 1 ? task.S : task.C, size = task.N * task.R * task.C * task.S;
+    const int64_t size = task.N * task.R * task.C * task.S;
     task.x_end = static_cast<const T*>(task.x) + size;
     task.dy_end = kArrays > 1 ? static_cast<const T*>(task.dy) + size : nullptr;
     epilogue.v_end = kArrays > 2 ? static_cast<const T*>(epilogue.v) + size : nullptr;
-    const bool aligned = row % kPack<T> == 0 && !misaligned(task.x) && !misaligned(task.dy) &&
+    const bool aligned = row() % kPack<T> == 0 && !misaligned(task.x) && !misaligned(task.dy) &&
                          !misaligned(epilogue.v);
-    if (kind == kValues) {
-      SBN_LAUNCH((sum_values<T, kArrays>), grid, stream, task, epilogue);
-    } else if (kind == kTiles) {
-      SBN_LAUNCH((sum_tiles<T, kArrays>), grid, stream, task, epilogue);
-    } else if (kind == kPlanes && aligned) {
-      SBN_LAUNCH((sum_planes<T, kArrays, true>), grid, stream, task, epilogue);
-    } else if (kind == kPlanes) {
-      SBN_LAUNCH((sum_planes<T, kArrays, false>), grid, stream, task, epilogue);
-    } else if (aligned) {
-      SBN_LAUNCH((sum_rows<T, kArrays, true>), grid, stream, task, epilogue);
-    } else {
-      SBN_LAUNCH((sum_rows<T, kArrays, false>), grid, stream, task, epilogue);
-    }
+    SBN_LAUNCH(kernel(aligned), grid, stream, task, epilogue);
     const int error = cudaGetLastError();
     if (error || task.slices == 1) return error;
     // Up to a warp per channel, but not more lanes than slices; a whole block if there are few
@@ -174,20 +161,56 @@ struct SumsPlan {
   }
 
  private:
+  // Few use float64, which takes the kernels for any alignment.
+  static constexpr bool kHasVariants = sizeof(T) < sizeof(double);
+
   int multiprocessors_;
+
+  int64_t row() const { return task.S > 1 ? task.S : task.C; }
+
+  auto kernel(bool aligned) const -> void (*)(SumsTask, EpilogueTask<Arithmetic<T>>) {
+    if (kind == kValues) return sum_values<T, kArrays>;
+    if constexpr (kHasVariants) {
+      if (kind == kTiles) return sum_tiles<T, kArrays>;
+      if (aligned) {
+        return kind == kPlanes ? sum_planes<T, kArrays, true> : sum_rows<T, kArrays, true>;
+      }
+    }
+    return kind == kPlanes ? sum_planes<T, kArrays, false> : sum_rows<T, kArrays, false>;
+  }
 };
+
+// The plan for the current device, made once.
+template <typename T, int kArrays>
+SumsPlan<T, kArrays> plan_of(const View& v, int multiprocessors) {
+  constexpr size_t kMost = 1000;
+  using Key = std::array<int64_t, 6>;
+  static std::mutex mutex;
+  static auto* const known = new std::map<Key, SumsPlan<T, kArrays>>;
+  int device = 0;
+  cudaGetDevice(&device);
+  const Key key{v.N, v.C, v.S, v.R, multiprocessors, device};
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto found = known->find(key);
+  if (found == known->end()) {
+    // Data of ever new shapes.
+    if (known->size() >= kMost) known->clear();
+    found = known->emplace(key, SumsPlan<T, kArrays>(v, multiprocessors)).first;
+  }
+  return found->second;
+}
 
 template <typename T>
 int64_t work_size(const View& view, int multiprocessors) {
-  return std::max({SumsPlan<T, 1>(view, multiprocessors).work_size(),
-                   SumsPlan<T, 2>(view, multiprocessors).work_size(),
-                   SumsPlan<T, 3>(view, multiprocessors).work_size()});
+  return std::max({plan_of<T, 1>(view, multiprocessors).work_size(),
+                   plan_of<T, 2>(view, multiprocessors).work_size(),
+                   plan_of<T, 3>(view, multiprocessors).work_size()});
 }
 
 template <typename T>
 int launch_forward_sums(const View& view, const void* x, ChannelSums* work, ChannelSums* sums,
                         int multiprocessors, Stream stream) {
-  SumsPlan<T, 1> plan(view, multiprocessors);
+  auto plan = plan_of<T, 1>(view, multiprocessors);
   plan.task.x = x;
   return plan.run(work, sums, stream);
 }
@@ -216,14 +239,31 @@ int launch_backward_sums(const BackwardShard& p, const Statistics* s, const void
     plan.epilogue = epilogue_of<Arithmetic<T>>(p, coefficients);
     return plan.run(work, sums, stream);
   };
-  return p.epilogue.activation == Activation::kNone ? run(SumsPlan<T, 2>(p.view, multiprocessors))
-                                                    : run(SumsPlan<T, 3>(p.view, multiprocessors));
+  return p.epilogue.activation == Activation::kNone ? run(plan_of<T, 2>(p.view, multiprocessors))
+                                                    : run(plan_of<T, 3>(p.view, multiprocessors));
 }
 
 template <typename T, typename F>
-int launch_map(const View& view, MapTask task, const EpilogueTask<Arithmetic<T>>& epilogue,
+int launch_map(const View& view, MapTask task, EpilogueTask<Arithmetic<T>> epilogue,
                int multiprocessors, Stream stream) {
-  constexpr int64_t kSize = kPack<T>;
+  constexpr int64_t kSize = kPack<T>, kMost = (int64_t{1} << 31) - 1;
+  const int64_t sample = view.C * view.S;
+  if (view.S > 1 && view.size() > kMost && sample <= kMost) {
+    // In parts that map_planes can index.
+    View part = view;
+    for (int64_t n = 0; n < view.N; n += part.N) {
+      part.N = std::min(kMost / sample, view.N - n);
+      const int error = launch_map<T, F>(part, task, epilogue, multiprocessors, stream);
+      if (error) return error;
+      const auto skip = [&](auto* array) {
+        const auto next = reinterpret_cast<uintptr_t>(array) + part.size() * sizeof(T);
+        return array ? reinterpret_cast<decltype(array)>(next) : array;
+      };
+      task.a = skip(task.a), task.b = skip(task.b), task.to = skip(task.to);
+      epilogue.v = skip(epilogue.v), epilogue.dresidual = skip(epilogue.dresidual);
+    }
+    return 0;
+  }
   task.C = view.C;
   task.S = view.S;
   task.size = view.size();
@@ -232,40 +272,24 @@ int launch_map(const View& view, MapTask task, const EpilogueTask<Arithmetic<T>>
   const void* const to = task.to ? task.to : epilogue.dresidual;
   const auto fits = [&](const void* from) { return !from || misaligned(from) == misaligned(to); };
   const bool aligned = fits(task.a) && fits(task.b) && fits(epilogue.v);
-  // The kernel for unaligned arrays also takes vectors of several planes, and large arrays.
-  const bool is_small = task.size < int64_t{1} << 31;
-  const bool plain = aligned && (view.S == 1 || (view.S >= kSize && is_small));
-  const int64_t spare = plain ? 0 : 1;
-  task.head = std::min<int64_t>((16 - misaligned(to)) % 16 / sizeof(T) + spare * kSize, task.size);
-  task.vectors = std::max<int64_t>((task.size - task.head) / kSize - spare, 0);
-  if (is_small) {
+  task.head = std::min<int64_t>((16 - misaligned(to)) % 16 / sizeof(T), task.size);
+  task.vectors = (task.size - task.head) / kSize;
+  if (task.size <= kMost) {
     task.by_S = Divider::by(view.S);
     task.by_C = Divider::by(view.C);
   }
-  if (view.S > 1) {
-    const int64_t blocks =
-        std::max<int64_t>(1, divide_up(task.vectors, int64_t{kThreads} * kVectorsPerThread<F>));
-    const dim3 grid(static_cast<unsigned>(blocks));
-    if (!is_small) {
-      SBN_LAUNCH((map_planes<int64_t, T, F, false>), grid, stream, task, epilogue);
-    } else if (plain) {
-      SBN_LAUNCH((map_planes<uint32_t, T, F, true>), grid, stream, task, epilogue);
-    } else {
-      SBN_LAUNCH((map_planes<uint32_t, T, F, false>), grid, stream, task, epilogue);
-    }
-    return cudaGetLastError();
-  }
-  // The number of vectors after which the channels repeat.
-  const int64_t period = view.C / std::gcd(view.C, kSize);
-  const int64_t resident =
-      plain ? resident_blocks(map_rows<T, F, true>) : resident_blocks(map_rows<T, F, false>);
-  const int64_t most = std::max(resident * multiprocessors * kThreads, period);
-  const int64_t threads = std::max(std::min(most, task.vectors) / period, int64_t{1}) * period;
-  const dim3 grid(static_cast<unsigned>(divide_up(threads, kThreads)));
-  if (plain) {
-    SBN_LAUNCH((map_rows<T, F, true>), grid, stream, task, epilogue, threads);
+  if (!aligned || (view.S > 1 && (view.S < kSize || task.size > kMost))) {
+    SBN_LAUNCH((map_values<T, F>), blocks_for(task.size), stream, task, epilogue);
+  } else if (view.S > 1) {
+    const int64_t threads = divide_up(task.vectors, int64_t{kVectorsPerThread<F>});
+    SBN_LAUNCH((map_planes<T, F>), blocks_for(threads), stream, task, epilogue);
   } else {
-    SBN_LAUNCH((map_rows<T, F, false>), grid, stream, task, epilogue, threads);
+    // The number of vectors after which the channels repeat.
+    const int64_t period = view.C / std::gcd(view.C, kSize);
+    const int64_t resident = resident_blocks(map_rows<T, F>);
+    const int64_t most = std::max(resident * multiprocessors * kThreads, period);
+    const int64_t threads = std::max(std::min(most, task.vectors) / period, int64_t{1}) * period;
+    SBN_LAUNCH((map_rows<T, F>), blocks_for(threads), stream, task, epilogue, threads);
   }
   return cudaGetLastError();
 }
@@ -318,10 +342,6 @@ int launch_input_gradient(const BackwardShard& p, const void* coefficients, int 
 template <typename A>
 int64_t coefficients_size(int64_t C) {
   return C * 16 * kCoefficientWords<GatedGradient<A>>;
-}
-
-inline dim3 blocks_for(int64_t threads) {
-  return dim3(static_cast<unsigned>(std::max<int64_t>(1, divide_up(threads, kThreads))));
 }
 
 template <typename A>

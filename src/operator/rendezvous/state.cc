@@ -241,9 +241,12 @@ void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Rendezvous* re
   const Patience patience(layer->config.timeout_seconds);
   const unsigned interrupts_before = interrupts;
   Seconds since_interrupt{0}, next_probe{0};
-  lock->unlock();
-  thread_pool().help([&] { return rendezvous->over.load(); }, kAwake);
-  lock->lock();
+  // The last GPU has no work for the threads of a CPU.
+  if (is_cpu(device)) {
+    lock->unlock();
+    thread_pool().help([&] { return rendezvous->over.load(); }, kAwake);
+    lock->lock();
+  }
   while (!rendezvous->over) {
     const Seconds slice = std::min(kSlice, patience.slice(kSlice));
     if (rendezvous->unreachable.empty()) rendezvous->changed.wait_for(*lock, slice);

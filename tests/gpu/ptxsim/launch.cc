@@ -26,7 +26,7 @@ std::vector<unsigned> order_of(unsigned size) {
 // The blocks of a grid in the order in which they run. Of more than kWholeGrid, which only kernels
 // without sums have, a part: the first, the last and some between them.
 std::vector<unsigned> blocks_of(unsigned size, std::mt19937* random) {
-  constexpr unsigned kWholeGrid = 1u << 16, kEnd = 6;
+  constexpr unsigned kWholeGrid = 1u << 16, kEnd = 34;
   std::vector<unsigned> order = order_of(size < kWholeGrid ? size : 2 * kEnd);
   if (size >= kWholeGrid) {
     for (unsigned i = 0; i < kEnd; ++i) order[kEnd + i] = size - kEnd + i;

@@ -674,7 +674,7 @@ class LargeArray {
 
 template <typename T>
 void check_large(int64_t S, const Variant& variant, Store how, int64_t shift) {
-  // A sample reaches each of a thread's vectors, and takes no more than 5 blocks: the simulator
+  // A sample reaches each of a thread's vectors, and takes no more than 33 blocks: the simulator
   // runs only the first and the last of many.
   const Problem<T> p({2, 16000 / static_cast<int64_t>(sizeof(T)) / S, S}, 3);
   const int64_t sample = p.view.C * S, size = ((int64_t{1} << 31) / sample + 1) * sample;
@@ -725,10 +725,10 @@ void check_large(int64_t S, const Variant& variant, Store how, int64_t shift) {
   CHECK(same_bits(second.get(), expected_second));
 }
 
-// Planes that a vector has several of, that most warps have the end of (at each place of a vector),
-// and larger ones.
+// Planes that are shorter than a vector, that most warps have the end of (at each place of a
+// vector), and larger ones.
 template <typename T>
-void large_arrays_are_indexed_in_64_bits() {
+void large_arrays_are_written() {
   for (const int64_t S : {3, 21, 600}) {
     for (const Variant& variant :
          {kPlain, kVariants[0], kVariants[2], kMoreVariants[0], kMoreVariants[1]}) {
@@ -804,7 +804,7 @@ void test_all() {
   gated_sums_have_the_bits_of_sums_of_the_gated_gradient<T>();
   sums_of_samples_of_all_sizes_are_independent_of_splits<T>();
   statistics_of_arrays_are_those_of_the_host<T>();
-  large_arrays_are_indexed_in_64_bits<T>();
+  large_arrays_are_written<T>();
 }
 
 // Runs each kernel once or twice, for tools under which kernels are slow.
