@@ -32,6 +32,7 @@ class Operator(SyncBatchNorm):
     """The operator without layout copies, which arrays in plain layout do not need."""
 
     activation = None
+    channels = 1  # the axis
 
     def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
         return sync_batch_norm(
@@ -42,6 +43,7 @@ class Operator(SyncBatchNorm):
             running_mean,
             running_var,
             layer=self._layer,
+            axis=self.channels,
             activation=self.activation,
             copy_layout=False,
             name="fwd",
@@ -49,6 +51,14 @@ class Operator(SyncBatchNorm):
 
 
 class OperatorRelu(Operator):
+    activation = "relu"
+
+
+class OperatorLast(Operator):
+    channels = -1
+
+
+class OperatorLastRelu(OperatorLast):
     activation = "relu"
 
 
@@ -65,6 +75,8 @@ LAYERS = {
     "contrib": gluon.contrib.nn.SyncBatchNorm,
     "operator_relu": OperatorRelu,
     "BatchNorm_relu": BatchNormRelu,
+    "operator_last": OperatorLast,
+    "operator_last_relu": OperatorLastRelu,
 }
 
 
@@ -193,19 +205,31 @@ def _arrays(shape, contexts):
     part = (shape[0] // len(contexts), *shape[1:])
     xs = [mx.nd.random.normal(shape=part, ctx=context) for context in contexts]
     dys = [mx.nd.random.normal(shape=part, ctx=context) for context in contexts]
+    return _with_gradients(xs, dys)
+
+
+def _with_gradients(xs, dys):
     for x in xs:
         x.attach_grad()
     mx.nd.waitall()
     return xs, dys
 
 
+def _channels_last(arrays):
+    return [mx.nd.moveaxis(array, 1, -1) for array in arrays]
+
+
 def layer_times(shape, count, repetitions, progress):
     """{kind: seconds of each round}: columns forward and backward, or one column for "copy"."""
     contexts = [mx.cpu(i) for i in range(count)]
-    xs, dys = _arrays(shape, contexts)
+    first = _arrays(shape, contexts)
+    last = _with_gradients(*map(_channels_last, first))
+    data = {kind: last if "last" in kind else first for kind in LAYERS}
     layers = {kind: Layer(kind, shape[1], contexts) for kind in LAYERS}
-    _check_agreement(layers, xs, dys)
-    contestants = {kind: lambda layer=layer: layer(xs, dys) for kind, layer in layers.items()}
+    _check_agreement(layers, data)
+    contestants = {
+        kind: lambda layer=layer, kind=kind: layer(*data[kind]) for kind, layer in layers.items()
+    }
     contestants["copy"] = Copy(shape)
     with contextlib.ExitStack() as stack:
         if count == 1 and TORCH.exists():
@@ -215,14 +239,17 @@ def layer_times(shape, count, repetitions, progress):
         return interleave(contestants, repetitions, progress)
 
 
-def _check_agreement(layers, xs, dys):
+def _check_agreement(layers, data):
     """Raises an error if the results of the layers differ."""
     expected = {}
     for kind, layer in layers.items():
+        xs, dys = data[kind]
         if kind.startswith("BatchNorm") and len(xs) > 1:
             continue  # normalizes with the statistics of each context
         ys, _ = layer.run(xs, dys)
         results = [array.asnumpy() for array in ys + [x.grad for x in xs]]
+        if "last" in kind:
+            results = [np.moveaxis(array, -1, 1) for array in results]
         right = expected.setdefault(kind.endswith("relu"), results)
         difference = max(np.abs(a - b).max() for a, b in zip(results, right))
         if not difference < 1e-3:

@@ -13,6 +13,8 @@ TITLES = {
     "operator_relu": "operator with relu",
     "BatchNorm_relu": "`nn.BatchNorm` and relu",
     "torch_relu": "`torch.nn.BatchNorm2d` and relu",
+    "operator_last": "operator, channels last",
+    "operator_last_relu": "the same with relu",
 }
 RATIOS = [
     ("operator", "BatchNorm"),
@@ -22,6 +24,8 @@ RATIOS = [
     ("operator_relu", "operator"),
     ("operator_relu", "BatchNorm_relu"),
     ("operator_relu", "torch_relu"),
+    ("operator_last", "operator"),
+    ("operator_last_relu", "operator_last"),
 ]
 _LARGE = 1_500_000  # values
 _16_MB = 4_000_000
@@ -46,6 +50,8 @@ def at_most(pair, shape, count):
         return 0.05
     if pair == ("block", "BatchNorm"):
         return 0.8
+    if pair[0].startswith("operator_last"):
+        return 1.2 if count == 1 else None
     if count > 1:
         return None
     if pair == ("operator", "torch"):

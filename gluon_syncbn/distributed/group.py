@@ -1,5 +1,6 @@
 """Which devices and processes share statistics, and how long they wait for each other."""
 
+import os
 import weakref
 
 import mxnet
@@ -53,6 +54,9 @@ class SyncGroup:
     ----------
     Groups smaller than the cluster: J. Peng et al., MegDet, CVPR 2018.
     """
+
+    # What tells of a group that nobody has chosen.
+    _advice = ""
 
     def __init__(self, devices=None, store=None, timeout=None, group_size=None):
         if isinstance(devices, Context):
@@ -168,6 +172,7 @@ class SyncGroup:
             ranks=range(1) if alone else ranks,
             exchange=None if alone else self._exchange.of(layer, here, k, members, sums=whole),
             config_error=config_error,
+            notice=self._advice and f"{layer.name} {self._advice}",
         )
 
 
@@ -177,7 +182,33 @@ _users = weakref.WeakSet()
 
 def default_group():
     """The group of all layers without one of their own."""
-    return _default or SyncGroup()
+    if _default:
+        return _default
+    group = SyncGroup()
+    group._advice = _advice()
+    return group
+
+
+def _advice():
+    """What to say where this process is one of several, and nobody has said whether they share
+    statistics; or an empty string."""
+    get = os.environ.get
+    for process, variable, store in (
+        ("", "DMLC_NUM_WORKER" if get("DMLC_ROLE") == "worker" else "", "KVStoreReducer(kv)"),
+        (get("HOROVOD_RANK"), "HOROVOD_SIZE", "HorovodReducer(hvd)"),
+        (get("OMPI_COMM_WORLD_RANK"), "OMPI_COMM_WORLD_SIZE", "HorovodReducer(hvd)"),
+    ):
+        if get(variable, "1") != "1":
+            return (
+                "trains on the statistics of this process alone, and "
+                f"{variable}={get(variable)} says that it is "
+                f"{f'rank {process}' if process else 'one'} of {get(variable)} processes. For "
+                "statistics over all of them write, before the first step: "
+                "gluon_syncbn.set_default_group(gluon_syncbn.SyncGroup(store="
+                f"gluon_syncbn.distributed.{store})). If each is to have its own: "
+                "gluon_syncbn.set_default_group(gluon_syncbn.SyncGroup())."
+            )
+    return ""
 
 
 def set_default_group(group):

@@ -183,13 +183,14 @@ class Layer:
         ranks=range(1),
         exchange=None,
         config_error="",
+        notice="",
     ):
         """devices: those that may take part, as MXNet names them; empty if unknown, then any
         num_devices or one do. num_devices: how many do, None for all. group_size: the size of the
         groups in which they synchronize, 0 for one group. ranks: those of `processes` whose sums
         are added. exchange(key, title, channels, mine): the values of all processes, shape
         (processes, size), or their sums, shape (1, size). config_error: why the layer cannot train
-        there."""
+        there. notice: what the first call in training of this process logs."""
         self.devices = tuple(devices)
         self.timeout = timeout
         self.exchange = exchange
@@ -210,6 +211,7 @@ class Layer:
             first_rank=ranks.start,
             end_rank=ranks.stop,
             config_error=config_error.encode(),
+            notice=notice.encode(),
         )
         _library.gluon_syncbn_configure(self.id, config)
 

@@ -91,6 +91,7 @@ LayerConfig = _struct(
     first_rank=_int,
     end_rank=_int,
     config_error=_text,
+    notice=_text,
 )
 _Message = _struct(
     "Message",

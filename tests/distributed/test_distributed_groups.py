@@ -1,7 +1,11 @@
 """Groups of devices in one process, the default group, and processes that built other nets."""
 
 import copy
+import os
 import pickle
+import re
+import subprocess
+import sys
 import types
 
 import gluon_syncbn as sbn
@@ -215,3 +219,52 @@ def test_another_number_of_layers_is_an_error_in_every_process(other_nets):
         assert f"Missing: rank {1 - rank} (" in text
     # The process that gives up last may find the other one gone.
     assert any(names[1 - rank] in reported["layers"][1] for rank, reported in enumerate(other_nets))
+
+
+# What the environment says, and of what a warning must tell.
+OTHERS = {
+    "kvstore": (
+        {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "3"},
+        r"DMLC_NUM_WORKER=3 .* one of 3 .*KVStoreReducer\(kv\)",
+    ),
+    "horovod": (
+        {"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1"},
+        r"HOROVOD_SIZE=2 .* rank 1 of 2 .*HorovodReducer\(hvd\)",
+    ),
+    "alone": ({"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "1", "HOROVOD_SIZE": "1"}, None),
+}
+TRAINS_ALONE = """
+import gluon_syncbn as sbn, mxnet as mx
+
+def call(training):
+    net = sbn.SyncBatchNorm(in_channels=2)
+    net.initialize()
+    with mx.autograd.record(train_mode=training):
+        net(mx.nd.ones((2, 2))).wait_to_read()
+
+call(training=False)
+sbn.set_default_group(sbn.SyncGroup())
+call(training=True)
+sbn.set_default_group(None)
+print("no warning before", flush=True)
+call(training=True)
+call(training=True)
+"""
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_process_that_trains_alone_among_others_says_so_once(case):
+    variables, told = OTHERS[case]
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINS_ALONE],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    before, after = done.stdout.split("no warning before")
+    assert "statistics of this process alone" not in before
+    assert after.count("statistics of this process alone") == (told is not None), after
+    assert told is None or re.search(told, after), after

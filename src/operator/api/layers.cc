@@ -141,6 +141,7 @@ void gluon_syncbn_configure(int64_t layer, const gluon_syncbn_layer_config* from
   config.first_rank = static_cast<size_t>(from->first_rank);
   config.end_rank = static_cast<size_t>(from->end_rank);
   config.config_error = from->config_error;
+  config.notice = from->notice;
   for (const std::string& device : config.devices) config.has_gpus |= gpu_of(device) >= 0;
   process.all_reduce->configure(layer, config);
   process.running_states->keep(layer);

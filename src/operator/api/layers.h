@@ -49,7 +49,7 @@ struct gluon_syncbn_layer_config {
   int num_devices, group_size;
   double timeout_seconds;
   int processes, first_rank, end_rank;
-  const char* config_error;
+  const char *config_error, *notice;
 };
 SBN_EXPORT void gluon_syncbn_configure(int64_t layer, const gluon_syncbn_layer_config*);
 SBN_EXPORT void gluon_syncbn_forget(int64_t layer);

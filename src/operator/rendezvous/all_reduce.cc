@@ -249,7 +249,14 @@ CallId AllReduce::next_call(const LayerPtr& layer, const std::string& device, in
   }
   auto& calls = layer->forward_calls[device];
   const int64_t sequence = calls.insert({node, layer->first_calls[node]}).first->second++;
-  return {layer->epoch, node, sequence, active};
+  const CallId id{layer->epoch, node, sequence, active};
+  const auto warn = state_->observer.warn;
+  if (warn && !config.notice.empty() && !std::exchange(state_->has_noticed, true)) {
+    const std::string notice = config.notice;
+    lock.unlock();
+    warn(notice);
+  }
+  return id;
 }
 
 Participants AllReduce::participants_of(const LayerPtr& layer, const CallId& id,

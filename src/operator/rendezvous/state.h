@@ -120,6 +120,8 @@ struct State {
   Clock::time_point last_arrival{};
   ActiveDevices active;
   Observer observer;
+  // Whether a layer's notice has been logged.
+  bool has_noticed = false;
 
   LayerPtr find(int64_t id) const;
   std::vector<LayerPtr> all() const;

@@ -35,6 +35,8 @@ struct LayerConfig {
   bool has_gpus = false;
   // Why the layer cannot train on these devices, or empty.
   std::string config_error;
+  // What the first call in training of a process logs, or empty.
+  std::string notice;
 
   bool exchanges() const { return processes > 1; }
   size_t participants() const {
