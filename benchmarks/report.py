@@ -24,7 +24,6 @@ RATIOS = [
     ("operator_relu", "operator"),
     ("operator_relu", "BatchNorm_relu"),
     ("operator_relu", "torch_relu"),
-    ("operator_last", "operator"),
     ("operator_last_relu", "operator_last"),
 ]
 _LARGE = 1_500_000  # values
@@ -50,7 +49,7 @@ def at_most(pair, shape, count):
         return 0.05
     if pair == ("block", "BatchNorm"):
         return 0.8
-    if pair[0].startswith("operator_last"):
+    if pair[0] == "operator_last_relu":
         return 1.2 if count == 1 else None
     if count > 1:
         return None
