@@ -55,8 +55,8 @@ class SyncGroup:
     Groups smaller than the cluster: J. Peng et al., MegDet, CVPR 2018.
     """
 
-    # What tells of a group that nobody has chosen.
-    _advice = ""
+    # Whether somebody has, rather than the layer for want of another.
+    _is_chosen = True
 
     def __init__(self, devices=None, store=None, timeout=None, group_size=None):
         if isinstance(devices, Context):
@@ -172,7 +172,7 @@ class SyncGroup:
             ranks=range(1) if alone else ranks,
             exchange=None if alone else self._exchange.of(layer, here, k, members, sums=whole),
             config_error=config_error,
-            notice=self._advice and f"{layer.name} {self._advice}",
+            notice="" if self._is_chosen else _notice(layer.name),
         )
 
 
@@ -185,13 +185,13 @@ def default_group():
     if _default:
         return _default
     group = SyncGroup()
-    group._advice = _advice()
+    group._is_chosen = False
     return group
 
 
-def _advice():
-    """What to say where this process is one of several, and nobody has said whether they share
-    statistics; or an empty string."""
+def _notice(name):
+    """What to say of a layer where this process is one of several, and nobody has said whether they
+    share statistics; or an empty string."""
     get = os.environ.get
     for process, variable, store in (
         ("", "DMLC_NUM_WORKER" if get("DMLC_ROLE") == "worker" else "", "KVStoreReducer(kv)"),
@@ -200,7 +200,7 @@ def _advice():
     ):
         if get(variable, "1") != "1":
             return (
-                "trains on the statistics of this process alone, and "
+                f"{name} trains on the statistics of this process alone, and "
                 f"{variable}={get(variable)} says that it is "
                 f"{f'rank {process}' if process else 'one'} of {get(variable)} processes. For "
                 "statistics over all of them write, before the first step: "

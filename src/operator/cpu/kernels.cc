@@ -193,23 +193,24 @@ const Loops<T>& loops() {
 #endif
 }
 
-// How to replace an array. One that the caches cannot hold until it is read again is written past
+// How to store an array. One that the caches cannot hold until it is read again is replaced past
 // them: a usual store would read each line from memory first. Not what the pass has also read,
 // which is in a cache, and not short planes, whose first and last lines are shared.
 template <typename T>
-Store replace(View view, const void* to, std::initializer_list<const void*> read) {
+Store store_of(Store how, View view, const void* to, std::initializer_list<const void*> read) {
 #if defined(__x86_64__)
   constexpr int64_t kSize = sizeof(T), kShortest = 1 << 10, kShare = 8 << 20;
   // Other processes use the last cache too, and a virtual machine may see all of its host's.
   static const int64_t last_cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
   const int64_t share = kShare * thread_pool().threads();
   const int64_t cached = last_cache > 0 ? std::min(last_cache, share) : share;
-  if (view.size() * kSize >= cached && (view.S == 1 || view.S * kSize >= kShortest) &&
+  if (how == Store::kWrite && view.size() * kSize >= cached &&
+      (view.S == 1 || view.S * kSize >= kShortest) &&
       std::find(read.begin(), read.end(), to) == read.end()) {
     return Store::kStream;
   }
 #endif
-  return Store::kWrite;
+  return how;
 }
 
 // Calls f(begin, end) for ranges that cover 0..items. An item has `values` values.
@@ -355,8 +356,7 @@ Normalize<Arithmetic<T>> normalize_of(const Part& p, const Statistics& s, int64_
 
 template <typename T>
 Store store_of(const ForwardShard& p) {
-  if (p.store == Store::kAdd) return p.store;
-  return replace<T>(p.view, p.y, {p.x, p.residual});
+  return store_of<T>(p.store, p.view, p.y, {p.x, p.residual});
 }
 
 template <typename T>
@@ -395,8 +395,9 @@ class BackwardChannels {
                                       : p.y                                      ? p.y
                                                                                  : p.x),
                 p.recovers_x() ? static_cast<A>(1 / p.epilogue.slope) : A{0}},
-        results{static_cast<T*>(p.dx), store_of(p, p.dx, p.store), static_cast<T*>(p.dresidual),
-                store_of(p, p.dresidual, p.residual_store)},
+        results{static_cast<T*>(p.dx), store_of<T>(p.store, p.view, p.dx, {p.dy, p.x, p.y}),
+                static_cast<T*>(p.dresidual),
+                store_of<T>(p.residual_store, p.view, p.dresidual, {p.dy, p.x, p.y})},
         shard_(p),
         statistics_(s),
         begin_(begin) {
@@ -429,11 +430,6 @@ class BackwardChannels {
   }
 
  private:
-  static Store store_of(const BackwardShard& p, const void* to, Store how) {
-    if (how == Store::kAdd) return how;
-    return replace<T>(p.view, to, {p.dy, p.x, p.y});
-  }
-
   const BackwardShard& shard_;
   const Statistics* const statistics_;
   const int64_t begin_;

@@ -250,11 +250,11 @@ CallId AllReduce::next_call(const LayerPtr& layer, const std::string& device, in
   auto& calls = layer->forward_calls[device];
   const int64_t sequence = calls.insert({node, layer->first_calls[node]}).first->second++;
   const CallId id{layer->epoch, node, sequence, active};
-  const auto warn = state_->observer.warn;
-  if (warn && !config.notice.empty() && !std::exchange(state_->has_noticed, true)) {
+  if (!config.notice.empty() && !std::exchange(state_->has_noticed, true)) {
+    const auto warn = state_->observer.warn;
     const std::string notice = config.notice;
     lock.unlock();
-    warn(notice);
+    if (warn) warn(notice);
   }
   return id;
 }

@@ -184,12 +184,12 @@ void large_arrays_are_streamed() {
   set_num_threads(2);
   const int values[2] = {};
   const void *const x = values, *const y = values + 1;
-  CHECK(replace<float>({4, 64, 16383}, y, {x}) == Store::kWrite);
-  CHECK(replace<float>({1024, 512, 49}, y, {x}) == Store::kWrite);
-  CHECK(replace<float>({4, 64, 16384}, y, {x, y}) == Store::kWrite);
+  CHECK(store_of<float>(Store::kWrite, {4, 64, 16383}, y, {x}) == Store::kWrite);
+  CHECK(store_of<float>(Store::kWrite, {1024, 512, 49}, y, {x}) == Store::kWrite);
+  CHECK(store_of<float>(Store::kWrite, {4, 64, 16384}, y, {x, y}) == Store::kWrite);
 #if defined(__x86_64__)
-  CHECK(replace<float>({4, 64, 16384}, y, {x}) == Store::kStream);
-  CHECK(replace<float>({4 * 16384, 64, 1, 16384}, y, {x}) == Store::kStream);
+  CHECK(store_of<float>(Store::kWrite, {4, 64, 16384}, y, {x}) == Store::kStream);
+  CHECK(store_of<float>(Store::kWrite, {4 * 16384, 64, 1, 16384}, y, {x}) == Store::kStream);
 #endif
 }
 
