@@ -61,7 +61,8 @@ SBN_EXPORT int gluon_syncbn_cuda_backward_sums(int dtype, int64_t N, int64_t C, 
     shard.view = {N, C, S, R};
     shard.dy = dy;
     shard.x = x;
-    return k.backward_sums(shard, statistics, nullptr, work, sums, multiprocessors, stream);
+    const ForBackward kept{const_cast<Statistics*>(statistics), nullptr, nullptr};
+    return k.backward_sums(shard, kept, 0, work, sums, multiprocessors, stream);
   });
 }
 
@@ -73,8 +74,19 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_forward(int dtype, int64_t C, int device
                                                 void* stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
     const SumsOfDevices all = sums_of(devices, C, sums);
-    return k.finish_forward(
-        {C, 1, statistics, gamma, beta, {}, coefficients, 0, all, count, epsilon, {}}, {}, stream);
+    return k.finish_forward({C,
+                             1,
+                             {statistics, nullptr, nullptr},
+                             gamma,
+                             beta,
+                             {},
+                             false,
+                             coefficients,
+                             0,
+                             epsilon,
+                             all,
+                             count},
+                            {}, stream);
   });
 }
 
@@ -86,8 +98,7 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_backward(int dtype, int64_t C, const Sta
   return with_kernels(dtype, [&](const CudaKernels& k) {
     return k.finish_backward({C,
                               1,
-                              statistics,
-                              statistics,
+                              {const_cast<Statistics*>(statistics), nullptr, nullptr},
                               gamma,
                               {},
                               own_sums,

@@ -79,33 +79,36 @@ struct RunningUpdate {
   double* before;
 };
 
-// Null gamma means ones. Null coefficients are not computed.
-struct ForwardFinish {
-  int64_t C, batches;
-  // Those of each batch. With sums, which are of one batch, they are computed from them.
+// What a forward leaves to its backward, in the device's memory, for each channel of all batches.
+struct ForBackward {
   Statistics* statistics;
-  const void *gamma, *beta;
-  Epilogue epilogue;
-  void* coefficients;
-  // Bytes per batch: coefficients_size(C).
-  int64_t coefficients_stride;
-  SumsOfDevices sums = {};
-  double count = 0, epsilon = 0;
-  RunningUpdate running = {};
+  // Those of z (formulas.h), from which x is recovered, or null.
+  Statistics* of_z;
+  // Of the activation, of type Gate; null without one.
+  void* gates;
+
+  // Those of what backward reads.
+  SBN_HOST_DEVICE const Statistics* used() const { return of_z ? of_z : statistics; }
 };
 
-// The start of a backward pass with an activation or a gradient of the residual: the gates within
-// the coefficients, and, unless null, the statistics of z (formulas.h), from which x is recovered.
-struct BackwardStart {
+// Null gamma means ones. Null results are not computed.
+struct ForwardFinish {
   int64_t C, batches;
-  const Statistics* statistics;
+  // Statistics are read, unless they are computed from the sums, or from a mean and a variance.
+  ForBackward kept;
   const void *gamma, *beta;
   Epilogue epilogue;
   // Whether y decides on the gates, or x.
   bool reads_y;
   void* coefficients;
+  // Bytes per batch: coefficients_size(C).
   int64_t coefficients_stride;
-  Statistics* recovered;
+  double epsilon = 0;
+  // Of one batch.
+  SumsOfDevices sums = {};
+  double count = 0;
+  RunningUpdate running = {};
+  const void *mean = nullptr, *variance = nullptr;
 };
 
 // The numbers of values of several batches: the first ones may be larger.
@@ -119,8 +122,7 @@ struct BatchCounts {
 // Without `sums`, statistics are constant. Null gradients and coefficients are not computed.
 struct BackwardFinish {
   int64_t C, batches;
-  // `used` are those of the sums: of x, or of z.
-  const Statistics *statistics, *used;
+  ForBackward kept;
   const void* gamma;
   Epilogue epilogue;
   const ChannelSums* own_sums;
@@ -147,18 +149,14 @@ struct CudaKernels {
   // sums[c] = {sum(x), sum(x^2)}.
   int (*forward_sums)(const View&, const void* x, ChannelSums* work, ChannelSums* sums,
                       int multiprocessors, Stream);
-  // The sums of kernels.h, given the statistics that they refer to; and, with an activation, the
-  // coefficients of start_backward.
-  int (*backward_sums)(const BackwardShard&, const Statistics*, const void* coefficients,
-                       ChannelSums* work, ChannelSums* sums, int multiprocessors, Stream);
+  // The sums of kernels.h, given what finish_forward has left for batch `batch`.
+  int (*backward_sums)(const BackwardShard&, const ForBackward&, int64_t batch, ChannelSums* work,
+                       ChannelSums* sums, int multiprocessors, Stream);
   // Bytes of the coefficients of C channels.
   int64_t (*coefficients_size)(int64_t C);
   // With sums, each delivery takes value c from the statistics of channel c.
   int (*finish_forward)(const ForwardFinish&, const Deliveries&, Stream);
-  int (*start_backward)(const BackwardStart&, Stream);
   int (*finish_backward)(const BackwardFinish&, Stream);
-  int (*statistics_of_arrays)(int64_t C, const void* mean, const void* variance, double epsilon,
-                              Statistics*, Stream);
   // y, given the coefficients of finish_forward; y may be x.
   int (*normalize)(const ForwardShard&, const void* coefficients, int multiprocessors, Stream);
   // dx and dresidual, given the coefficients of finish_backward; dx may be dy.

@@ -271,17 +271,11 @@ void CudaPass::forward_sums(const View& view, const void* x, ChannelSums* sums) 
         "The kernel of the sums");
 }
 
-void CudaPass::backward_sums(const BackwardShard& shard, const Statistics* s,
-                             const void* coefficients, ChannelSums* sums) {
-  check(kernels_.backward_sums(shard, s, coefficients, work(shard.view), sums,
-                               slot_->multiprocessors, slot_->stream),
+void CudaPass::backward_sums(const BackwardShard& shard, const ForBackward& kept, int64_t batch,
+                             ChannelSums* sums) {
+  check(kernels_.backward_sums(shard, kept, batch, work(shard.view), sums, slot_->multiprocessors,
+                               slot_->stream),
         "The kernel of the backward sums");
-}
-
-void CudaPass::given_statistics(int64_t C, const void* mean, const void* variance, double epsilon,
-                                Statistics* to) {
-  check(kernels_.statistics_of_arrays(C, mean, variance, epsilon, to, slot_->stream),
-        "The kernel of given statistics");
 }
 
 int peer_access() {
@@ -330,10 +324,6 @@ void CudaPass::wait_for(const SharedSums& other) {
 void CudaPass::finish_forward(const ForwardFinish& task, const Deliveries& deliveries) {
   check(kernels_.finish_forward(task, deliveries, slot_->stream),
         "The kernel of the forward coefficients");
-}
-
-void CudaPass::start_backward(const BackwardStart& task) {
-  check(kernels_.start_backward(task, slot_->stream), "The kernel of the gates");
 }
 
 void CudaPass::finish_backward(const BackwardFinish& task) {

@@ -80,10 +80,8 @@ class CudaPass {
   // The following only queue work. Sums, statistics and coefficients are on the device, C entries
   // per batch.
   void forward_sums(const View& view, const void* x, ChannelSums* sums);
-  void backward_sums(const BackwardShard& shard, const Statistics* s, const void* coefficients,
+  void backward_sums(const BackwardShard& shard, const ForBackward& kept, int64_t batch,
                      ChannelSums* sums);
-  void given_statistics(int64_t C, const void* mean, const void* variance, double epsilon,
-                        Statistics* to);
   int64_t coefficients_size(int64_t C) const { return kernels_.coefficients_size(C); }
   // Lets these GPUs read the sums of C channels: directly, or a copy on the host.
   SharedSums share(const ChannelSums* sums, int64_t C, double count, const std::vector<int>& gpus);
@@ -91,7 +89,6 @@ class CudaPass {
   // pass.
   void wait_for(const SharedSums& other);
   void finish_forward(const ForwardFinish& task, const Deliveries& deliveries);
-  void start_backward(const BackwardStart& task);
   void finish_backward(const BackwardFinish& task);
   void normalize(const ForwardShard& shard, const void* coefficients);
   void input_gradient(const BackwardShard& shard, const void* coefficients);

@@ -34,6 +34,14 @@ SBN_DEVICE void store_affine(const F& affine, void* coefficients, int64_t c) {
   for (int i = 0; i < kCoefficientWords<F>; ++i) store_words(to + 16 * i, words[i]);
 }
 
+// The coefficients of dx of one channel, with an activation or a gradient of the residual.
+template <typename A>
+struct GatedGradient {
+  // Of Gate.
+  A sign, threshold;
+  InputGradient<A> input;
+};
+
 // The coefficients of y with a residual.
 template <typename A>
 struct NormalizeSum {
@@ -83,7 +91,7 @@ SBN_DEVICE void evaluate(const EpilogueTask<Arithmetic<T>>& epilogue, const Coef
   for (int j = 0; j < kCount; ++j) {
     const F affine = f(j);
     if constexpr (std::is_same<F, GatedGradient<A>>::value) {
-      const auto gates = Gates<A, true>::of(epilogue, affine);
+      const auto gates = Gates<A, true>::of(epilogue, affine.sign, affine.threshold);
       seconds[j] = gates.dy(a(j), v(j));
       results[j] = affine.input(seconds[j], gates.x(b(j), v(j)));
     } else if constexpr (std::is_same<F, InputGradient<A>>::value) {
@@ -331,12 +339,6 @@ SBN_DEVICE double gamma_of(const Task& task, int64_t c) {
   return task.gamma ? effective_gamma(static_cast<const A*>(task.gamma)[c], task.epilogue) : 1.0;
 }
 
-template <typename A, typename Task>
-SBN_DEVICE Normalize<A> normalize_of(const Task& task, int64_t i, int64_t c) {
-  const double beta = static_cast<const A*>(task.beta)[c];
-  return Normalize<A>::of(task.statistics[i], gamma_of<A>(task, c), beta);
-}
-
 // In rank order, as on the host.
 SBN_DEVICE ChannelSums sum_of(const SumsOfDevices& devices, int64_t i) {
   ChannelSums sums;
@@ -367,56 +369,40 @@ SBN_DEVICE void update_running(const RunningUpdate& running, const Statistics& s
   update(running.variance, running_variance(s, count, running.unbiased), running.before + C);
 }
 
-// The statistics of all devices, the running statistics, the coefficients of y for each channel of
-// all batches, and the deliveries.
+// The statistics of all devices, the running statistics, the coefficients of y and what backward
+// needs for each channel of all batches, and the deliveries. `zero` as in Gate.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
-    finish_forward(ForwardFinish task, Deliveries deliveries) {
+    finish_forward(ForwardFinish task, Deliveries deliveries, A zero) {
   const int64_t i = global_thread();
-  if (task.sums.size > 0 && i < task.C) {
-    const Statistics s = batch_statistics(sum_of(task.sums, i), task.count, task.epsilon);
+  const ForBackward& kept = task.kept;
+  if (i < task.C) {
     // The thread reads them again below.
-    task.statistics[i] = s;
-    update_running<A>(task.running, s, task.count, task.C, i);
+    if (task.sums.size > 0) {
+      const Statistics s = batch_statistics(sum_of(task.sums, i), task.count, task.epsilon);
+      kept.statistics[i] = s;
+      update_running<A>(task.running, s, task.count, task.C, i);
+    } else if (task.mean) {
+      kept.statistics[i] = given_statistics(static_cast<const A*>(task.mean)[i],
+                                            static_cast<const A*>(task.variance)[i], task.epsilon);
+    }
   }
   for (int d = 0; d < deliveries.size; ++d) deliver(deliveries.items[d], i);
-  if (i >= task.C * task.batches || !task.coefficients) return;
-  const int64_t c = i % task.C;
-  void* const coefficients =
-      static_cast<char*>(task.coefficients) + i / task.C * task.coefficients_stride;
-  store_affine(normalize_of<A>(task, i, c), coefficients, c);
-}
-
-template <typename P>
-__global__ void __launch_bounds__(kThreads)
-    statistics_of_arrays(int64_t C, const void* mean, const void* variance, double epsilon,
-                         Statistics* statistics) {
-  const int64_t c = global_thread();
-  if (c >= C) return;
-  statistics[c] =
-      given_statistics(static_cast<const P*>(mean)[c], static_cast<const P*>(variance)[c], epsilon);
-}
-
-// The gates of each channel of all batches, and the statistics of z. `zero` as in Gate.
-template <typename A>
-__global__ void __launch_bounds__(kThreads) start_backward(BackwardStart task, A zero) {
-  const int64_t i = global_thread();
   if (i >= task.C * task.batches) return;
   const int64_t c = i % task.C;
-  // Always open.
-  Gate<A> gate{0, -1, 1};
-  if (task.epilogue.activation != Activation::kNone) {
+  const double gamma = gamma_of<A>(task, c);
+  const double beta = static_cast<const A*>(task.beta)[c];
+  const auto normalize = Normalize<A>::of(kept.statistics[i], gamma, beta);
+  if (task.coefficients) {
+    char* const to = static_cast<char*>(task.coefficients) + i / task.C * task.coefficients_stride;
+    store_affine(normalize, to, c);
+  }
+  if (kept.gates) {
     const double slope = task.epilogue.slope;
-    gate = task.reads_y ? Gate<A>::of_y(slope)
-                        : Gate<A>::of_x(normalize_of<A>(task, i, c), zero, slope);
+    static_cast<Gate<A>*>(kept.gates)[i] =
+        task.reads_y ? Gate<A>::of_y(slope) : Gate<A>::of_x(normalize, zero, slope);
   }
-  const GatedGradient<A> coefficients{gate.sign, gate.threshold, {}};
-  char* const to = static_cast<char*>(task.coefficients) + i / task.C * task.coefficients_stride;
-  store_affine(coefficients, to, c);
-  if (task.recovered) {
-    task.recovered[i] =
-        statistics_of_normalized(gamma_of<A>(task, c), static_cast<const A*>(task.beta)[c]);
-  }
+  if (kept.of_z) kept.of_z[i] = statistics_of_normalized(gamma, beta);
 }
 
 // The coefficients of dx, from the sums of all devices, and the gradients of gamma and beta, from
@@ -429,16 +415,19 @@ __global__ void __launch_bounds__(kThreads, 4) finish_backward(BackwardFinish ta
   double dgamma = 0, dbeta = 0;
   for (int64_t b = 0; b < task.batches; ++b) {
     const int64_t i = b * task.C + c;
-    const Statistics s = task.used[i];
+    const Statistics s = task.kept.used()[i];
     dgamma += task.own_sums[i].second.value() * s.inv_std;
     dbeta += task.own_sums[i].first.value();
     if (!task.coefficients) continue;
     void* const coefficients = static_cast<char*>(task.coefficients) + b * task.coefficients_stride;
-    const double factor = gamma_of<A>(task, c) * task.statistics[i].inv_std;
+    const double factor = gamma_of<A>(task, c) * task.kept.statistics[i].inv_std;
     const double count = task.sums.size > 0 ? task.counts.of(b) : 0;
     const auto affine = InputGradient<A>::of(s, factor, sum_of(task.sums, i), count);
     if (task.gated) {
-      static_cast<GatedGradient<A>*>(coefficients)[c].input = affine;
+      // Without an activation it is always open.
+      Gate<A> gate{0, -1, 1};
+      if (task.kept.gates) gate = static_cast<const Gate<A>*>(task.kept.gates)[i];
+      store_affine(GatedGradient<A>{gate.sign, gate.threshold, affine}, coefficients, c);
     } else {
       store_affine(affine, coefficients, c);
     }

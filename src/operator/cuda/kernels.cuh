@@ -12,10 +12,8 @@ const CudaKernels& kernels_for() {
                                    launch_forward_sums<T>,
                                    launch_backward_sums<T>,
                                    coefficients_size<Arithmetic<T>>,
-                                   launch_finish_forward<Arithmetic<T>>,
-                                   launch_start_backward<T>,
+                                   launch_finish_forward<T>,
                                    launch_finish_backward<Arithmetic<T>>,
-                                   launch_statistics_of_arrays<Arithmetic<T>>,
                                    launch_normalize<T>,
                                    launch_input_gradient<T>};
   return kernels;

@@ -216,27 +216,29 @@ int launch_forward_sums(const View& view, const void* x, ChannelSums* work, Chan
 }
 
 template <typename A>
-EpilogueTask<A> epilogue_of(const BackwardShard& p, const void* coefficients) {
+EpilogueTask<A> epilogue_of(const BackwardShard& p) {
   EpilogueTask<A> task{};
   task.activation = p.epilogue.activation;
   const bool activates = task.activation != Activation::kNone;
   task.slope = static_cast<A>(activates ? p.epilogue.slope : 1);
   task.inverse = static_cast<A>(p.recovers_x() ? 1 / p.epilogue.slope : 1);
   task.v = activates && p.y ? p.y : p.x;
-  task.gates = coefficients;
   task.dresidual = p.dresidual;
   task.add_dresidual = p.dresidual && p.residual_store == Store::kAdd;
   return task;
 }
 
 template <typename T>
-int launch_backward_sums(const BackwardShard& p, const Statistics* s, const void* coefficients,
+int launch_backward_sums(const BackwardShard& p, const ForBackward& kept, int64_t batch,
                          ChannelSums* work, ChannelSums* sums, int multiprocessors, Stream stream) {
+  using A = Arithmetic<T>;
+  const int64_t first = batch * p.view.C;
   const auto run = [&](auto plan) {
     plan.task.dy = p.dy;
     plan.task.x = p.recovers_x() ? p.y : p.x;
-    plan.task.statistics = s;
-    plan.epilogue = epilogue_of<Arithmetic<T>>(p, coefficients);
+    plan.task.statistics = kept.used() + first;
+    plan.epilogue = epilogue_of<A>(p);
+    if (kept.gates) plan.epilogue.gates = static_cast<const Gate<A>*>(kept.gates) + first;
     return plan.run(work, sums, stream);
   };
   return p.epilogue.activation == Activation::kNone ? run(plan_of<T, 2>(p.view, multiprocessors))
@@ -322,7 +324,7 @@ int launch_input_gradient(const BackwardShard& p, const void* coefficients, int 
   task.to = p.dx;
   task.add = p.dx && p.store == Store::kAdd;
   task.coefficients = coefficients;
-  EpilogueTask<A> epilogue = epilogue_of<A>(p, coefficients);
+  EpilogueTask<A> epilogue = epilogue_of<A>(p);
   if (!is_gated(p)) {
     return launch_map<T, InputGradient<A>>(p.view, task, epilogue, multiprocessors, stream);
   }
@@ -344,34 +346,20 @@ int64_t coefficients_size(int64_t C) {
   return C * 16 * kCoefficientWords<GatedGradient<A>>;
 }
 
-template <typename A>
+template <typename T>
 int launch_finish_forward(const ForwardFinish& task, const Deliveries& deliveries, Stream stream) {
   int64_t threads = task.C * task.batches;
   for (int i = 0; i < deliveries.size; ++i) {
     threads = std::max(threads, deliveries.items[i].count);
   }
-  SBN_LAUNCH(finish_forward<A>, blocks_for(threads), stream, task, deliveries);
-  return cudaGetLastError();
-}
-
-template <typename T>
-int launch_start_backward(const BackwardStart& task, Stream stream) {
-  using A = Arithmetic<T>;
-  SBN_LAUNCH(start_backward<A>, blocks_for(task.C * task.batches), stream, task, kLargestZero<T>);
+  SBN_LAUNCH(finish_forward<Arithmetic<T>>, blocks_for(threads), stream, task, deliveries,
+             kLargestZero<T>);
   return cudaGetLastError();
 }
 
 template <typename A>
 int launch_finish_backward(const BackwardFinish& task, Stream stream) {
   SBN_LAUNCH(finish_backward<A>, blocks_for(task.C), stream, task);
-  return cudaGetLastError();
-}
-
-template <typename A>
-int launch_statistics_of_arrays(int64_t C, const void* mean, const void* variance, double epsilon,
-                                Statistics* statistics, Stream stream) {
-  SBN_LAUNCH(statistics_of_arrays<A>, blocks_for(C), stream, C, mean, variance, epsilon,
-             statistics);
   return cudaGetLastError();
 }
 

@@ -31,6 +31,24 @@ void deliver_running(const GpuForward& task, const double* from, Deliveries* del
   }
 }
 
+// Memory for what backward needs, and, if the statistics come from the host, for the running
+// statistics twice.
+KeptOnGpu room_for(CudaPass* pass, const GpuForward& task) {
+  static_assert(sizeof(Gate<double>) <= sizeof(Statistics), "Gates have the room of statistics.");
+  const int64_t C = task.parts[0].view.C, size = static_cast<int64_t>(task.parts.size()) * C;
+  const int64_t running = task.update_on_host ? 2 * C : 0;
+  const Epilogue& epilogue = task.parts[0].epilogue;
+  const bool activates = epilogue.activation != Activation::kNone;
+  const bool recovers_x = epilogue.least_gamma > 0;
+  KeptOnGpu kept;
+  kept.memory = pass->keep<Statistics>(size + running + (activates + recovers_x) * size);
+  kept.statistics = kept.memory.get();
+  Statistics* const behind = kept.statistics + size + running;
+  kept.gates = activates ? behind : nullptr;
+  kept.of_z = recovers_x ? behind + size : nullptr;
+  return kept;
+}
+
 // The statistics of each part, over all devices if they synchronize. Copies the running arrays.
 std::vector<BatchPtr> batches_on_host(CudaPass* pass, const GpuForward& task,
                                       void* (&running)[kArrays]) {
@@ -109,27 +127,28 @@ SumsOfDevices sums_of_all(CudaPass* pass, const Together& together, const Channe
 
 }  // namespace
 
-std::shared_ptr<Statistics> forward_on_gpu(const GpuForward& task) {
+KeptOnGpu forward_on_gpu(const GpuForward& task) {
   CudaPass pass(task.device, task.dtype, task.what);
   const ForwardShard& first = task.parts[0];
   const int64_t C = first.view.C, count = static_cast<int64_t>(task.parts.size());
   const int64_t size = pass.coefficients_size(C);
-  // And from the host the running statistics, twice.
-  const auto statistics = pass.keep<Statistics>((count + (task.update_on_host ? 2 : 0)) * C);
+  const KeptOnGpu kept = room_for(&pass, task);
   char* const coefficients = first.y ? pass.on_device<char>(count * size) : nullptr;
-  ForwardFinish finish{C,          count,           statistics.get(), first.gamma,
-                       first.beta, first.epilogue,  coefficients,     size,
-                       {},         count_of(first), task.epsilon,     {}};
+  const bool reads_y = first.residual || kept.of_z;
+  ForwardFinish finish{C,       count,        kept, first.gamma, first.beta, first.epilogue,
+                       reads_y, coefficients, size, task.epsilon};
   const bool is_double = has_double_parameters(task.dtype);
   Deliveries deliveries, counted;
   const double* before = nullptr;
   if (!task.from_batch) {
-    pass.given_statistics(C, task.running[0], task.running[1], task.epsilon, statistics.get());
+    finish.mean = task.running[0];
+    finish.variance = task.running[1];
   } else if (task.update_on_host) {
-    before = from_host(&pass, task, statistics.get(), &deliveries);
+    before = from_host(&pass, task, kept.statistics, &deliveries);
   } else {
     ChannelSums* const own = pass.on_device<ChannelSums>(C);
     pass.forward_sums(first.view, first.x, own);
+    finish.count = count_of(first);
     finish.sums = sums_of_all(&pass, task.together, own, C, &finish.count);
     if (task.updates) {
       double* const kept = pass.on_device<double>(2 * C + 2);
@@ -147,8 +166,8 @@ std::shared_ptr<Statistics> forward_on_gpu(const GpuForward& task) {
     deliveries.items[deliveries.size++] = {from,          count * C, kDoubles,  result.to,
                                            task.rows * C, true,      result.add};
   };
-  deliver(task.mean, &statistics->mean);
-  deliver(task.inv_std, &statistics->inv_std);
+  deliver(task.mean, &kept.statistics->mean);
+  deliver(task.inv_std, &kept.statistics->inv_std);
   pass.finish_forward(finish, deliveries);
   try {
     if (counted.size > 0) pass.finish_forward({}, counted);
@@ -169,27 +188,19 @@ std::shared_ptr<Statistics> forward_on_gpu(const GpuForward& task) {
     }
     throw;
   }
-  return statistics;
+  return kept;
 }
 
 void backward_on_gpu(const GpuBackward& task) {
   CudaPass pass(task.device, task.dtype, task.what);
   const BackwardShard& first = task.parts[0];
   const int64_t C = first.view.C, count = static_cast<int64_t>(task.parts.size());
-  const Statistics* const statistics = task.statistics.get();
-  const bool wanted = first.dx || first.dresidual, gated = is_gated(first);
+  const bool wanted = first.dx || first.dresidual;
   const int64_t size = pass.coefficients_size(C);
-  char* const coefficients = wanted || gated ? pass.on_device<char>(count * size) : nullptr;
-  Statistics* const recovered =
-      first.recovers_x() ? pass.on_device<Statistics>(count * C) : nullptr;
-  if (gated) {
-    pass.start_backward({C, count, statistics, first.gamma, first.beta, first.epilogue,
-                         first.y != nullptr, coefficients, size, recovered});
-  }
-  const Statistics* const used = recovered ? recovered : statistics;
+  char* const coefficients = wanted ? pass.on_device<char>(count * size) : nullptr;
   ChannelSums* const own = pass.on_device<ChannelSums>(count * C);
   for (int64_t i = 0; i < count; ++i) {
-    pass.backward_sums(task.parts[i], used + i * C, coefficients + i * size, own + i * C);
+    pass.backward_sums(task.parts[i], task.kept, i, own + i * C);
   }
 
   SumsOfDevices all;
@@ -208,9 +219,9 @@ void backward_on_gpu(const GpuBackward& task) {
     all = sums_of_all(&pass, task.together, own, C, &counts.first);
   }
 
-  pass.finish_backward({C, count, statistics, used, first.gamma, first.epilogue, own, all, counts,
-                        gated, coefficients, size, task.dgamma.to, task.dbeta.to, task.dgamma.add,
-                        task.dbeta.add});
+  pass.finish_backward({C, count, task.kept, first.gamma, first.epilogue, own, all, counts,
+                        is_gated(first), coefficients, size, task.dgamma.to, task.dbeta.to,
+                        task.dgamma.add, task.dbeta.add});
   for (int64_t i = 0; i < count && wanted; ++i) {
     pass.input_gradient(task.parts[i], coefficients + i * size);
   }

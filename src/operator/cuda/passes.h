@@ -53,9 +53,13 @@ struct GpuForward {
   int64_t rows;
 };
 
-// Writes y and the running statistics. Returns the statistics that normalized each part, in the
-// device's memory.
-std::shared_ptr<Statistics> forward_on_gpu(const GpuForward& task);
+// What backward needs of each part, in memory that goes with the last copy.
+struct KeptOnGpu : ForBackward {
+  std::shared_ptr<Statistics> memory;
+};
+
+// Writes y and the running statistics.
+KeptOnGpu forward_on_gpu(const GpuForward& task);
 
 struct GpuBackward {
   int device;
@@ -63,8 +67,7 @@ struct GpuBackward {
   std::string what;
   // Null dx is not computed; `sums` are not used.
   std::vector<BackwardShard> parts;
-  // Those of forward.
-  std::shared_ptr<Statistics> statistics;
+  KeptOnGpu kept;
   bool from_batch;
   Together together;
   // Of this device alone, summed over the parts.

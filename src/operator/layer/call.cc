@@ -192,7 +192,7 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
   // So that a backward after a failed forward finds none.
   channels_ = 0;
   batches_.clear();
-  on_gpu_.reset();
+  on_gpu_ = {};
   has_met_ = false;
   id_ = CallId{-1, 0, 0, nullptr};
   from_batch_ = is_train && !attributes_.use_global_stats;
@@ -328,8 +328,8 @@ void Call::backward_by_cpu(const Arrays& arrays, const int* requests, const Back
                [&](int64_t c) { return dbeta[c]; });
 }
 
-std::shared_ptr<Statistics> Call::forward_by_cuda(const Arrays& arrays, const int* requests,
-                                                  const ForwardShard& whole) {
+KeptOnGpu Call::forward_by_cuda(const Arrays& arrays, const int* requests,
+                                const ForwardShard& whole) {
   const DType dtype = arrays.dtype(kData);
   const RunningPointers running(arrays, running_arrays_, attributes_.running.cumulative);
   const auto result = [&](int output) {

@@ -50,8 +50,7 @@ class Call {
   // Return the statistics that normalized y: of one batch, or one for each virtual device.
   std::vector<BatchPtr> forward_by_cpu(const Arrays& arrays, const int* requests,
                                        const ForwardShard& whole);
-  std::shared_ptr<Statistics> forward_by_cuda(const Arrays& arrays, const int* requests,
-                                              const ForwardShard& whole);
+  KeptOnGpu forward_by_cuda(const Arrays& arrays, const int* requests, const ForwardShard& whole);
   void backward_by_cpu(const Arrays& arrays, const int* requests, const BackwardShard& whole);
   void backward_by_cuda(const Arrays& arrays, const int* requests, const BackwardShard& whole);
 
@@ -99,7 +98,7 @@ class Call {
   // it has failed.
   int64_t channels_ = 0;
   std::vector<BatchPtr> batches_;
-  std::shared_ptr<Statistics> on_gpu_;
+  KeptOnGpu on_gpu_;
 };
 
 }  // namespace gluon_syncbn

@@ -98,6 +98,8 @@ void count_passes(const char* dtype, const Layout& layout) {
                               A{1});
   DeviceArray<ChannelSums> work(kernels.work_size(view, kMultiprocessors), {}), sums(view.C, {});
   DeviceArray<A> parameters(view.C, A{1});
+  DeviceArray<Gate<A>> gates(view.C, {1, 1, 1});
+  const ForBackward kept{statistics.data(), nullptr, gates.data()};
 
   const auto backward = [&](Epilogue epilogue) {
     BackwardShard shard{};
@@ -120,8 +122,8 @@ void count_passes(const char* dtype, const Layout& layout) {
   };
   const Epilogue relu{Activation::kRelu, 0, 0};
   const auto add = [&](const BackwardShard& shard) {
-    return kernels.backward_sums(shard, statistics.data(), coefficients.data(), work.data(),
-                                 sums.data(), kMultiprocessors, kStream);
+    return kernels.backward_sums(shard, kept, 0, work.data(), sums.data(), kMultiprocessors,
+                                 kStream);
   };
   const auto dx = [&](const BackwardShard& shard) {
     return kernels.input_gradient(shard, coefficients.data(), kMultiprocessors, kStream);

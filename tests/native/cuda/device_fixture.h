@@ -136,16 +136,16 @@ class OnDevice {
     Start start(*this, shard, s);
     DeviceArray<ChannelSums> work(kernels().work_size(shard.view, multiprocessors_)),
         sums(shard.view.C);
-    MUST(kernels().backward_sums(shard, start.used(), start.coefficients.data(), work.data(),
-                                 sums.data(), multiprocessors_, the_stream()));
+    MUST(kernels().backward_sums(shard, start.kept, 0, work.data(), sums.data(), multiprocessors_,
+                                 the_stream()));
     return sums.get();
   }
 
   std::vector<Statistics> statistics(const Sums& on_host, double count) {
     DeviceArray<ChannelSums> sums(on_host.data(), p_.view.C);
     DeviceArray<Statistics> s(p_.view.C);
-    const ForwardFinish finish{p_.view.C, 1, s.data(),           nullptr, nullptr, {},
-                               nullptr,   0, {1, {sums.data()}}, count,   kEpsilon};
+    const ForwardFinish finish{p_.view.C, 1,       {s.data()}, nullptr,  beta.data(),        {},
+                               false,     nullptr, 0,          kEpsilon, {1, {sums.data()}}, count};
     MUST(kernels().finish_forward(finish, {}, the_stream()));
     return s.get();
   }
@@ -162,9 +162,9 @@ class OnDevice {
   void forward(const ForwardShard& shard, const std::vector<Statistics>& s) {
     DeviceArray<Statistics> statistics(s.data(), p_.view.C);
     DeviceArray<char> coefficients(kernels().coefficients_size(p_.view.C));
-    const ForwardFinish finish{p_.view.C,           1,          statistics.data(),
-                               shard.gamma,         shard.beta, shard.epilogue,
-                               coefficients.data(), 0};
+    const ForwardFinish finish{
+        p_.view.C,           1, {statistics.data()}, shard.gamma, shard.beta, shard.epilogue, false,
+        coefficients.data(), 0};
     MUST(kernels().finish_forward(finish, {}, the_stream()));
     MUST(kernels().normalize(shard, coefficients.data(), multiprocessors_, the_stream()));
     MUST(cuda().synchronize(the_stream()));
@@ -178,27 +178,26 @@ class OnDevice {
                                                      double count) {
     const int64_t C = p_.view.C;
     Start start(*this, shard, s);
+    DeviceArray<char> coefficients(kernels().coefficients_size(C));
     DeviceArray<ChannelSums> own_sums(own.data(), C), all_sums(all ? all->data() : own.data(), C);
     DeviceArray<A> dgamma(p_.beta.data(), C), dbeta(p_.beta.data(), C);
     const BackwardFinish finish{C,
                                 1,
-                                start.statistics.data(),
-                                start.used(),
+                                start.kept,
                                 shard.gamma,
                                 shard.epilogue,
                                 own_sums.data(),
                                 {all ? 1 : 0, {all_sums.data()}},
                                 {count, count, 1},
                                 is_gated(shard),
-                                start.coefficients.data(),
+                                coefficients.data(),
                                 0,
                                 dgamma.data(),
                                 dbeta.data(),
                                 shard.store == Store::kAdd,
                                 shard.store == Store::kAdd};
     MUST(kernels().finish_backward(finish, the_stream()));
-    MUST(
-        kernels().input_gradient(shard, start.coefficients.data(), multiprocessors_, the_stream()));
+    MUST(kernels().input_gradient(shard, coefficients.data(), multiprocessors_, the_stream()));
     return {dgamma.get(), dbeta.get()};
   }
 
@@ -212,25 +211,22 @@ class OnDevice {
     return view;
   }
 
-  // The statistics and the gates of a backward.
+  // What a forward leaves to a backward.
   struct Start {
-    DeviceArray<Statistics> statistics, recovered;
-    DeviceArray<char> coefficients;
-    const bool recovers;
+    DeviceArray<Statistics> statistics, of_z;
+    DeviceArray<Gate<A>> gates;
+    ForBackward kept;
 
     Start(const OnDevice& device, const BackwardShard& shard, const std::vector<Statistics>& s)
-        : statistics(s.data(), shard.view.C),
-          recovered(shard.view.C),
-          coefficients(device.kernels().coefficients_size(shard.view.C)),
-          recovers(shard.recovers_x()) {
-      if (!is_gated(shard)) return;
-      MUST(device.kernels().start_backward(
-          {shard.view.C, 1, statistics.data(), shard.gamma, shard.beta, shard.epilogue,
-           shard.y != nullptr, coefficients.data(), 0, recovers ? recovered.data() : nullptr},
-          the_stream()));
+        : statistics(s.data(), shard.view.C), of_z(shard.view.C), gates(shard.view.C) {
+      const bool activates = shard.epilogue.activation != Activation::kNone;
+      kept = {statistics.data(), shard.recovers_x() ? of_z.data() : nullptr,
+              activates ? gates.data() : nullptr};
+      const ForwardFinish finish{shard.view.C,       1,          kept,
+                                 shard.gamma,        shard.beta, shard.epilogue,
+                                 shard.y != nullptr, nullptr,    0};
+      MUST(device.kernels().finish_forward(finish, {}, the_stream()));
     }
-
-    const Statistics* used() { return recovers ? recovered.data() : statistics.data(); }
   };
 
  public:

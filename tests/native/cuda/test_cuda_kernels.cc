@@ -613,15 +613,15 @@ void products_that_cancel_leave_their_low_bits() {
 }
 
 template <typename T>
-void statistics_of_arrays_are_those_of_the_host() {
+void given_statistics_are_those_of_the_host() {
   using A = Arithmetic<T>;
   const std::vector<A> mean{0, 3, -5}, variance{1, 0, 7};
   DeviceArray<A> means(mean.data(), 3), variances(variance.data(), 3);
   DeviceArray<Statistics> device(3);
-  MUST(cuda_backend()
-           ->kernels(Type<T>::kDType)
-           .statistics_of_arrays(3, means.data(), variances.data(), kEpsilon, device.data(),
-                                 the_stream()));
+  const ForwardFinish finish{
+      3, 1,  {device.data()}, nullptr,         means.data(), {}, false, nullptr, 0, kEpsilon, {},
+      0, {}, means.data(),    variances.data()};
+  MUST(cuda_backend()->kernels(Type<T>::kDType).finish_forward(finish, {}, the_stream()));
   const std::vector<Statistics> result = device.get();
   for (size_t c = 0; c < 3; ++c) {
     const Statistics host = given_statistics(mean[c], variance[c], kEpsilon);
@@ -803,7 +803,7 @@ void test_all() {
   sums_of_extreme_values_are_right<T>();
   gated_sums_have_the_bits_of_sums_of_the_gated_gradient<T>();
   sums_of_samples_of_all_sizes_are_independent_of_splits<T>();
-  statistics_of_arrays_are_those_of_the_host<T>();
+  given_statistics_are_those_of_the_host<T>();
   large_arrays_are_written<T>();
 }
 

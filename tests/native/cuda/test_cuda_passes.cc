@@ -279,8 +279,9 @@ void memory_that_others_read_is_not_used_again() {
     sums = pass->share(shared, view.C, 20, {0, second});
   });
   reader.wait_for(sums);
-  const ForwardFinish finish{view.C,  1, kept.get(),       nullptr, nullptr, {},
-                             nullptr, 0, {1, {sums.sums}}, 20,      kEpsilon};
+  DeviceArray<float> beta(p.beta.data(), view.C);
+  const ForwardFinish finish{view.C,  1, {kept.get()}, nullptr,          beta.data(), {}, false,
+                             nullptr, 0, kEpsilon,     {1, {sums.sums}}, 20};
   reader.finish_forward(finish, {});
   sums = {};
   for (int i = 0; i < 3; ++i) {

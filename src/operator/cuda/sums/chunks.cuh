@@ -177,7 +177,10 @@ constexpr int kOwnWords = 6;
 template <typename A, bool kBackward>
 class ChannelTotal {
  public:
-  SBN_DEVICE explicit ChannelTotal(double* own) : own_(own) { put_sums({}, own_); }
+  SBN_DEVICE explicit ChannelTotal(double* own) : own_(own) {
+    put_sums({}, own_);
+    if (kFloat) put_exponents({RoundedSums<kBackward>::kZero, RoundedSums<kBackward>::kZero});
+  }
 
   // Whether add() takes such sums of float.
   SBN_DEVICE static bool is_narrow(A origin, const Share<A>& sums) {
@@ -251,7 +254,8 @@ class ChannelTotal {
     if (!is_rounded_) return get_sums(own_);
     is_rounded_ = false;
     ChannelSums sums;
-    add_integers_to(&sums, first_exponent_, second_exponent_);
+    const Exponents exponents = get_exponents();
+    add_integers_to(&sums, exponents.first, exponents.second);
     put_sums(sums, own_);
     return sums;
   }
@@ -263,19 +267,31 @@ class ChannelTotal {
 
   static constexpr bool kFloat = sizeof(A) == sizeof(float);
 
+  struct Exponents {
+    int first, second;
+  };
+
   double* const own_;
-  // Whether `own_` has integers, or ChannelSums.
+  // Whether `own_` has integers and their exponents, or ChannelSums.
   bool is_rounded_ = kFloat;
-  int first_exponent_ = RoundedSums<kBackward>::kZero,
-      second_exponent_ = RoundedSums<kBackward>::kZero;
+
+  SBN_DEVICE Exponents get_exponents() const {
+    Exponents exponents;
+    memcpy(&exponents, own_ + 5, sizeof(exponents));
+    return exponents;
+  }
+  SBN_DEVICE void put_exponents(const Exponents& exponents) {
+    memcpy(own_ + 5, &exponents, sizeof(exponents));
+  }
 
   SBN_DEVICE void begin(int first, int second) {
+    if (!is_rounded_) return;
     constexpr int kZero = RoundedSums<kBackward>::kZero;
-    if (first_exponent_ == kZero && first != kZero) first_exponent_ = first - kMiddle;
-    if (kBackward && second_exponent_ == kZero && second != kZero) {
-      second_exponent_ = second - kMiddle;
-    }
-    if (!kBackward) second_exponent_ = 2 * first_exponent_;
+    Exponents own = get_exponents();
+    if (own.first == kZero && first != kZero) own.first = first - kMiddle;
+    if (kBackward && own.second == kZero && second != kZero) own.second = second - kMiddle;
+    if (!kBackward) own.second = 2 * own.first;
+    put_exponents(own);
   }
 
   SBN_DEVICE void add(const RoundedSums<kBackward>& rounded) {
@@ -283,8 +299,9 @@ class ChannelTotal {
     const auto shift_of = [](int exponent, int own) {
       return exponent == kZero ? 0 : exponent - own;
     };
-    const int first_shift = shift_of(rounded.first_exponent, first_exponent_);
-    const int second_shift = shift_of(rounded.second_exponent, second_exponent_);
+    const Exponents own = get_exponents();
+    const int first_shift = shift_of(rounded.first_exponent, own.first);
+    const int second_shift = shift_of(rounded.second_exponent, own.second);
     const auto fits = [](int shift) { return shift >= 0 && shift <= 2 * kMiddle; };
     if (is_rounded_ && fits(first_shift) && (!kBackward || fits(second_shift))) {
       Integer<2> first;

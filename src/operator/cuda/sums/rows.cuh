@@ -7,11 +7,17 @@
 
 namespace gluon_syncbn {
 
+// From compute capability 10.0 on, nvcc takes more registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kFewerLeft = true;
+#else
+constexpr bool kFewerLeft = false;
+#endif
 // Vectors of each array that a thread loads before it uses the first, limited by registers; divides
 // kRunRows.
 template <typename T, int kArrays, bool kAligned>
 constexpr int kRowsInFlight =
-    (kArrays > 2 ? 2 : 4) / (sizeof(T) == 2 && (kArrays > 2 || !kAligned) ? 2 : 1);
+    (kArrays > 2 ? 2 : 4) / (sizeof(T) == 2 && (!kAligned || (kArrays > 2 && kFewerLeft)) ? 2 : 1);
 
 // The sums of a thread's share of a chunk of rows, in shared memory: numbers of A in planes of one
 // for each thread, padded, so that threads that read neighbouring channels use different banks.
@@ -78,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
   __shared__ Column columns[kGated ? kSize * kWarp : 1];
   if constexpr (kGated) {
     if (owns) {
-      const Gate<A> gate = Gates<A, kGated>::of(epilogue, tile + own).dy;
+      const Gate<A> gate = epilogue.gates[tile + own];
       columns[own % kSize * kWarp + own / kSize] = {gate.sign, gate.threshold, own_center.mean};
     }
     __syncthreads();
@@ -156,9 +162,9 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
     }
   };
 
-  if (kAligned && left > 0) begin_chunk();
+  if (kAhead && left > 0) begin_chunk();
   while (left > 0) {
-    if (!kAligned) begin_chunk();
+    if (!kAhead) begin_chunk();
     Share<A> shares[kSize];
     if (!kBackward) {
 #pragma unroll
@@ -213,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
     const int64_t start = groups == 1 ? at : base * task.R * task.C;
     base += groups;
     left -= groups;
-    if (kAligned && left > 0) begin_chunk();
+    if (kAhead && left > 0) begin_chunk();
 
     // All threads have read the sums of the chunk before.
     __syncthreads();
@@ -232,6 +238,8 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
       }
     }
     __syncthreads();
+    // Not held in a register meanwhile.
+    if (kGated && owns) own_center.mean = columns[own % kSize * kWarp + own / kSize].mean;
     for (int g = 0; g < groups && g < chunks && owns; ++g) {
       Chunk<A> chunk;
       chunk.n = rows;

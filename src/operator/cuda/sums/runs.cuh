@@ -188,14 +188,6 @@ struct Slices {
   }
 };
 
-// The coefficients of dx of one channel, with an activation or a gradient of the residual.
-template <typename A>
-struct GatedGradient {
-  // Of Gate.
-  A sign, threshold;
-  InputGradient<A> input;
-};
-
 // The arguments of a kernel of sums.
 struct SumsTask {
   // N samples of C channels of S values, or, with S = 1, of R rows of C values.
@@ -232,8 +224,7 @@ struct EpilogueTask {
   A slope, inverse;
   // x, or the array of y, which decides on the gates, and its end.
   const void *v, *v_end;
-  // GatedGradients.
-  const void* gates;
+  const Gate<A>* gates;
   void* dresidual;
   bool add_dresidual;
 };
@@ -262,12 +253,11 @@ struct Gates {
   Gate<A> dy;
   InverseGate<A> x;
 
-  SBN_DEVICE static Gates of(const EpilogueTask<A>& epilogue, const GatedGradient<A>& gate) {
-    return {{gate.sign, gate.threshold, epilogue.slope},
-            {gate.sign, gate.threshold, epilogue.inverse}};
+  SBN_DEVICE static Gates of(const EpilogueTask<A>& epilogue, A sign, A threshold) {
+    return {{sign, threshold, epilogue.slope}, {sign, threshold, epilogue.inverse}};
   }
   SBN_DEVICE static Gates of(const EpilogueTask<A>& epilogue, int64_t c) {
-    return of(epilogue, static_cast<const GatedGradient<A>*>(epilogue.gates)[c]);
+    return of(epilogue, epilogue.gates[c].sign, epilogue.gates[c].threshold);
   }
 };
 template <typename A>

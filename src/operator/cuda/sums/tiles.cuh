@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
     if (plane < planes) {
       center = Center<A>::of(task.statistics[c]);
       if constexpr (kGated) {
-        const Gate<A> gate = Gates<A, kGated>::of(epilogue, c).dy;
+        const Gate<A> gate = epilogue.gates[c];
         sign = gate.sign;
         threshold = gate.threshold;
       }
