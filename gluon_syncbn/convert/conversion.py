@@ -4,6 +4,7 @@ import collections
 import functools
 import inspect
 import logging
+import sys
 from typing import NamedTuple, Tuple
 
 import mxnet as mx
@@ -144,8 +145,8 @@ def convert_sync_batchnorm(
     references to it stay valid, such as a Trainer made before, and files written before and after
     fit both. What ``hybridize()`` has compiled is compiled again.
 
-    The logger ``gluon_syncbn`` reports replaced layers at level INFO. It warns of layers that were
-    not replaced, and if there were none.
+    Prints a line that counts the replaced layers to stderr; with `return_report` it does not. The
+    logger ``gluon_syncbn`` warns of layers that were not replaced, and if there were none.
 
     Not found are layers that only a function or an object other than a Block refers to, and blocks
     that call ``F.BatchNorm`` themselves. A block around `net` that was hybridized and has run keeps
@@ -475,7 +476,10 @@ def _finish(net, found, function, report, return_report):
         clear_caches(found)
     title = f"{function}, {type(net).__name__} '{net.name}'"
     if report.replaced or report.already:
-        _log.log(logging.WARNING if report.refused else logging.INFO, "%s: %s", title, report)
+        if report.refused:
+            _log.warning("%s: %s", title, report)
+        elif not return_report:
+            print(f"{title}: {report}", file=sys.stderr)
     elif report.refused or function == "convert_sync_batchnorm":
         _log.warning("%s: no batch normalization found to replace. %s", title, report)
     return (net, report) if return_report else net

@@ -85,6 +85,10 @@ def check(run, values, symbol, arrays, shapes, title):
             why = f"it does not run on random data ({type(error).__name__}: {last_line(error)})"
             break
         used = {name: inputs[name] for name in inputs if name in symbol.list_inputs()}
+        negative = negative_variances(values)
+        if negative and not all(np.isfinite(y).all() for y in wanted):
+            why = f"its own output is not finite: {', '.join(negative)} has a value below zero"
+            break
         try:
             outputs = evaluate(symbol, arrays, used)
         except mx.MXNetError as error:
@@ -108,6 +112,15 @@ def check(run, values, symbol, arrays, shapes, title):
         _log.warning("export: what was written is not compared with %s, as %s.", title, why)
         return None
     return worst
+
+
+def negative_variances(values):
+    """The names of the running variances that have a value below zero."""
+    return [
+        name
+        for name, array in values.items()
+        if name.endswith("running_var") and (array.asnumpy() < 0).any()
+    ]
 
 
 def _changes(run, values, inputs, wanted, epsilon):

@@ -9,7 +9,7 @@ import mxnet as mx
 import numpy as np
 
 from ..graph.symbols import ExportError, is_true
-from .check import AMPLIFIED, differences, random_inputs, rounded
+from .check import AMPLIFIED, differences, negative_variances, random_inputs, rounded
 
 # MXNet's converters write operators of version 13. BatchNormalization of 15 also takes float16 data
 # with float32 parameters. From 18 on other operators differ.
@@ -158,6 +158,14 @@ def compare(model, run, values, arrays, shapes, dtype):
 
     given = {name: x.astype(np.float64) for name, x in inputs.items()}
     expected = net()
+    for number, output in enumerate(expected):
+        if not np.isfinite(output).all():
+            names = ", ".join(negative_variances(values))
+            raise ExportError(
+                f"The net's own output {number} is not finite on random input"
+                f"{f', as {names} has a value below zero' if names else ''}. No ONNX file was "
+                "written."
+            )
     options = runtime.SessionOptions()
     options.log_severity_level = 3
     try:

@@ -211,6 +211,18 @@ def _notice(name):
     return ""
 
 
+def check_group(group):
+    """Raises ValueError for anything but a SyncGroup or None."""
+    if group is None or isinstance(group, SyncGroup):
+        return
+    how = "SyncGroup, or None"
+    if hasattr(group, "pushpull"):
+        how = "SyncGroup(store=gluon_syncbn.distributed.KVStoreReducer(kv))"
+    elif isinstance(group, (Context, list, tuple)):
+        how = f"SyncGroup({group}), or None for the devices on which the parameters live"
+    raise ValueError(f"group is {group!r}: give gluon_syncbn.{how}.")
+
+
 def set_default_group(group):
     """Sets the group of all layers, present and future, without one of their own.
 
@@ -225,8 +237,7 @@ def set_default_group(group):
         For anything else.
     """
     global _default
-    if group is not None and not isinstance(group, SyncGroup):
-        raise ValueError(f"group is {group!r}: give a gluon_syncbn.SyncGroup, or None.")
+    check_group(group)
     if group is not _default:
         # Calls in flight are the old group's, whose other processes wait for them.
         mxnet.nd.waitall()

@@ -1,5 +1,7 @@
 """SyncBatchNorm, the layer."""
 
+import difflib
+import inspect
 import itertools
 import math
 import numbers
@@ -12,7 +14,7 @@ from mxnet.util import is_np_array
 
 from .. import native
 from ..distributed.arguments import is_whole
-from ..distributed.group import SyncGroup
+from ..distributed.group import check_group
 from .operator import is_numpy, sync_batch_norm
 from .synced_layer import SyncedLayer
 
@@ -152,9 +154,20 @@ class SyncBatchNorm(nn.BatchNorm):
         inplace=False,
         **kwargs,
     ):
+        for name in set(kwargs) - {"prefix", "params"}:
+            known = [*inspect.signature(SyncBatchNorm).parameters, "prefix", "params"]
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            raise TypeError(
+                f"{type(self).__name__} has no argument {name!r}"
+                + (f": {close[0]!r} may be meant." if close else ".")
+            )
         # Data has 2 to 5 axes.
         if not (is_whole(axis) and -5 <= axis < 5):
-            raise ValueError(f"axis is {axis!r}: give that of the channels, from -5 to 4.")
+            contrib = f" Or in_channels={axis}, which contrib's SyncBatchNorm takes first."
+            raise ValueError(
+                f"axis is {axis!r}: give that of the channels, from -5 to 4."
+                + (contrib if is_whole(axis) and axis > 0 else "")
+            )
         if not (momentum is None or _is_number(momentum) and 0 <= momentum <= 1):
             raise ValueError(f"momentum is {momentum!r}: give a number from 0 to 1, or None.")
         if not (_is_number(epsilon) and 0 <= epsilon < math.inf):
@@ -179,8 +192,7 @@ class SyncBatchNorm(nn.BatchNorm):
                     "or None for all on which the parameters live."
                 )
             num_devices = int(num_devices)
-        if group is not None and not isinstance(group, SyncGroup):
-            raise ValueError(f"group is {group!r}: give a gluon_syncbn.SyncGroup, or None.")
+        check_group(group)
         if activation is not None and str(activation) not in ("relu", "leaky_relu"):
             raise ValueError(
                 f"activation is {activation!r}: give None, 'relu' or 'leaky_relu', and call any "

@@ -12,11 +12,13 @@ _LIBRARY = os.path.join(_PACKAGE, "libgluon_syncbn.so")
 
 
 def _import_mxnet():
+    # Python keeps the submodules of a package whose import has failed.
+    is_broken = "mxnet.base" in sys.modules and "mxnet" not in sys.modules
     try:
         import mxnet_compat  # noqa: F401, I001  First: it lets MXNet run on today's Python and NumPy.
         import mxnet
     except Exception as error:  # Old MXNet may raise anything under a new NumPy or Python.
-        raise ImportError(_why_mxnet_failed(error)) from error
+        raise ImportError(_why_mxnet_failed(error, is_broken)) from error
     if mxnet.__version__ != _MXNET:
         raise ImportError(
             f"gluon_syncbn needs MXNet {_MXNET}, the last release, and found {mxnet.__version__}: "
@@ -25,7 +27,13 @@ def _import_mxnet():
     return mxnet
 
 
-def _why_mxnet_failed(error):
+def _why_mxnet_failed(error, is_broken):
+    if is_broken:
+        return (
+            "MXNet was imported before gluon_syncbn in this process, and that failed: restart it "
+            "(in a notebook, the kernel) and import gluon_syncbn first, or run "
+            "python -m gluon_syncbn doctor --enable-mxnet-on-import once."
+        )
     missing = error.name if isinstance(error, ModuleNotFoundError) else ""
     if missing == "mxnet":
         if sys.version_info < (3, 13):

@@ -119,7 +119,7 @@ def test_a_missing_device_forward(mode):
         "forward call 1",
         f"Came: {KIND}(0). Missing: {KIND}(1).",
         "has waited ",
-        "MXNET_CPU_TEMP_COPY is 65536" if KIND == "cpu" else "",
+        f"- the loop over the devices left out {KIND}(1)",
     )
     assert time.time() - begin >= TIMEOUT
     check_recovers(net)
@@ -138,7 +138,7 @@ def test_a_missing_device_backward(mode):
         "net_syncbatchnorm1",
         "backward call 1",
         f"Missing: {KIND}(1)",
-        "backward is not called",
+        f"autograd.backward was not called for the loss of {KIND}(1)",
     )
     check_recovers(net)
 
@@ -164,13 +164,15 @@ def test_a_warning_comes_first(caplog):
     with caplog.at_level(logging.WARNING, logger="gluon_syncbn"):
         fails(lambda: fetch(train(net, batch()[:1], backward=0)), "Missing")
     warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == 1
+    first, *others = warnings
+    assert all(len(text.splitlines()) == 2 for text in others) and len(others) <= 2
     for word in (
         "net_syncbatchnorm0",
         f"Came: {KIND}(0). Missing: {KIND}(1).",
         "After 1 s this is an error",
     ):
-        assert word in warnings[0]
+        assert word in first
+    assert 4 <= len(first.splitlines()) <= 7
     clear()
 
 
@@ -204,7 +206,7 @@ def test_an_exception_between_two_devices(mode):
     with pytest.raises(ZeroDivisionError), autograd.record():
         net(xs[0])
         raise ZeroDivisionError
-    fails(mx.nd.waitall, f"Missing: {KIND}(1)", "an exception between two calls", "sync=False")
+    fails(mx.nd.waitall, f"Missing: {KIND}(1)", "an exception)")
     check_recovers(net)
 
 

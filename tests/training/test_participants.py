@@ -131,7 +131,7 @@ def test_a_missing_participant():
     group = sbn.SyncGroup(timeout=1)
     layer = sbn.SyncBatchNorm(in_channels=2, group=group)
     layer.initialize(ctx=contexts(4))
-    with pytest.raises(mx.MXNetError, match=rf"Came: {KIND}\(0\). Missing: {KIND}\(2\)\. "):
+    with pytest.raises(mx.MXNetError, match=rf"Came: {KIND}\(0\). Missing: {KIND}\(2\)\."):
         with sbn.participants([context(2), context(0)]), autograd.train_mode():
             layer(mx.nd.ones((2, 2)))
     check_all_take_part(layer, 4)

@@ -99,8 +99,21 @@ void check_residual(const int* shape, int ndim, const int* residual, int residua
   }
 }
 
-int infer_shape(int size, int* ndims, int** shapes, void* state) {
-  Operator* const op = static_cast<Operator*>(state);
+// Calls f. Puts the layer's name behind the first word of an error, which is that of its class.
+template <typename F>
+int with_name(const Operator* op, const F& f) {
+  try {
+    f();
+    return 1;
+  } catch (const dmlc::Error& error) {
+    if (!op->layer) throw;
+    std::string text = error.what();
+    throw dmlc::Error(
+        text.insert(text.find(' '), " '" + process.all_reduce->name(op->layer) + "'"));
+  }
+}
+
+void check_shapes(Operator* op, int size, int* ndims, int** shapes) {
   if (!op->attributes.error.empty()) throw dmlc::Error(op->attributes.error);
   if (ndims[kData] <= 0) {
     throw dmlc::Error(
@@ -149,18 +162,21 @@ int infer_shape(int size, int* ndims, int** shapes, void* state) {
     ndims[i] = 1;
     shapes[i] = &op->channels;
   }
-  return 1;
 }
 
-int infer_type(int size, int* types, void* state) {
+int infer_shape(int size, int* ndims, int** shapes, void* state) {
+  Operator* const op = static_cast<Operator*>(state);
+  return with_name(op, [&] { check_shapes(op, size, ndims, shapes); });
+}
+
+void check_types(const Operator& op, int size, int* types) {
   constexpr int kUnknown = -1;
-  const Operator& op = *static_cast<Operator*>(state);
   const int outputs = op.attributes.inputs();
   int type = types[kData] != kUnknown ? types[kData] : types[outputs + kOutput];
   for (int i = 0; i < size && type == kUnknown; ++i) {
     if (!op.is_statistic(i)) type = types[i];
   }
-  if (type == kUnknown) return 1;
+  if (type == kUnknown) return;
   const DType data = static_cast<DType>(type);
   const DType parameters = dtype_of_parameters(data);
   // MXNet's own blocks do not know 'bfloat16'.
@@ -178,7 +194,11 @@ int infer_type(int size, int* types, void* state) {
     }
     types[i] = static_cast<int>(expected);
   }
-  return 1;
+}
+
+int infer_type(int size, int* types, void* state) {
+  const Operator* const op = static_cast<Operator*>(state);
+  return with_name(op, [&] { check_types(*op, size, types); });
 }
 
 int backward_dependency(const int* output_gradients, const int* inputs, const int* outputs,

@@ -1,9 +1,6 @@
 #include "rendezvous/state.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstdlib>
-#include <sstream>
 #include <utility>
 
 #include "cpu/thread_pool.h"
@@ -15,28 +12,18 @@ namespace {
 constexpr Seconds kGraceAfterInterrupt{0.5};
 // The longest time between two probes for devices that cannot arrive.
 constexpr Seconds kLongestProbe{1};
+// When the first notice of a wait comes, at the latest. The others, which are short, come each time
+// the wait has become so many times as long.
+constexpr Seconds kLongestSilence{5};
+constexpr int kBetweenNotices = 4;
 // Devices arrive shortly after each other, and waking a sleeping thread takes as long as many a
 // layer. So a call first stays awake this long, unless another thread wants the core, and helps the
 // last device with its work for all.
 constexpr Seconds kAwake{0.0003};
 
-bool is_cpu(const std::string& device) { return device.compare(0, 3, "cpu") == 0; }
-
 }  // namespace
 
-std::string comma_separated(const std::vector<std::string>& names) {
-  std::string text;
-  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
-  return text.empty() ? "none" : text;
-}
-
-std::string seconds_text(Seconds seconds) {
-  const double digits = seconds.count() < 10 ? 100 : 1;
-  std::ostringstream text;
-  text.precision(15);
-  text << std::round(seconds.count() * digits) / digits << " s";
-  return text.str();
-}
+bool is_cpu(const std::string& device) { return device.compare(0, 3, "cpu") == 0; }
 
 bool contains(const std::vector<std::string>& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
@@ -62,12 +49,6 @@ std::vector<Contribution*> Rendezvous::contributions(const std::vector<std::stri
   std::vector<Contribution*> contributions;
   for (const Arrival& arrival : arrivals) contributions.push_back(arrival.contribution);
   return contributions;
-}
-
-std::string Layer::title(const Key& key) const {
-  return "SyncBatchNorm '" + config.name + "', " +
-         (std::get<0>(key) == Direction::kForward ? "forward" : "backward") + " call " +
-         std::to_string(std::get<2>(key));
 }
 
 void Layer::align_calls() {
@@ -123,47 +104,6 @@ void Layer::give_up_on(const std::set<std::string>& devices, Direction direction
   }
 }
 
-std::string Layer::arrivals_text(const Rendezvous& rendezvous) const {
-  std::vector<std::string> came, missing;
-  for (const Rendezvous::Arrival& arrival : rendezvous.arrivals) came.push_back(arrival.device);
-  for (const std::string& device : group_of(came[0], rendezvous.active)) {
-    if (!rendezvous.has(device)) missing.push_back(device);
-  }
-  const size_t count = expected(rendezvous) - came.size();
-  std::string text = "Came: " + comma_separated(came) + ". Missing: ";
-  if (config.devices.empty()) return text + std::to_string(count) + " more.";
-  if (count < missing.size()) text += std::to_string(count) + " of ";
-  return text + comma_separated(missing) + ".";
-}
-
-std::string Layer::causes(Direction direction) const {
-  std::string text =
-      "Usual causes: the loop over the devices left one out or ended early (a last batch smaller "
-      "than the number of devices, an exception between two calls); the result of one device is "
-      "waited for before the next is called; ";
-  text +=
-      direction == Direction::kBackward
-          ? "backward is not called for every device; the losses of several devices were added up "
-            "on one of them, and MXNet fuses operations that wait for this device with operations "
-            "that another device needs: give autograd.backward the list of the losses."
-          : "the layer is called more often on one device than on another; num_devices is "
-            "larger than the number of devices in use; threads make the first call of a net whose "
-            "parameters have no values yet (gluoncv's DataParallelModel: give it sync=False).";
-  text +=
-      " Or an earlier operation on the missing device has failed, and MXNet runs nothing that "
-      "depends on it: mx.nd.waitall() raises its error.";
-  if (std::count_if(config.devices.begin(), config.devices.end(), is_cpu) > 1) {
-    const char* slots = std::getenv("MXNET_CPU_TEMP_COPY");
-    text +=
-        " With several CPU contexts in one process also: MXNet has few workspaces for all of "
-        "them together, and a convolution of one device can hold the one that another needs to "
-        "get here. Set MXNET_CPU_TEMP_COPY=4096 and MXNET_CPU_PARALLEL_RAND_COPY=64 in the "
-        "environment before MXNet starts (now MXNET_CPU_TEMP_COPY is ";
-    text += slots ? std::string(slots) + ")." : "not set).";
-  }
-  return text;
-}
-
 void Layer::start_epoch(const std::string& why) {
   for (auto& entry : open) entry.second->end(why);
   open.clear();
@@ -189,10 +129,6 @@ void Layer::fail(const std::string& why, const std::string& device, const CallId
   start_epoch(why);
   if (!not_called.empty()) late[forward->node] = std::move(not_called);
   draining.insert(config.devices.begin(), config.devices.end());
-}
-
-Error Layer::failed_before() const {
-  return Error("This call is part of a step that failed before. " + failure);
 }
 
 LayerPtr State::find(int64_t id) const {
@@ -241,6 +177,8 @@ void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Rendezvous* re
   const Patience patience(layer->config.timeout_seconds);
   const unsigned interrupts_before = interrupts;
   Seconds since_interrupt{0}, next_probe{0};
+  const Seconds first_notice = std::min(patience.first(), kLongestSilence);
+  rendezvous->next_notice = std::max(rendezvous->next_notice, first_notice);
   // The last GPU has no work for the threads of a CPU.
   if (is_cpu(device)) {
     lock->unlock();
@@ -255,19 +193,16 @@ void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Rendezvous* re
     if (rendezvous->combining) continue;
 
     const Seconds waited = patience.waited();
-    const auto message = [&] {
-      return layer->title(key) + ": " + device + " has waited " + seconds_text(waited) +
-             " for the other devices. " + layer->arrivals_text(*rendezvous) + " ";
-    };
+    const auto message = [&] { return layer->waits_text(key, *rendezvous, device, waited); };
     const Direction direction = std::get<0>(key);
     if (!rendezvous->unreachable.empty()) {
       fail(lock, layer,
-           message() + "An earlier operation on " + rendezvous->unreachable +
+           message() + "\nAn earlier operation on " + rendezvous->unreachable +
                " has failed, and MXNet runs nothing that depends on it. mx.nd.waitall() raises its "
                "error, unless it has been raised before.",
            rendezvous->unreachable, direction == Direction::kForward ? &id : nullptr);
     }
-    if (patience.is_over()) fail(lock, layer, message() + layer->causes(direction));
+    if (patience.is_over()) fail(lock, layer, message() + layer->causes(key, *rendezvous));
     if (observer.waits && waited > next_probe) {
       next_probe = std::min(2 * waited, waited + kLongestProbe);
       const auto waits = observer.waits;
@@ -279,13 +214,16 @@ void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Rendezvous* re
     }
 
     if (interrupts != interrupts_before) since_interrupt += slice;
-    if (since_interrupt > kGraceAfterInterrupt) fail(lock, layer, message() + "Interrupted.");
+    if (since_interrupt > kGraceAfterInterrupt) fail(lock, layer, message() + "\nInterrupted.");
 
-    if (!rendezvous->warned && patience.is_long()) {
-      rendezvous->warned = true;
+    if (waited > rendezvous->next_notice) {
+      std::string text = message();
+      if (rendezvous->next_notice == first_notice) {
+        text += "\nAfter " + seconds_text(patience.timeout()) + " this is an error." +
+                layer->causes(key, *rendezvous);
+      }
+      rendezvous->next_notice = kBetweenNotices * waited;
       if (const auto warn = observer.warn) {
-        const std::string text = message() + "After " + seconds_text(patience.timeout()) +
-                                 " this is an error. " + layer->causes(direction);
         lock->unlock();
         warn(text);
         lock->lock();

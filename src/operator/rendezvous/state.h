@@ -29,6 +29,7 @@ std::string comma_separated(const std::vector<std::string>& names);
 // "0.35 s", "12 s".
 std::string seconds_text(Seconds seconds);
 bool contains(const std::vector<std::string>& names, const std::string& name);
+bool is_cpu(const std::string& device);
 
 struct Rendezvous {
   struct Arrival {
@@ -38,7 +39,8 @@ struct Rendezvous {
 
   std::vector<Arrival> arrivals;
   ActiveDevices active;
-  bool warned = false;
+  // How long the first to arrive has waited when the next notice is due.
+  Seconds next_notice{0};
   // All have arrived and the last is working for all: no call may give up.
   bool combining = false;
   std::string error;
@@ -94,9 +96,17 @@ struct Layer {
   size_t expected(const Rendezvous& rendezvous) const;
   // Ends the waits of a direction that need one of these devices, which will not come.
   void give_up_on(const std::set<std::string>& devices, Direction direction) const;
+  // Those who have not arrived, but may.
+  std::vector<std::string> missing(const Rendezvous& rendezvous) const;
   // "Came: cpu(0). Missing: cpu(1)."
   std::string arrivals_text(const Rendezvous& rendezvous) const;
-  std::string causes(Direction direction) const;
+  // Who has waited for how long, who has arrived and who is further.
+  std::string waits_text(const Key& key, const Rendezvous& rendezvous, const std::string& device,
+                         Seconds waited) const;
+  // Two to four, one a line, that fit what is known.
+  std::string causes(const Key& key, const Rendezvous& rendezvous) const;
+  // The devices that wait in later calls of the same node and direction.
+  std::vector<std::string> ahead(const Key& key) const;
   // Ends every open rendezvous and starts a new epoch.
   void start_epoch(const std::string& why);
   // The same after an error; `forward` is the call of the device that failed, if it was a forward.

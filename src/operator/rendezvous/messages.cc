@@ -1,0 +1,114 @@
+// What the layers and the rendezvous say to users.
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <sstream>
+
+#include "rendezvous/state.h"
+
+namespace gluon_syncbn {
+
+std::string comma_separated(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text.empty() ? "none" : text;
+}
+
+std::string seconds_text(Seconds seconds) {
+  const double digits = seconds.count() < 10 ? 100 : 1;
+  std::ostringstream text;
+  text.precision(15);
+  text << std::round(seconds.count() * digits) / digits << " s";
+  return text.str();
+}
+
+std::string Layer::title(const Key& key) const {
+  return "SyncBatchNorm '" + config.name + "', " +
+         (std::get<0>(key) == Direction::kForward ? "forward" : "backward") + " call " +
+         std::to_string(std::get<2>(key));
+}
+
+std::vector<std::string> Layer::missing(const Rendezvous& rendezvous) const {
+  std::vector<std::string> missing;
+  for (const std::string& device : group_of(rendezvous.arrivals[0].device, rendezvous.active)) {
+    if (!rendezvous.has(device)) missing.push_back(device);
+  }
+  return missing;
+}
+
+std::vector<std::string> Layer::ahead(const Key& key) const {
+  std::vector<std::string> devices;
+  for (const auto& [other, rendezvous] : open) {
+    if (std::get<0>(other) != std::get<0>(key) || std::get<1>(other) != std::get<1>(key) ||
+        std::get<2>(other) <= std::get<2>(key)) {
+      continue;
+    }
+    for (const Rendezvous::Arrival& arrival : rendezvous->arrivals) {
+      if (!contains(devices, arrival.device)) devices.push_back(arrival.device);
+    }
+  }
+  return devices;
+}
+
+std::string Layer::arrivals_text(const Rendezvous& rendezvous) const {
+  std::vector<std::string> came;
+  for (const Rendezvous::Arrival& arrival : rendezvous.arrivals) came.push_back(arrival.device);
+  const std::vector<std::string> others = missing(rendezvous);
+  const size_t count = expected(rendezvous) - came.size();
+  std::string text = "Came: " + comma_separated(came) + ". Missing: ";
+  if (config.devices.empty()) return text + std::to_string(count) + " more.";
+  if (count < others.size()) text += std::to_string(count) + " of ";
+  return text + comma_separated(others) + ".";
+}
+
+std::string Layer::waits_text(const Key& key, const Rendezvous& rendezvous,
+                              const std::string& device, Seconds waited) const {
+  const std::vector<std::string> further = ahead(key);
+  return title(key) + ": " + device + " has waited " + seconds_text(waited) +
+         " for the other devices.\n" + arrivals_text(rendezvous) +
+         (further.empty() ? "" : " Already in a later call: " + comma_separated(further) + ".");
+}
+
+std::string Layer::causes(const Key& key, const Rendezvous& rendezvous) const {
+  const std::vector<std::string> others = missing(rendezvous);
+  const std::string who = others.empty() ? "a device" : comma_separated(others);
+  std::vector<std::string> causes;
+  if (std::get<0>(key) == Direction::kBackward) {
+    causes.push_back("autograd.backward was not called for the loss of " + who + ";");
+    causes.push_back(
+        "the losses of several devices were added up on one of them, and MXNet fuses what waits "
+        "for this device with what another needs: give autograd.backward the list of the losses;");
+  } else if (!ahead(key).empty()) {
+    causes.push_back("the net is called more often on one device than on another;");
+  } else {
+    causes.push_back("the loop over the devices left out " + who +
+                     ", ended before (a last batch with too few samples: "
+                     "gluon_syncbn.participants; an exception), or waited for a result first;");
+    if (config.num_devices > 0) {
+      causes.push_back("num_devices=" + std::to_string(config.num_devices) +
+                       " is larger than the number of devices in use;");
+    } else if (std::get<2>(key) == 0) {
+      causes.push_back(
+          "threads make the first call of a net whose parameters have no values yet (gluoncv's "
+          "DataParallelModel: give it sync=False);");
+    }
+  }
+  const bool has_cpus = std::count_if(config.devices.begin(), config.devices.end(), is_cpu) > 1;
+  if (has_cpus && !std::getenv("MXNET_CPU_TEMP_COPY")) {
+    causes.push_back(
+        "a convolution of one CPU context holds the workspace that another needs to get here: set "
+        "MXNET_CPU_TEMP_COPY=4096 and MXNET_CPU_PARALLEL_RAND_COPY=64 before MXNet starts;");
+  }
+  causes.push_back("an earlier operation on " + who +
+                   " has failed, and MXNet runs nothing that depends on it: mx.nd.waitall() raises "
+                   "its error.");
+  std::string text = "\nUsual causes (docs/troubleshooting.md#a-device-waits-for-another):";
+  for (const std::string& cause : causes) text += "\n- " + cause;
+  return text;
+}
+
+Error Layer::failed_before() const {
+  return Error("This call is part of a step that failed before. " + failure);
+}
+
+}  // namespace gluon_syncbn
