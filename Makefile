@@ -60,9 +60,11 @@ endif
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.13] [CXX=g++]'
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1@\2/p' Makefile | awk -F@ '{printf "%-21s%s\n", $$1, $$2}'
+	@echo; echo 'To use it:'; $(call targets,train|detect|compare|environment|horovod|test|bench.*|wheel|clean|distclean|help)
+	@echo; echo 'To change it:'; $(call targets,test-.*|chaos|gpu-.*|cuda-.*|ptx-.*|lint|format|docs|warnings|compilers|sanitize)
+targets = sed -nE 's/^($(1)):.*\#\# (.*)/  \1@\2/p' Makefile | awk -F@ '{printf "%-21s%s\n", $$1, $$2}'
 
-train: $(environment) ## train the segmentation example; each time writes a new folder runs/segmentation-N
+train: $(environment) ## train the segmentation example (3 minutes); each time writes a new folder runs/segmentation-N
 	$(python) examples/segmentation/train.py $(ARGS)
 
 detect: $(environment) ## train the detection example in two processes; each time writes a new folder runs/detection-N
@@ -71,7 +73,7 @@ detect: $(environment) ## train the detection example in two processes; each tim
 compare: $(environment) ## train the example with six kinds of batch statistics, into runs/compare
 	$(python) examples/segmentation/compare.py $(ARGS)
 
-test: $(environment) $(ready)test ## run the native tests and the quick Python tests
+test: $(environment) $(ready)test ## run the native tests and the quick Python tests; 8 minutes
 	$(build_native) run-native
 	$(python) -m pytest -n 3 -m "not long" $(ARGS)
 	@echo "Left out, as it takes minutes; make test-all has it:"
@@ -79,7 +81,7 @@ test: $(environment) $(ready)test ## run the native tests and the quick Python t
 	@echo "- the CUDA kernels on all sizes of data, and as PTX on a simulator$(if $(nvcc),, (which needs nvcc; none is found in NVCC, CUDA_HOME or PATH))"
 	@$(if $(wildcard $(ready)horovod),,echo "- tests with Horovod, which is built from source")
 
-test-pythons: wheel ## try the wheel and run the quick tests on Python 3.8, 3.11 and 3.13, each in its own environment
+test-pythons: wheel ## try the wheel and run the quick tests on Python 3.8, 3.11 and 3.13, each in its own environment; 8 minutes
 	$(pip) install nox
 	$(python) -m nox $(ARGS)
 
@@ -88,15 +90,15 @@ test-all: test-native test-python test-gpu chaos ## run all tests
 chaos: $(environment) $(ready)test ## let random faults happen to small jobs, and say what became of them
 	PYTHONPATH=tests/support $(python) tests/distributed/chaos.py $(ARGS)
 
-test-native: ## run the native tests, and where nvcc is the CUDA kernels on a simulator
+test-native: ## run the native tests, and where nvcc is the CUDA kernels on a simulator; 4 minutes
 	$(build_native) run-native
 	$(build_native) run-ptx
 
 # The package with a library of its own, for an MXNet of its own: .venv and gluon_syncbn/ stay as they are.
-test-gpu: $(if $(nvcc),$(environment) $(ready)test) ## run tests on simulated GPUs, in MXNet for GPUs (a download of 499 MB, kept)
+test-gpu: $(if $(nvcc),$(environment) $(ready)test) ## run tests on simulated GPUs, in MXNet for GPUs (a download of 499 MB, kept); 3 minutes
 	$(call on_simulated_gpus,PTXSIM_DEVICES=4,$(addprefix gpu/test_,mxnet_gpu.py simulated_gpus.py use_of_cuda.py))
 
-test-gpu-all: test-gpu ## the same, and other tests with simulated GPUs for their devices
+test-gpu-all: test-gpu ## the same, and other tests with simulated GPUs for their devices; 18 minutes
 	$(call on_simulated_gpus,PTXSIM_DEVICES=8 GLUON_SYNCBN_TEST_DEVICES=gpu,$(gpu_tests),-n 3 -m "not long")
 
 gpu_tests = layers convert deploy training gpu/test_users_programs.py
@@ -178,7 +180,7 @@ compilers: ## compile the C++ sources with COMPILERS="g++-11 clang++", warnings 
 # The sanitizers want their shadow memory at fixed addresses, which only `setarch -R` keeps free on some kernels.
 sanitize: export TSAN_OPTIONS = halt_on_error=1:second_deadlock_stack=1
 sanitize: export UBSAN_OPTIONS = print_stacktrace=1
-sanitize: ## run the native tests under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer
+sanitize: ## run the native tests under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer; 11 minutes
 	$(build_native) run-native FLAVOUR=thread FLAGS="-O1 -g -fsanitize=thread" RUN="$(fixed_addresses)"
 	$(build_native) run-native FLAVOUR=address FLAGS="-O1 -g -fsanitize=address,undefined \
 	    -fno-sanitize-recover=all -fno-omit-frame-pointer" RUN="$(fixed_addresses)"

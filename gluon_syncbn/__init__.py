@@ -2,10 +2,11 @@
 
 `SyncBatchNorm` takes the place of ``nn.BatchNorm``, and `convert_sync_batchnorm` puts it into nets
 that are built already; `SyncGroup` says who takes part, and `distributed` joins processes; `export`
-writes a net for stock MXNet and ONNX. On the command line, ``python -m gluon_syncbn`` works with
-files and ``python -m gluon_syncbn.launch`` starts processes.
+writes a net for stock MXNet and ONNX. On the command line, ``gluon-syncbn``, which is ``python -m
+gluon_syncbn``, starts processes and works with files.
 """
 
+import os
 import re
 import sys
 
@@ -31,9 +32,12 @@ __all__ = [
 
 
 def _is_run():
-    """Whether Python imports this first for `python -m gluon_syncbn`, which says by itself what is
-    wrong with MXNet, or `python -m gluon_syncbn.launch`, which would become a part of the KVStore
-    where the environment makes MXNet one."""
+    """Whether Python imports this first for a command line: `gluon-syncbn`, `python -m
+    gluon_syncbn` or `python -m gluon_syncbn.launch`. They say by themselves what is wrong with
+    MXNet, and the launcher would become a part of the KVStore where the environment makes MXNet
+    one."""
+    if os.path.basename(sys.argv[0] if sys.argv else "") == "gluon-syncbn":
+        return f"{__name__}.__main__" not in sys.modules
     if sys.argv[:1] != ["-m"]:
         return False
     words = getattr(sys, "orig_argv", None)

@@ -1,5 +1,6 @@
-"""The command line: python -m gluon_syncbn export | convert | inspect | doctor.
+"""The command line: gluon-syncbn, or python -m gluon_syncbn.
 
+launch    the processes of a distributed training; also python -m gluon_syncbn.launch
 export    a checkpoint to stock MXNet and ONNX, folded or not
 convert   a symbol to stock operators, or the dtype in a .params file
 inspect   a table of the normalization layers of a checkpoint and their running statistics
@@ -9,10 +10,17 @@ Each command has --help, and imports only what it needs.
 """
 
 import argparse
+import contextlib
 import importlib
+import os
 import signal
 import sys
+import threading
 
+from ._version import __version__
+
+# Seconds without a word after which a command says that it is at work.
+_SILENCE = 5
 _DTYPES = ("float16", "float32", "float64")
 _FORMATTER = argparse.RawDescriptionHelpFormatter
 _SOURCE = """\
@@ -23,8 +31,17 @@ package.module:function, which returns the net."""
 
 def main(arguments=None):
     """Runs the command line. Returns the exit code."""
+    is_program = arguments is None
+    arguments = sys.argv[1:] if is_program else arguments
+    if arguments[:1] == ["launch"]:
+        from .launch.__main__ import main as launch
+
+        return launch(arguments[1:])
+    if is_program:
+        # As other programs, it ends without a word where nobody reads on: `... | head`.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(arguments or ["--help"])
 
     def fail(text):
         parser.exit(2, f"{parser.prog} {options.command}: error: {text}\n")
@@ -50,7 +67,8 @@ def _run(options, fail):
     except ImportError as error:
         fail(error)
     try:
-        return getattr(checkpoints, options.command)(options)
+        with _patience(options.command):
+            return getattr(checkpoints, options.command)(options)
     except UnicodeEncodeError as error:
         fail(
             f"{error.object!r} is not a UTF-8 name, which MXNet requires: rename the file or "
@@ -60,14 +78,30 @@ def _run(options, fail):
         fail(error)
 
 
+@contextlib.contextmanager
+def _patience(command):
+    """Says once that a command that takes longer is at work."""
+    text = f"{command} is at work: large nets take a while.\n"
+    timer = threading.Timer(_SILENCE, sys.stderr.write, (text,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def _parser():
-    parser = _Parser(prog="python -m gluon_syncbn", description=__doc__, formatter_class=_FORMATTER)
-    choices = "export|convert|inspect|doctor"
+    prog = os.path.basename(sys.argv[0])
+    prog = prog if prog == "gluon-syncbn" else "python -m gluon_syncbn"
+    parser = _Parser(prog=prog, description=__doc__, formatter_class=_FORMATTER)
+    parser.add_argument("--version", action="version", version=f"gluon_syncbn {__version__}")
+    choices = "launch|export|convert|inspect|doctor"
     commands = parser.add_subparsers(dest="command", required=True, metavar=choices)
 
     def add(name, description):
@@ -156,6 +190,4 @@ def _shape(text):
 
 
 if __name__ == "__main__":
-    # As other programs, it ends without a word where nobody reads on: `... | head`.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

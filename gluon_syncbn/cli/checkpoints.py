@@ -121,7 +121,8 @@ def inspect(options):
     else:
         rows = list(_rows_of_graph(*_load_graph(options)[:2]))
     if not rows:
-        raise ValueError(f"{options.source} has no batch normalization.")
+        print("0 layers: no batch normalization, or all of it is folded.")
+        return 0
     table = [("layer", "kind", "channels", "gamma", "beta", "mean", "variance", "remarks")]
     totals = collections.Counter()
     for name, kind, arrays, fix_gamma in rows:

@@ -166,6 +166,15 @@ def test_installed_wheel_runs_the_program_of_readme(checkout, wheel, tmp_path):
     assert version == version_of(checkout)
     assert tmp_path in Path(path).parents
     assert run([python, "-c", PROGRAM], tmp_path).stdout.startswith("loss ")
+    command = Path(python).with_name("gluon-syncbn")
+    assert run([command, "--version"], tmp_path).stdout == f"gluon_syncbn {version}\n"
+    (tmp_path / "script.py").write_text("import gluon_syncbn; print('ran')")
+    lines = run([command, "launch", "-n", "2", "script.py"], tmp_path).stdout.splitlines()
+    assert sorted(lines) == ["[0] ran", "[1] ran"]
+    run(
+        [python, "-c", "import mxnet as mx; mx.nd.save('a.params', {'w': mx.nd.ones(3)})"], tmp_path
+    )
+    assert run([command, "inspect", "a.params"], tmp_path).stdout.startswith("0 layers")
 
 
 def test_source_distribution_builds_and_runs_the_program_of_readme(checkout, sdist, tmp_path):
