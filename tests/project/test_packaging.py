@@ -173,8 +173,6 @@ def test_installed_wheel_runs_the_program_of_readme(checkout, wheel, tmp_path):
     assert sorted(lines) == ["[0] ran", "[1] ran"]
     blank = "import mxnet as mx; mx.nd.save('a.params', {'w': mx.nd.ones(3)})"
     run([python, "-c", blank], tmp_path)
-        [python, "-c", "import mxnet as mx; mx.nd.save('a.params', {'w': mx.nd.ones(3)})"], tmp_path
-    )
     assert run([command, "inspect", "a.params"], tmp_path).stdout.startswith("0 layers")
 
 
