@@ -11,19 +11,13 @@ from ..distributed.group import default_group, follow_default_group, stop_follow
 
 
 class _ObservedParameter(Parameter):
-    """A parameter that notifies its layers when its contexts change, and when somebody else writes
-    its values. It keeps the layers alive: a graph may use the parameter after the block is gone."""
+    """A parameter that notifies its layers when its contexts change. It keeps the layers alive: a
+    graph may use the parameter after the block is gone."""
 
     def _init_impl(self, data, ctx_list):
         super()._init_impl(data, ctx_list)
         for layer in self._layers:
             layer.configure()
-            layer.on_new_values(self)
-
-    def set_data(self, data):
-        super().set_data(data)
-        for layer in self._layers:
-            layer.on_new_values(self)
 
     def reset_ctx(self, ctx):
         # Calls under way synchronize on the old devices. An earlier error is raised here, as a copy
@@ -121,10 +115,6 @@ class SyncedLayer(native.Layer):
         if self._parameters[0]() is not None:
             self.dtype = np.dtype(self._parameters[0]().dtype).name
         self.group._configure(self, self.all_devices(), self._num_devices)
-
-    def on_new_values(self, parameter):
-        """Somebody writes a running statistic."""
-        self.restart(variance=parameter is self._parameters[1]())
 
     def fail(self, text):
         self.group._fail(text)

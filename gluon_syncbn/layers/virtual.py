@@ -14,10 +14,10 @@ class VirtualBatchNorm(SyncBatchNorm):
 
     .. math:: y_i = \gamma \frac{x_i - \mu_i}{\sqrt{\sigma_i^2 + \epsilon}} + \beta
 
-    y, dx and the running statistics have the bits of that many unsynchronized devices, with the
-    memory of one device and in one call. (The running statistics are the mean of the devices',
-    which is what MXNet saves. The gradients of gamma and beta are added in double before they are
-    rounded, those of real devices after.) So a training of many unsynchronized GPUs can be repeated
+    y and dx have the bits of that many unsynchronized devices, with the memory of one device and in
+    one call. (The running statistics are the mean of the devices', which is what MXNet saves. They,
+    and the gradients of gamma and beta, are added in double before they are rounded, those of real
+    devices after.) So a training of many unsynchronized GPUs can be repeated
     on few. For large batches this is known as ghost batch normalization.
 
     Inference uses the running statistics, the same for all samples.

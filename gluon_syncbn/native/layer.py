@@ -215,10 +215,6 @@ class Layer:
         )
         _library.gluon_syncbn_configure(self.id, config)
 
-    def restart(self, variance):
-        """The user writes the running mean, or variance: virtual devices continue from there."""
-        _library.gluon_syncbn_restart(self.id, variance)
-
     def forget(self):
         """Nothing is under way any more."""
         _exchanging.pop(self.id, None)

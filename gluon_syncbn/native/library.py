@@ -174,7 +174,6 @@ for _name, (_result, *_arguments) in {
     "set_active_devices": (None, ctypes.POINTER(_text), _int),
     "set_joined": (None, _bool),
     "give_up": (None, _text),
-    "restart": (None, _long, _bool),
     "drain": (_int, _long, _long, _text, _pointer, _int, _text),
     "probe_arrays": (_int, _long, _long, _bool, _text, _pointer, _int),
     "flush": (_int, _long, _bool, ctypes.POINTER(_text), _int, _pointer, _int),

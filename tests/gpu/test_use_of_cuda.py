@@ -183,7 +183,7 @@ def test_what_a_call_costs(case, hybridized, activation, peers):
 @pytest.mark.parametrize("seed", range(int(os.environ.get("SEEDS", 100))))
 def test_bits_depend_on_no_order_and_no_split(seed, monkeypatch):
     """Any layer has the bits of the whole batch on one GPU whose streams do their work at once, in
-    any order of streams, wherever sums meet: with MXNET_BACKWARD_DO_MIRROR on the host."""
+    any order of streams, wherever sums meet."""
     random = np.random.RandomState(seed)
     dtype = random.choice(["float16", "float32", "float64"])
     axis = random.choice([1, -1])
@@ -214,8 +214,6 @@ def test_bits_depend_on_no_order_and_no_split(seed, monkeypatch):
     simulator.ptxsim_set_peers(random.choice(["", "none", "one way", "refused"]).encode())
     cuts = sorted(random.choice(range(1, len(x)), random.randint(len(GPUS)), replace=False))
     sizes = np.diff([0, *cuts, len(x)]).tolist()
-    assert bits(sizes) == wanted, (options, sizes)
-    monkeypatch.setenv("MXNET_BACKWARD_DO_MIRROR", "1")
     assert bits(sizes) == wanted, (options, sizes)
 
 

@@ -1,8 +1,4 @@
-"""Updates of running statistics, recomputed steps, and layers that do not train."""
-
-import os
-import subprocess
-import sys
+"""Updates of running statistics, and layers that do not train."""
 
 import gluon_syncbn as sbn
 import mxnet as mx
@@ -139,68 +135,6 @@ def test_a_failed_step_is_not_counted():
     step(layer, x)
     for device in contexts(2):
         assert layer.num_batches_tracked.data(device).asscalar() == 2
-
-
-# Recomputed steps.
-
-MIRRORED = """
-import os, sys
-import mxnet as mx, numpy as np
-import gluon_syncbn as sbn
-if "variable" in sys.argv:
-    os.environ["MXNET_BACKWARD_DO_MIRROR"] = "1"
-layer = sbn.SyncBatchNorm(in_channels=3, prefix="norm_")
-layer.initialize()
-attributes = {"force_mirroring": "True"} if "attribute" in sys.argv else {}
-with mx.AttrScope(**attributes):
-    x = mx.sym.relu(mx.sym.var("data"))
-    loss = mx.sym.make_loss(mx.sym.sum(mx.sym.square(mx.sym.relu(layer(x)))))
-bound = loss.simple_bind(mx.current_context(), data=(4, 3, 5, 5), grad_req="write")
-bound.arg_dict["data"][:] = mx.nd.random.normal(loc=2, shape=(4, 3, 5, 5))
-for _ in range(2):
-    bound.forward(is_train=True)
-    bound.backward()
-if "twice" in sys.argv:
-    bound.backward()
-mx.nd.waitall()
-x = np.maximum(bound.arg_dict["data"].asnumpy(), 0).mean(axis=(0, 2, 3))
-print(np.log1p(-(bound.aux_dict["norm_running_mean"].asnumpy() / x)[0]) / np.log(0.9))
-"""
-
-
-@pytest.mark.parametrize("how", [[], ["variable"], ["attribute"], ["variable", "twice"]])
-def test_a_forward_that_mxnet_recomputes(how):
-    """As with MXNET_BACKWARD_DO_MIRROR or an attribute. All steps have equal data, so only the call
-    distinguishes a new step from a recomputed one."""
-    result = subprocess.run(
-        [sys.executable, "-c", MIRRORED, *how], capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    assert float(result.stdout) == pytest.approx(2, abs=1e-3)
-
-
-@pytest.mark.parametrize("mode", ["imperative", "hybrid", "static_alloc"])
-def test_consecutive_equal_batches_are_separate_steps(mode):
-    """With the same variable."""
-    hybridize = "" if MODES[mode] is None else f"layer.hybridize(**{MODES[mode]})\n"
-    script = (
-        "import mxnet as mx, gluon_syncbn as sbn\n"
-        "layer = sbn.SyncBatchNorm(in_channels=1, momentum=0.5)\n"
-        f"layer.initialize()\n{hybridize}"
-        "for _ in range(3):\n"
-        "    with mx.autograd.record():\n"
-        "        y = layer(mx.nd.array([[7], [9]]))\n"
-        "    y.backward()\n"
-        "print(layer.running_mean.data().asscalar())\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "MXNET_BACKWARD_DO_MIRROR": "1"},
-    )
-    assert float(result.stdout) == 7, result.stderr
 
 
 @pytest.mark.parametrize("mode", ["imperative", "hybrid"])

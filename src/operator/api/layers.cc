@@ -113,7 +113,6 @@ int gluon_syncbn_register(void* const* api, const char* process_uuid, int naive_
     return std::string();
   };
   if (!process.all_reduce) process.all_reduce = new AllReduce;
-  if (!process.running_states) process.running_states = new RunningStates;
   process.all_reduce->observe(observer);
   return mxnet.custom_op_register("GluonSyncBatchNorm", create_operator);
 }
@@ -144,7 +143,6 @@ void gluon_syncbn_configure(int64_t layer, const gluon_syncbn_layer_config* from
   config.notice = from->notice;
   for (const std::string& device : config.devices) config.has_gpus |= gpu_of(device) >= 0;
   process.all_reduce->configure(layer, config);
-  process.running_states->keep(layer);
 }
 
 void gluon_syncbn_set_active_devices(const char* const* devices, int num_devices) {
@@ -158,11 +156,6 @@ void gluon_syncbn_give_up(const char* reason) { process.all_reduce->give_up(reas
 void gluon_syncbn_forget(int64_t layer) {
   channels().forget(layer);
   process.all_reduce->forget(layer);
-  process.running_states->forget(layer);
-}
-
-void gluon_syncbn_restart(int64_t layer, int variance) {
-  process.running_states->restart(layer, variance != 0);
 }
 
 int gluon_syncbn_drain(int64_t layer, int64_t epoch, const char* device, void** arrays,

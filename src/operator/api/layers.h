@@ -59,9 +59,6 @@ SBN_EXPORT void gluon_syncbn_set_active_devices(const char* const* devices, int 
 SBN_EXPORT void gluon_syncbn_set_joined(int joined);
 SBN_EXPORT void gluon_syncbn_give_up(const char* reason);
 
-// The user writes the running mean, or variance: virtual devices continue from there.
-SBN_EXPORT void gluon_syncbn_restart(int64_t layer, int variance);
-
 // After a failure: once all that was pushed before has passed, clears the error of the failed step
 // from a device's running statistics and lets the device take part again. Waiting for a result of
 // the failed step still raises the error. Without arrays the device takes part at once.

@@ -39,7 +39,6 @@ Attributes::Attributes(int size, const char** keys, const char** values) {
     if (key == "residual") residual = value == "True";
     if (key == "inplace") inplace = value == "True";
     if (key == "gpu_only") gpu_only = value == "True";
-    if (key == "__force_mirroring__") force_mirroring = true;
     if (key == "process") foreign = value != process.uuid;
   }
   if (activation == "relu") {

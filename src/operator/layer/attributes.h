@@ -28,8 +28,6 @@ struct Attributes {
   // The number of chunks of a batch with statistics of their own; 0: the batch is a shard of one
   // that all devices have.
   int virtual_devices = 0;
-  // The user asks MXNet's executor to compute the node a second time before the backward.
-  bool force_mirroring = false;
   // An attribute that could not be read. Reported later: MXNet crashes on an error here.
   std::string error;
 

@@ -1,8 +1,6 @@
 #include "layer/call.h"
 
 #include <algorithm>
-#include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -18,14 +16,6 @@ namespace {
 // The offsets of a callback's arrays, CustomOp of MXNet's custom.cc: in forward inputs, outputs,
 // auxiliary states; in backward gradients of outputs, inputs, outputs, gradients of inputs.
 constexpr int kBackwardInputs = kNumOutputs;
-
-std::atomic<int64_t> call_count{0};
-
-// What MXNet's executor reads when it is bound.
-bool mirrors() {
-  const char* const set = std::getenv("MXNET_BACKWARD_DO_MIRROR");
-  return set && std::atoi(set) != 0;
-}
 
 // What a device contributes if the last to arrive runs the kernels for all.
 template <typename Part>
@@ -94,10 +84,7 @@ Call::Call(const Attributes& attributes, const LayerPtr& layer, const char* cont
       gpu_(gpu_of(device_)),
       outputs_(attributes.inputs()),
       running_arrays_(outputs_ + kNumOutputs),
-      gradients_(kBackwardInputs + attributes.inputs() + kNumOutputs),
-      number_(call_count++),
-      recomputes_(attributes.node >= 0 && (attributes.force_mirroring || mirrors())),
-      running_(process.running_states->of(attributes.layer, device_)) {
+      gradients_(kBackwardInputs + attributes.inputs() + kNumOutputs) {
   for (void*& self : contexts) self = this;
 }
 
@@ -242,7 +229,6 @@ void Call::backward_pass(const Arrays& arrays, const int* requests) {
     for (const int input : {kGamma, kBeta}) clear(arrays, gradients_ + input, requests[input]);
     return;
   }
-  if (recomputes_) running_->on_backward(attributes_.node, number_);
   const auto input = [&](int i, bool needed) -> const void* {
     return needed ? arrays.data(kBackwardInputs + i) : nullptr;
   };
@@ -350,8 +336,8 @@ KeptOnGpu Call::forward_by_cuda(const Arrays& arrays, const int* requests,
                   result(kMean),
                   result(kInvStd),
                   std::max(1, attributes_.virtual_devices)};
-  // Recomputed statistics are compared, and virtual devices have running statistics, on the host.
-  if (task.together.reduce || recomputes_ || task.parts.size() > 1) {
+  // The host has all statistics, or adds those of virtual devices.
+  if (task.together.reduce || task.parts.size() > 1) {
     task.update_on_host = [&](const std::vector<BatchPtr>& batches, void* const(&on_host)[3]) {
       return update_running(dtype, batches, on_host);
     };
@@ -423,11 +409,10 @@ Together Call::together(Direction direction, DType dtype, int64_t channels) {
   if (!is_shared()) return result;
   const Participants all = process.all_reduce->participants_of(layer_, id_, device_);
   for (const std::string& device : all.devices) result.gpus.push_back(gpu_of(device));
-  const bool recomputed = recomputes_ && direction == Direction::kForward;
   if (all.count == 1 && !all.exchanges) return result;
   const bool are_gpus =
       !result.gpus.empty() && *std::min_element(result.gpus.begin(), result.gpus.end()) >= 0;
-  if (are_gpus && all.count <= kMaxDevices && !all.exchanges && !recomputed) {
+  if (are_gpus && all.count <= kMaxDevices && !all.exchanges) {
     result.meet = [=](const SharedSums& own) {
       SharedContribution mine{{channels, name_of(dtype)}, own, {}};
       process.all_reduce->rendezvous(
@@ -473,12 +458,12 @@ bool Call::has_data() const { return process.all_reduce->has_data(is_shared() ? 
 bool Call::update_running(DType dtype, const std::vector<BatchPtr>& batches,
                           void* const (&running)[3]) {
   if (batches[0]->count == 0 || !has_data()) return false;
-  if (recomputes_ && running_->is_recomputed(attributes_.node, number_, batches)) return false;
   const auto update = [&](auto zero) {
     using P = decltype(zero);
     const auto values = [&](int i) { return static_cast<P*>(running[i]); };
-    running_->update<P>(batches, attributes_.running,
-                        {values(kRunningMean), values(kRunningVar), values(kNumBatches)});
+    gluon_syncbn::update_running<P>(
+        batches, attributes_.running,
+        {values(kRunningMean), values(kRunningVar), values(kNumBatches)});
   };
   with_parameters(dtype, update);
   return true;

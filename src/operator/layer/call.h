@@ -85,11 +85,6 @@ class Call {
   // The first outputs and running statistics among the arrays of forward, and the first inputs'
   // gradients among those of backward.
   const int outputs_, running_arrays_, gradients_;
-  // Among all calls of this process.
-  const int64_t number_;
-  // Whether MXNet may compute the forward a second time before the backward, to save memory.
-  const bool recomputes_;
-  const std::shared_ptr<RunningState> running_;
   bool from_batch_ = false;
   // Whether a forward has met other devices, and they go on even if it fails.
   bool has_met_ = false;

@@ -4,7 +4,6 @@
 
 #include <string>
 
-#include "numerics/running_statistics.h"
 #include "rendezvous/all_reduce.h"
 
 namespace gluon_syncbn {
@@ -16,7 +15,6 @@ struct Process {
   bool onednn = false;
   // Never destroyed: calls may still wait in it when the process ends.
   AllReduce* all_reduce = nullptr;
-  RunningStates* running_states = nullptr;
 };
 
 inline Process process;

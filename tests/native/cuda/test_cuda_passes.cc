@@ -142,7 +142,6 @@ Results<A> train(const Problem<A>& p, Way way, const std::vector<int>& gpus,
         const int64_t at = begin * view.C * view.S;
         A* const arrays = running[rank]->data();
         double* const means = saved[rank]->data();
-        RunningState state;
         GpuForward f{gpus[rank],
                      Type<A>::kDType,
                      "data",
@@ -167,7 +166,7 @@ Results<A> train(const Problem<A>& p, Way way, const std::vector<int>& gpus,
         if (way == Way::kHost) {
           f.update_on_host = [&](const std::vector<BatchPtr>& batches, void* const(&host)[3]) {
             const auto values = [&](int i) { return static_cast<A*>(host[i]); };
-            state.update<A>(batches, rule, {values(0), values(1), values(2)});
+            update_running<A>(batches, rule, {values(0), values(1), values(2)});
             return true;
           };
         }
@@ -326,7 +325,6 @@ void a_forward_that_fails_leaves_the_running_statistics_alone() {
           check::context = std::string(function) + ", call " + std::to_string(calls);
           running.set(start.data());
           release_cuda_memory();
-          RunningState state;
           GpuForward f{
               0,
               DType::kFloat32,
@@ -346,7 +344,7 @@ void a_forward_that_fails_leaves_the_running_statistics_alone() {
           if (on_host) {
             f.update_on_host = [&](const std::vector<BatchPtr>& batches, void* const(&host)[3]) {
               const auto values = [&](int i) { return static_cast<A*>(host[i]); };
-              state.update<A>(batches, rule, {values(0), values(1), values(2)});
+              update_running<A>(batches, rule, {values(0), values(1), values(2)});
               return true;
             };
           }
