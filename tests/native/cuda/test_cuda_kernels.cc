@@ -585,6 +585,29 @@ void sums_of_extreme_values_are_right() {
   }
 }
 
+// Samples of growing magnitude, far from zero: whole numbers of several words, times powers of 2
+// that differ between the chunks of a thread.
+template <typename T>
+void sums_of_growing_samples_are_right() {
+  const int64_t most = std::is_same<T, Half>::value ? 5 : 14;
+  for (const View& view : {View{40, 3, 600}, View{40, 6, 49}, View{60, 5, 7}, View{300, 12, 1, 10},
+                           View{30 * 49, 33, 1, 49}}) {
+    Problem<T> p(view, 1000);
+    for (int64_t i = 0; i < view.size(); ++i) {
+      const int64_t sample = i / (view.C * view.S * view.R);
+      const auto scale = static_cast<double>(int64_t{1} << std::min(sample, most));
+      p.x[i] = value_of<T>(static_cast<double>(widen(p.x[i])) * scale);
+      p.dy[i] = value_of<T>(static_cast<double>(widen(p.dy[i])) * scale);
+    }
+    const std::vector<Statistics> s = statistics_of(p, forward_sums(p));
+    for (const int64_t shift : {0, 1}) {
+      check::context = name_of<T>(view, shift) + ", growing samples";
+      check_statistics<T>(statistics_of(p, OnDevice<T>(p, shift).forward_sums()), s);
+      for (const Variant& variant : kSumsVariants) check_backward_sums(p, s, variant, shift, true);
+    }
+  }
+}
+
 // Sums of dy of zero, and of products that cancel up to bits that only a pair of floats holds.
 void products_that_cancel_leave_their_low_bits() {
   check::context = "products that cancel";
@@ -801,6 +824,7 @@ void test_all() {
   sums_match_the_cpu_for_every_size_of_samples<T>();
   sums_of_many_slices_are_those_of_few<T>();
   sums_of_extreme_values_are_right<T>();
+  sums_of_growing_samples_are_right<T>();
   gated_sums_have_the_bits_of_sums_of_the_gated_gradient<T>();
   sums_of_samples_of_all_sizes_are_independent_of_splits<T>();
   given_statistics_are_those_of_the_host<T>();
