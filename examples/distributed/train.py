@@ -1,10 +1,15 @@
 """Train a small net in several processes. docs/distributed.md explains it.
 
-python -m gluon_syncbn.launch -n 2 examples/distributed/train.py
-python -m gluon_syncbn.launch -n 2 --engine horovod examples/distributed/train.py
+python -m gluon_syncbn.launch -n 2 examples/distributed/train.py [FOLDER]
+python -m gluon_syncbn.launch -n 2 --engine horovod examples/distributed/train.py [FOLDER]
+
+Goes on from the files of FOLDER (runs/distributed), if there are any. Each process takes one GPU,
+or two CPU contexts.
 """
 
 import os
+import sys
+from pathlib import Path
 
 # Several CPU contexts in one process need these; GPUs do not.
 os.environ.update(MXNET_CPU_TEMP_COPY="4096", MXNET_CPU_PARALLEL_RAND_COPY="64")
@@ -16,8 +21,11 @@ from mxnet import autograd, gluon
 
 # BATCH: images of each process in a step. Horovod's Trainer knows one device in each process.
 EPOCHS, IMAGES, BATCH, SEED = 4, 200, 8, 1
-horovod = "HOROVOD_RANK" in os.environ
-devices_here = 1 if horovod else 2
+horovod, gpus = "HOROVOD_RANK" in os.environ, mx.context.num_gpus()
+devices_here = 1 if horovod or gpus else 2
+folder = Path(*sys.argv[1:] or ["runs/distributed"])
+if not horovod and "DMLC_ROLE" not in os.environ:
+    sys.exit("Start it with: python -m gluon_syncbn.launch -n 2 examples/distributed/train.py")
 
 # 1. Join the processes, before the first step of training.
 if horovod:
@@ -29,9 +37,9 @@ else:
     kv = mx.kv.create("dist_sync")
     store = sbn.distributed.KVStoreReducer(kv)
 sbn.set_default_group(sbn.SyncGroup(store=store))
-first = int(os.environ["GLUON_SYNCBN_LOCAL_RANK"]) * devices_here
-device = mx.gpu if mx.context.num_gpus() else mx.cpu
-devices = [device(first + i) for i in range(devices_here)]
+local_rank = hvd.local_rank() if horovod else int(os.environ["GLUON_SYNCBN_LOCAL_RANK"])
+device = mx.gpu if gpus else mx.cpu
+devices = [device(local_rank * devices_here + i) for i in range(devices_here)]
 
 # 2. The data, equal in every process: stripes in noise, to be told apart by their direction.
 labels = np.arange(IMAGES) % 2
@@ -61,28 +69,34 @@ if horovod:
 else:
     trainer = gluon.Trainer(net.collect_params(), *optimizer, kv, update_on_kvstore=False)
 
-for epoch in range(EPOCHS):
-    # 5. All draw the same order. Of `size` batches, each process takes one.
+# 5. The files of the last epoch.
+done = len(list(folder.glob("*.states")))
+if done:
+    net.load_parameters(str(folder / f"{done}.params"), ctx=devices)
+    trainer.load_states(str(folder / f"{done}.states"))
+
+for epoch in range(done, EPOCHS):
+    # 6. All draw the same order. Of `size` batches, each process takes one.
     order = np.random.RandomState(SEED + epoch).permutation(len(data))
     starts = range(store.rank * BATCH, len(data), store.size * BATCH)
     loader = gluon.data.DataLoader(data, batch_sampler=[order[i : i + BATCH] for i in starts])
     total = np.zeros(1)
-    # 6. Some may have a batch more than others.
+    # 7. Some may have a batch more than others.
     for x, y in (steps := sbn.distributed.join(loader, trainer)):
         xs, ys = (gluon.utils.split_and_load(part, devices) for part in (x, y))
         with autograd.record():
             losses = [loss_of(net(x), y) for x, y in zip(xs, ys)]
         autograd.backward(losses)
-        # 7. Divides by the samples of all processes. Horovod has divided by their number already.
+        # 8. Divides by the samples of all processes. Horovod has divided by their number already.
         trainer.step(steps.batch_size / store.size if horovod else steps.batch_size)
         if not steps.absent:  # Else the batch is the last one again, which counts for nothing.
             total += sum(float(loss.sum().asscalar()) for loss in losses)
     total = store.all_reduce("loss", total)
-    # 8. All have the same parameters, and one saves them.
+    # 9. All have the same parameters, and one saves them.
     if store.rank == 0:
         print(f"epoch {epoch}: loss {total[0] / len(data):.4f}")
-        # Beside the last ones, which stay whole if another process dies now and this one is ended.
-        net.save_parameters("net.params.new")
-        trainer.save_states("trainer.states.new")
-        for name in ("net.params", "trainer.states"):
-            os.replace(f"{name}.new", name)
+        folder.mkdir(parents=True, exist_ok=True)
+        net.save_parameters(str(folder / f"{epoch + 1}.params"))
+        # It gets its name when all is written, so that no half of a pair counts.
+        trainer.save_states(str(folder / "new"))
+        os.replace(folder / "new", folder / f"{epoch + 1}.states")

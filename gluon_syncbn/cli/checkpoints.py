@@ -11,7 +11,6 @@ import sys
 import mxnet as mx
 import numpy as np
 from mxnet.gluon import Block
-from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from ..deploy.export import Target, cast, check_prefix, write_graph
 from ..deploy.export import export as export_net
@@ -24,7 +23,7 @@ from ..deploy.files import (
     read_symbol,
     write_all,
 )
-from ..graph.blocks import walk
+from ..graph.blocks import BATCH_NORMS, walk
 from ..graph.symbols import (
     OUR_OPERATOR,
     RESIDUAL,
@@ -275,7 +274,7 @@ def _count(graph):
 
 def _rows_of_net(net):
     for path, block in walk(net):
-        if isinstance(block, _BatchNorm):
+        if isinstance(block, BATCH_NORMS):
             arrays = {role: getattr(block, role).data() for role in ROLES}
             kind = type(block).__name__
             if isinstance(block, SyncBatchNorm) and block._activation:

@@ -10,9 +10,8 @@ from typing import NamedTuple, Tuple
 import mxnet as mx
 from mxnet.gluon import HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
-from mxnet.gluon.nn.basic_layers import _BatchNorm
 
-from ..graph.blocks import check_block, clear_caches, walk
+from ..graph.blocks import BATCH_NORMS, check_block, clear_caches, walk
 from ..graph.fusion import fuse as fuse_graph
 from ..graph.fusion import is_fusing, start_fusing, stop_fusing
 from ..graph.symbol_block import SyncGraph, put_in, read_graph, spliced, take_out
@@ -235,7 +234,7 @@ def convert_sync_batchnorm(
                 why = f"{_VIRTUAL}: revert it first."
             elif isinstance(block, SyncBatchNorm):
                 adopt(block, path)
-            elif isinstance(block, _BatchNorm):
+            elif isinstance(block, BATCH_NORMS):
                 why = _why_not(block, also, template)
                 if not why:
                     synchronize(block, path, block.name, _kind(block))
@@ -333,11 +332,13 @@ def revert_sync_batchnorm(net, return_report=False):
                 why = _CUMULATIVE
             elif block._activation == "leaky_relu":
                 why = _LEAKY
+            elif block._activation and len(BATCH_NORMS) == 1:
+                why = f"MXNet {mx.__version__} has no nn.BatchNormReLU."
             if why:
                 refused.append(Refused(path, block.name, _kind(block), why))
             else:
                 revert(block, path, block.name)
-        elif isinstance(block, _BatchNorm):
+        elif isinstance(block, BATCH_NORMS):
             already.append(path)
         elif isinstance(block, SymbolBlock):
             revert_graph(block, path)
@@ -405,9 +406,10 @@ def _make_synchronized(layer, template):
     vars(layer).update({name: vars(template)[name] for name in added})
     layer._stock = type(layer), settings, added
     layer._kwargs = {name: settings.get(name, v) for name, v in template._kwargs.items()}
-    if layer.fuse_relu:
+    is_fused = getattr(layer, "fuse_relu", False)
+    if is_fused:
         layer._activation = "relu"
-    layer.__class__ = SyncBatchNormReLU if layer.fuse_relu else SyncBatchNorm
+    layer.__class__ = SyncBatchNormReLU if is_fused else SyncBatchNorm
     layer._meet()
 
 
@@ -416,7 +418,7 @@ def _make_stock(layer):
         kind, settings, added = vars(layer).pop("_stock")
     else:  # It was made as a synchronized layer.
         plain = (nn.BatchNormReLU if layer._activation else nn.BatchNorm)(prefix="")
-        layer.fuse_relu = plain.fuse_relu
+        layer.fuse_relu = getattr(plain, "fuse_relu", False)
         kind, settings, added = type(plain), plain._kwargs, _OWN_ATTRIBUTES
     if "_layer" in vars(layer):
         layer._layer.leave()
@@ -439,7 +441,7 @@ def _why_not(layer, also, template):
         return f"its {', '.join(sorted(shadowed))} was replaced: delete that attribute."
     if kind in also:
         return None
-    why = _own_code(kind, (nn.BatchNorm, nn.BatchNormReLU, ContribSyncBatchNorm, *also))
+    why = _own_code(kind, (*BATCH_NORMS, ContribSyncBatchNorm, *also))
     unknown = set(layer._kwargs) - set(template._kwargs) - _IGNORED_SETTINGS
     if not why and unknown:
         why = f"it has settings that SyncBatchNorm lacks: {', '.join(sorted(unknown))}."
@@ -465,7 +467,7 @@ def _kind(layer):
 def _check_types(also):
     kinds = (also,) if isinstance(also, type) else also
     if isinstance(kinds, (list, tuple, set, frozenset)) and all(
-        isinstance(kind, type) and issubclass(kind, _BatchNorm) for kind in kinds
+        isinstance(kind, type) and issubclass(kind, BATCH_NORMS) for kind in kinds
     ):
         return tuple(kinds)
     raise ValueError(f"also is {also!r}: give a list of subclasses of mxnet.gluon.nn.BatchNorm.")

@@ -53,6 +53,11 @@ TOLERANCE = {"float16": 3e-2, "float32": 1e-5, "float64": 1e-5}
 
 def load_onnx():
     """(onnx, onnxruntime, the class of MXNet's converter). Raises ExportError."""
+    if not hasattr(mx, "onnx"):
+        raise ExportError(
+            f"onnx= needs MXNet 1.9, and MXNet {mx.__version__} is installed, whose converters "
+            "are too old: export without it, and convert the files with MXNet 1.9."
+        )
     try:
         import onnx
         import onnxruntime

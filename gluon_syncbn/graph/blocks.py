@@ -1,7 +1,12 @@
 """The blocks of a built net."""
 
 import mxnet as mx
-from mxnet.gluon import Block, HybridBlock
+from mxnet.gluon import Block, HybridBlock, nn
+
+# MXNet's layers of batch normalization. MXNet 1.7 has one.
+BATCH_NORMS = tuple(
+    getattr(nn, name) for name in ("BatchNorm", "BatchNormReLU") if hasattr(nn, name)
+)
 
 
 def walk(net):

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import sys
 
 from .._version import __version__
@@ -19,10 +20,10 @@ def _import_mxnet():
         import mxnet
     except Exception as error:  # Old MXNet may raise anything under a new NumPy or Python.
         raise ImportError(_why_mxnet_failed(error, is_broken)) from error
-    if mxnet.__version__ != _MXNET:
+    if not re.match(r"1\.[789]\.", mxnet.__version__):
         raise ImportError(
-            f"gluon_syncbn needs MXNet {_MXNET}, the last release, and found {mxnet.__version__}: "
-            f"pip install mxnet=={_MXNET} (or mxnet-cu112=={_MXNET} for GPUs)."
+            f"gluon_syncbn needs MXNet 1.7 to {_MXNET}, the last release, and found "
+            f"{mxnet.__version__}: pip install mxnet=={_MXNET} (or mxnet-cu112=={_MXNET} for GPUs)."
         )
     return mxnet
 

@@ -20,12 +20,12 @@ from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import HybridConcurrent
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.parameter import Parameter
-from runs import MODES, contexts, shards
+from runs import MODES, STOCK_RELU, contexts, shards
 from tolerances import assert_close, assert_same_bits, relative_error
 
 KINDS = {
     "nn.BatchNorm": nn.BatchNorm,
-    "nn.BatchNormReLU": nn.BatchNormReLU,
+    "nn.BatchNormReLU": STOCK_RELU,
     "contrib": lambda **settings: ContribSyncBatchNorm(num_devices=3, **settings),
 }
 ROLES = ("gamma", "beta", "running_mean", "running_var")
@@ -207,7 +207,7 @@ class Residual(gluon.HybridBlock):
             self.shared = nn.BatchNorm()
             self.branches = HybridConcurrent(axis=1)
             with self.branches.name_scope():
-                self.branches.add(nn.BatchNormReLU(), self.shared)
+                self.branches.add(STOCK_RELU(), self.shared)
             self.other = nn.BatchNorm(params=self.shared.params)
 
     def hybrid_forward(self, F, x):
@@ -448,7 +448,7 @@ def test_layers_made_synchronized_become_plain():
     random_statistics(net)
     before = forward(net, images())
     revert_sync_batchnorm(net)
-    assert [type(layer) for layer in net] == [nn.BatchNorm, nn.BatchNormReLU]
+    assert [type(layer) for layer in net] == [nn.BatchNorm, STOCK_RELU]
     assert sorted(vars(net[0])) == sorted(vars(nn.BatchNorm(in_channels=3)))
     assert net[0]._kwargs == nn.BatchNorm(momentum=0.8, use_global_stats=True)._kwargs
     assert_close(forward(net, images()), before, "float32")
@@ -461,7 +461,7 @@ def test_layers_with_an_activation_become_plain(activation):
     random_statistics(layer)
     before = forward(layer, images())
     _, report = revert_sync_batchnorm(layer, return_report=True)
-    kinds = {None: nn.BatchNorm, "relu": nn.BatchNormReLU, "leaky_relu": sbn.SyncBatchNorm}
+    kinds = {None: nn.BatchNorm, "relu": STOCK_RELU, "leaky_relu": sbn.SyncBatchNorm}
     assert type(layer) is kinds[activation]
     whys = [entry.why for entry in report.refused]
     expected = ["it has activation='leaky_relu', which no layer of MXNet has."]

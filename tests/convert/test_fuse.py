@@ -207,7 +207,7 @@ def test_the_graph_of_a_file(kind, tmp_path):
         block = SymbolBlock.imports(
             f"{tmp_path}/net-symbol.json", ["data"], f"{tmp_path}/net-0000.params", contexts(2)
         )
-        before = block._cached_graph[1].tojson(), sorted(vars(block))
+        before = block._cached_graph[1].tojson(), attributes(block)
         _, report = convert_sync_batchnorm(block, fuse=fuses, return_report=True)
         results.append(outcome(block))
     assert [entry.what for entry in report.fused] == fused
@@ -221,7 +221,7 @@ def test_the_graph_of_a_file(kind, tmp_path):
     whole(mx.nd.array(images(1)))
     assert sorted(filter(None, fused_nodes(whole))) == sorted(fused)
     revert_sync_batchnorm(block)
-    assert (block._cached_graph[1].tojson(), sorted(vars(block))) == before
+    assert (block._cached_graph[1].tojson(), attributes(block)) == before
 
 
 def test_a_fused_graph_in_a_file(tmp_path):
@@ -300,10 +300,15 @@ class Wrapped(HybridBlock):
         return self.body(F, x, self.layer)
 
 
+def attributes(block):
+    # Before MXNet 1.9 a block has this one once it has run.
+    return sorted(set(vars(block)) - {"_cached_op_args"})
+
+
 def unlike(net):
     """Everything that must be as before."""
     found = []
-    net.apply(lambda block: found.append((id(block), type(block), sorted(vars(block)))))
+    net.apply(lambda block: found.append((id(block), type(block), attributes(block))))
     return found
 
 

@@ -25,7 +25,7 @@ from gluon_syncbn.graph.symbols import Graph, make_stock
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
-from runs import MODES, contexts
+from runs import MODES, STOCK_RELU, contexts
 from tolerances import EXPORTED, ONNX, assert_same_bits, relative_error
 
 LIMITS = {"running_mean": (-0.5, 0.5), "beta": (-0.5, 0.5), "running_var": (0.5, 2)}
@@ -166,7 +166,7 @@ KINDS = {
         activation="leaky_relu", slope=0.2, **settings
     ),
     "nn.BatchNorm": nn.BatchNorm,
-    "nn.BatchNormReLU": nn.BatchNormReLU,
+    "nn.BatchNormReLU": STOCK_RELU,
     "contrib": lambda **settings: ContribSyncBatchNorm(num_devices=1, **settings),
 }
 SETTINGS = [{}, {"momentum": 0.5, "epsilon": 1e-2, "center": False}]

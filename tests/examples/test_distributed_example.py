@@ -1,9 +1,12 @@
-"""examples/distributed/train.py learns, and all processes end with the same parameters."""
+"""examples/distributed/train.py learns, goes on from its files, and all processes end with the same
+parameters."""
 
+import os
 import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import mxnet as mx
 import numpy as np
@@ -16,7 +19,7 @@ RUN = """
 import runpy, sys
 import numpy as np
 
-end = runpy.run_path(sys.argv[1])
+end = runpy.run_path(sys.argv.pop(1))
 parameters = end["net"]._collect_params_with_prefix()
 for device in end["devices"]:
     values = {name: value.data(device).asnumpy() for name, value in parameters.items()}
@@ -41,7 +44,7 @@ def test_training_in_two_processes(tmp_path, engine):
     assert len(saved) == (4 if engine == "kvstore" else 2)
     batches = [values.pop("batches") for values in saved]
     assert batches[0] > batches[-1]  # So `join` has something to do.
-    file = mx.nd.load(str(tmp_path / "net.params"))
+    file = mx.nd.load(str(tmp_path / "runs/distributed/4.params"))
     for values in saved:
         assert values.keys() == file.keys()
         for name, value in values.items():
@@ -61,15 +64,45 @@ def save(net, path, whole=Block.save_parameters, calls=[]):
         os.kill(os.getpid(), signal.SIGKILL)
 
 Block.save_parameters = save
-runpy.run_path(sys.argv[1])
+runpy.run_path(sys.argv.pop(1))
 """
 
 
-def test_the_last_checkpoint_outlives_a_kill_while_saving(tmp_path):
+def test_training_goes_on_from_the_last_whole_checkpoint(tmp_path):
     (tmp_path / "run.py").write_text(KILLED)
-    command = [sys.executable, "-m", "gluon_syncbn.launch", "-n", "1", "run.py"]
-    command.append(str(EXAMPLES / "distributed" / "train.py"))
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    train = str(EXAMPLES / "distributed" / "train.py")
+    command = [sys.executable, "-m", "gluon_syncbn.launch", "-n", "1"]
+
+    def run(*script):
+        return subprocess.run(
+            [*command, *script], cwd=tmp_path, capture_output=True, text=True, timeout=200
+        )
+
+    done = run("run.py", train)
     assert done.returncode == 128 + signal.SIGKILL, done.stdout + done.stderr
-    assert len(mx.nd.load(str(tmp_path / "net.params"))) == 14
-    assert (tmp_path / "trainer.states").stat().st_size > 0
+    names = {path.name for path in (tmp_path / "runs/distributed").iterdir()}
+    assert names == {"1.params", "1.states", "2.params"}
+    resumed, whole = run(train).stdout.splitlines(), run(train, "other").stdout.splitlines()
+    assert len(whole) == 4 and resumed == whole[1:]
+
+
+def test_started_alone(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "distributed" / "train.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and not os.listdir(tmp_path)
+    assert done.stderr.strip().endswith("launch -n 2 examples/distributed/train.py")
+
+
+@needs_horovod
+def test_horovodrun(tmp_path):
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = ["horovodrun", "-np", "2", "--gloo", sys.executable]
+    done = subprocess.run(
+        [*command, str(EXAMPLES / "distributed" / "train.py")],
+        env={**os.environ, "PATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0 and "epoch 3: loss" in done.stdout, done.stdout + done.stderr

@@ -12,7 +12,7 @@ from gluon_syncbn.layers.operator import is_numpy
 from gluon_syncbn.training.trainer import clear
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
-from runs import MODES, contexts, numpy_arrays, prepare, run
+from runs import MODES, STOCK_RELU, contexts, numpy_arrays, prepare, run
 from tolerances import EXPORTED, ONNX, assert_close, assert_same_bits, relative_error
 
 GENERATOR = np.random.default_rng(3)
@@ -47,7 +47,7 @@ LAYERS = {
     "frozen": lambda axis: sbn.SyncBatchNorm(axis=axis, use_global_stats=True),
     "no scale": lambda axis: sbn.SyncBatchNorm(axis=axis, scale=False, center=False),
     "virtual": lambda axis: sbn.VirtualBatchNorm(1, axis=axis),
-    "relu": lambda axis: sbn.convert_sync_batchnorm(nn.BatchNormReLU(axis=axis)),
+    "relu": lambda axis: sbn.convert_sync_batchnorm(STOCK_RELU(axis=axis)),
 }
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from devices import KIND
 from mxnet.gluon import HybridBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
+from runs import STOCK_RELU
 
 CHANNELS = 3
 SHAPE = (4, CHANNELS, CHANNELS, CHANNELS)
@@ -32,7 +33,7 @@ def norm(rng, stock):
     if stock and kind == 0:
         return nn.BatchNorm(**settings)
     if stock and kind == 1 and KIND == "cpu":  # MXNet has it on the CPU alone
-        return nn.BatchNormReLU(**{**settings, "axis": 1})
+        return STOCK_RELU(**{**settings, "axis": 1})
     if stock and kind == 2:
         del settings["axis"]
         return ContribSyncBatchNorm(num_devices=1, **settings)

@@ -7,6 +7,7 @@ import mxnet as mx
 import numpy as np
 from devices import context
 from dtypes import numpy_dtype, parameter_dtype
+from mxnet.gluon import nn
 from mxnet.util import is_np_array
 
 Result = namedtuple("Result", "y dx dgamma dbeta running_mean running_var")
@@ -28,6 +29,10 @@ def numpy_arrays():
         yield
     finally:
         mx.npx.reset_np()
+
+
+# MXNet 1.7 has none.
+STOCK_RELU = getattr(nn, "BatchNormReLU", nn.BatchNorm)
 
 
 def contexts(count):

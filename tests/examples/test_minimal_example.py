@@ -1,0 +1,17 @@
+"""examples/segmentation/minimal.py learns, and what it exports is there."""
+
+import re
+import subprocess
+import sys
+
+from example_modules import EXAMPLES
+
+
+def test_it_runs(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "segmentation" / "minimal.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    first, last = map(float, re.findall(r"^epoch \d: loss (\S+)$", done.stdout, re.M))
+    assert last < first
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"fcn.params", "fcn-symbol.json", "fcn-0000.params"}
