@@ -56,7 +56,7 @@ ifeq ($(filter run-native run-ptx simgpu programs compile-sources,$(MAKECMDGOALS
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: simgpu test-gpu test-gpu-all gpu-check gpu-counts compare-gpu-counts ptx-mutants run-ptx cuda-report help environment horovod test-native test-python train detect compare test test-all chaos test-pythons bench bench-distributed lint format docs warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
+.PHONY: simgpu test-gpu test-gpu-all gpu-check gpu-counts compare-gpu-counts ptx-mutants run-ptx cuda-report help environment horovod test-native test-python train detect compare test test-all chaos test-pythons test-mxnets bench bench-distributed lint format docs warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.13] [CXX=g++]'
@@ -73,7 +73,7 @@ detect: $(environment) ## train the detection example in two processes; each tim
 compare: $(environment) ## train the example with six kinds of batch statistics, into runs/compare
 	$(python) examples/segmentation/compare.py $(ARGS)
 
-test: $(environment) $(ready)test ## run the native tests and the quick Python tests; 8 minutes
+test: $(environment) $(ready)test ## run the native tests and the quick Python tests; 5 minutes
 	$(build_native) run-native
 	$(python) -m pytest -n 3 -m "not long" $(ARGS)
 	@echo "Left out, as it takes minutes; make test-all has it:"
@@ -85,7 +85,11 @@ test-pythons: wheel ## try the wheel and run the quick tests on Python 3.8, 3.11
 	$(pip) install nox
 	$(python) -m nox $(ARGS)
 
-test-all: test-native test-python test-gpu chaos ## run all tests
+test-mxnets: wheel ## run the tests that depend on MXNet on MXNet 1.7 and 1.8, with Python 3.8
+	$(pip) install nox
+	$(python) -m nox --session mxnets $(ARGS)
+
+test-all: test-native test-python test-gpu test-mxnets chaos ## run all tests
 
 chaos: $(environment) $(ready)test ## let random faults happen to small jobs, and say what became of them
 	PYTHONPATH=tests/support $(python) tests/distributed/chaos.py $(ARGS)

@@ -15,6 +15,11 @@ TESTS = "compat convert deploy examples launch project training".split()
 TESTS += [f"layers/test_{name}.py" for name in "amp bad_input batch_norm numpy_arrays".split()]
 TESTS += [f"distributed/test_{name}.py" for name in ("channels", "liveness")]
 
+# The older ones that people still run, and what depends on MXNet.
+MXNETS = ["1.7.0.post2", "1.8.0.post0"]
+MXNET_TESTS = "layers training convert distributed launch".split()
+
+nox.options.sessions = ["tests"]
 # A Python that is not installed is named in nox's summary.
 nox.options.error_on_missing_interpreters = False
 
@@ -28,4 +33,15 @@ def tests(session):
         session.run("python", "-m", "gluon_syncbn", "doctor")
     # From here on the checkout's package comes before the wheel's.
     chosen = session.posargs or [f"tests/{name}" for name in TESTS]
+    session.run("python", "-m", "pytest", "-n", "3", "-m", "not long", *chosen)
+
+
+@nox.session(python="3.8", venv_backend="venv")
+@nox.parametrize("mxnet", MXNETS)
+def mxnets(session, mxnet):
+    """`make test-mxnets`: the wheel, and tests that depend on MXNet, on older versions of it."""
+    (wheel,) = Path("dist").glob("*.whl")
+    session.install(f"{wheel}[examples,test]", "graphviz", "requests")
+    session.install("--no-deps", f"mxnet=={mxnet}")
+    chosen = session.posargs or [f"tests/{name}" for name in MXNET_TESTS]
     session.run("python", "-m", "pytest", "-n", "3", "-m", "not long", *chosen)

@@ -418,7 +418,8 @@ def _make_stock(layer):
         kind, settings, added = vars(layer).pop("_stock")
     else:  # It was made as a synchronized layer.
         plain = (nn.BatchNormReLU if layer._activation else nn.BatchNorm)(prefix="")
-        layer.fuse_relu = getattr(plain, "fuse_relu", False)
+        if hasattr(plain, "fuse_relu"):
+            layer.fuse_relu = plain.fuse_relu
         kind, settings, added = type(plain), plain._kwargs, _OWN_ATTRIBUTES
     if "_layer" in vars(layer):
         layer._layer.leave()

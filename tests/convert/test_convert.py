@@ -14,6 +14,7 @@ import pytest
 import reference
 from gluon_syncbn import SyncBatchNormReLU, convert_sync_batchnorm, revert_sync_batchnorm
 from devices import KIND
+from gluon_syncbn.graph.blocks import BATCH_NORMS
 from gluon_syncbn.layers.synced_layer import SyncedLayer
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -44,7 +45,7 @@ cpu_only = pytest.mark.cpu_only("MXNet has nn.BatchNormReLU on the CPU alone")
 
 def layers_of(net):
     found = []
-    net.apply(lambda b: found.append(b) if isinstance(b, nn.basic_layers._BatchNorm) else None)
+    net.apply(lambda b: found.append(b) if isinstance(b, BATCH_NORMS) else None)
     return found
 
 
@@ -97,12 +98,12 @@ def description(net):
     return [
         (
             *(name, id(layer), type(layer), layer.name, layer.prefix, list(layer._kwargs.items())),
-            *(sorted(vars(layer)), layer.fuse_relu),
+            *(sorted(vars(layer)), getattr(layer, "fuse_relu", False)),
             [(role, id(p), type(p), p.name, p.grad_req) for role, p in layer._reg_params.items()],
         )
         for parent in [net, *net._children.values()]
         for name, layer in parent._children.items()
-        if isinstance(layer, nn.basic_layers._BatchNorm)
+        if isinstance(layer, BATCH_NORMS)
     ]
 
 
