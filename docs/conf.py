@@ -21,15 +21,20 @@ FROM_ELSEWHERE = re.compile(
 project = author = "gluon_syncbn"
 version = release = re.search(r'"(.+)"', (ROOT / "gluon_syncbn/_version.py").read_text())[1]
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**", "examples/*/README.md", "benchmarks/README.md"]
+include_patterns = ["*.md", "docs/**", "examples/*.ipynb", "examples/*/README.md", "benchmarks/README.md"]
 exclude_patterns = [".*", "build", "dist", "runs"]
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinxcontrib.programoutput",
 ]
 
+# The tutorial runs each time, so what it prints is of the code as it is.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 240
+nb_output_stderr = "remove"
 myst_heading_anchors = 4
 highlight_language = "none"
 default_role = "py:obj"
