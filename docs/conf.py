@@ -21,7 +21,14 @@ FROM_ELSEWHERE = re.compile(
 project = author = "gluon_syncbn"
 version = release = re.search(r'"(.+)"', (ROOT / "gluon_syncbn/_version.py").read_text())[1]
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**", "examples/*.ipynb", "examples/*/README.md", "benchmarks/README.md"]
+include_patterns = ["*.md", "docs/**", "examples/*.ipynb", "examples/*/README.md"]
+include_patterns += ["benchmarks/README.md"]
+    "*.md",
+    "docs/**",
+    "examples/*.ipynb",
+    "examples/*/README.md",
+    "benchmarks/README.md",
+]
 exclude_patterns = [".*", "build", "dist", "runs"]
 extensions = [
     "myst_nb",
