@@ -23,12 +23,6 @@ version = release = re.search(r'"(.+)"', (ROOT / "gluon_syncbn/_version.py").rea
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**", "examples/*.ipynb", "examples/*/README.md"]
 include_patterns += ["benchmarks/README.md"]
-    "*.md",
-    "docs/**",
-    "examples/*.ipynb",
-    "examples/*/README.md",
-    "benchmarks/README.md",
-]
 exclude_patterns = [".*", "build", "dist", "runs"]
 extensions = [
     "myst_nb",
