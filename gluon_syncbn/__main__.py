@@ -19,7 +19,7 @@ import threading
 
 from ._version import __version__
 
-# Seconds without a word after which a command says that it is at work.
+# Seconds of silence after which a command says that it is at work.
 _SILENCE = 5
 _DTYPES = ("float16", "float32", "float64")
 _FORMATTER = argparse.RawDescriptionHelpFormatter
@@ -38,7 +38,7 @@ def main(arguments=None):
 
         return launch(arguments[1:])
     if is_program:
-        # As other programs, it ends without a word where nobody reads on: `... | head`.
+        # As other programs, it ends silently where nobody reads on: `... | head`.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     parser = _parser()
     options = parser.parse_args(arguments or ["--help"])

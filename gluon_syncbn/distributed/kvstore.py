@@ -59,8 +59,8 @@ class KVStoreReducer(Reducer):
         if not (str(kind).startswith("dist") and "async" not in kind):
             raise ValueError(
                 f"KVStoreReducer got {kvstore!r} of type {kind!r}: give mx.kv.create('dist_sync'), "
-                "and start the processes with python -m gluon_syncbn.launch. (MXNet takes a name "
-                "that it does not know for a local store, without a word.)"
+                "and start the processes with python -m gluon_syncbn.launch. (MXNet "
+                "silently treats an unknown name as a local store.)"
             )
         if "pushpull" in vars(kvstore):
             raise ValueError(

@@ -7,8 +7,8 @@
 namespace gluon_syncbn {
 namespace {
 
-// Of a window: its bits, at least; those above the last magnitude; and those that a sum must have
-// if any below were dropped.
+// Window size in bits (minimum), headroom above the last magnitude, and the bits a sum needs when
+// lower ones were dropped.
 constexpr int kBits = 170, kHeadRoom = 24, kLeast = 106 + 16;
 // Wider limbs would make no fewer.
 constexpr int kWidest = 43;

@@ -56,7 +56,7 @@ class AllReduce {
                                const std::string& device) const;
 
   // Returns when all participants have arrived and one has run `combine` over the contributions of
-  // all, in rank order. What it throws, all get. Throws Error.
+  // all, in rank order. If that throws, every participant gets the error. Throws Error.
   using Combine = std::function<void(const std::vector<Contribution*>& contributions)>;
   void rendezvous(const LayerPtr& layer, const CallId& id, Direction direction,
                   const std::string& device, Contribution* contribution, const Combine& combine);
