@@ -81,11 +81,11 @@ struct RunningUpdate {
 
 // What a forward leaves to its backward, in the device's memory, for each channel of all batches.
 struct ForBackward {
-  Statistics* statistics;
+  Statistics* statistics = nullptr;
   // Those of z (formulas.h), from which x is recovered, or null.
-  Statistics* of_z;
+  Statistics* of_z = nullptr;
   // Of the activation, of type Gate; null without one.
-  void* gates;
+  void* gates = nullptr;
 
   // Those of what backward reads.
   SBN_HOST_DEVICE const Statistics* used() const { return of_z ? of_z : statistics; }
