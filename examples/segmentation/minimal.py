@@ -3,11 +3,6 @@
 python examples/segmentation/minimal.py
 """
 
-import os
-
-# Several CPU contexts in one process need these; GPUs do not.
-os.environ.update(MXNET_CPU_TEMP_COPY="4096", MXNET_CPU_PARALLEL_RAND_COPY="64")
-
 import gluon_syncbn as sbn
 import gluoncv
 import mxnet as mx
@@ -15,8 +10,8 @@ import numpy as np
 from mxnet import autograd, gluon
 
 BATCH, CLASSES, EPOCHS, SIZE = 4, 2, 2, 64
-gpus = mx.context.num_gpus()
-devices = [mx.gpu(i) for i in range(gpus)] or [mx.cpu(0), mx.cpu(1)]
+# All GPUs; or one CPU, as several contexts of a large net take much memory there.
+devices = [mx.gpu(i) for i in range(mx.context.num_gpus())] or [mx.cpu()]
 
 # Yours: images (N, 3, H, W) and for each pixel a class, or -1 for none. Here bright squares.
 labels = np.zeros((11, SIZE, SIZE), "float32")
