@@ -4,9 +4,11 @@ import re
 import subprocess
 import sys
 
+import pytest
 from example_modules import EXAMPLES
 
 
+@pytest.mark.long  # A net of resnet50's size.
 def test_it_runs(tmp_path):
     command = [sys.executable, str(EXAMPLES / "segmentation" / "minimal.py")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
