@@ -171,7 +171,7 @@ def test_installed_wheel_runs_the_program_of_readme(checkout, wheel, tmp_path):
     (tmp_path / "script.py").write_text("import gluon_syncbn; print('ran')")
     lines = run([command, "launch", "-n", "2", "script.py"], tmp_path).stdout.splitlines()
     assert sorted(lines) == ["[0] ran", "[1] ran"]
-    blank = "import mxnet as mx; mx.nd.save('a.params', {'w': mx.nd.ones(3)})"
+    blank = "import gluon_syncbn, mxnet as mx; mx.nd.save('a.params', {'w': mx.nd.ones(3)})"
     run([python, "-c", blank], tmp_path)
     assert run([command, "inspect", "a.params"], tmp_path).stdout.startswith("0 layers")
 
@@ -275,7 +275,11 @@ INSTALL = r"pip install (.*\[cpu\]|--no-deps mxnet==1\.9\.1)"
     [
         (None, "", rf"needs MXNet 1\.9\.1, which is not installed: {INSTALL}"),
         ("import numpy", "", "needs numpy, which is not installed: pip install numpy"),
-        ("__version__ = '1.8.0'", PACKAGES, r"needs MXNet 1\.9\.1.*found 1\.8\.0.*mxnet==1\.9\.1"),
+        (
+            "__version__ = '1.6.0'",
+            PACKAGES,
+            r"needs MXNet 1\.7 to 1\.9\.1.*found 1\.6\.0.*==1\.9\.1",
+        ),
         (NO_LIBRARY, PACKAGES, r"cannot be imported \(libcudart.*reinstall.*CUDA 11"),
     ],
 )
