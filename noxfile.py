@@ -17,7 +17,7 @@ TESTS += [f"distributed/test_{name}.py" for name in ("channels", "liveness")]
 
 # The older ones that people still run, and what depends on MXNet.
 MXNETS = ["1.7.0.post2", "1.8.0.post0"]
-MXNET_TESTS = "layers training convert distributed launch".split()
+MXNET_TESTS = "layers training convert deploy distributed launch".split()
 
 nox.options.sessions = ["tests"]
 # A Python that is not installed is named in nox's summary.
@@ -43,5 +43,8 @@ def mxnets(session, mxnet):
     (wheel,) = Path("dist").glob("*.whl")
     session.install(f"{wheel}[examples,test]", "graphviz", "requests")
     session.install("--no-deps", f"mxnet=={mxnet}")
-    chosen = session.posargs or [f"tests/{name}" for name in MXNET_TESTS]
-    session.run("python", "-m", "pytest", "-n", "3", "-m", "not long", *chosen)
+    pytest = ("python", "-m", "pytest", "-n", "3", "-m", "not long")
+    session.run(*pytest, *(session.posargs or [f"tests/{name}" for name in MXNET_TESTS]))
+    # AMP has float16 there only without oneDNN.
+    files = [f"tests/layers/test_{name}.py" for name in ("amp", "dtypes")]
+    session.run(*pytest, *files, env={"MXNET_MKLDNN_ENABLED": "0"})

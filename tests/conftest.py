@@ -55,31 +55,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "cpu_only(reason): cannot run on simulated GPUs")
 
 
-# What an older MXNet lacks: before which version, a part of the names of the tests, the reason.
-_LACKS = (
-    ("1.8", "BatchNormReLU", "it has no nn.BatchNormReLU"),
-    ("1.8", "test_attributes_concurrent_branches", "it has no nn.BatchNormReLU"),
-    ("1.8", "test_layers_with_an_activation_become_plain", "it has no nn.BatchNormReLU"),
-    ("1.8", "test_layers_made_synchronized_become_plain", "it has no nn.BatchNormReLU"),
-    ("1.8", "test_the_graph_of_a_file", "its net.export asserts that each parameter is used"),
-    ("1.8", "test_a_fused_graph_in_a_file", "its relu gives -0.0"),
-    ("1.9", "onnx", "its converters to ONNX are too old"),
-    ("1.9", "test_numpy_arrays.py::test_export", "its converters to ONNX are too old"),
-    ("1.9", "test_a_negative_variance", "its converters to ONNX are too old"),
-    ("1.9", "test_amp.py", "its oneDNN takes no float16"),
-    ("1.9", "16_bit_parts[float16]", "its oneDNN takes no float16"),
-)
-
-
 def pytest_collection_modifyitems(items):
-    try:
-        mxnet = importlib.metadata.version("mxnet")
-    except importlib.metadata.PackageNotFoundError:  # mxnet-cu112 and others.
-        mxnet = "1.9"
-    for item in items:
-        for version, part, reason in _LACKS:
-            if mxnet < version and part in item.nodeid:
-                item.add_marker(pytest.mark.skip(reason=f"MXNet {mxnet}: {reason}"))
     if os.environ.get("GLUON_SYNCBN_TEST_DEVICES") == "gpu":
         for item in items:
             for mark in item.iter_markers("cpu_only"):

@@ -37,7 +37,7 @@ else:
     kv = mx.kv.create("dist_sync")
     store = sbn.distributed.KVStoreReducer(kv)
 sbn.set_default_group(sbn.SyncGroup(store=store))
-local_rank = hvd.local_rank() if horovod else int(os.environ["GLUON_SYNCBN_LOCAL_RANK"])
+local_rank = hvd.local_rank() if horovod else int(os.environ.get("GLUON_SYNCBN_LOCAL_RANK", 0))
 device = mx.gpu if gpus else mx.cpu
 devices = [device(local_rank * devices_here + i) for i in range(devices_here)]
 

@@ -6,6 +6,7 @@ Nothing here needs MXNet or the native library. Whatever may fail or hang runs i
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -17,10 +18,8 @@ from mxnet_compat import switch as on_import
 from .._version import __version__
 
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# (distribution, what for). One of the first two is required.
+# (distribution, what for). MXNet is required too.
 _PACKAGES = (
-    ("mxnet", ""),
-    ("mxnet-cu112", ""),
     ("numpy", ""),
     ("gluoncv", "for its models"),
     ("horovod", "for several processes without KVStore"),
@@ -115,17 +114,20 @@ def _cores():
 
 
 def _packages(found):
-    versions = {name: _version(name) for name, _ in _PACKAGES}
-    for name, purpose in _PACKAGES:
-        if versions[name]:
-            found.say(name, versions[name] + _NOTES.get(name, ""))
+    installed = {each.metadata["Name"] for each in metadata.distributions()}
+    # One for each version of CUDA.
+    mxnets = sorted(filter(re.compile(r"mxnet(-cu\d+|-native)?$").match, filter(None, installed)))
+    for name, purpose in (*((name, "") for name in mxnets), *_PACKAGES):
+        version = _version(name)
+        if version:
+            found.say(name, version + _NOTES.get(name, ""))
         elif purpose:
             found.say(name, f"not installed ({purpose})")
-    if versions["mxnet"] and versions["mxnet-cu112"]:
+    if len(mxnets) > 1:
         found.fix(
             "mxnet",
-            "mxnet and mxnet-cu112 are both installed and overwrite each other: pip uninstall "
-            "mxnet mxnet-cu112, then install one.",
+            f"{' and '.join(mxnets)} are installed and overwrite each other: pip uninstall "
+            f"{' '.join(mxnets)}, then install one.",
         )
 
 

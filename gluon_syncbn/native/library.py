@@ -41,12 +41,12 @@ def _why_mxnet_failed(error, is_broken):
             how = "pip install 'gluon-syncbn[cpu]', or 'gluon-syncbn[cu112]' for GPUs."
         else:
             how = f"pip install --no-deps mxnet=={_MXNET}, or mxnet-cu112=={_MXNET} for GPUs."
-        return f"gluon_syncbn needs MXNet {_MXNET}, which is not installed: {how}"
+        return f"gluon_syncbn needs MXNet 1.7 to {_MXNET}, which is not installed: {how}"
     if missing in ("graphviz", "numpy", "requests"):
-        return f"MXNet {_MXNET} needs {missing}, which is not installed: pip install {missing}."
+        return f"MXNet needs {missing}, which is not installed: pip install {missing}."
     return (
-        f"MXNet {_MXNET} is installed but cannot be imported ({error}): fix or reinstall it "
-        "first; mxnet-cu112 needs the CUDA 11 libraries and an NVIDIA driver."
+        f"MXNet is installed but cannot be imported ({error}): fix or reinstall it first; one for "
+        "GPUs needs the libraries of its CUDA (mxnet-cu112: CUDA 11) and an NVIDIA driver."
     )
 
 

@@ -14,6 +14,7 @@ import pytest
 import reference
 from gluon_syncbn import SyncBatchNormReLU, convert_sync_batchnorm, revert_sync_batchnorm
 from devices import KIND
+from gluon_syncbn.convert import conversion
 from gluon_syncbn.graph.blocks import BATCH_NORMS
 from gluon_syncbn.layers.synced_layer import SyncedLayer
 from mxnet import autograd, gluon
@@ -21,6 +22,7 @@ from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import HybridConcurrent
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.parameter import Parameter
+from mxnets import needs_batch_norm_relu, with_batch_norm_relu
 from runs import MODES, STOCK_RELU, contexts, shards
 from tolerances import assert_close, assert_same_bits, relative_error
 
@@ -107,7 +109,7 @@ def description(net):
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_batch_norm_relu(KINDS))
 @pytest.mark.parametrize(
     "settings",
     [
@@ -143,7 +145,7 @@ def test_settings_and_parameters_stay(kind, settings):
     assert description(net) == before
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_batch_norm_relu(KINDS))
 def test_a_net_that_is_one_layer(kind):
     x = images()
     layer = KINDS[kind]()
@@ -216,6 +218,7 @@ class Residual(gluon.HybridBlock):
         return self.branches(x)
 
 
+@needs_batch_norm_relu
 @cpu_only
 @pytest.mark.parametrize("mode", MODES)
 def test_attributes_concurrent_branches_and_shared_layers(mode):
@@ -242,7 +245,7 @@ def test_attributes_concurrent_branches_and_shared_layers(mode):
     assert_same_bits(forward(net, x), before)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_batch_norm_relu(KINDS))
 @pytest.mark.parametrize("mode", MODES)
 def test_training_on_two_devices_is_synchronized(kind, mode):
     """The net has run before, so it must be compiled again."""
@@ -440,6 +443,7 @@ def test_again_changes_only_group_and_number(of_graph, tmp_path):
         assert {(layer._own_group, layer._num_devices) for layer in synced(net)} == {expected}
 
 
+@needs_batch_norm_relu
 @cpu_only
 def test_layers_made_synchronized_become_plain():
     net = nn.HybridSequential()
@@ -455,7 +459,10 @@ def test_layers_made_synchronized_become_plain():
     assert_close(forward(net, images()), before, "float32")
 
 
-@pytest.mark.parametrize("activation", [None, pytest.param("relu", marks=cpu_only), "leaky_relu"])
+relu = pytest.param("relu", marks=[cpu_only, needs_batch_norm_relu])
+
+
+@pytest.mark.parametrize("activation", [None, relu, "leaky_relu"])
 def test_layers_with_an_activation_become_plain(activation):
     layer = sbn.SyncBatchNorm(activation=activation, in_channels=3)
     layer.initialize()
@@ -473,6 +480,15 @@ def test_layers_with_an_activation_become_plain(activation):
         convert_sync_batchnorm(layer)
         assert layer._activation == activation
         assert_close(forward(layer, images()), before, "float32")
+
+
+def test_an_activation_stays_where_mxnet_has_no_layer_with_one(monkeypatch):
+    monkeypatch.setattr(conversion, "BATCH_NORMS", (nn.BatchNorm,))
+    layer = sbn.SyncBatchNormReLU(in_channels=3)
+    layer.initialize()
+    _, report = revert_sync_batchnorm(layer, return_report=True)
+    assert type(layer) is sbn.SyncBatchNormReLU
+    assert report.refused[0].why == f"MXNet {mx.__version__} has no nn.BatchNormReLU."
 
 
 @pytest.mark.parametrize("of_graph", [False, True])
@@ -680,7 +696,7 @@ def operators(block):
     return [node["op"] for node in nodes if node["op"] != "null"]
 
 
-@pytest.mark.parametrize("kind", ["nn.BatchNorm", "nn.BatchNormReLU"])
+@pytest.mark.parametrize("kind", with_batch_norm_relu(["nn.BatchNorm", "nn.BatchNormReLU"]))
 def test_the_graph_of_a_file(kind, tmp_path):
     x = images()
     net = exported(small_net(KINDS[kind]), tmp_path)

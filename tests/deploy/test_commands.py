@@ -17,6 +17,7 @@ import stock
 from gluon_syncbn import __main__ as command_line
 from gluon_syncbn.cli import doctor
 from mxnet.gluon import nn
+from mxnets import needs_mxnet, needs_onnx
 from test_deploy import assert_outputs, contents, forward, load, operators, ready
 from tolerances import EXPORTED, ONNX
 
@@ -139,6 +140,7 @@ def data(folder):
     return x, expected
 
 
+@needs_onnx
 @pytest.mark.filterwarnings("ignore:.*Cannot decide type")
 def test_export(run, data, tmp_path):
     x, expected = data
@@ -172,6 +174,7 @@ def test_convert_a_symbol(run, data, folder, tmp_path):
     assert "none became BatchNorm, 2 in all" in out
 
 
+@needs_mxnet("1.8", "its SymbolBlock.imports takes no ignore_extra")
 @pytest.mark.filterwarnings("ignore:.*Cannot decide type")
 def test_a_stock_symbol_has_no_count_of_batches(run, folder, tmp_path):
     out = run("convert norms-symbol.json -o TMP/m-symbol.json")
@@ -237,7 +240,7 @@ def test_inspect(run, capsys):
     [
         ("inspect missing", "missing-symbol.json cannot be read (No such file"),
         ("inspect text.params", "text.params is not a file of parameters that MXNet can load"),
-        ("inspect text", "text-symbol.json is not a graph that MXNet 1.9.1 can load"),
+        ("inspect text", f"text-symbol.json is not a graph that MXNet {mx.__version__} can load"),
         ("inspect nested", "nested-symbol.json is not a graph"),
         ("convert nested-symbol.json -o TMP/m", "nested-symbol.json is not a graph"),
         ("inspect pipe", "pipe-symbol.json cannot be read (this is a device or a pipe)"),
@@ -441,6 +444,20 @@ def test_doctor_survives_a_self_test_that_does_not(monkeypatch, capsys, tmp_path
     doctor._self_test(found, "2 CPU devices", ["cpu:0", "cpu:1"])
     assert message in found.remedies[0]
     assert "self-test, 2 CPU devices" in capsys.readouterr().out
+
+
+@two_packages
+def test_doctor_knows_every_package_of_mxnet(monkeypatch, capsys, tmp_path):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("mxnet-cu102", "mxnet-model-server"):
+        folder = tmp_path / f"{name.replace('-', '_')}-1.8.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: {name}\nVersion: 1.8.0\n")
+    found = doctor._Findings()
+    doctor._packages(found)
+    assert re.search("^mxnet-cu102: +1.8.0$", capsys.readouterr().out, re.MULTILINE)
+    (remedy,) = found.remedies
+    assert "mxnet and mxnet-cu102 are installed and overwrite each other" in remedy
 
 
 @two_packages

@@ -25,6 +25,7 @@ from gluon_syncbn.graph.symbols import Graph, make_stock
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
+from mxnets import needs_onnx, with_batch_norm_relu
 from runs import MODES, STOCK_RELU, contexts
 from tolerances import EXPORTED, ONNX, assert_same_bits, relative_error
 
@@ -132,6 +133,7 @@ def encoder_decoder():
 NETS = {"residual": (Residual, 6), "encoder-decoder": (encoder_decoder, 11)}
 
 
+@needs_onnx
 @pytest.mark.parametrize("fold", [False, True])
 @pytest.mark.parametrize("name", NETS)
 def test_stock_mxnet_and_onnx_runtime_agree_with_the_net(tmp_path, name, fold):
@@ -174,7 +176,7 @@ SETTINGS += [{"scale": False, "use_global_stats": True}]
 
 
 @pytest.mark.parametrize("fold", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_batch_norm_relu(KINDS))
 def test_every_kind_becomes_batch_norm(tmp_path, kind, fold):
     for settings in SETTINGS:
         layer = KINDS[kind](**settings)
@@ -195,6 +197,7 @@ def test_every_kind_becomes_batch_norm(tmp_path, kind, fold):
             assert int(node.attrs["axis"]) == 1
 
 
+@needs_onnx
 def test_a_gamma_that_is_taken_for_1_is_written_as_1(tmp_path):
     net = sequential(nn.Conv2D(4, 3, in_channels=3), sbn.SyncBatchNorm(scale=False, in_channels=4))
     other = sbn.SyncBatchNorm(in_channels=4)
@@ -212,6 +215,7 @@ def test_a_gamma_that_is_taken_for_1_is_written_as_1(tmp_path):
     assert_same_bits(net[1].gamma.data().asnumpy(), gamma)
 
 
+@needs_onnx
 def test_graphs_traced_for_gpus(tmp_path):
     """They have no layout copies, which the CPU needs."""
     net = nn.HybridSequential(prefix="net_")
@@ -228,6 +232,7 @@ def test_graphs_traced_for_gpus(tmp_path):
     assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[False])
 
 
+@needs_onnx
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("of_graph", [False, True])
 def test_residuals_and_fused_graphs(tmp_path, fuse, of_graph):
@@ -289,7 +294,7 @@ def test_a_branch_that_only_a_residual_reaches(tmp_path, way):
     assert_outputs(forward(block, x), expected, EXPORTED[False])
 
 
-@pytest.mark.parametrize("onnx", [False, True])
+@pytest.mark.parametrize("onnx", [False, pytest.param(True, marks=needs_onnx)])
 def test_files_that_differ_from_the_net_are_not_left(tmp_path, monkeypatch, onnx):
     net = branch_of_a_residual()
     ready(net, (2, 3, 6, 7))
@@ -371,6 +376,7 @@ def bits(net):
     }
 
 
+@needs_onnx
 @pytest.mark.parametrize("mode", MODES)
 def test_an_export_does_not_change_training(tmp_path, mode):
     devices, results = contexts(2), []
@@ -466,6 +472,7 @@ def two_in_two_out(net, F, x, y):
     return net.dense(early), early
 
 
+@needs_onnx
 @pytest.mark.parametrize("known", ["input_shape", "hybridized"])
 def test_several_inputs_and_outputs(tmp_path, known):
     net = Net(two_in_two_out, norm=sbn.SyncBatchNorm(), dense=nn.Dense(3, in_units=4))
@@ -650,6 +657,7 @@ def test_of_parameters_of_one_name_those_are_written_that_infer(tmp_path):
     assert all(weight.var() is var for weight, var in zip(weights, before))
 
 
+@needs_onnx
 @pytest.mark.parametrize("fold", [False, True])
 def test_blocks_that_are_called_several_times_go_to_onnx(tmp_path, fold):
     """Their nodes have one name, and ONNX identifies values by name."""
@@ -702,6 +710,7 @@ def masked(net, F, x, mask):
     return F.broadcast_mul(net.conv(x), mask) if autograd.is_training() else net.conv(x)
 
 
+@needs_onnx
 def test_an_input_that_only_training_reads_is_not_in_the_file(tmp_path):
     net, shapes = Net(masked, conv=nn.Conv2D(4, 3, in_channels=3)), [(2, 3, 6, 6), (1,)]
     (x, _), expected = ready(net, *shapes)
@@ -709,6 +718,7 @@ def test_an_input_that_only_training_reads_is_not_in_the_file(tmp_path):
     assert_outputs(forward(load(tmp_path / "m", ["data0"]), x), expected, EXPORTED[False])
 
 
+@needs_onnx
 def test_bfloat16_to_another_dtype(tmp_path):
     net = sequential(nn.Conv2D(4, 3, in_channels=3), sbn.SyncBatchNorm())
     ready(net, (2, 3, 6, 6))
@@ -720,6 +730,7 @@ def test_bfloat16_to_another_dtype(tmp_path):
         sbn.export(net, tmp_path / "m", **settings)
 
 
+@needs_onnx
 def test_random_outputs_are_not_compared(tmp_path):
     """Training goes on with the same random numbers."""
     mx.random.seed(7)
@@ -742,6 +753,7 @@ def test_values_that_float16_does_not_hold(tmp_path):
         sbn.export(net, tmp_path / "m", dtype="float16")
 
 
+@needs_onnx
 @pytest.mark.parametrize("cast", ["net", "export"])
 @pytest.mark.parametrize("fold", [False, True])
 def test_float16(tmp_path, fold, cast):
@@ -776,6 +788,7 @@ def test_float64(tmp_path):
     assert_outputs(forward(load(tmp_path / "n"), x.astype("float32")), expected, 1e-5)
 
 
+@needs_onnx
 def test_onnx_is_of_one_operator_set_and_has_no_parameters_for_inputs(tmp_path):
     model = tmp_path / "model.onnx"
     net = Residual()
@@ -791,6 +804,7 @@ def test_onnx_is_of_one_operator_set_and_has_no_parameters_for_inputs(tmp_path):
     onnx.checker.check_model(made, full_check=True)
 
 
+@needs_onnx
 def test_operators_and_settings_that_onnx_lacks_are_named_before_anything_is_written(tmp_path):
     unknown = nn.HybridLambda(lambda F, x: F.smooth_l1(F.sinh(F.smooth_l1(x))))
     net = sequential(nn.Conv2D(3, 3, in_channels=3), sbn.SyncBatchNorm(), unknown)
@@ -806,6 +820,7 @@ def test_operators_and_settings_that_onnx_lacks_are_named_before_anything_is_wri
     assert os.listdir(tmp_path) == []
 
 
+@needs_onnx
 @pytest.mark.parametrize(
     "size, dtype",
     [((), "float32"), (1, "float32"), ((3, 4), "float16"), (4, "float16"), (4, "float32")]
@@ -831,6 +846,7 @@ def two_heads():
     return nn.HybridLambda(lambda F, x: (F.zeros_like(x) - 1, F.relu(x)))
 
 
+@needs_onnx
 @pytest.mark.parametrize("make, number", [(Residual, 0), (two_heads, 1)])
 def test_a_wrong_converter_is_noticed(tmp_path, monkeypatch, make, number):
     net = make()
@@ -842,6 +858,7 @@ def test_a_wrong_converter_is_noticed(tmp_path, monkeypatch, make, number):
     assert os.listdir(tmp_path) == []
 
 
+@needs_onnx
 def test_suppression_by_class_is_refused_where_no_box_would_show_it(tmp_path):
     detector = nn.HybridLambda(lambda F, x: F.contrib.box_nms(x, valid_thresh=1e6, id_index=0))
     net = sequential(sbn.SyncBatchNorm(), detector)
@@ -851,6 +868,7 @@ def test_suppression_by_class_is_refused_where_no_box_would_show_it(tmp_path):
         sbn.export(net, tmp_path / "m", onnx=tmp_path / "o", input_shape=x.shape)
 
 
+@needs_onnx
 def test_a_net_that_amplifies_rounding_is_refused(tmp_path):
     """The net's own output changes as much when the input is rounded differently."""
     chaotic = nn.HybridLambda(lambda F, x: F.sin(1e5 * x))
@@ -861,6 +879,17 @@ def test_a_net_that_amplifies_rounding_is_refused(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_an_mxnet_whose_converters_are_too_old(tmp_path, monkeypatch):
+    monkeypatch.delattr(mx, "onnx", raising=False)
+    net = sequential(nn.Conv2D(4, 3, in_channels=3), sbn.SyncBatchNorm())
+    ready(net, (2, 3, 6, 6))
+    with pytest.raises(sbn.ExportError, match=rf"needs MXNet 1\.9.*{mx.__version__} is installed"):
+        sbn.export(net, tmp_path / "m", onnx=tmp_path / "o", input_shape=(2, 3, 6, 6))
+    assert os.listdir(tmp_path) == []
+    sbn.export(net, tmp_path / "m")
+
+
+@needs_onnx
 def test_only_the_argument_onnx_needs_its_packages(tmp_path, monkeypatch):
     for name in ("onnx", "onnxruntime"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -943,7 +972,13 @@ def test_nets_that_cannot_be_exported(tmp_path, make, error, text):
         ({"input_shape": [(1, 3), (1, 3)]}, "cannot be traced"),
         ({"input_shape": (1, 4, 4, 4)}, "does not take inputs of input_shape (1, 4, 4, 4)"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
-        ({"onnx": "m-symbol.json", "input_shape": (1, 3, 6, 6)}, "another file of this export"),
+        pytest.param(
+            *(
+                {"onnx": "m-symbol.json", "input_shape": (1, 3, 6, 6)},
+                "another file of this export",
+            ),
+            marks=needs_onnx,
+        ),
     ],
 )
 def test_arguments(tmp_path, monkeypatch, arguments, text):

@@ -259,7 +259,7 @@ def test_without_mxnet(start, tmp_path):
     launcher = start("import time; time.sleep(1000)", "-n", "1", PYTHONPATH=path)
     assert launcher.end() == 1
     assert re.search(r"(scheduler|server 0) \(process \d+\) ended with exit code 1", launcher.text)
-    end = "mxnet-cu112 needs the CUDA 11 libraries and an NVIDIA driver."
+    end = "the libraries of its CUDA (mxnet-cu112: CUDA 11) and an NVIDIA driver."
     assert launcher.text.rstrip().endswith(end) and "Traceback" not in launcher.text
 
 

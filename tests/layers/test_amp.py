@@ -18,6 +18,7 @@ from dtypes import BFLOAT16
 from mxnet import autograd, gluon
 from mxnet.contrib import amp
 from mxnet.gluon import nn
+from mxnets import needs_float16_amp
 from runs import MODES, contexts, shards
 from tolerances import assert_same_bits, relative_error
 
@@ -26,14 +27,15 @@ PROGRAM = os.path.join(os.path.dirname(__file__), "amp_training.py")
 
 def has_bfloat16():
     with open("/proc/cpuinfo") as file:
-        return "avx512bw" in file.read()
+        return "avx512bw" in file.read() and os.environ.get("MXNET_MKLDNN_ENABLED") != "0"
 
 
 needs_bfloat16 = pytest.mark.skipif(
-    not has_bfloat16(), reason="oneDNN has no bfloat16 on processors without AVX-512"
+    not has_bfloat16(), reason="MXNet has bfloat16 in oneDNN alone, on processors with AVX-512"
 )
 in_onednn = pytest.mark.cpu_only("MXNet's Convolution has bfloat16 in oneDNN alone")
-TARGETS = ["float16", pytest.param("bfloat16", marks=[needs_bfloat16, in_onednn])]
+TARGETS = [pytest.param("float16", marks=needs_float16_amp)]
+TARGETS += [pytest.param("bfloat16", marks=[needs_bfloat16, in_onednn])]
 
 
 @pytest.fixture(scope="module", params=TARGETS)
@@ -141,6 +143,7 @@ def test_convert_hybrid_block(dtype, custom, optional):
     assert types["net_norm_fwd_output"] == (np.float16 if narrow else np.float32)
 
 
+@needs_float16_amp
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
 @pytest.mark.parametrize("custom", [True, False], ids=["as listed", "not listed"])
 def test_a_converted_net_trains(custom):
@@ -178,6 +181,7 @@ def test_convert_model(dtype, custom, tmp_path):
     assert relative_error(y.asnumpy(), expected) < limit
 
 
+@needs_float16_amp
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
 def test_devices_of_a_converted_net_synchronize():
     net = net_of(sbn.SyncBatchNorm, convolution=False)

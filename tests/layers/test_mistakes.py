@@ -8,6 +8,7 @@ import pytest
 from devices import KIND, context
 from mxnet import autograd
 from mxnet.gluon import nn
+from mxnets import needs_onnx
 from runs import contexts
 
 SHAPE = (2, 3, 4, 4)
@@ -174,6 +175,7 @@ def test_a_mistake(mistake, monkeypatch):
     check(error, *words)
 
 
+@needs_onnx
 def test_a_negative_variance(tmp_path):
     with pytest.raises(sbn.ExportError) as error:
         negative_variance(tmp_path)

@@ -12,6 +12,7 @@ from gluon_syncbn.layers.operator import is_numpy
 from gluon_syncbn.training.trainer import clear
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
+from mxnets import needs_onnx
 from runs import MODES, STOCK_RELU, contexts, numpy_arrays, prepare, run
 from tolerances import EXPORTED, ONNX, assert_close, assert_same_bits, relative_error
 
@@ -176,6 +177,7 @@ def test_conversion(norm, tmp_path):
         assert relative_error(outputs(other), expected) < 1e-6
 
 
+@needs_onnx
 @pytest.mark.parametrize("hybridized", [False, True])
 @pytest.mark.parametrize("fold", [False, True])
 def test_export(fold, hybridized, tmp_path):
@@ -274,6 +276,7 @@ class OneOperator(gluon.HybridBlock):
         return self._function(F, self.norm(x))
 
 
+@needs_onnx
 @pytest.mark.parametrize("name", ONNX_OPERATORS)
 def test_onnx_operators(name, tmp_path, capsys):
     with numpy_arrays():

@@ -273,7 +273,7 @@ INSTALL = r"pip install (.*\[cpu\]|--no-deps mxnet==1\.9\.1)"
 @pytest.mark.parametrize(
     "text, prelude, sentence",
     [
-        (None, "", rf"needs MXNet 1\.9\.1, which is not installed: {INSTALL}"),
+        (None, "", rf"needs MXNet 1\.7 to 1\.9\.1, which is not installed: {INSTALL}"),
         ("import numpy", "", "needs numpy, which is not installed: pip install numpy"),
         (
             "__version__ = '1.6.0'",

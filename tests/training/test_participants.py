@@ -342,7 +342,7 @@ def test_accumulated_gradients_are_kept():
     with sbn.participants(contexts(1), trainer):
         backward(contexts(1), 10)
         trainer.step(1)
-    assert [array.asscalar() for array in dense.weight.list_data()] == [-12, -12]
+    assert [array.asnumpy().item() for array in dense.weight.list_data()] == [-12, -12]
 
 
 def test_inside_record():
