@@ -1,5 +1,6 @@
 """The site that `make docs` builds. Its pages are all Markdown files of the repository, so the
-source folder is the repository's root, and links between files hold here as they do there."""
+source folder is the repository's root, and links between files hold here as they do there. The home
+page is README.md; docs/index.md is added to its end, and has the sidebar."""
 
 import html
 import os
@@ -20,10 +21,10 @@ FROM_ELSEWHERE = re.compile(
 
 project = author = "gluon_syncbn"
 version = release = re.search(r'"(.+)"', (ROOT / "gluon_syncbn/_version.py").read_text())[1]
-root_doc = "docs/index"
+root_doc = "README"
 include_patterns = ["*.md", "docs/**", "examples/*.ipynb", "examples/*/README.md"]
 include_patterns += ["benchmarks/README.md"]
-exclude_patterns = [".*", "build", "dist", "runs"]
+exclude_patterns = [".*", "build", "dist", "runs", "docs/index.md"]
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
@@ -44,6 +45,8 @@ nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(mxnet|mx)\..*"), (r"py:obj", r".*")]
 nitpick_ignore = [("py:exc", "MXNetError")]
 
+# Public names have headings of their own.
+toc_object_entries = False
 autodoc_member_order = "bysource"
 napoleon_use_param = napoleon_use_rtype = False
 napoleon_custom_sections = [
@@ -79,12 +82,17 @@ def _visit_math(self, node):
     raise nodes.SkipNode
 
 
+def _add_sidebar(app, name, text):
+    if name == root_doc:
+        text[0] += "\n" + (ROOT / "docs/index.md").read_text()
+
+
 def _finish(app, error):
     if error or app.builder.name != "html":
         return
     folder = Path(app.outdir)
     (folder / "index.html").write_text(
-        '<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html">\n'
+        '<!doctype html><meta http-equiv="refresh" content="0; url=README.html">\n'
     )
     for path in sorted(p for e in ("html", "css") for p in folder.rglob(f"*.{e}")):
         for found in FROM_ELSEWHERE.findall(path.read_text()):
@@ -93,4 +101,5 @@ def _finish(app, error):
 
 def setup(app):
     app.add_html_math_renderer("svg", (_visit_math, None), (_visit_math, None))
+    app.connect("source-read", _add_sidebar)
     app.connect("build-finished", _finish)
