@@ -40,24 +40,11 @@ class Exchange:
         # other not, so a step that failed cannot be taken again.
         self._broken = None
         self._fail = getattr(store, "fail", None)
-        # {key: the layer's name}
-        self._names = {}
 
     def split(self, size):
         """Whether groups of `size` processes can exchange among themselves. All processes call
         it."""
         return self._reducer.split(size)
-
-    def messages(self):
-        """How many messages of each layer brought sums, and how many the values of each process:
-        {(layer's name, direction): (sums, values)}."""
-        counts = {}
-        for key, name in self._names.items():
-            channel = self._reducer.channels[key]
-            sums, values = counts.get((name, key.direction), (0, 0))
-            values += channel.calls - channel.sums
-            counts[name, key.direction] = sums + channel.sums, values
-        return counts
 
     def of(self, layer, here, group_size, ranks=None, sums=True):
         """The exchange of a `native.Layer`. ranks: those that take part, by default all. sums:
@@ -84,7 +71,6 @@ class Exchange:
                     self._known.add(configuration)
             whole = key._replace(group=group)
             everyone = self._exchange(whole, title, mine, ranks, sums)
-            self._names[whole] = layer.name
             channel = self._reducer.channels[whole]
             if channel.handle is not None:
                 # From now on the layer's messages take the channel.
@@ -166,9 +152,7 @@ class _Adder:
     def exchange(self, key, mine, title, timeout, ranks=None, sums=False):
         channel = self.channels.setdefault(key, _Channel())
         total = self._sums(channel, key, mine, title) if sums and self._exact_bits else None
-        channel.calls += 1
         if total is not None:
-            channel.sums += 1
             return total.reshape(1, -1)
         slots = numpy.zeros((self._size, len(mine)))
         slots[self._rank] = mine
@@ -201,7 +185,6 @@ class _Channel:
     """What a `native.Channel` is for a `Reducer`."""
 
     handle = fixed_point = None
-    calls = sums = 0
 
     def restart(self):
         """Another group has windows of its own."""

@@ -90,19 +90,6 @@ class SyncGroup:
         """The number of processes."""
         return 1 if self._exchange is None else self._exchange.size
 
-    def messages(self):
-        """How often this process and others have exchanged a layer's sums.
-
-        Returns
-        -------
-        dict
-            ``{(layer, direction): (sums, values)}``. With ``("batchnorm0", "forward"): (98, 2)``,
-            the store has added up 98 messages. 2 did not fit what the processes knew of earlier
-            ones, so each process got the values of all, in a second and longer message. The first
-            message of a layer always is such a one. In shared memory, all count as values.
-        """
-        return {} if self._exchange is None else self._exchange.messages()
-
     def __deepcopy__(self, memo):
         # Copies of a layer are in the same group, and a store cannot be copied.
         return self

@@ -34,10 +34,8 @@ class join:
     ----------
     batches : iterable
     trainer : mxnet.gluon.Trainer, optional
-        Whose gradients are set to zero. With ``grad_req="add"`` nothing is added to them instead,
-        and the loop may change them as always: by ``zero_grad()`` of a Parameter or of all, or
-        through ``parameter.grad()`` (``parameter.data().grad`` is another array meanwhile).
-        Without a Trainer, both are left to the loop: see `absent`.
+        Whose gradients are set to zero. Without a Trainer, or where gradients are accumulated
+        (``grad_req="add"``), the loop does it: ``(loss * (not steps.absent)).backward()``.
     group : SyncGroup, optional
         By default that of the layers: see :func:`gluon_syncbn.set_default_group`.
     early_stop : bool
@@ -58,7 +56,8 @@ class join:
     Raises
     ------
     ValueError
-        Where a process has no batch at all.
+        Where a process has no batch at all, and for a Trainer of parameters with
+        ``grad_req="add"``.
     TypeError
         For `batches` that cannot be gone through, for anything but a Trainer as `trainer`, and for
         a batch without an array.
@@ -73,14 +72,13 @@ class join:
         self._batches = batches
         self._trainer = trainer
         self._end_hook = None
-        # The gradients that are added to, while backward writes elsewhere: by id.
-        self._aside = {}
         self._exchange = (group or default_group())._exchange
         self._early_stop = early_stop
         self.absent = False
         self.batch_size = self.processes = 0
 
     def __iter__(self):
+        self._check_requests()
         remaining = iter(self._batches)
         # A loop around this one may have joined.
         outer = _set_joined(False)
@@ -98,12 +96,19 @@ class join:
                         )
                     self._join()
                     batch = last
-                    # In each step, as the loop may make new gradients.
-                    self._set_sums_aside()
                 yield batch
                 last = batch
         finally:
             self._end(outer)
+
+    def _check_requests(self):
+        """To set an accumulated gradient to zero would lose what earlier batches added."""
+        for parameter in self._trainer._params if self._trainer is not None else ():
+            if parameter.grad_req == "add":
+                raise ValueError(
+                    f"join got a Trainer, and {parameter.name} has grad_req='add': call it without "
+                    "the Trainer, and (loss * (not steps.absent)).backward() in the loop."
+                )
 
     def _agree(self, have, batch):
         """Whether there is a next step."""
@@ -126,29 +131,8 @@ class join:
         if not _joined:  # In a loop within this one.
             return
         for parameter in trained(self._trainer):
-            if parameter.grad_req != "add":
-                for gradient in parameter.list_grad():
-                    clear(gradient)
-
-    def _sums(self):
-        """(value, gradient) of what gradients are added up for."""
-        for parameter in trained(self._trainer) if self._trainer is not None else ():
-            if parameter.grad_req == "add":
-                yield from zip(parameter._data, parameter._grad)
-
-    def _set_sums_aside(self):
-        for value, gradient in self._sums():
-            if id(gradient) not in self._aside:
-                self._aside[id(gradient)] = gradient
-                # Not added, too: with static_shape, a compiled net looks for other arrays only
-                # where it has written, or where the request has changed.
-                _send_gradient(value, gradient.copy(), "write")
-
-    def _bring_sums_back(self):
-        for value, gradient in self._sums():
-            if id(gradient) in self._aside:
-                _send_gradient(value, gradient, "add")
-        self._aside = {}
+            for gradient in parameter.list_grad():
+                clear(gradient)
 
     def _end(self, outer):
         try:
@@ -156,7 +140,6 @@ class join:
         finally:
             if self.absent:
                 self.absent = False
-                self._bring_sums_back()
                 if self._end_hook is not None:
                     self._end_hook()
 
@@ -175,13 +158,6 @@ def _set_joined(joined):
         finally:
             native.set_joined(joined)
     return before
-
-
-def _send_gradient(value, array, request):
-    # What the Trainer looks at to find out that there was no backward.
-    fresh = value._fresh_grad
-    mx.autograd.mark_variables([value], [array], request)
-    value._fresh_grad = fresh
 
 
 def _samples(batch):

@@ -140,10 +140,6 @@ void* gluon_syncbn_shared_memory_channel(void* connection, const char* key, void
   });
 }
 
-int64_t gluon_syncbn_channel_calls(void* channel) { return channel_of(channel)->calls(); }
-
-int64_t gluon_syncbn_channel_sums(void* channel) { return channel_of(channel)->sums(); }
-
 void gluon_syncbn_channel_restart(void* channel) { channel_of(channel)->restart(); }
 
 int gluon_syncbn_channel_exchange(void* channel, const char* title, double timeout_seconds,

@@ -45,16 +45,6 @@ Channel::Channel(std::shared_ptr<Connection> connection, std::string key, int64_
       ranks_(ranks),
       transports_(std::move(transports)) {}
 
-int64_t Channel::calls() const {
-  const std::lock_guard<std::mutex> lock(turn_);
-  return calls_;
-}
-
-int64_t Channel::sums() const {
-  const std::lock_guard<std::mutex> lock(turn_);
-  return sums_;
-}
-
 void Channel::restart() {
   const std::lock_guard<std::mutex> lock(turn_);
   if (transports_.fixed_point) transports_.fixed_point->restart();
@@ -70,7 +60,6 @@ Answer Channel::exchange(const std::string& title, double timeout_seconds, const
   Answer answer = Answer::kNothing;
   if (fixed_point && fixed_point->ready()) {
     answer = travel(transports_.sums.get(), wait, mine, everyone);
-    if (answer == Answer::kSums) ++sums_;
   }
   if (answer == Answer::kNothing) {
     answer = travel(transports_.values.get(), wait, mine, everyone);

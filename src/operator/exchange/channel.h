@@ -115,9 +115,6 @@ class Channel {
   bool fits(int64_t size, int64_t all_size) const {
     return size == size_ && all_size == ranks_ * size_;
   }
-  // The number of exchanges so far, and of those in which the store added.
-  int64_t calls() const;
-  int64_t sums() const;
   // All processes call it at once: the next exchange is one of values, as the first was.
   void restart();
 
@@ -139,8 +136,8 @@ class Channel {
   const std::string key_;
   const int64_t size_, ranks_;
   const Transports transports_;
-  mutable std::mutex turn_;
-  int64_t calls_ = 0, sums_ = 0;
+  std::mutex turn_;
+  int64_t calls_ = 0;
 };
 using ChannelPtr = std::shared_ptr<Channel>;
 
