@@ -26,17 +26,17 @@ from ..deploy.files import (
 from ..graph.blocks import BATCH_NORMS, walk
 from ..graph.symbols import (
     OUR_OPERATOR,
-    RESIDUAL,
     ROLES,
     STOCK_OPERATORS,
     ExportError,
     Graph,
-    has_residual,
     integers,
     make_stock,
     settings_of,
+    taken_apart,
 )
-from ..layers.batch_norm import SyncBatchNorm, is_bfloat16
+from ..layers.batch_norm import SyncBatchNorm
+from ..layers.operator import is_bfloat16
 
 ERRORS = (ExportError, FileError, ValueError)
 
@@ -277,23 +277,20 @@ def _rows_of_net(net):
         if isinstance(block, BATCH_NORMS):
             arrays = {role: getattr(block, role).data() for role in ROLES}
             kind = type(block).__name__
-            if isinstance(block, SyncBatchNorm) and block._activation:
-                kind += f" + {block._activation}"
+            if isinstance(block, SyncBatchNorm) and block._own_settings.activation:
+                kind += f" + {block._own_settings.activation}"
             yield path or block.name, kind, arrays, block._kwargs["fix_gamma"]
 
 
 def _rows_of_graph(graph, arrays):
     for node in graph.nodes():
         if node.operator in STOCK_OPERATORS or node.operator in OUR_OPERATOR:
-            kind, parameters = node.operator, node.inputs[1:]
-            if has_residual(node):
-                del parameters[RESIDUAL - 1]
-                kind += " + residual"
-            if node.attrs.get("activation", "None") != "None":
-                kind += f" + {node.attrs['activation']}"
+            settings, (_, residual, parameters) = settings_of(node), taken_apart(node)
+            fused = "residual" if residual else None, settings.activation
+            kind = " + ".join(filter(None, (node.operator, *fused)))
             names = {role: source.name for role, (source, _) in zip(ROLES, parameters)}
             own = {role: arrays[name] for role, name in names.items() if name in arrays}
-            yield node.name, kind, own, not settings_of(node.attrs)["scale"]
+            yield node.name, kind, own, settings.fix_gamma
 
 
 def _rows_of_names(arrays):

@@ -1,39 +1,24 @@
 """Makes the batch normalization of a built net synchronized, or stock again."""
 
-import collections
 import functools
-import inspect
 import logging
 import sys
-from typing import NamedTuple, Tuple
 
 import mxnet as mx
-from mxnet.gluon import HybridBlock, SymbolBlock, nn
+from mxnet.gluon import SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
 from ..graph.blocks import BATCH_NORMS, check_block, clear_caches, walk
-from ..graph.fusion import fuse as fuse_graph
-from ..graph.fusion import is_fusing, start_fusing, stop_fusing
+from ..graph.fusion import is_fusing, stop_fusing
 from ..graph.symbol_block import SyncGraph, put_in, read_graph, spliced, take_out
-from ..graph.symbols import OUR_OPERATOR, STOCK_OPERATORS, ExportError, Graph
-from ..graph.trace import last_line, parameters_of, trace
+from ..graph.symbols import OUR_OPERATOR, STOCK_OPERATORS
 from ..layers.batch_norm import SyncBatchNorm, SyncBatchNormReLU
 from ..layers.virtual import VirtualBatchNorm
+from .fusing import fuse_blocks
+from .report import Entry, Report
 
 _log = logging.getLogger("gluon_syncbn")
 
-# The attributes that only a SyncBatchNorm has.
-_OWN_ATTRIBUTES = (
-    "_activation",
-    "_inplace",
-    "_layer",
-    "_node_ids",
-    "_num_devices",
-    "_own_group",
-    "_running_variance",
-    "_slope",
-    "_virtual_devices",
-)
 # A foreign class that computes the same as nn.BatchNorm, but not with cuDNN.
 _SAME_AS_STOCK = ("gluoncv.nn.block.BatchNormCudnnOff",)
 # What a subclass may define and still compute the same.
@@ -45,88 +30,6 @@ _IGNORED_SETTINGS = {"cudnn_off", "ndev", "key"}
 _CUMULATIVE = "it has momentum=None, and nn.BatchNorm has no cumulative average."
 _LEAKY = "it has activation='leaky_relu', which no layer of MXNet has."
 _VIRTUAL = "its devices do not synchronize, by design"
-
-
-class Replaced(NamedTuple):
-    """A layer that was replaced: its path, its name, its kind before and after."""
-
-    path: str
-    name: str
-    before: str
-    after: str
-
-
-class Refused(NamedTuple):
-    """A layer that was not replaced: its path, its name, its kind and the reason."""
-
-    path: str
-    name: str
-    kind: str
-    why: str
-
-
-class Fused(NamedTuple):
-    """A node of batch normalization: its name, and what was fused into it, such as "relu"."""
-
-    name: str
-    what: str
-
-
-class NotFused(NamedTuple):
-    """A node of batch normalization, or a block that cannot be traced, and the reason."""
-
-    name: str
-    why: str
-
-
-class Report(NamedTuple):
-    """The result of a conversion.
-
-    Attributes
-    ----------
-    replaced : tuple of Replaced
-        One entry for each layer, in the order of the net, even if it is used several times. `path`
-        is as in the files of ``save_parameters``; within a SymbolBlock a colon and the name of the
-        node follow.
-    already : tuple of str
-        The paths of the layers that needed no change.
-    refused : tuple of Refused
-        The layers that were not replaced.
-    fused : tuple of Fused
-        With ``fuse=True``, the nodes into which something was fused, in the graph of the net in
-        inference. A layer has one for each call.
-    not_fused : tuple of NotFused
-        The others. If the net cannot be traced, it has an entry too, and the graphs are those of
-        the largest blocks in it that can.
-    """
-
-    replaced: Tuple[Replaced, ...]
-    already: Tuple[str, ...]
-    refused: Tuple[Refused, ...]
-    fused: Tuple[Fused, ...] = ()
-    not_fused: Tuple[NotFused, ...] = ()
-
-    def __str__(self):
-        kinds = collections.Counter(f"{entry.before} -> {entry.after}" for entry in self.replaced)
-        text = f"{len(self.replaced)} layers replaced{_counts(kinds)}"
-        text += f", {len(self.already)} were so already" if self.already else ""
-        text += f", {len(self.refused)} not replaced" if self.refused else ""
-        if self.fused or self.not_fused:
-            what = collections.Counter(entry.what for entry in self.fused)
-            text += f", {len(self.fused)} fused{_counts(what)}"
-        reasons = collections.defaultdict(list)
-        for entry in self.refused:
-            reasons[entry.kind, entry.why].append(entry.path or "the net itself")
-        for entry in self.not_fused:
-            reasons["not fused", entry.why].append(entry.name)
-        for (kind, why), paths in reasons.items():
-            more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-            text += f"\n  {kind} ({', '.join(paths[:3])}{more}): {why}"
-        return text
-
-
-def _counts(kinds):
-    return f" ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})" if kinds else ""
 
 
 def convert_sync_batchnorm(
@@ -166,7 +69,7 @@ def convert_sync_batchnorm(
         Subclasses of ``nn.BatchNorm`` to replace although they have their own code, which is no
         longer called.
     return_report : bool, default False
-        Whether to return a :class:`~gluon_syncbn.convert.conversion.Report` too.
+        Whether to return a :class:`~gluon_syncbn.convert.report.Report` too.
     fuse : bool, default False
         Whether to fuse a relu, a leaky relu or an addition, and one of these after it, into the
         normalization before it. That saves passes over the data, and the arrays between them. It is
@@ -200,59 +103,82 @@ def convert_sync_batchnorm(
     if num_devices is not None:
         given["_num_devices"] = template._num_devices
     found = list(walk(net))
-    replaced, already, refused, undo = [], [], [], []
-    fusion = [], []
-
-    def synchronize(layer, path, name, before):
-        undo.append(functools.partial(_make_stock, layer))
-        _make_synchronized(layer, template)
-        replaced.append(Replaced(path, name, before, _kind(layer)))
-
-    def adopt(layer, path):
-        already.append(path)
-        if given:
-            undo.append(functools.partial(_set, layer, {name: vars(layer)[name] for name in given}))
-            _set(layer, given)
-
-    def convert_graph(block, path):
-        nodes, left = read_graph(block, {**STOCK_OPERATORS, **OUR_OPERATOR})
-        left += [(node.name, node.operator, f"{_VIRTUAL}.") for node in nodes if node.is_virtual]
-        refused.extend(Refused(f"{path}:{name}", name, *why) for name, *why in left)
-        nodes = [node for node in nodes if not node.is_virtual]
-        for node in nodes:
-            if not isinstance(node.layer, SyncBatchNorm):
-                synchronize(node.layer, f"{path}:{node.name}", node.name, node.operator)
-                node.layer._running_variance = node.running_variance
-        if nodes:
-            undo.append(functools.partial(take_out, block))
-            put_in(block, nodes)
-
+    conversion, fusion = _Conversion(template, given, also), ((), ())
     try:
         for path, block in found:
-            why = None
-            if isinstance(block, VirtualBatchNorm):
-                why = f"{_VIRTUAL}: revert it first."
-            elif isinstance(block, SyncBatchNorm):
-                adopt(block, path)
-            elif isinstance(block, BATCH_NORMS):
-                why = _why_not(block, also, template)
-                if not why:
-                    synchronize(block, path, block.name, _kind(block))
-            elif isinstance(block, SyncGraph):
-                for node in block._nodes:
-                    adopt(node.layer, f"{path}:{node.name}")
-            elif isinstance(block, SymbolBlock):
-                convert_graph(block, path)
-            if why:
-                refused.append(Refused(path, block.name, _kind(block), why))
+            conversion.convert(path, block)
         if fuse:
-            fusion = _fuse(found)
+            fusion = fuse_blocks(found)
     except Exception:
-        for step in reversed(undo):
-            step()
+        conversion.undo()
         raise
-    report = Report(tuple(replaced), tuple(already), tuple(refused), *map(tuple, fusion))
+    report = Report(*conversion.result(), *map(tuple, fusion))
     return _finish(net, found, "convert_sync_batchnorm", report, return_report)
+
+
+class _Conversion:
+    """What has been done so far, and how it is undone.
+
+    template: a SyncBatchNorm with everything that a layer will get. given: the attributes that a
+    synchronized layer adopts. also: further classes to replace.
+    """
+
+    def __init__(self, template, given, also):
+        self._template, self._given, self._also = template, given, also
+        self._replaced, self._already, self._refused, self._undo = [], [], [], []
+
+    def result(self):
+        return tuple(self._replaced), tuple(self._already), tuple(self._refused)
+
+    def undo(self):
+        for step in reversed(self._undo):
+            step()
+
+    def convert(self, path, block):
+        why = None
+        if isinstance(block, VirtualBatchNorm):
+            why = f"{_VIRTUAL}: revert it first."
+        elif isinstance(block, SyncBatchNorm):
+            self._adopt(path, block)
+        elif isinstance(block, BATCH_NORMS):
+            why = _why_not(block, self._also, self._template)
+            if not why:
+                self._synchronize(path, block, block.name, _kind(block))
+        elif isinstance(block, SyncGraph):
+            for node in block._nodes:
+                self._adopt(f"{path}:{node.name}", node.layer)
+        elif isinstance(block, SymbolBlock):
+            self._convert_graph(path, block)
+        if why:
+            self._refused.append(Entry(block.name, path, _kind(block), why=why))
+
+    def _synchronize(self, path, layer, name, before):
+        self._undo.append(functools.partial(_make_stock, layer))
+        _make_synchronized(layer, self._template)
+        self._replaced.append(Entry(name, path, before, _kind(layer)))
+
+    def _adopt(self, path, layer):
+        self._already.append(path)
+        if self._given:
+            before = {name: vars(layer)[name] for name in self._given}
+            self._undo.append(functools.partial(_set, layer, before))
+            _set(layer, self._given)
+
+    def _convert_graph(self, path, block):
+        nodes, left = read_graph(block, {**STOCK_OPERATORS, **OUR_OPERATOR})
+        virtual = [node for node in nodes if node.settings.virtual_devices]
+        left += [(node.name, node.operator, f"{_VIRTUAL}.") for node in virtual]
+        self._refused += _left_in_graph(path, left)
+        nodes = [node for node in nodes if node not in virtual]
+        for node in nodes:
+            layer = node.layer
+            if not isinstance(layer, SyncBatchNorm):
+                self._synchronize(f"{path}:{node.name}", layer, node.name, node.operator)
+                unbiased = node.settings.unbiased
+                layer._own_settings = layer._own_settings._replace(unbiased=unbiased)
+        if nodes:
+            self._undo.append(functools.partial(take_out, block))
+            put_in(block, nodes)
 
 
 def revert_sync_batchnorm(net, return_report=False):
@@ -275,7 +201,7 @@ def revert_sync_batchnorm(net, return_report=False):
     net : Block
         Changed in place.
     return_report : bool, default False
-        Whether to return a :class:`~gluon_syncbn.convert.conversion.Report` too. Its `refused`
+        Whether to return a :class:`~gluon_syncbn.convert.report.Report` too. Its `refused`
         are subclasses of :class:`SyncBatchNorm` with their own code, and layers with
         ``momentum=None`` or ``activation="leaky_relu"``.
 
@@ -303,101 +229,62 @@ def revert_sync_batchnorm(net, return_report=False):
     if fusing:
         clear_caches(found)
 
-    def revert(layer, path, name):
-        before = _kind(layer)
-        _make_stock(layer)
-        replaced.append(Replaced(path, name, before, _kind(layer)))
-
-    def revert_graph(block, path):
-        for node in block._nodes if isinstance(block, SyncGraph) else ():
-            if isinstance(node.layer, SyncBatchNorm):
-                revert(node.layer, f"{path}:{node.name}", node.name)
-                if node.operator in OUR_OPERATOR:
-                    replaced.pop()  # The graph below has it too.
-        take_out(block)
-        # Layers of ours that were in the graph when it was exported.
-        nodes, left = read_graph(block, OUR_OPERATOR)
-        refused.extend(Refused(f"{path}:{name}", name, *why) for name, *why in left)
-        if nodes:
-            inputs, graph = block._cached_graph
-            block._cached_graph = inputs, spliced(graph, nodes)
-        for node in {id(node.layer): node for node in reversed(nodes)}.values():
-            entry = f"{path}:{node.name}", node.name, node.operator, _kind(node.layer)
-            replaced.append(Replaced(*entry))
-
     for path, block in found:
         if isinstance(block, SyncBatchNorm):
-            why = _own_code(type(block), (SyncBatchNorm, SyncBatchNormReLU, VirtualBatchNorm))
-            if block._kwargs["momentum"] is None:
-                why = _CUMULATIVE
-            elif block._activation == "leaky_relu":
-                why = _LEAKY
-            elif block._activation and len(BATCH_NORMS) == 1:
-                why = f"MXNet {mx.__version__} has no nn.BatchNormReLU."
+            why = _why_not_stock(block)
             if why:
-                refused.append(Refused(path, block.name, _kind(block), why))
+                refused.append(Entry(block.name, path, _kind(block), why=why))
             else:
-                revert(block, path, block.name)
+                replaced.append(_reverted(path, block, block.name))
         elif isinstance(block, BATCH_NORMS):
             already.append(path)
         elif isinstance(block, SymbolBlock):
-            revert_graph(block, path)
+            done, left = _revert_graph(path, block)
+            replaced += done
+            refused += left
     report = Report(tuple(replaced), tuple(already), tuple(refused))
     return _finish(net, found, "revert_sync_batchnorm", report, return_report)
 
 
-def _fuse(found):
-    """Fuses the graphs of blocks from now on. Returns lists of Fused and NotFused."""
-    blocks = [block for _, block in found if isinstance(block, HybridBlock)]
-    before = [block for block in blocks if is_fusing(block)]
-    # The trace shows what there is to fuse in SymbolBlocks too.
-    for block in before:
-        stop_fusing(block)
-    try:
-        result = _what_fuses(found)
-    finally:
-        for block in before:
-            start_fusing(block)
-    for block in blocks:
-        start_fusing(block)
-    if len(before) < len(blocks):
-        clear_caches(found)
-    return result
+def _why_not_stock(layer):
+    settings = layer._own_settings
+    if layer._kwargs["momentum"] is None:
+        return _CUMULATIVE
+    if settings.activation == "leaky_relu":
+        return _LEAKY
+    if settings.activation and len(BATCH_NORMS) == 1:
+        return f"MXNet {mx.__version__} has no nn.BatchNormReLU."
+    return _own_code(type(layer), (SyncBatchNorm, SyncBatchNormReLU, VirtualBatchNorm))
 
 
-def _what_fuses(found):
-    fused, left, traced = [], [], set()
-    for path, block in found:
-        if id(block) in traced or not isinstance(block, HybridBlock):
-            continue
-        inner = [each for _, each in walk(block)]
-        if not any(isinstance(each, (SyncBatchNorm, SyncGraph)) for each in inner):
-            continue
-        try:
-            symbol, _ = trace(block, [None] * _count_inputs(block), parameters_of(block))
-        except ExportError as error:
-            cause = last_line(error.__cause__)
-            why = f"it cannot be traced ({cause}): what follows is of the blocks in it."
-            left.append(NotFused(path or "the net itself", why))
-            continue
-        traced.update(map(id, inner))
-        now_fused, now_left = fuse_graph(Graph(symbol))
-        fused += [Fused(*entry) for entry in now_fused]
-        left += [NotFused(*entry) for entry in now_left]
-    return fused, left
+def _reverted(path, layer, name):
+    before = _kind(layer)
+    _make_stock(layer)
+    return Entry(name, path, before, _kind(layer))
 
 
-def _count_inputs(block):
-    """The number of arrays that a call of a block needs."""
-    _, *inputs = inspect.signature(block.hybrid_forward).parameters.values()
-    needed = [
-        each.name
-        for each in inputs
-        if each.kind is each.POSITIONAL_OR_KEYWORD
-        and each.default is each.empty
-        and each.name not in block._reg_params
-    ]
-    return max(1, len(needed))
+def _revert_graph(path, block):
+    """Returns entries of what was replaced, and of what was not."""
+    replaced = []
+    for node in block._nodes if isinstance(block, SyncGraph) else ():
+        if isinstance(node.layer, SyncBatchNorm):
+            entry = _reverted(f"{path}:{node.name}", node.layer, node.name)
+            # The graph below has our own operators too.
+            replaced += [] if node.operator in OUR_OPERATOR else [entry]
+    take_out(block)
+    # Layers of ours that were in the graph when it was exported.
+    nodes, left = read_graph(block, OUR_OPERATOR)
+    if nodes:
+        inputs, graph = block._cached_graph
+        block._cached_graph = inputs, spliced(graph, nodes)
+    for node in {id(node.layer): node for node in reversed(nodes)}.values():
+        entry = Entry(node.name, f"{path}:{node.name}", node.operator, _kind(node.layer))
+        replaced.append(entry)
+    return replaced, _left_in_graph(path, left)
+
+
+def _left_in_graph(path, left):
+    return [Entry(name, f"{path}:{name}", kind, why=why) for name, kind, why in left]
 
 
 def _make_synchronized(layer, template):
@@ -408,7 +295,7 @@ def _make_synchronized(layer, template):
     layer._kwargs = {name: settings.get(name, v) for name, v in template._kwargs.items()}
     is_fused = getattr(layer, "fuse_relu", False)
     if is_fused:
-        layer._activation = "relu"
+        layer._own_settings = layer._own_settings._replace(activation="relu")
     layer.__class__ = SyncBatchNormReLU if is_fused else SyncBatchNorm
     layer._meet()
 
@@ -417,10 +304,12 @@ def _make_stock(layer):
     if "_stock" in vars(layer):
         kind, settings, added = vars(layer).pop("_stock")
     else:  # It was made as a synchronized layer.
-        plain = (nn.BatchNormReLU if layer._activation else nn.BatchNorm)(prefix="")
+        activation = layer._own_settings.activation
+        plain = (nn.BatchNormReLU if activation else nn.BatchNorm)(prefix="")
         if hasattr(plain, "fuse_relu"):
             layer.fuse_relu = plain.fuse_relu
-        kind, settings, added = type(plain), plain._kwargs, _OWN_ATTRIBUTES
+        added = vars(SyncBatchNorm(prefix="")).keys() - vars(plain).keys()
+        kind, settings = type(plain), plain._kwargs
     if "_layer" in vars(layer):
         layer._layer.leave()
     for name in added:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..graph.symbols import ExportError, Graph, add_layout_copies, is_random
 from ..graph.trace import last_line
-from ..layers.batch_norm import is_bfloat16
+from ..layers.operator import is_bfloat16
 
 _log = logging.getLogger("gluon_syncbn")
 

@@ -17,12 +17,11 @@ from ..graph.symbols import (
     Node,
     is_in_place,
     is_random,
-    is_true,
     make_stock,
     settings_of,
 )
 from ..graph.trace import last_line, parameters_of, run, trace
-from ..layers.batch_norm import is_bfloat16
+from ..layers.operator import is_bfloat16
 from . import onnx_model
 from .check import check, evaluate, likely_shapes
 from .files import (
@@ -360,7 +359,7 @@ def _set_fixed_gammas(graph, arrays):
     readers may ignore the flag."""
 
     def is_fixed(node):
-        return node and node.op == "BatchNorm" and is_true(node.attrs.get("fix_gamma", "True"))
+        return node and node.op == "BatchNorm" and settings_of(node).fix_gamma
 
     users = graph.users()
     for norm in filter(is_fixed, graph.nodes()):
@@ -386,7 +385,7 @@ def _set_least_gammas(graph, arrays):
         if not gamma or gamma.name not in arrays:
             continue
         norm.attrs["inplace"] = "False"
-        value, least = arrays[gamma.name].asnumpy(), settings_of(norm.attrs)["epsilon"]
+        value, least = arrays[gamma.name].asnumpy(), settings_of(norm).epsilon
         if len(users[id(gamma)]) > 1:
             gamma = Node("null", graph.free_name(f"{norm.name}_gamma"))
             norm.inputs[1] = gamma, 0

@@ -3,7 +3,8 @@
 import mxnet as mx
 import numpy as np
 
-from ..graph.symbols import Node, integers, is_true, settings_of
+from ..graph.symbols import Node, integers, settings_of
+from ..layers.operator import is_true
 
 # The default of no_bias.
 _NO_BIAS = {"Convolution": "False", "Deconvolution": "True", "FullyConnected": "False"}
@@ -68,18 +69,18 @@ def _fold_one(graph, norm, arrays, dtype):
             return f"{parameter.name} is shared"
         if np.dtype(arrays[parameter.name].dtype).kind != "f":
             return f"{parameter.name} is {np.dtype(arrays[parameter.name].dtype)}"
-    settings = settings_of(norm.attrs)
+    settings = settings_of(norm)
     where = _channel_axis(layer)
-    if settings["axis"] not in where:
-        return f"it normalizes axis {settings['axis']}, {layer.name} has its channels on {where[0]}"
+    if settings.axis not in where:
+        return f"it normalizes axis {settings.axis}, {layer.name} has its channels on {where[0]}"
 
     def exact(node):
         return arrays[node.name].asnumpy().astype(np.float64)
 
     gamma, beta, mean, variance = (exact(node) for node, _ in norm.inputs[1:])
-    if not settings["scale"]:
+    if settings.fix_gamma:
         gamma = np.ones_like(gamma)
-    k = gamma / np.sqrt(variance + settings["epsilon"])
+    k = gamma / np.sqrt(variance + settings.epsilon)
     bias = exact(own[1]) if biased else np.zeros_like(mean)
     dtype = dtype or arrays[own[0].name].dtype
     with np.errstate(over="ignore", invalid="ignore"):

@@ -8,14 +8,13 @@ from mxnet.gluon import SymbolBlock, nn
 from mxnet.gluon.block import _flatten, _regroup
 from mxnet.gluon.parameter import ParameterDict
 
-from ..layers.operator import is_numpy
+from ..layers.operator import Settings, is_numpy
 from .fusion import fused, is_fusing
 from .symbols import (
     OUR_OPERATOR,
     ROLES,
     Graph,
     is_in_place,
-    is_true,
     settings_of,
     taken_apart,
     unfused,
@@ -34,8 +33,7 @@ class Node:
     name: str
     operator: str
     layer: nn.BatchNorm
-    running_variance: str = "biased"
-    is_virtual: bool = False
+    settings: Settings
 
 
 class SyncGraph(SymbolBlock):
@@ -141,19 +139,24 @@ def read_graph(block, operators):
         if why:
             refused.append((node.name, node.operator, why))
             continue
-        settings = settings_of(node.attrs)
-        variance = "unbiased" if is_true(node.attrs.get("unbiased")) else "biased"
-        is_virtual = node.attrs.get("virtual_devices", "0") != "0"
-        key = (node.operator, names, variance, is_virtual, *settings.values())
+        settings = settings_of(node)
+        key = node.operator, names, settings
         if key not in layers:
             kind = nn.BatchNormReLU if operators[node.operator] else nn.BatchNorm
             stem = node.name[: -len("_fwd")] if node.name.endswith("_fwd") else node.name
-            layers[key] = layer = kind(prefix=f"{stem}_", **settings)
+            layers[key] = layer = kind(
+                axis=settings.axis,
+                momentum=settings.momentum,
+                epsilon=settings.epsilon,
+                scale=not settings.fix_gamma,
+                use_global_stats=settings.use_global_stats,
+                prefix=f"{stem}_",
+            )
             layer._params = ParameterDict(layer.prefix)
             layer._params.update({name: block.params[name] for name in names})
             layer._reg_params = {role: block.params[n] for role, n in zip(ROLES, names)}
             vars(layer).update(layer._reg_params)
-        found.append(Node(number, node.name, node.operator, layers[key], variance, is_virtual))
+        found.append(Node(number, node.name, node.operator, layers[key], settings))
     return found, refused
 
 

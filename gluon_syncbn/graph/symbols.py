@@ -8,6 +8,7 @@ import mxnet as mx
 from mxnet.util import is_np_array
 
 from .. import native
+from ..layers.operator import Settings, is_true
 
 # The operators of batch normalization, and whether they include a relu.
 STOCK_OPERATORS = {
@@ -20,7 +21,6 @@ OUR_OPERATOR = {native.OP_TYPE: False}
 ROLES = ("gamma", "beta", "running_mean", "running_var")
 # The number of the input that our operator adds to the normalization, if it has one.
 RESIDUAL = 3
-_DEFAULT_MOMENTUM = 0.9
 _RANDOM = re.compile(
     "_(random|sample|shuffle|image_random|npx__image_random|npi_random|contrib_dgl_csr_neighbor)|"
     "_npi_(bernoulli|choice|exponential|gamma|gumbel|logistic|multinomial|normal|pareto|rayleigh|"
@@ -38,25 +38,12 @@ def variable(name):
     return symbol.as_np_ndarray() if is_np_array() else symbol
 
 
-def is_true(text):
-    """The value of a flag among a node's attributes."""
-    return text in ("True", "true", "1")
-
-
-def settings_of(attributes):
-    """The arguments of ``nn.BatchNorm`` in a node's attributes, without those that only training
-    uses."""
-    try:
-        momentum = float(attributes.get("momentum", _DEFAULT_MOMENTUM))
-    except ValueError:
-        momentum = _DEFAULT_MOMENTUM
-    return {
-        "axis": int(attributes.get("axis", 1)),
-        "momentum": momentum,
-        "epsilon": float(attributes.get("epsilon", attributes.get("eps", 1e-3))),
-        "scale": not is_true(attributes.get("fix_gamma", "True")),
-        "use_global_stats": is_true(attributes.get("use_global_stats", "False")),
-    }
+def settings_of(node):
+    """The Settings of a node of batch normalization, MXNet's or ours."""
+    if node.operator in OUR_OPERATOR:
+        return Settings.read(node.attrs)
+    defaults = {"fix_gamma": "True", "epsilon": node.attrs.get("eps", "1e-3")}
+    return Settings.read({**defaults, **node.attrs})
 
 
 def integers(text):
@@ -226,7 +213,7 @@ def _free(name, taken, separator):
 
 def is_fused(node):
     """Whether a node of ours computes more than the normalization."""
-    return has_residual(node) or node.attrs.get("activation", "None") != "None"
+    return has_residual(node) or settings_of(node).activation is not None
 
 
 def is_random(node, training=False):
@@ -242,7 +229,7 @@ def has_residual(node):
 
 
 def is_in_place(node):
-    return is_true(node.attrs.get("inplace", "False"))
+    return node.operator in OUR_OPERATOR and settings_of(node).inplace
 
 
 def taken_apart(node):
@@ -258,11 +245,11 @@ def unfused(node, y, residual):
     of their own."""
     if residual:
         y = Node("elemwise_add", f"{node.name}_add", inputs=[y, residual]), 0
-    activation = node.attrs.get("activation")
-    if activation == "relu":
+    settings = settings_of(node)
+    if settings.activation == "relu":
         y = Node("Activation", f"{node.name}_relu", {"act_type": "relu"}, [y]), 0
-    elif activation == "leaky_relu":
-        attrs = {"act_type": "leaky", "slope": node.attrs["slope"]}
+    elif settings.activation == "leaky_relu":
+        attrs = {"act_type": "leaky", "slope": str(settings.slope)}
         y = Node("LeakyReLU", f"{node.name}_leaky_relu", attrs, [y]), 0
     return y
 
@@ -306,14 +293,15 @@ def make_stock(graph, within=None):
             )
         if STOCK_OPERATORS.get(operator):
             node.attrs["activation"] = "relu"
-        settings = settings_of(node.attrs)
+        settings = settings_of(node)
         attrs = {
-            "axis": str(settings["axis"]),
-            "eps": repr(settings["epsilon"]),
-            "fix_gamma": str(not settings["scale"]),
-            "momentum": repr(settings["momentum"]),
-            "use_global_stats": str(settings["use_global_stats"]),
+            "axis": settings.axis,
+            "eps": settings.epsilon,
+            "fix_gamma": settings.fix_gamma,
+            "momentum": 0.9 if settings.momentum is None else settings.momentum,
+            "use_global_stats": settings.use_global_stats,
         }
+        attrs = {name: str(value) for name, value in attrs.items()}
         # With momentum=None there is another input for training: num_batches_tracked.
         norm = Node("BatchNorm", node.name, attrs, [x, *parameters[: len(ROLES)]])
         return unfused(node, (norm, 0), residual)

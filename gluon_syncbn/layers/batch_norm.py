@@ -15,19 +15,12 @@ from mxnet.util import is_np_array
 from .. import native
 from ..distributed.arguments import is_whole
 from ..distributed.group import check_group
-from .operator import is_numpy, sync_batch_norm
+from .operator import Settings, is_bfloat16, is_numpy, sync_batch_norm
 from .synced_layer import SyncedLayer
-
-# As MXNet gives it to NumPy, which has no such dtype.
-_BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
 
 
 def _is_number(value):
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def is_bfloat16(dtype):
-    return np.dtype(dtype) == _BFLOAT16
 
 
 def _same_memory(a, b):
@@ -131,8 +124,6 @@ class SyncBatchNorm(nn.BatchNorm):
       epsilon.)
     """
 
-    _virtual_devices = 0
-
     def __init__(
         self,
         axis=1,
@@ -228,10 +219,13 @@ class SyncBatchNorm(nn.BatchNorm):
                 init="zeros",
                 differentiable=False,
             )
-        self._running_variance = running_variance
-        self._activation = activation
-        self._slope = float(slope)
-        self._inplace = bool(inplace)
+        # Those that nn.BatchNorm lacks; _kwargs has the others.
+        self._own_settings = Settings(
+            unbiased=str(running_variance) == "unbiased",
+            activation=None if activation is None else str(activation),
+            slope=float(slope),
+            inplace=bool(inplace),
+        )
         self._num_devices = num_devices
         self._own_group = group
         self._meet()
@@ -240,6 +234,17 @@ class SyncBatchNorm(nn.BatchNorm):
         """Gives the block a layer of its own in the native library."""
         self._layer = SyncedLayer(self)
         self._node_ids = itertools.count()
+
+    def _settings(self):
+        stock = self._kwargs
+        return {
+            **self._own_settings._asdict(),
+            "axis": stock["axis"],
+            "momentum": stock["momentum"],
+            "epsilon": stock["eps"],
+            "fix_gamma": bool(stock["fix_gamma"]),
+            "use_global_stats": bool(stock["use_global_stats"]),
+        }
 
     def __getstate__(self):
         return {**self.__dict__, "_layer": None, "_node_ids": None}
@@ -260,7 +265,7 @@ class SyncBatchNorm(nn.BatchNorm):
         super().cast("float32" if halves else dtype)
 
     def forward(self, x, residual=None):
-        if residual is not None and self._inplace:
+        if residual is not None and self._own_settings.inplace:
             raise ValueError(
                 f"{self.name} was called with a residual, and has inplace=True, where backward "
                 "recovers x from y: leave inplace out, or add the residual after the layer."
@@ -314,7 +319,6 @@ class SyncBatchNorm(nn.BatchNorm):
         running_var,
         num_batches_tracked=None,
     ):
-        settings = self._kwargs
         contexts = self._layer.contexts()
         on_cpu = not contexts or any(context.device_type != "gpu" for context in contexts)
         return sync_batch_norm(
@@ -326,33 +330,23 @@ class SyncBatchNorm(nn.BatchNorm):
             running_var,
             num_batches_tracked,
             layer=self._layer,
-            axis=settings["axis"],
-            momentum=settings["momentum"],
-            epsilon=settings["eps"],
-            fix_gamma=bool(settings["fix_gamma"]),
-            node=next(self._node_ids) if F is mx.sym else -1,
-            use_global_stats=bool(settings["use_global_stats"]),
-            running_variance=self._running_variance,
-            virtual_devices=self._virtual_devices,
             residual=residual,
-            activation=self._activation,
-            slope=self._slope,
-            inplace=self._inplace,
+            node=next(self._node_ids) if F is mx.sym else -1,
             copy_layout=native.HAS_ONEDNN if on_cpu else None,
             name="fwd",
+            **self._settings(),
         )
 
     def __repr__(self):
         group, devices = self._layer.group, self._layer.all_devices()
-        text = f", virtual_devices={self._virtual_devices}" if self._virtual_devices else ""
-        if self._running_variance != "biased":
-            text += f", running_variance={self._running_variance}"
-        text += f", activation={self._activation}" if self._activation else ""
-        text += f", slope={self._slope:g}" if self._activation == "leaky_relu" else ""
-        text += ", inplace=True" if self._inplace else ""
+        text = "".join(
+            f", {name}={getattr(self._own_settings, name)}"
+            for name, default in Settings()._asdict().items()
+            if getattr(self._own_settings, name) != default
+        ).replace("unbiased=True", "running_variance=unbiased")
         text += f", num_devices={self._num_devices}" if self._num_devices else ""
         text += f", devices={devices}"
-        if group.group_size and not self._virtual_devices:
+        if group.group_size and not self._own_settings.virtual_devices:
             text += f", group_size={group.group_size}"
         text += f", processes={group.size}" if group.size > 1 else ""
         return f"{super().__repr__()[:-1]}{text})"

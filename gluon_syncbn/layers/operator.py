@@ -1,16 +1,66 @@
 """The operator as one call."""
 
+import ast
+from typing import NamedTuple, Optional
+
 import mxnet as mx
+import numpy as np
 from mxnet.contrib.amp import amp
 
 from .. import native
 
+# As MXNet gives it to NumPy, which has no such dtype.
+_BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
 _NUMPY = (mx.np.ndarray, mx.sym.np._Symbol)
 
 
 def is_numpy(x):
     """Whether x is one of MXNet's NumPy arrays or symbols."""
     return isinstance(x, _NUMPY)
+
+
+def is_bfloat16(dtype):
+    return np.dtype(dtype) == _BFLOAT16
+
+
+def is_true(text):
+    """The value of a flag among a node's attributes."""
+    return text in ("True", "true", "1")
+
+
+class Settings(NamedTuple):
+    """What the operator computes: the attributes of its nodes in graphs. Those with the value here
+    are left out, as src/operator/layer/attributes.h has the same."""
+
+    axis: int = 1
+    momentum: Optional[float] = 0.9
+    epsilon: float = 1e-5
+    # Whether gamma counts as 1, with gradient 0.
+    fix_gamma: bool = False
+    use_global_stats: bool = False
+    # Whether the running variance follows the batch's times M / (M - 1).
+    unbiased: bool = False
+    virtual_devices: int = 0
+    activation: Optional[str] = None
+    slope: float = 0.01
+    inplace: bool = False
+
+    @classmethod
+    def read(cls, attributes):
+        """Those among the attributes of a node, which are texts."""
+        settings = {}
+        for name, default in _DEFAULTS.items():
+            text = attributes.get(name, str(default))
+            if isinstance(default, bool):
+                settings[name] = is_true(text)
+            else:
+                settings[name] = text if name == "activation" else ast.literal_eval(text)
+        if settings["activation"] == "None":
+            settings["activation"] = None
+        return cls(**settings)
+
+
+_DEFAULTS = Settings()._asdict()
 
 
 def _without_amp(function):
@@ -32,20 +82,11 @@ def sync_batch_norm(
     num_batches_tracked=None,
     *,
     layer,
-    axis=1,
-    momentum=0.9,
-    epsilon=1e-5,
-    fix_gamma=False,
-    use_global_stats=False,
-    running_variance="biased",
-    virtual_devices=0,
     residual=None,
-    activation=None,
-    slope=0.01,
-    inplace=False,
     copy_layout=False,
     node=-1,
     name=None,
+    **settings,
 ):
     r"""Batch normalization over all devices of `layer` (Ioffe and Szegedy, 2015).
 
@@ -60,8 +101,8 @@ def sync_batch_norm(
     with the activation a, and the residual r if there is one.
 
     In training mode the running statistics become ``momentum * running + (1 - momentum) * batch``,
-    with the variance above, or with :math:`\sigma_c^2 M / (M - 1)` if `running_variance` is
-    "unbiased" and M > 1. With ``momentum=None`` they are the mean over all batches: the momentum of
+    with the variance above, or with :math:`\sigma_c^2 M / (M - 1)` if it is `unbiased` and
+    M > 1. With ``momentum=None`` they are the mean over all batches: the momentum of
     the n-th is 1 - 1/n. In inference, and with `use_global_stats`, they replace the batch's, and no
     device waits for another.
 
@@ -94,16 +135,8 @@ def sync_batch_norm(
         Shape (1,), with ``momentum=None`` only: counts the batches.
     layer : native.Layer
         Decides which devices synchronize.
-    axis, momentum, epsilon, use_global_stats, running_variance, virtual_devices
-        As in :class:`gluon_syncbn.SyncBatchNorm` and :class:`gluon_syncbn.VirtualBatchNorm`.
     residual : NDArray or Symbol, optional
         With the shape and dtype of x.
-    activation, slope, inplace
-        As in :class:`gluon_syncbn.SyncBatchNorm`.
-    fix_gamma : bool
-        Whether gamma counts as 1, with gradient 0.
-    name : str, optional
-        Of the node in a graph.
     copy_layout : {True, False, None}
         Whether to shield the operator from oneDNN's memory layouts on the CPU: MXNet frees its
         plain copy of such an array before this operator, which runs asynchronously, has read it.
@@ -114,6 +147,13 @@ def sync_batch_norm(
     node : int
         In a graph, an id for each node of the layer: calls of equal id synchronize. With
         ``static_shape`` MXNet does not keep the nodes of one layer in order.
+    name : str, optional
+        Of the node in a graph.
+    **settings
+        axis, momentum, epsilon, use_global_stats, activation, slope, inplace: as in
+        :class:`gluon_syncbn.SyncBatchNorm`. virtual_devices: as in
+        :class:`gluon_syncbn.VirtualBatchNorm`. fix_gamma: whether gamma counts as 1, with gradient
+        0. unbiased: whether the running variance is.
 
     Returns
     -------
@@ -134,12 +174,12 @@ def sync_batch_norm(
     if copy_layout:
         data = [swap_axis(each, dim1=0, dim2=0) for each in data]
     x, *residuals = data
-    statistics = [running_mean, running_var, *([num_batches_tracked] if momentum is None else [])]
-    more = {"residual": True} if residuals else {}
-    if activation is not None:
-        more.update(activation=activation, slope=slope)
-    if inplace:
-        more.update(inplace=True)
+    statistics = [running_mean, running_var]
+    if settings.get("momentum", 0) is None:
+        statistics.append(num_batches_tracked)
+    more = {name: value for name, value in settings.items() if value != _DEFAULTS[name]}
+    if residuals:
+        more["residual"] = True
     y = _without_amp(F.Custom)(
         x,
         gamma.as_nd_ndarray(),
@@ -150,13 +190,6 @@ def sync_batch_norm(
         op_type=native.OP_TYPE,
         layer=layer.id,
         process=native.PROCESS,
-        axis=axis,
-        momentum=momentum,
-        epsilon=epsilon,
-        fix_gamma=fix_gamma,
-        use_global_stats=use_global_stats,
-        unbiased=running_variance == "unbiased",
-        virtual_devices=virtual_devices,
         gpu_only=copy_layout is None,
         node=node,
         **more,

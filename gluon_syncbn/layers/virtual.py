@@ -56,5 +56,5 @@ class VirtualBatchNorm(SyncBatchNorm):
                     f"VirtualBatchNorm got {name}={arguments[name]!r}, and its devices do not wait "
                     "for each other: leave it out."
                 )
-        self._virtual_devices = int(virtual_devices)
         super().__init__(**{**arguments, "group": SyncGroup(group_size=1)})
+        self._own_settings = self._own_settings._replace(virtual_devices=int(virtual_devices))

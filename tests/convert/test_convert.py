@@ -478,7 +478,7 @@ def test_layers_with_an_activation_become_plain(activation):
     if activation != "leaky_relu":
         assert sorted(vars(layer)) == sorted(vars(kinds[activation](in_channels=3)))
         convert_sync_batchnorm(layer)
-        assert layer._activation == activation
+        assert layer._own_settings.activation == activation
         assert_close(forward(layer, images()), before, "float32")
 
 
@@ -586,7 +586,7 @@ def test_what_has_code_or_settings_of_its_own_is_left(kind, why, caplog):
         _, report = convert_sync_batchnorm(net, return_report=True)
     assert [entry.path for entry in report.replaced] == ["0"]
     (entry,) = report.refused
-    assert (entry.path, entry.name, entry.kind) == ("1", left.name, type(left).__name__)
+    assert (entry.path, entry.name, entry.before) == ("1", left.name, type(left).__name__)
     assert re.search(why, entry.why)
     assert vars(left) == before and not isinstance(left, sbn.SyncBatchNorm)
     (record,) = caplog.records
@@ -797,7 +797,7 @@ def test_nodes_that_cannot_be_replaced():
     net = gluon.SymbolBlock(mx.sym.Group([loop + 1, y[1]]), [x, start])
     before = net._cached_graph[1].tojson()
     _, report = convert_sync_batchnorm(net, return_report=True)
-    refused = {entry.path or entry.kind: entry.why for entry in report.refused}
+    refused = {entry.path or entry.before: entry.why for entry in report.refused}
     assert refused.pop(":three") == "its mean or variance is used as an output."
     why = "gamma, beta or a running statistic is not a parameter of the SymbolBlock."
     assert refused.pop(":scaled") == why

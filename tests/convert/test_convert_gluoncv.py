@@ -175,9 +175,10 @@ def fused_in(name):
     """{what was fused, or why not: the number of layers}."""
     _, report = convert_sync_batchnorm(build(name), fuse=True, return_report=True)
     reasons = [
-        re.sub("^(it is|its output has|its output is the) ", "", w) for _, w in report.not_fused
+        re.sub("^(it is|its output has|its output is the) ", "", entry.why)
+        for entry in report.not_fused
     ]
-    return dict(collections.Counter([what for _, what in report.fused] + reasons))
+    return dict(collections.Counter([entry.after for entry in report.fused] + reasons))
 
 
 def small_darknet():

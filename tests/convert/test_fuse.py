@@ -166,14 +166,16 @@ def nodes(net):
     graph = json.loads(net._cached_graph[1].tojson())
     attributes = [(node["op"], node.get("attrs", {})) for node in graph["nodes"]]
     return [
-        (op, attrs.get("residual"), attrs.get("activation"))
+        (op, attrs.get("residual") == "True", attrs.get("activation", "None"))
         for op, attrs in attributes
         if op not in ("null", "SwapAxis")
     ]
 
 
 def fused_nodes(net):
-    names = [([r and "residual"] + [a]) for op, r, a in nodes(net) if op == "Custom"]
+    names = [
+        ([r and "residual"] + [a != "None" and a]) for op, r, a in nodes(net) if op == "Custom"
+    ]
     return [" + ".join(filter(None, parts)) for parts in names]
 
 
@@ -189,7 +191,7 @@ def test_patterns(kind, mode):
         results.append(outcome(net))
         # Names that MXNet counts on through a process.
         names.append([re.sub(r"\d+", "", n) for n in net._cached_graph[1].list_outputs()])
-    assert [entry.what for entry in report.fused] == fused
+    assert [entry.after for entry in report.fused] == fused
     assert [entry.why for entry in report.not_fused] == reasons
     assert_equal(*reversed(results))
     assert sorted(filter(None, fused_nodes(net))) == sorted(fused)
@@ -220,7 +222,7 @@ def test_the_graph_of_a_file(kind, tmp_path):
         before = block._cached_graph[1].tojson(), attributes(block)
         _, report = convert_sync_batchnorm(block, fuse=fuses, return_report=True)
         results.append(outcome(block))
-    assert [entry.what for entry in report.fused] == fused
+    assert [entry.after for entry in report.fused] == fused
     assert [entry.why for entry in report.not_fused] == reasons
     assert_equal(*reversed(results))
     assert sorted(filter(None, fused_nodes(block))) == sorted(fused)
@@ -297,7 +299,7 @@ def test_fusing_keeps_the_order_of_states_random_numbers_and_gradients(body, fus
         net.hybridize()
         mx.random.seed(1)
         results.append(outcome(net, (5,)))
-    assert [entry.what for entry in report.fused] == fused
+    assert [entry.after for entry in report.fused] == fused
     assert why in [entry.why[: len(why)] for entry in report.not_fused]
     assert_equal(*reversed(results))
 
@@ -386,7 +388,7 @@ def test_before_the_initialization_and_in_part():
                 with net[number].name_scope():
                     net[number].add(nn.Conv2D(4, 3), nn.BatchNorm(), nn.LeakyReLU(0.1))
         _, report = convert_sync_batchnorm(net, fuse=fuses, return_report=True)
-        assert [what for _, what in report.fused] == ["leaky_relu"] * (2 * fuses)
+        assert [entry.after for entry in report.fused] == ["leaky_relu"] * (2 * fuses)
         net[1].hybridize()
         results.append(outcome(filled(net, contexts(2))))
         assert fused_nodes(net[1]) == (["leaky_relu"] if fuses else [""])
@@ -444,8 +446,8 @@ class Two(HybridBlock):
 def test_nets_that_cannot_be_traced():
     net = Untraceable()
     _, report = convert_sync_batchnorm(net, fuse=True, return_report=True)
-    assert [what for _, what in report.fused] == ["relu", "residual + relu"]
-    [(name, why)] = report.not_fused
+    assert [entry.after for entry in report.fused] == ["relu", "residual + relu"]
+    [(name, *_, why)] = report.not_fused
     assert name == "the net itself"
     assert why.startswith("it cannot be traced") and "shape" in why
     assert "2 fused (1 relu, 1 residual + relu)" in str(report) and why in str(report)
@@ -469,7 +471,7 @@ def test_numpy_arrays():
             loss.backward()
             assert type(y) is mx.np.ndarray
             results.append({"y": y.asnumpy(), "dx": x.grad.asnumpy()})
-        assert [what for _, what in report.fused] == ["relu"] == fused_nodes(net)
+        assert [entry.after for entry in report.fused] == ["relu"] == fused_nodes(net)
     assert_equal(*results)
 
 
@@ -478,7 +480,7 @@ def test_a_synchronized_layer_keeps_its_own_activation():
     net.add(sbn.SyncBatchNorm(activation="relu", in_channels=3), sbn.VirtualBatchNorm(2))
     net.add(nn.Activation("relu"))
     _, report = convert_sync_batchnorm(net, fuse=True, return_report=True)
-    assert [what for _, what in report.fused] == ["relu"] and not report.not_fused
+    assert [entry.after for entry in report.fused] == ["relu"] and not report.not_fused
     net.initialize()
     net.hybridize()
     assert fused_nodes_after_a_call(net) == ["relu", "relu"]

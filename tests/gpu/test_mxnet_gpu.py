@@ -158,7 +158,7 @@ MODES = {
     "use_global_stats": {"use_global_stats": True},
     "fix_gamma": {"fix_gamma": True},
     "momentum": {"momentum": 0.7, "epsilon": 1e-3},
-    "cumulative": {"momentum": None, "running_variance": "unbiased"},
+    "cumulative": {"momentum": None, "unbiased": True},
     "virtual devices": {"virtual_devices": 3},
     "residual": {"residual": True},
     "relu": {"activation": "relu"},

@@ -10,8 +10,10 @@ import mxnet as mx
 import numpy as np
 import pytest
 import reference
+from gluon_syncbn import native
 from devices import KIND, context
 from dtypes import numpy_dtype, rounded
+from gluon_syncbn.layers.operator import Settings
 from mxnet import autograd
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
@@ -440,3 +442,19 @@ def test_invalid_attributes_are_an_error():
     )
     with pytest.raises(mx.MXNetError, match="epsilon=small"):
         symbol.infer_shape(x=(2, 3))
+
+
+def test_settings_that_are_left_out_have_the_values_of_the_operator():
+    layer = prepare(sbn.SyncBatchNorm(in_channels=3), contexts(1))._layer
+    results = []
+    for given in ({}, Settings()._asdict()):
+        given["activation"] = "leaky_relu"
+        parameters = [mx.nd.array(each, context()) for each in ([2, 1, -1], [0, 0.1, 0.2])]
+        running = [mx.nd.zeros(3, context()), mx.nd.ones(3, context())]
+        x = mx.nd.array(np.random.RandomState(0).normal(1, 0.01, (4, 3, 2)), context())
+        identity = {"op_type": "GluonSyncBatchNorm", "process": native.PROCESS, "layer": layer.id}
+        with autograd.record():
+            y, *_ = mx.nd.Custom(x, *parameters, *running, **identity, **given)
+        results.append([each.asnumpy() for each in (y, *running)])
+    for default, explicit in zip(*results):
+        assert_same_bits(default, explicit)

@@ -19,7 +19,7 @@ void Attributes::read(const std::string& key, const std::string& text, T* value)
 Attributes::Attributes(int size, const char** keys, const char** values) {
   bool foreign = false;
   std::string activation = "None";
-  double slope = 0;
+  double slope = 0.01;
   for (int i = 0; i < size; ++i) {
     const std::string key = keys[i], value = values[i];
     if (key == "layer") read(key, value, &layer);
