@@ -39,7 +39,7 @@ struct ArrayProbe {
   bool has_run = false;
 
   ~ArrayProbe() {
-    if (!has_run) process.all_reduce->unreachable(layer, epoch, direction, device);
+    if (!has_run) process.rendezvous->unreachable(layer, epoch, direction, device);
   }
 };
 
@@ -49,7 +49,7 @@ struct Flush {
   Direction direction;
   std::string device;
 
-  ~Flush() { process.all_reduce->end_flush(layer, direction, device); }
+  ~Flush() { process.rendezvous->end_flush(layer, direction, device); }
 };
 
 // Handles SIGINT, then calls the previous handler.
@@ -112,8 +112,8 @@ int gluon_syncbn_register(void* const* api, const char* process_uuid, int naive_
     if (added) all->resize(static_cast<size_t>(size));
     return std::string();
   };
-  if (!process.all_reduce) process.all_reduce = new AllReduce;
-  process.all_reduce->observe(observer);
+  if (!process.rendezvous) process.rendezvous = new Rendezvous;
+  process.rendezvous->observe(observer);
   return mxnet.custom_op_register("GluonSyncBatchNorm", create_operator);
 }
 
@@ -122,10 +122,10 @@ void gluon_syncbn_after_fork() {
   abandon_thread_pool();
   abandon_cuda_memory();
   forget_errors();
-  process.all_reduce->after_fork();
+  process.rendezvous->after_fork();
 }
 
-void gluon_syncbn_report_next(const char* text) { process.all_reduce->report_next(text); }
+void gluon_syncbn_report_next(const char* text) { process.rendezvous->report_next(text); }
 
 void gluon_syncbn_configure(int64_t layer, const gluon_syncbn_layer_config* from) {
   // Its store may be another one from now on.
@@ -142,27 +142,27 @@ void gluon_syncbn_configure(int64_t layer, const gluon_syncbn_layer_config* from
   config.config_error = from->config_error;
   config.notice = from->notice;
   for (const std::string& device : config.devices) config.has_gpus |= gpu_of(device) >= 0;
-  process.all_reduce->configure(layer, config);
+  process.rendezvous->configure(layer, config);
 }
 
 void gluon_syncbn_set_active_devices(const char* const* devices, int num_devices) {
-  process.all_reduce->set_active_devices({devices, devices + num_devices});
+  process.rendezvous->set_active_devices({devices, devices + num_devices});
 }
 
-void gluon_syncbn_set_joined(int joined) { process.all_reduce->set_joined(joined != 0); }
+void gluon_syncbn_set_joined(int joined) { process.rendezvous->set_joined(joined != 0); }
 
-void gluon_syncbn_give_up(const char* reason) { process.all_reduce->give_up(reason); }
+void gluon_syncbn_give_up(const char* reason) { process.rendezvous->give_up(reason); }
 
 void gluon_syncbn_forget(int64_t layer) {
   channels().forget(layer);
-  process.all_reduce->forget(layer);
+  process.rendezvous->forget(layer);
 }
 
 int gluon_syncbn_drain(int64_t layer, int64_t epoch, const char* device, void** arrays,
                        int num_arrays, const char* text) {
   // Under the naive engine arrays hold no errors.
   if (num_arrays == 0 || process.naive_engine) {
-    process.all_reduce->drain(layer, epoch, device);
+    process.rendezvous->drain(layer, epoch, device);
     return 0;
   }
   auto* const drain = new Drain{layer, epoch, device, text};
@@ -188,7 +188,7 @@ int gluon_syncbn_drain(int64_t layer, int64_t epoch, const char* device, void** 
   const auto clear = [](void*, void* argument) {
     const Drain& d = *static_cast<Drain*>(argument);
     if (!d.is_clean) mxnet.ndarray_wait_to_read(d.marker);
-    process.all_reduce->drain(d.layer, d.epoch, d.device);
+    process.rendezvous->drain(d.layer, d.epoch, d.device);
   };
   // One after the other, as they write the same arrays. The last one deletes the Drain of all.
   const auto push = [&](void (*run)(void*, void*), void (*deleter)(void*), int count, int kind,
@@ -218,7 +218,7 @@ int gluon_syncbn_probe_arrays(int64_t layer, int64_t epoch, int backward, const 
 int gluon_syncbn_flush(int64_t layer, int backward, const char* const* devices, int num_devices,
                        void** arrays, int num_arrays) {
   const Direction direction = backward ? Direction::kBackward : Direction::kForward;
-  process.all_reduce->begin_flush(layer, direction, {devices, devices + num_devices});
+  process.rendezvous->begin_flush(layer, direction, {devices, devices + num_devices});
   int status = 0;
   for (int i = 0; i < num_devices; ++i) {
     // It writes the arrays, as with static_shape MXNet takes a forward for a reader of them.
@@ -230,10 +230,10 @@ int gluon_syncbn_flush(int64_t layer, int backward, const char* const* devices, 
   return status;
 }
 
-int gluon_syncbn_flushing() { return process.all_reduce->flushing(); }
+int gluon_syncbn_flushing() { return process.rendezvous->flushing(); }
 
 void gluon_syncbn_close(const char* reason) {
-  process.all_reduce->close(reason);
+  process.rendezvous->close(reason);
   Interruption::close();
 }
 
@@ -243,9 +243,9 @@ const char* gluon_syncbn_cuda() { return cuda_backend() ? cuda_backend()->descri
 
 int gluon_syncbn_peer_access() { return peer_access(); }
 
-int gluon_syncbn_waiting() { return process.all_reduce->waiting(); }
+int gluon_syncbn_waiting() { return process.rendezvous->waiting(); }
 
-double gluon_syncbn_stuck_seconds() { return process.all_reduce->stuck_seconds(); }
+double gluon_syncbn_stuck_seconds() { return process.rendezvous->stuck_seconds(); }
 
 int gluon_syncbn_catch_interrupts() {
   struct sigaction action{};

@@ -38,7 +38,7 @@ SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process_uuid,
 // new epoch.
 SBN_EXPORT void gluon_syncbn_after_fork();
 
-// See AllReduce::report_next.
+// See Rendezvous::report_next.
 SBN_EXPORT void gluon_syncbn_report_next(const char* text);
 
 // See LayerConfig.
@@ -54,7 +54,7 @@ struct gluon_syncbn_layer_config {
 SBN_EXPORT void gluon_syncbn_configure(int64_t layer, const gluon_syncbn_layer_config*);
 SBN_EXPORT void gluon_syncbn_forget(int64_t layer);
 
-// See AllReduce.
+// See Rendezvous.
 SBN_EXPORT void gluon_syncbn_set_active_devices(const char* const* devices, int num_devices);
 SBN_EXPORT void gluon_syncbn_set_joined(int joined);
 SBN_EXPORT void gluon_syncbn_give_up(const char* reason);
@@ -66,12 +66,12 @@ SBN_EXPORT int gluon_syncbn_drain(int64_t layer, int64_t epoch, const char* devi
                                   int num_arrays, const char* text);
 
 // Finds out whether these arrays of a device hold an error, once all that was pushed before has
-// passed. If so, those that wait for the device get an error: see AllReduce::unreachable.
+// passed. If so, those that wait for the device get an error: see Rendezvous::unreachable.
 SBN_EXPORT int gluon_syncbn_probe_arrays(int64_t layer, int64_t epoch, int backward,
                                          const char* device, void** arrays, int num_arrays);
 
 // Begins to flush devices. That of each ends once all that was pushed before for its arrays has
-// passed, num_arrays for each device: see AllReduce::begin_flush.
+// passed, num_arrays for each device: see Rendezvous::begin_flush.
 SBN_EXPORT int gluon_syncbn_flush(int64_t layer, int backward, const char* const* devices,
                                   int num_devices, void** arrays, int num_arrays);
 SBN_EXPORT int gluon_syncbn_flushing();

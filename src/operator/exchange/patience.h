@@ -4,6 +4,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
+#include <sstream>
+#include <string>
 
 namespace gluon_syncbn {
 
@@ -34,6 +37,18 @@ class Patience {
   Seconds timeout_;
   Clock::time_point start_ = Clock::now();
 };
+
+// How often a waiting call wakes up to check for Ctrl-C.
+constexpr Patience::Seconds kSlice{0.1};
+
+// "0.35 s", "12 s".
+inline std::string seconds_text(Patience::Seconds seconds) {
+  const double digits = seconds.count() < 10 ? 100 : 1;
+  std::ostringstream text;
+  text.precision(15);
+  text << std::round(seconds.count() * digits) / digits << " s";
+  return text.str();
+}
 
 }  // namespace gluon_syncbn
 

@@ -113,7 +113,7 @@ int Call::run(Arrays* arrays, int written, int count, const int* requests, const
           " Its running statistics are as before this step, and those of other devices may have "
           "followed the batch: continue from the last checkpoint.";
     }
-    process.all_reduce->fail(layer_, text, device_, forward);
+    process.rendezvous->fail(layer_, text, device_, forward);
   }
   // Under MXNet's naive engine arrays hold no errors: an exception goes straight up to the caller.
   if (process.naive_engine) throw dmlc::Error(text);
@@ -125,7 +125,7 @@ int Call::run(Arrays* arrays, int written, int count, const int* requests, const
 }
 
 std::string Call::title() const {
-  return "SyncBatchNorm" + (layer_ ? " '" + process.all_reduce->name(layer_) + "'" : "") + " on " +
+  return "SyncBatchNorm" + (layer_ ? " '" + process.rendezvous->name(layer_) + "'" : "") + " on " +
          device_;
 }
 
@@ -156,7 +156,7 @@ void Call::check_device() const {
 }
 
 void Call::check_engine() const {
-  if (process.naive_engine && process.all_reduce->participants(layer_) > 1) {
+  if (process.naive_engine && process.rendezvous->participants(layer_) > 1) {
     throw Error(
         "SyncBatchNorm cannot synchronize devices under MXNET_ENGINE_TYPE=NaiveEngine, where a "
         "call "
@@ -186,7 +186,7 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
   if (is_shared()) {
     check_engine();
     // Before anything that may fail on this device only: so the others know which call has failed.
-    id_ = process.all_reduce->next_call(layer_, device_, attributes_.node);
+    id_ = process.rendezvous->next_call(layer_, device_, attributes_.node);
   }
   const View view = arrays.view(kData, attributes_.axis);
   if (from_batch_ && view.size() == 0) {
@@ -360,12 +360,12 @@ void Call::backward_by_cuda(const Arrays& arrays, const int* requests, const Bac
 BatchPtr Call::synchronized_forward(DType dtype, const ForwardShard& part) {
   const Kernels& kernels = cpu_kernels(dtype);
   const int64_t channels = part.view.C;
-  if (!process.all_reduce->shares_memory(layer_)) {
+  if (!process.rendezvous->shares_memory(layer_)) {
     std::vector<ChannelSums> sums(channels);
     Batch batch{std::vector<Statistics>(channels)};
     batch.count = static_cast<double>(part.view.N * part.view.S);
     kernels.forward_sums(part.view, part.x, sums.data());
-    process.all_reduce->reduce(layer_, id_, Direction::kForward, device_, name_of(dtype), &sums,
+    process.rendezvous->reduce(layer_, id_, Direction::kForward, device_, name_of(dtype), &sums,
                                &batch.count);
     for (int64_t c = 0; c < channels; ++c) {
       batch.channels[c] = batch_statistics(sums[c], batch.count, attributes_.epsilon);
@@ -375,7 +375,7 @@ BatchPtr Call::synchronized_forward(DType dtype, const ForwardShard& part) {
   }
   using Mine = PartContribution<ForwardShard>;
   Mine mine(part, dtype);
-  process.all_reduce->rendezvous(
+  process.rendezvous->meet(
       layer_, id_, Direction::kForward, device_, &mine, [&](const std::vector<Contribution*>& all) {
         const BatchPtr batch =
             forward_together(kernels, parts_of<ForwardShard>(all), attributes_.epsilon);
@@ -387,27 +387,26 @@ BatchPtr Call::synchronized_forward(DType dtype, const ForwardShard& part) {
 void Call::synchronized_backward(DType dtype, const BackwardShard& part) {
   const Kernels& kernels = cpu_kernels(dtype);
   const Statistics* const statistics = batches_[0]->channels.data();
-  if (!process.all_reduce->shares_memory(layer_)) {
+  if (!process.rendezvous->shares_memory(layer_)) {
     kernels.backward_sums(part, statistics);
     std::vector<ChannelSums> sums(part.sums, part.sums + part.view.C);
     double count = static_cast<double>(part.view.N * part.view.S);
-    process.all_reduce->reduce(layer_, id_, Direction::kBackward, device_, name_of(dtype), &sums,
+    process.rendezvous->reduce(layer_, id_, Direction::kBackward, device_, name_of(dtype), &sums,
                                &count);
     if (part.dx || part.dresidual) kernels.backward(part, statistics, sums.data(), count);
     return;
   }
   PartContribution<BackwardShard> mine(part, dtype);
-  process.all_reduce->rendezvous(layer_, id_, Direction::kBackward, device_, &mine,
-                                 [&](const std::vector<Contribution*>& all) {
-                                   kernels.backward_together(parts_of<BackwardShard>(all),
-                                                             statistics);
-                                 });
+  process.rendezvous->meet(layer_, id_, Direction::kBackward, device_, &mine,
+                           [&](const std::vector<Contribution*>& all) {
+                             kernels.backward_together(parts_of<BackwardShard>(all), statistics);
+                           });
 }
 
 Together Call::together(Direction direction, DType dtype, int64_t channels) {
   Together result;
   if (!is_shared()) return result;
-  const Participants all = process.all_reduce->participants_of(layer_, id_, device_);
+  const Participants all = process.rendezvous->participants_of(layer_, id_, device_);
   for (const std::string& device : all.devices) result.gpus.push_back(gpu_of(device));
   if (all.count == 1 && !all.exchanges) return result;
   const bool are_gpus =
@@ -415,21 +414,22 @@ Together Call::together(Direction direction, DType dtype, int64_t channels) {
   if (are_gpus && all.count <= kMaxDevices && !all.exchanges) {
     result.meet = [=](const SharedSums& own) {
       SharedContribution mine{{channels, name_of(dtype)}, own, {}};
-      process.all_reduce->rendezvous(
-          layer_, id_, direction, device_, &mine, [](const std::vector<Contribution*>& each) {
-            std::vector<SharedSums> sums;
-            for (const Contribution* one : each) {
-              sums.push_back(static_cast<const SharedContribution*>(one)->own);
-            }
-            for (Contribution* one : each) static_cast<SharedContribution*>(one)->all = sums;
-          });
+      process.rendezvous->meet(layer_, id_, direction, device_, &mine,
+                               [](const std::vector<Contribution*>& each) {
+                                 std::vector<SharedSums> sums;
+                                 for (const Contribution* one : each) {
+                                   sums.push_back(static_cast<const SharedContribution*>(one)->own);
+                                 }
+                                 for (Contribution* one : each)
+                                   static_cast<SharedContribution*>(one)->all = sums;
+                               });
       has_met_ = true;
       return std::move(mine.all);
     };
   } else {
     result.reduce = [=](ChannelSums* sums, double* count) {
       std::vector<ChannelSums> reduced(sums, sums + channels);
-      process.all_reduce->reduce(layer_, id_, direction, device_, name_of(dtype), &reduced, count);
+      process.rendezvous->reduce(layer_, id_, direction, device_, name_of(dtype), &reduced, count);
       has_met_ = true;
       std::copy(reduced.begin(), reduced.end(), sums);
     };
@@ -453,7 +453,7 @@ BatchPtr Call::given_batch(DType dtype, int64_t channels, const void* mean, cons
 }
 
 // A process that has run out of data repeats its last batch.
-bool Call::has_data() const { return process.all_reduce->has_data(is_shared() ? layer_ : nullptr); }
+bool Call::has_data() const { return process.rendezvous->has_data(is_shared() ? layer_ : nullptr); }
 
 bool Call::update_running(DType dtype, const std::vector<BatchPtr>& batches,
                           void* const (&running)[3]) {

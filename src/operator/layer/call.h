@@ -14,7 +14,7 @@
 #include "mxnet/arrays.h"
 #include "numerics/kernels.h"
 #include "numerics/running_statistics.h"
-#include "rendezvous/all_reduce.h"
+#include "rendezvous/rendezvous.h"
 
 namespace gluon_syncbn {
 

@@ -37,7 +37,7 @@ int backward(int size, void** handles, int*, const int* requests, int, void* sta
 
 // One node, or one imperative call, and its callbacks, CustomOpPropCallbacks of mxnet/c_api.h.
 struct Operator {
-  explicit Operator(const Attributes& a) : attributes(a), layer(process.all_reduce->find(a.layer)) {
+  explicit Operator(const Attributes& a) : attributes(a), layer(process.rendezvous->find(a.layer)) {
     for (void*& context : contexts) context = this;
   }
 
@@ -109,7 +109,7 @@ int with_name(const Operator* op, const F& f) {
     if (!op->layer) throw;
     std::string text = error.what();
     throw dmlc::Error(
-        text.insert(text.find(' '), " '" + process.all_reduce->name(op->layer) + "'"));
+        text.insert(text.find(' '), " '" + process.rendezvous->name(op->layer) + "'"));
   }
 }
 

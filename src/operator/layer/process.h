@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "rendezvous/all_reduce.h"
+#include "rendezvous/rendezvous.h"
 
 namespace gluon_syncbn {
 
@@ -14,7 +14,7 @@ struct Process {
   bool naive_engine = false;
   bool onednn = false;
   // Never destroyed: calls may still wait in it when the process ends.
-  AllReduce* all_reduce = nullptr;
+  Rendezvous* rendezvous = nullptr;
 };
 
 inline Process process;

@@ -1,8 +1,6 @@
-// What the layers and the rendezvous say to users.
+// What the layers and the meeting say to users.
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
-#include <sstream>
 
 #include "rendezvous/state.h"
 
@@ -14,63 +12,55 @@ std::string comma_separated(const std::vector<std::string>& names) {
   return text.empty() ? "none" : text;
 }
 
-std::string seconds_text(Seconds seconds) {
-  const double digits = seconds.count() < 10 ? 100 : 1;
-  std::ostringstream text;
-  text.precision(15);
-  text << std::round(seconds.count() * digits) / digits << " s";
-  return text.str();
-}
-
 std::string Layer::title(const Key& key) const {
   return "SyncBatchNorm '" + config.name + "', " +
          (std::get<0>(key) == Direction::kForward ? "forward" : "backward") + " call " +
          std::to_string(std::get<2>(key));
 }
 
-std::vector<std::string> Layer::missing(const Rendezvous& rendezvous) const {
+std::vector<std::string> Layer::missing(const Meeting& meeting) const {
   std::vector<std::string> missing;
-  for (const std::string& device : group_of(rendezvous.arrivals[0].device, rendezvous.active)) {
-    if (!rendezvous.has(device)) missing.push_back(device);
+  for (const std::string& device : group_of(meeting.arrivals[0].device, meeting.active)) {
+    if (!meeting.has(device)) missing.push_back(device);
   }
   return missing;
 }
 
 std::vector<std::string> Layer::ahead(const Key& key) const {
   std::vector<std::string> devices;
-  for (const auto& [other, rendezvous] : open) {
+  for (const auto& [other, meeting] : open) {
     if (std::get<0>(other) != std::get<0>(key) || std::get<1>(other) != std::get<1>(key) ||
         std::get<2>(other) <= std::get<2>(key)) {
       continue;
     }
-    for (const Rendezvous::Arrival& arrival : rendezvous->arrivals) {
+    for (const Meeting::Arrival& arrival : meeting->arrivals) {
       if (!contains(devices, arrival.device)) devices.push_back(arrival.device);
     }
   }
   return devices;
 }
 
-std::string Layer::arrivals_text(const Rendezvous& rendezvous) const {
+std::string Layer::arrivals_text(const Meeting& meeting) const {
   std::vector<std::string> came;
-  for (const Rendezvous::Arrival& arrival : rendezvous.arrivals) came.push_back(arrival.device);
-  const std::vector<std::string> others = missing(rendezvous);
-  const size_t count = expected(rendezvous) - came.size();
+  for (const Meeting::Arrival& arrival : meeting.arrivals) came.push_back(arrival.device);
+  const std::vector<std::string> others = missing(meeting);
+  const size_t count = expected(meeting) - came.size();
   std::string text = "Came: " + comma_separated(came) + ". Missing: ";
   if (config.devices.empty()) return text + std::to_string(count) + " more.";
   if (count < others.size()) text += std::to_string(count) + " of ";
   return text + comma_separated(others) + ".";
 }
 
-std::string Layer::waits_text(const Key& key, const Rendezvous& rendezvous,
-                              const std::string& device, Seconds waited) const {
+std::string Layer::waits_text(const Key& key, const Meeting& meeting, const std::string& device,
+                              Seconds waited) const {
   const std::vector<std::string> further = ahead(key);
   return title(key) + ": " + device + " has waited " + seconds_text(waited) +
-         " for the other devices.\n" + arrivals_text(rendezvous) +
+         " for the other devices.\n" + arrivals_text(meeting) +
          (further.empty() ? "" : " Already in a later call: " + comma_separated(further) + ".");
 }
 
-std::string Layer::causes(const Key& key, const Rendezvous& rendezvous) const {
-  const std::vector<std::string> others = missing(rendezvous);
+std::string Layer::causes(const Key& key, const Meeting& meeting) const {
+  const std::vector<std::string> others = missing(meeting);
   const std::string who = others.empty() ? "a device" : comma_separated(others);
   std::vector<std::string> causes;
   if (std::get<0>(key) == Direction::kBackward) {

@@ -29,18 +29,18 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
-bool Rendezvous::has(const std::string& device) const {
+bool Meeting::has(const std::string& device) const {
   return std::any_of(arrivals.begin(), arrivals.end(),
                      [&](const Arrival& a) { return a.device == device; });
 }
 
-void Rendezvous::end(const std::string& why) {
+void Meeting::end(const std::string& why) {
   error = why;
   over = true;
   changed.notify_all();
 }
 
-std::vector<Contribution*> Rendezvous::contributions(const std::vector<std::string>& ranks) {
+std::vector<Contribution*> Meeting::contributions(const std::vector<std::string>& ranks) {
   const auto rank = [&](const Arrival& a) {
     return std::find(ranks.begin(), ranks.end(), a.device);
   };
@@ -80,27 +80,27 @@ std::vector<std::string> Layer::group_of(const std::string& device,
   return devices;
 }
 
-size_t Layer::expected(const Rendezvous& rendezvous) const {
-  if (!rendezvous.active) return config.participants();
-  return group_of(rendezvous.arrivals[0].device, rendezvous.active).size();
+size_t Layer::expected(const Meeting& meeting) const {
+  if (!meeting.active) return config.participants();
+  return group_of(meeting.arrivals[0].device, meeting.active).size();
 }
 
 void Layer::give_up_on(const std::set<std::string>& devices, Direction direction) const {
-  for (const auto& [key, rendezvous] : open) {
+  for (const auto& [key, meeting] : open) {
     if (std::get<0>(key) != direction) continue;
-    size_t possible = rendezvous->arrivals.size();
+    size_t possible = meeting->arrivals.size();
     std::string missing;
-    for (const std::string& device : group_of(rendezvous->arrivals[0].device, rendezvous->active)) {
-      if (rendezvous->has(device)) continue;
+    for (const std::string& device : group_of(meeting->arrivals[0].device, meeting->active)) {
+      if (meeting->has(device)) continue;
       if (devices.count(device)) {
         missing = device;
       } else {
         ++possible;
       }
     }
-    if (possible >= expected(*rendezvous)) continue;
-    rendezvous->unreachable = missing;
-    rendezvous->changed.notify_all();
+    if (possible >= expected(*meeting)) continue;
+    meeting->unreachable = missing;
+    meeting->changed.notify_all();
   }
 }
 
@@ -110,10 +110,8 @@ void Layer::start_epoch(const std::string& why) {
   forward_calls.clear();
   first_calls.clear();
   late.clear();
-  received.clear();
   failure = why;
-  ++epoch;
-  message_received.notify_all();
+  messages.start_epoch(++epoch, failed_before().what());
 }
 
 void Layer::fail(const std::string& why, const std::string& device, const CallId* forward) {
@@ -172,37 +170,37 @@ void State::fail(Lock* lock, Layer* layer, const std::string& text, const std::s
   throw Error(text);
 }
 
-void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Rendezvous* rendezvous,
+void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeting,
                  const std::string& device, const CallId& id) {
   const Patience patience(layer->config.timeout_seconds);
   const unsigned interrupts_before = interrupts;
   Seconds since_interrupt{0}, next_probe{0};
   const Seconds first_notice = std::min(patience.first(), kLongestSilence);
-  rendezvous->next_notice = std::max(rendezvous->next_notice, first_notice);
+  meeting->next_notice = std::max(meeting->next_notice, first_notice);
   // The last GPU has no work for the threads of a CPU.
   if (is_cpu(device)) {
     lock->unlock();
-    thread_pool().help([&] { return rendezvous->over.load(); }, kAwake);
+    thread_pool().help([&] { return meeting->over.load(); }, kAwake);
     lock->lock();
   }
-  while (!rendezvous->over) {
+  while (!meeting->over) {
     const Seconds slice = std::min(kSlice, patience.slice(kSlice));
-    if (rendezvous->unreachable.empty()) rendezvous->changed.wait_for(*lock, slice);
-    if (rendezvous->over) return;
+    if (meeting->unreachable.empty()) meeting->changed.wait_for(*lock, slice);
+    if (meeting->over) return;
     // The last device's work ends by itself, and in time.
-    if (rendezvous->combining) continue;
+    if (meeting->combining) continue;
 
     const Seconds waited = patience.waited();
-    const auto message = [&] { return layer->waits_text(key, *rendezvous, device, waited); };
+    const auto message = [&] { return layer->waits_text(key, *meeting, device, waited); };
     const Direction direction = std::get<0>(key);
-    if (!rendezvous->unreachable.empty()) {
+    if (!meeting->unreachable.empty()) {
       fail(lock, layer,
-           message() + "\nAn earlier operation on " + rendezvous->unreachable +
+           message() + "\nAn earlier operation on " + meeting->unreachable +
                " has failed, and MXNet runs nothing that depends on it. mx.nd.waitall() raises its "
                "error, unless it has been raised before.",
-           rendezvous->unreachable, direction == Direction::kForward ? &id : nullptr);
+           meeting->unreachable, direction == Direction::kForward ? &id : nullptr);
     }
-    if (patience.is_over()) fail(lock, layer, message() + layer->causes(key, *rendezvous));
+    if (patience.is_over()) fail(lock, layer, message() + layer->causes(key, *meeting));
     if (observer.waits && waited > next_probe) {
       next_probe = std::min(2 * waited, waited + kLongestProbe);
       const auto waits = observer.waits;
@@ -210,19 +208,19 @@ void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Rendezvous* re
       waits(layer->id, id.epoch, direction);
       lock->lock();
       // The last device may have begun to work with this one's contribution meanwhile.
-      if (rendezvous->over || rendezvous->combining) continue;
+      if (meeting->over || meeting->combining) continue;
     }
 
     if (interrupts != interrupts_before) since_interrupt += slice;
     if (since_interrupt > kGraceAfterInterrupt) fail(lock, layer, message() + "\nInterrupted.");
 
-    if (waited > rendezvous->next_notice) {
+    if (waited > meeting->next_notice) {
       std::string text = message();
-      if (rendezvous->next_notice == first_notice) {
+      if (meeting->next_notice == first_notice) {
         text += "\nAfter " + seconds_text(patience.timeout()) + " this is an error." +
-                layer->causes(key, *rendezvous);
+                layer->causes(key, *meeting);
       }
-      rendezvous->next_notice = kBetweenNotices * waited;
+      meeting->next_notice = kBetweenNotices * waited;
       if (const auto warn = observer.warn) {
         lock->unlock();
         warn(text);

@@ -1,4 +1,4 @@
-// What AllReduce knows of its layers, and the rendezvous that are open.
+// What Rendezvous knows of its layers, and the meetings that are open.
 #ifndef GLUON_SYNCBN_RENDEZVOUS_STATE_H_
 #define GLUON_SYNCBN_RENDEZVOUS_STATE_H_
 
@@ -12,8 +12,8 @@
 #include <tuple>
 #include <vector>
 
+#include "exchange/layer_messages.h"
 #include "exchange/patience.h"
-#include "rendezvous/reorder_buffer.h"
 #include "rendezvous/types.h"
 
 namespace gluon_syncbn {
@@ -21,17 +21,12 @@ namespace gluon_syncbn {
 using Clock = Patience::Clock;
 using Seconds = Patience::Seconds;
 
-// How often a waiting call wakes up to check for Ctrl-C.
-constexpr Seconds kSlice{0.1};
-
 // "cpu(0), cpu(1)", or "none".
 std::string comma_separated(const std::vector<std::string>& names);
-// "0.35 s", "12 s".
-std::string seconds_text(Seconds seconds);
 bool contains(const std::vector<std::string>& names, const std::string& name);
 bool is_cpu(const std::string& device);
 
-struct Rendezvous {
+struct Meeting {
   struct Arrival {
     std::string device;
     Contribution* contribution;
@@ -70,7 +65,7 @@ struct Layer {
   std::map<std::string, std::map<int64_t, int64_t>> forward_calls;
   // The sequence of the first call of a device that has made none yet, by node.
   std::map<int64_t, int64_t> first_calls;
-  std::map<Key, std::shared_ptr<Rendezvous>> open;
+  std::map<Key, std::shared_ptr<Meeting>> open;
   // By node: the devices that had not made the forward call that failed, so that their next one
   // belongs to the failed step. Dropped once another device goes on at that node.
   std::map<int64_t, std::set<std::string>> late;
@@ -81,9 +76,7 @@ struct Layer {
     std::set<std::string> passed;
   };
   std::map<Direction, Flush> flushes;
-  // By node.
-  std::map<int64_t, ReorderBuffer> received;
-  std::condition_variable message_received;
+  LayerMessages messages;
 
   std::string title(const Key& key) const;
   // Every device continues from the same sequence, including those that were idle.
@@ -93,21 +86,21 @@ struct Layer {
   // The active devices of a device's group, itself included, in rank order.
   std::vector<std::string> group_of(const std::string& device, const ActiveDevices& active) const;
   // The number of devices that must arrive.
-  size_t expected(const Rendezvous& rendezvous) const;
+  size_t expected(const Meeting& meeting) const;
   // Ends the waits of a direction that need one of these devices, which will not come.
   void give_up_on(const std::set<std::string>& devices, Direction direction) const;
   // Those who have not arrived, but may.
-  std::vector<std::string> missing(const Rendezvous& rendezvous) const;
+  std::vector<std::string> missing(const Meeting& meeting) const;
   // "Came: cpu(0). Missing: cpu(1)."
-  std::string arrivals_text(const Rendezvous& rendezvous) const;
+  std::string arrivals_text(const Meeting& meeting) const;
   // Who has waited for how long, who has arrived and who is further.
-  std::string waits_text(const Key& key, const Rendezvous& rendezvous, const std::string& device,
+  std::string waits_text(const Key& key, const Meeting& meeting, const std::string& device,
                          Seconds waited) const;
   // Two to four, one a line, that fit what is known.
-  std::string causes(const Key& key, const Rendezvous& rendezvous) const;
+  std::string causes(const Key& key, const Meeting& meeting) const;
   // The devices that wait in later calls of the same node and direction.
   std::vector<std::string> ahead(const Key& key) const;
-  // Ends every open rendezvous and starts a new epoch.
+  // Ends every open meeting and starts a new epoch.
   void start_epoch(const std::string& why);
   // The same after an error; `forward` is the call of the device that failed, if it was a forward.
   void fail(const std::string& why, const std::string& device = "",
@@ -141,8 +134,8 @@ struct State {
                 const CallId* forward = nullptr);
   [[noreturn]] void fail(Lock* lock, Layer* layer, const std::string& text,
                          const std::string& device = "", const CallId* forward = nullptr);
-  // Sleeps until the rendezvous is over. Throws Error when waiting is of no use any more.
-  void wait(Lock* lock, Layer* layer, const Layer::Key& key, Rendezvous* rendezvous,
+  // Sleeps until the meeting is over. Throws Error when waiting is of no use any more.
+  void wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeting,
             const std::string& device, const CallId& id);
 };
 

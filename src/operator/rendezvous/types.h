@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "exchange/layer_messages.h"
+
 namespace gluon_syncbn {
 
 class Error : public std::runtime_error {
@@ -75,23 +77,11 @@ struct Participants {
   bool exchanges;
 };
 
-// What a device contributes to a rendezvous; callers derive from it. All devices must have the same
+// What a device contributes to a meeting; callers derive from it. All devices must have the same
 // number of channels and dtype ("float32").
 struct Contribution {
   int64_t channels = 0;
   const char* dtype = "";
-};
-
-// What a process sends to the others of its layer.
-struct Message {
-  int64_t layer;
-  // Shared by messages that are never in flight at the same time: "12 forward 0".
-  std::string key;
-  // For the user: "SyncBatchNorm 'batchnorm0', forward call 7".
-  std::string title;
-  int64_t channels;
-  double timeout_seconds;
-  std::vector<double> values;
 };
 
 // Callbacks, each on the thread that noticed the event, with no lock held.

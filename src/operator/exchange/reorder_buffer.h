@@ -4,8 +4,8 @@
 // In each round of an exchange every process sends its values of one call. It sends each call once
 // and receives all rounds, so it ends up with all values of every call, though not always in the
 // round in which it sent its own.
-#ifndef GLUON_SYNCBN_RENDEZVOUS_REORDER_BUFFER_H_
-#define GLUON_SYNCBN_RENDEZVOUS_REORDER_BUFFER_H_
+#ifndef GLUON_SYNCBN_EXCHANGE_REORDER_BUFFER_H_
+#define GLUON_SYNCBN_EXCHANGE_REORDER_BUFFER_H_
 
 #include <cstddef>
 #include <map>
@@ -61,4 +61,4 @@ class ReorderBuffer {
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_RENDEZVOUS_REORDER_BUFFER_H_
+#endif  // GLUON_SYNCBN_EXCHANGE_REORDER_BUFFER_H_

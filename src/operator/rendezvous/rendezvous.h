@@ -2,11 +2,11 @@
 // arrive works for all: it runs the kernels over all their data, or adds their sums and exchanges
 // them with other processes.
 //
-// No call waits indefinitely. A rendezvous ends when all have arrived, on a timeout, when a
+// No call waits indefinitely. A meeting ends when all have arrived, on a timeout, when a
 // participant fails, when the process ends, or on Ctrl-C. All but the first are an Error on every
 // waiting device, which says who arrived and who did not.
-#ifndef GLUON_SYNCBN_RENDEZVOUS_ALL_REDUCE_H_
-#define GLUON_SYNCBN_RENDEZVOUS_ALL_REDUCE_H_
+#ifndef GLUON_SYNCBN_RENDEZVOUS_RENDEZVOUS_H_
+#define GLUON_SYNCBN_RENDEZVOUS_RENDEZVOUS_H_
 
 #include <cstdint>
 #include <functional>
@@ -24,10 +24,10 @@ struct Layer;
 using LayerPtr = std::shared_ptr<Layer>;
 struct State;
 
-class AllReduce {
+class Rendezvous {
  public:
-  AllReduce();
-  ~AllReduce();
+  Rendezvous();
+  ~Rendezvous();
 
   void observe(Observer observer);
 
@@ -58,10 +58,10 @@ class AllReduce {
   // Returns when all participants have arrived and one has run `combine` over the contributions of
   // all, in rank order. If that throws, every participant gets the error. Throws Error.
   using Combine = std::function<void(const std::vector<Contribution*>& contributions)>;
-  void rendezvous(const LayerPtr& layer, const CallId& id, Direction direction,
-                  const std::string& device, Contribution* contribution, const Combine& combine);
+  void meet(const LayerPtr& layer, const CallId& id, Direction direction, const std::string& device,
+            Contribution* contribution, const Combine& combine);
 
-  // A rendezvous that replaces the sums of data of this dtype, and their count, by those of all
+  // A meeting that replaces the sums of data of this dtype, and their count, by those of all
   // participants, including other processes. Throws Error.
   void reduce(const LayerPtr& layer, const CallId& id, Direction direction,
               const std::string& device, const char* dtype, std::vector<ChannelSums>* sums,
@@ -122,4 +122,4 @@ class AllReduce {
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_RENDEZVOUS_ALL_REDUCE_H_
+#endif  // GLUON_SYNCBN_RENDEZVOUS_RENDEZVOUS_H_
