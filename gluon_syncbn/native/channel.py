@@ -200,6 +200,11 @@ class Channel:
         # The library uses them.
         self._arrays = arrays
 
+    @property
+    def calls(self):
+        """The number of exchanges so far."""
+        return _library.gluon_syncbn_channel_calls(self.handle)
+
     def restart(self):
         """The next exchange is one of values, as the first was, in all processes."""
         _library.gluon_syncbn_channel_restart(self.handle)

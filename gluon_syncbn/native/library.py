@@ -204,6 +204,7 @@ for _name, (_result, *_arguments) in {
     "shared_memory_channel": (
         *(_pointer, _pointer, _text, _pointer, _int, _int, _long, _bool, _text, _int),
     ),
+    "channel_calls": (_long, _pointer),
     "channel_restart": (None, _pointer),
     "channel_exchange": (_int, _pointer, _text, _double, _pointer, _pointer, _text, _int),
     "set_channel": (None, _long, _text, _pointer),

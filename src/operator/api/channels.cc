@@ -140,6 +140,8 @@ void* gluon_syncbn_shared_memory_channel(void* connection, const char* key, void
   });
 }
 
+int64_t gluon_syncbn_channel_calls(void* channel) { return channel_of(channel)->calls(); }
+
 void gluon_syncbn_channel_restart(void* channel) { channel_of(channel)->restart(); }
 
 int gluon_syncbn_channel_exchange(void* channel, const char* title, double timeout_seconds,

@@ -66,6 +66,7 @@ SBN_EXPORT void* gluon_syncbn_shared_memory_channel(void* connection, const char
                                                     int64_t size, int sums, char* error,
                                                     int error_size);
 
+SBN_EXPORT int64_t gluon_syncbn_channel_calls(void* channel);
 SBN_EXPORT void gluon_syncbn_channel_restart(void* channel);
 
 // Writes the values of all processes, by rank, and returns 0, or their sums, and returns 1. Returns

@@ -45,6 +45,11 @@ Channel::Channel(std::shared_ptr<Connection> connection, std::string key, int64_
       ranks_(ranks),
       transports_(std::move(transports)) {}
 
+int64_t Channel::calls() const {
+  const std::lock_guard<std::mutex> lock(turn_);
+  return calls_;
+}
+
 void Channel::restart() {
   const std::lock_guard<std::mutex> lock(turn_);
   if (transports_.fixed_point) transports_.fixed_point->restart();

@@ -115,6 +115,8 @@ class Channel {
   bool fits(int64_t size, int64_t all_size) const {
     return size == size_ && all_size == ranks_ * size_;
   }
+  // The number of exchanges so far.
+  int64_t calls() const;
   // All processes call it at once: the next exchange is one of values, as the first was.
   void restart();
 
@@ -136,7 +138,7 @@ class Channel {
   const std::string key_;
   const int64_t size_, ranks_;
   const Transports transports_;
-  std::mutex turn_;
+  mutable std::mutex turn_;
   int64_t calls_ = 0;
 };
 using ChannelPtr = std::shared_ptr<Channel>;
