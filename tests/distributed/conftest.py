@@ -2,6 +2,7 @@
 
 import pytest
 from distributed_cluster import FOUR, STORE, needs_horovod, run
+from gluon_syncbn.distributed.liveness import Liveness
 
 STORES = [
     "distributed_stores:sums",
@@ -56,3 +57,20 @@ def horovod(tmp_path_factory):
 @pytest.fixture(params=["shared", "two", pytest.param("horovod", marks=needs_horovod)])
 def pair(request):
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def simulate():
+    """Makes processes that are threads of this one."""
+    made = []
+
+    def simulate(size, host="127.0.0.1"):
+        ranks = [Liveness(rank, size, host) for rank in range(size)]
+        made.extend(ranks)
+        for one in ranks:
+            one.set_addresses([one.address for one in ranks])
+        return ranks
+
+    yield simulate
+    for one in made:
+        one.close()

@@ -148,13 +148,6 @@ class Launcher:
             reader.join(10)
 
 
-def wait_until(condition, seconds=ENDED_SECONDS):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def free_port():
     """The first of two free ports in a row, below those that the system and the KVStore choose
     from: 10000 to 49999."""

@@ -9,9 +9,10 @@ import threading
 import time
 
 import pytest
+from distributed_cluster import wait_until
 from gluon_syncbn.launch import __main__ as launch
 from gluon_syncbn.launch.cluster import Cluster, LaunchError, Position, find_position, first_host
-from launched import free_port, wait_until
+from launched import free_port
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from distributed_cluster import needs_horovod
+from distributed_cluster import needs_horovod, wait_until
 from gluon_syncbn.launch import __main__ as launch
 from launched import (
     ALL_REDUCE,
@@ -21,7 +21,6 @@ from launched import (
     TRAIN,
     Launcher,
     free_port,
-    wait_until,
 )
 
 ARGUMENTS = ["--", "--epochs", "3", "with space", "-n", "7", "--", "--engine", "", "--help"]
