@@ -100,25 +100,8 @@ def test_arrays_that_cannot_be_added(pair):
         assert kind == "ValueError" and "at most 61 bytes" in text
 
 
-def test_one_message_per_layer_pass_and_process(pair):
-    for reported in pair.reported("messages"):
-        steps, layers = 4, reported["layers"]
-        ways = ("forward", "backward")
-        keys = [f"{layer} {way} -1" for layer in layers for way in ways]
-        assert reported["steps"] == dict.fromkeys(keys, steps)
-        # Each layer has one handshake.
-        handshakes = [f"{layer} handshake" for layer in layers]
-        assert reported["first"] == dict.fromkeys(keys + handshakes, 1)
-
-
-def test_one_key_is_never_twice_under_way(pair):
-    for reported in pair.reported("one key on two threads"):
-        assert reported == {"group": [0, 0], "reducer": [0, 0]}
-
-
 def test_keys_may_come_in_other_orders(pair):
-    for wrong, errors in pair.reported("keys in other orders"):
-        assert wrong == [0] * 4 and errors == []
+    assert pair.reported("keys in other orders") == [0, 0]
 
 
 # Training.
@@ -185,7 +168,7 @@ def test_a_layer_that_goes_to_another_group(request, job):
 
 
 def test_only_a_group_of_all_processes_has_its_sums_from_the_kvstore(four):
-    """The second of two steps, forward and backward."""
+    """Forward and backward."""
     for sums in four.reported("sums of groups"):
         assert {name: count for name, count in sums.items() if count} == {"4 of 4": 2, "8 of 8": 2}
 

@@ -6,7 +6,9 @@ import pickle
 import re
 import subprocess
 import sys
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import gluon_syncbn as sbn
 import mxnet as mx
@@ -95,6 +97,22 @@ def test_a_store_that_returns_something_else():
         y = layer(mx.nd.ones((2, 3)))
     with pytest.raises(mx.MXNetError, match="all_reduce returned float32 of shape"):
         y.wait_to_read()
+
+
+def test_one_key_is_never_twice_under_way():
+    class Slow(Sums):
+        under_way = set()
+
+        def all_reduce(self, key, array):
+            assert key not in self.under_way
+            self.under_way.add(key)
+            time.sleep(0.01)
+            self.under_way.remove(key)
+            return array
+
+    exchange = sbn.SyncGroup(store=Slow())._exchange
+    with ThreadPoolExecutor(4) as executor:
+        list(executor.map(lambda _: exchange.all_gather("key", "title", np.ones(3)), range(8)))
 
 
 # The default group.
