@@ -41,8 +41,7 @@ def shared_four(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def four(tmp_path_factory):
-    topics = [*FOUR, "distributed_bits:training_on_two_devices"]
-    return run(tmp_path_factory.mktemp("four"), 4, topics, **STORE)
+    return run(tmp_path_factory.mktemp("four"), 4, FOUR, **STORE)
 
 
 @pytest.fixture(scope="session")
