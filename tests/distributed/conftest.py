@@ -15,8 +15,6 @@ STORES = [
     "distributed_channels:messages",
     "distributed_channels:keys_of_users",
     "distributed_channels:another_store",
-    "distributed_channels:probed",
-    "distributed_channels:a_group_that_failed",
 ]
 
 
@@ -27,8 +25,7 @@ def shared(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def two(tmp_path_factory):
-    topics = [*STORES, "distributed_stores:a_store_of_files", "distributed_sums:through_files"]
-    topics += ["distributed_traps:one_process_does_more"]
+    topics = [*STORES, "distributed_sums:through_files", "distributed_traps:one_process_does_more"]
     # The last one, as a process leaves the group.
     topics += ["distributed_traps:a_group_that_is_left"]
     return run(tmp_path_factory.mktemp("two"), 2, topics, **STORE)

@@ -5,9 +5,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import gluon_syncbn as sbn
 import numpy as np
-from distributed_bits import Share, same_bits
 from distributed_worker import error_of
 
 LARGEST = np.finfo(np.float64).max
@@ -88,13 +86,6 @@ class FileStore:
                 time.sleep(0.001)
             total += np.load(path)
         return total
-
-
-def a_store_of_files(world):
-    store = FileStore(world.folder, world.rank, world.size)
-    group = sbn.SyncGroup(store=store, timeout=30)
-    share = Share(world.rank, world.size, 2)
-    world.save("files", **same_bits(share, some=True, group=group))
 
 
 def keys_in_other_orders(world, threads=4, rounds=15):

@@ -35,22 +35,6 @@ def test_a_layer_takes_the_store_of_its_group(pair):
         assert means == [0.5] * 6
 
 
-def test_a_group_that_failed_stays_so(pair):
-    for reported in pair.reported("failed"):
-        kind, text, _ = reported["failed"]
-        assert kind == "MXNetError"
-        assert "the processes have lost each other" in text and "a device was lost" in text
-        assert reported["other"] == [0.5, 0.5]
-
-
-def test_a_probe_shows_who_has_arrived(pair):
-    assert pair.reported("probed")[1] == {
-        "waits": ['a title ("probed" 3)', 'a title ("probed" 2)'],
-        "before": ["arrived", "arrived", "absent"],
-        "after": ["arrived", "arrived", "absent"],
-    }
-
-
 class Twins:
     """A store of two processes that bring the same."""
 

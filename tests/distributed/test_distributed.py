@@ -46,12 +46,6 @@ def test_bits_are_those_of_one_process(job, whole, devices):
     check_bits(job, whole, devices)
 
 
-def test_bits_through_a_store_that_only_adds(two, whole):
-    parts = two.arrays("files")
-    for name in parts[0]:
-        assert_same_bits(put_together(parts, name), whole[name], name)
-
-
 def test_every_bit_of_a_double_arrives(job):
     """Where float64 went through the server as it is, it would come back as float32."""
     rows = distributed_stores.rows(job.workers)

@@ -194,17 +194,6 @@ def test_the_end_comes_when_all_have_reached_it(size, simulate):
     assert found[0][1] < 5 and all(0.5 < seconds < 5 for _, seconds in found[1:])
 
 
-def test_the_end_in_an_exit_hook():
-    """There, Python starts no threads of an executor any more."""
-    body = "import atexit; atexit.register(lambda: print(liveness.wait_for_the_end(9))); ready()"
-    with Job(body, body) as job:
-        for process in job.processes:
-            print(file=process.stdin, flush=True)
-        assert job.liveness.wait_for_the_end(9) is None
-        for process in job.processes:
-            assert process.communicate(timeout=20) == ("None\n", "")
-
-
 @pytest.mark.parametrize("why", ["process ended", "failed: a bad batch"])
 def test_the_end_does_not_wait_for_those_that_are_gone_or_have_failed(why, simulate):
     ranks = simulate(3)
