@@ -2,23 +2,19 @@
 
 import pytest
 from distributed_cluster import FOUR, STORE, needs_horovod, run
+from gluon_syncbn.distributed.liveness import Liveness
 
 STORES = [
     "distributed_stores:sums",
     "distributed_stores:wrong_arrays",
-    "distributed_stores:messages",
-    "distributed_stores:one_key_on_two_threads",
     "distributed_stores:keys_in_other_orders",
     "distributed_bits:bits",
     "distributed_bits:training",
     "distributed_sums:sums",
     "distributed_sums:a_new_group",
-    "distributed_channels:through_python",
-    "distributed_channels:passes_without_backward",
+    "distributed_channels:messages",
     "distributed_channels:keys_of_users",
     "distributed_channels:another_store",
-    "distributed_channels:probed",
-    "distributed_channels:a_group_that_failed",
 ]
 
 
@@ -29,8 +25,7 @@ def shared(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def two(tmp_path_factory):
-    topics = [*STORES, "distributed_stores:a_store_of_files", "distributed_sums:through_files"]
-    topics += ["distributed_traps:one_process_does_more"]
+    topics = [*STORES, "distributed_sums:through_files", "distributed_traps:one_process_does_more"]
     # The last one, as a process leaves the group.
     topics += ["distributed_traps:a_group_that_is_left"]
     return run(tmp_path_factory.mktemp("two"), 2, topics, **STORE)
@@ -43,8 +38,7 @@ def shared_four(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def four(tmp_path_factory):
-    topics = [*FOUR, "distributed_bits:training_on_two_devices"]
-    return run(tmp_path_factory.mktemp("four"), 4, topics, **STORE)
+    return run(tmp_path_factory.mktemp("four"), 4, FOUR, **STORE)
 
 
 @pytest.fixture(scope="session")
@@ -56,3 +50,20 @@ def horovod(tmp_path_factory):
 @pytest.fixture(params=["shared", "two", pytest.param("horovod", marks=needs_horovod)])
 def pair(request):
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def simulate():
+    """Makes processes that are threads of this one."""
+    made = []
+
+    def simulate(size, host="127.0.0.1"):
+        ranks = [Liveness(rank, size, host) for rank in range(size)]
+        made.extend(ranks)
+        for one in ranks:
+            one.set_addresses([one.address for one in ranks])
+        return ranks
+
+    yield simulate
+    for one in made:
+        one.close()

@@ -107,63 +107,36 @@ def same_bits(share, some=False, **arguments):
     return results
 
 
-class Training:
-    """Two nets and their Trainer: one of convolutions and layers, one of layers alone."""
-
-    def __init__(self, share, trainer=mx.gluon.Trainer, batch_size=SAMPLES, **arguments):
-        self.share, self.batch_size = share, batch_size
-        self.convolutions = nn.HybridSequential(prefix="convolutions_")
-        with self.convolutions.name_scope():
-            for channels in (8, 6):
-                self.convolutions.add(
-                    nn.Conv2D(channels, 3), sbn.SyncBatchNorm(), nn.Activation("relu")
-                )
-            self.convolutions.add(nn.GlobalAvgPool2D(), nn.Dense(4))
-        self.layers = nn.HybridSequential(prefix="layers_")
-        with self.layers.name_scope():
-            self.layers.add(sbn.SyncBatchNorm(), nn.Activation("relu"), sbn.SyncBatchNorm())
-        mx.random.seed(0)
-        self.nets = self.convolutions, self.layers
-        for net in self.nets:
-            net.initialize(mx.init.Xavier(), ctx=share.devices)
-            net.hybridize()
-        mx.nd.waitall()
-        self.parameters = {
-            name: parameter for net in self.nets for name, parameter in net.collect_params().items()
-        }
-        optimizer = {"learning_rate": 0.1, "momentum": 0.9}
-        self.trainer = trainer(self.parameters, "sgd", optimizer, **arguments)
-        self.loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
-
-    def step(self, number):
+def train(share, trainer=mx.gluon.Trainer, batch_size=SAMPLES, **arguments):
+    """The parameters after 20 steps, by name. Those of all devices must be the same."""
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(sbn.SyncBatchNorm(), nn.Activation("relu"), sbn.SyncBatchNorm())
+        net.add(nn.Conv2D(8, 3), sbn.SyncBatchNorm(), nn.Activation("relu"))
+        net.add(nn.GlobalAvgPool2D(), nn.Dense(4))
+    mx.random.seed(0)
+    net.initialize(mx.init.Xavier(), ctx=share.devices)
+    net.hybridize()
+    mx.nd.waitall()
+    parameters = net.collect_params()
+    optimizer = {"learning_rate": 0.1, "momentum": 0.9}
+    trainer = trainer(parameters, "sgd", optimizer, **arguments)
+    loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+    for number in range(20):
         generator = np.random.default_rng(number)
         x = generator.standard_normal((SAMPLES, 3, 8, 8)).astype("float32")
         labels = generator.integers(0, 4, SAMPLES).astype("float32")
-        xs, ys = (
-            shards(array[self.share.part], self.share.sizes, self.share.devices)
-            for array in (x, labels)
-        )
+        xs, ys = (shards(a[share.part], share.sizes, share.devices) for a in (x, labels))
         with autograd.record():
-            losses = [self.loss(self.convolutions(x), y) for x, y in zip(xs, ys)]
-            losses += [((self.layers(x) - 0.1) ** 2).mean(axis=(1, 2, 3)) for x in xs]
+            losses = [loss(net(x), y) for x, y in zip(xs, ys)]
         autograd.backward(losses)
-        self.trainer.step(self.batch_size)
-
-    def values(self):
-        """By name, those of the first device, when those of all others are the same."""
-        results = {}
-        for name, parameter in self.parameters.items():
-            first, *others = [array.asnumpy() for array in parameter.list_data()]
-            assert all((other == first).all() for other in others), name
-            results[name] = first
-        return results
-
-
-def train(share, steps=20, **arguments):
-    training = Training(share, **arguments)
-    for number in range(steps):
-        training.step(number)
-    return training.values()
+        trainer.step(batch_size)
+    results = {}
+    for name, parameter in parameters.items():
+        first, *others = [array.asnumpy() for array in parameter.list_data()]
+        assert all((other == first).all() for other in others), name
+        results[name] = first
+    return results
 
 
 # What the workers run.
@@ -175,18 +148,14 @@ def bits(world):
         world.save(f"bits {count}", **same_bits(share, some=world.size > 2))
 
 
-def training(world, count=1):
-    share = Share(world.rank, world.size, count)
+def training(world):
+    share = Share(world.rank, world.size)
     if world.engine == "horovod":
         # Its Trainer divides by the number of processes, too.
         arguments = {"trainer": world.hvd.DistributedTrainer, "batch_size": SAMPLES // world.size}
         world.save("training", **train(share, **arguments))
     else:
         world.save("training", **train(share, kvstore=world.kv, update_on_kvstore=False))
-
-
-def training_on_two_devices(world):
-    training(world, 2)
 
 
 def two_devices_of_one(world):

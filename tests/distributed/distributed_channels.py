@@ -1,65 +1,57 @@
 """What goes over native channels and what through Python, and that channels end in time."""
 
-import time
-
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 from distributed_stores import FileStore, calls
-from distributed_worker import error_of, forget_errors
 from mxnet import autograd
+from runs import contexts
 
 
-def new_layer(**arguments):
+def new_layer(devices=None, **arguments):
     layer = sbn.SyncBatchNorm(in_channels=3, momentum=0, **arguments)
-    layer.initialize()
+    layer.initialize(ctx=devices)
     return layer
 
 
 def step(world, layer, backward=True):
     """The running mean, which is that of the ranks where all have exchanged."""
-    (device,) = layer.running_mean.list_ctx()
-    x = mx.nd.full((2, 3, 4), world.rank, ctx=device)
+    devices = layer.running_mean.list_ctx()
     with autograd.record():
-        loss = (layer(x) ** 2).sum()
+        xs = [mx.nd.full((2, 3, 4), world.rank, ctx=device) for device in devices]
+        losses = [(layer(x) ** 2).sum() for x in xs]
     if backward:
-        loss.backward()
+        autograd.backward(losses)
     mx.nd.waitall()
-    return float(layer.running_mean.data(device)[0].asscalar())
+    return float(layer.running_mean.data(devices[0])[0].asscalar())
 
 
-def through_python(world, steps=3):
-    """How many messages take the way through Python, in the first step and in all others."""
-    layer = new_layer()
-    exchange, keys = world.reducer.exchange, []
+def messages(world):
+    """How often a layer of two devices exchanges each key, which messages take the way through
+    Python, and the means."""
+    layer = new_layer(contexts(2))
+    exchange, through_python = world.reducer.exchange, []
+    reported = {"number": layer._layer.id}
 
     def counted(key, *args, **options):
-        keys.append(str(key))
+        through_python.append(str(key))
         return exchange(key, *args, **options)
+
+    def report(name, steps, **options):
+        before = calls(world)
+        through_python.clear()
+        means = [step(world, layer, **options) for _ in range(steps)]
+        reported[name] = [calls(world) - before, list(through_python), means]
 
     # Where the group's exchange finds it.
     world.reducer.exchange = counted
-    reported = {"first mean": step(world, layer), "first": list(keys)}
-    keys.clear()
-    reported["means"] = [step(world, layer) for _ in range(steps)]
-    reported["steps"] = list(keys)
-    # From now on again, until it has a channel.
-    layer.collect_params().reset_ctx(mx.cpu(1))
-    reported["moved mean"] = step(world, layer)
-    reported["moved"] = list(keys)
+    report("passes", 10, backward=False)
+    report("first step", 1)
+    report("steps", 4)
+    layer.collect_params().reset_ctx(contexts(4)[2:])
+    report("moved", 1)
     del world.reducer.exchange
-    reported["number"] = layer._layer.id
-    world.report("through python", reported)
-
-
-def passes_without_backward(world, passes=10):
-    """The keys that appear in evaluations in training mode, and how often each is exchanged."""
-    layer = new_layer()
-    before = calls(world)
-    for _ in range(passes):
-        step(world, layer, backward=False)
-    step(world, layer)
-    world.report("passes", [layer._layer.id, calls(world) - before])
+    world.report("messages", reported)
 
 
 def keys_of_users(world):
@@ -74,62 +66,14 @@ def keys_of_users(world):
 
 
 def another_store(world):
-    """A layer that moves to another store and back."""
+    """How often a layer calls each of two stores, when it moves to another one and back."""
     layer = new_layer()
     files = sbn.SyncGroup(store=FileStore(world.folder, world.rank, world.size), timeout=30)
-    reported = {"means": []}
-    for name, group in (("reducer", world.group), ("files", files), ("again", world.group)):
+    counts, means = [], []
+    for group in (world.group, files, world.group):
         sbn.set_default_group(group)
         before = sum(calls(world).values()), sum(files.store.calls.values())
-        reported["means"] += [step(world, layer) for _ in range(2)]
+        means += [step(world, layer) for _ in range(2)]
         after = sum(calls(world).values()), sum(files.store.calls.values())
-        reported[name] = [now - then for now, then in zip(after, before)]
-    world.report("another store", reported)
-
-
-def a_group_that_failed(world):
-    """It stays so, and another one with the same store goes on."""
-    groups = [sbn.SyncGroup(store=world.reducer, timeout=world.timeout) for _ in range(2)]
-    layers = [new_layer(group=group) for group in groups]
-    for layer in layers:
-        step(world, layer)
-    # Without a word to the other process, which does the same.
-    groups[0]._exchange._fail = None
-    groups[0]._fail("a device was lost")
-    reported = {"failed": error_of(lambda: step(world, layers[0]))}
-    forget_errors()
-    reported["other"] = [step(world, layers[1]) for _ in range(2)]
-    world.report("failed", reported)
-
-
-def probed(world):
-    """Rank 1 probes rank 0, which waits for it."""
-    reducer = world.reducer
-
-    def gather():
-        reducer.all_gather("probed", np.ones(3), title="a title")
-
-    gather()
-    gather()
-    reported = {}
-    if world.rank == 1:
-        name = 'a title ("probed" {})'
-
-        def probe(call):
-            return reducer._liveness.probe(name.format(call))[0]
-
-        deadline = time.monotonic() + 10
-        while probe(3).state != "arrived" and time.monotonic() < deadline:
-            time.sleep(0.01)
-        answer = probe(3)
-        reported = {
-            "second": probe(2).state,
-            "waits": [answer.state, answer.in_flight[0][0], answer.last[0]],
-            "next": probe(4).state,
-        }
-    gather()
-    if world.rank == 1:
-        reported["exchanged"] = probe(3).state
-        reported["next after"] = probe(4).state
-    world.barrier()
-    world.report("probed", reported)
+        counts.append([now - then for now, then in zip(after, before)])
+    world.report("another store", [counts, means])

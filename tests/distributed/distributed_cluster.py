@@ -35,6 +35,13 @@ needs_horovod = pytest.mark.skipif(
 )
 
 
+def wait_until(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 class Results:
     """What workers saved in a folder."""
 

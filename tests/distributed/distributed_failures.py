@@ -1,62 +1,41 @@
-"""Workers of which one fails, and what becomes of the others."""
+"""Workers of which one fails or computes for long, and what becomes of the others."""
 
-import itertools
-import os
 import time
 
 import gluon_syncbn as sbn
 import mxnet as mx
 from distributed_worker import error_of, forget_errors
 from mxnet import autograd
-from mxnet.gluon import nn
 from runs import contexts
 
-LAST = 1  # The rank of the worker that fails, of two.
+LAST = 1  # The rank of the worker that something happens to, of two.
+DEVICES = contexts(3)
 
 
-class Steps:
-    """A net, one step at a time, without a Trainer, in whose messages a process waits inside
-    MXNet."""
+def first_steps(world):
+    """Returns a step of a layer whose group has the first two devices. Without a Trainer, in whose
+    messages a process waits inside MXNet."""
+    group = sbn.SyncGroup(devices=DEVICES[:2], store=world.reducer, timeout=world.timeout)
+    norm = sbn.SyncBatchNorm(prefix="norm_", in_channels=3, group=group)
+    norm.initialize(ctx=DEVICES)
 
-    def __init__(self, devices=1):
-        self.devices = contexts(devices)
-        self.net = nn.HybridSequential(prefix="net_")
-        with self.net.name_scope():
-            for _ in range(2):
-                self.net.add(nn.Conv2D(4, 3), sbn.SyncBatchNorm())
-        self.net.initialize(ctx=self.devices)
-
-    def __call__(self, channels=3):
-        """`channels`: of the last device's data."""
-        xs = [mx.nd.random.normal(shape=(2, 3, 8, 8), ctx=device) for device in self.devices]
-        if channels != 3:
-            xs[-1] = mx.nd.ones((2, channels, 8, 8), ctx=self.devices[-1])
+    def step(devices=DEVICES[:2]):
         with autograd.record():
-            losses = [(self.net(x) ** 2).mean() for x in xs]
+            losses = [(norm(mx.nd.ones((2, 3, 4), ctx=device)) ** 2).sum() for device in devices]
         autograd.backward(losses)
-        for array in [*losses, *self.net[0].weight.list_grad()]:
+        for array in [*losses, *norm.gamma.list_grad()]:
             array.wait_to_read()
 
-
-def first_steps(world, devices=1):
-    step = Steps(devices)
     for _ in range(3):
         step()
-    world.report("ready", os.getpid())
     return step
 
 
 def goes_on(world, step):
-    """Until there is an error, which the script dies of, or until a file says stop. Rank 0
-    writes another one before its last step, so that all take as many."""
+    """Until there is an error, which the script dies of."""
     try:
-        for number in itertools.count():
-            last = world.folder / f"last-{number}"
-            if world.rank == 0 and (world.folder / "stop").exists():
-                last.touch()
+        while True:
             step()
-            if last.exists():
-                return
             time.sleep(0.005)
     except Exception as error:
         world.report("error", [type(error).__name__, str(error), time.time()])
@@ -70,14 +49,6 @@ def leaves_early(world):
         world.report("left", time.time())
         return
     goes_on(world, step)
-
-
-def works_on_alone(world):
-    """As to evaluate and to save."""
-    first_steps(world)
-    if world.rank == LAST:
-        world.report("left", time.time())
-        time.sleep(1.25 * world.timeout)
 
 
 def computes(world):
@@ -95,36 +66,14 @@ def computes(world):
         x.asnumpy()
 
 
-def one_device_has_other_data(world):
-    """The script of that process dies of it."""
-    step = first_steps(world, devices=2)
-    if world.rank == LAST:
-        world.report("left", time.time())
-    goes_on(world, lambda: step(channels=4 if world.rank == LAST else 3))
-
-
 def one_device_is_not_of_the_group(world):
     """The script of that process catches the error and goes on without the others."""
-    devices = contexts(3)
-    group = sbn.SyncGroup(devices=devices[:2], store=world.reducer, timeout=world.timeout)
-    norm = sbn.SyncBatchNorm(prefix="norm_", in_channels=3, group=group)
-    norm.initialize(ctx=devices)
-
-    def step(used):
-        xs = [mx.nd.ones((2, 3, 4), ctx=device) for device in used]
-        with autograd.record():
-            ys = [norm(x) for x in xs]
-        for y in ys:
-            y.wait_to_read()
-
-    step(devices[:2])
-    world.report("ready", os.getpid())
+    step = first_steps(world)
     if world.rank != LAST:
-        goes_on(world, lambda: step(devices[:2]))
-        return
+        goes_on(world, step)
     time.sleep(0.5)
     world.report("left", time.time())
-    kind, text, _ = error_of(lambda: step([devices[0], devices[2]]))
+    kind, text, _ = error_of(lambda: step([DEVICES[0], DEVICES[2]]))
     world.report("error", [kind, text, time.time()])
     forget_errors()
     deadline = time.monotonic() + 20

@@ -4,6 +4,7 @@ import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 from distributed_bits import SIZES, data
+from distributed_stores import added_by_store
 from distributed_worker import error_of, forget_errors
 from mxnet import autograd
 from mxnet.gluon import nn
@@ -58,10 +59,11 @@ def sizes_of_groups(world):
         mine = slice(world.rank * count, (world.rank + 1) * count)
         start, devices = sum(sizes[: mine.start]), contexts(count)
         for k in (1, 2, 4, 8)[: count + 2]:
+            before = added_by_store(world)
             group = sbn.SyncGroup(store=world.reducer, timeout=world.timeout, group_size=k)
             found = one_layer(sizes[mine], start, devices, group=group)
             world.save(f"groups of {k} of {total}", **found)
-            sums[f"{k} of {total}"] = sum(each[0] for each in group.messages().values())
+            sums[f"{k} of {total}"] = len(added_by_store(world) - before)
     world.report("sums of groups", sums)
     world.report("moving", moving(world))
     joins = world.reducer._memory.joins

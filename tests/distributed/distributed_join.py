@@ -72,8 +72,8 @@ class SumsOfGradients(Training):
     """Each of the Trainer's steps takes the gradients of two batches, the last one those of what is
     left."""
 
-    # How gradients are set to zero, whether that is before those of the two batches or after, and
-    # how the net runs.
+    # How gradients are set to zero, whether before the first of two batches or after the second,
+    # and how the net runs.
     WAYS = list(
         itertools.product(
             ("each parameter", "all parameters", "arrays"),
@@ -101,45 +101,36 @@ class SumsOfGradients(Training):
                 parameter.grad()[:] = 0
 
     def epoch(self, steps, how, before, mode):
-        """steps: (data, labels, batch_size)."""
+        """Adds up the gradients of two batches for each step. steps: (data, labels, batch_size)."""
         self.net.hybridize(MODES[mode] is not None, **(MODES[mode] or {}))
-        size = 0
-
-        def step():
+        steps = iter(steps)
+        for data, labels, size in steps:
+            if before:
+                self.zero(how)
+            self.backward(data, labels)
+            for data, labels, more in itertools.islice(steps, 1):
+                self.backward(data, labels)
+                size += more
             self.trainer.step(size)
             if not before:
                 self.zero(how)
-
-        for number, (data, labels, batch_size) in enumerate(steps):
-            if number % 2 == 0:
-                size = 0
-                if before:
-                    self.zero(how)
-            self.backward(data, labels)
-            size += batch_size
-            if number % 2 == 1:
-                step()
-        if number % 2 == 0:
-            step()
         self.zero(how)
         mx.nd.waitall()
 
 
-# Some layers without anything new to learn from while a process has run out of batches, or all
-# processes of its group have.
-LONELY = {
-    "group": lambda group: sbn.SyncBatchNorm(in_channels=SHAPE[0], group=group),
-    "group, all batches": lambda group: sbn.SyncBatchNorm(
-        in_channels=SHAPE[0], group=group, momentum=None
-    ),
-    "process": lambda group: sbn.SyncBatchNorm(
-        in_channels=SHAPE[0], group=sbn.SyncGroup(group_size=1)
-    ),
-    "virtual": lambda group: sbn.VirtualBatchNorm(2, in_channels=SHAPE[0]),
-    "virtual, all batches": lambda group: sbn.VirtualBatchNorm(
-        2, in_channels=SHAPE[0], momentum=None
-    ),
-}
+def lonely_layers(group):
+    """Some without anything new to learn from while a process has run out of batches, or all
+    processes of its group have."""
+    arguments = {"in_channels": SHAPE[0]}
+    return {
+        "group": sbn.SyncBatchNorm(group=group, **arguments),
+        "group, all batches": sbn.SyncBatchNorm(group=group, momentum=None, **arguments),
+        "process": sbn.SyncBatchNorm(group=sbn.SyncGroup(group_size=1), **arguments),
+        "virtual": sbn.VirtualBatchNorm(2, **arguments),
+        "virtual, all batches": sbn.VirtualBatchNorm(2, momentum=None, **arguments),
+    }
+
+
 # By rank. Groups are of two.
 BATCHES_OF_LONELY = [1, 1, 3, 2]
 
@@ -170,11 +161,7 @@ def trains(world):
 
 def trains_numpy_arrays(world):
     mx.npx.set_np()
-    training = Training(kvstore=world.kv, update_on_kvstore=False)
-    steps = sbn.distributed.join(batches(world.rank), training.trainer)
-    for data, labels in steps:
-        training.step(data, labels, steps.batch_size)
-    world.save("numpy", **training.values())
+    trains(world)
 
 
 def adds_up(world):
@@ -187,7 +174,7 @@ def adds_up(world):
 
 def learns_alone(world):
     group = sbn.SyncGroup(store=world.reducer, timeout=world.timeout, group_size=2)
-    layers = {name: make(group) for name, make in LONELY.items()}
+    layers = lonely_layers(group)
     for layer in layers.values():
         layer.initialize()
     count = BATCHES_OF_LONELY[world.rank]
@@ -214,47 +201,37 @@ def one_has_no_batch(world):
     training = Training(kvstore=world.kv, update_on_kvstore=False)
     mine = batches(0) if world.rank == 0 else []
 
-    def go():
+    try:
         for data, labels in sbn.distributed.join(mine, training.trainer):
             training.step(data, labels, 2)
-
-    try:
-        go()
     except Exception as error:
         world.report("no batch", [type(error).__name__, str(error)])
         raise
 
 
 def many_steps(world, layers=10):
-    """Memory by step, of this process and of the server, and whether anything was lost."""
+    """Memory by step, of this process and of the server."""
     count = int(os.environ.get("GLUON_SYNCBN_TEST_STEPS", "300"))
     net = nn.HybridSequential()
-    for number in range(layers):
-        net.add(sbn.SyncBatchNorm(in_channels=16, prefix=f"norm{number}_"))
+    for _ in range(layers):
+        net.add(sbn.SyncBatchNorm(in_channels=16))
     net.initialize(ctx=contexts(1))
     trainer = mx.gluon.Trainer(
         net.collect_params(), "sgd", kvstore=world.kv, update_on_kvstore=False
     )
-    mine, server = psutil.Process(), _server()
-    reported = {"steps": count, "worker": [], "server": []}
+    processes = psutil.Process(), _server()
+    sizes = []
     for number in range(count):
-        x = mx.nd.array(many_steps_data(number)[world.rank :: world.size])
         with autograd.record():
-            loss = (net(x) ** 2).mean()
+            loss = (net(mx.nd.random.normal(shape=(4, 16, 4, 4))) ** 2).mean()
         loss.backward()
         trainer.step(1)
         loss.asscalar()
         if number % 20 == 0:
-            reported["worker"].append(mine.memory_info().rss)
-            reported["server"].append(server.memory_info().rss)
+            sizes.append([process.memory_info().rss for process in processes])
     mx.nd.waitall()
-    messages = {key: count for key, count in calls(world).items() if key.endswith(" -1")}
-    world.report("memory", {**reported, "messages": messages})
-    world.save("memory", **{name: p.data().asnumpy() for name, p in net.collect_params().items()})
-
-
-def many_steps_data(number):
-    return np.random.default_rng(number).standard_normal((8, 16, 4, 4)).astype("float32")
+    messages = [n for key, n in calls(world).items() if key.endswith(" -1")]
+    world.report("memory", [count, messages, sizes])
 
 
 def _server():

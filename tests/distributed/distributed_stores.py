@@ -1,18 +1,12 @@
-"""What a store has to do, whichever it is, and how often a layer turns to it."""
+"""What a store has to do, whichever it is."""
 
 import collections
 import os
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
-import gluon_syncbn as sbn
-import mxnet as mx
 import numpy as np
-from distributed_bits import Share, same_bits
 from distributed_worker import error_of
-from mxnet import autograd
-from mxnet.gluon import nn
-from runs import contexts
 
 LARGEST = np.finfo(np.float64).max
 # One row for each process. Their sums, exact or not, are in each column of its own kind.
@@ -66,24 +60,9 @@ def calls(world):
     return collections.Counter({str(key): channel.calls for key, channel in channels.items()})
 
 
-def messages(world, layers=3, steps=4):
-    """Keys of all messages, in the steps and in the one before them, with two devices."""
-    devices = contexts(2)
-    net = nn.HybridSequential()
-    for _ in range(layers):
-        net.add(sbn.SyncBatchNorm(in_channels=3))
-    net.initialize(ctx=devices)
-    reported = {"layers": [layer._layer.id for layer in net]}
-    for name, count in (("first", 1), ("steps", steps)):
-        before = calls(world)
-        for _ in range(count):
-            xs = [mx.nd.random.normal(shape=(2, 3, 4, 4), ctx=d) for d in devices]
-            with autograd.record():
-                losses = [(net(x) ** 2).sum() for x in xs]
-            autograd.backward(losses)
-        mx.nd.waitall()
-        reported[name] = calls(world) - before
-    world.report("messages", reported)
+def added_by_store(world):
+    """The keys whose messages the KVStore's server adds up."""
+    return {key for key in getattr(world.reducer, "_registered", ()) if key.endswith(" sums")}
 
 
 class FileStore:
@@ -91,14 +70,12 @@ class FileStore:
 
     def __init__(self, folder, rank, size):
         self.folder, self.rank, self.size = folder, rank, size
-        self.calls = {}
-        self.threads = {}
+        self.calls = collections.Counter()
 
     def all_reduce(self, key, array):
-        assert self.threads.setdefault(key, 0) == 0, "one key twice at a time"
-        self.threads[key] += 1
-        call = self.calls[key] = self.calls.get(key, 0) + 1
-        paths = [self.folder / f"store {key} {call} {rank}.npy" for rank in range(self.size)]
+        self.calls[key] += 1
+        name = f"store {key} {self.calls[key]}"
+        paths = [self.folder / f"{name} {rank}.npy" for rank in range(self.size)]
         part = f"{paths[self.rank]}.part"
         with open(part, "wb") as file:
             np.save(file, array)
@@ -108,71 +85,24 @@ class FileStore:
             while not path.exists():
                 time.sleep(0.001)
             total += np.load(path)
-        self.threads[key] -= 1
         return total
 
 
-def a_store_of_files(world):
-    store = FileStore(world.folder, world.rank, world.size)
-    group = sbn.SyncGroup(store=store, timeout=30)
-    share = Share(world.rank, world.size, 2)
-    world.save("files", **same_bits(share, some=True, group=group))
-
-
-def one_key_on_two_threads(world, rounds=60):
-    """Sums that are wrong, where two threads use one key, through the group and without it."""
-    reported = {}
-    exchange = world.group._exchange
-    calls = {
-        "group": lambda key, a: exchange.all_gather(key, key, a),
-        "reducer": world.reducer.all_gather,
-    }
-    for name, gather in calls.items():
-        wrong = [0, 0]
-
-        def work(thread, name=name, gather=gather, wrong=wrong):
-            for _ in range(rounds):
-                mine = np.full(50, 1.0 + world.rank)
-                everyone = gather(f"{name} key", mine)
-                expected = 1.0 + np.arange(world.size)[:, None]
-                wrong[thread] += not (everyone == expected).all()
-
-        errors = in_threads([lambda t=t: work(t) for t in range(2)])
-        reported[name] = [*wrong, *map(repr, errors)]
-    world.report("one key on two threads", reported)
-
-
 def keys_in_other_orders(world, threads=4, rounds=15):
-    """Each thread with a key of its own, the first time too in another order in each process."""
-    wrong = [0] * threads
+    """Each thread with a key of its own, the first time too in another order in each process.
+    Reports how many answers were wrong."""
 
     def work(thread):
         # Rank 0 comes to the first key first, the last rank to the last key.
         place = thread if world.rank % 2 == 0 else threads - 1 - thread
         time.sleep(0.03 * place)
         generator = np.random.default_rng(thread)
+        wrong = 0
         for _ in range(rounds):
             values = generator.standard_normal((world.size, 20 + thread))
             everyone = world.reducer.all_gather(f"thread {thread}", values[world.rank])
-            wrong[thread] += not np.array_equal(everyone, values)
+            wrong += not np.array_equal(everyone, values)
+        return wrong
 
-    errors = in_threads([lambda t=t: work(t) for t in range(threads)])
-    world.report("keys in other orders", [wrong, [repr(error) for error in errors]])
-
-
-def in_threads(calls):
-    """Runs all at once. Returns what they raised."""
-    errors = []
-
-    def run(call):
-        try:
-            call()
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return errors
+    with ThreadPoolExecutor(threads) as executor:
+        world.report("keys in other orders", sum(executor.map(work, range(threads))))

@@ -73,33 +73,31 @@ def one_process_does_more(world):
         net.summary(mx.nd.zeros((1, 3, 6, 6)))
     net.hybridize()
 
-    def trace_again():
-        net.hybridize(static_alloc=True)
-
     def infer_meanwhile():
         net.hybridize(False)
         net(mx.nd.zeros((1, 3, 6, 6)))
         net.hybridize()
 
-    def cast():
-        net.cast("float32")
-
-    def move():
-        net.collect_params().reset_ctx(contexts(2))
-
-    def move_away_and_back():
-        net.collect_params().reset_ctx(mx.cpu(3))
-        net.collect_params().reset_ctx(contexts(2))
+    def move(*places):
+        for place in places:
+            net.collect_params().reset_ctx(place)
 
     means = []
-    for change in (trace_again, infer_meanwhile, cast, move, move_away_and_back, None):
+    for change in (
+        lambda: net.hybridize(static_alloc=True),  # Traces it again.
+        infer_meanwhile,
+        lambda: net.cast("float32"),
+        lambda: move(contexts(2)),
+        lambda: move(mx.cpu(3), contexts(2)),
+        lambda: None,
+    ):
         x = mx.nd.random.normal(shape=(2, 3, 6, 6))
         with autograd.record():
             losses = [(net(x.as_in_context(device)) ** 2).sum() for device in contexts(2)]
         autograd.backward(losses)
         mx.nd.waitall()
         means.append(net[1].running_mean.data(mx.cpu(0)).asnumpy())
-        if world.rank == 0 and change is not None:
+        if world.rank == 0:
             change()
     world.save("more", means=np.stack(means))
 

@@ -8,22 +8,19 @@ from gluon_syncbn.native.channel import LIMBS, Connection, Key
 from mxnet import autograd
 
 
-def test_python_has_no_part_in_what_all_processes_know(pair):
-    for reported in pair.reported("through python"):
-        keys = [f"{reported['number']} {name}" for name in ("forward -1", "backward -1")]
-        assert reported["first"] == [f"{reported['number']} handshake", *keys]
-        assert reported["steps"] == []
-        # A layer that has other devices is known by now.
-        assert reported["moved"] == keys
-        assert [reported["first mean"], *reported["means"], reported["moved mean"]] == [0.5] * 5
-
-
-def test_passes_without_backward_take_no_new_keys(pair):
-    for number, counts in pair.reported("passes"):
-        assert counts == {
-            f"{number} handshake": 1,
-            f"{number} forward -1": 11,
-            f"{number} backward -1": 1,
+def test_one_message_per_layer_pass_and_process_without_python(pair):
+    """Passes without backward take no new keys."""
+    for reported in pair.reported("messages"):
+        handshake, forward, backward = (
+            f"{reported['number']} {name}" for name in ("handshake", "forward -1", "backward -1")
+        )
+        assert reported == {
+            "number": reported["number"],
+            "passes": [{handshake: 1, forward: 10}, [handshake, forward], [0.5] * 10],
+            "first step": [{forward: 1, backward: 1}, [backward], [0.5]],
+            "steps": [{forward: 4, backward: 4}, [], [0.5] * 4],
+            # A layer that has other devices is known by now.
+            "moved": [{forward: 1, backward: 1}, [forward, backward], [0.5]],
         }
 
 
@@ -32,27 +29,10 @@ def test_keys_of_users_are_no_layers(pair):
 
 
 def test_a_layer_takes_the_store_of_its_group(pair):
-    for reported in pair.reported("another store"):
+    for counts, means in pair.reported("another store"):
         # The handshake, and two messages in each of two steps.
-        assert reported["reducer"] == [5, 0]
-        assert reported["files"] == [0, 5]
-        assert reported["again"] == [4, 0]
-        assert reported["means"] == [0.5] * 6
-
-
-def test_a_group_that_failed_stays_so(pair):
-    for reported in pair.reported("failed"):
-        kind, text, _ = reported["failed"]
-        assert kind == "MXNetError"
-        assert "the processes have lost each other" in text and "a device was lost" in text
-        assert reported["other"] == [0.5, 0.5]
-
-
-def test_a_probe_shows_who_has_arrived(pair):
-    _, reported = pair.reported("probed")
-    assert reported["second"] == reported["exchanged"] == "arrived"
-    assert reported["next"] == reported["next after"] == "absent"
-    assert reported["waits"] == ["arrived", 'a title ("probed" 3)', 'a title ("probed" 2)']
+        assert counts == [[5, 0], [0, 5], [4, 0]]
+        assert means == [0.5] * 6
 
 
 class Twins:

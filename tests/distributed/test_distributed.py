@@ -1,10 +1,6 @@
 """Several processes: the bits are those of one with the whole batch, by one message per layer, pass
 and process. What the workers run is in distributed_*.py."""
 
-import os
-import subprocess
-import sys
-
 import distributed_bits
 import distributed_groups
 import distributed_stores
@@ -12,23 +8,12 @@ import mxnet as mx
 import numpy as np
 import pytest
 from distributed_bits import Share
-from distributed_cluster import (
-    FOUR,
-    STORE,
-    WORKER,
-    Results,
-    TwoMachines,
-    has_namespaces,
-    needs_horovod,
-    run,
-)
+from distributed_cluster import FOUR, STORE, TwoMachines, has_namespaces, needs_horovod, run
 from gluon_syncbn.distributed import HorovodReducer, KVStoreReducer
 from tolerances import assert_same_bits
 
-JOBS = ["shared", "two", "four", pytest.param("horovod", marks=needs_horovod)]
 
-
-@pytest.fixture(params=JOBS)
+@pytest.fixture(params=["shared", "two", "four", pytest.param("horovod", marks=needs_horovod)])
 def job(request):
     return request.getfixturevalue(request.param)
 
@@ -49,18 +34,16 @@ def put_together(parts, name):
     return values[0]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_bits_are_those_of_one_process(job, whole, devices):
+def check_bits(job, whole, devices):
     parts = job.arrays(f"bits {devices}")
     assert len(parts[0]) >= 42 and set(parts[0]) <= set(whole)
     for name in parts[0]:
         assert_same_bits(put_together(parts, name), whole[name], name)
 
 
-def test_bits_through_a_store_that_only_adds(two, whole):
-    parts = two.arrays("files")
-    for name in parts[0]:
-        assert_same_bits(put_together(parts, name), whole[name], name)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_bits_are_those_of_one_process(job, whole, devices):
+    check_bits(job, whole, devices)
 
 
 def test_every_bit_of_a_double_arrives(job):
@@ -100,99 +83,54 @@ def test_arrays_that_cannot_be_added(pair):
         assert kind == "ValueError" and "at most 61 bytes" in text
 
 
-def test_one_message_per_layer_pass_and_process(pair):
-    for reported in pair.reported("messages"):
-        steps, layers = 4, reported["layers"]
-        ways = ("forward", "backward")
-        keys = [f"{layer} {way} -1" for layer in layers for way in ways]
-        assert reported["steps"] == dict.fromkeys(keys, steps)
-        # Each layer has one handshake.
-        handshakes = [f"{layer} handshake" for layer in layers]
-        assert reported["first"] == dict.fromkeys(keys + handshakes, 1)
-
-
-def test_one_key_is_never_twice_under_way(pair):
-    for reported in pair.reported("one key on two threads"):
-        assert reported == {"group": [0, 0], "reducer": [0, 0]}
-
-
 def test_keys_may_come_in_other_orders(pair):
-    for wrong, errors in pair.reported("keys in other orders"):
-        assert wrong == [0] * 4 and errors == []
+    assert pair.reported("keys in other orders") == [0, 0]
 
 
 # Training.
 
 
-def test_parameters_are_the_same_everywhere(job):
-    first, *others = job.arrays("training")
-    for other in others:
-        for name in first:
-            assert_same_bits(other[name], first[name], name)
-
-
-def test_parameters_are_about_those_of_one_device(job):
-    """Not in bits: a gradient is rounded to float32 in each device before the Trainer adds it."""
-    one = distributed_bits.train(Share(), kvstore="local")
-    for name, value in job.arrays("training")[0].items():
-        np.testing.assert_allclose(value, one[name], rtol=0, atol=2e-6, err_msg=name)
-
-
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     """The parameters that one process finds on two devices."""
-    folder = tmp_path_factory.mktemp("one")
-    subprocess.run(
-        [sys.executable, WORKER, str(folder), "none", "distributed_bits:two_devices_of_one"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=100,
-    )
-    return Results(folder, 1).arrays("training")[0]
+    topics = ["distributed_bits:two_devices_of_one"]
+    return run(tmp_path_factory.mktemp("one"), 1, topics, engine="none").arrays("training")[0]
 
 
 def test_parameters_have_the_bits_of_one_process_with_as_many_devices(pair, one_process):
     """With two shards: of more, the server adds in the order in which they come."""
-    (two, _) = pair.arrays("training")
-    assert one_process.keys() == two.keys() and len(two) == 22
-    for name, value in one_process.items():
-        assert_same_bits(two[name], value, name)
+    for found in pair.arrays("training"):
+        assert found.keys() == one_process.keys() and len(found) == 16
+        for name, value in one_process.items():
+            assert_same_bits(found[name], value, name)
 
 
 # Groups.
 
 
-def check_groups(cluster, size, devices):
-    parts = cluster.arrays(f"groups of {size} of {devices}")
-    for name, value in distributed_groups.expected(devices, size).items():
-        assert_same_bits(np.concatenate([part[name] for part in parts]), value, name)
-
-
-@pytest.mark.parametrize("size, devices", [(1, 4), (2, 4), (4, 4), (1, 8), (2, 8), (4, 8), (8, 8)])
-@pytest.mark.parametrize("job", ["shared_four", "four"])
-def test_groups_across_processes(request, job, size, devices):
-    check_groups(request.getfixturevalue(job), size, devices)
-
-
-def check_moving(cluster):
+def check_groups(cluster):
+    """The same comes out of a layer for each group that is a net of its own, on one device."""
+    for devices, sizes in {4: [1, 2, 4], 8: [1, 2, 4, 8]}.items():
+        for size in sizes:
+            parts = cluster.arrays(f"groups of {size} of {devices}")
+            for name, value in distributed_groups.expected(devices, size).items():
+                found = np.concatenate([part[name] for part in parts])
+                assert_same_bits(found, value, f"groups of {size} of {devices}: {name}")
     for rank, means in enumerate(cluster.reported("moving")):
         assert means == [*[1.5] * 3, *[0.5 + rank // 2 * 2] * 3] * 2
 
 
-@pytest.mark.parametrize("job", ["shared_four", "four"])
-def test_a_layer_that_goes_to_another_group(request, job):
-    check_moving(request.getfixturevalue(job))
+def test_groups_of_processes_that_share_memory(shared_four):
+    check_groups(shared_four)
+    assert shared_four.reported("memory") == [[True] * 3] * 4
 
 
-def test_only_a_group_of_all_processes_has_its_sums_from_the_kvstore(four):
-    """The second of two steps, forward and backward."""
+def test_groups_through_the_kvstore(four):
+    check_groups(four)
+    assert four.reported("memory") == [[False] * 3] * 4
+    # Only a group of all has its sums added there, forward and backward.
     for sums in four.reported("sums of groups"):
         assert {name: count for name, count in sums.items() if count} == {"4 of 4": 2, "8 of 8": 2}
-
-
-def test_who_shares_memory(shared_four, four):
-    assert shared_four.reported("memory") == [[True] * 3] * 4
-    assert four.reported("memory") == [[False] * 3] * 4
 
 
 @pytest.mark.long
@@ -200,12 +138,8 @@ def test_who_shares_memory(shared_four, four):
 @pytest.mark.parametrize("engine", ["kvstore", pytest.param("horovod", marks=needs_horovod)])
 def test_two_machines_of_two_processes(tmp_path, whole, engine):
     job = run(tmp_path, 4, FOUR, kind=TwoMachines, engine=engine)
-    for name, value in whole.items():
-        if name in job.arrays("bits 2")[0]:
-            assert_same_bits(put_together(job.arrays("bits 2"), name), value, name)
-    for size, devices in [(2, 4), (4, 4), (2, 8), (4, 8), (8, 8)]:
-        check_groups(job, size, devices)
-    check_moving(job)
+    check_bits(job, whole, devices=2)
+    check_groups(job)
     assert job.reported("memory") == [[True, True, False]] * 4
 
 
@@ -215,9 +149,7 @@ def test_groups_are_process_sets_of_horovod(tmp_path):
     topics = ["distributed_groups:sizes_of_groups"]
     dynamic = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", **STORE}
     cluster = run(tmp_path, 4, topics, engine="horovod", **dynamic)
-    for size, devices in [(2, 4), (4, 4), (2, 8), (4, 8), (8, 8)]:
-        check_groups(cluster, size, devices)
-    check_moving(cluster)
+    check_groups(cluster)
     for rank, sets in enumerate(cluster.reported("sets")):
         # Beside the set of all, which is 0.
         assert sets == [[2, 1 + rank // 2]]

@@ -6,7 +6,9 @@ import pickle
 import re
 import subprocess
 import sys
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import gluon_syncbn as sbn
 import mxnet as mx
@@ -62,26 +64,26 @@ def test_a_net_of_groups_moves_to_one_device_and_back(tmp_path):
     assert [y.asnumpy()[0, 0].round(3) for y in ys] == [-1, 1]
 
 
-@pytest.mark.parametrize("size", [0, 1.5, True, "2"])
-def test_an_invalid_size(size):
-    with pytest.raises(ValueError, match="group_size"):
-        sbn.SyncGroup(group_size=size)
+def store(**attributes):
+    return {"store": types.SimpleNamespace(**attributes)}
 
 
-@pytest.mark.parametrize("missing", ["rank", "size", "all_reduce"])
-def test_a_store_that_lacks_something(missing):
-    store = {"rank": 0, "size": 1, "all_reduce": lambda key, array: array}
-    del store[missing]
-    with pytest.raises(ValueError, match=f"has no {missing}"):
-        sbn.SyncGroup(store=types.SimpleNamespace(**store))
+WRONG = [
+    *(({"group_size": size}, "group_size") for size in (1.5, True, "2")),
+    (store(size=1, all_reduce=sum), "has no rank"),
+    (store(rank=0, all_reduce=sum), "has no size"),
+    (store(rank=0, size=1), "has no all_reduce"),
+    *(
+        (store(rank=0, size=1, all_reduce=sum, exact_bits=bits), "exact_bits=.* give 24 if it adds")
+        for bits in ("24", 24.0, -1, 54, True)
+    ),
+]
 
 
-@pytest.mark.parametrize("bits", ["24", 24.0, -1, 54, True])
-def test_a_store_with_other_exact_bits(bits):
-    store = Sums()
-    store.exact_bits = bits
-    with pytest.raises(ValueError, match="exact_bits=.* give 24 if it adds float32"):
-        sbn.SyncGroup(store=store)
+@pytest.mark.parametrize("arguments, words", WRONG)
+def test_wrong_arguments(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        sbn.SyncGroup(**arguments)
 
 
 def test_a_store_that_returns_something_else():
@@ -95,6 +97,22 @@ def test_a_store_that_returns_something_else():
         y = layer(mx.nd.ones((2, 3)))
     with pytest.raises(mx.MXNetError, match="all_reduce returned float32 of shape"):
         y.wait_to_read()
+
+
+def test_one_key_is_never_twice_under_way():
+    class Slow(Sums):
+        under_way = set()
+
+        def all_reduce(self, key, array):
+            assert key not in self.under_way
+            self.under_way.add(key)
+            time.sleep(0.01)
+            self.under_way.remove(key)
+            return array
+
+    exchange = sbn.SyncGroup(store=Slow())._exchange
+    with ThreadPoolExecutor(4) as executor:
+        list(executor.map(lambda _: exchange.all_gather("key", "title", np.ones(3)), range(8)))
 
 
 # The default group.
@@ -141,12 +159,6 @@ def test_the_default_group_may_be_one_that_does_not_fit_all_layers(default_group
     preview.initialize(ctx=mx.cpu(0))
     sbn.set_default_group(sbn.SyncGroup(group_size=2))
     preview(mx.nd.ones((1, 1))).wait_to_read()
-
-
-@pytest.mark.parametrize("group", [4, "all", contexts(2)])
-def test_an_invalid_default_group(group):
-    with pytest.raises(ValueError, match="give gluon_syncbn.SyncGroup"):
-        sbn.set_default_group(group)
 
 
 # Copies.

@@ -6,7 +6,6 @@ import mxnet as mx
 import numpy as np
 import pytest
 from distributed_cluster import Cluster, needs_horovod, run
-from mxnet import autograd
 from runs import numpy_arrays
 from tolerances import assert_same_bits
 
@@ -22,8 +21,7 @@ def joined(request, tmp_path_factory):
     return run(folder, 3, ["distributed_join:trains"], engine=request.param)
 
 
-@pytest.fixture(scope="module")
-def alone():
+def train_alone():
     """What one process makes of the same samples, after each epoch."""
     training = distributed_join.Training(kvstore=None)
     found = []
@@ -32,6 +30,11 @@ def alone():
             training.step(data, labels, len(data))
         found.append(training.values())
     return found
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return train_alone()
 
 
 @pytest.mark.parametrize("epoch", range(3))
@@ -58,12 +61,10 @@ def test_a_training(joined, alone, epoch):
 def test_numpy_arrays(tmp_path):
     """Parameter.zero_grad() refuses those of MXNet."""
     with numpy_arrays():
-        training = distributed_join.Training(kvstore=None)
-        for data, labels, _ in distributed_join.steps_of_all():
-            training.step(data, labels, len(data))
+        alone = train_alone()[2]
     job = run(tmp_path, 3, ["distributed_join:trains_numpy_arrays"])
-    for found in job.arrays("numpy"):
-        for name, value in training.values().items():
+    for found in job.arrays("epoch 2"):
+        for name, value in alone.items():
             np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
 
 
@@ -83,7 +84,7 @@ def test_sums_of_gradients(tmp_path):
             np.testing.assert_allclose(first[name], value, rtol=0, atol=1e-5, err_msg=what)
 
 
-@pytest.mark.parametrize("layer", distributed_join.LONELY)
+@pytest.mark.parametrize("layer", distributed_join.lonely_layers(None))
 def test_statistics_where_nobody_has_data(shared_four, layer):
     """They follow no batch that was there before; y and dx are those of some statistics."""
     counts = distributed_join.BATCHES_OF_LONELY
@@ -122,8 +123,8 @@ def without_a_batch(tmp_path_factory):
 def test_a_process_without_a_batch(without_a_batch):
     """It says so, and the others notice that it has ended."""
     reported = without_a_batch.reported("no batch")
-    (without,) = [rank for rank in range(2) if reported[rank][0] == "ValueError"]
-    assert without == 1 and "this process has no batch at all" in reported[1][1]
+    kind, text = reported[1]
+    assert kind == "ValueError" and "this process has no batch at all" in text
     kind, text = reported[0]
     assert kind == "MXNetError" and "Missing: rank 1 (process ended)" in text
 
@@ -161,42 +162,30 @@ def test_samples_of_an_iterator():
     assert [steps.batch_size for _ in steps] == [8, 8]
 
 
-@pytest.mark.parametrize(
-    "batch",
-    ["text", None, np.float32(2), [], {"size": 3}, mx.io.DataBatch(None)],
-    ids=lambda batch: type(batch).__name__,
-)
-def test_a_batch_without_an_array(batch):
-    with pytest.raises(TypeError, match="join got a batch in which there is no array: "):
-        next(iter(sbn.distributed.join([batch])))
+NO_ARRAY = "join got a batch in which there is no array: "
+NO_BATCHES = "join got {}: give the batches, such as"
+WRONG = [
+    *(
+        ([x], NO_ARRAY)
+        for x in ("text", None, np.float32(2), [], {"size": 3}, mx.io.DataBatch(None))
+    ),
+    *((batches, NO_BATCHES.format(batches)) for batches in (5, None)),
+]
 
 
-@pytest.mark.parametrize("batches", [5, None])
-def test_batches_that_are_none(batches):
-    with pytest.raises(TypeError, match=f"join got {batches}: give the batches, such as"):
-        sbn.distributed.join(batches)
+@pytest.mark.parametrize("batches, words", WRONG, ids=str)
+def test_what_are_no_batches(batches, words):
+    with pytest.raises(TypeError, match=words):
+        next(iter(sbn.distributed.join(batches)))
 
 
 @pytest.mark.long
 def test_a_long_training(tmp_path):
     """GLUON_SYNCBN_TEST_STEPS says how long, by default 300 steps."""
-    topics = ["distributed_join:many_steps"]
-    job = run(tmp_path, 2, topics, MXNET_CPU_TEMP_COPY="256", MXNET_CPU_PARALLEL_RAND_COPY="4")
-    first, second = job.arrays("memory")
-    for name in first:
-        assert_same_bits(second[name], first[name], name)
-    for reported in job.reported("memory"):
-        count = reported["steps"]
-        assert set(reported["messages"].values()) == {count} and len(reported["messages"]) == 20
-        for who in ("worker", "server"):
-            # From step 100 on. MXNet keeps 8 bytes of each of its 80 requests per step.
-            sizes = reported[who][5:]
-            assert max(sizes) - sizes[0] < 2e6 + 1500 * count, sizes
-    layer = sbn.SyncBatchNorm(in_channels=16)
-    layer.initialize()
-    with autograd.train_mode():
-        for number in range(count):
-            layer(mx.nd.array(distributed_join.many_steps_data(number)))
-    for name in ("running_mean", "running_var"):
-        value = getattr(layer, name).data().asnumpy()
-        assert_same_bits(first[f"norm0_{name}"], value, name)
+    job = run(tmp_path, 2, ["distributed_join:many_steps"], MXNET_CPU_TEMP_COPY="256")
+    for count, messages, sizes in job.reported("memory"):
+        assert messages == [count] * 20
+        # Of the worker and the server from step 100 on. MXNet keeps 8 bytes of each of its 80
+        # requests per step.
+        for of_one in zip(*sizes[5:]):
+            assert max(of_one) - of_one[0] < 2e6 + 1500 * count, of_one

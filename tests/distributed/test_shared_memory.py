@@ -1,10 +1,6 @@
 """Which processes share memory, and what happens where it cannot be shared."""
 
-import threading
-
-import numpy as np
 import pytest
-from gluon_syncbn import native
 from gluon_syncbn.distributed.shared_memory import SharedMemory
 
 OTHER_MACHINE = b"0123456789abcdef 1 3 0123456789abcdef".ljust(64)
@@ -27,20 +23,6 @@ def test_processes_of_a_machine_share_memory_and_others_do_not():
     for memory in memories:
         assert memory.joins(range(3)) and memory.joins([1, 2])
         assert not memory.joins(range(4)) and not memory.joins([2, 3])
-    # Of the ranks 1 and 2, rank 1 is the first.
-    found = {}
-
-    def exchange(rank):
-        connection = native.Connection(memories[rank].joins)
-        channel = memories[rank].channel(connection, "key", 2, [1, 2], False)
-        found[rank] = channel.exchange("title", 10, np.full(2, float(rank))).tolist()
-
-    threads = [threading.Thread(target=exchange, args=(rank,)) for rank in (2, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == dict.fromkeys((1, 2), [[1, 1], [2, 2]])
 
 
 @pytest.mark.parametrize("how", ["another token", "no such process", "no such file"])

@@ -1,3 +1,4 @@
+import itertools
 import textwrap
 
 import pytest
@@ -5,18 +6,29 @@ from launched import ALONE, Launcher
 
 
 @pytest.fixture
-def start(tmp_path):
+def command(tmp_path):
+    """Starts a launcher with these arguments, in the test's folder."""
     launchers = []
 
-    def start(script, *options, arguments=(), **environment):
-        path = tmp_path / f"script{len(launchers)}.py"
-        path.write_text(textwrap.dedent(script))
-        launchers.append(Launcher([*options, str(path), *arguments], tmp_path, environment))
+    def command(*arguments, **environment):
+        launchers.append(Launcher(arguments, tmp_path, environment))
         return launchers[-1]
 
-    yield start
+    yield command
     for launcher in launchers:
         launcher.clean()
+
+
+@pytest.fixture
+def start(tmp_path, command):
+    numbers = itertools.count()
+
+    def start(script, *options, **environment):
+        path = tmp_path / f"script{next(numbers)}.py"
+        path.write_text(textwrap.dedent(script))
+        return command(*options, str(path), **environment)
+
+    return start
 
 
 @pytest.fixture

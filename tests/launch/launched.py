@@ -17,6 +17,40 @@ import pytest
 ENDED_SECONDS = 10
 STARTED_SECONDS = 90
 
+# A worker that ends when a test makes its file.
+SLEEP = """
+import os, sys, time
+print("ready", flush=True)
+while not os.path.exists("die" + os.environ["GLUON_SYNCBN_RANK"]):
+    time.sleep(0.01)
+sys.exit(7)
+"""
+
+TRAIN = """
+import json, os, signal, sys, time
+import mxnet as mx
+
+kv = mx.kv.create("dist_sync")
+kv.init(0, mx.nd.zeros(2))
+
+def step():
+    x = mx.nd.ones(2) * (kv.rank + 1)
+    kv.pushpull(0, x, out=x)
+    return x.asnumpy().tolist()
+
+step()
+"""
+
+ALL_REDUCE = """
+import json, os, sys
+import mxnet as mx
+import horovod.mxnet as hvd
+hvd.init()
+def step():
+    x = mx.nd.ones(2, dtype="float64") * (hvd.rank() + 1)
+    return hvd.allreduce(x, average=False, name="x").asnumpy().tolist()
+"""
+
 # A launcher of one worker and nothing else, which starts fastest.
 ALONE = {
     "DMLC_ROLE": "worker",
@@ -49,7 +83,6 @@ class Launcher:
         with self.process.stdin as stdin:
             stdin.write("for nobody")
         self.output, self.errors = [], []
-        self._is_deaf = False
         pairs = (self.process.stdout, self.output), (self.process.stderr, self.errors)
         self._readers = [threading.Thread(target=self._read, args=pair) for pair in pairs]
         for reader in self._readers:
@@ -59,11 +92,6 @@ class Launcher:
         with stream:
             for line in iter(stream.readline, ""):
                 lines.append(line)
-                if self._is_deaf:
-                    break
-
-    def stop_reading(self):
-        self._is_deaf = True
 
     @property
     def text(self):
@@ -118,13 +146,6 @@ class Launcher:
         self.process.wait()
         for reader in self._readers:
             reader.join(10)
-
-
-def wait_until(condition, seconds=ENDED_SECONDS):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def free_port():

@@ -1,5 +1,6 @@
 """The positions of launchers, and their cluster: here its launchers are threads of the test."""
 
+import collections
 import contextlib
 import json
 import re
@@ -8,9 +9,10 @@ import threading
 import time
 
 import pytest
+from distributed_cluster import wait_until
 from gluon_syncbn.launch import __main__ as launch
 from gluon_syncbn.launch.cluster import Cluster, LaunchError, Position, find_position, first_host
-from launched import free_port, wait_until
+from launched import free_port
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,6 @@ def test_positions():
 @pytest.mark.parametrize(
     "environment, sentence",
     [
-        ({}, "finds no DMLC_ROLE"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: expected a number from 0 to 1, got '2'."),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "65535"}, "MASTER_PORT: expected a"),
@@ -89,35 +90,6 @@ def position(rank, size, port, job=""):
     return Position(rank, size, "127.0.0.1", port, job, "")
 
 
-def test_strangers_are_turned_away():
-    port = free_port()
-    answers = []
-
-    def connect():
-        time.sleep(0.2)
-        other = b'{"job": "other", "rank": 1, "host": "127.0.0.1"}\n'
-        for text in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", other, b"\xff\n"):
-            with socket.create_connection(("127.0.0.1", port + 1), timeout=5) as stranger:
-                stranger.sendall(text)
-                stranger.shutdown(socket.SHUT_WR)
-                with contextlib.suppress(ConnectionResetError):
-                    answers.append(stranger.recv(100))
-
-    stranger = threading.Thread(target=connect)
-    stranger.start()
-    positions = [position(rank, 3, port) for rank in range(3)]
-    with connected(positions, [(2, "kvstore")] * 3, delay=0.5) as found:
-        # The text of an error where there is one.
-        assert [getattr(each, "hosts", each) for each in found] == [["127.0.0.1"] * 6] * 3
-    stranger.join()
-    assert not any(answers)
-
-
-def launcher_message(**changes):
-    own = {"job": "", "rank": 1, "host": "", "options": {"workers": 1, "engine": "kvstore"}}
-    return json.dumps({**own, **changes}).encode() + b"\n"
-
-
 def sends_slowly(address, stop):
     """It never comes to the end of the line."""
     with socket.create_connection(address, 1) as connection, contextlib.suppress(OSError):
@@ -126,21 +98,30 @@ def sends_slowly(address, stop):
 
 
 def connects_thousands_of_times(address, stop):
-    with contextlib.ExitStack() as stack:
-        while not stop.is_set():
-            with contextlib.suppress(OSError):
-                connection = stack.enter_context(socket.create_connection(address, 1))
-                connection.sendall(b"{")
-                if len(stack._exit_callbacks) > 400:
-                    stack.pop_all().close()
+    connections = collections.deque()
+    while not stop.is_set():
+        with contextlib.suppress(OSError):
+            connections.append(socket.create_connection(address, 1))
+            connections[-1].sendall(b"{")
+        if len(connections) > 400:
+            connections.popleft().close()
+    for connection in connections:
+        connection.close()
+
+
+def message(**changes):
+    own = {"job": "", "rank": 1, "host": "", "options": {"workers": 1, "engine": "kvstore"}}
+    return json.dumps({**own, **changes}).encode() + b"\n"
 
 
 WRONG = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"[]\n",
     b'{"job": ""}\n',
-    launcher_message(job="other"),
-    *(launcher_message(rank=rank) for rank in ("1", True, 3, 0, 1.0, None)),
-    launcher_message(host=5),
-    *(launcher_message(options=options) for options in ([], {"workers": 1})),
+    message(job="other"),
+    *(message(rank=rank) for rank in ("1", True, 3, 0, 1.0, None)),
+    message(host=5),
+    *(message(options=options) for options in ([], {"workers": 1})),
     b"[" * 4000 + b"\n",
     b"x" * 100_000,
     b"\xff\xfe\n",
@@ -148,52 +129,42 @@ WRONG = [
 
 
 def sends_what_is_wrong(address, stop):
-    while not stop.is_set():
-        with contextlib.ExitStack() as stack:
-            for data in WRONG:
-                with contextlib.suppress(OSError):
-                    stack.enter_context(socket.create_connection(address, 1)).sendall(data)
-            stop.wait(0.1)
+    """Returns what it is answered."""
+    answers = b""
+    while not stop.wait(0.1):
+        for data in WRONG:
+            with contextlib.suppress(OSError), socket.create_connection(address, 1) as connection:
+                connection.sendall(data)
+                answers += connection.recv(100)
+    return answers
 
 
-STRANGERS = [sends_slowly, connects_thousands_of_times, sends_what_is_wrong]
+@pytest.mark.parametrize(
+    "stranger", [sends_slowly, connects_thousands_of_times, sends_what_is_wrong]
+)
+def test_strangers_get_no_answer_and_delay_nobody(stranger):
+    port, stop, answers = free_port(), threading.Event(), []
+    address = "127.0.0.1", port + 1
 
-
-@pytest.mark.parametrize("stranger", STRANGERS)
-def test_strangers_delay_nobody(stranger):
-    port = free_port()
-    stop = threading.Event()
-    found = []
-
-    def connect(rank):
-        try:
-            found.append(Cluster(position(rank, 3, port), 1, "kvstore", 30))
-        except LaunchError as error:
-            found.append(error)
-
-    first = threading.Thread(target=connect, args=(0,))
-    first.start()
-    with contextlib.ExitStack() as ends:
-        ends.callback(first.join, 40)
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port + 1)):
+    def disturb():
+        while not stop.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(address):
                 break
-        others = [
-            threading.Thread(target=stranger, args=(("127.0.0.1", port + 1), stop)),
-            *(threading.Thread(target=connect, args=(rank,)) for rank in (1, 2)),
-        ]
-        for other in others:
-            ends.callback(other.join)
-            other.start()
-            time.sleep(0.5)
-        ends.callback(stop.set)
-        wait_until(lambda: len(found) == 3, 4)
+        answers.append(stranger(address, stop))
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    begin = time.monotonic()
+    positions = [position(rank, 3, port) for rank in range(3)]
     try:
-        assert [getattr(each, "hosts", each) for each in found] == [["127.0.0.1"] * 3] * 3
+        with connected(positions, [(2, "kvstore")] * 3, delay=1) as found:
+            assert time.monotonic() - begin < 5
+            # The text of an error where there is one.
+            assert [getattr(each, "hosts", each) for each in found] == [["127.0.0.1"] * 6] * 3
     finally:
-        for cluster in found:
-            if isinstance(cluster, Cluster):
-                cluster.close()
+        stop.set()
+        thread.join()
+    assert not any(answers)
 
 
 @pytest.mark.parametrize(

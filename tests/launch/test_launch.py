@@ -1,46 +1,27 @@
-"""python -m gluon_syncbn.launch: what it starts, prints and ends."""
+"""python -m gluon_syncbn.launch: what it starts and prints, and what it refuses."""
 
 import contextlib
 import io
 import json
 import os
 import re
-import signal
 import socket
-import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
-from distributed_cluster import needs_horovod
+from distributed_cluster import needs_horovod, wait_until
 from gluon_syncbn.launch import __main__ as launch
-from launched import ALONE, ENDED_SECONDS, STARTED_SECONDS, Launcher, free_port, wait_until
-
-TRAIN = """
-import json, os, signal, sys, time
-import mxnet as mx
-
-kv = mx.kv.create("dist_sync")
-kv.init(0, mx.nd.zeros(2))
-
-def step():
-    x = mx.nd.ones(2) * (kv.rank + 1)
-    kv.pushpull(0, x, out=x)
-    return x.asnumpy().tolist()
-
-step()
-"""
-
-
-# A worker that ends when a test makes its file.
-SLEEP = """
-import os, sys, time
-print("ready", flush=True)
-while not os.path.exists("die" + os.environ["GLUON_SYNCBN_RANK"]):
-    time.sleep(0.01)
-sys.exit(7)
-"""
+from launched import (
+    ALL_REDUCE,
+    ALONE,
+    ENDED_SECONDS,
+    SLEEP,
+    STARTED_SECONDS,
+    TRAIN,
+    Launcher,
+    free_port,
+)
 
 ARGUMENTS = ["--", "--epochs", "3", "with space", "-n", "7", "--", "--engine", "", "--help"]
 
@@ -48,26 +29,23 @@ ARGUMENTS = ["--", "--epochs", "3", "with space", "-n", "7", "--", "--engine", "
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A launcher that has ended, its seconds, and what each of its three workers found."""
+    script = """
+import near
+names = "OMP_NUM_THREADS", "GLUON_SYNCBN_RANK", "GLUON_SYNCBN_SIZE", "GLUON_SYNCBN_LOCAL_RANK"
+found = {name: os.environ[name] for name in names}
+found.update(rank=kv.rank, sum=step(), argv=sys.argv, stdin=sys.stdin.read())
+for part in range(200):
+    print("x" * 5000)
+print("a warning", file=sys.stderr)
+os.write(1, b"\\xff\\r\\nprogress 1\\rprogress 2")
+print()
+print("found", json.dumps(found))
+kv._barrier()
+os.write(1, b"no end of line")
+"""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "near.py").write_text("")
-    (folder / "script.py").write_text(
-        TRAIN
-        + textwrap.dedent("""
-            import near
-            names = "OMP_NUM_THREADS", "GLUON_SYNCBN_RANK", "GLUON_SYNCBN_SIZE"
-            names += "GLUON_SYNCBN_LOCAL_RANK",
-            found = {name: os.environ[name] for name in names}
-            found.update(rank=kv.rank, sum=step(), argv=sys.argv, stdin=sys.stdin.read())
-            for part in range(200):
-                print("x" * 5000)
-            print("a warning", file=sys.stderr)
-            os.write(1, b"\\xff\\r\\nprogress 1\\rprogress 2")
-            print()
-            print("found", json.dumps(found))
-            kv._barrier()
-            os.write(1, b"no end of line")
-        """)
-    )
+    (folder / "script.py").write_text(TRAIN + script)
     begin = time.monotonic()
     launcher = Launcher(["-n", "3", "--", "script.py", *ARGUMENTS], folder, {})
     try:
@@ -75,10 +53,8 @@ def trained(tmp_path_factory):
     finally:
         launcher.clean()
     found = {
-        rank: json.loads(line[6:])
+        rank: json.loads(lines[203].partition("found ")[2])
         for rank, lines in by_rank(launcher.output).items()
-        for line in lines
-        if line.startswith("found ")
     }
     return launcher, time.monotonic() - begin, found
 
@@ -120,178 +96,32 @@ def test_lines_of_different_workers_are_not_mixed(trained):
     assert by_rank(launcher.errors) == dict.fromkeys(range(3), ["a warning"])
 
 
-def test_a_module_with_its_package(tmp_path):
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").write_text("")
-    (tmp_path / "package" / "near.py").write_text("value = 5")
-    (tmp_path / "package" / "__main__.py").write_text(
-        "import sys\nfrom .near import value\nprint(value, __name__, sys.argv[1:], flush=True)"
-    )
-    launcher = Launcher(["--from-env", "-m", "package", "-m", "x"], tmp_path, ALONE)
-    try:
-        assert launcher.end() == 0, launcher.text
-        assert launcher.output == ["[worker] 5 __main__ ['-m', 'x']\n"]
-    finally:
-        launcher.clean()
+def test_a_module_with_its_package(command, tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "near.py").write_text("value = 5")
+    main = "import sys\nfrom .near import value\nprint(value, __name__, sys.argv[1:], flush=True)"
+    (package / "__main__.py").write_text(main)
+    launcher = command("--from-env", "-m", "package", "-m", "x", **ALONE)
+    assert launcher.end() == 0, launcher.text
+    assert launcher.output == ["[worker] 5 __main__ ['-m', 'x']\n"]
 
 
-# How a launch ends.
-
-
-DEATHS = {
-    "an exception": ("raise ValueError('bad')", 1, "worker 1 (process {}) ended with exit code 1"),
-    "SIGKILL": (
-        "os.kill(os.getpid(), signal.SIGKILL)",
-        128 + signal.SIGKILL,
-        "worker 1 (process {}) was killed by SIGKILL (by the kernel, if memory ran out)",
-    ),
-}
-
-
-@pytest.mark.parametrize("death", DEATHS)
-def test_a_worker_dies_and_the_others_end(death, start):
-    """The tests of gluon_syncbn.distributed have more, where the others wait in a store."""
-    line, code, sentence = DEATHS[death]
-    script = f"""
-import os, signal, sys, time
-if os.environ["GLUON_SYNCBN_RANK"] == "1":
-    for number in range(30):
-        print("line", number, flush=True)
-    print("dies", os.getpid(), time.time(), flush=True)
-    {line}
-time.sleep(1000)
-"""
-    launcher = start(script, "-n", "2")
-    number, when = launcher.wait_for("dies")[0].split()[2:]
-    assert launcher.end() == code, launcher.text
-    assert time.time() - float(when) < ENDED_SECONDS
-    assert f"{sentence.format(number)}, so all others are ended." in launcher.text
-    tail = launcher.text.partition("Its last lines:\n")[2].splitlines()
-    assert 15 < len(tail) <= 20 and f"    dies {number} {when}" in tail and "    line 29" in tail
-    assert ("    ValueError: bad" in tail) == (death == "an exception")
-
-
-QUIET = {
-    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", 143, "was killed by SIGTERM"),
-    "a segmentation fault": ("ctypes.string_at(0)", 139, "was killed by SIGSEGV"),
-    "an exit code": ("os._exit(7)", 7, "ended with exit code 7"),
-}
-
-
-@pytest.mark.parametrize("death", QUIET)
-def test_who_ended_first_is_named(death, start):
-    """Not worker 0, which fails because of it and reports that at once."""
-    line, code, sentence = QUIET[death]
-    script = f"""
-import ctypes, os, signal, socket
-if os.environ["GLUON_SYNCBN_RANK"] == "0":
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        with open("part", "w") as file:
-            file.write(str(server.getsockname()[1]))
-        os.rename("part", "port")
-        server.accept()[0].recv(1)
-        raise ValueError("the other is gone")
-while not os.path.exists("port"):
-    pass
-connection = socket.create_connection(("127.0.0.1", int(open("port").read())))
-{line}
-"""
-    launcher = start(script, "-n", "2")
-    assert launcher.end() == code, launcher.text
-    assert re.search(
-        rf"worker 1 \(process \d+\) {sentence}, so all others are ended", launcher.text
-    )
-
-
-@pytest.mark.long
-@needs_horovod
-@pytest.mark.parametrize("death", QUIET)
-def test_who_ended_first_is_named_with_horovod(death, start):
-    line, code, sentence = QUIET[death]
-    script = f"""
-step()
-if hvd.rank() == 1:
-    import ctypes, signal
-    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # That of MXNet exits with 255.
-    {line}
-while True:
-    step()
-"""
-    launcher = start(ALL_REDUCE + script, "-n", "2", "--engine", "horovod")
-    assert launcher.end() == code, launcher.text
-    assert re.search(
-        rf"worker 1 \(process \d+\) {sentence}, so all others are ended", launcher.text
-    )
-
-
-@pytest.mark.long
-def test_launchers_that_dmlc_gave_their_roles(start):
-    """MXNet serves in whatever process imports it under such a role: that must not be ours."""
-    script = TRAIN + "print('trains')\nwhile True:\n    step()\n"
-    with launch._free_port() as port:
-        launchers = {
-            role: start(
-                script,
-                "--from-env",
-                **{**ALONE, "DMLC_ROLE": role, "DMLC_PS_ROOT_PORT": str(port)},
-            )
-            for role in ("scheduler", "server", "worker")
-        }
-        launchers["worker"].wait_for("[worker] trains")
-    server = launchers["server"].find("DMLC_ROLE", "server")
-    server.kill()
-    assert launchers["server"].end() == 128 + signal.SIGKILL
-    assert f"server (process {server.pid}) was killed by SIGKILL" in launchers["server"].text
-
-
-def test_a_scheduler_that_cannot_serve(start):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        scheduler = {**ALONE, "DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": port}
-        launcher = start("", "--from-env", **scheduler)
-        assert launcher.end() == 1
-    assert "scheduler (process" in launcher.text and "bind failed" in launcher.text
-
-
-def test_without_mxnet(start, tmp_path):
-    (tmp_path / "mxnet.py").write_text("raise ImportError('no', name='mxnet')\n")
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    launcher = start("import time; time.sleep(1000)", "-n", "1", PYTHONPATH=path)
-    assert launcher.end() == 1
-    assert re.search(r"(scheduler|server 0) \(process \d+\) ended with exit code 1", launcher.text)
-    end = "the libraries of its CUDA (mxnet-cu112: CUDA 11) and an NVIDIA driver."
-    assert launcher.text.rstrip().endswith(end) and "Traceback" not in launcher.text
-
-
-@pytest.mark.parametrize("killed", ["launcher", "worker"])
-def test_children_of_workers_end_too(killed, start):
-    """Also one that left the session of its worker and outlived its parent."""
-    children = """
-import os, signal, time
-def child():
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(1000)
-if not os.fork():
-    if not os.fork():
-        os.setsid()
-        child()
-    os._exit(0)
-os.wait()
-if not os.fork():
-    child()
-"""
-    launcher = start(children + SLEEP, "-n", "2")
-    launcher.wait_for("ready", 2)
-    # The guard, the scheduler, the server, two workers, and two children of each.
-    assert len(launcher.processes()) >= 3 + 2 * 3
-    begin = time.monotonic()
-    if killed == "launcher":
-        launcher.process.kill()
-        wait_until(lambda: not launcher.processes())
-    else:
-        launcher.find("GLUON_SYNCBN_RANK", "1").kill()
-        assert launcher.end() == 128 + signal.SIGKILL, launcher.text
-    assert time.monotonic() - begin < ENDED_SECONDS
+@pytest.mark.parametrize(
+    "options, layer",
+    [
+        (["script.py"], "mxnet.gluon.contrib.nn.basic_layers"),
+        (["--replace-contrib", "script.py"], "gluon_syncbn.layers.batch_norm"),
+        (["--replace-contrib", "-m", "script", "--help"], "gluon_syncbn.layers.batch_norm"),
+    ],
+)
+def test_contribs_layer_is_replaced_if_asked(options, layer, command, tmp_path):
+    script = "from mxnet.gluon.contrib.nn import SyncBatchNorm\nprint(SyncBatchNorm.__module__)"
+    (tmp_path / "script.py").write_text(script)
+    launcher = command("--from-env", *options, **ALONE)
+    assert launcher.end() == 0, launcher.text
+    assert launcher.output == [f"[worker] {layer}\n"]
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # An open pipe.
@@ -302,131 +132,6 @@ def test_a_stream_of_text_and_a_store_that_no_worker_uses(tmp_path):
         assert launch.main(["-n", "2", str(tmp_path / "script.py")]) == 0
     assert sorted(output.getvalue().splitlines()) == ["[0] out ü", "[1] out ü"]
     assert sorted(errors.getvalue().splitlines()) == ["[0] err", "[1] err"]
-
-
-# Signals.
-
-
-@pytest.mark.long
-def test_ctrl_c_while_the_workers_wait_inside_mxnet(start):
-    """One is interrupted, and what the others wait for does not come any more."""
-    script = """
-if kv.rank == 1:
-    print("sleeps", flush=True)
-    time.sleep(1000)
-step()
-"""
-    launcher = start(TRAIN + script, "-n", "2", "--grace", "1")
-    launcher.wait_for("sleeps")
-    begin = time.monotonic()
-    launcher.process.send_signal(signal.SIGINT)
-    assert launcher.end() == 128 + signal.SIGINT
-    assert time.monotonic() - begin < ENDED_SECONDS
-    assert "SIGINT is passed on" in launcher.text and "[1] KeyboardInterrupt" in launcher.text
-
-
-HANDLER = """
-import signal, sys, time
-def handle(number, frame):
-    print("got", signal.Signals(number).name, flush=True)
-    {then}
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, handle)
-print("ready", flush=True)
-while True:
-    time.sleep(0.1)
-"""
-
-
-@pytest.mark.parametrize("sent, code", [("SIGTERM", 0), ("SIGHUP", 5)])
-def test_a_signal_is_passed_on_as_sigterm(sent, code, alone):
-    """A worker that handles it and ends well makes the launch end well."""
-    launcher = alone(HANDLER.format(then=f"sys.exit({code})"))
-    launcher.wait_for("ready")
-    launcher.process.send_signal(signal.Signals[sent])
-    assert launcher.end() == (128 + signal.Signals[sent] if code else 0), launcher.text
-    assert "[worker] got SIGTERM\n" in launcher.output
-
-
-@pytest.mark.long
-def test_a_worker_that_ignores_signals_is_killed(alone):
-    launcher = alone(HANDLER.format(then="pass"), "--grace", "0.5")
-    launcher.wait_for("ready")
-    begin = time.monotonic()
-    launcher.process.send_signal(signal.SIGTERM)
-    assert launcher.end() == 128 + signal.SIGTERM
-    assert time.monotonic() - begin < ENDED_SECONDS
-
-
-def test_a_second_ctrl_c_kills(alone):
-    launcher = alone(HANDLER.format(then="pass"), "--grace", "1000")
-    launcher.wait_for("ready")
-    # Two at a time are one, as `timeout` sends them.
-    launcher.process.send_signal(signal.SIGINT)
-    time.sleep(0.1)
-    launcher.process.send_signal(signal.SIGINT)
-    launcher.wait_for("got SIGINT")
-    time.sleep(0.6)
-    assert launcher.process.poll() is None
-    begin = time.monotonic()
-    launcher.process.send_signal(signal.SIGINT)
-    assert launcher.end() == 128 + signal.SIGINT
-    assert time.monotonic() - begin < 3
-
-
-# Output that is closed or full.
-
-
-@pytest.fixture
-def redirected(tmp_path):
-    """Launches one worker from a shell that redirects the launcher's output."""
-
-    def run(script, how):
-        (tmp_path / "script.py").write_text(textwrap.dedent(script))
-        environment = {name: os.environ[name] for name in os.environ if "BUFFERED" not in name}
-        return subprocess.run(
-            f"exec {sys.executable} -m gluon_syncbn.launch --from-env script.py {how}",
-            shell=True,
-            capture_output=True,
-            cwd=tmp_path,
-            env={**environment, **ALONE},
-            text=True,
-            timeout=STARTED_SECONDS,
-        )
-
-    return run
-
-
-def test_the_reader_of_the_output_ends(alone):
-    """As with `... | head -n 1`."""
-    launcher = alone("while True: print('line')")
-    launcher.wait_for("line")
-    launcher.stop_reading()
-    assert launcher.end() == 128 + signal.SIGPIPE
-
-
-@pytest.mark.parametrize("how, code", [(">&-", 0), ("<&- >&- 2>&-", 3)])
-def test_closed_output(how, code, redirected):
-    """More lines than a pipe holds."""
-    script = """
-        import sys
-        for number in range(5000):
-            print("line", number, "x" * 50)
-            print("warning", number, file=sys.stderr)
-    """
-    done = redirected(textwrap.dedent(script) + f"sys.exit({code})", how)
-    assert (done.returncode, done.stdout) == (code, ""), done.stderr
-    assert done.stderr.count("[worker] warning") == (5000 if how == ">&-" else 0)
-    assert "launch: " not in done.stderr
-
-
-def test_output_that_cannot_be_written(redirected):
-    done = redirected("while True: print('line')", "> /dev/full")
-    assert (done.returncode, done.stderr) == (
-        1,
-        "gluon_syncbn.launch: the output of worker cannot be written (No space left on device), "
-        "so all processes are ended.\n",
-    )
 
 
 # What is refused.
@@ -490,14 +195,7 @@ def test_a_missing_horovod_and_how_to_install_it(tmp_path, monkeypatch, capsys):
     assert "pip install --no-build-isolation horovod==0.28.1" in errors
 
 
-ALL_REDUCE = """
-import json, os, sys
-import mxnet as mx
-import horovod.mxnet as hvd
-hvd.init()
-def step():
-    x = mx.nd.ones(2, dtype="float64") * (hvd.rank() + 1)
-    return hvd.allreduce(x, average=False, name="x").asnumpy().tolist()
+RANKS = """
 print(json.dumps([os.environ["GLUON_SYNCBN_RANK"], hvd.rank(), hvd.size(), hvd.local_rank(),
     hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), step()]), flush=True)
 """
@@ -536,7 +234,9 @@ def test_several_launchers_are_one_training(workers, start):
 @pytest.mark.long
 @needs_horovod
 def test_several_launchers_with_horovod(start):
-    launchers = start_several(start, ALL_REDUCE, 2, "-n", "2", "--engine", "horovod", slurm=True)
+    launchers = start_several(
+        start, ALL_REDUCE + RANKS, 2, "-n", "2", "--engine", "horovod", slurm=True
+    )
     for rank, launcher in launchers.items():
         assert launcher.end() == 0, launcher.text
         for worker in (2 * rank, 2 * rank + 1):
@@ -565,26 +265,3 @@ def test_one_fails_and_all_launchers_end(kill, victim, start, tmp_path):
         assert launchers[rank].end() == 1, launchers[rank].text
         assert sentence in launchers[rank].text
     assert time.monotonic() - begin < ENDED_SECONDS
-
-
-CONTRIB = """
-from mxnet.gluon.contrib.nn import SyncBatchNorm
-print(SyncBatchNorm.__module__)
-"""
-
-
-@pytest.mark.parametrize("options", [[], ["--replace-contrib"]])
-def test_contribs_layer_is_replaced_if_asked(alone, options):
-    launcher = alone(CONTRIB, *options)
-    assert launcher.end() == 0, launcher.text
-    ours = "gluon_syncbn.layers.batch_norm"
-    stock = "mxnet.gluon.contrib.nn.basic_layers"
-    assert launcher.output == [f"[worker] {ours if options else stock}\n"]
-
-
-def test_contribs_layer_is_replaced_for_modules(tmp_path):
-    (tmp_path / "script.py").write_text(CONTRIB)
-    options = ["--from-env", "--replace-contrib", "-m", "script", "--help"]
-    launcher = Launcher(options, tmp_path, ALONE)
-    assert launcher.end() == 0, launcher.text
-    assert launcher.output == ["[worker] gluon_syncbn.layers.batch_norm\n"]

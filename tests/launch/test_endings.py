@@ -1,0 +1,268 @@
+"""How a launch ends: a worker dies, a signal comes, or nobody takes the output."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from distributed_cluster import needs_horovod, wait_until
+from gluon_syncbn.launch import __main__ as launch
+from launched import ALL_REDUCE, ALONE, ENDED_SECONDS, SLEEP, STARTED_SECONDS, TRAIN
+
+# The last line of a worker, the launcher's exit code, and what it says.
+DEATHS = {
+    "an exception": ("raise ValueError('bad')", 1, "ended with exit code 1"),
+    "an exit code": ("os._exit(7)", 7, "ended with exit code 7"),
+    "a segmentation fault": ("ctypes.string_at(0)", 139, "was killed by SIGSEGV"),
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", 143, "was killed by SIGTERM"),
+    "SIGKILL": (
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        137,
+        r"was killed by SIGKILL \(by the kernel, if memory ran out\)",
+    ),
+}
+
+
+def check_named(launcher, death):
+    """The launcher says that worker 1 ended first. Returns the number of its process."""
+    _, code, sentence = DEATHS[death]
+    assert launcher.end() == code, launcher.text
+    sentence = rf"worker 1 \(process (\d+)\) {sentence}, so all others are ended\."
+    found = re.search(sentence, launcher.text)
+    assert found, launcher.text
+    return found[1]
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_who_ended_first_is_named(death, start):
+    """Not worker 0, which fails because of it and reports that at once."""
+    script = f"""
+import ctypes, os, signal, socket, time
+if os.environ["GLUON_SYNCBN_RANK"] == "0":
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with open("part", "w") as file:
+            file.write(str(server.getsockname()[1]))
+        os.rename("part", "port")
+        server.accept()[0].recv(1)
+        raise ValueError("the other is gone")
+while not os.path.exists("port"):
+    pass
+connection = socket.create_connection(("127.0.0.1", int(open("port").read())))
+for number in range(30):
+    print("line", number, flush=True)
+print("dies", os.getpid(), time.time(), flush=True)
+{DEATHS[death][0]}
+"""
+    launcher = start(script, "-n", "2")
+    number, when = launcher.wait_for("dies")[0].split()[2:]
+    assert check_named(launcher, death) == number
+    assert time.time() - float(when) < ENDED_SECONDS
+    tail = launcher.text.partition("Its last lines:\n")[2].splitlines()
+    assert 15 < len(tail) <= 20 and f"    dies {number} {when}" in tail and "    line 29" in tail
+    assert ("    ValueError: bad" in tail) == (death == "an exception")
+
+
+@pytest.mark.long
+@needs_horovod
+@pytest.mark.parametrize("death", ["an exit code", "a segmentation fault", "SIGTERM"])
+def test_who_ended_first_is_named_with_horovod(death, start):
+    script = f"""
+step()
+if hvd.rank() == 1:
+    import ctypes, signal
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # That of MXNet exits with 255.
+    {DEATHS[death][0]}
+while True:
+    step()
+"""
+    check_named(start(ALL_REDUCE + script, "-n", "2", "--engine", "horovod"), death)
+
+
+@pytest.mark.long
+def test_launchers_that_dmlc_gave_their_roles(start):
+    """MXNet serves in whatever process imports it under such a role: that must not be ours."""
+    script = TRAIN + "print('trains')\nwhile True:\n    step()\n"
+    with launch._free_port() as port:
+        variables = {**ALONE, "DMLC_PS_ROOT_PORT": str(port)}
+        launchers = {
+            role: start(script, "--from-env", **{**variables, "DMLC_ROLE": role})
+            for role in ("scheduler", "server", "worker")
+        }
+        launchers["worker"].wait_for("[worker] trains")
+    server = launchers["server"].find("DMLC_ROLE", "server")
+    server.kill()
+    assert launchers["server"].end() == 128 + signal.SIGKILL
+    assert f"server (process {server.pid}) was killed by SIGKILL" in launchers["server"].text
+
+
+def test_a_scheduler_that_cannot_serve(start):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        scheduler = {**ALONE, "DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": port}
+        launcher = start("", "--from-env", **scheduler)
+        assert launcher.end() == 1
+    assert "scheduler (process" in launcher.text and "bind failed" in launcher.text
+
+
+def test_without_mxnet(start, tmp_path):
+    (tmp_path / "mxnet.py").write_text("raise ImportError('no', name='mxnet')\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    launcher = start("import time; time.sleep(1000)", "-n", "1", PYTHONPATH=path)
+    assert launcher.end() == 1
+    assert re.search(r"(scheduler|server 0) \(process \d+\) ended with exit code 1", launcher.text)
+    end = "the libraries of its CUDA (mxnet-cu112: CUDA 11) and an NVIDIA driver."
+    assert launcher.text.rstrip().endswith(end) and "Traceback" not in launcher.text
+
+
+@pytest.mark.parametrize("killed", ["launcher", "worker"])
+def test_children_of_workers_end_too(killed, start):
+    """Also one that left the session of its worker and outlived its parent."""
+    children = """
+import os, signal, time
+def child():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(1000)
+if not os.fork():
+    if not os.fork():
+        os.setsid()
+        child()
+    os._exit(0)
+os.wait()
+if not os.fork():
+    child()
+"""
+    launcher = start(children + SLEEP, "-n", "2")
+    launcher.wait_for("ready", 2)
+    # The guard, the scheduler, the server, two workers, and two children of each.
+    assert len(launcher.processes()) >= 3 + 2 * 3
+    begin = time.monotonic()
+    if killed == "launcher":
+        launcher.process.kill()
+        wait_until(lambda: not launcher.processes())
+    else:
+        launcher.find("GLUON_SYNCBN_RANK", "1").kill()
+        assert launcher.end() == 128 + signal.SIGKILL, launcher.text
+    assert time.monotonic() - begin < ENDED_SECONDS
+
+
+# Signals.
+
+
+@pytest.mark.long
+def test_ctrl_c_while_the_workers_wait_inside_mxnet(start):
+    """One is interrupted, and what the others wait for does not come any more."""
+    script = """
+if kv.rank == 1:
+    print("sleeps", flush=True)
+    time.sleep(1000)
+step()
+"""
+    launcher = start(TRAIN + script, "-n", "2", "--grace", "1")
+    launcher.wait_for("sleeps")
+    begin = time.monotonic()
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.end() == 128 + signal.SIGINT
+    assert time.monotonic() - begin < ENDED_SECONDS
+    assert "SIGINT is passed on" in launcher.text and "[1] KeyboardInterrupt" in launcher.text
+
+
+@pytest.fixture
+def handles(alone):
+    """Starts a worker that handles signals: it prints them, and then does what is given."""
+
+    def handles(then, *options):
+        script = f"""
+import signal, sys, time
+def handle(number, frame):
+    print("got", signal.Signals(number).name, flush=True)
+    {then}
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, handle)
+print("ready", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+        launcher = alone(script, *options)
+        launcher.wait_for("ready")
+        return launcher
+
+    return handles
+
+
+@pytest.mark.parametrize("sent, code", [("SIGTERM", 0), ("SIGHUP", 5)])
+def test_a_signal_is_passed_on_as_sigterm(sent, code, handles):
+    """A worker that handles it and ends well makes the launch end well."""
+    launcher = handles(f"sys.exit({code})")
+    launcher.process.send_signal(signal.Signals[sent])
+    assert launcher.end() == (128 + signal.Signals[sent] if code else 0), launcher.text
+    assert "[worker] got SIGTERM\n" in launcher.output
+
+
+@pytest.mark.long
+def test_a_worker_that_ignores_signals_is_killed(handles):
+    launcher = handles("pass", "--grace", "0.5")
+    begin = time.monotonic()
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.end() == 128 + signal.SIGTERM
+    assert time.monotonic() - begin < ENDED_SECONDS
+
+
+def test_a_second_ctrl_c_kills(handles):
+    launcher = handles("pass", "--grace", "1000")
+    # Two at a time are one, as `timeout` sends them.
+    launcher.process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    launcher.process.send_signal(signal.SIGINT)
+    launcher.wait_for("got SIGINT")
+    time.sleep(0.6)
+    assert launcher.process.poll() is None
+    begin = time.monotonic()
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.end() == 128 + signal.SIGINT
+    assert time.monotonic() - begin < 3
+
+
+# Output that is closed or full.
+
+MANY_LINES = """
+import sys
+for number in range(5000):  # More than a pipe holds.
+    print("line", number, "x" * 50)
+    print("warning", number, file=sys.stderr)
+"""
+ENDLESS = "while True: print('line')"
+NO_SPACE = (
+    "gluon_syncbn.launch: the output of worker cannot be written (No space left on device), so all "
+    "processes are ended.\n"
+)
+
+
+@pytest.mark.parametrize(
+    "script, how, code, output, errors",
+    [
+        (MANY_LINES, ">&-", 0, "", r"(\[worker\] warning \d+\n){5000}"),
+        (MANY_LINES + "sys.exit(3)", "<&- >&- 2>&-", 3, "", ""),
+        (ENDLESS, "| head -n 1", 128 + signal.SIGPIPE, r"\[worker\] line\n", ".*"),
+        (ENDLESS, "> /dev/full", 1, "", re.escape(NO_SPACE)),
+    ],
+    ids=["closed output", "all closed", "a reader that ends", "a full disk"],
+)
+def test_output_that_nobody_takes(script, how, code, output, errors, tmp_path):
+    (tmp_path / "script.py").write_text(script)
+    environment = {name: os.environ[name] for name in os.environ if "BUFFERED" not in name}
+    command = f"{sys.executable} -m gluon_syncbn.launch --from-env script.py {how}"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        capture_output=True,
+        cwd=tmp_path,
+        env={**environment, **ALONE},
+        text=True,
+        timeout=STARTED_SECONDS,
+    )
+    assert done.returncode == code, done.stderr[-1000:]
+    assert re.fullmatch(output, done.stdout)
+    assert re.fullmatch(errors, done.stderr, re.DOTALL), done.stderr[-1000:]
