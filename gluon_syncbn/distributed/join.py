@@ -34,8 +34,9 @@ class join:
     ----------
     batches : iterable
     trainer : mxnet.gluon.Trainer, optional
-        Whose gradients are set to zero. Without a Trainer, or where gradients are accumulated
-        (``grad_req="add"``), the loop does it: ``(loss * (not steps.absent)).backward()``.
+        Whose gradients are set to zero. Where they are accumulated (``grad_req="add"``) that would
+        lose those of earlier batches, so `early_stop` is needed. Without a Trainer the loop sets
+        them to zero: see `absent`.
     group : SyncGroup, optional
         By default that of the layers: see :func:`gluon_syncbn.set_default_group`.
     early_stop : bool
@@ -57,7 +58,7 @@ class join:
     ------
     ValueError
         Where a process has no batch at all, and for a Trainer of parameters with
-        ``grad_req="add"``.
+        ``grad_req="add"`` without `early_stop`.
     TypeError
         For `batches` that cannot be gone through, for anything but a Trainer as `trainer`, and for
         a batch without an array.
@@ -69,6 +70,13 @@ class join:
         check_trainer(trainer, "join")
         if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
             raise TypeError(f"join got {batches!r}: give the batches, such as a DataLoader.")
+        for parameter in trainer._params if trainer is not None and not early_stop else ():
+            if parameter.grad_req == "add":
+                raise ValueError(
+                    f"join got a Trainer, and {parameter.name} accumulates gradients "
+                    "(grad_req='add'), of which a process without a batch could not tell what to "
+                    "keep: give early_stop=True, which ends with the first process that runs out."
+                )
         self._batches = batches
         self._trainer = trainer
         self._end_hook = None
@@ -78,7 +86,6 @@ class join:
         self.batch_size = self.processes = 0
 
     def __iter__(self):
-        self._check_requests()
         remaining = iter(self._batches)
         # A loop around this one may have joined.
         outer = _set_joined(False)
@@ -100,15 +107,6 @@ class join:
                 last = batch
         finally:
             self._end(outer)
-
-    def _check_requests(self):
-        """To set an accumulated gradient to zero would lose what earlier batches added."""
-        for parameter in self._trainer._params if self._trainer is not None else ():
-            if parameter.grad_req == "add":
-                raise ValueError(
-                    f"join got a Trainer, and {parameter.name} has grad_req='add': call it without "
-                    "the Trainer, and (loss * (not steps.absent)).backward() in the loop."
-                )
 
     def _agree(self, have, batch):
         """Whether there is a next step."""

@@ -1,6 +1,5 @@
 """Workers with uneven numbers of batches, and a long training."""
 
-import itertools
 import os
 
 import gluon_syncbn as sbn
@@ -11,7 +10,7 @@ from distributed_stores import calls
 from mxnet import autograd
 from mxnet.gluon import nn
 from mxnet.util import is_np_array
-from runs import MODES, contexts
+from runs import contexts
 
 BATCHES = [5, 3, 2]  # By rank.
 SHAPE = 3, 6, 6
@@ -68,56 +67,6 @@ class Training:
         return {name: p.data().asnumpy() for name, p in self.net.collect_params().items()}
 
 
-class SumsOfGradients(Training):
-    """Each of the Trainer's steps takes the gradients of two batches, the last one those of what is
-    left."""
-
-    # How gradients are set to zero, whether before the first of two batches or after the second,
-    # and how the net runs.
-    WAYS = list(
-        itertools.product(
-            ("each parameter", "all parameters", "arrays"),
-            (True, False),
-            ("imperative", "static_shape"),
-        )
-    )
-
-    def __init__(self, **arguments):
-        super().__init__(**arguments)
-        for parameter in self.net.collect_params().values():
-            if parameter.grad_req != "null":
-                parameter.grad_req = "add"
-
-    def zero(self, how):
-        parameters = self.net.collect_params()
-        if how == "all parameters":
-            return parameters.zero_grad()
-        for parameter in parameters.values():
-            if parameter.grad_req == "null" or parameter._data is None:
-                continue
-            if how == "each parameter":
-                parameter.zero_grad()
-            else:
-                parameter.grad()[:] = 0
-
-    def epoch(self, steps, how, before, mode):
-        """Adds up the gradients of two batches for each step. steps: (data, labels, batch_size)."""
-        self.net.hybridize(MODES[mode] is not None, **(MODES[mode] or {}))
-        steps = iter(steps)
-        for data, labels, size in steps:
-            if before:
-                self.zero(how)
-            self.backward(data, labels)
-            for data, labels, more in itertools.islice(steps, 1):
-                self.backward(data, labels)
-                size += more
-            self.trainer.step(size)
-            if not before:
-                self.zero(how)
-        self.zero(how)
-        mx.nd.waitall()
-
-
 def lonely_layers(group):
     """Some without anything new to learn from while a process has run out of batches, or all
     processes of its group have."""
@@ -162,14 +111,6 @@ def trains(world):
 def trains_numpy_arrays(world):
     mx.npx.set_np()
     trains(world)
-
-
-def adds_up(world):
-    training = SumsOfGradients(kvstore=world.kv, update_on_kvstore=False)
-    for epoch, way in enumerate(SumsOfGradients.WAYS):
-        steps = sbn.distributed.join(batches(world.rank, epoch), training.trainer)
-        training.epoch(((*batch, steps.batch_size) for batch in steps), *way)
-        world.save(f"epoch {epoch}", **training.values())
 
 
 def learns_alone(world):

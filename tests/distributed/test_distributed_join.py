@@ -68,22 +68,6 @@ def test_numpy_arrays(tmp_path):
             np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.long
-def test_sums_of_gradients(tmp_path):
-    """With grad_req="add" an absent process adds nothing, however the loop sets them to zero."""
-    job = run(tmp_path, 3, ["distributed_join:adds_up"])
-    training = distributed_join.SumsOfGradients(kvstore=None)
-    for epoch, way in enumerate(distributed_join.SumsOfGradients.WAYS):
-        steps = [(x, labels, len(x)) for x, labels, _ in distributed_join.steps_of_all(epoch)]
-        training.epoch(steps, *way)
-        first, *others = job.arrays(f"epoch {epoch}")
-        for name, value in training.values().items():
-            for other in others:
-                assert_same_bits(other[name], first[name], name)
-            what = f"{name}, {way}"
-            np.testing.assert_allclose(first[name], value, rtol=0, atol=1e-5, err_msg=what)
-
-
 @pytest.mark.parametrize("layer", distributed_join.lonely_layers(None))
 def test_statistics_where_nobody_has_data(shared_four, layer):
     """They follow no batch that was there before; y and dx are those of some statistics."""
@@ -162,6 +146,16 @@ def test_samples_of_an_iterator():
     assert [steps.batch_size for _ in steps] == [8, 8]
 
 
+def test_accumulated_gradients_need_an_early_stop():
+    net = mx.gluon.nn.Dense(1, in_units=1, prefix="net_")
+    net.initialize()
+    net.weight.grad_req = "add"
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd")
+    with pytest.raises(ValueError, match="net_weight accumulates .* give early_stop=True"):
+        sbn.distributed.join([1], trainer)
+    assert list(sbn.distributed.join([np.ones(1)], trainer, early_stop=True))
+
+
 NO_ARRAY = "join got a batch in which there is no array: "
 NO_BATCHES = "join got {}: give the batches, such as"
 WRONG = [
@@ -173,7 +167,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("batches, words", WRONG, ids=str)
+@pytest.mark.parametrize("batches, words", WRONG, ids=range(len(WRONG)))
 def test_what_are_no_batches(batches, words):
     with pytest.raises(TypeError, match=words):
         next(iter(sbn.distributed.join(batches)))
