@@ -13,6 +13,7 @@ pythons := $(or $(PYTHON),python3.13 python3.12 python3.11 python3.10 python3.9 
 ready := .venv/ready-
 python := .venv/bin/python
 pip := $(python) -m pip -qq --no-input
+packages := gluon_syncbn mxnet_compat mxnet_launch
 library := gluon_syncbn/libgluon_syncbn.so
 nvcc := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v "$${NVCC:-nvcc}")
 # Whether the library has CUDA kernels: where MXNet has GPUs, or GLUON_SYNCBN_CUDA=1.
@@ -113,8 +114,8 @@ define on_simulated_gpus
 	@$(if $(nvcc),,echo "No nvcc is found (NVCC, CUDA_HOME, PATH), so nothing is tested on simulated GPUs."; exit 0;) \
 	mkdir -p build; $(fetch_mxnet) || { \
 	    echo "$(mxnet) cannot be downloaded (build/mxnet.log), so nothing is tested on simulated GPUs."; exit 0; }; \
-	$(build_native:@%=%) simgpu && rm -rf $(simgpu)/gluon_syncbn $(simgpu)/mxnet_compat && \
-	tar -c --exclude='*.so' --exclude=__pycache__ gluon_syncbn mxnet_compat | tar -x -C $(simgpu) && \
+	$(build_native:@%=%) simgpu && rm -rf $(addprefix $(simgpu)/,$(packages)) && \
+	tar -c --exclude='*.so' --exclude=__pycache__ $(packages) | tar -x -C $(simgpu) && \
 	cp $(simgpu)/libgluon_syncbn.so $(simgpu)/gluon_syncbn && cd $(simgpu) && echo "STREAMS=$(STREAMS)" && \
 	export $(1) PTXSIM_STREAMS=$(STREAMS) MXNET_USE_FUSION=0 PYTHONPATH="$$PWD" && \
 	$(abspath $(python)) -m pytest -q --capture=sys -p no:cacheprovider $(3) $(addprefix $(CURDIR)/tests/,$(2)) $(ARGS)

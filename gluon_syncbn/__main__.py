@@ -34,7 +34,7 @@ def main(arguments=None):
     is_program = arguments is None
     arguments = sys.argv[1:] if is_program else arguments
     if arguments[:1] == ["launch"]:
-        from .launch.__main__ import main as launch
+        from mxnet_launch.__main__ import main as launch
 
         return launch(arguments[1:])
     if is_program:

@@ -5,9 +5,9 @@ import threading
 
 import mxnet as mx
 import numpy
+from mxnet_launch.runner import beat
 
 from .. import native
-from ..launch.runner import beat
 from .arguments import duration, seconds
 from .reducer import Reducer
 

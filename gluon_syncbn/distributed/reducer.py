@@ -9,9 +9,9 @@ import time
 
 import mxnet as mx
 import numpy
+from mxnet_launch.runner import beat
 
 from .. import native
-from ..launch.runner import beat
 from ..native import shutdown
 from .answers import ARRIVED, FAILED, GONE, describe_others
 from .arguments import WARN_AFTER, duration, seconds

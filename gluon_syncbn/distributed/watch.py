@@ -7,8 +7,9 @@ import sys
 import threading
 import time
 
+from mxnet_launch.runner import beat
+
 from .. import native
-from ..launch.runner import beat
 from ..native import shutdown
 from .answers import FAILED, GONE, describe_others
 from .arguments import WARN_AFTER, duration

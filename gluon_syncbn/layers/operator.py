@@ -30,7 +30,7 @@ def is_true(text):
 
 class Settings(NamedTuple):
     """What the operator computes: the attributes of its nodes in graphs. Those with the value here
-    are left out, as src/operator/layer/attributes.h has the same."""
+    are left out, as src/operator/call/attributes.h has the same."""
 
     axis: int = 1
     momentum: Optional[float] = 0.9

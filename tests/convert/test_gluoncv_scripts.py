@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from gluon_syncbn.launch import runner
+from mxnet_launch import runner
 
 SCRIPTS = os.environ.get("GLUONCV_SCRIPTS")
 DRIVER = Path(__file__).resolve().parents[1] / "support" / "gluoncv_script.py"

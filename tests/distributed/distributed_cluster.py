@@ -14,7 +14,7 @@ import uuid
 import numpy as np
 import psutil
 import pytest
-from gluon_syncbn.launch import __main__ as launch
+from mxnet_launch import __main__ as launch
 
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "distributed_worker.py")
 # What a slow machine may need to import MXNet in all processes.

@@ -9,10 +9,10 @@ import threading
 import time
 
 import pytest
+from mxnet_launch import __main__ as launch
 from distributed_cluster import wait_until
-from gluon_syncbn.launch import __main__ as launch
-from gluon_syncbn.launch.cluster import Cluster, LaunchError, Position, find_position, first_host
 from launched import free_port
+from mxnet_launch.cluster import Cluster, LaunchError, Position, find_position, first_host
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_two_launchers_of_one_rank():
 
 
 def test_a_missing_launcher(capfd, monkeypatch):
-    monkeypatch.setattr("gluon_syncbn.launch.cluster._SAY_SECONDS", 0.1)
+    monkeypatch.setattr("mxnet_launch.cluster._SAY_SECONDS", 0.1)
     for text in errors([0, 2], 4, wait=0.5):
         assert "launchers 1, 3 of 4 did not come" in text
     (text,) = errors([1], 2, wait=0.5)

@@ -9,8 +9,8 @@ import sys
 import time
 
 import pytest
+from mxnet_launch import __main__ as launch
 from distributed_cluster import needs_horovod, wait_until
-from gluon_syncbn.launch import __main__ as launch
 from launched import ALL_REDUCE, ALONE, ENDED_SECONDS, SLEEP, STARTED_SECONDS, TRAIN
 
 # The last line of a worker, the launcher's exit code, and what it says.

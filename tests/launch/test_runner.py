@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from gluon_syncbn.launch import runner
+from mxnet_launch import runner
 from launched import ENDED_SECONDS
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import gluon_syncbn as sbn
 import gluon_syncbn.__main__ as files
-import gluon_syncbn.launch.__main__ as launcher
+import mxnet_launch.__main__ as launcher
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]

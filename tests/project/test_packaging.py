@@ -129,7 +129,7 @@ def version_of(source):
 def test_wheel_serves_every_python_version_and_holds_the_package_alone(checkout, wheel):
     version = version_of(checkout)
     assert re.fullmatch(rf"gluon_syncbn-{re.escape(version)}-py3-none-linux_\w+\.whl", wheel.name)
-    packages = [checkout / "gluon_syncbn", checkout / "mxnet_compat"]
+    packages = [checkout / "gluon_syncbn", checkout / "mxnet_compat", checkout / "mxnet_launch"]
     modules = {str(path.relative_to(checkout)) for root in packages for path in root.rglob("*.py")}
     with zipfile.ZipFile(wheel) as archive:
         files = set(archive.namelist())

@@ -9,8 +9,8 @@
 #include "api/channels.h"
 #include "cpu/thread_pool.h"
 #include "cuda/device.h"
-#include "layer/operator.h"
-#include "layer/process.h"
+#include "call/operator.h"
+#include "call/process.h"
 #include "mxnet/engine_errors.h"
 #include "mxnet/interrupts.h"
 

@@ -1,13 +1,13 @@
-#include "layer/call.h"
+#include "call/call.h"
 
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
 
+#include "call/process.h"
+#include "call/virtual_devices.h"
 #include "cuda/device.h"
-#include "layer/process.h"
-#include "layer/virtual_devices.h"
 #include "mxnet/engine_errors.h"
 
 namespace gluon_syncbn {

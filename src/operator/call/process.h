@@ -1,6 +1,6 @@
 // The state of this process.
-#ifndef GLUON_SYNCBN_LAYER_PROCESS_H_
-#define GLUON_SYNCBN_LAYER_PROCESS_H_
+#ifndef GLUON_SYNCBN_CALL_PROCESS_H_
+#define GLUON_SYNCBN_CALL_PROCESS_H_
 
 #include <string>
 
@@ -21,4 +21,4 @@ inline Process process;
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_LAYER_PROCESS_H_
+#endif  // GLUON_SYNCBN_CALL_PROCESS_H_

@@ -1,9 +1,9 @@
-#include "layer/attributes.h"
+#include "call/attributes.h"
 
 #include <locale>
 #include <sstream>
 
-#include "layer/process.h"
+#include "call/process.h"
 
 namespace gluon_syncbn {
 

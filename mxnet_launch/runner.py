@@ -193,7 +193,7 @@ def _serve():
 
 def _find_package():
     """Lets gluon_syncbn be imported where it is not installed, but started from its folder."""
-    sys.path.append(os.path.abspath(f"{__file__}/../../.."))
+    sys.path.append(os.path.abspath(f"{__file__}/../.."))
 
 
 def _main(task, argument, *command):

@@ -1,4 +1,4 @@
-#include "layer/virtual_devices.h"
+#include "call/virtual_devices.h"
 
 #include <stdexcept>
 #include <string>

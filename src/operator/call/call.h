@@ -1,7 +1,7 @@
 // One node of a graph on one device, or one imperative call: its forward, and what its backward
 // needs to know of it.
-#ifndef GLUON_SYNCBN_LAYER_CALL_H_
-#define GLUON_SYNCBN_LAYER_CALL_H_
+#ifndef GLUON_SYNCBN_CALL_CALL_H_
+#define GLUON_SYNCBN_CALL_CALL_H_
 
 #include <cstdint>
 #include <functional>
@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "call/attributes.h"
 #include "cuda/passes.h"
-#include "layer/attributes.h"
 #include "mxnet/arrays.h"
 #include "numerics/kernels.h"
 #include "numerics/running_statistics.h"
@@ -98,4 +98,4 @@ class Call {
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_LAYER_CALL_H_
+#endif  // GLUON_SYNCBN_CALL_CALL_H_

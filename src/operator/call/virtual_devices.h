@@ -1,7 +1,7 @@
 // Cuts a batch into the chunks of virtual devices. The first chunks are larger by one sample if the
 // samples do not divide evenly.
-#ifndef GLUON_SYNCBN_LAYER_VIRTUAL_DEVICES_H_
-#define GLUON_SYNCBN_LAYER_VIRTUAL_DEVICES_H_
+#ifndef GLUON_SYNCBN_CALL_VIRTUAL_DEVICES_H_
+#define GLUON_SYNCBN_CALL_VIRTUAL_DEVICES_H_
 
 #include <cstdint>
 #include <vector>
@@ -16,4 +16,4 @@ std::vector<Part> cut(const Part& whole, DType dtype, int64_t samples, int virtu
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_LAYER_VIRTUAL_DEVICES_H_
+#endif  // GLUON_SYNCBN_CALL_VIRTUAL_DEVICES_H_

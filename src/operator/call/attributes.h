@@ -1,6 +1,6 @@
 // The attributes of a node in a graph, or of an imperative call.
-#ifndef GLUON_SYNCBN_LAYER_ATTRIBUTES_H_
-#define GLUON_SYNCBN_LAYER_ATTRIBUTES_H_
+#ifndef GLUON_SYNCBN_CALL_ATTRIBUTES_H_
+#define GLUON_SYNCBN_CALL_ATTRIBUTES_H_
 
 #include <cstdint>
 #include <string>
@@ -47,4 +47,4 @@ struct Attributes {
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_LAYER_ATTRIBUTES_H_
+#endif  // GLUON_SYNCBN_CALL_ATTRIBUTES_H_

@@ -8,8 +8,8 @@
 //
 // MXNet runs each forward and backward on a thread that it makes for custom operators, so waiting
 // for other devices blocks nothing else.
-#ifndef GLUON_SYNCBN_LAYER_OPERATOR_H_
-#define GLUON_SYNCBN_LAYER_OPERATOR_H_
+#ifndef GLUON_SYNCBN_CALL_OPERATOR_H_
+#define GLUON_SYNCBN_CALL_OPERATOR_H_
 
 #include "mxnet/api.h"
 
@@ -21,4 +21,4 @@ int create_operator(const char*, int size, const char** keys, const char** value
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_LAYER_OPERATOR_H_
+#endif  // GLUON_SYNCBN_CALL_OPERATOR_H_

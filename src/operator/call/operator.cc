@@ -1,11 +1,11 @@
-#include "layer/operator.h"
+#include "call/operator.h"
 
 #include <algorithm>
 #include <string>
 #include <vector>
 
-#include "layer/call.h"
-#include "layer/process.h"
+#include "call/call.h"
+#include "call/process.h"
 #include "mxnet/arrays.h"
 
 namespace gluon_syncbn {
