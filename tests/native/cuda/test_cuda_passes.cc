@@ -19,6 +19,10 @@ namespace {
 // What passes have cost; known of the simulator only.
 struct Cost {
   int waits = 0, uploads = 0, stream_waits = 0;
+
+  Cost operator-(const Cost& other) const {
+    return {waits - other.waits, uploads - other.uploads, stream_waits - other.stream_waits};
+  }
 };
 #if defined(SBN_REAL_CUDA)
 constexpr bool kReal = true;
@@ -105,11 +109,31 @@ struct Results {
   }
 };
 
-// Of which each device has a part.
-template <typename T>
-struct SharedArray : DeviceArray<T> {
-  SharedArray(const T* values, int64_t size) : DeviceArray<T>(values, size, 0, true) {}
-};
+// A forward of one device, whose running statistics are means, variances and a number of batches.
+template <typename A>
+GpuForward forward_task(int gpu, const ForwardShard& shard, A* running, const RunningRule& rule,
+                        bool on_host) {
+  const int64_t C = shard.view.C;
+  GpuForward task{};
+  task.device = gpu;
+  task.dtype = Type<A>::kDType;
+  task.what = "data";
+  task.epsilon = kEpsilon;
+  task.parts = {shard};
+  task.from_batch = task.updates = true;
+  void* const arrays[] = {running, running + C, rule.cumulative ? running + 2 * C : nullptr};
+  std::copy_n(arrays, 3, task.running);
+  task.rule = rule;
+  task.rows = 1;
+  if (on_host) {
+    task.update_on_host = [rule](const std::vector<BatchPtr>& batches, void* const(&host)[3]) {
+      const auto values = [&](int i) { return static_cast<A*>(host[i]); };
+      update_running<A>(batches, rule, {values(0), values(1), values(2)});
+      return true;
+    };
+  }
+  return task;
+}
 
 // Two steps of a layer whose batch is split over the devices.
 template <typename A>
@@ -117,17 +141,22 @@ Results<A> train(const Problem<A>& p, Way way, const std::vector<int>& gpus,
                  const RunningRule& rule) {
   const View view = p.view;
   const size_t devices = gpus.size();
-  SharedArray<A> x(p.x.data(), view.size()), dy(p.dy.data(), view.size());
-  SharedArray<A> y(p.x.data(), view.size()), dx(p.x.data(), view.size());
-  SharedArray<A> gamma(p.gamma.data(), view.C), beta(p.beta.data(), view.C);
-  std::vector<std::unique_ptr<SharedArray<A>>> running, gradients;
-  std::vector<std::unique_ptr<SharedArray<double>>> saved;
+  // Page-locked memory, of which each device has a part.
+  const auto shared = [](const auto* values, int64_t size) {
+    using T = std::decay_t<decltype(*values)>;
+    return std::make_unique<DeviceArray<T>>(values, size, 0, true);
+  };
+  const auto x = shared(p.x.data(), view.size()), dy = shared(p.dy.data(), view.size());
+  const auto y = shared(p.x.data(), view.size()), dx = shared(p.x.data(), view.size());
+  const auto gamma = shared(p.gamma.data(), view.C), beta = shared(p.beta.data(), view.C);
+  std::vector<std::unique_ptr<DeviceArray<A>>> running, gradients;
+  std::vector<std::unique_ptr<DeviceArray<double>>> saved;
   const std::vector<A> start(static_cast<size_t>(2 * view.C + 1), A{2});
   const std::vector<double> zeros(static_cast<size_t>(2 * view.C));
   for (size_t i = 0; i < devices; ++i) {
-    running.push_back(std::make_unique<SharedArray<A>>(start.data(), 2 * view.C + 1));
-    gradients.push_back(std::make_unique<SharedArray<A>>(start.data(), 2 * view.C));
-    saved.push_back(std::make_unique<SharedArray<double>>(zeros.data(), 2 * view.C));
+    running.push_back(shared(start.data(), 2 * view.C + 1));
+    gradients.push_back(shared(start.data(), 2 * view.C));
+    saved.push_back(shared(zeros.data(), 2 * view.C));
   }
   const Cost before = cost();
   for (int step = 0; step < 2; ++step) {
@@ -140,69 +169,33 @@ Results<A> train(const Problem<A>& p, Way way, const std::vector<int>& gpus,
         View part = view;
         part.N = end - begin;
         const int64_t at = begin * view.C * view.S;
-        A* const arrays = running[rank]->data();
-        double* const means = saved[rank]->data();
-        GpuForward f{gpus[rank],
-                     Type<A>::kDType,
-                     "data",
-                     kEpsilon,
-                     {{part,
-                       x.data() + at,
-                       gamma.data(),
-                       beta.data(),
-                       nullptr,
-                       {},
-                       y.data() + at,
-                       Store::kWrite}},
-                     true,
-                     forward.together(way, rank, gpus, view.C),
-                     {arrays, arrays + view.C, rule.cumulative ? arrays + 2 * view.C : nullptr},
-                     true,
-                     rule,
-                     nullptr,
-                     {means, false},
-                     {means + view.C, false},
-                     1};
-        if (way == Way::kHost) {
-          f.update_on_host = [&](const std::vector<BatchPtr>& batches, void* const(&host)[3]) {
-            const auto values = [&](int i) { return static_cast<A*>(host[i]); };
-            update_running<A>(batches, rule, {values(0), values(1), values(2)});
-            return true;
-          };
-        }
-        const auto statistics = forward_on_gpu(f);
+        const ForwardShard forth{part, x->data() + at, gamma->data(), beta->data(), nullptr,
+                                 {},   y->data() + at, Store::kWrite};
+        GpuForward task =
+            forward_task(gpus[rank], forth, running[rank]->data(), rule, way == Way::kHost);
+        task.together = forward.together(way, rank, gpus, view.C);
+        task.mean = {saved[rank]->data(), false};
+        task.inv_std = {saved[rank]->data() + view.C, false};
+        const BackwardShard back{
+            part, dy->data() + at, x->data() + at, nullptr, gamma->data(), beta->data(),
+            {},   dx->data() + at, Store::kWrite,  nullptr, Store::kWrite, nullptr};
         A* const own = gradients[rank]->data();
-        backward_on_gpu({gpus[rank],
-                         Type<A>::kDType,
+        const Result dgamma{own, false}, dbeta{own + view.C, false};
+        backward_on_gpu({task.device,
+                         task.dtype,
                          "data",
-                         {{part,
-                           dy.data() + at,
-                           x.data() + at,
-                           nullptr,
-                           gamma.data(),
-                           beta.data(),
-                           {},
-                           dx.data() + at,
-                           Store::kWrite,
-                           nullptr,
-                           Store::kWrite,
-                           nullptr}},
-                         statistics,
+                         {back},
+                         forward_on_gpu(task),
                          true,
                          backward.together(way, rank, gpus, view.C),
-                         {own, false},
-                         {own + view.C, false}});
+                         dgamma,
+                         dbeta});
       });
     }
     for (std::thread& thread : threads) thread.join();
   }
   const Cost after = cost();
-  Results<A> results{y.get(),
-                     dx.get(),
-                     {},
-                     {},
-                     {after.waits - before.waits, after.uploads - before.uploads,
-                      after.stream_waits - before.stream_waits}};
+  Results<A> results{y->get(), dx->get(), {}, {}, after - before};
   for (size_t i = 0; i < devices; ++i) {
     results.running.push_back(running[i]->get());
     results.saved.push_back(saved[i]->get());
@@ -315,6 +308,8 @@ void a_forward_that_fails_leaves_the_running_statistics_alone() {
   const std::vector<A> start(static_cast<size_t>(2 * view.C + 1), A{2});
   DeviceArray<A> x(p.x.data(), view.size()), y(p.x.data(), view.size());
   DeviceArray<A> beta(p.beta.data(), view.C), running(2 * view.C + 1);
+  const ForwardShard shard{view,    x.data(), nullptr,  beta.data(),
+                           nullptr, {},       y.data(), Store::kWrite};
   int failures = 0;
   for (const bool on_host : {false, true}) {
     for (const RunningRule& rule : {RunningRule{0.9, false, false}, RunningRule{0, true, true}}) {
@@ -325,32 +320,10 @@ void a_forward_that_fails_leaves_the_running_statistics_alone() {
           check::context = std::string(function) + ", call " + std::to_string(calls);
           running.set(start.data());
           release_cuda_memory();
-          GpuForward f{
-              0,
-              DType::kFloat32,
-              "data",
-              kEpsilon,
-              {{view, x.data(), nullptr, beta.data(), nullptr, {}, y.data(), Store::kWrite}},
-              true,
-              {},
-              {running.data(), running.data() + view.C,
-               rule.cumulative ? running.data() + 2 * view.C : nullptr},
-              true,
-              rule,
-              nullptr,
-              {},
-              {},
-              1};
-          if (on_host) {
-            f.update_on_host = [&](const std::vector<BatchPtr>& batches, void* const(&host)[3]) {
-              const auto values = [&](int i) { return static_cast<A*>(host[i]); };
-              update_running<A>(batches, rule, {values(0), values(1), values(2)});
-              return true;
-            };
-          }
+          const GpuForward task = forward_task(0, shard, running.data(), rule, on_host);
           ptxsim_fail_next(function, calls);
           try {
-            forward_on_gpu(f);
+            forward_on_gpu(task);
             fails = false;
           } catch (const std::runtime_error&) {
             ++failures;
