@@ -3,19 +3,18 @@
 #define GLUON_SYNCBN_TESTS_ALL_REDUCE_FIXTURE_H_
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "check.h"
 #include "reference.h"
 #include "rendezvous/all_reduce.h"
+#include "threads.h"
 
 namespace gluon_syncbn {
 
@@ -29,10 +28,6 @@ inline constexpr double kSoon = 10;
 
 inline double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-inline void sleep(double seconds) {
-  std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
 }
 
 inline std::vector<std::string> cpus(int n) {
@@ -113,6 +108,9 @@ struct Fixture {
   }
 
   void drain(const std::string& device) { all_reduce.drain(kLayer, epoch, device); }
+  void drain_all() {
+    for (int i = 0; i < 4; ++i) drain(cpus(4)[i]);
+  }
 
   CallId next(const std::string& device) { return all_reduce.next_call(layer, device); }
 

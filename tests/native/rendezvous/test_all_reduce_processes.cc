@@ -89,8 +89,7 @@ struct Exchange {
   }
 };
 
-void processes_exchange_their_sums_once() {
-  check::context = "processes";
+TEST(processes_exchange_their_sums_once) {
   Exchange e(1, 3);
   const Sums mine = added_in_rank_order(2, 1, 3);
   // Ranks 1 and 2 contribute twice and four times the sums of this process.
@@ -117,8 +116,7 @@ void processes_exchange_their_sums_once() {
   }
 }
 
-void a_joined_process_contributes_zeros() {
-  check::context = "joined";
+TEST(a_joined_process_contributes_zeros) {
   Exchange e(0, 3);
   Fixture alone(config_of(cpus(2)));
   for (AllReduce* const all_reduce : {&e.fixture.all_reduce, &alone.all_reduce}) {
@@ -134,8 +132,7 @@ void a_joined_process_contributes_zeros() {
   CHECK(e.messages[0].values == std::vector<double>(2 + 6 * 3));
 }
 
-void a_failed_exchange_is_everyones_error() {
-  check::context = "failed exchange";
+TEST(a_failed_exchange_is_everyones_error) {
   Exchange fails(0, 3), differs(0, 3);
   fails.error = "rank 2 is gone";
   differs.sequence_of_others = 7;
@@ -219,8 +216,7 @@ struct Apart : Pair {
 };
 
 // All calls use one key, even if each process goes backward in a different order.
-void backward_calls_come_in_any_order() {
-  check::context = "orders";
+TEST(backward_calls_come_in_any_order) {
   const std::vector<std::vector<size_t>> orders{{0, 1, 2}, {2, 1, 0}, {1, 2, 0}, {0, 2, 1}};
   for (const std::vector<size_t>& order : orders) {
     Pair pair;
@@ -250,8 +246,7 @@ void backward_calls_come_in_any_order() {
   }
 }
 
-void a_backward_call_that_another_process_leaves_out_is_an_error() {
-  check::context = "left out";
+TEST(a_backward_call_that_another_process_leaves_out_is_an_error) {
   Apart apart(1);
   for (Background* call : {&apart.first, &apart.second}) {
     const std::string& error = call->error();
@@ -266,8 +261,7 @@ void a_backward_call_that_another_process_leaves_out_is_an_error() {
 }
 
 // By a failure of another call of the layer, or the end of the process.
-void waits_for_a_backward_call_are_released() {
-  check::context = "released";
+TEST(waits_for_a_backward_call_are_released) {
   for (const bool closes : {false, true}) {
     Apart apart;
     sleep(0.2);
@@ -285,15 +279,4 @@ void waits_for_a_backward_call_are_released() {
 }  // namespace
 }  // namespace gluon_syncbn
 
-int main() {
-  using namespace gluon_syncbn;
-  // A test that hangs fails.
-  alarm(120);
-  processes_exchange_their_sums_once();
-  a_joined_process_contributes_zeros();
-  a_failed_exchange_is_everyones_error();
-  backward_calls_come_in_any_order();
-  a_backward_call_that_another_process_leaves_out_is_an_error();
-  waits_for_a_backward_call_are_released();
-  return check::finish("all_reduce_processes");
-}
+int main() { return check::run_all("all_reduce_processes", 120); }
