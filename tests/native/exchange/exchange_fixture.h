@@ -63,7 +63,7 @@ struct Probe {
 };
 
 // One process, and its channels through a server that it shares with others.
-struct Process {
+struct FakeProcess {
   std::shared_ptr<Connection> connection = std::make_shared<Connection>();
   FakeServer::Client client;
   int rank, ranks;
@@ -73,7 +73,7 @@ struct Process {
   std::vector<Probe> probes;
   std::string verdict;
 
-  Process(FakeServer* server, int rank, int ranks) : rank(rank), ranks(ranks) {
+  FakeProcess(FakeServer* server, int rank, int ranks) : rank(rank), ranks(ranks) {
     client.server = server;
     connection->probe = [this](const Delay& d) {
       // No lock of the connection may be held.
@@ -140,13 +140,13 @@ class Waiting {
 };
 
 // Processes of one job.
-struct Job {
+struct FakeJob {
   FakeServer server;
-  std::vector<std::unique_ptr<Process>> processes;
+  std::vector<std::unique_ptr<FakeProcess>> processes;
 
-  explicit Job(int ranks) : server(static_cast<size_t>(ranks)) {
+  explicit FakeJob(int ranks) : server(static_cast<size_t>(ranks)) {
     for (int rank = 0; rank < ranks; ++rank) {
-      processes.emplace_back(new Process(&server, rank, ranks));
+      processes.emplace_back(new FakeProcess(&server, rank, ranks));
     }
   }
 

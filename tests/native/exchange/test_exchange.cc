@@ -10,7 +10,7 @@ namespace {
 
 TEST(every_bit_arrives_in_every_round) {
   constexpr int kRanks = 3, kRounds = 20, kSize = 41;
-  Job job(kRanks);
+  FakeJob job(kRanks);
   job.run([&](int rank) {
     const ChannelPtr channel = job.processes[rank]->channel("key", kKey, kSize);
     for (int round = 0; round < kRounds; ++round) {
@@ -40,9 +40,9 @@ TEST(sums_come_in_one_message_and_values_where_they_do_not_fit) {
   } exchanges[] = {{1, 0, Answer::kValues},    {1, 1, Answer::kSums},    {1e6, 2, Answer::kSums},
                    {1e30, 3, Answer::kValues}, {1e30, 4, Answer::kSums}, {NAN, 5, Answer::kValues},
                    {1, 7, Answer::kValues},    {1, 7, Answer::kSums}};
-  Job job(kRanks);
+  FakeJob job(kRanks);
   job.run([&](int rank) {
-    Process& process = *job.processes[rank];
+    FakeProcess& process = *job.processes[rank];
     const ChannelPtr channel = process.channel("key", kKey, 8, true);
     double number = 0;
     int sums = 0;
@@ -74,9 +74,9 @@ TEST(sums_come_in_one_message_and_values_where_they_do_not_fit) {
 // In each process, two threads share a channel, and two have one each.
 TEST(calls_of_the_store_and_exchanges_of_a_key_take_turns) {
   constexpr int kRounds = 50, kSize = 5;
-  Job job(2);
+  FakeJob job(2);
   job.run([&](int rank) {
-    Process& process = *job.processes[rank];
+    FakeProcess& process = *job.processes[rank];
     const ChannelPtr shared = process.channel("shared", kKey, kSize);
     const ChannelPtr channels[] = {shared, shared, process.channel("a", kKey + 1, kSize),
                                    process.channel("b", kKey + 2, kSize)};
@@ -96,8 +96,8 @@ TEST(calls_of_the_store_and_exchanges_of_a_key_take_turns) {
 
 // Other callers of the store, such as a Trainer, use the same lock.
 TEST(a_channel_waits_while_another_thread_calls_the_store) {
-  Job job(1);
-  Process& process = *job.processes[0];
+  FakeJob job(1);
+  FakeProcess& process = *job.processes[0];
   const ChannelPtr channel = process.channel("key", kKey, 1);
   std::atomic<bool> done{false};
   process.connection->calls.lock();
@@ -114,7 +114,7 @@ TEST(a_channel_waits_while_another_thread_calls_the_store) {
   CHECK(done);
 }
 
-std::vector<std::string> exchanges(const Process& process, bool open) {
+std::vector<std::string> exchanges(const FakeProcess& process, bool open) {
   std::vector<std::string> names;
   for (const auto& entry : process.connection->in_flight.entries()) {
     if (entry.open == open) names.push_back(entry.exchange);
@@ -123,8 +123,8 @@ std::vector<std::string> exchanges(const Process& process, bool open) {
 }
 
 TEST(exchanges_in_flight_are_listed) {
-  Job job(2);
-  Process &first = *job.processes[0], &second = *job.processes[1];
+  FakeJob job(2);
+  FakeProcess &first = *job.processes[0], &second = *job.processes[1];
   const ChannelPtr channels[] = {first.channel("7 forward -1 0", kKey, 1),
                                  second.channel("7 forward -1 0", kKey, 1)};
   const auto exchange = [&](int rank) {
@@ -137,7 +137,7 @@ TEST(exchanges_in_flight_are_listed) {
   CHECK(exchanges(first, false).empty() && exchanges(second, true).empty());
   exchange(1);
   waits.join();
-  for (const Process* process : {&first, &second}) {
+  for (const FakeProcess* process : {&first, &second}) {
     CHECK(exchanges(*process, true).empty());
     CHECK_EQ(exchanges(*process, false).at(0), "layer, call 5 (7 forward -1 0 1)");
   }
@@ -151,7 +151,7 @@ TEST(exchanges_in_flight_are_listed) {
 TEST(a_wait_is_probed_and_given_up) {
   FakeServer server(2);
   {
-    Process process(&server, 0, 2);
+    FakeProcess process(&server, 0, 2);
     Waiting waiting(process.channel("key", kKey, 1), 2);
     while (process.probed() < 2) sleep(0.001);
     process.give_up("rank 1 is gone");
@@ -172,8 +172,8 @@ TEST(a_wait_is_probed_and_given_up) {
 }
 
 TEST(an_error_of_the_store_ends_the_wait) {
-  Job job(1);
-  Process& process = *job.processes[0];
+  FakeJob job(1);
+  FakeProcess& process = *job.processes[0];
   process.verdict = "refused";
   const ChannelPtr channel = process.channel("key", kKey, 1);
   double mine = 1, everyone = 0;
@@ -185,8 +185,8 @@ TEST(an_error_of_the_store_ends_the_wait) {
   CHECK_EQ(error_of(exchange), "");
 
   // The array holds an error when it is written.
-  Job pair(2);
-  Process& alone = *pair.processes[0];
+  FakeJob pair(2);
+  FakeProcess& alone = *pair.processes[0];
   alone.verdict = "refused";
   Waiting waiting(alone.channel("key", kKey, 1), kLong);
   while (alone.client.most == 0) sleep(0.001);
@@ -279,7 +279,7 @@ TEST(horovod_adds_sums) {
 TEST(interrupts_and_the_end_release_waits) {
   for (const Waited expected : {Waited::kInterrupted, Waited::kClosed}) {
     FakeServer server(2);
-    Process process(&server, 0, 2);
+    FakeProcess process(&server, 0, 2);
     process.verdict = "released";
     Waiting waiting(process.channel("key", kKey, 1), kLong);
     while (process.client.most == 0) sleep(0.001);

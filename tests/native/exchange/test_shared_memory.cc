@@ -34,7 +34,7 @@ ChannelPtr channel(const SegmentPtr& segment, const std::string& key, int rank, 
                                    Transports{std::move(transport), nullptr, nullptr});
 }
 
-std::string error_of(const ChannelPtr& channel, size_t size, int ranks, double timeout) {
+std::string error_of_next(const ChannelPtr& channel, size_t size, int ranks, double timeout) {
   Doubles mine(size), everyone(size * static_cast<size_t>(ranks));
   return error_of([&] { channel->exchange("title", timeout, mine.data(), everyone.data()); });
 }
@@ -161,7 +161,7 @@ TEST(sizes_are_compared) {
     const size_t size = rank == 1 ? 4 : 3;
     const auto mine = channel(segment, "key", rank, 3, static_cast<int64_t>(size));
     for (int call = 0; call < 2; ++call) {
-      const std::string error = error_of(mine, size, 3, kLong);
+      const std::string error = error_of_next(mine, size, 3, kLong);
       CHECK_SAY(error.find("numbers to key, by rank: 3 4 3.") != error.npos, error);
     }
   });
@@ -193,17 +193,17 @@ TEST(waits_end) {
   const SegmentPtr segment = Segment::create(kToken);
   for (const int rank : {1, 0}) {
     check::context = "waits of rank " + std::to_string(rank);
-    CHECK_EQ(error_of(channel(segment, "key", rank, 2, 1), 1, 2, 0.5), "given up");
+    CHECK_EQ(error_of_next(channel(segment, "key", rank, 2, 1), 1, 2, 0.5), "given up");
     const auto waits = channel(segment, "other key", rank, 2, 1);
     std::thread interrupt([] {
       sleep(0.05);
       ++interrupts;
     });
-    CHECK_EQ(error_of(waits, 1, 2, kLong), "released");
+    CHECK_EQ(error_of_next(waits, 1, 2, kLong), "released");
     interrupt.join();
   }
   Interruption::close();
-  CHECK_EQ(error_of(channel(segment, "third key", 1, 2, 1), 1, 2, kLong), "released");
+  CHECK_EQ(error_of_next(channel(segment, "third key", 1, 2, 1), 1, 2, kLong), "released");
 }
 
 }  // namespace
