@@ -22,7 +22,7 @@ bool is_modifier(const std::string& name) {
     "global", "shared", "param", "nc", "cs", "cg", "ca", "v2", "v4", "v8", "to", "uni",
     "sync", "aligned", "warp", "bfly", "ballot", "all", "any", "and", "or", "xor",
     "eq", "ne", "lt", "le", "gt", "ge", "ls", "hs", "equ", "neu", "ltu", "leu", "gtu", "geu",
-    "num", "nan", "b32",
+    "b32",
       // clang-format on
   };
   // Hints to the cache.

@@ -64,16 +64,9 @@ Compute raw(F f) {
 // f(T{}) for the type; null for types that f does not take.
 template <typename F>
 Compute with_unsigned(Type type, const F& f) {
-  switch (type.size) {
-    case 1:
-      return f(uint8_t{});
-    case 2:
-      return f(uint16_t{});
-    case 4:
-      return f(uint32_t{});
-    default:
-      return f(uint64_t{});
-  }
+  if (type.size == 1) return f(uint8_t{});
+  if (type.size == 2) return f(uint16_t{});
+  return type.size == 4 ? f(uint32_t{}) : f(uint64_t{});
 }
 template <typename F>
 Compute with_integer(Type type, const F& f) {
@@ -94,29 +87,22 @@ Compute with_number(Type type, const F& f) {
 }
 template <typename F>
 Compute with_any(Type type, const F& f) {
-  if (type.kind == Type::kBFloat) return nullptr;
   if (type.kind == Type::kFloat && type.size == 2) return f(_Float16{});
   return with_number(type, f);
 }
 
 template <typename T, typename F>
 T wrapped(T a, T b, const F& f) {
-  if constexpr (std::is_floating_point_v<T>) {
-    return f(a, b);
-  } else {
-    return static_cast<T>(f(static_cast<uint64_t>(a), static_cast<uint64_t>(b)));
-  }
+  if constexpr (std::is_floating_point_v<T>) return f(a, b);
+  return static_cast<T>(f(static_cast<uint64_t>(a), static_cast<uint64_t>(b)));
 }
 
 template <typename T>
 T divide(T a, T b) {
-  if constexpr (std::is_floating_point_v<T>) {
-    return a / b;
-  } else {
-    if (b == 0) return static_cast<T>(~uint64_t{0});
-    if (std::is_signed_v<T> && b == static_cast<T>(-1)) return wrapped(T{0}, a, std::minus<>());
-    return static_cast<T>(a / b);
-  }
+  if constexpr (std::is_floating_point_v<T>) return a / b;
+  if (b == 0) return static_cast<T>(~uint64_t{0});
+  if (std::is_signed_v<T> && b == static_cast<T>(-1)) return wrapped(T{0}, a, std::minus<>());
+  return static_cast<T>(a / b);
 }
 
 // Arithmetic on floats, doubles and integers.
@@ -170,11 +156,9 @@ Compute find_integer(const std::string& name, const std::vector<std::string>& mo
   return with_integer(type, [&](auto zero) -> Compute {
     using T = decltype(zero);
     constexpr unsigned kBits = 8 * sizeof(T);
-    if (name == "mul" && wide) {
+    if (name == "mul" && wide && sizeof(T) == 4) {
       return raw<2>([](uint64_t a, uint64_t b) {
-        const uint64_t product =
-            static_cast<uint64_t>(get<T>(a)) * static_cast<uint64_t>(get<T>(b));
-        return sizeof(T) == 2 ? product & 0xffffffffu : product;
+        return static_cast<uint64_t>(get<T>(a)) * static_cast<uint64_t>(get<T>(b));
       });
     }
     if (name == "mul" && high) return each<T, 2>([](T a, T b) { return high_product(a, b); });
@@ -292,8 +276,6 @@ Compute find_comparison(const std::string& how, Type type) {
     if (how == "leu") return comparison_of<T>([](T a, T b) { return !(a > b); });
     if (how == "gtu") return comparison_of<T>([](T a, T b) { return !(a <= b); });
     if (how == "geu") return comparison_of<T>([](T a, T b) { return !(a < b); });
-    if (how == "num") return comparison_of<T>([](T a, T b) { return a == a && b == b; });
-    if (how == "nan") return comparison_of<T>([](T a, T b) { return !(a == a && b == b); });
     return nullptr;
   });
 }

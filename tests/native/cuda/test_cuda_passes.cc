@@ -36,6 +36,24 @@ Cost cost() {
 }
 #endif
 
+#if !defined(SBN_REAL_CUDA)
+// The threads of the calls have never chosen a device, so theirs is 0, where no context may be
+// created: it would take memory. The first test, as others create contexts.
+TEST(only_the_devices_of_passes_have_contexts) {
+  const pid_t child = fork();
+  if (child == 0) {
+    int active[2] = {};
+    std::thread([] { clear_on_gpu(3, nullptr, 0); }).join();
+    release_cuda_memory();
+    for (int i : {0, 1}) cuda().has_context(&active[i], 3 * i);
+    _exit(active[0] == 0 && active[1] == 1 ? 0 : 1);
+  }
+  int status = 1;
+  waitpid(child, &status, 0);
+  CHECK_EQ(status, 0);
+}
+#endif
+
 // Where the devices of one pass meet.
 template <typename V>
 class Meeting {
@@ -212,7 +230,7 @@ std::vector<int> gpus_of(Way way, size_t count) {
 }
 
 template <typename A>
-void results_do_not_depend_on_where_sums_meet() {
+void check_ways() {
   const RunningRule rules[] = {{0.9, false, false}, {0.5, false, true}, {0, true, true}};
   for (const View& view : {View{8, 3, 49}, View{9, 300, 1}, View{5 * 12, 7, 1, 12}}) {
     const Problem<A> p(view, 3);
@@ -241,9 +259,13 @@ void results_do_not_depend_on_where_sums_meet() {
   }
 }
 
+TEST(results_do_not_depend_on_where_sums_meet) {
+  check_ways<float>();
+  check_ways<double>();
+}
+
 // One device has ended its pass, and another may still read its sums.
-void memory_that_others_read_is_not_used_again() {
-  check::context = "memory";
+TEST(memory_that_others_read_is_not_used_again) {
   const int second = kReal ? 0 : 1;
   release_cuda_memory();
   const View view{4, 3, 5};
@@ -282,8 +304,7 @@ void memory_that_others_read_is_not_used_again() {
   reader.finish();
 }
 
-void statistics_outlive_their_pass() {
-  check::context = "statistics";
+TEST(statistics_outlive_their_pass) {
   std::shared_ptr<Statistics> kept;
   const Statistics* before = nullptr;
   for (const bool is_free : {false, false, true}) {
@@ -301,7 +322,7 @@ void statistics_outlive_their_pass() {
 
 #if !defined(SBN_REAL_CUDA)
 // Whichever call of CUDA fails. On the host: also where the statistics are computed there.
-void a_forward_that_fails_leaves_the_running_statistics_alone() {
+TEST(a_forward_that_fails_leaves_the_running_statistics_alone) {
   using A = float;
   const View view{4, 300, 5};
   const Problem<A> p(view, 3);
@@ -340,33 +361,15 @@ void a_forward_that_fails_leaves_the_running_statistics_alone() {
 }
 
 // The result is read right after.
-void a_failed_result_is_cleared() {
-  check::context = "clear_on_gpu";
+TEST(a_failed_result_is_cleared) {
   const std::vector<float> values(70, 3.0f);
   DeviceArray<float> y(values.data(), 70);
   clear_on_gpu(0, y.data(), 70 * sizeof(float));
   CHECK(y.get() == std::vector<float>(70));
 }
 
-// The threads of the calls have never chosen a device, so theirs is 0, where no context may be
-// created: it would take memory.
-void only_the_devices_of_passes_have_contexts() {
-  check::context = "contexts";
-  const pid_t child = fork();
-  if (child == 0) {
-    int active[2] = {};
-    std::thread([] { clear_on_gpu(3, nullptr, 0); }).join();
-    release_cuda_memory();
-    for (int i : {0, 1}) cuda().has_context(&active[i], 3 * i);
-    _exit(active[0] == 0 && active[1] == 1 ? 0 : 1);
-  }
-  int status = 1;
-  waitpid(child, &status, 0);
-  CHECK_EQ(status, 0);
-}
-
 // By MXNet's variable, as peers hang or corrupt data on some machines.
-void peer_access_can_be_switched_off() {
+TEST(peer_access_can_be_switched_off) {
   ptxsim_set_peers("");
   const Problem<float> p({8, 3, 49}, 3);
   const Results<float> one = train(p, Way::kHost, gpus_of(Way::kHost, 1), {});
@@ -389,17 +392,6 @@ void peer_access_can_be_switched_off() {
 }  // namespace gluon_syncbn
 
 int main() {
-  using namespace gluon_syncbn;
-  if (!cuda_backend()) return 1;
-#if !defined(SBN_REAL_CUDA)
-  only_the_devices_of_passes_have_contexts();
-  a_forward_that_fails_leaves_the_running_statistics_alone();
-  a_failed_result_is_cleared();
-  peer_access_can_be_switched_off();
-#endif
-  memory_that_others_read_is_not_used_again();
-  statistics_outlive_their_pass();
-  results_do_not_depend_on_where_sums_meet<float>();
-  results_do_not_depend_on_where_sums_meet<double>();
-  return check::finish("cuda_passes");
+  if (!gluon_syncbn::cuda_backend()) return 1;
+  return check::run_all("cuda_passes");
 }

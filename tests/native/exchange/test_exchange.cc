@@ -275,6 +275,17 @@ TEST(horovod_adds_sums) {
   CHECK(same_bits(found.data(), expected.data(), 8));
 }
 
+TEST(channels_are_found_by_layer_and_key) {
+  const ChannelPtr channel = FakeJob(1).processes[0]->channel("key", kKey, 1);
+  Channels channels;
+  for (const int64_t layer : {1, 2, 3}) channels.set(layer, "forward", channel);
+  channels.forget(2);
+  CHECK(channels.find(1, "forward") == channel && channels.find(3, "forward") == channel);
+  CHECK(!channels.find(2, "forward") && !channels.find(1, "backward"));
+  channels.clear();
+  CHECK(!channels.find(1, "forward"));
+}
+
 // Ctrl-C, and the end of the process: the last test, as no more waits are possible after it.
 TEST(interrupts_and_the_end_release_waits) {
   for (const Waited expected : {Waited::kInterrupted, Waited::kClosed}) {
