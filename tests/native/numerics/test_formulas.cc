@@ -104,7 +104,9 @@ TEST(no_values_leave_all_finite) {
   CHECK_EQ((InputGradient<float>::of(s, 2, ChannelSums(), 0)(5, 7)), 10);
 }
 
-TEST(moving_averages_keep_the_part_of_momentum) {
+TEST(given_statistics_and_moving_averages) {
+  const Statistics s = given_statistics(3, 4, 0);
+  CHECK(s.mean == 3 && s.mean_low == 0 && s.variance == 4 && s.inv_std == 0.5);
   CHECK_EQ(moving_average(2, 6, 0.75), 3);
   CHECK_EQ(moving_average(2, 6, 1), 2);
   CHECK_EQ(moving_average(2, 6, 0), 6);

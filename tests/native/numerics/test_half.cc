@@ -85,7 +85,9 @@ void narrowing_rounds_to_nearest_even() {
              F::narrowed(-x) != (even | F::kSign);
   }
   CHECK_EQ(wrong, 0);
-  for (const float x : {std::numeric_limits<float>::max(), infinity}) {
+  const float largest = static_cast<float>(F::value(F::kInfinity - 1));
+  for (const float x :
+       {1.25f * largest, 2 * largest, std::numeric_limits<float>::max(), infinity}) {
     CHECK_EQ(F::narrowed(x), F::kInfinity);
     CHECK_EQ(F::narrowed(-x), F::kInfinity | F::kSign);
   }
