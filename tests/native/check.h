@@ -60,6 +60,7 @@ inline int run_all(const char* name, unsigned seconds = 0) {
 }
 }  // namespace check
 
+// A test, which run_all knows. Its name describes its checks.
 #define TEST(name)                                                        \
   void name();                                                            \
   [[maybe_unused]] const bool name##_is_a_test = check::add(#name, name); \
