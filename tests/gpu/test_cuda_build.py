@@ -34,8 +34,8 @@ def fake_nvcc(folder, version, architectures=()):
 
 @pytest.fixture
 def setup(monkeypatch):
-    for name in ("CUDA", "CUDA_ARCHS", "PORTABLE"):
-        monkeypatch.delenv(f"GLUON_SYNCBN_{name}", raising=False)
+    for name in ("GLUON_SYNCBN_CUDA", "GLUON_SYNCBN_CUDA_ARCHS", "GLUON_SYNCBN_PORTABLE"):
+        monkeypatch.delenv(name, raising=False)
     for name in ("NVCC", "CUDA_HOME"):
         monkeypatch.delenv(name, raising=False)
     return build.setup_py()
@@ -75,22 +75,33 @@ def driver(setup, tmp_path, monkeypatch):
     return install
 
 
-def test_kernels_are_built_where_nvcc_and_a_gpu_are(setup, driver, tmp_path, monkeypatch):
-    path = str(fake_nvcc(tmp_path, "12.0", [75, 80, 86, 89, 90]))
+KNOWN = [75, 80, 86, 89, 90]
+
+
+@pytest.mark.parametrize(
+    "asked, gpus, words",
+    [
+        (None, None, None),
+        (None, (), None),
+        ("1", None, "sm_75, sm_80, sm_90 and PTX 90"),
+        (None, (86, 75, 86), "sm_75, sm_86 and PTX 86"),
+        ("0", (86, 75, 86), None),
+    ],
+)
+def test_kernels_are_built_where_nvcc_and_a_gpu_are(
+    setup, driver, tmp_path, monkeypatch, asked, gpus, words
+):
+    path = str(fake_nvcc(tmp_path, "12.0", KNOWN))
     monkeypatch.setenv("NVCC", path)
-    assert setup.nvcc_for_kernels() is None
-    assert "CPU kernels; GLUON_SYNCBN_CUDA=1" in setup.kernels()
-    monkeypatch.setenv("GLUON_SYNCBN_CUDA", "1")
-    assert setup.nvcc_for_kernels() == path
-    assert "sm_75, sm_80, sm_90 and PTX 90" in setup.kernels()
-    monkeypatch.delenv("GLUON_SYNCBN_CUDA")
-    driver()
-    assert setup.nvcc_for_kernels() is None
-    driver(86, 75, 86)
-    assert setup.nvcc_for_kernels() == path
-    assert "sm_75, sm_86 and PTX 86" in setup.kernels()
-    monkeypatch.setenv("GLUON_SYNCBN_CUDA", "0")
-    assert setup.nvcc_for_kernels() is None
+    if asked:
+        monkeypatch.setenv("GLUON_SYNCBN_CUDA", asked)
+    if gpus is not None:
+        driver(*gpus)
+    assert setup.nvcc_for_kernels() == (path if words else None)
+    assert (words or "CPU kernels") in setup.kernels()
+
+
+def test_kernels_that_cannot_be_built(setup, tmp_path, monkeypatch):
     monkeypatch.setenv("NVCC", str(tmp_path / "no-such-nvcc"))
     monkeypatch.setenv("GLUON_SYNCBN_CUDA", "1")
     with pytest.raises(SystemExit, match="CUDA=1.*nvcc is not found.*CUDA_HOME"):
@@ -120,7 +131,7 @@ def test_make_builds_kernels_for_mxnet_with_gpus(setup, tmp_path, monkeypatch, a
 
 
 def test_a_wheel_has_kernels_for_all_gpus(setup, driver, tmp_path, monkeypatch):
-    path = str(fake_nvcc(tmp_path, "12.0", [75, 80, 86, 89, 90]))
+    path = str(fake_nvcc(tmp_path, "12.0", KNOWN))
     monkeypatch.setenv("NVCC", path)
     monkeypatch.setenv("GLUON_SYNCBN_PORTABLE", "1")
     for gpus in ((), (86,)):
@@ -130,28 +141,21 @@ def test_a_wheel_has_kernels_for_all_gpus(setup, driver, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "gpu, machine, ptx",
+    "gpu, offered, machine, ptx",
     [
-        (86, [86], 86),
-        (87, [86], 86),  # Unknown to this nvcc, but of a generation that it knows.
-        (120, [75, 80, 90], 90),  # Newer: the driver compiles PTX.
+        # This machine gets code for its GPU.
+        (86, KNOWN, [86], 86),
+        (87, KNOWN, [86], 86),  # Unknown to this nvcc, but of a generation that it knows.
+        (120, KNOWN, [75, 80, 90], 90),  # Newer: the driver compiles PTX.
+        # Where there is none, each generation gets some.
+        (None, [35, 37, 50, 52, 60, 61, 70, 72, 75, 80, 86], [50, 60, 70, 80], 86),  # CUDA 11.2
+        (None, [50, 52, 60, 61, 70, 75, 80, 86, 89, 90], [50, 60, 70, 80, 90], 90),  # CUDA 12.0
+        (None, [75, 80, 86, 89, 90, 100, 103, 120, 121], [75, 80, 90, 100, 120], 121),
     ],
 )
-def test_this_machine_gets_code_for_its_gpu(setup, driver, tmp_path, gpu, machine, ptx):
-    driver(gpu)
-    path = fake_nvcc(tmp_path, "12.0", [75, 80, 86, 89, 90])
-    assert setup.cuda_architectures(str(path)) == (machine, ptx)
-
-
-@pytest.mark.parametrize(
-    "offered, machine, ptx",
-    [
-        ([35, 37, 50, 52, 60, 61, 70, 72, 75, 80, 86], [50, 60, 70, 80], 86),  # CUDA 11.2
-        ([50, 52, 60, 61, 70, 75, 80, 86, 89, 90], [50, 60, 70, 80, 90], 90),  # CUDA 12.0
-        ([75, 80, 86, 89, 90, 100, 103, 120, 121], [75, 80, 90, 100, 120], 121),
-    ],
-)
-def test_every_generation_gets_machine_code(setup, driver, tmp_path, offered, machine, ptx):
+def test_every_generation_gets_machine_code(setup, driver, tmp_path, gpu, offered, machine, ptx):
+    if gpu:
+        driver(gpu)
     path = fake_nvcc(tmp_path, "12.0", offered)
     assert setup.cuda_architectures(str(path)) == (machine, ptx)
 

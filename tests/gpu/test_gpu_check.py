@@ -60,14 +60,14 @@ def stub_steps(monkeypatch, **stubs):
             pipeline.step(name, pipelines.OK)
 
         monkeypatch.setattr(check, name, stubs.get(name, step))
+
+    def build_all(pipeline, gpu):
+        pipeline.step("build", pipelines.OK, "CUDA 13.0 for sm_90")
+        return "library", "true", "true"
+
     monkeypatch.setattr(check, "ask_gpu", lambda: GPU)
-    monkeypatch.setattr(check, "find_pytorch", stubs.get("find_pytorch", lambda pipeline: True))
-    monkeypatch.setattr(check, "build_all", stubs.get("build_all", _build))
-
-
-def _build(pipeline, gpu):
-    pipeline.step("build", pipelines.OK, "CUDA 13.0 for sm_90")
-    return "library", "true", "true"
+    monkeypatch.setattr(check, "find_pytorch", lambda pipeline: True)
+    monkeypatch.setattr(check, "build_all", build_all)
 
 
 # The pipeline.
@@ -121,18 +121,15 @@ def test_a_missing_program_or_a_failing_judge_is_reported_with_a_traceback(pipel
     assert all("Traceback" in step["traceback"] for step in steps.values())
 
 
-def test_time_is_reserved_for_later_steps(path):
+def test_a_skipped_step_fails_where_there_is_a_gpu(path):
     pipeline = pipelines.Pipeline(path, 20)
-    assert pipeline.run("greedy", python("pass"), 100, reserve=18) == pipelines.SKIPPED
-    assert pipeline.run("last", python("pass"), 100) == pipelines.OK
-
-
-def test_a_skipped_step_fails_where_there_is_a_gpu(pipeline):
     pipeline.step("speed", pipelines.MISSED, "3 of 96")
     pipeline.step("memcheck", pipelines.IMPOSSIBLE)
     pipeline.step("inside MXNet", pipelines.LEFT_OUT)
+    assert pipeline.run("last", python("pass"), 100) == pipelines.OK
     assert pipeline.end(has_gpu=True) == 0
-    pipeline.step("against PyTorch", pipelines.SKIPPED)
+    # As time is reserved for later steps.
+    assert pipeline.run("greedy", python("pass"), 100, reserve=18) == pipelines.SKIPPED
     assert pipeline.end(has_gpu=False) == 0
     assert pipeline.end(has_gpu=True) == 1
 
@@ -140,24 +137,19 @@ def test_a_skipped_step_fails_where_there_is_a_gpu(pipeline):
 # The steps.
 
 
-@pytest.fixture
-def report(monkeypatch, path):
+def set_report(monkeypatch, path, spilled_bytes):
     """Sets what the report of the kernels says of spilled registers."""
-
-    def set_report(spilled_bytes):
-        kernel = {"kernel": "k", "arch": 90, "spilled_bytes": spilled_bytes, "occupancy": 0.5}
-        text = json.dumps([kernel])
-        program = f"import sys; print(*sys.argv[2:]); open(sys.argv[1], 'w').write({text!r})"
-        monkeypatch.setattr(check, "REPORT", program)
-        monkeypatch.setattr(check.build, "FOLDER", path.parent)
-
-    return set_report
+    kernel = {"kernel": "k", "arch": 90, "spilled_bytes": spilled_bytes, "occupancy": 0.5}
+    text = json.dumps([kernel])
+    code = f"import sys; print(*sys.argv[2:]); open(sys.argv[1], 'w').write({text!r})"
+    monkeypatch.setattr(check, "REPORT", code)
+    monkeypatch.setattr(check.build, "FOLDER", path.parent)
 
 
-def test_without_a_gpu_it_says_so_and_all_is_well(monkeypatch, path, capsys, report):
+def test_without_a_gpu_it_says_so_and_all_is_well(monkeypatch, path, capsys):
     monkeypatch.setattr(check, "ask_gpu", lambda: None)
     monkeypatch.setattr(check, "BUILD", "print('CUDA 13.0 for all')")
-    report(spilled_bytes=0)
+    set_report(monkeypatch, path, spilled_bytes=0)
     assert check.main(["--json", str(path)]) == 0
     assert "GPU: left out: none is found" in capsys.readouterr().out
     assert verdicts(path) == {"build": "ok", "register spills": "ok", "GPU": "left out"}
@@ -167,9 +159,9 @@ def test_without_a_gpu_it_says_so_and_all_is_well(monkeypatch, path, capsys, rep
     assert "no such kernel" in read(path)["steps"]["build"]["detail"]
 
 
-def test_spilled_registers_fail(monkeypatch, pipeline, path, report):
+def test_spilled_registers_fail(monkeypatch, pipeline, path):
     monkeypatch.setattr(check, "FOR_SPILLS", 5)
-    report(spilled_bytes=8)
+    set_report(monkeypatch, path, spilled_bytes=8)
     check.find_spills(pipeline, GPU)
     step = read(path)["steps"]["register spills"]
     assert (step["verdict"], step["detail"]) == (pipelines.FAILED, "k on sm_90")

@@ -2,11 +2,14 @@
 #ifndef GLUON_SYNCBN_TESTS_CHECK_H_
 #define GLUON_SYNCBN_TESTS_CHECK_H_
 
+#include <unistd.h>
+
 #include <atomic>
 #include <initializer_list>
 #include <iomanip>
 #include <iostream>
 #include <string>
+#include <vector>
 
 namespace check {
 inline std::atomic<int> passed{0}, failed{0};
@@ -30,12 +33,38 @@ void throws(const F& f, std::initializer_list<std::string> texts, int line) {
   if (fails(holds)) std::cerr << "line " << line << ": " << context << ": thrown: " << text << "\n";
 }
 
+struct Test {
+  const char* name;
+  void (*run)();
+};
+inline std::vector<Test> tests;
+inline bool add(const char* name, void (*run)()) {
+  tests.push_back({name, run});
+  return true;
+}
+
 inline int finish(const char* name) {
   std::cout << name << ": " << passed << " passed, " << failed << " failed\n";
   return failed ? 1 : 0;
 }
+
+// Runs the tests of the program, in the order of the text. After so many seconds they hang, and
+// fail.
+inline int run_all(const char* name, unsigned seconds = 0) {
+  alarm(seconds);
+  for (const Test& test : tests) {
+    context = test.name;
+    test.run();
+  }
+  return finish(name);
+}
 }  // namespace check
 
+// A test, which run_all knows. Its name describes its checks.
+#define TEST(name)                                                        \
+  void name();                                                            \
+  [[maybe_unused]] const bool name##_is_a_test = check::add(#name, name); \
+  void name()
 #define CHECK_SAY(holds, what)                                                                  \
   if (!check::fails(holds)) {                                                                   \
   } else                                                                                        \

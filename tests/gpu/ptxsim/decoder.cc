@@ -18,12 +18,11 @@ constexpr Type kPredicate{Type::kPredicate, 1}, kAddress{Type::kUnsigned, 8},
 bool is_modifier(const std::string& name) {
   static const std::set<std::string> all{
       // clang-format off
-    "rn", "rni", "rzi", "rmi", "rpi", "lo", "hi", "wide", "l", "r", "wrap", "clamp",
+    "rn", "rni", "rzi", "lo", "hi", "wide", "r", "wrap",
     "global", "shared", "param", "nc", "cs", "cg", "ca", "v2", "v4", "v8", "to", "uni",
-    "sync", "aligned", "warp", "up", "down", "bfly", "idx", "ballot", "all", "any",
-    "relaxed", "gpu", "add", "min", "max", "exch", "cas", "and", "or", "xor",
+    "sync", "aligned", "warp", "bfly", "ballot", "all", "any", "and", "or", "xor",
     "eq", "ne", "lt", "le", "gt", "ge", "ls", "hs", "equ", "neu", "ltu", "leu", "gtu", "geu",
-    "num", "nan", "b32",
+    "b32",
       // clang-format on
   };
   // Hints to the cache.
@@ -72,8 +71,6 @@ class Decoder {
     read_types();
     if (s_.name == "ld" || s_.name == "st") {
       access();
-    } else if (s_.name == "atom" || s_.name == "red") {
-      atomic();
     } else if (s_.name == "bra") {
       i_.op = Op::kBranch;
       i_.label = s_.operand(0);
@@ -150,20 +147,6 @@ class Decoder {
     if (values.size() != width) s_.refuse();
   }
 
-  void atomic() {
-    i_.op = Op::kAtomic;
-    space();
-    i_.mode = s_.first_of({"add", "min", "max", "exch", "cas", "and", "or", "xor"});
-    const size_t place = s_.name == "atom" ? 1 : 0;
-    result(place ? s_.operand(0) : "_");
-    address(s_.operand(place));
-    for (size_t n = place + 1; n < s_.operands.size(); ++n) operand(s_.operands[n], i_.type);
-    if (i_.mode == "exch" || i_.mode == "cas") return;
-    // Of the value in memory and the operand.
-    i_.compute = find_compute(i_.mode, {}, i_);
-    if (!i_.compute || i_.operands.size() != 2) s_.refuse();
-  }
-
   void barrier() {
     if (s_.has("warp")) {
       i_.op = Op::kWarpBarrier;
@@ -178,8 +161,7 @@ class Decoder {
   void shuffle() {
     i_.op = Op::kShuffle;
     i_.type = {Type::kBits, 4};
-    i_.mode = s_.first_of({"up", "down", "bfly", "idx"});
-    if (i_.mode.empty()) s_.refuse();
+    if (!s_.has("bfly")) s_.refuse();
     results(s_.operand(0));
     for (const size_t n : {4, 1, 2, 3}) operand(s_.operand(n), kWord);
   }
@@ -203,7 +185,7 @@ class Decoder {
       for (size_t n = 1; n < s_.operands.size(); ++n) operand(s_.operands[n], operand_type(n));
     }
     i_.mode = compares           ? s_.first_of({"and", "or", "xor"})
-              : s_.name == "cvt" ? s_.first_of({"rni", "rzi", "rmi", "rpi"})
+              : s_.name == "cvt" ? s_.first_of({"rni", "rzi"})
                                  : "";
     if (compares && (i_.operands.size() == 3) == i_.mode.empty()) s_.refuse();
     if (compares && s_.modifiers.empty()) s_.refuse();

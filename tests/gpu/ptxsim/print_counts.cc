@@ -3,8 +3,7 @@
 #include <cstdio>
 #include <string>
 
-#include "cpu/kernels_fixture.h"
-#include "cuda/backend.h"
+#include "cuda/device_fixture.h"
 #include "ptxsim.h"
 
 namespace gluon_syncbn {
@@ -12,7 +11,6 @@ namespace {
 
 // As few as give a multiprocessor about the work that it has with large data on a large GPU.
 constexpr int kMultiprocessors = 2;
-constexpr Stream kStream = nullptr;
 
 struct Layout {
   const char* name;
@@ -22,35 +20,6 @@ const Layout kLayouts[] = {
     {"planes 56x56", {32, 2, 56 * 56}},           {"planes 28x28", {32, 4, 28 * 28}},
     {"planes 14x14", {32, 16, 14 * 14}},          {"planes 7x7", {32, 64, 7 * 7}},
     {"rows 56x56x64", {56 * 56, 64, 1, 56 * 56}}, {"rows 7x7x512", {8 * 7 * 7, 512, 1, 7 * 7}},
-};
-
-void must(int error, const std::string& what) {
-  if (error == 0) return;
-  std::fprintf(stderr, "%s failed with CUDA error %d\n", what.c_str(), error);
-  std::exit(1);
-}
-
-template <typename T>
-class DeviceArray {
- public:
-  DeviceArray(const T* values, int64_t size) {
-    const size_t bytes = static_cast<size_t>(size) * sizeof(T);
-    const CudaRuntime& cuda = cuda_backend()->runtime;
-    must(cuda.malloc(&memory_, std::max<size_t>(bytes, 1)), "malloc");
-    must(cuda.copy_to_device(memory_, values, bytes, kStream), "copy_to_device");
-  }
-  DeviceArray(int64_t size, T value)
-      : DeviceArray(std::vector<T>(static_cast<size_t>(size), value).data(), size) {}
-  DeviceArray(const DeviceArray&) = delete;
-  ~DeviceArray() {
-    must(cuda_backend()->runtime.synchronize(kStream), "synchronize");
-    must(cuda_backend()->runtime.free(memory_), "free");
-  }
-
-  T* data() { return static_cast<T*>(memory_); }
-
- private:
-  void* memory_ = nullptr;
 };
 
 void print(const std::string& pass, const char* dtype, const char* layout, uint64_t values,
@@ -71,7 +40,7 @@ void print(const std::string& pass, const char* dtype, const char* layout, uint6
 template <typename F>
 void count(const char* pass, const char* dtype, const Layout& layout, const F& run) {
   ptxsim::take_counts();
-  must(run(), pass);
+  MUST(run());
   for (const ptxsim::LaunchCounts& launch : ptxsim::take_counts()) {
     if (launch.kernel.find("add_slices") == std::string::npos) {
       print(pass, dtype, layout.name, static_cast<uint64_t>(layout.view.size()), launch.counts);
@@ -91,14 +60,16 @@ void count_passes(const char* dtype, const Layout& layout) {
   const CudaKernels& kernels = cuda_backend()->kernels(Type<T>::kDType);
   const Problem<T> p(view, 3);
   DeviceArray<T> x(p.x.data(), size), dy(p.dy.data(), size), other(p.dy.data(), size);
-  DeviceArray<T> result(size, value_of<T>(0)), second(size, value_of<T>(0));
-  DeviceArray<Statistics> statistics(view.C, {0, 0, 1, 1});
+  DeviceArray<T> result(p.x.data(), size), second(p.x.data(), size);
+  const std::vector<Statistics> standard(static_cast<size_t>(view.C), {0, 0, 1, 1});
+  DeviceArray<Statistics> statistics(standard.data(), view.C);
   // What their values are has no influence on the counts.
-  DeviceArray<A> coefficients(kernels.coefficients_size(view.C) / static_cast<int64_t>(sizeof(A)),
-                              A{1});
-  DeviceArray<ChannelSums> work(kernels.work_size(view, kMultiprocessors), {}), sums(view.C, {});
-  DeviceArray<A> parameters(view.C, A{1});
-  DeviceArray<Gate<A>> gates(view.C, {1, 1, 1});
+  const int64_t coefficients_size = kernels.coefficients_size(view.C);
+  const std::vector<A> ones(static_cast<size_t>(std::max(coefficients_size, 3 * view.C)), A{1});
+  DeviceArray<A> coefficients(ones.data(), coefficients_size / static_cast<int64_t>(sizeof(A)));
+  DeviceArray<A> parameters(ones.data(), view.C);
+  DeviceArray<Gate<A>> gates(reinterpret_cast<const Gate<A>*>(ones.data()), view.C);
+  DeviceArray<ChannelSums> work(kernels.work_size(view, kMultiprocessors)), sums(view.C);
   const ForBackward kept{statistics.data(), nullptr, gates.data()};
 
   const auto backward = [&](Epilogue epilogue) {
@@ -123,18 +94,18 @@ void count_passes(const char* dtype, const Layout& layout) {
   const Epilogue relu{Activation::kRelu, 0, 0};
   const auto add = [&](const BackwardShard& shard) {
     return kernels.backward_sums(shard, kept, 0, work.data(), sums.data(), kMultiprocessors,
-                                 kStream);
+                                 the_stream());
   };
   const auto dx = [&](const BackwardShard& shard) {
-    return kernels.input_gradient(shard, coefficients.data(), kMultiprocessors, kStream);
+    return kernels.input_gradient(shard, coefficients.data(), kMultiprocessors, the_stream());
   };
   const auto y = [&](const ForwardShard& shard) {
-    return kernels.normalize(shard, coefficients.data(), kMultiprocessors, kStream);
+    return kernels.normalize(shard, coefficients.data(), kMultiprocessors, the_stream());
   };
 
   count("sums forward", dtype, layout, [&] {
     return kernels.forward_sums(view, x.data(), work.data(), sums.data(), kMultiprocessors,
-                                kStream);
+                                the_stream());
   });
   count("sums backward", dtype, layout, [&] { return add(backward({})); });
   count("sums backward, relu", dtype, layout, [&] { return add(backward(relu)); });
@@ -147,6 +118,7 @@ void count_passes(const char* dtype, const Layout& layout) {
     shard.dresidual = second.data();
     return dx(shard);
   });
+  MUST(cuda().synchronize(the_stream()));
 }
 
 }  // namespace
@@ -160,4 +132,5 @@ int main() {
     count_passes<BFloat16>("bfloat16", layout);
     count_passes<double>("float64", layout);
   }
+  return check::failed > 0;
 }

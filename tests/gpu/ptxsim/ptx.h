@@ -37,7 +37,6 @@ enum class Op : uint8_t {
   kLoad,
   kStore,
   kLoadParameter,
-  kAtomic,
   kBranch,
   kReturn,
   kBlockBarrier,

@@ -202,24 +202,14 @@ void Warp::shuffle(const Instruction& i, uint32_t lanes) {
   std::copy_n(values(i.operands[1]), kLanes, before);
   const uint64_t *const by = values(i.operands[2]), *const clamp = values(i.operands[3]);
   uint64_t* const to = values(i.results[0]);
-  uint64_t* const inside = i.results.size() > 1 ? values(i.results[1]) : nullptr;
-  const char mode = i.mode[0];
-  uint64_t results[kLanes];
   for_lanes(lanes, [&](int l) {
-    const int b = static_cast<int>(by[l] & 31), c = static_cast<int>(clamp[l] & 31);
-    const int segment = static_cast<int>(clamp[l] >> 8 & 31);
-    const int least = l & segment, most = least | (c & ~segment);
-    int from = mode == 'u'   ? l - b
-               : mode == 'd' ? l + b
-               : mode == 'b' ? l ^ b
-                             : least | (b & ~segment);
-    const bool is_inside = mode == 'u' ? from >= most : from <= most;
-    if (!is_inside) from = l;
+    if (clamp[l] != kLanes - 1) refuse("a shuffle within segments is not supported", &i, l);
+    const int from = l ^ static_cast<int>(by[l] & 31);
     if (!(lanes >> from & 1)) refuse("the value of a lane that is missing", &i, l);
-    results[l] = before[from];
-    if (inside) inside[l] = is_inside;
+    to[l] = before[from];
   });
-  for_lanes(lanes, [&](int l) { to[l] = results[l]; });
+  // Whether `from` was in range.
+  if (i.results.size() > 1) for_lanes(lanes, [&](int l) { values(i.results[1])[l] = 1; });
 }
 
 void Warp::vote(const Instruction& i, uint32_t lanes) {
@@ -237,8 +227,6 @@ void Warp::execute(const Instruction& i, uint32_t active) {
       return i.compute(i, registers_, active);
     case Op::kLoadParameter:
       return load_parameter(i, active);
-    case Op::kAtomic:
-      return atomic(i, active);
     default:
       return access(i, active);
   }
@@ -267,34 +255,6 @@ void Warp::access(const Instruction& i, uint32_t active) {
   });
   if (i.space == Space::kGlobal) note_access(addresses, active, bytes, i.op == Op::kStore);
   if (block_.counted) count_access(i, addresses, active, bytes);
-}
-
-// Reads a value of memory, changes it and gives the old one, one lane after another.
-void Warp::atomic(const Instruction& i, uint32_t active) {
-  uint64_t addresses[kLanes];
-  for_lanes(active, [&](int l) {
-    const uint64_t address = values(i.operands[0])[l] + static_cast<uint64_t>(i.offset);
-    char* const at = place_of(i, l, address, i.type.size);
-    const uint64_t operand = values(i.operands[1])[l];
-    uint64_t old = 0, now = operand;
-    std::memcpy(&old, at, i.type.size);
-    if (i.mode == "cas") {
-      now = old == operand ? values(i.operands[2])[l] : old;
-    } else if (i.compute) {
-      uint64_t lanes[3 * kLanes] = {};
-      lanes[0] = old;
-      lanes[kLanes] = operand;
-      Instruction on_values = i;
-      on_values.operands = {0, 1};
-      on_values.results = {2};
-      i.compute(on_values, lanes, 1);
-      now = lanes[2 * kLanes];
-    }
-    std::memcpy(at, &now, i.type.size);
-    values(i.results[0])[l] = old;
-    addresses[l] = address;
-  });
-  if (i.space == Space::kGlobal) note_access(addresses, active, i.type.size, false);
 }
 
 // Lanes access neighbouring values, mostly, or the same one.

@@ -80,8 +80,7 @@ class Warp {
   void vote(const Instruction& i, uint32_t lanes);
   void load_parameter(const Instruction& i, uint32_t active);
   void access(const Instruction& i, uint32_t active);
-  void atomic(const Instruction& i, uint32_t active);
-  // Tells the races of the block. An atomic access is a read: it races with no other one.
+  // Tells the races of the block.
   void note_access(const uint64_t* addresses, uint32_t active, int bytes, bool writes);
   char* place_of(const Instruction& i, int lane, uint64_t address, int bytes);
   void watch(const Instruction& i, int lane, uint64_t address, int bytes);

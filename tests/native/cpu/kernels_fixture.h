@@ -71,6 +71,13 @@ inline double value_of(double x) {
 }
 
 template <typename T>
+T rounded_to(Arithmetic<T> value) {
+  T result;
+  narrow(value, &result);
+  return result;
+}
+
+template <typename T>
 double to_double(T x) {
   return double{widen(x)};
 }
@@ -85,6 +92,7 @@ class Array {
     std::memset(memory_.data(), kNaNByte, memory_.size() * sizeof(T));
   }
 
+  int64_t size() const { return size_; }
   T* data() { return memory_.data() + begin_; }
   const T* data() const { return memory_.data() + begin_; }
   T& operator[](int64_t i) { return data()[i]; }
@@ -111,6 +119,19 @@ class Array {
     Array<Arithmetic<T>> copy(size_);
     for (int64_t i = 0; i < size_; ++i) copy[i] = widen((*this)[i]);
     return copy;
+  }
+
+  static Array rounded(const Array<Arithmetic<T>>& values) {
+    Array copy(values.size());
+    for (int64_t i = 0; i < copy.size_; ++i) copy[i] = rounded_to<T>(values[i]);
+    return copy;
+  }
+
+  // With other values added, before they are rounded.
+  Array plus(const Array<Arithmetic<T>>& more) const {
+    Array sum(size_);
+    for (int64_t i = 0; i < size_; ++i) sum[i] = rounded_to<T>(widen((*this)[i]) + more[i]);
+    return sum;
   }
 
   bool operator==(const Array& other) const {

@@ -37,14 +37,6 @@ void add_part(const Problem<T>& p, const std::vector<Statistics>& s, int64_t beg
   for (int64_t c = 0; c < view.C; ++c) (*backward)[c].add(part[c]);
 }
 
-// The sum of both arrays, rounded to T.
-template <typename T>
-Array<T> added(const Array<T>& before, const Array<Arithmetic<T>>& computed, int64_t size) {
-  Array<T> sum(size);
-  for (int64_t i = 0; i < size; ++i) narrow(widen(before[i]) + computed[i], &sum[i]);
-  return sum;
-}
-
 // forward_together and backward_together on the samples split at `borders`: written in place, or
 // added to another array.
 template <typename T>
@@ -78,8 +70,8 @@ void check_together(const Problem<T>& p, const Results<T>& r, const Wide<T>& wid
     k.forward_together(forward_parts, kEpsilon, s.data());
     k.backward_together(backward_parts, s.data());
     CHECK(std::memcmp(s.data(), r.s.data(), s.size() * sizeof(s[0])) == 0);
-    CHECK(y == (in_place ? r.y : added(p.dy, wide.y, p.view.size())) && y.guards_intact());
-    CHECK(dx == (in_place ? r.dx : added(p.dy, wide.dx, p.view.size())) && dx.guards_intact());
+    CHECK(y == (in_place ? r.y : p.dy.plus(wide.y)) && y.guards_intact());
+    CHECK(dx == (in_place ? r.dx : p.dy.plus(wide.dx)) && dx.guards_intact());
     Sums all(static_cast<size_t>(p.view.C));
     for (const Sums& part : sums) {
       for (int64_t c = 0; c < p.view.C; ++c) all[c].add(part[c]);
@@ -112,63 +104,53 @@ void check_splits(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide,
 // 16-bit data give the rounded results of the same values in float. (For float and double, both are
 // the same.)
 template <typename T>
-void check_rounding(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide) {
+void check_rounding(const Results<T>& r, const Wide<T>& wide) {
   CHECK(rounded(r.sums) == rounded(wide.sums));
   CHECK(rounded(r.gradient_sums) == rounded(wide.gradient_sums));
-  const auto check = [&](const Array<T>& result, const Array<Arithmetic<T>>& unrounded) {
-    Array<T> expected(p.view.size());
-    for (int64_t i = 0; i < p.view.size(); ++i) narrow(unrounded[i], &expected[i]);
-    CHECK(result == expected);
-  };
-  check(r.y, wide.y);
-  check(r.dx, wide.dx);
-  check(r.constant_dx, wide.constant_dx);
+  CHECK(r.y == Array<T>::rounded(wide.y));
+  CHECK(r.dx == Array<T>::rounded(wide.dx));
+  CHECK(r.constant_dx == Array<T>::rounded(wide.constant_dx));
 }
 
 // In place, added to the array, and without gamma.
 template <typename T>
 void check_stores(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide) {
   const Kernels& k = kernels<T>();
-  const View v = p.view;
-  const auto forward = [&](const T* from, T* to, Store how) {
-    ForwardShard shard = forward_shard(p, to, how);
-    shard.x = from;
+  const Sums zeros(static_cast<size_t>(p.view.C));
+  const auto forward = [&](const Array<T>& from, Array<T>* to, Store how) {
+    ForwardShard shard = forward_shard(p, to->data(), how);
+    shard.x = from.data();
     k.forward(shard, r.s.data());
   };
-  const auto backward_with = [&](const Sums& sums, double count) {
-    return [&, count](const T* from, T* to, Store how) {
-      BackwardShard shard = backward_shard(p, to, how);
-      shard.dy = from;
-      k.backward(shard, r.s.data(), sums.data(), count);
-    };
+  const auto backward = [&](const Array<T>& from, Array<T>* to, Store how) {
+    BackwardShard shard = backward_shard(p, to->data(), how);
+    shard.dy = from.data();
+    k.backward(shard, r.s.data(), r.gradient_sums.data(), p.count());
   };
-  const Sums zeros(static_cast<size_t>(v.C));
-  const auto backward = backward_with(r.gradient_sums, p.count());
-  const auto backward_constant = backward_with(zeros, 0);
+  const auto backward_constant = [&](const Array<T>& from, Array<T>* to, Store how) {
+    BackwardShard shard = backward_shard(p, to->data(), how);
+    shard.dy = from.data();
+    k.backward(shard, r.s.data(), zeros.data(), 0);
+  };
   const auto check = [&](const auto& kernel, const Array<T>& from, const Array<T>& result,
                          const Array<Arithmetic<T>>& unrounded) {
-    Array<T> in_place = from;
-    kernel(in_place.data(), in_place.data(), Store::kWrite);
-    CHECK(in_place == result);
-    CHECK(in_place.guards_intact());
-
-    Array<T> sum = p.dy;
-    kernel(from.data(), sum.data(), Store::kAdd);
-    CHECK(sum == added(p.dy, unrounded, v.size()));
-    CHECK(sum.guards_intact());
+    Array<T> in_place = from, sum = p.dy;
+    kernel(in_place, &in_place, Store::kWrite);
+    CHECK(in_place == result && in_place.guards_intact());
+    kernel(from, &sum, Store::kAdd);
+    CHECK(sum == p.dy.plus(unrounded) && sum.guards_intact());
   };
   check(forward, p.x, r.y, wide.y);
   check(backward, p.dy, r.dx, wide.dx);
   check(backward_constant, p.dy, r.constant_dx, wide.constant_dx);
 
   Problem<T> with_ones = p;
-  std::fill(with_ones.gamma.data(), with_ones.gamma.data() + v.C, Arithmetic<T>{1});
-  Array<T> y(v.size()), dx(v.size());
+  std::fill_n(with_ones.gamma.data(), p.view.C, Arithmetic<T>{1});
+  Array<T> y(p.view.size()), dx(p.view.size());
   ForwardShard forth = forward_shard(p, y.data());
-  forth.gamma = nullptr;
-  k.forward(forth, r.s.data());
   BackwardShard back = backward_shard(p, dx.data());
-  back.gamma = nullptr;
+  forth.gamma = back.gamma = nullptr;
+  k.forward(forth, r.s.data());
   k.backward(back, r.s.data(), r.gradient_sums.data(), p.count());
   const Results<T> ones(with_ones);
   CHECK(y == ones.y && dx == ones.dx);
@@ -180,7 +162,7 @@ void check_view(View view) {
   const Problem<T> p(view, 100);
   const Results<T> r(p);
   const Wide<T> wide(p.widened());
-  check_rounding(p, r, wide);
+  check_rounding(r, wide);
   check_splits(p, r, wide);
   check_stores(p, r, wide);
   for (const int64_t shift : {1, 2, 3}) r.check_same_bits(Results<T>(p.shifted(shift), shift));
@@ -230,17 +212,15 @@ void results_are_independent_of_threads() {
   set_num_threads(2);
 }
 
-template <typename T>
-void test_all() {
-  results_are_independent_of_splits_stores_and_alignment<T>();
-  results_are_independent_of_threads<T>();
-}
-
 }  // namespace
 }  // namespace gluon_syncbn
 
 int main() {
-  gluon_syncbn::set_num_threads(2);
-  gluon_syncbn::for_each_type([](auto zero) { gluon_syncbn::test_all<decltype(zero)>(); });
+  using namespace gluon_syncbn;
+  set_num_threads(2);
+  for_each_type([](auto zero) {
+    results_are_independent_of_splits_stores_and_alignment<decltype(zero)>();
+    results_are_independent_of_threads<decltype(zero)>();
+  });
   return check::finish("kernels_bits");
 }

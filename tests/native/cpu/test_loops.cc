@@ -171,12 +171,9 @@ void channels_are_divided_among_threads() {
   };
   for (const int threads : {1, 2, 16, 17, 32, 48, 64, 96}) CHECK(divided(threads, 64, 1 << 15));
   for (const int threads : {49, 63, 97}) CHECK(!divided(threads, 64, 1 << 15));
-  CHECK(divided(2, 3, 1 << 15));
-  CHECK(!divided(2, 1, 1 << 15));
+  CHECK(divided(2, 3, 1 << 15) && !divided(2, 1, 1 << 15));
   // Work for four threads, or for one.
-  CHECK(divided(63, 64, 1 << 10));
-  CHECK(divided(2, 1, 1 << 10));
-  CHECK(!divided(1, 64, 1));
+  CHECK(divided(63, 64, 1 << 10) && divided(2, 1, 1 << 10) && !divided(1, 64, 1));
 }
 
 void large_arrays_are_streamed() {

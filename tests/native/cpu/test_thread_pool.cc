@@ -18,6 +18,7 @@
 
 #include "check.h"
 #include "cpu/thread_pool.h"
+#include "threads.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -32,62 +33,52 @@ void check_job(ThreadPool* pool, int64_t units) {
   CHECK_EQ(once, units);
 }
 
-void omp_num_threads_sets_the_size() {
-  setenv("OMP_NUM_THREADS", "3", 1);
-  CHECK_EQ(thread_pool().threads(), 3);
-  set_num_threads(2);
-  CHECK_EQ(thread_pool().threads(), 2);
-  check_job(&thread_pool(), 100);
-  set_num_threads(1);
-  CHECK_EQ(thread_pool().threads(), 1);
-  check_job(&thread_pool(), 100);
+// What f checks in a child process, within 20 seconds.
+template <typename F>
+void check_in_child(const F& f) {
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    f();
+    _exit(check::failed ? 1 : 0);
+  }
+  int status = -1;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  CHECK_EQ(status, 0);
 }
 
-void runs_each_unit_once() {
+TEST(the_size_may_be_set) {
+  setenv("OMP_NUM_THREADS", "3", 1);
+  CHECK_EQ(thread_pool().threads(), 3);
+  for (const int threads : {2, 1}) {
+    set_num_threads(threads);
+    CHECK_EQ(thread_pool().threads(), threads);
+    check_job(&thread_pool(), 100);
+  }
+}
+
+TEST(runs_each_unit_once) {
   for (const int threads : {1, 2, 3, 4, 8}) {
     check::context = std::to_string(threads) + " threads";
     ThreadPool pool(threads);
     CHECK_EQ(pool.threads(), threads);
     for (const int64_t units : {0, 1, 2, 3, 7, 8, 9, 64, 5000}) check_job(&pool, units);
+    for (int i = 0; i < 1000; ++i) check_job(&pool, 1 + i % 4);
   }
 }
 
-void runs_many_short_jobs() {
-  check::context = "short jobs";
-  ThreadPool pool(4);
-  for (int i = 0; i < 3000; ++i) check_job(&pool, 1 + i % 4);
-}
-
-void serves_many_callers_at_once() {
-  check::context = "many callers";
+TEST(serves_jobs_within_jobs) {
   ThreadPool pool(3);
-  std::vector<std::thread> callers;
-  for (int i = 0; i < 8; ++i) {
-    callers.emplace_back([&pool, i] {
-      for (int job = 0; job < 300; ++job) check_job(&pool, (i + job) % 20);
-    });
-  }
-  for (std::thread& caller : callers) caller.join();
-}
-
-void serves_jobs_within_jobs() {
-  check::context = "jobs within jobs";
-  ThreadPool pool(3);
-  std::vector<std::thread> callers;
-  for (int i = 0; i < 4; ++i) {
-    callers.emplace_back([&pool] {
-      for (int job = 0; job < 20; ++job) {
-        pool.parallel_for(
-            5, [&](int64_t) { pool.parallel_for(3, [&](int64_t) { check_job(&pool, 4); }); });
-      }
-    });
-  }
-  for (std::thread& caller : callers) caller.join();
+  in_threads(4, [&](int) {
+    for (int job = 0; job < 20; ++job) {
+      pool.parallel_for(
+          5, [&](int64_t) { pool.parallel_for(3, [&](int64_t) { check_job(&pool, 4); }); });
+    }
+  });
 }
 
 // These units wait for each other, so they end only if all threads take part.
-void all_threads_take_part() {
-  check::context = "all threads";
+TEST(all_threads_take_part) {
   constexpr int kThreads = 3;
   ThreadPool pool(kThreads);
   for (int i = 0; i < 30; ++i) {
@@ -101,8 +92,7 @@ void all_threads_take_part() {
 }
 
 // A kernel must not wait for another kernel that uses the threads.
-void caller_needs_no_free_thread() {
-  check::context = "busy threads";
+TEST(caller_needs_no_free_thread) {
   ThreadPool pool(2);
   std::promise<void> release;
   const std::shared_future<void> released = release.get_future().share();
@@ -122,7 +112,7 @@ void caller_needs_no_free_thread() {
 }
 
 // There are too many units to run. One of them fails, on this thread or on another.
-void exceptions_of_units_reach_the_caller() {
+TEST(exceptions_of_units_reach_the_caller) {
   for (const int threads : {1, 2, 4}) {
     for (const bool on_caller : {true, false}) {
       if (threads == 1 && !on_caller) continue;
@@ -147,27 +137,21 @@ void exceptions_of_units_reach_the_caller() {
   }
 }
 
-void units_may_all_throw() {
-  check::context = "all fail";
+TEST(units_may_all_throw) {
   ThreadPool pool(3);
-  std::vector<std::thread> callers;
-  for (int i = 0; i < 4; ++i) {
-    callers.emplace_back([&pool] {
-      const auto fails = [](int64_t unit) { throw std::runtime_error(std::to_string(unit)); };
-      for (int64_t job = 0; job < 100; ++job) {
-        CHECK_THROWS(std::runtime_error, pool.parallel_for(1 + job % 20, fails));
-        // Also from a nested loop.
-        CHECK_THROWS(std::runtime_error,
-                     pool.parallel_for(3, [&](int64_t) { pool.parallel_for(4, fails); }));
-        check_job(&pool, job % 20);
-      }
-    });
-  }
-  for (std::thread& caller : callers) caller.join();
+  in_threads(4, [&](int) {
+    const auto fails = [](int64_t unit) { throw std::runtime_error(std::to_string(unit)); };
+    for (int64_t job = 0; job < 100; ++job) {
+      CHECK_THROWS(std::runtime_error, pool.parallel_for(1 + job % 20, fails));
+      // Also from a nested loop.
+      CHECK_THROWS(std::runtime_error,
+                   pool.parallel_for(3, [&](int64_t) { pool.parallel_for(4, fails); }));
+      check_job(&pool, job % 20);
+    }
+  });
 }
 
-void help_ends_after_the_idle_time() {
-  check::context = "idle time";
+TEST(help_ends_after_the_idle_time) {
   for (const int threads : {1, 2}) {
     ThreadPool pool(threads);
     pool.help([] { return false; }, std::chrono::milliseconds(1));
@@ -177,8 +161,7 @@ void help_ends_after_the_idle_time() {
 }
 
 // The condition comes true during a unit of the helper, which then begins no other unit.
-void help_ends_when_the_wait_is_over() {
-  check::context = "help";
+TEST(help_ends_when_the_wait_is_over) {
   ThreadPool pool(2);
   std::atomic<bool> done{false};
   std::atomic<int> units_of_helper{0};
@@ -203,33 +186,28 @@ void help_ends_when_the_wait_is_over() {
   check_job(&pool, 100);
 }
 
-// Several helpers come and go while loops begin and end.
-void many_threads_help_and_leave() {
-  check::context = "many helpers";
-  ThreadPool pool(3);
-  std::atomic<int> callers{4};
-  std::vector<std::thread> threads;
-  for (int i = 0; i < 4; ++i) {
-    threads.emplace_back([&pool, &callers, i] {
-      for (int job = 0; job < 300; ++job) check_job(&pool, (i + job) % 20);
-      --callers;
+// Several callers, and helpers that come and go while loops begin and end.
+TEST(many_threads_call_help_and_leave) {
+  for (const int helpers : {0, 3}) {
+    ThreadPool pool(3);
+    constexpr int kCallers = 6;
+    std::atomic<int> callers{kCallers};
+    in_threads(kCallers + helpers, [&](int i) {
+      if (i < kCallers) {
+        for (int job = 0; job < 300; ++job) check_job(&pool, (i + job) % 20);
+        --callers;
+      }
+      while (callers > 0 && i >= kCallers) {
+        pool.help([&] { return callers == 0; }, std::chrono::microseconds(30));
+      }
     });
   }
-  for (int i = 0; i < 3; ++i) {
-    threads.emplace_back([&pool, &callers] {
-      while (callers > 0) pool.help([&] { return callers == 0; }, std::chrono::microseconds(30));
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
 }
 
-// There is not enough memory for the stacks of all threads.
-void works_with_the_threads_that_it_gets() {
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
-  check::context = "no more threads";
-  const pid_t child = fork();
-  if (child == 0) {
-    alarm(20);
+// There is not enough memory for the stacks of all threads.
+TEST(works_with_the_threads_that_it_gets) {
+  check_in_child([] {
     std::ifstream statm("/proc/self/statm");
     rlim_t pages = 0, stack = 256 << 20;
     statm >> pages;
@@ -243,13 +221,9 @@ void works_with_the_threads_that_it_gets() {
     ThreadPool pool(8);
     CHECK_SAY(pool.threads() > 1 && pool.threads() < 5, pool.threads() << " threads");
     for (int i = 0; i < 100; ++i) check_job(&pool, 50);
-    _exit(check::failed ? 1 : 0);
-  }
-  int status = -1;
-  CHECK_EQ(waitpid(child, &status, 0), child);
-  CHECK_EQ(status, 0);
-#endif
+  });
 }
+#endif
 
 // A temporary folder with these files.
 struct Files {
@@ -267,56 +241,55 @@ struct Files {
   ~Files() { CHECK_EQ(std::system(("rm -r " + root).c_str()), 0); }
 };
 
-void no_more_threads_than_the_quota_of_the_cgroup() {
-  using List = std::vector<std::pair<std::string, std::string>>;
-  const std::string memberships = "/proc/self/cgroup", version_2 = "/sys/fs/cgroup";
-  const std::string version_1 = "/sys/fs/cgroup/cpu";
-  const auto check_threads = [](const char* context, const List& files, int expected) {
-    check::context = context;
-    const Files made(files);
-    CHECK_EQ(default_threads(64, made.root), expected);
+TEST(no_more_threads_than_the_quota_of_the_cgroup) {
+  const std::string version_2 = "/sys/fs/cgroup", version_1 = "/sys/fs/cgroup/cpu";
+  const auto quota = [&](const std::string& group, const char* microseconds) {
+    return std::pair<std::string, std::string>(version_1 + group + "/cpu.cfs_quota_us",
+                                               microseconds);
+  };
+  const auto period = [&](const std::string& group) {
+    return std::pair<std::string, std::string>(version_1 + group + "/cpu.cfs_period_us",
+                                               "100000\n");
+  };
+  const struct {
+    const char *context, *memberships;
+    std::vector<std::pair<std::string, std::string>> files;
+    int expected;
+  } cases[] = {
+      {"nothing known", nullptr, {}, 64},
+      {"no limit", "0::/a", {{version_2 + "/a/cpu.max", "max 100000\n"}}, 64},
+      {"own group", "0::/a/b", {{version_2 + "/a/b/cpu.max", "300000 100000\n"}}, 3},
+      {"rounded up", "0::/a", {{version_2 + "/a/cpu.max", "250000 100000\n"}}, 3},
+      {"less than one", "0::/a", {{version_2 + "/a/cpu.max", "20000 100000\n"}}, 1},
+      {"more than cores", "0::/a", {{version_2 + "/a/cpu.max", "9900000 100000\n"}}, 64},
+      {"group above",
+       "0::/a/b",
+       {{version_2 + "/a/b/cpu.max", "max 100000\n"}, {version_2 + "/a/cpu.max", "200000 50000\n"}},
+       4},
+      {"a container's root", "0::/", {{version_2 + "/cpu.max", "200000 100000\n"}}, 2},
+      {"version 1",
+       "5:memory:/m\n4:cpu,cpuacct:/a\n1:cpuset:/\n0::/",
+       {quota("/a", "500000\n"), period("/a")},
+       5},
+      {"version 1 without limit", "4:cpu:/a", {quota("/a", "-1\n"), period("/a")}, 64},
+      {"the host's path", "4:cpu:/docker/1234", {quota("", "700000\n"), period("")}, 7},
   };
   unsetenv("OMP_NUM_THREADS");
-  check_threads("nothing known", {}, 64);
-  check_threads("no limit", {{memberships, "0::/a\n"}, {version_2 + "/a/cpu.max", "max 100000\n"}},
-                64);
-  check_threads("own group",
-                {{memberships, "0::/a/b\n"}, {version_2 + "/a/b/cpu.max", "300000 100000\n"}}, 3);
-  check_threads("rounded up",
-                {{memberships, "0::/a\n"}, {version_2 + "/a/cpu.max", "250000 100000\n"}}, 3);
-  check_threads("less than one",
-                {{memberships, "0::/a\n"}, {version_2 + "/a/cpu.max", "20000 100000\n"}}, 1);
-  check_threads("more than cores",
-                {{memberships, "0::/a\n"}, {version_2 + "/a/cpu.max", "9900000 100000\n"}}, 64);
-  check_threads("group above",
-                {{memberships, "0::/a/b\n"},
-                 {version_2 + "/a/b/cpu.max", "max 100000\n"},
-                 {version_2 + "/a/cpu.max", "200000 50000\n"}},
-                4);
-  check_threads("a container's root",
-                {{memberships, "0::/\n"}, {version_2 + "/cpu.max", "200000 100000\n"}}, 2);
-  check_threads("version 1",
-                {{memberships, "5:memory:/m\n4:cpu,cpuacct:/a\n1:cpuset:/\n0::/\n"},
-                 {version_1 + "/a/cpu.cfs_quota_us", "500000\n"},
-                 {version_1 + "/a/cpu.cfs_period_us", "100000\n"}},
-                5);
-  check_threads("version 1 without limit",
-                {{memberships, "4:cpu:/a\n"},
-                 {version_1 + "/a/cpu.cfs_quota_us", "-1\n"},
-                 {version_1 + "/a/cpu.cfs_period_us", "100000\n"}},
-                64);
-  check_threads("version 1, path of the host",
-                {{memberships, "4:cpu:/docker/1234\n"},
-                 {version_1 + "/cpu.cfs_quota_us", "700000\n"},
-                 {version_1 + "/cpu.cfs_period_us", "100000\n"}},
-                7);
-  setenv("OMP_NUM_THREADS", "8", 1);
-  check_threads("OMP_NUM_THREADS",
-                {{memberships, "0::/\n"}, {version_2 + "/cpu.max", "200000 100000\n"}}, 8);
+  for (const auto& each : cases) {
+    check::context = each.context;
+    auto files = each.files;
+    if (each.memberships) {
+      files.push_back({"/proc/self/cgroup", std::string(each.memberships) + "\n"});
+    }
+    const Files made(files);
+    CHECK_EQ(default_threads(64, made.root), each.expected);
+    setenv("OMP_NUM_THREADS", "8", 1);
+    CHECK_EQ(default_threads(64, made.root), 8);
+    unsetenv("OMP_NUM_THREADS");
+  }
 }
 
-void ends_when_idle() {
-  check::context = "destruction";
+TEST(ends_when_idle) {
   for (int i = 0; i < 200; ++i) {
     ThreadPool pool(1 + i % 4);
     if (i % 3) check_job(&pool, i % 7);
@@ -324,64 +297,32 @@ void ends_when_idle() {
   }
 }
 
-void first_callers_get_the_same_pool() {
-  check::context = "first callers";
+TEST(first_callers_get_the_same_pool) {
   for (int i = 0; i < 30; ++i) {
     ThreadPool* const before = &thread_pool();
     abandon_thread_pool();
     delete before;
     std::vector<ThreadPool*> pools(6);
-    std::vector<std::thread> callers;
-    for (ThreadPool*& pool : pools) callers.emplace_back([&pool] { pool = &thread_pool(); });
-    for (std::thread& caller : callers) caller.join();
+    in_threads(6, [&](int caller) { pools[caller] = &thread_pool(); });
     for (const ThreadPool* pool : pools) CHECK(pool == &thread_pool());
   }
 }
 
 // As in a worker process of a DataLoader, which does not have the threads of the pool.
-void works_in_a_forked_child() {
-  check::context = "fork";
+TEST(works_in_a_forked_child) {
   set_num_threads(3);
   check_job(&thread_pool(), 100);
-  const pid_t child = fork();
-  if (child == 0) {
-    alarm(20);
+  check_in_child([] {
     abandon_thread_pool();
 #if defined(__SANITIZE_THREAD__)
     // Under ThreadSanitizer, a child cannot start threads.
     setenv("OMP_NUM_THREADS", "1", 1);
 #endif
     for (int i = 0; i < 100; ++i) check_job(&thread_pool(), 50);
-    _exit(check::failed ? 1 : 0);
-  }
-  int status = -1;
-  CHECK_EQ(waitpid(child, &status, 0), child);
-  CHECK_EQ(status, 0);
+  });
 }
 
 }  // namespace
 }  // namespace gluon_syncbn
 
-int main() {
-  using namespace gluon_syncbn;
-  // A test that hangs fails.
-  alarm(120);
-  omp_num_threads_sets_the_size();
-  runs_each_unit_once();
-  runs_many_short_jobs();
-  serves_many_callers_at_once();
-  serves_jobs_within_jobs();
-  all_threads_take_part();
-  caller_needs_no_free_thread();
-  exceptions_of_units_reach_the_caller();
-  units_may_all_throw();
-  help_ends_after_the_idle_time();
-  help_ends_when_the_wait_is_over();
-  many_threads_help_and_leave();
-  works_with_the_threads_that_it_gets();
-  no_more_threads_than_the_quota_of_the_cgroup();
-  ends_when_idle();
-  first_callers_get_the_same_pool();
-  works_in_a_forked_child();
-  return check::finish("thread_pool");
-}
+int main() { return check::run_all("thread_pool", 120); }

@@ -119,7 +119,8 @@ class OnDevice {
 
   // The sums of rows begin..end.
   Sums forward_sums(int64_t begin, int64_t end) {
-    const View view = part(begin, end);
+    View view = p_.view;
+    view.N = end - begin;
     DeviceArray<ChannelSums> work(kernels().work_size(view, multiprocessors_)), sums(view.C);
     MUST(kernels().forward_sums(view, x.data() + begin * view.C * view.S, work.data(), sums.data(),
                                 multiprocessors_, the_stream()));
@@ -127,16 +128,10 @@ class OnDevice {
   }
   Sums forward_sums() { return forward_sums(0, p_.view.N); }
 
-  // Without an activation and a residual, for rows begin..end.
-  Sums backward_sums(const std::vector<Statistics>& s, int64_t begin, int64_t end) {
-    BackwardShard shard = backward_shard(nullptr, Store::kWrite);
-    const int64_t at = begin * p_.view.C * p_.view.S;
-    shard.view = part(begin, end);
-    shard.dy = dy.data() + at;
-    shard.x = x.data() + at;
-    return backward_sums(shard, s);
+  // Without an activation and a residual.
+  Sums backward_sums(const std::vector<Statistics>& s) {
+    return backward_sums(backward_shard(nullptr, Store::kWrite), s);
   }
-  Sums backward_sums(const std::vector<Statistics>& s) { return backward_sums(s, 0, p_.view.N); }
 
   Sums backward_sums(const BackwardShard& shard, const std::vector<Statistics>& s) {
     Start start(*this, shard, s);
@@ -187,21 +182,13 @@ class OnDevice {
     DeviceArray<char> coefficients(kernels().coefficients_size(C));
     DeviceArray<ChannelSums> own_sums(own.data(), C), all_sums(all ? all->data() : own.data(), C);
     DeviceArray<A> dgamma(p_.beta.data(), C), dbeta(p_.beta.data(), C);
-    const BackwardFinish finish{C,
-                                1,
-                                start.kept,
-                                shard.gamma,
-                                shard.epilogue,
-                                own_sums.data(),
-                                {all ? 1 : 0, {all_sums.data()}},
-                                {count, count, 1},
-                                is_gated(shard),
-                                coefficients.data(),
-                                0,
-                                dgamma.data(),
-                                dbeta.data(),
-                                shard.store == Store::kAdd,
-                                shard.store == Store::kAdd};
+    const bool adds = shard.store == Store::kAdd;
+    // clang-format off
+    const BackwardFinish finish{
+        C, 1, start.kept, shard.gamma, shard.epilogue, own_sums.data(),
+        {all ? 1 : 0, {all_sums.data()}}, {count, count, 1}, is_gated(shard),
+        coefficients.data(), 0, dgamma.data(), dbeta.data(), adds, adds};
+    // clang-format on
     MUST(kernels().finish_backward(finish, the_stream()));
     MUST(kernels().input_gradient(shard, coefficients.data(), multiprocessors_, the_stream()));
     return {dgamma.get(), dbeta.get()};
@@ -210,12 +197,6 @@ class OnDevice {
  private:
   const Problem<T>& p_;
   const int multiprocessors_;
-
-  View part(int64_t begin, int64_t end) const {
-    View view = p_.view;
-    view.N = end - begin;
-    return view;
-  }
 
   // What a forward leaves to a backward.
   struct Start {

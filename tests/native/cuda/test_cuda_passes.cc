@@ -19,6 +19,10 @@ namespace {
 // What passes have cost; known of the simulator only.
 struct Cost {
   int waits = 0, uploads = 0, stream_waits = 0;
+
+  Cost operator-(const Cost& other) const {
+    return {waits - other.waits, uploads - other.uploads, stream_waits - other.stream_waits};
+  }
 };
 #if defined(SBN_REAL_CUDA)
 constexpr bool kReal = true;
@@ -29,6 +33,24 @@ Cost cost() {
   const auto calls = [](const char* name) { return static_cast<int>(ptxsim_calls(name)); };
   return {calls("cudaStreamSynchronize"), calls("copies to a device"),
           calls("cudaStreamWaitEvent")};
+}
+#endif
+
+#if !defined(SBN_REAL_CUDA)
+// The threads of the calls have never chosen a device, so theirs is 0, where no context may be
+// created: it would take memory. The first test, as others create contexts.
+TEST(only_the_devices_of_passes_have_contexts) {
+  const pid_t child = fork();
+  if (child == 0) {
+    int active[2] = {};
+    std::thread([] { clear_on_gpu(3, nullptr, 0); }).join();
+    release_cuda_memory();
+    for (int i : {0, 1}) cuda().has_context(&active[i], 3 * i);
+    _exit(active[0] == 0 && active[1] == 1 ? 0 : 1);
+  }
+  int status = 1;
+  waitpid(child, &status, 0);
+  CHECK_EQ(status, 0);
 }
 #endif
 
@@ -105,11 +127,31 @@ struct Results {
   }
 };
 
-// Of which each device has a part.
-template <typename T>
-struct SharedArray : DeviceArray<T> {
-  SharedArray(const T* values, int64_t size) : DeviceArray<T>(values, size, 0, true) {}
-};
+// A forward of one device, whose running statistics are means, variances and a number of batches.
+template <typename A>
+GpuForward forward_task(int gpu, const ForwardShard& shard, A* running, const RunningRule& rule,
+                        bool on_host) {
+  const int64_t C = shard.view.C;
+  GpuForward task{};
+  task.device = gpu;
+  task.dtype = Type<A>::kDType;
+  task.what = "data";
+  task.epsilon = kEpsilon;
+  task.parts = {shard};
+  task.from_batch = task.updates = true;
+  void* const arrays[] = {running, running + C, rule.cumulative ? running + 2 * C : nullptr};
+  std::copy_n(arrays, 3, task.running);
+  task.rule = rule;
+  task.rows = 1;
+  if (on_host) {
+    task.update_on_host = [rule](const std::vector<BatchPtr>& batches, void* const(&host)[3]) {
+      const auto values = [&](int i) { return static_cast<A*>(host[i]); };
+      update_running<A>(batches, rule, {values(0), values(1), values(2)});
+      return true;
+    };
+  }
+  return task;
+}
 
 // Two steps of a layer whose batch is split over the devices.
 template <typename A>
@@ -117,17 +159,22 @@ Results<A> train(const Problem<A>& p, Way way, const std::vector<int>& gpus,
                  const RunningRule& rule) {
   const View view = p.view;
   const size_t devices = gpus.size();
-  SharedArray<A> x(p.x.data(), view.size()), dy(p.dy.data(), view.size());
-  SharedArray<A> y(p.x.data(), view.size()), dx(p.x.data(), view.size());
-  SharedArray<A> gamma(p.gamma.data(), view.C), beta(p.beta.data(), view.C);
-  std::vector<std::unique_ptr<SharedArray<A>>> running, gradients;
-  std::vector<std::unique_ptr<SharedArray<double>>> saved;
+  // Page-locked memory, of which each device has a part.
+  const auto shared = [](const auto* values, int64_t size) {
+    using T = std::decay_t<decltype(*values)>;
+    return std::make_unique<DeviceArray<T>>(values, size, 0, true);
+  };
+  const auto x = shared(p.x.data(), view.size()), dy = shared(p.dy.data(), view.size());
+  const auto y = shared(p.x.data(), view.size()), dx = shared(p.x.data(), view.size());
+  const auto gamma = shared(p.gamma.data(), view.C), beta = shared(p.beta.data(), view.C);
+  std::vector<std::unique_ptr<DeviceArray<A>>> running, gradients;
+  std::vector<std::unique_ptr<DeviceArray<double>>> saved;
   const std::vector<A> start(static_cast<size_t>(2 * view.C + 1), A{2});
   const std::vector<double> zeros(static_cast<size_t>(2 * view.C));
   for (size_t i = 0; i < devices; ++i) {
-    running.push_back(std::make_unique<SharedArray<A>>(start.data(), 2 * view.C + 1));
-    gradients.push_back(std::make_unique<SharedArray<A>>(start.data(), 2 * view.C));
-    saved.push_back(std::make_unique<SharedArray<double>>(zeros.data(), 2 * view.C));
+    running.push_back(shared(start.data(), 2 * view.C + 1));
+    gradients.push_back(shared(start.data(), 2 * view.C));
+    saved.push_back(shared(zeros.data(), 2 * view.C));
   }
   const Cost before = cost();
   for (int step = 0; step < 2; ++step) {
@@ -140,69 +187,33 @@ Results<A> train(const Problem<A>& p, Way way, const std::vector<int>& gpus,
         View part = view;
         part.N = end - begin;
         const int64_t at = begin * view.C * view.S;
-        A* const arrays = running[rank]->data();
-        double* const means = saved[rank]->data();
-        GpuForward f{gpus[rank],
-                     Type<A>::kDType,
-                     "data",
-                     kEpsilon,
-                     {{part,
-                       x.data() + at,
-                       gamma.data(),
-                       beta.data(),
-                       nullptr,
-                       {},
-                       y.data() + at,
-                       Store::kWrite}},
-                     true,
-                     forward.together(way, rank, gpus, view.C),
-                     {arrays, arrays + view.C, rule.cumulative ? arrays + 2 * view.C : nullptr},
-                     true,
-                     rule,
-                     nullptr,
-                     {means, false},
-                     {means + view.C, false},
-                     1};
-        if (way == Way::kHost) {
-          f.update_on_host = [&](const std::vector<BatchPtr>& batches, void* const(&host)[3]) {
-            const auto values = [&](int i) { return static_cast<A*>(host[i]); };
-            update_running<A>(batches, rule, {values(0), values(1), values(2)});
-            return true;
-          };
-        }
-        const auto statistics = forward_on_gpu(f);
+        const ForwardShard forth{part, x->data() + at, gamma->data(), beta->data(), nullptr,
+                                 {},   y->data() + at, Store::kWrite};
+        GpuForward task =
+            forward_task(gpus[rank], forth, running[rank]->data(), rule, way == Way::kHost);
+        task.together = forward.together(way, rank, gpus, view.C);
+        task.mean = {saved[rank]->data(), false};
+        task.inv_std = {saved[rank]->data() + view.C, false};
+        const BackwardShard back{
+            part, dy->data() + at, x->data() + at, nullptr, gamma->data(), beta->data(),
+            {},   dx->data() + at, Store::kWrite,  nullptr, Store::kWrite, nullptr};
         A* const own = gradients[rank]->data();
-        backward_on_gpu({gpus[rank],
-                         Type<A>::kDType,
+        const Result dgamma{own, false}, dbeta{own + view.C, false};
+        backward_on_gpu({task.device,
+                         task.dtype,
                          "data",
-                         {{part,
-                           dy.data() + at,
-                           x.data() + at,
-                           nullptr,
-                           gamma.data(),
-                           beta.data(),
-                           {},
-                           dx.data() + at,
-                           Store::kWrite,
-                           nullptr,
-                           Store::kWrite,
-                           nullptr}},
-                         statistics,
+                         {back},
+                         forward_on_gpu(task),
                          true,
                          backward.together(way, rank, gpus, view.C),
-                         {own, false},
-                         {own + view.C, false}});
+                         dgamma,
+                         dbeta});
       });
     }
     for (std::thread& thread : threads) thread.join();
   }
   const Cost after = cost();
-  Results<A> results{y.get(),
-                     dx.get(),
-                     {},
-                     {},
-                     {after.waits - before.waits, after.uploads - before.uploads,
-                      after.stream_waits - before.stream_waits}};
+  Results<A> results{y->get(), dx->get(), {}, {}, after - before};
   for (size_t i = 0; i < devices; ++i) {
     results.running.push_back(running[i]->get());
     results.saved.push_back(saved[i]->get());
@@ -219,7 +230,7 @@ std::vector<int> gpus_of(Way way, size_t count) {
 }
 
 template <typename A>
-void results_do_not_depend_on_where_sums_meet() {
+void check_ways() {
   const RunningRule rules[] = {{0.9, false, false}, {0.5, false, true}, {0, true, true}};
   for (const View& view : {View{8, 3, 49}, View{9, 300, 1}, View{5 * 12, 7, 1, 12}}) {
     const Problem<A> p(view, 3);
@@ -248,9 +259,13 @@ void results_do_not_depend_on_where_sums_meet() {
   }
 }
 
+TEST(results_do_not_depend_on_where_sums_meet) {
+  check_ways<float>();
+  check_ways<double>();
+}
+
 // One device has ended its pass, and another may still read its sums.
-void memory_that_others_read_is_not_used_again() {
-  check::context = "memory";
+TEST(memory_that_others_read_is_not_used_again) {
   const int second = kReal ? 0 : 1;
   release_cuda_memory();
   const View view{4, 3, 5};
@@ -289,8 +304,7 @@ void memory_that_others_read_is_not_used_again() {
   reader.finish();
 }
 
-void statistics_outlive_their_pass() {
-  check::context = "statistics";
+TEST(statistics_outlive_their_pass) {
   std::shared_ptr<Statistics> kept;
   const Statistics* before = nullptr;
   for (const bool is_free : {false, false, true}) {
@@ -308,13 +322,15 @@ void statistics_outlive_their_pass() {
 
 #if !defined(SBN_REAL_CUDA)
 // Whichever call of CUDA fails. On the host: also where the statistics are computed there.
-void a_forward_that_fails_leaves_the_running_statistics_alone() {
+TEST(a_forward_that_fails_leaves_the_running_statistics_alone) {
   using A = float;
   const View view{4, 300, 5};
   const Problem<A> p(view, 3);
   const std::vector<A> start(static_cast<size_t>(2 * view.C + 1), A{2});
   DeviceArray<A> x(p.x.data(), view.size()), y(p.x.data(), view.size());
   DeviceArray<A> beta(p.beta.data(), view.C), running(2 * view.C + 1);
+  const ForwardShard shard{view,    x.data(), nullptr,  beta.data(),
+                           nullptr, {},       y.data(), Store::kWrite};
   int failures = 0;
   for (const bool on_host : {false, true}) {
     for (const RunningRule& rule : {RunningRule{0.9, false, false}, RunningRule{0, true, true}}) {
@@ -325,32 +341,10 @@ void a_forward_that_fails_leaves_the_running_statistics_alone() {
           check::context = std::string(function) + ", call " + std::to_string(calls);
           running.set(start.data());
           release_cuda_memory();
-          GpuForward f{
-              0,
-              DType::kFloat32,
-              "data",
-              kEpsilon,
-              {{view, x.data(), nullptr, beta.data(), nullptr, {}, y.data(), Store::kWrite}},
-              true,
-              {},
-              {running.data(), running.data() + view.C,
-               rule.cumulative ? running.data() + 2 * view.C : nullptr},
-              true,
-              rule,
-              nullptr,
-              {},
-              {},
-              1};
-          if (on_host) {
-            f.update_on_host = [&](const std::vector<BatchPtr>& batches, void* const(&host)[3]) {
-              const auto values = [&](int i) { return static_cast<A*>(host[i]); };
-              update_running<A>(batches, rule, {values(0), values(1), values(2)});
-              return true;
-            };
-          }
+          const GpuForward task = forward_task(0, shard, running.data(), rule, on_host);
           ptxsim_fail_next(function, calls);
           try {
-            forward_on_gpu(f);
+            forward_on_gpu(task);
             fails = false;
           } catch (const std::runtime_error&) {
             ++failures;
@@ -367,33 +361,15 @@ void a_forward_that_fails_leaves_the_running_statistics_alone() {
 }
 
 // The result is read right after.
-void a_failed_result_is_cleared() {
-  check::context = "clear_on_gpu";
+TEST(a_failed_result_is_cleared) {
   const std::vector<float> values(70, 3.0f);
   DeviceArray<float> y(values.data(), 70);
   clear_on_gpu(0, y.data(), 70 * sizeof(float));
   CHECK(y.get() == std::vector<float>(70));
 }
 
-// The threads of the calls have never chosen a device, so theirs is 0, where no context may be
-// created: it would take memory.
-void only_the_devices_of_passes_have_contexts() {
-  check::context = "contexts";
-  const pid_t child = fork();
-  if (child == 0) {
-    int active[2] = {};
-    std::thread([] { clear_on_gpu(3, nullptr, 0); }).join();
-    release_cuda_memory();
-    for (int i : {0, 1}) cuda().has_context(&active[i], 3 * i);
-    _exit(active[0] == 0 && active[1] == 1 ? 0 : 1);
-  }
-  int status = 1;
-  waitpid(child, &status, 0);
-  CHECK_EQ(status, 0);
-}
-
 // By MXNet's variable, as peers hang or corrupt data on some machines.
-void peer_access_can_be_switched_off() {
+TEST(peer_access_can_be_switched_off) {
   ptxsim_set_peers("");
   const Problem<float> p({8, 3, 49}, 3);
   const Results<float> one = train(p, Way::kHost, gpus_of(Way::kHost, 1), {});
@@ -416,17 +392,6 @@ void peer_access_can_be_switched_off() {
 }  // namespace gluon_syncbn
 
 int main() {
-  using namespace gluon_syncbn;
-  if (!cuda_backend()) return 1;
-#if !defined(SBN_REAL_CUDA)
-  only_the_devices_of_passes_have_contexts();
-  a_forward_that_fails_leaves_the_running_statistics_alone();
-  a_failed_result_is_cleared();
-  peer_access_can_be_switched_off();
-#endif
-  memory_that_others_read_is_not_used_again();
-  statistics_outlive_their_pass();
-  results_do_not_depend_on_where_sums_meet<float>();
-  results_do_not_depend_on_where_sums_meet<double>();
-  return check::finish("cuda_passes");
+  if (!gluon_syncbn::cuda_backend()) return 1;
+  return check::run_all("cuda_passes");
 }

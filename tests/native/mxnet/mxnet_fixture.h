@@ -119,19 +119,15 @@ class FakeServer {
   }
 
  private:
-  struct Sum {
-    std::map<Client*, FakeArray*> parts;
-  };
-
   void add(Client* client, int key, FakeArray* array) {
     array->start();
     std::map<Client*, FakeArray*> parts;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      Sum& sum = sums_[key];
-      if (!sum.parts.emplace(client, array).second) ++client->doubled;
-      if (sum.parts.size() < ranks_) return;
-      parts.swap(sum.parts);
+      std::map<Client*, FakeArray*>& sum = sums_[key];
+      if (!sum.emplace(client, array).second) ++client->doubled;
+      if (sum.size() < ranks_) return;
+      parts.swap(sum);
     }
     size_t size = 1;
     for (const int axis : array->shape) size *= static_cast<size_t>(axis);
@@ -148,7 +144,7 @@ class FakeServer {
 
   const size_t ranks_;
   std::mutex mutex_;
-  std::map<int, Sum> sums_;
+  std::map<int, std::map<Client*, FakeArray*>> sums_;
 };
 
 }  // namespace gluon_syncbn

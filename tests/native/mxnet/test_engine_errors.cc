@@ -8,21 +8,18 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "check.h"
 #include "mxnet/engine_errors.h"
+#include "threads.h"
 
 namespace gluon_syncbn {
 namespace {
 
-using std::chrono::milliseconds;
-
 // Runs its tasks in order.
 class Worker {
  public:
-  Worker() : thread_([this] { work(); }) {}
   ~Worker() {
     push(nullptr);
     thread_.join();
@@ -34,22 +31,20 @@ class Worker {
   }
 
  private:
-  void work() {
-    for (;;) {
-      std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [this] { return !tasks_.empty(); });
-      const std::function<void()> task = std::move(tasks_.front());
-      tasks_.pop_front();
-      lock.unlock();
-      if (!task) return;
-      task();
-    }
+  std::function<void()> next() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return !tasks_.empty(); });
+    std::function<void()> task = std::move(tasks_.front());
+    tasks_.pop_front();
+    return task;
   }
 
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
-  std::thread thread_;
+  std::thread thread_{[this] {
+    while (const auto task = next()) task();
+  }};
 };
 
 // The list of errors. Two threads must not append at the same time.
@@ -162,11 +157,11 @@ std::string device(int d) { return "cpu(" + std::to_string(d) + ")"; }
 // What MXNet and the layer do when the call of a device fails. The callback reports the error and
 // returns. MXNet ends the operator on the device's thread, with the error of the output. Then the
 // running statistics get another error, on the first device's thread.
-void fail(Engine* engine, int d, milliseconds at_work) {
-  engine->devices[d].push([=] { std::this_thread::sleep_for(at_work); });
+void fail(Engine* engine, int d, double at_work) {
+  engine->devices[d].push([=] { sleep(at_work); });
   Array* const output = engine->create();
   report_error(output, device(d), "no data on " + device(d));
-  std::this_thread::sleep_for(milliseconds(1));
+  sleep(0.001);
   output->push(&engine->devices[d], [=] {
     CHECK_EQ(output->error, "no data on " + device(d));
     output->error.clear();
@@ -188,16 +183,12 @@ bool errors_come_one_at_a_time() {
     Engine::engine = &engine;
     for (int round = 0; round < kRounds; ++round) {
       check::context = "round " + std::to_string(round);
-      std::vector<std::thread> threads;
-      for (int d = 0; d < kDevices; ++d) {
-        threads.emplace_back(fail, &engine, d, milliseconds(round % 3 ? 0 : 7 * d));
-      }
-      for (std::thread& thread : threads) thread.join();
+      in_threads(kDevices, [&](int d) { fail(&engine, d, round % 3 ? 0 : 0.007 * d); });
     }
     // The next error drains the last one.
     Array* const output = engine.create();
     report_error(output, "cpu(1)", "the last");
-    std::this_thread::sleep_for(milliseconds(100));
+    sleep(0.1);
     freed = engine.freed;
   }
   check::context = "";

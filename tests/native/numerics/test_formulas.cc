@@ -34,9 +34,9 @@ void check_against_reference(const std::vector<double>& values) {
   CHECK(magnitude(s.inv_std - inv_std) <= inv_std * (0x1p-51 + error / (variance + kEpsilon)));
 }
 
-void statistics_are_right_at_any_offset() {
+TEST(statistics_are_right_at_any_offset) {
   Random random(1);
-  for (const double offset : {0.0, 1.0, 1e2, 1e3, 1e4, 1e5}) {
+  for (const double offset : {0.0, 1.0, 1e2, 1e3, 1e4, 1e5, 1e10}) {
     for (const double deviation : {1.0, 1e-3, 30.0}) {
       for (const int count : {1, 2, 3, 7, 1000}) {
         check::context = "offset " + std::to_string(offset) + ", " + std::to_string(count);
@@ -52,29 +52,14 @@ void statistics_are_right_at_any_offset() {
   }
 }
 
-void statistics_are_right_at_ten_to_the_tenth() {
-  check::context = "1e10";
-  Random random(2);
-  for (int trial = 0; trial < 50; ++trial) {
-    std::vector<double> values;
-    for (int i = 0; i < 500; ++i) values.push_back(1e10 + random.normal());
-    check_against_reference(values);
-    // About 40 bits of 106 are left at 1e10 deviations.
-    CHECK(magnitude(statistics_of(values).variance - 1) < 0.2);
-  }
-}
-
-void constant_input_has_no_variance() {
-  check::context = "constant";
+TEST(constant_input_has_no_variance) {
   Random random(3);
   for (int i = 0; i < 2000; ++i) {
     const double scale = std::ldexp(1.0, static_cast<int>(random.below(40)) - 20);
     const double x = random.normal() * scale, x_float = to_float(x);
     const std::vector<double> floats(1 + i % 300, x_float), doubles(1 + i % 300, x);
     const Statistics of_floats = statistics_of(floats), of_doubles = statistics_of(doubles);
-    CHECK_EQ(of_floats.mean, x_float);
-    CHECK_EQ(of_floats.mean_low, 0);
-    CHECK_EQ(of_floats.variance, 0);
+    CHECK(of_floats.mean == x_float && of_floats.mean_low == 0 && of_floats.variance == 0);
     CHECK_EQ(of_floats.inv_std, 1 / std::sqrt(kEpsilon));
     // A sum of doubles may be inexact, so the variance may be a rounding error.
     CHECK(magnitude(of_doubles.mean + Real(of_doubles.mean_low) - x) <= 0x1p-104 * std::abs(x));
@@ -82,23 +67,18 @@ void constant_input_has_no_variance() {
   }
 }
 
-void one_value_is_its_own_mean() {
-  check::context = "one value";
+TEST(one_value_is_its_own_mean) {
   Random random(4);
   for (const double scale : {1.0, 1e5, 1e10, 1e-10}) {
     const double x = scale * random.normal();
     const Statistics s = statistics_of({x});
-    CHECK_EQ(s.mean, x);
-    CHECK_EQ(s.mean_low, 0);
-    CHECK_EQ(s.variance, 0);
+    CHECK(s.mean == x && s.mean_low == 0 && s.variance == 0);
     CHECK_EQ(s.inv_std, 1 / std::sqrt(kEpsilon));
-    CHECK_EQ((x - s.mean) - s.mean_low, 0);
   }
 }
 
 // Values that differ only in their last bits, where rounding could make the variance negative.
-void variance_is_never_negative() {
-  check::context = "tiny variance";
+TEST(variance_is_never_negative) {
   Random random(5);
   for (int i = 0; i < 5000; ++i) {
     const double x = std::ldexp(1 + random.uniform(), static_cast<int>(random.below(30)));
@@ -110,28 +90,21 @@ void variance_is_never_negative() {
   }
 }
 
-void nan_and_infinity_stay() {
-  check::context = "NaN and infinity";
+TEST(nan_and_infinity_stay) {
   for (const double odd : {NAN, INFINITY, -INFINITY}) {
     const Statistics s = statistics_of({1, odd, 2});
-    CHECK(!std::isfinite(s.mean));
-    CHECK(std::isnan(s.variance));
-    CHECK(std::isnan(s.inv_std));
+    CHECK(!std::isfinite(s.mean) && std::isnan(s.variance) && std::isnan(s.inv_std));
   }
 }
 
 // As when all processes of a group have run out of data.
-void no_values_leave_all_finite() {
-  check::context = "no values";
+TEST(no_values_leave_all_finite) {
   const Statistics s = statistics_of({});
-  const auto y = Normalize<float>::of(s, 2, 3);
-  CHECK_EQ(y(5), 13);
-  const auto dx = InputGradient<float>::of(s, 2, ChannelSums(), 0);
-  CHECK_EQ(dx(5, 7), 10);
+  CHECK_EQ(Normalize<float>::of(s, 2, 3)(5), 13);
+  CHECK_EQ((InputGradient<float>::of(s, 2, ChannelSums(), 0)(5, 7)), 10);
 }
 
-void given_statistics_are_taken_as_they_are() {
-  check::context = "given";
+TEST(given_statistics_and_moving_averages) {
   const Statistics s = given_statistics(3, 4, 0);
   CHECK(s.mean == 3 && s.mean_low == 0 && s.variance == 4 && s.inv_std == 0.5);
   CHECK_EQ(moving_average(2, 6, 0.75), 3);
@@ -141,8 +114,7 @@ void given_statistics_are_taken_as_they_are() {
 
 // The comparison of a Gate with y > 0, also at the values around its threshold.
 template <typename T>
-void gates_have_the_bits_of_y() {
-  check::context = sizeof(T) == sizeof(float) ? "gate, float" : "gate, double";
+void check_gates() {
   Random random(6);
   for (int i = 0; i < 20000; ++i) {
     const double scale = std::ldexp(random.normal(), static_cast<int>(random.below(60)) - 30);
@@ -165,20 +137,12 @@ void gates_have_the_bits_of_y() {
   }
 }
 
+TEST(gates_have_the_bits_of_y) {
+  check_gates<float>();
+  check_gates<double>();
+}
+
 }  // namespace
 }  // namespace gluon_syncbn
 
-int main() {
-  using namespace gluon_syncbn;
-  statistics_are_right_at_any_offset();
-  statistics_are_right_at_ten_to_the_tenth();
-  constant_input_has_no_variance();
-  one_value_is_its_own_mean();
-  variance_is_never_negative();
-  nan_and_infinity_stay();
-  no_values_leave_all_finite();
-  given_statistics_are_taken_as_they_are();
-  gates_have_the_bits_of_y<float>();
-  gates_have_the_bits_of_y<double>();
-  return check::finish("batch_norm_math");
-}
+int main() { return check::run_all("batch_norm_math"); }

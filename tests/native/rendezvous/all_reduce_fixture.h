@@ -3,17 +3,18 @@
 #define GLUON_SYNCBN_TESTS_ALL_REDUCE_FIXTURE_H_
 
 #include <algorithm>
-#include <chrono>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "check.h"
+#include "reference.h"
 #include "rendezvous/all_reduce.h"
+#include "threads.h"
 
 namespace gluon_syncbn {
 
@@ -29,10 +30,6 @@ inline double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-inline void sleep(double seconds) {
-  std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
-}
-
 inline std::vector<std::string> cpus(int n) {
   std::vector<std::string> names;
   for (int i = 0; i < n; ++i) names.push_back("cpu(" + std::to_string(i) + ")");
@@ -45,6 +42,32 @@ inline LayerConfig config_of(std::vector<std::string> devices, double timeout = 
   config.devices = std::move(devices);
   config.timeout_seconds = timeout;
   return config;
+}
+
+// The contribution of a device: different values in each call, for which a plain sum would depend
+// on the order.
+inline Sums contribution(size_t device, int64_t call, size_t channels) {
+  Random random(static_cast<uint64_t>(call) * 64 + device);
+  Sums sums(channels);
+  for (ChannelSums& s : sums) {
+    s.first.add(random.sign() * 1e17);
+    s.first.add(random.normal());
+    s.second.add_product(1e10 + random.normal(), 1e10 + random.normal());
+  }
+  return sums;
+}
+
+inline Sums added_in_rank_order(size_t devices, int64_t call, size_t channels) {
+  Sums sums(channels);
+  for (size_t device = 0; device < devices; ++device) {
+    const Sums part = contribution(device, call, channels);
+    for (size_t c = 0; c < channels; ++c) sums[c].add(part[c]);
+  }
+  return sums;
+}
+
+inline bool same_bits(const Sums& a, const Sums& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0;
 }
 
 // One layer, and what is reported to its observer.
@@ -85,6 +108,9 @@ struct Fixture {
   }
 
   void drain(const std::string& device) { all_reduce.drain(kLayer, epoch, device); }
+  void drain_all() {
+    for (int i = 0; i < 4; ++i) drain(cpus(4)[i]);
+  }
 
   CallId next(const std::string& device) { return all_reduce.next_call(layer, device); }
 

@@ -11,8 +11,7 @@
 namespace gluon_syncbn {
 namespace {
 
-void a_missing_device_is_reported_early_and_late() {
-  check::context = "timeout";
+TEST(a_missing_device_is_reported_early_and_late) {
   setenv("MXNET_CPU_TEMP_COPY", "4", 1);
   // The warning comes after 0.25 s, when both have arrived on a busy machine too.
   Fixture f(config_of(cpus(4), 2.5));
@@ -42,8 +41,7 @@ void a_missing_device_is_reported_early_and_late() {
         contains(first.error(), "Came: cpu(0), cpu(2)."));
 }
 
-void causes_fit_the_direction_and_the_devices() {
-  check::context = "causes";
+TEST(causes_fit_the_direction_and_the_devices) {
   unsetenv("MXNET_CPU_TEMP_COPY");
   Fixture gpus(config_of({"gpu(0)", "gpu(1)"}, 0.3)), mixed(config_of(cpus(2), 0.3));
   const CallId id = gpus.next("gpu(1)");
@@ -62,8 +60,7 @@ void causes_fit_the_direction_and_the_devices() {
   CHECK(contains(Background(&fewer, "gpu(2)").error(), "num_devices=2 is larger"));
 }
 
-void a_device_that_is_further_is_named() {
-  check::context = "further";
+TEST(a_device_that_is_further_is_named) {
   Fixture f(config_of({"gpu(0)", "gpu(1)", "gpu(2)"}, 0.5));
   Background first(&f, "gpu(0)");
   f.wait_until_waiting(1);
@@ -72,8 +69,7 @@ void a_device_that_is_further_is_named() {
   CHECK(contains(first.error(), "called more often on one device than on another"));
 }
 
-void a_second_arrival_is_an_error_for_all() {
-  check::context = "second arrival";
+TEST(a_second_arrival_is_an_error_for_all) {
   Fixture f(config_of(cpus(3)));
   const CallId id = f.next("cpu(1)");
   Background first([&] { f.reduce(id, "cpu(1)"); }), other(&f, "cpu(2)");
@@ -86,28 +82,27 @@ void a_second_arrival_is_an_error_for_all() {
   CHECK_EQ(f.failures.size(), 1u);
 }
 
-void channels_must_match() {
-  check::context = "channels";
-  Fixture f(config_of(cpus(2)));
-  Background first([&] { f.reduce(f.next("cpu(1)"), "cpu(1)", Direction::kForward, 8); });
-  f.wait_until_waiting(1);
-  CHECK_THROWS(Error, f.reduce(f.next("cpu(0)"), "cpu(0)", Direction::kForward, 16), "net0_norm7",
-               "cpu(1) has 8 channels", "cpu(0) has 16", "same number of channels");
-  CHECK(contains(first.error(), "cpu(1) has 8 channels"));
+TEST(channels_and_dtypes_must_match) {
+  const struct {
+    size_t channels;
+    const char *dtype, *text, *remedy;
+  } cases[] = {
+      {16, "float32", "gpu(1) has 2 channels, gpu(0) has 16", "same number of channels"},
+      {2, "float16", "gpu(1) has float32 data, gpu(0) has float16 data", "one dtype"},
+  };
+  for (const auto& each : cases) {
+    check::context = each.text;
+    Fixture f(config_of({"gpu(0)", "gpu(1)"}));
+    Background first(&f, "gpu(1)");
+    f.wait_until_waiting(1);
+    CHECK_THROWS(
+        Error, f.reduce(f.next("gpu(0)"), "gpu(0)", Direction::kForward, each.channels, each.dtype),
+        "net0_norm7", each.text, each.remedy);
+    CHECK(contains(first.error(), each.text));
+  }
 }
 
-void dtypes_must_match() {
-  check::context = "dtypes";
-  Fixture f(config_of({"gpu(0)", "gpu(1)"}));
-  Background first([&] { f.reduce(f.next("gpu(1)"), "gpu(1)"); });
-  f.wait_until_waiting(1);
-  CHECK_THROWS(Error, f.reduce(f.next("gpu(0)"), "gpu(0)", Direction::kForward, 2, "float16"),
-               "net0_norm7", "gpu(1) has float32 data, gpu(0) has float16 data", "one dtype");
-  CHECK(contains(first.error(), "gpu(1) has float32 data"));
-}
-
-void failure_reaches_all_and_the_layer_recovers() {
-  check::context = "failure";
+TEST(failure_reaches_all_and_the_layer_recovers) {
   Fixture f(config_of(cpus(3)));
   check_synchronizes(&f, cpus(3));
   const CallId stale = f.next("cpu(2)"), other_stale = f.next("cpu(2)");
@@ -125,9 +120,7 @@ void failure_reaches_all_and_the_layer_recovers() {
   CHECK_EQ(f.failures.size(), 1u);
   CHECK(f.failed_layers == std::set<int64_t>{f.kLayer});
   CHECK(f.epoch > stale.epoch);
-  for (const std::string& device : cpus(3)) {
-    CHECK_THROWS(Error, f.next(device), "failed before", "out of memory on cpu(2)");
-  }
+  CHECK_THROWS(Error, f.next("cpu(1)"), "failed before", "out of memory on cpu(2)");
   CHECK_THROWS(Error, f.reduce(other_stale, "cpu(2)"), "failed before", "out of memory on cpu(2)");
 
   // Only a device that was drained after the last failure takes part again.
@@ -142,7 +135,7 @@ void failure_reaches_all_and_the_layer_recovers() {
   f.drain("cpu(2)");
   {
     Background first([&] { f.reduce(fresh, "cpu(0)"); }), second(&f, "cpu(1)"), third(&f, "cpu(2)");
-    for (Background* call : {&first, &second, &third}) CHECK_EQ(call->error(), "");
+    CHECK_EQ(first.error() + second.error() + third.error(), "");
   }
   check_synchronizes(&f, cpus(3));
   CHECK_THROWS(Error, f.reduce(other_stale, "cpu(2)", Direction::kBackward), "failed before");
@@ -150,8 +143,7 @@ void failure_reaches_all_and_the_layer_recovers() {
 }
 
 // Also while the layer is being configured.
-void errors_of_a_combine_name_the_layer() {
-  check::context = "combine throws";
+TEST(errors_of_a_combine_name_the_layer) {
   Fixture f(config_of(cpus(1)));
   std::atomic<bool> done{false};
   std::thread other([&] {
@@ -173,8 +165,7 @@ void errors_of_a_combine_name_the_layer() {
 }
 
 // Many failures while devices come and go: no call hangs, and finally all synchronize.
-void layer_recovers_under_load() {
-  check::context = "failures under load";
+TEST(layer_recovers_under_load) {
   Fixture f(config_of(cpus(4)));
   std::atomic<bool> stop{false};
   std::atomic<int> completed{0}, running{4};
@@ -209,12 +200,11 @@ void layer_recovers_under_load() {
     sleep(0.005);
   }
   for (std::thread& thread : threads) thread.join();
-  for (const std::string& device : cpus(4)) f.drain(device);
+  f.drain_all();
   check_synchronizes(&f, cpus(4));
 }
 
-void closing_releases_all() {
-  check::context = "close";
+TEST(closing_releases_all) {
   Fixture f(config_of(cpus(2)));
   f.all_reduce.configure(6, config_of(cpus(2)));
   const LayerPtr other_layer = f.all_reduce.find(6);
@@ -233,9 +223,10 @@ void closing_releases_all() {
     CHECK(call->seconds() < kSoon);
   }
   CHECK_EQ(f.all_reduce.waiting(), 0);
-  CHECK_THROWS(Error, f.next("cpu(1)"), "The process ended before SyncBatchNorm");
-  CHECK_THROWS(Error, f.reduce(drawn, "cpu(1)"), "The process ended before SyncBatchNorm");
-  CHECK_THROWS(Error, f.all_reduce.participants(f.layer), "The process ended before SyncBatchNorm");
+  const std::string text = "The process ended before SyncBatchNorm";
+  CHECK_THROWS(Error, f.next("cpu(1)"), text);
+  CHECK_THROWS(Error, f.reduce(drawn, "cpu(1)"), text);
+  CHECK_THROWS(Error, f.all_reduce.participants(f.layer), text);
   f.all_reduce.fail(f.layer, "too late");
 
   Fixture idle(config_of(cpus(2)));
@@ -243,8 +234,7 @@ void closing_releases_all() {
   CHECK_THROWS(Error, idle.next("cpu(0)"), "The end.");
 }
 
-void an_interrupt_releases_waits() {
-  check::context = "interrupt";
+TEST(an_interrupt_releases_waits) {
   Fixture f(config_of(cpus(2)));
   {
     // A call that ends within half a second succeeds.
@@ -259,11 +249,10 @@ void an_interrupt_releases_waits() {
     f.wait_until_waiting(1);
     const Clock::time_point start = Clock::now();
     ++interrupts;
-    CHECK(contains(waits.error(), "Interrupted."));
-    CHECK(contains(waits.error(), "Missing: cpu(1)."));
+    CHECK(contains(waits.error(), "Interrupted.") && contains(waits.error(), "Missing: cpu(1)."));
     CHECK(seconds_since(start) > 0.4 && seconds_since(start) < kSoon);
   }
-  for (const std::string& device : cpus(2)) f.drain(device);
+  f.drain_all();
   // Later calls wait as long as they need.
   Background later(&f, "cpu(0)");
   sleep(1);
@@ -273,8 +262,7 @@ void an_interrupt_releases_waits() {
 
 // The last device begins to work with what the others have contributed while one that was
 // interrupted looks for devices that cannot arrive.
-void an_interrupt_does_not_take_back_what_the_last_device_uses() {
-  check::context = "interrupt while combining";
+TEST(an_interrupt_does_not_take_back_what_the_last_device_uses) {
   AllReduce all_reduce;
   std::atomic<int> probes{0};
   std::atomic<bool> combining{false};
@@ -313,8 +301,7 @@ void an_interrupt_does_not_take_back_what_the_last_device_uses() {
 }
 
 // MXNet has skipped a call and forgotten why.
-void a_flush_ends_what_waits_for_a_skipped_call() {
-  check::context = "flush";
+TEST(a_flush_ends_what_waits_for_a_skipped_call) {
   for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
     for (const bool early : {false, true}) {
       Fixture f(config_of(cpus(3)));
@@ -333,7 +320,7 @@ void a_flush_ends_what_waits_for_a_skipped_call() {
       CHECK(contains(waits.error(), "An earlier operation on cpu(0) has failed"));
       CHECK(waits.seconds() < kSoon);
       // cpu(2) may still come to the failed step, which is not that of cpu(0) any more.
-      for (const std::string& device : cpus(3)) f.drain(device);
+      f.drain_all();
       if (direction == Direction::kForward) {
         CHECK_THROWS(Error, f.next("cpu(0)"), "still under way on cpu(1)");
       }
@@ -348,8 +335,7 @@ void a_flush_ends_what_waits_for_a_skipped_call() {
   }
 }
 
-void a_flush_leaves_calls_of_all_devices_alone() {
-  check::context = "flush of a good step";
+TEST(a_flush_leaves_calls_of_all_devices_alone) {
   Fixture f(config_of(cpus(2)));
   Background first(&f, "cpu(0)");
   f.wait_until_waiting(1);
@@ -363,25 +349,22 @@ void a_flush_leaves_calls_of_all_devices_alone() {
   check_synchronizes(&f, cpus(2));
 }
 
-void giving_up_a_step_releases_waits_and_later_calls() {
-  check::context = "given up";
+TEST(giving_up_a_step_releases_waits_and_later_calls) {
   Fixture f(config_of(cpus(2)));
   Background waiting(&f, "cpu(1)");
   f.wait_until_waiting(1);
   f.all_reduce.give_up("the step was given up");
   CHECK(contains(waiting.error(), "forward call 0: the step was given up"));
-  for (const char* device : {"cpu(0)", "cpu(1)"}) f.drain(device);
+  f.drain_all();
   CHECK_THROWS(Error, f.call("cpu(0)"), "forward call 0: the step was given up");
   CHECK(waiting.seconds() < kSoon);
   CHECK_EQ(f.failures.size(), 2u);
   f.all_reduce.give_up("");
-  for (const char* device : {"cpu(0)", "cpu(1)"}) f.drain(device);
-  Background first(&f, "cpu(0)"), second(&f, "cpu(1)");
-  CHECK(first.error().empty() && second.error().empty());
+  f.drain_all();
+  check_synchronizes(&f, cpus(2));
 }
 
-void a_config_error_is_reported_in_training() {
-  check::context = "config_error";
+TEST(a_config_error_is_reported_in_training) {
   LayerConfig config = config_of(cpus(3));
   config.config_error = "three are odd";
   Fixture f(config);
@@ -389,8 +372,7 @@ void a_config_error_is_reported_in_training() {
   CHECK_EQ(f.failures.size(), 1u);
 }
 
-void sequences_continue_if_other_processes_continue() {
-  check::context = "moved";
+TEST(sequences_continue_if_other_processes_continue) {
   LayerConfig config = config_of(cpus(2));
   config.processes = config.end_rank = 2;
   Fixture f(config);
@@ -407,26 +389,4 @@ void sequences_continue_if_other_processes_continue() {
 }  // namespace
 }  // namespace gluon_syncbn
 
-int main() {
-  using namespace gluon_syncbn;
-  // A test that hangs fails.
-  alarm(120);
-  a_missing_device_is_reported_early_and_late();
-  causes_fit_the_direction_and_the_devices();
-  a_device_that_is_further_is_named();
-  a_second_arrival_is_an_error_for_all();
-  channels_must_match();
-  dtypes_must_match();
-  failure_reaches_all_and_the_layer_recovers();
-  errors_of_a_combine_name_the_layer();
-  layer_recovers_under_load();
-  closing_releases_all();
-  an_interrupt_releases_waits();
-  an_interrupt_does_not_take_back_what_the_last_device_uses();
-  a_flush_ends_what_waits_for_a_skipped_call();
-  a_flush_leaves_calls_of_all_devices_alone();
-  giving_up_a_step_releases_waits_and_later_calls();
-  a_config_error_is_reported_in_training();
-  sequences_continue_if_other_processes_continue();
-  return check::finish("all_reduce_failures");
-}
+int main() { return check::run_all("all_reduce_failures", 120); }

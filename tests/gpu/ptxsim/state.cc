@@ -1,0 +1,193 @@
+#include "state.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+
+namespace ptxsim {
+
+thread_local int current_device = 0, last_error = kSuccess;
+
+Peers peers_of(const std::string& name) {
+  static const std::map<std::string, Peers> all = {{"", Peers::kAll},
+                                                   {"none", Peers::kNone},
+                                                   {"one way", Peers::kOneWay},
+                                                   {"refused", Peers::kRefused}};
+  const auto found = all.find(name);
+  if (found == all.end()) stop("peers are 'none', 'one way' or 'refused', not " + name);
+  return found->second;
+}
+
+namespace {
+
+// How often each instruction ran, in a file that PTXSIM_COVERAGE names: a line for the kernel, and
+// one for each instruction.
+void write_coverage() {
+  const char* const path = std::getenv("PTXSIM_COVERAGE");
+  if (!path) return;
+  std::ofstream file(path);
+  for (const auto& [name, kernel] : state().kernels) {
+    file << "kernel " << name << "\n";
+    for (size_t i = 0; i < kernel.code.size(); ++i) {
+      file << kernel.code[i].line << " " << kernel.ran[i] << " " << kernel.code[i].text << "\n";
+    }
+  }
+  if (!file) stop(std::string("cannot write ") + path);
+}
+
+}  // namespace
+
+State& state() {
+  static State* const all = [] {
+    State* const created = new State;
+    if (const char* seed = std::getenv("PTXSIM_SEED")) {
+      created->random.emplace(static_cast<unsigned>(std::atoi(seed)));
+    }
+    if (const char* peers = std::getenv("PTXSIM_PEERS")) created->peers = peers_of(peers);
+    std::atexit(write_coverage);
+    return created;
+  }();
+  return *all;
+}
+
+// PTX is a text between two zeros, unless it is compressed.
+std::string ptx_of(const void* fat_binary) {
+  if (const char* const path = std::getenv("PTXSIM_PTX")) {
+    std::ifstream file(path);
+    if (!file) stop(std::string("cannot read ") + path);
+    return {std::istreambuf_iterator<char>(file), {}};
+  }
+  struct Wrapper {
+    uint32_t magic, version;
+    const char* data;
+  };
+  const auto number = [](const char* from, auto zero) {
+    std::memcpy(&zero, from, sizeof(zero));
+    return zero;
+  };
+  const char* at = static_cast<const Wrapper*>(fat_binary)->data;
+  const char* const begin = at + number(at + 6, uint16_t{});
+  const char* const end = begin + number(at + 8, uint64_t{});
+  constexpr uint16_t kPtx = 1;
+  for (at = begin; at < end;) {
+    const uint32_t head = number(at + 4, uint32_t{});
+    const uint64_t size = number(at + 8, uint64_t{});
+    if (number(at, uint16_t{}) == kPtx) {
+      if (number(at + 16, uint32_t{})) stop("the PTX is compressed: compile with --no-compress");
+      return {at + head, strnlen(at + head, size)};
+    }
+    at += head + size;
+  }
+  return "";
+}
+
+std::optional<int> device_of(void* stream) {
+  if (!stream) return current_device;
+  return state().streams.device_of(stream);
+}
+
+namespace {
+
+void access(const void* memory, size_t bytes, bool writes) {
+  state().memory.access(memory, bytes, writes);
+}
+
+}  // namespace
+
+int launch(const void* function, dim3 grid, dim3 block, void** arguments, void* stream) {
+  State& s = state();
+  const auto name = s.names.find(function);
+  if (name == s.names.end()) return fail(kInvalidFunction);
+  if (device_of(stream) != current_device) return fail(kInvalidHandle);
+  const uint64_t threads = uint64_t{block.x} * block.y * block.z;
+  const bool empty = grid.x == 0 || grid.y == 0 || grid.z == 0 || threads == 0;
+  if (empty || grid.y > 65535 || grid.z > 65535 || threads > 1024) {
+    return fail(kInvalidConfiguration);
+  }
+  const auto found = s.kernels.find(name->second);
+  if (found == s.kernels.end()) {
+    bool is_known = false;
+    s.streams.queue(stream, current_device, name->second.c_str(), [&] {
+      is_known = s.run_on_host && s.run_on_host(name->second, arguments, access);
+    });
+    s.streams.catch_up(stream, current_device);
+    if (is_known) return kSuccess;
+    std::fprintf(stderr, "ptxsim: there is no PTX of %s\n", name->second.c_str());
+    return fail(kInvalidFunction);
+  }
+  const Kernel& kernel = found->second;
+  std::vector<std::vector<char>> values;
+  for (size_t i = 0; i < kernel.parameters.size(); ++i) {
+    const char* const value = static_cast<const char*>(arguments[i]);
+    values.emplace_back(value, value + kernel.parameters[i].size);
+  }
+  const int device = current_device;
+  const auto work = [&s, &kernel, grid, block, device, values]() mutable {
+    std::vector<void*> pointers;
+    for (std::vector<char>& value : values) pointers.push_back(value.data());
+    const Launch launch{kernel,
+                        {grid.x, grid.y, grid.z},
+                        {block.x, block.y, block.z},
+                        pointers.data(),
+                        device,
+                        s.counts_wanted,
+                        &s.races};
+    const Counts counts = run(launch, s.memory, s.random ? &*s.random : nullptr);
+    if (s.counts_wanted) s.counts.push_back({kernel.name, counts});
+  };
+  s.streams.queue(stream, device, kernel.name.c_str(), work);
+  return kSuccess;
+}
+
+// A copy to or from a device. The other side may be any memory of the host, which counts as what it
+// is when the function is called: so it is copied then, or waited for.
+int copy(void* to, const void* from, size_t bytes, int kind, void* stream) {
+  enum Kind { kHostToDevice = 1, kDeviceToHost = 2, kDeviceToDevice = 3 };
+  State& s = state();
+  // Unlike a launch, on whatever device the stream is.
+  const std::optional<int> device = device_of(stream);
+  if (!device) return fail(kInvalidHandle);
+  const bool to_device = kind == kHostToDevice || kind == kDeviceToDevice;
+  const bool from_device = kind == kDeviceToHost || kind == kDeviceToDevice;
+  const bool writes_known = s.memory.holds(to, bytes), reads_known = s.memory.holds(from, bytes);
+  if ((to_device && !writes_known) || (from_device && !reads_known)) return fail(kInvalidValue);
+  std::optional<std::vector<char>> staged;
+  if (!reads_known && s.streams.defers()) {
+    staged.emplace(static_cast<const char*>(from), static_cast<const char*>(from) + bytes);
+  }
+  s.calls.add("bytes copied", bytes);
+  if (kind == kHostToDevice) s.calls.add("copies to a device", 1);
+  s.streams.queue(stream, *device, "a copy", [=, &s] {
+    if ((writes_known && !s.memory.holds(to, bytes)) ||
+        (reads_known && !s.memory.holds(from, bytes))) {
+      stop("memory is freed while a stream has yet to copy it");
+    }
+    if (!staged) s.memory.access(from, bytes, false);
+    s.memory.access(to, bytes, true);
+    std::memmove(to, staged ? staged->data() : from, bytes);
+  });
+  if (!writes_known) s.streams.finish(stream, *device);
+  return kSuccess;
+}
+
+int fill(void* memory, int value, size_t bytes, void* stream) {
+  State& s = state();
+  const std::optional<int> device = device_of(stream);
+  if (!device) return fail(kInvalidHandle);
+  if (!s.memory.holds(memory, bytes)) return fail(kInvalidValue);
+  s.streams.queue(stream, *device, "a fill", [=, &s] {
+    if (!s.memory.holds(memory, bytes)) stop("memory is freed while a stream has yet to fill it");
+    s.memory.access(memory, bytes, true);
+    std::memset(memory, value, bytes);
+  });
+  return kSuccess;
+}
+
+void stop(const std::string& what) {
+  std::fprintf(stderr, "ptxsim: %s\n", what.c_str());
+  std::abort();
+}
+
+}  // namespace ptxsim

@@ -1,0 +1,282 @@
+// Layers of several processes, whose exchanges are simulated.
+#include <unistd.h>
+
+#include <condition_variable>
+#include <map>
+
+#include "rendezvous/all_reduce_fixture.h"
+
+namespace gluon_syncbn {
+namespace {
+
+Sums scaled(Sums sums, double factor) {
+  for (ChannelSums& both : sums) {
+    for (Sum3* sum : {&both.first, &both.second}) {
+      for (double* part : {&sum->high, &sum->middle, &sum->low}) *part *= factor;
+    }
+  }
+  return sums;
+}
+
+// One of three processes with two devices each. The exchange simulates the others.
+struct Exchange {
+  static constexpr size_t kProcesses = 3;
+  Fixture fixture;
+  std::mutex mutex;
+  std::vector<Message> messages;
+  std::string error;
+  double sequence_of_others = -1;
+  // Whether the store adds, and has sums that are twice those of this process.
+  bool store_adds = false;
+
+  Exchange(size_t first_rank, size_t end_rank) : fixture(config(first_rank, end_rank)) {
+    Observer observer;
+    observer.exchange = [this](const Message& message, std::vector<double>* all) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      messages.push_back(message);
+      if (store_adds) {
+        *all = message.values;
+        for (double& value : *all) value *= 2;
+        return error;
+      }
+      for (size_t rank = 0; rank < kProcesses; ++rank) {
+        std::vector<double> values = message.values;
+        if (rank != 1 && sequence_of_others >= 0) values[0] = sequence_of_others;
+        values[1] = static_cast<double>(10 * rank);  // the count
+        for (size_t i = 2; i < values.size(); ++i) values[i] = values[i] * (1 << rank);
+        std::copy(values.begin(), values.end(), all->begin() + rank * values.size());
+      }
+      return error;
+    };
+    fixture.all_reduce.observe(observer);
+  }
+
+  static LayerConfig config(size_t first_rank, size_t end_rank) {
+    LayerConfig config = config_of(cpus(2));
+    config.processes = kProcesses;
+    config.first_rank = first_rank;
+    config.end_rank = end_rank;
+    return config;
+  }
+
+  // What both devices have after a call.
+  struct Result {
+    Sums sums[2] = {contribution(0, 1, 3), contribution(1, 1, 3)};
+    double counts[2] = {4, 5};
+    std::string errors[2];
+
+    void check(const Sums& expected, double count) const {
+      for (const size_t d : {0, 1}) {
+        CHECK_EQ(errors[d], "");
+        CHECK(same_bits(sums[d], expected));
+        CHECK_EQ(counts[d], count);
+      }
+    }
+  };
+
+  Result call(Direction direction = Direction::kForward) {
+    Result result;
+    std::vector<std::unique_ptr<Background>> calls;
+    for (const size_t d : {0, 1}) {
+      const CallId id = fixture.next(cpus(2)[d]);
+      calls.emplace_back(new Background([this, &result, direction, d, id] {
+        fixture.all_reduce.reduce(fixture.layer, id, direction, cpus(2)[d], "float32",
+                                  &result.sums[d], &result.counts[d]);
+      }));
+    }
+    for (const size_t d : {0, 1}) result.errors[d] = calls[d]->error();
+    return result;
+  }
+};
+
+TEST(processes_exchange_their_sums_once) {
+  Exchange e(1, 3);
+  const Sums mine = added_in_rank_order(2, 1, 3);
+  // Ranks 1 and 2 contribute twice and four times the sums of this process.
+  Sums expected(3);
+  for (const double factor : {2, 4}) {
+    const Sums part = scaled(mine, factor);
+    for (size_t c = 0; c < expected.size(); ++c) expected[c].add(part[c]);
+  }
+  for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+    e.call(direction).check(expected, 30);
+  }
+  CHECK_EQ(e.messages.size(), 2u);
+  CHECK_EQ(e.messages[0].key, "5 forward 0");
+  CHECK_EQ(e.messages[1].key, "5 backward 0");
+  CHECK_EQ(e.messages[0].values.size(), 2u + 6 * 3);
+  CHECK_EQ(e.messages[0].values[1], 9);
+  CHECK_EQ(e.messages[1].values[0], 1);
+
+  check::context = "sums of the store are taken as they are";
+  Exchange store(0, 3);
+  store.store_adds = true;
+  for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
+    store.call(direction).check(scaled(mine, 2), 18);
+  }
+}
+
+TEST(a_joined_process_contributes_zeros) {
+  Exchange e(0, 3);
+  Fixture alone(config_of(cpus(2)));
+  for (AllReduce* const all_reduce : {&e.fixture.all_reduce, &alone.all_reduce}) {
+    CHECK(all_reduce->has_data(nullptr));
+    all_reduce->set_joined(true);
+    CHECK(!all_reduce->has_data(nullptr));
+  }
+  // Other processes may still have data.
+  CHECK(e.fixture.all_reduce.has_data(e.fixture.layer));
+  CHECK(!alone.all_reduce.has_data(alone.layer));
+  const Exchange::Result result = e.call();
+  CHECK_EQ(result.errors[0] + result.errors[1], "");
+  CHECK(e.messages[0].values == std::vector<double>(2 + 6 * 3));
+}
+
+TEST(a_failed_exchange_is_everyones_error) {
+  Exchange fails(0, 3), differs(0, 3);
+  fails.error = "rank 2 is gone";
+  differs.sequence_of_others = 7;
+  for (Exchange* e : {&fails, &differs}) {
+    const Exchange::Result result = e->call();
+    CHECK_EQ(result.errors[0], result.errors[1]);
+    CHECK(contains(result.errors[0], e->error.empty() ? "rank 0 is at its call 7" : e->error));
+  }
+}
+
+// Two processes with one device each, whose exchange waits for both.
+struct Pair {
+  static constexpr size_t kProcesses = 2;
+  struct Round {
+    // What was sent, by rank, and how many processes have fetched it.
+    std::map<size_t, std::vector<double>> sent;
+    size_t fetched = 0;
+  };
+
+  std::vector<std::unique_ptr<Fixture>> processes;
+  std::vector<std::string> warnings;
+  std::set<std::string> keys;
+  std::mutex mutex, turns[kProcesses];
+  std::condition_variable changed;
+  Round round;
+
+  explicit Pair(double timeout = kLong) {
+    for (size_t rank = 0; rank < kProcesses; ++rank) {
+      LayerConfig config = config_of(cpus(1), timeout);
+      config.processes = config.end_rank = kProcesses;
+      processes.emplace_back(new Fixture(config));
+      Observer observer;
+      observer.warn = [this](const std::string& text) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        warnings.push_back(text);
+      };
+      observer.exchange = [this, rank](const Message& message, std::vector<double>* all) {
+        // One message per key at a time. This test has one key.
+        const std::lock_guard<std::mutex> turn(turns[rank]);
+        std::unique_lock<std::mutex> lock(mutex);
+        keys.insert(message.key);
+        round.sent[rank] = message.values;
+        changed.notify_all();
+        changed.wait(lock, [&] { return round.sent.size() == kProcesses; });
+        all->clear();
+        for (const auto& part : round.sent) {
+          all->insert(all->end(), part.second.begin(), part.second.end());
+        }
+        if (++round.fetched == kProcesses) round = Round();
+        changed.notify_all();
+        changed.wait(lock, [&] { return round.sent.count(rank) == 0; });
+        return std::string();
+      };
+      processes.back()->all_reduce.observe(observer);
+    }
+  }
+
+  std::vector<CallId> next_calls(size_t rank, int count) {
+    std::vector<CallId> ids;
+    while (count-- > 0) ids.push_back(processes[rank]->next("cpu(0)"));
+    return ids;
+  }
+
+  // Returns the total count. A process contributes the sequence of its call plus 100 times its
+  // rank.
+  double backward(size_t rank, const CallId& id) {
+    Sums sums(1);
+    double count = static_cast<double>(id.sequence) + 100.0 * static_cast<double>(rank);
+    processes[rank]->all_reduce.reduce(processes[rank]->layer, id, Direction::kBackward, "cpu(0)",
+                                       "float32", &sums, &count);
+    return count;
+  }
+};
+
+// Each process goes backward through another call of two.
+struct Apart : Pair {
+  std::vector<CallId> ids[2] = {next_calls(0, 2), next_calls(1, 2)};
+  Background first{[this] { backward(0, ids[0][0]); }}, second{[this] { backward(1, ids[1][1]); }};
+
+  using Pair::Pair;
+};
+
+// All calls use one key, even if each process goes backward in a different order.
+TEST(backward_calls_come_in_any_order) {
+  const std::vector<std::vector<size_t>> orders{{0, 1, 2}, {2, 1, 0}, {1, 2, 0}, {0, 2, 1}};
+  for (const std::vector<size_t>& order : orders) {
+    Pair pair;
+    for (int step = 0; step < 3; ++step) {
+      std::vector<std::unique_ptr<Background>> calls;
+      std::vector<CallId> ids[2];
+      for (size_t rank = 0; rank < 2; ++rank) {
+        // A call that never goes backward, as in an evaluation in training mode.
+        pair.processes[rank]->next("cpu(0)");
+        ids[rank] = pair.next_calls(rank, 3);
+      }
+      for (size_t i = 0; i < 3; ++i) {
+        for (size_t rank = 0; rank < 2; ++rank) {
+          const CallId id = ids[rank][rank == 0 ? i : order[i]];
+          calls.emplace_back(new Background([&pair, rank, id] {
+            const double count = pair.backward(rank, id);
+            CHECK_EQ(count, 2 * static_cast<double>(id.sequence) + 100);
+          }));
+        }
+        sleep(0.01);
+      }
+      for (const auto& call : calls) CHECK_EQ(call->error(), "");
+    }
+    CHECK_EQ(pair.keys.size(), 1u);
+    CHECK_EQ(*pair.keys.begin(), "5 backward 0");
+    CHECK(pair.warnings.empty());
+  }
+}
+
+TEST(a_backward_call_that_another_process_leaves_out_is_an_error) {
+  Apart apart(1);
+  for (Background* call : {&apart.first, &apart.second}) {
+    const std::string& error = call->error();
+    CHECK(contains(error, "for all of 2 processes to go backward through this call."));
+    const bool is_first = call == &apart.first;
+    CHECK(contains(error, is_first ? "backward call 0" : "backward call 1"));
+    CHECK(contains(error, is_first ? "Came: ranks 0;" : "Came: ranks 1;"));
+    CHECK(call->seconds() > 0.9 && call->seconds() < kSoon);
+  }
+  CHECK_EQ(apart.warnings.size(), 2u);
+  CHECK(contains(apart.warnings[0], "After 1 s this is an error."));
+}
+
+// By a failure of another call of the layer, or the end of the process.
+TEST(waits_for_a_backward_call_are_released) {
+  for (const bool closes : {false, true}) {
+    Apart apart;
+    sleep(0.2);
+    for (const auto& process : apart.processes) {
+      closes ? process->all_reduce.close("the end")
+             : process->all_reduce.fail(process->layer, "it fails");
+    }
+    for (Background* call : {&apart.first, &apart.second}) {
+      CHECK(contains(call->error(), closes ? "the end" : "it fails"));
+      CHECK(call->seconds() < kSoon);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace gluon_syncbn
+
+int main() { return check::run_all("all_reduce_processes", 120); }
