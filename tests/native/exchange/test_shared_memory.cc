@@ -151,7 +151,6 @@ TEST(messages_of_one_call_are_added) {
       }
       CHECK(same_bits(found.data(), expected.data(), expected.size()));
     }
-    CHECK_EQ(mine->sums(), 0);
   });
 }
 

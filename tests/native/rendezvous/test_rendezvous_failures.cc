@@ -6,7 +6,7 @@
 #include <stdexcept>
 
 #include "mxnet/interrupts.h"
-#include "rendezvous/all_reduce_fixture.h"
+#include "rendezvous/rendezvous_fixture.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -110,13 +110,13 @@ TEST(failure_reaches_all_and_the_layer_recovers) {
     Background forward(&f, "cpu(0)"), other(&f, "cpu(1)");
     Background backward([&] { f.reduce(stale, "cpu(2)", Direction::kBackward); });
     f.wait_until_waiting(3);
-    f.all_reduce.fail(f.layer, "out of memory on cpu(2)");
+    f.rendezvous.fail(f.layer, "out of memory on cpu(2)");
     for (Background* call : {&forward, &other, &backward}) {
       CHECK_EQ(call->error(), "out of memory on cpu(2)");
       CHECK(call->seconds() < kSoon);
     }
   }
-  CHECK_EQ(f.all_reduce.waiting(), 0);
+  CHECK_EQ(f.rendezvous.waiting(), 0);
   CHECK_EQ(f.failures.size(), 1u);
   CHECK(f.failed_layers == std::set<int64_t>{f.kLayer});
   CHECK(f.epoch > stale.epoch);
@@ -124,7 +124,7 @@ TEST(failure_reaches_all_and_the_layer_recovers) {
   CHECK_THROWS(Error, f.reduce(other_stale, "cpu(2)"), "failed before", "out of memory on cpu(2)");
 
   // Only a device that was drained after the last failure takes part again.
-  f.all_reduce.drain(f.kLayer, f.epoch - 1, "cpu(0)");
+  f.rendezvous.drain(f.kLayer, f.epoch - 1, "cpu(0)");
   CHECK_THROWS(Error, f.next("cpu(0)"), "failed before");
   f.drain("cpu(0)");
   const CallId fresh = f.next("cpu(0)");
@@ -147,7 +147,7 @@ TEST(errors_of_a_combine_name_the_layer) {
   Fixture f(config_of(cpus(1)));
   std::atomic<bool> done{false};
   std::thread other([&] {
-    while (!done) f.all_reduce.configure(f.kLayer, config_of(cpus(1)));
+    while (!done) f.rendezvous.configure(f.kLayer, config_of(cpus(1)));
   });
   Contribution contribution;
   const auto fails = [](const std::vector<Contribution*>&) {
@@ -155,8 +155,8 @@ TEST(errors_of_a_combine_name_the_layer) {
   };
   for (int i = 0; i < 50; ++i) {
     CHECK_THROWS(Error,
-                 f.all_reduce.rendezvous(f.layer, f.next("cpu(0)"), Direction::kForward, "cpu(0)",
-                                         &contribution, fails),
+                 f.rendezvous.meet(f.layer, f.next("cpu(0)"), Direction::kForward, "cpu(0)",
+                                   &contribution, fails),
                  "net0_norm7", "no memory");
     f.drain("cpu(0)");
   }
@@ -191,12 +191,12 @@ TEST(layer_recovers_under_load) {
     const Clock::time_point start = Clock::now();
     while (completed < before + 8 && seconds_since(start) < kSoon) sleep(0.001);
     CHECK(completed >= before + 8);
-    f.all_reduce.fail(f.layer, "failure " + std::to_string(i));
+    f.rendezvous.fail(f.layer, "failure " + std::to_string(i));
   }
   stop = true;
   // A thread that began another call waits for those that have stopped.
   while (running > 0) {
-    f.all_reduce.fail(f.layer, "the end");
+    f.rendezvous.fail(f.layer, "the end");
     sleep(0.005);
   }
   for (std::thread& thread : threads) thread.join();
@@ -206,31 +206,31 @@ TEST(layer_recovers_under_load) {
 
 TEST(closing_releases_all) {
   Fixture f(config_of(cpus(2)));
-  f.all_reduce.configure(6, config_of(cpus(2)));
-  const LayerPtr other_layer = f.all_reduce.find(6);
+  f.rendezvous.configure(6, config_of(cpus(2)));
+  const LayerPtr other_layer = f.rendezvous.find(6);
   Background first(&f, "cpu(0)"), second([&] {
-    const CallId id = f.all_reduce.next_call(other_layer, "cpu(1)");
+    const CallId id = f.rendezvous.next_call(other_layer, "cpu(1)");
     Sums sums(1);
     double count = 1;
-    f.all_reduce.reduce(other_layer, id, Direction::kForward, "cpu(1)", "float32", &sums, &count);
+    f.rendezvous.reduce(other_layer, id, Direction::kForward, "cpu(1)", "float32", &sums, &count);
   });
   f.wait_until_waiting(2);
   const CallId drawn = f.next("cpu(1)");
-  f.all_reduce.close("another reason");
+  f.rendezvous.close("another reason");
   for (Background* call : {&first, &second}) {
     CHECK(contains(call->error(), "The process ended before SyncBatchNorm 'net0_norm7', forward "));
     CHECK(contains(call->error(), "Came: cpu("));
     CHECK(call->seconds() < kSoon);
   }
-  CHECK_EQ(f.all_reduce.waiting(), 0);
+  CHECK_EQ(f.rendezvous.waiting(), 0);
   const std::string text = "The process ended before SyncBatchNorm";
   CHECK_THROWS(Error, f.next("cpu(1)"), text);
   CHECK_THROWS(Error, f.reduce(drawn, "cpu(1)"), text);
-  CHECK_THROWS(Error, f.all_reduce.participants(f.layer), text);
-  f.all_reduce.fail(f.layer, "too late");
+  CHECK_THROWS(Error, f.rendezvous.participants(f.layer), text);
+  f.rendezvous.fail(f.layer, "too late");
 
   Fixture idle(config_of(cpus(2)));
-  idle.all_reduce.close("The end.");
+  idle.rendezvous.close("The end.");
   CHECK_THROWS(Error, idle.next("cpu(0)"), "The end.");
 }
 
@@ -263,7 +263,7 @@ TEST(an_interrupt_releases_waits) {
 // The last device begins to work with what the others have contributed while one that was
 // interrupted looks for devices that cannot arrive.
 TEST(an_interrupt_does_not_take_back_what_the_last_device_uses) {
-  AllReduce all_reduce;
+  Rendezvous rendezvous;
   std::atomic<int> probes{0};
   std::atomic<bool> combining{false};
   Observer observer;
@@ -272,14 +272,14 @@ TEST(an_interrupt_does_not_take_back_what_the_last_device_uses) {
     if (++probes < 6) return sleep(1);
     while (!combining) sleep(0.001);
   };
-  all_reduce.observe(observer);
-  all_reduce.configure(1, config_of(cpus(2)));
-  const LayerPtr layer = all_reduce.find(1);
+  rendezvous.observe(observer);
+  rendezvous.configure(1, config_of(cpus(2)));
+  const LayerPtr layer = rendezvous.find(1);
   std::atomic<bool> is_there{true};
-  const auto call = [&](const std::string& device, const AllReduce::Combine& combine) {
+  const auto call = [&](const std::string& device, const Rendezvous::Combine& combine) {
     Contribution contribution;
-    all_reduce.rendezvous(layer, all_reduce.next_call(layer, device), Direction::kForward, device,
-                          &contribution, combine);
+    rendezvous.meet(layer, rendezvous.next_call(layer, device), Direction::kForward, device,
+                    &contribution, combine);
   };
   Background first([&] {
     try {
@@ -289,7 +289,7 @@ TEST(an_interrupt_does_not_take_back_what_the_last_device_uses) {
       throw;
     }
   });
-  while (all_reduce.waiting() != 1) sleep(0.001);
+  while (rendezvous.waiting() != 1) sleep(0.001);
   ++interrupts;
   while (probes < 6) sleep(0.001);
   call("cpu(1)", [&](const std::vector<Contribution*>&) {
@@ -306,10 +306,10 @@ TEST(a_flush_ends_what_waits_for_a_skipped_call) {
     for (const bool early : {false, true}) {
       Fixture f(config_of(cpus(3)));
       const CallId id = f.next("cpu(1)");
-      f.all_reduce.begin_flush(f.kLayer, direction, cpus(3));
-      CHECK_EQ(f.all_reduce.flushing(), 3);
+      f.rendezvous.begin_flush(f.kLayer, direction, cpus(3));
+      CHECK_EQ(f.rendezvous.flushing(), 3);
       const auto flush = [&](const char* device) {
-        f.all_reduce.end_flush(f.kLayer, direction, device);
+        f.rendezvous.end_flush(f.kLayer, direction, device);
       };
       if (early) flush("cpu(0)");
       Background waits([&] { f.reduce(id, "cpu(1)", direction); });
@@ -326,7 +326,7 @@ TEST(a_flush_ends_what_waits_for_a_skipped_call) {
       }
       flush("cpu(1)");
       flush("cpu(2)");
-      CHECK_EQ(f.all_reduce.flushing(), 0);
+      CHECK_EQ(f.rendezvous.flushing(), 0);
       if (direction == Direction::kForward) {
         CHECK_THROWS(Error, f.next("cpu(2)"), "part of a step that failed");
       }
@@ -339,12 +339,12 @@ TEST(a_flush_leaves_calls_of_all_devices_alone) {
   Fixture f(config_of(cpus(2)));
   Background first(&f, "cpu(0)");
   f.wait_until_waiting(1);
-  f.all_reduce.begin_flush(f.kLayer, Direction::kForward, cpus(2));
+  f.rendezvous.begin_flush(f.kLayer, Direction::kForward, cpus(2));
   sleep(0.2);
   f.call("cpu(1)");
   CHECK_EQ(first.error(), "");
   for (const std::string& device : cpus(2)) {
-    f.all_reduce.end_flush(f.kLayer, Direction::kForward, device);
+    f.rendezvous.end_flush(f.kLayer, Direction::kForward, device);
   }
   check_synchronizes(&f, cpus(2));
 }
@@ -353,13 +353,13 @@ TEST(giving_up_a_step_releases_waits_and_later_calls) {
   Fixture f(config_of(cpus(2)));
   Background waiting(&f, "cpu(1)");
   f.wait_until_waiting(1);
-  f.all_reduce.give_up("the step was given up");
+  f.rendezvous.give_up("the step was given up");
   CHECK(contains(waiting.error(), "forward call 0: the step was given up"));
   f.drain_all();
   CHECK_THROWS(Error, f.call("cpu(0)"), "forward call 0: the step was given up");
   CHECK(waiting.seconds() < kSoon);
   CHECK_EQ(f.failures.size(), 2u);
-  f.all_reduce.give_up("");
+  f.rendezvous.give_up("");
   f.drain_all();
   check_synchronizes(&f, cpus(2));
 }
@@ -389,4 +389,4 @@ TEST(sequences_continue_if_other_processes_continue) {
 }  // namespace
 }  // namespace gluon_syncbn
 
-int main() { return check::run_all("all_reduce_failures", 120); }
+int main() { return check::run_all("rendezvous_failures", 120); }

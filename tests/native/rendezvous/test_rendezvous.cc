@@ -1,18 +1,18 @@
 #include <unistd.h>
 
-#include "rendezvous/all_reduce_fixture.h"
+#include "rendezvous/rendezvous_fixture.h"
 
 namespace gluon_syncbn {
 namespace {
 
 // Checks one call of a device in one direction.
-void check_call(AllReduce* all_reduce, const LayerPtr& layer, const CallId& id, Direction direction,
-                size_t device, size_t devices, int64_t call) {
+void check_call(Rendezvous* rendezvous, const LayerPtr& layer, const CallId& id,
+                Direction direction, size_t device, size_t devices, int64_t call) {
   const size_t channels = 1 + static_cast<size_t>(call) % 3;
   Sums sums = contribution(device, call, channels);
   double count = static_cast<double>(device + 1);
   const std::string name = "cpu(" + std::to_string(device) + ")";
-  all_reduce->reduce(layer, id, direction, name, "float32", &sums, &count);
+  rendezvous->reduce(layer, id, direction, name, "float32", &sums, &count);
   CHECK(same_bits(sums, added_in_rank_order(devices, call, channels)));
   CHECK_EQ(count, static_cast<double>(devices * (devices + 1) / 2));
 }
@@ -24,8 +24,8 @@ TEST(calls_are_in_progress_concurrently) {
   for (const size_t devices : {2, 3, 5, 8}) {
     check::context = std::to_string(devices) + " devices";
     const std::vector<std::string> names = cpus(static_cast<int>(devices));
-    AllReduce all_reduce;
-    for (int layer = 0; layer < 2; ++layer) all_reduce.configure(layer, config_of(names));
+    Rendezvous rendezvous;
+    for (int layer = 0; layer < 2; ++layer) rendezvous.configure(layer, config_of(names));
     Random random(1);
     for (int64_t round = 0; round < static_cast<int64_t>(60 / devices); ++round) {
       struct Work {
@@ -38,9 +38,9 @@ TEST(calls_are_in_progress_concurrently) {
       std::vector<Work> work;
       for (size_t device = 0; device < devices; ++device) {
         for (int layer_id = 0; layer_id < 2; ++layer_id) {
-          const LayerPtr layer = all_reduce.find(layer_id);
+          const LayerPtr layer = rendezvous.find(layer_id);
           for (int64_t i = 0; i < kCalls; ++i) {
-            const CallId id = all_reduce.next_call(layer, names[device]);
+            const CallId id = rendezvous.next_call(layer, names[device]);
             CHECK_EQ(id.sequence, round * kCalls + i);
             const int64_t call = 2 * ((round * 2 + layer_id) * kCalls + i);
             work.push_back({call, device, layer, id, Direction::kForward});
@@ -51,10 +51,10 @@ TEST(calls_are_in_progress_concurrently) {
       random.shuffle(&work);
       in_threads(static_cast<int>(work.size()), [&](int i) {
         const Work& w = work[static_cast<size_t>(i)];
-        check_call(&all_reduce, w.layer, w.id, w.direction, w.device, devices, w.call);
+        check_call(&rendezvous, w.layer, w.id, w.direction, w.device, devices, w.call);
       });
     }
-    CHECK_EQ(all_reduce.waiting(), 0);
+    CHECK_EQ(rendezvous.waiting(), 0);
   }
 }
 
@@ -78,7 +78,7 @@ TEST(fewer_devices_and_groups_synchronize) {
     config.num_devices = each.num_devices;
     config.group_size = each.group_size;
     Fixture f(config);
-    CHECK_EQ(f.all_reduce.participants(f.layer), 2u);
+    CHECK_EQ(f.rendezvous.participants(f.layer), 2u);
     for (int i = 0; i < 20; ++i) {
       for (const auto& devices : each.together) check_synchronizes(&f, devices);
     }
@@ -89,14 +89,14 @@ TEST(fewer_devices_and_groups_synchronize) {
 
 TEST(missing_layer_is_an_error) {
   Fixture f(config_of(cpus(2)));
-  const LayerPtr none = f.all_reduce.find(6);
+  const LayerPtr none = f.rendezvous.find(6);
   CHECK(none == nullptr);
-  CHECK_THROWS(Error, f.all_reduce.next_call(none, "cpu(0)"), "does not exist",
+  CHECK_THROWS(Error, f.rendezvous.next_call(none, "cpu(0)"), "does not exist",
                "build the net again");
-  CHECK_THROWS(Error, f.all_reduce.participants(none), "does not exist");
-  f.all_reduce.fail(none, "there is no layer");
-  f.all_reduce.drain(6, 1, "cpu(0)");
-  f.all_reduce.forget(6);
+  CHECK_THROWS(Error, f.rendezvous.participants(none), "does not exist");
+  f.rendezvous.fail(none, "there is no layer");
+  f.rendezvous.drain(6, 1, "cpu(0)");
+  f.rendezvous.forget(6);
   CHECK(f.failures.empty());
 }
 
@@ -111,7 +111,7 @@ TEST(devices_may_change) {
     CHECK_EQ(first.error() + second.error(), "");
   }
   const CallId stale = f.next("cpu(0)");
-  f.all_reduce.fail(f.layer, "an earlier step");
+  f.rendezvous.fail(f.layer, "an earlier step");
   const LayerPtr layer = f.layer;
   f.configure(config_of({"cpu(2)", "cpu(0)", "cpu(1)"}));
   CHECK(f.layer == layer);
@@ -134,21 +134,21 @@ TEST(calls_outlive_the_registration) {
   {
     const LayerPtr held = f.layer;
     f.layer = nullptr;
-    const CallId id = f.all_reduce.next_call(held, "cpu(0)");
-    const CallId other_id = f.all_reduce.next_call(held, "cpu(1)");
+    const CallId id = f.rendezvous.next_call(held, "cpu(0)");
+    const CallId other_id = f.rendezvous.next_call(held, "cpu(1)");
     const auto reduce = [&](const CallId& call, const std::string& device) {
       Sums sums(1);
       double count = 1;
-      f.all_reduce.reduce(held, call, Direction::kForward, device, "float32", &sums, &count);
+      f.rendezvous.reduce(held, call, Direction::kForward, device, "float32", &sums, &count);
       CHECK_EQ(count, 2);
     };
     Background waits([&] { reduce(id, "cpu(0)"); });
     f.wait_until_waiting(1);
-    f.all_reduce.forget(f.kLayer);
+    f.rendezvous.forget(f.kLayer);
     reduce(other_id, "cpu(1)");
     CHECK_EQ(waits.error(), "");
   }
-  CHECK(f.all_reduce.find(f.kLayer) == nullptr);
+  CHECK(f.rendezvous.find(f.kLayer) == nullptr);
   // The sequence starts again.
   f.configure(config_of(cpus(2)));
   CHECK_EQ(f.next("cpu(0)").sequence, 0);
@@ -157,4 +157,4 @@ TEST(calls_outlive_the_registration) {
 }  // namespace
 }  // namespace gluon_syncbn
 
-int main() { return check::run_all("all_reduce", 120); }
+int main() { return check::run_all("rendezvous", 120); }

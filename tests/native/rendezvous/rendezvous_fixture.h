@@ -1,6 +1,6 @@
 // A layer, and calls of its devices on background threads.
-#ifndef GLUON_SYNCBN_TESTS_ALL_REDUCE_FIXTURE_H_
-#define GLUON_SYNCBN_TESTS_ALL_REDUCE_FIXTURE_H_
+#ifndef GLUON_SYNCBN_TESTS_RENDEZVOUS_FIXTURE_H_
+#define GLUON_SYNCBN_TESTS_RENDEZVOUS_FIXTURE_H_
 
 #include <algorithm>
 #include <cstring>
@@ -13,7 +13,7 @@
 
 #include "check.h"
 #include "reference.h"
-#include "rendezvous/all_reduce.h"
+#include "rendezvous/rendezvous.h"
 #include "threads.h"
 
 namespace gluon_syncbn {
@@ -74,7 +74,7 @@ inline bool same_bits(const Sums& a, const Sums& b) {
 struct Fixture {
   static constexpr int64_t kLayer = 5;
 
-  AllReduce all_reduce;
+  Rendezvous rendezvous;
   LayerPtr layer;
   std::mutex mutex;
   std::vector<std::string> warnings, failures;
@@ -87,45 +87,45 @@ struct Fixture {
     // Both call waiting(), which would deadlock if a lock were held.
     observer.warn = [this](const std::string& text) {
       const std::lock_guard<std::mutex> lock(mutex);
-      all_reduce.waiting();
+      rendezvous.waiting();
       warnings.push_back(text);
       failures_before_warning = failures.size();
     };
     observer.failed = [this](int64_t id, int64_t failed_epoch, const std::string& text) {
       const std::lock_guard<std::mutex> lock(mutex);
-      all_reduce.waiting();
+      rendezvous.waiting();
       failed_layers.insert(id);
       epoch = std::max(epoch, failed_epoch);
       failures.push_back(text);
     };
-    all_reduce.observe(observer);
+    rendezvous.observe(observer);
     configure(std::move(config));
   }
 
   void configure(LayerConfig config) {
-    all_reduce.configure(kLayer, std::move(config));
-    layer = all_reduce.find(kLayer);
+    rendezvous.configure(kLayer, std::move(config));
+    layer = rendezvous.find(kLayer);
   }
 
-  void drain(const std::string& device) { all_reduce.drain(kLayer, epoch, device); }
+  void drain(const std::string& device) { rendezvous.drain(kLayer, epoch, device); }
   void drain_all() {
     for (int i = 0; i < 4; ++i) drain(cpus(4)[i]);
   }
 
-  CallId next(const std::string& device) { return all_reduce.next_call(layer, device); }
+  CallId next(const std::string& device) { return rendezvous.next_call(layer, device); }
 
   void reduce(const CallId& id, const std::string& device,
               Direction direction = Direction::kForward, size_t channels = 2,
               const char* dtype = "float32") {
     Sums sums(channels);
     double count = 1;
-    all_reduce.reduce(layer, id, direction, device, dtype, &sums, &count);
+    rendezvous.reduce(layer, id, direction, device, dtype, &sums, &count);
   }
 
   void call(const std::string& device) { reduce(next(device), device); }
 
   void wait_until_waiting(int calls) {
-    while (all_reduce.waiting() != calls) sleep(0.001);
+    while (rendezvous.waiting() != calls) sleep(0.001);
   }
 };
 
@@ -172,9 +172,9 @@ inline void check_synchronizes(Fixture* fixture, const std::vector<std::string>&
   std::vector<std::unique_ptr<Background>> calls;
   for (const std::string& device : devices) calls.emplace_back(new Background(fixture, device));
   for (const auto& call : calls) CHECK_EQ(call->error(), "");
-  CHECK_EQ(fixture->all_reduce.waiting(), 0);
+  CHECK_EQ(fixture->rendezvous.waiting(), 0);
 }
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_TESTS_ALL_REDUCE_FIXTURE_H_
+#endif  // GLUON_SYNCBN_TESTS_RENDEZVOUS_FIXTURE_H_

@@ -4,7 +4,7 @@
 #include <condition_variable>
 #include <map>
 
-#include "rendezvous/all_reduce_fixture.h"
+#include "rendezvous/rendezvous_fixture.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -48,7 +48,7 @@ struct Exchange {
       }
       return error;
     };
-    fixture.all_reduce.observe(observer);
+    fixture.rendezvous.observe(observer);
   }
 
   static LayerConfig config(size_t first_rank, size_t end_rank) {
@@ -80,7 +80,7 @@ struct Exchange {
     for (const size_t d : {0, 1}) {
       const CallId id = fixture.next(cpus(2)[d]);
       calls.emplace_back(new Background([this, &result, direction, d, id] {
-        fixture.all_reduce.reduce(fixture.layer, id, direction, cpus(2)[d], "float32",
+        fixture.rendezvous.reduce(fixture.layer, id, direction, cpus(2)[d], "float32",
                                   &result.sums[d], &result.counts[d]);
       }));
     }
@@ -119,14 +119,14 @@ TEST(processes_exchange_their_sums_once) {
 TEST(a_joined_process_contributes_zeros) {
   Exchange e(0, 3);
   Fixture alone(config_of(cpus(2)));
-  for (AllReduce* const all_reduce : {&e.fixture.all_reduce, &alone.all_reduce}) {
-    CHECK(all_reduce->has_data(nullptr));
-    all_reduce->set_joined(true);
-    CHECK(!all_reduce->has_data(nullptr));
+  for (Rendezvous* const rendezvous : {&e.fixture.rendezvous, &alone.rendezvous}) {
+    CHECK(rendezvous->has_data(nullptr));
+    rendezvous->set_joined(true);
+    CHECK(!rendezvous->has_data(nullptr));
   }
   // Other processes may still have data.
-  CHECK(e.fixture.all_reduce.has_data(e.fixture.layer));
-  CHECK(!alone.all_reduce.has_data(alone.layer));
+  CHECK(e.fixture.rendezvous.has_data(e.fixture.layer));
+  CHECK(!alone.rendezvous.has_data(alone.layer));
   const Exchange::Result result = e.call();
   CHECK_EQ(result.errors[0] + result.errors[1], "");
   CHECK(e.messages[0].values == std::vector<double>(2 + 6 * 3));
@@ -186,7 +186,7 @@ struct Pair {
         changed.wait(lock, [&] { return round.sent.count(rank) == 0; });
         return std::string();
       };
-      processes.back()->all_reduce.observe(observer);
+      processes.back()->rendezvous.observe(observer);
     }
   }
 
@@ -201,7 +201,7 @@ struct Pair {
   double backward(size_t rank, const CallId& id) {
     Sums sums(1);
     double count = static_cast<double>(id.sequence) + 100.0 * static_cast<double>(rank);
-    processes[rank]->all_reduce.reduce(processes[rank]->layer, id, Direction::kBackward, "cpu(0)",
+    processes[rank]->rendezvous.reduce(processes[rank]->layer, id, Direction::kBackward, "cpu(0)",
                                        "float32", &sums, &count);
     return count;
   }
@@ -266,8 +266,8 @@ TEST(waits_for_a_backward_call_are_released) {
     Apart apart;
     sleep(0.2);
     for (const auto& process : apart.processes) {
-      closes ? process->all_reduce.close("the end")
-             : process->all_reduce.fail(process->layer, "it fails");
+      closes ? process->rendezvous.close("the end")
+             : process->rendezvous.fail(process->layer, "it fails");
     }
     for (Background* call : {&apart.first, &apart.second}) {
       CHECK(contains(call->error(), closes ? "the end" : "it fails"));
@@ -279,4 +279,4 @@ TEST(waits_for_a_backward_call_are_released) {
 }  // namespace
 }  // namespace gluon_syncbn
 
-int main() { return check::run_all("all_reduce_processes", 120); }
+int main() { return check::run_all("rendezvous_processes", 120); }
