@@ -15,6 +15,8 @@ STORES = [
     "distributed_channels:messages",
     "distributed_channels:keys_of_users",
     "distributed_channels:another_store",
+    "distributed_channels:probed",
+    "distributed_channels:a_group_that_failed",
 ]
 
 
