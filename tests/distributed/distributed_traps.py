@@ -104,6 +104,8 @@ def one_process_does_more(world):
 
 def updates_before(world):
     """The server has an optimizer when the reducer comes."""
+    world.kv = mx.kv.create("dist_sync")
+    world.rank = world.kv.rank
     _, _, step = net_and_trainer(world, update_on_kvstore=True)
     step()
     reported = error_of(lambda: distributed.KVStoreReducer(world.kv, timeout=20))
