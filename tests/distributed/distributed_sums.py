@@ -75,7 +75,7 @@ def through_files(world):
 
 def a_new_group(world):
     """The windows of a group that has failed are not those of the next one."""
-    layer = sbn.SyncBatchNorm(in_channels=3)
+    layer = sbn.SyncBatchNorm(in_channels=3, momentum=0)
     layer.initialize()
     means = []
     with mock.patch.object(Channel, "restart", autospec=True, side_effect=Channel.restart) as call:
