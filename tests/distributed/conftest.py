@@ -9,7 +9,6 @@ STORES = [
     "distributed_stores:wrong_arrays",
     "distributed_stores:keys_in_other_orders",
     "distributed_bits:bits",
-    "distributed_bits:training",
     "distributed_sums:sums",
     "distributed_sums:a_new_group",
     "distributed_channels:messages",

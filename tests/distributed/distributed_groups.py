@@ -5,7 +5,7 @@ import mxnet as mx
 import numpy as np
 from distributed_bits import SIZES, data
 from distributed_stores import added_by_store
-from distributed_worker import error_of, forget_errors
+from distributed_worker import backward, error_of, forget_errors
 from mxnet import autograd
 from mxnet.gluon import nn
 from runs import contexts, shards
@@ -93,9 +93,7 @@ def use(net, channels=3, dtype="float32"):
     x.attach_grad()
 
     def step():
-        with autograd.record():
-            loss = (net(x) ** 2).sum()
-        loss.backward()
+        (loss,) = backward(net, [x])
         loss.asnumpy()
         x.grad.asnumpy()
 

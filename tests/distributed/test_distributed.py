@@ -89,24 +89,6 @@ def test_keys_may_come_in_other_orders(pair):
     assert pair.reported("keys in other orders") == [0, 0]
 
 
-# Training.
-
-
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    """The parameters that one process finds on two devices."""
-    topics = ["distributed_bits:two_devices_of_one"]
-    return run(tmp_path_factory.mktemp("one"), 1, topics, engine="none").arrays("training")[0]
-
-
-def test_parameters_have_the_bits_of_one_process_with_as_many_devices(pair, one_process):
-    """With two shards: of more, the server adds in the order in which they come."""
-    for found in pair.arrays("training"):
-        assert found.keys() == one_process.keys() and len(found) == 16
-        for name, value in one_process.items():
-            assert_same_bits(found[name], value, name)
-
-
 # Groups.
 
 
