@@ -1,4 +1,4 @@
-"""One batch through layers and nets, by one process or by its shards in several."""
+"""One batch through layers, by one process or by its shards in several."""
 
 import gluon_syncbn as sbn
 import mxnet as mx

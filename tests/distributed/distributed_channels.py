@@ -1,4 +1,4 @@
-"""What goes over native channels and what through Python, and that channels end in time."""
+"""What goes over native channels and what through Python, and what probes find of it."""
 
 import gluon_syncbn as sbn
 import mxnet as mx

@@ -1,5 +1,5 @@
-"""Several processes: the bits are those of one with the whole batch, by one message per layer, pass
-and process. What the workers run is in distributed_*.py."""
+"""Several processes: the bits are those of one with the whole batch. What the workers run is in
+distributed_*.py."""
 
 import types
 
