@@ -9,12 +9,13 @@ STORES = [
     "distributed_stores:wrong_arrays",
     "distributed_stores:keys_in_other_orders",
     "distributed_bits:bits",
-    "distributed_bits:training",
     "distributed_sums:sums",
     "distributed_sums:a_new_group",
     "distributed_channels:messages",
     "distributed_channels:keys_of_users",
     "distributed_channels:another_store",
+    "distributed_channels:probed",
+    "distributed_channels:a_group_that_failed",
 ]
 
 

@@ -1,4 +1,4 @@
-"""One batch through layers and nets, by one process or by its shards in several."""
+"""One batch through layers, by one process or by its shards in several."""
 
 import gluon_syncbn as sbn
 import mxnet as mx
@@ -107,38 +107,6 @@ def same_bits(share, some=False, **arguments):
     return results
 
 
-def train(share, trainer=mx.gluon.Trainer, batch_size=SAMPLES, **arguments):
-    """The parameters after 20 steps, by name. Those of all devices must be the same."""
-    net = nn.HybridSequential(prefix="net_")
-    with net.name_scope():
-        net.add(sbn.SyncBatchNorm(), nn.Activation("relu"), sbn.SyncBatchNorm())
-        net.add(nn.Conv2D(8, 3), sbn.SyncBatchNorm(), nn.Activation("relu"))
-        net.add(nn.GlobalAvgPool2D(), nn.Dense(4))
-    mx.random.seed(0)
-    net.initialize(mx.init.Xavier(), ctx=share.devices)
-    net.hybridize()
-    mx.nd.waitall()
-    parameters = net.collect_params()
-    optimizer = {"learning_rate": 0.1, "momentum": 0.9}
-    trainer = trainer(parameters, "sgd", optimizer, **arguments)
-    loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
-    for number in range(20):
-        generator = np.random.default_rng(number)
-        x = generator.standard_normal((SAMPLES, 3, 8, 8)).astype("float32")
-        labels = generator.integers(0, 4, SAMPLES).astype("float32")
-        xs, ys = (shards(a[share.part], share.sizes, share.devices) for a in (x, labels))
-        with autograd.record():
-            losses = [loss(net(x), y) for x, y in zip(xs, ys)]
-        autograd.backward(losses)
-        trainer.step(batch_size)
-    results = {}
-    for name, parameter in parameters.items():
-        first, *others = [array.asnumpy() for array in parameter.list_data()]
-        assert all((other == first).all() for other in others), name
-        results[name] = first
-    return results
-
-
 # What the workers run.
 
 
@@ -146,19 +114,3 @@ def bits(world):
     for count in (1, 2):
         share = Share(world.rank, world.size, count)
         world.save(f"bits {count}", **same_bits(share, some=world.size > 2))
-
-
-def training(world):
-    share = Share(world.rank, world.size)
-    if world.engine == "horovod":
-        # Its Trainer divides by the number of processes, too.
-        arguments = {"trainer": world.hvd.DistributedTrainer, "batch_size": SAMPLES // world.size}
-        world.save("training", **train(share, **arguments))
-    else:
-        world.save("training", **train(share, kvstore=world.kv, update_on_kvstore=False))
-
-
-def two_devices_of_one(world):
-    """In a process that is alone."""
-    share = Share(0, 1, 2)
-    world.save("training", **train(share, kvstore="local", update_on_kvstore=False))

@@ -1,9 +1,11 @@
-"""What goes over native channels and what through Python, and that channels end in time."""
+"""What goes over native channels and what through Python, and what probes find of it."""
 
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
+from distributed_cluster import wait_until
 from distributed_stores import FileStore, calls
+from distributed_worker import error_of, forget_errors
 from mxnet import autograd
 from runs import contexts
 
@@ -77,3 +79,40 @@ def another_store(world):
         after = sum(calls(world).values()), sum(files.store.calls.values())
         counts.append([now - then for now, then in zip(after, before)])
     world.report("another store", [counts, means])
+
+
+def a_group_that_failed(world):
+    """It stays so, though its layer has channels, and another one with the same store goes on."""
+    groups = [sbn.SyncGroup(store=world.reducer, timeout=world.timeout) for _ in range(2)]
+    layers = [new_layer(group=group) for group in groups]
+    for layer in layers:
+        step(world, layer)
+    # Without a word to the other process, which does the same.
+    groups[0]._exchange._fail = None
+    groups[0]._fail("a device was lost")
+    failed = error_of(lambda: step(world, layers[0]))[:2]
+    forget_errors()
+    world.report("failed", [*failed, step(world, layers[1])])
+
+
+def probed(world):
+    """Rank 1 probes rank 0, which waits for it in the third of three exchanges."""
+    found = {}
+
+    def gather():
+        world.reducer.all_gather("probed", np.ones(3), title="a title")
+
+    def probe(call):
+        return world.reducer._liveness.probe(f'a title ("probed" {call})')[0]
+
+    gather()
+    gather()
+    if world.rank == 1:
+        wait_until(lambda: probe(3).state == "arrived")
+        found["waits"] = probe(3).in_flight[0][0], probe(3).last[0]
+        found["before"] = [probe(call).state for call in (2, 3, 4)]
+    gather()
+    if world.rank == 1:
+        found["after"] = [probe(call).state for call in (2, 3, 4)]
+    world.barrier()
+    world.report("probed", found)

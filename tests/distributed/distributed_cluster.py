@@ -19,7 +19,7 @@ from mxnet_launch import __main__ as launch
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "distributed_worker.py")
 # What a slow machine may need to import MXNet in all processes.
 STARTED_SECONDS = 120
-_MARK = "GLUON_SYNCBN_TEST"
+MARK = "GLUON_SYNCBN_TEST"
 # Has the processes of one machine exchange through the store, as those of several do.
 STORE = {"GLUON_SYNCBN_SHARED_MEMORY": "0"}
 # Topics of four processes, which may be on two machines.
@@ -42,25 +42,21 @@ def wait_until(condition, seconds=10):
         time.sleep(0.01)
 
 
-class Results:
-    """What workers saved in a folder."""
+def running(mark):
+    """The processes that have this mark in their environment, whoever started them."""
 
-    def __init__(self, folder, workers):
-        self.folder, self.workers = folder, workers
+    def is_ours(process):
+        with contextlib.suppress(psutil.Error):
+            ended = process.status() == psutil.STATUS_ZOMBIE
+            return not ended and process.environ().get(MARK) == mark
+        return False
 
-    def arrays(self, name):
-        """A dict of arrays for each rank."""
-        files = [np.load(self.folder / f"{name}-{rank}.npz") for rank in range(self.workers)]
-        return [dict(file) for file in files]
-
-    def reported(self, name):
-        """A JSON value for each rank, None where it reported nothing."""
-        paths = [self.folder / f"{name}-{rank}.json" for rank in range(self.workers)]
-        return [json.loads(path.read_text()) if path.exists() else None for path in paths]
+    return list(filter(is_ours, psutil.process_iter()))
 
 
-class Cluster(Results):
-    """Workers that run `topics`, as functions of modules in this folder: "distributed_bits:train".
+class Cluster:
+    """Workers that run `topics`, as functions of modules in this folder: "distributed_bits:train",
+    and what they saved.
 
     by_hand: without the launcher, so that nobody ends the others when one has died.
     """
@@ -75,12 +71,10 @@ class Cluster(Results):
         script=WORKER,
         **environment,
     ):
-        super().__init__(folder, workers)
-        self.started = time.monotonic()
+        self.folder, self.workers = folder, workers
         self._mark = uuid.uuid4().hex
         # So that convolutions have the same bits wherever they run.
-        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        self._environment[_MARK] = self._mark
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment, MARK: self._mark}
         command = [script, str(folder), engine, *topics]
         self._logs = []
         self._held = contextlib.ExitStack()
@@ -89,6 +83,16 @@ class Cluster(Results):
             self._start_by_hand(command)
         else:
             self._launch(engine, command)
+
+    def arrays(self, name):
+        """A dict of arrays for each rank."""
+        files = [np.load(self.folder / f"{name}-{rank}.npz") for rank in range(self.workers)]
+        return [dict(file) for file in files]
+
+    def reported(self, name):
+        """A JSON value for each rank, None where it reported nothing."""
+        paths = [self.folder / f"{name}-{rank}.json" for rank in range(self.workers)]
+        return [json.loads(path.read_text()) if path.exists() else None for path in paths]
 
     def _launch(self, engine, command):
         launcher = ["-m", "gluon_syncbn.launch", "-n", str(self.workers)]
@@ -147,13 +151,7 @@ class Cluster(Results):
 
     def running(self):
         """Processes that were started for this, by whomever, and have not ended."""
-        return [process for process in psutil.process_iter() if self._is_ours(process)]
-
-    def _is_ours(self, process):
-        with contextlib.suppress(psutil.Error):
-            ended = process.status() == psutil.STATUS_ZOMBIE
-            return not ended and process.environ().get(_MARK) == self._mark
-        return False
+        return running(self._mark)
 
     def wait(self, seconds=STARTED_SECONDS):
         """Waits for the workers by hand, or for the launcher. Returns their exit codes."""

@@ -4,8 +4,7 @@ import time
 
 import gluon_syncbn as sbn
 import mxnet as mx
-from distributed_worker import error_of, forget_errors
-from mxnet import autograd
+from distributed_worker import backward, error_of, forget_errors
 from runs import contexts
 
 LAST = 1  # The rank of the worker that something happens to, of two.
@@ -20,9 +19,7 @@ def first_steps(world):
     norm.initialize(ctx=DEVICES)
 
     def step(devices=DEVICES[:2]):
-        with autograd.record():
-            losses = [(norm(mx.nd.ones((2, 3, 4), ctx=device)) ** 2).sum() for device in devices]
-        autograd.backward(losses)
+        losses = backward(norm, [mx.nd.ones((2, 3, 4), ctx=device) for device in devices])
         for array in [*losses, *norm.gamma.list_grad()]:
             array.wait_to_read()
 

@@ -5,7 +5,7 @@ import mxnet as mx
 import numpy as np
 from distributed_bits import SIZES, data
 from distributed_stores import added_by_store
-from distributed_worker import error_of, forget_errors
+from distributed_worker import backward, error_of, forget_errors
 from mxnet import autograd
 from mxnet.gluon import nn
 from runs import contexts, shards
@@ -93,9 +93,7 @@ def use(net, channels=3, dtype="float32"):
     x.attach_grad()
 
     def step():
-        with autograd.record():
-            loss = (net(x) ** 2).sum()
-        loss.backward()
+        (loss,) = backward(net, [x])
         loss.asnumpy()
         x.grad.asnumpy()
 
@@ -106,23 +104,25 @@ def use(net, channels=3, dtype="float32"):
 
 def other_nets(world):
     """Rank 1 builds another one than the others, which is found out in each case."""
-    other = world.rank == 1
-    reported = {}
+    changes = {
+        "nothing": {},
+        "name": {"prefix": "other_"},
+        "channels": {"channels": 4},
+        "group size": {"group_size": world.size},
+        "dtype": {"dtype": "float64"},
+        "nothing again": {},
+    }
 
-    def compare(name, prefix="norm_", channels=3, dtype="float32", k=None):
+    def errors(prefix="norm_", channels=3, dtype="float32", group_size=None):
         # In a group of its own, as after an error the processes of one have lost each other.
-        group = sbn.SyncGroup(store=world.reducer, timeout=world.timeout, group_size=k)
+        group = sbn.SyncGroup(store=world.reducer, timeout=world.timeout, group_size=group_size)
         layer = sbn.SyncBatchNorm(prefix=prefix, group=group)
         layer.cast(dtype)
         layer.initialize()
-        reported[name] = use(layer, channels, dtype), use(layer, channels, dtype)
+        return [use(layer, channels, dtype) for _ in range(2)]
 
-    compare("nothing")
-    compare("name", prefix="other_" if other else "norm_")
-    compare("channels", channels=4 if other else 3)
-    compare("group size", k=None if other else world.size)
-    compare("dtype", dtype="float64" if other else "float32")
-    compare("nothing again")
+    other = world.rank == 1
+    reported = {name: errors(**(change if other else {})) for name, change in changes.items()}
     reported["layers"] = layers_differ(world, 2 if other else 3)
     world.report("other nets", reported)
 

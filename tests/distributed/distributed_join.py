@@ -7,6 +7,7 @@ import mxnet as mx
 import numpy as np
 import psutil
 from distributed_stores import calls
+from distributed_worker import backward
 from mxnet import autograd
 from mxnet.gluon import nn
 from mxnet.util import is_np_array
@@ -46,6 +47,7 @@ class Training:
             self.net.add(nn.Activation("relu"), nn.Dense(3))
         mx.random.seed(1)
         self.net.initialize(mx.init.Xavier())
+        self.net.hybridize()
         self.loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
         optimizer = {"learning_rate": 0.1, "momentum": 0.9}
         self.trainer = trainer(self.net.collect_params(), "sgd", optimizer, **arguments)
@@ -163,10 +165,8 @@ def many_steps(world, layers=10):
     processes = psutil.Process(), _server()
     sizes = []
     for number in range(count):
-        with autograd.record():
-            loss = (net(mx.nd.random.normal(shape=(4, 16, 4, 4))) ** 2).mean()
-        loss.backward()
-        trainer.step(1)
+        (loss,) = backward(net, [mx.nd.random.normal(shape=(4, 16, 4, 4))])
+        trainer.step(256)
         loss.asscalar()
         if number % 20 == 0:
             sizes.append([process.memory_info().rss for process in processes])

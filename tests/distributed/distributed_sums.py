@@ -9,7 +9,7 @@ from distributed_bits import DTYPES, Share, data
 from distributed_stores import FileStore, added_by_store
 from gluon_syncbn.native.channel import Channel, Key
 from mxnet import autograd
-from runs import shards
+from runs import run
 
 SHAPE = 16, 5, 4, 3
 # What the values of each step are multiplied by. All statistics are NaN at last.
@@ -32,22 +32,11 @@ def steps(share, dtype, group=None):
                 (data(SHAPE, "float64", seed) * scale).astype(dtype)[share.part]
                 for seed in (2 * step, 2 * step + 1)
             )
-        xs, dys = (shards(array, share.sizes, share.devices) for array in (x, dy))
-        for shard in xs:
-            shard.attach_grad()
-        with autograd.record():
-            ys = [layer(shard) for shard in xs]
-        autograd.backward(ys, dys)
-        found = {
-            "y": np.concatenate([y.asnumpy() for y in ys]),
-            "dx": np.concatenate([shard.grad.asnumpy() for shard in xs]),
-            "running_mean": layer.running_mean.list_data()[0].asnumpy(),
-            "running_var": layer.running_var.list_data()[0].asnumpy(),
-        }
-        # Of NaN there are many.
-        results.update(
-            {f"{dtype} {step} {k}": np.where(np.isnan(a), np.nan, a) for k, a in found.items()}
-        )
+        found = run(layer, x, dy, share.sizes, share.devices)
+        for key in ("y", "dx", "running_mean", "running_var"):
+            # Of NaN there are many.
+            array = getattr(found, key)
+            results[f"{dtype} {step} {key}"] = np.where(np.isnan(array), np.nan, array)
     return results
 
 
@@ -86,7 +75,7 @@ def through_files(world):
 
 def a_new_group(world):
     """The windows of a group that has failed are not those of the next one."""
-    layer = sbn.SyncBatchNorm(in_channels=3)
+    layer = sbn.SyncBatchNorm(in_channels=3, momentum=0)
     layer.initialize()
     means = []
     with mock.patch.object(Channel, "restart", autospec=True, side_effect=Channel.restart) as call:

@@ -4,8 +4,7 @@ import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 from gluon_syncbn import distributed
-from distributed_worker import error_of
-from mxnet import autograd
+from distributed_worker import backward, error_of
 from mxnet.gluon import nn
 from runs import contexts
 
@@ -22,9 +21,7 @@ def net_and_trainer(world, devices=1, **arguments):
 
     def step(xs=None):
         xs = xs or [mx.nd.random.normal(shape=(2, 3, 6, 6), ctx=d) for d in contexts(devices)]
-        with autograd.record():
-            losses = [(net(x) ** 2).sum() for x in xs]
-        autograd.backward(losses)
+        backward(net, xs)
         trainer.step(8)
 
     return net, trainer, step
@@ -92,9 +89,7 @@ def one_process_does_more(world):
         lambda: None,
     ):
         x = mx.nd.random.normal(shape=(2, 3, 6, 6))
-        with autograd.record():
-            losses = [(net(x.as_in_context(device)) ** 2).sum() for device in contexts(2)]
-        autograd.backward(losses)
+        backward(net, [x.as_in_context(device) for device in contexts(2)])
         mx.nd.waitall()
         means.append(net[1].running_mean.data(mx.cpu(0)).asnumpy())
         if world.rank == 0:
@@ -104,6 +99,8 @@ def one_process_does_more(world):
 
 def updates_before(world):
     """The server has an optimizer when the reducer comes."""
+    world.kv = mx.kv.create("dist_sync")
+    world.rank = world.kv.rank
     _, _, step = net_and_trainer(world, update_on_kvstore=True)
     step()
     reported = error_of(lambda: distributed.KVStoreReducer(world.kv, timeout=20))
@@ -119,9 +116,7 @@ def layers_under_way(world):
     net.initialize()
     x = mx.nd.random.normal(shape=(4, 2, 3, 3))
     for _ in range(2):
-        with autograd.record():
-            loss = (net(x) ** 2).sum()
-        loss.backward()
+        backward(net, [x])
     return net
 
 

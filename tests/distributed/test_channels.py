@@ -35,6 +35,20 @@ def test_a_layer_takes_the_store_of_its_group(pair):
         assert means == [0.5] * 6
 
 
+def test_a_group_that_failed_stays_so(pair):
+    for kind, text, mean_of_other in pair.reported("failed"):
+        assert kind == "MXNetError" and mean_of_other == 0.5
+        assert "the processes have lost each other" in text and "a device was lost" in text
+
+
+def test_a_probe_shows_who_has_arrived(pair):
+    assert pair.reported("probed")[1] == {
+        "waits": ['a title ("probed" 3)', 'a title ("probed" 2)'],
+        "before": ["arrived", "arrived", "absent"],
+        "after": ["arrived", "arrived", "absent"],
+    }
+
+
 class Twins:
     """A store of two processes that bring the same."""
 

@@ -199,7 +199,7 @@ def other_nets(tmp_path_factory):
 SIDES = {
     "name": ("'norm'", "'other'"),
     "channels": ("3 channels", "4 channels"),
-    "group size": ("groups of 2", "groups of all"),
+    "group size": ("groups of all", "groups of 2"),
     "dtype": ("float32", "float64"),
 }
 

@@ -45,14 +45,7 @@ def test_bits_and_calls_of_a_store_of_float64(two, whole):
 
 
 def test_a_new_group_starts_without_windows(two):
-    for means, restarts in two.reported("a new group"):
-        assert restarts == 1
-        # The momentum is 0.9.
-        mean, expected = 0, []
-        for value in (1.5, 1.5, 1.5, 2.5, 2.5, 2.5):
-            mean = 0.9 * mean + 0.1 * value
-            expected.append(mean)
-        np.testing.assert_allclose(means, expected, rtol=1e-6)
+    assert two.reported("a new group") == [[[1.5] * 3 + [2.5] * 3, 1]] * 2
 
 
 @pytest.mark.long

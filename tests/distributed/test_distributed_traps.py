@@ -51,7 +51,7 @@ def test_a_trainer_on_the_store_of_the_layers(trainers):
 @pytest.mark.long
 def test_a_server_that_updates_already(tmp_path):
     topics = ["distributed_traps:updates_before"]
-    for reported in run(tmp_path, 2, topics, engine="bare").reported("updates before"):
+    for reported in run(tmp_path, 2, topics, engine="none").reported("updates before"):
         kind, text, _ = reported
         assert kind == "RuntimeError"
         assert "The KVStore changes what is sent to it" in text and REMEDY in text

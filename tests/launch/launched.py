@@ -12,6 +12,7 @@ import uuid
 
 import psutil
 import pytest
+from distributed_cluster import MARK, running
 
 # The launcher's promise, and what a slow machine may need to get that far.
 ENDED_SECONDS = 10
@@ -77,7 +78,7 @@ class Launcher:
             encoding="utf-8",
             errors="replace",
             cwd=folder,
-            env={**own, "GLUON_SYNCBN_TEST": self.id, **environment},
+            env={**own, MARK: self.id, **environment},
             start_new_session=True,
         )
         with self.process.stdin as stdin:
@@ -99,13 +100,7 @@ class Launcher:
 
     def processes(self):
         """All that it started and that still run."""
-        return [p for p in psutil.process_iter() if p.pid != self.process.pid and self._has_id(p)]
-
-    def _has_id(self, process):
-        with contextlib.suppress(psutil.Error):
-            has_id = process.environ().get("GLUON_SYNCBN_TEST") == self.id
-            return has_id and process.status() != psutil.STATUS_ZOMBIE
-        return False
+        return [process for process in running(self.id) if process.pid != self.process.pid]
 
     def find(self, name, value):
         """The launcher's child that has this variable."""

@@ -168,20 +168,16 @@ def test_strangers_get_no_answer_and_delay_nobody(stranger):
 
 
 @pytest.mark.parametrize(
-    "options, sentence",
+    "ranks, options, sentence",
     [
-        ([(1, "kvstore"), (2, "kvstore")], "workers is 1 at rank 0 and 2 at rank 1"),
-        ([(1, "kvstore"), (1, "horovod")], "engine is kvstore at rank 0 and horovod at rank 1"),
+        ([0, 1], [(1, "kvstore"), (2, "kvstore")], "workers is 1 at rank 0 and 2 at rank 1"),
+        ([0, 1], [(1, "kvstore"), (1, "horovod")], "engine is kvstore at rank 0 and horovod at ra"),
+        ([0, 1, 1], None, "are of rank 1: each needs a rank of its own"),
     ],
 )
-def test_launchers_with_different_options(options, sentence):
-    for text in errors([0, 1], 2, options=options):
+def test_launchers_that_do_not_fit_together(ranks, options, sentence):
+    for text in errors(ranks, len(ranks), options=options):
         assert sentence in text
-
-
-def test_two_launchers_of_one_rank():
-    for text in errors([0, 1, 1], 3):
-        assert "are of rank 1: each needs a rank of its own" in text
 
 
 def test_a_missing_launcher(capfd, monkeypatch):

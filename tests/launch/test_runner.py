@@ -13,20 +13,30 @@ from launched import ENDED_SECONDS
 
 def run(path, *arguments, **options):
     """(the ended runner, the exit codes that it reported)."""
-    status, write = os.pipe()
-    with os.fdopen(status) as status:
+    read, write = os.pipe()
+    with os.fdopen(read) as status:
         try:
-            done = subprocess.run(
-                [sys.executable, runner.__file__, "run", f"{write}:0"] + [str(path), *arguments],
-                capture_output=True,
-                text=True,
-                pass_fds=[write],
-                timeout=60,
-                **options,
-            )
+            command = [sys.executable, runner.__file__, "run", f"{write}:0", str(path), *arguments]
+            done = python(command, pass_fds=[write], **options)
         finally:
             os.close(write)
         return done, [int(line.split()[1]) for line in status]
+
+
+def python(command, **options):
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+
+@pytest.fixture
+def run_text(tmp_path):
+    """`run` for the text of a script."""
+
+    def run_text(text):
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return run(path)
+
+    return run_text
 
 
 ENDINGS = {
@@ -49,7 +59,7 @@ def test_a_script_ends_as_with_python(ending, tmp_path):
     text = "import atexit, os, sys\natexit.register(print, 'a hook')\nprint('buffered')\n" + body
     path.write_text(text)
     done, reported = run(path)
-    plain = subprocess.run([sys.executable, str(path)], capture_output=True, text=True)
+    plain = python([sys.executable, str(path)])
     assert done.returncode == code and reported == [code]
     assert plain.returncode == (-signal.SIGINT if code == 130 else code)
     assert done.stdout == plain.stdout
@@ -79,17 +89,14 @@ def test_a_script_finds_what_python_gives_it(tmp_path):
         "print(sorted(globals()), type(__loader__), 'mxnet' in sys.modules)\n"
     )
     done, _ = run("link.py", "-x", cwd=tmp_path)
-    plain = subprocess.run(
-        [sys.executable, "link.py", "-x"], capture_output=True, text=True, cwd=tmp_path
-    )
+    plain = python([sys.executable, "link.py", "-x"], cwd=tmp_path)
     assert done.stdout == plain.stdout and "pickled" in done.stdout, done.stderr
 
 
 @pytest.mark.long
-def test_exit_hooks_find_the_exit_code(tmp_path):
+def test_exit_hooks_find_the_exit_code(run_text):
     """They report it to other processes. It stays that of the process."""
-    path = tmp_path / "script.py"
-    path.write_text("""
+    done, reported = run_text("""
 import sys
 from gluon_syncbn.native import shutdown
 def leave(failure):
@@ -98,14 +105,12 @@ def leave(failure):
 shutdown.at_exit(leave)
 sys.exit(3)
 """)
-    done, reported = run(path)
     assert (done.returncode, done.stdout, reported) == (3, "SystemExit: 3\n", [3]), done.stderr
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_multiprocessing_of_a_script(method, tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(f"""
+def test_multiprocessing_of_a_script(method, run_text):
+    done, _ = run_text(f"""
 import multiprocessing
 def square(x):
     return x * x
@@ -113,27 +118,22 @@ if __name__ == "__main__":
     with multiprocessing.get_context("{method}").Pool(2) as pool:
         print(pool.map(square, range(4)))
 """)
-    done, _ = run(path)
     assert done.stdout == "[0, 1, 4, 9]\n", done.stderr
 
 
-def test_a_hook_that_waits_indefinitely_is_cut_off(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text("import atexit, time\natexit.register(time.sleep, 1000)\nraise ValueError")
+def test_a_hook_that_waits_indefinitely_is_cut_off(run_text):
     begin = time.monotonic()
-    done, _ = run(path)
+    done, _ = run_text("import atexit, time\natexit.register(time.sleep, 1000)\nraise ValueError")
     assert done.returncode == 1 and "ValueError" in done.stderr
     assert time.monotonic() - begin < ENDED_SECONDS
 
 
-def test_a_forked_child_that_fails_is_not_the_worker(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text("""
+def test_a_forked_child_that_fails_is_not_the_worker(run_text):
+    done, reported = run_text("""
 import os, sys
 child = os.fork()
 if not child:
     raise ValueError
 print(os.WEXITSTATUS(os.waitpid(child, 0)[1]))
 """)
-    done, reported = run(path)
     assert (done.returncode, done.stdout, reported) == (0, "1\n", [0])
