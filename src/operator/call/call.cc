@@ -165,7 +165,7 @@ void Call::check_engine() const {
 }
 
 void Call::check_count(const Arrays& arrays) const {
-  const DType parameters = dtype_of_parameters(arrays.dtype(kData));
+  const DType parameters = dtype_of_parameters(dtype_);
   const DType count = arrays.dtype(running_arrays_ + kNumBatches);
   if (count != parameters) {
     throw std::runtime_error(std::string("num_batches_tracked is of dtype ") + name_of(count) +
@@ -189,6 +189,7 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
     id_ = process.rendezvous->next_call(layer_, device_, attributes_.node);
   }
   const View view = arrays.view(kData, attributes_.axis);
+  dtype_ = arrays.dtype(kData);
   if (from_batch_ && view.size() == 0) {
     throw std::runtime_error(
         arrays.text(kData) +
@@ -258,34 +259,32 @@ void Call::backward_pass(const Arrays& arrays, const int* requests) {
 
 std::vector<BatchPtr> Call::forward_by_cpu(const Arrays& arrays, const int* requests,
                                            const ForwardShard& whole) {
-  const DType dtype = arrays.dtype(kData);
-  const Kernels& kernels = cpu_kernels(dtype);
+  const Kernels& kernels = cpu_kernels(dtype_);
   const RunningPointers running(arrays, running_arrays_, attributes_.running.cumulative);
   std::vector<BatchPtr> batches;
   if (!from_batch_) {
     batches.push_back(
-        given_batch(dtype, whole.view.C, running.each[kRunningMean], running.each[kRunningVar]));
+        given_batch(whole.view.C, running.each[kRunningMean], running.each[kRunningVar]));
     normalize(kernels, whole, *batches[0]);
   } else if (is_shared()) {
-    batches.push_back(synchronized_forward(dtype, whole));
+    batches.push_back(synchronized_forward(whole));
   } else {
-    for (const ForwardShard& part : chunks_of(whole, dtype, arrays.samples(kData))) {
+    for (const ForwardShard& part : chunks_of(whole, arrays.samples(kData))) {
       batches.push_back(forward_together(kernels, {&part}, attributes_.epsilon));
     }
   }
-  if (from_batch_) update_running(dtype, batches, running.each);
+  if (from_batch_) update_running(batches, running.each);
   write_statistics(arrays, requests, batches);
   return batches;
 }
 
 void Call::backward_by_cpu(const Arrays& arrays, const int* requests, const BackwardShard& whole) {
-  const DType dtype = arrays.dtype(kOutput);
-  const Kernels& kernels = cpu_kernels(dtype);
+  const Kernels& kernels = cpu_kernels(dtype_);
   const View& view = whole.view;
   std::vector<ChannelSums> sums(view.C);
   // Of this device only: the Trainer adds them over the devices.
   std::vector<double> dgamma(view.C), dbeta(view.C);
-  const auto parts = chunks_of(whole, dtype, arrays.samples(kOutput));
+  const auto parts = chunks_of(whole, arrays.samples(kOutput));
   for (size_t i = 0; i < parts.size(); ++i) {
     BackwardShard part = parts[i];
     part.sums = sums.data();
@@ -295,40 +294,40 @@ void Call::backward_by_cpu(const Arrays& arrays, const int* requests, const Back
       const std::vector<ChannelSums> zeros(view.C);
       if (part.dx || part.dresidual) kernels.backward(part, statistics, zeros.data(), 0);
     } else if (is_shared()) {
-      synchronized_backward(dtype, part);
+      synchronized_backward(part);
     } else {
       kernels.backward_together({&part}, statistics);
     }
     for (int64_t c = 0; c < view.C; ++c) {
       // The sums are of (x - mean), or of (x - mean) * inv_std * gamma if x is recovered.
       const double gamma =
-          whole.gamma ? effective_gamma(parameter(dtype, whole.gamma, c), attributes_.epilogue) : 1;
+          whole.gamma ? effective_gamma(parameter(dtype_, whole.gamma, c), attributes_.epilogue)
+                      : 1;
       const double inv_std = whole.recovers_x() ? 1 / gamma : statistics[c].inv_std;
       dgamma[c] += sums[c].second.value() * inv_std;
       dbeta[c] += sums[c].first.value();
     }
   }
-  write_values(arrays, gradients_ + kGamma, requests[kGamma], dtype, view.C,
+  write_values(arrays, gradients_ + kGamma, requests[kGamma], dtype_, view.C,
                [&](int64_t c) { return attributes_.fix_gamma ? 0 : dgamma[c]; });
-  write_values(arrays, gradients_ + kBeta, requests[kBeta], dtype, view.C,
+  write_values(arrays, gradients_ + kBeta, requests[kBeta], dtype_, view.C,
                [&](int64_t c) { return dbeta[c]; });
 }
 
 KeptOnGpu Call::forward_by_cuda(const Arrays& arrays, const int* requests,
                                 const ForwardShard& whole) {
-  const DType dtype = arrays.dtype(kData);
   const RunningPointers running(arrays, running_arrays_, attributes_.running.cumulative);
   const auto result = [&](int output) {
     return Result{requests[output] == kNullOp ? nullptr : arrays.data(outputs_ + output),
                   requests[output] == kAddTo};
   };
   GpuForward task{gpu_,
-                  dtype,
+                  dtype_,
                   arrays.text(kData),
                   attributes_.epsilon,
-                  chunks_of(whole, dtype, arrays.samples(kData)),
+                  chunks_of(whole, arrays.samples(kData)),
                   from_batch_,
-                  together(Direction::kForward, dtype, whole.view.C),
+                  together(Direction::kForward, whole.view.C),
                   {running.each[0], running.each[1], running.each[2]},
                   has_data(),
                   attributes_.running,
@@ -339,33 +338,31 @@ KeptOnGpu Call::forward_by_cuda(const Arrays& arrays, const int* requests,
   // The host has all statistics, or adds those of virtual devices.
   if (task.together.reduce || task.parts.size() > 1) {
     task.update_on_host = [&](const std::vector<BatchPtr>& batches, void* const(&on_host)[3]) {
-      return update_running(dtype, batches, on_host);
+      return update_running(batches, on_host);
     };
   }
   return forward_on_gpu(task);
 }
 
 void Call::backward_by_cuda(const Arrays& arrays, const int* requests, const BackwardShard& whole) {
-  const DType dtype = arrays.dtype(kOutput);
   const auto result = [&](int input) {
     return Result{requests[input] == kNullOp ? nullptr : arrays.data(gradients_ + input),
                   requests[input] == kAddTo};
   };
-  backward_on_gpu({gpu_, dtype, arrays.text(kOutput),
-                   chunks_of(whole, dtype, arrays.samples(kOutput)), on_gpu_, from_batch_,
-                   together(Direction::kBackward, dtype, whole.view.C), result(kGamma),
-                   result(kBeta)});
+  backward_on_gpu({gpu_, dtype_, arrays.text(kOutput), chunks_of(whole, arrays.samples(kOutput)),
+                   on_gpu_, from_batch_, together(Direction::kBackward, whole.view.C),
+                   result(kGamma), result(kBeta)});
 }
 
-BatchPtr Call::synchronized_forward(DType dtype, const ForwardShard& part) {
-  const Kernels& kernels = cpu_kernels(dtype);
+BatchPtr Call::synchronized_forward(const ForwardShard& part) {
+  const Kernels& kernels = cpu_kernels(dtype_);
   const int64_t channels = part.view.C;
   if (!process.rendezvous->shares_memory(layer_)) {
     std::vector<ChannelSums> sums(channels);
     Batch batch{std::vector<Statistics>(channels)};
     batch.count = static_cast<double>(part.view.N * part.view.S);
     kernels.forward_sums(part.view, part.x, sums.data());
-    process.rendezvous->reduce(layer_, id_, Direction::kForward, device_, name_of(dtype), &sums,
+    process.rendezvous->reduce(layer_, id_, Direction::kForward, device_, name_of(dtype_), &sums,
                                &batch.count);
     for (int64_t c = 0; c < channels; ++c) {
       batch.channels[c] = batch_statistics(sums[c], batch.count, attributes_.epsilon);
@@ -374,7 +371,7 @@ BatchPtr Call::synchronized_forward(DType dtype, const ForwardShard& part) {
     return std::make_shared<const Batch>(std::move(batch));
   }
   using Mine = PartContribution<ForwardShard>;
-  Mine mine(part, dtype);
+  Mine mine(part, dtype_);
   process.rendezvous->meet(
       layer_, id_, Direction::kForward, device_, &mine, [&](const std::vector<Contribution*>& all) {
         const BatchPtr batch =
@@ -384,26 +381,26 @@ BatchPtr Call::synchronized_forward(DType dtype, const ForwardShard& part) {
   return mine.batch;
 }
 
-void Call::synchronized_backward(DType dtype, const BackwardShard& part) {
-  const Kernels& kernels = cpu_kernels(dtype);
+void Call::synchronized_backward(const BackwardShard& part) {
+  const Kernels& kernels = cpu_kernels(dtype_);
   const Statistics* const statistics = batches_[0]->channels.data();
   if (!process.rendezvous->shares_memory(layer_)) {
     kernels.backward_sums(part, statistics);
     std::vector<ChannelSums> sums(part.sums, part.sums + part.view.C);
     double count = static_cast<double>(part.view.N * part.view.S);
-    process.rendezvous->reduce(layer_, id_, Direction::kBackward, device_, name_of(dtype), &sums,
+    process.rendezvous->reduce(layer_, id_, Direction::kBackward, device_, name_of(dtype_), &sums,
                                &count);
     if (part.dx || part.dresidual) kernels.backward(part, statistics, sums.data(), count);
     return;
   }
-  PartContribution<BackwardShard> mine(part, dtype);
+  PartContribution<BackwardShard> mine(part, dtype_);
   process.rendezvous->meet(layer_, id_, Direction::kBackward, device_, &mine,
                            [&](const std::vector<Contribution*>& all) {
                              kernels.backward_together(parts_of<BackwardShard>(all), statistics);
                            });
 }
 
-Together Call::together(Direction direction, DType dtype, int64_t channels) {
+Together Call::together(Direction direction, int64_t channels) {
   Together result;
   if (!is_shared()) return result;
   const Participants all = process.rendezvous->participants_of(layer_, id_, device_);
@@ -413,7 +410,7 @@ Together Call::together(Direction direction, DType dtype, int64_t channels) {
       !result.gpus.empty() && *std::min_element(result.gpus.begin(), result.gpus.end()) >= 0;
   if (are_gpus && all.count <= kMaxDevices && !all.exchanges) {
     result.meet = [=](const SharedSums& own) {
-      SharedContribution mine{{channels, name_of(dtype)}, own, {}};
+      SharedContribution mine{{channels, name_of(dtype_)}, own, {}};
       process.rendezvous->meet(layer_, id_, direction, device_, &mine,
                                [](const std::vector<Contribution*>& each) {
                                  std::vector<SharedSums> sums;
@@ -429,7 +426,7 @@ Together Call::together(Direction direction, DType dtype, int64_t channels) {
   } else {
     result.reduce = [=](ChannelSums* sums, double* count) {
       std::vector<ChannelSums> reduced(sums, sums + channels);
-      process.rendezvous->reduce(layer_, id_, direction, device_, name_of(dtype), &reduced, count);
+      process.rendezvous->reduce(layer_, id_, direction, device_, name_of(dtype_), &reduced, count);
       has_met_ = true;
       std::copy(reduced.begin(), reduced.end(), sums);
     };
@@ -438,16 +435,16 @@ Together Call::together(Direction direction, DType dtype, int64_t channels) {
 }
 
 template <typename Part>
-std::vector<Part> Call::chunks_of(const Part& whole, DType dtype, int64_t samples) const {
+std::vector<Part> Call::chunks_of(const Part& whole, int64_t samples) const {
   if (!from_batch_ || !attributes_.virtual_devices) return {whole};
-  return cut(whole, dtype, samples, attributes_.virtual_devices);
+  return cut(whole, dtype_, samples, attributes_.virtual_devices);
 }
 
-BatchPtr Call::given_batch(DType dtype, int64_t channels, const void* mean, const void* var) const {
+BatchPtr Call::given_batch(int64_t channels, const void* mean, const void* var) const {
   Batch batch{std::vector<Statistics>(channels)};
   for (int64_t c = 0; c < channels; ++c) {
-    batch.channels[c] =
-        given_statistics(parameter(dtype, mean, c), parameter(dtype, var, c), attributes_.epsilon);
+    batch.channels[c] = given_statistics(parameter(dtype_, mean, c), parameter(dtype_, var, c),
+                                         attributes_.epsilon);
   }
   return std::make_shared<const Batch>(std::move(batch));
 }
@@ -455,8 +452,7 @@ BatchPtr Call::given_batch(DType dtype, int64_t channels, const void* mean, cons
 // A process that has run out of data repeats its last batch.
 bool Call::has_data() const { return process.rendezvous->has_data(is_shared() ? layer_ : nullptr); }
 
-bool Call::update_running(DType dtype, const std::vector<BatchPtr>& batches,
-                          void* const (&running)[3]) {
+bool Call::update_running(const std::vector<BatchPtr>& batches, void* const (&running)[3]) {
   if (batches[0]->count == 0 || !has_data()) return false;
   const auto update = [&](auto zero) {
     using P = decltype(zero);
@@ -465,7 +461,7 @@ bool Call::update_running(DType dtype, const std::vector<BatchPtr>& batches,
         batches, attributes_.running,
         {values(kRunningMean), values(kRunningVar), values(kNumBatches)});
   };
-  with_parameters(dtype, update);
+  with_parameters(dtype_, update);
   return true;
 }
 

@@ -55,25 +55,25 @@ class Call {
   void backward_by_cuda(const Arrays& arrays, const int* requests, const BackwardShard& whole);
 
   // y and the statistics of the batch, with all devices.
-  BatchPtr synchronized_forward(DType dtype, const ForwardShard& part);
+  BatchPtr synchronized_forward(const ForwardShard& part);
   // dx, and the sums of this device alone, with all devices.
-  void synchronized_backward(DType dtype, const BackwardShard& part);
+  void synchronized_backward(const BackwardShard& part);
   // How this GPU's sums and those of other devices come together.
-  Together together(Direction direction, DType dtype, int64_t channels);
+  Together together(Direction direction, int64_t channels);
 
   // Whether other devices have shards of the same batch.
   bool is_shared() const { return from_batch_ && !attributes_.virtual_devices; }
   // What has statistics of its own: the chunks of virtual devices, or the whole.
   template <typename Part>
-  std::vector<Part> chunks_of(const Part& whole, DType dtype, int64_t samples) const;
+  std::vector<Part> chunks_of(const Part& whole, int64_t samples) const;
 
   const void* gamma(const void* values) const { return attributes_.fix_gamma ? nullptr : values; }
-  BatchPtr given_batch(DType dtype, int64_t channels, const void* mean, const void* var) const;
+  BatchPtr given_batch(int64_t channels, const void* mean, const void* var) const;
   // Whether the running statistics follow the batch.
   bool has_data() const;
   // running: mean, variance, and the number of batches or null. Returns whether they have changed,
   // which they do not without data.
-  bool update_running(DType dtype, const std::vector<BatchPtr>& batches, void* const (&running)[3]);
+  bool update_running(const std::vector<BatchPtr>& batches, void* const (&running)[3]);
   void write_statistics(const Arrays& arrays, const int* requests,
                         const std::vector<BatchPtr>& batches) const;
 
@@ -89,6 +89,8 @@ class Call {
   // Whether a forward has met other devices, and they go on even if it fails.
   bool has_met_ = false;
   CallId id_{};
+  // Of the data of the forward.
+  DType dtype_ = DType::kFloat32;
   // The channels of the forward, and the statistics that it used, on the CPU or on the GPU. None if
   // it has failed.
   int64_t channels_ = 0;
