@@ -1,9 +1,5 @@
 """A layer with an activation or a residual, and the same in nodes of their own."""
 
-import copy
-import pickle
-import re
-
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
@@ -13,7 +9,7 @@ from dtypes import parameter_dtype, rounded, values
 from gluon_syncbn.layers.operator import sync_batch_norm
 from mxnet import autograd
 from mxnet.gluon import HybridBlock
-from runs import MODES, contexts, numpy_arrays, prepare, shards
+from runs import MODES, contexts, prepare, shards
 
 KINDS = [
     ("relu", False),
@@ -221,42 +217,6 @@ def test_virtual_devices(kind, devices):
         results.append(run(block, layer, *arrays, [8 // devices] * devices, True, WRITE))
     for what, expected in results[1].items():
         np.testing.assert_array_equal(results[0][what], expected, what)
-
-
-@pytest.mark.parametrize("hybridize", [False, True])
-def test_numpy_arrays_and_copies(hybridize):
-    x, residual, *_ = data((4, 3, 9), "float32", 3)
-    expected = None
-    with numpy_arrays():
-        layer = sbn.SyncBatchNorm(activation="leaky_relu", slope=SLOPE)
-        layer.initialize()
-        for each in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-            each.hybridize(hybridize)
-            y = each(mx.np.array(x), mx.np.array(residual))
-            assert type(y) is mx.np.ndarray
-            assert "activation=leaky_relu, slope=0.1" in repr(each)
-            expected = y.asnumpy() if expected is None else expected
-            assert np.array_equal(y.asnumpy(), expected)
-    plain = x / np.sqrt(1 + 1e-5) + residual
-    np.testing.assert_allclose(expected, np.where(plain > 0, plain, SLOPE * plain), 1e-5, 1e-6)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"activation": "gelu"}, "activation is 'gelu': give None, 'relu' or 'leaky_relu'"),
-        ({"slope": -0.1}, "slope is -0.1: give a finite number"),
-        ({"slope": float("nan")}, "slope is nan: give a finite number"),
-        ({"slope": "0.1"}, "slope is '0.1': give a finite number"),
-        ({"inplace": True}, "inplace=True came with activation=None"),
-        ({"inplace": True, "activation": "relu"}, "inplace=True came with activation='relu'"),
-        ({**INPLACE, "slope": 0}, "slope=0"),
-        ({**INPLACE, "epsilon": 0}, "epsilon=0"),
-    ],
-)
-def test_arguments_out_of_range(arguments, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        sbn.SyncBatchNorm(**arguments)
 
 
 def test_residuals_that_do_not_fit():
