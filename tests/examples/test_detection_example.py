@@ -194,6 +194,7 @@ def test_samples_depend_on_the_seed_and_the_index_alone(root):
     """So a run that was stopped goes on as it would have."""
     given = programs.options("--root", root, "--size", 64, "--seed", 1)
     names, train, _ = example.data.open_data(given)
+    given.augment = True
     detector = example.model.get_model(given, names, 1)
     samples = example.data.Samples(train, 1, detector.sample)
     first = [array.asnumpy() for array in samples[17]]
