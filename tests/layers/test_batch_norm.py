@@ -15,7 +15,7 @@ from dtypes import numpy_dtype, rounded
 from mxnet import autograd
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
-from runs import MODES, contexts, prepare, run, shards
+from runs import MODES, contexts, hybridize, prepare, run, shards
 from tolerances import assert_close, assert_same_bits
 
 KINDS = {
@@ -211,8 +211,7 @@ def test_one_layer_in_several_places_with_several_shapes(mode):
         mx.random.seed(3)
         net = Shared()
         net.initialize(mx.init.Xavier(), ctx=devices)
-        if MODES[mode] is not None:
-            net.hybridize(**MODES[mode])
+        hybridize(net, mode)
         levels = [shards(level, sizes, devices) for level in whole]
         for _ in range(3):
             with autograd.record():

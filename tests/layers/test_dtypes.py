@@ -9,7 +9,7 @@ from dtypes import BFLOAT16, numpy_dtype, rounded, values
 from gluon_syncbn.layers.operator import sync_batch_norm
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
-from runs import MODES, contexts, prepare, run, shards
+from runs import MODES, contexts, hybridize, prepare, run, shards
 from test_numerics import data
 from tolerances import RELATIVE, assert_close, assert_same_bits, relative_error
 
@@ -142,8 +142,7 @@ def test_a_trainer_for_float16(mode, multi_precision):
     net.add(Weighted(3), sbn.SyncBatchNorm(in_channels=3), Weighted(3), sbn.SyncBatchNorm())
     net.initialize(ctx=devices)
     net.cast("float16")
-    if MODES[mode] is not None:
-        net.hybridize(**MODES[mode])
+    hybridize(net, mode)
     optimizer = {"learning_rate": 0.1, "momentum": 0.9, "multi_precision": multi_precision}
     trainer = gluon.Trainer(net.collect_params(), "sgd", optimizer)
     generator = np.random.default_rng(0)

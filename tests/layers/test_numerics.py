@@ -11,7 +11,7 @@ import pytest
 import reference
 from dtypes import DTYPES, parameter_dtype, rounded, values
 from mxnet import autograd
-from runs import MODES, contexts, prepare, run, shards
+from runs import MODES, contexts, hybridize, prepare, run, shards
 from tolerances import assert_close, assert_same_bits
 
 SHAPES = {2: (12, 5), 3: (6, 5, 11), 4: (6, 5, 7, 9), 5: (6, 5, 3, 4, 5)}
@@ -110,11 +110,10 @@ def test_residual_connections_that_add_gradients_in_place():
         hidden.append(hidden[-1] + reference.forward(hidden[-1], np.ones(3), np.zeros(3)).y)
     for each in reversed(hidden[:-1]):
         gradient = gradient + reference.backward(gradient, each, np.ones(3)).dx
-    for name, mode in MODES.items():
+    for mode in MODES:
         net = Residual()
         net.initialize(ctx=contexts(2))
-        if mode is not None:
-            net.hybridize(**mode)
+        hybridize(net, mode)
         xs, dys = shards(x, (1, 3), contexts(2)), shards(dy, (1, 3), contexts(2))
         for shard in xs:
             shard.attach_grad()
@@ -123,7 +122,7 @@ def test_residual_connections_that_add_gradients_in_place():
         autograd.backward(ys, dys)
         result = np.concatenate([shard.grad.asnumpy() for shard in xs])
         # Six layers, with the tolerance for each.
-        assert np.abs(result - gradient).max() <= 1e-5 * np.abs(gradient).max(), name
+        assert np.abs(result - gradient).max() <= 1e-5 * np.abs(gradient).max(), mode
 
 
 SPLITS = [(8,), (4, 4), (2, 2, 2, 2), (1, 3, 4), (7, 1)]

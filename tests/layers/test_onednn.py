@@ -9,7 +9,7 @@ from gluon_syncbn import native
 from gluon_syncbn.layers.operator import sync_batch_norm
 from mxnet import autograd
 from mxnet.gluon import nn
-from runs import MODES, contexts
+from runs import MODES, contexts, hybridize
 from tolerances import assert_same_bits
 
 STEPS = 50
@@ -43,8 +43,7 @@ def steps(mode, count=STEPS, devices=1):
         nn.Conv2D(4, 3, in_channels=16),
     )
     net.initialize(mx.init.Xavier(), ctx=contexts(devices))
-    if MODES[mode] is not None:
-        net.hybridize(**MODES[mode])
+    hybridize(net, mode)
     generator = np.random.default_rng(0)
     xs = [mx.nd.array(generator.standard_normal((2, 3, 24, 24)), ctx=c) for c in contexts(devices)]
     for x in xs:

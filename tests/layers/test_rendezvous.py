@@ -14,7 +14,7 @@ from gluon_syncbn import native
 from devices import KIND, context
 from mxnet import autograd
 from mxnet.gluon import nn
-from runs import MODES, contexts
+from runs import MODES, contexts, hybridize
 from tolerances import assert_close
 
 SHAPE = (2, 3, 8, 8)
@@ -29,8 +29,7 @@ def build(mode="imperative", devices=2, **arguments):
         net.add(nn.Conv2D(4, 3), sbn.SyncBatchNorm(**arguments), nn.Activation("relu"))
         net.add(nn.Conv2D(4, 3), sbn.SyncBatchNorm(**arguments))
     net.initialize(ctx=contexts(devices))
-    if MODES[mode] is not None:
-        net.hybridize(**MODES[mode])
+    hybridize(net, mode)
     return net
 
 
@@ -320,8 +319,7 @@ def test_a_graph_that_outlives_its_net(num_devices, mode):
     del net
     gc.collect()
     graph.initialize(mx.init.Xavier(), ctx=contexts(2), force_reinit=True)
-    if MODES[mode] is not None:
-        graph.hybridize(**MODES[mode])
+    hybridize(graph, mode)
     before = fetch(train(graph, xs))
     fails(lambda: fetch(train(graph, xs[:1])), f"Came: {KIND}(0). Missing: {KIND}(1).")
     clear()
@@ -455,8 +453,7 @@ def test_calls_of_a_failed_step_meet_nobody(mode, seed):
     timeout = 1 if mode == "static_shape" else 60
     layer = sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(timeout=timeout))
     layer.initialize(ctx=contexts(2))
-    if MODES[mode] is not None:
-        layer.hybridize(**MODES[mode])
+    hybridize(layer, mode)
 
     def step(forward_fails, backward_fails):
         x = generator.standard_normal((2, 4, 3)).astype("float32")

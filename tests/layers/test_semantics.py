@@ -8,7 +8,7 @@ from gluon_syncbn import native
 from devices import KIND, context
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
-from runs import MODES, contexts, prepare, run, shards
+from runs import MODES, contexts, hybridize, prepare, run, shards
 from tolerances import assert_close, assert_same_bits
 
 SHAPE, SIZES = (7, 5, 4, 3), (2, 5)
@@ -146,8 +146,7 @@ def test_a_frozen_layer_inside_a_training_net(mode):
     frozen = net[1]
     frozen.collect_params().setattr("grad_req", "null")
     frozen.running_mean.set_data(mx.nd.array([1, 2, 3, 4]))
-    if MODES[mode] is not None:
-        net.hybridize(**MODES[mode])
+    hybridize(net, mode)
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
     before = {name: p.data(context(0)).asnumpy() for name, p in net.collect_params().items()}
     xs = shards(np.random.default_rng(0).standard_normal((6, 3)).astype("float32"), (2, 4), devices)
