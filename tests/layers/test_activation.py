@@ -219,24 +219,30 @@ def test_virtual_devices(kind, devices):
         np.testing.assert_array_equal(results[0][what], expected, what)
 
 
-def test_residuals_that_do_not_fit():
-    x = mx.nd.ones((2, 3, 4))
+X = mx.nd.ones((2, 3, 4), ctx=context(0))
+
+
+@pytest.mark.parametrize(
+    "residual, error, words",
+    [
+        (X.as_in_context(context(1)), ValueError, rf"data on {KIND}\(1\), but its parameters live"),
+        ([X], TypeError, "called with a list of 1"),
+        (1.5, TypeError, "layer was called with .*: give an NDArray, such as"),
+        (np.ones((2, 3, 4), "f"), TypeError, "layer was called with .*: give an NDArray, such as"),
+        (mx.sym.var("residual"), ValueError, "do not support mixed NDArrays and Symbols"),
+        (X[:, :, :1], mx.MXNetError, "'layer'.*Give it a residual of the shape of the data"),
+        (X.astype("float16"), mx.MXNetError, "'layer'.*a residual must be"),
+    ],
+)
+def test_residuals_that_do_not_fit(residual, error, words):
     layer = sbn.SyncBatchNorm(in_channels=3, prefix="layer_")
     layer.initialize()
-    with pytest.raises(ValueError, match=rf"data on {KIND}\(1\), but its parameters live on"):
-        layer(x, x.as_in_context(context(1)))
-    with pytest.raises(TypeError, match="called with a list of 1"):
-        layer(x, [x])
-    for residual in (1.5, np.ones((2, 3, 4), "float32")):
-        with pytest.raises(TypeError, match="layer was called with .*: give an NDArray, such as"):
-            layer(x, residual)
-    with pytest.raises(ValueError, match="do not support mixed NDArrays and Symbols"):
-        layer(x, mx.sym.var("residual"))
-    with pytest.raises(mx.MXNetError, match="Give it a residual of the shape of the data"):
-        layer(x, mx.nd.ones((2, 3, 1)))
-    with pytest.raises(mx.MXNetError, match="a residual must be"):
-        layer(x, x.astype("float16"))
+    with pytest.raises(error, match=words):
+        layer(X, residual)
+
+
+def test_no_residual_in_place():
     layer = sbn.SyncBatchNorm(**INPLACE)
     layer.initialize()
     with pytest.raises(ValueError, match="has inplace=True, where backward recovers x from y"):
-        layer(x, x)
+        layer(X, X)
