@@ -190,6 +190,14 @@ class TestPredict:
         assert header == "image,class,score,x0,y0,x1,y1" and rows
 
 
+def test_a_run_of_the_other_example(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "best.npz").touch()
+    (tmp_path / "config.json").write_text(json.dumps({"example": "segmentation"}))
+    with programs.refuses(["config.json", "not of a detection"]):
+        example.predict.main(["photos", "--model", str(tmp_path)])
+
+
 def test_samples_depend_on_the_seed_and_the_index_alone(root):
     """So a run that was stopped goes on as it would have."""
     given = programs.options("--root", root, "--size", 64, "--seed", 1)
