@@ -23,12 +23,12 @@ def data(shape, dtype="float32", seed=0):
     return x.astype(dtype), generator.standard_normal(shape).astype(dtype)
 
 
-def alike(count, arguments, dtype="float32", mode="imperative", **others):
+def alike(count, arguments, dtype="float32", mode="imperative"):
     """A layer on `count` unsynchronized devices, and a virtual one on one device."""
     generator = np.random.default_rng(9)
     gamma, beta = generator.standard_normal((2, 5))
     group = sbn.SyncGroup(group_size=1)
-    real = sbn.SyncBatchNorm(in_channels=5, group=group, **arguments, **others)
+    real = sbn.SyncBatchNorm(in_channels=5, group=group, **arguments)
     virtual = sbn.VirtualBatchNorm(count, in_channels=5, **arguments)
     settings = dict(dtype=dtype, mode=MODES[mode], gamma=gamma, beta=beta)
     return prepare(real, contexts(count), **settings), prepare(virtual, contexts(1), **settings)
