@@ -14,6 +14,14 @@ import pytest
 from distributed_cluster import needs_horovod
 from example_modules import EXAMPLES
 
+TRAIN = str(EXAMPLES / "distributed" / "train.py")
+LAUNCH = [sys.executable, "-m", "gluon_syncbn.launch"]
+
+
+def run(folder, *command):
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+
+
 # Saves what each device has at the end, and how many batches its process had.
 RUN = """
 import runpy, sys
@@ -31,14 +39,10 @@ for device in end["devices"]:
 @pytest.mark.parametrize("engine", ["kvstore", pytest.param("horovod", marks=needs_horovod)])
 def test_training_in_two_processes(tmp_path, engine):
     (tmp_path / "run.py").write_text(RUN)
-    launcher = [sys.executable, "-m", "gluon_syncbn.launch", "-n", "2", "--engine", engine]
-    command = [*launcher, "run.py", str(EXAMPLES / "distributed" / "train.py")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = run(tmp_path, *LAUNCH, "-n", "2", "--engine", engine, "run.py", TRAIN)
     assert done.returncode == 0, done.stdout + done.stderr
-    losses = [
-        float(loss) for loss in re.findall(r"^\[0\] epoch \d: loss (\S+)$", done.stdout, re.M)
-    ]
-    assert len(losses) == 4 and losses[-1] < losses[0] / 10
+    losses = re.findall(r"^\[0\] epoch \d: loss (\S+)$", done.stdout, re.M)
+    assert len(losses) == 4 and float(losses[-1]) < float(losses[0]) / 10
 
     saved = [dict(np.load(path)) for path in sorted(tmp_path.glob("?-?.npz"))]
     assert len(saved) == (4 if engine == "kvstore" else 2)
@@ -70,39 +74,25 @@ runpy.run_path(sys.argv.pop(1))
 
 def test_training_goes_on_from_the_last_whole_checkpoint(tmp_path):
     (tmp_path / "run.py").write_text(KILLED)
-    train = str(EXAMPLES / "distributed" / "train.py")
-    command = [sys.executable, "-m", "gluon_syncbn.launch", "-n", "1"]
-
-    def run(*script):
-        return subprocess.run(
-            [*command, *script], cwd=tmp_path, capture_output=True, text=True, timeout=200
-        )
-
-    done = run("run.py", train)
+    done = run(tmp_path, *LAUNCH, "-n", "1", "run.py", TRAIN)
     assert done.returncode == 128 + signal.SIGKILL, done.stdout + done.stderr
     names = {path.name for path in (tmp_path / "runs/distributed").iterdir()}
     assert names == {"1.params", "1.states", "2.params"}
-    resumed, whole = run(train).stdout.splitlines(), run(train, "other").stdout.splitlines()
+    resumed, whole = (
+        run(tmp_path, *LAUNCH, "-n", "1", TRAIN, *output).stdout.splitlines()
+        for output in ([], ["other"])
+    )
     assert len(whole) == 4 and resumed == whole[1:]
 
 
 def test_started_alone(tmp_path):
-    command = [sys.executable, str(EXAMPLES / "distributed" / "train.py")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = run(tmp_path, sys.executable, TRAIN)
     assert done.returncode == 1 and not os.listdir(tmp_path)
     assert done.stderr.strip().endswith("launch -n 2 examples/distributed/train.py")
 
 
 @needs_horovod
-def test_horovodrun(tmp_path):
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    command = ["horovodrun", "-np", "2", "--gloo", sys.executable]
-    done = subprocess.run(
-        [*command, str(EXAMPLES / "distributed" / "train.py")],
-        env={**os.environ, "PATH": path},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+def test_horovodrun(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    done = run(tmp_path, "horovodrun", "-np", "2", "--gloo", sys.executable, TRAIN)
     assert done.returncode == 0 and "epoch 3: loss" in done.stdout, done.stdout + done.stderr

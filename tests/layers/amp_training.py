@@ -15,7 +15,7 @@ from dtypes import BFLOAT16
 from mxnet import autograd, gluon
 from mxnet.contrib import amp
 from mxnet.gluon import nn
-from runs import MODES, contexts, shards
+from runs import MODES, contexts, hybridize, shards
 
 DTYPE = sys.argv[1]
 # MXNet's convolutions do not support float16 on the CPU, so other operators replace them.
@@ -44,8 +44,7 @@ def type_name(dtype):
 def train(norm, mode, devices, sizes, steps=40):
     net = net_of(norm)
     net.initialize(mx.init.Xavier(), ctx=devices)
-    if MODES[mode] is not None:
-        net.hybridize(**MODES[mode])
+    hybridize(net, mode)
     trainer = gluon.Trainer(
         net.collect_params(), "sgd", {"learning_rate": 0.3}, update_on_kvstore=False
     )

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from devices import context
 from dtypes import BFLOAT16
-from mxnet import autograd, gluon
+from mxnet import autograd
 from mxnet.contrib import amp
 from mxnet.gluon import nn
 from mxnets import needs_float16_amp
@@ -78,13 +78,15 @@ def test_init_before_the_package_is_imported(trained):
     assert json.loads(done.stdout)["ours whole"] == results["ours whole"]
 
 
-def net_of(norm, convolution=True):
+def net_of(convolution):
     mx.random.seed(0)
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
         if convolution:
             net.add(nn.Conv2D(4, 3, padding=1, in_channels=4))
-        net.add(nn.MaxPool2D(), norm(prefix="norm_"), nn.Activation("relu"), nn.Flatten())
+        net.add(
+            nn.MaxPool2D(), sbn.SyncBatchNorm(prefix="norm_"), nn.Activation("relu"), nn.Flatten()
+        )
     net.initialize(mx.init.Xavier(), ctx=contexts(1))
     net.hybridize()
     return net
@@ -110,9 +112,9 @@ def sbn_nodes(symbol):
     return sum(node.get("attrs", {}).get("op_type") == "GluonSyncBatchNorm" for node in nodes)
 
 
-def trained_nets(norm, convolution):
+def trained_net(convolution):
     """A net whose running statistics fit its data, and its output."""
-    net = net_of(norm, convolution)
+    net = net_of(convolution)
     for _ in range(20):
         with autograd.record():
             net(mx.nd.array(images()))
@@ -122,78 +124,60 @@ def trained_nets(norm, convolution):
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
 @pytest.mark.parametrize("dtype", TARGETS)
 @pytest.mark.parametrize("custom", [True, False], ids=["as listed", "not listed"])
-@pytest.mark.parametrize("optional", [False, True])
-def test_convert_hybrid_block(dtype, custom, optional):
-    net, expected = trained_nets(sbn.SyncBatchNorm, dtype == "bfloat16")
-    arguments = {**lists(dtype, custom), "ctx": contexts(1)[0], "cast_optional_params": optional}
-    converted = amp.convert_hybrid_block(net, **arguments)
-    assert sbn_nodes(converted._cached_graph[1]) == 1
+def test_conversions(dtype, custom, tmp_path):
+    """Of a block, and of a symbol and parameters, as for Module."""
+    net, expected = trained_net(dtype == "bfloat16")
+    x, arguments, outputs = mx.nd.array(images()), lists(dtype, custom), []
     originals = net.collect_params()
-    for name, parameter in converted.collect_params().items():
-        if "norm" in name:
-            assert_same_bits(parameter.data().asnumpy(), originals[name].data().asnumpy(), name)
-    y = converted(mx.nd.array(images()))
-    limit = {"float16": 2**-9, "bfloat16": 2**-6}[dtype]
-    assert relative_error(y.asnumpy(), expected) < limit
-    # An operator in no list keeps the dtype of its data, as nn.BatchNorm does. (Not bfloat16, which
-    # AMP casts to float32 for the layout copy on the CPU.)
-    internals = converted._cached_graph[1].get_internals()
-    types = dict(zip(internals.list_outputs(), internals.infer_type(data="float32")[1]))
-    narrow = dtype == "float16" and not custom
-    assert types["net_norm_fwd_output"] == (np.float16 if narrow else np.float32)
+    for optional in (False, True):
+        converted = amp.convert_hybrid_block(
+            net, ctx=contexts(1)[0], cast_optional_params=optional, **arguments
+        )
+        assert sbn_nodes(converted._cached_graph[1]) == 1
+        for name, parameter in converted.collect_params().items():
+            if "norm" in name:
+                assert_same_bits(parameter.data().asnumpy(), originals[name].data().asnumpy(), name)
+        outputs.append(converted(x))
+        # An operator in no list keeps the dtype of its data, as nn.BatchNorm does. (Not bfloat16,
+        # which AMP casts to float32 for the layout copy on the CPU.)
+        internals = converted._cached_graph[1].get_internals()
+        types = dict(zip(internals.list_outputs(), internals.infer_type(data="float32")[1]))
+        narrow = dtype == "float16" and not custom
+        assert types["net_norm_fwd_output"] == (np.float16 if narrow else np.float32)
 
-
-@needs_float16_amp
-@pytest.mark.filterwarnings("ignore:Cannot decide type")
-@pytest.mark.parametrize("custom", [True, False], ids=["as listed", "not listed"])
-def test_a_converted_net_trains(custom):
-    """amp.convert_hybrid_block is meant for inference, but its result can be trained."""
-    net = net_of(sbn.SyncBatchNorm, convolution=False)
-    net(mx.nd.array(images()))
-    arguments = lists("float16", custom)
-    converted = amp.convert_hybrid_block(net, ctx=contexts(1)[0], **arguments)
-    trainer = gluon.Trainer(converted.collect_params(), "sgd", {"learning_rate": 0.5})
-    losses = []
-    for _ in range(20):
-        with autograd.record():
-            loss = ((converted(mx.nd.array(images())).astype("float32") - 1) ** 2).mean()
-        loss.backward()
-        trainer.step(1)
-        losses.append(float(loss.asscalar()))
-    assert losses[-1] < 0.5 * losses[0]
-    running = converted.collect_params()["net_norm_running_mean"].data().asnumpy()
-    assert (np.abs(running) > 0.1).all()
-
-
-@pytest.mark.parametrize("dtype", TARGETS)
-@pytest.mark.parametrize("custom", [True, False], ids=["as listed", "not listed"])
-def test_convert_model(dtype, custom, tmp_path):
-    """A symbol and parameters, as for Module."""
-    net, expected = trained_nets(sbn.SyncBatchNorm, dtype == "bfloat16")
     net.export(str(tmp_path / "net"))
     model = mx.model.load_checkpoint(str(tmp_path / "net"), 0)
-    symbol, arguments, auxiliary = amp.convert_model(*model, **lists(dtype, custom))
+    symbol, weights, auxiliary = amp.convert_model(*model, **arguments)
     assert {array.dtype for array in auxiliary.values()} == {np.float32}
-    executor = symbol.simple_bind(context(), data=images().shape, grad_req="null")
-    executor.copy_params_from(arguments, auxiliary)
-    y = executor.forward(is_train=False, data=mx.nd.array(images()))[0]
+    executor = symbol.simple_bind(context(), data=x.shape, grad_req="null")
+    executor.copy_params_from(weights, auxiliary)
+    outputs += executor.forward(is_train=False, data=x)
+
     limit = {"float16": 2**-9, "bfloat16": 2**-6}[dtype]
-    assert relative_error(y.asnumpy(), expected) < limit
+    for y in outputs:
+        assert relative_error(y.asnumpy(), expected) < limit
 
 
 @needs_float16_amp
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
 def test_devices_of_a_converted_net_synchronize():
-    net = net_of(sbn.SyncBatchNorm, convolution=False)
+    """amp.convert_hybrid_block is meant for inference, but its result can be trained."""
+    net = net_of(convolution=False)
     net(mx.nd.array(images()))
-    converted = amp.convert_hybrid_block(net, ctx=contexts(2), **lists("float16", False))
-    net.collect_params().reset_ctx(contexts(2))
-    x = images(scale=2)
-    with autograd.record():
-        ys = [converted(shard) for shard in shards(x, (1, 5), contexts(2))]
-    mx.nd.waitall()
-    net.collect_params().reset_ctx(contexts(1))
-    whole = amp.convert_hybrid_block(net, ctx=contexts(1)[0], **lists("float16", False))
-    with autograd.record():
-        y = whole(mx.nd.array(x))
-    np.testing.assert_array_equal(np.concatenate([y.asnumpy() for y in ys]), y.asnumpy())
+    outputs, gradients = [], []
+    for sizes in ((6,), (1, 5)):
+        devices = contexts(len(sizes))
+        net.collect_params().reset_ctx(devices)
+        ctx = devices if len(sizes) > 1 else devices[0]
+        converted = amp.convert_hybrid_block(net, ctx=ctx, **lists("float16", False))
+        with autograd.record():
+            ys = [converted(shard) for shard in shards(images(scale=2), sizes, devices)]
+            losses = [((y.astype("float32") - 1) ** 2).sum() for y in ys]
+        autograd.backward(losses)
+        outputs.append(np.concatenate([y.asnumpy() for y in ys]))
+        beta = converted.collect_params()["net_norm_beta"]
+        gradients.append(sum(gradient.asnumpy() for gradient in beta.list_grad()))
+        for array in converted.collect_params()["net_norm_running_mean"].list_data():
+            assert (abs(array.asnumpy()) > 0.1).all()
+    np.testing.assert_array_equal(*outputs)
+    np.testing.assert_allclose(*gradients, rtol=1e-3)

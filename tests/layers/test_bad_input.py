@@ -29,7 +29,8 @@ def ends_soon():
 
 
 def layer_of(mode, devices=1, **arguments):
-    layer = sbn.SyncBatchNorm(group=sbn.SyncGroup(timeout=SOON), **{"in_channels": 3, **arguments})
+    arguments = {"in_channels": 3, "prefix": "bn_", **arguments}
+    layer = sbn.SyncBatchNorm(group=sbn.SyncGroup(timeout=SOON), **arguments)
     return prepare(layer, contexts(devices), "float32", MODES[mode])
 
 
@@ -63,41 +64,37 @@ def works_again(layer, devices=1):
 )
 def test_shapes(mode, shape, axis, words):
     layer = layer_of(mode, axis=axis)
-    with ends_soon(), pytest.raises(mx.MXNetError, match=words):
+    with ends_soon(), pytest.raises(mx.MXNetError, match=f"'bn'.*{words}"):
         train(layer, mx.nd.ones(shape))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64"])
 def test_integers(mode, dtype):
-    words = f"float16, bfloat16, float32 and float64 data. It got {dtype}. Cast the data"
+    words = f"'bn'.*bfloat16, float32 and float64 data. It got {dtype}. Cast the data"
     with ends_soon(), pytest.raises(mx.MXNetError, match=words):
         train(layer_of(mode), mx.nd.ones((2, 3), dtype=dtype))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_other_channels_on_one_device(mode):
+@pytest.mark.parametrize(
+    "shape, dtype, words",
+    [
+        ((2, 4, 4), "float32", "4 channels on axis 1.*made for 3"),
+        # Parameters of all three dtypes are float32.
+        ((2, 3, 4), "float16", "has (float32|float16) data.*Cast the data of all devices to one"),
+        ((2, 3, 4), "bfloat16", "has (float32|bfloat16) data.*Cast the data of all devices to one"),
+        # MXNet has empty arrays only with NumPy shapes.
+        ((0, 3, 4), "float32", r"\(1\): data of shape \(0, 3, 4\) holds no values.*participants"),
+        ((2, 3, 0), "float32", r"\(1\): data of shape \(2, 3, 0\) holds no values.*participants"),
+    ],
+)
+def test_other_data_on_one_device(mode, shape, dtype, words):
     layer = layer_of(mode, devices=2)
-    with ends_soon(), pytest.raises(mx.MXNetError, match="4 channels on axis 1.*made for 3"):
-        train(layer, *(mx.nd.ones((2, 3 + i, 4), ctx=context(i)) for i in range(2)))
-    works_again(layer, devices=2)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("others", ["float16", "bfloat16"])
-def test_another_dtype_on_one_device(mode, others):
-    """Parameters of all three are float32."""
-    layer = layer_of(mode, devices=2)
-    x, y = (
-        mx.nd.array(rounded(np.ones((2, 3, 4)), dtype), ctx=device, dtype=numpy_dtype(dtype))
-        for dtype, device in zip(("float32", others), contexts(2))
-    )
-    either = f"has (float32|{others}) data"
-    words = (
-        rf"{KIND}\(.\) {either}, {KIND}\(.\) {either}. Cast the data of all devices to one dtype"
-    )
-    with ends_soon(), pytest.raises(mx.MXNetError, match=words):
-        train(layer, x, y)
+    with mx.util.np_shape(True):
+        x = mx.nd.array(np.ones(shape), ctx=context(1), dtype=numpy_dtype(dtype))
+        with ends_soon(), pytest.raises(mx.MXNetError, match=words):
+            train(layer, mx.nd.ones((2, 3, 4)), x)
     works_again(layer, devices=2)
 
 
@@ -116,30 +113,6 @@ def test_other_shapes_on_one_device_are_right(mode):
         normal = (row - expected.mean(1)[:, None]) / np.sqrt(expected.var(1)[:, None] + 1e-5)
         result = array.asnumpy().swapaxes(0, 1).reshape(3, -1)
         np.testing.assert_allclose(result, normal, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_context_without_parameters(mode):
-    layer = layer_of(mode, devices=2)
-    words = rf"data on {KIND}\(2\).*parameters live on \[{KIND}\(0\), {KIND}\(1\)\].*reset_ctx"
-    with ends_soon(), pytest.raises(ValueError, match=words):
-        train(layer, *(mx.nd.ones((2, 3), ctx=context(i)) for i in (0, 2)))
-    works_again(layer, devices=2)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 3, 0)])
-def test_no_values(mode, shape):
-    """MXNet has empty arrays only with NumPy shapes."""
-    layer = layer_of(mode, devices=2)
-    words = (
-        rf"on {KIND}\(1\): data of shape \({shape[0]}, 3, {shape[2]}\) holds no values. Do not "
-        "train the net with it: .*participants"
-    )
-    with mx.util.np_shape(True):
-        with ends_soon(), pytest.raises(mx.MXNetError, match=words):
-            train(layer, mx.nd.ones((2, 3, 4)), mx.nd.zeros(shape, ctx=context(1)))
-    works_again(layer, devices=2)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -166,71 +139,64 @@ def test_no_values_in_inference(use_global_stats, shape, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_channels(mode):
+    words = r"Provided = \[3\], inferred shape=\[0\]"
     with mx.util.np_shape(True):
-        with ends_soon(), pytest.raises(
-            mx.MXNetError, match=r"Provided = \[3\], inferred shape=\[0\]"
-        ):
+        with ends_soon(), pytest.raises(mx.MXNetError, match=words):
             train(layer_of(mode), mx.nd.zeros((2, 0, 4)))
         with pytest.raises(AssertionError, match="in_channels"):
             train(layer_of(mode, in_channels=0), mx.nd.zeros((2, 0, 4)))
 
 
-@pytest.mark.parametrize("what", [None, np.ones((2, 3), "float32"), 3.0])
-def test_arguments_that_are_no_mxnet_arrays(what):
-    with pytest.raises((TypeError, ValueError), match="NDArray|Symbol"):
-        layer_of("imperative")(what)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_several_arrays_at_once(mode):
-    parts = [mx.nd.ones((2, 3), ctx=context(i)) for i in range(2)]
-    with pytest.raises(TypeError, match="with a (list|tuple) of 2: call it with one array at a"):
-        layer_of(mode, devices=2)(parts)
+@pytest.mark.parametrize(
+    "arguments, error, words",
+    [
+        ([None], TypeError, "bn was called with None: give an NDArray, such as mx.nd.array"),
+        ([np.ones((2, 3), "f")], TypeError, "bn was called with array.*: give an NDArray"),
+        ([[mx.nd.ones((2, 3))] * 2], TypeError, "with a list of 2: call it with one array at a"),
+        (
+            [mx.nd.ones((2, 3), ctx=context(5))],
+            ValueError,
+            rf"{KIND}\(5\).*parameters live on \[{KIND}\(0\), {KIND}\(1\)\].*reset_ctx",
+        ),
+    ],
+)
+@pytest.mark.parametrize("mode", ["imperative", "hybrid"])
+def test_what_is_refused_at_once(arguments, error, words, mode):
+    layer = layer_of(mode, devices=2)
+    with pytest.raises(error, match=words):
+        train(layer, *arguments)
+    works_again(layer, devices=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("shape", [(4, 3, 5, 5), (4, 3), (2, 3, 3000)])
-def test_nan_and_inf_in_x_spoil_one_channel(dtype, value, shape):
+@pytest.mark.parametrize("where", ["x", "dy"])
+def test_nan_and_inf_spoil_one_channel(where, dtype, value, shape):
     x, dy, gamma, beta = data(shape, dtype)
-    sizes, devices = (1, len(x) - 1), contexts(2)
-    clean = run(
-        prepare(sbn.SyncBatchNorm(), devices, dtype, {}, gamma, beta), x, dy, sizes, devices
-    )
-    spoilt = values(x).copy()
+    spoilt = values(x if where == "x" else dy).copy()
     spoilt[(1, 1) + (0,) * (len(shape) - 2)] = value
-    layer = prepare(sbn.SyncBatchNorm(), devices, dtype, {}, gamma, beta)
-    result = run(layer, rounded(spoilt, dtype), dy, sizes, devices)
-    # As in nn.BatchNorm. The mean of a channel with inf is inf, and its variance is NaN.
-    assert np.isnan(values(result.y)[:, 1]).all() and np.isnan(values(result.dx)[:, 1]).all()
-    assert np.isnan(result.running_var[1]) and not np.isfinite(result.running_mean[1])
+    spoilt = rounded(spoilt, dtype)
+    results = []
+    for arrays in ((x, dy), (spoilt, dy) if where == "x" else (x, spoilt)):
+        layer = prepare(sbn.SyncBatchNorm(), contexts(2), dtype, {}, gamma, beta)
+        results.append(run(layer, *arrays, (1, len(x) - 1), contexts(2)))
+    clean, result = results
+    assert not np.isfinite(values(result.dx)[:, 1]).any()
+    if where == "x":
+        # As in nn.BatchNorm. The mean of a channel with inf is inf, and its variance is NaN.
+        assert np.isnan(values(result.y)[:, 1]).all() and np.isnan(values(result.dx)[:, 1]).all()
+        assert np.isnan(result.running_var[1]) and not np.isfinite(result.running_mean[1])
+    else:
+        assert_same_bits(result.y, clean.y)
+        assert_same_bits(result.running_var, clean.running_var)
+        assert not np.isfinite(result.dgamma[1]) and not np.isfinite(result.dbeta[1])
     for channel in (0, 2):
         for field in ("y", "dx"):
             one, other = (getattr(r, field)[:, channel] for r in (result, clean))
             assert_same_bits(one, other, field)
         for field in ("dgamma", "dbeta", "running_mean", "running_var"):
             assert getattr(result, field)[channel] == getattr(clean, field)[channel], field
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_nan_and_inf_in_dy_spoil_one_channel(dtype, value):
-    x, dy, gamma, beta = data((4, 3, 5), dtype)
-    sizes, devices = (1, 3), contexts(2)
-    clean = run(
-        prepare(sbn.SyncBatchNorm(), devices, dtype, {}, gamma, beta), x, dy, sizes, devices
-    )
-    spoilt = values(dy).copy()
-    spoilt[2, 1, 0] = value
-    layer = prepare(sbn.SyncBatchNorm(), devices, dtype, {}, gamma, beta)
-    result = run(layer, x, rounded(spoilt, dtype), sizes, devices)
-    assert_same_bits(result.y, clean.y)
-    assert_same_bits(result.running_var, clean.running_var)
-    assert not np.isfinite(values(result.dx)[:, 1]).any()
-    assert not np.isfinite(result.dgamma[1]) and not np.isfinite(result.dbeta[1])
-    for channel in (0, 2):
-        assert_same_bits(result.dx[:, channel], clean.dx[:, channel])
-        assert result.dgamma[channel] == clean.dgamma[channel]
 
 
 def test_training_goes_on_after_nan():

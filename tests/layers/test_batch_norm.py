@@ -17,7 +17,7 @@ from gluon_syncbn.layers.operator import Settings
 from mxnet import autograd
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
-from runs import MODES, contexts, prepare, run
+from runs import MODES, contexts, hybridize, prepare, run, shards
 from tolerances import assert_close, assert_same_bits
 
 KINDS = {
@@ -81,40 +81,25 @@ def test_the_same_results_as_batch_norm_on_one_device(mode):
 @pytest.mark.parametrize("saved", KINDS)
 @pytest.mark.parametrize("loaded", KINDS)
 def test_files_of_each_kind_load_into_each(saved, loaded, tmp_path):
+    """Into nets, and into graphs as a SymbolBlock takes them."""
     x = mx.nd.random.normal(shape=(2, 3, 8, 8))
     source, target = net_of(KINDS[saved]), net_of(KINDS[loaded])
-    source.initialize(mx.init.Normal(0.5))
-    source(x)
-    source[1].running_mean.set_data(mx.nd.arange(4) / 10)
-    source[1].running_var.set_data(1 + mx.nd.arange(4))
-    expected = source(x).asnumpy()
-    source.save_parameters(str(tmp_path / "net.params"))
-    target.load_parameters(str(tmp_path / "net.params"), ctx=context())
-    assert_close(target(x).asnumpy(), expected, "float32")
-    source.collect_params().save(str(tmp_path / "collected.params"))
-    target.collect_params().load(str(tmp_path / "collected.params"))
-    assert_close(target(x).asnumpy(), expected, "float32")
-
-
-@pytest.mark.parametrize("saved", KINDS)
-@pytest.mark.parametrize("graph", KINDS)
-def test_a_graph_of_each_kind_takes_the_file_of_each(saved, graph, tmp_path):
-    """As a SymbolBlock: the graph of one net, the parameters that another exported."""
-    x = mx.nd.random.normal(shape=(2, 3, 8, 8))
-    for kind in {saved, graph}:
-        net = net_of(KINDS[kind])
+    for net in (target, source):
         net.initialize(mx.init.Normal(0.5))
         net.hybridize()
         net(x)
-        net[1].running_mean.set_data(mx.nd.arange(4) / 10)
-        net[1].running_var.set_data(1 + mx.nd.arange(4))
-        net.export(str(tmp_path / kind))
-        if kind == saved:
-            expected = net(x).asnumpy()
-    loaded = mx.gluon.SymbolBlock.imports(
-        str(tmp_path / f"{graph}-symbol.json"), ["data"], str(tmp_path / f"{saved}-0000.params")
+    target.export(str(tmp_path / "target"))
+    source[1].running_mean.set_data(mx.nd.arange(4) / 10)
+    source[1].running_var.set_data(1 + mx.nd.arange(4))
+    expected = source(x).asnumpy()
+    source.export(str(tmp_path / "source"))
+    source.save_parameters(str(tmp_path / "net.params"))
+    target.load_parameters(str(tmp_path / "net.params"), ctx=context())
+    graph = mx.gluon.SymbolBlock.imports(
+        str(tmp_path / "target-symbol.json"), ["data"], str(tmp_path / "source-0000.params")
     )
-    assert_close(loaded(x).asnumpy(), expected, "float32")
+    for net in (target, graph):
+        assert_close(net(x).asnumpy(), expected, "float32")
 
 
 def test_a_checkpoint_of_two_devices_is_that_of_one(tmp_path):
@@ -126,29 +111,6 @@ def test_a_checkpoint_of_two_devices_is_that_of_one(tmp_path):
         files.append(tmp_path / f"{count}.params")
         layer.save_parameters(str(files[-1]))
     assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_deferred_initialization_inside_a_net():
-    for mode in MODES.values():
-        net = net_of(sbn.SyncBatchNorm)
-        net.initialize(ctx=contexts(2))
-        if mode is not None:
-            net.hybridize(**mode)
-        with autograd.record():
-            losses = [net(mx.nd.ones((2, 3, 8, 8), ctx=device)).sum() for device in contexts(2)]
-        autograd.backward(losses)
-        assert net[1].gamma.shape == (4,)
-        assert "in_channels=4" in repr(net[1])
-
-
-def test_cast_there_and_back():
-    layer = prepare(sbn.SyncBatchNorm(in_channels=3), contexts(2))
-    x = np.random.default_rng(0).standard_normal((4, 3)).astype("float64")
-    layer.cast("float64")
-    result = run(layer, x, x, (1, 3), contexts(2))
-    assert result.y.dtype == np.float64
-    layer.cast("float32")
-    assert run(layer, x.astype("float32"), x.astype("float32"), (1, 3), contexts(2)).y.dtype == "f"
 
 
 @pytest.mark.parametrize(
@@ -173,37 +135,51 @@ def test_mixed_dtypes_say_what_to_cast(dtype, cast_to, parameters, remedy):
     assert layer(x).dtype == x.dtype
 
 
+INPLACE = {"activation": "leaky_relu", "inplace": True}
+
+
 @pytest.mark.parametrize(
-    "arguments",
+    "arguments, message",
     [
-        {"num_devices": 0},
-        {"num_devices": 1.5},
-        {"num_devices": "two"},
-        {"num_devices": float("nan")},
-        {"num_devices": True},
-        *({"in_channels": value} for value in (-1, float("nan"), "x", 3.5, None, True)),
-        *({name: np.ones(2)} for name in ("center", "scale", "use_global_stats", "inplace")),
-        {"center": "False"},
-        {"activation": np.ones(2)},
-        {"running_variance": np.ones(2)},
-        {"group": "all"},
-        {"epsilon": -1},
-        {"momentum": "0.9"},
-        {"momentum": True},
-        {"momentum": 1.5},
-        {"epsilon": float("inf")},
-        {"axis": "x"},
-        {"axis": 1.0},
-        {"axis": True},
-        {"axis": None},
-        {"axis": 5},
-        {"axis": -6},
+        *(({"num_devices": value}, None) for value in (0, 1.5, "two", float("nan"), True)),
+        *(({"in_channels": value}, None) for value in (-1, float("nan"), "x", 3.5, None, True)),
+        *(({name: np.ones(2)}, None) for name in ("center", "scale", "use_global_stats")),
+        *(({name: np.ones(2)}, None) for name in ("inplace", "activation", "running_variance")),
+        *(({"running_variance": value}, None) for value in ("Unbiased", None, True)),
+        *(({"epsilon": value}, None) for value in (-1, float("inf"))),
+        *(({"momentum": value}, None) for value in ("0.9", True, 1.5)),
+        *(({"axis": value}, None) for value in ("x", 1.0, True, None, 5, -6)),
+        *(({"slope": value}, None) for value in (-0.1, float("nan"), "0.1")),
+        ({"center": "False"}, None),
+        ({"group": "all"}, None),
+        ({"activation": "gelu"}, "activation is 'gelu': give None, 'relu' or 'leaky_relu'"),
+        ({"axis": 64}, "Or in_channels=64, which contrib's SyncBatchNorm takes first"),
+        ({"inplace": True}, "inplace=True came with activation=None"),
+        ({"inplace": True, "activation": "relu"}, "inplace=True came with activation='relu'"),
+        ({**INPLACE, "slope": 0}, "slope=0"),
+        ({**INPLACE, "epsilon": 0}, "epsilon=0"),
     ],
 )
-def test_invalid_arguments(arguments):
-    ((name, value),) = arguments.items()
-    with pytest.raises(ValueError, match=re.escape(f"{name} is {value!r}: give ")):
+def test_invalid_arguments(arguments, message):
+    if message is None:
+        ((name, value),) = arguments.items()
+        message = f"{name} is {value!r}: give "
+    with pytest.raises(ValueError, match=re.escape(message)):
         sbn.SyncBatchNorm(**arguments)
+
+
+@pytest.mark.parametrize(
+    "argument, words",
+    [
+        ("num_device", "'num_device': 'num_devices' may be meant"),
+        ("ndev", "'ndev': 'num_devices' may be meant"),
+        ("eps", "'eps': 'epsilon' may be meant"),
+        ("name", "no argument 'name'"),
+    ],
+)
+def test_misspelled_arguments(argument, words):
+    with pytest.raises(TypeError, match=words):
+        sbn.SyncBatchNorm(**{argument: 1})
 
 
 def test_numbers_and_flags_of_other_types():
@@ -229,42 +205,32 @@ class Shared(mx.gluon.HybridBlock):
 @pytest.mark.parametrize("mode", MODES)
 def test_one_layer_in_several_places_with_several_shapes(mode):
     """Each call has separate statistics, and the gradients of all calls are added."""
-    shapes = [(4, 3, 16, 16), (4, 3, 8, 8), (4, 3, 4, 4), (4, 3, 8, 8), (4, 3, 2, 2)]
     generator = np.random.default_rng(0)
-    whole = [generator.standard_normal(shape).astype("float32") for shape in shapes]
+    whole = [generator.standard_normal((4, 3, n, n)).astype("float32") for n in (16, 8, 4, 8, 2)]
     results = []
     for sizes in ((4,), (1, 3), (2, 1, 1)):
         devices = contexts(len(sizes))
         mx.random.seed(3)
         net = Shared()
         net.initialize(mx.init.Xavier(), ctx=devices)
-        if MODES[mode] is not None:
-            net.hybridize(**MODES[mode])
-        edges = np.cumsum([0, *sizes])
+        hybridize(net, mode)
+        levels = [shards(level, sizes, devices) for level in whole]
         for _ in range(3):
             with autograd.record():
-                outputs = [
-                    net(*(mx.nd.array(level[start:stop], ctx=device) for level in whole))
-                    for start, stop, device in zip(edges, edges[1:], devices)
-                ]
-                losses = [sum((y * y * y).sum() for y in levels) for levels in outputs]
+                outputs = [net(*inputs) for inputs in zip(*levels)]
+                losses = [sum((y * y * y).sum() for y in ys) for ys in outputs]
             autograd.backward(losses)
         mx.nd.waitall()
-        ys = [np.concatenate([o[i].asnumpy() for o in outputs]) for i in range(len(shapes))]
-        statistics = [
-            p.data(devices[0]).asnumpy() for p in (net.norm.running_mean, net.norm.running_var)
-        ]
-        gradient = sum(
-            net.norm.gamma.grad(device).asnumpy().astype("float64") for device in devices
-        )
-        results.append((ys, statistics, gradient))
-    for ys, statistics, gradient in results[1:]:
+        norm = net.norm
+        ys = [np.concatenate([y.asnumpy() for y in parts]) for parts in zip(*outputs)]
+        statistics = [p.data(devices[0]).asnumpy() for p in (norm.running_mean, norm.running_var)]
+        gradient = sum(array.asnumpy().astype("float64") for array in norm.gamma.list_grad())
+        results.append(([*ys, *statistics], gradient))
+    for arrays, gradient in results[1:]:
         # The last bits of the convolution depend on its batch size.
-        for y, expected in zip(ys, results[0][0]):
-            assert_close(y, expected, "float32")
-        for value, expected in zip(statistics, results[0][1]):
-            assert_close(value, expected, "float32")
-        np.testing.assert_allclose(gradient, results[0][2], rtol=1e-4, atol=1e-3)
+        for array, expected in zip(arrays, results[0][0]):
+            assert_close(array, expected, "float32")
+        np.testing.assert_allclose(gradient, results[0][1], rtol=1e-4, atol=1e-3)
 
 
 class TwoPlaces(mx.gluon.HybridBlock):
@@ -351,20 +317,6 @@ def test_a_device_that_is_named_twice_counts_once():
         layer(mx.nd.ones((2, 1))).wait_to_read()
 
 
-def test_running_statistics_are_updated_in_forward_only():
-    layer = prepare(sbn.SyncBatchNorm(in_channels=1), contexts(1))
-    x = mx.nd.array([[1.0], [3.0]])
-    x.attach_grad()
-    with autograd.record():
-        y = layer(x)
-    expected = layer.running_mean.data().asnumpy()
-    np.testing.assert_allclose(expected, [0.2])
-    y.backward(retain_graph=True)
-    y.backward()
-    x.grad.wait_to_read()
-    assert_same_bits(layer.running_mean.data().asnumpy(), expected)
-
-
 def test_backward_uses_the_mode_of_its_forward():
     """And not the train_mode of autograd.backward."""
     x = np.random.default_rng(0).standard_normal((4, 3)).astype("float32")
@@ -378,25 +330,6 @@ def test_backward_uses_the_mode_of_its_forward():
         y.backward(mx.nd.array(x**2), train_mode=train_mode)
         gradients.append(array.grad.asnumpy())
     assert_same_bits(gradients[1], gradients[0])
-
-
-def test_repr():
-    layer = sbn.SyncBatchNorm(momentum=0.8, in_channels=16)
-    layer.initialize(ctx=contexts(2))
-    text = repr(layer)
-    for word in (
-        "SyncBatchNorm(",
-        "axis=1",
-        "momentum=0.8",
-        "in_channels=16",
-        f"{KIND}(0)",
-        f"{KIND}(1)",
-    ):
-        assert word in text
-    assert "num_devices=3" in repr(sbn.SyncBatchNorm(num_devices=3))
-    deferred = sbn.SyncBatchNorm()
-    deferred.initialize(ctx=contexts(2))
-    assert f"devices=['{KIND}(0)', '{KIND}(1)']" in repr(deferred)
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
@@ -414,23 +347,6 @@ def test_a_copied_net_synchronizes_separately(clone):
     other.collect_params().reset_ctx(contexts(1))
     assert other[1]._layer.devices == (f"{KIND}(0)",)
     assert net[1]._layer.devices == (f"{KIND}(0)", f"{KIND}(1)")
-
-
-def test_symbols_and_export(tmp_path):
-    net = net_of(sbn.SyncBatchNorm)
-    net.initialize()
-    net.hybridize()
-    x = mx.nd.random.normal(shape=(2, 3, 8, 8))
-    expected = net(x).asnumpy()
-    symbol = net(mx.sym.var("data"))
-    assert {"net_syncbatchnorm0_running_mean", "net_syncbatchnorm0_running_var"} <= set(
-        symbol.list_auxiliary_states()
-    )
-    net.export(str(tmp_path / "net"))
-    loaded = mx.gluon.SymbolBlock.imports(
-        str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
-    )
-    assert_same_bits(loaded(x).asnumpy(), expected)
 
 
 def test_invalid_attributes_are_an_error():

@@ -9,9 +9,8 @@ from dtypes import BFLOAT16, numpy_dtype, rounded, values
 from gluon_syncbn.layers.operator import sync_batch_norm
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
-from mxnets import needs_float16_amp
-from runs import MODES, contexts, prepare, run, shards
-from test_numerics import check, data
+from runs import MODES, contexts, hybridize, prepare, run, shards
+from test_numerics import data
 from tolerances import RELATIVE, assert_close, assert_same_bits, relative_error
 
 HALVES = ["float16", "bfloat16"]
@@ -42,24 +41,6 @@ def test_cast_before_parameters_exist(dtype, before):
         layer.cast(numpy_dtype(dtype))
     x, dy, gamma, beta = data((4, 3, 5), dtype)
     assert run(layer, x, dy, (1, 3), contexts(2)).y.dtype == numpy_dtype(dtype)
-
-
-def test_a_net_that_was_cast_takes_float16_as_batch_norm_does():
-    """By net.cast('float16'), the usual way to use float16."""
-    x = np.random.default_rng(0).standard_normal((4, 3, 6, 6)).astype("float16")
-    outputs = []
-    for kind in (sbn.SyncBatchNorm, nn.BatchNorm):
-        net = nn.HybridSequential()
-        net.add(kind(in_channels=3), nn.Activation("relu"), nn.MaxPool2D(), kind(in_channels=3))
-        net.initialize()
-        net.cast("float16")
-        net.hybridize()
-        with autograd.record():
-            y = net(mx.nd.array(x, dtype="float16"))
-        assert y.dtype == np.float16
-        outputs.append(y.asnumpy().astype("float64"))
-    # Each layer of each net rounds once.
-    np.testing.assert_allclose(outputs[0], outputs[1], rtol=4e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -161,8 +142,7 @@ def test_a_trainer_for_float16(mode, multi_precision):
     net.add(Weighted(3), sbn.SyncBatchNorm(in_channels=3), Weighted(3), sbn.SyncBatchNorm())
     net.initialize(ctx=devices)
     net.cast("float16")
-    if MODES[mode] is not None:
-        net.hybridize(**MODES[mode])
+    hybridize(net, mode)
     optimizer = {"learning_rate": 0.1, "momentum": 0.9, "multi_precision": multi_precision}
     trainer = gluon.Trainer(net.collect_params(), "sgd", optimizer)
     generator = np.random.default_rng(0)
@@ -186,68 +166,6 @@ def test_a_trainer_for_float16(mode, multi_precision):
         first, second = (array.asnumpy() for array in parameter.list_data())
         assert first.dtype == (np.float16 if weight else np.float32)
         assert_same_bits(first, second, parameter.name)
-
-
-class Mixed(mx.gluon.HybridBlock):
-    """float32, then a 16-bit type, then float32, as in mixed precision."""
-
-    def __init__(self, dtype):
-        super().__init__()
-        self.dtype = numpy_dtype(dtype)
-        self.conv = nn.Conv2D(4, 3, in_channels=3)
-        self.wide, self.narrow = sbn.SyncBatchNorm(), sbn.SyncBatchNorm()
-        self.narrow.cast(self.dtype)
-        self.dense = nn.Dense(2)
-
-    def hybrid_forward(self, F, x):
-        x = self.wide(self.conv(x))
-        x = self.narrow(F.amp_cast(x, dtype=self.dtype))
-        return self.dense(F.amp_cast(x, dtype="float32"))
-
-
-@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=needs_float16_amp), "bfloat16"])
-def test_a_net_of_float32_and_16_bit_parts(dtype):
-    x = np.random.default_rng(0).standard_normal((6, 3, 8, 8)).astype("float32")
-    results = []
-    for mode in MODES.values():
-        mx.random.seed(0)
-        net = Mixed(dtype)
-        net.initialize(mx.init.Xavier(), ctx=contexts(2))
-        if mode is not None:
-            net.hybridize(**mode)
-        with autograd.record():
-            ys = [net(shard) for shard in shards(x, (2, 4), contexts(2))]
-            losses = [(y**2).sum() for y in ys]
-        autograd.backward(losses)
-        mx.nd.waitall()
-        gradient = sum(net.conv.weight.grad(device).asnumpy() for device in contexts(2))
-        results.append((np.concatenate([y.asnumpy() for y in ys]), gradient))
-        convolved = net.conv(mx.nd.array(x)).asnumpy().astype("float64")
-        normal = reference.forward(convolved, np.ones(4), np.zeros(4)).y
-        again = reference.forward(normal, np.ones(4), np.zeros(4)).y
-        expected = net.dense(mx.nd.array(again.astype("float64"))).asnumpy()
-        limit = {"float16": 2**-9, "bfloat16": 2**-6}[dtype]
-        assert relative_error(results[-1][0], expected) < limit
-    for y, gradient in results[1:]:
-        assert_close(y, results[0][0], "float32")
-        assert_close(gradient, results[0][1], "float32")
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_a_saved_net_loads_in_a_16_bit_type(dtype, tmp_path):
-    x, dy, gamma, beta = data((4, 3, 5), "float32")
-    layer = prepare(sbn.SyncBatchNorm(prefix="bn_"), contexts(1), "float32", None, gamma, beta)
-    run(layer, x, dy, (4,), contexts(1))
-    layer.save_parameters(str(tmp_path / "bn.params"))
-    other = sbn.SyncBatchNorm(prefix="bn_", in_channels=3)
-    other.cast(numpy_dtype(dtype))
-    other.load_parameters(str(tmp_path / "bn.params"), ctx=contexts(2))
-    small, gradient, _, _ = data((4, 3, 5), dtype)
-    result = run(other, small, gradient, (1, 3), contexts(2))
-    expected = 0.9 * layer.running_mean.data().asnumpy() + 0.1 * values(small).astype(
-        "float64"
-    ).mean((0, 2))
-    np.testing.assert_allclose(result.running_mean, expected, rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
@@ -278,10 +196,3 @@ def test_the_number_of_batches_is_not_counted_in_float16():
     with pytest.raises(mx.MXNetError, match="num_batches_tracked is of dtype float16 and must"):
         with autograd.train_mode():
             layer(mx.nd.ones((2, 3))).wait_to_read()
-
-
-def test_against_the_reference_in_many_channels_and_one_pixel():
-    for dtype in HALVES:
-        x, dy, gamma, beta = data((3, 2500), dtype)
-        layer = prepare(sbn.SyncBatchNorm(), contexts(2), dtype, {}, gamma, beta)
-        check(run(layer, x, dy, (1, 2), contexts(2)), x, dy, gamma, beta, dtype)

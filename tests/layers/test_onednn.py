@@ -1,6 +1,8 @@
 """The layer between convolutions on the CPU, whose oneDNN temporaries MXNet frees while
 asynchronous operators still use them."""
 
+import json
+
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
@@ -9,7 +11,7 @@ from gluon_syncbn import native
 from gluon_syncbn.layers.operator import sync_batch_norm
 from mxnet import autograd
 from mxnet.gluon import nn
-from runs import MODES, contexts
+from runs import MODES, contexts, hybridize
 from tolerances import assert_same_bits
 
 STEPS = 50
@@ -21,47 +23,37 @@ class Block(nn.HybridBlock):
     """Convolutions on both sides, a branch, and 16 channels, for which oneDNN chooses a blocked
     layout."""
 
-    def __init__(self, **arguments):
+    def __init__(self):
         super().__init__()
         self.before = nn.Conv2D(16, 3, padding=1, in_channels=16)
-        self.norm = sbn.SyncBatchNorm(in_channels=16, **arguments)
+        self.norm = sbn.SyncBatchNorm(in_channels=16)
         self.after = nn.Conv2D(16, 3, padding=1, in_channels=16)
-        self.second = sbn.SyncBatchNorm(in_channels=16, **arguments)
+        self.second = sbn.SyncBatchNorm(in_channels=16)
 
     def hybrid_forward(self, F, x):
         return x + self.second(self.after(F.relu(self.norm(self.before(x)))))
 
 
 def steps(mode, count=STEPS, devices=1):
-    """The bits of 50 equal steps: losses, input gradients and parameter gradients."""
+    """The bits of equal steps: losses, input gradients and parameter gradients."""
     mx.random.seed(5)
     net = nn.HybridSequential()
-    net.add(
-        nn.Conv2D(16, 3, padding=1, in_channels=3),
-        Block(),
-        Block(),
-        nn.Conv2D(4, 3, in_channels=16),
-    )
+    net.add(nn.Conv2D(16, 3, padding=1, in_channels=3), Block(), Block())
+    net.add(nn.Conv2D(4, 3, in_channels=16))
     net.initialize(mx.init.Xavier(), ctx=contexts(devices))
-    if MODES[mode] is not None:
-        net.hybridize(**MODES[mode])
+    hybridize(net, mode)
     generator = np.random.default_rng(0)
     xs = [mx.nd.array(generator.standard_normal((2, 3, 24, 24)), ctx=c) for c in contexts(devices)]
     for x in xs:
         x.attach_grad()
+    trained = [p for p in net.collect_params().values() if p.grad_req != "null"]
     results = []
     for _ in range(count):
         with autograd.record():
             losses = [net(x).square().sum() for x in xs]
         autograd.backward(losses)
-        parameters = net.collect_params().values()
-        gradients = [
-            p.grad(c).asnumpy()
-            for p in parameters
-            if p.grad_req != "null"
-            for c in contexts(devices)
-        ]
-        results.append([a.asnumpy() for a in losses] + [x.grad.asnumpy() for x in xs] + gradients)
+        gradients = [gradient for p in trained for gradient in p.list_grad()]
+        results.append([a.asnumpy() for a in (*losses, *(x.grad for x in xs), *gradients)])
     mx.nd.waitall()
     return results
 
@@ -97,17 +89,13 @@ def test_without_layout_copies_bits_differ(monkeypatch):
 def test_layout_copies_are_in_the_graph_only_on_the_cpu(monkeypatch):
     layer = sbn.SyncBatchNorm(in_channels=3)
     layer.initialize(ctx=contexts(2))
-    operators = [node["op"] for node in _nodes(layer(mx.sym.var("x")))]
-    assert operators.count("SwapAxis") == 2
+
+    def operators():
+        return [node["op"] for node in json.loads(layer(mx.sym.var("x")).tojson())["nodes"]]
+
+    assert operators().count("SwapAxis") == 2
     monkeypatch.setattr(layer._layer, "contexts", lambda: [mx.gpu(0)])
-    operators = [node["op"] for node in _nodes(layer(mx.sym.var("x")))]
-    assert "SwapAxis" not in operators and "Custom" in operators
-
-
-def _nodes(symbol):
-    import json
-
-    return json.loads(symbol.tojson())["nodes"]
+    assert "SwapAxis" not in operators() and "Custom" in operators()
 
 
 @pytest.mark.parametrize("training", [True, False])

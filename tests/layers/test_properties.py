@@ -77,7 +77,7 @@ def make(case):
         return rounded(generator.standard_normal(shape) * std + mean, dtype)
 
     x = normal(case.shape, case.offset, case.spread, case.dtype)
-    gamma = normal((channels,), 1, 0.5, parameters) if case.scale else np.ones(channels, parameters)
+    gamma = normal((channels,), 1, 0.5, parameters)
     beta = normal((channels,), 0, 2, parameters) if case.center else np.zeros(channels, parameters)
     mean = normal((channels,), case.offset, case.spread, parameters)
     variance = (case.spread * (0.5 + generator.random(channels))).astype(parameters) ** 2
@@ -154,6 +154,7 @@ def check_against_reference(case, result, x, dy, gamma, beta, mean, variance):
     # near the mean.
     offset = np.longdouble(case.offset)
     x, dy = values(x).astype(np.longdouble) - offset, values(dy).astype(np.longdouble)
+    gamma = gamma if case.scale else np.ones_like(gamma)
     given_ones = case.statistics != "batch"
     constants = {"mean": mean - offset, "variance": variance} if given_ones else {}
     common = {"epsilon": case.epsilon, "axis": case.axis, **constants}
@@ -216,16 +217,12 @@ def check_against_reference(case, result, x, dy, gamma, beta, mean, variance):
             assert_same_bits(values_on_device, running[0], name)
 
 
-@pytest.mark.long
-@settings(
-    max_examples=800,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
+COMMON = settings(
+    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
-@given(cases())
-def test_any_layer_on_any_data(case):
+
+
+def check(case):
     arrays = make(case)
     result = outcome(case, case.sizes, case.requests, *arrays)
     assert result.y.dtype == numpy_dtype(case.dtype) and result.y.shape == case.shape
@@ -239,3 +236,16 @@ def test_any_layer_on_any_data(case):
         if request == "write":
             assert_same_bits(gradient, whole.dx[0][start : start + count], "dx")
         start += count
+
+
+@settings(COMMON, max_examples=150)
+@given(cases())
+def test_any_layer_on_any_data(case):
+    check(case)
+
+
+@pytest.mark.long
+@settings(COMMON, max_examples=800)
+@given(cases())
+def test_many_more_layers(case):
+    check(case)

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from mxnet import autograd
 from mxnet.gluon import nn
-from runs import MODES, contexts
+from runs import MODES, contexts, hybridize
 from tolerances import assert_same_bits
 
 
@@ -50,8 +50,7 @@ def test_random_nets(seed):
     net = RandomNet(generator)
     net.initialize(mx.init.Xavier(), ctx=devices)
     mode = list(MODES)[seed % len(MODES)]
-    if MODES[mode] is not None:
-        net.hybridize(**MODES[mode])
+    hybridize(net, mode)
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01})
     for step in range(60):
         xs = [
@@ -91,8 +90,7 @@ def test_memory_stays_flat(mode):
     for _ in range(5):
         net.add(sbn.SyncBatchNorm(in_channels=3))
     net.initialize(ctx=devices)
-    if MODES[mode] is not None:
-        net.hybridize(**MODES[mode])
+    hybridize(net, mode)
     xs = [mx.nd.ones((2, 3, 4, 4), ctx=device) for device in devices]
 
     def steps(count):

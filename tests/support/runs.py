@@ -39,6 +39,12 @@ def contexts(count):
     return [context(i) for i in range(count)]
 
 
+def hybridize(block, mode):
+    """As one of MODES says."""
+    if MODES[mode] is not None:
+        block.hybridize(**MODES[mode])
+
+
 def prepare(block, devices, dtype="float32", mode=None, gamma=None, beta=None):
     """Initializes a layer on `devices`, with these values of gamma and beta."""
     block.initialize(ctx=devices)

@@ -1,5 +1,6 @@
 """Trainings of the examples in processes of their own, and what they leave."""
 
+import contextlib
 import csv
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import pytest
 from example_modules import EXAMPLES, ROOT
 
 
@@ -39,6 +41,22 @@ class Example:
         assert done.status == 0, done.err
         return done
 
+    def options(self, *arguments):
+        return self._modules.train.parse(list(map(str, arguments)))
+
+    def open_data(self, *arguments):
+        """(names, training, validation)."""
+        return self._modules.data.open_data(self.options(*arguments))
+
+    @contextlib.contextmanager
+    def refuses(self, words):
+        """Checks that an InputError is raised, one line with all these words."""
+        with pytest.raises(self._modules.train.InputError) as caught:
+            yield
+        text = str(caught.value)
+        assert "\n" not in text
+        assert all(word in text for word in words), text
+
     def load(self, folder, name="last"):
         """(state, arrays) of a checkpoint."""
         return self._modules.data.RUNS.load(folder / "checkpoints" / f"{name}.npz")
@@ -61,3 +79,8 @@ def wait_for(path, process):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     raise AssertionError(f"there is no {path}")
+
+
+def cut(path):
+    """Damages a file."""
+    path.write_bytes(path.read_bytes()[:-200])

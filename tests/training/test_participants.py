@@ -12,7 +12,7 @@ import reference
 from devices import KIND, context
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
-from runs import MODES, contexts
+from runs import MODES, contexts, hybridize
 from tolerances import assert_close, assert_same_bits
 
 # Batch sizes on four devices. Some batches are too small for all of them.
@@ -28,8 +28,7 @@ class Training:
             self.net.add(self.norm, nn.Dense(3, in_units=5))
         mx.random.seed(0)
         self.net.initialize(mx.init.Xavier(), ctx=self.devices)
-        if MODES[mode] is not None:
-            self.net.hybridize(**MODES[mode])
+        hybridize(self.net, mode)
         self.trainer = gluon.Trainer(
             self.net.collect_params(), "sgd", {"learning_rate": 0.01, "momentum": 0.9}
         )
@@ -61,6 +60,22 @@ class Training:
         return found
 
 
+def layer_on(count, **arguments):
+    layer = sbn.SyncBatchNorm(**{"in_channels": 2, **arguments})
+    layer.initialize(ctx=contexts(count))
+    return layer
+
+
+def check_all_take_part(layer, count):
+    # MXNet reports one error at a time.
+    for _ in range(count):
+        with contextlib.suppress(mx.MXNetError):
+            mx.nd.waitall()
+    with autograd.train_mode():
+        ys = [layer(mx.nd.full((1, 2), i, ctx=device)) for i, device in enumerate(contexts(count))]
+    assert all(np.isfinite(y.asnumpy()).all() for y in ys)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("arguments", [{}, {"momentum": None}, {"num_devices": 4}])
 def test_a_training_as_on_one_device(mode, arguments):
@@ -85,8 +100,7 @@ def test_a_step_of_all_devices_does_not_wait(monkeypatch):
 
 
 def test_arrays_instead_of_devices():
-    layer = sbn.SyncBatchNorm(in_channels=2, momentum=0)
-    layer.initialize(ctx=contexts(3))
+    layer = layer_on(3, momentum=0)
     xs = [mx.nd.full((2, 2), i, ctx=device) for i, device in enumerate(contexts(2))]
     with sbn.participants(xs), autograd.train_mode():
         for x in xs:
@@ -96,8 +110,7 @@ def test_arrays_instead_of_devices():
 
 
 def test_groups_of_idle_devices_keep_their_statistics():
-    layer = sbn.SyncBatchNorm(in_channels=1, momentum=0, group=sbn.SyncGroup(group_size=2))
-    layer.initialize(ctx=contexts(6))
+    layer = layer_on(6, in_channels=1, momentum=0, group=sbn.SyncGroup(group_size=2))
     with sbn.participants(contexts(3)), autograd.train_mode():
         for number, device in enumerate(contexts(3)):
             layer(mx.nd.full((1, 1), number + 1, ctx=device))
@@ -107,8 +120,7 @@ def test_groups_of_idle_devices_keep_their_statistics():
 
 def test_the_backward_of_a_step_may_come_later():
     """It waits for the devices of its forward, even after a later forward on all devices."""
-    layer = sbn.SyncBatchNorm(in_channels=5)
-    layer.initialize(ctx=contexts(3))
+    layer = layer_on(3, in_channels=5)
     x = np.random.default_rng(0).standard_normal((6, 5)).astype("float32")
     dy = np.random.default_rng(1).standard_normal((6, 5)).astype("float32")
     xs = [mx.nd.array(x[2 * i : 2 * i + 2], ctx=contexts(3)[i]) for i in range(3)]
@@ -127,56 +139,47 @@ def test_the_backward_of_a_step_may_come_later():
     mx.nd.waitall()
 
 
-def test_a_missing_participant():
-    group = sbn.SyncGroup(timeout=1)
-    layer = sbn.SyncBatchNorm(in_channels=2, group=group)
-    layer.initialize(ctx=contexts(4))
-    with pytest.raises(mx.MXNetError, match=rf"Came: {KIND}\(0\). Missing: {KIND}\(2\)\."):
+@pytest.mark.parametrize(
+    "used, words",
+    [
+        ([0], rf"Came: {KIND}\(0\). Missing: {KIND}\(2\)\."),
+        ([0, 2, 1], rf"called on {KIND}\(1\).*are {KIND}\(2\), {KIND}\(0\)"),
+    ],
+)
+def test_other_devices_than_the_participants(used, words):
+    layer = layer_on(4, group=sbn.SyncGroup(timeout=1))
+    with pytest.raises(mx.MXNetError, match=words):
         with sbn.participants([context(2), context(0)]), autograd.train_mode():
-            layer(mx.nd.ones((2, 2)))
+            for i in used:
+                layer(mx.nd.ones((2, 2), ctx=context(i)))
     check_all_take_part(layer, 4)
 
 
-def test_a_device_that_is_no_participant():
-    layer = sbn.SyncBatchNorm(in_channels=2)
-    layer.initialize(ctx=contexts(3))
-    with pytest.raises(
-        mx.MXNetError, match=rf"called on {KIND}\(2\).*are {KIND}\(0\), {KIND}\(1\)"
-    ):
-        with sbn.participants(contexts(2)), autograd.train_mode():
-            for device in contexts(3):
-                layer(mx.nd.ones((2, 2), ctx=device))
+@pytest.mark.parametrize("devices", [[], None, f"{KIND}(0)", [context(0), 1]])
+def test_invalid_participants(devices):
+    with pytest.raises(ValueError, match="give the contexts that have data"):
+        sbn.participants(devices)
+
+
+@pytest.mark.parametrize("trainer", [mx.optimizer.SGD(), "sgd"])
+@pytest.mark.parametrize("function", [sbn.participants, sbn.distributed.join])
+def test_an_argument_that_is_no_trainer(function, trainer):
+    with pytest.raises(TypeError, match="give the mxnet.gluon.Trainer"):
+        function(contexts(1), trainer)
+
+
+def test_no_participants_inside_others():
+    layer = layer_on(3)
+    with sbn.participants(contexts(2)):
+        with pytest.raises(ValueError, match="leave the outer one first"):
+            with sbn.participants(contexts(1)):
+                pass
     check_all_take_part(layer, 3)
 
 
-def check_all_take_part(layer, count):
-    # MXNet reports one error at a time.
-    for _ in range(count):
-        try:
-            mx.nd.waitall()
-        except mx.MXNetError:
-            pass
-    with autograd.train_mode():
-        ys = [layer(mx.nd.full((1, 2), i, ctx=device)) for i, device in enumerate(contexts(count))]
-    assert all(np.isfinite(y.asnumpy()).all() for y in ys)
-
-
-def test_an_error_inside_is_not_hidden_by_a_call_that_waits():
-    layer = sbn.SyncBatchNorm(in_channels=2, group=sbn.SyncGroup(timeout=100))
-    layer.initialize(ctx=contexts(3))
-    for error in (KeyError, KeyboardInterrupt):
-        start = time.monotonic()
-        with pytest.raises(error):
-            with sbn.participants(contexts(2)), autograd.train_mode():
-                layer(mx.nd.ones((2, 2)))
-                raise error
-        assert time.monotonic() - start < 50
-        check_all_take_part(layer, 3)
-
-
-@pytest.mark.parametrize("hybridize", [None, {}, {"static_alloc": True, "static_shape": True}])
+@pytest.mark.parametrize("mode", ["imperative", "hybrid", "static_shape"])
 @pytest.mark.parametrize("where", ["between two devices", "before backward", "before the update"])
-def test_an_interrupted_step_of_all_devices(where, hybridize):
+def test_an_interrupted_step_of_all_devices(where, mode):
     """As in a notebook, where the cell is then run again: it leaves no trace."""
     devices = contexts(3)
     group = sbn.SyncGroup(timeout=100)
@@ -187,8 +190,7 @@ def test_an_interrupted_step_of_all_devices(where, hybridize):
             net.add(nn.Dense(4, in_units=4), sbn.SyncBatchNorm(in_channels=4, group=group))
         mx.random.seed(1)
         net.initialize(mx.init.Normal(1), ctx=devices)
-        if hybridize is not None:
-            net.hybridize(**hybridize)
+        hybridize(net, mode)
         trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
         # Step 1 is tried again after each interrupt.
         for number, interrupt in [(0, None), *((1, each) for each in interrupts), (2, None)]:
@@ -258,22 +260,6 @@ def test_no_gradients_of_an_earlier_step_are_added(norm):
     before = net[0].weight.data(devices[0]).asnumpy()
     step(devices[:2], 0)
     assert_same_bits(net[0].weight.data(devices[0]).asnumpy(), before)
-
-
-def test_no_participants_inside_others():
-    layer = sbn.SyncBatchNorm(in_channels=2)
-    layer.initialize(ctx=contexts(3))
-    with sbn.participants(contexts(2)):
-        with pytest.raises(ValueError, match="leave the outer one first"):
-            with sbn.participants(contexts(1)):
-                pass
-    check_all_take_part(layer, 3)
-
-
-@pytest.mark.parametrize("devices", [[], None, f"{KIND}(0)", [context(0), 1]])
-def test_invalid_participants(devices):
-    with pytest.raises(ValueError, match="give the contexts that have data"):
-        sbn.participants(devices)
 
 
 def test_a_small_first_step():
@@ -346,8 +332,7 @@ def test_accumulated_gradients_are_kept():
 
 
 def test_inside_record():
-    layer = sbn.SyncBatchNorm(in_channels=2)
-    layer.initialize(ctx=contexts(2))
+    layer = layer_on(2)
     with autograd.record():
         ys = [layer(mx.nd.ones((2, 2), ctx=device)) for device in contexts(2)]
         with sbn.participants(contexts(1)):
@@ -357,23 +342,12 @@ def test_inside_record():
 
 
 def test_statistics_are_shared_after_a_failed_step():
-    layer = sbn.SyncBatchNorm(in_channels=2, momentum=None)
-    layer.initialize(ctx=contexts(2))
+    layer = layer_on(2, momentum=None)
     with pytest.raises(FloatingPointError):
         with sbn.participants(contexts(1)), autograd.train_mode():
             layer(mx.nd.ones((2, 2)))
             raise FloatingPointError
     assert [array.asscalar() for array in layer.num_batches_tracked.list_data()] == [1, 1]
-
-
-@pytest.mark.parametrize("trainer", [mx.optimizer.SGD(), "sgd"])
-def test_an_argument_that_is_no_trainer(trainer):
-    layer = sbn.SyncBatchNorm(in_channels=2)
-    layer.initialize(ctx=contexts(2))
-    for function in (sbn.participants, sbn.distributed.join):
-        with pytest.raises(TypeError, match="give the mxnet.gluon.Trainer"):
-            function(contexts(1), trainer)
-    check_all_take_part(layer, 2)
 
 
 def test_join_and_participants_on_one_trainer():
