@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import stock
 from gluon_syncbn import __main__ as command_line
+from deploy_nets import assert_outputs, contents, forward, load, operators, ready
 from gluon_syncbn.cli import doctor
 from mxnet.gluon import nn
 from mxnets import needs_mxnet, needs_onnx
-from test_deploy import assert_outputs, contents, forward, load, operators, ready
 from tolerances import EXPORTED, ONNX
 
 PACKAGE = Path(sbn.__file__).parent

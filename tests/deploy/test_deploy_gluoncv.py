@@ -61,8 +61,8 @@ def test_stock_mxnet_and_onnx_runtime_agree_with_the_net(tmp_path, name):
 def main(name, folder):
     import gluon_syncbn as sbn
     import mxnet as mx
+    from deploy_nets import forward, randomize
     from gluoncv.model_zoo import get_model
-    from test_deploy import forward, randomize
 
     mx.random.seed(1)
     options = {} if name.startswith("yolo") else {"crop_size": 64}
