@@ -41,10 +41,6 @@ def relu(F, x):
     return F.Activation(x, act_type="relu")
 
 
-def _twice(F, x, ours, other, conv):
-    return relu(F, ours(conv(relu(F, ours(x)))))
-
-
 def _shortcuts(F, x, ours, other, conv):
     x = F.relu(ours(conv(x)) + x)
     return F.relu(x + other(conv(x)))
@@ -66,7 +62,11 @@ BODIES = {
     "Activation": (lambda F, x, ours, other, conv: conv(relu(F, ours(x))), ["relu"], []),
     "relu": (lambda F, x, ours, other, conv: F.relu(ours(x)), ["relu"], []),
     "leaky": (lambda F, x, ours, other, conv: F.LeakyReLU(ours(x)), ["leaky_relu"], []),
-    "called twice": (_twice, ["relu", "relu"], []),
+    "called twice": (
+        lambda F, x, ours, other, conv: relu(F, ours(conv(relu(F, ours(x))))),
+        ["relu", "relu"],
+        [],
+    ),
     "shortcuts": (_shortcuts, ["residual + relu"] * 2, []),
     "leaky shortcut": (
         lambda F, x, ours, other, conv: F.LeakyReLU(ours(x) + conv(x), slope=0.1),
@@ -196,16 +196,13 @@ def test_patterns(kind, mode):
     assert len(fused_nodes(net)) == len(fused) + len(reasons) and names[0] == names[1]
 
 
-exports_all = needs_mxnet("1.8", "its net.export fails on parameters that are not used")
+def imported(folder):
+    return SymbolBlock.imports(
+        f"{folder}/net-symbol.json", ["data"], f"{folder}/net-0000.params", contexts(2)
+    )
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("shortcuts", "both operands"),
-        *(pytest.param(kind, marks=exports_all) for kind in ("leaky", "several outputs")),
-    ],
-)
+@pytest.mark.parametrize("kind", ["shortcuts", "both operands"])
 def test_the_graph_of_a_file(kind, tmp_path):
     body, fused, reasons = BODIES[kind]
     net = filled(Net(body), contexts(1))
@@ -214,9 +211,7 @@ def test_the_graph_of_a_file(kind, tmp_path):
     net.export(str(tmp_path / "net"))
     results = []
     for fuses in (False, True):
-        block = SymbolBlock.imports(
-            f"{tmp_path}/net-symbol.json", ["data"], f"{tmp_path}/net-0000.params", contexts(2)
-        )
+        block = imported(tmp_path)
         before = block._cached_graph[1].tojson(), attributes(block)
         _, report = convert_sync_batchnorm(block, fuse=fuses, return_report=True)
         results.append(outcome(block))
@@ -228,8 +223,7 @@ def test_the_graph_of_a_file(kind, tmp_path):
     whole = nn.HybridSequential()
     whole.add(block)
     whole.hybridize()
-    whole(mx.nd.array(images(1)))
-    assert sorted(filter(None, fused_nodes(whole))) == sorted(fused)
+    assert sorted(filter(None, fused_nodes_after_a_call(whole))) == sorted(fused)
     revert_sync_batchnorm(block)
     assert (block._cached_graph[1].tojson(), attributes(block)) == before
 
@@ -242,20 +236,11 @@ def test_a_fused_graph_in_a_file(tmp_path):
     net.hybridize()
     expected = net(mx.nd.array(images())).asnumpy()
     net.export(str(tmp_path / "net"))
-    for fuses, reverts in ((False, False), (True, False), (False, True)):
-        block = SymbolBlock.imports(
-            f"{tmp_path}/net-symbol.json", ["data"], f"{tmp_path}/net-0000.params", contexts(2)
-        )
-        if reverts:
-            revert_sync_batchnorm(block)
-            operators = [op for op, *_ in nodes(block)]
-            assert "Custom" not in operators and operators.count("Activation") == 2
-            np.testing.assert_allclose(block(mx.nd.array(images())).asnumpy(), expected, 1e-5, 1e-5)
-        else:
-            _, report = convert_sync_batchnorm(block, fuse=fuses, return_report=True)
-            assert len(report.fused) == (2 if fuses else 0)
-            assert_same_bits(block(mx.nd.array(images())).asnumpy(), expected)
-            outcome(block)
+    for fuses in (False, True):
+        block = imported(tmp_path)
+        _, report = convert_sync_batchnorm(block, fuse=fuses, return_report=True)
+        assert len(report.fused) == (2 if fuses else 0)
+        assert_same_bits(block(mx.nd.array(images())).asnumpy(), expected)
 
 
 def _shared(F, x, layer):
@@ -270,11 +255,6 @@ def _dropout(F, x, layer):
     return F.Dropout(x) + layer(F.Dropout(x))
 
 
-def _sums(F, x, layer):
-    """dx is the sum of three gradients."""
-    return (F.tanh(x) + F.sin(x)) + layer(x**2)
-
-
 ORDER = "a residual would change the order"
 
 
@@ -284,10 +264,9 @@ ORDER = "a residual would change the order"
         (_shared, ["residual + relu"], "its output is the residual of another"),
         (_shared_late, [], ORDER),
         (_dropout, [], ORDER),
-        (_sums, [], ORDER),
     ],
 )
-def test_fusing_keeps_the_order_of_states_random_numbers_and_gradients(body, fused, why):
+def test_fusing_keeps_the_order_of_states_and_random_numbers(body, fused, why):
     results = []
     for fuses in (False, True):
         layer = sbn.SyncBatchNorm(in_channels=3, prefix="layer_")
@@ -350,16 +329,9 @@ def fused_nodes_after_a_call(net):
     return fused_nodes(net)
 
 
-def test_a_shallow_copy_is_fused_as_well():
-    net = filled(Net(BODIES["shortcuts"][0]), contexts(1))
-    convert_sync_batchnorm(net, fuse=True)
-    other = copy.copy(net)
-    other.hybridize()
-    assert fused_nodes_after_a_call(other) == ["residual + relu"] * 2
-    assert not net._cached_graph
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+@pytest.mark.parametrize(
+    "way", [copy.copy, copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))]
+)
 def test_copies_are_fused_as_well(way):
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
@@ -393,10 +365,9 @@ def test_before_the_initialization_and_in_part():
     assert_equal(*results)
 
 
-@pytest.mark.parametrize("kind", ["shortcuts", "both operands"])
-def test_without_layout_copies(kind, monkeypatch):
+def test_without_layout_copies(monkeypatch):
     monkeypatch.setattr("gluon_syncbn.native.HAS_ONEDNN", False)
-    body, fused, _ = BODIES[kind]
+    body, fused, _ = BODIES["both operands"]
     results = []
     for fuses in (False, True):
         # Without oneDNN's operators.
