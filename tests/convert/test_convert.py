@@ -5,7 +5,6 @@ import re
 
 import gluon_syncbn as sbn
 import mxnet as mx
-import numpy as np
 import pytest
 from gluon_syncbn import SyncBatchNormReLU, convert_sync_batchnorm, revert_sync_batchnorm
 from convert_nets import (
@@ -25,7 +24,6 @@ from devices import KIND
 from gluon_syncbn.convert import conversion
 from mxnet import gluon
 from mxnet.gluon import nn
-from mxnet.gluon.contrib.nn import HybridConcurrent
 from mxnet.gluon.parameter import Parameter
 from mxnets import needs_batch_norm_relu, with_batch_norm_relu
 from runs import STOCK_RELU, contexts
@@ -79,6 +77,8 @@ class Holder(gluon.Block):
             self.in_set = {nn.BatchNorm() for _ in range(3)}
             self.deep = [nn.Sequential()]
             self.deep[0].add(nn.Dense(2), nn.BatchNorm())
+            self.twice = self.attribute
+            self.shared = nn.BatchNorm(params=self.attribute.params)
             self.itself = [self]
             self.of_numbers = list(range(5))
             self.of_numbers.append(self.of_numbers)
@@ -89,6 +89,7 @@ def test_layers_outside_of_the_children():
     _, report = convert_sync_batchnorm(net, return_report=True)
     assert [entry.path for entry in report.replaced] == [
         "attribute",
+        "shared",
         "in_list[0]",
         "in_list[1][0]",
         "in_tuple[1]",
@@ -98,6 +99,7 @@ def test_layers_outside_of_the_children():
         "deep[0].1",
     ]
     assert not report.refused and not report.already
+    assert net.twice is net.attribute and net.shared.gamma is net.attribute.gamma
     # Every process needs the same order.
     names = [entry.name for entry in report.replaced if "set" in entry.path]
     assert names == sorted(names)
@@ -106,48 +108,6 @@ def test_layers_outside_of_the_children():
     assert {type(layer) for layer in [*held, *net.in_set]} == {sbn.SyncBatchNorm}
     revert_sync_batchnorm(net)
     assert {type(layer) for layer in [*held, *net.in_set]} == {nn.BatchNorm}
-
-
-class Residual(gluon.HybridBlock):
-    """Attributes, a HybridConcurrent and a layer in two places."""
-
-    def __init__(self):
-        super().__init__(prefix="residual_")
-        with self.name_scope():
-            self.shared = nn.BatchNorm()
-            self.branches = HybridConcurrent(axis=1)
-            with self.branches.name_scope():
-                self.branches.add(STOCK_RELU(), self.shared)
-            self.other = nn.BatchNorm(params=self.shared.params)
-
-    def hybrid_forward(self, F, x):
-        x = self.other(self.shared(x))
-        return self.branches(x)
-
-
-@needs_batch_norm_relu
-@cpu_only
-def test_attributes_concurrent_branches_and_shared_layers():
-    x = images()
-    net = Residual()
-    net.initialize()
-    net.hybridize()
-    forward(net, x)
-    random_statistics(net)
-    before = forward(net, x)
-    order = list(net.collect_params())
-    _, report = convert_sync_batchnorm(net, return_report=True)
-    assert [(entry.path, entry.after) for entry in report.replaced] == [
-        ("shared", "SyncBatchNorm"),
-        ("branches.0", "SyncBatchNormReLU"),
-        ("other", "SyncBatchNorm"),
-    ]
-    assert net.branches[1] is net.shared and net.other.gamma is net.shared.gamma
-    assert list(net.collect_params()) == order
-    # The result is rounded differently three times.
-    np.testing.assert_allclose(forward(net, x), before, atol=1e-5 * np.abs(before).max())
-    revert_sync_batchnorm(net)
-    assert_same_bits(forward(net, x), before)
 
 
 def test_parameters_shared_with_another_net():
