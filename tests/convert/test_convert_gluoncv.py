@@ -214,16 +214,6 @@ def train(features, devices):
     return len(running)
 
 
-def train_ssd():
-    """Its features are a graph."""
-    devices = contexts(2)
-    net = build("ssd_300_mobilenet0.25_voc")
-    net.initialize(ctx=devices, force_reinit=True)
-    net(mx.nd.zeros((1, 3, 96, 96)))
-    convert_sync_batchnorm(net)
-    assert train(net.features, devices) == 70
-
-
 def train_extractor():
     """A graph that gluoncv made of our layers, which no longer exist."""
     from gluoncv.model_zoo import resnet18_v1b
@@ -241,7 +231,6 @@ def train_extractor():
 
 def main(task, *names):
     if task == "train":
-        train_ssd()
         train_extractor()
         return
     if task == "fuse":
