@@ -10,17 +10,13 @@ import pytest
 from mxnet_compat import distutils_version, fixes
 
 
-def test_numpy_below_1_24_is_left_alone():
+def test_what_numpy_has_is_left_alone():
     numpy = types.SimpleNamespace(__version__="1.23.5")
     fixes.add_numpy_names(numpy)
     assert vars(numpy) == {"__version__": "1.23.5"}
-
-
-def test_numpy_keeps_what_it_has():
     numpy = types.SimpleNamespace(__version__="2.5.0", inf=np.inf, nan=np.nan, bool=np.bool_)
     fixes.add_numpy_names(numpy)
-    assert numpy.bool is np.bool_
-    assert numpy.int is int
+    assert numpy.bool is np.bool_ and numpy.int is int
 
 
 def test_numpy_names_mean_what_they_did():
@@ -91,9 +87,3 @@ def test_onnx_mapping(monkeypatch):
         assert to_numpy[kind] == np.dtype(name)
     assert to_onnx[np.dtype("O")] == onnx.TensorProto.STRING
     assert sys.modules["onnx.mapping"] is onnx.mapping
-
-
-def test_pillow():
-    image = types.SimpleNamespace(LANCZOS=1)
-    fixes.add_pillow_names(image)
-    assert image.ANTIALIAS == 1

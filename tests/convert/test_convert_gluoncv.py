@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import warnings
-from functools import lru_cache
 
 import gluon_syncbn as sbn
 import mxnet as mx
@@ -29,68 +28,48 @@ pytestmark = pytest.mark.long
 LAYERS = {
     # Segmentation
     "fcn_resnet50_voc": 57,
-    "psp_resnet50_ade": 61,
-    "deeplab_resnest50_ade": 79,
     "deeplab_v3_plus_xception": 142,
     "deeplab_v3b_plus_wideresnet_citys": 43,
     "icnet_resnet50_citys": 69,
-    "danet_resnet50_citys": 59,
     "fastscnn_citys": 45,
     "hrnet_w18_small_v1_s": 72,
     # Detection; SSD on ResNet v1 and MobileNet and all FPN detectors have a SymbolBlock
     "ssd_300_mobilenet0.25_voc": 35,
-    "ssd_300_resnet34_v1b_voc": 36,
     "ssd_512_resnet18_v1_voc": 28,
     "yolo3_mobilenet0.25_voc": 47,
     "faster_rcnn_fpn_resnet50_v1b_coco": 53,
-    "mask_rcnn_resnet18_v1b_coco": 20,
     "mask_rcnn_fpn_syncbn_resnet18_v1b_coco": 33,
     "center_net_resnet18_v1b_dcnv2_voc": 26,
-    "center_net_mobilenetv3_small_duc_voc": 37,
-    "center_net_resnet18_v1b_voc": 26,
     # Pose, depth, tracking, video
     "alpha_pose_resnet101_v1b_coco": 106,
-    "mobile_pose_mobilenet1.0": 30,
     "monodepth2_resnet18_kitti_mono_640x192": 20,
     "siamrpn_alexnet_v2_otb15": 11,
     "i3d_nl5_resnet50_v1_kinetics400": 58,
     "p3d_resnet50_kinetics400": 66,
-    "r2plus1d_resnet18_kinetics400": 37,
     "slowfast_4x16_resnet50_kinetics400": 110,
     # Classification
     "resnet18_v2": 19,
     "resnest14": 23,
-    "senet_154": 157,
-    "shufflenet_v2": 56,
-    "mobilenetv3_small": 34,
     "densenet121": 121,
     "inceptionv3": 94,
     "nasnet_4_1056": 194,
-    "dla34": 37,
     "residualattentionnet56": 107,
     # Without any
-    "resnet50_v1b_gn": 0,
     "ssd_300_vgg16_atrous_voc": 0,
 }
 STOCK_OPERATORS = {"BatchNorm", "_contrib_SyncBatchNorm", "_contrib_BatchNormWithReLU"}
 # What is fused into how many layers with fuse=True.
-_RESNET50 = {"relu": 35, "residual + relu": 16, "residual of another": 4}
 FUSED = {
     "resnet18_v1b": {"relu": 9, "residual + relu": 8, "residual of another": 3},
-    "resnet50_v1b": {**_RESNET50, "relu": 33},
-    "resnet50_v1c": _RESNET50,
-    "resnet50_v1d": _RESNET50,
-    "resnet50_v1e": _RESNET50,
-    "resnet50_v1s": _RESNET50,
-    "fcn_resnet50_voc": {**_RESNET50, "relu": 37},
-    "psp_resnet50_ade": {**_RESNET50, "relu": 41},
-    "deeplab_resnet50_ade": {**_RESNET50, "relu": 43},
+    "psp_resnet50_ade": {"relu": 41, "residual + relu": 16, "residual of another": 4},
     "yolo3_darknet53_voc": {"leaky_relu": 72},
     "yolo3_mobilenet0.25_voc": {"relu": 27, "leaky_relu": 20},
-    "ssd_300_mobilenet0.25_voc": {"relu": 35},
     "ssd_512_resnet18_v1_voc": {"relu": 17, "residual + relu": 8, "residual of another": 3},
-    "faster_rcnn_resnet50_v1b_voc": {**_RESNET50, "relu": 33},
-    "faster_rcnn_fpn_resnet50_v1b_coco": {**_RESNET50, "relu": 33},
+    "faster_rcnn_fpn_resnet50_v1b_coco": {
+        "relu": 33,
+        "residual + relu": 16,
+        "residual of another": 4,
+    },
     "hrnet_w18_small_v1_s": {
         "relu": 32,
         "residual + relu": 20,
@@ -181,37 +160,6 @@ def fused_in(name):
     return dict(collections.Counter([entry.after for entry in report.fused] + reasons))
 
 
-def small_darknet():
-    from gluoncv.model_zoo.yolo.darknet import DarknetV3
-
-    return DarknetV3([1] * 5, [8] * 6)
-
-
-def train_fused(make):
-    """Compares a step with and without fusion."""
-    results = []
-    for fuse in (False, True):
-        net = make()
-        net.initialize(force_reinit=True)
-        x = mx.nd.array(np.random.default_rng(1).standard_normal((2, 3, 64, 64)))
-        net(x)
-        fill(net)
-        convert_sync_batchnorm(net, fuse=fuse)
-        net.hybridize(static_alloc=True)
-        with autograd.record():
-            loss = (net(x) ** 2).mean()
-        loss.backward()
-        assert fuse == ('"activation"' in net._cached_graph[1].tojson())
-        arrays = {"loss": loss.asnumpy()}
-        # Names count the nets of a process.
-        for number, parameter in enumerate(net.collect_params().values()):
-            trained = parameter.grad_req != "null"
-            arrays[number] = (parameter.grad() if trained else parameter.data()).asnumpy()
-        results.append(arrays)
-    for what, expected in results[0].items():
-        np.testing.assert_array_equal(results[1][what], expected, str(what))
-
-
 def fill(net):
     """Random values that show in the result."""
     generator = np.random.default_rng(0)
@@ -267,16 +215,6 @@ def train(features, devices):
     return len(running)
 
 
-def train_ssd():
-    """Its features are a graph."""
-    devices = contexts(2)
-    net = build("ssd_300_mobilenet0.25_voc")
-    net.initialize(ctx=devices, force_reinit=True)
-    net(mx.nd.zeros((1, 3, 96, 96)))
-    convert_sync_batchnorm(net)
-    assert train(net.features, devices) == 70
-
-
 def train_extractor():
     """A graph that gluoncv made of our layers, which no longer exist."""
     from gluoncv.model_zoo import resnet18_v1b
@@ -294,16 +232,12 @@ def train_extractor():
 
 def main(task, *names):
     if task == "train":
-        train_ssd()
         train_extractor()
-        train_fused(lambda: build("resnet18_v1b"))
-        train_fused(small_darknet)
         return
     if task == "fuse":
         for name in names:
             result = fused_in(name)
-            print(f"{name:36}", ", ".join(f"{n} {what}" for what, n in sorted(result.items())))
-            assert result == FUSED[name]
+            assert result == FUSED[name], f"{name}: {result}"
         return
     result = {}
     for name in names:
@@ -320,15 +254,14 @@ def child(*arguments):
     return done.stdout
 
 
-@lru_cache(maxsize=None)
+@pytest.fixture(scope="module")
 def counts():
     return json.loads(child("count", *LAYERS).splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_every_layer_there_and_back(name):
-    expected = LAYERS[name]
-    assert counts()[name] == {
+@pytest.mark.parametrize("name, expected", LAYERS.items())
+def test_every_layer_there_and_back(name, expected, counts):
+    assert counts[name] == {
         "replaced": expected,
         "synchronized": expected,
         "refused": 0,
@@ -345,7 +278,7 @@ def test_the_same_outputs_after_a_reversal():
 
 
 def test_what_is_fused():
-    print(child("fuse", *FUSED))
+    child("fuse", *FUSED)
 
 
 def test_training_of_a_graph_is_synchronized():

@@ -15,7 +15,7 @@ from gluon_syncbn.graph.symbols import Graph
 from mxnet import autograd, gluon
 from mxnet.gluon import HybridBlock, SymbolBlock, nn
 from mxnets import needs_mxnet
-from runs import MODES, contexts, numpy_arrays, shards
+from runs import contexts, numpy_arrays, shards
 from tolerances import assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:Parameter .* is not used by any computation")
@@ -41,10 +41,6 @@ def relu(F, x):
     return F.Activation(x, act_type="relu")
 
 
-def _twice(F, x, ours, other, conv):
-    return relu(F, ours(conv(relu(F, ours(x)))))
-
-
 def _shortcuts(F, x, ours, other, conv):
     x = F.relu(ours(conv(x)) + x)
     return F.relu(x + other(conv(x)))
@@ -64,9 +60,7 @@ def _sum_used_twice(F, x, ours, other, conv):
 OUTPUT = "it is an output of the graph"
 BODIES = {
     "Activation": (lambda F, x, ours, other, conv: conv(relu(F, ours(x))), ["relu"], []),
-    "relu": (lambda F, x, ours, other, conv: F.relu(ours(x)), ["relu"], []),
     "leaky": (lambda F, x, ours, other, conv: F.LeakyReLU(ours(x)), ["leaky_relu"], []),
-    "called twice": (_twice, ["relu", "relu"], []),
     "shortcuts": (_shortcuts, ["residual + relu"] * 2, []),
     "leaky shortcut": (
         lambda F, x, ours, other, conv: F.LeakyReLU(ours(x) + conv(x), slope=0.1),
@@ -87,7 +81,6 @@ BODIES = {
         [],
         ["its output has 2 consumers"],
     ),
-    "output": (lambda F, x, ours, other, conv: ours(x), [], [OUTPUT]),
     "several outputs": (
         lambda F, x, ours, other, conv: [F.relu(ours(x)), other(x), x],
         ["relu"],
@@ -180,14 +173,13 @@ def fused_nodes(net):
 
 
 @pytest.mark.parametrize("kind", BODIES)
-@pytest.mark.parametrize("mode", ["hybrid", "static_alloc"])
-def test_patterns(kind, mode):
+def test_patterns(kind):
     body, fused, reasons = BODIES[kind]
     results, names = [], []
     for fuses in (False, True):
         net = filled(Net(body, prefix="net_"), contexts(2))
         _, report = convert_sync_batchnorm(net, fuse=fuses, return_report=True)
-        net.hybridize(**MODES[mode])
+        net.hybridize(static_alloc=True)
         results.append(outcome(net))
         # Names that MXNet counts on through a process.
         names.append([re.sub(r"\d+", "", n) for n in net._cached_graph[1].list_outputs()])
@@ -198,40 +190,33 @@ def test_patterns(kind, mode):
     assert len(fused_nodes(net)) == len(fused) + len(reasons) and names[0] == names[1]
 
 
-exports_all = needs_mxnet("1.8", "its net.export fails on parameters that are not used")
+def imported(folder):
+    return SymbolBlock.imports(
+        f"{folder}/net-symbol.json", ["data"], f"{folder}/net-0000.params", contexts(2)
+    )
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("shortcuts", "both operands"),
-        *(pytest.param(kind, marks=exports_all) for kind in ("leaky", "several outputs")),
-    ],
-)
+@pytest.mark.parametrize("kind", ["shortcuts", "both operands"])
 def test_the_graph_of_a_file(kind, tmp_path):
-    body, fused, reasons = BODIES[kind]
+    body, fused, _ = BODIES[kind]
     net = filled(Net(body), contexts(1))
     net.hybridize()
     net(mx.nd.array(images(1)))
     net.export(str(tmp_path / "net"))
     results = []
     for fuses in (False, True):
-        block = SymbolBlock.imports(
-            f"{tmp_path}/net-symbol.json", ["data"], f"{tmp_path}/net-0000.params", contexts(2)
-        )
+        block = imported(tmp_path)
         before = block._cached_graph[1].tojson(), attributes(block)
         _, report = convert_sync_batchnorm(block, fuse=fuses, return_report=True)
         results.append(outcome(block))
     assert [entry.after for entry in report.fused] == fused
-    assert [entry.why for entry in report.not_fused] == reasons
     assert_equal(*reversed(results))
     assert sorted(filter(None, fused_nodes(block))) == sorted(fused)
     # As a part of another net, and reverted.
     whole = nn.HybridSequential()
     whole.add(block)
     whole.hybridize()
-    whole(mx.nd.array(images(1)))
-    assert sorted(filter(None, fused_nodes(whole))) == sorted(fused)
+    assert sorted(filter(None, fused_nodes_after_a_call(whole))) == sorted(fused)
     revert_sync_batchnorm(block)
     assert (block._cached_graph[1].tojson(), attributes(block)) == before
 
@@ -244,20 +229,11 @@ def test_a_fused_graph_in_a_file(tmp_path):
     net.hybridize()
     expected = net(mx.nd.array(images())).asnumpy()
     net.export(str(tmp_path / "net"))
-    for fuses, reverts in ((False, False), (True, False), (False, True)):
-        block = SymbolBlock.imports(
-            f"{tmp_path}/net-symbol.json", ["data"], f"{tmp_path}/net-0000.params", contexts(2)
-        )
-        if reverts:
-            revert_sync_batchnorm(block)
-            operators = [op for op, *_ in nodes(block)]
-            assert "Custom" not in operators and operators.count("Activation") == 2
-            np.testing.assert_allclose(block(mx.nd.array(images())).asnumpy(), expected, 1e-5, 1e-5)
-        else:
-            _, report = convert_sync_batchnorm(block, fuse=fuses, return_report=True)
-            assert len(report.fused) == (2 if fuses else 0)
-            assert_same_bits(block(mx.nd.array(images())).asnumpy(), expected)
-            outcome(block)
+    for fuses in (False, True):
+        block = imported(tmp_path)
+        _, report = convert_sync_batchnorm(block, fuse=fuses, return_report=True)
+        assert len(report.fused) == (2 if fuses else 0)
+        assert_same_bits(block(mx.nd.array(images())).asnumpy(), expected)
 
 
 def _shared(F, x, layer):
@@ -272,11 +248,6 @@ def _dropout(F, x, layer):
     return F.Dropout(x) + layer(F.Dropout(x))
 
 
-def _sums(F, x, layer):
-    """dx is the sum of three gradients."""
-    return (F.tanh(x) + F.sin(x)) + layer(x**2)
-
-
 ORDER = "a residual would change the order"
 
 
@@ -286,10 +257,9 @@ ORDER = "a residual would change the order"
         (_shared, ["residual + relu"], "its output is the residual of another"),
         (_shared_late, [], ORDER),
         (_dropout, [], ORDER),
-        (_sums, [], ORDER),
     ],
 )
-def test_fusing_keeps_the_order_of_states_random_numbers_and_gradients(body, fused, why):
+def test_fusing_keeps_the_order_of_states_and_random_numbers(body, fused, why):
     results = []
     for fuses in (False, True):
         layer = sbn.SyncBatchNorm(in_channels=3, prefix="layer_")
@@ -352,16 +322,9 @@ def fused_nodes_after_a_call(net):
     return fused_nodes(net)
 
 
-def test_a_shallow_copy_is_fused_as_well():
-    net = filled(Net(BODIES["shortcuts"][0]), contexts(1))
-    convert_sync_batchnorm(net, fuse=True)
-    other = copy.copy(net)
-    other.hybridize()
-    assert fused_nodes_after_a_call(other) == ["residual + relu"] * 2
-    assert not net._cached_graph
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+@pytest.mark.parametrize(
+    "way", [copy.copy, copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))]
+)
 def test_copies_are_fused_as_well(way):
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
@@ -395,10 +358,9 @@ def test_before_the_initialization_and_in_part():
     assert_equal(*results)
 
 
-@pytest.mark.parametrize("kind", ["shortcuts", "both operands"])
-def test_without_layout_copies(kind, monkeypatch):
+def test_without_layout_copies(monkeypatch):
     monkeypatch.setattr("gluon_syncbn.native.HAS_ONEDNN", False)
-    body, fused, _ = BODIES[kind]
+    body, fused, _ = BODIES["both operands"]
     results = []
     for fuses in (False, True):
         # Without oneDNN's operators.
@@ -455,13 +417,12 @@ def test_nets_that_cannot_be_traced():
 
 def test_numpy_arrays():
     with numpy_arrays():
-        results = []
+        net, results = nn.HybridSequential(prefix="net_"), []
+        with net.name_scope():
+            net.add(nn.Conv2D(4, 3), nn.BatchNorm(), nn.Activation("relu"))
+        net.initialize(mx.init.One())
         for fuses in (False, True):
-            net = nn.HybridSequential(prefix="net_")
-            with net.name_scope():
-                net.add(nn.Conv2D(4, 3), nn.BatchNorm(), nn.Activation("relu"))
-            net.initialize(mx.init.One())
-            _, report = convert_sync_batchnorm(net, fuse=fuses, return_report=True)
+            convert_sync_batchnorm(net, fuse=fuses)
             net.hybridize()
             x = mx.np.array(images())
             x.attach_grad()
@@ -471,7 +432,7 @@ def test_numpy_arrays():
             loss.backward()
             assert type(y) is mx.np.ndarray
             results.append({"y": y.asnumpy(), "dx": x.grad.asnumpy()})
-        assert [entry.after for entry in report.fused] == ["relu"] == fused_nodes(net)
+        assert fused_nodes(net) == ["relu"]
     assert_equal(*results)
 
 

@@ -34,12 +34,9 @@ PROGRAM = (ROOT / "README.md").read_text().partition("```python\n")[2].partition
 def run(command, cwd, check=True, **environment):
     """Run a command away from this checkout and its build settings; return the finished process."""
     ours = ("CXX", "CXXFLAGS", "LDFLAGS", "PYTHONPATH", "PYTHONHOME")
-    env = {
-        k: v for k, v in os.environ.items() if k not in ours and not k.startswith("GLUON_SYNCBN")
-    }
+    kept = (k for k in os.environ if k not in ours and not k.startswith("GLUON_SYNCBN"))
     # The kernels for GPUs take a minute; the library that other tests use has them.
-    env["GLUON_SYNCBN_CUDA"] = "0"
-    env.update(environment)
+    env = {**{k: os.environ[k] for k in kept}, "GLUON_SYNCBN_CUDA": "0", **environment}
     done = subprocess.run(
         list(map(str, command)),
         cwd=cwd,
@@ -112,10 +109,10 @@ def project(checkout, tmp_path):
     (package / "__init__.py").touch()
     (package / "_version.py").write_text('__version__ = "1.2.3"\n')
     (operator / "one.h").write_text("#define ONE 1\n")
-    one = (
+    (operator / "one.cc").write_text(
+        '#include "numerics/one.h"\n'
         'extern "C" __attribute__((visibility("default"))) int gluon_syncbn_one() { return ONE; }\n'
     )
-    (operator / "one.cc").write_text('#include "numerics/one.h"\n' + one)
     exports = Path("src", "operator", "api", "exports.map")
     shutil.copy(checkout / exports, tmp_path / exports)
     return tmp_path
@@ -134,9 +131,8 @@ def test_wheel_serves_every_python_version_and_holds_the_package_alone(checkout,
     with zipfile.ZipFile(wheel) as archive:
         files = set(archive.namelist())
         (metadata,) = (name for name in files if name.endswith("/METADATA"))
-        metadata = (
-            archive.read(metadata).decode().replace(" ", "")
-        )  # Spaced by version of setuptools.
+        # Spaced by version of setuptools.
+        metadata = archive.read(metadata).decode().replace(" ", "")
     assert {name for name in files if ".dist-info/" not in name} == modules | {LIBRARY}
     assert "Requires-Python:>=3.8\n" in metadata
     for extra, mxnet in (("cpu", "mxnet"), ("cu112", "mxnet-cu112")):

@@ -1,0 +1,164 @@
+"""The conversion of SymbolBlocks."""
+
+import json
+
+import gluon_syncbn as sbn
+import mxnet as mx
+import pytest
+from gluon_syncbn import convert_sync_batchnorm, revert_sync_batchnorm
+from convert_nets import (
+    KINDS,
+    exported,
+    forward,
+    images,
+    operators,
+    small_net,
+    statistics,
+    train,
+    trainer_of,
+)
+from gluon_syncbn.layers.synced_layer import SyncedLayer
+from mxnet import gluon
+from mxnet.gluon import nn
+from mxnets import with_batch_norm_relu
+from runs import MODES, contexts, shards
+from tolerances import assert_close, assert_same_bits
+
+
+@pytest.mark.parametrize("kind", with_batch_norm_relu(["nn.BatchNorm", "nn.BatchNormReLU"]))
+def test_the_graph_of_a_file(kind, tmp_path):
+    x = images()
+    net = exported(small_net(KINDS[kind]), tmp_path)
+    before, graph = forward(net, x), net._cached_graph[1].tojson()
+    parameters = list(net.collect_params().items())
+    outputs = net._cached_graph[1].list_outputs()
+    _, report = convert_sync_batchnorm(net, return_report=True)
+    paths = [entry.path for entry in report.replaced]
+    assert paths == [":net_batchnorm0_fwd", ":net_last_fwd"] or kind == "nn.BatchNormReLU"
+    assert operators(net).count("Custom") == 2 == len(paths)
+    assert not {"BatchNorm", "_contrib_BatchNormWithReLU"} & set(operators(net))
+    assert list(net.collect_params().items()) == parameters
+    assert net._cached_graph[1].list_outputs() == outputs
+    assert convert_sync_batchnorm(net, return_report=True)[1].already == tuple(paths)
+    revert_sync_batchnorm(net)
+    assert type(net) is gluon.SymbolBlock and net._cached_graph[1].tojson() == graph
+    assert not any("gluon_syncbn" in type(p).__module__ for _, p in parameters)
+    assert_same_bits(forward(net, x), before)
+
+
+class Twice(gluon.HybridBlock):
+    def __init__(self, block):
+        super().__init__(prefix="")
+        self.block = block
+
+    def hybrid_forward(self, F, x):
+        return self.block(x) + self.block(F.sin(x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_graph_is_trained_synchronized(inside, mode, tmp_path):
+    """Alone, and in a block that calls it twice."""
+    devices, x = contexts(2), images(count=6)
+    graph = exported(small_net(), tmp_path)
+    net = graph
+    if inside:
+        net = nn.HybridSequential(prefix="")
+        net.add(Twice(graph))
+    net.collect_params().reset_ctx(devices)
+    if MODES[mode] is not None:
+        net.hybridize(**MODES[mode])
+    for shard in shards(x, (3, 3), devices):
+        net(shard)
+    convert_sync_batchnorm(net)
+    trainer = trainer_of(net)
+    for _ in range(3):
+        train(net, trainer, x, (1, 5), devices)
+    statistics(net)
+
+
+def test_the_calls_of_a_graph_are_nodes_of_their_own(tmp_path):
+    net = Twice(exported(small_net(), tmp_path))
+    convert_sync_batchnorm(net)
+    nodes = json.loads(net(mx.sym.var("data")).tojson())["nodes"]
+    ours = [node["attrs"] for node in nodes if node["op"] == "Custom"]
+    ids = {(attrs["layer"], attrs["node"]) for attrs in ours}
+    assert len(ids) == 4 and len({layer for layer, _ in ids}) == 2
+
+
+def test_a_layer_in_two_nodes_of_a_graph(tmp_path):
+    devices, x = contexts(2), images()
+    net = exported(Twice(nn.BatchNorm(in_channels=3)), tmp_path)
+    net.collect_params().reset_ctx(devices)
+    before = forward(net, x)
+    _, report = convert_sync_batchnorm(net, return_report=True)
+    assert len(report.replaced) == 1 and operators(net).count("Custom") == 2
+    assert_close(forward(net, x), before, "float32")
+    train(net, trainer_of(net), x, (1, 3), devices)
+    statistics(net)
+    assert len(revert_sync_batchnorm(net, return_report=True)[1].replaced) == 1
+
+
+def test_settings_of_nodes():
+    x, scale = mx.sym.var("data"), {"eps": 1e-4, "fix_gamma": False, "momentum": 0.8}
+    contrib = mx.sym.contrib.SyncBatchNorm(x, name="norm", key="a", ndev=3, **scale)
+    # MXNet's defaults for a symbol differ from those of a layer.
+    stock = mx.sym.BatchNorm(x, name="norm")
+    for y, expected in ((contrib, (1e-4, 0.8, False, 1)), (stock, (1e-3, 0.9, True, 1))):
+        settings = convert_sync_batchnorm(gluon.SymbolBlock(y, x))._nodes[0].layer._kwargs
+        names = ("eps", "momentum", "fix_gamma", "axis")
+        assert tuple(settings[name] for name in names) == expected
+
+
+def test_nodes_that_cannot_be_replaced():
+    x, start = mx.sym.var("data"), mx.sym.var("start")
+    y = mx.sym.BatchNorm(x, name="three", output_mean_var=True)
+    scaled = mx.sym.BatchNorm(y[0], gamma=mx.sym.var("g") * 2, name="scaled", fix_gamma=False)
+
+    def body(step, state):
+        return mx.sym.BatchNorm(step, name="inner"), state
+
+    loop, _ = mx.sym.contrib.foreach(body, scaled, [start])
+    net = gluon.SymbolBlock(mx.sym.Group([loop + 1, y[1]]), [x, start])
+    before = net._cached_graph[1].tojson()
+    _, report = convert_sync_batchnorm(net, return_report=True)
+    refused = {entry.path or entry.before: entry.why for entry in report.refused}
+    assert refused.pop(":three") == "its mean or variance is used as an output."
+    why = "gamma, beta or a running statistic is not a parameter of the SymbolBlock."
+    assert refused.pop(":scaled") == why
+    ((_, why),) = refused.items()
+    assert "graph of its own" in why
+    assert net._cached_graph[1].tojson() == before
+
+
+def test_a_graph_on_gpus_has_no_layout_copies(tmp_path, monkeypatch):
+    """The devices of its parameters count when it is compiled, as for any net."""
+    net = exported(small_net(), tmp_path)
+    convert_sync_batchnorm(net)
+    copied = operators(net)
+    monkeypatch.setattr(SyncedLayer, "contexts", lambda layer: [mx.gpu(0)])
+    net.hybridize()
+    assert operators(net) == [operator for operator in copied if operator != "SwapAxis"]
+    monkeypatch.undo()
+    net.hybridize()
+    assert operators(net) == copied
+
+
+def test_an_exported_net_of_ours_becomes_stock_and_ours(tmp_path):
+    net, stock = (exported(convert_sync_batchnorm(small_net()), tmp_path) for _ in range(2))
+    expected = forward(net, images())
+    _, report = revert_sync_batchnorm(stock, return_report=True)
+    assert len(report.replaced) == 2
+    norm = ["Convolution", "BatchNorm"]
+    assert operators(stock) == [*norm, "Activation", *norm]
+    _, report = convert_sync_batchnorm(net, return_report=True)
+    assert len(report.replaced) == 2 and operators(net).count("SwapAxis") <= 4
+    assert_same_bits(forward(net, images()), expected)
+    _, report = revert_sync_batchnorm(net, return_report=True)
+    assert len(report.replaced) == 2 and operators(net) == operators(stock)
+
+
+def test_a_cumulative_average_is_not_reverted(tmp_path):
+    net = exported(sbn.SyncBatchNorm(in_channels=3, momentum=None), tmp_path)
+    _, report = revert_sync_batchnorm(net, return_report=True)
+    assert "momentum=None" in report.refused[0].why and not report.replaced

@@ -1,0 +1,248 @@
+"""Training, copies and checkpoints of converted nets."""
+
+import copy
+import pickle
+import time
+
+import gluon_syncbn as sbn
+import mxnet as mx
+import numpy as np
+import pytest
+import reference
+from gluon_syncbn import convert_sync_batchnorm, revert_sync_batchnorm
+from convert_nets import (
+    KINDS,
+    exported,
+    forward,
+    ids_of,
+    images,
+    random_statistics,
+    small_net,
+    statistics,
+    train,
+    trainer_of,
+)
+from devices import KIND
+from mxnet import autograd
+from mxnet.gluon import nn
+from mxnets import with_batch_norm_relu
+from runs import MODES, contexts, shards
+from tolerances import assert_close, assert_same_bits
+
+
+@pytest.mark.parametrize("kind", with_batch_norm_relu(KINDS))
+@pytest.mark.parametrize("mode", MODES)
+def test_training_on_two_devices_is_synchronized(kind, mode):
+    """The net has run before, so it must be compiled again."""
+    devices, x = contexts(2), images(count=6)
+    net = small_net(KINDS[kind])
+    net.initialize(ctx=devices)
+    if MODES[mode] is not None:
+        net.hybridize(**MODES[mode])
+    for shard in shards(x, (3, 3), devices):
+        net(shard)
+    flags = [(block._active, list(block._flags)) for block in [net, *net._children.values()]]
+    convert_sync_batchnorm(net)
+    after = [(block._active, list(block._flags)) for block in [net, *net._children.values()]]
+    assert after == flags
+    with autograd.record():
+        ys = [net(shard) for shard in shards(x, (1, 5), devices)]
+    autograd.backward(ys)
+    mx.nd.waitall()
+    assert bool(net._cached_op) == (MODES[mode] is not None)
+    convolved = np.concatenate([net[0](shard).asnumpy() for shard in shards(x, (1, 5), devices)])
+    expected = reference.forward(convolved, np.ones(4), np.zeros(4))
+    values = statistics(net)
+    first = {name.rsplit("running")[1]: v for name, v in values.items() if "last" not in name}
+    assert_close(first["_mean"], 0.1 * expected.mean.astype("float64"), "float32")
+    assert_close(first["_var"], 0.9 + 0.1 * expected.variance.astype("float64"), "float32")
+
+
+@pytest.mark.parametrize("hybridize", [False, True])
+@pytest.mark.parametrize("initialized", [False, True])
+def test_deferred_initialization(initialized, hybridize):
+    """Converted before the shapes, or even the contexts, are known."""
+    devices, x = contexts(2), images()
+    net = small_net()
+    net.hybridize(hybridize)
+    if initialized:
+        net.initialize(ctx=devices)
+    convert_sync_batchnorm(net)
+    if not initialized:
+        net.initialize(ctx=devices)
+    trainer = trainer_of(net)
+    train(net, trainer, x, (1, 3), devices)
+    assert net[1].gamma.shape == (4,) and net[1]._layer.devices == (f"{KIND}(0)", f"{KIND}(1)")
+    statistics(net)
+
+
+def test_a_trainer_made_before_continues():
+    """Each step gives the same bits as a net that was synchronized from the start."""
+    devices, x = contexts(2), images()
+    results = []
+    for norm in (nn.BatchNorm, sbn.SyncBatchNorm):
+        mx.random.seed(1)
+        net = small_net(norm)
+        net.initialize(mx.init.Xavier(), ctx=devices)
+        forward(net, x)
+        net.hybridize()
+        trainer = trainer_of(net)
+        convert_sync_batchnorm(net)
+        for _ in range(4):
+            train(net, trainer, x, (1, 3), devices)
+        results.append([p.data(devices[1]).asnumpy() for p in net.collect_params().values()])
+    for ours, expected in zip(*results):
+        assert_same_bits(ours, expected)
+
+
+def test_a_trainer_continues_after_a_reversal():
+    x, devices, net = images(), contexts(1), small_net()
+    net.initialize()
+    trainer = trainer_of(net)
+    for change in (lambda net: net, convert_sync_batchnorm, revert_sync_batchnorm):
+        change(net)
+        forward(net, x)  # which sets the shapes
+        before = [(p, p.data().asnumpy()) for p in net.collect_params().values()]
+        train(net, trainer, x, (4,), devices)
+    for p, value in before:
+        assert (p.data().asnumpy() != value).any(), p.name
+
+
+@pytest.mark.parametrize("of_graph", [False, True])
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_copies(clone, of_graph, tmp_path):
+    devices, x = contexts(2), images()
+    net = exported(small_net(), tmp_path) if of_graph else small_net()
+    net.initialize(ctx=devices, force_reinit=True)
+    plain = forward(net, x)
+    convert_sync_batchnorm(net)
+    other = clone(net)
+    assert_same_bits(forward(other, x), forward(net, x))
+    assert not ids_of(net) & ids_of(other)
+    assert b"gluon_syncbn" in pickle.dumps(net)
+    assert b"gluon_syncbn" not in pickle.dumps(revert_sync_batchnorm(clone(net)))
+    # MXNet puts the arrays of a copy on cpu(0), all of them.
+    other.collect_params().reset_ctx(devices)
+    for block in (other, net):
+        train(block, trainer_of(block), x, (1, 3), devices)
+    for value, copied in zip(statistics(net).values(), statistics(other).values()):
+        assert_same_bits(copied, value)
+    revert_sync_batchnorm(other)
+    assert len(ids_of(net)) == 2 and not ids_of(other)
+    assert forward(other, x).shape == plain.shape
+    # A group set for all layers reaches only those that are left.
+    sbn.set_default_group(sbn.SyncGroup(timeout=7))
+    sbn.set_default_group(None)
+
+
+class SlowStore:
+    """Another process that does the same as this one, but later."""
+
+    rank, size = 0, 2
+
+    def all_reduce(self, key, array):
+        time.sleep(0.1)
+        return np.stack([array[0], array[0]])
+
+
+def test_pending_steps_finish():
+    layer = nn.BatchNorm(in_channels=3)
+    layer.initialize()
+    convert_sync_batchnorm(layer, group=sbn.SyncGroup(store=SlowStore()))
+    with autograd.record():
+        y = layer(mx.nd.array(images()))
+    y.backward()
+    revert_sync_batchnorm(layer)
+    assert np.isfinite(layer.gamma.grad().asnumpy()).all()
+
+
+def test_a_failed_step_is_reported_before_a_reversal():
+    layer = nn.BatchNorm(in_channels=3)
+    layer.initialize(ctx=contexts(2))
+    convert_sync_batchnorm(layer, group=sbn.SyncGroup(timeout=0.2))
+    with autograd.record():
+        layer(mx.nd.array(images()))
+    with pytest.raises(mx.MXNetError, match=rf"Missing: {KIND}\(1\)"):
+        revert_sync_batchnorm(layer)
+    assert isinstance(layer, sbn.SyncBatchNorm)
+    revert_sync_batchnorm(layer)
+    assert type(layer) is nn.BatchNorm
+
+
+def test_hybridize_compiles_a_block_around_the_net_again():
+    """convert_sync_batchnorm cannot find that block; its docstring names this remedy."""
+    devices, x = contexts(2), images()
+    outer = nn.HybridSequential()
+    outer.add(small_net())
+    outer.initialize(ctx=devices)
+    outer.hybridize()
+    for shard in shards(x, (2, 2), devices):
+        outer(shard)
+    convert_sync_batchnorm(outer[0])
+    outer.hybridize()
+    train(outer, trainer_of(outer), x, (1, 3), devices)
+    statistics(outer)
+
+
+FORMS = {
+    "nn.BatchNorm": small_net,
+    "contrib": lambda: small_net(KINDS["contrib"]),
+    "ours": lambda: small_net(sbn.SyncBatchNorm),
+    "converted": lambda: convert_sync_batchnorm(small_net()),
+    "reverted": lambda: revert_sync_batchnorm(convert_sync_batchnorm(small_net())),
+}
+
+
+def form_of(name):
+    net = FORMS[name]()
+    net.initialize()
+    return net
+
+
+@pytest.mark.parametrize("saved", FORMS)
+@pytest.mark.parametrize("loaded", FORMS)
+def test_files_fit_each_way(saved, loaded, tmp_path):
+    source, target = form_of(saved), form_of(loaded)
+    forward(source, images())
+    random_statistics(source)
+    source.save_parameters(str(tmp_path / "net.params"))
+    target.load_parameters(str(tmp_path / "net.params"))
+    collected = form_of(loaded)
+    # The default name depends on the class.
+    source_names = source.collect_params().keys()
+    names = dict(zip(source_names, collected.collect_params().keys()))
+    arrays = {names[name]: p.data() for name, p in source.collect_params().items()}
+    mx.nd.save(str(tmp_path / "collected.params"), arrays)
+    collected.collect_params().load(str(tmp_path / "collected.params"))
+    for net in (target, collected):
+        for p, expected in zip(net.collect_params().values(), source.collect_params().values()):
+            assert_same_bits(p.data().asnumpy(), expected.data().asnumpy(), p.name)
+
+
+def test_one_checkpoint_for_any_number_of_devices(tmp_path):
+    """Only of batch normalization: a convolution's gradient depends on its share of the batch."""
+    files = []
+
+    def two_norms():
+        net = nn.HybridSequential(prefix="net_")
+        net.add(nn.BatchNorm(prefix="a_"), nn.BatchNorm(prefix="b_"))
+        return net
+
+    # MXNet saves the sum of all devices' values, divided by their number.
+    for sizes in ((4,), (1, 3), (1, 1, 1, 1)):
+        devices = contexts(len(sizes))
+        net = two_norms()
+        net.initialize(ctx=devices)
+        convert_sync_batchnorm(net)
+        for step in range(3):
+            with autograd.record():
+                ys = [net(shard) for shard in shards(images(step), sizes, devices)]
+            autograd.backward(ys)
+        mx.nd.waitall()
+        statistics(net)
+        files.append(tmp_path / f"{len(sizes)}.params")
+        net.save_parameters(str(files[-1]))
+    assert files[0].read_bytes() == files[1].read_bytes() == files[2].read_bytes()
+    loaded = two_norms()
+    loaded.load_parameters(str(files[2]), ctx=mx.current_context())
+    assert np.isfinite(forward(loaded, images())).all()

@@ -1,0 +1,146 @@
+"""How exports write their files: whole or not at all, whatever fails."""
+
+import contextlib
+import fcntl
+import itertools
+import os
+import resource
+from pathlib import Path
+
+import gluon_syncbn as sbn
+import mxnet as mx
+import pytest
+from deploy_nets import contents, load, sequential
+from gluon_syncbn.deploy import files
+from mxnet.gluon import nn
+
+
+def small(path, value):
+    """Exports a small net whose weights have this value: 2 kB of symbol, 360 kB of parameters."""
+    net = sequential(nn.Dense(300, in_units=300), sbn.SyncBatchNorm())
+    net.initialize(mx.init.Constant(value))
+    net(mx.nd.ones((2, 300)))
+    sbn.export(net, path)
+
+
+def test_no_folder_device_or_pipe_is_replaced(tmp_path):
+    with pytest.raises(sbn.FileError, match="No such file or directory"):
+        small(tmp_path / "no" / "m", 1)
+    for name, make, why in (
+        ("m-0000.params", os.mkdir, "a folder has"),
+        ("m-0000.params", os.mkfifo, "this is a device"),
+        ("m-symbol.json", lambda path: os.symlink("/dev/null", path), "this is a device"),
+    ):
+        make(tmp_path / name)
+        kind = os.lstat(tmp_path / name).st_mode
+        with pytest.raises(sbn.FileError, match=f"{name} cannot be written .{why}"):
+            small(tmp_path / "m", 1)
+        assert os.listdir(tmp_path) == [name] and os.lstat(tmp_path / name).st_mode == kind
+        os.rmdir(tmp_path / name) if make is os.mkdir else os.unlink(tmp_path / name)
+
+
+def test_what_a_link_points_to_is_written(tmp_path):
+    (tmp_path / "far").mkdir()
+    for name in ("m-symbol.json", "m-0000.params"):
+        (tmp_path / name).symlink_to(tmp_path / "far" / name)
+    (tmp_path / "far" / "m-0000.params").write_text("old")
+    small(tmp_path / "m", 1)
+    assert all(path.is_symlink() for path in tmp_path.glob("m-*"))
+    assert sorted(os.listdir(tmp_path / "far")) == ["m-0000.params", "m-symbol.json"]
+    load(tmp_path / "far" / "m")
+
+
+def killed_before(call, paths, monkeypatch):
+    """Writes the paths in a child that is killed before the n-th file is renamed."""
+    calls = itertools.count(1)
+
+    def replace(*args, rename=os.replace):
+        if next(calls) == call:
+            os._exit(9)
+        rename(*args)
+
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(os, "replace", replace)
+        files.write_all({path: files.bytes_writer(b"new") for path in paths})
+        os._exit(0)
+    return os.waitpid(child, 0)[1] != 0
+
+
+def test_an_export_that_is_killed_leaves_no_mixed_files(tmp_path, monkeypatch):
+    """Its first file, the symbol, is missing where the others are not all old, or all new."""
+    paths = [str(tmp_path / name) for name in ("m-symbol.json", "m-0000.params", "m.onnx")]
+    found = []
+    for call in itertools.count(1):
+        for path in paths:
+            Path(path).write_bytes(b"old")
+        was_killed = killed_before(call, paths, monkeypatch)
+        values = [Path(path).read_bytes() if os.path.exists(path) else None for path in paths]
+        assert values[0] is None or len(set(values)) == 1, (call, values)
+        found.append(values[0])
+        assert was_killed == any(name.endswith("tmp") for name in os.listdir(tmp_path))
+        files.write_all({path: files.bytes_writer(b"next") for path in paths})
+        assert len(os.listdir(tmp_path)) == 3  # It has removed what the killed one left.
+        if not was_killed:
+            break
+    assert found[0] == b"old" and found[-1] == b"new" and None in found
+
+
+def test_temporary_files_of_another_process_stay(tmp_path):
+    """It still writes them."""
+    with open(tmp_path / "m-symbol.json.0123456789ab.tmp", "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        small(tmp_path / "m", 1)
+        assert os.path.exists(file.name)
+    small(tmp_path / "m", 1)
+    assert not os.path.exists(file.name)
+
+
+@pytest.mark.parametrize(
+    "function, name", [("fsync", ""), ("replace", "m-symbol.json"), ("replace", "m-0000.params")]
+)
+def test_an_error_leaves_the_old_files(function, name, tmp_path, monkeypatch):
+    """When a file is made durable, and between two renames."""
+    small(tmp_path / "m", 1)
+    before, call = contents(tmp_path), getattr(os, function)
+
+    def fail(source, target=""):
+        if target.endswith(name) and not str(source).endswith(".old.tmp"):
+            raise OSError(28, "No space left on device")
+        call(source, target)
+
+    monkeypatch.setattr(files.os, function, fail)
+    with pytest.raises(sbn.FileError, match=f"{name} cannot be written .No space left on device."):
+        small(tmp_path / "m", 2)
+    assert contents(tmp_path) == before
+
+
+@contextlib.contextmanager
+def limited(size):
+    """Within it, no file may grow above `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [100, 20_000, 355_000])
+def test_without_room_for_a_file_the_old_files_stay(tmp_path, size):
+    small(tmp_path / "m", 1)
+    before = contents(tmp_path)
+    with limited(size), pytest.raises(sbn.FileError, match="cannot be written"):
+        small(tmp_path / "m", 2)
+    assert contents(tmp_path) == before
+
+
+def test_files_have_the_usual_rights_or_keep_theirs(tmp_path):
+    small(tmp_path / "m", 1)
+    (tmp_path / "plain").write_text("")
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
+    rights = {"m-0000.params": 0o640, "m-symbol.json": 0o444}
+    for name, mode in rights.items():
+        (tmp_path / name).chmod(mode)
+    small(tmp_path / "m", 2)
+    assert {name: (tmp_path / name).stat().st_mode & 0o777 for name in rights} == rights
