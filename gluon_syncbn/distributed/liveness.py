@@ -14,7 +14,7 @@ import time
 
 from .answers import ABSENT, ARRIVED, FINISHED, GONE, SILENT, Answer, describe
 from .arguments import WARN_AFTER, duration
-from .connections import own_host, receive, send, serve
+from .tcp import own_host, receive, send, serve
 
 _ADDRESS_SIZE = 80  # bytes: "IP port token token", filled up with spaces
 # Characters, and bytes with room for what JSON escapes.

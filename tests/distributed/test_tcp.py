@@ -10,8 +10,8 @@ import time
 import pytest
 from distributed_cluster import wait_until
 from distributed_liveness import at_another_port
-from gluon_syncbn.distributed import connections
 from gluon_syncbn.distributed import liveness as module
+from gluon_syncbn.distributed import tcp
 from gluon_syncbn.distributed.answers import ABSENT, ARRIVED, GONE
 from gluon_syncbn.distributed.liveness import Liveness
 
@@ -139,7 +139,7 @@ def test_somebody_else_listens_where_a_process_was(pair, reply):
 )
 def test_the_address_comes_from_the_environment(monkeypatch, environment, expected):
     monkeypatch.setattr(os, "environ", environment)
-    assert connections.own_host() == expected
+    assert tcp.own_host() == expected
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="no IPv6 here")
