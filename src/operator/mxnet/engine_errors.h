@@ -21,7 +21,7 @@ namespace gluon_syncbn {
 // variable: if two fail together, one error could be lost.
 void report_error(Handle written, const std::string& device, const std::string& text);
 
-// Waits for its turn. Called by an operation that runs on kCpuContext and is about to fail.
+// Called by an operation that runs on kCpuContext and is about to fail: waits for its turn.
 void await_turn_for_error();
 
 // For the child of a fork, whose engine has no operations in progress.

@@ -20,7 +20,7 @@ struct View {
 };
 
 // Whether a result replaces the values of its array or is added to them (grad_req='add'). For large
-// arrays, the CPU kernels choose kStream, which replaces them and bypasses the caches.
+// arrays, the CPU kernels choose kStream, which replaces values and bypasses the caches.
 enum class Store { kWrite, kAdd, kStream };
 
 // The shard of one device. Null gamma means ones. Null y, dx, dresidual are not computed.
