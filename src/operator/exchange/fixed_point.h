@@ -47,7 +47,8 @@ class FixedPoint {
   // did not fit its window or the processes are at different calls.
   template <typename T>
   bool unpack(const T* packed, double* message);
-  // Replaces unpack() after an exchange of values. Takes the messages of all processes, by rank.
+  // Called instead of unpack() after an exchange of values, with the messages of all processes, by
+  // rank.
   void follow(const double* messages);
   // Returns to the initial state, for processes that may have failed at different calls.
   void restart();

@@ -45,8 +45,8 @@ class Rendezvous {
   // other processes.
   bool shares_memory(const LayerPtr& layer) const;
 
-  // From the next forward calls on, only these devices take part; all devices if there are none
-  // here. Layers that have none of the devices are unaffected. No forward call may be in progress.
+  // From the next forward calls on, only these devices take part; all devices if the list is empty.
+  // Layers that have none of the devices are unaffected. No forward call may be in progress.
   void set_active_devices(const std::vector<std::string>& devices);
 
   // The id of the next forward call of this node on this device. Throws Error.

@@ -187,7 +187,7 @@ void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeti
     const Seconds slice = std::min(kSlice, patience.slice(kSlice));
     if (meeting->unreachable.empty()) meeting->changed.wait_for(*lock, slice);
     if (meeting->over) return;
-    // The last device finishes its work without further arrivals, and soon.
+    // The last device is at work, which ends by itself or by its own timeout.
     if (meeting->combining) continue;
 
     const Seconds waited = patience.waited();

@@ -82,7 +82,7 @@ struct Layer {
   std::string title(const Key& key) const;
   // Makes every device continue from the same sequence, including those that were idle.
   void align_calls();
-  // Null, which means all devices, if all are active or none of this layer's are.
+  // Null, which means all devices, if `active` is null or names none of this layer's devices.
   ActiveDevices active_here(const ActiveDevices& active) const;
   // The active devices of a device's group, itself included, in rank order.
   std::vector<std::string> group_of(const std::string& device, const ActiveDevices& active) const;
