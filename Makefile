@@ -1,6 +1,7 @@
 MXNET ?= cpu
 
-# FLAVOUR and FLAGS say how the native tests are built, and RUN how they are started; see `sanitize`.
+# FLAVOUR and FLAGS say how the native tests are built, and RUN how they are started; see
+# `sanitize`.
 FLAVOUR ?= plain
 FLAGS ?= -O2
 
@@ -186,7 +187,8 @@ compilers: ## compile the C++ sources with COMPILERS="g++-11 clang++", warnings 
 	@$(foreach cxx,$(COMPILERS),$(MAKE) --no-print-directory -j$(shell nproc) compile-sources FLAVOUR=$(cxx) \
 	    CXX=$(cxx) FLAGS="-O2 -Wall -Wextra -Werror -Wno-unknown-pragmas -Wno-pass-failed" &&) true
 
-# The sanitizers want their shadow memory at fixed addresses, which only `setarch -R` keeps free on some kernels.
+# The sanitizers want their shadow memory at fixed addresses, which only `setarch -R` keeps free on
+# some kernels.
 sanitize: export TSAN_OPTIONS = halt_on_error=1:second_deadlock_stack=1
 sanitize: export UBSAN_OPTIONS = print_stacktrace=1
 sanitize: ## run the native tests under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer; 11 minutes
@@ -336,7 +338,8 @@ $(simulated)/test_cuda_%.o: tests/native/cuda/test_cuda_%.cc $(native_headers)
 $(simulated)/test_ptxsim: $(simulator_sources)/test_ptxsim.cc $(simulator)
 	$(link_simulated) -std=c++20
 
-# The files .venv/ready-* say what has been installed there, so that a second run has nothing to set up.
+# The files .venv/ready-* say what has been installed there, so that a second run has nothing to set
+# up.
 $(ready)python:
 	@for python in $(pythons); do \
 	    if $$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 8) <= sys.version_info < (3, 15))' 2>/dev/null; \

@@ -1,5 +1,6 @@
 // The operator's interface to CUDA: a table of functions of the runtime and a table of kernels. A
-// build with nvcc has both; tests replace them by host memory and loops. No CUDA header is needed.
+// build with nvcc has both; tests replace them with host memory and loops. No CUDA header is
+// needed.
 #ifndef GLUON_SYNCBN_CUDA_BACKEND_H_
 #define GLUON_SYNCBN_CUDA_BACKEND_H_
 
@@ -105,7 +106,7 @@ struct ForwardFinish {
   // Bytes per batch: coefficients_size(C).
   int64_t coefficients_stride;
   double epsilon = 0;
-  // Of one batch.
+  // The sums and the count of a single batch.
   SumsOfDevices sums = {};
   double count = 0;
   RunningUpdate running = {};

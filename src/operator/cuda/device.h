@@ -133,7 +133,7 @@ class CudaPass {
   void check(int error, const std::string& call) const;
   ChannelSums* work(const View& view);
 
-  // Sets the thread's device, and restores the one before.
+  // Sets the thread's device, and restores the previous one at the end.
   struct OnDevice {
     OnDevice(const CudaPass& pass, int device);
     ~OnDevice();

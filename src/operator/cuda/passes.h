@@ -20,7 +20,7 @@ struct Together {
   std::vector<int> gpus;
   // Gives its sums to the other GPUs, and returns those of all, in rank order.
   std::function<std::vector<SharedSums>(const SharedSums& own)> meet;
-  // Replaces sums on the host, and their count, by those of all.
+  // Replaces sums on the host, and their count, with those of all.
   std::function<void(ChannelSums* sums, double* count)> reduce;
 };
 

@@ -42,7 +42,8 @@ class ReorderBuffer {
     return ranks;
   }
 
-  // If the call is complete, removes it and returns it as a round of its own.
+  // If the call is complete, removes it, writes it to *round as a round of its own, and returns
+  // true.
   bool take(double call, size_t processes, std::vector<double>* round) {
     const auto found = calls_.find(call);
     if (found == calls_.end() || found->second.size() < processes) return false;

@@ -4,7 +4,8 @@
 //
 // No call waits indefinitely. A meeting ends when all have arrived, on a timeout, when a
 // participant fails, when the process ends, or on Ctrl-C. In all cases but the first, every waiting
-// device gets an Error that says which devices arrived and which did not.
+// device gets an Error, which says which devices arrived and which did not, unless a participant
+// has failed.
 #ifndef GLUON_SYNCBN_RENDEZVOUS_RENDEZVOUS_H_
 #define GLUON_SYNCBN_RENDEZVOUS_RENDEZVOUS_H_
 
