@@ -29,8 +29,7 @@ decltype(auto) with_dtype(DType dtype, const F& f) {
   throw std::invalid_argument("no kernels for this dtype");
 }
 
-// Returns Returns f(A{}) for the type of gamma, beta and the running statistics with data of this
-// type.
+// Returns f(A{}) for the type of gamma, beta and the running statistics with data of this type.
 template <typename F>
 decltype(auto) with_parameters(DType dtype, const F& f) {
   return with_dtype(dtype, [&](auto zero) { return f(Arithmetic<decltype(zero)>{}); });
