@@ -1,14 +1,16 @@
 MXNET ?= cpu
 
-# FLAVOUR and FLAGS say how the native tests are built, and RUN how they are started; see `sanitize`.
+# FLAVOUR and FLAGS say how the native tests are built, and RUN how they are started; see
+# `sanitize`.
 FLAVOUR ?= plain
 FLAGS ?= -O2
 
-# Where a wheel of Horovod is kept once it is built, and that of MXNet for GPUs, which `test-gpu` downloads.
+# The folder for the Horovod wheel that is built, and for the wheel of MXNet for GPUs that
+# `test-gpu` downloads.
 HOROVOD_CACHE ?= $${XDG_CACHE_HOME:-$$HOME/.cache}/gluon_syncbn
 
 PYTHON ?=
-# The newest that the tests have run on, and what else may work.
+# The versions that the tests have run on, newest first, and others that may work.
 pythons := $(or $(PYTHON),python3.13 python3.12 python3.11 python3.10 python3.9 python3.8 python3.14 python3)
 ready := .venv/ready-
 python := .venv/bin/python
@@ -16,16 +18,16 @@ pip := $(python) -m pip -qq --no-input
 packages := gluon_syncbn mxnet_compat mxnet_launch
 library := gluon_syncbn/libgluon_syncbn.so
 nvcc := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v "$${NVCC:-nvcc}")
-# Whether the library has CUDA kernels: where MXNet has GPUs, or GLUON_SYNCBN_CUDA=1.
+# Whether the library has CUDA kernels: GLUON_SYNCBN_CUDA, or 1 if MXNet has GPUs and nvcc is found.
 kernels := $(or $(GLUON_SYNCBN_CUDA),$(if $(filter cu112,$(MXNET)),$(if $(nvcc),1)),0)
-# Says what has been installed and built.
+# A file whose name says what has been installed and built.
 environment := $(ready)$(MXNET)-$(kernels)
 
 cuda_sources := $(wildcard src/operator/*/*.cu)
 native_headers := $(wildcard $(foreach ext,h inc cuh,src/operator/*/*.$(ext) src/operator/*/*/*.$(ext)) tests/native/*.h tests/native/*/*.h)
 # Those of tests/native/cuda need a GPU or its simulator.
 native_tests := $(filter-out tests/native/cuda/%,$(wildcard tests/native/*/test_*.cc))
-# Without what only the whole library has: its version.
+# Without the file that needs the version of the library.
 tested_sources := $(filter-out src/operator/api/layers.cc,$(wildcard src/operator/*/*.cc))
 formatted := $(wildcard src/portable/* $(foreach ext,h cc cu cuh inc,src/operator/*/*.$(ext) src/operator/*/*/*.$(ext) tests/native/*.$(ext) tests/native/*/*.$(ext) tests/gpu/*.$(ext) tests/gpu/*/*.$(ext)))
 
@@ -33,8 +35,9 @@ build := build/native/$(FLAVOUR)
 objects := $(tested_sources:src/operator/%.cc=$(build)/%.o)
 programs := $(native_tests:tests/native/%.cc=$(build)/tests/%)
 build_native = @$(MAKE) --no-print-directory -f $(firstword $(MAKEFILE_LIST)) -j$(shell nproc)
-# The kernels as PTX, which a simulator runs in place of a GPU. (From this Makefile's tree, so that it can be used on
-# the sources of another one: make -C OTHER -f THIS/Makefile gpu-counts.)
+# The kernels as PTX, which a simulator runs in place of a GPU. The simulator is taken from this
+# Makefile's tree, so that it can run the sources of another tree: make -C OTHER -f THIS/Makefile
+# gpu-counts.
 simulator_sources := $(dir $(lastword $(MAKEFILE_LIST)))tests/gpu/ptxsim
 simulated := $(build)/ptxsim
 PTX_ARCH ?= 90
@@ -52,7 +55,8 @@ ifeq ($(filter cpu cu112,$(MXNET)),)
 $(error MXNET=$(MXNET) is unknown: choose MXNET=cpu, or MXNET=cu112 for GPUs with CUDA 11)
 endif
 
-# pip must not run twice at a time in one environment, so only the native tests are made in parallel.
+# Only the native tests are made in parallel, as pip must not run twice at a time in one
+# environment.
 ifeq ($(filter run-native run-ptx simgpu programs compile-sources,$(MAKECMDGOALS)),)
 .NOTPARALLEL:
 endif
@@ -99,7 +103,8 @@ test-native: ## run the native tests, and where nvcc is the CUDA kernels on a si
 	$(build_native) run-native
 	$(build_native) run-ptx
 
-# The package with a library of its own, for an MXNet of its own: .venv and gluon_syncbn/ stay as they are.
+# Uses a copy of the package with its own library and its own MXNet. .venv and gluon_syncbn/ stay as
+# they are.
 test-gpu: $(if $(nvcc),$(environment) $(ready)test) ## run tests on simulated GPUs, in MXNet for GPUs (a download of 499 MB, kept); 3 minutes
 	$(call on_simulated_gpus,PTXSIM_DEVICES=4,$(addprefix gpu/test_,mxnet_gpu.py simulated_gpus.py use_of_cuda.py))
 
@@ -107,8 +112,8 @@ test-gpu-all: test-gpu ## the same, and other tests with simulated GPUs for thei
 	$(call on_simulated_gpus,PTXSIM_DEVICES=8 GLUON_SYNCBN_TEST_DEVICES=gpu,$(gpu_tests),-n 3 -m "not long")
 
 gpu_tests = layers convert deploy training gpu/test_users_programs.py
-# Streams do their work in a random order, which is another one in each run; STREAMS= is at once, and STREAMS=late as
-# late as possible.
+# Streams do their work in a random order, different in each run. STREAMS= makes them do it at once,
+# and STREAMS=late as late as possible.
 STREAMS ?= $(shell date +1%N)
 define on_simulated_gpus
 	@$(if $(nvcc),,echo "No nvcc is found (NVCC, CUDA_HOME, PATH), so nothing is tested on simulated GPUs."; exit 0;) \
@@ -182,7 +187,8 @@ compilers: ## compile the C++ sources with COMPILERS="g++-11 clang++", warnings 
 	@$(foreach cxx,$(COMPILERS),$(MAKE) --no-print-directory -j$(shell nproc) compile-sources FLAVOUR=$(cxx) \
 	    CXX=$(cxx) FLAGS="-O2 -Wall -Wextra -Werror -Wno-unknown-pragmas -Wno-pass-failed" &&) true
 
-# The sanitizers want their shadow memory at fixed addresses, which only `setarch -R` keeps free on some kernels.
+# The sanitizers want their shadow memory at fixed addresses, which only `setarch -R` keeps free on
+# some kernels.
 sanitize: export TSAN_OPTIONS = halt_on_error=1:second_deadlock_stack=1
 sanitize: export UBSAN_OPTIONS = print_stacktrace=1
 sanitize: ## run the native tests under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer; 11 minutes
@@ -210,7 +216,8 @@ distclean: clean ## remove .venv too
 run-native: $(programs)
 	@printf '%s\n' $^ | xargs -P $(shell nproc) -I PROGRAM sh -c '$(RUN) PROGRAM || { echo "PROGRAM failed" >&2; exit 1; }'
 
-# In random order of blocks, warps and streams: another one in each run, which a failure names.
+# Blocks, warps and streams run in a random order, different in each run. The output names the
+# order.
 run-ptx: $(simulated)/test_ptxsim $(if $(nvcc),run-ptx-$(newest) run-ptx-small-$(oldest) compare-gpu-counts)
 	@$<
 	@$(if $(nvcc),,echo "No nvcc is found (NVCC, CUDA_HOME, PATH), so the PTX of the CUDA kernels is not tested.")
@@ -264,7 +271,7 @@ $(simgpu)/mxnet/libmxnet.so:
 	@rm -rf $(simgpu)
 	@$(python) -m zipfile -e $(mxnet_wheel) $(simgpu)
 
-# What libmxnet.so is linked with, in its own folder, where it looks first.
+# The libraries that libmxnet.so is linked with. They go into its own folder, where it looks first.
 cudart := $(simgpu)/mxnet/libcudart.so.11.0
 cuda_libraries := $(patsubst %,$(simgpu)/mxnet/lib%,cuda.so.1 cublas.so.11 cudnn.so.8 cufft.so.10 curand.so.10 cusolver.so.11 nccl.so.2 nvrtc.so.11.2 nvToolsExt.so.1)
 simgpu: $(cudart) $(cuda_libraries) $(simgpu)/mxnet/libsimgpu_operators.so $(simgpu)/libgluon_syncbn.so
@@ -280,7 +287,7 @@ $(cudart): $(simgpu)/stubs $(simulator) $(simgpu)/mxnet_runtime.o $(simgpu)/map_
 $(cuda_libraries): $(simgpu)/stubs $(cudart)
 	$(link_in_place_of_cuda) $(cudart) -o $@
 
-# With the headers of the wheel, whose warnings are not ours.
+# With the headers of the wheel, and without their warnings, which are not ours.
 compile_for_mxnet = $(CXX) -std=c++17 -fPIC -w -DMSHADOW_STAND_ALONE=1 -DMXNET_USE_CUDA=0 -I$(simgpu)/mxnet/include
 $(simgpu)/mxnet_runtime.o: $(simgpu_sources)/mxnet_runtime.cc $(simgpu)/mxnet/libmxnet.so
 	@$(compile) $(CXXFLAGS) -c $< -o $@
@@ -331,7 +338,8 @@ $(simulated)/test_cuda_%.o: tests/native/cuda/test_cuda_%.cc $(native_headers)
 $(simulated)/test_ptxsim: $(simulator_sources)/test_ptxsim.cc $(simulator)
 	$(link_simulated) -std=c++20
 
-# The files .venv/ready-* say what has been installed there, so that a second run has nothing to set up.
+# The files .venv/ready-* say what has been installed there, so that a second run has nothing to set
+# up.
 $(ready)python:
 	@for python in $(pythons); do \
 	    if $$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 8) <= sys.version_info < (3, 15))' 2>/dev/null; \
@@ -347,8 +355,9 @@ $(ready)python:
 	@$(pip) install 'setuptools>=70.1'
 	@touch $@
 
-# The library is built meanwhile. One call of pip, so that the requirements of MXNet hold, where they can: from Python 3.13 on there is no NumPy 1, and
-# the extra leaves MXNet out. Programs may import mxnet first.
+# The library is built in the background. One call of pip installs everything, so that the
+# requirements of MXNet hold where they can: from Python 3.13 on there is no NumPy 1, and the extra
+# leaves MXNet out. The last step allows programs to import mxnet first.
 missing_library := $(if $(wildcard $(library)),,rebuild)
 $(environment): pyproject.toml setup.py $(wildcard src/operator/*/* src/operator/*/*/*) $(missing_library) | $(ready)python
 	@mkdir -p build; export GLUON_SYNCBN_CUDA=$(kernels); \
@@ -367,8 +376,8 @@ $(ready)test $(ready)lint $(ready)docs: $(ready)%: pyproject.toml | $(environmen
 	@$(pip) install 'gluon_syncbn[$*]'
 	@touch $@
 
-# Only benchmarks compare with PyTorch, in an environment of its own: gluoncv refuses to start where a PyTorch as new as
-# this is.
+# Only benchmarks need PyTorch. It has a separate environment, as gluoncv refuses to start next to a
+# PyTorch as new as this.
 $(ready)torch: | $(ready)python
 	@echo "Installing PyTorch"
 	@$(python) -m venv .venv/torch
@@ -376,8 +385,9 @@ $(ready)torch: | $(ready)python
 	    echo "PyTorch could not be installed, so nothing is compared with it." >&2; }
 	@touch $@
 
-# Horovod has no wheel for MXNet, so one is built: in an environment of its own, as it needs an old setuptools, but with
-# the MXNet of .venv. Not through pip's cache, where a wheel for other frameworks may lie.
+# Horovod has no wheel for MXNet, so one is built, in a separate environment, as it needs an old
+# setuptools, but with the MXNet of .venv. pip's cache is not used, as it may hold a wheel for other
+# frameworks.
 horovod := horovod==0.28.1
 horovod_wheels := "$(HOROVOD_CACHE)/horovod-mxnet-$(MXNET)"
 install_horovod = $(pip) install --no-index --no-deps --force-reinstall --find-links $(horovod_wheels) $(horovod)
@@ -391,7 +401,7 @@ build_horovod = rm -rf build/horovod && $(python) -m venv build/horovod && \
         --wheel-dir $(horovod_wheels) $(horovod) && \
     rm -rf build/horovod
 
-# Where it cannot be built, all else goes on: Horovod is one of two ways across processes.
+# If it cannot be built, everything else continues: Horovod is one of two stores.
 $(ready)horovod: pyproject.toml $(environment)
 	@echo "Installing Horovod"
 	@mkdir -p build

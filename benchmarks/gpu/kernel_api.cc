@@ -66,7 +66,7 @@ SBN_EXPORT int gluon_syncbn_cuda_backward_sums(int dtype, int64_t N, int64_t C, 
   });
 }
 
-// `sums` are those of several devices, C of each, and `count` that of all.
+// `sums` has the C sums of each device, and `count` is that of all devices.
 SBN_EXPORT int gluon_syncbn_cuda_finish_forward(int dtype, int64_t C, int devices,
                                                 const ChannelSums* sums, double count,
                                                 double epsilon, const void* gamma, const void* beta,

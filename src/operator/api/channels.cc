@@ -30,7 +30,7 @@ using SegmentPtr = std::shared_ptr<Segment>;
 
 const SegmentPtr& segment_of(void* segment) { return *static_cast<SegmentPtr*>(segment); }
 
-// What f returns, or null with its error.
+// Returns f(), or writes the error that it throws and returns null.
 template <typename F>
 void* or_error(char* error, int error_size, const F& f) {
   try {
@@ -46,7 +46,7 @@ FixedPoint* fixed_point_of(void* fixed_point) { return static_cast<FixedPoint*>(
 }  // namespace
 
 Channels& gluon_syncbn::channels() {
-  // Never destroyed: calls may still come when the process ends.
+  // Never destroyed: calls may still arrive while the process ends.
   static Channels* const channels = new Channels;
   return *channels;
 }

@@ -11,19 +11,20 @@
 
 namespace gluon_syncbn {
 
-// Of this process.
+// The channels of this process.
 Channels& channels();
 
 }  // namespace gluon_syncbn
 
-// Returns 0 to go on with a wait, or writes why not to `error` (at most `size` bytes).
+// Returns 0 to keep waiting. Otherwise writes the reason to stop to `error` (at most `size` bytes).
 using gluon_syncbn_probe = int (*)(int64_t connection, const gluon_syncbn::Delay*, char* error,
                                    int size);
 
-// A connection, which Python knows by this id. Never freed, as the process uses it to its end.
+// Makes a connection, which Python identifies by `id`. It is never freed, as the process uses it
+// until it exits.
 SBN_EXPORT void* gluon_syncbn_connect(int64_t id, gluon_syncbn_probe probe);
 
-// Around each of Python's calls of the store's functions. The GIL must not be held.
+// Python calls these around each call of a store function, without holding the GIL.
 SBN_EXPORT void gluon_syncbn_lock_calls(void* connection);
 SBN_EXPORT void gluon_syncbn_unlock_calls(void* connection);
 
@@ -31,8 +32,8 @@ SBN_EXPORT void gluon_syncbn_unlock_calls(void* connection);
 SBN_EXPORT void gluon_syncbn_in_flight(void* connection, void (*report)(const char* exchange,
                                                                         double since, int open));
 
-// How many numbers a store adds up for a message of this size; 0 if it cannot. exact_bits: it adds
-// whole numbers below 2^exact_bits exactly.
+// How many numbers a store adds up for a message of this size; 0 if it cannot add the message.
+// exact_bits: the store adds integers below 2^exact_bits exactly.
 SBN_EXPORT int64_t gluon_syncbn_packed_size(int64_t size, int processes, int exact_bits);
 
 // See FixedPoint. Python's own stores use it.
@@ -52,15 +53,15 @@ SBN_EXPORT void* gluon_syncbn_horovod_channel(void* connection, const char* key,
                                               const gluon_syncbn::HorovodArrays*,
                                               const gluon_syncbn::HorovodSums*);
 
-// A segment of this process, whose descriptor it writes, or without one that of another process,
-// from a file. Returns null and writes an error (at most error_size bytes) if it failed. Kept until
-// the process ends.
+// Creates a segment and writes its descriptor, or, if `file` is not null, opens another process's
+// segment. On failure, writes an error (at most error_size bytes) and returns null. The segment is
+// kept until the process ends.
 SBN_EXPORT void* gluon_syncbn_segment(const char* file, const char* token, int* descriptor,
                                       char* error, int error_size);
-// Nobody will open it any more.
+// Call this when no process will open the segment any more.
 SBN_EXPORT void gluon_syncbn_close_descriptor(void* segment);
-// A channel between `ranks` processes of one machine, through the segment of the first. sums: they
-// exchange a layer's messages. Returns null and writes an error if it failed.
+// A channel between `ranks` processes of one machine, through the segment of rank 0. sums: whether
+// they exchange a layer's messages. On failure, writes an error and returns null.
 SBN_EXPORT void* gluon_syncbn_shared_memory_channel(void* connection, const char* key,
                                                     void* segment, int rank, int ranks,
                                                     int64_t size, int sums, char* error,
@@ -69,14 +70,14 @@ SBN_EXPORT void* gluon_syncbn_shared_memory_channel(void* connection, const char
 SBN_EXPORT int64_t gluon_syncbn_channel_calls(void* channel);
 SBN_EXPORT void gluon_syncbn_channel_restart(void* channel);
 
-// Writes the values of all processes, by rank, and returns 0, or their sums, and returns 1. Returns
-// -1 and writes an error (at most error_size bytes) if it failed.
+// Writes the values of all processes, by rank, and returns 0, or writes their sums and returns 1.
+// On failure, writes an error (at most error_size bytes) and returns -1.
 SBN_EXPORT int gluon_syncbn_channel_exchange(void* channel, const char* title,
                                              double timeout_seconds, const double* mine,
                                              double* everyone, char* error, int error_size);
 
-// From now on the layer's messages of this key take the channel; after clear, all go through
-// Python.
+// From now on the layer's messages with this key use the channel. After clear, all messages go
+// through Python.
 SBN_EXPORT void gluon_syncbn_set_channel(int64_t layer, const char* key, void* channel);
 SBN_EXPORT void gluon_syncbn_clear_channels();
 

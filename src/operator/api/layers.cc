@@ -128,7 +128,7 @@ void gluon_syncbn_after_fork() {
 void gluon_syncbn_report_next(const char* text) { process.rendezvous->report_next(text); }
 
 void gluon_syncbn_configure(int64_t layer, const gluon_syncbn_layer_config* from) {
-  // Its store may be another one from now on.
+  // The layer may use another store from now on.
   channels().forget(layer);
   LayerConfig config;
   config.name = from->name;
@@ -173,10 +173,10 @@ int gluon_syncbn_drain(int64_t layer, int64_t epoch, const char* device, void** 
     delete drain;
     return status;
   }
-  // Waiting for an error clears it in all arrays that hold it. The error of the failed step is the
-  // user's, so in these arrays and a marker another one replaces it. Waiting for the marker clears
-  // that one. Arrays without an error get none: a call that is pushed meanwhile would be skipped
-  // for it, and its results would be neither written nor in error.
+  // Waiting for an error clears it in all arrays that hold it. The user must still see the error of
+  // the failed step, so another error replaces it in these arrays and in a marker, and waiting for
+  // the marker clears that one. Arrays without an error get none: MXNet would skip a call that is
+  // pushed meanwhile, and its results would be neither written nor in error.
   std::vector<Handle> written(arrays, arrays + num_arrays);
   written.push_back(drain->marker);
   const auto look = [](void*, void* argument) { static_cast<Drain*>(argument)->is_clean = true; };
@@ -190,7 +190,7 @@ int gluon_syncbn_drain(int64_t layer, int64_t epoch, const char* device, void** 
     if (!d.is_clean) mxnet.ndarray_wait_to_read(d.marker);
     process.rendezvous->drain(d.layer, d.epoch, d.device);
   };
-  // One after the other, as they write the same arrays. The last one deletes the Drain of all.
+  // These run one after the other, as they write the same arrays. The last one deletes the Drain.
   const auto push = [&](void (*run)(void*, void*), void (*deleter)(void*), int count, int kind,
                         const char* name) {
     return mxnet.engine_push_sync(run, drain, deleter, &kCpuContext, nullptr, 0, written.data(),
@@ -221,7 +221,8 @@ int gluon_syncbn_flush(int64_t layer, int backward, const char* const* devices, 
   process.rendezvous->begin_flush(layer, direction, {devices, devices + num_devices});
   int status = 0;
   for (int i = 0; i < num_devices; ++i) {
-    // It writes the arrays, as with static_shape MXNet takes a forward for a reader of them.
+    // The operation writes the arrays, as with static_shape MXNet treats a forward as a reader of
+    // them.
     status |= mxnet.engine_push_sync([](void*, void*) {}, new Flush{layer, direction, devices[i]},
                                      [](void* flush) { delete static_cast<Flush*>(flush); },
                                      &kCpuContext, nullptr, 0, arrays + i * num_arrays, num_arrays,

@@ -20,8 +20,8 @@ struct gluon_syncbn_message {
   int64_t all_size;
 };
 
-// See Observer. exchange returns 0 for the values of all, 1 for their sums, or writes an error (at
-// most error_size bytes) and returns -1.
+// See Observer. exchange returns 0 if it wrote the values of all processes, and 1 if it wrote their
+// sums. On failure, it writes an error (at most error_size bytes) and returns -1.
 struct gluon_syncbn_callbacks {
   void (*warn)(const char* text);
   void (*failed)(int64_t layer, int64_t epoch, const char* text);
@@ -29,13 +29,13 @@ struct gluon_syncbn_callbacks {
   int (*exchange)(const gluon_syncbn_message*, char* error, int error_size);
 };
 
-// Registers the operator. `api`: the functions of mxnet/api.h in order. `process_uuid`: graphs of
-// other processes do not find the layers of this one. Returns what MXCustomOpRegister does.
+// Registers the operator. `api`: the functions of mxnet/api.h in order. `process_uuid` keeps graphs
+// of other processes from finding the layers of this one. Returns the result of MXCustomOpRegister.
 SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process_uuid, int naive_engine,
                                      int onednn, const gluon_syncbn_callbacks*);
 
-// In the child of a fork, before which no call waited: it has no threads, and every layer starts a
-// new epoch.
+// Call this in the child of a fork, at which no call may have been waiting. Drops the threads and
+// GPU memory, which the child cannot use, and starts a new epoch in every layer.
 SBN_EXPORT void gluon_syncbn_after_fork();
 
 // See Rendezvous::report_next.
@@ -59,41 +59,41 @@ SBN_EXPORT void gluon_syncbn_set_active_devices(const char* const* devices, int 
 SBN_EXPORT void gluon_syncbn_set_joined(int joined);
 SBN_EXPORT void gluon_syncbn_give_up(const char* reason);
 
-// After a failure: once all that was pushed before has passed, clears the error of the failed step
-// from a device's running statistics and lets the device take part again. Waiting for a result of
-// the failed step still raises the error. Without arrays the device takes part at once.
+// After a failure: once all operations pushed earlier have finished, clears the error of the failed
+// step from a device's running statistics and lets the device take part again. Waiting for a result
+// of the failed step still raises the error. If there are no arrays, the device takes part at once.
 SBN_EXPORT int gluon_syncbn_drain(int64_t layer, int64_t epoch, const char* device, void** arrays,
                                   int num_arrays, const char* text);
 
-// Finds out whether these arrays of a device hold an error, once all that was pushed before has
-// passed. If so, those that wait for the device get an error: see Rendezvous::unreachable.
+// Once all operations pushed earlier have finished, checks whether these arrays of a device hold an
+// error. If so, the devices that wait for this one get an error: see Rendezvous::unreachable.
 SBN_EXPORT int gluon_syncbn_probe_arrays(int64_t layer, int64_t epoch, int backward,
                                          const char* device, void** arrays, int num_arrays);
 
-// Begins to flush devices. That of each ends once all that was pushed before for its arrays has
-// passed, num_arrays for each device: see Rendezvous::begin_flush.
+// Begins to flush devices, each with num_arrays arrays. A device's flush ends once all operations
+// pushed earlier for its arrays have finished: see Rendezvous::begin_flush.
 SBN_EXPORT int gluon_syncbn_flush(int64_t layer, int backward, const char* const* devices,
                                   int num_devices, void** arrays, int num_arrays);
 SBN_EXPORT int gluon_syncbn_flushing();
 
-// The process ends: all waits end with an error.
+// Call this when the process ends: all waits end with an error.
 SBN_EXPORT void gluon_syncbn_close(const char* reason);
 
-// The number of calls that wait for other devices now, and for how long without another arrival; 0
-// if none waits.
+// The number of calls that wait for other devices now, and the seconds since the last arrival; 0 if
+// no call waits.
 SBN_EXPORT int gluon_syncbn_waiting();
 SBN_EXPORT double gluon_syncbn_stuck_seconds();
 
-// How and for what the CUDA kernels were compiled; null if there are none.
+// The compiler version and the architectures of the CUDA kernels; null if there are no kernels.
 SBN_EXPORT const char* gluon_syncbn_cuda();
 
 // See peer_access.
 SBN_EXPORT int gluon_syncbn_peer_access();
 
-// Frees the streams and the memory that are kept for the next calls on GPUs.
+// Frees the streams and the memory kept for the next calls on GPUs.
 SBN_EXPORT void gluon_syncbn_release();
 
-// Ctrl-C also ends waits. The previous handler is called too.
+// Makes Ctrl-C end waits too. The previous handler is still called.
 SBN_EXPORT int gluon_syncbn_catch_interrupts();
 
 #endif  // GLUON_SYNCBN_API_LAYERS_H_

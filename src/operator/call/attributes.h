@@ -17,7 +17,7 @@ struct Attributes {
   bool fix_gamma = false;
   bool use_global_stats = false;
   Epilogue epilogue;
-  // Whether there is an input that is added before the activation.
+  // Whether an input is added before the activation.
   bool residual = false;
   // Backward recovers x from y.
   bool inplace = false;
@@ -25,8 +25,8 @@ struct Attributes {
   bool gpu_only = false;
   // The id of this node among the layer's nodes in graphs; -1 for imperative calls.
   int64_t node = -1;
-  // The number of chunks of a batch with statistics of their own; 0: the batch is a shard of one
-  // that all devices have.
+  // The number of chunks of the batch, each with statistics of its own. 0: the batch is one
+  // device's shard of a batch that all devices share.
   int virtual_devices = 0;
   // An attribute that could not be read. Reported later: MXNet crashes on an error here.
   std::string error;

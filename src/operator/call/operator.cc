@@ -15,7 +15,7 @@ using Callback = int (*)(void);
 
 template <typename F>
 Callback callback(F* function) {
-  // By way of void(), which compilers take for any function.
+  // Via void (*)(), to which compilers allow casts of any function without a warning.
   return reinterpret_cast<Callback>(reinterpret_cast<void (*)()>(function));
 }
 
@@ -52,7 +52,7 @@ struct Operator {
 
   const Attributes attributes;
   const LayerPtr layer;
-  // Memory for what callbacks return.
+  // Memory for the results of callbacks.
   int channels = 0, statistics = 0, one = 1, needed[6];
   void* contexts[8];
 };
@@ -99,7 +99,7 @@ void check_residual(const int* shape, int ndim, const int* residual, int residua
   }
 }
 
-// Calls f. Puts the layer's name behind the first word of an error, which is that of its class.
+// Calls f. Inserts the layer's name after the first word of an error, the name of the class.
 template <typename F>
 int with_name(const Operator* op, const F& f) {
   try {
@@ -204,7 +204,7 @@ int infer_type(int size, int* types, void* state) {
 int backward_dependency(const int* output_gradients, const int* inputs, const int* outputs,
                         int* size, int** needed, void* state) {
   Operator* const op = static_cast<Operator*>(state);
-  // The Call keeps the statistics itself, to more digits. `mean` is here so that in a graph that
+  // Call keeps the statistics itself, in higher precision. `mean` is listed so that in a graph that
   // reuses its buffers the next forward, which writes it, waits for this backward.
   std::vector<int> needs{output_gradients[kOutput], inputs[kGamma], outputs[kMean]};
   if (op->attributes.needs_x()) needs.push_back(inputs[kData]);

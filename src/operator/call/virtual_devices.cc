@@ -10,7 +10,7 @@ namespace {
 
 template <typename T>
 void advance(T** values, int64_t bytes) {
-  // Through const char*, whatever the constness of T; null stays null.
+  // Via const char*, as T may be const or not. Null stays null.
   if (*values) *values = const_cast<char*>(static_cast<const char*>(*values)) + bytes;
 }
 

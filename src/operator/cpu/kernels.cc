@@ -56,13 +56,13 @@ struct PlaneChunks {
 template <typename T>
 struct Sources {
   const T *dy, *x;
-  // x or y, whose values decide on the derivative of the activation. Null without one.
+  // x or y, which determines the derivative of the activation. Null without an activation.
   const T* gate;
-  // If x is recovered from y, the inverse of the slope; or else 0.
+  // The inverse of the slope if x is recovered from y, otherwise 0.
   Arithmetic<T> recovery;
 };
 
-// The arrays that backward writes; null ones are not wanted.
+// The arrays that backward writes; null if not wanted.
 template <typename T>
 struct Results {
   T* dx;
@@ -71,8 +71,8 @@ struct Results {
   Store residual_store;
 };
 
-// S = 1. The coefficients of the channels of a row, or of several short rows, as an array for each
-// of the numbers of K: for vectors across channels.
+// S = 1: the coefficients of the channels of a row, or of several short rows, for vectors across
+// channels. Each number of K has an array of its own.
 template <typename K, typename A>
 class Columns {
   static constexpr int64_t kNumbers = sizeof(K) / sizeof(A);
@@ -168,8 +168,8 @@ namespace avx512 {
 #endif
 
 bool has_avx2() {
-  // g++ before version 11 does not know "f16c". "avx2" includes that the system saves the
-  // registers.
+  // g++ before version 11 does not know "f16c". The check for "avx2" includes that the system saves
+  // the registers.
   unsigned a, b, c = 0, d;
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
          __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
@@ -193,14 +193,14 @@ const Loops<T>& loops() {
 #endif
 }
 
-// How to store an array. One that the caches cannot hold until it is read again is replaced past
-// them: a usual store would read each line from memory first. Not what the pass has also read,
-// which is in a cache, and not short planes, whose first and last lines are shared.
+// How to store an array. An array too large to stay in the caches until it is read again is written
+// past them, as normal stores would read each line from memory first. Exceptions: an array that the
+// pass also reads, which is in a cache, and short planes, whose first and last lines are shared.
 template <typename T>
 Store store_of(Store how, View view, const void* to, std::initializer_list<const void*> read) {
 #if defined(__x86_64__)
   constexpr int64_t kSize = sizeof(T), kShortest = 1 << 10, kShare = 8 << 20;
-  // Other processes use the last cache too, and a virtual machine may see all of its host's.
+  // Other processes use the last cache too, and a virtual machine may report all of its host's.
   static const int64_t last_cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
   const int64_t share = kShare * thread_pool().threads();
   const int64_t cached = last_cache > 0 ? std::min(last_cache, share) : share;
@@ -221,14 +221,15 @@ void for_ranges(int64_t items, int64_t values, const F& f) {
   thread_pool().parallel_for(units, [&](int64_t unit) {
     f(items * unit / units, items * (unit + 1) / units);
 #if defined(__x86_64__)
-    _mm_sfence();  // Other threads see what was written past the caches.
+    _mm_sfence();  // Shows other threads what was written past the caches.
 #endif
   });
 }
 
 // sums[c] = the sum over the parts of channel c. f(c, c_end, begin, end, sums) adds the parts
-// begin..end of channels c..c_end, where c is a multiple of `width`. Few groups of `width` channels
-// are divided into pieces, so that there are about two units for each thread.
+// begin..end of channels c..c_end, where c is a multiple of `width`. If there are few groups of
+// `width` channels, they are divided into pieces, so that there are about two units for each
+// thread.
 template <typename F>
 void sum_channels(View view, int64_t width, int64_t parts, ChannelSums* sums, const F& f) {
   const int64_t groups = (view.C + width - 1) / width;
@@ -335,13 +336,13 @@ void forward_sums(View view, const void* data, ChannelSums* sums) {
   }
 }
 
-// null plus an offset stays null.
+// Adds an offset. Null stays null.
 template <typename T>
 const T* at_offset(const void* values, int64_t offset) {
   return values ? static_cast<const T*>(values) + offset : nullptr;
 }
 
-// gamma of channel c of a shard, as it counts.
+// The effective gamma of channel c of a shard.
 template <typename T, typename Part>
 double gamma_of(const Part& p, int64_t c) {
   if (!p.gamma) return 1;
@@ -381,7 +382,7 @@ void forward(const ForwardShard& p, const Statistics* s) {
   }
 }
 
-// A shard as the loops of backward take it, for the channels begin..end.
+// The arguments of the backward loops for channels begin..end of a shard.
 template <typename T>
 class BackwardChannels {
  public:
@@ -418,7 +419,7 @@ class BackwardChannels {
   }
 
   bool has_results() const { return results.dx || results.dresidual; }
-  // Of channel c, and the channels after it.
+  // For channel c and the channels after it.
   const Statistics* statistics(int64_t c) const {
     return recovered_.empty() ? statistics_ + c : &recovered_[c - begin_];
   }
@@ -494,7 +495,7 @@ int64_t values_per_channel(const std::vector<const Part*>& parts) {
 
 // Whether to divide the channels among the threads, so that a thread computes both the sums and the
 // results of a channel. Forward then accesses memory twice instead of three times, which is worth
-// it while threads idle for at most a third of the time.
+// it as long as threads idle for at most a third of the time.
 template <typename Part>
 bool by_channels(const std::vector<const Part*>& parts) {
   const int64_t C = parts[0]->view.C;

@@ -87,7 +87,8 @@ struct ThreadPool::State {
   std::condition_variable changed;
   std::deque<std::shared_ptr<Job>> jobs;
   bool stopping = false;
-  // How many threads work at a time, at most and now: callers, helpers and threads of the pool.
+  // How many threads may work at a time, and how many do now: callers, helpers and threads of the
+  // pool.
   int max_busy;
   int busy = 0;
   int asleep = 0;
@@ -99,8 +100,8 @@ struct ThreadPool::State {
 
   bool can_help() const { return busy < max_busy && !jobs.empty(); }
 
-  // After a change: releases the lock and wakes helpers, and threads if more units are left than
-  // this thread takes. Two at most, as each of them wakes others in turn.
+  // After a change: tells helpers, releases the lock, and wakes threads if more units are left than
+  // this thread takes. It wakes two at most, as each of them wakes others in turn.
   void notify(Lock* lock, int64_t taken = 0) {
     constexpr int kMost = 2;
     helper_wanted = can_help();

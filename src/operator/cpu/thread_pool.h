@@ -29,7 +29,7 @@ class ThreadPool {
   void parallel_for(int64_t units, const std::function<void(int64_t)>& f);
 
   // For a thread that waits for the work of others in this pool, and is awake when the pool's
-  // threads are asleep: takes part in their loops until done(), or until it was idle for
+  // threads are asleep: takes part in their loops until done(), or until it has been idle for
   // `idle_time`.
   void help(const std::function<bool()>& done, std::chrono::duration<double> idle_time);
 
@@ -39,7 +39,7 @@ class ThreadPool {
   std::unique_ptr<State> state_;
 };
 
-// The pool of the kernels, at first of default_threads().
+// The pool of the kernels, which at first has default_threads() threads.
 ThreadPool& thread_pool();
 
 // OMP_NUM_THREADS, as with MXNet, or one thread per core within the CPU quota of the process's

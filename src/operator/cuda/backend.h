@@ -1,5 +1,6 @@
 // The operator's interface to CUDA: a table of functions of the runtime and a table of kernels. A
-// build with nvcc has both; tests replace them by host memory and loops. No CUDA header is needed.
+// build with nvcc has both; tests replace them with host memory and loops. No CUDA header is
+// needed.
 #ifndef GLUON_SYNCBN_CUDA_BACKEND_H_
 #define GLUON_SYNCBN_CUDA_BACKEND_H_
 
@@ -68,26 +69,27 @@ struct SumsOfDevices {
   const ChannelSums* each[kMaxDevices] = {};
 };
 
-// The running statistics of a device, of the type of gamma; null mean: none. With a number of
-// batches, this one not included, they are the mean over all batches, else a moving average.
+// The running statistics of a device, of the type of gamma; there are none if `mean` is null. With
+// `num_batches`, which does not include this batch, they are the mean over all batches, otherwise a
+// moving average.
 struct RunningUpdate {
   void *mean, *variance;
   const void* num_batches;
   double momentum;
   bool unbiased;
-  // Receives mean, variance and number of batches as they were, and the next number of batches.
+  // Receives the old mean, variance and number of batches, and the new number of batches.
   double* before;
 };
 
-// What a forward leaves to its backward, in the device's memory, for each channel of all batches.
+// What forward keeps for backward, in the device's memory, for each channel of all batches.
 struct ForBackward {
   Statistics* statistics = nullptr;
-  // Those of z (formulas.h), from which x is recovered, or null.
+  // The statistics of z (formulas.h) if x is recovered from y, otherwise null.
   Statistics* of_z = nullptr;
-  // Of the activation, of type Gate; null without one.
+  // The gates of the activation, of type Gate; null without an activation.
   void* gates = nullptr;
 
-  // Those of what backward reads.
+  // The statistics of what backward sums: z or x.
   SBN_HOST_DEVICE const Statistics* used() const { return of_z ? of_z : statistics; }
 };
 
@@ -98,13 +100,13 @@ struct ForwardFinish {
   ForBackward kept;
   const void *gamma, *beta;
   Epilogue epilogue;
-  // Whether y decides on the gates, or x.
+  // Whether y determines the gates, rather than x.
   bool reads_y;
   void* coefficients;
   // Bytes per batch: coefficients_size(C).
   int64_t coefficients_stride;
   double epsilon = 0;
-  // Of one batch.
+  // The sums and the count of a single batch.
   SumsOfDevices sums = {};
   double count = 0;
   RunningUpdate running = {};
@@ -142,7 +144,7 @@ inline bool is_gated(const BackwardShard& shard) {
 }
 
 // The kernels for one dtype, on device pointers. Functions queue the work and return cudaError_t.
-// `multiprocessors` is the number of the device's; it affects no result.
+// `multiprocessors` is how many the device has; it affects no result.
 struct CudaKernels {
   // The length of the workspace `work` of forward_sums and backward_sums; may be 0.
   int64_t (*work_size)(const View&, int multiprocessors);
@@ -154,7 +156,7 @@ struct CudaKernels {
                        ChannelSums* sums, int multiprocessors, Stream);
   // Bytes of the coefficients of C channels.
   int64_t (*coefficients_size)(int64_t C);
-  // With sums, each delivery takes value c from the statistics of channel c.
+  // If there are sums, value c of each delivery must be from the statistics of channel c.
   int (*finish_forward)(const ForwardFinish&, const Deliveries&, Stream);
   int (*finish_backward)(const BackwardFinish&, Stream);
   // y, given the coefficients of finish_forward; y may be x.

@@ -78,15 +78,15 @@ int gpu_of(const std::string& context) {
 
 namespace {
 
-// For calls whose failure is ignored. Otherwise the runtime would report it after the thread's next
-// kernel.
+// For calls whose failure is ignored. Clears the error, which the runtime would otherwise report
+// after the thread's next kernel.
 bool succeeds(const CudaRuntime& runtime, int error) {
   if (error) runtime.clear_error();
   return error == 0;
 }
 
-// Sets the thread's device to the one before. A thread that never chose a device has GPU 0; setting
-// it would create a context there, which takes memory.
+// Sets the thread's device back to the previous one. A thread that never chose a device has GPU 0;
+// setting it would create a context there, which takes memory.
 void restore_device(const CudaRuntime& runtime, int before, int now) {
   int active = 0;
   if (before == now || !succeeds(runtime, runtime.has_context(&active, before))) return;
@@ -119,8 +119,8 @@ struct CudaPass::StreamSlot {
   }
 };
 
-// What is idle. Stream slots: with those in use, as many as there ever were simultaneous calls. The
-// slot used last is reused first, so that extra slots do not grow.
+// Idle stream slots and memory. There are as many slots, including those in use, as there ever were
+// simultaneous calls. The slot used last is reused first, so that extra slots do not grow.
 struct CudaPass::Pool {
   struct Device {
     std::vector<std::unique_ptr<StreamSlot>> idle;
@@ -158,7 +158,7 @@ CudaPass::CudaPass(int device, DType dtype, std::string what)
       device_(device),
       what_(std::move(what)),
       on_device_(*this, device) {
-  // One that others have left on this thread is not that of the first kernel.
+  // Otherwise the first kernel would report an error that other code has left on this thread.
   runtime_.clear_error();
   auto slot = std::make_unique<StreamSlot>();
   {
@@ -183,7 +183,7 @@ CudaPass::CudaPass(int device, DType dtype, std::string what)
     }
   }
   slot->reset(runtime_);
-  // By the thread that holds it last, which may be another device's.
+  // The deleter runs on the thread that holds the slot last, which may be another device's.
   slot_ = {slot.release(), [](StreamSlot* done) {
              Pool& slots = *pool();
              const std::lock_guard<std::mutex> lock(slots.mutex);
@@ -227,7 +227,7 @@ std::shared_ptr<void> CudaPass::keep_bytes(size_t bytes) {
   Pool& all = *pool();
   std::unique_lock<std::mutex> lock(all.mutex);
   if (all.devices[device_].blocks[size].empty() && all.devices[device_].rest_size < size) {
-    // Other GPUs go on while this one allocates.
+    // Without the lock, so that other GPUs go on while this one allocates.
     const size_t piece = std::max(size, kMinSize);
     lock.unlock();
     auto* const more = static_cast<char*>(allocate(true, piece));

@@ -14,16 +14,17 @@ namespace gluon_syncbn {
 // The index of a GPU, 1 for "gpu(1)"; -1 for other contexts.
 int gpu_of(const std::string& context);
 
-// Frees the streams and the memory, on devices and host, that are kept for the next calls and by
-// earlier ones, which cannot go backward any more, and forgets which GPUs are peers. Must be called
-// before main() ends, as CUDA may be shut down after it.
+// Frees the streams and the memory, on devices and host, that are kept for the next calls. Also
+// frees what earlier calls have kept for backward, so that they cannot go backward any more, and
+// forgets which GPUs are peers. Must be called before main() ends, as CUDA may be shut down after
+// it.
 void release_cuda_memory();
 
 // For the child of a fork, where CUDA is unusable: forgets streams and memory.
 void abandon_cuda_memory();
 
-// How the GPUs that have met so far get each other's sums: 1 by peer access, 0 (some) through the
-// host's memory; -1 if none have.
+// How the GPUs that have met so far read each other's sums: 1 by peer access, 0 if some read them
+// from host memory; -1 if none have met.
 int peer_access();
 
 // Writes zeros; ignores errors.
@@ -48,7 +49,7 @@ class CudaPass {
   CudaPass& operator=(const CudaPass&) = delete;
   ~CudaPass();
 
-  // Memory until the end of the pass, on the device or page-locked on the host.
+  // Memory that lasts until the end of the pass, on the device or page-locked on the host.
   template <typename V>
   V* on_device(int64_t count) {
     return static_cast<V*>(memory(true, static_cast<size_t>(count) * sizeof(V)));
@@ -58,7 +59,8 @@ class CudaPass {
     return static_cast<V*>(memory(false, static_cast<size_t>(count) * sizeof(V)));
   }
 
-  // Memory on the device until the end of the pass and until the last copy of the pointer is gone.
+  // Memory on the device that lasts until the pass has ended and the last copy of the pointer is
+  // gone.
   template <typename V>
   std::shared_ptr<V> keep(int64_t count) {
     return std::static_pointer_cast<V>(keep_bytes(static_cast<size_t>(count) * sizeof(V)));
@@ -85,8 +87,8 @@ class CudaPass {
   int64_t coefficients_size(int64_t C) const { return kernels_.coefficients_size(C); }
   // Lets these GPUs read the sums of C channels: directly, or a copy on the host.
   SharedSums share(const ChannelSums* sums, int64_t C, double count, const std::vector<int>& gpus);
-  // What is queued later finds the sums of another device, which are held until the end of the
-  // pass.
+  // Makes work that is queued later wait for the sums of another device, which are held until the
+  // end of the pass.
   void wait_for(const SharedSums& other);
   void finish_forward(const ForwardFinish& task, const Deliveries& deliveries);
   void finish_backward(const BackwardFinish& task);
@@ -95,8 +97,8 @@ class CudaPass {
 
   void clear(void* memory, size_t bytes);
 
-  // Calls f, in which Python may run: its garbage collector frees arrays, for which MXNet sets the
-  // thread's device and leaves it so.
+  // Calls f, in which Python may run, and sets the thread's device again: Python's garbage
+  // collector frees arrays, for which MXNet changes the device.
   template <typename F>
   auto outside(const F& f) {
     const struct Back {
@@ -106,7 +108,7 @@ class CudaPass {
     return f();
   }
 
-  // Waits for all queued work; finish() if nothing will be queued after it.
+  // Waits for all queued work. Call finish() if nothing will be queued after it.
   void wait();
   void finish() {
     wait();
@@ -131,7 +133,7 @@ class CudaPass {
   void check(int error, const std::string& call) const;
   ChannelSums* work(const View& view);
 
-  // Sets the thread's device, and restores the one before.
+  // Sets the thread's device, and restores the previous one at the end.
   struct OnDevice {
     OnDevice(const CudaPass& pass, int device);
     ~OnDevice();

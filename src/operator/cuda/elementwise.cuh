@@ -48,7 +48,7 @@ struct NormalizeSum {
   Normalize<A> normalize;
 };
 
-// The operands of a set of coefficients.
+// The number of operands of a set of coefficients.
 template <typename F>
 constexpr int kOperands = 1;
 template <typename A>
@@ -72,7 +72,8 @@ struct MapTask {
   bool add;
   // The first value at a multiple of 16 bytes, and the number of vectors from there.
   int64_t head, vectors;
-  // Value i belongs to plane i / S and channel i / S % C. For fewer than 2^31 values, or else zero.
+  // Value i belongs to plane i / S and channel i / S % C. The dividers are zero for 2^31 values or
+  // more.
   Divider by_S, by_C;
 
   SBN_DEVICE uint32_t channel_of(uint32_t plane) const {
@@ -205,7 +206,7 @@ constexpr int kVectorsPerThread = kOperands<F> == 1 ? 4
                                   : sizeof(F) > 48  ? 1
                                                     : 2;
 
-// Any arrays, a value for each thread.
+// For any arrays: one value per thread.
 template <typename T, typename F>
 __global__ void __launch_bounds__(kThreads)
     map_values(MapTask task, EpilogueTask<Arithmetic<T>> epilogue) {
@@ -275,8 +276,8 @@ constexpr int kMapBlocks =
 template <typename F>
 constexpr int kRowVectors = kOperands<F> < 3 ? 2 : 1;
 
-// S = 1: the number of threads is such that each of them always has the same channels, and keeps
-// their coefficients in registers.
+// S = 1: the number of threads is chosen so that each of them always has the same channels, and
+// keeps their coefficients in registers.
 template <typename T, typename F>
 __global__ void __launch_bounds__(kThreads, kMapBlocks<T, F>)
     map_rows(MapTask task, EpilogueTask<Arithmetic<T>> epilogue, int64_t threads) {
@@ -333,7 +334,7 @@ SBN_DEVICE int64_t global_thread() {
   return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
 }
 
-// The gamma of channel c that y has.
+// The effective gamma of channel c.
 template <typename A, typename Task>
 SBN_DEVICE double gamma_of(const Task& task, int64_t c) {
   return task.gamma ? effective_gamma(static_cast<const A*>(task.gamma)[c], task.epilogue) : 1.0;
@@ -406,7 +407,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // The coefficients of dx, from the sums of all devices, and the gradients of gamma and beta, from
-// those of this one, summed over the batches. Without the 4, CUDA 11.2 takes 48 registers on sm_80
+// those of this one, summed over the batches. Without the 4, CUDA 11.2 uses 48 registers on sm_80
 // and spills one.
 template <typename A>
 __global__ void __launch_bounds__(kThreads, 4) finish_backward(BackwardFinish task) {
@@ -424,7 +425,7 @@ __global__ void __launch_bounds__(kThreads, 4) finish_backward(BackwardFinish ta
     const double count = task.sums.size > 0 ? task.counts.of(b) : 0;
     const auto affine = InputGradient<A>::of(s, factor, sum_of(task.sums, i), count);
     if (task.gated) {
-      // Without an activation it is always open.
+      // Without an activation, the gate is always open.
       Gate<A> gate{0, -1, 1};
       if (task.kept.gates) gate = static_cast<const Gate<A>*>(task.kept.gates)[i];
       store_affine(GatedGradient<A>{gate.sign, gate.threshold, affine}, coefficients, c);

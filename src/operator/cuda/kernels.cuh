@@ -1,4 +1,4 @@
-// The kernels of a dtype. Each has a file of its own, so that cores compile side by side.
+// The kernels of a dtype. Each dtype has a file of its own, so that they compile in parallel.
 #ifndef GLUON_SYNCBN_CUDA_KERNELS_CUH_
 #define GLUON_SYNCBN_CUDA_KERNELS_CUH_
 

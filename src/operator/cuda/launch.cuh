@@ -65,8 +65,8 @@ struct SumsPlan {
     task.S = v.S;
     task.R = v.R;
     task.lanes = 1;
-    // If a tile holds at least two planes. For larger ones, shifting unaligned vectors is cheaper
-    // than shared memory.
+    // Tiles are used if one holds at least two planes. For larger planes, shifting unaligned
+    // vectors is cheaper than shared memory.
     if (kHasVariants && v.S > 1 && v.S % kPack<T> != 0 && 2 * v.S <= kTileValues<T, kArrays>) {
       kind = kTiles;
       while (kWarp / task.lanes * v.S > kTileValues<T, kArrays>) task.lanes *= 2;
@@ -161,7 +161,7 @@ struct SumsPlan {
   }
 
  private:
-  // Few use float64, which takes the kernels for any alignment.
+  // Few use float64, so it has only the kernels for any alignment.
   static constexpr bool kHasVariants = sizeof(T) < sizeof(double);
 
   int multiprocessors_;
@@ -193,7 +193,7 @@ SumsPlan<T, kArrays> plan_of(const View& v, int multiprocessors) {
   const std::lock_guard<std::mutex> lock(mutex);
   auto found = known->find(key);
   if (found == known->end()) {
-    // Data of ever new shapes.
+    // The shapes keep changing.
     if (known->size() >= kMost) known->clear();
     found = known->emplace(key, SumsPlan<T, kArrays>(v, multiprocessors)).first;
   }
@@ -251,7 +251,7 @@ int launch_map(const View& view, MapTask task, EpilogueTask<Arithmetic<T>> epilo
   constexpr int64_t kSize = kPack<T>, kMost = (int64_t{1} << 31) - 1;
   const int64_t sample = view.C * view.S;
   if (view.S > 1 && view.size() > kMost && sample <= kMost) {
-    // In parts that map_planes can index.
+    // Launches it in parts, as map_planes has 32-bit indices.
     View part = view;
     for (int64_t n = 0; n < view.N; n += part.N) {
       part.N = std::min(kMost / sample, view.N - n);
@@ -329,7 +329,8 @@ int launch_input_gradient(const BackwardShard& p, const void* coefficients, int 
     return launch_map<T, InputGradient<A>>(p.view, task, epilogue, multiprocessors, stream);
   }
   if (p.dx && p.dresidual && misaligned(p.dx) != misaligned(p.dresidual)) {
-    // Vectors are aligned in one result only. dresidual comes first, as dx may be dy.
+    // Vectors can be aligned in one result only, so each result has a launch. dresidual comes
+    // first, as dx may be dy.
     BackwardShard first = p;
     first.dx = nullptr;
     const int error = launch_input_gradient<T>(first, coefficients, multiprocessors, stream);

@@ -16,10 +16,10 @@ double count_of(const Shard& part) {
   return static_cast<double>(part.view.N * part.view.S);
 }
 
-// Running arrays: mean and variance, and the number of batches.
+// The sizes of the running arrays: mean, variance, and number of batches.
 int64_t running_size(int array, int64_t C) { return array < 2 ? C : 1; }
 
-// Writes all running arrays, from doubles that follow each other.
+// Writes all running arrays, from contiguous doubles.
 void deliver_running(const GpuForward& task, const double* from, Deliveries* deliveries) {
   const int64_t C = task.parts[0].view.C;
   const bool is_double = has_double_parameters(task.dtype);
@@ -32,7 +32,7 @@ void deliver_running(const GpuForward& task, const double* from, Deliveries* del
 }
 
 // Memory for what backward needs, and, if the statistics come from the host, for the running
-// statistics twice.
+// statistics before and after the update.
 KeptOnGpu room_for(CudaPass* pass, const GpuForward& task) {
   static_assert(sizeof(Gate<double>) <= sizeof(Statistics), "Gates have the room of statistics.");
   const int64_t C = task.parts[0].view.C, size = static_cast<int64_t>(task.parts.size()) * C;
@@ -49,7 +49,8 @@ KeptOnGpu room_for(CudaPass* pass, const GpuForward& task) {
   return kept;
 }
 
-// The statistics of each part, over all devices if they synchronize. Copies the running arrays.
+// The statistics of each part, over all devices if they synchronize. Copies the running arrays to
+// the host.
 std::vector<BatchPtr> batches_on_host(CudaPass* pass, const GpuForward& task,
                                       void* (&running)[kArrays]) {
   const int64_t C = task.parts[0].view.C, count = static_cast<int64_t>(task.parts.size());
@@ -58,7 +59,7 @@ std::vector<BatchPtr> batches_on_host(CudaPass* pass, const GpuForward& task,
     pass->forward_sums(task.parts[i].view, task.parts[i].x, on_device + i * C);
   }
   ChannelSums* sums = pass->fetch(on_device, count * C);
-  // Behind the kernels, which small copies would delay.
+  // Queued after the kernels, which small copies would delay.
   const size_t value_size = has_double_parameters(task.dtype) ? sizeof(double) : sizeof(float);
   for (int i = 0; i < kArrays; ++i) {
     const auto* const from = static_cast<const char*>(task.running[i]);
@@ -82,7 +83,7 @@ std::vector<BatchPtr> batches_on_host(CudaPass* pass, const GpuForward& task,
 }
 
 // Sends the statistics, and the running statistics before and after the update, to the device in
-// one copy. Returns those before it; null without an update.
+// one copy. Returns the running statistics before it, or null without an update.
 const double* from_host(CudaPass* pass, const GpuForward& task, Statistics* statistics,
                         Deliveries* deliveries) {
   const int64_t C = task.parts[0].view.C, all_running = 2 * C + 1;
@@ -110,7 +111,7 @@ const double* from_host(CudaPass* pass, const GpuForward& task, Statistics* stat
   return copy + size;
 }
 
-// The sums of all devices, for kernels queued later. Adds the others' counts.
+// The sums of all devices, for kernels queued later. Adds the counts of the others to *count.
 SumsOfDevices sums_of_all(CudaPass* pass, const Together& together, const ChannelSums* own,
                           int64_t C, double* count) {
   if (!together.meet) return {1, {own}};

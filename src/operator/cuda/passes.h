@@ -1,5 +1,6 @@
-// Forward and backward of one call on a GPU. Only sums leave the device: other GPUs read them once
-// an event has passed, and for what is no GPU of this process they are added on the host.
+// Forward and backward of one call on a GPU. Only sums leave the device. The GPUs of this process
+// read each other's sums once an event has passed. If CPU devices or other processes take part, the
+// sums are added on the host.
 #ifndef GLUON_SYNCBN_CUDA_PASSES_H_
 #define GLUON_SYNCBN_CUDA_PASSES_H_
 
@@ -13,13 +14,13 @@
 
 namespace gluon_syncbn {
 
-// How the sums of all devices come together, if there are others: by one of the functions.
+// How the sums of all devices are combined if there are other devices: by one of the functions.
 struct Together {
   // The GPUs of this process that may take part.
   std::vector<int> gpus;
   // Gives its sums to the other GPUs, and returns those of all, in rank order.
   std::function<std::vector<SharedSums>(const SharedSums& own)> meet;
-  // Replaces sums on the host, and their count, by those of all.
+  // Replaces sums on the host, and their count, with those of all.
   std::function<void(ChannelSums* sums, double* count)> reduce;
 };
 
@@ -53,7 +54,7 @@ struct GpuForward {
   int64_t rows;
 };
 
-// What backward needs of each part, in memory that goes with the last copy.
+// What backward needs of each part, in memory that is freed with the last copy.
 struct KeptOnGpu : ForBackward {
   std::shared_ptr<Statistics> memory;
 };

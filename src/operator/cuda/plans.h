@@ -1,4 +1,4 @@
-// What the host works out for the kernels before it launches them.
+// What the host computes for the kernels before it launches them.
 #ifndef GLUON_SYNCBN_CUDA_PLANS_H_
 #define GLUON_SYNCBN_CUDA_PLANS_H_
 
@@ -29,8 +29,8 @@ struct Divider {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The time that `slices` blocks for each channel take, in turns of a block, which processes
-// `at_once` units at a time. `blocks` blocks cover all channels, and `resident` blocks run at a
+// The time that `slices` blocks for each channel take, in turns of a block. A block processes
+// `at_once` units per turn. `blocks` blocks cover all channels, and `resident` blocks run at a
 // time.
 inline int64_t time_of_slices(int64_t blocks, int64_t resident, int64_t units, int64_t at_once,
                               int64_t slices) {
@@ -39,7 +39,7 @@ inline int64_t time_of_slices(int64_t blocks, int64_t resident, int64_t units, i
   return divide_up(slices * blocks, resident) * (turns + 1) + (slices > 1);
 }
 
-// The fewest slices that minimize that time, as their sums must be added.
+// The smallest number of slices that minimizes that time, as their sums must be added.
 inline int64_t choose_slices(int64_t blocks, int64_t resident, int64_t units, int64_t at_once) {
   constexpr int64_t kMaxWaves = 16;
   int64_t best = 1, least = time_of_slices(blocks, resident, units, at_once, 1);

@@ -22,8 +22,8 @@ cudaStream_t native(Stream stream) { return static_cast<cudaStream_t>(stream); }
 
 int get_device(int* device) { return cudaGetDevice(device); }
 int set_device(int device) { return cudaSetDevice(device); }
-// Only the driver API knows. The runtime has loaded the driver's library by then. If this library
-// were linked to it, it would not load on machines without a driver.
+// Only the driver API knows this. By now the runtime has loaded the driver's library. This library
+// is not linked to it, so that it loads on machines without a driver.
 int has_context(int* active, int device) {
   using Get = int (*)(int* handle, int ordinal);
   using GetState = int (*)(int handle, unsigned* flags, int* active);
@@ -107,7 +107,7 @@ const CudaBackend kBackend{
     "CUDA " SBN_TEXT(__CUDACC_VER_MAJOR__) "." SBN_TEXT(
         __CUDACC_VER_MINOR__) " for " GLUON_SYNCBN_CUDA_ARCHITECTURES};
 
-// When the library is loaded.
+// Runs when the library is loaded.
 [[maybe_unused]] const bool ready = (set_cuda_backend(&kBackend), true);
 
 }  // namespace

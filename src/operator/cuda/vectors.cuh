@@ -132,8 +132,8 @@ SBN_DEVICE Words load_words(const void* p) {
   return {{v.x, v.y, v.z, v.w}};
 }
 
-// For a vector of which other words are selected: in assembly, as nvcc would load these one by one
-// for sm_100 and later.
+// For a vector of whose words some are selected. In assembly, as nvcc would load the words one by
+// one for sm_100 and later.
 SBN_DEVICE Words load_whole_words(const void* p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
   Words words;
@@ -146,7 +146,7 @@ SBN_DEVICE Words load_whole_words(const void* p) {
 #endif
 }
 
-// In assembly, as nvcc splits the store of a uint4 into four.
+// In assembly, as nvcc would split the store of a uint4 into four.
 SBN_DEVICE void store_words(void* p, const Words& words) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(words.w[0]),
                "r"(words.w[1]), "r"(words.w[2]), "r"(words.w[3])

@@ -7,7 +7,7 @@ namespace {
 
 // Completed exchanges are kept for processes that probe a little later.
 constexpr size_t kRemembered = 16;
-// Between two probes of a long wait.
+// The time between two probes of a long wait.
 constexpr Patience::Seconds kProbeEvery{1};
 
 double now() { return Patience::Seconds(Patience::Clock::now().time_since_epoch()).count(); }

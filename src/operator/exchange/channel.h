@@ -25,12 +25,13 @@ class InFlightExchanges {
  public:
   struct Entry {
     std::string exchange;
-    // When it began, or when it ended; as Python's time.monotonic().
+    // When it began, or when it completed, on the clock of Python's time.monotonic().
     double since;
     bool open;
   };
 
-  // Registers an exchange for its lifetime, and as complete after complete().
+  // Registers an exchange during this object's lifetime, and afterwards as complete if complete()
+  // was called.
   class Registration {
    public:
     Registration(InFlightExchanges* registry, std::string exchange);
@@ -47,7 +48,7 @@ class InFlightExchanges {
     bool complete_ = false;
   };
 
-  // Those in flight, then the last that completed, each oldest first.
+  // The exchanges in flight, then the last completed ones, each oldest first.
   std::vector<Entry> entries() const;
 
  private:
@@ -58,66 +59,67 @@ class InFlightExchanges {
 
 // A wait that takes long, or cannot succeed. Valid during the probe.
 struct Delay {
-  // kTimeIsUp: the time until the next probe. kWritten: with an error.
+  // kTimeIsUp: the wait has gone on until this probe. kWritten: the store has failed, with `error`.
   Waited waited;
   // The number of earlier probes of this wait.
   int probes;
-  // error: what MXNet says, or "".
+  // error: MXNet's message, or "".
   const char *title, *exchange, *error;
   double seconds, timeout;
 };
 
-// What the channels through one store share.
+// What all channels of one store share.
 struct Connection {
   // Held during each call of the store's functions, which are not thread-safe.
   std::mutex calls;
   InFlightExchanges in_flight;
-  // Returns why to give up, or an empty string.
+  // Returns the reason to give up, or an empty string.
   std::function<std::string(const Delay&)> probe;
 };
 
-// What an exchange brings: the values of all processes, by rank, or their sums, or, in all
-// processes, neither.
+// The result of an exchange: the values of all processes, by rank, or their sums. kNothing:
+// neither, in all processes.
 enum class Answer { kValues, kSums, kNothing };
 
 // How the values of one exchange travel.
 class Transport {
  public:
   virtual ~Transport() = default;
-  // Takes this process's values, which stay where they are until unpack().
+  // Takes this process's values, which must stay valid until unpack().
   virtual void pack(const double* mine) = 0;
-  // Sends them. store: to be held while a function of the store runs. Throws StoreError.
+  // Sends them. Holds `store` while a function of the store runs. Throws StoreError.
   virtual void send(std::mutex* store) = 0;
-  // Waits for the values of all, for so many seconds at most. Throws StoreError.
+  // Waits for the values of all processes, for at most `seconds`. Throws StoreError.
   virtual Waited wait(double seconds) = 0;
   // Writes them, or their sums. Throws std::runtime_error.
   virtual Answer unpack(double* values) = 0;
 };
 
-// What a store says of an exchange that failed.
+// A store's message about a failed exchange.
 struct StoreError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// How the values of all processes arrive, and how their sums do, if that is possible.
+// The transport of the values of all processes and, if the store can add, that of their sums.
 struct Transports {
   std::unique_ptr<Transport> values, sums;
   std::shared_ptr<FixedPoint> fixed_point;
 };
 
-// One key, by which all processes exchange the same number of values, again and again.
+// A key under which all processes exchange the same number of values, again and again.
 class Channel {
  public:
   Channel(std::shared_ptr<Connection> connection, std::string key, int64_t size, int64_t ranks,
           Transports transports);
 
-  // Whether exchange() takes messages of this size, and writes no more than this.
+  // Whether exchange() takes messages of `size` values and writes at most `all_size` values.
   bool fits(int64_t size, int64_t all_size) const {
     return size == size_ && all_size == ranks_ * size_;
   }
   // The number of exchanges so far.
   int64_t calls() const;
-  // All processes call it at once: the next exchange is one of values, as the first was.
+  // The next exchange is one of values, as the first was. All processes must call this before the
+  // same exchange.
   void restart();
 
   // Writes the values of all processes or their sums. Exchanges on several threads take turns, as
@@ -149,7 +151,7 @@ class Channels {
   void set(int64_t layer, const std::string& key, ChannelPtr channel);
   // Null if there is none.
   ChannelPtr find(int64_t layer, const std::string& key) const;
-  // Of one layer, and of all.
+  // Removes the channels of one layer, or of all.
   void forget(int64_t layer);
   void clear();
 

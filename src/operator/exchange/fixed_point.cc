@@ -10,14 +10,14 @@ namespace {
 // Window size in bits (minimum), headroom above the last magnitude, and the bits a sum needs when
 // lower ones were dropped.
 constexpr int kBits = 170, kHeadRoom = 24, kLeast = 106 + 16;
-// Wider limbs would make no fewer.
+// Wider limbs would not reduce their number.
 constexpr int kWidest = 43;
-// Up to 2^8 processes share one width, and so one size of messages.
+// Bits for the carry, at least. So up to 2^8 processes use the same width and message size.
 constexpr int kCarry = 8;
-// Magnitudes whose windows neither overflow nor vanish.
+// Magnitudes whose windows neither overflow nor underflow.
 constexpr double kSmallest = 0x1p-800, kLargest = 0x1p900;
-// Before the limbs: the number of processes that do not fit, the step from the last call, and its
-// square.
+// Header before the limbs: the number of processes whose message does not fit, the step from the
+// last call, and its square.
 constexpr int kHeader = 3;
 constexpr int kMantissa = 53;
 
@@ -38,10 +38,10 @@ double magnitude(double value) {
   return value;
 }
 
-// An int, so that loops have no branches.
+// Returns an int, so that loops have no branches.
 inline int differ(double a, double b) { return a != b; }
 
-// Takes the multiple of `unit` that is nearest to *rest out of it, exactly.
+// Returns the multiple of `unit` nearest to *rest, and subtracts it from *rest exactly.
 inline double take(double unit, double* rest) {
   const double shift = 0x1.8p52 * unit;
   const double taken = (*rest + shift) - shift;
@@ -64,7 +64,7 @@ FixedPoint::FixedPoint(int64_t size, int processes, int exact_bits)
   if (!limbs_.width) return;
   const size_t sums = static_cast<size_t>(size - kCallSize) / 3;
   for (auto* values : {&windows_, &highs_, &middles_, &lows_}) values->assign(sums, 0.0);
-  // Each sum has one more number, which is above 0 if a process has dropped bits of it.
+  // Each sum has one more number, which is above 0 if a process has dropped some of its bits.
   packed_size_ = kHeader + count_limbs_ + static_cast<int64_t>(sums) * (limbs_.count + 1);
 }
 
@@ -81,14 +81,14 @@ void FixedPoint::pack(const double* message, T* packed) {
     rest -= limb * unit;
   }
 
-  // Now in units of the windows, where a part that is too small becomes zero.
+  // Converts the sums to units of their windows, in which a part that is too small becomes zero.
   const double limit = power_of_two(limbs_.bits() - 1);
   T* const dropped = packed + packed_size_ - n;
   int outside = 0;
   for (size_t j = 0; j < n; ++j) {
     const double* const sum = message + kCallSize + 3 * j;
     double high = sum[0], middle = sum[1], low = sum[2];
-    // So that no part has bits of the one before.
+    // Makes the parts non-overlapping.
     for (int i = 0; i < 2; ++i) {
       high = two_sum(high, middle, &middle);
       middle = two_sum(middle, low, &low);
@@ -97,7 +97,7 @@ void FixedPoint::pack(const double* message, T* packed) {
     highs_[j] = high * inverse;
     middles_[j] = middle * inverse;
     lows_[j] = low * inverse;
-    // Not so for NaN, nor where there is no window.
+    // Negated to count NaN too. A nonzero sum without a window also counts.
     outside += !(std::abs(high) <= limit * window);
     dropped[j] =
         static_cast<T>(differ(highs_[j] * window, high) | differ(middles_[j] * window, middle) |
@@ -128,7 +128,7 @@ void FixedPoint::pack(const double* message, T* packed) {
 template <typename T>
 bool FixedPoint::unpack(const T* packed, double* message) {
   const double misfits = packed[0], steps = packed[1], squares = packed[2];
-  // The latter are equal only if all steps are (Cauchy, Schwarz).
+  // By Cauchy-Schwarz, the second condition holds unless all steps are equal.
   if (misfits != 0 || processes_ * squares != steps * steps) return false;
   const size_t n = sums();
   const T* from = packed + kHeader;

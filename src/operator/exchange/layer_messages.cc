@@ -33,7 +33,8 @@ void LayerMessages::exchange(const ExchangedCall& call, const Send& send, const 
                 sums->size() * sizeof(ChannelSums));
     return;
   }
-  // Forward calls need no reordering: all write the running statistics, so they come in one order.
+  // Forward calls need no reordering: all write the running statistics, so MXNet runs them in
+  // order.
   if (call.is_backward) reorder(call, warn, &all);
 
   std::fill(sums->begin(), sums->end(), ChannelSums());

@@ -1,4 +1,5 @@
-// A layer's messages to other processes: their sums take the place of this process's own.
+// Exchanges a layer's messages with other processes, to replace this process's sums with those of
+// all.
 #ifndef GLUON_SYNCBN_EXCHANGE_LAYER_MESSAGES_H_
 #define GLUON_SYNCBN_EXCHANGE_LAYER_MESSAGES_H_
 
@@ -45,17 +46,17 @@ class LayerMessages {
   using Send = std::function<void(const Message&, std::vector<double>* all)>;
   using Warn = std::function<void(const std::string& text)>;
 
-  // Replaces the sums and the count of this process by those of all. Throws what `send` throws, and
-  // std::runtime_error.
+  // Replaces the sums and the count of this process with those of all. Throws what `send` throws,
+  // and std::runtime_error.
   void exchange(const ExchangedCall& call, const Send& send, const Warn& warn,
                 std::vector<ChannelSums>* sums, double* count);
   // Calls of earlier epochs get this error.
   void start_epoch(int64_t epoch, const std::string& error);
 
  private:
-  // Replaces the messages of a round by those of this backward call, and waits for them.
+  // Waits for the messages of this backward call, and replaces those of the round with them.
   void reorder(const ExchangedCall& call, const Warn& warn, std::vector<double>* round);
-  // The ranks of which messages of the call have come.
+  // The ranks whose messages of the call have arrived.
   std::string came(const ExchangedCall& call) const;
 
   std::mutex mutex_;

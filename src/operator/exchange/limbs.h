@@ -1,5 +1,6 @@
-// float64 in a store that adds float32: each value as three limbs, integers of 22 bits, which
-// float32 holds exactly. First the lowest limbs of all values, then the next.
+// Passes float64 values through a store that adds float32: each value as three limbs, integers of
+// 22 bits, which float32 holds exactly. The lowest limbs of all values come first, then the next
+// ones.
 #ifndef GLUON_SYNCBN_EXCHANGE_LIMBS_H_
 #define GLUON_SYNCBN_EXCHANGE_LIMBS_H_
 
@@ -16,7 +17,7 @@ inline void to_limbs(const double* values, int64_t n, float* limbs) {
   for (int64_t i = 0; i < n; ++i) {
     uint64_t bits;
     std::memcpy(&bits, values + i, sizeof(bits));
-    // Via int32_t, for which there are vector instructions.
+    // Via int32_t, for whose conversion there are vector instructions.
     for (int limb = 0; limb < kLimbs; ++limb) {
       const uint64_t value = bits >> (limb * kBitsPerLimb) & kMask;
       limbs[limb * n + i] = static_cast<float>(static_cast<int32_t>(value));

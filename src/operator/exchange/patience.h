@@ -1,4 +1,4 @@
-// How long a wait may take, and when to look at it.
+// How long a wait may take, and when to check on it.
 #ifndef GLUON_SYNCBN_EXCHANGE_PATIENCE_H_
 #define GLUON_SYNCBN_EXCHANGE_PATIENCE_H_
 
@@ -19,11 +19,11 @@ class Patience {
 
   Seconds timeout() const { return timeout_; }
   Seconds waited() const { return Clock::now() - start_; }
-  // A tenth of the timeout: what takes longer is reported.
+  // A tenth of the timeout. Longer waits are reported.
   Seconds first() const { return timeout_ * 0.1; }
   bool is_long() const { return waited() > first(); }
   bool is_over() const { return waited() > timeout_; }
-  // The time until the next look: after the first tenth, then every `every`, and at the end.
+  // The time until the next check: at first(), then every `every`, and at the timeout.
   Seconds slice(Seconds every) const {
     const Seconds so_far = waited();
     const Seconds next =

@@ -1,5 +1,5 @@
-// Puts backward messages in order, as each process may go backward through its calls in an order of
-// its own.
+// Puts backward messages in order, as each process may go backward through its calls in a different
+// order.
 //
 // In each round of an exchange every process sends its values of one call. It sends each call once
 // and receives all rounds, so it ends up with all values of every call, though not always in the
@@ -42,7 +42,8 @@ class ReorderBuffer {
     return ranks;
   }
 
-  // Takes the call out as a round of its own, if it is complete.
+  // If the call is complete, removes it, writes it to *round as a round of its own, and returns
+  // true.
   bool take(double call, size_t processes, std::vector<double>* round) {
     const auto found = calls_.find(call);
     if (found == calls_.end() || found->second.size() < processes) return false;

@@ -22,11 +22,11 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free &&
                   std::atomic<int64_t>::is_always_lock_free,
               "processes share them");
 
-// Of a segment. It takes memory only where it has been written.
+// The size of a segment, which takes memory only where it has been written.
 constexpr int64_t kBytes = int64_t{16} << 30;
 constexpr int64_t kMostKeys = 1 << 14, kLongestKey = 112;
 constexpr int64_t kCacheLine = 64;
-// How long a process that waits stays awake. To wake one takes about as long.
+// How long a waiting process stays awake. Waking one takes about as long.
 constexpr std::chrono::microseconds kAwake{50};
 
 int64_t whole_lines(int64_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine; }
@@ -39,7 +39,7 @@ int64_t bytes_before_slots(int64_t ranks) {
 
 char* bytes_of(void* object) { return static_cast<char*>(object); }
 
-// Sleeps while *word is `value`, until it is woken, for so many seconds at most.
+// Sleeps if *word is `value`, until it is woken, for at most `seconds`.
 void sleep_on(std::atomic<uint32_t>* word, uint32_t value, double seconds) {
   const auto whole = static_cast<time_t>(seconds);
   const timespec limit{whole, static_cast<long>((seconds - static_cast<double>(whole)) * 1e9)};
@@ -126,7 +126,7 @@ std::shared_ptr<Segment> Segment::open(const std::string& file, const std::strin
 
 Segment::Segment(int descriptor, const char* token, bool is_new) : descriptor_(descriptor) {
   void* memory = MAP_FAILED;
-  // Not by fstat, which is a new symbol of glibc's.
+  // Not fstat, which is a symbol only of newer versions of glibc.
   if (lseek(descriptor, 0, SEEK_END) == kBytes) {
     memory =
         mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
@@ -183,7 +183,7 @@ Slots Segment::add(const std::string& key, int64_t ranks, int64_t size) {
 Slots Segment::find(const std::string& key, int64_t ranks) const {
   const uint32_t number = std::min<uint32_t>(header_->keys.load(), kMostKeys);
   for (uint32_t i = 0; i < number; ++i) {
-    // A copy, as what others write there may change.
+    // A copy, as other processes may change what is there.
     const Key found = header_->list[i];
     if (key != std::string(found.name, strnlen(found.name, kLongestKey))) continue;
     const Slots slots{counts_at(header_, found.offset), ranks, found.size};

@@ -1,10 +1,10 @@
-// Where the processes of one machine meet: memory that they share.
+// Exchanges between the processes of one machine, through shared memory.
 //
-// Each process has a segment: a file without a name that the others map, so nothing stays behind
-// whoever dies. Of the processes that exchange a key, the first makes the key's slots in its
-// segment and lists them there. In each exchange a process writes its slot and is counted, and
-// reads the slots of all when all are counted. So nobody reads what a process that died has left
-// half written.
+// Each process has a segment, a file without a name that the others map, so nothing is left behind
+// when processes die. Rank 0 of the processes that exchange a key makes the key's slots in its
+// segment and lists them there. In each exchange, each process writes its slot, is counted as
+// arrived, and reads the slots of all once all have arrived. So no process reads a slot that a
+// dying process left half written.
 #ifndef GLUON_SYNCBN_EXCHANGE_SHARED_MEMORY_H_
 #define GLUON_SYNCBN_EXCHANGE_SHARED_MEMORY_H_
 
@@ -20,11 +20,11 @@
 
 namespace gluon_syncbn {
 
-// The slots of one key: for each rank one of even and one of odd calls. A process that writes a
-// slot again knows that all have been counted in the call between, and so have read it.
+// The slots of one key: for each rank one for even and one for odd calls. When a process writes a
+// slot again, all have arrived at the call in between, and so have read the slot.
 struct Slots {
   struct Counts {
-    // How often processes have been counted, modulo 2^32; the futex on which they sleep.
+    // The number of arrivals, modulo 2^32. It is the futex on which processes sleep.
     std::atomic<uint32_t> arrived;
     std::atomic<uint32_t> sleepers;
   };
@@ -32,19 +32,19 @@ struct Slots {
   Counts* counts = nullptr;
   int64_t ranks = 0, size = 0;
 
-  // How many values each rank brings.
+  // How many values each rank sends.
   std::atomic<int64_t>* sizes() const;
   double* slot(int64_t rank, uint32_t call) const;
-  // The bytes of all this.
+  // The size of all this in bytes.
   int64_t bytes() const;
 };
 
 class Segment {
  public:
-  // One of this process, which others open by its descriptor. The token, of kTokenSize bytes, shows
-  // them that it is the right one. Throws std::runtime_error, as open() does.
+  // Makes a segment of this process, which others open by its descriptor. The token, of kTokenSize
+  // bytes, shows them that it is the right one. Throws std::runtime_error, as open() does.
   static std::shared_ptr<Segment> create(const std::string& token);
-  // One of another process, whose descriptor is this file: "/proc/12/fd/3".
+  // Opens a segment of another process by the file of its descriptor, such as "/proc/12/fd/3".
   static std::shared_ptr<Segment> open(const std::string& file, const std::string& token);
   ~Segment();
 
@@ -56,9 +56,9 @@ class Segment {
 
   // Lists the slots of a new key. Throws std::runtime_error.
   Slots add(const std::string& key, int64_t ranks, int64_t size);
-  // Without counts if the key is not listed yet. Throws std::runtime_error.
+  // Returns null counts if the key is not listed yet. Throws std::runtime_error.
   Slots find(const std::string& key, int64_t ranks) const;
-  // How many are listed, the futex on which those sleep who wait for one more.
+  // The number of listed keys. It is the futex on which processes sleep that wait for another key.
   std::atomic<uint32_t>* keys() const;
 
  private:
@@ -74,8 +74,8 @@ class Segment {
 
 class SharedMemoryTransport : public Transport {
  public:
-  // segment: that of rank 0. sums: the values are a layer's messages, which are added up if they
-  // are of one call. Throws std::runtime_error.
+  // segment: that of rank 0. sums: whether the values are a layer's messages, which are added up if
+  // all are of the same call. Throws std::runtime_error.
   SharedMemoryTransport(std::shared_ptr<Segment> segment, std::string key, int64_t rank,
                         int64_t ranks, int64_t size, bool sums);
 
@@ -85,10 +85,11 @@ class SharedMemoryTransport : public Transport {
   Answer unpack(double* values) override;
 
  private:
-  // Once the key is listed, writes the values and is counted. False before.
+  // If the key is listed, writes the values and counts this process as arrived. Otherwise returns
+  // false.
   bool arrive();
   bool all_have_arrived() const;
-  // Sleeps for so many seconds at most. True if all have arrived.
+  // Sleeps for at most `seconds`. Returns whether all have arrived.
   bool sleep(double seconds);
 
   const std::shared_ptr<Segment> segment_;
@@ -96,7 +97,7 @@ class SharedMemoryTransport : public Transport {
   const int64_t rank_, ranks_, size_;
   const bool sums_;
   Slots slots_;
-  // Of the exchange in progress.
+  // State of the exchange in progress.
   const double* mine_ = nullptr;
   uint32_t call_ = 0;
   bool arrived_ = false;

@@ -9,7 +9,7 @@
 namespace gluon_syncbn {
 namespace {
 
-// Of Horovod's functions.
+// Arguments of Horovod's functions.
 constexpr int kPriority = 0, kOneArray = 1;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Transports through MXNet's KVStore and through Horovod. Python owns all handles, and mirrors the
+// Transports through MXNet's KVStore and through Horovod. Python owns all handles and mirrors the
 // structs.
 #ifndef GLUON_SYNCBN_EXCHANGE_TRANSPORTS_H_
 #define GLUON_SYNCBN_EXCHANGE_TRANSPORTS_H_
@@ -15,14 +15,14 @@
 
 namespace gluon_syncbn {
 
-// Through a store that MXNet's engine runs.
+// A transport through a store whose operations MXNet's engine runs.
 class StoreTransport : public Transport {
  public:
   void send(std::mutex* store) final;
   Waited wait(double seconds) final;
 
  protected:
-  // Returns 0, or -1 with an error of MXNet's.
+  // Returns 0, or -1 with an MXNet error.
   virtual int push() = 0;
   // The array that MXNet writes once the values of all have arrived.
   virtual Handle answer() const = 0;
@@ -40,7 +40,7 @@ struct KVStoreSlots {
   Handle kvstore;
   int key;
   int rank, ranks;
-  // Values of each process.
+  // The number of values of each process.
   int64_t size;
   // A float32 array of shape (ranks, kLimbs, size) without pending operations, and its memory.
   Handle slots;
@@ -63,7 +63,7 @@ class KVStoreTransport : public StoreTransport {
   KVStoreSlots s_;
 };
 
-// An array that the store adds up over the processes: FixedPoint's numbers.
+// An array of FixedPoint's numbers that the store adds up over the processes.
 struct KVStoreSums {
   int key;
   // A float32 array without pending operations, and its memory.
@@ -98,12 +98,12 @@ struct HorovodArrays {
                    int num_tensors);
   int process_set;
   int ranks;
-  // Values of each process.
+  // The number of values of each process.
   int64_t size;
   // A float64 array of shape (size,) without pending operations, and its memory.
   Handle input;
   double* values;
-  // A float64 array, which Horovod may give another shape.
+  // A float64 array, whose shape Horovod may change.
   Handle output;
 };
 
@@ -128,7 +128,7 @@ struct HorovodSums {
   // horovod_mxnet_allreduce_async of horovod/mxnet/mpi_ops.h.
   int (*allreduce)(Handle* inputs, Handle* outputs, const char* name, int operation, int priority,
                    double factor_before, double factor_after, int num_tensors, int process_set);
-  // Horovod's number for a sum.
+  // Horovod's constant for a sum.
   int operation;
   // float64 arrays without pending operations, and their memory.
   Handle input, output;

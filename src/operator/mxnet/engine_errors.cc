@@ -18,7 +18,7 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kInstructions{5};
 // Errors are reported after this time even if a device is still busy.
 constexpr std::chrono::seconds kPatience{2};
-// More than half of a power of two, which is then the capacity of the list.
+// More than 512, so that the capacity of the list becomes 1024.
 constexpr int kListed = 520;
 
 class Latch {
@@ -39,8 +39,8 @@ class Latch {
   bool is_open_ = false;
 };
 
-// Pushes an operation for threads of the engine that belong to no device. Those of devices may be
-// busy or wait for their turn.
+// Pushes an operation for threads of the engine that belong to no device. Device threads may be
+// busy, or wait for their turn.
 void push_for(Handle written, void (*run)(void*, void*), void* argument, void (*deleter)(void*)) {
   const int status = mxnet.engine_push_sync(run, argument, deleter, &kCpuContext, nullptr, 0,
                                             &written, 1, &kCpuPrioritized, 0, "SyncBatchNormError");
@@ -74,8 +74,8 @@ struct Turns {
   // device's thread.
   Handle last = nullptr;
   bool is_on_first_cpu = false;
-  // Whether that error is awaited on the thread of await_turn_for_error(), and when another error
-  // last overtook it there.
+  // Whether drain() is waiting for that error on the thread of cpu(0), on which
+  // await_turn_for_error() runs, and when another error last passed it there.
   std::atomic<bool> awaits_first_cpu{false};
   std::atomic<Clock::time_point> overtaken{Clock::time_point{}};
   Clock::time_point last_reported{};
@@ -84,7 +84,7 @@ struct Turns {
   // Waits until the last error is in the list.
   void drain(bool on_first_cpu) {
     std::this_thread::sleep_until(last_reported + kInstructions);
-    // An operation of the same thread cannot run at the same time.
+    // Operations of one thread cannot run at the same time.
     if (!last || (on_first_cpu && is_on_first_cpu)) return;
     // By now MXNet has pushed the end of the custom operator, which reads the array.
     awaits_first_cpu = is_on_first_cpu;
@@ -137,7 +137,8 @@ void await_turn_for_error() {
   const auto end = Clock::now() + kPatience;
   std::unique_lock<std::mutex> lock(turns->mutex, std::try_to_lock);
   while (!lock) {
-    // The error that holds the lock may wait for an operation behind this one on the same thread.
+    // The holder of the lock may be waiting for an operation queued behind this one on the same
+    // thread.
     turns->overtaken = Clock::now();
     if (turns->awaits_first_cpu || Clock::now() > end) return;
     std::this_thread::sleep_for(std::chrono::microseconds(100));
@@ -147,7 +148,7 @@ void await_turn_for_error() {
   turns->last_reported = Clock::now();
 }
 
-// In the same place: what another thread held when the process forked is held no more.
+// Constructed in place: a mutex that another thread held at the fork would stay locked.
 void forget_errors() { new (turns) Turns; }
 
 }  // namespace gluon_syncbn

@@ -2,8 +2,8 @@
 //
 // The engine appends the error of an operation to a global list without a lock, on the thread that
 // ran the operation (threaded_engine.h, AddToGlobalExceptions). Two simultaneous errors corrupt the
-// heap, and the process crashes or hangs later. So errors take turns. Before the first one, the
-// list is made long enough that it is not reallocated while other threads read it.
+// heap, and the process crashes or hangs later. So errors are reported in turn. Before the first
+// one, the list is made long enough that it is not reallocated while other threads read it.
 #ifndef GLUON_SYNCBN_MXNET_ENGINE_ERRORS_H_
 #define GLUON_SYNCBN_MXNET_ENGINE_ERRORS_H_
 
@@ -13,17 +13,18 @@
 
 namespace gluon_syncbn {
 
-// For a callback of a custom operator on this device: waiting for its outputs raises an MXNetError
-// with this text. `written` is the callback's handle of an output, and is freed later.
+// Reports the error of a custom operator's callback on this device: waiting for its outputs raises
+// an MXNetError with this text. `written` is the callback's handle of an output, and is freed
+// later.
 //
 // Throwing would do the same, but MXNet keeps the exceptions of all custom operators in one
 // variable: if two fail together, one error could be lost.
 void report_error(Handle written, const std::string& device, const std::string& text);
 
-// For an operation that the engine runs for kCpuContext and that is about to fail.
+// Called by an operation that runs on kCpuContext and is about to fail: waits for its turn.
 void await_turn_for_error();
 
-// For the child of a fork, whose engine has no operation in progress.
+// For the child of a fork, whose engine has no operations in progress.
 void forget_errors();
 
 }  // namespace gluon_syncbn

@@ -13,20 +13,20 @@ namespace gluon_syncbn {
 
 enum class Waited { kWritten = 0, kTimeIsUp, kInterrupted, kClosed };
 
-// What ends a wait early: Ctrl-C since the construction, or the end of the process.
+// What ends a wait early: Ctrl-C after construction, or the end of the process.
 class Interruption {
  public:
-  // kTimeIsUp: nothing.
+  // Returns kTimeIsUp if nothing has ended the wait early.
   Waited what() const;
-  // For the end of the process: all waits, also later ones, return kClosed.
+  // Call this when the process ends: all waits, including later ones, return kClosed.
   static void close();
 
  private:
   unsigned before_ = interrupts;
 };
 
-// Calls sleep(seconds), which returns true if what is waited for is there, until then or until
-// something ends the wait.
+// Calls sleep(seconds) until it returns true, meaning that the wait has succeeded, or until the
+// time is up or the wait is interrupted.
 template <typename Sleep>
 Waited wait_in_slices(double seconds, const Interruption& interruption, const Sleep& sleep) {
   using Clock = std::chrono::steady_clock;
@@ -40,7 +40,7 @@ Waited wait_in_slices(double seconds, const Interruption& interruption, const Sl
   }
 }
 
-// Waits for all operations pushed for an array so far. It may be destroyed at any time, also after
+// Waits for all operations pushed for an array so far. It may be destroyed at any time, even after
 // the array.
 class Watch {
  public:
@@ -52,7 +52,7 @@ class Watch {
 
  private:
   struct State;
-  // Shared with the engine, which may call back after the destruction.
+  // Shared with the engine, which may call back after the Watch is destroyed.
   std::shared_ptr<State> state_;
 };
 

@@ -12,8 +12,8 @@ namespace gluon_syncbn {
 // MXNet's numbers (mshadow/base.h).
 enum class DType : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 12 };
 
-// f(T{}) for data of this type. There is no default, so that the compiler warns about a new type
-// that is missing here.
+// Returns f(T{}) for data of this type. There is no default case, so that the compiler warns if a
+// new type is missing here.
 template <typename F>
 decltype(auto) with_dtype(DType dtype, const F& f) {
   switch (dtype) {
@@ -29,7 +29,7 @@ decltype(auto) with_dtype(DType dtype, const F& f) {
   throw std::invalid_argument("no kernels for this dtype");
 }
 
-// f(A{}) for the type of gamma, beta and the running statistics with data of this type.
+// Returns f(A{}) for the type of gamma, beta and the running statistics with data of this type.
 template <typename F>
 decltype(auto) with_parameters(DType dtype, const F& f) {
   return with_dtype(dtype, [&](auto zero) { return f(Arithmetic<decltype(zero)>{}); });

@@ -83,9 +83,9 @@ enum class Activation { kNone, kRelu, kLeakyRelu };
 
 struct Epilogue {
   Activation activation = Activation::kNone;
-  // Of y for negative arguments; 0 for relu.
+  // The slope for negative arguments; 0 for relu.
   double slope = 0;
-  // The least magnitude that gamma counts with; 0 unless backward recovers x from y.
+  // The least magnitude of the effective gamma; 0 unless backward recovers x from y.
   double least_gamma = 0;
 };
 
@@ -176,7 +176,7 @@ SBN_HOST_DEVICE void at_position(int64_t position, double* x) {
   *x = position < 0 ? -magnitude : magnitude;
 }
 
-// The largest number that becomes zero in T.
+// The largest number that rounds to zero in T.
 template <typename T>
 constexpr Arithmetic<T> kLargestZero = 0;
 template <>
@@ -193,8 +193,8 @@ struct Gate {
   // v is y.
   SBN_HOST_DEVICE static Gate of_y(double slope) { return {1, 0, static_cast<T>(slope)}; }
 
-  // v is x, and numbers up to `zero` are zero in y. Rounding preserves order, so Normalize is
-  // monotonic, and there is a threshold for which the comparison has the bits of y > 0.
+  // v is x, and results up to `zero` are zero in y. Rounding preserves order, so Normalize is
+  // monotonic, and there is a threshold for which the comparison is true exactly where y > 0.
   SBN_HOST_DEVICE static Gate of_x(const Normalize<T>& normalize, T zero, double slope) {
     const T rest = static_cast<T>(slope);
     // Normalize is constant, or NaN.
@@ -202,8 +202,8 @@ struct Gate {
       return {0, static_cast<T>(normalize.shift > zero ? -1 : 1), rest};
     }
     const T sign = normalize.scale > 0 ? 1 : -1;
-    // The last position below and the first above. The steps from an estimate double until both are
-    // found, and then halve.
+    // The highest position known to give at most `zero`, and the lowest known to give more. Steps
+    // from an estimate double until both are found, and then halve.
     int64_t high = position_of(static_cast<T>(INFINITY)), low = -high;
     const T estimate =
         (normalize.mean + (normalize.mean_low - normalize.shift / normalize.scale)) * sign;
@@ -222,7 +222,7 @@ struct Gate {
     return {sign, v, rest};
   }
 
-  // Without a slope, 0 also for a dy that is infinite or below zero.
+  // With a slope of 0, returns 0 even for an infinite or negative dy.
   SBN_HOST_DEVICE T of(T dy, bool open) const { return open ? dy : slope == 0 ? T{0} : dy * slope; }
   SBN_HOST_DEVICE T operator()(T dy, T v) const { return of(dy, v * sign > threshold); }
 };

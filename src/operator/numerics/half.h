@@ -47,7 +47,7 @@ SBN_HOST_DEVICE float widen(Half x) {
   // A signaling NaN becomes quiet, as in hardware.
   special = magnitude > 0x7c00u << 13 ? 0x7fc00000u : special;
   // Normal numbers are rebiased. Subnormal ones are the fraction of 2^-14 * (1 + fraction / 2^10).
-  // No float is subnormal, as processors may be set to take such floats for zero.
+  // No float here is subnormal, as processors may be set to treat such floats as zero.
   const uint32_t normal = magnitude + (112u << 23);
   const float small = float_of_bits(magnitude + (113u << 23)) - 0x1p-14f;
   const uint32_t value = magnitude < 1u << 23 ? bits_of_float(small) : normal;

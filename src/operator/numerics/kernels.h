@@ -12,15 +12,15 @@
 
 namespace gluon_syncbn {
 
-// An array of shape (N, C, S): S contiguous values per channel. (N, C) has S = 1. So has NHWC, as
-// N*H*W rows, of which R = H*W belong to one sample.
+// An array of shape (N, C, S): S contiguous values per channel. (N, C) data has S = 1. So has NHWC
+// data, with N*H*W rows, of which R = H*W belong to each sample.
 struct View {
   int64_t N, C, S, R = 1;
   int64_t size() const { return N * C * S; }
 };
 
-// Whether a result replaces the values of its array or is added to them (grad_req='add'). The CPU
-// kernels choose kStream, which replaces them past the caches, for large arrays.
+// Whether a result replaces the values of its array or is added to them (grad_req='add'). For large
+// arrays, the CPU kernels choose kStream, which replaces values and bypasses the caches.
 enum class Store { kWrite, kAdd, kStream };
 
 // The shard of one device. Null gamma means ones. Null y, dx, dresidual are not computed.
@@ -35,8 +35,9 @@ struct ForwardShard {
 
 struct BackwardShard {
   View view;
-  // y is read where x does not decide on the derivative of the activation: null unless there is a
-  // residual, or x is null and is recovered from y, which takes a leaky relu.
+  // y is read where x alone does not determine the derivative of the activation. It is null unless
+  // there is an activation after a residual, or x is null and is recovered from y, which needs a
+  // leaky relu.
   const void *dy, *x, *y, *gamma, *beta;
   Epilogue epilogue;
   void* dx;
@@ -57,7 +58,8 @@ struct Kernels {
   // y = activation((x - mean) * inv_std * gamma + beta + residual); y may be x.
   void (*forward)(const ForwardShard&, const Statistics*);
   // sums[c] = {sum(g), sum(g * (x - mean))} for the gradient g of the activation's argument. If x
-  // is recovered: of z = (x - mean) * inv_std * gamma + beta and its mean in place of x.
+  // is recovered, z = (x - mean) * inv_std * gamma + beta takes the place of x, and its mean that
+  // of mean.
   void (*backward_sums)(const BackwardShard&, const Statistics*);
   // dx, given the sums and the count of all devices, and dresidual. With zero sums the statistics
   // are constants. dx may be dy.

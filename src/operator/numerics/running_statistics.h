@@ -31,7 +31,8 @@ struct RunningArrays {
   P *mean, *variance, *num_batches;
 };
 
-// Updates the arrays by the batch of the device, or by the mean of those of its virtual devices.
+// Updates the arrays with the statistics of the device's batch, or with the mean of those of its
+// virtual devices.
 template <typename P>
 void update_running(const std::vector<BatchPtr>& batches, const RunningRule& rule,
                     const RunningArrays<P>& arrays) {

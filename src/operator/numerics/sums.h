@@ -30,8 +30,7 @@ SBN_HOST_DEVICE double two_product(double a, double b, double* error) {
 }
 
 // a + b, rounded to odd: the last bit is 1 if the sum is inexact. Added to a larger number, it
-// gives the same double as the exact sum, also in the middle of two doubles (Boldo, Melquiond
-// 2008).
+// gives the same double as the exact sum, even halfway between two doubles (Boldo, Melquiond 2008).
 SBN_HOST_DEVICE double sum_to_odd(double a, double b) {
   double error;
   double sum = two_sum(a, b, &error);
@@ -47,8 +46,9 @@ SBN_HOST_DEVICE double sum_to_odd(double a, double b) {
 // The unevaluated sum of three doubles: about 159 bits (Ogita, Rump, Oishi 2005, SumK with K = 3).
 //
 // Double-double (106 bits) is not enough for the sum of squares. At a mean of 1e5 standard
-// deviations, the variance cancels 34 bits. The 19 bits beyond the 53 of a double would let the
-// order of addition change a result once in some hundred thousand channels. Here 72 bits are left.
+// deviations, the variance cancels 34 bits. The remaining 19 bits beyond the 53 of a double would
+// let the order of addition change a result once in some hundred thousand channels. Sum3 leaves 72
+// bits.
 struct Sum3 {
   double high = 0, middle = 0, low = 0;
 

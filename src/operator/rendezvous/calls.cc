@@ -27,7 +27,7 @@ CallId Rendezvous::next_call(const LayerPtr& layer, const std::string& device, i
   State::Lock lock(state_->mutex);
   state_->check_open(layer);
   const LayerConfig& config = layer->config;
-  // An error of one device reaches all at once, so that no other waits for it.
+  // An error on one device reaches all at once, so that no other device waits for it.
   const auto fail = [&](const std::string& text) { state_->fail(&lock, layer.get(), text); };
   if (!state_->unreported.empty()) {
     const std::string text = std::exchange(state_->unreported, "");

@@ -1,4 +1,4 @@
-// How a step ends that has failed, and what may begin after it.
+// How a failed step ends, and what may begin after it.
 #include <utility>
 
 #include "rendezvous/rendezvous.h"

@@ -1,4 +1,4 @@
-// What the layers and the meeting say to users.
+// The messages of layers and meetings to users.
 #include <algorithm>
 #include <cstdlib>
 

@@ -14,7 +14,8 @@ struct SumsContribution : Contribution {
   double* count;
 };
 
-// Replaces the sums and the count of this process by those of all, if there are others. Throws.
+// Replaces the sums and the count of this process with those of all, if there are other processes.
+// Throws.
 void exchange(State* state, Layer* layer, const CallId& id, Direction direction,
               std::vector<ChannelSums>* sums, double* count) {
   State::Lock lock(state->mutex);
@@ -70,7 +71,7 @@ void Rendezvous::configure(int64_t id, LayerConfig config) {
                        comma_separated(layer->config.devices) + " to " +
                        comma_separated(config.devices) + ".");
     layer->draining.clear();
-    // Other processes go on counting.
+    // Other processes continue counting.
     if (config.exchanges()) layer->first_calls = std::move(calls);
   }
   layer->config = std::move(config);
@@ -177,7 +178,7 @@ void Rendezvous::meet(const LayerPtr& layer, const CallId& id, Direction directi
   meeting->combining = true;
   layer->open.erase(key);
   const std::vector<Contribution*> all = meeting->contributions(layer->config.devices);
-  // Now, as the layer may be configured again without the lock.
+  // Made now, as the layer may be reconfigured once the lock is released.
   const std::string title = layer->title(key);
   lock.unlock();
   std::string error;

@@ -1,10 +1,11 @@
-// Synchronizes the devices of a process in each forward and backward call of a layer. The last to
-// arrive works for all: it runs the kernels over all their data, or adds their sums and exchanges
-// them with other processes.
+// Synchronizes the devices of a process in each forward and backward call of a layer. The last
+// device to arrive does the work for all: it runs the kernels over all their data, or adds their
+// sums and exchanges them with other processes.
 //
 // No call waits indefinitely. A meeting ends when all have arrived, on a timeout, when a
-// participant fails, when the process ends, or on Ctrl-C. All but the first are an Error on every
-// waiting device, which says who arrived and who did not.
+// participant fails, when the process ends, or on Ctrl-C. In all cases but the first, every waiting
+// device gets an Error, which says which devices arrived and which did not, unless a participant
+// has failed.
 #ifndef GLUON_SYNCBN_RENDEZVOUS_RENDEZVOUS_H_
 #define GLUON_SYNCBN_RENDEZVOUS_RENDEZVOUS_H_
 
@@ -19,7 +20,7 @@
 
 namespace gluon_syncbn {
 
-// Lives as long as it is registered, or a call made of it.
+// Lives as long as it is registered or a call uses it.
 struct Layer;
 using LayerPtr = std::shared_ptr<Layer>;
 struct State;
@@ -31,9 +32,9 @@ class Rendezvous {
 
   void observe(Observer observer);
 
-  // Makes the layer of this id, or changes it.
+  // Makes the layer with this id, or reconfigures it.
   void configure(int64_t id, LayerConfig config);
-  // Ends the registration; calls that were made already go on.
+  // Ends the registration. Calls that have begun continue.
   void forget(int64_t id);
   // Null if there is none.
   LayerPtr find(int64_t id) const;
@@ -41,11 +42,12 @@ class Rendezvous {
   std::string name(const LayerPtr& layer) const;
   // How many devices of this process synchronize.
   size_t participants(const LayerPtr& layer) const;
-  // Whether one device can work for all: they are CPU contexts and exchange nothing.
+  // Whether one device can do the work for all: they are CPU contexts and exchange nothing with
+  // other processes.
   bool shares_memory(const LayerPtr& layer) const;
 
-  // From the next forward calls on, only these devices take part; none: all. Layers that have none
-  // of the devices are unaffected. No forward call may be in progress.
+  // From the next forward calls on, only these devices take part; all devices if the list is empty.
+  // Layers that have none of the devices are unaffected. No forward call may be in progress.
   void set_active_devices(const std::vector<std::string>& devices);
 
   // The id of the next forward call of this node on this device. Throws Error.
@@ -61,7 +63,7 @@ class Rendezvous {
   void meet(const LayerPtr& layer, const CallId& id, Direction direction, const std::string& device,
             Contribution* contribution, const Combine& combine);
 
-  // A meeting that replaces the sums of data of this dtype, and their count, by those of all
+  // A meeting that replaces the sums of data of this dtype, and their count, with those of all
   // participants, including other processes. Throws Error.
   void reduce(const LayerPtr& layer, const CallId& id, Direction direction,
               const std::string& device, const char* dtype, std::vector<ChannelSums>* sums,
@@ -73,47 +75,47 @@ class Rendezvous {
   // Null: a layer that does not synchronize.
   bool has_data(const LayerPtr& layer) const;
 
-  // The step is abandoned for this reason: devices that wait now, or arrive before the others, get
-  // an error until the reason is empty.
+  // Abandons the step for this reason. Devices that wait now, and later ones that would have to
+  // wait, get an error, until a call with an empty reason.
   void give_up(const std::string& reason);
 
-  // Something failed on one device: all that wait at this layer get the error at once. If it was a
-  // forward, so do those that have yet to make the same call.
+  // Something failed on one device: all devices that wait at this layer get the error at once. If
+  // it was a forward, so do the devices that have yet to make the same call.
   void fail(const LayerPtr& layer, const std::string& text, const std::string& device = "",
             const CallId* forward = nullptr);
 
-  // MXNet runs no operation whose arrays hold an earlier error, so this device cannot arrive: those
-  // that wait for it in this epoch and direction get an error.
+  // MXNet runs no operation whose arrays hold an earlier error, so this device cannot arrive:
+  // devices that wait for it in this epoch and direction get an error.
   void unreachable(int64_t layer, int64_t epoch, Direction direction, const std::string& device);
 
-  // Once Python has raised an error of MXNet's, MXNet no longer knows which operations it skips
-  // because of it. So all that was pushed before must pass before anything else is pushed: between
-  // begin_flush() and its end_flush() it is under way on a device, and from then until it has
-  // passed on all devices, those that wait for this one get an error.
+  // Once Python has raised an MXNet error, MXNet no longer knows which operations it skips because
+  // of it. So all operations pushed earlier must finish before any others are pushed. They are
+  // under way on a device between begin_flush() and its end_flush(). From then until they have
+  // finished on all devices, devices that wait for this one get an error.
   void begin_flush(int64_t layer, Direction direction, const std::vector<std::string>& devices);
   void end_flush(int64_t layer, Direction direction, const std::string& device);
-  // How many devices of all layers are between the two.
+  // How many devices, over all layers, are between the two.
   int flushing() const;
 
-  // After a failure, calls on a device belong to the failed step until all that was pushed before
-  // the failure has passed: until the device is drained.
+  // Marks a device as drained: all operations pushed before a failure have finished there. Until
+  // then, its calls belong to the failed step.
   void drain(int64_t layer, int64_t epoch, const std::string& device);
 
-  // An error that could not be raised where it was found: the next forward call of any layer raises
-  // it.
+  // For an error that could not be raised where it was found: the next forward call of any layer
+  // raises it.
   void report_next(const std::string& text);
 
   // In the child of a fork, where no call is in progress: every layer starts a new epoch.
   void after_fork();
 
-  // The process ends: all waiting and later calls get an error, which names a call that waited, or
-  // else gives the reason.
+  // Call this when the process ends: all waiting and later calls get an error, which names a call
+  // that was waiting or, if there was none, gives the reason.
   void close(const std::string& reason);
 
   // The number of calls that wait now.
   int waiting() const;
 
-  // For how long calls have waited without another arrival; 0 if none waits.
+  // The seconds since the last arrival; 0 if no call waits.
   double stuck_seconds() const;
 
  private:

@@ -12,13 +12,13 @@ namespace {
 constexpr Seconds kGraceAfterInterrupt{0.5};
 // The longest time between two probes for devices that cannot arrive.
 constexpr Seconds kLongestProbe{1};
-// When the first notice of a wait comes, at the latest. The others, which are short, come each time
-// the wait has become so many times as long.
+// The latest time of the first notice of a wait. Later ones, which are short, come each time the
+// wait is kBetweenNotices times as long as at the one before.
 constexpr Seconds kLongestSilence{5};
 constexpr int kBetweenNotices = 4;
-// Devices arrive shortly after each other, and waking a sleeping thread takes as long as many a
-// layer. So a call first stays awake this long, unless another thread wants the core, and helps the
-// last device with its work for all.
+// Devices arrive shortly after each other, and waking a sleeping thread often takes as long as the
+// work of a layer. So a call first stays awake this long, unless another thread wants the core, and
+// helps the last device with the work for all.
 constexpr Seconds kAwake{0.0003};
 
 }  // namespace
@@ -177,7 +177,7 @@ void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeti
   Seconds since_interrupt{0}, next_probe{0};
   const Seconds first_notice = std::min(patience.first(), kLongestSilence);
   meeting->next_notice = std::max(meeting->next_notice, first_notice);
-  // The last GPU has no work for the threads of a CPU.
+  // The last GPU to arrive has no work for CPU threads.
   if (is_cpu(device)) {
     lock->unlock();
     thread_pool().help([&] { return meeting->over.load(); }, kAwake);
@@ -187,7 +187,7 @@ void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeti
     const Seconds slice = std::min(kSlice, patience.slice(kSlice));
     if (meeting->unreachable.empty()) meeting->changed.wait_for(*lock, slice);
     if (meeting->over) return;
-    // The last device's work ends by itself, and in time.
+    // The last device is at work, which ends by itself or by its own timeout.
     if (meeting->combining) continue;
 
     const Seconds waited = patience.waited();
@@ -207,7 +207,7 @@ void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeti
       lock->unlock();
       waits(layer->id, id.epoch, direction);
       lock->lock();
-      // The last device may have begun to work with this one's contribution meanwhile.
+      // Meanwhile the last device may have begun to use this one's contribution.
       if (meeting->over || meeting->combining) continue;
     }
 

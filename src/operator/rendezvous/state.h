@@ -1,4 +1,4 @@
-// What Rendezvous knows of its layers, and the meetings that are open.
+// What Rendezvous knows about its layers, and the open meetings.
 #ifndef GLUON_SYNCBN_RENDEZVOUS_STATE_H_
 #define GLUON_SYNCBN_RENDEZVOUS_STATE_H_
 
@@ -36,12 +36,12 @@ struct Meeting {
   ActiveDevices active;
   // How long the first to arrive has waited when the next notice is due.
   Seconds next_notice{0};
-  // All have arrived and the last is working for all: no call may give up.
+  // All have arrived and the last one is doing the work for all: no call may give up.
   bool combining = false;
   std::string error;
   // A device that cannot arrive.
   std::string unreachable;
-  // Read without the lock too.
+  // Also read without the lock.
   std::atomic<bool> over{false};
   std::condition_variable changed;
 
@@ -58,7 +58,7 @@ struct Layer {
   int64_t id = 0;
   LayerConfig config;
   int64_t epoch = 0;
-  // Why the last epoch ended, and the devices on which operations of it may still come.
+  // Why the last epoch ended, and the devices on which its operations may still run.
   std::string failure;
   std::set<std::string> draining;
   // The sequence of the next forward call, by device and node.
@@ -66,11 +66,12 @@ struct Layer {
   // The sequence of the first call of a device that has made none yet, by node.
   std::map<int64_t, int64_t> first_calls;
   std::map<Key, std::shared_ptr<Meeting>> open;
-  // By node: the devices that had not made the forward call that failed, so that their next one
-  // belongs to the failed step. Dropped once another device goes on at that node.
+  // By node: the devices that had not yet made the forward call that failed, so that their next
+  // call belongs to the failed step. Dropped once another device, drained by then, calls that node.
   std::map<int64_t, std::set<std::string>> late;
-  // The devices on which operations are under way that were pushed before the last error was raised
-  // in Python, with the number of such errors, and those on which none is, by direction.
+  // By direction: the devices on which operations pushed before Python raised the last error are
+  // under way, with the number of their unfinished flushes, and the devices on which they have
+  // finished.
   struct Flush {
     std::map<std::string, int> pending;
     std::set<std::string> passed;
@@ -79,24 +80,24 @@ struct Layer {
   LayerMessages messages;
 
   std::string title(const Key& key) const;
-  // Every device continues from the same sequence, including those that were idle.
+  // Makes every device continue from the same sequence, including those that were idle.
   void align_calls();
-  // Null if all devices of the layer are active, or none.
+  // Null, which means all devices, if `active` is null or names none of this layer's devices.
   ActiveDevices active_here(const ActiveDevices& active) const;
   // The active devices of a device's group, itself included, in rank order.
   std::vector<std::string> group_of(const std::string& device, const ActiveDevices& active) const;
   // The number of devices that must arrive.
   size_t expected(const Meeting& meeting) const;
-  // Ends the waits of a direction that need one of these devices, which will not come.
+  // Ends the waits of a direction that need one of these devices, which will not arrive.
   void give_up_on(const std::set<std::string>& devices, Direction direction) const;
-  // Those who have not arrived, but may.
+  // The devices that have not arrived but may.
   std::vector<std::string> missing(const Meeting& meeting) const;
   // "Came: cpu(0). Missing: cpu(1)."
   std::string arrivals_text(const Meeting& meeting) const;
-  // Who has waited for how long, who has arrived and who is further.
+  // Which device has waited for how long, which have arrived, and which are in a later call.
   std::string waits_text(const Key& key, const Meeting& meeting, const std::string& device,
                          Seconds waited) const;
-  // Two to four, one a line, that fit what is known.
+  // Two to four causes that fit what is known, one per line.
   std::string causes(const Key& key, const Meeting& meeting) const;
   // The devices that wait in later calls of the same node and direction.
   std::vector<std::string> ahead(const Key& key) const;
@@ -117,7 +118,7 @@ struct State {
   std::map<int64_t, std::weak_ptr<Layer>> layers;
   std::string closed;
   std::string unreported;
-  // Why no call may wait for other devices now, or empty.
+  // Why no call may wait for other devices now; empty if they may.
   std::string given_up;
   bool joined = false;
   Clock::time_point last_arrival{};
@@ -134,7 +135,7 @@ struct State {
                 const CallId* forward = nullptr);
   [[noreturn]] void fail(Lock* lock, Layer* layer, const std::string& text,
                          const std::string& device = "", const CallId* forward = nullptr);
-  // Sleeps until the meeting is over. Throws Error when waiting is of no use any more.
+  // Sleeps until the meeting is over. Throws Error when there is no point in waiting longer.
   void wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeting,
             const std::string& device, const CallId& id);
 };

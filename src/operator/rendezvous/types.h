@@ -1,4 +1,4 @@
-// What the devices and the processes of a layer say to each other, and how a layer is configured.
+// The configuration of a layer, and what its devices and processes tell each other.
 #ifndef GLUON_SYNCBN_RENDEZVOUS_TYPES_H_
 #define GLUON_SYNCBN_RENDEZVOUS_TYPES_H_
 
@@ -22,8 +22,9 @@ enum class Direction { kForward, kBackward };
 
 struct LayerConfig {
   std::string name;
-  // Who may take part, in rank order, named as MXNet does: "cpu(0)", "gpu(1)". Empty if unknown, as
-  // for a graph with its own parameters: then any num_devices devices, or one.
+  // The devices that may take part, in rank order, named as in MXNet: "cpu(0)", "gpu(1)". Empty if
+  // unknown, as for a graph with its own parameters. Then any num_devices devices take part, or one
+  // if that is 0.
   std::vector<std::string> devices;
   // How many of them must arrive; 0: all.
   size_t num_devices = 0;
@@ -37,7 +38,7 @@ struct LayerConfig {
   bool has_gpus = false;
   // Why the layer cannot train on these devices, or empty.
   std::string config_error;
-  // What the first call in training of a process logs, or empty.
+  // What a process logs at its first call in training, or empty.
   std::string notice;
 
   bool exchanges() const { return processes > 1; }
@@ -71,9 +72,10 @@ struct CallId {
 struct Participants {
   // How many devices of this process.
   size_t count;
-  // Their names, in rank order. More, if some `count` of them do; none, if they are unknown.
+  // Their names, in rank order. More than `count` if any `count` of them take part; none if they
+  // are unknown.
   std::vector<std::string> devices;
-  // Whether other processes do.
+  // Whether other processes take part too.
   bool exchanges;
 };
 
@@ -89,7 +91,8 @@ struct Observer {
   std::function<void(const std::string& text)> warn;
   // A step has failed at this layer. The observer must drain() each of its devices.
   std::function<void(int64_t layer, int64_t epoch, const std::string& text)> failed;
-  // A device has waited for others for a while: call unreachable() for those that cannot arrive.
+  // A device has waited for others for a while. The observer must call unreachable() for those that
+  // cannot arrive.
   std::function<void(int64_t layer, int64_t epoch, Direction)> waits;
   // Writes the values of all processes, by rank, or, if all are at this call, only their sums.
   // Returns an error, or an empty string.

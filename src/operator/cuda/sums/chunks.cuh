@@ -1,8 +1,8 @@
 // Adds the sums of a channel's chunks, exactly and so in any order.
 //
-// Most GPUs execute few instructions for double. So the sums of float data are rounded to multiples
-// of a power of 2 that depends on the chunk alone, and added as integers. What has too large a
-// range for that is added in Sum3.
+// Most GPUs are slow at double arithmetic. So the sums of float data are rounded to multiples of a
+// power of 2 that depends on the chunk alone, and added as integers. Sums whose range is too large
+// for that are added in Sum3.
 #ifndef GLUON_SYNCBN_CUDA_SUMS_CHUNKS_CUH_
 #define GLUON_SYNCBN_CUDA_SUMS_CHUNKS_CUH_
 
@@ -104,7 +104,7 @@ struct Chunk {
 // A chunk's sums as integers, times powers of 2. Forward: sum(x) and sum(x^2).
 template <bool kBackward>
 struct RoundedSums {
-  // Far below those of all numbers.
+  // Far below the exponents of all numbers.
   static constexpr int kZero = -100000;
   Integer<2> first;
   Integer<3> second;
@@ -121,8 +121,8 @@ struct RoundedSums {
              (in_range(second) || (first_is_zero && second_is_zero));
     }
     if (sums.second.high > 0) return second >= -80 && second <= 120;
-    // Either the squares of all deviations from the origin are zero, or they vanish. They do not if
-    // the origin is as large as this.
+    // Either all deviations from the origin are zero, or their squares underflow, which they do not
+    // if the origin is as large as this.
     const int scale = exponent_of(origin);
     return second_is_zero && (origin == 0 || scale >= -100) &&
            (first_is_zero || (scale >= -49 && scale < 128));
@@ -154,7 +154,7 @@ struct RoundedSums {
       const float scale = power_of_2(-exponent);
       int64_t first = is_constant ? 0 : round(sums.first, scale);
       int64_t second = is_constant ? 0 : round(sums.second, scale * scale);
-      // The origin is rounded too, and the sums are corrected for its rest.
+      // The origin is rounded too, and the sums are corrected for the remainder.
       const float origin = chunk.origin * scale;
       const int64_t whole = llrintf(origin);
       const float rest = origin - static_cast<float>(whole), moved = chunk.n * rest;
@@ -199,7 +199,7 @@ class ChannelTotal {
     }
   }
 
-  // The same for all lanes of a warp, if groups of `lanes` lanes have one channel.
+  // The same for all lanes of a warp, where each group of `lanes` lanes has one channel.
   SBN_DEVICE void add(const Chunk<A>& chunk, int lanes) {
     if constexpr (kFloat) {
       RoundedSums<kBackward> rounded;
@@ -218,7 +218,7 @@ class ChannelTotal {
     }
   }
 
-  // Sums in double, that of the squares or products too.
+  // Adds sums that were computed in double, including that of the squares or products.
   SBN_DEVICE void add_wide(int n, A origin, double first, double second) {
     ChannelSums sums = value();
     if (kBackward) {
@@ -230,8 +230,8 @@ class ChannelTotal {
     put_sums(sums, own_);
   }
 
-  // The sums of `lanes` lanes, a power of 2, in the first of them. Of each `group` of them, only
-  // the first `used` have any.
+  // Returns the sums of `lanes` lanes, a power of 2, in the first of them. In each group of `group`
+  // lanes, only the first `used` have sums.
   SBN_DEVICE ChannelSums over_lanes(int lanes, int group, int used, int lane) {
     if (kFloat && __all_sync(kAllLanes, is_rounded_)) {
       Integer<2> first;
@@ -261,8 +261,9 @@ class ChannelTotal {
   }
 
  private:
-  // The powers of 2 of the integers. The first chunk's lies in the middle of those that can be
-  // added: there are 127 and 191 bits, for up to 2^16 chunks of at most 62 and 111 bits.
+  // How far the exponent of the integers lies below that of the first chunk. It is in the middle of
+  // the shifts that can be added: the integers have 127 and 191 bits, for up to 2^16 chunks of at
+  // most 62 and 111 bits.
   static constexpr int kMiddle = kBackward ? 30 : 15;
 
   static constexpr bool kFloat = sizeof(A) == sizeof(float);
@@ -272,7 +273,7 @@ class ChannelTotal {
   };
 
   double* const own_;
-  // Whether `own_` has integers and their exponents, or ChannelSums.
+  // Whether `own_` holds integers and their exponents, or ChannelSums.
   bool is_rounded_ = kFloat;
 
   SBN_DEVICE Exponents get_exponents() const {
@@ -318,7 +319,7 @@ class ChannelTotal {
     put_sums(sums, own_);
   }
 
-  // The integers in `own_`, times powers of 2, are added to `sums`.
+  // Adds the integers in `own_`, times powers of 2, to `sums`.
   SBN_DEVICE void add_integers_to(ChannelSums* sums, int first_exponent,
                                   int second_exponent) const {
     add_integer<2>(own_, first_exponent, &sums->first);
@@ -357,8 +358,8 @@ class ChannelTotal {
   }
 };
 
-// A warp's chunks, with `lanes` lanes for each. When each of them has the sums of a chunk, all add
-// theirs to the channel's at once.
+// A warp's chunks, with `lanes` lanes for each. Once each lane has the sums of a chunk, all lanes
+// add theirs to the channel's at the same time.
 template <typename A, bool kBackward>
 class ChunkBuffer {
  public:
@@ -378,7 +379,7 @@ class ChunkBuffer {
     if (++turn_ == lanes_) flush(lanes_of_channel);
   }
 
-  // The sums of each group of `lanes_of_channel` lanes, in the first of them.
+  // Returns the sums of each group of `lanes_of_channel` lanes, in the first of them.
   SBN_DEVICE ChannelSums finish(int lanes_of_channel) {
     const int used = is_flushed_ ? lanes_ : turn_;
     flush(lanes_of_channel);
@@ -392,7 +393,7 @@ class ChunkBuffer {
   bool is_flushed_ = false;
   Chunk<A> chunk_;
 
-  // Adds a chunk that is too wide for add(), and leaves none.
+  // If the chunk is too wide for add(), adds it and makes it empty.
   template <typename Each>
   SBN_DEVICE void add_if_wide(Chunk<A>* chunk, const Center<A>& center, bool is_keeper,
                               const Each& each) {

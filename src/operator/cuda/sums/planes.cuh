@@ -38,7 +38,7 @@ struct PlaneShare {
     }
   }
 
-  // About the origin.
+  // The sums about the origin.
   SBN_DEVICE Share<A> sums(A origin) const {
     // False only at one of the ends of the array.
     const bool inside =
@@ -89,7 +89,7 @@ struct PlaneShare {
         }
       }
     }
-    // One by one, as vectors would reach out of the array.
+    // Loads values one by one, as vectors would reach out of the array.
     template <typename At>
     SBN_DEVICE void load_some(const PlaneShare& from, int first, int left, const At& at) {
 #pragma unroll
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, plane_blocks(kArrays, kAligned))
     sum_planes(SumsTask task, EpilogueTask<Arithmetic<T>> epilogue) {
   using A = Arithmetic<T>;
   constexpr bool kBackward = kArrays > 1, kGated = kArrays > 2;
-  // In shared memory, as they are needed only once in `lanes` chunks.
+  // In shared memory, as they are needed only once every `lanes` chunks.
   __shared__ double own_sums[kThreads * kOwnWords];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int lanes = task.lanes, at_once = kWarp / lanes;
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, plane_blocks(kArrays, kAligned))
     Chunk<A> sums;
     if (exists) {
       sums.n = n;
-      // That of the plane, whose three values the chunks of a warp share.
+      // The origin of the plane, as then the chunks of a warp read the same three values.
       const T* const plane = static_cast<const T*>(task.x) + plane_at;
       const auto value_of = [&](int64_t i) { return widen(plane[i]); };
       sums.origin = kBackward ? center.mean

@@ -7,7 +7,7 @@
 
 namespace gluon_syncbn {
 
-// From compute capability 10.0 on, nvcc takes more registers.
+// From compute capability 10.0 on, nvcc uses more registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr bool kFewerLeft = true;
 #else
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
   // The last rows of threads are added sequentially.
   constexpr int kLast = kThreads / kWarp;
   __shared__ SharedShares<T> shared;
-  // In shared memory, as they are needed once a chunk.
+  // In shared memory, as they are needed only once per chunk.
   __shared__ double own_sums[kThreads * kOwnWords];
 
   const int across = task.lanes, down = task.down, groups = kThreads / across / down;
@@ -77,7 +77,8 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
   ChannelTotal<A, kBackward> total(own_sums + own * kOwnWords);
   Center<A> own_center{0, 0};
   if (kBackward && owns) own_center = Center<A>::of(task.statistics[tile + own]);
-  // Three arrays leave no registers for these: those of column k are at k, k + kWarp, ...
+  // In shared memory, as three arrays leave no registers for them. Those of column k are at k, k +
+  // kWarp, ...
   struct Column {
     A sign, threshold, mean;
   };
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
         if (sizeof(T) == 2) {
-          // Few bits, and many registers.
+          // A plain first sum is exact enough for 16-bit data, whose kernels need many registers.
           shares[j].first.high += run.first[j];
           shares[j].second.add(run.second[j]);
         } else {
@@ -221,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
     left -= groups;
     if (kAhead && left > 0) begin_chunk();
 
-    // All threads have read the sums of the chunk before.
+    // All threads have read the sums of the previous chunk.
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < kSize; ++j) shared.put(j, threadIdx.x, shares[j]);
@@ -238,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
       }
     }
     __syncthreads();
-    // Not held in a register meanwhile.
+    // Read again, so that no register holds it meanwhile.
     if (kGated && owns) own_center.mean = columns[own % kSize * kWarp + own / kSize].mean;
     for (int g = 0; g < groups && g < chunks && owns; ++g) {
       Chunk<A> chunk;
@@ -248,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
       for (int i = 1; i < kLast && i < down; ++i) {
         chunk.sums.add(shared.get(own % kSize, first + i * across));
       }
-      // The values of the channel.
+      // The index of the channel's first value.
       const int64_t values = start + g * task.R * task.C + tile + own;
       const auto value_of = [&](int i) { return widen(x[values + i * task.C]); };
       if constexpr (kBackward) {
@@ -325,7 +326,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 // sums[c] = the sum over the slices of channel c. `lanes` threads per channel, a power of 2.
-template <typename = void>  // As several files have it.
+template <typename = void>  // A template, as several files include it.
 __global__ void __launch_bounds__(kThreads) add_slices(Slices from, int lanes, ChannelSums* sums) {
   __shared__ double shared[kWarps * 6];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % lanes;

@@ -32,8 +32,8 @@ constexpr int kRowsPerThread = 32, kFewestRows = 2;
 constexpr int plane_blocks(int arrays, bool aligned) { return aligned && arrays == 1 ? 3 : 2; }
 constexpr int kRowBlocks = 2;
 
-// The unevaluated sum of two floats: about 48 bits, without instructions for double, of which most
-// GPUs execute few. For double, a plain sum.
+// The unevaluated sum of two floats: about 48 bits, without instructions for double, at which most
+// GPUs are slow. For double, a plain sum.
 template <typename A>
 struct Partial;
 template <>
@@ -48,7 +48,7 @@ struct Partial<float> {
     low += (high - (sum - part)) + (term - part);
     high = sum;
   }
-  // Commutative, so that lanes that add each other's sums have the same bits.
+  // Commutative, so that lanes that add each other's sums get the same bits.
   SBN_DEVICE void add(const Partial& other) {
     const float sum = high + other.high, part = sum - high;
     low = (low + other.low) + ((high - (sum - part)) + (other.high - part));
@@ -83,8 +83,8 @@ struct Share {
     second.add(other.second);
   }
 
-  // Adds up the shares of `lanes` lanes, a power of 2. Each of them has the sums: half of them
-  // reduce the first, half the second.
+  // Adds up the shares of `lanes` lanes, a power of 2. All of them get the sums. Half of them
+  // reduce the first sum, half the second.
   SBN_DEVICE void add_lanes(int lanes, int lane) {
     if (lanes == 1) return;
     const bool upper = lane & (lanes / 2);
@@ -111,7 +111,7 @@ struct Run {
     second[chain] = is_first ? a * b : fma(a, b, second[chain]);
   }
 
-  // If the chains are of one channel.
+  // For chains of one channel.
   SBN_DEVICE void add_to(Share<A>* share) {
 #pragma unroll
     for (int half = kChains / 2; half > 0; half /= 2) {
@@ -130,7 +130,7 @@ struct Run {
 };
 
 // The median of three values of a chunk: a number close to the others, so that rounding errors
-// depend on their spread and not on their offset, also if one value is an outlier.
+// depend on their spread and not on their offset, even if one value is an outlier.
 template <typename A>
 SBN_DEVICE A origin_of(A a, A b, A c) {
   const A low = a < b ? a : b, high = a < b ? b : a;
@@ -194,7 +194,7 @@ struct SumsTask {
   int64_t N, C, S, R;
   const void *dy, *x;
   const Statistics* statistics;
-  // One block for each channel writes to `sums`, several to `work`.
+  // If each channel has one block, the block writes to `sums`. Several blocks write to `work`.
   ChannelSums *sums, *work;
   // Chunks per sample, and units (usually chunks) of all samples; chunk_size in values of a plane,
   // or in rows.
@@ -215,21 +215,21 @@ struct SumsTask {
   }
 };
 
-// What an activation and a residual add to the arguments of a kernel. A parameter of its own, as
+// The arguments of a kernel for an activation and a residual. They are a separate parameter, as
 // nvcc generates slower code for a struct of more than 128 bytes.
 template <typename A>
 struct EpilogueTask {
   Activation activation;
-  // Of the activation; and of its inverse, if x is recovered from y, or else 1.
+  // The slope of the activation, and that of its inverse if x is recovered from y, otherwise 1.
   A slope, inverse;
-  // x, or the array of y, which decides on the gates, and its end.
+  // The array that determines the gates, x or y, and its end.
   const void *v, *v_end;
   const Gate<A>* gates;
   void* dresidual;
   bool add_dresidual;
 };
 
-// Whether Fetched stays inside of the arrays.
+// Whether Fetched stays inside the arrays.
 template <int kArrays, typename A>
 SBN_DEVICE bool holds(const SumsTask& task, const EpilogueTask<A>& epilogue, const void* dy,
                       const void* x, const void* v, int64_t vectors) {
@@ -247,7 +247,7 @@ struct InverseGate {
   SBN_DEVICE A operator()(A x, A v) const { return of(x, v * sign > threshold); }
 };
 
-// What turns the values of dy and x at a value of v into those that are summed.
+// Turns values of dy and x, given that of v, into those that are summed.
 template <typename A, bool kGated>
 struct Gates {
   Gate<A> dy;

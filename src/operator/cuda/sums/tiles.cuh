@@ -64,7 +64,7 @@ struct Tile {
   }
 };
 
-// Reads values of a tile from a given value on; 16-bit values in words of two.
+// Reads the values of a tile, starting at a given one. 16-bit values are read in pairs.
 template <typename T>
 struct TileReader {
   const T* values;
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
     const int begin = plane * n + lane_of_plane * share_size;
     const int left = plane < planes ? n - lane_of_plane * share_size : 0;
     const int count = left < 0 ? 0 : left < share_size ? left : share_size;
-    // Bit i is 1 where v opens the gates of value i. v goes through the memory of x.
+    // Bit i is 1 where v opens the gates of value i. v uses the shared memory of x.
     [[maybe_unused]] uint64_t open = 0;
     if constexpr (kGated) {
       if (reads_v) {
