@@ -1,12 +1,20 @@
-#include "api/channels.h"
-
+// The C API for exchanges between processes: connections, channels, and watches.
 #include <cstring>
 #include <exception>
 #include <memory>
 #include <string>
 #include <utility>
 
+#include "api/exports.h"
+#include "exchange/channel.h"
+#include "exchange/shared_memory.h"
+#include "exchange/transports.h"
+
 using namespace gluon_syncbn;
+
+// Returns 0 to keep waiting. Otherwise writes the reason to stop to `error` (at most `size` bytes).
+using gluon_syncbn_probe = int (*)(int64_t connection, const gluon_syncbn::Delay*, char* error,
+                                   int size);
 
 namespace {
 
@@ -45,13 +53,9 @@ FixedPoint* fixed_point_of(void* fixed_point) { return static_cast<FixedPoint*>(
 
 }  // namespace
 
-Channels& gluon_syncbn::channels() {
-  // Never destroyed: calls may still arrive while the process ends.
-  static Channels* const channels = new Channels;
-  return *channels;
-}
-
-void* gluon_syncbn_connect(int64_t id, gluon_syncbn_probe probe) {
+// Makes a connection, which Python identifies by `id`. It is never freed, as the process uses it
+// until it exits.
+SBN_EXPORT void* gluon_syncbn_connect(int64_t id, gluon_syncbn_probe probe) {
   auto connection = std::make_shared<Connection>();
   connection->probe = [id, probe](const Delay& delay) {
     char error[kMaxErrorSize] = "";
@@ -61,45 +65,58 @@ void* gluon_syncbn_connect(int64_t id, gluon_syncbn_probe probe) {
   return new ConnectionPtr(std::move(connection));
 }
 
-void gluon_syncbn_lock_calls(void* connection) { connection_of(connection)->calls.lock(); }
+// Python calls these around each call of a store function, without holding the GIL.
+SBN_EXPORT void gluon_syncbn_lock_calls(void* connection) {
+  connection_of(connection)->calls.lock();
+}
 
-void gluon_syncbn_unlock_calls(void* connection) { connection_of(connection)->calls.unlock(); }
+SBN_EXPORT void gluon_syncbn_unlock_calls(void* connection) {
+  connection_of(connection)->calls.unlock();
+}
 
-void gluon_syncbn_in_flight(void* connection,
-                            void (*report)(const char* exchange, double since, int open)) {
+// Reports each entry of InFlightExchanges.
+SBN_EXPORT void gluon_syncbn_in_flight(void* connection, void (*report)(const char* exchange,
+                                                                        double since, int open)) {
   for (const auto& entry : connection_of(connection)->in_flight.entries()) {
     report(entry.exchange.c_str(), entry.since, entry.open);
   }
 }
 
-int64_t gluon_syncbn_packed_size(int64_t size, int processes, int exact_bits) {
+// How many numbers a store adds up for a message of this size; 0 if it cannot add the message.
+// exact_bits: the store adds integers below 2^exact_bits exactly.
+SBN_EXPORT int64_t gluon_syncbn_packed_size(int64_t size, int processes, int exact_bits) {
   return FixedPoint(size, processes, exact_bits).size();
 }
 
-void* gluon_syncbn_fixed_point(int64_t size, int processes, int exact_bits) {
+// See FixedPoint. Python's own stores use it.
+SBN_EXPORT void* gluon_syncbn_fixed_point(int64_t size, int processes, int exact_bits) {
   return new FixedPoint(size, processes, exact_bits);
 }
 
-int gluon_syncbn_fixed_point_ready(void* fixed_point) {
+SBN_EXPORT int gluon_syncbn_fixed_point_ready(void* fixed_point) {
   return fixed_point_of(fixed_point)->ready();
 }
 
-void gluon_syncbn_pack(void* fixed_point, const double* message, double* packed) {
+SBN_EXPORT void gluon_syncbn_pack(void* fixed_point, const double* message, double* packed) {
   fixed_point_of(fixed_point)->pack(message, packed);
 }
 
-int gluon_syncbn_unpack(void* fixed_point, const double* packed, double* message) {
+SBN_EXPORT int gluon_syncbn_unpack(void* fixed_point, const double* packed, double* message) {
   return fixed_point_of(fixed_point)->unpack(packed, message);
 }
 
-void gluon_syncbn_follow(void* fixed_point, const double* messages) {
+SBN_EXPORT void gluon_syncbn_follow(void* fixed_point, const double* messages) {
   fixed_point_of(fixed_point)->follow(messages);
 }
 
-void gluon_syncbn_free_fixed_point(void* fixed_point) { delete fixed_point_of(fixed_point); }
+SBN_EXPORT void gluon_syncbn_free_fixed_point(void* fixed_point) {
+  delete fixed_point_of(fixed_point);
+}
 
-void* gluon_syncbn_kvstore_channel(void* connection, const char* key, int exact_bits,
-                                   const KVStoreSlots* slots, const KVStoreSums* sums) {
+// A channel for a key that all processes know. Python owns the arrays and the store. The sums may
+// be null.
+SBN_EXPORT void* gluon_syncbn_kvstore_channel(void* connection, const char* key, int exact_bits,
+                                              const KVStoreSlots* slots, const KVStoreSums* sums) {
   Transports transports{std::make_unique<KVStoreTransport>(*slots), nullptr, nullptr};
   if (sums) {
     transports.fixed_point = std::make_shared<FixedPoint>(slots->size, slots->ranks, exact_bits);
@@ -108,8 +125,9 @@ void* gluon_syncbn_kvstore_channel(void* connection, const char* key, int exact_
   return new_channel(connection, key, slots->size, slots->ranks, std::move(transports));
 }
 
-void* gluon_syncbn_horovod_channel(void* connection, const char* key, int exact_bits,
-                                   const HorovodArrays* arrays, const HorovodSums* sums) {
+SBN_EXPORT void* gluon_syncbn_horovod_channel(void* connection, const char* key, int exact_bits,
+                                              const HorovodArrays* arrays,
+                                              const HorovodSums* sums) {
   Transports transports{std::make_unique<HorovodTransport>(key, *arrays), nullptr, nullptr};
   if (sums) {
     transports.fixed_point = std::make_shared<FixedPoint>(arrays->size, arrays->ranks, exact_bits);
@@ -119,8 +137,11 @@ void* gluon_syncbn_horovod_channel(void* connection, const char* key, int exact_
   return new_channel(connection, key, arrays->size, arrays->ranks, std::move(transports));
 }
 
-void* gluon_syncbn_segment(const char* file, const char* token, int* descriptor, char* error,
-                           int error_size) {
+// Creates a segment and writes its descriptor, or, if `file` is not null, opens another process's
+// segment. On failure, writes an error (at most error_size bytes) and returns null. The segment is
+// kept until the process ends.
+SBN_EXPORT void* gluon_syncbn_segment(const char* file, const char* token, int* descriptor,
+                                      char* error, int error_size) {
   return or_error(error, error_size, [&] {
     const SegmentPtr segment = file ? Segment::open(file, token) : Segment::create(token);
     *descriptor = segment->descriptor();
@@ -128,11 +149,17 @@ void* gluon_syncbn_segment(const char* file, const char* token, int* descriptor,
   });
 }
 
-void gluon_syncbn_close_descriptor(void* segment) { segment_of(segment)->close_descriptor(); }
+// Call this when no process will open the segment any more.
+SBN_EXPORT void gluon_syncbn_close_descriptor(void* segment) {
+  segment_of(segment)->close_descriptor();
+}
 
-void* gluon_syncbn_shared_memory_channel(void* connection, const char* key, void* segment, int rank,
-                                         int ranks, int64_t size, int sums, char* error,
-                                         int error_size) {
+// A channel between `ranks` processes of one machine, through the segment of rank 0. sums: whether
+// they exchange a layer's messages. On failure, writes an error and returns null.
+SBN_EXPORT void* gluon_syncbn_shared_memory_channel(void* connection, const char* key,
+                                                    void* segment, int rank, int ranks,
+                                                    int64_t size, int sums, char* error,
+                                                    int error_size) {
   return or_error(error, error_size, [&] {
     auto transport =
         std::make_unique<SharedMemoryTransport>(segment_of(segment), key, rank, ranks, size, sums);
@@ -140,13 +167,17 @@ void* gluon_syncbn_shared_memory_channel(void* connection, const char* key, void
   });
 }
 
-int64_t gluon_syncbn_channel_calls(void* channel) { return channel_of(channel)->calls(); }
+SBN_EXPORT int64_t gluon_syncbn_channel_calls(void* channel) {
+  return channel_of(channel)->calls();
+}
 
-void gluon_syncbn_channel_restart(void* channel) { channel_of(channel)->restart(); }
+SBN_EXPORT void gluon_syncbn_channel_restart(void* channel) { channel_of(channel)->restart(); }
 
-int gluon_syncbn_channel_exchange(void* channel, const char* title, double timeout_seconds,
-                                  const double* mine, double* everyone, char* error,
-                                  int error_size) {
+// Writes the values of all processes, by rank, and returns 0, or writes their sums and returns 1.
+// On failure, writes an error (at most error_size bytes) and returns -1.
+SBN_EXPORT int gluon_syncbn_channel_exchange(void* channel, const char* title,
+                                             double timeout_seconds, const double* mine,
+                                             double* everyone, char* error, int error_size) {
   try {
     const auto answer = channel_of(channel)->exchange(title, timeout_seconds, mine, everyone);
     return answer == Answer::kSums;
@@ -156,13 +187,16 @@ int gluon_syncbn_channel_exchange(void* channel, const char* title, double timeo
   }
 }
 
-void gluon_syncbn_set_channel(int64_t layer, const char* key, void* channel) {
+// From now on the layer's messages with this key use the channel. After clear, all messages go
+// through Python.
+SBN_EXPORT void gluon_syncbn_set_channel(int64_t layer, const char* key, void* channel) {
   channels().set(layer, key, channel_of(channel));
 }
 
-void gluon_syncbn_clear_channels() { channels().clear(); }
+SBN_EXPORT void gluon_syncbn_clear_channels() { channels().clear(); }
 
-void* gluon_syncbn_watch_begin(void* array) {
+// See Watch. begin returns null if MXNet's engine takes no more operations; wait returns a Waited.
+SBN_EXPORT void* gluon_syncbn_watch_begin(void* array) {
   try {
     return new Watch(array);
   } catch (const std::exception&) {
@@ -170,8 +204,8 @@ void* gluon_syncbn_watch_begin(void* array) {
   }
 }
 
-int gluon_syncbn_watch_wait(void* watch, double seconds) {
+SBN_EXPORT int gluon_syncbn_watch_wait(void* watch, double seconds) {
   return static_cast<int>(static_cast<Watch*>(watch)->wait(seconds));
 }
 
-void gluon_syncbn_watch_end(void* watch) { delete static_cast<Watch*>(watch); }
+SBN_EXPORT void gluon_syncbn_watch_end(void* watch) { delete static_cast<Watch*>(watch); }

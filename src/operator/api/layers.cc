@@ -1,16 +1,16 @@
-#include "api/layers.h"
-
+// The C API for layers, and for the process.
 #include <signal.h>
 
 #include <cstring>
 #include <string>
 #include <vector>
 
-#include "api/channels.h"
-#include "cpu/thread_pool.h"
-#include "cuda/device.h"
+#include "api/exports.h"
 #include "call/operator.h"
 #include "call/process.h"
+#include "cpu/thread_pool.h"
+#include "cuda/device.h"
+#include "exchange/channel.h"
 #include "mxnet/engine_errors.h"
 #include "mxnet/interrupts.h"
 
@@ -70,10 +70,33 @@ void on_interrupt(int signal, siginfo_t* info, void* context) {
 
 using namespace gluon_syncbn;
 
-const char* gluon_syncbn_version() { return GLUON_SYNCBN_VERSION; }
+// See Message. `all` receives the `size` values of every process, by rank, or their sums.
+struct gluon_syncbn_message {
+  int64_t layer;
+  const char *key, *title;
+  int64_t channels;
+  const double* values;
+  int64_t size;
+  double* all;
+  int64_t all_size;
+};
 
-int gluon_syncbn_register(void* const* api, const char* process_uuid, int naive_engine, int onednn,
-                          const gluon_syncbn_callbacks* callbacks) {
+// See Observer. exchange returns 0 if it wrote the values of all processes, and 1 if it wrote their
+// sums. On failure, it writes an error (at most error_size bytes) and returns -1.
+struct gluon_syncbn_callbacks {
+  void (*warn)(const char* text);
+  void (*failed)(int64_t layer, int64_t epoch, const char* text);
+  void (*waits)(int64_t layer, int64_t epoch, int backward);
+  int (*exchange)(const gluon_syncbn_message*, char* error, int error_size);
+};
+
+// The version of the package that this library was built for.
+SBN_EXPORT const char* gluon_syncbn_version() { return GLUON_SYNCBN_VERSION; }
+
+// Registers the operator. `api`: the functions of mxnet/api.h in order. `process_uuid` keeps graphs
+// of other processes from finding the layers of this one. Returns the result of MXCustomOpRegister.
+SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process_uuid, int naive_engine,
+                                     int onednn, const gluon_syncbn_callbacks* callbacks) {
   std::memcpy(&mxnet, api, sizeof(mxnet));
   process.uuid = process_uuid;
   process.naive_engine = naive_engine != 0;
@@ -117,7 +140,9 @@ int gluon_syncbn_register(void* const* api, const char* process_uuid, int naive_
   return mxnet.custom_op_register("GluonSyncBatchNorm", create_operator);
 }
 
-void gluon_syncbn_after_fork() {
+// Call this in the child of a fork, at which no call may have been waiting. Drops the threads and
+// GPU memory, which the child cannot use, and starts a new epoch in every layer.
+SBN_EXPORT void gluon_syncbn_after_fork() {
   channels().clear();
   abandon_thread_pool();
   abandon_cuda_memory();
@@ -125,9 +150,23 @@ void gluon_syncbn_after_fork() {
   process.rendezvous->after_fork();
 }
 
-void gluon_syncbn_report_next(const char* text) { process.rendezvous->report_next(text); }
+// See Rendezvous::report_next.
+SBN_EXPORT void gluon_syncbn_report_next(const char* text) {
+  process.rendezvous->report_next(text);
+}
 
-void gluon_syncbn_configure(int64_t layer, const gluon_syncbn_layer_config* from) {
+// See LayerConfig.
+struct gluon_syncbn_layer_config {
+  const char* name;
+  const char* const* devices;
+  int device_count;
+  int num_devices, group_size;
+  double timeout_seconds;
+  int processes, first_rank, end_rank;
+  const char *config_error, *notice;
+};
+
+SBN_EXPORT void gluon_syncbn_configure(int64_t layer, const gluon_syncbn_layer_config* from) {
   // The layer may use another store from now on.
   channels().forget(layer);
   LayerConfig config;
@@ -145,21 +184,25 @@ void gluon_syncbn_configure(int64_t layer, const gluon_syncbn_layer_config* from
   process.rendezvous->configure(layer, config);
 }
 
-void gluon_syncbn_set_active_devices(const char* const* devices, int num_devices) {
+// See Rendezvous.
+SBN_EXPORT void gluon_syncbn_set_active_devices(const char* const* devices, int num_devices) {
   process.rendezvous->set_active_devices({devices, devices + num_devices});
 }
 
-void gluon_syncbn_set_joined(int joined) { process.rendezvous->set_joined(joined != 0); }
+SBN_EXPORT void gluon_syncbn_set_joined(int joined) { process.rendezvous->set_joined(joined != 0); }
 
-void gluon_syncbn_give_up(const char* reason) { process.rendezvous->give_up(reason); }
+SBN_EXPORT void gluon_syncbn_give_up(const char* reason) { process.rendezvous->give_up(reason); }
 
-void gluon_syncbn_forget(int64_t layer) {
+SBN_EXPORT void gluon_syncbn_forget(int64_t layer) {
   channels().forget(layer);
   process.rendezvous->forget(layer);
 }
 
-int gluon_syncbn_drain(int64_t layer, int64_t epoch, const char* device, void** arrays,
-                       int num_arrays, const char* text) {
+// After a failure: once all operations pushed earlier have finished, clears the error of the failed
+// step from a device's running statistics and lets the device take part again. Waiting for a result
+// of the failed step still raises the error. If there are no arrays, the device takes part at once.
+SBN_EXPORT int gluon_syncbn_drain(int64_t layer, int64_t epoch, const char* device, void** arrays,
+                                  int num_arrays, const char* text) {
   // Under the naive engine arrays hold no errors.
   if (num_arrays == 0 || process.naive_engine) {
     process.rendezvous->drain(layer, epoch, device);
@@ -205,8 +248,10 @@ int gluon_syncbn_drain(int64_t layer, int64_t epoch, const char* device, void** 
       "SyncBatchNormClearError");
 }
 
-int gluon_syncbn_probe_arrays(int64_t layer, int64_t epoch, int backward, const char* device,
-                              void** arrays, int num_arrays) {
+// Once all operations pushed earlier have finished, checks whether these arrays of a device hold an
+// error. If so, the devices that wait for this one get an error: see Rendezvous::unreachable.
+SBN_EXPORT int gluon_syncbn_probe_arrays(int64_t layer, int64_t epoch, int backward,
+                                         const char* device, void** arrays, int num_arrays) {
   const Direction direction = backward ? Direction::kBackward : Direction::kForward;
   return mxnet.engine_push_sync(
       [](void*, void* probe) { static_cast<ArrayProbe*>(probe)->has_run = true; },
@@ -215,8 +260,10 @@ int gluon_syncbn_probe_arrays(int64_t layer, int64_t epoch, int backward, const 
       nullptr, 0, &kCpuPrioritized, 0, "SyncBatchNormProbe");
 }
 
-int gluon_syncbn_flush(int64_t layer, int backward, const char* const* devices, int num_devices,
-                       void** arrays, int num_arrays) {
+// Begins to flush devices, each with num_arrays arrays. A device's flush ends once all operations
+// pushed earlier for its arrays have finished: see Rendezvous::begin_flush.
+SBN_EXPORT int gluon_syncbn_flush(int64_t layer, int backward, const char* const* devices,
+                                  int num_devices, void** arrays, int num_arrays) {
   const Direction direction = backward ? Direction::kBackward : Direction::kForward;
   process.rendezvous->begin_flush(layer, direction, {devices, devices + num_devices});
   int status = 0;
@@ -231,24 +278,33 @@ int gluon_syncbn_flush(int64_t layer, int backward, const char* const* devices, 
   return status;
 }
 
-int gluon_syncbn_flushing() { return process.rendezvous->flushing(); }
+SBN_EXPORT int gluon_syncbn_flushing() { return process.rendezvous->flushing(); }
 
-void gluon_syncbn_close(const char* reason) {
+// Call this when the process ends: all waits end with an error.
+SBN_EXPORT void gluon_syncbn_close(const char* reason) {
   process.rendezvous->close(reason);
   Interruption::close();
 }
 
-void gluon_syncbn_release() { release_cuda_memory(); }
+// Frees the streams and the memory kept for the next calls on GPUs.
+SBN_EXPORT void gluon_syncbn_release() { release_cuda_memory(); }
 
-const char* gluon_syncbn_cuda() { return cuda_backend() ? cuda_backend()->description : nullptr; }
+// The compiler version and the architectures of the CUDA kernels; null if there are no kernels.
+SBN_EXPORT const char* gluon_syncbn_cuda() {
+  return cuda_backend() ? cuda_backend()->description : nullptr;
+}
 
-int gluon_syncbn_peer_access() { return peer_access(); }
+// See peer_access.
+SBN_EXPORT int gluon_syncbn_peer_access() { return peer_access(); }
 
-int gluon_syncbn_waiting() { return process.rendezvous->waiting(); }
+// The number of calls that wait for other devices now, and the seconds since the last arrival; 0 if
+// no call waits.
+SBN_EXPORT int gluon_syncbn_waiting() { return process.rendezvous->waiting(); }
 
-double gluon_syncbn_stuck_seconds() { return process.rendezvous->stuck_seconds(); }
+SBN_EXPORT double gluon_syncbn_stuck_seconds() { return process.rendezvous->stuck_seconds(); }
 
-int gluon_syncbn_catch_interrupts() {
+// Makes Ctrl-C end waits too. The previous handler is still called.
+SBN_EXPORT int gluon_syncbn_catch_interrupts() {
   struct sigaction action{};
   action.sa_sigaction = on_interrupt;
   action.sa_flags = SA_SIGINFO;

@@ -121,4 +121,10 @@ void Channels::clear() {
   channels_.clear();
 }
 
+Channels& channels() {
+  // Never destroyed: calls may still arrive while the process ends.
+  static Channels* const channels = new Channels;
+  return *channels;
+}
+
 }  // namespace gluon_syncbn

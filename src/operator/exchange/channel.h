@@ -160,6 +160,9 @@ class Channels {
   std::map<std::pair<int64_t, std::string>, ChannelPtr> channels_;
 };
 
+// The channels of this process.
+Channels& channels();
+
 }  // namespace gluon_syncbn
 
 #endif  // GLUON_SYNCBN_EXCHANGE_CHANNEL_H_
