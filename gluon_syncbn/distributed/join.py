@@ -46,10 +46,11 @@ class join:
     absent : bool
         Whether this process has joined, and the batch is its last one again.
     batch_size : int
-        The number of samples of all processes in this step: what ``trainer.step`` wants. A batch's
-        samples are counted along the first axis of the first array in it, which may be in lists,
-        tuples, dicts, and the ``data`` of an ``mx.io.DataBatch``. (Horovod's DistributedTrainer
-        divides by the number of processes too: give it ``steps.batch_size / hvd.size()``.)
+        The number of samples of all processes in this step: the argument of ``trainer.step``. A
+        batch's samples are counted along the first axis of the first array in it, which may be in
+        lists, tuples, dicts, and the ``data`` of an ``mx.io.DataBatch``. (Horovod's
+        DistributedTrainer divides by the number of processes too: give it ``steps.batch_size /
+        hvd.size()``.)
     processes : int
         How many processes bring a batch to this step.
 
