@@ -22,7 +22,7 @@ import types
 LAUNCH_ID = "GLUON_SYNCBN_LAUNCH"
 # Another one: the launcher's status file, this process's slot in it, and its PID.
 _STATUS = "GLUON_SYNCBN_STATUS"
-# The size of a process's slot, with which the file begins: see `beat`. Lines follow, one for each
+# The file begins with a slot of this size for each process: see `beat`. Lines follow, one for each
 # worker that has ended, well or not.
 SLOT_BYTES = 256
 _BEAT_SECONDS = 1.0

@@ -4,10 +4,10 @@ A detector has a `net`, which takes images (N, 3, H, W) and in inference returns
 scores (N, K, 1) and boxes (N, K, 4) in pixels, -1 where there is no object; and
 
 - `sample(image, boxes)`: what one training sample holds; `batchify(samples)` makes arrays of them
-- `count(parts)`: what the loss is divided by, of the arrays of each device
+- `count(parts)`: the divisor of the loss, from the arrays of each device
 - `losses(parts)`: the losses of the devices, which add up to that of the undivided batch times the
   count. The net is called for every device before any result is waited for.
-- `resize(image)`: an image in the size for the inference.
+- `resize(image)`: the image in the size for inference.
 """
 
 import functools
@@ -38,7 +38,7 @@ class SSD:
         "resnet50_v1": ("stage2_activation3", "stage3_activation5", "stage4_activation2"),
     }
     backbones = tuple(features)
-    # The anchors' sides at each level, parts of the image.
+    # The anchors' sides at each level, as fractions of the image.
     sides = (0.1, 0.2, 0.37, 0.54, 0.71, 0.88, 1.05)
 
     def __init__(self, options, names, each):
@@ -86,10 +86,10 @@ class SSD:
 
 
 class MultiBoxLoss(gluon.HybridBlock):
-    """The sum over the matched anchors and, for the classes, over the three times as many others of
-    each image whose loss is highest.
+    """The sum over the matched anchors and, for the classes, over three times as many others of
+    each image, those with the highest loss.
 
-    gluoncv's divides by the matches of this process alone, for which it waits.
+    gluoncv's loss divides by the matches of this process alone, and waits for them.
     """
 
     def hybrid_forward(self, F, scores, offsets, classes, targets):
@@ -151,17 +151,39 @@ class FasterRCNN:
     def __init__(self, options, names, each):
         size, strides = options.size, (4, 8, 16, 32, 64)
         proposals = sum(3 * math.ceil(size / stride) ** 2 for stride in strides)
-        # With nn.BatchNorm itself gluoncv freezes the normalization.
-        # fmt: off
+        # With nn.BatchNorm itself, gluoncv would freeze the normalization. fmt: off
         self.net = custom_faster_rcnn_fpn(
-            names, None, "custom", options.pretrained, options.backbone,
-            functools.partial(nn.BatchNorm), {}, short=size, max_size=2 * size,
-            min_stage=2, max_stage=6, nms_thresh=0.5, nms_topk=-1, post_nms=-1, roi_size=(7, 7),
-            strides=strides, clip=4.14, rpn_channel=256, base_size=16,
-            scales=(2, 4, 8, 16, 32), alloc_size=(384, 384), rpn_nms_thresh=0.7,
-            rpn_train_pre_nms=12000, rpn_train_post_nms=min(2000, proposals),
-            rpn_test_pre_nms=6000, rpn_test_post_nms=min(1000, proposals), rpn_min_size=1,
-            per_device_batch_size=each, num_sample=self.regions, pos_iou_thresh=0.5, pos_ratio=0.25,
+            names,
+            None,
+            "custom",
+            options.pretrained,
+            options.backbone,
+            functools.partial(nn.BatchNorm),
+            {},
+            short=size,
+            max_size=2 * size,
+            min_stage=2,
+            max_stage=6,
+            nms_thresh=0.5,
+            nms_topk=-1,
+            post_nms=-1,
+            roi_size=(7, 7),
+            strides=strides,
+            clip=4.14,
+            rpn_channel=256,
+            base_size=16,
+            scales=(2, 4, 8, 16, 32),
+            alloc_size=(384, 384),
+            rpn_nms_thresh=0.7,
+            rpn_train_pre_nms=12000,
+            rpn_train_post_nms=min(2000, proposals),
+            rpn_test_pre_nms=6000,
+            rpn_test_post_nms=min(1000, proposals),
+            rpn_min_size=1,
+            per_device_batch_size=each,
+            num_sample=self.regions,
+            pos_iou_thresh=0.5,
+            pos_ratio=0.25,
         )
         # fmt: on
         self.net.target_generator  # noqa: B018  It is made when it is first used.
