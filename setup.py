@@ -142,9 +142,10 @@ def known_architectures(nvcc):
 
 def cuda_architectures(nvcc):
     """The architectures for machine code, such as [70, 80, 90], and the one for PTX, which future
-    GPUs use. By default they are those of this machine's GPUs. For a wheel, or without a GPU, they
-    are the oldest of each generation that this nvcc knows, from Maxwell on, because its code runs
-    on the whole generation. GLUON_SYNCBN_CUDA_ARCHS="80 90" overrides this."""
+    GPUs use. By default, machine code is for this machine's GPUs and PTX for the newest of them.
+    For a wheel, or without a GPU, machine code is for the oldest of each generation from Maxwell on
+    that this nvcc knows, as it runs on the whole generation, and PTX is for the newest.
+    GLUON_SYNCBN_CUDA_ARCHS="80 90" overrides this."""
     chosen = os.environ.get("GLUON_SYNCBN_CUDA_ARCHS", "").replace(",", " ").split()
     known = known_architectures(nvcc)
     unknown = [arch for arch in chosen if arch not in map(str, known)]

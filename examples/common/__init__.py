@@ -4,7 +4,7 @@ import os
 
 
 def configure_mxnet(cpu_contexts):
-    """Set variables that MXNet reads when it starts, unless they are set. Call it before that."""
+    """Set variables that MXNet reads when imported, unless they are set. Call this before that."""
     processes, cores = int(os.environ.get("GLUON_SYNCBN_SIZE", 1)), len(os.sched_getaffinity(0))
     if cpu_contexts > 1:
         # Also in processes of one context each: the initial parameters depend on it.

@@ -8,7 +8,7 @@ from PIL import Image, ImageFile, ImageOps
 
 from common.files import InputError
 
-# gluoncv.data has set it, which silently makes the missing part of a truncated image grey.
+# gluoncv.data sets it to True, which silently turns missing parts of truncated images grey.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 SUFFIXES = (".jpg", ".jpeg", ".png")

@@ -7,7 +7,7 @@ import mxnet as mx
 
 from common.files import InputError
 
-# MXNet warns so about the inputs of graphs, some of which are in gluoncv's detectors.
+# MXNet gives this warning for the inputs of graphs, which gluoncv's detectors contain.
 warnings.filterwarnings("ignore", "Cannot decide type")
 
 

@@ -151,39 +151,17 @@ class FasterRCNN:
     def __init__(self, options, names, each):
         size, strides = options.size, (4, 8, 16, 32, 64)
         proposals = sum(3 * math.ceil(size / stride) ** 2 for stride in strides)
-        # With nn.BatchNorm itself, gluoncv would freeze the normalization. fmt: off
+        # With nn.BatchNorm itself, gluoncv would freeze the normalization.
+        # fmt: off
         self.net = custom_faster_rcnn_fpn(
-            names,
-            None,
-            "custom",
-            options.pretrained,
-            options.backbone,
-            functools.partial(nn.BatchNorm),
-            {},
-            short=size,
-            max_size=2 * size,
-            min_stage=2,
-            max_stage=6,
-            nms_thresh=0.5,
-            nms_topk=-1,
-            post_nms=-1,
-            roi_size=(7, 7),
-            strides=strides,
-            clip=4.14,
-            rpn_channel=256,
-            base_size=16,
-            scales=(2, 4, 8, 16, 32),
-            alloc_size=(384, 384),
-            rpn_nms_thresh=0.7,
-            rpn_train_pre_nms=12000,
-            rpn_train_post_nms=min(2000, proposals),
-            rpn_test_pre_nms=6000,
-            rpn_test_post_nms=min(1000, proposals),
-            rpn_min_size=1,
-            per_device_batch_size=each,
-            num_sample=self.regions,
-            pos_iou_thresh=0.5,
-            pos_ratio=0.25,
+            names, None, "custom", options.pretrained, options.backbone,
+            functools.partial(nn.BatchNorm), {}, short=size, max_size=2 * size,
+            min_stage=2, max_stage=6, nms_thresh=0.5, nms_topk=-1, post_nms=-1, roi_size=(7, 7),
+            strides=strides, clip=4.14, rpn_channel=256, base_size=16,
+            scales=(2, 4, 8, 16, 32), alloc_size=(384, 384), rpn_nms_thresh=0.7,
+            rpn_train_pre_nms=12000, rpn_train_post_nms=min(2000, proposals),
+            rpn_test_pre_nms=6000, rpn_test_post_nms=min(1000, proposals), rpn_min_size=1,
+            per_device_batch_size=each, num_sample=self.regions, pos_iou_thresh=0.5, pos_ratio=0.25,
         )
         # fmt: on
         self.net.target_generator  # noqa: B018  It is made when it is first used.

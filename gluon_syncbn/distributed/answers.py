@@ -18,11 +18,13 @@ class Answer(typing.NamedTuple):
     """What one process answered about an exchange, or why it did not.
 
     state : ARRIVED
-            ABSENT, if it answered that it has not arrived SILENT, if it did not answer in time:
-            stopped, or unreachable GONE, if nobody, or somebody else, listens at its address
-    in_flight : its oldest exchanges in flight, each as (key, seconds since it arrived) last : the
-    exchange that it completed last, as (key, seconds since then), or None status : (FAILED, the
-    error) or (FINISHED, ""), or None why : the system's message if it could not be probed, or None
+            ABSENT, if it answered that it has not arrived
+            SILENT, if it did not answer in time: stopped, or unreachable
+            GONE, if nobody, or somebody else, listens at its address
+    in_flight : its oldest exchanges in flight, each as (key, seconds since it arrived)
+    last : the exchange that it completed last, as (key, seconds since then), or None
+    status : (FAILED, the error) or (FINISHED, ""), or None
+    why : the system's message if it could not be probed, or None
     place : where its main thread is, as (text, seconds, whether it waits for others there), or
             None
     """

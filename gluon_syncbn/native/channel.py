@@ -19,7 +19,7 @@ from .library import (
 )
 from .library import library as _library
 
-# The float32 numbers that carry one float64.
+# How many float32 numbers carry one float64.
 LIMBS = 3
 # Whole numbers of so many bits are added exactly: in float32 and in float64.
 KVSTORE_BITS, HOROVOD_BITS = 24, 53
