@@ -4,18 +4,18 @@ from pathlib import Path
 
 import nox
 
-# The oldest, the one that MXNet was made for, and the newest that is at hand.
+# The oldest, the one that MXNet was made for, and the newest available.
 PYTHONS = ["3.8", "3.11", "3.13"]
 # MXNet was made for NumPy 1.23. Other versions are what pip takes, NumPy 2 where there is no MXNet
 # to forbid it.
 CONSTRAINTS = {"3.11": ["numpy==1.23.5"]}
-# What depends on Python, NumPy, onnx or gluoncv. The native library, and how processes and devices
-# meet, are tested on one Python. `make test-pythons ARGS="-- tests"` runs all quick tests.
+# The tests that depend on Python, NumPy, onnx or gluoncv. The native library, and how processes and
+# devices meet, are tested on one Python. `make test-pythons ARGS="-- tests"` runs all quick tests.
 TESTS = "compat convert deploy examples launch project training".split()
 TESTS += [f"layers/test_{name}.py" for name in "amp bad_input batch_norm numpy_arrays".split()]
 TESTS += [f"distributed/test_{name}.py" for name in ("channels", "liveness")]
 
-# The older ones that people still run, and what depends on MXNet.
+# Older versions that people still run, and the tests that depend on MXNet.
 MXNETS = ["1.7.0.post2", "1.8.0.post0"]
 MXNET_TESTS = "layers training convert deploy distributed launch".split()
 

@@ -1,4 +1,4 @@
-"""Builds gluon_syncbn/libgluon_syncbn.so. All else about the package stands in pyproject.toml."""
+"""Builds gluon_syncbn/libgluon_syncbn.so. All else about the package is in pyproject.toml."""
 
 import ctypes
 import os
@@ -32,8 +32,8 @@ NVCC += [f"-I{FOLDER}", "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off"
 # The oldest that has C++17 and --threads.
 OLDEST_NVCC = (11, 2)
 
-# libgcc and libstdc++ stay shared, as MXNet catches this library's exceptions. Of static ones the
-# first would abort the process, and the second would take each error for one that nobody caught.
+# libgcc and libstdc++ stay shared, as MXNet catches this library's exceptions. A static libgcc
+# would abort the process, and a static libstdc++ would treat each error as uncaught.
 LINK = f"-shared -pthread -Wl,--no-undefined -Wl,--version-script={EXPORTS}".split()
 
 
@@ -59,7 +59,8 @@ def is_portable():
 
 
 def find_gpus():
-    """The compute capabilities of this machine's GPUs, such as [80, 90], as the driver says."""
+    """The compute capabilities of this machine's GPUs, such as [80, 90], according to the
+    driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -84,9 +85,9 @@ def find_nvcc():
 
 
 def nvcc_for_kernels():
-    """The path of nvcc where CUDA kernels are to be built, or None: GLUON_SYNCBN_CUDA=0 never
-    builds them, 1 always does, and otherwise they are built where nvcc is found, for the GPUs of
-    this machine or for a wheel."""
+    """The path of nvcc if CUDA kernels are to be built, or None. GLUON_SYNCBN_CUDA=0 never builds
+    them, 1 always does. By default they are built if nvcc is found, and this machine has a GPU or a
+    wheel is being built."""
     wanted = os.environ.get("GLUON_SYNCBN_CUDA", "")
     if wanted not in ("", "0", "1"):
         sys.exit(
@@ -133,17 +134,18 @@ def check_nvcc(nvcc):
 
 
 def known_architectures(nvcc):
-    """From Maxwell on."""
+    """The architectures that nvcc knows, from Maxwell on."""
     text = ask(nvcc, "--list-gpu-arch") or ask(nvcc, "--help")
     known = sorted({int(arch) for arch in re.findall(r"compute_(\d+)\b", text)})
     return [arch for arch in known if arch >= 50]
 
 
 def cuda_architectures(nvcc):
-    """What to make machine code for, such as [70, 80, 90], and what to make PTX for, for GPUs that
-    are still to come: for this machine's GPUs, or for a wheel and where there are none, for the
-    oldest of each generation from Maxwell on that this nvcc knows, as it runs on all of the
-    generation. GLUON_SYNCBN_CUDA_ARCHS="80 90" chooses."""
+    """The architectures for machine code, such as [70, 80, 90], and the one for PTX, which future
+    GPUs use. By default, machine code is for this machine's GPUs and PTX for the newest of them.
+    For a wheel, or without a GPU, machine code is for the oldest of each generation from Maxwell on
+    that this nvcc knows, as it runs on the whole generation, and PTX is for the newest.
+    GLUON_SYNCBN_CUDA_ARCHS="80 90" overrides this."""
     chosen = os.environ.get("GLUON_SYNCBN_CUDA_ARCHS", "").replace(",", " ").split()
     known = known_architectures(nvcc)
     unknown = [arch for arch in chosen if arch not in map(str, known)]
@@ -166,8 +168,8 @@ def cuda_architectures(nvcc):
 
 
 def static_cuda_runtime(nvcc):
-    """The folder of libcudart_static.a. Linked so, the library loads where no driver is, and beside
-    the runtimes of other versions that MXNet and others bring."""
+    """The folder of libcudart_static.a. Linked with it, the library loads without a driver, and
+    next to the runtimes of other versions that MXNet and others bring."""
     root = os.path.dirname(os.path.dirname(os.path.realpath(nvcc)))
     for folder in ("lib64", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib", "lib"):
         if os.path.exists(os.path.join(root, folder, "libcudart_static.a")):
@@ -179,7 +181,7 @@ def static_cuda_runtime(nvcc):
 
 
 def cuda_command(nvcc, compiler):
-    """How nvcc is called, but for source and output."""
+    """The nvcc command, without source and output."""
     machine, ptx = cuda_architectures(nvcc)
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in machine]
     codes.append(f"-gencode=arch=compute_{ptx},code=compute_{ptx}")
@@ -191,13 +193,14 @@ def cuda_command(nvcc, compiler):
     return [nvcc, "-ccbin", compiler[0], *NVCC, threads, *codes, macro, *own]
 
 
-# Where functions of libc.so.6 were before glibc 2.34.
+# The libraries that held functions of libc.so.6 before glibc 2.34.
 FORMER = {"dl": "libdl.so.2", "shm": "librt.so.1", "": "libpthread.so.0"}
 
 
 def stub_libraries(compiler, library, folder):
-    """Shared libraries in `folder` that lend `library`, linked once, the oldest version of each
-    function that glibc 2.34 moved into libc.so.6 under a new one. Returns how to link them."""
+    """Makes stub libraries in `folder`. Linked again with them, `library` asks for the oldest
+    version of each function that glibc 2.34 moved into libc.so.6 under a new version. Returns how
+    to link them."""
     versions = {}
     for name, version in re.findall(r"(\w+)@@?(GLIBC_[\d.]+)", ask("nm", "-D", libc())):
         versions.setdefault(name, []).append(version)
@@ -238,7 +241,7 @@ def run(command):
 
 
 def build_library(sources, version, folder, library):
-    """Compile into `folder` and link; also what benchmarks/gpu does, without setuptools."""
+    """Compile into `folder` and link. benchmarks/gpu uses this too, without setuptools."""
     compiler = find_compiler()
     define = f'-DGLUON_SYNCBN_VERSION="{version}"'
     flags = [*COMPILE, define, *shlex.split(os.environ.get("CXXFLAGS", ""))]
@@ -263,7 +266,7 @@ def build_library(sources, version, folder, library):
         objects = list(pool.map(compile_source, *zip(*tasks)))
     os.makedirs(os.path.dirname(library), exist_ok=True)
     link += shlex.split(os.environ.get("LDFLAGS", ""))
-    # The libraries behind the objects that need them.
+    # Libraries come after the objects that need them.
     run([*compiler, *objects, "-o", library, *link])
     if portable:
         stubs = stub_libraries(compiler, library, folder)
@@ -272,13 +275,13 @@ def build_library(sources, version, folder, library):
 
 
 def main():
-    # Here, as build_library() is of use without setuptools.
+    # Imported here, as build_library() does not need setuptools.
     from setuptools import Extension, setup
     from setuptools.command.bdist_wheel import bdist_wheel
     from setuptools.command.build_ext import build_ext
 
     class BuildLibrary(build_ext):
-        """Builds a plain shared library: no Python header, symbol or version has a part in it."""
+        """Builds a plain shared library, independent of Python's headers, symbols and version."""
 
         def get_ext_filename(self, fullname):
             return os.path.join(*fullname.split(".")) + ".so"

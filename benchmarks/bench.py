@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-# MXNet itself takes half of the processors, as if each core had two.
+# By default MXNet uses half of the processors, as if each core had two.
 os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 
 import gluon_syncbn
@@ -197,7 +197,7 @@ def measure_steps(rounds):
         command = [sys.executable, *launcher, script, "--rounds", str(rounds), *arguments]
         environment = os.environ.copy()
         if arguments:
-            # Several contexts, as the launcher's workers, do not get all cores each.
+            # Several contexts share the cores, as the launcher's workers do.
             del environment["OMP_NUM_THREADS"]
         if "--contexts" in arguments:
             # With fewer slots, convolutions of contexts and a synchronized layer between them can

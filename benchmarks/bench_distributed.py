@@ -112,12 +112,12 @@ def installed_engines():
 
 
 def message_size(channels):
-    """The number of float64 in the values of a process for a layer in each pass."""
+    """How many float64 values a process sends for a layer in each pass."""
     return 6 * channels + 2
 
 
 class KVStore:
-    """A worker that communicates by MXNet's KVStore. Bare calls include the wait for their
+    """A worker that communicates through MXNet's KVStore. Bare calls include the wait for their
     result."""
 
     def __init__(self):
@@ -144,7 +144,7 @@ class KVStore:
 
 
 class Horovod:
-    """A worker that communicates by Horovod. Bare calls include the wait for their result."""
+    """A worker that communicates through Horovod. Bare calls include the wait for their result."""
 
     def __init__(self):
         import horovod.mxnet as hvd

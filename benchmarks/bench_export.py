@@ -65,7 +65,7 @@ def measure(name, side, folder, rounds):
     times = np.zeros((rounds + 3, len(calls)))
     for row in times:
         for i, call in enumerate(calls):
-            # Until the threads of the previous call sleep.
+            # Lets the threads of the previous call go to sleep.
             time.sleep(0.02)
             start = time.perf_counter()
             call()

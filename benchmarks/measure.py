@@ -280,8 +280,8 @@ CHAIN_SHAPE = (4, 64, 128, 128)
 
 
 def chain_memory(kind):
-    """The peak memory of this process, which must be a new one, after a training step of a chain of
-    convolution, batch normalization and leaky relu; of none without `kind`."""
+    """The peak memory of this process, which must be a new one, after training steps of a chain of
+    convolution, batch normalization and leaky relu. Without `kind` there is no chain."""
     layers = {
         "BatchNorm + LeakyReLU": lambda: [gluon.nn.BatchNorm(), gluon.nn.LeakyReLU(0.01)],
         "fused": lambda: [SyncBatchNorm(activation="leaky_relu")],

@@ -30,8 +30,8 @@ _LARGE = 1_500_000  # values
 _16_MB = 4_000_000
 CHAIN_KINDS = ("BatchNorm + LeakyReLU", "fused", "in place")
 CHAIN_THRESHOLD = 0.6
-# What is measured, the arguments of step.py, and at most how long a step with the fused layer may
-# take compared with nn.BatchNorm.
+# What is measured, the arguments of step.py, and the largest allowed ratio of a step's time with
+# the fused layer to that with nn.BatchNorm.
 STEPS = [
     ("1 context", [], 1.0),
     ("2 contexts", ["--contexts", "2"], 1.15),
@@ -41,7 +41,7 @@ STEPS = [
 
 
 def at_most(pair, shape, count):
-    """At most how long the first may take compared with the second; None if not measured there."""
+    """The largest allowed ratio of the first's time to the second's; None if not measured there."""
     size = math.prod(shape)
     if pair == ("operator", "BatchNorm"):
         return 0.6 if count > 1 and size < _LARGE else 0.45

@@ -36,7 +36,7 @@ def main():
 
 
 class TrainingStep:
-    """A training step of fcn_resnet50. Returns the seconds on the clock, and the processor time of
+    """A training step of fcn_resnet50. Returns the wall-clock seconds, and the processor time of
     all threads.
 
     `resized`: whether the net's maps are resized to the images, which are 8 times as large. MXNet's
@@ -70,7 +70,7 @@ class TrainingStep:
             kvstore=None if store else "device",
             update_on_kvstore=False,
         )
-        # A dist store takes only one Trainer, so here is what it would do.
+        # A dist store takes only one Trainer, so `_reduce_gradients` does what it would do.
         self._store, self._first, self._keys = store, True, 10_000 * KINDS.index(kind)
         side = SIZE if resized else SIZE // 8
         # Resizing maps to their own size takes no lock.

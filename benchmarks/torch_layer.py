@@ -15,7 +15,7 @@ def main():
     x, dy = torch.randn(shape, requires_grad=True), torch.randn(shape)
 
     def step():
-        # MXNet's layers write to a gradient that is there.
+        # MXNet's layers overwrite the gradient and do not add to it.
         x.grad = None
         start = time.perf_counter()
         y = layer(x)

@@ -1,8 +1,8 @@
 """Synchronized batch normalization for Apache MXNet Gluon.
 
-`SyncBatchNorm` takes the place of ``nn.BatchNorm``, and `convert_sync_batchnorm` puts it into nets
-that are built already; `SyncGroup` says who takes part, and `distributed` joins processes; `export`
-writes a net for stock MXNet and ONNX. On the command line, ``gluon-syncbn``, which is ``python -m
+`SyncBatchNorm` replaces ``nn.BatchNorm``; `convert_sync_batchnorm` puts it into existing nets.
+`SyncGroup` says which devices and processes take part, and `distributed` connects processes.
+`export` writes a net for stock MXNet and ONNX. The command line, ``gluon-syncbn`` or ``python -m
 gluon_syncbn``, starts processes and works with files.
 """
 
@@ -32,10 +32,10 @@ __all__ = [
 
 
 def _is_run():
-    """Whether Python imports this first for a command line: `gluon-syncbn`, `python -m
-    gluon_syncbn` or `python -m gluon_syncbn.launch`. They say by themselves what is wrong with
-    MXNet, and the launcher would become a part of the KVStore where the environment makes MXNet
-    one."""
+    """Whether Python imports this package first to run a command line: `gluon-syncbn`, `python -m
+    gluon_syncbn` or `python -m gluon_syncbn.launch`. These report problems with MXNet themselves.
+    And the launcher must not import MXNet, which would turn it into a server or scheduler if the
+    environment says so."""
     if os.path.basename(sys.argv[0] if sys.argv else "") == "gluon-syncbn":
         return f"{__name__}.__main__" not in sys.modules
     if sys.argv[:1] != ["-m"]:
@@ -47,13 +47,13 @@ def _is_run():
                 words = file.read().split("\0")[:-1]
         except OSError:
             return False
-    # Before the arguments stands the module, or in one word with options, as in -mMODULE.
+    # The word before the arguments is the module, perhaps joined to options, as in -mMODULE.
     module = words[-len(sys.argv)] if len(words) > len(sys.argv) else ""
     return bool(re.fullmatch(rf"(-\w*m)?{__name__}(\.launch|\.__main__)?", module))
 
 
 if not _is_run():
-    # First, as it explains what is wrong where MXNet or the native library cannot be loaded.
+    # First: it explains what is wrong if MXNet or the native library cannot be loaded.
     from . import native  # noqa: F401  isort:skip
     from . import distributed
     from .convert.contrib import replace_contrib

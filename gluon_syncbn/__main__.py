@@ -19,7 +19,7 @@ import threading
 
 from ._version import __version__
 
-# Seconds of silence after which a command says that it is at work.
+# Seconds after which a silent command says that it is at work.
 _SILENCE = 5
 _DTYPES = ("float16", "float32", "float64")
 _FORMATTER = argparse.RawDescriptionHelpFormatter
@@ -38,7 +38,7 @@ def main(arguments=None):
 
         return launch(arguments[1:])
     if is_program:
-        # As other programs, it ends silently where nobody reads on: `... | head`.
+        # Like other programs, end silently when the reader stops: `... | head`.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     parser = _parser()
     options = parser.parse_args(arguments or ["--help"])
@@ -80,7 +80,7 @@ def _run(options, fail):
 
 @contextlib.contextmanager
 def _patience(command):
-    """Says once that a command that takes longer is at work."""
+    """Says once that a slow command is still at work."""
     text = f"{command} is at work: large nets take a while.\n"
     timer = threading.Timer(_SILENCE, sys.stderr.write, (text,))
     timer.daemon = True

@@ -1,7 +1,7 @@
 """Lets MXNet 1.9.1 and gluoncv 0.10.5 run on today's Python and NumPy.
 
-MXNet 1.9.1, the last release, reads names that NumPy 1.24 and later, Python 3.12 (``distutils``)
-and onnx 1.17 (``onnx.mapping``) removed, so its import fails there. Import this package first::
+MXNet 1.9.1, the last release, uses names that NumPy 1.24 and later, Python 3.12 (``distutils``) and
+onnx 1.17 (``onnx.mapping``) removed, so its import fails there. Import this package first::
 
     import mxnet_compat
     import mxnet as mx
@@ -11,8 +11,8 @@ neither, ``python -m gluon_syncbn doctor --enable-mxnet-on-import`` switches it 
 environment, and ``--disable-mxnet-on-import`` off again.
 
 The import only adds a finder to ``sys.meta_path``. When mxnet is imported, missing names are put
-back with the meaning they had. Where nothing is missing, as with Python 3.11 and NumPy 1.23,
-nothing is changed.
+back with the meaning they had. If nothing is missing, as with Python 3.11 and NumPy 1.23, nothing
+changes.
 """
 
 from .environment import inherit, is_needed

@@ -30,4 +30,4 @@ class LooseVersion:
 
 
 class StrictVersion(LooseVersion):
-    """The same for versions of numbers alone: all that NumPy's are asked for is ``>= 1.6.0``."""
+    """The same for versions of only numbers: NumPy's is only compared as ``>= 1.6.0``."""

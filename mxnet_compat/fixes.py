@@ -1,6 +1,6 @@
-"""What MXNet 1.9.1 and gluoncv 0.10.5 read of other packages, and what has become of it.
+"""Puts back what MXNet 1.9.1 and gluoncv 0.10.5 use and other packages have removed.
 
-Each function puts back what is missing, and leaves alone what is there.
+Each function adds what is missing, and leaves alone what is there.
 """
 
 import os
@@ -18,12 +18,12 @@ def _before_mxnet():
     if find_spec("distutils") is None:
         add_distutils()
     if is_needed():
-        # Workers of a DataLoader that are not forked import mxnet first.
+        # DataLoader workers that are not forked import mxnet first.
         inherit(os.environ)
 
 
 def add_numpy_names(numpy):
-    """The names that NumPy 1.24 to 2 removed, under which MXNet and gluoncv still use them."""
+    """Adds names that NumPy 1.24 to 2 removed, and MXNet and gluoncv still use."""
     if _release(numpy.__version__) < (1, 24):
         return
 
@@ -109,8 +109,8 @@ def _after_mxnet(mxnet):
 
 
 def _accept_named_tuples(multiarray):
-    """For the functions of mx.np that NumPy computes: NumPy returns some results, such as that of
-    ``linalg.qr``, as named tuples since 1.25, which MXNet would create again from a list."""
+    """Lets mx.np functions that NumPy computes return named tuples. NumPy returns them since 1.25,
+    as from ``linalg.qr``, and MXNet would create them again from a list."""
     convert = multiarray._as_mx_np_array
 
     def as_mx_np_array(object, ctx=None):
@@ -139,7 +139,7 @@ class _Bare(str):
 
 
 def _rename_attribute(function, old, new):
-    """Lets a function use another attribute, for all who hold it."""
+    """Makes a function use another attribute, for everybody who holds the function."""
     code = function.__code__
     names = tuple(new if name == old else name for name in code.co_names)
     function.__code__ = code.replace(co_names=names)
@@ -157,7 +157,7 @@ def add_onnx_mapping(onnx):
         if kind != TensorProto.UNDEFINED:
             to_numpy[kind] = helper.tensor_dtype_to_np_dtype(kind)
     mapping.TENSOR_TYPE_TO_NP_TYPE = to_numpy
-    # Of the types that share one in NumPy, the first.
+    # If several types share one in NumPy, the first.
     mapping.NP_TYPE_TO_TENSOR_TYPE = {dtype: kind for kind, dtype in reversed(to_numpy.items())}
     onnx.mapping = sys.modules["onnx.mapping"] = mapping
 

@@ -7,8 +7,8 @@ _FIXED = ("mxnet", "onnx", "PIL.Image")
 
 
 def install():
-    """Adds the hook to this process. Modules that are loaded already are fixed at once, as far as
-    that is possible."""
+    """Adds the hook to this process. Modules that are already loaded are fixed at once, as far as
+    possible."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _Finder())

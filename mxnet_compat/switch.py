@@ -19,8 +19,8 @@ def is_enabled():
 
 
 def enable():
-    """Lets ``import mxnet`` work in every program of this environment. Raises OSError where its
-    folder cannot be written."""
+    """Lets ``import mxnet`` work in every program of this environment. Raises OSError if its folder
+    cannot be written."""
     temporary = f"{path()}.{os.getpid()}"
     try:
         with open(temporary, "w", encoding="utf-8") as file:

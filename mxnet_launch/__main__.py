@@ -14,20 +14,19 @@ once for each worker, or once for each machine with ``-n`` workers there::
 Output:
     Each line of a worker is printed with its rank before it, ``[1] loss 0.5``, and the lines of
     different workers are not mixed. The rank equals ``kv.rank`` and ``hvd.rank()``, and with one
-    worker per launcher that of Slurm or Kubernetes too. Where another launcher has set
-    ``DMLC_ROLE``, the rank is not known beforehand, and the prefix is ``[worker]``. Where lines
-    cannot be written, as to a full disk, all processes are ended; where the output is closed
-    (``>&-``), they are not.
+    worker per launcher that of Slurm or Kubernetes too. If another launcher has set ``DMLC_ROLE``,
+    the rank is not known beforehand, and the prefix is ``[worker]``. If lines cannot be written, as
+    to a full disk, all processes are ended; if the output is closed (``>&-``), they are not.
 
 Failures:
     When a worker, a server or the scheduler dies, hangs, or ends by ``os._exit(0)`` before its
-    script does, its exit code and its last lines are shown, and
-    all others are ended within 10 seconds, with the processes that they started. Otherwise they
-    would wait for it indefinitely. The launcher then ends with that exit code, or 128 plus the
-    number of the signal. Of several that die the first counts. Ctrl-C, SIGTERM and SIGHUP are
-    passed on to the workers, a second one kills them.
+    script does, its exit code and its last lines are shown, and all others are ended within 10
+    seconds, with the processes that they started. They would otherwise wait for it indefinitely.
+    The launcher then ends with that exit code, or 128 plus the number of the signal. If several
+    die, the first counts. Ctrl-C, SIGTERM and SIGHUP are passed on to the workers; a second one
+    kills them.
 
-What a worker finds:
+Environment of a worker:
     The script runs as with ``python train.py``, except that standard input is empty and that a
     script which raises ends at once: its exit hooks run, destructors and other threads do not.
     ``GLUON_SYNCBN_RANK``, ``GLUON_SYNCBN_SIZE`` and ``GLUON_SYNCBN_LOCAL_RANK`` are set; the last
@@ -50,7 +49,7 @@ from .cluster import Cluster, LaunchError, between, find_position, has_dmlc_role
 from .processes import Launch, say
 
 _LOOPBACK = "127.0.0.1"
-_MOST = 9999  # Processes of one kind. A typing error should not fill the memory.
+_MOST = 9999  # Processes of one kind. A typo should not fill the memory.
 _HOROVOD_INSTALL = (
     "pip install 'setuptools<70' wheel cffi cloudpickle 'cmake<4' packaging psutil pyyaml && "
     "HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MXNET=1 HOROVOD_WITHOUT_MPI=1 HOROVOD_WITHOUT_PYTORCH=1 "
@@ -68,7 +67,7 @@ def main(arguments=None):
     except LaunchError as error:
         say(f"error: {error}")
         return 2
-    except KeyboardInterrupt:  # While launchers wait for each other. Later it is passed on.
+    except KeyboardInterrupt:  # While launchers wait for each other; later it is passed on.
         return 128 + signal.SIGINT
 
 
@@ -126,7 +125,7 @@ def _parse(arguments):
     )
     add("--replace-contrib", action="store_true", help=text)
     add("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
-    # Script and arguments are one, as argparse would remove a "--" behind the script.
+    # Script and arguments are one, because argparse would remove a "--" after the script.
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.command[:1] == ["--"]:
@@ -171,7 +170,7 @@ def _launch(options, stack):
 
 
 def _timeout(environment):
-    """The seconds that a process may wait for others. Workers refuse what is no such number."""
+    """The seconds that a process may wait for others. Workers reject invalid values."""
     with contextlib.suppress(argparse.ArgumentTypeError):
         return between(1e-3, 10**6, float)(environment.get("GLUON_SYNCBN_TIMEOUT", ""))
     return 300.0
@@ -179,8 +178,8 @@ def _timeout(environment):
 
 @contextlib.contextmanager
 def _free_port():
-    """A free port of this machine. It is bound, so that no other process gets it. Nobody listens at
-    it, so that the KVStore's scheduler can bind it too."""
+    """A free port of this machine. It is bound, so that no other process gets it, but nobody
+    listens at it, so that the KVStore's scheduler can bind it too."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((_LOOPBACK, 0))
@@ -231,16 +230,17 @@ def spell_address(address, rank):
     """The IPv4 address as a hexadecimal number with `rank` zeros before it.
 
     The KVStore's scheduler orders the workers by the text of their addresses, the greatest first,
-    and then by their ports, which are random. Spelled so, they are in the order of their ranks, and
-    the address is the same.
+    and then by their ports, which are random. This spelling puts them in rank order without
+    changing the address.
     """
     number = int.from_bytes(socket.inet_aton(address), "big")
     return f"0x{'0' * rank}{number:x}"
 
 
 def _horovod_specs(hosts, ranks, port, environment, stack):
-    """[(name, environment)] of the workers here, and a function: the names of those that have
-    called hvd.init. The launcher of rank 0 is Horovod's rendezvous server, and so knows."""
+    """[(name, environment)] of the workers here, and a function that returns the names of those
+    that have called hvd.init. The launcher of rank 0 knows, as it runs Horovod's rendezvous
+    server."""
     try:
         from horovod.runner.common.util.hosts import SlotInfo
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
@@ -278,7 +278,7 @@ def _horovod_specs(hosts, ranks, port, environment, stack):
     shared = {
         "HOROVOD_GLOO_IFACE": environment.get("HOROVOD_GLOO_IFACE") or _interface(own),
         "HOROVOD_CYCLE_TIME": "0.1",
-        # Later than what names the process that is missing.
+        # Later than the error that names the missing process.
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(math.ceil(_timeout(environment)) + 1),
         **environment,
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": hosts[0],

@@ -16,11 +16,11 @@ _CONNECT_SECONDS = 2
 _SAY_SECONDS = 10  # Until a launcher says what it waits for.
 _POLL_SECONDS = 0.05
 _LONGEST_MESSAGE, _LONGEST_GREETING = 1 << 20, 4096
-_MOST_STRANGERS = 256  # Connections that have not said yet whose they are.
+_MOST_STRANGERS = 256  # Connections that have not identified themselves yet.
 
 
 class LaunchError(Exception):
-    """A mistake of the user: what came, what was expected, what to do."""
+    """A user's mistake: what came, what was expected, what to do."""
 
 
 class Position(NamedTuple):
@@ -92,7 +92,7 @@ def find_position(environment, port=None):
         raise LaunchError("MASTER_ADDR is not set: it is the address of rank 0.")
     if port is None and "MASTER_PORT" in environment:
         port = read("MASTER_PORT", port_number)
-    # Jobs that share a machine get different ports, below those that systems give away.
+    # Jobs that share a machine get different ports, below the ephemeral ports.
     default = _DEFAULT_PORT + 2 * (int(job) % 10000 if job.isdigit() else 0)
     host = environment.get("DMLC_NODE_HOST", "")
     return Position(rank, size, master or "127.0.0.1", port or default, f"{job}:{size}", host)
@@ -110,15 +110,16 @@ class _Peer:
     def __init__(self, connection, address):
         self.socket = connection
         self.address = address[0]
-        self.host = ""  # Where the user named one.
+        self.host = ""  # If the user named one.
         self.done = False
         self._until = time.monotonic() + _CONNECT_SECONDS
         connection.settimeout(_CONNECT_SECONDS)
         self._lines = connection.makefile("rb")
 
     def end_after(self, seconds):
-        """Lets the kernel end the connection when the other machine cannot be reached for so long.
-        It asks every second, so it hears up to two seconds later that the machine is back."""
+        """Makes the kernel end the connection once the other machine has been unreachable for that
+        long. It probes every second, so it may notice up to two seconds late that the machine is
+        back."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
@@ -126,11 +127,11 @@ class _Peer:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
     def send(self, **message):
-        with contextlib.suppress(OSError):  # Who receives finds out that the connection is lost.
+        with contextlib.suppress(OSError):  # The receiving thread notices lost connections.
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def _peek(self):
-        """What has come and was not received: None for nothing, b"" for the end."""
+        """The data that has arrived and was not received: None for nothing, b"" for the end."""
         self.socket.settimeout(0)
         try:
             return self.socket.recv(_LONGEST_GREETING, socket.MSG_PEEK)
@@ -150,7 +151,7 @@ class _Peer:
         return None if may_come and time.monotonic() < self._until else {}
 
     def receive(self):
-        """The next message, empty where the connection is lost or not that of a launcher."""
+        """The next message, empty if the connection is lost or not a launcher's."""
         try:
             message = json.loads(self._lines.readline(_LONGEST_MESSAGE))
         except (OSError, ValueError, RecursionError):
@@ -158,7 +159,7 @@ class _Peer:
         return message if isinstance(message, dict) else {}
 
     def has_left(self):
-        """Whether it closed the connection, of a launcher that has nothing to send."""
+        """Whether a launcher that has nothing to send has closed the connection."""
         return self._peek() is not None
 
     def close(self):
@@ -168,11 +169,11 @@ class _Peer:
 
 
 class Cluster:
-    """The connections between launchers: that of rank 0 has one to each other.
+    """The connections between launchers: rank 0 has one to each of the others.
 
     All must have the same number of `workers` and the same `engine`, and wait for each other up to
-    `wait` seconds. A machine that is silent for `lost_after` seconds is gone. As the KVStore does,
-    they trust the network that they are in.
+    `wait` seconds. A machine that is silent for `lost_after` seconds is gone. Like the KVStore,
+    they trust their network.
 
     `hosts` are the IPv4 addresses of the workers' machines, in the order of their ranks. `failure`
     is what failed at another launcher, or None.
@@ -205,7 +206,7 @@ class Cluster:
 
     @property
     def everyone_done(self):
-        """Whether this launcher may end. Rank 0 waits for all, as it has the scheduler."""
+        """Whether this launcher may end. Rank 0 waits for all, as it runs the scheduler."""
         return self._done and (self._position.rank > 0 or all(p.done for p in self._peers.values()))
 
     def report_done(self):
@@ -271,7 +272,7 @@ class Cluster:
         remote = [address for address in local if not address.startswith("127.")]
         hosts = {0: self._position.host or (remote or ["127.0.0.1"])[0]}
         for rank, peer in self._peers.items():
-            # A launcher of this machine came over the loopback, where others cannot reach it.
+            # A launcher of this machine connected over the loopback, where others cannot reach it.
             is_here = peer.address.startswith("127.")
             hosts[rank] = peer.host or (hosts[0] if is_here else peer.address)
         hosts = [_resolve(hosts[rank]) for rank in range(size)]
@@ -279,7 +280,7 @@ class Cluster:
         return hosts
 
     def _listen(self):
-        # The name of this machine may mean its loopback here and its address elsewhere.
+        # The name of this machine may resolve to its loopback here and to its address elsewhere.
         master = self._position.master
         local = master if master == "localhost" or master.startswith("127.") else ""
         try:
@@ -293,8 +294,8 @@ class Cluster:
         return listener
 
     def _admit(self, listener, strangers):
-        """Lets in the launchers of this job among those that have connected, and waits for nobody.
-        Anything else is hung up on, also where it is slow, or one of too many."""
+        """Admits launchers of this job among the new connections, without waiting. Closes all other
+        connections, and those that are slow or too many."""
         with contextlib.suppress(OSError):  # No more have connected, or no more files may be open.
             for _ in range(_MOST_STRANGERS):
                 strangers.append(_Peer(*listener.accept()))
@@ -351,7 +352,7 @@ class Cluster:
         while True:
             try:
                 connection = socket.create_connection(address, timeout=_CONNECT_SECONDS)
-                # Without a listener, a port of this machine may be connected to itself.
+                # Without a listener, a connection within this machine may connect to itself.
                 if connection.getsockname() != connection.getpeername():
                     return connection
                 connection.close()

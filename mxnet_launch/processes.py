@@ -18,9 +18,9 @@ from . import runner
 _TERM_SECONDS = 4
 _SERVICE_SECONDS = 3  # For the KVStore's own processes, after the workers ended well.
 _POLL_SECONDS = 0.05
-# Other workers may notice an end, and report that they fail, so long before it is visible here.
+# How long before an end is visible here other workers may notice it, and report that they fail.
 _UNSEEN_SECONDS = 0.2
-# Beyond a limit, so that what waits for a process can say so first.
+# Seconds added to a limit, so that those who wait for a process can report it first.
 _LATER = 1.0
 _SAME_SIGNAL_SECONDS = 0.5
 _TAIL_LINES, _TAIL_COLUMNS = 20, 400
@@ -34,7 +34,7 @@ def say(text):
 
 
 def _write(stream, text):
-    """Writes whole lines. Returns the error where they cannot be written."""
+    """Writes whole lines. Returns the error if they cannot be written."""
     data = text.encode(errors="surrogateescape")
     with _screen:
         try:
@@ -53,16 +53,16 @@ def _write(stream, text):
 class Child:
     """A process of the launch, with its own session and the threads that print its lines.
 
-    It finds its `slot` in the file `status`.
+    It reports in its `slot` of the file `status`.
     """
 
     def __init__(self, name, command, environment, status, slot):
         self.name = name
         self._status, self._slot = status, slot
         self._beat = b""
-        self.does = None  # What it has told last.
-        self.silent = 0.0  # Seconds since it has told that it goes on.
-        self.fault = None  # What the launcher ends it for.
+        self.does = None  # What it last reported.
+        self.silent = 0.0  # Seconds since its last sign of life.
+        self.fault = None  # Why the launcher ends it.
         role, _, number = name.partition(" ")
         self.is_worker = role == "worker"
         self.reported = None  # The exit code with which a worker reported its end.
@@ -111,8 +111,8 @@ class Child:
         return self.process.poll()
 
     def failed(self):
-        """The exit code where it is not 0, or 1 where the process ended before its script. A report
-        comes first, as an exit hook may end with another."""
+        """The exit code if it is not 0, or 1 if the process ended before its script. A reported
+        code takes precedence, as an exit hook may end with another."""
         if self.fault:
             return 1
         unfinished = self.is_worker and self.code() == 0 and self.reported is None
@@ -131,7 +131,7 @@ class Child:
                 os.killpg(self.process.pid, number)
 
     def listen(self, passed):
-        """Reads what it tells, `passed` seconds after the last time: see `runner.beat`."""
+        """Reads what it reports, `passed` seconds after the last time: see `runner.beat`."""
         beat = os.pread(self._status, runner.SLOT_BYTES, runner.SLOT_BYTES * self._slot)
         when, _, text = beat.strip(b"\0 ").decode(errors="replace").partition(" ")
         self.does = text or None
@@ -145,7 +145,7 @@ class Child:
             relay.join(seconds)
 
     def last_lines(self):
-        """Those of its errors last, as they say why it ended."""
+        """The last lines of its output; those of stderr come last, as they say why it ended."""
         return [line for tail in self._tails for line in list(tail)][-_TAIL_LINES:]
 
     def ending(self):
@@ -170,7 +170,8 @@ class Launch:
     `specs` are their names and environments, `command` is the script, or "-m" and a module, with
     its arguments. The workers have `grace` seconds to end after a signal. A process that does not
     answer for `timeout` seconds has failed, as has a worker that makes its store `start` seconds
-    after another one. joining(): the names of workers that do, and have not told it by themselves.
+    after another one. joining(): the names of workers that have begun to, without reporting it
+    themselves.
     """
 
     def __init__(self, specs, command, grace, timeout, start, joining=tuple, cluster=None):
@@ -184,7 +185,7 @@ class Launch:
         self._is_passed_on = False
 
     def run(self):
-        """Returns the exit code, when nothing runs any more."""
+        """Returns the exit code, once nothing runs any more."""
         launch_id = uuid.uuid4().hex
         # Ends all others when this process is gone, even by SIGKILL: its input is closed then.
         guard = subprocess.Popen(
@@ -195,12 +196,12 @@ class Launch:
             start_new_session=True,
         )
         with guard, tempfile.TemporaryFile() as status, self._handle_signals():
-            # Processes write into it what they do and how they end, which shows who was the first.
+            # Processes write into it what they do and how they end, which shows which ended first.
             self._status = status.fileno()
             os.lseek(self._status, runner.SLOT_BYTES * len(self._specs), os.SEEK_SET)
             try:
                 for slot, (name, environment) in enumerate(self._specs):
-                    # A launcher that a worker of another launcher starts belongs to both.
+                    # A launcher started by a worker of another launcher belongs to both.
                     ids = environment.get(runner.LAUNCH_ID, "") + ":" + launch_id
                     environment = {**environment, runner.LAUNCH_ID: ids}
                     child = Child(name, self._command, environment, self._status, slot)
@@ -258,7 +259,7 @@ class Launch:
         return code
 
     def _check_output(self):
-        """The exit code where output could not be written, None where all was."""
+        """The exit code if output could not be written, else None."""
         for child in self._children:
             if child.write_error:
                 # The reader has enough, as with `... | head`.
@@ -278,7 +279,7 @@ class Launch:
         """The processes that failed."""
         children = {child.process.pid: child for child in self._children}
         for child in self._children:
-            child.code()  # Before its report is read, which is written earlier.
+            child.code()  # Before its report is read, because it reports first and then ends.
         lines = os.pread(self._status, 1 << 20, runner.SLOT_BYTES * len(self._specs))
         for line in lines.splitlines():
             pid, code, when = line.split()
@@ -290,7 +291,7 @@ class Launch:
     def _find_faults(self):
         """Notes which processes do not answer, or come too late."""
         now = time.monotonic()
-        # Not longer, as the launcher may have been stopped itself.
+        # At most one second, as the launcher may have been stopped itself.
         passed, self._looked = min(now - self._looked, 1.0), now
         running = [child for child in self._children if child.code() is None]
         for child in running:
@@ -313,7 +314,7 @@ class Launch:
                 child.ended = min(child.ended, now)
 
     def _obey(self, workers):
-        """Passes a signal on. Returns the exit code when the workers have ended, or have to."""
+        """Passes a signal on. Returns the exit code once the workers have ended, or must."""
         number, when = self._signals[0]
         if not self._is_passed_on:
             self._is_passed_on = True
@@ -328,7 +329,7 @@ class Launch:
             return 128 + number
 
     def _report(self, child):
-        """Ends the others for the one that failed, and shows it. Returns its exit code."""
+        """Ends all others because one failed, and reports it. Returns its exit code."""
         stopped = [other.name for other in self._children if other.is_stopped()]
         for other in self._children:
             if other is not child:
@@ -346,7 +347,8 @@ class Launch:
         return code if code > 0 else 128 - code
 
     def _end(self):
-        """Ends what still runs: the KVStore's processes by themselves where all went well."""
+        """Ends what still runs. If all went well, the KVStore's processes may first end by
+        themselves."""
         if all(child.code() == 0 for child in self._children if child.is_worker):
             self._wait(_SERVICE_SECONDS, self._children)
         for child in self._children:

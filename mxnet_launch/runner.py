@@ -18,12 +18,12 @@ import threading
 import time
 import types
 
-# An environment variable of all processes of a launch, their children too: the launch's id.
+# An environment variable of all processes of a launch and their children: the launch's id.
 LAUNCH_ID = "GLUON_SYNCBN_LAUNCH"
-# Another one: the launcher's status file, this process's slot in it, and this process.
+# Another one: the launcher's status file, this process's slot in it, and its PID.
 _STATUS = "GLUON_SYNCBN_STATUS"
-# The file begins with a slot of so many bytes for each process: see `beat`. Lines follow, one for
-# each worker that has come to its end, good or bad.
+# The file begins with a slot of this size for each process: see `beat`. Lines follow, one for each
+# worker that has ended, well or not.
 SLOT_BYTES = 256
 _BEAT_SECONDS = 1.0
 EXIT_HOOKS_SECONDS = 2  # For the exit hooks of a worker that failed.
@@ -31,8 +31,8 @@ _KILL_SECONDS = 5
 
 
 def kill_launch(launch_id):
-    """Kills the processes whose environment has `launch_id`, until there is none. Groups, sessions
-    and parents would not do, as a child may leave them."""
+    """Kills the processes whose environment has `launch_id`, until none is left. Process groups,
+    sessions and parents do not suffice, as a child may leave them."""
     deadline = time.monotonic() + _KILL_SECONDS
     while time.monotonic() < deadline:
         found = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _has(pid, launch_id)]
@@ -53,8 +53,8 @@ def _has(pid, launch_id):
 
 
 def beat(text, again=True):
-    """Tells the launcher what this process does. again: it will say more, and is stopped or hangs
-    where it does not."""
+    """Tells the launcher what this process does. again: it will report again, and if it does not,
+    it is stopped or hangs."""
     status, slot, process = map(int, os.environ.get(_STATUS, "0 0 0").split())
     if process == os.getpid():
         now = time.monotonic() if again else 0
@@ -70,7 +70,8 @@ def _beat_forever():
 
 
 def _guard(launch_id):
-    """Waits until the launcher is gone, however that came, and leaves nothing of it behind."""
+    """Waits until the launcher is gone, for whatever reason, and kills what is left of the
+    launch."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()
@@ -78,7 +79,7 @@ def _guard(launch_id):
 
 
 def _run(status, command, replace_contrib):
-    """Runs the script or module, and reports to the file `status` how it ended. Where it fails, the
+    """Runs the script or module, and reports to the file `status` how it ended. If it fails, the
     process exits at once.
 
     A worker that raises and then ends as Python does would never end: the destructor of MXNet's
@@ -104,7 +105,7 @@ def _run(status, command, replace_contrib):
             print(code, file=sys.stderr)
             code = 1
         if code & 0xFF:
-            # Python does not keep it: an exit hook would take this for a good end.
+            # Python does not keep it, so an exit hook would take this for success.
             _keep(end)
             _leave(code & 0xFF, worker, status)
     except BaseException as error:
@@ -125,8 +126,8 @@ def _report(code, worker, status):
 
 
 def _keep(error):
-    """Keeps what the script died of where exit hooks look for it. Returns the traceback without the
-    frames of this file."""
+    """Keeps the error that ended the script where exit hooks look for it. Returns the traceback
+    without the frames of this file."""
     trace = error.__traceback__
     while trace and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -178,7 +179,7 @@ def _flush():
 
 
 def _serve():
-    """Is the scheduler or a server, as the environment says, until the workers have ended."""
+    """Runs as the scheduler or a server, as the environment says, until the workers have ended."""
     threading.Thread(target=_beat_forever, daemon=True).start()
     try:
         import mxnet  # noqa: F401  It serves inside this import, and ends the process there.
@@ -192,7 +193,7 @@ def _serve():
 
 
 def _find_package():
-    """Lets gluon_syncbn be imported where it is not installed, but started from its folder."""
+    """Makes gluon_syncbn importable if it is not installed but started from its folder."""
     sys.path.append(os.path.abspath(f"{__file__}/../.."))
 
 

@@ -128,7 +128,7 @@ def peak_bandwidth():
 
 
 def kernels_of(function):
-    """The names of our kernels that it launches, or None if the profiler finds none."""
+    """The names of our kernels that a function launches, or None if the profiler finds none."""
     try:
         # The first time, the profiler may miss some.
         for _ in range(2):
@@ -198,7 +198,7 @@ class Set:
 
 
 def microseconds_of_calls(layer, repetitions):
-    """A forward and a backward of the operator, until the host has waited for both."""
+    """The time of a forward and a backward of the operator, with the host's waits for both."""
     times = []
     torch.cuda.synchronize()
     for _ in range(repetitions):
@@ -379,7 +379,7 @@ def main():
             thresholds.judge(row)
         print("| " + " | ".join(cells(row)) + " |")
         write()
-    # The last, as the profiler may slow down later calls.
+    # Last, as the profiler may slow down later calls.
     result["kernels"] = list(count_kernels(library, clock, thresholds))
     counts = [f"{len(row['forward'])} + {len(row['backward'])}" for row in result["kernels"]]
     print("Kernels of the operator on small layers, forward + backward:", ", ".join(counts) or "?")

@@ -1,5 +1,5 @@
 """Times a step of one layer inside MXNet, on one GPU and on all: forward and backward with MXNet's
-engine, but without kernels of MXNet's, which may not be compiled for the GPU.
+engine, but without MXNet's kernels, which may not be compiled for the GPU.
 
     python benchmarks/gpu/bench_mxnet.py    # with the package and MXNet for CUDA in PYTHONPATH
 """
@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "gpu"))
 import test_mxnet_gpu as tests  # noqa: E402
 from test_mxnet_gpu import GPUS, Device, data, mx, sbn, sync_batch_norm  # noqa: E402
 
-# Per device: small, where the host's part shows, and large.
+# Per device: small, where the host's share shows, and large.
 SHAPES = [(2, 64, 28, 28), (4, 1024, 7, 7), (32, 256, 64, 64)]
 STEPS = 30
 

@@ -7,7 +7,7 @@ only compiles everything, for all architectures. Ends within 8 minutes. --mxnet-
 unpack.sh, which sets PYTHONPATH and LD_LIBRARY_PATH for a CUDA build of MXNet; the layer is then
 tested in it, too.
 
-Exit code 1: a step failed, or could not run although there is a GPU. A missed threshold of speed is
+Exit code 1: a step failed, or could not run although there is a GPU. A missed speed threshold is
 reported but is not a failure.
 """
 

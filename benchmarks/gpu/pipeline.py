@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
-# No failures: a missed threshold of speed, a step that the command line left out, and one that this
+# No failures: a missed speed threshold, a step that the command line left out, and one that this
 # machine does not support.
 MISSED, LEFT_OUT, IMPOSSIBLE = "missed", "left out", "not supported"
 

@@ -4,16 +4,16 @@ import os
 
 
 def configure_mxnet(cpu_contexts):
-    """Set what MXNet reads when it starts, unless it is set: call this before importing MXNet."""
+    """Set variables that MXNet reads when imported, unless they are set. Call this before that."""
     processes, cores = int(os.environ.get("GLUON_SYNCBN_SIZE", 1)), len(os.sched_getaffinity(0))
     if cpu_contexts > 1:
-        # Also in processes of one context each: the first parameters depend on it.
+        # Also in processes of one context each: the initial parameters depend on it.
         os.environ.setdefault("MXNET_CPU_PARALLEL_RAND_COPY", "64")
     if processes > 1:
         cpu_contexts = 1
     if cpu_contexts > 1:
-        # They share its workspaces, and a step of one that holds the last of them while it waits
-        # for the other would wait forever.
+        # Contexts share MXNet's workspaces. A step that holds the last one while it waits for
+        # another context would wait forever.
         os.environ.setdefault("MXNET_CPU_TEMP_COPY", "4096")
     # Each context computes with threads of its own.
     threads = max(1, cores // (processes * min(2, cpu_contexts)))

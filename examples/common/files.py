@@ -5,7 +5,7 @@ import os
 
 
 class InputError(Exception):
-    """What the user gave cannot work; the text says what came, where, and what to do."""
+    """The user's input cannot work; the text says what came, where, and what to do."""
 
 
 def count(text):
@@ -17,7 +17,7 @@ def count(text):
 
 @contextlib.contextmanager
 def replacing(path):
-    """A binary file to write that takes the place of `path` once it is complete."""
+    """A binary file to write, which replaces `path` once it is complete."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from PIL import Image, ImageFile, ImageOps
 
 from common.files import InputError
 
-# gluoncv.data has set it, with which the missing part of a truncated image is silently grey.
+# gluoncv.data sets it to True, which silently turns missing parts of truncated images grey.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -46,7 +46,7 @@ def read_by(path, convert):
 
 
 def images_of(folder, output):
-    """The paths of a folder's images, of which `output` is to hold a picture of the same name."""
+    """The paths of a folder's images. `output` is to hold a picture of the same name for each."""
     if not folder or not folder.is_dir():
         raise InputError(f"there is no folder {folder}: name one with images, before --model")
     paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
@@ -58,8 +58,8 @@ def images_of(folder, output):
 
 
 class Shuffled:
-    """Where in a data set of `length` the training's sample 0, 1, 2, ... lies. It depends on the
-    seed and the index alone, so a run continues anywhere without the state of a generator."""
+    """The index in a data set of `length` for each training sample 0, 1, 2, ... It depends only on
+    the seed and the sample, so a run continues anywhere without the state of a generator."""
 
     def __init__(self, length, seed):
         self._length, self._seed = length, seed

@@ -1,4 +1,4 @@
-"""The first parameters of nets."""
+"""The initial parameters of nets."""
 
 import contextlib
 import warnings
@@ -7,13 +7,13 @@ import mxnet as mx
 
 from common.files import InputError
 
-# MXNet says it of the input of graphs, of which gluoncv's detectors have some.
+# MXNet gives this warning for the inputs of graphs, which gluoncv's detectors contain.
 warnings.filterwarnings("ignore", "Cannot decide type")
 
 
 @contextlib.contextmanager
 def downloading(options, what):
-    """While gluoncv builds a net: says what to do where pretrained weights cannot be had."""
+    """While gluoncv builds a net: says what to do if pretrained weights cannot be had."""
     try:
         yield
     except Exception as error:
@@ -27,7 +27,7 @@ def downloading(options, what):
 
 
 def initialize(net, contexts, pretrained=False):
-    """Give the net its first parameters, on the devices."""
+    """Give the net its initial parameters, on the devices."""
     if pretrained:
         net.initialize(HeNormal())  # what was not loaded
         net.collect_params().reset_ctx(contexts)
@@ -40,7 +40,7 @@ def initialize(net, contexts, pretrained=False):
 class HeNormal(mx.init.Xavier):
     """He et al., 2015. https://arxiv.org/abs/1502.01852
 
-    gluoncv builds parts of its nets as graphs, for whose vectors MXNet asks it too.
+    gluoncv builds parts of its nets as graphs, whose vectors MXNet initializes with it too.
     """
 
     def __init__(self):

@@ -1,8 +1,8 @@
 """The folder of a run, and checkpoints: NumPy archives (.npz) from which a run continues.
 
-A checkpoint holds arrays and JSON alone, no pickle, so one from elsewhere runs no code:
-`state` (JSON: step, options, rows of metrics.csv, best score), `parameter:NAME`, and
-`optimizer:NAME:I`, the I-th array that the optimizer keeps for that parameter.
+A checkpoint holds only arrays and JSON, no pickle, so one from elsewhere runs no code: `state`
+(JSON: step, options, rows of metrics.csv, best score), `parameter:NAME`, and `optimizer:NAME:I`,
+the I-th array that the optimizer keeps for that parameter.
 """
 
 import argparse
@@ -45,8 +45,8 @@ class Interrupt:
 class Kind:
     """The runs of one example, by default in folders runs/NAME-1, NAME-2, ...
 
-    `measures`: the columns of metrics.csv that a validation fills, and their names; the last is to
-    be high.
+    `measures`: the columns of metrics.csv that a validation fills, and their names. The higher the
+    last, the better.
     """
 
     def __init__(self, name, **measures):
@@ -123,10 +123,10 @@ class Kind:
 
 
 class Run:
-    """The folder of a run, and where it stands; only one of several processes writes.
+    """The folder of a run, and its progress; only one of several processes writes.
 
-    `state` goes into the checkpoints. Its rows are those of metrics.csv, so that after a kill the
-    file has no row of a step that is made again.
+    `state` goes into the checkpoints. It includes the rows of metrics.csv, so that after a kill the
+    file has no row of a step that is repeated.
     """
 
     def __init__(self, kind, options, names, net, trainer, writes=True):
@@ -157,7 +157,7 @@ class Run:
         return time.perf_counter() - self._start
 
     def due(self, every):
-        """Whether a validation is."""
+        """Whether a validation is due."""
         now = self.step % every == 0 or self.step == self.options["steps"]
         return now and self.state["validated"] < self.step
 
@@ -178,7 +178,7 @@ class Run:
             self._add_row(step, loss=sum(losses) / len(losses))
 
     def add_validation(self, *scores):
-        """The values of the measures. Says them; the state keeps the step of the best."""
+        """Print the values of the measures. The state keeps the step of the best."""
         self.state["validated"] = self.step
         values = dict(zip(self._kind.measures, scores))
         better = scores[-1] > self.state["best"]["score"]
@@ -244,7 +244,7 @@ class Run:
 
 
 def save(path, state, net, trainer):
-    """Write a checkpoint. Whatever happens meanwhile, `path` is the old file or the new, whole."""
+    """Write a checkpoint. Whatever happens, `path` is the complete old or new file."""
     arrays = {}
     for name, parameter in net._collect_params_with_prefix().items():
         arrays["parameter:" + name] = parameter.list_data()[0].asnumpy()
@@ -271,7 +271,7 @@ def load_net(kind, file, net):
 
 
 def restore_net(path, arrays, net):
-    """Give the net, which is initialized, the parameters of a checkpoint."""
+    """Give an initialized net the parameters of a checkpoint."""
     for name, parameter in net._collect_params_with_prefix().items():
         try:
             array = arrays["parameter:" + name]
@@ -285,7 +285,7 @@ def restore_net(path, arrays, net):
 
 
 def restore_trainer(state, arrays, net, trainer):
-    """Give the trainer, none of whose steps were made, the state of a checkpoint."""
+    """Give a trainer that has made no step the state of a checkpoint."""
     optimizer = trainer.optimizer
     optimizer.begin_num_update = optimizer.num_update = state["updates"]
     if state["updates"]:

@@ -1,4 +1,4 @@
-"""What a training needs beside its loop: options, devices, processes, the schedule, the export."""
+"""What a training needs besides its loop: options, devices, processes, the schedule, the export."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ STEPS_IN_FLIGHT = 2  # how far the devices may lag behind Python
 
 
 def add_options(parser, kind, sizes):
-    """Add the options that every example has. `sizes`: what --size is about."""
+    """Add the options that every example has. `sizes`: the help of --size."""
     add = parser.add_argument
     add("--root", help="folder of the data (gluoncv's usual one)")
     add("--size", type=count, help=sizes)
@@ -105,13 +105,13 @@ def set_steps(options, images):
 
 
 def scaled(losses, trainer):
-    """AMP's scaling of the loss, where the trainer has it."""
+    """AMP's scaling of the loss, if the trainer has it."""
     has_it = hasattr(trainer, "_amp_loss_scaler")
     return amp.scale_loss(losses, trainer) if has_it else contextlib.nullcontext(losses)
 
 
 def settings_of(options):
-    """Of the optimizer. The rate rises linearly, then decays to 1% by a polynomial."""
+    """The settings of the optimizer. The rate rises linearly, then decays to 1% by a polynomial."""
     rise, low = min(options.warmup, options.steps // 2), options.lr / 100
     rising = [LRScheduler("linear", options.lr / rise, options.lr, rise)] if rise > 1 else []
     decay = LRScheduler("poly", options.lr, low, max(2, options.steps - rise), power=0.9)
@@ -131,9 +131,9 @@ def start_run(kind, options, names, net, processes, contexts):
 
 
 def steps(run, processes, batches, count, validate, in_flight):
-    """For each step its passes, and what their losses are divided by: the sum of `count` over all
-    processes. The caller makes the step and appends its losses to `in_flight`. Validates when it is
-    due, and ends early when it is interrupted."""
+    """For each step, its passes and the divisor of their losses, which is the sum of `count` over
+    all processes. The caller makes the step and appends its losses to `in_flight`. Validates when
+    that is due, and ends early when interrupted."""
     options, interrupt = argparse.Namespace(**run.options), runs.Interrupt()
     with tqdm(total=options.steps, initial=run.step, disable=None if run.writes else True) as bar:
         while True:
@@ -190,7 +190,7 @@ class Processes:
             self._kvstore = mx.kv.create("dist_sync")
             self.store = sbn.distributed.KVStoreReducer(self._kvstore)
         self.rank, self.size = self.store.rank, self.store.size
-        self.step_size = 1 / self.size if self._hvd else 1  # Horovod averages, in place of adding.
+        self.step_size = 1 / self.size if self._hvd else 1  # Horovod averages instead of adding.
 
     def trainer(self, parameters, options):
         if options.accumulate > 1:

@@ -76,7 +76,7 @@ class Pictures(gluon.data.Dataset):
         return image, boxes
 
     def remove_empty(self):
-        """Without objects there is nothing to train on."""
+        """Remove images without objects, as there is nothing to train on."""
         kept = [i for i, boxes in enumerate(self.boxes) if len(boxes)]
         self.paths, self.boxes = ([array[i] for i in kept] for array in (self.paths, self.boxes))
         if not kept:
@@ -88,8 +88,8 @@ class Pictures(gluon.data.Dataset):
 
 class VocPictures(Pictures):
     """A folder in the layout of Pascal VOC; README.md shows it. Each file is read once at the
-    start, so that a bad one ends no training in its middle. Without `check`, boxes that are wrong
-    or of an unknown class are left out."""
+    start, so that a bad one cannot end a training halfway. Without `check`, boxes that are wrong or
+    of an unknown class are left out."""
 
     def __init__(self, root, lists, names, check=True):
         for folder, part in lists:
@@ -111,7 +111,7 @@ class VocPictures(Pictures):
 
 
 def _check_annotation(path, names):
-    """gluoncv leaves out boxes that lie outside, or are of an unknown class."""
+    """Reject boxes outside the image or of an unknown class, which gluoncv leaves out."""
     try:
         root = ElementTree.parse(path).getroot()
         width, height = (int(root.find(f"size/{side}").text) for side in ("width", "height"))
@@ -159,7 +159,7 @@ class CocoPictures(Pictures):
         self._check_boxes(path, reader.coco)
 
     def _check_boxes(self, path, coco):
-        """gluoncv cuts boxes that lie outside."""
+        """Reject boxes outside their image, which gluoncv cuts."""
         for found in coco.anns.values():
             x, y, width, height = found["bbox"]
             image = coco.imgs.get(found["image_id"])
@@ -167,7 +167,7 @@ class CocoPictures(Pictures):
                 text = f"annotation {found['id']} is of image {found['image_id']}"
                 raise InputError(f"{path}: {text}, which is not there: correct it")
             right, bottom = image["width"], image["height"]
-            # COCO's own reach over the edge by parts of a pixel.
+            # COCO's own boxes exceed the edge by fractions of a pixel.
             if min(x, y) < -1 or x + width > right + 1 or y + height > bottom + 1:
                 raise InputError(
                     f"{path}: the box {found['bbox']} of annotation {found['id']} is not within "

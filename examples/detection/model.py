@@ -4,10 +4,10 @@ A detector has a `net`, which takes images (N, 3, H, W) and in inference returns
 scores (N, K, 1) and boxes (N, K, 4) in pixels, -1 where there is no object; and
 
 - `sample(image, boxes)`: what one training sample holds; `batchify(samples)` makes arrays of them
-- `count(parts)`: what the loss is divided by, of the arrays of each device
+- `count(parts)`: the divisor of the loss, from the arrays of each device
 - `losses(parts)`: the losses of the devices, which add up to that of the undivided batch times the
   count. The net is called for every device before any result is waited for.
-- `resize(image)`: an image in the size for the inference.
+- `resize(image)`: the image in the size for inference.
 """
 
 import functools
@@ -38,7 +38,7 @@ class SSD:
         "resnet50_v1": ("stage2_activation3", "stage3_activation5", "stage4_activation2"),
     }
     backbones = tuple(features)
-    # The anchors' sides at each level, parts of the image.
+    # The anchors' sides at each level, as fractions of the image.
     sides = (0.1, 0.2, 0.37, 0.54, 0.71, 0.88, 1.05)
 
     def __init__(self, options, names, each):
@@ -86,10 +86,10 @@ class SSD:
 
 
 class MultiBoxLoss(gluon.HybridBlock):
-    """The sum over the matched anchors and, for the classes, over the three times as many others of
-    each image whose loss is highest.
+    """The sum over the matched anchors and, for the classes, over three times as many others of
+    each image, those with the highest loss.
 
-    gluoncv's divides by the matches of this process alone, for which it waits.
+    gluoncv's loss divides by the matches of this process alone, and waits for them.
     """
 
     def hybrid_forward(self, F, scores, offsets, classes, targets):
@@ -151,7 +151,7 @@ class FasterRCNN:
     def __init__(self, options, names, each):
         size, strides = options.size, (4, 8, 16, 32, 64)
         proposals = sum(3 * math.ceil(size / stride) ** 2 for stride in strides)
-        # With nn.BatchNorm itself gluoncv freezes the normalization.
+        # With nn.BatchNorm itself, gluoncv would freeze the normalization.
         # fmt: off
         self.net = custom_faster_rcnn_fpn(
             names, None, "custom", options.pretrained, options.backbone,

@@ -24,8 +24,8 @@ THRESHOLDS = np.arange(0.5, 1, 0.05)
 
 
 class Predictor:
-    """The boxes (MOST, 6) of images (H, W, 3) uint8: class, score, x0, y0, x1, y1 in pixels, those
-    of the highest score first, then -1. `net` runs on the contexts, `resize` gives it its size."""
+    """The boxes (MOST, 6) of images (H, W, 3) uint8: class, score, x0, y0, x1, y1 in pixels,
+    highest score first, then -1. `net` runs on the contexts, `resize` gives it its size."""
 
     def __init__(self, net, resize, contexts):
         self._net, self._resize, self._contexts = net, resize, contexts
@@ -51,7 +51,7 @@ class Predictor:
 
 def mean_precisions(found, boxes, names):
     """The mean average precision over the classes, as gluoncv counts it: the mean over the overlaps
-    (intersection over union) 0.5, 0.55, ..., 0.95, and that of 0.5."""
+    (intersection over union) 0.5, 0.55, ..., 0.95, and the one at 0.5."""
     scores = []
     for threshold in THRESHOLDS:
         metric = VOCMApMetric(threshold, list(names))

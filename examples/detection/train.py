@@ -1,6 +1,6 @@
 """Train a detection net with synchronized batch normalization; see README.md.
 
-The lines marked (1) to (5) are all that synchronization asks for.
+The lines marked (1) to (5) are all that synchronization needs.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main(argv=None):
 
     samples = Samples(train_data, options.seed, detector.sample)
     batches = processes.batches(samples, options, run.step, batchify_fn=shards)
-    # Unsynchronized layers keep other running statistics on each device.
+    # Unsynchronized layers keep different running statistics on each device.
     used = contexts if options.norm == "sync" else contexts[:1]
     predictor = Predictor(net, detector.resize, used)
     in_flight = []
@@ -91,7 +91,7 @@ def main(argv=None):
 
 def validate(run, processes, predictor, data, net):
     """Evaluate the net, save it and draw."""
-    # gluoncv's detectors are other graphs in training and in inference.
+    # gluoncv's detectors have different graphs in training and in inference.
     net.hybridize(static_alloc=True)
     run.add_validation(*evaluate(predictor, data, run.names, processes))
     if run.writes:

@@ -3,7 +3,7 @@
 python -m gluon_syncbn.launch -n 2 examples/distributed/train.py [FOLDER]
 python -m gluon_syncbn.launch -n 2 --engine horovod examples/distributed/train.py [FOLDER]
 
-Goes on from the files of FOLDER (runs/distributed), if there are any. Each process takes one GPU,
+Continues from the files of FOLDER (runs/distributed), if there are any. Each process takes one GPU,
 or two CPU contexts.
 """
 
@@ -97,6 +97,6 @@ for epoch in range(done, EPOCHS):
         print(f"epoch {epoch}: loss {total[0] / len(data):.4f}")
         folder.mkdir(parents=True, exist_ok=True)
         net.save_parameters(str(folder / f"{epoch + 1}.params"))
-        # It gets its name when all is written, so that no half of a pair counts.
+        # It gets its name once all is written, so that half a pair never counts.
         trainer.save_states(str(folder / "new"))
         os.replace(folder / "new", folder / f"{epoch + 1}.states")

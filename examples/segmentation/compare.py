@@ -42,7 +42,7 @@ KINDS = {
 
 
 def train(kind, seed, options):
-    """[(step, mean IoU)] of one training. What is evaluated is the net that MXNet saves."""
+    """[(step, mean IoU)] of one training. It evaluates the net that MXNet saves."""
     devices, norm_layer = KINDS[kind]
     contexts = [mx.cpu(i) for i in range(devices)]
     data = DigitsOnPhotos("train", seed, SIZE)

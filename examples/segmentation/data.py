@@ -2,8 +2,8 @@
 
 `open_data` gives the names of the classes, the training and the validation data. Both hold pairs of
 an image (3, H, W) float32, normalized as gluoncv's pretrained nets expect, and its labels (H, W)
-int32, where -1 is ignored. Training samples depend on the seed and their index 0, 1, 2, ... alone,
-so a run continues anywhere without having stored the state of a generator.
+int32, where -1 is ignored. Training samples depend only on the seed and their index 0, 1, 2, ...,
+so a run continues anywhere without the state of a generator.
 """
 
 import concurrent.futures
@@ -36,7 +36,7 @@ def open_data(options):
     if name in ("folder", "voc"):
         names = None
         if name == "voc":
-            # gluoncv reads trainval.txt for the training, and so trains on the validation.
+            # gluoncv reads trainval.txt for the training, and so trains on validation images.
             names = gluoncv_data.VOCSegmentation.CLASSES
             root = Path(root or "~/.mxnet/datasets/voc", "VOC2012")
         train, val = (VOCFolder(root, part, names, options.classes) for part in ("train", "val"))
@@ -54,8 +54,8 @@ class Crops:
     """Training samples: mirrored, scaled so that the longer side is 0.54 to 2.17 times the size,
     and cut at random; each epoch is shuffled.
 
-    gluoncv's transform labels what it pads as class 0, and draws from Python's global generator,
-    with which a run could not be resumed.
+    gluoncv's transform labels padding as class 0. It also draws from Python's global generator, so
+    a run could not be resumed.
     """
 
     def __init__(self, pairs, seed, size):
@@ -87,8 +87,8 @@ class Crops:
 class VOCFolder(gluon.data.Dataset):
     """Images (H, W, 3) uint8 and masks (H, W) int32 of a folder in the layout of Pascal VOC.
 
-    README.md shows it. Each file is read once at the start, so that a bad one ends no training in
-    its middle.
+    README.md shows it. Each file is read once at the start, so that a bad one cannot end a training
+    halfway.
     """
 
     def __init__(self, folder, split, names=None, classes=None):

@@ -25,8 +25,8 @@ net = gluoncv.model_zoo.FCN(
     CLASSES, backbone="resnet50", aux=False, pretrained_base=False, base_size=SIZE, crop_size=SIZE
 )
 sbn.convert_sync_batchnorm(net)
-# The head has initialized itself on the CPU. With pretrained_base=True, which does so for the rest:
-# net.collect_params().reset_ctx(devices).
+# The head has initialized itself on the CPU. With pretrained_base=True so has the rest: call
+# net.collect_params().reset_ctx(devices) instead.
 net.initialize(mx.init.Xavier(), ctx=devices, force_reinit=True)
 net.hybridize(static_alloc=True)
 loss_of = gluon.loss.SoftmaxCrossEntropyLoss(axis=1)

@@ -52,7 +52,7 @@ def plot_comparison(results, path):
     for i, (kind, runs) in enumerate(results.items()):
         steps = [step for step, _ in next(iter(runs.values()))]
         scores = np.array([[score for _, score in run] for run in runs.values()])
-        # Broken lines let those that coincide be seen.
+        # Dashed lines keep coinciding ones visible.
         style = {"color": f"C{i}", "linestyle": ("-", "--", "-.", ":")[i % 4]}
         curves.plot(steps, scores.mean(axis=0), linewidth=2, label=kind, **style)
         curves.fill_between(steps, scores.min(axis=0), scores.max(axis=0), alpha=0.15, fc=f"C{i}")

@@ -94,8 +94,8 @@ def net_scores(net, contexts):
 
 
 class MeanIoU(SegmentationMetric):
-    """gluoncv's metric, but the mean is over the classes in truth or prediction: it counts a class
-    in neither as an IoU of 0."""
+    """gluoncv's metric, but with the mean over the classes in truth or prediction. gluoncv counts a
+    class in neither as an IoU of 0."""
 
     def get(self):
         accuracy, _ = super().get()

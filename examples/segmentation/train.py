@@ -1,6 +1,6 @@
 """Train a segmentation net with synchronized batch normalization; see README.md.
 
-The lines marked (1) to (5) are all that synchronization asks for.
+The lines marked (1) to (5) are all that synchronization needs.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main(argv=None):
     trainer, run = training.start_run(RUNS, options, names, net, processes, contexts)
 
     batches = processes.batches(train_data, options, run.step)
-    # Unsynchronized layers keep other running statistics on each device.
+    # Unsynchronized layers keep different running statistics on each device.
     used = contexts if options.norm == "sync" else contexts[:1]
     predictor = Predictor(net_scores(net, used), options.size, options.batch)
     in_flight = []

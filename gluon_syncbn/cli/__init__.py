@@ -1,1 +1,1 @@
-"""What python -m gluon_syncbn does."""
+"""The commands of python -m gluon_syncbn."""

@@ -1,4 +1,4 @@
-"""export, convert and inspect of python -m gluon_syncbn."""
+"""The commands export, convert and inspect."""
 
 import collections
 import contextlib
@@ -170,7 +170,7 @@ def _make_net(options):
             "without arguments that returns the net."
         ) from error
     finally:
-        # The user's code may have changed the folder, and the files are named from here.
+        # The user's code may have changed the folder, and file names are relative to this one.
         os.chdir(folder)
         with contextlib.suppress(ValueError):
             sys.path.remove(folder)
@@ -246,7 +246,7 @@ def _plain(arrays):
 
 
 def _norms(names):
-    """[(name of a layer, {role: name})] of the batch normalization among names of parameters."""
+    """[(name of a layer, {role: name})] for the batch normalization among parameter names."""
     layers = collections.defaultdict(dict)
     for name in names:
         if found := _ROLE.match(name):

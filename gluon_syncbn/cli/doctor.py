@@ -36,7 +36,7 @@ _CRASHED = (
 
 _PROBES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probes.py")
 _TOLERANCE = 1e-5
-# How two GPUs share sums, as the probe says.
+# How two GPUs share sums, by the probe's answer.
 _PATHS = {-1: "", 0: "; GPUs exchange sums through the host", 1: "; GPUs read each other's memory"}
 
 
@@ -68,7 +68,7 @@ def doctor():
 
 
 def switch(enabled, fail):
-    """Lets every program of this environment import mxnet, or no longer. Returns 0."""
+    """Sets whether every program of this environment can import mxnet. Returns 0."""
     try:
         on_import.enable() if enabled else on_import.disable()
     except OSError as error:
@@ -115,7 +115,7 @@ def _cores():
 
 def _packages(found):
     installed = {each.metadata["Name"] for each in metadata.distributions()}
-    # One for each version of CUDA.
+    # MXNet has one distribution for each CUDA version.
     mxnets = sorted(filter(re.compile(r"mxnet(-cu\d+|-native)?$").match, filter(None, installed)))
     for name, purpose in (*((name, "") for name in mxnets), *_PACKAGES):
         version = _version(name)

@@ -8,8 +8,8 @@ import sys
 
 
 def load():
-    """MXNet's version, features and GPUs, with our native library loaded, and why processes share
-    no memory, or ""."""
+    """MXNet's version, features and GPU count, with our native library loaded, and why processes
+    cannot share memory, or ""."""
     import gluon_syncbn  # noqa: F401, I001  First: its import explains what is wrong with MXNet.
     import mxnet
     from gluon_syncbn.distributed.shared_memory import SharedMemory
@@ -36,8 +36,8 @@ def kernels(path):
 
 
 def train(*names):
-    """The largest error of y and dx on devices with unequal shards, compared with NumPy, and how
-    they share sums: see peer_access in cuda/device.h."""
+    """The largest error of y and dx against NumPy on devices with unequal shards, and how the
+    devices share sums: see peer_access in cuda/device.h."""
     import gluon_syncbn as sbn
     import mxnet as mx
     import numpy as np
@@ -69,7 +69,7 @@ def train(*names):
 
 
 if __name__ == "__main__":
-    # Not this folder, which has modules of the package.
+    # Do not import from this folder, which has modules of the package.
     del sys.path[0]
     probe = {"import": load, "kernels": kernels, "train": train}[sys.argv[1]]
     print("RESULT", json.dumps(probe(*sys.argv[2:])))

@@ -1,1 +1,1 @@
-"""Makes the batch normalization of a built net synchronized, and plain again."""
+"""Makes the batch normalization of an existing net synchronized, or stock again."""

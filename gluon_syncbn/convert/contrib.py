@@ -1,4 +1,4 @@
-"""Puts SyncBatchNorm where programs take the layer of MXNet's contrib package."""
+"""Replaces the SyncBatchNorm of MXNet's contrib package with ours."""
 
 import sys
 
@@ -8,15 +8,15 @@ from ..layers.batch_norm import SyncBatchNorm
 
 
 def replace_contrib():
-    """Lets ``mxnet.gluon.contrib.nn.SyncBatchNorm`` be :class:`gluon_syncbn.SyncBatchNorm`.
+    """Replaces ``mxnet.gluon.contrib.nn.SyncBatchNorm`` with :class:`gluon_syncbn.SyncBatchNorm`.
 
-    Scripts that take contrib's layer, such as gluoncv's, then train with ours as they are. Ours
-    takes all its arguments by name; by position they come in another order, that of
-    ``nn.BatchNorm``. Modules that imported contrib's class by name before get ours too.
+    Scripts that use contrib's layer, such as gluoncv's, then train with ours unchanged. Ours takes
+    the same keyword arguments. Positional arguments follow the order of ``nn.BatchNorm``, not
+    contrib's. Modules that have already imported contrib's class by name get ours too.
 
-    Not reached: layers that are built already and the operator ``mx.sym.contrib.SyncBatchNorm``
-    (`convert_sync_batchnorm` converts both in a net), and what else holds contrib's class, such as
-    a default argument or a subclass. Building a layer from that raises a TypeError.
+    This does not reach existing layers, the operator ``mx.sym.contrib.SyncBatchNorm``
+    (`convert_sync_batchnorm` converts both in a net), or other references to contrib's class, such
+    as default arguments and subclasses. Building a layer from one of those raises a TypeError.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Makes the batch normalization of a built net synchronized, or stock again."""
+"""Makes the batch normalization of an existing net synchronized, or stock again."""
 
 import functools
 import logging
@@ -19,7 +19,7 @@ from .report import Entry, Report
 
 _log = logging.getLogger("gluon_syncbn")
 
-# A foreign class that computes the same as nn.BatchNorm, but not with cuDNN.
+# A third-party class that computes the same as nn.BatchNorm, but not with cuDNN.
 _SAME_AS_STOCK = ("gluoncv.nn.block.BatchNormCudnnOff",)
 # What a subclass may define and still compute the same.
 _HARMLESS = {"__init__", "__repr__", "_alias", "__doc__", "__module__", "__qualname__", "__dict__"}
@@ -35,7 +35,7 @@ _VIRTUAL = "its devices do not synchronize, by design"
 def convert_sync_batchnorm(
     net, group=None, num_devices=None, also=(), return_report=False, fuse=False
 ):
-    """Makes the batch normalization of a built net synchronized.
+    """Makes the batch normalization of an existing net synchronized.
 
     ``nn.BatchNorm``, ``nn.BatchNormReLU``, the contrib ``SyncBatchNorm`` and subclasses that only
     set arguments become :class:`SyncBatchNorm` or :class:`SyncBatchNormReLU`, wherever they are in
@@ -44,16 +44,16 @@ def convert_sync_batchnorm(
 
     A layer stays the same object and changes its class. It keeps its Parameter objects (with
     values, initialization, contexts, grad_req, lr_mult, sharing), name, settings and hooks, so
-    references to it stay valid, such as a Trainer made before, and files written before and after
-    fit both. What ``hybridize()`` has compiled is compiled again.
+    existing references stay valid, such as a Trainer's, and parameter files fit the net before and
+    after. What ``hybridize()`` has compiled is compiled again.
 
-    Prints a line that counts the replaced layers to stderr; with `return_report` it does not. The
-    logger ``gluon_syncbn`` warns of layers that were not replaced, and if there were none.
+    Prints the number of replaced layers to stderr, unless `return_report` is set. The logger
+    ``gluon_syncbn`` warns of layers that were not replaced, and if there is nothing to replace.
 
-    Not found are layers that only a function or an object other than a Block refers to, and blocks
-    that call ``F.BatchNorm`` themselves. A block around `net` that was hybridized and has run keeps
-    its compiled graph with the old layers: call its ``hybridize()`` again. A layer that `net`
-    shares with another net is synchronized there too.
+    It does not find layers that only a function or an object other than a Block refers to, or
+    blocks that call ``F.BatchNorm`` themselves. A block around `net` that was hybridized and has
+    run keeps its compiled graph with the old layers: call its ``hybridize()`` again. A layer that
+    `net` shares with another net is synchronized there too.
 
     Parameters
     ----------
@@ -63,23 +63,24 @@ def convert_sync_batchnorm(
         The devices and processes that take part, as for :class:`SyncBatchNorm`. Layers that are
         already synchronized adopt it.
     num_devices : int, optional
-        The number of devices, likewise. By default all devices of the parameters; the number in a
-        contrib layer is ignored.
+        The number of devices, as for :class:`SyncBatchNorm`. By default all devices of the
+        parameters; a contrib layer's number is ignored.
     also : type or sequence of types, default ()
-        Subclasses of ``nn.BatchNorm`` to replace although they have their own code, which is no
-        longer called.
+        Subclasses of ``nn.BatchNorm`` to replace even though they have their own code, which is
+        then no longer called.
     return_report : bool, default False
         Whether to return a :class:`~gluon_syncbn.convert.report.Report` too.
     fuse : bool, default False
-        Whether to fuse a relu, a leaky relu or an addition, and one of these after it, into the
-        normalization before it. That saves passes over the data, and the arrays between them. It is
-        done in the graphs that ``hybridize()`` compiles, and in SymbolBlocks, where nothing else
-        takes the output of the normalization. A net that is not hybridized computes as before. The
-        bits are those of the net that is not fused, but where :class:`SyncBatchNorm` says otherwise
-        of its `activation`. An addition is left alone where fusing it would run calls of one layer,
-        random operators or custom operators of others in another order, or add up more than two
-        gradients in another order. (Only where ``BlockGrad`` stops a branch, or MXNet merges equal
-        nodes, may dx differ in its last bits.) A later call without `fuse` leaves fused what is.
+        Whether to fuse the relu, leaky relu or addition that follows a normalization into it, and
+        with an addition also the activation after it. That saves passes over the data and the
+        arrays in between. It happens in the graphs that ``hybridize()`` compiles and in
+        SymbolBlocks, where nothing else uses the normalization's output. A net that is not
+        hybridized computes as before. Results are bit-identical to the unfused net, with the
+        exceptions that :class:`SyncBatchNorm` lists for `activation`. An addition is not fused if
+        that would change the order of calls of one layer, of random operators or of third-party
+        custom operators, or the order in which more than two gradients are added. (Only where
+        ``BlockGrad`` stops a branch, or MXNet merges equal nodes, may dx differ in its last bits.)
+        A later call without `fuse` does not undo fusion.
 
     Returns
     -------
@@ -117,7 +118,7 @@ def convert_sync_batchnorm(
 
 
 class _Conversion:
-    """What has been done so far, and how it is undone.
+    """What has been done so far, and how to undo it.
 
     template: a SyncBatchNorm with everything that a layer will get. given: the attributes that a
     synchronized layer adopts. also: further classes to replace.
@@ -186,15 +187,15 @@ def revert_sync_batchnorm(net, return_report=False):
 
     A replaced layer gets its former class back. A layer that was made as :class:`SyncBatchNorm`
     becomes ``nn.BatchNorm`` or ``nn.BatchNormReLU``, also in a graph that was exported from a
-    synchronized net. Nothing is fused any more. Nothing of this package remains in the net.
+    synchronized net. Fusion ends, and nothing of this package remains in the net.
 
     Settings that nn.BatchNorm lacks are lost: it computes a biased running variance on the CPU and
     an unbiased one with cuDNN, and has no virtual devices. MXNet runs ``nn.BatchNormReLU`` on the
-    CPU alone. A block that calls a layer with a residual gets a TypeError from nn.BatchNorm.
+    CPU only. A block that calls a layer with a residual gets a TypeError from nn.BatchNorm.
 
     A layer stays the same object, with its Parameter objects, hooks and settings, including
-    settings changed in the meantime. The function waits for all pending work of MXNet, as the last
-    steps may still exchange statistics with other processes.
+    settings changed in the meantime. The function waits for all pending work of MXNet, because the
+    last steps may still exchange statistics with other processes.
 
     Parameters
     ----------
@@ -269,7 +270,7 @@ def _revert_graph(path, block):
     for node in block._nodes if isinstance(block, SyncGraph) else ():
         if isinstance(node.layer, SyncBatchNorm):
             entry = _reverted(f"{path}:{node.name}", node.layer, node.name)
-            # The graph below has our own operators too.
+            # Nodes of our own operators are reported below.
             replaced += [] if node.operator in OUR_OPERATOR else [entry]
     take_out(block)
     # Layers of ours that were in the graph when it was exported.
@@ -324,7 +325,7 @@ def _set(layer, values):
 
 
 def _why_not(layer, also, template):
-    """Why a layer of MXNet's or a foreign one cannot be replaced, or None."""
+    """Why a layer of MXNet or a third party cannot be replaced, or None."""
     kind = type(layer)
     shadowed = {"__call__", "forward", "hybrid_forward"} & set(vars(layer))
     if shadowed:

@@ -14,7 +14,8 @@ from .report import Entry
 
 
 def fuse_blocks(found):
-    """Fuses the graphs of blocks from now on. Returns entries of the fused nodes, and of others."""
+    """Fuses the graphs of blocks from now on. Returns entries for the fused nodes, and for the
+    others."""
     blocks = [block for _, block in found if isinstance(block, HybridBlock)]
     before = [block for block in blocks if is_fusing(block)]
     # The trace shows what there is to fuse in SymbolBlocks too.

@@ -12,19 +12,19 @@ from ..layers.operator import is_bfloat16
 
 _log = logging.getLogger("gluon_syncbn")
 
-# Of an output's largest value. Nets that amplify rounding may differ by AMPLIFIED times as much as
-# the net itself does when its parameters change by a rounding error.
+# Relative to an output's largest value. A net that amplifies rounding may differ by AMPLIFIED times
+# as much as its own output changes when its parameters change by a rounding error.
 TOLERANCE, AMPLIFIED = 1e-5, 10
 _PERTURBED = 3
-# Small inputs are drawn several times, so that a value that a relu cuts off is among them.
+# Small inputs are drawn several times, so that a relu cuts off some value.
 _DRAWS, _VALUES = 8, 4096
-# Sizes of inputs to try where none is given.
+# Input sizes to try if none is given.
 _BATCH, _SIDES = 4, (32, 224, 64, 128, 300, 28)
 
 
 def evaluate(symbol, arrays, inputs):
     """The outputs of a symbol in inference on the CPU. arrays: {name: NDArray}, inputs: {name:
-    NumPy array}; the arrays are copied, as MXNet overwrites a gamma that is fixed."""
+    NumPy array}; the arrays are copied, because MXNet overwrites a fixed gamma."""
     graph = add_layout_copies(Graph(symbol))
     for node in graph.nodes():
         node.attrs.pop("__dtype__", None)
@@ -44,9 +44,9 @@ def random_inputs(shapes, dtype, seed=0):
 
 
 def rounded(values, arrays):
-    """(values, dtype of the inputs) with which a net computes what a file with these arrays must
-    give: rounded as there, then in the net's own dtype. (Halves are float32, as MXNet's operators
-    on the CPU lack float16.)"""
+    """(values, dtype of the inputs) with which the net computes what a file with these arrays must
+    give: the values are rounded to the file's dtypes, then converted to the net's own dtype.
+    (float16 becomes float32, because MXNet's CPU operators lack float16.)"""
     own = collections.Counter(np.dtype(array.dtype).name for array in values.values())
     dtype = "float64" if 2 * own["float64"] > len(values) else "float32"
     result = {}
@@ -57,8 +57,8 @@ def rounded(values, arrays):
 
 
 def check(run, values, symbol, arrays, shapes, title):
-    """The largest difference of a symbol's outputs from those of a net, relative to the largest
-    value, or None if they cannot be compared, which is logged. Raises ExportError if they differ.
+    """The largest difference between a symbol's outputs and a net's, relative to the largest value.
+    None, with a warning, if they cannot be compared. Raises ExportError if they differ too much.
 
     run(values, inputs): the outputs of the net with {name: NDArray} as parameters; values: its
     own; arrays: those of the symbol; shapes: {name of an input: shape}.
@@ -124,7 +124,8 @@ def negative_variances(values):
 
 
 def _changes(run, values, inputs, wanted, epsilon):
-    """How much the outputs of a net change when its parameters do by up to epsilon of each."""
+    """How much a net's outputs change when each parameter changes by up to epsilon times its
+    value."""
 
     def changed(array, rng):
         if np.dtype(array.dtype).kind != "f":
@@ -140,8 +141,8 @@ def _changes(run, values, inputs, wanted, epsilon):
 
 
 def differences(outputs, wanted):
-    """The largest difference of each output, over its largest value; infinite where shapes
-    differ. Equal values that are not finite do not count."""
+    """The largest difference of each output, relative to its largest value; infinite if shapes
+    differ. Equal infinities and NaN count as no difference."""
     if [y.shape for y in outputs] != [y.shape for y in wanted]:
         return [np.inf] * len(wanted)
     return [_difference(*map(np.float64, pair)) for pair in zip(outputs, wanted)]
@@ -163,7 +164,7 @@ def _as_float(array, dtype):
 
 
 def likely_shapes(symbol, arrays, inputs):
-    """{name of an input: a shape} with which a graph works, found by trying; {} if none is."""
+    """{name of an input: a shape} with which a graph works, found by trial; {} if none is found."""
     known = {name: array.shape for name, array in arrays.items()}
     sizes = dict.fromkeys(n for name in symbol.list_inputs() for n in known.get(name, ())[:2][::-1])
     for side in _SIDES:

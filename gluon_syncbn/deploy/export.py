@@ -94,10 +94,10 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
     The export copies the values and changes neither the parameters nor the compiled graphs, so
     training continues as it would have without it. An error leaves existing files unchanged.
 
-    Before the files get their names, they are read and compared with the net itself: both compute
-    on the CPU, on random inputs, with the parameters as they are. Without `input_shape` usual
-    shapes are tried. What cannot be compared is logged as a warning: no shape fits, the net draws
-    random numbers in inference, or it does not run on random data.
+    Before the files get their final names, they are read back and compared with the net: both
+    compute on the CPU, on random inputs. Without `input_shape`, common shapes are tried. A warning
+    is logged if they cannot be compared because no shape fits, the net draws random numbers in
+    inference, or it fails on random data.
 
     Parameters
     ----------
@@ -110,9 +110,9 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
     epoch : int, default 0
         From 0 to 9999, in the name of the .params file.
     fold : bool, default False
-        Whether to fold batch normalization, where nothing else uses the layer's output or weights.
+        Whether to fold batch normalization, if nothing else uses the layer's output or weights.
     onnx : str or path, optional
-        An ONNX file to write as well, of operator set 15. ``onnx.checker`` checks it, and ONNX
+        An ONNX file to write as well, with operator set 15. ``onnx.checker`` checks it, and ONNX
         Runtime's outputs are compared with the net's on random input. Needs ``pip install
         'gluon_syncbn[onnx]'``.
     input_shape : tuple of int or list of tuples, optional
@@ -132,9 +132,9 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
     ValueError
         If an argument is invalid, or a parameter has no value yet.
     ExportError
-        If the net cannot be traced or has foreign custom operators, or if the files' outputs differ
-        from the net's by more than 1e-5 of the largest value, and by more than ten times what
-        rounding its parameters changes. If the ONNX model cannot be made or its outputs differ by
+        If the net cannot be traced or has third-party custom operators, or if the files' outputs
+        differ from the net's by more than 1e-5 of the largest value, and by more than ten times the
+        effect of rounding its parameters. If the ONNX model cannot be made or its outputs differ by
         more than 1e-5 (float16: 3e-2). The error names every operator that MXNet's converter lacks.
         Nothing is written.
     FileError
@@ -150,7 +150,7 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
     check_block(net, "export")
     shapes = _check_shapes(input_shape)
     _check_arguments(path, epoch, onnx, shapes, dtype)
-    # With static_shape MXNet does not itself wait for the last running statistics.
+    # With static_shape, MXNet does not wait for the last running statistics itself.
     mx.nd.waitall()
     parameters = parameters_of(net)
     symbol, inputs = trace(net, shapes, parameters)
@@ -191,7 +191,7 @@ def write_graph(graph, arrays, inputs, target, title, run=None):
     """Exports a Graph with any kind of batch normalization.
 
     arrays: {name: NDArray}; inputs: names; run(arrays, {input: NumPy array}): the outputs that the
-    files must have, by default those of the graph as it is. The graph and arrays are changed.
+    files must have, by default those of the graph as it is. Changes the graph and arrays.
     """
     path, epoch, fold, onnx, shapes, dtype = target
     symbol, values = graph.symbol(), dict(arrays)
@@ -255,7 +255,7 @@ def _prepare(graph, arrays, dtype):
     for name in set(arrays) - {node.name for node in graph.nodes()}:
         del arrays[name]
     if dtype:
-        # The next steps do not know bfloat16, and float32 holds it exactly.
+        # The next steps do not support bfloat16, and float32 holds its values exactly.
         arrays.update({n: a.astype("float32") for n, a in arrays.items() if is_bfloat16(a.dtype)})
     _set_fixed_gammas(graph, arrays)
     for node in graph.nodes():
@@ -355,7 +355,7 @@ def _require_onnx(graph, arrays, dtype):
 
 
 def _set_fixed_gammas(graph, arrays):
-    """Writes 1 for each gamma that ``fix_gamma`` takes for 1: MXNet overwrites the value, and other
+    """Writes 1 for each gamma that ``fix_gamma`` fixes: MXNet overwrites the value, and other
     readers may ignore the flag."""
 
     def is_fixed(node):
@@ -370,7 +370,7 @@ def _set_fixed_gammas(graph, arrays):
                 gamma = Node("null", graph.free_name(f"{norm.name}_gamma"))
                 norm.inputs[1] = gamma, 0
             arrays[gamma.name] = ones
-    # Graphs within nodes refer to the same parameters by name.
+    # Subgraphs refer to the same parameters by name.
     for norm in filter(is_fixed, graph.all_nodes()):
         name = norm.inputs[1][0].name
         if name in arrays:
@@ -378,7 +378,8 @@ def _set_fixed_gammas(graph, arrays):
 
 
 def _set_least_gammas(graph, arrays):
-    """Writes each gamma as a node counts it that works in place, which then no longer does."""
+    """Gives each in-place node a gamma of the magnitude that it uses, at least epsilon, and makes
+    it work out of place."""
     users = graph.users()
     for norm in graph.nodes():
         gamma = is_in_place(norm) and norm.inputs[1][0]
@@ -400,7 +401,7 @@ def _of_norms(graph):
 
 
 def _cast(graph, arrays, dtype):
-    """Converts float parameters. With float16 data, those of BatchNorm are float32."""
+    """Converts float parameters. With float16 data, those of BatchNorm become float32."""
     of_norms = _of_norms(graph)
     for name, array in arrays.items():
         target = "float32" if name in of_norms and dtype == "float16" else dtype
@@ -444,7 +445,7 @@ def _input_dtype(graph, symbol, arrays, inputs):
 def _check_inference(symbol, shapes):
     try:
         symbol.infer_shape_partial(**shapes)
-    except Exception as error:  # MXNet raises a bare one for sides of 2 ** 31 and more.
+    except Exception as error:  # MXNet raises a plain Exception for sides of 2 ** 31 or more.
         raise ValueError(
             f"The net does not take inputs of input_shape {', '.join(map(str, shapes.values()))} "
             f"({last_line(error)}): give the shapes with which the net is called."

@@ -22,10 +22,10 @@ class FileError(OSError):
 def write_all(writers, check=None):
     """Writes several files, {path: write(temporary path)}. Raises FileError.
 
-    Each is written beside its place (a link's is that of its target) and renamed once all are on
-    the disk and check({path: temporary path}) raises nothing, so no file is ever half-written. The
-    first is taken away before all others and comes last: if the process is killed meanwhile it is
-    missing, rather than an old one with new others.
+    Each file is written next to its final path (for a link, the target's) and renamed once all are
+    on disk and check({path: temporary path}) has raised nothing, so no file is ever half-written.
+    The first path's old file is moved away before the others, and its new file comes last: if the
+    process is killed in between, that file is missing, rather than old files mixed with new ones.
     """
     token = uuid.uuid4().hex[:12]
     places = {path: os.path.realpath(path) for path in writers}
@@ -67,7 +67,8 @@ def write_all(writers, check=None):
 
 
 def _remove_leftovers(place):
-    """Removes what killed processes left beside it: files that nobody has locked."""
+    """Removes temporary files that killed processes left next to `place`: those that nobody has
+    locked."""
     for path in glob.glob(f"{glob.escape(place)}.{'[0-9a-f]' * 12}.*tmp"):
         with contextlib.suppress(OSError), open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,7 +121,7 @@ def read_symbol(path):
     text = _read(path)
     try:
         for number, node in enumerate(json.loads(text)["nodes"]):
-            # MXNet loads such a graph, and crashes on it later.
+            # MXNet loads such a graph and crashes on it later.
             if any(source >= number for source, *_ in node["inputs"]):
                 raise ValueError(f"{node['name']} precedes its inputs")
         return mx.sym.load_json(text.decode())
@@ -150,8 +151,8 @@ def read_parameters(path):
 
 @contextlib.contextmanager
 def as_saved(path):
-    """Switches NumPy's shapes on or off as they were when this .params file was saved: MXNet loads
-    it in no other mode, and files saved within have the same mode."""
+    """Switches NumPy shapes on or off, as they were when this .params file was saved: MXNet cannot
+    load it in the other mode. Files saved within get the same mode."""
     is_numpy = _read(path, _FIRST_ARRAY + 4)[_FIRST_ARRAY:] == _NUMPY_MAGIC
     with np_array(False), np_shape(is_numpy):
         yield

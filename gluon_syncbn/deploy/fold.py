@@ -20,8 +20,8 @@ def fold(graph, arrays, dtype=None):
 
     computed in float64 and rounded once to `dtype`, by default that of the weight.
 
-    It stays if something else uses the layer's output or weight, if it normalizes another axis than
-    the layer's channels, or if a folded value would not be finite.
+    A node stays if something else uses the layer's output or weight, if it normalizes an axis other
+    than the layer's channels, or if a folded value would not be finite.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ def _fold_one(graph, norm, arrays, dtype):
 
 
 def _channel_axis(layer):
-    """The axis of the channels of a layer's output, in all ways to write it."""
+    """The channel axis of a layer's output, as every number that denotes it."""
     if layer.op == "FullyConnected":
         return (1, -1) if is_true(layer.attrs.get("flatten", "True")) else (-1,)
     dimensions = len(integers(layer.attrs["kernel"])) + 2

@@ -17,7 +17,7 @@ OPSET = 15
 _IR_VERSION = 8
 _CONVERTERS = (13, 12)
 _INSTALL = "pip install 'gluon_syncbn[onnx]' (onnx and onnxruntime)"
-# Operators of MXNet's NumPy without a converter, and the equivalents with one. Both take the same
+# MXNet's NumPy operators without a converter, and equivalents with one. Both take the same
 # attributes.
 _SAME = {
     **{
@@ -41,7 +41,7 @@ _SAME = {
     "_npx_relu": "relu",
     "_npx_sigmoid": "sigmoid",
 }
-# MXNet's converters recognize these operators by their node's name: without this word in it, 2 - x
+# MXNet's converters recognize these operators by a word in the node's name. Without it, 2 - x
 # becomes x - 2.
 _NAMES = {"_rminus_scalar": "_rminusscalar", "_rdiv_scalar": "_rdivscalar"}
 _ADAPTIVE_POOLING = "_contrib_AdaptiveAvgPooling2D"
@@ -117,7 +117,7 @@ def to_onnx(graph, arrays, shapes, dtype):
     types = [onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))] * len(shapes)
     ordered = [name for name in symbol.list_inputs() if name in shapes]
     try:
-        # MXNet's converters print the names.
+        # MXNet's converters print names.
         silent = contextlib.redirect_stdout(io.StringIO())
         with silent, _patched(onnx, converter, _pooling_sizes(graph, arrays, shapes)):
             made = converter().create_onnx_graph_proto(
@@ -149,10 +149,10 @@ def to_onnx(graph, arrays, shapes, dtype):
 
 
 def compare(model, run, values, arrays, shapes, dtype):
-    """The largest relative error of ONNX Runtime's outputs from those of a net on random inputs.
-    Raises ExportError if it is above TOLERANCE.
+    """The largest relative error of ONNX Runtime's outputs against a net's on random inputs. Raises
+    ExportError if it is above TOLERANCE.
 
-    run(values, inputs): the outputs of the net, of {name: NDArray} and {name: NumPy array}.
+    run(values, inputs): the net's outputs for {name: NDArray} and {name: NumPy array}.
     """
     _, runtime, _ = load_onnx()
     values, own_dtype = rounded(values, arrays)
@@ -199,13 +199,13 @@ def compare(model, run, values, arrays, shapes, dtype):
 
 @contextlib.contextmanager
 def _patched(onnx, converter, sizes):
-    """Within it, MXNet checks its result against operators of OPSET, not the newest, and converts
-    adaptive pooling of any size, not only to 1x1."""
+    """Makes MXNet check its result against the operators of OPSET, not the newest, and convert
+    adaptive pooling to any size, not only to 1x1."""
     context = onnx.checker.DEFAULT_CONTEXT
     before = context.ir_version, context.opset_imports
     context.ir_version, context.opset_imports = _IR_VERSION, {"": OPSET}
     own = functools.partial(_convert_adaptive_pooling, onnx, sizes)
-    # MXNet prefers the newest version, and has no converters of this one.
+    # MXNet prefers converters of the newest version, and has none of this one.
     converter.registry_[OPSET] = {_ADAPTIVE_POOLING: own}
     try:
         yield
@@ -262,7 +262,7 @@ def _averages(size, bins):
 
 
 def _drop_constant_inputs(made):
-    """A runtime cannot optimize a parameter that is also an input."""
+    """Drops parameters from the inputs: a runtime cannot optimize a parameter that is an input."""
     constant = {tensor.name for tensor in made.initializer}
     inputs = [value for value in made.input if value.name not in constant]
     del made.input[:]
@@ -270,7 +270,7 @@ def _drop_constant_inputs(made):
 
 
 def _order_outputs(made, symbol):
-    """MXNet's converter lists the outputs in the order of their nodes."""
+    """Restores the order of the outputs, which MXNet's converter lists in node order."""
     by_name = {value.name: value for value in made.output}
     names = [re.sub(r"_output(\d?)$", r"\1", name) for name in symbol.list_outputs()]
     if set(names) != set(by_name) or len(names) != len(by_name):

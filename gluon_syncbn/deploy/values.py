@@ -11,7 +11,7 @@ _log = logging.getLogger("gluon_syncbn")
 
 
 def used_parameters(parameters, graph, inputs):
-    """{name: parameter} of the graph, whose nodes get their names back."""
+    """{name: parameter} of the graph, whose variables get their parameters' names back."""
     by_variable = {}
     for name, same in parameters.items():
         for number, parameter in enumerate(same):

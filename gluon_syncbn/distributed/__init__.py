@@ -1,4 +1,4 @@
-r"""Joins the processes of a SyncGroup: MXNet's KVStore ``dist_sync`` and Horovod.
+r"""Connects the processes of a SyncGroup through MXNet's KVStore ``dist_sync`` or Horovod.
 
 ::
 
@@ -8,12 +8,12 @@ r"""Joins the processes of a SyncGroup: MXNet's KVStore ``dist_sync`` and Horovo
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {...}, kvstore=kv,
                                update_on_kvstore=False)
 
-Every process sends its sums once per layer and pass, gets those of all, and adds them in the order
-of ranks as a single process would: the results are the same, bit for bit.
+For each layer and pass, every process sends its sums, receives those of all, and adds them in rank
+order as a single process would. The results are the same, bit for bit.
 
-No wait is without a limit. A process that waits probes all others after a tenth of the timeout.
-Where one has ended or has failed, the wait ends at once with an error, and otherwise with the
-timeout. Where no error can be raised, as in the Trainer's messages, the process ends.
+Every wait has a limit. After a tenth of the timeout, a waiting process probes all others. If one
+has ended or failed, the wait ends at once with an error, otherwise at the timeout. Where no error
+can be raised, as in the Trainer's messages, the process ends.
 """
 
 from .horovod import HorovodReducer

@@ -1,4 +1,4 @@
-"""What processes answer to a probe, and a text of it."""
+"""What processes answer to a probe, and how messages describe it."""
 
 import itertools
 import re
@@ -18,14 +18,14 @@ class Answer(typing.NamedTuple):
     """What one process answered about an exchange, or why it did not.
 
     state : ARRIVED
-            ABSENT, where it answered that it has not arrived
-            SILENT, where it did not answer in time: stopped, or unreachable
-            GONE, where nobody, or somebody else, listens at its address
+            ABSENT, if it answered that it has not arrived
+            SILENT, if it did not answer in time: stopped, or unreachable
+            GONE, if nobody, or somebody else, listens at its address
     in_flight : its oldest exchanges in flight, each as (key, seconds since it arrived)
     last : the exchange that it completed last, as (key, seconds since then), or None
     status : (FAILED, the error) or (FINISHED, ""), or None
-    why : the system's message where it could not be probed, or None
-    place : where its main thread stands, as (text, seconds, whether it waits for others there), or
+    why : the system's message if it could not be probed, or None
+    place : where its main thread is, as (text, seconds, whether it waits for others there), or
             None
     """
 
@@ -45,7 +45,7 @@ def describe(answers):
 
 
 def describe_others(answers):
-    """One line on what other ranks do."""
+    """One line on what other ranks are doing."""
     return f"The others: {_reasons(answers)}."
 
 
@@ -60,7 +60,7 @@ def _reasons(answers):
 
 
 def _kind(answer):
-    """Equal for answers that differ in seconds alone."""
+    """Equal for answers that differ only in seconds."""
     last, place = answer.last and answer.last[0], answer.place and answer.place[0]
     in_flight = tuple(key for key, _ in answer.in_flight)
     return answer.state, answer.why, in_flight, last, answer.status, place
@@ -92,7 +92,7 @@ def _reason(answers):
 
 
 def _name(exchange):
-    """The title, which names layer, direction and call, without the key behind it."""
+    """The title, which names layer, direction and call, without the key after it."""
     return re.sub(r" \([^()]*\)$", "", exchange)
 
 
@@ -104,7 +104,7 @@ def _span(entries):
 def _ranks(ranks):
     """Such as "ranks 0, 2, 5-511"."""
     parts = []
-    # What a rank and its position in order differ by is the same throughout a run.
+    # Within a run of consecutive ranks, rank minus position is constant.
     for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
         run = [rank for _, rank in run]
         parts += map(str, run) if len(run) < 3 else [f"{run[0]}-{run[-1]}"]

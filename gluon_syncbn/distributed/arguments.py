@@ -21,7 +21,7 @@ def duration(number):
 
 
 def seconds(timeout):
-    """A timeout as a number: of the environment where it is None."""
+    """A timeout as a number. None takes the environment's."""
     source = "timeout" if timeout is not None else TIMEOUT_VARIABLE
     if timeout is None:
         timeout = os.environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT)

@@ -1,4 +1,4 @@
-"""Exchanges of a group's layers with other processes, by way of a store."""
+"""Exchanges of a group's layers with other processes, through a store."""
 
 import inspect
 import threading
@@ -10,12 +10,12 @@ from ..native import FixedPoint, Key, clear_channels
 from .arguments import is_whole
 from .reducer import Reducer
 
-# A layer's configuration in its handshake, in bytes of UTF-8.
+# Size of a layer's configuration in its handshake, in bytes of UTF-8.
 _CONFIGURATION = 256
 
 
 class Exchange:
-    """Exchanges with other processes, by way of a store."""
+    """Exchanges with other processes, through a store."""
 
     def __init__(self, store, timeout):
         for name in ("rank", "size", "all_reduce"):
@@ -34,10 +34,10 @@ class Exchange:
         self._reducer = store if isinstance(store, Reducer) else _Adder(store, timeout)
         self._timeout = timeout
         self._locks = {}
-        # The handshakes that were made: a layer's id, its devices and group size.
+        # Completed handshakes: a layer's id, its devices and group size.
         self._known = set()
-        # Why no exchange can succeed any more. Of two processes one may have had its answer and the
-        # other not, so a step that failed cannot be taken again.
+        # Why no exchange can succeed any more. One process may have had its answer and another not,
+        # so a failed step cannot be repeated.
         self._broken = None
         self._fail = getattr(store, "fail", None)
 
@@ -55,16 +55,16 @@ class Exchange:
 
         def exchange(key, title, channels, mine):
             layer = reference()
-            # A call on another thread waits until the handshake is made.
+            # A call on another thread waits until the handshake is complete.
             with self._locks.setdefault(configuration, threading.Lock()):
                 if configuration not in self._known:
-                    # The name last, which may be long.
+                    # The name comes last, as a long one is cut off.
                     text = (
                         f"layer {layer.id} of {channels} channels, {layer.dtype}, {here} "
                         f"devices in each process, groups of {group_size or 'all'}, '{layer.name}'"
                     )
                     self._compare(Key(layer.id, "handshake"), title, text)
-                    # What the processes know of earlier sums may differ, where they failed.
+                    # If earlier sums failed, processes may differ in what they know of them.
                     for known, channel in self._reducer.channels.copy().items():
                         if known.layer == layer.id:
                             channel.restart()
@@ -73,7 +73,7 @@ class Exchange:
             everyone = self._exchange(whole, title, mine, ranks, sums)
             channel = self._reducer.channels[whole]
             if channel.handle is not None:
-                # From now on the layer's messages take the channel.
+                # From now on the layer's messages use the channel.
                 layer.set_channel(key, channel, exchange)
                 if self._broken:
                     clear_channels()
@@ -103,14 +103,14 @@ class Exchange:
         return self._exchange(Key(None, name), title, mine)
 
     def _exchange(self, key, title, mine, ranks=None, sums=False):
-        """The arrays of all processes, or of `ranks`. sums: or the sums of a layer's message, shape
-        (1, len(mine))."""
+        """The arrays of all processes, or of `ranks`. With `sums`, perhaps only the sums of a
+        layer's message, shape (1, len(mine))."""
         if self._broken:
             raise RuntimeError(
                 f"{title}: the processes have lost each other, and all have to start again from "
                 f"the last checkpoint. {self._broken}"
             )
-        # One key never twice at a time: the store could not tell which belongs to which.
+        # Never one key twice at a time: the store could not tell the exchanges apart.
         with self._locks.setdefault(key, threading.Lock()):
             try:
                 return self._reducer.exchange(key, mine, title, self._timeout, ranks, sums)
@@ -123,7 +123,7 @@ class Exchange:
         clear_channels()
 
     def fail(self, text):
-        """A step has failed here, and other processes may wait for it."""
+        """Notes that a step has failed here, and tells other processes, which may wait for it."""
         if self._broken is None:
             self._break(text)
             if self._fail is not None:
@@ -131,7 +131,7 @@ class Exchange:
 
 
 class _Adder:
-    """What a `Reducer` is for layers, through a store that only adds."""
+    """Does the work of a `Reducer` with a store that only adds."""
 
     def __init__(self, store, timeout):
         self._rank, self._size, self._all_reduce = store.rank, store.size, store.all_reduce
@@ -182,9 +182,9 @@ class _Adder:
 
 
 class _Channel:
-    """What a `native.Channel` is for a `Reducer`."""
+    """Takes the place of a `native.Channel`."""
 
     handle = fixed_point = None
 
     def restart(self):
-        """Another group has windows of its own."""
+        """Does nothing: each group has its own windows."""

@@ -16,46 +16,47 @@ class SyncGroup:
     Parameters
     ----------
     devices : list of Context, optional
-        Those of this process, each of which takes part in every call of a layer of this group. By
-        default the contexts on which the layer's parameters live.
+        This process's devices, each of which takes part in every call of a layer of this group. By
+        default all contexts of the layer's parameters.
     store : object, optional
-        What joins this process with others: a :class:`gluon_syncbn.distributed.KVStoreReducer`, a
+        Connects this process with others: a :class:`gluon_syncbn.distributed.KVStoreReducer`, a
         :class:`gluon_syncbn.distributed.HorovodReducer`, or anything that has
 
         - ``rank`` and ``size``, this process's rank and the number of processes;
-        - ``all_reduce(key, array)``, which returns the sum of the float64 arrays, all of one
-          shape, that the processes give for one `key` (a short str). A sum with zeros must be
-          exact: every process puts its numbers where all others have zeros. It is called on
-          threads that MXNet made, for several keys at once but never twice at a time for one, and
-          raises when it cannot get an answer. Where it takes ``timeout``, it gets the group's;
+        - ``all_reduce(key, array)``, which returns the sum of the processes' float64 arrays for one
+          `key` (a short str), all of one shape. Adding zeros must be exact: each process puts its
+          numbers where all others have zeros. It is called on MXNet's threads, for several keys at
+          once but never twice at a time for one key, and must raise if it gets no answer. If it has
+          a parameter ``timeout``, it gets the group's;
         - ``exact_bits``, if it adds whole numbers below ``2**exact_bits`` exactly: 53 for a store
-          that adds float64. What a process sends then no longer grows with their number.
+          that adds float64. The size of a message then no longer grows with the number of
+          processes.
 
-        With a store, every process makes its groups and layers in the same order.
+        With a store, every process must make its groups and layers in the same order.
     timeout : float, optional
-        Seconds for which a device or a process waits for the others. A tenth of it brings a
-        warning, all of it an MXNetError that says who arrived and who did not. By default the
+        Seconds that a device or a process waits for the others. After a tenth of it comes a
+        warning, after all of it an MXNetError that says who arrived and who did not. By default the
         environment variable ``GLUON_SYNCBN_TIMEOUT``, or else 300.
     group_size : int, optional
-        Splits the devices of all processes into groups of this size, in the order of ranks and of
-        devices, each with its own statistics: 1 is batch normalization without synchronization,
-        None is one group of all. It must divide the number of devices of a process, or be a
-        multiple of it that divides the number of all devices.
+        Splits the devices of all processes into groups of this size, in order of rank and device,
+        each with its own statistics: 1 is batch normalization without synchronization, None is one
+        group of all. It must divide the number of devices of a process, or be a multiple of it that
+        divides the number of all devices.
 
     Raises
     ------
     ValueError
-        Where a device is named twice, the store lacks something, or a number is not valid.
+        If a device is named twice, the store lacks something, or a number is invalid.
     MXNetError
-        From a wait for a layer's result in training, when `group_size` does not fit its devices.
-        In inference any number does.
+        On waiting for a layer's result in training, if `group_size` does not fit its devices.
+        Inference accepts any number of devices.
 
     References
     ----------
     Groups smaller than the cluster: J. Peng et al., MegDet, CVPR 2018.
     """
 
-    # Whether somebody has, rather than the layer for want of another.
+    # Whether the user chose this group; otherwise it is the fallback of layers without one.
     _is_chosen = True
 
     def __init__(self, devices=None, store=None, timeout=None, group_size=None):
@@ -148,7 +149,7 @@ class SyncGroup:
             if self._exchange.split(len(ranks)):
                 processes, members, ranks = len(ranks), ranks, range(len(ranks))
             else:
-                # All processes hear of all, and each adds those of its group.
+                # Every process receives the values of all, and adds those of its group.
                 whole = False
         layer.set_devices(
             devices,
@@ -168,7 +169,7 @@ _users = weakref.WeakSet()
 
 
 def default_group():
-    """The group of all layers without one of their own."""
+    """The group of all layers that have none of their own."""
     if _default:
         return _default
     group = SyncGroup()
@@ -177,8 +178,8 @@ def default_group():
 
 
 def _notice(name):
-    """What to say of a layer where this process is one of several, and nobody has said whether they
-    share statistics; or an empty string."""
+    """The notice for a layer if this process is one of several and the user has not said whether
+    they share statistics; otherwise empty."""
     get = os.environ.get
     for process, variable, store in (
         ("", "DMLC_NUM_WORKER" if get("DMLC_ROLE") == "worker" else "", "KVStoreReducer(kv)"),
@@ -211,7 +212,7 @@ def check_group(group):
 
 
 def set_default_group(group):
-    """Sets the group of all layers, present and future, without one of their own.
+    """Sets the group of all layers, present and future, that have none of their own.
 
     Parameters
     ----------
@@ -226,7 +227,7 @@ def set_default_group(group):
     global _default
     check_group(group)
     if group is not _default:
-        # Calls in flight are the old group's, whose other processes wait for them.
+        # Calls in flight belong to the old group, whose other processes wait for them.
         mxnet.nd.waitall()
     _default = group
     for layer in list(_users):

@@ -1,4 +1,4 @@
-"""Processes joined by Horovod."""
+"""Processes connected through Horovod."""
 
 import atexit
 
@@ -6,27 +6,28 @@ from .. import native
 from .arguments import duration, seconds
 from .reducer import Reducer
 
-# A sum goes twice around Horovod's ring and values once, so those of fewer processes arrive sooner.
+# A sum goes around Horovod's ring twice and values only once, so with few processes values arrive
+# sooner.
 _FEWEST_FOR_SUMS = 8
 
 
 class HorovodReducer(Reducer):
-    """Joins processes by Horovod.
+    """Connects processes through Horovod.
 
     Parameters
     ----------
     hvd : module
         ``horovod.mxnet``, after ``hvd.init()``.
     timeout : float
-        Seconds for which this call waits for the other processes, all of which make it. By default
+        Seconds that this call waits for the other processes, all of which must make it. By default
         the environment variable ``GLUON_SYNCBN_TIMEOUT``, or else 300.
 
     Raises
     ------
     ValueError
-        Where `hvd` is another object, or ``hvd.init()`` was not called.
+        If `hvd` is another object, or ``hvd.init()`` was not called.
     RuntimeError
-        Where the other processes do not arrive.
+        If the other processes do not arrive.
     """
 
     name = "Horovod"
@@ -43,13 +44,13 @@ class HorovodReducer(Reducer):
         except ValueError as error:
             raise ValueError("HorovodReducer needs hvd.init() to be called before.") from error
         self._hvd = hvd
-        # The number of this process's set of neighbours, by its size; None where there is none.
+        # {size of a group: id of this process's Horovod process set, or None if there is none}
         self._sets = {}
         self._connection = native.Connection(self._probe)
         super().__init__(rank, size, timeout)
         if size > 1:
-            # Called before our exit hook, which calls it, it would end exchanges of steps that are
-            # still under way.
+            # Our exit hook calls it. Any earlier, it would end exchanges of steps that are still
+            # under way.
             atexit.unregister(hvd.shutdown)
 
     def _shutdown_handshake(self, timeout):
@@ -78,7 +79,8 @@ class HorovodReducer(Reducer):
             try:
                 made = self._hvd.add_process_set(self._hvd.ProcessSet(ranks))
             except ValueError:
-                # In all processes: it was started without them, or the user has made the same.
+                # In all processes: Horovod runs without dynamic process sets, or the user has made
+                # the same set.
                 return
             if self.rank in ranks:
                 number = made.process_set_id
@@ -88,7 +90,7 @@ class HorovodReducer(Reducer):
         processes = len(self._members(key))
         sums = sums and processes >= _FEWEST_FOR_SUMS
         process_set = 0 if processes == self.size else self._sets[processes]
-        # Uses what ``hvd.allgather`` and ``hvd.allreduce`` call, which wait without a limit.
+        # Calls what ``hvd.allgather`` and ``hvd.allreduce`` call, as these wait without a limit.
         return self._connection.horovod_channel(
             key, size, processes, process_set, self._hvd.mpi_ops, sums
         )

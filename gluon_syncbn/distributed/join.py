@@ -1,4 +1,4 @@
-"""Uneven numbers of batches."""
+"""Training with uneven numbers of batches per process."""
 
 import reprlib
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from .group import default_group
 
 
 class join:
-    """Goes through the batches of this process until no process has any left.
+    """Iterates over the batches of this process until no process has any left.
 
     ::
 
@@ -21,22 +21,21 @@ class join:
                 ...
             trainer.step(steps.batch_size)
 
-    A process that runs out of batches *joins*: it goes on with its last batch, so that it still
-    takes part in every exchange of the layers and the Trainer, and brings nothing. Its sums count
-    for no samples, and its gradients are set to zero before the Trainer adds them. So the others
-    have the statistics and the gradients of the samples that there are, and all processes keep the
-    same parameters. Running statistics follow no batch twice: a layer's stay where all processes
-    of its group have joined, and in this one where the layer exchanges nothing with others. It
-    costs one small message per step. (``torch.distributed.algorithms.Join`` does the same for
-    PyTorch.)
+    A process that runs out of batches *joins*: it repeats its last batch, so it still takes part in
+    every exchange of the layers and the Trainer, but contributes nothing. Its sums count as zero
+    samples, and its gradients are set to zero before the Trainer adds them. So the others get the
+    statistics and gradients of the real samples, and all processes keep the same parameters. No
+    batch enters running statistics twice: they do not change once all processes of a layer's group
+    have joined, or once this one has if the layer exchanges nothing with others. Joining costs one
+    small message per step. (``torch.distributed.algorithms.Join`` does the same for PyTorch.)
 
     Parameters
     ----------
     batches : iterable
     trainer : mxnet.gluon.Trainer, optional
-        Whose gradients are set to zero. Where they are accumulated (``grad_req="add"``) that would
-        lose those of earlier batches, so `early_stop` is needed. Without a Trainer the loop sets
-        them to zero: see `absent`.
+        The Trainer whose gradients are set to zero. If gradients are accumulated
+        (``grad_req="add"``), that would lose earlier batches, so `early_stop` is needed. Without a
+        Trainer your loop must set them to zero: see `absent`.
     group : SyncGroup, optional
         By default that of the layers: see :func:`gluon_syncbn.set_default_group`.
     early_stop : bool
@@ -47,23 +46,23 @@ class join:
     absent : bool
         Whether this process has joined, and the batch is its last one again.
     batch_size : int
-        The number of samples of all processes in this step: what ``trainer.step`` wants. A batch's
-        samples are counted along the first axis of the first array in it, which may be in lists,
-        tuples, dicts, and the ``data`` of an ``mx.io.DataBatch``. (Horovod's DistributedTrainer
-        divides by the number of processes too: give it ``steps.batch_size / hvd.size()``.)
+        The number of samples of all processes in this step: the argument of ``trainer.step``. A
+        batch's samples are counted along the first axis of the first array in it, which may be in
+        lists, tuples, dicts, and the ``data`` of an ``mx.io.DataBatch``. (Horovod's
+        DistributedTrainer divides by the number of processes too: give it ``steps.batch_size /
+        hvd.size()``.)
     processes : int
         How many processes bring a batch to this step.
 
     Raises
     ------
     ValueError
-        Where a process has no batch at all, and for a Trainer of parameters with
-        ``grad_req="add"`` without `early_stop`.
+        If a process has no batch at all, or a Trainer's parameters have ``grad_req="add"`` and
+        `early_stop` is off.
     TypeError
-        For `batches` that cannot be gone through, for anything but a Trainer as `trainer`, and for
-        a batch without an array.
+        If `batches` is not iterable, `trainer` is not a Trainer, or a batch has no array.
     RuntimeError
-        Where a process does not arrive at the step.
+        If a process does not arrive at the step.
     """
 
     def __init__(self, batches, trainer=None, group=None, early_stop=False):
@@ -126,7 +125,7 @@ class join:
             self._end_hook = before_adding_up(self._trainer, self._bring_nothing)
 
     def _bring_nothing(self):
-        if not _joined:  # In a loop within this one.
+        if not _joined:  # A loop within this one has not joined.
             return
         for parameter in trained(self._trainer):
             for gradient in parameter.list_grad():
@@ -146,7 +145,8 @@ _joined = False
 
 
 def _set_joined(joined):
-    """Whether the process brings nothing to the layers from now on. Returns what was before."""
+    """Sets whether this process contributes nothing to the layers from now on. Returns the old
+    value."""
     global _joined
     before, _joined = _joined, joined
     if joined != before:
@@ -176,6 +176,6 @@ def _arrays(batch):
     if isinstance(batch, (list, tuple)):
         for part in batch:
             yield from _arrays(part)
-    # Numbers of NumPy's have a shape too, of no axes.
+    # NumPy scalars have a shape too: ().
     elif getattr(batch, "shape", ()):
         yield batch

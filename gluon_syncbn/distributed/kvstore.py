@@ -1,4 +1,4 @@
-"""Processes joined by MXNet's parameter server."""
+"""Processes connected through MXNet's parameter server."""
 
 import functools
 import threading
@@ -11,25 +11,25 @@ from .. import native
 from .arguments import duration, seconds
 from .reducer import Reducer
 
-# Our keys. A Trainer numbers its own from 0, and a store has either numbers or words. Beyond the
-# last, key * 9973 in the 32 bits of ps-lite is negative and names a server that does not exist.
+# Our keys. A Trainer numbers its own from 0, and a store's keys are all numbers or all strings.
+# Beyond the last, ps-lite's 32-bit key * 9973 is negative and names a server that does not exist.
 _FIRST_KEY = 10**6
 _LAST_KEY = 1_076_648
-# What a process registers of a new key: its number in the store, its size, its name.
+# The length of what a process registers of a new key: its number in the store, size and name.
 _REGISTRATION = 64
 
 
 class KVStoreReducer(Reducer):
-    """Joins processes by MXNet's parameter server.
+    """Connects processes through MXNet's parameter server.
 
-    Processes of one machine meet in shared memory. For others, the server adds float32, so each sum
-    of a layer travels as 11 whole numbers of 16 bits, which float32 adds exactly. Where they do not
-    fit, as in a layer's first exchange, every process puts its numbers into a slot of its own, in
-    which all others have zeros; a float64 travels as three whole numbers of 22 bits. A new key
+    Processes of one machine meet in shared memory. Between machines, the server adds float32, so
+    each sum of a layer travels as 11 whole numbers of 16 bits, which float32 adds exactly. If they
+    do not fit, as in a layer's first exchange, every process puts its numbers into its own slot,
+    where all others have zeros; a float64 then travels as three whole numbers of 22 bits. A new key
     needs one or two more rounds, in which the processes agree on its number in the store.
 
-    While the reducer is in use, the store's own functions run one at a time, and some are refused;
-    so is a second distributed store in the process.
+    While the reducer is in use, the store's own functions run one at a time. Some of them raise,
+    and so does creating a second distributed store in the process.
 
     Parameters
     ----------
@@ -37,18 +37,18 @@ class KVStoreReducer(Reducer):
         ``mx.kv.create("dist_sync")`` or ``"dist_device_sync"``: the one that the Trainer gets as
         ``kvstore=kv, update_on_kvstore=False``. Keys from 10**6 on are ours.
     timeout : float
-        Seconds for which this call waits for the other processes, all of which make it. By default
+        Seconds that this call waits for the other processes, all of which must make it. By default
         the environment variable ``GLUON_SYNCBN_TIMEOUT``, or else 300.
 
     Raises
     ------
     ValueError
-        For a store of another type: one that does not join processes, or does not wait for all.
-        Later, where MXNet would wait indefinitely: by the store's own functions for a second
-        Trainer on it, as each numbers its keys from 0 and none may come again, and by
+        For a store of another type: one that does not connect processes, or does not wait for all.
+        Later, where MXNet would wait indefinitely: from the store's own functions for a second
+        Trainer on it, as each numbers its keys from 0 and no key may come again, and from
         ``mx.kv.create`` for a second store in the process, such as a Trainer's own.
     RuntimeError
-        Where the other processes do not arrive.
+        If the other processes do not arrive.
     """
 
     name = "the KVStore's server"
@@ -102,7 +102,7 @@ class KVStoreReducer(Reducer):
 
     def _leave(self, failure):
         super()._leave(failure)
-        # MXNet aborts a process that still has a reference to the store when Python has ended.
+        # MXNet aborts a process that still has a reference to the store when Python exits.
         self._hooks.undo()
         self._kv = None
 
@@ -119,12 +119,12 @@ class KVStoreReducer(Reducer):
         )
 
     def _register(self, key, size, array, wait):
-        """The number of a new key in the store, where it has the values of this array.
+        """Stores this array under a new key. Returns the key's number in the store.
 
-        The server takes the first push of a key for the value to begin with, so only rank 0 may
-        push a key that the server does not know. Every process registers each key, in rounds over
-        one key that all know: rank 0 when the server has the new one. The keys of one round may
-        differ: each process registers its keys in the order in which its layers come to them.
+        The server takes the first push of a key as its initial value, so only rank 0 may push a key
+        that the server does not know. Every process registers each key, in rounds over one key that
+        all know; rank 0 does so once the server has the new one. The keys of one round may differ,
+        as each process registers its keys in the order in which its layers need them.
         """
         name = key.encode()
         with self._round:
@@ -132,7 +132,7 @@ class KVStoreReducer(Reducer):
             mine = numpy.zeros(_REGISTRATION, numpy.float32)
             mine[:3] = number - _FIRST_KEY, size & 0xFFFF, size >> 16
             mine[3 : 3 + len(name)] = list(name)
-            # Written by no operator of MXNet's: see _push_new.
+            # Not written by an operator of MXNet: see _push_new.
             everyone = native.view(self._registration)
             everyone[:] = 0
             everyone[self.rank] = mine
@@ -166,9 +166,8 @@ class KVStoreReducer(Reducer):
                 "layers in every step."
             )
         self._kv.push(number, array)
-        # To be written, the array waits until the server has answered. By an operator that takes
-        # none of MXNet's workspaces, as the net may have given all of them to steps that wait for
-        # this exchange.
+        # This write waits until the server has answered. Its operator takes none of MXNet's
+        # workspaces, as steps that wait for this exchange may hold all of them.
         array[:] = 0
         wait.array(array)
         return number
@@ -192,14 +191,14 @@ def _refuse_compression(compression_params):
 
 
 class _Hooks:
-    """All that a KVStoreReducer replaces in MXNet, until `undo`:
+    """What a KVStoreReducer replaces in MXNet until `undo`:
 
     - the store's ``push``, ``pull`` and ``pushpull``, which run one at a time: the store notes each
       new key in a table without a lock;
-    - its ``init`` and ``broadcast``, which also refuse a key that comes again, for which MXNet
-      would wait indefinitely;
-    - its ``set_optimizer`` and ``set_gradient_compression``, which raise: a Trainer calls them that
-      wants its updates made by the server, or what it sends compressed;
+    - its ``init`` and ``broadcast``, which also refuse a key that comes again, as MXNet would wait
+      indefinitely;
+    - its ``set_optimizer`` and ``set_gradient_compression``, which raise: a Trainer calls them to
+      have the server make updates, or to compress what it sends;
     - ``mx.kv.create``, which raises for a second distributed store, as MXNet would wait
       indefinitely.
     """
@@ -234,17 +233,17 @@ class _Hooks:
         return call
 
     def _initializing(self, function):
-        """Both functions wait for all processes to call them."""
+        """Wraps one of _INITIALIZE, which wait for all processes to call them."""
 
         @functools.wraps(function)
         def call(*args, **kwargs):
             self._note(args[0] if args else kwargs.get("key", ()))
-            # Another process may get there only after exchanges that are under way here, and their
+            # Another process may get there only after exchanges that are under way here, whose
             # threads need the lock.
             mx.nd.waitall()
             result = function(*args, **kwargs)
             # The Trainer pushes gradients to the same keys next. A process that has not fetched the
-            # parameters by then would get the gradients' sum in their place.
+            # parameters by then would get the sum of the gradients instead.
             mx.nd.waitall()
             return result
 
@@ -264,18 +263,18 @@ class _Hooks:
 
 _INITIALIZE = ("init", "broadcast")
 _LOCKED = ("push", "pull", "pushpull", *_INITIALIZE)
-# Those that are in use.
+# The hooks in use.
 _hooked = set()
 
 
 def _bounded(create):
-    """``mx.kv.create``, which waits for all processes of the job, with a limit. A second
-    distributed store is refused."""
+    """Wraps ``mx.kv.create``, which waits for all processes of the job: sets a limit, and refuses a
+    second distributed store."""
 
     @functools.wraps(create)
     def create_or_refuse(name="local"):
         distributed = isinstance(name, str) and "dist" in name.lower()
-        # Others may have registered stores of their own.
+        # Third parties may have registered stores of their own.
         if not distributed or name.lower() in mx.kv.KVStoreBase.kv_registry:
             return create(name)
         if _hooked:
@@ -287,7 +286,7 @@ def _bounded(create):
         timeout = seconds(None)
         beat("makes its store", again=False)
         return native.call_within(
-            timeout + 1.0,  # The launcher knows who is late, so it speaks first.
+            timeout + 1.0,  # The launcher knows who is late, so it reports first.
             lambda: create(name),
             f"mx.kv.create({name!r}) has waited {duration(timeout)} for the job's other processes: "
             "one of its workers, servers or its scheduler is missing, stopped, or comes later than "

@@ -1,7 +1,7 @@
-"""Finds out which processes have arrived at an exchange, and what the others do instead.
+"""Finds out which processes have arrived at an exchange, and what the others are doing.
 
-A collective that waits cannot tell for whom. So each process answers probes over TCP, on threads
-that also run while all others wait in MXNet.
+A waiting collective cannot tell for whom it waits. So each process answers probes over TCP, on
+threads that run even while all others wait in MXNet.
 """
 
 import collections
@@ -16,13 +16,13 @@ from .answers import ABSENT, ARRIVED, FINISHED, GONE, SILENT, Answer, describe
 from .arguments import WARN_AFTER, duration
 from .tcp import own_host, receive, send, serve
 
-_ADDRESS_SIZE = 80  # bytes: "IP port token token", filled up with spaces
+_ADDRESS_SIZE = 80  # bytes: "IP port token token", padded with spaces
 # Characters, and bytes with room for what JSON escapes.
 _LONGEST_KEY, _LONGEST_STATUS = 240, 4000
 _LONGEST_PROBE, _LONGEST_ANSWER = 1 << 12, 1 << 16
 _MOST_AT_ONCE = 256  # so that probing stays below the usual limit of 1024 open files
 _MOST_IN_FLIGHT, _REMEMBERED = 3, 16
-# Timeouts that one process may go on for after the others have come to their end.
+# How many timeouts one process may run on after the others have finished.
 _ALONE = 10
 # Seconds.
 _CONNECTION_LIFE = 5.0
@@ -40,10 +40,10 @@ class Liveness:
     ``DMLC_NODE_HOST``, where MXNet's KVStore listens too; the address of the network interface
     ``DMLC_INTERFACE`` or ``HOROVOD_GLOO_IFACE``; the address from which this machine reaches
     ``DMLC_PS_ROOT_URI`` (the KVStore's scheduler) or ``HOROVOD_GLOO_RENDEZVOUS_ADDR``; 127.0.0.1.
-    OSError where this process cannot listen there.
+    Raises OSError if this process cannot listen there.
 
-    in_flight(): more exchanges than `arrive` and `leave` note: those in flight and the last
-    completed ones, two lists of (key, monotonic time). Called on another thread.
+    in_flight(): exchanges besides those that `arrive` and `leave` note: the ones in flight and the
+    last completed ones, two lists of (key, monotonic time). Called on another thread.
 
     watch: a `Watch`, which looks at this process on the same thread.
     """
@@ -53,7 +53,7 @@ class Liveness:
         self._in_flight, self._more = {}, in_flight
         self._completed = collections.deque(maxlen=_REMEMBERED)
         self._status = None
-        # Who has shown, in a probe, that it has finished.
+        # The ranks whose probes have shown that they have finished.
         self._finished = set()
         # A probe shows the first and its answer the second, so each side knows the other.
         self._tokens = secrets.token_hex(7).encode(), secrets.token_hex(7).encode()
@@ -75,7 +75,7 @@ class Liveness:
 
     def arrive(self, key):
         """Notes that this process brings its part of the exchange `key`: a str that names this
-        exchange and no later one, also where only its first and last 120 characters are left."""
+        exchange and no later one, even if cut to its first and last 120 characters."""
         self._in_flight[key] = _now()
 
     def leave(self, key, complete=True):
@@ -84,16 +84,16 @@ class Liveness:
             self._completed.append((key, _now()))
 
     def set_status(self, kind, text=""):
-        """What every answer shows from now on: FAILED with an error, or FINISHED. The first status
-        counts."""
+        """Sets what every answer shows from now on: FAILED with an error, or FINISHED. The first
+        status stays."""
         self._status = self._status or (kind, text[:_LONGEST_STATUS])
 
     def wait_for_the_end(self, timeout):
-        """Returns when all processes have called this, as they do when their scripts end. Raises
-        RuntimeError where some ended otherwise, or did not answer for `timeout` seconds.
+        """Returns once all processes have called this, at the end of their scripts. Raises
+        RuntimeError if some ended otherwise, or did not answer for `timeout` seconds.
 
-        It waits ten times as long for a process that answers, with a warning now and then: that one
-        may evaluate or save. If it arrives at an exchange, it fails there.
+        It waits ten times as long for a process that answers, which may be evaluating or saving,
+        with a warning now and then. If that process arrives at an exchange, it fails there.
         """
         self.set_status(FINISHED)
         start = _now()
@@ -102,7 +102,8 @@ class Liveness:
         silence = 0.0
         while True:
             answers = self.probe("", min(_PATIENCE, max(timeout - silence, _LEAST_PATIENCE)))
-            # A process that has seen all others finish is gone soon. Its probe showed it before.
+            # A process that has seen all others finish exits soon. Its own probe has shown that it
+            # finished.
             missing = {
                 rank: answer
                 for rank, answer in answers.items()
@@ -135,12 +136,12 @@ class Liveness:
                     duration(timeout),
                     duration(_ALONE * timeout),
                 )
-            # Processes that have finished leave the last one its time.
+            # Finished processes leave processor time to the last one.
             time.sleep(min(max(_BETWEEN_PROBES, waited / 100), 1.0))
 
     def probe(self, key, patience=_PATIENCE, ranks=None):
         """Asks all others of `ranks`, by default all, at once whether they have arrived at the
-        exchange `key`. Returns {rank: Answer}, in `patience` seconds at most."""
+        exchange `key`. Returns {rank: Answer} within `patience` seconds."""
         finished = self._status is not None and self._status[0] == FINISHED
         content = [_shortened(key), self.rank, finished]
         others = [rank for rank in ranks or range(self.size) if rank != self.rank]
@@ -179,7 +180,7 @@ class Liveness:
         """Those in flight, and the last completed ones: lists of (key, monotonic time), oldest
         first."""
         in_flight, completed = self._more()
-        # copy() is one step under the interpreter's lock.
+        # copy() is atomic under the interpreter's lock.
         return (
             sorted([*self._in_flight.copy().items(), *in_flight], key=_since),
             sorted([*self._completed.copy(), *completed], key=_since),
@@ -197,7 +198,7 @@ def _probe(address, own, expected, content, ends):
             send(connection, own, content, ends)
             answer = receive(connection, expected, _LONGEST_ANSWER, ends)
     except (ConnectionError, ValueError):
-        # The latter where somebody else got the port of a process that ended.
+        # ValueError: somebody else got the port of a process that ended.
         return Answer(GONE)
     except OSError as error:  # A timeout has no strerror.
         return Answer(SILENT, why=error.strerror)

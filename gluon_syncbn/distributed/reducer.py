@@ -21,7 +21,7 @@ from .watch import Watch
 
 _log = logging.getLogger("gluon_syncbn")
 
-# How long the shutdown handshake may take when all processes have come to their end.
+# How long the shutdown handshake may take once all processes have reached their end.
 _SHUTDOWN_SECONDS = 30.0
 # Bytes: what the KVStore registers.
 _LONGEST_KEY = 61
@@ -33,8 +33,8 @@ _CAUSES = (
 
 
 class Reducer:
-    """An exact sum of float64 over all processes, with a time limit and an error that says which
-    process is missing.
+    """Exchanges and adds float64 arrays over all processes, with a time limit and an error that
+    says which process is missing.
 
     rank, size : int
         This process's rank, and the number of processes.
@@ -48,14 +48,14 @@ class Reducer:
     def __init__(self, rank, size, timeout):
         self.rank, self.size = rank, size
         self._process = os.getpid()
-        # By key, from its first exchange on.
+        # {key: channel}, from a key's first exchange on.
         self.channels = {}
-        # Who exchanges a key, by its text, where not all do.
+        # {text of a key: the ranks that exchange it}, for keys that not all do.
         self._ranks = {}
         self._opening = {}
-        # All that were asked for. The end takes the longest.
+        # All timeouts asked for. The end of the process takes the longest.
         self._timeouts = {timeout}
-        # How many of Python's waits for MXNet had failed before.
+        # How many of Python's waits for MXNet had failed before `lost`.
         self._failed_before = 0
         self._liveness = self._memory = None
         beat("makes its store", again=False)
@@ -82,14 +82,14 @@ class Reducer:
     def all_reduce(self, key, array, timeout=None):
         """The sum of `array` over all processes.
 
-        Added in the order of ranks with an error term for every sum (Ogita, Rump and Oishi 2005,
-        Sum2), so that it is as good as one in twice the precision.
+        Adds in rank order with an error term for every sum (Ogita, Rump and Oishi 2005, Sum2), so
+        the result is as accurate as in twice the precision.
 
         Parameters
         ----------
         key : str
-            Names the sum: equal in all processes, and used for arrays of one shape. A call waits
-            for an earlier one of the same key on another thread. At most 40 bytes.
+            Names the sum: the same in all processes, and always for arrays of one shape. A call
+            waits for an earlier one of the same key on another thread. At most 40 bytes.
         array : numpy.ndarray
             float64, of one shape in all processes. Any value: infinities and NaN are summed too.
         timeout : float, optional
@@ -98,8 +98,8 @@ class Reducer:
         Raises
         ------
         RuntimeError
-            When a process does not arrive: at once where it has ended or failed, and otherwise
-            after `timeout`.
+            If a process does not arrive: at once if it has ended or failed, otherwise after
+            `timeout`.
         """
         array = numpy.asarray(array)
         rows = self.all_gather(key, array.reshape(-1), timeout=timeout)
@@ -114,19 +114,19 @@ class Reducer:
             return (total + error).reshape(array.shape)
 
     def all_gather(self, key, array, title=None, timeout=None):
-        """The arrays of all processes, shape (size, n), for one of shape (n,) here: `all_reduce`
-        says the rest. `title` names the exchange in messages."""
+        """The arrays of all processes, shape (size, n), given one of shape (n,): see `all_reduce`.
+        `title` names the exchange in messages."""
         array = numpy.asarray(array)
         if array.dtype != numpy.float64 or array.ndim != 1:
             raise ValueError(
                 f"all_gather got {array.dtype} of shape {array.shape}: give float64 of shape (n,)."
             )
-        # Quoted, so that no user's key is that of a layer.
+        # Quoted, so that no user's key equals a layer's.
         return self.exchange(native.Key(None, f'"{key}"'), array, title or repr(key), timeout)
 
     def exchange(self, key, array, title=None, timeout=None, ranks=None, sums=False):
         """`all_gather` for a layer. ranks: those that take part, see `split`. sums: the array is a
-        layer's message, whose sums will do: shape (1, n), where the store can add them."""
+        layer's message, so its sums, shape (1, n), suffice if the store can add them."""
         if self.size == 1:
             return array.reshape(1, -1).copy()
         if self.lost or os.getpid() != self._process:
@@ -137,7 +137,7 @@ class Reducer:
         if channel is None:
             start = time.monotonic()
             channel = self._first_exchange(key, array.size, title, timeout, ranks, sums)
-            # One timeout for both. All have just arrived, so little is left to wait for.
+            # One timeout covers both. All have just arrived, so the rest takes little time.
             timeout = max(timeout - (time.monotonic() - start), timeout * WARN_AFTER)
         if channel.size != array.size:
             raise ValueError(
@@ -206,12 +206,12 @@ class Reducer:
         return self._ranks.get(str(key), range(self.size))
 
     def _open(self, key, size, wait, sums):
-        """The native channel of a new key, when all processes know that it is used. sums: see
+        """The native channel of a new key, once all processes know that it is used. sums: see
         `exchange`."""
         raise NotImplementedError
 
     def _probe(self, title, exchange, error, waited, timeout, probes):
-        """Raises RuntimeError where it is of no use to wait: see `native.Connection`."""
+        """Raises RuntimeError if waiting is of no use: see `native.Connection`."""
         message = f"{title}: rank {self.rank} "
         if error:
             others = describe_others(self.probe_all(1.0)) if self._liveness is not None else ""
@@ -238,7 +238,7 @@ class Reducer:
             native.warn(f"{message}After {duration(timeout)} this is an error. {_CAUSES}")
 
     def _give_up(self, text):
-        # The store still waits, so a process that waits for it at the end would never end.
+        # The store still waits, so a process that waited for it at exit would never end.
         self._lose(text)
         shutdown.abandon()
         raise RuntimeError(text)
@@ -247,20 +247,20 @@ class Reducer:
         if not self.lost:
             self._failed_before = native.waits.failed
             self.lost = text
-        # Layers come here again, and get the error.
+        # Layers then call `exchange` again, and get the error.
         native.clear_channels()
 
     def _leave(self, failure):
-        """At the end of the process: MXNet's own end waits for all processes, also for those that
-        are gone or stopped, so it may begin only when all have come to theirs. `failure`: what the
-        script died of."""
+        """Runs at exit. MXNet's own shutdown waits for all processes, even for those that are gone
+        or stopped, so it may begin only once all have reached their end. failure: what the script
+        died of."""
         if self._liveness is None:
             return
         if failure is not None:
             self.fail(failure)
             shutdown.abandon()
         elif self.lost:
-            # The script may have ended without a look at its last step.
+            # The script may have ended without waiting for its last step.
             _log.error("%s", self.lost)
         else:
             timeout = self.longest_timeout
@@ -272,13 +272,13 @@ class Reducer:
                 shutdown.abandon()
         self._lose("The process ends.")
         self._liveness.close()
-        # MXNet's own end waits for the other processes too, where no thread of Python's runs any
-        # more. (Not where standard error has no file.)
+        # MXNet's own shutdown waits for the other processes too, when no Python thread runs any
+        # more. (This limit needs a file for standard error.)
         with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
             faulthandler.dump_traceback_later(self.longest_timeout, exit=True)
 
     def _shutdown_handshake(self, timeout):
-        """Goes through what MXNet's own end needs, now that all have come to theirs. Raises
+        """Does what MXNet's own shutdown needs, once all processes have reached their end. Raises
         RuntimeError."""
 
 
@@ -292,7 +292,7 @@ class _Wait:
         self._probes = 0
 
     def array(self, array):
-        """Waits until MXNet has written the array. Raises RuntimeError where it is of no use."""
+        """Waits until MXNet has written the array. Raises RuntimeError if waiting is of no use."""
         with native.watch(array) as watch:
             while not watch.wait(self.slice()):
                 self.probe()

@@ -6,7 +6,7 @@ import secrets
 
 from .. import native
 
-_ADDRESS_SIZE = 64  # bytes: "machine PID descriptor token", filled up with spaces
+_ADDRESS_SIZE = 64  # bytes: "machine PID descriptor token", padded with spaces
 _NOWHERE = "-"
 
 
@@ -14,7 +14,7 @@ class SharedMemory:
     """The memory that the processes of one machine share. The store is used between others.
 
     address : bytes
-        What the others need to know of this process, of equal length in all.
+        What the others need to know of this process. It has the same length in all processes.
     why_not : str
         Why this process shares no memory, or "".
     """
@@ -53,7 +53,7 @@ class SharedMemory:
         return not self.why_not
 
     def agree(self, opened):
-        """Takes what `open` returned in each process. Where it failed in one, none of its machine
+        """Takes what `open` returned in each process. If one failed, no process of its machine
         shares memory."""
         failed = {machine for machine, done in zip(self._machines, opened) if not done}
         self._machines = [_NOWHERE if m in failed else m for m in self._machines]
@@ -73,7 +73,7 @@ class SharedMemory:
 
 
 def _machine():
-    """A name of this machine, equal for processes that can share memory: of one user, in one
+    """A name of this machine, equal for processes that can share memory: those of one user in one
     container."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         parts = [file.read(), str(os.getuid())]

@@ -1,4 +1,4 @@
-"""Messages between processes over TCP, each one line of a token and JSON, and what answers them."""
+"""Messages between processes over TCP, each a line of a token and JSON, and their server."""
 
 import contextlib
 import ipaddress
@@ -17,13 +17,13 @@ _CLOSED_WITHIN = 1.0  # second
 
 def send(connection, token, content, ends):
     connection.settimeout(max(ends - _now(), 0.001))
-    # MSG_NOSIGNAL: a script may have given SIGPIPE back its power to kill.
+    # MSG_NOSIGNAL: a script may have restored the default of SIGPIPE, which kills.
     line = token + b" " + json.dumps(content).encode() + b"\n"
     connection.sendall(line, socket.MSG_NOSIGNAL)
 
 
 def receive(connection, token, longest, ends):
-    """The content of a message. Raises ValueError where it is a stranger's."""
+    """The content of a message. Raises ValueError if it is a stranger's."""
     line = b""
     while not line.endswith(b"\n"):
         connection.settimeout(max(ends - _now(), 0.001))
@@ -68,14 +68,14 @@ class Server(socketserver.ThreadingTCPServer):
         self._closed = True
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        # Without memory, it may be stuck in the start of another thread.
+        # If memory is short, it may be stuck starting another thread.
         self._thread.join(_CLOSED_WITHIN)
         for connection in list(self._connections):
             _hang_up(connection)
         self.server_close()
 
     def release_in_child(self):
-        # The parent answers. If the child kept its sockets, they would outlive a parent that dies.
+        # Only the parent answers. Sockets kept by the child would outlive a parent that dies.
         for connection in [*self._connections, self.socket]:
             connection.close()
 
@@ -83,7 +83,7 @@ class Server(socketserver.ThreadingTCPServer):
         try:
             return super().get_request()
         except OSError:
-            time.sleep(0.01)  # The connection waits in the queue until files may be opened again.
+            time.sleep(0.01)  # The connection stays queued until files can be opened again.
             raise
 
     def process_request(self, request, client_address):
@@ -110,11 +110,11 @@ class Server(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request, client_address):
-        """A stranger, or one that was slow or hung up, gets no answer."""
+        """Strangers, and clients that were slow or hung up, get no answer."""
 
 
 def _hang_up(connection):
-    """Ends what its thread waits for; the thread closes it."""
+    """Ends the wait of the connection's thread, which then closes it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -125,7 +125,7 @@ def serve(host, answer, most, watch=None):
         if ipaddress.ip_address(server.server_address[0].partition("%")[0]).is_unspecified:
             server.server_close()
             raise OSError("no address that others could reach")
-    except (OSError, UnicodeError) as error:  # The latter from a name that is no host's.
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name.
         raise OSError(
             f"This process cannot listen on {host!r} ({error}): set DMLC_NODE_HOST to an address "
             "of this machine that the other processes reach."
@@ -162,7 +162,7 @@ def _address_of_interface(name):
 
     found = psutil.net_if_addrs().get(name, ())
     ipv4 = [one.address for one in found if one.family == socket.AF_INET]
-    # Not what is good on one link only.
+    # Not link-local addresses.
     ipv6 = [one.address for one in found if one.family == socket.AF_INET6]
     return next(iter(ipv4 + [address for address in ipv6 if "%" not in address]), None)
 

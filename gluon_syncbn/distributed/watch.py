@@ -1,4 +1,4 @@
-"""Ends a process that stands still in a call that has no limit: of MXNet's engine, the Trainer, the
+"""Ends a process that hangs in a call without a time limit: of MXNet's engine, the Trainer, the
 store or Horovod."""
 
 import logging
@@ -14,10 +14,10 @@ from ..native import shutdown
 from .answers import FAILED, GONE, describe_others
 from .arguments import WARN_AFTER, duration
 
-# How often threads are looked at, and the seconds between: Horovod's own thread runs now and then.
+# How often to look at the threads, and seconds between: Horovod's own thread runs now and then.
 _LOOKS, _BETWEEN_LOOKS = 10, 0.002
-# Seconds: beyond the timeout, so that what has a limit of its own ends first; for an error to come
-# out of the call in which the script is; for the last words.
+# Seconds: past the timeout, so that calls with a limit of their own end first; for an error to come
+# out of the script's current call; for the last message.
 _LATER, _RAISES, _LAST_WORDS = 0.5, 0.5, 2.0
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -26,11 +26,11 @@ _log = logging.getLogger("gluon_syncbn")
 
 
 class _Place:
-    """Where a thread stands. It waits for others where the innermost frame is MXNet's or Horovod's
-    and no thread computes."""
+    """Where a thread is. It waits for others if its innermost frame is MXNet's or Horovod's and no
+    thread computes."""
 
     def __init__(self, thread, frame, libraries):
-        # A frame's address may come again, so it is not enough.
+        # A frame's address alone is not enough, as it may be reused.
         self.key = id(frame), frame.f_lasti, native.waits.returned[thread]
         self.stood = self.waited = 0.0
         call = frame.f_code.co_name if frame.f_code.co_filename.startswith(libraries) else None
@@ -44,7 +44,7 @@ class _Place:
 class Watch:
     """Looks at the threads of this process now and then: see `look`.
 
-    reducer: whose processes are waited for.
+    reducer: the `Reducer` whose processes wait for each other.
     """
 
     def __init__(self, reducer):
@@ -61,22 +61,22 @@ class Watch:
         return min(1.0, self._reducer.longest_timeout * WARN_AFTER / 2)
 
     def place(self):
-        """Where the main thread stands: a text, the seconds since then, and whether it waits."""
+        """Where the main thread is: a text, the seconds it has been there, and whether it waits."""
         place = self._places.get(threading.main_thread().ident)
         return place and (place.text, place.stood, place.waits)
 
     def look(self):
-        """Notes where each thread stands, and has a wait judged that takes long."""
+        """Notes where each thread is, and has long waits judged."""
         now = _now()
         if now - self._time < self.period / 2:
             return
         passed = now - self._time
         self._time = now
-        # A process that was stopped has not waited meanwhile.
+        # The time for which this process was stopped is no wait.
         passed = min(passed, 2 * self.period)
         reducer, libraries = self._reducer, _libraries()
         if reducer.lost and not self._lost:
-            self._lost, self._places = True, {}  # The error has its time to come out from here on.
+            self._lost, self._places = True, {}  # From here on the error has time to come out.
         places = {}
         for thread, frame in sys._current_frames().items():
             if thread in native.bounded:
@@ -98,7 +98,7 @@ class Watch:
             thread = max(places, key=lambda thread: places[thread].waited)
             first = reducer.longest_timeout * WARN_AFTER
             if places[thread].waited > (_RAISES if self._lost else first):
-                # Another thread, as this one answers probes.
+                # On another thread, as this one answers probes.
                 arguments = [thread, places[thread]]
                 self._judge = threading.Thread(target=self._judge_wait, args=arguments, daemon=True)
                 self._judge.start()
@@ -136,8 +136,8 @@ def _libraries():
 
 
 def _computes():
-    """Whether another thread of this process runs, would run on a free processor, or waits for a
-    disk, each time one looks."""
+    """Whether, at every look, another thread of this process runs, is ready to run, or waits for a
+    disk."""
     own = str(threading.get_native_id())
     for _ in range(_LOOKS):
         time.sleep(_BETWEEN_LOOKS)
@@ -155,9 +155,9 @@ def _is_busy(thread):
 
 
 def _end(text):
-    """Ends this process, in whatever state its threads are."""
+    """Ends this process, whatever its threads are doing."""
     shutdown.abandon()
-    # It may be that nobody reads what is written, and the wait may be in a thread that logs.
+    # Logging may block: nobody may read the output, or the hanging thread may be logging.
     words = threading.Thread(target=_log.error, args=("%s", text), daemon=True)
     words.start()
     words.join(_LAST_WORDS)

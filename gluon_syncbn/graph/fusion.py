@@ -1,4 +1,4 @@
-"""Fuses what follows our operator in a graph into it: an addition, a relu, a leaky relu."""
+"""Fuses the addition, relu or leaky relu that follows our operator in a graph into it."""
 
 import collections
 import functools
@@ -30,17 +30,18 @@ class _End(NamedTuple):
 
     node: Node
     last: Node
-    user: Optional[Node]  # what alone takes the output
+    user: Optional[Node]  # the only user of the output
     why: Optional[str]  # why there is none
 
 
 def fuse(graph):
-    """Fuses what follows our nodes of a Graph into them, where nothing else takes their output.
+    """Fuses what follows our nodes of a Graph into them, if nothing else uses their output.
 
-    That is relu, a leaky relu, or ``elemwise_add``, whose other operand becomes the residual, with
-    or without one of these after it. Of two such operands one takes the other, the first if it can.
-    A residual must not change the order in which calls of one layer, random operators and operators
-    of others run, nor that in which more than two gradients are added.
+    That is a relu, a leaky relu, or an ``elemwise_add``, whose other operand becomes the residual,
+    perhaps with an activation after it. If both operands are our nodes, one takes the other as its
+    residual, the first if it can. A residual must not change the order in which calls of one layer,
+    random operators and third-party operators run, nor the order in which more than two gradients
+    are added.
 
     Returns
     -------
@@ -82,8 +83,8 @@ def fuse(graph):
 
 
 def _take_residuals(graph, ends):
-    """Gives nodes the other operand of an addition as an input, where that changes no order that
-    counts. Returns {id of the addition: the node}."""
+    """Gives nodes the other operand of an addition as their residual, unless that changes an order
+    that matters. Returns {id of the addition: the node}."""
     takers, replaced = {}, {}
     before = None
     for node, last, user, _ in ends.values():
@@ -109,10 +110,10 @@ def _take_residuals(graph, ends):
 
 
 def _order(graph, replaced):
-    """What must not change: the order of calls that share a state and of random operators, and that
-    in which MXNet adds the gradients of an entry.
+    """What must not change: the order of calls that share a state and of random operators, and the
+    order in which MXNet adds the gradients of an entry.
 
-    replaced: {(id of a node, number of its input): id of the addition in whose place it is}
+    replaced: {(id of a node, number of its input): id of the addition that it replaces}
     """
     nodes = graph.nodes()
     calls, gradients = collections.defaultdict(list), collections.defaultdict(list)
@@ -130,8 +131,8 @@ def _order(graph, replaced):
 
 
 def _states(node):
-    """The names of the running means that a node updates; "" for random numbers and for what
-    operators of others do."""
+    """The names of the running means that a node updates; "" for random and third-party
+    operators."""
     inner = (part for graph in node.graphs() for part in graph.all_nodes())
     for each in (node, *inner):
         if each.operator in STOCK_OPERATORS or each.operator in OUR_OPERATOR:
@@ -142,7 +143,7 @@ def _states(node):
 
 
 def _only_user(graph, users, node):
-    """(the node that alone takes the outputs of a node, None), or (None, why there is none)."""
+    """(the only user of a node's outputs, None), or (None, why there is none)."""
     (user, number), *others = users[id(node)]
     if others:
         return None, f"its output has {1 + len(others)} consumers"
@@ -152,7 +153,7 @@ def _only_user(graph, users, node):
 
 
 def _activation(node):
-    """The attributes with which our operator computes a node too; {} if it cannot."""
+    """The attributes that make our operator compute this activation; {} if it cannot."""
     if node.op in ("relu", "_npx_relu") or node.attrs.get("act_type") == "relu":
         return {"activation": "relu"}
     if node.op == "LeakyReLU" and node.attrs.get("act_type", "leaky") == "leaky":
@@ -193,5 +194,5 @@ def _with_fusion(get_graph):
     return fusing
 
 
-# Not an attribute of the block, which a copy of it would share.
+# On the class: a function stored in a block would be shared by its copies.
 HybridBlock._get_graph = _with_fusion(HybridBlock._get_graph)

@@ -26,7 +26,7 @@ from .symbols import (
 class Node:
     """A node of batch normalization in a graph, and the layer that replaces it.
 
-    Not a tuple: Gluon warns of blocks in tuples that are not children.
+    Not a tuple: Gluon warns about blocks in tuples that are not children.
     """
 
     number: int

@@ -19,7 +19,7 @@ STOCK_OPERATORS = {
 OUR_OPERATOR = {native.OP_TYPE: False}
 # The inputs after the data.
 ROLES = ("gamma", "beta", "running_mean", "running_var")
-# The number of the input that our operator adds to the normalization, if it has one.
+# The number of our operator's residual input, if it has one.
 RESIDUAL = 3
 _RANDOM = re.compile(
     "_(random|sample|shuffle|image_random|npx__image_random|npi_random|contrib_dgl_csr_neighbor)|"
@@ -72,7 +72,7 @@ class Node:
         return self.op == "SwapAxis" and self.attrs.get("dim1") == self.attrs.get("dim2")
 
     def graphs(self):
-        """The graphs within a node, such as a loop; changes to them are not written back."""
+        """The graphs within a node, such as a loop's; changes to them are not written back."""
         return [Graph.of_json(part) for part in self.more.get("subgraphs", ())]
 
 
@@ -142,9 +142,9 @@ class Graph:
     def rewrite(self, change):
         """Replaces nodes in one pass from the inputs up.
 
-        change(node) is called once for each node, in the order of :meth:`nodes` before the first
-        change, when the node's inputs are replaced already. It returns the entry that takes the
-        place of the node's first output, or None.
+        change(node) is called once for each node, in the order that :meth:`nodes` has before the
+        first change, once the node's inputs have been replaced. It returns the entry that replaces
+        the node's first output, or None.
         """
         new = {}
 
@@ -200,7 +200,7 @@ class Graph:
             names.add(node.name)
 
     def all_nodes(self):
-        """The nodes, also those of graphs within nodes, which can be read but not changed."""
+        """All nodes, including those of graphs within nodes, which can be read but not changed."""
         nodes = self.nodes()
         inner = [graph for node in nodes for graph in node.graphs()]
         return nodes + [node for graph in inner for node in graph.all_nodes()]
@@ -233,16 +233,16 @@ def is_in_place(node):
 
 
 def taken_apart(node):
-    """(x, residual or None, parameters) of a node of batch normalization: entries, those of data
-    before their layout copies."""
+    """The entries (x, residual or None, parameters) of a node of batch normalization. x and the
+    residual are those before their layout copies."""
     x, *parameters = node.inputs
     residual = parameters.pop(RESIDUAL - 1) if has_residual(node) else None
     return before_layout_copies(x), residual and before_layout_copies(residual), parameters
 
 
 def unfused(node, y, residual):
-    """The entry y of a normalization, followed by what a node of ours computes after it, in nodes
-    of their own."""
+    """The entry y of a normalization, followed by separate nodes for the residual and activation of
+    our node."""
     if residual:
         y = Node("elemwise_add", f"{node.name}_add", inputs=[y, residual]), 0
     settings = settings_of(node)
@@ -256,11 +256,11 @@ def unfused(node, y, residual):
 
 def make_stock(graph, within=None):
     """Turns every kind of batch normalization in a Graph into the stock operator ``BatchNorm``,
-    followed by what it does besides.
+    followed by nodes for its residual and activation.
 
     Raises ExportError if a mean or variance is an output of the graph or the input of another node,
-    as ``BatchNorm`` returns them in another form, and for momentum=None in a graph `within` a node,
-    such as a loop.
+    because ``BatchNorm`` returns them in another form. Also raises it for momentum=None in a graph
+    `within` a node, such as a loop.
     """
     for node in graph.nodes():
         graphs = node.graphs()
@@ -310,7 +310,7 @@ def make_stock(graph, within=None):
 
 
 def add_layout_copies(graph):
-    """Lets the CPU run a graph that was traced for GPUs, where our operator needs no copies."""
+    """Lets the CPU run a graph that was traced for GPUs, which need no layout copies."""
 
     def copy(entry):
         return Node("SwapAxis", "layout_copy", {"dim1": "0", "dim2": "0"}, [entry]), 0

@@ -56,7 +56,7 @@ def run(net, parameters, values, inputs):
 
         for parameter, value in values.items():
             data = [value.as_np_ndarray() if is_np else value]
-            # By the lowest bit of MXNet's number for a kind of device, 1 for the CPU.
+            # MXNet indexes by the lowest bit of the device type, 1 for the CPU.
             change(parameter, _data=data, _ctx_list=[mx.cpu()], _ctx_map=[[], [0]])
         for _, block in walk(net):
             if isinstance(block, HybridBlock):
@@ -104,7 +104,7 @@ def _input_names(net, shapes):
 
 
 def _arguments(net, inputs):
-    """The arguments of a call of the net, made of its inputs."""
+    """The arguments of a call of the net, made from its inputs."""
     if not _is_compiled(net):
         return inputs
     rest = iter(inputs)

@@ -24,8 +24,8 @@ def _is_number(value):
 
 
 def _same_memory(a, b):
-    """Whether MXNet finds a Parameter's array for both contexts: cpu, cpu_pinned and cpu_shared are
-    one."""
+    """Whether MXNet finds the same array of a Parameter for both contexts: cpu, cpu_pinned and
+    cpu_shared count as one."""
     return (a.device_typeid & 1, a.device_id) == (b.device_typeid & 1, b.device_id)
 
 
@@ -41,8 +41,8 @@ class SyncBatchNorm(nn.BatchNorm):
     Results have the same bits however a batch is split over devices and threads.
 
     Training code does not change: call the net once for each device inside ``autograd.record()``,
-    and wait for no result before every device was called. In inference devices do not wait for each
-    other.
+    and do not wait for a result before every device has been called. In inference, devices do not
+    wait for each other.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class SyncBatchNorm(nn.BatchNorm):
     in_channels : int, default 0
         The number of channels C; 0: inferred from the first data.
     num_devices : int, optional
-        How many devices take part, if not all on which the parameters live.
+        The number of devices that take part. By default all contexts of the parameters.
     group : SyncGroup, optional
         Which devices and processes take part, and how long they wait for each other. By default
         the group set by :func:`gluon_syncbn.set_default_group`.
@@ -74,18 +74,18 @@ class SyncBatchNorm(nn.BatchNorm):
         one through cuDNN; PyTorch uses the unbiased one. The batch itself is always normalized by
         the biased variance.
     activation : {None, "relu", "leaky_relu"}, default None
-        What follows in the same pass over the data. Outputs, gradients and running statistics have
-        the bits of the layer, ``elemwise_add`` of the residual, and ``Activation`` or ``LeakyReLU``
-        in a row. (Not so with a leaky relu of 16-bit and float64 data, as MXNet rounds it more
-        often, for NaN and infinity, and for the sign of a gradient of 0.)
+        The activation, computed in the same pass over the data. Outputs, gradients and running
+        statistics are bit-identical to the layer followed by ``elemwise_add`` of the residual and
+        ``Activation`` or ``LeakyReLU``. (Exceptions: a leaky relu of 16-bit or float64 data, which
+        MXNet rounds more often; NaN and infinity; the sign of a gradient of 0.)
     slope : float, default 0.01
         The leaky relu's slope for negative values, 0 or more.
     inplace : bool, default False
         Whether backward recovers x from y, so that MXNet frees x after the forward. For
         ``activation="leaky_relu"`` with a positive `slope` and epsilon, without a residual.
-        Gradients are those of x rounded once more, and gamma counts with a magnitude of at least
+        Gradients are those of x rounded once more, and gamma is used with a magnitude of at least
         `epsilon`, in inference too. It saves nothing on CPU contexts of a oneDNN build, where a
-        copy of y takes the place of x.
+        copy of y replaces x.
 
     Parameters of the layer
     -----------------------
@@ -100,8 +100,8 @@ class SyncBatchNorm(nn.BatchNorm):
     ------------------
     x : (N, C), (N, C, W), (N, C, H, W) or (N, C, D, H, W), or with C on another `axis`; of dtype
     float16, bfloat16, float32 or float64. The residual and the output have its shape and dtype.
-    Parameters are float64 for float64 data and float32 for all other, as ``cast`` makes them. After
-    ``mx.npx.set_np()`` all are MXNet's NumPy arrays.
+    Parameters are float64 for float64 data and float32 for all others, as ``cast`` makes them.
+    After ``mx.npx.set_np()`` all are MXNet's NumPy arrays.
 
     Raises
     ------
@@ -109,11 +109,11 @@ class SyncBatchNorm(nn.BatchNorm):
         For arguments out of range, for data on a context without parameters, and for a residual
         with ``inplace=True``.
     TypeError
-        For an input that is no array of MXNet's, and an ``mx.nd`` array after ``mx.npx.set_np()``.
+        For an input that is not an MXNet array, and an ``mx.nd`` array after ``mx.npx.set_np()``.
     MXNetError
-        Where a result is waited for, if a device does not arrive, arrives twice, or has another
-        number of channels. Afterwards call ``mx.nd.waitall()``, which raises the errors of the
-        other devices, and training can go on.
+        On waiting for a result, if a device does not arrive, arrives twice, or has another number
+        of channels. Then call ``mx.nd.waitall()``, which raises the errors of the other devices,
+        and training can go on.
 
     References
     ----------
@@ -353,7 +353,7 @@ class SyncBatchNorm(nn.BatchNorm):
 
 
 class SyncBatchNormReLU(SyncBatchNorm):
-    """:class:`SyncBatchNorm` with ``activation="relu"``, in the place of ``nn.BatchNormReLU``.
+    """:class:`SyncBatchNorm` with ``activation="relu"``, in place of ``nn.BatchNormReLU``.
 
     (MXNet's own ``nn.BatchNormReLU`` takes only float32 data of 4 dimensions with axis=1 on the
     CPU, and omits the relu for NumPy's arrays.)

@@ -29,8 +29,8 @@ def is_true(text):
 
 
 class Settings(NamedTuple):
-    """What the operator computes: the attributes of its nodes in graphs. Those with the value here
-    are left out, as src/operator/call/attributes.h has the same."""
+    """What the operator computes: the attributes of its nodes in graphs. Default values are left
+    out, because src/operator/call/attributes.h has the same defaults."""
 
     axis: int = 1
     momentum: Optional[float] = 0.9
@@ -47,7 +47,7 @@ class Settings(NamedTuple):
 
     @classmethod
     def read(cls, attributes):
-        """Those among the attributes of a node, which are texts."""
+        """The settings among a node's attributes, which are strings."""
         settings = {}
         for name, default in _DEFAULTS.items():
             text = attributes.get(name, str(default))
@@ -90,7 +90,7 @@ def sync_batch_norm(
 ):
     r"""Batch normalization over all devices of `layer` (Ioffe and Szegedy, 2015).
 
-    x has shape (N, C, S): all axes before the channels' count as N, all after it as S. Sums run
+    x has shape (N, C, S): all axes before the channel axis count as N, all after it as S. Sums run
     over n and s on all devices, M values in all:
 
     .. math::
@@ -114,11 +114,11 @@ def sync_batch_norm(
         dx_{ncs} &= \frac{\gamma_c}{\sqrt{\sigma_c^2 + \epsilon}}
             \left(g_{ncs} - \frac{d\beta_c}{M} - \hat x_{ncs} \frac{d\gamma_c}{M}\right)
 
-    dx takes the sums over all devices. dgamma and dbeta are written as the device's own, and the
-    Trainer adds them.
+    dx takes the sums over all devices. dgamma and dbeta are each device's own, and the Trainer adds
+    them.
 
     With `virtual_devices` the samples of x, along the first axis, are cut into that many chunks,
-    the first of them larger by one if they do not divide evenly. Sums run over one chunk each, no
+    the first ones larger by one if they do not divide evenly. Sums run over one chunk each, no
     device waits for another, and the running statistics become the mean of the chunks'.
 
     Parameters
@@ -127,9 +127,9 @@ def sync_batch_norm(
         mxnet.nd or mxnet.sym, as in ``hybrid_forward``.
     x : NDArray or Symbol
         2 to 5 dimensions; float16, bfloat16, float32 or float64. MXNet's NumPy arrays and symbols
-        are taken too, here and below.
+        are accepted too, here and below.
     gamma, beta, running_mean, running_var : NDArray or Symbol
-        Shape (C,), float64 for float64 data and float32 for all other. The last two are updated in
+        Shape (C,), float64 for float64 data, otherwise float32. The last two are updated in
         training mode.
     num_batches_tracked : NDArray or Symbol
         Shape (1,), with ``momentum=None`` only: counts the batches.
@@ -145,7 +145,7 @@ def sync_batch_norm(
         from no oneDNN operator. None: the
         graph is for GPUs; on the CPU it raises.
     node : int
-        In a graph, an id for each node of the layer: calls of equal id synchronize. With
+        In a graph, an id for each node of the layer: calls with equal ids synchronize. With
         ``static_shape`` MXNet does not keep the nodes of one layer in order.
     name : str, optional
         Of the node in a graph.
@@ -163,13 +163,12 @@ def sync_batch_norm(
     Raises
     ------
     MXNetError
-        At once for shapes and dtypes that do not fit. Where y is waited for: if a device of the
-        layer does not arrive within the timeout, arrives twice, or has another number of
-        channels.
+        At once for shapes and dtypes that do not fit. On waiting for y, if a device of the layer
+        does not arrive within the timeout, arrives twice, or has another number of channels.
     """
     as_numpy = is_numpy(x)
     swap_axis = _without_amp(F.SwapAxis)
-    # The same memory and graph: MXNet's operators take either kind of array, not both.
+    # This keeps the memory and graph. MXNet's operators take either kind of array, not both.
     data = [each.as_nd_ndarray() for each in (x, residual) if each is not None]
     if copy_layout:
         data = [swap_axis(each, dim1=0, dim2=0) for each in data]

@@ -36,7 +36,7 @@ class _ObservedParameter(Parameter):
             array.wait_to_read()
 
     def __getstate__(self):
-        # The layers of a copy or of a pickle register by themselves.
+        # The layers of a copy or an unpickled net register themselves.
         return {**self.__dict__, "_layers": None}
 
     def __setstate__(self, state):
@@ -44,7 +44,7 @@ class _ObservedParameter(Parameter):
 
     @classmethod
     def attach(cls, parameter, layer):
-        # The same object, as others share it.
+        # The object stays the same, as others share it.
         if not isinstance(parameter, cls):
             parameter.__class__ = cls
             parameter._layers = set()
@@ -62,8 +62,8 @@ class _ObservedParameter(Parameter):
 class SyncedLayer(native.Layer):
     """The part of a layer that outlives its block: its parameters, and which devices synchronize.
 
-    The block and its running statistics hold it. So a graph that was made of the block goes on as
-    long as the parameters are there.
+    The block and its running statistics keep it alive. So a graph made from the block works as long
+    as the parameters exist.
     """
 
     def __init__(self, block):
@@ -106,7 +106,7 @@ class SyncedLayer(native.Layer):
         return list(self.group.devices or dict.fromkeys(map(str, self.contexts())))
 
     def device_groups(self):
-        """The devices of this process in lists of those that synchronize."""
+        """The devices of this process, as lists of those that synchronize."""
         devices = self.all_devices()
         size = min(self.group.group_size or len(devices), len(devices))
         return [devices[i : i + size] for i in range(0, len(devices), size or 1)]

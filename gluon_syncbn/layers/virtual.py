@@ -6,19 +6,19 @@ from .batch_norm import SyncBatchNorm
 
 
 class VirtualBatchNorm(SyncBatchNorm):
-    r"""Batch normalization as by several devices that do not synchronize, on each device.
+    r"""Batch normalization that treats each device as several devices that do not synchronize.
 
-    The batch of a device is cut along its first axis into `virtual_devices` chunks, the first of
-    them larger by one sample if they do not divide evenly. Each chunk i is normalized by its own
+    The batch of a device is cut along its first axis into `virtual_devices` chunks, the first ones
+    larger by one sample if they do not divide evenly. Each chunk i is normalized by its own
     statistics:
 
     .. math:: y_i = \gamma \frac{x_i - \mu_i}{\sqrt{\sigma_i^2 + \epsilon}} + \beta
 
-    y and dx have the bits of that many unsynchronized devices, with the memory of one device and in
-    one call. (The running statistics are the mean of the devices', which is what MXNet saves. They,
-    and the gradients of gamma and beta, are added in double before they are rounded, those of real
-    devices after.) So a training of many unsynchronized GPUs can be repeated
-    on few. For large batches this is known as ghost batch normalization.
+    y and dx are bit-identical to those of that many unsynchronized devices, with the memory of one
+    device and in one call. (The running statistics are the mean over the devices, which is what
+    MXNet saves. They and the gradients of gamma and beta are added in double before rounding; real
+    devices round first.) So a training run on many unsynchronized GPUs can be repeated on few. For
+    large batches this is known as ghost batch normalization.
 
     Inference uses the running statistics, the same for all samples.
 
@@ -35,8 +35,8 @@ class VirtualBatchNorm(SyncBatchNorm):
     ValueError
         For arguments out of range.
     MXNetError
-        If a batch has fewer samples than there are virtual devices, where a result is waited for.
-        At once if the channels are on axis 0.
+        On waiting for a result, if a batch has fewer samples than there are virtual devices. At
+        once if the channels are on axis 0.
 
     References
     ----------

@@ -19,7 +19,7 @@ from .library import (
 )
 from .library import library as _library
 
-# Of a float64 in float32.
+# How many float32 numbers carry one float64.
 LIMBS = 3
 # Whole numbers of so many bits are added exactly: in float32 and in float64.
 KVSTORE_BITS, HOROVOD_BITS = 24, 53
@@ -29,7 +29,8 @@ _MAX_ERROR_SIZE = 1 << 13
 
 
 class Key(namedtuple("Key", "layer direction node group", defaults=(None, None))):
-    """By what processes exchange: a layer's messages, or without a layer what `direction` names."""
+    """Names what processes exchange: a layer's messages, or without a layer what `direction`
+    says."""
 
     def __str__(self):  # As stores and other processes see it.
         text = " ".join(str(part) for part in self[:3] if part is not None)
@@ -44,7 +45,7 @@ def write_error(failure, error, error_size):
 
 @PROBE
 def _on_probe(connection, delay, error, error_size):
-    """Finds out whether to go on with an exchange that takes long. Runs on the waiting thread."""
+    """Finds out whether to go on with a slow exchange. Runs on the waiting thread."""
     try:
         delay = delay.contents
         _raise_if_released(delay.waited)
@@ -127,7 +128,7 @@ class Connection:
         return Channel(handle, size, len(slots), slots, sums)
 
     def horovod_channel(self, key, size, processes, process_set, operations, sums=False):
-        """A `Channel` through Horovod. process_set: the number of its set of processes. operations:
+        """A `Channel` through Horovod. process_set: the id of the process set. operations:
         ``hvd.mpi_ops``. sums: whether Horovod is to add up what the processes send."""
         functions = operations.MPI_MXNET_LIB_CTYPES
         mine = mxnet.nd.empty((size,), dtype=numpy.float64)
@@ -174,9 +175,9 @@ class Connection:
 class Segment:
     """Memory that processes of one machine share: see exchange/shared_memory.h.
 
-    file: the descriptor of another process's, ``/proc/PID/fd/NUMBER``. By default a new one, with a
-    `descriptor` until `close`. token: 16 characters, equal for all. RuntimeError where there is
-    none to be had. It is kept until the process ends.
+    file: another process's descriptor, ``/proc/PID/fd/NUMBER``. By default a new segment is made,
+    which has a `descriptor` until `close`. token: 16 characters, equal for all. Raises RuntimeError
+    if the memory cannot be had. It is kept until the process ends.
     """
 
     def __init__(self, token, file=None):
@@ -193,11 +194,11 @@ class Segment:
 
 
 class Channel:
-    """A key by which all processes exchange the same number of values, again and again."""
+    """A key under which all processes repeatedly exchange the same number of values."""
 
     def __init__(self, handle, size, processes, *arrays):
         self.handle, self.size, self._processes = handle, size, processes
-        # The library uses them.
+        # Kept alive, as the library uses them.
         self._arrays = arrays
 
     @property
@@ -206,7 +207,7 @@ class Channel:
         return _library.gluon_syncbn_channel_calls(self.handle)
 
     def restart(self):
-        """The next exchange is one of values, as the first was, in all processes."""
+        """Makes the next exchange one of values, like the first. All processes must call it."""
         _library.gluon_syncbn_channel_restart(self.handle)
 
     def exchange(self, title, timeout, mine):
@@ -255,14 +256,15 @@ class FixedPoint:
         return packed
 
     def unpack(self, packed):
-        """The sums, or None for all processes where the windows do not do for all."""
+        """The sums. None, in all processes alike, if the windows do not fit the values of all."""
         message = numpy.empty(self._size)
         packed = numpy.ascontiguousarray(packed)
         found = _library.gluon_syncbn_unpack(self._handle, packed.ctypes.data, message.ctypes.data)
         return message if found else None
 
     def follow(self, messages):
-        """Takes the messages of all processes, shape (processes, size), where it had no sums."""
+        """Takes the messages of all processes, shape (processes, size), after an exchange without
+        sums."""
         messages = numpy.ascontiguousarray(messages)
         _library.gluon_syncbn_follow(self._handle, messages.ctypes.data)
 
@@ -277,7 +279,7 @@ def _or_error(function, *arguments):
 
 
 def clear_channels():
-    """From now on all messages of layers go through Python, which then opens channels again."""
+    """Sends all messages of layers through Python from now on, which then opens channels again."""
     _library.gluon_syncbn_clear_channels()
 
 
@@ -321,12 +323,12 @@ def view(array):
     return numpy.ctypeslib.as_array(ctypes.cast(_pointer(array), ctypes.POINTER(kind)), array.shape)
 
 
-# The threads on which functions run that have a limit.
+# The threads that run functions with a time limit.
 bounded = set()
 
 
 def call_within(seconds, function, otherwise):
-    """What a function of MXNet's returns that may never return. Raises RuntimeError(otherwise) on
+    """The result of a function of MXNet that may never return. Raises RuntimeError(otherwise) on
     timeout."""
     results, failures = [], []
 

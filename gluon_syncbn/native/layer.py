@@ -32,7 +32,7 @@ _FUNCTIONS = (
     "MXEnginePushSyncND",
     "MXGetLastError",
 )
-# Those by which Python waits for the results of operations.
+# The functions with which Python waits for the results of operations.
 _WAITS = (
     "MXNDArrayWaitToRead",
     "MXNDArrayWaitToWrite",
@@ -47,8 +47,8 @@ waits = types.SimpleNamespace(returned=collections.Counter(), failed=0)
 
 
 def warn(text):
-    """Logs on another thread. The caller must end waits in time, and a thread that holds a lock of
-    logging may be one that waits: for an array that it logs."""
+    """Logs on another thread. The caller must end waits in time, and the thread that holds
+    logging's lock may itself be waiting, for an array that it logs."""
     threading.Thread(target=_log.warning, args=("%s", text), daemon=True).start()
 
 
@@ -84,9 +84,9 @@ def _on_waits(layer_id, epoch, backward):
 
 
 def _on_wait(status, _function, _arguments):
-    """Called after each wait of Python's for MXNet. MXNet forgets an error once it is raised, so
-    nobody can tell later which calls it has skipped because of it, and the devices' next calls
-    would meet those of the failed step. So the failed step ends here, before the error is raised.
+    """Called after each of Python's waits for MXNet. MXNet forgets an error once it is raised, so
+    later nobody can tell which calls it skipped because of it, and the devices' next calls would
+    meet those of the failed step. So the failed step ends here, before the error is raised.
     """
     waits.returned[threading.get_ident()] += 1
     if status != 0:
@@ -97,8 +97,8 @@ def _on_wait(status, _function, _arguments):
 
 
 def _end_step():
-    """Waits until the calls that have been pushed are over. Those that wait for a skipped one end
-    with an error."""
+    """Waits until all calls pushed so far have ended. Those that wait for a skipped one end with an
+    error."""
     seconds = 0.0
     for layer in layers():
         for backward in (False, True):
@@ -110,7 +110,7 @@ def _end_step():
             )
             seconds = max(seconds, layer.timeout)
     end = time.monotonic() + seconds
-    # Where something waits in vain for another process, calls behind it never end.
+    # If something waits in vain for another process, calls behind it never end.
     while not shutdown.is_abandoned() and _library.gluon_syncbn_flushing():
         if time.monotonic() > end:
             break
@@ -185,10 +185,10 @@ class Layer:
         config_error="",
         notice="",
     ):
-        """devices: those that may take part, as MXNet names them; empty if unknown, then any
-        num_devices or one do. num_devices: how many do, None for all. group_size: the size of the
-        groups in which they synchronize, 0 for one group. ranks: those of `processes` whose sums
-        are added. exchange(key, title, channels, mine): the values of all processes, shape
+        """devices: those that may take part, as MXNet names them; if unknown, empty: then any
+        num_devices, or one, take part. num_devices: how many do, None for all. group_size: the size
+        of the groups in which they synchronize, 0 for one group. ranks: those of `processes` whose
+        sums are added. exchange(key, title, channels, mine): the values of all processes, shape
         (processes, size), or their sums, shape (1, size). config_error: why the layer cannot train
         there. notice: what the first call in training of this process logs."""
         self.devices = tuple(devices)
@@ -216,7 +216,7 @@ class Layer:
         _library.gluon_syncbn_configure(self.id, config)
 
     def forget(self):
-        """Nothing is under way any more."""
+        """Lets the layer be deleted, as nothing is under way any more."""
         _exchanging.pop(self.id, None)
 
     def fail(self, text):
@@ -232,8 +232,8 @@ class Layer:
         return {}
 
     def set_channel(self, key, channel, exchange):
-        """Messages of this key take the channel and no longer call `exchange`, until the layer is
-        configured again, or `clear_channels`."""
+        """Sends messages of this key through the channel, no longer through `exchange`, until the
+        layer is configured again or `clear_channels` is called."""
         _library.gluon_syncbn_set_channel(self.id, str(key).encode(), channel.handle)
         if self.exchange is not exchange:
             clear_channels()
@@ -255,8 +255,8 @@ def layers():
 
 
 def set_active_devices(devices):
-    """Which devices take part from the next forward calls on; none: all. No forward call may be in
-    progress."""
+    """Sets which devices take part from the next forward calls on; none means all. No forward call
+    may be in progress."""
     _library.gluon_syncbn_set_active_devices(_texts(devices), len(devices))
 
 
@@ -265,7 +265,7 @@ def _texts(names):
 
 
 def set_joined(joined):
-    """Whether this process has run out of data and contributes zeros to exchanges."""
+    """Sets whether this process has run out of data and contributes zeros to exchanges."""
     _library.gluon_syncbn_set_joined(bool(joined))
 
 

@@ -10,8 +10,8 @@ import threading
 from .library import library, mxnet
 
 CLOSED = "The process ends, and devices no longer synchronize."
-# Seconds without another arrival after which a call at the end is assumed to wait in vain. The
-# operators of a device before its next call may take as long.
+# Seconds without another arrival after which a call at exit is assumed to wait in vain. A device
+# may need that long to reach its next call.
 _PATIENCE = 2.0
 _log = logging.getLogger("gluon_syncbn")
 _abandoned = False
@@ -19,7 +19,7 @@ _leaving = []
 
 
 def abandon():
-    """Something in MXNet waits in vain, so the process cannot end as usual."""
+    """Notes that something in MXNet waits in vain, so the process cannot exit as usual."""
     global _abandoned
     _abandoned = True
 
@@ -48,7 +48,7 @@ def _wait_for_all():
 
 def _before_fork():
     # MXNet ends its threads for a fork, in no better order than at exit. Python only prints what is
-    # raised here, and MXNet does not raise an error twice, so the next call does.
+    # raised here, and MXNet does not raise an error twice, so the next call of a layer raises it.
     error = _wait_for_all()
     if error is not None:
         library.gluon_syncbn_report_next(str(error).encode())
@@ -56,7 +56,7 @@ def _before_fork():
 
 def _after_fork():
     library.gluon_syncbn_after_fork()
-    # The parent does it.
+    # The parent calls them.
     _leaving.clear()
 
 
@@ -76,7 +76,7 @@ def _at_exit():
         )
         sys.last_value = interrupt
         abandon()
-    except Exception:  # Such as without memory: MXNet's own end might wait forever.
+    except Exception:  # Such as out of memory: MXNet's own end might wait forever.
         abandon()
         _log.exception("The process could not leave the others as usual.")
     library.gluon_syncbn_close(CLOSED.encode())
@@ -94,7 +94,7 @@ def _at_exit():
 
 
 def _exit_code(failure):
-    """The exit code of a script that `failure` ended, or whose end was abandoned."""
+    """The exit code of a script that `failure` ended, or whose normal exit was abandoned."""
     if isinstance(failure, KeyboardInterrupt):
         return 128 + signal.SIGINT
     # Only the launcher's runner records it: Python hides it from exit hooks.

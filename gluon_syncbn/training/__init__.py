@@ -1,1 +1,1 @@
-"""Steps of a training: who takes part in them."""
+"""Training steps, and which devices take part in them."""

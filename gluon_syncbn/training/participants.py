@@ -10,7 +10,7 @@ _MOST_ERRORS = 10000
 
 
 class participants:
-    """Within it, only some of the devices are active: the others have no data.
+    """A context within which only some of the devices are active: the others have no data.
 
     ::
 
@@ -21,32 +21,33 @@ class participants:
                 ...                                 # record, backward
                 trainer.step(len(x))
 
-    The statistics are those of the samples that there are. At the end idle devices get the running
-    statistics of the active ones, so that all stay equal, bit for bit. It waits for what was called
-    before and within it; where all devices of the layers are active, for nothing. Layers that have
-    none of the devices are left alone.
+    The statistics are those of the samples that there are. On exit, idle devices get the running
+    statistics of the active ones, so that all stay equal, bit for bit. This waits for all calls
+    before and within it, unless all devices of the layers are active. Layers that have none of the
+    devices are left alone.
 
     A step that ends in an error, such as Ctrl-C in a notebook after the net was called for one
-    device and before the next, is given up: calls that wait for others fail at once, the error
-    comes out, and the next step starts clean.
+    device and before the next, is abandoned: calls that wait for others fail at once, the error
+    propagates, and the next step starts clean.
 
     Parameters
     ----------
     devices : list of Context or of NDArray
-        The active ones: every layer is called on each of them, and on no others. In place of a
-        device an array on it may be given.
+        The active ones: call every layer on each of them, and on no others. An array may stand for
+        its device.
     trainer : mxnet.gluon.Trainer, optional
-        Takes zeros for the gradients of idle devices, which would otherwise be those of an earlier
-        step; with ``grad_req="add"`` what was added up before. Call ``step`` within.
+        Uses zeros as the gradients of idle devices, which would otherwise be those of an earlier
+        step; with ``grad_req="add"``, the gradients accumulated so far. Call its ``step`` within
+        the context.
 
     Raises
     ------
     ValueError
-        Without devices, and within another `participants`.
+        If there are no devices, or within another `participants`.
     TypeError
         For anything but a Trainer as `trainer`.
     MXNetError
-        From a wait for a result, when a layer is called on another device.
+        On waiting for a result, if a layer is called on another device.
 
     References
     ----------
@@ -74,11 +75,11 @@ class participants:
         if participants._inside:
             raise ValueError("participants inside participants: leave the outer one first.")
         if any(self._parts(layer) for layer in native.layers()):
-            # Calls that were made before are those of a step of all.
+            # Earlier calls belong to a step of all devices.
             mx.nd.waitall()
             native.set_active_devices(self._devices)
             participants._inside = self._active = True
-        # Also where whole groups of devices are idle, and no layer needs to know.
+        # Even if whole groups of devices are idle, so that no layer needs to know.
         if self._trainer is not None and self._has_idle(trained(self._trainer)):
             self._end_hook = before_adding_up(self._trainer, self._bring_nothing)
         return self
@@ -120,13 +121,13 @@ class participants:
 
     def _bring_nothing(self):
         for parameter in trained(self._trainer):
-            # Not list_data(), which refuses what is sparse.
+            # Not list_data(), which refuses sparse parameters.
             for data, gradient in zip(parameter._data, parameter.list_grad()):
                 if str(data.context) not in self._devices:
-                    # What was added up before stays.
+                    # Accumulated gradients stay.
                     if parameter.grad_req != "add":
                         clear(gradient)
-                    # The Trainer raises where this shows that there was no backward.
+                    # Otherwise the Trainer raises, because there was no backward.
                     data._fresh_grad = True
 
     def _share_running_statistics(self, layer):
@@ -138,8 +139,9 @@ class participants:
 
 
 def _give_up(error):
-    """Ends all calls in flight when a step ends in an error, which the user sees instead: those
-    that wait for devices that are not called any more would wait until the timeout."""
+    """Ends all calls in flight after a step has failed with an error, which the user sees instead
+    of theirs. Calls that wait for devices that are no longer called would wait until the
+    timeout."""
     native.give_up(f"the step was given up, as it ended in {type(error).__name__}: {error}")
     try:
         # MXNet raises the errors of calls one at a time.

@@ -16,19 +16,19 @@ def check_trainer(trainer, who):
 
 
 def trained(trainer):
-    """The parameters that have gradients, and are there already."""
+    """The parameters that have gradients and are initialized."""
     return [p for p in trainer._params if p.grad_req != "null" and p._data is not None]
 
 
 def clear(gradient):
-    """Parameter.zero_grad() raises for all of MXNet's NumPy arrays."""
+    """Sets a gradient to zero. (Parameter.zero_grad() raises for all of MXNet's NumPy arrays.)"""
     gradient = gradient.as_nd_ndarray()
     mx.nd.zeros_like(gradient, out=gradient)
 
 
 def before_adding_up(trainer, function):
     """Makes a Trainer call function() before it adds gradients over devices and processes. Returns
-    a function that removes the hook; several are removed in any order."""
+    a function that removes the hook; several can be removed in any order."""
     hooks = getattr(vars(trainer).get(_NAME), "hooks", None)
     if hooks is None:
         hooks = []
@@ -40,7 +40,7 @@ def before_adding_up(trainer, function):
             add_up()
 
         call_hooks_and_add_up.hooks = hooks
-        # Not a method only where somebody else has put a function of theirs there.
+        # None, unless somebody else has put a function of theirs there.
         call_hooks_and_add_up.replaced = vars(trainer).get(_NAME)
         setattr(trainer, _NAME, call_hooks_and_add_up)
     hooks.append(function)
