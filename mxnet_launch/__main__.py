@@ -164,7 +164,7 @@ def _launch(options, stack):
             specs = _kvstore_specs(hosts, ranks, port, environment, options.servers)
     command = (["-m"] if options.module else []) + options.command
     if options.replace_contrib:
-        command.insert(0, "--replace-contrib")
+        command[:0] = ["--first", "gluon_syncbn:replace_contrib"]
     start = timeout if options.start is None else options.start
     return Launch(specs, command, options.grace, timeout, start, joining, cluster).run()
 

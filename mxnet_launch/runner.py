@@ -1,13 +1,14 @@
 """What the processes of `gluon_syncbn.launch` run: a script, a part of the KVStore, or the guard.
 
 This file is started by its path and imports neither MXNet nor gluon_syncbn, so that a script finds
-the interpreter as `python script.py` leaves it. Only --replace-contrib imports both before the
-script.
+the interpreter as `python script.py` leaves it. Only `first`, a MODULE:FUNCTION that
+is called before the script, may import both.
 """
 
 import atexit
 import builtins
 import contextlib
+import importlib
 import importlib.machinery
 import io
 import os
@@ -78,7 +79,7 @@ def _guard(launch_id):
     kill_launch(launch_id)
 
 
-def _run(status, command, replace_contrib):
+def _run(status, command, first):
     """Runs the script or module, and reports to the file `status` how it ended. If it fails, the
     process exits at once.
 
@@ -87,11 +88,11 @@ def _run(status, command, replace_contrib):
     """
     worker = os.getpid()
     try:
-        if replace_contrib:
-            _find_package()
-            import gluon_syncbn
-
-            gluon_syncbn.replace_contrib()
+        if first:
+            # The package may not be installed, but started from its folder.
+            sys.path.append(os.path.abspath(f"{__file__}/../.."))
+            module, function = first.split(":")
+            getattr(importlib.import_module(module), function)()
         if command[0] == "-m":
             sys.argv[:] = command[1:]
             _new_main()
@@ -183,25 +184,15 @@ def _serve():
     threading.Thread(target=_beat_forever, daemon=True).start()
     try:
         import mxnet  # noqa: F401  It serves inside this import, and ends the process there.
-    except (ImportError, OSError, AttributeError):  # Not MXNetError, which says what is wrong.
-        _find_package()
-        try:
-            import gluon_syncbn  # noqa: F401
-        except ImportError as error:  # It says what is wrong with MXNet.
-            sys.exit(str(error))
-        raise
-
-
-def _find_package():
-    """Makes gluon_syncbn importable if it is not installed but started from its folder."""
-    sys.path.append(os.path.abspath(f"{__file__}/../.."))
+    except (ImportError, OSError, AttributeError) as error:  # Not MXNetError, which says enough.
+        sys.exit(f"MXNet cannot be imported: {error}. python -m gluon_syncbn doctor says why.")
 
 
 def _main(task, argument, *command):
     if task == "guard":
         return _guard(argument)
-    replace_contrib = command[0] == "--replace-contrib"
-    command = command[replace_contrib:]
+    first = command[1] if command[0] == "--first" else None
+    command = command[2 if first else 0 :]
     status, slot = map(int, argument.split(":"))
     os.set_inheritable(status, False)
     os.environ[_STATUS] = f"{status} {slot} {os.getpid()}"
@@ -209,7 +200,7 @@ def _main(task, argument, *command):
         # A server needs it too: it unpickles the optimizer, whose class may be the user's.
         is_module = command[0] == "-m"
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(command[0]))
-    return _run(status, command, replace_contrib) if task == "run" else _serve()
+    return _run(status, command, first) if task == "run" else _serve()
 
 
 if __name__ == "__main__":
