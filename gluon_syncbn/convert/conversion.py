@@ -19,6 +19,8 @@ from .report import Entry, Report
 
 _log = logging.getLogger("gluon_syncbn")
 
+# The attributes that only a SyncBatchNorm has.
+_OWN_ATTRIBUTES = "_layer", "_node_ids", "_num_devices", "_own_group", "_own_settings"
 # A third-party class that computes the same as nn.BatchNorm, but not with cuDNN.
 _SAME_AS_STOCK = ("gluoncv.nn.block.BatchNormCudnnOff",)
 # What a subclass may define and still compute the same.
@@ -100,6 +102,7 @@ def convert_sync_batchnorm(
     also = _check_types(also)
     # Checks the arguments, and has everything that a layer will get.
     template = SyncBatchNorm(prefix="", num_devices=num_devices, group=group)
+    template._layer.leave()
     given = {"_own_group": template._own_group} if group is not None else {}
     if num_devices is not None:
         given["_num_devices"] = template._num_devices
@@ -113,7 +116,7 @@ def convert_sync_batchnorm(
     except Exception:
         conversion.undo()
         raise
-    report = Report(*conversion.result(), *map(tuple, fusion))
+    report = Report(*map(tuple, (*conversion.entries(), *fusion)))
     return _finish(net, found, "convert_sync_batchnorm", report, return_report)
 
 
@@ -128,8 +131,8 @@ class _Conversion:
         self._template, self._given, self._also = template, given, also
         self._replaced, self._already, self._refused, self._undo = [], [], [], []
 
-    def result(self):
-        return tuple(self._replaced), tuple(self._already), tuple(self._refused)
+    def entries(self):
+        return self._replaced, self._already, self._refused
 
     def undo(self):
         for step in reversed(self._undo):
@@ -168,9 +171,9 @@ class _Conversion:
     def _convert_graph(self, path, block):
         nodes, left = read_graph(block, {**STOCK_OPERATORS, **OUR_OPERATOR})
         virtual = [node for node in nodes if node.settings.virtual_devices]
+        nodes = [node for node in nodes if not node.settings.virtual_devices]
         left += [(node.name, node.operator, f"{_VIRTUAL}.") for node in virtual]
         self._refused += _left_in_graph(path, left)
-        nodes = [node for node in nodes if node not in virtual]
         for node in nodes:
             layer = node.layer
             if not isinstance(layer, SyncBatchNorm):
@@ -270,8 +273,9 @@ def _revert_graph(path, block):
     for node in block._nodes if isinstance(block, SyncGraph) else ():
         if isinstance(node.layer, SyncBatchNorm):
             entry = _reverted(f"{path}:{node.name}", node.layer, node.name)
-            # Nodes of our own operators are reported below.
-            replaced += [] if node.operator in OUR_OPERATOR else [entry]
+            # Nodes of our operator are among those that are read below.
+            if node.operator not in OUR_OPERATOR:
+                replaced.append(entry)
     take_out(block)
     # Layers of ours that were in the graph when it was exported.
     nodes, left = read_graph(block, OUR_OPERATOR)
@@ -309,8 +313,7 @@ def _make_stock(layer):
         plain = (nn.BatchNormReLU if activation else nn.BatchNorm)(prefix="")
         if hasattr(plain, "fuse_relu"):
             layer.fuse_relu = plain.fuse_relu
-        added = vars(SyncBatchNorm(prefix="")).keys() - vars(plain).keys()
-        kind, settings = type(plain), plain._kwargs
+        kind, settings, added = type(plain), plain._kwargs, _OWN_ATTRIBUTES
     if "_layer" in vars(layer):
         layer._layer.leave()
     for name in added:

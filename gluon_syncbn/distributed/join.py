@@ -69,18 +69,13 @@ class join:
         check_trainer(trainer, "join")
         if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
             raise TypeError(f"join got {batches!r}: give the batches, such as a DataLoader.")
-        for parameter in trainer._params if trainer is not None and not early_stop else ():
-            if parameter.grad_req == "add":
-                raise ValueError(
-                    f"join got a Trainer, and {parameter.name} accumulates gradients "
-                    "(grad_req='add'), of which a process without a batch could not tell what to "
-                    "keep: give early_stop=True, which ends with the first process that runs out."
-                )
         self._batches = batches
         self._trainer = trainer
         self._end_hook = None
         self._exchange = (group or default_group())._exchange
         self._early_stop = early_stop
+        if not early_stop:
+            self._check_requests()
         self.absent = False
         self.batch_size = self.processes = 0
 
@@ -116,9 +111,19 @@ class join:
         self.processes, self.batch_size = (int(n) for n in everyone.sum(axis=0))
         return self.processes == len(everyone) if self._early_stop else self.processes > 0
 
+    def _check_requests(self):
+        for parameter in self._trainer._params if self._trainer is not None else ():
+            if parameter.grad_req == "add":
+                raise ValueError(
+                    f"join got a Trainer, and {parameter.name} accumulates gradients "
+                    "(grad_req='add'), of which a process without a batch could not tell what to "
+                    "keep: give early_stop=True, which ends with the first process that runs out."
+                )
+
     def _join(self):
         if self.absent:
             return
+        self._check_requests()
         self.absent = True
         _set_joined(True)
         if self._trainer is not None:

@@ -140,7 +140,8 @@ def read_graph(block, operators):
             refused.append((node.name, node.operator, why))
             continue
         settings = settings_of(node)
-        key = node.operator, names, settings
+        # What is fused into a node is no matter of its layer.
+        key = node.operator, names, settings._replace(activation=None, slope=0.0)
         if key not in layers:
             kind = nn.BatchNormReLU if operators[node.operator] else nn.BatchNorm
             stem = node.name[: -len("_fwd")] if node.name.endswith("_fwd") else node.name

@@ -1,6 +1,5 @@
 """The operator as one call."""
 
-import ast
 from typing import NamedTuple, Optional
 
 import mxnet as mx
@@ -29,8 +28,8 @@ def is_true(text):
 
 
 class Settings(NamedTuple):
-    """What the operator computes: the attributes of its nodes in graphs. Default values are left
-    out, because src/operator/call/attributes.h has the same defaults."""
+    """What the operator computes: the attributes of its nodes in graphs. Values that are the
+    default here, in src/operator/call/attributes.h and in MXNet's BatchNorm are left out."""
 
     axis: int = 1
     momentum: Optional[float] = 0.9
@@ -53,14 +52,15 @@ class Settings(NamedTuple):
             text = attributes.get(name, str(default))
             if isinstance(default, bool):
                 settings[name] = is_true(text)
+            elif text == "None":
+                settings[name] = None
             else:
-                settings[name] = text if name == "activation" else ast.literal_eval(text)
-        if settings["activation"] == "None":
-            settings["activation"] = None
+                settings[name] = text if default is None else type(default)(text)
         return cls(**settings)
 
 
 _DEFAULTS = Settings()._asdict()
+_STOCK_HAS_OTHERS = {name: _DEFAULTS[name] for name in ("epsilon", "fix_gamma")}
 
 
 def _without_amp(function):
@@ -176,7 +176,14 @@ def sync_batch_norm(
     statistics = [running_mean, running_var]
     if settings.get("momentum", 0) is None:
         statistics.append(num_batches_tracked)
-    more = {name: value for name, value in settings.items() if value != _DEFAULTS[name]}
+    if not settings.keys() <= _DEFAULTS.keys():
+        raise TypeError(f"sync_batch_norm has no {settings.keys() - _DEFAULTS.keys()}.")
+    settings = {**_STOCK_HAS_OTHERS, **settings}
+    more = {
+        name: value
+        for name, value in settings.items()
+        if value != _DEFAULTS[name] or name in _STOCK_HAS_OTHERS
+    }
     if residuals:
         more["residual"] = True
     y = _without_amp(F.Custom)(

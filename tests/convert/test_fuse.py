@@ -221,6 +221,25 @@ def test_the_graph_of_a_file(kind, tmp_path):
     assert (block._cached_graph[1].tojson(), attributes(block)) == before
 
 
+def test_a_layer_that_is_fused_in_one_of_two_places_is_one_layer(tmp_path):
+    def twice(F, x, ours, other, conv):
+        return ours(F.relu(ours(x))) * 2
+
+    net = filled(Net(twice), contexts(1))
+    convert_sync_batchnorm(net, fuse=True)
+    net.hybridize()
+    net(mx.nd.array(images(1)))
+    assert sorted(fused_nodes(net)) == ["", "relu"]
+    net.export(str(tmp_path / "net"))
+    block = imported(tmp_path)
+    _, report = convert_sync_batchnorm(block, return_report=True)
+    assert len(report.replaced) == 1
+    # Readers that take a stock operator's defaults are not misled.
+    graph = json.loads((tmp_path / "net-symbol.json").read_text())
+    for attrs in (node["attrs"] for node in graph["nodes"] if node["op"] == "Custom"):
+        assert float(attrs["epsilon"]) == 1e-5 and attrs["fix_gamma"] == "False"
+
+
 @needs_mxnet("1.8", "its relu gives -0.0 for 0.0")
 def test_a_fused_graph_in_a_file(tmp_path):
     """Its nodes are taken apart where layers are put in."""

@@ -149,10 +149,14 @@ def test_samples_of_an_iterator():
 def test_accumulated_gradients_need_an_early_stop():
     net = mx.gluon.nn.Dense(1, in_units=1, prefix="net_")
     net.initialize()
-    net.weight.grad_req = "add"
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd")
-    with pytest.raises(ValueError, match="net_weight accumulates .* give early_stop=True"):
+    late = sbn.distributed.join([np.ones(1)], trainer)
+    net.weight.grad_req = "add"
+    error = "net_weight accumulates .* give early_stop=True"
+    with pytest.raises(ValueError, match=error):
         sbn.distributed.join([1], trainer)
+    with pytest.raises(ValueError, match=error):
+        late._join()
     assert list(sbn.distributed.join([np.ones(1)], trainer, early_stop=True))
 
 

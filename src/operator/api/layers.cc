@@ -110,8 +110,8 @@ SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process_uuid,
   observer.waits = [waits = callbacks->waits](int64_t layer, int64_t epoch, Direction direction) {
     waits(layer, epoch, direction == Direction::kBackward);
   };
-  observer.exchange = [exchange = callbacks->exchange](const Message& message,
-                                                       std::vector<double>* all) {
+  observer.send = [exchange = callbacks->exchange](const Message& message,
+                                                   std::vector<double>* all) {
     const auto size = static_cast<int64_t>(message.values.size());
     const ChannelPtr channel = channels().find(message.layer, message.key);
     bool added;

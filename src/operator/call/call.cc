@@ -41,8 +41,8 @@ void normalize(const Kernels& kernels, const ForwardShard& p, const Batch& batch
 }
 
 // y of all parts, and their statistics.
-BatchPtr forward_together(const Kernels& kernels, const std::vector<const ForwardShard*>& parts,
-                          double epsilon) {
+BatchPtr normalize_all(const Kernels& kernels, const std::vector<const ForwardShard*>& parts,
+                       double epsilon) {
   Batch batch{std::vector<Statistics>(parts[0]->view.C)};
   for (const ForwardShard* part : parts) {
     batch.count += static_cast<double>(part->view.N * part->view.S);
@@ -156,7 +156,7 @@ void Call::check_device() const {
 }
 
 void Call::check_engine() const {
-  if (process.naive_engine && process.rendezvous->participants(layer_) > 1) {
+  if (process.naive_engine && process.rendezvous->meeting_size(layer_) > 1) {
     throw Error(
         "SyncBatchNorm cannot synchronize devices under MXNET_ENGINE_TYPE=NaiveEngine, where a "
         "call "
@@ -270,7 +270,7 @@ std::vector<BatchPtr> Call::forward_by_cpu(const Arrays& arrays, const int* requ
     batches.push_back(synchronized_forward(whole));
   } else {
     for (const ForwardShard& part : chunks_of(whole, arrays.samples(kData))) {
-      batches.push_back(forward_together(kernels, {&part}, attributes_.epsilon));
+      batches.push_back(normalize_all(kernels, {&part}, attributes_.epsilon));
     }
   }
   if (from_batch_) update_running(batches, running.each);
@@ -375,7 +375,7 @@ BatchPtr Call::synchronized_forward(const ForwardShard& part) {
   process.rendezvous->meet(
       layer_, id_, Direction::kForward, device_, &mine, [&](const std::vector<Contribution*>& all) {
         const BatchPtr batch =
-            forward_together(kernels, parts_of<ForwardShard>(all), attributes_.epsilon);
+            normalize_all(kernels, parts_of<ForwardShard>(all), attributes_.epsilon);
         for (Contribution* each : all) static_cast<Mine*>(each)->batch = batch;
       });
   return mine.batch;
@@ -403,7 +403,7 @@ void Call::synchronized_backward(const BackwardShard& part) {
 Together Call::together(Direction direction, int64_t channels) {
   Together result;
   if (!is_shared()) return result;
-  const Participants all = process.rendezvous->participants_of(layer_, id_, device_);
+  const Members all = process.rendezvous->members_of(layer_, id_, device_);
   for (const std::string& device : all.devices) result.gpus.push_back(gpu_of(device));
   if (all.count == 1 && !all.exchanges) return result;
   const bool are_gpus =

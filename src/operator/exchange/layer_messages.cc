@@ -10,8 +10,8 @@
 
 namespace gluon_syncbn {
 
-void LayerMessages::exchange(const ExchangedCall& call, const Send& send, const Warn& warn,
-                             std::vector<ChannelSums>* sums, double* count) {
+void LayerMessages::all_reduce(const ExchangedCall& call, const Send& send, const Warn& warn,
+                               std::vector<ChannelSums>* sums, double* count) {
   const size_t size = kCallSize + kSumsSize * sums->size();
   Message message{call.layer,
                   std::to_string(call.layer) + (call.is_backward ? " backward " : " forward ") +
@@ -58,6 +58,7 @@ void LayerMessages::exchange(const ExchangedCall& call, const Send& send, const 
 
 void LayerMessages::start_epoch(int64_t epoch, const std::string& error) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (epoch_ == kClosed) return;
   epoch_ = epoch;
   ended_ = error;
   rounds_.clear();
@@ -97,6 +98,7 @@ void LayerMessages::reorder(const ExchangedCall& call, const Warn& warn,
     warn(call.title + ": " + message + "After " + seconds_text(patience.timeout()) +
          " this is an error.");
     lock.lock();
+    check_epoch();
   }
 }
 

@@ -48,9 +48,10 @@ class LayerMessages {
 
   // Replaces the sums and the count of this process with those of all. Throws what `send` throws,
   // and std::runtime_error.
-  void exchange(const ExchangedCall& call, const Send& send, const Warn& warn,
-                std::vector<ChannelSums>* sums, double* count);
-  // Calls of earlier epochs get this error.
+  void all_reduce(const ExchangedCall& call, const Send& send, const Warn& warn,
+                  std::vector<ChannelSums>* sums, double* count);
+  // Calls of earlier epochs get this error. kClosed is the last epoch, and no call's.
+  static constexpr int64_t kClosed = -1;
   void start_epoch(int64_t epoch, const std::string& error);
 
  private:

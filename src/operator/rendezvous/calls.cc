@@ -38,7 +38,7 @@ CallId Rendezvous::next_call(const LayerPtr& layer, const std::string& device, i
   const auto devices = [&] {
     return std::to_string(config.devices.size()) + " (" + comma_separated(config.devices) + ")";
   };
-  if (is_known && config.participants() > config.devices.size()) {
+  if (is_known && config.meeting_size() > config.devices.size()) {
     fail("SyncBatchNorm '" + config.name + "' was made with num_devices=" +
          std::to_string(config.num_devices) + ", but the devices of its parameters are " +
          devices() + ". Leave num_devices out, or initialize the net on all devices.");
@@ -65,7 +65,7 @@ CallId Rendezvous::next_call(const LayerPtr& layer, const std::string& device, i
          ", but the active devices of this step are " + comma_separated(*active) +
          ": name it in gluon_syncbn.participants.");
   }
-  const size_t most = is_known ? config.num_devices : config.participants();
+  const size_t most = is_known ? config.num_devices : config.meeting_size();
   if (most && layer->forward_calls.size() == most && !layer->forward_calls.count(device)) {
     if (!config.num_devices) {
       fail("SyncBatchNorm '" + config.name + "' was called on " +
@@ -91,13 +91,13 @@ CallId Rendezvous::next_call(const LayerPtr& layer, const std::string& device, i
   return id;
 }
 
-Participants Rendezvous::participants_of(const LayerPtr& layer, const CallId& id,
-                                         const std::string& device) const {
+Members Rendezvous::members_of(const LayerPtr& layer, const CallId& id,
+                               const std::string& device) const {
   const State::Lock lock(state_->mutex);
   state_->check_open(layer);
   if (id.epoch != layer->epoch) throw layer->failed_before();
   std::vector<std::string> devices = layer->group_of(device, id.active);
-  const size_t count = id.active ? devices.size() : layer->config.participants();
+  const size_t count = id.active ? devices.size() : layer->config.meeting_size();
   return {count, std::move(devices), layer->config.exchanges()};
 }
 

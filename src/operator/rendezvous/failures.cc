@@ -99,7 +99,8 @@ void Rendezvous::close(const std::string& reason) {
                      layer->arrivals_text(*meeting);
     layer->fail(state_->closed);
   }
-  for (const LayerPtr& layer : state_->all()) layer->messages.start_epoch(-1, state_->closed);
+  for (const LayerPtr& layer : state_->all())
+    layer->messages.start_epoch(LayerMessages::kClosed, state_->closed);
 }
 
 }  // namespace gluon_syncbn

@@ -16,8 +16,8 @@ struct SumsContribution : Contribution {
 
 // Replaces the sums and the count of this process with those of all, if there are other processes.
 // Throws.
-void exchange(State* state, Layer* layer, const CallId& id, Direction direction,
-              std::vector<ChannelSums>* sums, double* count) {
+void add_other_processes(State* state, Layer* layer, const CallId& id, Direction direction,
+                         std::vector<ChannelSums>* sums, double* count) {
   State::Lock lock(state->mutex);
   const LayerConfig& config = layer->config;
   if (!config.exchanges()) return;
@@ -32,16 +32,17 @@ void exchange(State* state, Layer* layer, const CallId& id, Direction direction,
                            config.first_rank,
                            config.end_rank,
                            state->joined};
-  const Observer observer = state->observer;
+  const auto observed_warn = state->observer.warn;
+  const auto observed_send = state->observer.send;
   lock.unlock();
   const auto send = [&](const Message& message, std::vector<double>* all) {
-    const std::string error = observer.exchange(message, all);
+    const std::string error = observed_send(message, all);
     if (!error.empty()) throw Error(error);
   };
   const auto warn = [&](const std::string& text) {
-    if (observer.warn) observer.warn(text);
+    if (observed_warn) observed_warn(text);
   };
-  layer->messages.exchange(call, send, warn, sums, count);
+  layer->messages.all_reduce(call, send, warn, sums, count);
 }
 
 }  // namespace
@@ -101,10 +102,10 @@ bool Rendezvous::shares_memory(const LayerPtr& layer) const {
   return !layer->config.exchanges() && !layer->config.has_gpus && !layer->config.devices.empty();
 }
 
-size_t Rendezvous::participants(const LayerPtr& layer) const {
+size_t Rendezvous::meeting_size(const LayerPtr& layer) const {
   const State::Lock lock(state_->mutex);
   state_->check_open(layer);
-  return layer->config.participants();
+  return layer->config.meeting_size();
 }
 
 int Rendezvous::waiting() const {
@@ -206,7 +207,7 @@ void Rendezvous::reduce(const LayerPtr& layer, const CallId& id, Direction direc
       for (size_t c = 0; c < all.size(); ++c) all[c].add((*device_sums.sums)[c]);
       all_count += *device_sums.count;
     }
-    exchange(state_.get(), layer.get(), id, direction, &all, &all_count);
+    add_other_processes(state_.get(), layer.get(), id, direction, &all, &all_count);
     for (Contribution* contribution : each) {
       *static_cast<SumsContribution*>(contribution)->sums = all;
       *static_cast<SumsContribution*>(contribution)->count = all_count;

@@ -41,7 +41,7 @@ class Rendezvous {
 
   std::string name(const LayerPtr& layer) const;
   // How many devices of this process synchronize.
-  size_t participants(const LayerPtr& layer) const;
+  size_t meeting_size(const LayerPtr& layer) const;
   // Whether one device can do the work for all: they are CPU contexts and exchange nothing with
   // other processes.
   bool shares_memory(const LayerPtr& layer) const;
@@ -54,8 +54,7 @@ class Rendezvous {
   CallId next_call(const LayerPtr& layer, const std::string& device, int64_t node = 0);
 
   // Throws Error, also if the call is part of a step that has failed.
-  Participants participants_of(const LayerPtr& layer, const CallId& id,
-                               const std::string& device) const;
+  Members members_of(const LayerPtr& layer, const CallId& id, const std::string& device) const;
 
   // Returns when all participants have arrived and one has run `combine` over the contributions of
   // all, in rank order. If that throws, every participant gets the error. Throws Error.

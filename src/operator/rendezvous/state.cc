@@ -81,7 +81,7 @@ std::vector<std::string> Layer::group_of(const std::string& device,
 }
 
 size_t Layer::expected(const Meeting& meeting) const {
-  if (!meeting.active) return config.participants();
+  if (!meeting.active) return config.meeting_size();
   return group_of(meeting.arrivals[0].device, meeting.active).size();
 }
 

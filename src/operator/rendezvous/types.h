@@ -42,7 +42,7 @@ struct LayerConfig {
   std::string notice;
 
   bool exchanges() const { return processes > 1; }
-  size_t participants() const {
+  size_t meeting_size() const {
     return group_size    ? group_size
            : num_devices ? num_devices
                          : std::max<size_t>(1, devices.size());
@@ -69,7 +69,7 @@ struct CallId {
 };
 
 // Who takes part in a call of a device.
-struct Participants {
+struct Members {
   // How many devices of this process.
   size_t count;
   // Their names, in rank order. More than `count` if any `count` of them take part; none if they
@@ -96,7 +96,7 @@ struct Observer {
   std::function<void(int64_t layer, int64_t epoch, Direction)> waits;
   // Writes the values of all processes, by rank, or, if all are at this call, only their sums.
   // Returns an error, or an empty string.
-  std::function<std::string(const Message&, std::vector<double>* all)> exchange;
+  std::function<std::string(const Message&, std::vector<double>* all)> send;
 };
 
 }  // namespace gluon_syncbn

@@ -78,7 +78,7 @@ TEST(fewer_devices_and_groups_synchronize) {
     config.num_devices = each.num_devices;
     config.group_size = each.group_size;
     Fixture f(config);
-    CHECK_EQ(f.rendezvous.participants(f.layer), 2u);
+    CHECK_EQ(f.rendezvous.meeting_size(f.layer), 2u);
     for (int i = 0; i < 20; ++i) {
       for (const auto& devices : each.together) check_synchronizes(&f, devices);
     }
@@ -93,7 +93,7 @@ TEST(missing_layer_is_an_error) {
   CHECK(none == nullptr);
   CHECK_THROWS(Error, f.rendezvous.next_call(none, "cpu(0)"), "does not exist",
                "build the net again");
-  CHECK_THROWS(Error, f.rendezvous.participants(none), "does not exist");
+  CHECK_THROWS(Error, f.rendezvous.meeting_size(none), "does not exist");
   f.rendezvous.fail(none, "there is no layer");
   f.rendezvous.drain(6, 1, "cpu(0)");
   f.rendezvous.forget(6);

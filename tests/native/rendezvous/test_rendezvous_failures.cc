@@ -226,7 +226,7 @@ TEST(closing_releases_all) {
   const std::string text = "The process ended before SyncBatchNorm";
   CHECK_THROWS(Error, f.next("cpu(1)"), text);
   CHECK_THROWS(Error, f.reduce(drawn, "cpu(1)"), text);
-  CHECK_THROWS(Error, f.rendezvous.participants(f.layer), text);
+  CHECK_THROWS(Error, f.rendezvous.meeting_size(f.layer), text);
   f.rendezvous.fail(f.layer, "too late");
 
   Fixture idle(config_of(cpus(2)));

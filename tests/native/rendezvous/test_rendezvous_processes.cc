@@ -31,7 +31,7 @@ struct Exchange {
 
   Exchange(size_t first_rank, size_t end_rank) : fixture(config(first_rank, end_rank)) {
     Observer observer;
-    observer.exchange = [this](const Message& message, std::vector<double>* all) {
+    observer.send = [this](const Message& message, std::vector<double>* all) {
       const std::lock_guard<std::mutex> lock(mutex);
       messages.push_back(message);
       if (store_adds) {
@@ -169,7 +169,7 @@ struct Pair {
         const std::lock_guard<std::mutex> lock(mutex);
         warnings.push_back(text);
       };
-      observer.exchange = [this, rank](const Message& message, std::vector<double>* all) {
+      observer.send = [this, rank](const Message& message, std::vector<double>* all) {
         // One message per key at a time. This test has one key.
         const std::lock_guard<std::mutex> turn(turns[rank]);
         std::unique_lock<std::mutex> lock(mutex);

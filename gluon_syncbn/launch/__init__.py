@@ -1,0 +1,1 @@
+"""python -m gluon_syncbn.launch: the launcher of mxnet_launch."""
