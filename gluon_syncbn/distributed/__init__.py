@@ -8,8 +8,8 @@ r"""Connects the processes of a SyncGroup through MXNet's KVStore ``dist_sync`` 
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {...}, kvstore=kv,
                                update_on_kvstore=False)
 
-For each layer and pass, every process sends its sums, receives those of all, and adds them in rank
-order as a single process would. The results are the same, bit for bit.
+For each layer and pass, every process sends its sums. It receives those of all, which it adds in
+rank order as a single process would, or their exact sum. The results are the same, bit for bit.
 
 Every wait has a limit. After a tenth of the timeout, a waiting process probes all others. If one
 has ended or failed, the wait ends at once with an error, otherwise at the timeout. Where no error
