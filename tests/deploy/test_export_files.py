@@ -5,6 +5,8 @@ import fcntl
 import itertools
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import gluon_syncbn as sbn
@@ -50,31 +52,34 @@ def test_what_a_link_points_to_is_written(tmp_path):
     load(tmp_path / "far" / "m")
 
 
-def killed_before(call, paths, monkeypatch):
-    """Writes the paths in a child that is killed before the n-th file is renamed."""
-    calls = itertools.count(1)
+# Writes files, and ends before the n-th one is renamed.
+KILLED = """
+import itertools, os, sys
+from gluon_syncbn.deploy import files
 
-    def replace(*args, rename=os.replace):
-        if next(calls) == call:
-            os._exit(9)
-        rename(*args)
+call, *paths = sys.argv[1:]
+calls = itertools.count(1)
 
-    child = os.fork()
-    if not child:
-        monkeypatch.setattr(os, "replace", replace)
-        files.write_all({path: files.bytes_writer(b"new") for path in paths})
-        os._exit(0)
-    return os.waitpid(child, 0)[1] != 0
+def replace(*args, rename=os.replace):
+    if next(calls) == int(call):
+        os._exit(9)
+    rename(*args)
+
+os.replace = replace
+files.write_all({path: files.bytes_writer(b"new") for path in paths})
+"""
 
 
-def test_an_export_that_is_killed_leaves_no_mixed_files(tmp_path, monkeypatch):
+def test_an_export_that_is_killed_leaves_no_mixed_files(tmp_path):
     """Its first file, the symbol, is missing where the others are not all old, or all new."""
     paths = [str(tmp_path / name) for name in ("m-symbol.json", "m-0000.params", "m.onnx")]
     found = []
     for call in itertools.count(1):
         for path in paths:
             Path(path).write_bytes(b"old")
-        was_killed = killed_before(call, paths, monkeypatch)
+        done = subprocess.run([sys.executable, "-c", KILLED, str(call), *paths])
+        was_killed = done.returncode == 9
+        assert was_killed or done.returncode == 0
         values = [Path(path).read_bytes() if os.path.exists(path) else None for path in paths]
         assert values[0] is None or len(set(values)) == 1, (call, values)
         found.append(values[0])
