@@ -178,12 +178,8 @@ def sync_batch_norm(
         statistics.append(num_batches_tracked)
     if not settings.keys() <= _DEFAULTS.keys():
         raise TypeError(f"sync_batch_norm has no {settings.keys() - _DEFAULTS.keys()}.")
-    settings = {**_STOCK_HAS_OTHERS, **settings}
-    more = {
-        name: value
-        for name, value in settings.items()
-        if value != _DEFAULTS[name] or name in _STOCK_HAS_OTHERS
-    }
+    given = {name: value for name, value in settings.items() if value != _DEFAULTS[name]}
+    more = {**_STOCK_HAS_OTHERS, **given}
     if residuals:
         more["residual"] = True
     y = _without_amp(F.Custom)(

@@ -51,6 +51,23 @@ inline double take(double unit, double* rest) {
 
 }  // namespace
 
+void add_message(const double* from, int64_t size, double* to) {
+  to[1] += from[1];
+  for (int64_t i = kCallSize; i < size; i += 3) {
+    Sum3 sum, other;
+    sum.high = to[i];
+    sum.middle = to[i + 1];
+    sum.low = to[i + 2];
+    other.high = from[i];
+    other.middle = from[i + 1];
+    other.low = from[i + 2];
+    sum.add(other);
+    to[i] = sum.high;
+    to[i + 1] = sum.middle;
+    to[i + 2] = sum.low;
+  }
+}
+
 Limbs Limbs::choose(int exact_bits, int processes) {
   const int width = std::min(kWidest, exact_bits - std::max(log2_up(processes), kCarry));
   return width < kCarry ? Limbs{} : Limbs{width, (kBits + width - 1) / width};
@@ -182,16 +199,13 @@ void FixedPoint::move_windows() {
 void FixedPoint::follow(const double* messages) {
   const size_t n = sums(), size = kCallSize + 3 * n;
   call_ = messages[0];
+  std::vector<double> total(messages, messages + size);
+  for (int rank = 1; rank < processes_; ++rank) {
+    add_message(messages + size * rank, static_cast<int64_t>(size), total.data());
+  }
   for (size_t j = 0; j < n; ++j) {
-    Sum3 sum;
-    for (int rank = 0; rank < processes_; ++rank) {
-      Sum3 part;
-      std::memcpy(static_cast<void*>(&part), messages + size * rank + kCallSize + 3 * j,
-                  sizeof(part));
-      sum.add(part);
-    }
-    highs_[j] = sum.high;
-    middles_[j] = sum.middle;
+    highs_[j] = total[kCallSize + 3 * j];
+    middles_[j] = total[kCallSize + 3 * j + 1];
   }
   move_windows();
   ready_ = true;

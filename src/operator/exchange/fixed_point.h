@@ -19,6 +19,9 @@ namespace gluon_syncbn {
 constexpr int kCallSize = 2, kSumsSize = 6;
 static_assert(sizeof(ChannelSums) == kSumsSize * sizeof(double), "sums travel as they are");
 
+// Adds the count and the sums of a message of this size to those of another.
+void add_message(const double* from, int64_t size, double* to);
+
 // A number in limbs of `width` bits, each with a sign.
 struct Limbs {
   int width = 0, count = 0;

@@ -6,6 +6,7 @@
 
 #include "exchange/fixed_point.h"
 #include "exchange/patience.h"
+#include "exchange/text.h"
 #include "mxnet/interrupts.h"
 
 namespace gluon_syncbn {
@@ -27,33 +28,27 @@ void LayerMessages::all_reduce(const ExchangedCall& call, const Send& send, cons
   }
   std::vector<double> all(size * call.processes);
   send(message, &all);
-  if (all.size() == size) {
-    *count = all[1];
-    std::memcpy(static_cast<void*>(sums->data()), &all[kCallSize],
-                sums->size() * sizeof(ChannelSums));
-    return;
-  }
-  // Forward calls need no reordering: all write the running statistics, so MXNet runs them in
-  // order.
-  if (call.is_backward) reorder(call, warn, &all);
-
-  std::fill(sums->begin(), sums->end(), ChannelSums());
-  *count = 0;
-  for (size_t rank = call.first_rank; rank < call.end_rank; ++rank) {
-    const double* const values = &all[size * rank];
-    if (values[0] != message.values[0]) {
-      throw std::runtime_error("the process of rank " + std::to_string(rank) + " is at its call " +
-                               std::to_string(static_cast<int64_t>(values[0])) +
-                               " there. Every process must call the net equally often: see "
-                               "gluon_syncbn.distributed.join for uneven numbers of batches.");
-    }
-    *count += values[1];
-    for (size_t c = 0; c < sums->size(); ++c) {
-      ChannelSums part;
-      std::memcpy(static_cast<void*>(&part), values + kCallSize + kSumsSize * c, sizeof(part));
-      (*sums)[c].add(part);
+  double* total = all.data();
+  if (all.size() > size) {
+    // Forward calls need no reordering: all write the running statistics, so MXNet runs them in
+    // order.
+    if (call.is_backward) reorder(call, warn, &all);
+    total = &all[size * call.first_rank];
+    for (size_t rank = call.first_rank; rank < call.end_rank; ++rank) {
+      const double* const values = &all[size * rank];
+      if (values[0] != message.values[0]) {
+        throw std::runtime_error("the process of rank " + std::to_string(rank) +
+                                 " is at its call " +
+                                 std::to_string(static_cast<int64_t>(values[0])) +
+                                 " there. Every process must call the net equally often: see "
+                                 "gluon_syncbn.distributed.join for uneven numbers of batches.");
+      }
+      if (values != total) add_message(values, static_cast<int64_t>(size), total);
     }
   }
+  *count = total[1];
+  std::memcpy(static_cast<void*>(sums->data()), total + kCallSize,
+              sums->size() * sizeof(ChannelSums));
 }
 
 void LayerMessages::start_epoch(int64_t epoch, const std::string& error) {
@@ -103,11 +98,11 @@ void LayerMessages::reorder(const ExchangedCall& call, const Warn& warn,
 }
 
 std::string LayerMessages::came(const ExchangedCall& call) const {
-  std::string text;
+  std::vector<std::string> ranks;
   for (const size_t rank : rounds_.at(call.node).ranks(static_cast<double>(call.sequence))) {
-    text += (text.empty() ? "" : ", ") + std::to_string(rank);
+    ranks.push_back(std::to_string(rank));
   }
-  return text.empty() ? "none" : text;
+  return comma_separated(ranks);
 }
 
 }  // namespace gluon_syncbn

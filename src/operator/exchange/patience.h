@@ -4,9 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
-#include <sstream>
-#include <string>
 
 namespace gluon_syncbn {
 
@@ -40,15 +37,6 @@ class Patience {
 
 // How often a waiting call wakes up to check for Ctrl-C.
 constexpr Patience::Seconds kSlice{0.1};
-
-// "0.35 s", "12 s".
-inline std::string seconds_text(Patience::Seconds seconds) {
-  const double digits = seconds.count() < 10 ? 100 : 1;
-  std::ostringstream text;
-  text.precision(15);
-  text << std::round(seconds.count() * digits) / digits << " s";
-  return text.str();
-}
 
 }  // namespace gluon_syncbn
 

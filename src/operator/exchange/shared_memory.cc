@@ -54,24 +54,6 @@ std::runtime_error system_error(const std::string& what) {
   return std::runtime_error(what + ": " + std::strerror(errno));
 }
 
-// Adds the count and the sums of a layer's message to those of another.
-void add_message(const double* from, int64_t size, double* to) {
-  to[1] += from[1];
-  for (int64_t i = kCallSize; i < size; i += 3) {
-    Sum3 sum, other;
-    sum.high = to[i];
-    sum.middle = to[i + 1];
-    sum.low = to[i + 2];
-    other.high = from[i];
-    other.middle = from[i + 1];
-    other.low = from[i + 2];
-    sum.add(other);
-    to[i] = sum.high;
-    to[i + 1] = sum.middle;
-    to[i + 2] = sum.low;
-  }
-}
-
 }  // namespace
 
 std::atomic<int64_t>* Slots::sizes() const {

@@ -6,12 +6,6 @@
 
 namespace gluon_syncbn {
 
-std::string comma_separated(const std::vector<std::string>& names) {
-  std::string text;
-  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
-  return text.empty() ? "none" : text;
-}
-
 std::string Layer::title(const Key& key) const {
   return "SyncBatchNorm '" + config.name + "', " +
          (std::get<0>(key) == Direction::kForward ? "forward" : "backward") + " call " +

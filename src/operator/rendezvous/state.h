@@ -14,6 +14,7 @@
 
 #include "exchange/layer_messages.h"
 #include "exchange/patience.h"
+#include "exchange/text.h"
 #include "rendezvous/types.h"
 
 namespace gluon_syncbn {
@@ -21,8 +22,6 @@ namespace gluon_syncbn {
 using Clock = Patience::Clock;
 using Seconds = Patience::Seconds;
 
-// "cpu(0), cpu(1)", or "none".
-std::string comma_separated(const std::vector<std::string>& names);
 bool contains(const std::vector<std::string>& names, const std::string& name);
 bool is_cpu(const std::string& device);
 

@@ -1,0 +1,32 @@
+// Texts in messages to the user.
+#ifndef GLUON_SYNCBN_EXCHANGE_TEXT_H_
+#define GLUON_SYNCBN_EXCHANGE_TEXT_H_
+
+#include <cmath>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "exchange/patience.h"
+
+namespace gluon_syncbn {
+
+// "cpu(0), cpu(1)", or "none".
+inline std::string comma_separated(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text.empty() ? "none" : text;
+}
+
+// "0.35 s", "12 s".
+inline std::string seconds_text(Patience::Seconds seconds) {
+  const double digits = seconds.count() < 10 ? 100 : 1;
+  std::ostringstream text;
+  text.precision(15);
+  text << std::round(seconds.count() * digits) / digits << " s";
+  return text.str();
+}
+
+}  // namespace gluon_syncbn
+
+#endif  // GLUON_SYNCBN_EXCHANGE_TEXT_H_
