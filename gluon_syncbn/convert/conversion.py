@@ -8,6 +8,7 @@ import mxnet as mx
 from mxnet.gluon import SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
+from ..graph import hybrid_block  # noqa: F401
 from ..graph.blocks import BATCH_NORMS, check_block, clear_caches, walk
 from ..graph.fusion import is_fusing, stop_fusing
 from ..graph.symbol_block import SyncGraph, put_in, read_graph, spliced, take_out
@@ -20,7 +21,7 @@ from .report import Entry, Report
 _log = logging.getLogger("gluon_syncbn")
 
 # The attributes that only a SyncBatchNorm has.
-_OWN_ATTRIBUTES = "_layer", "_node_ids", "_num_devices", "_own_group", "_own_settings"
+_OWN_ATTRIBUTES = "_layer", "_num_devices", "_own_group", "_own_settings"
 # A third-party class that computes the same as nn.BatchNorm, but not with cuDNN.
 _SAME_AS_STOCK = ("gluoncv.nn.block.BatchNormCudnnOff",)
 # What a subclass may define and still compute the same.
@@ -102,7 +103,7 @@ def convert_sync_batchnorm(
     also = _check_types(also)
     # Checks the arguments, and has everything that a layer will get.
     template = SyncBatchNorm(prefix="", num_devices=num_devices, group=group)
-    template._layer.leave()
+    template._layer.leave(template)
     given = {"_own_group": template._own_group} if group is not None else {}
     if num_devices is not None:
         given["_num_devices"] = template._num_devices
@@ -315,7 +316,7 @@ def _make_stock(layer):
             layer.fuse_relu = plain.fuse_relu
         kind, settings, added = type(plain), plain._kwargs, _OWN_ATTRIBUTES
     if "_layer" in vars(layer):
-        layer._layer.leave()
+        layer._layer.leave(layer)
     for name in added:
         vars(layer).pop(name, None)
     layer._kwargs = {name: layer._kwargs.get(name, value) for name, value in settings.items()}

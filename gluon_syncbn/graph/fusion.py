@@ -1,12 +1,8 @@
 """Fuses the addition, relu or leaky relu that follows our operator in a graph into it."""
 
 import collections
-import functools
 from typing import NamedTuple, Optional
 
-from mxnet.gluon import HybridBlock
-
-from ..layers.operator import is_numpy
 from .symbols import (
     OUR_OPERATOR,
     RESIDUAL,
@@ -165,9 +161,7 @@ def _activation(node):
 def fused(symbol):
     """The symbol after :func:`fuse`."""
     graph = Graph(symbol)
-    if not fuse(graph)[0]:
-        return symbol
-    return graph.symbol().as_np_ndarray() if is_numpy(symbol) else graph.symbol()
+    return graph.symbol_like(symbol) if fuse(graph)[0] else symbol
 
 
 def start_fusing(block):
@@ -181,18 +175,3 @@ def stop_fusing(block):
 
 def is_fusing(block):
     return "_fuses" in vars(block)
-
-
-def _with_fusion(get_graph):
-    @functools.wraps(get_graph)
-    def fusing(block, *args):
-        if is_fusing(block) and not block._cached_graph:
-            inputs, symbol = get_graph(block, *args)
-            block._cached_graph = inputs, fused(symbol)
-        return get_graph(block, *args)
-
-    return fusing
-
-
-# On the class: a function stored in a block would be shared by its copies.
-HybridBlock._get_graph = _with_fusion(HybridBlock._get_graph)

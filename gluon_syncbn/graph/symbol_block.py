@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import weakref
 
 import mxnet as mx
 from mxnet.gluon import SymbolBlock, nn
@@ -54,8 +55,6 @@ class SyncGraph(SymbolBlock):
 
     def forward(self, x, *args):
         if isinstance(x, mx.sym.Symbol):
-            # Each call needs its own nodes.
-            self._splice()
             return composed(self, x, *args)
         return super().forward(x, *args)
 
@@ -108,12 +107,18 @@ def take_out(block):
         block._clear_cached_op()
 
 
+# {block: the layers that were made for its nodes}
+_layers_of = weakref.WeakKeyDictionary()
+
+
 def read_graph(block, operators):
     """The nodes of batch normalization in a SymbolBlock, each with a stock layer that has its
     parameters and settings, and [(name, operator, reason)] for nodes that cannot be replaced."""
     graph = Graph(block._cached_graph[1])
     users = graph.users()
-    layers, found, refused = {}, [], []
+    # The same layers each time, as SyncedLayer.of tells.
+    layers = _layers_of.setdefault(block, {})
+    found, refused = [], []
     for number, node in enumerate(graph.nodes()):
         inner = [part for each in node.graphs() for part in each.all_nodes()]
         norms = [part for part in inner if part.operator in operators]
@@ -140,8 +145,9 @@ def read_graph(block, operators):
             refused.append((node.name, node.operator, why))
             continue
         settings = settings_of(node)
+        parameters = tuple(block.params[name] for name in names)
         # What is fused into a node is no matter of its layer.
-        key = node.operator, names, settings._replace(activation=None, slope=0.0)
+        key = node.operator, parameters, settings._replace(activation=None, slope=0.0)
         if key not in layers:
             kind = nn.BatchNormReLU if operators[node.operator] else nn.BatchNorm
             stem = node.name[: -len("_fwd")] if node.name.endswith("_fwd") else node.name
@@ -154,8 +160,8 @@ def read_graph(block, operators):
                 prefix=f"{stem}_",
             )
             layer._params = ParameterDict(layer.prefix)
-            layer._params.update({name: block.params[name] for name in names})
-            layer._reg_params = {role: block.params[n] for role, n in zip(ROLES, names)}
+            layer._params.update(dict(zip(names, parameters)))
+            layer._reg_params = dict(zip(ROLES, parameters))
             vars(layer).update(layer._reg_params)
         found.append(Node(number, node.name, node.operator, layers[key], settings))
     return found, refused
@@ -192,5 +198,4 @@ def spliced(symbol, replaced):
         return unfused(node, part.heads[0], residual)
 
     graph.rewrite(change)
-    result = graph.symbol()
-    return result.as_np_ndarray() if is_numpy(symbol) else result
+    return graph.symbol_like(symbol)

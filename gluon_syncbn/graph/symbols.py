@@ -1,5 +1,6 @@
 """Reads and rewrites symbols in MXNet's JSON."""
 
+import collections
 import itertools
 import json
 import re
@@ -8,7 +9,7 @@ import mxnet as mx
 from mxnet.util import is_np_array
 
 from .. import native
-from ..layers.operator import Settings, is_true
+from ..layers.operator import Settings, is_numpy, is_true
 
 # The operators of batch normalization, and whether they include a relu.
 STOCK_OPERATORS = {
@@ -191,6 +192,11 @@ class Graph:
         # MXNet does not read escaped letters.
         return mx.sym.load_json(json.dumps(self._json(), ensure_ascii=False))
 
+    def symbol_like(self, other):
+        """The symbol, one of NumPy's if the other is."""
+        symbol = self.symbol()
+        return symbol.as_np_ndarray() if is_numpy(other) else symbol
+
     def name_apart(self):
         """Makes the names of nodes unique, even if a block was called several times: ONNX
         identifies values by name."""
@@ -252,6 +258,21 @@ def unfused(node, y, residual):
         attrs = {"act_type": "leaky", "slope": str(settings.slope)}
         y = Node("LeakyReLU", f"{node.name}_leaky_relu", attrs, [y]), 0
     return y
+
+
+def with_node_ids(symbol):
+    """A symbol in which the nodes of a layer that has several are numbered, in the order of the
+    graph. So the numbers depend on the graph alone, not on what else a process has traced."""
+    graph = Graph(symbol)
+    nodes_of = collections.defaultdict(list)
+    for node in graph.nodes():
+        if node.operator in OUR_OPERATOR:
+            nodes_of[node.attrs["layer"]].append(node)
+    several = [nodes for nodes in nodes_of.values() if len(nodes) > 1]
+    for nodes in several:
+        for number, node in enumerate(nodes):
+            node.attrs["node"] = str(number)
+    return graph.symbol_like(symbol) if several else symbol
 
 
 def make_stock(graph, within=None):

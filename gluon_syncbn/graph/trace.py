@@ -1,7 +1,6 @@
 """The graph of a net in inference. The net does not change."""
 
 import contextlib
-import copy
 import functools
 import re
 
@@ -10,7 +9,6 @@ from mxnet.gluon import HybridBlock, SymbolBlock
 from mxnet.gluon.block import _flatten, _regroup
 from mxnet.util import is_np_array, is_np_shape, np_array, np_shape
 
-from ..layers.batch_norm import SyncBatchNorm
 from ..layers.operator import is_numpy
 from .blocks import walk
 from .symbol_block import SyncGraph, composed
@@ -135,18 +133,12 @@ def _unchanged(net, parameters):
                 hooks = getattr(block, name)
                 undo.callback(setattr, block, name, hooks)
                 setattr(block, name, type(hooks)())
-        layers = [block for block in blocks if isinstance(block, SyncBatchNorm)]
         for block in blocks:
             if isinstance(block, SyncGraph):
                 undo.callback(setattr, block, "_cached_graph", block._cached_graph)
-                layers += [node.layer for node in block._nodes]
             elif isinstance(block, SymbolBlock):
                 undo.callback(vars(block).pop, "forward")
                 vars(block)["forward"] = functools.partial(composed, block)
-        for layer in layers:
-            # All processes must agree on a layer's node ids, and usually only one exports.
-            if isinstance(layer, SyncBatchNorm):
-                undo.callback(setattr, layer, "_node_ids", copy.copy(layer._node_ids))
         yield
 
 

@@ -2,7 +2,6 @@
 
 import difflib
 import inspect
-import itertools
 import math
 import numbers
 import reprlib
@@ -232,8 +231,7 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def _meet(self):
         """Gives the block a layer of its own in the native library."""
-        self._layer = SyncedLayer(self)
-        self._node_ids = itertools.count()
+        self._layer = SyncedLayer.of(self)
 
     def _settings(self):
         stock = self._kwargs
@@ -247,17 +245,11 @@ class SyncBatchNorm(nn.BatchNorm):
         }
 
     def __getstate__(self):
-        return {**self.__dict__, "_layer": None, "_node_ids": None}
+        return {**self.__dict__, "_layer": None}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
         self._meet()
-
-    def _clear_cached_op(self):
-        super()._clear_cached_op()
-        # The graph will be traced again, and other processes may trace less often: node ids must
-        # agree.
-        self._node_ids = itertools.count()
 
     def cast(self, dtype):
         # As nn.BatchNorm does for float16: parameters for 16-bit data are float32.
@@ -331,7 +323,6 @@ class SyncBatchNorm(nn.BatchNorm):
             num_batches_tracked,
             layer=self._layer,
             residual=residual,
-            node=next(self._node_ids) if F is mx.sym else -1,
             copy_layout=native.HAS_ONEDNN if on_cpu else None,
             name="fwd",
             **self._settings(),

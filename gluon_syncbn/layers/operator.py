@@ -84,7 +84,6 @@ def sync_batch_norm(
     layer,
     residual=None,
     copy_layout=False,
-    node=-1,
     name=None,
     **settings,
 ):
@@ -144,9 +143,6 @@ def sync_batch_norm(
         gradients into memory that stays. False: the caller knows that x, the residual and dy come
         from no oneDNN operator. None: the
         graph is for GPUs; on the CPU it raises.
-    node : int
-        In a graph, an id for each node of the layer: calls with equal ids synchronize. With
-        ``static_shape`` MXNet does not keep the nodes of one layer in order.
     name : str, optional
         Of the node in a graph.
     **settings
@@ -193,7 +189,6 @@ def sync_batch_norm(
         layer=layer.id,
         process=native.PROCESS,
         gpu_only=copy_layout is None,
-        node=node,
         **more,
     )[0]
     if copy_layout:

@@ -66,23 +66,32 @@ class SyncedLayer(native.Layer):
     as the parameters exist.
     """
 
-    def __init__(self, block):
+    @classmethod
+    def of(cls, block):
+        """The layer of a block. One that was reverted gets its own again: other processes may have
+        kept theirs, and the count of its calls must agree."""
+        layer = _left.pop(block, None) or cls(block.name)
+        layer.enter(block)
+        return layer
+
+    def enter(self, block):
         parameters = [block.running_mean, block.running_var, block.gamma, block.beta]
         if block._kwargs["momentum"] is None:
             parameters.append(block.num_batches_tracked)
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
-        super().__init__(block.name)
         for parameter in parameters[:2]:
             _ObservedParameter.attach(parameter, self)
         self.join(block._own_group, block._num_devices)
 
-    def leave(self):
+    def leave(self, block):
         """The block no longer synchronizes."""
         stop_following(self)
         self.forget()
         for parameter in self._parameters[:2]:
             if isinstance(parameter(), _ObservedParameter):
                 _ObservedParameter.detach(parameter(), self)
+        self._parameters = [lambda: None] * len(self._parameters)
+        _left[block] = self
 
     def join(self, group, num_devices):
         """Synchronizes with the devices of the group; None: of the default group."""
@@ -129,6 +138,10 @@ class SyncedLayer(native.Layer):
         trained = [parameter() for parameter in self._parameters[2:4]]
         trained = [p for p in trained if p is not None and p.grad_req != "null"]
         return _by_device(trained, Parameter.list_grad)
+
+
+# {block: its layer}, for blocks that were reverted.
+_left = weakref.WeakKeyDictionary()
 
 
 def _by_device(parameters, arrays_of):

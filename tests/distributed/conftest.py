@@ -26,7 +26,7 @@ def shared(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def two(tmp_path_factory):
-    topics = [*STORES, "distributed_sums:through_files", "distributed_traps:one_process_does_more"]
+    topics = [*STORES, "distributed_sums:through_files"]
     # The last one, as a process leaves the group.
     topics += ["distributed_traps:a_group_that_is_left"]
     return run(tmp_path_factory.mktemp("two"), 2, topics, **STORE)

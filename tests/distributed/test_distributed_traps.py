@@ -4,11 +4,13 @@ them stand in test_distributed.py: rounding, arrays that are overwritten, keys, 
 import threading
 import time
 
+import distributed_traps
 import mxnet as mx
 import numpy as np
 import pytest
-from distributed_cluster import needs_horovod, run
+from distributed_cluster import STORE, needs_horovod, run
 from gluon_syncbn.distributed import KVStoreReducer
+from runs import contexts
 from tolerances import assert_same_bits
 
 REMEDY = "make the Trainer with update_on_kvstore=False"
@@ -57,9 +59,24 @@ def test_a_server_that_updates_already(tmp_path):
         assert "The KVStore changes what is sent to it" in text and REMEDY in text
 
 
-def test_what_one_process_does_besides_training_stops_nobody(two):
-    first, second = two.arrays("more")
-    assert_same_bits(first["means"], second["means"])
+@pytest.fixture(scope="module", params=[{}, STORE], ids=["memory", "KVStore"])
+def among_others(request, tmp_path_factory):
+    topics = ["distributed_traps:one_process_does_more"]
+    return run(tmp_path_factory.mktemp("among others"), 2, topics, **request.param)
+
+
+@pytest.mark.parametrize("name", distributed_traps.NETS)
+def test_what_one_process_does_besides_training_changes_nothing(among_others, name, tmp_path):
+    job, count = among_others, distributed_traps.SHARDS
+    net = distributed_traps.NETS[name](str(tmp_path / "net"))
+    places = contexts(count)
+    expected = distributed_traps.train(net, places, slice(count), lambda step: None)
+    assert len(expected) >= 8
+    for rank, found in enumerate(job.arrays(f"more {name}")):
+        for (of, value), other in zip(sorted(found.items()), sorted(expected)):
+            if "running" in other:
+                seed_and_things = job.reported(f"more {name}")[rank]
+                assert_same_bits(value, expected[other], f"rank {rank}, {of}: {seed_and_things}")
 
 
 def test_a_group_that_is_left_in_a_step(two):

@@ -1,6 +1,8 @@
 """What people get wrong: one message of at most six lines, which names the layer where there is
 one, what came and what to write."""
 
+import ctypes
+
 import gluon_syncbn as sbn
 import mxnet as mx
 import pytest
@@ -30,6 +32,27 @@ def negative_variance(tmp_path):
     net[0].collect_params().reset_ctx(mx.cpu())
     net[0].running_var.set_data(mx.nd.array([-1, 1, 1]))
     sbn.export(net, str(tmp_path / "net"), input_shape=SHAPE, onnx=str(tmp_path / "net.onnx"))
+
+
+def hooked(devices):
+    """A net with an op hook that reads values, and the sums that it has read."""
+    net = nn.HybridSequential(prefix="net_")
+    net.add(layer_of())
+    net.collect_params().reset_ctx(contexts(devices))
+    net.hybridize()
+    read = []
+
+    def hook(name, operator, array):
+        array = mx.nd.NDArray(ctypes.cast(array, mx.base.NDArrayHandle), writable=False)
+        read.append(array.sum().asscalar())
+
+    net.register_op_hook(hook)
+    return net, read
+
+
+def train(net):
+    with mx.autograd.record():
+        return net(mx.nd.ones(SHAPE, ctx=context(0)))
 
 
 class Loud(nn.BatchNorm):
@@ -73,6 +96,7 @@ MISTAKES = {
         lambda: sbn.convert_sync_batchnorm(nn.Dense(2), also=[Loud()]),
         "list of subclasses",
     ),
+    "an op hook that would wait": (lambda: train(hooked(2)[0]), "its bn ", "op hook", "read"),
     # Exports.
     "a net without values": (
         lambda: sbn.export(layer_of().__class__(), "/nowhere/net"),
@@ -102,6 +126,14 @@ def test_a_mistake(mistake, monkeypatch):
     with pytest.raises((ValueError, TypeError, OSError)) as error:
         action()
     check(error, *words)
+
+
+def test_op_hooks_that_wait_for_no_other_device():
+    net, read = hooked(1)
+    train(net).wait_to_read()
+    net, also_read = hooked(2)
+    net(mx.nd.ones(SHAPE, ctx=context(0))).wait_to_read()
+    assert len(read) >= 3 and len(also_read) >= 3
 
 
 @needs_onnx

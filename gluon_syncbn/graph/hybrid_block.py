@@ -1,0 +1,52 @@
+"""What the package adds to MXNet's HybridBlock. On the class: a function stored in a block would be
+shared by its copies."""
+
+import functools
+
+from mxnet import autograd
+from mxnet.gluon import HybridBlock
+
+from ..layers.batch_norm import SyncBatchNorm
+from .blocks import walk
+from .fusion import fused, is_fusing
+from .symbol_block import SyncGraph
+from .symbols import with_node_ids
+
+_get_graph, _call_cached_op = HybridBlock._get_graph, HybridBlock._call_cached_op
+
+
+@functools.wraps(_get_graph)
+def _get_graph_to_compile(block, *args):
+    if is_fusing(block) and not block._cached_graph:
+        inputs, symbol = _get_graph(block, *args)
+        block._cached_graph = inputs, fused(symbol)
+    inputs, symbol = _get_graph(block, *args)
+    return inputs, with_node_ids(symbol)
+
+
+@functools.wraps(_call_cached_op)
+def _call_without_op_hooks(block, *args):
+    for layer in _layers(block) if block._callback and autograd.is_training() else ():
+        for devices in layer.device_groups():
+            if len(devices) > 1:
+                # MXNet loses the error of a hook that would wait until the timeout.
+                raise ValueError(
+                    f"{block.name} has an op hook (register_op_hook), and its {layer.name} "
+                    f"synchronizes {', '.join(devices)}: a hook that reads a value would wait for "
+                    "devices on which the net is not called before it returns. Train with one "
+                    "device per process while you look, or return the arrays from the net and "
+                    "read them once it was called on all devices."
+                )
+    return _call_cached_op(block, *args)
+
+
+def _layers(net):
+    for _, block in walk(net):
+        nodes = block._nodes if isinstance(block, SyncGraph) else ()
+        for each in (block, *(node.layer for node in nodes)):
+            if isinstance(each, SyncBatchNorm):
+                yield each._layer
+
+
+HybridBlock._get_graph = _get_graph_to_compile
+HybridBlock._call_cached_op = _call_without_op_hooks
