@@ -222,7 +222,7 @@ def _run(*arguments):
     )
     try:
         done = subprocess.run(
-            [sys.executable, _PROBES, *arguments],
+            [sys.executable, *subprocess._args_from_interpreter_flags(), _PROBES, *arguments],
             env=environment,
             capture_output=True,
             text=True,

@@ -14,7 +14,7 @@ from mxnet.gluon import nn
 from mxnet.util import is_np_array
 
 from .. import native
-from ..distributed.arguments import is_whole
+from ..distributed.arguments import is_number, is_whole
 from ..distributed.group import check_group
 from .operator import Settings, is_bfloat16, is_numpy, sync_batch_norm
 from .synced_layer import SyncedLayer
@@ -52,10 +52,6 @@ def _hint_at_small(momentum):
         f"statistics. In PyTorch momentum is the weight of the new batch: its {momentum:g} is "
         f"momentum={1 - momentum:g} here."
     )
-
-
-def _is_number(value):
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _same_memory(a, b):
@@ -192,11 +188,11 @@ class SyncBatchNorm(nn.BatchNorm):
                 f"axis is {axis!r}: give that of the channels, from -5 to 4."
                 + (contrib if is_whole(axis) and axis > 0 else "")
             )
-        if not (momentum is None or _is_number(momentum) and 0 <= momentum <= 1):
+        if not (momentum is None or is_number(momentum) and 0 <= momentum <= 1):
             raise ValueError(f"momentum is {momentum!r}: give a number from 0 to 1, or None.")
         if momentum and momentum < 0.5:
             _hint_at_small(float(momentum))
-        if not (_is_number(epsilon) and 0 <= epsilon < math.inf):
+        if not (is_number(epsilon) and 0 <= epsilon < math.inf):
             raise ValueError(f"epsilon is {epsilon!r}: give a number of 0 or more.")
         if str(running_variance) not in ("biased", "unbiased"):
             raise ValueError(
@@ -212,7 +208,7 @@ class SyncBatchNorm(nn.BatchNorm):
             if not isinstance(value, (numbers.Integral, np.bool_, type(None))):
                 raise ValueError(f"{name} is {value!r}: give True or False.")
         if num_devices is not None:
-            if not (_is_number(num_devices) and num_devices in range(1, 1 << 16)):
+            if not (is_number(num_devices) and num_devices in range(1, 1 << 16)):
                 raise ValueError(
                     f"num_devices is {num_devices!r}: give the number of devices that take part, "
                     "or None for all on which the parameters live."
@@ -224,7 +220,7 @@ class SyncBatchNorm(nn.BatchNorm):
                 f"activation is {activation!r}: give None, 'relu' or 'leaky_relu', and call any "
                 "other after the layer."
             )
-        if not (_is_number(slope) and 0 <= slope < math.inf):
+        if not (is_number(slope) and 0 <= slope < math.inf):
             raise ValueError(f"slope is {slope!r}: give a finite number of 0 or more.")
         if inplace and not (activation == "leaky_relu" and slope and epsilon):
             raise ValueError(

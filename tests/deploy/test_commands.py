@@ -260,7 +260,7 @@ def test_inspect(run, capsys):
         ("convert c.params -o TMP/c", "c.params is a .params file: give the new dtype"),
         ("convert own-symbol.json -o TMP/c --dtype float16", "--dtype is for .params files"),
         ("export own -o TMP/m\udcff", "m\\udcff-0000.params"),
-        ("bake", "invalid choice: 'bake'"),
+        ("bake", "invalid choice: 'bake' (choose from 'launch', 'export', "),
     ],
 )
 def test_errors_are_one_sentence_that_names_the_file(run, tmp_path, command, text):
@@ -372,6 +372,15 @@ def test_doctor_where_mxnet_fails(tmp_path, program, remedy):
     done = process("doctor", path=[tmp_path])
     assert done.returncode == 1, done.stderr
     assert "\n1. " in done.stdout and remedy in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("options, environment", [(["-OO"], {}), ([], {"PYTHONOPTIMIZE": "2"})])
+def test_doctor_without_docstrings(monkeypatch, options, environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    done = process("doctor", run=[*options, "-m", "gluon_syncbn"])
+    assert done.returncode == 1 and "use -O or PYTHONOPTIMIZE=1." in done.stdout, done.stdout
+    assert "reinstall" not in done.stdout
 
 
 def test_help_does_not_wait_for_mxnet(tmp_path):
