@@ -13,6 +13,8 @@ import threading
 import time
 import uuid
 
+from mxnet_compat import options
+
 from . import runner
 
 _TERM_SECONDS = 4
@@ -26,13 +28,6 @@ _SAME_SIGNAL_SECONDS = 0.5
 _TAIL_LINES, _TAIL_COLUMNS = 20, 400
 _LONGEST_LINE = 1 << 20
 _screen = threading.Lock()
-# Options of this interpreter, such as -O and -W. Without the environment and site, Python would not
-# load mxnet_compat.
-_OPTIONS = [
-    option
-    for option in subprocess._args_from_interpreter_flags()
-    if option not in ("-E", "-I", "-S")
-]
 
 
 def say(text):
@@ -80,7 +75,7 @@ class Child:
         self._prefix = f"[{number if self.is_worker and number else name}] "
         task = "run" if self.is_worker else "serve"
         self.process = subprocess.Popen(
-            [sys.executable, *_OPTIONS, runner.__file__, task, f"{status}:{slot}", *command],
+            [sys.executable, *options(), runner.__file__, task, f"{status}:{slot}", *command],
             env=environment,
             pass_fds=[status],
             stdin=subprocess.DEVNULL,
