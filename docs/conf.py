@@ -37,6 +37,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 240
 nb_output_stderr = "remove"
+myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 highlight_language = "none"
 default_role = "py:obj"
@@ -95,8 +96,11 @@ def _finish(app, error):
         '<!doctype html><meta http-equiv="refresh" content="0; url=README.html">\n'
     )
     for path in sorted(p for e in ("html", "css") for p in folder.rglob(f"*.{e}")):
-        for found in FROM_ELSEWHERE.findall(path.read_text()):
+        text = path.read_text()
+        for found in FROM_ELSEWHERE.findall(text):
             raise SphinxError(f"{path} loads {found}: the site has to work offline")
+        if "$$" in text:
+            raise SphinxError(f"{path} shows TeX between $$: it has to be drawn")
 
 
 def setup(app):

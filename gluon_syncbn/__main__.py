@@ -107,6 +107,7 @@ def _parser():
     def add(name, description):
         return commands.add_parser(name, description=description, formatter_class=_FORMATTER)
 
+    add("launch", "See python -m gluon_syncbn launch --help.")  # For messages: main() runs it.
     export = add("export", f"Write a checkpoint for stock MXNet and ONNX Runtime.\n\n{_SOURCE}")
     _add_source(export)
     files = "of NAME-symbol.json and NAME-0000.params"

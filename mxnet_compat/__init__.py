@@ -15,9 +15,9 @@ back with the meaning they had. If nothing is missing, as with Python 3.11 and N
 changes.
 """
 
-from .environment import inherit, is_needed
+from .environment import inherit, is_needed, options
 from .hook import install
 
-__all__ = ["inherit", "is_needed"]
+__all__ = ["inherit", "is_needed", "options"]
 
 install()

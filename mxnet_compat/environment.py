@@ -19,6 +19,15 @@ def is_needed():
         return False
 
 
+def options():
+    """Those of this Python, such as -O and -W, for its child processes. With -E, -I or -S they
+    would lack what `inherit` adds."""
+    import subprocess
+
+    found = subprocess._args_from_interpreter_flags()
+    return [option for option in found if option not in ("-E", "-I", "-S")]
+
+
 def inherit(environment):
     """Adds the hook to all Python processes that are started with this environment."""
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)

@@ -27,8 +27,9 @@ Failures:
     kills them.
 
 Environment of a worker:
-    The script runs as with ``python train.py``, except that standard input is empty and that a
-    script which raises ends at once: its exit hooks run, destructors and other threads do not.
+    The script runs as with ``python train.py`` and the launcher's own options of Python, such as
+    ``-O``, except that standard input is empty and that a script which raises ends at once: its
+    exit hooks run, destructors and other threads do not.
     ``GLUON_SYNCBN_RANK``, ``GLUON_SYNCBN_SIZE`` and ``GLUON_SYNCBN_LOCAL_RANK`` are set; the last
     is the index of the worker on its machine, and so of its GPU. ``OMP_NUM_THREADS`` is set unless
     the user did: the workers of a machine share its cores.
@@ -128,6 +129,8 @@ def _parse(arguments):
     # Script and arguments are one, because argparse would remove a "--" after the script.
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if sys.flags.optimize > 1:
+        parser.error("MXNet cannot be imported under -OO or PYTHONOPTIMIZE=2: use -O or 1.")
     if options.command[:1] == ["--"]:
         del options.command[0]
     if not options.command:

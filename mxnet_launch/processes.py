@@ -13,6 +13,8 @@ import threading
 import time
 import uuid
 
+from mxnet_compat import options
+
 from . import runner
 
 _TERM_SECONDS = 4
@@ -73,7 +75,7 @@ class Child:
         self._prefix = f"[{number if self.is_worker and number else name}] "
         task = "run" if self.is_worker else "serve"
         self.process = subprocess.Popen(
-            [sys.executable, runner.__file__, task, f"{status}:{slot}", *command],
+            [sys.executable, *options(), runner.__file__, task, f"{status}:{slot}", *command],
             env=environment,
             pass_fds=[status],
             stdin=subprocess.DEVNULL,

@@ -12,7 +12,7 @@ import sys
 from importlib import metadata
 from typing import Any, NamedTuple
 
-from mxnet_compat import is_needed
+from mxnet_compat import is_needed, options
 from mxnet_compat import switch as on_import
 
 from .._version import __version__
@@ -222,7 +222,7 @@ def _run(*arguments):
     )
     try:
         done = subprocess.run(
-            [sys.executable, _PROBES, *arguments],
+            [sys.executable, *options(), _PROBES, *arguments],
             env=environment,
             capture_output=True,
             text=True,

@@ -1,6 +1,7 @@
 """Checks of arguments."""
 
 import math
+import numbers
 import os
 
 import numpy
@@ -15,6 +16,10 @@ def is_whole(value):
     return isinstance(value, (int, numpy.integer)) and not isinstance(value, bool)
 
 
+def is_number(value):
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def duration(number):
     """Seconds as a text, such as "0.25 s", "12.3 s" or "3600 s"."""
     return f"{number:.3g} s" if number < 100 else f"{number:.0f} s"
@@ -22,13 +27,13 @@ def duration(number):
 
 def seconds(timeout):
     """A timeout as a number. None takes the environment's."""
-    source = "timeout" if timeout is not None else TIMEOUT_VARIABLE
+    source, number = "timeout", timeout
     if timeout is None:
-        timeout = os.environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT)
-    try:
-        number = float(timeout)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not 0 < number < math.inf:
+        source, timeout = TIMEOUT_VARIABLE, os.environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT)
+        try:
+            number = float(timeout)
+        except ValueError:
+            number = math.nan
+    if not (is_number(number) and 0 < number < math.inf):
         raise ValueError(f"{source} is {timeout!r}: give a number of seconds above 0, such as 300.")
-    return number
+    return float(number)

@@ -1,7 +1,8 @@
 """SyncBatchNorm, the layer."""
 
-import difflib
+import functools
 import inspect
+import logging
 import math
 import numbers
 import reprlib
@@ -12,14 +13,44 @@ from mxnet.gluon import nn
 from mxnet.util import is_np_array
 
 from .. import native
-from ..distributed.arguments import is_whole
+from ..distributed.arguments import is_number, is_whole
 from ..distributed.group import check_group
 from .operator import Settings, is_bfloat16, is_numpy, sync_batch_norm
 from .synced_layer import SyncedLayer
 
+_log = logging.getLogger("gluon_syncbn")
 
-def _is_number(value):
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+# What to do about arguments of other libraries' layers.
+_ELSEWHERE = {
+    "activation_param": "give slope",
+    "affine": "give center and scale",
+    "axis_name": "give group, a SyncGroup",
+    "channel_last": "give axis=-1",
+    "data_format": "give axis",
+    "decay_rate": "give momentum",
+    "eps": "give epsilon",
+    "fix_gamma": "give scale, its opposite",
+    "fuse_relu": "give activation='relu'",
+    "key": "leave it out, as layers do not mix",
+    "ndev": "give num_devices",
+    "num_features": "give in_channels",
+    "process_group": "give group, a SyncGroup",
+    "track_running_stats": "leave it out. Inference uses running statistics, and training too with "
+    "use_global_stats=True",
+    "trainable": "give use_global_stats=True to freeze it, and its parameters grad_req='null'",
+    "use_bias": "give center",
+    "use_running_average": "give use_global_stats",
+    "use_scale": "give scale",
+}
+
+
+@functools.lru_cache(maxsize=None)  # Once for each value, and not for each layer of a net.
+def _hint_at_small(momentum):
+    _log.warning(
+        f"momentum={momentum:g} gives each new batch a weight of {1 - momentum:g} in the running "
+        f"statistics. In PyTorch momentum is the weight of the new batch: its {momentum:g} is "
+        f"momentum={1 - momentum:g} here."
+    )
 
 
 def _same_memory(a, b):
@@ -36,8 +67,9 @@ class SyncBatchNorm(nn.BatchNorm):
     with the mean :math:`\mu` and the biased variance :math:`\sigma^2` of each channel over all
     devices, an activation a if the layer has one, and a residual r if it is called as
     ``layer(x, r)``. :func:`gluon_syncbn.layers.operator.sync_batch_norm` gives the backward. A
-    drop-in for :class:`mxnet.gluon.nn.BatchNorm`: same arguments, same parameters, same files.
-    Results have the same bits however a batch is split over devices and threads.
+    drop-in for :class:`mxnet.gluon.nn.BatchNorm`: same arguments, same parameters, same files of
+    ``save_parameters``. Results have the same bits however a batch is split over devices and
+    threads.
 
     Training code does not change: call the net once for each device inside ``autograd.record()``,
     and do not wait for a result before every device has been called. In inference, devices do not
@@ -49,9 +81,9 @@ class SyncBatchNorm(nn.BatchNorm):
         The axis of the channels.
     momentum : float or None, default 0.9
         ``running = momentum * running + (1 - momentum) * batch`` in each forward in training mode.
-        (Other libraries often call the other factor momentum.) None: running statistics are the
-        mean over all batches since the initialization, as with ``momentum=None`` in PyTorch. The
-        layer then has the parameter num_batches_tracked.
+        (PyTorch calls the other factor momentum, so a value between 0 and 0.5 logs a warning.)
+        None: running statistics are the mean over all batches since the initialization, as with
+        ``momentum=None`` in PyTorch. The layer then has the parameter num_batches_tracked.
     epsilon : float, default 1e-5
         Added to the variance.
     center, scale : bool, default True
@@ -145,22 +177,21 @@ class SyncBatchNorm(nn.BatchNorm):
         **kwargs,
     ):
         for name in set(kwargs) - {"prefix", "params"}:
-            known = [*inspect.signature(SyncBatchNorm).parameters, "prefix", "params"]
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            raise TypeError(
-                f"{type(self).__name__} has no argument {name!r}"
-                + (f": {close[0]!r} may be meant." if close else ".")
-            )
+            known = [*inspect.signature(SyncBatchNorm).parameters][:-1] + ["prefix", "params"]
+            advice = _ELSEWHERE.get(name, f"give some of {', '.join(known)}")
+            raise TypeError(f"{type(self).__name__} has no argument {name!r}: {advice}.")
         # Data has 2 to 5 axes.
         if not (is_whole(axis) and -5 <= axis < 5):
-            contrib = f" Or in_channels={axis}, which contrib's SyncBatchNorm takes first."
+            contrib = f" Or in_channels={axis}, which contrib's and PyTorch's layers take first."
             raise ValueError(
                 f"axis is {axis!r}: give that of the channels, from -5 to 4."
                 + (contrib if is_whole(axis) and axis > 0 else "")
             )
-        if not (momentum is None or _is_number(momentum) and 0 <= momentum <= 1):
+        if not (momentum is None or is_number(momentum) and 0 <= momentum <= 1):
             raise ValueError(f"momentum is {momentum!r}: give a number from 0 to 1, or None.")
-        if not (_is_number(epsilon) and 0 <= epsilon < math.inf):
+        if momentum and momentum < 0.5:
+            _hint_at_small(float(momentum))
+        if not (is_number(epsilon) and 0 <= epsilon < math.inf):
             raise ValueError(f"epsilon is {epsilon!r}: give a number of 0 or more.")
         if str(running_variance) not in ("biased", "unbiased"):
             raise ValueError(
@@ -176,7 +207,7 @@ class SyncBatchNorm(nn.BatchNorm):
             if not isinstance(value, (numbers.Integral, np.bool_, type(None))):
                 raise ValueError(f"{name} is {value!r}: give True or False.")
         if num_devices is not None:
-            if not (_is_number(num_devices) and num_devices in range(1, 1 << 16)):
+            if not (is_number(num_devices) and num_devices in range(1, 1 << 16)):
                 raise ValueError(
                     f"num_devices is {num_devices!r}: give the number of devices that take part, "
                     "or None for all on which the parameters live."
@@ -188,7 +219,7 @@ class SyncBatchNorm(nn.BatchNorm):
                 f"activation is {activation!r}: give None, 'relu' or 'leaky_relu', and call any "
                 "other after the layer."
             )
-        if not (_is_number(slope) and 0 <= slope < math.inf):
+        if not (is_number(slope) and 0 <= slope < math.inf):
             raise ValueError(f"slope is {slope!r}: give a finite number of 0 or more.")
         if inplace and not (activation == "leaky_relu" and slope and epsilon):
             raise ValueError(

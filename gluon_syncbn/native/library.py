@@ -44,6 +44,11 @@ def _why_mxnet_failed(error, is_broken):
         return f"gluon_syncbn needs MXNet 1.7 to {_MXNET}, which is not installed: {how}"
     if missing in ("graphviz", "numpy", "requests"):
         return f"MXNet needs {missing}, which is not installed: pip install {missing}."
+    if sys.flags.optimize > 1:
+        return (
+            "MXNet cannot be imported without docstrings, which python -OO and PYTHONOPTIMIZE=2 "
+            "remove: use -O or PYTHONOPTIMIZE=1."
+        )
     return (
         f"MXNet is installed but cannot be imported ({error}): fix or reinstall it first; one for "
         "GPUs needs the libraries of its CUDA (mxnet-cu112: CUDA 11) and an NVIDIA driver."

@@ -275,6 +275,7 @@ def test_help(run):
     text = run("")
     for command in ("launch", "export", "convert", "inspect", "doctor"):
         assert command in text and (command == "launch" or run(f"{command} --help"))
+    assert re.search("choose from '?launch'?, '?export", run("bake", check=False)[2])
 
 
 def test_no_layers_are_no_error(run):
@@ -372,6 +373,15 @@ def test_doctor_where_mxnet_fails(tmp_path, program, remedy):
     done = process("doctor", path=[tmp_path])
     assert done.returncode == 1, done.stderr
     assert "\n1. " in done.stdout and remedy in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("options, environment", [(["-OO"], {}), ([], {"PYTHONOPTIMIZE": "2"})])
+def test_doctor_without_docstrings(monkeypatch, options, environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    done = process("doctor", run=[*options, "-m", "gluon_syncbn"])
+    assert done.returncode == 1 and "use -O or PYTHONOPTIMIZE=1." in done.stdout, done.stdout
+    assert "reinstall" not in done.stdout
 
 
 def test_help_does_not_wait_for_mxnet(tmp_path):

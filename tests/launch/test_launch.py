@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+import subprocess
 import sys
 import time
 
@@ -106,6 +107,30 @@ def test_a_module_with_its_package(command, tmp_path):
     launcher = command("--from-env", "-m", "package", "-m", "x", **ALONE)
     assert launcher.end() == 0, launcher.text
     assert launcher.output == ["[worker] 5 __main__ ['-m', 'x']\n"]
+
+
+def test_options_of_the_interpreter(tmp_path):
+    """A worker has the launcher's, except those that would keep out the hook for MXNet."""
+    (tmp_path / "script.py").write_text(
+        "import sys\n"
+        "print(sys.flags.optimize, sys.warnoptions[-1:], *sys._xoptions, 'site' in sys.modules)\n"
+    )
+    root = os.path.dirname(os.path.dirname(launch.__file__))
+
+    def run(*options):
+        return subprocess.run(
+            [sys.executable, *options, "-m", "mxnet_launch", "--from-env", "script.py"],
+            cwd=tmp_path,
+            env={**os.environ, **ALONE, "PYTHONPATH": root},
+            capture_output=True,
+            text=True,
+        )
+
+    done = run("-O", "-S", "-W", "error::FutureWarning", "-X", "faulthandler")
+    expected = "[worker] 1 ['error::FutureWarning'] faulthandler True\n"
+    assert done.stdout == expected, done.stdout + done.stderr
+    done = run("-OO")
+    assert done.returncode == 2 and done.stderr.endswith("PYTHONOPTIMIZE=2: use -O or 1.\n")
 
 
 @pytest.mark.parametrize(

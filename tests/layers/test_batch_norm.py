@@ -153,7 +153,7 @@ INPLACE = {"activation": "leaky_relu", "inplace": True}
         ({"center": "False"}, None),
         ({"group": "all"}, None),
         ({"activation": "gelu"}, "activation is 'gelu': give None, 'relu' or 'leaky_relu'"),
-        ({"axis": 64}, "Or in_channels=64, which contrib's SyncBatchNorm takes first"),
+        ({"axis": 64}, "Or in_channels=64, which contrib's and PyTorch's layers take first"),
         ({"inplace": True}, "inplace=True came with activation=None"),
         ({"inplace": True, "activation": "relu"}, "inplace=True came with activation='relu'"),
         ({**INPLACE, "slope": 0}, "slope=0"),
@@ -171,15 +171,30 @@ def test_invalid_arguments(arguments, message):
 @pytest.mark.parametrize(
     "argument, words",
     [
-        ("num_device", "'num_device': 'num_devices' may be meant"),
-        ("ndev", "'ndev': 'num_devices' may be meant"),
-        ("eps", "'eps': 'epsilon' may be meant"),
-        ("name", "no argument 'name'"),
+        (
+            "num_device",
+            "'num_device': give some of axis, .*, num_devices, .*, inplace, prefix, params.",
+        ),
+        ("ndev", "'ndev': give num_devices."),
+        ("eps", "'eps': give epsilon."),
+        ("num_features", "'num_features': give in_channels."),
+        ("affine", "'affine': give center and scale."),
+        ("track_running_stats", "'track_running_stats': leave it out. Inference uses running"),
     ],
 )
-def test_misspelled_arguments(argument, words):
-    with pytest.raises(TypeError, match=words):
-        sbn.SyncBatchNorm(**{argument: 1})
+def test_unknown_arguments(argument, words):
+    for kind in (sbn.SyncBatchNorm, sbn.SyncBatchNormReLU):
+        with pytest.raises(TypeError, match=f"{kind.__name__} has no argument {words}"):
+            kind(**{argument: 1})
+
+
+def test_pytorchs_momentum_is_noticed_once(caplog):
+    for momentum in (0.0625, 0.0625, 0, 0.5, None):
+        sbn.SyncBatchNorm(momentum=momentum)
+    assert caplog.messages == [
+        "momentum=0.0625 gives each new batch a weight of 0.9375 in the running statistics. In "
+        "PyTorch momentum is the weight of the new batch: its 0.0625 is momentum=0.9375 here."
+    ]
 
 
 def test_numbers_and_flags_of_other_types():

@@ -84,6 +84,7 @@ MISTAKES = {
     "a timeout": (lambda: sbn.SyncGroup(timeout=-1), "timeout is -1"),
     "no timeout": (lambda: sbn.SyncGroup(timeout=0), "timeout is 0", "above 0"),
     "a word as a timeout": (lambda: sbn.SyncGroup(timeout="soon"), "timeout is 'soon'"),
+    "a text as a timeout": (lambda: sbn.SyncGroup(timeout="60"), "timeout is '60'"),
     "a timeout that is no number": (lambda: sbn.SyncGroup(timeout=float("nan")), "timeout is nan"),
     "a timeout in the environment": (sbn.SyncGroup, "GLUON_SYNCBN_TIMEOUT is '5 minutes'"),
     "a store that is none": (lambda: sbn.SyncGroup(store="dist_sync"), "dist_sync", "KVStore"),
