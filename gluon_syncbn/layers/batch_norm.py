@@ -31,7 +31,7 @@ _ELSEWHERE = {
     "eps": "give epsilon",
     "fix_gamma": "give scale, its opposite",
     "fuse_relu": "give activation='relu'",
-    "key": "leave it out, as layers do not mix",
+    "key": "leave it out: each layer has its own",
     "ndev": "give num_devices",
     "num_features": "give in_channels",
     "process_group": "give group, a SyncGroup",
