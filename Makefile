@@ -15,7 +15,7 @@ pythons := $(or $(PYTHON),python3.13 python3.12 python3.11 python3.10 python3.9 
 ready := .venv/ready-
 python := .venv/bin/python
 pip := $(python) -m pip -qq --no-input
-packages := gluon_syncbn mxnet_compat mxnet_launch
+packages := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 library := gluon_syncbn/libgluon_syncbn.so
 nvcc := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v "$${NVCC:-nvcc}")
 # Whether the library has CUDA kernels: GLUON_SYNCBN_CUDA, or 1 if MXNet has GPUs and nvcc is found.
