@@ -1,5 +1,5 @@
 """Lists mshadow's kernels of libmxnet.so for map_plans.cc, as far as all their types are in the
-wheel's headers or there: python write_map_plans.py libmxnet.so > map_plans.inc"""
+wheel's headers or defined there: python write_map_plans.py libmxnet.so > map_plans.inc"""
 
 import mmap
 import re
