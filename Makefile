@@ -15,7 +15,7 @@ pythons := $(or $(PYTHON),python3.13 python3.12 python3.11 python3.10 python3.9 
 ready := .venv/ready-
 python := .venv/bin/python
 pip := $(python) -m pip -qq --no-input
-packages := gluon_syncbn mxnet_compat mxnet_launch
+packages := $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
 library := gluon_syncbn/libgluon_syncbn.so
 nvcc := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v "$${NVCC:-nvcc}")
 # Whether the library has CUDA kernels: GLUON_SYNCBN_CUDA, or 1 if MXNet has GPUs and nvcc is found.
@@ -106,7 +106,7 @@ test-native: ## run the native tests, and where nvcc is the CUDA kernels on a si
 # Uses a copy of the package with its own library and its own MXNet. .venv and gluon_syncbn/ stay as
 # they are.
 test-gpu: $(if $(nvcc),$(environment) $(ready)test) ## run tests on simulated GPUs, in MXNet for GPUs (a download of 499 MB, kept); 3 minutes
-	$(call on_simulated_gpus,PTXSIM_DEVICES=4,$(addprefix gpu/test_,mxnet_gpu.py simulated_gpus.py use_of_cuda.py))
+	$(call on_simulated_gpus,PTXSIM_DEVICES=8,$(addprefix gpu/test_,mxnet_gpu.py simulated_gpus.py use_of_cuda.py))
 
 test-gpu-all: test-gpu ## the same, and other tests with simulated GPUs for their devices; 18 minutes
 	$(call on_simulated_gpus,PTXSIM_DEVICES=8 GLUON_SYNCBN_TEST_DEVICES=gpu,$(gpu_tests),-n 3 -m "not long")

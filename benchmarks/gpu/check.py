@@ -233,21 +233,22 @@ def run_mxnet(pipeline, folder, library):
         return verdict, detail, more
 
     with tempfile.TemporaryDirectory(prefix="mxnet-") as unpacked:
-        package = Path(unpacked) / "package" / "gluon_syncbn"
+        packages = Path(unpacked) / "packages"
         ignored = shutil.ignore_patterns("*.so", "__pycache__")
-        shutil.copytree(str(ROOT / "gluon_syncbn"), str(package), ignore=ignored)
-        shutil.copy(str(library), str(package / "libgluon_syncbn.so"))
+        for package in ROOT.glob("*/__init__.py"):
+            shutil.copytree(package.parent, packages / package.parent.name, ignore=ignored)
+        shutil.copy(library, packages / "gluon_syncbn" / "libgluon_syncbn.so")
         script = (
             'eval "$("$1"/unpack.sh "$2"/set)" && export PYTHONPATH="$3:$PYTHONPATH" && '
             '"$4" "$5"/benchmarks/gpu/bench_mxnet.py && exec "$4" -m pytest '
             "-v -rs --tb=short -p no:cacheprovider -o timeout=90 -o timeout_method=thread "
             '"$5"/tests/gpu/test_mxnet_gpu.py'
         )
-        arguments = ["run", folder, unpacked, package.parent, sys.executable, ROOT]
+        arguments = ["run", folder, unpacked, packages, sys.executable, ROOT]
         environment = dict(os.environ, CUDA_MODULE_LOADING="LAZY", MXNET_CUDNN_LIB_CHECKING="0")
         # `python -m` searches the working directory first, and the package of the checkout has no
         # library for this GPU.
-        options = {"env": environment, "cwd": str(package.parent)}
+        options = {"env": environment, "cwd": str(packages)}
         command = ["bash", "-c", script, *arguments]
         pipeline.run("inside MXNet", command, 150, judge=judge, **options)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from setuptools import find_packages
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
@@ -262,7 +263,7 @@ def test_figures_of_a_step(monkeypatch, pipeline, path, tmp_path, step, result, 
 def test_inside_mxnet(monkeypatch, pipeline, path, tmp_path, ends, verdict):
     program(tmp_path, "unpack.sh", "echo 'export PYTHONPATH=/of/the/set'")
     fake = program(
-        tmp_path, "python", f"pwd; echo $PYTHONPATH; ls gluon_syncbn; echo '{ends} in 1s'"
+        tmp_path, "python", f"pwd; echo $PYTHONPATH; ls . gluon_syncbn; echo '{ends} in 1s'"
     )
     monkeypatch.setattr(sys, "executable", fake)
     library = tmp_path / "built.so"
@@ -275,6 +276,10 @@ def test_inside_mxnet(monkeypatch, pipeline, path, tmp_path, ends, verdict):
     # The package with the new library comes first in PYTHONPATH and in the working directory.
     assert python_path == f"{folder}:/of/the/set" and folder.startswith("/")
     assert {"libgluon_syncbn.so", "layers"} <= set(names)
+    # With it all others that are installed.
+    include = re.search(r"^include = (.*)", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    packages = find_packages(str(ROOT), include=json.loads(include[1]))
+    assert {name for name in packages if "." not in name} <= set(names)
     assert not Path(folder).exists()
 
 
