@@ -77,10 +77,11 @@ def test_a_graph_is_trained_synchronized(inside, mode, tmp_path):
     statistics(net)
 
 
-def test_the_calls_of_a_graph_are_nodes_of_their_own(tmp_path):
+def test_the_calls_of_a_compiled_graph_have_node_ids(tmp_path):
     net = Twice(exported(small_net(), tmp_path))
     convert_sync_batchnorm(net)
-    nodes = json.loads(net(mx.sym.var("data")).tojson())["nodes"]
+    _, compiled = net._get_graph(mx.nd.array(images()))
+    nodes = json.loads(compiled.tojson())["nodes"]
     ours = [node["attrs"] for node in nodes if node["op"] == "Custom"]
     ids = {(attrs["layer"], attrs["node"]) for attrs in ours}
     assert len(ids) == 4 and len({layer for layer, _ in ids}) == 2
