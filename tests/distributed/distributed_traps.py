@@ -1,5 +1,7 @@
 """What goes wrong with a KVStore where nothing is done about it."""
 
+from unittest import mock
+
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
@@ -58,6 +60,46 @@ def trainers(world):
     world.report("trainers", reported)
     arrays = {name: p.data(mx.cpu(0)).asnumpy() for name, p in net.collect_params().items()}
     world.save("trainers", **arrays)
+
+
+class Adds(mx.gluon.Trainer):
+    """A Trainer that adds gradients in its own way."""
+
+    def _allreduce_grads(self):
+        pass
+
+
+def trainers_that_add_here_alone(world):
+    """What the first steps of a layer say about its Trainer."""
+    make = mx.gluon.Trainer
+    other = nn.Dense(1, in_units=1)
+    other.initialize()
+    makes = {
+        "default": lambda own: make(own, "sgd"),
+        "unknown store": lambda own: make(own, "sgd", kvstore=mx.kv.create("horovod")),
+        "no store": lambda own: make(own, "sgd", kvstore=None),
+        "another way": lambda own: Adds(own, "sgd"),
+        "another net": lambda own: make(other.collect_params(), "sgd"),
+        "store": lambda own: make(own, "sgd", kvstore=world.kv, update_on_kvstore=False),
+    }
+    if world.engine == "horovod":
+        makes["Horovod"] = lambda own: world.hvd.DistributedTrainer(own, "sgd")
+        optimizer = world.hvd.DistributedOptimizer(mx.optimizer.SGD())
+        makes["its optimizer"] = lambda own: make(own, optimizer)
+    said, reported = [], {}
+    with mock.patch("gluon_syncbn.distributed.exchange.warn", said.append):
+        for name, make_trainer in makes.items():
+            layer = sbn.SyncBatchNorm(in_channels=2)
+            layer.initialize()
+            make_trainer(layer.collect_params())
+            for _ in range(2):
+                backward(layer, [mx.nd.ones((2, 2))])
+            mx.nd.waitall()
+            reported[name] = said.copy()
+            said.clear()
+            # It is said once.
+            vars(world.reducer).pop("trainer", None)
+    world.report("add here alone", reported)
 
 
 def one_process_does_more(world):

@@ -66,6 +66,17 @@ def test_a_group_that_is_left_in_a_step(two):
     assert two.reported("left") == [True, True]
 
 
+def test_a_trainer_that_adds_in_one_process_alone_is_told_of_once(pair, request):
+    how = "update_on_kvstore=False"
+    if "[horovod]" in request.node.name:
+        how = "hvd.DistributedTrainer(net.collect_params(), "
+    for reported in pair.reported("add here alone"):
+        for name in ("default", "unknown store"):
+            (text,) = reported.pop(name)
+            assert "so the weights of the processes drift apart" in text and how in text
+        assert all(said == [] for said in reported.values()), reported
+
+
 @needs_horovod
 def test_horovod_ends_after_the_last_step(horovod):
     """Its own exit hook would end it before."""

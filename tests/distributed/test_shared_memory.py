@@ -25,6 +25,22 @@ def test_processes_of_a_machine_share_memory_and_others_do_not():
         assert not memory.joins(range(4)) and not memory.joins([2, 3])
 
 
+def test_a_core_dump_does_not_write_it():
+    """Nor allocates it: without the flag dd, a crash takes minutes."""
+    memories = [SharedMemory(rank) for rank in range(2)]
+    opened(memories, [memory.address for memory in memories])
+    with open("/proc/self/smaps") as file:
+        # Every mapping ends with its flags.
+        mappings = [text for text in file.read().split("VmFlags: ")]
+    flags = [
+        after.partition("\n")[0].split()
+        for text, after in zip(mappings, mappings[1:])
+        if "memfd:gluon_syncbn" in text
+    ]
+    # Two segments, each mapped by both.
+    assert len(flags) >= 4 and all("dd" in each for each in flags)
+
+
 @pytest.mark.parametrize("how", ["another token", "no such process", "no such file"])
 def test_where_one_cannot_open_it_nobody_of_the_machine_does(how):
     memories = [SharedMemory(rank) for rank in range(2)]
