@@ -92,9 +92,10 @@ class Exchange:
         alone = how and next(filter(adds_here_alone, layer.trainers()), None)
         if alone:
             self._reducer.trainer = None
+            store = alone._kvstore_params["kvstore"]
             warn(
                 f"{layer.name} shares statistics with other processes, but its Trainer (kvstore="
-                f"{alone._kvstore_params['kvstore']!r}) adds the gradients of this process alone, "
+                f"{getattr(store, 'type', store)!r}) adds the gradients of this process alone, "
                 f"so the weights of the processes drift apart. Write {how}. If your own code adds "
                 "the gradients of all, give the Trainer kvstore=None."
             )
