@@ -117,10 +117,13 @@ def _packages(found):
     installed = {each.metadata["Name"] for each in metadata.distributions()}
     # MXNet has one distribution for each CUDA version.
     mxnets = sorted(filter(re.compile(r"mxnet(-cu\d+|-native)?$").match, filter(None, installed)))
+    notes = dict(_NOTES)
+    if is_needed() and not on_import.is_enabled():
+        notes["horovod"] = "; horovodrun needs doctor --enable-mxnet-on-import once"
     for name, purpose in (*((name, "") for name in mxnets), *_PACKAGES):
         version = _version(name)
         if version:
-            found.say(name, version + _NOTES.get(name, ""))
+            found.say(name, version + notes.get(name, ""))
         elif purpose:
             found.say(name, f"not installed ({purpose})")
     if len(mxnets) > 1:

@@ -6,12 +6,13 @@ import weakref
 
 import numpy
 
-from ..native import FixedPoint, Key, clear_channels
+from ..native import FixedPoint, Key, clear_channels, warn
+from ..training.trainer import adds_here_alone
 from .arguments import is_whole
 from .reducer import Reducer
 
-# Size of a layer's configuration in its handshake, in bytes of UTF-8.
-_CONFIGURATION = 256
+# Size of a layer's configuration in its handshake, in bytes of UTF-8: a multiple of 4.
+_CONFIGURATION = 512
 
 
 class Exchange:
@@ -58,17 +59,21 @@ class Exchange:
             # A call on another thread waits until the handshake is complete.
             with self._locks.setdefault(configuration, threading.Lock()):
                 if configuration not in self._known:
-                    # The name comes last, as a long one is cut off.
-                    text = (
-                        f"layer {layer.id} of {channels} channels, {layer.dtype}, {here} "
-                        f"devices in each process, groups of {group_size or 'all'}, '{layer.name}'"
-                    )
-                    self._compare(Key(layer.id, "handshake"), title, text)
+                    fields = {
+                        "channels": channels,
+                        "dtype": layer.dtype,
+                        "devices": here,
+                        "group_size": group_size,
+                        **layer.settings(),
+                        "name": layer.name,  # Comes last, as a long one is cut off.
+                    }
+                    self._compare(Key(layer.id, "handshake"), title, fields)
                     # If earlier sums failed, processes may differ in what they know of them.
                     for known, channel in self._reducer.channels.copy().items():
                         if known.layer == layer.id:
                             channel.restart()
                     self._known.add(configuration)
+            self._check_trainers(layer)
             whole = key._replace(group=group)
             everyone = self._exchange(whole, title, mine, ranks, sums)
             channel = self._reducer.channels[whole]
@@ -81,20 +86,37 @@ class Exchange:
 
         return exchange
 
-    def _compare(self, key, title, text):
-        """A handshake: all processes must give the same text."""
+    def _check_trainers(self, layer):
+        """Warns once of a Trainer with which the processes train different weights."""
+        how = getattr(self._reducer, "trainer", None)
+        alone = how and next(filter(adds_here_alone, layer.trainers()), None)
+        if alone:
+            self._reducer.trainer = None
+            store = alone._kvstore_params["kvstore"]
+            warn(
+                f"{layer.name} shares statistics with other processes, but its Trainer (kvstore="
+                f"{getattr(store, 'type', store)!r}) adds the gradients of this process alone, "
+                f"so the weights of the processes drift apart. Write {how}. If your own code adds "
+                "the gradients of all, give the Trainer kvstore=None."
+            )
+
+    def _compare(self, key, title, fields):
+        """A handshake: all processes must give the same fields."""
+        text = "\n".join(f"{name}={value}" for name, value in fields.items())
         text = text.encode()[:_CONFIGURATION].ljust(_CONFIGURATION, b"\0")
-        everyone = self._exchange(key, title, numpy.array(list(text), dtype=numpy.float64))
+        everyone = self._exchange(key, title, numpy.frombuffer(text, "<u4").astype(numpy.float64))
         texts = [
-            bytes(row.astype(numpy.uint8)).rstrip(b"\0").decode(errors="replace")
-            for row in everyone
+            row.astype("<u4").tobytes().rstrip(b"\0").decode(errors="replace") for row in everyone
         ]
         if len(set(texts)) > 1:
-            ranks = {t: [r for r, other in enumerate(texts) if other == t] for t in texts}
+            columns = zip(*(text.split("\n", len(fields) - 1) for text in texts))
+            differ = [", ".join(row) for row in zip(*(c for c in columns if len(set(c)) > 1))]
+            ranks = {t: [r for r, other in enumerate(differ) if other == t] for t in differ}
             sides = "; ".join(f"rank {', '.join(map(str, r))}: {t}" for t, r in ranks.items())
             self._break(
                 f"{title}: the processes have not built the same net. {sides}. Make the same "
-                "layers in the same order in every process, also those that only one of them uses."
+                "layers, with the same settings and in the same order, in every process, also "
+                "those that only one of them uses."
             )
             raise RuntimeError(self._broken)
 

@@ -31,6 +31,7 @@ class HorovodReducer(Reducer):
     """
 
     name = "Horovod"
+    trainer = "hvd.DistributedTrainer(net.collect_params(), ...)"
 
     def __init__(self, hvd, timeout=None):
         timeout = seconds(timeout)

@@ -52,6 +52,7 @@ class KVStoreReducer(Reducer):
     """
 
     name = "the KVStore's server"
+    trainer = "gluon.Trainer(net.collect_params(), ..., kvstore=kv, update_on_kvstore=False)"
 
     def __init__(self, kvstore, timeout=None):
         timeout = seconds(timeout)
@@ -107,7 +108,8 @@ class KVStoreReducer(Reducer):
         self._kv = None
 
     def _open(self, key, size, wait, sums):
-        slots = mx.nd.zeros((self.size, native.LIMBS, size))
+        # MXNet has no empty arrays.
+        slots = mx.nd.zeros((self.size, native.LIMBS, max(size, 1)))
         number = self._register(key, size, slots, wait)
         count = native.packed_size(size, self.size, native.KVSTORE_BITS) if sums else 0
         added = None
@@ -153,8 +155,9 @@ class KVStoreReducer(Reducer):
         sizes = [registered[rank][0] for rank in range(self.size)]
         if len(set(sizes)) > 1:
             raise RuntimeError(
-                f"The processes bring different amounts of numbers to {key}: {sizes}, by rank. "
-                "Make the same layers in the same order in every process."
+                f"The processes bring different amounts of numbers to {key}, by rank: "
+                f"{' '.join(map(str, sizes))}. Bring arrays of one size, and make the same layers "
+                "in the same order, in every process."
             )
         return _FIRST_KEY + int(registered[0][1])
 

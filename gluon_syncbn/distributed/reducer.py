@@ -23,8 +23,8 @@ _log = logging.getLogger("gluon_syncbn")
 
 # How long the shutdown handshake may take once all processes have reached their end.
 _SHUTDOWN_SECONDS = 30.0
-# Bytes: what the KVStore registers.
-_LONGEST_KEY = 61
+# Bytes of a user's key.
+_LONGEST_KEY = 40
 _CAUSES = (
     "Usual causes: a process has ended, hangs or is much slower; it called the net less often (an "
     "uneven number of batches: see gluon_syncbn.distributed.join), it built another net, or "
@@ -40,8 +40,8 @@ class Reducer:
         This process's rank, and the number of processes.
     """
 
-    # How a message names the store.
-    name = "the store"
+    # How messages name the store, and the Trainer that adds gradients over all processes.
+    name, trainer = "the store", None
     # Why no exchange can succeed any more.
     lost = None
 
@@ -89,17 +89,21 @@ class Reducer:
         ----------
         key : str
             Names the sum: the same in all processes, and always for arrays of one shape. A call
-            waits for an earlier one of the same key on another thread. At most 40 bytes.
+            waits for an earlier one of the same key on another thread. At most 40 bytes, all of
+            them printable.
         array : numpy.ndarray
             float64, of one shape in all processes. Any value: infinities and NaN are summed too.
+            It may be empty; then the call only waits for all.
         timeout : float, optional
             Seconds. By default the environment variable ``GLUON_SYNCBN_TIMEOUT``, or else 300.
 
         Raises
         ------
+        ValueError
+            For another key or array.
         RuntimeError
-            If a process does not arrive: at once if it has ended or failed, otherwise after
-            `timeout`.
+            If the processes bring different amounts of numbers, or one does not arrive: at once if
+            it has ended or failed, otherwise after `timeout`.
         """
         array = numpy.asarray(array)
         rows = self.all_gather(key, array.reshape(-1), timeout=timeout)
@@ -116,6 +120,12 @@ class Reducer:
     def all_gather(self, key, array, title=None, timeout=None):
         """The arrays of all processes, shape (size, n), given one of shape (n,): see `all_reduce`.
         `title` names the exchange in messages."""
+        # What is not printable includes what a store would cut off or could not encode.
+        if not (isinstance(key, str) and key.isprintable() and len(key.encode()) <= _LONGEST_KEY):
+            raise ValueError(
+                f"The key is {key!r}: give a str of printable characters, at most {_LONGEST_KEY} "
+                "bytes of UTF-8."
+            )
         array = numpy.asarray(array)
         if array.dtype != numpy.float64 or array.ndim != 1:
             raise ValueError(
@@ -178,8 +188,6 @@ class Reducer:
             self._liveness.set_status(FAILED, text)
 
     def _first_exchange(self, key, size, title, timeout, ranks, sums):
-        if len(str(key).encode()) > _LONGEST_KEY:
-            raise ValueError(f"The key {key} is too long: use at most {_LONGEST_KEY} bytes.")
         with self._opening.setdefault(key, threading.Lock()):
             if key not in self.channels:
                 if ranks is not None:

@@ -79,6 +79,8 @@ class SyncedLayer(native.Layer):
         if block._kwargs["momentum"] is None:
             parameters.append(block.num_batches_tracked)
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._block = weakref.ref(block)
+        self.settings()
         for parameter in parameters[:2]:
             _ObservedParameter.attach(parameter, self)
         self.join(block._own_group, block._num_devices)
@@ -87,6 +89,8 @@ class SyncedLayer(native.Layer):
         """The block no longer synchronizes."""
         stop_following(self)
         self.forget()
+        self.settings()
+        self._block = lambda: None
         for parameter in self._parameters[:2]:
             if isinstance(parameter(), _ObservedParameter):
                 _ObservedParameter.detach(parameter(), self)
@@ -124,6 +128,19 @@ class SyncedLayer(native.Layer):
         if self._parameters[0]() is not None:
             self.dtype = np.dtype(self._parameters[0]().dtype).name
         self.group._configure(self, self.all_devices(), self._num_devices)
+
+    def settings(self):
+        """What all processes must give the block alike; of a block that is gone, what it had
+        last."""
+        block = self._block()
+        if block is not None:
+            self._settings = {**block._settings(), "center": block.beta._differentiable}
+        return self._settings
+
+    def trainers(self):
+        """The Trainers of its parameters."""
+        parameters = (parameter() for parameter in self._parameters)
+        return {p._trainer for p in parameters if p is not None and p._trainer is not None}
 
     def fail(self, text):
         self.group._fail(text)

@@ -131,8 +131,8 @@ class Connection:
         """A `Channel` through Horovod. process_set: the id of the process set. operations:
         ``hvd.mpi_ops``. sums: whether Horovod is to add up what the processes send."""
         functions = operations.MPI_MXNET_LIB_CTYPES
-        mine = mxnet.nd.empty((size,), dtype=numpy.float64)
-        everyone = mxnet.nd.empty((processes * size,), dtype=numpy.float64)
+        mine = mxnet.nd.empty((1 + size,), dtype=numpy.float64)
+        everyone = mxnet.nd.empty((processes * (1 + size),), dtype=numpy.float64)
         everyone.wait_to_read()
         arrays = [mine, everyone]
         arguments = HorovodArrays(

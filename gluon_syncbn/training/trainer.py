@@ -20,6 +20,25 @@ def trained(trainer):
     return [p for p in trainer._params if p.grad_req != "null" and p._data is not None]
 
 
+def adds_here_alone(trainer):
+    """Whether a Trainer adds gradients over the devices of this process alone, and nobody seems to
+    add them over processes."""
+    # None: the loop adds. A Trainer whose construction failed has no store either.
+    store = vars(trainer).get("_kvstore_params", {}).get("kvstore")
+    if isinstance(store, str):
+        # Third parties may have registered stores of their own.
+        is_local = "dist" not in store and store.lower() not in mx.kv.KVStoreBase.kv_registry
+    else:
+        # MXNet makes a local store for any name that it does not know, such as "horovod".
+        is_local = getattr(store, "num_workers", None) == 1
+    return (
+        is_local
+        and type(trainer)._allreduce_grads is Trainer._allreduce_grads
+        # Horovod's DistributedOptimizer adds them.
+        and not type(trainer._optimizer).__module__.startswith("horovod.")
+    )
+
+
 def clear(gradient):
     """Sets a gradient to zero. (Parameter.zero_grad() raises for all of MXNet's NumPy arrays.)"""
     gradient = gradient.as_nd_ndarray()

@@ -7,7 +7,9 @@ import sysconfig
 import venv
 from pathlib import Path
 
+import mxnet_compat
 import pytest
+from distributed_cluster import needs_horovod
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_HOOK = "import sys; assert 'mxnet_compat' in sys.modules; import mxnet; mxnet.nd.ones(1)"
@@ -94,6 +96,30 @@ def test_the_switch(environment, tmp_path):
         code, output = doctor("--disable-mxnet-on-import")
         assert code == 0, output
         assert sorted(path.name for path in site.iterdir()) == ["a.pth"]
+
+
+@needs_horovod
+@pytest.mark.skipif(not mxnet_compat.is_needed(), reason="horovodrun needs no switch")
+def test_horovodrun_in_a_new_environment(environment, tmp_path):
+    """It imports mxnet itself."""
+    python, _ = environment
+    command = ["-m", "horovod.runner.launch", "-np", "1", "--gloo", python, "-c", "print('ran')"]
+    code, output = run(*command, cwd=tmp_path, python=python)
+    assert code != 0 and "Gloo support has not been built" in output, output
+    (note,) = doctor_of_horovod(python, tmp_path)
+    assert note.endswith("; horovodrun needs doctor --enable-mxnet-on-import once")
+    option = "--enable-mxnet-on-import"
+    code, output = run("-m", "gluon_syncbn", "doctor", option, cwd=tmp_path, python=python)
+    code, output = run(*command, cwd=tmp_path, python=python)
+    assert code == 0 and "ran" in output, output
+    (note,) = doctor_of_horovod(python, tmp_path)
+    assert "horovodrun" not in note
+
+
+def doctor_of_horovod(python, folder):
+    program = "from gluon_syncbn.cli.doctor import _Findings, _packages; _packages(_Findings())"
+    _, output = run("-c", program, cwd=folder, python=python)
+    return [line for line in output.splitlines() if line.startswith("horovod: ")]
 
 
 def test_the_switch_where_nothing_can_be_written(environment, tmp_path):

@@ -7,6 +7,7 @@ from gluon_syncbn.distributed.liveness import Liveness
 STORES = [
     "distributed_stores:sums",
     "distributed_stores:wrong_arrays",
+    "distributed_stores:empty_arrays",
     "distributed_stores:keys_in_other_orders",
     "distributed_bits:bits",
     "distributed_sums:sums",
@@ -16,6 +17,7 @@ STORES = [
     "distributed_channels:another_store",
     "distributed_channels:probed",
     "distributed_channels:a_group_that_failed",
+    "distributed_traps:trainers_that_add_here_alone",
 ]
 
 

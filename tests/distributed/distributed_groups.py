@@ -7,7 +7,7 @@ from distributed_bits import SIZES, data
 from distributed_stores import added_by_store
 from distributed_worker import backward, error_of, forget_errors
 from mxnet import autograd
-from mxnet.gluon import nn
+from mxnet.gluon import SymbolBlock, nn
 from runs import contexts, shards
 
 SHAPE = 16, 3, 4, 5
@@ -102,6 +102,13 @@ def use(net, channels=3, dtype="float32"):
     return found
 
 
+def in_a_graph(group, momentum=0.9):
+    norm = nn.BatchNorm(prefix="norm_", momentum=momentum, in_channels=3)
+    data = mx.sym.var("data")
+    block = SymbolBlock(norm(data), data, norm.collect_params())
+    return sbn.convert_sync_batchnorm(block, group=group)
+
+
 def other_nets(world):
     """Rank 1 builds another one than the others, which is found out in each case."""
     changes = {
@@ -110,19 +117,50 @@ def other_nets(world):
         "channels": {"channels": 4},
         "group size": {"group_size": world.size},
         "dtype": {"dtype": "float64"},
+        "axis": {"axis": -1},
+        "momentum": {"momentum": 0.5},
+        "mean of all": {"momentum": None},
+        "epsilon": {"epsilon": 1e-3},
+        "center": {"center": False},
+        "scale": {"scale": False},
+        "running variance": {"running_variance": "unbiased"},
+        "activation": {"activation": "relu"},
+        "in place": {"activation": "leaky_relu", "slope": 0.2, "inplace": True},
+        "long name": {"prefix": "n" * 600 + "_", "momentum": 0.5},
+        "changed later": {"change": lambda layer: layer._kwargs.update(momentum=0.5)},
+        "graph": {"make": in_a_graph, "momentum": 0.5},
+        "nothing in a graph": {"make": in_a_graph},
+        # What processes need not have in common.
+        "timeout": {"timeout": 2 * world.timeout},
+        "frozen": {"change": lambda layer: layer.collect_params().setattr("grad_req", "null")},
         "nothing again": {},
     }
 
-    def errors(prefix="norm_", channels=3, dtype="float32", group_size=None):
+    def layer_of(group, prefix="norm_", **settings):
+        return sbn.SyncBatchNorm(prefix=prefix, group=group, **settings)
+
+    def errors(
+        channels=3,
+        dtype="float32",
+        group_size=None,
+        timeout=world.timeout,
+        make=layer_of,
+        change=lambda layer: None,
+        **settings,
+    ):
         # In a group of its own, as after an error the processes of one have lost each other.
-        group = sbn.SyncGroup(store=world.reducer, timeout=world.timeout, group_size=group_size)
-        layer = sbn.SyncBatchNorm(prefix=prefix, group=group)
+        group = sbn.SyncGroup(store=world.reducer, timeout=timeout, group_size=group_size)
+        layer = make(group, **settings)
         layer.cast(dtype)
         layer.initialize()
+        change(layer)
         return [use(layer, channels, dtype) for _ in range(2)]
 
     other = world.rank == 1
-    reported = {name: errors(**(change if other else {})) for name, change in changes.items()}
+    make = {name: {"make": c["make"]} if "make" in c else {} for name, c in changes.items()}
+    reported = {
+        name: errors(**(change if other else make[name])) for name, change in changes.items()
+    }
     reported["layers"] = layers_differ(world, 2 if other else 3)
     world.report("other nets", reported)
 

@@ -46,12 +46,23 @@ def wrong_arrays(world):
         "integers": lambda: reducer.all_reduce("integers", np.ones(3, int)),
         "two axes": lambda: reducer.all_gather("two axes", np.ones((3, 3))),
         "other sizes": lambda: reducer.all_reduce("other sizes", np.ones(3 + world.rank)),
-        "long key": lambda: reducer.all_reduce("k" * 100, np.ones(3)),
+        "one is empty": lambda: reducer.all_reduce("one is empty", np.ones(world.rank)),
     }
+    keys = {"long key": "k" * 41, "NUL": "a\0b", "half a character": "\ud800", "number": 3}
+    for name, key in keys.items():
+        calls[name] = lambda key=key: reducer.all_reduce(key, np.ones(3))
     reported = {name: error_of(call) for name, call in calls.items()}
     # All of this was noticed by all processes, and they go on.
     reported["sum"] = reducer.all_reduce("after errors", np.arange(3.0)).tolist()
     world.report("wrong arrays", reported)
+
+
+def empty_arrays(world):
+    """Their shapes, and how often all have met there."""
+    shapes = [world.reducer.all_reduce("empty sum", np.zeros((0, 3))).shape for _ in range(2)]
+    shapes.append(world.reducer.all_gather("empty", np.zeros(0)).shape)
+    counts = calls(world)
+    world.report("empty", [shapes, counts['"empty sum"'], counts['"empty"']])
 
 
 def calls(world):

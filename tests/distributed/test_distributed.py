@@ -78,11 +78,17 @@ def test_arrays_that_cannot_be_added(pair):
             kind, text, _ = reported[name]
             assert kind == "ValueError" and "give float64 of shape (n,)" in text
         assert reported["sum"] == [0, 2, 4]
-        kind, text, _ = reported["other sizes"]
-        assert kind == "RuntimeError" and "different amounts of numbers to" in text
-        assert '"other sizes"' in text
-        kind, text, _ = reported["long key"]
-        assert kind == "ValueError" and "at most 61 bytes" in text
+        for name, sizes in {"other sizes": "3 4", "one is empty": "0 1"}.items():
+            kind, text, _ = reported[name]
+            assert kind == "RuntimeError"
+            assert f'different amounts of numbers to "{name}", by rank: {sizes}. Bring' in text
+        for name in ("long key", "NUL", "half a character", "number"):
+            kind, text, _ = reported[name]
+            assert kind == "ValueError" and "printable characters, at most 40 bytes" in text
+
+
+def test_empty_arrays_are_exchanged_too(pair):
+    assert pair.reported("empty") == [[[[0, 3], [0, 3], [2, 0]], 2, 1]] * 2
 
 
 def test_keys_may_come_in_other_orders(pair):

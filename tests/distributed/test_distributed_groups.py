@@ -196,11 +196,26 @@ def other_nets(tmp_path_factory):
         cluster.clean()
 
 
+# What the error says of rank 0, and of rank 1.
 SIDES = {
-    "name": ("'norm'", "'other'"),
-    "channels": ("3 channels", "4 channels"),
-    "group size": ("groups of all", "groups of 2"),
-    "dtype": ("float32", "float64"),
+    "name": ("name=norm", "name=other"),
+    "channels": ("channels=3", "channels=4"),
+    "group size": ("group_size=None", "group_size=2"),
+    "dtype": ("dtype=float32", "dtype=float64"),
+    "axis": ("axis=1", "axis=-1"),
+    "momentum": ("momentum=0.9", "momentum=0.5"),
+    "mean of all": ("momentum=0.9", "momentum=None"),
+    "epsilon": ("epsilon=1e-05", "epsilon=0.001"),
+    "center": ("center=True", "center=False"),
+    "scale": ("fix_gamma=False", "fix_gamma=True"),
+    "running variance": ("unbiased=False", "unbiased=True"),
+    "activation": ("activation=None", "activation=relu"),
+    "in place": (
+        "activation=None, slope=0.01, inplace=False",
+        "activation=leaky_relu, slope=0.2, inplace=True",
+    ),
+    "changed later": ("momentum=0.9", "momentum=0.5"),
+    "graph": ("momentum=0.9", "momentum=0.5"),
 }
 
 
@@ -210,15 +225,26 @@ def test_other_nets_are_an_error_in_every_process(other_nets, what):
     for reported in other_nets:
         kind, text, seconds = reported[what][0]
         assert kind == "MXNetError" and seconds < 5
-        assert "the processes have not built the same net. rank 0: layer" in text
-        _, one, other = text.split("rank ")[:3]
-        assert one.startswith("0: ") and first in one
-        assert other.startswith("1: ") and second in other
+        told = f"not built the same net. rank 0: {first}; rank 1: {second}. Make the same layers, "
+        assert told in text
         # And from then on.
         kind, text, seconds = reported[what][1]
         assert kind == "MXNetError" and "the processes have lost each other" in text and seconds < 5
-        for equal in ("nothing", "nothing again"):  # before these, and after them
-            assert [kind for kind, _, _ in reported[equal]] == [None, None]
+
+
+def test_a_long_name_hides_nothing(other_nets):
+    for reported in other_nets:
+        text = reported["long name"][0][1]
+        assert "rank 0: momentum=0.9, name=norm; rank 1: momentum=0.5, name=nnn" in text
+
+
+EQUAL = ["nothing", "nothing in a graph", "timeout", "frozen", "nothing again"]
+
+
+@pytest.mark.parametrize("what", EQUAL)
+def test_what_need_not_be_equal_is_no_error(other_nets, what):
+    for reported in other_nets:
+        assert reported[what][0][0] is None, reported[what][0][1]
 
 
 def test_another_number_of_layers_is_an_error_in_every_process(other_nets):

@@ -4,7 +4,7 @@ them stand in test_distributed.py: rounding, arrays that are overwritten, keys, 
 import threading
 import time
 
-import distributed_traps
+import distributed_alone
 import mxnet as mx
 import numpy as np
 import pytest
@@ -61,26 +61,37 @@ def test_a_server_that_updates_already(tmp_path):
 
 @pytest.fixture(scope="module", params=[{}, STORE], ids=["memory", "KVStore"])
 def among_others(request, tmp_path_factory):
-    topics = ["distributed_traps:one_process_does_more"]
+    topics = ["distributed_alone:trained_among_other_things"]
     return run(tmp_path_factory.mktemp("among others"), 2, topics, **request.param)
 
 
-@pytest.mark.parametrize("name", distributed_traps.NETS)
+@pytest.mark.parametrize("name", distributed_alone.NETS)
 def test_what_one_process_does_besides_training_changes_nothing(among_others, name, tmp_path):
-    job, count = among_others, distributed_traps.SHARDS
-    net = distributed_traps.NETS[name](str(tmp_path / "net"))
+    job, count = among_others, distributed_alone.SHARDS
+    net = distributed_alone.NETS[name](str(tmp_path / "net"))
     places = contexts(count)
-    expected = distributed_traps.train(net, places, slice(count), lambda step: None)
+    expected = distributed_alone.train(net, places, slice(count), lambda step: None)
     assert len(expected) >= 8
-    for rank, found in enumerate(job.arrays(f"more {name}")):
+    for rank, found in enumerate(job.arrays(f"among {name}")):
         for (of, value), other in zip(sorted(found.items()), sorted(expected)):
             if "running" in other:
-                seed_and_things = job.reported(f"more {name}")[rank]
+                seed_and_things = job.reported(f"among {name}")[rank]
                 assert_same_bits(value, expected[other], f"rank {rank}, {of}: {seed_and_things}")
 
 
 def test_a_group_that_is_left_in_a_step(two):
     assert two.reported("left") == [True, True]
+
+
+def test_a_trainer_that_adds_in_one_process_alone_is_told_of_once(pair, request):
+    how = "update_on_kvstore=False"
+    if "[horovod]" in request.node.name:
+        how = "hvd.DistributedTrainer(net.collect_params(), "
+    for reported in pair.reported("add here alone"):
+        for name in ("default", "unknown store"):
+            (text,) = reported.pop(name)
+            assert "so the weights of the processes drift apart" in text and how in text
+        assert all(said == [] for said in reported.values()), reported
 
 
 @needs_horovod

@@ -3,6 +3,7 @@
 #define GLUON_SYNCBN_EXCHANGE_TEXT_H_
 
 #include <cmath>
+#include <cstdint>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -25,6 +26,15 @@ inline std::string seconds_text(Patience::Seconds seconds) {
   text.precision(15);
   text << std::round(seconds.count() * digits) / digits << " s";
   return text.str();
+}
+
+// An error for `sizes`, by rank, that differ.
+inline std::string different_sizes(const std::string& key, const std::vector<int64_t>& sizes) {
+  std::string text = "The processes bring different amounts of numbers to " + key + ", by rank:";
+  for (const int64_t size : sizes) text += ' ' + std::to_string(size);
+  return text +
+         ". Bring arrays of one size, and make the same layers in the same order, in every "
+         "process.";
 }
 
 }  // namespace gluon_syncbn

@@ -1,10 +1,11 @@
 #include "exchange/transports.h"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
+#include <vector>
 
 #include "exchange/limbs.h"
+#include "exchange/text.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -52,7 +53,10 @@ int KVStoreAdder::push() {
                          0);
 }
 
-void HorovodTransport::pack(const double* mine) { std::copy(mine, mine + a_.size, a_.values); }
+void HorovodTransport::pack(const double* mine) {
+  a_.values[0] = static_cast<double>(a_.size);
+  std::copy(mine, mine + a_.size, a_.values + 1);
+}
 
 int HorovodTransport::push() {
   return a_.allgather(&a_.input, &a_.output, name_.c_str(), kPriority, a_.process_set, kOneArray);
@@ -66,13 +70,19 @@ Answer HorovodTransport::unpack(double* values) {
       mxnet.ndarray_get_data(a_.output, &data)) {
     throw std::runtime_error("Horovod has returned no array of one axis.");
   }
-  if (shape[0] != a_.ranks * a_.size) {
-    throw std::runtime_error("The processes bring different amounts of numbers to '" + key_ +
-                             "': " + std::to_string(a_.size) + " here, " +
-                             std::to_string(shape[0]) +
-                             " in all. Make the same layers in the same order in every process.");
+  // The values of each process follow their number.
+  const double* const begin = static_cast<const double*>(data);
+  const double* from = begin;
+  for (int rank = 0; rank < a_.ranks; ++rank, from += 1 + a_.size) {
+    if (*from != static_cast<double>(a_.size)) {
+      std::vector<int64_t> sizes;
+      for (from = begin; from < begin + shape[0]; from += 1 + sizes.back()) {
+        sizes.push_back(static_cast<int64_t>(*from));
+      }
+      throw std::runtime_error(different_sizes(key_, sizes));
+    }
+    values = std::copy_n(from + 1, a_.size, values);
   }
-  std::memcpy(values, data, sizeof(double) * a_.ranks * a_.size);
   return Answer::kValues;
 }
 

@@ -100,7 +100,8 @@ struct HorovodArrays {
   int ranks;
   // The number of values of each process.
   int64_t size;
-  // A float64 array of shape (size,) without pending operations, and its memory.
+  // A float64 array of shape (1 + size,) without pending operations, and its memory: the size, and
+  // the values.
   Handle input;
   double* values;
   // A float64 array, whose shape Horovod may change.

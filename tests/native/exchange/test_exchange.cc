@@ -195,44 +195,53 @@ TEST(an_error_of_the_store_ends_the_wait) {
   CHECK(exchanges(alone, false).empty());
 }
 
-// Like Horovod's: the input, then the values of another process.
+// Like Horovod's: the input, then the values of other processes, whose sizes are the output's
+// shape.
 int allgather(Handle* inputs, Handle* outputs, const char* name, int, int, int) {
   CHECK_EQ(std::string(name), "gluon_syncbn key");
   FakeArray &input = *fake(inputs[0]), &output = *fake(outputs[0]);
   const double* const mine = static_cast<const double*>(input.data);
   static Doubles all;
   all.assign(mine, mine + input.shape[0]);
-  for (int i = output.shape[0]; i > 0; --i) all.push_back(i);
+  for (const int size : output.shape) {
+    for (int i = size; i >= 0; --i) all.push_back(i);
+  }
   output.data = all.data();
   output.shape = {static_cast<int>(all.size())};
   return 0;
 }
 
-TEST(horovod_carries_every_bit_and_its_size_is_checked) {
-  constexpr int kSize = 23;
+TEST(horovod_carries_every_bit_and_sizes_are_compared) {
   auto connection = std::make_shared<Connection>();
-  for (const int of_other : {kSize, kSize + 1}) {
-    Doubles values(kSize), everyone(2 * kSize);
+  const auto error_with = [&](int size, std::vector<int> of_others) {
+    const auto n = static_cast<size_t>(size);
+    const int ranks = 1 + static_cast<int>(of_others.size());
+    Doubles values(n + 1), everyone(n * static_cast<size_t>(ranks));
     FakeArray input, output;
     input.data = values.data();
-    input.shape = {kSize};
-    output.shape = {of_other};
-    const HorovodArrays arrays{allgather, 0, 2, kSize, &input, values.data(), &output};
-    Channel channel(connection, "key", kSize, 2,
+    input.shape = {size + 1};
+    output.shape = std::move(of_others);
+    const HorovodArrays arrays{allgather, 0, ranks, size, &input, values.data(), &output};
+    Channel channel(connection, "key", size, ranks,
                     {std::make_unique<HorovodTransport>("key", arrays), nullptr, nullptr});
-    const Doubles mine = any_bits(kSize, 1);
-    const std::string error =
+    const Doubles mine = any_bits(n, 1);
+    std::string error =
         error_of([&] { channel.exchange("title", kLong, mine.data(), everyone.data()); });
-    if (of_other == kSize) {
-      CHECK_EQ(error, "");
-      CHECK(same_bits(everyone.data(), mine.data(), kSize));
-      CHECK(everyone[kSize] == kSize && everyone[2 * kSize - 1] == 1);
-    } else {
-      CHECK_SAY(
-          error.find("different amounts of numbers to 'key': 23 here, 47 in all") != error.npos,
-          error);
+    if (error.empty()) {
+      CHECK(same_bits(everyone.data(), mine.data(), n));
+      for (size_t i = n; i < everyone.size(); ++i) {
+        CHECK_EQ(everyone[i], static_cast<double>(n - 1 - i % n));
+      }
     }
-  }
+    return error;
+  };
+  CHECK_EQ(error_with(23, {23}), "");
+  CHECK_EQ(error_with(23, {23, 23}), "");
+  CHECK_EQ(error_with(0, {0, 0}), "");
+  // Also where this process gets as many numbers as it expects.
+  CHECK_SAY(error_with(3, {3, 4, 2}).find("numbers to key, by rank: 3 3 4 2.") != std::string::npos,
+            error_with(3, {3, 4, 2}));
+  CHECK(error_with(0, {1}).find("by rank: 0 1.") != std::string::npos);
 }
 
 // Like Horovod's: twice the input.
@@ -250,7 +259,7 @@ int allreduce(Handle* inputs, Handle* outputs, const char* name, int operation, 
 TEST(horovod_adds_sums) {
   const auto fixed_point = std::make_shared<FixedPoint>(8, 2, 53);
   const auto size = static_cast<size_t>(fixed_point->size());
-  Doubles values(8), packed(size), sums(size), found(16);
+  Doubles values(9), packed(size), sums(size), found(16);
   FakeArray input, output, one, all;
   input.data = packed.data();
   output.data = sums.data();

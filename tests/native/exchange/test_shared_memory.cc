@@ -157,6 +157,7 @@ TEST(messages_of_one_call_are_added) {
 TEST(sizes_are_compared) {
   const SegmentPtr segment = Segment::create(kToken);
   in_threads(3, [&](int rank) {
+    CHECK_EQ(error_of_next(channel(segment, "empty", rank, 3, 0), 0, 3, kLong), "");
     const size_t size = rank == 1 ? 4 : 3;
     const auto mine = channel(segment, "key", rank, 3, static_cast<int64_t>(size));
     for (int call = 0; call < 2; ++call) {
