@@ -89,6 +89,7 @@ class SyncedLayer(native.Layer):
         """The block no longer synchronizes."""
         stop_following(self)
         self.forget()
+        # Graphs made before may still use this layer.
         self.settings()
         self._block = lambda: None
         for parameter in self._parameters[:2]:

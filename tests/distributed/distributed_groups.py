@@ -157,9 +157,9 @@ def other_nets(world):
         return [use(layer, channels, dtype) for _ in range(2)]
 
     other = world.rank == 1
-    make = {name: {"make": c["make"]} if "make" in c else {} for name, c in changes.items()}
     reported = {
-        name: errors(**(change if other else make[name])) for name, change in changes.items()
+        name: errors(**{k: value for k, value in change.items() if other or k == "make"})
+        for name, change in changes.items()
     }
     reported["layers"] = layers_differ(world, 2 if other else 3)
     world.report("other nets", reported)
