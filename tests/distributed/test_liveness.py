@@ -161,6 +161,17 @@ def test_a_failure_is_reported_to_all_that_probe(pair):
     assert "Missing: rank 1 (failed: a bad batch " in pair[0].describe(pair[0].probe("y"))
 
 
+def test_a_process_that_tells_why_it_ends_is_not_taken_for_the_first(simulate):
+    """The last to look finds both gone."""
+    ranks = simulate(3)
+    ranks[2].close()
+    ranks[1].set_status(FAILED, "lost rank 2")
+    ranks[1].probe("")
+    ranks[1].close()
+    text = ranks[0].describe(ranks[0].probe("x"))
+    assert text == "Came: rank 0. Missing: rank 1 (failed: lost rank 2), rank 2 (process ended)."
+
+
 def end_error(one, timeout):
     """What wait_for_the_end raises, or None."""
     try:
