@@ -255,6 +255,20 @@ def test_at_the_end_one_that_answers_is_waited_for_beyond_the_timeout(pair, capl
     assert 0.05 < float(re.search("has waited ([0-9.]+) s", texts[0]).group(1)) < 1
 
 
+def test_time_for_which_a_process_is_stopped_is_no_wait():
+    """As when a whole job is suspended."""
+    with Job("ready()\nliveness.wait_for_the_end(0.3)") as job:
+        print(file=job.processes[0].stdin, flush=True)
+        time.sleep(1)  # of three
+        job.processes[0].send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        job.processes[0].send_signal(signal.SIGCONT)
+        time.sleep(0.3)
+        assert job.processes[0].poll() is None
+        job.liveness.set_status(FINISHED)
+        assert job.processes[0].wait(20) == 0
+
+
 def test_describe(pair):
     answers = {rank: Answer(ARRIVED) for rank in range(1, 513)}
     assert pair[0].describe({}) == "Came: rank 0. Missing: none."
