@@ -16,7 +16,8 @@ Output:
     different workers are not mixed. The rank equals ``kv.rank`` and ``hvd.rank()``, and with one
     worker per launcher that of Slurm or Kubernetes too. If another launcher has set ``DMLC_ROLE``,
     the rank is not known beforehand, and the prefix is ``[worker]``. If lines cannot be written, as
-    to a full disk, all processes are ended; if the output is closed (``>&-``), they are not.
+    to a full disk, all processes are ended; if the output is closed (``>&-``), they are not. If
+    nobody reads it, workers that print wait.
 
 Failures:
     When a worker, a server or the scheduler dies, hangs, or ends by ``os._exit(0)`` before its

@@ -341,8 +341,7 @@ class Launch:
             elif child in shut_down and self._shutting_down > longest_shutdown:
                 child.fault = (
                     f"is still in MXNet's shutdown {self._shutting_down:.3g} s after all scripts "
-                    "have ended: it hangs there, or waits for one that does (mx.nd.waitall() at "
-                    "the end of the scripts helps)"
+                    "have ended: it hangs there, or waits for one that does"
                 )
             if child.fault:
                 child.ended = min(child.ended, now)

@@ -122,20 +122,24 @@ def _run(status, command, first):
             interrupted = isinstance(error, KeyboardInterrupt)
             _leave(128 + signal.SIGINT if interrupted else 1, worker, status)
     _report(0, worker, status)
-    _note_shutdown()
+    _prepare_shutdown()
 
 
-def _note_shutdown():
-    """Has MXNet's exit hook, in which workers wait for each other, report that it begins."""
+def _prepare_shutdown():
+    """Has MXNet's exit hook, in which workers wait for each other, report that it begins.
+
+    It drops pending operations, such as a push for which other workers wait. So they end first.
+    """
     base = sys.modules.get("mxnet.base")
     if base is not None:
         shut_down = base._LIB.MXNotifyShutdown
 
-        def report_first():
+        def wait_first():
             beat(SHUTS_DOWN, again=False)
+            base._LIB.MXNDArrayWaitAll()
             return shut_down()
 
-        base._LIB.MXNotifyShutdown = report_first
+        base._LIB.MXNotifyShutdown = wait_first
 
 
 def _report(code, worker, status):

@@ -30,7 +30,7 @@ _ALONE = 10
 # Seconds.
 _CONNECTION_LIFE = 5.0
 _BETWEEN_PROBES = 0.1
-_PATIENCE, _LEAST_PATIENCE = 2.0, 0.05
+_PATIENCE = 2.0
 
 _now = time.monotonic
 _log = logging.getLogger("gluon_syncbn")
@@ -103,7 +103,7 @@ class Liveness:
         warn_at = timeout * WARN_AFTER
         answered = {}
         while True:
-            answers = self.probe("", max(min(_PATIENCE, timeout / 4), _LEAST_PATIENCE))
+            answers = self.probe("", min(_PATIENCE, timeout / 2))
             missing = {
                 rank: answer
                 for rank, answer in answers.items()

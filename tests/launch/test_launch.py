@@ -140,7 +140,10 @@ def test_a_worker_that_hangs_in_the_shutdown_of_mxnet(tmp_path, monkeypatch, cap
     (tmp_path / "script.py").write_text("""
 import atexit, os, sys, time, types
 rank = int(os.environ["GLUON_SYNCBN_RANK"])
-library = types.SimpleNamespace(MXNotifyShutdown=lambda: time.sleep(1000 if rank < 2 else 0))
+library = types.SimpleNamespace(
+    MXNDArrayWaitAll=lambda: print("waits"),
+    MXNotifyShutdown=lambda: time.sleep(1000 if rank < 2 else 0),
+)
 sys.modules["mxnet.base"] = types.SimpleNamespace(_LIB=library)
 atexit.register(lambda: library.MXNotifyShutdown())
 time.sleep(3 if rank == 1 else 0)
@@ -150,7 +153,7 @@ print("script ends")
     monkeypatch.setenv("GLUON_SYNCBN_TIMEOUT", "2")
     assert launch.main(["-n", "3", "--start", "100", str(tmp_path / "script.py")]) == 1
     output, errors = capsys.readouterr()
-    assert output.count("script ends") == 3, errors
+    assert output.count("script ends") == output.count("waits") == 3, errors
     assert re.search(r"worker [01] \(process \d+\) is still in MXNet's shutdown 3", errors)
 
 
