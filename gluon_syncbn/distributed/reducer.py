@@ -270,9 +270,9 @@ class Reducer:
             self.tell_failure(failure)
             shutdown.abandon()
         elif self.lost:
+            self.tell_failure(self.lost)
             # The script may have ended without waiting for its last step.
             _log.error("%s", self.lost)
-            self.tell_failure(self.lost)
         else:
             timeout = self.longest_timeout
             try:
