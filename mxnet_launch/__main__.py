@@ -16,7 +16,8 @@ Output:
     different workers are not mixed. The rank equals ``kv.rank`` and ``hvd.rank()``, and with one
     worker per launcher that of Slurm or Kubernetes too. If another launcher has set ``DMLC_ROLE``,
     the rank is not known beforehand, and the prefix is ``[worker]``. If lines cannot be written, as
-    to a full disk, all processes are ended; if the output is closed (``>&-``), they are not.
+    to a full disk, all processes are ended; if the output is closed (``>&-``), they are not. If
+    nobody reads it, workers that print wait.
 
 Failures:
     When a worker, a server or the scheduler dies, hangs, or ends by ``os._exit(0)`` before its
@@ -37,6 +38,7 @@ Environment of a worker:
 
 import argparse
 import contextlib
+import errno
 import math
 import os
 import signal
@@ -46,8 +48,16 @@ import threading
 
 import mxnet_compat
 
-from .cluster import Cluster, LaunchError, between, find_position, has_dmlc_role, port_number
-from .processes import Launch, say
+from .cluster import (
+    Cluster,
+    LaunchError,
+    between,
+    cannot_listen,
+    find_position,
+    has_dmlc_role,
+    port_number,
+)
+from .processes import Launch, is_blocked, say
 
 _LOOPBACK = "127.0.0.1"
 _MOST = 9999  # Processes of one kind. A typo should not fill the memory.
@@ -64,12 +74,15 @@ def main(arguments=None):
     options = _parse(arguments)
     try:
         with contextlib.ExitStack() as stack:
-            return _launch(options, stack)
+            code = _launch(options, stack)
     except LaunchError as error:
         say(f"error: {error}")
-        return 2
+        code = 2
     except KeyboardInterrupt:  # While launchers wait for each other; later it is passed on.
-        return 128 + signal.SIGINT
+        code = 128 + signal.SIGINT
+    if is_blocked():  # Python would wait for the threads that write.
+        os._exit(code)
+    return code
 
 
 def _open_closed_streams():
@@ -149,7 +162,10 @@ def _launch(options, stack):
     mxnet_compat.inherit(environment)  # A script may import mxnet first.
     timeout, cluster, joining = _timeout(environment), None, tuple
     if options.from_env and has_dmlc_role(environment):
-        specs = [(environment["DMLC_ROLE"], environment)]
+        role, port = environment["DMLC_ROLE"], environment["DMLC_PS_ROOT_PORT"]
+        if role == "scheduler" and port.isdigit():
+            stack.enter_context(_free_port(environment["DMLC_PS_ROOT_URI"], int(port)))
+        specs = [(role, environment)]
     else:
         if options.from_env:
             position = find_position(environment, options.port)
@@ -164,6 +180,8 @@ def _launch(options, stack):
         if options.engine == "horovod":
             specs, joining = _horovod_specs(hosts, ranks, port, environment, stack)
         else:
+            if cluster and 0 in ranks:
+                stack.enter_context(_free_port(hosts[0], port))
             specs = _kvstore_specs(hosts, ranks, port, environment, options.servers)
     command = (["-m"] if options.module else []) + options.command
     if options.replace_contrib:
@@ -180,13 +198,18 @@ def _timeout(environment):
 
 
 @contextlib.contextmanager
-def _free_port():
-    """A free port of this machine. It is bound, so that no other process gets it, but nobody
-    listens at it, so that the KVStore's scheduler can bind it too."""
+def _free_port(host=_LOOPBACK, port=0):
+    """A free port of this machine, or this one if it is free. It is bound, so that no other process
+    gets it, but nobody listens at it, so that the KVStore's scheduler can bind it too."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((_LOOPBACK, 0))
-        yield holder.getsockname()[1]
+        try:
+            holder.bind((host, port))
+        except OSError as error:
+            # Otherwise the scheduler may know better.
+            if error.errno == errno.EADDRINUSE:
+                raise cannot_listen(port, error) from error
+        yield port or holder.getsockname()[1]
 
 
 def _threads(hosts, ranks):
@@ -269,7 +292,7 @@ def _horovod_specs(hosts, ranks, port, environment, stack):
         try:
             server = RendezvousHTTPServer((hosts[0], port), RendezvousHandler, verbose=0)
         except OSError as error:
-            raise LaunchError(f"cannot listen at port {port} of {hosts[0]}: {error}.") from error
+            raise cannot_listen(port, error) from error
         server.init(slots)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         stack.callback(server.server_close)

@@ -9,6 +9,7 @@ import threading
 import time
 from typing import NamedTuple
 
+from .patience import Patience
 from .processes import say
 
 _DEFAULT_PORT = 9091
@@ -21,6 +22,13 @@ _MOST_STRANGERS = 256  # Connections that have not identified themselves yet.
 
 class LaunchError(Exception):
     """A user's mistake: what came, what was expected, what to do."""
+
+
+def cannot_listen(port, error):
+    return LaunchError(
+        f"cannot listen at port {port} ({error}): another job may use it. Choose another with "
+        "--port, MASTER_PORT or DMLC_PS_ROOT_PORT, for all launchers."
+    )
 
 
 class Position(NamedTuple):
@@ -111,7 +119,7 @@ class _Peer:
         self.socket = connection
         self.address = address[0]
         self.host = ""  # If the user named one.
-        self.done = False
+        self.done = self.shuts_down = False
         self._until = time.monotonic() + _CONNECT_SECONDS
         connection.settimeout(_CONNECT_SECONDS)
         self._lines = connection.makefile("rb")
@@ -184,8 +192,8 @@ class Cluster:
         self._position, self._wait = position, wait
         self._options = {"workers": workers, "engine": engine}
         self._port = position.port + 1
-        self._begin, self._said = time.monotonic(), False
-        self._done = False
+        self._patience, self._said = Patience(wait), False
+        self._done = self._shuts_down = False
         self._peers = {}
         try:
             hosts = self._gather() if position.rank == 0 else self._join()
@@ -215,6 +223,15 @@ class Cluster:
             self._done = True
             self._spread(done=True)
 
+    def report_shutdown(self):
+        """Reports that all workers of this launcher have ended or shut down. Returns whether those
+        of all launchers have, which the others learn from rank 0."""
+        others = all(peer.done or peer.shuts_down for peer in self._peers.values())
+        if not self._shuts_down and (others or self._position.rank > 0):
+            self._shuts_down = True
+            self._spread(shuts_down=True)
+        return others
+
     def report_failure(self, text):
         """Ends all other launchers."""
         text = f"launcher {self._position.rank} ({socket.gethostname()}) says: {text}"
@@ -234,6 +251,7 @@ class Cluster:
         """Receives from one launcher until the connection ends."""
         for message in iter(peer.receive, {}):
             peer.done |= "done" in message
+            peer.shuts_down |= "shuts_down" in message
             if "failure" in message:
                 self._fail(str(message["failure"]))
         # Rank 0 waits for all others, so it leaves a launcher that is done only on a failure.
@@ -242,7 +260,7 @@ class Cluster:
 
     def _check_wait(self, missing, remedy):
         """Raises when the time to wait is over, and says once what is missing."""
-        seconds = time.monotonic() - self._begin
+        seconds = self._patience.waited()
         if seconds > self._wait:
             raise LaunchError(f"{missing} after {self._wait:.7g} s: {remedy}")
         if seconds > _SAY_SECONDS and not self._said:
@@ -286,10 +304,7 @@ class Cluster:
         try:
             listener = socket.create_server((local, self._port), backlog=4096)
         except OSError as error:
-            raise LaunchError(
-                f"cannot listen at port {self._port} ({error}): choose another with --port or "
-                "MASTER_PORT, for all launchers."
-            ) from error
+            raise cannot_listen(self._port, error) from error
         listener.setblocking(False)
         return listener
 

@@ -16,6 +16,7 @@ import uuid
 from mxnet_compat import options
 
 from . import runner
+from .patience import Patience
 
 _TERM_SECONDS = 4
 _SERVICE_SECONDS = 3  # For the KVStore's own processes, after the workers ended well.
@@ -27,18 +28,28 @@ _LATER = 1.0
 _SAME_SIGNAL_SECONDS = 0.5
 _TAIL_LINES, _TAIL_COLUMNS = 20, 400
 _LONGEST_LINE = 1 << 20
-_screen = threading.Lock()
+_SAY_SECONDS = 2
+_locks = {}  # By stream. Each is held while somebody writes to the stream.
 
 
 def say(text):
-    """Prints a sentence of the launcher itself."""
-    _write(sys.stderr, f"gluon_syncbn.launch: {text}\n")
+    """Prints a sentence of the launcher itself. If nobody reads the output, this soon goes on."""
+    arguments = sys.stderr, f"gluon_syncbn.launch: {text}\n"
+    words = threading.Thread(target=_write, args=arguments, daemon=True)
+    with contextlib.suppress(RuntimeError):  # The system may have no thread left.
+        words.start()
+        words.join(_SAY_SECONDS)
+
+
+def is_blocked():
+    """Whether somebody writes, perhaps because nobody reads."""
+    return any(lock.locked() for lock in list(_locks.values()))
 
 
 def _write(stream, text):
     """Writes whole lines. Returns the error if they cannot be written."""
     data = text.encode(errors="surrogateescape")
-    with _screen:
+    with _locks.setdefault(stream, threading.Lock()):
         try:
             if hasattr(stream, "buffer"):
                 stream.buffer.write(data)
@@ -141,10 +152,9 @@ class Child:
         self.silent = 0.0 if goes_on else self.silent + passed
         self._beat = beat
 
-    def drain(self, seconds):
-        """Waits for the rest of the output."""
-        for relay in self._relays:
-            relay.join(seconds)
+    def is_drained(self):
+        """Whether all of its output has been printed."""
+        return not any(relay.is_alive() for relay in self._relays)
 
     def last_lines(self):
         """The last lines of its output; those of stderr come last, as they say why it ended."""
@@ -166,6 +176,17 @@ def _signal_name(number):
     return next((s.name for s in signal.Signals if s == number), f"signal {number}")
 
 
+def _drain(children):
+    """Waits for the rest of their output, but not for a reader."""
+    _wait_until(lambda: all(child.is_drained() for child in children), 1)
+
+
+def _wait_until(is_over, seconds):
+    patience = Patience(seconds)
+    while not is_over() and patience.waited() < seconds:
+        time.sleep(_POLL_SECONDS)
+
+
 class Launch:
     """The processes of this launcher, from their start to their end.
 
@@ -182,6 +203,7 @@ class Launch:
         self._cluster = cluster
         self._looked = time.monotonic()
         self._waited_for_late = 0.0  # Seconds since the first worker began to make its store.
+        self._shutting_down = 0.0  # Seconds since MXNet shuts down in all workers that still run.
         self._children = []
         self._signals = []
         self._is_passed_on = False
@@ -214,7 +236,10 @@ class Launch:
                 runner.kill_launch(launch_id)
                 for child in self._children:
                     child.process.wait()
-                    child.drain(1)
+                _drain(self._children)
+            # After a good end the reader may be slow, as a pager is. A signal ends the wait for it.
+            while not code and not self._signals and is_blocked():
+                _drain(self._children)
             # The last lines may have come after the end of their process.
             return code or self._check_output() or 0
 
@@ -303,6 +328,9 @@ class Launch:
         late = [child for child in workers if not child.does and child.name not in come]
         waits = 0 < len(late) < len(workers)
         self._waited_for_late = self._waited_for_late + passed if waits else 0.0
+        shut_down = workers if self._all_shut_down(workers) else []
+        self._shutting_down = self._shutting_down + passed if shut_down else 0.0
+        longest_shutdown = max(self._timeout, runner.SHUTDOWN_SECONDS) + _LATER
         for child in running:
             if child.silent > self._timeout + _LATER:
                 child.fault = f"has not answered for {child.silent:.3g} s: it is stopped, or hangs"
@@ -312,17 +340,29 @@ class Launch:
                 )
                 if child.is_stopped():
                     child.fault += ": it is stopped"
+            elif child in shut_down and self._shutting_down > longest_shutdown:
+                child.fault = (
+                    f"is still in MXNet's shutdown {self._shutting_down:.3g} s after all scripts "
+                    "have ended: it hangs there, or waits for one that does"
+                )
             if child.fault:
                 child.ended = min(child.ended, now)
+
+    def _all_shut_down(self, running):
+        """Whether all workers of all launchers have ended, or are in MXNet's shutdown, in which
+        they wait for each other."""
+        if not all(child.does == runner.SHUTS_DOWN for child in running):
+            return False
+        return self._cluster is None or self._cluster.report_shutdown()
 
     def _obey(self, workers):
         """Passes a signal on. Returns the exit code once the workers have ended, or must."""
         number, when = self._signals[0]
         if not self._is_passed_on:
             self._is_passed_on = True
-            say(f"{_signal_name(number)} is passed on to the workers; a second one kills them.")
             for child in workers:
                 child.signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            say(f"{_signal_name(number)} is passed on to the workers; a second one kills them.")
         codes = [child.code() for child in workers]
         if all(code == 0 for code in codes):
             return 0
@@ -340,7 +380,7 @@ class Launch:
             child.signal(signal.SIGKILL)
         self._report_to_cluster(child.ending())
         self._wait(runner.EXIT_HOOKS_SECONDS + 1, [child])
-        child.drain(0.5)
+        _drain([child])
         lines = "".join(f"\n    {line}" for line in child.last_lines())
         lines = f"Its last lines:{lines}" if lines else "It had printed nothing."
         stopped = f"Stopped by a signal: {', '.join(stopped)}. " if stopped else ""
@@ -360,8 +400,9 @@ class Launch:
             child.signal(signal.SIGKILL)
 
     def _wait(self, seconds, children):
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and len(self._signals) < 2:
-            if all(child.code() is not None for child in children):
-                return
-            time.sleep(_POLL_SECONDS)
+        """Waits until these have ended, but no longer than until a second signal."""
+
+        def is_over():
+            return len(self._signals) > 1 or all(child.code() is not None for child in children)
+
+        _wait_until(is_over, seconds)

@@ -28,6 +28,8 @@ _STATUS = "GLUON_SYNCBN_STATUS"
 SLOT_BYTES = 256
 _BEAT_SECONDS = 1.0
 EXIT_HOOKS_SECONDS = 2  # For the exit hooks of a worker that failed.
+SHUTDOWN_SECONDS = 60  # At least, for MXNet's shutdown: a machine may be slow.
+SHUTS_DOWN = "shuts down"  # What a worker does in MXNet's shutdown: see `beat`.
 _KILL_SECONDS = 5
 
 
@@ -36,10 +38,13 @@ def kill_launch(launch_id):
     sessions and parents do not suffice, as a child may leave them."""
     deadline = time.monotonic() + _KILL_SECONDS
     while time.monotonic() < deadline:
-        found = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _has(pid, launch_id)]
-        if not found:
+        found = None  # Not known, as without a free file descriptor.
+        with contextlib.suppress(OSError):
+            pids = filter(str.isdigit, os.listdir("/proc"))
+            found = [int(pid) for pid in pids if _has(pid, launch_id)]
+        if found == []:
             return
-        for pid in found:
+        for pid in found or ():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
@@ -117,6 +122,24 @@ def _run(status, command, first):
             interrupted = isinstance(error, KeyboardInterrupt)
             _leave(128 + signal.SIGINT if interrupted else 1, worker, status)
     _report(0, worker, status)
+    _prepare_shutdown()
+
+
+def _prepare_shutdown():
+    """Has MXNet's exit hook, in which workers wait for each other, report that it begins.
+
+    It drops pending operations, such as a push for which other workers wait. So they end first.
+    """
+    base = sys.modules.get("mxnet.base")
+    if base is not None:
+        shut_down = base._LIB.MXNotifyShutdown
+
+        def wait_first():
+            beat(SHUTS_DOWN, again=False)
+            base._LIB.MXNDArrayWaitAll()
+            return shut_down()
+
+        base._LIB.MXNotifyShutdown = wait_first
 
 
 def _report(code, worker, status):

@@ -5,12 +5,15 @@ threads that run even while all others wait in MXNet.
 """
 
 import collections
+import contextlib
 import logging
 import math
 import secrets
 import socket
 import threading
 import time
+
+from mxnet_launch.patience import Patience
 
 from .answers import ABSENT, ARRIVED, FINISHED, GONE, SILENT, Answer, describe
 from .arguments import WARN_AFTER, duration
@@ -19,7 +22,7 @@ from .tcp import own_host, receive, send, serve
 _ADDRESS_SIZE = 80  # bytes: "IP port token token", padded with spaces
 # Characters, and bytes with room for what JSON escapes.
 _LONGEST_KEY, _LONGEST_STATUS = 240, 4000
-_LONGEST_PROBE, _LONGEST_ANSWER = 1 << 12, 1 << 16
+_LONGEST_MESSAGE = 1 << 16
 _MOST_AT_ONCE = 256  # so that probing stays below the usual limit of 1024 open files
 _MOST_IN_FLIGHT, _REMEMBERED = 3, 16
 # How many timeouts one process may run on after the others have finished.
@@ -27,7 +30,7 @@ _ALONE = 10
 # Seconds.
 _CONNECTION_LIFE = 5.0
 _BETWEEN_PROBES = 0.1
-_PATIENCE, _LEAST_PATIENCE = 2.0, 0.05
+_PATIENCE = 2.0
 
 _now = time.monotonic
 _log = logging.getLogger("gluon_syncbn")
@@ -53,8 +56,8 @@ class Liveness:
         self._in_flight, self._more = {}, in_flight
         self._completed = collections.deque(maxlen=_REMEMBERED)
         self._status = None
-        # The ranks whose probes have shown that they have finished.
-        self._finished = set()
+        # {rank: the status that its probes have shown}, also of processes that are gone by now.
+        self._statuses = {}
         # A probe shows the first and its answer the second, so each side knows the other.
         self._tokens = secrets.token_hex(7).encode(), secrets.token_hex(7).encode()
         self._watch = watch
@@ -96,32 +99,28 @@ class Liveness:
         with a warning now and then. If that process arrives at an exchange, it fails there.
         """
         self.set_status(FINISHED)
-        start = _now()
-        warn_at = start + timeout * WARN_AFTER
+        patience = Patience(timeout)
+        warn_at = timeout * WARN_AFTER
         answered = {}
-        silence = 0.0
         while True:
-            answers = self.probe("", min(_PATIENCE, max(timeout - silence, _LEAST_PATIENCE)))
-            # A process that has seen all others finish exits soon. Its own probe has shown that it
-            # finished.
+            answers = self.probe("", min(_PATIENCE, timeout / 2))
             missing = {
                 rank: answer
                 for rank, answer in answers.items()
-                if rank not in self._finished and (answer.status or [None])[0] != FINISHED
+                if (answer.status or [None])[0] != FINISHED
             }
             if not missing:
                 return
-            now = _now()
-            answered.update((rank, now) for rank, a in missing.items() if a.state != SILENT)
-            silence = now - min(answered.get(rank, start) for rank in missing)
-            waited = now - start
+            waited = patience.waited()
+            answered.update((rank, waited) for rank, a in missing.items() if a.state != SILENT)
+            silence = waited - min(answered.get(rank, 0.0) for rank in missing)
             lost = (
                 silence > timeout
                 or waited > _ALONE * timeout
                 or any(a.state == GONE or a.status for a in missing.values())
             )
-            if lost or now > warn_at:
-                warn_at = now + waited
+            if lost or waited > warn_at:
+                warn_at = 2 * waited
                 message = (
                     f"Rank {self.rank} has come to the end of its script and has waited "
                     f"{duration(waited)} for the other processes to come to theirs. "
@@ -142,8 +141,7 @@ class Liveness:
     def probe(self, key, patience=_PATIENCE, ranks=None):
         """Asks all others of `ranks`, by default all, at once whether they have arrived at the
         exchange `key`. Returns {rank: Answer} within `patience` seconds."""
-        finished = self._status is not None and self._status[0] == FINISHED
-        content = [_shortened(key), self.rank, finished]
+        content = [_shortened(key), self.rank, self._status]
         others = [rank for rank in ranks or range(self.size) if rank != self.rank]
         seconds = patience / max(1, math.ceil(len(others) / _MOST_AT_ONCE))
         ends = _now() + patience
@@ -155,18 +153,28 @@ class Liveness:
 
         # An executor's threads would not start once the script has ended.
         count = min(len(others), _MOST_AT_ONCE)
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
-        for thread in threads:
-            thread.start()
+        threads = []
+        with contextlib.suppress(RuntimeError):  # The system has no thread left.
+            while len(threads) < count:
+                thread = threading.Thread(target=work, daemon=True)
+                thread.start()
+                threads.append(thread)
+        if not threads:
+            work()
         for thread in threads:
             thread.join(max(0.0, ends - _now()))
-        return {rank: answers.get(rank, Answer(SILENT)) for rank in others}
+        found = {rank: answers.get(rank, Answer(SILENT)) for rank in others}
+        # A process that is gone may have told its status before.
+        return {
+            rank: a if a.status else a._replace(status=self._statuses.get(rank))
+            for rank, a in found.items()
+        }
 
     def _answer(self, connection):
         ends = _now() + _CONNECTION_LIFE
-        key, rank, finished = receive(connection, self._tokens[0], _LONGEST_PROBE, ends)
-        if finished:
-            self._finished.add(rank)
+        key, rank, status = receive(connection, self._tokens[0], _LONGEST_MESSAGE, ends)
+        if status:
+            self._statuses[rank] = tuple(status)
         now = _now()
         in_flight, completed = self.exchanges()
         arrived = any(key == _shortened(one) for one, _ in in_flight + completed)
@@ -196,7 +204,7 @@ def _probe(address, own, expected, content, ends):
     try:
         with socket.create_connection(address, max(ends - _now(), 0.001)) as connection:
             send(connection, own, content, ends)
-            answer = receive(connection, expected, _LONGEST_ANSWER, ends)
+            answer = receive(connection, expected, _LONGEST_MESSAGE, ends)
     except (ConnectionError, ValueError):
         # ValueError: somebody else got the port of a process that ended.
         return Answer(GONE)

@@ -9,7 +9,8 @@ import time
 
 import mxnet as mx
 import numpy
-from mxnet_launch.runner import beat
+from mxnet_launch.patience import Patience
+from mxnet_launch.runner import SHUTDOWN_SECONDS, beat
 
 from .. import native
 from ..native import shutdown
@@ -23,12 +24,14 @@ _log = logging.getLogger("gluon_syncbn")
 
 # How long the shutdown handshake may take once all processes have reached their end.
 _SHUTDOWN_SECONDS = 30.0
+# How long a process that ends because of an error takes to tell the others.
+_TELL_SECONDS = 0.5
 # Bytes of a user's key.
 _LONGEST_KEY = 40
 _CAUSES = (
     "Usual causes: a process has ended, hangs or is much slower; it called the net less often (an "
     "uneven number of batches: see gluon_syncbn.distributed.join), it built another net, or "
-    "hybridized it at another step."
+    "hybridized it at another step, which matters where a net calls one layer several times."
 )
 
 
@@ -187,6 +190,11 @@ class Reducer:
         if self._liveness is not None:
             self._liveness.set_status(FAILED, text)
 
+    def tell_failure(self, text):
+        """`fail` for a process that ends: the others know it even once this one is gone."""
+        self.fail(text)
+        self.probe_all(_TELL_SECONDS)
+
     def _first_exchange(self, key, size, title, timeout, ranks, sums):
         with self._opening.setdefault(key, threading.Lock()):
             if key not in self.channels:
@@ -233,9 +241,11 @@ class Reducer:
             patience = min(2.0, timeout / 4, max(timeout - waited, 0.1))
             answers = self._liveness.probe(exchange, patience, members)
             message += f"{self._liveness.describe(answers)} "
-            all_have_come = all(answer.state == ARRIVED for answer in answers.values())
-            if all_have_come and not self._memory.joins(members):
-                message += f"As all have come, {self.name} does not answer. "
+            if all(answer.state == ARRIVED for answer in answers.values()):
+                # They may have come just now, as after a suspension of all.
+                lost = waited > timeout * (1 + WARN_AFTER)
+                if not self._memory.joins(members):
+                    message += f"As all have come, {self.name} does not answer. "
             lost = lost or any(
                 answer.state == GONE or answer.status and answer.state != ARRIVED
                 for answer in answers.values()
@@ -265,9 +275,10 @@ class Reducer:
         if self._liveness is None:
             return
         if failure is not None:
-            self.fail(failure)
+            self.tell_failure(failure)
             shutdown.abandon()
         elif self.lost:
+            self.tell_failure(self.lost)
             # The script may have ended without waiting for its last step.
             _log.error("%s", self.lost)
         else:
@@ -280,10 +291,12 @@ class Reducer:
                 shutdown.abandon()
         self._lose("The process ends.")
         self._liveness.close()
+        beat("ends", again=False)
         # MXNet's own shutdown waits for the other processes too, when no Python thread runs any
         # more. (This limit needs a file for standard error.)
         with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
-            faulthandler.dump_traceback_later(self.longest_timeout, exit=True)
+            limit = max(self.longest_timeout, SHUTDOWN_SECONDS)
+            faulthandler.dump_traceback_later(limit, exit=True)
 
     def _shutdown_handshake(self, timeout):
         """Does what MXNet's own shutdown needs, once all processes have reached their end. Raises
@@ -295,8 +308,8 @@ class _Wait:
 
     def __init__(self, probe, title, exchange, timeout):
         self._probe, self._title, self._exchange = probe, title, exchange
-        self._timeout = timeout
-        self._start = time.monotonic()
+        self._timeout, self._first = timeout, timeout * WARN_AFTER
+        self._patience = Patience(timeout)
         self._probes = 0
 
     def array(self, array):
@@ -308,13 +321,12 @@ class _Wait:
 
     def slice(self):
         """Seconds to wait before the next probe()."""
-        waited = time.monotonic() - self._start
-        first = self._timeout * WARN_AFTER
-        return max(
-            0.01, first - waited if waited < first else min(1.0, first, self._timeout - waited)
-        )
+        waited = self._patience.waited()
+        left = (self._first if waited < self._first else self._timeout) - waited
+        return max(0.01, min(1.0, self._first, left if left > 0 else 1.0))
 
     def probe(self):
-        waited = time.monotonic() - self._start
-        self._probe(self._title, self._exchange, "", waited, self._timeout, self._probes)
-        self._probes += 1
+        waited = self._patience.waited()
+        if waited > self._first:
+            self._probe(self._title, self._exchange, "", waited, self._timeout, self._probes)
+            self._probes += 1

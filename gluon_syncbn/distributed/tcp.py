@@ -3,6 +3,7 @@
 import contextlib
 import ipaddress
 import json
+import logging
 import os
 import secrets
 import socket
@@ -12,7 +13,9 @@ import time
 import weakref
 
 _now = time.monotonic
-_CLOSED_WITHIN = 1.0  # second
+_log = logging.getLogger("gluon_syncbn")
+# Seconds.
+_CLOSED_WITHIN, _AFTER_ERROR = 1.0, 0.01
 
 
 def send(connection, token, content, ends):
@@ -40,7 +43,7 @@ def receive(connection, token, longest, ends):
 
 
 class _Closed(Exception):
-    """Ends the thread of a server that was closed."""
+    """Ends `serve_forever` once the server is closed."""
 
 
 class Server(socketserver.ThreadingTCPServer):
@@ -55,7 +58,7 @@ class Server(socketserver.ThreadingTCPServer):
         self.address_family, _, _, _, address = found[0]
         self._answer, self._most, self._watch = answer, most, watch
         self._connections = {}  # the oldest first
-        self._closed = False
+        self._closed = self._logged = False
         super().__init__(address, None)
         self.socket.setblocking(False)
         self._thread = threading.Thread(target=self._serve, name="sbn-liveness", daemon=True)
@@ -90,11 +93,29 @@ class Server(socketserver.ThreadingTCPServer):
         self._connections[request] = None
         for oldest in list(self._connections)[: -self._most]:
             _hang_up(oldest)
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # The system has no thread left. Without an answer we would seem gone.
+            self.process_request_thread(request, client_address)
 
     def _serve(self):
-        with contextlib.suppress(_Closed):
-            self.serve_forever(self._watch and self._watch.period)
+        while not self._closed:
+            try:
+                self.serve_forever(self._watch and self._watch.period)
+            except Exception as error:
+                # What failed, such as a look without free file descriptors, may succeed next time.
+                if not self._closed:
+                    self._log_once(error)
+                    time.sleep(_AFTER_ERROR)
+
+    def _log_once(self, error):
+        if not self._logged:
+            text = "The thread that answers other processes goes on after an error: %r"
+            # On another thread, as nobody may read the output.
+            words = threading.Thread(target=_log.warning, args=(text, error), daemon=True)
+            with contextlib.suppress(RuntimeError):  # The system has no thread left.
+                words.start()
+                self._logged = True
 
     def service_actions(self):
         if self._closed:

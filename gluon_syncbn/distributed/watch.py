@@ -1,6 +1,7 @@
 """Ends a process that hangs in a call without a time limit: of MXNet's engine, the Trainer, the
 store or Horovod."""
 
+import contextlib
 import logging
 import os
 import sys
@@ -66,7 +67,8 @@ class Watch:
         return place and (place.text, place.stood, place.waits)
 
     def look(self):
-        """Notes where each thread is, and has long waits judged."""
+        """Notes where each thread is, and has long waits judged. Whatever this raises, as without
+        free file descriptors, nothing is known of this time."""
         now = _now()
         if now - self._time < self.period / 2:
             return
@@ -74,6 +76,9 @@ class Watch:
         self._time = now
         # The time for which this process was stopped is no wait.
         passed = min(passed, 2 * self.period)
+        # First, as the rest may fail.
+        text, stood, _ = self.place() or ("", 0.0, False)
+        beat(f"{text} for {stood:.0f} s")
         reducer, libraries = self._reducer, _libraries()
         if reducer.lost and not self._lost:
             self._lost, self._places = True, {}  # From here on the error has time to come out.
@@ -92,8 +97,6 @@ class Watch:
         if waiting and not reducer.exchanges_in_flight() and not _computes():
             for place in waiting:
                 place.waited += passed
-        text, stood, _ = self.place() or ("", 0.0, False)
-        beat(f"{text} for {stood:.0f} s")
         if reducer.size > 1 and not (self._judge and self._judge.is_alive()):
             thread = max(places, key=lambda thread: places[thread].waited)
             first = reducer.longest_timeout * WARN_AFTER
@@ -124,6 +127,7 @@ class Watch:
         if frame is None or _Place(thread, frame, _libraries()).key != place.key:
             return
         if ends:
+            reducer.tell_failure(text)
             _end(f"{text} No error can be raised there, so this process ends.")
         elif self._warned is not place:
             self._warned = place
@@ -159,6 +163,7 @@ def _end(text):
     shutdown.abandon()
     # Logging may block: nobody may read the output, or the hanging thread may be logging.
     words = threading.Thread(target=_log.error, args=("%s", text), daemon=True)
-    words.start()
-    words.join(_LAST_WORDS)
+    with contextlib.suppress(RuntimeError):  # The system may have no thread left.
+        words.start()
+        words.join(_LAST_WORDS)
     os._exit(1)

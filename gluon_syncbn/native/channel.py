@@ -6,6 +6,8 @@ import threading
 import weakref
 from collections import namedtuple
 
+from mxnet_launch.patience import Patience
+
 from . import shutdown
 from .library import (
     IN_FLIGHT,
@@ -343,8 +345,10 @@ def call_within(seconds, function, otherwise):
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
+    patience = Patience(seconds)
     try:
-        thread.join(seconds)
+        while thread.is_alive() and patience.waited() < seconds:
+            thread.join(min(seconds / 10, 1.0))
     finally:
         if thread.is_alive():  # Also on Ctrl-C.
             shutdown.abandon()

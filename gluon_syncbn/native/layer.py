@@ -1,6 +1,7 @@
 """Registers the operator and keeps its layers."""
 
 import collections
+import contextlib
 import ctypes
 import itertools
 import logging
@@ -49,7 +50,8 @@ waits = types.SimpleNamespace(returned=collections.Counter(), failed=0)
 def warn(text):
     """Logs on another thread. The caller must end waits in time, and the thread that holds
     logging's lock may itself be waiting, for an array that it logs."""
-    threading.Thread(target=_log.warning, args=("%s", text), daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # The system may have no thread left.
+        threading.Thread(target=_log.warning, args=("%s", text), daemon=True).start()
 
 
 @WARN

@@ -1,9 +1,14 @@
 """Messages of layers through native channels: when they bypass Python, and when they go back."""
 
+import faulthandler
+from types import SimpleNamespace
+
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_syncbn.distributed.answers import ABSENT, ARRIVED, Answer, describe
+from gluon_syncbn.distributed.reducer import Reducer
 from gluon_syncbn.native.channel import LIMBS, Connection, Key
 from mxnet import autograd
 
@@ -80,3 +85,37 @@ def test_a_channel_for_other_messages_is_not_taken(more):
         layer(mx.nd.ones((1, 3))).wait_to_read()
     assert channel.calls == 0
     np.testing.assert_allclose(layer.running_mean.data().asnumpy(), 0.1, rtol=1e-6)
+
+
+def test_processes_that_have_all_come_are_looked_at_once_more():
+    """After a suspension of all, some come before others can see it."""
+    reducer = Reducer.__new__(Reducer)
+    reducer.rank, reducer._ranks, reducer.size = 0, {}, 2
+    reducer._memory = SimpleNamespace(joins=lambda ranks: True)
+    answers = {1: Answer(ARRIVED)}
+    reducer._liveness = SimpleNamespace(probe=lambda *_: answers, describe=describe)
+    given_up = []
+    reducer._give_up = given_up.append
+    reducer._probe("title", "title (key 1)", "", 10.5, 10, 1)
+    assert not given_up
+    answers[1] = Answer(ABSENT)
+    reducer._probe("title", "title (key 1)", "", 10.5, 10, 1)
+    answers[1] = Answer(ARRIVED)
+    reducer._probe("title", "title (key 1)", "", 11.5, 10, 1)
+    assert len(given_up) == 2
+
+
+@pytest.mark.parametrize("timeout, limit", [(5, 60), (300, 300)])
+def test_a_slow_machine_has_time_for_the_shutdown_of_mxnet(timeout, limit, monkeypatch):
+    """After a good end: it would end with exit code 1."""
+    limits = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda s, exit: limits.append(s))
+
+    def ignore(*_):
+        pass
+
+    liveness = SimpleNamespace(wait_for_the_end=ignore, close=ignore)
+    reducer = SimpleNamespace(lost=None, longest_timeout=timeout, _liveness=liveness)
+    reducer._shutdown_handshake = reducer._lose = ignore
+    Reducer._leave(reducer, None)
+    assert limits == [limit]

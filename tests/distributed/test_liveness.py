@@ -161,6 +161,17 @@ def test_a_failure_is_reported_to_all_that_probe(pair):
     assert "Missing: rank 1 (failed: a bad batch " in pair[0].describe(pair[0].probe("y"))
 
 
+def test_a_process_that_tells_why_it_ends_is_not_taken_for_the_first(simulate):
+    """The last to look finds both gone."""
+    ranks = simulate(3)
+    ranks[2].close()
+    ranks[1].set_status(FAILED, "lost rank 2")
+    ranks[1].probe("")
+    ranks[1].close()
+    text = ranks[0].describe(ranks[0].probe("x"))
+    assert text == "Came: rank 0. Missing: rank 1 (failed: lost rank 2), rank 2 (process ended)."
+
+
 def end_error(one, timeout):
     """What wait_for_the_end raises, or None."""
     try:
@@ -242,6 +253,20 @@ def test_at_the_end_one_that_answers_is_waited_for_beyond_the_timeout(pair, capl
         assert text.startswith("Rank 0 has come to the end of its script and has waited ")
         assert "Missing: rank 1 (nothing exchanged yet)." in text
     assert 0.05 < float(re.search("has waited ([0-9.]+) s", texts[0]).group(1)) < 1
+
+
+def test_time_for_which_a_process_is_stopped_is_no_wait():
+    """As when a whole job is suspended."""
+    with Job("ready()\nliveness.wait_for_the_end(0.3)") as job:
+        print(file=job.processes[0].stdin, flush=True)
+        time.sleep(1)  # of three
+        job.processes[0].send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        job.processes[0].send_signal(signal.SIGCONT)
+        time.sleep(0.3)
+        assert job.processes[0].poll() is None
+        job.liveness.set_status(FINISHED)
+        assert job.processes[0].wait(20) == 0
 
 
 def test_describe(pair):

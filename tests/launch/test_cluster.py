@@ -210,6 +210,10 @@ def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", port + 1)):
         (text,) = errors([0], 2, port)
     assert f"cannot listen at port {port + 1}" in text
+    with socket.create_server(("127.0.0.1", port)):
+        with pytest.raises(LaunchError, match=f"port {port} .*: another job may use it"):
+            with launch._free_port(port=port):
+                pass
 
 
 def test_rank_0_waits_for_all_others():
@@ -224,6 +228,17 @@ def test_rank_0_waits_for_all_others():
             other.close()  # As it ends.
         wait_until(lambda: first.everyone_done)
         assert first.failure is None
+
+
+def test_all_launchers_learn_that_all_shut_down():
+    """Those that are done have done so too."""
+    port = free_port()
+    with connected([position(rank, 3, port) for rank in range(3)]) as (first, *others):
+        for _ in range(2):
+            assert not first.report_shutdown() and not others[0].report_shutdown()
+        others[1].report_done()
+        wait_until(first.report_shutdown)
+        wait_until(others[0].report_shutdown)
 
 
 def test_addresses_are_spelled_in_the_order_of_ranks():

@@ -2,6 +2,7 @@
 
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -104,8 +105,9 @@ def test_a_scheduler_that_cannot_serve(start):
         port = str(taken.getsockname()[1])
         scheduler = {**ALONE, "DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": port}
         launcher = start("", "--from-env", **scheduler)
-        assert launcher.end() == 1
-    assert "scheduler (process" in launcher.text and "bind failed" in launcher.text
+        assert launcher.end() == 2
+    assert f"cannot listen at port {port} (" in launcher.text
+    assert "another job may use it. Choose another with" in launcher.text
 
 
 def test_without_mxnet(start, tmp_path):
@@ -226,7 +228,7 @@ def test_a_second_ctrl_c_kills(handles):
     assert time.monotonic() - begin < 3
 
 
-# Output that is closed or full.
+# Output that is closed or full, or that nobody reads.
 
 MANY_LINES = """
 import sys
@@ -266,3 +268,35 @@ def test_output_that_nobody_takes(script, how, code, output, errors, tmp_path):
     assert done.returncode == code, done.stderr[-1000:]
     assert re.fullmatch(output, done.stdout)
     assert re.fullmatch(errors, done.stderr, re.DOTALL), done.stderr[-1000:]
+
+
+BLOCKED = ENDLESS.replace("while", "import os; print(os.getpid(), flush=True)\nwhile")
+
+
+@pytest.mark.parametrize(
+    "how, code", [("SIGTERM", 143), ("SIGINT", 130), ("a death", 137), ("a good end", 0)]
+)
+def test_output_that_nobody_reads(how, code, tmp_path):
+    """A signal and a death end the launch all the same. A reader that is slow gets all."""
+    (tmp_path / "script.py").write_text(MANY_LINES if how == "a good end" else BLOCKED)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gluon_syncbn.launch", "--from-env", "script.py"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=tmp_path,
+        env={**os.environ, **ALONE},
+        text=True,
+    )
+    with process:
+        assert select.select([process.stdout], [], [], STARTED_SECONDS)[0]
+        time.sleep(3)
+        begin = time.monotonic()
+        if how == "a good end":
+            assert process.poll() is None
+            assert process.stdout.read().count("\n") == 10000
+        elif how == "a death":
+            os.kill(int(process.stdout.readline().split()[1]), signal.SIGKILL)
+        else:
+            process.send_signal(signal.Signals[how])
+        assert process.wait(STARTED_SECONDS) == code
+        assert time.monotonic() - begin < ENDED_SECONDS

@@ -12,6 +12,7 @@ import time
 
 import pytest
 from mxnet_launch import __main__ as launch
+from mxnet_launch import runner
 from distributed_cluster import needs_horovod, wait_until
 from launched import (
     ALL_REDUCE,
@@ -157,6 +158,28 @@ def test_a_stream_of_text_and_a_store_that_no_worker_uses(tmp_path):
         assert launch.main(["-n", "2", str(tmp_path / "script.py")]) == 0
     assert sorted(output.getvalue().splitlines()) == ["[0] out ü", "[1] out ü"]
     assert sorted(errors.getvalue().splitlines()) == ["[0] err", "[1] err"]
+
+
+def test_a_worker_that_hangs_in_the_shutdown_of_mxnet(tmp_path, monkeypatch, capsys):
+    """Once all scripts have ended: until then, it waits for the others there."""
+    (tmp_path / "script.py").write_text("""
+import atexit, os, sys, time, types
+rank = int(os.environ["GLUON_SYNCBN_RANK"])
+library = types.SimpleNamespace(
+    MXNDArrayWaitAll=lambda: print("waits"),
+    MXNotifyShutdown=lambda: time.sleep(1000 if rank < 2 else 0),
+)
+sys.modules["mxnet.base"] = types.SimpleNamespace(_LIB=library)
+atexit.register(lambda: library.MXNotifyShutdown())
+time.sleep(3 if rank == 1 else 0)
+print("script ends")
+""")
+    monkeypatch.setattr(runner, "SHUTDOWN_SECONDS", 0.2)
+    monkeypatch.setenv("GLUON_SYNCBN_TIMEOUT", "2")
+    assert launch.main(["-n", "3", "--start", "100", str(tmp_path / "script.py")]) == 1
+    output, errors = capsys.readouterr()
+    assert output.count("script ends") == output.count("waits") == 3, errors
+    assert re.search(r"worker [01] \(process \d+\) is still in MXNet's shutdown 3", errors)
 
 
 # What is refused.

@@ -89,12 +89,13 @@ Answer Channel::travel(Transport* transport, const Wait& exchange, const double*
 }
 
 void Channel::wait(Transport* transport, const Wait& exchange) {
-  const Patience patience(exchange.timeout_seconds);
-  for (int probes = 0;; ++probes) {
+  Patience patience(exchange.timeout_seconds);
+  for (int probes = 0;;) {
     const Waited waited = transport->wait(patience.slice(kProbeEvery).count());
     if (waited == Waited::kWritten) return;
+    if (waited == Waited::kTimeIsUp && !patience.is_long()) continue;
     const std::string error =
-        connection_->probe({waited, probes, exchange.title.c_str(), exchange.exchange.c_str(), "",
+        connection_->probe({waited, probes++, exchange.title.c_str(), exchange.exchange.c_str(), "",
                             patience.waited().count(), exchange.timeout_seconds});
     if (!error.empty()) throw std::runtime_error(error);
   }

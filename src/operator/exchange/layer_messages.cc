@@ -70,7 +70,7 @@ void LayerMessages::reorder(const ExchangedCall& call, const Warn& warn,
   check_epoch();
   rounds_[call.node].put(*round, call.processes);
   received_.notify_all();
-  const Patience patience(call.timeout_seconds);
+  Patience patience(call.timeout_seconds);
   const unsigned interrupts_before = interrupts;
   bool warned = false;
   while (!rounds_[call.node].take(static_cast<double>(call.sequence), call.processes, round)) {

@@ -1,4 +1,4 @@
-// How long a wait may take, and when to check on it.
+// How long a wait may take, and when to check on it. mxnet_launch/patience.py is Python's.
 #ifndef GLUON_SYNCBN_EXCHANGE_PATIENCE_H_
 #define GLUON_SYNCBN_EXCHANGE_PATIENCE_H_
 
@@ -15,24 +15,30 @@ class Patience {
   explicit Patience(double timeout_seconds) : timeout_(timeout_seconds) {}
 
   Seconds timeout() const { return timeout_; }
-  Seconds waited() const { return Clock::now() - start_; }
+  // A process that is stopped does not wait: of the time between two calls only so much counts.
+  Seconds waited() {
+    const Clock::time_point now = Clock::now();
+    waited_ += std::min<Seconds>({now - looked_, kMost, timeout_ / 2});
+    looked_ = now;
+    return waited_;
+  }
   // A tenth of the timeout. Longer waits are reported.
   Seconds first() const { return timeout_ * 0.1; }
-  bool is_long() const { return waited() > first(); }
-  bool is_over() const { return waited() > timeout_; }
-  // The time until the next check: at first(), then every `every`, and at the timeout.
-  Seconds slice(Seconds every) const {
+  bool is_long() { return waited() > first(); }
+  bool is_over() { return waited() > timeout_; }
+  // The time until the next check: at most `every`, and at first() and the timeout.
+  Seconds slice(Seconds every) {
     const Seconds so_far = waited();
-    const Seconds next =
-        so_far < first() ? first() - so_far : std::min({every, first(), timeout_ - so_far});
-    return std::max(next, kLeast);
+    Seconds next = so_far < first() ? first() - so_far : first();
+    if (so_far < timeout_) next = std::min(next, timeout_ - so_far);
+    return std::max(std::min(every, next), kLeast);
   }
 
  private:
-  static constexpr Seconds kLeast{0.001};
+  static constexpr Seconds kLeast{0.001}, kMost{3};
 
-  Seconds timeout_;
-  Clock::time_point start_ = Clock::now();
+  Seconds timeout_, waited_{0};
+  Clock::time_point looked_ = Clock::now();
 };
 
 // How often a waiting call wakes up to check for Ctrl-C.

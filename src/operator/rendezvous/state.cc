@@ -172,7 +172,7 @@ void State::fail(Lock* lock, Layer* layer, const std::string& text, const std::s
 
 void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeting,
                  const std::string& device, const CallId& id) {
-  const Patience patience(layer->config.timeout_seconds);
+  Patience patience(layer->config.timeout_seconds);
   const unsigned interrupts_before = interrupts;
   Seconds since_interrupt{0}, next_probe{0};
   const Seconds first_notice = std::min(patience.first(), kLongestSilence);

@@ -1,8 +1,11 @@
 // Channels between simulated processes: what arrives, what probes report, and how waits end.
 #include <atomic>
+#include <chrono>
 #include <cmath>
+#include <thread>
 
 #include "exchange/exchange_fixture.h"
+#include "exchange/patience.h"
 #include "mxnet/interrupts.h"
 
 namespace gluon_syncbn {
@@ -25,6 +28,18 @@ TEST(every_bit_arrives_in_every_round) {
     CHECK_EQ(channel->calls(), kRounds);
     CHECK(job.processes[rank]->probes.empty());
   });
+}
+
+TEST(time_for_which_a_process_is_stopped_is_no_wait) {
+  Patience patience(0.2);
+  const auto stop = [] { std::this_thread::sleep_for(std::chrono::milliseconds(500)); };
+  stop();
+  CHECK(patience.is_long() && !patience.is_over());
+  stop();
+  stop();
+  CHECK(patience.waited() < Patience::Seconds(0.201));
+  CHECK(patience.slice(Patience::Seconds(1)) <= patience.first());
+  CHECK(patience.is_over());
 }
 
 // A message of a layer of one channel, whose sums are `value` and its half.
