@@ -5,13 +5,14 @@ threads that run even while all others wait in MXNet.
 """
 
 import collections
+import contextlib
 import logging
 import math
 import secrets
 import socket
-import threading
 import time
 
+from ..native import threads
 from .answers import ABSENT, ARRIVED, FINISHED, GONE, SILENT, Answer, describe
 from .arguments import WARN_AFTER, duration
 from .tcp import own_host, receive, send, serve
@@ -153,13 +154,14 @@ class Liveness:
             for rank in left:
                 answers[rank] = _probe(*self._addresses[rank], content, min(ends, _now() + seconds))
 
-        # An executor's threads would not start once the script has ended.
-        count = min(len(others), _MOST_AT_ONCE)
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(max(0.0, ends - _now()))
+        started = []
+        with contextlib.suppress(RuntimeError):  # There are no more threads.
+            for _ in others[:_MOST_AT_ONCE]:
+                started.append(threads.start(work))
+        if not started:
+            work()
+        for end in started:
+            end.wait(max(0.0, ends - _now()))
         return {rank: answers.get(rank, Answer(SILENT)) for rank in others}
 
     def _answer(self, connection):

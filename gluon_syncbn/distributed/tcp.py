@@ -11,6 +11,8 @@ import threading
 import time
 import weakref
 
+from ..native import threads
+
 _now = time.monotonic
 _CLOSED_WITHIN = 1.0  # second
 
@@ -44,10 +46,10 @@ class _Closed(Exception):
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """Calls answer(connection) for each connection, on a daemon thread of its own, and
+    """Calls answer(connection) for each connection, on a thread of its own, and
     ``watch.look()`` every ``watch.period`` seconds."""
 
-    daemon_threads, block_on_close = True, False
+    block_on_close = False
     request_queue_size = 4096
 
     def __init__(self, host, answer, most, watch=None):
@@ -90,7 +92,10 @@ class Server(socketserver.ThreadingTCPServer):
         self._connections[request] = None
         for oldest in list(self._connections)[: -self._most]:
             _hang_up(oldest)
-        super().process_request(request, client_address)
+        try:
+            threads.start(self.process_request_thread, request, client_address)
+        except RuntimeError:  # There are no more threads.
+            self.process_request_thread(request, client_address)
 
     def _serve(self):
         with contextlib.suppress(_Closed):

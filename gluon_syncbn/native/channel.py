@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import namedtuple
 
-from . import shutdown
+from . import shutdown, threads
 from .library import (
     IN_FLIGHT,
     PROBE,
@@ -341,12 +341,11 @@ def call_within(seconds, function, otherwise):
         finally:
             bounded.discard(threading.get_ident())
 
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
+    end = threads.start(call)
     try:
-        thread.join(seconds)
+        end.wait(seconds)
     finally:
-        if thread.is_alive():  # Also on Ctrl-C.
+        if not end.is_set():  # Also on Ctrl-C.
             shutdown.abandon()
     if failures:
         raise failures[0]

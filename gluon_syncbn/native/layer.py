@@ -11,7 +11,7 @@ import types
 import uuid
 import weakref
 
-from . import shutdown
+from . import shutdown, threads
 from .channel import Key, clear_channels, write_error
 from .library import EXCHANGE, FAILED, WAITS, WARN, Callbacks, LayerConfig, mxnet, numpy
 from .library import library as _library
@@ -49,7 +49,7 @@ waits = types.SimpleNamespace(returned=collections.Counter(), failed=0)
 def warn(text):
     """Logs on another thread. The caller must end waits in time, and the thread that holds
     logging's lock may itself be waiting, for an array that it logs."""
-    threading.Thread(target=_log.warning, args=("%s", text), daemon=True).start()
+    threads.start(_log.warning, "%s", text)
 
 
 @WARN
