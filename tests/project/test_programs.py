@@ -33,7 +33,6 @@ STORES = {
 TRACE = r"Traceback \(most recent call last\):\n(  .*\n)+"
 # The last line, the exit code, and what is printed as an error.
 ENDINGS = {
-    "well": ("", 0, ""),
     "an export": ("sbn.export(net, 'model', input_shape=(2, 3, 8, 8))", 0, ""),
     "an exception": ("raise ValueError('bad')", 1, f"{TRACE}ValueError: bad\n"),
     "an exit code": ("sys.exit(3)", 3, ""),
