@@ -86,7 +86,7 @@ test: $(environment) $(ready)test ## run the native tests and the quick Python t
 	@echo "- the CUDA kernels on all sizes of data, and as PTX on a simulator$(if $(nvcc),, (which needs nvcc; none is found in NVCC, CUDA_HOME or PATH))"
 	@$(if $(wildcard $(ready)horovod),,echo "- tests with Horovod, which is built from source")
 
-test-pythons: wheel ## try the wheel and run the quick tests on Python 3.8, 3.11 and 3.13, each in its own environment; 8 minutes
+test-pythons: wheel ## run programs with the wheel on Python 3.8 to 3.13, and quick tests on 3.8, 3.11 and 3.13, each in a new environment; 12 minutes
 	$(pip) install nox
 	$(python) -m nox $(ARGS)
 

@@ -1,17 +1,21 @@
-"""`make test-pythons`: the wheel, and tests that depend on Python, on several versions of it."""
+"""`make test-pythons`: users' programs with the wheel, on all versions of Python that README names,
+and tests that depend on Python, on some."""
 
 from pathlib import Path
 
 import nox
 
+PYTHONS = ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13"]
 # The oldest, the one that MXNet was made for, and the newest available.
-PYTHONS = ["3.8", "3.11", "3.13"]
+TESTED = ["3.8", "3.11", "3.13"]
 # MXNet was made for NumPy 1.23. Other versions are what pip takes, NumPy 2 where there is no MXNet
 # to forbid it.
 CONSTRAINTS = {"3.11": ["numpy==1.23.5"]}
+# What ends as with 3.11 on all.
+PROGRAMS = ["tests/project/test_programs.py", "tests/project/test_readme.py"]
 # The tests that depend on Python, NumPy, onnx or gluoncv. The native library, and how processes and
 # devices meet, are tested on one Python. `make test-pythons ARGS="-- tests"` runs all quick tests.
-TESTS = "compat convert deploy examples launch project training".split()
+TESTS = "compat convert deploy examples project/test_docs.py training".split()
 TESTS += [f"layers/test_{name}.py" for name in "amp bad_input batch_norm numpy_arrays".split()]
 TESTS += [f"distributed/test_{name}.py" for name in ("channels", "liveness")]
 
@@ -19,16 +23,27 @@ TESTS += [f"distributed/test_{name}.py" for name in ("channels", "liveness")]
 MXNETS = ["1.7.0.post2", "1.8.0.post0"]
 MXNET_TESTS = "layers training convert deploy distributed launch".split()
 
-nox.options.sessions = ["tests"]
+nox.options.sessions = ["programs", "tests"]
 # A Python that is not installed is named in nox's summary.
 nox.options.error_on_missing_interpreters = False
 
 
-@nox.session(python=PYTHONS, venv_backend="venv")
-def tests(session):
+def install(session, extras, *more):
     (wheel,) = Path("dist").glob("*.whl")
-    session.install(f"{wheel}[cpu,examples,test]", *CONSTRAINTS.get(session.python, []))
+    session.install(f"{wheel}[{extras}]", *more)
     session.install("--no-deps", "mxnet==1.9.1")
+
+
+@nox.session(python=PYTHONS, venv_backend="venv")
+def programs(session):
+    install(session, "cpu", "pytest")
+    # Not `python -m pytest`, for which the checkout's package would come before the wheel's.
+    session.run("pytest", "-m", "not long", *PROGRAMS)
+
+
+@nox.session(python=TESTED, venv_backend="venv")
+def tests(session):
+    install(session, "cpu,examples,test", *CONSTRAINTS.get(session.python, []))
     with session.chdir(session.create_tmp()):
         session.run("python", "-m", "gluon_syncbn", "doctor")
     # From here on the checkout's package comes before the wheel's.

@@ -25,7 +25,7 @@ Failures:
     seconds, with the processes that they started. They would otherwise wait for it indefinitely.
     The launcher then ends with that exit code, or 128 plus the number of the signal. If several
     die, the first counts. Ctrl-C, SIGTERM and SIGHUP are passed on to the workers; a second one
-    kills them.
+    kills them. Under nohup a hangup does nothing.
 
 Environment of a worker:
     The script runs as with ``python train.py`` and the launcher's own options of Python, such as

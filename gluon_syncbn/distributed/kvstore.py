@@ -8,6 +8,7 @@ import numpy
 from mxnet_launch.runner import beat
 
 from .. import native
+from ..native import shutdown
 from .arguments import duration, seconds
 from .reducer import Reducer
 
@@ -103,9 +104,11 @@ class KVStoreReducer(Reducer):
 
     def _leave(self, failure):
         super()._leave(failure)
-        # MXNet aborts a process that still has a reference to the store when Python exits.
-        self._hooks.undo()
-        self._kv = None
+        # MXNet aborts a process that still has a reference to the store when Python exits, and one
+        # that drops the last reference after an error.
+        if not shutdown.is_abandoned():
+            self._hooks.undo()
+            self._kv = None
 
     def _open(self, key, size, wait, sums):
         # MXNet has no empty arrays.

@@ -10,11 +10,11 @@ import logging
 import math
 import secrets
 import socket
-import threading
 import time
 
 from mxnet_launch.patience import Patience
 
+from ..native import threads
 from .answers import ABSENT, ARRIVED, FINISHED, GONE, SILENT, Answer, describe
 from .arguments import WARN_AFTER, duration
 from .tcp import own_host, receive, send, serve
@@ -151,18 +151,14 @@ class Liveness:
             for rank in left:
                 answers[rank] = _probe(*self._addresses[rank], content, min(ends, _now() + seconds))
 
-        # An executor's threads would not start once the script has ended.
-        count = min(len(others), _MOST_AT_ONCE)
-        threads = []
-        with contextlib.suppress(RuntimeError):  # The system has no thread left.
-            while len(threads) < count:
-                thread = threading.Thread(target=work, daemon=True)
-                thread.start()
-                threads.append(thread)
-        if not threads:
+        started = []
+        with contextlib.suppress(RuntimeError):  # There are no more threads.
+            for _ in others[:_MOST_AT_ONCE]:
+                started.append(threads.start(work))
+        if not started:
             work()
-        for thread in threads:
-            thread.join(max(0.0, ends - _now()))
+        for end in started:
+            end.wait(max(0.0, ends - _now()))
         found = {rank: answers.get(rank, Answer(SILENT)) for rank in others}
         # A process that is gone may have told its status before.
         return {

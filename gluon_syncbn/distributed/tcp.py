@@ -12,6 +12,8 @@ import threading
 import time
 import weakref
 
+from ..native import threads
+
 _now = time.monotonic
 _log = logging.getLogger("gluon_syncbn")
 # Seconds.
@@ -47,10 +49,10 @@ class _Closed(Exception):
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """Calls answer(connection) for each connection, on a daemon thread of its own, and
+    """Calls answer(connection) for each connection, on a thread of its own, and
     ``watch.look()`` every ``watch.period`` seconds."""
 
-    daemon_threads, block_on_close = True, False
+    block_on_close = False
     request_queue_size = 4096
 
     def __init__(self, host, answer, most, watch=None):
@@ -94,8 +96,8 @@ class Server(socketserver.ThreadingTCPServer):
         for oldest in list(self._connections)[: -self._most]:
             _hang_up(oldest)
         try:
-            super().process_request(request, client_address)
-        except RuntimeError:  # The system has no thread left. Without an answer we would seem gone.
+            threads.start(self.process_request_thread, request, client_address)
+        except RuntimeError:  # There are no more threads. Without an answer we would seem gone.
             self.process_request_thread(request, client_address)
 
     def _serve(self):

@@ -11,7 +11,7 @@ import time
 from mxnet_launch.runner import beat
 
 from .. import native
-from ..native import shutdown
+from ..native import shutdown, threads
 from .answers import FAILED, GONE, describe_others
 from .arguments import WARN_AFTER, duration
 
@@ -97,14 +97,12 @@ class Watch:
         if waiting and not reducer.exchanges_in_flight() and not _computes():
             for place in waiting:
                 place.waited += passed
-        if reducer.size > 1 and not (self._judge and self._judge.is_alive()):
+        if reducer.size > 1 and (self._judge is None or self._judge.is_set()):
             thread = max(places, key=lambda thread: places[thread].waited)
             first = reducer.longest_timeout * WARN_AFTER
             if places[thread].waited > (_RAISES if self._lost else first):
                 # On another thread, as this one answers probes.
-                arguments = [thread, places[thread]]
-                self._judge = threading.Thread(target=self._judge_wait, args=arguments, daemon=True)
-                self._judge.start()
+                self._judge = threads.start(self._judge_wait, thread, places[thread])
 
     def _judge_wait(self, thread, place):
         reducer, timeout = self._reducer, self._reducer.longest_timeout
@@ -162,8 +160,6 @@ def _end(text):
     """Ends this process, whatever its threads are doing."""
     shutdown.abandon()
     # Logging may block: nobody may read the output, or the hanging thread may be logging.
-    words = threading.Thread(target=_log.error, args=("%s", text), daemon=True)
-    with contextlib.suppress(RuntimeError):  # The system may have no thread left.
-        words.start()
-        words.join(_LAST_WORDS)
+    with contextlib.suppress(RuntimeError):  # There are no more threads.
+        threads.start(_log.error, "%s", text).wait(_LAST_WORDS)
     os._exit(1)

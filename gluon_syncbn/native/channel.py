@@ -8,7 +8,7 @@ from collections import namedtuple
 
 from mxnet_launch.patience import Patience
 
-from . import shutdown
+from . import shutdown, threads
 from .library import (
     IN_FLIGHT,
     PROBE,
@@ -343,14 +343,13 @@ def call_within(seconds, function, otherwise):
         finally:
             bounded.discard(threading.get_ident())
 
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
+    end = threads.start(call)
     patience = Patience(seconds)
     try:
-        while thread.is_alive() and patience.waited() < seconds:
-            thread.join(min(seconds / 10, 1.0))
+        while not end.wait(min(seconds / 10, 1.0)) and patience.waited() < seconds:
+            pass
     finally:
-        if thread.is_alive():  # Also on Ctrl-C.
+        if not end.is_set():  # Also on Ctrl-C.
             shutdown.abandon()
     if failures:
         raise failures[0]

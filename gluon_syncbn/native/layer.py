@@ -12,7 +12,7 @@ import types
 import uuid
 import weakref
 
-from . import shutdown
+from . import shutdown, threads
 from .channel import Key, clear_channels, write_error
 from .library import EXCHANGE, FAILED, WAITS, WARN, Callbacks, LayerConfig, mxnet, numpy
 from .library import library as _library
@@ -50,8 +50,8 @@ waits = types.SimpleNamespace(returned=collections.Counter(), failed=0)
 def warn(text):
     """Logs on another thread. The caller must end waits in time, and the thread that holds
     logging's lock may itself be waiting, for an array that it logs."""
-    with contextlib.suppress(RuntimeError):  # The system may have no thread left.
-        threading.Thread(target=_log.warning, args=("%s", text), daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # There are no more threads.
+        threads.start(_log.warning, "%s", text)
 
 
 @WARN

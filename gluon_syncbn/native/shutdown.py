@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 
+from . import threads
 from .library import library, mxnet
 
 CLOSED = "The process ends, and devices no longer synchronize."
@@ -61,11 +62,11 @@ def _after_fork():
 
 
 def _at_exit():
-    waiter = threading.Thread(target=_wait_for_all, daemon=True)
+    last_step = None
     try:
         failure = getattr(sys, "last_value", None)
         if failure is None and not _abandoned:
-            _let_the_last_step_end(waiter)
+            last_step = _let_the_last_step_end()
         for leave in reversed(_leaving):
             leave(None if failure is None else f"{type(failure).__name__}: {failure}")
     except KeyboardInterrupt as interrupt:
@@ -87,8 +88,8 @@ def _at_exit():
         os._exit(_exit_code(getattr(sys, "last_value", None)))
     # MXNet first ends the threads of custom operators and then waits for all pending operations,
     # indefinitely if one is a custom operator. So none may be left.
-    if waiter.is_alive():
-        waiter.join()
+    if last_step is not None:
+        last_step.wait()
     _wait_for_all()
     library.gluon_syncbn_release()
 
@@ -103,12 +104,16 @@ def _exit_code(failure):
     return 1
 
 
-def _let_the_last_step_end(waiter):
+def _let_the_last_step_end():
     """Waits for the last step, which other processes may need, unless a call waits here for a
-    device that never arrives."""
-    waiter.start()
-    while waiter.is_alive() and not _abandoned and library.gluon_syncbn_stuck_seconds() < _PATIENCE:
-        waiter.join(0.1)
+    device that never arrives. Returns an Event that is set at its end, or None."""
+    try:
+        end = threads.start(_wait_for_all)
+    except RuntimeError:  # In a forked process, whose last step no other needs.
+        return None
+    while not (end.wait(0.1) or _abandoned or library.gluon_syncbn_stuck_seconds() > _PATIENCE):
+        pass
+    return end
 
 
 def release_at_the_end():

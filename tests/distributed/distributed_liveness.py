@@ -8,13 +8,15 @@ import textwrap
 from gluon_syncbn.distributed import liveness as module
 from gluon_syncbn.distributed.liveness import Liveness
 
-# The scripts import the folder without its __init__.py, and so without MXNet, to start quickly.
+ROOT = os.path.abspath(f"{module.__file__}/../../..")
+# The scripts import the folders without their __init__.py, and so without MXNet, to start quickly.
 HEAD = f"""
 import os, sys, time, types
 sys.stdout.reconfigure(line_buffering=True)
-sys.modules["distributed"] = types.ModuleType("distributed")
-sys.modules["distributed"].__path__ = [{os.path.dirname(module.__file__)!r}]
-from distributed.liveness import Liveness
+for name in ("gluon_syncbn", "gluon_syncbn.distributed", "gluon_syncbn.native"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [{ROOT!r} + "/" + name.replace(".", "/")]
+from gluon_syncbn.distributed.liveness import Liveness
 
 rank, size = int(sys.argv[1]), int(sys.argv[2])
 liveness = Liveness(rank, size, "127.0.0.1")

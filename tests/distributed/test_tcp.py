@@ -46,6 +46,15 @@ def test_close_gives_everything_back(simulate, monkeypatch):
     wait_until(lambda: threading.active_count() <= threads and open_files() <= files)
 
 
+def test_probes_need_no_new_threads(pair, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("gluon_syncbn.native.threads.start", refuse)
+    pair[1].arrive("x")
+    assert pair[0].probe("x")[1].state == ARRIVED
+
+
 def message(one, key=b'"x"', token=None, end=b"\n"):
     token = one.address.split()[2] if token is None else token
     return token + b" [" + key + b", 0, false]" + end

@@ -1,5 +1,6 @@
 """How a launch ends: a worker dies, a signal comes, or nobody takes the output."""
 
+import functools
 import os
 import re
 import select
@@ -195,13 +196,32 @@ while True:
     return handles
 
 
+@pytest.fixture
+def hangup():
+    """Sets whether launchers ignore SIGHUP, which they inherit if the tests run under nohup."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield functools.partial(signal.signal, signal.SIGHUP)
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("sent, code", [("SIGTERM", 0), ("SIGHUP", 5)])
-def test_a_signal_is_passed_on_as_sigterm(sent, code, handles):
+def test_a_signal_is_passed_on_as_sigterm(sent, code, handles, hangup):
     """A worker that handles it and ends well makes the launch end well."""
+    hangup(signal.SIG_DFL)
     launcher = handles(f"sys.exit({code})")
     launcher.process.send_signal(signal.Signals[sent])
     assert launcher.end() == (128 + signal.Signals[sent] if code else 0), launcher.text
     assert "[worker] got SIGTERM\n" in launcher.output
+
+
+def test_under_nohup(handles, hangup):
+    hangup(signal.SIG_IGN)
+    launcher = handles("sys.exit(0)")
+    launcher.process.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert launcher.process.poll() is None and launcher.text == ""
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.end() == 0 and "SIGTERM is passed on" in launcher.text
 
 
 @pytest.mark.long

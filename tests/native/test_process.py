@@ -257,6 +257,9 @@ def test_fork_between_steps():
             assert [float(loss.asscalar()) for loss in losses] == [0, 0]
             for loss in step():
                 loss.wait_to_read()
+        if os.fork() == 0:
+            sys.exit(5)
+        assert os.wait()[1] >> 8 == 5
         dataset = mx.gluon.data.ArrayDataset(np.ones((16, 3, 8, 8), "float32"))
         for batch in mx.gluon.data.DataLoader(dataset, batch_size=4, num_workers=2):
             data = mx.gluon.utils.split_and_load(batch, devices)

@@ -1,0 +1,57 @@
+"""Threads that exist before they are needed. Python 3.12 starts none once the script has ended, and
+the system may refuse one at any time."""
+
+import collections
+import logging
+import os
+import queue
+import threading
+
+# How many threads wait for work.
+_READY = 4
+_log = logging.getLogger("gluon_syncbn")
+# Where each of them takes its work.
+_idle = collections.deque()
+
+
+def start(function, *arguments):
+    """Calls function(*arguments) on a daemon thread: one that waits for work, or else a new one.
+    Returns an Event that is set when the call has ended. Raises RuntimeError without a thread."""
+    done = threading.Event()
+    try:
+        work = _idle.pop()
+    except IndexError:
+        work = _new()
+    work.put((function, arguments, done))
+    return done
+
+
+def _new():
+    work = queue.SimpleQueue()
+    threading.Thread(target=_serve, args=(work,), daemon=True).start()
+    return work
+
+
+def _serve(work):
+    again = True
+    while again:
+        again = _call(work, *work.get())
+
+
+def _call(work, function, arguments, done):
+    """Returns whether the thread is to go on. Keeps no reference to what it has called: a KVStore
+    must be gone before Python is."""
+    try:
+        function(*arguments)
+    except Exception:
+        _log.exception("An error on a thread of gluon_syncbn.")
+    again = len(_idle) < _READY
+    if again:
+        _idle.append(work)
+    done.set()
+    return again
+
+
+_idle.extend(_new() for _ in range(_READY))
+# The child has none of them.
+os.register_at_fork(after_in_child=_idle.clear)

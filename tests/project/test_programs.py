@@ -1,0 +1,81 @@
+"""Programs end as they do with Python 3.11, whatever the Python: what they print, and the exit
+code."""
+
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from devices import KIND
+from distributed_cluster import needs_horovod
+
+PROGRAM = f"""
+import os, signal, sys, time
+import mxnet as mx
+import gluon_syncbn as sbn
+
+devices = [mx.{KIND}(0), mx.{KIND}(1)]
+STORE
+net = mx.gluon.nn.HybridSequential()
+net.add(mx.gluon.nn.Conv2D(4, 3), sbn.SyncBatchNorm())
+net.initialize(ctx=devices)
+net.hybridize()
+with mx.autograd.record():
+    losses = [net(mx.nd.ones((2, 3, 8, 8), ctx=device)).sum() for device in devices]
+mx.autograd.backward(losses)
+print("trained", flush=True)
+"""
+STORES = {
+    "kvstore": "store = sbn.distributed.KVStoreReducer(mx.kv.create('dist_sync'))",
+    "horovod": "import horovod.mxnet as hvd\nhvd.init()\n"
+    "store = sbn.distributed.HorovodReducer(hvd)",
+}
+TRACE = r"Traceback \(most recent call last\):\n(  .*\n)+"
+# The last line, the exit code, and what is printed as an error.
+ENDINGS = {
+    "an export": ("sbn.export(net, 'model', input_shape=(2, 3, 8, 8))", 0, ""),
+    "an exception": ("raise ValueError('bad')", 1, f"{TRACE}ValueError: bad\n"),
+    "an exit code": ("sys.exit(3)", 3, ""),
+    "Ctrl-C": (
+        "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)",
+        -signal.SIGINT,
+        f"{TRACE}KeyboardInterrupt\n",
+    ),
+}
+
+
+def check(program, code, output, errors, folder, *launcher):
+    (folder / "program.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, *launcher, "program.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == code, done.stderr
+    assert re.fullmatch(output, done.stdout) and re.fullmatch(errors, done.stderr), done
+
+
+def test_an_import(tmp_path):
+    check("import gluon_syncbn", 0, "", "", tmp_path)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_program(ending, tmp_path):
+    end, code, errors = ENDINGS[ending]
+    check(PROGRAM.replace("STORE", "") + end, code, "trained\n", errors, tmp_path)
+    assert (tmp_path / "model-0000.params").exists() == (ending == "an export")
+
+
+@pytest.mark.parametrize("ending", ["well", "an exit code"])
+@pytest.mark.parametrize("engine", ["kvstore", pytest.param("horovod", marks=needs_horovod)])
+def test_a_job(engine, ending, tmp_path):
+    store = STORES[engine] + "\nsbn.set_default_group(sbn.SyncGroup(store=store))"
+    end, code, _ = ENDINGS[ending]
+    named = r"gluon_syncbn\.launch: worker [01] .* ended with exit code 3(.*\n)+"
+    errors = named if code else ""
+    launcher = "-m", "gluon_syncbn.launch", "-n", "2", "--engine", engine
+    output = r"(\[[01]\] trained\n){2}"
+    check(PROGRAM.replace("STORE", store) + end, code, output, errors, tmp_path, *launcher)
