@@ -38,7 +38,7 @@ for epoch in range(EPOCHS):
         # The last batch is smaller: devices may get fewer images, or none.
         here = devices[: len(x)]
         xs, ys = (gluon.utils.split_and_load(part, here, even_split=False) for part in (x, y))
-        with sbn.participants(here, trainer):
+        with sbn.participants(here):
             with autograd.record():
                 # For every device before you wait for any result.
                 losses = [loss_of(net(x)[0], y, (y >= 0).expand_dims(1)) for x, y in zip(xs, ys)]

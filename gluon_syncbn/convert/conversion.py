@@ -8,7 +8,6 @@ import mxnet as mx
 from mxnet.gluon import SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
-from ..graph import hybrid_block  # noqa: F401
 from ..graph.blocks import BATCH_NORMS, check_block, clear_caches, walk
 from ..graph.fusion import is_fusing, stop_fusing
 from ..graph.symbol_block import SyncGraph, put_in, read_graph, spliced, take_out

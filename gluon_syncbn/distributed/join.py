@@ -71,7 +71,6 @@ class join:
             raise TypeError(f"join got {batches!r}: give the batches, such as a DataLoader.")
         self._batches = batches
         self._trainer = trainer
-        self._end_hook = None
         self._exchange = (group or default_group())._exchange
         self._early_stop = early_stop
         if not early_stop:
@@ -127,12 +126,13 @@ class join:
         self.absent = True
         _set_joined(True)
         if self._trainer is not None:
-            self._end_hook = before_adding_up(self._trainer, self._bring_nothing)
+            before_adding_up.append(self._bring_nothing)
 
-    def _bring_nothing(self):
-        if not _joined:  # A loop within this one has not joined.
+    def _bring_nothing(self, trainer):
+        # A loop within this one has not joined.
+        if trainer is not self._trainer or not _joined:
             return
-        for parameter in trained(self._trainer):
+        for parameter in trained(trainer):
             for gradient in parameter.list_grad():
                 clear(gradient)
 
@@ -142,8 +142,8 @@ class join:
         finally:
             if self.absent:
                 self.absent = False
-                if self._end_hook is not None:
-                    self._end_hook()
+                if self._trainer is not None:
+                    before_adding_up.remove(self._bring_nothing)
 
 
 _joined = False

@@ -4,19 +4,23 @@ shared by its copies."""
 import functools
 
 from mxnet import autograd
-from mxnet.gluon import HybridBlock
+from mxnet.gluon import HybridBlock, SymbolBlock
 
+from .. import native
 from ..layers.batch_norm import SyncBatchNorm
 from .blocks import walk
 from .fusion import fused, is_fusing
 from .symbol_block import SyncGraph
-from .symbols import with_node_ids
+from .symbols import OUR_OPERATOR, Graph, with_node_ids
 
 _get_graph, _call_cached_op = HybridBlock._get_graph, HybridBlock._call_cached_op
 
 
 @functools.wraps(_get_graph)
 def _get_graph_to_compile(block, *args):
+    # A SymbolBlock has nothing but its graph.
+    if block._cached_graph and not isinstance(block, SymbolBlock) and _is_of_others(block):
+        block._clear_cached_op()
     if is_fusing(block) and not block._cached_graph:
         inputs, symbol = _get_graph(block, *args)
         block._cached_graph = inputs, fused(symbol)
@@ -38,6 +42,19 @@ def _call_without_op_hooks(block, *args):
                     "read them once it was called on all devices."
                 )
     return _call_cached_op(block, *args)
+
+
+def _is_of_others(block):
+    """Whether the block's graph belongs to layers of another net or process, as it came with a copy
+    of the block, or from a file of ``Block.save``."""
+    symbol = block._cached_graph[1]
+    if native.OP_TYPE not in symbol.tojson():
+        return False
+    own = {(native.PROCESS, str(layer.id)) for layer in _layers(block)}
+    return any(
+        node.operator in OUR_OPERATOR and (node.attrs["process"], node.attrs["layer"]) not in own
+        for node in Graph(symbol).all_nodes()
+    )
 
 
 def _layers(net):

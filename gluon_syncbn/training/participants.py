@@ -1,10 +1,12 @@
 """Steps in which some devices have no data, or which may be interrupted."""
 
+import weakref
+
 import mxnet as mx
 from mxnet.context import Context
 
 from .. import native
-from .trainer import before_adding_up, check_trainer, clear, trained
+from .trainer import after_update, before_adding_up, check_trainer, clear, trained, trainers
 
 _MOST_ERRORS = 10000
 
@@ -16,7 +18,7 @@ class participants:
 
         for x, label in loader:
             used = devices[: len(x)]                # the last batch may have fewer samples
-            with sbn.participants(used, trainer):
+            with sbn.participants(used):
                 xs = gluon.utils.split_and_load(x, used, even_split=False)
                 ...                                 # record, backward
                 trainer.step(len(x))
@@ -25,6 +27,10 @@ class participants:
     statistics of the active ones, so that all stay equal, bit for bit. This waits for all calls
     before and within it, unless all devices of the layers are active. Layers that have none of the
     devices are left alone.
+
+    A Trainer's step, within the context or after it, adds zeros as the gradients of idle
+    devices, which would otherwise be those of an earlier step; with ``grad_req="add"``, the
+    gradients accumulated so far. A device that has gone backward since counts as usual.
 
     A step that ends in an error, such as Ctrl-C in a notebook after the net was called for one
     device and before the next, is abandoned: calls that wait for others fail at once, the error
@@ -36,14 +42,12 @@ class participants:
         The active ones: call every layer on each of them, and on no others. An array may stand for
         its device.
     trainer : mxnet.gluon.Trainer, optional
-        Uses zeros as the gradients of idle devices, which would otherwise be those of an earlier
-        step; with ``grad_req="add"``, the gradients accumulated so far. Call its ``step`` within
-        the context.
+        Needed only for a Trainer that was made before gluon_syncbn was imported.
 
     Raises
     ------
     ValueError
-        If there are no devices, or within another `participants`.
+        If there are no devices, or one on which no net is, or within another `participants`.
     TypeError
         For anything but a Trainer as `trainer`.
     MXNetError
@@ -56,6 +60,8 @@ class participants:
     """
 
     _inside = False
+    # The last context that left devices idle, until the next one.
+    _last = None
 
     def __init__(self, devices, trainer=None):
         devices = devices if isinstance(devices, (list, tuple)) else [devices]
@@ -67,21 +73,34 @@ class participants:
             )
         check_trainer(trainer, "participants")
         self._devices = list(dict.fromkeys(map(str, devices)))
-        self._trainer = trainer
-        self._end_hook = None
         self._active = False
+        # {parameter: whether its gradient was new on each device, as MXNet knows it}, before the
+        # context or the last step in it
+        self._was_fresh = weakref.WeakKeyDictionary()
 
     def __enter__(self):
         if participants._inside:
             raise ValueError("participants inside participants: leave the outer one first.")
+        held = [
+            _devices_of(parameter)
+            for trainer in trainers()
+            for parameter in trainer._params
+            if parameter.grad_req != "null"
+        ]
+        self._check_devices(held)
+        for trainer in trainers():
+            _before_adding_up(trainer)  # as gradients so far belong to the last context
+        # Even if whole groups of devices are idle, so that no layer needs to know.
+        participants._last = self if any(map(self._divided, held)) else None
+        if participants._last is not None:
+            for trainer in trainers():
+                self._watch(trainer)
         if any(self._parts(layer) for layer in native.layers()):
             # Earlier calls belong to a step of all devices.
             mx.nd.waitall()
             native.set_active_devices(self._devices)
-            participants._inside = self._active = True
-        # Even if whole groups of devices are idle, so that no layer needs to know.
-        if self._trainer is not None and self._has_idle(trained(self._trainer)):
-            self._end_hook = before_adding_up(self._trainer, self._bring_nothing)
+            self._active = True
+        participants._inside = True
         return self
 
     def __exit__(self, kind, error, trace):
@@ -95,35 +114,51 @@ class participants:
                     for layer in native.layers():
                         self._share_running_statistics(layer)
         finally:
+            participants._inside = False
             if self._active:
                 native.set_active_devices([])
-                participants._inside = self._active = False
-            if self._end_hook is not None:
-                self._end_hook()
-                self._end_hook = None
+                self._active = False
 
-    def _has_idle(self, parameters):
-        return any(
-            str(context) not in self._devices
-            for parameter in parameters
-            for context in parameter.list_ctx()
-        )
+    def _check_devices(self, held):
+        groups = [group for layer in native.layers() for group in layer.device_groups()]
+        known = {device for devices in (*held, *groups) for device in devices}
+        unknown = [device for device in self._devices if device not in known]
+        if known and unknown:
+            raise ValueError(
+                f"participants got {', '.join(unknown)}, where no net is: give some of "
+                f"{', '.join(sorted(known))}."
+            )
+
+    def _divided(self, devices):
+        """(active, idle) devices, or None if there are not both."""
+        active = [device for device in devices if device in self._devices]
+        idle = [device for device in devices if device not in self._devices]
+        return (active, idle) if active and idle else None
 
     def _parts(self, layer):
         """(active, idle) devices of each group of a layer's devices that has both."""
-        parts = []
-        for group in layer.device_groups():
-            active = [device for device in group if device in self._devices]
-            idle = [device for device in group if device not in active]
-            if active and idle:
-                parts.append((active, idle))
-        return parts
+        return list(filter(None, map(self._divided, layer.device_groups())))
 
-    def _bring_nothing(self):
-        for parameter in trained(self._trainer):
+    def _watch(self, trainer):
+        """From now on, only gradients of later backward passes are new."""
+        for parameter in trained(trainer):
+            if parameter not in self._was_fresh and self._divided(_devices_of(parameter)):
+                self._was_fresh[parameter] = [data._fresh_grad for data in parameter._data]
+                for data in parameter._data:
+                    data._fresh_grad = False
+
+    def _bring_nothing(self, trainer):
+        """Lets idle devices contribute nothing, where active ones have new gradients."""
+        for parameter in trained(trainer):
+            was_fresh = self._was_fresh.pop(parameter, ())
             # Not list_data(), which refuses sparse parameters.
-            for data, gradient in zip(parameter._data, parameter.list_grad()):
-                if str(data.context) not in self._devices:
+            arrays = list(zip(_devices_of(parameter), parameter._data, parameter.list_grad()))
+            if not any(data._fresh_grad for device, data, _ in arrays if device in self._devices):
+                for data, fresh in zip(parameter._data, was_fresh):
+                    data._fresh_grad = data._fresh_grad or fresh
+                continue
+            for device, data, gradient in arrays:
+                if device not in self._devices and not data._fresh_grad:
                     # Accumulated gradients stay.
                     if parameter.grad_req != "add":
                         clear(gradient)
@@ -153,3 +188,23 @@ def _give_up(error):
                 pass
     finally:
         native.give_up("")
+
+
+def _devices_of(parameter):
+    """The devices of a parameter, also if its initialization is deferred."""
+    known = parameter._data is not None or parameter._deferred_init
+    return [str(context) for context in parameter.list_ctx()] if known else []
+
+
+def _before_adding_up(trainer):
+    if participants._last is not None:
+        participants._last._bring_nothing(trainer)
+
+
+def _after_update(trainer):
+    if participants._inside and participants._last is not None:
+        participants._last._watch(trainer)
+
+
+before_adding_up.append(_before_adding_up)
+after_update.append(_after_update)

@@ -1,18 +1,32 @@
-"""A hook before a Trainer adds up gradients."""
+"""The Trainers of this process, and functions that they call."""
+
+import functools
+import weakref
 
 import mxnet as mx
 from mxnet.gluon import Trainer
 
-_NAME = "_allreduce_grads"
+# Every Trainer calls these with itself: before it adds gradients over devices and processes, and
+# after it has updated its parameters.
+before_adding_up, after_update = [], []
+_trainers = weakref.WeakSet()
 
 
 def check_trainer(trainer, who):
     """Raises TypeError for anything but a Trainer or None."""
-    if trainer is not None and not isinstance(trainer, Trainer):
+    if trainer is None:
+        return
+    if not isinstance(trainer, Trainer):
         raise TypeError(
-            f"{who} got trainer={trainer!r}: give the mxnet.gluon.Trainer whose step follows, or "
-            "leave it out."
+            f"{who} got a {type(trainer).__name__} as trainer: give the mxnet.gluon.Trainer whose "
+            "step follows, or leave it out."
         )
+    # It may have been made before this module was imported.
+    _trainers.add(trainer)
+
+
+def trainers():
+    return list(_trainers)
 
 
 def trained(trainer):
@@ -42,33 +56,26 @@ def adds_here_alone(trainer):
 def clear(gradient):
     """Sets a gradient to zero. (Parameter.zero_grad() raises for all of MXNet's NumPy arrays.)"""
     gradient = gradient.as_nd_ndarray()
-    mx.nd.zeros_like(gradient, out=gradient)
+    with mx.autograd.pause():
+        mx.nd.zeros_like(gradient, out=gradient)
 
 
-def before_adding_up(trainer, function):
-    """Makes a Trainer call function() before it adds gradients over devices and processes. Returns
-    a function that removes the hook; several can be removed in any order."""
-    hooks = getattr(vars(trainer).get(_NAME), "hooks", None)
-    if hooks is None:
-        hooks = []
-        add_up = getattr(trainer, _NAME)
+def _calling(method, before=(), after=()):
+    @functools.wraps(method)
+    def calling(trainer, *args, **kwargs):
+        for function in list(before):
+            function(trainer)
+        result = method(trainer, *args, **kwargs)
+        _trainers.add(trainer)
+        for function in list(after):
+            function(trainer)
+        return result
 
-        def call_hooks_and_add_up():
-            for hook in hooks:
-                hook()
-            add_up()
+    return calling
 
-        call_hooks_and_add_up.hooks = hooks
-        # None, unless somebody else has put a function of theirs there.
-        call_hooks_and_add_up.replaced = vars(trainer).get(_NAME)
-        setattr(trainer, _NAME, call_hooks_and_add_up)
-    hooks.append(function)
 
-    def end():
-        hooks.remove(function)
-        if not hooks:
-            replaced = vars(trainer).pop(_NAME).replaced
-            if replaced is not None:
-                setattr(trainer, _NAME, replaced)
-
-    return end
+# On the class: others replace functions of a Trainer, and subclasses replace _allreduce_grads.
+Trainer.__init__ = _calling(Trainer.__init__)
+Trainer.step = _calling(Trainer.step, before=before_adding_up)
+Trainer.allreduce_grads = _calling(Trainer.allreduce_grads, before=before_adding_up)
+Trainer._update = _calling(Trainer._update, after=after_update)

@@ -1,8 +1,10 @@
 """Devices that do not synchronize as they should: an informative error, and training goes on."""
 
 import contextlib
+import copy
 import gc
 import logging
+import pickle
 import time
 
 import gluon_syncbn as sbn
@@ -291,6 +293,65 @@ def test_the_graph_of_another_process_does_not_train(tmp_path):
     clear()
     sbn.convert_sync_batchnorm(loaded)
     step()
+
+
+def test_an_output_that_one_device_does_not_use():
+    """Each device waits for the other, in different layers: the message says where."""
+    trunk = nn.Dense(3, in_units=2)
+    heads = [sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(timeout=1)) for _ in range(2)]
+    for block in (trunk, *heads):
+        block.initialize(ctx=contexts(2))
+    xs = [mx.nd.random.normal(shape=(4, 2), ctx=device) for device in contexts(2)]
+
+    def step(weight):
+        losses = []
+        with autograd.record():
+            for number, x in enumerate(xs):
+                a, b = (head(trunk(x)) ** 3 for head in heads)
+                losses.append(a.sum() + b.sum() if number else a.sum())
+                if weight is not None:
+                    losses[-1] = losses[-1] + weight * b.sum()
+        autograd.backward(losses)
+        mx.nd.waitall()
+
+    where = f"{KIND}(1) waits for {KIND}(0) in SyncBatchNorm '{heads[1].name}', backward call 0."
+    other = f"{KIND}(0) waits for {KIND}(1) in SyncBatchNorm '{heads[0].name}', backward call 0."
+    with pytest.raises(mx.MXNetError, match="times 0 where it must not count") as error:
+        step(None)
+    assert where in str(error.value) or other in str(error.value)
+    clear()
+    step(0)
+
+
+def loaded(net, folder, process=native.PROCESS):
+    """A net from a file, as written by this or another process."""
+    net.save(str(folder / "net"))
+    file = folder / "net-model.json"
+    file.write_text(file.read_text().replace(native.PROCESS, process))
+    other = build("hybrid")
+    other.load(str(folder / "net"))
+    return other
+
+
+WAYS_TO_COPY = {
+    "file": loaded,
+    "file of another process": lambda net, folder: loaded(net, folder, "another"),
+    "deepcopy": lambda net, _: copy.deepcopy(net),
+    "pickle": lambda net, _: pickle.loads(pickle.dumps(net)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_COPY)
+def test_a_graph_that_came_with_a_copy_is_traced_again(way, tmp_path):
+    net = prepared()
+    # MXNet cannot copy what has run in a graph.
+    hybridize(net, "hybrid")
+    net.infer_shape(batch()[0])
+    other = WAYS_TO_COPY[way](net, tmp_path)
+    other.collect_params().reset_ctx(contexts(2))
+    assert np.isfinite(fetch(train(other, batch()))).all()
+    used = {attrs.get("layer") for attrs in other._cached_graph[1].attr_dict().values()} - {None}
+    assert used == {str(other[i]._layer.id) for i in (1, 4)}
 
 
 def graph_of(net, **params):

@@ -164,8 +164,17 @@ def test_invalid_participants(devices):
 @pytest.mark.parametrize("trainer", [mx.optimizer.SGD(), "sgd"])
 @pytest.mark.parametrize("function", [sbn.participants, sbn.distributed.join])
 def test_an_argument_that_is_no_trainer(function, trainer):
-    with pytest.raises(TypeError, match="give the mxnet.gluon.Trainer"):
+    what = f"got a {type(trainer).__name__} as trainer: give the mxnet.gluon.Trainer"
+    with pytest.raises(TypeError, match=what):
         function(contexts(1), trainer)
+
+
+def test_devices_of_no_net():
+    layer = layer_on(2)
+    with pytest.raises(ValueError, match=rf"got {KIND}\(99\), where no net is: give some of .*1\)"):
+        with sbn.participants([context(0), type(context(0))(context(0).device_type, 99)]):
+            pass
+    check_all_take_part(layer, 2)
 
 
 def test_no_participants_inside_others():
@@ -351,17 +360,16 @@ def test_statistics_are_shared_after_a_failed_step():
 
 
 def test_join_and_participants_on_one_trainer():
-    """They may end in any order, and keep a method that the user has replaced."""
+    """They may end in any order, and keep a function that the user puts into the Trainer."""
     training = Training(2)
     training.step(0, 5)
-    assert "_allreduce_grads" not in vars(training.trainer)
     calls = []
     allreduce = training.trainer._allreduce_grads
-    training.trainer._allreduce_grads = own = lambda: (calls.append(1), allreduce())
     steps = sbn.distributed.join([mx.nd.ones((1, 5))], training.trainer, sbn.SyncGroup())
     steps._join()
     weight = training.net[1].weight
-    with sbn.participants(contexts(1), training.trainer):
+    with sbn.participants(contexts(1)):
+        training.trainer._allreduce_grads = own = lambda: (calls.append(1), allreduce())
         with autograd.record():
             loss = training.net(mx.nd.ones((2, 5))).sum()
         loss.backward()
@@ -374,6 +382,113 @@ def test_join_and_participants_on_one_trainer():
         if parameter.grad_req != "null":
             assert all((array.asnumpy() == 0).all() for array in parameter.list_grad())
     assert (weight.data(context(0)).asnumpy() == before).all()
-    assert training.trainer._allreduce_grads is not own
     steps._end(outer=False)
     assert training.trainer._allreduce_grads is own
+
+
+class TwoNets:
+    """Two nets, each with its Trainer, whose gradients are added or written."""
+
+    def __init__(self, devices, on_kvstore, requests):
+        self.devices, self.nets, self.trainers = devices, [], []
+        for number, request in enumerate(requests):
+            net = nn.HybridSequential()
+            net.add(nn.Dense(3, in_units=2), sbn.SyncBatchNorm(in_channels=3), nn.Dense(1))
+            net.cast("float64")
+            mx.random.seed(number)
+            net.initialize(mx.init.Normal(1), ctx=devices)
+            for parameter in net.collect_params().values():
+                if parameter.grad_req == "write":
+                    parameter.grad_req = request
+            self.nets.append(net)
+            self.trainers.append(
+                gluon.Trainer(
+                    net.collect_params(),
+                    "sgd",
+                    {"learning_rate": 0.01, "momentum": 0.9},
+                    update_on_kvstore=on_kvstore,
+                )
+            )
+
+    def run(self, blocks, generator):
+        for x, actions in blocks:
+            here = self.devices[: len(x)]
+            plain = len(x) >= 3 and generator.random() < 0.5
+            with contextlib.nullcontext() if plain else sbn.participants(here):
+                left = self._act(actions, x, here, generator)
+            self._act(left, x, here, generator)
+        mx.nd.waitall()
+        return [
+            [array.asnumpy() for array in parameter.list_data()]
+            for net in self.nets
+            for parameter in net.collect_params().values()
+        ]
+
+    def _act(self, actions, x, here, generator):
+        """Returns the actions after "end"."""
+        for number, (what, which) in enumerate(actions):
+            net, trainer = self.nets[which], self.trainers[which]
+            if what == "end":
+                return actions[number + 1 :]
+            if what == "forward":
+                # A backward detaches arrays that two graphs share.
+                xs = gluon.utils.split_and_load(x.copy(), here, even_split=False)
+                with autograd.record():
+                    net.losses = [(net(part) ** 2).sum() for part in xs]
+            elif what == "backward":
+                autograd.backward(net.losses)
+            elif what == "step":
+                if trainer._update_on_kvstore is False and generator.random() < 0.5:
+                    trainer.allreduce_grads()
+                    trainer.update(len(x), ignore_stale_grad=generator.random() < 0.5)
+                else:
+                    trainer.step(len(x), ignore_stale_grad=generator.random() < 0.5)
+                if net[0].weight.grad_req == "add":
+                    net.collect_params().zero_grad()
+        return []
+
+
+def random_block(generator, backward_since_step):
+    """Samples, and actions in and after a context of these."""
+    samples = int(generator.integers(1, 5))
+    actions, pending = [], []
+    for _ in range(generator.integers(1, 8)):
+        which = int(generator.integers(2))
+        what = generator.choice(["forward", "step"])
+        if what == "forward":
+            actions.append(("forward", which))
+            pending = [*(set(pending) - {which}), which]
+        if pending and generator.random() < 0.8:
+            actions.append(("backward", done := pending.pop()))
+            backward_since_step.add(done)
+        # On one device MXNet uses no store, and treats gradients that it has used otherwise.
+        if what == "step" and which in backward_since_step:
+            actions.append(("step", which))
+            backward_since_step.discard(which)
+    # Forward calls only within the context.
+    last = max((i for i, (what, _) in enumerate(actions) if what == "forward"), default=-1)
+    actions.insert(int(generator.integers(last + 1, len(actions) + 1)), ("end", 0))
+    return mx.nd.array(generator.normal(size=(samples, 2)), dtype="float64"), actions
+
+
+def random_program(seed):
+    """A source of further random numbers, requests for the gradients of two nets, and blocks."""
+    generator, since = np.random.default_rng(seed), set()
+    pass_of = [("forward", 0), ("backward", 0)]
+    x = mx.nd.array(generator.normal(size=(3, 2)), dtype="float64")
+    # The second context begins with gradients of devices that are idle in it.
+    blocks = [(x, [*pass_of, ("end", 0)]), (x[:1], [("step", 0), *pass_of, ("step", 0)])]
+    blocks += [random_block(generator, since) for _ in range(6)]
+    return generator, generator.choice(["add", "write"], 2), blocks
+
+
+@pytest.mark.parametrize("on_kvstore", [None, False, True])
+def test_random_steps_as_on_one_device(on_kvstore):
+    """A device without data adds nothing, wherever its Trainer steps, and all stay equal."""
+    for seed in range(6):
+        generator, requests, blocks = random_program(seed)
+        found = TwoNets(contexts(3), on_kvstore, requests).run(blocks, generator)
+        expected = TwoNets(contexts(1), None, requests).run(blocks, generator)
+        for arrays, (right,) in zip(found, expected):
+            for array in arrays:
+                np.testing.assert_allclose(array, right, 1e-6, 1e-9, err_msg=f"seed {seed}")

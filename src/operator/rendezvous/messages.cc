@@ -58,7 +58,10 @@ std::string Layer::causes(const Key& key, const Meeting& meeting) const {
   const std::string who = others.empty() ? "a device" : comma_separated(others);
   std::vector<std::string> causes;
   if (std::get<0>(key) == Direction::kBackward) {
-    causes.push_back("autograd.backward was not called for the loss of " + who + ";");
+    causes.push_back("autograd.backward was not called for the loss of " + who +
+                     ", or one device's loss uses an output of the net that another's does not: "
+                     "use each in all of them, times 0 where it must not count, or hybridize the "
+                     "net;");
     causes.push_back(
         "the losses of several devices were added up on one of them, and MXNet fuses what waits "
         "for this device with what another needs: give autograd.backward the list of the losses;");
@@ -89,6 +92,22 @@ std::string Layer::causes(const Key& key, const Meeting& meeting) const {
   std::string text = "\nUsual causes (docs/troubleshooting.md#a-device-waits-for-another):";
   for (const std::string& cause : causes) text += "\n- " + cause;
   return text;
+}
+
+std::string State::where_missing_wait(const Layer& layer, const Meeting& meeting) const {
+  const std::vector<std::string> missing = layer.missing(meeting);
+  for (const LayerPtr& other : all()) {
+    for (const auto& [key, open] : other->open) {
+      const std::vector<std::string> awaited = other->missing(*open);
+      if (open.get() == &meeting || awaited.empty()) continue;
+      for (const Meeting::Arrival& arrival : open->arrivals) {
+        if (!contains(missing, arrival.device)) continue;
+        return " " + arrival.device + " waits for " + comma_separated(awaited) + " in " +
+               other->title(key) + ".";
+      }
+    }
+  }
+  return "";
 }
 
 Error Layer::failed_before() const {

@@ -191,7 +191,10 @@ void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeti
     if (meeting->combining) continue;
 
     const Seconds waited = patience.waited();
-    const auto message = [&] { return layer->waits_text(key, *meeting, device, waited); };
+    const auto message = [&] {
+      return layer->waits_text(key, *meeting, device, waited) +
+             where_missing_wait(*layer, *meeting);
+    };
     const Direction direction = std::get<0>(key);
     if (!meeting->unreachable.empty()) {
       fail(lock, layer,

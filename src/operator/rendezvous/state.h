@@ -134,6 +134,8 @@ struct State {
                 const CallId* forward = nullptr);
   [[noreturn]] void fail(Lock* lock, Layer* layer, const std::string& text,
                          const std::string& device = "", const CallId* forward = nullptr);
+  // Where one of the devices that a meeting misses waits itself; empty if none does.
+  std::string where_missing_wait(const Layer& layer, const Meeting& meeting) const;
   // Sleeps until the meeting is over. Throws Error when there is no point in waiting longer.
   void wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeting,
             const std::string& device, const CallId& id);
