@@ -248,8 +248,8 @@ class TwoPlaces(mx.gluon.HybridBlock):
         return after_branch, other, self.norm(small)
 
 
-def test_nodes_of_one_layer_that_mxnet_does_not_keep_in_order():
-    """With static_shape, MXNet does not track writes of auxiliary states."""
+def test_nodes_of_one_layer_with_static_shape():
+    """MXNet alone would keep neither their order nor that of a reader of running statistics."""
     generator = np.random.default_rng(0)
     # The first device reaches the first node long after it could reach the second.
     large = [generator.standard_normal((2, 4, rows, 6)).astype("float32") for rows in (40000, 4)]
@@ -262,6 +262,11 @@ def test_nodes_of_one_layer_that_mxnet_does_not_keep_in_order():
     net = TwoPlaces()
     net.initialize(ctx=contexts(2))
     net.hybridize(static_alloc=True, static_shape=True, forward_bulk_size=1)
+    means = [
+        reference.forward(np.concatenate(whole), ones, 0 * ones).mean
+        for whole in ([np.sin(part)[:, :, :1] for part in large], small)
+    ]
+    running_mean = 0 * ones
     for _ in range(20):
         inputs = [
             [mx.nd.array(x, ctx=device) for x in (large[i], small[i], np.ones((1, 8)))]
@@ -272,7 +277,10 @@ def test_nodes_of_one_layer_that_mxnet_does_not_keep_in_order():
         mx.nd.waitall()
         with autograd.record():
             outputs = [net(*arrays) for arrays in inputs]
-        mx.nd.waitall()
+        for mean in means:
+            running_mean = 0.9 * running_mean + 0.1 * mean
+        for array in net.norm.running_mean.list_data():
+            np.testing.assert_allclose(array.asnumpy(), running_mean, atol=1e-4)
         for place, y in zip((0, 2), expected):
             result = np.concatenate([output[place].asnumpy() for output in outputs])
             np.testing.assert_allclose(result, y.astype("float64"), atol=1e-4)

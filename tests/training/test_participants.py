@@ -21,7 +21,7 @@ BATCHES = [8, 5, 2, 7, 3, 3, 9, 2]
 
 class Training:
     def __init__(self, count, mode="imperative", **arguments):
-        self.devices, self.static_shape = contexts(count), mode == "static_shape"
+        self.devices = contexts(count)
         self.norm = sbn.SyncBatchNorm(in_channels=5, prefix="norm_", **arguments)
         self.net = nn.HybridSequential(prefix="net_")
         with self.net.name_scope():
@@ -42,10 +42,6 @@ class Training:
             with autograd.record():
                 losses = [(self.net(x) ** 2).sum() for x in xs]
             autograd.backward(losses)
-            # The first step of a Trainer copies the running statistics of the first device to all.
-            # With static_shape, MXNet does not know that they are still being written.
-            if self.static_shape and number == 0:
-                mx.nd.waitall()
             self.trainer.step(samples)
         return x
 
