@@ -145,8 +145,8 @@ def sync_batch_norm(
         from no oneDNN operator. None: the
         graph is for GPUs; on the CPU it raises.
     node : int
-        In a graph, an id for each node of the layer: calls with equal ids synchronize. With
-        ``static_shape`` MXNet does not keep the nodes of one layer in order.
+        In a graph, an id for each node of the layer: calls with equal ids synchronize. In a
+        Module MXNet does not keep the nodes of one layer in order.
     name : str, optional
         Of the node in a graph.
     **settings
