@@ -357,15 +357,37 @@ def test_a_copied_net_synchronizes_separately(clone):
     assert net[1]._layer.devices == (f"{KIND}(0)", f"{KIND}(1)")
 
 
-def test_invalid_attributes_are_an_error():
-    """In an edited file."""
-    symbol = mx.sym.Custom(
-        *(mx.sym.var(name) for name in ("x", "gamma", "beta", "mean", "var")),
-        op_type="GluonSyncBatchNorm",
-        epsilon="small",
-    )
-    with pytest.raises(mx.MXNetError, match="epsilon=small"):
-        symbol.infer_shape(x=(2, 3))
+def node_with(**attributes):
+    """A node of the operator, as in an edited file."""
+    inputs = (mx.sym.var(name) for name in ("x", "gamma", "beta", "mean", "var"))
+    return mx.sym.Custom(*inputs, op_type="GluonSyncBatchNorm", **attributes)
+
+
+@pytest.mark.parametrize(
+    "attribute, words",
+    [
+        ({"epsilon": "small"}, "epsilon=small: it must be a number"),
+        ({"fix_gamma": "yes"}, "fix_gamma=yes: it must be True or False"),
+        ({"sharpness": 3}, "the unknown attribute sharpness=3: .*another version"),
+    ],
+)
+def test_invalid_attributes_are_an_error(attribute, words):
+    with pytest.raises(mx.MXNetError, match=words):
+        node_with(**attribute).infer_shape(x=(2, 3))
+
+
+def test_every_node_may_have_attributes_of_mxnet():
+    with mx.AttrScope(ctx_group="first", lr_mult="2", __note__="mine"):
+        node = node_with()
+    assert mx.sym.load_json(node.tojson()).infer_shape(x=(2, 3))[1][0] == (2, 3)
+
+
+@pytest.mark.parametrize("text", ["True", "true", "1", "False", "false", "0"])
+def test_flags_mean_the_same_in_python_and_in_the_operator(text):
+    given = {"op_type": "GluonSyncBatchNorm", "fix_gamma": text}
+    arrays = [mx.nd.array([value], context()) for value in (5, 0, 0, 1)]  # gamma is 5
+    y = mx.nd.Custom(mx.nd.ones((2, 1), context()), *arrays, **given)[0].asnumpy()
+    assert (y.max() < 2) == Settings.read(given).fix_gamma
 
 
 def test_settings_that_are_left_out_have_the_values_of_the_operator():
