@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import threading
 import time
 
 import gluon_syncbn as sbn
@@ -421,6 +422,30 @@ def test_an_earlier_error_on_one_device(mode, direction):
     clear()
     net.collect_params().zero_grad()
     fetch(train(net, xs))
+
+
+def test_an_unrelated_error_is_raised_within_the_timeout_of_calls_under_way():
+    released = threading.Event()
+
+    class Store:
+        rank, size = 0, 2
+
+        def all_reduce(self, key, array):
+            released.wait(20)
+
+    idle, busy = (
+        sbn.SyncBatchNorm(in_channels=3),
+        sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(store=Store(), timeout=1)),
+    )
+    for layer in (idle, busy):
+        layer.initialize(ctx=context(0))
+    x = mx.nd.ones((2, 3), ctx=context(0))
+    with autograd.train_mode():
+        busy(x)
+    try:
+        fails(bad_like(x).wait_to_read, "scale parameter in gaussian", within=8)
+    finally:
+        released.set()
 
 
 def bad_like(x):

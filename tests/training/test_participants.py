@@ -9,6 +9,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 import reference
+from gluon_syncbn import native
 from devices import KIND, context
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -54,6 +55,14 @@ class Training:
             for other in others:
                 assert_same_bits(other, found[name], name)
         return found
+
+
+def test_layers_without_parameters():
+    layer = native.Layer("of a test")
+    layer.set_devices([str(device) for device in contexts(2)], None, 60)
+    with sbn.participants(contexts(1)):
+        pass
+    assert layer.device_groups() == [[str(device) for device in contexts(2)]]
 
 
 def layer_on(count, **arguments):
