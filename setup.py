@@ -163,7 +163,8 @@ def cuda_architectures(nvcc):
             f"{' '.join(map(str, known))}: choose of these, or unset it."
         )
     if chosen:
-        return [int(arch) for arch in chosen], int(chosen[-1])
+        machine = sorted(map(int, chosen))
+        return machine, machine[-1]
     here = set()
     for gpu in [] if is_portable() else find_gpus():
         here.update([arch for arch in known if gpu // 10 * 10 <= arch <= gpu][-1:])

@@ -61,6 +61,8 @@ from .processes import Launch, is_blocked, say
 
 _LOOPBACK = "127.0.0.1"
 _MOST = 9999  # Processes of one kind. A typo should not fill the memory.
+# Workers of a KVStore: see spell_address.
+_MOST_WITH_KVSTORE = 1000
 _HOROVOD_INSTALL = (
     "pip install 'setuptools<70' wheel cffi cloudpickle 'cmake<4' packaging psutil pyyaml && "
     "HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MXNET=1 HOROVOD_WITHOUT_MPI=1 HOROVOD_WITHOUT_PYTORCH=1 "
@@ -230,6 +232,11 @@ def _worker_variables(hosts, rank):
 
 def _kvstore_specs(hosts, ranks, port, environment, servers):
     """[(name, environment)] of the workers here and, for rank 0, of the KVStore's processes."""
+    if len(hosts) > _MOST_WITH_KVSTORE:
+        raise LaunchError(
+            f"the KVStore takes at most {_MOST_WITH_KVSTORE} workers, not {len(hosts)}: start "
+            "fewer, or choose --engine horovod."
+        )
     own = hosts[ranks[0]]
     shared = {
         **environment,
@@ -257,7 +264,8 @@ def spell_address(address, rank):
 
     The KVStore's scheduler orders the workers by the text of their addresses, the greatest first,
     and then by their ports, which are random. This spelling puts them in rank order without
-    changing the address.
+    changing the address. The scheduler sends all addresses to all, so many workers would make
+    these messages large.
     """
     number = int.from_bytes(socket.inet_aton(address), "big")
     return f"0x{'0' * rank}{number:x}"

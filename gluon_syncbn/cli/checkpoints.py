@@ -277,8 +277,8 @@ def _rows_of_net(net):
         if isinstance(block, BATCH_NORMS):
             arrays = {role: getattr(block, role).data() for role in ROLES}
             kind = type(block).__name__
-            if isinstance(block, SyncBatchNorm) and block._own_settings.activation:
-                kind += f" + {block._own_settings.activation}"
+            if isinstance(block, SyncBatchNorm) and block._own_settings["activation"]:
+                kind += f" + {block._own_settings['activation']}"
             yield path or block.name, kind, arrays, block._kwargs["fix_gamma"]
 
 

@@ -179,7 +179,7 @@ class _Conversion:
             if not isinstance(layer, SyncBatchNorm):
                 self._synchronize(f"{path}:{node.name}", layer, node.name, node.operator)
                 unbiased = node.settings.unbiased
-                layer._own_settings = layer._own_settings._replace(unbiased=unbiased)
+                layer._own_settings = {**layer._own_settings, "unbiased": unbiased}
         if nodes:
             self._undo.append(functools.partial(take_out, block))
             put_in(block, nodes)
@@ -251,12 +251,12 @@ def revert_sync_batchnorm(net, return_report=False):
 
 
 def _why_not_stock(layer):
-    settings = layer._own_settings
+    activation = layer._own_settings["activation"]
     if layer._kwargs["momentum"] is None:
         return _CUMULATIVE
-    if settings.activation == "leaky_relu":
+    if activation == "leaky_relu":
         return _LEAKY
-    if settings.activation and len(BATCH_NORMS) == 1:
+    if activation and len(BATCH_NORMS) == 1:
         return f"MXNet {mx.__version__} has no nn.BatchNormReLU."
     return _own_code(type(layer), (SyncBatchNorm, SyncBatchNormReLU, VirtualBatchNorm))
 
@@ -300,7 +300,7 @@ def _make_synchronized(layer, template):
     layer._kwargs = {name: settings.get(name, v) for name, v in template._kwargs.items()}
     is_fused = getattr(layer, "fuse_relu", False)
     if is_fused:
-        layer._own_settings = layer._own_settings._replace(activation="relu")
+        layer._own_settings = {**layer._own_settings, "activation": "relu"}
     layer.__class__ = SyncBatchNormReLU if is_fused else SyncBatchNorm
     layer._meet()
 
@@ -309,7 +309,7 @@ def _make_stock(layer):
     if "_stock" in vars(layer):
         kind, settings, added = vars(layer).pop("_stock")
     else:  # It was made as a synchronized layer.
-        activation = layer._own_settings.activation
+        activation = layer._own_settings["activation"]
         plain = (nn.BatchNormReLU if activation else nn.BatchNorm)(prefix="")
         if hasattr(plain, "fuse_relu"):
             layer.fuse_relu = plain.fuse_relu

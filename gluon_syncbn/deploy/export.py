@@ -150,7 +150,7 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
     check_block(net, "export")
     shapes = _check_shapes(input_shape)
     _check_arguments(path, epoch, onnx, shapes, dtype)
-    # With static_shape, MXNet does not wait for the last running statistics itself.
+    # With static_shape, MXNet does not wait for the last running statistics of its own layers.
     mx.nd.waitall()
     parameters = parameters_of(net)
     symbol, inputs = trace(net, shapes, parameters)

@@ -4,6 +4,8 @@ import itertools
 import re
 import typing
 
+from .arguments import duration
+
 ARRIVED = "arrived"
 ABSENT = "absent"
 SILENT = "silent"
@@ -97,8 +99,8 @@ def _name(exchange):
 
 
 def _span(entries):
-    ends = [f"{pick(entry[1] for entry in entries):.0f}" for pick in (min, max)]
-    return f"{' to '.join(dict.fromkeys(ends))} s"
+    ends = [duration(pick(entry[1] for entry in entries)) for pick in (min, max)]
+    return " to ".join(dict.fromkeys(ends)).replace(" s to", " to")
 
 
 def _ranks(ranks):

@@ -21,8 +21,8 @@ def is_number(value):
 
 
 def duration(number):
-    """Seconds as a text, such as "0.25 s", "12.3 s" or "3600 s"."""
-    return f"{number:.3g} s" if number < 100 else f"{number:.0f} s"
+    """Seconds as a text, such as "0.25 s" or "12 s", as the native library writes them."""
+    return f"{round(number, 2):g} s" if number < 10 else f"{number:.0f} s"
 
 
 def seconds(timeout):

@@ -250,12 +250,13 @@ class SyncBatchNorm(nn.BatchNorm):
                 differentiable=False,
             )
         # Those that nn.BatchNorm lacks; _kwargs has the others.
-        self._own_settings = Settings(
-            unbiased=str(running_variance) == "unbiased",
-            activation=None if activation is None else str(activation),
-            slope=float(slope),
-            inplace=bool(inplace),
-        )
+        self._own_settings = {
+            "unbiased": str(running_variance) == "unbiased",
+            "virtual_devices": 0,
+            "activation": None if activation is None else str(activation),
+            "slope": float(slope),
+            "inplace": bool(inplace),
+        }
         self._num_devices = num_devices
         self._own_group = group
         self._meet()
@@ -267,7 +268,7 @@ class SyncBatchNorm(nn.BatchNorm):
     def _settings(self):
         stock = self._kwargs
         return {
-            **self._own_settings._asdict(),
+            **self._own_settings,
             "axis": stock["axis"],
             "momentum": stock["momentum"],
             "epsilon": stock["eps"],
@@ -288,7 +289,7 @@ class SyncBatchNorm(nn.BatchNorm):
         super().cast("float32" if halves else dtype)
 
     def forward(self, x, residual=None):
-        if residual is not None and self._own_settings.inplace:
+        if residual is not None and self._own_settings["inplace"]:
             raise ValueError(
                 f"{self.name} was called with a residual, and has inplace=True, where backward "
                 "recovers x from y: leave inplace out, or add the residual after the layer."
@@ -362,13 +363,13 @@ class SyncBatchNorm(nn.BatchNorm):
     def __repr__(self):
         group, devices = self._layer.group, self._layer.all_devices()
         text = "".join(
-            f", {name}={getattr(self._own_settings, name)}"
-            for name, default in Settings()._asdict().items()
-            if getattr(self._own_settings, name) != default
+            f", {name}={value}"
+            for name, value in self._own_settings.items()
+            if value != getattr(Settings(), name)
         ).replace("unbiased=True", "running_variance=unbiased")
         text += f", num_devices={self._num_devices}" if self._num_devices else ""
         text += f", devices={devices}"
-        if group.group_size and not self._own_settings.virtual_devices:
+        if group.group_size and not self._own_settings["virtual_devices"]:
             text += f", group_size={group.group_size}"
         text += f", processes={group.size}" if group.size > 1 else ""
         return f"{super().__repr__()[:-1]}{text})"

@@ -57,4 +57,4 @@ class VirtualBatchNorm(SyncBatchNorm):
                     "for each other: leave it out."
                 )
         super().__init__(**{**arguments, "group": SyncGroup(group_size=1)})
-        self._own_settings = self._own_settings._replace(virtual_devices=int(virtual_devices))
+        self._own_settings = {**self._own_settings, "virtual_devices": int(virtual_devices)}

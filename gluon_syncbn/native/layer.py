@@ -14,7 +14,18 @@ import weakref
 
 from . import shutdown, threads
 from .channel import Key, clear_channels, write_error
-from .library import EXCHANGE, FAILED, WAITS, WARN, Callbacks, LayerConfig, mxnet, numpy
+from .library import (
+    EXCHANGE,
+    FAILED,
+    REBUILD,
+    STRUCTS,
+    WAITS,
+    WARN,
+    Callbacks,
+    LayerConfig,
+    mxnet,
+    numpy,
+)
 from .library import library as _library
 
 OP_TYPE = "GluonSyncBatchNorm"
@@ -101,7 +112,6 @@ def _on_wait(status, _function, _arguments):
 def _end_step():
     """Waits until all calls pushed so far have ended. Those that wait for a skipped one end with an
     error."""
-    seconds = 0.0
     for layer in layers():
         for backward in (False, True):
             written = layer.written_by(backward)
@@ -110,11 +120,10 @@ def _end_step():
             _library.gluon_syncbn_flush(
                 layer.id, backward, _texts(written), len(written), handles, each
             )
-            seconds = max(seconds, layer.timeout)
-    end = time.monotonic() + seconds
+    begin = time.monotonic()
     # If something waits in vain for another process, calls behind it never end.
-    while not shutdown.is_abandoned() and _library.gluon_syncbn_flushing():
-        if time.monotonic() > end:
+    while not shutdown.is_abandoned():
+        if time.monotonic() - begin >= _library.gluon_syncbn_flushing():
             break
         time.sleep(0.001)
 
@@ -147,6 +156,14 @@ def _register(mxnet):
     api = (ctypes.c_void_p * len(_FUNCTIONS))(
         *(ctypes.cast(getattr(mxnet.base._LIB, name), ctypes.c_void_p) for name in _FUNCTIONS)
     )
+    expected = [*map(ctypes.sizeof, STRUCTS), ctypes.sizeof(api)]
+    sizes = (ctypes.c_int64 * len(expected))()
+    _library.gluon_syncbn_struct_sizes(sizes)
+    if list(sizes) != expected:
+        raise ImportError(
+            f"The native library's structs have {list(sizes)} bytes, those of the Python part "
+            f"{expected}. {REBUILD}"
+        )
     status = _library.gluon_syncbn_register(
         api,
         PROCESS.encode(),
@@ -223,6 +240,10 @@ class Layer:
 
     def fail(self, text):
         """A step has failed here."""
+
+    def device_groups(self):
+        """The devices, as lists of those that synchronize."""
+        return [list(self.devices)]
 
     def running_statistics(self):
         """{device: arrays that a forward in training mode changes there}; empty before they have

@@ -55,12 +55,12 @@ def _why_mxnet_failed(error, is_broken):
     )
 
 
+REBUILD = "Build it again: pip install --force-reinstall --no-deps . in a checkout of gluon_syncbn."
+
+
 def _load():
-    rebuild = (
-        "Build it again: pip install --force-reinstall --no-deps . in a checkout of gluon_syncbn."
-    )
     if not os.path.exists(_LIBRARY):
-        raise ImportError(f"The native library of gluon_syncbn is missing ({_LIBRARY}). {rebuild}")
+        raise ImportError(f"The native library of gluon_syncbn is missing ({_LIBRARY}). {REBUILD}")
     try:
         library = ctypes.CDLL(_LIBRARY, ctypes.RTLD_LOCAL)
         library.gluon_syncbn_version.restype = ctypes.c_char_p
@@ -68,12 +68,12 @@ def _load():
     except (OSError, AttributeError) as error:
         raise ImportError(
             f"The native library of gluon_syncbn cannot be loaded ({error}): it was built for "
-            f"another machine or is damaged. {rebuild}"
+            f"another machine or is damaged. {REBUILD}"
         ) from error
     if version != __version__:
         raise ImportError(
             f"The native library is of gluon_syncbn {version}, the Python part of {__version__}. "
-            f"{rebuild}"
+            f"{REBUILD}"
         )
     return library
 
@@ -170,6 +170,18 @@ IN_FLIGHT = ctypes.CFUNCTYPE(None, _text, _double, _bool)
 _KVSTORE, _HOROVOD = (KVStoreSlots, KVStoreSums), (HorovodArrays, HorovodSums)
 Callbacks = _struct("Callbacks", warn=WARN, failed=FAILED, waits=WAITS, exchange=EXCHANGE)
 
+# In the order of gluon_syncbn_struct_sizes.
+STRUCTS = (
+    LayerConfig,
+    _Message,
+    _Delay,
+    KVStoreSlots,
+    KVStoreSums,
+    HorovodArrays,
+    HorovodSums,
+    Callbacks,
+)
+
 # Name: result, arguments.
 for _name, (_result, *_arguments) in {
     "register": (_int, _pointer, _text, _bool, _bool, ctypes.POINTER(Callbacks)),
@@ -180,10 +192,11 @@ for _name, (_result, *_arguments) in {
     "set_active_devices": (None, ctypes.POINTER(_text), _int),
     "set_joined": (None, _bool),
     "give_up": (None, _text),
-    "drain": (_int, _long, _long, _text, _pointer, _int, _text),
-    "probe_arrays": (_int, _long, _long, _bool, _text, _pointer, _int),
-    "flush": (_int, _long, _bool, ctypes.POINTER(_text), _int, _pointer, _int),
-    "flushing": (_int,),
+    "drain": (None, _long, _long, _text, _pointer, _int, _text),
+    "probe_arrays": (None, _long, _long, _bool, _text, _pointer, _int),
+    "flush": (None, _long, _bool, ctypes.POINTER(_text), _int, _pointer, _int),
+    "flushing": (_double,),
+    "struct_sizes": (None, _pointer),
     "close": (None, _text),
     "waiting": (_int,),
     "stuck_seconds": (_double,),
@@ -218,5 +231,7 @@ for _name, (_result, *_arguments) in {
     "watch_wait": (_int, _pointer, _double),
     "watch_end": (None, _pointer),
 }.items():
-    _function = getattr(library, f"gluon_syncbn_{_name}")
+    _function = getattr(library, f"gluon_syncbn_{_name}", None)
+    if _function is None:
+        raise ImportError(f"The native library has no function {_name}. {REBUILD}")
     _function.restype, _function.argtypes = _result, _arguments

@@ -175,7 +175,7 @@ def test_layers_made_synchronized_become_plain(activation):
     assert layer._kwargs == kind(momentum=0.8, use_global_stats=True)._kwargs
     assert_close(forward(layer, images()), before, "float32")
     convert_sync_batchnorm(layer)
-    assert layer._own_settings.activation == activation
+    assert layer._own_settings["activation"] == activation
     assert_close(forward(layer, images()), before, "float32")
 
 

@@ -95,7 +95,7 @@ def export_and_convert(seed, folder):
     xs = xs if net.inputs == 1 else [xs[int(name[-1])] for name in names]
     check(called(block, xs), expected, f"{what}: in a file")
     layers = [layer for layer in net._children.values() if isinstance(layer, sbn.SyncBatchNorm)]
-    if not any(layer._own_settings.inplace for layer in layers):
+    if not any(layer._own_settings["inplace"] for layer in layers):
         assert main(["convert", f"{folder}/n-symbol.json", "-o", f"{folder}/c-symbol.json"]) == 0
         stock = SymbolBlock.imports(f"{folder}/c-symbol.json", names)
         stock.collect_params().load(

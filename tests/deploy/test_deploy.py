@@ -226,10 +226,7 @@ def test_an_export_does_not_change_training(tmp_path, mode):
         train_some(net, trainer, devices, 3, seed=2)
         results.append(bits(net))
     for (name, expected), (_, value) in zip(*results):
-        # With static_shape MXNet keeps no order of who writes running statistics, nn.BatchNorm's
-        # either: they differ between two runs without any export.
-        if mode != "static_shape" or "running" not in name:
-            assert_same_bits(value, expected, name)
+        assert_same_bits(value, expected, name)
 
 
 def test_hooks_are_not_called_and_stay(tmp_path):

@@ -97,8 +97,7 @@ class Twice(TwoPasses):
 
 def same_bits(share, some=False, **arguments):
     """Everything whose bits do not depend on the split, by name."""
-    # With static_shape, MXNet does not keep the updates of two passes in order.
-    hybridized = [] if some else [(layers, "static_shape"), (shared, "hybrid")]
+    hybridized = [] if some else [(layers, "static_shape"), (shared, "static_shape")]
     results = {}
     for part, mode in [(layers, "imperative"), (shared, "imperative"), *hybridized]:
         for dtype in DTYPES:

@@ -287,5 +287,5 @@ def test_describe(pair):
         "rank 30 (last completed SyncBatchNorm 'n', forward call 3, 12 s ago), "
         "rank 31 (reached the end of the script), "
         "ranks 100, 101 (no answer: stopped, or its machine is unreachable), "
-        "ranks 200-299 (waiting in y for 5 to 6 s)."
+        "ranks 200-299 (waiting in y for 5 to 5.99 s)."
     )

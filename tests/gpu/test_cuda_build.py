@@ -166,8 +166,9 @@ def test_unknown_settings_are_refused(setup, driver, tmp_path, monkeypatch):
         monkeypatch.setenv("GLUON_SYNCBN_CUDA_ARCHS", archs)
         with pytest.raises(SystemExit, match=f"names {archs[-3:].strip()}, and .* knows 70 80 90"):
             setup.cuda_architectures(str(path))
-    monkeypatch.setenv("GLUON_SYNCBN_CUDA_ARCHS", "80, 90")
-    assert setup.cuda_architectures(str(path)) == ([80, 90], 90)
+    for archs in ("80, 90", "90 80"):
+        monkeypatch.setenv("GLUON_SYNCBN_CUDA_ARCHS", archs)
+        assert setup.cuda_architectures(str(path)) == ([80, 90], 90)
     monkeypatch.setenv("GLUON_SYNCBN_CUDA", "maybe")
     with pytest.raises(SystemExit, match="GLUON_SYNCBN_CUDA=maybe is unknown: set it to 1"):
         setup.nvcc_for_kernels()

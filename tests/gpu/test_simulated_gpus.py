@@ -57,8 +57,6 @@ def train(devices, start, batches, kvstore="device", **hybridized):
         with mx.autograd.record():
             losses = [loss_of(net(part), wanted) for part, wanted in zip(*parts)]
         mx.autograd.backward(losses)
-        # With static_shape MXNet reads running statistics too early otherwise (docs/guide.md).
-        mx.nd.waitall()
         trainer.step(len(x))
     return [values_of(net, device) for device in devices]
 

@@ -212,6 +212,12 @@ def test_wrong_arguments(arguments, sentence, tmp_path, monkeypatch, capsys):
     assert error.startswith(f"gluon_syncbn.launch: error: {sentence}")
 
 
+def test_more_workers_than_the_kvstore_takes(tmp_path, capsys):
+    (tmp_path / "script.py").write_text("")
+    assert launch.main(["-n", "1001", str(tmp_path / "script.py")]) == 2
+    assert "the KVStore takes at most 1000 workers, not 1001: start" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "environment, sentence",
     [

@@ -263,8 +263,8 @@ class TwoPlaces(mx.gluon.HybridBlock):
         return after_branch, other, self.norm(small)
 
 
-def test_nodes_of_one_layer_that_mxnet_does_not_keep_in_order():
-    """With static_shape, MXNet does not track writes of auxiliary states."""
+def test_nodes_of_one_layer_with_static_shape():
+    """MXNet alone would keep neither their order nor that of a reader of running statistics."""
     generator = np.random.default_rng(0)
     # The first device reaches the first node long after it could reach the second.
     large = [generator.standard_normal((2, 4, rows, 6)).astype("float32") for rows in (40000, 4)]
@@ -277,6 +277,11 @@ def test_nodes_of_one_layer_that_mxnet_does_not_keep_in_order():
     net = TwoPlaces()
     net.initialize(ctx=contexts(2))
     net.hybridize(static_alloc=True, static_shape=True, forward_bulk_size=1)
+    means = [
+        reference.forward(np.concatenate(whole), ones, 0 * ones).mean
+        for whole in ([np.sin(part)[:, :, :1] for part in large], small)
+    ]
+    running_mean = 0 * ones
     for _ in range(20):
         inputs = [
             [mx.nd.array(x, ctx=device) for x in (large[i], small[i], np.ones((1, 8)))]
@@ -287,7 +292,10 @@ def test_nodes_of_one_layer_that_mxnet_does_not_keep_in_order():
         mx.nd.waitall()
         with autograd.record():
             outputs = [net(*arrays) for arrays in inputs]
-        mx.nd.waitall()
+        for mean in means:
+            running_mean = 0.9 * running_mean + 0.1 * mean
+        for array in net.norm.running_mean.list_data():
+            np.testing.assert_allclose(array.asnumpy(), running_mean, atol=1e-4)
         for place, y in zip((0, 2), expected):
             result = np.concatenate([output[place].asnumpy() for output in outputs])
             np.testing.assert_allclose(result, y.astype("float64"), atol=1e-4)
@@ -364,15 +372,37 @@ def test_a_copied_net_synchronizes_separately(clone):
     assert net[1]._layer.devices == (f"{KIND}(0)", f"{KIND}(1)")
 
 
-def test_invalid_attributes_are_an_error():
-    """In an edited file."""
-    symbol = mx.sym.Custom(
-        *(mx.sym.var(name) for name in ("x", "gamma", "beta", "mean", "var")),
-        op_type="GluonSyncBatchNorm",
-        epsilon="small",
-    )
-    with pytest.raises(mx.MXNetError, match="epsilon=small"):
-        symbol.infer_shape(x=(2, 3))
+def node_with(**attributes):
+    """A node of the operator, as in an edited file."""
+    inputs = (mx.sym.var(name) for name in ("x", "gamma", "beta", "mean", "var"))
+    return mx.sym.Custom(*inputs, op_type="GluonSyncBatchNorm", **attributes)
+
+
+@pytest.mark.parametrize(
+    "attribute, words",
+    [
+        ({"epsilon": "small"}, "epsilon=small: it must be a number"),
+        ({"fix_gamma": "yes"}, "fix_gamma=yes: it must be True or False"),
+        ({"sharpness": 3}, "the unknown attribute sharpness=3: .*another version"),
+    ],
+)
+def test_invalid_attributes_are_an_error(attribute, words):
+    with pytest.raises(mx.MXNetError, match=words):
+        node_with(**attribute).infer_shape(x=(2, 3))
+
+
+def test_every_node_may_have_attributes_of_mxnet():
+    with mx.AttrScope(ctx_group="first", lr_mult="2", __note__="mine"):
+        node = node_with()
+    assert mx.sym.load_json(node.tojson()).infer_shape(x=(2, 3))[1][0] == (2, 3)
+
+
+@pytest.mark.parametrize("text", ["True", "true", "1", "False", "false", "0"])
+def test_flags_mean_the_same_in_python_and_in_the_operator(text):
+    given = {"op_type": "GluonSyncBatchNorm", "fix_gamma": text}
+    arrays = [mx.nd.array([value], context()) for value in (5, 0, 0, 1)]  # gamma is 5
+    y = mx.nd.Custom(mx.nd.ones((2, 1), context()), *arrays, **given)[0].asnumpy()
+    assert (y.max() < 2) == Settings.read(given).fix_gamma
 
 
 def test_settings_that_are_left_out_have_the_values_of_the_operator():

@@ -5,6 +5,7 @@ import copy
 import gc
 import logging
 import pickle
+import threading
 import time
 
 import gluon_syncbn as sbn
@@ -91,8 +92,6 @@ def check_recovers(net, devices=2):
         hidden = np.concatenate([conv(x).asnumpy() for x in xs])
         for x in xs:
             net(x)
-    # With static_shape, readers of auxiliary states do not wait for their writers.
-    mx.nd.waitall()
     mean = reference.forward(hidden, np.ones(4), np.zeros(4)).mean
     for device in contexts(devices):
         after = norm.running_mean.data(device).asnumpy()
@@ -465,10 +464,8 @@ def test_a_step_that_ended_before_the_others_were_called():
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("mode", MODES)
 def test_an_earlier_error_on_one_device(mode, direction):
-    """MXNet does not run the layer there. The others get an error, at once if the layer's arrays
-    show it: with static_shape MXNet does not track them."""
-    tracked = mode != "static_shape"
-    net = build(mode, group=sbn.SyncGroup(timeout=20 if tracked else 2))
+    """MXNet does not run the layer there. The others get an error at once."""
+    net = build(mode, group=sbn.SyncGroup(timeout=20))
     fetch(train(net, batch()))
     xs = batch()
     bad = bad_like(xs[0])
@@ -488,6 +485,30 @@ def test_an_earlier_error_on_one_device(mode, direction):
     fetch(train(net, xs))
 
 
+def test_an_unrelated_error_is_raised_within_the_timeout_of_calls_under_way():
+    released = threading.Event()
+
+    class Store:
+        rank, size = 0, 2
+
+        def all_reduce(self, key, array):
+            released.wait(20)
+
+    idle, busy = (
+        sbn.SyncBatchNorm(in_channels=3),
+        sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(store=Store(), timeout=1)),
+    )
+    for layer in (idle, busy):
+        layer.initialize(ctx=context(0))
+    x = mx.nd.ones((2, 3), ctx=context(0))
+    with autograd.train_mode():
+        busy(x)
+    try:
+        fails(bad_like(x).wait_to_read, "scale parameter in gaussian", within=8)
+    finally:
+        released.set()
+
+
 def bad_like(x):
     """An array that will hold an error of MXNet's."""
     return mx.nd.random.normal(0, -1, x.shape, ctx=x.context)
@@ -497,11 +518,9 @@ def bad_like(x):
 @pytest.mark.parametrize("mode", MODES)
 def test_calls_of_a_failed_step_meet_nobody(mode, seed):
     """Devices fail at random, in forward or backward, and one error is caught: each step has the
-    right results or an error, at once, or with static_shape after the timeout if nobody has waited
-    for the device that failed."""
+    right results or an error, at once."""
     generator = np.random.default_rng(seed)
-    timeout = 1 if mode == "static_shape" else 60
-    layer = sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(timeout=timeout))
+    layer = sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(timeout=60))
     layer.initialize(ctx=contexts(2))
     hybridize(layer, mode)
 

@@ -105,7 +105,7 @@ def test_too_few_samples(mode):
     prepare(layer, contexts(2), mode=MODES[mode])  # And the second device is not waited for.
     with autograd.record():
         y = layer(mx.nd.ones((2, 5)))
-    words = rf"'stage3_norm' on {KIND}\(0\): .*virtual_devices=3.*2 samples"
+    words = rf"VirtualBatchNorm 'stage3_norm' on {KIND}\(0\): .*virtual_devices=3.*2 samples"
     with pytest.raises(mx.MXNetError, match=words):
         y.wait_to_read()
     x, dy = data((3, 5))
@@ -123,6 +123,8 @@ def test_channels_on_the_axis_of_the_samples():
     layer(mx.nd.ones((2, 5, 3)))
     with pytest.raises(mx.MXNetError, match=r"axis=-2.*shape \(5, 2\).*another axis"):
         layer(mx.nd.ones((5, 2)))
+    with pytest.raises(mx.MXNetError, match=f"VirtualBatchNorm '{layer.name}' got data of shape"):
+        layer(mx.nd.ones((2, 4, 3)))
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,9 @@ class RandomNet(HybridBlock):
                         norms.append(self._add(norm(rng, stock=self.dtype == "float32")))
                     name = rng.choice(norms)
                     layer = getattr(self, name)
-                    ours = isinstance(layer, sbn.SyncBatchNorm) and not layer._own_settings.inplace
-                    given = given[: 2 if ours and rng.random() < 0.5 else 1]
+                    ours = isinstance(layer, sbn.SyncBatchNorm)
+                    takes_two = ours and not layer._own_settings["inplace"]
+                    given = given[: 2 if takes_two and rng.random() < 0.5 else 1]
                 elif name == "layer":
                     name = self._add(
                         rng.choice(

@@ -9,6 +9,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 import reference
+from gluon_syncbn import native
 from devices import KIND, context
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -21,7 +22,7 @@ BATCHES = [8, 5, 2, 7, 3, 3, 9, 2]
 
 class Training:
     def __init__(self, count, mode="imperative", **arguments):
-        self.devices, self.static_shape = contexts(count), mode == "static_shape"
+        self.devices = contexts(count)
         self.norm = sbn.SyncBatchNorm(in_channels=5, prefix="norm_", **arguments)
         self.net = nn.HybridSequential(prefix="net_")
         with self.net.name_scope():
@@ -42,10 +43,6 @@ class Training:
             with autograd.record():
                 losses = [(self.net(x) ** 2).sum() for x in xs]
             autograd.backward(losses)
-            # The first step of a Trainer copies the running statistics of the first device to all.
-            # With static_shape, MXNet does not know that they are still being written.
-            if self.static_shape and number == 0:
-                mx.nd.waitall()
             self.trainer.step(samples)
         return x
 
@@ -58,6 +55,14 @@ class Training:
             for other in others:
                 assert_same_bits(other, found[name], name)
         return found
+
+
+def test_layers_without_parameters():
+    layer = native.Layer("of a test")
+    layer.set_devices([str(device) for device in contexts(2)], None, 60)
+    with sbn.participants(contexts(1)):
+        pass
+    assert layer.device_groups() == [[str(device) for device in contexts(2)]]
 
 
 def layer_on(count, **arguments):

@@ -1,7 +1,10 @@
 // The C API for layers, and for the process.
 #include <signal.h>
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -11,6 +14,7 @@
 #include "cpu/thread_pool.h"
 #include "cuda/device.h"
 #include "exchange/channel.h"
+#include "exchange/transports.h"
 #include "mxnet/engine_errors.h"
 #include "mxnet/interrupts.h"
 
@@ -26,8 +30,11 @@ struct Drain {
   Handle marker = nullptr;
   bool is_clean = false;
 
+  void end() const { process.rendezvous->drain(layer, epoch, device); }
+
   ~Drain() {
     if (marker) mxnet.ndarray_free(marker);
+    end();
   }
 };
 
@@ -36,10 +43,11 @@ struct ArrayProbe {
   int64_t layer, epoch;
   Direction direction;
   std::string device;
-  bool has_run = false;
+  // Whether the operation has run, or was never pushed.
+  bool is_reachable = false;
 
   ~ArrayProbe() {
-    if (!has_run) process.rendezvous->unreachable(layer, epoch, direction, device);
+    if (!is_reachable) process.rendezvous->unreachable(layer, epoch, direction, device);
   }
 };
 
@@ -51,6 +59,32 @@ struct Flush {
 
   ~Flush() { process.rendezvous->end_flush(layer, direction, device); }
 };
+
+// Pushes an operation that runs run(state), unless it is skipped, and then drops the state. Returns
+// whether MXNet's engine took it.
+template <typename T>
+bool push(const std::shared_ptr<T>& state, void (*run)(T*), const std::vector<Handle>& read,
+          const std::vector<Handle>& written, int kind, const char* name) {
+  struct Owner {
+    std::shared_ptr<T> state;
+    void (*run)(T*);
+    std::shared_ptr<bool> is_deleted;
+    ~Owner() { *is_deleted = true; }
+  };
+  const auto is_deleted = std::make_shared<bool>(false);
+  auto* const owner = new Owner{state, run, is_deleted};
+  const int status = mxnet.engine_push_sync(
+      [](void*, void* argument) {
+        const Owner& o = *static_cast<Owner*>(argument);
+        o.run(o.state.get());
+      },
+      owner, [](void* argument) { delete static_cast<Owner*>(argument); }, &kCpuContext,
+      const_cast<Handle*>(read.data()), static_cast<int>(read.size()),
+      const_cast<Handle*>(written.data()), static_cast<int>(written.size()), &kind, 0, name);
+  // Where MXNet fails decides whether it has called the deleter.
+  if (status != 0 && !*is_deleted) delete owner;
+  return status == 0;
+}
 
 // Handles SIGINT, then calls the previous handler.
 struct sigaction previous_interrupt_action;
@@ -200,85 +234,88 @@ SBN_EXPORT void gluon_syncbn_forget(int64_t layer) {
 
 // After a failure: once all operations pushed earlier have finished, clears the error of the failed
 // step from a device's running statistics and lets the device take part again. Waiting for a result
-// of the failed step still raises the error. If there are no arrays, the device takes part at once.
-SBN_EXPORT int gluon_syncbn_drain(int64_t layer, int64_t epoch, const char* device, void** arrays,
-                                  int num_arrays, const char* text) {
+// of the failed step still raises the error. If there are no arrays, or MXNet's engine takes no
+// more operations, the device takes part at once.
+SBN_EXPORT void gluon_syncbn_drain(int64_t layer, int64_t epoch, const char* device, void** arrays,
+                                   int num_arrays, const char* text) {
+  const auto drain = std::shared_ptr<Drain>(new Drain{layer, epoch, device, text});
   // Under the naive engine arrays hold no errors.
-  if (num_arrays == 0 || process.naive_engine) {
-    process.rendezvous->drain(layer, epoch, device);
-    return 0;
-  }
-  auto* const drain = new Drain{layer, epoch, device, text};
+  if (num_arrays == 0 || process.naive_engine) return;
   const uint32_t one = 1;
-  const int status = mxnet.ndarray_create(&one, 1, kCpuContext.device_type, kCpuContext.device_id,
-                                          1, 0, &drain->marker);
-  if (status != 0) {
-    delete drain;
-    return status;
+  if (mxnet.ndarray_create(&one, 1, kCpuContext.device_type, kCpuContext.device_id, 1, 0,
+                           &drain->marker) != 0) {
+    return;
   }
   // Waiting for an error clears it in all arrays that hold it. The user must still see the error of
   // the failed step, so another error replaces it in these arrays and in a marker, and waiting for
   // the marker clears that one. Arrays without an error get none: MXNet would skip a call that is
   // pushed meanwhile, and its results would be neither written nor in error.
-  std::vector<Handle> written(arrays, arrays + num_arrays);
-  written.push_back(drain->marker);
-  const auto look = [](void*, void* argument) { static_cast<Drain*>(argument)->is_clean = true; };
-  const auto replace = [](void*, void* argument) {
-    if (static_cast<Drain*>(argument)->is_clean) return;
+  const std::vector<Handle> written(arrays, arrays + num_arrays);
+  std::vector<Handle> replaced = written;
+  replaced.push_back(drain->marker);
+  const auto look = [](Drain* d) { d->is_clean = true; };
+  const auto replace = [](Drain* d) {
+    if (d->is_clean) return;
     await_turn_for_error();
-    throw dmlc::Error(static_cast<Drain*>(argument)->text);
+    throw dmlc::Error(d->text);
   };
-  const auto clear = [](void*, void* argument) {
-    const Drain& d = *static_cast<Drain*>(argument);
-    if (!d.is_clean) mxnet.ndarray_wait_to_read(d.marker);
-    process.rendezvous->drain(d.layer, d.epoch, d.device);
+  const auto clear = [](Drain* d) {
+    if (!d->is_clean) mxnet.ndarray_wait_to_read(d->marker);
+    // Before waitall() can return, which may be before MXNet drops the operation.
+    d->end();
   };
-  // These run one after the other, as they write the same arrays. The last one deletes the Drain.
-  const auto push = [&](void (*run)(void*, void*), void (*deleter)(void*), int count, int kind,
-                        const char* name) {
-    return mxnet.engine_push_sync(run, drain, deleter, &kCpuContext, nullptr, 0, written.data(),
-                                  count, &kind, 0, name);
-  };
-  int failed = push(look, nullptr, num_arrays, kCpuPrioritized, "SyncBatchNormLook");
-  if (!failed)
-    failed = push(replace, nullptr, num_arrays + 1, kNoSkip, "SyncBatchNormReplaceError");
-  if (failed) return failed;
-  return push(
-      clear, [](void* d) { delete static_cast<Drain*>(d); }, num_arrays, kNoSkip,
-      "SyncBatchNormClearError");
+  // These run one after the other, as they write the same arrays.
+  push<Drain>(drain, look, {}, written, kCpuPrioritized, "SyncBatchNormLook") &&
+      push<Drain>(drain, replace, {}, replaced, kNoSkip, "SyncBatchNormReplaceError") &&
+      push<Drain>(drain, clear, {}, written, kNoSkip, "SyncBatchNormClearError");
 }
 
 // Once all operations pushed earlier have finished, checks whether these arrays of a device hold an
 // error. If so, the devices that wait for this one get an error: see Rendezvous::unreachable.
-SBN_EXPORT int gluon_syncbn_probe_arrays(int64_t layer, int64_t epoch, int backward,
-                                         const char* device, void** arrays, int num_arrays) {
+SBN_EXPORT void gluon_syncbn_probe_arrays(int64_t layer, int64_t epoch, int backward,
+                                          const char* device, void** arrays, int num_arrays) {
   const Direction direction = backward ? Direction::kBackward : Direction::kForward;
-  return mxnet.engine_push_sync(
-      [](void*, void* probe) { static_cast<ArrayProbe*>(probe)->has_run = true; },
-      new ArrayProbe{layer, epoch, direction, device},
-      [](void* probe) { delete static_cast<ArrayProbe*>(probe); }, &kCpuContext, arrays, num_arrays,
-      nullptr, 0, &kCpuPrioritized, 0, "SyncBatchNormProbe");
+  const auto probe = std::shared_ptr<ArrayProbe>(new ArrayProbe{layer, epoch, direction, device});
+  if (!push<ArrayProbe>(
+          probe, [](ArrayProbe* p) { p->is_reachable = true; },
+          std::vector<Handle>(arrays, arrays + num_arrays), {}, kCpuPrioritized,
+          "SyncBatchNormProbe")) {
+    probe->is_reachable = true;
+  }
 }
 
 // Begins to flush devices, each with num_arrays arrays. A device's flush ends once all operations
-// pushed earlier for its arrays have finished: see Rendezvous::begin_flush.
-SBN_EXPORT int gluon_syncbn_flush(int64_t layer, int backward, const char* const* devices,
-                                  int num_devices, void** arrays, int num_arrays) {
+// pushed earlier that write its arrays have finished: see Rendezvous::begin_flush.
+SBN_EXPORT void gluon_syncbn_flush(int64_t layer, int backward, const char* const* devices,
+                                   int num_devices, void** arrays, int num_arrays) {
   const Direction direction = backward ? Direction::kBackward : Direction::kForward;
   process.rendezvous->begin_flush(layer, direction, {devices, devices + num_devices});
-  int status = 0;
   for (int i = 0; i < num_devices; ++i) {
-    // The operation writes the arrays, as with static_shape MXNet treats a forward as a reader of
-    // them.
-    status |= mxnet.engine_push_sync([](void*, void*) {}, new Flush{layer, direction, devices[i]},
-                                     [](void* flush) { delete static_cast<Flush*>(flush); },
-                                     &kCpuContext, nullptr, 0, arrays + i * num_arrays, num_arrays,
-                                     &kNoSkip, 0, "SyncBatchNormFlush");
+    void** const first = arrays + i * num_arrays;
+    // It reads the arrays, so it does not wait for others that do: a backward reads running
+    // statistics, and may be the one that waits.
+    push<Flush>(
+        std::shared_ptr<Flush>(new Flush{layer, direction, devices[i]}), [](Flush*) {},
+        std::vector<Handle>(first, first + num_arrays), {}, kNoSkip, "SyncBatchNormFlush");
   }
-  return status;
 }
 
-SBN_EXPORT int gluon_syncbn_flushing() { return process.rendezvous->flushing(); }
+// The longest timeout of the layers that are being flushed; 0 if none is.
+SBN_EXPORT double gluon_syncbn_flushing() { return process.rendezvous->flushing(); }
+
+// The sizes of the structs that native/library.py and native/layer.py declare too.
+SBN_EXPORT void gluon_syncbn_struct_sizes(int64_t (&sizes)[9]) {
+  const size_t own[] = {sizeof(gluon_syncbn_layer_config),
+                        sizeof(gluon_syncbn_message),
+                        sizeof(Delay),
+                        sizeof(KVStoreSlots),
+                        sizeof(KVStoreSums),
+                        sizeof(HorovodArrays),
+                        sizeof(HorovodSums),
+                        sizeof(gluon_syncbn_callbacks),
+                        sizeof(MXNetApi)};
+  std::copy(std::begin(own), std::end(own), sizes);
+}
 
 // Call this when the process ends: all waits end with an error.
 SBN_EXPORT void gluon_syncbn_close(const char* reason) {

@@ -16,30 +16,55 @@ void Attributes::read(const std::string& key, const std::string& text, T* value)
   }
 }
 
+// As is_true in layers/operator.py.
+void Attributes::read(const std::string& key, const std::string& text, bool* value) {
+  *value = text == "True" || text == "true" || text == "1";
+  if (!*value && text != "False" && text != "false" && text != "0") {
+    error = "SyncBatchNorm cannot read " + key + "=" + text + ": it must be True or False.";
+  }
+}
+
 Attributes::Attributes(int size, const char** keys, const char** values) {
   bool foreign = false;
   std::string activation = "None";
   double slope = 0.01;
   for (int i = 0; i < size; ++i) {
     const std::string key = keys[i], value = values[i];
-    if (key == "layer") read(key, value, &layer);
-    if (key == "epsilon") read(key, value, &epsilon);
-    if (key == "momentum") {
+    if (key == "layer") {
+      read(key, value, &layer);
+    } else if (key == "epsilon") {
+      read(key, value, &epsilon);
+    } else if (key == "momentum") {
       running.cumulative = value == "None";
       if (!running.cumulative) read(key, value, &running.momentum);
+    } else if (key == "axis") {
+      read(key, value, &axis);
+    } else if (key == "node") {
+      read(key, value, &node);
+    } else if (key == "virtual_devices") {
+      read(key, value, &virtual_devices);
+    } else if (key == "unbiased") {
+      read(key, value, &running.unbiased);
+    } else if (key == "fix_gamma") {
+      read(key, value, &fix_gamma);
+    } else if (key == "use_global_stats") {
+      read(key, value, &use_global_stats);
+    } else if (key == "activation") {
+      activation = value;
+    } else if (key == "slope") {
+      read(key, value, &slope);
+    } else if (key == "residual") {
+      read(key, value, &residual);
+    } else if (key == "inplace") {
+      read(key, value, &inplace);
+    } else if (key == "gpu_only") {
+      read(key, value, &gpu_only);
+    } else if (key == "process") {
+      foreign = value != process.uuid;
+    } else if (key.compare(0, 2, "__") != 0) {  // Not MXNet's, such as __ctx_group__.
+      error = "SyncBatchNorm got the unknown attribute " + key + "=" + value +
+              ": if the graph is from another version of gluon_syncbn, use that version.";
     }
-    if (key == "axis") read(key, value, &axis);
-    if (key == "node") read(key, value, &node);
-    if (key == "virtual_devices") read(key, value, &virtual_devices);
-    if (key == "unbiased") running.unbiased = value == "True";
-    if (key == "fix_gamma") fix_gamma = value == "True";
-    if (key == "use_global_stats") use_global_stats = value == "True";
-    if (key == "activation") activation = value;
-    if (key == "slope") read(key, value, &slope);
-    if (key == "residual") residual = value == "True";
-    if (key == "inplace") inplace = value == "True";
-    if (key == "gpu_only") gpu_only = value == "True";
-    if (key == "process") foreign = value != process.uuid;
   }
   if (activation == "relu") {
     epilogue.activation = Activation::kRelu;

@@ -34,6 +34,8 @@ struct Attributes {
   Attributes(int size, const char** keys, const char** values);
 
   int inputs() const { return residual ? 4 : 3; }
+  // The class of the block.
+  std::string block_name() const { return virtual_devices ? "VirtualBatchNorm" : "SyncBatchNorm"; }
   bool has_activation() const { return epilogue.activation != Activation::kNone; }
   // Whether backward reads x, beta and y.
   bool needs_x() const { return !inplace; }
@@ -43,6 +45,7 @@ struct Attributes {
  private:
   template <typename T>
   void read(const std::string& key, const std::string& text, T* value);
+  void read(const std::string& key, const std::string& text, bool* value);
 };
 
 }  // namespace gluon_syncbn

@@ -125,8 +125,8 @@ int Call::run(Arrays* arrays, int written, int count, const int* requests, const
 }
 
 std::string Call::title() const {
-  return "SyncBatchNorm" + (layer_ ? " '" + process.rendezvous->name(layer_) + "'" : "") + " on " +
-         device_;
+  return attributes_.block_name() + (layer_ ? " '" + process.rendezvous->name(layer_) + "'" : "") +
+         " on " + device_;
 }
 
 bool Call::has_kernels() const { return gpu_ < 0 || cuda_backend(); }

@@ -99,17 +99,16 @@ void check_residual(const int* shape, int ndim, const int* residual, int residua
   }
 }
 
-// Calls f. Inserts the layer's name after the first word of an error, the name of the class.
+// Calls f. Errors begin with the name of the class, which becomes that of the block and the layer.
 template <typename F>
 int with_name(const Operator* op, const F& f) {
   try {
     f();
     return 1;
   } catch (const dmlc::Error& error) {
-    if (!op->layer) throw;
-    std::string text = error.what();
-    throw dmlc::Error(
-        text.insert(text.find(' '), " '" + process.rendezvous->name(op->layer) + "'"));
+    const std::string text = error.what();
+    const std::string layer = op->layer ? " '" + process.rendezvous->name(op->layer) + "'" : "";
+    throw dmlc::Error(op->attributes.block_name() + layer + text.substr(text.find(' ')));
   }
 }
 

@@ -1,4 +1,5 @@
 // How a failed step ends, and what may begin after it.
+#include <algorithm>
 #include <utility>
 
 #include "rendezvous/rendezvous.h"
@@ -60,13 +61,15 @@ void Rendezvous::end_flush(int64_t id, Direction direction, const std::string& d
   if (flush.pending.empty()) flush.passed.clear();
 }
 
-int Rendezvous::flushing() const {
+double Rendezvous::flushing() const {
   const State::Lock lock(state_->mutex);
-  size_t devices = 0;
+  double longest = 0;
   for (const LayerPtr& layer : state_->all()) {
-    for (const auto& entry : layer->flushes) devices += entry.second.pending.size();
+    for (const auto& entry : layer->flushes) {
+      if (!entry.second.pending.empty()) longest = std::max(longest, layer->config.timeout_seconds);
+    }
   }
-  return static_cast<int>(devices);
+  return longest;
 }
 
 void Rendezvous::drain(int64_t id, int64_t epoch, const std::string& device) {

@@ -93,8 +93,8 @@ class Rendezvous {
   // finished on all devices, devices that wait for this one get an error.
   void begin_flush(int64_t layer, Direction direction, const std::vector<std::string>& devices);
   void end_flush(int64_t layer, Direction direction, const std::string& device);
-  // How many devices, over all layers, are between the two.
-  int flushing() const;
+  // The longest timeout of the layers with devices between the two; 0 if there are none.
+  double flushing() const;
 
   // Marks a device as drained: all operations pushed before a failure have finished there. Until
   // then, its calls belong to the failed step.

@@ -307,7 +307,7 @@ TEST(a_flush_ends_what_waits_for_a_skipped_call) {
       Fixture f(config_of(cpus(3)));
       const CallId id = f.next("cpu(1)");
       f.rendezvous.begin_flush(f.kLayer, direction, cpus(3));
-      CHECK_EQ(f.rendezvous.flushing(), 3);
+      CHECK_EQ(f.rendezvous.flushing(), kLong);
       const auto flush = [&](const char* device) {
         f.rendezvous.end_flush(f.kLayer, direction, device);
       };
