@@ -60,7 +60,7 @@ if not _is_run():
     from .convert.conversion import convert_sync_batchnorm, revert_sync_batchnorm
     from .deploy.export import Exported, ExportError, FileError, export
     from .distributed.group import SyncGroup, set_default_group
-    from .graph import hybrid_block, static_shape  # noqa: F401  They hook into MXNet.
+    from .graph import hooks, static_shape  # noqa: F401  They hook into MXNet.
     from .layers.batch_norm import SyncBatchNorm, SyncBatchNormReLU
     from .layers.virtual import VirtualBatchNorm
     from .training.participants import participants

@@ -77,14 +77,18 @@ def test_a_graph_is_trained_synchronized(inside, mode, tmp_path):
     statistics(net)
 
 
-def test_the_calls_of_a_compiled_graph_have_node_ids(tmp_path):
+def test_the_nodes_of_a_layer_are_numbered_where_a_graph_is_compiled(tmp_path):
+    """By blocks and by Modules, and not where it is only traced."""
+    x = mx.nd.array(images())
     net = Twice(exported(small_net(), tmp_path))
     convert_sync_batchnorm(net)
-    _, compiled = net._get_graph(mx.nd.array(images()))
-    nodes = json.loads(compiled.tojson())["nodes"]
-    ours = [node["attrs"] for node in nodes if node["op"] == "Custom"]
-    ids = {(attrs["layer"], attrs["node"]) for attrs in ours}
-    assert len(ids) == 4 and len({layer for layer, _ in ids}) == 2
+    traced = net(mx.sym.var("data"))
+    bound = traced.simple_bind(mx.cpu(), data=x.shape)._symbol
+    for symbol, ids in ((net._get_graph(x)[1], {"0", "1"}), (bound, {"0", "1"}), (traced, {None})):
+        nodes = [node["attrs"] for node in json.loads(symbol.tojson())["nodes"] if "attrs" in node]
+        ours = [attrs for attrs in nodes if "op_type" in attrs]
+        assert len(ours) == 4 and len({attrs["layer"] for attrs in ours}) == 2
+        assert {attrs.get("node") for attrs in ours} == ids
 
 
 def test_a_layer_in_two_nodes_of_a_graph(tmp_path):

@@ -1,10 +1,11 @@
-"""What the package adds to MXNet's HybridBlock. On the class: a function stored in a block would be
-shared by its copies."""
+"""What the package adds where MXNet compiles graphs. On the classes: a function stored in a block
+would be shared by its copies."""
 
 import functools
 
 from mxnet import autograd
 from mxnet.gluon import HybridBlock, SymbolBlock
+from mxnet.symbol import Symbol
 
 from .. import native
 from ..layers.batch_norm import SyncBatchNorm
@@ -65,5 +66,14 @@ def _layers(net):
                 yield each._layer
 
 
+def _with_node_ids(bind):
+    @functools.wraps(bind)
+    def numbering(symbol, *args, **kwargs):
+        return bind(with_node_ids(symbol), *args, **kwargs)
+
+    return numbering
+
+
+Symbol.bind, Symbol.simple_bind = map(_with_node_ids, (Symbol.bind, Symbol.simple_bind))
 HybridBlock._get_graph = _get_graph_to_compile
 HybridBlock._call_cached_op = _call_without_op_hooks
