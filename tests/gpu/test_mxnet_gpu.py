@@ -273,7 +273,7 @@ def test_hybridized(dtype, hybridize):
 
 
 WORKER = """
-import atexit, sys
+import sys
 sys.path[:0] = {paths!r}
 import numpy as np, mxnet as mx
 import gluon_syncbn as sbn
@@ -286,9 +286,6 @@ for hybridize in (None, dict(static_alloc=True)):
     layer = t.layer_on([t.GPUS[0]], hybridize)
     results = t.train(layer, t.GPUS[0], halves)
     np.savez({folder!r} + "/" + str(bool(hybridize)) + str(kv.rank), **results)
-# The exit handlers start threads, which Python 3.12 refuses at exit. (The package supports Python
-# 3.8 to 3.11.)
-atexit._run_exitfuncs()
 """
 
 
