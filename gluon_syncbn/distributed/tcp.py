@@ -114,9 +114,8 @@ class Server(socketserver.ThreadingTCPServer):
         if not self._logged:
             text = "The thread that answers other processes goes on after an error: %r"
             # On another thread, as nobody may read the output.
-            words = threading.Thread(target=_log.warning, args=(text, error), daemon=True)
-            with contextlib.suppress(RuntimeError):  # The system has no thread left.
-                words.start()
+            with contextlib.suppress(RuntimeError):  # There are no more threads.
+                threads.start(_log.warning, text, error)
                 self._logged = True
 
     def service_actions(self):
