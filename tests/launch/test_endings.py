@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -274,7 +275,7 @@ NO_SPACE = (
 def test_output_that_nobody_takes(script, how, code, output, errors, tmp_path):
     (tmp_path / "script.py").write_text(script)
     environment = {name: os.environ[name] for name in os.environ if "BUFFERED" not in name}
-    command = f"{sys.executable} -m gluon_syncbn.launch --from-env script.py {how}"
+    command = f"{shlex.quote(sys.executable)} -m gluon_syncbn.launch --from-env script.py {how}"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],
         capture_output=True,
