@@ -124,7 +124,8 @@ def test_without_mxnet(start, tmp_path):
 def test_children_of_workers_end_too(killed, start):
     """Also one that left the session of its worker and outlived its parent."""
     children = """
-import os, signal, time
+import ctypes, os, signal, time
+ctypes.CDLL(None).prctl(15, b"\\xff")  # A name that is no text.
 def child():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(1000)
