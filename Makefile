@@ -393,7 +393,7 @@ horovod_wheels := "$(HOROVOD_CACHE)/horovod-mxnet-$(MXNET)"
 install_horovod = $(pip) install --no-index --no-deps --force-reinstall --find-links $(horovod_wheels) $(horovod)
 build_horovod = rm -rf build/horovod && $(python) -m venv build/horovod && \
     build/horovod/bin/pip --no-input install 'setuptools<70' wheel cffi cloudpickle 'cmake<4' packaging psutil pyyaml && \
-    $(python) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+    $(python) -c 'import sysconfig; print("import sys; sys.path.append(%a)" % sysconfig.get_path("purelib"))' \
         >"$$(build/horovod/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/with_mxnet.pth" && \
     env -u MAKEFLAGS PATH="$$PWD/build/horovod/bin:$$PATH" PYTHONPATH="$$PWD/mxnet_compat/site" HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MXNET=1 \
         HOROVOD_WITHOUT_MPI=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 \

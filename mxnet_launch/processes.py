@@ -133,8 +133,9 @@ class Child:
 
     def is_stopped(self):
         """Whether a signal or a debugger has stopped it."""
-        with contextlib.suppress(OSError), open(f"/proc/{self.process.pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "Tt"
+        with contextlib.suppress(OSError), open(f"/proc/{self.process.pid}/stat", "rb") as file:
+            # The name before it may be no text.
+            return file.read().rpartition(b")")[2].split()[0] in b"Tt"
 
     def signal(self, number):
         if self.code() is None:

@@ -150,8 +150,8 @@ def _computes():
 
 def _is_busy(thread):
     try:
-        with open(f"/proc/self/task/{thread}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "RD"
+        with open(f"/proc/self/task/{thread}/stat", "rb") as file:  # A name may be no text.
+            return file.read().rpartition(b")")[2].split()[0] in b"RD"
     except OSError:  # It has ended.
         return False
 

@@ -12,6 +12,8 @@ import pytest
 from distributed_cluster import needs_horovod
 
 ROOT = Path(__file__).resolve().parents[2]
+# A .pth file. Python before 3.13 reads it as the locale says, so a path's letters are escaped.
+PACKAGES = f"import sys; sys.path += {[sysconfig.get_path('purelib'), str(ROOT)]!a}\n"
 HAS_HOOK = "import sys; assert 'mxnet_compat' in sys.modules; import mxnet; mxnet.nd.ones(1)"
 
 
@@ -69,7 +71,7 @@ def environment(tmp_path):
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    (site / "a.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+    (site / "a.pth").write_text(PACKAGES)
     return str(python), site
 
 
@@ -90,7 +92,7 @@ def test_the_switch(environment, tmp_path):
     # The package is gone, the file is not.
     (site / "a.pth").unlink()
     assert run("-c", "pass", cwd=tmp_path, python=python) == (0, "")
-    (site / "a.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+    (site / "a.pth").write_text(PACKAGES)
 
     for _ in range(2):
         code, output = doctor("--disable-mxnet-on-import")

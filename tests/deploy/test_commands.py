@@ -343,7 +343,7 @@ def test_doctor_where_all_is_well():
     kernels = sbn.native.cuda_kernels() or "not built; GPUs need them, CPUs do not"
     assert re.search(rf"^native CUDA part: +{re.escape(kernels)}$", done.stdout, re.MULTILINE)
     [(place, anchor)] = re.findall(r"^gluoncv: .*: (\S+)#(\S+)$", done.stdout, re.MULTILINE)
-    assert f"\n## {anchor}\n" in (PACKAGE.parent / place).read_text()
+    assert f"\n## {anchor}\n" in (PACKAGE.parent / place).read_text("utf-8")
 
 
 def test_without_the_native_library(tmp_path):

@@ -1,5 +1,6 @@
 """Liveness of processes: who has arrived, who has not and why, and that nothing disturbs it."""
 
+import ctypes
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from distributed_liveness import Job, at_another_port
 from gluon_syncbn.distributed import liveness as module
+from gluon_syncbn.distributed import watch
 from gluon_syncbn.distributed.answers import ABSENT, ARRIVED, FAILED, FINISHED, GONE, SILENT, Answer
 
 
@@ -112,6 +114,19 @@ def test_many_ranks_probe_each_other_within_the_patience(simulate, monkeypatch, 
     expected = {**dict.fromkeys(range(1, 64), ARRIVED), **dict.fromkeys(mute_ranks, SILENT)}
     expected.update({8: ABSENT, 9: GONE})
     assert {rank: answer.state for rank, answer in answers.items()} == expected
+
+
+def test_a_thread_whose_name_is_no_text_is_looked_at():
+    busy = []
+
+    def run():
+        ctypes.CDLL(None).prctl(15, b"\xff")  # Sets its name.
+        busy.append(watch._is_busy(threading.get_native_id()))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert busy == [True]
 
 
 def test_it_knows_recent_exchanges_and_forgets_old_ones(pair):

@@ -4,6 +4,7 @@ import functools
 import os
 import re
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -125,7 +126,8 @@ def test_without_mxnet(start, tmp_path):
 def test_children_of_workers_end_too(killed, start):
     """Also one that left the session of its worker and outlived its parent."""
     children = """
-import os, signal, time
+import ctypes, os, signal, time
+ctypes.CDLL(None).prctl(15, b"\\xff")  # A name that is no text.
 def child():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(1000)
@@ -276,7 +278,7 @@ NO_SPACE = (
 def test_output_that_nobody_takes(script, how, code, output, errors, tmp_path):
     (tmp_path / "script.py").write_text(script)
     environment = {name: os.environ[name] for name in os.environ if "BUFFERED" not in name}
-    command = f"{sys.executable} -m gluon_syncbn.launch --from-env script.py {how}"
+    command = f"{shlex.quote(sys.executable)} -m gluon_syncbn.launch --from-env script.py {how}"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],
         capture_output=True,

@@ -152,7 +152,8 @@ def test_contribs_layer_is_replaced_if_asked(options, layer, command, tmp_path):
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # An open pipe.
 def test_a_stream_of_text_and_a_store_that_no_worker_uses(tmp_path):
-    (tmp_path / "script.py").write_text("import sys; print('out ü'); print('err', file=sys.stderr)")
+    script = "import sys; sys.stdout.buffer.write(b'out \\xc3\\xbc'); print('err', file=sys.stderr)"
+    (tmp_path / "script.py").write_text(script)
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         assert launch.main(["-n", "2", str(tmp_path / "script.py")]) == 0

@@ -62,10 +62,10 @@ def is_accepted(parse, words):
     return True
 
 
-@pytest.mark.parametrize("page", [p for p in DOCS if program_of(p.read_text())], ids=name_of)
+@pytest.mark.parametrize("page", [p for p in DOCS if program_of(p.read_text("utf-8"))], ids=name_of)
 def test_code(page, tmp_path):
     program = tmp_path / f"{page.stem}.py"
-    program.write_text(program_of(page.read_text()) + "\nmx.nd.waitall()\n")
+    program.write_text(program_of(page.read_text("utf-8")) + "\nmx.nd.waitall()\n", "utf-8")
     command = [sys.executable, program.name]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -75,7 +75,7 @@ def test_code(page, tmp_path):
 def test_commands(page, monkeypatch):
     monkeypatch.setattr("os.path.isfile", lambda path: True)  # The scripts are the user's.
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for line in commands_of(page.read_text()):
+    for line in commands_of(page.read_text("utf-8")):
         for target in re.findall(r"^(?:[A-Z_]+=\S+ )*make ([a-z-]+)", line):
             assert target in targets, line
         for module, rest in re.findall(r"python -m (gluon_syncbn(?:\.launch)?) (.+)", line):
@@ -89,12 +89,12 @@ def test_commands(page, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_that_are_named_exist(page):
-    for name in FILES.findall(page.read_text()):
+    for name in FILES.findall(page.read_text("utf-8")):
         assert (ROOT / name).exists() or "NAME" in name, name
 
 
 def test_reference_has_all_public_names():
-    text = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    text = "".join(path.read_text("utf-8") for path in (ROOT / "docs" / "reference").glob("*.md"))
     found = re.findall(r"^\.\. auto(?:class|exception|function):: (\w+)$", text, re.MULTILINE)
     public = {*sbn.__all__, *sbn.distributed.__all__} - {"__version__", "distributed"}
     assert not public - set(found)

@@ -69,7 +69,8 @@ def environment_with(folder, wheel):
     run([sys.executable, *install, "--disable-pip-version-check", wheel], folder.parent)
     (site,) = folder.glob("lib/python*/site-packages")
     borrowed = Path(importlib.util.find_spec("mxnet").origin).parents[1]
-    (site / "borrowed.pth").write_text(f"{borrowed}\n")
+    # Python before 3.13 reads it as the locale says, so a path's letters are escaped.
+    (site / "borrowed.pth").write_text(f"import sys; sys.path.append({ascii(str(borrowed))})\n")
     return python
 
 
