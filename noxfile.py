@@ -15,7 +15,7 @@ CONSTRAINTS = {"3.11": ["numpy==1.23.5"]}
 PROGRAMS = ["tests/project/test_programs.py", "tests/project/test_readme.py"]
 # The tests that depend on Python, NumPy, onnx or gluoncv. The native library, and how processes and
 # devices meet, are tested on one Python. `make test-pythons ARGS="-- tests"` runs all quick tests.
-TESTS = "compat convert deploy examples project/test_docs.py training".split()
+TESTS = "compat convert deploy examples launch/test_launch.py project/test_docs.py training".split()
 TESTS += [f"layers/test_{name}.py" for name in "amp bad_input batch_norm numpy_arrays".split()]
 TESTS += [f"distributed/test_{name}.py" for name in ("channels", "liveness")]
 

@@ -164,9 +164,10 @@ def _launch(options, stack):
     mxnet_compat.inherit(environment)  # A script may import mxnet first.
     timeout, cluster, joining = _timeout(environment), None, tuple
     if options.from_env and has_dmlc_role(environment):
-        role, port = environment["DMLC_ROLE"], environment["DMLC_PS_ROOT_PORT"]
-        if role == "scheduler" and port.isdigit():
-            stack.enter_context(_free_port(environment["DMLC_PS_ROOT_URI"], int(port)))
+        role = environment["DMLC_ROLE"]
+        if role == "scheduler":
+            port = _root_port(environment["DMLC_PS_ROOT_PORT"])
+            stack.enter_context(_free_port(environment["DMLC_PS_ROOT_URI"], port))
         specs = [(role, environment)]
     else:
         if options.from_env:
@@ -197,6 +198,13 @@ def _timeout(environment):
     with contextlib.suppress(argparse.ArgumentTypeError):
         return between(1e-3, 10**6, float)(environment.get("GLUON_SYNCBN_TIMEOUT", ""))
     return 300.0
+
+
+def _root_port(text):
+    try:
+        return between(1, 65535)(text)
+    except argparse.ArgumentTypeError as error:
+        raise LaunchError(f"DMLC_PS_ROOT_PORT: {error}") from error
 
 
 @contextlib.contextmanager

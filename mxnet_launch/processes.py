@@ -29,7 +29,7 @@ _SAME_SIGNAL_SECONDS = 0.5
 _TAIL_LINES, _TAIL_COLUMNS = 20, 400
 _LONGEST_LINE = 1 << 20
 _SAY_SECONDS = 2
-_locks = {}  # By stream. Each is held while somebody writes to the stream.
+_locks = {}  # By file. Each is held while somebody writes to the file.
 
 
 def say(text):
@@ -46,10 +46,19 @@ def is_blocked():
     return any(lock.locked() for lock in list(_locks.values()))
 
 
+def _file(stream):
+    """Equal for streams that go to one file or pipe, such as after 2>&1."""
+    try:
+        found = os.fstat(stream.fileno())
+    except (AttributeError, OSError, ValueError):
+        return stream
+    return found.st_dev, found.st_ino
+
+
 def _write(stream, text):
     """Writes whole lines. Returns the error if they cannot be written."""
     data = text.encode(errors="surrogateescape")
-    with _locks.setdefault(stream, threading.Lock()):
+    with _locks.setdefault(_file(stream), threading.Lock()):
         try:
             if hasattr(stream, "buffer"):
                 stream.buffer.write(data)

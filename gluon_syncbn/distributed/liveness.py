@@ -10,6 +10,7 @@ import logging
 import math
 import secrets
 import socket
+import threading
 import time
 
 from mxnet_launch.patience import Patience
@@ -143,11 +144,11 @@ class Liveness:
         exchange `key`. Returns {rank: Answer} within `patience` seconds."""
         content = [_shortened(key), self.rank, self._status]
         others = [rank for rank in ranks or range(self.size) if rank != self.rank]
-        seconds = patience / max(1, math.ceil(len(others) / _MOST_AT_ONCE))
         ends = _now() + patience
-        left, answers = iter(others), {}
+        left, answers, ready = iter(others), {}, threading.Event()
 
         def work():
+            ready.wait()
             for rank in left:
                 answers[rank] = _probe(*self._addresses[rank], content, min(ends, _now() + seconds))
 
@@ -155,6 +156,8 @@ class Liveness:
         with contextlib.suppress(RuntimeError):  # There are no more threads.
             for _ in others[:_MOST_AT_ONCE]:
                 started.append(threads.start(work))
+        seconds = patience / max(1, math.ceil(len(others) / max(1, len(started))))
+        ready.set()
         if not started:
             work()
         for end in started:

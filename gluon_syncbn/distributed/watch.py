@@ -1,7 +1,6 @@
 """Ends a process that hangs in a call without a time limit: of MXNet's engine, the Trainer, the
 store or Horovod."""
 
-import contextlib
 import logging
 import os
 import sys
@@ -160,6 +159,8 @@ def _end(text):
     """Ends this process, whatever its threads are doing."""
     shutdown.abandon()
     # Logging may block: nobody may read the output, or the hanging thread may be logging.
-    with contextlib.suppress(RuntimeError):  # There are no more threads.
+    try:
         threads.start(_log.error, "%s", text).wait(_LAST_WORDS)
+    except RuntimeError:  # There are no more threads.
+        _log.error("%s", text)
     os._exit(1)

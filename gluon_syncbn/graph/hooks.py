@@ -33,7 +33,7 @@ def _get_graph_to_compile(block, *args):
 def _call_without_op_hooks(block, *args):
     for layer in _layers(block) if block._callback and autograd.is_training() else ():
         for devices in layer.device_groups():
-            if len(devices) > 1:
+            if len(devices) > 1 and not layer.settings()["use_global_stats"]:
                 # MXNet loses the error of a hook that would wait until the timeout.
                 raise ValueError(
                     f"{block.name} has an op hook (register_op_hook), and its {layer.name} "

@@ -9,6 +9,7 @@ import functools
 
 import mxnet as mx
 
+from .. import native
 from .symbols import OUR_OPERATOR, Graph
 
 
@@ -17,11 +18,12 @@ def _with_statistics_as_data(init):
     def init_in_order(self, sym, flags=()):
         values = dict(flags)
         parameters = values.get("param_indices", ())
-        if values.get("static_shape") and parameters:
+        if values.get("static_shape") and parameters and native.OP_TYPE in sym.tojson():
             names = sym.list_inputs()
             ours = _running_statistics(sym)
             values["param_indices"] = [i for i in parameters if names[i] not in ours]
-            values["data_indices"] += [i for i in parameters if names[i] in ours]
+            data = (i for i in parameters if names[i] in ours)
+            values["data_indices"] = [*values.get("data_indices", ()), *data]
         init(self, sym, list(values.items()))
 
     return init_in_order

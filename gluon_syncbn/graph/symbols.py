@@ -263,6 +263,8 @@ def unfused(node, y, residual):
 def with_node_ids(symbol):
     """A symbol in which the nodes of a layer that has several are numbered, in the order of the
     graph. So the numbers depend on the graph alone, not on what else a process has traced."""
+    if symbol.tojson().count(native.OP_TYPE) < 2:
+        return symbol
     graph = Graph(symbol)
     nodes_of = collections.defaultdict(list)
     for node in graph.nodes():

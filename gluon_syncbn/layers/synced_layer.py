@@ -66,6 +66,9 @@ class SyncedLayer(native.Layer):
     as the parameters exist.
     """
 
+    # Weak references, until `enter` and after `leave`.
+    _parameters, _block = (lambda: None,) * 4, staticmethod(lambda: None)
+
     @classmethod
     def of(cls, block):
         """The layer of a block. One that was reverted gets its own again: other processes may have
@@ -91,11 +94,11 @@ class SyncedLayer(native.Layer):
         self.forget()
         # Graphs made before may still use this layer.
         self.settings()
-        self._block = lambda: None
+        del self._block
         for parameter in self._parameters[:2]:
             if isinstance(parameter(), _ObservedParameter):
                 _ObservedParameter.detach(parameter(), self)
-        self._parameters = [lambda: None] * len(self._parameters)
+        del self._parameters
         _left[block] = self
 
     def join(self, group, num_devices):

@@ -343,7 +343,7 @@ def call_within(seconds, function, otherwise):
         finally:
             bounded.discard(threading.get_ident())
 
-    end = threads.start(call)
+    end = threads.start(call, patience=min(seconds, 1.0))
     patience = Patience(seconds)
     try:
         while not end.wait(min(seconds / 10, 1.0)) and patience.waited() < seconds:

@@ -108,8 +108,8 @@ def _let_the_last_step_end():
     """Waits for the last step, which other processes may need, unless a call waits here for a
     device that never arrives. Returns an Event that is set at its end, or None."""
     try:
-        end = threads.start(_wait_for_all)
-    except RuntimeError:  # In a forked process, whose last step no other needs.
+        end = threads.start(_wait_for_all, patience=1.0)
+    except RuntimeError:  # As in a forked process, whose last step no other needs.
         return None
     while not (end.wait(0.1) or _abandoned or library.gluon_syncbn_stuck_seconds() > _PATIENCE):
         pass

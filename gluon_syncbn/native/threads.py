@@ -2,10 +2,12 @@
 the system may refuse one at any time."""
 
 import collections
+import contextlib
 import logging
 import os
 import queue
 import threading
+import time
 
 # How many threads wait for work.
 _READY = 4
@@ -14,16 +16,26 @@ _log = logging.getLogger("gluon_syncbn")
 _idle = collections.deque()
 
 
-def start(function, *arguments):
+def start(function, *arguments, patience=0.0):
     """Calls function(*arguments) on a daemon thread: one that waits for work, or else a new one.
-    Returns an Event that is set when the call has ended. Raises RuntimeError without a thread."""
+    Returns an Event that is set when the call has ended. Raises RuntimeError if there is no thread
+    within `patience` seconds."""
     done = threading.Event()
-    try:
-        work = _idle.pop()
-    except IndexError:
-        work = _new()
-    work.put((function, arguments, done))
+    _take(patience).put((function, arguments, done))
     return done
+
+
+def _take(patience):
+    ends = time.monotonic() + patience
+    while True:
+        with contextlib.suppress(IndexError):
+            return _idle.pop()
+        try:
+            return _new()
+        except RuntimeError:
+            if time.monotonic() >= ends:
+                raise
+            time.sleep(0.01)
 
 
 def _new():

@@ -42,12 +42,15 @@ class participants:
         The active ones: call every layer on each of them, and on no others. An array may stand for
         its device.
     trainer : mxnet.gluon.Trainer, optional
-        Needed only for a Trainer that was made before gluon_syncbn was imported.
+        Needed only for a Trainer that was made before gluon_syncbn was imported. Make Trainers
+        before the context. A subclass with a ``step`` of its own must call the Trainer's ``step``
+        or ``allreduce_grads``.
 
     Raises
     ------
     ValueError
-        If there are no devices, or one on which no net is, or within another `participants`.
+        If there are no devices, or one on which no layer or Trainer has parameters, or within
+        another `participants`.
     TypeError
         For anything but a Trainer as `trainer`.
     MXNetError
@@ -125,8 +128,8 @@ class participants:
         unknown = [device for device in self._devices if device not in known]
         if known and unknown:
             raise ValueError(
-                f"participants got {', '.join(unknown)}, where no net is: give some of "
-                f"{', '.join(sorted(known))}."
+                f"participants got {', '.join(unknown)}, where no layer or Trainer has parameters: "
+                f"give some of {', '.join(sorted(known))}."
             )
 
     def _divided(self, devices):

@@ -47,7 +47,8 @@ def adds_here_alone(trainer):
         is_local = getattr(store, "num_workers", None) == 1
     return (
         is_local
-        and type(trainer)._allreduce_grads is Trainer._allreduce_grads
+        # Neither a subclass nor a function in the Trainer itself adds them.
+        and getattr(trainer._allreduce_grads, "__func__", None) is Trainer._allreduce_grads
         # Horovod's DistributedOptimizer adds them.
         and not type(trainer._optimizer).__module__.startswith("horovod.")
     )

@@ -79,6 +79,7 @@ def trainers_that_add_here_alone(world):
         "unknown store": lambda own: make(own, "sgd", kvstore=mx.kv.create("horovod")),
         "no store": lambda own: make(own, "sgd", kvstore=None),
         "another way": lambda own: Adds(own, "sgd"),
+        "a function of its own": lambda own: vars(make(own, "sgd")).update(_allreduce_grads=print),
         "another net": lambda own: make(other.collect_params(), "sgd"),
         "store": lambda own: make(own, "sgd", kvstore=world.kv, update_on_kvstore=False),
     }

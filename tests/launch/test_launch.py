@@ -228,6 +228,10 @@ def test_more_workers_than_the_kvstore_takes(tmp_path, capsys):
             "DMLC_ROLE is set and DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER missing",
         ),
         ({**ALONE, "DMLC_ROLE": "boss"}, "DMLC_ROLE must be worker, server or scheduler"),
+        (
+            {**ALONE, "DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": "99999"},
+            "DMLC_PS_ROOT_PORT: expected a number from 1 to 65535, got '99999'",
+        ),
     ],
 )
 def test_a_wrong_environment(environment, sentence, tmp_path, monkeypatch, capsys):

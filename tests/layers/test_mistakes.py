@@ -34,10 +34,10 @@ def negative_variance(tmp_path):
     sbn.export(net, str(tmp_path / "net"), input_shape=SHAPE, onnx=str(tmp_path / "net.onnx"))
 
 
-def hooked(devices):
+def hooked(devices, **arguments):
     """A net with an op hook that reads values, and the sums that it has read."""
     net = nn.HybridSequential(prefix="net_")
-    net.add(layer_of())
+    net.add(layer_of(**arguments))
     net.collect_params().reset_ctx(contexts(devices))
     net.hybridize()
     read = []
@@ -134,7 +134,9 @@ def test_op_hooks_that_wait_for_no_other_device():
     train(net).wait_to_read()
     net, also_read = hooked(2)
     net(mx.nd.ones(SHAPE, ctx=context(0))).wait_to_read()
-    assert len(read) >= 3 and len(also_read) >= 3
+    net, from_frozen = hooked(2, use_global_stats=True)
+    train(net).wait_to_read()
+    assert all(len(values) >= 3 for values in (read, also_read, from_frozen))
 
 
 @needs_onnx

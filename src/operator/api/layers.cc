@@ -6,6 +6,7 @@
 #include <iterator>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "api/exports.h"
@@ -314,6 +315,7 @@ SBN_EXPORT void gluon_syncbn_struct_sizes(int64_t (&sizes)[9]) {
                         sizeof(HorovodSums),
                         sizeof(gluon_syncbn_callbacks),
                         sizeof(MXNetApi)};
+  static_assert(std::size(own) == std::extent_v<std::remove_reference_t<decltype(sizes)>>);
   std::copy(std::begin(own), std::end(own), sizes);
 }
 

@@ -207,7 +207,7 @@ bool SharedMemoryTransport::arrive() {
   if (!slots_.counts) return false;
   slots_.sizes()[rank_] = size_;
   if (slots_.size == size_) {
-    std::memcpy(slots_.slot(rank_, call_), mine_, sizeof(double) * static_cast<size_t>(size_));
+    std::copy_n(mine_, size_, slots_.slot(rank_, call_));
   }
   arrived_ = true;
   slots_.counts->arrived.fetch_add(1);
@@ -252,14 +252,13 @@ Answer SharedMemoryTransport::unpack(double* values) {
   for (int64_t rank = 1; rank < ranks_ && are_of_one_call; ++rank) {
     are_of_one_call = slot(rank)[0] == slot(0)[0];
   }
-  const size_t bytes = sizeof(double) * static_cast<size_t>(size_);
   if (!are_of_one_call) {
     for (int64_t rank = 0; rank < ranks_; ++rank) {
-      std::memcpy(values + size_ * rank, slot(rank), bytes);
+      values = std::copy_n(slot(rank), size_, values);
     }
     return Answer::kValues;
   }
-  std::memcpy(values, slot(0), bytes);
+  std::copy_n(slot(0), size_, values);
   for (int64_t rank = 1; rank < ranks_; ++rank) add_message(slot(rank), size_, values);
   return Answer::kSums;
 }

@@ -26,7 +26,7 @@ constexpr double kLong = 100;
 constexpr int kKey = 1000001;
 
 inline bool same_bits(const double* a, const double* b, size_t n) {
-  return std::memcmp(a, b, n * sizeof(double)) == 0;
+  return n == 0 || std::memcmp(a, b, n * sizeof(double)) == 0;
 }
 
 // Doubles of any bits: infinities, NaN of every kind, denormals, zeros of both signs.
