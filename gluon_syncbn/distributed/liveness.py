@@ -108,7 +108,7 @@ class Liveness:
             missing = {
                 rank: answer
                 for rank, answer in answers.items()
-                if (answer.status or [None])[0] != FINISHED
+                if (answer.status or self._statuses.get(rank) or [None])[0] != FINISHED
             }
             if not missing:
                 return
@@ -163,11 +163,10 @@ class Liveness:
         for end in started:
             end.wait(max(0.0, ends - _now()))
         found = {rank: answers.get(rank, Answer(SILENT)) for rank in others}
-        # A process that is gone may have told its status before.
-        return {
-            rank: a if a.status else a._replace(status=self._statuses.get(rank))
-            for rank, a in found.items()
-        }
+        for rank, answer in found.items():
+            if answer.state == GONE:  # It may have told its status before.
+                found[rank] = answer._replace(status=self._statuses.get(rank))
+        return found
 
     def _answer(self, connection):
         ends = _now() + _CONNECTION_LIFE

@@ -1,16 +1,17 @@
-"""Threads that exist before they are needed. Python 3.12 starts none once the script has ended, and
-the system may refuse one at any time."""
+"""Threads, some of which exist before they are needed: Python 3.12 starts none once the script has
+ended."""
 
 import collections
 import contextlib
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 
-# How many threads wait for work.
-_READY = 4
+# How many threads wait for work. Where they are not needed, a fork has fewer threads to warn of.
+_READY = 4 if sys.version_info[:2] == (3, 12) else 0
 _log = logging.getLogger("gluon_syncbn")
 # Where each of them takes its work.
 _idle = collections.deque()

@@ -104,7 +104,10 @@ def test_the_switch(environment, tmp_path):
 @pytest.mark.skipif(not mxnet_compat.is_needed(), reason="horovodrun needs no switch")
 def test_horovodrun_in_a_new_environment(environment, tmp_path):
     """It imports mxnet itself."""
-    python, _ = environment
+    python, site = environment
+    if sys.version_info >= (3, 12):  # Horovod needs distutils, which setuptools has.
+        shim = "import _distutils_hack; _distutils_hack.add_shim()\n"
+        (site / "a.pth").write_text(PACKAGES + shim)
     command = ["-m", "horovod.runner.launch", "-np", "1", "--gloo", python, "-c", "print('ran')"]
     code, output = run(*command, cwd=tmp_path, python=python)
     assert code != 0 and "Gloo support has not been built" in output, output

@@ -232,6 +232,7 @@ def test_fork_between_steps():
     """The parent and the child both train on, and so does one with the workers of a DataLoader."""
     body = """
         import multiprocessing
+        import warnings
         import numpy as np
 
         norm = sbn.SyncBatchNorm(in_channels=64)
@@ -257,6 +258,7 @@ def test_fork_between_steps():
             assert [float(loss.asscalar()) for loss in losses] == [0, 0]
             for loss in step():
                 loss.wait_to_read()
+        warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads.
         if os.fork() == 0:
             sys.exit(5)
         assert os.wait()[1] >> 8 == 5

@@ -1,10 +1,8 @@
 """For the processes that tests start. MXNet imports scikit-learn and scipy.stats where they are,
 which is half of its start, and uses them for nothing here. In the MXNet of `make test-gpu`, its own
-operators compute on simulated GPUs. Once the script has ended, no thread can be started, as with
-Python 3.12."""
+operators compute on simulated GPUs."""
 
 import sys
-import threading
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -35,15 +33,5 @@ def _with_simulated_gpus(name):
     return spec
 
 
-def _shutdown(end=threading._shutdown):
-    threading._start_new_thread = threading._start_joinable_thread = _refuse
-    end()
-
-
-def _refuse(*_, **__):
-    raise RuntimeError("can't create new thread at interpreter shutdown")
-
-
-threading._shutdown = _shutdown
 # After mxnet_compat's.
 sys.meta_path.insert(sys.meta_path.index(PathFinder), _ForMXNet())
