@@ -181,9 +181,7 @@ def _register(mxnet):
 
 
 class Layer:
-    """A layer of the native library: a unique id, a name, devices, a timeout."""
-
-    timeout = 0.0  # Until set_devices.
+    """A layer of the native library: a unique id, a name, devices."""
 
     def __init__(self, name):
         self.id = next(_ids)
@@ -211,7 +209,6 @@ class Layer:
         (processes, size), or their sums, shape (1, size). config_error: why the layer cannot train
         there. notice: what the first call in training of this process logs."""
         self.devices = tuple(devices)
-        self.timeout = timeout
         self.exchange = exchange
         # Calls may still be on their way to an exchange when the net is dropped, and other
         # processes wait for them.
