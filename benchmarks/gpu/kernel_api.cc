@@ -85,7 +85,7 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_forward(int dtype, int64_t C, int device
                              0,
                              epsilon,
                              all,
-                             count},
+                             {count, count, 1}},
                             {}, stream);
   });
 }
@@ -156,21 +156,13 @@ SBN_EXPORT int gluon_syncbn_cuda_calls(int device, int dtype, int64_t N, int64_t
       view, dy, x, nullptr, gamma, beta, {}, dx, Store::kWrite, nullptr, Store::kWrite, nullptr};
   try {
     for (int i = 0; i < rounds; ++i) {
-      const auto statistics = forward_on_gpu({device,
-                                              type,
-                                              "data",
-                                              1e-5,
-                                              {forward},
-                                              true,
-                                              {},
-                                              {running_mean, running_variance, nullptr},
-                                              true,
-                                              {},
-                                              nullptr,
-                                              {},
-                                              {},
-                                              1});
-      backward_on_gpu({device, type, "data", {backward}, statistics, true, {}, {dgamma}, {dbeta}});
+      Kept kept;
+      const ForwardTask forth{
+          type, "data", 1e-5, {forward}, true, {running_mean, running_variance, nullptr},
+          true, {},     {},   {},        1,    &kept};
+      gpu_pass(device, {}, forth)->alone();
+      const BackwardTask back{type, "data", {backward}, kept, true, {dgamma}, {dbeta}};
+      gpu_pass(device, {}, back)->alone();
     }
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());

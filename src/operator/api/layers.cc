@@ -215,7 +215,6 @@ SBN_EXPORT void gluon_syncbn_configure(int64_t layer, const gluon_syncbn_layer_c
   config.end_rank = static_cast<size_t>(from->end_rank);
   config.config_error = from->config_error;
   config.notice = from->notice;
-  for (const std::string& device : config.devices) config.has_gpus |= gpu_of(device) >= 0;
   process.rendezvous->configure(layer, config);
 }
 

@@ -1,3 +1,6 @@
+// A forward or backward: checks, a task of MXNet's arrays, and three steps, in synchronize(): this
+// device's sums, the sums of all devices, and the results. Every error ends up in run(), which
+// tells the devices that wait, and the arrays.
 #include "call/call.h"
 
 #include <algorithm>
@@ -7,7 +10,8 @@
 
 #include "call/process.h"
 #include "call/virtual_devices.h"
-#include "cuda/device.h"
+#include "cpu/passes.h"
+#include "cuda/passes.h"
 #include "mxnet/engine_errors.h"
 
 namespace gluon_syncbn {
@@ -17,63 +21,9 @@ namespace {
 // auxiliary states; in backward gradients of outputs, inputs, outputs, gradients of inputs.
 constexpr int kBackwardInputs = kNumOutputs;
 
-// What a device contributes if the last to arrive runs the kernels for all.
-template <typename Part>
-struct PartContribution : Contribution {
-  PartContribution(const Part& p, DType dtype) : Contribution{p.view.C, name_of(dtype)}, part(&p) {}
-
-  const Part* part;
-  BatchPtr batch;
-};
-
-template <typename Part>
-std::vector<const Part*> parts_of(const std::vector<Contribution*>& contributions) {
-  std::vector<const Part*> parts;
-  for (const Contribution* contribution : contributions) {
-    parts.push_back(static_cast<const PartContribution<Part>*>(contribution)->part);
-  }
-  return parts;
+Result result(const Arrays& arrays, int array, int request) {
+  return {request == kNullOp ? nullptr : arrays.data(array), request == kAddTo};
 }
-
-// y of one part.
-void normalize(const Kernels& kernels, const ForwardShard& p, const Batch& batch) {
-  if (p.y) kernels.forward(p, batch.channels.data());
-}
-
-// y of all parts, and their statistics.
-BatchPtr normalize_all(const Kernels& kernels, const std::vector<const ForwardShard*>& parts,
-                       double epsilon) {
-  Batch batch{std::vector<Statistics>(parts[0]->view.C)};
-  for (const ForwardShard* part : parts) {
-    batch.count += static_cast<double>(part->view.N * part->view.S);
-  }
-  kernels.forward_together(parts, epsilon, batch.channels.data());
-  return std::make_shared<const Batch>(std::move(batch));
-}
-
-template <typename F>
-void write_values(const Arrays& arrays, int array, int request, DType dtype, int64_t size,
-                  const F& value) {
-  if (request == kNullOp) return;
-  void* const values = arrays.data(array);
-  for (int64_t i = 0; i < size; ++i) {
-    write_parameter(dtype, values, i, value(i), store_of(request));
-  }
-}
-
-// What a GPU contributes if all of them add the sums.
-struct SharedContribution : Contribution {
-  const SharedSums& own;
-  std::vector<SharedSums> all;
-};
-
-// The running mean, variance, and the number of batches or null.
-struct RunningPointers {
-  void* each[3];
-  RunningPointers(const Arrays& arrays, int first, bool cumulative)
-      : each{arrays.data(first + kRunningMean), arrays.data(first + kRunningVar),
-             cumulative ? arrays.data(first + kNumBatches) : nullptr} {}
-};
 
 }  // namespace
 
@@ -178,8 +128,7 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
   check_device();
   // So that a backward after a failed forward finds none.
   channels_ = 0;
-  batches_.clear();
-  on_gpu_ = {};
+  kept_ = {};
   has_met_ = false;
   id_ = CallId{-1, 0, 0, nullptr};
   from_batch_ = is_train && !attributes_.use_global_stats;
@@ -201,21 +150,8 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
         "backward reads y, and y was requested to be added to another array: request it with "
         "'write'.");
   }
-  const bool wanted = requests[kOutput] != kNullOp && view.size() > 0;
-  const ForwardShard whole{view,
-                           arrays.data(kData),
-                           gamma(arrays.data(kGamma)),
-                           arrays.data(kBeta),
-                           attributes_.residual ? arrays.data(kResidual) : nullptr,
-                           attributes_.epilogue,
-                           wanted ? arrays.data(outputs_ + kOutput) : nullptr,
-                           store_of(requests[kOutput])};
   if (from_batch_ && attributes_.running.cumulative) check_count(arrays);
-  if (gpu_ < 0) {
-    batches_ = forward_by_cpu(arrays, requests, whole);
-  } else {
-    on_gpu_ = forward_by_cuda(arrays, requests, whole);
-  }
+  synchronize(Direction::kForward, forward_task(arrays, requests, view));
   channels_ = view.C;
 }
 
@@ -230,254 +166,88 @@ void Call::backward_pass(const Arrays& arrays, const int* requests) {
     for (const int input : {kGamma, kBeta}) clear(arrays, gradients_ + input, requests[input]);
     return;
   }
+  synchronize(Direction::kBackward, backward_task(arrays, requests, view));
+}
+
+template <typename Task>
+void Call::synchronize(Direction direction, const Task& task) {
+  const Others others = others_of_batch();
+  const std::unique_ptr<Pass> pass = gpu_ < 0 ? cpu_pass(task) : gpu_pass(gpu_, others.gpus, task);
+  if (!others.exist) return pass->alone();
+  const PassSums own = pass->sums();
+  const PassSums all =
+      process.rendezvous->reduce(layer_, id_, direction, device_, name_of(dtype_), own);
+  has_met_ = true;
+  pass->finish(all);
+}
+
+Call::Others Call::others_of_batch() const {
+  if (!is_shared()) return {};
+  const Members all = process.rendezvous->members_of(layer_, id_, device_);
+  Others others{all.count > 1 || all.exchanges, {}};
+  if (gpu_ < 0 || !others.exist || all.exchanges || all.count > kMaxDevices) return others;
+  for (const std::string& device : all.devices) others.gpus.push_back(gpu_of(device));
+  const bool has_cpus = std::count(others.gpus.begin(), others.gpus.end(), -1) > 0;
+  if (has_cpus) others.gpus.clear();
+  return others;
+}
+
+ForwardTask Call::forward_task(const Arrays& arrays, const int* requests, const View& view) {
+  const bool wanted = requests[kOutput] != kNullOp && view.size() > 0;
+  const ForwardShard whole{view,
+                           arrays.data(kData),
+                           gamma(arrays.data(kGamma)),
+                           arrays.data(kBeta),
+                           attributes_.residual ? arrays.data(kResidual) : nullptr,
+                           attributes_.epilogue,
+                           wanted ? arrays.data(outputs_ + kOutput) : nullptr,
+                           store_of(requests[kOutput])};
+  const auto running = [&](int array) { return arrays.data(running_arrays_ + array); };
+  return {dtype_,
+          arrays.text(kData),
+          attributes_.epsilon,
+          chunks_of(whole, arrays.samples(kData)),
+          from_batch_,
+          {running(kRunningMean), running(kRunningVar),
+           attributes_.running.cumulative ? running(kNumBatches) : nullptr},
+          // A process that has run out of data repeats its last batch.
+          process.rendezvous->has_data(is_shared() ? layer_ : nullptr),
+          attributes_.running,
+          result(arrays, outputs_ + kMean, requests[kMean]),
+          result(arrays, outputs_ + kInvStd, requests[kInvStd]),
+          std::max(1, attributes_.virtual_devices),
+          &kept_};
+}
+
+BackwardTask Call::backward_task(const Arrays& arrays, const int* requests,
+                                 const View& view) const {
   const auto input = [&](int i, bool needed) -> const void* {
     return needed ? arrays.data(kBackwardInputs + i) : nullptr;
   };
   // A device that wants no gradient still synchronizes, as others may want theirs.
-  const auto gradient = [&](int i) -> void* {
-    return requests[i] == kNullOp ? nullptr : arrays.data(gradients_ + i);
-  };
-  const int inputs = attributes_.inputs();
+  const auto gradient = [&](int i) { return result(arrays, gradients_ + i, requests[i]); };
+  const bool residual = attributes_.residual;
   const BackwardShard whole{view,
                             arrays.data(kOutput),
                             input(kData, attributes_.needs_x()),
-                            input(inputs + kOutput, attributes_.needs_y()),
+                            input(attributes_.inputs() + kOutput, attributes_.needs_y()),
                             gamma(input(kGamma, true)),
                             input(kBeta, attributes_.needs_beta()),
                             attributes_.epilogue,
-                            gradient(kData),
+                            gradient(kData).to,
                             store_of(requests[kData]),
-                            attributes_.residual ? gradient(kResidual) : nullptr,
-                            attributes_.residual ? store_of(requests[kResidual]) : Store::kWrite,
+                            residual ? gradient(kResidual).to : nullptr,
+                            residual ? store_of(requests[kResidual]) : Store::kWrite,
                             nullptr};
-  if (gpu_ < 0) {
-    backward_by_cpu(arrays, requests, whole);
-  } else {
-    backward_by_cuda(arrays, requests, whole);
-  }
-}
-
-std::vector<BatchPtr> Call::forward_by_cpu(const Arrays& arrays, const int* requests,
-                                           const ForwardShard& whole) {
-  const Kernels& kernels = cpu_kernels(dtype_);
-  const RunningPointers running(arrays, running_arrays_, attributes_.running.cumulative);
-  std::vector<BatchPtr> batches;
-  if (!from_batch_) {
-    batches.push_back(
-        given_batch(whole.view.C, running.each[kRunningMean], running.each[kRunningVar]));
-    normalize(kernels, whole, *batches[0]);
-  } else if (is_shared()) {
-    batches.push_back(synchronized_forward(whole));
-  } else {
-    for (const ForwardShard& part : chunks_of(whole, arrays.samples(kData))) {
-      batches.push_back(normalize_all(kernels, {&part}, attributes_.epsilon));
-    }
-  }
-  if (from_batch_) update_running(batches, running.each);
-  write_statistics(arrays, requests, batches);
-  return batches;
-}
-
-void Call::backward_by_cpu(const Arrays& arrays, const int* requests, const BackwardShard& whole) {
-  const Kernels& kernels = cpu_kernels(dtype_);
-  const View& view = whole.view;
-  std::vector<ChannelSums> sums(view.C);
-  // Of this device only: the Trainer adds them over the devices.
-  std::vector<double> dgamma(view.C), dbeta(view.C);
-  const auto parts = chunks_of(whole, arrays.samples(kOutput));
-  for (size_t i = 0; i < parts.size(); ++i) {
-    BackwardShard part = parts[i];
-    part.sums = sums.data();
-    const Statistics* const statistics = batches_[i]->channels.data();
-    if (!from_batch_) {
-      kernels.backward_sums(part, statistics);
-      const std::vector<ChannelSums> zeros(view.C);
-      if (part.dx || part.dresidual) kernels.backward(part, statistics, zeros.data(), 0);
-    } else if (is_shared()) {
-      synchronized_backward(part);
-    } else {
-      kernels.backward_together({&part}, statistics);
-    }
-    for (int64_t c = 0; c < view.C; ++c) {
-      // The sums are of (x - mean), or of (x - mean) * inv_std * gamma if x is recovered.
-      const double gamma =
-          whole.gamma ? effective_gamma(parameter(dtype_, whole.gamma, c), attributes_.epilogue)
-                      : 1;
-      const double inv_std = whole.recovers_x() ? 1 / gamma : statistics[c].inv_std;
-      dgamma[c] += sums[c].second.value() * inv_std;
-      dbeta[c] += sums[c].first.value();
-    }
-  }
-  write_values(arrays, gradients_ + kGamma, requests[kGamma], dtype_, view.C,
-               [&](int64_t c) { return attributes_.fix_gamma ? 0 : dgamma[c]; });
-  write_values(arrays, gradients_ + kBeta, requests[kBeta], dtype_, view.C,
-               [&](int64_t c) { return dbeta[c]; });
-}
-
-KeptOnGpu Call::forward_by_cuda(const Arrays& arrays, const int* requests,
-                                const ForwardShard& whole) {
-  const RunningPointers running(arrays, running_arrays_, attributes_.running.cumulative);
-  const auto result = [&](int output) {
-    return Result{requests[output] == kNullOp ? nullptr : arrays.data(outputs_ + output),
-                  requests[output] == kAddTo};
-  };
-  GpuForward task{gpu_,
-                  dtype_,
-                  arrays.text(kData),
-                  attributes_.epsilon,
-                  chunks_of(whole, arrays.samples(kData)),
-                  from_batch_,
-                  together(Direction::kForward, whole.view.C),
-                  {running.each[0], running.each[1], running.each[2]},
-                  has_data(),
-                  attributes_.running,
-                  nullptr,
-                  result(kMean),
-                  result(kInvStd),
-                  std::max(1, attributes_.virtual_devices)};
-  // The host has all statistics, or adds those of virtual devices.
-  if (task.together.reduce || task.parts.size() > 1) {
-    task.update_on_host = [&](const std::vector<BatchPtr>& batches, void* const(&on_host)[3]) {
-      return update_running(batches, on_host);
-    };
-  }
-  return forward_on_gpu(task);
-}
-
-void Call::backward_by_cuda(const Arrays& arrays, const int* requests, const BackwardShard& whole) {
-  const auto result = [&](int input) {
-    return Result{requests[input] == kNullOp ? nullptr : arrays.data(gradients_ + input),
-                  requests[input] == kAddTo};
-  };
-  backward_on_gpu({gpu_, dtype_, arrays.text(kOutput), chunks_of(whole, arrays.samples(kOutput)),
-                   on_gpu_, from_batch_, together(Direction::kBackward, whole.view.C),
-                   result(kGamma), result(kBeta)});
-}
-
-BatchPtr Call::synchronized_forward(const ForwardShard& part) {
-  const Kernels& kernels = cpu_kernels(dtype_);
-  const int64_t channels = part.view.C;
-  if (!process.rendezvous->shares_memory(layer_)) {
-    std::vector<ChannelSums> sums(channels);
-    Batch batch{std::vector<Statistics>(channels)};
-    batch.count = static_cast<double>(part.view.N * part.view.S);
-    kernels.forward_sums(part.view, part.x, sums.data());
-    process.rendezvous->reduce(layer_, id_, Direction::kForward, device_, name_of(dtype_), &sums,
-                               &batch.count);
-    for (int64_t c = 0; c < channels; ++c) {
-      batch.channels[c] = batch_statistics(sums[c], batch.count, attributes_.epsilon);
-    }
-    normalize(kernels, part, batch);
-    return std::make_shared<const Batch>(std::move(batch));
-  }
-  using Mine = PartContribution<ForwardShard>;
-  Mine mine(part, dtype_);
-  process.rendezvous->meet(
-      layer_, id_, Direction::kForward, device_, &mine, [&](const std::vector<Contribution*>& all) {
-        const BatchPtr batch =
-            normalize_all(kernels, parts_of<ForwardShard>(all), attributes_.epsilon);
-        for (Contribution* each : all) static_cast<Mine*>(each)->batch = batch;
-      });
-  return mine.batch;
-}
-
-void Call::synchronized_backward(const BackwardShard& part) {
-  const Kernels& kernels = cpu_kernels(dtype_);
-  const Statistics* const statistics = batches_[0]->channels.data();
-  if (!process.rendezvous->shares_memory(layer_)) {
-    kernels.backward_sums(part, statistics);
-    std::vector<ChannelSums> sums(part.sums, part.sums + part.view.C);
-    double count = static_cast<double>(part.view.N * part.view.S);
-    process.rendezvous->reduce(layer_, id_, Direction::kBackward, device_, name_of(dtype_), &sums,
-                               &count);
-    if (part.dx || part.dresidual) kernels.backward(part, statistics, sums.data(), count);
-    return;
-  }
-  PartContribution<BackwardShard> mine(part, dtype_);
-  process.rendezvous->meet(layer_, id_, Direction::kBackward, device_, &mine,
-                           [&](const std::vector<Contribution*>& all) {
-                             kernels.backward_together(parts_of<BackwardShard>(all), statistics);
-                           });
-}
-
-Together Call::together(Direction direction, int64_t channels) {
-  Together result;
-  if (!is_shared()) return result;
-  const Members all = process.rendezvous->members_of(layer_, id_, device_);
-  for (const std::string& device : all.devices) result.gpus.push_back(gpu_of(device));
-  if (all.count == 1 && !all.exchanges) return result;
-  const bool are_gpus =
-      !result.gpus.empty() && *std::min_element(result.gpus.begin(), result.gpus.end()) >= 0;
-  if (are_gpus && all.count <= kMaxDevices && !all.exchanges) {
-    result.meet = [=](const SharedSums& own) {
-      SharedContribution mine{{channels, name_of(dtype_)}, own, {}};
-      process.rendezvous->meet(layer_, id_, direction, device_, &mine,
-                               [](const std::vector<Contribution*>& each) {
-                                 std::vector<SharedSums> sums;
-                                 for (const Contribution* one : each) {
-                                   sums.push_back(static_cast<const SharedContribution*>(one)->own);
-                                 }
-                                 for (Contribution* one : each)
-                                   static_cast<SharedContribution*>(one)->all = sums;
-                               });
-      has_met_ = true;
-      return std::move(mine.all);
-    };
-  } else {
-    result.reduce = [=](ChannelSums* sums, double* count) {
-      std::vector<ChannelSums> reduced(sums, sums + channels);
-      process.rendezvous->reduce(layer_, id_, direction, device_, name_of(dtype_), &reduced, count);
-      has_met_ = true;
-      std::copy(reduced.begin(), reduced.end(), sums);
-    };
-  }
-  return result;
+  return {dtype_,         arrays.text(kOutput), chunks_of(whole, arrays.samples(kOutput)),
+          kept_,          from_batch_,          gradient(kGamma),
+          gradient(kBeta)};
 }
 
 template <typename Part>
 std::vector<Part> Call::chunks_of(const Part& whole, int64_t samples) const {
   if (!from_batch_ || !attributes_.virtual_devices) return {whole};
   return cut(whole, dtype_, samples, attributes_.virtual_devices);
-}
-
-BatchPtr Call::given_batch(int64_t channels, const void* mean, const void* var) const {
-  Batch batch{std::vector<Statistics>(channels)};
-  for (int64_t c = 0; c < channels; ++c) {
-    batch.channels[c] = given_statistics(parameter(dtype_, mean, c), parameter(dtype_, var, c),
-                                         attributes_.epsilon);
-  }
-  return std::make_shared<const Batch>(std::move(batch));
-}
-
-// A process that has run out of data repeats its last batch.
-bool Call::has_data() const { return process.rendezvous->has_data(is_shared() ? layer_ : nullptr); }
-
-bool Call::update_running(const std::vector<BatchPtr>& batches, void* const (&running)[3]) {
-  if (batches[0]->count == 0 || !has_data()) return false;
-  const auto update = [&](auto zero) {
-    using P = decltype(zero);
-    const auto values = [&](int i) { return static_cast<P*>(running[i]); };
-    gluon_syncbn::update_running<P>(
-        batches, attributes_.running,
-        {values(kRunningMean), values(kRunningVar), values(kNumBatches)});
-  };
-  with_parameters(dtype_, update);
-  return true;
-}
-
-void Call::write_statistics(const Arrays& arrays, const int* requests,
-                            const std::vector<BatchPtr>& batches) const {
-  // Outside training there is one batch, whatever the number of virtual devices.
-  const int64_t rows = std::max(1, attributes_.virtual_devices);
-  const auto channels = static_cast<int64_t>(batches[0]->channels.size());
-  for (const int output : {kMean, kInvStd}) {
-    write_values(arrays, outputs_ + output, requests[output], DType::kFloat64, rows * channels,
-                 [&](int64_t i) {
-                   const Batch& batch = *batches[batches.size() == 1 ? 0 : i / channels];
-                   const Statistics& statistics = batch.channels[i % channels];
-                   return output == kMean ? statistics.mean : statistics.inv_std;
-                 });
-  }
 }
 
 }  // namespace gluon_syncbn

@@ -1,5 +1,6 @@
 // One node of a graph on one device, or one imperative call: its forward, and what its backward
-// needs to know of it.
+// needs to know of it. A call makes a task of MXNet's arrays; the pass of the device sums the
+// shard, the rendezvous adds the sums of all devices, and the pass writes the results.
 #ifndef GLUON_SYNCBN_CALL_CALL_H_
 #define GLUON_SYNCBN_CALL_CALL_H_
 
@@ -10,10 +11,8 @@
 #include <vector>
 
 #include "call/attributes.h"
-#include "cuda/passes.h"
 #include "mxnet/arrays.h"
-#include "numerics/kernels.h"
-#include "numerics/running_statistics.h"
+#include "numerics/passes.h"
 #include "rendezvous/rendezvous.h"
 
 namespace gluon_syncbn {
@@ -47,35 +46,26 @@ class Call {
   void forward_pass(const Arrays& arrays, const int* requests, bool is_train);
   void backward_pass(const Arrays& arrays, const int* requests);
 
-  // Return the statistics that normalized y: of one batch, or one for each virtual device.
-  std::vector<BatchPtr> forward_by_cpu(const Arrays& arrays, const int* requests,
-                                       const ForwardShard& whole);
-  KeptOnGpu forward_by_cuda(const Arrays& arrays, const int* requests, const ForwardShard& whole);
-  void backward_by_cpu(const Arrays& arrays, const int* requests, const BackwardShard& whole);
-  void backward_by_cuda(const Arrays& arrays, const int* requests, const BackwardShard& whole);
+  ForwardTask forward_task(const Arrays& arrays, const int* requests, const View& view);
+  BackwardTask backward_task(const Arrays& arrays, const int* requests, const View& view) const;
+  // Runs the pass of a task, with the sums of all devices that share the batch.
+  template <typename Task>
+  void synchronize(Direction direction, const Task& task);
+  // The other devices that share the batch, and if all are GPUs that add the sums themselves, those
+  // of all.
+  struct Others {
+    bool exist = false;
+    std::vector<int> gpus;
+  };
+  Others others_of_batch() const;
 
-  // y and the statistics of the batch, with all devices.
-  BatchPtr synchronized_forward(const ForwardShard& part);
-  // dx, and the sums of this device alone, with all devices.
-  void synchronized_backward(const BackwardShard& part);
-  // How this GPU's sums and those of other devices come together.
-  Together together(Direction direction, int64_t channels);
-
-  // Whether other devices have shards of the same batch.
+  // Whether other devices may have shards of the same batch.
   bool is_shared() const { return from_batch_ && !attributes_.virtual_devices; }
   // What has statistics of its own: the chunks of virtual devices, or the whole.
   template <typename Part>
   std::vector<Part> chunks_of(const Part& whole, int64_t samples) const;
 
   const void* gamma(const void* values) const { return attributes_.fix_gamma ? nullptr : values; }
-  BatchPtr given_batch(int64_t channels, const void* mean, const void* var) const;
-  // Whether the running statistics follow the batch.
-  bool has_data() const;
-  // running: mean, variance, and the number of batches or null. Returns whether they have changed,
-  // which they do not without data.
-  bool update_running(const std::vector<BatchPtr>& batches, void* const (&running)[3]);
-  void write_statistics(const Arrays& arrays, const int* requests,
-                        const std::vector<BatchPtr>& batches) const;
 
   const Attributes attributes_;
   const LayerPtr layer_;
@@ -91,11 +81,9 @@ class Call {
   CallId id_{};
   // Of the data of the forward.
   DType dtype_ = DType::kFloat32;
-  // The channels of the forward, and the statistics that it used, on the CPU or on the GPU. None if
-  // it has failed.
+  // The channels of the forward, and what it has kept. None if it has failed.
   int64_t channels_ = 0;
-  std::vector<BatchPtr> batches_;
-  KeptOnGpu on_gpu_;
+  Kept kept_;
 };
 
 }  // namespace gluon_syncbn

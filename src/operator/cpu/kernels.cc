@@ -485,25 +485,14 @@ void backward(const BackwardShard& p, const Statistics* s, const ChannelSums* su
   }
 }
 
-// Values per channel, over all parts.
-template <typename Part>
-int64_t values_per_channel(const std::vector<const Part*>& parts) {
-  int64_t values = 0;
-  for (const Part* part : parts) values += part->view.N * part->view.S;
-  return values;
-}
-
 // Whether to divide the channels among the threads, so that a thread computes both the sums and the
 // results of a channel. Forward then accesses memory twice instead of three times, which is worth
 // it as long as threads idle for at most a third of the time.
-template <typename Part>
-bool by_channels(const std::vector<const Part*>& parts) {
-  const int64_t C = parts[0]->view.C;
-  const int64_t units = C * values_per_channel(parts) / kValuesPerUnit;
+bool by_channels(View view) {
+  const int64_t units = view.size() / kValuesPerUnit;
   const int64_t threads = std::clamp<int64_t>(units, 1, thread_pool().threads());
-  const int64_t most = (C + threads - 1) / threads;
-  return std::all_of(parts.begin(), parts.end(), [](const Part* p) { return p->view.S > 1; }) &&
-         3 * C >= 2 * most * threads;
+  const int64_t most = (view.C + threads - 1) / threads;
+  return view.S > 1 && 3 * view.C >= 2 * most * threads;
 }
 
 // Calls f(c, offset) for the planes of channels c_begin..c_end.
@@ -515,98 +504,68 @@ void for_planes(View view, int64_t c_begin, int64_t c_end, const F& f) {
 }
 
 template <typename T>
-void forward_together(const std::vector<const ForwardShard*>& parts, double epsilon,
-                      Statistics* statistics) {
-  const int64_t C = parts[0]->view.C, values = values_per_channel(parts);
-  const double count = static_cast<double>(values);
-  if (!by_channels(parts)) {
-    std::vector<ChannelSums> sums(C), more(C);
-    for (const ForwardShard* part : parts) {
-      forward_sums<T>(part->view, part->x, more.data());
-      for (int64_t c = 0; c < C; ++c) sums[c].add(more[c]);
-    }
-    for (int64_t c = 0; c < C; ++c) statistics[c] = batch_statistics(sums[c], count, epsilon);
-    for (const ForwardShard* p : parts) {
-      if (p->y) forward<T>(*p, statistics);
-    }
+void forward_alone(const ForwardShard& p, double epsilon, Statistics* statistics) {
+  const View& view = p.view;
+  const double count = static_cast<double>(view.N * view.S);
+  if (!by_channels(view)) {
+    std::vector<ChannelSums> sums(view.C);
+    forward_sums<T>(view, p.x, sums.data());
+    for (int64_t c = 0; c < view.C; ++c) statistics[c] = batch_statistics(sums[c], count, epsilon);
+    if (p.y) forward<T>(p, statistics);
     return;
   }
-  for_ranges(C, values, [&](int64_t begin, int64_t end) {
+  const T* const x = static_cast<const T*>(p.x);
+  T* const y = static_cast<T*>(p.y);
+  const Store how = store_of<T>(p);
+  for_ranges(view.C, view.N * view.S, [&](int64_t begin, int64_t end) {
     std::vector<ChannelSums> sums(end - begin);
-    for (const ForwardShard* part : parts) {
-      const T* x = static_cast<const T*>(part->x);
-      const View& view = part->view;
-      for_groups(begin, end, [&](int64_t c, int64_t width) {
-        loops<T>().forward_planes(x + c * view.S, PlaneChunks::of(view), width, &sums[c - begin]);
-      });
-    }
+    for_groups(begin, end, [&](int64_t c, int64_t width) {
+      loops<T>().forward_planes(x + c * view.S, PlaneChunks::of(view), width, &sums[c - begin]);
+    });
+    std::vector<Normalize<Arithmetic<T>>> coefficients(end - begin);
     for (int64_t c = begin; c < end; ++c) {
       statistics[c] = batch_statistics(sums[c - begin], count, epsilon);
+      coefficients[c - begin] = normalize_of<T>(p, statistics[c], c);
     }
-    std::vector<Normalize<Arithmetic<T>>> coefficients(end - begin);
-    for (const ForwardShard* part : parts) {
-      if (!part->y) continue;
-      const T* x = static_cast<const T*>(part->x);
-      T* y = static_cast<T*>(part->y);
-      const Store how = store_of<T>(*part);
-      for (int64_t c = begin; c < end; ++c) {
-        coefficients[c - begin] = normalize_of<T>(*part, statistics[c], c);
-      }
-      for_planes(part->view, begin, end, [&](int64_t c, int64_t at) {
-        loops<T>().normalize(x + at, at_offset<T>(part->residual, at), part->view.S,
-                             coefficients[c - begin], part->epilogue, y + at, how);
-      });
-    }
+    if (!y) return;
+    for_planes(view, begin, end, [&](int64_t c, int64_t at) {
+      loops<T>().normalize(x + at, at_offset<T>(p.residual, at), view.S, coefficients[c - begin],
+                           p.epilogue, y + at, how);
+    });
   });
 }
 
 template <typename T>
-void backward_together(const std::vector<const BackwardShard*>& parts,
-                       const Statistics* statistics) {
-  const int64_t C = parts[0]->view.C, values = values_per_channel(parts);
-  const double count = static_cast<double>(values);
-  if (!by_channels(parts)) {
-    std::vector<ChannelSums> sums(C);
-    for (const BackwardShard* part : parts) {
-      backward_sums<T>(*part, statistics);
-      for (int64_t c = 0; c < C; ++c) sums[c].add(part->sums[c]);
-    }
-    for (const BackwardShard* p : parts) {
-      if (p->dx || p->dresidual) backward<T>(*p, statistics, sums.data(), count);
-    }
+void backward_alone(const BackwardShard& p, const Statistics* statistics) {
+  const View& view = p.view;
+  const double count = static_cast<double>(view.N * view.S);
+  if (!by_channels(view)) {
+    backward_sums<T>(p, statistics);
+    if (p.dx || p.dresidual) backward<T>(p, statistics, p.sums, count);
     return;
   }
-  for_ranges(C, values, [&](int64_t begin, int64_t end) {
-    std::vector<ChannelSums> sums(end - begin);
-    std::vector<BackwardChannels<T>> shards;
-    for (const BackwardShard* part : parts) {
-      const auto& shard = shards.emplace_back(*part, statistics, begin, end);
-      std::fill(part->sums + begin, part->sums + end, ChannelSums());
-      const View& view = part->view;
-      for_groups(begin, end, [&](int64_t c, int64_t width) {
-        loops<T>().backward_planes(shard.sources, c * view.S, PlaneChunks::of(view), width,
-                                   shard.statistics(c), shard.gates(c), part->sums + c);
-      });
-      for (int64_t c = begin; c < end; ++c) sums[c - begin].add(part->sums[c]);
-    }
+  for_ranges(view.C, view.N * view.S, [&](int64_t begin, int64_t end) {
+    const BackwardChannels<T> channels(p, statistics, begin, end);
+    std::fill(p.sums + begin, p.sums + end, ChannelSums());
+    for_groups(begin, end, [&](int64_t c, int64_t width) {
+      loops<T>().backward_planes(channels.sources, c * view.S, PlaneChunks::of(view), width,
+                                 channels.statistics(c), channels.gates(c), p.sums + c);
+    });
+    if (!channels.has_results()) return;
     std::vector<InputGradient<Arithmetic<T>>> coefficients(end - begin);
-    for (size_t i = 0; i < parts.size(); ++i) {
-      const BackwardChannels<T>& shard = shards[i];
-      if (!shard.has_results()) continue;
-      for (int64_t c = begin; c < end; ++c) {
-        coefficients[c - begin] = shard.input_gradient(c, sums[c - begin], count);
-      }
-      for_planes(parts[i]->view, begin, end, [&](int64_t c, int64_t at) {
-        loops<T>().input_gradient(shard.sources, at, parts[i]->view.S, coefficients[c - begin],
-                                  *shard.gates(c), shard.results);
-      });
+    for (int64_t c = begin; c < end; ++c) {
+      coefficients[c - begin] = channels.input_gradient(c, p.sums[c], count);
     }
+    for_planes(view, begin, end, [&](int64_t c, int64_t at) {
+      loops<T>().input_gradient(channels.sources, at, view.S, coefficients[c - begin],
+                                *channels.gates(c), channels.results);
+    });
   });
 }
 
 template <typename T>
-constexpr Kernels kCpuKernels{forward_sums<T>, forward<T>,          backward_sums<T>,
-                              backward<T>,     forward_together<T>, backward_together<T>};
+constexpr Kernels kCpuKernels{forward_sums<T>, forward<T>,       backward_sums<T>,
+                              backward<T>,     forward_alone<T>, backward_alone<T>};
 
 }  // namespace
 

@@ -63,12 +63,9 @@ struct ThreadPool::Job {
     }
   }
 
-  // Runs units until none is left or stop().
-  template <typename F>
-  void work(const F& stop) {
-    while (!stop()) {
-      const int64_t unit = next++;
-      if (unit >= units) return;
+  // Runs units until none is left.
+  void work() {
+    for (int64_t unit; (unit = next++) < units;) {
       const int64_t finished_units = run(unit);
       if ((done += finished_units) == units) {
         const std::lock_guard<std::mutex> lock(mutex);
@@ -87,24 +84,20 @@ struct ThreadPool::State {
   std::condition_variable changed;
   std::deque<std::shared_ptr<Job>> jobs;
   bool stopping = false;
-  // How many threads may work at a time, and how many do now: callers, helpers and threads of the
-  // pool.
+  // How many threads may work at a time, and how many do now: callers and threads of the pool.
   int max_busy;
   int busy = 0;
   int asleep = 0;
-  // can_help(), for helpers to read without the lock.
-  std::atomic<bool> helper_wanted{false};
   std::vector<std::thread> threads;
 
   explicit State(int size) : max_busy(size) {}
 
-  bool can_help() const { return busy < max_busy && !jobs.empty(); }
+  bool can_work() const { return busy < max_busy && !jobs.empty(); }
 
-  // After a change: tells helpers, releases the lock, and wakes threads if more units are left than
-  // this thread takes. It wakes two at most, as each of them wakes others in turn.
+  // After a change: releases the lock, and wakes threads if more units are left than this thread
+  // takes. It wakes two at most, as each of them wakes others in turn.
   void notify(Lock* lock, int64_t taken = 0) {
     constexpr int kMost = 2;
-    helper_wanted = can_help();
     int64_t wanted = -taken;
     for (const auto& job : jobs) wanted += std::min<int64_t>(job->left(), max_busy);
     wanted = std::min<int64_t>({wanted, asleep, max_busy - busy, kMost});
@@ -113,14 +106,13 @@ struct ThreadPool::State {
   }
 
   // Works on the oldest job, with the lock released.
-  template <typename F>
-  void work(Lock* lock, const F& stop) {
-    if (!can_help()) return;
+  void work(Lock* lock) {
+    if (!can_work()) return;
     const std::shared_ptr<Job> job = jobs.front();
     if (job->left() == 0) return jobs.pop_front();
     ++busy;
     notify(lock, 1);
-    job->work(stop);
+    job->work();
     lock->lock();
     --busy;
   }
@@ -129,10 +121,10 @@ struct ThreadPool::State {
     Lock lock(mutex);
     while (true) {
       ++asleep;
-      changed.wait(lock, [this] { return stopping || can_help(); });
+      changed.wait(lock, [this] { return stopping || can_work(); });
       --asleep;
       if (stopping) return;
-      work(&lock, [] { return false; });
+      work(&lock);
     }
   }
 };
@@ -175,7 +167,7 @@ void ThreadPool::parallel_for(int64_t units, const std::function<void(int64_t)>&
     ++state_->busy;
     state_->notify(&lock, 1);
   }
-  job->work([] { return false; });
+  job->work();
   {
     State::Lock lock(state_->mutex);
     --state_->busy;
@@ -190,15 +182,6 @@ void ThreadPool::parallel_for(int64_t units, const std::function<void(int64_t)>&
     job->finished.wait(lock, finished);
   }
   if (job->error) throw std::runtime_error(*job->error);
-}
-
-void ThreadPool::help(const std::function<bool()>& done, std::chrono::duration<double> idle_time) {
-  const auto called = [&] { return state_->helper_wanted.load() || done(); };
-  while (spin_until(called, idle_time) && !done()) {
-    State::Lock lock(state_->mutex);
-    state_->work(&lock, done);
-    state_->notify(&lock);
-  }
 }
 
 namespace {

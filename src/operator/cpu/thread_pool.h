@@ -6,7 +6,6 @@
 #ifndef GLUON_SYNCBN_CPU_THREAD_POOL_H_
 #define GLUON_SYNCBN_CPU_THREAD_POOL_H_
 
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -27,11 +26,6 @@ class ThreadPool {
   // exception no more calls begin; the first one's message is thrown as a std::runtime_error when
   // all calls have ended.
   void parallel_for(int64_t units, const std::function<void(int64_t)>& f);
-
-  // For a thread that waits for the work of others in this pool, and is awake when the pool's
-  // threads are asleep: takes part in their loops until done(), or until it has been idle for
-  // `idle_time`.
-  void help(const std::function<bool()>& done, std::chrono::duration<double> idle_time);
 
  private:
   struct Job;

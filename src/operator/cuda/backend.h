@@ -9,6 +9,7 @@
 
 #include "numerics/formulas.h"
 #include "numerics/kernels.h"
+#include "numerics/running_statistics.h"
 
 namespace gluon_syncbn {
 
@@ -69,9 +70,9 @@ struct SumsOfDevices {
   const ChannelSums* each[kMaxDevices] = {};
 };
 
-// The running statistics of a device, of the type of gamma; there are none if `mean` is null. With
-// `num_batches`, which does not include this batch, they are the mean over all batches, otherwise a
-// moving average.
+// The running statistics of a device, of the type of gamma, if they follow the batches; else `mean`
+// is null. With `num_batches`, which does not include this step, they are the mean over all steps,
+// otherwise a moving average.
 struct RunningUpdate {
   void *mean, *variance;
   const void* num_batches;
@@ -79,18 +80,6 @@ struct RunningUpdate {
   bool unbiased;
   // Receives the old mean, variance and number of batches, and the new number of batches.
   double* before;
-};
-
-// What forward keeps for backward, in the device's memory, for each channel of all batches.
-struct ForBackward {
-  Statistics* statistics = nullptr;
-  // The statistics of z (formulas.h) if x is recovered from y, otherwise null.
-  Statistics* of_z = nullptr;
-  // The gates of the activation, of type Gate; null without an activation.
-  void* gates = nullptr;
-
-  // The statistics of what backward sums: z or x.
-  SBN_HOST_DEVICE const Statistics* used() const { return of_z ? of_z : statistics; }
 };
 
 // Null gamma means ones. Null results are not computed.
@@ -106,19 +95,11 @@ struct ForwardFinish {
   // Bytes per batch: coefficients_size(C).
   int64_t coefficients_stride;
   double epsilon = 0;
-  // The sums and the count of a single batch.
+  // Each has the sums of all batches.
   SumsOfDevices sums = {};
-  double count = 0;
+  BatchCounts counts = {};
   RunningUpdate running = {};
   const void *mean = nullptr, *variance = nullptr;
-};
-
-// The numbers of values of several batches: the first ones may be larger.
-struct BatchCounts {
-  double first, other;
-  int64_t firsts;
-
-  SBN_HOST_DEVICE double of(int64_t batch) const { return batch < firsts ? first : other; }
 };
 
 // Without `sums`, statistics are constant. Null gradients and coefficients are not computed.
@@ -156,7 +137,7 @@ struct CudaKernels {
                        ChannelSums* sums, int multiprocessors, Stream);
   // Bytes of the coefficients of C channels.
   int64_t (*coefficients_size)(int64_t C);
-  // If there are sums, value c of each delivery must be from the statistics of channel c.
+  // Delivered values must be the statistics of these batches, in their order, or older.
   int (*finish_forward)(const ForwardFinish&, const Deliveries&, Stream);
   int (*finish_backward)(const BackwardFinish&, Stream);
   // y, given the coefficients of finish_forward; y may be x.

@@ -195,11 +195,13 @@ CudaPass::CudaPass(int device, DType dtype, std::string what)
 }
 
 CudaPass::~CudaPass() {
-  // After an error, queued work may still be in progress.
-  if (!finished_) succeeds(runtime_, runtime_.synchronize(slot_->stream));
+  if (finished_) return;
+  // After an error, perhaps of other work. Queued work may still be in progress.
+  resume();
+  succeeds(runtime_, runtime_.synchronize(slot_->stream));
 }
 
-void CudaPass::set_device() const noexcept { succeeds(runtime_, runtime_.set_device(device_)); }
+void CudaPass::resume() const noexcept { succeeds(runtime_, runtime_.set_device(device_)); }
 
 void CudaPass::check(int error, const std::string& call) const {
   if (error == 0) return;
@@ -315,10 +317,11 @@ SharedSums CudaPass::share(const ChannelSums* sums, int64_t C, double count,
   return {sums, count, slot_->event, slot_};
 }
 
-void CudaPass::wait_for(const SharedSums& other) {
-  if (other.owner == slot_) return;
+bool CudaPass::wait_for(const SharedSums& other) {
+  if (other.owner == slot_) return false;
   held_.push_back(other.owner);
   check(runtime_.wait_for(slot_->stream, other.event), "cudaStreamWaitEvent");
+  return true;
 }
 
 void CudaPass::finish_forward(const ForwardFinish& task, const Deliveries& deliveries) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cuda/backend.h"
+#include "numerics/passes.h"
 
 namespace gluon_syncbn {
 
@@ -29,15 +30,6 @@ int peer_access();
 
 // Writes zeros; ignores errors.
 void clear_on_gpu(int device, void* memory, size_t bytes) noexcept;
-
-// The sums of one device, which others can read once the event has passed and while `owner` is
-// held.
-struct SharedSums {
-  const ChannelSums* sums;
-  double count;
-  Event event;
-  std::shared_ptr<void> owner;
-};
 
 // During its lifetime, the calling thread uses the device, with a stream and memory of its own.
 // Throws std::runtime_error for every CUDA error.
@@ -88,8 +80,8 @@ class CudaPass {
   // Lets these GPUs read the sums of C channels: directly, or a copy on the host.
   SharedSums share(const ChannelSums* sums, int64_t C, double count, const std::vector<int>& gpus);
   // Makes work that is queued later wait for the sums of another device, which are held until the
-  // end of the pass.
-  void wait_for(const SharedSums& other);
+  // end of the pass. Returns false if they are this device's own.
+  bool wait_for(const SharedSums& other);
   void finish_forward(const ForwardFinish& task, const Deliveries& deliveries);
   void finish_backward(const BackwardFinish& task);
   void normalize(const ForwardShard& shard, const void* coefficients);
@@ -97,16 +89,9 @@ class CudaPass {
 
   void clear(void* memory, size_t bytes);
 
-  // Calls f, in which Python may run, and sets the thread's device again: Python's garbage
+  // Sets the thread's device again after other work, in which Python may have run: its garbage
   // collector frees arrays, for which MXNet changes the device.
-  template <typename F>
-  auto outside(const F& f) {
-    const struct Back {
-      const CudaPass& pass;
-      ~Back() { pass.set_device(); }
-    } back{*this};
-    return f();
-  }
+  void resume() const noexcept;
 
   // Waits for all queued work. Call finish() if nothing will be queued after it.
   void wait();
@@ -129,7 +114,6 @@ class CudaPass {
   // Whether each of the GPUs can read the memory of the others. Enables it.
   bool are_peers(const std::vector<int>& gpus);
   void copy(void* to, const void* from, size_t bytes, bool to_host);
-  void set_device() const noexcept;
   void check(int error, const std::string& call) const;
   ChannelSums* work(const View& view);
 

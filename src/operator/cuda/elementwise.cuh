@@ -320,13 +320,16 @@ SBN_DEVICE void store_parameter(P* to, double value, bool add) {
   *to = static_cast<P>(value);
 }
 
+// By the thread of value i of a period, which may have written it just before.
 SBN_DEVICE void deliver(const Delivery& d, int64_t i) {
-  if (i >= d.count) return;
-  const double value = d.from[i % d.period * d.stride];
-  if (d.is_double) {
-    store_parameter(static_cast<double*>(d.to) + i, value, d.add);
-  } else {
-    store_parameter(static_cast<float*>(d.to) + i, value, d.add);
+  if (i >= d.period) return;
+  const double value = d.from[i * d.stride];
+  for (int64_t k = i; k < d.count; k += d.period) {
+    if (d.is_double) {
+      store_parameter(static_cast<double*>(d.to) + k, value, d.add);
+    } else {
+      store_parameter(static_cast<float*>(d.to) + k, value, d.add);
+    }
   }
 }
 
@@ -347,27 +350,36 @@ SBN_DEVICE ChannelSums sum_of(const SumsOfDevices& devices, int64_t i) {
   return sums;
 }
 
+// The statistics of channel i % C in batch i / C.
+SBN_DEVICE Statistics statistics_of(const ForwardFinish& task, int64_t i) {
+  return batch_statistics(sum_of(task.sums, i), task.counts.of(i / task.C), task.epsilon);
+}
+
+// Of channel c. The thread has written the statistics of the first batch, and computes those of
+// the others again, which other threads write.
 template <typename P>
-SBN_DEVICE void update_running(const RunningUpdate& running, const Statistics& s, double count,
-                               int64_t C, int64_t c) {
-  if (!running.mean) return;
+SBN_DEVICE void update_running(const ForwardFinish& task, int64_t c) {
+  const RunningUpdate& running = task.running;
   double momentum = running.momentum;
   if (running.num_batches) {
     const P batches = *static_cast<const P*>(running.num_batches);
     momentum = cumulative_momentum(batches + 1);
     // The number itself is written by a later kernel, as all blocks read it.
     if (c == 0) {
-      running.before[2 * C] = batches;
-      running.before[2 * C + 1] = batches + 1;
+      running.before[2 * task.C] = batches;
+      running.before[2 * task.C + 1] = batches + 1;
     }
   }
+  const auto batch = BatchMeans::of(task.batches, task.counts, running.unbiased, [&](int64_t b) {
+    return b == 0 ? task.kept.statistics[c] : statistics_of(task, b * task.C + c);
+  });
   const auto update = [&](void* values, double batch_value, double* before) {
     P* const value = static_cast<P*>(values) + c;
     before[c] = *value;
     *value = static_cast<P>(moving_average(*value, batch_value, momentum));
   };
-  update(running.mean, s.mean, running.before);
-  update(running.variance, running_variance(s, count, running.unbiased), running.before + C);
+  update(running.mean, batch.mean, running.before);
+  update(running.variance, batch.variance, running.before + task.C);
 }
 
 // The statistics of all devices, the running statistics, the coefficients of y and what backward
@@ -377,16 +389,13 @@ __global__ void __launch_bounds__(kThreads)
     finish_forward(ForwardFinish task, Deliveries deliveries, A zero) {
   const int64_t i = global_thread();
   const ForBackward& kept = task.kept;
-  if (i < task.C) {
-    // The thread reads them again below.
-    if (task.sums.size > 0) {
-      const Statistics s = batch_statistics(sum_of(task.sums, i), task.count, task.epsilon);
-      kept.statistics[i] = s;
-      update_running<A>(task.running, s, task.count, task.C, i);
-    } else if (task.mean) {
-      kept.statistics[i] = given_statistics(static_cast<const A*>(task.mean)[i],
-                                            static_cast<const A*>(task.variance)[i], task.epsilon);
-    }
+  // The thread reads the statistics again below.
+  if (task.sums.size > 0 && i < task.C * task.batches) {
+    kept.statistics[i] = statistics_of(task, i);
+    if (task.running.mean && i < task.C) update_running<A>(task, i);
+  } else if (task.mean && i < task.C) {
+    kept.statistics[i] = given_statistics(static_cast<const A*>(task.mean)[i],
+                                          static_cast<const A*>(task.variance)[i], task.epsilon);
   }
   for (int d = 0; d < deliveries.size; ++d) deliver(deliveries.items[d], i);
   if (i >= task.C * task.batches) return;

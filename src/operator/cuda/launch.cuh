@@ -351,7 +351,7 @@ template <typename T>
 int launch_finish_forward(const ForwardFinish& task, const Deliveries& deliveries, Stream stream) {
   int64_t threads = task.C * task.batches;
   for (int i = 0; i < deliveries.size; ++i) {
-    threads = std::max(threads, deliveries.items[i].count);
+    threads = std::max(threads, deliveries.items[i].period);
   }
   SBN_LAUNCH(finish_forward<Arithmetic<T>>, blocks_for(threads), stream, task, deliveries,
              kLargestZero<T>);

@@ -68,14 +68,6 @@ size_t size_of(DType dtype) {
   return with_dtype(dtype, [](auto zero) { return sizeof(zero); });
 }
 
-void write_parameter(DType dtype, void* values, int64_t c, double value, Store how) {
-  if (how == Store::kAdd) value += parameter(dtype, values, c);
-  with_parameters(dtype, [&](auto zero) {
-    using P = decltype(zero);
-    static_cast<P*>(values)[c] = static_cast<P>(value);
-  });
-}
-
 Arrays::~Arrays() {
   for (Handle handle : handles_) {
     if (handle) mxnet.ndarray_free(handle);

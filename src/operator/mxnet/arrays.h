@@ -33,9 +33,6 @@ const char* name_of(DType dtype);
 DType dtype_of_parameters(DType dtype);
 size_t size_of(DType dtype);
 
-// Writes value c of a parameter, for data of this dtype.
-void write_parameter(DType dtype, void* values, int64_t c, double value, Store how);
-
 // The arrays of one callback, which owns them.
 class Arrays {
  public:

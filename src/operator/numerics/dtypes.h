@@ -46,6 +46,15 @@ inline double parameter(DType dtype, const void* values, int64_t i) {
   });
 }
 
+// Writes it, or adds to it.
+inline void write_parameter(DType dtype, void* values, int64_t i, double value, bool add = false) {
+  if (add) value += parameter(dtype, values, i);
+  with_parameters(dtype, [&](auto zero) {
+    using P = decltype(zero);
+    static_cast<P*>(values)[i] = static_cast<P>(value);
+  });
+}
+
 }  // namespace gluon_syncbn
 
 #endif  // GLUON_SYNCBN_NUMERICS_DTYPES_H_

@@ -50,6 +50,18 @@ struct BackwardShard {
   bool recovers_x() const { return !x; }
 };
 
+// What forward keeps for backward, in the device's memory, for each channel of all batches.
+struct ForBackward {
+  Statistics* statistics = nullptr;
+  // On GPUs only: the statistics of z (formulas.h) if x is recovered from y, otherwise null.
+  Statistics* of_z = nullptr;
+  // On GPUs only: the gates of the activation, of type Gate; null without an activation.
+  void* gates = nullptr;
+
+  // The statistics of what backward sums: z or x.
+  SBN_HOST_DEVICE const Statistics* used() const { return of_z ? of_z : statistics; }
+};
+
 // The kernels for one kind of device and one dtype. gamma and beta point to values of its
 // Arithmetic (half.h).
 struct Kernels {
@@ -64,10 +76,10 @@ struct Kernels {
   // dx, given the sums and the count of all devices, and dresidual. With zero sums the statistics
   // are constants. dx may be dy.
   void (*backward)(const BackwardShard&, const Statistics*, const ChannelSums* sums, double count);
-  // All shards of a batch at once, if they are in the same memory. A few channels at a time are
-  // summed and written, so that the second access of x (and dy) is served by the cache.
-  void (*forward_together)(const std::vector<const ForwardShard*>&, double epsilon, Statistics*);
-  void (*backward_together)(const std::vector<const BackwardShard*>&, const Statistics*);
+  // Sums and results in one pass, for a shard that is the whole batch: channels are summed and
+  // written a few at a time, so that the second access of x (and dy) is served by the cache.
+  void (*forward_alone)(const ForwardShard&, double epsilon, Statistics*);
+  void (*backward_alone)(const BackwardShard&, const Statistics*);
 };
 
 const Kernels& cpu_kernels(DType dtype);

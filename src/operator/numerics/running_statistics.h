@@ -1,20 +1,12 @@
-// Updates the running statistics of layers.
+// How the running statistics of a layer follow its batches, for host and device. They follow the
+// batch of all devices, or the mean of the statistics of virtual devices' batches: either as a
+// moving average, or as the mean of all batches so far.
 #ifndef GLUON_SYNCBN_NUMERICS_RUNNING_STATISTICS_H_
 #define GLUON_SYNCBN_NUMERICS_RUNNING_STATISTICS_H_
-
-#include <memory>
-#include <vector>
 
 #include "numerics/formulas.h"
 
 namespace gluon_syncbn {
-
-// The statistics of a batch of `count` values per channel.
-struct Batch {
-  std::vector<Statistics> channels;
-  double count = 0;
-};
-using BatchPtr = std::shared_ptr<const Batch>;
 
 struct RunningRule {
   double momentum = 0.9;
@@ -24,36 +16,32 @@ struct RunningRule {
   bool unbiased = false;
 };
 
-// The running statistics of one layer on one device, of shapes (C,), (C,), and, if the rule is
-// cumulative, (1,).
-template <typename P>
-struct RunningArrays {
-  P *mean, *variance, *num_batches;
+// The numbers of values of several batches: the first ones may be larger.
+struct BatchCounts {
+  double first, other;
+  int64_t firsts;
+
+  SBN_HOST_DEVICE double of(int64_t batch) const { return batch < firsts ? first : other; }
 };
 
-// Updates the arrays with the statistics of the device's batch, or with the mean of those of its
-// virtual devices.
-template <typename P>
-void update_running(const std::vector<BatchPtr>& batches, const RunningRule& rule,
-                    const RunningArrays<P>& arrays) {
-  double momentum = rule.momentum;
-  if (rule.cumulative) {
-    *arrays.num_batches += 1;
-    momentum = cumulative_momentum(*arrays.num_batches);
-  }
-  const auto update = [&](P* running, const auto& value_of) {
-    for (size_t c = 0; c < batches[0]->channels.size(); ++c) {
-      double sum = 0;
-      for (const BatchPtr& batch : batches) sum += value_of(*batch, batch->channels[c]);
-      const double mean = sum / static_cast<double>(batches.size());
-      running[c] = static_cast<P>(moving_average(running[c], mean, momentum));
+// What enters the moving averages of one channel.
+struct BatchMeans {
+  double mean, variance;
+
+  // statistics_of(b) are those of batch b.
+  template <typename F>
+  SBN_HOST_DEVICE static BatchMeans of(int64_t batches, const BatchCounts& counts, bool unbiased,
+                                       const F& statistics_of) {
+    BatchMeans sums{0, 0};
+    for (int64_t b = 0; b < batches; ++b) {
+      const Statistics s = statistics_of(b);
+      sums.mean += s.mean;
+      sums.variance += running_variance(s, counts.of(b), unbiased);
     }
-  };
-  update(arrays.mean, [](const Batch&, const Statistics& s) { return s.mean; });
-  update(arrays.variance, [&](const Batch& batch, const Statistics& s) {
-    return running_variance(s, batch.count, rule.unbiased);
-  });
-}
+    const auto size = static_cast<double>(batches);
+    return {sums.mean / size, sums.variance / size};
+  }
+};
 
 }  // namespace gluon_syncbn
 

@@ -1,4 +1,6 @@
-// Which calls belong together, and who takes part in them.
+// Which calls belong together, and who takes part in them. Each device counts its forward calls, so
+// a call's id needs no communication; a device that should not be in the step is found here, before
+// any other waits for it.
 #include <utility>
 
 #include "rendezvous/rendezvous.h"
@@ -26,69 +28,87 @@ bool Rendezvous::has_data(const LayerPtr& layer) const {
 CallId Rendezvous::next_call(const LayerPtr& layer, const std::string& device, int64_t node) {
   State::Lock lock(state_->mutex);
   state_->check_open(layer);
-  const LayerConfig& config = layer->config;
-  // An error on one device reaches all at once, so that no other device waits for it.
-  const auto fail = [&](const std::string& text) { state_->fail(&lock, layer.get(), text); };
-  if (!state_->unreported.empty()) {
-    const std::string text = std::exchange(state_->unreported, "");
-    fail("An earlier step had failed, which was found before a fork. " + text);
+  state_->check_configuration(&lock, layer.get(), device);
+  layer->check_step(device, node);
+  const ActiveDevices active = layer->active_here(state_->active);
+  state_->check_participants(&lock, layer.get(), device, active);
+  auto& calls = layer->forward_calls[device];
+  const int64_t sequence = calls.insert({node, layer->first_calls[node]}).first->second++;
+  const CallId id{layer->epoch, node, sequence, active};
+  if (!layer->config.notice.empty() && !std::exchange(state_->has_noticed, true)) {
+    const auto warn = state_->observer.warn;
+    const std::string notice = layer->config.notice;
+    lock.unlock();
+    if (warn) warn(notice);
   }
-  if (!config.config_error.empty()) fail(config.config_error);
-  const bool is_known = !config.devices.empty();
+  return id;
+}
+
+// An error on one device reaches all at once, so that no other device waits for it.
+void State::check_configuration(Lock* lock, Layer* layer, const std::string& device) {
+  const LayerConfig& config = layer->config;
+  if (!unreported.empty()) {
+    const std::string text = std::exchange(unreported, "");
+    fail(lock, layer, "An earlier step had failed, which was found before a fork. " + text);
+  }
+  if (!config.config_error.empty()) fail(lock, layer, config.config_error);
+  if (config.devices.empty()) return;
   const auto devices = [&] {
     return std::to_string(config.devices.size()) + " (" + comma_separated(config.devices) + ")";
   };
-  if (is_known && config.meeting_size() > config.devices.size()) {
-    fail("SyncBatchNorm '" + config.name + "' was made with num_devices=" +
-         std::to_string(config.num_devices) + ", but the devices of its parameters are " +
-         devices() + ". Leave num_devices out, or initialize the net on all devices.");
+  if (config.meeting_size() > config.devices.size()) {
+    fail(lock, layer,
+         "SyncBatchNorm '" + config.name + "' was made with num_devices=" +
+             std::to_string(config.num_devices) + ", but the devices of its parameters are " +
+             devices() + ". Leave num_devices out, or initialize the net on all devices.");
   }
-  if (is_known && !contains(config.devices, device)) {
-    fail("SyncBatchNorm '" + config.name + "' was called on " + device + ", but its devices are " +
-         devices() +
-         ". Initialize the net on every device in use, or name them all in its SyncGroup.");
+  if (!contains(config.devices, device)) {
+    fail(lock, layer,
+         "SyncBatchNorm '" + config.name + "' was called on " + device + ", but its devices are " +
+             devices() +
+             ". Initialize the net on every device in use, or name them all in its SyncGroup.");
   }
-  if (const auto& flush = layer->flushes[Direction::kForward]; flush.passed.count(device)) {
+}
+
+void Layer::check_step(const std::string& device, int64_t node) {
+  if (const auto& flush = flushes[Direction::kForward]; flush.passed.count(device)) {
     throw Error("SyncBatchNorm '" + config.name + "' was called on " + device +
                 " after an error of MXNet, and operations of the step that failed are still under "
                 "way on " +
                 flush.pending.begin()->first + ": call mx.nd.waitall() first.");
   }
-  if (const auto late = layer->late.find(node); late != layer->late.end()) {
-    if (late->second.erase(device)) throw layer->failed_before();
-    if (!layer->draining.count(device)) layer->late.erase(late);
+  if (const auto last = late.find(node); last != late.end()) {
+    if (last->second.erase(device)) throw failed_before();
+    if (!draining.count(device)) late.erase(last);
   }
-  if (layer->draining.count(device)) throw layer->failed_before();
-  const ActiveDevices active = layer->active_here(state_->active);
+  if (draining.count(device)) throw failed_before();
+}
+
+void State::check_participants(Lock* lock, Layer* layer, const std::string& device,
+                               const ActiveDevices& active) {
+  const LayerConfig& config = layer->config;
   if (active && !contains(*active, device)) {
-    fail("SyncBatchNorm '" + config.name + "' was called on " + device +
-         ", but the active devices of this step are " + comma_separated(*active) +
-         ": name it in gluon_syncbn.participants.");
+    fail(lock, layer,
+         "SyncBatchNorm '" + config.name + "' was called on " + device +
+             ", but the active devices of this step are " + comma_separated(*active) +
+             ": name it in gluon_syncbn.participants.");
   }
-  const size_t most = is_known ? config.num_devices : config.meeting_size();
-  if (most && layer->forward_calls.size() == most && !layer->forward_calls.count(device)) {
-    if (!config.num_devices) {
-      fail("SyncBatchNorm '" + config.name + "' was called on " +
-           layer->forward_calls.begin()->first + " and on " + device +
-           " by a graph that has parameters of its own, so the number of devices is unknown. Call "
-           "gluon_syncbn.convert_sync_batchnorm(net), which lets the graph of a SymbolBlock "
-           "synchronize on the graph's parameters, or make the layer with num_devices or with a "
-           "SyncGroup that names the devices.");
-    }
-    fail("SyncBatchNorm '" + config.name + "' was made with num_devices=" +
-         std::to_string(config.num_devices) + ", and after as many others " + device +
-         " came too. Leave num_devices out, or name the devices that take part in a SyncGroup.");
+  const auto& calls = layer->forward_calls;
+  const size_t most = config.devices.empty() ? config.meeting_size() : config.num_devices;
+  if (!most || calls.size() != most || calls.count(device)) return;
+  if (!config.num_devices) {
+    fail(lock, layer,
+         "SyncBatchNorm '" + config.name + "' was called on " + calls.begin()->first + " and on " +
+             device +
+             " by a graph that has parameters of its own, so the number of devices is unknown. "
+             "Call gluon_syncbn.convert_sync_batchnorm(net), which lets the graph of a SymbolBlock "
+             "synchronize on the graph's parameters, or make the layer with num_devices or with a "
+             "SyncGroup that names the devices.");
   }
-  auto& calls = layer->forward_calls[device];
-  const int64_t sequence = calls.insert({node, layer->first_calls[node]}).first->second++;
-  const CallId id{layer->epoch, node, sequence, active};
-  if (!config.notice.empty() && !std::exchange(state_->has_noticed, true)) {
-    const auto warn = state_->observer.warn;
-    const std::string notice = config.notice;
-    lock.unlock();
-    if (warn) warn(notice);
-  }
-  return id;
+  fail(lock, layer,
+       "SyncBatchNorm '" + config.name + "' was made with num_devices=" +
+           std::to_string(config.num_devices) + ", and after as many others " + device +
+           " came too. Leave num_devices out, or name the devices that take part in a SyncGroup.");
 }
 
 Members Rendezvous::members_of(const LayerPtr& layer, const CallId& id,

@@ -1,18 +1,14 @@
+// The layers and their devices' meetings. A device arrives (state.cc); it waits (waits.cc), or is
+// the last and adds the sums of all, here; and all leave with these. One lock guards everything,
+// and no sums are added and no observers called under it.
 #include "rendezvous/rendezvous.h"
 
-#include <cstring>
 #include <utility>
 
 #include "rendezvous/state.h"
 
 namespace gluon_syncbn {
 namespace {
-
-// What each device contributes to reduce().
-struct SumsContribution : Contribution {
-  std::vector<ChannelSums>* sums;
-  double* count;
-};
 
 // Replaces the sums and the count of this process with those of all, if there are other processes.
 // Throws.
@@ -43,6 +39,41 @@ void add_other_processes(State* state, Layer* layer, const CallId& id, Direction
     if (observed_warn) observed_warn(text);
   };
   layer->messages.all_reduce(call, send, warn, sums, count);
+}
+
+// Adds the sums on the host, and lists those on GPUs.
+PassSums together(const std::vector<const PassSums*>& each) {
+  PassSums all{each[0]->C, 0, std::vector<ChannelSums>(each[0]->on_host.size()), {}};
+  for (const PassSums* one : each) {
+    all.count += one->count;
+    for (size_t c = 0; c < all.on_host.size(); ++c) all.on_host[c].add(one->on_host[c]);
+    all.on_gpus.insert(all.on_gpus.end(), one->on_gpus.begin(), one->on_gpus.end());
+  }
+  return all;
+}
+
+// The work of the last device for all. If it fails, all get the error.
+void combine(State* state, State::Lock* lock, Layer* layer, const Layer::Key& key, const CallId& id,
+             Meeting* meeting) {
+  meeting->combining = true;
+  layer->open.erase(key);
+  const std::vector<const PassSums*> each = meeting->in_rank_order(layer->config.devices);
+  // Made now, as the layer may be reconfigured once the lock is released.
+  const std::string title = layer->title(key);
+  lock->unlock();
+  std::string error;
+  try {
+    meeting->all = together(each);
+    add_other_processes(state, layer, id, std::get<0>(key), &meeting->all.on_host,
+                        &meeting->all.count);
+  } catch (const Error& failure) {
+    error = failure.what();
+  } catch (const std::exception& failure) {
+    error = title + ": " + failure.what();
+  }
+  lock->lock();
+  meeting->end(error);
+  if (!error.empty()) state->fail(lock, layer, error);
 }
 
 }  // namespace
@@ -96,12 +127,6 @@ std::string Rendezvous::name(const LayerPtr& layer) const {
   return layer->config.name;
 }
 
-bool Rendezvous::shares_memory(const LayerPtr& layer) const {
-  const State::Lock lock(state_->mutex);
-  state_->check_open(layer);
-  return !layer->config.exchanges() && !layer->config.has_gpus && !layer->config.devices.empty();
-}
-
 size_t Rendezvous::meeting_size(const LayerPtr& layer) const {
   const State::Lock lock(state_->mutex);
   state_->check_open(layer);
@@ -123,96 +148,22 @@ double Rendezvous::stuck_seconds() const {
   return Seconds(Clock::now() - state_->last_arrival).count();
 }
 
-void Rendezvous::meet(const LayerPtr& layer, const CallId& id, Direction direction,
-                      const std::string& device, Contribution* contribution,
-                      const Combine& combine) {
+PassSums Rendezvous::reduce(const LayerPtr& layer, const CallId& id, Direction direction,
+                            const std::string& device, const char* dtype, const PassSums& own) {
   State::Lock lock(state_->mutex);
   state_->check_open(layer);
   if (id.epoch != layer->epoch) throw layer->failed_before();
   const Layer::Key key(direction, id.node, id.sequence, layer->config.group_of(device));
-  std::shared_ptr<Meeting>& open = layer->open[key];
-  if (!open) {
-    open = std::make_shared<Meeting>();
-    open->active = id.active;
-  }
-  const std::shared_ptr<Meeting> meeting = open;
-  if (meeting->has(device)) {
-    state_->fail(&lock, layer.get(),
-                 layer->title(key) + ": " + device +
-                     " came a second time before the others had come once. " +
-                     layer->arrivals_text(*meeting) +
-                     " Call backward for all devices before any of them goes through the same "
-                     "call again.");
-  }
-  if (!meeting->arrivals.empty()) {
-    const Meeting::Arrival& first = meeting->arrivals[0];
-    const Contribution& other = *first.contribution;
-    const auto refuse = [&](const std::string& theirs, const std::string& ours,
-                            const std::string& remedy) {
-      state_->fail(&lock, layer.get(),
-                   layer->title(key) + ": " + first.device + " has " + theirs + ", " + device +
-                       " has " + ours + ". " + remedy,
-                   device, direction == Direction::kForward ? &id : nullptr);
-    };
-    if (other.channels != contribution->channels) {
-      refuse(std::to_string(other.channels) + " channels",
-             std::to_string(contribution->channels) + " channels",
-             "Give every device data of the same number of channels.");
-    }
-    if (std::strcmp(other.dtype, contribution->dtype) != 0) {
-      refuse(std::string(other.dtype) + " data", std::string(contribution->dtype) + " data",
-             "Cast the data of all devices to one dtype.");
-    }
-  }
-  meeting->arrivals.push_back({device, contribution});
-  state_->last_arrival = Clock::now();
+  const std::shared_ptr<Meeting> meeting =
+      state_->arrive(&lock, layer.get(), key, id, {device, dtype, &own});
   if (meeting->arrivals.size() < layer->expected(*meeting)) {
-    if (!state_->given_up.empty()) {
-      state_->fail(&lock, layer.get(), layer->title(key) + ": " + state_->given_up);
-    }
-    layer->give_up_on(layer->flushes[direction].passed, direction);
     state_->wait(&lock, layer.get(), key, meeting.get(), device, id);
     if (!meeting->error.empty()) throw Error(meeting->error);
-    return;
+  } else {
+    combine(state_.get(), &lock, layer.get(), key, id, meeting.get());
   }
-
-  meeting->combining = true;
-  layer->open.erase(key);
-  const std::vector<Contribution*> all = meeting->contributions(layer->config.devices);
-  // Made now, as the layer may be reconfigured once the lock is released.
-  const std::string title = layer->title(key);
   lock.unlock();
-  std::string error;
-  try {
-    combine(all);
-  } catch (const Error& failure) {
-    error = failure.what();
-  } catch (const std::exception& failure) {
-    error = title + ": " + failure.what();
-  }
-  lock.lock();
-  meeting->end(error);
-  if (!error.empty()) state_->fail(&lock, layer.get(), error);
-}
-
-void Rendezvous::reduce(const LayerPtr& layer, const CallId& id, Direction direction,
-                        const std::string& device, const char* dtype,
-                        std::vector<ChannelSums>* sums, double* count) {
-  SumsContribution mine{{static_cast<int64_t>(sums->size()), dtype}, sums, count};
-  meet(layer, id, direction, device, &mine, [&](const std::vector<Contribution*>& each) {
-    std::vector<ChannelSums> all(sums->size());
-    double all_count = 0;
-    for (const Contribution* contribution : each) {
-      const auto& device_sums = static_cast<const SumsContribution&>(*contribution);
-      for (size_t c = 0; c < all.size(); ++c) all[c].add((*device_sums.sums)[c]);
-      all_count += *device_sums.count;
-    }
-    add_other_processes(state_.get(), layer.get(), id, direction, &all, &all_count);
-    for (Contribution* contribution : each) {
-      *static_cast<SumsContribution*>(contribution)->sums = all;
-      *static_cast<SumsContribution*>(contribution)->count = all_count;
-    }
-  });
+  return meeting->all;
 }
 
 }  // namespace gluon_syncbn

@@ -1,6 +1,6 @@
-// Synchronizes the devices of a process in each forward and backward call of a layer. The last
-// device to arrive does the work for all: it runs the kernels over all their data, or adds their
-// sums and exchanges them with other processes.
+// Where the devices of a process meet, in each forward and backward call of a layer: each brings
+// the sums of its shard, and gets those of all. The last device to arrive adds them, and exchanges
+// them with other processes.
 //
 // No call waits indefinitely. A meeting ends when all have arrived, on a timeout, when a
 // participant fails, when the process ends, or on Ctrl-C. In all cases but the first, every waiting
@@ -10,12 +10,11 @@
 #define GLUON_SYNCBN_RENDEZVOUS_RENDEZVOUS_H_
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "numerics/sums.h"
+#include "numerics/passes.h"
 #include "rendezvous/types.h"
 
 namespace gluon_syncbn {
@@ -42,9 +41,6 @@ class Rendezvous {
   std::string name(const LayerPtr& layer) const;
   // How many devices of this process synchronize.
   size_t meeting_size(const LayerPtr& layer) const;
-  // Whether one device can do the work for all: they are CPU contexts and exchange nothing with
-  // other processes.
-  bool shares_memory(const LayerPtr& layer) const;
 
   // From the next forward calls on, only these devices take part; all devices if the list is empty.
   // Layers that have none of the devices are unaffected. No forward call may be in progress.
@@ -56,17 +52,12 @@ class Rendezvous {
   // Throws Error, also if the call is part of a step that has failed.
   Members members_of(const LayerPtr& layer, const CallId& id, const std::string& device) const;
 
-  // Returns when all participants have arrived and one has run `combine` over the contributions of
-  // all, in rank order. If that throws, every participant gets the error. Throws Error.
-  using Combine = std::function<void(const std::vector<Contribution*>& contributions)>;
-  void meet(const LayerPtr& layer, const CallId& id, Direction direction, const std::string& device,
-            Contribution* contribution, const Combine& combine);
-
-  // A meeting that replaces the sums of data of this dtype, and their count, with those of all
-  // participants, including other processes. Throws Error.
-  void reduce(const LayerPtr& layer, const CallId& id, Direction direction,
-              const std::string& device, const char* dtype, std::vector<ChannelSums>* sums,
-              double* count);
+  // The sums of all participants, once all have arrived with theirs, of data of this dtype
+  // ("float32"). Sums on the host are added in rank order, with those of other processes. Sums on
+  // GPUs are listed in rank order; no other processes may take part. If that fails, every
+  // participant gets the error. Throws Error.
+  PassSums reduce(const LayerPtr& layer, const CallId& id, Direction direction,
+                  const std::string& device, const char* dtype, const PassSums& own);
 
   // Whether this process has run out of data and contributes zeros to exchanges.
   void set_joined(bool joined);

@@ -1,27 +1,12 @@
+// Who belongs to a meeting and who is missing, what may meet, and how a step ends for all devices:
+// a new epoch, so that calls of the failed step meet no later ones.
 #include "rendezvous/state.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
-#include "cpu/thread_pool.h"
-#include "mxnet/interrupts.h"
-
 namespace gluon_syncbn {
-namespace {
-
-constexpr Seconds kGraceAfterInterrupt{0.5};
-// The longest time between two probes for devices that cannot arrive.
-constexpr Seconds kLongestProbe{1};
-// The latest time of the first notice of a wait. Later ones, which are short, come each time the
-// wait is kBetweenNotices times as long as at the one before.
-constexpr Seconds kLongestSilence{5};
-constexpr int kBetweenNotices = 4;
-// Devices arrive shortly after each other, and waking a sleeping thread often takes as long as the
-// work of a layer. So a call first stays awake this long, unless another thread wants the core, and
-// helps the last device with the work for all.
-constexpr Seconds kAwake{0.0003};
-
-}  // namespace
 
 bool is_cpu(const std::string& device) { return device.compare(0, 3, "cpu") == 0; }
 
@@ -40,15 +25,15 @@ void Meeting::end(const std::string& why) {
   changed.notify_all();
 }
 
-std::vector<Contribution*> Meeting::contributions(const std::vector<std::string>& ranks) {
+std::vector<const PassSums*> Meeting::in_rank_order(const std::vector<std::string>& ranks) {
   const auto rank = [&](const Arrival& a) {
     return std::find(ranks.begin(), ranks.end(), a.device);
   };
   std::sort(arrivals.begin(), arrivals.end(),
             [&](const Arrival& a, const Arrival& b) { return rank(a) < rank(b); });
-  std::vector<Contribution*> contributions;
-  for (const Arrival& arrival : arrivals) contributions.push_back(arrival.contribution);
-  return contributions;
+  std::vector<const PassSums*> each;
+  for (const Arrival& arrival : arrivals) each.push_back(arrival.own);
+  return each;
 }
 
 void Layer::align_calls() {
@@ -170,66 +155,44 @@ void State::fail(Lock* lock, Layer* layer, const std::string& text, const std::s
   throw Error(text);
 }
 
-void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeting,
-                 const std::string& device, const CallId& id) {
-  Patience patience(layer->config.timeout_seconds);
-  const unsigned interrupts_before = interrupts;
-  Seconds since_interrupt{0}, next_probe{0};
-  const Seconds first_notice = std::min(patience.first(), kLongestSilence);
-  meeting->next_notice = std::max(meeting->next_notice, first_notice);
-  // The last GPU to arrive has no work for CPU threads.
-  if (is_cpu(device)) {
-    lock->unlock();
-    thread_pool().help([&] { return meeting->over.load(); }, kAwake);
-    lock->lock();
+std::shared_ptr<Meeting> State::arrive(Lock* lock, Layer* layer, const Layer::Key& key,
+                                       const CallId& id, const Meeting::Arrival& arrival) {
+  std::shared_ptr<Meeting>& open = layer->open[key];
+  if (!open) {
+    open = std::make_shared<Meeting>();
+    open->active = id.active;
   }
-  while (!meeting->over) {
-    const Seconds slice = std::min(kSlice, patience.slice(kSlice));
-    if (meeting->unreachable.empty()) meeting->changed.wait_for(*lock, slice);
-    if (meeting->over) return;
-    // The last device is at work, which ends by itself or by its own timeout.
-    if (meeting->combining) continue;
+  const std::shared_ptr<Meeting> meeting = open;
+  if (meeting->has(arrival.device)) {
+    fail(lock, layer,
+         layer->title(key) + ": " + arrival.device +
+             " came a second time before the others had come once. " +
+             layer->arrivals_text(*meeting) +
+             " Call backward for all devices before any of them goes through the same "
+             "call again.");
+  }
+  if (!meeting->arrivals.empty()) check_match(lock, layer, key, id, meeting->arrivals[0], arrival);
+  meeting->arrivals.push_back(arrival);
+  last_arrival = Clock::now();
+  return meeting;
+}
 
-    const Seconds waited = patience.waited();
-    const auto message = [&] {
-      return layer->waits_text(key, *meeting, device, waited) +
-             where_missing_wait(*layer, *meeting);
-    };
-    const Direction direction = std::get<0>(key);
-    if (!meeting->unreachable.empty()) {
-      fail(lock, layer,
-           message() + "\nAn earlier operation on " + meeting->unreachable +
-               " has failed, and MXNet runs nothing that depends on it. mx.nd.waitall() raises its "
-               "error, unless it has been raised before.",
-           meeting->unreachable, direction == Direction::kForward ? &id : nullptr);
-    }
-    if (patience.is_over()) fail(lock, layer, message() + layer->causes(key, *meeting));
-    if (observer.waits && waited > next_probe) {
-      next_probe = std::min(2 * waited, waited + kLongestProbe);
-      const auto waits = observer.waits;
-      lock->unlock();
-      waits(layer->id, id.epoch, direction);
-      lock->lock();
-      // Meanwhile the last device may have begun to use this one's contribution.
-      if (meeting->over || meeting->combining) continue;
-    }
-
-    if (interrupts != interrupts_before) since_interrupt += slice;
-    if (since_interrupt > kGraceAfterInterrupt) fail(lock, layer, message() + "\nInterrupted.");
-
-    if (waited > meeting->next_notice) {
-      std::string text = message();
-      if (meeting->next_notice == first_notice) {
-        text += "\nAfter " + seconds_text(patience.timeout()) + " this is an error." +
-                layer->causes(key, *meeting);
-      }
-      meeting->next_notice = kBetweenNotices * waited;
-      if (const auto warn = observer.warn) {
-        lock->unlock();
-        warn(text);
-        lock->lock();
-      }
-    }
+void State::check_match(Lock* lock, Layer* layer, const Layer::Key& key, const CallId& id,
+                        const Meeting::Arrival& first, const Meeting::Arrival& arrival) {
+  const auto refuse = [&](const std::string& theirs, const std::string& ours,
+                          const std::string& remedy) {
+    fail(lock, layer,
+         layer->title(key) + ": " + first.device + " has " + theirs + ", " + arrival.device +
+             " has " + ours + ". " + remedy,
+         arrival.device, std::get<0>(key) == Direction::kForward ? &id : nullptr);
+  };
+  if (first.own->C != arrival.own->C) {
+    refuse(std::to_string(first.own->C) + " channels", std::to_string(arrival.own->C) + " channels",
+           "Give every device data of the same number of channels.");
+  }
+  if (std::strcmp(first.dtype, arrival.dtype) != 0) {
+    refuse(std::string(first.dtype) + " data", std::string(arrival.dtype) + " data",
+           "Cast the data of all devices to one dtype.");
   }
 }
 

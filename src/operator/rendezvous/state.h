@@ -15,6 +15,7 @@
 #include "exchange/layer_messages.h"
 #include "exchange/patience.h"
 #include "exchange/text.h"
+#include "numerics/passes.h"
 #include "rendezvous/types.h"
 
 namespace gluon_syncbn {
@@ -28,7 +29,8 @@ bool is_cpu(const std::string& device);
 struct Meeting {
   struct Arrival {
     std::string device;
-    Contribution* contribution;
+    const char* dtype;
+    const PassSums* own;
   };
 
   std::vector<Arrival> arrivals;
@@ -40,14 +42,15 @@ struct Meeting {
   std::string error;
   // A device that cannot arrive.
   std::string unreachable;
+  PassSums all;
   // Also read without the lock.
   std::atomic<bool> over{false};
   std::condition_variable changed;
 
   bool has(const std::string& device) const;
   void end(const std::string& why = "");
-  // In rank order, whatever the order of arrival.
-  std::vector<Contribution*> contributions(const std::vector<std::string>& ranks);
+  // What each device has brought, in rank order, whatever the order of arrival.
+  std::vector<const PassSums*> in_rank_order(const std::vector<std::string>& ranks);
 };
 
 struct Layer {
@@ -106,6 +109,8 @@ struct Layer {
   void fail(const std::string& why, const std::string& device = "",
             const CallId* forward = nullptr);
   Error failed_before() const;
+  // Throws if the forward call that a device is about to make is part of a step that has failed.
+  void check_step(const std::string& device, int64_t node);
 };
 using LayerPtr = std::shared_ptr<Layer>;
 
@@ -134,9 +139,20 @@ struct State {
                 const CallId* forward = nullptr);
   [[noreturn]] void fail(Lock* lock, Layer* layer, const std::string& text,
                          const std::string& device = "", const CallId* forward = nullptr);
+  // Throw if the layer cannot be called on this device: in this process and configuration; in this
+  // step.
+  void check_configuration(Lock* lock, Layer* layer, const std::string& device);
+  void check_participants(Lock* lock, Layer* layer, const std::string& device,
+                          const ActiveDevices& active);
+  // Adds the arrival to the meeting of this key, which it opens if it is the first. Throws if they
+  // do not match.
+  std::shared_ptr<Meeting> arrive(Lock* lock, Layer* layer, const Layer::Key& key, const CallId& id,
+                                  const Meeting::Arrival& arrival);
+  void check_match(Lock* lock, Layer* layer, const Layer::Key& key, const CallId& id,
+                   const Meeting::Arrival& first, const Meeting::Arrival& arrival);
   // Where one of the devices that a meeting misses waits itself; empty if none does.
   std::string where_missing_wait(const Layer& layer, const Meeting& meeting) const;
-  // Sleeps until the meeting is over. Throws Error when there is no point in waiting longer.
+  // Waits until the meeting is over. Throws Error when there is no point in waiting longer.
   void wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeting,
             const std::string& device, const CallId& id);
 };

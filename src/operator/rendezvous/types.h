@@ -34,8 +34,6 @@ struct LayerConfig {
   // Number of processes that exchange sums, and the range of ranks whose sums are added. A single
   // process exchanges nothing.
   size_t processes = 1, first_rank = 0, end_rank = 1;
-  // Whether some device cannot read the memory of the others.
-  bool has_gpus = false;
   // Why the layer cannot train on these devices, or empty.
   std::string config_error;
   // What a process logs at its first call in training, or empty.
@@ -77,13 +75,6 @@ struct Members {
   std::vector<std::string> devices;
   // Whether other processes take part too.
   bool exchanges;
-};
-
-// What a device contributes to a meeting; callers derive from it. All devices must have the same
-// number of channels and dtype ("float32").
-struct Contribution {
-  int64_t channels = 0;
-  const char* dtype = "";
 };
 
 // Callbacks, each on the thread that noticed the event, with no lock held.

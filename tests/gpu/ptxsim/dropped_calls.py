@@ -10,7 +10,7 @@ from pathlib import Path
 
 FUNCTIONS = ("cudaStreamSynchronize", "cudaStreamWaitEvent", "cudaEventRecord")
 # The test calls some functions itself.
-OURS = "in (forward_on_gpu|backward_on_gpu|sums_of_all|clear_on_gpu)"
+OURS = "in (GpuPass|GpuForward|GpuBackward|clear_on_gpu)"
 # At once, where a race shows, or late, where a wait that is missing changes results.
 ORDERS = ("", "late")
 SECONDS = 120  # A run takes fewer than 20.

@@ -37,53 +37,32 @@ void add_part(const Problem<T>& p, const std::vector<Statistics>& s, int64_t beg
   for (int64_t c = 0; c < view.C; ++c) (*backward)[c].add(part[c]);
 }
 
-// forward_together and backward_together on the samples split at `borders`: written in place, or
-// added to another array.
+// forward_alone and backward_alone, written in place, or added to another array.
 template <typename T>
-void check_together(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide,
-                    const std::vector<int64_t>& borders) {
+void check_alone(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide) {
   const Kernels& k = kernels<T>();
   for (const bool in_place : {false, true}) {
     Array<T> y = in_place ? p.x : p.dy, dx = p.dy;
     const Store how = in_place ? Store::kWrite : Store::kAdd;
-    std::vector<ForwardShard> forward;
-    std::vector<BackwardShard> backward;
-    std::vector<Sums> sums(borders.size() - 1, Sums(static_cast<size_t>(p.view.C)));
-    for (size_t i = 0; i + 1 < borders.size(); ++i) {
-      const View view = part_of(p.view, borders[i], borders[i + 1]);
-      const int64_t at = borders[i] * view.C * view.S;
-      ForwardShard& forth = forward.emplace_back(forward_shard(p, y.data() + at, how));
-      forth.view = view;
-      forth.x = (in_place ? y : p.x).data() + at;
-      BackwardShard& back = backward.emplace_back(backward_shard(p, dx.data() + at, how));
-      back.view = view;
-      back.dy = (in_place ? dx : p.dy).data() + at;
-      back.x = p.x.data() + at;
-      back.sums = sums[i].data();
-    }
-    std::vector<const ForwardShard*> forward_parts;
-    std::vector<const BackwardShard*> backward_parts;
-    for (const ForwardShard& part : forward) forward_parts.push_back(&part);
-    for (const BackwardShard& part : backward) backward_parts.push_back(&part);
-
+    ForwardShard forth = forward_shard(p, y.data(), how);
+    if (in_place) forth.x = y.data();
+    BackwardShard back = backward_shard(p, dx.data(), how);
+    if (in_place) back.dy = dx.data();
+    Sums sums(static_cast<size_t>(p.view.C));
+    back.sums = sums.data();
     std::vector<Statistics> s(static_cast<size_t>(p.view.C));
-    k.forward_together(forward_parts, kEpsilon, s.data());
-    k.backward_together(backward_parts, s.data());
+    k.forward_alone(forth, kEpsilon, s.data());
+    k.backward_alone(back, s.data());
     CHECK(std::memcmp(s.data(), r.s.data(), s.size() * sizeof(s[0])) == 0);
     CHECK(y == (in_place ? r.y : p.dy.plus(wide.y)) && y.guards_intact());
     CHECK(dx == (in_place ? r.dx : p.dy.plus(wide.dx)) && dx.guards_intact());
-    Sums all(static_cast<size_t>(p.view.C));
-    for (const Sums& part : sums) {
-      for (int64_t c = 0; c < p.view.C; ++c) all[c].add(part[c]);
-    }
-    CHECK(rounded(all) == rounded(r.gradient_sums));
+    CHECK(rounded(sums) == rounded(r.gradient_sums));
   }
 }
 
 // All ways to split the samples at up to `max_borders` borders.
 template <typename T>
-void check_splits(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide,
-                  int64_t max_borders = 4) {
+void check_splits(const Problem<T>& p, const Results<T>& r, int64_t max_borders = 4) {
   const int64_t samples = p.view.N / p.view.R, inner = std::min(samples - 1, max_borders);
   for (int64_t cuts = 0; cuts < int64_t{1} << inner; ++cuts) {
     std::vector<int64_t> borders{0};
@@ -97,7 +76,6 @@ void check_splits(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide,
     }
     CHECK(rounded(forward) == rounded(r.sums));
     CHECK(rounded(backward) == rounded(r.gradient_sums));
-    check_together(p, r, wide, borders);
   }
 }
 
@@ -163,7 +141,8 @@ void check_view(View view) {
   const Results<T> r(p);
   const Wide<T> wide(p.widened());
   check_rounding(r, wide);
-  check_splits(p, r, wide);
+  check_splits(p, r);
+  check_alone(p, r, wide);
   check_stores(p, r, wide);
   for (const int64_t shift : {1, 2, 3}) r.check_same_bits(Results<T>(p.shifted(shift), shift));
 }
@@ -203,11 +182,13 @@ void results_are_independent_of_threads() {
     const Problem<T> p(view, 1000);
     set_num_threads(1);
     const Results<T> r(p);
+    const Wide<T> wide(p.widened());
     for (const int threads : {2, 3, 4, 32}) {
       set_num_threads(threads);
       r.check_same_bits(Results<T>(p));
+      check_alone(p, r, wide);
     }
-    check_splits(p, r, Wide<T>(p.widened()), 2);
+    check_splits(p, r, 2);
   }
   set_num_threads(2);
 }

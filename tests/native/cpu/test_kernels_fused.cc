@@ -20,7 +20,7 @@ Arithmetic<T> activate(const Epilogue& epilogue, Arithmetic<T> v) {
   return static_cast<Arithmetic<T>>(epilogue.slope) * v + 0;  // not -0
 }
 
-// What the kernels write for a problem in one pass, with all samples at once or split.
+// What the kernels write for a problem, in one pass with the sums or after them.
 template <typename T>
 struct Fused {
   Array<T> y, dx, dresidual;
@@ -29,16 +29,16 @@ struct Fused {
 
 template <typename T>
 Fused<T> fused(const Problem<T>& p, const std::vector<Statistics>& s, const Epilogue& epilogue,
-               const Array<T>* residual, bool recovers, bool together, Store how) {
+               const Array<T>* residual, bool recovers, bool alone, Store how) {
   const View& v = p.view;
   const Kernels& k = kernels<T>();
   Fused<T> r{p.x, p.dy, p.x, Sums(static_cast<size_t>(v.C))};
   ForwardShard forth = forward_shard(p, r.y.data());
   forth.epilogue = epilogue;
   forth.residual = residual ? residual->data() : nullptr;
-  if (together) {
+  if (alone) {
     std::vector<Statistics> computed(s.size());
-    k.forward_together({&forth}, kEpsilon, computed.data());
+    k.forward_alone(forth, kEpsilon, computed.data());
   } else {
     k.forward(forth, s.data());
   }
@@ -50,8 +50,8 @@ Fused<T> fused(const Problem<T>& p, const std::vector<Statistics>& s, const Epil
   if (recovers || (residual && activated)) back.y = r.y.data();
   if (residual) back.dresidual = r.dresidual.data();
   back.residual_store = how;
-  if (together) {
-    k.backward_together({&back}, s.data());
+  if (alone) {
+    k.backward_alone(back, s.data());
   } else {
     k.backward_sums(back, s.data());
     k.backward(back, s.data(), r.sums.data(), p.count());
@@ -81,10 +81,9 @@ void check_composition(const Problem<T>& p, const Epilogue& epilogue, bool adds)
   }
   const Results<T> expected(gated);
   const Results<Arithmetic<T>> wide(gated.widened());
-  for (const bool together : {false, true}) {
+  for (const bool alone : {false, true}) {
     for (const Store how : {Store::kWrite, Store::kAdd}) {
-      const Fused<T> r =
-          fused(p, plain.s, epilogue, adds ? &residual : nullptr, false, together, how);
+      const Fused<T> r = fused(p, plain.s, epilogue, adds ? &residual : nullptr, false, alone, how);
       CHECK(r.y == y);
       CHECK(rounded(r.sums) == rounded(expected.gradient_sums));
       const bool writes = how == Store::kWrite;
@@ -112,8 +111,8 @@ void check_recovery(const Problem<T>& p) {
   const Results<T> plain(p);
   const Fused<T> expected =
       fused<T>(clamped, plain.s, kLeaky, nullptr, false, false, Store::kWrite);
-  for (const bool together : {false, true}) {
-    const Fused<T> r = fused<T>(p, plain.s, in_place, nullptr, true, together, Store::kWrite);
+  for (const bool alone : {false, true}) {
+    const Fused<T> r = fused<T>(p, plain.s, in_place, nullptr, true, alone, Store::kWrite);
     double y_error = 0, error = 0, largest = 0;
     for (int64_t i = 0; i < p.view.size(); ++i) {
       y_error = std::max(y_error, std::abs(to_double(r.y[i]) - to_double(expected.y[i])));

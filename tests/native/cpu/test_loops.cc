@@ -165,9 +165,7 @@ void channels_are_divided_among_threads() {
   const auto divided = [](int threads, int64_t C, int64_t S) {
     check::context = std::to_string(C) + " channels, " + std::to_string(threads) + " threads";
     set_num_threads(threads);
-    ForwardShard part{};
-    part.view = View{2, C, S};
-    return by_channels<ForwardShard>({&part});
+    return by_channels({2, C, S});
   };
   for (const int threads : {1, 2, 16, 17, 32, 48, 64, 96}) CHECK(divided(threads, 64, 1 << 15));
   for (const int threads : {49, 63, 97}) CHECK(!divided(threads, 64, 1 << 15));

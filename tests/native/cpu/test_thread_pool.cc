@@ -151,57 +151,12 @@ TEST(units_may_all_throw) {
   });
 }
 
-TEST(help_ends_after_the_idle_time) {
-  for (const int threads : {1, 2}) {
-    ThreadPool pool(threads);
-    pool.help([] { return false; }, std::chrono::milliseconds(1));
-    pool.help([] { return true; }, std::chrono::hours(1));
-    check_job(&pool, 10);
-  }
-}
-
-// The condition comes true during a unit of the helper, which then begins no other unit.
-TEST(help_ends_when_the_wait_is_over) {
-  ThreadPool pool(2);
-  std::atomic<bool> done{false};
-  std::atomic<int> units_of_helper{0};
-  std::promise<std::thread::id> id;
-  std::thread waiting([&] {
-    id.set_value(std::this_thread::get_id());
-    pool.help([&] { return done.load(); }, std::chrono::hours(1));
+// Several callers, whose loops begin and end while threads come and go.
+TEST(many_threads_call) {
+  ThreadPool pool(3);
+  in_threads(6, [&](int i) {
+    for (int job = 0; job < 300; ++job) check_job(&pool, (i + job) % 20);
   });
-  const std::thread::id helper = id.get_future().get();
-  // Usually the thread of the pool is asleep and the helper is first.
-  while (!done) {
-    pool.parallel_for(50, [&](int64_t) {
-      if (std::this_thread::get_id() == helper) {
-        done = true;
-        ++units_of_helper;
-      }
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
-    });
-  }
-  waiting.join();
-  CHECK_EQ(units_of_helper.load(), 1);
-  check_job(&pool, 100);
-}
-
-// Several callers, and helpers that come and go while loops begin and end.
-TEST(many_threads_call_help_and_leave) {
-  for (const int helpers : {0, 3}) {
-    ThreadPool pool(3);
-    constexpr int kCallers = 6;
-    std::atomic<int> callers{kCallers};
-    in_threads(kCallers + helpers, [&](int i) {
-      if (i < kCallers) {
-        for (int job = 0; job < 300; ++job) check_job(&pool, (i + job) % 20);
-        --callers;
-      }
-      while (callers > 0 && i >= kCallers) {
-        pool.help([&] { return callers == 0; }, std::chrono::microseconds(30));
-      }
-    });
-  }
 }
 
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)

@@ -145,8 +145,9 @@ class OnDevice {
   std::vector<Statistics> statistics(const Sums& on_host, double count) {
     DeviceArray<ChannelSums> sums(on_host.data(), p_.view.C);
     DeviceArray<Statistics> s(p_.view.C);
-    const ForwardFinish finish{p_.view.C, 1,       {s.data()}, nullptr,  beta.data(),        {},
-                               false,     nullptr, 0,          kEpsilon, {1, {sums.data()}}, count};
+    const ForwardFinish finish{
+        p_.view.C, 1,       {s.data()}, nullptr,  beta.data(),        {},
+        false,     nullptr, 0,          kEpsilon, {1, {sums.data()}}, {count, count, 1}};
     MUST(kernels().finish_forward(finish, {}, the_stream()));
     return s.get();
   }

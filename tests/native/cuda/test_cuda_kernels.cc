@@ -123,8 +123,8 @@ void given_statistics_are_those_of_the_host() {
   DeviceArray<A> means(mean.data(), 3), variances(variance.data(), 3);
   DeviceArray<Statistics> device(3);
   const ForwardFinish finish{
-      3, 1,  {device.data()}, nullptr,         means.data(), {}, false, nullptr, 0, kEpsilon, {},
-      0, {}, means.data(),    variances.data()};
+      3,  1,  {device.data()}, nullptr,         means.data(), {}, false, nullptr, 0, kEpsilon, {},
+      {}, {}, means.data(),    variances.data()};
   MUST(cuda_backend()->kernels(Type<T>::kDType).finish_forward(finish, {}, the_stream()));
   const std::vector<Statistics> result = device.get();
   for (size_t c = 0; c < 3; ++c) {

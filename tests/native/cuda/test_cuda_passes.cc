@@ -78,37 +78,21 @@ class Meeting {
 
 enum class Way { kPeers, kCopies, kHost };
 
-struct Sent {
-  Sums sums;
-  double count = 0;
-};
-
-// The meeting of a pass, in each way.
-struct Place {
-  Meeting<SharedSums> on_events;
-  Meeting<Sent> on_host;
-
-  explicit Place(size_t size) : on_events(size), on_host(size) {}
-
-  Together together(Way way, size_t rank, const std::vector<int>& gpus, int64_t C) {
-    Together together;
-    together.gpus = gpus;
-    if (way == Way::kHost) {
-      together.reduce = [=](ChannelSums* sums, double* count) {
-        const auto all = on_host.meet(rank, {Sums(sums, sums + C), *count});
-        std::fill_n(sums, C, ChannelSums());
-        *count = 0;
-        for (const Sent& each : all) {
-          for (int64_t c = 0; c < C; ++c) sums[c].add(each.sums[c]);
-          *count += each.count;
-        }
-      };
-    } else if (gpus.size() > 1) {
-      together.meet = [=](const SharedSums& mine) { return on_events.meet(rank, mine); };
-    }
-    return together;
+// Runs the pass of one device of several.
+template <typename Task>
+void run_pass(int gpu, const std::vector<int>& gpus, const Task& task, Way way, size_t rank,
+              Meeting<PassSums>* place) {
+  const auto pass = gpu_pass(gpu, way == Way::kHost ? std::vector<int>() : gpus, task);
+  if (gpus.size() == 1 && way != Way::kHost) return pass->alone();
+  const PassSums own = pass->sums();
+  PassSums all{own.C, 0, Sums(own.on_host.size()), {}};
+  for (const PassSums& each : place->meet(rank, own)) {
+    all.count += each.count;
+    for (size_t c = 0; c < all.on_host.size(); ++c) all.on_host[c].add(each.on_host[c]);
+    all.on_gpus.insert(all.on_gpus.end(), each.on_gpus.begin(), each.on_gpus.end());
   }
-};
+  pass->finish(all);
+}
 
 // What all devices have computed: y and dx of the batch, and the statistics of each device.
 template <typename A>
@@ -129,11 +113,10 @@ struct Results {
 
 // A forward of one device, whose running statistics are means, variances and a number of batches.
 template <typename A>
-GpuForward forward_task(int gpu, const ForwardShard& shard, A* running, const RunningRule& rule,
-                        bool on_host) {
+ForwardTask forward_task(const ForwardShard& shard, A* running, const RunningRule& rule,
+                         Kept* kept) {
   const int64_t C = shard.view.C;
-  GpuForward task{};
-  task.device = gpu;
+  ForwardTask task{};
   task.dtype = Type<A>::kDType;
   task.what = "data";
   task.epsilon = kEpsilon;
@@ -143,13 +126,7 @@ GpuForward forward_task(int gpu, const ForwardShard& shard, A* running, const Ru
   std::copy_n(arrays, 3, task.running);
   task.rule = rule;
   task.rows = 1;
-  if (on_host) {
-    task.update_on_host = [rule](const std::vector<BatchPtr>& batches, void* const(&host)[3]) {
-      const auto values = [&](int i) { return static_cast<A*>(host[i]); };
-      update_running<A>(batches, rule, {values(0), values(1), values(2)});
-      return true;
-    };
-  }
+  task.kept = kept;
   return task;
 }
 
@@ -178,7 +155,7 @@ Results<A> train(const Problem<A>& p, Way way, const std::vector<int>& gpus,
   }
   const Cost before = cost();
   for (int step = 0; step < 2; ++step) {
-    Place forward(devices), backward(devices);
+    Meeting<PassSums> forward(devices), backward(devices);
     std::vector<std::thread> threads;
     for (size_t rank = 0; rank < devices; ++rank) {
       threads.emplace_back([&, rank] {
@@ -189,25 +166,18 @@ Results<A> train(const Problem<A>& p, Way way, const std::vector<int>& gpus,
         const int64_t at = begin * view.C * view.S;
         const ForwardShard forth{part, x->data() + at, gamma->data(), beta->data(), nullptr,
                                  {},   y->data() + at, Store::kWrite};
-        GpuForward task =
-            forward_task(gpus[rank], forth, running[rank]->data(), rule, way == Way::kHost);
-        task.together = forward.together(way, rank, gpus, view.C);
+        Kept kept;
+        ForwardTask task = forward_task(forth, running[rank]->data(), rule, &kept);
         task.mean = {saved[rank]->data(), false};
         task.inv_std = {saved[rank]->data() + view.C, false};
+        run_pass(gpus[rank], gpus, task, way, rank, &forward);
         const BackwardShard back{
             part, dy->data() + at, x->data() + at, nullptr, gamma->data(), beta->data(),
             {},   dx->data() + at, Store::kWrite,  nullptr, Store::kWrite, nullptr};
         A* const own = gradients[rank]->data();
         const Result dgamma{own, false}, dbeta{own + view.C, false};
-        backward_on_gpu({task.device,
-                         task.dtype,
-                         "data",
-                         {back},
-                         forward_on_gpu(task),
-                         true,
-                         backward.together(way, rank, gpus, view.C),
-                         dgamma,
-                         dbeta});
+        const BackwardTask back_task{task.dtype, "data", {back}, kept, true, dgamma, dbeta};
+        run_pass(gpus[rank], gpus, back_task, way, rank, &backward);
       });
     }
     for (std::thread& thread : threads) thread.join();
@@ -264,6 +234,103 @@ TEST(results_do_not_depend_on_where_sums_meet) {
   check_ways<double>();
 }
 
+// The chunks of virtual devices: y and dx of each on its own, and running statistics that follow
+// the mean, all with the bits of the CPU's passes.
+template <typename A>
+void check_virtual_devices() {
+  const View view{7, 300, 5};
+  const Problem<A> p(view, 3);
+  for (const RunningRule& rule : {RunningRule{0.9, false, true}, RunningRule{0, true, false}}) {
+    check::context = name_of<A>(view, 3) + (rule.cumulative ? ", cumulative" : "");
+    const std::vector<A> start(static_cast<size_t>(2 * view.C + 1), A{2});
+    const std::vector<double> zeros(static_cast<size_t>(3 * view.C));
+    DeviceArray<A> x(p.x.data(), view.size()), y(p.x.data(), view.size());
+    DeviceArray<A> beta(p.beta.data(), view.C), running(start.data(), 2 * view.C + 1);
+    DeviceArray<double> mean(zeros.data(), 3 * view.C);
+    Kept kept;
+    ForwardTask task = forward_task<A>(
+        {view, x.data(), nullptr, beta.data(), nullptr, {}, y.data(), Store::kWrite},
+        running.data(), rule, &kept);
+    const ForwardShard whole = task.parts[0];
+    task.parts.clear();
+    task.rows = 3;
+    task.mean = {mean.data(), false};
+    const int64_t sizes[] = {3, 2, 2};
+    std::vector<Statistics> expected;
+    for (int64_t b = 0, begin = 0; b < 3; begin += sizes[b++]) {
+      const int64_t at = begin * view.C * view.S;
+      ForwardShard part = whole;
+      part.view.N = sizes[b];
+      part.x = x.data() + at;
+      part.y = y.data() + at;
+      task.parts.push_back(part);
+      const Sums sums = OnDevice<A>(p).forward_sums(begin, begin + sizes[b]);
+      for (const ChannelSums& each : sums) {
+        expected.push_back(batch_statistics(each, count_of(part), kEpsilon));
+      }
+    }
+    gpu_pass(0, {}, task)->alone();
+    const std::vector<A> now = running.get();
+    const std::vector<double> means = mean.get();
+    for (size_t i = 0; i < expected.size(); ++i) CHECK_EQ(means[i], expected[i].mean);
+    const double momentum = rule.cumulative ? cumulative_momentum(3) : rule.momentum;
+    for (int64_t c = 0; c < view.C; ++c) {
+      double mean_sum = 0, variance_sum = 0;
+      for (int64_t b = 0; b < 3; ++b) {
+        const Statistics& s = expected[b * view.C + c];
+        mean_sum += s.mean;
+        variance_sum += running_variance(s, static_cast<double>(sizes[b] * view.S), rule.unbiased);
+      }
+      CHECK_EQ(now[c], static_cast<A>(moving_average(2, mean_sum / 3, momentum)));
+      CHECK_EQ(now[view.C + c], static_cast<A>(moving_average(2, variance_sum / 3, momentum)));
+    }
+    CHECK_EQ(now.back(), rule.cumulative ? 3 : 2);
+    Array<A> normalized(view.size());
+    for (int64_t b = 0, begin = 0; b < 3; begin += sizes[b++]) {
+      const int64_t at = begin * view.C * view.S;
+      ForwardShard part{task.parts[b].view,     p.x.data() + at, nullptr,
+                        p.beta.data(),          nullptr,         {},
+                        normalized.data() + at, Store::kWrite};
+      kernels<A>().forward(part, expected.data() + b * view.C);
+    }
+    CHECK(same_bits(y.get(), normalized));
+  }
+}
+
+TEST(virtual_devices_are_batches_of_one_pass) {
+  check_virtual_devices<float>();
+  check_virtual_devices<double>();
+}
+
+// As in a process that has no data left, among others that have none: only the sums of all say so.
+TEST(running_statistics_do_not_follow_a_batch_without_values) {
+  using A = float;
+  const View view{4, 3, 5};
+  const Problem<A> p(view, 3);
+  const std::vector<A> start(static_cast<size_t>(2 * view.C + 1), A{2});
+  DeviceArray<A> x(p.x.data(), view.size()), y(p.x.data(), view.size());
+  DeviceArray<A> beta(p.beta.data(), view.C), running(start.data(), 2 * view.C + 1);
+  const ForwardShard shard{view,    x.data(), nullptr,  beta.data(),
+                           nullptr, {},       y.data(), Store::kWrite};
+  for (const bool updates : {false, true}) {
+    for (const double count : {0.0, 20.0}) {
+      check::context = std::string(updates ? "updates" : "no updates") + " with a count of " +
+                       std::to_string(count);
+      running.set(start.data());
+      Kept kept;
+      ForwardTask task = forward_task(shard, running.data(), RunningRule{0, true, false}, &kept);
+      task.updates = updates;
+      const auto pass = gpu_pass(0, {}, task);
+      PassSums all = pass->sums();
+      CHECK_EQ(all.count, 20);
+      all.count = count;
+      if (count == 0) all.on_host = Sums(all.on_host.size());
+      pass->finish(all);
+      CHECK_EQ(running.get() == start, !updates || count == 0);
+    }
+  }
+}
+
 // One device has ended its pass, and another may still read its sums.
 TEST(memory_that_others_read_is_not_used_again) {
   const int second = kReal ? 0 : 1;
@@ -281,25 +348,25 @@ TEST(memory_that_others_read_is_not_used_again) {
   const std::shared_ptr<Statistics> kept = reader.keep<Statistics>(view.C);
   SharedSums sums{};
   // A thread has one device at a time.
-  const auto run_pass = [&](const auto& work) {
+  const auto in_pass = [&](const auto& work) {
     std::thread([&] {
       CudaPass pass(0, DType::kFloat32, "data");
       work(&pass);
       pass.finish();
     }).join();
   };
-  run_pass([&](CudaPass* pass) {
+  in_pass([&](CudaPass* pass) {
     shared = own_sums(pass);
     sums = pass->share(shared, view.C, 20, {0, second});
   });
   reader.wait_for(sums);
   DeviceArray<float> beta(p.beta.data(), view.C);
   const ForwardFinish finish{view.C,  1, {kept.get()}, nullptr,          beta.data(), {}, false,
-                             nullptr, 0, kEpsilon,     {1, {sums.sums}}, 20};
+                             nullptr, 0, kEpsilon,     {1, {sums.sums}}, {20, 20, 1}};
   reader.finish_forward(finish, {});
   sums = {};
   for (int i = 0; i < 3; ++i) {
-    run_pass([&](CudaPass* pass) { CHECK(own_sums(pass) != shared); });
+    in_pass([&](CudaPass* pass) { CHECK(own_sums(pass) != shared); });
   }
   reader.finish();
 }
@@ -321,7 +388,7 @@ TEST(statistics_outlive_their_pass) {
 }
 
 #if !defined(SBN_REAL_CUDA)
-// Whichever call of CUDA fails. On the host: also where the statistics are computed there.
+// Whichever call of CUDA fails, also after the sums of all devices have come over the host.
 TEST(a_forward_that_fails_leaves_the_running_statistics_alone) {
   using A = float;
   const View view{4, 300, 5};
@@ -341,10 +408,12 @@ TEST(a_forward_that_fails_leaves_the_running_statistics_alone) {
           check::context = std::string(function) + ", call " + std::to_string(calls);
           running.set(start.data());
           release_cuda_memory();
-          const GpuForward task = forward_task(0, shard, running.data(), rule, on_host);
+          Kept kept;
+          const ForwardTask task = forward_task(shard, running.data(), rule, &kept);
           ptxsim_fail_next(function, calls);
           try {
-            forward_on_gpu(task);
+            const auto pass = gpu_pass(0, {}, task);
+            on_host ? pass->finish(pass->sums()) : pass->alone();
             fails = false;
           } catch (const std::runtime_error&) {
             ++failures;

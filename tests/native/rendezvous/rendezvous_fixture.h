@@ -66,6 +66,11 @@ inline Sums added_in_rank_order(size_t devices, int64_t call, size_t channels) {
   return sums;
 }
 
+// What a device brings.
+inline PassSums on_host(const Sums& sums, double count) {
+  return {static_cast<int64_t>(sums.size()), count, sums, {}};
+}
+
 inline bool same_bits(const Sums& a, const Sums& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0;
 }
@@ -117,9 +122,7 @@ struct Fixture {
   void reduce(const CallId& id, const std::string& device,
               Direction direction = Direction::kForward, size_t channels = 2,
               const char* dtype = "float32") {
-    Sums sums(channels);
-    double count = 1;
-    rendezvous.reduce(layer, id, direction, device, dtype, &sums, &count);
+    rendezvous.reduce(layer, id, direction, device, dtype, on_host(Sums(channels), 1));
   }
 
   void call(const std::string& device) { reduce(next(device), device); }

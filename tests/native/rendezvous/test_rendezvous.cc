@@ -9,12 +9,12 @@ namespace {
 void check_call(Rendezvous* rendezvous, const LayerPtr& layer, const CallId& id,
                 Direction direction, size_t device, size_t devices, int64_t call) {
   const size_t channels = 1 + static_cast<size_t>(call) % 3;
-  Sums sums = contribution(device, call, channels);
-  double count = static_cast<double>(device + 1);
+  const PassSums own =
+      on_host(contribution(device, call, channels), static_cast<double>(device + 1));
   const std::string name = "cpu(" + std::to_string(device) + ")";
-  rendezvous->reduce(layer, id, direction, name, "float32", &sums, &count);
-  CHECK(same_bits(sums, added_in_rank_order(devices, call, channels)));
-  CHECK_EQ(count, static_cast<double>(devices * (devices + 1) / 2));
+  const PassSums all = rendezvous->reduce(layer, id, direction, name, "float32", own);
+  CHECK(same_bits(all.on_host, added_in_rank_order(devices, call, channels)));
+  CHECK_EQ(all.count, static_cast<double>(devices * (devices + 1) / 2));
 }
 
 // As in MXNet: many calls of a layer at a time, each on its own thread, in a different order on
@@ -55,6 +55,30 @@ TEST(calls_are_in_progress_concurrently) {
       });
     }
     CHECK_EQ(rendezvous.waiting(), 0);
+  }
+}
+
+// Whoever comes last.
+TEST(sums_on_gpus_are_listed_in_rank_order) {
+  const std::vector<std::string> gpus{"gpu(0)", "gpu(1)", "gpu(2)"};
+  for (size_t last = 0; last < gpus.size(); ++last) {
+    Fixture f(config_of(gpus));
+    const ChannelSums memory[3] = {};
+    const auto call = [&](size_t rank) {
+      const auto count = static_cast<double>(rank + 1);
+      const PassSums own{1, count, {}, {{&memory[rank], count, nullptr, nullptr}}};
+      const PassSums all = f.rendezvous.reduce(f.layer, f.next(gpus[rank]), Direction::kForward,
+                                               gpus[rank], "float32", own);
+      CHECK_EQ(all.count, 6);
+      CHECK_EQ(all.on_gpus.size(), 3u);
+      for (size_t i = 0; i < 3; ++i) CHECK(all.on_gpus[i].sums == &memory[i]);
+    };
+    Background first([&] { call((last + 2) % 3); });
+    f.wait_until_waiting(1);
+    Background second([&] { call((last + 1) % 3); });
+    f.wait_until_waiting(2);
+    call(last);
+    CHECK_EQ(first.error() + second.error(), "");
   }
 }
 
@@ -137,10 +161,9 @@ TEST(calls_outlive_the_registration) {
     const CallId id = f.rendezvous.next_call(held, "cpu(0)");
     const CallId other_id = f.rendezvous.next_call(held, "cpu(1)");
     const auto reduce = [&](const CallId& call, const std::string& device) {
-      Sums sums(1);
-      double count = 1;
-      f.rendezvous.reduce(held, call, Direction::kForward, device, "float32", &sums, &count);
-      CHECK_EQ(count, 2);
+      const PassSums own = on_host(Sums(1), 1);
+      CHECK_EQ(f.rendezvous.reduce(held, call, Direction::kForward, device, "float32", own).count,
+               2);
     };
     Background waits([&] { reduce(id, "cpu(0)"); });
     f.wait_until_waiting(1);

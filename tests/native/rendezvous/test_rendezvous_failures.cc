@@ -142,23 +142,29 @@ TEST(failure_reaches_all_and_the_layer_recovers) {
   check_synchronizes(&f, cpus(3));
 }
 
+// A layer of two processes, one of which is here.
+LayerConfig config_of_two_processes(std::vector<std::string> devices) {
+  LayerConfig config = config_of(std::move(devices));
+  config.processes = config.end_rank = 2;
+  return config;
+}
+
 // Also while the layer is being configured.
-TEST(errors_of_a_combine_name_the_layer) {
-  Fixture f(config_of(cpus(1)));
-  std::atomic<bool> done{false};
-  std::thread other([&] {
-    while (!done) f.rendezvous.configure(f.kLayer, config_of(cpus(1)));
-  });
-  Contribution contribution;
-  const auto fails = [](const std::vector<Contribution*>&) {
+TEST(errors_of_the_last_device_name_the_layer) {
+  const LayerConfig config = config_of_two_processes(cpus(1));
+  Fixture f(config);
+  Observer observer;
+  observer.send = [](const Message&, std::vector<double>*) -> std::string {
     throw std::runtime_error("no memory");
   };
+  f.rendezvous.observe(observer);
+  std::atomic<bool> done{false};
+  std::thread other([&] {
+    while (!done) f.rendezvous.configure(f.kLayer, config);
+  });
   for (int i = 0; i < 50; ++i) {
-    CHECK_THROWS(Error,
-                 f.rendezvous.meet(f.layer, f.next("cpu(0)"), Direction::kForward, "cpu(0)",
-                                   &contribution, fails),
-                 "net0_norm7", "no memory");
-    f.drain("cpu(0)");
+    CHECK_THROWS(Error, f.call("cpu(0)"), "net0_norm7", "no memory");
+    f.rendezvous.drain(f.kLayer, i + 1, "cpu(0)");
   }
   done = true;
   other.join();
@@ -210,9 +216,8 @@ TEST(closing_releases_all) {
   const LayerPtr other_layer = f.rendezvous.find(6);
   Background first(&f, "cpu(0)"), second([&] {
     const CallId id = f.rendezvous.next_call(other_layer, "cpu(1)");
-    Sums sums(1);
-    double count = 1;
-    f.rendezvous.reduce(other_layer, id, Direction::kForward, "cpu(1)", "float32", &sums, &count);
+    f.rendezvous.reduce(other_layer, id, Direction::kForward, "cpu(1)", "float32",
+                        on_host(Sums(1), 1));
   });
   f.wait_until_waiting(2);
   const CallId drawn = f.next("cpu(1)");
@@ -260,43 +265,38 @@ TEST(an_interrupt_releases_waits) {
   CHECK_EQ(later.error(), "");
 }
 
-// The last device begins to work with what the others have contributed while one that was
-// interrupted looks for devices that cannot arrive.
+// The last device begins to work with what the others have brought while one that was interrupted
+// looks for devices that cannot arrive.
 TEST(an_interrupt_does_not_take_back_what_the_last_device_uses) {
-  Rendezvous rendezvous;
+  Fixture f(config_of_two_processes(cpus(2)));
   std::atomic<int> probes{0};
-  std::atomic<bool> combining{false};
+  std::atomic<bool> sending{false}, is_there{true};
   Observer observer;
   // Long probes are made at every turn of a wait, and the sixth turn after an interrupt ends it.
   observer.waits = [&](int64_t, int64_t, Direction) {
     if (++probes < 6) return sleep(1);
-    while (!combining) sleep(0.001);
+    while (!sending) sleep(0.001);
   };
-  rendezvous.observe(observer);
-  rendezvous.configure(1, config_of(cpus(2)));
-  const LayerPtr layer = rendezvous.find(1);
-  std::atomic<bool> is_there{true};
-  const auto call = [&](const std::string& device, const Rendezvous::Combine& combine) {
-    Contribution contribution;
-    rendezvous.meet(layer, rendezvous.next_call(layer, device), Direction::kForward, device,
-                    &contribution, combine);
+  observer.send = [&](const Message& message, std::vector<double>* all) {
+    sending = true;
+    sleep(0.5);
+    CHECK(is_there);
+    *all = message.values;
+    return std::string();
   };
+  f.rendezvous.observe(observer);
   Background first([&] {
     try {
-      call("cpu(0)", nullptr);
+      f.call("cpu(0)");
     } catch (const Error&) {
       is_there = false;
       throw;
     }
   });
-  while (rendezvous.waiting() != 1) sleep(0.001);
+  f.wait_until_waiting(1);
   ++interrupts;
   while (probes < 6) sleep(0.001);
-  call("cpu(1)", [&](const std::vector<Contribution*>&) {
-    combining = true;
-    sleep(0.5);
-    CHECK(is_there);
-  });
+  f.call("cpu(1)");
   CHECK_EQ(first.error(), "");
 }
 

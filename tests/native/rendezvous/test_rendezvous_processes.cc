@@ -80,8 +80,11 @@ struct Exchange {
     for (const size_t d : {0, 1}) {
       const CallId id = fixture.next(cpus(2)[d]);
       calls.emplace_back(new Background([this, &result, direction, d, id] {
-        fixture.rendezvous.reduce(fixture.layer, id, direction, cpus(2)[d], "float32",
-                                  &result.sums[d], &result.counts[d]);
+        const PassSums all =
+            fixture.rendezvous.reduce(fixture.layer, id, direction, cpus(2)[d], "float32",
+                                      on_host(result.sums[d], result.counts[d]));
+        result.sums[d] = all.on_host;
+        result.counts[d] = all.count;
       }));
     }
     for (const size_t d : {0, 1}) result.errors[d] = calls[d]->error();
@@ -199,11 +202,11 @@ struct Pair {
   // Returns the total count. A process contributes the sequence of its call plus 100 times its
   // rank.
   double backward(size_t rank, const CallId& id) {
-    Sums sums(1);
-    double count = static_cast<double>(id.sequence) + 100.0 * static_cast<double>(rank);
-    processes[rank]->rendezvous.reduce(processes[rank]->layer, id, Direction::kBackward, "cpu(0)",
-                                       "float32", &sums, &count);
-    return count;
+    const double count = static_cast<double>(id.sequence) + 100.0 * static_cast<double>(rank);
+    const PassSums all =
+        processes[rank]->rendezvous.reduce(processes[rank]->layer, id, Direction::kBackward,
+                                           "cpu(0)", "float32", on_host(Sums(1), count));
+    return all.count;
   }
 };
 
