@@ -6,6 +6,7 @@
 gluon_syncbn``, starts processes and works with files.
 """
 
+import importlib
 import os
 import re
 import sys
@@ -55,12 +56,22 @@ def _is_run():
 if not _is_run():
     # First: it explains what is wrong if MXNet or the native library cannot be loaded.
     from . import native  # noqa: F401  isort:skip
-    from . import distributed
     from .convert.contrib import replace_contrib
     from .convert.conversion import convert_sync_batchnorm, revert_sync_batchnorm
     from .deploy.export import Exported, ExportError, FileError, export
-    from .distributed.group import SyncGroup, set_default_group
     from .graph import hooks, static_shape  # noqa: F401  They hook into MXNet.
+    from .groups.group import SyncGroup, set_default_group
     from .layers.batch_norm import SyncBatchNorm, SyncBatchNormReLU
     from .layers.virtual import VirtualBatchNorm
     from .training.participants import participants
+
+    # It bounds mx.kv.create, which a worker calls before anything of ours.
+    if "DMLC_ROLE" in os.environ:
+        from . import distributed
+
+
+def __getattr__(name):
+    # What joins processes is imported where it is used.
+    if name == "distributed":
+        return importlib.import_module(".distributed", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,7 +27,7 @@ SumsOfDevices sums_of(int devices, int64_t C, const ChannelSums* sums) {
   return all;
 }
 
-Store store(int add) { return add ? Store::kAdd : Store::kWrite; }
+WriteMode mode_of(int add) { return add ? WriteMode::kAdd : WriteMode::kWrite; }
 
 }  // namespace
 
@@ -123,7 +123,7 @@ SBN_EXPORT int gluon_syncbn_cuda_normalize(int dtype, int64_t N, int64_t C, int6
     shard.view = {N, C, S, R};
     shard.x = x;
     shard.y = y;
-    shard.store = store(add);
+    shard.mode = mode_of(add);
     return k.normalize(shard, coefficients, multiprocessors, stream);
   });
 }
@@ -138,7 +138,7 @@ SBN_EXPORT int gluon_syncbn_cuda_input_gradient(int dtype, int64_t N, int64_t C,
     shard.dy = dy;
     shard.x = x;
     shard.dx = dx;
-    shard.store = store(add);
+    shard.mode = mode_of(add);
     return k.input_gradient(shard, coefficients, multiprocessors, stream);
   });
 }
@@ -151,9 +151,10 @@ SBN_EXPORT int gluon_syncbn_cuda_calls(int device, int dtype, int64_t N, int64_t
                                        void* y, void* dx, void* dgamma, void* dbeta, int rounds) {
   const auto type = static_cast<DType>(dtype);
   const View view{N, C, S, R};
-  const ForwardShard forward{view, x, gamma, beta, nullptr, {}, y, Store::kWrite};
+  const ForwardShard forward{view, x, gamma, beta, nullptr, {}, y, WriteMode::kWrite};
   const BackwardShard backward{
-      view, dy, x, nullptr, gamma, beta, {}, dx, Store::kWrite, nullptr, Store::kWrite, nullptr};
+      view,   dy, x, nullptr, gamma, beta, {}, dx, WriteMode::kWrite, nullptr, WriteMode::kWrite,
+      nullptr};
   try {
     for (int i = 0; i < rounds; ++i) {
       Kept kept;

@@ -4,7 +4,7 @@ import itertools
 import re
 import typing
 
-from .arguments import duration
+from ..arguments import duration
 
 ARRIVED = "arrived"
 ABSENT = "absent"

@@ -2,9 +2,9 @@
 
 import atexit
 
-from .. import native
-from .arguments import duration, seconds
+from ..arguments import duration, seconds
 from .reducer import Reducer
+from .waiting import call_within
 
 # A sum goes around Horovod's ring twice and values only once, so with few processes values arrive
 # sooner.
@@ -44,18 +44,22 @@ class HorovodReducer(Reducer):
             rank, size = hvd.rank(), hvd.size()
         except ValueError as error:
             raise ValueError("HorovodReducer needs hvd.init() to be called before.") from error
+        super().__init__(rank, size, timeout)
         self._hvd = hvd
         # {size of a group: id of this process's Horovod process set, or None if there is none}
         self._sets = {}
-        self._connection = native.Connection(self._probe)
-        super().__init__(rank, size, timeout)
+        try:
+            self._meet(timeout)
+        except BaseException:
+            self.peers.close()
+            raise
         if size > 1:
             # Our exit hook calls it. Any earlier, it would end exchanges of steps that are still
             # under way.
             atexit.unregister(hvd.shutdown)
 
     def _shutdown_handshake(self, timeout):
-        native.call_within(
+        call_within(
             timeout,
             self._hvd.shutdown,
             f"Horovod's shutdown has not returned for {duration(timeout)} at the end of the "
@@ -65,7 +69,7 @@ class HorovodReducer(Reducer):
     def _split(self, size):
         if size not in self._sets:
             timeout = seconds(None)
-            native.call_within(
+            call_within(
                 timeout,
                 lambda: self._make_sets(size),
                 f"Horovod, rank {self.rank}, has waited {duration(timeout)} for all processes to "
@@ -87,11 +91,11 @@ class HorovodReducer(Reducer):
                 number = made.process_set_id
         self._sets[size] = number
 
-    def _open(self, key, size, wait, sums):
+    def _open_through_store(self, key, size, wait, sums):
         processes = len(self._members(key))
         sums = sums and processes >= _FEWEST_FOR_SUMS
         process_set = 0 if processes == self.size else self._sets[processes]
         # Calls what ``hvd.allgather`` and ``hvd.allreduce`` call, as these wait without a limit.
-        return self._connection.horovod_channel(
+        return self._connection.horovod_route(
             key, size, processes, process_set, self._hvd.mpi_ops, sums
         )

@@ -7,8 +7,8 @@ import mxnet as mx
 import numpy
 
 from .. import native
+from ..groups.group import default_group
 from ..training.trainer import before_adding_up, check_trainer, clear, trained
-from .group import default_group
 
 
 class join:
@@ -71,7 +71,7 @@ class join:
             raise TypeError(f"join got {batches!r}: give the batches, such as a DataLoader.")
         self._batches = batches
         self._trainer = trainer
-        self._exchange = (group or default_group())._exchange
+        self._processes = (group or default_group())._processes
         self._early_stop = early_stop
         if not early_stop:
             self._check_requests()
@@ -105,8 +105,8 @@ class join:
         """Whether there is a next step."""
         mine = numpy.array([have, _samples(batch) if have else 0], dtype=numpy.float64)
         everyone = mine.reshape(1, -1)
-        if self._exchange is not None:
-            everyone = self._exchange.all_gather("join", "gluon_syncbn.distributed.join", mine)
+        if self._processes is not None:
+            everyone = self._processes.all_gather("join", "gluon_syncbn.distributed.join", mine)
         self.processes, self.batch_size = (int(n) for n in everyone.sum(axis=0))
         return self.processes == len(everyone) if self._early_stop else self.processes > 0
 

@@ -8,9 +8,10 @@ import numpy
 from mxnet_launch.runner import beat
 
 from .. import native
+from ..arguments import duration, seconds
 from ..native import shutdown
-from .arguments import duration, seconds
 from .reducer import Reducer
+from .waiting import call_within
 
 # Our keys. A Trainer numbers its own from 0, and a store's keys are all numbers or all strings.
 # Beyond the last, ps-lite's 32-bit key * 9973 is negative and names a server that does not exist.
@@ -69,8 +70,8 @@ class KVStoreReducer(Reducer):
                 "This KVStore has a KVStoreReducer already: use that one for all groups."
             )
         rank, size = kvstore.rank, kvstore.num_workers
+        super().__init__(rank, size, timeout)
         self._kv = kvstore
-        self._connection = native.Connection(self._probe)
         self._hooks = _Hooks(kvstore, self)
         # {key: {rank: (its size, its number in the store)}}
         self._registered = {}
@@ -80,22 +81,23 @@ class KVStoreReducer(Reducer):
         try:
             if size > 1:
                 self._registration = mx.nd.zeros((size, _REGISTRATION))
-                native.call_within(
+                call_within(
                     timeout,
                     lambda: kvstore.init(_FIRST_KEY, self._registration),
                     f"KVStoreReducer, rank {rank}, has waited {duration(timeout)} for the other "
                     "processes to make theirs. Make it in every process, before anything that only "
                     "some of them do.",
                 )
-            super().__init__(rank, size, timeout)
+            self._meet(timeout)
         except BaseException:
             self._hooks.undo()
+            self.peers.close()
             raise
 
     def _shutdown_handshake(self, timeout):
         key = native.Key(None, "shutdown handshake")
         self.exchange(key, numpy.zeros(1), "The end of the script", timeout)
-        native.call_within(
+        call_within(
             timeout,
             self._kv._barrier,
             f"The KVStore's scheduler has not answered for {duration(timeout)} at the end of the "
@@ -110,7 +112,7 @@ class KVStoreReducer(Reducer):
             self._hooks.undo()
             self._kv = None
 
-    def _open(self, key, size, wait, sums):
+    def _open_through_store(self, key, size, wait, sums):
         # MXNet has no empty arrays.
         slots = mx.nd.zeros((self.size, native.LIMBS, max(size, 1)))
         number = self._register(key, size, slots, wait)
@@ -119,9 +121,7 @@ class KVStoreReducer(Reducer):
         if count:
             array = mx.nd.zeros((count,))
             added = self._register(f"{key} sums", count, array, wait), array
-        return self._connection.kvstore_channel(
-            key, size, self.rank, self._kv, number, slots, added
-        )
+        return self._connection.kvstore_route(key, size, self.rank, self._kv, number, slots, added)
 
     def _register(self, key, size, array, wait):
         """Stores this array under a new key. Returns the key's number in the store.
@@ -152,9 +152,9 @@ class KVStoreReducer(Reducer):
                 self._registered.setdefault(text, {})[rank] = (row[1] + (row[2] << 16), row[0])
             self._changed.notify_all()
             registered = self._registered[key]
-            while len(registered) < self.size:
-                if not self._changed.wait(wait.slice()):
-                    wait.probe()
+            wait.until(
+                lambda slice: self._changed.wait_for(lambda: len(registered) == self.size, slice)
+            )
         sizes = [registered[rank][0] for rank in range(self.size)]
         if len(set(sizes)) > 1:
             raise RuntimeError(
@@ -185,15 +185,17 @@ _UPDATES = (
 )
 
 
-def _refuse_updates(optimizer):
-    raise ValueError(_UPDATES)
+_COMPRESSION = (
+    "Gradient compression would round the sums of SyncBatchNorm too, and MXNet has none with "
+    "update_on_kvstore=False: make the Trainer without compression_params."
+)
 
 
-def _refuse_compression(compression_params):
-    raise ValueError(
-        "Gradient compression would round the sums of SyncBatchNorm too, and MXNet has none with "
-        "update_on_kvstore=False: make the Trainer without compression_params."
-    )
+def _refusing(text):
+    def refuse(*args, **kwargs):
+        raise ValueError(text)
+
+    return refuse
 
 
 class _Hooks:
@@ -214,10 +216,9 @@ class _Hooks:
         self._initialized = set()
         replaced = {name: self._locked(getattr(kvstore, name)) for name in _LOCKED}
         replaced.update((name, self._initializing(replaced[name])) for name in _INITIALIZE)
-        replaced["set_optimizer"] = _refuse_updates
-        replaced["set_gradient_compression"] = _refuse_compression
-        for name, function in replaced.items():
-            setattr(kvstore, name, function)
+        replaced["set_optimizer"] = _refusing(_UPDATES)
+        replaced["set_gradient_compression"] = _refusing(_COMPRESSION)
+        vars(kvstore).update(replaced)
         self._names = list(replaced)
         _hooked.add(self)
 
@@ -230,9 +231,9 @@ class _Hooks:
     def _locked(self, function):
         @functools.wraps(function)
         def call(*args, **kwargs):
-            if self._reducer.lost:
+            if self._reducer.peers.lost:
                 native.waits.failed += 1
-                raise RuntimeError(self._reducer.lost)
+                raise RuntimeError(self._reducer.peers.lost)
             with self._reducer._connection:
                 return function(*args, **kwargs)
 
@@ -291,7 +292,7 @@ def _bounded(create):
             )
         timeout = seconds(None)
         beat("makes its store", again=False)
-        return native.call_within(
+        return call_within(
             timeout + 1.0,  # The launcher knows who is late, so it reports first.
             lambda: create(name),
             f"mx.kv.create({name!r}) has waited {duration(timeout)} for the job's other processes: "

@@ -15,9 +15,9 @@ import time
 
 from mxnet_launch.patience import Patience
 
+from ..arguments import WARN_AFTER, duration
 from ..native import threads
 from .answers import ABSENT, ARRIVED, FINISHED, GONE, SILENT, Answer, describe
-from .arguments import WARN_AFTER, duration
 from .tcp import own_host, receive, send, serve
 
 _ADDRESS_SIZE = 80  # bytes: "IP port token token", padded with spaces

@@ -65,11 +65,11 @@ class SharedMemory:
         machines = {self._machines[rank] for rank in ranks}
         return len(machines) == 1 and _NOWHERE not in machines
 
-    def channel(self, connection, key, size, ranks, sums):
-        """The `native.Channel` of a key that these processes exchange, this one among them. sums:
-        see `Reducer.exchange`."""
+    def route(self, connection, key, size, ranks, sums):
+        """The `native.Route` of a key that these processes exchange, this one among them. sums:
+        see `Store.route`."""
         rank, segment = ranks.index(self._rank), self._segments[ranks[0]]
-        return connection.shared_memory_channel(key, size, rank, len(ranks), segment, sums)
+        return connection.shared_memory_route(key, size, rank, len(ranks), segment, sums)
 
 
 def _machine():

@@ -10,9 +10,10 @@ import time
 from mxnet_launch.runner import beat
 
 from .. import native
+from ..arguments import WARN_AFTER, duration
 from ..native import shutdown, threads
 from .answers import FAILED, GONE, describe_others
-from .arguments import WARN_AFTER, duration
+from .waiting import bounded
 
 # How often to look at the threads, and seconds between: Horovod's own thread runs now and then.
 _LOOKS, _BETWEEN_LOOKS = 10, 0.002
@@ -44,11 +45,11 @@ class _Place:
 class Watch:
     """Looks at the threads of this process now and then: see `look`.
 
-    reducer: the `Reducer` whose processes wait for each other.
+    peers: the `Peers` that wait for each other.
     """
 
-    def __init__(self, reducer):
-        self._reducer = reducer
+    def __init__(self, peers):
+        self._peers = peers
         self._places = {}
         self._time = _now()
         self._lost = False
@@ -58,7 +59,7 @@ class Watch:
     @property
     def period(self):
         """Seconds between two looks."""
-        return min(1.0, self._reducer.longest_timeout * WARN_AFTER / 2)
+        return min(1.0, self._peers.longest_timeout * WARN_AFTER / 2)
 
     def place(self):
         """Where the main thread is: a text, the seconds it has been there, and whether it waits."""
@@ -78,12 +79,12 @@ class Watch:
         # First, as the rest may fail.
         text, stood, _ = self.place() or ("", 0.0, False)
         beat(f"{text} for {stood:.0f} s")
-        reducer, libraries = self._reducer, _libraries()
-        if reducer.lost and not self._lost:
+        peers, libraries = self._peers, _libraries()
+        if peers.lost and not self._lost:
             self._lost, self._places = True, {}  # From here on the error has time to come out.
         places = {}
         for thread, frame in sys._current_frames().items():
-            if thread in native.bounded:
+            if thread in bounded:
                 continue
             place, before = _Place(thread, frame, libraries), self._places.get(thread)
             if before and before.key == place.key:
@@ -93,29 +94,29 @@ class Watch:
         self._places = places
         waiting = [place for place in places.values() if place.waits and place.stood]
         # Exchanges have limits of their own.
-        if waiting and not reducer.exchanges_in_flight() and not _computes():
+        if waiting and not peers.exchanges_in_flight() and not _computes():
             for place in waiting:
                 place.waited += passed
-        if reducer.size > 1 and (self._judge is None or self._judge.is_set()):
+        if peers.size > 1 and (self._judge is None or self._judge.is_set()):
             thread = max(places, key=lambda thread: places[thread].waited)
-            first = reducer.longest_timeout * WARN_AFTER
+            first = peers.longest_timeout * WARN_AFTER
             if places[thread].waited > (_RAISES if self._lost else first):
                 # On another thread, as this one answers probes.
                 self._judge = threads.start(self._judge_wait, thread, places[thread])
 
     def _judge_wait(self, thread, place):
-        reducer, timeout = self._reducer, self._reducer.longest_timeout
+        peers, timeout = self._peers, self._peers.longest_timeout
         # A script that has caught the error may save what it has.
-        if reducer.lost and not reducer.has_raised:
-            text, ends = f"{reducer.lost} The script waits in {place.text}.", True
+        if peers.lost and not peers.has_raised:
+            text, ends = f"{peers.lost} The script waits in {place.text}.", True
         else:
-            answers = reducer.probe_all(min(2.0, timeout / 4))
+            answers = peers.probe_all(min(2.0, timeout / 4))
             text = (
-                f"Rank {reducer.rank} has waited {duration(place.waited)} for other processes, in "
+                f"Rank {peers.rank} has waited {duration(place.waited)} for other processes, in "
                 f"{place.text}. {describe_others(answers)}"
             )
             if all(answer.place and answer.place[2] for answer in answers.values()):
-                text += f" As all of them wait, {reducer.name} does not answer, or lost a message."
+                text += f" As all of them wait, {peers.name} does not answer, or lost a message."
             ends = place.waited > timeout + _LATER or any(
                 answer.state == GONE or (answer.status and answer.status[0] == FAILED)
                 for answer in answers.values()
@@ -124,7 +125,7 @@ class Watch:
         if frame is None or _Place(thread, frame, _libraries()).key != place.key:
             return
         if ends:
-            reducer.tell_failure(text)
+            peers.tell_failure(text)
             _end(f"{text} No error can be raised there, so this process ends.")
         elif self._warned is not place:
             self._warned = place

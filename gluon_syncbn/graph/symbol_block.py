@@ -24,7 +24,7 @@ from .symbols import (
 
 
 @dataclasses.dataclass
-class Node:
+class LayerNode:
     """A node of batch normalization in a graph, and the layer that replaces it.
 
     Not a tuple: Gluon warns about blocks in tuples that are not children.
@@ -163,7 +163,7 @@ def read_graph(block, operators):
             layer._params.update(dict(zip(names, parameters)))
             layer._reg_params = dict(zip(ROLES, parameters))
             vars(layer).update(layer._reg_params)
-        found.append(Node(number, node.name, node.operator, layers[key], settings))
+        found.append(LayerNode(number, node.name, node.operator, layers[key], settings))
     return found, refused
 
 

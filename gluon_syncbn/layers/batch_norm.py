@@ -13,8 +13,8 @@ from mxnet.gluon import nn
 from mxnet.util import is_np_array
 
 from .. import native
-from ..distributed.arguments import is_number, is_whole
-from ..distributed.group import check_group
+from ..arguments import is_number, is_whole
+from ..groups.group import check_group
 from .operator import Settings, is_bfloat16, is_numpy, sync_batch_norm
 from .synced_layer import SyncedLayer
 

@@ -7,7 +7,7 @@ import numpy as np
 from mxnet.gluon.parameter import Parameter
 
 from .. import native
-from ..distributed.group import default_group, follow_default_group, stop_following
+from ..groups.group import default_group, follow_default_group, stop_following
 
 
 class _ObservedParameter(Parameter):

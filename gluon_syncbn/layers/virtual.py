@@ -1,7 +1,7 @@
 """VirtualBatchNorm: several devices' batch normalization on one device."""
 
-from ..distributed.arguments import is_whole
-from ..distributed.group import SyncGroup
+from ..arguments import is_whole
+from ..groups.group import SyncGroup
 from .batch_norm import SyncBatchNorm
 
 

@@ -1,19 +1,7 @@
-"""The native library: the operator, its layers, and channels to other processes."""
+"""The native library: the operator, its layers, and routes to other processes."""
 
-from .channel import (
-    KVSTORE_BITS,
-    LIMBS,
-    Connection,
-    FixedPoint,
-    Key,
-    Segment,
-    bounded,
-    call_within,
-    clear_channels,
-    packed_size,
-    view,
-    watch,
-)
+# ruff: noqa: F401
+
 from .layer import (
     HAS_ONEDNN,
     OP_TYPE,
@@ -26,32 +14,15 @@ from .layer import (
     set_joined,
     waiting,
     waits,
-    warn,
 )
-
-__all__ = [
-    "HAS_ONEDNN",
-    "KVSTORE_BITS",
-    "LIMBS",
-    "OP_TYPE",
-    "PROCESS",
-    "Connection",
-    "FixedPoint",
-    "Key",
-    "Layer",
-    "Segment",
-    "bounded",
-    "call_within",
-    "clear_channels",
-    "cuda_kernels",
-    "give_up",
-    "layers",
-    "packed_size",
-    "set_active_devices",
-    "set_joined",
-    "view",
-    "waiting",
-    "waits",
-    "warn",
-    "watch",
-]
+from .routes import (
+    KVSTORE_BITS,
+    LIMBS,
+    ArrayWait,
+    Connection,
+    Key,
+    Segment,
+    packed_size,
+    view,
+)
+from .threads import warn

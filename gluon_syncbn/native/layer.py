@@ -1,10 +1,8 @@
 """Registers the operator and keeps its layers."""
 
 import collections
-import contextlib
 import ctypes
 import itertools
-import logging
 import os
 import threading
 import time
@@ -13,10 +11,9 @@ import uuid
 import weakref
 
 from . import shutdown, threads
-from .channel import Key, clear_channels, write_error
 from .library import (
-    EXCHANGE,
     FAILED,
+    OPEN,
     REBUILD,
     STRUCTS,
     WAITS,
@@ -24,9 +21,9 @@ from .library import (
     Callbacks,
     LayerConfig,
     mxnet,
-    numpy,
 )
 from .library import library as _library
+from .routes import Key, write_error
 
 OP_TYPE = "GluonSyncBatchNorm"
 # Graphs carry this UUID, so that those of another process do not find this one's layers.
@@ -53,21 +50,13 @@ _WAITS = (
     "MXNDArraySyncCopyFromCPU",
     "MXNDArraySave",
 )
-_log = logging.getLogger("gluon_syncbn")
 # How many of these waits have ended, by thread, and how many of all with an error.
 waits = types.SimpleNamespace(returned=collections.Counter(), failed=0)
 
 
-def warn(text):
-    """Logs on another thread. The caller must end waits in time, and the thread that holds
-    logging's lock may itself be waiting, for an array that it logs."""
-    with contextlib.suppress(RuntimeError):  # There are no more threads.
-        threads.start(_log.warning, "%s", text)
-
-
 @WARN
 def _on_warning(text):
-    warn(text.decode())
+    threads.warn(text.decode())
 
 
 @FAILED
@@ -132,24 +121,19 @@ def _handles(arrays):
     return (ctypes.c_void_p * len(arrays))(*(array.handle for array in arrays)), len(arrays)
 
 
-@EXCHANGE
-def _on_exchange(message, error, error_size):
-    """Exchanges the sums of this process. Runs on the thread of the device that arrived last."""
+@OPEN
+def _on_open(layer_id, backward, node, title, channels, size, error, error_size):
+    """Opens the route of a layer's messages. Runs on the thread of the device that arrived last."""
     try:
-        message = message.contents
-        title = message.title.decode()
-        layer = _layers.get(message.layer)
+        title = title.decode()
+        layer = _layers.get(layer_id)
         if layer is None:
             raise RuntimeError(f"{title}: the layer was deleted.")
-        mine = numpy.ctypeslib.as_array(message.values, (message.size,))
-        _, direction, node = message.key.decode().split()
-        key = Key(layer.id, direction, int(node))
-        result = layer.exchange(key, title, message.channels, mine)
-        numpy.ctypeslib.as_array(message.all, (message.all_size,))[: result.size] = result.ravel()
-        return int(len(result) == 1)
+        key = Key(layer_id, "backward" if backward else "forward", node)
+        return layer.open(key, title, channels, size).handle
     except BaseException as failure:  # The native caller cannot pass exceptions on.
         write_error(failure, error, error_size)
-        return -1
+        return None
 
 
 def _register(mxnet):
@@ -169,7 +153,7 @@ def _register(mxnet):
         PROCESS.encode(),
         os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine",
         HAS_ONEDNN,
-        Callbacks(_on_warning, _on_failure, _on_waits, _on_exchange),
+        Callbacks(_on_warning, _on_failure, _on_waits, _on_open),
     )
     if status != 0:
         error = mxnet.base.py_str(mxnet.base._LIB.MXGetLastError())
@@ -196,26 +180,25 @@ class Layer:
         num_devices,
         timeout,
         group_size=0,
-        processes=1,
         ranks=range(1),
-        exchange=None,
+        open=None,
         config_error="",
         notice="",
     ):
         """devices: those that may take part, as MXNet names them; if unknown, empty: then any
         num_devices, or one, take part. num_devices: how many do, None for all. group_size: the size
-        of the groups in which they synchronize, 0 for one group. ranks: those of `processes` whose
-        sums are added. exchange(key, title, channels, mine): the values of all processes, shape
-        (processes, size), or their sums, shape (1, size). config_error: why the layer cannot train
-        there. notice: what the first call in training of this process logs."""
+        of the groups in which they synchronize, 0 for one group. open(key, title, channels, size):
+        the `Route` of a key to other processes, of those whose sums are added these `ranks`; None
+        if there are none. config_error: why the layer cannot train there. notice: what the first
+        call in training of this process logs."""
         self.devices = tuple(devices)
-        self.exchange = exchange
-        # Calls may still be on their way to an exchange when the net is dropped, and other
-        # processes wait for them.
-        if exchange is not None:
-            _exchanging[self.id] = self
+        self.open = open
+        # Calls may still be on their way to other processes, which wait for them, when the net is
+        # dropped.
+        if open is not None:
+            _kept[self.id] = self
         else:
-            _exchanging.pop(self.id, None)
+            _kept.pop(self.id, None)
         config = LayerConfig(
             name=self.name.encode(),
             devices=_texts(self.devices),
@@ -223,7 +206,7 @@ class Layer:
             num_devices=num_devices or 0,
             group_size=group_size,
             timeout=timeout,
-            processes=processes,
+            spans_processes=open is not None,
             first_rank=ranks.start,
             end_rank=ranks.stop,
             config_error=config_error.encode(),
@@ -233,7 +216,7 @@ class Layer:
 
     def forget(self):
         """Lets the layer be deleted, as nothing is under way any more."""
-        _exchanging.pop(self.id, None)
+        _kept.pop(self.id, None)
 
     def fail(self, text):
         """A step has failed here."""
@@ -250,13 +233,6 @@ class Layer:
     def written_by(self, backward):
         """{device: arrays that a forward in training mode, or a backward, changes there}."""
         return {}
-
-    def set_channel(self, key, channel, exchange):
-        """Sends messages of this key through the channel, no longer through `exchange`, until the
-        layer is configured again or `clear_channels` is called."""
-        _library.gluon_syncbn_set_channel(self.id, str(key).encode(), channel.handle)
-        if self.exchange is not exchange:
-            clear_channels()
 
 
 def cuda_kernels():
@@ -285,7 +261,7 @@ def _texts(names):
 
 
 def set_joined(joined):
-    """Sets whether this process has run out of data and contributes zeros to exchanges."""
+    """Sets whether this process has run out of data and contributes zeros to the sums of all."""
     _library.gluon_syncbn_set_joined(bool(joined))
 
 
@@ -296,7 +272,7 @@ def give_up(reason):
 
 _ids = itertools.count()
 _layers = weakref.WeakValueDictionary()
-_exchanging = {}
+_kept = {}
 HAS_ONEDNN = (
     mxnet.runtime.Features().is_enabled("MKLDNN") and os.environ.get("MXNET_MKLDNN_ENABLED") != "0"
 )

@@ -92,7 +92,7 @@ def _struct(name, /, **fields):
     return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
-# As src/operator/api and src/operator/exchange declare them, in the same order.
+# As src/operator/api and src/operator/processes declare them, in the same order.
 LayerConfig = _struct(
     "LayerConfig",
     name=_text,
@@ -101,22 +101,11 @@ LayerConfig = _struct(
     num_devices=_int,
     group_size=_int,
     timeout=_double,
-    processes=_int,
+    spans_processes=_int,
     first_rank=_int,
     end_rank=_int,
     config_error=_text,
     notice=_text,
-)
-_Message = _struct(
-    "Message",
-    layer=_long,
-    key=_text,
-    title=_text,
-    channels=_long,
-    values=ctypes.POINTER(_double),
-    size=_long,
-    all=ctypes.POINTER(_double),
-    all_size=_long,
 )
 _Delay = _struct(
     "Delay",
@@ -161,24 +150,27 @@ HorovodSums = _struct(
 )
 
 # Called by the library.
+_ALL_REDUCE_ARGUMENTS = _long, _text, ctypes.POINTER(_double), _long, _long, _buffer, _int
+ALL_REDUCE = ctypes.CFUNCTYPE(_int, *_ALL_REDUCE_ARGUMENTS)
+StoreFunction = _struct("StoreFunction", all_reduce=ALL_REDUCE, store=_long)
 WARN = ctypes.CFUNCTYPE(None, _text)
 FAILED = ctypes.CFUNCTYPE(None, _long, _long, _text)
 WAITS = ctypes.CFUNCTYPE(None, _long, _long, _bool)
-EXCHANGE = ctypes.CFUNCTYPE(_int, ctypes.POINTER(_Message), _buffer, _int)
+OPEN = ctypes.CFUNCTYPE(_pointer, _long, _bool, _long, _text, _long, _long, _buffer, _int)
 PROBE = ctypes.CFUNCTYPE(_int, _long, ctypes.POINTER(_Delay), _buffer, _int)
 IN_FLIGHT = ctypes.CFUNCTYPE(None, _text, _double, _bool)
 _KVSTORE, _HOROVOD = (KVStoreSlots, KVStoreSums), (HorovodArrays, HorovodSums)
-Callbacks = _struct("Callbacks", warn=WARN, failed=FAILED, waits=WAITS, exchange=EXCHANGE)
+Callbacks = _struct("Callbacks", warn=WARN, failed=FAILED, waits=WAITS, open=OPEN)
 
 # In the order of gluon_syncbn_struct_sizes.
 STRUCTS = (
     LayerConfig,
-    _Message,
     _Delay,
     KVStoreSlots,
     KVStoreSums,
     HorovodArrays,
     HorovodSums,
+    StoreFunction,
     Callbacks,
 )
 
@@ -209,27 +201,23 @@ for _name, (_result, *_arguments) in {
     "unlock_calls": (None, _pointer),
     "in_flight": (None, _pointer, IN_FLIGHT),
     "packed_size": (_long, _long, _int, _int),
-    "fixed_point": (_pointer, _long, _int, _int),
-    "fixed_point_ready": (_bool, _pointer),
-    "pack": (None, _pointer, _pointer, _pointer),
-    "unpack": (_bool, _pointer, _pointer, _pointer),
-    "follow": (None, _pointer, _pointer),
-    "free_fixed_point": (None, _pointer),
-    "kvstore_channel": (_pointer, _pointer, _text, _int, *map(ctypes.POINTER, _KVSTORE)),
-    "horovod_channel": (_pointer, _pointer, _text, _int, *map(ctypes.POINTER, _HOROVOD)),
+    "kvstore_route": (_pointer, _pointer, _text, _int, *map(ctypes.POINTER, _KVSTORE)),
+    "horovod_route": (_pointer, _pointer, _text, _int, *map(ctypes.POINTER, _HOROVOD)),
     "segment": (_pointer, _text, _text, ctypes.POINTER(_int), _text, _int),
     "close_descriptor": (None, _pointer),
-    "shared_memory_channel": (
+    "shared_memory_route": (
         *(_pointer, _pointer, _text, _pointer, _int, _int, _long, _bool, _text, _int),
     ),
-    "channel_calls": (_long, _pointer),
-    "channel_restart": (None, _pointer),
-    "channel_exchange": (_int, _pointer, _text, _double, _pointer, _pointer, _text, _int),
-    "set_channel": (None, _long, _text, _pointer),
-    "clear_channels": (None,),
-    "watch_begin": (_pointer, _pointer),
-    "watch_wait": (_int, _pointer, _double),
-    "watch_end": (None, _pointer),
+    "function_route": (
+        *(_pointer, _pointer, _text, _int, ctypes.POINTER(StoreFunction), _int, _int, _long),
+    ),
+    "route_calls": (_long, _pointer),
+    "restart_route": (None, _pointer),
+    "close_route": (None, _pointer, _text),
+    "exchange": (_int, _pointer, _text, _double, _pointer, _long, _pointer, _text, _int),
+    "array_wait_begin": (_pointer, _pointer),
+    "array_wait": (_int, _pointer, _double),
+    "array_wait_end": (None, _pointer),
 }.items():
     _function = getattr(library, f"gluon_syncbn_{_name}", None)
     if _function is None:

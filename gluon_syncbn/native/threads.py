@@ -26,6 +26,17 @@ def start(function, *arguments, patience=0.0):
     return done
 
 
+def warn(text):
+    """Logs on another thread. The caller must end waits in time, and the thread that holds
+    logging's lock may itself be waiting, for an array that it logs, or for who reads the output.
+    Returns whether there was a thread."""
+    try:
+        start(_log.warning, "%s", text)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _take(patience):
     ends = time.monotonic() + patience
     while True:

@@ -61,7 +61,7 @@ def happen():
         with open("/dev/full", "wb") as file:
             file.write(b"x" * (1 << 16))
     elif fault == "garbage":
-        for (host, port), *_ in store._liveness._addresses:
+        for (host, port), *_ in store.peers._liveness._addresses:
             for number in range(20):
                 with contextlib.suppress(OSError), socket.create_connection((host, port)) as one:
                     one.sendall(os.urandom(1 << number % 12))

@@ -12,11 +12,11 @@ STORES = [
     "distributed_bits:bits",
     "distributed_sums:sums",
     "distributed_sums:a_new_group",
-    "distributed_channels:messages",
-    "distributed_channels:keys_of_users",
-    "distributed_channels:another_store",
-    "distributed_channels:probed",
-    "distributed_channels:a_group_that_failed",
+    "distributed_routes:messages",
+    "distributed_routes:keys_of_users",
+    "distributed_routes:another_store",
+    "distributed_routes:probed",
+    "distributed_routes:a_group_that_failed",
     "distributed_traps:trainers_that_add_here_alone",
 ]
 

@@ -67,8 +67,8 @@ def empty_arrays(world):
 
 def calls(world):
     """How often each key has been exchanged."""
-    channels = world.reducer.channels
-    return collections.Counter({str(key): channel.calls for key, channel in channels.items()})
+    routes = world.reducer.routes
+    return collections.Counter({str(key): route.calls for key, route in routes.items()})
 
 
 def added_by_store(world):

@@ -7,7 +7,7 @@ import mxnet as mx
 import numpy as np
 from distributed_bits import DTYPES, Share, data
 from distributed_stores import FileStore, added_by_store
-from gluon_syncbn.native.channel import Channel, Key
+from gluon_syncbn.native.routes import Key, Route
 from mxnet import autograd
 from runs import run
 
@@ -78,7 +78,7 @@ def a_new_group(world):
     layer = sbn.SyncBatchNorm(in_channels=3, momentum=0)
     layer.initialize()
     means = []
-    with mock.patch.object(Channel, "restart", autospec=True, side_effect=Channel.restart) as call:
+    with mock.patch.object(Route, "restart", autospec=True, side_effect=Route.restart) as call:
         for value in (1, 2):
             group = sbn.SyncGroup(store=world.reducer, timeout=world.timeout)
             sbn.set_default_group(group)
@@ -87,6 +87,6 @@ def a_new_group(world):
                     layer(mx.nd.full((2, 3), value + world.rank))
                 means.append(float(layer.running_mean.data()[0].asscalar()))
     sbn.set_default_group(world.group)
-    channel = world.reducer.channels[Key(layer._layer.id, "forward", -1)]
-    restarts = [arguments[0] is channel for arguments, _ in call.call_args_list]
+    route = world.reducer.routes[Key(layer._layer.id, "forward", -1)]
+    restarts = [arguments[0] is route for arguments, _ in call.call_args_list]
     world.report("a new group", [means, sum(restarts)])

@@ -88,7 +88,7 @@ def trainers_that_add_here_alone(world):
         optimizer = world.hvd.DistributedOptimizer(mx.optimizer.SGD())
         makes["its optimizer"] = lambda own: make(own, optimizer)
     said, reported = [], {}
-    with mock.patch("gluon_syncbn.distributed.exchange.warn", said.append):
+    with mock.patch("gluon_syncbn.native.warn", said.append):
         for name, make_trainer in makes.items():
             layer = sbn.SyncBatchNorm(in_channels=2)
             layer.initialize()

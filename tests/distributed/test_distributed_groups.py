@@ -110,9 +110,9 @@ def test_one_key_is_never_twice_under_way():
             self.under_way.remove(key)
             return array
 
-    exchange = sbn.SyncGroup(store=Slow())._exchange
+    processes = sbn.SyncGroup(store=Slow())._processes
     with ThreadPoolExecutor(4) as executor:
-        list(executor.map(lambda _: exchange.all_gather("key", "title", np.ones(3)), range(8)))
+        list(executor.map(lambda _: processes.all_gather("key", "title", np.ones(3)), range(8)))
 
 
 # The default group.

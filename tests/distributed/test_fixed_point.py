@@ -1,10 +1,13 @@
 """The whole numbers in which sums travel, compared with exact rational arithmetic."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import numpy as np
 import pytest
-from gluon_syncbn.native import KVSTORE_BITS, FixedPoint, packed_size
+from gluon_syncbn.groups.store import UserStore
+from gluon_syncbn.native import KVSTORE_BITS, packed_size
 
 FLOAT64_BITS = 53
 # By the bits of the store: how many bits of a sum are looked at, and travel at least.
@@ -12,47 +15,66 @@ BITS = {KVSTORE_BITS: np.float32, FLOAT64_BITS: np.float64}
 each_store = pytest.mark.parametrize("exact_bits", BITS)
 
 
+class Member:
+    """A store of one process, which adds what all bring in a random order."""
+
+    def __init__(self, processes, rank):
+        self.processes, self.rank, self.size = processes, rank, processes.count
+        self.exact_bits = processes.exact_bits
+
+    def all_reduce(self, key, array):
+        self.processes.has_sums = key.endswith(" sums")
+        self.processes.brought[self.rank] = array
+        self.processes.met.wait()
+        return self.processes.total
+
+
 class Processes:
-    """Some that exchange messages of one kind, through a store that adds in a random order."""
+    """Threads that exchange messages of one kind, each through a store of its own."""
 
     def __init__(self, count, channels, exact_bits, seed=0):
         self.count, self.sums = count, 2 * channels
         self.size = 2 + 3 * self.sums
         self.exact_bits = exact_bits
-        self.each = [FixedPoint(self.size, count, exact_bits) for _ in range(count)]
         self.random = np.random.default_rng(seed)
+        self.brought, self.total = [None] * count, None
+        self.met = threading.Barrier(count, self.add, timeout=60)
+        self.stores = [UserStore(Member(self, rank), 60) for rank in range(count)]
+        self.routes = [
+            store.route("key", self.size, "title", 60, sums=True) for store in self.stores
+        ]
 
     def exchange(self, parts, calls=None, counts=None):
-        """The message of sums that all get, or None where all got none. parts: of shape (processes,
-        sums, 3), the doubles of each Sum3."""
+        """The message of sums that all get, or None where all got the values of each. parts: of
+        shape (processes, sums, 3), the doubles of each Sum3."""
         messages = np.zeros((self.count, self.size))
         messages[:, 0] = 0 if calls is None else calls
         messages[:, 1] = 1 if counts is None else counts
         messages[:, 2:] = np.reshape(parts, (self.count, -1))
-        packed = [one.pack(message) for one, message in zip(self.each, messages)]
-        found = [None] * self.count
-        if packed[0] is not None:
-            total = self.add(packed)
-            found = [one.unpack(total) for one in self.each]
-        if found[0] is None:
-            assert all(message is None for message in found)
-            for one in self.each:
-                one.follow(messages)
-            return None
-        for message in found[1:]:
-            np.testing.assert_array_equal(message.view(np.int64), found[0].view(np.int64))
-        return found[0]
+        with ThreadPoolExecutor(self.count) as executor:
+            exchanges = [
+                executor.submit(route.exchange, "title", 60, message)
+                for route, message in zip(self.routes, messages)
+            ]
+        found = [exchange.result() for exchange in exchanges]
+        for rows in found[1:]:
+            np.testing.assert_array_equal(rows.view(np.int64), found[0].view(np.int64))
+        if self.has_sums:
+            return found[0][0]
+        np.testing.assert_array_equal(found[0], messages)
+        return None
 
-    def add(self, packed):
-        kind = BITS[self.exact_bits]
-        total = np.zeros(packed[0].size, kind)
+    def add(self):
+        kind = BITS[self.exact_bits] if self.has_sums else np.float64
+        self.total = np.zeros(self.brought[0].shape, kind)
         for rank in self.random.permutation(self.count):
-            part = packed[rank].astype(kind)
-            np.testing.assert_array_equal(part, packed[rank])
-            # The store adds exactly only below this, also if all other processes send as much.
-            assert np.abs(part).max() * self.count <= 2**self.exact_bits
-            total += part
-        return total.astype(np.float64)
+            part = self.brought[rank].astype(kind)
+            np.testing.assert_array_equal(part, self.brought[rank])
+            if self.has_sums:
+                # The store adds exactly only below this, also if all others send as much.
+                assert np.abs(part).max() * self.count <= 2**self.exact_bits
+            self.total += part
+        self.total = self.total.astype(np.float64)
 
 
 def as_sums(values):

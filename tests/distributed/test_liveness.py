@@ -130,7 +130,7 @@ def test_a_thread_whose_name_is_no_text_is_looked_at():
 
 
 def test_it_knows_recent_exchanges_and_forgets_old_ones(pair):
-    """Of its own, and of the native channels."""
+    """Of its own, and of its routes."""
     now = time.monotonic()
     pair[1]._more = lambda: ([("native", now - 5)], [("native before", now - 3)])
     for number in range(1000):

@@ -1,10 +1,13 @@
-// The C API for layers, and for the process.
+// What Python calls for layers and for the process. Where the answer depends on work that MXNet has
+// not finished (drain, probe, flush), an operation pushed to its engine gives it, as that runs
+// after the earlier ones.
 #include <signal.h>
 
 #include <algorithm>
 #include <cstring>
 #include <iterator>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -14,10 +17,10 @@
 #include "call/process.h"
 #include "cpu/thread_pool.h"
 #include "cuda/device.h"
-#include "exchange/channel.h"
-#include "exchange/transports.h"
 #include "mxnet/engine_errors.h"
 #include "mxnet/interrupts.h"
+#include "processes/route.h"
+#include "processes/transports.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -105,24 +108,14 @@ void on_interrupt(int signal, siginfo_t* info, void* context) {
 
 using namespace gluon_syncbn;
 
-// See Message. `all` receives the `size` values of every process, by rank, or their sums.
-struct gluon_syncbn_message {
-  int64_t layer;
-  const char *key, *title;
-  int64_t channels;
-  const double* values;
-  int64_t size;
-  double* all;
-  int64_t all_size;
-};
-
-// See Observer. exchange returns 0 if it wrote the values of all processes, and 1 if it wrote their
-// sums. On failure, it writes an error (at most error_size bytes) and returns -1.
+// See Observer. open returns a route of routes.cc for messages of `size` values. On failure, it
+// writes an error (at most error_size bytes) and returns null.
 struct gluon_syncbn_callbacks {
   void (*warn)(const char* text);
   void (*failed)(int64_t layer, int64_t epoch, const char* text);
   void (*waits)(int64_t layer, int64_t epoch, int backward);
-  int (*exchange)(const gluon_syncbn_message*, char* error, int error_size);
+  void* (*open)(int64_t layer, int backward, int64_t node, const char* title, int64_t channels,
+                int64_t size, char* error, int error_size);
 };
 
 // The version of the package that this library was built for.
@@ -145,30 +138,13 @@ SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process_uuid,
   observer.waits = [waits = callbacks->waits](int64_t layer, int64_t epoch, Direction direction) {
     waits(layer, epoch, direction == Direction::kBackward);
   };
-  observer.send = [exchange = callbacks->exchange](const Message& message,
-                                                   std::vector<double>* all) {
-    const auto size = static_cast<int64_t>(message.values.size());
-    const ChannelPtr channel = channels().find(message.layer, message.key);
-    bool added;
-    if (channel && channel->fits(size, static_cast<int64_t>(all->size()))) {
-      try {
-        added = channel->exchange(message.title, message.timeout_seconds, message.values.data(),
-                                  all->data()) == Answer::kSums;
-      } catch (const std::exception& failure) {
-        return std::string(failure.what());
-      }
-    } else {
-      const gluon_syncbn_message sent{message.layer,         message.key.c_str(),
-                                      message.title.c_str(), message.channels,
-                                      message.values.data(), size,
-                                      all->data(),           static_cast<int64_t>(all->size())};
-      char error[kMaxErrorSize] = "";
-      const int status = exchange(&sent, error, kMaxErrorSize);
-      if (status < 0) return std::string(error[0] ? error : "The exchange failed.");
-      added = status == 1;
-    }
-    if (added) all->resize(static_cast<size_t>(size));
-    return std::string();
+  observer.open = [open = callbacks->open](const ProcessCall& call, int64_t channels,
+                                           int64_t size) {
+    char error[kMaxErrorSize] = "";
+    void* const route = open(call.layer, call.is_backward, call.node, call.title.c_str(), channels,
+                             size, error, kMaxErrorSize);
+    if (!route) throw std::runtime_error(error[0] ? error : "No route to other processes.");
+    return *static_cast<const RoutePtr*>(route);
   };
   if (!process.rendezvous) process.rendezvous = new Rendezvous;
   process.rendezvous->observe(observer);
@@ -178,7 +154,6 @@ SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process_uuid,
 // Call this in the child of a fork, at which no call may have been waiting. Drops the threads and
 // GPU memory, which the child cannot use, and starts a new epoch in every layer.
 SBN_EXPORT void gluon_syncbn_after_fork() {
-  channels().clear();
   abandon_thread_pool();
   abandon_cuda_memory();
   forget_errors();
@@ -197,20 +172,18 @@ struct gluon_syncbn_layer_config {
   int device_count;
   int num_devices, group_size;
   double timeout_seconds;
-  int processes, first_rank, end_rank;
+  int spans_processes, first_rank, end_rank;
   const char *config_error, *notice;
 };
 
 SBN_EXPORT void gluon_syncbn_configure(int64_t layer, const gluon_syncbn_layer_config* from) {
-  // The layer may use another store from now on.
-  channels().forget(layer);
   LayerConfig config;
   config.name = from->name;
   config.devices.assign(from->devices, from->devices + from->device_count);
   config.num_devices = static_cast<size_t>(from->num_devices);
   config.group_size = static_cast<size_t>(from->group_size);
   config.timeout_seconds = from->timeout_seconds;
-  config.processes = static_cast<size_t>(from->processes);
+  config.spans_processes = from->spans_processes != 0;
   config.first_rank = static_cast<size_t>(from->first_rank);
   config.end_rank = static_cast<size_t>(from->end_rank);
   config.config_error = from->config_error;
@@ -227,10 +200,7 @@ SBN_EXPORT void gluon_syncbn_set_joined(int joined) { process.rendezvous->set_jo
 
 SBN_EXPORT void gluon_syncbn_give_up(const char* reason) { process.rendezvous->give_up(reason); }
 
-SBN_EXPORT void gluon_syncbn_forget(int64_t layer) {
-  channels().forget(layer);
-  process.rendezvous->forget(layer);
-}
+SBN_EXPORT void gluon_syncbn_forget(int64_t layer) { process.rendezvous->forget(layer); }
 
 // After a failure: once all operations pushed earlier have finished, clears the error of the failed
 // step from a device's running statistics and lets the device take part again. Waiting for a result
@@ -306,12 +276,12 @@ SBN_EXPORT double gluon_syncbn_flushing() { return process.rendezvous->flushing(
 // The sizes of the structs that native/library.py and native/layer.py declare too.
 SBN_EXPORT void gluon_syncbn_struct_sizes(int64_t (&sizes)[9]) {
   const size_t own[] = {sizeof(gluon_syncbn_layer_config),
-                        sizeof(gluon_syncbn_message),
                         sizeof(Delay),
                         sizeof(KVStoreSlots),
                         sizeof(KVStoreSums),
                         sizeof(HorovodArrays),
                         sizeof(HorovodSums),
+                        sizeof(StoreFunction),
                         sizeof(gluon_syncbn_callbacks),
                         sizeof(MXNetApi)};
   static_assert(std::size(own) == std::extent_v<std::remove_reference_t<decltype(sizes)>>);

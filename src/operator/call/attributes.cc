@@ -1,3 +1,5 @@
+// Reads attributes from text. They come in any order, so they are combined after the loop. What is
+// wrong with them is kept as a text, which infer_shape raises.
 #include "call/attributes.h"
 
 #include <locale>

@@ -184,8 +184,8 @@ void Call::synchronize(Direction direction, const Task& task) {
 Call::Others Call::others_of_batch() const {
   if (!is_shared()) return {};
   const Members all = process.rendezvous->members_of(layer_, id_, device_);
-  Others others{all.count > 1 || all.exchanges, {}};
-  if (gpu_ < 0 || !others.exist || all.exchanges || all.count > kMaxDevices) return others;
+  Others others{all.count > 1 || all.spans_processes, {}};
+  if (gpu_ < 0 || !others.exist || all.spans_processes || all.count > kMaxDevices) return others;
   for (const std::string& device : all.devices) others.gpus.push_back(gpu_of(device));
   const bool has_cpus = std::count(others.gpus.begin(), others.gpus.end(), -1) > 0;
   if (has_cpus) others.gpus.clear();
@@ -201,7 +201,7 @@ ForwardTask Call::forward_task(const Arrays& arrays, const int* requests, const 
                            attributes_.residual ? arrays.data(kResidual) : nullptr,
                            attributes_.epilogue,
                            wanted ? arrays.data(outputs_ + kOutput) : nullptr,
-                           store_of(requests[kOutput])};
+                           write_mode_of(requests[kOutput])};
   const auto running = [&](int array) { return arrays.data(running_arrays_ + array); };
   return {dtype_,
           arrays.text(kData),
@@ -235,9 +235,9 @@ BackwardTask Call::backward_task(const Arrays& arrays, const int* requests,
                             input(kBeta, attributes_.needs_beta()),
                             attributes_.epilogue,
                             gradient(kData).to,
-                            store_of(requests[kData]),
+                            write_mode_of(requests[kData]),
                             residual ? gradient(kResidual).to : nullptr,
-                            residual ? store_of(requests[kResidual]) : Store::kWrite,
+                            residual ? write_mode_of(requests[kResidual]) : WriteMode::kWrite,
                             nullptr};
   return {dtype_,         arrays.text(kOutput), chunks_of(whole, arrays.samples(kOutput)),
           kept_,          from_batch_,          gradient(kGamma),

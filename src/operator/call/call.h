@@ -51,8 +51,8 @@ class Call {
   // Runs the pass of a task, with the sums of all devices that share the batch.
   template <typename Task>
   void synchronize(Direction direction, const Task& task);
-  // The other devices that share the batch, and if all are GPUs that add the sums themselves, those
-  // of all.
+  // Whether other devices share the batch; and if all are GPUs that add the sums themselves, the
+  // numbers of all, this one included.
   struct Others {
     bool exist = false;
     std::vector<int> gpus;

@@ -1,3 +1,6 @@
+// What MXNet calls: an Operator names the arrays of a node and infers their shapes and dtypes, and
+// makes a Call for each device, whose forward and backward MXNet calls later. Wrong shapes and
+// dtypes are errors here, before anything runs.
 #include "call/operator.h"
 
 #include <algorithm>

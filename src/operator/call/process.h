@@ -1,4 +1,4 @@
-// The state of this process.
+// What all calls of this process share. It is set when Python registers the operator.
 #ifndef GLUON_SYNCBN_CALL_PROCESS_H_
 #define GLUON_SYNCBN_CALL_PROCESS_H_
 

@@ -1,3 +1,5 @@
+// Samples are on axis 0, so a chunk is contiguous: the whole shard with fewer samples, and pointers
+// further on. Nothing is copied.
 #include "call/virtual_devices.h"
 
 #include <stdexcept>

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "numerics/kernels.h"
+#include "numerics/shards.h"
 
 namespace gluon_syncbn {
 

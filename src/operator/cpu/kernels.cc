@@ -12,8 +12,8 @@
 #include <initializer_list>
 #include <vector>
 
+#include "cpu/kernels.h"
 #include "cpu/thread_pool.h"
-#include "numerics/kernels.h"
 
 #define SBN_INLINE inline __attribute__((always_inline))
 // The next loop has independent iterations.
@@ -66,9 +66,9 @@ struct Sources {
 template <typename T>
 struct Results {
   T* dx;
-  Store store;
+  WriteMode mode;
   T* dresidual;
-  Store residual_store;
+  WriteMode residual_mode;
 };
 
 // S = 1: the coefficients of the channels of a row, or of several short rows, for vectors across
@@ -121,9 +121,9 @@ struct Loops {
   void (*backward_samples)(const Sources<T>&, int64_t at, const SampleRows&, int64_t width,
                            const Statistics*, const Gate<A>*, ChannelSums*);
   void (*normalize)(const T* x, const T* residual, int64_t n, const Normalize<A>&, const Epilogue&,
-                    T* y, Store);
+                    T* y, WriteMode);
   void (*normalize_rows)(const T* x, const T* residual, int64_t n, const NormalizeColumns<T>&,
-                         const Epilogue&, T* y, Store);
+                         const Epilogue&, T* y, WriteMode);
   void (*input_gradient)(const Sources<T>&, int64_t at, int64_t n, const InputGradient<A>&,
                          const Gate<A>&, const Results<T>&);
   void (*input_gradient_rows)(const Sources<T>&, int64_t at, int64_t n, const GradientColumns<T>&,
@@ -193,24 +193,25 @@ const Loops<T>& loops() {
 #endif
 }
 
-// How to store an array. An array too large to stay in the caches until it is read again is written
+// How to write an array. One too large to stay in the caches until it is read again is written
 // past them, as normal stores would read each line from memory first. Exceptions: an array that the
 // pass also reads, which is in a cache, and short planes, whose first and last lines are shared.
 template <typename T>
-Store store_of(Store how, View view, const void* to, std::initializer_list<const void*> read) {
+WriteMode write_mode_of(WriteMode mode, View view, const void* to,
+                        std::initializer_list<const void*> read) {
 #if defined(__x86_64__)
   constexpr int64_t kSize = sizeof(T), kShortest = 1 << 10, kShare = 8 << 20;
   // Other processes use the last cache too, and a virtual machine may report all of its host's.
   static const int64_t last_cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
   const int64_t share = kShare * thread_pool().threads();
   const int64_t cached = last_cache > 0 ? std::min(last_cache, share) : share;
-  if (how == Store::kWrite && view.size() * kSize >= cached &&
+  if (mode == WriteMode::kWrite && view.size() * kSize >= cached &&
       (view.S == 1 || view.S * kSize >= kShortest) &&
       std::find(read.begin(), read.end(), to) == read.end()) {
-    return Store::kStream;
+    return WriteMode::kStream;
   }
 #endif
-  return how;
+  return mode;
 }
 
 // Calls f(begin, end) for ranges that cover 0..items. An item has `values` values.
@@ -356,14 +357,14 @@ Normalize<Arithmetic<T>> normalize_of(const Part& p, const Statistics& s, int64_
 }
 
 template <typename T>
-Store store_of(const ForwardShard& p) {
-  return store_of<T>(p.store, p.view, p.y, {p.x, p.residual});
+WriteMode write_mode_of(const ForwardShard& p) {
+  return write_mode_of<T>(p.mode, p.view, p.y, {p.x, p.residual});
 }
 
 template <typename T>
 void forward(const ForwardShard& p, const Statistics* s) {
   const View& view = p.view;
-  const Store how = store_of<T>(p);
+  const WriteMode mode = write_mode_of<T>(p);
   std::vector<Normalize<Arithmetic<T>>> coefficients(view.C);
   for (int64_t c = 0; c < view.C; ++c) coefficients[c] = normalize_of<T>(p, s[c], c);
   const T* const x = static_cast<const T*>(p.x);
@@ -372,12 +373,12 @@ void forward(const ForwardShard& p, const Statistics* s) {
     const NormalizeColumns<T> columns(coefficients, view.N);
     for_rows(view, [&](int64_t at, int64_t n) {
       loops<T>().normalize_rows(x + at, at_offset<T>(p.residual, at), n, columns, p.epilogue,
-                                y + at, how);
+                                y + at, mode);
     });
   } else {
     for_each_plane(view, [&](int64_t at, int64_t c) {
       loops<T>().normalize(x + at, at_offset<T>(p.residual, at), view.S, coefficients[c],
-                           p.epilogue, y + at, how);
+                           p.epilogue, y + at, mode);
     });
   }
 }
@@ -396,9 +397,9 @@ class BackwardChannels {
                                       : p.y                                      ? p.y
                                                                                  : p.x),
                 p.recovers_x() ? static_cast<A>(1 / p.epilogue.slope) : A{0}},
-        results{static_cast<T*>(p.dx), store_of<T>(p.store, p.view, p.dx, {p.dy, p.x, p.y}),
+        results{static_cast<T*>(p.dx), write_mode_of<T>(p.mode, p.view, p.dx, {p.dy, p.x, p.y}),
                 static_cast<T*>(p.dresidual),
-                store_of<T>(p.residual_store, p.view, p.dresidual, {p.dy, p.x, p.y})},
+                write_mode_of<T>(p.residual_mode, p.view, p.dresidual, {p.dy, p.x, p.y})},
         shard_(p),
         statistics_(s),
         begin_(begin) {
@@ -516,7 +517,7 @@ void forward_alone(const ForwardShard& p, double epsilon, Statistics* statistics
   }
   const T* const x = static_cast<const T*>(p.x);
   T* const y = static_cast<T*>(p.y);
-  const Store how = store_of<T>(p);
+  const WriteMode mode = write_mode_of<T>(p);
   for_ranges(view.C, view.N * view.S, [&](int64_t begin, int64_t end) {
     std::vector<ChannelSums> sums(end - begin);
     for_groups(begin, end, [&](int64_t c, int64_t width) {
@@ -530,7 +531,7 @@ void forward_alone(const ForwardShard& p, double epsilon, Statistics* statistics
     if (!y) return;
     for_planes(view, begin, end, [&](int64_t c, int64_t at) {
       loops<T>().normalize(x + at, at_offset<T>(p.residual, at), view.S, coefficients[c - begin],
-                           p.epilogue, y + at, how);
+                           p.epilogue, y + at, mode);
     });
   });
 }

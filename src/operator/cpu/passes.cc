@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "cpu/kernels.h"
+
 namespace gluon_syncbn {
 namespace {
 

@@ -1,3 +1,5 @@
+// A loop is a job: a counter of units, from which the caller and idle threads take one at a time.
+// So the caller never waits for a thread that has not begun, only for units that others have taken.
 #include "cpu/thread_pool.h"
 
 #include <sched.h>

@@ -1,3 +1,5 @@
+// The backend in use: that of runtime.cu, which sets it when the library is loaded, or a test's. In
+// a build without nvcc there is none.
 #include "cuda/backend.h"
 
 namespace gluon_syncbn {

@@ -8,8 +8,8 @@
 #include <cstdint>
 
 #include "numerics/formulas.h"
-#include "numerics/kernels.h"
 #include "numerics/running_statistics.h"
+#include "numerics/shards.h"
 
 namespace gluon_syncbn {
 

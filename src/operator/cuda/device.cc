@@ -1,3 +1,6 @@
+// Streams and memory come from pools and go back to them, as allocating and freeing may wait for
+// everything that runs on the device. A slot holds a stream, an event and workspace for one pass;
+// memory that outlives the pass is cut from larger pieces.
 #include "cuda/device.h"
 
 #include <algorithm>
@@ -96,7 +99,7 @@ void restore_device(const CudaRuntime& runtime, int before, int now) {
 }  // namespace
 
 // A stream of one device and memory for what is queued there.
-struct CudaPass::StreamSlot {
+struct CudaStream::StreamSlot {
   int device = 0, multiprocessors = 0;
   Stream stream = nullptr;
   Event event = nullptr;
@@ -121,7 +124,7 @@ struct CudaPass::StreamSlot {
 
 // Idle stream slots and memory. There are as many slots, including those in use, as there ever were
 // simultaneous calls. The slot used last is reused first, so that extra slots do not grow.
-struct CudaPass::Pool {
+struct CudaStream::Pool {
   struct Device {
     std::vector<std::unique_ptr<StreamSlot>> idle;
     // The peak use of all slots' arenas, with which new arenas begin.
@@ -140,19 +143,19 @@ struct CudaPass::Pool {
 };
 
 // Not destroyed at exit: calls may still be in progress when the process ends.
-CudaPass::Pool*& CudaPass::pool() {
+CudaStream::Pool*& CudaStream::pool() {
   static Pool* pool = new Pool;
   return pool;
 }
 
-CudaPass::OnDevice::OnDevice(const CudaPass& pass, int device) : now(device) {
+CudaStream::OnDevice::OnDevice(const CudaStream& pass, int device) : now(device) {
   pass.check(pass.runtime_.get_device(&before), "cudaGetDevice");
   pass.check(pass.runtime_.set_device(device), "cudaSetDevice");
 }
 
-CudaPass::OnDevice::~OnDevice() { restore_device(cuda_backend()->runtime, before, now); }
+CudaStream::OnDevice::~OnDevice() { restore_device(cuda_backend()->runtime, before, now); }
 
-CudaPass::CudaPass(int device, DType dtype, std::string what)
+CudaStream::CudaStream(int device, DType dtype, std::string what)
     : runtime_(cuda_backend()->runtime),
       kernels_(cuda_backend()->kernels(dtype)),
       device_(device),
@@ -194,16 +197,16 @@ CudaPass::CudaPass(int device, DType dtype, std::string what)
            }};
 }
 
-CudaPass::~CudaPass() {
+CudaStream::~CudaStream() {
   if (finished_) return;
   // After an error, perhaps of other work. Queued work may still be in progress.
   resume();
   succeeds(runtime_, runtime_.synchronize(slot_->stream));
 }
 
-void CudaPass::resume() const noexcept { succeeds(runtime_, runtime_.set_device(device_)); }
+void CudaStream::resume() const noexcept { succeeds(runtime_, runtime_.set_device(device_)); }
 
-void CudaPass::check(int error, const std::string& call) const {
+void CudaStream::check(int error, const std::string& call) const {
   if (error == 0) return;
   const std::string name = runtime_.error_name(error), text = runtime_.error_text(error);
   runtime_.clear_error();
@@ -211,19 +214,19 @@ void CudaPass::check(int error, const std::string& call) const {
                            ": " + text + " (" + name + ").");
 }
 
-void* CudaPass::memory(bool on_device, size_t bytes) {
+void* CudaStream::memory(bool on_device, size_t bytes) {
   Arena& arena = on_device ? slot_->on_device : slot_->on_host;
   return arena.take(bytes, [&](size_t size) { return allocate(on_device, size); });
 }
 
-void* CudaPass::allocate(bool on_device, size_t bytes) {
+void* CudaStream::allocate(bool on_device, size_t bytes) {
   void* block = nullptr;
   check(on_device ? runtime_.malloc(&block, bytes) : runtime_.malloc_host(&block, bytes),
         (on_device ? "cudaMalloc of " : "cudaHostAlloc of ") + std::to_string(bytes) + " bytes");
   return block;
 }
 
-std::shared_ptr<void> CudaPass::keep_bytes(size_t bytes) {
+std::shared_ptr<void> CudaStream::keep_bytes(size_t bytes) {
   size_t size = kAlignment;
   while (size < bytes) size *= 2;
   Pool& all = *pool();
@@ -256,39 +259,39 @@ std::shared_ptr<void> CudaPass::keep_bytes(size_t bytes) {
   return held_.back();
 }
 
-void CudaPass::copy(void* to, const void* from, size_t bytes, bool to_host) {
+void CudaStream::copy(void* to, const void* from, size_t bytes, bool to_host) {
   const auto function = to_host ? runtime_.copy_to_host : runtime_.copy_to_device;
   check(function(to, from, bytes, slot_->stream), "cudaMemcpyAsync of " + std::to_string(bytes) +
                                                       " bytes " +
                                                       (to_host ? "to the host" : "to the device"));
 }
 
-ChannelSums* CudaPass::work(const View& view) {
+ChannelSums* CudaStream::work(const View& view) {
   const int64_t size = kernels_.work_size(view, slot_->multiprocessors);
   return size ? on_device<ChannelSums>(size) : nullptr;
 }
 
-void CudaPass::forward_sums(const View& view, const void* x, ChannelSums* sums) {
+void CudaStream::forward_sums(const View& view, const void* x, ChannelSums* sums) {
   check(kernels_.forward_sums(view, x, work(view), sums, slot_->multiprocessors, slot_->stream),
         "The kernel of the sums");
 }
 
-void CudaPass::backward_sums(const BackwardShard& shard, const ForBackward& kept, int64_t batch,
-                             ChannelSums* sums) {
+void CudaStream::backward_sums(const BackwardShard& shard, const ForBackward& kept, int64_t batch,
+                               ChannelSums* sums) {
   check(kernels_.backward_sums(shard, kept, batch, work(shard.view), sums, slot_->multiprocessors,
                                slot_->stream),
         "The kernel of the backward sums");
 }
 
 int peer_access() {
-  CudaPass::Pool& all = *CudaPass::pool();
+  CudaStream::Pool& all = *CudaStream::pool();
   const std::lock_guard<std::mutex> lock(all.mutex);
   int access = -1;
   for (const auto& [gpus, are] : all.peers) access = are && access != 0;
   return access;
 }
 
-bool CudaPass::are_peers(const std::vector<int>& gpus) {
+bool CudaStream::are_peers(const std::vector<int>& gpus) {
   Pool& all = *pool();
   const std::lock_guard<std::mutex> lock(all.mutex);
   // MXNet's own switch, as peers hang or corrupt data on some machines.
@@ -310,48 +313,48 @@ bool CudaPass::are_peers(const std::vector<int>& gpus) {
   return are;
 }
 
-SharedSums CudaPass::share(const ChannelSums* sums, int64_t C, double count,
-                           const std::vector<int>& gpus) {
+SharedSums CudaStream::share(const ChannelSums* sums, int64_t C, double count,
+                             const std::vector<int>& gpus) {
   if (!are_peers(gpus)) sums = fetch(sums, C);
   check(runtime_.record(slot_->event, slot_->stream), "cudaEventRecord");
   return {sums, count, slot_->event, slot_};
 }
 
-bool CudaPass::wait_for(const SharedSums& other) {
+bool CudaStream::wait_for(const SharedSums& other) {
   if (other.owner == slot_) return false;
   held_.push_back(other.owner);
   check(runtime_.wait_for(slot_->stream, other.event), "cudaStreamWaitEvent");
   return true;
 }
 
-void CudaPass::finish_forward(const ForwardFinish& task, const Deliveries& deliveries) {
+void CudaStream::finish_forward(const ForwardFinish& task, const Deliveries& deliveries) {
   check(kernels_.finish_forward(task, deliveries, slot_->stream),
         "The kernel of the forward coefficients");
 }
 
-void CudaPass::finish_backward(const BackwardFinish& task) {
+void CudaStream::finish_backward(const BackwardFinish& task) {
   check(kernels_.finish_backward(task, slot_->stream), "The kernel of the backward coefficients");
 }
 
-void CudaPass::normalize(const ForwardShard& shard, const void* coefficients) {
+void CudaStream::normalize(const ForwardShard& shard, const void* coefficients) {
   check(kernels_.normalize(shard, coefficients, slot_->multiprocessors, slot_->stream),
         "The kernel of y");
 }
 
-void CudaPass::input_gradient(const BackwardShard& shard, const void* coefficients) {
+void CudaStream::input_gradient(const BackwardShard& shard, const void* coefficients) {
   check(kernels_.input_gradient(shard, coefficients, slot_->multiprocessors, slot_->stream),
         "The kernel of dx");
 }
 
-void CudaPass::clear(void* memory, size_t bytes) {
+void CudaStream::clear(void* memory, size_t bytes) {
   check(runtime_.clear(memory, bytes, slot_->stream), "cudaMemsetAsync");
 }
 
-void CudaPass::wait() { check(runtime_.synchronize(slot_->stream), "cudaStreamSynchronize"); }
+void CudaStream::wait() { check(runtime_.synchronize(slot_->stream), "cudaStreamSynchronize"); }
 
 void clear_on_gpu(int device, void* memory, size_t bytes) noexcept {
   try {
-    CudaPass pass(device, DType::kFloat32, "a failed result");
+    CudaStream pass(device, DType::kFloat32, "a failed result");
     pass.clear(memory, bytes);
     pass.finish();
   } catch (const std::exception&) {
@@ -363,7 +366,7 @@ void release_cuda_memory() {
   const CudaBackend* const backend = cuda_backend();
   if (!backend) return;
   const CudaRuntime& runtime = backend->runtime;
-  CudaPass::Pool& slots = *CudaPass::pool();
+  CudaStream::Pool& slots = *CudaStream::pool();
   const std::lock_guard<std::mutex> lock(slots.mutex);
   int before = 0, now = 0;
   if (slots.devices.empty() || !succeeds(runtime, runtime.get_device(&before))) return;
@@ -381,9 +384,9 @@ void release_cuda_memory() {
 }
 
 void abandon_cuda_memory() {
-  const int generation = CudaPass::pool()->generation;
-  CudaPass::pool() = new CudaPass::Pool;
-  CudaPass::pool()->generation = generation + 1;
+  const int generation = CudaStream::pool()->generation;
+  CudaStream::pool() = new CudaStream::Pool;
+  CudaStream::pool()->generation = generation + 1;
 }
 
 }  // namespace gluon_syncbn

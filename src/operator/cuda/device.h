@@ -33,13 +33,13 @@ void clear_on_gpu(int device, void* memory, size_t bytes) noexcept;
 
 // During its lifetime, the calling thread uses the device, with a stream and memory of its own.
 // Throws std::runtime_error for every CUDA error.
-class CudaPass {
+class CudaStream {
  public:
   // `what` describes the data in errors: "data of shape (2, 3)".
-  CudaPass(int device, DType dtype, std::string what);
-  CudaPass(const CudaPass&) = delete;
-  CudaPass& operator=(const CudaPass&) = delete;
-  ~CudaPass();
+  CudaStream(int device, DType dtype, std::string what);
+  CudaStream(const CudaStream&) = delete;
+  CudaStream& operator=(const CudaStream&) = delete;
+  ~CudaStream();
 
   // Memory that lasts until the end of the pass, on the device or page-locked on the host.
   template <typename V>
@@ -119,7 +119,7 @@ class CudaPass {
 
   // Sets the thread's device, and restores the previous one at the end.
   struct OnDevice {
-    OnDevice(const CudaPass& pass, int device);
+    OnDevice(const CudaStream& pass, int device);
     ~OnDevice();
     int before = 0;
     const int now;

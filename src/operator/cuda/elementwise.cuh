@@ -1,4 +1,5 @@
-// The kernels that write y and dx, and the small kernels that compute their coefficients.
+// The kernels that write y and dx, mostly in vectors of 16 bytes. Small kernels before them compute
+// the coefficients of each channel once, so that little arithmetic is left for each value.
 #ifndef GLUON_SYNCBN_CUDA_ELEMENTWISE_CUH_
 #define GLUON_SYNCBN_CUDA_ELEMENTWISE_CUH_
 

@@ -1,3 +1,4 @@
+// The kernels for bfloat16 data, compiled in parallel with those of other dtypes.
 #include "cuda/kernels.cuh"
 
 template const gluon_syncbn::CudaKernels& gluon_syncbn::kernels_for<gluon_syncbn::BFloat16>();

@@ -1,4 +1,5 @@
-// Chooses and launches the kernels for a view.
+// Chooses and launches the kernels for a view: by its shape, by whether its arrays are aligned, and
+// by how many blocks the device runs at a time. Only the shape of a sample may change bits.
 #ifndef GLUON_SYNCBN_CUDA_LAUNCH_CUH_
 #define GLUON_SYNCBN_CUDA_LAUNCH_CUH_
 
@@ -224,7 +225,7 @@ EpilogueTask<A> epilogue_of(const BackwardShard& p) {
   task.inverse = static_cast<A>(p.recovers_x() ? 1 / p.epilogue.slope : 1);
   task.v = activates && p.y ? p.y : p.x;
   task.dresidual = p.dresidual;
-  task.add_dresidual = p.dresidual && p.residual_store == Store::kAdd;
+  task.add_dresidual = p.dresidual && p.residual_mode == WriteMode::kAdd;
   return task;
 }
 
@@ -304,7 +305,7 @@ int launch_normalize(const ForwardShard& p, const void* coefficients, int multip
   task.a = p.x;
   task.b = p.residual;
   task.to = p.y;
-  task.add = p.store == Store::kAdd;
+  task.add = p.mode == WriteMode::kAdd;
   task.coefficients = coefficients;
   EpilogueTask<A> epilogue{};
   epilogue.activation = p.epilogue.activation;
@@ -322,7 +323,7 @@ int launch_input_gradient(const BackwardShard& p, const void* coefficients, int 
   task.a = p.dy;
   task.b = p.recovers_x() ? p.y : p.x;
   task.to = p.dx;
-  task.add = p.dx && p.store == Store::kAdd;
+  task.add = p.dx && p.mode == WriteMode::kAdd;
   task.coefficients = coefficients;
   EpilogueTask<A> epilogue = epilogue_of<A>(p);
   if (!is_gated(p)) {

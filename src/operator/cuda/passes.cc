@@ -65,7 +65,7 @@ class GpuPass : public Pass {
   const Task task_;
   const std::vector<int> gpus_;
   const int64_t C_, batches_;
-  CudaPass cuda_;
+  CudaStream cuda_;
   const int64_t coefficients_size_;
   // Null if they are not needed.
   char* const coefficients_;

@@ -1,6 +1,5 @@
-// Forward and backward of one call on a GPU. Only sums leave the device, and not even those of a
-// device that is alone. The GPUs of this process read each other's sums once an event has passed.
-// If CPU contexts or other processes take part, the sums are added on the host.
+// Forward and backward of one call on a GPU. The GPUs of this process read each other's sums once
+// an event has passed. If CPU contexts or other processes take part, the host adds the sums.
 #ifndef GLUON_SYNCBN_CUDA_PASSES_H_
 #define GLUON_SYNCBN_CUDA_PASSES_H_
 

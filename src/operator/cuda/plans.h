@@ -1,4 +1,5 @@
-// What the host computes for the kernels before it launches them.
+// What the host computes for the kernels before it launches them: dividers, as GPUs divide integers
+// slowly, and the number of blocks that share a channel.
 #ifndef GLUON_SYNCBN_CUDA_PLANS_H_
 #define GLUON_SYNCBN_CUDA_PLANS_H_
 

@@ -1,4 +1,5 @@
-// The CUDA backend of backend.h.
+// The CUDA backend of backend.h: functions of the runtime in plain types, so that only .cu files
+// need CUDA's headers.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 

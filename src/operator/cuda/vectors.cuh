@@ -1,4 +1,5 @@
-// Vectors of 16 bytes, from aligned and unaligned addresses.
+// Vectors of 16 bytes, the most that a thread loads at a time. One at an unaligned address is
+// assembled from the two aligned ones that contain it.
 #ifndef GLUON_SYNCBN_CUDA_VECTORS_CUH_
 #define GLUON_SYNCBN_CUDA_VECTORS_CUH_
 

@@ -1,3 +1,5 @@
+// Shapes become (N, C, S) here, the only form that kernels know: the axes before that of the
+// channels count as N, those after it as S.
 #include "mxnet/arrays.h"
 
 #include <stdexcept>

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "mxnet/api.h"
-#include "numerics/kernels.h"
+#include "numerics/shards.h"
 
 namespace gluon_syncbn {
 
@@ -19,7 +19,9 @@ enum Auxiliary { kRunningMean, kRunningVar, kNumBatches };
 // OpReqType of mxnet/op_attr_types.h.
 enum Request { kNullOp, kWriteTo, kWriteInplace, kAddTo };
 
-inline Store store_of(int request) { return request == kAddTo ? Store::kAdd : Store::kWrite; }
+inline WriteMode write_mode_of(int request) {
+  return request == kAddTo ? WriteMode::kAdd : WriteMode::kWrite;
+}
 
 std::string shape_text(const int* shape, int ndim);
 

@@ -1,3 +1,6 @@
+// An operation that throws reports an error. MXNet records it twice: for that operation, and for
+// the end of the custom operator, which reads what it wrote. So before the next error is reported,
+// another operation on that array must have passed.
 #include "mxnet/engine_errors.h"
 
 #include <atomic>

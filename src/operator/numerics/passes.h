@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "numerics/kernels.h"
 #include "numerics/running_statistics.h"
+#include "numerics/shards.h"
 
 namespace gluon_syncbn {
 

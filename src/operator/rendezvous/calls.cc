@@ -22,7 +22,7 @@ void Rendezvous::set_joined(bool joined) {
 
 bool Rendezvous::has_data(const LayerPtr& layer) const {
   const State::Lock lock(state_->mutex);
-  return !state_->joined || (layer && layer->config.exchanges());
+  return !state_->joined || (layer && layer->config.spans_processes);
 }
 
 CallId Rendezvous::next_call(const LayerPtr& layer, const std::string& device, int64_t node) {
@@ -118,7 +118,7 @@ Members Rendezvous::members_of(const LayerPtr& layer, const CallId& id,
   if (id.epoch != layer->epoch) throw layer->failed_before();
   std::vector<std::string> devices = layer->group_of(device, id.active);
   const size_t count = id.active ? devices.size() : layer->config.meeting_size();
-  return {count, std::move(devices), layer->config.exchanges()};
+  return {count, std::move(devices), layer->config.spans_processes};
 }
 
 }  // namespace gluon_syncbn

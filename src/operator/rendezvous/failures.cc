@@ -1,4 +1,5 @@
-// How a failed step ends, and what may begin after it.
+// How a failed step ends, and what may begin after it: a device takes part again once all that it
+// had begun before the error has passed.
 #include <algorithm>
 #include <utility>
 

@@ -1,4 +1,5 @@
-// The messages of layers and meetings to users.
+// The texts that users read: who has arrived at a meeting and who has not, for how long, and the
+// usual causes.
 #include <algorithm>
 #include <cstdlib>
 

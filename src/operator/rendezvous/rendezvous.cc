@@ -16,29 +16,28 @@ void add_other_processes(State* state, Layer* layer, const CallId& id, Direction
                          std::vector<ChannelSums>* sums, double* count) {
   State::Lock lock(state->mutex);
   const LayerConfig& config = layer->config;
-  if (!config.exchanges()) return;
-  const ExchangedCall call{layer->id,
-                           id.epoch,
-                           id.node,
-                           id.sequence,
-                           direction == Direction::kBackward,
-                           layer->title({direction, id.node, id.sequence, 0}),
-                           config.timeout_seconds,
-                           config.processes,
-                           config.first_rank,
-                           config.end_rank,
-                           state->joined};
+  if (!config.spans_processes) return;
+  const ProcessCall call{layer->id,
+                         id.epoch,
+                         id.node,
+                         id.sequence,
+                         direction == Direction::kBackward,
+                         layer->title({direction, id.node, id.sequence, 0}),
+                         config.timeout_seconds,
+                         config.first_rank,
+                         config.end_rank,
+                         state->joined};
+  const auto open = state->observer.open;
   const auto observed_warn = state->observer.warn;
-  const auto observed_send = state->observer.send;
   lock.unlock();
-  const auto send = [&](const Message& message, std::vector<double>* all) {
-    const std::string error = observed_send(message, all);
-    if (!error.empty()) throw Error(error);
-  };
   const auto warn = [&](const std::string& text) {
     if (observed_warn) observed_warn(text);
   };
-  layer->messages.all_reduce(call, send, warn, sums, count);
+  try {
+    layer->messages.all_reduce(call, open, warn, sums, count);
+  } catch (const std::exception& failure) {
+    throw Error(failure.what());
+  }
 }
 
 // Adds the sums on the host, and lists those on GPUs.
@@ -104,9 +103,10 @@ void Rendezvous::configure(int64_t id, LayerConfig config) {
                        comma_separated(config.devices) + ".");
     layer->draining.clear();
     // Other processes continue counting.
-    if (config.exchanges()) layer->first_calls = std::move(calls);
+    if (config.spans_processes) layer->first_calls = std::move(calls);
   }
   layer->config = std::move(config);
+  layer->messages.forget_routes();
 }
 
 void Rendezvous::forget(int64_t id) {

@@ -12,10 +12,10 @@
 #include <tuple>
 #include <vector>
 
-#include "exchange/layer_messages.h"
-#include "exchange/patience.h"
-#include "exchange/text.h"
 #include "numerics/passes.h"
+#include "processes/layer_messages.h"
+#include "processes/patience.h"
+#include "processes/text.h"
 #include "rendezvous/types.h"
 
 namespace gluon_syncbn {

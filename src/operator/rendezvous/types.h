@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "exchange/layer_messages.h"
+#include "processes/layer_messages.h"
 
 namespace gluon_syncbn {
 
@@ -31,15 +31,14 @@ struct LayerConfig {
   // If not 0, devices synchronize in groups of this size, in rank order.
   size_t group_size = 0;
   double timeout_seconds = 300;
-  // Number of processes that exchange sums, and the range of ranks whose sums are added. A single
-  // process exchanges nothing.
-  size_t processes = 1, first_rank = 0, end_rank = 1;
+  // Whether other processes share statistics, and the range of ranks whose sums are added.
+  bool spans_processes = false;
+  size_t first_rank = 0, end_rank = 1;
   // Why the layer cannot train on these devices, or empty.
   std::string config_error;
   // What a process logs at its first call in training, or empty.
   std::string notice;
 
-  bool exchanges() const { return processes > 1; }
   size_t meeting_size() const {
     return group_size    ? group_size
            : num_devices ? num_devices
@@ -74,7 +73,7 @@ struct Members {
   // are unknown.
   std::vector<std::string> devices;
   // Whether other processes take part too.
-  bool exchanges;
+  bool spans_processes;
 };
 
 // Callbacks, each on the thread that noticed the event, with no lock held.
@@ -85,9 +84,8 @@ struct Observer {
   // A device has waited for others for a while. The observer must call unreachable() for those that
   // cannot arrive.
   std::function<void(int64_t layer, int64_t epoch, Direction)> waits;
-  // Writes the values of all processes, by rank, or, if all are at this call, only their sums.
-  // Returns an error, or an empty string.
-  std::function<std::string(const Message&, std::vector<double>* all)> send;
+  // Opens a route to other processes.
+  LayerMessages::Open open;
 };
 
 }  // namespace gluon_syncbn

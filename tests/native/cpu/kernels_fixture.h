@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "check.h"
-#include "numerics/kernels.h"
+#include "cpu/kernels.h"
 #include "reference.h"
 
 namespace gluon_syncbn {
@@ -211,14 +211,14 @@ Sums forward_sums(const Problem<T>& p) {
 }
 
 template <typename T>
-ForwardShard forward_shard(const Problem<T>& p, T* y, Store how = Store::kWrite) {
-  return {p.view, p.x.data(), p.gamma.data(), p.beta.data(), nullptr, {}, y, how};
+ForwardShard forward_shard(const Problem<T>& p, T* y, WriteMode mode = WriteMode::kWrite) {
+  return {p.view, p.x.data(), p.gamma.data(), p.beta.data(), nullptr, {}, y, mode};
 }
 
 template <typename T>
-BackwardShard backward_shard(const Problem<T>& p, T* dx, Store how = Store::kWrite) {
-  return {p.view, p.dy.data(), p.x.data(), nullptr, p.gamma.data(), p.beta.data(),
-          {},     dx,          how,        nullptr, Store::kWrite,  nullptr};
+BackwardShard backward_shard(const Problem<T>& p, T* dx, WriteMode mode = WriteMode::kWrite) {
+  return {p.view, p.dy.data(), p.x.data(), nullptr, p.gamma.data(),    p.beta.data(),
+          {},     dx,          mode,       nullptr, WriteMode::kWrite, nullptr};
 }
 
 template <typename T>

@@ -43,10 +43,10 @@ void check_alone(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide) 
   const Kernels& k = kernels<T>();
   for (const bool in_place : {false, true}) {
     Array<T> y = in_place ? p.x : p.dy, dx = p.dy;
-    const Store how = in_place ? Store::kWrite : Store::kAdd;
-    ForwardShard forth = forward_shard(p, y.data(), how);
+    const WriteMode mode = in_place ? WriteMode::kWrite : WriteMode::kAdd;
+    ForwardShard forth = forward_shard(p, y.data(), mode);
     if (in_place) forth.x = y.data();
-    BackwardShard back = backward_shard(p, dx.data(), how);
+    BackwardShard back = backward_shard(p, dx.data(), mode);
     if (in_place) back.dy = dx.data();
     Sums sums(static_cast<size_t>(p.view.C));
     back.sums = sums.data();
@@ -92,30 +92,30 @@ void check_rounding(const Results<T>& r, const Wide<T>& wide) {
 
 // In place, added to the array, and without gamma.
 template <typename T>
-void check_stores(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide) {
+void check_write_modes(const Problem<T>& p, const Results<T>& r, const Wide<T>& wide) {
   const Kernels& k = kernels<T>();
   const Sums zeros(static_cast<size_t>(p.view.C));
-  const auto forward = [&](const Array<T>& from, Array<T>* to, Store how) {
-    ForwardShard shard = forward_shard(p, to->data(), how);
+  const auto forward = [&](const Array<T>& from, Array<T>* to, WriteMode mode) {
+    ForwardShard shard = forward_shard(p, to->data(), mode);
     shard.x = from.data();
     k.forward(shard, r.s.data());
   };
-  const auto backward = [&](const Array<T>& from, Array<T>* to, Store how) {
-    BackwardShard shard = backward_shard(p, to->data(), how);
+  const auto backward = [&](const Array<T>& from, Array<T>* to, WriteMode mode) {
+    BackwardShard shard = backward_shard(p, to->data(), mode);
     shard.dy = from.data();
     k.backward(shard, r.s.data(), r.gradient_sums.data(), p.count());
   };
-  const auto backward_constant = [&](const Array<T>& from, Array<T>* to, Store how) {
-    BackwardShard shard = backward_shard(p, to->data(), how);
+  const auto backward_constant = [&](const Array<T>& from, Array<T>* to, WriteMode mode) {
+    BackwardShard shard = backward_shard(p, to->data(), mode);
     shard.dy = from.data();
     k.backward(shard, r.s.data(), zeros.data(), 0);
   };
   const auto check = [&](const auto& kernel, const Array<T>& from, const Array<T>& result,
                          const Array<Arithmetic<T>>& unrounded) {
     Array<T> in_place = from, sum = p.dy;
-    kernel(in_place, &in_place, Store::kWrite);
+    kernel(in_place, &in_place, WriteMode::kWrite);
     CHECK(in_place == result && in_place.guards_intact());
-    kernel(from, &sum, Store::kAdd);
+    kernel(from, &sum, WriteMode::kAdd);
     CHECK(sum == p.dy.plus(unrounded) && sum.guards_intact());
   };
   check(forward, p.x, r.y, wide.y);
@@ -143,12 +143,12 @@ void check_view(View view) {
   check_rounding(r, wide);
   check_splits(p, r);
   check_alone(p, r, wide);
-  check_stores(p, r, wide);
+  check_write_modes(p, r, wide);
   for (const int64_t shift : {1, 2, 3}) r.check_same_bits(Results<T>(p.shifted(shift), shift));
 }
 
 template <typename T>
-void results_are_independent_of_splits_stores_and_alignment() {
+void results_are_independent_of_splits_write_modes_and_alignment() {
   for (const int64_t S : {1, 2, 15, 16, 17}) {
     for (const int64_t C : {1, 3, 63, 64, 65, 130}) {
       for (const int64_t N : {1, 5}) check_view<T>({N, C, S});
@@ -200,7 +200,7 @@ int main() {
   using namespace gluon_syncbn;
   set_num_threads(2);
   for_each_type([](auto zero) {
-    results_are_independent_of_splits_stores_and_alignment<decltype(zero)>();
+    results_are_independent_of_splits_write_modes_and_alignment<decltype(zero)>();
     results_are_independent_of_threads<decltype(zero)>();
   });
   return check::finish("kernels_bits");

@@ -29,7 +29,7 @@ struct Fused {
 
 template <typename T>
 Fused<T> fused(const Problem<T>& p, const std::vector<Statistics>& s, const Epilogue& epilogue,
-               const Array<T>* residual, bool recovers, bool alone, Store how) {
+               const Array<T>* residual, bool recovers, bool alone, WriteMode mode) {
   const View& v = p.view;
   const Kernels& k = kernels<T>();
   Fused<T> r{p.x, p.dy, p.x, Sums(static_cast<size_t>(v.C))};
@@ -42,14 +42,14 @@ Fused<T> fused(const Problem<T>& p, const std::vector<Statistics>& s, const Epil
   } else {
     k.forward(forth, s.data());
   }
-  BackwardShard back = backward_shard(p, r.dx.data(), how);
+  BackwardShard back = backward_shard(p, r.dx.data(), mode);
   back.epilogue = epilogue;
   back.sums = r.sums.data();
   if (recovers) back.x = nullptr;
   const bool activated = epilogue.activation != Activation::kNone;
   if (recovers || (residual && activated)) back.y = r.y.data();
   if (residual) back.dresidual = r.dresidual.data();
-  back.residual_store = how;
+  back.residual_mode = mode;
   if (alone) {
     k.backward_alone(back, s.data());
   } else {
@@ -82,11 +82,12 @@ void check_composition(const Problem<T>& p, const Epilogue& epilogue, bool adds)
   const Results<T> expected(gated);
   const Results<Arithmetic<T>> wide(gated.widened());
   for (const bool alone : {false, true}) {
-    for (const Store how : {Store::kWrite, Store::kAdd}) {
-      const Fused<T> r = fused(p, plain.s, epilogue, adds ? &residual : nullptr, false, alone, how);
+    for (const WriteMode mode : {WriteMode::kWrite, WriteMode::kAdd}) {
+      const Fused<T> r =
+          fused(p, plain.s, epilogue, adds ? &residual : nullptr, false, alone, mode);
       CHECK(r.y == y);
       CHECK(rounded(r.sums) == rounded(expected.gradient_sums));
-      const bool writes = how == Store::kWrite;
+      const bool writes = mode == WriteMode::kWrite;
       CHECK(r.dx == (writes ? expected.dx : p.dy.plus(wide.dx)));
       if (!adds) continue;
       CHECK(r.dresidual == (writes ? gated.dy : p.x.plus(gated.dy.widened())));
@@ -110,9 +111,9 @@ void check_recovery(const Problem<T>& p) {
   }
   const Results<T> plain(p);
   const Fused<T> expected =
-      fused<T>(clamped, plain.s, kLeaky, nullptr, false, false, Store::kWrite);
+      fused<T>(clamped, plain.s, kLeaky, nullptr, false, false, WriteMode::kWrite);
   for (const bool alone : {false, true}) {
-    const Fused<T> r = fused<T>(p, plain.s, in_place, nullptr, true, alone, Store::kWrite);
+    const Fused<T> r = fused<T>(p, plain.s, in_place, nullptr, true, alone, WriteMode::kWrite);
     double y_error = 0, error = 0, largest = 0;
     for (int64_t i = 0; i < p.view.size(); ++i) {
       y_error = std::max(y_error, std::abs(to_double(r.y[i]) - to_double(expected.y[i])));

@@ -27,7 +27,7 @@ struct Computed {
   std::vector<T> values;
 
   Computed(const Loops<T>& loops, const std::vector<T>& x, const std::vector<T>& dy, double offset,
-           const Epilogue& epilogue, bool reads_y, Store replace) {
+           const Epilogue& epilogue, bool reads_y, WriteMode replace) {
     using A = Arithmetic<T>;
     const int64_t n = static_cast<int64_t>(x.size());
     Random random(2);
@@ -78,27 +78,27 @@ struct Computed {
       loops.backward_samples(from, 0, all, channels, s.data(), gates.data(), of_samples + kBlock);
     }
     const auto keep = [&](const auto& forward, const auto& backward) {
-      for (const Store how : {replace, Store::kAdd}) {
+      for (const WriteMode mode : {replace, WriteMode::kAdd}) {
         std::vector<T> y = dy, dx = x, dresidual = dy;
-        forward(y.data(), how);
-        backward({dx.data(), how, dresidual.data(), how});
+        forward(y.data(), mode);
+        backward({dx.data(), mode, dresidual.data(), mode});
         for (const std::vector<T>* each : {&y, &dx, &dresidual}) {
           values.insert(values.end(), each->begin(), each->end());
         }
       }
     };
     keep(
-        [&](T* y, Store how) {
-          loops.normalize(x.data(), residual, n, normalize[0], epilogue, y, how);
+        [&](T* y, WriteMode mode) {
+          loops.normalize(x.data(), residual, n, normalize[0], epilogue, y, mode);
         },
         [&](const Results<T>& to) { loops.input_gradient(from, 0, n, gradient[0], gates[0], to); });
     for (const int64_t channels : {int64_t{1}, int64_t{3}, n}) {
       const int64_t rows = n / channels;
       if (rows == 0) continue;
       keep(
-          [&](T* y, Store how) {
+          [&](T* y, WriteMode mode) {
             loops.normalize_rows(x.data(), residual, rows * channels,
-                                 {first(normalize, channels), rows}, epilogue, y, how);
+                                 {first(normalize, channels), rows}, epilogue, y, mode);
           },
           [&](const Results<T>& to) {
             loops.input_gradient_rows(from, 0, rows * channels, {first(gradient, channels), rows},
@@ -124,8 +124,8 @@ void check_same_bits(const Loops<T>& baseline, const Loops<T>& other) {
                                        Epilogue{Activation::kLeakyRelu, .1, 0}}) {
         for (const bool reads_y : {false, true}) {
           if (reads_y && epilogue.activation == Activation::kNone) continue;
-          const Computed<T> expected(baseline, x, dy, offset, epilogue, reads_y, Store::kWrite);
-          for (const Store replace : {Store::kWrite, Store::kStream}) {
+          const Computed<T> expected(baseline, x, dy, offset, epilogue, reads_y, WriteMode::kWrite);
+          for (const WriteMode replace : {WriteMode::kWrite, WriteMode::kStream}) {
             const Computed<T> result(other, x, dy, offset, epilogue, reads_y, replace);
             CHECK(same_bits(expected.sums, result.sums));
             CHECK(same_bits(expected.values, result.values));
@@ -179,12 +179,13 @@ void large_arrays_are_streamed() {
   set_num_threads(2);
   const int values[2] = {};
   const void *const x = values, *const y = values + 1;
-  CHECK(store_of<float>(Store::kWrite, {4, 64, 16383}, y, {x}) == Store::kWrite);
-  CHECK(store_of<float>(Store::kWrite, {1024, 512, 49}, y, {x}) == Store::kWrite);
-  CHECK(store_of<float>(Store::kWrite, {4, 64, 16384}, y, {x, y}) == Store::kWrite);
+  CHECK(write_mode_of<float>(WriteMode::kWrite, {4, 64, 16383}, y, {x}) == WriteMode::kWrite);
+  CHECK(write_mode_of<float>(WriteMode::kWrite, {1024, 512, 49}, y, {x}) == WriteMode::kWrite);
+  CHECK(write_mode_of<float>(WriteMode::kWrite, {4, 64, 16384}, y, {x, y}) == WriteMode::kWrite);
 #if defined(__x86_64__)
-  CHECK(store_of<float>(Store::kWrite, {4, 64, 16384}, y, {x}) == Store::kStream);
-  CHECK(store_of<float>(Store::kWrite, {4 * 16384, 64, 1, 16384}, y, {x}) == Store::kStream);
+  CHECK(write_mode_of<float>(WriteMode::kWrite, {4, 64, 16384}, y, {x}) == WriteMode::kStream);
+  CHECK(write_mode_of<float>(WriteMode::kWrite, {4 * 16384, 64, 1, 16384}, y, {x}) ==
+        WriteMode::kStream);
 #endif
 }
 

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <iostream>
 
+#include "cpu/kernels.h"
 #include "cuda/device_fixture.h"
 
 namespace gluon_syncbn {
@@ -55,7 +56,7 @@ ForwardShard adapted(ForwardShard shard, const Variant& variant, const T* residu
 template <typename T>
 BackwardShard adapted(BackwardShard shard, const Variant& variant, const T* y, T* dresidual) {
   shard.epilogue = variant.epilogue;
-  shard.residual_store = shard.store;
+  shard.residual_mode = shard.mode;
   if (variant.in_place) shard.x = nullptr;
   if (variant.in_place || variant.residual) shard.y = y;
   if (variant.residual) shard.dresidual = dresidual;
@@ -121,8 +122,8 @@ void check_variant(const Problem<T>& p, OnDevice<T>* device, const std::vector<S
   std::reverse(residual.data(), residual.data() + size);
   DeviceArray<T> residual_on_device(residual.data(), size, shift);
   Array<T> y(size);
-  for (const Store how : {Store::kWrite, Store::kAdd}) {
-    const bool gamma = how == Store::kWrite;
+  for (const WriteMode mode : {WriteMode::kWrite, WriteMode::kAdd}) {
+    const bool gamma = mode == WriteMode::kWrite;
     const auto scaled = [&](auto shard) {
       if (!gamma) shard.gamma = nullptr;
       return shard;
@@ -133,8 +134,8 @@ void check_variant(const Problem<T>& p, OnDevice<T>* device, const std::vector<S
     // Of vectors of two doubles, one is aligned like x, and one is not.
     DeviceArray<T> to(p.x.data(), size, shift_by(shift, gamma == (shift < 4) ? 2 : 1));
     Array<T> expected = p.x;
-    device->forward(forward(device->forward_shard(to.data(), how), residual_on_device.data()), s);
-    cpu.forward(forward(forward_shard(p, expected.data(), how), residual.data()), s.data());
+    device->forward(forward(device->forward_shard(to.data(), mode), residual_on_device.data()), s);
+    cpu.forward(forward(forward_shard(p, expected.data(), mode), residual.data()), s.data());
     CHECK(same_bits(to.get(), expected));
 
     cpu.forward(forward(forward_shard(p, y.data()), residual.data()), s.data());
@@ -143,10 +144,10 @@ void check_variant(const Problem<T>& p, OnDevice<T>* device, const std::vector<S
     Array<T> expected_dresidual = p.x;
     to.set(p.x.data());
     expected = p.x;
-    BackwardShard shard = adapted(scaled(device->backward_shard(to.data(), how)), variant,
+    BackwardShard shard = adapted(scaled(device->backward_shard(to.data(), mode)), variant,
                                   y_on_device.data(), dresidual.data());
-    BackwardShard host = adapted(scaled(backward_shard(p, expected.data(), how)), variant, y.data(),
-                                 expected_dresidual.data());
+    BackwardShard host = adapted(scaled(backward_shard(p, expected.data(), mode)), variant,
+                                 y.data(), expected_dresidual.data());
     const BackwardSums<T> sums(host, s);
     const Sums own = device->backward_sums(shard, s);
     sums.check(own);
@@ -207,13 +208,14 @@ void check_in_place(const Problem<T>& p) {
     const T* const none = nullptr;
     T* const no_gradient = nullptr;
     Array<T> expected = p.dy;
-    device.backward(
-        adapted(device.backward_shard(device.dy.data(), Store::kWrite), variant, none, no_gradient),
-        s, sums, &sums, p.count());
+    device.backward(adapted(device.backward_shard(device.dy.data(), WriteMode::kWrite), variant,
+                            none, no_gradient),
+                    s, sums, &sums, p.count());
     cpu.backward(adapted(backward_shard(p, expected.data()), variant, none, no_gradient), s.data(),
                  sums.data(), p.count());
     CHECK(same_bits(device.dy.get(), expected));
-    device.forward(adapted(device.forward_shard(device.x.data(), Store::kWrite), variant, none), s);
+    device.forward(adapted(device.forward_shard(device.x.data(), WriteMode::kWrite), variant, none),
+                   s);
     cpu.forward(adapted(forward_shard(p, expected.data()), variant, none), s.data());
     CHECK(same_bits(device.x.get(), expected));
   }
@@ -273,7 +275,7 @@ class LargeArray {
 };
 
 template <typename T>
-void check_large(int64_t S, const Variant& variant, Store how, int64_t shift) {
+void check_large(int64_t S, const Variant& variant, WriteMode mode, int64_t shift) {
   // A sample reaches each of a thread's vectors, and takes no more than 33 blocks: the simulator
   // runs only the first and the last of many.
   const Problem<T> p({2, 16000 / static_cast<int64_t>(sizeof(T)) / S, S}, 3);
@@ -290,23 +292,23 @@ void check_large(int64_t S, const Variant& variant, Store how, int64_t shift) {
   const Kernels& cpu = kernels<T>();
 
   Array<T> expected = p.x, expected_dresidual = p.x;
-  ForwardShard forth = adapted(device.forward_shard(to.data(), how), variant, dy.data());
+  ForwardShard forth = adapted(device.forward_shard(to.data(), mode), variant, dy.data());
   forth.view = view;
   forth.x = x.data();
   device.forward(forth, s);
-  cpu.forward(adapted(forward_shard(p, expected.data(), how), variant, p.dy.data()), s.data());
+  cpu.forward(adapted(forward_shard(p, expected.data(), mode), variant, p.dy.data()), s.data());
   CHECK(same_bits(to.get(), expected));
 
   expected = p.x;
   to.set(p.x);
   BackwardShard back =
-      adapted(device.backward_shard(to.data(), how), variant, dy.data(), dresidual.data());
+      adapted(device.backward_shard(to.data(), mode), variant, dy.data(), dresidual.data());
   back.view = view;
   back.x = x.data();
   back.dy = dy.data();
   const Sums sums = backward_sums(p, s);
   device.backward(back, s, sums, &sums, p.count());
-  cpu.backward(adapted(backward_shard(p, expected.data(), how), variant, p.dy.data(),
+  cpu.backward(adapted(backward_shard(p, expected.data(), mode), variant, p.dy.data(),
                        expected_dresidual.data()),
                s.data(), sums.data(), p.count());
   CHECK(same_bits(to.get(), expected));

@@ -14,7 +14,7 @@ namespace gluon_syncbn {
 template <typename T>
 std::vector<Sums> all_sums(OnDevice<T>* device, const View& view, int64_t begin, int64_t end,
                            const std::vector<Statistics>& s) {
-  BackwardShard shard = device->backward_shard(nullptr, Store::kWrite);
+  BackwardShard shard = device->backward_shard(nullptr, WriteMode::kWrite);
   shard.view.N = end - begin;
   shard.dy = device->dy.data() + begin * view.C * view.S;
   shard.x = device->x.data() + begin * view.C * view.S;
@@ -98,7 +98,8 @@ Sums check_backward_sums(const Problem<T>& p, const std::vector<Statistics>& s,
   T* const none = nullptr;
   const BackwardShard host = adapted(backward_shard(p, none), variant, y.data(), none);
   const Sums sums = device.backward_sums(
-      adapted(device.backward_shard(none, Store::kWrite), variant, y_on_device.data(), none), s);
+      adapted(device.backward_shard(none, WriteMode::kWrite), variant, y_on_device.data(), none),
+      s);
   if (compared) BackwardSums<T>(host, s).check(sums);
   return sums;
 }
@@ -146,7 +147,7 @@ void gated_sums_have_the_bits_of_sums_of_the_gated_gradient() {
       for (const int64_t shift : {0, 1}) {
         check::context = name_of<T>(view, shift) + ", gated";
         OnDevice<T> device(p, shift), plain(gated, shift);
-        BackwardShard shard = device.backward_shard(nullptr, Store::kWrite);
+        BackwardShard shard = device.backward_shard(nullptr, WriteMode::kWrite);
         shard.epilogue = epilogue;
         CHECK(rounded(device.backward_sums(shard, s)) == rounded(plain.backward_sums(s)));
       }

@@ -130,7 +130,7 @@ class OnDevice {
 
   // Without an activation and a residual.
   Sums backward_sums(const std::vector<Statistics>& s) {
-    return backward_sums(backward_shard(nullptr, Store::kWrite), s);
+    return backward_sums(backward_shard(nullptr, WriteMode::kWrite), s);
   }
 
   Sums backward_sums(const BackwardShard& shard, const std::vector<Statistics>& s) {
@@ -153,12 +153,12 @@ class OnDevice {
   }
 
   // Of the whole problem, without an activation and a residual.
-  ForwardShard forward_shard(T* y, Store how) {
-    return {p_.view, x.data(), gamma.data(), beta.data(), nullptr, {}, y, how};
+  ForwardShard forward_shard(T* y, WriteMode mode) {
+    return {p_.view, x.data(), gamma.data(), beta.data(), nullptr, {}, y, mode};
   }
-  BackwardShard backward_shard(T* dx, Store how) {
-    return {p_.view, dy.data(), x.data(), nullptr, gamma.data(),  beta.data(),
-            {},      dx,        how,      nullptr, Store::kWrite, nullptr};
+  BackwardShard backward_shard(T* dx, WriteMode mode) {
+    return {p_.view, dy.data(), x.data(), nullptr, gamma.data(),      beta.data(),
+            {},      dx,        mode,     nullptr, WriteMode::kWrite, nullptr};
   }
 
   void forward(const ForwardShard& shard, const std::vector<Statistics>& s) {
@@ -183,7 +183,7 @@ class OnDevice {
     DeviceArray<char> coefficients(kernels().coefficients_size(C));
     DeviceArray<ChannelSums> own_sums(own.data(), C), all_sums(all ? all->data() : own.data(), C);
     DeviceArray<A> dgamma(p_.beta.data(), C), dbeta(p_.beta.data(), C);
-    const bool adds = shard.store == Store::kAdd;
+    const bool adds = shard.mode == WriteMode::kAdd;
     // clang-format off
     const BackwardFinish finish{
         C, 1, start.kept, shard.gamma, shard.epilogue, own_sums.data(),

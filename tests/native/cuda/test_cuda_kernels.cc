@@ -140,10 +140,10 @@ void large_arrays_are_written() {
   for (const int64_t S : {3, 21, 600}) {
     for (const Variant& variant :
          {kPlain, kVariants[0], kVariants[2], kMoreVariants[0], kMoreVariants[1]}) {
-      for (const Store how : {Store::kWrite, Store::kAdd}) {
+      for (const WriteMode mode : {WriteMode::kWrite, WriteMode::kAdd}) {
         for (const int64_t shift : {0, 7}) {
           check::context = name_of<T>({int64_t{1} << 31, 2, S}, shift) + ", large";
-          check_large<T>(S, variant, how, shift);
+          check_large<T>(S, variant, mode, shift);
         }
       }
     }

@@ -164,16 +164,16 @@ Results<A> train(const Problem<A>& p, Way way, const std::vector<int>& gpus,
         View part = view;
         part.N = end - begin;
         const int64_t at = begin * view.C * view.S;
-        const ForwardShard forth{part, x->data() + at, gamma->data(), beta->data(), nullptr,
-                                 {},   y->data() + at, Store::kWrite};
+        const ForwardShard forth{part, x->data() + at, gamma->data(),    beta->data(), nullptr,
+                                 {},   y->data() + at, WriteMode::kWrite};
         Kept kept;
         ForwardTask task = forward_task(forth, running[rank]->data(), rule, &kept);
         task.mean = {saved[rank]->data(), false};
         task.inv_std = {saved[rank]->data() + view.C, false};
         run_pass(gpus[rank], gpus, task, way, rank, &forward);
         const BackwardShard back{
-            part, dy->data() + at, x->data() + at, nullptr, gamma->data(), beta->data(),
-            {},   dx->data() + at, Store::kWrite,  nullptr, Store::kWrite, nullptr};
+            part, dy->data() + at, x->data() + at,    nullptr, gamma->data(),     beta->data(),
+            {},   dx->data() + at, WriteMode::kWrite, nullptr, WriteMode::kWrite, nullptr};
         A* const own = gradients[rank]->data();
         const Result dgamma{own, false}, dbeta{own + view.C, false};
         const BackwardTask back_task{task.dtype, "data", {back}, kept, true, dgamma, dbeta};
@@ -249,7 +249,7 @@ void check_virtual_devices() {
     DeviceArray<double> mean(zeros.data(), 3 * view.C);
     Kept kept;
     ForwardTask task = forward_task<A>(
-        {view, x.data(), nullptr, beta.data(), nullptr, {}, y.data(), Store::kWrite},
+        {view, x.data(), nullptr, beta.data(), nullptr, {}, y.data(), WriteMode::kWrite},
         running.data(), rule, &kept);
     const ForwardShard whole = task.parts[0];
     task.parts.clear();
@@ -288,9 +288,9 @@ void check_virtual_devices() {
     Array<A> normalized(view.size());
     for (int64_t b = 0, begin = 0; b < 3; begin += sizes[b++]) {
       const int64_t at = begin * view.C * view.S;
-      ForwardShard part{task.parts[b].view,     p.x.data() + at, nullptr,
-                        p.beta.data(),          nullptr,         {},
-                        normalized.data() + at, Store::kWrite};
+      ForwardShard part{task.parts[b].view,     p.x.data() + at,  nullptr,
+                        p.beta.data(),          nullptr,          {},
+                        normalized.data() + at, WriteMode::kWrite};
       kernels<A>().forward(part, expected.data() + b * view.C);
     }
     CHECK(same_bits(y.get(), normalized));
@@ -311,7 +311,7 @@ TEST(running_statistics_do_not_follow_a_batch_without_values) {
   DeviceArray<A> x(p.x.data(), view.size()), y(p.x.data(), view.size());
   DeviceArray<A> beta(p.beta.data(), view.C), running(start.data(), 2 * view.C + 1);
   const ForwardShard shard{view,    x.data(), nullptr,  beta.data(),
-                           nullptr, {},       y.data(), Store::kWrite};
+                           nullptr, {},       y.data(), WriteMode::kWrite};
   for (const bool updates : {false, true}) {
     for (const double count : {0.0, 20.0}) {
       check::context = std::string(updates ? "updates" : "no updates") + " with a count of " +
@@ -338,24 +338,24 @@ TEST(memory_that_others_read_is_not_used_again) {
   const View view{4, 3, 5};
   const Problem<float> p(view, 0);
   DeviceArray<float> x(p.x.data(), view.size());
-  const auto own_sums = [&](CudaPass* pass) {
+  const auto own_sums = [&](CudaStream* pass) {
     ChannelSums* const sums = pass->on_device<ChannelSums>(view.C);
     pass->forward_sums(view, x.data(), sums);
     return sums;
   };
-  CudaPass reader(second, DType::kFloat32, "data");
+  CudaStream reader(second, DType::kFloat32, "data");
   const ChannelSums* shared = nullptr;
   const std::shared_ptr<Statistics> kept = reader.keep<Statistics>(view.C);
   SharedSums sums{};
   // A thread has one device at a time.
   const auto in_pass = [&](const auto& work) {
     std::thread([&] {
-      CudaPass pass(0, DType::kFloat32, "data");
+      CudaStream pass(0, DType::kFloat32, "data");
       work(&pass);
       pass.finish();
     }).join();
   };
-  in_pass([&](CudaPass* pass) {
+  in_pass([&](CudaStream* pass) {
     shared = own_sums(pass);
     sums = pass->share(shared, view.C, 20, {0, second});
   });
@@ -366,7 +366,7 @@ TEST(memory_that_others_read_is_not_used_again) {
   reader.finish_forward(finish, {});
   sums = {};
   for (int i = 0; i < 3; ++i) {
-    in_pass([&](CudaPass* pass) { CHECK(own_sums(pass) != shared); });
+    in_pass([&](CudaStream* pass) { CHECK(own_sums(pass) != shared); });
   }
   reader.finish();
 }
@@ -376,7 +376,7 @@ TEST(statistics_outlive_their_pass) {
   const Statistics* before = nullptr;
   for (const bool is_free : {false, false, true}) {
     if (is_free) kept.reset();
-    CudaPass pass(0, DType::kFloat32, "data");
+    CudaStream pass(0, DType::kFloat32, "data");
     const std::shared_ptr<Statistics> next = pass.keep<Statistics>(9);
     CHECK((next.get() == before) == is_free);
     // Also the pass holds them, whose stream may write them.
@@ -397,7 +397,7 @@ TEST(a_forward_that_fails_leaves_the_running_statistics_alone) {
   DeviceArray<A> x(p.x.data(), view.size()), y(p.x.data(), view.size());
   DeviceArray<A> beta(p.beta.data(), view.C), running(2 * view.C + 1);
   const ForwardShard shard{view,    x.data(), nullptr,  beta.data(),
-                           nullptr, {},       y.data(), Store::kWrite};
+                           nullptr, {},       y.data(), WriteMode::kWrite};
   int failures = 0;
   for (const bool on_host : {false, true}) {
     for (const RunningRule& rule : {RunningRule{0.9, false, false}, RunningRule{0, true, true}}) {

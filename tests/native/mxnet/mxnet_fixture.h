@@ -1,4 +1,4 @@
-// A fake of MXNet's arrays for exchanges, and a fake store.
+// A fake of MXNet's arrays and engine, and a fake store.
 #ifndef GLUON_SYNCBN_TESTS_MXNET_FIXTURE_H_
 #define GLUON_SYNCBN_TESTS_MXNET_FIXTURE_H_
 

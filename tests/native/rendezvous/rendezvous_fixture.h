@@ -20,6 +20,7 @@ namespace gluon_syncbn {
 
 using Clock = std::chrono::steady_clock;
 using Sums = std::vector<ChannelSums>;
+using Doubles = std::vector<double>;
 
 // Longer than any test, so what ends earlier was not a timeout.
 inline constexpr double kLong = 100;
@@ -176,6 +177,46 @@ inline void check_synchronizes(Fixture* fixture, const std::vector<std::string>&
   for (const std::string& device : devices) calls.emplace_back(new Background(fixture, device));
   for (const auto& call : calls) CHECK_EQ(call->error(), "");
   CHECK_EQ(fixture->rendezvous.waiting(), 0);
+}
+
+// Writes the values of all processes, by rank, or their sums, or returns an error.
+using Send =
+    std::function<std::string(const Doubles& message, bool* are_sums, std::vector<double>* all)>;
+
+struct FakeTransport : Transport {
+  explicit FakeTransport(size_t s, Send f) : size(s), send_message(std::move(f)) {}
+  void pack(const double* values) override { mine.assign(values, values + size); }
+  void send(std::mutex*) override {
+    const std::string error = send_message(mine, &are_sums, &all);
+    if (!error.empty()) throw StoreError(error);
+  }
+  Waited wait(double) override { return Waited::kWritten; }
+  Answer unpack(double* values) override {
+    std::copy(all.begin(), all.end(), values);
+    return are_sums ? Answer::kSums : Answer::kValues;
+  }
+
+  const size_t size;
+  const Send send_message;
+  Doubles mine;
+  bool are_sums = false;
+  std::vector<double> all;
+};
+
+// Opens routes that all go through one function, and notes their keys.
+inline LayerMessages::Open opens(int64_t processes, std::vector<std::string>* keys,
+                                 const Send& send) {
+  return [processes, keys, send](const ProcessCall& call, int64_t channels, int64_t size) {
+    CHECK_EQ(size, 2 + 6 * channels);
+    keys->push_back(std::to_string(call.layer) + (call.is_backward ? " backward " : " forward ") +
+                    std::to_string(call.node));
+    const auto connection = std::make_shared<Connection>();
+    connection->probe = [](const Delay& delay) { return std::string(delay.error); };
+    return std::make_shared<Route>(
+        connection, keys->back(), size, processes,
+        Transports{std::make_unique<FakeTransport>(static_cast<size_t>(size), send), nullptr,
+                   nullptr});
+  };
 }
 
 }  // namespace gluon_syncbn

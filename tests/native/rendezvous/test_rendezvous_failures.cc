@@ -145,7 +145,8 @@ TEST(failure_reaches_all_and_the_layer_recovers) {
 // A layer of two processes, one of which is here.
 LayerConfig config_of_two_processes(std::vector<std::string> devices) {
   LayerConfig config = config_of(std::move(devices));
-  config.processes = config.end_rank = 2;
+  config.spans_processes = true;
+  config.end_rank = 2;
   return config;
 }
 
@@ -154,8 +155,8 @@ TEST(errors_of_the_last_device_name_the_layer) {
   const LayerConfig config = config_of_two_processes(cpus(1));
   Fixture f(config);
   Observer observer;
-  observer.send = [](const Message&, std::vector<double>*) -> std::string {
-    throw std::runtime_error("no memory");
+  observer.open = [](const ProcessCall& call, int64_t, int64_t) -> RoutePtr {
+    throw std::runtime_error(call.title + ": no memory");
   };
   f.rendezvous.observe(observer);
   std::atomic<bool> done{false};
@@ -277,13 +278,15 @@ TEST(an_interrupt_does_not_take_back_what_the_last_device_uses) {
     if (++probes < 6) return sleep(1);
     while (!sending) sleep(0.001);
   };
-  observer.send = [&](const Message& message, std::vector<double>* all) {
+  std::vector<std::string> keys;
+  observer.open = opens(2, &keys, [&](const Doubles& message, bool*, Doubles* all) {
     sending = true;
     sleep(0.5);
     CHECK(is_there);
-    *all = message.values;
+    *all = message;
+    all->insert(all->end(), message.begin(), message.end());
     return std::string();
-  };
+  });
   f.rendezvous.observe(observer);
   Background first([&] {
     try {
@@ -374,13 +377,15 @@ TEST(a_config_error_is_reported_in_training) {
 
 TEST(sequences_continue_if_other_processes_continue) {
   LayerConfig config = config_of(cpus(2));
-  config.processes = config.end_rank = 2;
+  config.spans_processes = true;
+  config.end_rank = 2;
   Fixture f(config);
   for (const char* device : {"cpu(0)", "cpu(1)", "cpu(0)"}) f.next(device);
   config.devices = {"cpu(5)"};
   f.configure(config);
   CHECK_EQ(f.next("cpu(5)").sequence, 2);
-  config.processes = config.end_rank = 1;
+  config.spans_processes = false;
+  config.end_rank = 1;
   config.devices = {"cpu(6)"};
   f.configure(config);
   CHECK_EQ(f.next("cpu(6)").sequence, 0);

@@ -1,4 +1,4 @@
-// Layers of several processes, whose exchanges are simulated.
+// Layers of several processes, whose store is simulated.
 #include <unistd.h>
 
 #include <condition_variable>
@@ -18,42 +18,47 @@ Sums scaled(Sums sums, double factor) {
   return sums;
 }
 
-// One of three processes with two devices each. The exchange simulates the others.
-struct Exchange {
+// One of three processes with two devices each. The store simulates the others.
+struct OneOfThree {
   static constexpr size_t kProcesses = 3;
   Fixture fixture;
   std::mutex mutex;
-  std::vector<Message> messages;
+  std::vector<Doubles> messages;
+  std::vector<std::string> keys;
   std::string error;
   double sequence_of_others = -1;
   // Whether the store adds, and has sums that are twice those of this process.
   bool store_adds = false;
 
-  Exchange(size_t first_rank, size_t end_rank) : fixture(config(first_rank, end_rank)) {
+  OneOfThree(size_t first_rank, size_t end_rank) : fixture(config(first_rank, end_rank)) {
     Observer observer;
-    observer.send = [this](const Message& message, std::vector<double>* all) {
-      const std::lock_guard<std::mutex> lock(mutex);
-      messages.push_back(message);
-      if (store_adds) {
-        *all = message.values;
-        for (double& value : *all) value *= 2;
-        return error;
-      }
-      for (size_t rank = 0; rank < kProcesses; ++rank) {
-        std::vector<double> values = message.values;
-        if (rank != 1 && sequence_of_others >= 0) values[0] = sequence_of_others;
-        values[1] = static_cast<double>(10 * rank);  // the count
-        for (size_t i = 2; i < values.size(); ++i) values[i] = values[i] * (1 << rank);
-        std::copy(values.begin(), values.end(), all->begin() + rank * values.size());
-      }
-      return error;
-    };
+    observer.open = opens(kProcesses, &keys,
+                          [this](const Doubles& message, bool* are_sums, std::vector<double>* all) {
+                            const std::lock_guard<std::mutex> lock(mutex);
+                            messages.push_back(message);
+                            *all = {};
+                            *are_sums = store_adds;
+                            for (size_t rank = 0; rank < (store_adds ? 1 : kProcesses); ++rank) {
+                              Doubles values = message;
+                              if (store_adds) {
+                                for (double& value : values) value *= 2;
+                              } else {
+                                if (rank != 1 && sequence_of_others >= 0)
+                                  values[0] = sequence_of_others;
+                                values[1] = static_cast<double>(10 * rank);  // the count
+                                for (size_t i = 2; i < values.size(); ++i)
+                                  values[i] = values[i] * (1 << rank);
+                              }
+                              all->insert(all->end(), values.begin(), values.end());
+                            }
+                            return error;
+                          });
     fixture.rendezvous.observe(observer);
   }
 
   static LayerConfig config(size_t first_rank, size_t end_rank) {
     LayerConfig config = config_of(cpus(2));
-    config.processes = kProcesses;
+    config.spans_processes = true;
     config.first_rank = first_rank;
     config.end_rank = end_rank;
     return config;
@@ -93,7 +98,7 @@ struct Exchange {
 };
 
 TEST(processes_exchange_their_sums_once) {
-  Exchange e(1, 3);
+  OneOfThree one(1, 3);
   const Sums mine = added_in_rank_order(2, 1, 3);
   // Ranks 1 and 2 contribute twice and four times the sums of this process.
   Sums expected(3);
@@ -102,51 +107,57 @@ TEST(processes_exchange_their_sums_once) {
     for (size_t c = 0; c < expected.size(); ++c) expected[c].add(part[c]);
   }
   for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
-    e.call(direction).check(expected, 30);
+    one.call(direction).check(expected, 30);
   }
-  CHECK_EQ(e.messages.size(), 2u);
-  CHECK_EQ(e.messages[0].key, "5 forward 0");
-  CHECK_EQ(e.messages[1].key, "5 backward 0");
-  CHECK_EQ(e.messages[0].values.size(), 2u + 6 * 3);
-  CHECK_EQ(e.messages[0].values[1], 9);
-  CHECK_EQ(e.messages[1].values[0], 1);
+  CHECK_EQ(one.messages.size(), 2u);
+  CHECK(one.keys == std::vector<std::string>({"5 forward 0", "5 backward 0"}));
+  CHECK_EQ(one.messages[0].size(), 2u + 6 * 3);
+  CHECK_EQ(one.messages[0][1], 9);
+  CHECK_EQ(one.messages[1][0], 1);
+  // The routes stay open until the layer is configured again.
+  one.call();
+  CHECK_EQ(one.keys.size(), 2u);
+  one.fixture.rendezvous.configure(5, OneOfThree::config(1, 3));
+  one.call();
+  CHECK_EQ(one.keys.size(), 3u);
 
   check::context = "sums of the store are taken as they are";
-  Exchange store(0, 3);
-  store.store_adds = true;
+  OneOfThree adding(0, 3);
+  adding.store_adds = true;
   for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
-    store.call(direction).check(scaled(mine, 2), 18);
+    adding.call(direction).check(scaled(mine, 2), 18);
   }
 }
 
 TEST(a_joined_process_contributes_zeros) {
-  Exchange e(0, 3);
+  OneOfThree one(0, 3);
   Fixture alone(config_of(cpus(2)));
-  for (Rendezvous* const rendezvous : {&e.fixture.rendezvous, &alone.rendezvous}) {
+  for (Rendezvous* const rendezvous : {&one.fixture.rendezvous, &alone.rendezvous}) {
     CHECK(rendezvous->has_data(nullptr));
     rendezvous->set_joined(true);
     CHECK(!rendezvous->has_data(nullptr));
   }
   // Other processes may still have data.
-  CHECK(e.fixture.rendezvous.has_data(e.fixture.layer));
+  CHECK(one.fixture.rendezvous.has_data(one.fixture.layer));
   CHECK(!alone.rendezvous.has_data(alone.layer));
-  const Exchange::Result result = e.call();
+  const OneOfThree::Result result = one.call();
   CHECK_EQ(result.errors[0] + result.errors[1], "");
-  CHECK(e.messages[0].values == std::vector<double>(2 + 6 * 3));
+  CHECK(one.messages[0] == Doubles(2 + 6 * 3));
 }
 
 TEST(a_failed_exchange_is_everyones_error) {
-  Exchange fails(0, 3), differs(0, 3);
+  OneOfThree fails(0, 3), differs(0, 3);
   fails.error = "rank 2 is gone";
   differs.sequence_of_others = 7;
-  for (Exchange* e : {&fails, &differs}) {
-    const Exchange::Result result = e->call();
+  for (OneOfThree* each : {&fails, &differs}) {
+    const OneOfThree::Result result = each->call();
     CHECK_EQ(result.errors[0], result.errors[1]);
-    CHECK(contains(result.errors[0], e->error.empty() ? "rank 0 is at its call 7" : e->error));
+    CHECK(
+        contains(result.errors[0], each->error.empty() ? "rank 0 is at its call 7" : each->error));
   }
 }
 
-// Two processes with one device each, whose exchange waits for both.
+// Two processes with one device each, whose exchanges wait for both.
 struct Pair {
   static constexpr size_t kProcesses = 2;
   struct Round {
@@ -156,28 +167,25 @@ struct Pair {
   };
 
   std::vector<std::unique_ptr<Fixture>> processes;
-  std::vector<std::string> warnings;
-  std::set<std::string> keys;
-  std::mutex mutex, turns[kProcesses];
+  std::vector<std::string> warnings, keys;
+  std::mutex mutex;
   std::condition_variable changed;
   Round round;
 
   explicit Pair(double timeout = kLong) {
     for (size_t rank = 0; rank < kProcesses; ++rank) {
       LayerConfig config = config_of(cpus(1), timeout);
-      config.processes = config.end_rank = kProcesses;
+      config.spans_processes = true;
+      config.end_rank = kProcesses;
       processes.emplace_back(new Fixture(config));
       Observer observer;
       observer.warn = [this](const std::string& text) {
         const std::lock_guard<std::mutex> lock(mutex);
         warnings.push_back(text);
       };
-      observer.send = [this, rank](const Message& message, std::vector<double>* all) {
-        // One message per key at a time. This test has one key.
-        const std::lock_guard<std::mutex> turn(turns[rank]);
+      const auto send = [this, rank](const Doubles& message, bool*, std::vector<double>* all) {
         std::unique_lock<std::mutex> lock(mutex);
-        keys.insert(message.key);
-        round.sent[rank] = message.values;
+        round.sent[rank] = message;
         changed.notify_all();
         changed.wait(lock, [&] { return round.sent.size() == kProcesses; });
         all->clear();
@@ -188,6 +196,10 @@ struct Pair {
         changed.notify_all();
         changed.wait(lock, [&] { return round.sent.count(rank) == 0; });
         return std::string();
+      };
+      observer.open = [this, opened = opens(kProcesses, &keys, send)](auto&&... arguments) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        return opened(arguments...);
       };
       processes.back()->rendezvous.observe(observer);
     }
@@ -243,8 +255,7 @@ TEST(backward_calls_come_in_any_order) {
       }
       for (const auto& call : calls) CHECK_EQ(call->error(), "");
     }
-    CHECK_EQ(pair.keys.size(), 1u);
-    CHECK_EQ(*pair.keys.begin(), "5 backward 0");
+    CHECK(pair.keys == std::vector<std::string>(2, "5 backward 0"));
     CHECK(pair.warnings.empty());
   }
 }

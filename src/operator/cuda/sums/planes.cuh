@@ -1,4 +1,5 @@
-// Sums over planes (S > 1), read in vectors.
+// Sums over planes (S > 1), read in vectors. Neighbouring lanes read neighbouring vectors, so the
+// loads of a warp are contiguous.
 #ifndef GLUON_SYNCBN_CUDA_SUMS_PLANES_CUH_
 #define GLUON_SYNCBN_CUDA_SUMS_PLANES_CUH_
 

@@ -1,4 +1,5 @@
-// Sums over rows (S = 1): of data with channels last, and of (N, C) data. Also adds the slices of a
+// Sums over rows (S = 1): of data with channels last, and of (N, C) data. Threads side by side read
+// neighbouring channels, and those below one another share the rows. Also adds the slices of a
 // channel from several blocks.
 #ifndef GLUON_SYNCBN_CUDA_SUMS_ROWS_CUH_
 #define GLUON_SYNCBN_CUDA_SUMS_ROWS_CUH_

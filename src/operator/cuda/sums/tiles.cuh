@@ -1,4 +1,5 @@
-// Sums over small unaligned planes, through shared memory.
+// Sums over small unaligned planes, through shared memory. A warp loads several planes as one
+// contiguous array, in aligned vectors; then each lane reads consecutive values of one plane.
 #ifndef GLUON_SYNCBN_CUDA_SUMS_TILES_CUH_
 #define GLUON_SYNCBN_CUDA_SUMS_TILES_CUH_
 

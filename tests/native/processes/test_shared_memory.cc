@@ -1,4 +1,4 @@
-// Exchanges in memory that processes share: random schedules, deaths, and what may be wrong with
+// Routes through memory that processes share: random schedules, deaths, and what may be wrong with
 // it.
 #include <signal.h>
 #include <sys/mman.h>
@@ -7,9 +7,9 @@
 
 #include <algorithm>
 
-#include "exchange/exchange_fixture.h"
-#include "exchange/shared_memory.h"
 #include "mxnet/interrupts.h"
+#include "processes/processes_fixture.h"
+#include "processes/shared_memory.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -22,21 +22,23 @@ std::string file_of(const SegmentPtr& segment) {
   return "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(segment->descriptor());
 }
 
-// A channel of one process, which gives up when it is first asked.
-ChannelPtr channel(const SegmentPtr& segment, const std::string& key, int rank, int ranks,
-                   int64_t size, bool sums = false) {
+// A route of one process, which gives up when it is first asked.
+RoutePtr route(const SegmentPtr& segment, const std::string& key, int rank, int ranks, int64_t size,
+               bool sums = false) {
   auto connection = std::make_shared<Connection>();
   connection->probe = [](const Delay& delay) {
     return delay.waited == Waited::kTimeIsUp ? "given up" : "released";
   };
   auto transport = std::make_unique<SharedMemoryTransport>(segment, key, rank, ranks, size, sums);
-  return std::make_shared<Channel>(std::move(connection), key, size, ranks,
-                                   Transports{std::move(transport), nullptr, nullptr});
+  return std::make_shared<Route>(std::move(connection), key, size, ranks,
+                                 Transports{std::move(transport), nullptr, nullptr});
 }
 
-std::string error_of_next(const ChannelPtr& channel, size_t size, int ranks, double timeout) {
+std::string error_of_next(const RoutePtr& route, size_t size, int ranks, double timeout) {
   Doubles mine(size), everyone(size * static_cast<size_t>(ranks));
-  return error_of([&] { channel->exchange("title", timeout, mine.data(), everyone.data()); });
+  return error_of([&] {
+    route->exchange("title", timeout, mine.data(), static_cast<int64_t>(size), everyone.data());
+  });
 }
 
 // What a process brings to a call.
@@ -64,12 +66,12 @@ TEST(every_bit_arrives_in_every_schedule) {
       };
       maybe_sleep();
       const std::string name = "key " + std::to_string(key);
-      const auto mine = channel(segments[static_cast<size_t>(rank)], name, rank, ranks,
-                                static_cast<int64_t>(size));
+      const auto mine =
+          route(segments[static_cast<size_t>(rank)], name, rank, ranks, static_cast<int64_t>(size));
       for (int call = 0; call < 60; ++call) {
         maybe_sleep();
         Doubles everyone(size * static_cast<size_t>(ranks));
-        mine->exchange("title", kLong, values(key, rank, call, size).data(), everyone.data());
+        mine->exchange("title", kLong, values(key, rank, call, size).data(), size, everyone.data());
         for (int other = 0; other < ranks; ++other) {
           const Doubles expected = values(key, other, call, size);
           CHECK(same_bits(&everyone[size * static_cast<size_t>(other)], expected.data(), size));
@@ -85,13 +87,13 @@ TEST(a_process_that_dies_is_never_read_halfway) {
     check::context = "death " + std::to_string(seed);
     constexpr size_t kSize = 20000;
     const SegmentPtr segment = Segment::create(kToken);
-    const auto own = channel(segment, "key", 0, 2, kSize);
+    const auto own = route(segment, "key", 0, 2, kSize);
     const pid_t child = fork();
     if (child == 0) {
-      const auto other = channel(Segment::open(file_of(segment), kToken), "key", 1, 2, kSize);
+      const auto other = route(Segment::open(file_of(segment), kToken), "key", 1, 2, kSize);
       for (double call = 0;; ++call) {
         Doubles everyone(2 * kSize);
-        other->exchange("title", kLong, Doubles(kSize, call).data(), everyone.data());
+        other->exchange("title", kLong, Doubles(kSize, call).data(), kSize, everyone.data());
       }
     }
     std::thread killer([child, seed] {
@@ -101,8 +103,8 @@ TEST(a_process_that_dies_is_never_read_halfway) {
     std::string error;
     for (double call = 0; error.empty(); ++call) {
       Doubles everyone(2 * kSize);
-      error =
-          error_of([&] { own->exchange("title", 1, Doubles(kSize, -1).data(), everyone.data()); });
+      error = error_of(
+          [&] { own->exchange("title", 1, Doubles(kSize, -1).data(), kSize, everyone.data()); });
       CHECK(!error.empty() || std::all_of(everyone.begin() + kSize, everyone.end(),
                                           [call](double value) { return value == call; }));
     }
@@ -127,11 +129,11 @@ TEST(messages_of_one_call_are_added) {
     return message;
   };
   in_threads(kRanks, [&](int rank) {
-    const auto mine = channel(segment, "key", rank, kRanks, kSize, true);
+    const auto mine = route(segment, "key", rank, kRanks, kSize, true);
     for (int call = 0; call < 4; ++call) {
       Doubles found(kSize * kRanks), expected;
       const Answer answer =
-          mine->exchange("title", kLong, message(rank, call).data(), found.data());
+          mine->exchange("title", kLong, message(rank, call).data(), kSize, found.data());
       CHECK(answer == (call == 2 ? Answer::kValues : Answer::kSums));
       std::vector<Sum3> sums(2 * kChannels);
       for (int other = 0; other < kRanks; ++other) {
@@ -157,9 +159,9 @@ TEST(messages_of_one_call_are_added) {
 TEST(sizes_are_compared) {
   const SegmentPtr segment = Segment::create(kToken);
   in_threads(3, [&](int rank) {
-    CHECK_EQ(error_of_next(channel(segment, "empty", rank, 3, 0), 0, 3, kLong), "");
+    CHECK_EQ(error_of_next(route(segment, "empty", rank, 3, 0), 0, 3, kLong), "");
     const size_t size = rank == 1 ? 4 : 3;
-    const auto mine = channel(segment, "key", rank, 3, static_cast<int64_t>(size));
+    const auto mine = route(segment, "key", rank, 3, static_cast<int64_t>(size));
     for (int call = 0; call < 2; ++call) {
       const std::string error = error_of_next(mine, size, 3, kLong);
       CHECK_SAY(error.find("numbers to key, by rank: 3 4 3.") != error.npos, error);
@@ -193,8 +195,8 @@ TEST(waits_end) {
   const SegmentPtr segment = Segment::create(kToken);
   for (const int rank : {1, 0}) {
     check::context = "waits of rank " + std::to_string(rank);
-    CHECK_EQ(error_of_next(channel(segment, "key", rank, 2, 1), 1, 2, 0.5), "given up");
-    const auto waits = channel(segment, "other key", rank, 2, 1);
+    CHECK_EQ(error_of_next(route(segment, "key", rank, 2, 1), 1, 2, 0.5), "given up");
+    const auto waits = route(segment, "other key", rank, 2, 1);
     std::thread interrupt([] {
       sleep(0.05);
       ++interrupts;
@@ -203,7 +205,7 @@ TEST(waits_end) {
     interrupt.join();
   }
   Interruption::close();
-  CHECK_EQ(error_of_next(channel(segment, "third key", 1, 2, 1), 1, 2, kLong), "released");
+  CHECK_EQ(error_of_next(route(segment, "third key", 1, 2, 1), 1, 2, kLong), "released");
 }
 
 }  // namespace

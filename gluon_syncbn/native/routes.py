@@ -1,21 +1,20 @@
-"""Channels to other processes, and waits for arrays that MXNet may never write."""
+"""Routes to other processes, and waits for arrays that MXNet may never write."""
 
 import ctypes
 import itertools
-import threading
 import weakref
 from collections import namedtuple
 
-from mxnet_launch.patience import Patience
-
-from . import shutdown, threads
+from . import shutdown
 from .library import (
+    ALL_REDUCE,
     IN_FLIGHT,
     PROBE,
     HorovodArrays,
     HorovodSums,
     KVStoreSlots,
     KVStoreSums,
+    StoreFunction,
     mxnet,
     numpy,
 )
@@ -25,7 +24,7 @@ from .library import library as _library
 LIMBS = 3
 # Whole numbers of so many bits are added exactly: in float32 and in float64.
 KVSTORE_BITS, HOROVOD_BITS = 24, 53
-# What a wait returns: see mxnet/watch.h.
+# What a wait returns: see mxnet/array_wait.h.
 _WRITTEN, _TIME_IS_UP, _INTERRUPTED, _CLOSED = range(4)
 _MAX_ERROR_SIZE = 1 << 13
 
@@ -72,21 +71,25 @@ def _raise_if_released(waited):
 
 
 class Connection:
-    """What the channels through one store share, and which exchanges are in flight.
+    """What the routes through one store share, and which exchanges are in flight.
 
     probe(title, exchange, error, seconds, timeout, probes): called on a waiting thread, after a
     tenth of the timeout and then every second. Raises the cause if waiting is of no use. `error`:
     what the store itself says, or "". `probes`: the number of earlier calls for this wait.
 
+    all_reduce(key, array): the function of a user's store, which returns the sum of the processes'
+    arrays.
+
     Within `with`, no other thread calls the store's functions.
     """
 
-    def __init__(self, probe):
+    def __init__(self, probe, all_reduce=None):
         # A weak reference, as a KVStore must be gone before Python is.
         self.probe = weakref.WeakMethod(probe)
-        connection = next(_ids)
-        _connections[connection] = self
-        self._handle = _library.gluon_syncbn_connect(connection, _on_probe)
+        self.all_reduce = all_reduce
+        self._id = next(_ids)
+        _connections[self._id] = self
+        self._handle = _library.gluon_syncbn_connect(self._id, _on_probe)
 
     def __enter__(self):
         _library.gluon_syncbn_lock_calls(self._handle)
@@ -106,8 +109,8 @@ class Connection:
         _library.gluon_syncbn_in_flight(self._handle, report)
         return exchanges
 
-    def kvstore_channel(self, key, size, rank, kvstore, number, slots, sums=None):
-        """A `Channel` through MXNet's KVStore, where its key is `number`. slots: an array of shape
+    def kvstore_route(self, key, size, rank, kvstore, number, slots, sums=None):
+        """A `Route` through MXNet's KVStore, where its key is `number`. slots: an array of shape
         (processes, `LIMBS`, size) that nothing else uses. sums: the number and the array, of
         `packed_size`, of a key that the store adds up."""
         arguments = KVStoreSlots(
@@ -124,13 +127,13 @@ class Connection:
         if sums is not None:
             number, array = sums
             sums_arguments = KVStoreSums(number, array.handle, _pointer(array))
-        handle = _library.gluon_syncbn_kvstore_channel(
+        handle = _library.gluon_syncbn_kvstore_route(
             self._handle, key.encode(), KVSTORE_BITS, arguments, sums_arguments
         )
-        return Channel(handle, size, len(slots), slots, sums)
+        return Route(handle, len(slots), slots, sums)
 
-    def horovod_channel(self, key, size, processes, process_set, operations, sums=False):
-        """A `Channel` through Horovod. process_set: the id of the process set. operations:
+    def horovod_route(self, key, size, processes, process_set, operations, sums=False):
+        """A `Route` through Horovod. process_set: the id of the process set. operations:
         ``hvd.mpi_ops``. sums: whether Horovod is to add up what the processes send."""
         functions = operations.MPI_MXNET_LIB_CTYPES
         mine = mxnet.nd.empty((1 + size,), dtype=numpy.float64)
@@ -159,23 +162,32 @@ class Connection:
                 packed=_pointer(packed),
                 sums=_pointer(added),
             )
-        handle = _library.gluon_syncbn_horovod_channel(
+        handle = _library.gluon_syncbn_horovod_route(
             self._handle, key.encode(), HOROVOD_BITS, arguments, sums_arguments
         )
-        return Channel(handle, size, processes, *arrays)
+        return Route(handle, processes, *arrays)
 
-    def shared_memory_channel(self, key, size, rank, processes, segment, sums=False):
-        """A `Channel` between processes of this machine, through the `Segment` of the first. sums:
+    def shared_memory_route(self, key, size, rank, processes, segment, sums=False):
+        """A `Route` between processes of this machine, through the `Segment` of the first. sums:
         whether a layer's messages are to be added up."""
         handle = _or_error(
-            _library.gluon_syncbn_shared_memory_channel,
+            _library.gluon_syncbn_shared_memory_route,
             *(self._handle, key.encode(), segment.handle, rank, processes, size, sums),
         )
-        return Channel(handle, size, processes)
+        return Route(handle, processes)
+
+    def function_route(self, key, size, rank, processes, exact_bits):
+        """A `Route` through `all_reduce`. exact_bits: it adds whole numbers below
+        ``2**exact_bits`` exactly; 0 if it may not."""
+        function = StoreFunction(_on_all_reduce, self._id)
+        handle = _library.gluon_syncbn_function_route(
+            self._handle, key.encode(), exact_bits, function, rank, processes, size
+        )
+        return Route(handle, processes)
 
 
 class Segment:
-    """Memory that processes of one machine share: see exchange/shared_memory.h.
+    """Memory that processes of one machine share: see processes/shared_memory.h.
 
     file: another process's descriptor, ``/proc/PID/fd/NUMBER``. By default a new segment is made,
     which has a `descriptor` until `close`. token: 16 characters, equal for all. Raises RuntimeError
@@ -195,34 +207,41 @@ class Segment:
         _library.gluon_syncbn_close_descriptor(self.handle)
 
 
-class Channel:
-    """A key under which all processes repeatedly exchange the same number of values."""
+class Route:
+    """A key under which all processes repeatedly exchange the same number of values: see
+    processes/route.h."""
 
-    def __init__(self, handle, size, processes, *arrays):
-        self.handle, self.size, self._processes = handle, size, processes
+    def __init__(self, handle, processes, *arrays):
+        self.handle, self._processes = handle, processes
         # Kept alive, as the library uses them.
         self._arrays = arrays
 
     @property
     def calls(self):
         """The number of exchanges so far."""
-        return _library.gluon_syncbn_channel_calls(self.handle)
+        return _library.gluon_syncbn_route_calls(self.handle)
 
     def restart(self):
-        """Makes the next exchange one of values, like the first. All processes must call it."""
-        _library.gluon_syncbn_channel_restart(self.handle)
+        """Opens it again, with an exchange of values, like the first. All processes must call
+        it."""
+        _library.gluon_syncbn_restart_route(self.handle)
+
+    def close(self, why):
+        """Makes exchanges that begin from now on raise this text, after their title."""
+        _library.gluon_syncbn_close_route(self.handle, why.encode())
 
     def exchange(self, title, timeout, mine):
         """The values of all processes, shape (processes, size), or their sums, shape (1, size).
         Raises RuntimeError."""
-        mine = numpy.ascontiguousarray(mine)
-        everyone = numpy.empty((self._processes, self.size))
+        mine = numpy.ascontiguousarray(mine, numpy.float64)
+        everyone = numpy.empty((self._processes, mine.size))
         error = ctypes.create_string_buffer(_MAX_ERROR_SIZE)
-        status = _library.gluon_syncbn_channel_exchange(
+        status = _library.gluon_syncbn_exchange(
             self.handle,
             title.encode(),
             timeout,
             mine.ctypes.data,
+            mine.size,
             everyone.ctypes.data,
             error,
             _MAX_ERROR_SIZE,
@@ -232,43 +251,24 @@ class Channel:
         return everyone[:1] if status == 1 else everyone
 
 
+@ALL_REDUCE
+def _on_all_reduce(store, key, values, rows, size, error, error_size):
+    """Adds numbers through a user's function. Runs on the waiting thread."""
+    try:
+        array = numpy.ctypeslib.as_array(values, (size,))
+        shape = (rows, size // rows) if rows > 1 else (size,)
+        # A copy, as the function may keep what it gets.
+        array[:] = _connections[store].all_reduce(key.decode(), array.reshape(shape).copy()).ravel()
+        return 0
+    except BaseException as failure:  # The native caller cannot pass exceptions on.
+        write_error(failure, error, error_size)
+        return 1
+
+
 def packed_size(size, processes, exact_bits):
     """How many numbers a store adds up for a message of `size` values; 0 if it cannot, as it adds
     only whole numbers below ``2**exact_bits`` exactly."""
     return _library.gluon_syncbn_packed_size(size, processes, exact_bits)
-
-
-class FixedPoint:
-    """Sums of messages in whole numbers that a store adds exactly: see exchange/fixed_point.h. All
-    processes call the functions in the same order."""
-
-    def __init__(self, size, processes, exact_bits):
-        self._size = size
-        self._packed_size = packed_size(size, processes, exact_bits)
-        self._handle = _library.gluon_syncbn_fixed_point(size, processes, exact_bits)
-        weakref.finalize(self, _library.gluon_syncbn_free_fixed_point, self._handle).atexit = False
-
-    def pack(self, message):
-        """What the store is to add up, or None before the first `follow`."""
-        if not _library.gluon_syncbn_fixed_point_ready(self._handle):
-            return None
-        packed = numpy.empty(self._packed_size)
-        message = numpy.ascontiguousarray(message)
-        _library.gluon_syncbn_pack(self._handle, message.ctypes.data, packed.ctypes.data)
-        return packed
-
-    def unpack(self, packed):
-        """The sums. None, in all processes alike, if the windows do not fit the values of all."""
-        message = numpy.empty(self._size)
-        packed = numpy.ascontiguousarray(packed)
-        found = _library.gluon_syncbn_unpack(self._handle, packed.ctypes.data, message.ctypes.data)
-        return message if found else None
-
-    def follow(self, messages):
-        """Takes the messages of all processes, shape (processes, size), after an exchange without
-        sums."""
-        messages = numpy.ascontiguousarray(messages)
-        _library.gluon_syncbn_follow(self._handle, messages.ctypes.data)
 
 
 def _or_error(function, *arguments):
@@ -280,12 +280,7 @@ def _or_error(function, *arguments):
     return handle
 
 
-def clear_channels():
-    """Sends all messages of layers through Python from now on, which then opens channels again."""
-    _library.gluon_syncbn_clear_channels()
-
-
-class watch:
+class ArrayWait:
     """Waits for an array that MXNet may never write. Within `with`, ``wait(seconds)`` returns
     whether it was written."""
 
@@ -293,16 +288,16 @@ class watch:
         self._array = array
 
     def __enter__(self):
-        self._watch = _library.gluon_syncbn_watch_begin(self._array.handle)
-        if not self._watch:
+        self._wait = _library.gluon_syncbn_array_wait_begin(self._array.handle)
+        if not self._wait:
             raise MemoryError("MXNet's engine takes no more operations.")
         return self
 
     def __exit__(self, *error):
-        _library.gluon_syncbn_watch_end(self._watch)
+        _library.gluon_syncbn_array_wait_end(self._wait)
 
     def wait(self, seconds):
-        waited = _library.gluon_syncbn_watch_wait(self._watch, seconds)
+        waited = _library.gluon_syncbn_array_wait(self._wait, seconds)
         _raise_if_released(waited)
         return waited == _WRITTEN
 
@@ -323,39 +318,6 @@ def view(array):
     """NumPy's view of the memory of an NDArray."""
     kind = numpy.ctypeslib.as_ctypes_type(array.dtype)
     return numpy.ctypeslib.as_array(ctypes.cast(_pointer(array), ctypes.POINTER(kind)), array.shape)
-
-
-# The threads that run functions with a time limit.
-bounded = set()
-
-
-def call_within(seconds, function, otherwise):
-    """The result of a function of MXNet that may never return. Raises RuntimeError(otherwise) on
-    timeout."""
-    results, failures = [], []
-
-    def call():
-        bounded.add(threading.get_ident())
-        try:
-            results.append(function())
-        except Exception as error:
-            failures.append(error)
-        finally:
-            bounded.discard(threading.get_ident())
-
-    end = threads.start(call, patience=min(seconds, 1.0))
-    patience = Patience(seconds)
-    try:
-        while not end.wait(min(seconds / 10, 1.0)) and patience.waited() < seconds:
-            pass
-    finally:
-        if not end.is_set():  # Also on Ctrl-C.
-            shutdown.abandon()
-    if failures:
-        raise failures[0]
-    if not results:
-        raise RuntimeError(otherwise)
-    return results[0]
 
 
 _ids = itertools.count()

@@ -1,6 +1,6 @@
 // How long a wait may take, and when to check on it. mxnet_launch/patience.py is Python's.
-#ifndef GLUON_SYNCBN_EXCHANGE_PATIENCE_H_
-#define GLUON_SYNCBN_EXCHANGE_PATIENCE_H_
+#ifndef GLUON_SYNCBN_PROCESSES_PATIENCE_H_
+#define GLUON_SYNCBN_PROCESSES_PATIENCE_H_
 
 #include <algorithm>
 #include <chrono>
@@ -46,4 +46,4 @@ constexpr Patience::Seconds kSlice{0.1};
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_EXCHANGE_PATIENCE_H_
+#endif  // GLUON_SYNCBN_PROCESSES_PATIENCE_H_

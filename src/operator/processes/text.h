@@ -1,6 +1,6 @@
 // Texts in messages to the user.
-#ifndef GLUON_SYNCBN_EXCHANGE_TEXT_H_
-#define GLUON_SYNCBN_EXCHANGE_TEXT_H_
+#ifndef GLUON_SYNCBN_PROCESSES_TEXT_H_
+#define GLUON_SYNCBN_PROCESSES_TEXT_H_
 
 #include <cmath>
 #include <cstdint>
@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "exchange/patience.h"
+#include "processes/patience.h"
 
 namespace gluon_syncbn {
 
@@ -39,4 +39,4 @@ inline std::string different_sizes(const std::string& key, const std::vector<int
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_EXCHANGE_TEXT_H_
+#endif  // GLUON_SYNCBN_PROCESSES_TEXT_H_

@@ -1,11 +1,13 @@
-#include "exchange/transports.h"
+// Calls the functions of stores. Those of a KVStore and of Horovod give work to MXNet's engine,
+// which writes the answer into an array; a user's returns when the answer is there.
+#include "processes/transports.h"
 
 #include <algorithm>
 #include <stdexcept>
 #include <vector>
 
-#include "exchange/limbs.h"
-#include "exchange/text.h"
+#include "processes/limbs.h"
+#include "processes/text.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -20,11 +22,11 @@ void StoreTransport::send(std::mutex* store) {
     const std::lock_guard<std::mutex> lock(*store);
     if (push() != 0) throw StoreError(mxnet.last_error());
   }
-  watch_.emplace(answer());
+  wait_.emplace(answer());
 }
 
 Waited StoreTransport::wait(double seconds) {
-  const Waited waited = watch_->wait(seconds);
+  const Waited waited = wait_->wait(seconds);
   if (waited == Waited::kWritten && mxnet.ndarray_wait_to_read(answer()) != 0) {
     throw StoreError(mxnet.last_error());
   }
@@ -89,6 +91,26 @@ Answer HorovodTransport::unpack(double* values) {
 int HorovodAdder::push() {
   return s_.allreduce(&s_.input, &s_.output, name_.c_str(), s_.operation, kPriority, 1.0, 1.0,
                       kOneArray, process_set_);
+}
+
+void FunctionStore::send(std::mutex*) {
+  constexpr int kMaxErrorSize = 1 << 13;
+  char error[kMaxErrorSize] = "";
+  const auto size = static_cast<int64_t>(numbers_.size());
+  if (function_.all_reduce(function_.store, key_.c_str(), numbers_.data(), rows_, size, error,
+                           kMaxErrorSize) != 0) {
+    throw StoreError(error[0] ? error : "The store's all_reduce has failed.");
+  }
+}
+
+void FunctionTransport::pack(const double* mine) {
+  std::fill(numbers_.begin(), numbers_.end(), 0.0);
+  std::copy_n(mine, static_cast<int64_t>(numbers_.size()) / rows_, &numbers_[own_]);
+}
+
+Answer FunctionTransport::unpack(double* values) {
+  std::copy(numbers_.begin(), numbers_.end(), values);
+  return Answer::kValues;
 }
 
 }  // namespace gluon_syncbn

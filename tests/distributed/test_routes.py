@@ -1,20 +1,15 @@
-"""Messages of layers through native channels: when they bypass Python, and when they go back."""
+"""Messages of layers: how many there are, what they share with Python, and how waits are judged."""
 
 import faulthandler
 from types import SimpleNamespace
 
-import gluon_syncbn as sbn
-import mxnet as mx
-import numpy as np
 import pytest
 from gluon_syncbn.distributed.answers import ABSENT, ARRIVED, Answer, describe
-from gluon_syncbn.distributed.reducer import Reducer
-from gluon_syncbn.native.channel import LIMBS, Connection, Key
-from mxnet import autograd
+from gluon_syncbn.distributed.peers import Peers
 
 
-def test_one_message_per_layer_pass_and_process_without_python(pair):
-    """Passes without backward take no new keys."""
+def test_one_message_per_layer_pass_and_process(pair):
+    """Python only opens the route of a key, and passes without backward take no new keys."""
     for reported in pair.reported("messages"):
         handshake, forward, backward = (
             f"{reported['number']} {name}" for name in ("handshake", "forward -1", "backward -1")
@@ -54,54 +49,24 @@ def test_a_probe_shows_who_has_arrived(pair):
     }
 
 
-class Twins:
-    """A store of two processes that bring the same."""
-
-    rank, size = 0, 2
-
-    def all_reduce(self, key, array):
-        return np.stack([array[0], array[0]])
-
-    def probe(self, *arguments):
-        raise RuntimeError("not expected to wait")
-
-
-@pytest.mark.parametrize("more", [(1, 0), (0, 3)])
-def test_a_channel_for_other_messages_is_not_taken(more):
-    """One of another size, or of more processes: the values of five fit nowhere here."""
-    store = Twins()
-    layer = sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(store=store))
-    layer.initialize()
-    size, processes = 2 + 6 * 3 + more[0], 2 + more[1]
-    kv = mx.kv.create("local")
-    slots = mx.nd.zeros((processes, LIMBS, size))
-    kv.init(7, slots)
-    connection = Connection(store.probe)
-    channel = connection.kvstore_channel("key", size, 0, kv, 7, slots)
-    native = layer._layer
-    with autograd.record():
-        layer(mx.nd.zeros((1, 3))).wait_to_read()
-        native.set_channel(Key(native.id, "forward", -1), channel, native.exchange)
-        layer(mx.nd.ones((1, 3))).wait_to_read()
-    assert channel.calls == 0
-    np.testing.assert_allclose(layer.running_mean.data().asnumpy(), 0.1, rtol=1e-6)
-
-
 def test_processes_that_have_all_come_are_looked_at_once_more():
     """After a suspension of all, some come before others can see it."""
-    reducer = Reducer.__new__(Reducer)
-    reducer.rank, reducer._ranks, reducer.size = 0, {}, 2
-    reducer._memory = SimpleNamespace(joins=lambda ranks: True)
+    peers = Peers.__new__(Peers)
+    peers.rank, peers.name, peers._knows_others = 0, "the store", True
     answers = {1: Answer(ARRIVED)}
-    reducer._liveness = SimpleNamespace(probe=lambda *_: answers, describe=describe)
+    peers._liveness = SimpleNamespace(probe=lambda *_: answers, describe=describe)
     given_up = []
-    reducer._give_up = given_up.append
-    reducer._probe("title", "title (key 1)", "", 10.5, 10, 1)
+    peers._give_up = given_up.append
+
+    def judge(waited):
+        peers.judge("title", "title (key 1)", "", waited, 10, 1, range(2), True)
+
+    judge(10.5)
     assert not given_up
     answers[1] = Answer(ABSENT)
-    reducer._probe("title", "title (key 1)", "", 10.5, 10, 1)
+    judge(10.5)
     answers[1] = Answer(ARRIVED)
-    reducer._probe("title", "title (key 1)", "", 11.5, 10, 1)
+    judge(11.5)
     assert len(given_up) == 2
 
 
@@ -115,7 +80,8 @@ def test_a_slow_machine_has_time_for_the_shutdown_of_mxnet(timeout, limit, monke
         pass
 
     liveness = SimpleNamespace(wait_for_the_end=ignore, close=ignore)
-    reducer = SimpleNamespace(lost=None, longest_timeout=timeout, _liveness=liveness)
-    reducer._shutdown_handshake = reducer._lose = ignore
-    Reducer._leave(reducer, None)
+    peers = SimpleNamespace(
+        lost=None, longest_timeout=timeout, _liveness=liveness, lose=ignore, close=ignore
+    )
+    Peers.leave(peers, None, ignore)
     assert limits == [limit]

@@ -1,22 +1,21 @@
-// Exchanges values with other processes in every pass of a layer, once all processes know its key.
-// Python is called only if an exchange takes long or fails.
-#ifndef GLUON_SYNCBN_EXCHANGE_CHANNEL_H_
-#define GLUON_SYNCBN_EXCHANGE_CHANNEL_H_
+// Routes to other processes. A route has a key. In an exchange over it, every process brings
+// equally many values, and gets those of all, or their sums. A transport carries them. Python opens
+// a route, once all processes know its key, and is asked again only where an exchange takes long.
+#ifndef GLUON_SYNCBN_PROCESSES_ROUTE_H_
+#define GLUON_SYNCBN_PROCESSES_ROUTE_H_
 
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <list>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "exchange/fixed_point.h"
-#include "mxnet/watch.h"
+#include "mxnet/array_wait.h"
+#include "processes/fixed_point.h"
 
 namespace gluon_syncbn {
 
@@ -24,7 +23,7 @@ namespace gluon_syncbn {
 class InFlightExchanges {
  public:
   struct Entry {
-    std::string exchange;
+    std::string name;
     // When it began, or when it completed, on the clock of Python's time.monotonic().
     double since;
     bool open;
@@ -34,13 +33,13 @@ class InFlightExchanges {
   // was called.
   class Registration {
    public:
-    Registration(InFlightExchanges* registry, std::string exchange);
+    Registration(InFlightExchanges* registry, std::string name);
     Registration(const Registration&) = delete;
     Registration& operator=(const Registration&) = delete;
     ~Registration();
 
     void complete() { complete_ = true; }
-    const std::string& exchange() const { return entry_->exchange; }
+    const std::string& name() const { return entry_->name; }
 
    private:
     InFlightExchanges* const registry_;
@@ -63,12 +62,12 @@ struct Delay {
   Waited waited;
   // The number of earlier probes of this wait.
   int probes;
-  // error: MXNet's message, or "".
+  // error: the store's message, or "".
   const char *title, *exchange, *error;
   double seconds, timeout;
 };
 
-// What all channels of one store share.
+// What all routes of one store share.
 struct Connection {
   // Held during each call of the store's functions, which are not thread-safe.
   std::mutex calls;
@@ -106,35 +105,36 @@ struct Transports {
   std::shared_ptr<FixedPoint> fixed_point;
 };
 
-// A key under which all processes exchange the same number of values, again and again.
-class Channel {
+class Route {
  public:
-  Channel(std::shared_ptr<Connection> connection, std::string key, int64_t size, int64_t ranks,
-          Transports transports);
+  // size: the number of values that each of `ranks` processes brings.
+  Route(std::shared_ptr<Connection> connection, std::string key, int64_t size, int64_t ranks,
+        Transports transports);
 
-  // Whether exchange() takes messages of `size` values and writes at most `all_size` values.
-  bool fits(int64_t size, int64_t all_size) const {
-    return size == size_ && all_size == ranks_ * size_;
-  }
+  int64_t ranks() const { return ranks_; }
   // The number of exchanges so far.
   int64_t calls() const;
-  // The next exchange is one of values, as the first was. All processes must call this before the
-  // same exchange.
+  // Opens it again: the next exchange is one of values, as the first was. All processes must call
+  // this before the same exchange.
   void restart();
+  // Exchanges that begin from now on raise this. The first text stays.
+  void close(const std::string& why);
 
-  // Writes the values of all processes or their sums. Exchanges on several threads take turns, as
-  // the store could not tell their answers apart. Throws std::runtime_error.
+  // Writes the values of all processes, by rank, or their sums: `size` values. Exchanges on several
+  // threads take turns, as the store could not tell their answers apart. Throws std::runtime_error,
+  // also if the route is not for messages of this size.
   Answer exchange(const std::string& title, double timeout_seconds, const double* mine,
-                  double* everyone);
+                  int64_t size, double* everyone);
 
  private:
   // An exchange in progress.
-  struct Wait {
-    const std::string &exchange, &title;
+  struct Exchange {
+    const std::string &name, &title;
     const double timeout_seconds;
   };
-  Answer travel(Transport* transport, const Wait& wait, const double* mine, double* values);
-  void wait(Transport* transport, const Wait& wait);
+  void check(const std::string& title, int64_t size) const;
+  Answer travel(Transport* transport, const Exchange& exchange, const double* mine, double* values);
+  void wait(Transport* transport, const Exchange& exchange);
 
   const std::shared_ptr<Connection> connection_;
   const std::string key_;
@@ -142,27 +142,12 @@ class Channel {
   const Transports transports_;
   mutable std::mutex turn_;
   int64_t calls_ = 0;
+  // Not `turn_`, which an exchange holds while it waits.
+  mutable std::mutex closing_;
+  std::string closed_;
 };
-using ChannelPtr = std::shared_ptr<Channel>;
-
-// The channels of the layers' messages. A message without one goes through Python.
-class Channels {
- public:
-  void set(int64_t layer, const std::string& key, ChannelPtr channel);
-  // Null if there is none.
-  ChannelPtr find(int64_t layer, const std::string& key) const;
-  // Removes the channels of one layer, or of all.
-  void forget(int64_t layer);
-  void clear();
-
- private:
-  mutable std::mutex mutex_;
-  std::map<std::pair<int64_t, std::string>, ChannelPtr> channels_;
-};
-
-// The channels of this process.
-Channels& channels();
+using RoutePtr = std::shared_ptr<Route>;
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_EXCHANGE_CHANNEL_H_
+#endif  // GLUON_SYNCBN_PROCESSES_ROUTE_H_

@@ -1,6 +1,6 @@
-// Processes that exchange numbers through a fake store.
-#ifndef GLUON_SYNCBN_TESTS_EXCHANGE_FIXTURE_H_
-#define GLUON_SYNCBN_TESTS_EXCHANGE_FIXTURE_H_
+// Processes with routes through a fake store.
+#ifndef GLUON_SYNCBN_TESTS_PROCESSES_FIXTURE_H_
+#define GLUON_SYNCBN_TESTS_PROCESSES_FIXTURE_H_
 
 #include <cstring>
 #include <memory>
@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "check.h"
-#include "exchange/channel.h"
-#include "exchange/limbs.h"
-#include "exchange/transports.h"
 #include "mxnet/mxnet_fixture.h"
+#include "processes/limbs.h"
+#include "processes/route.h"
+#include "processes/transports.h"
 #include "threads.h"
 
 namespace gluon_syncbn {
@@ -62,7 +62,7 @@ struct Probe {
   double seconds, timeout;
 };
 
-// One process, and its channels through a server that it shares with others.
+// One process, and its routes through a server that it shares with others.
 struct FakeProcess {
   std::shared_ptr<Connection> connection = std::make_shared<Connection>();
   FakeServer::Client client;
@@ -96,7 +96,7 @@ struct FakeProcess {
   }
 
   // sums: through the server, at the next number.
-  ChannelPtr channel(const std::string& key, int store_key, int64_t size, bool sums = false) {
+  RoutePtr route(const std::string& key, int store_key, int64_t size, bool sums = false) {
     const auto values = [](FakeArray* array) { return static_cast<float*>(array->data); };
     FakeArray* const array = new_array({ranks, kLimbs, static_cast<int>(size)});
     const KVStoreSlots slots{FakeServer::pushpull, &client, store_key, rank, ranks, size, array,
@@ -108,7 +108,7 @@ struct FakeProcess {
       transports.sums = std::make_unique<KVStoreAdder>(
           slots, KVStoreSums{store_key + 1, packed, values(packed)}, transports.fixed_point);
     }
-    return std::make_shared<Channel>(connection, key, size, ranks, std::move(transports));
+    return std::make_shared<Route>(connection, key, size, ranks, std::move(transports));
   }
 
   size_t probed() {
@@ -124,10 +124,10 @@ struct FakeProcess {
 // An exchange of one number that another thread waits for.
 class Waiting {
  public:
-  Waiting(ChannelPtr channel, double timeout)
-      : thread_([this, channel, timeout] {
+  Waiting(RoutePtr route, double timeout)
+      : thread_([this, route, timeout] {
           double mine = 1, everyone[2];
-          error_ = error_of([&] { channel->exchange("title", timeout, &mine, everyone); });
+          error_ = error_of([&] { route->exchange("title", timeout, &mine, 1, everyone); });
         }) {}
   std::string error() {
     thread_.join();
@@ -159,4 +159,4 @@ struct FakeJob {
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_TESTS_EXCHANGE_FIXTURE_H_
+#endif  // GLUON_SYNCBN_TESTS_PROCESSES_FIXTURE_H_

@@ -1,4 +1,7 @@
-#include "exchange/shared_memory.h"
+// A process that waits stays awake for a moment, then sleeps on a futex: the count of the key's
+// arrivals or, until rank 0 has listed the key, that of the keys. What others have written is
+// checked before it is used as an offset.
+#include "processes/shared_memory.h"
 
 #include <fcntl.h>
 #include <linux/futex.h>
@@ -15,7 +18,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "exchange/text.h"
+#include "processes/text.h"
 
 namespace gluon_syncbn {
 namespace {

@@ -1,4 +1,7 @@
-#include "exchange/fixed_point.h"
+// A packed message is the header, the count in limbs, the limbs of all sums, highest first, and for
+// each sum whether bits of it were dropped. All processes read the same totals, so all decide alike
+// whether to use them.
+#include "processes/fixed_point.h"
 
 #include <algorithm>
 #include <cmath>

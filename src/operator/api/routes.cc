@@ -1,4 +1,5 @@
-// The C API for exchanges between processes: connections, channels, and watches.
+// What Python calls for routes to other processes, and for its own waits. Errors become texts here,
+// as no exception may leave a C function.
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -6,9 +7,9 @@
 #include <utility>
 
 #include "api/exports.h"
-#include "exchange/channel.h"
-#include "exchange/shared_memory.h"
-#include "exchange/transports.h"
+#include "processes/route.h"
+#include "processes/shared_memory.h"
+#include "processes/transports.h"
 
 using namespace gluon_syncbn;
 
@@ -26,12 +27,11 @@ const ConnectionPtr& connection_of(void* connection) {
   return *static_cast<ConnectionPtr*>(connection);
 }
 
-const ChannelPtr& channel_of(void* channel) { return *static_cast<ChannelPtr*>(channel); }
+const RoutePtr& route_of(void* route) { return *static_cast<RoutePtr*>(route); }
 
-void* new_channel(void* connection, const char* key, int64_t size, int ranks,
-                  Transports transports) {
-  return new ChannelPtr(std::make_shared<Channel>(connection_of(connection), key, size, ranks,
-                                                  std::move(transports)));
+void* new_route(void* connection, const char* key, int64_t size, int ranks, Transports transports) {
+  return new RoutePtr(
+      std::make_shared<Route>(connection_of(connection), key, size, ranks, std::move(transports)));
 }
 
 using SegmentPtr = std::shared_ptr<Segment>;
@@ -48,8 +48,6 @@ void* or_error(char* error, int error_size, const F& f) {
     return nullptr;
   }
 }
-
-FixedPoint* fixed_point_of(void* fixed_point) { return static_cast<FixedPoint*>(fixed_point); }
 
 }  // namespace
 
@@ -75,10 +73,10 @@ SBN_EXPORT void gluon_syncbn_unlock_calls(void* connection) {
 }
 
 // Reports each entry of InFlightExchanges.
-SBN_EXPORT void gluon_syncbn_in_flight(void* connection, void (*report)(const char* exchange,
-                                                                        double since, int open)) {
+SBN_EXPORT void gluon_syncbn_in_flight(void* connection,
+                                       void (*report)(const char* name, double since, int open)) {
   for (const auto& entry : connection_of(connection)->in_flight.entries()) {
-    report(entry.exchange.c_str(), entry.since, entry.open);
+    report(entry.name.c_str(), entry.since, entry.open);
   }
 }
 
@@ -88,53 +86,27 @@ SBN_EXPORT int64_t gluon_syncbn_packed_size(int64_t size, int processes, int exa
   return FixedPoint(size, processes, exact_bits).size();
 }
 
-// See FixedPoint. Python's own stores use it.
-SBN_EXPORT void* gluon_syncbn_fixed_point(int64_t size, int processes, int exact_bits) {
-  return new FixedPoint(size, processes, exact_bits);
-}
-
-SBN_EXPORT int gluon_syncbn_fixed_point_ready(void* fixed_point) {
-  return fixed_point_of(fixed_point)->ready();
-}
-
-SBN_EXPORT void gluon_syncbn_pack(void* fixed_point, const double* message, double* packed) {
-  fixed_point_of(fixed_point)->pack(message, packed);
-}
-
-SBN_EXPORT int gluon_syncbn_unpack(void* fixed_point, const double* packed, double* message) {
-  return fixed_point_of(fixed_point)->unpack(packed, message);
-}
-
-SBN_EXPORT void gluon_syncbn_follow(void* fixed_point, const double* messages) {
-  fixed_point_of(fixed_point)->follow(messages);
-}
-
-SBN_EXPORT void gluon_syncbn_free_fixed_point(void* fixed_point) {
-  delete fixed_point_of(fixed_point);
-}
-
-// A channel for a key that all processes know. Python owns the arrays and the store. The sums may
+// A route for a key that all processes know. Python owns the arrays and the store. The sums may
 // be null.
-SBN_EXPORT void* gluon_syncbn_kvstore_channel(void* connection, const char* key, int exact_bits,
-                                              const KVStoreSlots* slots, const KVStoreSums* sums) {
+SBN_EXPORT void* gluon_syncbn_kvstore_route(void* connection, const char* key, int exact_bits,
+                                            const KVStoreSlots* slots, const KVStoreSums* sums) {
   Transports transports{std::make_unique<KVStoreTransport>(*slots), nullptr, nullptr};
   if (sums) {
     transports.fixed_point = std::make_shared<FixedPoint>(slots->size, slots->ranks, exact_bits);
     transports.sums = std::make_unique<KVStoreAdder>(*slots, *sums, transports.fixed_point);
   }
-  return new_channel(connection, key, slots->size, slots->ranks, std::move(transports));
+  return new_route(connection, key, slots->size, slots->ranks, std::move(transports));
 }
 
-SBN_EXPORT void* gluon_syncbn_horovod_channel(void* connection, const char* key, int exact_bits,
-                                              const HorovodArrays* arrays,
-                                              const HorovodSums* sums) {
+SBN_EXPORT void* gluon_syncbn_horovod_route(void* connection, const char* key, int exact_bits,
+                                            const HorovodArrays* arrays, const HorovodSums* sums) {
   Transports transports{std::make_unique<HorovodTransport>(key, *arrays), nullptr, nullptr};
   if (sums) {
     transports.fixed_point = std::make_shared<FixedPoint>(arrays->size, arrays->ranks, exact_bits);
     transports.sums =
         std::make_unique<HorovodAdder>(key, arrays->process_set, *sums, transports.fixed_point);
   }
-  return new_channel(connection, key, arrays->size, arrays->ranks, std::move(transports));
+  return new_route(connection, key, arrays->size, arrays->ranks, std::move(transports));
 }
 
 // Creates a segment and writes its descriptor, or, if `file` is not null, opens another process's
@@ -154,32 +126,48 @@ SBN_EXPORT void gluon_syncbn_close_descriptor(void* segment) {
   segment_of(segment)->close_descriptor();
 }
 
-// A channel between `ranks` processes of one machine, through the segment of rank 0. sums: whether
+// A route between `ranks` processes of one machine, through the segment of rank 0. sums: whether
 // they exchange a layer's messages. On failure, writes an error and returns null.
-SBN_EXPORT void* gluon_syncbn_shared_memory_channel(void* connection, const char* key,
-                                                    void* segment, int rank, int ranks,
-                                                    int64_t size, int sums, char* error,
-                                                    int error_size) {
+SBN_EXPORT void* gluon_syncbn_shared_memory_route(void* connection, const char* key, void* segment,
+                                                  int rank, int ranks, int64_t size, int sums,
+                                                  char* error, int error_size) {
   return or_error(error, error_size, [&] {
     auto transport =
         std::make_unique<SharedMemoryTransport>(segment_of(segment), key, rank, ranks, size, sums);
-    return new_channel(connection, key, size, ranks, {std::move(transport), nullptr, nullptr});
+    return new_route(connection, key, size, ranks, {std::move(transport), nullptr, nullptr});
   });
 }
 
-SBN_EXPORT int64_t gluon_syncbn_channel_calls(void* channel) {
-  return channel_of(channel)->calls();
+// A route through a function of the user's store. exact_bits: 0 if it may round.
+SBN_EXPORT void* gluon_syncbn_function_route(void* connection, const char* key, int exact_bits,
+                                             const StoreFunction* function, int rank, int ranks,
+                                             int64_t size) {
+  Transports transports{std::make_unique<FunctionTransport>(key, *function, rank, ranks, size),
+                        nullptr, nullptr};
+  auto fixed_point = std::make_shared<FixedPoint>(size, ranks, exact_bits);
+  if (fixed_point->size() > 0) {
+    transports.sums = std::make_unique<FunctionAdder>(key, *function, fixed_point);
+    transports.fixed_point = std::move(fixed_point);
+  }
+  return new_route(connection, key, size, ranks, std::move(transports));
 }
 
-SBN_EXPORT void gluon_syncbn_channel_restart(void* channel) { channel_of(channel)->restart(); }
+// See Route.
+SBN_EXPORT int64_t gluon_syncbn_route_calls(void* route) { return route_of(route)->calls(); }
+
+SBN_EXPORT void gluon_syncbn_restart_route(void* route) { route_of(route)->restart(); }
+
+SBN_EXPORT void gluon_syncbn_close_route(void* route, const char* why) {
+  route_of(route)->close(why);
+}
 
 // Writes the values of all processes, by rank, and returns 0, or writes their sums and returns 1.
 // On failure, writes an error (at most error_size bytes) and returns -1.
-SBN_EXPORT int gluon_syncbn_channel_exchange(void* channel, const char* title,
-                                             double timeout_seconds, const double* mine,
-                                             double* everyone, char* error, int error_size) {
+SBN_EXPORT int gluon_syncbn_exchange(void* route, const char* title, double timeout_seconds,
+                                     const double* mine, int64_t size, double* everyone,
+                                     char* error, int error_size) {
   try {
-    const auto answer = channel_of(channel)->exchange(title, timeout_seconds, mine, everyone);
+    const Answer answer = route_of(route)->exchange(title, timeout_seconds, mine, size, everyone);
     return answer == Answer::kSums;
   } catch (const std::exception& failure) {
     std::strncpy(error, failure.what(), static_cast<size_t>(error_size) - 1);
@@ -187,25 +175,18 @@ SBN_EXPORT int gluon_syncbn_channel_exchange(void* channel, const char* title,
   }
 }
 
-// From now on the layer's messages with this key use the channel. After clear, all messages go
-// through Python.
-SBN_EXPORT void gluon_syncbn_set_channel(int64_t layer, const char* key, void* channel) {
-  channels().set(layer, key, channel_of(channel));
-}
-
-SBN_EXPORT void gluon_syncbn_clear_channels() { channels().clear(); }
-
-// See Watch. begin returns null if MXNet's engine takes no more operations; wait returns a Waited.
-SBN_EXPORT void* gluon_syncbn_watch_begin(void* array) {
+// See ArrayWait. begin returns null if MXNet's engine takes no more operations, and
+// gluon_syncbn_array_wait a Waited.
+SBN_EXPORT void* gluon_syncbn_array_wait_begin(void* array) {
   try {
-    return new Watch(array);
+    return new ArrayWait(array);
   } catch (const std::exception&) {
     return nullptr;
   }
 }
 
-SBN_EXPORT int gluon_syncbn_watch_wait(void* watch, double seconds) {
-  return static_cast<int>(static_cast<Watch*>(watch)->wait(seconds));
+SBN_EXPORT int gluon_syncbn_array_wait(void* wait, double seconds) {
+  return static_cast<int>(static_cast<ArrayWait*>(wait)->wait(seconds));
 }
 
-SBN_EXPORT void gluon_syncbn_watch_end(void* watch) { delete static_cast<Watch*>(watch); }
+SBN_EXPORT void gluon_syncbn_array_wait_end(void* wait) { delete static_cast<ArrayWait*>(wait); }

@@ -1,12 +1,12 @@
-// Channels between simulated processes: what arrives, what probes report, and how waits end.
+// Routes between simulated processes: what arrives, what probes report, and how waits end.
 #include <atomic>
 #include <chrono>
 #include <cmath>
 #include <thread>
 
-#include "exchange/exchange_fixture.h"
-#include "exchange/patience.h"
 #include "mxnet/interrupts.h"
+#include "processes/patience.h"
+#include "processes/processes_fixture.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -15,17 +15,17 @@ TEST(every_bit_arrives_in_every_round) {
   constexpr int kRanks = 3, kRounds = 20, kSize = 41;
   FakeJob job(kRanks);
   job.run([&](int rank) {
-    const ChannelPtr channel = job.processes[rank]->channel("key", kKey, kSize);
+    const RoutePtr route = job.processes[rank]->route("key", kKey, kSize);
     for (int round = 0; round < kRounds; ++round) {
       const Doubles mine = any_bits(kSize, round * kRanks + rank);
       Doubles everyone(kRanks * kSize);
-      channel->exchange("title", kLong, mine.data(), everyone.data());
+      route->exchange("title", kLong, mine.data(), kSize, everyone.data());
       for (int other = 0; other < kRanks; ++other) {
         const Doubles expected = any_bits(kSize, round * kRanks + other);
         CHECK(same_bits(&everyone[other * kSize], expected.data(), kSize));
       }
     }
-    CHECK_EQ(channel->calls(), kRounds);
+    CHECK_EQ(route->calls(), kRounds);
     CHECK(job.processes[rank]->probes.empty());
   });
 }
@@ -58,13 +58,13 @@ TEST(sums_come_in_one_message_and_values_where_they_do_not_fit) {
   FakeJob job(kRanks);
   job.run([&](int rank) {
     FakeProcess& process = *job.processes[rank];
-    const ChannelPtr channel = process.channel("key", kKey, 8, true);
+    const RoutePtr route = process.route("key", kKey, 8, true);
     double number = 0;
     for (const auto& each : exchanges) {
       const bool last = rank == kRanks - 1;
       const Doubles mine = message(last ? each.call : number, last ? each.value : 1);
       Doubles found(8 * kRanks, -1.0);
-      CHECK(channel->exchange("title", kLong, mine.data(), found.data()) == each.answer);
+      CHECK(route->exchange("title", kLong, mine.data(), 8, found.data()) == each.answer);
       if (each.answer == Answer::kSums) {
         const Doubles expected{number, 30, each.value + 2, 0, 0, each.value / 2 + 1, 0, 0};
         for (int i : {0, 1, 2, 5}) CHECK_EQ(found[i], expected[i]);
@@ -73,30 +73,31 @@ TEST(sums_come_in_one_message_and_values_where_they_do_not_fit) {
       }
       ++number;
     }
-    CHECK_EQ(channel->calls(), 8);
+    CHECK_EQ(route->calls(), 8);
     // As after a failure.
-    channel->restart();
+    route->restart();
     Doubles found(8 * kRanks);
-    CHECK(channel->exchange("title", kLong, message(8, 1).data(), found.data()) == Answer::kValues);
-    CHECK(channel->exchange("title", kLong, message(9, 1).data(), found.data()) == Answer::kSums);
+    CHECK(route->exchange("title", kLong, message(8, 1).data(), 8, found.data()) ==
+          Answer::kValues);
+    CHECK(route->exchange("title", kLong, message(9, 1).data(), 8, found.data()) == Answer::kSums);
     CHECK(process.probes.empty());
   });
 }
 
-// In each process, two threads share a channel, and two have one each.
+// In each process, two threads share a route, and two have one each.
 TEST(calls_of_the_store_and_exchanges_of_a_key_take_turns) {
   constexpr int kRounds = 50, kSize = 5;
   FakeJob job(2);
   job.run([&](int rank) {
     FakeProcess& process = *job.processes[rank];
-    const ChannelPtr shared = process.channel("shared", kKey, kSize);
-    const ChannelPtr channels[] = {shared, shared, process.channel("a", kKey + 1, kSize),
-                                   process.channel("b", kKey + 2, kSize)};
+    const RoutePtr shared = process.route("shared", kKey, kSize);
+    const RoutePtr routes[] = {shared, shared, process.route("a", kKey + 1, kSize),
+                               process.route("b", kKey + 2, kSize)};
     in_threads(4, [&](int i) {
       for (int round = 0; round < kRounds; ++round) {
         const Doubles mine(kSize, rank + 1.0);
         Doubles everyone(2 * kSize);
-        channels[i]->exchange("title", kLong, mine.data(), everyone.data());
+        routes[i]->exchange("title", kLong, mine.data(), kSize, everyone.data());
         CHECK(everyone[0] == 1 && everyone[kSize] == 2);
       }
     });
@@ -107,15 +108,15 @@ TEST(calls_of_the_store_and_exchanges_of_a_key_take_turns) {
 }
 
 // Other callers of the store, such as a Trainer, use the same lock.
-TEST(a_channel_waits_while_another_thread_calls_the_store) {
+TEST(a_route_waits_while_another_thread_calls_the_store) {
   FakeJob job(1);
   FakeProcess& process = *job.processes[0];
-  const ChannelPtr channel = process.channel("key", kKey, 1);
+  const RoutePtr route = process.route("key", kKey, 1);
   std::atomic<bool> done{false};
   process.connection->calls.lock();
   std::thread thread([&] {
     double mine = 1, everyone = 0;
-    channel->exchange("title", kLong, &mine, &everyone);
+    route->exchange("title", kLong, &mine, 1, &everyone);
     done = true;
   });
   sleep(0.1);
@@ -129,7 +130,7 @@ TEST(a_channel_waits_while_another_thread_calls_the_store) {
 std::vector<std::string> exchanges(const FakeProcess& process, bool open) {
   std::vector<std::string> names;
   for (const auto& entry : process.connection->in_flight.entries()) {
-    if (entry.open == open) names.push_back(entry.exchange);
+    if (entry.open == open) names.push_back(entry.name);
   }
   return names;
 }
@@ -137,11 +138,11 @@ std::vector<std::string> exchanges(const FakeProcess& process, bool open) {
 TEST(exchanges_in_flight_are_listed) {
   FakeJob job(2);
   FakeProcess &first = *job.processes[0], &second = *job.processes[1];
-  const ChannelPtr channels[] = {first.channel("7 forward -1 0", kKey, 1),
-                                 second.channel("7 forward -1 0", kKey, 1)};
+  const RoutePtr routes[] = {first.route("7 forward -1 0", kKey, 1),
+                             second.route("7 forward -1 0", kKey, 1)};
   const auto exchange = [&](int rank) {
     double mine = 0, everyone[2];
-    channels[rank]->exchange("layer, call 5", kLong, &mine, everyone);
+    routes[rank]->exchange("layer, call 5", kLong, &mine, 1, everyone);
   };
   std::thread waits([&] { exchange(0); });
   while (exchanges(first, true).empty()) sleep(0.001);
@@ -164,7 +165,7 @@ TEST(a_wait_is_probed_and_given_up) {
   FakeServer server(2);
   {
     FakeProcess process(&server, 0, 2);
-    Waiting waiting(process.channel("key", kKey, 1), 2);
+    Waiting waiting(process.route("key", kKey, 1), 2);
     while (process.probed() < 2) sleep(0.001);
     process.give_up("rank 1 is gone");
     CHECK_EQ(waiting.error(), "rank 1 is gone");
@@ -187,9 +188,9 @@ TEST(an_error_of_the_store_ends_the_wait) {
   FakeJob job(1);
   FakeProcess& process = *job.processes[0];
   process.verdict = "refused";
-  const ChannelPtr channel = process.channel("key", kKey, 1);
+  const RoutePtr route = process.route("key", kKey, 1);
   double mine = 1, everyone = 0;
-  const auto exchange = [&] { channel->exchange("title", kLong, &mine, &everyone); };
+  const auto exchange = [&] { route->exchange("title", kLong, &mine, 1, &everyone); };
   process.client.refuses = true;
   CHECK_EQ(error_of(exchange), "refused");
   CHECK_EQ(process.probes.back().error, "no such server");
@@ -200,7 +201,7 @@ TEST(an_error_of_the_store_ends_the_wait) {
   FakeJob pair(2);
   FakeProcess& alone = *pair.processes[0];
   alone.verdict = "refused";
-  Waiting waiting(alone.channel("key", kKey, 1), kLong);
+  Waiting waiting(alone.route("key", kKey, 1), kLong);
   while (alone.client.most == 0) sleep(0.001);
   sleep(0.05);
   alone.arrays[0]->write("a rank has died");
@@ -237,11 +238,11 @@ TEST(horovod_carries_every_bit_and_sizes_are_compared) {
     input.shape = {size + 1};
     output.shape = std::move(of_others);
     const HorovodArrays arrays{allgather, 0, ranks, size, &input, values.data(), &output};
-    Channel channel(connection, "key", size, ranks,
-                    {std::make_unique<HorovodTransport>("key", arrays), nullptr, nullptr});
+    Route route(connection, "key", size, ranks,
+                {std::make_unique<HorovodTransport>("key", arrays), nullptr, nullptr});
     const Doubles mine = any_bits(n, 1);
     std::string error =
-        error_of([&] { channel.exchange("title", kLong, mine.data(), everyone.data()); });
+        error_of([&] { route.exchange("title", kLong, mine.data(), size, everyone.data()); });
     if (error.empty()) {
       CHECK(same_bits(everyone.data(), mine.data(), n));
       for (size_t i = n; i < everyone.size(); ++i) {
@@ -281,7 +282,7 @@ TEST(horovod_adds_sums) {
   input.shape = output.shape = {static_cast<int>(size)};
   const HorovodArrays arrays{allgather, 3, 2, 8, &one, values.data(), &all};
   const HorovodSums adds{allreduce, 1, &input, &output, packed.data(), sums.data()};
-  Channel channel(
+  Route route(
       std::make_shared<Connection>(), "key", 8, 2,
       {std::make_unique<HorovodTransport>("key", arrays),
        std::make_unique<HorovodAdder>("key", arrays.process_set, adds, fixed_point), fixed_point});
@@ -291,20 +292,73 @@ TEST(horovod_adds_sums) {
     first.insert(first.end(), row.begin(), row.end());
   }
   fixed_point->follow(first.data());
-  CHECK(channel.exchange("title", kLong, message(1, 1.5).data(), found.data()) == Answer::kSums);
+  CHECK(route.exchange("title", kLong, message(1, 1.5).data(), 8, found.data()) == Answer::kSums);
   const Doubles expected{1, 20, 3, 0, 0, 1.5, 0, 0};
   CHECK(same_bits(found.data(), expected.data(), 8));
 }
 
-TEST(channels_are_found_by_layer_and_key) {
-  const ChannelPtr channel = FakeJob(1).processes[0]->channel("key", kKey, 1);
-  Channels channels;
-  for (const int64_t layer : {1, 2, 3}) channels.set(layer, "forward", channel);
-  channels.forget(2);
-  CHECK(channels.find(1, "forward") == channel && channels.find(3, "forward") == channel);
-  CHECK(!channels.find(2, "forward") && !channels.find(1, "backward"));
-  channels.clear();
-  CHECK(!channels.find(1, "forward"));
+// Of three processes: adds twice what it gets, for the others, or fails.
+int all_reduce(int64_t store, const char* key, double* values, int64_t rows, int64_t size,
+               char* error, int) {
+  if (store == 7) {
+    std::strcpy(error, "no answer");
+    return 1;
+  }
+  const bool adds = std::strcmp(key, "key sums") == 0;
+  CHECK(adds ? rows == 1 : rows == 3 && size == 24 && std::strcmp(key, "key") == 0);
+  if (adds) {
+    for (int64_t i = 0; i < size; ++i) values[i] *= 3;
+    return 0;
+  }
+  for (int row : {0, 2}) {
+    CHECK(std::all_of(values + row * 8, values + row * 8 + 8, [](double v) { return v == 0; }));
+    std::copy_n(values + 8, 8, values + row * 8);
+  }
+  return 0;
+}
+
+TEST(a_function_of_the_user_carries_values_and_sums) {
+  const auto connection = std::make_shared<Connection>();
+  connection->probe = [](const Delay& delay) { return std::string("failed: ") + delay.error; };
+  const auto route_to = [&](int64_t store) {
+    const StoreFunction function{all_reduce, store};
+    const auto fixed_point = std::make_shared<FixedPoint>(8, 3, 53);
+    return std::make_shared<Route>(
+        connection, "key", 8, 3,
+        Transports{std::make_unique<FunctionTransport>("key", function, 1, 3, 8),
+                   std::make_unique<FunctionAdder>("key", function, fixed_point), fixed_point});
+  };
+  const RoutePtr route = route_to(1);
+  for (int call = 0; call < 3; ++call) {
+    const Doubles mine = message(call, 1.5);
+    Doubles found(24);
+    const Answer answer = route->exchange("title", kLong, mine.data(), 8, found.data());
+    CHECK(answer == (call == 0 ? Answer::kValues : Answer::kSums));
+    if (call == 0) {
+      for (int row = 0; row < 3; ++row) CHECK(same_bits(&found[row * 8], mine.data(), 8));
+    } else {
+      const Doubles expected{static_cast<double>(call), 30, 4.5, 0, 0, 2.25, 0, 0};
+      CHECK(same_bits(found.data(), expected.data(), 8));
+    }
+  }
+  Doubles mine(8), found(24);
+  CHECK_EQ(error_of([&] { route_to(7)->exchange("title", kLong, mine.data(), 8, found.data()); }),
+           "failed: no answer");
+}
+
+TEST(a_closed_route_says_why_until_it_is_opened_again) {
+  FakeJob job(1);
+  const RoutePtr route = job.processes[0]->route("key", kKey, 1);
+  const auto error = [&](int64_t size) {
+    double mine = 1, everyone;
+    return error_of([&] { route->exchange("title", kLong, &mine, size, &everyone); });
+  };
+  CHECK(error(2).find("title gives 2 numbers after 1 before") == 0);
+  route->close("it is over");
+  route->close("a later reason");
+  CHECK_EQ(error(1), "title: it is over");
+  route->restart();
+  CHECK_EQ(error(1), "");
 }
 
 // Ctrl-C, and the end of the process: the last test, as no more waits are possible after it.
@@ -313,7 +367,7 @@ TEST(interrupts_and_the_end_release_waits) {
     FakeServer server(2);
     FakeProcess process(&server, 0, 2);
     process.verdict = "released";
-    Waiting waiting(process.channel("key", kKey, 1), kLong);
+    Waiting waiting(process.route("key", kKey, 1), kLong);
     while (process.client.most == 0) sleep(0.001);
     sleep(0.05);
     expected == Waited::kInterrupted ? void(++interrupts) : Interruption::close();
@@ -328,5 +382,5 @@ TEST(interrupts_and_the_end_release_waits) {
 
 int main() {
   gluon_syncbn::use_fake_mxnet();
-  return check::run_all("exchange", 120);
+  return check::run_all("route", 120);
 }

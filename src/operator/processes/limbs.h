@@ -1,8 +1,8 @@
 // Passes float64 values through a store that adds float32: each value as three limbs, integers of
 // 22 bits, which float32 holds exactly. The lowest limbs of all values come first, then the next
 // ones.
-#ifndef GLUON_SYNCBN_EXCHANGE_LIMBS_H_
-#define GLUON_SYNCBN_EXCHANGE_LIMBS_H_
+#ifndef GLUON_SYNCBN_PROCESSES_LIMBS_H_
+#define GLUON_SYNCBN_PROCESSES_LIMBS_H_
 
 #include <cstdint>
 #include <cstring>
@@ -41,4 +41,4 @@ inline void from_limbs(const float* limbs, int64_t rows, int64_t n, double* valu
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_EXCHANGE_LIMBS_H_
+#endif  // GLUON_SYNCBN_PROCESSES_LIMBS_H_

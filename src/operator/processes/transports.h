@@ -1,7 +1,8 @@
-// Transports through MXNet's KVStore and through Horovod. Python owns all handles and mirrors the
-// structs.
-#ifndef GLUON_SYNCBN_EXCHANGE_TRANSPORTS_H_
-#define GLUON_SYNCBN_EXCHANGE_TRANSPORTS_H_
+// Transports through MXNet's KVStore, through Horovod, and through a function of the user. The
+// store carries the values of all processes, or adds numbers of FixedPoint. Python owns all handles
+// and mirrors the structs.
+#ifndef GLUON_SYNCBN_PROCESSES_TRANSPORTS_H_
+#define GLUON_SYNCBN_PROCESSES_TRANSPORTS_H_
 
 #include <cstdint>
 #include <memory>
@@ -9,9 +10,10 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
-#include "exchange/channel.h"
 #include "mxnet/api.h"
+#include "processes/route.h"
 
 namespace gluon_syncbn {
 
@@ -30,7 +32,7 @@ class StoreTransport : public Transport {
   static Answer sums(bool are_there) { return are_there ? Answer::kSums : Answer::kNothing; }
 
  private:
-  std::optional<Watch> watch_;
+  std::optional<ArrayWait> wait_;
 };
 
 struct KVStoreSlots {
@@ -159,6 +161,61 @@ class HorovodAdder : public StoreTransport {
   const std::shared_ptr<FixedPoint> fixed_point_;
 };
 
+// A function of the user's store, which adds float64 arrays of shape (rows, size / rows) over all
+// processes, in place. On failure, it writes an error (at most error_size bytes) and returns
+// another number than 0. It may be called for several keys at once.
+struct StoreFunction {
+  int (*all_reduce)(int64_t store, const char* key, double* values, int64_t rows, int64_t size,
+                    char* error, int error_size);
+  int64_t store;
+};
+
+class FunctionStore : public Transport {
+ public:
+  void send(std::mutex* store) final;
+  // The function has waited.
+  Waited wait(double) final { return Waited::kWritten; }
+
+ protected:
+  FunctionStore(std::string key, const StoreFunction& function, int64_t rows, int64_t size)
+      : key_(std::move(key)), function_(function), rows_(rows), numbers_(size) {}
+
+  const std::string key_;
+  const StoreFunction function_;
+  const int64_t rows_;
+  std::vector<double> numbers_;
+};
+
+// Every process writes its own row, and zeros to all others.
+class FunctionTransport : public FunctionStore {
+ public:
+  FunctionTransport(std::string key, const StoreFunction& function, int rank, int ranks,
+                    int64_t size)
+      : FunctionStore(std::move(key), function, ranks, ranks * size), own_(rank * size) {}
+
+  void pack(const double* mine) override;
+  Answer unpack(double* values) override;
+
+ private:
+  const int64_t own_;
+};
+
+class FunctionAdder : public FunctionStore {
+ public:
+  FunctionAdder(const std::string& key, const StoreFunction& function,
+                std::shared_ptr<FixedPoint> fixed_point)
+      : FunctionStore(key + " sums", function, 1, fixed_point->size()),
+        fixed_point_(std::move(fixed_point)) {}
+
+  void pack(const double* mine) override { fixed_point_->pack(mine, numbers_.data()); }
+  Answer unpack(double* values) override {
+    return fixed_point_->unpack(numbers_.data(), values) ? Answer::kSums : Answer::kNothing;
+  }
+
+ private:
+  const std::shared_ptr<FixedPoint> fixed_point_;
+};
+
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_EXCHANGE_TRANSPORTS_H_
+#endif  // GLUON_SYNCBN_PROCESSES_TRANSPORTS_H_

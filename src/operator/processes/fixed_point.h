@@ -5,8 +5,8 @@
 // as a multiple of the window's lowest bit, in limbs so small that the store adds them exactly, in
 // any order. A header before the limbs tells all processes whether every sum fitted. If not, they
 // exchange the values of each process instead. docs/design.md says what is exact.
-#ifndef GLUON_SYNCBN_EXCHANGE_FIXED_POINT_H_
-#define GLUON_SYNCBN_EXCHANGE_FIXED_POINT_H_
+#ifndef GLUON_SYNCBN_PROCESSES_FIXED_POINT_H_
+#define GLUON_SYNCBN_PROCESSES_FIXED_POINT_H_
 
 #include <cstdint>
 #include <vector>
@@ -78,4 +78,4 @@ class FixedPoint {
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_EXCHANGE_FIXED_POINT_H_
+#endif  // GLUON_SYNCBN_PROCESSES_FIXED_POINT_H_

@@ -1,4 +1,6 @@
-#include "mxnet/watch.h"
+// MXNet's own wait for an array has no time limit and ignores Ctrl-C. So the engine runs an
+// operation once the array is written, also with an error, and the wait is for that operation.
+#include "mxnet/array_wait.h"
 
 #include <atomic>
 #include <chrono>
@@ -20,14 +22,14 @@ Waited Interruption::what() const {
 
 void Interruption::close() { closed = true; }
 
-struct Watch::State {
+struct ArrayWait::State {
   std::mutex mutex;
   std::condition_variable changed;
   bool written = false;
   Interruption interruption;
 };
 
-Watch::Watch(Handle array) : state_(std::make_shared<State>()) {
+ArrayWait::ArrayWait(Handle array) : state_(std::make_shared<State>()) {
   using StatePtr = std::shared_ptr<State>;
   const auto notify = [](void*, void* argument) {
     State& state = **static_cast<StatePtr*>(argument);
@@ -37,11 +39,11 @@ Watch::Watch(Handle array) : state_(std::make_shared<State>()) {
   };
   const int status = mxnet.engine_push_sync(
       notify, new StatePtr(state_), [](void* state) { delete static_cast<StatePtr*>(state); },
-      &kCpuContext, &array, 1, nullptr, 0, &kNoSkip, 1, "SyncBatchNormWatch");
+      &kCpuContext, &array, 1, nullptr, 0, &kNoSkip, 1, "SyncBatchNormWait");
   if (status != 0) throw std::runtime_error("MXNet's engine takes no more operations.");
 }
 
-Waited Watch::wait(double seconds) {
+Waited ArrayWait::wait(double seconds) {
   std::unique_lock<std::mutex> lock(state_->mutex);
   return wait_in_slices(seconds, state_->interruption, [&](double slice) {
     return state_->changed.wait_for(lock, std::chrono::duration<double>(slice),

@@ -1,12 +1,12 @@
-// Exchanges between the processes of one machine, through shared memory.
+// The transport between the processes of one machine: shared memory.
 //
 // Each process has a segment, a file without a name that the others map, so nothing is left behind
-// when processes die. Rank 0 of the processes that exchange a key makes the key's slots in its
-// segment and lists them there. In each exchange, each process writes its slot, is counted as
-// arrived, and reads the slots of all once all have arrived. So no process reads a slot that a
-// dying process left half written.
-#ifndef GLUON_SYNCBN_EXCHANGE_SHARED_MEMORY_H_
-#define GLUON_SYNCBN_EXCHANGE_SHARED_MEMORY_H_
+// when processes die. Rank 0 of a route's processes makes the slots of its key in its segment and
+// lists them there. In each exchange, each process writes its slot, is counted as arrived, and
+// reads the slots of all once all have arrived. So no process reads a slot that a dying process
+// left half written.
+#ifndef GLUON_SYNCBN_PROCESSES_SHARED_MEMORY_H_
+#define GLUON_SYNCBN_PROCESSES_SHARED_MEMORY_H_
 
 #include <atomic>
 #include <cstdint>
@@ -15,8 +15,8 @@
 #include <string>
 #include <utility>
 
-#include "exchange/channel.h"
-#include "mxnet/watch.h"
+#include "mxnet/array_wait.h"
+#include "processes/route.h"
 
 namespace gluon_syncbn {
 
@@ -106,4 +106,4 @@ class SharedMemoryTransport : public Transport {
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_EXCHANGE_SHARED_MEMORY_H_
+#endif  // GLUON_SYNCBN_PROCESSES_SHARED_MEMORY_H_

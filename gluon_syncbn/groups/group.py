@@ -6,8 +6,8 @@ import weakref
 import mxnet
 from mxnet.context import Context
 
-from .arguments import is_whole, seconds
-from .exchange import Exchange
+from ..arguments import is_whole, seconds
+from .processes import Processes
 
 
 class SyncGroup:
@@ -84,12 +84,12 @@ class SyncGroup:
         self.timeout = seconds(timeout)
         self.group_size = None if group_size is None else int(group_size)
         self.store = store
-        self._exchange = None if store is None else Exchange(store, self.timeout)
+        self._processes = None if store is None else Processes(store, self.timeout)
 
     @property
     def size(self):
         """The number of processes."""
-        return 1 if self._exchange is None else self._exchange.size
+        return 1 if self._processes is None else self._processes.size
 
     def __deepcopy__(self, memo):
         # Copies of a layer are in the same group, and a store cannot be copied.
@@ -116,52 +116,51 @@ class SyncGroup:
 
     def _fail(self, text):
         """A step of a layer has failed here."""
-        if self._exchange is not None:
-            self._exchange.fail(text)
+        if self._processes is not None:
+            self._processes.fail(text)
 
     def _configure(self, layer, devices, num_devices):
         """Gives a `native.Layer` its devices, and the ranks with which it shares statistics."""
-        here, processes = num_devices or len(devices), self.size
-        in_process, ranks, config_error = 0, range(processes), ""
-        k = self.group_size
-        if k is not None and k < here and not devices:
-            config_error = (
-                f"{layer.name} runs in a graph with parameters that the layer does not know, so "
-                f"groups of {k} devices cannot be formed: name the devices, as in "
-                f"SyncGroup([mx.gpu(0), ...], group_size={k})."
-            )
-        elif k is not None and here:
-            if here % k == 0:
-                in_process, ranks = k, None
-            elif k % here == 0 and processes % (k // here) == 0:
-                span = k // here
-                first = self.store.rank // span * span
-                ranks = range(first, first + span)
-            else:
-                config_error = (
-                    f"SyncGroup was made with group_size={k}, and {layer.name} has {here} devices "
-                    f"in each of {processes} processes: choose a divisor of {here}, or a multiple "
-                    f"of it that divides {here * processes}."
-                )
-        alone = ranks is None or processes == 1
-        whole, members = True, None
-        if not alone and len(ranks) < processes:
-            if self._exchange.split(len(ranks)):
-                processes, members, ranks = len(ranks), ranks, range(len(ranks))
-            else:
-                # Every process receives the values of all, and adds those of its group.
-                whole = False
+        here = num_devices or len(devices)
+        size, ranks, config_error = self._divide(layer.name, here, bool(devices))
+        open = None
+        if len(ranks) > 1:
+            open, ranks = self._processes.opener(layer, here, self.group_size, ranks)
         layer.set_devices(
             devices,
             num_devices,
             self.timeout,
-            group_size=in_process if here > in_process else 0,
-            processes=1 if alone else processes,
-            ranks=range(1) if alone else ranks,
-            exchange=None if alone else self._exchange.of(layer, here, k, members, sums=whole),
+            group_size=size,
+            ranks=ranks,
+            open=open,
             config_error=config_error,
             notice="" if self._is_chosen else _notice(layer.name),
         )
+
+    def _divide(self, name, here, are_known):
+        """With which of the `here` devices of this process a layer shares statistics: in groups of
+        what size, 0 for all; the ranks of the processes that do; why it cannot, or ""."""
+        k, everyone = self.group_size, range(self.size)
+        if k is None or here == 0:
+            return 0, everyone, ""
+        if here % k == 0 and (k == here or are_known):
+            return k if k < here else 0, range(1), ""
+        span = k // here
+        if k % here == 0 and self.size % span == 0:
+            first = self.store.rank // span * span
+            return 0, range(first, first + span), ""
+        config_error = (
+            f"SyncGroup was made with group_size={k}, and {name} has {here} devices in each of "
+            f"{self.size} processes: choose a divisor of {here}, or a multiple of it that divides "
+            f"{here * self.size}."
+        )
+        if k < here and not are_known:
+            config_error = (
+                f"{name} runs in a graph with parameters that the layer does not know, so groups "
+                f"of {k} devices cannot be formed: name the devices, as in "
+                f"SyncGroup([mx.gpu(0), ...], group_size={k})."
+            )
+        return 0, everyone, config_error
 
 
 _default = None

@@ -1,10 +1,9 @@
-// The interface of a set of kernels: passes over memory, on raw pointers, without synchronization
-// and without MXNet.
-#ifndef GLUON_SYNCBN_NUMERICS_KERNELS_H_
-#define GLUON_SYNCBN_NUMERICS_KERNELS_H_
+// One device's part of a batch, as raw pointers: what kernels read and write, without
+// synchronization and without MXNet.
+#ifndef GLUON_SYNCBN_NUMERICS_SHARDS_H_
+#define GLUON_SYNCBN_NUMERICS_SHARDS_H_
 
 #include <cstdint>
-#include <vector>
 
 #include "numerics/dtypes.h"
 #include "numerics/formulas.h"
@@ -21,7 +20,7 @@ struct View {
 
 // Whether a result replaces the values of its array or is added to them (grad_req='add'). For large
 // arrays, the CPU kernels choose kStream, which replaces values and bypasses the caches.
-enum class Store { kWrite, kAdd, kStream };
+enum class WriteMode { kWrite, kAdd, kStream };
 
 // The shard of one device. Null gamma means ones. Null y, dx, dresidual are not computed.
 struct ForwardShard {
@@ -30,7 +29,7 @@ struct ForwardShard {
   const void *x, *gamma, *beta, *residual;
   Epilogue epilogue;
   void* y;
-  Store store;
+  WriteMode mode;
 };
 
 struct BackwardShard {
@@ -41,9 +40,9 @@ struct BackwardShard {
   const void *dy, *x, *y, *gamma, *beta;
   Epilogue epilogue;
   void* dx;
-  Store store;
+  WriteMode mode;
   void* dresidual;
-  Store residual_store;
+  WriteMode residual_mode;
   // Output: the sums of this shard alone.
   ChannelSums* sums;
 
@@ -62,28 +61,6 @@ struct ForBackward {
   SBN_HOST_DEVICE const Statistics* used() const { return of_z ? of_z : statistics; }
 };
 
-// The kernels for one kind of device and one dtype. gamma and beta point to values of its
-// Arithmetic (half.h).
-struct Kernels {
-  // sums[c] = {sum(x), sum(x^2)}.
-  void (*forward_sums)(View, const void* x, ChannelSums* sums);
-  // y = activation((x - mean) * inv_std * gamma + beta + residual); y may be x.
-  void (*forward)(const ForwardShard&, const Statistics*);
-  // sums[c] = {sum(g), sum(g * (x - mean))} for the gradient g of the activation's argument. If x
-  // is recovered, z = (x - mean) * inv_std * gamma + beta takes the place of x, and its mean that
-  // of mean.
-  void (*backward_sums)(const BackwardShard&, const Statistics*);
-  // dx, given the sums and the count of all devices, and dresidual. With zero sums the statistics
-  // are constants. dx may be dy.
-  void (*backward)(const BackwardShard&, const Statistics*, const ChannelSums* sums, double count);
-  // Sums and results in one pass, for a shard that is the whole batch: channels are summed and
-  // written a few at a time, so that the second access of x (and dy) is served by the cache.
-  void (*forward_alone)(const ForwardShard&, double epsilon, Statistics*);
-  void (*backward_alone)(const BackwardShard&, const Statistics*);
-};
-
-const Kernels& cpu_kernels(DType dtype);
-
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_NUMERICS_KERNELS_H_
+#endif  // GLUON_SYNCBN_NUMERICS_SHARDS_H_

@@ -1,4 +1,4 @@
-"""What goes over native channels and what through Python, and what probes find of it."""
+"""What goes over routes, when they are opened, and what probes find of it."""
 
 import gluon_syncbn as sbn
 import mxnet as mx
@@ -29,30 +29,29 @@ def step(world, layer, backward=True):
 
 
 def messages(world):
-    """How often a layer of two devices exchanges each key, which messages take the way through
-    Python, and the means."""
+    """How often a layer of two devices exchanges each key, which routes Python opens, and the
+    means."""
     layer = new_layer(contexts(2))
-    exchange, through_python = world.reducer.exchange, []
+    route, opened = world.reducer.route, []
     reported = {"number": layer._layer.id}
 
-    def counted(key, *args, **options):
-        through_python.append(str(key))
-        return exchange(key, *args, **options)
+    def noted(key, *args, **options):
+        opened.append(str(key))
+        return route(key, *args, **options)
 
     def report(name, steps, **options):
         before = calls(world)
-        through_python.clear()
+        opened.clear()
         means = [step(world, layer, **options) for _ in range(steps)]
-        reported[name] = [calls(world) - before, list(through_python), means]
+        reported[name] = [calls(world) - before, list(opened), means]
 
-    # Where the group's exchange finds it.
-    world.reducer.exchange = counted
+    world.reducer.route = noted
     report("passes", 10, backward=False)
     report("first step", 1)
     report("steps", 4)
     layer.collect_params().reset_ctx(contexts(4)[2:])
     report("moved", 1)
-    del world.reducer.exchange
+    del world.reducer.route
     world.report("messages", reported)
 
 
@@ -82,14 +81,13 @@ def another_store(world):
 
 
 def a_group_that_failed(world):
-    """It stays so, though its layer has channels, and another one with the same store goes on."""
+    """It stays so, though its layer has routes, and another one with the same store goes on."""
     groups = [sbn.SyncGroup(store=world.reducer, timeout=world.timeout) for _ in range(2)]
     layers = [new_layer(group=group) for group in groups]
     for layer in layers:
         step(world, layer)
     # Without a word to the other process, which does the same.
-    groups[0]._exchange._fail = None
-    groups[0]._fail("a device was lost")
+    groups[0]._processes._break("a device was lost")
     failed = error_of(lambda: step(world, layers[0]))[:2]
     forget_errors()
     world.report("failed", [*failed, step(world, layers[1])])
@@ -103,7 +101,7 @@ def probed(world):
         world.reducer.all_gather("probed", np.ones(3), title="a title")
 
     def probe(call):
-        return world.reducer._liveness.probe(f'a title ("probed" {call})')[0]
+        return world.reducer.peers._liveness.probe(f'a title ("probed" {call})')[0]
 
     gather()
     gather()

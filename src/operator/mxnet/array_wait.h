@@ -1,6 +1,6 @@
 // Waits for an array that MXNet may never write: the answer of a store.
-#ifndef GLUON_SYNCBN_MXNET_WATCH_H_
-#define GLUON_SYNCBN_MXNET_WATCH_H_
+#ifndef GLUON_SYNCBN_MXNET_ARRAY_WAIT_H_
+#define GLUON_SYNCBN_MXNET_ARRAY_WAIT_H_
 
 #include <algorithm>
 #include <chrono>
@@ -42,20 +42,20 @@ Waited wait_in_slices(double seconds, const Interruption& interruption, const Sl
 
 // Waits for all operations pushed for an array so far. It may be destroyed at any time, even after
 // the array.
-class Watch {
+class ArrayWait {
  public:
   // Throws std::runtime_error.
-  explicit Watch(Handle array);
+  explicit ArrayWait(Handle array);
 
   // Also returns kWritten if the array holds an error, which MXNet raises when the array is read.
   Waited wait(double seconds);
 
  private:
   struct State;
-  // Shared with the engine, which may call back after the Watch is destroyed.
+  // Shared with the engine, which may call back after the ArrayWait is destroyed.
   std::shared_ptr<State> state_;
 };
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_MXNET_WATCH_H_
+#endif  // GLUON_SYNCBN_MXNET_ARRAY_WAIT_H_

@@ -1,11 +1,11 @@
 // Puts backward messages in order, as each process may go backward through its calls in a different
 // order.
 //
-// In each round of an exchange every process sends its values of one call. It sends each call once
-// and receives all rounds, so it ends up with all values of every call, though not always in the
-// round in which it sent its own.
-#ifndef GLUON_SYNCBN_EXCHANGE_REORDER_BUFFER_H_
-#define GLUON_SYNCBN_EXCHANGE_REORDER_BUFFER_H_
+// In each exchange every process sends its values of one call, and all receive this round of
+// values. It sends each call once, so it ends up with all values of every call, though not always
+// in the round in which it sent its own.
+#ifndef GLUON_SYNCBN_PROCESSES_REORDER_BUFFER_H_
+#define GLUON_SYNCBN_PROCESSES_REORDER_BUFFER_H_
 
 #include <cstddef>
 #include <map>
@@ -62,4 +62,4 @@ class ReorderBuffer {
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_EXCHANGE_REORDER_BUFFER_H_
+#endif  // GLUON_SYNCBN_PROCESSES_REORDER_BUFFER_H_

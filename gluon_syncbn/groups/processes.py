@@ -1,0 +1,149 @@
+"""The processes of a group: they agree on a layer before its first message, and stay apart after an
+error."""
+
+import threading
+import weakref
+
+import numpy
+
+from .. import native
+from ..arguments import is_whole
+from ..training.trainer import adds_here_alone
+from .store import Store, UserStore
+
+# Size of a layer's configuration in its handshake, in bytes of UTF-8: a multiple of 4.
+_CONFIGURATION = 512
+
+
+class Processes:
+    """Opens routes to the other processes of a group, through its store."""
+
+    def __init__(self, store, timeout):
+        for name in ("rank", "size", "all_reduce"):
+            if not hasattr(store, name):
+                raise ValueError(
+                    f"SyncGroup got store={store!r}, which has no {name}: give a "
+                    "gluon_syncbn.distributed.KVStoreReducer or HorovodReducer, or an object with "
+                    "rank, size and all_reduce(key, array)."
+                )
+        self.rank, self.size = store.rank, store.size
+        if not (is_whole(self.rank) and is_whole(self.size) and 0 <= self.rank < self.size):
+            raise ValueError(
+                f"SyncGroup got a store of rank {self.rank!r} and size {self.size!r}: rank must be "
+                "one of 0, ..., size - 1."
+            )
+        self._store = store if isinstance(store, Store) else UserStore(store, timeout)
+        self._timeout = timeout
+        self._routes = weakref.WeakSet()
+        self._locks = {}
+        # Completed handshakes: a layer's id, its devices and group size.
+        self._known = set()
+        # Why nothing can be exchanged any more. One process may have had its answer and another
+        # not, so a failed step cannot be repeated.
+        self._broken = None
+
+    def opener(self, layer, here, group_size, ranks):
+        """The function `open` of a `native.Layer` with `here` devices in this process, which shares
+        statistics with these ranks. Also returns their range among the ranks that exchange."""
+        members, sums, group = None, True, None
+        if len(ranks) < self.size:
+            group, sums = group_size, self._store.split(len(ranks))
+            # Without `sums` every process receives the values of all, and adds those of its group.
+            if sums:
+                members, ranks = ranks, range(len(ranks))
+        configuration = layer.id, here, group_size
+        reference = weakref.ref(layer)
+
+        def open_route(key, title, channels, size):
+            layer = reference()
+            self._check(title)
+            # A call on another thread waits until the handshake is complete.
+            with self._locks.setdefault(configuration, threading.Lock()):
+                if configuration not in self._known:
+                    fields = {
+                        "channels": channels,
+                        "dtype": layer.dtype,
+                        "devices": here,
+                        "group_size": group_size,
+                        **layer.settings(),
+                        "name": layer.name,  # Comes last, as a long one is cut off.
+                    }
+                    self._compare(native.Key(layer.id, "handshake"), title, fields)
+                    # If earlier sums failed, processes may differ in what they know of them.
+                    for known, route in self._store.routes.copy().items():
+                        if known.layer == layer.id:
+                            route.restart()
+                    self._known.add(configuration)
+            self._check_trainers(layer)
+            key = key._replace(group=group)
+            route = self._store.route(key, size, title, self._timeout, members, sums)
+            self._routes.add(route)
+            if self._broken:  # Meanwhile.
+                route.close(self._broken)
+            return route
+
+        return open_route, ranks
+
+    def all_gather(self, name, title, mine):
+        """The arrays of all processes, shape (size, len(mine))."""
+        self._check(title)
+        try:
+            return self._store.exchange(native.Key(None, name), mine, title, self._timeout)
+        except Exception as error:
+            self.fail(str(error))
+            raise
+
+    def fail(self, text):
+        """Notes that a step has failed here, and tells other processes, which may wait for it."""
+        if self._broken is None:
+            self._break(text)
+            self._store.fail(text)
+
+    def _check(self, title):
+        if self._broken:
+            raise RuntimeError(f"{title}: {self._broken}")
+
+    def _break(self, text):
+        self._broken = (
+            "the processes have lost each other, and all have to start again from the last "
+            f"checkpoint. {text}"
+        )
+        for route in list(self._routes):
+            route.close(self._broken)
+
+    def _compare(self, key, title, fields):
+        """A handshake: all processes must give the same fields."""
+        text = "\n".join(f"{name}={value}" for name, value in fields.items())
+        text = text.encode()[:_CONFIGURATION].ljust(_CONFIGURATION, b"\0")
+        mine = numpy.frombuffer(text, "<u4").astype(numpy.float64)
+        everyone = self._store.exchange(key, mine, title, self._timeout)
+        texts = [
+            row.astype("<u4").tobytes().rstrip(b"\0").decode(errors="replace") for row in everyone
+        ]
+        if len(set(texts)) > 1:
+            columns = zip(*(text.split("\n", len(fields) - 1) for text in texts))
+            differ = [", ".join(row) for row in zip(*(c for c in columns if len(set(c)) > 1))]
+            ranks = {t: [r for r, other in enumerate(differ) if other == t] for t in differ}
+            sides = "; ".join(f"rank {', '.join(map(str, r))}: {t}" for t, r in ranks.items())
+            text = (
+                f"{title}: the processes have not built the same net. {sides}. Make the same "
+                "layers, with the same settings and in the same order, in every process, also "
+                "those that only one of them uses."
+            )
+            # All processes see it, so none has to be told.
+            self._break(text)
+            raise RuntimeError(text)
+
+    def _check_trainers(self, layer):
+        """Warns once of a Trainer with which the processes train different weights."""
+        how = getattr(self._store, "trainer", None)
+        alone = how and next(filter(adds_here_alone, layer.trainers()), None)
+        if alone:
+            self._store.trainer = None
+            store = alone._kvstore_params["kvstore"]
+            native.warn(
+                f"{layer.name} shares statistics with other processes, but its Trainer (kvstore="
+                f"{getattr(store, 'type', store)!r}) adds the gradients of this process alone, "
+                f"so the weights of the processes drift apart. Write {how}. If your own code adds "
+                "the gradients of all, give the Trainer kvstore=None."
+            )

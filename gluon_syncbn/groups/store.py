@@ -1,0 +1,95 @@
+"""Stores, which join processes: what they have in common, and those that a user writes."""
+
+import inspect
+import threading
+import time
+
+import numpy
+
+from .. import native
+from ..arguments import WARN_AFTER, is_whole
+
+
+class Store:
+    """Opens a `native.Route` for each key under which processes exchange values.
+
+    rank, size : int
+        This process's rank, and the number of processes.
+    """
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+        # {key: route}
+        self.routes = {}
+        self._opening = {}
+
+    def route(self, key, size, title, timeout, ranks=None, sums=False):
+        """The route of a `native.Key`, for `size` numbers of each process. `title` names the
+        exchange in messages. ranks: those that take part, by default all; see `split`. sums: they
+        exchange a layer's messages, so their sum suffices if the store can add it exactly."""
+        with self._opening.setdefault(key, threading.Lock()):
+            if key not in self.routes:
+                self.routes[key] = self._open(key, size, title, timeout, ranks, sums)
+            return self.routes[key]
+
+    def exchange(self, key, array, title, timeout):
+        """The arrays of all processes, shape (size, n), given one of shape (n,)."""
+        start = time.monotonic()
+        route = self.route(key, array.size, title, timeout)
+        # One timeout covers both. All have just agreed on the key, so the rest takes little time.
+        left = max(timeout - (time.monotonic() - start), timeout * WARN_AFTER)
+        return route.exchange(title, left, array)
+
+    def split(self, size):
+        """Whether groups of `size` processes can exchange among themselves, from here on. All
+        processes call it."""
+        return False
+
+    def fail(self, text):
+        """A step of a layer has failed in this process."""
+
+    def _open(self, key, size, title, timeout, ranks, sums):
+        raise NotImplementedError
+
+
+class UserStore(Store):
+    """Routes through an object with ``rank``, ``size``, ``all_reduce(key, array)``, and perhaps
+    ``exact_bits`` and ``fail(text)``: see `SyncGroup`."""
+
+    def __init__(self, store, timeout):
+        super().__init__(store.rank, store.size)
+        self._exact_bits = getattr(store, "exact_bits", 0)
+        if not (is_whole(self._exact_bits) and 0 <= self._exact_bits <= 53):
+            raise ValueError(
+                f"SyncGroup got a store with exact_bits={self._exact_bits!r}: it adds whole "
+                "numbers below 2**exact_bits exactly, so give 24 if it adds float32, 53 if it adds "
+                "float64, and 0 or nothing otherwise."
+            )
+        try:
+            takes_timeout = "timeout" in inspect.signature(store.all_reduce).parameters
+        except (TypeError, ValueError):
+            takes_timeout = False
+        self._options = {"timeout": timeout} if takes_timeout else {}
+        self._store = store
+        self._connection = native.Connection(self._probe, self._all_reduce)
+
+    def fail(self, text):
+        if hasattr(self._store, "fail"):
+            self._store.fail(text)
+
+    def _open(self, key, size, title, timeout, ranks, sums):
+        bits = self._exact_bits if sums else 0
+        return self._connection.function_route(str(key), size, self.rank, self.size, bits)
+
+    def _all_reduce(self, key, array):
+        result = numpy.asarray(self._store.all_reduce(key, array, **self._options))
+        if result.shape != array.shape or result.dtype != array.dtype:
+            raise ValueError(
+                f"the store's all_reduce returned {result.dtype} of shape {result.shape} for "
+                f"float64 of shape {array.shape}."
+            )
+        return result
+
+    def _probe(self, title, exchange, error, *wait):
+        """Called with the error of a function that has failed: it has waited itself."""
+        raise RuntimeError(f"{title}: {error}")

@@ -1,0 +1,150 @@
+// A message is the sequence number of the call, the count of samples, and the sums. If the messages
+// of all processes come back, each process adds them in rank order, so all get the same bits.
+#include "processes/layer_messages.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "mxnet/interrupts.h"
+#include "processes/fixed_point.h"
+#include "processes/patience.h"
+#include "processes/text.h"
+
+namespace gluon_syncbn {
+namespace {
+
+// Adds the messages of the ranks that share statistics, in rank order, to the first of them.
+const double* add_ranks(const ProcessCall& call, size_t size, std::vector<double>* all) {
+  double* const total = &(*all)[size * call.first_rank];
+  for (size_t rank = call.first_rank; rank < call.end_rank; ++rank) {
+    const double* const values = &(*all)[size * rank];
+    if (values[0] != static_cast<double>(call.sequence)) {
+      throw std::runtime_error(call.title + ": the process of rank " + std::to_string(rank) +
+                               " is at its call " +
+                               std::to_string(static_cast<int64_t>(values[0])) +
+                               " there. Every process must call the net equally often: see "
+                               "gluon_syncbn.distributed.join for uneven numbers of batches.");
+    }
+    if (values != total) add_message(values, static_cast<int64_t>(size), total);
+  }
+  return total;
+}
+
+}  // namespace
+
+void LayerMessages::all_reduce(const ProcessCall& call, const Open& open, const Warn& warn,
+                               std::vector<ChannelSums>* sums, double* count) {
+  const size_t size = kCallSize + kSumsSize * sums->size();
+  std::vector<double> message(size);
+  message[0] = static_cast<double>(call.sequence);
+  if (!call.joined) {
+    message[1] = *count;
+    std::memcpy(&message[kCallSize], sums->data(), sums->size() * sizeof(ChannelSums));
+  }
+  std::vector<double> all = send(call, open, static_cast<int64_t>(sums->size()), message);
+  const double* total = all.data();
+  if (const size_t processes = all.size() / size; processes > 1) {
+    // Forward calls need no reordering: all write the running statistics, so MXNet runs them in
+    // order.
+    if (call.is_backward) reorder(call, warn, processes, &all);
+    total = add_ranks(call, size, &all);
+  }
+  *count = total[1];
+  std::memcpy(static_cast<void*>(sums->data()), total + kCallSize,
+              sums->size() * sizeof(ChannelSums));
+}
+
+void LayerMessages::forget_routes() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  routes_.clear();
+}
+
+std::shared_ptr<LayerMessages::Opening> LayerMessages::opening(const ProcessCall& call) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto& found = routes_[{call.is_backward, call.node}];
+  if (!found) found = std::make_shared<Opening>();
+  return found;
+}
+
+std::vector<double> LayerMessages::send(const ProcessCall& call, const Open& open, int64_t channels,
+                                        const std::vector<double>& message) {
+  const auto size = static_cast<int64_t>(message.size());
+  const std::shared_ptr<Opening> key = opening(call);
+  Patience::Seconds timeout(call.timeout_seconds);
+  {
+    const std::lock_guard<std::mutex> lock(key->mutex);
+    if (!key->route) {
+      const Patience::Clock::time_point begin = Patience::Clock::now();
+      key->route = open(call, channels, size);
+      // One timeout covers both waits, of which the second is short if the first was long: all
+      // have then just agreed on the key.
+      const Patience::Seconds left = timeout - (Patience::Clock::now() - begin);
+      timeout = std::max(left, Patience(timeout.count()).first());
+    }
+  }
+  Route& route = *key->route;
+  if (static_cast<size_t>(route.ranks()) < call.end_rank) {
+    throw std::runtime_error(call.title + ": the group of the layer was changed during this call.");
+  }
+  std::vector<double> all(message.size() * static_cast<size_t>(route.ranks()));
+  const Answer answer =
+      route.exchange(call.title, timeout.count(), message.data(), size, all.data());
+  if (answer == Answer::kSums) all.resize(message.size());
+  return all;
+}
+
+void LayerMessages::start_epoch(int64_t epoch, const std::string& error) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (epoch_ == kClosed) return;
+  epoch_ = epoch;
+  ended_ = error;
+  rounds_.clear();
+  received_.notify_all();
+}
+
+void LayerMessages::reorder(const ProcessCall& call, const Warn& warn, size_t processes,
+                            std::vector<double>* round) {
+  if (ReorderBuffer::is_of_one_call(*round, processes)) return;
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto check_epoch = [&] {
+    if (call.epoch != epoch_) throw std::runtime_error(call.title + ": " + ended_);
+  };
+  check_epoch();
+  rounds_[call.node].put(*round, processes);
+  received_.notify_all();
+  Patience patience(call.timeout_seconds);
+  const unsigned interrupts_before = interrupts;
+  bool warned = false;
+  while (!rounds_[call.node].take(static_cast<double>(call.sequence), processes, round)) {
+    received_.wait_for(lock, std::min(kSlice, patience.slice(kSlice)));
+    check_epoch();
+    const bool interrupted = interrupts != interrupts_before;
+    if (!interrupted && (warned || !patience.is_long()) && !patience.is_over()) continue;
+    const std::string message = call.title + ": waited " + seconds_text(patience.waited()) +
+                                " for all of " + std::to_string(processes) +
+                                " processes to go backward through this call. Came: ranks " +
+                                came(call) + "; the others went through other calls of the layer. ";
+    if (interrupted) throw std::runtime_error(message + "Interrupted.");
+    if (patience.is_over()) {
+      throw std::runtime_error(message +
+                               "Call backward for the same calls, in the same order, in all of "
+                               "them.");
+    }
+    warned = true;
+    lock.unlock();
+    warn(message + "After " + seconds_text(patience.timeout()) + " this is an error.");
+    lock.lock();
+    check_epoch();
+  }
+}
+
+std::string LayerMessages::came(const ProcessCall& call) const {
+  std::vector<std::string> ranks;
+  for (const size_t rank : rounds_.at(call.node).ranks(static_cast<double>(call.sequence))) {
+    ranks.push_back(std::to_string(rank));
+  }
+  return comma_separated(ranks);
+}
+
+}  // namespace gluon_syncbn

@@ -1,0 +1,81 @@
+// The messages of a layer: fills them with the sums of this process, sends them on the route of
+// their key, puts those of backward calls in order, and adds what all processes have sent, in rank
+// order.
+#ifndef GLUON_SYNCBN_PROCESSES_LAYER_MESSAGES_H_
+#define GLUON_SYNCBN_PROCESSES_LAYER_MESSAGES_H_
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "numerics/sums.h"
+#include "processes/reorder_buffer.h"
+#include "processes/route.h"
+
+namespace gluon_syncbn {
+
+// One call of all devices of this process, in one direction.
+struct ProcessCall {
+  int64_t layer, epoch, node, sequence;
+  bool is_backward;
+  // For the user: "SyncBatchNorm 'batchnorm0', forward call 7".
+  std::string title;
+  double timeout_seconds;
+  // The range of ranks whose sums are added.
+  size_t first_rank, end_rank;
+  // Whether this process has run out of data and contributes zeros.
+  bool joined;
+};
+
+class LayerMessages {
+ public:
+  // Opens the route of the layer's calls of one direction and node, for messages of `size` values
+  // on `channels` channels. Throws.
+  using Open = std::function<RoutePtr(const ProcessCall&, int64_t channels, int64_t size)>;
+  using Warn = std::function<void(const std::string& text)>;
+
+  // Replaces the sums and the count of this process with those of all. Throws std::runtime_error
+  // with a text for the user.
+  void all_reduce(const ProcessCall& call, const Open& open, const Warn& warn,
+                  std::vector<ChannelSums>* sums, double* count);
+  // The layer may use another store from now on: calls that begin later open new routes.
+  void forget_routes();
+  // Calls of earlier epochs get this error. kClosed is the last epoch, and no call's.
+  static constexpr int64_t kClosed = -1;
+  void start_epoch(int64_t epoch, const std::string& error);
+
+ private:
+  // The route of a direction and node. Its first call opens it while later ones wait.
+  struct Opening {
+    std::mutex mutex;
+    RoutePtr route;
+  };
+  std::shared_ptr<Opening> opening(const ProcessCall& call);
+  // Sends this process's message. Returns those of all processes, by rank, or only their sum.
+  std::vector<double> send(const ProcessCall& call, const Open& open, int64_t channels,
+                           const std::vector<double>& message);
+  // Waits for the messages of this backward call, and replaces those of the round with them.
+  void reorder(const ProcessCall& call, const Warn& warn, size_t processes,
+               std::vector<double>* round);
+  // The ranks whose messages of the call have arrived.
+  std::string came(const ProcessCall& call) const;
+
+  std::mutex mutex_;
+  std::condition_variable received_;
+  int64_t epoch_ = 0;
+  std::string ended_;
+  // By node.
+  std::map<int64_t, ReorderBuffer> rounds_;
+  // By direction and node.
+  std::map<std::pair<bool, int64_t>, std::shared_ptr<Opening>> routes_;
+};
+
+}  // namespace gluon_syncbn
+
+#endif  // GLUON_SYNCBN_PROCESSES_LAYER_MESSAGES_H_
