@@ -9,6 +9,7 @@ from dtypes import parameter_dtype, rounded, values
 from gluon_syncbn.layers.operator import sync_batch_norm
 from mxnet import autograd
 from mxnet.gluon import HybridBlock
+from mxnets import needs_bfloat16
 from runs import MODES, contexts, prepare, shards
 
 KINDS = [
@@ -108,7 +109,11 @@ def compare(kind, shape, dtype, axis, sizes, mode=None, mean=0, train=True, requ
     [
         *("float16", "float32", "float64"),
         pytest.param(
-            "bfloat16", marks=pytest.mark.cpu_only("MXNet's Activation has it in oneDNN alone")
+            "bfloat16",
+            marks=[
+                needs_bfloat16,
+                pytest.mark.cpu_only("MXNet's Activation has it in oneDNN alone"),
+            ],
         ),
     ],
 )

@@ -18,21 +18,13 @@ from dtypes import BFLOAT16
 from mxnet import autograd
 from mxnet.contrib import amp
 from mxnet.gluon import nn
-from mxnets import needs_float16_amp
+from mxnets import needs_bfloat16, needs_float16_amp
 from runs import MODES, contexts, shards
 from tolerances import assert_same_bits, relative_error
 
 PROGRAM = os.path.join(os.path.dirname(__file__), "amp_training.py")
 
 
-def has_bfloat16():
-    with open("/proc/cpuinfo") as file:
-        return "avx512bw" in file.read() and os.environ.get("MXNET_MKLDNN_ENABLED") != "0"
-
-
-needs_bfloat16 = pytest.mark.skipif(
-    not has_bfloat16(), reason="MXNet has bfloat16 in oneDNN alone, on processors with AVX-512"
-)
 in_onednn = pytest.mark.cpu_only("MXNet's Convolution has bfloat16 in oneDNN alone")
 TARGETS = [pytest.param("float16", marks=needs_float16_amp)]
 TARGETS += [pytest.param("bfloat16", marks=[needs_bfloat16, in_onednn])]
