@@ -61,8 +61,14 @@ class RouteWait:
     def until(self, done):
         """Calls done(seconds), which waits as long, until it is true. Raises RuntimeError if
         waiting is of no use."""
-        while not done(min(1.0, self._first)):
+        while not done(self._slice()):
             waited = self._patience.waited()
             if waited > self._first:
                 self._probe(self._title, self._exchange, "", waited, self._timeout, self._probes)
                 self._probes += 1
+
+    def _slice(self):
+        """Seconds until the next probe is due: the first one and the last are in time."""
+        waited = self._patience.waited()
+        left = (self._first if waited < self._first else self._timeout) - waited
+        return max(0.01, min(1.0, self._first, left if left > 0 else 1.0))
