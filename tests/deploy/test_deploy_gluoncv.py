@@ -17,8 +17,6 @@ pytestmark = pytest.mark.long
 # The number of layers, and whether the net can be converted to ONNX.
 NETS = {
     "psp_resnet50_ade": (61, True),
-    "deeplab_resnet50_citys": (63, True),
-    "icnet_resnet50_citys": (69, True),
     "fastscnn_citys": (45, True),
     "yolo3_mobilenet1.0_voc": (47, False),
 }
