@@ -24,10 +24,13 @@ __all__ = [
     "convert_sync_batchnorm",
     "distributed",
     "export",
+    "freeze",
     "participants",
+    "precise_statistics",
     "replace_contrib",
     "revert_sync_batchnorm",
     "set_default_group",
+    "unfreeze",
     "__version__",
 ]
 
@@ -58,12 +61,14 @@ if not _is_run():
     from . import native  # noqa: F401  isort:skip
     from .convert.contrib import replace_contrib
     from .convert.conversion import convert_sync_batchnorm, revert_sync_batchnorm
+    from .convert.freezing import freeze, unfreeze
     from .deploy.export import Exported, ExportError, FileError, export
-    from .graph import hooks, static_shape  # noqa: F401  They hook into MXNet.
+    from .graph import hooks, modules, static_shape  # noqa: F401  They hook into MXNet.
     from .groups.group import SyncGroup, set_default_group
     from .layers.batch_norm import SyncBatchNorm, SyncBatchNormReLU
     from .layers.virtual import VirtualBatchNorm
     from .training.participants import participants
+    from .training.precise import precise_statistics
 
     # It bounds mx.kv.create, which a worker calls before anything of ours.
     if "DMLC_ROLE" in os.environ:

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,10 @@ _SAME_SIGNAL_SECONDS = 0.5
 _TAIL_LINES, _TAIL_COLUMNS = 20, 400
 _LONGEST_LINE = 1 << 20
 _SAY_SECONDS = 2
+_WAIT_BEFORE_THE_TRAINER = (
+    "    A forward in inference on a CPU may have given weights another layout, with which MXNet "
+    "fails: call mx.nd.waitall() before the Trainer's first step, or make a KVStoreReducer."
+)
 _locks = {}  # By file. Each is held while somebody writes to the file.
 
 
@@ -392,6 +397,8 @@ class Launch:
         self._wait(runner.EXIT_HOOKS_SECONDS + 1, [child])
         _drain([child])
         lines = "".join(f"\n    {line}" for line in child.last_lines())
+        if re.search(r"is_none\(\): init \d+ first", lines):
+            lines += f"\n{_WAIT_BEFORE_THE_TRAINER}"
         lines = f"Its last lines:{lines}" if lines else "It had printed nothing."
         stopped = f"Stopped by a signal: {', '.join(stopped)}. " if stopped else ""
         say(f"{child.ending()}, so all others are ended. {stopped}{lines}")

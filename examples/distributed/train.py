@@ -58,6 +58,7 @@ net.add(gluon.nn.GlobalAvgPool2D(), gluon.nn.Dense(2))
 sbn.convert_sync_batchnorm(net)
 net.initialize(ctx=devices)
 net(mx.nd.zeros((1, 1, 16, 16), ctx=devices[0]))  # Draws parameters whose shapes were not known.
+mx.nd.waitall()  # A KVStore without our reducer may fail on weights that oneDNN still rearranges.
 mx.random.seed(SEED + store.rank)  # Other numbers for dropout and augmentation.
 net.hybridize(static_alloc=True)
 loss_of = gluon.loss.SoftmaxCrossEntropyLoss()

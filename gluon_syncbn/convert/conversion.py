@@ -16,6 +16,7 @@ from ..layers.batch_norm import SyncBatchNorm, SyncBatchNormReLU
 from ..layers.virtual import VirtualBatchNorm
 from .fusing import fuse_blocks
 from .report import Entry, Report
+from .symbolic import convert_symbol, revert_symbol
 
 _log = logging.getLogger("gluon_syncbn")
 
@@ -57,10 +58,15 @@ def convert_sync_batchnorm(
     run keeps its compiled graph with the old layers: call its ``hybridize()`` again. A layer that
     `net` shares with another net is synchronized there too.
 
+    Of a Symbol it returns a new one, with the same names of arguments, auxiliary states and
+    outputs, so checkpoints fit both. Each Module that is bound for training with it, also one of
+    ``Module.load`` or a BucketingModule, has layers of its own, which synchronize its contexts, and
+    other processes as :func:`set_default_group` says.
+
     Parameters
     ----------
-    net : Block
-        Initialized or not, hybridized or not, on any contexts. It is changed in place.
+    net : Block or Symbol
+        A Block, initialized or not, hybridized or not, on any contexts, is changed in place.
     group : SyncGroup, optional
         The devices and processes that take part, as for :class:`SyncBatchNorm`. Layers that are
         already synchronized adopt it.
@@ -86,18 +92,29 @@ def convert_sync_batchnorm(
 
     Returns
     -------
-    net : Block
-        The same object. With `return_report`, (net, report).
+    net : Block or Symbol
+        The same Block, or a new Symbol. With `return_report`, (net, report).
 
     Raises
     ------
     ValueError
-        If `net` is not a Block or an argument is invalid. The net is unchanged.
+        If `net` is neither, or an argument is invalid, such as `group` for a Symbol. The net is
+        unchanged.
 
     References
     ----------
     PyTorch's ``torch.nn.SyncBatchNorm.convert_sync_batchnorm`` does this for its modules.
     """
+    if isinstance(net, mx.sym.Symbol):
+        given = {"group": group, "num_devices": num_devices, "also": also}
+        given = [f"{name}={value!r}" for name, value in given.items() if value not in (None, ())]
+        if given:
+            raise ValueError(
+                f"convert_sync_batchnorm got a Symbol and {', '.join(given)}: leave it out. The "
+                "contexts of the Module take part, and with other processes those of "
+                "gluon_syncbn.set_default_group."
+            )
+        return _finish(*convert_symbol(net, fuse), (), "convert_sync_batchnorm", return_report)
     check_block(net, "convert_sync_batchnorm")
     also = _check_types(also)
     # Checks the arguments, and has everything that a layer will get.
@@ -117,7 +134,7 @@ def convert_sync_batchnorm(
         conversion.undo()
         raise
     report = Report(*map(tuple, (*conversion.entries(), *fusion)))
-    return _finish(net, found, "convert_sync_batchnorm", report, return_report)
+    return _finish(net, report, found, "convert_sync_batchnorm", return_report)
 
 
 class _Conversion:
@@ -200,10 +217,12 @@ def revert_sync_batchnorm(net, return_report=False):
     settings changed in the meantime. The function waits for all pending work of MXNet, because the
     last steps may still exchange statistics with other processes.
 
+    Of a Symbol it returns a new one, which MXNet without this package runs.
+
     Parameters
     ----------
-    net : Block
-        Changed in place.
+    net : Block or Symbol
+        A Block is changed in place.
     return_report : bool, default False
         Whether to return a :class:`~gluon_syncbn.convert.report.Report` too. Its `refused`
         are subclasses of :class:`SyncBatchNorm` with their own code, and layers with
@@ -211,17 +230,21 @@ def revert_sync_batchnorm(net, return_report=False):
 
     Returns
     -------
-    net : Block
-        The same object. With `return_report`, (net, report).
+    net : Block or Symbol
+        The same Block, or a new Symbol. With `return_report`, (net, report).
 
     Raises
     ------
     ValueError
-        If `net` is not a Block.
+        If `net` is neither.
+    ExportError
+        If a node of a Symbol has ``inplace=True``, or its mean or variance is used.
     MXNetError
         An error of an earlier step, raised here because this function waits for it. The net is
         unchanged.
     """
+    if isinstance(net, mx.sym.Symbol):
+        return _finish(*revert_symbol(net), (), "revert_sync_batchnorm", return_report)
     check_block(net, "revert_sync_batchnorm")
     found = list(walk(net))
     replaced, already, refused = [], [], []
@@ -247,7 +270,7 @@ def revert_sync_batchnorm(net, return_report=False):
             replaced += done
             refused += left
     report = Report(tuple(replaced), tuple(already), tuple(refused))
-    return _finish(net, found, "revert_sync_batchnorm", report, return_report)
+    return _finish(net, report, found, "revert_sync_batchnorm", return_report)
 
 
 def _why_not_stock(layer):
@@ -367,7 +390,7 @@ def _check_types(also):
     raise ValueError(f"also is {also!r}: give a list of subclasses of mxnet.gluon.nn.BatchNorm.")
 
 
-def _finish(net, found, function, report, return_report):
+def _finish(net, report, found, function, return_report):
     if report.replaced:
         clear_caches(found)
     title = f"{function}, {type(net).__name__} '{net.name}'"

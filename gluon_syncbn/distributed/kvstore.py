@@ -181,7 +181,8 @@ class KVStoreReducer(Reducer):
 
 _UPDATES = (
     "The Trainer has the server run the optimizer, which would run on the sums of SyncBatchNorm "
-    "too: make the Trainer with update_on_kvstore=False."
+    "too: make the Trainer with update_on_kvstore=False. (A Module in several processes needs "
+    "Horovod: see docs/module.md.)"
 )
 
 
@@ -244,10 +245,12 @@ class _Hooks:
 
         @functools.wraps(function)
         def call(*args, **kwargs):
-            self._note(args[0] if args else kwargs.get("key", ()))
+            names = dict(zip(("key", "value"), args), **kwargs)
+            self._note(names.get("key", ()))
             # Another process may get there only after exchanges that are under way here, whose
             # threads need the lock.
             mx.nd.waitall()
+            _restore_layouts(names.get("value", ()))
             result = function(*args, **kwargs)
             # The Trainer pushes gradients to the same keys next. A process that has not fetched the
             # parameters by then would get the sum of the gradients instead.
@@ -272,6 +275,15 @@ _INITIALIZE = ("init", "broadcast")
 _LOCKED = ("push", "pull", "pushpull", *_INITIALIZE)
 # The hooks in use.
 _hooked = set()
+
+
+def _restore_layouts(arrays):
+    """Gives arrays their usual layout in memory. A forward in inference may have given weights one
+    of oneDNN's, of which MXNet sends a copy, and does not wait until the server has it: then the
+    other processes ask for a key too early, and the server aborts ("init 0 first")."""
+    for array in arrays if isinstance(arrays, (list, tuple)) else [arrays]:
+        if array.context.device_type != "gpu" and array.stype == "default":
+            native.restore_layout(array)
 
 
 def _bounded(create):

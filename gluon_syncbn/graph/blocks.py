@@ -1,5 +1,7 @@
 """The blocks of a built net."""
 
+import weakref
+
 import mxnet as mx
 from mxnet.gluon import Block, HybridBlock, nn
 
@@ -45,6 +47,27 @@ def clear_caches(found):
     for _, block in found:
         if isinstance(block, HybridBlock):
             block._clear_cached_op()
+
+
+# How often layers of nets that are built have changed. Graphs are traced again that are older, also
+# those of blocks around the layers.
+_changes = 0
+_traced_after = weakref.WeakKeyDictionary()
+
+
+def compile_again(found):
+    """`clear_caches`, and makes all other blocks compile again, each when it is called."""
+    global _changes
+    clear_caches(found)
+    _changes += 1
+
+
+def forget_old_graph(block):
+    """Clears the block's graph if layers have changed since it was traced, as far as is known."""
+    if _traced_after.get(block, 0) != _changes:
+        if block._cached_op is not None or block._cached_graph:
+            block._clear_cached_op()
+        _traced_after[block] = _changes
 
 
 def check_block(net, function):

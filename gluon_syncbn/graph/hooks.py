@@ -2,14 +2,17 @@
 would be shared by its copies."""
 
 import functools
+import weakref
 
 from mxnet import autograd
 from mxnet.gluon import HybridBlock, SymbolBlock
+from mxnet.gluon.block import _flatten
 from mxnet.symbol import Symbol
 
 from .. import native
+from ..layers import calls
 from ..layers.batch_norm import SyncBatchNorm
-from .blocks import walk
+from .blocks import forget_old_graph, walk
 from .fusion import fused, is_fusing
 from .symbol_block import SyncGraph
 from .symbols import OUR_OPERATOR, Graph, with_node_ids
@@ -19,6 +22,7 @@ _get_graph, _call_cached_op = HybridBlock._get_graph, HybridBlock._call_cached_o
 
 @functools.wraps(_get_graph)
 def _get_graph_to_compile(block, *args):
+    forget_old_graph(block)
     # A SymbolBlock has nothing but its graph.
     if block._cached_graph and not isinstance(block, SymbolBlock) and _is_of_others(block):
         block._clear_cached_op()
@@ -31,6 +35,7 @@ def _get_graph_to_compile(block, *args):
 
 @functools.wraps(_call_cached_op)
 def _call_without_op_hooks(block, *args):
+    forget_old_graph(block)
     for layer in _layers(block) if block._callback and autograd.is_training() else ():
         for devices in layer.device_groups():
             if len(devices) > 1 and not layer.settings()["use_global_stats"]:
@@ -42,7 +47,26 @@ def _call_without_op_hooks(block, *args):
                     "device per process while you look, or return the arrays from the net and "
                     "read them once it was called on all devices."
                 )
-    return _call_cached_op(block, *args)
+    result = _call_cached_op(block, *args)
+    if calls.are_noted():
+        inputs = _flatten(args, "input")[0]
+        calls.note(next(x.context for x in inputs if x is not None), _nodes(block))
+    return result
+
+
+# {block: (what it has compiled, its nodes)}
+_compiled = weakref.WeakKeyDictionary()
+
+
+def _nodes(block):
+    """(id of its layer, its number or None) for each node of a compiled block."""
+    known, nodes = _compiled.get(block, (None, ()))
+    if known is not block._cached_op:
+        graph = Graph(with_node_ids(block._cached_graph[1]))
+        attributes = [n.attrs for n in graph.nodes() if n.operator in OUR_OPERATOR]
+        nodes = [(int(attrs["layer"]), attrs.get("node")) for attrs in attributes]
+        _compiled[block] = block._cached_op, nodes
+    return nodes
 
 
 def _is_of_others(block):

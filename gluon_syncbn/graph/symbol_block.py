@@ -120,25 +120,14 @@ def read_graph(block, operators):
     layers = _layers_of.setdefault(block, {})
     found, refused = [], []
     for number, node in enumerate(graph.nodes()):
-        inner = [part for each in node.graphs() for part in each.all_nodes()]
-        norms = [part for part in inner if part.operator in operators]
-        if not norms and node.operator not in operators:
+        why = why_not(graph, node, users, operators)
+        if not why and node.operator not in operators:
             continue
-        names = () if norms else tuple(source.name for source, _ in taken_apart(node)[2])
-        why = None
-        if norms:
-            why = (
-                "it has batch normalization in a graph of its own, as after optimize_for or "
-                "quantization: convert the net before."
-            )
-        elif is_in_place(node):
-            why = "it works in place: build the net and load its parameters."
-        elif len(names) > len(ROLES):
+        names = () if why else tuple(source.name for source, _ in taken_apart(node)[2])
+        if len(names) > len(ROLES):
             why = (
                 "it has momentum=None, which a graph lacks: build the net and load its parameters."
             )
-        elif any(graph.entry(*user)[1] > 0 for user in users[id(node)]):
-            why = "its mean or variance is used as an output."
         elif not all(name in block.params for name in names):
             why = "gamma, beta or a running statistic is not a parameter of the SymbolBlock."
         if why:
@@ -167,6 +156,24 @@ def read_graph(block, operators):
     return found, refused
 
 
+def why_not(graph, node, users, operators):
+    """Why a node of batch normalization cannot be replaced, or None; also for a node with such
+    nodes in a graph of its own. users: those of the graph."""
+    inner = [part for each in node.graphs() for part in each.all_nodes()]
+    if any(part.operator in operators for part in inner):
+        return (
+            "it has batch normalization in a graph of its own, as after optimize_for or "
+            "quantization: convert the net before."
+        )
+    if node.operator not in operators:
+        return None
+    if is_in_place(node):
+        return "it works in place: build the net and load its parameters."
+    if any(graph.entry(*user)[1] > 0 for user in users[id(node)]):
+        return "its mean or variance is used as an output."
+    return None
+
+
 def spliced(symbol, replaced):
     """The symbol with layers in place of nodes."""
     graph = Graph(symbol)
@@ -185,12 +192,15 @@ def spliced(symbol, replaced):
         x, residual, parameters = taken_apart(node)
         inputs = dict(zip(("x", *ROLES), (x, *parameters)))
         variables = {name: variable(name) for name in inputs}
+        # Such as __ctx_group__ and __force_mirroring__.
+        hidden = {name: value for name, value in node.attrs.items() if name.startswith("__")}
         part = Graph(each.layer.hybrid_forward(mx.sym, **variables))
 
         def connected(inner):
             if inner.op == "null":
                 return inputs[inner.name]
             inner.name = f"{node.name}_{inner.name}"
+            inner.attrs.update(hidden)
             return None
 
         part.rewrite(connected)

@@ -85,6 +85,7 @@ def sync_batch_norm(
     residual=None,
     copy_layout=False,
     name=None,
+    node=None,
     **settings,
 ):
     r"""Batch normalization over all devices of `layer` (Ioffe and Szegedy, 2015).
@@ -145,6 +146,8 @@ def sync_batch_norm(
         graph is for GPUs; on the CPU it raises.
     name : str, optional
         Of the node in a graph.
+    node : int, optional
+        The number of this call among those of a graph, if it has several of the layer.
     **settings
         axis, momentum, epsilon, use_global_stats, activation, slope, inplace: as in
         :class:`gluon_syncbn.SyncBatchNorm`. virtual_devices: as in
@@ -178,6 +181,8 @@ def sync_batch_norm(
     more = {**_STOCK_HAS_OTHERS, **given}
     if residuals:
         more["residual"] = True
+    if node is not None:
+        more["node"] = node
     y = _without_amp(F.Custom)(
         x,
         gamma.as_nd_ndarray(),

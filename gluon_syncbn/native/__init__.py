@@ -12,6 +12,7 @@ from .layer import (
     layers,
     set_active_devices,
     set_joined,
+    spans_processes,
     waiting,
     waits,
 )
@@ -23,6 +24,7 @@ from .routes import (
     Key,
     Segment,
     packed_size,
+    restore_layout,
     view,
 )
 from .threads import warn

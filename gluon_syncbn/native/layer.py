@@ -260,9 +260,15 @@ def _texts(names):
     return (ctypes.c_char_p * len(names))(*(name.encode() for name in names))
 
 
-def set_joined(joined):
-    """Sets whether this process has run out of data and contributes zeros to the sums of all."""
-    _library.gluon_syncbn_set_joined(bool(joined))
+def set_joined(joined, must_have_samples=False):
+    """Sets whether this process has run out of data and contributes zeros to the sums of all, and
+    whether a call for which no process has samples fails."""
+    _library.gluon_syncbn_set_joined(joined, must_have_samples)
+
+
+def spans_processes():
+    """Whether any layer exchanges with other processes."""
+    return bool(_kept)
 
 
 def give_up(reason):

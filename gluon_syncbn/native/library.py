@@ -182,7 +182,7 @@ for _name, (_result, *_arguments) in {
     "configure": (None, _long, ctypes.POINTER(LayerConfig)),
     "forget": (None, _long),
     "set_active_devices": (None, ctypes.POINTER(_text), _int),
-    "set_joined": (None, _bool),
+    "set_joined": (None, _bool, _bool),
     "give_up": (None, _text),
     "drain": (None, _long, _long, _text, _pointer, _int, _text),
     "probe_arrays": (None, _long, _long, _bool, _text, _pointer, _int),

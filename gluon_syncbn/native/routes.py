@@ -314,6 +314,11 @@ def _pointer(array):
     return pointer
 
 
+def restore_layout(array):
+    """Gives an NDArray on a CPU MXNet's usual layout in memory, if oneDNN gave it another."""
+    _pointer(array)
+
+
 def view(array):
     """NumPy's view of the memory of an NDArray."""
     kind = numpy.ctypeslib.as_ctypes_type(array.dtype)

@@ -1,4 +1,4 @@
-"""Steps in which some devices have no data, or which may be interrupted."""
+"""Steps in which some devices or processes have no data, or which may be interrupted."""
 
 import weakref
 
@@ -6,6 +6,7 @@ import mxnet as mx
 from mxnet.context import Context
 
 from .. import native
+from .empty import end_step, take_part
 from .trainer import after_update, before_adding_up, check_trainer, clear, trained, trainers
 
 _MOST_ERRORS = 10000
@@ -32,6 +33,19 @@ class participants:
     devices, which would otherwise be those of an earlier step; with ``grad_req="add"``, the
     gradients accumulated so far. A device that has gone backward since counts as usual.
 
+    A process in which no device has data gives ``[]``, if the layers share statistics with other
+    processes: it does not call the net, but steps the Trainer::
+
+            with sbn.participants(used, trainer):
+                if used:
+                    ...                             # record, backward
+                trainer.step(samples)               # those of all processes
+
+    Here the layers are called without samples, as often as in the last step of this Trainer in this
+    process, or once each before its first one. So the others get the statistics and gradients of
+    their samples, and all the same running statistics. (A net that calls a layer several times, or
+    leaves some out, needs a first step with samples in each process.)
+
     A step that ends in an error, such as Ctrl-C in a notebook after the net was called for one
     device and before the next, is abandoned: calls that wait for others fail at once, the error
     propagates, and the next step starts clean.
@@ -40,21 +54,22 @@ class participants:
     ----------
     devices : list of Context or of NDArray
         The active ones: call every layer on each of them, and on no others. An array may stand for
-        its device.
+        its device. ``[]``: this process has no samples.
     trainer : mxnet.gluon.Trainer, optional
-        Needed only for a Trainer that was made before gluon_syncbn was imported. Make Trainers
-        before the context. A subclass with a ``step`` of its own must call the Trainer's ``step``
-        or ``allreduce_grads``.
+        Needed for ``[]`` if there are several Trainers, and for a Trainer that was made before
+        gluon_syncbn was imported. Make Trainers before the context. A subclass with a ``step`` of
+        its own must call the Trainer's ``step`` or ``allreduce_grads``.
 
     Raises
     ------
     ValueError
-        If there are no devices, or one on which no layer or Trainer has parameters, or within
-        another `participants`.
+        If there are no devices and no other processes, or a device on which no layer or Trainer has
+        parameters, or within another `participants`.
     TypeError
         For anything but a Trainer as `trainer`.
     MXNetError
-        On waiting for a result, if a layer is called on another device.
+        On waiting for a result, if a layer is called on another device. For ``[]``, at once, if no
+        process has samples.
 
     References
     ----------
@@ -69,12 +84,15 @@ class participants:
     def __init__(self, devices, trainer=None):
         devices = devices if isinstance(devices, (list, tuple)) else [devices]
         devices = [getattr(device, "context", device) for device in devices]
-        if not devices or not all(isinstance(device, Context) for device in devices):
+        if not all(isinstance(device, Context) for device in devices):
             raise ValueError(
                 f"participants got {devices!r}: give the contexts that have data, or arrays on "
-                "them, at least one."
+                "them."
             )
         check_trainer(trainer, "participants")
+        if not devices:
+            trainer = _trainer_of_empty_step(trainer)
+        self._trainer = trainer
         self._devices = list(dict.fromkeys(map(str, devices)))
         self._active = False
         # {parameter: whether its gradient was new on each device, as MXNet knows it}, before the
@@ -94,11 +112,15 @@ class participants:
         for trainer in trainers():
             _before_adding_up(trainer)  # as gradients so far belong to the last context
         # Even if whole groups of devices are idle, so that no layer needs to know.
-        participants._last = self if any(map(self._divided, held)) else None
+        is_divided = not self._devices or any(map(self._divided, held))
+        participants._last = self if is_divided else None
         if participants._last is not None:
             for trainer in trainers():
                 self._watch(trainer)
-        if any(self._parts(layer) for layer in native.layers()):
+        end_step()
+        if not self._devices:
+            take_part(self._trainer)
+        elif any(self._parts(layer) for layer in native.layers()):
             # Earlier calls belong to a step of all devices.
             mx.nd.waitall()
             native.set_active_devices(self._devices)
@@ -107,6 +129,7 @@ class participants:
         return self
 
     def __exit__(self, kind, error, trace):
+        end_step()
         try:
             if error is not None:
                 _give_up(error)
@@ -145,18 +168,21 @@ class participants:
     def _watch(self, trainer):
         """From now on, only gradients of later backward passes are new."""
         for parameter in trained(trainer):
-            if parameter not in self._was_fresh and self._divided(_devices_of(parameter)):
+            is_divided = not self._devices or self._divided(_devices_of(parameter))
+            if is_divided and parameter not in self._was_fresh:
                 self._was_fresh[parameter] = [data._fresh_grad for data in parameter._data]
                 for data in parameter._data:
                     data._fresh_grad = False
 
     def _bring_nothing(self, trainer):
-        """Lets idle devices contribute nothing, where active ones have new gradients."""
+        """Lets idle devices contribute nothing, where active ones, or other processes, have new
+        gradients."""
         for parameter in trained(trainer):
             was_fresh = self._was_fresh.pop(parameter, ())
             # Not list_data(), which refuses sparse parameters.
             arrays = list(zip(_devices_of(parameter), parameter._data, parameter.list_grad()))
-            if not any(data._fresh_grad for device, data, _ in arrays if device in self._devices):
+            active = [data._fresh_grad for device, data, _ in arrays if device in self._devices]
+            if not (any(active) or was_fresh and not self._devices):
                 for data, fresh in zip(parameter._data, was_fresh):
                     data._fresh_grad = data._fresh_grad or fresh
                 continue
@@ -174,6 +200,22 @@ class participants:
             for device in idle:
                 for source, target in zip(arrays.get(active[0], ()), arrays.get(device, ())):
                     source.copyto(target)
+
+
+def _trainer_of_empty_step(trainer):
+    """The Trainer of a step in which this process has no samples."""
+    if not native.spans_processes():
+        raise ValueError(
+            "participants got no devices, and no layer shares statistics with other processes, "
+            "which could have samples: give the contexts that have data, or leave the step out."
+        )
+    several = [trainer] if trainer else trainers()
+    if len(several) != 1:
+        raise ValueError(
+            f"participants got no devices, and there are {len(several)} Trainers: give the one "
+            "whose step follows, as in participants([], trainer)."
+        )
+    return several[0]
 
 
 def _give_up(error):

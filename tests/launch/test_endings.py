@@ -86,6 +86,13 @@ while True:
 
 
 @pytest.mark.long
+def test_a_server_that_is_asked_for_a_key_too_early(start):
+    launcher = start(f"{TRAIN}\nkv.pull(7, out=mx.nd.zeros(2))\nmx.nd.waitall()", "-n", "2")
+    assert launcher.end() == 134, launcher.text
+    assert "server 0" in launcher.text and "init 7 first" in launcher.text
+    assert "call mx.nd.waitall() before the Trainer's first step" in launcher.text
+
+
 def test_launchers_that_dmlc_gave_their_roles(start):
     """MXNet serves in whatever process imports it under such a role: that must not be ours."""
     script = TRAIN + "print('trains')\nwhile True:\n    step()\n"

@@ -196,7 +196,9 @@ SBN_EXPORT void gluon_syncbn_set_active_devices(const char* const* devices, int 
   process.rendezvous->set_active_devices({devices, devices + num_devices});
 }
 
-SBN_EXPORT void gluon_syncbn_set_joined(int joined) { process.rendezvous->set_joined(joined != 0); }
+SBN_EXPORT void gluon_syncbn_set_joined(int joined, int must_have_samples) {
+  process.rendezvous->set_joined(joined != 0, must_have_samples != 0);
+}
 
 SBN_EXPORT void gluon_syncbn_give_up(const char* reason) { process.rendezvous->give_up(reason); }
 

@@ -143,7 +143,8 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
     throw std::runtime_error(
         arrays.text(kData) +
         " holds no values. Do not train the net with it: leave the device out of the step within "
-        "gluon_syncbn.participants.");
+        "gluon_syncbn.participants(devices), where devices are those with values, or [] in a "
+        "process that has none.");
   }
   if (requests[kOutput] == kAddTo && attributes_.needs_y()) {
     throw std::runtime_error(

@@ -51,6 +51,11 @@ void LayerMessages::all_reduce(const ProcessCall& call, const Open& open, const 
     total = add_ranks(call, size, &all);
   }
   *count = total[1];
+  if (*count == 0 && call.must_have_samples && !call.is_backward) {
+    throw std::runtime_error(call.title +
+                             ": no process that shares statistics with this one has samples in "
+                             "this step. Leave the step out in all of them.");
+  }
   std::memcpy(static_cast<void*>(sums->data()), total + kCallSize,
               sums->size() * sizeof(ChannelSums));
 }

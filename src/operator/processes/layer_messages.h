@@ -31,6 +31,8 @@ struct ProcessCall {
   size_t first_rank, end_rank;
   // Whether this process has run out of data and contributes zeros.
   bool joined;
+  // Whether it is an error if no process has samples.
+  bool must_have_samples;
 };
 
 class LayerMessages {

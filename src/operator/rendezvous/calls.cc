@@ -15,9 +15,10 @@ void Rendezvous::set_active_devices(const std::vector<std::string>& devices) {
   for (const LayerPtr& layer : state_->all()) layer->align_calls();
 }
 
-void Rendezvous::set_joined(bool joined) {
+void Rendezvous::set_joined(bool joined, bool must_have_samples) {
   const State::Lock lock(state_->mutex);
   state_->joined = joined;
+  state_->must_have_samples = must_have_samples;
 }
 
 bool Rendezvous::has_data(const LayerPtr& layer) const {

@@ -26,7 +26,8 @@ void add_other_processes(State* state, Layer* layer, const CallId& id, Direction
                          config.timeout_seconds,
                          config.first_rank,
                          config.end_rank,
-                         state->joined};
+                         state->joined,
+                         state->must_have_samples};
   const auto open = state->observer.open;
   const auto observed_warn = state->observer.warn;
   lock.unlock();

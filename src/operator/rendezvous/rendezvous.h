@@ -59,8 +59,9 @@ class Rendezvous {
   PassSums reduce(const LayerPtr& layer, const CallId& id, Direction direction,
                   const std::string& device, const char* dtype, const PassSums& own);
 
-  // Whether this process has run out of data and contributes zeros to exchanges.
-  void set_joined(bool joined);
+  // Whether this process has run out of data and contributes zeros to exchanges, and whether a
+  // forward for which no process has samples fails.
+  void set_joined(bool joined, bool must_have_samples = false);
   // Whether this process has data, or exchanges the layer's sums with processes that may have some.
   // Null: a layer that does not synchronize.
   bool has_data(const LayerPtr& layer) const;

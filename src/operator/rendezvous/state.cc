@@ -132,9 +132,9 @@ void State::check_open(const LayerPtr& layer) const {
   if (!layer) {
     throw Error(
         "The SyncBatchNorm of this graph does not exist in this process: the graph was loaded "
-        "from a file, or its layer was deleted. To train, call "
-        "gluon_syncbn.convert_sync_batchnorm(net), or build the net again and load its "
-        "parameters.");
+        "from a file, or its layer was deleted. To train a net, call "
+        "gluon_syncbn.convert_sync_batchnorm(net), or build it again and load its parameters. To "
+        "train a symbol, bind an mx.mod.Module, not an executor.");
   }
 }
 

@@ -125,6 +125,7 @@ struct State {
   // Why no call may wait for other devices now; empty if they may.
   std::string given_up;
   bool joined = false;
+  bool must_have_samples = false;
   Clock::time_point last_arrival{};
   ActiveDevices active;
   Observer observer;

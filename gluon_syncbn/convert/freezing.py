@@ -1,0 +1,128 @@
+"""Freezes and unfreezes batch normalization in nets that are built."""
+
+import logging
+
+from mxnet.gluon import SymbolBlock
+
+from ..graph.blocks import BATCH_NORMS, check_block, compile_again, walk
+from ..graph.symbol_block import SyncGraph
+from ..graph.symbols import OUR_OPERATOR, ROLES, STOCK_OPERATORS, Graph, settings_of, taken_apart
+
+_log = logging.getLogger("gluon_syncbn")
+# Where a parameter keeps its grad_req while it is frozen.
+_GRAD_REQ = "_grad_req_unfrozen"
+
+
+def freeze(net, affine=False):
+    r"""Makes the batch normalization of a built net, or of a part of it, use its running statistics
+    in training too.
+
+    .. math:: y = \gamma \frac{x - \text{running\_mean}}{\sqrt{\text{running\_var} + \epsilon}}
+        + \beta
+
+    A frozen layer leaves its running statistics as they are, passes gradients through, and does not
+    synchronize. It is as if made with ``use_global_stats=True``; mmdetection calls it
+    ``norm_eval``, and with `affine` it is ``FrozenBatchNorm2d`` of torchvision and detectron2.
+
+    It changes :class:`SyncBatchNorm`, ``nn.BatchNorm``, their subclasses, and the graphs of
+    SymbolBlocks. Compiled nets follow, those around `net` too. Exports, conversions and copies keep
+    it; files of ``save_parameters`` hold no settings. All processes of a job must do it alike.
+
+    Parameters
+    ----------
+    net : Block, or list of Block
+        Such as ``net.features`` or ``[net.layer1, net.layer2]``. Changed in place.
+    affine : bool, default False
+        Whether to freeze gamma and beta too: their ``grad_req`` is "null" until `unfreeze`.
+
+    Returns
+    -------
+    int
+        The number of layers that were not frozen before.
+
+    Raises
+    ------
+    ValueError
+        If `net` is something else.
+    """
+    return _set_frozen(net, "freeze", True, affine)
+
+
+def unfreeze(net):
+    """Undoes :func:`freeze`: layers follow the batches again, also those that were made with
+    ``use_global_stats=True``, and gamma and beta have the ``grad_req`` that they had.
+
+    It takes what `freeze` takes, raises the same, and returns the number of layers that were
+    frozen.
+    """
+    return _set_frozen(net, "unfreeze", False, True)
+
+
+def _set_frozen(net, function, frozen, affine):
+    blocks = net if isinstance(net, (list, tuple)) and net else [net]
+    for block in blocks:
+        check_block(block, function)
+    found = {id(block): (path, block) for each in blocks for path, block in walk(each)}
+    layers, changed, left = 0, 0, []
+    for path, block in found.values():
+        parameters = []
+        if isinstance(block, BATCH_NORMS):
+            changed += _set_layer(block, frozen)
+            parameters.append((block.gamma, block.beta))
+        elif isinstance(block, SymbolBlock):
+            parameters, several = _set_graph(path, block, frozen, left)
+            changed += several
+        layers += len(parameters)
+        for pair in parameters if affine else ():
+            for parameter in pair:
+                _set_gradient(parameter, frozen)
+    if left:
+        _log.warning("%s left %s as they are: they lie in graphs within a graph.", function, left)
+    elif not layers:
+        _log.warning("%s found no batch normalization in %s.", function, [b.name for b in blocks])
+    if changed:
+        compile_again(found.values())
+    return changed
+
+
+def _set_layer(layer, frozen):
+    before = bool(layer._kwargs.get("use_global_stats"))
+    layer._kwargs["use_global_stats"] = frozen
+    return before != frozen
+
+
+def _set_graph(path, block, frozen, left):
+    """Changes the nodes of a graph. Returns the (gamma, beta) of each layer in it, and how many
+    layers have changed."""
+    name = "_stock_graph" if isinstance(block, SyncGraph) else "_cached_graph"
+    inputs, symbol = vars(block)[name]
+    graph = Graph(symbol)
+    parameters, changed = {}, set()
+    for node in graph.nodes():
+        inner = [part.name for each in node.graphs() for part in each.all_nodes() if _is_norm(part)]
+        left += [f"{path}:{each}" for each in inner]
+        if not _is_norm(node):
+            continue
+        names = tuple(source.name for source, _ in taken_apart(node)[2])
+        if settings_of(node).use_global_stats != frozen:
+            changed.add(names)
+        node.attrs["use_global_stats"] = str(frozen)
+        roles = dict(zip(ROLES, names))
+        parameters[names] = [block.params.get(roles[r]) for r in ("gamma", "beta")]
+    if changed:
+        vars(block)[name] = inputs, graph.symbol_like(symbol)
+    for node in block._nodes if isinstance(block, SyncGraph) else ():
+        _set_layer(node.layer, frozen)
+    return list(parameters.values()), len(changed)
+
+
+def _is_norm(node):
+    return node.operator in STOCK_OPERATORS or node.operator in OUR_OPERATOR
+
+
+def _set_gradient(parameter, frozen):
+    if frozen and parameter.grad_req != "null":
+        setattr(parameter, _GRAD_REQ, parameter.grad_req)
+        parameter.grad_req = "null"
+    elif not frozen and hasattr(parameter, _GRAD_REQ):
+        parameter.grad_req = vars(parameter).pop(_GRAD_REQ)

@@ -1,0 +1,65 @@
+"""Gives the graph of each Module that trains layers of its own, which synchronize its contexts."""
+
+import functools
+
+from mxnet.module.executor_group import DataParallelExecutorGroup
+
+from .. import native
+from ..layers.batch_norm import SyncBatchNorm
+from .symbols import OUR_OPERATOR, Graph, settings_of
+
+
+def new_layer(node, activation=None):
+    """A SyncBatchNorm with the settings of a node of batch normalization, without its parameters
+    and what is fused into it."""
+    settings = settings_of(node)
+    stem = node.name[: -len("_fwd")] if node.name.endswith("_fwd") else node.name
+    return SyncBatchNorm(
+        axis=settings.axis,
+        momentum=settings.momentum,
+        epsilon=settings.epsilon,
+        scale=not settings.fix_gamma,
+        use_global_stats=settings.use_global_stats,
+        running_variance="unbiased" if settings.unbiased else "biased",
+        activation=activation,
+        prefix=f"{stem}_",
+    )
+
+
+def with_layers(symbol, contexts):
+    """A symbol whose nodes of ours have layers that synchronize these contexts, and the layers.
+    Nodes of a layer of this process that knows its devices, or how many there are, keep it."""
+    if native.OP_TYPE not in symbol.tojson():
+        return symbol, []
+    graph = Graph(symbol)
+    known = {str(layer.id): layer for layer in native.layers()}
+    layers = {}
+    for node in graph.nodes():
+        if node.operator not in OUR_OPERATOR or settings_of(node).virtual_devices:
+            continue
+        own = node.attrs["process"] == native.PROCESS and known.get(node.attrs["layer"])
+        if own and (own._num_devices or own.all_devices()):
+            continue
+        key = node.attrs["process"], node.attrs["layer"]
+        if key not in layers:
+            layers[key] = layer = new_layer(node)
+            # Deferred, as the channels are unknown: the arrays are the Module's.
+            layer.initialize(ctx=contexts)
+            layer._layer.join(own._own_group if own else None, None)
+        node.attrs.update(process=native.PROCESS, layer=str(layers[key]._layer.id))
+    return graph.symbol_like(symbol), list(layers.values())
+
+
+_init = DataParallelExecutorGroup.__init__
+# The arguments between the contexts and `for_training`.
+_BETWEEN = 4
+
+
+@functools.wraps(_init)
+def _init_with_layers(group, symbol, contexts, *args, **kwargs):
+    if kwargs.get("for_training", args[_BETWEEN] if len(args) > _BETWEEN else False):
+        symbol, group._sync_layers = with_layers(symbol, contexts)
+    _init(group, symbol, contexts, *args, **kwargs)
+
+
+DataParallelExecutorGroup.__init__ = _init_with_layers

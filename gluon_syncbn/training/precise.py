@@ -1,0 +1,100 @@
+"""Running statistics measured again, after training or for averaged weights."""
+
+import contextlib
+import logging
+
+import mxnet as mx
+from mxnet.gluon import SymbolBlock
+
+from ..graph.blocks import BATCH_NORMS, check_block, compile_again, walk
+from ..layers.batch_norm import SyncBatchNorm
+
+_log = logging.getLogger("gluon_syncbn")
+_COUNT = "num_batches_tracked"
+
+
+@contextlib.contextmanager
+def precise_statistics(net):
+    r"""A context in which a net's running statistics become the mean over the n batches that it is
+    called with, whatever the `momentum` of its layers is.
+
+    .. math:: \text{running} = \frac{1}{n} \sum_{i=1}^n \text{batch}_i
+
+    ::
+
+        with sbn.precise_statistics(net):
+            for x, _ in loader:
+                net(x)
+
+    The calls are in training mode and need no backward; the parameters stay as they are. On several
+    devices and in several processes the net is called as in training. Without any batch the
+    statistics stay as they were. Layers that are frozen stay as they are. The logger
+    ``gluon_syncbn`` names what is not measured: ``nn.BatchNorm`` and graphs of SymbolBlocks.
+
+    Parameters
+    ----------
+    net : Block
+        Its parameters have values.
+
+    Raises
+    ------
+    ValueError
+        If `net` is not a Block, or no :class:`SyncBatchNorm` in it follows the batches.
+
+    References
+    ----------
+    - P. Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, UAI
+      2018: averaged weights need statistics of their own (``torch.optim.swa_utils.update_bn``).
+    - Y. Wu, J. Johnson, Rethinking "Batch" in BatchNorm, 2021 (``PreciseBN`` of detectron2).
+    """
+    check_block(net, "precise_statistics")
+    found = list(walk(net))
+    layers, left = [], []
+    for path, block in found:
+        if isinstance(block, SyncBatchNorm):
+            layers += [] if block._kwargs["use_global_stats"] else [block]
+        elif isinstance(block, (*BATCH_NORMS, SymbolBlock)):
+            left.append(path or block.name)
+    if not layers:
+        raise ValueError(
+            f"precise_statistics got {type(net).__name__} '{net.name}', in which no SyncBatchNorm "
+            "follows the batches: call convert_sync_batchnorm or unfreeze before."
+        )
+    if left:
+        _log.warning("precise_statistics does not measure %s.", ", ".join(left))
+    momenta = [layer._kwargs["momentum"] for layer in layers]
+    mx.nd.waitall()
+    try:
+        for layer in layers:
+            _count_batches(layer)
+        compile_again(found)
+        with mx.autograd.train_mode():
+            yield
+        mx.nd.waitall()
+    finally:
+        for layer, momentum in zip(layers, momenta):
+            if momentum is not None:
+                _follow_batches(layer, momentum)
+        compile_again(found)
+
+
+def _count_batches(layer):
+    if layer._kwargs["momentum"] is not None:
+        mean, settings = layer.running_mean, {"init": "zeros", "differentiable": False}
+        count = layer.params.get(_COUNT, grad_req="null", shape=(1,), **settings)
+        count.cast(mean.dtype)
+        count.initialize(ctx=mean.list_ctx())
+        setattr(layer, _COUNT, count)
+        layer._kwargs["momentum"] = None
+        layer._layer.enter(layer)
+    else:
+        for array in layer.num_batches_tracked.list_data():
+            array[:] = 0
+
+
+def _follow_batches(layer, momentum):
+    layer._kwargs["momentum"] = momentum
+    count = vars(layer).pop(_COUNT, None)
+    if count is not None:
+        del layer._reg_params[_COUNT], layer.params._params[count.name]
+    layer._layer.enter(layer)

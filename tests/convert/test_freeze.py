@@ -1,0 +1,222 @@
+"""freeze and unfreeze, compared with layers that were made with use_global_stats."""
+
+import copy
+import functools
+
+import gluon_syncbn as sbn
+import mxnet as mx
+import numpy as np
+import pytest
+from devices import context
+from mxnet import autograd
+from mxnet.gluon import SymbolBlock, nn
+from runs import MODES, contexts, hybridize
+from tolerances import assert_same_bits
+
+KINDS = [sbn.SyncBatchNorm, nn.BatchNorm, functools.partial(sbn.VirtualBatchNorm, 2)]
+
+
+class Net(nn.HybridSequential):
+    """Random layers of batch normalization, some in blocks of their own, some called twice."""
+
+    def __init__(self, seed, frozen=frozenset()):
+        super().__init__(prefix="net_")
+        rng = np.random.default_rng(seed)
+        self.number = 0
+        with self.name_scope():
+            for _ in range(rng.integers(1, 4)):
+                self.add(self.some(rng, frozen))
+
+    def some(self, rng, frozen):
+        block = nn.HybridSequential()
+        for _ in range(rng.integers(1, 4)):
+            if rng.random() < 0.3:
+                block.add(nn.Dense(3, flatten=False, in_units=3))
+            settings = {"use_global_stats": self.number in frozen, "in_channels": 3}
+            settings["scale"] = bool(rng.random() < 0.7)
+            block.add(
+                KINDS[rng.integers(len(KINDS))](axis=-1, prefix=f"norm{self.number}_", **settings)
+            )
+            self.number += 1
+        return block
+
+
+def norms(net):
+    found = []
+    net.apply(lambda block: found.append(block) if isinstance(block, nn.BatchNorm) else None)
+    return found
+
+
+def prepared(net, mode=None):
+    net.initialize(ctx=context())
+    if mode is not None:
+        net.hybridize(**mode)
+    return with_values(net)
+
+
+def with_values(net):
+    """The net with the parameters of before all steps."""
+    rng = np.random.default_rng(0)
+    for name, parameter in sorted(net.collect_params().items()):
+        low = 0.5 if name.endswith("var") else -1
+        parameter.set_data(mx.nd.array(rng.uniform(low, 2, parameter.shape)))
+    net.collect_params().zero_grad()
+    return net
+
+
+def step(net, x):
+    """y, dx, gradients and running statistics of a step in training."""
+    x = mx.nd.array(x, ctx=context())
+    x.attach_grad()
+    with autograd.record():
+        y = net(x)
+        loss = (y * y).sum()
+    loss.backward()
+    mx.nd.waitall()
+    found = [y.asnumpy(), x.grad.asnumpy()]
+    for _, parameter in sorted(net.collect_params().items()):
+        found.append(parameter.data().asnumpy())
+        if parameter.grad_req != "null":
+            found.append(parameter.grad().asnumpy())
+    return found
+
+
+def assert_same(a, b, text):
+    assert len(a) == len(b)
+    for i, (one, other) in enumerate(zip(a, b)):
+        assert_same_bits(one, other, f"{text}, {i}")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(8))
+def test_random_nets_are_those_made_with_use_global_stats(seed, mode):
+    """After random calls of freeze and unfreeze on parts of a net, compiled or not."""
+    rng = np.random.default_rng(100 + seed)
+    net = prepared(Net(seed), MODES[mode])
+    x = rng.normal(1, 2, (4, 2, 3))
+    step(net, x)
+    frozen = set()
+    for _ in range(4):
+        some = [i for i in range(net.number) if rng.random() < 0.5]
+        freezes = bool(rng.random() < 0.6)
+        changed = set(some) - frozen if freezes else set(some) & frozen
+        function = sbn.freeze if freezes else sbn.unfreeze
+        if some:
+            assert function([norms(net)[i] for i in some]) == len(changed)
+        frozen = frozen | changed if freezes else frozen - changed
+        expected = prepared(Net(seed, frozen), MODES[mode])
+        what = f"seed {seed}, frozen {sorted(frozen)}"
+        assert_same(step(with_values(net), x), step(expected, x), what)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("synced", [False, True])
+def test_graphs_of_symbol_blocks_follow(synced, mode, tmp_path):
+    source = prepared(Net(3))
+    x = np.random.default_rng(0).normal(1, 2, (4, 2, 3))
+    data = mx.sym.var("data")
+
+    def block():
+        made = SymbolBlock(source(data), data)
+        for name, parameter in made.collect_params().items():
+            parameter.shape = source.collect_params()[name].shape
+        made = prepared(sbn.convert_sync_batchnorm(made) if synced else made, MODES[mode])
+        return made
+
+    net = block()
+    step(net, x)
+    count = source.number
+    assert sbn.freeze(net) == count and sbn.freeze(net) == 0
+    frozen = prepared(Net(3, range(count)))
+
+    def check(expected, text):
+        assert_same(step(with_values(net), x)[:2], step(with_values(expected), x)[:2], text)
+
+    for expected in (frozen, source):
+        if synced:
+            sbn.convert_sync_batchnorm(expected)
+    check(frozen, "frozen")
+    assert sbn.unfreeze(net) == count
+    check(source, "unfrozen")
+    if synced:
+        sbn.freeze(net)
+        for each in (net, frozen):
+            sbn.revert_sync_batchnorm(each)
+        check(frozen, "frozen, reverted")
+
+
+def test_exports_and_files_keep_it(tmp_path):
+    """A file of net.export is a frozen graph, and one of save_parameters fits either."""
+    net = prepared(Net(2), MODES["hybrid"])
+    x = np.random.default_rng(0).normal(1, 2, (4, 2, 3))
+    sbn.freeze(net)
+    step(net, x)
+    net.export(str(tmp_path / "net"))
+    net.save_parameters(str(tmp_path / "parameters"))
+    loaded = SymbolBlock.imports(
+        str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params"), context()
+    )
+    assert sbn.freeze(loaded) == 0 and sbn.unfreeze(loaded) == net.number
+    sbn.freeze(loaded)
+    sbn.export(net, str(tmp_path / "stock"), input_shape=x.shape)
+    text = (tmp_path / "stock-symbol.json").read_text()
+    assert text.count('"use_global_stats": "True"') == net.number
+    net.load_parameters(str(tmp_path / "parameters"))
+    assert sbn.unfreeze(net) == net.number
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_compiled_net_around_the_frozen_part_follows(mode):
+    outer, inner = nn.HybridSequential(), prepared(Net(1))
+    outer.add(inner)
+    hybridize(outer, mode)
+    x = np.random.default_rng(0).normal(1, 2, (4, 2, 3))
+    step(outer, x)
+    sbn.freeze(inner)
+    found = step(with_values(outer), x)
+    expected = step(prepared(Net(1, range(inner.number))), x)
+    assert_same(found, expected, "within a compiled net")
+
+
+def test_devices_of_a_frozen_layer_do_not_wait_for_each_other():
+    layer = sbn.SyncBatchNorm(in_channels=3, momentum=0)
+    layer.initialize(ctx=contexts(2))
+    assert sbn.freeze(layer) == 1
+    with autograd.record():
+        layer(mx.nd.ones((2, 3), ctx=contexts(2)[0])).wait_to_read()
+    assert layer.running_mean.data(contexts(2)[1]).asnumpy().tolist() == [0, 0, 0]
+
+
+def test_affine_restores_grad_req():
+    net = prepared(Net(1))
+    before = {name: parameter.grad_req for name, parameter in net.collect_params().items()}
+    sbn.freeze(net, affine=True)
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
+    values = {n: p.data().asnumpy() for n, p in net.collect_params().items() if "norm" in n}
+    step(net, np.ones((4, 2, 3)))
+    trainer.step(1)
+    for name, value in values.items():
+        np.testing.assert_array_equal(net.collect_params()[name].data().asnumpy(), value)
+    sbn.unfreeze(net)
+    assert before == {name: parameter.grad_req for name, parameter in net.collect_params().items()}
+
+
+def test_copies_and_conversions_keep_it():
+    net = prepared(Net(2))
+    sbn.freeze(net)
+    copied = copy.deepcopy(net)
+    sbn.convert_sync_batchnorm(copied)
+    sbn.revert_sync_batchnorm(copied)
+    assert [layer._kwargs["use_global_stats"] for layer in norms(copied)] == [True] * net.number
+    assert sbn.unfreeze(copied) == net.number == sbn.unfreeze(net)
+
+
+@pytest.mark.parametrize("net", [None, [], [nn.Dense(1), 3], mx.sym.var("data")])
+def test_what_is_no_net(net):
+    with pytest.raises(ValueError, match="freeze takes a Gluon Block"):
+        sbn.freeze(net)
+
+
+def test_a_net_without_batch_normalization_logs_it(caplog):
+    assert sbn.freeze(nn.Dense(1)) == 0
+    assert "found no batch normalization" in caplog.text
