@@ -116,7 +116,7 @@ TEST(missing_layer_is_an_error) {
   const LayerPtr none = f.rendezvous.find(6);
   CHECK(none == nullptr);
   CHECK_THROWS(Error, f.rendezvous.next_call(none, "cpu(0)"), "does not exist",
-               "build the net again");
+               "bind an mx.mod.Module");
   CHECK_THROWS(Error, f.rendezvous.meeting_size(none), "does not exist");
   f.rendezvous.fail(none, "there is no layer");
   f.rendezvous.drain(6, 1, "cpu(0)");
