@@ -303,7 +303,6 @@ def test_what_is_said(caplog, capsys):
     "net, words",
     [
         (None, "got NoneType: give the net itself"),
-        (mx.sym.var("x"), r"got Symbol: wrap the symbol in mx.gluon.SymbolBlock"),
         (nn.Dense, r"got type: create a net, as in Dense\(\)"),
         ([nn.Dense(2)], "got list: call it for each net"),
     ],

@@ -73,7 +73,7 @@ def rows_of(folder):
 
 
 def wait_for(path, process):
-    for _ in range(1200):
+    for _ in range(3600):
         if path.exists():
             return
         assert process.poll() is None, process.communicate()

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 
 #include "mxnet/interrupts.h"
@@ -42,14 +43,13 @@ void LayerMessages::all_reduce(const ProcessCall& call, const Open& open, const 
     message[1] = *count;
     std::memcpy(&message[kCallSize], sums->data(), sums->size() * sizeof(ChannelSums));
   }
-  std::vector<double> all = send(call, open, static_cast<int64_t>(sums->size()), message);
+  const auto channels = static_cast<int64_t>(sums->size());
+  std::vector<double> all = call.is_backward ? send_backward(call, open, warn, channels, message)
+                                             : send(call, open, channels, message);
   const double* total = all.data();
-  if (const size_t processes = all.size() / size; processes > 1) {
-    // Forward calls need no reordering: all write the running statistics, so MXNet runs them in
-    // order.
-    if (call.is_backward) reorder(call, warn, processes, &all);
-    total = add_ranks(call, size, &all);
-  }
+  // Forward calls need no reordering: all write the running statistics, so MXNet runs them in
+  // order.
+  if (all.size() > size) total = add_ranks(call, size, &all);
   *count = total[1];
   if (*count == 0 && call.must_have_samples && !call.is_backward) {
     throw std::runtime_error(call.title +
@@ -108,40 +108,72 @@ void LayerMessages::start_epoch(int64_t epoch, const std::string& error) {
   received_.notify_all();
 }
 
-void LayerMessages::reorder(const ProcessCall& call, const Warn& warn, size_t processes,
-                            std::vector<double>* round) {
-  if (ReorderBuffer::is_of_one_call(*round, processes)) return;
+std::vector<double> LayerMessages::send_backward(const ProcessCall& call, const Open& open,
+                                                 const Warn& warn, int64_t channels,
+                                                 const std::vector<double>& message) {
+  const auto sequence = static_cast<double>(call.sequence);
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto check_epoch = [&] {
-    if (call.epoch != epoch_) throw std::runtime_error(call.title + ": " + ended_);
-  };
-  check_epoch();
-  rounds_[call.node].put(*round, processes);
-  received_.notify_all();
+  std::vector<double> all = send_round(&lock, call, open, channels, message);
+  const size_t processes = all.size() / message.size();
+  if (ReorderBuffer::is_of_one_call(all, processes)) return all;
   Patience patience(call.timeout_seconds);
   const unsigned interrupts_before = interrupts;
   bool warned = false;
-  while (!rounds_[call.node].take(static_cast<double>(call.sequence), processes, round)) {
-    received_.wait_for(lock, std::min(kSlice, patience.slice(kSlice)));
-    check_epoch();
+  while (!rounds_[call.node].take(sequence, processes, &all)) {
+    const bool in_time = received_.wait_for(lock, std::min(kSlice, patience.slice(kSlice))) ==
+                         std::cv_status::no_timeout;
+    check_epoch(call);
+    if (!in_time && sending_[call.node] == 0) {
+      send_round(&lock, call, open, channels, ReorderBuffer::nothing(message.size()));
+    }
     const bool interrupted = interrupts != interrupts_before;
     if (!interrupted && (warned || !patience.is_long()) && !patience.is_over()) continue;
-    const std::string message = call.title + ": waited " + seconds_text(patience.waited()) +
-                                " for all of " + std::to_string(processes) +
-                                " processes to go backward through this call. Came: ranks " +
-                                came(call) + "; the others went through other calls of the layer. ";
-    if (interrupted) throw std::runtime_error(message + "Interrupted.");
+    const std::string text = call.title + ": waited " + seconds_text(patience.waited()) +
+                             " for all of " + std::to_string(processes) +
+                             " processes to go backward through this call. Came: ranks " +
+                             came(call) + "; the others went through other calls of the layer. ";
+    if (interrupted) throw std::runtime_error(text + "Interrupted.");
     if (patience.is_over()) {
-      throw std::runtime_error(message +
+      throw std::runtime_error(text +
                                "Call backward for the same calls, in the same order, in all of "
                                "them.");
     }
     warned = true;
     lock.unlock();
-    warn(message + "After " + seconds_text(patience.timeout()) + " this is an error.");
+    warn(text + "After " + seconds_text(patience.timeout()) + " this is an error.");
     lock.lock();
-    check_epoch();
+    check_epoch(call);
   }
+  return all;
+}
+
+std::vector<double> LayerMessages::send_round(std::unique_lock<std::mutex>* lock,
+                                              const ProcessCall& call, const Open& open,
+                                              int64_t channels,
+                                              const std::vector<double>& message) {
+  ++sending_[call.node];
+  lock->unlock();
+  std::vector<double> all;
+  std::exception_ptr error;
+  try {
+    all = send(call, open, channels, message);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  lock->lock();
+  --sending_[call.node];
+  if (error) std::rethrow_exception(error);
+  const size_t processes = all.size() / message.size();
+  if (!ReorderBuffer::is_of_one_call(all, processes)) {
+    check_epoch(call);
+    rounds_[call.node].put(all, processes);
+    received_.notify_all();
+  }
+  return all;
+}
+
+void LayerMessages::check_epoch(const ProcessCall& call) const {
+  if (call.epoch != epoch_) throw std::runtime_error(call.title + ": " + ended_);
 }
 
 std::string LayerMessages::came(const ProcessCall& call) const {

@@ -62,9 +62,16 @@ class LayerMessages {
   // Sends this process's message. Returns those of all processes, by rank, or only their sum.
   std::vector<double> send(const ProcessCall& call, const Open& open, int64_t channels,
                            const std::vector<double>& message);
-  // Waits for the messages of this backward call, and replaces those of the round with them.
-  void reorder(const ProcessCall& call, const Warn& warn, size_t processes,
-               std::vector<double>* round);
+  // `send` for a backward call, which returns the messages of this call. Where one waits for them
+  // and no other call of this process sends a message, it sends nothing in the next round.
+  std::vector<double> send_backward(const ProcessCall& call, const Open& open, const Warn& warn,
+                                    int64_t channels, const std::vector<double>& message);
+  // `send` without the lock; keeps the messages if they are not of one call.
+  std::vector<double> send_round(std::unique_lock<std::mutex>* lock, const ProcessCall& call,
+                                 const Open& open, int64_t channels,
+                                 const std::vector<double>& message);
+  // Throws if the call belongs to a step that has ended.
+  void check_epoch(const ProcessCall& call) const;
   // The ranks whose messages of the call have arrived.
   std::string came(const ProcessCall& call) const;
 
@@ -72,8 +79,9 @@ class LayerMessages {
   std::condition_variable received_;
   int64_t epoch_ = 0;
   std::string ended_;
-  // By node.
+  // By node: the rounds, and how many calls send a message.
   std::map<int64_t, ReorderBuffer> rounds_;
+  std::map<int64_t, int> sending_;
   // By direction and node.
   std::map<std::pair<bool, int64_t>, std::shared_ptr<Opening>> routes_;
 };

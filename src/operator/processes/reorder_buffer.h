@@ -3,7 +3,8 @@
 //
 // In each exchange every process sends its values of one call, and all receive this round of
 // values. It sends each call once, so it ends up with all values of every call, though not always
-// in the round in which it sent its own.
+// in the round in which it sent its own. A process that has no further call before one is complete,
+// as MXNet runs its calls one after the other, sends nothing in a round: a sequence below zero.
 #ifndef GLUON_SYNCBN_PROCESSES_REORDER_BUFFER_H_
 #define GLUON_SYNCBN_PROCESSES_REORDER_BUFFER_H_
 
@@ -19,17 +20,24 @@ class ReorderBuffer {
   // sequence.
   static bool is_of_one_call(const std::vector<double>& round, size_t processes) {
     const size_t size = round.size() / processes;
-    for (size_t rank = 1; rank < processes; ++rank) {
-      if (round[size * rank] != round[0]) return false;
+    for (size_t rank = 0; rank < processes; ++rank) {
+      if (round[size * rank] != round[0] || is_nothing(&round[size * rank])) return false;
     }
     return true;
+  }
+
+  // A message of this many values that brings no call.
+  static std::vector<double> nothing(size_t size) {
+    std::vector<double> message(size);
+    message[0] = -1;
+    return message;
   }
 
   void put(const std::vector<double>& round, size_t processes) {
     const size_t size = round.size() / processes;
     for (size_t rank = 0; rank < processes; ++rank) {
       const double* const values = &round[size * rank];
-      calls_[values[0]][rank].assign(values, values + size);
+      if (!is_nothing(values)) calls_[values[0]][rank].assign(values, values + size);
     }
   }
 
@@ -56,6 +64,8 @@ class ReorderBuffer {
   }
 
  private:
+  static bool is_nothing(const double* message) { return message[0] < 0; }
+
   // By sequence, then by rank.
   std::map<double, std::map<size_t, std::vector<double>>> calls_;
 };

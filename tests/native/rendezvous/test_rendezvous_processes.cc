@@ -260,6 +260,28 @@ TEST(backward_calls_come_in_any_order) {
   }
 }
 
+// As MXNet may, where the memory of one call is used again by the next.
+TEST(one_process_goes_backward_one_call_after_the_other) {
+  for (const size_t strict : {0, 1}) {
+    Pair pair;
+    const size_t other = 1 - strict;
+    std::vector<CallId> ids[2] = {pair.next_calls(0, 3), pair.next_calls(1, 3)};
+    Background one([&] {
+      for (const CallId& id : ids[strict]) pair.backward(strict, id);
+    });
+    std::vector<std::unique_ptr<Background>> calls;
+    for (size_t i = 3; i-- > 0;) {
+      calls.emplace_back(new Background([&pair, other, id = ids[other][i]] {
+        CHECK_EQ(pair.backward(other, id), 2 * static_cast<double>(id.sequence) + 100);
+      }));
+      sleep(0.01);
+    }
+    CHECK_EQ(one.error(), "");
+    for (const auto& call : calls) CHECK_EQ(call->error(), "");
+    CHECK(pair.warnings.empty() && one.seconds() < kSoon);
+  }
+}
+
 TEST(a_backward_call_that_another_process_leaves_out_is_an_error) {
   Apart apart(1);
   for (Background* call : {&apart.first, &apart.second}) {
