@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <exception>
 #include <stdexcept>
 
 #include "mxnet/interrupts.h"
@@ -111,7 +110,6 @@ void LayerMessages::start_epoch(int64_t epoch, const std::string& error) {
 std::vector<double> LayerMessages::send_backward(const ProcessCall& call, const Open& open,
                                                  const Warn& warn, int64_t channels,
                                                  const std::vector<double>& message) {
-  const auto sequence = static_cast<double>(call.sequence);
   std::unique_lock<std::mutex> lock(mutex_);
   std::vector<double> all = send_round(&lock, call, open, channels, message);
   const size_t processes = all.size() / message.size();
@@ -119,11 +117,10 @@ std::vector<double> LayerMessages::send_backward(const ProcessCall& call, const 
   Patience patience(call.timeout_seconds);
   const unsigned interrupts_before = interrupts;
   bool warned = false;
-  while (!rounds_[call.node].take(sequence, processes, &all)) {
-    const bool in_time = received_.wait_for(lock, std::min(kSlice, patience.slice(kSlice))) ==
-                         std::cv_status::no_timeout;
+  while (!rounds_[call.node].take(static_cast<double>(call.sequence), processes, &all)) {
+    const auto status = received_.wait_for(lock, patience.slice(kSlice));
     check_epoch(call);
-    if (!in_time && sending_[call.node] == 0) {
+    if (status == std::cv_status::timeout && sending_[call.node] == 0) {
       send_round(&lock, call, open, channels, ReorderBuffer::nothing(message.size()));
     }
     const bool interrupted = interrupts != interrupts_before;
@@ -154,15 +151,15 @@ std::vector<double> LayerMessages::send_round(std::unique_lock<std::mutex>* lock
   ++sending_[call.node];
   lock->unlock();
   std::vector<double> all;
-  std::exception_ptr error;
   try {
     all = send(call, open, channels, message);
   } catch (...) {
-    error = std::current_exception();
+    lock->lock();
+    --sending_[call.node];
+    throw;
   }
   lock->lock();
   --sending_[call.node];
-  if (error) std::rethrow_exception(error);
   const size_t processes = all.size() / message.size();
   if (!ReorderBuffer::is_of_one_call(all, processes)) {
     check_epoch(call);

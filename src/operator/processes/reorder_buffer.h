@@ -3,8 +3,8 @@
 //
 // In each exchange every process sends its values of one call, and all receive this round of
 // values. It sends each call once, so it ends up with all values of every call, though not always
-// in the round in which it sent its own. A process that has no further call before one is complete,
-// as MXNet runs its calls one after the other, sends nothing in a round: a sequence below zero.
+// in the round in which it sent its own. A process that begins no call before another is complete
+// may have nothing to send in a round: a message with a sequence below zero.
 #ifndef GLUON_SYNCBN_PROCESSES_REORDER_BUFFER_H_
 #define GLUON_SYNCBN_PROCESSES_REORDER_BUFFER_H_
 
