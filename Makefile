@@ -69,7 +69,7 @@ help: ## say what can be made
 	@echo; echo 'To change it:'; $(call targets,test-.*|chaos|gpu-.*|cuda-.*|ptx-.*|lint|format|docs|warnings|compilers|sanitize)
 targets = sed -nE 's/^($(1)):.*\#\# (.*)/  \1@\2/p' Makefile | awk -F@ '{printf "%-21s%s\n", $$1, $$2}'
 
-train: $(environment) ## train the segmentation example (3 minutes); each time writes a new folder runs/segmentation-N
+train: $(environment) ## train the segmentation example (4 minutes); each time writes a new folder runs/segmentation-N
 	$(python) examples/segmentation/train.py $(ARGS)
 
 detect: $(environment) ## train the detection example in two processes; each time writes a new folder runs/detection-N
@@ -78,7 +78,7 @@ detect: $(environment) ## train the detection example in two processes; each tim
 compare: $(environment) ## train the example with six kinds of batch statistics, into runs/compare
 	$(python) examples/segmentation/compare.py $(ARGS)
 
-test: $(environment) $(ready)test ## run the native tests and the quick Python tests; 5 minutes
+test: $(environment) $(ready)test ## run the native tests and the quick Python tests; 14 minutes
 	$(build_native) run-native
 	$(python) -m pytest -n 3 -m "not long" $(ARGS)
 	@echo "Left out, as it takes minutes; make test-all has it:"
