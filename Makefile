@@ -5,6 +5,10 @@ MXNET ?= cpu
 FLAVOUR ?= plain
 FLAGS ?= -O2
 
+# Tests start hundreds of programs: their modules are compiled once, even where the user's setting
+# is not to.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The folder for the Horovod wheel that is built, and for the wheel of MXNet for GPUs that
 # `test-gpu` downloads.
 HOROVOD_CACHE ?= $${XDG_CACHE_HOME:-$$HOME/.cache}/gluon_syncbn

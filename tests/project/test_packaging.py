@@ -94,8 +94,8 @@ def sdist(checkout):
 
 
 @pytest.fixture(scope="module")
-def wheel(checkout, tmp_path_factory):
-    return build_wheel(checkout, tmp_path_factory.mktemp("wheel"))
+def wheel(sdist, tmp_path_factory):
+    return build_wheel(sdist, tmp_path_factory.mktemp("wheel"), CXXFLAGS="-O0")
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_installed_wheel_runs_the_program_of_readme(checkout, wheel, tmp_path):
     assert run([command, "inspect", "a.params"], tmp_path).stdout.startswith("0 layers")
 
 
-def test_source_distribution_builds_and_runs_the_program_of_readme(checkout, sdist, tmp_path):
+def test_source_distribution_holds_the_sources(checkout, sdist):
     with tarfile.open(sdist) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"Makefile", "LICENSE", "README.md", "pyproject.toml", "setup.py"}
@@ -182,9 +182,6 @@ def test_source_distribution_builds_and_runs_the_program_of_readme(checkout, sdi
         wanted |= {str(path.relative_to(checkout)) for path in paths if path.suffix != ".pyc"}
     assert wanted <= files
     assert not [name for name in files if name.endswith((".so", ".o", ".pyc"))]
-    wheel = build_wheel(sdist, tmp_path / "wheel", CXXFLAGS="-O0")
-    python = environment_with(tmp_path / "environment", wheel)
-    assert run([python, "-c", PROGRAM], tmp_path).stdout.startswith("loss ")
 
 
 def test_editable_install_builds_into_the_package_and_follows_headers(project):
