@@ -44,6 +44,16 @@ SBN_DEVICE double double_power_of_2(int exponent) {
   return power;
 }
 
+// The same sum, of three doubles whose bits do not overlap.
+SBN_DEVICE Sum3 without_overlap(const Sum3& sum) {
+  Sum3 result;
+  double rest;
+  result.high = two_sum(sum.high, sum.middle, &rest);
+  result.middle = two_sum(rest, sum.low, &result.low);
+  result.high = two_sum(result.high, result.middle, &result.middle);
+  return result;
+}
+
 // A signed integer of kWords words.
 template <int kWords>
 struct Integer {
@@ -91,6 +101,33 @@ struct Integer {
     for (int i = 0; i < kWords; ++i) result.words[i] = __shfl_xor_sync(kAllLanes, words[i], mask);
     return result;
   }
+
+  // This times 2^exponent. Words are split into doubles, which takes fewer instructions than adding
+  // them.
+  SBN_DEVICE Sum3 times_power_of_2(int exponent) const {
+    constexpr int kBits = 53;
+    constexpr uint64_t kMask = (uint64_t{1} << kBits) - 1;
+    const bool is_negative = static_cast<int64_t>(words[kWords - 1]) < 0;
+    uint64_t carry = is_negative ? 1 : 0, magnitude[3] = {};
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      magnitude[i] = (is_negative ? ~words[i] : words[i]) + carry;
+      carry = carry && magnitude[i] == 0 ? 1 : 0;
+    }
+    const auto scaled = [&](uint64_t bits, int at) {
+      const double power = double_power_of_2(exponent + at);
+      return static_cast<double>(bits) * (is_negative ? -power : power);
+    };
+    Sum3 sum;
+    sum.low = scaled(magnitude[0] & kMask, 0);
+    sum.middle = scaled((magnitude[0] >> kBits | magnitude[1] << (64 - kBits)) & kMask, kBits);
+    sum.high = scaled(
+        (magnitude[1] >> (2 * kBits - 64) | magnitude[2] << (128 - 2 * kBits)) & kMask, 2 * kBits);
+    sum = without_overlap(sum);
+    const uint64_t rest = magnitude[2] >> (3 * kBits - 128);
+    if (kWords > 2 && rest) sum.add(scaled(rest, 3 * kBits));
+    return sum;
+  }
 };
 
 // The sums of n values of a channel; none if n is 0.
@@ -105,7 +142,7 @@ struct Chunk {
 template <bool kBackward>
 struct RoundedSums {
   // Far below the exponents of all numbers.
-  static constexpr int kZero = -100000;
+  static constexpr int kZero = -1000;
   Integer<2> first;
   Integer<3> second;
   int first_exponent = kZero, second_exponent = kZero;
@@ -205,7 +242,9 @@ class ChannelTotal {
       RoundedSums<kBackward> rounded;
       if (chunk.n > 0) rounded = RoundedSums<kBackward>::of(chunk);
       const auto largest = [&](int exponent) {
-        for (int mask = lanes / 2; mask > 0; mask /= 2) {
+#pragma unroll
+        for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+          if (mask >= lanes) continue;
           const int other = __shfl_xor_sync(kAllLanes, exponent, mask);
           exponent = other > exponent ? other : exponent;
         }
@@ -230,32 +269,41 @@ class ChannelTotal {
     put_sums(sums, own_);
   }
 
-  // Returns the sums of `lanes` lanes, a power of 2, in the first of them. In each group of `group`
+  // Adds up the sums of `lanes` lanes, a power of 2, in the first of them. In each group of `group`
   // lanes, only the first `used` have sums.
-  SBN_DEVICE ChannelSums over_lanes(int lanes, int group, int used, int lane) {
+  SBN_DEVICE void add_lanes(int lanes, int group, int used, int lane) {
     if (kFloat && __all_sync(kAllLanes, is_rounded_)) {
       Integer<2> first;
       Integer<3> second;
       get(&first, &second);
-      for (int mask = lanes / 2; mask > 0; mask /= 2) {
-        if (mask < group && mask >= used) continue;
+#pragma unroll
+      for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+        if (mask >= lanes || (mask < group && mask >= used)) continue;
         first.add(first.from_lane(mask));
         second.add(second.from_lane(mask));
       }
       put(first, second);
-      return lane % lanes == 0 ? value() : ChannelSums();
+      return;
     }
     ChannelSums sums = value();
-    add_lanes(&sums, lanes, lane);
-    return sums;
+    gluon_syncbn::add_lanes(&sums, lanes, lane);
+    put_sums(sums, own_);
+  }
+
+  // What the same lane of a later warp has put there by value().
+  SBN_DEVICE ChannelSums value_of_warp(int i) const {
+    return get_sums(own_ + i * kWarp * kOwnWords);
   }
 
   SBN_DEVICE ChannelSums value() {
     if (!is_rounded_) return get_sums(own_);
     is_rounded_ = false;
-    ChannelSums sums;
+    Integer<2> first;
+    Integer<3> second;
+    get(&first, &second);
     const Exponents exponents = get_exponents();
-    add_integers_to(&sums, exponents.first, exponents.second);
+    const ChannelSums sums{first.times_power_of_2(exponents.first),
+                           second.times_power_of_2(exponents.second)};
     put_sums(sums, own_);
     return sums;
   }
@@ -291,7 +339,7 @@ class ChannelTotal {
     Exponents own = get_exponents();
     if (own.first == kZero && first != kZero) own.first = first - kMiddle;
     if (kBackward && own.second == kZero && second != kZero) own.second = second - kMiddle;
-    if (!kBackward) own.second = 2 * own.first;
+    if (!kBackward) own.second = own.first == kZero ? kZero : 2 * own.first;
     put_exponents(own);
   }
 
@@ -314,38 +362,9 @@ class ChannelTotal {
       return;
     }
     ChannelSums sums = value();
-    put(rounded.first, rounded.second);
-    add_integers_to(&sums, rounded.first_exponent, rounded.second_exponent);
+    sums.first.add(rounded.first.times_power_of_2(rounded.first_exponent));
+    sums.second.add(rounded.second.times_power_of_2(rounded.second_exponent));
     put_sums(sums, own_);
-  }
-
-  // Adds the integers in `own_`, times powers of 2, to `sums`.
-  SBN_DEVICE void add_integers_to(ChannelSums* sums, int first_exponent,
-                                  int second_exponent) const {
-    add_integer<2>(own_, first_exponent, &sums->first);
-    add_integer<3>(own_ + 2, second_exponent, &sums->second);
-  }
-  // Not unrolled, as it takes many instructions for each word. Most words are zero.
-  template <int kWords>
-  SBN_DEVICE static void add_integer(const double* from, int exponent, Sum3* sum) {
-    const auto word_at = [&](int i) {
-      uint64_t word;
-      memcpy(&word, from + i, sizeof(word));
-      return word;
-    };
-    const bool is_negative = static_cast<int64_t>(word_at(kWords - 1)) < 0;
-    uint64_t carry = is_negative ? 1 : 0;
-#pragma unroll 1
-    for (int i = 0; i < kWords; ++i) {
-      const uint64_t word = (is_negative ? ~word_at(i) : word_at(i)) + carry;
-      if (word == 0) continue;
-      carry = 0;
-      const double power = double_power_of_2(exponent + 64 * i);
-      const double factor = is_negative ? -power : power;
-      const uint32_t low = static_cast<uint32_t>(word), high = static_cast<uint32_t>(word >> 32);
-      if (low) sum->add(low * factor);
-      if (high) sum->add(high * (factor * 0x1p32));
-    }
   }
 
   SBN_DEVICE void get(Integer<2>* first, Integer<3>* second) const {
@@ -379,11 +398,19 @@ class ChunkBuffer {
     if (++turn_ == lanes_) flush(lanes_of_channel);
   }
 
-  // Returns the sums of each group of `lanes_of_channel` lanes, in the first of them.
-  SBN_DEVICE ChannelSums finish(int lanes_of_channel) {
+  // Stores the sums of a channel, to which `lanes_of_channel` lanes of each of `warps` warps
+  // belong. All threads of the block call it, each with its channel, if that exists.
+  SBN_DEVICE void finish(int lanes_of_channel, int warps, const SumsTask& task, int64_t c) {
     const int used = is_flushed_ ? lanes_ : turn_;
-    flush(lanes_of_channel);
-    return total_.over_lanes(lanes_of_channel, lanes_, used, lane_);
+    if (turn_ > 0) flush(lanes_of_channel);
+    // A warp without chunks has no sums.
+    if (used > 0) total_.add_lanes(lanes_of_channel, lanes_, used, lane_);
+    ChannelSums sums;
+    if (lane_ % lanes_of_channel == 0) sums = total_.value();
+    if (warps > 1) __syncthreads();
+    if (lane_ % lanes_of_channel != 0 || threadIdx.x / kWarp % warps != 0 || c >= task.C) return;
+    for (int i = 1; i < warps; ++i) sums.add(total_.value_of_warp(i));
+    task.store(c, blockIdx.y, sums);
   }
 
  private:

@@ -148,7 +148,7 @@ struct PlaneShare {
   }
 };
 
-// S > 1: a block has chunks of one channel, with `lanes` threads per chunk.
+// S > 1: `across` threads have the chunks of a channel, `lanes` of them each chunk.
 template <typename T, int kArrays, bool kAligned>
 __global__ void __launch_bounds__(kThreads, plane_blocks(kArrays, kAligned))
     sum_planes(SumsTask task, EpilogueTask<Arithmetic<T>> epilogue) {
@@ -156,38 +156,40 @@ __global__ void __launch_bounds__(kThreads, plane_blocks(kArrays, kAligned))
   constexpr bool kBackward = kArrays > 1, kGated = kArrays > 2;
   // In shared memory, as they are needed only once every `lanes` chunks.
   __shared__ double own_sums[kThreads * kOwnWords];
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int lanes = task.lanes, at_once = kWarp / lanes;
-  const int64_t c = blockIdx.x;
+  const int lane = threadIdx.x % kWarp, lanes = task.lanes, across = task.across;
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * (kThreads / across) + threadIdx.x / across;
+  const int64_t readable = c < task.C ? c : 0;
 
   Center<A> center{0, 0};
-  if constexpr (kBackward) center = Center<A>::of(task.statistics[c]);
-  const auto gates = Gates<A, kGated>::of(epilogue, c);
-  double* const own = own_sums + threadIdx.x * kOwnWords;
-  ChunkBuffer<A, kBackward> buffer(own, lanes, lane);
+  if constexpr (kBackward) center = Center<A>::of(task.statistics[readable]);
+  const auto gates = Gates<A, kGated>::of(epilogue, readable);
+  ChunkBuffer<A, kBackward> buffer(own_sums + threadIdx.x * kOwnWords, lanes, lane);
 
   // The number of chunks left for the warp, a lane's next chunk, and the step to the one after it,
   // in samples and chunks.
-  const int64_t begin = task.unit_of_slice(blockIdx.y) + warp * at_once;
-  int units = static_cast<int>(task.unit_of_slice(blockIdx.y + 1) - begin);
-  const int64_t unit = begin + lane / lanes, sample_size = task.C * task.S;
+  const int at_once = across / lanes, group = static_cast<int>(threadIdx.x) % across / lanes;
+  const int first = across > kWarp ? group - lane / lanes : 0;
+  const int64_t begin = task.unit_of_slice(blockIdx.y), sample_size = task.C * task.S;
+  int units = static_cast<int>(task.unit_of_slice(blockIdx.y + 1) - begin) - first;
+  const int64_t unit = begin + group;
   const int chunks = static_cast<int>(task.chunks);
-  int64_t sample = unit, sample_step = kWarps * at_once;
+  int64_t sample = unit, sample_step = at_once;
+  const int lanes_of_channel = across < kWarp ? across : kWarp;
   int chunk = 0, chunk_step = 0;
   if (chunks > 1) {
     sample = unit / chunks;
     chunk = static_cast<int>(unit - sample * chunks);
-    sample_step = kWarps * at_once / chunks;
-    chunk_step = kWarps * at_once % chunks;
+    sample_step = at_once / chunks;
+    chunk_step = at_once % chunks;
   }
   int64_t plane_at = sample * sample_size + c * task.S;
   const int64_t plane_step = sample_step * sample_size;
   const int last_size =
       static_cast<int>(task.S - static_cast<int64_t>(chunks - 1) * task.chunk_size);
 
-  for (; units > 0; units -= kWarps * at_once) {
+  for (; units > 0; units -= at_once) {
     const int64_t at = plane_at + static_cast<int64_t>(chunk) * task.chunk_size;
-    const bool exists = lane / lanes < units;
+    const bool exists = group - first < units && c < task.C;
     const int n = !exists ? 0 : chunk + 1 == chunks ? last_size : task.chunk_size;
     const T* const x = static_cast<const T*>(task.x) + at;
     const PlaneShare<T, kArrays, kAligned> share{
@@ -216,18 +218,10 @@ __global__ void __launch_bounds__(kThreads, plane_blocks(kArrays, kAligned))
       chunk -= chunks;
       plane_at += sample_size;
     }
-    buffer.add(sums, center, kWarp, [&](const auto& f) { share.each(f); });
+    buffer.add(sums, center, lanes_of_channel, [&](const auto& f) { share.each(f); });
   }
 
-  const ChannelSums sums = buffer.finish(kWarp);
-  if (lane == 0) put_sums(sums, own);
-  __syncthreads();
-  if (warp == 0) {
-    ChannelSums of_warp;
-    if (lane < kWarps) of_warp = get_sums(own_sums + lane * kWarp * kOwnWords);
-    add_lanes(&of_warp, kWarps, lane);
-    if (lane == 0) task.store(c, blockIdx.y, of_warp);
-  }
+  buffer.finish(lanes_of_channel, across > kWarp ? across / kWarp : 1, task, c);
 }
 
 }  // namespace gluon_syncbn

@@ -110,6 +110,7 @@ struct TileReader<BFloat16> : PairReader<BFloat16> {
 
 // S > 1, small unaligned planes: a warp copies the contiguous planes of `kWarp / lanes` channels of
 // a sample to shared memory. `lanes` threads per plane have `chunk_size` consecutive values each.
+// `across / lanes` warps have the samples of a tile.
 template <typename T, int kArrays>
 __global__ void __launch_bounds__(kThreads, kTileBlocks)
     sum_tiles(SumsTask task, EpilogueTask<Arithmetic<T>> epilogue) {
@@ -126,8 +127,11 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
 
   const int lanes = task.lanes, across = kWarp / lanes;
   const int plane = lane / lanes, lane_of_plane = lane % lanes;
-  const int64_t tile = static_cast<int64_t>(blockIdx.x) * across, c = tile + plane;
-  const int planes = c - plane + across <= task.C ? across : static_cast<int>(task.C - tile);
+  const int warps = task.across / lanes;
+  const int64_t tile =
+      (static_cast<int64_t>(blockIdx.x) * (kWarps / warps) + warp / warps) * across;
+  const int64_t c = tile + plane, left_of_C = task.C - tile;
+  const int planes = left_of_C >= across ? across : static_cast<int>(left_of_C);
   const T *x = static_cast<const T*>(task.x), *dy = static_cast<const T*>(task.dy);
   [[maybe_unused]] const T* const v = static_cast<const T*>(epilogue.v);
   const bool reads_v = kGated && epilogue.v != task.x;
@@ -145,14 +149,13 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
       }
     }
   }
-  double* const own = own_sums + threadIdx.x * kOwnWords;
-  ChunkBuffer<A, kBackward> buffer(own, lanes, lane);
+  ChunkBuffer<A, kBackward> buffer(own_sums + threadIdx.x * kOwnWords, lanes, lane);
 
   const int n = static_cast<int>(task.S), share_size = task.chunk_size;
-  const int64_t first = task.unit_of_slice(blockIdx.y) + warp;
+  const int64_t first = task.unit_of_slice(blockIdx.y) + warp % warps;
   int64_t at = (first * task.C + tile) * task.S;
-  int samples = static_cast<int>(task.unit_of_slice(blockIdx.y + 1) - first);
-  for (; samples > 0; samples -= kWarps, at += kWarps * task.C * task.S) {
+  int samples = planes > 0 ? static_cast<int>(task.unit_of_slice(blockIdx.y + 1) - first) : 0;
+  for (; samples > 0; samples -= warps, at += warps * task.C * task.S) {
     using Loads = Tile<T, kBytes>;
     const int begin = plane * n + lane_of_plane * share_size;
     const int left = plane < planes ? n - lane_of_plane * share_size : 0;
@@ -240,14 +243,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
       }
     });
   }
-  ChannelSums sums = buffer.finish(lanes);
-  if (lane_of_plane == 0) put_sums(sums, own);
-  __syncthreads();
-  // The first warp has the sums of all planes in the first lane of each.
-  if (warp == 0 && lane_of_plane == 0 && plane < planes) {
-    for (int i = 1; i < kWarps; ++i) sums.add(get_sums(own + i * kWarp * kOwnWords));
-    task.store(c, blockIdx.y, sums);
-  }
+  buffer.finish(lanes, warps, task, c);
 }
 
 }  // namespace gluon_syncbn
