@@ -200,7 +200,7 @@ struct SumsTask {
   // or in rows.
   int64_t chunks, units;
   int chunk_size, slices, lanes;
-  // S > 1: threads for a channel; a block has several channels if a channel has few units.
+  // Planes: threads for a channel. A block has several channels if a channel has few units.
   int across;
   // S = 1: rows of threads for a chunk. The other threads of a block have other chunks.
   int down;

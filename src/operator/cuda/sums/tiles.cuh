@@ -110,7 +110,6 @@ struct TileReader<BFloat16> : PairReader<BFloat16> {
 
 // S > 1, small unaligned planes: a warp copies the contiguous planes of `kWarp / lanes` channels of
 // a sample to shared memory. `lanes` threads per plane have `chunk_size` consecutive values each.
-// `across / lanes` warps have the samples of a tile.
 template <typename T, int kArrays>
 __global__ void __launch_bounds__(kThreads, kTileBlocks)
     sum_tiles(SumsTask task, EpilogueTask<Arithmetic<T>> epilogue) {
@@ -127,11 +126,8 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
 
   const int lanes = task.lanes, across = kWarp / lanes;
   const int plane = lane / lanes, lane_of_plane = lane % lanes;
-  const int warps = task.across / lanes;
-  const int64_t tile =
-      (static_cast<int64_t>(blockIdx.x) * (kWarps / warps) + warp / warps) * across;
-  const int64_t c = tile + plane, left_of_C = task.C - tile;
-  const int planes = left_of_C >= across ? across : static_cast<int>(left_of_C);
+  const int64_t tile = static_cast<int64_t>(blockIdx.x) * across, c = tile + plane;
+  const int planes = c - plane + across <= task.C ? across : static_cast<int>(task.C - tile);
   const T *x = static_cast<const T*>(task.x), *dy = static_cast<const T*>(task.dy);
   [[maybe_unused]] const T* const v = static_cast<const T*>(epilogue.v);
   const bool reads_v = kGated && epilogue.v != task.x;
@@ -152,10 +148,10 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
   ChunkBuffer<A, kBackward> buffer(own_sums + threadIdx.x * kOwnWords, lanes, lane);
 
   const int n = static_cast<int>(task.S), share_size = task.chunk_size;
-  const int64_t first = task.unit_of_slice(blockIdx.y) + warp % warps;
+  const int64_t first = task.unit_of_slice(blockIdx.y) + warp;
   int64_t at = (first * task.C + tile) * task.S;
-  int samples = planes > 0 ? static_cast<int>(task.unit_of_slice(blockIdx.y + 1) - first) : 0;
-  for (; samples > 0; samples -= warps, at += warps * task.C * task.S) {
+  int samples = static_cast<int>(task.unit_of_slice(blockIdx.y + 1) - first);
+  for (; samples > 0; samples -= kWarps, at += kWarps * task.C * task.S) {
     using Loads = Tile<T, kBytes>;
     const int begin = plane * n + lane_of_plane * share_size;
     const int left = plane < planes ? n - lane_of_plane * share_size : 0;
@@ -243,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
       }
     });
   }
-  buffer.finish(lanes, warps, task, c);
+  buffer.finish(lanes, kWarps, task, c);
 }
 
 }  // namespace gluon_syncbn
