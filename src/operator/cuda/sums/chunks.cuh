@@ -66,11 +66,17 @@ struct Integer {
     for (int i = 1; i < kWords; ++i) result.words[i] = static_cast<uint64_t>(value >> 63);
     return result;
   }
-  SBN_DEVICE static Integer product(int64_t a, int64_t b) {
-    const int64_t high = __mul64hi(a, b);
-    Integer result = of(high >> 63);
-    result.words[0] = static_cast<uint64_t>(a) * static_cast<uint64_t>(b);
-    result.words[1] = static_cast<uint64_t>(high);
+  SBN_DEVICE static Integer<2> product(int64_t a, int64_t b) {
+    return {{static_cast<uint64_t>(a) * static_cast<uint64_t>(b),
+             static_cast<uint64_t>(__mul64hi(a, b))}};
+  }
+  // The same number, in no fewer words.
+  template <int kMore>
+  SBN_DEVICE Integer<kMore> widened() const {
+    // Their sign.
+    auto result = Integer<kMore>::of(static_cast<int64_t>(words[kWords - 1]) >> 63);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) result.words[i] = words[i];
     return result;
   }
 
@@ -143,8 +149,7 @@ template <bool kBackward>
 struct RoundedSums {
   // Far below the exponents of all numbers.
   static constexpr int kZero = -1000;
-  Integer<2> first;
-  Integer<3> second;
+  Integer<2> first, second;
   int first_exponent = kZero, second_exponent = kZero;
 
   // Whether the sums of a chunk of at most 2^13 values can be rounded. If both are zero, the values
@@ -179,7 +184,7 @@ struct RoundedSums {
         return round(sum, power_of_2(-*exponent));
       };
       result.first = Integer<2>::of(set(sums.first, &result.first_exponent));
-      result.second = Integer<3>::of(set(sums.second, &result.second_exponent));
+      result.second = Integer<2>::of(set(sums.second, &result.second_exponent));
     } else {
       // The sum of squares is less than 2^(2 * half), so the sum is less than 2^(half + 7), and
       // takes 31 bits. A deviation is no less than half a unit in the last place of the origin,
@@ -199,8 +204,8 @@ struct RoundedSums {
       first += llrintf(moved);
       const int64_t total = chunk.n * whole;
       result.first = Integer<2>::of(first + total);
-      result.second = Integer<3>::product(2 * first + total, whole);
-      result.second.add(Integer<3>::of(second));
+      result.second = Integer<2>::product(2 * first + total, whole);
+      result.second.add(Integer<2>::of(second));
       result.first_exponent = exponent;
       result.second_exponent = 2 * exponent;
     }
@@ -269,12 +274,13 @@ class ChannelTotal {
     put_sums(sums, own_);
   }
 
-  // Adds up the sums of `lanes` lanes, a power of 2, in the first of them. In each group of `group`
-  // lanes, only the first `used` have sums.
-  SBN_DEVICE void add_lanes(int lanes, int group, int used, int lane) {
-    if (kFloat && __all_sync(kAllLanes, is_rounded_)) {
+  // The sum over `lanes` lanes, a power of 2, in the first of them. In each group of `group` lanes,
+  // only the first `used` have sums.
+  SBN_DEVICE ChannelSums value_of_lanes(int lanes, int group, int used, int lane) {
+    const bool as_integers = kFloat && __all_sync(kAllLanes, is_rounded_);
+    if (as_integers) {
       Integer<2> first;
-      Integer<3> second;
+      Second second;
       get(&first, &second);
 #pragma unroll
       for (int mask = kWarp / 2; mask > 0; mask /= 2) {
@@ -283,14 +289,16 @@ class ChannelTotal {
         second.add(second.from_lane(mask));
       }
       put(first, second);
-      return;
     }
-    ChannelSums sums = value();
-    gluon_syncbn::add_lanes(&sums, lanes, lane);
-    put_sums(sums, own_);
+    ChannelSums sums;
+    if (!as_integers || lane % lanes == 0) sums = value();
+    if (!as_integers) add_lanes(&sums, lanes, lane);
+    return sums;
   }
 
-  // What the same lane of a later warp has put there by value().
+  // For value_of_warp() in the same lane of the first warp.
+  SBN_DEVICE void put(const ChannelSums& sums) { put_sums(sums, own_); }
+  // What the same lane of a later warp has put.
   SBN_DEVICE ChannelSums value_of_warp(int i) const {
     return get_sums(own_ + i * kWarp * kOwnWords);
   }
@@ -299,20 +307,19 @@ class ChannelTotal {
     if (!is_rounded_) return get_sums(own_);
     is_rounded_ = false;
     Integer<2> first;
-    Integer<3> second;
+    Second second;
     get(&first, &second);
     const Exponents exponents = get_exponents();
-    const ChannelSums sums{first.times_power_of_2(exponents.first),
-                           second.times_power_of_2(exponents.second)};
-    put_sums(sums, own_);
-    return sums;
+    return {first.times_power_of_2(exponents.first), second.times_power_of_2(exponents.second)};
   }
 
  private:
   // How far the exponent of the integers lies below that of the first chunk. It is in the middle of
-  // the shifts that can be added: the integers have 127 and 191 bits, for up to 2^16 chunks of at
-  // most 62 and 111 bits.
+  // the shifts that can be added. The sums of up to 2^16 chunks, of at most 62 and 111 bits, or of
+  // 40 and 40 in backward, take at most 127 and 191 bits, or 127 each.
   static constexpr int kMiddle = kBackward ? 30 : 15;
+  static constexpr int kWords = kBackward ? 2 : 3;
+  using Second = Integer<kWords>;
 
   static constexpr bool kFloat = sizeof(A) == sizeof(float);
 
@@ -354,10 +361,10 @@ class ChannelTotal {
     const auto fits = [](int shift) { return shift >= 0 && shift <= 2 * kMiddle; };
     if (is_rounded_ && fits(first_shift) && (!kBackward || fits(second_shift))) {
       Integer<2> first;
-      Integer<3> second;
+      Second second;
       get(&first, &second);
       first.add(rounded.first.shifted(first_shift));
-      second.add(rounded.second.shifted(second_shift));
+      second.add(rounded.second.template widened<kWords>().shifted(second_shift));
       put(first, second);
       return;
     }
@@ -367,11 +374,11 @@ class ChannelTotal {
     put_sums(sums, own_);
   }
 
-  SBN_DEVICE void get(Integer<2>* first, Integer<3>* second) const {
+  SBN_DEVICE void get(Integer<2>* first, Second* second) const {
     memcpy(static_cast<void*>(first), own_, sizeof(*first));
     memcpy(static_cast<void*>(second), own_ + 2, sizeof(*second));
   }
-  SBN_DEVICE void put(const Integer<2>& first, const Integer<3>& second) {
+  SBN_DEVICE void put(const Integer<2>& first, const Second& second) {
     memcpy(own_, &first, sizeof(first));
     memcpy(own_ + 2, &second, sizeof(second));
   }
@@ -385,29 +392,33 @@ class ChunkBuffer {
   SBN_DEVICE ChunkBuffer(double* own, int lanes, int lane)
       : total_(own), lanes_(lanes), lane_(lane) {}
 
-  // Adds a lane's share of a chunk. each(f) calls f with the value, or the gradient and the value,
-  // of every element of the share.
+  // Adds a lane's share of a chunk. is_last: the warp calls it no more. each(f) calls f with the
+  // value, or the gradient and the value, of every element of the share.
   template <typename Each>
-  SBN_DEVICE void add(Chunk<A> chunk, const Center<A>& center, int lanes_of_channel,
+  SBN_DEVICE void add(Chunk<A> chunk, const Center<A>& center, int lanes_of_channel, bool is_last,
                       const Each& each) {
     chunk.sums.add_lanes(lanes_, lane_);
     if (kBackward) center.correct(&chunk.sums);
     const bool is_keeper = lane_ % lanes_ == turn_;
     if constexpr (sizeof(A) == sizeof(float)) add_if_wide(&chunk, center, is_keeper, each);
     if (is_keeper) chunk_ = chunk;
-    if (++turn_ == lanes_) flush(lanes_of_channel);
+    if (++turn_ < lanes_ && !is_last) return;
+    total_.add(chunk_, lanes_of_channel);
+    chunk_.n = 0;
+    if (turn_ > used_) used_ = turn_;
+    turn_ = 0;
   }
 
   // Stores the sums of a channel, to which `lanes_of_channel` lanes of each of `warps` warps
   // belong. All threads of the block call it, each with its channel, if that exists.
   SBN_DEVICE void finish(int lanes_of_channel, int warps, const SumsTask& task, int64_t c) {
-    const int used = is_flushed_ ? lanes_ : turn_;
-    if (turn_ > 0) flush(lanes_of_channel);
-    // A warp without chunks has no sums.
-    if (used > 0) total_.add_lanes(lanes_of_channel, lanes_, used, lane_);
     ChannelSums sums;
-    if (lane_ % lanes_of_channel == 0) sums = total_.value();
-    if (warps > 1) __syncthreads();
+    // A warp without chunks has no sums.
+    if (used_ > 0) sums = total_.value_of_lanes(lanes_of_channel, lanes_, used_, lane_);
+    if (warps > 1) {
+      if (lane_ % lanes_of_channel == 0) total_.put(sums);
+      __syncthreads();
+    }
     if (lane_ % lanes_of_channel != 0 || threadIdx.x / kWarp % warps != 0 || c >= task.C) return;
     for (int i = 1; i < warps; ++i) sums.add(total_.value_of_warp(i));
     task.store(c, blockIdx.y, sums);
@@ -416,8 +427,8 @@ class ChunkBuffer {
  private:
   ChannelTotal<A, kBackward> total_;
   const int lanes_, lane_;
-  int turn_ = 0;
-  bool is_flushed_ = false;
+  // The lane of each `lanes_` that keeps the next chunk, and how many have kept any.
+  int turn_ = 0, used_ = 0;
   Chunk<A> chunk_;
 
   // If the chunk is too wide for add(), adds it and makes it empty.
@@ -447,13 +458,6 @@ class ChunkBuffer {
     if (!is_wide) return;
     if (is_keeper) total_.add_wide(chunk->n, chunk->origin, first, second);
     chunk->n = 0;
-  }
-
-  SBN_DEVICE void flush(int lanes_of_channel) {
-    total_.add(chunk_, lanes_of_channel);
-    chunk_.n = 0;
-    turn_ = 0;
-    is_flushed_ = true;
   }
 };
 

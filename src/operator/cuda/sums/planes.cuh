@@ -218,7 +218,8 @@ __global__ void __launch_bounds__(kThreads, plane_blocks(kArrays, kAligned))
       chunk -= chunks;
       plane_at += sample_size;
     }
-    buffer.add(sums, center, lanes_of_channel, [&](const auto& f) { share.each(f); });
+    buffer.add(sums, center, lanes_of_channel, units <= at_once,
+               [&](const auto& f) { share.each(f); });
   }
 
   buffer.finish(lanes_of_channel, across > kWarp ? across / kWarp : 1, task, c);

@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
       run.add_to(&chunk.sums);
     }
 
-    buffer.add(chunk, center, lanes, [&](const auto& f) {
+    buffer.add(chunk, center, lanes, samples <= kWarps, [&](const auto& f) {
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
         A value = widen(x_tile[x_at + i]);
