@@ -18,7 +18,7 @@ constexpr Type kPredicate{Type::kPredicate, 1}, kAddress{Type::kUnsigned, 8},
 bool is_modifier(const std::string& name) {
   static const std::set<std::string> all{
       // clang-format off
-    "rn", "rni", "rzi", "lo", "hi", "wide", "r", "wrap",
+    "rn", "rni", "rzi", "lo", "hi", "wide", "l", "r", "wrap",
     "global", "shared", "param", "nc", "cs", "cg", "ca", "v2", "v4", "v8", "to", "uni",
     "sync", "aligned", "warp", "bfly", "ballot", "all", "any", "and", "or", "xor",
     "eq", "ne", "lt", "le", "gt", "ge", "ls", "hs", "equ", "neu", "ltu", "leu", "gtu", "geu",

@@ -96,6 +96,10 @@ TEST(kernels_compute) {
   check_values("st.global.u32 [%rd1], %r1;", [](uint32_t i) { return i; });
   check_values("mov.u32 %r6, 7; @%p1 mov.u32 %r6, 9; st.global.u32 [%rd1], %r6;",
                [](uint32_t i) { return i < 40 ? 9 : 7; });
+  check_values("shf.l.wrap.b32 %r6, 0xf0000000, %r1, 36; st.global.u32 [%rd1], %r6;",
+               [](uint32_t i) { return i << 4 | 15; });
+  check_values("shf.r.wrap.b32 %r6, 0xf0000000, %r1, 36; st.global.u32 [%rd1], %r6;",
+               [](uint32_t i) { return i << 28 | 0xf000000; });
   check_values("shfl.sync.bfly.b32 %r6|%p2, %r1, 5, 31, -1; st.global.u32 [%rd1], %r6;",
                [](uint32_t i) { return i ^ 5; });
   check_values("vote.sync.ballot.b32 %r6, %p1, -1; st.global.u32 [%rd1], %r6;",

@@ -208,9 +208,14 @@ Compute find_bits(const std::string& name, const std::vector<std::string>& modif
   if (name == "selp") {
     return raw<3>([](uint64_t a, uint64_t b, uint64_t predicate) { return predicate ? a : b; });
   }
-  if (name == "shf" && contains(modifiers, "r") && contains(modifiers, "wrap")) {
+  if (name == "shf" && contains(modifiers, "wrap")) {
+    if (contains(modifiers, "r")) {
+      return raw<3>([](uint64_t low, uint64_t high, uint64_t by) {
+        return (high << 32 | low) >> (by & 31) & 0xffffffffu;
+      });
+    }
     return raw<3>([](uint64_t low, uint64_t high, uint64_t by) {
-      return (high << 32 | low) >> (by & 31) & 0xffffffffu;
+      return (high << 32 | low) << (by & 31) >> 32;
     });
   }
   return with_unsigned(type, [&](auto zero) -> Compute {
