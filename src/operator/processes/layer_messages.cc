@@ -116,13 +116,14 @@ std::vector<double> LayerMessages::send_backward(const ProcessCall& call, const 
   if (ReorderBuffer::is_of_one_call(all, processes)) return all;
   Patience patience(call.timeout_seconds);
   const unsigned interrupts_before = interrupts;
-  bool warned = false;
+  bool warned = false, is_quiet = false;
   while (!rounds_[call.node].take(static_cast<double>(call.sequence), processes, &all)) {
-    const auto status = received_.wait_for(lock, patience.slice(kSlice));
-    check_epoch(call);
-    if (status == std::cv_status::timeout && sending_[call.node] == 0) {
+    // Decided under the lock, so that no round with what is missing is under way.
+    if (is_quiet && sending_[call.node] == 0) {
       send_round(&lock, call, open, channels, ReorderBuffer::nothing(message.size()));
     }
+    is_quiet = received_.wait_for(lock, patience.slice(kSlice)) == std::cv_status::timeout;
+    check_epoch(call);
     const bool interrupted = interrupts != interrupts_before;
     if (!interrupted && (warned || !patience.is_long()) && !patience.is_over()) continue;
     const std::string text = call.title + ": waited " + seconds_text(patience.waited()) +

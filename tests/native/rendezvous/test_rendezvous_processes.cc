@@ -171,6 +171,8 @@ struct Pair {
   std::mutex mutex;
   std::condition_variable changed;
   Round round;
+  // Why no round will end any more.
+  std::string ended;
 
   explicit Pair(double timeout = kLong) {
     for (size_t rank = 0; rank < kProcesses; ++rank) {
@@ -187,15 +189,16 @@ struct Pair {
         std::unique_lock<std::mutex> lock(mutex);
         round.sent[rank] = message;
         changed.notify_all();
-        changed.wait(lock, [&] { return round.sent.size() == kProcesses; });
+        changed.wait(lock, [&] { return round.sent.size() == kProcesses || !ended.empty(); });
+        if (!ended.empty()) return ended;
         all->clear();
         for (const auto& part : round.sent) {
           all->insert(all->end(), part.second.begin(), part.second.end());
         }
         if (++round.fetched == kProcesses) round = Round();
         changed.notify_all();
-        changed.wait(lock, [&] { return round.sent.count(rank) == 0; });
-        return std::string();
+        changed.wait(lock, [&] { return round.sent.count(rank) == 0 || !ended.empty(); });
+        return ended;
       };
       observer.open = [this, opened = opens(kProcesses, &keys, send)](auto&&... arguments) {
         const std::lock_guard<std::mutex> lock(mutex);
@@ -203,6 +206,12 @@ struct Pair {
       };
       processes.back()->rendezvous.observe(observer);
     }
+  }
+
+  void end(const std::string& why) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    ended = why;
+    changed.notify_all();
   }
 
   std::vector<CallId> next_calls(size_t rank, int count) {
@@ -305,6 +314,8 @@ TEST(waits_for_a_backward_call_are_released) {
       closes ? process->rendezvous.close("the end")
              : process->rendezvous.fail(process->layer, "it fails");
     }
+    // One of them may be about to send nothing.
+    apart.end(closes ? "the end" : "it fails");
     for (Background* call : {&apart.first, &apart.second}) {
       CHECK(contains(call->error(), closes ? "the end" : "it fails"));
       CHECK(call->seconds() < kSoon);
