@@ -217,11 +217,16 @@ def test_logging_a_result_that_never_arrives_blocks_no_other_thread():
     body = """
         import logging
 
+        warned = threading.Event()
         logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+        # Is told after the first handler, which writes.
+        after = logging.Handler(logging.WARNING)
+        after.emit = lambda record: warned.set()
+        logging.getLogger().addHandler(after)
         with mx.autograd.record():
             logging.info("%s", net(data[0]))
         clear_errors()
-        print("gone on")
+        print("gone on" if warned.wait(60) else "no warning")
     """
     output, errors = run(body, GLUON_SYNCBN_TIMEOUT="1")
     assert output == "gone on\n"
