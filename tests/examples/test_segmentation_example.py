@@ -84,10 +84,11 @@ class TestTraining:
         assert programs.arrays_of(folder) == programs.arrays_of(run)
         assert rows_of(folder) == rows_of(run)
 
-    def test_two_processes(self, run, tmp_path):
-        # Those of the detection example use a KVStore.
-        pytest.importorskip("horovod.mxnet", reason="Horovod is not installed")
-        launcher = "-m gluon_syncbn.launch -n 2 --engine horovod".split()
+    @pytest.mark.parametrize("engine", ["kvstore", "horovod"])
+    def test_two_processes(self, run, tmp_path, engine):
+        if engine == "horovod":
+            pytest.importorskip("horovod.mxnet", reason="Horovod is not installed")
+        launcher = f"-m gluon_syncbn.launch -n 2 --engine {engine}".split()
         programs.trained(*SMALL, "--output", tmp_path / "run", launcher=launcher)
         for ours, theirs in zip(rows_of(tmp_path / "run"), rows_of(run)):
             assert ours["step"] == theirs["step"]
@@ -96,8 +97,8 @@ class TestTraining:
 
     def test_a_run_folder_is_never_overwritten(self, run):
         before = programs.arrays_of(run)
-        with programs.refuses([f"--resume {run}"]):
-            example.train.main([*SMALL, "--output", str(run)])
+        done = programs.train(*SMALL, "--output", run)
+        assert done.status == 1 and f"--resume {run}" in done.err
         assert programs.arrays_of(run) == before
 
     def test_accumulation_and_local_statistics(self, tmp_path):

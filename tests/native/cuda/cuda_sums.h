@@ -239,10 +239,11 @@ void sums_of_growing_samples_are_right(bool almost_constant) {
     const int64_t size = view.C * view.S * view.R;
     for (int64_t i = 0; i < view.size(); ++i) {
       const auto scale = static_cast<double>(int64_t{1} << std::min(i / size, most));
-      const double value = almost_constant ? (i % size < view.C * view.S && i % view.S == 0
-                                                  ? 1.5 + std::numeric_limits<float>::epsilon()
-                                                  : 1.5)
-                                           : to_double(p.x[i]);
+      double value = to_double(p.x[i]);
+      if (almost_constant) {
+        const bool is_first = i % size < view.C * view.S && i % view.S == 0;
+        value = is_first ? 1.5 + std::numeric_limits<float>::epsilon() : 1.5;
+      }
       p.x[i] = value_of<T>(value * scale);
       p.dy[i] = value_of<T>(to_double(p.dy[i]) * scale);
     }
