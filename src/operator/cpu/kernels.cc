@@ -428,7 +428,8 @@ class BackwardChannels {
   const std::vector<Gate<A>>& all_gates() const { return gates_; }
   InputGradient<A> input_gradient(int64_t c, const ChannelSums& sums, double count) const {
     const double factor = gamma_of<T>(shard_, c) * statistics_[c].inv_std;
-    return InputGradient<A>::of(*statistics(c), factor, sums, count);
+    return InputGradient<A>::of(*statistics(c), factor, sums.first.value(), sums.second.value(),
+                                count);
   }
 
  private:

@@ -71,6 +71,9 @@ struct MapTask {
   void* to;
   const void* coefficients;
   bool add;
+  // S > 1: the vectors of a block, at most kVectorsPerThread for each thread. A small array has
+  // one, to have more blocks.
+  uint32_t per_block;
   // The first value at a multiple of 16 bytes, and the number of vectors from there.
   int64_t head, vectors;
   // Value i belongs to plane i / S and channel i / S % C. The dividers are zero for 2^31 values or
@@ -225,7 +228,7 @@ template <typename T, typename F>
 __global__ void __launch_bounds__(kThreads)
     map_planes(MapTask task, EpilogueTask<Arithmetic<T>> epilogue) {
   constexpr int kSize = kPack<T>, kVectors = kVectorsPerThread<F>;
-  const auto vectors = static_cast<uint32_t>(task.vectors), S = static_cast<uint32_t>(task.S);
+  const auto S = static_cast<uint32_t>(task.S);
   const auto C = static_cast<uint32_t>(task.C);
   if (blockIdx.x == 0) {
     map_ends<T, F>(task, epilogue, threadIdx.x,
@@ -233,7 +236,10 @@ __global__ void __launch_bounds__(kThreads)
   }
   // From the end, which the sums have read last.
   const unsigned block = gridDim.x - 1 - blockIdx.x;
-  const uint32_t start = block * (kThreads * kVectors) + threadIdx.x;
+  const uint32_t first = block * task.per_block, start = first + threadIdx.x;
+  // The vectors left for this thread and those after it.
+  const auto rest =
+      static_cast<int>(min(first + task.per_block, static_cast<uint32_t>(task.vectors)) - start);
   Operands<T, F> operands[kVectors];
   // If most warps have a vector that reaches into the next plane, all take the same branch.
   const bool mixed = S < 64 * kSize;
@@ -244,7 +250,7 @@ __global__ void __launch_bounds__(kThreads)
   };
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    if (start + k * kThreads < vectors) operands[k].load(task, epilogue, index(k));
+    if (k * kThreads < rest) operands[k].load(task, epilogue, index(k));
   }
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
@@ -252,12 +258,11 @@ __global__ void __launch_bounds__(kThreads)
     channels[k] = task.channel_of(plane);
     // Values to the end of the plane.
     left[k] = (plane + 1) * S - index(k);
-    if (start + k * kThreads < vectors)
-      coefficients[k] = load_affine<F>(task.coefficients, channels[k]);
+    if (k * kThreads < rest) coefficients[k] = load_affine<F>(task.coefficients, channels[k]);
   }
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    if (start + k * kThreads >= vectors) break;
+    if (k * kThreads >= rest) break;
     if (left[k] >= kSize && !mixed) {
       operands[k].store(task, epilogue, index(k), [&](int) { return coefficients[k]; });
     } else {
@@ -427,13 +432,20 @@ __global__ void __launch_bounds__(kThreads, 4) finish_backward(BackwardFinish ta
   for (int64_t b = 0; b < task.batches; ++b) {
     const int64_t i = b * task.C + c;
     const Statistics s = task.kept.used()[i];
-    dgamma += task.own_sums[i].second.value() * s.inv_std;
-    dbeta += task.own_sums[i].first.value();
+    double first = task.own_sums[i].first.value(), second = task.own_sums[i].second.value();
+    dgamma += second * s.inv_std;
+    dbeta += first;
     if (!task.coefficients) continue;
+    // Not rounded again if there are no other devices, as that takes long.
+    if (task.sums.size != 1 || task.sums.each[0] != task.own_sums) {
+      const ChannelSums all = sum_of(task.sums, i);
+      first = all.first.value();
+      second = all.second.value();
+    }
     void* const coefficients = static_cast<char*>(task.coefficients) + b * task.coefficients_stride;
     const double factor = gamma_of<A>(task, c) * task.kept.statistics[i].inv_std;
     const double count = task.sums.size > 0 ? task.counts.of(b) : 0;
-    const auto affine = InputGradient<A>::of(s, factor, sum_of(task.sums, i), count);
+    const auto affine = InputGradient<A>::of(s, factor, first, second, count);
     if (task.gated) {
       // Without an activation, the gate is always open.
       Gate<A> gate{0, -1, 1};

@@ -65,7 +65,7 @@ struct SumsPlan {
     task.C = v.C;
     task.S = v.S;
     task.R = v.R;
-    task.lanes = 1;
+    task.lanes = task.split = 1;
     // Tiles are used if one holds at least two planes. For larger planes, shifting unaligned
     // vectors is cheaper than shared memory.
     if (kHasVariants && v.S > 1 && v.S % kPack<T> != 0 && 2 * v.S <= kTileValues<T, kArrays>) {
@@ -87,10 +87,10 @@ struct SumsPlan {
       task.down = kThreads / task.lanes;
       // For a small sample, few threads share a column, so that each has enough work.
       while (task.lanes == kWarp && task.down > kFewestRows &&
-             task.down / 2 * kRowsPerThread >= v.R) {
+             task.down / 2 * kRowRuns * kRunRows >= v.R) {
         task.down /= 2;
       }
-      task.chunk_size = task.down * kRowsPerThread;
+      task.chunk_size = task.down * kRowRuns * kRunRows;
       task.chunks = divide_up(v.R, task.chunk_size);
       task.units = task.N * task.chunks;
       blocks = divide_up(v.C, task.lanes * kPack<T>);
@@ -105,6 +105,7 @@ struct SumsPlan {
     const int64_t resident =
         int64_t{multiprocessors} * resident_blocks(kernel(row() % kPack<T> == 0));
     if (kind == kPlanes) share_blocks(resident, &blocks, &at_once);
+    if (kind == kRows) blocks = split_shares(resident, blocks, divide_up(task.units, at_once));
     task.slices = static_cast<int>(choose_slices(blocks, resident, task.units, at_once));
     grid = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(task.slices));
   }
@@ -122,6 +123,19 @@ struct SumsPlan {
       *blocks = all;
       *at_once = once;
     }
+  }
+
+  // Gives each run of rows a thread of its own, and so a block fewer columns, if the device runs
+  // all of the blocks in two turns. Returns the blocks that cover all channels.
+  int64_t split_shares(int64_t resident, int64_t blocks, int64_t turns) {
+    const int lanes = task.lanes / kRowRuns;
+    // Two lanes read a sector of 32 bytes.
+    if (!kHasVariants || lanes < 2 || task.R <= task.down * kRunRows) return blocks;
+    const int64_t more = divide_up(task.C, lanes * kPack<T>);
+    if (more * turns > 2 * resident) return blocks;
+    task.lanes = lanes;
+    task.split = kRowRuns;
+    return more;
   }
 
   // Chooses the chunks of a plane and the lanes for each, so that few lanes are idle. Depends only
@@ -164,12 +178,11 @@ struct SumsPlan {
     SBN_LAUNCH(kernel(aligned), grid, stream, task, epilogue);
     const int error = cudaGetLastError();
     if (error || task.slices == 1) return error;
-    // Up to a warp per channel, but not more lanes than slices; a whole block if there are few
-    // channels.
+    // Up to a warp per sum, but not more lanes than slices; a whole block if there are few sums.
     int lanes = 2;
     while (lanes < kWarp && lanes < task.slices) lanes *= 2;
-    if (task.slices > kWarp && task.C <= multiprocessors_) lanes = kThreads;
-    const dim3 added(static_cast<unsigned>(divide_up(task.C, kThreads / lanes)));
+    if (task.slices > kWarp && 2 * task.C <= multiprocessors_) lanes = kThreads;
+    const dim3 added(static_cast<unsigned>(divide_up(2 * task.C, kThreads / lanes)));
     const Slices slices{reinterpret_cast<double*>(work), task.C, task.slices};
     SBN_LAUNCH(add_slices<>, added, stream, slices, lanes, sums);
     return cudaGetLastError();
@@ -298,7 +311,10 @@ int launch_map(const View& view, MapTask task, EpilogueTask<Arithmetic<T>> epilo
   if (!aligned || (view.S > 1 && (view.S < kSize || task.size > kMost))) {
     SBN_LAUNCH((map_values<T, F>), blocks_for(task.size), stream, task, epilogue);
   } else if (view.S > 1) {
-    const int64_t threads = divide_up(task.vectors, int64_t{kVectorsPerThread<F>});
+    constexpr int64_t kFull = int64_t{kThreads} * kVectorsPerThread<F>;
+    task.per_block =
+        static_cast<uint32_t>(task.vectors < kFull * multiprocessors ? kThreads : kFull);
+    const int64_t threads = divide_up(task.vectors, int64_t{task.per_block}) * kThreads;
     SBN_LAUNCH((map_planes<T, F>), blocks_for(threads), stream, task, epilogue);
   } else {
     // The number of vectors after which the channels repeat.

@@ -132,18 +132,18 @@ template <typename T>
 struct InputGradient {
   T mean, mean_low, dy_mean, dy_mean_low, slope, scale;
 
-  // `factor` is gamma * inv_std.
-  SBN_HOST_DEVICE static InputGradient of(const Statistics& s, double factor,
-                                          const ChannelSums& sums, double count) {
+  // `factor` is gamma * inv_std, `first` is sum(dy), and `second` is sum(dy * (x - mean)).
+  SBN_HOST_DEVICE static InputGradient of(const Statistics& s, double factor, double first,
+                                          double second, double count) {
     // Without values the sums are zero.
     const double divisor = count == 0 ? 1 : count;
-    const double dy_mean_exact = sums.first.value() / divisor;
+    const double dy_mean_exact = first / divisor;
     const T mean = static_cast<T>(s.mean), dy_mean = static_cast<T>(dy_mean_exact);
     return {mean,
             static_cast<T>((s.mean - static_cast<double>(mean)) + s.mean_low),
             dy_mean,
             static_cast<T>(dy_mean_exact - static_cast<double>(dy_mean)),
-            static_cast<T>(sums.second.value() / divisor * s.inv_std * s.inv_std),
+            static_cast<T>(second / divisor * s.inv_std * s.inv_std),
             static_cast<T>(factor)};
   }
 

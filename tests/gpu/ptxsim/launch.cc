@@ -51,6 +51,7 @@ class Runner {
       if (random_) std::shuffle(order_.begin(), order_.end(), *random_);
       for (const unsigned index : order_) warps_[index].advance();
     } while (pass_barrier());
+    count();
   }
 
  private:
@@ -58,6 +59,13 @@ class Runner {
   std::mt19937* const random_;
   std::vector<unsigned> order_;
   std::vector<Warp> warps_;
+
+  void count() {
+    ++block_.counts.blocks;
+    for (const Warp& warp : warps_) {
+      block_.counts.longest_warp = std::max(block_.counts.longest_warp, warp.executed());
+    }
+  }
 
   // Returns whether there was one, and not all warps have ended.
   bool pass_barrier() {
@@ -94,7 +102,11 @@ Counts run(const Launch& launch, const Memory& memory, std::mt19937* random) {
   block.races = launch.races;
   Runner runner(&block, random);
   const Dimensions& grid = launch.grid;
-  for (const unsigned n : blocks_of(grid.size(), random)) {
+  std::vector<unsigned> blocks = blocks_of(grid.size(), random);
+  // Of all parts of the grid.
+  const size_t step = (blocks.size() - 1) / launch.most_blocks + 1;
+  for (size_t i = 0; i < blocks.size(); i += step) {
+    const unsigned n = blocks[i];
     runner.run({n % grid.x, n / grid.x % grid.y, n / grid.x / grid.y});
   }
   block.counts.unique_load_sectors = count_unique(&block.loaded);

@@ -19,6 +19,8 @@ struct Launch {
   int device;
   // Whether memory accesses are counted.
   bool counted;
+  // How many blocks run, if the grid has more.
+  unsigned most_blocks = ~0u;
   // Null: races between streams are not looked for.
   Races* races = nullptr;
 };

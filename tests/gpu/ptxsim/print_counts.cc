@@ -1,6 +1,8 @@
-// Runs each pass of the CUDA kernels on small data, on the simulator, and prints its counts, one
-// line of JSON per pass, dtype and layout. See counts.py.
+// Runs each pass of the CUDA kernels on the simulator, and prints its counts, one line of JSON per
+// pass, dtype and layout. See counts.py. On small data; or, if given a number of multiprocessors,
+// some blocks of each kernel of sums for the layers of a segmentation net on such a GPU.
 #include <cstdio>
+#include <cstdlib>
 #include <string>
 
 #include "cuda/device_fixture.h"
@@ -9,11 +11,8 @@
 namespace gluon_syncbn {
 namespace {
 
-// As few as give a multiprocessor about the work that it has with large data on a large GPU.
-constexpr int kMultiprocessors = 2;
-
 struct Layout {
-  const char* name;
+  std::string name;
   View view;
 };
 const Layout kLayouts[] = {
@@ -22,18 +21,26 @@ const Layout kLayouts[] = {
     {"rows 56x56x64", {56 * 56, 64, 1, 56 * 56}}, {"rows 7x7x512", {8 * 7 * 7, 512, 1, 7 * 7}},
 };
 
-void print(const std::string& pass, const char* dtype, const char* layout, uint64_t values,
-           const ptxsim::Counts& c) {
+// The layers of an FCN-ResNet-50 with two images of 480x480: channels and size.
+const int kSegmentation[][2] = {{64, 240}, {64, 120}, {256, 120}, {128, 120}, {128, 60},
+                                {512, 60}, {256, 60}, {1024, 60}, {2048, 60}};
+// Others that leave much of a GPU empty: samples, channels and size.
+const int kSmall[][3] = {{1, 2048, 33}, {4, 512, 14}, {2, 2048, 8}, {2, 2048, 7}, {32, 512, 14}};
+
+void print(const std::string& pass, const char* dtype, const std::string& layout, uint64_t values,
+           const ptxsim::LaunchCounts& launch) {
+  const ptxsim::Counts& c = launch.counts;
   const auto number = [](uint64_t n) { return static_cast<unsigned long>(n); };
   std::printf(
       "{\"row\": \"%s | %s | %s\", \"values\": %lu, \"instructions\": %lu, \"doubles\": %lu, "
       "\"load_sectors\": %lu, \"unique_load_sectors\": %lu, \"store_sectors\": %lu, "
       "\"unique_store_sectors\": %lu, \"shared_requests\": %lu, \"shared_waves\": %lu, "
-      "\"divergent_branches\": %lu}\n",
-      pass.c_str(), dtype, layout, number(values), number(c.thread_instructions), number(c.doubles),
-      number(c.load_sectors), number(c.unique_load_sectors), number(c.store_sectors),
-      number(c.unique_store_sectors), number(c.shared_requests), number(c.shared_waves),
-      number(c.divergent_branches));
+      "\"divergent_branches\": %lu, \"longest_warp\": %lu, \"blocks\": %lu, \"counted\": %lu}\n",
+      pass.c_str(), dtype, layout.c_str(), number(values), number(c.thread_instructions),
+      number(c.doubles), number(c.load_sectors), number(c.unique_load_sectors),
+      number(c.store_sectors), number(c.unique_store_sectors), number(c.shared_requests),
+      number(c.shared_waves), number(c.divergent_branches), number(c.longest_warp),
+      number(launch.blocks), number(c.blocks));
 }
 
 // Runs a pass and prints the counts of its main kernel, and of the one that adds slices.
@@ -43,17 +50,19 @@ void count(const char* pass, const char* dtype, const Layout& layout, const F& r
   MUST(run());
   for (const ptxsim::LaunchCounts& launch : ptxsim::take_counts()) {
     if (launch.kernel.find("add_slices") == std::string::npos) {
-      print(pass, dtype, layout.name, static_cast<uint64_t>(layout.view.size()), launch.counts);
-    } else if (std::string(dtype) == "float32") {
+      print(pass, dtype, layout.name, static_cast<uint64_t>(layout.view.size()), launch);
+    } else {
       // Its values are the sums of slices.
       const uint64_t sums = launch.counts.unique_load_sectors * 32 / sizeof(ChannelSums);
-      print(std::string("add_slices, ") + pass, "all", layout.name, sums, launch.counts);
+      print(std::string("add_slices, ") + pass, dtype, layout.name, sums, launch);
     }
   }
 }
 
+// With few multiprocessors a small array gives each of them about the work that it has with large
+// data on a large GPU.
 template <typename T>
-void count_passes(const char* dtype, const Layout& layout) {
+void count_passes(const char* dtype, const Layout& layout, int multiprocessors, bool only_sums) {
   using A = Arithmetic<T>;
   const View& view = layout.view;
   const int64_t size = view.size();
@@ -69,7 +78,7 @@ void count_passes(const char* dtype, const Layout& layout) {
   DeviceArray<A> coefficients(ones.data(), coefficients_size / static_cast<int64_t>(sizeof(A)));
   DeviceArray<A> parameters(ones.data(), view.C);
   DeviceArray<Gate<A>> gates(reinterpret_cast<const Gate<A>*>(ones.data()), view.C);
-  DeviceArray<ChannelSums> work(kernels.work_size(view, kMultiprocessors)), sums(view.C);
+  DeviceArray<ChannelSums> work(kernels.work_size(view, multiprocessors)), sums(view.C);
   const ForBackward kept{statistics.data(), nullptr, gates.data()};
 
   const auto backward = [&](Epilogue epilogue) {
@@ -93,44 +102,66 @@ void count_passes(const char* dtype, const Layout& layout) {
   };
   const Epilogue relu{Activation::kRelu, 0, 0};
   const auto add = [&](const BackwardShard& shard) {
-    return kernels.backward_sums(shard, kept, 0, work.data(), sums.data(), kMultiprocessors,
+    return kernels.backward_sums(shard, kept, 0, work.data(), sums.data(), multiprocessors,
                                  the_stream());
   };
   const auto dx = [&](const BackwardShard& shard) {
-    return kernels.input_gradient(shard, coefficients.data(), kMultiprocessors, the_stream());
+    return kernels.input_gradient(shard, coefficients.data(), multiprocessors, the_stream());
   };
   const auto y = [&](const ForwardShard& shard) {
-    return kernels.normalize(shard, coefficients.data(), kMultiprocessors, the_stream());
+    return kernels.normalize(shard, coefficients.data(), multiprocessors, the_stream());
   };
 
   count("sums forward", dtype, layout, [&] {
-    return kernels.forward_sums(view, x.data(), work.data(), sums.data(), kMultiprocessors,
+    return kernels.forward_sums(view, x.data(), work.data(), sums.data(), multiprocessors,
                                 the_stream());
   });
   count("sums backward", dtype, layout, [&] { return add(backward({})); });
   count("sums backward, relu", dtype, layout, [&] { return add(backward(relu)); });
-  count("y", dtype, layout, [&] { return y(forward(nullptr)); });
-  count("y, residual", dtype, layout, [&] { return y(forward(other.data())); });
-  count("dx", dtype, layout, [&] { return dx(backward({})); });
-  count("dx, relu, residual", dtype, layout, [&] {
-    BackwardShard shard = backward(relu);
-    shard.y = other.data();
-    shard.dresidual = second.data();
-    return dx(shard);
-  });
+  if (!only_sums) {
+    count("y", dtype, layout, [&] { return y(forward(nullptr)); });
+    count("y, residual", dtype, layout, [&] { return y(forward(other.data())); });
+    count("dx", dtype, layout, [&] { return dx(backward({})); });
+    count("dx, relu, residual", dtype, layout, [&] {
+      BackwardShard shard = backward(relu);
+      shard.y = other.data();
+      shard.dresidual = second.data();
+      return dx(shard);
+    });
+  }
   MUST(cuda().synchronize(the_stream()));
+}
+
+void count_layers(int multiprocessors) {
+  const auto count_layer = [&](int samples, int channels, int size) {
+    const int64_t n = samples, c = channels, s = int64_t{size} * size;
+    const std::string shape = std::to_string(n) + "x" + std::to_string(c) + "x" +
+                              std::to_string(size) + "x" + std::to_string(size);
+    for (const Layout& layout :
+         {Layout{"planes " + shape, {n, c, s}}, Layout{"rows " + shape, {n * s, c, 1, s}}}) {
+      count_passes<float>("float32", layout, multiprocessors, true);
+      count_passes<Half>("float16", layout, multiprocessors, true);
+    }
+  };
+  for (const auto& [channels, size] : kSegmentation) count_layer(2, channels, size);
+  for (const auto& [samples, channels, size] : kSmall) count_layer(samples, channels, size);
 }
 
 }  // namespace
 }  // namespace gluon_syncbn
 
-int main() {
+int main(int count, char** arguments) {
   using namespace gluon_syncbn;
+  if (count > 1) {
+    ptxsim::run_at_most(8);
+    count_layers(std::atoi(arguments[1]));
+    return check::failed > 0;
+  }
   for (const Layout& layout : kLayouts) {
-    count_passes<float>("float32", layout);
-    count_passes<Half>("float16", layout);
-    count_passes<BFloat16>("bfloat16", layout);
-    count_passes<double>("float64", layout);
+    count_passes<float>("float32", layout, 2, false);
+    count_passes<Half>("float16", layout, 2, false);
+    count_passes<BFloat16>("bfloat16", layout, 2, false);
+    count_passes<double>("float64", layout, 2, false);
   }
   return check::failed > 0;
 }

@@ -12,6 +12,8 @@ namespace ptxsim {
 // A sector is 32 bytes of global memory at a multiple of 32, which a warp's request takes whole.
 struct Counts {
   uint64_t warp_instructions = 0, thread_instructions = 0;
+  // Instructions of the warp that executes most, and the blocks that have run.
+  uint64_t longest_warp = 0, blocks = 0;
   // Instructions of threads that take units of floating point: no moves, no changes of sign.
   uint64_t floats = 0, doubles = 0;
   // Requests of warps to global memory, and what they ask for.
@@ -29,11 +31,17 @@ struct Counts {
 struct LaunchCounts {
   // As the compiler has mangled it.
   std::string kernel;
+  // Of the grid.
+  uint64_t blocks;
   Counts counts;
 };
 
 // Of all launches since the last call; the first call starts the counting.
 std::vector<LaunchCounts> take_counts();
+
+// Later launches run at most so many of their blocks: enough to count where all have the same work,
+// but not for results.
+void run_at_most(unsigned blocks);
 
 // Kernels without PTX are given to `run`, by their mangled name, which returns whether it knows
 // them. It tells of their accesses to memory.

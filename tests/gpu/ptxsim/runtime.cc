@@ -64,6 +64,11 @@ std::vector<LaunchCounts> take_counts() {
   return taken;
 }
 
+void run_at_most(unsigned blocks) {
+  const Lock lock(state().mutex);
+  state().most_blocks = blocks;
+}
+
 void run_others_on_host(RunOnHost run) {
   const Lock lock(state().mutex);
   state().run_on_host = run;

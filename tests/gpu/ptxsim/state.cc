@@ -133,9 +133,10 @@ int launch(const void* function, dim3 grid, dim3 block, void** arguments, void* 
                         pointers.data(),
                         device,
                         s.counts_wanted,
+                        s.most_blocks,
                         &s.races};
     const Counts counts = run(launch, s.memory, s.random ? &*s.random : nullptr);
-    if (s.counts_wanted) s.counts.push_back({kernel.name, counts});
+    if (s.counts_wanted) s.counts.push_back({kernel.name, launch.grid.size(), counts});
   };
   s.streams.queue(stream, device, kernel.name.c_str(), work);
   return kSuccess;

@@ -61,6 +61,7 @@ struct State {
   Peers peers = Peers::kAll;
   std::optional<std::mt19937> random;
   bool counts_wanted = false;
+  unsigned most_blocks = ~0u;
   std::vector<LaunchCounts> counts;
   RunOnHost run_on_host = nullptr;
 };

@@ -49,6 +49,7 @@ void Warp::start() {
   waiting_ = 0;
   waits_for_block_ = false;
   phase_ = 1;
+  executed_ = 0;
   go_to(kAllLanes, 0);
   for (const auto& [number, name] : kernel.specials) {
     for (int l = 0; l < kLanes; ++l) {
@@ -163,6 +164,7 @@ void Warp::count(const Instruction& i, int place, uint32_t active) {
   const auto threads = static_cast<uint64_t>(std::popcount(active));
   Counts& counts = block_.counts;
   ++counts.warp_instructions;
+  ++executed_;
   counts.thread_instructions += threads;
   if (i.computes_float) counts.floats += threads;
   if (i.computes_double) counts.doubles += threads;

@@ -41,7 +41,8 @@ struct Computed {
     for (size_t c = 0; c < x.size(); ++c) {
       s[c] = {offset + random.normal(), random.normal() * 1e-17, 1, 0.5 + random.uniform()};
       normalize[c] = Normalize<A>::of(s[c], random.normal(), random.normal());
-      gradient[c] = InputGradient<A>::of(s[c], random.normal(), terms, 3);
+      gradient[c] =
+          InputGradient<A>::of(s[c], random.normal(), terms.first.value(), terms.second.value(), 3);
       gates[c] = reads_y ? Gate<A>::of_y(epilogue.slope)
                          : Gate<A>::of_x(normalize[c], kLargestZero<T>, epilogue.slope);
     }

@@ -15,11 +15,16 @@ SBN_DEVICE Sum3 from_lane(const Sum3& sum, int mask) {
           __shfl_xor_sync(kAllLanes, sum.low, mask)};
 }
 
+SBN_DEVICE ChannelSums from_lane(const ChannelSums& sums, int mask) {
+  return {from_lane(sums.first, mask), from_lane(sums.second, mask)};
+}
+
 // Adds up each group of `lanes` lanes, a power of 2. Its first lane has the sum.
-SBN_DEVICE void add_lanes(ChannelSums* sums, int lanes, int lane) {
+template <typename Sum>
+SBN_DEVICE void add_lanes(Sum* sum, int lanes, int lane) {
   for (int mask = lanes / 2; mask > 0; mask /= 2) {
-    const ChannelSums other{from_lane(sums->first, mask), from_lane(sums->second, mask)};
-    if (lane % lanes < mask) sums->add(other);
+    const Sum other = from_lane(*sum, mask);
+    if (lane % lanes < mask) sum->add(other);
   }
 }
 

@@ -29,6 +29,16 @@ struct SharedShares {
   static constexpr int kNumbers = static_cast<int>(sizeof(Share<A>) / sizeof(A));
   A numbers[kNumbers][kPack<T> * kPlane];
 
+  // A plain first sum is exact enough for 16-bit data, whose kernels need many registers.
+  SBN_DEVICE static void add_run(A first, A second, Share<A>* share) {
+    if (sizeof(T) == 2) {
+      share->first.high += first;
+    } else {
+      share->first.add(first);
+    }
+    share->second.add(second);
+  }
+
   // The share of a thread in column j of its vector.
   SBN_DEVICE void put(int j, int thread, const Share<A>& share) {
     A values[kNumbers];
@@ -46,6 +56,13 @@ struct SharedShares {
   }
 };
 
+// threadIdx.x, which the compiler does not know to be the same.
+SBN_DEVICE int thread_read_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // S = 1, R > 1: a block has `lanes` vectors of channels side by side, and several chunks of the
 // samples' rows.
 template <typename T, int kArrays, bool kAligned>
@@ -62,9 +79,10 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
   // In shared memory, as they are needed only once per chunk.
   __shared__ double own_sums[kThreads * kOwnWords];
 
-  const int across = task.lanes, down = task.down, groups = kThreads / across / down;
-  const int column = threadIdx.x % across, line = threadIdx.x / across;
-  const int row = line % down, group = line / down;
+  const int split = kSize < kRowRuns ? 1 : task.split, per_run = kThreads / split;
+  const int across = task.lanes, down = task.down, groups = per_run / across / down;
+  const int column = threadIdx.x % across, line = threadIdx.x % per_run / across;
+  const int group = line / down, row = line % down + threadIdx.x / per_run * down * kRunRows;
   const int64_t tile = static_cast<int64_t>(blockIdx.x) * across * kSize;
   const int64_t c = tile + column * kSize;
   const int width = c + kSize <= task.C ? kSize : c < task.C ? static_cast<int>(task.C - c) : 0;
@@ -175,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
                                value_at<T>(pivots[2], j));
       }
     }
-    for (int r = row; r < n && width > 0; r += down * kRunRows) {
+    for (int r = row; r < n && width > 0; r += split * down * kRunRows) {
       Run<A, kSize> run;
 #pragma unroll
       for (int part = 0; part < kRunRows; part += kBatch) {
@@ -207,13 +225,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
       }
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
-        if (sizeof(T) == 2) {
-          // A plain first sum is exact enough for 16-bit data, whose kernels need many registers.
-          shares[j].first.high += run.first[j];
-          shares[j].second.add(run.second[j]);
-        } else {
-          run.add_chain_to(j, &shares[j]);
-        }
+        SharedShares<T>::add_run(run.first[j], run.second[j], &shares[j]);
       }
     }
     const int rows = n, chunks = left;
@@ -223,19 +235,35 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
     left -= groups;
     if (kAhead && left > 0) begin_chunk();
 
+    // Computed again, so that no register holds them meanwhile.
+    const int thread = thread_read_again(), place = thread % per_run;
     // All threads have read the sums of the previous chunk.
     __syncthreads();
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) shared.put(j, threadIdx.x, shares[j]);
+    for (int j = 0; j < kSize; ++j) shared.put(j, thread, shares[j]);
+    if (split > 1) {
+      // Adds the runs in the order in which one thread would, so that the bits are the same.
+      __syncthreads();
+#pragma unroll 1
+      for (int j = thread / per_run; j < kSize; j += split) {
+        Share<A> share = shared.get(j, place);
+#pragma unroll 1
+        for (int i = 1; i < split; ++i) {
+          const Share<A> run = shared.get(j, place + i * per_run);
+          SharedShares<T>::add_run(run.first.high, run.second.high, &share);
+        }
+        shared.put(j, place, share);
+      }
+    }
     for (int lines = down; lines > kLast;) {
       lines /= 2;
       __syncthreads();
-      if (row < lines) {
+      if (place / across % down < lines) {
 #pragma unroll
         for (int j = 0; j < kSize; ++j) {
-          Share<A> share = shared.get(j, threadIdx.x);
-          share.add(shared.get(j, threadIdx.x + lines * across));
-          shared.put(j, threadIdx.x, share);
+          Share<A> share = shared.get(j, thread);
+          share.add(shared.get(j, thread + lines * across));
+          shared.put(j, thread, share);
         }
       }
     }
@@ -326,27 +354,31 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// sums[c] = the sum over the slices of channel c. `lanes` threads per channel, a power of 2.
+// sums[c] = the sum over the slices of channel c. `lanes` threads, a power of 2, for each of its
+// two sums.
 template <typename = void>  // A template, as several files include it.
 __global__ void __launch_bounds__(kThreads) add_slices(Slices from, int lanes, ChannelSums* sums) {
-  __shared__ double shared[kWarps * 6];
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % lanes;
-  const int64_t c = static_cast<int64_t>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes;
-  ChannelSums total;
+  __shared__ double shared[kWarps * 3];
+  const int lane = threadIdx.x % lanes;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes;
+  const int64_t c = i / 2;
+  const bool is_second = i % 2 != 0;
+  Sum3 total;
   if (c < from.C) {
 #pragma unroll 4
-    for (int i = lane; i < from.slices; i += lanes) total.add(from.load(c, i));
+    for (int k = lane; k < from.slices; k += lanes) total.add(from.load(c, k, is_second));
   }
   add_lanes(&total, lanes < kWarp ? lanes : kWarp, threadIdx.x % kWarp);
   if (lanes > kWarp) {
-    // All threads have the same channel.
-    if (threadIdx.x % kWarp == 0) put_sums(total, shared + warp * 6);
+    // All threads have the same sum.
+    double* const own = shared + threadIdx.x / kWarp * 3;
+    if (threadIdx.x % kWarp == 0) own[0] = total.high, own[1] = total.middle, own[2] = total.low;
     __syncthreads();
-    total = ChannelSums();
-    if (threadIdx.x < kWarps) total = get_sums(shared + threadIdx.x * 6);
+    const double* const of = shared + threadIdx.x % kWarps * 3;
+    total = threadIdx.x < kWarps ? Sum3{of[0], of[1], of[2]} : Sum3();
     add_lanes(&total, kWarps, threadIdx.x % kWarp);
   }
-  if (c < from.C && lane == 0) store_sums(total, sums + c);
+  if (c < from.C && lane == 0) (is_second ? sums[c].second : sums[c].first) = total;
 }
 
 }  // namespace gluon_syncbn

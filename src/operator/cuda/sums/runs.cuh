@@ -21,10 +21,9 @@ template <typename T>
 constexpr int kPlaneShare = sizeof(T) == sizeof(double) ? 32 : 64;
 // Vectors of a run of a plane: value j of each is in chain j.
 constexpr int kRunVectors = 4;
-// Rows of a run, which are one chain for each channel.
-constexpr int kRunRows = 8;
-// S = 1: rows of a chunk per thread, and the minimum number of rows of threads for a chunk.
-constexpr int kRowsPerThread = 32, kFewestRows = 2;
+// S = 1: rows of a run, which are one chain for each channel; runs of a thread's share of a chunk;
+// rows of threads for a chunk, at least.
+constexpr int kRunRows = 8, kRowRuns = 4, kFewestRows = 2;
 
 // Resident blocks of each kernel of sums per multiprocessor, limited by registers. The kernels read
 // kArrays arrays: 1: x. 2: dy and x. 3: dy, x, and v, on which the gradient of an activation
@@ -182,9 +181,10 @@ struct Slices {
 #pragma unroll
     for (int i = 0; i < 6; ++i) *at(c, slice, i) = numbers[i];
   }
-  SBN_DEVICE ChannelSums load(int64_t c, int slice) const {
-    const auto number = [&](int i) { return *at(c, slice, i); };
-    return {{number(0), number(1), number(2)}, {number(3), number(4), number(5)}};
+  // The first or second sum.
+  SBN_DEVICE Sum3 load(int64_t c, int slice, bool is_second) const {
+    const auto number = [&](int i) { return *at(c, slice, is_second ? i + 3 : i); };
+    return {number(0), number(1), number(2)};
   }
 };
 
@@ -204,6 +204,8 @@ struct SumsTask {
   int across;
   // S = 1: rows of threads for a chunk. The other threads of a block have other chunks.
   int down;
+  // Threads for the kRowRuns runs of a share: 1, or one for each.
+  int split;
   // The ends of dy and x.
   const void *dy_end, *x_end;
 
