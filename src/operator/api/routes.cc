@@ -167,7 +167,9 @@ SBN_EXPORT int gluon_syncbn_exchange(void* route, const char* title, double time
                                      const double* mine, int64_t size, double* everyone,
                                      char* error, int error_size) {
   try {
-    const Answer answer = route_of(route)->exchange(title, timeout_seconds, mine, size, everyone);
+    std::vector<double> values(mine, mine + size);
+    const Answer answer = route_of(route)->exchange(title, timeout_seconds, &values);
+    std::copy(values.begin(), values.end(), everyone);
     return answer == Answer::kSums;
   } catch (const std::exception& failure) {
     std::strncpy(error, failure.what(), static_cast<size_t>(error_size) - 1);

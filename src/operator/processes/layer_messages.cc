@@ -36,19 +36,24 @@ const double* add_ranks(const ProcessCall& call, size_t size, std::vector<double
 void LayerMessages::all_reduce(const ProcessCall& call, const Open& open, const Warn& warn,
                                std::vector<ChannelSums>* sums, double* count) {
   const size_t size = kCallSize + kSumsSize * sums->size();
-  std::vector<double> message(size);
-  message[0] = static_cast<double>(call.sequence);
-  if (!call.joined) {
-    message[1] = *count;
-    std::memcpy(&message[kCallSize], sums->data(), sums->size() * sizeof(ChannelSums));
+  const auto* const own = reinterpret_cast<const double*>(sums->data());
+  std::vector<double> message{static_cast<double>(call.sequence), call.joined ? 0 : *count};
+  message.reserve(size);
+  if (call.joined) {
+    message.resize(size);
+  } else {
+    message.insert(message.end(), own, own + size - kCallSize);
   }
   const auto channels = static_cast<int64_t>(sums->size());
-  std::vector<double> all = call.is_backward ? send_backward(call, open, warn, channels, message)
-                                             : send(call, open, channels, message);
-  const double* total = all.data();
   // Forward calls need no reordering: all write the running statistics, so MXNet runs them in
   // order.
-  if (all.size() > size) total = add_ranks(call, size, &all);
+  if (call.is_backward) {
+    send_backward(call, open, warn, channels, &message);
+  } else {
+    send(call, open, channels, &message);
+  }
+  const double* total = message.data();
+  if (message.size() > size) total = add_ranks(call, size, &message);
   *count = total[1];
   if (*count == 0 && call.must_have_samples && !call.is_backward) {
     throw std::runtime_error(call.title +
@@ -71,16 +76,15 @@ std::shared_ptr<LayerMessages::Opening> LayerMessages::opening(const ProcessCall
   return found;
 }
 
-std::vector<double> LayerMessages::send(const ProcessCall& call, const Open& open, int64_t channels,
-                                        const std::vector<double>& message) {
-  const auto size = static_cast<int64_t>(message.size());
+void LayerMessages::send(const ProcessCall& call, const Open& open, int64_t channels,
+                         std::vector<double>* message) {
   const std::shared_ptr<Opening> key = opening(call);
   Patience::Seconds timeout(call.timeout_seconds);
   {
     const std::lock_guard<std::mutex> lock(key->mutex);
     if (!key->route) {
       const Patience::Clock::time_point begin = Patience::Clock::now();
-      key->route = open(call, channels, size);
+      key->route = open(call, channels, static_cast<int64_t>(message->size()));
       // One timeout covers both waits, of which the second is short if the first was long: all
       // have then just agreed on the key.
       const Patience::Seconds left = timeout - (Patience::Clock::now() - begin);
@@ -91,11 +95,7 @@ std::vector<double> LayerMessages::send(const ProcessCall& call, const Open& ope
   if (static_cast<size_t>(route.ranks()) < call.end_rank) {
     throw std::runtime_error(call.title + ": the group of the layer was changed during this call.");
   }
-  std::vector<double> all(message.size() * static_cast<size_t>(route.ranks()));
-  const Answer answer =
-      route.exchange(call.title, timeout.count(), message.data(), size, all.data());
-  if (answer == Answer::kSums) all.resize(message.size());
-  return all;
+  route.exchange(call.title, timeout.count(), message);
 }
 
 void LayerMessages::start_epoch(int64_t epoch, const std::string& error) {
@@ -107,20 +107,21 @@ void LayerMessages::start_epoch(int64_t epoch, const std::string& error) {
   received_.notify_all();
 }
 
-std::vector<double> LayerMessages::send_backward(const ProcessCall& call, const Open& open,
-                                                 const Warn& warn, int64_t channels,
-                                                 const std::vector<double>& message) {
+void LayerMessages::send_backward(const ProcessCall& call, const Open& open, const Warn& warn,
+                                  int64_t channels, std::vector<double>* message) {
+  const size_t size = message->size();
   std::unique_lock<std::mutex> lock(mutex_);
-  std::vector<double> all = send_round(&lock, call, open, channels, message);
-  const size_t processes = all.size() / message.size();
-  if (ReorderBuffer::is_of_one_call(all, processes)) return all;
+  send_round(&lock, call, open, channels, message);
+  const size_t processes = message->size() / size;
+  if (ReorderBuffer::is_of_one_call(*message, processes)) return;
   Patience patience(call.timeout_seconds);
   const unsigned interrupts_before = interrupts;
   bool warned = false, is_quiet = false;
-  while (!rounds_[call.node].take(static_cast<double>(call.sequence), processes, &all)) {
+  while (!rounds_[call.node].take(static_cast<double>(call.sequence), processes, message)) {
     // Decided under the lock, so that no round with what is missing is under way.
     if (is_quiet && sending_[call.node] == 0) {
-      send_round(&lock, call, open, channels, ReorderBuffer::nothing(message.size()));
+      std::vector<double> nothing = ReorderBuffer::nothing(size);
+      send_round(&lock, call, open, channels, &nothing);
     }
     is_quiet = received_.wait_for(lock, patience.slice(kSlice)) == std::cv_status::timeout;
     check_epoch(call);
@@ -142,18 +143,15 @@ std::vector<double> LayerMessages::send_backward(const ProcessCall& call, const 
     lock.lock();
     check_epoch(call);
   }
-  return all;
 }
 
-std::vector<double> LayerMessages::send_round(std::unique_lock<std::mutex>* lock,
-                                              const ProcessCall& call, const Open& open,
-                                              int64_t channels,
-                                              const std::vector<double>& message) {
+void LayerMessages::send_round(std::unique_lock<std::mutex>* lock, const ProcessCall& call,
+                               const Open& open, int64_t channels, std::vector<double>* message) {
+  const size_t size = message->size();
   ++sending_[call.node];
   lock->unlock();
-  std::vector<double> all;
   try {
-    all = send(call, open, channels, message);
+    send(call, open, channels, message);
   } catch (...) {
     lock->lock();
     --sending_[call.node];
@@ -161,13 +159,11 @@ std::vector<double> LayerMessages::send_round(std::unique_lock<std::mutex>* lock
   }
   lock->lock();
   --sending_[call.node];
-  const size_t processes = all.size() / message.size();
-  if (!ReorderBuffer::is_of_one_call(all, processes)) {
-    check_epoch(call);
-    rounds_[call.node].put(all, processes);
-    received_.notify_all();
-  }
-  return all;
+  const size_t processes = message->size() / size;
+  if (ReorderBuffer::is_of_one_call(*message, processes)) return;
+  check_epoch(call);
+  rounds_[call.node].put(*message, processes);
+  received_.notify_all();
 }
 
 void LayerMessages::check_epoch(const ProcessCall& call) const {

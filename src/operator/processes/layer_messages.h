@@ -59,17 +59,17 @@ class LayerMessages {
     RoutePtr route;
   };
   std::shared_ptr<Opening> opening(const ProcessCall& call);
-  // Sends this process's message. Returns those of all processes, by rank, or only their sum.
-  std::vector<double> send(const ProcessCall& call, const Open& open, int64_t channels,
-                           const std::vector<double>& message);
-  // `send` for a backward call, which returns the messages of this call. Where one waits for them
-  // and no other call of this process sends a message, it sends nothing in the next round.
-  std::vector<double> send_backward(const ProcessCall& call, const Open& open, const Warn& warn,
-                                    int64_t channels, const std::vector<double>& message);
+  // Sends this process's message, and replaces it with those of all processes, by rank, or only
+  // their sum.
+  void send(const ProcessCall& call, const Open& open, int64_t channels,
+            std::vector<double>* message);
+  // `send` for a backward call, which gets the messages of this call. Where one waits for them and
+  // no other call of this process sends a message, it sends nothing in the next round.
+  void send_backward(const ProcessCall& call, const Open& open, const Warn& warn, int64_t channels,
+                     std::vector<double>* message);
   // `send` without the lock; keeps the messages if they are not of one call.
-  std::vector<double> send_round(std::unique_lock<std::mutex>* lock, const ProcessCall& call,
-                                 const Open& open, int64_t channels,
-                                 const std::vector<double>& message);
+  void send_round(std::unique_lock<std::mutex>* lock, const ProcessCall& call, const Open& open,
+                  int64_t channels, std::vector<double>* message);
   // Throws if the call belongs to a step that has ended.
   void check_epoch(const ProcessCall& call) const;
   // The ranks whose messages of the call have arrived.

@@ -77,30 +77,29 @@ void Route::check(const std::string& title, int64_t size) const {
   }
 }
 
-Answer Route::exchange(const std::string& title, double timeout_seconds, const double* mine,
-                       int64_t size, double* everyone) {
+Answer Route::exchange(const std::string& title, double timeout_seconds,
+                       std::vector<double>* values) {
   const std::lock_guard<std::mutex> turn(turn_);
-  check(title, size);
+  check(title, static_cast<int64_t>(values->size()));
   InFlightExchanges::Registration registration(
       &connection_->in_flight, title + " (" + key_ + " " + std::to_string(++calls_) + ")");
   const Exchange current{registration.name(), title, timeout_seconds};
   FixedPoint* const fixed_point = transports_.fixed_point.get();
   Answer answer = Answer::kNothing;
   if (fixed_point && fixed_point->ready()) {
-    answer = travel(transports_.sums.get(), current, mine, everyone);
+    answer = travel(transports_.sums.get(), current, values);
   }
   if (answer == Answer::kNothing) {
-    answer = travel(transports_.values.get(), current, mine, everyone);
-    if (fixed_point) fixed_point->follow(everyone);
+    answer = travel(transports_.values.get(), current, values);
+    if (fixed_point) fixed_point->follow(values->data());
   }
   registration.complete();
   return answer;
 }
 
-Answer Route::travel(Transport* transport, const Exchange& exchange, const double* mine,
-                     double* values) {
+Answer Route::travel(Transport* transport, const Exchange& exchange, std::vector<double>* values) {
   try {
-    transport->pack(mine);
+    transport->pack(values->data());
     transport->send(&connection_->calls);
     wait(transport, exchange);
   } catch (const StoreError& error) {

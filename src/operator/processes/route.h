@@ -84,14 +84,14 @@ enum class Answer { kValues, kSums, kNothing };
 class Transport {
  public:
   virtual ~Transport() = default;
-  // Takes this process's values, which must stay valid until unpack().
+  // Takes this process's values, which must stay valid until wait() has ended.
   virtual void pack(const double* mine) = 0;
   // Sends them. Holds `store` while a function of the store runs. Throws StoreError.
   virtual void send(std::mutex* store) = 0;
   // Waits for the values of all processes, for at most `seconds`. Throws StoreError.
   virtual Waited wait(double seconds) = 0;
-  // Writes them, or their sums. Throws std::runtime_error.
-  virtual Answer unpack(double* values) = 0;
+  // Replaces this process's values with those of all, or their sums. Throws std::runtime_error.
+  virtual Answer unpack(std::vector<double>* values) = 0;
 };
 
 // A store's message about a failed exchange.
@@ -120,11 +120,10 @@ class Route {
   // Exchanges that begin from now on raise this. The first text stays.
   void close(const std::string& why);
 
-  // Writes the values of all processes, by rank, or their sums: `size` values. Exchanges on several
-  // threads take turns, as the store could not tell their answers apart. Throws std::runtime_error,
-  // also if the route is not for messages of this size.
-  Answer exchange(const std::string& title, double timeout_seconds, const double* mine,
-                  int64_t size, double* everyone);
+  // Replaces this process's values with those of all, by rank, or with their sums. Exchanges on
+  // several threads take turns, as the store could not tell their answers apart. Throws
+  // std::runtime_error, also if the route is not for so many values.
+  Answer exchange(const std::string& title, double timeout_seconds, std::vector<double>* values);
 
  private:
   // An exchange in progress.
@@ -133,7 +132,7 @@ class Route {
     const double timeout_seconds;
   };
   void check(const std::string& title, int64_t size) const;
-  Answer travel(Transport* transport, const Exchange& exchange, const double* mine, double* values);
+  Answer travel(Transport* transport, const Exchange& exchange, std::vector<double>* values);
   void wait(Transport* transport, const Exchange& exchange);
 
   const std::shared_ptr<Connection> connection_;

@@ -245,7 +245,7 @@ Waited SharedMemoryTransport::wait(double seconds) {
   return wait_in_slices(seconds, interruption_, [&](double slice) { return sleep(slice); });
 }
 
-Answer SharedMemoryTransport::unpack(double* values) {
+Answer SharedMemoryTransport::unpack(std::vector<double>* values) {
   const std::atomic<int64_t>* const sizes = slots_.sizes();
   if (std::any_of(sizes, sizes + ranks_, [&](int64_t size) { return size != size_; })) {
     throw std::runtime_error(different_sizes(key_, {sizes, sizes + ranks_}));
@@ -256,13 +256,14 @@ Answer SharedMemoryTransport::unpack(double* values) {
     are_of_one_call = slot(rank)[0] == slot(0)[0];
   }
   if (!are_of_one_call) {
+    values->clear();
     for (int64_t rank = 0; rank < ranks_; ++rank) {
-      values = std::copy_n(slot(rank), size_, values);
+      values->insert(values->end(), slot(rank), slot(rank) + size_);
     }
     return Answer::kValues;
   }
-  std::copy_n(slot(0), size_, values);
-  for (int64_t rank = 1; rank < ranks_; ++rank) add_message(slot(rank), size_, values);
+  if (rank_ > 0) std::copy_n(slot(0), size_, values->data());
+  for (int64_t rank = 1; rank < ranks_; ++rank) add_message(slot(rank), size_, values->data());
   return Answer::kSums;
 }
 

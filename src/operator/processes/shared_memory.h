@@ -82,7 +82,7 @@ class SharedMemoryTransport : public Transport {
   void pack(const double* mine) override { mine_ = mine; }
   void send(std::mutex* store) override;
   Waited wait(double seconds) override;
-  Answer unpack(double* values) override;
+  Answer unpack(std::vector<double>* values) override;
 
  private:
   // If the key is listed, writes the values and counts this process as arrived. Otherwise returns

@@ -45,8 +45,9 @@ int KVStoreTransport::push() {
   return s_.pushpull(s_.kvstore, 1, &s_.key, 1, &s_.key, &s_.slots, &s_.slots, 0);
 }
 
-Answer KVStoreTransport::unpack(double* values) {
-  from_limbs(s_.limbs, s_.ranks, s_.size, values);
+Answer KVStoreTransport::unpack(std::vector<double>* values) {
+  values->resize(static_cast<size_t>(s_.ranks * s_.size));
+  from_limbs(s_.limbs, s_.ranks, s_.size, values->data());
   return Answer::kValues;
 }
 
@@ -64,7 +65,7 @@ int HorovodTransport::push() {
   return a_.allgather(&a_.input, &a_.output, name_.c_str(), kPriority, a_.process_set, kOneArray);
 }
 
-Answer HorovodTransport::unpack(double* values) {
+Answer HorovodTransport::unpack(std::vector<double>* values) {
   int ndim = 0;
   const int* shape = nullptr;
   void* data = nullptr;
@@ -75,6 +76,7 @@ Answer HorovodTransport::unpack(double* values) {
   // The values of each process follow their number.
   const double* const begin = static_cast<const double*>(data);
   const double* from = begin;
+  values->clear();
   for (int rank = 0; rank < a_.ranks; ++rank, from += 1 + a_.size) {
     if (*from != static_cast<double>(a_.size)) {
       std::vector<int64_t> sizes;
@@ -83,7 +85,7 @@ Answer HorovodTransport::unpack(double* values) {
       }
       throw std::runtime_error(different_sizes(key_, sizes));
     }
-    values = std::copy_n(from + 1, a_.size, values);
+    values->insert(values->end(), from + 1, from + 1 + a_.size);
   }
   return Answer::kValues;
 }
@@ -108,8 +110,8 @@ void FunctionTransport::pack(const double* mine) {
   std::copy_n(mine, static_cast<int64_t>(numbers_.size()) / rows_, &numbers_[own_]);
 }
 
-Answer FunctionTransport::unpack(double* values) {
-  std::copy(numbers_.begin(), numbers_.end(), values);
+Answer FunctionTransport::unpack(std::vector<double>* values) {
+  *values = numbers_;
   return Answer::kValues;
 }
 

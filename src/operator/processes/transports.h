@@ -55,7 +55,7 @@ class KVStoreTransport : public StoreTransport {
   explicit KVStoreTransport(const KVStoreSlots& slots) : s_(slots) {}
 
   void pack(const double* mine) override;
-  Answer unpack(double* values) override;
+  Answer unpack(std::vector<double>* values) override;
 
  protected:
   int push() override;
@@ -80,8 +80,8 @@ class KVStoreAdder : public StoreTransport {
       : slots_(slots), sums_(sums), fixed_point_(std::move(fixed_point)) {}
 
   void pack(const double* mine) override { fixed_point_->pack(mine, sums_.packed); }
-  Answer unpack(double* values) override {
-    return sums(fixed_point_->unpack(sums_.packed, values));
+  Answer unpack(std::vector<double>* values) override {
+    return sums(fixed_point_->unpack(sums_.packed, values->data()));
   }
 
  protected:
@@ -116,7 +116,7 @@ class HorovodTransport : public StoreTransport {
       : key_(std::move(key)), name_("gluon_syncbn " + key_), a_(arrays) {}
 
   void pack(const double* mine) override;
-  Answer unpack(double* values) override;
+  Answer unpack(std::vector<double>* values) override;
 
  protected:
   int push() override;
@@ -148,7 +148,9 @@ class HorovodAdder : public StoreTransport {
         fixed_point_(std::move(fixed_point)) {}
 
   void pack(const double* mine) override { fixed_point_->pack(mine, s_.packed); }
-  Answer unpack(double* values) override { return sums(fixed_point_->unpack(s_.sums, values)); }
+  Answer unpack(std::vector<double>* values) override {
+    return sums(fixed_point_->unpack(s_.sums, values->data()));
+  }
 
  protected:
   int push() override;
@@ -194,7 +196,7 @@ class FunctionTransport : public FunctionStore {
       : FunctionStore(std::move(key), function, ranks, ranks * size), own_(rank * size) {}
 
   void pack(const double* mine) override;
-  Answer unpack(double* values) override;
+  Answer unpack(std::vector<double>* values) override;
 
  private:
   const int64_t own_;
@@ -208,8 +210,8 @@ class FunctionAdder : public FunctionStore {
         fixed_point_(std::move(fixed_point)) {}
 
   void pack(const double* mine) override { fixed_point_->pack(mine, numbers_.data()); }
-  Answer unpack(double* values) override {
-    return fixed_point_->unpack(numbers_.data(), values) ? Answer::kSums : Answer::kNothing;
+  Answer unpack(std::vector<double>* values) override {
+    return fixed_point_->unpack(numbers_.data(), values->data()) ? Answer::kSums : Answer::kNothing;
   }
 
  private:

@@ -43,6 +43,7 @@ void add_other_processes(State* state, Layer* layer, const CallId& id, Direction
 
 // Adds the sums on the host, and lists those on GPUs.
 PassSums together(const std::vector<const PassSums*>& each) {
+  if (each.size() == 1) return *each[0];
   PassSums all{each[0]->C, 0, std::vector<ChannelSums>(each[0]->on_host.size()), {}};
   for (const PassSums* one : each) {
     all.count += one->count;
@@ -164,7 +165,7 @@ PassSums Rendezvous::reduce(const LayerPtr& layer, const CallId& id, Direction d
     combine(state_.get(), &lock, layer.get(), key, id, meeting.get());
   }
   lock.unlock();
-  return meeting->all;
+  return meeting->arrivals.size() > 1 ? meeting->all : std::move(meeting->all);
 }
 
 }  // namespace gluon_syncbn

@@ -126,8 +126,8 @@ class Waiting {
  public:
   Waiting(RoutePtr route, double timeout)
       : thread_([this, route, timeout] {
-          double mine = 1, everyone[2];
-          error_ = error_of([&] { route->exchange("title", timeout, &mine, 1, everyone); });
+          Doubles values{1};
+          error_ = error_of([&] { route->exchange("title", timeout, &values); });
         }) {}
   std::string error() {
     thread_.join();

@@ -17,9 +17,9 @@ TEST(every_bit_arrives_in_every_round) {
   job.run([&](int rank) {
     const RoutePtr route = job.processes[rank]->route("key", kKey, kSize);
     for (int round = 0; round < kRounds; ++round) {
-      const Doubles mine = any_bits(kSize, round * kRanks + rank);
-      Doubles everyone(kRanks * kSize);
-      route->exchange("title", kLong, mine.data(), kSize, everyone.data());
+      Doubles everyone = any_bits(kSize, round * kRanks + rank);
+      route->exchange("title", kLong, &everyone);
+      CHECK_EQ(everyone.size(), size_t{kRanks * kSize});
       for (int other = 0; other < kRanks; ++other) {
         const Doubles expected = any_bits(kSize, round * kRanks + other);
         CHECK(same_bits(&everyone[other * kSize], expected.data(), kSize));
@@ -63,8 +63,9 @@ TEST(sums_come_in_one_message_and_values_where_they_do_not_fit) {
     for (const auto& each : exchanges) {
       const bool last = rank == kRanks - 1;
       const Doubles mine = message(last ? each.call : number, last ? each.value : 1);
-      Doubles found(8 * kRanks, -1.0);
-      CHECK(route->exchange("title", kLong, mine.data(), 8, found.data()) == each.answer);
+      Doubles found = mine;
+      CHECK(route->exchange("title", kLong, &found) == each.answer);
+      CHECK_EQ(found.size(), each.answer == Answer::kSums ? 8u : 8u * kRanks);
       if (each.answer == Answer::kSums) {
         const Doubles expected{number, 30, each.value + 2, 0, 0, each.value / 2 + 1, 0, 0};
         for (int i : {0, 1, 2, 5}) CHECK_EQ(found[i], expected[i]);
@@ -76,10 +77,9 @@ TEST(sums_come_in_one_message_and_values_where_they_do_not_fit) {
     CHECK_EQ(route->calls(), 8);
     // As after a failure.
     route->restart();
-    Doubles found(8 * kRanks);
-    CHECK(route->exchange("title", kLong, message(8, 1).data(), 8, found.data()) ==
-          Answer::kValues);
-    CHECK(route->exchange("title", kLong, message(9, 1).data(), 8, found.data()) == Answer::kSums);
+    Doubles eighth = message(8, 1), ninth = message(9, 1);
+    CHECK(route->exchange("title", kLong, &eighth) == Answer::kValues);
+    CHECK(route->exchange("title", kLong, &ninth) == Answer::kSums);
     CHECK(process.probes.empty());
   });
 }
@@ -95,9 +95,8 @@ TEST(calls_of_the_store_and_exchanges_of_a_key_take_turns) {
                                process.route("b", kKey + 2, kSize)};
     in_threads(4, [&](int i) {
       for (int round = 0; round < kRounds; ++round) {
-        const Doubles mine(kSize, rank + 1.0);
-        Doubles everyone(2 * kSize);
-        routes[i]->exchange("title", kLong, mine.data(), kSize, everyone.data());
+        Doubles everyone(kSize, rank + 1.0);
+        routes[i]->exchange("title", kLong, &everyone);
         CHECK(everyone[0] == 1 && everyone[kSize] == 2);
       }
     });
@@ -115,8 +114,8 @@ TEST(a_route_waits_while_another_thread_calls_the_store) {
   std::atomic<bool> done{false};
   process.connection->calls.lock();
   std::thread thread([&] {
-    double mine = 1, everyone = 0;
-    route->exchange("title", kLong, &mine, 1, &everyone);
+    Doubles values{1};
+    route->exchange("title", kLong, &values);
     done = true;
   });
   sleep(0.1);
@@ -141,8 +140,8 @@ TEST(exchanges_in_flight_are_listed) {
   const RoutePtr routes[] = {first.route("7 forward -1 0", kKey, 1),
                              second.route("7 forward -1 0", kKey, 1)};
   const auto exchange = [&](int rank) {
-    double mine = 0, everyone[2];
-    routes[rank]->exchange("layer, call 5", kLong, &mine, 1, everyone);
+    Doubles values{0};
+    routes[rank]->exchange("layer, call 5", kLong, &values);
   };
   std::thread waits([&] { exchange(0); });
   while (exchanges(first, true).empty()) sleep(0.001);
@@ -189,8 +188,8 @@ TEST(an_error_of_the_store_ends_the_wait) {
   FakeProcess& process = *job.processes[0];
   process.verdict = "refused";
   const RoutePtr route = process.route("key", kKey, 1);
-  double mine = 1, everyone = 0;
-  const auto exchange = [&] { route->exchange("title", kLong, &mine, 1, &everyone); };
+  Doubles values{1};
+  const auto exchange = [&] { route->exchange("title", kLong, &values); };
   process.client.refuses = true;
   CHECK_EQ(error_of(exchange), "refused");
   CHECK_EQ(process.probes.back().error, "no such server");
@@ -232,7 +231,7 @@ TEST(horovod_carries_every_bit_and_sizes_are_compared) {
   const auto error_with = [&](int size, std::vector<int> of_others) {
     const auto n = static_cast<size_t>(size);
     const int ranks = 1 + static_cast<int>(of_others.size());
-    Doubles values(n + 1), everyone(n * static_cast<size_t>(ranks));
+    Doubles values(n + 1);
     FakeArray input, output;
     input.data = values.data();
     input.shape = {size + 1};
@@ -241,8 +240,8 @@ TEST(horovod_carries_every_bit_and_sizes_are_compared) {
     Route route(connection, "key", size, ranks,
                 {std::make_unique<HorovodTransport>("key", arrays), nullptr, nullptr});
     const Doubles mine = any_bits(n, 1);
-    std::string error =
-        error_of([&] { route.exchange("title", kLong, mine.data(), size, everyone.data()); });
+    Doubles everyone = mine;
+    std::string error = error_of([&] { route.exchange("title", kLong, &everyone); });
     if (error.empty()) {
       CHECK(same_bits(everyone.data(), mine.data(), n));
       for (size_t i = n; i < everyone.size(); ++i) {
@@ -275,7 +274,7 @@ int allreduce(Handle* inputs, Handle* outputs, const char* name, int operation, 
 TEST(horovod_adds_sums) {
   const auto fixed_point = std::make_shared<FixedPoint>(8, 2, 53);
   const auto size = static_cast<size_t>(fixed_point->size());
-  Doubles values(9), packed(size), sums(size), found(16);
+  Doubles values(9), packed(size), sums(size), found = message(1, 1.5);
   FakeArray input, output, one, all;
   input.data = packed.data();
   output.data = sums.data();
@@ -292,7 +291,7 @@ TEST(horovod_adds_sums) {
     first.insert(first.end(), row.begin(), row.end());
   }
   fixed_point->follow(first.data());
-  CHECK(route.exchange("title", kLong, message(1, 1.5).data(), 8, found.data()) == Answer::kSums);
+  CHECK(route.exchange("title", kLong, &found) == Answer::kSums);
   const Doubles expected{1, 20, 3, 0, 0, 1.5, 0, 0};
   CHECK(same_bits(found.data(), expected.data(), 8));
 }
@@ -331,8 +330,8 @@ TEST(a_function_of_the_user_carries_values_and_sums) {
   const RoutePtr route = route_to(1);
   for (int call = 0; call < 3; ++call) {
     const Doubles mine = message(call, 1.5);
-    Doubles found(24);
-    const Answer answer = route->exchange("title", kLong, mine.data(), 8, found.data());
+    Doubles found = mine;
+    const Answer answer = route->exchange("title", kLong, &found);
     CHECK(answer == (call == 0 ? Answer::kValues : Answer::kSums));
     if (call == 0) {
       for (int row = 0; row < 3; ++row) CHECK(same_bits(&found[row * 8], mine.data(), 8));
@@ -341,17 +340,16 @@ TEST(a_function_of_the_user_carries_values_and_sums) {
       CHECK(same_bits(found.data(), expected.data(), 8));
     }
   }
-  Doubles mine(8), found(24);
-  CHECK_EQ(error_of([&] { route_to(7)->exchange("title", kLong, mine.data(), 8, found.data()); }),
-           "failed: no answer");
+  Doubles values(8);
+  CHECK_EQ(error_of([&] { route_to(7)->exchange("title", kLong, &values); }), "failed: no answer");
 }
 
 TEST(a_closed_route_says_why_until_it_is_opened_again) {
   FakeJob job(1);
   const RoutePtr route = job.processes[0]->route("key", kKey, 1);
-  const auto error = [&](int64_t size) {
-    double mine = 1, everyone;
-    return error_of([&] { route->exchange("title", kLong, &mine, size, &everyone); });
+  const auto error = [&](size_t size) {
+    Doubles values(size);
+    return error_of([&] { route->exchange("title", kLong, &values); });
   };
   CHECK(error(2).find("title gives 2 numbers after 1 before") == 0);
   route->close("it is over");

@@ -34,11 +34,9 @@ RoutePtr route(const SegmentPtr& segment, const std::string& key, int rank, int 
                                  Transports{std::move(transport), nullptr, nullptr});
 }
 
-std::string error_of_next(const RoutePtr& route, size_t size, int ranks, double timeout) {
-  Doubles mine(size), everyone(size * static_cast<size_t>(ranks));
-  return error_of([&] {
-    route->exchange("title", timeout, mine.data(), static_cast<int64_t>(size), everyone.data());
-  });
+std::string error_of_next(const RoutePtr& route, size_t size, double timeout) {
+  Doubles values(size);
+  return error_of([&] { route->exchange("title", timeout, &values); });
 }
 
 // What a process brings to a call.
@@ -70,8 +68,8 @@ TEST(every_bit_arrives_in_every_schedule) {
           route(segments[static_cast<size_t>(rank)], name, rank, ranks, static_cast<int64_t>(size));
       for (int call = 0; call < 60; ++call) {
         maybe_sleep();
-        Doubles everyone(size * static_cast<size_t>(ranks));
-        mine->exchange("title", kLong, values(key, rank, call, size).data(), size, everyone.data());
+        Doubles everyone = values(key, rank, call, size);
+        mine->exchange("title", kLong, &everyone);
         for (int other = 0; other < ranks; ++other) {
           const Doubles expected = values(key, other, call, size);
           CHECK(same_bits(&everyone[size * static_cast<size_t>(other)], expected.data(), size));
@@ -92,8 +90,8 @@ TEST(a_process_that_dies_is_never_read_halfway) {
     if (child == 0) {
       const auto other = route(Segment::open(file_of(segment), kToken), "key", 1, 2, kSize);
       for (double call = 0;; ++call) {
-        Doubles everyone(2 * kSize);
-        other->exchange("title", kLong, Doubles(kSize, call).data(), kSize, everyone.data());
+        Doubles everyone(kSize, call);
+        other->exchange("title", kLong, &everyone);
       }
     }
     std::thread killer([child, seed] {
@@ -102,9 +100,8 @@ TEST(a_process_that_dies_is_never_read_halfway) {
     });
     std::string error;
     for (double call = 0; error.empty(); ++call) {
-      Doubles everyone(2 * kSize);
-      error = error_of(
-          [&] { own->exchange("title", 1, Doubles(kSize, -1).data(), kSize, everyone.data()); });
+      Doubles everyone(kSize, -1);
+      error = error_of([&] { own->exchange("title", 1, &everyone); });
       CHECK(!error.empty() || std::all_of(everyone.begin() + kSize, everyone.end(),
                                           [call](double value) { return value == call; }));
     }
@@ -131,9 +128,8 @@ TEST(messages_of_one_call_are_added) {
   in_threads(kRanks, [&](int rank) {
     const auto mine = route(segment, "key", rank, kRanks, kSize, true);
     for (int call = 0; call < 4; ++call) {
-      Doubles found(kSize * kRanks), expected;
-      const Answer answer =
-          mine->exchange("title", kLong, message(rank, call).data(), kSize, found.data());
+      Doubles found = message(rank, call), expected;
+      const Answer answer = mine->exchange("title", kLong, &found);
       CHECK(answer == (call == 2 ? Answer::kValues : Answer::kSums));
       std::vector<Sum3> sums(2 * kChannels);
       for (int other = 0; other < kRanks; ++other) {
@@ -159,11 +155,11 @@ TEST(messages_of_one_call_are_added) {
 TEST(sizes_are_compared) {
   const SegmentPtr segment = Segment::create(kToken);
   in_threads(3, [&](int rank) {
-    CHECK_EQ(error_of_next(route(segment, "empty", rank, 3, 0), 0, 3, kLong), "");
+    CHECK_EQ(error_of_next(route(segment, "empty", rank, 3, 0), 0, kLong), "");
     const size_t size = rank == 1 ? 4 : 3;
     const auto mine = route(segment, "key", rank, 3, static_cast<int64_t>(size));
     for (int call = 0; call < 2; ++call) {
-      const std::string error = error_of_next(mine, size, 3, kLong);
+      const std::string error = error_of_next(mine, size, kLong);
       CHECK_SAY(error.find("numbers to key, by rank: 3 4 3.") != error.npos, error);
     }
   });
@@ -195,17 +191,17 @@ TEST(waits_end) {
   const SegmentPtr segment = Segment::create(kToken);
   for (const int rank : {1, 0}) {
     check::context = "waits of rank " + std::to_string(rank);
-    CHECK_EQ(error_of_next(route(segment, "key", rank, 2, 1), 1, 2, 0.5), "given up");
+    CHECK_EQ(error_of_next(route(segment, "key", rank, 2, 1), 1, 0.5), "given up");
     const auto waits = route(segment, "other key", rank, 2, 1);
     std::thread interrupt([] {
       sleep(0.05);
       ++interrupts;
     });
-    CHECK_EQ(error_of_next(waits, 1, 2, kLong), "released");
+    CHECK_EQ(error_of_next(waits, 1, kLong), "released");
     interrupt.join();
   }
   Interruption::close();
-  CHECK_EQ(error_of_next(route(segment, "third key", 1, 2, 1), 1, 2, kLong), "released");
+  CHECK_EQ(error_of_next(route(segment, "third key", 1, 2, 1), 1, kLong), "released");
 }
 
 }  // namespace

@@ -191,8 +191,8 @@ struct FakeTransport : Transport {
     if (!error.empty()) throw StoreError(error);
   }
   Waited wait(double) override { return Waited::kWritten; }
-  Answer unpack(double* values) override {
-    std::copy(all.begin(), all.end(), values);
+  Answer unpack(std::vector<double>* values) override {
+    *values = all;
     return are_sums ? Answer::kSums : Answer::kValues;
   }
 
