@@ -101,7 +101,7 @@ TEST(nan_and_infinity_stay) {
 TEST(no_values_leave_all_finite) {
   const Statistics s = statistics_of({});
   CHECK_EQ(Normalize<float>::of(s, 2, 3)(5), 13);
-  CHECK_EQ((InputGradient<float>::of(s, 2, ChannelSums(), 0)(5, 7)), 10);
+  CHECK_EQ((InputGradient<float>::of(s, 2, 0, 0, 0)(5, 7)), 10);
 }
 
 TEST(given_statistics_and_moving_averages) {
