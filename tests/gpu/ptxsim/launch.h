@@ -19,10 +19,10 @@ struct Launch {
   int device;
   // Whether memory accesses are counted.
   bool counted;
-  // How many blocks run, if the grid has more.
-  unsigned most_blocks = ~0u;
   // Null: races between streams are not looked for.
   Races* races = nullptr;
+  // How many blocks run, if the grid has more.
+  unsigned most_blocks = ~0u;
 };
 
 // Runs all blocks, and their warps, in random order, or in order if `random` is null.

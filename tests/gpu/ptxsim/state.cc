@@ -133,8 +133,8 @@ int launch(const void* function, dim3 grid, dim3 block, void** arguments, void* 
                         pointers.data(),
                         device,
                         s.counts_wanted,
-                        s.most_blocks,
-                        &s.races};
+                        &s.races,
+                        s.most_blocks};
     const Counts counts = run(launch, s.memory, s.random ? &*s.random : nullptr);
     if (s.counts_wanted) s.counts.push_back({kernel.name, launch.grid.size(), counts});
   };
