@@ -92,6 +92,10 @@ class Liveness:
         status stays."""
         self._status = self._status or (kind, text[:_LONGEST_STATUS])
 
+    @property
+    def has_finished(self):
+        return self._status is not None and self._status[0] == FINISHED
+
     def wait_for_the_end(self, timeout):
         """Returns once all processes have called this, at the end of their scripts. Raises
         RuntimeError if some ended otherwise, or did not answer for `timeout` seconds.

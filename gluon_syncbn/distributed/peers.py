@@ -124,14 +124,18 @@ class Peers:
                 lost = waited > timeout * (1 + WARN_AFTER)
                 if not in_memory:
                     message += f"As all have come, {self.name} does not answer. "
-            lost = lost or any(
-                answer.state == GONE or answer.status and answer.state != ARRIVED
-                for answer in answers.values()
-            )
+            lost = lost or any(map(self._cannot_arrive, answers.values()))
         if lost:
             self._give_up(f"{message}{_CAUSES}")
         if probes == 0:
             native.warn(f"{message}After {duration(timeout)} this is an error. {_CAUSES}")
+
+    def _cannot_arrive(self, answer):
+        if answer.state in (ARRIVED, GONE) or not answer.status:
+            return answer.state == GONE
+        # All meet once more after their scripts, and some learn later than others that all have
+        # come to their ends.
+        return answer.status[0] == FAILED or not self._liveness.has_finished
 
     def _give_up(self, text):
         # The store still waits, so a process that waited for it at exit would never end.

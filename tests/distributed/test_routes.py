@@ -1,10 +1,20 @@
 """Messages of layers: how many there are, what they share with Python, and how waits are judged."""
 
 import faulthandler
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from gluon_syncbn.distributed.answers import ABSENT, ARRIVED, Answer, describe
+from gluon_syncbn.distributed.answers import (
+    ABSENT,
+    ARRIVED,
+    FAILED,
+    FINISHED,
+    GONE,
+    SILENT,
+    Answer,
+    describe,
+)
 from gluon_syncbn.distributed.peers import Peers
 
 
@@ -49,18 +59,37 @@ def test_a_probe_shows_who_has_arrived(pair):
     }
 
 
-def test_processes_that_have_all_come_are_looked_at_once_more():
-    """After a suspension of all, some come before others can see it."""
+def judge_of(answers, has_finished=False):
+    """Peers.judge for these answers, by the seconds that it has waited, of 10, and the list of
+    the errors with which it gives up."""
     peers = Peers.__new__(Peers)
     peers.rank, peers.name, peers._knows_others = 0, "the store", True
-    answers = {1: Answer(ARRIVED)}
-    peers._liveness = SimpleNamespace(probe=lambda *_: answers, describe=describe)
+    peers._liveness = SimpleNamespace(
+        probe=lambda *_: answers, describe=describe, has_finished=has_finished
+    )
     given_up = []
     peers._give_up = given_up.append
+    arguments = {"timeout": 10, "probes": 1, "members": range(2), "in_memory": True}
+    return partial(peers.judge, "title", "title (key 1)", "", **arguments), given_up
 
-    def judge(waited):
-        peers.judge("title", "title (key 1)", "", waited, 10, 1, range(2), True)
 
+@pytest.mark.parametrize("state", [ARRIVED, ABSENT, SILENT, GONE])
+@pytest.mark.parametrize("status", [None, (FAILED, "a bad batch"), (FINISHED, "")])
+@pytest.mark.parametrize("has_finished", [False, True])
+def test_who_has_finished_may_still_come_to_the_exchange_after_the_scripts(
+    state, status, has_finished
+):
+    """Where a link is cut, one process learns later than the other that both have finished."""
+    look, given_up = judge_of({1: Answer(state, status=status)}, has_finished)
+    look(1)
+    ends = status and (status[0] == FAILED or not has_finished)
+    assert bool(given_up) == (state != ARRIVED and bool(ends) or state == GONE)
+
+
+def test_processes_that_have_all_come_are_looked_at_once_more():
+    """After a suspension of all, some come before others can see it."""
+    answers = {1: Answer(ARRIVED)}
+    judge, given_up = judge_of(answers)
     judge(10.5)
     assert not given_up
     answers[1] = Answer(ABSENT)
