@@ -302,7 +302,9 @@ __global__ void __launch_bounds__(kThreads, kMapBlocks<T, F>)
   // The first loads overlap with those of the coefficients.
   load(thread);
   F coefficients[kSize];
-  int64_t c = (task.head + thread * kSize) % task.C;
+  // In 32 bits where that is enough, as GPUs divide slowly.
+  const int64_t first = task.head + thread * kSize;
+  int64_t c = task.by_C.divisor ? task.channel_of(static_cast<uint32_t>(first)) : first % task.C;
 #pragma unroll
   for (int j = 0; j < kSize; ++j) {
     coefficients[j] = load_affine<F>(task.coefficients, c);
@@ -356,9 +358,9 @@ SBN_DEVICE ChannelSums sum_of(const SumsOfDevices& devices, int64_t i) {
   return sums;
 }
 
-// The statistics of channel i % C in batch i / C.
-SBN_DEVICE Statistics statistics_of(const ForwardFinish& task, int64_t i) {
-  return batch_statistics(sum_of(task.sums, i), task.counts.of(i / task.C), task.epsilon);
+// The statistics of channel i % C in batch b = i / C.
+SBN_DEVICE Statistics statistics_of(const ForwardFinish& task, int64_t i, int64_t b) {
+  return batch_statistics(sum_of(task.sums, i), task.counts.of(b), task.epsilon);
 }
 
 // Of channel c. The thread has written the statistics of the first batch, and computes those of
@@ -377,7 +379,7 @@ SBN_DEVICE void update_running(const ForwardFinish& task, int64_t c) {
     }
   }
   const auto batch = BatchMeans::of(task.batches, task.counts, running.unbiased, [&](int64_t b) {
-    return b == 0 ? task.kept.statistics[c] : statistics_of(task, b * task.C + c);
+    return b == 0 ? task.kept.statistics[c] : statistics_of(task, b * task.C + c, b);
   });
   const auto update = [&](void* values, double batch_value, double* before) {
     P* const value = static_cast<P*>(values) + c;
@@ -394,10 +396,12 @@ template <typename A>
 __global__ void __launch_bounds__(kThreads)
     finish_forward(ForwardFinish task, Deliveries deliveries, A zero) {
   const int64_t i = global_thread();
+  // GPUs divide slowly, and there is mostly one batch.
+  const int64_t batch = task.batches == 1 ? 0 : i / task.C, c = i - batch * task.C;
   const ForBackward& kept = task.kept;
   // The thread reads the statistics again below.
   if (task.sums.size > 0 && i < task.C * task.batches) {
-    kept.statistics[i] = statistics_of(task, i);
+    kept.statistics[i] = statistics_of(task, i, batch);
     if (task.running.mean && i < task.C) update_running<A>(task, i);
   } else if (task.mean && i < task.C) {
     kept.statistics[i] = given_statistics(static_cast<const A*>(task.mean)[i],
@@ -405,12 +409,11 @@ __global__ void __launch_bounds__(kThreads)
   }
   for (int d = 0; d < deliveries.size; ++d) deliver(deliveries.items[d], i);
   if (i >= task.C * task.batches) return;
-  const int64_t c = i % task.C;
   const double gamma = gamma_of<A>(task, c);
   const double beta = static_cast<const A*>(task.beta)[c];
   const auto normalize = Normalize<A>::of(kept.statistics[i], gamma, beta);
   if (task.coefficients) {
-    char* const to = static_cast<char*>(task.coefficients) + i / task.C * task.coefficients_stride;
+    char* const to = static_cast<char*>(task.coefficients) + batch * task.coefficients_stride;
     store_affine(normalize, to, c);
   }
   if (kept.gates) {

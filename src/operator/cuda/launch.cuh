@@ -75,8 +75,6 @@ struct SumsPlan {
       task.chunk_size = static_cast<int>(divide_up(v.S, task.lanes) | 1);
       task.chunks = 1;
       task.units = task.N;
-      blocks = divide_up(v.C, kWarp / task.lanes);
-      at_once = kWarps;
     } else if (v.S > 1) {
       kind = kPlanes;
       split_planes(v.S);
@@ -104,7 +102,8 @@ struct SumsPlan {
     }
     const int64_t resident =
         int64_t{multiprocessors} * resident_blocks(kernel(row() % kPack<T> == 0));
-    if (kind == kPlanes) share_blocks(resident, &blocks, &at_once);
+    if (v.S > 1) share_blocks(resident, &blocks, &at_once);
+    if (kind == kTiles) task.down = task.across / task.lanes;
     if (kind == kRows) blocks = split_shares(resident, blocks, divide_up(task.units, at_once));
     task.slices = static_cast<int>(choose_slices(blocks, resident, task.units, at_once));
     grid = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(task.slices));
@@ -112,8 +111,10 @@ struct SumsPlan {
 
   // Chooses the threads for a channel: all of a block, or fewer if that takes less time.
   void share_blocks(int64_t resident, int64_t* blocks, int64_t* at_once) {
+    // A warp has the same planes of several samples.
+    const int planes = kind == kTiles ? kWarp / task.lanes : 1;
     int64_t least = 0;
-    for (int across = kThreads; across >= task.lanes; across /= 2) {
+    for (int across = kThreads / planes; across >= task.lanes; across /= 2) {
       const int64_t all = divide_up(task.C, kThreads / across), once = across / task.lanes;
       const int64_t slices = least == 0 ? choose_slices(all, resident, task.units, once) : 1;
       const int64_t time = time_of_slices(all, resident, task.units, once, slices);

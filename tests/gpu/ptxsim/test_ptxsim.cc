@@ -2,6 +2,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <bit>
 #include <cstdint>
 #include <iterator>
 #include <map>
@@ -96,6 +97,8 @@ TEST(kernels_compute) {
   check_values("st.global.u32 [%rd1], %r1;", [](uint32_t i) { return i; });
   check_values("mov.u32 %r6, 7; @%p1 mov.u32 %r6, 9; st.global.u32 [%rd1], %r6;",
                [](uint32_t i) { return i < 40 ? 9 : 7; });
+  check_values("clz.b32 %r6, %r1; st.global.u32 [%rd1], %r6;",
+               [](uint32_t i) { return static_cast<uint32_t>(std::countl_zero(i)); });
   check_values("shf.l.wrap.b32 %r6, 0xf0000000, %r1, 36; st.global.u32 [%rd1], %r6;",
                [](uint32_t i) { return i << 4 | 15; });
   check_values("shf.r.wrap.b32 %r6, 0xf0000000, %r1, 36; st.global.u32 [%rd1], %r6;",

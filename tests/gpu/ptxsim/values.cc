@@ -222,6 +222,7 @@ Compute find_bits(const std::string& name, const std::vector<std::string>& modif
     using T = decltype(zero);
     constexpr unsigned kBits = 8 * sizeof(T);
     if (name == "not") return each<T, 1>([](T a) { return static_cast<T>(~a); });
+    if (name == "clz") return each<T, 1>([](T a) { return static_cast<T>(std::countl_zero(a)); });
     if (name == "shl") {
       return raw<2>([](uint64_t a, uint64_t by) {
         return by < kBits ? put(static_cast<T>(a << by)) : uint64_t{0};

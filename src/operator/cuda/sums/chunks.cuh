@@ -24,7 +24,7 @@ template <typename Sum>
 SBN_DEVICE void add_lanes(Sum* sum, int lanes, int lane) {
   for (int mask = lanes / 2; mask > 0; mask /= 2) {
     const Sum other = from_lane(*sum, mask);
-    if (lane % lanes < mask) sum->add(other);
+    if ((lane & (lanes - 1)) < mask) sum->add(other);
   }
 }
 
@@ -296,7 +296,7 @@ class ChannelTotal {
       put(first, second);
     }
     ChannelSums sums;
-    if (!as_integers || lane % lanes == 0) sums = value();
+    if (!as_integers || (lane & (lanes - 1)) == 0) sums = value();
     if (!as_integers) add_lanes(&sums, lanes, lane);
     return sums;
   }
@@ -395,14 +395,14 @@ class ChannelTotal {
 template <typename A, bool kBackward>
 class ChunkBuffer {
  public:
-  SBN_DEVICE ChunkBuffer(double* own, int lanes, int lane)
+  SBN_DEVICE ChunkBuffer(double* own, PowerOf2 lanes, int lane)
       : total_(own), lanes_(lanes), lane_(lane) {}
 
   // Adds a lane's share of a chunk. is_last: the warp calls it no more. each(f) calls f with the
   // value, or the gradient and the value, of every element of the share.
   template <typename Each>
-  SBN_DEVICE void add(Chunk<A> chunk, const Center<A>& center, int lanes_of_channel, bool is_last,
-                      const Each& each) {
+  SBN_DEVICE void add(Chunk<A> chunk, const Center<A>& center, PowerOf2 lanes_of_channel,
+                      bool is_last, const Each& each) {
     chunk.sums.add_lanes(lanes_, lane_);
     if (kBackward) center.correct(&chunk.sums);
     const bool is_keeper = lane_ % lanes_ == turn_;
@@ -417,7 +417,8 @@ class ChunkBuffer {
 
   // Stores the sums of a channel, to which `lanes_of_channel` lanes of each of `warps` warps
   // belong. All threads of the block call it, each with its channel, if that exists.
-  SBN_DEVICE void finish(int lanes_of_channel, int warps, const SumsTask& task, int64_t c) {
+  SBN_DEVICE void finish(PowerOf2 lanes_of_channel, PowerOf2 warps, const SumsTask& task,
+                         int64_t c) {
     ChannelSums sums;
     // A warp without chunks has no sums.
     if (used_ > 0) sums = total_.value_of_lanes(lanes_of_channel, lanes_, used_, lane_);
@@ -432,7 +433,8 @@ class ChunkBuffer {
 
  private:
   ChannelTotal<A, kBackward> total_;
-  const int lanes_, lane_;
+  const PowerOf2 lanes_;
+  const int lane_;
   // The lane of each `lanes_` that keeps the next chunk, and how many have kept any.
   int turn_ = 0, used_ = 0;
   Chunk<A> chunk_;

@@ -156,7 +156,8 @@ __global__ void __launch_bounds__(kThreads, plane_blocks(kArrays, kAligned))
   constexpr bool kBackward = kArrays > 1, kGated = kArrays > 2;
   // In shared memory, as they are needed only once every `lanes` chunks.
   __shared__ double own_sums[kThreads * kOwnWords];
-  const int lane = threadIdx.x % kWarp, lanes = task.lanes, across = task.across;
+  const int lane = threadIdx.x % kWarp;
+  const auto lanes = PowerOf2::of(task.lanes), across = PowerOf2::of(task.across);
   const int64_t c = static_cast<int64_t>(blockIdx.x) * (kThreads / across) + threadIdx.x / across;
   const int64_t readable = c < task.C ? c : 0;
 
@@ -174,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, plane_blocks(kArrays, kAligned))
   const int64_t unit = begin + group;
   const int chunks = static_cast<int>(task.chunks);
   int64_t sample = unit, sample_step = at_once;
-  const int lanes_of_channel = across < kWarp ? across : kWarp;
+  const auto lanes_of_channel = PowerOf2::of(min(+across, kWarp));
   int chunk = 0, chunk_step = 0;
   if (chunks > 1) {
     sample = unit / chunks;
@@ -222,7 +223,7 @@ __global__ void __launch_bounds__(kThreads, plane_blocks(kArrays, kAligned))
                [&](const auto& f) { share.each(f); });
   }
 
-  buffer.finish(lanes_of_channel, across > kWarp ? across / kWarp : 1, task, c);
+  buffer.finish(lanes_of_channel, PowerOf2::of(max(across / kWarp, 1)), task, c);
 }
 
 }  // namespace gluon_syncbn

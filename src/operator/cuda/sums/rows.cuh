@@ -56,13 +56,6 @@ struct SharedShares {
   }
 };
 
-// threadIdx.x, which the compiler does not know to be the same.
-SBN_DEVICE int thread_read_again() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
 // S = 1, R > 1: a block has `lanes` vectors of channels side by side, and several chunks of the
 // samples' rows.
 template <typename T, int kArrays, bool kAligned>
@@ -71,18 +64,23 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
   using A = Arithmetic<T>;
   constexpr bool kBackward = kArrays > 1, kGated = kArrays > 2;
   constexpr int kSize = kPack<T>, kBatch = kRowsInFlight<T, kArrays, kAligned>;
-  // Whether the first rows of a chunk are loaded while the one before it is reduced.
-  constexpr bool kAhead = kAligned && !(kGated && sizeof(T) == 2);
+  // Whether loads never pause: once a vector is used, a later row's takes its place, and the first
+  // rows of a chunk are loaded while the one before it is reduced.
+  constexpr bool kStreams = kAligned && !(kGated && sizeof(T) == 2);
   // The last rows of threads are added sequentially.
   constexpr int kLast = kThreads / kWarp;
   __shared__ SharedShares<T> shared;
   // In shared memory, as they are needed only once per chunk.
   __shared__ double own_sums[kThreads * kOwnWords];
 
-  const int split = kSize < kRowRuns ? 1 : task.split, per_run = kThreads / split;
-  const int across = task.lanes, down = task.down, groups = per_run / across / down;
-  const int column = threadIdx.x % across, line = threadIdx.x % per_run / across;
-  const int group = line / down, row = line % down + threadIdx.x / per_run * down * kRunRows;
+  const int split = kSize < kRowRuns ? 1 : task.split, across = task.lanes, down = task.down;
+  // A thread's column, and its place among those of a column: its row in a chunk, and its chunk.
+  // From the first run's threads to the last's.
+  const auto by_across = PowerOf2::of(across), by_down = PowerOf2::of(down);
+  const auto by_run = PowerOf2::of(kThreads / PowerOf2::of(split));
+  const int per_run = by_run, groups = per_run / by_across / by_down;
+  const int column = threadIdx.x % by_across, line = threadIdx.x % by_run / by_across;
+  const int group = line / by_down, row = line % by_down + threadIdx.x / by_run * down * kRunRows;
   const int64_t tile = static_cast<int64_t>(blockIdx.x) * across * kSize;
   const int64_t c = tile + column * kSize;
   const int width = c + kSize <= task.C ? kSize : c < task.C ? static_cast<int>(task.C - c) : 0;
@@ -164,6 +162,14 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
       }
     }
   };
+  // Row r, if it exists, takes the place of a vector.
+  const auto load_next = [&](int i, int r) {
+    if (r >= n) return;
+    const int64_t next = at + c + r * task.C;
+    xs[i] = load_words(x + next);
+    if constexpr (kArrays > 1) dys[i] = load_words(dy + next);
+    if constexpr (kArrays > 2) vs[i] = reads_v ? load_words(v + next) : xs[i];
+  };
   const auto begin_chunk = [&] {
     // A group without a chunk repeats the last one.
     const int64_t unit = base + (group < left ? group : left - 1);
@@ -176,15 +182,15 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
     inside = kAligned || holds<kArrays>(task, epilogue, dy + (kBackward ? at : 0), x + at,
                                         v + (kGated ? at : 0), vectors);
     if (width == 0) return;
-    if (kAhead && row < n) load_batch(row);
+    if (kStreams && row < n) load_batch(row);
     if (!kBackward) {
       load(pivots, [&](int i) { return x + at + c + i * (n - 1) / 2 * task.C; });
     }
   };
 
-  if (kAhead && left > 0) begin_chunk();
+  if (kStreams && left > 0) begin_chunk();
   while (left > 0) {
-    if (!kAhead) begin_chunk();
+    if (!kStreams) begin_chunk();
     Share<A> shares[kSize];
     if (!kBackward) {
 #pragma unroll
@@ -199,7 +205,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
       for (int part = 0; part < kRunRows; part += kBatch) {
         const int from = r + part * down;
         if (part > 0 && from >= n) break;
-        if (!kAhead || part > 0 || r != row) load_batch(from);
+        if (!kStreams) load_batch(from);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           if (i > 0 && from + i * down >= n) break;
@@ -221,6 +227,9 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
               run.add(j, part + i == 0, kBackward ? gradients(j) : value, value);
             }
           }
+          if (kStreams && (split == 1 || part + kBatch < kRunRows)) {
+            load_next(i, from + (kBatch + i) * down);
+          }
         }
       }
 #pragma unroll
@@ -233,10 +242,10 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
     const int64_t start = groups == 1 ? at : base * task.R * task.C;
     base += groups;
     left -= groups;
-    if (kAhead && left > 0) begin_chunk();
+    if (kStreams && left > 0) begin_chunk();
 
     // Computed again, so that no register holds them meanwhile.
-    const int thread = thread_read_again(), place = thread % per_run;
+    const int thread = thread_read_again(), place = thread & (per_run - 1);
     // All threads have read the sums of the previous chunk.
     __syncthreads();
 #pragma unroll
@@ -245,7 +254,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
       // Adds the runs in the order in which one thread would, so that the bits are the same.
       __syncthreads();
 #pragma unroll 1
-      for (int j = thread / per_run; j < kSize; j += split) {
+      for (int j = thread / PowerOf2::of(per_run); j < kSize; j += split) {
         Share<A> share = shared.get(j, place);
 #pragma unroll 1
         for (int i = 1; i < split; ++i) {
@@ -359,8 +368,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <typename = void>  // A template, as several files include it.
 __global__ void __launch_bounds__(kThreads) add_slices(Slices from, int lanes, ChannelSums* sums) {
   __shared__ double shared[kWarps * 3];
-  const int lane = threadIdx.x % lanes;
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes;
+  const auto share = PowerOf2::of(lanes);
+  const int lane = threadIdx.x % share;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * (kThreads / share) + threadIdx.x / share;
   const int64_t c = i / 2;
   const bool is_second = i % 2 != 0;
   Sum3 total;

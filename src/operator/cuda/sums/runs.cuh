@@ -15,6 +15,29 @@ namespace gluon_syncbn {
 constexpr int kThreads = 256, kWarp = 32, kWarps = kThreads / kWarp;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+// threadIdx.x, which the compiler does not know to be the same.
+SBN_DEVICE int thread_read_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// A power of 2. It divides in one instruction: a number known only at run time would take thirty.
+struct PowerOf2 {
+  int value, log;
+
+  SBN_DEVICE static PowerOf2 of(int value) { return {value, 31 - __clz(value)}; }
+  SBN_DEVICE operator int() const { return value; }
+};
+template <typename N>
+SBN_DEVICE auto operator/(N n, PowerOf2 divisor) {
+  return n >> divisor.log;
+}
+template <typename N>
+SBN_DEVICE auto operator%(N n, PowerOf2 divisor) {
+  return n & (divisor.value - 1);
+}
+
 // The maximum number of values of a chunk per thread, for planes. The work per chunk takes as long
 // as several vectors.
 template <typename T>
@@ -200,9 +223,10 @@ struct SumsTask {
   // or in rows.
   int64_t chunks, units;
   int chunk_size, slices, lanes;
-  // Planes: threads for a channel. A block has several channels if a channel has few units.
+  // S > 1: threads for a channel. A block has several channels if a channel has few units.
   int across;
-  // S = 1: rows of threads for a chunk. The other threads of a block have other chunks.
+  // S = 1: rows of threads for a chunk. Tiles: warps for the samples of a tile. The others of a
+  // block have other chunks, or other tiles.
   int down;
   // Threads for the kRowRuns runs of a share: 1, or one for each.
   int split;

@@ -110,6 +110,7 @@ struct TileReader<BFloat16> : PairReader<BFloat16> {
 
 // S > 1, small unaligned planes: a warp copies the contiguous planes of `kWarp / lanes` channels of
 // a sample to shared memory. `lanes` threads per plane have `chunk_size` consecutive values each.
+// `down` warps share the samples of a tile.
 template <typename T, int kArrays>
 __global__ void __launch_bounds__(kThreads, kTileBlocks)
     sum_tiles(SumsTask task, EpilogueTask<Arithmetic<T>> epilogue) {
@@ -124,10 +125,14 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
   T* const x_tile = reinterpret_cast<T*>(shared) + warp * kTiles * kTile;
   T* const dy_tile = x_tile + (kBackward ? kTile : 0);
 
-  const int lanes = task.lanes, across = kWarp / lanes;
+  const auto lanes = PowerOf2::of(task.lanes), warps = PowerOf2::of(task.down);
+  const int across = kWarp / lanes;
   const int plane = lane / lanes, lane_of_plane = lane % lanes;
-  const int64_t tile = static_cast<int64_t>(blockIdx.x) * across, c = tile + plane;
-  const int planes = c - plane + across <= task.C ? across : static_cast<int>(task.C - tile);
+  const auto tile_of = [&](int warp_of_block) {
+    return (static_cast<int64_t>(blockIdx.x) * (kWarps / warps) + warp_of_block / warps) * across;
+  };
+  const int64_t tile = tile_of(warp), c = tile + plane;
+  const int planes = tile + across <= task.C ? across : static_cast<int>(task.C - tile);
   const T *x = static_cast<const T*>(task.x), *dy = static_cast<const T*>(task.dy);
   [[maybe_unused]] const T* const v = static_cast<const T*>(epilogue.v);
   const bool reads_v = kGated && epilogue.v != task.x;
@@ -148,10 +153,10 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
   ChunkBuffer<A, kBackward> buffer(own_sums + threadIdx.x * kOwnWords, lanes, lane);
 
   const int n = static_cast<int>(task.S), share_size = task.chunk_size;
-  const int64_t first = task.unit_of_slice(blockIdx.y) + warp;
+  const int64_t first = task.unit_of_slice(blockIdx.y) + warp % warps;
   int64_t at = (first * task.C + tile) * task.S;
-  int samples = static_cast<int>(task.unit_of_slice(blockIdx.y + 1) - first);
-  for (; samples > 0; samples -= kWarps, at += kWarps * task.C * task.S) {
+  int samples = planes > 0 ? static_cast<int>(task.unit_of_slice(blockIdx.y + 1) - first) : 0;
+  for (; samples > 0; samples -= warps, at += warps * task.C * task.S) {
     using Loads = Tile<T, kBytes>;
     const int begin = plane * n + lane_of_plane * share_size;
     const int left = plane < planes ? n - lane_of_plane * share_size : 0;
@@ -225,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
       run.add_to(&chunk.sums);
     }
 
-    buffer.add(chunk, center, lanes, samples <= kWarps, [&](const auto& f) {
+    buffer.add(chunk, center, lanes, samples <= warps, [&](const auto& f) {
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
         A value = widen(x_tile[x_at + i]);
@@ -239,7 +244,9 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
       }
     });
   }
-  buffer.finish(lanes, kWarps, task, c);
+  // Computed again, so that no register holds it meanwhile.
+  const int thread = thread_read_again();
+  buffer.finish(lanes, warps, task, tile_of(thread / kWarp) + thread % kWarp / lanes);
 }
 
 }  // namespace gluon_syncbn
