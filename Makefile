@@ -27,7 +27,6 @@ kernels := $(or $(GLUON_SYNCBN_CUDA),$(if $(filter cu112,$(MXNET)),$(if $(nvcc),
 # A file whose name says what has been installed and built.
 environment := $(ready)$(MXNET)-$(kernels)
 
-cuda_sources := $(wildcard src/operator/*/*.cu)
 native_headers := $(wildcard $(foreach ext,h inc cuh,src/operator/*/*.$(ext) src/operator/*/*/*.$(ext)) tests/native/*.h tests/native/*/*.h)
 # Those of tests/native/cuda need a GPU or its simulator.
 native_tests := $(filter-out tests/native/cuda/%,$(wildcard tests/native/*/test_*.cc))
@@ -39,39 +38,24 @@ build := build/native/$(FLAVOUR)
 objects := $(tested_sources:src/operator/%.cc=$(build)/%.o)
 programs := $(native_tests:tests/native/%.cc=$(build)/tests/%)
 build_native = @$(MAKE) --no-print-directory -f $(firstword $(MAKEFILE_LIST)) -j$(shell nproc)
-# The kernels as PTX, which a simulator runs in place of a GPU. The simulator is taken from this
-# Makefile's tree, so that it can run the sources of another tree: make -C OTHER -f THIS/Makefile
-# gpu-counts.
-simulator_sources := $(dir $(lastword $(MAKEFILE_LIST)))tests/gpu/ptxsim
-simulated := $(build)/ptxsim
-PTX_ARCH ?= 90
-simulator := $(patsubst $(simulator_sources)/%.cc,$(simulated)/%.o,$(filter-out %/print_counts.cc %/test_ptxsim.cc,$(wildcard $(simulator_sources)/*.cc)))
-# MXNet for GPUs, unpacked, with simulated GPUs.
-simgpu_sources := tests/gpu/simgpu
-simgpu := build/simgpu
-known_architectures := $(if $(nvcc),$(patsubst compute_%,%,$(shell $(nvcc) --list-gpu-arch)))
-oldest := $(firstword $(known_architectures))
-newest := $(lastword $(known_architectures))
-ptx = $(cuda_sources:src/operator/cuda/%.cu=build/native/ptx/%_$(1).o)
 compile = $(CXX) -std=c++17 -pthread -fPIC -ffp-contract=off $(FLAGS) $(CXXFLAGS) -Isrc/operator -Itests/native
 
 ifeq ($(filter cpu cu112,$(MXNET)),)
 $(error MXNET=$(MXNET) is unknown: choose MXNET=cpu, or MXNET=cu112 for GPUs with CUDA 11)
 endif
 
-# Only the native tests are made in parallel, as pip must not run twice at a time in one
-# environment.
+# Only native tests are made in parallel: pip must not run twice at a time in one environment.
 ifeq ($(filter run-native run-ptx simgpu programs compile-sources,$(MAKECMDGOALS)),)
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: simgpu test-gpu test-gpu-all gpu-check gpu-counts compare-gpu-counts ptx-mutants run-ptx cuda-report help environment horovod test-native test-python train detect compare test test-all chaos test-pythons test-mxnets bench bench-distributed lint format docs warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
+.PHONY: test-gpu test-gpu-all gpu-check gpu-counts ptx-mutants cuda-report help environment horovod test-native test-python train detect compare test test-all chaos test-pythons test-mxnets bench bench-distributed lint format docs warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.13] [CXX=g++]'
 	@echo; echo 'To use it:'; $(call targets,train|detect|compare|environment|horovod|test|bench.*|wheel|clean|distclean|help)
 	@echo; echo 'To change it:'; $(call targets,test-.*|chaos|gpu-.*|cuda-.*|ptx-.*|lint|format|docs|warnings|compilers|sanitize)
-targets = sed -nE 's/^($(1)):.*\#\# (.*)/  \1@\2/p' Makefile | awk -F@ '{printf "%-21s%s\n", $$1, $$2}'
+targets = sed -nE 's/^($(1)):.*\#\# (.*)/  \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{printf "%-21s%s\n", $$1, $$2}'
 
 train: $(environment) ## train the segmentation example (4 minutes); each time writes a new folder runs/segmentation-N
 	$(python) examples/segmentation/train.py $(ARGS)
@@ -107,28 +91,9 @@ test-native: ## run the native tests, and where nvcc is the CUDA kernels on a si
 	$(build_native) run-native
 	$(build_native) run-ptx
 
-# Uses a copy of the package with its own library and its own MXNet. .venv and gluon_syncbn/ stay as
-# they are.
-test-gpu: $(if $(nvcc),$(environment) $(ready)test) ## run tests on simulated GPUs, in MXNet for GPUs (a download of 499 MB, kept); 3 minutes
-	$(call on_simulated_gpus,PTXSIM_DEVICES=8,$(addprefix gpu/test_,mxnet_gpu.py simulated_gpus.py use_of_cuda.py))
-
-test-gpu-all: test-gpu ## the same, and other tests with simulated GPUs for their devices; 18 minutes
-	$(call on_simulated_gpus,PTXSIM_DEVICES=8 GLUON_SYNCBN_TEST_DEVICES=gpu,$(gpu_tests),-n 3 -m "not long")
-
-gpu_tests = layers convert deploy training gpu/test_users_programs.py
-# Streams do their work in a random order, different in each run. STREAMS= makes them do it at once,
-# and STREAMS=late as late as possible.
-STREAMS ?= $(shell date +1%N)
-define on_simulated_gpus
-	@$(if $(nvcc),,echo "No nvcc is found (NVCC, CUDA_HOME, PATH), so nothing is tested on simulated GPUs."; exit 0;) \
-	mkdir -p build; $(fetch_mxnet) || { \
-	    echo "$(mxnet) cannot be downloaded (build/mxnet.log), so nothing is tested on simulated GPUs."; exit 0; }; \
-	$(build_native:@%=%) simgpu && rm -rf $(addprefix $(simgpu)/,$(packages)) && \
-	tar -c --exclude='*.so' --exclude=__pycache__ $(packages) | tar -x -C $(simgpu) && \
-	cp $(simgpu)/libgluon_syncbn.so $(simgpu)/gluon_syncbn && cd $(simgpu) && echo "STREAMS=$(STREAMS)" && \
-	export $(1) PTXSIM_STREAMS=$(STREAMS) MXNET_USE_FUSION=0 PYTHONPATH="$$PWD" && \
-	$(abspath $(python)) -m pytest -q --capture=sys -p no:cacheprovider $(3) $(addprefix $(CURDIR)/tests/,$(2)) $(ARGS)
-endef
+# tests/gpu/rules.mk says how, as for gpu-counts and ptx-mutants.
+test-gpu: ## run tests on simulated GPUs, in MXNet for GPUs (a download of 499 MB, kept); 3 minutes
+test-gpu-all: ## the same, and other tests with simulated GPUs for their devices; 18 minutes
 
 test-python: $(environment) $(ready)test $(ready)horovod ## run all Python tests
 	$(python) -m pytest -n 3 $(ARGS)
@@ -152,14 +117,7 @@ cuda-report: ## print registers and occupancy of the CUDA kernels for all archit
 	@$(or $(PYTHON),python3) benchmarks/gpu/build.py $(ARGS)
 
 gpu-counts: ## print what the CUDA kernels ask of a GPU, counted on a simulator, and compare it; --write to update
-	$(if $(nvcc),,$(error No nvcc is found (NVCC, CUDA_HOME, PATH), and the counts are those of its code))
-	$(build_native) $(simulated)/print_counts_$(PTX_ARCH)
-	@$(or $(PYTHON),python3) $(simulator_sources)/counts.py $(simulated)/print_counts_$(PTX_ARCH) $(nvcc) $(PTX_ARCH) $(ARGS)
-
 ptx-mutants: ## change one instruction of the CUDA kernels, or leave out one wait, and ask if the native tests see it; takes 25 minutes
-	$(build_native) $(simulated)/test_cuda_kernels_$(PTX_ARCH) $(simulated)/test_cuda_passes_$(PTX_ARCH)
-	@$(or $(PYTHON),python3) $(simulator_sources)/dropped_calls.py $(simulated)/test_cuda_passes_$(PTX_ARCH)
-	@$(or $(PYTHON),python3) $(simulator_sources)/mutants.py $(simulated)/test_cuda_kernels_$(PTX_ARCH) $(ARGS)
 
 lint: $(ready)lint ## check style and formatting
 	@.venv/bin/ruff check .
@@ -220,31 +178,6 @@ distclean: clean ## remove .venv too
 run-native: $(programs)
 	@printf '%s\n' $^ | xargs -P $(shell nproc) -I PROGRAM sh -c '$(RUN) PROGRAM || { echo "PROGRAM failed" >&2; exit 1; }'
 
-# Blocks, warps and streams run in a random order, different in each run. The output names the
-# order.
-run-ptx: $(simulated)/test_ptxsim $(if $(nvcc),run-ptx-$(newest) run-ptx-small-$(oldest) compare-gpu-counts)
-	@$<
-	@$(if $(nvcc),,echo "No nvcc is found (NVCC, CUDA_HOME, PATH), so the PTX of the CUDA kernels is not tested.")
-
-simulate = @order="PTXSIM_SEED=$$(date +%N) PTXSIM_STREAMS=$$(date +1%N)"; echo "$$order $^ $(1)"; env $$order $^ $(1)
-run-ptx-small-%: $(simulated)/test_cuda_kernels_%
-	$(call simulate,--small)
-
-run-ptx-%: run-ptx-kernels-% run-ptx-passes-%
-	@$(or $(PYTHON),python3) $(simulator_sources)/coverage.py $(simulated)/coverage_*_$*
-
-.SECONDARY: $(foreach test,kernels passes,$(simulated)/test_cuda_$(test)_$(newest))
-run-ptx-kernels-%: export PTXSIM_COVERAGE = $(simulated)/coverage_kernels_$*
-run-ptx-kernels-%: $(simulated)/test_cuda_kernels_%
-	$(call simulate)
-
-run-ptx-passes-%: export PTXSIM_COVERAGE = $(simulated)/coverage_passes_$*
-run-ptx-passes-%: $(simulated)/test_cuda_passes_%
-	$(call simulate)
-
-compare-gpu-counts: $(simulated)/print_counts_$(PTX_ARCH)
-	@$(or $(PYTHON),python3) $(simulator_sources)/counts.py $< $(nvcc) $(PTX_ARCH) --quiet
-
 programs: $(programs)
 
 compile-sources: $(objects) $(build)/api/layers.o
@@ -266,84 +199,7 @@ $(build)/api/layers.o: src/operator/api/layers.cc gluon_syncbn/_version.py $(nat
 	@echo "Compiling $<"
 	@$(compile) $(version) -c $< -o $@
 
-mxnet := mxnet-cu112==1.9.1
-mxnet_wheel = "$(HOROVOD_CACHE)"/mxnet_cu112-1.9.1-*.whl
-fetch_mxnet = { ls $(mxnet_wheel) >/dev/null 2>&1 || { echo "Downloading $(mxnet), once"; \
-    $(pip) download --no-deps --dest "$(HOROVOD_CACHE)" $(mxnet) >build/mxnet.log 2>&1; }; }
-$(simgpu)/mxnet/libmxnet.so:
-	@echo "Unpacking $(mxnet)"
-	@rm -rf $(simgpu)
-	@$(python) -m zipfile -e $(mxnet_wheel) $(simgpu)
-
-# The libraries that libmxnet.so is linked with. They go into its own folder, where it looks first.
-cudart := $(simgpu)/mxnet/libcudart.so.11.0
-cuda_libraries := $(patsubst %,$(simgpu)/mxnet/lib%,cuda.so.1 cublas.so.11 cudnn.so.8 cufft.so.10 curand.so.10 cusolver.so.11 nccl.so.2 nvrtc.so.11.2 nvToolsExt.so.1)
-simgpu: $(cudart) $(cuda_libraries) $(simgpu)/mxnet/libsimgpu_operators.so $(simgpu)/libgluon_syncbn.so
-
-$(simgpu)/stubs: $(simgpu_sources)/write_stubs.py $(simgpu)/mxnet/libmxnet.so $(simulator) $(simgpu)/mxnet_runtime.o
-	@rm -rf $@
-	@$(python) $< $(simgpu)/mxnet/libmxnet.so $@ $(filter %.o,$^)
-
-link_in_place_of_cuda = @$(CC) -shared -fPIC -Wl,--no-as-needed -Wl,-soname,$(@F) -Wl,--version-script=$</$(@F).map $</$(@F).c
-$(cudart): $(simgpu)/stubs $(simulator) $(simgpu)/mxnet_runtime.o $(simgpu)/map_plans.o
-	$(link_in_place_of_cuda) $(filter %.o,$^) -Wl,--wrap=dlopen,--wrap=dlsym -static-libgcc -l:libstdc++.a -lm -ldl -pthread -o $@
-
-$(cuda_libraries): $(simgpu)/stubs $(cudart)
-	$(link_in_place_of_cuda) $(cudart) -o $@
-
-# With the headers of the wheel, and without their warnings, which are not ours.
-compile_for_mxnet = $(CXX) -std=c++17 -fPIC -w -DMSHADOW_STAND_ALONE=1 -DMXNET_USE_CUDA=0 -I$(simgpu)/mxnet/include
-$(simgpu)/mxnet_runtime.o: $(simgpu_sources)/mxnet_runtime.cc $(simgpu)/mxnet/libmxnet.so
-	@$(compile) $(CXXFLAGS) -c $< -o $@
-
-$(simgpu)/map_plans.inc: $(simgpu_sources)/write_map_plans.py $(simgpu)/mxnet/libmxnet.so
-	@$(python) $^ >$@
-
-$(simgpu)/map_plans.o: $(simgpu_sources)/map_plans.cc $(simgpu)/map_plans.inc
-	@echo "Compiling $<"
-	@$(compile_for_mxnet) -O1 $(half_and_fma) -fvisibility=hidden -I$(simgpu) -I$(simulator_sources) -c $< -o $@
-
-$(simgpu)/mxnet/libsimgpu_operators.so: $(simgpu_sources)/operators.cc $(simgpu)/mxnet/libmxnet.so | $(cudart) $(cuda_libraries)
-	@echo "Compiling $<"
-	@$(compile_for_mxnet) -D_GLIBCXX_USE_CXX11_ABI=0 -I$(simulator_sources) -shared $< $(simgpu)/mxnet/libmxnet.so $(cudart) -Wl,--allow-shlib-undefined -o $@
-
-$(simgpu)/libgluon_syncbn.so: benchmarks/gpu/kernel_api.cc $(objects) $(build)/api/layers.o $(call ptx,$(newest)) $(cudart)
-	@$(compile) -fvisibility=hidden -shared $^ -o $@ -ldl
-
-half_and_fma = $(if $(filter x86_64,$(shell uname -m)),-mfma -mf16c)
-$(simulator): $(simulated)/%.o: $(simulator_sources)/%.cc $(wildcard $(simulator_sources)/*.h)
-	@mkdir -p $(@D)
-	@echo "Compiling $<"
-	@$(CXX) -std=c++20 -O3 -pthread -fPIC -fvisibility=hidden -ffp-contract=off $(half_and_fma) $(CXXFLAGS) -c $< -o $@
-
-# With the flags of setup.py. Not compressed, so that the simulator can read it.
-define compile_ptx
-$(call ptx,$(1)): build/native/ptx/%_$(1).o: src/operator/cuda/%.cu $(native_headers)
-	@mkdir -p $$(@D)
-	@echo "Compiling $$< for compute_$(1)"
-	@$(nvcc) -ccbin $(CXX) -std=c++17 -O3 -fmad=false -Isrc/operator -Xcompiler=-fPIC,-ffp-contract=off --no-compress \
-	    -gencode=arch=compute_$(1),code=compute_$(1) -c $$< -o $$@
-
-$(simulated)/test_cuda_kernels_$(1) $(simulated)/test_cuda_passes_$(1): $(simulated)/%_$(1): $(simulated)/%.o $(call ptx,$(1)) $(simulator) $(objects)
-	$$(link_simulated)
-
-$(simulated)/print_counts_$(1): $(simulator_sources)/print_counts.cc $(call ptx,$(1)) $(simulator) $(objects)
-	$$(link_simulated)
-endef
-link_simulated = @$(compile) $(filter %.cc %.o,$^) -Wl,--wrap=dlopen,--wrap=dlsym -o $@ -ldl
-$(foreach arch,$(sort $(oldest) $(newest) $(PTX_ARCH)),$(eval $(call compile_ptx,$(arch))))
-
-.SECONDARY: $(simulated)/test_cuda_kernels.o $(simulated)/test_cuda_passes.o
-$(simulated)/test_cuda_%.o: tests/native/cuda/test_cuda_%.cc $(native_headers)
-	@mkdir -p $(@D)
-	@echo "Compiling $< for the simulator"
-	@$(compile) -I$(simulator_sources) -c $< -o $@
-
-$(simulated)/test_ptxsim: $(simulator_sources)/test_ptxsim.cc $(simulator)
-	$(link_simulated) -std=c++20
-
-# The files .venv/ready-* say what has been installed there, so that a second run has nothing to set
-# up.
+# The files .venv/ready-* say what is installed there, so that a second run has nothing to set up.
 $(ready)python:
 	@for python in $(pythons); do \
 	    if $$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 8) <= sys.version_info < (3, 15))' 2>/dev/null; \
@@ -389,33 +245,5 @@ $(ready)torch: | $(ready)python
 	    echo "PyTorch could not be installed, so nothing is compared with it." >&2; }
 	@touch $@
 
-# Horovod has no wheel for MXNet, so one is built, in a separate environment, as it needs an old
-# setuptools, but with the MXNet of .venv. pip's cache is not used, as it may hold a wheel for other
-# frameworks.
-horovod := horovod==0.28.1
-horovod_wheels := "$(HOROVOD_CACHE)/horovod-mxnet-$(MXNET)"
-install_horovod = $(pip) install --no-index --no-deps --force-reinstall --find-links $(horovod_wheels) $(horovod)
-build_horovod = rm -rf build/horovod && $(python) -m venv build/horovod && \
-    build/horovod/bin/pip --no-input install 'setuptools<70' wheel cffi cloudpickle 'cmake<4' packaging psutil pyyaml && \
-    $(python) -c 'import sysconfig; print("import sys; sys.path.append(%a)" % sysconfig.get_path("purelib"))' \
-        >"$$(build/horovod/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/with_mxnet.pth" && \
-    env -u MAKEFLAGS PATH="$$PWD/build/horovod/bin:$$PATH" PYTHONPATH="$$PWD/mxnet_compat/site" HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MXNET=1 \
-        HOROVOD_WITHOUT_MPI=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 \
-        nice build/horovod/bin/pip --no-input --no-cache-dir wheel --no-deps --no-build-isolation \
-        --wheel-dir $(horovod_wheels) $(horovod) && \
-    rm -rf build/horovod
-
-# If it cannot be built, everything else continues: Horovod is one of two stores.
-$(ready)horovod: pyproject.toml $(environment)
-	@echo "Installing Horovod"
-	@mkdir -p build
-	@if { $(install_horovod) 2>/dev/null || { \
-	        echo "Building Horovod, once, which takes some minutes (build/horovod.log)"; \
-	        { $(build_horovod) && $(install_horovod); } >build/horovod.log 2>&1; \
-	    }; } && $(pip) install 'gluon_syncbn[horovod]'; then \
-	    echo installed >$@; \
-	else \
-	    echo missing >$@; \
-	    echo "Horovod could not be built (build/horovod.log says why), so nothing of it is tested." \
-	        "To try again: rm $@" >&2; \
-	fi
+# From the tree of this Makefile, which `make -C OTHER -f THIS/Makefile` runs on another tree.
+include $(addprefix $(dir $(lastword $(MAKEFILE_LIST))),tests/gpu/rules.mk tests/distributed/horovod.mk)

@@ -1,0 +1,153 @@
+# How the CUDA kernels run without a GPU: as PTX on a simulator (ptxsim), alone or in an MXNet for
+# GPUs with simulated GPUs (simgpu). The Makefile, which includes this file, has the help.
+.PHONY: simgpu run-ptx compare-gpu-counts
+
+# The simulator is taken from the tree of this file, so that it can run the sources of another tree:
+# make -C OTHER -f THIS/Makefile gpu-counts.
+simulator_sources := $(dir $(lastword $(MAKEFILE_LIST)))ptxsim
+simulated := $(build)/ptxsim
+PTX_ARCH ?= 90
+simulator := $(patsubst $(simulator_sources)/%.cc,$(simulated)/%.o,$(filter-out %/print_counts.cc %/test_ptxsim.cc,$(wildcard $(simulator_sources)/*.cc)))
+# MXNet for GPUs, unpacked, with simulated GPUs.
+simgpu_sources := tests/gpu/simgpu
+simgpu := build/simgpu
+known_architectures := $(if $(nvcc),$(patsubst compute_%,%,$(shell $(nvcc) --list-gpu-arch)))
+oldest := $(firstword $(known_architectures))
+newest := $(lastword $(known_architectures))
+cuda_sources := $(wildcard src/operator/*/*.cu)
+ptx = $(cuda_sources:src/operator/cuda/%.cu=build/native/ptx/%_$(1).o)
+
+# Uses a copy of the package with its own library and its own MXNet. .venv and gluon_syncbn/ stay as
+# they are.
+test-gpu: $(if $(nvcc),$(environment) $(ready)test)
+	$(call on_simulated_gpus,PTXSIM_DEVICES=8,$(addprefix gpu/test_,mxnet_gpu.py simulated_gpus.py use_of_cuda.py))
+
+test-gpu-all: test-gpu
+	$(call on_simulated_gpus,PTXSIM_DEVICES=8 GLUON_SYNCBN_TEST_DEVICES=gpu,$(gpu_tests),-n 3 -m "not long")
+
+gpu_tests = layers convert deploy training gpu/test_users_programs.py
+# Streams do their work in a random order, different in each run. STREAMS= makes them do it at once,
+# and STREAMS=late as late as possible.
+STREAMS ?= $(shell date +1%N)
+define on_simulated_gpus
+	@$(if $(nvcc),,echo "No nvcc is found (NVCC, CUDA_HOME, PATH), so nothing is tested on simulated GPUs."; exit 0;) \
+	mkdir -p build; $(fetch_mxnet) || { \
+	    echo "$(mxnet) cannot be downloaded (build/mxnet.log), so nothing is tested on simulated GPUs."; exit 0; }; \
+	$(build_native:@%=%) simgpu && rm -rf $(addprefix $(simgpu)/,$(packages)) && \
+	tar -c --exclude='*.so' --exclude=__pycache__ $(packages) | tar -x -C $(simgpu) && \
+	cp $(simgpu)/libgluon_syncbn.so $(simgpu)/gluon_syncbn && cd $(simgpu) && echo "STREAMS=$(STREAMS)" && \
+	export $(1) PTXSIM_STREAMS=$(STREAMS) MXNET_USE_FUSION=0 PYTHONPATH="$$PWD" && \
+	$(abspath $(python)) -m pytest -q --capture=sys -p no:cacheprovider $(3) $(addprefix $(CURDIR)/tests/,$(2)) $(ARGS)
+endef
+
+# Blocks, warps and streams run in a random order, different in each run. The output names the
+# order.
+run-ptx: $(simulated)/test_ptxsim $(if $(nvcc),run-ptx-$(newest) run-ptx-small-$(oldest) compare-gpu-counts)
+	@$<
+	@$(if $(nvcc),,echo "No nvcc is found (NVCC, CUDA_HOME, PATH), so the PTX of the CUDA kernels is not tested.")
+
+simulate = @order="PTXSIM_SEED=$$(date +%N) PTXSIM_STREAMS=$$(date +1%N)"; echo "$$order $^ $(1)"; env $$order $^ $(1)
+run-ptx-small-%: $(simulated)/test_cuda_kernels_%
+	$(call simulate,--small)
+
+run-ptx-%: run-ptx-kernels-% run-ptx-passes-%
+	@$(or $(PYTHON),python3) $(simulator_sources)/coverage.py $(simulated)/coverage_*_$*
+
+.SECONDARY: $(foreach test,kernels passes,$(simulated)/test_cuda_$(test)_$(newest))
+run-ptx-kernels-%: export PTXSIM_COVERAGE = $(simulated)/coverage_kernels_$*
+run-ptx-kernels-%: $(simulated)/test_cuda_kernels_%
+	$(call simulate)
+
+run-ptx-passes-%: export PTXSIM_COVERAGE = $(simulated)/coverage_passes_$*
+run-ptx-passes-%: $(simulated)/test_cuda_passes_%
+	$(call simulate)
+
+gpu-counts:
+	$(if $(nvcc),,$(error No nvcc is found (NVCC, CUDA_HOME, PATH), and the counts are those of its code))
+	$(build_native) $(simulated)/print_counts_$(PTX_ARCH)
+	@$(or $(PYTHON),python3) $(simulator_sources)/counts.py $(simulated)/print_counts_$(PTX_ARCH) $(nvcc) $(PTX_ARCH) $(ARGS)
+
+ptx-mutants:
+	$(build_native) $(simulated)/test_cuda_kernels_$(PTX_ARCH) $(simulated)/test_cuda_passes_$(PTX_ARCH)
+	@$(or $(PYTHON),python3) $(simulator_sources)/dropped_calls.py $(simulated)/test_cuda_passes_$(PTX_ARCH)
+	@$(or $(PYTHON),python3) $(simulator_sources)/mutants.py $(simulated)/test_cuda_kernels_$(PTX_ARCH) $(ARGS)
+
+compare-gpu-counts: $(simulated)/print_counts_$(PTX_ARCH)
+	@$(or $(PYTHON),python3) $(simulator_sources)/counts.py $< $(nvcc) $(PTX_ARCH) --quiet
+
+mxnet := mxnet-cu112==1.9.1
+mxnet_wheel = "$(HOROVOD_CACHE)"/mxnet_cu112-1.9.1-*.whl
+fetch_mxnet = { ls $(mxnet_wheel) >/dev/null 2>&1 || { echo "Downloading $(mxnet), once"; \
+    $(pip) download --no-deps --dest "$(HOROVOD_CACHE)" $(mxnet) >build/mxnet.log 2>&1; }; }
+$(simgpu)/mxnet/libmxnet.so:
+	@echo "Unpacking $(mxnet)"
+	@rm -rf $(simgpu)
+	@$(python) -m zipfile -e $(mxnet_wheel) $(simgpu)
+
+# The libraries that libmxnet.so is linked with. They go into its own folder, where it looks first.
+cudart := $(simgpu)/mxnet/libcudart.so.11.0
+cuda_libraries := $(patsubst %,$(simgpu)/mxnet/lib%,cuda.so.1 cublas.so.11 cudnn.so.8 cufft.so.10 curand.so.10 cusolver.so.11 nccl.so.2 nvrtc.so.11.2 nvToolsExt.so.1)
+simgpu: $(cudart) $(cuda_libraries) $(simgpu)/mxnet/libsimgpu_operators.so $(simgpu)/libgluon_syncbn.so
+
+$(simgpu)/stubs: $(simgpu_sources)/write_stubs.py $(simgpu)/mxnet/libmxnet.so $(simulator) $(simgpu)/mxnet_runtime.o
+	@rm -rf $@
+	@$(python) $< $(simgpu)/mxnet/libmxnet.so $@ $(filter %.o,$^)
+
+link_in_place_of_cuda = @$(CC) -shared -fPIC -Wl,--no-as-needed -Wl,-soname,$(@F) -Wl,--version-script=$</$(@F).map $</$(@F).c
+$(cudart): $(simgpu)/stubs $(simulator) $(simgpu)/mxnet_runtime.o $(simgpu)/map_plans.o
+	$(link_in_place_of_cuda) $(filter %.o,$^) -Wl,--wrap=dlopen,--wrap=dlsym -static-libgcc -l:libstdc++.a -lm -ldl -pthread -o $@
+
+$(cuda_libraries): $(simgpu)/stubs $(cudart)
+	$(link_in_place_of_cuda) $(cudart) -o $@
+
+# With the headers of the wheel, and without their warnings, which are not ours.
+compile_for_mxnet = $(CXX) -std=c++17 -fPIC -w -DMSHADOW_STAND_ALONE=1 -DMXNET_USE_CUDA=0 -I$(simgpu)/mxnet/include
+$(simgpu)/mxnet_runtime.o: $(simgpu_sources)/mxnet_runtime.cc $(simgpu)/mxnet/libmxnet.so
+	@$(compile) $(CXXFLAGS) -c $< -o $@
+
+$(simgpu)/map_plans.inc: $(simgpu_sources)/write_map_plans.py $(simgpu)/mxnet/libmxnet.so
+	@$(python) $^ >$@
+
+$(simgpu)/map_plans.o: $(simgpu_sources)/map_plans.cc $(simgpu)/map_plans.inc
+	@echo "Compiling $<"
+	@$(compile_for_mxnet) -O1 $(half_and_fma) -fvisibility=hidden -I$(simgpu) -I$(simulator_sources) -c $< -o $@
+
+$(simgpu)/mxnet/libsimgpu_operators.so: $(simgpu_sources)/operators.cc $(simgpu)/mxnet/libmxnet.so | $(cudart) $(cuda_libraries)
+	@echo "Compiling $<"
+	@$(compile_for_mxnet) -D_GLIBCXX_USE_CXX11_ABI=0 -I$(simulator_sources) -shared $< $(simgpu)/mxnet/libmxnet.so $(cudart) -Wl,--allow-shlib-undefined -o $@
+
+$(simgpu)/libgluon_syncbn.so: benchmarks/gpu/kernel_api.cc $(objects) $(build)/api/layers.o $(call ptx,$(newest)) $(cudart)
+	@$(compile) -fvisibility=hidden -shared $^ -o $@ -ldl
+
+half_and_fma = $(if $(filter x86_64,$(shell uname -m)),-mfma -mf16c)
+$(simulator): $(simulated)/%.o: $(simulator_sources)/%.cc $(wildcard $(simulator_sources)/*.h)
+	@mkdir -p $(@D)
+	@echo "Compiling $<"
+	@$(CXX) -std=c++20 -O3 -pthread -fPIC -fvisibility=hidden -ffp-contract=off $(half_and_fma) $(CXXFLAGS) -c $< -o $@
+
+# With the flags of setup.py. Not compressed, so that the simulator can read it.
+define compile_ptx
+$(call ptx,$(1)): build/native/ptx/%_$(1).o: src/operator/cuda/%.cu $(native_headers)
+	@mkdir -p $$(@D)
+	@echo "Compiling $$< for compute_$(1)"
+	@$(nvcc) -ccbin $(CXX) -std=c++17 -O3 -fmad=false -Isrc/operator -Xcompiler=-fPIC,-ffp-contract=off --no-compress \
+	    -gencode=arch=compute_$(1),code=compute_$(1) -c $$< -o $$@
+
+$(simulated)/test_cuda_kernels_$(1) $(simulated)/test_cuda_passes_$(1): $(simulated)/%_$(1): $(simulated)/%.o $(call ptx,$(1)) $(simulator) $(objects)
+	$$(link_simulated)
+
+$(simulated)/print_counts_$(1): $(simulator_sources)/print_counts.cc $(call ptx,$(1)) $(simulator) $(objects)
+	$$(link_simulated)
+endef
+link_simulated = @$(compile) $(filter %.cc %.o,$^) -Wl,--wrap=dlopen,--wrap=dlsym -o $@ -ldl
+$(foreach arch,$(sort $(oldest) $(newest) $(PTX_ARCH)),$(eval $(call compile_ptx,$(arch))))
+
+.SECONDARY: $(simulated)/test_cuda_kernels.o $(simulated)/test_cuda_passes.o
+$(simulated)/test_cuda_%.o: tests/native/cuda/test_cuda_%.cc $(native_headers)
+	@mkdir -p $(@D)
+	@echo "Compiling $< for the simulator"
+	@$(compile) -I$(simulator_sources) -c $< -o $@
+
+$(simulated)/test_ptxsim: $(simulator_sources)/test_ptxsim.cc $(simulator)
+	$(link_simulated) -std=c++20
+
