@@ -32,11 +32,8 @@ def test_a_small_measurement(tmp_path):
 @pytest.mark.parametrize("ratio, passes", [(1.4, True), (1.6, False)])
 def test_a_threshold_is_kept_up_to_its_limit(ratio, passes, monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    rows = [
-        {"workers": 2, "channels": 64, "through": "store", "bare": {"kv.pushpull": {"ratio": r}}}
-        for r in (1.0, ratio)
-    ]
-    (threshold,) = importlib.import_module("bench_distributed").judge(rows)
+    comparisons = [("added / bare", 1.5, each, "2 workers") for each in (1.0, ratio)]
+    (threshold,) = importlib.import_module("harness").judge(comparisons)
     assert threshold["pass"] == passes and threshold["worst"] == ratio
 
 
