@@ -224,8 +224,9 @@ def test_the_gpu_according_to_nvidia_smi(monkeypatch, tmp_path):
     assert check.ask_gpu() == GPU
 
 
-SPEED = {"thresholds": [{"threshold": "passes below 0.85 of a copy", "of": 96, "missed": []}]}
-SLOW = {"thresholds": [{**SPEED["thresholds"][0], "missed": ["slow"]}]}
+HELD = {"name": "time of a pass / a copy", "threshold": 1.2, "of": 96, "failed": 0}
+SPEED = {"thresholds": [HELD], "failed": []}
+SLOW = {"thresholds": [{**HELD, "failed": 1}], "failed": []}
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def test_figures_of_a_step(monkeypatch, pipeline, path, tmp_path, step, result, 
     (check.bench if step == "speed" else check.check_kernels)(pipeline, "library")
     assert verdicts(path) == {step: verdict}
     if verdict == "missed":
-        assert "1 of 96 passes below" in read(path)["steps"][step]["detail"]
+        assert "1 of 96 above 1.2: time of a pass" in read(path)["steps"][step]["detail"]
 
 
 @pytest.mark.parametrize("ends, verdict", [("3 passed", "ok"), ("2 passed, 1 skipped", "skipped")])
