@@ -159,12 +159,7 @@ def measure_step(repetitions, where, arguments, most):
     launcher = ["-m", "gluon_syncbn.launch", "-n", "2"] if store else []
     rounds = (repetitions + 1) // 2
     rows = in_new_process("step.step_times", rounds, *arguments, launcher=launcher, **variables)
-    ratios = {
-        kind: harness.medians(
-            [[a / b for a, b in zip(*pair)] for pair in zip(rows[kind], rows["BatchNorm"])]
-        )
-        for kind in rows
-    }
+    ratios = {kind: harness.ratios(rows[kind], rows["BatchNorm"]) for kind in rows}
     seconds = {kind: harness.medians(rows[kind]) for kind in rows}
     return {"where": where, "at_most": most, "seconds": seconds, "ratios": ratios}
 

@@ -154,13 +154,18 @@ def medians(rows, factor=1.0):
     return [factor * statistics.median(column) for column in zip(*rows)]
 
 
-def ratio(times, others):
-    """The ratio of two times, as the median over the rounds: a disturbance slows both of a
+def ratios(rows, others):
+    """The medians over the rounds of the ratios in each column: a disturbance slows all of a
     round."""
-    ratios = sorted(a / b for a, b in zip(times, others))
+    return medians([[a / b for a, b in zip(*pair)] for pair in zip(rows, others)])
+
+
+def ratio(times, others):
+    """The same for a single column, with quartiles and the ratio of the medians."""
+    ordered = sorted(a / b for a, b in zip(times, others))
     return {
-        "median": statistics.median(ratios),
-        "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
+        "median": statistics.median(ordered),
+        "quartiles": [ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]],
         "of_medians": statistics.median(times) / statistics.median(others),
     }
 

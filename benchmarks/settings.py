@@ -11,7 +11,7 @@ import statistics
 
 from tqdm import tqdm
 
-from harness import CORES, KEEP_FREED_MEMORY, in_new_process, interleave, medians, seconds_of, table
+from harness import CORES, KEEP_FREED_MEMORY, in_new_process, interleave, ratios, seconds_of, table
 
 KINDS = ("static_alloc", "hybridize", "no graph")
 SETTINGS = {
@@ -43,9 +43,8 @@ def main():
     for setting in SETTINGS:
         cells = [setting]
         for kind in KINDS:
-            pairs = zip(rows[setting, kind], rows[first, kind])
-            ratios = medians([[a / b for a, b in zip(*pair)] for pair in pairs])
-            cells += [f"{ratio:.2f}" for ratio in ratios]
+            found = ratios(rows[setting, kind], rows[first, kind])
+            cells += [f"{ratio:.2f}" for ratio in found]
         lines.append(cells)
     header = [title for kind in KINDS for title in (f"{kind}: time", "memory")]
     print(table(["setting", *header], lines))

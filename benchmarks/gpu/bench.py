@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "gpu")]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests" / "gpu")]
 import harness  # noqa: E402
 from surface import Layer, Library  # noqa: E402
 

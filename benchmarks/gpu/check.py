@@ -40,7 +40,6 @@ ROOT = build.ROOT
 HERE = Path(__file__).resolve().parent
 # A little less than 8 minutes, as processes may need some time to end.
 LIMIT = 8 * 60 - 15
-SLOW = 150  # A machine on which the build takes more seconds is slow.
 # Seconds reserved for steps after the sanitizers.
 FOR_SPEED, FOR_MXNET = 90, 90
 FOR_SPILLS = 90  # seconds for one architecture
@@ -58,19 +57,6 @@ kernels = build.report([int(each) for each in sys.argv[2:]])
 with open(sys.argv[1], "w") as file:
     json.dump(kernels, file)
 """
-# Queries the driver if there is no nvidia-smi.
-DRIVER = """
-import ctypes
-cuda = ctypes.CDLL("libcuda.so.1")
-name, values = ctypes.create_string_buffer(256), [ctypes.c_int() for _ in range(4)]
-assert cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(values[0])) == 0
-assert values[0].value > 0 and cuda.cuDeviceGetName(name, 256, 0) == 0
-assert cuda.cuDriverGetVersion(ctypes.byref(values[1])) == 0
-for value, attribute in zip(values[2:], (75, 76)):
-    assert cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, 0) == 0
-_, version, major, minor = (value.value for value in values)
-print(f"{name.value.decode()}, for CUDA {version // 1000}.{version % 1000 // 10}, {major}.{minor}")
-"""
 PYTORCH = """
 import torch
 assert torch.cuda.is_available(), "PyTorch finds no GPU"
@@ -86,18 +72,16 @@ exec "$4" -m pytest -v -rs --tb=short -p no:cacheprovider -o timeout=90 -o timeo
 
 def ask_gpu():
     """Name, driver and compute capability of the first GPU, or None."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"]
-    for command in (query, [sys.executable, "-c", DRIVER]):
-        try:
-            code, text = run_process(command, 60)
-            name, driver, capability = text.splitlines()[0].rsplit(",", 2)
-            major, minor = map(int, capability.split("."))
-        except (OSError, IndexError, ValueError):
-            continue
-        if code == 0:
-            gpu = {"name": name.strip(), "driver": driver.strip()}
-            return {**gpu, "architecture": 10 * major + minor}
-    return None
+    found = build.setup_py().find_gpus()
+    if not found:
+        return None
+    name, driver = "a GPU", "unknown"
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        code, text = run_process(query, 60)
+        if code == 0 and "," in text:
+            name, driver = map(str.strip, text.splitlines()[0].rsplit(",", 1))
+    return {"name": name, "driver": driver, "architecture": found[0]}
 
 
 def environment():
@@ -120,15 +104,15 @@ def build_all(pipeline, gpu):
 
 def find_spills(pipeline, gpu):
     """Compiles once more to find register spills. Runs last, as it does not need the GPU."""
-    architectures, only = architectures_of(gpu), ""
+    architectures = architectures_of(gpu)
     if gpu and pipeline.left() < FOR_SPILLS:
         pipeline.step("register spills", LEFT_OUT, "no time is left, see `make cuda-report`")
         return
-    if not gpu and pipeline.left() < pipeline.limit - SLOW:
-        # All architectures would take twice as long as the build.
+    if not gpu:
+        # All would take twice as long as the build.
         built = re.findall(r"sm_(\d+)", pipeline.result["steps"]["build"]["detail"])
-        architectures = sorted({built[0], built[-1]}, key=int)
-        only = f", only for sm_{' and sm_'.join(architectures)}, as the machine is slow"
+        architectures = sorted({*built[:1], *built[-1:]}, key=int)
+    of = " and ".join(f"sm_{arch}" for arch in architectures)
     found = build.FOLDER / "kernels.json"
 
     def judge(code, text):
@@ -137,7 +121,7 @@ def find_spills(pipeline, gpu):
         kernels = json.loads(found.read_text())
         spilled = [f"{k['kernel']} on sm_{k['arch']}" for k in kernels if k["spilled_bytes"]]
         least = min(k["occupancy"] for k in kernels)
-        detail = f"{len(kernels)} kernels without spills, occupancy at least {least:.0%}{only}"
+        detail = f"{len(kernels)} without spills for {of}, occupancy at least {least:.0%}"
         return FAILED if spilled else OK, "; ".join(spilled) or detail, {"kernels": kernels}
 
     command = [sys.executable, "-c", REPORT, found, *architectures]
@@ -299,7 +283,7 @@ def main(arguments=None):
             pipeline.step("all checks", SKIPPED, "nothing was built")
         else:
             detail = "nothing was run, only compiled"
-            pipeline.step("GPU", LEFT_OUT, f"none is found (nvidia-smi, libcuda.so.1): {detail}")
+            pipeline.step("GPU", LEFT_OUT, f"none is found (libcuda.so.1): {detail}")
         if built:
             find_spills(pipeline, gpu)
     except Exception as error:

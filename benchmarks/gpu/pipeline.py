@@ -8,7 +8,8 @@ import time
 import traceback
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# Last, as benchmarks/ has a bench.py of its own.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from harness import run_process  # noqa: E402
 
 OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"

@@ -210,17 +210,18 @@ def test_a_sanitizer_must_say_that_it_found_nothing(
     assert verdicts(path) == {"memcheck": memcheck, "racecheck": racecheck}
 
 
-def test_the_gpu_according_to_nvidia_smi(monkeypatch, tmp_path):
-    monkeypatch.setattr(check, "DRIVER", "raise OSError")
+def test_the_gpu_according_to_the_driver_and_nvidia_smi(monkeypatch, tmp_path):
+    setup, gpus = check.build.setup_py(), []
+    monkeypatch.setattr(setup, "find_gpus", lambda: gpus)
+    monkeypatch.setattr(check.build, "setup_py", lambda: setup)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert check.ask_gpu() is None
+    gpus.append(90)
+    unnamed = {"name": "a GPU", "driver": "unknown", "architecture": 90}
+    assert check.ask_gpu() == unnamed
     program(tmp_path, "nvidia-smi", "echo 'No devices were found'; exit 6")
-    assert check.ask_gpu() is None
-    program(tmp_path, "nvidia-smi", "echo 'NVIDIA H200, 580.1, 9.0'")
-    assert check.ask_gpu() == GPU
-    # If nvidia-smi fails, the driver is queried.
-    program(tmp_path, "nvidia-smi", "exit 1")
-    monkeypatch.setattr(check, "DRIVER", "print('NVIDIA H200, 580.1, 9.0')")
+    assert check.ask_gpu() == unnamed
+    program(tmp_path, "nvidia-smi", "echo 'NVIDIA H200, 580.1'")
     assert check.ask_gpu() == GPU
 
 
