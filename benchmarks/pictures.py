@@ -97,10 +97,7 @@ def panels(shapes, label):
 def draw_bars(axes, values, limit=math.inf):
     """(label, color, length) from top to bottom. Bars longer than `limit` are cut off there."""
     labels, colors, lengths = zip(*values)
-    axes.barh(range(len(values)), lengths, color=colors)
-    for i, length in enumerate(lengths):
-        style = {"ha": "right", "color": "white"} if length > limit else {}
-        axes.text(min(length, limit), i, f" {length:.3g} ", va="center", fontsize=8, **style)
-    axes.set_xlim(right=min(1.1 * max(lengths), limit))
-    axes.set_yticks(range(len(values)), labels)
+    bars = axes.barh(labels, [min(length, limit) for length in lengths], color=colors)
+    axes.bar_label(bars, [f"{length:.3g}" for length in lengths], padding=2, fontsize=8)
+    axes.margins(x=0.12)
     axes.invert_yaxis()
