@@ -132,17 +132,14 @@ def measure_layers(repetitions, shape, count):
     arguments = "layers.layer_times", shape, count, repetitions
     # Otherwise some calls allocate new pages for y, which takes as long as a fast layer.
     seconds = in_new_process(*arguments, **harness.KEEP_FREED_MEMORY)
-    both = {kind: [sum(times) for times in rows] for kind, rows in seconds.items()}
+    rows = {kind: [[*times, sum(times)] for times in found] for kind, found in seconds.items()}
     ratios = {}
     for (ours, theirs), limit in RATIOS.items():
         most = limit(math.prod(shape), count)
-        if most and ours in both and theirs in both:
-            found = harness.ratio(both[ours], both[theirs])
-            ratios[f"{ours}/{theirs}"] = {"at_most": most, **found}
-    times = {
-        kind: harness.medians([[*times, sum(times)] for times in rows], 1e3)
-        for kind, rows in seconds.items()
-    }
+        if most and ours in rows and theirs in rows:
+            median = harness.ratios(rows[ours], rows[theirs])[-1]
+            ratios[f"{ours}/{theirs}"] = {"at_most": most, "median": median}
+    times = {kind: harness.medians(rows[kind], 1e3) for kind in rows}
     return {"shape": shape, "contexts": count, "ms": times, "ratios": ratios}
 
 

@@ -160,16 +160,6 @@ def ratios(rows, others):
     return medians([[a / b for a, b in zip(*pair)] for pair in zip(rows, others)])
 
 
-def ratio(times, others):
-    """The same for a single column, with quartiles and the ratio of the medians."""
-    ordered = sorted(a / b for a, b in zip(times, others))
-    return {
-        "median": statistics.median(ordered),
-        "quartiles": [ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]],
-        "of_medians": statistics.median(times) / statistics.median(others),
-    }
-
-
 def judge(comparisons):
     """Each threshold with its worst figure, of (name, largest allowed figure, figure, where)."""
     values = {}
