@@ -11,10 +11,15 @@ import itertools
 import time
 from pathlib import Path
 
+import gluon_syncbn as sbn
+import mxnet as mx
+import numpy as np
 import psutil
+from gluon_syncbn import native
 from tqdm import tqdm
 
 import harness
+import layers
 from harness import positive, seconds_of
 
 FIGURES = Path(__file__).resolve().parent.parent / "build" / "bench-distributed.json"
@@ -78,9 +83,6 @@ def measure_layers(engine, workers, through, channels, repetitions):
 
 def work(engine, channels, repetitions):
     """Runs a worker. Returns the times of each number of channels on rank 0."""
-    import gluon_syncbn as sbn
-    import mxnet as mx
-
     if engine == "kvstore":
         store = mx.kv.create("dist_sync")
         reducer = sbn.distributed.KVStoreReducer(store)
@@ -96,12 +98,6 @@ def work(engine, channels, repetitions):
 def layer_times(engine, store, reducer, channels, repetitions):
     """{name: seconds of each round, as means over the workers}, of forward and backward or of one
     call."""
-    import gluon_syncbn as sbn
-    import mxnet as mx
-    import numpy as np
-
-    import layers
-
     data = layers.random_arrays((SAMPLES, channels, SIDE, SIDE), [mx.cpu()])
     make = functools.partial(sbn.SyncBatchNorm, group=sbn.SyncGroup(store=reducer))
     synchronized = layers.Layer(make, channels, [mx.cpu()])
@@ -122,9 +118,9 @@ def layer_times(engine, store, reducer, channels, repetitions):
         "local": lambda: local(*data),
         "all_gather": lambda: [seconds_of(all_gather)],
     }
-    for i, name in enumerate(BARE_CALLS[engine]):
-        # Like those of a Trainer, these keys begin at 0; those of the reducer begin at 10**6.
-        call = bare_call(name, store, reducer.size, size, key=len(BARE_CALLS) * channels + i)
+    for name in BARE_CALLS[engine]:
+        # Small keys, like those of a Trainer; those of the reducer begin at 10**6.
+        call = bare_call(name, store, reducer.size, size, key=channels)
         contestants[name] = lambda call=call: [seconds_of(call)]
         contestants[name + BEHIND] = functools.partial(behind, call)
 
@@ -143,9 +139,6 @@ def layer_times(engine, store, reducer, channels, repetitions):
 
 def bare_call(name, store, workers, size, key):
     """A call of the store with the numbers of a layer, and the wait for its result."""
-    import mxnet as mx
-    from gluon_syncbn import native
-
     if name == "kv.pushpull":
         array = mx.nd.zeros((native.packed_size(size, workers, native.KVSTORE_BITS),))
         store.init(key, array)
@@ -162,18 +155,16 @@ def bare_call(name, store, workers, size, key):
 
 def summarize(engine, seconds):
     """Medians over the rounds, in milliseconds, and the ratios of what is added to a pass."""
-    added = [
-        [a - b for a, b in zip(*pair)] for pair in zip(seconds["synchronized"], seconds["local"])
-    ]
-    added = [[forward, backward, (forward + backward) / 2] for forward, backward in added]
-    passes = [row[-1:] for row in added]
+    added = np.subtract(seconds["synchronized"], seconds["local"])
+    passes = added.mean(axis=1, keepdims=True)
     ms = {name: harness.medians(rows, 1e3)[0] for name, rows in seconds.items()}
     bare = {}
     for name in BARE_CALLS[engine]:
         (ratio,) = harness.ratios(passes, seconds[name])
         bare[name] = {"ms": ms[name], "behind_ms": ms[name + BEHIND], "ratio": ratio}
-    named = dict(zip(("forward", "backward", "pass"), harness.medians(added, 1e3)))
-    return {"added_ms": named, "all_gather_ms": ms["all_gather"], "bare": bare}
+    medians = harness.medians(np.hstack([added, passes]), 1e3)
+    added_ms = dict(zip(("forward", "backward", "pass"), medians))
+    return {"added_ms": added_ms, "all_gather_ms": ms["all_gather"], "bare": bare}
 
 
 def comparisons(rows):

@@ -151,7 +151,7 @@ def seconds_of(call):
 
 def medians(rows, factor=1.0):
     """The median of each column."""
-    return [factor * statistics.median(column) for column in zip(*rows)]
+    return [factor * float(statistics.median(column)) for column in zip(*rows)]
 
 
 def ratios(rows, others):

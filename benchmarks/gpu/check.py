@@ -110,7 +110,7 @@ def find_spills(pipeline, gpu):
         return
     if not gpu:
         # All would take twice as long as the build.
-        built = re.findall(r"sm_(\d+)", pipeline.result["steps"]["build"]["detail"])
+        built = re.findall(r"sm_(\d+)", pipeline.result.get("library", ""))
         architectures = sorted({*built[:1], *built[-1:]}, key=int)
     of = " and ".join(f"sm_{arch}" for arch in architectures)
     found = build.FOLDER / "kernels.json"

@@ -20,7 +20,7 @@ def run(*arguments):
 def test_a_small_measurement(tmp_path):
     file = tmp_path / "figures.json"
     done = run(
-        *"--engines kvstore --workers 2 --channels 16 --repetitions 3".split(), "--json", str(file)
+        *"--engines kvstore --workers 2 --channels 16 --repetitions 9".split(), "--json", str(file)
     )
     assert done.returncode == 0, done.stderr
     memory, store = json.loads(file.read_text())["layers"]
