@@ -11,15 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests" / "gpu")]
 from harness import seconds_of  # noqa: E402
-from test_mxnet_gpu import (  # noqa: E402
-    COUNTS,
-    GPUS,
-    Device,
-    data,
-    mx,
-    sbn,
-    sync_batch_norm,
-)
+from test_mxnet_gpu import COUNTS, GPUS, Device, data, mx, sbn, sync_batch_norm  # noqa: E402
 
 # Per device: small, where the host's share shows, and large.
 SHAPES = [(2, 64, 28, 28), (4, 1024, 7, 7), (32, 256, 64, 64)]

@@ -18,23 +18,14 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import traceback
 from pathlib import Path
 
 import build
-from pipeline import (
-    FAILED,
-    IMPOSSIBLE,
-    LEFT_OUT,
-    MISSED,
-    OK,
-    SKIPPED,
-    Pipeline,
-    by_exit_code,
-    run_process,
-)
+from pipeline import FAILED, IMPOSSIBLE, LEFT_OUT, MISSED, OK, SKIPPED, Pipeline, by_exit_code
 
 ROOT = build.ROOT
 HERE = Path(__file__).resolve().parent
@@ -78,9 +69,9 @@ def ask_gpu():
     name, driver = "a GPU", "unknown"
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        code, text = run_process(query, 60)
-        if code == 0 and "," in text:
-            name, driver = map(str.strip, text.splitlines()[0].rsplit(",", 1))
+        done = subprocess.run(query, stdout=subprocess.PIPE, text=True, timeout=60)
+        if done.returncode == 0 and "," in done.stdout:
+            name, driver = map(str.strip, done.stdout.splitlines()[0].rsplit(",", 1))
     return {"name": name, "driver": driver, "architecture": found[0]}
 
 
@@ -121,7 +112,7 @@ def find_spills(pipeline, gpu):
         kernels = json.loads(found.read_text())
         spilled = [f"{k['kernel']} on sm_{k['arch']}" for k in kernels if k["spilled_bytes"]]
         least = min(k["occupancy"] for k in kernels)
-        detail = f"{len(kernels)} without spills for {of}, occupancy at least {least:.0%}"
+        detail = f"{len(kernels)} kernels without spills for {of}, occupancy at least {least:.0%}"
         return FAILED if spilled else OK, "; ".join(spilled) or detail, {"kernels": kernels}
 
     command = [sys.executable, "-c", REPORT, found, *architectures]
