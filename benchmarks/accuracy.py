@@ -16,6 +16,8 @@ import mxnet as mx
 import numpy as np
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
+from harness import table
+
 SHAPE = (8, 16, 32, 32)
 MEANS = (0, 1e2, 1e3, 1e4, 1e5)
 KINDS = {
@@ -57,11 +59,11 @@ def by_mean():
 
 def main():
     columns = [f"mean {mean:g}" for mean in MEANS] + ["1 + 7 images, mean 0"]
-    print("| error of y |", " | ".join(columns), "|")
-    print("|", " | ".join(["---"] * (len(columns) + 1)), "|")
-    for kind, errors in by_mean().items():
-        errors = [*errors.values(), error(kind, 0, (1, 7))]
-        print(f"| {kind} |", " | ".join(f"{value:.0e}" for value in errors), "|")
+    rows = [
+        [kind, *(f"{value:.0e}" for value in [*errors.values(), error(kind, 0, (1, 7))])]
+        for kind, errors in by_mean().items()
+    ]
+    print(table(["error of y", *columns], rows))
 
 
 if __name__ == "__main__":

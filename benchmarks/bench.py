@@ -4,63 +4,82 @@ The result is a Markdown table and a list of the thresholds, on standard output.
 """
 
 import argparse
-import datetime
-import importlib.util
-import json
-import multiprocessing
+import itertools
+import math
 import os
-import platform
-import subprocess
-import sys
 from pathlib import Path
-from unittest import mock
 
-# By default MXNet uses half of the processors, as if each core had two.
-os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-
-import gluon_syncbn
-import mxnet as mx
-import numpy as np
 from tqdm import tqdm
 
-import measure
+import harness
 import pictures
-import report
+from harness import in_new_process, positive, table
 
 SHAPES = [(4, 64, 128, 128), (2, 256, 64, 64), (2, 512, 33, 33), (4, 2048, 12, 12)]
+TITLES = {
+    "operator": "operator",
+    "block": "block",
+    "BatchNorm": "`nn.BatchNorm`",
+    "contrib": "contrib `SyncBatchNorm`",
+    "torch": "`torch.nn.BatchNorm2d`",
+    "operator_relu": "operator with relu",
+    "BatchNorm_relu": "`nn.BatchNorm` and relu",
+    "torch_relu": "`torch.nn.BatchNorm2d` and relu",
+    "operator_last": "operator, channels last",
+    "operator_last_relu": "the same with relu",
+}
+_LARGE, _16_MB = 1_500_000, 4_000_000  # values
+# The largest allowed ratio of the first's time to the second's, by the number of values and of
+# contexts; None where they are not compared.
+RATIOS = {
+    ("operator", "BatchNorm"): lambda size, n: 0.6 if n > 1 and size < _LARGE else 0.45,
+    ("operator", "contrib"): lambda size, n: 0.05,
+    ("block", "BatchNorm"): lambda size, n: 0.8,
+    ("operator", "torch"): lambda size, n: 1.0,
+    ("operator_relu", "operator"): lambda size, n: 1.05 if n == 1 and size >= _16_MB else None,
+    ("operator_relu", "BatchNorm_relu"): lambda size, n: 0.3 if n == 1 and size >= _16_MB else None,
+    ("operator_relu", "torch_relu"): lambda size, n: 0.8 if size > _LARGE else 0.85,
+    ("operator_last_relu", "operator_last"): lambda size, n: 1.2 if n == 1 else None,
+}
+# Where; contexts, whether maps are resized, KVStore; the largest allowed ratio of a step's time
+# with the fused layer to that with nn.BatchNorm.
+STEPS = [
+    ("1 context", (1, True, None), 1.0),
+    ("2 contexts", (2, True, None), 1.15),
+    ("2 contexts, maps not resized", (2, False, None), 1.05),
+    ("2 processes", (1, True, "dist_sync"), 1.0),
+]
+CHAIN_SHAPE, CHAIN_LENGTH, CHAIN_MOST = (4, 64, 128, 128), 20, 0.6
+CHAIN_KINDS = ("BatchNorm + LeakyReLU", "fused", "in place")
+# A buffer of the size of x would make it 1.25.
+MEMORY_SHAPE, MEMORY_MOST = (12, 64, 224, 224), 1.05
 
 
 def main():
     args = parse_arguments()
-    measure.keep_freed_memory()
-    figures = {**environment(), "repetitions": args.repetitions}
-    figures["memory"] = measure_memory(args.contexts)
-    figures["chain"] = {
-        name: measure_chain(onednn) for name, onednn in (("with oneDNN", 1), ("without oneDNN", 0))
+    # By default MXNet uses half of the processors, as if each core had two.
+    os.environ.setdefault("OMP_NUM_THREADS", str(harness.CORES))
+    figures = harness.environment("gluon_syncbn", "mxnet", "numpy")
+    figures["threads"] = int(os.environ["OMP_NUM_THREADS"])
+    figures["repetitions"] = args.repetitions
+    runs = {
+        "memory": (measure_memory, [(count,) for count in args.contexts]),
+        "chain": (measure_chain, [("with oneDNN", "1"), ("without oneDNN", "0")]),
+        "layers": (measure_layers, itertools.product(args.shapes, args.contexts)),
+        "steps": (measure_step, [] if args.no_model else STEPS),
+        "accuracy": (measure_accuracy, [()]),
     }
-    figures["layers"] = measure_layers(args.shapes, args.contexts, args.repetitions)
-    rounds = (args.repetitions + 1) // 2
-    figures["steps"] = [] if args.no_model else measure_steps(rounds)
-    with multiprocessing.get_context("spawn").Pool(1) as fresh_process:
-        figures["accuracy"] = fresh_process.apply(_accuracy)
-    figures["thresholds"] = report.judge(figures)
-    print(report.text(figures))
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    for name, (measure, cases) in runs.items():
+        cases = tqdm(list(cases), desc=name)
+        figures[name] = [measure(args.repetitions, *case) for case in cases]
+    figures["thresholds"] = harness.judge(comparisons(figures))
     if args.pictures:
         pictures.draw(figures, args.pictures)
-    if args.check and not all(threshold["pass"] for threshold in figures["thresholds"]):
-        sys.exit(1)
+    harness.finish(figures, sections(figures), args)
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--repetitions",
-        type=positive,
-        default=40,
-        help="rounds, half of them for the training step (default: 40)",
-    )
+    parser = harness.options(__doc__, repetitions=40)
     parser.add_argument(
         "--shapes", type=_shape, nargs="+", default=SHAPES, metavar="N,C,H,W", help="shapes of x"
     )
@@ -70,175 +89,155 @@ def parse_arguments():
         nargs="+",
         default=[1, 2],
         metavar="n",
-        help="numbers of CPU contexts, over which x is split (default: 1 2)",
+        help="numbers of CPU contexts, over which x is split (1 2)",
     )
     parser.add_argument("--no-model", action="store_true", help="leave the training step out")
-    parser.add_argument(
-        "--json", type=file_name, metavar="FILE", help="write all figures to this file"
-    )
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw into this folder")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a threshold fails")
     args = parser.parse_args()
-    for shape in [*args.shapes, measure.MEMORY_SHAPE]:
-        for count in args.contexts:
-            if shape[0] % count:
-                parser.error(
-                    f"{shape} does not split evenly over {count} contexts: choose other --contexts"
-                )
-    if not args.no_model and importlib.util.find_spec("gluoncv") is None:
-        parser.error(
-            "the training step needs gluoncv: pip install 'gluon_syncbn[test]', or use --no-model"
-        )
-    for option, folder in (("json", args.json and args.json.parent), ("pictures", args.pictures)):
-        if folder and not folder.is_dir():
-            parser.error(f"there is no folder {folder} for --{option} {getattr(args, option)}")
+    for shape, count in itertools.product([*args.shapes, MEMORY_SHAPE], args.contexts):
+        if shape[0] % count:
+            parser.error(f"{shape} does not split evenly over {count} contexts: choose others")
+    if args.pictures and not args.pictures.is_dir():
+        parser.error(f"there is no folder {args.pictures} for --pictures")
     return args
-
-
-def file_name(text):
-    if Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file in it")
-    return Path(text)
-
-
-def positive(text):
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 def _shape(text):
     shape = tuple(positive(size) for size in text.split(","))
     if not 2 <= len(shape) <= 5:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must have 2 to 5 sizes, for example 4,64,128,128"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} must have 2 to 5 sizes, such as 4,64,128,128")
     return shape
 
 
-def environment():
-    versions = {
-        "gluon_syncbn": gluon_syncbn.__version__,
-        "mxnet": mx.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
+def measure_memory(_, count):
+    peaks = {
+        kind: in_new_process("layers.peak_memory", kind, MEMORY_SHAPE, count)
+        for kind in ("operator", "block")
     }
-    return {
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "threads": measure.threads(),
-        "versions": versions,
-    }
+    return {"contexts": count, "peak_over_arrays": peaks}
 
 
-def _cpu_model():
-    with open("/proc/cpuinfo") as info:
-        models = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
-    return models[0] if models else platform.machine()
+def measure_chain(_, where, onednn):
+    def peak(kind, length):
+        arguments = "layers.chain_memory", kind, CHAIN_SHAPE, length
+        return in_new_process(*arguments, MXNET_MKLDNN_ENABLED=onednn)
+
+    without = peak(CHAIN_KINDS[0], 0)
+    held = {kind: peak(kind, CHAIN_LENGTH) - without for kind in CHAIN_KINDS}
+    return {"where": where, "bytes": held}
 
 
-def _accuracy():
-    import accuracy  # It sets environment variables.
-
-    return accuracy.by_mean()
-
-
-def measure_memory(counts):
-    results = []
-    for count in counts:
-        for kind in tqdm(("operator", "block"), desc=f"memory, {report.contexts(count)}"):
-            with multiprocessing.get_context("spawn").Pool(1) as fresh_process:
-                over = fresh_process.apply(measure.peak_memory, (kind, count))
-            results.append({"kind": kind, "contexts": count, "peak_over_arrays": over})
-    return results
-
-
-def measure_chain(onednn):
-    def peak(kind):
-        with multiprocessing.get_context("spawn").Pool(1) as fresh_process:
-            return fresh_process.apply(measure.chain_memory, (kind,))
-
-    with mock.patch.dict(os.environ, MXNET_MKLDNN_ENABLED=str(int(onednn))):
-        without = peak(None)
-        return {kind: peak(kind) - without for kind in report.CHAIN_KINDS}
+def measure_layers(repetitions, shape, count):
+    """`ms`: of copies, or of forward, of backward and of both."""
+    arguments = "layers.layer_times", shape, count, repetitions
+    # Otherwise some calls allocate new pages for y, which takes as long as a fast layer.
+    seconds = in_new_process(*arguments, **harness.KEEP_FREED_MEMORY)
+    rows = {kind: [[*times, sum(times)] for times in found] for kind, found in seconds.items()}
+    ratios = {}
+    for (ours, theirs), limit in RATIOS.items():
+        most = limit(math.prod(shape), count)
+        if most and ours in rows and theirs in rows:
+            median = harness.ratios(rows[ours], rows[theirs])[-1]
+            ratios[f"{ours}/{theirs}"] = {"at_most": most, "median": median}
+    times = {kind: harness.medians(rows[kind], 1e3) for kind in rows}
+    return {"shape": shape, "contexts": count, "ms": times, "ratios": ratios}
 
 
-def measure_layers(shapes, counts, repetitions):
-    results = []
-    for shape in shapes:
-        for count in counts:
-            with _progress(f"{shape}, {report.contexts(count)}", repetitions) as progress:
-                seconds = measure.layer_times(shape, count, repetitions, progress)
-            copy = seconds.pop("copy")
-            ratios = {
-                pair: _ratio(seconds, *pair)
-                for pair in report.RATIOS
-                if set(pair) <= set(seconds) and report.at_most(pair, shape, count)
-            }
-            results.append(
-                {
-                    "shape": shape,
-                    "contexts": count,
-                    "copy_ms": _median(copy.sum(1) * 1e3),
-                    "ms": {kind: _milliseconds(rows) for kind, rows in seconds.items()},
-                    "ratios": {"/".join(pair): ratio for pair, ratio in ratios.items()},
-                }
-            )
-    return results
+def measure_step(repetitions, where, arguments, most):
+    count, _, store = arguments
+    variables = {}
+    if count > 1 or store:
+        # Several contexts share the cores, as the launcher's workers do.
+        variables["OMP_NUM_THREADS"] = None
+    if count > 1:
+        # With fewer slots, convolutions of contexts and a synchronized layer between them can
+        # deadlock. Each slot grows to the largest workspace, so there are no more than needed.
+        variables.update(MXNET_CPU_TEMP_COPY="256", MXNET_CPU_PARALLEL_RAND_COPY="64")
+    launcher = ["-m", "gluon_syncbn.launch", "-n", "2"] if store else []
+    rounds = (repetitions + 1) // 2
+    rows = in_new_process("step.step_times", rounds, *arguments, launcher=launcher, **variables)
+    ratios = {kind: harness.ratios(rows[kind], rows["BatchNorm"]) for kind in rows}
+    seconds = {kind: harness.medians(rows[kind]) for kind in rows}
+    return {"where": where, "at_most": most, "seconds": seconds, "ratios": ratios}
 
 
-def measure_steps(rounds):
-    results = []
-    for where, arguments, threshold in report.STEPS:
-        processes = 2 if "--store" in arguments else 1
-        launcher = ["-m", "gluon_syncbn.launch", "-n", "2", "--"] if processes > 1 else []
-        script = str(Path(__file__).with_name("step.py"))
-        command = [sys.executable, *launcher, script, "--rounds", str(rounds), *arguments]
-        environment = os.environ.copy()
-        if arguments:
-            # Several contexts share the cores, as the launcher's workers do.
-            del environment["OMP_NUM_THREADS"]
-        if "--contexts" in arguments:
-            # With fewer slots, convolutions of contexts and a synchronized layer between them can
-            # deadlock. Each slot grows to the largest workspace, so there are no more than needed.
-            environment.update(MXNET_CPU_TEMP_COPY="256", MXNET_CPU_PARALLEL_RAND_COPY="64")
-        printed = subprocess.run(
-            command, stdout=subprocess.PIPE, check=True, text=True, env=environment
-        ).stdout
-        line = next(line for line in printed.splitlines() if "{" in line)
-        seconds = json.loads(line[line.index("{") :])
-        rows = {kind: np.array(values) for kind, values in seconds.items()}
-        ratios = {
-            kind: np.median(values / rows["BatchNorm"], axis=0).tolist()
-            for kind, values in rows.items()
-        }
-        medians = {kind: np.median(values, axis=0).tolist() for kind, values in rows.items()}
-        results.append(
-            {"where": where, "threshold": threshold, "seconds": medians, "ratios": ratios}
+def measure_accuracy(_):
+    return in_new_process("accuracy.by_mean")
+
+
+def comparisons(figures):
+    """(name, largest allowed figure, figure, where) of all that have a threshold."""
+    for pair in RATIOS:
+        name = f"time, {' / '.join(TITLES[kind] for kind in pair)}"
+        for row in figures["layers"]:
+            found = row["ratios"].get("/".join(pair))
+            if found:
+                where = f"{row['shape']}, {contexts(row)}"
+                yield name, found["at_most"], found["median"], where
+    for step in figures["steps"]:
+        name = f"training step of fcn_resnet50, fused / {TITLES['BatchNorm']}"
+        yield name, step["at_most"], step["ratios"]["fused"][0], step["where"]
+    for chain in figures["chain"]:
+        name = f"memory of {CHAIN_LENGTH} layers, in place / {CHAIN_KINDS[0]}"
+        ratio = chain["bytes"]["in place"] / chain["bytes"][CHAIN_KINDS[0]]
+        yield name, CHAIN_MOST, ratio, chain["where"]
+    for row in figures["memory"]:
+        name, peak = "peak memory of the operator / x, y, dy and dx", row["peak_over_arrays"]
+        yield name, MEMORY_MOST, peak["operator"], f"{MEMORY_SHAPE}, {contexts(row)}"
+
+
+def sections(figures):
+    """The text of the result."""
+    yield harness.machine(figures)
+    yield (
+        f"Milliseconds of forward + backward with {figures['threads']} threads, medians of "
+        f"{figures['repetitions']} rounds, and medians of the rounds' ratios, bold if above the "
+        "threshold."
+    )
+    yield table(["x", "contexts", "copy", *TITLES.values()], map(_times, figures["layers"]))
+    pairs = [" / ".join(TITLES[kind] for kind in pair) for pair in RATIOS]
+    yield table(["x", "contexts", *pairs], map(_ratios, figures["layers"]))
+    if figures["steps"]:
+        yield (
+            "A training step of gluoncv's fcn_resnet50, 96x96, 4 images in each process, "
+            "static_alloc: milliseconds of `nn.BatchNorm`, and the ratios of time and of processor "
+            "time, medians."
         )
-    return results
+        header = ["fused: time", "processor", "block: time", "processor"]
+        yield table(["where", TITLES["BatchNorm"], *header], map(_step, figures["steps"]))
+    for chain in figures["chain"]:
+        held = ", ".join(f"{kind} {size / 1e6:.0f} MB" for kind, size in chain["bytes"].items())
+        yield (
+            f"Peak memory of a training step of {CHAIN_LENGTH} convolutions, batch normalizations "
+            f"and leaky relus at {CHAIN_SHAPE}, {chain['where']}: {held}."
+        )
+    for row in figures["memory"]:
+        peaks = ", ".join(f"{kind} {peak:.2f}" for kind, peak in row["peak_over_arrays"].items())
+        yield f"Peak memory / (x, y, dy and dx) at {MEMORY_SHAPE}, {contexts(row)}: {peaks}."
 
 
-def _progress(description, repetitions):
-    return tqdm(total=measure.WARM_UP + repetitions, desc=description)
+def _times(row):
+    times = [row["ms"].get(kind) for kind in TITLES]
+    cells = [f"{each[0]:.2f} + {each[1]:.2f}" if each else "" for each in times]
+    return [row["shape"], row["contexts"], f"{row['ms']['copy'][0]:.2f}", *cells]
 
 
-def _milliseconds(rows):
-    forward, backward = (np.median(rows, axis=0) * 1e3).tolist()
-    return {"forward": forward, "backward": backward, "both": _median(rows.sum(1) * 1e3)}
+def _ratios(row):
+    cells = [row["shape"], row["contexts"]]
+    for pair in RATIOS:
+        found = row["ratios"].get("/".join(pair))
+        value = found and found["median"]
+        cells.append(harness.bold_above(found["at_most"], value, f"{value:.3f}") if found else "")
+    return cells
 
 
-def _ratio(seconds, ours, theirs):
-    """The ratio of the times of two kinds, as the median over the rounds: a disturbance slows both
-    kinds of a round."""
-    a, b = seconds[ours].sum(1), seconds[theirs].sum(1)
-    quartiles = np.percentile(a / b, [25, 75]).tolist()
-    return {"median": _median(a / b), "quartiles": quartiles, "of_medians": _median(a) / _median(b)}
+def _step(step):
+    ratios = [f"{value:.3f}" for kind in ("fused", "block") for value in step["ratios"][kind]]
+    return [step["where"], f"{step['seconds']['BatchNorm'][0] * 1e3:.0f}", *ratios]
 
 
-def _median(values):
-    return float(np.median(values))
+def contexts(row):
+    return "1 context" if row["contexts"] == 1 else f"{row['contexts']} contexts"
 
 
 if __name__ == "__main__":

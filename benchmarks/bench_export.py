@@ -7,7 +7,7 @@ image. The result is the fastest round, as disturbances only make a round longer
 """
 
 import argparse
-import os
+import functools
 import tempfile
 import time
 import warnings
@@ -16,33 +16,30 @@ import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 
+import harness
+
 SIDE = {"resnet18_v1": 224, "resnet50_v1b": 224, "mobilenet1.0": 224, "fcn_resnet50_voc": 256}
 KINDS = ("training net", "unfolded", "folded", "ONNX, unfolded", "ONNX, folded")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=list(SIDE), help=f"from {', '.join(SIDE)}")
-    parser.add_argument("--rounds", type=int, default=30, help="rounds (%(default)s)")
-    parser.add_argument("--side", type=int, help="size of the images (224; 256 for segmentation)")
-    options = parser.parse_args()
-    unknown = sorted(set(options.names) - set(SIDE))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"from {', '.join(SIDE)} (all)")
+    parser.add_argument("--rounds", type=harness.positive, default=30, help="rounds (%(default)s)")
+    args = parser.parse_args()
+    unknown = sorted(set(args.names) - set(SIDE))
     if unknown:
         parser.error(f"{unknown[0]} is unknown: choose from {', '.join(SIDE)}")
-    for name, number in (("--rounds", options.rounds), ("--side", options.side)):
-        if number is not None and number < 1:
-            parser.error(f"{name} is {number}: give a whole number above 0")
     warnings.simplefilter("ignore")
-    print(f"Milliseconds for one image, {len(os.sched_getaffinity(0))} cores.\n")
-    print(f"| net | {' | '.join(KINDS)} |\n|{' --- |' * (len(KINDS) + 1)}")
-    for name in options.names:
-        side = options.side or SIDE[name]
-        with tempfile.TemporaryDirectory() as folder:
-            times = measure(name, side, folder, options.rounds)
-        print(f"| {name}, {side}x{side} | {' | '.join(f'{t:.1f}' for t in times)} |", flush=True)
+    print(f"Milliseconds for one image, {harness.CORES} cores.\n")
+    print(harness.table(["net", *KINDS], []))
+    for name in args.names or SIDE:
+        times = [f"{each:.1f}" for each in measure(name, SIDE[name], args.rounds)]
+        print(harness.row([f"{name}, {SIDE[name]}x{SIDE[name]}", *times]), flush=True)
 
 
-def measure(name, side, folder, rounds):
+def measure(name, side, rounds):
+    """The milliseconds of each kind."""
     from gluoncv.model_zoo import get_model
 
     options = {"crop_size": side, "pretrained_base": False} if name.startswith("fcn") else {}
@@ -50,27 +47,25 @@ def measure(name, side, folder, rounds):
     net.initialize(mx.init.Xavier(), force_reinit=True)
     x = np.random.default_rng(0).standard_normal((1, 3, side, side)).astype(np.float32)
     net(mx.nd.array(x))
-    net.hybridize(static_alloc=True)
-    for kind, fold in (("plain", False), ("folded", True)):
-        prefix = f"{folder}/{kind}"
-        sbn.export(net, prefix, fold=fold, onnx=f"{prefix}.onnx", input_shape=x.shape)
-    calls = [mxnet_call(net, x)]
-    for kind in ("plain", "folded"):
-        prefix = f"{folder}/{kind}"
-        files = f"{prefix}-symbol.json", "data", f"{prefix}-0000.params"
-        block = mx.gluon.SymbolBlock.imports(*files)
-        block.hybridize(static_alloc=True)
-        calls.append(mxnet_call(block, x))
-    calls += [onnx_call(f"{folder}/{kind}.onnx", x) for kind in ("plain", "folded")]
-    times = np.zeros((rounds + 3, len(calls)))
-    for row in times:
-        for i, call in enumerate(calls):
-            # Lets the threads of the previous call go to sleep.
-            time.sleep(0.02)
-            start = time.perf_counter()
-            call()
-            row[i] = time.perf_counter() - start
-    return times[3:].min(axis=0) * 1e3
+    nets, sessions = [net], []
+    with tempfile.TemporaryDirectory() as folder:
+        for fold in (False, True):
+            prefix = f"{folder}/{fold}"
+            sbn.export(net, prefix, fold=fold, onnx=f"{prefix}.onnx", input_shape=x.shape)
+            files = f"{prefix}-symbol.json", "data", f"{prefix}-0000.params"
+            nets.append(mx.gluon.SymbolBlock.imports(*files))
+            sessions.append(onnx_call(f"{prefix}.onnx", x))
+    for each in nets:
+        each.hybridize(static_alloc=True)
+    calls = [*(mxnet_call(each, x) for each in nets), *sessions]
+    named = {kind: functools.partial(rested, call) for kind, call in zip(KINDS, calls)}
+    return [min(seconds) * 1e3 for seconds in harness.interleave(named, rounds).values()]
+
+
+def rested(call):
+    # Lets the threads of the previous call go to sleep.
+    time.sleep(0.02)
+    return harness.seconds_of(call)
 
 
 def mxnet_call(block, x):

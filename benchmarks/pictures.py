@@ -26,16 +26,14 @@ def draw(figures, folder):
 def layers(figures):
     """Forward + backward of each shape, on one context."""
     rows = [row for row in figures["layers"] if row["contexts"] == 1]
-    figure, grid = panels(
-        len(rows), "milliseconds of forward + backward, on one context (the longest are cut off)"
-    )
+    label = "milliseconds of forward + backward, on one context (the longest are cut off)"
+    figure, grid = panels([row["shape"] for row in rows], label)
     for axes, row in zip(grid, rows):
-        times = {kind: ms["both"] for kind, ms in row["ms"].items()}
-        times["copy"] = COPIES * row["copy_ms"]
-        values = [(*LAYERS[kind], times[kind]) for kind in LAYERS if kind in times]
+        times = {kind: ms[-1] for kind, ms in row["ms"].items()}
+        times["copy"] *= COPIES
         # Without a limit the others would be too short to be told apart.
-        bars(axes, values, limit=1.2 * times["BatchNorm"])
-        axes.set_title(title(row["shape"]), fontsize=9)
+        bars = [(*LAYERS[kind], times[kind]) for kind in LAYERS if kind in times]
+        draw_bars(axes, bars, limit=1.2 * times["BatchNorm"])
     return figure
 
 
@@ -43,40 +41,37 @@ def steps(figures):
     """A training step, relative to that with nn.BatchNorm."""
     if not figures["steps"]:
         return None
-    figure, (axes,) = panels(1, "a training step of fcn_resnet50 / the same with nn.BatchNorm")
-    values = [
-        (f"{step['where']}, {kind}", color, step["ratios"][kind][0])
+    figure, (axes,) = panels([""], "a training step of fcn_resnet50 / the same with nn.BatchNorm")
+    bars = [
+        (f"{step['where']}, {name}", LAYERS[kind][1], step["ratios"][name][0])
         for step in figures["steps"]
-        for kind, color in (("fused", "C0"), ("block", "#8cbcdc"))
+        for name, kind in (("fused", "operator"), ("block", "block"))
     ]
-    bars(axes, values)
+    draw_bars(axes, bars)
     axes.axvline(1, color="black", linewidth=0.8)
     return figure
 
 
 def devices(figures):
     """The operator and nn.BatchNorm on more contexts, which share the same cores."""
-    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in figures["layers"]))
-    figure, grid = panels(len(shapes), "milliseconds of forward + backward by contexts, same cores")
+    shapes = list(dict.fromkeys(row["shape"] for row in figures["layers"]))
+    figure, grid = panels(shapes, "milliseconds of forward + backward by contexts, same cores")
     for axes, shape in zip(grid, shapes):
-        rows = [row for row in figures["layers"] if tuple(row["shape"]) == shape]
+        rows = [row for row in figures["layers"] if row["shape"] == shape]
+        counts = [row["contexts"] for row in rows]
         for kind in ("operator", "block", "BatchNorm"):
             label, color = LAYERS[kind]
-            counts = [row["contexts"] for row in rows]
-            axes.plot(
-                counts, [row["ms"][kind]["both"] for row in rows], "o-", color=color, label=label
-            )
+            axes.plot(counts, [r["ms"][kind][-1] for r in rows], "o-", color=color, label=label)
         axes.set_xticks(counts)
         axes.set_ylim(bottom=0)
-        axes.set_title(title(shape), fontsize=9)
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure
 
 
 def accuracy(figures):
     """The error of y by the mean of the data."""
-    figure, (axes,) = panels(1, "mean of the data, in standard deviations")
-    for (name, errors), color in zip(figures["accuracy"].items(), ("C2", "C3", "C0")):
+    figure, (axes,) = panels([""], "mean of the data, in standard deviations")
+    for (name, errors), color in zip(figures["accuracy"][0].items(), ("C2", "C3", "C0")):
         means = [float(mean) for mean in errors]
         axes.plot(means, list(errors.values()), "o-", color=color, label=name.strip("`"))
     axes.set_xscale("symlog", linthresh=10)
@@ -86,28 +81,23 @@ def accuracy(figures):
     return figure
 
 
-def panels(count, label):
-    figure = Figure(figsize=(9, 3.2 if count == 1 else 5.5), layout="constrained")
-    grid = figure.subplots(1 if count == 1 else -(-count // 2), min(count, 2), squeeze=False)
-    for axes in grid.ravel():
+def panels(shapes, label):
+    """A figure with a panel for each shape of x, or one alone."""
+    rows, columns = -(-len(shapes) // 2), min(len(shapes), 2)
+    figure = Figure(figsize=(9, 3.2 if len(shapes) == 1 else 5.5), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes, shape in zip(grid, shapes):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
+        axes.set_title(shape and f"x of {shape}", fontsize=9)
     figure.supxlabel(label, fontsize=9)
-    return figure, grid.ravel()
+    return figure, grid
 
 
-def bars(axes, values, limit=math.inf):
+def draw_bars(axes, values, limit=math.inf):
     """(label, color, length) from top to bottom. Bars longer than `limit` are cut off there."""
     labels, colors, lengths = zip(*values)
-    axes.barh(range(len(values)), lengths, color=colors)
-    for i, length in enumerate(lengths):
-        cut = length > limit
-        style = {"ha": "right", "color": "white"} if cut else {}
-        axes.text(min(length, limit), i, f" {length:.3g} ", va="center", fontsize=8, **style)
-    axes.set_xlim(right=min(1.1 * max(lengths), limit))
-    axes.set_yticks(range(len(values)), labels)
+    bars = axes.barh(labels, [min(length, limit) for length in lengths], color=colors)
+    axes.bar_label(bars, [f"{length:.3g}" for length in lengths], padding=2, fontsize=8)
+    axes.margins(x=0.12)
     axes.invert_yaxis()
-
-
-def title(shape):
-    return f"x of {tuple(shape)}"

@@ -4,68 +4,58 @@ Prints a Markdown table: each setting's time and peak memory / those with OMP_NU
 """
 
 import ctypes.util
-import json
-import os
+import functools
+import itertools
 import resource
-import subprocess
-import sys
-import time
+import statistics
 
-import gluon_syncbn as sbn
-import mxnet as mx
-import numpy as np
-from gluoncv.model_zoo import get_model
 from tqdm import tqdm
 
-import report
-from measure import KEEP_FREED_MEMORY
+from harness import CORES, KEEP_FREED_MEMORY, in_new_process, interleave, ratios, seconds_of, table
 
-CORES = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
 KINDS = ("static_alloc", "hybridize", "no graph")
+SETTINGS = {
+    "`OMP_NUM_THREADS` alone": {},
+    "none": {"OMP_NUM_THREADS": None},
+    " ".join(f"{name}={value}" for name, value in KEEP_FREED_MEMORY.items()): KEEP_FREED_MEMORY,
+}
+for name in ("tcmalloc_minimal", "jemalloc"):
+    library = ctypes.util.find_library(name)
+    if library:
+        SETTINGS[f"LD_PRELOAD={library}"] = {"LD_PRELOAD": library}
 BATCH, SIZE = 4, 384
 ROUNDS, WARM_UP, STEPS = 3, 3, 6
 
 
 def main():
-    settings = {"`OMP_NUM_THREADS` alone": CORES, "none": {}}
-    keep = KEEP_FREED_MEMORY
-    settings[" ".join(f"{name}={value}" for name, value in keep.items())] = {**CORES, **keep}
-    for name in ("tcmalloc_minimal", "jemalloc"):
-        library = ctypes.util.find_library(name)
-        if library:
-            settings[f"LD_PRELOAD={library}"] = {**CORES, "LD_PRELOAD": library}
-    rows = {(name, kind): [] for name in settings for kind in KINDS}
-    with tqdm(total=ROUNDS * len(rows)) as progress:
-        for i in range(ROUNDS):
-            order = list(rows)[:: 1 if i % 2 else -1]
-            for name, kind in order:
-                rows[name, kind].append(measure(kind, settings[name]))
-                progress.update()
-    first = next(iter(settings))
+    runs = list(itertools.product(SETTINGS, KINDS))
+    progress = tqdm(total=ROUNDS * len(runs))
+
+    def measure(setting, kind):
+        variables = {"OMP_NUM_THREADS": str(CORES), **SETTINGS[setting]}
+        progress.update()
+        return in_new_process("settings.train", kind, **variables)
+
+    calls = {run: functools.partial(measure, *run) for run in runs}
+    rows = interleave(calls, ROUNDS, warm_up=0)
+    first = next(iter(SETTINGS))
     lines = []
-    for name in settings:
-        ratios = [
-            np.median(np.array(rows[name, kind]) / rows[first, kind], axis=0) for kind in KINDS
-        ]
-        lines.append([name, *(f"{ratio:.2f}" for pair in ratios for ratio in pair)])
-    header = (title for kind in KINDS for title in (f"{kind}: time", "memory"))
-    print(report.table(["setting", *header], lines))
-
-
-def measure(kind, setting):
-    """Seconds of a step and peak memory, in a new process."""
-    others = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    output = subprocess.run(
-        [sys.executable, __file__, kind],
-        env={**others, **setting},
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    ).stdout
-    return json.loads(output.splitlines()[-1])
+    for setting in SETTINGS:
+        cells = [setting]
+        for kind in KINDS:
+            found = ratios(rows[setting, kind], rows[first, kind])
+            cells += [f"{ratio:.2f}" for ratio in found]
+        lines.append(cells)
+    header = [title for kind in KINDS for title in (f"{kind}: time", "memory")]
+    print(table(["setting", *header], lines))
 
 
 def train(kind):
+    """Seconds of a step, and peak memory."""
+    import gluon_syncbn as sbn
+    import mxnet as mx
+    from gluoncv.model_zoo import get_model
+
     net = get_model("resnet18_v1b", pretrained_base=False, norm_layer=sbn.SyncBatchNorm)
     net.initialize(mx.init.Xavier())
     if kind != "no graph":
@@ -73,21 +63,18 @@ def train(kind):
     x, y = mx.nd.random.normal(shape=(BATCH, 3, SIZE, SIZE)), mx.nd.arange(BATCH)
     loss_of = mx.gluon.loss.SoftmaxCrossEntropyLoss()
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3})
-    seconds = []
-    for _ in range(WARM_UP + STEPS):
-        start = time.perf_counter()
+
+    def step():
         with mx.autograd.record():
             loss = loss_of(net(x), y)
         loss.backward()
         trainer.step(BATCH)
         mx.nd.waitall()
-        seconds.append(time.perf_counter() - start)
+
+    seconds = [seconds_of(step) for _ in range(WARM_UP + STEPS)]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps([float(np.median(seconds[WARM_UP:])), peak]))
+    return statistics.median(seconds[WARM_UP:]), peak
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        train(sys.argv[1])
-    else:
-        main()
+    main()

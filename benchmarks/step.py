@@ -1,38 +1,27 @@
-"""Times training steps of gluoncv's fcn_resnet50 with SyncBatchNorm, fused and not, and with
-nn.BatchNorm, interleaved. Prints the figures as JSON."""
+"""Times of training steps of gluoncv's fcn_resnet50 with SyncBatchNorm, fused and not, and with
+nn.BatchNorm, interleaved."""
 
-import argparse
-import json
 import resource
 import time
 
 import gluon_syncbn as sbn
 import mxnet as mx
 from mxnet import autograd, gluon
-from tqdm import tqdm
 
-from measure import WARM_UP, interleave
+from harness import interleave
 
 KINDS = ["fused", "block", "BatchNorm"]
 BATCH, SIZE = 4, 96  # images of a process, and their height and width
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--contexts", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--no-resize", action="store_true", help="leave the maps at their size")
-    parser.add_argument("--store", help="a KVStore of several processes")
-    args = parser.parse_args()
-    store = None
-    if args.store:
-        store = mx.kv.create(args.store)
+def step_times(rounds, count, resized, store):
+    """{kind: the seconds of each round and the processor's}. With a KVStore only on rank 0."""
+    if store:
+        store = mx.kv.create(store)
         sbn.set_default_group(sbn.SyncGroup(store=sbn.distributed.KVStoreReducer(store)))
-    steps = {kind: TrainingStep(kind, args.contexts, not args.no_resize, store) for kind in KINDS}
-    progress = tqdm(total=WARM_UP + args.rounds, desc="training step", leave=False)
-    rows = interleave(steps, args.rounds, progress)
-    if not args.store or store.rank == 0:
-        print(json.dumps({kind: values.tolist() for kind, values in rows.items()}), flush=True)
+    steps = {kind: TrainingStep(kind, count, resized, store) for kind in KINDS}
+    rows = interleave(steps, rounds)
+    return None if store and store.rank else rows
 
 
 class TrainingStep:
@@ -105,7 +94,3 @@ class TrainingStep:
 
 def _user_seconds():
     return resource.getrusage(resource.RUSAGE_SELF).ru_utime
-
-
-if __name__ == "__main__":
-    main()

@@ -31,7 +31,6 @@ ROOT = build.ROOT
 HERE = Path(__file__).resolve().parent
 # A little less than 8 minutes, as processes may need some time to end.
 LIMIT = 8 * 60 - 15
-SLOW = 150  # A machine on which the build takes more seconds is slow.
 # Seconds reserved for steps after the sanitizers.
 FOR_SPEED, FOR_MXNET = 90, 90
 FOR_SPILLS = 90  # seconds for one architecture
@@ -49,58 +48,31 @@ kernels = build.report([int(each) for each in sys.argv[2:]])
 with open(sys.argv[1], "w") as file:
     json.dump(kernels, file)
 """
-# Queries the driver if there is no nvidia-smi.
-DRIVER = """
-import ctypes
-cuda = ctypes.CDLL("libcuda.so.1")
-name, values = ctypes.create_string_buffer(256), [ctypes.c_int() for _ in range(4)]
-assert cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(values[0])) == 0
-assert values[0].value > 0 and cuda.cuDeviceGetName(name, 256, 0) == 0
-assert cuda.cuDriverGetVersion(ctypes.byref(values[1])) == 0
-for value, attribute in zip(values[2:], (75, 76)):
-    assert cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, 0) == 0
-_, version, major, minor = (value.value for value in values)
-print(f"{name.value.decode()}, for CUDA {version // 1000}.{version % 1000 // 10}, {major}.{minor}")
-"""
 PYTORCH = """
 import torch
 assert torch.cuda.is_available(), "PyTorch finds no GPU"
 print(f"{torch.__version__}, CUDA {torch.version.cuda}")
 """
-
-
-def ask(command):
-    """The output of a program, or None if it fails."""
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=60,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    text = done.stdout.decode(errors="replace").strip()
-    return text if done.returncode == 0 and text else None
+IN_MXNET = """
+eval "$("$1"/unpack.sh "$2"/set)" && export PYTHONPATH="$3:$PYTHONPATH" &&
+"$4" "$5"/benchmarks/gpu/bench_mxnet.py &&
+exec "$4" -m pytest -v -rs --tb=short -p no:cacheprovider -o timeout=90 -o timeout_method=thread \\
+    "$5"/tests/gpu/test_mxnet_gpu.py
+"""
 
 
 def ask_gpu():
     """Name, driver and compute capability of the first GPU, or None."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"]
-    for command in (query, [sys.executable, "-c", DRIVER]):
-        text = ask(command)
-        try:
-            name, driver, capability = text.splitlines()[0].rsplit(",", 2)
-            major, minor = capability.split(".")
-            return {
-                "name": name.strip(),
-                "driver": driver.strip(),
-                "architecture": 10 * int(major) + int(minor),
-            }
-        except (AttributeError, ValueError):
-            continue
-    return None
+    found = build.setup_py().find_gpus()
+    if not found:
+        return None
+    name, driver = "a GPU", "unknown"
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        done = subprocess.run(query, stdout=subprocess.PIPE, text=True, timeout=60)
+        if done.returncode == 0 and "," in done.stdout:
+            name, driver = map(str.strip, done.stdout.splitlines()[0].rsplit(",", 1))
+    return {"name": name, "driver": driver, "architecture": found[0]}
 
 
 def environment():
@@ -127,14 +99,12 @@ def find_spills(pipeline, gpu):
     if gpu and pipeline.left() < FOR_SPILLS:
         pipeline.step("register spills", LEFT_OUT, "no time is left, see `make cuda-report`")
         return
+    if not gpu:
+        # All would take twice as long as the build.
+        built = re.findall(r"sm_(\d+)", pipeline.result.get("library", ""))
+        architectures = sorted({*built[:1], *built[-1:]}, key=int)
+    of = " and ".join(f"sm_{arch}" for arch in architectures)
     found = build.FOLDER / "kernels.json"
-    which = ""
-    if not gpu and pipeline.left() < pipeline.limit - SLOW:
-        # All architectures would take twice as long as the build.
-        text = pipeline.result["steps"]["build"]["detail"]
-        built = re.findall(r"sm_(\d+)", text)
-        architectures = sorted({built[0], built[-1]}, key=int)
-        which = f", only for sm_{' and sm_'.join(architectures)}, as the machine is slow"
 
     def judge(code, text):
         if code != 0:
@@ -142,7 +112,7 @@ def find_spills(pipeline, gpu):
         kernels = json.loads(found.read_text())
         spilled = [f"{k['kernel']} on sm_{k['arch']}" for k in kernels if k["spilled_bytes"]]
         least = min(k["occupancy"] for k in kernels)
-        detail = f"{len(kernels)} kernels without spills, occupancy at least {least:.0%}{which}"
+        detail = f"{len(kernels)} kernels without spills for {of}, occupancy at least {least:.0%}"
         return FAILED if spilled else OK, "; ".join(spilled) or detail, {"kernels": kernels}
 
     command = [sys.executable, "-c", REPORT, found, *architectures]
@@ -156,22 +126,33 @@ def find_pytorch(pipeline):
     return pipeline.run("PyTorch", command, 120, reserve=FOR_SPEED) == OK
 
 
-def check_kernels(pipeline, library):
-    name = "against PyTorch in float64"
-    found = build.FOLDER / "check_kernels.json"
+def run_with_figures(pipeline, name, program, library, judge, **options):
+    """Runs a program that writes its figures to a file, which a program that dies does not finish.
+    judge: returns what is wrong, and else what is to say."""
+    found = build.FOLDER / f"{program.stem}.json"
+    if found.exists():
+        found.unlink()
 
-    def judge(code, text):
+    def judge_figures(code, text):
         result = json.loads(found.read_text()) if found.exists() else {}
-        if not result.get("finished"):
-            return FAILED, by_exit_code(code, text)[1], {"result": result}
-        failed = f"{len(result['failed'])} failed"
-        detail = failed if result["failed"] else "all dtypes, layouts and numbers of shards"
-        verdict = OK if code == 0 and not result["failed"] else FAILED
-        return verdict, f"seed {result['seed']}, {detail}", {"result": result}
+        more = {"result": result}
+        if not result.get("finished") or (code != 0 and not result.get("failed")):
+            return FAILED, by_exit_code(code, text)[1], more
+        return (*judge(result), more)
 
-    _remove(found)
-    command = [sys.executable, "-u", ROOT / "tests/gpu/check_kernels.py", library, "--json", found]
-    pipeline.run(name, command, 120, reserve=FOR_SPEED, judge=judge)
+    command = [sys.executable, "-u", program, library, "--json", found]
+    pipeline.run(name, command, 120, judge=judge_figures, **options)
+
+
+def check_kernels(pipeline, library):
+    def judge(result):
+        wrong = result["failed"] and f"{len(result['failed'])} failed"
+        detail = wrong or "all dtypes, layouts and numbers of shards"
+        return FAILED if wrong else OK, f"seed {result['seed']}, {detail}"
+
+    program = ROOT / "tests/gpu/check_kernels.py"
+    name = "against PyTorch in float64"
+    run_with_figures(pipeline, name, program, library, judge, reserve=FOR_SPEED)
 
 
 def sanitize(pipeline, test):
@@ -200,26 +181,18 @@ def sanitize(pipeline, test):
 
 
 def bench(pipeline, library):
-    found = build.FOLDER / "bench.json"
-
-    def judge(code, text):
-        result = json.loads(found.read_text()) if found.exists() else {}
-        if code != 0 or not result.get("finished"):
-            return FAILED, by_exit_code(code, text)[1], {"result": result}
-        counts = [
-            f"{len(threshold['missed'])} of {threshold['of']} {threshold['threshold']}"
-            for threshold in result["thresholds"]
-            if threshold["missed"]
+    def judge(result):
+        if result["failed"]:
+            return FAILED, result["failed"][-1]
+        missed = [
+            f"{one['failed']} of {one['of']} above {one['threshold']:.3g}: {one['name']}"
+            for one in result["thresholds"]
+            if one["failed"]
         ]
-        return (
-            MISSED if counts else OK,
-            "; ".join(counts) or "all thresholds held",
-            {"result": result},
-        )
+        return MISSED if missed else OK, "; ".join(missed) or "all thresholds held"
 
-    _remove(found)
-    command = [sys.executable, "-u", HERE / "bench.py", library, "--json", found]
-    pipeline.run("speed", command, 120, reserve=FOR_MXNET // 2, judge=judge, show=True)
+    options = {"reserve": FOR_MXNET // 2, "show": True}
+    run_with_figures(pipeline, "speed", HERE / "bench.py", library, judge, **options)
 
 
 def run_mxnet(pipeline, folder, library):
@@ -238,49 +211,34 @@ def run_mxnet(pipeline, folder, library):
         for package in ROOT.glob("*/__init__.py"):
             shutil.copytree(package.parent, packages / package.parent.name, ignore=ignored)
         shutil.copy(library, packages / "gluon_syncbn" / "libgluon_syncbn.so")
-        script = (
-            'eval "$("$1"/unpack.sh "$2"/set)" && export PYTHONPATH="$3:$PYTHONPATH" && '
-            '"$4" "$5"/benchmarks/gpu/bench_mxnet.py && exec "$4" -m pytest '
-            "-v -rs --tb=short -p no:cacheprovider -o timeout=90 -o timeout_method=thread "
-            '"$5"/tests/gpu/test_mxnet_gpu.py'
-        )
         arguments = ["run", folder, unpacked, packages, sys.executable, ROOT]
         environment = dict(os.environ, CUDA_MODULE_LOADING="LAZY", MXNET_CUDNN_LIB_CHECKING="0")
         # `python -m` searches the working directory first, and the package of the checkout has no
         # library for this GPU.
         options = {"env": environment, "cwd": str(packages)}
-        command = ["bash", "-c", script, *arguments]
+        command = ["bash", "-c", IN_MXNET, *arguments]
         pipeline.run("inside MXNet", command, 150, judge=judge, **options)
 
 
 def check_gpu(pipeline, options, library, test, passes):
     pipeline.run("against the CPU's kernels", [test], 120, reserve=FOR_SPEED)
     pipeline.run("devices that meet", [passes], 60, reserve=FOR_SPEED)
-    has_torch = find_pytorch(pipeline)
-    no_torch = "no PyTorch that finds the GPU"
-    if has_torch:
-        check_kernels(pipeline, library)
-    else:
-        pipeline.step("against PyTorch in float64", SKIPPED, no_torch)
-    if options.no_sanitizer:
-        pipeline.step("compute-sanitizer", LEFT_OUT, "--no-sanitizer")
-    else:
-        sanitize(pipeline, test)
-    if options.no_bench:
-        pipeline.step("speed", LEFT_OUT, "--no-bench")
-    elif has_torch:
-        bench(pipeline, library)
-    else:
-        pipeline.step("speed", SKIPPED, no_torch)
-    if options.mxnet_set:
-        run_mxnet(pipeline, options.mxnet_set, library)
-    else:
-        pipeline.step("inside MXNet", LEFT_OUT, "no --mxnet-set")
-
-
-def _remove(path):
-    if path.exists():
-        path.unlink()
+    has_torch, mxnet = find_pytorch(pipeline), options.mxnet_set
+    no_torch = not has_torch and (SKIPPED, "no PyTorch that finds the GPU")
+    no_sanitizer = options.no_sanitizer and (LEFT_OUT, "--no-sanitizer")
+    no_bench = options.no_bench and (LEFT_OUT, "--no-bench")
+    no_mxnet = not mxnet and (LEFT_OUT, "no --mxnet-set")
+    steps = [
+        ("against PyTorch in float64", no_torch, check_kernels, [library]),
+        ("compute-sanitizer", no_sanitizer, sanitize, [test]),
+        ("speed", no_bench or no_torch, bench, [library]),
+        ("inside MXNet", no_mxnet, run_mxnet, [mxnet, library]),
+    ]
+    for name, reason, check, arguments in steps:
+        if reason:
+            pipeline.step(name, *reason)
+        else:
+            check(pipeline, *arguments)
 
 
 def mxnet_set(text):
@@ -294,12 +252,8 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     default = build.FOLDER / "check.json"
     parser.add_argument("--json", default=default, help=f"where the results go ({default})")
-    parser.add_argument(
-        "--mxnet-set",
-        type=mxnet_set,
-        metavar="FOLDER",
-        help="a CUDA build of MXNet, with unpack.sh",
-    )
+    mxnet = "a CUDA build of MXNet, with unpack.sh"
+    parser.add_argument("--mxnet-set", type=mxnet_set, metavar="FOLDER", help=mxnet)
     parser.add_argument("--no-bench", action="store_true", help="measure nothing")
     parser.add_argument("--no-sanitizer", action="store_true", help="without compute-sanitizer")
     options = parser.parse_args(arguments)
@@ -320,7 +274,7 @@ def main(arguments=None):
             pipeline.step("all checks", SKIPPED, "nothing was built")
         else:
             detail = "nothing was run, only compiled"
-            pipeline.step("GPU", LEFT_OUT, f"none is found (nvidia-smi, libcuda.so.1): {detail}")
+            pipeline.step("GPU", LEFT_OUT, f"none is found (libcuda.so.1): {detail}")
         if built:
             find_spills(pipeline, gpu)
     except Exception as error:

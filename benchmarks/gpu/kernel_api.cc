@@ -29,6 +29,16 @@ SumsOfDevices sums_of(int devices, int64_t C, const ChannelSums* sums) {
 
 WriteMode mode_of(int add) { return add ? WriteMode::kAdd : WriteMode::kWrite; }
 
+BackwardShard backward_shard(const View& view, const void* dy, const void* x, void* dx, int add) {
+  BackwardShard shard{};
+  shard.view = view;
+  shard.dy = dy;
+  shard.x = x;
+  shard.dx = dx;
+  shard.mode = mode_of(add);
+  return shard;
+}
+
 }  // namespace
 
 SBN_EXPORT int64_t gluon_syncbn_cuda_work_size(int dtype, int64_t N, int64_t C, int64_t S,
@@ -57,11 +67,8 @@ SBN_EXPORT int gluon_syncbn_cuda_backward_sums(int dtype, int64_t N, int64_t C, 
                                                ChannelSums* sums, int multiprocessors,
                                                void* stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    BackwardShard shard{};
-    shard.view = {N, C, S, R};
-    shard.dy = dy;
-    shard.x = x;
     const ForBackward kept{const_cast<Statistics*>(statistics), nullptr, nullptr};
+    const BackwardShard shard = backward_shard({N, C, S, R}, dy, x, nullptr, 0);
     return k.backward_sums(shard, kept, 0, work, sums, multiprocessors, stream);
   });
 }
@@ -73,20 +80,17 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_forward(int dtype, int64_t C, int device
                                                 Statistics* statistics, void* coefficients,
                                                 void* stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    const SumsOfDevices all = sums_of(devices, C, sums);
-    return k.finish_forward({C,
-                             1,
-                             {statistics, nullptr, nullptr},
-                             gamma,
-                             beta,
-                             {},
-                             false,
-                             coefficients,
-                             0,
-                             epsilon,
-                             all,
-                             {count, count, 1}},
-                            {}, stream);
+    ForwardFinish finish{};
+    finish.C = C;
+    finish.batches = 1;
+    finish.kept.statistics = statistics;
+    finish.gamma = gamma;
+    finish.beta = beta;
+    finish.coefficients = coefficients;
+    finish.epsilon = epsilon;
+    finish.sums = sums_of(devices, C, sums);
+    finish.counts = {count, count, 1};
+    return k.finish_forward(finish, {}, stream);
   });
 }
 
@@ -96,22 +100,18 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_backward(int dtype, int64_t C, const Sta
                                                  void* coefficients, void* dgamma, void* dbeta,
                                                  void* stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    return k.finish_backward({C,
-                              1,
-                              {const_cast<Statistics*>(statistics), nullptr, nullptr},
-                              gamma,
-                              {},
-                              own_sums,
-                              sums_of(devices, C, sums),
-                              {count, count, 1},
-                              false,
-                              coefficients,
-                              0,
-                              dgamma,
-                              dbeta,
-                              false,
-                              false},
-                             stream);
+    BackwardFinish finish{};
+    finish.C = C;
+    finish.batches = 1;
+    finish.kept.statistics = const_cast<Statistics*>(statistics);
+    finish.gamma = gamma;
+    finish.own_sums = own_sums;
+    finish.sums = sums_of(devices, C, sums);
+    finish.counts = {count, count, 1};
+    finish.coefficients = coefficients;
+    finish.dgamma = dgamma;
+    finish.dbeta = dbeta;
+    return k.finish_backward(finish, stream);
   });
 }
 
@@ -133,12 +133,7 @@ SBN_EXPORT int gluon_syncbn_cuda_input_gradient(int dtype, int64_t N, int64_t C,
                                                 const void* coefficients, void* dx, int add,
                                                 int multiprocessors, void* stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    BackwardShard shard{};
-    shard.view = {N, C, S, R};
-    shard.dy = dy;
-    shard.x = x;
-    shard.dx = dx;
-    shard.mode = mode_of(add);
+    const BackwardShard shard = backward_shard({N, C, S, R}, dy, x, dx, add);
     return k.input_gradient(shard, coefficients, multiprocessors, stream);
   });
 }

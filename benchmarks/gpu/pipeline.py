@@ -3,62 +3,25 @@ affect the others. Writes the results to a JSON file after each step."""
 
 import json
 import os
-import signal
-import subprocess
-import tempfile
+import sys
 import time
 import traceback
 from pathlib import Path
+
+# Last, as benchmarks/ has a bench.py of its own.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from harness import run_process  # noqa: E402
 
 OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
 # No failures: a missed speed threshold, a step that the command line left out, and one that this
 # machine does not support.
 MISSED, LEFT_OUT, IMPOSSIBLE = "missed", "left out", "not supported"
 
-_HEAD, _TAIL = 200, 100  # lines of output that the JSON keeps
-_SHOWN = 3000  # characters of output that are printed after a failure
-_GRACE = 5  # seconds for a process to end after a signal
-
-
-def run_process(command, seconds, **options):
-    """Returns the exit code, or None after a timeout, and the output. Also ends all processes that
-    the command has started."""
-    # Not a pipe, which would stay open until all children end.
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            [str(part) for part in command],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            **options,
-        )
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            _end_group(process)
-        output.seek(0)
-        return code, output.read().decode(errors="replace")
-
-
-def _end_group(process):
-    # First SIGTERM, so that launchers can end the process groups that they have started.
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        until = time.monotonic() + _GRACE
-        try:
-            os.killpg(process.pid, number)
-            while time.monotonic() < until:
-                process.poll()
-                os.killpg(process.pid, 0)
-                time.sleep(0.02)
-        except ProcessLookupError:
-            return
+_HEAD, _TAIL = 200, 100  # lines of output that are kept
 
 
 def shorten(lines):
-    """The first and last lines, for the JSON: causes mostly come first, and results last."""
+    """The first and last lines: causes mostly come first, and results last."""
     left_out = len(lines) - _HEAD - _TAIL
     if left_out <= 0:
         return lines
@@ -110,12 +73,10 @@ class Pipeline:
             more = {"traceback": traceback.format_exc()}
         if code is None and "traceback" not in more:
             verdict, detail = FAILED, f"did not end within {seconds:.0f} s"
-        lines = text.strip().splitlines()
-        if show:
-            print("\n".join(shorten(lines)))
-        elif verdict == FAILED:
-            print(_excerpt(text.strip()))
-        return self.step(name, verdict, detail, exit_code=code, output=shorten(lines), **more)
+        lines = shorten(text.strip().splitlines())
+        if show or verdict == FAILED:
+            print("\n".join(lines))
+        return self.step(name, verdict, detail, exit_code=code, output=lines, **more)
 
     def end(self, has_gpu):
         """Prints all verdicts again and returns the exit code. If there is a GPU, a skipped step is
@@ -140,9 +101,3 @@ class Pipeline:
 
 def _line(name, verdict, detail):
     return f"{name}: {verdict}{detail and ': ' + detail}"
-
-
-def _excerpt(text):
-    if len(text) <= _SHOWN:
-        return text
-    return f"{text[: _SHOWN // 2]}\n...\n{text[-_SHOWN // 2 :]}"

@@ -210,22 +210,24 @@ def test_a_sanitizer_must_say_that_it_found_nothing(
     assert verdicts(path) == {"memcheck": memcheck, "racecheck": racecheck}
 
 
-def test_the_gpu_according_to_nvidia_smi(monkeypatch, tmp_path):
-    monkeypatch.setattr(check, "DRIVER", "raise OSError")
+def test_the_gpu_according_to_the_driver_and_nvidia_smi(monkeypatch, tmp_path):
+    setup, gpus = check.build.setup_py(), []
+    monkeypatch.setattr(setup, "find_gpus", lambda: gpus)
+    monkeypatch.setattr(check.build, "setup_py", lambda: setup)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert check.ask_gpu() is None
+    gpus.append(90)
+    unnamed = {"name": "a GPU", "driver": "unknown", "architecture": 90}
+    assert check.ask_gpu() == unnamed
     program(tmp_path, "nvidia-smi", "echo 'No devices were found'; exit 6")
-    assert check.ask_gpu() is None
-    program(tmp_path, "nvidia-smi", "echo 'NVIDIA H200, 580.1, 9.0'")
-    assert check.ask_gpu() == GPU
-    # If nvidia-smi fails, the driver is queried.
-    program(tmp_path, "nvidia-smi", "exit 1")
-    monkeypatch.setattr(check, "DRIVER", "print('NVIDIA H200, 580.1, 9.0')")
+    assert check.ask_gpu() == unnamed
+    program(tmp_path, "nvidia-smi", "echo 'NVIDIA H200, 580.1'")
     assert check.ask_gpu() == GPU
 
 
-SPEED = {"thresholds": [{"threshold": "passes below 0.85 of a copy", "of": 96, "missed": []}]}
-SLOW = {"thresholds": [{**SPEED["thresholds"][0], "missed": ["slow"]}]}
+HELD = {"name": "time of a pass / a copy", "threshold": 1.2, "of": 96, "failed": 0}
+SPEED = {"thresholds": [HELD], "failed": []}
+SLOW = {"thresholds": [{**HELD, "failed": 1}], "failed": []}
 
 
 @pytest.mark.parametrize(
@@ -256,7 +258,7 @@ def test_figures_of_a_step(monkeypatch, pipeline, path, tmp_path, step, result, 
     (check.bench if step == "speed" else check.check_kernels)(pipeline, "library")
     assert verdicts(path) == {step: verdict}
     if verdict == "missed":
-        assert "1 of 96 passes below" in read(path)["steps"][step]["detail"]
+        assert "1 of 96 above 1.2: time of a pass" in read(path)["steps"][step]["detail"]
 
 
 @pytest.mark.parametrize("ends, verdict", [("3 passed", "ok"), ("2 passed, 1 skipped", "skipped")])
