@@ -1,8 +1,6 @@
 """SyncBatchNorm as a Gluon user sees it: a drop-in for nn.BatchNorm."""
 
-import copy
 import inspect
-import pickle
 import re
 
 import gluon_syncbn as sbn
@@ -11,27 +9,13 @@ import numpy as np
 import pytest
 import reference
 from gluon_syncbn import native
-from devices import KIND, context
+from devices import context
 from dtypes import numpy_dtype, rounded
 from gluon_syncbn.layers.operator import Settings
 from mxnet import autograd
 from mxnet.gluon import nn
-from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from runs import MODES, contexts, hybridize, prepare, run, shards
 from tolerances import assert_close, assert_same_bits
-
-KINDS = {
-    "ours": lambda: sbn.SyncBatchNorm(prefix="norm_"),
-    "nn.BatchNorm": lambda: nn.BatchNorm(prefix="norm_"),
-    "contrib": lambda: ContribSyncBatchNorm(num_devices=1, prefix="norm_"),
-}
-
-
-def net_of(norm, channels=4):
-    net = nn.HybridSequential(prefix="net_")
-    with net.name_scope():
-        net.add(nn.Conv2D(channels, 3), norm(), nn.Activation("relu"), nn.Dense(3))
-    return net
 
 
 def test_it_has_all_arguments_of_batch_norm_and_more():
@@ -76,30 +60,6 @@ def test_the_same_results_as_batch_norm_on_one_device(mode):
         ours, theirs = (getattr(result, field) for result in results)
         # nn.BatchNorm sums in float32. The tolerance is for both, compared with the reference.
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4, err_msg=field)
-
-
-@pytest.mark.parametrize("saved", KINDS)
-@pytest.mark.parametrize("loaded", KINDS)
-def test_files_of_each_kind_load_into_each(saved, loaded, tmp_path):
-    """Into nets, and into graphs as a SymbolBlock takes them."""
-    x = mx.nd.random.normal(shape=(2, 3, 8, 8))
-    source, target = net_of(KINDS[saved]), net_of(KINDS[loaded])
-    for net in (target, source):
-        net.initialize(mx.init.Normal(0.5))
-        net.hybridize()
-        net(x)
-    target.export(str(tmp_path / "target"))
-    source[1].running_mean.set_data(mx.nd.arange(4) / 10)
-    source[1].running_var.set_data(1 + mx.nd.arange(4))
-    expected = source(x).asnumpy()
-    source.export(str(tmp_path / "source"))
-    source.save_parameters(str(tmp_path / "net.params"))
-    target.load_parameters(str(tmp_path / "net.params"), ctx=context())
-    graph = mx.gluon.SymbolBlock.imports(
-        str(tmp_path / "target-symbol.json"), ["data"], str(tmp_path / "source-0000.params")
-    )
-    for net in (target, graph):
-        assert_close(net(x).asnumpy(), expected, "float32")
 
 
 def test_a_checkpoint_of_two_devices_is_that_of_one(tmp_path):
@@ -195,14 +155,6 @@ def test_pytorchs_momentum_is_noticed_once(caplog):
         "momentum=0.0625 gives each new batch a weight of 0.9375 in the running statistics. In "
         "PyTorch momentum is the weight of the new batch: its 0.0625 is momentum=0.9375 here."
     ]
-
-
-def test_numbers_and_flags_of_other_types():
-    layer = sbn.SyncBatchNorm(num_devices=np.int64(2), use_global_stats=1, in_channels=1)
-    layer.initialize(ctx=contexts(2))
-    with autograd.record():
-        y = layer(mx.nd.array([[1.0], [3.0]]))
-    np.testing.assert_allclose(y.asnumpy(), [[1], [3]], rtol=1e-5)
 
 
 class Shared(mx.gluon.HybridBlock):
@@ -301,22 +253,6 @@ def test_nodes_of_one_layer_with_static_shape():
             np.testing.assert_allclose(result, y.astype("float64"), atol=1e-4)
 
 
-def test_parameters_shared_by_two_layers():
-    """`params=`: two layers with one set of parameters synchronize separately."""
-    first = sbn.SyncBatchNorm(in_channels=3, prefix="first_")
-    second = sbn.SyncBatchNorm(in_channels=3, prefix="second_", params=first.params)
-    first.initialize(ctx=contexts(2))
-    assert second.gamma is first.gamma and second._layer.devices == (f"{KIND}(0)", f"{KIND}(1)")
-    xs = [mx.nd.ones((2, 3), ctx=device) for device in contexts(2)]
-    with autograd.record():
-        ys = [second(first(x)) for x in xs]
-    autograd.backward(ys)
-    assert_same_bits(
-        first.running_mean.data(context(0)).asnumpy(),
-        second.running_mean.data(context(1)).asnumpy(),
-    )
-
-
 @pytest.mark.cpu_only("these are kinds of CPU memory")
 @pytest.mark.parametrize("kind", ["cpu_shared", "cpu_pinned"])
 def test_data_in_other_memory_of_the_device(kind):
@@ -333,13 +269,6 @@ def test_data_in_other_memory_of_the_device(kind):
         layer(x.as_in_context(mx.Context("cpu_shared", 5)))
 
 
-def test_a_device_that_is_named_twice_counts_once():
-    layer = sbn.SyncBatchNorm(in_channels=1, group=sbn.SyncGroup(timeout=5))
-    layer.initialize(ctx=[context(0), context(0)])
-    with autograd.train_mode():
-        layer(mx.nd.ones((2, 1))).wait_to_read()
-
-
 def test_backward_uses_the_mode_of_its_forward():
     """And not the train_mode of autograd.backward."""
     x = np.random.default_rng(0).standard_normal((4, 3)).astype("float32")
@@ -353,23 +282,6 @@ def test_backward_uses_the_mode_of_its_forward():
         y.backward(mx.nd.array(x**2), train_mode=train_mode)
         gradients.append(array.grad.asnumpy())
     assert_same_bits(gradients[1], gradients[0])
-
-
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
-def test_a_copied_net_synchronizes_separately(clone):
-    net = net_of(sbn.SyncBatchNorm)
-    net.initialize(ctx=contexts(2))
-    xs = [mx.nd.ones((2, 3, 8, 8), ctx=device) for device in contexts(2)]
-    with autograd.record():
-        ys = [net(x) for x in xs]
-    other = clone(net)
-    assert other[1]._layer.id != net[1]._layer.id
-    with autograd.record():
-        copies = [other(x) for x in xs]
-    assert_same_bits(copies[0].asnumpy(), ys[0].asnumpy())
-    other.collect_params().reset_ctx(contexts(1))
-    assert other[1]._layer.devices == (f"{KIND}(0)",)
-    assert net[1]._layer.devices == (f"{KIND}(0)", f"{KIND}(1)")
 
 
 def node_with(**attributes):

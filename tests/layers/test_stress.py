@@ -126,16 +126,3 @@ def test_deleted_nets_leave_nothing():
     for _ in range(300):
         once()
     assert resident() - before < 4 << 20
-
-
-def test_a_layer_may_be_deleted_before_its_calls_end():
-    def call(device_count):
-        layer = sbn.SyncBatchNorm(in_channels=3)
-        layer.initialize(ctx=contexts(device_count))
-        with autograd.train_mode():
-            return [layer(mx.nd.ones((2, 3), ctx=device)) for device in contexts(device_count)]
-
-    results = [call(count) for count in (1, 2, 3) * 20]
-    gc.collect()
-    for ys in results:
-        assert not any(y.asnumpy().any() for y in ys)
