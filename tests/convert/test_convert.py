@@ -127,19 +127,6 @@ def test_parameters_shared_with_another_net():
     first.collect_params().reset_ctx(contexts(2))
 
 
-def test_hooks_stay():
-    calls = []
-    net = small_net()
-    net.initialize()
-    net[1].register_forward_hook(lambda block, x, y: calls.append(("after", block)))
-    net[1].register_forward_pre_hook(lambda block, x: calls.append(("before", block)))
-    for change in (convert_sync_batchnorm, revert_sync_batchnorm):
-        change(net)
-        calls.clear()
-        forward(net, images())
-        assert calls == [("before", net[1]), ("after", net[1])]
-
-
 @pytest.mark.parametrize("of_graph", [False, True])
 def test_again_changes_only_group_and_number(of_graph, tmp_path):
     net = exported(small_net(), tmp_path) if of_graph else small_net()

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import time
 
 import gluon_syncbn as sbn
 import mxnet as mx
@@ -95,19 +94,6 @@ def test_a_trainer_made_before_continues():
         assert_same_bits(ours, expected)
 
 
-def test_a_trainer_continues_after_a_reversal():
-    x, devices, net = images(), contexts(1), small_net()
-    net.initialize()
-    trainer = trainer_of(net)
-    for change in (lambda net: net, convert_sync_batchnorm, revert_sync_batchnorm):
-        change(net)
-        forward(net, x)  # which sets the shapes
-        before = [(p, p.data().asnumpy()) for p in net.collect_params().values()]
-        train(net, trainer, x, (4,), devices)
-    for p, value in before:
-        assert (p.data().asnumpy() != value).any(), p.name
-
-
 @pytest.mark.parametrize("of_graph", [False, True])
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
 def test_copies(clone, of_graph, tmp_path):
@@ -135,27 +121,6 @@ def test_copies(clone, of_graph, tmp_path):
     sbn.set_default_group(None)
 
 
-class SlowStore:
-    """Another process that does the same as this one, but later."""
-
-    rank, size = 0, 2
-
-    def all_reduce(self, key, array):
-        time.sleep(0.1)
-        return np.stack([array[0], array[0]])
-
-
-def test_pending_steps_finish():
-    layer = nn.BatchNorm(in_channels=3)
-    layer.initialize()
-    convert_sync_batchnorm(layer, group=sbn.SyncGroup(store=SlowStore()))
-    with autograd.record():
-        y = layer(mx.nd.array(images()))
-    y.backward()
-    revert_sync_batchnorm(layer)
-    assert np.isfinite(layer.gamma.grad().asnumpy()).all()
-
-
 def test_a_failed_step_is_reported_before_a_reversal():
     layer = nn.BatchNorm(in_channels=3)
     layer.initialize(ctx=contexts(2))
@@ -167,21 +132,6 @@ def test_a_failed_step_is_reported_before_a_reversal():
     assert isinstance(layer, sbn.SyncBatchNorm)
     revert_sync_batchnorm(layer)
     assert type(layer) is nn.BatchNorm
-
-
-def test_hybridize_compiles_a_block_around_the_net_again():
-    """convert_sync_batchnorm cannot find that block; its docstring names this remedy."""
-    devices, x = contexts(2), images()
-    outer = nn.HybridSequential()
-    outer.add(small_net())
-    outer.initialize(ctx=devices)
-    outer.hybridize()
-    for shard in shards(x, (2, 2), devices):
-        outer(shard)
-    convert_sync_batchnorm(outer[0])
-    outer.hybridize()
-    train(outer, trainer_of(outer), x, (1, 3), devices)
-    statistics(outer)
 
 
 FORMS = {
@@ -241,32 +191,3 @@ def test_files_that_name_layers_by_class_fit_a_converted_net(tmp_path):
         assert_same_bits(
             net[0].running_var.data().asnumpy(), source[0].running_var.data().asnumpy(), file
         )
-
-
-def test_one_checkpoint_for_any_number_of_devices(tmp_path):
-    """Only of batch normalization: a convolution's gradient depends on its share of the batch."""
-    files = []
-
-    def two_norms():
-        net = nn.HybridSequential(prefix="net_")
-        net.add(nn.BatchNorm(prefix="a_"), nn.BatchNorm(prefix="b_"))
-        return net
-
-    # MXNet saves the sum of all devices' values, divided by their number.
-    for sizes in ((4,), (1, 3), (1, 1, 1, 1)):
-        devices = contexts(len(sizes))
-        net = two_norms()
-        net.initialize(ctx=devices)
-        convert_sync_batchnorm(net)
-        for step in range(3):
-            with autograd.record():
-                ys = [net(shard) for shard in shards(images(step), sizes, devices)]
-            autograd.backward(ys)
-        mx.nd.waitall()
-        statistics(net)
-        files.append(tmp_path / f"{len(sizes)}.params")
-        net.save_parameters(str(files[-1]))
-    assert files[0].read_bytes() == files[1].read_bytes() == files[2].read_bytes()
-    loaded = two_norms()
-    loaded.load_parameters(str(files[2]), ctx=mx.current_context())
-    assert np.isfinite(forward(loaded, images())).all()
