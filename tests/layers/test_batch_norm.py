@@ -8,7 +8,6 @@ import mxnet as mx
 import numpy as np
 import pytest
 import reference
-from gluon_syncbn import native
 from devices import context
 from dtypes import numpy_dtype, rounded
 from gluon_syncbn.layers.operator import Settings
@@ -95,6 +94,7 @@ def test_mixed_dtypes_say_what_to_cast(dtype, cast_to, parameters, remedy):
     assert layer(x).dtype == x.dtype
 
 
+STATISTICS = "running_mean", "running_var"
 INPLACE = {"activation": "leaky_relu", "inplace": True}
 
 
@@ -187,13 +187,10 @@ def test_one_layer_in_several_places_with_several_shapes(mode):
                 outputs = [net(*inputs) for inputs in zip(*levels)]
                 losses = [sum((y * y * y).sum() for y in ys) for ys in outputs]
             autograd.backward(losses)
-        mx.nd.waitall()
-        norm = net.norm
-        ys = [np.concatenate([y.asnumpy() for y in parts]) for parts in zip(*outputs)]
-        statistics = [p.data(devices[0]).asnumpy() for p in (norm.running_mean, norm.running_var)]
-        gradient = sum(array.asnumpy().astype("float64") for array in norm.gamma.list_grad())
-        results.append(([*ys, *statistics], gradient))
-    for arrays, gradient in results[1:]:
+        arrays = [np.concatenate([y.asnumpy() for y in parts]) for parts in zip(*outputs)]
+        arrays += [getattr(net.norm, name).data().asnumpy() for name in STATISTICS]
+        gradient = sum(array.asnumpy().astype("float64") for array in net.norm.gamma.list_grad())
+        results.append((arrays, gradient))
         # The last bits of the convolution depend on its batch size.
         for array, expected in zip(arrays, results[0][0]):
             assert_close(array, expected, "float32")
@@ -223,16 +220,12 @@ def test_nodes_of_one_layer_with_static_shape():
     small = [generator.standard_normal((2, 4, 1, 6)).astype("float32") + 10 for _ in range(2)]
     ones = np.ones(4)
     expected = [
-        reference.forward(np.concatenate(whole), ones, 0 * ones).y
+        reference.forward(np.concatenate(whole), ones, 0 * ones)
         for whole in ([np.sin(part)[:, :, :1] for part in large], small)
     ]
     net = TwoPlaces()
     net.initialize(ctx=contexts(2))
     net.hybridize(static_alloc=True, static_shape=True, forward_bulk_size=1)
-    means = [
-        reference.forward(np.concatenate(whole), ones, 0 * ones).mean
-        for whole in ([np.sin(part)[:, :, :1] for part in large], small)
-    ]
     running_mean = 0 * ones
     for _ in range(20):
         inputs = [
@@ -244,13 +237,13 @@ def test_nodes_of_one_layer_with_static_shape():
         mx.nd.waitall()
         with autograd.record():
             outputs = [net(*arrays) for arrays in inputs]
-        for mean in means:
-            running_mean = 0.9 * running_mean + 0.1 * mean
+        for each in expected:
+            running_mean = 0.9 * running_mean + 0.1 * each.mean
         for array in net.norm.running_mean.list_data():
             np.testing.assert_allclose(array.asnumpy(), running_mean, atol=1e-4)
-        for place, y in zip((0, 2), expected):
+        for place, each in zip((0, 2), expected):
             result = np.concatenate([output[place].asnumpy() for output in outputs])
-            np.testing.assert_allclose(result, y.astype("float64"), atol=1e-4)
+            np.testing.assert_allclose(result, each.y.astype("float64"), atol=1e-4)
 
 
 @pytest.mark.cpu_only("these are kinds of CPU memory")
@@ -315,19 +308,3 @@ def test_flags_mean_the_same_in_python_and_in_the_operator(text):
     arrays = [mx.nd.array([value], context()) for value in (5, 0, 0, 1)]  # gamma is 5
     y = mx.nd.Custom(mx.nd.ones((2, 1), context()), *arrays, **given)[0].asnumpy()
     assert (y.max() < 2) == Settings.read(given).fix_gamma
-
-
-def test_settings_that_are_left_out_have_the_values_of_the_operator():
-    layer = prepare(sbn.SyncBatchNorm(in_channels=3), contexts(1))._layer
-    results = []
-    for given in ({}, Settings()._asdict()):
-        given["activation"] = "leaky_relu"
-        parameters = [mx.nd.array(each, context()) for each in ([2, 1, -1], [0, 0.1, 0.2])]
-        running = [mx.nd.zeros(3, context()), mx.nd.ones(3, context())]
-        x = mx.nd.array(np.random.RandomState(0).normal(1, 0.01, (4, 3, 2)), context())
-        identity = {"op_type": "GluonSyncBatchNorm", "process": native.PROCESS, "layer": layer.id}
-        with autograd.record():
-            y, *_ = mx.nd.Custom(x, *parameters, *running, **identity, **given)
-        results.append([each.asnumpy() for each in (y, *running)])
-    for default, explicit in zip(*results):
-        assert_same_bits(default, explicit)

@@ -369,28 +369,6 @@ def test_a_graph_with_parameters_of_its_own(arguments, count, words):
     fetch(train(net, batch(count)))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bad", [0, 1])
-def test_a_device_that_fails_before_the_others_are_called(mode, bad):
-    """They get its error at once and do not wait for the device."""
-    net = build(mode, group=sbn.SyncGroup(timeout=20))
-    fetch(train(net, batch()))
-    layer = net[1]
-
-    def step(pause):
-        with mx.util.np_shape(True), autograd.record():
-            ys = []
-            for device in contexts(2):
-                ys.append(layer(mx.nd.ones((0 if device.device_id == bad else 2, 4), ctx=device)))
-                # The failed call has ended, and the layer is ready for the next step.
-                time.sleep(pause)
-        return ys
-
-    fails(lambda: step(0.5)[1 - bad].wait_to_read(), f"on {KIND}({bad})", "holds no values")
-    clear()
-    fetch(train(net, batch()))
-
-
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("mode", MODES)
 def test_an_earlier_error_on_one_device(mode, direction):
