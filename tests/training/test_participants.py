@@ -33,17 +33,21 @@ class Training:
             self.net.collect_params(), "sgd", {"learning_rate": 0.01, "momentum": 0.9}
         )
 
-    def step(self, number, samples):
+    def step(self, number, samples, pass_by=lambda place: None):
         generator = np.random.default_rng(number)
         x = generator.standard_normal((samples, 5)).astype("float32") + 7
         used = self.devices[:samples]
         with sbn.participants(used, self.trainer):
             xs = gluon.utils.split_and_load(mx.nd.array(x), used, even_split=False)
+            losses = []
             with autograd.record():
-                losses = [(self.net(x) ** 2).sum() for x in xs]
+                for x in xs:
+                    losses.append((self.net(x) ** 2).sum())
+                    pass_by("between two devices")
+            pass_by("before backward")
             autograd.backward(losses)
+            pass_by("before the update")
             self.trainer.step(samples)
-        return x
 
     def values(self):
         """The values of all parameters, which must be the same on all devices."""
@@ -183,50 +187,30 @@ def test_no_participants_inside_others():
 @pytest.mark.parametrize("where", ["between two devices", "before backward", "before the update"])
 def test_an_interrupted_step_of_all_devices(where, mode):
     """As in a notebook, where the cell is then run again: it leaves no trace."""
-    devices = contexts(3)
-    group = sbn.SyncGroup(timeout=100)
 
     def train(interrupts):
-        net = nn.HybridSequential()
-        for _ in range(2):
-            net.add(nn.Dense(4, in_units=4), sbn.SyncBatchNorm(in_channels=4, group=group))
-        mx.random.seed(1)
-        net.initialize(mx.init.Normal(1), ctx=devices)
-        hybridize(net, mode)
-        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+        training = Training(3, mode, group=sbn.SyncGroup(timeout=100))
         # Step 1 is tried again after each interrupt.
         for number, interrupt in [(0, None), *((1, each) for each in interrupts), (2, None)]:
-            x = np.random.default_rng(number).normal(size=(6, 4)).astype("float32")
+
+            def pass_by(place, interrupt=interrupt):
+                if place == interrupt:
+                    raise KeyboardInterrupt
+                if place == "before the update":
+                    # A Trainer's first step reads running statistics, which static graphs write.
+                    mx.nd.waitall()
+
             with contextlib.suppress(KeyboardInterrupt):
-                step(net, trainer, x, interrupt)
-        mx.nd.waitall()
-        return [parameter.data().asnumpy() for parameter in net.collect_params().values()]
-
-    def step(net, trainer, x, interrupt):
-        def pass_by(place):
-            if interrupt == place:
-                raise KeyboardInterrupt
-
-        with sbn.participants(devices, trainer):
-            losses = []
-            with autograd.record():
-                for part in gluon.utils.split_and_load(mx.nd.array(x), devices):
-                    losses.append((net(part) ** 2).sum())
-                    pass_by("between two devices")
-            pass_by("before backward")
-            autograd.backward(losses)
-            pass_by("before the update")
-            # The first step of a Trainer reads running statistics that static graphs still write.
-            mx.nd.waitall()
-            trainer.step(6)
+                training.step(number, 6, pass_by)
+        return training.values()
 
     start = time.monotonic()
     found, expected = train([where, None]), train([None])
     assert time.monotonic() - start < 50
-    if where == "between two devices":
-        for one, other in zip(found, expected):
-            assert_same_bits(one, other)
-    assert all(np.isfinite(array).all() for array in found)
+    for name, value in found.items():
+        assert np.isfinite(value).all()
+        if where == "between two devices":
+            assert_same_bits(value, expected[name], name)
 
 
 @pytest.mark.parametrize("norm", [sbn.SyncBatchNorm, nn.BatchNorm])
