@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -284,3 +285,15 @@ def test_compare(tmp_path):
     synchronized, virtual = last["synchronized, 8 devices"], last["virtual, 1 device as 8"]
     assert last["whole batch, 1 device"] == pytest.approx(synchronized, abs=0.01)
     assert last["local, 8 devices"] == pytest.approx(virtual, abs=0.01)
+
+
+@pytest.mark.long  # A net of resnet50's size.
+def test_minimal(tmp_path):
+    """It learns, and what it exports is there."""
+    command = [sys.executable, str(FOLDER / "minimal.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    first, last = map(float, re.findall(r"^epoch \d: loss (\S+)$", done.stdout, re.M))
+    assert last < first
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"fcn.params", "fcn-symbol.json", "fcn-0000.params"}
