@@ -25,7 +25,6 @@ LAYERS = {
     # Segmentation
     "fcn_resnet50_voc": 57,
     "deeplab_v3_plus_xception": 142,
-    "deeplab_v3b_plus_wideresnet_citys": 43,
     "icnet_resnet50_citys": 69,
     "fastscnn_citys": 45,
     "hrnet_w18_small_v1_s": 72,
@@ -41,13 +40,11 @@ LAYERS = {
     "monodepth2_resnet18_kitti_mono_640x192": 20,
     "siamrpn_alexnet_v2_otb15": 11,
     "i3d_nl5_resnet50_v1_kinetics400": 58,
-    "p3d_resnet50_kinetics400": 66,
     "slowfast_4x16_resnet50_kinetics400": 110,
     # Classification
     "resnet18_v2": 19,
     "resnest14": 23,
     "densenet121": 121,
-    "inceptionv3": 94,
     "nasnet_4_1056": 194,
     "residualattentionnet56": 107,
     # Without any

@@ -9,7 +9,7 @@ import pytest
 from devices import context
 from mxnet import autograd
 from mxnet.gluon import SymbolBlock, nn
-from runs import MODES, contexts
+from runs import MODES
 from tolerances import assert_same_bits
 
 KINDS = [sbn.SyncBatchNorm, nn.BatchNorm, functools.partial(sbn.VirtualBatchNorm, 2)]
@@ -158,15 +158,6 @@ def test_exports_and_files_keep_it(tmp_path):
     assert sbn.unfreeze(net) == net.number
 
 
-def test_devices_of_a_frozen_layer_do_not_wait_for_each_other():
-    layer = sbn.SyncBatchNorm(in_channels=3, momentum=0)
-    layer.initialize(ctx=contexts(2))
-    assert sbn.freeze(layer) == 1
-    with autograd.record():
-        layer(mx.nd.ones((2, 3), ctx=contexts(2)[0])).wait_to_read()
-    assert layer.running_mean.data(contexts(2)[1]).asnumpy().tolist() == [0, 0, 0]
-
-
 def test_affine_restores_grad_req():
     net = prepared(Net(1))
     before = {name: parameter.grad_req for name, parameter in net.collect_params().items()}
@@ -179,8 +170,3 @@ def test_affine_restores_grad_req():
         np.testing.assert_array_equal(net.collect_params()[name].data().asnumpy(), value)
     sbn.unfreeze(net)
     assert before == {name: parameter.grad_req for name, parameter in net.collect_params().items()}
-
-
-def test_a_net_without_batch_normalization_logs_it(caplog):
-    assert sbn.freeze(nn.Dense(1)) == 0
-    assert "found no batch normalization" in caplog.text

@@ -167,16 +167,6 @@ def test_an_executor_without_a_module(monkeypatch):
         executor.forward(is_train=True)[0].wait_to_read()
 
 
-def test_nodes_that_are_left():
-    x = sym.var("data")
-    y, mean, _ = sym.BatchNorm(x, output_mean_var=True, name="whole")
-    left = sym.Group([y, mean, sym.BatchNorm(x, name="norm")])
-    symbol, report = sbn.convert_sync_batchnorm(left, return_report=True)
-    assert [entry.name for entry in report.refused] == ["whole"]
-    assert [entry.name for entry in report.replaced] == ["norm"]
-    assert names(symbol) == names(left)
-
-
 def test_attributes_of_a_node_stay():
     with mx.AttrScope(ctx_group="dev1", force_mirroring="True"):
         symbol = sym.BatchNorm(sym.var("data"), name="norm")
