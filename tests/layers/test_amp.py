@@ -70,22 +70,8 @@ def test_init_before_the_package_is_imported(trained):
     assert json.loads(done.stdout)["ours whole"] == results["ours whole"]
 
 
-def net_of(convolution):
-    mx.random.seed(0)
-    net = nn.HybridSequential(prefix="net_")
-    with net.name_scope():
-        if convolution:
-            net.add(nn.Conv2D(4, 3, padding=1, in_channels=4))
-        net.add(
-            nn.MaxPool2D(), sbn.SyncBatchNorm(prefix="norm_"), nn.Activation("relu"), nn.Flatten()
-        )
-    net.initialize(mx.init.Xavier(), ctx=contexts(1))
-    net.hybridize()
-    return net
-
-
-def images(scale=1):
-    return np.random.default_rng(0).standard_normal((6, 4, 8, 8)).astype("float32") * scale + 3
+def images():
+    return np.random.default_rng(0).standard_normal((6, 4, 8, 8)).astype("float32") + 3
 
 
 def lists(dtype, custom):
@@ -106,7 +92,15 @@ def sbn_nodes(symbol):
 
 def trained_net(convolution):
     """A net whose running statistics fit its data, and its output."""
-    net = net_of(convolution)
+    mx.random.seed(0)
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        if convolution:
+            net.add(nn.Conv2D(4, 3, padding=1, in_channels=4))
+        net.add(nn.MaxPool2D(), sbn.SyncBatchNorm(prefix="norm_"))
+        net.add(nn.Activation("relu"), nn.Flatten())
+    net.initialize(mx.init.Xavier(), ctx=contexts(1))
+    net.hybridize()
     for _ in range(20):
         with autograd.record():
             net(mx.nd.array(images()))

@@ -10,9 +10,9 @@ import pytest
 import reference
 from devices import context
 from dtypes import numpy_dtype, rounded
-from gluon_syncbn.layers.operator import Settings
 from mxnet import autograd
 from mxnet.gluon import nn
+from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from runs import MODES, contexts, hybridize, prepare, run, shards
 from tolerances import assert_close, assert_same_bits
 
@@ -26,26 +26,33 @@ def test_it_has_all_arguments_of_batch_norm_and_more():
     assert [(p.name, p.default) for p in ours] == expected
 
 
-def test_parameters_have_the_names_and_settings_of_batch_norm():
+def test_parameters_have_the_names_and_settings_of_batch_norm_and_contrib():
     settings = dict(
         beta_initializer=mx.init.Constant(2),
         gamma_initializer=mx.init.Constant(3),
         running_mean_initializer=mx.init.Constant(4),
         running_variance_initializer=mx.init.Constant(5),
+        momentum=0.8,
+        epsilon=1e-3,
         center=False,
+        use_global_stats=True,
         in_channels=7,
     )
-    nets = [kind(prefix="bn_", **settings) for kind in (sbn.SyncBatchNorm, nn.BatchNorm)]
     described = []
-    for layer in nets:
+    for kind in (sbn.SyncBatchNorm, nn.BatchNorm, ContribSyncBatchNorm):
+        more = {} if kind is nn.BatchNorm else {"num_devices": 1}
+        layer = kind(prefix="bn_", **settings, **more)
         layer.initialize()
         described.append(
             [
-                (p.name, p.shape, p.grad_req, np.dtype(p.dtype), p.data().asnumpy().tolist())
-                for p in layer.collect_params().values()
+                {name: layer._kwargs[name] for name in ("eps", "momentum", "use_global_stats")},
+                *(
+                    (p.name, p.shape, p.grad_req, np.dtype(p.dtype), p.data().asnumpy().tolist())
+                    for p in layer.collect_params().values()
+                ),
             ]
         )
-    assert described[0] == described[1]
+    assert described[0] == described[1] == described[2]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -300,11 +307,3 @@ def test_every_node_may_have_attributes_of_mxnet():
     with mx.AttrScope(ctx_group="first", lr_mult="2", __note__="mine"):
         node = node_with()
     assert mx.sym.load_json(node.tojson()).infer_shape(x=(2, 3))[1][0] == (2, 3)
-
-
-@pytest.mark.parametrize("text", ["True", "true", "1", "False", "false", "0"])
-def test_flags_mean_the_same_in_python_and_in_the_operator(text):
-    given = {"op_type": "GluonSyncBatchNorm", "fix_gamma": text}
-    arrays = [mx.nd.array([value], context()) for value in (5, 0, 0, 1)]  # gamma is 5
-    y = mx.nd.Custom(mx.nd.ones((2, 1), context()), *arrays, **given)[0].asnumpy()
-    assert (y.max() < 2) == Settings.read(given).fix_gamma
