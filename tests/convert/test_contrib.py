@@ -36,35 +36,6 @@ def test_all_names_become_ours_until_it_is_undone(module):
     assert set(names(module)) == {CONTRIB}
 
 
-def test_ours_takes_the_arguments_of_contrib():
-    arguments = {
-        "in_channels": 3,
-        "num_devices": 1,
-        "momentum": 0.8,
-        "epsilon": 1e-3,
-        "center": False,
-        "scale": False,
-        "use_global_stats": True,
-        "beta_initializer": "ones",
-        "gamma_initializer": "zeros",
-        "running_mean_initializer": "ones",
-        "running_variance_initializer": "zeros",
-        "prefix": "norm_",
-        "params": None,
-    }
-    before = CONTRIB(**arguments)
-    undo = sbn.replace_contrib()
-    try:
-        after = contrib.nn.SyncBatchNorm(**arguments)
-    finally:
-        undo()
-    assert list(after.collect_params()) == list(before.collect_params())
-    names = before._kwargs.keys() - {"ndev", "key"}
-    assert {n: after._kwargs[n] for n in names} == {n: before._kwargs[n] for n in names}
-    for one, other in zip(before.collect_params().values(), after.collect_params().values()):
-        assert (one.shape, one.init, one.grad_req) == (other.shape, other.init, other.grad_req)
-
-
 def test_a_built_layer_of_contrib_is_still_converted():
     net = nn.HybridSequential()
     net.add(CONTRIB(in_channels=2, num_devices=1))

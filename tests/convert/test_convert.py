@@ -20,11 +20,9 @@ from convert_nets import (
     small_net,
     synced,
 )
-from devices import KIND
 from gluon_syncbn.convert import conversion
 from mxnet import gluon
 from mxnet.gluon import nn
-from mxnet.gluon.parameter import Parameter
 from mxnets import needs_batch_norm_relu, with_batch_norm_relu
 from runs import STOCK_RELU, contexts
 from tolerances import assert_close, assert_same_bits
@@ -108,36 +106,6 @@ def test_layers_outside_of_the_children():
     assert {type(layer) for layer in [*held, *net.in_set]} == {sbn.SyncBatchNorm}
     revert_sync_batchnorm(net)
     assert {type(layer) for layer in [*held, *net.in_set]} == {nn.BatchNorm}
-
-
-def test_parameters_shared_with_another_net():
-    """They are Parameters of a special class only while a synchronized layer uses them."""
-    first, second = nn.BatchNorm(in_channels=2), None
-    second = nn.BatchNorm(in_channels=2, params=first.params)
-    first.initialize(ctx=contexts(2))
-    convert_sync_batchnorm(first)
-    convert_sync_batchnorm(second)
-    assert second.running_mean is first.running_mean
-    revert_sync_batchnorm(first)
-    first.collect_params().reset_ctx(contexts(1))
-    assert second._layer.devices == (f"{KIND}(0)",)
-    revert_sync_batchnorm(second)
-    assert type(first.running_mean) is type(first.running_var) is Parameter
-    assert not any("gluon_syncbn" in type(p).__module__ for p in first.collect_params().values())
-    first.collect_params().reset_ctx(contexts(2))
-
-
-def test_hooks_stay():
-    calls = []
-    net = small_net()
-    net.initialize()
-    net[1].register_forward_hook(lambda block, x, y: calls.append(("after", block)))
-    net[1].register_forward_pre_hook(lambda block, x: calls.append(("before", block)))
-    for change in (convert_sync_batchnorm, revert_sync_batchnorm):
-        change(net)
-        calls.clear()
-        forward(net, images())
-        assert calls == [("before", net[1]), ("after", net[1])]
 
 
 @pytest.mark.parametrize("of_graph", [False, True])
@@ -242,12 +210,6 @@ def replaced_forward(**kwargs):
     return layer
 
 
-def three_outputs(**kwargs):
-    layer = nn.BatchNorm(**kwargs)
-    layer._kwargs["output_mean_var"] = True
-    return layer
-
-
 def test_subclasses_that_only_set_arguments():
     layer = OnlyArguments()
     convert_sync_batchnorm(layer)
@@ -263,7 +225,6 @@ def test_subclasses_that_only_set_arguments():
         (OwnForward, r"OwnForward defines hybrid_forward\..*also=\[OwnForward\]"),
         (WithMixin, r"Mixin defines freeze\."),
         (replaced_forward, r"its forward was replaced: delete"),
-        (three_outputs, r"settings that SyncBatchNorm lacks: output_mean_var\."),
     ],
 )
 def test_what_has_code_or_settings_of_its_own_is_left(kind, why, caplog):

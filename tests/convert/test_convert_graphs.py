@@ -149,20 +149,6 @@ def test_a_graph_on_gpus_has_no_layout_copies(tmp_path, monkeypatch):
     assert operators(net) == copied
 
 
-def test_an_exported_net_of_ours_becomes_stock_and_ours(tmp_path):
-    net, stock = (exported(convert_sync_batchnorm(small_net()), tmp_path) for _ in range(2))
-    expected = forward(net, images())
-    _, report = revert_sync_batchnorm(stock, return_report=True)
-    assert len(report.replaced) == 2
-    norm = ["Convolution", "BatchNorm"]
-    assert operators(stock) == [*norm, "Activation", *norm]
-    _, report = convert_sync_batchnorm(net, return_report=True)
-    assert len(report.replaced) == 2 and operators(net).count("SwapAxis") <= 4
-    assert_same_bits(forward(net, images()), expected)
-    _, report = revert_sync_batchnorm(net, return_report=True)
-    assert len(report.replaced) == 2 and operators(net) == operators(stock)
-
-
 def test_a_cumulative_average_is_not_reverted(tmp_path):
     net = exported(sbn.SyncBatchNorm(in_channels=3, momentum=None), tmp_path)
     _, report = revert_sync_batchnorm(net, return_report=True)

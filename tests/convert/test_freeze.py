@@ -1,6 +1,5 @@
 """freeze and unfreeze, compared with layers that were made with use_global_stats."""
 
-import copy
 import functools
 
 import gluon_syncbn as sbn
@@ -10,7 +9,7 @@ import pytest
 from devices import context
 from mxnet import autograd
 from mxnet.gluon import SymbolBlock, nn
-from runs import MODES, contexts, hybridize
+from runs import MODES
 from tolerances import assert_same_bits
 
 KINDS = [sbn.SyncBatchNorm, nn.BatchNorm, functools.partial(sbn.VirtualBatchNorm, 2)]
@@ -111,30 +110,24 @@ def test_random_nets_are_those_made_with_use_global_stats(seed, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("synced", [False, True])
-def test_graphs_of_symbol_blocks_follow(synced, mode, tmp_path):
+def test_graphs_of_symbol_blocks_follow(synced, mode):
     source = prepared(Net(3))
-    x = np.random.default_rng(0).normal(1, 2, (4, 2, 3))
-    data = mx.sym.var("data")
-
-    def block():
-        made = SymbolBlock(source(data), data)
-        for name, parameter in made.collect_params().items():
-            parameter.shape = source.collect_params()[name].shape
-        made = prepared(sbn.convert_sync_batchnorm(made) if synced else made, MODES[mode])
-        return made
-
-    net = block()
-    step(net, x)
-    count = source.number
-    assert sbn.freeze(net) == count and sbn.freeze(net) == 0
+    count, data = source.number, mx.sym.var("data")
     frozen = prepared(Net(3, range(count)))
+    x = np.random.default_rng(0).normal(1, 2, (4, 2, 3))
+    net = SymbolBlock(source(data), data)
+    for name, parameter in net.collect_params().items():
+        parameter.shape = source.collect_params()[name].shape
+    if synced:
+        for each in (net, source, frozen):
+            sbn.convert_sync_batchnorm(each)
+    prepared(net, MODES[mode])
 
     def check(expected, text):
         assert_same(step(with_values(net), x)[:2], step(with_values(expected), x)[:2], text)
 
-    for expected in (frozen, source):
-        if synced:
-            sbn.convert_sync_batchnorm(expected)
+    check(source, "as made")
+    assert sbn.freeze(net) == count and sbn.freeze(net) == 0
     check(frozen, "frozen")
     assert sbn.unfreeze(net) == count
     check(source, "unfrozen")
@@ -165,28 +158,6 @@ def test_exports_and_files_keep_it(tmp_path):
     assert sbn.unfreeze(net) == net.number
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_compiled_net_around_the_frozen_part_follows(mode):
-    outer, inner = nn.HybridSequential(), prepared(Net(1))
-    outer.add(inner)
-    hybridize(outer, mode)
-    x = np.random.default_rng(0).normal(1, 2, (4, 2, 3))
-    step(outer, x)
-    sbn.freeze(inner)
-    found = step(with_values(outer), x)
-    expected = step(prepared(Net(1, range(inner.number))), x)
-    assert_same(found, expected, "within a compiled net")
-
-
-def test_devices_of_a_frozen_layer_do_not_wait_for_each_other():
-    layer = sbn.SyncBatchNorm(in_channels=3, momentum=0)
-    layer.initialize(ctx=contexts(2))
-    assert sbn.freeze(layer) == 1
-    with autograd.record():
-        layer(mx.nd.ones((2, 3), ctx=contexts(2)[0])).wait_to_read()
-    assert layer.running_mean.data(contexts(2)[1]).asnumpy().tolist() == [0, 0, 0]
-
-
 def test_affine_restores_grad_req():
     net = prepared(Net(1))
     before = {name: parameter.grad_req for name, parameter in net.collect_params().items()}
@@ -199,24 +170,3 @@ def test_affine_restores_grad_req():
         np.testing.assert_array_equal(net.collect_params()[name].data().asnumpy(), value)
     sbn.unfreeze(net)
     assert before == {name: parameter.grad_req for name, parameter in net.collect_params().items()}
-
-
-def test_copies_and_conversions_keep_it():
-    net = prepared(Net(2))
-    sbn.freeze(net)
-    copied = copy.deepcopy(net)
-    sbn.convert_sync_batchnorm(copied)
-    sbn.revert_sync_batchnorm(copied)
-    assert [layer._kwargs["use_global_stats"] for layer in norms(copied)] == [True] * net.number
-    assert sbn.unfreeze(copied) == net.number == sbn.unfreeze(net)
-
-
-@pytest.mark.parametrize("net", [None, [], [nn.Dense(1), 3], mx.sym.var("data")])
-def test_what_is_no_net(net):
-    with pytest.raises(ValueError, match="freeze takes a Gluon Block"):
-        sbn.freeze(net)
-
-
-def test_a_net_without_batch_normalization_logs_it(caplog):
-    assert sbn.freeze(nn.Dense(1)) == 0
-    assert "found no batch normalization" in caplog.text

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from gluon_syncbn import native
 from devices import context
-from gluon_syncbn.graph.modules import with_layers
 from mxnet import sym
 from runs import contexts
 from tolerances import assert_same_bits
@@ -151,45 +150,6 @@ def test_a_file_of_another_process_and_two_modules_with_one_symbol():
     assert len(names) == 1 and len({id(m._exec_group._sync_layers[0]) for m in modules}) == 3
 
 
-def test_layers_that_know_their_devices_keep_them():
-    layer = sbn.SyncBatchNorm(in_channels=3, num_devices=2)
-    symbol = layer(sym.var("data"))
-    bound, layers = with_layers(symbol, contexts(2))
-    assert f'"layer": "{layer._layer.id}"' in bound.tojson() and not layers
-
-
-def test_a_bucketing_module():
-    def bucket(length):
-        x = sym.Reshape(sym.var("data"), shape=(-1, 3))
-        x = sym.BatchNorm(x, fix_gamma=False, name="norm")
-        x = sym.Reshape(sym.FullyConnected(x, num_hidden=2, name="last"), shape=(-1, length * 2))
-        return sym.LinearRegressionOutput(x, sym.var("label"), name="out"), ("data",), ("label",)
-
-    def synced(length):
-        symbol, *rest = bucket(length)
-        return (sbn.convert_sync_batchnorm(symbol), *rest)
-
-    def trained(generate, devices):
-        module = mx.mod.BucketingModule(generate, default_bucket_key=4, context=devices)
-        module.bind([("data", (BATCH, 4, 3))], [("label", (BATCH, 8))])
-        mx.random.seed(0)
-        np.random.seed(0)
-        module.init_params(mx.init.Xavier())
-        module.init_optimizer(optimizer="sgd", optimizer_params={"learning_rate": 0.1})
-        rng = np.random.default_rng(0)
-        for length in (4, 2, 3, 2, 4):
-            shapes = {"data": (BATCH, length, 3), "label": (BATCH, length * 2)}
-            data, label = (mx.nd.array(rng.normal(1, 2, shape)) for shape in shapes.values())
-            descriptions = [[mx.io.DataDesc(*item)] for item in shapes.items()]
-            module.forward_backward(
-                mx.io.DataBatch([data], [label], 0, None, length, *descriptions)
-            )
-            module.update()
-        return train(module, [])
-
-    assert_close(trained(synced, contexts(2)), trained(bucket, [context()]), "buckets")
-
-
 @pytest.mark.parametrize(
     "arguments", [{"group": sbn.SyncGroup()}, {"num_devices": 2}, {"also": [mx.gluon.nn.BatchNorm]}]
 )
@@ -205,16 +165,6 @@ def test_an_executor_without_a_module(monkeypatch):
     executor.forward(is_train=False)[0].wait_to_read()
     with pytest.raises(mx.MXNetError, match="train a symbol, bind an mx.mod.Module"):
         executor.forward(is_train=True)[0].wait_to_read()
-
-
-def test_nodes_that_are_left():
-    x = sym.var("data")
-    y, mean, _ = sym.BatchNorm(x, output_mean_var=True, name="whole")
-    left = sym.Group([y, mean, sym.BatchNorm(x, name="norm")])
-    symbol, report = sbn.convert_sync_batchnorm(left, return_report=True)
-    assert [entry.name for entry in report.refused] == ["whole"]
-    assert [entry.name for entry in report.replaced] == ["norm"]
-    assert names(symbol) == names(left)
 
 
 def test_attributes_of_a_node_stay():

@@ -74,33 +74,6 @@ def test_both_layouts_hold_the_same_boxes(root):
             assert np.abs(difference).mean() < 0.03
 
 
-def test_boxes_are_those_of_the_labels():
-    for i in range(20):
-        _, labels, boxes = example.data.DigitsOnPhotos("train", 1, 64).sample(i)
-        for x0, y0, x1, y1, digit in boxes[-1:]:  # Nothing was drawn over the last one.
-            rows, columns = np.nonzero(labels[y0 : y1 + 1, x0 : x1 + 1] == digit + 1)
-            assert (rows.min(), columns.min()) == (0, 0)
-            assert (rows.max(), columns.max()) == (y1 - y0, x1 - x0)
-
-
-def test_digits_are_made_once_and_whole(tmp_path, monkeypatch):
-    digits = example.data.DigitsOnPhotos
-    monkeypatch.setattr(example.data, "DigitsOnPhotos", lambda *a, images=4: digits(*a, images))
-    given = programs.options("--root", tmp_path, "--size", 64)
-
-    def failing(*_):
-        raise OSError("no space left")
-
-    with monkeypatch.context() as patch, pytest.raises(InputError, match="no space left"):
-        patch.setattr(example.data, "_write_image", failing)
-        example.data.digits_folder(given)
-    assert not list(tmp_path.iterdir())
-    folder = example.data.digits_folder(given)
-    before = os.stat(folder / "classes.txt").st_mtime_ns
-    assert example.data.digits_folder(given) == folder and list(tmp_path.iterdir()) == [folder]
-    assert os.stat(folder / "classes.txt").st_mtime_ns == before
-
-
 # After nets of this size MXNet's threads ask for as much workspace in every convolution, hundreds
 # of gigabytes in the tests together. They are never touched, but Python 3.8 could not fork.
 @pytest.mark.long
@@ -140,27 +113,12 @@ def test_losses_are_those_of_the_undivided_batch(root, model, monkeypatch):
 @pytest.mark.long
 class TestTraining:
     def test_leaves_its_files(self, run):
-        found = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
-        assert found == {
-            *("config.json metrics.csv curves.png predictions.png".split()),
-            *("checkpoints/last.npz checkpoints/best.npz".split()),
-            *(f"export/{kind}-symbol.json" for kind in ("model", "folded")),
-            *(f"export/{kind}-0000.params" for kind in ("model", "folded")),
-        }
-        rows = rows_of(run)
-        assert [row["step"] for row in rows] == ["5", "10", "10", "15", "20", "20"]
-        losses = [float(row["loss"]) for row in rows if row["loss"]]
-        assert losses[-1] < losses[0]
+        programs.check_run(run)
 
     def test_two_processes(self, run, root, tmp_path):
-        launcher = "-m gluon_syncbn.launch -n 2 --engine kvstore".split()
-        folder = tmp_path / "run"
-        programs.trained(*SMALL, "--root", root, "--output", folder, launcher=launcher)
-        for ours, theirs in zip(rows_of(folder), rows_of(run)):
-            assert ours["step"] == theirs["step"]
-            if ours["loss"]:  # Training amplifies rounding.
-                close = 1e-3 if ours["step"] == "5" else 0.1
-                assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=close)
+        # Training amplifies rounding.
+        arguments = [*SMALL, "--root", root]
+        programs.check_two_processes(run, tmp_path / "run", *arguments, later=0.1)
 
     @pytest.mark.parametrize("model", ["yolo3", "faster_rcnn"])
     def test_other_nets_on_augmented_images(self, voc, tmp_path, model):
@@ -176,10 +134,7 @@ class TestTraining:
 class TestPredict:
     @pytest.mark.parametrize("model", ["", "export/model-symbol.json", "export/folded-symbol.json"])
     def test_every_kind_of_model_evaluates_as_the_training(self, run, model, capsys):
-        state, _ = programs.load(run, "best")
-        example.predict.main(["--model", str(run / model), "--evaluate"])
-        found = float(capsys.readouterr().out.split("mAP at 0.5 ")[1].split()[0])
-        assert found == pytest.approx(state["best"]["score"], abs=1e-3)
+        programs.check_evaluation(run, model, "mAP at 0.5 ", capsys)
 
     def test_finds_on_a_folder(self, run, voc, tmp_path):
         output = tmp_path / "found"
@@ -188,14 +143,6 @@ class TestPredict:
         assert len(list(output.glob("*.png"))) == 6
         header, *rows = (output / "boxes.csv").read_text().splitlines()
         assert header == "image,class,score,x0,y0,x1,y1" and rows
-
-
-def test_a_run_of_the_other_example(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "best.npz").touch()
-    (tmp_path / "config.json").write_text(json.dumps({"example": "segmentation"}))
-    with programs.refuses(["config.json", "not of a detection"]):
-        example.predict.main(["photos", "--model", str(tmp_path)])
 
 
 def test_samples_depend_on_the_seed_and_the_index_alone(root):

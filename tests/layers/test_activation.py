@@ -1,5 +1,7 @@
 """A layer with an activation or a residual, and the same in nodes of their own."""
 
+import functools
+
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
@@ -7,10 +9,13 @@ import pytest
 from devices import KIND, context
 from dtypes import parameter_dtype, rounded, values
 from gluon_syncbn.layers.operator import sync_batch_norm
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mxnet import autograd
 from mxnet.gluon import HybridBlock
-from mxnets import needs_bfloat16
+from mxnets import HAS_BFLOAT16
 from runs import MODES, contexts, prepare, shards
+from test_properties import COMMON
 
 KINDS = [
     ("relu", False),
@@ -78,75 +83,59 @@ def run(block, layer, x, residual, dy, sizes, training, requests):
     return result
 
 
-def compare(kind, shape, dtype, axis, sizes, mode=None, mean=0, train=True, requests=WRITE, **more):
+DTYPES = ["float16", "float32", "float64"]
+# MXNet's Activation has it in oneDNN alone.
+DTYPES += ["bfloat16"] if KIND == "cpu" and HAS_BFLOAT16 else []
+SHAPES = [(5, 7), (5, 6, 7), (4, 3, 9, 11), (4, 3, 70, 40), (4, 70, 3), (3, 4, 2, 3, 5)]
+REQUESTS = [WRITE, ["add"] * 3, ["null", "null", "write"]]
+REQUESTS += [["null" if i == j else "write" for i in range(3)] for j in range(3)]
+PHASES = {"training": {}, "inference": {}, "global": {"use_global_stats": True}}
+NORMS = [sbn.SyncBatchNorm, sbn.SyncBatchNorm, functools.partial(sbn.VirtualBatchNorm, 2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(COMMON, max_examples=120)
+@given(
+    norm=st.sampled_from(NORMS),
+    shape=st.sampled_from(SHAPES),
+    axis=st.sampled_from([1, -1]),
+    dtype=st.sampled_from(DTYPES),
+    mean=st.sampled_from([0, 0, 1e3, -1e5]),
+    mode=st.sampled_from(sorted(MODES)),
+    phase=st.sampled_from(["training", *PHASES]),
+    requests=st.sampled_from([WRITE, *REQUESTS]),
+    first=st.integers(0, 2),
+)
+def test_the_bits_of_separate_nodes(
+    kind, norm, shape, axis, dtype, mean, mode, phase, requests, first
+):
+    """`first`: the samples of the first of two devices, or 0 for one device."""
     activation, with_residual = kind
-    channels = shape[axis]
-    x, residual, dy, gamma, beta = data(shape, dtype, channels, mean)
+    sizes = (first, shape[0] - first) if first else (shape[0],)
+    if norm is not sbn.SyncBatchNorm:
+        sizes = (shape[0],)  # Each chunk has the bits of a device.
+    mean = mean if dtype in ("float32", "float64") else 0
+    x, residual, dy, gamma, beta = data(shape, dtype, shape[axis], mean)
     results = []
     for fused in (True, False):
         own = {"activation": activation, "slope": SLOPE} if fused else {}
-        layer = sbn.SyncBatchNorm(axis=axis, in_channels=channels, **own, **more)
+        layer = norm(axis=axis, in_channels=shape[axis], **own, **PHASES[phase])
         block = layer if fused else Apart(layer, activation)
-        prepare(block, contexts(len(sizes)), dtype, mode, gamma, beta)
+        prepare(block, contexts(len(sizes)), dtype, MODES[mode], gamma, beta)
         arrays = x, residual if with_residual else None, dy
         # MXNet's elemwise_add gives wrong gradients if its second operand has "add", or "null" with
         # static_alloc.
-        results.append(run(block, layer, *arrays, sizes, train, requests if fused else WRITE))
+        asked = requests if fused else WRITE
+        results.append(run(block, layer, *arrays, sizes, phase != "inference", asked))
     for what, result in results[0].items():
         expected = results[1][what]
         if "add" in requests and what.split()[0] in ("dx", "dresidual", "dgamma"):
-            expected = 2 * expected
+            expected = 2 * values(expected)
         if activation == "leaky_relu" and dtype in LEAKY:
             tolerance = LEAKY[dtype] * np.abs(values(expected)).max()
             np.testing.assert_allclose(values(result), values(expected), 0, tolerance, what)
         else:
             np.testing.assert_array_equal(values(result), values(expected), what)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        *("float16", "float32", "float64"),
-        pytest.param(
-            "bfloat16",
-            marks=[
-                needs_bfloat16,
-                pytest.mark.cpu_only("MXNet's Activation has it in oneDNN alone"),
-            ],
-        ),
-    ],
-)
-@pytest.mark.parametrize("axis", [1, -1])
-def test_bits_by_dtype_and_rank(kind, dtype, axis):
-    for shape in ((5, 7), (5, 6, 7), (5, 3, 4, 6), (3, 4, 2, 3, 5)):
-        compare(kind, shape, dtype, axis, (2, shape[0] - 2))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("sizes", [(4,), (1, 3)])
-def test_bits_by_mode_and_phase(kind, mode, sizes):
-    for train, use_global_stats in ((True, False), (True, True), (False, False)):
-        more = {"train": train, "use_global_stats": use_global_stats}
-        compare(kind, (4, 3, 9, 11), "float32", 1, sizes, MODES[mode], **more)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("axis", [1, -1])
-@pytest.mark.parametrize("mode", ["imperative", "static_alloc"])
-def test_bits_by_request(kind, axis, mode):
-    null = [["null" if i == j else "write" for i in range(3)] for j in range(3)]
-    for requests in (*null, ["null", "null", "write"], ["add"] * 3):
-        compare(kind, (4, 3, 9, 5), "float32", axis, (1, 3), MODES[mode], requests=requests)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mean", [1e3, -1e5])
-def test_bits_far_from_zero(kind, mean):
-    for dtype in ("float32", "float64"):
-        compare(kind, (4, 3, 70, 40), dtype, 1, (1, 3), mean=mean)
-        compare(kind, (4, 70, 3), dtype, -1, (1, 3), mean=mean)
 
 
 INPLACE = {"activation": "leaky_relu", "slope": SLOPE, "inplace": True}
@@ -204,24 +193,6 @@ def test_in_place_backward_does_not_read_x(inplace):
         y.backward(mx.nd.array(dy))
         gradients.append(source.grad.asnumpy())
     assert np.array_equal(*gradients) == inplace
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("devices", [1, 2])
-def test_virtual_devices(kind, devices):
-    """Each chunk has the bits of a device."""
-    activation, with_residual = kind
-    x, residual, dy, gamma, beta = data((8, 3, 9, 5), "float32", 3)
-    arrays = x, residual if with_residual else None, dy
-    results = []
-    for fused in (True, False):
-        own = {"activation": activation, "slope": SLOPE} if fused else {}
-        layer = sbn.VirtualBatchNorm(3, in_channels=3, **own)
-        block = layer if fused else Apart(layer, activation)
-        prepare(block, contexts(devices), "float32", None, gamma, beta)
-        results.append(run(block, layer, *arrays, [8 // devices] * devices, True, WRITE))
-    for what, expected in results[1].items():
-        np.testing.assert_array_equal(results[0][what], expected, what)
 
 
 X = mx.nd.ones((2, 3, 4), ctx=context(0))

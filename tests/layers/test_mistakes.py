@@ -55,11 +55,6 @@ def train(net):
         return net(mx.nd.ones(SHAPE, ctx=context(0)))
 
 
-class Loud(nn.BatchNorm):
-    def forward(self, x):
-        return super().forward(x)
-
-
 MISTAKES = {
     # Groups.
     "a store as a layer's group": (
@@ -74,8 +69,6 @@ MISTAKES = {
         lambda: sbn.set_default_group(contexts(2)),
         f"SyncGroup([{KIND}(0), {KIND}(1)])",
     ),
-    "a number as a group": (lambda: layer_of(group=2), "group is 2", "SyncGroup, or None"),
-    "a number of devices for a group": (lambda: sbn.SyncGroup(2), "devices=2", "list of contexts"),
     "a list of numbers for a group": (lambda: sbn.SyncGroup([0, 1]), "list of contexts"),
     "a name for a group": (lambda: sbn.SyncGroup(f"{KIND}(0)"), "list of contexts"),
     "a device twice": (lambda: sbn.SyncGroup([context(0)] * 2), "name each device", "once"),
@@ -83,18 +76,13 @@ MISTAKES = {
     "a size of groups": (lambda: sbn.SyncGroup(group_size=0), "group_size=0", "or None"),
     "a timeout": (lambda: sbn.SyncGroup(timeout=-1), "timeout is -1"),
     "no timeout": (lambda: sbn.SyncGroup(timeout=0), "timeout is 0", "above 0"),
-    "a word as a timeout": (lambda: sbn.SyncGroup(timeout="soon"), "timeout is 'soon'"),
-    "a text as a timeout": (lambda: sbn.SyncGroup(timeout="60"), "timeout is '60'"),
     "a timeout that is no number": (lambda: sbn.SyncGroup(timeout=float("nan")), "timeout is nan"),
     "a timeout in the environment": (sbn.SyncGroup, "GLUON_SYNCBN_TIMEOUT is '5 minutes'"),
     "a store that is none": (lambda: sbn.SyncGroup(store="dist_sync"), "dist_sync", "KVStore"),
     "participants by number": (lambda: sbn.participants(2).__enter__(), "[2]", "contexts"),
     # Nets.
-    "a list of nets": (lambda: sbn.convert_sync_batchnorm([nn.Dense(2)]), "got list", "each net"),
-    "a class": (lambda: sbn.convert_sync_batchnorm(nn.Dense), "got type", "Dense()"),
-    "no net": (lambda: sbn.convert_sync_batchnorm(None), "NoneType", "the net itself"),
     "instances to replace": (
-        lambda: sbn.convert_sync_batchnorm(nn.Dense(2), also=[Loud()]),
+        lambda: sbn.convert_sync_batchnorm(nn.Dense(2), also=[nn.BatchNorm()]),
         "list of subclasses",
     ),
     "an op hook that would wait": (lambda: train(hooked(2)[0]), "its bn ", "op hook", "read"),
@@ -129,26 +117,8 @@ def test_a_mistake(mistake, monkeypatch):
     check(error, *words)
 
 
-def test_op_hooks_that_wait_for_no_other_device():
-    net, read = hooked(1)
-    train(net).wait_to_read()
-    net, also_read = hooked(2)
-    net(mx.nd.ones(SHAPE, ctx=context(0))).wait_to_read()
-    net, from_frozen = hooked(2, use_global_stats=True)
-    train(net).wait_to_read()
-    assert all(len(values) >= 3 for values in (read, also_read, from_frozen))
-
-
 @needs_onnx
 def test_a_negative_variance(tmp_path):
     with pytest.raises(sbn.ExportError) as error:
         negative_variance(tmp_path)
     check(error, "bn_running_var has a value below zero", "not finite")
-
-
-def test_a_subclass_with_code_of_its_own(caplog):
-    net = nn.HybridSequential(prefix="net_")
-    net.add(Loud())
-    sbn.convert_sync_batchnorm(net)
-    assert len(caplog.records) == 1 and "also=[Loud]" in caplog.text
-    assert len(caplog.records[0].getMessage().splitlines()) <= 6

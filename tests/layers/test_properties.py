@@ -1,12 +1,11 @@
 """Any layer, on any data, split in any way, compared with the reference and with the whole batch on
-one device. (See test_numerics.py and tests/native/cpu/test_kernels_bits.cc for threads.)"""
+one device. (See tests/native/cpu/test_kernels_bits.cc for threads.)"""
 
 from collections import namedtuple
 
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
-import pytest
 import reference
 from dtypes import DTYPES, numpy_dtype, parameter_dtype, rounded, values
 from hypothesis import HealthCheck, given, settings
@@ -222,7 +221,9 @@ COMMON = settings(
 )
 
 
-def check(case):
+@settings(COMMON, max_examples=400)
+@given(cases())
+def test_any_layer_on_any_data(case):
     arrays = make(case)
     result = outcome(case, case.sizes, case.requests, *arrays)
     assert result.y.dtype == numpy_dtype(case.dtype) and result.y.shape == case.shape
@@ -236,16 +237,3 @@ def check(case):
         if request == "write":
             assert_same_bits(gradient, whole.dx[0][start : start + count], "dx")
         start += count
-
-
-@settings(COMMON, max_examples=150)
-@given(cases())
-def test_any_layer_on_any_data(case):
-    check(case)
-
-
-@pytest.mark.long
-@settings(COMMON, max_examples=800)
-@given(cases())
-def test_many_more_layers(case):
-    check(case)

@@ -5,7 +5,6 @@ import copy
 import gc
 import logging
 import pickle
-import threading
 import time
 
 import gluon_syncbn as sbn
@@ -245,34 +244,6 @@ def test_moving_to_other_contexts():
         check_recovers(net, count)
 
 
-def test_moving_while_devices_go_backward():
-    """They still synchronize on the old devices, and their gradients arrive."""
-    net = nn.HybridSequential()
-    for _ in range(20):
-        net.add(sbn.SyncBatchNorm(in_channels=2))
-    net.initialize(ctx=contexts(2))
-    xs = [mx.nd.random.normal(shape=(2, 2, 9, 9), ctx=device) for device in contexts(2)]
-    for _ in range(5):
-        for x in xs:
-            x.attach_grad()
-        with autograd.record():
-            losses = [(net(x) * x).sum() for x in xs]
-        autograd.backward(losses)
-        net.collect_params().reset_ctx(context(2))
-        net.collect_params().reset_ctx(contexts(2))
-        mx.nd.waitall()
-        assert all(x.grad.asnumpy().all() for x in xs)
-
-
-def test_moving_after_an_error_that_nobody_waited_for():
-    net = prepared()
-    train(net, batch()[:1], backward=0)
-    fails(lambda: net.collect_params().reset_ctx(contexts(3)), f"Missing: {KIND}(1)")
-    clear()
-    net.collect_params().reset_ctx(contexts(3))
-    check_recovers(net, 3)
-
-
 def test_the_graph_of_another_process_does_not_train(tmp_path):
     net = prepared("hybrid")
     net.export(str(tmp_path / "net"))
@@ -377,34 +348,6 @@ def test_a_graph_that_outlives_its_net(num_devices, mode):
     assert fetch(train(graph, xs)) == before
 
 
-def test_a_layer_is_deleted_with_its_parameters():
-    layer = sbn.SyncBatchNorm(in_channels=3)
-    number = layer._layer.id
-    graph = graph_of(layer, params=layer.collect_params())
-    del layer
-    gc.collect()
-    assert number in native.layer._layers
-    del graph
-    gc.collect()
-    assert number not in native.layer._layers
-
-
-@pytest.mark.parametrize("num_devices, count", [(2, 2), (None, 1)])
-def test_a_module_on_the_symbol_of_a_net_that_is_gone(num_devices, count):
-    layer = sbn.SyncBatchNorm(prefix="bn_", num_devices=num_devices)
-    symbol = mx.sym.MakeLoss(layer(mx.sym.var("data")))
-    del layer
-    gc.collect()
-    module = mx.mod.Module(symbol, label_names=None, context=contexts(count))
-    module.bind([("data", (4, 3))])
-    module.init_params()
-    x = np.random.default_rng(0).standard_normal((4, 3))
-    module.forward(mx.io.DataBatch([mx.nd.array(x)]), is_train=True)
-    module.backward()
-    y = module.get_outputs()[0].asnumpy()
-    assert_close(y, reference.forward(x, np.ones(3), np.zeros(3)).y, "float32")
-
-
 @pytest.mark.parametrize(
     "arguments, count, words",
     [
@@ -424,43 +367,6 @@ def test_a_graph_with_parameters_of_its_own(arguments, count, words):
         clear()
         sbn.convert_sync_batchnorm(net)
     fetch(train(net, batch(count)))
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bad", [0, 1])
-def test_a_device_that_fails_before_the_others_are_called(mode, bad):
-    """They get its error at once and do not wait for the device."""
-    net = build(mode, group=sbn.SyncGroup(timeout=20))
-    fetch(train(net, batch()))
-    layer = net[1]
-
-    def step(pause):
-        with mx.util.np_shape(True), autograd.record():
-            ys = []
-            for device in contexts(2):
-                ys.append(layer(mx.nd.ones((0 if device.device_id == bad else 2, 4), ctx=device)))
-                # The failed call has ended, and the layer is ready for the next step.
-                time.sleep(pause)
-        return ys
-
-    fails(lambda: step(0.5)[1 - bad].wait_to_read(), f"on {KIND}({bad})", "holds no values")
-    clear()
-    fetch(train(net, batch()))
-
-
-def test_a_step_that_ended_before_the_others_were_called():
-    """A device recovers although the calls were never made on others. If one of these gets to the
-    next step first, its call is taken for the missing one, and that step fails as well."""
-    net = build()
-    fetch(train(net, batch()))
-    with mx.util.np_shape(True), autograd.record():
-        net[1](mx.nd.ones((0, 4), ctx=context(0)))
-    with pytest.raises(mx.MXNetError, match="holds no values"):
-        mx.nd.waitall()
-    with contextlib.suppress(mx.MXNetError):
-        fetch(train(net, batch()))
-    clear()
-    fetch(train(net, batch()))
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -485,30 +391,6 @@ def test_an_earlier_error_on_one_device(mode, direction):
     clear()
     net.collect_params().zero_grad()
     fetch(train(net, xs))
-
-
-def test_an_unrelated_error_is_raised_within_the_timeout_of_calls_under_way():
-    released = threading.Event()
-
-    class Store:
-        rank, size = 0, 2
-
-        def all_reduce(self, key, array):
-            released.wait(20)
-
-    idle, busy = (
-        sbn.SyncBatchNorm(in_channels=3),
-        sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(store=Store(), timeout=1)),
-    )
-    for layer in (idle, busy):
-        layer.initialize(ctx=context(0))
-    x = mx.nd.ones((2, 3), ctx=context(0))
-    with autograd.train_mode():
-        busy(x)
-    try:
-        fails(bad_like(x).wait_to_read, "scale parameter in gaussian", within=8)
-    finally:
-        released.set()
 
 
 def bad_like(x):

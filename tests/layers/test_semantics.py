@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from gluon_syncbn import native
 from devices import KIND, context
-from mxnet import autograd, gluon
-from mxnet.gluon import nn
-from runs import MODES, contexts, hybridize, prepare, run, shards
+from mxnet import autograd
+from runs import MODES, contexts, prepare, run, shards
 from tolerances import assert_close, assert_same_bits
 
 SHAPE, SIZES = (7, 5, 4, 3), (2, 5)
@@ -60,43 +59,6 @@ def test_the_cumulative_average_continues_after_a_checkpoint(tmp_path):
         assert_same_bits(other.data().asnumpy(), parameter.data(context(1)).asnumpy(), name)
 
 
-def test_the_cumulative_average_restarts_with_a_file_without_count(tmp_path):
-    path = str(tmp_path / "layer.params")
-    other = prepare(nn.BatchNorm(in_channels=5), contexts(1))
-    other.save_parameters(path)
-    layer = sbn.SyncBatchNorm(momentum=None, in_channels=5)
-    layer.initialize()
-    layer.load_parameters(path, allow_missing=True)
-    (x,) = batches(1)
-    step(layer, x, (len(x),))
-    mean = x.astype(np.float64).mean(axis=(0, 2, 3))
-    assert_close(layer.running_mean.data().asnumpy(), mean, "float32")
-    # In the other direction, the count is an extra entry.
-    layer.save_parameters(path)
-    other.load_parameters(path, ignore_extra=True)
-
-
-@pytest.mark.parametrize("kind", [sbn.SyncBatchNorm, lambda **kw: sbn.VirtualBatchNorm(2, **kw)])
-@pytest.mark.parametrize("momentum", [0.9, None])
-def test_a_process_without_data_keeps_its_running_statistics(kind, momentum):
-    """See gluon_syncbn.distributed.join. Everything else is unchanged."""
-    first, second = batches(2)
-    layer = prepare(kind(momentum=momentum), contexts(1))
-    results = []
-    for absent in (True, False):
-        step(layer, first, [len(first)])
-        before = [array.asnumpy() for array in layer._layer.running_statistics()[f"{KIND}(0)"]]
-        native.set_joined(absent)
-        try:
-            results.append(run(layer, second, np.ones_like(second), [len(second)], contexts(1)))
-        finally:
-            native.set_joined(False)
-        for found, value in zip(layer._layer.running_statistics()[f"{KIND}(0)"], before):
-            assert (found.asnumpy() == value).all() == absent
-    for name in ("y", "dx"):
-        assert_same_bits(*(getattr(result, name) for result in results), name)
-
-
 def test_a_failed_step_is_not_counted():
     layer = prepare(sbn.SyncBatchNorm(momentum=None, group=sbn.SyncGroup(timeout=1)), contexts(2))
     (x,) = batches(1)
@@ -131,32 +93,6 @@ def test_backward_twice(mode):
             assert_same_bits(a, b)
     mean = 0.1 * x.astype(np.float64).mean(axis=(0, 2, 3))
     assert_close(layer.running_mean.data(context(0)).asnumpy(), mean, "float32")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_frozen_layer_inside_a_training_net(mode):
-    """It propagates the gradient, does not synchronize and keeps its statistics."""
-    devices = contexts(2)
-    net = nn.HybridSequential()
-    # A bias before batch normalization has no gradient, also with layers in between.
-    net.add(nn.Dense(4, in_units=3, use_bias=False))
-    net.add(sbn.SyncBatchNorm(use_global_stats=True, in_channels=4))
-    net.add(nn.Dense(2, in_units=4, use_bias=False), sbn.SyncBatchNorm(in_channels=2))
-    net.initialize(mx.init.Xavier(), ctx=devices)
-    frozen = net[1]
-    frozen.collect_params().setattr("grad_req", "null")
-    frozen.running_mean.set_data(mx.nd.array([1, 2, 3, 4]))
-    hybridize(net, mode)
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-    before = {name: p.data(context(0)).asnumpy() for name, p in net.collect_params().items()}
-    xs = shards(np.random.default_rng(0).standard_normal((6, 3)).astype("float32"), (2, 4), devices)
-    with autograd.record():
-        losses = [(net(x) ** 3).sum() for x in xs]
-    autograd.backward(losses)
-    trainer.step(6)
-    for name, parameter in net.collect_params().items():
-        same = (parameter.data(context(0)).asnumpy() == before[name]).all()
-        assert same == name.startswith(frozen.prefix), name
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -81,61 +81,42 @@ def resident():
     return psutil.Process().memory_info().rss
 
 
+def net_of(layers, mode, devices):
+    net = nn.HybridSequential()
+    for _ in range(layers):
+        net.add(sbn.SyncBatchNorm(in_channels=64))
+    net.initialize(ctx=devices)
+    hybridize(net, mode)
+    return net
+
+
+def grown(step, before, count):
+    """The bytes that `count` steps leave, after some before."""
+    for number in range(before + count):
+        if number == before:
+            start = resident()
+        step()
+    return resident() - start
+
+
+def step_of(net, devices):
+    with autograd.record():
+        ys = [net(mx.nd.ones((2, 64), ctx=device)) for device in devices]
+    autograd.backward(ys)
+    mx.nd.waitall()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_memory_stays_flat(mode):
     """Each call has eight or more array handles. A leaked handle costs about 200 bytes."""
-    devices = contexts(2)
-    net = nn.HybridSequential()
-    for _ in range(5):
-        net.add(sbn.SyncBatchNorm(in_channels=3))
-    net.initialize(ctx=devices)
-    hybridize(net, mode)
-    xs = [mx.nd.ones((2, 3, 4, 4), ctx=device) for device in devices]
-
-    def steps(count):
-        for _ in range(count):
-            with autograd.record():
-                ys = [net(x) for x in xs]
-            autograd.backward(ys)
-            mx.nd.waitall()
-
-    steps(100)
-    before = resident()
-    count = 400
-    steps(count)
-    grown = resident() - before
+    devices, layers, count = contexts(2), 5, 400
+    net = net_of(layers, mode, devices)
     # 22 handles for each forward and backward of each layer on each device.
-    leak = count * len(devices) * len(net) * 22 * 200
-    assert grown < leak / 10, f"{grown} bytes more after {count} steps"
+    leak = count * len(devices) * layers * 22 * 200
+    assert grown(lambda: step_of(net, devices), 100, count) < leak / 10
 
 
 def test_deleted_nets_leave_nothing():
-    def once():
-        layer = sbn.SyncBatchNorm(in_channels=64)
-        layer.initialize(ctx=contexts(2))
-        layer.hybridize()
-        with autograd.record():
-            ys = [layer(mx.nd.ones((1, 64), ctx=device)) for device in contexts(2)]
-        autograd.backward(ys)
-        mx.nd.waitall()
-
-    for _ in range(100):
-        once()
-    before = resident()
-    for _ in range(300):
-        once()
-    assert resident() - before < 4 << 20
-
-
-def test_a_layer_may_be_deleted_before_its_calls_end():
-    def call(device_count):
-        layer = sbn.SyncBatchNorm(in_channels=3)
-        layer.initialize(ctx=contexts(device_count))
-        with autograd.train_mode():
-            return [layer(mx.nd.ones((2, 3), ctx=device)) for device in contexts(device_count)]
-
-    results = [call(count) for count in (1, 2, 3) * 20]
-    gc.collect()
-    for ys in results:
-        assert not any(y.asnumpy().any() for y in ys)
+    devices = contexts(2)
+    assert grown(lambda: step_of(net_of(1, "hybrid", devices), devices), 100, 300) < 4 << 20

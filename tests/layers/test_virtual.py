@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from devices import KIND
 from mxnet import autograd
-from mxnet.gluon import nn
 from runs import MODES, contexts, prepare, shards
 from tolerances import assert_close, assert_same_bits
 
@@ -85,20 +84,6 @@ def test_the_bits_of_several_devices(count, what, dtype, mode, tmp_path):
             assert_same_bits(getattr(virtual, name).data().asnumpy(), value, name)
 
 
-def test_inference_uses_the_mean_running_statistics():
-    virtual = sbn.VirtualBatchNorm(4, in_channels=5)
-    plain = nn.BatchNorm(in_channels=5)
-    x, dy = data((9, 5, 3))
-    for layer in (virtual, plain):
-        layer.initialize()
-    call(virtual, x, dy, contexts(1))
-    for name in STATISTICS:
-        getattr(plain, name).set_data(getattr(virtual, name).data())
-    # Fewer samples than virtual devices.
-    some = mx.nd.array(x[:2])
-    assert_close(virtual(some).asnumpy(), plain(some).asnumpy(), "float32")
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_too_few_samples(mode):
     layer = sbn.VirtualBatchNorm(3, in_channels=5, prefix="stage3_norm_")
@@ -110,12 +95,6 @@ def test_too_few_samples(mode):
         y.wait_to_read()
     x, dy = data((3, 5))
     call(layer, x, dy, contexts(1))
-
-
-def test_unknown_shapes():
-    symbol = sbn.VirtualBatchNorm(4)(mx.sym.var("data"))
-    arguments, outputs, _ = symbol.infer_shape_partial(data=(0, 0, 0, 0))
-    assert outputs == [(0, 0, 0, 0)] and arguments[1] == (0,)
 
 
 def test_channels_on_the_axis_of_the_samples():

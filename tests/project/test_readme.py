@@ -20,7 +20,3 @@ def test_the_program(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     assert 0 < float(done.stdout.split()[-1]) < 10
-
-
-def test_it_is_short():
-    assert len(README.splitlines()) <= 130

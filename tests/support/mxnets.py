@@ -27,11 +27,10 @@ def with_batch_norm_relu(kinds):
     return [pytest.param(kind, marks=needed.get(kind, ())) for kind in kinds]
 
 
-def _has_bfloat16():
-    with open("/proc/cpuinfo") as file:
-        return "avx512bw" in file.read() and os.environ.get("MXNET_MKLDNN_ENABLED") != "0"
+with open("/proc/cpuinfo") as _file:
+    HAS_BFLOAT16 = "avx512bw" in _file.read() and os.environ.get("MXNET_MKLDNN_ENABLED") != "0"
 
 
 needs_bfloat16 = pytest.mark.skipif(
-    not _has_bfloat16(), reason="MXNet has bfloat16 in oneDNN alone, on processors with AVX-512"
+    not HAS_BFLOAT16, reason="MXNet has bfloat16 in oneDNN alone, on processors with AVX-512"
 )

@@ -65,6 +65,38 @@ class Example:
         """All that decides how a run goes on."""
         return {name: array.tobytes() for name, array in self.load(folder)[1].items()}
 
+    def check_run(self, run, *others):
+        """Checks the files of a run and that its loss falls; returns the rows of its metrics."""
+        found = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+        assert found == {
+            *("config.json metrics.csv curves.png predictions.png".split()),
+            *("checkpoints/last.npz checkpoints/best.npz".split()),
+            *(f"export/{kind}-symbol.json" for kind in ("model", "folded")),
+            *(f"export/{kind}-0000.params" for kind in ("model", "folded")),
+            *others,
+        }
+        rows = rows_of(run)
+        assert [row["step"] for row in rows] == ["5", "10", "10", "15", "20", "20"]
+        losses = [float(row["loss"]) for row in rows if row["loss"]]
+        assert losses[-1] < losses[0]
+        return rows
+
+    def check_two_processes(self, run, folder, *arguments, engine="kvstore", later=1e-3):
+        """Trains in two processes as in the run; `later` is the tolerance after step 5."""
+        launcher = f"-m gluon_syncbn.launch -n 2 --engine {engine}".split()
+        self.trained(*arguments, "--output", folder, launcher=launcher)
+        for ours, theirs in zip(rows_of(folder), rows_of(run)):
+            assert ours["step"] == theirs["step"]
+            if ours["loss"]:
+                close = 1e-3 if ours["step"] == "5" else later
+                assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=close)
+
+    def check_evaluation(self, run, model, words, capsys):
+        """Checks that a model of a run gets the score of its training, printed after `words`."""
+        self._modules.predict.main(["--model", str(run / model), "--evaluate"])
+        found = float(capsys.readouterr().out.split(words)[1].split()[0])
+        assert found == pytest.approx(self.load(run, "best")[0]["best"]["score"], abs=1e-3)
+
 
 def rows_of(folder):
     """The rows of metrics.csv without what depends on the time."""
