@@ -204,7 +204,7 @@ class ChannelTotal {
     return get_sums(own_ + i * kWarp * kOwnWords);
   }
 
-  // From now on these are doubles. Who goes on puts them there.
+  // The sums so far. `own_` holds doubles from now on, which the caller must put there.
   SBN_DEVICE ChannelSums value() {
     if (!is_rounded_) return get_sums(own_);
     is_rounded_ = false;
