@@ -8,7 +8,6 @@ gluon_syncbn``, starts processes and works with files.
 
 import importlib
 import os
-import re
 import sys
 
 from ._version import __version__
@@ -36,24 +35,18 @@ __all__ = [
 
 
 def _is_run():
-    """Whether Python imports this package first to run a command line: `gluon-syncbn`, `python -m
+    """Whether Python imports this package to run a command line: `gluon-syncbn`, `python -m
     gluon_syncbn` or `python -m gluon_syncbn.launch`. These report problems with MXNet themselves.
     And the launcher must not import MXNet, which would turn it into a server or scheduler if the
     environment says so."""
-    if os.path.basename(sys.argv[0] if sys.argv else "") == "gluon-syncbn":
-        return f"{__name__}.__main__" not in sys.modules
-    if sys.argv[:1] != ["-m"]:
+    importer = sys._getframe(1).f_back
+    while importer and importer.f_code.co_filename.startswith("<frozen importlib"):
+        importer = importer.f_back
+    if importer is None:
         return False
-    words = getattr(sys, "orig_argv", None)
-    if words is None:  # Before Python 3.10.
-        try:
-            with open("/proc/self/cmdline", encoding="utf-8", errors="replace") as file:
-                words = file.read().split("\0")[:-1]
-        except OSError:
-            return False
-    # The word before the arguments is the module, perhaps joined to options, as in -mMODULE.
-    module = words[-len(sys.argv)] if len(words) > len(sys.argv) else ""
-    return bool(re.fullmatch(rf"(-\w*m)?{__name__}(\.launch|\.__main__)?", module))
+    # Python's `-m` is the module runpy.
+    program = os.path.basename(importer.f_code.co_filename)
+    return importer.f_globals.get("__name__") == "runpy" or program == "gluon-syncbn"
 
 
 if not _is_run():

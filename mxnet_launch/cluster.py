@@ -21,7 +21,7 @@ _MOST_STRANGERS = 256  # Connections that have not identified themselves yet.
 
 
 class LaunchError(Exception):
-    """A user's mistake: what came, what was expected, what to do."""
+    """A user's mistake: what was given, what was expected, what to do."""
 
 
 def cannot_listen(port, error):
@@ -155,8 +155,8 @@ class _Peer:
         data = self._peek()
         if data and b"\n" in data:
             return self.receive()
-        may_come = data is None or 0 < len(data) < _LONGEST_GREETING
-        return None if may_come and time.monotonic() < self._until else {}
+        may_arrive = data is None or 0 < len(data) < _LONGEST_GREETING
+        return None if may_arrive and time.monotonic() < self._until else {}
 
     def receive(self):
         """The next message, empty if the connection is lost or not a launcher's."""
@@ -273,7 +273,7 @@ class Cluster:
         with self._listen() as listener, contextlib.ExitStack() as stack:
             stack.callback(lambda: [stranger.close() for stranger in strangers])
             while True:
-                # A launcher that ended while it waited may come again, as a restarted pod does.
+                # A launcher that ended while it waited may connect again, as a restarted pod does.
                 for rank in [rank for rank, peer in self._peers.items() if peer.has_left()]:
                     self._peers.pop(rank).close()
                 missing = [rank for rank in range(1, size) if rank not in self._peers]
@@ -281,7 +281,7 @@ class Cluster:
                     break
                 names = ", ".join(map(str, missing[:8])) + (", ..." if missing[8:] else "")
                 self._check_wait(
-                    f"launchers {names} of {size} did not come to port {self._port}",
+                    f"launchers {names} of {size} did not connect to port {self._port}",
                     "start one launcher for each rank, such as through srun, and open this port.",
                 )
                 self._admit(listener, strangers)

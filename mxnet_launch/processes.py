@@ -331,7 +331,7 @@ class Launch:
         return [child for child in self._children if child.failed()]
 
     def _find_faults(self):
-        """Notes which processes do not answer, or come too late."""
+        """Notes which processes do not answer, or are late."""
         now = time.monotonic()
         # At most one second, as the launcher may have been stopped itself.
         passed, self._looked = min(now - self._looked, 1.0), now
@@ -339,8 +339,8 @@ class Launch:
         for child in running:
             child.listen(passed)
         workers = [child for child in running if child.is_worker]
-        come = self._joining()
-        late = [child for child in workers if not child.does and child.name not in come]
+        joining = self._joining()
+        late = [child for child in workers if not child.does and child.name not in joining]
         waits = 0 < len(late) < len(workers)
         self._waited_for_late = self._waited_for_late + passed if waits else 0.0
         shut_down = workers if self._all_shut_down(workers) else []

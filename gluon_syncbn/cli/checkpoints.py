@@ -12,7 +12,8 @@ import mxnet as mx
 import numpy as np
 from mxnet.gluon import Block
 
-from ..deploy.export import Target, cast, check_prefix, write_graph
+from ..deploy.dtypes import cast
+from ..deploy.export import Target, check_prefix, write_graph
 from ..deploy.export import export as export_net
 from ..deploy.files import (
     FileError,

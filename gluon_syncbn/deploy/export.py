@@ -1,6 +1,5 @@
 """Writes a trained net for stock MXNet and ONNX Runtime, which load it without this package."""
 
-import collections
 import contextlib
 import functools
 import logging
@@ -24,6 +23,7 @@ from ..graph.trace import last_line, parameters_of, run, trace
 from ..layers.operator import is_bfloat16
 from . import onnx_model
 from .check import check, evaluate, likely_shapes
+from .dtypes import DTYPES, cast_all, input_dtype, write_types
 from .files import (
     FileError,
     bytes_writer,
@@ -38,10 +38,6 @@ from .values import used_parameters, values_of
 __all__ = ["ExportError", "Exported", "FileError", "export"]
 
 _log = logging.getLogger("gluon_syncbn")
-
-_DTYPES = ("float16", "float32", "float64")
-# As MXNet numbers them in graphs.
-_DTYPE_CODES = {"float32": "0", "float64": "1", "float16": "2"}
 
 
 class Exported(NamedTuple):
@@ -212,11 +208,11 @@ def write_graph(graph, arrays, inputs, target, title, run=None):
     _prepare(graph, arrays, dtype)
     folded, left = fold_graph(graph, arrays, dtype) if fold else ([], {})
     if dtype:
-        _cast(graph, arrays, dtype)
-    _write_types(graph, arrays)
+        cast_all(graph, arrays, dtype)
+    write_types(graph, arrays)
     symbol = graph.symbol()
     named = dict(zip(inputs, shapes or ()))
-    input_dtype = _input_dtype(graph, symbol, arrays, inputs)
+    dtype_of_inputs = input_dtype(graph, symbol, arrays, inputs)
     if named:
         _check_inference(symbol, named)
     symbol_file, params_file = (
@@ -234,8 +230,8 @@ def write_graph(graph, arrays, inputs, target, title, run=None):
         onnx = os.fspath(onnx)
         if any(os.path.abspath(onnx) == os.path.abspath(path) for path in writers):
             raise ValueError(f"onnx= is {onnx}, which is another file of this export: rename it.")
-        model = onnx_model.to_onnx(graph, arrays, named, input_dtype)
-        onnx_error = onnx_model.compare(model, run, values, arrays, all_shapes, input_dtype)
+        model = onnx_model.to_onnx(graph, arrays, named, dtype_of_inputs)
+        onnx_error = onnx_model.compare(model, run, values, arrays, all_shapes, dtype_of_inputs)
         writers[onnx] = bytes_writer(model)
 
     def compare(temporary):
@@ -263,15 +259,6 @@ def _prepare(graph, arrays, dtype):
             # An initializer may be a class that the reader of the file does not have.
             for key in ("__init__", "__dtype__", "__shape__"):
                 node.attrs.pop(key, None)
-
-
-def _write_types(graph, arrays):
-    for node in graph.nodes():
-        if node.name in arrays:
-            array = arrays[node.name]
-            node.attrs["__shape__"] = str(tuple(array.shape))
-            if np.dtype(array.dtype).name in _DTYPE_CODES:
-                node.attrs["__dtype__"] = _DTYPE_CODES[np.dtype(array.dtype).name]
 
 
 def _check_shapes(input_shape):
@@ -316,8 +303,8 @@ def _check_arguments(path, epoch, onnx, shapes, dtype):
         if shapes is None:
             raise ValueError("onnx= needs input_shape, such as (1, 3, 224, 224).")
         onnx_model.load_onnx()
-    if dtype is not None and dtype not in _DTYPES:
-        raise ValueError(f"dtype is {dtype!r}: give one of {', '.join(_DTYPES)}, or None.")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}: give one of {', '.join(DTYPES)}, or None.")
 
 
 def _used(graph, inputs, shapes, title):
@@ -392,54 +379,6 @@ def _set_least_gammas(graph, arrays):
             norm.inputs[1] = gamma, 0
         value = np.where(np.abs(value) < least, np.copysign(least, value), value)
         arrays[gamma.name] = mx.nd.array(value, dtype=value.dtype)
-
-
-def _of_norms(graph):
-    """The names of all parameters of BatchNorm."""
-    norms = [node for node in graph.all_nodes() if node.op == "BatchNorm"]
-    return {node.name for norm in norms for node, _ in norm.inputs[1:]}
-
-
-def _cast(graph, arrays, dtype):
-    """Converts float parameters. With float16 data, those of BatchNorm become float32."""
-    of_norms = _of_norms(graph)
-    for name, array in arrays.items():
-        target = "float32" if name in of_norms and dtype == "float16" else dtype
-        if np.dtype(array.dtype).kind == "f":
-            arrays[name] = cast(name, array, target)
-
-
-def cast(name, array, dtype):
-    """A float array in another dtype. Raises ExportError if it overflows."""
-    result = array.astype(dtype)
-    if np.isfinite(array.asnumpy()).all() and not np.isfinite(result.asnumpy()).all():
-        raise ExportError(
-            f"{name} has values up to {np.abs(array.asnumpy()).max():.3g}, which {dtype} does not "
-            "hold: leave it in its own dtype."
-        )
-    return result
-
-
-def _input_dtype(graph, symbol, arrays, inputs):
-    """The dtype of the inputs: that of most weights. ExportError if no dtype fits the graph."""
-    of_norms = _of_norms(graph)
-    dtypes = collections.Counter(
-        np.dtype(array.dtype).name
-        for name, array in arrays.items()
-        if name not in of_norms and np.dtype(array.dtype).kind == "f"
-    )
-    known = {name: array.dtype for name, array in arrays.items()}
-    failure = None
-    for dtype in [*(name for name, _ in dtypes.most_common()), "float32", "float64"]:
-        try:
-            symbol.infer_type(**known, **dict.fromkeys(inputs, np.dtype(dtype)))
-            return np.dtype(dtype)
-        except mx.MXNetError as error:
-            failure = failure or error
-    raise ExportError(
-        f"The dtypes of the graph do not match ({last_line(failure)}): the net fixes a dtype "
-        "somewhere. Export it in the dtype that it was built for."
-    ) from failure
 
 
 def _check_inference(symbol, shapes):

@@ -43,7 +43,7 @@ def describe(answers):
     """One line on which ranks have arrived, and which have not and why."""
     arrived = [rank for rank, answer in answers.items() if answer.state == ARRIVED]
     others = {rank: answer for rank, answer in answers.items() if rank not in arrived}
-    return f"Came: {_ranks(arrived)}. Missing: {_reasons(others) or 'none'}."
+    return f"Arrived: {_ranks(arrived)}. Missing: {_reasons(others) or 'none'}."
 
 
 def describe_others(answers):

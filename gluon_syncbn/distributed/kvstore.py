@@ -308,8 +308,8 @@ def _bounded(create):
             timeout + 1.0,  # The launcher knows who is late, so it reports first.
             lambda: create(name),
             f"mx.kv.create({name!r}) has waited {duration(timeout)} for the job's other processes: "
-            "one of its workers, servers or its scheduler is missing, stopped, or comes later than "
-            "GLUON_SYNCBN_TIMEOUT allows.",
+            "one of its workers, servers or its scheduler is missing, stopped, or starts later "
+            "than GLUON_SYNCBN_TIMEOUT allows.",
         )
 
     return create_or_refuse

@@ -127,8 +127,8 @@ class Liveness:
             if lost or waited > warn_at:
                 warn_at = 2 * waited
                 message = (
-                    f"Rank {self.rank} has come to the end of its script and has waited "
-                    f"{duration(waited)} for the other processes to come to theirs. "
+                    f"Rank {self.rank} has reached the end of its script and has waited "
+                    f"{duration(waited)} for the other processes to reach theirs. "
                     f"{self.describe(missing)}"
                 )
                 if lost:

@@ -72,7 +72,7 @@ class Peers:
 
     @property
     def has_raised(self):
-        """Whether an error has come out of one of Python's waits for MXNet since `lost`."""
+        """Whether an error has been raised by one of Python's waits for MXNet since `lost`."""
         return native.waits.failed > self._failed_before
 
     def exchanges_in_flight(self):
@@ -80,7 +80,7 @@ class Peers:
 
     @contextlib.contextmanager
     def arrives(self, exchange):
-        """Shows probes that this process has come to an exchange, whose route is being opened."""
+        """Shows probes that this process is at an exchange, whose route is being opened."""
         if not self._knows_others:
             yield exchange
             return
@@ -120,10 +120,10 @@ class Peers:
             answers = self._liveness.probe(exchange, patience, members)
             message += f"{self._liveness.describe(answers)} "
             if all(answer.state == ARRIVED for answer in answers.values()):
-                # They may have come just now, as after a suspension of all.
+                # They may have arrived just now, as after a suspension of all.
                 lost = waited > timeout * (1 + WARN_AFTER)
                 if not in_memory:
-                    message += f"As all have come, {self.name} does not answer. "
+                    message += f"All have arrived, so {self.name} itself does not answer. "
             lost = lost or any(map(self._cannot_arrive, answers.values()))
         if lost:
             self._give_up(f"{message}{_CAUSES}")
@@ -134,7 +134,7 @@ class Peers:
         if answer.state in (ARRIVED, GONE) or not answer.status:
             return answer.state == GONE
         # All meet once more after their scripts, and some learn later than others that all have
-        # come to their ends.
+        # finished.
         return answer.status[0] == FAILED or not self._liveness.has_finished
 
     def _give_up(self, text):

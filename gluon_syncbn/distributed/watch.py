@@ -17,8 +17,8 @@ from .waiting import bounded
 
 # How often to look at the threads, and seconds between: Horovod's own thread runs now and then.
 _LOOKS, _BETWEEN_LOOKS = 10, 0.002
-# Seconds: past the timeout, so that calls with a limit of their own end first; for an error to come
-# out of the script's current call; for the last message.
+# Seconds: past the timeout, so that calls with a limit of their own end first; for an error to end
+# the script's current call; for the last message.
 _LATER, _RAISES, _LAST_WORDS = 0.5, 0.5, 2.0
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -81,7 +81,7 @@ class Watch:
         beat(f"{text} for {stood:.0f} s")
         peers, libraries = self._peers, _libraries()
         if peers.lost and not self._lost:
-            self._lost, self._places = True, {}  # From here on the error has time to come out.
+            self._lost, self._places = True, {}  # From here on the error has time to be raised.
         places = {}
         for thread, frame in sys._current_frames().items():
             if thread in bounded:

@@ -224,7 +224,7 @@ class SyncBatchNorm(nn.BatchNorm):
             raise ValueError(f"slope is {slope!r}: give a finite number of 0 or more.")
         if inplace and not (activation == "leaky_relu" and slope and epsilon):
             raise ValueError(
-                f"inplace=True came with activation={activation!r}, slope={slope:g}, "
+                f"inplace=True was given with activation={activation!r}, slope={slope:g}, "
                 f"epsilon={epsilon:g}: backward can recover x only with activation='leaky_relu' "
                 "and a slope and an epsilon above 0. Give these, or leave inplace out."
             )

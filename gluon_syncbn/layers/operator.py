@@ -88,23 +88,18 @@ def sync_batch_norm(
     node=None,
     **settings,
 ):
-    r"""Batch normalization over all devices of `layer` (Ioffe and Szegedy, 2015).
+    r"""What :class:`gluon_syncbn.SyncBatchNorm` computes for one device (Ioffe and Szegedy, 2015).
 
     x has shape (N, C, S): all axes before the channel axis count as N, all after it as S. Sums run
-    over n and s on all devices, M values in all:
+    over n and s on all devices of `layer`, M values in all:
 
     .. math::
         \mu_c &= \frac1M \sum x_{ncs} \qquad \sigma_c^2 = \frac1M \sum (x_{ncs} - \mu_c)^2 \\
         y_{ncs} &= a\left(\gamma_c \frac{x_{ncs} - \mu_c}{\sqrt{\sigma_c^2 + \epsilon}} + \beta_c
             + r_{ncs}\right)
 
-    with the activation a, and the residual r if there is one.
-
-    In training mode the running statistics become ``momentum * running + (1 - momentum) * batch``,
-    with the variance above, or with :math:`\sigma_c^2 M / (M - 1)` if it is `unbiased` and
-    M > 1. With ``momentum=None`` they are the mean over all batches: the momentum of
-    the n-th is 1 - 1/n. In inference, and with `use_global_stats`, they replace the batch's, and no
-    device waits for another.
+    with the activation a, and the residual r if there is one. In inference, and with
+    `use_global_stats`, the running statistics take the place of :math:`\mu` and :math:`\sigma^2`.
 
     Backward, with :math:`\hat x = (x - \mu) / \sqrt{\sigma^2 + \epsilon}` and the gradient g of the
     activation's argument, which is dy times 1 or the slope:
@@ -117,33 +112,24 @@ def sync_batch_norm(
     dx takes the sums over all devices. dgamma and dbeta are each device's own, and the Trainer adds
     them.
 
-    With `virtual_devices` the samples of x, along the first axis, are cut into that many chunks,
-    the first ones larger by one if they do not divide evenly. Sums run over one chunk each, no
-    device waits for another, and the running statistics become the mean of the chunks'.
-
     Parameters
     ----------
     F : module
         mxnet.nd or mxnet.sym, as in ``hybrid_forward``.
-    x : NDArray or Symbol
+    x, residual : NDArray or Symbol
         2 to 5 dimensions; float16, bfloat16, float32 or float64. MXNet's NumPy arrays and symbols
         are accepted too, here and below.
-    gamma, beta, running_mean, running_var : NDArray or Symbol
-        Shape (C,), float64 for float64 data, otherwise float32. The last two are updated in
-        training mode.
-    num_batches_tracked : NDArray or Symbol
-        Shape (1,), with ``momentum=None`` only: counts the batches.
+    gamma, beta, running_mean, running_var, num_batches_tracked : NDArray or Symbol
+        The layer's parameters: shape (C,), the last (1,) and with ``momentum=None`` only; float64
+        for float64 data, otherwise float32. Training mode updates all but the first two.
     layer : native.Layer
         Decides which devices synchronize.
-    residual : NDArray or Symbol, optional
-        With the shape and dtype of x.
     copy_layout : {True, False, None}
         Whether to shield the operator from oneDNN's memory layouts on the CPU: MXNet frees its
         plain copy of such an array before this operator, which runs asynchronously, has read it.
         True: a SwapAxis of equal axes before and after copies x, the residual, y and their
-        gradients into memory that stays. False: the caller knows that x, the residual and dy come
-        from no oneDNN operator. None: the
-        graph is for GPUs; on the CPU it raises.
+        gradients into memory that stays. False: the caller knows that no oneDNN operator makes x,
+        the residual or dy. None: the graph is for GPUs; on the CPU it raises.
     name : str, optional
         Of the node in a graph.
     node : int, optional
@@ -161,9 +147,10 @@ def sync_batch_norm(
 
     Raises
     ------
+    TypeError
+        For an unknown setting.
     MXNetError
-        At once for shapes and dtypes that do not fit. On waiting for y, if a device of the layer
-        does not arrive within the timeout, arrives twice, or has another number of channels.
+        At once for shapes and dtypes that do not fit. On waiting for y as the layer does.
     """
     as_numpy = is_numpy(x)
     swap_axis = _without_amp(F.SwapAxis)

@@ -42,7 +42,7 @@ def test_a_worker_has_one_batch_less(ended):
     cluster = ended("leaves_early", [1, 1])
     words = "rank 1 (reached the end of the script)", "gluon_syncbn.distributed.join"
     check_survivor(cluster, *words)
-    assert "Rank 1 has come to the end of its script and has waited" in cluster.output()
+    assert "Rank 1 has reached the end of its script and has waited" in cluster.output()
 
 
 def test_the_error_of_one_device_reaches_the_other_processes(ended):

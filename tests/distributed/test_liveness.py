@@ -46,7 +46,7 @@ def test_processes_that_arrived_are_absent_stopped_and_killed():
         assert answers[2].in_flight == ()
         assert answers[2].last[0] == "w" and 0.9 < answers[2].last[1] < 9
         assert answers[6].in_flight[0][0] == "other" and answers[6].last is None
-        text = "Came: ranks 0, 1, 5, 7. Missing: rank 2 (last completed w, "
+        text = "Arrived: ranks 0, 1, 5, 7. Missing: rank 2 (last completed w, "
         assert job.liveness.describe(answers).startswith(text)
         job.processes[2].send_signal(signal.SIGCONT)
         assert job.liveness.probe("x")[3].state == ARRIVED
@@ -184,7 +184,7 @@ def test_a_process_that_tells_why_it_ends_is_not_taken_for_the_first(simulate):
     ranks[1].probe("")
     ranks[1].close()
     text = ranks[0].describe(ranks[0].probe("x"))
-    assert text == "Came: rank 0. Missing: rank 1 (failed: lost rank 2), rank 2 (process ended)."
+    assert text == "Arrived: rank 0. Missing: rank 1 (failed: lost rank 2), rank 2 (process ended)."
 
 
 def end_error(one, timeout):
@@ -231,8 +231,8 @@ def test_the_end_does_not_wait_for_those_that_are_gone_or_have_failed(why, simul
     begin = time.monotonic()
     error = end_error(ranks[0], 20)
     assert time.monotonic() - begin < 2
-    assert error.startswith("Rank 0 has come to the end of its script and has waited ")
-    # Rank 2 has come to its end and is not missed.
+    assert error.startswith("Rank 0 has reached the end of its script and has waited ")
+    # Rank 2 has reached its end and is not missed.
     assert f"Missing: rank 1 ({why})." in error
 
 
@@ -265,7 +265,7 @@ def test_at_the_end_one_that_answers_is_waited_for_beyond_the_timeout(pair, capl
     texts = [record.getMessage() for record in caplog.records]
     assert 2 < len(texts) < 8
     for text in texts:
-        assert text.startswith("Rank 0 has come to the end of its script and has waited ")
+        assert text.startswith("Rank 0 has reached the end of its script and has waited ")
         assert "Missing: rank 1 (nothing exchanged yet)." in text
     assert 0.05 < float(re.search("has waited ([0-9.]+) s", texts[0]).group(1)) < 1
 
@@ -286,8 +286,8 @@ def test_time_for_which_a_process_is_stopped_is_no_wait():
 
 def test_describe(pair):
     answers = {rank: Answer(ARRIVED) for rank in range(1, 513)}
-    assert pair[0].describe({}) == "Came: rank 0. Missing: none."
-    assert pair[0].describe(answers) == "Came: ranks 0-512. Missing: none."
+    assert pair[0].describe({}) == "Arrived: rank 0. Missing: none."
+    assert pair[0].describe(answers) == "Arrived: ranks 0-512. Missing: none."
     answers.update({rank: Answer(GONE) for rank in (3, 5, 6, 9, 10, 11)})
     answers[20] = Answer(ABSENT)
     # Without the key of the layer's message.
@@ -296,7 +296,7 @@ def test_describe(pair):
     answers.update({rank: Answer(SILENT) for rank in (100, 101)})
     answers.update({rank: Answer(ABSENT, (("y", 3 + rank / 100),)) for rank in range(200, 300)})
     assert pair[0].describe(answers) == (
-        "Came: ranks 0-2, 4, 7, 8, 12-19, 21-29, 32-99, 102-199, 300-512. "
+        "Arrived: ranks 0-2, 4, 7, 8, 12-19, 21-29, 32-99, 102-199, 300-512. "
         "Missing: ranks 3, 5, 6, 9-11 (process ended), "
         "rank 20 (nothing exchanged yet), "
         "rank 30 (last completed SyncBatchNorm 'n', forward call 3, 12 s ago), "

@@ -183,11 +183,11 @@ def test_launchers_that_do_not_fit_together(ranks, options, sentence):
 def test_a_missing_launcher(capfd, monkeypatch):
     monkeypatch.setattr("mxnet_launch.cluster._SAY_SECONDS", 0.1)
     for text in errors([0, 2], 4, wait=0.5):
-        assert "launchers 1, 3 of 4 did not come" in text
+        assert "launchers 1, 3 of 4 did not connect" in text
     (text,) = errors([1], 2, wait=0.5)
     assert "rank 0 did not answer at 127.0.0.1:" in text and "MASTER_ADDR" in text
     printed = capfd.readouterr().err
-    assert re.search(r"launch: launchers .* did not come to port \d+, waiting\.", printed)
+    assert re.search(r"launch: launchers .* did not connect to port \d+, waiting\.", printed)
     assert re.search(r"launch: rank 0 did not answer at .*, waiting\.", printed)
 
 

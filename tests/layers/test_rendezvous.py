@@ -118,7 +118,7 @@ def test_a_missing_device_forward(mode):
         lambda: fetch(train(net, batch()[:1], backward=0)),
         "net_syncbatchnorm0",
         "forward call 1",
-        f"Came: {KIND}(0). Missing: {KIND}(1).",
+        f"Arrived: {KIND}(0). Missing: {KIND}(1).",
         "has waited ",
         f"- the loop over the devices left out {KIND}(1)",
     )
@@ -166,7 +166,7 @@ def test_a_warning_comes_first(caplog):
         fails(lambda: fetch(train(net, batch()[:1], backward=0)), "Missing")
     first, *others = [record.getMessage() for record in caplog.records]
     assert all(len(text.splitlines()) == 2 for text in others) and len(others) <= 2
-    missing = f"Came: {KIND}(0). Missing: {KIND}(1)."
+    missing = f"Arrived: {KIND}(0). Missing: {KIND}(1)."
     for word in ("net_syncbatchnorm0", missing, "After 1 s this is an error"):
         assert word in first
 
@@ -189,7 +189,7 @@ def test_an_extra_call(mode):
             ys = [net(x) for x in (*xs, xs[1])]
         ys[2].wait_to_read()
 
-    fails(step, "net_syncbatchnorm0", "forward call 2", f"Came: {KIND}(1). Missing: {KIND}(0).")
+    fails(step, "net_syncbatchnorm0", "forward call 2", f"Arrived: {KIND}(1). Missing: {KIND}(0).")
     check_recovers(net)
 
 
@@ -219,7 +219,7 @@ def test_fewer_devices_than_contexts(num_devices, named, which):
     [
         (2, 3, None, [0, 1], ["num_devices=3", f"2 ({KIND}(0), {KIND}(1))"]),
         # Otherwise the pairs would depend on the order of arrival.
-        (3, 2, None, [0, 1, 2], ["num_devices=2", "came too", "SyncGroup"]),
+        (3, 2, None, [0, 1, 2], ["num_devices=2", "arrived after as many others", "SyncGroup"]),
         (
             3,
             None,
@@ -343,7 +343,7 @@ def test_a_graph_that_outlives_its_net(num_devices, mode):
     graph.initialize(mx.init.Xavier(), ctx=contexts(2), force_reinit=True)
     hybridize(graph, mode)
     before = fetch(train(graph, xs))
-    fails(lambda: fetch(train(graph, xs[:1])), f"Came: {KIND}(0). Missing: {KIND}(1).")
+    fails(lambda: fetch(train(graph, xs[:1])), f"Arrived: {KIND}(0). Missing: {KIND}(1).")
     clear()
     assert fetch(train(graph, xs)) == before
 

@@ -137,7 +137,7 @@ def test_the_backward_of_a_step_may_come_later():
 @pytest.mark.parametrize(
     "used, words",
     [
-        ([0], rf"Came: {KIND}\(0\). Missing: {KIND}\(2\)\."),
+        ([0], rf"Arrived: {KIND}\(0\). Missing: {KIND}\(2\)\."),
         ([0, 2, 1], rf"called on {KIND}\(1\).*are {KIND}\(2\), {KIND}\(0\)"),
     ],
 )

@@ -20,12 +20,11 @@
 #include "mxnet/engine_errors.h"
 #include "mxnet/interrupts.h"
 #include "processes/route.h"
+#include "processes/text.h"
 #include "processes/transports.h"
 
 namespace gluon_syncbn {
 namespace {
-
-constexpr int kMaxErrorSize = 1 << 13;
 
 // A device that is draining: see gluon_syncbn_drain.
 struct Drain {

@@ -9,6 +9,7 @@
 #include "api/exports.h"
 #include "processes/route.h"
 #include "processes/shared_memory.h"
+#include "processes/text.h"
 #include "processes/transports.h"
 
 using namespace gluon_syncbn;
@@ -18,8 +19,6 @@ using gluon_syncbn_probe = int (*)(int64_t connection, const gluon_syncbn::Delay
                                    int size);
 
 namespace {
-
-constexpr int kMaxErrorSize = 1 << 13;
 
 using ConnectionPtr = std::shared_ptr<Connection>;
 

@@ -109,8 +109,7 @@ void Call::check_engine() const {
   if (process.naive_engine && process.rendezvous->meeting_size(layer_) > 1) {
     throw Error(
         "SyncBatchNorm cannot synchronize devices under MXNET_ENGINE_TYPE=NaiveEngine, where a "
-        "call "
-        "must end before the next begins. Use one device, or unset MXNET_ENGINE_TYPE.");
+        "call ends before the next begins. Use one device, or unset MXNET_ENGINE_TYPE.");
   }
 }
 

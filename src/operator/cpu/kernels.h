@@ -6,8 +6,7 @@
 
 namespace gluon_syncbn {
 
-// Those of one dtype. gamma and beta point to values of its
-// Arithmetic (half.h).
+// Those of one dtype. gamma and beta point to values of its Arithmetic (half.h).
 struct Kernels {
   // sums[c] = {sum(x), sum(x^2)}.
   void (*forward_sums)(View, const void* x, ChannelSums* sums);

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "cuda/elementwise.cuh"
+#include "cuda/finish.cuh"
 #include "cuda/plans.h"
 #include "cuda/sums/planes.cuh"
 #include "cuda/sums/rows.cuh"

@@ -30,11 +30,10 @@ class Interruption {
 template <typename Sleep>
 Waited wait_in_slices(double seconds, const Interruption& interruption, const Sleep& sleep) {
   using Clock = std::chrono::steady_clock;
-  constexpr double kSlice = 0.1;
   const auto end = Clock::now() + std::chrono::duration<double>(seconds);
   for (;;) {
     const double left = std::chrono::duration<double>(end - Clock::now()).count();
-    if (sleep(std::clamp(left, 0.0, kSlice))) return Waited::kWritten;
+    if (sleep(std::clamp(left, 0.0, kSlice.count()))) return Waited::kWritten;
     const Waited ended = interruption.what();
     if (ended != Waited::kTimeIsUp || left <= 0) return ended;
   }

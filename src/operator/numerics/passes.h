@@ -1,6 +1,6 @@
 // A pass is the forward or the backward of one call on one device. It sums its shard; somebody else
 // adds the sums of all devices that share the batch; and with these the pass writes its results. So
-// kernels know nothing of other devices, and whoever adds the sums knows nothing of kernels.
+// kernels know nothing of other devices, and what adds the sums knows nothing of kernels.
 #ifndef GLUON_SYNCBN_NUMERICS_PASSES_H_
 #define GLUON_SYNCBN_NUMERICS_PASSES_H_
 

@@ -129,8 +129,8 @@ void LayerMessages::send_backward(const ProcessCall& call, const Open& open, con
     if (!interrupted && (warned || !patience.is_long()) && !patience.is_over()) continue;
     const std::string text = call.title + ": waited " + seconds_text(patience.waited()) +
                              " for all of " + std::to_string(processes) +
-                             " processes to go backward through this call. Came: ranks " +
-                             came(call) + "; the others went through other calls of the layer. ";
+                             " processes to go backward through this call. Arrived: ranks " +
+                             arrived(call) + "; the others went through other calls of the layer. ";
     if (interrupted) throw std::runtime_error(text + "Interrupted.");
     if (patience.is_over()) {
       throw std::runtime_error(text +
@@ -170,7 +170,7 @@ void LayerMessages::check_epoch(const ProcessCall& call) const {
   if (call.epoch != epoch_) throw std::runtime_error(call.title + ": " + ended_);
 }
 
-std::string LayerMessages::came(const ProcessCall& call) const {
+std::string LayerMessages::arrived(const ProcessCall& call) const {
   std::vector<std::string> ranks;
   for (const size_t rank : rounds_.at(call.node).ranks(static_cast<double>(call.sequence))) {
     ranks.push_back(std::to_string(rank));

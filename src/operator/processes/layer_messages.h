@@ -73,7 +73,7 @@ class LayerMessages {
   // Throws if the call belongs to a step that has ended.
   void check_epoch(const ProcessCall& call) const;
   // The ranks whose messages of the call have arrived.
-  std::string came(const ProcessCall& call) const;
+  std::string arrived(const ProcessCall& call) const;
 
   std::mutex mutex_;
   std::condition_variable received_;

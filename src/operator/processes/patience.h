@@ -41,9 +41,6 @@ class Patience {
   Clock::time_point looked_ = Clock::now();
 };
 
-// How often a waiting call wakes up to check for Ctrl-C.
-constexpr Patience::Seconds kSlice{0.1};
-
 }  // namespace gluon_syncbn
 
 #endif  // GLUON_SYNCBN_PROCESSES_PATIENCE_H_

@@ -96,7 +96,6 @@ int HorovodAdder::push() {
 }
 
 void FunctionStore::send(std::mutex*) {
-  constexpr int kMaxErrorSize = 1 << 13;
   char error[kMaxErrorSize] = "";
   const auto size = static_cast<int64_t>(numbers_.size());
   if (function_.all_reduce(function_.store, key_.c_str(), numbers_.data(), rows_, size, error,

@@ -107,9 +107,10 @@ void State::check_participants(Lock* lock, Layer* layer, const std::string& devi
              "SyncGroup that names the devices.");
   }
   fail(lock, layer,
-       "SyncBatchNorm '" + config.name + "' was made with num_devices=" +
-           std::to_string(config.num_devices) + ", and after as many others " + device +
-           " came too. Leave num_devices out, or name the devices that take part in a SyncGroup.");
+       "SyncBatchNorm '" + config.name +
+           "' was made with num_devices=" + std::to_string(config.num_devices) + ", and " + device +
+           " arrived after as many others. Leave num_devices out, or name the devices that take "
+           "part in a SyncGroup.");
 }
 
 Members Rendezvous::members_of(const LayerPtr& layer, const CallId& id,

@@ -36,11 +36,11 @@ std::vector<std::string> Layer::ahead(const Key& key) const {
 }
 
 std::string Layer::arrivals_text(const Meeting& meeting) const {
-  std::vector<std::string> came;
-  for (const Meeting::Arrival& arrival : meeting.arrivals) came.push_back(arrival.device);
+  std::vector<std::string> arrived;
+  for (const Meeting::Arrival& arrival : meeting.arrivals) arrived.push_back(arrival.device);
   const std::vector<std::string> others = missing(meeting);
-  const size_t count = expected(meeting) - came.size();
-  std::string text = "Came: " + comma_separated(came) + ". Missing: ";
+  const size_t count = expected(meeting) - arrived.size();
+  std::string text = "Arrived: " + comma_separated(arrived) + ". Missing: ";
   if (config.devices.empty()) return text + std::to_string(count) + " more.";
   if (count < others.size()) text += std::to_string(count) + " of ";
   return text + comma_separated(others) + ".";

@@ -166,10 +166,9 @@ std::shared_ptr<Meeting> State::arrive(Lock* lock, Layer* layer, const Layer::Ke
   if (meeting->has(arrival.device)) {
     fail(lock, layer,
          layer->title(key) + ": " + arrival.device +
-             " came a second time before the others had come once. " +
+             " arrived a second time before the others had arrived. " +
              layer->arrivals_text(*meeting) +
-             " Call backward for all devices before any of them goes through the same "
-             "call again.");
+             " Call backward for all devices before any of them goes through the same call again.");
   }
   if (!meeting->arrivals.empty()) check_match(lock, layer, key, id, meeting->arrivals[0], arrival);
   meeting->arrivals.push_back(arrival);

@@ -41,7 +41,7 @@ class Wait {
     // GPUs take longer than that.
     if (is_cpu(device_)) stay_awake();
     while (!meeting_->over) {
-      const Seconds slice = std::min(kSlice, patience_.slice(kSlice));
+      const Seconds slice = patience_.slice(kSlice);
       if (meeting_->unreachable.empty()) meeting_->changed.wait_for(*lock_, slice);
       if (meeting_->over) return;
       // The last device is at work, which ends by itself or by its own timeout.

@@ -1,4 +1,4 @@
-// Compares the bits of the instruction sets. The loops of kernels.cc are private, so this program
+// Compares the bits of the instruction sets. The loops are private to kernels.cc, so this program
 // includes it, under another name than the object that it links.
 #define cpu_kernels cpu_kernels_with_these_loops
 #include "cpu/kernels.cc"
@@ -193,7 +193,7 @@ void large_arrays_are_streamed() {
 }  // namespace
 }  // namespace gluon_syncbn
 
-// Checks the loops and conversions of one namespace of kernels.cc.
+// Checks the loops and conversions of one namespace of loops.h.
 #define CHECK_SAME_BITS(name, set)                                                          \
   do {                                                                                      \
     check::context = name;                                                                  \

@@ -91,11 +91,11 @@ TEST(fewer_devices_and_groups_synchronize) {
       {2,
        0,
        {{"cpu(1)", "cpu(3)"}},
-       "Came: cpu(1). Missing: 1 of cpu(0), cpu(2), cpu(3), cpu(4), cpu(5)."},
+       "Arrived: cpu(1). Missing: 1 of cpu(0), cpu(2), cpu(3), cpu(4), cpu(5)."},
       {0,
        2,
        {{"cpu(2)", "cpu(3)"}, {"cpu(1)", "cpu(5)", "cpu(0)", "cpu(4)"}},
-       "Came: cpu(2). Missing: cpu(3)."},
+       "Arrived: cpu(2). Missing: cpu(3)."},
   };
   for (const auto& each : cases) {
     LayerConfig config = config_of(cpus(6), 0.3);

@@ -37,8 +37,8 @@ TEST(a_missing_device_is_reported_early_and_late) {
     }
   }
   CHECK(contains(f.warnings[0], "After 2.5 s this is an error."));
-  CHECK(contains(first.error(), "Came: cpu(2), cpu(0).") ||
-        contains(first.error(), "Came: cpu(0), cpu(2)."));
+  CHECK(contains(first.error(), "Arrived: cpu(2), cpu(0).") ||
+        contains(first.error(), "Arrived: cpu(0), cpu(2)."));
 }
 
 TEST(causes_fit_the_direction_and_the_devices) {
@@ -48,7 +48,7 @@ TEST(causes_fit_the_direction_and_the_devices) {
   Background backward([&] { gpus.reduce(id, "gpu(1)", Direction::kBackward); });
   Background forward(&mixed, "cpu(1)");
   CHECK(contains(backward.error(), "backward call 0: gpu(1) has waited "));
-  CHECK(contains(backward.error(), "Came: gpu(1). Missing: gpu(0)."));
+  CHECK(contains(backward.error(), "Arrived: gpu(1). Missing: gpu(0)."));
   CHECK(contains(backward.error(), "backward was not called for the loss of gpu(0)"));
   CHECK(!contains(backward.error(), "MXNET_CPU_TEMP_COPY"));
   CHECK(contains(forward.error(), "MXNET_CPU_TEMP_COPY=4096"));
@@ -75,8 +75,8 @@ TEST(a_second_arrival_is_an_error_for_all) {
   Background first([&] { f.reduce(id, "cpu(1)"); }), other(&f, "cpu(2)");
   f.wait_until_waiting(2);
   CHECK_THROWS(Error, f.reduce(id, "cpu(1)"), "net0_norm7", "forward call 0",
-               "cpu(1) came a second time", "Missing: cpu(0).", "for all devices before");
-  CHECK(contains(first.error(), "cpu(1) came a second time"));
+               "cpu(1) arrived a second time", "Missing: cpu(0).", "for all devices before");
+  CHECK(contains(first.error(), "cpu(1) arrived a second time"));
   CHECK_EQ(first.error(), other.error());
   CHECK(first.seconds() < kSoon);
   CHECK_EQ(f.failures.size(), 1u);
@@ -225,7 +225,7 @@ TEST(closing_releases_all) {
   f.rendezvous.close("another reason");
   for (Background* call : {&first, &second}) {
     CHECK(contains(call->error(), "The process ended before SyncBatchNorm 'net0_norm7', forward "));
-    CHECK(contains(call->error(), "Came: cpu("));
+    CHECK(contains(call->error(), "Arrived: cpu("));
     CHECK(call->seconds() < kSoon);
   }
   CHECK_EQ(f.rendezvous.waiting(), 0);

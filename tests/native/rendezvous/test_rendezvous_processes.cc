@@ -298,7 +298,7 @@ TEST(a_backward_call_that_another_process_leaves_out_is_an_error) {
     CHECK(contains(error, "for all of 2 processes to go backward through this call."));
     const bool is_first = call == &apart.first;
     CHECK(contains(error, is_first ? "backward call 0" : "backward call 1"));
-    CHECK(contains(error, is_first ? "Came: ranks 0;" : "Came: ranks 1;"));
+    CHECK(contains(error, is_first ? "Arrived: ranks 0;" : "Arrived: ranks 1;"));
     CHECK(call->seconds() > 0.9 && call->seconds() < kSoon);
   }
   CHECK_EQ(apart.warnings.size(), 2u);

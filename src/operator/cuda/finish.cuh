@@ -1,0 +1,154 @@
+// The kernels of one thread per channel: between the sums and y or dx, they compute the statistics,
+// the coefficients of elementwise.cuh and all small arrays.
+#ifndef GLUON_SYNCBN_CUDA_FINISH_CUH_
+#define GLUON_SYNCBN_CUDA_FINISH_CUH_
+
+#include "cuda/elementwise.cuh"
+
+namespace gluon_syncbn {
+
+template <typename P>
+SBN_DEVICE void store_parameter(P* to, double value, bool add) {
+  if (add) value += static_cast<double>(*to);
+  *to = static_cast<P>(value);
+}
+
+// By the thread of value i of a period, which may have written it just before.
+SBN_DEVICE void deliver(const Delivery& d, int64_t i) {
+  if (i >= d.period) return;
+  const double value = d.from[i * d.stride];
+  for (int64_t k = i; k < d.count; k += d.period) {
+    if (d.is_double) {
+      store_parameter(static_cast<double*>(d.to) + k, value, d.add);
+    } else {
+      store_parameter(static_cast<float*>(d.to) + k, value, d.add);
+    }
+  }
+}
+
+SBN_DEVICE int64_t global_thread() {
+  return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+}
+
+// The effective gamma of channel c.
+template <typename A, typename Task>
+SBN_DEVICE double gamma_of(const Task& task, int64_t c) {
+  return task.gamma ? effective_gamma(static_cast<const A*>(task.gamma)[c], task.epilogue) : 1.0;
+}
+
+// In rank order, as on the host.
+SBN_DEVICE ChannelSums sum_of(const SumsOfDevices& devices, int64_t i) {
+  ChannelSums sums;
+  for (int d = 0; d < devices.size; ++d) sums.add(devices.each[d][i]);
+  return sums;
+}
+
+// The statistics of channel i % C in batch b = i / C.
+SBN_DEVICE Statistics statistics_of(const ForwardFinish& task, int64_t i, int64_t b) {
+  return batch_statistics(sum_of(task.sums, i), task.counts.of(b), task.epsilon);
+}
+
+// Of channel c. The thread has written the statistics of the first batch, and computes those of
+// the others again, which other threads write.
+template <typename P>
+SBN_DEVICE void update_running(const ForwardFinish& task, int64_t c) {
+  const RunningUpdate& running = task.running;
+  double momentum = running.momentum;
+  if (running.num_batches) {
+    const P batches = *static_cast<const P*>(running.num_batches);
+    momentum = cumulative_momentum(batches + 1);
+    // The number itself is written by a later kernel, as all blocks read it.
+    if (c == 0) {
+      running.before[2 * task.C] = batches;
+      running.before[2 * task.C + 1] = batches + 1;
+    }
+  }
+  const auto batch = BatchMeans::of(task.batches, task.counts, running.unbiased, [&](int64_t b) {
+    return b == 0 ? task.kept.statistics[c] : statistics_of(task, b * task.C + c, b);
+  });
+  const auto update = [&](void* values, double batch_value, double* before) {
+    P* const value = static_cast<P*>(values) + c;
+    before[c] = *value;
+    *value = static_cast<P>(moving_average(*value, batch_value, momentum));
+  };
+  update(running.mean, batch.mean, running.before);
+  update(running.variance, batch.variance, running.before + task.C);
+}
+
+// The statistics of all devices, the running statistics, the coefficients of y and what backward
+// needs for each channel of all batches, and the deliveries. `zero` as in Gate.
+template <typename A>
+__global__ void __launch_bounds__(kThreads)
+    finish_forward(ForwardFinish task, Deliveries deliveries, A zero) {
+  const int64_t i = global_thread();
+  // GPUs divide slowly, and there is mostly one batch.
+  const int64_t batch = task.batches == 1 ? 0 : i / task.C, c = i - batch * task.C;
+  const ForBackward& kept = task.kept;
+  // The thread reads the statistics again below.
+  if (task.sums.size > 0 && i < task.C * task.batches) {
+    kept.statistics[i] = statistics_of(task, i, batch);
+    if (task.running.mean && i < task.C) update_running<A>(task, i);
+  } else if (task.mean && i < task.C) {
+    kept.statistics[i] = given_statistics(static_cast<const A*>(task.mean)[i],
+                                          static_cast<const A*>(task.variance)[i], task.epsilon);
+  }
+  for (int d = 0; d < deliveries.size; ++d) deliver(deliveries.items[d], i);
+  if (i >= task.C * task.batches) return;
+  const double gamma = gamma_of<A>(task, c);
+  const double beta = static_cast<const A*>(task.beta)[c];
+  const auto normalize = Normalize<A>::of(kept.statistics[i], gamma, beta);
+  if (task.coefficients) {
+    char* const to = static_cast<char*>(task.coefficients) + batch * task.coefficients_stride;
+    store_affine(normalize, to, c);
+  }
+  if (kept.gates) {
+    const double slope = task.epilogue.slope;
+    static_cast<Gate<A>*>(kept.gates)[i] =
+        task.reads_y ? Gate<A>::of_y(slope) : Gate<A>::of_x(normalize, zero, slope);
+  }
+  if (kept.of_z) kept.of_z[i] = statistics_of_normalized(gamma, beta);
+}
+
+// The coefficients of dx, from the sums of all devices, and the gradients of gamma and beta, from
+// those of this one, summed over the batches. Without the 4, CUDA 11.2 uses 48 registers on sm_80
+// and spills one.
+template <typename A>
+__global__ void __launch_bounds__(kThreads, 4) finish_backward(BackwardFinish task) {
+  const int64_t c = global_thread();
+  if (c >= task.C) return;
+  double dgamma = 0, dbeta = 0;
+  for (int64_t b = 0; b < task.batches; ++b) {
+    const int64_t i = b * task.C + c;
+    const Statistics s = task.kept.used()[i];
+    double first = task.own_sums[i].first.value(), second = task.own_sums[i].second.value();
+    dgamma += second * s.inv_std;
+    dbeta += first;
+    if (!task.coefficients) continue;
+    // Not rounded again if there are no other devices, as that takes long.
+    if (task.sums.size != 1 || task.sums.each[0] != task.own_sums) {
+      const ChannelSums all = sum_of(task.sums, i);
+      first = all.first.value();
+      second = all.second.value();
+    }
+    void* const coefficients = static_cast<char*>(task.coefficients) + b * task.coefficients_stride;
+    const double factor = gamma_of<A>(task, c) * task.kept.statistics[i].inv_std;
+    const double count = task.sums.size > 0 ? task.counts.of(b) : 0;
+    const auto affine = InputGradient<A>::of(s, factor, first, second, count);
+    if (task.gated) {
+      // Without an activation, the gate is always open.
+      Gate<A> gate{0, -1, 1};
+      if (task.kept.gates) gate = static_cast<const Gate<A>*>(task.kept.gates)[i];
+      store_affine(GatedGradient<A>{gate.sign, gate.threshold, affine}, coefficients, c);
+    } else {
+      store_affine(affine, coefficients, c);
+    }
+  }
+  if (task.dgamma) {
+    store_parameter(static_cast<A*>(task.dgamma) + c, task.gamma ? dgamma : 0, task.add_dgamma);
+  }
+  if (task.dbeta) store_parameter(static_cast<A*>(task.dbeta) + c, dbeta, task.add_dbeta);
+}
+
+}  // namespace gluon_syncbn
+
+#endif  // GLUON_SYNCBN_CUDA_FINISH_CUH_
