@@ -80,6 +80,25 @@ def count(program):
     }
 
 
+def grouped(rows):
+    """As counts.json has them, to be short: by pass and layout, then by dtype, without the columns'
+    names."""
+    groups = {}
+    for row, numbers in rows.items():
+        name, dtype, layout = row.split(" | ")
+        groups.setdefault(f"{name} | {layout}", {})[dtype] = list(numbers.values())
+    return groups
+
+
+def ungrouped(groups):
+    rows = {}
+    for name, dtypes in groups.items():
+        what, layout = name.split(" | ")
+        for dtype, numbers in dtypes.items():
+            rows[f"{what} | {dtype} | {layout}"] = dict(zip(COLUMNS, numbers))
+    return rows
+
+
 def nvcc_version(nvcc):
     text = subprocess.run([nvcc, "--version"], stdout=subprocess.PIPE, text=True, check=True).stdout
     return re.search(r"V(\d+\.\d+\.\d+)", text)[1]
@@ -204,6 +223,7 @@ def main():
     options = parser.parse_args()
     version = f"{nvcc_version(options.nvcc)} for compute_{options.arch}"
     saved = json.loads(COUNTS.read_text()) if COUNTS.exists() else {"nvcc": None, "rows": {}}
+    before = ungrouped(saved["rows"])
     comparable = saved["nvcc"] == version
     if options.quiet and not comparable:
         print(f"Counts of nvcc {version} are not compared with those of {saved['nvcc']}.")
@@ -214,15 +234,16 @@ def main():
         print_sums(options.program)
         return False
     if not options.quiet:
-        print_table(rows, saved["rows"])
+        print_table(rows, before)
     if options.write:
-        lines = ",\n".join(f"  {json.dumps(row)}: {json.dumps(rows[row])}" for row in rows)
+        groups = grouped(rows).items()
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(group)}" for name, group in groups)
         COUNTS.write_text(f'{{"nvcc": "{version}", "rows": {{\n{lines}\n}}}}\n')
         return False
     if not comparable:
         print(f"\nThese are counts of nvcc {version}, those in {COUNTS.name} of {saved['nvcc']}.")
         return False
-    grown = growth(rows, saved["rows"])
+    grown = growth(rows, before)
     if grown:
         print(
             "\nGrown by more than 5 % (make gpu-counts ARGS=--write, if it cannot be avoided):",
