@@ -13,9 +13,10 @@ namespace ptxsim {
 
 struct Launch {
   const Kernel& kernel;
-  Dimensions grid, block;
-  // As for cudaLaunchKernel.
-  void** arguments;
+  // Its z is 1, and blocks have only an x.
+  dim3 grid;
+  unsigned threads;
+  std::vector<char> parameters;
   int device;
   // Whether memory accesses are counted.
   bool counted;
@@ -24,6 +25,9 @@ struct Launch {
   // How many blocks run, if the grid has more.
   unsigned most_blocks = ~0u;
 };
+
+// The arguments are as for cudaLaunchKernel.
+std::vector<char> parameters_of(const Kernel& kernel, void** arguments);
 
 // Runs all blocks, and their warps, in random order, or in order if `random` is null.
 Counts run(const Launch& launch, const Memory& memory, std::mt19937* random);

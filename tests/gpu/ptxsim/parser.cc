@@ -68,7 +68,7 @@ class Parser {
   void parameter(const std::string& text) {
     const Declaration d = read_declaration(text);
     const int offset = round_up(kernel_.parameters_size, d.alignment);
-    kernel_.parameters.push_back({d.name, d.size, d.alignment, offset});
+    kernel_.parameters.push_back({d.size, offset});
     kernel_.parameters_size = offset + d.size;
     names_.declare_symbol(d.name, offset);
   }

@@ -36,7 +36,7 @@ void print(const std::string& pass, const char* dtype, const std::string& layout
       "\"load_sectors\": %lu, \"unique_load_sectors\": %lu, \"store_sectors\": %lu, "
       "\"unique_store_sectors\": %lu, \"shared_requests\": %lu, \"shared_waves\": %lu, "
       "\"divergent_branches\": %lu, \"longest_warp\": %lu, \"blocks\": %lu, \"counted\": %lu}\n",
-      pass.c_str(), dtype, layout.c_str(), number(values), number(c.thread_instructions),
+      pass.c_str(), dtype, layout.c_str(), number(values), number(c.instructions),
       number(c.doubles), number(c.load_sectors), number(c.unique_load_sectors),
       number(c.store_sectors), number(c.unique_store_sectors), number(c.shared_requests),
       number(c.shared_waves), number(c.divergent_branches), number(c.longest_warp),

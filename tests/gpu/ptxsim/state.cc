@@ -118,27 +118,16 @@ int launch(const void* function, dim3 grid, dim3 block, void** arguments, void* 
     return fail(kInvalidFunction);
   }
   const Kernel& kernel = found->second;
-  std::vector<std::vector<char>> values;
-  for (size_t i = 0; i < kernel.parameters.size(); ++i) {
-    const char* const value = static_cast<const char*>(arguments[i]);
-    values.emplace_back(value, value + kernel.parameters[i].size);
-  }
-  const int device = current_device;
-  const auto work = [&s, &kernel, grid, block, device, values]() mutable {
-    std::vector<void*> pointers;
-    for (std::vector<char>& value : values) pointers.push_back(value.data());
-    const Launch launch{kernel,
-                        {grid.x, grid.y, grid.z},
-                        {block.x, block.y, block.z},
-                        pointers.data(),
-                        device,
-                        s.counts_wanted,
-                        &s.races,
-                        s.most_blocks};
+  if (grid.z > 1 || block.x != threads)
+    stop("a grid with a z, or a block with a y, is not supported");
+  const Launch launch{
+      kernel,          grid,     block.x,      parameters_of(kernel, arguments), current_device,
+      s.counts_wanted, &s.races, s.most_blocks};
+  s.streams.queue(stream, current_device, kernel.name.c_str(), [&s, launch] {
     const Counts counts = run(launch, s.memory, s.random ? &*s.random : nullptr);
-    if (s.counts_wanted) s.counts.push_back({kernel.name, launch.grid.size(), counts});
-  };
-  s.streams.queue(stream, device, kernel.name.c_str(), work);
+    if (!launch.counted) return;
+    s.counts.push_back({launch.kernel.name, uint64_t{launch.grid.x} * launch.grid.y, counts});
+  });
   return kSuccess;
 }
 

@@ -17,10 +17,6 @@
 #include "ptxsim.h"
 #include "streams.h"
 
-struct dim3 {
-  unsigned x, y, z;
-};
-
 namespace ptxsim {
 
 enum Error {

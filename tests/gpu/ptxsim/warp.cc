@@ -59,19 +59,11 @@ void Warp::start() {
 }
 
 uint64_t Warp::special(const std::string& name, unsigned thread) const {
-  const Dimensions& size = block_.size;
-  const Dimensions place{thread % size.x, thread / size.x % size.y, thread / size.x / size.y};
-  const auto component = [&](const char* prefix, const Dimensions& d, uint64_t* value) {
-    if (name.compare(0, name.size() - 1, prefix) != 0) return false;
-    *value = name.back() == 'x' ? d.x : name.back() == 'y' ? d.y : d.z;
-    return true;
-  };
-  uint64_t value = 0;
-  if (component("%tid.", place, &value) || component("%ntid.", size, &value) ||
-      component("%ctaid.", block_.place, &value) || component("%nctaid.", block_.grid, &value)) {
-    return value;
-  }
-  if (name == "%laneid") return thread % kLanes;
+  if (name == "%tid.x") return thread;
+  if (name == "%ntid.x") return block_.threads;
+  if (name == "%ctaid.x") return block_.place.x;
+  if (name == "%ctaid.y") return block_.place.y;
+  if (name == "%nctaid.x") return block_.grid.x;
   stop("the register " + name + " is not supported");
 }
 
@@ -119,7 +111,6 @@ void Warp::wait_for_block() {
   }
   waiting_ = 0;
   waits_for_block_ = true;
-  ++block_.counts.barriers;
 }
 
 // From `place` on, as long as these lanes stay together and no others can join them.
@@ -156,17 +147,15 @@ uint32_t Warp::guarded(const Instruction& i, uint32_t lanes) {
   if (i.guard < 0) return lanes;
   const uint64_t* const guard = values(i.guard);
   uint32_t active = 0;
-  for_lanes(lanes, [&](int l) { active |= (guard[l] != 0) != i.guard_inverted ? 1u << l : 0; });
+  for_lanes(lanes, [&](int l) { active |= guard[l] ? 1u << l : 0; });
   return active;
 }
 
 void Warp::count(const Instruction& i, int place, uint32_t active) {
   const auto threads = static_cast<uint64_t>(std::popcount(active));
   Counts& counts = block_.counts;
-  ++counts.warp_instructions;
   ++executed_;
-  counts.thread_instructions += threads;
-  if (i.computes_float) counts.floats += threads;
+  counts.instructions += threads;
   if (i.computes_double) counts.doubles += threads;
   if (active || i.op == Op::kBranch) ++block_.kernel.ran[place];
 }
@@ -199,7 +188,6 @@ bool Warp::meet(const Instruction& i, uint32_t lanes, uint32_t active, int place
 }
 
 void Warp::shuffle(const Instruction& i, uint32_t lanes) {
-  ++block_.counts.shuffles;
   uint64_t before[kLanes];
   std::copy_n(values(i.operands[1]), kLanes, before);
   const uint64_t *const by = values(i.operands[2]), *const clamp = values(i.operands[3]);
@@ -217,9 +205,7 @@ void Warp::shuffle(const Instruction& i, uint32_t lanes) {
 void Warp::vote(const Instruction& i, uint32_t lanes) {
   uint32_t ballot = 0;
   for_lanes(lanes, [&](int l) { ballot |= values(i.operands[1])[l] ? 1u << l : 0; });
-  const uint64_t result = i.mode == "ballot" ? ballot
-                          : i.mode == "all"  ? ballot == lanes
-                                             : ballot != 0;
+  const bool result = i.any ? ballot != 0 : ballot == lanes;
   for_lanes(lanes, [&](int l) { values(i.results[0])[l] = result; });
 }
 
@@ -330,7 +316,6 @@ void Warp::count_access(const Instruction& i, const uint64_t* addresses, uint32_
   std::sort(sectors.begin(), sectors.end());
   sectors.erase(std::unique(sectors.begin(), sectors.end()), sectors.end());
   const bool loads = i.op == Op::kLoad;
-  ++(loads ? counts.loads : counts.stores);
   (loads ? counts.load_sectors : counts.store_sectors) += sectors.size();
   std::vector<uint64_t>& all = loads ? block_.loaded : block_.stored;
   all.insert(all.end(), sectors.begin(), sectors.end());

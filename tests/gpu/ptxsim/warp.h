@@ -10,23 +10,23 @@
 #include "ptxsim.h"
 #include "shared_memory.h"
 
-namespace ptxsim {
-
-struct Dimensions {
+struct dim3 {
   unsigned x, y, z;
-  unsigned size() const { return x * y * z; }
 };
+
+namespace ptxsim {
 
 // What the warps of a block share.
 struct Block {
   const Kernel& kernel;
   const Memory& memory;
   const int device;
-  const Dimensions grid, size;
-  std::vector<char> parameters;
+  const dim3 grid;
+  const unsigned threads;
+  const std::vector<char>& parameters;
   SharedMemory shared;
   // Its place in the grid.
-  Dimensions place{};
+  dim3 place{};
   Counts counts{};
   // Whether the counts are wanted, and the sectors accessed.
   bool counted = false;
