@@ -1,5 +1,3 @@
-#include "calls.h"
-
 #include <dlfcn.h>
 #include <execinfo.h>
 
@@ -7,6 +5,8 @@
 #include <fstream>
 #include <set>
 #include <sstream>
+
+#include "state.h"
 
 namespace ptxsim {
 namespace {

@@ -5,7 +5,6 @@
 #include <set>
 
 #include "text.h"
-#include "values.h"
 
 namespace ptxsim {
 namespace {
@@ -119,8 +118,9 @@ class Decoder {
 
   void access() {
     const bool load = s_.name == "ld";
-    if (s_.has("param")) {
-      if (!load) s_.refuse();
+    // A signed integer would fill its register with its sign.
+    if (i_.type.kind == Type::kSigned) s_.refuse();
+    if (s_.has("param") && load) {
       i_.op = Op::kLoadParameter;
     } else {
       i_.op = load ? Op::kLoad : Op::kStore;
@@ -248,13 +248,8 @@ int Names::operand(const std::string& text, Type type) {
     kernel_->specials.push_back({registers_[text], text});
     return registers_[text];
   }
-  // An array, or a place in it.
-  const size_t plus = text.find('+');
-  const auto symbol = symbols_.find(trim(text.substr(0, plus)));
-  if (symbol != symbols_.end()) {
-    const int64_t more = plus == text.npos ? 0 : std::strtoll(text.c_str() + plus + 1, nullptr, 0);
-    return constant(static_cast<uint64_t>(symbol->second + more));
-  }
+  const auto symbol = symbols_.find(text);
+  if (symbol != symbols_.end()) return constant(static_cast<uint64_t>(symbol->second));
   // The bits of a float or double.
   const char kind =
       text.size() > 2 && text[0] == '0' ? static_cast<char>(std::tolower(text[1])) : 0;

@@ -1,8 +1,8 @@
-#include "launch.h"
-
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+
+#include "warp.h"
 
 namespace ptxsim {
 namespace {
@@ -30,7 +30,7 @@ std::vector<unsigned> blocks_of(unsigned size, std::mt19937* random) {
 class Runner {
  public:
   Runner(Block* block, std::mt19937* random)
-      : block_(*block), random_(random), order_(order_of(block->threads / kLanes)) {
+      : block_(*block), random_(random), order_(order_of(block->launch.threads / kLanes)) {
     for (const unsigned index : order_) warps_.emplace_back(block, static_cast<int>(index));
   }
 
@@ -91,15 +91,7 @@ Counts run(const Launch& launch, const Memory& memory, std::mt19937* random) {
   if (launch.threads % kLanes)
     stop("a block has " + std::to_string(launch.threads) +
          " threads, which is not a number of whole warps");
-  Block block{launch.kernel,
-              memory,
-              launch.device,
-              launch.grid,
-              launch.threads,
-              launch.parameters,
-              SharedMemory(launch.kernel.shared_size)};
-  block.counted = launch.counted;
-  block.races = launch.races;
+  Block block{launch, memory, SharedMemory(launch.kernel.shared_size)};
   Runner runner(&block, random);
   const dim3& grid = launch.grid;
   const std::vector<unsigned> blocks = blocks_of(grid.x * grid.y, random);

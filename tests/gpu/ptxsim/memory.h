@@ -49,12 +49,10 @@ class Memory {
 
  private:
   struct Block {
-    Allocation allocation;
-    std::unique_ptr<char, std::function<void(char*)>> memory;
+    Allocation allocation{};
+    std::unique_ptr<char, std::function<void(char*)>> memory{};
     Shadow shadow{};
   };
-  static Block filled(size_t bytes);
-  static Block reserved(size_t bytes);
   const Allocation* around(uintptr_t address) const;
 
   Races* const races_;

@@ -21,26 +21,23 @@ const Layout kLayouts[] = {
     {"rows 56x56x64", {56 * 56, 64, 1, 56 * 56}}, {"rows 7x7x512", {8 * 7 * 7, 512, 1, 7 * 7}},
 };
 
-// The layers of an FCN-ResNet-50 with two images of 480x480: channels and size.
-const int kSegmentation[][2] = {{64, 240}, {64, 120}, {256, 120}, {128, 120}, {128, 60},
-                                {512, 60}, {256, 60}, {1024, 60}, {2048, 60}};
-// Others that leave much of a GPU empty: samples, channels and size.
-const int kSmall[][3] = {{1, 2048, 33}, {4, 512, 14}, {2, 2048, 8}, {2, 2048, 7}, {32, 512, 14}};
+// The layers of an FCN-ResNet-50 with two images of 480x480, and others that leave much of a GPU
+// empty: samples, channels and size.
+const int kLayers[][3] = {{2, 64, 240}, {2, 64, 120}, {2, 256, 120}, {2, 128, 120}, {2, 128, 60},
+                          {2, 512, 60}, {2, 256, 60}, {2, 1024, 60}, {2, 2048, 60}, {1, 2048, 33},
+                          {4, 512, 14}, {2, 2048, 8}, {2, 2048, 7},  {32, 512, 14}};
 
 void print(const std::string& pass, const char* dtype, const std::string& layout, uint64_t values,
            const ptxsim::LaunchCounts& launch) {
   const ptxsim::Counts& c = launch.counts;
-  const auto number = [](uint64_t n) { return static_cast<unsigned long>(n); };
   std::printf(
       "{\"row\": \"%s | %s | %s\", \"values\": %lu, \"instructions\": %lu, \"doubles\": %lu, "
       "\"load_sectors\": %lu, \"unique_load_sectors\": %lu, \"store_sectors\": %lu, "
       "\"unique_store_sectors\": %lu, \"shared_requests\": %lu, \"shared_waves\": %lu, "
       "\"divergent_branches\": %lu, \"longest_warp\": %lu, \"blocks\": %lu, \"counted\": %lu}\n",
-      pass.c_str(), dtype, layout.c_str(), number(values), number(c.instructions),
-      number(c.doubles), number(c.load_sectors), number(c.unique_load_sectors),
-      number(c.store_sectors), number(c.unique_store_sectors), number(c.shared_requests),
-      number(c.shared_waves), number(c.divergent_branches), number(c.longest_warp),
-      number(launch.blocks), number(c.blocks));
+      pass.c_str(), dtype, layout.c_str(), values, c.instructions, c.doubles, c.load_sectors,
+      c.unique_load_sectors, c.store_sectors, c.unique_store_sectors, c.shared_requests,
+      c.shared_waves, c.divergent_branches, c.longest_warp, launch.blocks, c.blocks);
 }
 
 // Runs a pass and prints the counts of its main kernel, and of the one that adds slices.
@@ -133,18 +130,16 @@ void count_passes(const char* dtype, const Layout& layout, int multiprocessors, 
 }
 
 void count_layers(int multiprocessors) {
-  const auto count_layer = [&](int samples, int channels, int size) {
-    const int64_t n = samples, c = channels, s = int64_t{size} * size;
+  for (const auto& [n, c, size] : kLayers) {
     const std::string shape = std::to_string(n) + "x" + std::to_string(c) + "x" +
                               std::to_string(size) + "x" + std::to_string(size);
+    const int64_t s = int64_t{size} * size;
     for (const Layout& layout :
          {Layout{"planes " + shape, {n, c, s}}, Layout{"rows " + shape, {n * s, c, 1, s}}}) {
       count_passes<float>("float32", layout, multiprocessors, true);
       count_passes<Half>("float16", layout, multiprocessors, true);
     }
-  };
-  for (const auto& [channels, size] : kSegmentation) count_layer(2, channels, size);
-  for (const auto& [samples, channels, size] : kSmall) count_layer(samples, channels, size);
+  }
 }
 
 }  // namespace

@@ -96,6 +96,11 @@ struct Kernel {
   mutable std::vector<std::unique_ptr<uint64_t[]>> register_files;
 };
 
+// The function for an instruction such as "add", {"rn", "f32"}; null if there is none. `i` has the
+// rest of it.
+Compute find_compute(const std::string& name, const std::vector<std::string>& modifiers,
+                     const Instruction& i);
+
 // The kernels of a text, by name.
 std::map<std::string, Kernel> parse(const std::string& text);
 

@@ -94,6 +94,12 @@ void access(const void* memory, size_t bytes, bool writes) {
   state().memory.access(memory, bytes, writes);
 }
 
+// The same of what was there when the work was queued.
+void use(const void* memory, size_t bytes, bool writes) {
+  if (!state().memory.holds(memory, bytes)) stop("memory is freed that a stream has yet to use");
+  access(memory, bytes, writes);
+}
+
 }  // namespace
 
 int launch(const void* function, dim3 grid, dim3 block, void** arguments, void* stream) {
@@ -134,15 +140,14 @@ int launch(const void* function, dim3 grid, dim3 block, void** arguments, void* 
 // A copy to or from a device. The other side may be any memory of the host, which counts as what it
 // is when the function is called: so it is copied then, or waited for.
 int copy(void* to, const void* from, size_t bytes, int kind, void* stream) {
-  enum Kind { kHostToDevice = 1, kDeviceToHost = 2, kDeviceToDevice = 3 };
+  enum Kind { kHostToDevice = 1, kDeviceToHost = 2 };
   State& s = state();
   // Unlike a launch, on whatever device the stream is.
   const std::optional<int> device = device_of(stream);
   if (!device) return fail(kInvalidHandle);
-  const bool to_device = kind == kHostToDevice || kind == kDeviceToDevice;
-  const bool from_device = kind == kDeviceToHost || kind == kDeviceToDevice;
   const bool writes_known = s.memory.holds(to, bytes), reads_known = s.memory.holds(from, bytes);
-  if ((to_device && !writes_known) || (from_device && !reads_known)) return fail(kInvalidValue);
+  if (kind != kDeviceToHost && !writes_known) return fail(kInvalidValue);
+  if (kind != kHostToDevice && !reads_known) return fail(kInvalidValue);
   std::optional<std::vector<char>> staged;
   if (!reads_known && s.streams.defers()) {
     staged.emplace(static_cast<const char*>(from), static_cast<const char*>(from) + bytes);
@@ -150,12 +155,8 @@ int copy(void* to, const void* from, size_t bytes, int kind, void* stream) {
   s.calls.add("bytes copied", bytes);
   if (kind == kHostToDevice) s.calls.add("copies to a device", 1);
   s.streams.queue(stream, *device, "a copy", [=, &s] {
-    if ((writes_known && !s.memory.holds(to, bytes)) ||
-        (reads_known && !s.memory.holds(from, bytes))) {
-      stop("memory is freed while a stream has yet to copy it");
-    }
-    if (!staged) s.memory.access(from, bytes, false);
-    s.memory.access(to, bytes, true);
+    if (reads_known) use(from, bytes, false);
+    if (writes_known) use(to, bytes, true);
     std::memmove(to, staged ? staged->data() : from, bytes);
   });
   if (!writes_known) s.streams.finish(stream, *device);
@@ -167,9 +168,8 @@ int fill(void* memory, int value, size_t bytes, void* stream) {
   const std::optional<int> device = device_of(stream);
   if (!device) return fail(kInvalidHandle);
   if (!s.memory.holds(memory, bytes)) return fail(kInvalidValue);
-  s.streams.queue(stream, *device, "a fill", [=, &s] {
-    if (!s.memory.holds(memory, bytes)) stop("memory is freed while a stream has yet to fill it");
-    s.memory.access(memory, bytes, true);
+  s.streams.queue(stream, *device, "a fill", [=] {
+    use(memory, bytes, true);
     std::memset(memory, value, bytes);
   });
   return kSuccess;

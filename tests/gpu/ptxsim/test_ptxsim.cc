@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "check.h"
-#include "launch.h"
 #include "streams.h"
+#include "warp.h"
 
 namespace ptxsim {
 namespace {

@@ -14,10 +14,6 @@ inline std::string trim(const std::string& s) {
   return begin == s.npos ? "" : s.substr(begin, s.find_last_not_of(spaces) - begin + 1);
 }
 
-inline bool starts_with(const std::string& s, const std::string& start) {
-  return s.compare(0, start.size(), start) == 0;
-}
-
 inline bool contains(const std::vector<std::string>& words, const std::string& word) {
   return std::find(words.begin(), words.end(), word) != words.end();
 }

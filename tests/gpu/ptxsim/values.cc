@@ -1,5 +1,3 @@
-#include "values.h"
-
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -7,6 +5,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "ptx.h"
 #include "text.h"
 
 namespace ptxsim {
@@ -81,6 +80,7 @@ template <typename F>
 Compute with_number(Type type, const F& f) {
   return type.is_real() ? with_real(type, f) : with_integer(type, f);
 }
+
 template <typename T, typename F>
 T wrapped(T a, T b, const F& f) {
   if constexpr (std::is_floating_point_v<T>) return f(a, b);

@@ -18,11 +18,6 @@ bool needs_all(Op op) {
   return op == Op::kBlockBarrier || op == Op::kWarpBarrier || op == Op::kShuffle || op == Op::kVote;
 }
 
-uint64_t sign_extended(uint64_t value, int bytes) {
-  const int unused = 64 - 8 * bytes;
-  return static_cast<uint64_t>(static_cast<int64_t>(value << unused) >> unused);
-}
-
 // The registers of a warp. Only constants have values yet.
 uint64_t* registers_of(const Kernel& kernel, size_t index) {
   while (kernel.register_files.size() <= index) {
@@ -41,10 +36,10 @@ uint64_t* registers_of(const Kernel& kernel, size_t index) {
 Warp::Warp(Block* block, int index)
     : block_(*block),
       index_(index),
-      registers_(registers_of(block->kernel, static_cast<size_t>(index))) {}
+      registers_(registers_of(block->launch.kernel, static_cast<size_t>(index))) {}
 
 void Warp::start() {
-  const Kernel& kernel = block_.kernel;
+  const Kernel& kernel = block_.launch.kernel;
   alive_ = kAllLanes;
   waiting_ = 0;
   waits_for_block_ = false;
@@ -60,17 +55,17 @@ void Warp::start() {
 
 uint64_t Warp::special(const std::string& name, unsigned thread) const {
   if (name == "%tid.x") return thread;
-  if (name == "%ntid.x") return block_.threads;
+  if (name == "%ntid.x") return block_.launch.threads;
   if (name == "%ctaid.x") return block_.place.x;
   if (name == "%ctaid.y") return block_.place.y;
-  if (name == "%nctaid.x") return block_.grid.x;
+  if (name == "%nctaid.x") return block_.launch.grid.x;
   stop("the register " + name + " is not supported");
 }
 
 void Warp::refuse(const std::string& what, const Instruction* i, int lane) const {
   const auto number = [](auto n) { return std::to_string(n); };
   stop(what + ": block (" + number(block_.place.x) + ", " + number(block_.place.y) + "), thread " +
-       number(index_ * kLanes + lane) + ", in " + block_.kernel.name +
+       number(index_ * kLanes + lane) + ", in " + block_.launch.kernel.name +
        (i ? ", line " + number(i->line) + ": " + i->text : ""));
 }
 
@@ -101,7 +96,7 @@ void Warp::advance() {
 // All lanes wait: at the same barrier, or for lanes that will not come.
 void Warp::wait_for_block() {
   const int first = first_of(alive_);
-  const Instruction& i = block_.kernel.code[next_[first]];
+  const Instruction& i = block_.launch.kernel.code[next_[first]];
   bool together = alive_ == kAllLanes && i.op == Op::kBlockBarrier;
   for_lanes(alive_, [&](int l) { together = together && next_[l] == next_[first]; });
   if (!together) {
@@ -115,7 +110,7 @@ void Warp::wait_for_block() {
 
 // From `place` on, as long as these lanes stay together and no others can join them.
 void Warp::run(uint32_t lanes, int place) {
-  const Kernel& kernel = block_.kernel;
+  const Kernel& kernel = block_.launch.kernel;
   const bool all = lanes == alive_;
   for (;; ++place) {
     const Instruction& i = kernel.code[place];
@@ -157,7 +152,7 @@ void Warp::count(const Instruction& i, int place, uint32_t active) {
   ++executed_;
   counts.instructions += threads;
   if (i.computes_double) counts.doubles += threads;
-  if (active || i.op == Op::kBranch) ++block_.kernel.ran[place];
+  if (active || i.op == Op::kBranch) ++block_.launch.kernel.ran[place];
 }
 
 void Warp::branch(const Instruction& i, uint32_t lanes, uint32_t active, int place) {
@@ -224,8 +219,8 @@ void Warp::load_parameter(const Instruction& i, uint32_t active) {
   for_lanes(active, [&](int l) {
     const uint64_t at = values(i.operands[0])[l] + static_cast<uint64_t>(i.offset);
     const uint64_t bytes = static_cast<uint64_t>(i.width()) * i.type.size;
-    if (at + bytes > block_.parameters.size()) refuse("no parameter is there", &i, l);
-    load(i, l, block_.parameters.data() + at);
+    if (at + bytes > block_.launch.parameters.size()) refuse("no parameter is there", &i, l);
+    load(i, l, block_.launch.parameters.data() + at);
   });
 }
 
@@ -242,16 +237,17 @@ void Warp::access(const Instruction& i, uint32_t active) {
     i.op == Op::kLoad ? load(i, l, at) : store(i, l, at);
   });
   if (i.space == Space::kGlobal) note_access(addresses, active, bytes, i.op == Op::kStore);
-  if (block_.counted) count_access(i, addresses, active, bytes);
+  if (block_.launch.counted) count_access(i, addresses, active, bytes);
 }
 
 // Lanes access neighbouring values, mostly, or the same one.
 void Warp::note_access(const uint64_t* addresses, uint32_t active, int bytes, bool writes) {
-  if (!block_.races) return;
+  if (!block_.launch.races) return;
   uint64_t begin = 0, end = 0;
   const auto note = [&] {
-    if (!last_.holds(begin, bytes)) block_.memory.allows(begin, bytes, block_.device, &last_);
-    block_.races->access(*last_.shadow, begin, end - begin, writes);
+    if (!last_.holds(begin, bytes))
+      block_.memory.allows(begin, bytes, block_.launch.device, &last_);
+    block_.launch.races->access(*last_.shadow, begin, end - begin, writes);
   };
   for_lanes(active, [&](int l) {
     const uint64_t address = addresses[l];
@@ -272,8 +268,8 @@ char* Warp::place_of(const Instruction& i, int lane, uint64_t address, int bytes
     watch(i, lane, address, bytes);
     return block_.shared.at(address);
   }
-  const bool allowed =
-      last_.holds(address, bytes) || block_.memory.allows(address, bytes, block_.device, &last_);
+  const bool allowed = last_.holds(address, bytes) ||
+                       block_.memory.allows(address, bytes, block_.launch.device, &last_);
   if (!allowed) refuse("an access outside of all arrays", &i, lane);
   return reinterpret_cast<char*>(address);
 }
@@ -290,7 +286,6 @@ void Warp::load(const Instruction& i, int lane, const char* from) {
   for (size_t n = 0; n < i.results.size(); ++n) {
     uint64_t value = 0;
     std::memcpy(&value, from + n * bytes, bytes);
-    if (i.type.kind == Type::kSigned) value = sign_extended(value, bytes);
     values(i.results[n])[lane] = value;
   }
 }

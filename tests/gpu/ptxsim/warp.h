@@ -1,7 +1,8 @@
-// The execution of a warp.
+// The execution of a kernel.
 #ifndef GLUON_SYNCBN_TESTS_PTXSIM_WARP_H_
 #define GLUON_SYNCBN_TESTS_PTXSIM_WARP_H_
 
+#include <random>
 #include <string>
 #include <vector>
 
@@ -16,23 +17,37 @@ struct dim3 {
 
 namespace ptxsim {
 
+struct Launch {
+  const Kernel& kernel;
+  // Its z is 1, and blocks have only an x.
+  dim3 grid;
+  unsigned threads;
+  std::vector<char> parameters;
+  int device;
+  // Whether memory accesses are counted.
+  bool counted;
+  // Null: races between streams are not looked for.
+  Races* races = nullptr;
+  // How many blocks run, if the grid has more.
+  unsigned most_blocks = ~0u;
+};
+
+// The arguments are as for cudaLaunchKernel.
+std::vector<char> parameters_of(const Kernel& kernel, void** arguments);
+
+// Runs all blocks, and their warps, in random order, or in order if `random` is null.
+Counts run(const Launch& launch, const Memory& memory, std::mt19937* random);
+
 // What the warps of a block share.
 struct Block {
-  const Kernel& kernel;
+  const Launch& launch;
   const Memory& memory;
-  const int device;
-  const dim3 grid;
-  const unsigned threads;
-  const std::vector<char>& parameters;
   SharedMemory shared;
   // Its place in the grid.
   dim3 place{};
   Counts counts{};
-  // Whether the counts are wanted, and the sectors accessed.
-  bool counted = false;
+  // The sectors accessed.
   std::vector<uint64_t> loaded{}, stored{};
-  // Null: races between streams are not looked for.
-  Races* races = nullptr;
 };
 
 // 32 lanes that run in lockstep while they take the same branches. Of those that are apart, the
