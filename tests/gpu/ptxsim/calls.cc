@@ -65,8 +65,7 @@ void Calls::add(const std::string& name, uint64_t count) {
 }
 
 uint64_t Calls::count(const std::string& name) const {
-  const auto found = counts_.find(name);
-  return found == counts_.end() ? 0 : found->second;
+  return counts_.count(name) ? counts_.at(name) : 0;
 }
 
 }  // namespace ptxsim

@@ -157,15 +157,15 @@ def time_of_sums(rows, row, gpu):
 def print_sums(counted):
     """The blocks of sums, the longest warp of a block, and how often the multiprocessors are full,
     from the rows for each GPU."""
-    heads = [f"{gpu}: blocks | turns | us |" for gpu in counted]
-    print("\n| sums | data | longest warp | bytes, us on an H100 |", *heads)
+    print("\n| sums | data | longest warp | bytes, us on an H100 |", end=" ")
+    print(*(f"{gpu}: blocks | turns | us |" for gpu in counted))
     print("| --- " * (4 + 3 * len(counted)) + "|")
     for row, counts in counted["H100"].items():
         name, dtype, layout = row.split(" | ")
         if name not in PASSES:
             continue
-        cells = [name, f"{dtype}, {layout}", counts["longest_warp"]]
-        cells.append(f"{time_of_bytes(counts, name, dtype, 'H100'):.1f}")
+        of_bytes = f"{time_of_bytes(counts, name, dtype, 'H100'):.1f}"
+        cells = [name, f"{dtype}, {layout}", counts["longest_warp"], of_bytes]
         for gpu, rows in counted.items():
             blocks, time = rows[row]["blocks"], time_of_sums(rows, row, gpu)
             cells += [blocks, turns_of(rows[row], gpu), f"{time:.1f}"]
@@ -213,7 +213,7 @@ def main():
     parser.add_argument("--quiet", action="store_true", help="print only what has grown")
     options = parser.parse_args()
     version = f"{nvcc_version(options.nvcc)} for compute_{options.arch}"
-    saved = json.loads(COUNTS.read_text()) if COUNTS.exists() else {"nvcc": None, "rows": {}}
+    saved = json.loads(COUNTS.read_text())
     before = ungrouped(saved["rows"])
     comparable = saved["nvcc"] == version
     if options.quiet and not comparable:

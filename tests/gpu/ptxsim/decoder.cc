@@ -4,8 +4,6 @@
 #include <cstdlib>
 #include <set>
 
-#include "text.h"
-
 namespace ptxsim {
 namespace {
 
@@ -108,14 +106,6 @@ class Decoder {
     operand(trim(inner.substr(0, plus)), kAddress);
   }
 
-  void space() {
-    if (s_.has("shared")) {
-      i_.space = Space::kShared;
-    } else if (!s_.has("global")) {
-      s_.refuse();
-    }
-  }
-
   void access() {
     const bool load = s_.name == "ld";
     // A signed integer would fill its register with its sign.
@@ -124,7 +114,8 @@ class Decoder {
       i_.op = Op::kLoadParameter;
     } else {
       i_.op = load ? Op::kLoad : Op::kStore;
-      space();
+      i_.space = s_.has("shared") ? Space::kShared : Space::kGlobal;
+      if (!s_.has("shared") && !s_.has("global")) s_.refuse();
     }
     address(s_.operand(load ? 1 : 0));
     const std::vector<std::string> values = members(s_.operand(load ? 0 : 1));
@@ -164,25 +155,20 @@ class Decoder {
   void compute() {
     if (s_.name == "mov") {
       for (const std::string& each : members(s_.operand(0))) result(each);
-      for (const std::string& each : members(s_.operand(1))) operand(each, part_type());
+      const std::vector<std::string> parts = members(s_.operand(1));
+      Type type = i_.type;
+      type.size = static_cast<uint8_t>(type.size / parts.size());
+      for (const std::string& each : parts) operand(each, type);
     } else {
       result(s_.operand(0));
-      for (size_t n = 1; n < s_.operands.size(); ++n) operand(s_.operands[n], operand_type(n));
+      const Type type = s_.name == "cvt" ? i_.from : i_.type;
+      for (size_t n = 1; n < s_.operands.size(); ++n) {
+        operand(s_.operands[n], n == 3 && s_.name == "selp" ? kPredicate : type);
+      }
     }
     i_.compute = find_compute(s_.name, s_.modifiers, i_);
     if (!i_.compute) s_.refuse();
     i_.computes_double = computes_double();
-  }
-
-  Type operand_type(size_t n) const {
-    if (s_.name == "cvt") return i_.from;
-    return n == 3 && s_.name == "selp" ? kPredicate : i_.type;
-  }
-
-  Type part_type() const {
-    Type type = i_.type;
-    type.size = static_cast<uint8_t>(type.size / members(s_.operand(1)).size());
-    return type;
   }
 
   // Changes of sign are part of the instruction that takes the value.
@@ -226,7 +212,6 @@ void Names::declare_register(const std::string& name) {
 }
 
 int Names::result(const std::string& name) {
-  if (name == "_") return new_register();
   const auto found = registers_.find(name);
   if (found == registers_.end()) stop("the register " + name + " is not declared");
   return found->second;

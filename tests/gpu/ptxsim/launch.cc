@@ -42,7 +42,10 @@ class Runner {
       if (random_) std::shuffle(order_.begin(), order_.end(), *random_);
       for (const unsigned index : order_) warps_[index].advance();
     } while (pass_barrier());
-    count();
+    ++block_.counts.blocks;
+    for (const Warp& warp : warps_) {
+      block_.counts.longest_warp = std::max(block_.counts.longest_warp, warp.executed());
+    }
   }
 
  private:
@@ -50,13 +53,6 @@ class Runner {
   std::mt19937* const random_;
   std::vector<unsigned> order_;
   std::vector<Warp> warps_;
-
-  void count() {
-    ++block_.counts.blocks;
-    for (const Warp& warp : warps_) {
-      block_.counts.longest_warp = std::max(block_.counts.longest_warp, warp.executed());
-    }
-  }
 
   // Returns whether there was one, and not all warps have ended.
   bool pass_barrier() {

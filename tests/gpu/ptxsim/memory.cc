@@ -19,10 +19,8 @@ void* Memory::allocate(size_t bytes, int device) {
   Block& block = blocks_[begin];
   block.memory = {static_cast<char*>(memory), [all](char* p) { munmap(p, all); }};
   block.allocation = {begin, begin + std::max<size_t>(bytes, 1), device};
-  if (races_) {
-    block.shadow = races_->watch(begin, bytes, device == kHost);
-    block.allocation.shadow = &block.shadow;
-  }
+  block.shadow = races_->watch(begin, bytes, device == kHost);
+  block.allocation.shadow = &block.shadow;
   return memory;
 }
 
@@ -32,7 +30,7 @@ bool Memory::release(void* memory) {
   if (found == blocks_.end()) return false;
   // As if it wrote there: no other operation may still use it.
   const Shadow& shadow = found->second.shadow;
-  if (races_) races_->access(shadow, shadow.begin, shadow.bytes, true);
+  races_->access(shadow, shadow.begin, shadow.bytes, true);
   blocks_.erase(found);
   return true;
 }
@@ -63,7 +61,7 @@ bool Memory::holds(const void* address, size_t bytes) const {
 void Memory::access(const void* address, size_t bytes, bool writes) const {
   const auto begin = reinterpret_cast<uintptr_t>(address);
   const Allocation* const found = around(begin);
-  if (races_ && found) races_->access(*found->shadow, begin, bytes, writes);
+  if (found) races_->access(*found->shadow, begin, bytes, writes);
 }
 
 }  // namespace ptxsim

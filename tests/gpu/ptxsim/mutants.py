@@ -92,9 +92,8 @@ def type_of(lines, index):
     while ".entry" not in lines[index]:
         index -= 1
     match = re.search(r"4Half|8BFloat16|I[a-z]?d", lines[index])
-    return {"4Half": "Half", "8BFloat16": "BFloat16", None: "float"}.get(
-        match and match[0], "double"
-    )
+    names = {"4Half": "Half", "8BFloat16": "BFloat16", None: "float"}
+    return names.get(match and match[0], "double")
 
 
 def mutate(line, name, new):

@@ -4,7 +4,6 @@
 #include <unordered_map>
 
 #include "decoder.h"
-#include "text.h"
 
 namespace ptxsim {
 namespace {

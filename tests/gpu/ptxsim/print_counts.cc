@@ -78,53 +78,52 @@ void count_passes(const char* dtype, const Layout& layout, int multiprocessors, 
   DeviceArray<ChannelSums> work(kernels.work_size(view, multiprocessors)), sums(view.C);
   const ForBackward kept{statistics.data(), nullptr, gates.data()};
 
-  const auto backward = [&](Epilogue epilogue) {
-    BackwardShard shard{};
-    shard.view = view;
-    shard.dy = dy.data();
-    shard.x = x.data();
-    shard.gamma = shard.beta = parameters.data();
-    shard.epilogue = epilogue;
-    shard.dx = result.data();
-    return shard;
-  };
-  const auto forward = [&](const T* residual) {
-    ForwardShard shard{};
-    shard.view = view;
-    shard.x = x.data();
-    shard.gamma = shard.beta = parameters.data();
-    shard.residual = residual;
-    shard.y = result.data();
-    return shard;
-  };
-  const Epilogue relu{Activation::kRelu, 0, 0};
-  const auto add = [&](const BackwardShard& shard) {
-    return kernels.backward_sums(shard, kept, 0, work.data(), sums.data(), multiprocessors,
-                                 the_stream());
-  };
-  const auto dx = [&](const BackwardShard& shard) {
-    return kernels.input_gradient(shard, coefficients.data(), multiprocessors, the_stream());
-  };
-  const auto y = [&](const ForwardShard& shard) {
-    return kernels.normalize(shard, coefficients.data(), multiprocessors, the_stream());
-  };
+  ForwardShard forward{};
+  forward.view = view;
+  forward.x = x.data();
+  forward.gamma = forward.beta = parameters.data();
+  forward.y = result.data();
+  ForwardShard with_residual = forward;
+  with_residual.residual = other.data();
+  BackwardShard backward{};
+  backward.view = view;
+  backward.dy = dy.data();
+  backward.x = x.data();
+  backward.gamma = backward.beta = parameters.data();
+  backward.dx = result.data();
+  BackwardShard relu = backward;
+  relu.epilogue = {Activation::kRelu, 0, 0};
+  BackwardShard relu_of_sum = relu;
+  relu_of_sum.y = other.data();
+  relu_of_sum.dresidual = second.data();
 
   count("sums forward", dtype, layout, [&] {
     return kernels.forward_sums(view, x.data(), work.data(), sums.data(), multiprocessors,
                                 the_stream());
   });
-  count("sums backward", dtype, layout, [&] { return add(backward({})); });
-  count("sums backward, relu", dtype, layout, [&] { return add(backward(relu)); });
-  if (!only_sums) {
-    count("y", dtype, layout, [&] { return y(forward(nullptr)); });
-    count("y, residual", dtype, layout, [&] { return y(forward(other.data())); });
-    count("dx", dtype, layout, [&] { return dx(backward({})); });
-    count("dx, relu, residual", dtype, layout, [&] {
-      BackwardShard shard = backward(relu);
-      shard.y = other.data();
-      shard.dresidual = second.data();
-      return dx(shard);
+  const auto count_sums = [&](const char* pass, const BackwardShard& shard) {
+    count(pass, dtype, layout, [&] {
+      return kernels.backward_sums(shard, kept, 0, work.data(), sums.data(), multiprocessors,
+                                   the_stream());
     });
+  };
+  count_sums("sums backward", backward);
+  count_sums("sums backward, relu", relu);
+  const auto count_y = [&](const char* pass, const ForwardShard& shard) {
+    count(pass, dtype, layout, [&] {
+      return kernels.normalize(shard, coefficients.data(), multiprocessors, the_stream());
+    });
+  };
+  const auto count_dx = [&](const char* pass, const BackwardShard& shard) {
+    count(pass, dtype, layout, [&] {
+      return kernels.input_gradient(shard, coefficients.data(), multiprocessors, the_stream());
+    });
+  };
+  if (!only_sums) {
+    count_y("y", forward);
+    count_y("y, residual", with_residual);
+    count_dx("dx", backward);
+    count_dx("dx, relu, residual", relu_of_sum);
   }
   MUST(cuda().synchronize(the_stream()));
 }

@@ -6,18 +6,16 @@
 #include <fstream>
 #include <iterator>
 
+#include "decoder.h"
+
 namespace ptxsim {
 
 thread_local int current_device = 0, last_error = kSuccess;
 
-Peers peers_of(const std::string& name) {
-  static const std::map<std::string, Peers> all = {{"", Peers::kAll},
-                                                   {"none", Peers::kNone},
-                                                   {"one way", Peers::kOneWay},
-                                                   {"refused", Peers::kRefused}};
-  const auto found = all.find(name);
-  if (found == all.end()) stop("peers are 'none', 'one way' or 'refused', not " + name);
-  return found->second;
+void set_peers(State* state, const std::string& which) {
+  const bool is_known = contains({"", "none", "one way", "refused"}, which);
+  if (!is_known) stop("peers are 'none', 'one way' or 'refused', not " + which);
+  state->peers = which;
 }
 
 namespace {
@@ -37,6 +35,16 @@ void write_coverage() {
   if (!file) stop(std::string("cannot write ") + path);
 }
 
+void access(const void* memory, size_t bytes, bool writes) {
+  state().memory.access(memory, bytes, writes);
+}
+
+// The same of what was there when the work was queued.
+void use(const void* memory, size_t bytes, bool writes) {
+  if (!state().memory.holds(memory, bytes)) stop("memory is freed that a stream has yet to use");
+  access(memory, bytes, writes);
+}
+
 }  // namespace
 
 State& state() {
@@ -45,7 +53,7 @@ State& state() {
     if (const char* seed = std::getenv("PTXSIM_SEED")) {
       created->random.emplace(static_cast<unsigned>(std::atoi(seed)));
     }
-    if (const char* peers = std::getenv("PTXSIM_PEERS")) created->peers = peers_of(peers);
+    if (const char* peers = std::getenv("PTXSIM_PEERS")) set_peers(created, peers);
     std::atexit(write_coverage);
     return created;
   }();
@@ -88,20 +96,6 @@ std::optional<int> device_of(void* stream) {
   return state().streams.device_of(stream);
 }
 
-namespace {
-
-void access(const void* memory, size_t bytes, bool writes) {
-  state().memory.access(memory, bytes, writes);
-}
-
-// The same of what was there when the work was queued.
-void use(const void* memory, size_t bytes, bool writes) {
-  if (!state().memory.holds(memory, bytes)) stop("memory is freed that a stream has yet to use");
-  access(memory, bytes, writes);
-}
-
-}  // namespace
-
 int launch(const void* function, dim3 grid, dim3 block, void** arguments, void* stream) {
   State& s = state();
   const auto name = s.names.find(function);
@@ -127,8 +121,8 @@ int launch(const void* function, dim3 grid, dim3 block, void** arguments, void* 
   if (grid.z > 1 || block.x != threads)
     stop("a grid with a z, or a block with a y, is not supported");
   const Launch launch{
-      kernel,          grid,     block.x,      parameters_of(kernel, arguments), current_device,
-      s.counts_wanted, &s.races, s.most_blocks};
+      kernel,          grid,         block.x, parameters_of(kernel, arguments), current_device,
+      s.counts_wanted, s.most_blocks};
   s.streams.queue(stream, current_device, kernel.name.c_str(), [&s, launch] {
     const Counts counts = run(launch, s.memory, s.random ? &*s.random : nullptr);
     if (!launch.counted) return;

@@ -60,11 +60,6 @@ class Calls {
   const char *sites_, *dropped_;
 };
 
-// Which devices may have access to the memory of others. kRefused: none, which shows when it is
-// enabled.
-enum class Peers { kAll, kNone, kOneWay, kRefused };
-Peers peers_of(const std::string& name);
-
 struct State {
   // Held by all functions of CUDA.
   std::mutex mutex;
@@ -77,7 +72,8 @@ struct State {
   std::map<void*, Event> events;
   std::set<int> contexts;
   Calls calls;
-  Peers peers = Peers::kAll;
+  // See ptxsim_set_peers.
+  std::string peers;
   std::optional<std::mt19937> random;
   bool counts_wanted = false;
   unsigned most_blocks = ~0u;
@@ -86,6 +82,7 @@ struct State {
 };
 
 State& state();
+void set_peers(State* state, const std::string& which);
 
 extern thread_local int current_device, last_error;
 inline int fail(int error) { return last_error = error; }

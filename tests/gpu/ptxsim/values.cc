@@ -5,8 +5,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "ptx.h"
-#include "text.h"
+#include "decoder.h"
 
 namespace ptxsim {
 namespace {
@@ -87,12 +86,6 @@ T wrapped(T a, T b, const F& f) {
   return static_cast<T>(f(static_cast<uint64_t>(a), static_cast<uint64_t>(b)));
 }
 
-template <typename T>
-T divide(T a, T b) {
-  if constexpr (std::is_floating_point_v<T>) return a / b;
-  return b == 0 ? static_cast<T>(~uint64_t{0}) : static_cast<T>(a / b);
-}
-
 // Arithmetic on floats, doubles and integers.
 Compute find_arithmetic(const std::string& name, Type type) {
   return with_number(type, [&](auto zero) -> Compute {
@@ -102,7 +95,12 @@ Compute find_arithmetic(const std::string& name, Type type) {
     if (name == "mul") {
       return each<T, 2>([](T a, T b) { return wrapped(a, b, std::multiplies<>()); });
     }
-    if (name == "div") return each<T, 2>([](T a, T b) { return divide(a, b); });
+    if (name == "div") {
+      return each<T, 2>([](T a, T b) {
+        const bool has_none = !std::is_floating_point_v<T> && b == 0;
+        return has_none ? static_cast<T>(-1) : static_cast<T>(a / b);
+      });
+    }
     return nullptr;
   });
 }
@@ -179,9 +177,8 @@ Compute find_integer(const std::string& name, const std::vector<std::string>& mo
 }
 
 Compute find_bits(const std::string& name, const std::vector<std::string>& modifiers, Type type) {
-  if (type.kind == Type::kPredicate && name == "not") {
-    return raw<1>([](uint64_t a) { return uint64_t{a == 0}; });
-  }
+  const bool inverts = type.kind == Type::kPredicate && name == "not";
+  if (inverts) return raw<1>([](uint64_t a) { return a == 0; });
   if (name == "and") return raw<2>([](uint64_t a, uint64_t b) { return a & b; });
   if (name == "or") return raw<2>([](uint64_t a, uint64_t b) { return a | b; });
   if (name == "xor") return raw<2>([](uint64_t a, uint64_t b) { return a ^ b; });

@@ -127,8 +127,12 @@ void Warp::run(uint32_t lanes, int place) {
     }
     if (needs_all(i.op)) {
       if (!meet(i, lanes, active, place) || lanes != alive_) return;
+    } else if (i.op == Op::kCompute) {
+      i.compute(i, registers_, active);
+    } else if (i.op == Op::kLoadParameter) {
+      load_parameter(i, active);
     } else if (active) {
-      execute(i, active);
+      access(i, active);
     }
     if (!all && kernel.has_label[place + 1]) {
       go_to(lanes, place + 1);
@@ -204,17 +208,6 @@ void Warp::vote(const Instruction& i, uint32_t lanes) {
   for_lanes(lanes, [&](int l) { values(i.results[0])[l] = result; });
 }
 
-void Warp::execute(const Instruction& i, uint32_t active) {
-  switch (i.op) {
-    case Op::kCompute:
-      return i.compute(i, registers_, active);
-    case Op::kLoadParameter:
-      return load_parameter(i, active);
-    default:
-      return access(i, active);
-  }
-}
-
 void Warp::load_parameter(const Instruction& i, uint32_t active) {
   for_lanes(active, [&](int l) {
     const uint64_t at = values(i.operands[0])[l] + static_cast<uint64_t>(i.offset);
@@ -242,12 +235,11 @@ void Warp::access(const Instruction& i, uint32_t active) {
 
 // Lanes access neighbouring values, mostly, or the same one.
 void Warp::note_access(const uint64_t* addresses, uint32_t active, int bytes, bool writes) {
-  if (!block_.launch.races) return;
   uint64_t begin = 0, end = 0;
   const auto note = [&] {
     if (!last_.holds(begin, bytes))
       block_.memory.allows(begin, bytes, block_.launch.device, &last_);
-    block_.launch.races->access(*last_.shadow, begin, end - begin, writes);
+    block_.memory.races().access(*last_.shadow, begin, end - begin, writes);
   };
   for_lanes(active, [&](int l) {
     const uint64_t address = addresses[l];
@@ -265,20 +257,16 @@ char* Warp::place_of(const Instruction& i, int lane, uint64_t address, int bytes
   if (address % bytes) refuse("an access at an odd address", &i, lane);
   if (i.space == Space::kShared) {
     if (!block_.shared.holds(address, bytes)) refuse("an access outside of the array", &i, lane);
-    watch(i, lane, address, bytes);
+    const bool writes = i.op != Op::kLoad;
+    const int other = block_.shared.touch(index_ * kLanes + lane, phase_, address, bytes, writes);
+    if (other >= 0)
+      refuse("a race in shared memory with thread " + std::to_string(other), &i, lane);
     return block_.shared.at(address);
   }
   const bool allowed = last_.holds(address, bytes) ||
                        block_.memory.allows(address, bytes, block_.launch.device, &last_);
   if (!allowed) refuse("an access outside of all arrays", &i, lane);
   return reinterpret_cast<char*>(address);
-}
-
-void Warp::watch(const Instruction& i, int lane, uint64_t address, int bytes) {
-  const bool writes = i.op != Op::kLoad;
-  const int other = block_.shared.touch(index_ * kLanes + lane, phase_, address, bytes, writes);
-  if (other < 0) return;
-  refuse("a race in shared memory with thread " + std::to_string(other), &i, lane);
 }
 
 void Warp::load(const Instruction& i, int lane, const char* from) {
