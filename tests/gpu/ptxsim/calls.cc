@@ -1,5 +1,3 @@
-#include "calls.h"
-
 #include <dlfcn.h>
 #include <execinfo.h>
 
@@ -7,6 +5,8 @@
 #include <fstream>
 #include <set>
 #include <sstream>
+
+#include "state.h"
 
 namespace ptxsim {
 namespace {
@@ -65,8 +65,7 @@ void Calls::add(const std::string& name, uint64_t count) {
 }
 
 uint64_t Calls::count(const std::string& name) const {
-  const auto found = counts_.find(name);
-  return found == counts_.end() ? 0 : found->second;
+  return counts_.count(name) ? counts_.at(name) : 0;
 }
 
 }  // namespace ptxsim

@@ -11,6 +11,7 @@ not of time.
 """
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -45,18 +46,11 @@ PASSES = {"sums forward": 1, "sums backward": 2, "sums backward, relu": 2, "y": 
 # Blocks of a kernel of sums that a multiprocessor runs at a time; clocks for each instruction of a
 # warp; microseconds from one launch to the next, as measured on an H100.
 RESIDENT, CLOCKS, LAUNCH = 2, 4, 1.9
-# The layers of an FCN-ResNet-50 with an output stride of 8, by their shape for two images of
+# The layers of an FCN-ResNet-50 with an output stride of 8, by channels and size for two images of
 # 480x480.
 SEGMENTATION = {
-    "2x64x240x240": 1,
-    "2x64x120x120": 6,
-    "2x256x120x120": 4,
-    "2x128x120x120": 1,
-    "2x128x60x60": 7,
-    "2x512x60x60": 12,
-    "2x256x60x60": 12,
-    "2x1024x60x60": 7,
-    "2x2048x60x60": 4,
+    **{(64, 240): 1, (64, 120): 6, (256, 120): 4, (128, 120): 1, (128, 60): 7},
+    **{(512, 60): 12, (256, 60): 12, (1024, 60): 7, (2048, 60): 4},
 }
 MODELLED = ["planes 56x56", "planes 7x7", "rows 56x56x64"]
 COMPARED = ["instr/value", "f64/value", "load", "store"]
@@ -78,6 +72,25 @@ def count(program):
         }
         for row, counts in counts_of(program).items()
     }
+
+
+def grouped(rows):
+    """As counts.json has them, to be short: by pass and layout, then by dtype, without the columns'
+    names."""
+    groups = {}
+    for row, numbers in rows.items():
+        name, dtype, layout = row.split(" | ")
+        groups.setdefault(f"{name} | {layout}", {})[dtype] = list(numbers.values())
+    return groups
+
+
+def ungrouped(groups):
+    rows = {}
+    for name, dtypes in groups.items():
+        what, layout = name.split(" | ")
+        for dtype, numbers in dtypes.items():
+            rows[f"{what} | {dtype} | {layout}"] = dict(zip(COLUMNS, numbers))
+    return rows
 
 
 def nvcc_version(nvcc):
@@ -127,58 +140,55 @@ def time_of_bytes(row, name, dtype, gpu):
     return row["values"] * PASSES[name] * {"float32": 4, "float16": 2}[dtype] / GPUS[gpu][2] / 1e3
 
 
-def time_of_sums(rows, name, dtype, layout, gpu):
+def time_of_sums(rows, row, gpu):
     """Microseconds of a pass of sums, with its launches. A block takes as long as its longest warp,
     and the last turn of blocks has no other work to hide behind."""
     multiprocessors, ghz, _, doubles = GPUS[gpu]
-    row = rows[f"{name} | {dtype} | {layout}"]
-    memory = time_of_bytes(row, name, dtype, gpu)
-    scale = row["blocks"] / row["counted"] / multiprocessors / ghz / 1e3
-    issue = max(row["instructions"] / ISSUED, row["doubles"] / doubles) * scale
-    block = row["longest_warp"] * CLOCKS / ghz / 1e3
-    time = LAUNCH + max(memory, issue, (turns_of(row, gpu) - 1) * block) + block
-    slices = rows.get(f"add_slices, {name} | {dtype} | {layout}")
-    if slices:
-        time += LAUNCH + slices["longest_warp"] * CLOCKS / ghz / 1e3
-    return time
+    counts = rows[row]
+    scale = counts["blocks"] / counts["counted"] / multiprocessors / ghz / 1e3
+    issue = max(counts["instructions"] / ISSUED, counts["doubles"] / doubles) * scale
+    block = counts["longest_warp"] * CLOCKS / ghz / 1e3
+    blocks_before = (turns_of(counts, gpu) - 1) * block
+    time = LAUNCH + max(time_of_bytes(counts, *row.split(" | ")[:2], gpu), issue, blocks_before)
+    slices = rows.get(f"add_slices, {row}")
+    return time + block + (LAUNCH + slices["longest_warp"] * CLOCKS / ghz / 1e3 if slices else 0)
 
 
-def print_sums(program):
-    """The blocks of sums, the longest warp of a block, and how often the multiprocessors are full.
-    Then the time of a net's layers: of their sums, and of all passes, where y and dx take the time
-    of their bytes, and finishing takes that of a launch."""
-    gpus = ["T4", "A100", "H100"]
-    counted = {gpu: counts_of(program, GPUS[gpu][0]) for gpu in gpus}
-    heads = [f"{gpu}: blocks | turns | us |" for gpu in gpus]
-    print("\n| sums | data | longest warp | bytes, us on an H100 |", *heads)
-    print("| --- " * (4 + 3 * len(gpus)) + "|")
+def print_sums(counted):
+    """The blocks of sums, the longest warp of a block, and how often the multiprocessors are full,
+    from the rows for each GPU."""
+    print("\n| sums | data | longest warp | bytes, us on an H100 |", end=" ")
+    print(*(f"{gpu}: blocks | turns | us |" for gpu in counted))
+    print("| --- " * (4 + 3 * len(counted)) + "|")
     for row, counts in counted["H100"].items():
         name, dtype, layout = row.split(" | ")
         if name not in PASSES:
             continue
-        cells = [name, f"{dtype}, {layout}", counts["longest_warp"]]
-        cells.append(f"{time_of_bytes(counts, name, dtype, 'H100'):.1f}")
-        for gpu in gpus:
-            time = time_of_sums(counted[gpu], name, dtype, layout, gpu)
-            cells += [counted[gpu][row]["blocks"], turns_of(counted[gpu][row], gpu), f"{time:.1f}"]
+        of_bytes = f"{time_of_bytes(counts, name, dtype, 'H100'):.1f}"
+        cells = [name, f"{dtype}, {layout}", counts["longest_warp"], of_bytes]
+        for gpu, rows in counted.items():
+            blocks, time = rows[row]["blocks"], time_of_sums(rows, row, gpu)
+            cells += [blocks, turns_of(rows[row], gpu), f"{time:.1f}"]
         print("|", " | ".join(map(str, cells)), "|")
+
+
+def print_net(counted):
+    """The time of a net's layers: of their sums, and of all passes, where y and dx take the time of
+    their bytes, and finishing takes that of a launch."""
     print("\n| FCN-ResNet-50 | GPU | bytes of sums, us | sums, us | bytes of all, us | all, us |")
     print("| --- " * 6 + "|")
-    for layout in ("planes", "rows"):
-        for dtype in ("float32", "float16"):
-            for gpu in gpus:
-                memory = sums = others = 0
-                for shape, layers in SEGMENTATION.items():
-                    for name, other in ("sums forward", "y"), ("sums backward, relu", "dx"):
-                        row = counted[gpu][f"{name} | {dtype} | {layout} {shape}"]
-                        memory += layers * time_of_bytes(row, name, dtype, gpu)
-                        others += layers * time_of_bytes(row, other, dtype, gpu)
-                        sums += layers * time_of_sums(
-                            counted[gpu], name, dtype, f"{layout} {shape}", gpu
-                        )
-                launches = 4 * LAUNCH * sum(SEGMENTATION.values())
-                times = memory, sums, memory + others, sums + others + launches
-                print(f"| {layout}, {dtype} | {gpu} |", *(f"{t:.0f} |" for t in times))
+    for layout, dtype in itertools.product(("planes", "rows"), ("float32", "float16")):
+        for gpu, rows in counted.items():
+            memory = sums = others = 0
+            for (channels, size), layers in SEGMENTATION.items():
+                for name, other in ("sums forward", "y"), ("sums backward, relu", "dx"):
+                    row = f"{name} | {dtype} | {layout} 2x{channels}x{size}x{size}"
+                    memory += layers * time_of_bytes(rows[row], name, dtype, gpu)
+                    others += layers * time_of_bytes(rows[row], other, dtype, gpu)
+                    sums += layers * time_of_sums(rows, row, gpu)
+            launches = 4 * LAUNCH * sum(SEGMENTATION.values())
+            times = memory, sums, memory + others, sums + others + launches
+            print(f"| {layout}, {dtype} | {gpu} |", *(f"{t:.0f} |" for t in times))
 
 
 def growth(rows, before):
@@ -203,7 +213,8 @@ def main():
     parser.add_argument("--quiet", action="store_true", help="print only what has grown")
     options = parser.parse_args()
     version = f"{nvcc_version(options.nvcc)} for compute_{options.arch}"
-    saved = json.loads(COUNTS.read_text()) if COUNTS.exists() else {"nvcc": None, "rows": {}}
+    saved = json.loads(COUNTS.read_text())
+    before = ungrouped(saved["rows"])
     comparable = saved["nvcc"] == version
     if options.quiet and not comparable:
         print(f"Counts of nvcc {version} are not compared with those of {saved['nvcc']}.")
@@ -211,18 +222,22 @@ def main():
     rows = count(options.program)
     if options.model:
         print_model(rows)
-        print_sums(options.program)
+        gpus = ("T4", "A100", "H100")
+        counted = {gpu: counts_of(options.program, GPUS[gpu][0]) for gpu in gpus}
+        print_sums(counted)
+        print_net(counted)
         return False
     if not options.quiet:
-        print_table(rows, saved["rows"])
+        print_table(rows, before)
     if options.write:
-        lines = ",\n".join(f"  {json.dumps(row)}: {json.dumps(rows[row])}" for row in rows)
+        groups = grouped(rows).items()
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(group)}" for name, group in groups)
         COUNTS.write_text(f'{{"nvcc": "{version}", "rows": {{\n{lines}\n}}}}\n')
         return False
     if not comparable:
         print(f"\nThese are counts of nvcc {version}, those in {COUNTS.name} of {saved['nvcc']}.")
         return False
-    grown = growth(rows, saved["rows"])
+    grown = growth(rows, before)
     if grown:
         print(
             "\nGrown by more than 5 % (make gpu-counts ARGS=--write, if it cannot be avoided):",

@@ -4,9 +4,6 @@
 #include <cstdlib>
 #include <set>
 
-#include "text.h"
-#include "values.h"
-
 namespace ptxsim {
 namespace {
 
@@ -18,15 +15,12 @@ constexpr Type kPredicate{Type::kPredicate, 1}, kAddress{Type::kUnsigned, 8},
 bool is_modifier(const std::string& name) {
   static const std::set<std::string> all{
       // clang-format off
-    "rn", "rni", "rzi", "lo", "hi", "wide", "l", "r", "wrap",
-    "global", "shared", "param", "nc", "cs", "cg", "ca", "v2", "v4", "v8", "to", "uni",
-    "sync", "aligned", "warp", "bfly", "ballot", "all", "any", "and", "or", "xor",
-    "eq", "ne", "lt", "le", "gt", "ge", "ls", "hs", "equ", "neu", "ltu", "leu", "gtu", "geu",
-    "b32",
+    "rn", "rni", "lo", "hi", "wide", "l", "r", "wrap",
+    "global", "shared", "param", "v2", "v4", "to", "uni", "sync", "warp", "bfly", "all", "any",
+    "eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu",
       // clang-format on
   };
-  // Hints to the cache.
-  return all.count(name) || starts_with(name, "L1::");
+  return all.count(name);
 }
 
 struct Statement {
@@ -34,13 +28,6 @@ struct Statement {
   std::vector<std::string> modifiers, operands;
 
   bool has(const std::string& modifier) const { return contains(modifiers, modifier); }
-  // The first of these modifiers that it has, or "".
-  std::string first_of(std::initializer_list<const char*> candidates) const {
-    for (const char* each : candidates) {
-      if (has(each)) return each;
-    }
-    return "";
-  }
   const std::string& operand(size_t n) const {
     if (n >= operands.size()) refuse();
     return operands[n];
@@ -74,9 +61,9 @@ class Decoder {
     } else if (s_.name == "bra") {
       i_.op = Op::kBranch;
       i_.label = s_.operand(0);
-    } else if (s_.name == "ret" || s_.name == "exit") {
+    } else if (s_.name == "ret") {
       i_.op = Op::kReturn;
-    } else if (s_.name == "bar" || s_.name == "barrier") {
+    } else if (s_.name == "bar") {
       barrier();
     } else if (s_.name == "shfl") {
       shuffle();
@@ -110,10 +97,6 @@ class Decoder {
   void operand(const std::string& text, Type type) {
     i_.operands.push_back(names_->operand(text, type));
   }
-  // One or two registers, such as "%r1|%p1".
-  void results(const std::string& text) {
-    for (const std::string& each : split(text, '|')) result(each);
-  }
 
   // "[%rd1+16]": the register and the offset.
   void address(const std::string& text) {
@@ -123,27 +106,21 @@ class Decoder {
     operand(trim(inner.substr(0, plus)), kAddress);
   }
 
-  void space() {
-    if (s_.has("shared")) {
-      i_.space = Space::kShared;
-    } else if (!s_.has("global")) {
-      s_.refuse();
-    }
-  }
-
   void access() {
     const bool load = s_.name == "ld";
-    if (s_.has("param")) {
-      if (!load) s_.refuse();
+    // A signed integer would fill its register with its sign.
+    if (i_.type.kind == Type::kSigned) s_.refuse();
+    if (s_.has("param") && load) {
       i_.op = Op::kLoadParameter;
     } else {
       i_.op = load ? Op::kLoad : Op::kStore;
-      space();
+      i_.space = s_.has("shared") ? Space::kShared : Space::kGlobal;
+      if (!s_.has("shared") && !s_.has("global")) s_.refuse();
     }
     address(s_.operand(load ? 1 : 0));
     const std::vector<std::string> values = members(s_.operand(load ? 0 : 1));
     for (const std::string& each : values) load ? result(each) : operand(each, i_.type);
-    const size_t width = s_.has("v2") ? 2 : s_.has("v4") ? 4 : s_.has("v8") ? 8 : 1;
+    const size_t width = s_.has("v2") ? 2 : s_.has("v4") ? 4 : 1;
     if (values.size() != width) s_.refuse();
   }
 
@@ -162,58 +139,43 @@ class Decoder {
     i_.op = Op::kShuffle;
     i_.type = {Type::kBits, 4};
     if (!s_.has("bfly")) s_.refuse();
-    results(s_.operand(0));
+    for (const std::string& each : split(s_.operand(0), '|')) result(each);
     for (const size_t n : {4, 1, 2, 3}) operand(s_.operand(n), kWord);
   }
 
   void vote() {
     i_.op = Op::kVote;
-    i_.mode = s_.first_of({"ballot", "all", "any"});
-    if (i_.mode.empty()) s_.refuse();
+    i_.any = s_.has("any");
+    if (s_.has("any") == s_.has("all")) s_.refuse();
     result(s_.operand(0));
     operand(s_.operand(2), kWord);
     operand(s_.operand(1), kPredicate);
   }
 
   void compute() {
-    const bool compares = s_.name == "setp";
     if (s_.name == "mov") {
       for (const std::string& each : members(s_.operand(0))) result(each);
-      for (const std::string& each : members(s_.operand(1))) operand(each, part_type());
+      const std::vector<std::string> parts = members(s_.operand(1));
+      Type type = i_.type;
+      type.size = static_cast<uint8_t>(type.size / parts.size());
+      for (const std::string& each : parts) operand(each, type);
     } else {
-      results(s_.operand(0));
-      for (size_t n = 1; n < s_.operands.size(); ++n) operand(s_.operands[n], operand_type(n));
+      result(s_.operand(0));
+      const Type type = s_.name == "cvt" ? i_.from : i_.type;
+      for (size_t n = 1; n < s_.operands.size(); ++n) {
+        operand(s_.operands[n], n == 3 && s_.name == "selp" ? kPredicate : type);
+      }
     }
-    i_.mode = compares           ? s_.first_of({"and", "or", "xor"})
-              : s_.name == "cvt" ? s_.first_of({"rni", "rzi"})
-                                 : "";
-    if (compares && (i_.operands.size() == 3) == i_.mode.empty()) s_.refuse();
-    if (compares && s_.modifiers.empty()) s_.refuse();
     i_.compute = find_compute(s_.name, s_.modifiers, i_);
     if (!i_.compute) s_.refuse();
-    count_units();
-  }
-
-  Type operand_type(size_t n) const {
-    if (s_.name == "cvt") return i_.from;
-    const bool is_predicate = n == 3 && (s_.name == "setp" || s_.name == "selp");
-    return is_predicate ? kPredicate : i_.type;
-  }
-
-  Type part_type() const {
-    Type type = i_.type;
-    type.size = static_cast<uint8_t>(type.size / members(s_.operand(1)).size());
-    return type;
+    i_.computes_double = computes_double();
   }
 
   // Changes of sign are part of the instruction that takes the value.
-  void count_units() {
-    if (contains({"mov", "selp", "neg", "abs"}, s_.name)) return;
-    const bool converts = s_.name == "cvt";
-    const bool real = i_.type.is_real() || (converts && i_.from.is_real());
+  bool computes_double() const {
     const auto is_double = [](Type type) { return type.kind == Type::kFloat && type.size == 8; };
-    i_.computes_double = is_double(i_.type) || (converts && is_double(i_.from));
-    i_.computes_float = real && !i_.computes_double;
+    return (is_double(i_.type) || is_double(i_.from)) &&
+           !contains({"mov", "selp", "neg", "abs"}, s_.name);
   }
 };
 
@@ -230,14 +192,12 @@ bool find_type(const std::string& name, Type* type) {
       {"u16", {Type::kUnsigned, 2}},
       {"u32", {Type::kUnsigned, 4}},
       {"u64", {Type::kUnsigned, 8}},
-      {"s8", {Type::kSigned, 1}},
       {"s16", {Type::kSigned, 2}},
       {"s32", {Type::kSigned, 4}},
       {"s64", {Type::kSigned, 8}},
       {"f16", {Type::kFloat, 2}},
       {"f32", {Type::kFloat, 4}},
       {"f64", {Type::kFloat, 8}},
-      {"bf16", {Type::kBFloat, 2}},
       {"f16x2", {Type::kFloat, 2, 2}},
       {"bf16x2", {Type::kBFloat, 2, 2}},
   };
@@ -252,7 +212,6 @@ void Names::declare_register(const std::string& name) {
 }
 
 int Names::result(const std::string& name) {
-  if (name == "_") return new_register();
   const auto found = registers_.find(name);
   if (found == registers_.end()) stop("the register " + name + " is not declared");
   return found->second;
@@ -274,13 +233,8 @@ int Names::operand(const std::string& text, Type type) {
     kernel_->specials.push_back({registers_[text], text});
     return registers_[text];
   }
-  // An array, or a place in it.
-  const size_t plus = text.find('+');
-  const auto symbol = symbols_.find(trim(text.substr(0, plus)));
-  if (symbol != symbols_.end()) {
-    const int64_t more = plus == text.npos ? 0 : std::strtoll(text.c_str() + plus + 1, nullptr, 0);
-    return constant(static_cast<uint64_t>(symbol->second + more));
-  }
+  const auto symbol = symbols_.find(text);
+  if (symbol != symbols_.end()) return constant(static_cast<uint64_t>(symbol->second));
   // The bits of a float or double.
   const char kind =
       text.size() > 2 && text[0] == '0' ? static_cast<char>(std::tolower(text[1])) : 0;
@@ -296,15 +250,13 @@ int Names::operand(const std::string& text, Type type) {
 Instruction decode(const std::string& statement, int line, Names* names) {
   std::string text = statement;
   int guard = -1;
-  const bool inverted = starts_with(text, "@!");
   if (text[0] == '@') {
-    const size_t space = text.find_first_of(" \t"), begin = inverted ? 2 : 1;
-    guard = names->operand(text.substr(begin, space - begin), kPredicate);
+    const size_t space = text.find_first_of(" \t");
+    guard = names->operand(text.substr(1, space - 1), kPredicate);
     text = trim(text.substr(space));
   }
   Instruction i = Decoder(read(text), names).decode();
   i.guard = guard;
-  i.guard_inverted = inverted;
   i.text = statement;
   i.line = line;
   return i;

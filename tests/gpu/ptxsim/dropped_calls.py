@@ -11,6 +11,8 @@ from pathlib import Path
 FUNCTIONS = ("cudaStreamSynchronize", "cudaStreamWaitEvent", "cudaEventRecord")
 # The test calls some functions itself.
 OURS = "in (GpuPass|GpuForward|GpuBackward|clear_on_gpu)"
+# Of a demangled name.
+NOISE = r"\(anonymous namespace\)::|gluon_syncbn::|(?<!anonymous)\((?!anonymous).*"
 # At once, where a race shows, or late, where a wait that is missing changes results.
 ORDERS = ("", "late")
 SECONDS = 120  # A run takes fewer than 20.
@@ -32,13 +34,7 @@ def run(program, **environment):
 def place_of(program, addresses):
     command = ["addr2line", "-C", "-f", "-e", program, *addresses]
     lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    names = [
-        re.sub(
-            r"\(anonymous namespace\)::|gluon_syncbn::|(?<!anonymous)\((?!anonymous).*", "", line
-        )
-        for line in lines.splitlines()[::2]
-    ]
-    return " in ".join(names)
+    return " in ".join(re.sub(NOISE, "", line) for line in lines.splitlines()[::2])
 
 
 program = sys.argv[1]

@@ -1,20 +1,11 @@
-#include "launch.h"
-
 #include <algorithm>
 #include <cstring>
 #include <numeric>
 
+#include "warp.h"
+
 namespace ptxsim {
 namespace {
-
-std::vector<char> parameters_of(const Launch& launch) {
-  std::vector<char> values(static_cast<size_t>(launch.kernel.parameters_size));
-  for (size_t i = 0; i < launch.kernel.parameters.size(); ++i) {
-    const Kernel::Parameter& parameter = launch.kernel.parameters[i];
-    std::memcpy(values.data() + parameter.offset, launch.arguments[i], parameter.size);
-  }
-  return values;
-}
 
 // 0 .. size - 1.
 std::vector<unsigned> order_of(unsigned size) {
@@ -39,11 +30,11 @@ std::vector<unsigned> blocks_of(unsigned size, std::mt19937* random) {
 class Runner {
  public:
   Runner(Block* block, std::mt19937* random)
-      : block_(*block), random_(random), order_(order_of(block->size.size() / kLanes)) {
+      : block_(*block), random_(random), order_(order_of(block->launch.threads / kLanes)) {
     for (const unsigned index : order_) warps_.emplace_back(block, static_cast<int>(index));
   }
 
-  void run(Dimensions place) {
+  void run(dim3 place) {
     block_.place = place;
     block_.shared.reset();
     for (Warp& warp : warps_) warp.start();
@@ -51,7 +42,10 @@ class Runner {
       if (random_) std::shuffle(order_.begin(), order_.end(), *random_);
       for (const unsigned index : order_) warps_[index].advance();
     } while (pass_barrier());
-    count();
+    ++block_.counts.blocks;
+    for (const Warp& warp : warps_) {
+      block_.counts.longest_warp = std::max(block_.counts.longest_warp, warp.executed());
+    }
   }
 
  private:
@@ -59,13 +53,6 @@ class Runner {
   std::mt19937* const random_;
   std::vector<unsigned> order_;
   std::vector<Warp> warps_;
-
-  void count() {
-    ++block_.counts.blocks;
-    for (const Warp& warp : warps_) {
-      block_.counts.longest_warp = std::max(block_.counts.longest_warp, warp.executed());
-    }
-  }
 
   // Returns whether there was one, and not all warps have ended.
   bool pass_barrier() {
@@ -87,27 +74,28 @@ uint64_t count_unique(std::vector<uint64_t>* values) {
 
 }  // namespace
 
+std::vector<char> parameters_of(const Kernel& kernel, void** arguments) {
+  std::vector<char> values(static_cast<size_t>(kernel.parameters_size));
+  for (size_t i = 0; i < kernel.parameters.size(); ++i) {
+    const Kernel::Parameter& parameter = kernel.parameters[i];
+    std::memcpy(values.data() + parameter.offset, arguments[i], parameter.size);
+  }
+  return values;
+}
+
 Counts run(const Launch& launch, const Memory& memory, std::mt19937* random) {
-  if (launch.block.size() % kLanes)
-    stop("a block has " + std::to_string(launch.block.size()) +
+  if (launch.threads % kLanes)
+    stop("a block has " + std::to_string(launch.threads) +
          " threads, which is not a number of whole warps");
-  Block block{launch.kernel,
-              memory,
-              launch.device,
-              launch.grid,
-              launch.block,
-              parameters_of(launch),
-              SharedMemory(launch.kernel.shared_size)};
-  block.counted = launch.counted;
-  block.races = launch.races;
+  Block block{launch, memory, SharedMemory(launch.kernel.shared_size)};
   Runner runner(&block, random);
-  const Dimensions& grid = launch.grid;
-  std::vector<unsigned> blocks = blocks_of(grid.size(), random);
+  const dim3& grid = launch.grid;
+  const std::vector<unsigned> blocks = blocks_of(grid.x * grid.y, random);
   // Of all parts of the grid.
   const size_t step = (blocks.size() - 1) / launch.most_blocks + 1;
   for (size_t i = 0; i < blocks.size(); i += step) {
     const unsigned n = blocks[i];
-    runner.run({n % grid.x, n / grid.x % grid.y, n / grid.x / grid.y});
+    runner.run({n % grid.x, n / grid.x, 0});
   }
   block.counts.unique_load_sectors = count_unique(&block.loaded);
   block.counts.unique_store_sectors = count_unique(&block.stored);

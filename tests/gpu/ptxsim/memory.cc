@@ -7,34 +7,21 @@
 
 namespace ptxsim {
 
-Memory::Block Memory::filled(size_t bytes) {
-  char* const memory = new char[bytes];
-  std::memset(memory, 0xff, bytes);
-  return {{}, {memory, [](char* p) { delete[] p; }}};
-}
-
-Memory::Block Memory::reserved(size_t bytes) {
-  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) return {};
-  return {{}, {static_cast<char*>(memory), [bytes](char* p) { munmap(p, bytes); }}};
-}
-
 void* Memory::allocate(size_t bytes, int device) {
-  constexpr size_t kAlignment = 512, kMuch = size_t{1} << 30;
   // With a gap behind it, so that one array does not end where the next begins.
-  const size_t all = bytes + 2 * kAlignment;
-  Block block = all < kMuch ? filled(all) : reserved(all);
-  if (!block.memory) return nullptr;
-  const auto start = reinterpret_cast<uintptr_t>(block.memory.get());
-  const uintptr_t begin = (start + kAlignment - 1) / kAlignment * kAlignment;
+  constexpr size_t kGap = 512, kMuch = size_t{1} << 30;
+  const size_t all = bytes + kGap;
+  void* const memory = mmap(nullptr, all, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) return nullptr;
+  if (all < kMuch) std::memset(memory, 0xff, all);
+  const auto begin = reinterpret_cast<uintptr_t>(memory);
+  Block& block = blocks_[begin];
+  block.memory = {static_cast<char*>(memory), [all](char* p) { munmap(p, all); }};
   block.allocation = {begin, begin + std::max<size_t>(bytes, 1), device};
-  Block& kept = blocks_[begin] = std::move(block);
-  if (races_) {
-    kept.shadow = races_->watch(begin, bytes, device == kHost);
-    kept.allocation.shadow = &kept.shadow;
-  }
-  return reinterpret_cast<void*>(begin);
+  block.shadow = races_->watch(begin, bytes, device == kHost);
+  block.allocation.shadow = &block.shadow;
+  return memory;
 }
 
 bool Memory::release(void* memory) {
@@ -43,7 +30,7 @@ bool Memory::release(void* memory) {
   if (found == blocks_.end()) return false;
   // As if it wrote there: no other operation may still use it.
   const Shadow& shadow = found->second.shadow;
-  if (races_) races_->access(shadow, shadow.begin, shadow.bytes, true);
+  races_->access(shadow, shadow.begin, shadow.bytes, true);
   blocks_.erase(found);
   return true;
 }
@@ -74,7 +61,7 @@ bool Memory::holds(const void* address, size_t bytes) const {
 void Memory::access(const void* address, size_t bytes, bool writes) const {
   const auto begin = reinterpret_cast<uintptr_t>(address);
   const Allocation* const found = around(begin);
-  if (races_ && found) races_->access(*found->shadow, begin, bytes, writes);
+  if (found) races_->access(*found->shadow, begin, bytes, writes);
 }
 
 }  // namespace ptxsim

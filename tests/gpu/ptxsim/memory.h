@@ -29,8 +29,7 @@ struct Allocation {
 
 class Memory {
  public:
-  // Null: races are not looked for.
-  explicit Memory(Races* races = nullptr) : races_(races) {}
+  explicit Memory(Races* races) : races_(races) {}
   // New memory is full of NaN, or, if there is very much of it, of zeros, which take no memory
   // until they are written. Null if there is not that much.
   void* allocate(size_t bytes, int device);
@@ -44,17 +43,16 @@ class Memory {
   // Tells `races` of an access, if there is memory.
   void access(const void* address, size_t bytes, bool writes) const;
 
+  Races& races() const { return *races_; }
   // Whether that was new.
   bool enable_peer_access(int device, int peer) { return peers_.insert({device, peer}).second; }
 
  private:
   struct Block {
-    Allocation allocation;
-    std::unique_ptr<char, std::function<void(char*)>> memory;
+    Allocation allocation{};
+    std::unique_ptr<char, std::function<void(char*)>> memory{};
     Shadow shadow{};
   };
-  static Block filled(size_t bytes);
-  static Block reserved(size_t bytes);
   const Allocation* around(uintptr_t address) const;
 
   Races* const races_;

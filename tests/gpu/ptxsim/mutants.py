@@ -48,6 +48,7 @@ SWAPS = {
 }
 # A failed check is printed to stderr, and the simulator stops there.
 SEEN = ("line ", "ptxsim:")
+SECONDS = "400"  # For one mutant.
 
 
 def ptx_of(program):
@@ -59,23 +60,19 @@ def ptx_of(program):
     return b"\n".join(parts).decode()
 
 
-def run(program, ptx, arguments, limit):
-    """Whether the test sees an error, or does not end within `limit` seconds."""
+def run(program, ptx, arguments):
+    """Whether the test sees an error, or does not end."""
     environment = dict(os.environ, PTXSIM_PTX=str(ptx))
     process = subprocess.Popen(
-        ["timeout", str(limit), program, *arguments],
+        ["timeout", SECONDS, program, *arguments],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
-    seen = False
-    for line in process.stderr:
-        if line.startswith(SEEN):
-            # The rest would only be more of the same.
-            seen = True
-            process.terminate()
-            break
+    seen = any(line.startswith(SEEN) for line in process.stderr)
+    if seen:  # The rest would only be more of the same.
+        process.terminate()
     process.communicate()
     return seen or process.returncode != 0
 
@@ -95,9 +92,8 @@ def type_of(lines, index):
     while ".entry" not in lines[index]:
         index -= 1
     match = re.search(r"4Half|8BFloat16|I[a-z]?d", lines[index])
-    return {"4Half": "Half", "8BFloat16": "BFloat16", None: "float"}.get(
-        match and match[0], "double"
-    )
+    names = {"4Half": "Half", "8BFloat16": "BFloat16", None: "float"}
+    return names.get(match and match[0], "double")
 
 
 def mutate(line, name, new):
@@ -132,7 +128,6 @@ def main():
     parser.add_argument("program", help="test_cuda_kernels, as built by `make run-ptx`")
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--limit", type=int, default=400, help="seconds for one mutant")
     options = parser.parse_args()
     chance = random.Random(options.seed)
     lines = ptx_of(options.program).split("\n")
@@ -152,8 +147,7 @@ def main():
             # Most are seen by the small test, which takes a tenth of the time.
             kind = f"--type={type_of(lines, index)}"
             seen = any(
-                run(options.program, path, arguments, options.limit)
-                for arguments in (["--small", kind], [kind])
+                run(options.program, path, arguments) for arguments in (["--small", kind], [kind])
             )
             path.unlink()
             print("seen  " if seen else "MISSED", index + 1, lines[index].strip(), flush=True)

@@ -4,7 +4,6 @@
 #include <unordered_map>
 
 #include "decoder.h"
-#include "text.h"
 
 namespace ptxsim {
 namespace {
@@ -68,7 +67,7 @@ class Parser {
   void parameter(const std::string& text) {
     const Declaration d = read_declaration(text);
     const int offset = round_up(kernel_.parameters_size, d.alignment);
-    kernel_.parameters.push_back({d.name, d.size, d.alignment, offset});
+    kernel_.parameters.push_back({d.size, offset});
     kernel_.parameters_size = offset + d.size;
     names_.declare_symbol(d.name, offset);
   }
@@ -83,9 +82,7 @@ class Parser {
     for (; at_ < text_.size(); ++at_) {
       const char c = text_[at_];
       if (c == '\n') ++line_;
-      if (starts_line("//") || starts_line(".loc\t")) {
-        at_ = text_.find('\n', at_) - 1;
-      } else if (c == ';') {
+      if (c == ';') {
         take(trim(statement));
         statement.clear();
       } else if (c == ':' && is_label(trim(statement))) {
@@ -103,9 +100,6 @@ class Parser {
     }
   }
 
-  bool starts_line(const char* word) const {
-    return text_.compare(at_, std::char_traits<char>::length(word), word) == 0;
-  }
   static bool is_label(const std::string& name) {
     return !name.empty() && name.find_first_of(" \t.[%") == name.npos;
   }
@@ -120,14 +114,14 @@ class Parser {
   }
 
   void directive(const std::string& text) {
-    if (starts_with(text, ".reg")) {
+    if (text.starts_with(".reg")) {
       registers(text);
-    } else if (starts_with(text, ".shared")) {
+    } else if (text.starts_with(".shared")) {
       const Declaration d = read_declaration(text.substr(7));
       kernel_.shared_size = round_up(kernel_.shared_size, d.alignment);
       names_.declare_symbol(d.name, kernel_.shared_size);
       kernel_.shared_size += d.size;
-    } else if (!starts_with(text, ".pragma")) {
+    } else if (!text.starts_with(".pragma")) {
       stop("this directive is not supported: " + text);
     }
   }

@@ -21,26 +21,23 @@ const Layout kLayouts[] = {
     {"rows 56x56x64", {56 * 56, 64, 1, 56 * 56}}, {"rows 7x7x512", {8 * 7 * 7, 512, 1, 7 * 7}},
 };
 
-// The layers of an FCN-ResNet-50 with two images of 480x480: channels and size.
-const int kSegmentation[][2] = {{64, 240}, {64, 120}, {256, 120}, {128, 120}, {128, 60},
-                                {512, 60}, {256, 60}, {1024, 60}, {2048, 60}};
-// Others that leave much of a GPU empty: samples, channels and size.
-const int kSmall[][3] = {{1, 2048, 33}, {4, 512, 14}, {2, 2048, 8}, {2, 2048, 7}, {32, 512, 14}};
+// The layers of an FCN-ResNet-50 with two images of 480x480, and others that leave much of a GPU
+// empty: samples, channels and size.
+const int kLayers[][3] = {{2, 64, 240}, {2, 64, 120}, {2, 256, 120}, {2, 128, 120}, {2, 128, 60},
+                          {2, 512, 60}, {2, 256, 60}, {2, 1024, 60}, {2, 2048, 60}, {1, 2048, 33},
+                          {4, 512, 14}, {2, 2048, 8}, {2, 2048, 7},  {32, 512, 14}};
 
 void print(const std::string& pass, const char* dtype, const std::string& layout, uint64_t values,
            const ptxsim::LaunchCounts& launch) {
   const ptxsim::Counts& c = launch.counts;
-  const auto number = [](uint64_t n) { return static_cast<unsigned long>(n); };
   std::printf(
       "{\"row\": \"%s | %s | %s\", \"values\": %lu, \"instructions\": %lu, \"doubles\": %lu, "
       "\"load_sectors\": %lu, \"unique_load_sectors\": %lu, \"store_sectors\": %lu, "
       "\"unique_store_sectors\": %lu, \"shared_requests\": %lu, \"shared_waves\": %lu, "
       "\"divergent_branches\": %lu, \"longest_warp\": %lu, \"blocks\": %lu, \"counted\": %lu}\n",
-      pass.c_str(), dtype, layout.c_str(), number(values), number(c.thread_instructions),
-      number(c.doubles), number(c.load_sectors), number(c.unique_load_sectors),
-      number(c.store_sectors), number(c.unique_store_sectors), number(c.shared_requests),
-      number(c.shared_waves), number(c.divergent_branches), number(c.longest_warp),
-      number(launch.blocks), number(c.blocks));
+      pass.c_str(), dtype, layout.c_str(), values, c.instructions, c.doubles, c.load_sectors,
+      c.unique_load_sectors, c.store_sectors, c.unique_store_sectors, c.shared_requests,
+      c.shared_waves, c.divergent_branches, c.longest_warp, launch.blocks, c.blocks);
 }
 
 // Runs a pass and prints the counts of its main kernel, and of the one that adds slices.
@@ -81,70 +78,67 @@ void count_passes(const char* dtype, const Layout& layout, int multiprocessors, 
   DeviceArray<ChannelSums> work(kernels.work_size(view, multiprocessors)), sums(view.C);
   const ForBackward kept{statistics.data(), nullptr, gates.data()};
 
-  const auto backward = [&](Epilogue epilogue) {
-    BackwardShard shard{};
-    shard.view = view;
-    shard.dy = dy.data();
-    shard.x = x.data();
-    shard.gamma = shard.beta = parameters.data();
-    shard.epilogue = epilogue;
-    shard.dx = result.data();
-    return shard;
-  };
-  const auto forward = [&](const T* residual) {
-    ForwardShard shard{};
-    shard.view = view;
-    shard.x = x.data();
-    shard.gamma = shard.beta = parameters.data();
-    shard.residual = residual;
-    shard.y = result.data();
-    return shard;
-  };
-  const Epilogue relu{Activation::kRelu, 0, 0};
-  const auto add = [&](const BackwardShard& shard) {
-    return kernels.backward_sums(shard, kept, 0, work.data(), sums.data(), multiprocessors,
-                                 the_stream());
-  };
-  const auto dx = [&](const BackwardShard& shard) {
-    return kernels.input_gradient(shard, coefficients.data(), multiprocessors, the_stream());
-  };
-  const auto y = [&](const ForwardShard& shard) {
-    return kernels.normalize(shard, coefficients.data(), multiprocessors, the_stream());
-  };
+  ForwardShard forward{};
+  forward.view = view;
+  forward.x = x.data();
+  forward.gamma = forward.beta = parameters.data();
+  forward.y = result.data();
+  ForwardShard with_residual = forward;
+  with_residual.residual = other.data();
+  BackwardShard backward{};
+  backward.view = view;
+  backward.dy = dy.data();
+  backward.x = x.data();
+  backward.gamma = backward.beta = parameters.data();
+  backward.dx = result.data();
+  BackwardShard relu = backward;
+  relu.epilogue = {Activation::kRelu, 0, 0};
+  BackwardShard relu_of_sum = relu;
+  relu_of_sum.y = other.data();
+  relu_of_sum.dresidual = second.data();
 
   count("sums forward", dtype, layout, [&] {
     return kernels.forward_sums(view, x.data(), work.data(), sums.data(), multiprocessors,
                                 the_stream());
   });
-  count("sums backward", dtype, layout, [&] { return add(backward({})); });
-  count("sums backward, relu", dtype, layout, [&] { return add(backward(relu)); });
-  if (!only_sums) {
-    count("y", dtype, layout, [&] { return y(forward(nullptr)); });
-    count("y, residual", dtype, layout, [&] { return y(forward(other.data())); });
-    count("dx", dtype, layout, [&] { return dx(backward({})); });
-    count("dx, relu, residual", dtype, layout, [&] {
-      BackwardShard shard = backward(relu);
-      shard.y = other.data();
-      shard.dresidual = second.data();
-      return dx(shard);
+  const auto count_sums = [&](const char* pass, const BackwardShard& shard) {
+    count(pass, dtype, layout, [&] {
+      return kernels.backward_sums(shard, kept, 0, work.data(), sums.data(), multiprocessors,
+                                   the_stream());
     });
+  };
+  count_sums("sums backward", backward);
+  count_sums("sums backward, relu", relu);
+  const auto count_y = [&](const char* pass, const ForwardShard& shard) {
+    count(pass, dtype, layout, [&] {
+      return kernels.normalize(shard, coefficients.data(), multiprocessors, the_stream());
+    });
+  };
+  const auto count_dx = [&](const char* pass, const BackwardShard& shard) {
+    count(pass, dtype, layout, [&] {
+      return kernels.input_gradient(shard, coefficients.data(), multiprocessors, the_stream());
+    });
+  };
+  if (!only_sums) {
+    count_y("y", forward);
+    count_y("y, residual", with_residual);
+    count_dx("dx", backward);
+    count_dx("dx, relu, residual", relu_of_sum);
   }
   MUST(cuda().synchronize(the_stream()));
 }
 
 void count_layers(int multiprocessors) {
-  const auto count_layer = [&](int samples, int channels, int size) {
-    const int64_t n = samples, c = channels, s = int64_t{size} * size;
+  for (const auto& [n, c, size] : kLayers) {
     const std::string shape = std::to_string(n) + "x" + std::to_string(c) + "x" +
                               std::to_string(size) + "x" + std::to_string(size);
+    const int64_t s = int64_t{size} * size;
     for (const Layout& layout :
          {Layout{"planes " + shape, {n, c, s}}, Layout{"rows " + shape, {n * s, c, 1, s}}}) {
       count_passes<float>("float32", layout, multiprocessors, true);
       count_passes<Half>("float16", layout, multiprocessors, true);
     }
-  };
-  for (const auto& [channels, size] : kSegmentation) count_layer(2, channels, size);
-  for (const auto& [samples, channels, size] : kSmall) count_layer(samples, channels, size);
+  }
 }
 
 }  // namespace

@@ -53,9 +53,8 @@ struct Instruction {
   // Of the result; and of the operand of a conversion.
   Type type, from;
   Space space = Space::kGlobal;
-  // The register of the predicate under which it runs, or -1, and whether that must be false.
+  // The register of the predicate under which it runs, or -1.
   int guard = -1;
-  bool guard_inverted = false;
   // Registers. Of a memory access the first operand is the address.
   std::vector<int> results, operands;
   // Added to an address.
@@ -63,10 +62,10 @@ struct Instruction {
   // The index of the instruction that a branch goes to, once `label` is known.
   int target = -1;
   std::string label;
-  // What else the mnemonic says, such as "bfly" or "ballot".
-  std::string mode;
-  // Whether it takes a unit for float or double.
-  bool computes_float = false, computes_double = false;
+  // Of a vote: whether any lane is asked for, or all.
+  bool any = false;
+  // Whether it takes a unit for double.
+  bool computes_double = false;
   std::string text;
   int line = 0;
 
@@ -78,8 +77,7 @@ struct Instruction {
 
 struct Kernel {
   struct Parameter {
-    std::string name;
-    int size, alignment, offset;
+    int size, offset;
   };
 
   std::string name;
@@ -97,6 +95,11 @@ struct Kernel {
   // kept between launches.
   mutable std::vector<std::unique_ptr<uint64_t[]>> register_files;
 };
+
+// The function for an instruction such as "add", {"rn", "f32"}; null if there is none. `i` has the
+// rest of it.
+Compute find_compute(const std::string& name, const std::vector<std::string>& modifiers,
+                     const Instruction& i);
 
 // The kernels of a text, by name.
 std::map<std::string, Kernel> parse(const std::string& text);

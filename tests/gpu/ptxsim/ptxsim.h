@@ -11,19 +11,16 @@ namespace ptxsim {
 
 // A sector is 32 bytes of global memory at a multiple of 32, which a warp's request takes whole.
 struct Counts {
-  uint64_t warp_instructions = 0, thread_instructions = 0;
+  // Of threads: all, and those that take units for double: no moves, no changes of sign.
+  uint64_t instructions = 0, doubles = 0;
   // Instructions of the warp that executes most, and the blocks that have run.
   uint64_t longest_warp = 0, blocks = 0;
-  // Instructions of threads that take units of floating point: no moves, no changes of sign.
-  uint64_t floats = 0, doubles = 0;
-  // Requests of warps to global memory, and what they ask for.
-  uint64_t loads = 0, load_bytes = 0, load_sectors = 0;
-  uint64_t stores = 0, store_bytes = 0, store_sectors = 0;
-  // Sectors of the whole launch, each once.
+  // What the requests of warps to global memory ask for, and the same of the whole launch, each
+  // sector once.
+  uint64_t load_sectors = 0, store_sectors = 0;
   uint64_t unique_load_sectors = 0, unique_store_sectors = 0;
   // Requests to shared memory, and how often its banks are accessed for them.
   uint64_t shared_requests = 0, shared_waves = 0;
-  uint64_t shuffles = 0, barriers = 0;
   // Branches that some lanes of a warp take and others do not.
   uint64_t divergent_branches = 0;
 };

@@ -1,7 +1,5 @@
 #include "races.h"
 
-#include <cxxabi.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -9,14 +7,6 @@ namespace ptxsim {
 namespace {
 
 constexpr size_t kCellBytes = 2;
-
-std::string demangled(const std::string& name) {
-  if (name.rfind("_Z", 0) != 0) return name;
-  char* const text = abi::__cxa_demangle(name.c_str(), nullptr, nullptr, nullptr);
-  const std::string result = text ? text : name;
-  std::free(text);
-  return result;
-}
 
 uint32_t writer_of(uint64_t cell) { return static_cast<uint32_t>(cell >> 32); }
 uint32_t readers_of(uint64_t cell) { return static_cast<uint32_t>(cell); }
@@ -128,7 +118,7 @@ bool Races::is_ordered(uint32_t operation) const {
 
 std::string Races::describe(uint32_t operation) const {
   const Known& known = operations_[operation];
-  return demangled(known.name) + " (" + timelines_[known.timeline] + ")";
+  return std::string(known.name) + " (" + timelines_[known.timeline] + ")";
 }
 
 }  // namespace ptxsim

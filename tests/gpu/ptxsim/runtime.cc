@@ -15,25 +15,19 @@ constexpr int kMultiprocessorCount = 16;
 using Lock = std::lock_guard<std::mutex>;
 
 int device_count() {
-  static const int count = [] {
-    const char* const text = std::getenv("PTXSIM_DEVICES");
-    return text ? std::atoi(text) : 64;
-  }();
-  return count;
+  static const char* const text = std::getenv("PTXSIM_DEVICES");
+  return text ? std::atoi(text) : 64;
 }
 
 thread_local dim3 pushed_grid, pushed_block;
 thread_local void* pushed_stream;
 
 // Ends the function that the project or MXNet has called, where it is to fail or is dropped.
-std::optional<int> enter(const char* function, void* caller) {
-  const std::optional<int> error = state().calls.enter(function, caller);
-  if (error && *error) fail(*error);
-  return error;
-}
-#define ENTER_AS(function)        \
-  const Lock lock(state().mutex); \
-  if (const auto error = enter(function, __builtin_return_address(0))) return *error
+#define ENTER_AS(function)                                                             \
+  const Lock lock(state().mutex);                                                      \
+  if (const auto error = state().calls.enter(function, __builtin_return_address(0))) { \
+    return *error ? fail(*error) : kSuccess;                                           \
+  }
 #define ENTER ENTER_AS(__func__)
 
 int allocate(void** memory, size_t bytes, int device) {
@@ -47,8 +41,8 @@ int release(void* memory) {
 }
 
 bool can_access(int device, int peer) {
-  const Peers peers = state().peers;
-  return device != peer && peers != Peers::kNone && (peers != Peers::kOneWay || device < peer);
+  const std::string& peers = state().peers;
+  return device != peer && peers != "none" && (peers != "one way" || device < peer);
 }
 
 // The handle of the driver's library, whatever is at the address.
@@ -183,7 +177,7 @@ int cudaDeviceCanAccessPeer(int* can, int device, int peer) {
 }
 int cudaDeviceEnablePeerAccess(int peer, unsigned) {
   ENTER;
-  if (!can_access(current_device, peer) || state().peers == Peers::kRefused) {
+  if (!can_access(current_device, peer) || state().peers == "refused") {
     return fail(kPeerAccessUnsupported);
   }
   const bool is_new = state().memory.enable_peer_access(current_device, peer);
@@ -296,7 +290,7 @@ void ptxsim_fail_next(const char* function, int calls) {
 }
 void ptxsim_set_peers(const char* which) {
   const Lock lock(state().mutex);
-  state().peers = peers_of(which);
+  set_peers(&state(), which);
 }
 void ptxsim_set_order(const char* order) {
   const Lock lock(state().mutex);

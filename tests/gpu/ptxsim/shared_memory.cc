@@ -1,7 +1,7 @@
-#include "shared_memory.h"
-
 #include <algorithm>
 #include <cstring>
+
+#include "warp.h"
 
 namespace ptxsim {
 

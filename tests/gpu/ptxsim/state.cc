@@ -6,18 +6,16 @@
 #include <fstream>
 #include <iterator>
 
+#include "decoder.h"
+
 namespace ptxsim {
 
 thread_local int current_device = 0, last_error = kSuccess;
 
-Peers peers_of(const std::string& name) {
-  static const std::map<std::string, Peers> all = {{"", Peers::kAll},
-                                                   {"none", Peers::kNone},
-                                                   {"one way", Peers::kOneWay},
-                                                   {"refused", Peers::kRefused}};
-  const auto found = all.find(name);
-  if (found == all.end()) stop("peers are 'none', 'one way' or 'refused', not " + name);
-  return found->second;
+void set_peers(State* state, const std::string& which) {
+  const bool is_known = contains({"", "none", "one way", "refused"}, which);
+  if (!is_known) stop("peers are 'none', 'one way' or 'refused', not " + which);
+  state->peers = which;
 }
 
 namespace {
@@ -37,6 +35,16 @@ void write_coverage() {
   if (!file) stop(std::string("cannot write ") + path);
 }
 
+void access(const void* memory, size_t bytes, bool writes) {
+  state().memory.access(memory, bytes, writes);
+}
+
+// The same of what was there when the work was queued.
+void use(const void* memory, size_t bytes, bool writes) {
+  if (!state().memory.holds(memory, bytes)) stop("memory is freed that a stream has yet to use");
+  access(memory, bytes, writes);
+}
+
 }  // namespace
 
 State& state() {
@@ -45,7 +53,7 @@ State& state() {
     if (const char* seed = std::getenv("PTXSIM_SEED")) {
       created->random.emplace(static_cast<unsigned>(std::atoi(seed)));
     }
-    if (const char* peers = std::getenv("PTXSIM_PEERS")) created->peers = peers_of(peers);
+    if (const char* peers = std::getenv("PTXSIM_PEERS")) set_peers(created, peers);
     std::atexit(write_coverage);
     return created;
   }();
@@ -88,14 +96,6 @@ std::optional<int> device_of(void* stream) {
   return state().streams.device_of(stream);
 }
 
-namespace {
-
-void access(const void* memory, size_t bytes, bool writes) {
-  state().memory.access(memory, bytes, writes);
-}
-
-}  // namespace
-
 int launch(const void* function, dim3 grid, dim3 block, void** arguments, void* stream) {
   State& s = state();
   const auto name = s.names.find(function);
@@ -118,42 +118,30 @@ int launch(const void* function, dim3 grid, dim3 block, void** arguments, void* 
     return fail(kInvalidFunction);
   }
   const Kernel& kernel = found->second;
-  std::vector<std::vector<char>> values;
-  for (size_t i = 0; i < kernel.parameters.size(); ++i) {
-    const char* const value = static_cast<const char*>(arguments[i]);
-    values.emplace_back(value, value + kernel.parameters[i].size);
-  }
-  const int device = current_device;
-  const auto work = [&s, &kernel, grid, block, device, values]() mutable {
-    std::vector<void*> pointers;
-    for (std::vector<char>& value : values) pointers.push_back(value.data());
-    const Launch launch{kernel,
-                        {grid.x, grid.y, grid.z},
-                        {block.x, block.y, block.z},
-                        pointers.data(),
-                        device,
-                        s.counts_wanted,
-                        &s.races,
-                        s.most_blocks};
+  if (grid.z > 1 || block.x != threads)
+    stop("a grid with a z, or a block with a y, is not supported");
+  const Launch launch{
+      kernel,          grid,         block.x, parameters_of(kernel, arguments), current_device,
+      s.counts_wanted, s.most_blocks};
+  s.streams.queue(stream, current_device, kernel.name.c_str(), [&s, launch] {
     const Counts counts = run(launch, s.memory, s.random ? &*s.random : nullptr);
-    if (s.counts_wanted) s.counts.push_back({kernel.name, launch.grid.size(), counts});
-  };
-  s.streams.queue(stream, device, kernel.name.c_str(), work);
+    if (!launch.counted) return;
+    s.counts.push_back({launch.kernel.name, uint64_t{launch.grid.x} * launch.grid.y, counts});
+  });
   return kSuccess;
 }
 
 // A copy to or from a device. The other side may be any memory of the host, which counts as what it
 // is when the function is called: so it is copied then, or waited for.
 int copy(void* to, const void* from, size_t bytes, int kind, void* stream) {
-  enum Kind { kHostToDevice = 1, kDeviceToHost = 2, kDeviceToDevice = 3 };
+  enum Kind { kHostToDevice = 1, kDeviceToHost = 2 };
   State& s = state();
   // Unlike a launch, on whatever device the stream is.
   const std::optional<int> device = device_of(stream);
   if (!device) return fail(kInvalidHandle);
-  const bool to_device = kind == kHostToDevice || kind == kDeviceToDevice;
-  const bool from_device = kind == kDeviceToHost || kind == kDeviceToDevice;
   const bool writes_known = s.memory.holds(to, bytes), reads_known = s.memory.holds(from, bytes);
-  if ((to_device && !writes_known) || (from_device && !reads_known)) return fail(kInvalidValue);
+  if (kind != kDeviceToHost && !writes_known) return fail(kInvalidValue);
+  if (kind != kHostToDevice && !reads_known) return fail(kInvalidValue);
   std::optional<std::vector<char>> staged;
   if (!reads_known && s.streams.defers()) {
     staged.emplace(static_cast<const char*>(from), static_cast<const char*>(from) + bytes);
@@ -161,12 +149,8 @@ int copy(void* to, const void* from, size_t bytes, int kind, void* stream) {
   s.calls.add("bytes copied", bytes);
   if (kind == kHostToDevice) s.calls.add("copies to a device", 1);
   s.streams.queue(stream, *device, "a copy", [=, &s] {
-    if ((writes_known && !s.memory.holds(to, bytes)) ||
-        (reads_known && !s.memory.holds(from, bytes))) {
-      stop("memory is freed while a stream has yet to copy it");
-    }
-    if (!staged) s.memory.access(from, bytes, false);
-    s.memory.access(to, bytes, true);
+    if (reads_known) use(from, bytes, false);
+    if (writes_known) use(to, bytes, true);
     std::memmove(to, staged ? staged->data() : from, bytes);
   });
   if (!writes_known) s.streams.finish(stream, *device);
@@ -178,9 +162,8 @@ int fill(void* memory, int value, size_t bytes, void* stream) {
   const std::optional<int> device = device_of(stream);
   if (!device) return fail(kInvalidHandle);
   if (!s.memory.holds(memory, bytes)) return fail(kInvalidValue);
-  s.streams.queue(stream, *device, "a fill", [=, &s] {
-    if (!s.memory.holds(memory, bytes)) stop("memory is freed while a stream has yet to fill it");
-    s.memory.access(memory, bytes, true);
+  s.streams.queue(stream, *device, "a fill", [=] {
+    use(memory, bytes, true);
     std::memset(memory, value, bytes);
   });
   return kSuccess;

@@ -10,16 +10,11 @@
 #include <string>
 #include <vector>
 
-#include "calls.h"
-#include "launch.h"
 #include "memory.h"
 #include "ptx.h"
 #include "ptxsim.h"
 #include "streams.h"
-
-struct dim3 {
-  unsigned x, y, z;
-};
+#include "warp.h"
 
 namespace ptxsim {
 
@@ -41,10 +36,29 @@ struct Event {
   std::optional<Mark> mark{};
 };
 
-// Which devices may have access to the memory of others. kRefused: none, which shows when it is
-// enabled.
-enum class Peers { kAll, kNone, kOneWay, kRefused };
-Peers peers_of(const std::string& name);
+// What is counted of the calls of CUDA's functions, and what may become of one instead of its work.
+// Only of those that this program makes, or the library gluon_syncbn, and not MXNet.
+class Calls {
+ public:
+  Calls();
+
+  // A call of a function from this address. Returns the error that it ends with at once: 0 if it is
+  // dropped. Nothing as a rule.
+  std::optional<int> enter(const std::string& function, void* caller);
+
+  // Adds to a count, if the thread's last call that entered was one of those.
+  void add(const std::string& name, uint64_t count);
+  uint64_t count(const std::string& name) const;
+
+  // After `calls` more calls, one of this function fails. -1: none does.
+  void fail_next(const std::string& function, int calls) { left_[function] = calls; }
+
+ private:
+  std::map<std::string, uint64_t> counts_;
+  std::map<std::string, int> left_;
+  // Where calls come from, to a file, and from where they are dropped.
+  const char *sites_, *dropped_;
+};
 
 struct State {
   // Held by all functions of CUDA.
@@ -58,7 +72,8 @@ struct State {
   std::map<void*, Event> events;
   std::set<int> contexts;
   Calls calls;
-  Peers peers = Peers::kAll;
+  // See ptxsim_set_peers.
+  std::string peers;
   std::optional<std::mt19937> random;
   bool counts_wanted = false;
   unsigned most_blocks = ~0u;
@@ -67,6 +82,7 @@ struct State {
 };
 
 State& state();
+void set_peers(State* state, const std::string& which);
 
 extern thread_local int current_device, last_error;
 inline int fail(int error) { return last_error = error; }

@@ -8,11 +8,6 @@
 #include "ptx.h"
 
 namespace ptxsim {
-namespace {
-
-uintptr_t key(void* stream) { return reinterpret_cast<uintptr_t>(stream); }
-
-}  // namespace
 
 Streams::Streams(const char* order, Races* races)
     : races_(races), host_{races->add_timeline("the host")} {
@@ -25,8 +20,7 @@ void Streams::set_order(const char* order) {
   calls_left_ = 0;
   idle_device_ = -1;
   defers_ = order && *order;
-  if (!defers_) return;
-  if (std::string(order) == "late") return;
+  if (!defers_ || std::string(order) == "late") return;
   char* end;
   const unsigned long seed = std::strtoul(order, &end, 10);
   if (*end) stop(std::string("an order of streams is 'late' or a number, not ") + order);
@@ -37,12 +31,13 @@ void* Streams::create(int device, bool blocking) {
   last_handle_ += 16;
   const std::string name = "stream " + std::to_string(last_handle_ / 16 - 0x100) + " of device ";
   const uint32_t timeline = races_->add_timeline(name + std::to_string(device));
-  streams_[last_handle_] = {device, blocking, {}, {timeline}};
-  return reinterpret_cast<void*>(last_handle_);
+  void* const handle = reinterpret_cast<void*>(last_handle_);
+  streams_[handle] = {device, blocking, {}, {timeline}};
+  return handle;
 }
 
 bool Streams::destroy(void* stream) {
-  const auto found = streams_.find(key(stream));
+  const auto found = streams_.find(stream);
   if (found == streams_.end()) return false;
   Stream& old = found->second;
   do_all(&old);
@@ -53,22 +48,20 @@ bool Streams::destroy(void* stream) {
 }
 
 std::optional<int> Streams::device_of(void* stream) const {
-  const auto found = streams_.find(key(stream));
+  const auto found = streams_.find(stream);
   if (found == streams_.end()) return {};
   return found->second.device;
 }
 
 Streams::Timeline& Streams::null_of(int device) {
   const auto [found, is_new] = nulls_.try_emplace(device);
-  if (is_new) {
-    const std::string name = "the null stream of device " + std::to_string(device);
-    found->second.number = races_->add_timeline(name);
-  }
+  const std::string name = "the null stream of device " + std::to_string(device);
+  if (is_new) found->second.number = races_->add_timeline(name);
   return found->second;
 }
 
 Streams::Timeline& Streams::order(void* stream, int device) {
-  Stream* const own = stream ? &streams_.at(key(stream)) : nullptr;
+  Stream* const own = stream ? &streams_.at(stream) : nullptr;
   Timeline& timeline = own ? own->timeline : null_of(device);
   join(&timeline.clock, host_.clock);
   if (own && own->blocking) join(&timeline.clock, null_of(device).clock);
@@ -102,7 +95,7 @@ void Streams::wait(void* stream, int device, const Mark& mark) {
 
 void Streams::push(void* stream, int device, Item item) {
   if (defers_ && stream) {
-    streams_.at(key(stream)).items.push_back(std::move(item));
+    streams_.at(stream).items.push_back(std::move(item));
     do_some();
   } else {
     catch_up(stream, device);
@@ -113,11 +106,11 @@ void Streams::push(void* stream, int device, Item item) {
 // A mark of a null stream has been passed when it was made, and a stream does its work before it
 // is destroyed. So there is a stream as long as its mark has not been passed.
 void Streams::reach(const Mark& mark) {
-  while (!*mark.passed) do_next(&streams_.at(key(mark.stream)));
+  while (!*mark.passed) do_next(&streams_.at(mark.stream));
 }
 
 void Streams::catch_up(void* stream, int device) {
-  if (stream) return do_all(&streams_.at(key(stream)));
+  if (stream) return do_all(&streams_.at(stream));
   for (auto& [handle, each] : streams_) {
     if (each.device == device && each.blocking) do_all(&each);
   }
@@ -132,7 +125,7 @@ void Streams::finish_device(int device) {
   finish(nullptr, device);
   join(&host_.clock, gone_[device]);
   for (auto& [handle, each] : streams_) {
-    if (each.device == device) finish(reinterpret_cast<void*>(handle), device);
+    if (each.device == device) finish(handle, device);
   }
 }
 

@@ -86,7 +86,7 @@ class Streams {
 
   Races* const races_;
   Timeline host_;
-  std::map<uintptr_t, Stream> streams_;
+  std::map<void*, Stream> streams_;
   // By device: null streams, and what streams had done that are gone.
   std::map<int, Timeline> nulls_;
   std::map<int, Clock> gone_;

@@ -1,5 +1,3 @@
-#include "values.h"
-
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -7,13 +5,10 @@
 #include <limits>
 #include <type_traits>
 
-#include "text.h"
+#include "decoder.h"
 
 namespace ptxsim {
 namespace {
-
-template <typename T>
-constexpr bool kReal = std::is_floating_point_v<T> || std::is_same_v<T, _Float16>;
 
 template <typename T>
 using Unsigned =
@@ -64,9 +59,8 @@ Compute raw(F f) {
 // f(T{}) for the type; null for types that f does not take.
 template <typename F>
 Compute with_unsigned(Type type, const F& f) {
-  if (type.size == 1) return f(uint8_t{});
   if (type.size == 2) return f(uint16_t{});
-  return type.size == 4 ? f(uint32_t{}) : f(uint64_t{});
+  return type.size == 4 ? f(uint32_t{}) : type.size == 8 ? f(uint64_t{}) : nullptr;
 }
 template <typename F>
 Compute with_integer(Type type, const F& f) {
@@ -85,24 +79,11 @@ template <typename F>
 Compute with_number(Type type, const F& f) {
   return type.is_real() ? with_real(type, f) : with_integer(type, f);
 }
-template <typename F>
-Compute with_any(Type type, const F& f) {
-  if (type.kind == Type::kFloat && type.size == 2) return f(_Float16{});
-  return with_number(type, f);
-}
 
 template <typename T, typename F>
 T wrapped(T a, T b, const F& f) {
   if constexpr (std::is_floating_point_v<T>) return f(a, b);
   return static_cast<T>(f(static_cast<uint64_t>(a), static_cast<uint64_t>(b)));
-}
-
-template <typename T>
-T divide(T a, T b) {
-  if constexpr (std::is_floating_point_v<T>) return a / b;
-  if (b == 0) return static_cast<T>(~uint64_t{0});
-  if (std::is_signed_v<T> && b == static_cast<T>(-1)) return wrapped(T{0}, a, std::minus<>());
-  return static_cast<T>(a / b);
 }
 
 // Arithmetic on floats, doubles and integers.
@@ -114,7 +95,12 @@ Compute find_arithmetic(const std::string& name, Type type) {
     if (name == "mul") {
       return each<T, 2>([](T a, T b) { return wrapped(a, b, std::multiplies<>()); });
     }
-    if (name == "div") return each<T, 2>([](T a, T b) { return divide(a, b); });
+    if (name == "div") {
+      return each<T, 2>([](T a, T b) {
+        const bool has_none = !std::is_floating_point_v<T> && b == 0;
+        return has_none ? static_cast<T>(-1) : static_cast<T>(a / b);
+      });
+    }
     return nullptr;
   });
 }
@@ -134,35 +120,31 @@ Compute find_real(const std::string& name, Type type) {
 }
 
 template <typename T>
-T high_product(T a, T b) {
-  using Wide = std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>;
-  return static_cast<T>((static_cast<Wide>(a) * static_cast<Wide>(b)) >> (8 * sizeof(T)));
-}
-
-template <typename T>
 T insert_bits(T from, T to, unsigned position, unsigned length) {
   constexpr unsigned kBits = 8 * sizeof(T);
   if (length == 0 || position >= kBits) return to;
   const unsigned most = std::min(length, kBits - position);
   const uint64_t ones = most >= 64 ? ~uint64_t{0} : (uint64_t{1} << most) - 1;
-  const T mask = static_cast<T>(ones << position);
-  return static_cast<T>((to & ~mask) | ((uint64_t{from} << position) & mask));
+  return static_cast<T>((to & ~(ones << position)) | ((from & ones) << position));
 }
 
 Compute find_integer(const std::string& name, const std::vector<std::string>& modifiers,
                      Type type) {
-  const bool wide = contains(modifiers, "wide"), high = contains(modifiers, "hi");
-  if (name == "mad" && (wide || high)) return nullptr;
+  if (name == "mul" && contains(modifiers, "hi")) {
+    if (type.kind != Type::kSigned || type.size != 8) return nullptr;
+    return each<int64_t, 2>([](int64_t a, int64_t b) {
+      return static_cast<int64_t>((static_cast<__int128>(a) * static_cast<__int128>(b)) >> 64);
+    });
+  }
   return with_integer(type, [&](auto zero) -> Compute {
     using T = decltype(zero);
     constexpr unsigned kBits = 8 * sizeof(T);
-    if (name == "mul" && wide && sizeof(T) == 4) {
+    if (name == "mul" && contains(modifiers, "wide") && sizeof(T) == 4) {
       return raw<2>([](uint64_t a, uint64_t b) {
         return static_cast<uint64_t>(get<T>(a)) * static_cast<uint64_t>(get<T>(b));
       });
     }
-    if (name == "mul" && high) return each<T, 2>([](T a, T b) { return high_product(a, b); });
-    if (name == "mad") {
+    if (name == "mad" && contains(modifiers, "lo")) {
       return each<T, 3>([](T a, T b, T c) {
         return wrapped(wrapped(a, b, std::multiplies<>()), c, std::plus<>());
       });
@@ -170,11 +152,7 @@ Compute find_integer(const std::string& name, const std::vector<std::string>& mo
     if (name == "min") return each<T, 2>([](T a, T b) { return std::min(a, b); });
     if (name == "max") return each<T, 2>([](T a, T b) { return std::max(a, b); });
     if (name == "rem") {
-      return each<T, 2>([](T a, T b) {
-        if (b == 0) return a;
-        if (std::is_signed_v<T> && b == static_cast<T>(-1)) return T{0};
-        return static_cast<T>(a % b);
-      });
+      return each<T, 2>([](T a, T b) { return b == 0 ? a : static_cast<T>(a % b); });
     }
     if (name == "abs") {
       return each<T, 1>([](T a) { return a < 0 ? wrapped(T{0}, a, std::minus<>()) : a; });
@@ -199,9 +177,8 @@ Compute find_integer(const std::string& name, const std::vector<std::string>& mo
 }
 
 Compute find_bits(const std::string& name, const std::vector<std::string>& modifiers, Type type) {
-  if (type.kind == Type::kPredicate && name == "not") {
-    return raw<1>([](uint64_t a) { return uint64_t{a == 0}; });
-  }
+  const bool inverts = type.kind == Type::kPredicate && name == "not";
+  if (inverts) return raw<1>([](uint64_t a) { return a == 0; });
   if (name == "and") return raw<2>([](uint64_t a, uint64_t b) { return a & b; });
   if (name == "or") return raw<2>([](uint64_t a, uint64_t b) { return a | b; });
   if (name == "xor") return raw<2>([](uint64_t a, uint64_t b) { return a ^ b; });
@@ -237,51 +214,25 @@ Compute find_bits(const std::string& name, const std::vector<std::string>& modif
   });
 }
 
-// Comparisons, which have one or two results (the second is the negation), and may be combined with
-// a predicate.
-template <typename T, typename F>
-void compare_each(const Instruction& i, uint64_t* registers, uint32_t active) {
-  const auto at = [&](const std::vector<int>& list, size_t n) {
-    return n < list.size() ? registers + list[n] * kLanes : nullptr;
-  };
-  const uint64_t *const a = at(i.operands, 0), *const b = at(i.operands, 1);
-  const uint64_t* const with = at(i.operands, 2);
-  uint64_t *const result = at(i.results, 0), *const negated = at(i.results, 1);
-  const char how = i.mode.empty() ? ' ' : i.mode[0];
-  const auto join = [&](bool x, bool y) {
-    return how == 'a' ? x && y : how == 'o' ? x || y : how == 'x' ? x != y : x;
-  };
-  for_active(active, [&](int l) {
-    const bool holds = F{}(get<T>(a[l]), get<T>(b[l])), other = with && with[l] != 0;
-    if (negated) negated[l] = join(!holds, other);
-    result[l] = join(holds, other);
-  });
-}
-
-template <typename T, typename F>
-Compute comparison_of(F) {
-  return compare_each<T, F>;
-}
-
 Compute find_comparison(const std::string& how, Type type) {
   return with_number(type, [&](auto zero) -> Compute {
     using T = decltype(zero);
     constexpr bool kOrdered = !std::is_floating_point_v<T>;
-    if (how == "eq") return comparison_of<T>([](T a, T b) { return a == b; });
+    if (how == "eq") return each<T, 2>([](T a, T b) { return a == b; });
     // False of a NaN.
-    if (how == "ne") return comparison_of<T>([](T a, T b) { return a < b || a > b; });
-    if (how == "lt" || how == "lo") return comparison_of<T>([](T a, T b) { return a < b; });
-    if (how == "le" || how == "ls") return comparison_of<T>([](T a, T b) { return a <= b; });
-    if (how == "gt" || how == "hi") return comparison_of<T>([](T a, T b) { return a > b; });
-    if (how == "ge" || how == "hs") return comparison_of<T>([](T a, T b) { return a >= b; });
+    if (how == "ne") return each<T, 2>([](T a, T b) { return a < b || a > b; });
+    if (how == "lt") return each<T, 2>([](T a, T b) { return a < b; });
+    if (how == "le") return each<T, 2>([](T a, T b) { return a <= b; });
+    if (how == "gt") return each<T, 2>([](T a, T b) { return a > b; });
+    if (how == "ge") return each<T, 2>([](T a, T b) { return a >= b; });
     if (kOrdered) return nullptr;
     // True of a NaN.
-    if (how == "equ") return comparison_of<T>([](T a, T b) { return !(a < b || a > b); });
-    if (how == "neu") return comparison_of<T>([](T a, T b) { return !(a == b); });
-    if (how == "ltu") return comparison_of<T>([](T a, T b) { return !(a >= b); });
-    if (how == "leu") return comparison_of<T>([](T a, T b) { return !(a > b); });
-    if (how == "gtu") return comparison_of<T>([](T a, T b) { return !(a <= b); });
-    if (how == "geu") return comparison_of<T>([](T a, T b) { return !(a < b); });
+    if (how == "equ") return each<T, 2>([](T a, T b) { return !(a < b || a > b); });
+    if (how == "neu") return each<T, 2>([](T a, T b) { return !(a == b); });
+    if (how == "ltu") return each<T, 2>([](T a, T b) { return !(a >= b); });
+    if (how == "leu") return each<T, 2>([](T a, T b) { return !(a > b); });
+    if (how == "gtu") return each<T, 2>([](T a, T b) { return !(a <= b); });
+    if (how == "geu") return each<T, 2>([](T a, T b) { return !(a < b); });
     return nullptr;
   });
 }
@@ -293,44 +244,21 @@ uint16_t bfloat_of(float x) {
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-template <typename T>
-T to_whole(T x, char rounding) {
-  return rounding == 'n' ? std::nearbyint(x) : rounding == 'z' ? std::trunc(x) : x;
+// The nearest integer. Of what has none, what GPUs give.
+int64_t to_whole(float x) {
+  using Limits = std::numeric_limits<int64_t>;
+  if (std::isnan(x) || x <= static_cast<float>(Limits::min())) return Limits::min();
+  if (x >= std::ldexp(1.0f, Limits::digits)) return Limits::max();
+  return static_cast<int64_t>(std::nearbyint(x));
 }
 
-// The nearest integer of the type; of a NaN, what GPUs give.
-template <typename To>
-To saturated(double whole) {
-  using Limits = std::numeric_limits<To>;
-  if (std::isnan(whole)) return sizeof(To) == 8 ? static_cast<To>(uint64_t{1} << 63) : To{0};
-  if (whole >= std::ldexp(1.0, Limits::digits)) return Limits::max();
-  if (whole <= static_cast<double>(Limits::min())) return Limits::min();
-  return static_cast<To>(whole);
-}
-
-template <typename To, typename From>
-To convert(From x, char rounding) {
-  if constexpr (!kReal<From>) return static_cast<To>(x);
-  const auto whole =
-      to_whole(static_cast<std::conditional_t<sizeof(From) == 8, double, float>>(x), rounding);
-  if constexpr (kReal<To>) return static_cast<To>(whole);
-  return saturated<To>(whole);
-}
-
-template <typename To, typename From>
-void convert_each(const Instruction& i, uint64_t* registers, uint32_t active) {
-  const uint64_t* const from = registers + i.operands[0] * kLanes;
-  uint64_t* const to = registers + i.results[0] * kLanes;
-  const char rounding = i.mode.empty() ? ' ' : i.mode[1];
-  for_active(active, [&](int l) { to[l] = put(convert<To, From>(get<From>(from[l]), rounding)); });
-}
-
-Compute find_conversion(const Instruction& i) {
+Compute find_conversion(const Instruction& i, const std::vector<std::string>& modifiers) {
   const Type to = i.type, from = i.from;
-  if (from.packed > 1) return nullptr;
+  const auto is_real = [](Type type, int size) {
+    return type.kind == Type::kFloat && type.size == size && type.packed == 1;
+  };
   // Two floats to a register of two, whose upper half is the first operand.
-  if (to.packed > 1) {
-    if (from.kind != Type::kFloat || from.size != 4 || i.operands.size() != 2) return nullptr;
+  if (to.packed > 1 && is_real(from, 4) && i.operands.size() == 2) {
     if (to.kind == Type::kBFloat) {
       return each<float, 2>(
           [](float high, float low) { return uint32_t{bfloat_of(high)} << 16 | bfloat_of(low); });
@@ -340,11 +268,23 @@ Compute find_conversion(const Instruction& i) {
       return static_cast<uint32_t>(half(high) << 16 | half(low));
     });
   }
-  // Without a way of rounding there is no integer, and integers become only float or double.
-  if (from.is_real() && !to.is_real() && i.mode.empty()) return nullptr;
-  if (!from.is_real() && to.is_real() && to.size == 2) return nullptr;
-  return with_any(from, [&](auto f) {
-    return with_any(to, [&](auto t) -> Compute { return convert_each<decltype(t), decltype(f)>; });
+  if (is_real(from, 4) && is_real(to, 2)) {
+    return each<float, 1>([](float x) { return static_cast<_Float16>(x); });
+  }
+  if (is_real(from, 2) && is_real(to, 4)) {
+    return each<_Float16, 1>([](_Float16 x) { return static_cast<float>(x); });
+  }
+  if (from.is_real() && !to.is_real()) {
+    const bool is_known = is_real(from, 4) && to.kind == Type::kSigned && to.size == 8;
+    return is_known && contains(modifiers, "rni")
+               ? each<float, 1>([](float x) { return to_whole(x); })
+               : nullptr;
+  }
+  return with_number(from, [&](auto f) {
+    using From = decltype(f);
+    return with_number(to, [&](auto t) -> Compute {
+      return each<From, 1>([](From x) { return static_cast<decltype(t)>(x); });
+    });
   });
 }
 
@@ -383,8 +323,8 @@ Compute find_move(const Instruction& i) {
 Compute find_compute(const std::string& name, const std::vector<std::string>& modifiers,
                      const Instruction& i) {
   if (name == "mov" || name == "cvta") return find_move(i);
-  if (name == "cvt") return find_conversion(i);
-  if (name == "setp") return find_comparison(modifiers[0], i.type);
+  if (name == "cvt") return find_conversion(i, modifiers);
+  if (name == "setp" && !modifiers.empty()) return find_comparison(modifiers[0], i.type);
   if (i.type.packed > 1) return nullptr;
   // The product of two integers has twice the bits, of which "lo" is a half.
   if (name == "mul" && !i.type.is_real() && !contains(modifiers, "lo")) {

@@ -18,11 +18,6 @@ bool needs_all(Op op) {
   return op == Op::kBlockBarrier || op == Op::kWarpBarrier || op == Op::kShuffle || op == Op::kVote;
 }
 
-uint64_t sign_extended(uint64_t value, int bytes) {
-  const int unused = 64 - 8 * bytes;
-  return static_cast<uint64_t>(static_cast<int64_t>(value << unused) >> unused);
-}
-
 // The registers of a warp. Only constants have values yet.
 uint64_t* registers_of(const Kernel& kernel, size_t index) {
   while (kernel.register_files.size() <= index) {
@@ -41,10 +36,10 @@ uint64_t* registers_of(const Kernel& kernel, size_t index) {
 Warp::Warp(Block* block, int index)
     : block_(*block),
       index_(index),
-      registers_(registers_of(block->kernel, static_cast<size_t>(index))) {}
+      registers_(registers_of(block->launch.kernel, static_cast<size_t>(index))) {}
 
 void Warp::start() {
-  const Kernel& kernel = block_.kernel;
+  const Kernel& kernel = block_.launch.kernel;
   alive_ = kAllLanes;
   waiting_ = 0;
   waits_for_block_ = false;
@@ -59,26 +54,18 @@ void Warp::start() {
 }
 
 uint64_t Warp::special(const std::string& name, unsigned thread) const {
-  const Dimensions& size = block_.size;
-  const Dimensions place{thread % size.x, thread / size.x % size.y, thread / size.x / size.y};
-  const auto component = [&](const char* prefix, const Dimensions& d, uint64_t* value) {
-    if (name.compare(0, name.size() - 1, prefix) != 0) return false;
-    *value = name.back() == 'x' ? d.x : name.back() == 'y' ? d.y : d.z;
-    return true;
-  };
-  uint64_t value = 0;
-  if (component("%tid.", place, &value) || component("%ntid.", size, &value) ||
-      component("%ctaid.", block_.place, &value) || component("%nctaid.", block_.grid, &value)) {
-    return value;
-  }
-  if (name == "%laneid") return thread % kLanes;
+  if (name == "%tid.x") return thread;
+  if (name == "%ntid.x") return block_.launch.threads;
+  if (name == "%ctaid.x") return block_.place.x;
+  if (name == "%ctaid.y") return block_.place.y;
+  if (name == "%nctaid.x") return block_.launch.grid.x;
   stop("the register " + name + " is not supported");
 }
 
 void Warp::refuse(const std::string& what, const Instruction* i, int lane) const {
   const auto number = [](auto n) { return std::to_string(n); };
   stop(what + ": block (" + number(block_.place.x) + ", " + number(block_.place.y) + "), thread " +
-       number(index_ * kLanes + lane) + ", in " + block_.kernel.name +
+       number(index_ * kLanes + lane) + ", in " + block_.launch.kernel.name +
        (i ? ", line " + number(i->line) + ": " + i->text : ""));
 }
 
@@ -109,7 +96,7 @@ void Warp::advance() {
 // All lanes wait: at the same barrier, or for lanes that will not come.
 void Warp::wait_for_block() {
   const int first = first_of(alive_);
-  const Instruction& i = block_.kernel.code[next_[first]];
+  const Instruction& i = block_.launch.kernel.code[next_[first]];
   bool together = alive_ == kAllLanes && i.op == Op::kBlockBarrier;
   for_lanes(alive_, [&](int l) { together = together && next_[l] == next_[first]; });
   if (!together) {
@@ -119,12 +106,11 @@ void Warp::wait_for_block() {
   }
   waiting_ = 0;
   waits_for_block_ = true;
-  ++block_.counts.barriers;
 }
 
 // From `place` on, as long as these lanes stay together and no others can join them.
 void Warp::run(uint32_t lanes, int place) {
-  const Kernel& kernel = block_.kernel;
+  const Kernel& kernel = block_.launch.kernel;
   const bool all = lanes == alive_;
   for (;; ++place) {
     const Instruction& i = kernel.code[place];
@@ -141,8 +127,12 @@ void Warp::run(uint32_t lanes, int place) {
     }
     if (needs_all(i.op)) {
       if (!meet(i, lanes, active, place) || lanes != alive_) return;
+    } else if (i.op == Op::kCompute) {
+      i.compute(i, registers_, active);
+    } else if (i.op == Op::kLoadParameter) {
+      load_parameter(i, active);
     } else if (active) {
-      execute(i, active);
+      access(i, active);
     }
     if (!all && kernel.has_label[place + 1]) {
       go_to(lanes, place + 1);
@@ -156,19 +146,17 @@ uint32_t Warp::guarded(const Instruction& i, uint32_t lanes) {
   if (i.guard < 0) return lanes;
   const uint64_t* const guard = values(i.guard);
   uint32_t active = 0;
-  for_lanes(lanes, [&](int l) { active |= (guard[l] != 0) != i.guard_inverted ? 1u << l : 0; });
+  for_lanes(lanes, [&](int l) { active |= guard[l] ? 1u << l : 0; });
   return active;
 }
 
 void Warp::count(const Instruction& i, int place, uint32_t active) {
   const auto threads = static_cast<uint64_t>(std::popcount(active));
   Counts& counts = block_.counts;
-  ++counts.warp_instructions;
   ++executed_;
-  counts.thread_instructions += threads;
-  if (i.computes_float) counts.floats += threads;
+  counts.instructions += threads;
   if (i.computes_double) counts.doubles += threads;
-  if (active || i.op == Op::kBranch) ++block_.kernel.ran[place];
+  if (active || i.op == Op::kBranch) ++block_.launch.kernel.ran[place];
 }
 
 void Warp::branch(const Instruction& i, uint32_t lanes, uint32_t active, int place) {
@@ -199,7 +187,6 @@ bool Warp::meet(const Instruction& i, uint32_t lanes, uint32_t active, int place
 }
 
 void Warp::shuffle(const Instruction& i, uint32_t lanes) {
-  ++block_.counts.shuffles;
   uint64_t before[kLanes];
   std::copy_n(values(i.operands[1]), kLanes, before);
   const uint64_t *const by = values(i.operands[2]), *const clamp = values(i.operands[3]);
@@ -217,29 +204,16 @@ void Warp::shuffle(const Instruction& i, uint32_t lanes) {
 void Warp::vote(const Instruction& i, uint32_t lanes) {
   uint32_t ballot = 0;
   for_lanes(lanes, [&](int l) { ballot |= values(i.operands[1])[l] ? 1u << l : 0; });
-  const uint64_t result = i.mode == "ballot" ? ballot
-                          : i.mode == "all"  ? ballot == lanes
-                                             : ballot != 0;
+  const bool result = i.any ? ballot != 0 : ballot == lanes;
   for_lanes(lanes, [&](int l) { values(i.results[0])[l] = result; });
-}
-
-void Warp::execute(const Instruction& i, uint32_t active) {
-  switch (i.op) {
-    case Op::kCompute:
-      return i.compute(i, registers_, active);
-    case Op::kLoadParameter:
-      return load_parameter(i, active);
-    default:
-      return access(i, active);
-  }
 }
 
 void Warp::load_parameter(const Instruction& i, uint32_t active) {
   for_lanes(active, [&](int l) {
     const uint64_t at = values(i.operands[0])[l] + static_cast<uint64_t>(i.offset);
     const uint64_t bytes = static_cast<uint64_t>(i.width()) * i.type.size;
-    if (at + bytes > block_.parameters.size()) refuse("no parameter is there", &i, l);
-    load(i, l, block_.parameters.data() + at);
+    if (at + bytes > block_.launch.parameters.size()) refuse("no parameter is there", &i, l);
+    load(i, l, block_.launch.parameters.data() + at);
   });
 }
 
@@ -256,16 +230,16 @@ void Warp::access(const Instruction& i, uint32_t active) {
     i.op == Op::kLoad ? load(i, l, at) : store(i, l, at);
   });
   if (i.space == Space::kGlobal) note_access(addresses, active, bytes, i.op == Op::kStore);
-  if (block_.counted) count_access(i, addresses, active, bytes);
+  if (block_.launch.counted) count_access(i, addresses, active, bytes);
 }
 
 // Lanes access neighbouring values, mostly, or the same one.
 void Warp::note_access(const uint64_t* addresses, uint32_t active, int bytes, bool writes) {
-  if (!block_.races) return;
   uint64_t begin = 0, end = 0;
   const auto note = [&] {
-    if (!last_.holds(begin, bytes)) block_.memory.allows(begin, bytes, block_.device, &last_);
-    block_.races->access(*last_.shadow, begin, end - begin, writes);
+    if (!last_.holds(begin, bytes))
+      block_.memory.allows(begin, bytes, block_.launch.device, &last_);
+    block_.memory.races().access(*last_.shadow, begin, end - begin, writes);
   };
   for_lanes(active, [&](int l) {
     const uint64_t address = addresses[l];
@@ -283,20 +257,16 @@ char* Warp::place_of(const Instruction& i, int lane, uint64_t address, int bytes
   if (address % bytes) refuse("an access at an odd address", &i, lane);
   if (i.space == Space::kShared) {
     if (!block_.shared.holds(address, bytes)) refuse("an access outside of the array", &i, lane);
-    watch(i, lane, address, bytes);
+    const bool writes = i.op != Op::kLoad;
+    const int other = block_.shared.touch(index_ * kLanes + lane, phase_, address, bytes, writes);
+    if (other >= 0)
+      refuse("a race in shared memory with thread " + std::to_string(other), &i, lane);
     return block_.shared.at(address);
   }
-  const bool allowed =
-      last_.holds(address, bytes) || block_.memory.allows(address, bytes, block_.device, &last_);
+  const bool allowed = last_.holds(address, bytes) ||
+                       block_.memory.allows(address, bytes, block_.launch.device, &last_);
   if (!allowed) refuse("an access outside of all arrays", &i, lane);
   return reinterpret_cast<char*>(address);
-}
-
-void Warp::watch(const Instruction& i, int lane, uint64_t address, int bytes) {
-  const bool writes = i.op != Op::kLoad;
-  const int other = block_.shared.touch(index_ * kLanes + lane, phase_, address, bytes, writes);
-  if (other < 0) return;
-  refuse("a race in shared memory with thread " + std::to_string(other), &i, lane);
 }
 
 void Warp::load(const Instruction& i, int lane, const char* from) {
@@ -304,7 +274,6 @@ void Warp::load(const Instruction& i, int lane, const char* from) {
   for (size_t n = 0; n < i.results.size(); ++n) {
     uint64_t value = 0;
     std::memcpy(&value, from + n * bytes, bytes);
-    if (i.type.kind == Type::kSigned) value = sign_extended(value, bytes);
     values(i.results[n])[lane] = value;
   }
 }
@@ -330,7 +299,6 @@ void Warp::count_access(const Instruction& i, const uint64_t* addresses, uint32_
   std::sort(sectors.begin(), sectors.end());
   sectors.erase(std::unique(sectors.begin(), sectors.end()), sectors.end());
   const bool loads = i.op == Op::kLoad;
-  ++(loads ? counts.loads : counts.stores);
   (loads ? counts.load_sectors : counts.store_sectors) += sectors.size();
   std::vector<uint64_t>& all = loads ? block_.loaded : block_.stored;
   all.insert(all.end(), sectors.begin(), sectors.end());

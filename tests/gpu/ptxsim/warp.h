@@ -1,38 +1,87 @@
-// The execution of a warp.
+// The execution of a kernel.
 #ifndef GLUON_SYNCBN_TESTS_PTXSIM_WARP_H_
 #define GLUON_SYNCBN_TESTS_PTXSIM_WARP_H_
 
+#include <random>
 #include <string>
 #include <vector>
 
 #include "memory.h"
 #include "ptx.h"
 #include "ptxsim.h"
-#include "shared_memory.h"
+
+struct dim3 {
+  unsigned x, y, z;
+};
 
 namespace ptxsim {
 
-struct Dimensions {
-  unsigned x, y, z;
-  unsigned size() const { return x * y * z; }
+struct Launch {
+  const Kernel& kernel;
+  // Its z is 1, and blocks have only an x.
+  dim3 grid;
+  unsigned threads;
+  std::vector<char> parameters;
+  int device;
+  // Whether memory accesses are counted.
+  bool counted;
+  // How many blocks run, if the grid has more.
+  unsigned most_blocks = ~0u;
+};
+
+// The arguments are as for cudaLaunchKernel.
+std::vector<char> parameters_of(const Kernel& kernel, void** arguments);
+
+// Runs all blocks, and their warps, in random order, or in order if `random` is null.
+Counts run(const Launch& launch, const Memory& memory, std::mt19937* random);
+
+// The shared memory of a block, and a watch over races in it.
+class SharedMemory {
+ public:
+  explicit SharedMemory(int size);
+
+  // Before a block starts.
+  void reset();
+  // When all threads of the block have met.
+  void pass_barrier() { ++phase_; }
+
+  bool holds(uint64_t address, int bytes) const { return address + bytes <= touched_.size(); }
+  char* at(uint64_t address) { return memory_.data() + address; }
+
+  // Notes an access. Returns a thread with whose access it races, or -1. Threads of one warp may
+  // not rely on running together: there must be a shuffle or __syncwarp() between their accesses,
+  // each of which begins a phase of the warp.
+  int touch(int thread, uint32_t phase_of_warp, uint64_t address, int bytes, bool writes);
+
+  // How often the banks are accessed for a request: those of 4 bytes for all lanes together, of 8
+  // for a half of them, of 16 for a quarter. A bank gives one word at a time.
+  static uint64_t waves(const uint64_t* addresses, uint32_t active, int bytes);
+
+ private:
+  // Who has accessed a byte in this phase: -1 is nobody.
+  struct Touch {
+    uint32_t phase = 0, phase_of_warp = 0;
+    int16_t writer = -1, reader = -1, other_reader = -1;
+
+    bool is_by_warp_alone(int warp) const;
+  };
+  static int race(const Touch& touch, int thread, uint32_t phase_of_warp, bool writes);
+
+  std::vector<char> memory_;
+  std::vector<Touch> touched_;
+  uint32_t phase_ = 1;
 };
 
 // What the warps of a block share.
 struct Block {
-  const Kernel& kernel;
+  const Launch& launch;
   const Memory& memory;
-  const int device;
-  const Dimensions grid, size;
-  std::vector<char> parameters;
   SharedMemory shared;
   // Its place in the grid.
-  Dimensions place{};
+  dim3 place{};
   Counts counts{};
-  // Whether the counts are wanted, and the sectors accessed.
-  bool counted = false;
+  // The sectors accessed.
   std::vector<uint64_t> loaded{}, stored{};
-  // Null: races between streams are not looked for.
-  Races* races = nullptr;
 };
 
 // 32 lanes that run in lockstep while they take the same branches. Of those that are apart, the
@@ -77,7 +126,6 @@ class Warp {
   void branch(const Instruction& i, uint32_t lanes, uint32_t active, int place);
   // Whether the lanes have left.
   bool meet(const Instruction& i, uint32_t lanes, uint32_t active, int place);
-  void execute(const Instruction& i, uint32_t active);
 
   void shuffle(const Instruction& i, uint32_t lanes);
   void vote(const Instruction& i, uint32_t lanes);
@@ -86,7 +134,6 @@ class Warp {
   // Tells the races of the block.
   void note_access(const uint64_t* addresses, uint32_t active, int bytes, bool writes);
   char* place_of(const Instruction& i, int lane, uint64_t address, int bytes);
-  void watch(const Instruction& i, int lane, uint64_t address, int bytes);
   void load(const Instruction& i, int lane, const char* from);
   void store(const Instruction& i, int lane, char* to);
   void count_access(const Instruction& i, const uint64_t* addresses, uint32_t active, int bytes);

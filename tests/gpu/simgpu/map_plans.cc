@@ -67,16 +67,11 @@ struct Watch {
 template <typename Saver, int, typename To, typename From, typename... More>
 void run(void** arguments, Access access) {
   To to = *static_cast<To*>(arguments[0]);
-  const auto shape = *static_cast<mshadow::Shape<2>*>(arguments[2]);
   const From from = *static_cast<From*>(arguments[3]);
-  const Watch watch{shape, access};
+  const Watch watch{*static_cast<mshadow::Shape<2>*>(arguments[2]), access};
   watch.reads(from);
   watch.writes(to);
-  for (mshadow::index_t y = 0; y < shape[0]; ++y) {
-    for (mshadow::index_t x = 0; x < shape[1]; ++x) {
-      Saver::Save(to.REval(y, x), from.Eval(y, x));
-    }
-  }
+  watch.for_all([&](auto y, auto x) { Saver::Save(to.REval(y, x), from.Eval(y, x)); });
 }
 template <typename Saver, int, int, typename To, typename From>
 void run(void** arguments, Access access) {

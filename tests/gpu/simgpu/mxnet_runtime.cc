@@ -5,8 +5,6 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-int cudaGetDevice(int* device);
-int cudaMalloc(void** memory, size_t bytes);
 int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, void* stream);
 int cudaStreamCreateWithFlags(void** stream, unsigned flags);
 int cudaStreamSynchronize(void* stream);
@@ -29,11 +27,6 @@ int cudaMemGetInfo(size_t* free, size_t* total) {
   *total = size_t{16} << 30;
   *free = size_t{15} << 30;
   return 0;
-}
-
-int cudaMallocPitch(void** memory, size_t* pitch, size_t width, size_t height) {
-  *pitch = (width + 511) / 512 * 512;
-  return cudaMalloc(memory, *pitch * height);
 }
 
 int cudaStreamCreate(void** stream) { return cudaStreamCreateWithFlags(stream, 0); }

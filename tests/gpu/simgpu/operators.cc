@@ -59,21 +59,12 @@ const Resource& random_of_host(ResourceRequest::Type type) {
   return type == ResourceRequest::kRandom ? random : parallel;
 }
 
-bool is_random(const Resource& r) {
-  return r.req.type == ResourceRequest::kRandom || r.req.type == ResourceRequest::kParallelRandom;
-}
-
 // Random numbers come from generators that all devices share.
 std::mutex random_mutex;
 
 void* stream_of(const OpContext& ctx) {
   // The handle is the stream's first member.
   return ctx.run_ctx.stream ? *static_cast<void**>(ctx.run_ctx.stream) : nullptr;
-}
-
-// The simulator does what was queued before an operator.
-void catch_up(const nnvm::Op* op, const OpContext& ctx) {
-  ptxsim_work_on_host(op->name.c_str(), stream_of(ctx), nullptr, 0);
 }
 
 // Tells the simulator of an operator that did not fail. Inputs count as read and outputs as
@@ -96,21 +87,31 @@ void watch(const nnvm::Op* op, const nnvm::NodeAttrs* attrs, const OpContext& ct
   ptxsim_work_on_host(op->name.c_str(), stream_of(ctx), arrays.data(), arrays.size());
 }
 
-// `run` gets a context of the CPU, with memory of the GPU where work space is asked for.
-template <typename Run>
-void with_host_context(const OpContext& ctx, const Run& run) {
-  static mshadow::Stream<mshadow::cpu>* const stream = new mshadow::Stream<mshadow::cpu>;
-  OpContext host = ctx;
-  host.run_ctx.ctx = Context::CPU();
-  host.run_ctx.stream = stream;
-  host.run_ctx.aux_stream = nullptr;
-  std::unique_lock<std::mutex> lock(random_mutex, std::defer_lock);
-  for (Resource& r : host.requested) {
-    if (!is_random(r)) continue;
-    if (!lock.owns_lock()) lock.lock();
-    r = random_of_host(r.req.type);
-  }
-  run(host);
+// The function of an operator for GPUs, from `body`, that for the CPU. That gets a context of the
+// CPU, with memory of the GPU where work space is asked for.
+template <typename F>
+F on_gpu(const F& body, const nnvm::Op* op) {
+  // `first` is the operator's attributes, or its state.
+  return [body, op](const auto& first, const OpContext& ctx, const Blobs& in, const Reqs& req,
+                    const Blobs& out) {
+    // The simulator does what was queued before.
+    ptxsim_work_on_host(op->name.c_str(), stream_of(ctx), nullptr, 0);
+    static mshadow::Stream<mshadow::cpu>* const stream = new mshadow::Stream<mshadow::cpu>;
+    OpContext host = ctx;
+    host.run_ctx.ctx = Context::CPU();
+    host.run_ctx.stream = stream;
+    host.run_ctx.aux_stream = nullptr;
+    std::unique_lock<std::mutex> lock(random_mutex, std::defer_lock);
+    for (Resource& r : host.requested) {
+      if (r.req.type == ResourceRequest::kTempSpace) continue;
+      if (!lock.owns_lock()) lock.lock();
+      r = random_of_host(r.req.type);
+    }
+    body(first, host, on_host(in), req, on_host(out));
+    const nnvm::NodeAttrs* attrs = nullptr;
+    if constexpr (std::is_same_v<F, FCompute>) attrs = &first;
+    watch(op, attrs, ctx, in, req, out);
+  };
 }
 
 // A std::function of GCC 4.8. It passes arguments by value where later ones pass references.
@@ -161,25 +162,9 @@ void compute_on_host(nnvm::Op* op) {
   static const auto& state_gpu = nnvm::Op::GetAttr<FStatefulCompute>("FStatefulCompute<gpu>");
   static const auto& create = nnvm::Op::GetAttr<mxnet::FCreateOpState>("FCreateOpState");
   static const auto& request = nnvm::Op::GetAttr<mxnet::FResourceRequestEx>("FResourceRequestEx");
-  if (gpu.count(op) && cpu.count(op)) {
-    const FCompute body = cpu[op];
-    value_of(gpu, op) = [body, op](const nnvm::NodeAttrs& attrs, const OpContext& ctx,
-                                   const Blobs& in, const Reqs& req, const Blobs& out) {
-      catch_up(op, ctx);
-      with_host_context(
-          ctx, [&](const OpContext& host) { body(attrs, host, on_host(in), req, on_host(out)); });
-      watch(op, &attrs, ctx, in, req, out);
-    };
-  }
+  if (gpu.count(op) && cpu.count(op)) value_of(gpu, op) = on_gpu(cpu[op], op);
   if (state_gpu.count(op) && state_cpu.count(op)) {
-    const FStatefulCompute body = state_cpu[op];
-    value_of(state_gpu, op) = [body, op](const OpStatePtr& state, const OpContext& ctx,
-                                         const Blobs& in, const Reqs& req, const Blobs& out) {
-      catch_up(op, ctx);
-      with_host_context(
-          ctx, [&](const OpContext& host) { body(state, host, on_host(in), req, on_host(out)); });
-      watch(op, nullptr, ctx, in, req, out);
-    };
+    value_of(state_gpu, op) = on_gpu(state_cpu[op], op);
     if (create.count(op)) replace<OldCreate>(&value_of(create, op), create_for_host);
   }
   if (request.count(op)) replace<OldRequest>(&value_of(request, op), request_for_host);
