@@ -1,10 +1,8 @@
 """How exports write their files: whole or not at all, whatever fails."""
 
-import contextlib
 import fcntl
 import itertools
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -116,26 +114,6 @@ def test_an_error_leaves_the_old_files(function, name, tmp_path, monkeypatch):
 
     monkeypatch.setattr(files.os, function, fail)
     with pytest.raises(sbn.FileError, match=f"{name} cannot be written .No space left on device."):
-        small(tmp_path / "m", 2)
-    assert contents(tmp_path) == before
-
-
-@contextlib.contextmanager
-def limited(size):
-    """Within it, no file may grow above `size` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.parametrize("size", [100, 20_000, 355_000])
-def test_without_room_for_a_file_the_old_files_stay(tmp_path, size):
-    small(tmp_path / "m", 1)
-    before = contents(tmp_path)
-    with limited(size), pytest.raises(sbn.FileError, match="cannot be written"):
         small(tmp_path / "m", 2)
     assert contents(tmp_path) == before
 
