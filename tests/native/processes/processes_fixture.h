@@ -97,14 +97,9 @@ struct FakeProcess {
 
   RoutePtr route(const std::string& key, int store_key, int64_t size) {
     FakeArray* const array = new_array({ranks, kLimbs, static_cast<int>(size)});
-    const KVStoreSlots slots{FakeServer::pushpull,
-                             &client,
-                             store_key,
-                             rank,
-                             ranks,
-                             size,
-                             array,
-                             static_cast<float*>(array->data)};
+    auto* const values = static_cast<float*>(array->data);
+    const KVStoreSlots slots{
+        FakeServer::pushpull, &client, store_key, rank, ranks, size, array, values};
     return std::make_shared<Route>(
         connection, key, size, ranks,
         Transports{std::make_unique<KVStoreTransport>(slots), nullptr, nullptr});

@@ -44,14 +44,6 @@ TEST(calls_of_the_store_and_exchanges_of_a_key_take_turns) {
   });
 }
 
-std::vector<std::string> exchanges(const FakeProcess& process, bool open) {
-  std::vector<std::string> names;
-  for (const auto& entry : process.connection->in_flight.entries()) {
-    if (entry.open == open) names.push_back(entry.name);
-  }
-  return names;
-}
-
 TEST(a_wait_is_probed_and_given_up) {
   FakeServer server(2);
   {
@@ -70,14 +62,14 @@ TEST(a_wait_is_probed_and_given_up) {
       CHECK(delay.seconds >= 0.2 * static_cast<double>(i + 1) && delay.seconds < 1);
     }
     // An exchange that was given up is not listed as complete, and its answer may still come.
-    CHECK(exchanges(process, true).empty() && exchanges(process, false).empty());
+    CHECK(process.connection->in_flight.entries().empty());
     process.arrays[0]->write();
   }
 }
 
-TEST(an_error_of_the_store_ends_the_wait) {
-  FakeJob job(1);
-  FakeProcess& process = *job.processes[0];
+TEST(a_store_that_refuses_is_an_error) {
+  FakeServer server(1);
+  FakeProcess process(&server, 0, 1);
   process.verdict = "refused";
   const RoutePtr route = process.route("key", kKey, 1);
   Doubles values{1};
@@ -87,34 +79,27 @@ TEST(an_error_of_the_store_ends_the_wait) {
   CHECK_EQ(process.probes.back().error, "no such server");
   process.client.refuses = false;
   CHECK_EQ(error_of(exchange), "");
-
-  // The array holds an error when it is written.
-  FakeJob pair(2);
-  FakeProcess& alone = *pair.processes[0];
-  alone.verdict = "refused";
-  Waiting waiting(alone.route("key", kKey, 1), kLong);
-  while (alone.client.most == 0) sleep(0.001);
-  sleep(0.05);
-  alone.arrays[0]->write("a rank has died");
-  CHECK_EQ(waiting.error(), "refused");
-  CHECK(alone.probes.size() == 1 && alone.probes[0].waited == Waited::kWritten);
-  CHECK_EQ(alone.probes[0].error, "a rank has died");
-  CHECK(exchanges(alone, false).empty());
 }
 
-// Ctrl-C, and the end of the process: the last test, as no more waits are possible after it.
-TEST(interrupts_and_the_end_release_waits) {
-  for (const Waited expected : {Waited::kInterrupted, Waited::kClosed}) {
+// An array that is written with an error, Ctrl-C, and the end of the process: the last test, as no
+// more waits are possible after it.
+TEST(errors_interrupts_and_the_end_release_waits) {
+  for (const Waited expected : {Waited::kWritten, Waited::kInterrupted, Waited::kClosed}) {
+    const bool fails = expected == Waited::kWritten;
     FakeServer server(2);
     FakeProcess process(&server, 0, 2);
     process.verdict = "released";
     Waiting waiting(process.route("key", kKey, 1), kLong);
     while (process.client.most == 0) sleep(0.001);
     sleep(0.05);
-    expected == Waited::kInterrupted ? void(++interrupts) : Interruption::close();
+    if (fails) process.arrays[0]->write("a rank has died");
+    if (expected == Waited::kInterrupted) ++interrupts;
+    if (expected == Waited::kClosed) Interruption::close();
     CHECK_EQ(waiting.error(), "released");
     CHECK(process.probes.size() == 1 && process.probes[0].waited == expected);
+    CHECK_EQ(process.probes[0].error, fails ? "a rank has died" : "");
     CHECK(process.probes[0].seconds < 5);
+    CHECK(process.connection->in_flight.entries().empty());
   }
 }
 
