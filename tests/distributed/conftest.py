@@ -7,7 +7,6 @@ from gluon_syncbn.distributed.liveness import Liveness
 STORES = [
     "distributed_stores:sums",
     "distributed_stores:wrong_arrays",
-    "distributed_stores:empty_arrays",
     "distributed_stores:keys_in_other_orders",
     "distributed_bits:bits",
     "test_distributed_empty:empty_steps",
@@ -16,7 +15,6 @@ STORES = [
     "test_distributed_sums:sums",
     "test_distributed_sums:a_new_group",
     "test_routes:messages",
-    "test_routes:keys_of_users",
     "test_routes:another_store",
     "test_routes:probed",
     "test_routes:a_group_that_failed",

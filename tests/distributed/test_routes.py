@@ -70,17 +70,6 @@ def messages(world):
     world.report("messages", reported)
 
 
-def keys_of_users(world):
-    """Any text, also such as layers have."""
-    layer = new_layer()
-    number = layer._layer.id
-    keys = ["", " ", "join", "a (b 3)", f"{number} forward -1", f"{number} handshake"]
-    mine = np.full(2, 1.0 + world.rank)
-    sums = {key: world.reducer.all_reduce(key, mine).tolist() for key in keys}
-    steps = [batch.shape for batch in sbn.distributed.join([mx.nd.ones((1, 3))])]
-    world.report("keys of users", [list(sums.values()), len(steps), step(world, layer)])
-
-
 def another_store(world):
     """How often a layer calls each of two stores, when it moves to another one and back."""
     layer = new_layer()
@@ -145,10 +134,6 @@ def test_one_message_per_layer_pass_and_process(pair):
             # A layer that has other devices is known by now.
             "moved": [{forward: 1, backward: 1}, [forward, backward], [0.5]],
         }
-
-
-def test_keys_of_users_are_no_layers(pair):
-    assert pair.reported("keys of users") == [[[[3.0, 3.0]] * 6, 1, 0.5]] * 2
 
 
 def test_a_layer_takes_the_store_of_its_group(pair):

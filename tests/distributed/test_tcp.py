@@ -1,19 +1,16 @@
 """Connections of processes that probe each other: strangers, limits, addresses."""
 
 import contextlib
-import errno
 import os
 import socket
 import struct
-import threading
 import time
 
 import pytest
 from gluon_syncbn.distributed import liveness as module
-from gluon_syncbn.distributed import tcp, watch
-from gluon_syncbn.distributed.answers import ABSENT, ARRIVED, GONE
+from gluon_syncbn.distributed import tcp
+from gluon_syncbn.distributed.answers import ARRIVED, GONE
 from gluon_syncbn.distributed.liveness import Liveness
-from gluon_syncbn.distributed.watch import Watch
 from programs import wait_until
 
 
@@ -80,39 +77,6 @@ def test_slow_clients_are_dropped_and_block_nobody(pair, monkeypatch):
         client.close()
     assert 0.9 < time.monotonic() - begin < 4
     wait_until(lambda: open_files() <= files)
-
-
-def test_a_thread_that_answers_outlives_all_errors(monkeypatch, caplog):
-    """Such as looks without a free file descriptor, and no thread left for an answer. The launcher
-    hears of it all the same."""
-
-    class Watched:
-        longest_timeout, size, lost = 0.2, 1, None
-        exchanges_in_flight = staticmethod(lambda: False)
-
-    def no_files(path):
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    def no_threads(thread):
-        raise RuntimeError("can't start new thread")
-
-    beats = []
-    monkeypatch.setattr(watch, "beat", beats.append)
-    monkeypatch.setattr(watch.os, "listdir", no_files)
-    # What looks as if the main thread waited inside MXNet.
-    monkeypatch.setattr(watch, "_libraries", lambda: (os.path.dirname(__file__),))
-    ranks = [Liveness(0, 2, "127.0.0.1"), Liveness(1, 2, "127.0.0.1", watch=Watch(Watched()))]
-    with contextlib.closing(ranks[0]), contextlib.closing(ranks[1]):
-        for one in ranks:
-            one.set_addresses([one.address for one in ranks])
-        ranks[1].arrive("x")
-        wait_until(lambda: len(beats) > 10 and caplog.records)
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", no_threads)
-            assert ranks[0].probe("x")[1].state == ARRIVED
-        assert ranks[0].probe("y")[1].state == ABSENT
-    (record,) = caplog.records
-    assert "goes on after an error: OSError(24" in record.getMessage()
 
 
 @pytest.mark.parametrize(
