@@ -7,6 +7,7 @@ import gluon_syncbn as sbn
 import mxnet as mx
 import pytest
 from deploy_nets import Net, conv_net, ready
+from gluon_syncbn.graph.symbols import Graph, make_stock
 from mxnet.gluon import nn
 from mxnets import needs_onnx
 
@@ -52,6 +53,12 @@ def test_nets_that_cannot_be_exported(tmp_path, make, text):
     with pytest.raises((ValueError, sbn.ExportError), match=text):
         sbn.export(net, tmp_path / "m")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_graph_in_place_is_no_stock_graph():
+    net = sbn.SyncBatchNorm(in_channels=3, activation="leaky_relu", inplace=True)
+    with pytest.raises(sbn.ExportError, match="_fwd works in place, where small gammas count"):
+        make_stock(Graph(net(mx.sym.var("data"))))
 
 
 @pytest.mark.parametrize(
