@@ -4,16 +4,14 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
+import programs
 import pytest
-import stock
 from gluon_syncbn import __main__ as command_line
 from deploy_nets import assert_outputs, contents, forward, load, operators, ready
 from gluon_syncbn.cli import doctor
@@ -43,16 +41,6 @@ def norms():
     return net
 
 
-def elsewhere():
-    os.chdir("/")
-    return make()
-
-
-def without_path():
-    sys.path.pop(0)
-    return make()
-
-
 def wrong():
     return "a net"
 
@@ -63,10 +51,6 @@ def ends():
 
 def interrupted():
     raise KeyboardInterrupt
-
-
-def activated():
-    return sbn.SyncBatchNorm(activation="relu", in_channels=3, prefix="norm_")
 
 
 @pytest.fixture(scope="module")
@@ -159,17 +143,6 @@ def test_export(run, data, tmp_path):
     assert operators(tmp_path / "plain").count("BatchNorm") == 2
 
 
-def test_convert_a_symbol(run, data, folder, tmp_path):
-    x, expected = data
-    out = run("convert own-symbol.json -o TMP/m-symbol.json")
-    assert "2 GluonSyncBatchNorm became BatchNorm, 2 in all" in out and "dropped" not in out
-    assert operators(tmp_path / "m") == ["Convolution", "BatchNorm"] * 2
-    shutil.copy(folder / "own-0003.params", tmp_path / "m-0000.params")
-    assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[False])
-    out = run("convert TMP/m-symbol.json -o TMP/m-symbol.json")
-    assert "none became BatchNorm, 2 in all" in out
-
-
 @needs_mxnet("1.8", "its SymbolBlock.imports takes no ignore_extra")
 @pytest.mark.filterwarnings("ignore:.*Cannot decide type")
 def test_a_stock_symbol_has_no_count_of_batches(run, folder, tmp_path):
@@ -191,26 +164,6 @@ def test_converted_dtypes_are_those_of_cast(run, folder, tmp_path, dtype):
     run(f"convert norms-0000.params -o TMP/c-0000.params --dtype {dtype}")
     for name, array in mx.nd.load(str(tmp_path / "c-0000.params")).items():
         assert array.dtype == np.dtype(net.collect_params()[name.split(":")[1]].dtype), name
-
-
-@pytest.mark.parametrize("function", ["elsewhere", "without_path"])
-def test_the_code_of_the_net_may_go_elsewhere(run, folder, monkeypatch, function):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    before = list(sys.path)
-    run(f"inspect c.params --net test_commands:{function}")
-    assert Path.cwd() == folder and sys.path == before
-
-
-def test_inspect_shows_what_a_layer_adds(run, tmp_path):
-    layer = activated()
-    layer.initialize()
-    layer.save_parameters(str(tmp_path / "c.params"))
-    graph = layer(mx.sym.var("data0"), mx.sym.var("data1"))
-    graph.save(str(tmp_path / "n-symbol.json"))
-    arrays = {name: p.data() for name, p in layer.collect_params().items()}
-    mx.nd.save(str(tmp_path / "n-0000.params"), arrays)
-    assert " SyncBatchNorm + relu  3 " in run("inspect TMP/c.params --net test_commands:activated")
-    assert " GluonSyncBatchNorm + residual + relu  3 " in run("inspect TMP/n")
 
 
 def test_inspect(run, capsys):
@@ -278,15 +231,6 @@ def test_help(run):
     assert re.search("choose from '?launch'?, '?export", run("bake", check=False)[2])
 
 
-def test_no_layers_are_no_error(run):
-    assert run("inspect none.params").startswith("0 layers")
-
-
-def test_a_long_command_says_that_it_is_at_work(run, monkeypatch):
-    monkeypatch.setattr(command_line, "_SILENCE", 0)
-    assert "inspect is at work" in run("inspect c.params", check=False)[2]
-
-
 def test_interrupted(run, tmp_path):
     command = "export c.params --net test_commands:interrupted -o TMP/m"
     assert run(command, check=False) == (130, "", "Interrupted.\n")
@@ -309,28 +253,9 @@ def test_no_room(run, folder, tmp_path, monkeypatch):
     assert contents(tmp_path) == before
 
 
-PIPE = subprocess.PIPE
-
-
-def process(*arguments, run=("-m", "gluon_syncbn"), path=(), package=PACKAGE, cwd="/", stdout=PIPE):
+def process(*arguments, run=("-m", "gluon_syncbn"), path=(), package=PACKAGE):
     path = os.pathsep.join(map(str, [*path, package.parent]))
-    return subprocess.run(
-        [sys.executable, *run, *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=stdout,
-        stderr=PIPE,
-        text=True,
-        timeout=200,
-    )
-
-
-def test_a_reader_that_has_enough(folder):
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = process("inspect", "own", cwd=folder, stdout=writer)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
+    return programs.run([*run, *arguments], cwd="/", env={**os.environ, "PYTHONPATH": path})
 
 
 @two_packages
@@ -362,74 +287,19 @@ def test_without_the_native_library(tmp_path):
 
 @two_packages
 @pytest.mark.parametrize(
-    "program, remedy",
+    "options, program, remedy",
     [
-        ("raise ImportError('libfoo: cannot open')", "cannot be imported (libfoo: cannot open"),
-        ("import os; os.abort()", "The process died of signal 6. If python -c 'import mxnet' also"),
+        ([], "raise ImportError('libfoo: no')", "cannot be imported (libfoo: no"),
+        ([], "import os; os.abort()", "The process died of signal 6. If python -c 'import mxnet'"),
+        (["-OO"], None, "use -O or PYTHONOPTIMIZE=1."),
     ],
 )
-def test_doctor_where_mxnet_fails(tmp_path, program, remedy):
-    (tmp_path / "mxnet.py").write_text(program)
-    done = process("doctor", path=[tmp_path])
+def test_doctor_where_mxnet_fails(tmp_path, options, program, remedy):
+    if program:
+        (tmp_path / "mxnet.py").write_text(program)
+    done = process("doctor", path=[tmp_path], run=[*options, "-m", "gluon_syncbn"])
     assert done.returncode == 1, done.stderr
     assert "\n1. " in done.stdout and remedy in done.stdout, done.stdout
-
-
-@pytest.mark.parametrize("options, environment", [(["-OO"], {}), ([], {"PYTHONOPTIMIZE": "2"})])
-def test_doctor_without_docstrings(monkeypatch, options, environment):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    done = process("doctor", run=[*options, "-m", "gluon_syncbn"])
-    assert done.returncode == 1 and "use -O or PYTHONOPTIMIZE=1." in done.stdout, done.stdout
-    assert "reinstall" not in done.stdout
-
-
-def test_help_does_not_wait_for_mxnet(tmp_path):
-    (tmp_path / "mxnet.py").write_text("raise SystemExit('imported')")
-    for way, command in ((["-m", "gluon_syncbn"], []), (["-Bmgluon_syncbn"], ["export"])):
-        done = process(*command, "--help", run=way, path=[tmp_path])
-        assert done.returncode == 0 and "usage: " in done.stdout, done.stderr
-
-
-def test_a_module_of_the_command_line_finds_the_package_whole(folder, tmp_path):
-    (tmp_path / "nets.py").write_text(
-        "import gluon_syncbn as sbn\nfrom gluon_syncbn import SyncBatchNorm\n"
-        "from test_commands import make\n"
-        "def net():\n"
-        "    assert all(hasattr(sbn, name) for name in sbn.__all__)\n"
-        "    return make()\n"
-    )
-    path = [tmp_path, os.path.dirname(__file__), stock.HERE]
-    done = process("inspect", "c.params", "--net", "nets:net", cwd=folder, path=path)
-    assert done.returncode == 0 and "2 layers" in done.stdout, done.stderr
-
-
-def test_other_modules_find_the_package_whole(tmp_path):
-    """`python -m` imports the package of a module before it runs the module, as with our own."""
-    package = tmp_path / "my_gluon_syncbn"
-    package.mkdir()
-    (package / "__init__.py").write_text("from gluon_syncbn import SyncBatchNorm\n")
-    (package / "launch.py").write_text("print(__name__)\n")
-    done = process("gluon_syncbn", run=["-m", "my_gluon_syncbn.launch"], path=[tmp_path])
-    assert done.stdout == "__main__\n", done.stderr
-
-
-@pytest.mark.parametrize(
-    "program, message",
-    [
-        ("import time; time.sleep(60)", "it did not end within 2 s."),
-        ("raise ValueError('the layer is off')", "the layer is off"),
-        ("print('RESULT [0.5, -1]')", "is wrong by 0.5: please report it"),
-    ],
-)
-def test_doctor_survives_a_self_test_that_does_not(monkeypatch, capsys, tmp_path, program, message):
-    (tmp_path / "probes.py").write_text(program)
-    monkeypatch.setattr(doctor, "_PROBES", str(tmp_path / "probes.py"))
-    monkeypatch.setattr(doctor, "_SECONDS", 2)
-    found = doctor._Findings()
-    doctor._self_test(found, "2 CPU devices", ["cpu:0", "cpu:1"])
-    assert message in found.remedies[0]
-    assert "self-test, 2 CPU devices" in capsys.readouterr().out
 
 
 @two_packages

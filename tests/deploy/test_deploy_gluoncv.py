@@ -15,10 +15,7 @@ from tolerances import EXPORTED, ONNX, relative_error
 pytestmark = pytest.mark.long
 
 # The number of layers, and whether the net can be converted to ONNX.
-NETS = {
-    "fastscnn_citys": (45, True),
-    "yolo3_mobilenet1.0_voc": (47, False),
-}
+NETS = {"fastscnn_citys": (45, True), "yolo3_mobilenet1.0_voc": (47, False)}
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -26,12 +23,11 @@ def test_stock_mxnet_and_onnx_runtime_agree_with_the_net(tmp_path, name):
     norms, converts = NETS[name]
     done = subprocess.run(
         [sys.executable, __file__, name, tmp_path],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        capture_output=True,
         text=True,
         timeout=280,
     )
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
     assert f"folded {norms}, left 0" in done.stdout
     assert ("refused: " in done.stdout) != converts
     if not converts:

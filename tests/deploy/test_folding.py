@@ -7,7 +7,6 @@ import pytest
 from deploy_nets import (
     Net,
     assert_outputs,
-    conv_net,
     forward,
     load,
     operators,
@@ -109,19 +108,3 @@ def test_what_cannot_be_folded_is_left_alone(tmp_path, kind):
     assert set(result.left.values()) == ({why} if why else set())
     assert operators(tmp_path / "m").count("BatchNorm") == len(result.left)
     assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[True])
-
-
-@pytest.mark.parametrize("fold", [False, True])
-def test_a_graph_that_is_called_twice_shares_its_parameters(tmp_path, fold):
-    net = conv_net()
-    ready(net, (2, 3, 6, 6))
-    sbn.export(net, tmp_path / "backbone")
-    backbone = load(tmp_path / "backbone")
-    twice = Net(lambda net, F, a, b: net.backbone(a) - net.backbone(b), backbone=backbone)
-    rng = np.random.default_rng(0)
-    inputs = [rng.standard_normal((2, 3, 6, 6)).astype("float32") for _ in range(2)]
-    expected = forward(twice, *inputs)
-    result = sbn.export(twice, tmp_path / "m", fold=fold, input_shape=[(2, 3, 6, 6)] * 2)
-    assert all("is shared" in why for why in result.left.values()) and len(result.left) == 2 * fold
-    loaded = load(tmp_path / "m", ["data0", "data1"])
-    assert_outputs(forward(loaded, *inputs), expected, EXPORTED[False])

@@ -5,9 +5,9 @@ import sys
 
 import gluon_syncbn as sbn
 import mxnet as mx
-import numpy as np
 import pytest
 from deploy_nets import Net, conv_net, ready
+from gluon_syncbn.graph.symbols import Graph, make_stock
 from mxnet.gluon import nn
 from mxnets import needs_onnx
 
@@ -32,34 +32,6 @@ def of_one_name():
     return Net(lambda net, F, x: net.two(net.one(x)), one=one, two=two)
 
 
-def loop(operator=None, **arguments):
-    """Batch normalization in the graph of a loop."""
-
-    def call(net, F, x):
-        def body(step, state):
-            y = net.norm(net.dense(step))
-            return (F.Custom(y, op_type=operator) if operator else y), state
-
-        return F.contrib.foreach(body, x, [F.zeros((1,))])[0]
-
-    norm = sbn.SyncBatchNorm(in_channels=5, prefix="norm_", **arguments)
-    net = Net(call, dense=nn.Dense(5, in_units=6, prefix="dense_"), norm=norm)
-    net.initialize()
-    net(mx.nd.ones((3, 4, 6)))
-    return net
-
-
-@pytest.mark.parametrize("arguments, gamma", [({}, 3), ({"scale": False}, 1)])
-def test_batch_normalization_in_a_loop_is_exported(tmp_path, arguments, gamma):
-    net = loop(gamma_initializer=mx.init.Constant(3), **arguments)
-    for dtype in (None, "float16"):
-        sbn.export(net, tmp_path / "m", dtype=dtype)
-        values = mx.nd.load(str(tmp_path / "m-0000.params"))
-        assert values["arg:norm_gamma"].dtype == np.float32
-        assert (values["arg:norm_gamma"].asnumpy() == gamma).all()
-        assert values["arg:dense_weight"].dtype == np.dtype(dtype or "float32")
-
-
 @pytest.mark.parametrize(
     "make, text",
     [
@@ -67,8 +39,6 @@ def test_batch_normalization_in_a_loop_is_exported(tmp_path, arguments, gamma):
             lambda: nn.HybridLambda(lambda F, x: F.Custom(x, op_type="of_others")),
             r"custom operators \(of_others\)",
         ),
-        (lambda: loop(operator="of_others"), r"custom operators \(of_others\)"),
-        (lambda: loop(momentum=None), "has momentum=None and is called in net_.*foreach"),
         (
             lambda: nn.HybridLambda(lambda F, x: x.reshape((x.shape[0], -1))),
             "HybridLambda 'hybridlambda",
@@ -83,6 +53,12 @@ def test_nets_that_cannot_be_exported(tmp_path, make, text):
     with pytest.raises((ValueError, sbn.ExportError), match=text):
         sbn.export(net, tmp_path / "m")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_graph_in_place_is_no_stock_graph():
+    net = sbn.SyncBatchNorm(in_channels=3, activation="leaky_relu", inplace=True)
+    with pytest.raises(sbn.ExportError, match="_fwd works in place, where small gammas count"):
+        make_stock(Graph(net(mx.sym.var("data"))))
 
 
 @pytest.mark.parametrize(

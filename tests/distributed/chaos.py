@@ -98,7 +98,7 @@ class Outcome:
         try:
             self.pid, begin = cluster.wait_for("struck", ranks=[rank])[rank]
         except pytest.fail.Exception:
-            self.output, self.codes = cluster.output(), ""
+            self.output, self.codes = cluster.all_output(), ""
             self.wrong.append("it ended before the fault")
             return
         if chaos["fault"] == "cut":
@@ -113,7 +113,7 @@ class Outcome:
             limit += (ALONE - 1) * TIMEOUT
         codes = self._codes_until(begin + limit + 20)
         self.seconds = time.time() - begin
-        self.output = cluster.output()
+        self.output = cluster.all_output()
         ended = {pid: code for pid, code in codes.items() if pid != self._stands()}
         self.codes = " ".join(str(code) for code in ended.values())
         self._judge(ended, limit)

@@ -11,6 +11,7 @@ import time
 
 import gluon_syncbn as sbn
 import mxnet as mx
+from distributed_worker import World
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -73,16 +74,6 @@ def report(name):
     os.replace(file.name, f"{folder}/{name}-{max(rank, 0)}.json")
 
 
-def make_store():
-    if engine == "horovod":
-        import horovod.mxnet as hvd
-
-        hvd.init()
-        return hvd, sbn.distributed.HorovodReducer(hvd)
-    kv = mx.kv.create("dist_sync")
-    return kv, sbn.distributed.KVStoreReducer(kv)
-
-
 def make_trainer(connection, parameters):
     if engine == "horovod":
         connection.broadcast_parameters(parameters)
@@ -93,9 +84,8 @@ def make_trainer(connection, parameters):
 
 
 strike("start")
-connection, store = make_store()
-rank = store.rank
-sbn.set_default_group(sbn.SyncGroup(store=store))
+world = World(folder, engine, float(os.environ["GLUON_SYNCBN_TIMEOUT"]))
+connection, store, rank = world.kv or world.hvd, world.reducer, world.rank
 net = nn.HybridSequential()
 for channels in (3, 8):
     net.add(nn.Conv2D(8, 3, in_channels=channels), sbn.SyncBatchNorm(in_channels=8))

@@ -7,20 +7,18 @@ from gluon_syncbn.distributed.liveness import Liveness
 STORES = [
     "distributed_stores:sums",
     "distributed_stores:wrong_arrays",
-    "distributed_stores:empty_arrays",
     "distributed_stores:keys_in_other_orders",
     "distributed_bits:bits",
-    "distributed_empty:empty_steps",
-    "distributed_empty:first_step_empty",
-    "distributed_module:trains",
-    "distributed_sums:sums",
-    "distributed_sums:a_new_group",
-    "distributed_routes:messages",
-    "distributed_routes:keys_of_users",
-    "distributed_routes:another_store",
-    "distributed_routes:probed",
-    "distributed_routes:a_group_that_failed",
-    "distributed_traps:trainers_that_add_here_alone",
+    "test_distributed_empty:empty_steps",
+    "test_distributed_empty:first_step_empty",
+    "test_distributed_module:trains",
+    "test_distributed_sums:sums",
+    "test_distributed_sums:a_new_group",
+    "test_routes:messages",
+    "test_routes:another_store",
+    "test_routes:probed",
+    "test_routes:a_group_that_failed",
+    "test_distributed_traps:trainers_that_add_here_alone",
 ]
 
 
@@ -31,9 +29,8 @@ def shared(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def two(tmp_path_factory):
-    topics = [*STORES, "distributed_sums:through_files"]
     # The last one, as a process leaves the group.
-    topics += ["distributed_traps:a_group_that_is_left"]
+    topics = [*STORES, "test_distributed_traps:a_group_that_is_left"]
     return run(tmp_path_factory.mktemp("two"), 2, topics, **STORE)
 
 
@@ -49,7 +46,7 @@ def four(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def horovod(tmp_path_factory):
-    topics = [*STORES, "distributed_traps:ends_in_a_step"]
+    topics = [*STORES, "test_distributed_traps:ends_in_a_step"]
     return run(tmp_path_factory.mktemp("horovod"), 2, topics, engine="horovod", **STORE)
 
 

@@ -5,21 +5,15 @@ import importlib.metadata
 import json
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import time
-import uuid
 
 import numpy as np
-import psutil
 import pytest
 from mxnet_launch import __main__ as launch
+from programs import STARTED_SECONDS, Programs
 
 WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "distributed_worker.py")
-# What a slow machine may need to import MXNet in all processes.
-STARTED_SECONDS = 120
-MARK = "GLUON_SYNCBN_TEST"
 # Has the processes of one machine exchange through the store, as those of several do.
 STORE = {"GLUON_SYNCBN_SHARED_MEMORY": "0"}
 # Topics of four processes, which may be on two machines.
@@ -35,26 +29,7 @@ needs_horovod = pytest.mark.skipif(
 )
 
 
-def wait_until(condition, seconds=10):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def running(mark):
-    """The processes that have this mark in their environment, whoever started them."""
-
-    def is_ours(process):
-        with contextlib.suppress(psutil.Error):
-            ended = process.status() == psutil.STATUS_ZOMBIE
-            return not ended and process.environ().get(MARK) == mark
-        return False
-
-    return list(filter(is_ours, psutil.process_iter()))
-
-
-class Cluster:
+class Cluster(Programs):
     """Workers that run `topics`, as functions of modules in this folder: "distributed_bits:train",
     and what they saved.
 
@@ -71,12 +46,10 @@ class Cluster:
         script=WORKER,
         **environment,
     ):
-        self.folder, self.workers = folder, workers
-        self._mark = uuid.uuid4().hex
         # So that convolutions have the same bits wherever they run.
-        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment, MARK: self._mark}
+        super().__init__(folder, **{"OMP_NUM_THREADS": "1", **environment})
+        self.workers = workers
         command = [script, str(folder), engine, *topics]
-        self._logs = []
         self._held = contextlib.ExitStack()
         self.services, self.processes = [], []
         if by_hand:
@@ -97,7 +70,7 @@ class Cluster:
     def _launch(self, engine, command):
         launcher = ["-m", "gluon_syncbn.launch", "-n", str(self.workers)]
         launcher += ["--engine", "horovod"] if engine == "horovod" else []
-        self.processes = [self._start(launcher + command)]
+        self.processes = [self.start(launcher + command)]
 
     def _start_by_hand(self, command):
         port = self._held.enter_context(launch._free_port())
@@ -110,24 +83,11 @@ class Cluster:
             "DMLC_NUM_SERVER": "1",
         }
         for role in ("scheduler", "server"):
-            self.services.append(self._start(["-c", "import mxnet"], DMLC_ROLE=role, **shared))
+            environment = {"DMLC_ROLE": role, **shared}
+            self.services.append(self.start(["-c", "import mxnet"], environment=environment))
         for _ in range(self.workers):
-            self.processes.append(self._start(command, DMLC_ROLE="worker", **shared))
-
-    def _start(self, command, within=(), **environment):
-        log = open(self.folder / f"log-{len(self._logs)}.txt", "w+", errors="replace")
-        self._logs.append(log)
-        return subprocess.Popen(
-            [*within, sys.executable, *command],
-            env={**self._environment, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def output(self):
-        return "".join((self.folder / f"log-{i}.txt").read_text() for i in range(len(self._logs)))
+            environment = {"DMLC_ROLE": "worker", **shared}
+            self.processes.append(self.start(command, environment=environment))
 
     def wait_for(self, name, ranks=None, seconds=STARTED_SECONDS):
         """Waits until these ranks, by default all, have reported `name`. Returns what all did."""
@@ -140,7 +100,7 @@ class Cluster:
             if all(process.poll() is not None for process in self.processes):
                 break
             time.sleep(0.02)
-        pytest.fail(f"not all of {list(ranks)} reported {name!r}: {self.output()[-4000:]}")
+        pytest.fail(f"not all of {list(ranks)} reported {name!r}: {self.all_output()[-4000:]}")
 
     def find(self, role):
         """The number of the process that is the scheduler or the server."""
@@ -148,10 +108,6 @@ class Cluster:
             return self.services[("scheduler", "server").index(role)].pid
         (found,) = (p for p in self.running() if p.environ().get("DMLC_ROLE") == role)
         return found.pid
-
-    def running(self):
-        """Processes that were started for this, by whomever, and have not ended."""
-        return running(self._mark)
 
     def wait(self, seconds=STARTED_SECONDS):
         """Waits for the workers by hand, or for the launcher. Returns their exit codes."""
@@ -162,13 +118,7 @@ class Cluster:
         return [process.poll() for process in self.processes]
 
     def clean(self):
-        for process in self.running():
-            with contextlib.suppress(psutil.Error):
-                process.send_signal(signal.SIGKILL)
-        for process in self.services + self.processes:
-            process.wait()
-        for log in self._logs:
-            log.close()
+        super().clean()
         self._held.close()
 
 
@@ -204,7 +154,7 @@ class TwoMachines(Cluster):
             environment = {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "10.77.0.1"}
             launcher = ["-m", "gluon_syncbn.launch", "--from-env", "--engine", engine]
             launcher += ["-n", str(self.workers // 2)]
-            self.processes.append(self._start(launcher + command, within, **environment))
+            self.processes.append(self.start(launcher + command, within, environment=environment))
         self._link = f"-n {switch} link set p1"
 
     def cut(self, seconds):
@@ -222,8 +172,8 @@ def run(folder, workers, topics, kind=Cluster, **options):
     cluster = kind(folder, workers, topics, **options)
     try:
         codes = cluster.wait()
-        assert set(codes) == {0}, cluster.output()[-6000:]
-        assert "terminate called" not in cluster.output()
+        assert set(codes) == {0}, cluster.all_output()[-6000:]
+        assert "terminate called" not in cluster.all_output()
         assert cluster.running() == []
     finally:
         cluster.clean()

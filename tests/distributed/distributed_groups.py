@@ -126,7 +126,6 @@ def other_nets(world):
         "running variance": {"running_variance": "unbiased"},
         "activation": {"activation": "relu"},
         "in place": {"activation": "leaky_relu", "slope": 0.2, "inplace": True},
-        "long name": {"prefix": "n" * 600 + "_", "momentum": 0.5},
         "changed later": {"change": lambda layer: layer._kwargs.update(momentum=0.5)},
         "graph": {"make": in_a_graph, "momentum": 0.5},
         "nothing in a graph": {"make": in_a_graph},

@@ -181,34 +181,3 @@ def _server():
         if process.environ().get("DMLC_ROLE") == "server":
             return process
     raise AssertionError("there is no server")
-
-
-def one_in_another(world):
-    """Rank 1 has one batch of the outer loop, and two for each inner one, of which rank 0 has
-    one."""
-    layer = sbn.SyncBatchNorm(in_channels=1, momentum=0)
-    layer.initialize()
-    parameters = layer.collect_params()
-    trainer = mx.gluon.Trainer(
-        parameters, "sgd", {"learning_rate": 1}, kvstore=world.kv, update_on_kvstore=False
-    )
-    reported = []
-
-    def step(steps, value):
-        before = layer.beta.data().asscalar()
-        with autograd.record():
-            layer(mx.nd.full((1, 1), value)).sum().backward()
-        trainer.step(1)
-        change = before - layer.beta.data().asscalar()
-        reported.append(
-            [steps.processes, *map(float, (layer.running_mean.data().asscalar(), change))]
-        )
-
-    def numbers(rank_0, rank_1):
-        return [mx.nd.full((1, 1), n) for n in (rank_0, rank_1)[world.rank]]
-
-    for outer in (one := sbn.distributed.join(numbers([2, 4, 6], [4]), trainer)):
-        step(one, outer.asscalar())
-        for inner in (other := sbn.distributed.join(numbers([1], [3, 5]), trainer)):
-            step(other, inner.asscalar())
-    world.report("nested", reported)

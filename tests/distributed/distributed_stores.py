@@ -57,14 +57,6 @@ def wrong_arrays(world):
     world.report("wrong arrays", reported)
 
 
-def empty_arrays(world):
-    """Their shapes, and how often all have met there."""
-    shapes = [world.reducer.all_reduce("empty sum", np.zeros((0, 3))).shape for _ in range(2)]
-    shapes.append(world.reducer.all_gather("empty", np.zeros(0)).shape)
-    counts = calls(world)
-    world.report("empty", [shapes, counts['"empty sum"'], counts['"empty"']])
-
-
 def calls(world):
     """How often each key has been exchanged."""
     routes = world.reducer.routes

@@ -87,10 +87,6 @@ def test_arrays_that_cannot_be_added(pair):
             assert kind == "ValueError" and "printable characters, at most 40 bytes" in text
 
 
-def test_empty_arrays_are_exchanged_too(pair):
-    assert pair.reported("empty") == [[[[0, 3], [0, 3], [2, 0]], 2, 1]] * 2
-
-
 def test_keys_may_come_in_other_orders(pair):
     assert pair.reported("keys in other orders") == [0, 0]
 

@@ -1,24 +1,172 @@
 """Steps in which some processes have no samples, against one process with the whole batch."""
 
 import gluon_syncbn as sbn
-import distributed_empty
 import mxnet as mx
 import numpy as np
 import pytest
 from distributed_cluster import Cluster, needs_horovod
+from distributed_worker import error_of
+from mxnet import autograd
+from mxnet.gluon import nn
+from runs import MODES, contexts, hybridize
 from tolerances import assert_same_bits
 
+CHANNELS, STEPS = 3, 6
+SEEDS = range(len(MODES) * 2)
 
-@pytest.mark.parametrize("seed", distributed_empty.SEEDS)
+
+class Net(nn.HybridBlock):
+    """Layers that keep samples apart, in random order; one is called twice if its net is not."""
+
+    def __init__(self, seed):
+        super().__init__(prefix=f"net{seed}_")
+        rng = np.random.default_rng(seed)
+        with self.name_scope():
+            self.layers = nn.HybridSequential()
+            for _ in range(rng.integers(1, 4)):
+                arguments = {"axis": rng.choice([1, -1]), "activation": rng.choice([None, "relu"])}
+                arguments["momentum"] = None if rng.random() < 0.3 else 0.9
+                self.layers.add(sbn.SyncBatchNorm(use_global_stats=rng.random() < 0.2, **arguments))
+                self.layers.add(sbn.SyncBatchNorm())
+            self.twice = sbn.SyncBatchNorm()
+
+    def hybrid_forward(self, F, x):
+        return self.twice(F.tanh(self.twice(self.layers(x))))
+
+
+def prepared(seed, devices):
+    """A net, and the number of devices that it is on."""
+    net = Net(seed)
+    net.initialize(ctx=devices)
+    net(mx.nd.zeros((1, CHANNELS, 2, CHANNELS), ctx=devices[0]))
+    hybridize(net, list(MODES)[seed % len(MODES)])
+    return net
+
+
+def batches(seed, workers):
+    """For each step the data, and how many samples each process has: all have some in the first."""
+    rng = np.random.default_rng([7, seed])
+    for number in range(STEPS):
+        counts = rng.integers(0, 5, workers) * (rng.random(workers) < 0.6)
+        counts = counts + (number == 0)
+        counts[rng.integers(workers)] += 1
+        yield rng.normal(1, 2, (sum(counts), CHANNELS, 2, CHANNELS)).astype("float32"), counts
+
+
+def step(net, parts, devices):
+    """Calls the net for each part. Returns (y, dx) of all."""
+    xs = [mx.nd.array(part, ctx=device) for part, device in zip(parts, devices)]
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [net(x) for x in xs]
+        losses = [(y * y * y).sum() for y in ys]
+    autograd.backward(losses)
+    return [np.concatenate([each.asnumpy() for each in of]) for of in (ys, [x.grad for x in xs])]
+
+
+def values(net):
+    """Running statistics of all devices, and gradients, added over them."""
+    found = {}
+    for name, parameter in net.collect_params().items():
+        name = name[len(net.prefix) :]
+        if parameter.grad_req == "null":
+            found[name] = np.stack([each.asnumpy() for each in parameter.list_data()])
+        else:
+            found[name] = sum(each.asnumpy() for each in parameter.list_grad())
+    return found
+
+
+# What the workers run.
+
+
+def trainer_of(net, world):
+    """With a learning rate of 0, so that statistics depend on the data alone."""
+    arguments = net.collect_params(), "sgd", {"learning_rate": 0.0}
+    if world.engine == "horovod":
+        return world.hvd.DistributedTrainer(*arguments)
+    return mx.gluon.Trainer(*arguments, kvstore=None)
+
+
+def empty_steps(world):
+    for seed in SEEDS:
+        count = 1 if world.engine == "horovod" else 1 + seed % 2
+        devices = contexts(count)
+        net = prepared(seed, devices)
+        trainer = trainer_of(net, world)
+        for number, (x, counts) in enumerate(batches(seed, world.size)):
+            begin = sum(counts[: world.rank])
+            mine = x[begin : begin + counts[world.rank]]
+            used = devices[: len(mine)]
+            found = {}
+            with sbn.participants(used, trainer):
+                if used:
+                    parts = np.array_split(mine, len(used))
+                    found["y"], found["dx"] = step(net, parts, used)
+                trainer.step(len(x))
+            world.save(f"empty {seed} {number}", **found, **values(net))
+
+
+def first_step_empty(world):
+    """Also without a step with samples before."""
+    net = sbn.SyncBatchNorm(in_channels=2, prefix="first_")
+    net.initialize()
+    trainer = trainer_of(net, world)
+    with sbn.participants([] if world.rank else [mx.cpu()], trainer):
+        if not world.rank:
+            step(net, [np.arange(8.0).reshape(4, 2)], [mx.cpu()])
+        trainer.step(4)
+    world.save("first empty", mean=net.running_mean.data().asnumpy())
+
+
+def trains(world):
+    """As docs/distributed.md says: a forward in inference before the Trainer, after which oneDNN
+    has changed the layout of weights. Rank 1 has samples in every third step."""
+    from gluoncv.model_zoo import get_model
+
+    mx.random.seed(1)
+    net = get_model("resnet18_v1b", pretrained=False, classes=2, norm_layer=sbn.SyncBatchNorm)
+    net.initialize(mx.init.Xavier())
+    net.hybridize()
+    net(mx.nd.zeros((1, 3, 32, 32)))
+    arguments = net.collect_params(), "sgd", {"learning_rate": 1e-3, "momentum": 0.9}
+    if world.engine == "horovod":
+        trainer = world.hvd.DistributedTrainer(*arguments)
+    else:
+        trainer = mx.gluon.Trainer(*arguments, kvstore=world.kv, update_on_kvstore=False)
+    for number in range(4):
+        x = np.random.default_rng(number).normal(size=(4, 3, 32, 32))
+        mine = x if number % 3 else x[world.rank :: 2]
+        used = [mx.cpu()] if world.rank == 0 or number % 3 == 0 else []
+        with sbn.participants(used, trainer):
+            if used:
+                step(net, [mine], used)
+            trainer.step(4 / (world.size if world.engine == "horovod" else 1))
+    world.save("trained", **{name: p.data().asnumpy() for name, p in net.collect_params().items()})
+
+
+def nobody_has_samples(world):
+    net = sbn.SyncBatchNorm(in_channels=2, group=sbn.SyncGroup(store=world.reducer, timeout=20))
+    net.initialize()
+    trainer = trainer_of(net, world)
+
+    def enter():
+        with sbn.participants([], trainer):
+            raise AssertionError
+
+    world.report("nobody has samples", error_of(enter))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_bits_are_those_of_one_process(pair, request, seed):
     """Random nets in all modes, random counts of samples of each process, on one or two devices."""
     device = mx.cpu()
-    net = distributed_empty.prepared(seed, [device])
-    for number, (x, counts) in enumerate(distributed_empty.batches(seed, pair.workers)):
+    net = prepared(seed, [device])
+    for number, (x, counts) in enumerate(batches(seed, pair.workers)):
         parts = pair.arrays(f"empty {seed} {number}")
         what = f"seed {seed}, step {number}, samples {counts}"
-        expected = dict(zip(("y", "dx"), distributed_empty.step(net, [x], [device])))
-        expected.update(distributed_empty.values(net))
+        expected = dict(zip(("y", "dx"), step(net, [x], [device])))
+        expected.update(values(net))
         for rank, part in enumerate(parts):
             assert ("y" in part) == (counts[rank] > 0), what
         for name, value in expected.items():
@@ -43,7 +191,7 @@ def test_first_step_empty(pair):
 @pytest.mark.parametrize("engine", ["kvstore", pytest.param("horovod", marks=needs_horovod)])
 def test_training(tmp_path, engine):
     """All keep the same parameters; a step without samples anywhere is an error in all."""
-    topics = ["distributed_empty:trains", "distributed_empty:nobody_has_samples"]
+    topics = ["test_distributed_empty:trains", "test_distributed_empty:nobody_has_samples"]
     job = Cluster(tmp_path, 2, topics, engine=engine, GLUON_SYNCBN_TIMEOUT="20")
     try:
         assert job.wait() == [1]

@@ -93,35 +93,21 @@ def test_statistics_where_nobody_has_data(shared_four, layer):
                 assert found[f"{layer}: num_batches_tracked"] == min(number + 1, learned)
 
 
-@pytest.fixture(scope="module")
-def without_a_batch(tmp_path_factory):
-    """After a join in another."""
-    topics = ["distributed_join:one_in_another", "distributed_join:one_has_no_batch"]
-    folder = tmp_path_factory.mktemp("without")
-    cluster = Cluster(folder, 2, topics, by_hand=True, GLUON_SYNCBN_TIMEOUT="10")
+def test_a_process_without_a_batch(tmp_path):
+    """It says so, and the others notice that it has ended."""
+    topics, timeout = ["distributed_join:one_has_no_batch"], {"GLUON_SYNCBN_TIMEOUT": "10"}
+    cluster = Cluster(tmp_path, 2, topics, by_hand=True, **timeout)
     try:
         assert cluster.wait() == [1, 1]
     finally:
         cluster.clean()
-    return cluster
-
-
-def test_a_process_without_a_batch(without_a_batch):
-    """It says so, and the others notice that it has ended."""
-    reported = without_a_batch.reported("no batch")
+    reported = cluster.reported("no batch")
     kind, text = reported[1]
     assert kind == "ValueError" and "this process has no batch at all" in text
     kind, text = reported[0]
     assert kind == "MXNetError"
     # By what it told while it ended, or by its absence.
     assert re.search(r"Missing: rank 1 \((failed: .*no batch at all|process ended)", text), text
-
-
-def test_one_in_another(without_a_batch):
-    """A process that has run out of batches of the outer one brings those of the inner one."""
-    inner = [[2, 2, 2], [1, 5, 1]]
-    steps = [[2, 3, 2], *inner, [1, 4, 1], *inner, [1, 6, 1], *inner]
-    assert without_a_batch.reported("nested") == [steps, steps]
 
 
 X, LABELS = mx.nd.ones((8, 3)), mx.nd.ones(2)

@@ -1,18 +1,15 @@
 """Liveness of processes: who has arrived, who has not and why, and that nothing disturbs it."""
 
-import ctypes
 import os
 import re
 import signal
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from distributed_liveness import Job, at_another_port
 from gluon_syncbn.distributed import liveness as module
-from gluon_syncbn.distributed import watch
 from gluon_syncbn.distributed.answers import ABSENT, ARRIVED, FAILED, FINISHED, GONE, SILENT, Answer
 
 
@@ -80,20 +77,6 @@ def test_a_forked_child_does_not_answer_for_its_parent():
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_script_ends_at_once_and_without_a_warning():
-    """Also with a connection that is being answered."""
-    endings = ["", "liveness.close(); liveness.close()", "del liveness", "liveness.probe('x')"]
-    with Job(*(f"ready()\n{ending}" for ending in endings)) as job:
-        # The last one asks the others, which are gone by then.
-        for rank, process in enumerate(job.processes, 1):
-            with socket.create_connection(job.liveness._addresses[rank][0]):
-                begin = time.monotonic()
-                _, errors = process.communicate("\n", timeout=20)
-            assert process.returncode == 0 and errors == ""
-            assert time.monotonic() - begin < 3
-            assert job.liveness.probe("x")[rank].state == GONE
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("at_once", [256, 10])
 def test_many_ranks_probe_each_other_within_the_patience(simulate, monkeypatch, at_once):
@@ -114,49 +97,6 @@ def test_many_ranks_probe_each_other_within_the_patience(simulate, monkeypatch, 
     expected = {**dict.fromkeys(range(1, 64), ARRIVED), **dict.fromkeys(mute_ranks, SILENT)}
     expected.update({8: ABSENT, 9: GONE})
     assert {rank: answer.state for rank, answer in answers.items()} == expected
-
-
-def test_a_thread_whose_name_is_no_text_is_looked_at():
-    busy = []
-
-    def run():
-        ctypes.CDLL(None).prctl(15, b"\xff")  # Sets its name.
-        busy.append(watch._is_busy(threading.get_native_id()))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert busy == [True]
-
-
-def test_it_knows_recent_exchanges_and_forgets_old_ones(pair):
-    """Of its own, and of its routes."""
-    now = time.monotonic()
-    pair[1]._more = lambda: ([("native", now - 5)], [("native before", now - 3)])
-    for number in range(1000):
-        pair[1].arrive(str(number))
-        pair[1].leave(str(number))
-    for key in ("native", "native before", "999"):
-        assert pair[0].probe(key)[1].state == ARRIVED
-    for number in range(5):
-        pair[1].arrive(f"in flight {number}")
-    answer = pair[0].probe("0")[1]
-    assert answer.state == ABSENT and answer.last[0] == "999"
-    assert [key for key, _ in answer.in_flight] == ["native", "in flight 0", "in flight 1"]
-
-
-@pytest.mark.parametrize("word", ["größe_\N{SNOWMAN}", '\0\n"'])
-def test_keys_of_any_text_and_length(pair, word):
-    """Both sides shorten a long name alike and keep the number at the end."""
-    name = f"SyncBatchNorm '{word * 1000}', forward call {{0}} (0 f 0 {{0}})".format
-    pair[1].arrive(name(6))
-    pair[1].leave(name(6))
-    pair[1].arrive(name(7))
-    answers = [pair[0].probe(name(number))[1] for number in (6, 7, 8)]
-    assert [answer.state for answer in answers] == [ARRIVED, ARRIVED, ABSENT]
-    ((key, _),) = answers[2].in_flight
-    assert key.startswith(f"SyncBatchNorm '{word}") and key.endswith(name(7)[-40:])
-    assert len(key) == 241 and answers[2].last[0].endswith("(0 f 0 6)")
 
 
 # The status of a process.
@@ -187,21 +127,17 @@ def test_a_process_that_tells_why_it_ends_is_not_taken_for_the_first(simulate):
     assert text == "Arrived: rank 0. Missing: rank 1 (failed: lost rank 2), rank 2 (process ended)."
 
 
-def end_error(one, timeout):
-    """What wait_for_the_end raises, or None."""
-    try:
-        one.wait_for_the_end(timeout)
-    except RuntimeError as error:
-        return str(error)
-
-
 def ends(ranks, timeout=20, delays=()):
-    """The end_error of each, which then closes, and the seconds that it took."""
+    """The error with which each waits for the end, or None, and the seconds that it took."""
 
     def end(rank):
         time.sleep(delays[rank] if delays else 0)
         begin = time.monotonic()
-        error = end_error(ranks[rank], timeout)
+        try:
+            ranks[rank].wait_for_the_end(timeout)
+            error = None
+        except RuntimeError as lost:
+            error = str(lost)
         seconds = time.monotonic() - begin
         ranks[rank].close()
         return error, seconds
@@ -218,43 +154,6 @@ def test_the_end_comes_when_all_have_reached_it(size, simulate):
     found = ends(simulate(size), delays=[0.6, *[0] * (size - 1)])
     assert [error for error, _ in found] == [None] * size
     assert found[0][1] < 5 and all(0.5 < seconds < 5 for _, seconds in found[1:])
-
-
-@pytest.mark.parametrize("why", ["process ended", "failed: a bad batch"])
-def test_the_end_does_not_wait_for_those_that_are_gone_or_have_failed(why, simulate):
-    ranks = simulate(3)
-    if why == "process ended":
-        ranks[1].close()
-    else:
-        ranks[1].set_status(FAILED, "a bad batch")
-    ranks[2].set_status(FINISHED)
-    begin = time.monotonic()
-    error = end_error(ranks[0], 20)
-    assert time.monotonic() - begin < 2
-    assert error.startswith("Rank 0 has reached the end of its script and has waited ")
-    # Rank 2 has reached its end and is not missed.
-    assert f"Missing: rank 1 ({why})." in error
-
-
-@pytest.mark.parametrize("answers_for", [0, 1])
-def test_at_the_end_one_that_does_not_answer_is_waited_for_until_the_timeout(pair, answers_for):
-    """And not for as long as a probe may take. The time counts from its last answer."""
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        addresses = [pair[0].address, at_another_port(pair[1], mute)]
-        timer = threading.Timer(answers_for, pair[0].set_addresses, [addresses])
-        timer.start()
-        if not answers_for:
-            timer.join()
-        begin = time.monotonic()
-        error = end_error(pair[0], 0.5)
-        assert answers_for + 0.4 <= time.monotonic() - begin < answers_for + 1.8
-        assert "Missing: rank 1 (no answer: stopped" in error
-
-
-def test_at_the_end_one_that_answers_is_waited_for_ten_times_as_long(pair):
-    found = ends(pair, timeout=0.2, delays=[0, 4])
-    assert 1.9 < found[0][1] < 3.5
-    assert "Missing: rank 1 (nothing exchanged yet)." in found[0][0]
 
 
 def test_at_the_end_one_that_answers_is_waited_for_beyond_the_timeout(pair, caplog):

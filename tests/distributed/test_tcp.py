@@ -1,21 +1,17 @@
 """Connections of processes that probe each other: strangers, limits, addresses."""
 
 import contextlib
-import errno
 import os
 import socket
 import struct
-import threading
 import time
 
 import pytest
-from distributed_cluster import wait_until
-from distributed_liveness import at_another_port
 from gluon_syncbn.distributed import liveness as module
-from gluon_syncbn.distributed import tcp, watch
-from gluon_syncbn.distributed.answers import ABSENT, ARRIVED, GONE
+from gluon_syncbn.distributed import tcp
+from gluon_syncbn.distributed.answers import ARRIVED, GONE
 from gluon_syncbn.distributed.liveness import Liveness
-from gluon_syncbn.distributed.watch import Watch
+from programs import wait_until
 
 
 @pytest.fixture
@@ -30,29 +26,6 @@ def connect(one):
 
 def open_files():
     return len(os.listdir("/proc/self/fd"))
-
-
-def test_close_gives_everything_back(simulate, monkeypatch):
-    monkeypatch.setattr(module, "_CONNECTION_LIFE", 60)
-    threads, files = threading.active_count(), open_files()
-    more = simulate(5)
-    assert [more[0].probe("x")[rank].state for rank in range(1, 5)] == [ABSENT] * 4
-    with connect(more[1]) as slow:
-        slow.sendall(b"a part of a line")
-        more[0].probe("x")  # Rank 1 has taken the connection before, not only let it queue.
-        for one in more:
-            one.close()
-        assert slow.recv(1) == b""
-    wait_until(lambda: threading.active_count() <= threads and open_files() <= files)
-
-
-def test_probes_need_no_new_threads(pair, monkeypatch):
-    def refuse(*_):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr("gluon_syncbn.native.threads.start", refuse)
-    pair[1].arrive("x")
-    assert pair[0].probe("x")[1].state == ARRIVED
 
 
 def message(one, key=b'"x"', token=None, end=b"\n"):
@@ -104,71 +77,6 @@ def test_slow_clients_are_dropped_and_block_nobody(pair, monkeypatch):
         client.close()
     assert 0.9 < time.monotonic() - begin < 4
     wait_until(lambda: open_files() <= files)
-
-
-def test_connections_are_limited(pair, monkeypatch):
-    monkeypatch.setattr(module, "_CONNECTION_LIFE", 60)
-    most = 2 + 64
-    threads, files = threading.active_count(), open_files()
-    clients = [connect(pair[1]) for _ in range(most + 40)]
-    pair[1].arrive("x")
-    assert pair[0].probe("x")[1].state == ARRIVED
-    # This process holds both ends of all but those that were dropped.
-    wait_until(lambda: threading.active_count() - threads <= most)
-    wait_until(lambda: open_files() - files <= len(clients) + most)
-    for client in clients:
-        client.close()
-    wait_until(lambda: threading.active_count() <= threads and open_files() <= files)
-
-
-def test_a_thread_that_answers_outlives_all_errors(monkeypatch, caplog):
-    """Such as looks without a free file descriptor, and no thread left for an answer. The launcher
-    hears of it all the same."""
-
-    class Watched:
-        longest_timeout, size, lost = 0.2, 1, None
-        exchanges_in_flight = staticmethod(lambda: False)
-
-    def no_files(path):
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    def no_threads(thread):
-        raise RuntimeError("can't start new thread")
-
-    beats = []
-    monkeypatch.setattr(watch, "beat", beats.append)
-    monkeypatch.setattr(watch.os, "listdir", no_files)
-    # What looks as if the main thread waited inside MXNet.
-    monkeypatch.setattr(watch, "_libraries", lambda: (os.path.dirname(__file__),))
-    ranks = [Liveness(0, 2, "127.0.0.1"), Liveness(1, 2, "127.0.0.1", watch=Watch(Watched()))]
-    with contextlib.closing(ranks[0]), contextlib.closing(ranks[1]):
-        for one in ranks:
-            one.set_addresses([one.address for one in ranks])
-        ranks[1].arrive("x")
-        wait_until(lambda: len(beats) > 10 and caplog.records)
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", no_threads)
-            assert ranks[0].probe("x")[1].state == ARRIVED
-        assert ranks[0].probe("y")[1].state == ABSENT
-    (record,) = caplog.records
-    assert "goes on after an error: OSError(24" in record.getMessage()
-
-
-@pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"0" * 14 + b" {}\n", None])
-def test_somebody_else_listens_where_a_process_was(pair, reply):
-    """Also the probe itself (None), which comes back where TCP connects to itself."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve():
-            connection, _ = server.accept()
-            with connection:
-                connection.sendall(reply or connection.recv(4096))
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        pair[0].set_addresses([pair[0].address, at_another_port(pair[1], server)])
-        assert pair[0].probe("x")[1].state == GONE
-        thread.join()
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,15 @@
-"""Starts launchers for the tests, and finds what they started."""
+"""Launchers for the tests, and what they start."""
 
 import contextlib
-import os
 import random
 import socket
-import subprocess
-import sys
-import threading
-import time
-import uuid
+import tempfile
 
 import psutil
-import pytest
-from distributed_cluster import MARK, running
+from programs import Program
 
-# The launcher's promise, and what a slow machine may need to get that far.
+# The launcher's promise.
 ENDED_SECONDS = 10
-STARTED_SECONDS = 90
 
 # A worker that ends when a test makes its file.
 SLEEP = """
@@ -62,45 +55,16 @@ ALONE = {
 }
 
 
-class Launcher:
-    """A launcher, with its output as it comes. What it starts carries an id in its environment."""
-
+class Launcher(Program):
     def __init__(self, arguments, folder, environment):
-        self.id = uuid.uuid4().hex
         # What a user seldom sets.
-        unset = "OMP_NUM_THREADS", "PYTHONUNBUFFERED"
-        own = {name: value for name, value in os.environ.items() if name not in unset}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "gluon_syncbn.launch", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-            cwd=folder,
-            env={**own, MARK: self.id, **environment},
-            start_new_session=True,
-        )
-        with self.process.stdin as stdin:
-            stdin.write("for nobody")
-        self.output, self.errors = [], []
-        pairs = (self.process.stdout, self.output), (self.process.stderr, self.errors)
-        self._readers = [threading.Thread(target=self._read, args=pair) for pair in pairs]
-        for reader in self._readers:
-            reader.start()
-
-    def _read(self, stream, lines):
-        with stream:
-            for line in iter(stream.readline, ""):
-                lines.append(line)
-
-    @property
-    def text(self):
-        return "".join(self.errors)
-
-    def processes(self):
-        """All that it started and that still run."""
-        return [process for process in running(self.id) if process.pid != self.process.pid]
+        unset = dict.fromkeys(("OMP_NUM_THREADS", "PYTHONUNBUFFERED"))
+        command = ["-m", "gluon_syncbn.launch", *arguments]
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(b"for nobody")
+            stdin.seek(0)
+            options = {"stdin": stdin, "cwd": folder}
+            super().__init__(command, folder, environment={**unset, **environment}, **options)
 
     def find(self, name, value):
         """The launcher's child that has this variable."""
@@ -110,37 +74,6 @@ class Launcher:
             if process.environ().get(name) == value and "guard" not in process.cmdline()
         )
         return found
-
-    def wait_for(self, text, count=1):
-        """Waits until `count` lines of the output have the text. Returns them."""
-        deadline = time.monotonic() + STARTED_SECONDS
-        while time.monotonic() < deadline:
-            found = [line for line in list(self.output) if text in line]
-            if len(found) >= count:
-                return found
-            if self.process.poll() is not None:
-                break
-            time.sleep(0.02)
-        pytest.fail(f"no {text!r} in {self.output} {self.errors}")
-
-    def end(self, seconds=STARTED_SECONDS):
-        """Waits until the launcher ends and leaves nothing behind. Returns its exit code."""
-        try:
-            code = self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"the launcher did not end: {self.output} {self.errors}")
-        for reader in self._readers:
-            reader.join(10)
-        assert self.processes() == []
-        return code
-
-    def clean(self):
-        for process in [self.process, *self.processes()]:
-            with contextlib.suppress(psutil.Error, OSError):
-                process.kill()
-        self.process.wait()
-        for reader in self._readers:
-            reader.join(10)
 
 
 def free_port():

@@ -13,8 +13,9 @@ import time
 
 import pytest
 from mxnet_launch import __main__ as launch
-from distributed_cluster import needs_horovod, wait_until
-from launched import ALL_REDUCE, ALONE, ENDED_SECONDS, SLEEP, STARTED_SECONDS, TRAIN
+from distributed_cluster import needs_horovod
+from launched import ALL_REDUCE, ALONE, ENDED_SECONDS, SLEEP, TRAIN
+from programs import STARTED_SECONDS, wait_until
 
 # The last line of a worker, the launcher's exit code, and what it says.
 DEATHS = {
@@ -33,10 +34,10 @@ DEATHS = {
 def check_named(launcher, death):
     """The launcher says that worker 1 ended first. Returns the number of its process."""
     _, code, sentence = DEATHS[death]
-    assert launcher.end() == code, launcher.text
+    assert launcher.end() == code, launcher.errors
     sentence = rf"worker 1 \(process (\d+)\) {sentence}, so all others are ended\."
-    found = re.search(sentence, launcher.text)
-    assert found, launcher.text
+    found = re.search(sentence, launcher.errors)
+    assert found, launcher.errors
     return found[1]
 
 
@@ -64,7 +65,7 @@ print("dies", os.getpid(), time.time(), flush=True)
     number, when = launcher.wait_for("dies")[0].split()[2:]
     assert check_named(launcher, death) == number
     assert time.time() - float(when) < ENDED_SECONDS
-    tail = launcher.text.partition("Its last lines:\n")[2].splitlines()
+    tail = launcher.errors.partition("Its last lines:\n")[2].splitlines()
     assert 15 < len(tail) <= 20 and f"    dies {number} {when}" in tail and "    line 29" in tail
     assert ("    ValueError: bad" in tail) == (death == "an exception")
 
@@ -88,9 +89,9 @@ while True:
 @pytest.mark.long
 def test_a_server_that_is_asked_for_a_key_too_early(start):
     launcher = start(f"{TRAIN}\nkv.pull(7, out=mx.nd.zeros(2))\nmx.nd.waitall()", "-n", "2")
-    assert launcher.end() == 134, launcher.text
-    assert "server 0" in launcher.text and "init 7 first" in launcher.text
-    assert "call mx.nd.waitall() before the Trainer's first step" in launcher.text
+    assert launcher.end() == 134, launcher.errors
+    assert "server 0" in launcher.errors and "init 7 first" in launcher.errors
+    assert "call mx.nd.waitall() before the Trainer's first step" in launcher.errors
 
 
 def test_launchers_that_dmlc_gave_their_roles(start):
@@ -106,7 +107,7 @@ def test_launchers_that_dmlc_gave_their_roles(start):
     server = launchers["server"].find("DMLC_ROLE", "server")
     server.kill()
     assert launchers["server"].end() == 128 + signal.SIGKILL
-    assert f"server (process {server.pid}) was killed by SIGKILL" in launchers["server"].text
+    assert f"server (process {server.pid}) was killed by SIGKILL" in launchers["server"].errors
 
 
 def test_a_scheduler_that_cannot_serve(start):
@@ -115,8 +116,8 @@ def test_a_scheduler_that_cannot_serve(start):
         scheduler = {**ALONE, "DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": port}
         launcher = start("", "--from-env", **scheduler)
         assert launcher.end() == 2
-    assert f"cannot listen at port {port} (" in launcher.text
-    assert "another job may use it. Choose another with" in launcher.text
+    assert f"cannot listen at port {port} (" in launcher.errors
+    assert "another job may use it. Choose another with" in launcher.errors
 
 
 def test_without_mxnet(start, tmp_path):
@@ -124,9 +125,11 @@ def test_without_mxnet(start, tmp_path):
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     launcher = start("import time; time.sleep(1000)", "-n", "1", PYTHONPATH=path)
     assert launcher.end() == 1
-    assert re.search(r"(scheduler|server 0) \(process \d+\) ended with exit code 1", launcher.text)
+    assert re.search(
+        r"(scheduler|server 0) \(process \d+\) ended with exit code 1", launcher.errors
+    )
     end = "MXNet cannot be imported: no. python -m gluon_syncbn doctor says why."
-    assert launcher.text.rstrip().endswith(end) and "Traceback" not in launcher.text
+    assert launcher.errors.rstrip().endswith(end) and "Traceback" not in launcher.errors
 
 
 @pytest.mark.parametrize("killed", ["launcher", "worker"])
@@ -149,15 +152,15 @@ if not os.fork():
 """
     launcher = start(children + SLEEP, "-n", "2")
     launcher.wait_for("ready", 2)
-    # The guard, the scheduler, the server, two workers, and two children of each.
-    assert len(launcher.processes()) >= 3 + 2 * 3
+    # The launcher, the guard, the scheduler, the server, two workers, and two children of each.
+    assert len(launcher.running()) >= 4 + 2 * 3
     begin = time.monotonic()
     if killed == "launcher":
         launcher.process.kill()
-        wait_until(lambda: not launcher.processes())
+        wait_until(lambda: not launcher.running())
     else:
         launcher.find("GLUON_SYNCBN_RANK", "1").kill()
-        assert launcher.end() == 128 + signal.SIGKILL, launcher.text
+        assert launcher.end() == 128 + signal.SIGKILL, launcher.errors
     assert time.monotonic() - begin < ENDED_SECONDS
 
 
@@ -179,7 +182,7 @@ step()
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.end() == 128 + signal.SIGINT
     assert time.monotonic() - begin < ENDED_SECONDS
-    assert "SIGINT is passed on" in launcher.text and "[1] KeyboardInterrupt" in launcher.text
+    assert "SIGINT is passed on" in launcher.errors and "[1] KeyboardInterrupt" in launcher.errors
 
 
 @pytest.fixture
@@ -219,7 +222,7 @@ def test_a_signal_is_passed_on_as_sigterm(sent, code, handles, hangup):
     hangup(signal.SIG_DFL)
     launcher = handles(f"sys.exit({code})")
     launcher.process.send_signal(signal.Signals[sent])
-    assert launcher.end() == (128 + signal.Signals[sent] if code else 0), launcher.text
+    assert launcher.end() == (128 + signal.Signals[sent] if code else 0), launcher.errors
     assert "[worker] got SIGTERM\n" in launcher.output
 
 
@@ -228,9 +231,9 @@ def test_under_nohup(handles, hangup):
     launcher = handles("sys.exit(0)")
     launcher.process.send_signal(signal.SIGHUP)
     time.sleep(0.3)
-    assert launcher.process.poll() is None and launcher.text == ""
+    assert launcher.process.poll() is None and launcher.errors == ""
     launcher.process.send_signal(signal.SIGTERM)
-    assert launcher.end() == 0 and "SIGTERM is passed on" in launcher.text
+    assert launcher.end() == 0 and "SIGTERM is passed on" in launcher.errors
 
 
 @pytest.mark.long

@@ -1,29 +1,26 @@
 """python -m gluon_syncbn.launch: what it starts and prints, and what it refuses."""
 
-import contextlib
-import io
 import json
 import os
 import re
 import socket
-import subprocess
 import sys
 import time
 
 import pytest
 from mxnet_launch import __main__ as launch
 from mxnet_launch import runner
-from distributed_cluster import needs_horovod, wait_until
+from distributed_cluster import needs_horovod
 from launched import (
     ALL_REDUCE,
     ALONE,
     ENDED_SECONDS,
     SLEEP,
-    STARTED_SECONDS,
     TRAIN,
     Launcher,
     free_port,
 )
+from programs import STARTED_SECONDS, wait_until
 
 ARGUMENTS = ["--", "--epochs", "3", "with space", "-n", "7", "--", "--engine", "", "--help"]
 
@@ -51,12 +48,12 @@ os.write(1, b"no end of line")
     begin = time.monotonic()
     launcher = Launcher(["-n", "3", "--", "script.py", *ARGUMENTS], folder, {})
     try:
-        assert launcher.end() == 0, launcher.text
+        assert launcher.end() == 0, launcher.errors
     finally:
         launcher.clean()
     found = {
         rank: json.loads(lines[203].partition("found ")[2])
-        for rank, lines in by_rank(launcher.output).items()
+        for rank, lines in by_rank("".join(launcher.output)).items()
     }
     return launcher, time.monotonic() - begin, found
 
@@ -64,8 +61,8 @@ os.write(1, b"no end of line")
 def by_rank(output):
     """{rank: lines}, of lines that begin with [rank]."""
     lines = {}
-    for line in output:
-        rank, text = re.fullmatch(r"\[([0-2])\] (.*)\n", line).groups()
+    for line in output.splitlines():
+        rank, text = re.fullmatch(r"\[([0-2])\] (.*)", line).groups()
         lines.setdefault(int(rank), []).append(text)
     return lines
 
@@ -89,49 +86,13 @@ def test_what_a_worker_finds(trained):
 
 def test_lines_of_different_workers_are_not_mixed(trained):
     launcher, _, _ = trained
-    lines = by_rank(launcher.output)
+    lines = by_rank("".join(launcher.output))
     assert sorted(lines) == [0, 1, 2]
     for own in lines.values():
         assert own[:200] == ["x" * 5000] * 200
         assert own[200:203] == ["\ufffd", "progress 1", "progress 2"]
         assert own[204:] == ["no end of line"]
     assert by_rank(launcher.errors) == dict.fromkeys(range(3), ["a warning"])
-
-
-def test_a_module_with_its_package(command, tmp_path):
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "near.py").write_text("value = 5")
-    main = "import sys\nfrom .near import value\nprint(value, __name__, sys.argv[1:], flush=True)"
-    (package / "__main__.py").write_text(main)
-    launcher = command("--from-env", "-m", "package", "-m", "x", **ALONE)
-    assert launcher.end() == 0, launcher.text
-    assert launcher.output == ["[worker] 5 __main__ ['-m', 'x']\n"]
-
-
-def test_options_of_the_interpreter(tmp_path):
-    """A worker has the launcher's, except those that would keep out the hook for MXNet."""
-    (tmp_path / "script.py").write_text(
-        "import sys\n"
-        "print(sys.flags.optimize, sys.warnoptions[-1:], *sys._xoptions, 'site' in sys.modules)\n"
-    )
-    root = os.path.dirname(os.path.dirname(launch.__file__))
-
-    def run(*options):
-        return subprocess.run(
-            [sys.executable, *options, "-m", "mxnet_launch", "--from-env", "script.py"],
-            cwd=tmp_path,
-            env={**os.environ, **ALONE, "PYTHONPATH": root},
-            capture_output=True,
-            text=True,
-        )
-
-    done = run("-O", "-S", "-W", "error::FutureWarning", "-X", "faulthandler")
-    expected = "[worker] 1 ['error::FutureWarning'] faulthandler True\n"
-    assert done.stdout == expected, done.stdout + done.stderr
-    done = run("-OO")
-    assert done.returncode == 2 and done.stderr.endswith("PYTHONOPTIMIZE=2: use -O or 1.\n")
 
 
 @pytest.mark.parametrize(
@@ -146,19 +107,8 @@ def test_contribs_layer_is_replaced_if_asked(options, layer, command, tmp_path):
     script = "from mxnet.gluon.contrib.nn import SyncBatchNorm\nprint(SyncBatchNorm.__module__)"
     (tmp_path / "script.py").write_text(script)
     launcher = command("--from-env", *options, **ALONE)
-    assert launcher.end() == 0, launcher.text
+    assert launcher.end() == 0, launcher.errors
     assert launcher.output == [f"[worker] {layer}\n"]
-
-
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # An open pipe.
-def test_a_stream_of_text_and_a_store_that_no_worker_uses(tmp_path):
-    script = "import sys; sys.stdout.buffer.write(b'out \\xc3\\xbc'); print('err', file=sys.stderr)"
-    (tmp_path / "script.py").write_text(script)
-    output, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-        assert launch.main(["-n", "2", str(tmp_path / "script.py")]) == 0
-    assert sorted(output.getvalue().splitlines()) == ["[0] out ü", "[1] out ü"]
-    assert sorted(errors.getvalue().splitlines()) == ["[0] err", "[1] err"]
 
 
 def test_a_worker_that_hangs_in_the_shutdown_of_mxnet(tmp_path, monkeypatch, capsys):
@@ -283,7 +233,7 @@ def test_several_launchers_are_one_training(workers, start):
     launchers = start_several(start, script, 2, "-n", str(workers), slurm=True)
     total = float(sum(range(1, 2 * workers + 1)))
     for rank, launcher in launchers.items():
-        assert launcher.end() == 0, launcher.text
+        assert launcher.end() == 0, launcher.errors
         here = range(workers * rank, workers * (rank + 1))
         assert sorted(launcher.output) == [
             f"[{w}] {w} {w % workers} {[total, total]}\n" for w in here
@@ -297,7 +247,7 @@ def test_several_launchers_with_horovod(start):
         start, ALL_REDUCE + RANKS, 2, "-n", "2", "--engine", "horovod", slurm=True
     )
     for rank, launcher in launchers.items():
-        assert launcher.end() == 0, launcher.text
+        assert launcher.end() == 0, launcher.errors
         for worker in (2 * rank, 2 * rank + 1):
             expected = [str(worker), worker, 4, worker % 2, 2, rank, 2, [10.0, 10.0]]
             assert f"[{worker}] {json.dumps(expected)}\n" in launcher.output
@@ -319,8 +269,8 @@ def test_one_fails_and_all_launchers_end(kill, victim, start, tmp_path):
     else:
         launchers[victim].process.kill()
         sentence = f"the launcher of rank {victim} is gone"
-        wait_until(lambda: not launchers[victim].processes())
+        wait_until(lambda: not launchers[victim].running())
     for rank in {0, 1, 2} - {victim}:
-        assert launchers[rank].end() == 1, launchers[rank].text
-        assert sentence in launchers[rank].text
+        assert launchers[rank].end() == 1, launchers[rank].errors
+        assert sentence in launchers[rank].errors
     assert time.monotonic() - begin < ENDED_SECONDS

@@ -2,10 +2,9 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
+import programs
 import pytest
 from mxnet_launch import runner
 from launched import ENDED_SECONDS
@@ -16,15 +15,11 @@ def run(path, *arguments, **options):
     read, write = os.pipe()
     with os.fdopen(read) as status:
         try:
-            command = [sys.executable, runner.__file__, "run", f"{write}:0", str(path), *arguments]
-            done = python(command, pass_fds=[write], **options)
+            command = [runner.__file__, "run", f"{write}:0", str(path), *arguments]
+            done = programs.run(command, pass_fds=[write], **options)
         finally:
             os.close(write)
         return done, [int(line.split()[1]) for line in status]
-
-
-def python(command, **options):
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
 
 
 @pytest.fixture
@@ -59,7 +54,7 @@ def test_a_script_ends_as_with_python(ending, tmp_path):
     text = "import atexit, os, sys\natexit.register(print, 'a hook')\nprint('buffered')\n" + body
     path.write_text(text)
     done, reported = run(path)
-    plain = python([sys.executable, str(path)])
+    plain = programs.run([path])
     assert done.returncode == code and reported == [code]
     assert plain.returncode == (-signal.SIGINT if code == 130 else code)
     assert done.stdout == plain.stdout
@@ -89,7 +84,7 @@ def test_a_script_finds_what_python_gives_it(tmp_path):
         "print(sorted(globals()), type(__loader__), 'mxnet' in sys.modules)\n"
     )
     done, _ = run("link.py", "-x", cwd=tmp_path)
-    plain = python([sys.executable, "link.py", "-x"], cwd=tmp_path)
+    plain = programs.run(["link.py", "-x"], cwd=tmp_path)
     assert done.stdout == plain.stdout and "pickled" in done.stdout, done.stderr
 
 

@@ -2,13 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 
+import programs
 import pytest
 from devices import KIND
+from programs import Program
 
 HEAD = """
 import os, signal, sys, threading, time
@@ -49,32 +49,31 @@ for loss in step():
 """
 
 
-def start(body, **environment):
-    return subprocess.Popen(
-        [sys.executable, "-c", HEAD + textwrap.dedent(body)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-    )
+@pytest.fixture
+def start(tmp_path):
+    """Starts a script."""
+    started = []
+
+    def start(body, **environment):
+        command = ["-c", HEAD + textwrap.dedent(body)]
+        started.append(Program(command, tmp_path, environment=environment))
+        return started[-1]
+
+    yield start
+    for program in started:
+        program.clean()
 
 
-def run(body, **environment):
+@pytest.fixture
+def run(start):
     """The (output, errors) of a script that ends well."""
-    code, output, errors = finish(start(body, **environment))
-    assert code == 0, errors
-    return output, errors
 
+    def run(body, **environment):
+        program = start(body, **environment)
+        assert program.end(60) == 0, program.errors
+        return "".join(program.output), program.errors
 
-def finish(process, timeout=60):
-    """(exit code, output, errors)."""
-    try:
-        output, errors = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        pytest.fail(f"the script did not end within {timeout} s")
-    return process.returncode, output, errors
+    return run
 
 
 STATIC = "static_alloc=True, static_shape=True"
@@ -91,7 +90,7 @@ STATIC = "static_alloc=True, static_shape=True"
         ("raise KeyboardInterrupt", -signal.SIGINT, None),
     ],
 )
-def test_a_script_that_ends_while_a_call_waits(ending, expected, hybridize):
+def test_a_script_that_ends_while_a_call_waits(start, ending, expected, hybridize):
     body = f"""
         if {hybridize is not None}:
             net.hybridize({hybridize or ""})
@@ -106,16 +105,17 @@ def test_a_script_that_ends_while_a_call_waits(ending, expected, hybridize):
     most = 10
     took = []
     while len(took) < 3 and not any(seconds < most for seconds in took):
-        code, output, errors = finish(start(body))
-        took.append(time.time() - float(output))
-        assert code == expected, errors
+        script = start(body)
+        assert script.end(60) == expected, script.errors
+        took.append(time.time() - float(script.output[0]))
+        errors = script.errors
         assert "terminate called" not in errors and "Segmentation" not in errors
         assert "The process ended before" in errors and f"Missing: {KIND}(1)" in errors
     assert min(took) < most, errors
 
 
 @pytest.mark.long
-def test_the_last_steps_are_completed():
+def test_the_last_steps_are_completed(run):
     """The script does not wait for their results, and one device is always slower."""
     body = """
         a = mx.nd.ones((700, 700), ctx=devices[1]) / 700
@@ -131,16 +131,16 @@ def test_the_last_steps_are_completed():
     assert run(body) == ("", "")
 
 
-def interrupt(process):
-    """What finish returns, after the Ctrl-C that the process ends with in good time."""
+def interrupt(script):
+    """The exit code of a script that Ctrl-C ends in good time."""
     begin = time.time()
-    process.send_signal(signal.SIGINT)
-    result = finish(process)
+    script.process.send_signal(signal.SIGINT)
+    code = script.end(60)
     assert time.time() - begin < 3
-    return result
+    return code
 
 
-def test_ctrl_c_during_the_wait_for_other_processes_at_the_end():
+def test_ctrl_c_during_the_wait_for_other_processes_at_the_end(start):
     body = """
         from gluon_syncbn.native import shutdown
 
@@ -150,29 +150,14 @@ def test_ctrl_c_during_the_wait_for_other_processes_at_the_end():
 
         shutdown.at_exit(leave)
     """
-    process = start(body)
-    assert process.stdout.readline() == "waits None\n"
-    code, _, errors = interrupt(process)
-    assert code == 128 + signal.SIGINT and "Traceback" not in errors, errors
-    assert "Interrupted at the end of the script" in errors
+    script = start(body)
+    script.wait_for("waits None\n")
+    assert interrupt(script) == 128 + signal.SIGINT
+    assert "Traceback" not in script.errors, script.errors
+    assert "Interrupted at the end of the script" in script.errors
 
 
-def test_an_error_at_the_end_of_the_script_is_reported():
-    """As without memory. MXNet's own end might wait forever."""
-    body = """
-        from gluon_syncbn.native import shutdown
-
-        def leave(failure):
-            raise ArithmeticError("no way out")
-
-        shutdown.at_exit(leave)
-    """
-    code, output, errors = finish(start(body))
-    assert code == 1 and output == "", errors
-    assert "could not leave" in errors and "ArithmeticError: no way out" in errors
-
-
-def test_ctrl_c_while_the_main_thread_waits_for_a_result():
+def test_ctrl_c_while_the_main_thread_waits_for_a_result(start):
     """Inside MXNet, Python does not see the signal. Training may go on after it."""
     body = """
         loss = step(devices[:1])[0]
@@ -188,15 +173,14 @@ def test_ctrl_c_while_the_main_thread_waits_for_a_result():
             print("trained on", flush=True)
             raise
     """
-    process = start(body)
-    assert process.stdout.readline() == "waiting\n"
+    script = start(body)
+    script.wait_for("waiting")
     time.sleep(0.3)
-    code, output, errors = interrupt(process)
-    assert code == -signal.SIGINT and "KeyboardInterrupt" in errors
-    assert output == "trained on\n"
+    assert interrupt(script) == -signal.SIGINT and "KeyboardInterrupt" in script.errors
+    assert script.output == ["waiting\n", "trained on\n"]
 
 
-def test_a_script_that_handles_ctrl_c_finishes_its_step():
+def test_a_script_that_handles_ctrl_c_finishes_its_step(run):
     body = """
         stop = []
         signal.signal(signal.SIGINT, lambda *_: stop.append(1))
@@ -212,7 +196,7 @@ def test_a_script_that_handles_ctrl_c_finishes_its_step():
 
 
 @pytest.mark.long
-def test_logging_a_result_that_never_arrives_blocks_no_other_thread():
+def test_logging_a_result_that_never_arrives_blocks_no_other_thread(run):
     """The thread that logs it holds the handler's lock and waits for the result."""
     body = """
         import logging
@@ -233,7 +217,7 @@ def test_logging_a_result_that_never_arrives_blocks_no_other_thread():
     assert "WARNING:gluon_syncbn:" in errors and f"Missing: {KIND}(1)" in errors
 
 
-def test_fork_between_steps():
+def test_fork_between_steps(run):
     """The parent and the child both train on, and so does one with the workers of a DataLoader."""
     body = """
         import multiprocessing
@@ -278,7 +262,7 @@ def test_fork_between_steps():
 
 
 @pytest.mark.long
-def test_a_failed_step_before_a_fork_and_after_one():
+def test_a_failed_step_before_a_fork_and_after_one(run):
     """With a graph that was traced before the fork. A child may end while a call waits."""
     body = """
         def fail_and_recover(failed):
@@ -329,79 +313,13 @@ def test_the_naive_engine():
             net(x)
     """
     head = "import mxnet as mx\nfrom devices import context\nimport gluon_syncbn as sbn\n"
-    done = subprocess.run(
-        [sys.executable, "-c", head + textwrap.dedent(body)],
-        env={**os.environ, "MXNET_ENGINE_TYPE": "NaiveEngine"},
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+    environment = {**os.environ, "MXNET_ENGINE_TYPE": "NaiveEngine"}
+    done = programs.run(["-c", head + textwrap.dedent(body)], env=environment)
     assert done.stdout == "[[-1.0, -1.0], [1.0, 1.0]]\n", done.stderr
     assert done.returncode == 1 and "NaiveEngine" in done.stderr and "MXNetError" in done.stderr
 
 
-def test_mxnets_engine_may_take_no_more_operations():
-    """Whichever push after an error fails, nothing hangs and the devices train on."""
-    body = """
-        import ctypes, types
-        from gluon_syncbn.native import layer as bindings
-
-        PUSH = ctypes.CFUNCTYPE(
-            ctypes.c_int, *[ctypes.c_void_p] * 5, ctypes.c_int, ctypes.c_void_p,
-            ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p,
-        )
-        real = PUSH(("MXEnginePushSyncND", mx.base._LIB))
-        names, failing, runs_deleter = [], "", False
-
-        @PUSH
-        def push(*arguments):
-            name = arguments[-1].decode()
-            if name == failing:
-                names.append(name)
-                if runs_deleter:
-                    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(arguments[2])(arguments[1])
-                return -1
-            return real(*arguments)
-
-        class Library:
-            MXEnginePushSyncND = push
-            def __getattr__(self, name):
-                return getattr(mx.base._LIB, name)
-
-        bindings._register(types.SimpleNamespace(base=types.SimpleNamespace(_LIB=Library())))
-        operations = "Look ReplaceError ClearError Flush Flush Probe"
-        for number, operation in enumerate(operations.split()):
-            failing, runs_deleter = f"SyncBatchNorm{operation}", number % 2
-            bad = mx.nd.random.normal(0, -1, data[0].shape, ctx=devices[0])
-            begin = time.time()
-            with mx.autograd.record():
-                ys = [net(x) for x in (bad, data[1])]
-            for y in ys:
-                try:
-                    y.wait_to_read()
-                except mx.MXNetError:
-                    pass
-            for _ in range(3):
-                clear_errors()
-            assert time.time() - begin < 10 and bindings._library.gluon_syncbn_flushing() == 0
-            assert names and set(names) == {failing} or "Probe" in failing, (failing, names)
-            names.clear()
-            failing = ""
-            # What holds an error still is skipped on one device.
-            for _ in range(2):
-                try:
-                    for loss in step():
-                        loss.wait_to_read()
-                except mx.MXNetError:
-                    clear_errors()
-            for loss in step():
-                loss.wait_to_read()
-    """
-    # Without a flush, a call that comes late may wait for the timeout.
-    assert run(body, GLUON_SYNCBN_TIMEOUT="4")[0] == ""
-
-
-def test_a_library_with_other_structs_is_refused():
+def test_a_library_with_other_structs_is_refused(run):
     body = """
         from gluon_syncbn.native import layer as bindings
         bindings.STRUCTS = bindings.STRUCTS[::-1]

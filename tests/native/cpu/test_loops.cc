@@ -161,35 +161,6 @@ void check_conversions(const Widen& widen_these, const Narrow& narrow_these) {
   CHECK(same_bits(expected, result));
 }
 
-// The channels are divided among the threads if these work for at least two thirds of the time.
-void channels_are_divided_among_threads() {
-  const auto divided = [](int threads, int64_t C, int64_t S) {
-    check::context = std::to_string(C) + " channels, " + std::to_string(threads) + " threads";
-    set_num_threads(threads);
-    return by_channels({2, C, S});
-  };
-  for (const int threads : {1, 2, 16, 17, 32, 48, 64, 96}) CHECK(divided(threads, 64, 1 << 15));
-  for (const int threads : {49, 63, 97}) CHECK(!divided(threads, 64, 1 << 15));
-  CHECK(divided(2, 3, 1 << 15) && !divided(2, 1, 1 << 15));
-  // Work for four threads, or for one.
-  CHECK(divided(63, 64, 1 << 10) && divided(2, 1, 1 << 10) && !divided(1, 64, 1));
-}
-
-void large_arrays_are_streamed() {
-  check::context = "streaming";
-  set_num_threads(2);
-  const int values[2] = {};
-  const void *const x = values, *const y = values + 1;
-  CHECK(write_mode_of<float>(WriteMode::kWrite, {4, 64, 16383}, y, {x}) == WriteMode::kWrite);
-  CHECK(write_mode_of<float>(WriteMode::kWrite, {1024, 512, 49}, y, {x}) == WriteMode::kWrite);
-  CHECK(write_mode_of<float>(WriteMode::kWrite, {4, 64, 16384}, y, {x, y}) == WriteMode::kWrite);
-#if defined(__x86_64__)
-  CHECK(write_mode_of<float>(WriteMode::kWrite, {4, 64, 16384}, y, {x}) == WriteMode::kStream);
-  CHECK(write_mode_of<float>(WriteMode::kWrite, {4 * 16384, 64, 1, 16384}, y, {x}) ==
-        WriteMode::kStream);
-#endif
-}
-
 }  // namespace
 }  // namespace gluon_syncbn
 
@@ -225,7 +196,5 @@ int main() {
     std::cerr << "AVX-512 is not tested: this processor has none.\n";
   }
 #endif
-  channels_are_divided_among_threads();
-  large_arrays_are_streamed();
   return check::finish("loops");
 }

@@ -1,5 +1,3 @@
-#include <pthread.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -151,35 +149,6 @@ TEST(units_may_all_throw) {
   });
 }
 
-// Several callers, whose loops begin and end while threads come and go.
-TEST(many_threads_call) {
-  ThreadPool pool(3);
-  in_threads(6, [&](int i) {
-    for (int job = 0; job < 300; ++job) check_job(&pool, (i + job) % 20);
-  });
-}
-
-#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
-// There is not enough memory for the stacks of all threads.
-TEST(works_with_the_threads_that_it_gets) {
-  check_in_child([] {
-    std::ifstream statm("/proc/self/statm");
-    rlim_t pages = 0, stack = 256 << 20;
-    statm >> pages;
-    const rlim_t room = pages * static_cast<rlim_t>(sysconf(_SC_PAGESIZE)) + 3 * stack;
-    const rlimit limit{room, room};
-    pthread_attr_t attributes;
-    pthread_attr_init(&attributes);
-    pthread_attr_setstacksize(&attributes, stack);
-    CHECK_EQ(pthread_setattr_default_np(&attributes), 0);
-    CHECK_EQ(setrlimit(RLIMIT_AS, &limit), 0);
-    ThreadPool pool(8);
-    CHECK_SAY(pool.threads() > 1 && pool.threads() < 5, pool.threads() << " threads");
-    for (int i = 0; i < 100; ++i) check_job(&pool, 50);
-  });
-}
-#endif
-
 // A temporary folder with these files.
 struct Files {
   std::string root = "/tmp/gluon_syncbn_XXXXXX";
@@ -197,51 +166,35 @@ struct Files {
 };
 
 TEST(no_more_threads_than_the_quota_of_the_cgroup) {
-  const std::string version_2 = "/sys/fs/cgroup", version_1 = "/sys/fs/cgroup/cpu";
-  const auto quota = [&](const std::string& group, const char* microseconds) {
-    return std::pair<std::string, std::string>(version_1 + group + "/cpu.cfs_quota_us",
-                                               microseconds);
-  };
-  const auto period = [&](const std::string& group) {
-    return std::pair<std::string, std::string>(version_1 + group + "/cpu.cfs_period_us",
-                                               "100000\n");
-  };
   const struct {
-    const char *context, *memberships;
-    std::vector<std::pair<std::string, std::string>> files;
+    const char *memberships, *folder, *quota;
     int expected;
   } cases[] = {
-      {"nothing known", nullptr, {}, 64},
-      {"no limit", "0::/a", {{version_2 + "/a/cpu.max", "max 100000\n"}}, 64},
-      {"own group", "0::/a/b", {{version_2 + "/a/b/cpu.max", "300000 100000\n"}}, 3},
-      {"rounded up", "0::/a", {{version_2 + "/a/cpu.max", "250000 100000\n"}}, 3},
-      {"less than one", "0::/a", {{version_2 + "/a/cpu.max", "20000 100000\n"}}, 1},
-      {"more than cores", "0::/a", {{version_2 + "/a/cpu.max", "9900000 100000\n"}}, 64},
-      {"group above",
-       "0::/a/b",
-       {{version_2 + "/a/b/cpu.max", "max 100000\n"}, {version_2 + "/a/cpu.max", "200000 50000\n"}},
-       4},
-      {"a container's root", "0::/", {{version_2 + "/cpu.max", "200000 100000\n"}}, 2},
-      {"version 1",
-       "5:memory:/m\n4:cpu,cpuacct:/a\n1:cpuset:/\n0::/",
-       {quota("/a", "500000\n"), period("/a")},
-       5},
-      {"version 1 without limit", "4:cpu:/a", {quota("/a", "-1\n"), period("/a")}, 64},
-      {"the host's path", "4:cpu:/docker/1234", {quota("", "700000\n"), period("")}, 7},
+      {"0::/a", "/a", "max 100000", 64},
+      {"0::/a", "/a", "250000 100000", 3},
+      {"0::/a", "/a", "20000 100000", 1},
+      // The quota of a group above, and of a container.
+      {"0::/a/b", "/a", "200000 50000", 4},
+      {"0::/", "", "200000 100000", 2},
+      // Version 1, whose path may be the host's.
+      {"5:memory:/m\n4:cpu,cpuacct:/a\n0::/", "/cpu/a", "500000", 5},
+      {"4:cpu:/a", "/cpu/a", "-1", 64},
+      {"4:cpu:/docker/1234", "/cpu", "700000", 7},
   };
   unsetenv("OMP_NUM_THREADS");
   for (const auto& each : cases) {
-    check::context = each.context;
-    auto files = each.files;
-    if (each.memberships) {
-      files.push_back({"/proc/self/cgroup", std::string(each.memberships) + "\n"});
-    }
-    const Files made(files);
+    check::context = each.memberships;
+    const std::string folder = std::string("/sys/fs/cgroup") + each.folder, quota = each.quota;
+    const bool is_first = folder.find("/cpu") != folder.npos;
+    const Files made({{"/proc/self/cgroup", std::string(each.memberships) + "\n"},
+                      {folder + (is_first ? "/cpu.cfs_quota_us" : "/cpu.max"), quota + "\n"},
+                      {folder + "/cpu.cfs_period_us", "100000\n"}});
     CHECK_EQ(default_threads(64, made.root), each.expected);
     setenv("OMP_NUM_THREADS", "8", 1);
     CHECK_EQ(default_threads(64, made.root), 8);
     unsetenv("OMP_NUM_THREADS");
   }
+  CHECK_EQ(default_threads(64, Files({}).root), 64);
 }
 
 TEST(ends_when_idle) {

@@ -168,37 +168,6 @@ void divisions_are_exact() {
   }
 }
 
-// The blocks of a kernel of sums that runs two at a time on each multiprocessor, as sum_tiles, or
-// one where shared memory is small: no other number takes much less time by the model.
-void blocks_fit_every_generation() {
-  struct Generation {
-    const char* name;
-    int multiprocessors, resident;
-  };
-  const Generation generations[] = {{"5.2", 24, 2},  {"6.1", 28, 2},  {"7.0", 80, 2},
-                                    {"7.5", 40, 1},  {"8.0", 108, 2}, {"8.6", 82, 2},
-                                    {"9.0", 132, 2}, {"12.0", 170, 2}};
-  for (const Generation& gpu : generations) {
-    check::context = std::string("blocks on ") + gpu.name;
-    const int64_t resident = gpu.resident * gpu.multiprocessors;
-    for (const int64_t blocks : {1, 3, 16, 64, 100, 256, 512, 2048}) {
-      for (const int64_t units : {1, 2, 7, 16, 49, 128, 1000, 12544}) {
-        for (const int64_t at_once : {1, 4, 8, 64}) {
-          const int64_t slices = choose_slices(blocks, resident, units, at_once);
-          int64_t least = time_of_slices(blocks, resident, units, at_once, 1);
-          for (int64_t other = 2; other <= units; ++other) {
-            least = std::min(least, time_of_slices(blocks, resident, units, at_once, other));
-          }
-          const int64_t time = time_of_slices(blocks, resident, units, at_once, slices);
-          CHECK_SAY(time <= 1.1 * least, blocks << " blocks, " << units << " units, " << at_once
-                                                << " at once: " << slices << " slices take " << time
-                                                << ", others " << least);
-        }
-      }
-    }
-  }
-}
-
 template <typename T>
 void test_all() {
   results_match_the_cpu_for_every_shape<T>();
@@ -236,7 +205,6 @@ int main(int count, char** arguments) {
   }
   if (!small) {
     divisions_are_exact();
-    blocks_fit_every_generation();
     products_that_cancel_leave_their_low_bits();
   }
   for_each_type([&](auto zero) {

@@ -331,62 +331,6 @@ TEST(running_statistics_do_not_follow_a_batch_without_values) {
   }
 }
 
-// One device has ended its pass, and another may still read its sums.
-TEST(memory_that_others_read_is_not_used_again) {
-  const int second = kReal ? 0 : 1;
-  release_cuda_memory();
-  const View view{4, 3, 5};
-  const Problem<float> p(view, 0);
-  DeviceArray<float> x(p.x.data(), view.size());
-  const auto own_sums = [&](CudaStream* pass) {
-    ChannelSums* const sums = pass->on_device<ChannelSums>(view.C);
-    pass->forward_sums(view, x.data(), sums);
-    return sums;
-  };
-  CudaStream reader(second, DType::kFloat32, "data");
-  const ChannelSums* shared = nullptr;
-  const std::shared_ptr<Statistics> kept = reader.keep<Statistics>(view.C);
-  SharedSums sums{};
-  // A thread has one device at a time.
-  const auto in_pass = [&](const auto& work) {
-    std::thread([&] {
-      CudaStream pass(0, DType::kFloat32, "data");
-      work(&pass);
-      pass.finish();
-    }).join();
-  };
-  in_pass([&](CudaStream* pass) {
-    shared = own_sums(pass);
-    sums = pass->share(shared, view.C, 20, {0, second});
-  });
-  reader.wait_for(sums);
-  DeviceArray<float> beta(p.beta.data(), view.C);
-  const ForwardFinish finish{view.C,  1, {kept.get()}, nullptr,          beta.data(), {}, false,
-                             nullptr, 0, kEpsilon,     {1, {sums.sums}}, {20, 20, 1}};
-  reader.finish_forward(finish, {});
-  sums = {};
-  for (int i = 0; i < 3; ++i) {
-    in_pass([&](CudaStream* pass) { CHECK(own_sums(pass) != shared); });
-  }
-  reader.finish();
-}
-
-TEST(statistics_outlive_their_pass) {
-  std::shared_ptr<Statistics> kept;
-  const Statistics* before = nullptr;
-  for (const bool is_free : {false, false, true}) {
-    if (is_free) kept.reset();
-    CudaStream pass(0, DType::kFloat32, "data");
-    const std::shared_ptr<Statistics> next = pass.keep<Statistics>(9);
-    CHECK((next.get() == before) == is_free);
-    // Also the pass holds them, whose stream may write them.
-    CHECK(pass.keep<Statistics>(9) != next);
-    if (!kept && !is_free) kept = next;
-    before = kept.get();
-    pass.finish();
-  }
-}
-
 #if !defined(SBN_REAL_CUDA)
 // Whichever call of CUDA fails, also after the sums of all devices have come over the host.
 TEST(a_forward_that_fails_leaves_the_running_statistics_alone) {

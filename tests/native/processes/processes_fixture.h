@@ -95,20 +95,14 @@ struct FakeProcess {
     return arrays.back().get();
   }
 
-  // sums: through the server, at the next number.
-  RoutePtr route(const std::string& key, int store_key, int64_t size, bool sums = false) {
-    const auto values = [](FakeArray* array) { return static_cast<float*>(array->data); };
+  RoutePtr route(const std::string& key, int store_key, int64_t size) {
     FakeArray* const array = new_array({ranks, kLimbs, static_cast<int>(size)});
-    const KVStoreSlots slots{FakeServer::pushpull, &client, store_key, rank, ranks, size, array,
-                             values(array)};
-    Transports transports{std::make_unique<KVStoreTransport>(slots), nullptr, nullptr};
-    if (sums) {
-      transports.fixed_point = std::make_shared<FixedPoint>(size, ranks, 24);
-      FakeArray* const packed = new_array({static_cast<int>(transports.fixed_point->size())});
-      transports.sums = std::make_unique<KVStoreAdder>(
-          slots, KVStoreSums{store_key + 1, packed, values(packed)}, transports.fixed_point);
-    }
-    return std::make_shared<Route>(connection, key, size, ranks, std::move(transports));
+    auto* const values = static_cast<float*>(array->data);
+    const KVStoreSlots slots{
+        FakeServer::pushpull, &client, store_key, rank, ranks, size, array, values};
+    return std::make_shared<Route>(
+        connection, key, size, ranks,
+        Transports{std::make_unique<KVStoreTransport>(slots), nullptr, nullptr});
   }
 
   size_t probed() {

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -83,24 +82,16 @@ struct Fixture {
   Rendezvous rendezvous;
   LayerPtr layer;
   std::mutex mutex;
-  std::vector<std::string> warnings, failures;
-  std::set<int64_t> failed_layers;
-  size_t failures_before_warning = 0;
+  std::vector<std::string> failures;
   int64_t epoch = 0;
 
   explicit Fixture(LayerConfig config) {
     Observer observer;
     // Both call waiting(), which would deadlock if a lock were held.
-    observer.warn = [this](const std::string& text) {
+    observer.warn = [this](const std::string&) { rendezvous.waiting(); };
+    observer.failed = [this](int64_t, int64_t failed_epoch, const std::string& text) {
       const std::lock_guard<std::mutex> lock(mutex);
       rendezvous.waiting();
-      warnings.push_back(text);
-      failures_before_warning = failures.size();
-    };
-    observer.failed = [this](int64_t id, int64_t failed_epoch, const std::string& text) {
-      const std::lock_guard<std::mutex> lock(mutex);
-      rendezvous.waiting();
-      failed_layers.insert(id);
       epoch = std::max(epoch, failed_epoch);
       failures.push_back(text);
     };
@@ -121,9 +112,8 @@ struct Fixture {
   CallId next(const std::string& device) { return rendezvous.next_call(layer, device); }
 
   void reduce(const CallId& id, const std::string& device,
-              Direction direction = Direction::kForward, size_t channels = 2,
-              const char* dtype = "float32") {
-    rendezvous.reduce(layer, id, direction, device, dtype, on_host(Sums(channels), 1));
+              Direction direction = Direction::kForward) {
+    rendezvous.reduce(layer, id, direction, device, "float32", on_host(Sums(2), 1));
   }
 
   void call(const std::string& device) { reduce(next(device), device); }
@@ -179,27 +169,25 @@ inline void check_synchronizes(Fixture* fixture, const std::vector<std::string>&
   CHECK_EQ(fixture->rendezvous.waiting(), 0);
 }
 
-// Writes the values of all processes, by rank, or their sums, or returns an error.
-using Send =
-    std::function<std::string(const Doubles& message, bool* are_sums, std::vector<double>* all)>;
+// Writes the values of all processes, by rank, or returns an error.
+using Send = std::function<std::string(const Doubles& message, Doubles* all)>;
 
 struct FakeTransport : Transport {
   explicit FakeTransport(size_t s, Send f) : size(s), send_message(std::move(f)) {}
   void pack(const double* values) override { mine.assign(values, values + size); }
   void send(std::mutex*) override {
-    const std::string error = send_message(mine, &are_sums, &all);
+    const std::string error = send_message(mine, &all);
     if (!error.empty()) throw StoreError(error);
   }
   Waited wait(double) override { return Waited::kWritten; }
   Answer unpack(std::vector<double>* values) override {
     *values = all;
-    return are_sums ? Answer::kSums : Answer::kValues;
+    return Answer::kValues;
   }
 
   const size_t size;
   const Send send_message;
   Doubles mine;
-  bool are_sums = false;
   std::vector<double> all;
 };
 

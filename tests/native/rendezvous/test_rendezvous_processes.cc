@@ -9,154 +9,6 @@
 namespace gluon_syncbn {
 namespace {
 
-Sums scaled(Sums sums, double factor) {
-  for (ChannelSums& both : sums) {
-    for (Sum3* sum : {&both.first, &both.second}) {
-      for (double* part : {&sum->high, &sum->middle, &sum->low}) *part *= factor;
-    }
-  }
-  return sums;
-}
-
-// One of three processes with two devices each. The store simulates the others.
-struct OneOfThree {
-  static constexpr size_t kProcesses = 3;
-  Fixture fixture;
-  std::mutex mutex;
-  std::vector<Doubles> messages;
-  std::vector<std::string> keys;
-  std::string error;
-  double sequence_of_others = -1;
-  // Whether the store adds, and has sums that are twice those of this process.
-  bool store_adds = false;
-
-  OneOfThree(size_t first_rank, size_t end_rank) : fixture(config(first_rank, end_rank)) {
-    Observer observer;
-    observer.open = opens(kProcesses, &keys,
-                          [this](const Doubles& message, bool* are_sums, std::vector<double>* all) {
-                            const std::lock_guard<std::mutex> lock(mutex);
-                            messages.push_back(message);
-                            *all = {};
-                            *are_sums = store_adds;
-                            for (size_t rank = 0; rank < (store_adds ? 1 : kProcesses); ++rank) {
-                              Doubles values = message;
-                              if (store_adds) {
-                                for (double& value : values) value *= 2;
-                              } else {
-                                if (rank != 1 && sequence_of_others >= 0)
-                                  values[0] = sequence_of_others;
-                                values[1] = static_cast<double>(10 * rank);  // the count
-                                for (size_t i = 2; i < values.size(); ++i)
-                                  values[i] = values[i] * (1 << rank);
-                              }
-                              all->insert(all->end(), values.begin(), values.end());
-                            }
-                            return error;
-                          });
-    fixture.rendezvous.observe(observer);
-  }
-
-  static LayerConfig config(size_t first_rank, size_t end_rank) {
-    LayerConfig config = config_of(cpus(2));
-    config.spans_processes = true;
-    config.first_rank = first_rank;
-    config.end_rank = end_rank;
-    return config;
-  }
-
-  // What both devices have after a call.
-  struct Result {
-    Sums sums[2] = {contribution(0, 1, 3), contribution(1, 1, 3)};
-    double counts[2] = {4, 5};
-    std::string errors[2];
-
-    void check(const Sums& expected, double count) const {
-      for (const size_t d : {0, 1}) {
-        CHECK_EQ(errors[d], "");
-        CHECK(same_bits(sums[d], expected));
-        CHECK_EQ(counts[d], count);
-      }
-    }
-  };
-
-  Result call(Direction direction = Direction::kForward) {
-    Result result;
-    std::vector<std::unique_ptr<Background>> calls;
-    for (const size_t d : {0, 1}) {
-      const CallId id = fixture.next(cpus(2)[d]);
-      calls.emplace_back(new Background([this, &result, direction, d, id] {
-        const PassSums all =
-            fixture.rendezvous.reduce(fixture.layer, id, direction, cpus(2)[d], "float32",
-                                      on_host(result.sums[d], result.counts[d]));
-        result.sums[d] = all.on_host;
-        result.counts[d] = all.count;
-      }));
-    }
-    for (const size_t d : {0, 1}) result.errors[d] = calls[d]->error();
-    return result;
-  }
-};
-
-TEST(processes_exchange_their_sums_once) {
-  OneOfThree one(1, 3);
-  const Sums mine = added_in_rank_order(2, 1, 3);
-  // Ranks 1 and 2 contribute twice and four times the sums of this process.
-  Sums expected(3);
-  for (const double factor : {2, 4}) {
-    const Sums part = scaled(mine, factor);
-    for (size_t c = 0; c < expected.size(); ++c) expected[c].add(part[c]);
-  }
-  for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
-    one.call(direction).check(expected, 30);
-  }
-  CHECK_EQ(one.messages.size(), 2u);
-  CHECK(one.keys == std::vector<std::string>({"5 forward 0", "5 backward 0"}));
-  CHECK_EQ(one.messages[0].size(), 2u + 6 * 3);
-  CHECK_EQ(one.messages[0][1], 9);
-  CHECK_EQ(one.messages[1][0], 1);
-  // The routes stay open until the layer is configured again.
-  one.call();
-  CHECK_EQ(one.keys.size(), 2u);
-  one.fixture.rendezvous.configure(5, OneOfThree::config(1, 3));
-  one.call();
-  CHECK_EQ(one.keys.size(), 3u);
-
-  check::context = "sums of the store are taken as they are";
-  OneOfThree adding(0, 3);
-  adding.store_adds = true;
-  for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
-    adding.call(direction).check(scaled(mine, 2), 18);
-  }
-}
-
-TEST(a_joined_process_contributes_zeros) {
-  OneOfThree one(0, 3);
-  Fixture alone(config_of(cpus(2)));
-  for (Rendezvous* const rendezvous : {&one.fixture.rendezvous, &alone.rendezvous}) {
-    CHECK(rendezvous->has_data(nullptr));
-    rendezvous->set_joined(true);
-    CHECK(!rendezvous->has_data(nullptr));
-  }
-  // Other processes may still have data.
-  CHECK(one.fixture.rendezvous.has_data(one.fixture.layer));
-  CHECK(!alone.rendezvous.has_data(alone.layer));
-  const OneOfThree::Result result = one.call();
-  CHECK_EQ(result.errors[0] + result.errors[1], "");
-  CHECK(one.messages[0] == Doubles(2 + 6 * 3));
-}
-
-TEST(a_failed_exchange_is_everyones_error) {
-  OneOfThree fails(0, 3), differs(0, 3);
-  fails.error = "rank 2 is gone";
-  differs.sequence_of_others = 7;
-  for (OneOfThree* each : {&fails, &differs}) {
-    const OneOfThree::Result result = each->call();
-    CHECK_EQ(result.errors[0], result.errors[1]);
-    CHECK(
-        contains(result.errors[0], each->error.empty() ? "rank 0 is at its call 7" : each->error));
-  }
-}
-
 // Two processes with one device each, whose exchanges wait for both.
 struct Pair {
   static constexpr size_t kProcesses = 2;
@@ -185,7 +37,7 @@ struct Pair {
         const std::lock_guard<std::mutex> lock(mutex);
         warnings.push_back(text);
       };
-      const auto send = [this, rank](const Doubles& message, bool*, std::vector<double>* all) {
+      const auto send = [this, rank](const Doubles& message, Doubles* all) {
         std::unique_lock<std::mutex> lock(mutex);
         round.sent[rank] = message;
         changed.notify_all();
@@ -218,6 +70,10 @@ struct Pair {
     std::vector<CallId> ids;
     while (count-- > 0) ids.push_back(processes[rank]->next("cpu(0)"));
     return ids;
+  }
+
+  std::string error_of_forward(size_t rank, const CallId& id) {
+    return Background([&] { processes[rank]->reduce(id, "cpu(0)"); }).error();
   }
 
   // Returns the total count. A process contributes the sequence of its call plus 100 times its
@@ -303,6 +159,15 @@ TEST(a_backward_call_that_another_process_leaves_out_is_an_error) {
   }
   CHECK_EQ(apart.warnings.size(), 2u);
   CHECK(contains(apart.warnings[0], "After 1 s this is an error."));
+}
+
+TEST(forward_calls_that_do_not_fit_together_are_an_error_in_both) {
+  Pair pair;
+  const CallId ids[] = {pair.next_calls(0, 1)[0], pair.next_calls(1, 2)[1]};
+  in_threads(2, [&](int rank) {
+    const std::string error = pair.error_of_forward(static_cast<size_t>(rank), ids[rank]);
+    CHECK_SAY(contains(error, "is at its call " + std::to_string(1 - rank)), error);
+  });
 }
 
 // By a failure of another call of the layer, or the end of the process.
