@@ -94,7 +94,7 @@ struct Layer {
   void give_up_on(const std::set<std::string>& devices, Direction direction) const;
   // The devices that have not arrived but may.
   std::vector<std::string> missing(const Meeting& meeting) const;
-  // "Came: cpu(0). Missing: cpu(1)."
+  // "Arrived: cpu(0). Missing: cpu(1)."
   std::string arrivals_text(const Meeting& meeting) const;
   // Which device has waited for how long, which have arrived, and which are in a later call.
   std::string waits_text(const Key& key, const Meeting& meeting, const std::string& device,
