@@ -33,7 +33,8 @@ Environment of a worker:
     exit hooks run, destructors and other threads do not.
     ``GLUON_SYNCBN_RANK``, ``GLUON_SYNCBN_SIZE`` and ``GLUON_SYNCBN_LOCAL_RANK`` are set; the last
     is the index of the worker on its machine, and so of its GPU. ``OMP_NUM_THREADS`` is set unless
-    the user did: the workers of a machine share its cores.
+    the user did: the workers of a machine share its cores. None of these are set where another
+    launcher has set ``DMLC_ROLE``.
 """
 
 import argparse

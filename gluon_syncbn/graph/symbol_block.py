@@ -180,7 +180,7 @@ def spliced(symbol, replaced):
     nodes = graph.nodes()
     layers = {id(nodes[each.number]): each for each in replaced}
     # The layout copies of our operator are removed with it.
-    ours = {number for number, each in layers.items() if each.operator in OUR_OPERATOR}
+    ours = {key for key, each in layers.items() if each.operator in OUR_OPERATOR}
     copies = {id(node) for node in nodes if node.is_layout_copy and id(node.inputs[0][0]) in ours}
 
     def change(node):

@@ -23,7 +23,8 @@ struct Attributes {
   bool inplace = false;
   // Traced for GPUs: without the layout copies that oneDNN needs on the CPU.
   bool gpu_only = false;
-  // The id of this node among the layer's nodes in graphs; -1 for imperative calls.
+  // The id of this node among the layer's nodes in graphs; -1 for imperative calls, and in graphs
+  // with one node of the layer.
   int64_t node = -1;
   // The number of chunks of the batch, each with statistics of its own. 0: the batch is one
   // device's shard of a batch that all devices share.

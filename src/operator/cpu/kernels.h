@@ -19,8 +19,9 @@ struct Kernels {
   // dx, given the sums and the count of all devices, and dresidual. With zero sums the statistics
   // are constants. dx may be dy.
   void (*backward)(const BackwardShard&, const Statistics*, const ChannelSums* sums, double count);
-  // Sums and results in one pass, for a shard that is the whole batch: channels are summed and
-  // written a few at a time, so that the second access of x (and dy) is served by the cache.
+  // Sums and results, for a shard that is the whole batch. With S > 1 and channels enough for the
+  // threads, channels are summed and written a few at a time, so that the second access of x (and
+  // dy) is served by the cache.
   void (*forward_alone)(const ForwardShard&, double epsilon, Statistics*);
   void (*backward_alone)(const BackwardShard&, const Statistics*);
 };

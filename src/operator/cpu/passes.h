@@ -1,6 +1,6 @@
-// Forward and backward of one call on a CPU context, by the kernels of kernels.h. A context that is
-// alone computes sums and results in one pass over memory; others sum, wait for the sums of all,
-// and read their shard a second time.
+// Forward and backward of one call on a CPU context, by the kernels of kernels.h. All sum their
+// shard, wait for the sums of all, and read it a second time. A context that is alone does both for
+// a few channels at a time where it can, so the second reading finds them in the cache.
 #ifndef GLUON_SYNCBN_CPU_PASSES_H_
 #define GLUON_SYNCBN_CPU_PASSES_H_
 

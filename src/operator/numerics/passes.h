@@ -80,7 +80,7 @@ struct ForwardTask {
 struct BackwardTask {
   DType dtype;
   std::string what;
-  // Null dx is not computed; `sums` are not used.
+  // Null dx is not computed; the pass itself sets `sums`.
   std::vector<BackwardShard> parts;
   Kept kept;
   bool from_batch;

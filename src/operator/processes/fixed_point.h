@@ -15,7 +15,8 @@
 
 namespace gluon_syncbn {
 
-// The values of a message: the sequence of the call, the count of samples, then ChannelSums.
+// The values of a message: the sequence of the call, the count of values of a channel, then
+// ChannelSums.
 constexpr int kCallSize = 2, kSumsSize = 6;
 static_assert(sizeof(ChannelSums) == kSumsSize * sizeof(double), "sums travel as they are");
 

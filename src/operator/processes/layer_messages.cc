@@ -1,5 +1,6 @@
-// A message is the sequence number of the call, the count of samples, and the sums. If the messages
-// of all processes come back, each process adds them in rank order, so all get the same bits.
+// A message is the sequence number of the call, the count of values of a channel, and the sums. If
+// the messages of all processes come back, each process adds them in rank order, so all get the
+// same bits.
 #include "processes/layer_messages.h"
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // Passes float64 values through a store that adds float32: each value as three limbs, integers of
 // 22 bits, which float32 holds exactly. The lowest limbs of all values come first, then the next
-// ones.
+// ones. (Limbs of fixed_point.h cut sums, not the bits of a double.)
 #ifndef GLUON_SYNCBN_PROCESSES_LIMBS_H_
 #define GLUON_SYNCBN_PROCESSES_LIMBS_H_
 

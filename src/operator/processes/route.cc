@@ -110,6 +110,7 @@ Answer Route::travel(Transport* transport, const Exchange& exchange, std::vector
   return transport->unpack(values);
 }
 
+// The limit is set by who answers the probe: Peers.judge, in Python.
 void Route::wait(Transport* transport, const Exchange& exchange) {
   Patience patience(exchange.timeout_seconds);
   for (int probes = 0;;) {
