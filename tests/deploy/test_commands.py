@@ -332,3 +332,52 @@ def test_doctor_of_gpus(monkeypatch, capsys, gpus, remedies):
     monkeypatch.setenv("MXNET_ENGINE_TYPE", "NaiveEngine")
     assert doctor.doctor() == 1
     assert "MXNET_ENGINE_TYPE=NaiveEngine runs one device after another" in capsys.readouterr().out
+
+
+def test_help_does_not_wait_for_mxnet(tmp_path):
+    (tmp_path / "mxnet.py").write_text("raise SystemExit('imported')")
+    ways = ["-m gluon_syncbn", "-Bmgluon_syncbn export", "-m gluon_syncbn.launch"]
+    for way in [*ways, "-m cProfile -m gluon_syncbn"]:
+        done = process("--help", run=way.split(), path=[tmp_path])
+        assert done.returncode == 0 and "usage: " in done.stdout, done.stderr
+
+
+def test_a_module_of_the_command_line_finds_the_package_whole(folder, tmp_path):
+    (tmp_path / "nets.py").write_text(
+        "import gluon_syncbn as sbn\nfrom gluon_syncbn import SyncBatchNorm\n"
+        "from test_commands import make\n"
+        "def net():\n"
+        "    assert all(hasattr(sbn, name) for name in sbn.__all__)\n"
+        "    return make()\n"
+    )
+    path = [tmp_path, *filter(None, sys.path)]
+    done = process("inspect", folder / "c.params", "--net", "nets:net", path=path)
+    assert done.returncode == 0 and "2 layers" in done.stdout, done.stderr
+
+
+def test_other_modules_find_the_package_whole(tmp_path):
+    """`python -m` imports the package of a module before it runs the module, as with our own."""
+    package = tmp_path / "my_gluon_syncbn"
+    package.mkdir()
+    (package / "__init__.py").write_text("from gluon_syncbn import SyncBatchNorm\n")
+    (package / "launch.py").write_text("print(__name__)\n")
+    done = process("gluon_syncbn", run=["-m", "my_gluon_syncbn.launch"], path=[tmp_path])
+    assert done.stdout == "__main__\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "program, message",
+    [
+        ("import time; time.sleep(60)", "it did not end within 2 s."),
+        ("raise ValueError('the layer is off')", "the layer is off"),
+        ("print('RESULT [0.5, -1]')", "is wrong by 0.5: please report it"),
+    ],
+)
+def test_doctor_survives_a_self_test_that_does_not(monkeypatch, capsys, tmp_path, program, message):
+    (tmp_path / "probes.py").write_text(program)
+    monkeypatch.setattr(doctor, "_PROBES", str(tmp_path / "probes.py"))
+    monkeypatch.setattr(doctor, "_SECONDS", 2)
+    found = doctor._Findings()
+    doctor._self_test(found, "2 CPU devices", ["cpu:0", "cpu:1"])
+    assert message in found.remedies[0]
+    assert "self-test, 2 CPU devices" in capsys.readouterr().out

@@ -22,6 +22,7 @@ from deploy_nets import (
 )
 from gluon_syncbn.__main__ import main
 from gluon_syncbn.deploy import onnx_model
+from gluon_syncbn.graph.symbols import Graph, make_stock
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from mxnets import needs_onnx
@@ -122,6 +123,20 @@ def test_nets_are_compared_without_changing_them(tmp_path, caplog):
     net.add(nn.HybridLambda(lambda F, x: F.Dropout(x, mode="always")))
     assert sbn.export(net, tmp_path / "m").error is None
     assert "it draws random numbers" in caplog.text
+
+
+def test_small_gammas_in_place(tmp_path):
+    """They are written as they count, also where another layer takes them as they are."""
+    arguments = {"activation": "leaky_relu", "epsilon": 0.1, "in_channels": 3}
+    net = sequential(sbn.SyncBatchNorm(inplace=True, **arguments), sbn.SyncBatchNorm(**arguments))
+    net[1]._reg_params["gamma"] = vars(net[1])["gamma"] = net[0].gamma
+    [x], _ = ready(net, (2, 3, 6, 7))
+    net[0].gamma.set_data(mx.nd.array([-0.01, 0.02, 1]))
+    expected = forward(net, x)
+    sbn.export(net, tmp_path / "m")
+    assert_outputs(forward(load(tmp_path / "m"), x), expected, EXPORTED[False])
+    with pytest.raises(sbn.ExportError, match="_fwd works in place, where small gammas count"):
+        make_stock(Graph(net(mx.sym.var("data"))))
 
 
 def train_some(net, trainer, devices, steps, seed):

@@ -156,6 +156,30 @@ def test_the_end_comes_when_all_have_reached_it(size, simulate):
     assert found[0][1] < 5 and all(0.5 < seconds < 5 for _, seconds in found[1:])
 
 
+@pytest.mark.parametrize("why", ["process ended", "failed: a bad batch"])
+def test_the_end_does_not_wait_for_those_that_are_gone_or_have_failed(why, simulate):
+    ranks = simulate(3)
+    if why == "process ended":
+        ranks[1].close()
+    else:
+        ranks[1].set_status(FAILED, "a bad batch")
+    ranks[2].set_status(FINISHED)
+    [(error, seconds)] = ends(ranks[:1])
+    assert seconds < 2
+    assert error.startswith("Rank 0 has reached the end of its script and has waited ")
+    # Rank 2 has reached its end and is not missed.
+    assert f"Missing: rank 1 ({why})." in error
+
+
+def test_at_the_end_one_that_does_not_answer_is_waited_for_until_the_timeout(pair):
+    """And not for as long as a probe may take."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        pair[0].set_addresses([pair[0].address, at_another_port(pair[1], mute)])
+        [(error, seconds)] = ends(pair[:1], timeout=0.5)
+    assert 0.4 <= seconds < 1.8
+    assert "Missing: rank 1 (no answer: stopped" in error
+
+
 def test_at_the_end_one_that_answers_is_waited_for_beyond_the_timeout(pair, caplog):
     """It may evaluate and save. Warnings say who that is."""
     found = ends(pair, timeout=0.5, delays=[0, 2])

@@ -31,7 +31,7 @@ TEST(causes_fit_the_direction_and_the_devices) {
 }
 
 TEST(a_device_that_is_further_is_named) {
-  Fixture f(config_of({"gpu(0)", "gpu(1)", "gpu(2)"}, 0.5));
+  Fixture f(config_of({"gpu(0)", "gpu(1)", "gpu(2)"}, 2));
   Background first(&f, "gpu(0)");
   f.wait_until_waiting(1);
   Background second(&f, "gpu(0)"), other(&f, "gpu(1)");
