@@ -123,7 +123,7 @@ class Peers:
                 # They may have arrived just now, as after a suspension of all.
                 lost = waited > timeout * (1 + WARN_AFTER)
                 if not in_memory:
-                    message += f"All have arrived, so {self.name} itself does not answer. "
+                    message += f"All have arrived, so {self.name} does not answer. "
             lost = lost or any(map(self._cannot_arrive, answers.values()))
         if lost:
             self._give_up(f"{message}{_CAUSES}")
