@@ -26,6 +26,7 @@ test-gpu-all: test-gpu
 	$(call on_simulated_gpus,PTXSIM_DEVICES=8 GLUON_SYNCBN_TEST_DEVICES=gpu,$(gpu_tests),-n 3 -m "not long")
 
 gpu_tests = layers convert deploy training gpu/test_users_programs.py
+# A test that hangs in MXNet ends the run, with the stacks of all threads.
 # Streams do their work in a random order, different in each run. STREAMS= makes them do it at once,
 # and STREAMS=late as late as possible.
 STREAMS ?= $(shell date +1%N)
@@ -37,7 +38,7 @@ define on_simulated_gpus
 	tar -c --exclude='*.so' --exclude=__pycache__ $(packages) | tar -x -C $(simgpu) && \
 	cp $(simgpu)/libgluon_syncbn.so $(simgpu)/gluon_syncbn && cd $(simgpu) && echo "STREAMS=$(STREAMS)" && \
 	export $(1) PTXSIM_STREAMS=$(STREAMS) MXNET_USE_FUSION=0 PYTHONPATH="$$PWD" && \
-	$(abspath $(python)) -m pytest -q --capture=sys -p no:cacheprovider $(3) $(addprefix $(CURDIR)/tests/,$(2)) $(ARGS)
+	$(abspath $(python)) -m pytest -q --capture=sys -p no:cacheprovider -o timeout_method=thread $(3) $(addprefix $(CURDIR)/tests/,$(2)) $(ARGS)
 endef
 
 # Blocks, warps and streams run in a random order, different in each run. The output names the
