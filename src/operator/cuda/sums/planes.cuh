@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, plane_blocks(kArrays, kAligned))
   const int64_t unit = begin + group;
   const int chunks = static_cast<int>(task.chunks);
   int64_t sample = unit, sample_step = at_once;
-  const auto lanes_of_channel = PowerOf2::of(min(+across, kWarp));
+  const auto lanes_of_channel = PowerOf2::of(min(task.across, kWarp));
   int chunk = 0, chunk_step = 0;
   if (chunks > 1) {
     sample = unit / chunks;

@@ -74,8 +74,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
   __shared__ double own_sums[kThreads * kOwnWords];
 
   const int split = kSize < kRowRuns ? 1 : task.split, across = task.lanes, down = task.down;
-  // A thread's column, and its place among those of a column: its row in a chunk, and its chunk.
-  // From the first run's threads to the last's.
+  // Used here only: below, the logarithms would take registers that the kernel does not have.
   const auto by_across = PowerOf2::of(across), by_down = PowerOf2::of(down);
   const auto by_run = PowerOf2::of(kThreads / PowerOf2::of(split));
   const int per_run = by_run, groups = per_run / by_across / by_down;
