@@ -14,6 +14,8 @@ CLOSED = "The process ends, and devices no longer synchronize."
 # Seconds without another arrival after which a call at exit is assumed to wait in vain. A device
 # may need that long to reach its next call.
 _PATIENCE = 2.0
+# Seconds for the last warnings: logging may hang.
+_WARNINGS = 2.0
 _log = logging.getLogger("gluon_syncbn")
 _abandoned = False
 _leaving = []
@@ -81,6 +83,7 @@ def _at_exit():
         abandon()
         _log.exception("The process could not leave the others as usual.")
     library.gluon_syncbn_close(CLOSED.encode())
+    threads.wait_for_warnings(_WARNINGS)
     if _abandoned:
         logging.shutdown()
         sys.stdout.flush()

@@ -15,6 +15,9 @@ _READY = 4 if sys.version_info[:2] == (3, 12) else 0
 _log = logging.getLogger("gluon_syncbn")
 # Where each of them takes its work.
 _idle = collections.deque()
+# Set when the last warning is written.
+_written = threading.Event()
+_written.set()
 
 
 def start(function, *arguments, patience=0.0):
@@ -30,11 +33,17 @@ def warn(text):
     """Logs on another thread. The caller must end waits in time, and the thread that holds
     logging's lock may itself be waiting, for an array that it logs, or for who reads the output.
     Returns whether there was a thread."""
+    global _written
     try:
-        start(_log.warning, "%s", text)
+        _written = start(_log.warning, "%s", text)
     except RuntimeError:
         return False
     return True
+
+
+def wait_for_warnings(seconds):
+    """Waits until the last warning is written, which the end of the process would cut off."""
+    _written.wait(seconds)
 
 
 def _take(patience):
