@@ -10,6 +10,7 @@ import time
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
+import programs
 import pytest
 import reference
 from gluon_syncbn import native
@@ -440,6 +441,39 @@ def test_calls_of_a_failed_step_meet_nobody(mode, seed):
         clear()
         check(*step([False] * 2, [False] * 2))
     assert time.time() - begin < 30, f"seed {seed}"
+
+
+FAILS_OFTEN = """
+import gluon_syncbn as sbn, mxnet as mx
+
+mean, variance = mx.sym.var("mean"), mx.sym.var("variance")
+chain = mean * 0
+for _ in range(300):
+    chain = mx.sym.add_n(chain, mean, variance)
+uses = mx.gluon.SymbolBlock(chain, [mean, variance])
+uses.hybridize(forward_bulk_size=0)
+for _ in range(400):
+    layer = sbn.SyncBatchNorm(in_channels=3, momentum=None)
+    layer.initialize()
+    layer.num_batches_tracked.cast("float16")
+    statistics = layer.running_mean.data(), layer.running_var.data()
+    mx.nd.waitall()
+    with mx.autograd.record():
+        y = layer(mx.nd.ones((4, 3)))
+    uses(*statistics)  # Pushes operations, while another thread finds the failure.
+    for wait in (y.wait_to_read, mx.nd.waitall, mx.nd.waitall):
+        try:
+            wait()
+        except mx.MXNetError as error:
+            assert "num_batches_tracked is of dtype float16" in str(error), error
+"""
+
+
+def test_a_failure_while_running_statistics_are_in_use():
+    """MXNet's engine may queue operations that two threads push at a time in another order at each
+    of their arrays. If they share two, both wait forever."""
+    done = programs.run(["-c", FAILS_OFTEN], seconds=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_layers_with_equal_names_do_not_collide():

@@ -4,6 +4,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <iterator>
 #include <memory>
@@ -30,27 +31,35 @@ namespace {
 struct Drain {
   int64_t layer, epoch;
   std::string device, text;
-  Handle marker = nullptr;
-  bool is_clean = false;
+  // How many arrays still are to be cleared.
+  std::atomic<int> left;
 
   void end() const { process.rendezvous->drain(layer, epoch, device); }
 
-  ~Drain() {
+  ~Drain() { end(); }
+};
+
+// One of its arrays.
+struct DrainedArray {
+  std::shared_ptr<Drain> drain;
+  Handle marker = nullptr;
+  bool is_clean = false;
+
+  ~DrainedArray() {
     if (marker) mxnet.ndarray_free(marker);
-    end();
   }
 };
 
-// An operation on a device's arrays, which the engine skips if they hold an error.
+// Operations on a device's arrays, which the engine skips if they hold an error.
 struct ArrayProbe {
   int64_t layer, epoch;
   Direction direction;
   std::string device;
-  // Whether the operation has run, or was never pushed.
-  bool is_reachable = false;
+  // How many of them have neither run nor failed to be pushed.
+  std::atomic<int> left;
 
   ~ArrayProbe() {
-    if (!is_reachable) process.rendezvous->unreachable(layer, epoch, direction, device);
+    if (left > 0) process.rendezvous->unreachable(layer, epoch, direction, device);
   }
 };
 
@@ -65,6 +74,10 @@ struct Flush {
 
 // Pushes an operation that runs run(state), unless it is skipped, and then drops the state. Returns
 // whether MXNet's engine took it.
+//
+// It may share only one array with operations of others. MXNet queues an operation at its arrays
+// one after the other, without a lock over all (threaded_engine.cc, Push). So of two operations
+// that two threads push at a time, each may be first at one of two arrays, and both wait forever.
 template <typename T>
 bool push(const std::shared_ptr<T>& state, void (*run)(T*), const std::vector<Handle>& read,
           const std::vector<Handle>& written, int kind, const char* name) {
@@ -209,36 +222,40 @@ SBN_EXPORT void gluon_syncbn_forget(int64_t layer) { process.rendezvous->forget(
 // more operations, the device takes part at once.
 SBN_EXPORT void gluon_syncbn_drain(int64_t layer, int64_t epoch, const char* device, void** arrays,
                                    int num_arrays, const char* text) {
-  const auto drain = std::shared_ptr<Drain>(new Drain{layer, epoch, device, text});
+  const auto drain = std::shared_ptr<Drain>(new Drain{layer, epoch, device, text, {num_arrays}});
   // Under the naive engine arrays hold no errors.
-  if (num_arrays == 0 || process.naive_engine) return;
-  const uint32_t one = 1;
-  if (mxnet.ndarray_create(&one, 1, kCpuContext.device_type, kCpuContext.device_id, 1, 0,
-                           &drain->marker) != 0) {
-    return;
-  }
+  if (process.naive_engine) return;
   // Waiting for an error clears it in all arrays that hold it. The user must still see the error of
-  // the failed step, so another error replaces it in these arrays and in a marker, and waiting for
-  // the marker clears that one. Arrays without an error get none: MXNet would skip a call that is
-  // pushed meanwhile, and its results would be neither written nor in error.
-  const std::vector<Handle> written(arrays, arrays + num_arrays);
-  std::vector<Handle> replaced = written;
-  replaced.push_back(drain->marker);
-  const auto look = [](Drain* d) { d->is_clean = true; };
-  const auto replace = [](Drain* d) {
-    if (d->is_clean) return;
+  // the failed step, so another error replaces it in this array and in a marker, and waiting for
+  // the marker clears that one. An array without an error gets none: MXNet would skip a call that
+  // is pushed meanwhile, and its results would be neither written nor in error.
+  const auto look = [](DrainedArray* a) { a->is_clean = true; };
+  const auto replace = [](DrainedArray* a) {
+    if (a->is_clean) return;
     await_turn_for_error();
-    throw dmlc::Error(d->text);
+    throw dmlc::Error(a->drain->text);
   };
-  const auto clear = [](Drain* d) {
-    if (!d->is_clean) mxnet.ndarray_wait_to_read(d->marker);
+  const auto clear = [](DrainedArray* a) {
+    if (!a->is_clean) mxnet.ndarray_wait_to_read(a->marker);
     // Before waitall() can return, which may be before MXNet drops the operation.
-    d->end();
+    if (--a->drain->left == 0) a->drain->end();
   };
-  // These run one after the other, as they write the same arrays.
-  push<Drain>(drain, look, {}, written, kCpuPrioritized, "SyncBatchNormLook") &&
-      push<Drain>(drain, replace, {}, replaced, kNoSkip, "SyncBatchNormReplaceError") &&
-      push<Drain>(drain, clear, {}, written, kNoSkip, "SyncBatchNormClearError");
+  const uint32_t one = 1;
+  for (int i = 0; i < num_arrays; ++i) {
+    const auto drained = std::shared_ptr<DrainedArray>(new DrainedArray{drain});
+    if (mxnet.ndarray_create(&one, 1, kCpuContext.device_type, kCpuContext.device_id, 1, 0,
+                             &drained->marker) != 0) {
+      return;
+    }
+    // These run one after the other, as they write the same array.
+    const auto push_for = [&](void (*run)(DrainedArray*), const std::vector<Handle>& written,
+                              int kind, const char* name) {
+      return push<DrainedArray>(drained, run, {}, written, kind, name);
+    };
+    push_for(look, {arrays[i]}, kCpuPrioritized, "SyncBatchNormLook") &&
+        push_for(replace, {arrays[i], drained->marker}, kNoSkip, "SyncBatchNormReplaceError") &&
+        push_for(clear, {arrays[i]}, kNoSkip, "SyncBatchNormClearError");
+  }
 }
 
 // Once all operations pushed earlier have finished, checks whether these arrays of a device hold an
@@ -246,12 +263,13 @@ SBN_EXPORT void gluon_syncbn_drain(int64_t layer, int64_t epoch, const char* dev
 SBN_EXPORT void gluon_syncbn_probe_arrays(int64_t layer, int64_t epoch, int backward,
                                           const char* device, void** arrays, int num_arrays) {
   const Direction direction = backward ? Direction::kBackward : Direction::kForward;
-  const auto probe = std::shared_ptr<ArrayProbe>(new ArrayProbe{layer, epoch, direction, device});
-  if (!push<ArrayProbe>(
-          probe, [](ArrayProbe* p) { p->is_reachable = true; },
-          std::vector<Handle>(arrays, arrays + num_arrays), {}, kCpuPrioritized,
-          "SyncBatchNormProbe")) {
-    probe->is_reachable = true;
+  const auto probe =
+      std::shared_ptr<ArrayProbe>(new ArrayProbe{layer, epoch, direction, device, {num_arrays}});
+  for (int i = 0; i < num_arrays; ++i) {
+    const auto reach = [](ArrayProbe* p) { --p->left; };
+    if (!push<ArrayProbe>(probe, reach, {arrays[i]}, {}, kCpuPrioritized, "SyncBatchNormProbe")) {
+      --probe->left;
+    }
   }
 }
 
@@ -262,12 +280,13 @@ SBN_EXPORT void gluon_syncbn_flush(int64_t layer, int backward, const char* cons
   const Direction direction = backward ? Direction::kBackward : Direction::kForward;
   process.rendezvous->begin_flush(layer, direction, {devices, devices + num_devices});
   for (int i = 0; i < num_devices; ++i) {
-    void** const first = arrays + i * num_arrays;
+    const auto flush = std::shared_ptr<Flush>(new Flush{layer, direction, devices[i]});
     // It reads the arrays, so it does not wait for others that do: a backward reads running
     // statistics, and may be the one that waits.
-    push<Flush>(
-        std::shared_ptr<Flush>(new Flush{layer, direction, devices[i]}), [](Flush*) {},
-        std::vector<Handle>(first, first + num_arrays), {}, kNoSkip, "SyncBatchNormFlush");
+    for (int j = 0; j < num_arrays; ++j) {
+      push<Flush>(
+          flush, [](Flush*) {}, {arrays[i * num_arrays + j]}, {}, kNoSkip, "SyncBatchNormFlush");
+    }
   }
 }
 
