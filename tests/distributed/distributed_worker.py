@@ -1,5 +1,6 @@
 """A worker process of the tests: connects to the others and runs the topics that it is given."""
 
+import faulthandler
 import importlib
 import json
 import os
@@ -10,6 +11,9 @@ import time
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
+
+# A crash shows the stacks of Python, which MXNet's own handler does not.
+faulthandler.enable()
 
 
 class World:
