@@ -8,11 +8,11 @@ import gc
 import json
 import os
 import re
-import subprocess
 import sys
 import warnings
 
 import gluon_syncbn as sbn
+import programs
 import pytest
 from gluon_syncbn import convert_sync_batchnorm, revert_sync_batchnorm
 from gluon_syncbn.graph.blocks import BATCH_NORMS
@@ -152,8 +152,7 @@ def main(task, *names):
 
 def child(*arguments):
     environment = {**os.environ, "MXNET_CPU_TEMP_COPY": "512"}
-    command = [sys.executable, __file__, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = programs.run([__file__, *arguments], seconds=280, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

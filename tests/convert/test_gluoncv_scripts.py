@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import programs
 import pytest
 from mxnet_launch import runner
 
@@ -184,11 +185,9 @@ def run(script, arguments, options, home, folder):
         **({"CONVERT": "1"} if script.convert and options else {}),
     }
     environment.pop(runner.LAUNCH_ID, None)
-    command = [sys.executable, "-m", "gluon_syncbn.launch", "-n", "1", *options, str(DRIVER)]
-    command += [str(Path(SCRIPTS) / script.path), *script.arguments.split(), *arguments.split()]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
-    )
+    command = ["-m", "gluon_syncbn.launch", "-n", "1", *options, DRIVER]
+    command += [Path(SCRIPTS) / script.path, *script.arguments.split(), *arguments.split()]
+    done = programs.run(command, seconds=600, cwd=folder, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     text = done.stdout + done.stderr
     lines = re.findall(r"(?:Batch \d+\], .*?samples/sec,|iteration|Epoch \d\] train=).*", text)

@@ -4,10 +4,10 @@ They run in their own processes, as gluoncv changes how Pillow reads damaged ima
 """
 
 import os
-import subprocess
 import sys
 
 import numpy as np
+import programs
 import pytest
 import stock
 from tolerances import EXPORTED, ONNX, relative_error
@@ -21,12 +21,7 @@ NETS = {"fastscnn_citys": (45, True), "yolo3_mobilenet1.0_voc": (47, False)}
 @pytest.mark.parametrize("name", NETS)
 def test_stock_mxnet_and_onnx_runtime_agree_with_the_net(tmp_path, name):
     norms, converts = NETS[name]
-    done = subprocess.run(
-        [sys.executable, __file__, name, tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = programs.run([__file__, name, tmp_path], seconds=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"folded {norms}, left 0" in done.stdout
     assert ("refused: " in done.stdout) != converts

@@ -6,12 +6,11 @@ replaces them for float16.
 
 import json
 import os
-import subprocess
-import sys
 
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
+import programs
 import pytest
 from devices import context
 from dtypes import BFLOAT16
@@ -33,9 +32,7 @@ TARGETS += [pytest.param("bfloat16", marks=[needs_bfloat16, in_onednn])]
 @pytest.fixture(scope="module", params=TARGETS)
 def trained(request):
     """The output of amp_training.py."""
-    done = subprocess.run(
-        [sys.executable, PROGRAM, request.param], stdout=subprocess.PIPE, check=True, timeout=200
-    )
+    done = programs.run([PROGRAM, request.param], check=True)
     return request.param, json.loads(done.stdout)
 
 
@@ -64,9 +61,7 @@ def test_the_layer_gets_the_dtype_of_batch_norm(trained):
 @pytest.mark.long
 def test_init_before_the_package_is_imported(trained):
     dtype, results = trained
-    done = subprocess.run(
-        [sys.executable, PROGRAM, dtype, "--late"], stdout=subprocess.PIPE, check=True, timeout=200
-    )
+    done = programs.run([PROGRAM, dtype, "--late"], check=True)
     assert json.loads(done.stdout)["ours whole"] == results["ours whole"]
 
 

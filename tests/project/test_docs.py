@@ -7,13 +7,12 @@ readers do not see: `run first` with code to run before the block, or `not run:`
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import gluon_syncbn as sbn
 import gluon_syncbn.__main__ as files
 import mxnet_launch.__main__ as launcher
+import programs
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,8 +65,7 @@ def is_accepted(parse, words):
 def test_code(page, tmp_path):
     program = tmp_path / f"{page.stem}.py"
     program.write_text(program_of(page.read_text("utf-8")) + "\nmx.nd.waitall()\n", "utf-8")
-    command = [sys.executable, program.name]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    done = programs.run([program.name], seconds=250, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -3,9 +3,8 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 
+import programs
 import pytest
 from distributed_cluster import needs_horovod
 
@@ -49,15 +48,9 @@ ENDINGS = {
 
 def check(program, code, output, errors, folder, *launcher):
     (folder / "program.py").write_text(program)
-    done = subprocess.run(
-        [sys.executable, *launcher, "program.py"],
-        cwd=folder,
-        # Without what conftest.py adds, by which any program could import mxnet first.
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    # Without what conftest.py adds, by which any program could import mxnet first.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = programs.run([*launcher, "program.py"], cwd=folder, env=environment)
     assert done.returncode == code, done.stderr
     assert re.fullmatch(output, done.stdout) and re.fullmatch(errors, done.stderr), done
 

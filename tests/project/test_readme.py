@@ -1,10 +1,9 @@
 """The program of README.md runs as it stands."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import programs
 from devices import KIND
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
@@ -16,7 +15,6 @@ def test_the_program(tmp_path):
     program += "assert sum(len(loss) for loss in losses) == len(data)\n"
     program = program.replace("mx.cpu(", f"mx.{KIND}(")
     (tmp_path / "program.py").write_text(program)
-    command = [sys.executable, "program.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    done = programs.run(["program.py"], seconds=250, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert 0 < float(done.stdout.split()[-1]) < 10

@@ -223,7 +223,7 @@ class BackwardChannels {
                 static_cast<const T*>(p.epilogue.activation == Activation::kNone ? nullptr
                                       : p.y                                      ? p.y
                                                                                  : p.x),
-                p.recovers_x() ? static_cast<A>(1 / p.epilogue.slope) : A{0}},
+                p.lacks_x() ? static_cast<A>(1 / p.epilogue.slope) : A{0}},
         results{static_cast<T*>(p.dx), write_mode_of<T>(p.mode, p.view, p.dx, {p.dy, p.x, p.y}),
                 static_cast<T*>(p.dresidual),
                 write_mode_of<T>(p.residual_mode, p.view, p.dresidual, {p.dy, p.x, p.y})},
@@ -231,7 +231,7 @@ class BackwardChannels {
         statistics_(s),
         begin_(begin) {
     for (int64_t c = begin; c < end; ++c) {
-      if (p.recovers_x()) {
+      if (p.lacks_x()) {
         recovered_.push_back(
             statistics_of_normalized(gamma_of<T>(p, c), static_cast<const A*>(p.beta)[c]));
       }

@@ -150,7 +150,7 @@ class CpuBackward : public Pass {
       const double gamma =
           part.gamma ? effective_gamma(parameter(task_.dtype, part.gamma, c), part.epilogue) : 1;
       const double inv_std =
-          part.recovers_x() ? 1 / gamma : task_.kept.statistics[batch * C_ + c].inv_std;
+          part.lacks_x() ? 1 / gamma : task_.kept.statistics[batch * C_ + c].inv_std;
       dgamma_[c] += own_[c].second.value() * inv_std;
       dbeta_[c] += own_[c].first.value();
     }

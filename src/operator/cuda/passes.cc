@@ -113,12 +113,12 @@ class GpuForward : public GpuPass<ForwardTask> {
     const int64_t size = batches_ * C_;
     const Epilogue& epilogue = task_.parts[0].epilogue;
     const bool activates = epilogue.activation != Activation::kNone;
-    const bool recovers_x = epilogue.least_gamma > 0;
+    const bool lacks_x = epilogue.least_gamma > 0;
     Kept kept;
-    kept.memory = cuda_.keep<Statistics>((1 + activates + recovers_x) * size);
+    kept.memory = cuda_.keep<Statistics>((1 + activates + lacks_x) * size);
     kept.statistics = kept.memory.get();
     kept.gates = activates ? kept.statistics + size : nullptr;
-    kept.of_z = recovers_x ? kept.statistics + (1 + activates) * size : nullptr;
+    kept.of_z = lacks_x ? kept.statistics + (1 + activates) * size : nullptr;
     return kept;
   }
 

@@ -46,7 +46,7 @@ struct BackwardShard {
   // Output: the sums of this shard alone.
   ChannelSums* sums;
 
-  bool recovers_x() const { return !x; }
+  bool lacks_x() const { return !x; }
 };
 
 // What forward keeps for backward, in the device's memory, for each channel of all batches.
