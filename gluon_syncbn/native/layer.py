@@ -26,6 +26,7 @@ from .library import library as _library
 from .routes import Key, write_error
 
 OP_TYPE = "GluonSyncBatchNorm"
+_NAIVE_ENGINE = os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine"
 # Graphs carry this UUID, so that those of another process do not find this one's layers.
 PROCESS = uuid.uuid4().hex
 
@@ -52,6 +53,8 @@ _WAITS = (
 )
 # How many of these waits have ended, by thread, and how many of all with an error.
 waits = types.SimpleNamespace(returned=collections.Counter(), failed=0)
+# {(layer id, epoch): text} of failed steps after which no device has drained.
+_failed = {}
 
 
 @WARN
@@ -61,17 +64,32 @@ def _on_warning(text):
 
 @FAILED
 def _on_failure(layer_id, epoch, text):
-    """Drains the devices of a layer after a failed step. Runs on the thread that found the
-    failure."""
+    """Notes a failed step. Runs on the thread that found the failure."""
     layer = _layers.get(layer_id)
     if layer is None:
         return
     layer.fail(text.decode())
-    arrays = layer.running_statistics()
-    for device in layer.devices:
-        _library.gluon_syncbn_drain(
-            layer_id, epoch, device.encode(), *_handles(arrays.get(device, ())), text
-        )
+    _failed[layer_id, epoch] = text
+    if _NAIVE_ENGINE:  # Where nothing is pending, and arrays hold no errors.
+        _drain()
+
+
+def _drain():
+    """Drains the devices of all layers after failed steps.
+
+    Not when a failure is found: the user's thread goes on then, and MXNet would skip what it pushes
+    between the operations that put an error in an array and clear it again, and not say so.
+    """
+    for layer_id, epoch in list(_failed):
+        text = _failed.pop((layer_id, epoch), None)
+        layer = _layers.get(layer_id)
+        if text is None or layer is None:
+            continue
+        arrays = layer.running_statistics()
+        for device in layer.devices:
+            _library.gluon_syncbn_drain(
+                layer_id, epoch, device.encode(), *_handles(arrays.get(device, ())), text
+            )
 
 
 @WAITS
@@ -115,6 +133,7 @@ def _end_step():
         if time.monotonic() - begin >= _library.gluon_syncbn_flushing():
             break
         time.sleep(0.001)
+    _drain()
 
 
 def _handles(arrays):
@@ -151,7 +170,7 @@ def _register(mxnet):
     status = _library.gluon_syncbn_register(
         api,
         PROCESS.encode(),
-        os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine",
+        _NAIVE_ENGINE,
         HAS_ONEDNN,
         Callbacks(_on_warning, _on_failure, _on_waits, _on_open),
     )
@@ -159,7 +178,7 @@ def _register(mxnet):
         error = mxnet.base.py_str(mxnet.base._LIB.MXGetLastError())
         raise ImportError(f"MXNet did not register the operator {OP_TYPE}: {error}")
     # Under the naive engine no call waits for another.
-    if os.environ.get("MXNET_ENGINE_TYPE") != "NaiveEngine":
+    if not _NAIVE_ENGINE:
         for name in _WAITS:
             getattr(mxnet.base._LIB, name).errcheck = _on_wait
 

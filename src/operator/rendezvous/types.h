@@ -79,7 +79,8 @@ struct Members {
 // Callbacks, each on the thread that noticed the event, with no lock held.
 struct Observer {
   std::function<void(const std::string& text)> warn;
-  // A step has failed at this layer. The observer must drain() each of its devices.
+  // A step has failed at this layer. Its devices fail until the observer has called drain() for
+  // each.
   std::function<void(int64_t layer, int64_t epoch, const std::string& text)> failed;
   // A device has waited for others for a while. The observer must call unreachable() for those that
   // cannot arrive.
