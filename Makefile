@@ -57,7 +57,7 @@ help: ## say what can be made
 	@echo; echo 'To change it:'; $(call targets,test-.*|chaos|gpu-.*|cuda-.*|ptx-.*|lint|format|docs|warnings|compilers|sanitize)
 targets = sed -nE 's/^($(1)):.*\#\# (.*)/  \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{printf "%-21s%s\n", $$1, $$2}'
 
-train: $(environment) ## train the segmentation example (4 minutes); each time writes a new folder runs/segmentation-N
+train: $(environment) ## train the segmentation example (2 minutes); each time writes a new folder runs/segmentation-N
 	$(python) examples/segmentation/train.py $(ARGS)
 
 detect: $(environment) ## train the detection example in two processes; each time writes a new folder runs/detection-N
@@ -153,7 +153,7 @@ compilers: ## compile the C++ sources with COMPILERS="g++-11 clang++", warnings 
 # some kernels.
 sanitize: export TSAN_OPTIONS = halt_on_error=1:second_deadlock_stack=1
 sanitize: export UBSAN_OPTIONS = print_stacktrace=1
-sanitize: ## run the native tests under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer; 11 minutes
+sanitize: ## run the native tests under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer; 8 minutes
 	$(build_native) run-native FLAVOUR=thread FLAGS="-O1 -g -fsanitize=thread" RUN="$(fixed_addresses)"
 	$(build_native) run-native FLAVOUR=address FLAGS="-O1 -g -fsanitize=address,undefined \
 	    -fno-sanitize-recover=all -fno-omit-frame-pointer" RUN="$(fixed_addresses)"

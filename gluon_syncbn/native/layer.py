@@ -113,6 +113,8 @@ def _on_wait(status, _function, _arguments):
         waits.failed += 1
         if not isinstance(threading.current_thread(), threading._DummyThread):
             _end_step()
+    elif _failed and threading.current_thread() is threading.main_thread():
+        _drain()  # Ctrl-C has kept an earlier wait from coming here.
     return status
 
 
