@@ -66,7 +66,7 @@ detect: $(environment) ## train the detection example in two processes; each tim
 compare: $(environment) ## train the example with six kinds of batch statistics, into runs/compare
 	$(python) examples/segmentation/compare.py $(ARGS)
 
-test: $(environment) $(ready)test ## run the native tests and the quick Python tests; 14 minutes
+test: $(environment) $(ready)test ## run the native tests and the quick Python tests; 4 minutes
 	$(build_native) run-native
 	$(python) -m pytest -n 3 -m "not long" $(ARGS)
 	@echo "Left out, as it takes minutes; make test-all has it:"

@@ -126,7 +126,7 @@ KVStoreSlots = _struct(
     ranks=_int,
     size=_long,
     slots=_pointer,
-    limbs=_pointer,
+    thirds=_pointer,
 )
 KVStoreSums = _struct("KVStoreSums", key=_int, array=_pointer, packed=_pointer)
 HorovodArrays = _struct(

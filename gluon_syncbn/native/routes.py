@@ -121,7 +121,7 @@ class Connection:
             ranks=len(slots),
             size=size,
             slots=slots.handle,
-            limbs=_pointer(slots),
+            thirds=_pointer(slots),
         )
         sums_arguments = None
         if sums is not None:

@@ -6,8 +6,8 @@
 #include <stdexcept>
 #include <vector>
 
-#include "processes/limbs.h"
 #include "processes/text.h"
+#include "processes/thirds.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -34,11 +34,11 @@ Waited StoreTransport::wait(double seconds) {
 }
 
 void KVStoreTransport::pack(const double* mine) {
-  const int64_t slot = kLimbs * s_.size;
-  float* const own = s_.limbs + slot * s_.rank;
-  std::fill(s_.limbs, own, 0.0f);
-  to_limbs(mine, s_.size, own);
-  std::fill(own + slot, s_.limbs + slot * s_.ranks, 0.0f);
+  const int64_t slot = kThirds * s_.size;
+  float* const own = s_.thirds + slot * s_.rank;
+  std::fill(s_.thirds, own, 0.0f);
+  to_thirds(mine, s_.size, own);
+  std::fill(own + slot, s_.thirds + slot * s_.ranks, 0.0f);
 }
 
 int KVStoreTransport::push() {
@@ -47,7 +47,7 @@ int KVStoreTransport::push() {
 
 Answer KVStoreTransport::unpack(std::vector<double>* values) {
   values->resize(static_cast<size_t>(s_.ranks * s_.size));
-  from_limbs(s_.limbs, s_.ranks, s_.size, values->data());
+  from_thirds(s_.thirds, s_.ranks, s_.size, values->data());
   return Answer::kValues;
 }
 

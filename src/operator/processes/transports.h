@@ -44,9 +44,9 @@ struct KVStoreSlots {
   int rank, ranks;
   // The number of values of each process.
   int64_t size;
-  // A float32 array of shape (ranks, kLimbs, size) without pending operations, and its memory.
+  // A float32 array of shape (ranks, kThirds, size) without pending operations, and its memory.
   Handle slots;
-  float* limbs;
+  float* thirds;
 };
 
 // Every process writes its own slot, and zeros to all others.

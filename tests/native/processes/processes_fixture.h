@@ -12,8 +12,8 @@
 
 #include "check.h"
 #include "mxnet/mxnet_fixture.h"
-#include "processes/limbs.h"
 #include "processes/route.h"
+#include "processes/thirds.h"
 #include "processes/transports.h"
 #include "threads.h"
 
@@ -96,7 +96,7 @@ struct FakeProcess {
   }
 
   RoutePtr route(const std::string& key, int store_key, int64_t size) {
-    FakeArray* const array = new_array({ranks, kLimbs, static_cast<int>(size)});
+    FakeArray* const array = new_array({ranks, kThirds, static_cast<int>(size)});
     auto* const values = static_cast<float*>(array->data);
     const KVStoreSlots slots{
         FakeServer::pushpull, &client, store_key, rank, ranks, size, array, values};
