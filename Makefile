@@ -117,7 +117,7 @@ cuda-report: ## print registers and occupancy of the CUDA kernels for all archit
 	@$(or $(PYTHON),python3) benchmarks/gpu/build.py $(ARGS)
 
 gpu-counts: ## print what the CUDA kernels ask of a GPU, counted on a simulator, and compare it; --write to update
-ptx-mutants: ## change one instruction of the CUDA kernels, or leave out one wait, and ask if the native tests see it; takes 25 minutes
+ptx-mutants: ## change one instruction of the CUDA kernels, or leave out one wait, and ask if the native tests see it; 15 minutes
 
 lint: $(ready)lint ## check style and formatting
 	@.venv/bin/ruff check .

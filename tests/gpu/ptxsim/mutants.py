@@ -2,6 +2,7 @@
 asks whether the test sees it. Prints what it missed; exit code 1 if that is more than a fifth.
 
 Some change nothing that a test could see: the last errors of a Sum3 that two doubles hold exactly,
+the rounded sum of a TwoSum (its error term then holds the rest),
 conditions under which a loop takes a shorter way, and those that always hold (the first value of a
 batch exists).
 
