@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import programs
 import pytest
 
@@ -15,7 +16,9 @@ def test_a_small_measurement(tmp_path):
     options = "--engines kvstore --workers 2 --channels 16 --repetitions 3".split()
     done = programs.run([PROGRAM, *options, "--json", file])
     assert done.returncode == 0, done.stderr
-    # Of so few rounds the sign is chance.
-    assert all(row["added_ms"]["pass"] for row in json.loads(file.read_text())["layers"])
+    # What is added may be negative in so few rounds.
+    for row in json.loads(file.read_text())["layers"]:
+        assert np.isfinite(list(row["added_ms"].values())).all()
+        assert row["all_gather_ms"] > 0 and row["bare"]["kv.pushpull"]["behind_ms"] > 0
     for through in ("memory", "store"):
         assert f"| `kv.pushpull` | 2 | {through} | 16 |" in done.stdout
