@@ -48,6 +48,8 @@ def _call_without_op_hooks(block, *args):
                     "read them once it was called on all devices."
                 )
     result = _call_cached_op(block, *args)
+    if autograd.is_training() and not native.trains() and _nodes(block):
+        native.note_training()
     if calls.are_noted():
         inputs = _flatten(args, "input")[0]
         calls.note(next(x.context for x in inputs if x is not None), _nodes(block))

@@ -50,7 +50,7 @@ def with_layers(symbol, contexts):
     return graph.symbol_like(symbol), list(layers.values())
 
 
-_init = DataParallelExecutorGroup.__init__
+_init, _forward = DataParallelExecutorGroup.__init__, DataParallelExecutorGroup.forward
 # The arguments between the contexts and `for_training`.
 _BETWEEN = 4
 
@@ -62,4 +62,12 @@ def _init_with_layers(group, symbol, contexts, *args, **kwargs):
     _init(group, symbol, contexts, *args, **kwargs)
 
 
+@functools.wraps(_forward)
+def _forward_and_note(group, data_batch, is_train=None):
+    if group.for_training if is_train is None else is_train:
+        native.note_training()
+    _forward(group, data_batch, is_train)
+
+
 DataParallelExecutorGroup.__init__ = _init_with_layers
+DataParallelExecutorGroup.forward = _forward_and_note

@@ -9,6 +9,7 @@ import reprlib
 
 import mxnet as mx
 import numpy as np
+from mxnet import autograd
 from mxnet.gluon import nn
 from mxnet.util import is_np_array
 
@@ -290,6 +291,8 @@ class SyncBatchNorm(nn.BatchNorm):
         super().cast("float32" if halves else dtype)
 
     def forward(self, x, residual=None):
+        if autograd.is_training():
+            native.note_training()
         if residual is not None and self._own_settings["inplace"]:
             raise ValueError(
                 f"{self.name} was called with a residual, and has inplace=True, where backward "

@@ -156,13 +156,20 @@ class SyncedLayer(native.Layer):
     def written_by(self, backward):
         if not backward:
             return self.running_statistics()
-        trained = [parameter() for parameter in self._parameters[2:4]]
-        trained = [p for p in trained if p is not None and p.grad_req != "null"]
+        trained = [p for p in (parameter() for parameter in self._parameters[2:4]) if _is_trained(p)]
+        # Without gamma and beta, an error that skips a backward here shows in gradients of the net.
+        trained = trained or [
+            p for trainer in self.trainers() for p in trainer._params if _is_trained(p)
+        ]
         return _by_device(trained, Parameter.list_grad)
 
 
 # {block: its layer}, for blocks that were reverted.
 _left = weakref.WeakKeyDictionary()
+
+
+def _is_trained(parameter):
+    return parameter is not None and parameter.grad_req != "null"
 
 
 def _by_device(parameters, arrays_of):

@@ -10,9 +10,11 @@ from .layer import (
     cuda_kernels,
     give_up,
     layers,
+    note_training,
     set_active_devices,
     set_joined,
     spans_processes,
+    trains,
     waiting,
     waits,
 )

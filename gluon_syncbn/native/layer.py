@@ -55,6 +55,10 @@ _WAITS = (
 waits = types.SimpleNamespace(returned=collections.Counter(), failed=0)
 # {(layer id, epoch): text} of failed steps after which no device has drained.
 _failed = {}
+# Whether Ctrl-C has kept an error from ending its step.
+_unfinished = False
+# `trains` is set in threads that have called a layer in training.
+_thread = threading.local()
 
 
 @WARN
@@ -103,24 +107,26 @@ def _on_waits(layer_id, epoch, backward):
         )
 
 
-def _on_wait(status, _function, _arguments):
+def _on_wait(status, function, _arguments):
     """Called after each of Python's waits for MXNet. MXNet forgets an error once it is raised, so
     later nobody can tell which calls it skipped because of it, and the devices' next calls would
     meet those of the failed step. So the failed step ends here, before the error is raised.
     """
     waits.returned[threading.get_ident()] += 1
-    if status != 0:
-        waits.failed += 1
-        if not isinstance(threading.current_thread(), threading._DummyThread):
-            _end_step()
-    elif _failed and threading.current_thread() is threading.main_thread():
-        _drain()  # Ctrl-C has kept an earlier wait from coming here.
+    waits.failed += status != 0
+    # A copy into an array comes between the calls of two devices.
+    ends = status != 0 or _unfinished and function.__name__ != "MXNDArraySyncCopyFromCPU"
+    # Errors in other threads, such as a DataLoader's, concern no step.
+    if ends and trains():
+        _end_step()
     return status
 
 
 def _end_step():
     """Waits until all calls pushed so far have ended. Those that wait for a skipped one end with an
     error."""
+    global _unfinished
+    _unfinished = True
     for layer in layers():
         for backward in (False, True):
             written = layer.written_by(backward)
@@ -136,6 +142,7 @@ def _end_step():
             break
         time.sleep(0.001)
     _drain()
+    _unfinished = False
 
 
 def _handles(arrays):
@@ -260,6 +267,15 @@ def cuda_kernels():
     """How and for what the GPU kernels were built, or None if there are none."""
     text = _library.gluon_syncbn_cuda()
     return text.decode() if text else None
+
+
+def note_training():
+    """This thread has called a layer in training. Errors in others end no step."""
+    _thread.trains = True
+
+
+def trains():
+    return getattr(_thread, "trains", False)
 
 
 def waiting():

@@ -5,6 +5,7 @@ import copy
 import gc
 import logging
 import pickle
+import threading
 import time
 
 import gluon_syncbn as sbn
@@ -441,6 +442,99 @@ def test_calls_of_a_failed_step_meet_nobody(mode, seed):
         clear()
         check(*step([False] * 2, [False] * 2))
     assert time.time() - begin < 30, f"seed {seed}"
+
+
+def numbered_steps(between, count=10):
+    """Forward in training without waits: the batch of each device and step is constant, so y tells
+    which calls have met. between(step, number): called after each device's call. Returns y."""
+    layer = sbn.SyncBatchNorm(
+        in_channels=1, momentum=0.0, epsilon=1.0, group=sbn.SyncGroup(timeout=20)
+    )
+    layer.initialize(ctx=contexts(2))
+    results = []
+    for step in range(count):
+        results.append([])
+        for number, device in enumerate(contexts(2)):
+            # The copy counts as a wait of Python's.
+            x = mx.nd.array(np.full((2, 1), 100.0 * step + number), ctx=device)
+            with autograd.train_mode():
+                results[-1].append(layer(between(step, number, x)))
+            time.sleep((0.2, 0.02)[number])
+    return results
+
+
+def check_numbered(results):
+    """Whether one has an error, from the last but one on, as the last may wait in vain. Those before
+    it are right."""
+    for step in reversed(results[:-1]):
+        for number in (1, 0):
+            try:
+                y = step[number].asnumpy()[0, 0]
+            except mx.MXNetError:
+                return True
+            assert abs(y - (number - 0.5) / np.sqrt(1.25)) < 1e-3
+    return False
+
+
+def test_a_copy_between_two_devices_does_not_end_a_failed_step():
+    def fails_once(step, number, x):
+        return x + bad_like(x) if (step, number) == (2, 1) else x
+
+    assert check_numbered(numbered_steps(fails_once))
+    clear()
+
+
+def test_an_error_in_another_thread_ends_no_step():
+    def catch():
+        with contextlib.suppress(mx.MXNetError):
+            mx.nd.random.normal(0, -1, (2,), ctx=context(2)).asnumpy()
+
+    def elsewhere(step, number, x):
+        if (step, number) == (2, 1):
+            thread = threading.Thread(target=catch)
+            thread.start()
+            thread.join()
+        return x
+
+    assert not check_numbered(numbered_steps(elsewhere))
+
+
+def test_an_error_in_inference_ends_no_step():
+    """Such as a graph that was traced for GPUs, or no memory."""
+    layer = sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(timeout=20))
+    layer._layer.contexts = lambda: [mx.gpu(0)]
+    graph = layer(mx.sym.var("data"))
+    del layer._layer.contexts
+    layer.initialize(ctx=contexts(2))
+    for_gpus = mx.gluon.SymbolBlock(graph, mx.sym.var("data"), params=layer.collect_params())
+    x = np.random.default_rng(1).standard_normal((8, 3)).astype("float32")
+    xs = [mx.nd.array(part, ctx=device) for part, device in zip(x.reshape(2, 4, 3), contexts(2))]
+    with autograd.record():
+        ys = [layer(x) for x in xs]
+        losses = [y.square().sum() for y in ys]
+    fails(for_gpus(xs[1]).wait_to_read, "traced for GPUs")
+    autograd.backward(losses)
+    mx.nd.waitall()
+    y = np.concatenate([y.asnumpy() for y in ys])
+    assert_close(y, reference.forward(x, np.ones(3), np.zeros(3)).y, "float32")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_backward_that_cannot_happen_without_gamma_and_beta(mode):
+    net = nn.HybridSequential()
+    net.add(nn.Dense(3, in_units=3))
+    norm = sbn.SyncBatchNorm(in_channels=3, center=False, scale=False)
+    norm._layer.join(sbn.SyncGroup(timeout=20), None)
+    net.add(norm)
+    net.initialize(ctx=contexts(2))
+    hybridize(net, mode)
+    mx.gluon.Trainer(net.collect_params(), "sgd")
+    xs = [mx.nd.random.normal(shape=(4, 3), ctx=device) for device in contexts(2)]
+    with autograd.record():
+        losses = [net(x).square().sum() for x in xs]
+        losses[1] = losses[1] * bad_like(losses[1])
+    autograd.backward(losses)
+    fails(net[0].weight.grad(context(0)).wait_to_read, f"Missing: {KIND}(1)", within=5)
 
 
 FAILS_OFTEN = """

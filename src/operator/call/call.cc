@@ -39,16 +39,16 @@ Call::Call(const Attributes& attributes, const LayerPtr& layer, const char* cont
 }
 
 int Call::forward(Arrays* arrays, const int* requests, bool is_train) {
-  return run(arrays, outputs_ + kOutput, kNumOutputs, requests, &id_,
+  return run(arrays, outputs_ + kOutput, kNumOutputs, requests, Direction::kForward,
              [&] { forward_pass(*arrays, requests, is_train); });
 }
 
 int Call::backward(Arrays* arrays, const int* requests) {
-  return run(arrays, gradients_ + kData, attributes_.inputs(), requests, nullptr,
+  return run(arrays, gradients_ + kData, attributes_.inputs(), requests, Direction::kBackward,
              [&] { backward_pass(*arrays, requests); });
 }
 
-int Call::run(Arrays* arrays, int written, int count, const int* requests, const CallId* forward,
+int Call::run(Arrays* arrays, int written, int count, const int* requests, Direction direction,
               const std::function<void()>& work) {
   std::string text;
   try {
@@ -58,12 +58,13 @@ int Call::run(Arrays* arrays, int written, int count, const int* requests, const
     text = error.what();
   } catch (const std::exception& error) {
     text = title() + ": " + error.what();
-    if (forward && has_met_) {
+    if (direction == Direction::kForward && has_met_) {
       text +=
           " Its running statistics are as before this step, and those of other devices may have "
           "followed the batch: continue from the last checkpoint.";
     }
-    process.rendezvous->fail(layer_, text, device_, forward);
+    // No other device knows of a call that meets none, as in inference.
+    if (is_shared()) process.rendezvous->fail(layer_, id_, direction, device_, text);
   }
   // Under MXNet's naive engine arrays hold no errors: an exception goes straight up to the caller.
   if (process.naive_engine) throw dmlc::Error(text);
@@ -124,7 +125,6 @@ void Call::check_count(const Arrays& arrays) const {
 }
 
 void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train) {
-  check_device();
   // So that a backward after a failed forward finds none.
   channels_ = 0;
   kept_ = {};
@@ -136,6 +136,7 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
     // Before anything that may fail on this device only: so the others know which call has failed.
     id_ = process.rendezvous->next_call(layer_, device_, attributes_.node);
   }
+  check_device();
   const View view = arrays.view(kData, attributes_.axis);
   dtype_ = arrays.dtype(kData);
   if (from_batch_ && view.size() == 0) {

@@ -31,7 +31,7 @@ class Call {
 
  private:
   // Runs the work of a callback that writes `count` arrays, the first of which is `written`.
-  int run(Arrays* arrays, int written, int count, const int* requests, const CallId* forward,
+  int run(Arrays* arrays, int written, int count, const int* requests, Direction direction,
           const std::function<void()>& work);
 
   void check_device() const;

@@ -8,12 +8,12 @@
 
 namespace gluon_syncbn {
 
-void Rendezvous::fail(const LayerPtr& layer, const std::string& text, const std::string& device,
-                      const CallId* forward) {
+void Rendezvous::fail(const LayerPtr& layer, const CallId& id, Direction direction,
+                      const std::string& device, const std::string& text) {
   State::Lock lock(state_->mutex);
-  if (layer && state_->closed.empty()) {
-    state_->end_step(&lock, layer.get(), text, device, forward);
-  }
+  if (!layer || !state_->closed.empty() || id.epoch != layer->epoch) return;
+  state_->end_step(&lock, layer.get(), text, device,
+                   direction == Direction::kForward ? &id : nullptr);
 }
 
 void Rendezvous::give_up(const std::string& reason) {

@@ -74,7 +74,10 @@ void combine(State* state, State::Lock* lock, Layer* layer, const Layer::Key& ke
   }
   lock->lock();
   meeting->end(error);
-  if (!error.empty()) state->fail(lock, layer, error);
+  if (error.empty()) return;
+  // Meanwhile another step may have begun, which this failure does not concern.
+  if (id.epoch != layer->epoch) throw Error(error);
+  state->fail(lock, layer, error);
 }
 
 }  // namespace

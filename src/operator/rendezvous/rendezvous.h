@@ -70,10 +70,11 @@ class Rendezvous {
   // wait, get an error, until a call with an empty reason.
   void give_up(const std::string& reason);
 
-  // Something failed on one device: all devices that wait at this layer get the error at once. If
-  // it was a forward, so do the devices that have yet to make the same call.
-  void fail(const LayerPtr& layer, const std::string& text, const std::string& device = "",
-            const CallId* forward = nullptr);
+  // A call has failed on one device: all devices that wait at this layer get the error at once. If
+  // it was a forward, so do the devices that have yet to make the same call. A call of an earlier
+  // step ends nothing.
+  void fail(const LayerPtr& layer, const CallId& id, Direction direction, const std::string& device,
+            const std::string& text);
 
   // MXNet runs no operation whose arrays hold an earlier error, so this device cannot arrive:
   // devices that wait for it in this epoch and direction get an error.

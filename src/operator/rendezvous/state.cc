@@ -172,6 +172,7 @@ std::shared_ptr<Meeting> State::arrive(Lock* lock, Layer* layer, const Layer::Ke
   }
   if (!meeting->arrivals.empty()) check_match(lock, layer, key, id, meeting->arrivals[0], arrival);
   meeting->arrivals.push_back(arrival);
+  if (meeting->unreachable == arrival.device) meeting->unreachable.clear();
   last_arrival = Clock::now();
   return meeting;
 }

@@ -42,9 +42,11 @@ class Wait {
     if (is_cpu(device_)) stay_awake();
     while (!meeting_->over) {
       const Seconds slice = patience_.slice(kSlice);
-      if (meeting_->unreachable.empty()) meeting_->changed.wait_for(*lock_, slice);
+      // Where the last device is at work, that ends by itself or by its own timeout.
+      meeting_->changed.wait_for(*lock_, slice, [&] {
+        return meeting_->over || (!meeting_->unreachable.empty() && !meeting_->combining);
+      });
       if (meeting_->over) return;
-      // The last device is at work, which ends by itself or by its own timeout.
       if (meeting_->combining) continue;
       waited_ = patience_.waited();
       check_hope();

@@ -104,6 +104,11 @@ struct Fixture {
     layer = rendezvous.find(kLayer);
   }
 
+  // A backward of the step that is under way fails.
+  void fail(const std::string& text) {
+    rendezvous.fail(layer, {epoch, 0, 0, nullptr}, Direction::kBackward, "", text);
+  }
+
   void drain(const std::string& device) { rendezvous.drain(kLayer, epoch, device); }
   void drain_all() {
     for (int i = 0; i < 4; ++i) drain(cpus(4)[i]);

@@ -69,7 +69,7 @@ TEST(devices_may_change) {
     CHECK_EQ(first.error() + second.error(), "");
   }
   const CallId stale = f.next("cpu(0)");
-  f.rendezvous.fail(f.layer, "an earlier step");
+  f.fail("an earlier step");
   const LayerPtr layer = f.layer;
   f.configure(config_of({"cpu(2)", "cpu(0)", "cpu(1)"}));
   CHECK(f.layer == layer);

@@ -60,7 +60,7 @@ TEST(failure_reaches_all_and_the_layer_recovers) {
     Background forward(&f, "cpu(0)"), other(&f, "cpu(1)");
     Background backward([&] { f.reduce(stale, "cpu(2)", Direction::kBackward); });
     f.wait_until_waiting(3);
-    f.rendezvous.fail(f.layer, "out of memory on cpu(2)");
+    f.fail("out of memory on cpu(2)");
     for (Background* call : {&forward, &other, &backward}) {
       CHECK_EQ(call->error(), "out of memory on cpu(2)");
       CHECK(call->seconds() < kSoon);
@@ -146,12 +146,12 @@ TEST(layer_recovers_under_load) {
     const Clock::time_point start = Clock::now();
     while (completed < before + 8 && seconds_since(start) < kSoon) sleep(0.001);
     CHECK(completed >= before + 8);
-    f.rendezvous.fail(f.layer, "failure " + std::to_string(i));
+    f.fail("failure " + std::to_string(i));
   }
   stop = true;
   // A thread that began another call waits for those that have stopped.
   while (running > 0) {
-    f.rendezvous.fail(f.layer, "the end");
+    f.fail("the end");
     sleep(0.005);
   }
   for (std::thread& thread : threads) thread.join();
@@ -194,6 +194,50 @@ TEST(an_interrupt_does_not_take_back_what_the_last_device_uses) {
   while (probes < 6) sleep(0.001);
   f.call("cpu(1)");
   CHECK_EQ(first.error(), "");
+}
+
+// A step of the past fails late, when all devices have begun another.
+TEST(a_call_of_an_earlier_step_ends_nothing) {
+  Fixture f(config_of(cpus(2)));
+  const CallId old = f.next("cpu(0)");
+  f.fail("the step failed");
+  f.drain_all();
+  Background first(&f, "cpu(0)");
+  f.wait_until_waiting(1);
+  f.rendezvous.fail(f.layer, old, Direction::kForward, "cpu(0)", "out of memory");
+  f.call("cpu(1)");
+  CHECK_EQ(first.error(), "");
+  CHECK_EQ(f.failures.size(), 1u);
+}
+
+// A device that was thought not to arrive arrives, while another waits for it and the exchange with
+// other processes takes a moment.
+TEST(an_unreachable_device_may_arrive) {
+  Fixture f(config_of_two_processes(cpus(2)));
+  Observer observer;
+  std::vector<std::string> keys;
+  observer.open = opens(2, &keys, [&](const Doubles& message, Doubles* all) {
+    sleep(0.005);
+    *all = message;
+    all->insert(all->end(), message.begin(), message.end());
+    return std::string();
+  });
+  f.rendezvous.observe(observer);
+  for (int64_t round = 0; round < 100; ++round) {
+    Background first(&f, "cpu(0)");
+    f.wait_until_waiting(1);
+    sleep(0.001);
+    Background second([&] {
+      const CallId id = f.next("cpu(1)");
+      f.rendezvous.unreachable(f.kLayer, id.epoch, Direction::kForward, "cpu(1)");
+      f.reduce(id, "cpu(1)");
+    });
+    // Either both meet, or the first has given up and the second is late.
+    CHECK_EQ(first.error().empty(), second.error().empty());
+    for (int64_t epoch = 0; epoch <= round + 1; ++epoch) {
+      for (const std::string& device : cpus(2)) f.rendezvous.drain(f.kLayer, epoch, device);
+    }
+  }
 }
 
 // MXNet has skipped a call and forgotten why.
