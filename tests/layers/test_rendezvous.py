@@ -467,7 +467,7 @@ def check_numbered(results):
     """Whether one has an error, from the last but one on, as the last may wait in vain. Those before
     it are right."""
     for step in reversed(results[:-1]):
-        for number in (1, 0):
+        for number in (0, 1):
             try:
                 y = step[number].asnumpy()[0, 0]
             except mx.MXNetError:
