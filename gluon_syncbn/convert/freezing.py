@@ -6,7 +6,7 @@ from mxnet.gluon import SymbolBlock
 
 from ..graph.blocks import BATCH_NORMS, check_block, compile_again, walk
 from ..graph.symbol_block import SyncGraph
-from ..graph.symbols import OUR_OPERATOR, ROLES, STOCK_OPERATORS, Graph, settings_of, taken_apart
+from ..graph.symbols import OUR_OPERATOR, STOCK_OPERATORS, Graph, settings_of, taken_apart
 
 _log = logging.getLogger("gluon_syncbn")
 # Where a parameter keeps its grad_req while it is frozen.
@@ -92,7 +92,7 @@ def _set_layer(layer, frozen):
 
 
 def _set_graph(path, block, frozen, left):
-    """Changes the nodes of a graph. Returns the (gamma, beta) of each layer in it, and how many
+    """Changes the nodes of a graph. Returns the gamma and beta of each layer in it, and how many
     layers have changed."""
     name = "_stock_graph" if isinstance(block, SyncGraph) else "_cached_graph"
     inputs, symbol = vars(block)[name]
@@ -107,8 +107,8 @@ def _set_graph(path, block, frozen, left):
         if settings_of(node).use_global_stats != frozen:
             changed.add(names)
         node.attrs["use_global_stats"] = str(frozen)
-        roles = dict(zip(ROLES, names))
-        parameters[names] = [block.params.get(roles[r]) for r in ("gamma", "beta")]
+        # An operator may compute a gamma or beta, as in conditional batch normalization.
+        parameters[names] = [block.params[each] for each in names[:2] if each in block.params]
     if changed:
         vars(block)[name] = inputs, graph.symbol_like(symbol)
     for node in block._nodes if isinstance(block, SyncGraph) else ():

@@ -138,6 +138,19 @@ def test_graphs_of_symbol_blocks_follow(synced, mode):
         check(frozen, "frozen, reverted")
 
 
+def test_gamma_that_an_operator_computes():
+    """It is no parameter, so freezing adds none and leaves only beta to `affine`."""
+    gamma = mx.sym.Reshape(mx.sym.var("g"), shape=(3,), name="computed")
+    y = mx.sym.BatchNorm(mx.sym.var("data"), gamma=gamma, fix_gamma=False, name="norm")
+    net = SymbolBlock(y, [mx.sym.var("data")])
+    before = list(net.params)
+    assert sbn.freeze(net, affine=True) == 1
+    assert list(net.params) == before
+    assert net.params["norm_beta"].grad_req == "null" and net.params["g"].grad_req == "write"
+    assert sbn.unfreeze(net) == 1
+    assert net.params["norm_beta"].grad_req == "write"
+
+
 def test_exports_and_files_keep_it(tmp_path):
     """A file of net.export is a frozen graph, and one of save_parameters fits either."""
     net = prepared(Net(2), MODES["hybrid"])
