@@ -56,7 +56,7 @@ if not _is_run():
     from .convert.conversion import convert_sync_batchnorm, revert_sync_batchnorm
     from .convert.freezing import freeze, unfreeze
     from .deploy.export import Exported, ExportError, FileError, export
-    from .graph import hooks, modules, static_shape  # noqa: F401  They hook into MXNet.
+    from .graph import hooks, modules, static_shape, unknown_shapes  # noqa: F401  MXNet hooks.
     from .groups.group import SyncGroup, set_default_group
     from .layers.batch_norm import SyncBatchNorm, SyncBatchNormReLU
     from .layers.virtual import VirtualBatchNorm

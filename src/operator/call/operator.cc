@@ -118,9 +118,9 @@ int with_name(const Operator* op, const F& f) {
 void check_shapes(Operator* op, int size, int* ndims, int** shapes) {
   if (!op->attributes.error.empty()) throw dmlc::Error(op->attributes.error);
   if (ndims[kData] <= 0) {
+    // gluon_syncbn/graph/unknown_shapes.py looks for this text.
     throw dmlc::Error(
-        "SyncBatchNorm must know the shape of its data before anything else can be inferred, and a "
-        "batch without samples has none: do not call the net with it.");
+        "SyncBatchNorm does not know the shape of its data: give the shapes of more inputs.");
   }
   const int axis = channel_axis(op->attributes.axis, shapes[kData], ndims[kData]);
   if (op->attributes.virtual_devices && axis == 0) {
