@@ -24,9 +24,9 @@ _SILENCE = 5
 _DTYPES = ("float16", "float32", "float64")
 _FORMATTER = argparse.RawDescriptionHelpFormatter
 _SOURCE = """\
-SOURCE is a NAME-symbol.json, or the NAME alone, with the parameters of the last epoch, such as
-NAME-0012.params, or of --params. Or it is a .params file of save_parameters, with --net
-package.module:function, which returns the net."""
+SOURCE is a NAME-symbol.json of net.export or a Module, or the NAME alone, with the parameters of
+the last epoch, such as NAME-0012.params, or of --params. Or it is a .params file of
+save_parameters, with --net package.module:function, which returns the net."""
 
 
 def main(arguments=None):
@@ -144,8 +144,9 @@ def _parser():
         "inspect",
         "Print the normalization layers of a checkpoint and the range of their parameters.\n\n"
         "A channel is dead if its output cannot depend on its input: running "
-        "variance at most 1e-10\nor gamma at most 1e-6. It explodes if a value is not finite, the "
-        "mean is above 1e4, the\nvariance above 1e8, or gamma or beta above 1e3.\n\n" + _SOURCE,
+        "variance from 0 to 1e-10\nor gamma at most 1e-6. It explodes if a value is not finite, "
+        "the mean is above 1e4, the\nvariance above 1e8, or gamma or beta above 1e3. It is "
+        "negative if its running variance is.\n\n" + _SOURCE,
     )
     _add_source(inspect)
 

@@ -31,13 +31,14 @@ from ..graph.symbols import (
     STOCK_OPERATORS,
     ExportError,
     Graph,
+    Node,
     integers,
     make_stock,
     settings_of,
     taken_apart,
 )
 from ..layers.batch_norm import SyncBatchNorm
-from ..layers.operator import is_bfloat16
+from ..layers.operator import is_bfloat16, is_true
 
 ERRORS = (ExportError, FileError, ValueError)
 
@@ -45,6 +46,15 @@ _SYMBOL = "-symbol.json"
 _ROLE = re.compile(
     r"^(?:arg:|aux:)?(.*?)[_.]?(gamma|beta|(?:running|moving)_(?:mean|var)|num_batches_tracked)$"
 )
+# The losses of Modules: what they compute in inference, where they do not read their label.
+_LOSSES = {
+    "SoftmaxOutput": "softmax",
+    "Softmax": "softmax",
+    "LogisticRegressionOutput": "sigmoid",
+    "LinearRegressionOutput": None,
+    "MAERegressionOutput": None,
+    "SVMOutput": None,
+}
 _DEAD = {"running_var": 1e-10, "gamma": 1e-6}
 _LARGEST = {"running_mean": 1e4, "running_var": 1e8, "gamma": 1e3, "beta": 1e3}
 
@@ -137,17 +147,19 @@ def inspect(options):
         ranges = [_range(values.get(role)) for role in ROLES]
         if fix_gamma:
             values.pop("gamma", None)
-        flags = {"dead": _dead(values), "exploding": _exploding(values)}
+        flags = {
+            "dead": _dead(values),
+            "exploding": _exploding(values),
+            "negative": _channels(values[role] < 0 for role in ("running_var",) if role in values),
+        }
         totals.update({"all": channels, **{what: len(found) for what, found in flags.items()}})
         remarks = "; ".join(f"{len(n)} {what}: {_some(n)}" for what, n in flags.items() if len(n))
         table.append((name, kind, str(channels), *ranges, remarks))
     widths = [max(map(len, column)) for column in zip(*table)]
     for row in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-    print(
-        f"{len(rows)} layers, {totals['all']} channels: {totals['dead']} dead, "
-        f"{totals['exploding']} exploding"
-    )
+    counts = ", ".join(f"{totals[what]} {what}" for what in flags)
+    print(f"{len(rows)} layers, {totals['all']} channels: {counts}")
     return 0
 
 
@@ -212,6 +224,9 @@ def _load_graph(options):
     unknown = [name for name in inputs if name not in names]
     if unknown:
         raise ValueError(f"--inputs names {unknown[0]}, which is not in {path}.")
+    graph = _without_losses(symbol)
+    kept = graph.variables()
+    names, inputs = ([name for name in some if name in kept] for some in (names, inputs))
     inputs = inputs or [n for n in names if n not in arrays and re.fullmatch(r"data\d*", n)]
     missing = [name for name in names if name not in arrays and name not in inputs]
     if missing:
@@ -221,7 +236,6 @@ def _load_graph(options):
             "--inputs."
         )
     arrays = {name: arrays[name] for name in names if name not in inputs}
-    graph = Graph(symbol)
     for node in graph.nodes():
         expected = integers(node.attrs.get("__shape__", ""))
         found = arrays[node.name].shape if node.name in arrays else expected
@@ -233,6 +247,22 @@ def _load_graph(options):
                 "expected; name the parameters of this symbol with --params."
             )
     return graph, arrays, inputs, parameters
+
+
+def _without_losses(symbol):
+    """The Graph of a symbol in inference, without labels."""
+    graph = Graph(symbol)
+
+    def change(node):
+        if node.op not in _LOSSES:
+            return None
+        x, operator = node.inputs[0], _LOSSES[node.op]
+        axis = "1" if is_true(node.attrs.get("multi_output", "False")) else "-1"
+        attrs = {"axis": axis} if operator == "softmax" else {}
+        return (Node(operator, node.name, attrs, [x]), 0) if operator else x
+
+    graph.rewrite(change)
+    return graph
 
 
 def _last_epoch(prefix, path):

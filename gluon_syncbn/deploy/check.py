@@ -119,7 +119,7 @@ def negative_variances(values):
     return [
         name
         for name, array in values.items()
-        if name.endswith("running_var") and (array.asnumpy() < 0).any()
+        if name.endswith(("running_var", "moving_var")) and (array.asnumpy() < 0).any()
     ]
 
 

@@ -106,6 +106,9 @@ def to_onnx(graph, arrays, shapes, dtype):
         word = _NAMES.get(node.op, "")
         if word not in node.name:
             node.name += word
+        if node.op == "FullyConnected":
+            # MXNet's default, which its converter does not know.
+            node.attrs.setdefault("flatten", "True")
     missing = missing_operators(graph)
     if missing:
         text = ", ".join(f"{op} ({_some(names)})" for op, names in sorted(missing.items()))

@@ -67,7 +67,7 @@ def folder(tmp_path_factory):
     # The last epoch counts.
     mx.nd.save(str(folder / "own-0001.params"), {name: a * 0 for name, a in last.items()})
     net.save_parameters(str(folder / "c.params"))
-    net[1].running_var.set_data(mx.nd.array([1, 2, 0, 4, 5, 6, np.nan, 1e9]))
+    net[1].running_var.set_data(mx.nd.array([1, 2, 0, 4, -5, 6, np.nan, 1e9]))
     net[1].gamma.set_data(mx.nd.array([1, 0, 1, 1, 1, 1, 1, -1e5]))
     net[3].gamma.set_data(mx.nd.zeros(4))  # which this layer takes for 1
     net.save_parameters(str(folder / "bad.params"))
@@ -169,19 +169,54 @@ def test_converted_dtypes_are_those_of_cast(run, folder, tmp_path, dtype):
 def test_inspect(run, capsys):
     out = run("inspect own")
     assert out.count("GluonSyncBatchNorm") == 2
-    assert out.splitlines()[-1] == "2 layers, 12 channels: 0 dead, 0 exploding"
+    assert out.splitlines()[-1] == "2 layers, 12 channels: 0 dead, 0 exploding, 0 negative"
     lines = run("inspect bad.params").splitlines()
     assert lines[0].split() == "layer kind channels gamma beta mean variance remarks".split()
-    assert lines[1].startswith("1 ") and "0 .. 1e+09 not finite" in lines[1]
-    assert lines[1].endswith("2 dead: 1, 2; 2 exploding: 6, 7")
+    assert lines[1].startswith("1 ") and "-5 .. 1e+09 not finite" in lines[1]
+    assert lines[1].endswith("2 dead: 1, 2; 2 exploding: 6, 7; 1 negative: 4")
     assert run("inspect c.params --params bad.params").splitlines() == lines
     # The file alone does not say that gamma is taken for 1.
     assert lines[2].endswith("4 dead: 0, 1, 2, 3")
     for source in ("bad", "bad.params --net test_commands:make"):
         *_, first, second, total = run(f"inspect {source}").splitlines()
-        assert first.endswith("2 dead: 1, 2; 2 exploding: 6, 7")
+        assert first.endswith("2 dead: 1, 2; 2 exploding: 6, 7; 1 negative: 4")
         assert "dead" not in second
-        assert total == "2 layers, 12 channels: 2 dead, 2 exploding"
+        assert total == "2 layers, 12 channels: 2 dead, 2 exploding, 1 negative"
+
+
+@needs_onnx
+@pytest.mark.filterwarnings("ignore:.*Cannot decide type")
+@pytest.mark.parametrize(
+    "operator, settings",
+    [
+        ("SoftmaxOutput", {}),
+        ("SoftmaxOutput", {"multi_output": True, "use_ignore": True}),
+        ("SoftmaxOutput", {"preserve_shape": True}),
+        ("Softmax", {}),
+        ("LogisticRegressionOutput", {}),
+        ("LinearRegressionOutput", {}),
+        ("MAERegressionOutput", {}),
+        ("SVMOutput", {}),
+    ],
+)
+def test_checkpoints_of_modules(run, tmp_path, operator, settings):
+    """Inference does not read the labels of losses, which are not in the file of parameters."""
+    x = mx.sym.Convolution(mx.sym.var("data"), kernel=(1, 1), num_filter=4, name="conv")
+    x = mx.sym.BatchNorm(x, fix_gamma=False, name="bn")
+    if not settings:
+        x = mx.sym.FullyConnected(x, num_hidden=3, name="fc")
+    label = mx.sym.var("its_label") * 2
+    symbol = sbn.convert_sync_batchnorm(getattr(mx.sym, operator)(x, label, name="out", **settings))
+    data = mx.nd.random.normal(shape=(2, 3, 5, 5))
+    module = mx.mod.Module(symbol, label_names=["its_label"])
+    module.bind([("data", data.shape)], for_training=False)
+    module.init_params(mx.init.Xavier())
+    module.save_checkpoint(str(tmp_path / "m"), 3)
+    assert run("inspect TMP/m").splitlines()[-1].startswith("1 layers, 4 channels")
+    run("export TMP/m -o TMP/o --fold --onnx TMP/o.onnx --input-shape 2,3,5,5")
+    module.forward(mx.io.DataBatch([data], []), is_train=False)
+    expected = [y.asnumpy() for y in module.get_outputs()]
+    assert_outputs(forward(load(tmp_path / "o"), data.asnumpy()), expected, EXPORTED[True])
 
 
 @pytest.mark.parametrize(

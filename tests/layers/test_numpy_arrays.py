@@ -245,7 +245,9 @@ def test_commands(tmp_path, capsys):
     assert main(["export", own, "--fold", "-o", str(tmp_path / "m")]) == 0
     assert main(["convert", c, "--dtype", "float64", "-o", str(tmp_path / "d.params")]) == 0
     assert main(["inspect", c]) == main(["inspect", own]) == 0
-    assert capsys.readouterr().out.count("4 layers, 20 channels: 0 dead, 0 exploding") == 2
+    assert (
+        capsys.readouterr().out.count("4 layers, 20 channels: 0 dead, 0 exploding, 0 negative") == 2
+    )
     assert not mx.util.is_np_shape()
     with numpy_arrays():
         assert relative_error(outputs(load(tmp_path / "m")), expected) <= EXPORTED[True]

@@ -67,6 +67,8 @@ def test_code(page, tmp_path):
     program.write_text(program_of(page.read_text("utf-8")) + "\nmx.nd.waitall()\n", "utf-8")
     done = programs.run([program.name], seconds=250, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+    for symbol in tmp_path.glob("*-symbol.json"):
+        assert files.main(["inspect", str(symbol)]) == 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
