@@ -36,6 +36,9 @@ def write_all(writers, check=None):
         try:
             for path, write in writers.items():
                 _require_file(path)
+                folder = os.path.dirname(path)
+                if folder and not os.path.exists(folder):
+                    raise OSError(f"the folder {folder} does not exist")
                 _remove_leftovers(places[path])
                 file = files.enter_context(open(new[path], "xb"))
                 with contextlib.suppress(OSError):  # Some file systems have no locks.

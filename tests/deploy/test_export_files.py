@@ -22,8 +22,8 @@ def small(path, value):
 
 
 def test_no_folder_device_or_pipe_is_replaced(tmp_path):
-    with pytest.raises(sbn.FileError, match="No such file or directory"):
-        small(tmp_path / "no" / "m", 1)
+    with pytest.raises(sbn.FileError, match=f"the folder {tmp_path}/no/such does not exist"):
+        small(tmp_path / "no" / "such" / "m", 1)
     for name, make, why in (
         ("m-0000.params", os.mkdir, "a folder has"),
         ("m-0000.params", os.mkfifo, "this is a device"),
