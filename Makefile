@@ -57,6 +57,9 @@ help: ## say what can be made
 	@echo; echo 'To change it:'; $(call targets,test-.*|chaos|gpu-.*|cuda-.*|ptx-.*|lint|format|docs|warnings|compilers|sanitize)
 targets = sed -nE 's/^($(1)):.*\#\# (.*)/  \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{printf "%-21s%s\n", $$1, $$2}'
 
+# For the command that a stopped run prints.
+train detect: export MAKE_TARGET = $@
+
 train: $(environment) ## train the segmentation example (2 minutes); each time writes a new folder runs/segmentation-N
 	$(python) examples/segmentation/train.py $(ARGS)
 

@@ -17,7 +17,8 @@ def plot_curves(rows, measures, path):
             axes.plot(*zip(*points), "o-", markersize=3, label=label)
     losses.set(ylabel="training loss", yscale="log")
     scores.set(ylabel="validation", xlabel="step", ylim=(0, 1.02))
-    scores.legend(loc="lower right")
+    if scores.lines:
+        scores.legend(loc="lower right")
     for axes in (losses, scores):
         axes.grid(alpha=0.25)
     save_figure(figure, path)

@@ -8,7 +8,9 @@ the I-th array that the optimizer keeps for that parameter.
 import argparse
 import json
 import math
+import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -204,9 +206,17 @@ class Run:
     def stop(self):
         """Save all before the end, and say how to go on. Returns the exit status."""
         self.save()
-        command = f"{sys.argv[0]} --resume {self.folder}"
-        self.say(f"stopped after step {self.step}, all is saved; to continue: {command}")
+        self.say(f"stopped after step {self.step}, all is saved; to continue: {self.command()}")
         return 130
+
+    def command(self, *options):
+        """The command that goes on with the run."""
+        options = shlex.join(["--resume", str(self.folder), *options])
+        if target := os.environ.get("MAKE_TARGET"):
+            return f"make {target} ARGS={shlex.quote(options)}"
+        if "GLUON_SYNCBN_SIZE" in os.environ:
+            return f"the launcher's command with {options}"
+        return f"{shlex.join([sys.executable, sys.argv[0]])} {options}"
 
     def say_best(self):
         best, name = self.state["best"], list(self._kind.measures.values())[-1]
@@ -219,8 +229,7 @@ class Run:
             return None
         if self.options["dtype"] != "float32":
             # MXNet's AMP has changed all operators of this process.
-            command = f"{sys.argv[0]} --resume {self.folder} --dtype float32"
-            self.say(f"to export it in float32: {command}")
+            self.say(f"to export it in float32: {self.command('--dtype', 'float32')}")
             return None
         path = self.folder / "checkpoints" / "best.npz"
         restore_net(path, self._kind.load(path)[1], self._net)

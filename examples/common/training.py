@@ -57,9 +57,17 @@ def parse(parser, argv, kind):
     """The options. A resumed run takes those that are not given from its checkpoint."""
     options = parser.parse_args(argv)
     if options.resume is not None:
-        saved, _ = kind.load(kind.find(options.resume))
+        path = kind.find(options.resume)
+        saved, _ = kind.load(path)
         parser.set_defaults(**{**saved["options"], "resume": None, "output": None})
-        return parser.parse_args(argv)
+        options = parser.parse_args(argv)
+        folder = path.absolute().parent.parent
+        done = saved["step"] >= options.steps and saved["validated"] == saved["step"]
+        # The last of its files.
+        if done and ((folder / "export" / "folded-symbol.json").exists() or not options.export):
+            print(f"{folder} is finished: leave --resume out, or give more --steps")
+            sys.exit()
+        return options
     if options.epochs:
         options.steps = None
     if options.optimizer is None:
@@ -140,7 +148,7 @@ def steps(run, processes, batches, count, validate, in_flight):
             if run.due(options.validate_every):
                 note_losses(run, processes, in_flight, 0)
                 validate()
-            if run.step == options.steps:
+            if run.step >= options.steps:
                 break
             passes = [next(batches) for _ in range(options.accumulate)]
             own = sum(count(each) for each in passes)

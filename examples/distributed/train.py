@@ -3,8 +3,8 @@
 python -m gluon_syncbn.launch -n 2 examples/distributed/train.py [FOLDER]
 python -m gluon_syncbn.launch -n 2 --engine horovod examples/distributed/train.py [FOLDER]
 
-Continues from the files of FOLDER (runs/distributed), if there are any. Each process takes one GPU,
-or two CPU contexts.
+Continues from the files of FOLDER (runs/kvstore or runs/horovod), if there are any. Each process
+takes one GPU, or two CPU contexts.
 """
 
 import os
@@ -23,7 +23,7 @@ from mxnet import autograd, gluon
 EPOCHS, IMAGES, BATCH, SEED = 4, 200, 8, 1
 horovod, gpus = "HOROVOD_RANK" in os.environ, mx.context.num_gpus()
 devices_here = 1 if horovod or gpus else 2
-folder = Path(*sys.argv[1:] or ["runs/distributed"])
+folder = Path(*sys.argv[1:] or ["runs", "horovod" if horovod else "kvstore"])
 if not horovod and "DMLC_ROLE" not in os.environ:
     sys.exit("Start it with: python -m gluon_syncbn.launch -n 2 examples/distributed/train.py")
 
@@ -75,6 +75,8 @@ done = len(list(folder.glob("*.states")))
 if done:
     net.load_parameters(str(folder / f"{done}.params"), ctx=devices)
     trainer.load_states(str(folder / f"{done}.states"))
+if done >= EPOCHS and store.rank == 0:
+    print(f"{folder} holds all {done} epochs: delete it to train again, or name another folder")
 
 for epoch in range(done, EPOCHS):
     # 6. All draw the same order. Of `size` batches, each process takes one.

@@ -48,7 +48,7 @@ def test_training_in_two_processes(tmp_path, engine):
     assert len(saved) == (4 if engine == "kvstore" else 2)
     batches = [values.pop("batches") for values in saved]
     assert batches[0] > batches[-1]  # So `join` has something to do.
-    file = mx.nd.load(str(tmp_path / "runs/distributed/4.params"))
+    file = mx.nd.load(str(tmp_path / "runs" / engine / "4.params"))
     for values in saved:
         assert values.keys() == file.keys()
         for name, value in values.items():
@@ -76,13 +76,15 @@ def test_training_goes_on_from_the_last_whole_checkpoint(tmp_path):
     (tmp_path / "run.py").write_text(KILLED)
     done = run(tmp_path, *LAUNCH, "-n", "1", "run.py", TRAIN)
     assert done.returncode == 128 + signal.SIGKILL, done.stdout + done.stderr
-    names = {path.name for path in (tmp_path / "runs/distributed").iterdir()}
+    names = {path.name for path in (tmp_path / "runs/kvstore").iterdir()}
     assert names == {"1.params", "1.states", "2.params"}
     resumed, whole = (
         run(tmp_path, *LAUNCH, "-n", "1", TRAIN, *output).stdout.splitlines()
         for output in ([], ["other"])
     )
     assert len(whole) == 4 and resumed == whole[1:]
+    again = run(tmp_path, *LAUNCH, "-n", "1", TRAIN)
+    assert again.returncode == 0 and "runs/kvstore holds all 4 epochs" in again.stdout
 
 
 def test_started_alone(tmp_path):

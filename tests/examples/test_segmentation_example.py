@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import mxnet as mx
 import numpy as np
@@ -70,7 +71,10 @@ class TestTraining:
         if number == signal.SIGKILL:
             assert process.returncode == -number and step == 10
         else:
-            assert process.returncode == 130 and f"--resume {folder}" in out and step >= 10
+            assert process.returncode == 130 and step >= 10
+            command = out.split("to continue: ")[1]
+            assert command.endswith(f"--resume {folder}\n")
+            subprocess.run(command, shell=True, check=True)
         programs.trained("--resume", folder)
         assert programs.arrays_of(folder) == programs.arrays_of(run)
         assert rows_of(folder) == rows_of(run)
@@ -80,6 +84,11 @@ class TestTraining:
         if engine == "horovod":
             pytest.importorskip("horovod.mxnet", reason="Horovod is not installed")
         programs.check_two_processes(run, tmp_path / "run", *SMALL, engine=engine)
+
+    def test_resuming_a_finished_run_does_nothing(self, run):
+        before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+        assert f"{run} is finished" in programs.trained("--resume", run).out
+        assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
     def test_a_run_folder_is_never_overwritten(self, run):
         before = programs.arrays_of(run)
@@ -124,6 +133,27 @@ class TestTraining:
         done = programs.train(*arguments, voc, "--size", 32, "--output", tmp_path / "run")
         assert done.status == 1 and not (tmp_path / "run").exists()
         assert "--pretrained" in done.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "variable, command",
+    [
+        ("", f"{sys.executable} train.py --resume 'a b' --dtype float32"),
+        ("MAKE_TARGET", "make train ARGS='--resume '\"'\"'a b'\"'\"' --dtype float32'"),
+        ("GLUON_SYNCBN_SIZE", "the launcher's command with --resume 'a b' --dtype float32"),
+    ],
+)
+def test_the_command_that_goes_on(monkeypatch, variable, command):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    if variable:
+        monkeypatch.setenv(variable, "train")
+    run = SimpleNamespace(folder="a b")
+    assert runs.Run.command(run, "--dtype", "float32") == command
+
+
+@pytest.mark.filterwarnings("error")
+def test_curves_before_the_first_validation(tmp_path):
+    runs.plots.plot_curves([{"step": 1, "loss": 1.0}], RUNS.measures, tmp_path / "curves.png")
 
 
 class TestCheckpoint:
