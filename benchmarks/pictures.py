@@ -26,7 +26,7 @@ def draw(figures, folder):
 def layers(figures):
     """Forward + backward of each shape, on one context."""
     rows = [row for row in figures["layers"] if row["contexts"] == 1]
-    label = "milliseconds of forward + backward, on one context (the longest are cut off)"
+    label = "milliseconds of forward + backward, on one context (bars with a gap are longer)"
     figure, grid = panels([row["shape"] for row in rows], label)
     for axes, row in zip(grid, rows):
         times = {kind: ms[-1] for kind, ms in row["ms"].items()}
@@ -95,9 +95,14 @@ def panels(shapes, label):
 
 
 def draw_bars(axes, values, limit=math.inf):
-    """(label, color, length) from top to bottom. Bars longer than `limit` are cut off there."""
+    """(label, color, length) from top to bottom. Bars longer than `limit` end there, with a gap."""
     labels, colors, lengths = zip(*values)
     bars = axes.barh(labels, [min(length, limit) for length in lengths], color=colors)
+    for bar, length in zip(bars, lengths):
+        if length > limit:
+            left, bottom = 0.9 * limit, bar.get_y()
+            edges = [left, left + 0.03 * limit], [bottom + bar.get_height(), bottom]
+            axes.plot(*edges, color="white", linewidth=4, solid_capstyle="butt")
     axes.bar_label(bars, [f"{length:.3g}" for length in lengths], padding=2, fontsize=8)
     axes.margins(x=0.12)
     axes.invert_yaxis()

@@ -1,19 +1,28 @@
 """The pictures: predictions next to the truth, and a comparison of trainings."""
 
+import matplotlib
 import numpy as np
 from gluoncv.utils.viz import get_color_pallete
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from PIL import Image
 
 from common.images import denormalize
 from common.plots import save_figure
 
 TITLES = ("truth", "prediction")
 PALETTES = {"ade20k": "ade20k", "citys": "citys"}
+# Black, and ten colours that are easier to tell apart than those of Pascal VOC; then "ignored".
+DIGITS = np.full((256, 3), 224, np.uint8)
+DIGITS[:11] = np.vstack([np.zeros(3), np.multiply(matplotlib.colormaps["tab10"].colors, 255)])
 
 
 def coloured(classes, dataset):
     """A palette image of class numbers."""
+    if dataset == "digits":
+        picture = Image.fromarray(np.array(classes).astype(np.uint8))
+        picture.putpalette(DIGITS.tobytes())
+        return picture
     return get_color_pallete(np.array(classes), PALETTES.get(dataset, "pascal_voc"))
 
 

@@ -151,6 +151,13 @@ def test_the_command_that_goes_on(monkeypatch, variable, command):
     assert runs.Run.command(run, "--dtype", "float32") == command
 
 
+def test_colours_of_digits_differ():
+    picture = example.plots.coloured(np.arange(-1, 11)[None], "digits").convert("RGB")
+    colours = np.array(picture, int)[0]
+    distances = np.abs(colours[:, None] - colours).sum(axis=2) + 1000 * np.eye(12)
+    assert distances.min() > 90
+
+
 @pytest.mark.filterwarnings("error")
 def test_curves_before_the_first_validation(tmp_path):
     runs.plots.plot_curves([{"step": 1, "loss": 1.0}], RUNS.measures, tmp_path / "curves.png")
