@@ -5,6 +5,7 @@ page is README.md; docs/index.md is added to its end, and has the sidebar."""
 import html
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -92,9 +93,8 @@ def _finish(app, error):
     if error or app.builder.name != "html":
         return
     folder = Path(app.outdir)
-    (folder / "index.html").write_text(
-        '<!doctype html><meta http-equiv="refresh" content="0; url=README.html">\n'
-    )
+    # The page that a server or browser opens for the folder.
+    shutil.copyfile(folder / "README.html", folder / "index.html")
     for path in sorted(p for e in ("html", "css") for p in folder.rglob(f"*.{e}")):
         text = path.read_text()
         for found in FROM_ELSEWHERE.findall(text):
