@@ -8,6 +8,7 @@ is called before the script, may import both.
 import atexit
 import builtins
 import contextlib
+import gc
 import importlib
 import importlib.machinery
 import io
@@ -122,24 +123,40 @@ def _run(status, command, first):
             interrupted = isinstance(error, KeyboardInterrupt)
             _leave(128 + signal.SIGINT if interrupted else 1, worker, status)
     _report(0, worker, status)
-    _prepare_shutdown()
+    if os.getpid() == worker:
+        prepare_shutdown()
 
 
-def _prepare_shutdown():
-    """Has MXNet's exit hook, in which workers wait for each other, report that it begins.
+class FreedKVStore:
+    """What a KVStore becomes: it has no functions, and no destructor."""
 
-    It drops pending operations, such as a push for which other workers wait. So they end first.
+
+def prepare_shutdown():
+    """Has MXNet's exit hook report that it begins, and free the distributed stores, in which
+    workers wait for each other.
+
+    Python would free a store later, or not at all where a thread still runs or something refers to
+    it, and MXNet then aborts the process. The hook drops pending operations, such as a push for
+    which other workers wait, so they end first.
     """
     base = sys.modules.get("mxnet.base")
-    if base is not None:
-        shut_down = base._LIB.MXNotifyShutdown
+    if base is None:
+        return
+    shut_down = base._LIB.MXNotifyShutdown
+    kind = getattr(sys.modules.get("mxnet.kvstore"), "KVStore", None)
 
-        def wait_first():
-            beat(SHUTS_DOWN, again=False)
-            base._LIB.MXNDArrayWaitAll()
-            return shut_down()
+    def free_first():
+        beat(SHUTS_DOWN, again=False)
+        gc.unfreeze()
+        stores = [each for each in gc.get_objects() if type(each) is kind and "dist" in each.type]
+        for store in stores:
+            store.__class__ = FreedKVStore
+        base._LIB.MXNDArrayWaitAll()
+        for store in stores:
+            base._LIB.MXKVStoreFree(vars(store).pop("handle"))
+        return shut_down()
 
-        base._LIB.MXNotifyShutdown = wait_first
+    base._LIB.MXNotifyShutdown = free_first
 
 
 def _report(code, worker, status):

@@ -5,11 +5,10 @@ import threading
 
 import mxnet as mx
 import numpy
-from mxnet_launch.runner import beat
+from mxnet_launch.runner import beat, prepare_shutdown
 
 from .. import native
 from ..arguments import duration, seconds
-from ..native import shutdown
 from .reducer import Reducer
 from .waiting import call_within
 
@@ -106,11 +105,7 @@ class KVStoreReducer(Reducer):
 
     def _leave(self, failure):
         super()._leave(failure)
-        # MXNet aborts a process that still has a reference to the store when Python exits, and one
-        # that drops the last reference after an error.
-        if not shutdown.is_abandoned():
-            self._hooks.undo()
-            self._kv = None
+        prepare_shutdown()
 
     def _open_through_store(self, key, size, wait, sums):
         # MXNet has no empty arrays.

@@ -1,6 +1,7 @@
 """The traps of MXNet's KVStore: each test fails where nothing is done about one of them. More of
 them stand in test_distributed.py: rounding, arrays that are overwritten, keys, stores."""
 
+import gc
 import threading
 import time
 from unittest import mock
@@ -148,6 +149,26 @@ def ends_in_a_step(world):
     world.report("ends", True)
 
 
+def ends_while_all_hold_the_store(world):
+    """References and threads, which keep Python from freeing it."""
+    kv = world.kv or mx.kv.create("dist_sync" if world.engine == "none" else "local")
+    layers_under_way(world)
+
+    def sleep(seconds):
+        while kv.type:
+            time.sleep(seconds)
+
+    for seconds in (0.003, 1, 10):
+        threading.Thread(target=sleep, args=[seconds], daemon=True).start()
+    try:
+        kv.itself = kv  # A cycle.
+        raise ValueError
+    except ValueError as error:
+        mx.held = kv, lambda: kv, error
+    gc.freeze()
+    world.report("held", True)
+
+
 REMEDY = "make the Trainer with update_on_kvstore=False"
 ONE_STORE = "give the Trainer the store itself, as kvstore=kv"
 REFUSED = {
@@ -237,6 +258,21 @@ def test_horovod_ends_after_the_last_step(horovod):
     assert horovod.reported("ends") == [True, True]
 
 
+@pytest.mark.parametrize(
+    "engine, options",
+    [
+        ("kvstore", {}),
+        ("kvstore", {"by_hand": True}),
+        ("none", {}),
+        pytest.param("horovod", {}, marks=needs_horovod),
+    ],
+)
+def test_a_job_ends_well_whoever_holds_the_store(engine, options, tmp_path):
+    """MXNet aborts a process whose store has not been freed when Python ends."""
+    topics = ["test_distributed_traps:ends_while_all_hold_the_store"]
+    run(tmp_path, 2, topics, engine=engine, **options)
+
+
 class Calls:
     """A KVStore that notes how many calls are in it at once."""
 
@@ -267,6 +303,6 @@ def test_calls_of_the_store_come_one_after_the_other():
     assert store.most == 1
     with pytest.raises(ValueError, match="give the Trainer the store itself"):
         mx.kv.create("dist_sync")
-    # When the reducer leaves, MXNet is as it was.
-    reducer._leave(None)
+    # As where no reducer can be made.
+    reducer._hooks.undo()
     assert set(vars(store)) == {"inside", "most"} and mx.kv.create is create
