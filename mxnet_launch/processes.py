@@ -137,6 +137,14 @@ class Child:
         """The exit code, negative for a signal, None while it runs."""
         return self.process.poll()
 
+    def read_report(self):
+        """Reads how it ended: see `runner.SLOT_BYTES`."""
+        self.code()  # Before the report, because a process reports first and then ends.
+        report = self._read_slot(0, runner.END_BYTES)
+        if report.endswith(b"\n"):
+            code, when = report.split()
+            self.reported, self.ended = int(code), float(when)
+
     def failed(self):
         """The exit code if it is not 0, or 1 if the process ended before its script. A reported
         code takes precedence, as an exit hook may end with another."""
@@ -160,12 +168,16 @@ class Child:
 
     def listen(self, passed):
         """Reads what it reports, `passed` seconds after the last time: see `runner.beat`."""
-        beat = os.pread(self._status, runner.SLOT_BYTES, runner.SLOT_BYTES * self._slot)
-        when, _, text = beat.strip(b"\0 ").decode(errors="replace").partition(" ")
+        beat = self._read_slot(runner.END_BYTES, runner.SLOT_BYTES)
+        when, _, text = beat.decode(errors="replace").partition(" ")
         self.does = text or None
         goes_on = beat != self._beat or not text or float(when) == 0
         self.silent = 0.0 if goes_on else self.silent + passed
         self._beat = beat
+
+    def _read_slot(self, begin, end):
+        data = os.pread(self._status, end - begin, runner.SLOT_BYTES * self._slot + begin)
+        return data.strip(b"\0 ")
 
     def is_drained(self):
         """Whether all of its output has been printed."""
@@ -237,7 +249,8 @@ class Launch:
         with guard, tempfile.TemporaryFile() as status, self._handle_signals():
             # Processes write into it what they do and how they end, which shows which ended first.
             self._status = status.fileno()
-            os.lseek(self._status, runner.SLOT_BYTES * len(self._specs), os.SEEK_SET)
+            # All of it, as a process that has mapped it dies where the disk has no space left.
+            os.write(self._status, bytes(runner.SLOT_BYTES * len(self._specs)))
             try:
                 for slot, (name, environment) in enumerate(self._specs):
                     # A launcher started by a worker of another launcher belongs to both.
@@ -319,14 +332,8 @@ class Launch:
 
     def _failures(self):
         """The processes that failed."""
-        children = {child.process.pid: child for child in self._children}
         for child in self._children:
-            child.code()  # Before its report is read, because it reports first and then ends.
-        lines = os.pread(self._status, 1 << 20, runner.SLOT_BYTES * len(self._specs))
-        for line in lines.splitlines():
-            pid, code, when = line.split()
-            children[int(pid)].reported = int(code)
-            children[int(pid)].ended = float(when)
+            child.read_report()
         self._find_faults()
         return [child for child in self._children if child.failed()]
 

@@ -12,6 +12,7 @@ import gc
 import importlib
 import importlib.machinery
 import io
+import mmap
 import os
 import runpy
 import signal
@@ -22,11 +23,12 @@ import types
 
 # An environment variable of all processes of a launch and their children: the launch's id.
 LAUNCH_ID = "GLUON_SYNCBN_LAUNCH"
-# Another one: the launcher's status file, this process's slot in it, and its PID.
-_STATUS = "GLUON_SYNCBN_STATUS"
-# The file begins with a slot of this size for each process: see `beat`. Lines follow, one for each
-# worker that has ended, well or not.
-SLOT_BYTES = 256
+# The launcher's status file has a slot of this size for each process. It begins with how the
+# process has ended, well or not, and goes on with what it does: see `_report` and `beat`.
+SLOT_BYTES, END_BYTES = 256, 32
+# The file, where the slot begins, and whose it is. Mapped, as a process may not be allowed to write
+# to files, or closes all.
+_status, _slot, _process = None, 0, None
 _BEAT_SECONDS = 1.0
 EXIT_HOOKS_SECONDS = 2  # For the exit hooks of a worker that failed.
 SHUTDOWN_SECONDS = 60  # At least, for MXNet's shutdown: a machine may be slow.
@@ -62,12 +64,20 @@ def _has(pid, launch_id):
 def beat(text, again=True):
     """Tells the launcher what this process does. again: it will report again, and if it does not,
     it is stopped or hangs."""
-    status, slot, process = map(int, os.environ.get(_STATUS, "0 0 0").split())
-    if process == os.getpid():
-        now = time.monotonic() if again else 0
-        record = f"{now:.3f} {text}".encode()[:SLOT_BYTES].ljust(SLOT_BYTES)
-        with contextlib.suppress(OSError):
-            os.pwrite(status, record, slot * SLOT_BYTES)
+    now = time.monotonic() if again else 0
+    _write(f"{now:.3f} {text}", END_BYTES, SLOT_BYTES)
+
+
+def _report(code):
+    """Reports how the script ended."""
+    _write(f"{code} {time.monotonic():f}\n", 0, END_BYTES)
+
+
+def _write(text, begin, end):
+    """Writes this part of the slot, if this is the process and not one that it has forked."""
+    if _process == os.getpid():
+        record = text.encode()[: end - begin].ljust(end - begin)
+        _status[_slot + begin : _slot + end] = record
 
 
 def _beat_forever():
@@ -85,14 +95,12 @@ def _guard(launch_id):
     kill_launch(launch_id)
 
 
-def _run(status, command, first):
-    """Runs the script or module, and reports to the file `status` how it ended. If it fails, the
-    process exits at once.
+def _run(command, first):
+    """Runs the script or module, and reports how it ended. If it fails, the process exits at once.
 
     A worker that raises and then ends as Python does would never end: the destructor of MXNet's
     distributed KVStore waits for all other workers to reach their end too.
     """
-    worker = os.getpid()
     try:
         if first:
             # The package may not be installed, but started from its folder.
@@ -114,16 +122,16 @@ def _run(status, command, first):
         if code & 0xFF:
             # Python does not keep it, so an exit hook would take this for success.
             _keep(end)
-            _leave(code & 0xFF, worker, status)
+            _leave(code & 0xFF)
     except BaseException as error:
         trace = _keep(error)
         try:
             sys.excepthook(type(error), error.with_traceback(trace), trace)
         finally:
             interrupted = isinstance(error, KeyboardInterrupt)
-            _leave(128 + signal.SIGINT if interrupted else 1, worker, status)
-    _report(0, worker, status)
-    if os.getpid() == worker:
+            _leave(128 + signal.SIGINT if interrupted else 1)
+    _report(0)
+    if _process == os.getpid():
         prepare_shutdown()
 
 
@@ -159,13 +167,6 @@ def prepare_shutdown():
     base._LIB.MXNotifyShutdown = free_first
 
 
-def _report(code, worker, status):
-    """Reports how the script ended, if this is the worker and not a process that it has forked."""
-    if os.getpid() == worker:
-        with contextlib.suppress(OSError):
-            os.write(status, b"%d %d %f\n" % (worker, code, time.monotonic()))
-
-
 def _keep(error):
     """Keeps the error that ended the script where exit hooks look for it. Returns the traceback
     without the frames of this file."""
@@ -196,13 +197,13 @@ def _new_main():
     return main
 
 
-def _leave(code, worker, status):
+def _leave(code):
     """Ends this process without the destructors, after the exit hooks."""
     try:
         _flush()
         # First, as a hook such as Horovod's may make other workers fail too.
-        _report(code, worker, status)
-        if os.getpid() == worker:
+        _report(code)
+        if _process == os.getpid():
             # A hook may wait for other workers indefinitely.
             timer = threading.Timer(EXIT_HOOKS_SECONDS, os._exit, (code,))
             timer.daemon = True
@@ -233,14 +234,16 @@ def _main(task, argument, *command):
         return _guard(argument)
     first = command[1] if command[0] == "--first" else None
     command = command[2 if first else 0 :]
-    status, slot = map(int, argument.split(":"))
-    os.set_inheritable(status, False)
-    os.environ[_STATUS] = f"{status} {slot} {os.getpid()}"
+    global _status, _slot, _process
+    file, slot = map(int, argument.split(":"))
+    _status, _slot, _process = mmap.mmap(file, 0), slot * SLOT_BYTES, os.getpid()
+    os.close(file)
+    sys.modules["mxnet_launch.runner"] = sys.modules["__main__"]  # For those who call `beat`.
     if not getattr(sys.flags, "safe_path", False):
         # A server needs it too: it unpickles the optimizer, whose class may be the user's.
         is_module = command[0] == "-m"
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(command[0]))
-    return _run(status, command, first) if task == "run" else _serve()
+    return _run(command, first) if task == "run" else _serve()
 
 
 if __name__ == "__main__":
