@@ -54,6 +54,7 @@ from .cluster import (
     LaunchError,
     between,
     cannot_listen,
+    check_ipv4,
     find_position,
     has_dmlc_role,
     port_number,
@@ -114,7 +115,8 @@ def _parse(arguments):
     add("--engine", choices=("kvstore", "horovod"), default="kvstore", help=text)
     text = (
         "be one of several launchers that Slurm, Kubernetes or another scheduler started: the "
-        "environment says which (DMLC_*, SLURM_* or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT)"
+        "environment says which (DMLC_*, SLURM_*, mpirun's, or RANK, WORLD_SIZE, MASTER_ADDR and "
+        "MASTER_PORT)"
     )
     add("--from-env", action="store_true", help=text)
     text = (
@@ -153,8 +155,10 @@ def _parse(arguments):
         parser.error("the script is missing: python -m gluon_syncbn.launch -n 4 script.py")
     if options.n is None and not options.from_env:
         parser.error("the number of workers is missing: give it before the script, such as -n 4.")
-    if not options.module and not os.path.isfile(options.command[0]):
-        parser.error(f"there is no script {options.command[0]}.")
+    script = options.command[0]
+    if not options.module and not os.path.isfile(script):
+        is_folder = f"{script} is a folder: give a script, or -m and a module."
+        parser.error(is_folder if os.path.isdir(script) else f"there is no script {script}.")
     options.n = options.n or 1
     return options
 
@@ -165,6 +169,7 @@ def _launch(options, stack):
     mxnet_compat.inherit(environment)  # A script may import mxnet first.
     timeout, cluster, joining = _timeout(environment), None, tuple
     if options.from_env and has_dmlc_role(environment):
+        check_ipv4(environment)
         role = environment["DMLC_ROLE"]
         if role == "scheduler":
             port = _root_port(environment["DMLC_PS_ROOT_PORT"])
@@ -173,6 +178,8 @@ def _launch(options, stack):
     else:
         if options.from_env:
             position = find_position(environment, options.port)
+            if position.rank == 0:
+                stack.enter_context(_free_port(position.bound_host, position.port))
             lost_after = min(options.lost_after, max(1.0, timeout))
             cluster = Cluster(position, options.n, options.engine, options.wait, lost_after)
             stack.callback(cluster.close)
@@ -184,8 +191,6 @@ def _launch(options, stack):
         if options.engine == "horovod":
             specs, joining = _horovod_specs(hosts, ranks, port, environment, stack)
         else:
-            if cluster and 0 in ranks:
-                stack.enter_context(_free_port(hosts[0], port))
             specs = _kvstore_specs(hosts, ranks, port, environment, options.servers)
     command = (["-m"] if options.module else []) + options.command
     if options.replace_contrib:
@@ -211,16 +216,19 @@ def _root_port(text):
 @contextlib.contextmanager
 def _free_port(host=_LOOPBACK, port=0):
     """A free port of this machine, or this one if it is free. It is bound, so that no other process
-    gets it, but nobody listens at it, so that the KVStore's scheduler can bind it too."""
-    with socket.socket() as holder:
+    gets it, but nobody listens at it, so that the KVStore's scheduler can bind it too. The lock
+    keeps out other launchers, which could bind it for the same reason."""
+    with socket.socket() as holder, socket.socket(socket.AF_UNIX) as lock:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             holder.bind((host, port))
+            port = holder.getsockname()[1]
+            lock.bind(f"\0gluon_syncbn.launch {port}")
         except OSError as error:
             # Otherwise the scheduler may know better.
             if error.errno == errno.EADDRINUSE:
                 raise cannot_listen(port, error) from error
-        yield port or holder.getsockname()[1]
+        yield port
 
 
 def _threads(hosts, ranks):

@@ -18,6 +18,15 @@ _SAY_SECONDS = 10  # Until a launcher says what it waits for.
 _POLL_SECONDS = 0.05
 _LONGEST_MESSAGE, _LONGEST_GREETING = 1 << 20, 4096
 _MOST_STRANGERS = 256  # Connections that have not identified themselves yet.
+_SLURM = "SLURM_PROCID", "SLURM_NTASKS"
+# The variables that say which launcher this is. Slurm's come last: its interactive shells have them
+# too, as have the processes that mpirun starts through it.
+_POSITIONS = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    _SLURM,
+)
 
 
 class LaunchError(Exception):
@@ -40,6 +49,13 @@ class Position(NamedTuple):
     port: int
     job: str
     host: str
+
+    @property
+    def bound_host(self):
+        """Where rank 0 listens: everywhere, as the name of this machine may resolve to its loopback
+        here and to its address elsewhere."""
+        is_here = self.master == "localhost" or self.master.startswith("127.")
+        return self.master if is_here else ""
 
 
 def between(low, high, kind=int):
@@ -71,22 +87,20 @@ def has_dmlc_role(environment):
     return True
 
 
+def check_ipv4(environment):
+    """Refuses IPv6, of which the KVStore knows nothing."""
+    for name in ("MASTER_ADDR", "DMLC_NODE_HOST", "DMLC_PS_ROOT_URI"):
+        if ":" in environment.get(name, ""):
+            raise LaunchError(
+                f"{name} is {environment[name]!r}: give an IPv4 address, or a name that has one. "
+                "MXNet's KVStore does not know IPv6."
+            )
+
+
 def find_position(environment, port=None):
-    """The position of this launcher, from the variables of Slurm or of Kubernetes' training
-    operators. `port` takes precedence over MASTER_PORT."""
-    master, job = environment.get("MASTER_ADDR", ""), ""
-    if "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment:
-        names = "SLURM_PROCID", "SLURM_NTASKS"
-        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-        master = master or first_host(nodes)
-        job = environment.get("SLURM_JOB_ID", "")
-    elif "RANK" in environment and "WORLD_SIZE" in environment:
-        names = "RANK", "WORLD_SIZE"
-    else:
-        raise LaunchError(
-            "--from-env finds no DMLC_ROLE, no SLURM_PROCID and SLURM_NTASKS, and no RANK and "
-            "WORLD_SIZE: start it through srun or a training operator, or give -n without it."
-        )
+    """The position of this launcher, from the variables of Kubernetes' training operators, mpirun
+    or Slurm. `port` takes precedence over MASTER_PORT."""
+    check_ipv4(environment)
 
     def read(name, convert):
         try:
@@ -94,10 +108,33 @@ def find_position(environment, port=None):
         except argparse.ArgumentTypeError as error:
             raise LaunchError(f"{name}: {error}.") from None
 
-    size = read(names[1], between(1, 1 << 20))
+    sizes = {
+        names: read(names[1], between(1, 1 << 20))
+        for names in _POSITIONS
+        if all(name in environment for name in names)
+    }
+    if not sizes:
+        sets = ", ".join(" and ".join(names) for names in _POSITIONS)
+        raise LaunchError(
+            f"--from-env finds no DMLC_ROLE, and none of {sets}: start it through srun, mpirun or "
+            "a training operator, or give -n without it."
+        )
+    # One process says little: an interactive shell is one too.
+    names = next((names for names in sizes if sizes[names] > 1), next(iter(sizes)))
+    size = sizes[names]
     rank = read(names[0], between(0, size - 1))
+    master, job = environment.get("MASTER_ADDR", ""), ""
+    if names == _SLURM:
+        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+        master = master or first_host(nodes)
+        job = environment.get("SLURM_JOB_ID", "")
     if size > 1 and not master:
-        raise LaunchError("MASTER_ADDR is not set: it is the address of rank 0.")
+        raise LaunchError(
+            "SLURM_STEP_NODELIST is not set: start it through srun, or give MASTER_ADDR, the "
+            "address of rank 0."
+            if names == _SLURM
+            else "MASTER_ADDR is not set: it is the address of rank 0."
+        )
     if port is None and "MASTER_PORT" in environment:
         port = read("MASTER_PORT", port_number)
     # Jobs that share a machine get different ports, below the ephemeral ports.
@@ -298,11 +335,9 @@ class Cluster:
         return hosts
 
     def _listen(self):
-        # The name of this machine may resolve to its loopback here and to its address elsewhere.
-        master = self._position.master
-        local = master if master == "localhost" or master.startswith("127.") else ""
+        address = self._position.bound_host, self._port
         try:
-            listener = socket.create_server((local, self._port), backlog=4096)
+            listener = socket.create_server(address, backlog=4096)
         except OSError as error:
             raise cannot_listen(self._port, error) from error
         listener.setblocking(False)

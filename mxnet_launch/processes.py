@@ -89,6 +89,7 @@ class Child:
         self._beat = b""
         self.does = None  # What it last reported.
         self.silent = 0.0  # Seconds since its last sign of life.
+        self.searched = 0.0  # Seconds since it last had a connection to the scheduler.
         self.fault = None  # Why the launcher ends it.
         role, _, number = name.partition(" ")
         self.is_worker = role == "worker"
@@ -171,6 +172,7 @@ class Child:
         beat = self._read_slot(runner.END_BYTES, runner.SLOT_BYTES)
         when, _, text = beat.decode(errors="replace").partition(" ")
         self.does = text or None
+        self.searched = self.searched + passed if text == runner.SEARCHES else 0.0
         goes_on = beat != self._beat or not text or float(when) == 0
         self.silent = 0.0 if goes_on else self.silent + passed
         self._beat = beat
@@ -356,6 +358,9 @@ class Launch:
         for child in running:
             if child.silent > self._timeout + _LATER:
                 child.fault = f"has not answered for {child.silent:.3g} s: it is stopped, or hangs"
+            elif child.name == "server" and child.searched > self._timeout:
+                # Of another launcher: in our own jobs the scheduler is watched, too.
+                child.fault = f"has had no connection to the scheduler for {child.searched:.3g} s"
             elif child in late and self._waited_for_late > self._start:
                 child.fault = (
                     f"has not begun to make its store {self._start:.3g} s after another worker"

@@ -33,6 +33,7 @@ _BEAT_SECONDS = 1.0
 EXIT_HOOKS_SECONDS = 2  # For the exit hooks of a worker that failed.
 SHUTDOWN_SECONDS = 60  # At least, for MXNet's shutdown: a machine may be slow.
 SHUTS_DOWN = "shuts down"  # What a worker does in MXNet's shutdown: see `beat`.
+SEARCHES = "searches the scheduler"  # What a server does until it has found it.
 _KILL_SECONDS = 5
 
 
@@ -81,9 +82,18 @@ def _write(text, begin, end):
 
 
 def _beat_forever():
+    port = int(os.environ["DMLC_PS_ROOT_PORT"])
     while True:
-        beat("serves")
+        beat("serves" if is_connected_to(port) else SEARCHES)
         time.sleep(_BEAT_SECONDS)
+
+
+def is_connected_to(port):
+    """Whether a process of this machine has a connection to this port, here or elsewhere."""
+    with contextlib.suppress(OSError), open("/proc/net/tcp") as table:
+        connections = (line.split()[2:4] for line in table)
+        return any(to.endswith(f":{port:04X}") and state == "01" for to, state in connections)
+    return True
 
 
 def _guard(launch_id):

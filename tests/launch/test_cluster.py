@@ -33,10 +33,35 @@ def test_positions():
     slurm["SLURM_JOB_NODELIST"] = "gpu[03-05]"
     operator = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0", "MASTER_PORT": "23456"}
     assert find_position(slurm) == Position(3, 8, "gpu03", 9091 + 24, "20012:8", "")
-    assert find_position({**operator, **slurm}, port=5)[:4] == (3, 8, "job-0", 5)
+    assert find_position({**slurm, "MASTER_ADDR": "job-0"}, port=5)[:4] == (3, 8, "job-0", 5)
     assert find_position(operator) == Position(0, 2, "job-0", 23456, ":2", "")
     del operator["MASTER_PORT"]
     assert find_position({**operator, "DMLC_NODE_HOST": "10.0.0.1"})[3:] == (9091, ":2", "10.0.0.1")
+
+
+SHELL = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "7", "MASTER_ADDR": "a"}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("RANK", "WORLD_SIZE"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("PMI_RANK", "PMI_SIZE"),
+    ],
+)
+@pytest.mark.parametrize("tasks", ["1", "3"])
+def test_slurm_comes_last(names, tasks):
+    """Its interactive shells, and what mpirun starts, have its variables too."""
+    given = dict(zip(names, "12"))
+    assert find_position({**SHELL, "SLURM_NTASKS": tasks, **given})[:4] == (1, 2, "a", 9091)
+    assert find_position({**SHELL, **given}).job == ":2"
+
+
+def test_variables_of_one_process_do_not_hide_those_of_several():
+    alone = {"RANK": "0", "WORLD_SIZE": "1"}
+    assert find_position({**SHELL, **alone, "SLURM_NTASKS": "3"}).size == 3
+    assert find_position({**SHELL, **alone}).size == 1
 
 
 @pytest.mark.parametrize(
@@ -45,6 +70,9 @@ def test_positions():
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: expected a number from 0 to 1, got '2'."),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "65535"}, "MASTER_PORT: expected a"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "SLURM_STEP_NODELIST is not set"),
+        ({**SHELL, "MASTER_ADDR": "::1"}, "MASTER_ADDR is '::1': give an IPv4 address"),
+        ({**SHELL, "DMLC_NODE_HOST": "fe80::1"}, "DMLC_NODE_HOST is 'fe80::1': give an IPv4"),
     ],
 )
 def test_no_position(environment, sentence):
@@ -185,6 +213,10 @@ def test_a_port_that_is_taken():
         with pytest.raises(LaunchError, match=f"port {port} .*: another job may use it"):
             with launch._free_port(port=port):
                 pass
+    # Another launcher may have it, though its scheduler does not listen yet.
+    with launch._free_port(port=port), pytest.raises(LaunchError, match=f"port {port} "):
+        with launch._free_port(port=port):
+            pass
 
 
 def test_rank_0_waits_for_all_others():

@@ -12,9 +12,9 @@ import sys
 import time
 
 import pytest
-from mxnet_launch import __main__ as launch
+from mxnet_launch import runner
 from distributed_cluster import needs_horovod
-from launched import ALL_REDUCE, ALONE, ENDED_SECONDS, SLEEP, TRAIN
+from launched import ALL_REDUCE, ALONE, ENDED_SECONDS, SLEEP, TRAIN, free_port
 from programs import STARTED_SECONDS, wait_until
 
 # The last line of a worker, the launcher's exit code, and what it says.
@@ -97,17 +97,28 @@ def test_a_server_that_is_asked_for_a_key_too_early(start):
 def test_launchers_that_dmlc_gave_their_roles(start):
     """MXNet serves in whatever process imports it under such a role: that must not be ours."""
     script = TRAIN + "print('trains')\nwhile True:\n    step()\n"
-    with launch._free_port() as port:
-        variables = {**ALONE, "DMLC_PS_ROOT_PORT": str(port)}
-        launchers = {
-            role: start(script, "--from-env", **{**variables, "DMLC_ROLE": role})
-            for role in ("scheduler", "server", "worker")
-        }
-        launchers["worker"].wait_for("[worker] trains")
+    variables = {**ALONE, "DMLC_PS_ROOT_PORT": str(free_port())}
+    launchers = {
+        role: start(script, "--from-env", **{**variables, "DMLC_ROLE": role})
+        for role in ("scheduler", "server", "worker")
+    }
+    launchers["worker"].wait_for("[worker] trains")
     server = launchers["server"].find("DMLC_ROLE", "server")
     server.kill()
     assert launchers["server"].end() == 128 + signal.SIGKILL
     assert f"server (process {server.pid}) was killed by SIGKILL" in launchers["server"].errors
+
+
+def test_a_server_without_a_scheduler(start):
+    """One that goes before it has a worker is noticed as one that never comes."""
+    port = str(free_port())
+    variables = {**ALONE, "DMLC_PS_ROOT_PORT": port, "GLUON_SYNCBN_TIMEOUT": "3"}
+    server = start("", "--from-env", **{**variables, "DMLC_ROLE": "server"})
+    scheduler = start("", "--from-env", **{**variables, "DMLC_ROLE": "scheduler"})
+    wait_until(lambda: runner.is_connected_to(int(port)), STARTED_SECONDS)
+    scheduler.process.kill()
+    assert server.end() == 1
+    assert "has had no connection to the scheduler for 3" in server.errors
 
 
 def test_a_scheduler_that_cannot_serve(start):

@@ -145,6 +145,7 @@ print("script ends")
         (["-n", "1", "--servers", "0", "script.py"], "argument --servers: expected a number"),
         (["-n", "1", "--engine", "mpi", "script.py"], "argument --engine: invalid choice: 'mpi'"),
         (["-n", "1", "no such.py"], "there is no script no such.py."),
+        (["-n", "1", "."], ". is a folder: give a script, or -m and a module."),
         (["-n", "1", "--port", "65535", "script.py"], "argument --port: expected a number from 1"),
         (["-n", "1", "--grace", "nan", "script.py"], "argument --grace: expected a number from 0"),
         (["-n", "1", "--start", "-1", "script.py"], "argument --start: expected a number from 0"),
@@ -182,6 +183,7 @@ def test_more_workers_than_the_kvstore_takes(tmp_path, capsys):
             {**ALONE, "DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": "99999"},
             "DMLC_PS_ROOT_PORT: expected a number from 1 to 65535, got '99999'",
         ),
+        ({**ALONE, "DMLC_PS_ROOT_URI": "::1"}, "DMLC_PS_ROOT_URI is '::1': give an IPv4 address"),
     ],
 )
 def test_a_wrong_environment(environment, sentence, tmp_path, monkeypatch, capsys):
@@ -225,6 +227,15 @@ def start_several(start, script, size, *options, slurm):
             script, "--from-env", "--port", str(port), "--wait", "60", *options, **environment
         )
     return launchers
+
+
+def test_a_port_in_use_is_found_before_the_others_come(start):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        launcher = start("", "--from-env", "--port", port, **variables)
+        assert launcher.end(ENDED_SECONDS) == 2
+    assert f"cannot listen at port {port} (" in launcher.errors
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
