@@ -11,6 +11,7 @@ import uuid
 import weakref
 
 from . import shutdown, threads
+from .callbacks import callback, decoded, encoded
 from .library import (
     FAILED,
     OPEN,
@@ -23,7 +24,7 @@ from .library import (
     mxnet,
 )
 from .library import library as _library
-from .routes import Key, write_error
+from .routes import Key
 
 OP_TYPE = "GluonSyncBatchNorm"
 _NAIVE_ENGINE = os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine"
@@ -61,21 +62,23 @@ _unfinished = False
 _thread = threading.local()
 
 
-@WARN
+@callback(WARN)
 def _on_warning(text):
-    threads.warn(text.decode())
+    threads.warn(text)
 
 
-@FAILED
+@callback(FAILED)
 def _on_failure(layer_id, epoch, text):
     """Notes a failed step. Runs on the thread that found the failure."""
     layer = _layers.get(layer_id)
     if layer is None:
         return
-    layer.fail(text.decode())
-    _failed[layer_id, epoch] = text
-    if _NAIVE_ENGINE:  # Where nothing is pending, and arrays hold no errors.
-        _drain()
+    try:
+        layer.fail(text)
+    finally:
+        _failed[layer_id, epoch] = text
+        if _NAIVE_ENGINE:  # Where nothing is pending, and arrays hold no errors.
+            _drain()
 
 
 def _drain():
@@ -92,18 +95,19 @@ def _drain():
         arrays = layer.running_statistics()
         for device in layer.devices:
             _library.gluon_syncbn_drain(
-                layer_id, epoch, device.encode(), *_handles(arrays.get(device, ())), text
+                *(layer_id, epoch, encoded(device), *_handles(arrays.get(device, ()))),
+                encoded(text),
             )
 
 
-@WAITS
+@callback(WAITS)
 def _on_waits(layer_id, epoch, backward):
     """Looks for devices that cannot arrive, as an earlier operation there has failed. Runs on a
     thread that waits for them."""
     layer = _layers.get(layer_id)
     for device, arrays in layer.written_by(backward).items() if layer else ():
         _library.gluon_syncbn_probe_arrays(
-            layer_id, epoch, backward, device.encode(), *_handles(arrays)
+            layer_id, epoch, backward, encoded(device), *_handles(arrays)
         )
 
 
@@ -149,19 +153,14 @@ def _handles(arrays):
     return (ctypes.c_void_p * len(arrays))(*(array.handle for array in arrays)), len(arrays)
 
 
-@OPEN
-def _on_open(layer_id, backward, node, title, channels, size, error, error_size):
+@callback(OPEN)
+def _on_open(layer_id, backward, node, title, channels, size):
     """Opens the route of a layer's messages. Runs on the thread of the device that arrived last."""
-    try:
-        title = title.decode()
-        layer = _layers.get(layer_id)
-        if layer is None:
-            raise RuntimeError(f"{title}: the layer was deleted.")
-        key = Key(layer_id, "backward" if backward else "forward", node)
-        return layer.open(key, title, channels, size).handle
-    except BaseException as failure:  # The native caller cannot pass exceptions on.
-        write_error(failure, error, error_size)
-        return None
+    layer = _layers.get(layer_id)
+    if layer is None:
+        raise RuntimeError(f"{title}: the layer was deleted.")
+    key = Key(layer_id, "backward" if backward else "forward", node)
+    return layer.open(key, title, channels, size).handle
 
 
 def _register(mxnet):
@@ -178,7 +177,7 @@ def _register(mxnet):
         )
     status = _library.gluon_syncbn_register(
         api,
-        PROCESS.encode(),
+        encoded(PROCESS),
         _NAIVE_ENGINE,
         HAS_ONEDNN,
         Callbacks(_on_warning, _on_failure, _on_waits, _on_open),
@@ -228,7 +227,7 @@ class Layer:
         else:
             _kept.pop(self.id, None)
         config = LayerConfig(
-            name=self.name.encode(),
+            name=encoded(self.name),
             devices=_texts(self.devices),
             device_count=len(self.devices),
             num_devices=num_devices or 0,
@@ -237,8 +236,8 @@ class Layer:
             spans_processes=open is not None,
             first_rank=ranks.start,
             end_rank=ranks.stop,
-            config_error=config_error.encode(),
-            notice=notice.encode(),
+            config_error=encoded(config_error),
+            notice=encoded(notice),
         )
         _library.gluon_syncbn_configure(self.id, config)
 
@@ -266,7 +265,7 @@ class Layer:
 def cuda_kernels():
     """How and for what the GPU kernels were built, or None if there are none."""
     text = _library.gluon_syncbn_cuda()
-    return text.decode() if text else None
+    return decoded(text) if text else None
 
 
 def note_training():
@@ -294,7 +293,7 @@ def set_active_devices(devices):
 
 
 def _texts(names):
-    return (ctypes.c_char_p * len(names))(*(name.encode() for name in names))
+    return (ctypes.c_char_p * len(names))(*map(encoded, names))
 
 
 def set_joined(joined, must_have_samples=False):
@@ -310,7 +309,7 @@ def spans_processes():
 
 def give_up(reason):
     """Ends all waits for other devices until the reason is ""."""
-    _library.gluon_syncbn_give_up(reason.encode())
+    _library.gluon_syncbn_give_up(encoded(reason))
 
 
 _ids = itertools.count()

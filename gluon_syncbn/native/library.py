@@ -85,7 +85,6 @@ library = _load()
 
 _bool, _int, _long, _double = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 _text, _pointer = ctypes.c_char_p, ctypes.c_void_p
-_buffer = ctypes.POINTER(ctypes.c_char)
 
 
 def _struct(name, /, **fields):
@@ -149,16 +148,22 @@ HorovodSums = _struct(
     sums=_pointer,
 )
 
-# Called by the library.
-_ALL_REDUCE_ARGUMENTS = _long, _text, ctypes.POINTER(_double), _long, _long, _buffer, _int
-ALL_REDUCE = ctypes.CFUNCTYPE(_int, *_ALL_REDUCE_ARGUMENTS)
+Outcome = _struct("Outcome", succeeded=_int, error=ctypes.c_char * (1 << 13))
+
+
+def _callback(result, *arguments):
+    return ctypes.CFUNCTYPE(result, *arguments, ctypes.POINTER(Outcome))
+
+
+# Called by the library: see `callbacks`.
+ALL_REDUCE = _callback(None, _long, _text, ctypes.POINTER(_double), _long, _long)
 StoreFunction = _struct("StoreFunction", all_reduce=ALL_REDUCE, store=_long)
-WARN = ctypes.CFUNCTYPE(None, _text)
-FAILED = ctypes.CFUNCTYPE(None, _long, _long, _text)
-WAITS = ctypes.CFUNCTYPE(None, _long, _long, _bool)
-OPEN = ctypes.CFUNCTYPE(_pointer, _long, _bool, _long, _text, _long, _long, _buffer, _int)
-PROBE = ctypes.CFUNCTYPE(_int, _long, ctypes.POINTER(_Delay), _buffer, _int)
-IN_FLIGHT = ctypes.CFUNCTYPE(None, _text, _double, _bool)
+WARN = _callback(None, _text)
+FAILED = _callback(None, _long, _long, _text)
+WAITS = _callback(None, _long, _long, _bool)
+OPEN = _callback(_pointer, _long, _bool, _long, _text, _long, _long)
+PROBE = _callback(None, _long, ctypes.POINTER(_Delay))
+IN_FLIGHT = _callback(None, _text, _double, _bool)
 _KVSTORE, _HOROVOD = (KVStoreSlots, KVStoreSums), (HorovodArrays, HorovodSums)
 Callbacks = _struct("Callbacks", warn=WARN, failed=FAILED, waits=WAITS, open=OPEN)
 
@@ -171,6 +176,7 @@ STRUCTS = (
     HorovodArrays,
     HorovodSums,
     StoreFunction,
+    Outcome,
     Callbacks,
 )
 
@@ -199,7 +205,7 @@ for _name, (_result, *_arguments) in {
     "connect": (_pointer, _long, PROBE),
     "lock_calls": (None, _pointer),
     "unlock_calls": (None, _pointer),
-    "in_flight": (None, _pointer, IN_FLIGHT),
+    "in_flight": (_pointer, _pointer, IN_FLIGHT, _text, _int),
     "packed_size": (_long, _long, _int, _int),
     "kvstore_route": (_pointer, _pointer, _text, _int, *map(ctypes.POINTER, _KVSTORE)),
     "horovod_route": (_pointer, _pointer, _text, _int, *map(ctypes.POINTER, _HOROVOD)),

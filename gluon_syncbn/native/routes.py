@@ -6,6 +6,7 @@ import weakref
 from collections import namedtuple
 
 from . import shutdown
+from .callbacks import callback, decoded, encoded
 from .library import (
     ALL_REDUCE,
     IN_FLIGHT,
@@ -38,30 +39,13 @@ class Key(namedtuple("Key", "layer direction node group", defaults=(None, None))
         return f"{text} in groups of {self.group}" if self.group else text
 
 
-def write_error(failure, error, error_size):
-    """Hands an exception to the native caller."""
-    text = (str(failure) or type(failure).__name__).encode()[: error_size - 1]
-    ctypes.memmove(error, text, len(text))
-
-
-@PROBE
-def _on_probe(connection, delay, error, error_size):
-    """Finds out whether to go on with a slow exchange. Runs on the waiting thread."""
-    try:
-        delay = delay.contents
-        _raise_if_released(delay.waited)
-        _connections[connection].probe()(
-            delay.title.decode(),
-            delay.exchange.decode(),
-            delay.error.decode(),
-            delay.seconds,
-            delay.timeout,
-            delay.probes,
-        )
-        return 0
-    except BaseException as failure:  # The native caller cannot pass exceptions on.
-        write_error(failure, error, error_size)
-        return 1
+@callback(PROBE)
+def _on_probe(connection, delay):
+    """Raises if a slow exchange is not to go on. Runs on the waiting thread."""
+    delay = delay.contents
+    _raise_if_released(delay.waited)
+    texts = map(decoded, (delay.title, delay.exchange, delay.error))
+    _connections[connection].probe()(*texts, delay.seconds, delay.timeout, delay.probes)
 
 
 def _raise_if_released(waited):
@@ -102,11 +86,11 @@ class Connection:
         oldest first."""
         exchanges = [], []
 
-        @IN_FLIGHT
+        @callback(IN_FLIGHT)
         def report(exchange, since, is_open):
-            exchanges[0 if is_open else 1].append((exchange.decode(), since))
+            exchanges[0 if is_open else 1].append((exchange, since))
 
-        _library.gluon_syncbn_in_flight(self._handle, report)
+        _or_error(_library.gluon_syncbn_in_flight, self._handle, report)
         return exchanges
 
     def kvstore_route(self, key, size, rank, kvstore, number, slots, sums=None):
@@ -128,7 +112,7 @@ class Connection:
             number, array = sums
             sums_arguments = KVStoreSums(number, array.handle, _pointer(array))
         handle = _library.gluon_syncbn_kvstore_route(
-            self._handle, key.encode(), KVSTORE_BITS, arguments, sums_arguments
+            self._handle, encoded(key), KVSTORE_BITS, arguments, sums_arguments
         )
         return Route(handle, len(slots), slots, sums)
 
@@ -163,7 +147,7 @@ class Connection:
                 sums=_pointer(added),
             )
         handle = _library.gluon_syncbn_horovod_route(
-            self._handle, key.encode(), HOROVOD_BITS, arguments, sums_arguments
+            self._handle, encoded(key), HOROVOD_BITS, arguments, sums_arguments
         )
         return Route(handle, processes, *arrays)
 
@@ -172,7 +156,7 @@ class Connection:
         whether a layer's messages are to be added up."""
         handle = _or_error(
             _library.gluon_syncbn_shared_memory_route,
-            *(self._handle, key.encode(), segment.handle, rank, processes, size, sums),
+            *(self._handle, encoded(key), segment.handle, rank, processes, size, sums),
         )
         return Route(handle, processes)
 
@@ -181,7 +165,7 @@ class Connection:
         ``2**exact_bits`` exactly; 0 if it may not."""
         function = StoreFunction(_on_all_reduce, self._id)
         handle = _library.gluon_syncbn_function_route(
-            self._handle, key.encode(), exact_bits, function, rank, processes, size
+            self._handle, encoded(key), exact_bits, function, rank, processes, size
         )
         return Route(handle, processes)
 
@@ -196,9 +180,9 @@ class Segment:
 
     def __init__(self, token, file=None):
         descriptor = ctypes.c_int()
-        file = file and file.encode()
+        file = file and encoded(file)
         self.handle = _or_error(
-            _library.gluon_syncbn_segment, file, token.encode(), ctypes.byref(descriptor)
+            _library.gluon_syncbn_segment, file, encoded(token), ctypes.byref(descriptor)
         )
         self.descriptor = descriptor.value
 
@@ -228,7 +212,7 @@ class Route:
 
     def close(self, why):
         """Makes exchanges that begin from now on raise this text, after their title."""
-        _library.gluon_syncbn_close_route(self.handle, why.encode())
+        _library.gluon_syncbn_close_route(self.handle, encoded(why))
 
     def exchange(self, title, timeout, mine):
         """The values of all processes, shape (processes, size), or their sums, shape (1, size).
@@ -238,7 +222,7 @@ class Route:
         error = ctypes.create_string_buffer(_MAX_ERROR_SIZE)
         status = _library.gluon_syncbn_exchange(
             self.handle,
-            title.encode(),
+            encoded(title),
             timeout,
             mine.ctypes.data,
             mine.size,
@@ -247,22 +231,17 @@ class Route:
             _MAX_ERROR_SIZE,
         )
         if status < 0:
-            raise RuntimeError(error.value.decode(errors="replace"))
+            raise RuntimeError(decoded(error.value))
         return everyone[:1] if status == 1 else everyone
 
 
-@ALL_REDUCE
-def _on_all_reduce(store, key, values, rows, size, error, error_size):
+@callback(ALL_REDUCE)
+def _on_all_reduce(store, key, values, rows, size):
     """Adds numbers through a user's function. Runs on the waiting thread."""
-    try:
-        array = numpy.ctypeslib.as_array(values, (size,))
-        shape = (rows, size // rows) if rows > 1 else (size,)
-        # A copy, as the function may keep what it gets.
-        array[:] = _connections[store].all_reduce(key.decode(), array.reshape(shape).copy()).ravel()
-        return 0
-    except BaseException as failure:  # The native caller cannot pass exceptions on.
-        write_error(failure, error, error_size)
-        return 1
+    array = numpy.ctypeslib.as_array(values, (size,))
+    shape = (rows, size // rows) if rows > 1 else (size,)
+    # A copy, as the function may keep what it gets.
+    array[:] = _connections[store].all_reduce(key, array.reshape(shape).copy()).ravel()
 
 
 def packed_size(size, processes, exact_bits):
@@ -276,7 +255,7 @@ def _or_error(function, *arguments):
     error = ctypes.create_string_buffer(_MAX_ERROR_SIZE)
     handle = function(*arguments, error, _MAX_ERROR_SIZE)
     if not handle:
-        raise RuntimeError(error.value.decode(errors="replace"))
+        raise RuntimeError(decoded(error.value))
     return handle
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 
 from . import threads
+from .callbacks import encoded, text_of
 from .library import library, mxnet
 
 CLOSED = "The process ends, and devices no longer synchronize."
@@ -54,7 +55,7 @@ def _before_fork():
     # raised here, and MXNet does not raise an error twice, so the next call of a layer raises it.
     error = _wait_for_all()
     if error is not None:
-        library.gluon_syncbn_report_next(str(error).encode())
+        library.gluon_syncbn_report_next(encoded(str(error)))
 
 
 def _after_fork():
@@ -70,7 +71,7 @@ def _at_exit():
         if failure is None and not _abandoned:
             last_step = _let_the_last_step_end()
         for leave in reversed(_leaving):
-            leave(None if failure is None else f"{type(failure).__name__}: {failure}")
+            leave(None if failure is None else f"{type(failure).__name__}: {text_of(failure)}")
     except KeyboardInterrupt as interrupt:
         # Otherwise MXNet would wait too.
         _log.error(
@@ -82,7 +83,7 @@ def _at_exit():
     except Exception:  # Such as out of memory: MXNet's own end might wait forever.
         abandon()
         _log.exception("The process could not leave the others as usual.")
-    library.gluon_syncbn_close(CLOSED.encode())
+    library.gluon_syncbn_close(encoded(CLOSED))
     threads.wait_for_warnings(_WARNINGS)
     if _abandoned:
         logging.shutdown()

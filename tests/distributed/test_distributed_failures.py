@@ -51,6 +51,14 @@ def leaves_early(world):
     goes_on(world, step)
 
 
+def dies_of_a_name_that_is_not_utf_8(world):
+    step = first_steps(world)
+    if world.rank == LAST:
+        world.report("left", time.time())
+        raise OSError("/data/b\udce9.jpg")
+    goes_on(world, step)
+
+
 def computes(world):
     """For longer than the timeout, in one call that Python waits for."""
     first_steps(world)
@@ -118,6 +126,11 @@ def test_a_worker_has_one_batch_less(ended):
     words = "rank 1 (reached the end of the script)", "gluon_syncbn.distributed.join"
     check_survivor(cluster, *words)
     assert "Rank 1 has reached the end of its script and has waited" in cluster.all_output()
+
+
+def test_an_error_that_is_not_utf_8_reaches_the_other_processes(ended):
+    cluster = ended("dies_of_a_name_that_is_not_utf_8", [1, 1])
+    check_survivor(cluster, r"Missing: rank 1 (failed: OSError: /data/b\udce9.jpg)")
 
 
 def test_the_error_of_one_device_reaches_the_other_processes(ended):

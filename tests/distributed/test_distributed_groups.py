@@ -13,6 +13,7 @@ import programs
 import pytest
 from distributed_cluster import Cluster
 from distributed_groups import SIZES, expected, one_layer
+from gluon_syncbn.groups.store import UserStore
 from mxnet import autograd
 from runs import contexts
 from tolerances import assert_same_bits
@@ -81,6 +82,87 @@ def test_a_store_that_returns_something_else():
         y = layer(mx.nd.ones((2, 3)))
     with pytest.raises(mx.MXNetError, match="all_reduce returned float32 of shape"):
         y.wait_to_read()
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise KeyboardInterrupt("in __str__")
+
+
+# What a store raises, and what comes of it.
+RAISED = {
+    "plain": (ValueError("no answer"), "no answer$"),
+    "not UTF-8": (OSError("/data/b\udce9.jpg"), r"/data/b\\udce9\.jpg$"),
+    "unprintable": (Unprintable(), "Unprintable$"),
+    "empty": (KeyError(), "KeyError$"),
+    "zero": (ValueError("\0 begins"), "has not said why"),
+    "exit": (SystemExit(3), "3$"),
+    "interrupt": (KeyboardInterrupt(), "KeyboardInterrupt$"),
+    **{f"cut at {k}": (ValueError("." * k + "\U0001f600" * 3000), "\U0001f600$") for k in range(4)},
+    "shape": (None, r"all_reduce returned float64 of shape \(3,\) for float64 of shape \(2, "),
+}
+
+
+@pytest.mark.parametrize("case", RAISED)
+@pytest.mark.parametrize("at", ["handshake", "forward 0", "forward 2", "backward 0"])
+def test_whatever_a_store_raises_is_the_error_of_the_call(case, at):
+    error, words = RAISED[case]
+    where, _, number = at.partition(" ")
+
+    class Both(Sums):
+        """Two processes that bring the same."""
+
+        calls = 0
+
+        def all_reduce(self, key, array):
+            if where in key:
+                self.calls += 1
+                if self.calls > int(number or 0):
+                    if error is None:
+                        return np.zeros(3)
+                    raise error
+            return np.stack([array[0]] * 2)
+
+    layer = sbn.SyncBatchNorm(in_channels=2, group=sbn.SyncGroup(store=Both(size=2), timeout=5))
+    layer.initialize()
+    x = mx.nd.array([[1, 2], [3, 4]])
+    x.attach_grad()
+
+    def step():
+        with autograd.record():
+            loss = (layer(x) ** 2).sum()
+        loss.backward()
+        mx.nd.waitall()
+
+    for _ in range(int(number or 0)):
+        step()
+    call = "backward" if where == "backward" else "forward"
+    with pytest.raises(mx.MXNetError, match=f"(?s){call} call {number or 0}: .*{words}"):
+        step()
+
+
+def test_a_store_that_cannot_pass_an_error_on(caplog):
+    class Fails(Sums):
+        def all_reduce(self, key, array):
+            raise ValueError("no answer")
+
+        def fail(self, text):
+            raise OSError("no way to the others \udce9")
+
+    layer = sbn.SyncBatchNorm(in_channels=2, group=sbn.SyncGroup(store=Fails(size=2), timeout=5))
+    layer.initialize()
+    for words in ("call 0: no answer", "the processes have lost each other.* no answer"):
+        with pytest.raises(mx.MXNetError, match=words), autograd.train_mode():
+            layer(mx.nd.ones((2, 2))).wait_to_read()
+    programs.wait_until(lambda: r"other processes: no way to the others \udce9" in caplog.text)
+
+
+def test_a_route_that_is_closed_with_what_utf_8_lacks():
+    """As the last words of another process may be."""
+    route = UserStore(Sums(), timeout=5).route("key", 1, "title", 5)
+    route.close("lost b\udce9")
+    with pytest.raises(RuntimeError, match=r"a \\udce9 title: lost b\\udce9$"):
+        route.exchange("a \udce9 title", 5, np.ones(1))
 
 
 # The default group.

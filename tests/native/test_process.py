@@ -131,6 +131,18 @@ def test_the_last_steps_are_completed(run):
     assert run(body) == ("", "")
 
 
+def test_other_processes_are_told_of_an_exception_that_cannot_be_printed(start):
+    script = start("""
+        class Unprintable(Exception):
+            def __str__(self):
+                raise ValueError
+
+        native.shutdown.at_exit(print)
+        raise Unprintable
+    """)
+    assert script.end() == 1 and script.output == ["Unprintable: Unprintable\n"], script.errors
+
+
 def interrupt(script):
     """The exit code of a script that Ctrl-C ends in good time."""
     begin = time.time()

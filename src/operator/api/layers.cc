@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <iostream>
 #include <iterator>
 #include <memory>
 #include <stdexcept>
@@ -20,8 +21,8 @@
 #include "cuda/device.h"
 #include "mxnet/engine_errors.h"
 #include "mxnet/interrupts.h"
+#include "processes/outcome.h"
 #include "processes/route.h"
-#include "processes/text.h"
 #include "processes/transports.h"
 
 namespace gluon_syncbn {
@@ -120,14 +121,13 @@ void on_interrupt(int signal, siginfo_t* info, void* context) {
 
 using namespace gluon_syncbn;
 
-// See Observer. open returns a route of routes.cc for messages of `size` values. On failure, it
-// writes an error (at most error_size bytes) and returns null.
+// See Observer. open returns a route of routes.cc for messages of `size` values.
 struct gluon_syncbn_callbacks {
-  void (*warn)(const char* text);
-  void (*failed)(int64_t layer, int64_t epoch, const char* text);
-  void (*waits)(int64_t layer, int64_t epoch, int backward);
+  void (*warn)(const char* text, Outcome*);
+  void (*failed)(int64_t layer, int64_t epoch, const char* text, Outcome*);
+  void (*waits)(int64_t layer, int64_t epoch, int backward, Outcome*);
   void* (*open)(int64_t layer, int backward, int64_t node, const char* title, int64_t channels,
-                int64_t size, char* error, int error_size);
+                int64_t size, Outcome*);
 };
 
 // The version of the package that this library was built for.
@@ -142,20 +142,34 @@ SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process_uuid,
   process.naive_engine = naive_engine != 0;
   process.onednn = onednn != 0;
   Observer observer;
-  observer.warn = [warn = callbacks->warn](const std::string& text) { warn(text.c_str()); };
-  observer.failed = [failed = callbacks->failed](int64_t layer, int64_t epoch,
-                                                 const std::string& text) {
-    failed(layer, epoch, text.c_str());
+  observer.warn = [warn = callbacks->warn](const std::string& text) {
+    Outcome outcome;
+    warn(text.c_str(), &outcome);
+    if (!outcome.succeeded) std::cerr << text + " (" + outcome.failure() + ")\n";
   };
-  observer.waits = [waits = callbacks->waits](int64_t layer, int64_t epoch, Direction direction) {
-    waits(layer, epoch, direction == Direction::kBackward);
+  observer.failed = [failed = callbacks->failed, warn = observer.warn](
+                        int64_t layer, int64_t epoch, const std::string& text) {
+    Outcome outcome;
+    failed(layer, epoch, text.c_str(), &outcome);
+    if (!outcome.succeeded) {
+      warn("An error of a layer could not be passed on to other processes: " + outcome.failure());
+    }
+  };
+  observer.waits = [waits = callbacks->waits](int64_t id, int64_t epoch, Direction direction) {
+    Outcome outcome;
+    waits(id, epoch, direction == Direction::kBackward, &outcome);
+    const LayerPtr layer = outcome.succeeded ? nullptr : process.rendezvous->find(id);
+    if (!layer) return;
+    process.rendezvous->fail(layer, "SyncBatchNorm '" + process.rendezvous->name(layer) +
+                                        "' cannot tell which devices may still arrive: " +
+                                        outcome.failure());
   };
   observer.open = [open = callbacks->open](const ProcessCall& call, int64_t channels,
                                            int64_t size) {
-    char error[kMaxErrorSize] = "";
+    Outcome outcome;
     void* const route = open(call.layer, call.is_backward, call.node, call.title.c_str(), channels,
-                             size, error, kMaxErrorSize);
-    if (!route) throw std::runtime_error(error[0] ? error : "No route to other processes.");
+                             size, &outcome);
+    if (!outcome.succeeded) throw std::runtime_error(outcome.failure());
     return *static_cast<const RoutePtr*>(route);
   };
   if (!process.rendezvous) process.rendezvous = new Rendezvous;
@@ -294,7 +308,7 @@ SBN_EXPORT void gluon_syncbn_flush(int64_t layer, int backward, const char* cons
 SBN_EXPORT double gluon_syncbn_flushing() { return process.rendezvous->flushing(); }
 
 // The sizes of the structs that native/library.py and native/layer.py declare too.
-SBN_EXPORT void gluon_syncbn_struct_sizes(int64_t (&sizes)[9]) {
+SBN_EXPORT void gluon_syncbn_struct_sizes(int64_t (&sizes)[10]) {
   const size_t own[] = {sizeof(gluon_syncbn_layer_config),
                         sizeof(Delay),
                         sizeof(KVStoreSlots),
@@ -302,6 +316,7 @@ SBN_EXPORT void gluon_syncbn_struct_sizes(int64_t (&sizes)[9]) {
                         sizeof(HorovodArrays),
                         sizeof(HorovodSums),
                         sizeof(StoreFunction),
+                        sizeof(Outcome),
                         sizeof(gluon_syncbn_callbacks),
                         sizeof(MXNetApi)};
   static_assert(std::size(own) == std::extent_v<std::remove_reference_t<decltype(sizes)>>);

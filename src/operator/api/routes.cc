@@ -3,20 +3,21 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "api/exports.h"
+#include "processes/outcome.h"
 #include "processes/route.h"
 #include "processes/shared_memory.h"
-#include "processes/text.h"
 #include "processes/transports.h"
 
 using namespace gluon_syncbn;
 
-// Returns 0 to keep waiting. Otherwise writes the reason to stop to `error` (at most `size` bytes).
-using gluon_syncbn_probe = int (*)(int64_t connection, const gluon_syncbn::Delay*, char* error,
-                                   int size);
+// Fails with the reason to stop, or else the wait goes on.
+using gluon_syncbn_probe = void (*)(int64_t connection, const gluon_syncbn::Delay*,
+                                    gluon_syncbn::Outcome*);
 
 namespace {
 
@@ -55,9 +56,9 @@ void* or_error(char* error, int error_size, const F& f) {
 SBN_EXPORT void* gluon_syncbn_connect(int64_t id, gluon_syncbn_probe probe) {
   auto connection = std::make_shared<Connection>();
   connection->probe = [id, probe](const Delay& delay) {
-    char error[kMaxErrorSize] = "";
-    const int status = probe(id, &delay, error, kMaxErrorSize);
-    return status == 0 ? std::string() : std::string(error[0] ? error : "The exchange failed.");
+    Outcome outcome;
+    probe(id, &delay, &outcome);
+    return outcome.failure();
   };
   return new ConnectionPtr(std::move(connection));
 }
@@ -71,12 +72,19 @@ SBN_EXPORT void gluon_syncbn_unlock_calls(void* connection) {
   connection_of(connection)->calls.unlock();
 }
 
-// Reports each entry of InFlightExchanges.
-SBN_EXPORT void gluon_syncbn_in_flight(void* connection,
-                                       void (*report)(const char* name, double since, int open)) {
-  for (const auto& entry : connection_of(connection)->in_flight.entries()) {
-    report(entry.name.c_str(), entry.since, entry.open);
-  }
+// Reports each entry of InFlightExchanges. On failure, writes an error and returns null.
+SBN_EXPORT void* gluon_syncbn_in_flight(void* connection,
+                                        void (*report)(const char* name, double since, int open,
+                                                       Outcome*),
+                                        char* error, int error_size) {
+  return or_error(error, error_size, [&] {
+    for (const auto& entry : connection_of(connection)->in_flight.entries()) {
+      Outcome outcome;
+      report(entry.name.c_str(), entry.since, entry.open, &outcome);
+      if (!outcome.succeeded) throw std::runtime_error(outcome.failure());
+    }
+    return connection;
+  });
 }
 
 // How many numbers a store adds up for a message of this size; 0 if it cannot add the message.

@@ -12,9 +12,6 @@
 
 namespace gluon_syncbn {
 
-// For the error that a function of Python writes, in bytes.
-constexpr int kMaxErrorSize = 1 << 13;
-
 // "cpu(0), cpu(1)", or "none".
 inline std::string comma_separated(const std::vector<std::string>& names) {
   std::string text;

@@ -96,12 +96,10 @@ int HorovodAdder::push() {
 }
 
 void FunctionStore::send(std::mutex*) {
-  char error[kMaxErrorSize] = "";
+  Outcome outcome;
   const auto size = static_cast<int64_t>(numbers_.size());
-  if (function_.all_reduce(function_.store, key_.c_str(), numbers_.data(), rows_, size, error,
-                           kMaxErrorSize) != 0) {
-    throw StoreError(error[0] ? error : "The store's all_reduce has failed.");
-  }
+  function_.all_reduce(function_.store, key_.c_str(), numbers_.data(), rows_, size, &outcome);
+  if (!outcome.succeeded) throw StoreError(outcome.failure());
 }
 
 void FunctionTransport::pack(const double* mine) {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "mxnet/api.h"
+#include "processes/outcome.h"
 #include "processes/route.h"
 
 namespace gluon_syncbn {
@@ -164,11 +165,10 @@ class HorovodAdder : public StoreTransport {
 };
 
 // A function of the user's store, which adds float64 arrays of shape (rows, size / rows) over all
-// processes, in place. On failure, it writes an error (at most error_size bytes) and returns
-// another number than 0. It may be called for several keys at once.
+// processes, in place. It may be called for several keys at once.
 struct StoreFunction {
-  int (*all_reduce)(int64_t store, const char* key, double* values, int64_t rows, int64_t size,
-                    char* error, int error_size);
+  void (*all_reduce)(int64_t store, const char* key, double* values, int64_t rows, int64_t size,
+                     Outcome*);
   int64_t store;
 };
 
