@@ -8,6 +8,8 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "mxnet/engine.h"
+
 namespace gluon_syncbn {
 namespace {
 
@@ -30,17 +32,15 @@ struct ArrayWait::State {
 };
 
 ArrayWait::ArrayWait(Handle array) : state_(std::make_shared<State>()) {
-  using StatePtr = std::shared_ptr<State>;
-  const auto notify = [](void*, void* argument) {
-    State& state = **static_cast<StatePtr*>(argument);
-    const std::lock_guard<std::mutex> lock(state.mutex);
-    state.written = true;
-    state.changed.notify_all();
+  const auto notify = [](State* state) {
+    const std::lock_guard<std::mutex> lock(state->mutex);
+    state->written = true;
+    state->changed.notify_all();
   };
-  const int status = mxnet.engine_push_sync(
-      notify, new StatePtr(state_), [](void* state) { delete static_cast<StatePtr*>(state); },
-      &kCpuContext, &array, 1, nullptr, 0, &kNoSkip, 1, "SyncBatchNormWait");
-  if (status != 0) throw std::runtime_error("MXNet's engine takes no more operations.");
+  constexpr int kPriority = 1;
+  if (!push<State>(state_, notify, {array}, {}, kNoSkip, "SyncBatchNormWait", kPriority)) {
+    throw std::runtime_error("MXNet's engine takes no more operations.");
+  }
 }
 
 Waited ArrayWait::wait(double seconds) {

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <chrono>
 #include <thread>
+#include <utility>
 
 #include "mxnet/interrupts.h"
 #include "processes/patience.h"
@@ -79,6 +80,26 @@ TEST(a_store_that_refuses_is_an_error) {
   CHECK_EQ(process.probes.back().error, "no such server");
   process.client.refuses = false;
   CHECK_EQ(error_of(exchange), "");
+}
+
+// AddressSanitizer sees what stays.
+TEST(an_engine_that_takes_no_operation_leaves_nothing_behind) {
+  FakeServer server(1);
+  FakeProcess process(&server, 0, 1);
+  const RoutePtr route = process.route("key", kKey, 1);
+  const auto refuse = [](void (*)(void*, void*), void* argument, void (*deleter)(void*),
+                         const void*, Handle*, int, Handle*, int, const void*, int, const char*) {
+    static bool deletes = false;
+    if ((deletes = !deletes)) deleter(argument);
+    return -1;
+  };
+  const auto push = std::exchange(mxnet.engine_push_sync, refuse);
+  for (int i = 0; i < 2; ++i) {
+    Doubles values{1};
+    CHECK_EQ(error_of([&] { route->exchange("title", kLong, &values); }),
+             "MXNet's engine takes no more operations.");
+  }
+  mxnet.engine_push_sync = push;
 }
 
 // An array that is written with an error, Ctrl-C, and the end of the process: the last test, as no
