@@ -12,7 +12,6 @@ namespace gluon_syncbn {
 namespace {
 
 TEST(causes_fit_the_direction_and_the_devices) {
-  unsetenv("MXNET_CPU_TEMP_COPY");
   Fixture gpus(config_of({"gpu(0)", "gpu(1)"}, 0.3)), mixed(config_of(cpus(2), 0.3));
   const CallId id = gpus.next("gpu(1)");
   Background backward([&] { gpus.reduce(id, "gpu(1)", Direction::kBackward); });
@@ -21,13 +20,26 @@ TEST(causes_fit_the_direction_and_the_devices) {
   CHECK(contains(backward.error(), "Arrived: gpu(1). Missing: gpu(0)."));
   CHECK(contains(backward.error(), "backward was not called for the loss of gpu(0)"));
   CHECK(!contains(backward.error(), "MXNET_CPU_TEMP_COPY"));
-  CHECK(contains(forward.error(), "MXNET_CPU_TEMP_COPY=4096"));
   CHECK(contains(forward.error(), "sync=False"));
 
   LayerConfig some = config_of({"gpu(0)", "gpu(1)", "gpu(2)"}, 0.3);
   some.num_devices = 2;
   Fixture fewer(some);
   CHECK(contains(Background(&fewer, "gpu(2)").error(), "num_devices=2 is larger"));
+}
+
+TEST(too_few_workspaces_are_a_cause_also_where_their_number_is_set) {
+  const auto error = [](const char* set) {
+    set ? setenv("MXNET_CPU_TEMP_COPY", set, 1) : unsetenv("MXNET_CPU_TEMP_COPY");
+    Fixture f(config_of(cpus(2), 0.1));
+    return Background(&f, "cpu(1)").error();
+  };
+  CHECK(contains(error(nullptr), "one of the 4 workspaces"));
+  CHECK(contains(error(nullptr), "set MXNET_CPU_TEMP_COPY=4096 and"));
+  CHECK(contains(error("64"), "one of the 64 workspaces"));
+  CHECK(contains(error("64"), "set MXNET_CPU_TEMP_COPY=4096 and"));
+  CHECK(contains(error("4096"), "set MXNET_CPU_TEMP_COPY=16384 and"));
+  CHECK(!contains(error("16384"), "workspaces"));
 }
 
 TEST(a_device_that_is_further_is_named) {
