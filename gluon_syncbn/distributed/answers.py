@@ -16,6 +16,10 @@ FAILED = "failed"
 FINISHED = "finished"
 
 
+# The end of the name of a layer's exchange.
+_LAYERS = re.compile(r"\((?P<layer>\d+) (?P<what>[a-z]+)[^()]* (?P<number>\d+)\)$")
+
+
 class Answer(typing.NamedTuple):
     """What one process answered about an exchange, or why it did not.
 
@@ -49,6 +53,32 @@ def describe(answers):
 def describe_others(answers):
     """One line on what other ranks are doing."""
     return f"The others: {_reasons(answers)}."
+
+
+def built_another_net(exchange, answers, reached, patience):
+    """Whether one of these processes has waited for `patience` seconds in the first call of another
+    layer than this process, which waits in `exchange` and has `reached` these."""
+    own = _LAYERS.search(exchange)
+    reached = [found[0] for found in map(_LAYERS.search, reached) if found]
+    others = [
+        _LAYERS.search(name)
+        for answer in answers
+        for name, seconds in answer.in_flight
+        if answer.state == ABSENT and seconds >= patience
+    ]
+    return any(
+        own and other and other[0] not in reached and _exclude_each_other(own, other)
+        for other in others
+    )
+
+
+def _exclude_each_other(own, other):
+    """Whether two processes that wait in these wait in vain: in the first calls of two layers,
+    which begin with handshakes, or in a handshake and a message of one layer."""
+    handshakes = [one["what"] == "handshake" for one in (own, other)]
+    if own["layer"] == other["layer"]:
+        return handshakes[0] != handshakes[1]
+    return any(handshakes) and own["number"] == other["number"] == "1"
 
 
 def _reasons(answers):
@@ -95,7 +125,9 @@ def _reason(answers):
 
 def _name(exchange):
     """The title, which names layer, direction and call, without the key after it."""
-    return re.sub(r" \([^()]*\)$", "", exchange)
+    layer = _LAYERS.search(exchange)
+    more = ", to compare the layer's settings" if layer and layer["what"] == "handshake" else ""
+    return re.sub(r" \([^()]*\)$", "", exchange) + more
 
 
 def _span(entries):

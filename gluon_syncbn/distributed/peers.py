@@ -10,8 +10,9 @@ from mxnet_launch.runner import SHUTDOWN_SECONDS, beat
 
 from .. import native
 from ..arguments import WARN_AFTER, duration
+from ..groups.store import SAME_LAYERS
 from ..native import shutdown
-from .answers import ARRIVED, FAILED, GONE, describe_others
+from .answers import ARRIVED, FAILED, GONE, built_another_net, describe_others
 from .liveness import Liveness
 from .watch import Watch
 
@@ -124,11 +125,18 @@ class Peers:
                 lost = waited > timeout * (1 + WARN_AFTER)
                 if not in_memory:
                     message += f"All have arrived, so {self.name} does not answer. "
+            elif built_another_net(
+                exchange, answers.values(), self._reached(), timeout * WARN_AFTER / 2
+            ):
+                self._give_up(f"{message}The processes have not built the same net. {SAME_LAYERS}")
             lost = lost or any(map(self._cannot_arrive, answers.values()))
         if lost:
             self._give_up(f"{message}{_CAUSES}")
         if probes == 0:
             native.warn(f"{message}After {duration(timeout)} this is an error. {_CAUSES}")
+
+    def _reached(self):
+        return [name for exchanges in self._liveness.exchanges() for name, _ in exchanges]
 
     def _cannot_arrive(self, answer):
         if answer.state in (ARRIVED, GONE) or not answer.status:

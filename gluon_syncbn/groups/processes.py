@@ -9,7 +9,7 @@ import numpy
 from .. import native
 from ..arguments import is_whole
 from ..training.trainer import adds_here_alone
-from .store import Store, UserStore
+from .store import SAME_LAYERS, Store, UserStore
 
 # Size of a layer's configuration in its handshake, in bytes of UTF-8: a multiple of 4.
 _CONFIGURATION = 512
@@ -125,11 +125,7 @@ class Processes:
             differ = [", ".join(row) for row in zip(*(c for c in columns if len(set(c)) > 1))]
             ranks = {t: [r for r, other in enumerate(differ) if other == t] for t in differ}
             sides = "; ".join(f"rank {', '.join(map(str, r))}: {t}" for t, r in ranks.items())
-            text = (
-                f"{title}: the processes have not built the same net. {sides}. Make the same "
-                "layers, with the same settings and in the same order, in every process, also "
-                "those that only one of them uses."
-            )
+            text = f"{title}: the processes have not built the same net. {sides}. {SAME_LAYERS}"
             # All processes see it, so none has to be told.
             self._break(text)
             raise RuntimeError(text)

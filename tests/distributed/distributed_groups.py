@@ -165,7 +165,7 @@ def other_nets(world):
 
 
 def layers_differ(world, count):
-    group = sbn.SyncGroup(store=world.reducer, timeout=4)
+    group = sbn.SyncGroup(store=world.reducer, timeout=20)
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
         for _ in range(count):

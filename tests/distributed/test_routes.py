@@ -157,18 +157,21 @@ def test_a_probe_shows_who_has_arrived(pair):
     }
 
 
-def judge_of(answers, has_finished=False):
+def judge_of(answers, has_finished=False, exchange="title (key 1)"):
     """Peers.judge for these answers, by the seconds that it has waited, of 10, and the list of
     the errors with which it gives up."""
     peers = Peers.__new__(Peers)
     peers.rank, peers.name, peers._knows_others = 0, "the store", True
     peers._liveness = SimpleNamespace(
-        probe=lambda *_: answers, describe=describe, has_finished=has_finished
+        probe=lambda *_: answers,
+        describe=describe,
+        has_finished=has_finished,
+        exchanges=lambda: ([(exchange, 0.0)], [("A, forward call 0 (0 handshake 1)", 0.0)]),
     )
     given_up = []
     peers._give_up = given_up.append
     arguments = {"timeout": 10, "probes": 1, "members": range(2), "in_memory": True}
-    return partial(peers.judge, "title", "title (key 1)", "", **arguments), given_up
+    return partial(peers.judge, "title", exchange, "", **arguments), given_up
 
 
 @pytest.mark.parametrize("state", [ARRIVED, ABSENT, SILENT, GONE])
@@ -182,6 +185,31 @@ def test_who_has_finished_may_still_come_to_the_exchange_after_the_scripts(
     look(1)
     ends = status and (status[0] == FAILED or not has_finished)
     assert bool(given_up) == (state != ARRIVED and bool(ends) or state == GONE)
+
+
+@pytest.mark.parametrize(
+    "own, others, differ",
+    [
+        ("2 handshake 1", ["1 handshake 1"], True),
+        ("2 handshake 1", ["1 backward -1 1"], True),
+        ("1 backward -1 1", ["2 handshake 1"], True),
+        ("1 forward -1 in groups of 2 6", ["1 handshake 2"], True),
+        ("2 handshake 1", ["0 handshake 1"], False),  # This process was there.
+        ("2 handshake 1", ["1 handshake 1", "2 handshake 1"], False),
+        ("2 handshake 1", ["1 forward -1 5"], False),  # It may come one batch later.
+        ("1 backward -1 1", ["2 backward -1 1"], False),  # They come in any order.
+        ("2 handshake 1", ["1 handshake 1", None], False),  # Just now.
+        ("2 handshake 1", ['"key" 1'], False),
+        ("key 1", ["1 handshake 1"], False),
+    ],
+)
+def test_processes_that_wait_in_first_calls_of_different_layers(own, others, differ):
+    seconds = 0.1 if None in others else 0.9
+    in_flight = tuple((f"B, call 0 ({key})", seconds) for key in others if key)
+    state = ARRIVED if own in others else ABSENT
+    look, given_up = judge_of({1: Answer(state, in_flight)}, exchange=f"A, call 0 ({own})")
+    look(1)
+    assert ["not built the same net" in text for text in given_up] == [True] * differ
 
 
 def test_processes_that_have_all_come_are_looked_at_once_more():
