@@ -46,7 +46,8 @@ class SyncGroup:
     Raises
     ------
     ValueError
-        If a device is named twice, the store lacks something, or a number is invalid.
+        If a device is named twice, the store lacks something or a step has failed with it, or a
+        number is invalid.
     MXNetError
         On waiting for a layer's result in training, if `group_size` does not fit its devices.
         Inference accepts any number of devices.

@@ -13,6 +13,12 @@ from .store import SAME_LAYERS, Store, UserStore
 
 # Size of a layer's configuration in its handshake, in bytes of UTF-8: a multiple of 4.
 _CONFIGURATION = 512
+_LOST = (
+    "the processes have lost each other, and all have to start again from the last checkpoint."
+)
+# Stores with which a step has failed, and its error: a message that only some processes have sent
+# would be taken for a later one. Weak references, as a KVStore must be gone before Python is.
+_failures = []
 
 
 class Processes:
@@ -32,12 +38,21 @@ class Processes:
                 f"SyncGroup got a store of rank {self.rank!r} and size {self.size!r}: rank must be "
                 "one of 0, ..., size - 1."
             )
+        try:
+            self._given = weakref.ref(store)
+        except TypeError:  # Such as a SimpleNamespace.
+            self._given = lambda: store
+        failure = self._failure_of_store()
+        if failure:
+            raise ValueError(
+                f"SyncGroup got a store with which a step has failed: {_LOST} {failure}"
+            )
         self._store = store if isinstance(store, Store) else UserStore(store, timeout)
         self._timeout = timeout
         self._routes = weakref.WeakSet()
         self._locks = {}
-        # Completed handshakes: a layer's id, its devices and group size.
-        self._known = set()
+        # {layer id: its dtype, devices and group size at the last handshake}
+        self._known = {}
         # Why nothing can be exchanged any more. One process may have had its answer and another
         # not, so a failed step cannot be repeated.
         self._broken = None
@@ -51,15 +66,19 @@ class Processes:
             # Without `sums` every process receives the values of all, and adds those of its group.
             if sums:
                 members, ranks = ranks, range(len(ranks))
-        configuration = layer.id, here, group_size
+        configuration = layer.dtype, here, group_size
         reference = weakref.ref(layer)
 
         def open_route(key, title, channels, size):
             layer = reference()
             self._check(title)
             # A call on another thread waits until the handshake is complete.
-            with self._locks.setdefault(configuration, threading.Lock()):
-                if configuration not in self._known:
+            with self._locks.setdefault(key.layer, threading.Lock()):
+                if self._known.get(key.layer) != configuration:
+                    failure = self._failure_of_store()
+                    if failure:
+                        self._break(failure)
+                        self._check(title)
                     fields = {
                         "channels": channels,
                         "dtype": layer.dtype,
@@ -73,7 +92,7 @@ class Processes:
                     for known, route in self._store.routes.copy().items():
                         if known.layer == layer.id:
                             route.restart()
-                    self._known.add(configuration)
+                    self._known[key.layer] = configuration
             self._check_trainers(layer)
             key = key._replace(group=group)
             route = self._store.route(key, size, title, self._timeout, members, sums)
@@ -97,17 +116,19 @@ class Processes:
         """Notes that a step has failed here, and tells other processes, which may wait for it."""
         if self._broken is None:
             self._break(text)
+            if self.size > 1:
+                _failures.append((self._given, text))
             self._store.fail(text)
+
+    def _failure_of_store(self):
+        return next((text for store, text in _failures if store() is self._given()), None)
 
     def _check(self, title):
         if self._broken:
             raise RuntimeError(f"{title}: {self._broken}")
 
     def _break(self, text):
-        self._broken = (
-            "the processes have lost each other, and all have to start again from the last "
-            f"checkpoint. {text}"
-        )
+        self._broken = f"{_LOST} {text}"
         for route in list(self._routes):
             route.close(self._broken)
 

@@ -84,6 +84,24 @@ def test_a_store_that_returns_something_else():
         y.wait_to_read()
 
 
+class Both(Sums):
+    """Two processes that bring the same."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.names = []
+
+    def all_reduce(self, key, array):
+        self.names.append(key.split()[1])
+        return np.stack([array[0]] * 2)
+
+
+def layer_of(store):
+    layer = sbn.SyncBatchNorm(in_channels=2, group=sbn.SyncGroup(store=store, timeout=5))
+    layer.initialize()
+    return layer
+
+
 class Unprintable(Exception):
     def __str__(self):
         raise KeyboardInterrupt("in __str__")
@@ -109,22 +127,16 @@ def test_whatever_a_store_raises_is_the_error_of_the_call(case, at):
     error, words = RAISED[case]
     where, _, number = at.partition(" ")
 
-    class Both(Sums):
-        """Two processes that bring the same."""
-
-        calls = 0
-
+    class Raises(Both):
         def all_reduce(self, key, array):
-            if where in key:
-                self.calls += 1
-                if self.calls > int(number or 0):
-                    if error is None:
-                        return np.zeros(3)
-                    raise error
-            return np.stack([array[0]] * 2)
+            everyone = super().all_reduce(key, array)
+            if where in key and self.names.count(where) > int(number or 0):
+                if error is None:
+                    return np.zeros(3)
+                raise error
+            return everyone
 
-    layer = sbn.SyncBatchNorm(in_channels=2, group=sbn.SyncGroup(store=Both(size=2), timeout=5))
-    layer.initialize()
+    layer = layer_of(Raises(size=2))
     x = mx.nd.array([[1, 2], [3, 4]])
     x.attach_grad()
 
@@ -141,20 +153,48 @@ def test_whatever_a_store_raises_is_the_error_of_the_call(case, at):
         step()
 
 
+class Fails(Sums):
+    def all_reduce(self, key, array):
+        raise ValueError("no answer")
+
+    def fail(self, text):
+        raise OSError("no way to the others \udce9")
+
+
 def test_a_store_that_cannot_pass_an_error_on(caplog):
-    class Fails(Sums):
-        def all_reduce(self, key, array):
-            raise ValueError("no answer")
-
-        def fail(self, text):
-            raise OSError("no way to the others \udce9")
-
-    layer = sbn.SyncBatchNorm(in_channels=2, group=sbn.SyncGroup(store=Fails(size=2), timeout=5))
-    layer.initialize()
+    layer = layer_of(Fails(size=2))
     for words in ("call 0: no answer", "the processes have lost each other.* no answer"):
         with pytest.raises(mx.MXNetError, match=words), autograd.train_mode():
             layer(mx.nd.ones((2, 2))).wait_to_read()
     programs.wait_until(lambda: r"other processes: no way to the others \udce9" in caplog.text)
+
+
+def test_nothing_new_begins_with_a_store_after_a_failed_step():
+    """A process may have sent what the others have not: they would take it for a later message."""
+    store = Both(size=2)
+    layer, other = layer_of(store), layer_of(store)
+    layer._layer.group._fail("a bad batch")
+    with pytest.raises(ValueError, match="a store with which a step has failed: .* a bad batch"):
+        sbn.SyncGroup(store=store)
+    with pytest.raises(mx.MXNetError, match="lost each other.* a bad batch"), autograd.train_mode():
+        other(mx.nd.ones((2, 2))).wait_to_read()
+    layer_of(Both(size=2))
+
+
+def test_processes_compare_a_layer_that_is_cast():
+    layer = layer_of(Both(size=2))
+
+    def compares(*dtypes):
+        layer._layer.group.store.names.clear()
+        for dtype in dtypes:
+            layer.cast(dtype)
+        with autograd.train_mode():
+            layer(mx.nd.ones((2, 2), dtype=dtypes[-1])).wait_to_read()
+        return layer._layer.group.store.names == ["handshake", "forward"]
+
+    assert compares("float32") and compares("float64") and not compares("float32", "float64")
+    # The other processes may have gone on with float64.
+    assert compares("float32") and not compares("float16")
 
 
 def test_a_route_that_is_closed_with_what_utf_8_lacks():
