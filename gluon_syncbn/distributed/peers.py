@@ -14,7 +14,7 @@ from ..groups.store import SAME_LAYERS
 from ..native import shutdown
 from .answers import ARRIVED, FAILED, GONE, built_another_net, describe_others
 from .liveness import Liveness
-from .watch import Watch
+from .watch import NEEDS_TIME, Watch
 
 _log = logging.getLogger("gluon_syncbn")
 
@@ -25,7 +25,8 @@ _TELL_SECONDS = 0.5
 _CAUSES = (
     "Usual causes: a process has ended, hangs or is much slower; it called the net less often (an "
     "uneven number of batches: see gluon_syncbn.distributed.join), it built another net, or "
-    "hybridized it at another step, which matters where a net calls one layer several times."
+    "hybridized it at another step, which matters where a net calls one layer several times. "
+    + NEEDS_TIME
 )
 
 

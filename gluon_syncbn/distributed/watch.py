@@ -20,6 +20,9 @@ _LOOKS, _BETWEEN_LOOKS = 10, 0.002
 # Seconds: past the timeout, so that calls with a limit of their own end first; for an error to end
 # the script's current call; for the last message.
 _LATER, _RAISES, _LAST_WORDS = 0.5, 0.5, 2.0
+NEEDS_TIME = (
+    "If a process only needs time, as to validate or to save, give SyncGroup(timeout=...) more."
+)
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 _now = time.monotonic
@@ -117,6 +120,8 @@ class Watch:
             )
             if all(answer.place and answer.place[2] for answer in answers.values()):
                 text += f" As all of them wait, {peers.name} does not answer, or lost a message."
+            else:
+                text += f" {NEEDS_TIME}"
             ends = place.waited > timeout + _LATER or any(
                 answer.state == GONE or (answer.status and answer.status[0] == FAILED)
                 for answer in answers.values()

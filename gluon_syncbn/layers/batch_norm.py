@@ -116,9 +116,10 @@ class SyncBatchNorm(nn.BatchNorm):
     inplace : bool, default False
         Whether backward recovers x from y, so that MXNet frees x after the forward. For
         ``activation="leaky_relu"`` with a positive `slope` and epsilon, without a residual.
-        Gradients are those of x rounded once more, and gamma is used with a magnitude of at least
-        `epsilon`, in inference too. It saves nothing on CPU contexts of a oneDNN build, where a
-        copy of y replaces x.
+        Gradients are those of x rounded once more: they lose digits where the magnitude of beta is
+        much larger than that of gamma. gamma is used with a magnitude of at least `epsilon`, in
+        inference too. It saves nothing on CPU contexts of a oneDNN build, where a copy of y
+        replaces x.
 
     Parameters of the layer
     -----------------------

@@ -183,6 +183,7 @@ def test_who_has_finished_may_still_come_to_the_exchange_after_the_scripts(
     """Where a link is cut, one process learns later than the other that both have finished."""
     look, given_up = judge_of({1: Answer(state, status=status)}, has_finished)
     look(1)
+    assert all("give SyncGroup(timeout=...) more" in text for text in given_up)
     ends = status and (status[0] == FAILED or not has_finished)
     assert bool(given_up) == (state != ARRIVED and bool(ends) or state == GONE)
 
