@@ -2,11 +2,13 @@
 missing devices."""
 
 import contextlib
+import textwrap
 import time
 
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
+import programs
 import pytest
 import reference
 from devices import KIND, context
@@ -160,3 +162,31 @@ def test_nan_and_inf_spoil_one_channel(where, dtype, value, shape):
             assert (np.isnan(found[1]) if is_nan else ~np.isfinite(found[1])).all(), field
         elif where == "dy":
             assert_same_bits(found[1], expected[1], field)
+
+
+@pytest.mark.parametrize(
+    "layer, shape", [("SyncBatchNorm()", (1, 3, 1, 1)), ("VirtualBatchNorm(2)", (3, 3))]
+)
+def test_one_value_per_channel_is_warned_of_once(layer, shape):
+    script = f"""
+        import sys, gluon_syncbn as sbn, mxnet as mx
+        from devices import context
+
+        def train(layer, *shapes):
+            layer.initialize(ctx=[context(i) for i in range(len(shapes))])
+            for mode in (mx.autograd.predict_mode, mx.autograd.train_mode, mx.autograd.train_mode):
+                with mode():
+                    for i, shape in enumerate(shapes):
+                        layer(mx.nd.ones(shape, ctx=context(i)))
+                mx.nd.waitall()
+
+        train(sbn.SyncBatchNorm(), (1, 3), (1, 3))
+        train(sbn.SyncBatchNorm(use_global_stats=True), (1, 3))
+        print("no warning before", file=sys.stderr)
+        train(sbn.{layer}, {shape})
+    """
+    done = programs.run(["-c", textwrap.dedent(script)])
+    assert done.returncode == 0, done.stderr
+    before, after = done.stderr.split("no warning before")
+    text = "trains on one value per channel"
+    assert (before.count(text), after.count(text)) == (0, 1), done.stderr

@@ -4,6 +4,7 @@
 #include "call/call.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -170,15 +171,31 @@ void Call::backward_pass(const Arrays& arrays, const int* requests) {
   synchronize(Direction::kBackward, backward_task(arrays, requests, view));
 }
 
+void Call::check_values(double count) const {
+  static std::atomic<bool> has_warned{false};
+  if (count != 1 || has_warned.exchange(true)) return;
+  process.rendezvous->warn(title() +
+                           " trains on one value per channel: the variance is 0, and y is beta, "
+                           "whatever x is. Give it more samples in a step, or freeze it: see "
+                           "gluon_syncbn.freeze.");
+}
+
 template <typename Task>
 void Call::synchronize(Direction direction, const Task& task) {
   const Others others = others_of_batch();
   const std::unique_ptr<Pass> pass = gpu_ < 0 ? cpu_pass(task) : gpu_pass(gpu_, others.gpus, task);
-  if (!others.exist) return pass->alone();
+  const bool is_forward = direction == Direction::kForward && task.from_batch;
+  if (!others.exist) {
+    if (is_forward) {
+      check_values(std::min(count_of(task.parts.front()), count_of(task.parts.back())));
+    }
+    return pass->alone();
+  }
   const PassSums own = pass->sums();
   const PassSums all =
       process.rendezvous->reduce(layer_, id_, direction, device_, name_of(dtype_), own);
   has_met_ = true;
+  if (is_forward) check_values(all.count);
   pass->finish(all);
 }
 

@@ -48,6 +48,8 @@ class Call {
 
   ForwardTask forward_task(const Arrays& arrays, const int* requests, const View& view);
   BackwardTask backward_task(const Arrays& arrays, const int* requests, const View& view) const;
+  // Warns once of a batch with one value per channel.
+  void check_values(double count) const;
   // Runs the pass of a task, with the sums of all devices that share the batch.
   template <typename Task>
   void synchronize(Direction direction, const Task& task);

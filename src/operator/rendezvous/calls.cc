@@ -37,10 +37,9 @@ CallId Rendezvous::next_call(const LayerPtr& layer, const std::string& device, i
   const int64_t sequence = calls.insert({node, layer->first_calls[node]}).first->second++;
   const CallId id{layer->epoch, node, sequence, active};
   if (!layer->config.notice.empty() && !std::exchange(state_->has_noticed, true)) {
-    const auto warn = state_->observer.warn;
     const std::string notice = layer->config.notice;
     lock.unlock();
-    if (warn) warn(notice);
+    warn(notice);
   }
   return id;
 }

@@ -91,6 +91,13 @@ void Rendezvous::observe(Observer observer) {
   state_->observer = std::move(observer);
 }
 
+void Rendezvous::warn(const std::string& text) const {
+  State::Lock lock(state_->mutex);
+  const auto warn = state_->observer.warn;
+  lock.unlock();
+  if (warn) warn(text);
+}
+
 void Rendezvous::configure(int64_t id, LayerConfig config) {
   const State::Lock lock(state_->mutex);
   LayerPtr& layer = state_->registered[id];

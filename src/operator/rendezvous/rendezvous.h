@@ -93,6 +93,9 @@ class Rendezvous {
   // then, its calls belong to the failed step.
   void drain(int64_t layer, int64_t epoch, const std::string& device);
 
+  // Logs a warning.
+  void warn(const std::string& text) const;
+
   // For an error that could not be raised where it was found: the next forward call of any layer
   // raises it.
   void report_next(const std::string& text);
