@@ -12,6 +12,7 @@ from ..graph.blocks import BATCH_NORMS, check_block, clear_caches, walk
 from ..graph.fusion import is_fusing, stop_fusing
 from ..graph.symbol_block import SyncGraph, put_in, read_graph, spliced, take_out
 from ..graph.symbols import OUR_OPERATOR, STOCK_OPERATORS
+from ..groups.group import is_first_process
 from ..layers.batch_norm import SyncBatchNorm, SyncBatchNormReLU
 from ..layers.virtual import VirtualBatchNorm
 from .fusing import fuse_blocks
@@ -393,6 +394,9 @@ def _check_types(also):
 def _finish(net, report, found, function, return_report):
     if report.replaced:
         clear_caches(found)
+    result = (net, report) if return_report else net
+    if not is_first_process():
+        return result
     title = f"{function}, {type(net).__name__} '{net.name}'"
     if report.replaced or report.already:
         if report.refused:
@@ -401,4 +405,4 @@ def _finish(net, report, found, function, return_report):
             print(f"{title}: {report}", file=sys.stderr)
     elif report.refused or function == "convert_sync_batchnorm":
         _log.warning("%s: no batch normalization found to replace. %s", title, report)
-    return (net, report) if return_report else net
+    return result

@@ -177,6 +177,13 @@ def default_group():
     return group
 
 
+def is_first_process():
+    """Whether this process is of rank 0, as far as is known: it speaks for all of its job."""
+    ranks = map(os.environ.get, ("GLUON_SYNCBN_RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK"))
+    store = default_group().store
+    return store.rank == 0 if store is not None else next(filter(None, ranks), "0") == "0"
+
+
 def _notice(name):
     """The notice for a layer if this process is one of several and the user has not said whether
     they share statistics; otherwise empty."""

@@ -247,6 +247,13 @@ def test_what_has_code_or_settings_of_its_own_is_left(kind, why, caplog):
     assert vars(left) == before
 
 
+def test_one_process_speaks_for_all(monkeypatch, capsys):
+    for rank in "012":
+        monkeypatch.setenv("GLUON_SYNCBN_RANK", rank)
+        convert_sync_batchnorm(small_net())
+    assert capsys.readouterr().err.count("2 layers replaced") == 1
+
+
 def test_what_is_said(caplog, capsys):
     convert_sync_batchnorm(small_net(), return_report=True)
     assert not any(capsys.readouterr())
