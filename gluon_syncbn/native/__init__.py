@@ -8,16 +8,13 @@ from .layer import (
     PROCESS,
     Layer,
     cuda_kernels,
-    give_up,
     layers,
-    note_training,
     set_active_devices,
     set_joined,
     spans_processes,
-    trains,
     waiting,
-    waits,
 )
+from .failures import give_up, note_training, trains, waits
 from .routes import (
     KVSTORE_BITS,
     LIMBS,
@@ -29,4 +26,7 @@ from .routes import (
     restore_layout,
     view,
 )
+from .shutdown import release_at_the_end
 from .threads import warn
+
+release_at_the_end()

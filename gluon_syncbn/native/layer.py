@@ -1,19 +1,16 @@
 """Registers the operator and keeps its layers."""
 
-import collections
 import ctypes
 import itertools
 import os
-import threading
-import time
-import types
 import uuid
 import weakref
 
-from . import shutdown, threads
+from . import threads
 from .callbacks import callback, decoded, encoded
 from .library import (
     FAILED,
+    NAIVE_ENGINE,
     OPEN,
     REBUILD,
     STRUCTS,
@@ -27,7 +24,6 @@ from .library import library as _library
 from .routes import Key
 
 OP_TYPE = "GluonSyncBatchNorm"
-_NAIVE_ENGINE = os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine"
 # Graphs carry this UUID, so that those of another process do not find this one's layers.
 PROCESS = uuid.uuid4().hex
 
@@ -43,113 +39,42 @@ _FUNCTIONS = (
     "MXEnginePushSyncND",
     "MXGetLastError",
 )
-# The functions with which Python waits for the results of operations.
-_WAITS = (
-    "MXNDArrayWaitToRead",
-    "MXNDArrayWaitToWrite",
-    "MXNDArrayWaitAll",
-    "MXNDArraySyncCopyToCPU",
-    "MXNDArraySyncCopyFromCPU",
-    "MXNDArraySave",
-)
-# How many of these waits have ended, by thread, and how many of all with an error.
-waits = types.SimpleNamespace(returned=collections.Counter(), failed=0)
-# {(layer id, epoch): text} of failed steps after which no device has drained.
-_failed = {}
-# Whether Ctrl-C has kept an error from ending its step.
-_unfinished = False
-# `trains` is set in threads that have called a layer in training.
-_thread = threading.local()
-
-
 @callback(WARN)
 def _on_warning(text):
     threads.warn(text)
 
 
 @callback(FAILED)
-def _on_failure(layer_id, epoch, text):
-    """Notes a failed step. Runs on the thread that found the failure."""
+def _on_failure(layer_id, text):
+    """A call has ended, as the step has failed. Runs on its thread."""
     layer = _layers.get(layer_id)
-    if layer is None:
-        return
-    try:
+    if layer is not None:
         layer.fail(text)
-    finally:
-        _failed[layer_id, epoch] = text
-        if _NAIVE_ENGINE:  # Where nothing is pending, and arrays hold no errors.
-            _drain()
-
-
-def _drain():
-    """Drains the devices of all layers after failed steps.
-
-    Not when a failure is found: the user's thread goes on then, and MXNet would skip what it pushes
-    between the operations that put an error in an array and clear it again, and not say so.
-    """
-    for layer_id, epoch in list(_failed):
-        text = _failed.pop((layer_id, epoch), None)
-        layer = _layers.get(layer_id)
-        if text is None or layer is None:
-            continue
-        arrays = layer.running_statistics()
-        for device in layer.devices:
-            _library.gluon_syncbn_drain(
-                *(layer_id, epoch, encoded(device), *_handles(arrays.get(device, ()))),
-                encoded(text),
-            )
 
 
 @callback(WAITS)
-def _on_waits(layer_id, epoch, backward):
+def _on_waits(layer_id, backward, meeting):
     """Looks for devices that cannot arrive, as an earlier operation there has failed. Runs on a
     thread that waits for them."""
     layer = _layers.get(layer_id)
     for device, arrays in layer.written_by(backward).items() if layer else ():
-        _library.gluon_syncbn_probe_arrays(
-            layer_id, epoch, backward, encoded(device), *_handles(arrays)
-        )
+        _library.gluon_syncbn_probe_arrays(meeting, encoded(device), *handles(arrays))
 
 
-def _on_wait(status, function, _arguments):
-    """Called after each of Python's waits for MXNet. MXNet forgets an error once it is raised, so
-    later nobody can tell which calls it skipped because of it, and the devices' next calls would
-    meet those of the failed step. So the failed step ends here, before the error is raised.
-    """
-    waits.returned[threading.get_ident()] += 1
-    waits.failed += status != 0
-    # A copy into an array comes between the calls of two devices.
-    ends = status != 0 or _unfinished and function.__name__ != "MXNDArraySyncCopyFromCPU"
-    # Errors in other threads, such as a DataLoader's, concern no step.
-    if ends and trains():
-        _end_step()
-    return status
-
-
-def _end_step():
-    """Waits until all calls pushed so far have ended. Those that wait for a skipped one end with an
-    error."""
-    global _unfinished
-    _unfinished = True
+def flush(why=""):
+    """Waits until all calls pushed so far have ended. The step fails if one waits for a call that
+    MXNet has skipped, or, if it says why, that was never made."""
+    begun = _library.gluon_syncbn_flush_begin()
     for layer in layers():
         for backward in (False, True):
-            written = layer.written_by(backward)
-            handles, count = _handles([array for arrays in written.values() for array in arrays])
-            each = count // max(1, len(written))
-            _library.gluon_syncbn_flush(
-                layer.id, backward, _texts(written), len(written), handles, each
-            )
-    begin = time.monotonic()
-    # If something waits in vain for another process, calls behind it never end.
-    while not shutdown.is_abandoned():
-        if time.monotonic() - begin >= _library.gluon_syncbn_flushing():
-            break
-        time.sleep(0.001)
-    _drain()
-    _unfinished = False
+            for device, arrays in layer.written_by(backward).items():
+                _library.gluon_syncbn_flush_add(
+                    begun, layer.id, backward, encoded(device), *handles(arrays)
+                )
+    _library.gluon_syncbn_flush_finish(begun, encoded(why))
 
 
-def _handles(arrays):
+def handles(arrays):
     return (ctypes.c_void_p * len(arrays))(*(array.handle for array in arrays)), len(arrays)
 
 
@@ -165,7 +90,7 @@ def _on_open(layer_id, backward, node, title, channels, size):
 
 def _register(mxnet):
     api = (ctypes.c_void_p * len(_FUNCTIONS))(
-        *(ctypes.cast(getattr(mxnet.base._LIB, name), ctypes.c_void_p) for name in _FUNCTIONS)
+        *(ctypes.cast(mxnet.base._LIB[name], ctypes.c_void_p) for name in _FUNCTIONS)
     )
     expected = [*map(ctypes.sizeof, STRUCTS), ctypes.sizeof(api)]
     sizes = (ctypes.c_int64 * len(expected))()
@@ -178,17 +103,13 @@ def _register(mxnet):
     status = _library.gluon_syncbn_register(
         api,
         encoded(PROCESS),
-        _NAIVE_ENGINE,
+        NAIVE_ENGINE,
         HAS_ONEDNN,
         Callbacks(_on_warning, _on_failure, _on_waits, _on_open),
     )
     if status != 0:
         error = mxnet.base.py_str(mxnet.base._LIB.MXGetLastError())
         raise ImportError(f"MXNet did not register the operator {OP_TYPE}: {error}")
-    # Under the naive engine no call waits for another.
-    if not _NAIVE_ENGINE:
-        for name in _WAITS:
-            getattr(mxnet.base._LIB, name).errcheck = _on_wait
 
 
 class Layer:
@@ -268,15 +189,6 @@ def cuda_kernels():
     return decoded(text) if text else None
 
 
-def note_training():
-    """This thread has called a layer in training. Errors in others end no step."""
-    _thread.trains = True
-
-
-def trains():
-    return getattr(_thread, "trains", False)
-
-
 def waiting():
     """The number of calls that wait for other devices now."""
     return _library.gluon_syncbn_waiting()
@@ -307,11 +219,6 @@ def spans_processes():
     return bool(_kept)
 
 
-def give_up(reason):
-    """Ends all waits for other devices until the reason is ""."""
-    _library.gluon_syncbn_give_up(encoded(reason))
-
-
 _ids = itertools.count()
 _layers = weakref.WeakValueDictionary()
 _kept = {}
@@ -319,4 +226,3 @@ HAS_ONEDNN = (
     mxnet.runtime.Features().is_enabled("MKLDNN") and os.environ.get("MXNET_MKLDNN_ENABLED") != "0"
 )
 _register(mxnet)
-shutdown.release_at_the_end()

@@ -82,6 +82,8 @@ mxnet = _import_mxnet()
 import numpy  # noqa: E402, F401, I001  Only after MXNet: if it is missing, the error says so.
 
 library = _load()
+# Where operations end before the next begins.
+NAIVE_ENGINE = os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine"
 
 _bool, _int, _long, _double = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 _text, _pointer = ctypes.c_char_p, ctypes.c_void_p
@@ -159,8 +161,8 @@ def _callback(result, *arguments):
 ALL_REDUCE = _callback(None, _long, _text, ctypes.POINTER(_double), _long, _long)
 StoreFunction = _struct("StoreFunction", all_reduce=ALL_REDUCE, store=_long)
 WARN = _callback(None, _text)
-FAILED = _callback(None, _long, _long, _text)
-WAITS = _callback(None, _long, _long, _bool)
+FAILED = _callback(None, _long, _text)
+WAITS = _callback(None, _long, _bool, _long)
 OPEN = _callback(_pointer, _long, _bool, _long, _text, _long, _long)
 PROBE = _callback(None, _long, ctypes.POINTER(_Delay))
 IN_FLIGHT = _callback(None, _text, _double, _bool)
@@ -184,16 +186,19 @@ STRUCTS = (
 for _name, (_result, *_arguments) in {
     "register": (_int, _pointer, _text, _bool, _bool, ctypes.POINTER(Callbacks)),
     "after_fork": (None,),
-    "report_next": (None, _text),
     "configure": (None, _long, ctypes.POINTER(LayerConfig)),
     "forget": (None, _long),
     "set_active_devices": (None, ctypes.POINTER(_text), _int),
     "set_joined": (None, _bool, _bool),
-    "give_up": (None, _text),
-    "drain": (None, _long, _long, _text, _pointer, _int, _text),
-    "probe_arrays": (None, _long, _long, _bool, _text, _pointer, _int),
-    "flush": (None, _long, _bool, ctypes.POINTER(_text), _int, _pointer, _int),
-    "flushing": (_double,),
+    "fail": (None, _text),
+    "resume": (None,),
+    "failure": (_bool, _text, _int),
+    "probe_arrays": (None, _long, _text, _pointer, _int),
+    "flush_begin": (_pointer,),
+    "flush_add": (None, _pointer, _long, _bool, _text, _pointer, _int),
+    "flush_finish": (None, _pointer, _text),
+    "holds_error": (_bool, _pointer),
+    "abandon": (None,),
     "struct_sizes": (None, _pointer),
     "close": (None, _text),
     "waiting": (_int,),

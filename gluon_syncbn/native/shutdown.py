@@ -7,9 +7,9 @@ import signal
 import sys
 import threading
 
-from . import threads
+from . import failures, threads
 from .callbacks import encoded, text_of
-from .library import library, mxnet
+from .library import library
 
 CLOSED = "The process ends, and devices no longer synchronize."
 # Seconds without another arrival after which a call at exit is assumed to wait in vain. A device
@@ -26,6 +26,7 @@ def abandon():
     """Notes that something in MXNet waits in vain, so the process cannot exit as usual."""
     global _abandoned
     _abandoned = True
+    library.gluon_syncbn_abandon()
 
 
 def is_abandoned():
@@ -39,23 +40,36 @@ def at_exit(leave):
 
 
 def _wait_for_all():
-    """Waits for MXNet. Returns the error that it raises, or None."""
-    try:
-        mxnet.nd.waitall()
-    except mxnet.MXNetError as error:
-        # A script may end before its last step does.
-        if CLOSED not in str(error):
-            _log.warning("An error of MXNet that no operation had waited for: %s", error)
-        return error
-    return None
+    """Waits for MXNet. Returns the error that nothing had waited for, or ""."""
+    text = str(failures.error_of(failures.wait_all()) or "")
+    text = failures.failure() or text
+    # A script may end before its last step does.
+    return "" if CLOSED in text else text
+
+
+def _last_error():
+    """The end of the script counts as a wait. Returns the error of a step that nothing has waited
+    for, after which the exit code is 1."""
+    text = failures.failure()
+    if not text:
+        return None
+    _log.error("A step has failed, and nothing waited for it: %s", text)
+    abandon()
+    return RuntimeError(text)
+
+
+def _wait_and_log():
+    text = _wait_for_all()
+    if text and not failures.failure():
+        _log.warning("An error of MXNet that no operation had waited for: %s", text)
 
 
 def _before_fork():
     # MXNet ends its threads for a fork, in no better order than at exit. Python only prints what is
-    # raised here, and MXNet does not raise an error twice, so the next call of a layer raises it.
-    error = _wait_for_all()
-    if error is not None:
-        library.gluon_syncbn_report_next(encoded(str(error)))
+    # raised here, and MXNet does not raise an error twice, so the next wait raises it.
+    text = _wait_for_all()
+    if text:
+        library.gluon_syncbn_fail(encoded(f"A step had failed before a fork. {text}"))
 
 
 def _after_fork():
@@ -70,6 +84,7 @@ def _at_exit():
         failure = getattr(sys, "last_value", None)
         if failure is None and not _abandoned:
             last_step = _let_the_last_step_end()
+            failure = _last_error()
         for leave in reversed(_leaving):
             leave(None if failure is None else f"{type(failure).__name__}: {text_of(failure)}")
     except KeyboardInterrupt as interrupt:
@@ -112,7 +127,7 @@ def _let_the_last_step_end():
     """Waits for the last step, which other processes may need, unless a call waits here for a
     device that never arrives. Returns an Event that is set at its end, or None."""
     try:
-        end = threads.start(_wait_for_all, patience=1.0)
+        end = threads.start(_wait_and_log, patience=1.0)
     except RuntimeError:  # As in a forked process, whose last step no other needs.
         return None
     while not (end.wait(0.1) or _abandoned or library.gluon_syncbn_stuck_seconds() > _PATIENCE):

@@ -9,8 +9,6 @@ from .. import native
 from .empty import end_step, take_part
 from .trainer import after_update, before_adding_up, check_trainer, clear, trained, trainers
 
-_MOST_ERRORS = 10000
-
 
 class participants:
     """A context within which only some of the devices are active: the others have no data.
@@ -132,7 +130,7 @@ class participants:
         end_step()
         try:
             if error is not None:
-                _give_up(error)
+                native.give_up(f"The step was given up: {type(error).__name__}: {error}")
             elif self._active:
                 mx.nd.waitall()
             if self._active:
@@ -216,23 +214,6 @@ def _trainer_of_empty_step(trainer):
             "whose step follows, as in participants([], trainer)."
         )
     return several[0]
-
-
-def _give_up(error):
-    """Ends all calls in flight after a step has failed with an error, which the user sees instead
-    of theirs. Calls that wait for devices that are no longer called would wait until the
-    timeout."""
-    native.give_up(f"the step was given up, as it ended in {type(error).__name__}: {error}")
-    try:
-        # MXNet raises the errors of calls one at a time.
-        for _ in range(_MOST_ERRORS):
-            try:
-                mx.nd.waitall()
-                break
-            except mx.MXNetError:
-                pass
-    finally:
-        native.give_up("")
 
 
 def _devices_of(parameter):

@@ -1,5 +1,5 @@
 // What Python calls for layers and for the process. Where the answer depends on work that MXNet has
-// not finished (drain, probe, flush), an operation pushed to its engine gives it, as that runs
+// not finished (probe, flush), an operation pushed to its engine gives it, as that runs
 // after the earlier ones.
 #include <signal.h>
 
@@ -19,9 +19,9 @@
 #include "call/process.h"
 #include "cpu/thread_pool.h"
 #include "cuda/device.h"
-#include "mxnet/engine.h"
-#include "mxnet/engine_errors.h"
-#include "mxnet/interrupts.h"
+#include "mxnet/array_wait.h"
+#include "mxnet/operations.h"
+#include "mxnet/waits.h"
 #include "processes/outcome.h"
 #include "processes/route.h"
 #include "processes/transports.h"
@@ -29,50 +29,33 @@
 namespace gluon_syncbn {
 namespace {
 
-// A device that is draining: see gluon_syncbn_drain.
-struct Drain {
-  int64_t layer, epoch;
-  std::string device, text;
-  // How many arrays still are to be cleared.
-  std::atomic<int> left;
-
-  void end() const { process.rendezvous->drain(layer, epoch, device); }
-
-  ~Drain() { end(); }
-};
-
-// One of its arrays.
-struct DrainedArray {
-  std::shared_ptr<Drain> drain;
-  Handle marker = nullptr;
-  bool is_clean = false;
-
-  ~DrainedArray() {
-    if (marker) mxnet.ndarray_free(marker);
-  }
-};
-
 // Operations on a device's arrays, which the engine skips if they hold an error.
 struct ArrayProbe {
-  int64_t layer, epoch;
-  Direction direction;
+  int64_t meeting;
   std::string device;
   // How many of them have neither run nor failed to be pushed.
   std::atomic<int> left;
 
   ~ArrayProbe() {
-    if (left > 0) process.rendezvous->unreachable(layer, epoch, direction, device);
+    if (left > 0) process.rendezvous->unreachable(meeting, device);
   }
 };
 
-// See gluon_syncbn_flush.
-struct Flush {
+using FlushPtr = std::shared_ptr<Rendezvous::Flush>;
+
+// An operation of a flush. It passes when it is dropped, as MXNet may skip it.
+struct Passing {
+  FlushPtr flush;
   int64_t layer;
   Direction direction;
   std::string device;
 
-  ~Flush() { process.rendezvous->end_flush(layer, direction, device); }
+  ~Passing() { process.rendezvous->passed(flush, layer, direction, device); }
 };
+
+Direction direction_of(int backward) {
+  return backward ? Direction::kBackward : Direction::kForward;
+}
 
 // Handles SIGINT, then calls the previous handler.
 struct sigaction previous_interrupt_action;
@@ -95,8 +78,8 @@ using namespace gluon_syncbn;
 // See Observer. open returns a route of routes.cc for messages of `size` values.
 struct gluon_syncbn_callbacks {
   void (*warn)(const char* text, Outcome*);
-  void (*failed)(int64_t layer, int64_t epoch, const char* text, Outcome*);
-  void (*waits)(int64_t layer, int64_t epoch, int backward, Outcome*);
+  void (*failed)(int64_t layer, const char* text, Outcome*);
+  void (*waits)(int64_t layer, int backward, int64_t meeting, Outcome*);
   void* (*open)(int64_t layer, int backward, int64_t node, const char* title, int64_t channels,
                 int64_t size, Outcome*);
 };
@@ -118,22 +101,20 @@ SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process_uuid,
     warn(text.c_str(), &outcome);
     if (!outcome.succeeded) std::cerr << text + " (" + outcome.failure() + ")\n";
   };
-  observer.failed = [failed = callbacks->failed, warn = observer.warn](
-                        int64_t layer, int64_t epoch, const std::string& text) {
+  observer.failed = [failed = callbacks->failed, warn = observer.warn](int64_t layer,
+                                                                       const std::string& text) {
     Outcome outcome;
-    failed(layer, epoch, text.c_str(), &outcome);
+    failed(layer, text.c_str(), &outcome);
     if (!outcome.succeeded) {
       warn("An error of a layer could not be passed on to other processes: " + outcome.failure());
     }
   };
-  observer.waits = [waits = callbacks->waits](int64_t id, int64_t epoch, Direction direction) {
+  observer.waits = [waits = callbacks->waits](int64_t layer, Direction direction, int64_t meeting) {
     Outcome outcome;
-    waits(id, epoch, direction == Direction::kBackward, &outcome);
-    const LayerPtr layer = outcome.succeeded ? nullptr : process.rendezvous->find(id);
-    if (!layer) return;
-    process.rendezvous->fail(layer, "SyncBatchNorm '" + process.rendezvous->name(layer) +
-                                        "' cannot tell which devices may still arrive: " +
-                                        outcome.failure());
+    waits(layer, direction == Direction::kBackward, meeting, &outcome);
+    if (outcome.succeeded) return;
+    process.rendezvous->fail("A layer cannot tell which devices may still arrive: " +
+                             outcome.failure());
   };
   observer.open = [open = callbacks->open](const ProcessCall& call, int64_t channels,
                                            int64_t size) {
@@ -149,17 +130,11 @@ SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process_uuid,
 }
 
 // Call this in the child of a fork, at which no call may have been waiting. Drops the threads and
-// GPU memory, which the child cannot use, and starts a new epoch in every layer.
+// GPU memory, which the child cannot use.
 SBN_EXPORT void gluon_syncbn_after_fork() {
   abandon_thread_pool();
   abandon_cuda_memory();
-  forget_errors();
   process.rendezvous->after_fork();
-}
-
-// See Rendezvous::report_next.
-SBN_EXPORT void gluon_syncbn_report_next(const char* text) {
-  process.rendezvous->report_next(text);
 }
 
 // See LayerConfig.
@@ -197,86 +172,61 @@ SBN_EXPORT void gluon_syncbn_set_joined(int joined, int must_have_samples) {
   process.rendezvous->set_joined(joined != 0, must_have_samples != 0);
 }
 
-SBN_EXPORT void gluon_syncbn_give_up(const char* reason) { process.rendezvous->give_up(reason); }
 
 SBN_EXPORT void gluon_syncbn_forget(int64_t layer) { process.rendezvous->forget(layer); }
 
-// After a failure: once all operations pushed earlier have finished, clears the error of the failed
-// step from a device's running statistics and lets the device take part again. Waiting for a result
-// of the failed step still raises the error. If there are no arrays, or MXNet's engine takes no
-// more operations, the device takes part at once.
-SBN_EXPORT void gluon_syncbn_drain(int64_t layer, int64_t epoch, const char* device, void** arrays,
-                                   int num_arrays, const char* text) {
-  const auto drain = std::shared_ptr<Drain>(new Drain{layer, epoch, device, text, {num_arrays}});
-  // Under the naive engine arrays hold no errors.
-  if (process.naive_engine) return;
-  // Waiting for an error clears it in all arrays that hold it. The user must still see the error of
-  // the failed step, so another error replaces it in this array and in a marker, and waiting for
-  // the marker clears that one. An array without an error gets none: MXNet would skip a call that
-  // is pushed meanwhile, and its results would be neither written nor in error.
-  const auto look = [](DrainedArray* a) { a->is_clean = true; };
-  const auto replace = [](DrainedArray* a) {
-    if (a->is_clean) return;
-    await_turn_for_error();
-    throw dmlc::Error(a->drain->text);
-  };
-  const auto clear = [](DrainedArray* a) {
-    if (!a->is_clean) mxnet.ndarray_wait_to_read(a->marker);
-    // Before waitall() can return, which may be before MXNet drops the operation.
-    if (--a->drain->left == 0) a->drain->end();
-  };
-  const uint32_t one = 1;
-  for (int i = 0; i < num_arrays; ++i) {
-    const auto drained = std::shared_ptr<DrainedArray>(new DrainedArray{drain});
-    if (mxnet.ndarray_create(&one, 1, kCpuContext.device_type, kCpuContext.device_id, 1, 0,
-                             &drained->marker) != 0) {
-      return;
-    }
-    // These run one after the other, as they write the same array.
-    const auto push_for = [&](void (*run)(DrainedArray*), const std::vector<Handle>& written,
-                              int kind, const char* name) {
-      return push<DrainedArray>(drained, run, {}, written, kind, name);
-    };
-    push_for(look, {arrays[i]}, kCpuPrioritized, "SyncBatchNormLook") &&
-        push_for(replace, {arrays[i], drained->marker}, kNoSkip, "SyncBatchNormReplaceError") &&
-        push_for(clear, {arrays[i]}, kNoSkip, "SyncBatchNormClearError");
-  }
+// See Rendezvous.
+SBN_EXPORT void gluon_syncbn_fail(const char* text) { process.rendezvous->fail(text); }
+
+SBN_EXPORT void gluon_syncbn_resume() { process.rendezvous->resume(); }
+
+// Writes at most `size` bytes of the text, and returns whether the step has failed.
+SBN_EXPORT int gluon_syncbn_failure(char* text, int size) {
+  const std::string failure = process.rendezvous->failure();
+  if (size > 0) text[failure.copy(text, static_cast<size_t>(size) - 1)] = 0;
+  return !failure.empty();
 }
 
 // Once all operations pushed earlier have finished, checks whether these arrays of a device hold an
-// error. If so, the devices that wait for this one get an error: see Rendezvous::unreachable.
-SBN_EXPORT void gluon_syncbn_probe_arrays(int64_t layer, int64_t epoch, int backward,
-                                          const char* device, void** arrays, int num_arrays) {
-  const Direction direction = backward ? Direction::kBackward : Direction::kForward;
-  const auto probe =
-      std::shared_ptr<ArrayProbe>(new ArrayProbe{layer, epoch, direction, device, {num_arrays}});
+// error. If so, the meeting waits for the device in vain: see Rendezvous::unreachable.
+SBN_EXPORT void gluon_syncbn_probe_arrays(int64_t meeting, const char* device, void** arrays,
+                                          int num_arrays) {
+  const auto probe = std::shared_ptr<ArrayProbe>(new ArrayProbe{meeting, device, {num_arrays}});
   for (int i = 0; i < num_arrays; ++i) {
     const auto reach = [](ArrayProbe* p) { --p->left; };
-    if (!push<ArrayProbe>(probe, reach, {arrays[i]}, {}, kCpuPrioritized, "SyncBatchNormProbe")) {
+    if (!push<ArrayProbe>(probe, reach, arrays[i], false, kCpuPrioritized, "SyncBatchNormProbe")) {
       --probe->left;
     }
   }
 }
 
-// Begins to flush devices, each with num_arrays arrays. A device's flush ends once all operations
-// pushed earlier that write its arrays have finished: see Rendezvous::begin_flush.
-SBN_EXPORT void gluon_syncbn_flush(int64_t layer, int backward, const char* const* devices,
-                                   int num_devices, void** arrays, int num_arrays) {
-  const Direction direction = backward ? Direction::kBackward : Direction::kForward;
-  process.rendezvous->begin_flush(layer, direction, {devices, devices + num_devices});
-  for (int i = 0; i < num_devices; ++i) {
-    const auto flush = std::shared_ptr<Flush>(new Flush{layer, direction, devices[i]});
-    // It reads the arrays, so it does not wait for others that do: a backward reads running
-    // statistics, and may be the one that waits.
-    for (int j = 0; j < num_arrays; ++j) {
-      push<Flush>(
-          flush, [](Flush*) {}, {arrays[i * num_arrays + j]}, {}, kNoSkip, "SyncBatchNormFlush");
-    }
+// See Rendezvous::begin_flush. `add` adds a device, with the arrays that its calls of this layer
+// and direction write; `finish` waits, and frees the flush.
+SBN_EXPORT void* gluon_syncbn_flush_begin() {
+  return new FlushPtr(process.rendezvous->begin_flush());
+}
+
+SBN_EXPORT void gluon_syncbn_flush_add(void* flush, int64_t layer, int backward, const char* device,
+                                       void** arrays, int num_arrays) {
+  const auto passing = std::shared_ptr<Passing>(
+      new Passing{*static_cast<FlushPtr*>(flush), layer, direction_of(backward), device});
+  process.rendezvous->add(passing->flush, layer, passing->direction, device);
+  // They read the arrays, so they do not wait for others that do: a backward reads running
+  // statistics, and may be the one that waits.
+  for (int i = 0; i < num_arrays; ++i) {
+    push<Passing>(passing, [](Passing*) {}, arrays[i], false, kNoSkip, "SyncBatchNormFlush");
   }
 }
 
-// The longest timeout of the layers that are being flushed; 0 if none is.
-SBN_EXPORT double gluon_syncbn_flushing() { return process.rendezvous->flushing(); }
+SBN_EXPORT void gluon_syncbn_flush_finish(void* flush, const char* why) {
+  const std::unique_ptr<FlushPtr> owned(static_cast<FlushPtr*>(flush));
+  process.rendezvous->finish(*owned, why);
+}
+
+SBN_EXPORT int gluon_syncbn_holds_error(void* array) { return holds_error(array); }
+
+// Something in MXNet waits in vain.
+SBN_EXPORT void gluon_syncbn_abandon() { abandoned = true; }
 
 // The sizes of the structs that native/library.py and native/layer.py declare too.
 SBN_EXPORT void gluon_syncbn_struct_sizes(int64_t (&sizes)[10]) {
@@ -297,7 +247,7 @@ SBN_EXPORT void gluon_syncbn_struct_sizes(int64_t (&sizes)[10]) {
 // Call this when the process ends: all waits end with an error.
 SBN_EXPORT void gluon_syncbn_close(const char* reason) {
   process.rendezvous->close(reason);
-  Interruption::close();
+  process_ends = true;
 }
 
 // Frees the streams and the memory kept for the next calls on GPUs.

@@ -13,7 +13,7 @@
 #include "call/virtual_devices.h"
 #include "cpu/passes.h"
 #include "cuda/passes.h"
-#include "mxnet/engine_errors.h"
+#include "mxnet/operations.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -52,11 +52,13 @@ int Call::backward(Arrays* arrays, const int* requests) {
 int Call::run(Arrays* arrays, int written, int count, const int* requests, Direction direction,
               const std::function<void()>& work) {
   std::string text;
+  bool reports = false;
   try {
     work();
     return 1;
   } catch (const Error& error) {
     text = error.what();
+    reports = error.is_first;
   } catch (const std::exception& error) {
     text = title() + ": " + error.what();
     if (direction == Direction::kForward && has_met_) {
@@ -64,15 +66,17 @@ int Call::run(Arrays* arrays, int written, int count, const int* requests, Direc
           " Its running statistics are as before this step, and those of other devices may have "
           "followed the batch: continue from the last checkpoint.";
     }
-    // No other device knows of a call that meets none, as in inference.
-    if (is_shared()) process.rendezvous->fail(layer_, id_, direction, device_, text);
+    reports = !id_.meets || process.rendezvous->fail(layer_, text);
   }
   // Under MXNet's naive engine arrays hold no errors: an exception goes straight up to the caller.
-  if (process.naive_engine) throw dmlc::Error(text);
+  if (process.naive_engine) {
+    process.rendezvous->resume();
+    throw dmlc::Error(text);
+  }
   // Once the user has waited for one result, MXNet forgets the error and goes on with the values of
   // the others.
   for (int i = 0; i < count && has_kernels(); ++i) clear(*arrays, written + i, requests[i]);
-  report_error(arrays->release(written), device_, text);
+  if (reports) report_error(arrays->handle(written), text);
   return 1;
 }
 
@@ -107,10 +111,19 @@ void Call::check_device() const {
   }
 }
 
+void Call::check_layer() const {
+  if (layer_) return;
+  throw std::runtime_error(
+      "the layer of this graph does not exist in this process: the graph was loaded from a file, "
+      "or its layer was deleted. To train a net, call gluon_syncbn.convert_sync_batchnorm(net), or "
+      "build it again and load its parameters. To train a symbol, bind an mx.mod.Module, not an "
+      "executor.");
+}
+
 void Call::check_engine() const {
   if (process.naive_engine && process.rendezvous->meeting_size(layer_) > 1) {
-    throw Error(
-        "SyncBatchNorm cannot synchronize devices under MXNET_ENGINE_TYPE=NaiveEngine, where a "
+    throw std::runtime_error(
+        "it cannot synchronize devices under MXNET_ENGINE_TYPE=NaiveEngine, where a "
         "call ends before the next begins. Use one device, or unset MXNET_ENGINE_TYPE.");
   }
 }
@@ -130,9 +143,11 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
   channels_ = 0;
   kept_ = {};
   has_met_ = false;
-  id_ = CallId{-1, 0, 0, nullptr};
+  id_ = {};
   from_batch_ = is_train && !attributes_.use_global_stats;
   if (is_shared()) {
+    check_layer();
+    id_.meets = true;
     check_engine();
     // Before anything that may fail on this device only: so the others know which call has failed.
     id_ = process.rendezvous->next_call(layer_, device_, attributes_.node);
@@ -162,7 +177,7 @@ void Call::backward_pass(const Arrays& arrays, const int* requests) {
   // That of dy, as x may not be there.
   const View view = arrays.view(kOutput, attributes_.axis);
   if (channels_ != view.C) {
-    throw Error(title() + " goes backward through a forward that has failed.");
+    throw std::runtime_error("this backward goes through a forward that has failed.");
   }
   if (view.size() == 0) {
     for (const int input : {kGamma, kBeta}) clear(arrays, gradients_ + input, requests[input]);

@@ -35,6 +35,7 @@ class Call {
           const std::function<void()>& work);
 
   void check_device() const;
+  void check_layer() const;
   void check_engine() const;
   void check_count(const Arrays& arrays) const;
   bool has_kernels() const;
@@ -80,7 +81,8 @@ class Call {
   bool from_batch_ = false;
   // Whether a forward has met other devices, and they go on even if it fails.
   bool has_met_ = false;
-  CallId id_{};
+  // Until a forward has begun: MXNet may have skipped it.
+  CallId id_{0, 0, nullptr, 0, true};
   // Of the data of the forward.
   DType dtype_ = DType::kFloat32;
   // The channels of the forward, and what it has kept. None if it has failed.

@@ -2,27 +2,11 @@
 // operation once the array is written, also with an error, and the wait is for that operation.
 #include "mxnet/array_wait.h"
 
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <mutex>
 #include <stdexcept>
 
-#include "mxnet/engine.h"
+#include "mxnet/operations.h"
 
 namespace gluon_syncbn {
-namespace {
-
-std::atomic<bool> closed{false};
-
-}  // namespace
-
-Waited Interruption::what() const {
-  if (interrupts != before_) return Waited::kInterrupted;
-  return closed ? Waited::kClosed : Waited::kTimeIsUp;
-}
-
-void Interruption::close() { closed = true; }
 
 struct ArrayWait::State {
   std::mutex mutex;
@@ -38,17 +22,41 @@ ArrayWait::ArrayWait(Handle array) : state_(std::make_shared<State>()) {
     state->changed.notify_all();
   };
   constexpr int kPriority = 1;
-  if (!push<State>(state_, notify, {array}, {}, kNoSkip, "SyncBatchNormWait", kPriority)) {
+  if (!push<State>(state_, notify, array, false, kNoSkip, "SyncBatchNormWait", kPriority)) {
     throw std::runtime_error("MXNet's engine takes no more operations.");
   }
 }
 
 Waited ArrayWait::wait(double seconds) {
   std::unique_lock<std::mutex> lock(state_->mutex);
-  return wait_in_slices(seconds, state_->interruption, [&](double slice) {
-    return state_->changed.wait_for(lock, std::chrono::duration<double>(slice),
-                                    [&] { return state_->written; });
-  });
+  return wait_until(&lock, &state_->changed, seconds, state_->interruption,
+                    [&] { return state_->written; });
+}
+
+bool holds_error(Handle array) {
+  struct Look {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool ended = false, skipped = true;
+  };
+  // Tells when MXNet drops the operation, which it skips if the array holds an error.
+  struct Operation {
+    std::shared_ptr<Look> look;
+    ~Operation() {
+      const std::lock_guard<std::mutex> lock(look->mutex);
+      look->ended = true;
+      look->changed.notify_all();
+    }
+  };
+  const auto look = std::make_shared<Look>();
+  const auto run = [](Operation* o) { o->look->skipped = false; };
+  if (!push<Operation>(std::shared_ptr<Operation>(new Operation{look}), run, array, false,
+                       kCpuPrioritized, "SyncBatchNormLook")) {
+    return false;
+  }
+  std::unique_lock<std::mutex> lock(look->mutex);
+  look->changed.wait(lock, [&] { return look->ended; });
+  return look->skipped;
 }
 
 }  // namespace gluon_syncbn

@@ -113,8 +113,6 @@ size_t Arrays::bytes(int i) const {
   return bytes;
 }
 
-Handle Arrays::release(int i) { return std::exchange(handles_[i], nullptr); }
-
 const int* Arrays::shape(int i, int* ndim) const {
   const int* sizes = nullptr;
   check(mxnet.ndarray_get_shape(handles_[i], ndim, &sizes), "MXNDArrayGetShapeEx");

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "mxnet/interrupts.h"
+#include "mxnet/waits.h"
 #include "processes/fixed_point.h"
 #include "processes/patience.h"
 #include "processes/text.h"
@@ -99,13 +99,16 @@ void LayerMessages::send(const ProcessCall& call, const Open& open, int64_t chan
   route.exchange(call.title, timeout.count(), message);
 }
 
-void LayerMessages::start_epoch(int64_t epoch, const std::string& error) {
+void LayerMessages::end_waits(const std::string& error) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (epoch_ == kClosed) return;
-  epoch_ = epoch;
   ended_ = error;
   rounds_.clear();
   received_.notify_all();
+}
+
+void LayerMessages::resume() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ended_.clear();
 }
 
 void LayerMessages::send_backward(const ProcessCall& call, const Open& open, const Warn& warn,
@@ -116,17 +119,22 @@ void LayerMessages::send_backward(const ProcessCall& call, const Open& open, con
   const size_t processes = message->size() / size;
   if (ReorderBuffer::is_of_one_call(*message, processes)) return;
   Patience patience(call.timeout_seconds);
-  const unsigned interrupts_before = interrupts;
-  bool warned = false, is_quiet = false;
-  while (!rounds_[call.node].take(static_cast<double>(call.sequence), processes, message)) {
+  const Interruption interruption;
+  const auto is_complete = [&] {
+    return !ended_.empty() ||
+           rounds_[call.node].take(static_cast<double>(call.sequence), processes, message);
+  };
+  bool warned = false;
+  while (!is_complete()) {
+    const Waited waited = wait_until(&lock, &received_, patience.slice(kSlice).count(),
+                                     interruption, is_complete);
+    if (waited == Waited::kDone) break;
     // Decided under the lock, so that no round with what is missing is under way.
-    if (is_quiet && sending_[call.node] == 0) {
+    if (sending_[call.node] == 0) {
       std::vector<double> nothing = ReorderBuffer::nothing(size);
       send_round(&lock, call, open, channels, &nothing);
     }
-    is_quiet = received_.wait_for(lock, patience.slice(kSlice)) == std::cv_status::timeout;
-    check_epoch(call);
-    const bool interrupted = interrupts != interrupts_before;
+    const bool interrupted = waited == Waited::kInterrupted;
     if (!interrupted && (warned || !patience.is_long()) && !patience.is_over()) continue;
     const std::string text = call.title + ": waited " + seconds_text(patience.waited()) +
                              " for all of " + std::to_string(processes) +
@@ -142,8 +150,8 @@ void LayerMessages::send_backward(const ProcessCall& call, const Open& open, con
     lock.unlock();
     warn(text + "After " + seconds_text(patience.timeout()) + " this is an error.");
     lock.lock();
-    check_epoch(call);
   }
+  check_step(call);
 }
 
 void LayerMessages::send_round(std::unique_lock<std::mutex>* lock, const ProcessCall& call,
@@ -162,13 +170,13 @@ void LayerMessages::send_round(std::unique_lock<std::mutex>* lock, const Process
   --sending_[call.node];
   const size_t processes = message->size() / size;
   if (ReorderBuffer::is_of_one_call(*message, processes)) return;
-  check_epoch(call);
+  check_step(call);
   rounds_[call.node].put(*message, processes);
   received_.notify_all();
 }
 
-void LayerMessages::check_epoch(const ProcessCall& call) const {
-  if (call.epoch != epoch_) throw std::runtime_error(call.title + ": " + ended_);
+void LayerMessages::check_step(const ProcessCall& call) const {
+  if (!ended_.empty()) throw std::runtime_error(call.title + ": " + ended_);
 }
 
 std::string LayerMessages::arrived(const ProcessCall& call) const {

@@ -22,7 +22,7 @@ namespace gluon_syncbn {
 
 // One call of all devices of this process, in one direction.
 struct ProcessCall {
-  int64_t layer, epoch, node, sequence;
+  int64_t layer, node, sequence;
   bool is_backward;
   // For the user: "SyncBatchNorm 'batchnorm0', forward call 7".
   std::string title;
@@ -48,9 +48,9 @@ class LayerMessages {
                   std::vector<ChannelSums>* sums, double* count);
   // The layer may use another store from now on: calls that begin later open new routes.
   void forget_routes();
-  // Calls of earlier epochs get this error. kClosed is the last epoch, and no call's.
-  static constexpr int64_t kClosed = -1;
-  void start_epoch(int64_t epoch, const std::string& error);
+  // The step has failed: calls that wait get this error. Until resume(), those that come too.
+  void end_waits(const std::string& error);
+  void resume();
 
  private:
   // The route of a direction and node. Its first call opens it while later ones wait.
@@ -70,14 +70,13 @@ class LayerMessages {
   // `send` without the lock; keeps the messages if they are not of one call.
   void send_round(std::unique_lock<std::mutex>* lock, const ProcessCall& call, const Open& open,
                   int64_t channels, std::vector<double>* message);
-  // Throws if the call belongs to a step that has ended.
-  void check_epoch(const ProcessCall& call) const;
+  // Throws if the step has failed.
+  void check_step(const ProcessCall& call) const;
   // The ranks whose messages of the call have arrived.
   std::string arrived(const ProcessCall& call) const;
 
   std::mutex mutex_;
   std::condition_variable received_;
-  int64_t epoch_ = 0;
   std::string ended_;
   // By node: the rounds, and how many calls send a message.
   std::map<int64_t, ReorderBuffer> rounds_;

@@ -104,7 +104,7 @@ Answer Route::travel(Transport* transport, const Exchange& exchange, std::vector
     wait(transport, exchange);
   } catch (const StoreError& error) {
     throw std::runtime_error(
-        connection_->probe({Waited::kWritten, 0, exchange.title.c_str(), exchange.name.c_str(),
+        connection_->probe({Waited::kDone, 0, exchange.title.c_str(), exchange.name.c_str(),
                             error.what(), 0, exchange.timeout_seconds}));
   }
   return transport->unpack(values);
@@ -115,7 +115,7 @@ void Route::wait(Transport* transport, const Exchange& exchange) {
   Patience patience(exchange.timeout_seconds);
   for (int probes = 0;;) {
     const Waited waited = transport->wait(patience.slice(kProbeEvery).count());
-    if (waited == Waited::kWritten) return;
+    if (waited == Waited::kDone) return;
     if (waited == Waited::kTimeIsUp && !patience.is_long()) continue;
     const std::string error =
         connection_->probe({waited, probes++, exchange.title.c_str(), exchange.name.c_str(), "",

@@ -239,7 +239,7 @@ bool SharedMemoryTransport::sleep(double seconds) {
 Waited SharedMemoryTransport::wait(double seconds) {
   const auto awake_until = std::chrono::steady_clock::now() + kAwake;
   while (arrived_ && std::chrono::steady_clock::now() < awake_until) {
-    if (all_have_arrived()) return Waited::kWritten;
+    if (all_have_arrived()) return Waited::kDone;
     std::this_thread::yield();
   }
   return wait_in_slices(seconds, interruption_, [&](double slice) { return sleep(slice); });

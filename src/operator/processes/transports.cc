@@ -27,7 +27,7 @@ void StoreTransport::send(std::mutex* store) {
 
 Waited StoreTransport::wait(double seconds) {
   const Waited waited = wait_->wait(seconds);
-  if (waited == Waited::kWritten && mxnet.ndarray_wait_to_read(answer()) != 0) {
+  if (waited == Waited::kDone && mxnet.ndarray_wait_to_read(answer()) != 0) {
     throw StoreError(mxnet.last_error());
   }
   return waited;

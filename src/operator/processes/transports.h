@@ -176,7 +176,7 @@ class FunctionStore : public Transport {
  public:
   void send(std::mutex* store) final;
   // The function has waited.
-  Waited wait(double) final { return Waited::kWritten; }
+  Waited wait(double) final { return Waited::kDone; }
 
  protected:
   FunctionStore(std::string key, const StoreFunction& function, int64_t rows, int64_t size)

@@ -1,110 +1,197 @@
-// How a failed step ends, and what may begin after it: a device takes part again once all that it
-// had begun before the error has passed.
+// What happens when something fails. A step goes through all layers, so the step of this process
+// fails as a whole, with the text of its first failure. From then until Python has raised it, each
+// call that would meet others ends at once, with zeros.
+//
+//   event                          function        while running        when failed
+//   a call fails, or its time is   fail            failed, and this     -
+//   up, or Ctrl-C ends its wait                    call has the error
+//   MXNet has skipped a call, or   unreachable,    failed; MXNet has    -
+//   the user has given it up       finish          the error, if any
+//   Python has raised the error    resume          -                    running
+//   fork, in the child             after_fork      -                    running
+//   the process ends               close           ended, and a call    ended
+//                                                  has the error
+//
+// At most one call of a step reports an error to MXNet, because MXNet's engine appends errors to a
+// list without a lock. What depends on that call is skipped, in backward and in the Trainer too.
 #include <algorithm>
 #include <utility>
 
+#include "mxnet/waits.h"
 #include "rendezvous/rendezvous.h"
 #include "rendezvous/state.h"
 
 namespace gluon_syncbn {
 
-void Rendezvous::fail(const LayerPtr& layer, const CallId& id, Direction direction,
-                      const std::string& device, const std::string& text) {
-  State::Lock lock(state_->mutex);
-  if (!layer || !state_->closed.empty() || id.epoch != layer->epoch) return;
-  state_->end_step(&lock, layer.get(), text, device,
-                   direction == Direction::kForward ? &id : nullptr);
-}
-
-void Rendezvous::give_up(const std::string& reason) {
-  State::Lock lock(state_->mutex);
-  state_->given_up = reason;
-  if (reason.empty() || !state_->closed.empty()) return;
-  std::vector<std::pair<LayerPtr, std::string>> waiting;
-  for (const LayerPtr& layer : state_->all()) {
-    if (layer->open.empty()) continue;
-    waiting.emplace_back(layer, layer->title(layer->open.begin()->first) + ": " + reason);
+bool State::end_step(Step to, const std::string& text) {
+  const bool was_running = step == Step::kRunning;
+  if (was_running) failure = text;
+  step = std::max(step, to);
+  for (const LayerPtr& layer : all()) {
+    layer->end_meetings(failure);
+    layer->messages.end_waits(failure);
   }
-  for (const auto& [layer, text] : waiting) {
-    state_->end_step(&lock, layer.get(), text);
-    lock.lock();
-  }
+  changed.notify_all();
+  return was_running;
 }
 
-void Rendezvous::unreachable(int64_t id, int64_t epoch, Direction direction,
-                             const std::string& device) {
-  const State::Lock lock(state_->mutex);
-  const LayerPtr layer = state_->find(id);
-  if (layer && layer->epoch == epoch) layer->give_up_on({device}, direction);
-}
-
-void Rendezvous::begin_flush(int64_t id, Direction direction,
-                             const std::vector<std::string>& devices) {
-  const State::Lock lock(state_->mutex);
-  const LayerPtr layer = state_->find(id);
-  if (!layer) return;
-  Layer::Flush& flush = layer->flushes[direction];
-  for (const std::string& device : devices) {
-    ++flush.pending[device];
-    flush.passed.erase(device);
-  }
-}
-
-void Rendezvous::end_flush(int64_t id, Direction direction, const std::string& device) {
-  const State::Lock lock(state_->mutex);
-  const LayerPtr layer = state_->find(id);
-  if (!layer) return;
-  Layer::Flush& flush = layer->flushes[direction];
-  if (flush.pending.count(device) && --flush.pending[device] > 0) return;
-  flush.pending.erase(device);
-  flush.passed.insert(device);
-  layer->give_up_on(flush.passed, direction);
-  if (flush.pending.empty()) flush.passed.clear();
-}
-
-double Rendezvous::flushing() const {
-  const State::Lock lock(state_->mutex);
-  double longest = 0;
-  for (const LayerPtr& layer : state_->all()) {
-    for (const auto& entry : layer->flushes) {
-      if (!entry.second.pending.empty()) longest = std::max(longest, layer->config.timeout_seconds);
+void State::end_step_of_calls(Step to, const std::string& text) {
+  if (step == Step::kRunning) {
+    for (const LayerPtr& layer : all()) {
+      if (layer->open.empty()) continue;
+      layer->open.begin()->second->is_first_failure = true;
+      break;
     }
   }
-  return longest;
+  end_step(to, text);
 }
 
-void Rendezvous::drain(int64_t id, int64_t epoch, const std::string& device) {
-  const State::Lock lock(state_->mutex);
-  const LayerPtr layer = state_->find(id);
-  if (layer && layer->epoch == epoch) layer->draining.erase(device);
+void State::fail(const std::string& text) {
+  if (!end_step(Step::kFailed, text)) throw Error(failure);
+  throw Error(text, true);
 }
 
-void Rendezvous::report_next(const std::string& text) {
-  const State::Lock lock(state_->mutex);
-  state_->unreported = text;
+void State::fail_without(const Layer& layer, const Layer::Key& key, const Meeting& meeting,
+                         const std::string& why) {
+  end_step(Step::kFailed, layer.title(key) + ": " + layer.arrivals_text(meeting) +
+                              where_missing_wait(layer, meeting) + "\n" + why);
 }
 
-void Rendezvous::after_fork() {
+namespace {
+
+std::string skipped(const std::string& device) {
+  return "An earlier operation on " + device +
+         " has failed, and MXNet runs nothing that depends on it. Its error comes before this one, or "
+         "mx.nd.waitall() raises it.";
+}
+
+}  // namespace
+
+bool Rendezvous::fail(const LayerPtr& layer, const std::string& text) {
+  const bool is_first = fail(text);
+  tell(layer, text);
+  return is_first;
+}
+
+bool Rendezvous::fail(const std::string& text) {
   const State::Lock lock(state_->mutex);
+  return state_->end_step(Step::kFailed, text);
+}
+
+void Rendezvous::tell(const LayerPtr& layer, const std::string& text) const {
+  State::Lock lock(state_->mutex);
+  const auto failed = state_->observer.failed;
+  lock.unlock();
+  if (failed && layer) failed(layer->id, text);
+}
+
+void Rendezvous::unreachable(int64_t id, const std::string& device) {
+  const State::Lock lock(state_->mutex);
+  if (state_->step != Step::kRunning) return;
   for (const LayerPtr& layer : state_->all()) {
-    layer->start_epoch("It began before this process was forked.");
-    layer->draining.clear();
-    layer->flushes.clear();
+    for (const auto& [key, meeting] : layer->open) {
+      if (meeting->id != id || layer->lacks(*meeting, {device}).empty()) continue;
+      state_->fail_without(*layer, key, *meeting, skipped(device));
+      return;
+    }
   }
 }
+
+void Rendezvous::resume() {
+  const State::Lock lock(state_->mutex);
+  if (state_->step == Step::kEnded) return;
+  state_->step = Step::kRunning;
+  state_->failure.clear();
+  for (const LayerPtr& layer : state_->all()) {
+    layer->align_calls();
+    layer->messages.resume();
+    if (!layer->config.spans_processes) continue;
+    // Each process has counted its own calls.
+    layer->first_calls.clear();
+    ++layer->configuration;
+  }
+}
+
+void Rendezvous::after_fork() { resume(); }
 
 void Rendezvous::close(const std::string& reason) {
   const State::Lock lock(state_->mutex);
-  state_->closed = reason;
+  std::string text = reason;
   for (const LayerPtr& layer : state_->all()) {
     if (layer->open.empty()) continue;
     const auto& [key, meeting] = *layer->open.begin();
-    state_->closed = "The process ended before " + layer->title(key) + " was complete. " +
-                     layer->arrivals_text(*meeting);
-    layer->fail(state_->closed);
+    text = "The process ended before " + layer->title(key) + " was complete. " +
+           layer->arrivals_text(*meeting);
   }
-  for (const LayerPtr& layer : state_->all())
-    layer->messages.start_epoch(LayerMessages::kClosed, state_->closed);
+  state_->end_step_of_calls(Step::kEnded, text);
+}
+
+std::string Rendezvous::failure() const {
+  const State::Lock lock(state_->mutex);
+  return state_->step == Step::kFailed ? state_->failure : "";
+}
+
+struct Rendezvous::Flush {
+  using Place = std::pair<int64_t, Direction>;
+
+  double timeout_seconds = 0;
+  // By layer and direction: the devices, with the number of operations that have not passed, and
+  // those where all have.
+  std::map<Place, std::map<std::string, int>> pending;
+  std::map<Place, std::set<std::string>> flushed;
+};
+
+std::shared_ptr<Rendezvous::Flush> Rendezvous::begin_flush() const {
+  return std::make_shared<Flush>();
+}
+
+void Rendezvous::add(const std::shared_ptr<Flush>& flush, int64_t id, Direction direction,
+                     const std::string& device) {
+  const State::Lock lock(state_->mutex);
+  if (const LayerPtr layer = state_->find(id)) {
+    flush->timeout_seconds = std::max(flush->timeout_seconds, layer->config.timeout_seconds);
+  }
+  ++flush->pending[{id, direction}][device];
+}
+
+void Rendezvous::passed(const std::shared_ptr<Flush>& flush, int64_t id, Direction direction,
+                        const std::string& device) {
+  const State::Lock lock(state_->mutex);
+  const Flush::Place place{id, direction};
+  std::map<std::string, int>& devices = flush->pending[place];
+  if (--devices[device] > 0) return;
+  devices.erase(device);
+  if (devices.empty()) flush->pending.erase(place);
+  flush->flushed[place].insert(device);
+  state_->changed.notify_all();
+}
+
+void Rendezvous::finish(const std::shared_ptr<Flush>& flush, const std::string& why) {
+  State::Lock lock(state_->mutex);
+  // Ends the step if a call waits for a device where all calls have ended, or been skipped. Returns
+  // whether it has.
+  const auto ends_in_vain = [&] {
+    for (const auto& [place, devices] : flush->flushed) {
+      const LayerPtr layer = state_->find(place.first);
+      if (!layer) continue;
+      for (const auto& [key, meeting] : layer->open) {
+        const std::string device =
+            key.direction == place.second ? layer->lacks(*meeting, devices) : "";
+        if (device.empty()) continue;
+        state_->fail_without(*layer, key, *meeting, why.empty() ? skipped(device) : why);
+        return true;
+      }
+    }
+    return false;
+  };
+  Patience patience(flush->timeout_seconds);
+  const Interruption interruption;
+  while (!flush->pending.empty() && !patience.is_over() && !abandoned) {
+    const Waited waited =
+        wait_until(&lock, &state_->changed, patience.slice(kSlice).count(), interruption,
+                   [&] { return flush->pending.empty() || ends_in_vain(); });
+    if (waited == Waited::kInterrupted) state_->end_step_of_calls(Step::kFailed, "Interrupted.");
+  }
 }
 
 }  // namespace gluon_syncbn

@@ -9,8 +9,8 @@ namespace gluon_syncbn {
 
 std::string Layer::title(const Key& key) const {
   return "SyncBatchNorm '" + config.name + "', " +
-         (std::get<0>(key) == Direction::kForward ? "forward" : "backward") + " call " +
-         std::to_string(std::get<2>(key));
+         (key.direction == Direction::kForward ? "forward" : "backward") + " call " +
+         std::to_string(key.sequence);
 }
 
 std::vector<std::string> Layer::missing(const Meeting& meeting) const {
@@ -24,8 +24,8 @@ std::vector<std::string> Layer::missing(const Meeting& meeting) const {
 std::vector<std::string> Layer::ahead(const Key& key) const {
   std::vector<std::string> devices;
   for (const auto& [other, meeting] : open) {
-    if (std::get<0>(other) != std::get<0>(key) || std::get<1>(other) != std::get<1>(key) ||
-        std::get<2>(other) <= std::get<2>(key)) {
+    if (other.direction != key.direction || other.node != key.node ||
+        other.sequence <= key.sequence) {
       continue;
     }
     for (const Meeting::Arrival& arrival : meeting->arrivals) {
@@ -58,7 +58,7 @@ std::string Layer::causes(const Key& key, const Meeting& meeting) const {
   const std::vector<std::string> others = missing(meeting);
   const std::string who = others.empty() ? "a device" : comma_separated(others);
   std::vector<std::string> causes;
-  if (std::get<0>(key) == Direction::kBackward) {
+  if (key.direction == Direction::kBackward) {
     causes.push_back("autograd.backward was not called for the loss of " + who +
                      ", or one device's loss uses an output of the net that another's does not: "
                      "use each in all of them, times 0 where it must not count, or hybridize the "
@@ -75,7 +75,7 @@ std::string Layer::causes(const Key& key, const Meeting& meeting) const {
     if (config.num_devices > 0) {
       causes.push_back("num_devices=" + std::to_string(config.num_devices) +
                        " is larger than the number of devices in use;");
-    } else if (std::get<2>(key) == 0) {
+    } else if (key.sequence == 0) {
       causes.push_back(
           "threads make the first call of a net whose parameters have no values yet (gluoncv's "
           "DataParallelModel: give it sync=False);");
@@ -114,10 +114,6 @@ std::string State::where_missing_wait(const Layer& layer, const Meeting& meeting
     }
   }
   return "";
-}
-
-Error Layer::failed_before() const {
-  return Error("This call is part of a step that failed before. " + failure);
 }
 
 }  // namespace gluon_syncbn

@@ -12,17 +12,16 @@ namespace {
 
 // Replaces the sums and the count of this process with those of all, if there are other processes.
 // Throws.
-void add_other_processes(State* state, Layer* layer, const CallId& id, Direction direction,
+void add_other_processes(State* state, Layer* layer, const Layer::Key& key,
                          std::vector<ChannelSums>* sums, double* count) {
   State::Lock lock(state->mutex);
   const LayerConfig& config = layer->config;
   if (!config.spans_processes) return;
   const ProcessCall call{layer->id,
-                         id.epoch,
-                         id.node,
-                         id.sequence,
-                         direction == Direction::kBackward,
-                         layer->title({direction, id.node, id.sequence, 0}),
+                         key.node,
+                         key.sequence,
+                         key.direction == Direction::kBackward,
+                         layer->title(key),
                          config.timeout_seconds,
                          config.first_rank,
                          config.end_rank,
@@ -54,9 +53,8 @@ PassSums together(const std::vector<const PassSums*>& each) {
 }
 
 // The work of the last device for all. If it fails, all get the error.
-void combine(State* state, State::Lock* lock, Layer* layer, const Layer::Key& key, const CallId& id,
+void combine(State* state, State::Lock* lock, Layer* layer, const Layer::Key& key,
              Meeting* meeting) {
-  meeting->combining = true;
   layer->open.erase(key);
   const std::vector<const PassSums*> each = meeting->in_rank_order(layer->config.devices);
   // Made now, as the layer may be reconfigured once the lock is released.
@@ -65,8 +63,7 @@ void combine(State* state, State::Lock* lock, Layer* layer, const Layer::Key& ke
   std::string error;
   try {
     meeting->all = together(each);
-    add_other_processes(state, layer, id, std::get<0>(key), &meeting->all.on_host,
-                        &meeting->all.count);
+    add_other_processes(state, layer, key, &meeting->all.on_host, &meeting->all.count);
   } catch (const Error& failure) {
     error = failure.what();
   } catch (const std::exception& failure) {
@@ -74,10 +71,7 @@ void combine(State* state, State::Lock* lock, Layer* layer, const Layer::Key& ke
   }
   lock->lock();
   meeting->end(error);
-  if (error.empty()) return;
-  // Meanwhile another step may have begun, which this failure does not concern.
-  if (id.epoch != layer->epoch) throw Error(error);
-  state->fail(lock, layer, error);
+  if (!error.empty()) state->fail(error);
 }
 
 }  // namespace
@@ -108,14 +102,13 @@ void Rendezvous::configure(int64_t id, LayerConfig config) {
   } else if (layer->config.devices != config.devices ||
              layer->config.num_devices != config.num_devices ||
              layer->config.group_size != config.group_size) {
+    ++layer->configuration;
     layer->align_calls();
-    auto calls = layer->first_calls;
-    layer->start_epoch("The devices of SyncBatchNorm '" + config.name + "' were changed from " +
-                       comma_separated(layer->config.devices) + " to " +
-                       comma_separated(config.devices) + ".");
-    layer->draining.clear();
+    layer->end_meetings("The devices of SyncBatchNorm '" + config.name + "' were changed from " +
+                        comma_separated(layer->config.devices) + " to " +
+                        comma_separated(config.devices) + ".");
     // Other processes continue counting.
-    if (config.spans_processes) layer->first_calls = std::move(calls);
+    if (!config.spans_processes) layer->first_calls.clear();
   }
   layer->config = std::move(config);
   layer->messages.forget_routes();
@@ -141,7 +134,6 @@ std::string Rendezvous::name(const LayerPtr& layer) const {
 
 size_t Rendezvous::meeting_size(const LayerPtr& layer) const {
   const State::Lock lock(state_->mutex);
-  state_->check_open(layer);
   return layer->config.meeting_size();
 }
 
@@ -162,20 +154,26 @@ double Rendezvous::stuck_seconds() const {
 
 PassSums Rendezvous::reduce(const LayerPtr& layer, const CallId& id, Direction direction,
                             const std::string& device, const char* dtype, const PassSums& own) {
-  State::Lock lock(state_->mutex);
-  state_->check_open(layer);
-  if (id.epoch != layer->epoch) throw layer->failed_before();
-  const Layer::Key key(direction, id.node, id.sequence, layer->config.group_of(device));
-  const std::shared_ptr<Meeting> meeting =
-      state_->arrive(&lock, layer.get(), key, id, {device, dtype, &own});
-  if (meeting->arrivals.size() < layer->expected(*meeting)) {
-    state_->wait(&lock, layer.get(), key, meeting.get(), device, id);
-    if (!meeting->error.empty()) throw Error(meeting->error);
-  } else {
-    combine(state_.get(), &lock, layer.get(), key, id, meeting.get());
+  try {
+    State::Lock lock(state_->mutex);
+    state_->check_call(*layer, id);
+    const Layer::Key key{direction, id.node, id.sequence, layer->config.group_of(device)};
+    const std::shared_ptr<Meeting> meeting =
+        state_->arrive(layer.get(), key, id.active, {device, dtype, &own});
+    if (meeting->arrivals.size() < layer->expected(*meeting)) {
+      state_->wait(&lock, *layer, key, meeting.get(), device);
+      if (!meeting->error.empty()) {
+        throw Error(meeting->error, std::exchange(meeting->is_first_failure, false));
+      }
+    } else {
+      combine(state_.get(), &lock, layer.get(), key, meeting.get());
+    }
+    lock.unlock();
+    return meeting->arrivals.size() > 1 ? meeting->all : std::move(meeting->all);
+  } catch (const Error& error) {
+    tell(layer, error.what());
+    throw;
   }
-  lock.unlock();
-  return meeting->arrivals.size() > 1 ? meeting->all : std::move(meeting->all);
 }
 
 }  // namespace gluon_syncbn

@@ -2,10 +2,7 @@
 // the sums of its shard, and gets those of all. The last device to arrive adds them, and exchanges
 // them with other processes.
 //
-// No call waits indefinitely. A meeting ends when all have arrived, on a timeout, when a
-// participant fails, when the process ends, or on Ctrl-C. In all cases but the first, every waiting
-// device gets an Error, which says which devices arrived and which did not, unless a participant
-// has failed.
+// No call waits indefinitely, and a step fails as a whole: see failures.cc.
 #ifndef GLUON_SYNCBN_RENDEZVOUS_RENDEZVOUS_H_
 #define GLUON_SYNCBN_RENDEZVOUS_RENDEZVOUS_H_
 
@@ -49,7 +46,7 @@ class Rendezvous {
   // The id of the next forward call of this node on this device. Throws Error.
   CallId next_call(const LayerPtr& layer, const std::string& device, int64_t node = 0);
 
-  // Throws Error, also if the call is part of a step that has failed.
+  // Throws Error.
   Members members_of(const LayerPtr& layer, const CallId& id, const std::string& device) const;
 
   // The sums of all participants, once all have arrived with theirs, of data of this dtype
@@ -66,42 +63,35 @@ class Rendezvous {
   // Null: a layer that does not synchronize.
   bool has_data(const LayerPtr& layer) const;
 
-  // Abandons the step for this reason. Devices that wait now, and later ones that would have to
-  // wait, get an error, until a call with an empty reason.
-  void give_up(const std::string& reason);
-
-  // A call has failed on one device: all devices that wait at this layer get the error at once. If
-  // it was a forward, so do the devices that have yet to make the same call. A call of an earlier
-  // step ends nothing.
-  void fail(const LayerPtr& layer, const CallId& id, Direction direction, const std::string& device,
-            const std::string& text);
-
-  // MXNet runs no operation whose arrays hold an earlier error, so this device cannot arrive:
-  // devices that wait for it in this epoch and direction get an error.
-  void unreachable(int64_t layer, int64_t epoch, Direction direction, const std::string& device);
-
-  // Once Python has raised an MXNet error, MXNet no longer knows which operations it skips because
-  // of it. So all operations pushed earlier must finish before any others are pushed. They are
-  // under way on a device between begin_flush() and its end_flush(). From then until they have
-  // finished on all devices, devices that wait for this one get an error.
-  void begin_flush(int64_t layer, Direction direction, const std::vector<std::string>& devices);
-  void end_flush(int64_t layer, Direction direction, const std::string& device);
-  // The longest timeout of the layers with devices between the two; 0 if there are none.
-  double flushing() const;
-
-  // Marks a device as drained: all operations pushed before a failure have finished there. Until
-  // then, its calls belong to the failed step.
-  void drain(int64_t layer, int64_t epoch, const std::string& device);
-
   // Logs a warning.
   void warn(const std::string& text) const;
 
-  // For an error that could not be raised where it was found: the next forward call of any layer
-  // raises it.
-  void report_next(const std::string& text);
-
-  // In the child of a fork, where no call is in progress: every layer starts a new epoch.
+  // The events after which a step has failed, or runs again. failures.cc has a table.
+  //
+  // A call has failed. Returns whether this is the first failure of the step.
+  bool fail(const LayerPtr& layer, const std::string& text);
+  // Something else has.
+  bool fail(const std::string& text);
+  // MXNet runs no operation whose arrays hold an earlier error, so this device cannot arrive.
+  void unreachable(int64_t meeting, const std::string& device);
+  // Python has raised the error.
+  void resume();
+  // In the child of a fork, where no call is in progress.
   void after_fork();
+  // The text of the first failure; empty while the step runs.
+  std::string failure() const;
+
+  // Waits until all operations that were pushed earlier have ended: once Python has raised an error
+  // of MXNet, nobody knows which operations MXNet has skipped because of it. The caller adds places
+  // that have such operations, and pushes operations behind these which call passed().
+  struct Flush;
+  std::shared_ptr<Flush> begin_flush() const;
+  void add(const std::shared_ptr<Flush>& flush, int64_t layer, Direction direction,
+           const std::string& device);
+  void passed(const std::shared_ptr<Flush>& flush, int64_t layer, Direction direction,
+              const std::string& device);
+  // The step fails if a call waits for one that was skipped, or, if it says why, never made.
+  void finish(const std::shared_ptr<Flush>& flush, const std::string& why = "");
 
   // Call this when the process ends: all waiting and later calls get an error, which names a call
   // that was waiting or, if there was none, gives the reason.
@@ -114,6 +104,9 @@ class Rendezvous {
   double stuck_seconds() const;
 
  private:
+  // Tells the observer that a call of the layer has ended.
+  void tell(const LayerPtr& layer, const std::string& text) const;
+
   const std::unique_ptr<State> state_;
 };
 

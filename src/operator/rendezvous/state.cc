@@ -1,5 +1,4 @@
-// Who belongs to a meeting and who is missing, what may meet, and how a step ends for all devices:
-// a new epoch, so that calls of the failed step meet no later ones.
+// Who belongs to a meeting and who is missing, and what may meet.
 #include "rendezvous/state.h"
 
 #include <algorithm>
@@ -37,7 +36,6 @@ std::vector<const PassSums*> Meeting::in_rank_order(const std::vector<std::strin
 }
 
 void Layer::align_calls() {
-  late.clear();
   for (const auto& device : forward_calls) {
     for (const auto& calls : device.second) {
       int64_t& first = first_calls[calls.first];
@@ -70,48 +68,27 @@ size_t Layer::expected(const Meeting& meeting) const {
   return group_of(meeting.arrivals[0].device, meeting.active).size();
 }
 
-void Layer::give_up_on(const std::set<std::string>& devices, Direction direction) const {
-  for (const auto& [key, meeting] : open) {
-    if (std::get<0>(key) != direction) continue;
-    size_t possible = meeting->arrivals.size();
-    std::string missing;
-    for (const std::string& device : group_of(meeting->arrivals[0].device, meeting->active)) {
-      if (meeting->has(device)) continue;
-      if (devices.count(device)) {
-        missing = device;
-      } else {
-        ++possible;
-      }
-    }
-    if (possible >= expected(*meeting)) continue;
-    meeting->unreachable = missing;
-    meeting->changed.notify_all();
-  }
+bool Layer::is_combining(const Key& key, const Meeting& meeting) const {
+  const auto found = open.find(key);
+  return found == open.end() || found->second.get() != &meeting;
 }
 
-void Layer::start_epoch(const std::string& why) {
+std::string Layer::lacks(const Meeting& meeting, const std::set<std::string>& absent) const {
+  size_t possible = meeting.arrivals.size();
+  std::string lost;
+  for (const std::string& device : missing(meeting)) {
+    if (absent.count(device)) {
+      lost = device;
+    } else {
+      ++possible;
+    }
+  }
+  return possible < expected(meeting) ? lost : "";
+}
+
+void Layer::end_meetings(const std::string& why) {
   for (auto& entry : open) entry.second->end(why);
   open.clear();
-  forward_calls.clear();
-  first_calls.clear();
-  late.clear();
-  failure = why;
-  messages.start_epoch(++epoch, failed_before().what());
-}
-
-void Layer::fail(const std::string& why, const std::string& device, const CallId* forward) {
-  std::set<std::string> not_called;
-  if (forward && forward->epoch == epoch) {
-    for (const std::string& other : group_of(device, forward->active)) {
-      const auto calls = forward_calls.find(other);
-      const bool has_called = calls != forward_calls.end() && calls->second.count(forward->node) &&
-                              calls->second.at(forward->node) > forward->sequence;
-      if (other != device && !has_called) not_called.insert(other);
-    }
-  }
-  start_epoch(why);
-  if (!not_called.empty()) late[forward->node] = std::move(not_called);
-  draining.insert(config.devices.begin(), config.devices.end());
 }
 
 LayerPtr State::find(int64_t id) const {
@@ -127,64 +104,36 @@ std::vector<LayerPtr> State::all() const {
   return found;
 }
 
-void State::check_open(const LayerPtr& layer) const {
-  if (!closed.empty()) throw Error(closed);
-  if (!layer) {
-    throw Error(
-        "The SyncBatchNorm of this graph does not exist in this process: the graph was loaded "
-        "from a file, or its layer was deleted. To train a net, call "
-        "gluon_syncbn.convert_sync_batchnorm(net), or build it again and load its parameters. To "
-        "train a symbol, bind an mx.mod.Module, not an executor.");
-  }
-}
-
-void State::end_step(Lock* lock, Layer* layer, const std::string& text, const std::string& device,
-                     const CallId* forward) {
-  layer->fail(text, device, forward);
-  // The arrays of a deleted layer are unknown, so the observer cannot drain it.
-  if (!registered.count(layer->id)) layer->draining.clear();
-  const int64_t epoch = layer->epoch;
-  const auto failed = observer.failed;
-  lock->unlock();
-  if (failed) failed(layer->id, epoch, text);
-}
-
-void State::fail(Lock* lock, Layer* layer, const std::string& text, const std::string& device,
-                 const CallId* forward) {
-  end_step(lock, layer, text, device, forward);
-  throw Error(text);
-}
-
-std::shared_ptr<Meeting> State::arrive(Lock* lock, Layer* layer, const Layer::Key& key,
-                                       const CallId& id, const Meeting::Arrival& arrival) {
+std::shared_ptr<Meeting> State::arrive(Layer* layer, const Layer::Key& key,
+                                       const ActiveDevices& active,
+                                       const Meeting::Arrival& arrival) {
   std::shared_ptr<Meeting>& open = layer->open[key];
   if (!open) {
     open = std::make_shared<Meeting>();
-    open->active = id.active;
+    open->id = meetings++;
+    open->active = active;
   }
   const std::shared_ptr<Meeting> meeting = open;
   if (meeting->has(arrival.device)) {
-    fail(lock, layer,
-         layer->title(key) + ": " + arrival.device +
-             " arrived a second time before the others had arrived. " +
-             layer->arrivals_text(*meeting) +
-             " Call backward for all devices before any of them goes through the same call again.");
+    fail(layer->title(key) + ": " + arrival.device +
+                   " arrived a second time before the others had arrived. " +
+                   layer->arrivals_text(*meeting) +
+                   " Call backward for all devices before any of them goes through the same call "
+                   "again.");
   }
-  if (!meeting->arrivals.empty()) check_match(lock, layer, key, id, meeting->arrivals[0], arrival);
+  if (!meeting->arrivals.empty()) check_match(*layer, key, meeting->arrivals[0], arrival);
   meeting->arrivals.push_back(arrival);
-  if (meeting->unreachable == arrival.device) meeting->unreachable.clear();
   last_arrival = Clock::now();
+  changed.notify_all();
   return meeting;
 }
 
-void State::check_match(Lock* lock, Layer* layer, const Layer::Key& key, const CallId& id,
+void State::check_match(const Layer& layer, const Layer::Key& key,
                         const Meeting::Arrival& first, const Meeting::Arrival& arrival) {
   const auto refuse = [&](const std::string& theirs, const std::string& ours,
                           const std::string& remedy) {
-    fail(lock, layer,
-         layer->title(key) + ": " + first.device + " has " + theirs + ", " + arrival.device +
-             " has " + ours + ". " + remedy,
-         arrival.device, std::get<0>(key) == Direction::kForward ? &id : nullptr);
+    fail(layer.title(key) + ": " + first.device + " has " + theirs + ", " + arrival.device +
+                   " has " + ours + ". " + remedy);
   };
   if (first.own->C != arrival.own->C) {
     refuse(std::to_string(first.own->C) + " channels", std::to_string(arrival.own->C) + " channels",

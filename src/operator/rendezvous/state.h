@@ -1,4 +1,4 @@
-// What Rendezvous knows about its layers, and the open meetings.
+// What Rendezvous knows about its layers, the open meetings, and the step.
 #ifndef GLUON_SYNCBN_RENDEZVOUS_STATE_H_
 #define GLUON_SYNCBN_RENDEZVOUS_STATE_H_
 
@@ -33,15 +33,15 @@ struct Meeting {
     const PassSums* own;
   };
 
-  std::vector<Arrival> arrivals;
+  // Unique in this process.
+  int64_t id;
   ActiveDevices active;
+  std::vector<Arrival> arrivals;
   // How long the first to arrive has waited when the next notice is due.
   Seconds next_notice{0};
-  // All have arrived and the last one is doing the work for all: no call may give up.
-  bool combining = false;
   std::string error;
-  // A device that cannot arrive.
-  std::string unreachable;
+  // One of its calls is to report the error to MXNet.
+  bool is_first_failure = false;
   PassSums all;
   // Also read without the lock.
   std::atomic<bool> over{false};
@@ -54,35 +54,32 @@ struct Meeting {
 };
 
 struct Layer {
-  // Direction, node, sequence, group.
-  using Key = std::tuple<Direction, int64_t, int64_t, size_t>;
+  struct Key {
+    Direction direction;
+    int64_t node, sequence;
+    size_t group;
+
+    bool operator<(const Key& other) const {
+      return std::tie(direction, node, sequence, group) <
+             std::tie(other.direction, other.node, other.sequence, other.group);
+    }
+  };
 
   int64_t id = 0;
   LayerConfig config;
-  int64_t epoch = 0;
-  // Why the last epoch ended, and the devices on which its operations may still run.
-  std::string failure;
-  std::set<std::string> draining;
+  // How often its devices have changed.
+  int64_t configuration = 0;
   // The sequence of the next forward call, by device and node.
   std::map<std::string, std::map<int64_t, int64_t>> forward_calls;
   // The sequence of the first call of a device that has made none yet, by node.
   std::map<int64_t, int64_t> first_calls;
+  // The meetings that wait for devices.
   std::map<Key, std::shared_ptr<Meeting>> open;
-  // By node: the devices that had not yet made the forward call that failed, so that their next
-  // call belongs to the failed step. Dropped once another device, drained by then, calls that node.
-  std::map<int64_t, std::set<std::string>> late;
-  // By direction: the devices on which operations pushed before Python raised the last error are
-  // under way, with the number of their unfinished flushes, and the devices on which they have
-  // finished.
-  struct Flush {
-    std::map<std::string, int> pending;
-    std::set<std::string> passed;
-  };
-  std::map<Direction, Flush> flushes;
   LayerMessages messages;
 
   std::string title(const Key& key) const;
-  // Makes every device continue from the same sequence, including those that were idle.
+  // Makes every device continue from the same sequence, including those that were idle. No number
+  // is used twice, so calls of a failed step meet none of a later one.
   void align_calls();
   // Null, which means all devices, if `active` is null or names none of this layer's devices.
   ActiveDevices active_here(const ActiveDevices& active) const;
@@ -90,8 +87,11 @@ struct Layer {
   std::vector<std::string> group_of(const std::string& device, const ActiveDevices& active) const;
   // The number of devices that must arrive.
   size_t expected(const Meeting& meeting) const;
-  // Ends the waits of a direction that need one of these devices, which will not arrive.
-  void give_up_on(const std::set<std::string>& devices, Direction direction) const;
+  // Whether the last device is at work. That ends by itself or by its own timeout, and uses what
+  // the others have brought: no call may leave.
+  bool is_combining(const Key& key, const Meeting& meeting) const;
+  // A device without which the meeting cannot take place, if these do not arrive; or "".
+  std::string lacks(const Meeting& meeting, const std::set<std::string>& absent) const;
   // The devices that have not arrived but may.
   std::vector<std::string> missing(const Meeting& meeting) const;
   // "Arrived: cpu(0). Missing: cpu(1)."
@@ -103,16 +103,13 @@ struct Layer {
   std::string causes(const Key& key, const Meeting& meeting) const;
   // The devices that wait in later calls of the same node and direction.
   std::vector<std::string> ahead(const Key& key) const;
-  // Ends every open meeting and starts a new epoch.
-  void start_epoch(const std::string& why);
-  // The same after an error; `forward` is the call of the device that failed, if it was a forward.
-  void fail(const std::string& why, const std::string& device = "",
-            const CallId* forward = nullptr);
-  Error failed_before() const;
-  // Throws if the forward call that a device is about to make is part of a step that has failed.
-  void check_step(const std::string& device, int64_t node);
+  // Ends every open meeting.
+  void end_meetings(const std::string& why);
 };
 using LayerPtr = std::shared_ptr<Layer>;
+
+// The step of this process, which goes through all layers. kEnded: the process ends.
+enum class Step { kRunning, kFailed, kEnded };
 
 struct State {
   using Lock = std::unique_lock<std::mutex>;
@@ -120,10 +117,12 @@ struct State {
   mutable std::mutex mutex;
   std::map<int64_t, LayerPtr> registered;
   std::map<int64_t, std::weak_ptr<Layer>> layers;
-  std::string closed;
-  std::string unreported;
-  // Why no call may wait for other devices now; empty if they may.
-  std::string given_up;
+  Step step = Step::kRunning;
+  // Why it does not run.
+  std::string failure;
+  // A device has arrived, a place of a flush has passed, or the step has failed.
+  std::condition_variable changed;
+  int64_t meetings = 0;
   bool joined = false;
   bool must_have_samples = false;
   Clock::time_point last_arrival{};
@@ -134,28 +133,36 @@ struct State {
 
   LayerPtr find(int64_t id) const;
   std::vector<LayerPtr> all() const;
-  void check_open(const LayerPtr& layer) const;
-  // Ends the step on all devices of the layer, unlocks, and reports to the observer.
-  void end_step(Lock* lock, Layer* layer, const std::string& text, const std::string& device = "",
-                const CallId* forward = nullptr);
-  [[noreturn]] void fail(Lock* lock, Layer* layer, const std::string& text,
-                         const std::string& device = "", const CallId* forward = nullptr);
+
+  // Ends all waits for other devices. Returns whether the step was running.
+  bool end_step(Step to, const std::string& text);
+  // The first failure that no call has found by itself: one that waits reports it to MXNet, if
+  // there is one and MXNet knows of none.
+  void end_step_of_calls(Step to, const std::string& text);
+  // A call has found a failure: ends the step, and throws.
+  [[noreturn]] void fail(const std::string& text);
+  // A meeting cannot take place.
+  void fail_without(const Layer& layer, const Layer::Key& key, const Meeting& meeting,
+                    const std::string& why);
+
   // Throw if the layer cannot be called on this device: in this process and configuration; in this
   // step.
-  void check_configuration(Lock* lock, Layer* layer, const std::string& device);
-  void check_participants(Lock* lock, Layer* layer, const std::string& device,
+  void check_configuration(const Layer& layer, const std::string& device);
+  void check_participants(const Layer& layer, const std::string& device,
                           const ActiveDevices& active);
+  // Throws if the step has failed, or the layer's devices have changed since the forward call.
+  void check_call(const Layer& layer, const CallId& id);
   // Adds the arrival to the meeting of this key, which it opens if it is the first. Throws if they
   // do not match.
-  std::shared_ptr<Meeting> arrive(Lock* lock, Layer* layer, const Layer::Key& key, const CallId& id,
-                                  const Meeting::Arrival& arrival);
-  void check_match(Lock* lock, Layer* layer, const Layer::Key& key, const CallId& id,
+  std::shared_ptr<Meeting> arrive(Layer* layer, const Layer::Key& key,
+                                  const ActiveDevices& active, const Meeting::Arrival& arrival);
+  void check_match(const Layer& layer, const Layer::Key& key,
                    const Meeting::Arrival& first, const Meeting::Arrival& arrival);
   // Where one of the devices that a meeting misses waits itself; empty if none does.
   std::string where_missing_wait(const Layer& layer, const Meeting& meeting) const;
   // Waits until the meeting is over. Throws Error when there is no point in waiting longer.
-  void wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeting,
-            const std::string& device, const CallId& id);
+  void wait(Lock* lock, const Layer& layer, const Layer::Key& key, Meeting* meeting,
+            const std::string& device);
 };
 
 }  // namespace gluon_syncbn

@@ -14,8 +14,13 @@
 
 namespace gluon_syncbn {
 
+// Why a call ends without results.
 class Error : public std::runtime_error {
-  using std::runtime_error::runtime_error;
+ public:
+  explicit Error(const std::string& text, bool is_first = false)
+      : std::runtime_error(text), is_first(is_first) {}
+  // Whether this call reports the error to MXNet. Of all calls of a failed step, at most one does.
+  const bool is_first;
 };
 
 enum class Direction { kForward, kBackward };
@@ -56,13 +61,15 @@ struct LayerConfig {
 using ActiveDevices = std::shared_ptr<const std::vector<std::string>>;
 
 // One forward call of a layer on one device, and its backward. Each device counts its forward calls
-// for each node of the layer in a graph; calls of equal node and sequence belong together. After an
-// error the count starts again, in a new epoch.
+// for each node of the layer in a graph; calls of equal node and sequence belong together.
 struct CallId {
-  int64_t epoch = 0;
   int64_t node = 0;
   int64_t sequence = 0;
   ActiveDevices active;
+  // Which of the layer's configurations it belongs to.
+  int64_t configuration = 0;
+  // Whether others take part. If not, its errors are its own.
+  bool meets = false;
 };
 
 // Who takes part in a call of a device.
@@ -79,12 +86,11 @@ struct Members {
 // Callbacks, each on the thread that noticed the event, with no lock held.
 struct Observer {
   std::function<void(const std::string& text)> warn;
-  // A step has failed at this layer. Its devices fail until the observer has called drain() for
-  // each.
-  std::function<void(int64_t layer, int64_t epoch, const std::string& text)> failed;
+  // A call of this layer has ended, as the step has failed.
+  std::function<void(int64_t layer, const std::string& text)> failed;
   // A device has waited for others for a while. The observer must call unreachable() for those that
-  // cannot arrive.
-  std::function<void(int64_t layer, int64_t epoch, Direction)> waits;
+  // cannot arrive at this meeting.
+  std::function<void(int64_t layer, Direction, int64_t meeting)> waits;
   // Opens a route to other processes.
   LayerMessages::Open open;
 };

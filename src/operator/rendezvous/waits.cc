@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <thread>
 
-#include "mxnet/interrupts.h"
+#include "mxnet/waits.h"
 #include "rendezvous/state.h"
 
 namespace gluon_syncbn {
@@ -23,16 +23,15 @@ constexpr Seconds kAwake{0.0003};
 // One device's wait. The lock is held, except while an observer is called.
 class Wait {
  public:
-  Wait(State* state, State::Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeting,
-       const std::string& device, const CallId& id)
+  Wait(State* state, State::Lock* lock, const Layer& layer, const Layer::Key& key,
+       Meeting* meeting, const std::string& device)
       : state_(state),
         lock_(lock),
         layer_(layer),
         key_(key),
         meeting_(meeting),
         device_(device),
-        id_(id),
-        patience_(layer->config.timeout_seconds),
+        patience_(layer.config.timeout_seconds),
         first_notice_(std::min(patience_.first(), kLongestSilence)) {
     meeting->next_notice = std::max(meeting->next_notice, first_notice_);
   }
@@ -40,22 +39,17 @@ class Wait {
   void until_over() {
     // GPUs take longer than that.
     if (is_cpu(device_)) stay_awake();
+    const auto is_over = [this] { return meeting_->over.load(); };
     while (!meeting_->over) {
-      const Seconds slice = patience_.slice(kSlice);
-      // Where the last device is at work, that ends by itself or by its own timeout.
-      meeting_->changed.wait_for(*lock_, slice, [&] {
-        return meeting_->over || (!meeting_->unreachable.empty() && !meeting_->combining);
-      });
-      if (meeting_->over) return;
-      if (meeting_->combining) continue;
+      const double slice = patience_.slice(kSlice).count();
+      const Waited waited = wait_until(lock_, &meeting_->changed, slice, interruption_, is_over);
       waited_ = patience_.waited();
-      check_hope();
-      if (state_->observer.waits && waited_ > next_probe_) {
-        probe();
-        // Meanwhile the last device may have begun to use this one's sums.
-        if (meeting_->over || meeting_->combining) continue;
-      }
-      check_interrupt(slice);
+      if (waited == Waited::kInterrupted) since_interrupt_ += Seconds(slice);
+      if (!may_leave()) continue;
+      if (patience_.is_over()) fail(layer_.causes(key_, *meeting_));
+      if (state_->observer.waits && waited_ > next_probe_) probe();
+      if (!may_leave()) continue;
+      if (since_interrupt_ > kGraceAfterInterrupt) fail("\nInterrupted.");
       if (waited_ > meeting_->next_notice) warn();
     }
   }
@@ -69,46 +63,28 @@ class Wait {
     lock_->lock();
   }
 
+  bool may_leave() const { return !meeting_->over && !layer_.is_combining(key_, *meeting_); }
+
   std::string message() const {
-    return layer_->waits_text(key_, *meeting_, device_, waited_) +
-           state_->where_missing_wait(*layer_, *meeting_);
+    return layer_.waits_text(key_, *meeting_, device_, waited_) +
+           state_->where_missing_wait(layer_, *meeting_);
   }
 
-  // Fails if a device cannot arrive, or the time is up.
-  void check_hope() {
-    if (!meeting_->unreachable.empty()) {
-      state_->fail(lock_, layer_,
-                   message() + "\nAn earlier operation on " + meeting_->unreachable +
-                       " has failed, and MXNet runs nothing that depends on it. mx.nd.waitall() "
-                       "raises its error, unless it has been raised before.",
-                   meeting_->unreachable,
-                   std::get<0>(key_) == Direction::kForward ? &id_ : nullptr);
-    }
-    if (patience_.is_over()) {
-      state_->fail(lock_, layer_, message() + layer_->causes(key_, *meeting_));
-    }
-  }
+  [[noreturn]] void fail(const std::string& why) { state_->fail(message() + why); }
 
   void probe() {
     next_probe_ = std::min(2 * waited_, waited_ + kLongestProbe);
     const auto waits = state_->observer.waits;
     lock_->unlock();
-    waits(layer_->id, id_.epoch, std::get<0>(key_));
+    waits(layer_.id, key_.direction, meeting_->id);
     lock_->lock();
-  }
-
-  void check_interrupt(Seconds slice) {
-    if (interrupts != interrupts_before_) since_interrupt_ += slice;
-    if (since_interrupt_ > kGraceAfterInterrupt) {
-      state_->fail(lock_, layer_, message() + "\nInterrupted.");
-    }
   }
 
   void warn() {
     std::string text = message();
     if (meeting_->next_notice == first_notice_) {
       text += "\nAfter " + seconds_text(patience_.timeout()) + " this is an error." +
-              layer_->causes(key_, *meeting_);
+              layer_.causes(key_, *meeting_);
     }
     meeting_->next_notice = kBetweenNotices * waited_;
     if (const auto observed = state_->observer.warn) {
@@ -120,25 +96,21 @@ class Wait {
 
   State* const state_;
   State::Lock* const lock_;
-  Layer* const layer_;
+  const Layer& layer_;
   const Layer::Key& key_;
   Meeting* const meeting_;
   const std::string& device_;
-  const CallId& id_;
   Patience patience_;
   const Seconds first_notice_;
-  const unsigned interrupts_before_ = interrupts;
+  const Interruption interruption_;
   Seconds waited_{0}, since_interrupt_{0}, next_probe_{0};
 };
 
 }  // namespace
 
-void State::wait(Lock* lock, Layer* layer, const Layer::Key& key, Meeting* meeting,
-                 const std::string& device, const CallId& id) {
-  if (!given_up.empty()) fail(lock, layer, layer->title(key) + ": " + given_up);
-  const Direction direction = std::get<0>(key);
-  layer->give_up_on(layer->flushes[direction].passed, direction);
-  Wait(this, lock, layer, key, meeting, device, id).until_over();
+void State::wait(Lock* lock, const Layer& layer, const Layer::Key& key, Meeting* meeting,
+                 const std::string& device) {
+  Wait(this, lock, layer, key, meeting, device).until_over();
 }
 
 }  // namespace gluon_syncbn

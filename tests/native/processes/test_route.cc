@@ -4,7 +4,7 @@
 #include <thread>
 #include <utility>
 
-#include "mxnet/interrupts.h"
+#include "mxnet/waits.h"
 #include "processes/patience.h"
 #include "processes/processes_fixture.h"
 
@@ -105,8 +105,8 @@ TEST(an_engine_that_takes_no_operation_leaves_nothing_behind) {
 // An array that is written with an error, Ctrl-C, and the end of the process: the last test, as no
 // more waits are possible after it.
 TEST(errors_interrupts_and_the_end_release_waits) {
-  for (const Waited expected : {Waited::kWritten, Waited::kInterrupted, Waited::kClosed}) {
-    const bool fails = expected == Waited::kWritten;
+  for (const Waited expected : {Waited::kDone, Waited::kInterrupted, Waited::kClosed}) {
+    const bool fails = expected == Waited::kDone;
     FakeServer server(2);
     FakeProcess process(&server, 0, 2);
     process.verdict = "released";

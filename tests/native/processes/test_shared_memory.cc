@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "mxnet/interrupts.h"
+#include "mxnet/waits.h"
 #include "processes/processes_fixture.h"
 #include "processes/shared_memory.h"
 

@@ -83,16 +83,14 @@ struct Fixture {
   LayerPtr layer;
   std::mutex mutex;
   std::vector<std::string> failures;
-  int64_t epoch = 0;
 
   explicit Fixture(LayerConfig config) {
     Observer observer;
     // Both call waiting(), which would deadlock if a lock were held.
     observer.warn = [this](const std::string&) { rendezvous.waiting(); };
-    observer.failed = [this](int64_t, int64_t failed_epoch, const std::string& text) {
+    observer.failed = [this](int64_t, const std::string& text) {
       const std::lock_guard<std::mutex> lock(mutex);
       rendezvous.waiting();
-      epoch = std::max(epoch, failed_epoch);
       failures.push_back(text);
     };
     rendezvous.observe(observer);
@@ -102,16 +100,6 @@ struct Fixture {
   void configure(LayerConfig config) {
     rendezvous.configure(kLayer, std::move(config));
     layer = rendezvous.find(kLayer);
-  }
-
-  // A backward of the step that is under way fails.
-  void fail(const std::string& text) {
-    rendezvous.fail(layer, {epoch, 0, 0, nullptr}, Direction::kBackward, "", text);
-  }
-
-  void drain(const std::string& device) { rendezvous.drain(kLayer, epoch, device); }
-  void drain_all() {
-    for (int i = 0; i < 4; ++i) drain(cpus(4)[i]);
   }
 
   CallId next(const std::string& device) { return rendezvous.next_call(layer, device); }
@@ -184,7 +172,7 @@ struct FakeTransport : Transport {
     const std::string error = send_message(mine, &all);
     if (!error.empty()) throw StoreError(error);
   }
-  Waited wait(double) override { return Waited::kWritten; }
+  Waited wait(double) override { return Waited::kDone; }
   Answer unpack(std::vector<double>* values) override {
     *values = all;
     return Answer::kValues;

@@ -177,7 +177,7 @@ TEST(waits_for_a_backward_call_are_released) {
     sleep(0.2);
     for (const auto& process : apart.processes) {
       closes ? process->rendezvous.close("the end")
-             : process->fail("it fails");
+             : static_cast<void>(process->rendezvous.fail("it fails"));
     }
     // One of them may be about to send nothing.
     apart.end(closes ? "the end" : "it fails");

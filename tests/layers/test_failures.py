@@ -1,0 +1,229 @@
+"""Random steps that fail, against the same steps where nothing fails."""
+
+import os
+import signal
+import threading
+import time
+
+import gluon_syncbn as sbn
+import mxnet as mx
+import numpy as np
+import pytest
+from devices import context
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+from runs import MODES, contexts, hybridize
+
+CASES = int(os.environ.get("CASES", 60))
+TIMEOUT = 0.5
+# {(number of the operator, direction, device)} that fail once.
+faults = set()
+
+
+class _Fails(mx.operator.CustomOp):
+    def __init__(self, number, device):
+        super().__init__()
+        self._number, self._device = number, device
+
+    def _check(self, direction):
+        fault = self._number, direction, self._device
+        if fault in faults:
+            faults.discard(fault)
+            raise ValueError(f"injected in {direction} on {self._device}")
+
+    def forward(self, is_train, req, in_data, out_data, aux):
+        self._check("forward")
+        self.assign(out_data[0], req[0], in_data[0])
+
+    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+        self._check("backward")
+        self.assign(in_grad[0], req[0], out_grad[0])
+
+
+@mx.operator.register("fails_where_faults_say")
+class _FailsProp(mx.operator.CustomOpProp):
+    def __init__(self, number):
+        super().__init__(need_top_grad=True)
+        self._number = int(number)
+
+    def create_operator(self, ctx, shapes, dtypes):
+        # "cpu" for cpu(0).
+        return _Fails(self._number, str(ctx))
+
+
+class Net(gluon.HybridBlock):
+    """Layers one after the other, some with a residual, and operators that can fail around them."""
+
+    def __init__(self, random, group):
+        super().__init__(prefix="net_")
+        self._residual = [random.random() < 0.4 for _ in range(random.integers(1, 4))]
+        with self.name_scope():
+            self.denses, self.norms = nn.HybridSequential(), nn.HybridSequential()
+            for _ in self._residual:
+                affine = random.random() < 0.8
+                self.denses.add(nn.Dense(4, in_units=4))
+                self.norms.add(
+                    sbn.SyncBatchNorm(in_channels=4, center=affine, scale=affine, group=group)
+                )
+        self.operators = 2 * len(self._residual)
+
+    def hybrid_forward(self, F, x):
+        for i, residual in enumerate(self._residual):
+            y = F.Custom(self.denses[i](x), op_type="fails_where_faults_say", number=2 * i)
+            y = self.norms[i](y)
+            y = F.Custom(y, op_type="fails_where_faults_say", number=2 * i + 1)
+            x = F.tanh(y) + x if residual else F.tanh(y)
+        return x
+
+
+class Case:
+    def __init__(self, seed):
+        self.random = np.random.default_rng(seed)
+        self.devices = contexts(int(self.random.integers(1, 4)))
+        self.net = Net(self.random, sbn.SyncGroup(timeout=TIMEOUT))
+        self.net.initialize(mx.init.Normal(1), ctx=self.devices)
+        hybridize(self.net, self.pick(list(MODES)))
+        self.parameters = list(self.net.collect_params().values())
+        self.trainer = gluon.Trainer(
+            self.net.collect_params(),
+            "sgd",
+            {"learning_rate": 0.1},
+            update_on_kvstore=bool(len(self.devices) > 1 and self.pick([False, True])),
+        )
+        shape = len(self.devices), 6, 4
+        self.xs = self.random.standard_normal(shape).astype("float32")
+        self.step()
+        mx.nd.waitall()
+        self.before = self.values()
+        self.clean = [*self.read(self.step()), *self.values()]
+        self.restore()
+
+    def pick(self, choices):
+        return choices[self.random.integers(len(choices))]
+
+    def step(self, called=None, pushes_trainer=True):
+        """The losses. called: on how many devices the net is called."""
+        xs = [mx.nd.array(x, ctx=device) for x, device in zip(self.xs, self.devices)]
+        with autograd.record():
+            losses = [self.net(x).square().sum() for x in xs[:called]]
+        autograd.backward(losses)
+        if pushes_trainer:
+            self.trainer.step(len(xs), ignore_stale_grad=True)
+        return losses
+
+    def read(self, arrays):
+        return [array.asnumpy() for array in arrays]
+
+    def values(self):
+        return self.read(
+            parameter.data(device)
+            for parameter in self.parameters
+            for device in self.devices
+        )
+
+    def restore(self):
+        # All devices have the same values. A KVStore that updates has a copy of its own.
+        for number, parameter in enumerate(self.parameters):
+            parameter.set_data(mx.nd.array(self.before[number * len(self.devices)]))
+        mx.nd.waitall()
+
+    def fault(self):
+        """Makes the next step fail. Returns its arguments, and words that its error may have."""
+        several = len(self.devices) > 1
+        kind = self.pick(["operator", "operator", "operator", "two operators", *["left out"] * several])
+        if kind == "left out":
+            return {"called": len(self.devices) - 1}, [f"Missing: {self.devices[-1]}"]
+        words = []
+        for _ in range(1 + (kind == "two operators")):
+            device, direction = self.pick(self.devices), self.pick(["forward", "backward"])
+            faults.add((int(self.random.integers(self.net.operators)), direction, str(device)))
+            words.append(f"kCustomOp{direction.title()}")  # MXNet says no more.
+        return {}, words
+
+    def wait(self, losses):
+        """Waits for something that the step has written."""
+        trained = [p for p in self.parameters if p.grad_req != "null"]
+        device = self.pick(self.devices)
+        how = self.pick(["waitall", "loss", "gradient", "statistic"])
+        if how == "loss":
+            self.pick(losses).asnumpy()
+        elif how == "gradient":
+            self.pick(trained).grad(device).asnumpy()
+        elif how == "statistic":
+            self.net.norms[0].running_mean.data(device).asnumpy()
+        # What that has not depended on may still fail.
+        mx.nd.waitall()
+
+    def run(self):
+        arguments, words = self.fault()
+        begin = time.monotonic()
+        with pytest.raises(mx.MXNetError) as error:
+            self.wait(self.step(pushes_trainer=self.random.random() < 0.5, **arguments))
+        assert any(word in str(error.value) for word in words), error.value
+        assert time.monotonic() - begin < 10
+        faults.clear()
+        # Nothing else is raised, and no weight holds what comes of zeros.
+        mx.nd.waitall()
+        names = [p.name for p in self.parameters for _ in self.devices]
+        clean = self.clean[len(self.devices) :]
+        for name, value, *right in zip(names, self.values(), self.before, clean):
+            if "running" not in name:
+                assert any(np.array_equal(value, each) for each in right), name
+        self.restore()
+        for value, expected in zip([*self.read(self.step()), *self.values()], self.clean):
+            np.testing.assert_array_equal(value, expected)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_failures(part):
+    for seed in range(part * CASES // 4, (part + 1) * CASES // 4):
+        try:
+            Case(seed).run()
+        except BaseException:
+            print(f"seed {seed}")
+            raise
+
+
+@pytest.mark.cpu_only("threads and signals are the same there")
+def test_who_sees_a_failure():
+    """A thread that has called no net must not read what the step has left, and does not end it.
+    Ctrl-C ends a wait, and the next step is as if nothing had been."""
+    layer = sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(timeout=TIMEOUT))
+    layer.initialize(ctx=contexts(2))
+    x = mx.nd.ones((2, 3), ctx=context(0))
+    with autograd.train_mode():
+        y = layer(x)
+    while not sbn.native.failures.failure():
+        time.sleep(0.01)
+    seen = []
+
+    def elsewhere():
+        mx.nd.array([1.0])
+        try:
+            x.asnumpy()
+        except mx.MXNetError as error:
+            seen.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "Missing" in seen[0]
+    with pytest.raises(mx.MXNetError, match="Missing"):
+        y.wait_to_read()
+    layer._layer.join(sbn.SyncGroup(timeout=60), None)
+    with autograd.train_mode():
+        layer(x)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises((KeyboardInterrupt, mx.MXNetError)):
+        mx.nd.waitall()
+        time.sleep(1)
+    timer.join()
+    for _ in range(2):
+        try:
+            mx.nd.waitall()
+        except (KeyboardInterrupt, mx.MXNetError):
+            pass
+    with autograd.train_mode():
+        ys = [layer(mx.nd.ones((2, 3), ctx=device) * i) for i, device in enumerate(contexts(2))]
+    np.testing.assert_allclose(ys[1].asnumpy(), 1, atol=1e-4)
