@@ -13,9 +13,7 @@ from .store import SAME_LAYERS, Store, UserStore
 
 # Size of a layer's configuration in its handshake, in bytes of UTF-8: a multiple of 4.
 _CONFIGURATION = 512
-_LOST = (
-    "the processes have lost each other, and all have to start again from the last checkpoint."
-)
+_LOST = "the processes have lost each other, and all have to start again from the last checkpoint."
 # Stores with which a step has failed, and its error: a message that only some processes have sent
 # would be taken for a later one. Weak references, as a KVStore must be gone before Python is.
 _failures = []

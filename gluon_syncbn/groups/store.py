@@ -9,7 +9,6 @@ import numpy
 from .. import native
 from ..arguments import WARN_AFTER, is_whole
 
-
 # What to do about processes that have not built the same net.
 SAME_LAYERS = (
     "Make the same layers, with the same settings and in the same order, in every process, also "

@@ -156,7 +156,9 @@ class SyncedLayer(native.Layer):
     def written_by(self, backward):
         if not backward:
             return self.running_statistics()
-        trained = [p for p in (parameter() for parameter in self._parameters[2:4]) if _is_trained(p)]
+        trained = [
+            p for p in (parameter() for parameter in self._parameters[2:4]) if _is_trained(p)
+        ]
         # Without gamma and beta, an error that skips a backward here shows in gradients of the net.
         trained = trained or [
             p for trainer in self.trainers() for p in trainer._params if _is_trained(p)

@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401
 
+from .failures import give_up, note_training, trains, waits
 from .layer import (
     HAS_ONEDNN,
     OP_TYPE,
@@ -14,7 +15,6 @@ from .layer import (
     spans_processes,
     waiting,
 )
-from .failures import give_up, note_training, trains, waits
 from .routes import (
     KVSTORE_BITS,
     LIMBS,

@@ -118,5 +118,5 @@ if not NAIVE_ENGINE:
     _waiting("MXNDArrayWaitToRead", lambda array: [array], True)
     _waiting("MXNDArrayWaitToWrite", lambda array: [array], False)
     _waiting("MXNDArraySyncCopyToCPU", lambda array, *_: [array], True)
-    _waiting("MXNDArraySave", lambda _, count, arrays, *__: arrays[: getattr(count, "value", count)], True)
+    _waiting("MXNDArraySave", lambda _file, _count, arrays, *_: arrays, True)
     _waiting("MXNDArrayWaitAll", lambda: [], False)

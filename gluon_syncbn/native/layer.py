@@ -39,6 +39,8 @@ _FUNCTIONS = (
     "MXEnginePushSyncND",
     "MXGetLastError",
 )
+
+
 @callback(WARN)
 def _on_warning(text):
     threads.warn(text)

@@ -116,9 +116,7 @@ class Case:
 
     def values(self):
         return self.read(
-            parameter.data(device)
-            for parameter in self.parameters
-            for device in self.devices
+            parameter.data(device) for parameter in self.parameters for device in self.devices
         )
 
     def restore(self):
@@ -130,7 +128,9 @@ class Case:
     def fault(self):
         """Makes the next step fail. Returns its arguments, and words that its error may have."""
         several = len(self.devices) > 1
-        kind = self.pick(["operator", "operator", "operator", "two operators", *["left out"] * several])
+        kind = self.pick(
+            ["operator", "operator", "operator", "two operators", *["left out"] * several]
+        )
         if kind == "left out":
             return {"called": len(self.devices) - 1}, [f"Missing: {self.devices[-1]}"]
         words = []

@@ -462,8 +462,8 @@ def numbered_steps(between, count=10):
 
 
 def check_numbered(results):
-    """Whether one has an error, from the last but one on, as the last may wait in vain. Those before
-    it are right."""
+    """Whether one has an error, from the last but one on, as the last may wait in vain. Earlier
+    ones are right."""
     for step in reversed(results[:-1]):
         for number in (0, 1):
             try:

@@ -119,8 +119,8 @@ SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process_uuid,
   observer.open = [open = callbacks->open](const ProcessCall& call, int64_t channels,
                                            int64_t size) {
     Outcome outcome;
-    void* const route = open(call.layer, call.is_backward, call.node, call.title.c_str(), channels,
-                             size, &outcome);
+    void* const route =
+        open(call.layer, call.is_backward, call.node, call.title.c_str(), channels, size, &outcome);
     if (!outcome.succeeded) throw std::runtime_error(outcome.failure());
     return *static_cast<const RoutePtr*>(route);
   };
@@ -171,7 +171,6 @@ SBN_EXPORT void gluon_syncbn_set_active_devices(const char* const* devices, int 
 SBN_EXPORT void gluon_syncbn_set_joined(int joined, int must_have_samples) {
   process.rendezvous->set_joined(joined != 0, must_have_samples != 0);
 }
-
 
 SBN_EXPORT void gluon_syncbn_forget(int64_t layer) { process.rendezvous->forget(layer); }
 

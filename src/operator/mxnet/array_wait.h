@@ -25,9 +25,9 @@ class ArrayWait {
   std::shared_ptr<State> state_;
 };
 
-// Waits for them too, without a limit, and returns whether the array then holds an error, which stays
-// there. MXNet's own wait raises the error and clears it everywhere, so what is still queued behind
-// it would run, with what has never been written.
+// Waits for them too, without a limit, and returns whether the array then holds an error, which
+// stays there. MXNet's own wait raises the error and clears it everywhere, so what is still queued
+// behind it would run, with what has never been written.
 bool holds_error(Handle array);
 
 }  // namespace gluon_syncbn

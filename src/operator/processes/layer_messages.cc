@@ -126,8 +126,8 @@ void LayerMessages::send_backward(const ProcessCall& call, const Open& open, con
   };
   bool warned = false;
   while (!is_complete()) {
-    const Waited waited = wait_until(&lock, &received_, patience.slice(kSlice).count(),
-                                     interruption, is_complete);
+    const Waited waited =
+        wait_until(&lock, &received_, patience.slice(kSlice).count(), interruption, is_complete);
     if (waited == Waited::kDone) break;
     // Decided under the lock, so that no round with what is missing is under way.
     if (sending_[call.node] == 0) {

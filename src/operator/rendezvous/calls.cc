@@ -53,9 +53,9 @@ void State::check_call(const Layer& layer, const CallId& id) {
   if (step != Step::kRunning) throw Error(failure);
   if (id.configuration == layer.configuration) return;
   fail("SyncBatchNorm '" + layer.config.name +
-                 "' goes backward through a call of a step that has failed, or before its devices "
-                 "changed: they are " +
-                 comma_separated(layer.config.devices) + ".");
+       "' goes backward through a call of a step that has failed, or before its devices "
+       "changed: they are " +
+       comma_separated(layer.config.devices) + ".");
 }
 
 // An error on one device reaches all at once, so that no other device waits for it.
@@ -67,16 +67,14 @@ void State::check_configuration(const Layer& layer, const std::string& device) {
     return std::to_string(config.devices.size()) + " (" + comma_separated(config.devices) + ")";
   };
   if (config.meeting_size() > config.devices.size()) {
-    fail(
-         "SyncBatchNorm '" + config.name + "' was made with num_devices=" +
-             std::to_string(config.num_devices) + ", but the devices of its parameters are " +
-             devices() + ". Leave num_devices out, or initialize the net on all devices.");
+    fail("SyncBatchNorm '" + config.name + "' was made with num_devices=" +
+         std::to_string(config.num_devices) + ", but the devices of its parameters are " +
+         devices() + ". Leave num_devices out, or initialize the net on all devices.");
   }
   if (!contains(config.devices, device)) {
-    fail(
-         "SyncBatchNorm '" + config.name + "' was called on " + device + ", but its devices are " +
-             devices() +
-             ". Initialize the net on every device in use, or name them all in its SyncGroup.");
+    fail("SyncBatchNorm '" + config.name + "' was called on " + device + ", but its devices are " +
+         devices() +
+         ". Initialize the net on every device in use, or name them all in its SyncGroup.");
   }
 }
 
@@ -84,28 +82,25 @@ void State::check_participants(const Layer& layer, const std::string& device,
                                const ActiveDevices& active) {
   const LayerConfig& config = layer.config;
   if (active && !contains(*active, device)) {
-    fail(
-         "SyncBatchNorm '" + config.name + "' was called on " + device +
-             ", but the active devices of this step are " + comma_separated(*active) +
-             ": name it in gluon_syncbn.participants.");
+    fail("SyncBatchNorm '" + config.name + "' was called on " + device +
+         ", but the active devices of this step are " + comma_separated(*active) +
+         ": name it in gluon_syncbn.participants.");
   }
   const auto& calls = layer.forward_calls;
   const size_t most = config.devices.empty() ? config.meeting_size() : config.num_devices;
   if (!most || calls.size() != most || calls.count(device)) return;
   if (!config.num_devices) {
-    fail(
-         "SyncBatchNorm '" + config.name + "' was called on " + calls.begin()->first + " and on " +
-             device +
-             " by a graph that has parameters of its own, so the number of devices is unknown. "
-             "Call gluon_syncbn.convert_sync_batchnorm(net), which lets the graph of a SymbolBlock "
-             "synchronize on the graph's parameters, or make the layer with num_devices or with a "
-             "SyncGroup that names the devices.");
+    fail("SyncBatchNorm '" + config.name + "' was called on " + calls.begin()->first + " and on " +
+         device +
+         " by a graph that has parameters of its own, so the number of devices is unknown. "
+         "Call gluon_syncbn.convert_sync_batchnorm(net), which lets the graph of a SymbolBlock "
+         "synchronize on the graph's parameters, or make the layer with num_devices or with a "
+         "SyncGroup that names the devices.");
   }
-  fail(
-       "SyncBatchNorm '" + config.name +
-           "' was made with num_devices=" + std::to_string(config.num_devices) + ", and " + device +
-           " arrived after as many others. Leave num_devices out, or name the devices that take "
-           "part in a SyncGroup.");
+  fail("SyncBatchNorm '" + config.name +
+       "' was made with num_devices=" + std::to_string(config.num_devices) + ", and " + device +
+       " arrived after as many others. Leave num_devices out, or name the devices that take "
+       "part in a SyncGroup.");
 }
 
 Members Rendezvous::members_of(const LayerPtr& layer, const CallId& id,

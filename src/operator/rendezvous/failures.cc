@@ -61,7 +61,8 @@ namespace {
 
 std::string skipped(const std::string& device) {
   return "An earlier operation on " + device +
-         " has failed, and MXNet runs nothing that depends on it. Its error comes before this one, or "
+         " has failed, and MXNet runs nothing that depends on it. Its error comes before this one, "
+         "or "
          "mx.nd.waitall() raises it.";
 }
 

@@ -17,16 +17,11 @@ void add_other_processes(State* state, Layer* layer, const Layer::Key& key,
   State::Lock lock(state->mutex);
   const LayerConfig& config = layer->config;
   if (!config.spans_processes) return;
-  const ProcessCall call{layer->id,
-                         key.node,
-                         key.sequence,
-                         key.direction == Direction::kBackward,
-                         layer->title(key),
-                         config.timeout_seconds,
-                         config.first_rank,
-                         config.end_rank,
-                         state->joined,
-                         state->must_have_samples};
+  const ProcessCall call{layer->id,         key.node,
+                         key.sequence,      key.direction == Direction::kBackward,
+                         layer->title(key), config.timeout_seconds,
+                         config.first_rank, config.end_rank,
+                         state->joined,     state->must_have_samples};
   const auto open = state->observer.open;
   const auto observed_warn = state->observer.warn;
   lock.unlock();

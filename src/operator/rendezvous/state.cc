@@ -116,10 +116,9 @@ std::shared_ptr<Meeting> State::arrive(Layer* layer, const Layer::Key& key,
   const std::shared_ptr<Meeting> meeting = open;
   if (meeting->has(arrival.device)) {
     fail(layer->title(key) + ": " + arrival.device +
-                   " arrived a second time before the others had arrived. " +
-                   layer->arrivals_text(*meeting) +
-                   " Call backward for all devices before any of them goes through the same call "
-                   "again.");
+         " arrived a second time before the others had arrived. " + layer->arrivals_text(*meeting) +
+         " Call backward for all devices before any of them goes through the same call "
+         "again.");
   }
   if (!meeting->arrivals.empty()) check_match(*layer, key, meeting->arrivals[0], arrival);
   meeting->arrivals.push_back(arrival);
@@ -128,12 +127,12 @@ std::shared_ptr<Meeting> State::arrive(Layer* layer, const Layer::Key& key,
   return meeting;
 }
 
-void State::check_match(const Layer& layer, const Layer::Key& key,
-                        const Meeting::Arrival& first, const Meeting::Arrival& arrival) {
+void State::check_match(const Layer& layer, const Layer::Key& key, const Meeting::Arrival& first,
+                        const Meeting::Arrival& arrival) {
   const auto refuse = [&](const std::string& theirs, const std::string& ours,
                           const std::string& remedy) {
     fail(layer.title(key) + ": " + first.device + " has " + theirs + ", " + arrival.device +
-                   " has " + ours + ". " + remedy);
+         " has " + ours + ". " + remedy);
   };
   if (first.own->C != arrival.own->C) {
     refuse(std::to_string(first.own->C) + " channels", std::to_string(arrival.own->C) + " channels",

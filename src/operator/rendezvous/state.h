@@ -154,10 +154,10 @@ struct State {
   void check_call(const Layer& layer, const CallId& id);
   // Adds the arrival to the meeting of this key, which it opens if it is the first. Throws if they
   // do not match.
-  std::shared_ptr<Meeting> arrive(Layer* layer, const Layer::Key& key,
-                                  const ActiveDevices& active, const Meeting::Arrival& arrival);
-  void check_match(const Layer& layer, const Layer::Key& key,
-                   const Meeting::Arrival& first, const Meeting::Arrival& arrival);
+  std::shared_ptr<Meeting> arrive(Layer* layer, const Layer::Key& key, const ActiveDevices& active,
+                                  const Meeting::Arrival& arrival);
+  void check_match(const Layer& layer, const Layer::Key& key, const Meeting::Arrival& first,
+                   const Meeting::Arrival& arrival);
   // Where one of the devices that a meeting misses waits itself; empty if none does.
   std::string where_missing_wait(const Layer& layer, const Meeting& meeting) const;
   // Waits until the meeting is over. Throws Error when there is no point in waiting longer.

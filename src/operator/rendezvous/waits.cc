@@ -1,9 +1,10 @@
 // How a device waits for the others of its meeting: awake for a moment, then asleep. It looks up
 // now and then, to warn, to probe for devices that cannot arrive, and to give up.
+#include "mxnet/waits.h"
+
 #include <algorithm>
 #include <thread>
 
-#include "mxnet/waits.h"
 #include "rendezvous/state.h"
 
 namespace gluon_syncbn {
@@ -23,8 +24,8 @@ constexpr Seconds kAwake{0.0003};
 // One device's wait. The lock is held, except while an observer is called.
 class Wait {
  public:
-  Wait(State* state, State::Lock* lock, const Layer& layer, const Layer::Key& key,
-       Meeting* meeting, const std::string& device)
+  Wait(State* state, State::Lock* lock, const Layer& layer, const Layer::Key& key, Meeting* meeting,
+       const std::string& device)
       : state_(state),
         lock_(lock),
         layer_(layer),

@@ -209,9 +209,10 @@ TEST(a_flush_leaves_calls_of_all_devices_alone) {
   check_synchronizes(&f, cpus(2));
 }
 
-// A step of some layers, whose devices call them in the same order, forward and then backward. MXNet
-// skips a device's calls from some moment on, the loop leaves them out, a call fails by itself, or
-// the data does not fit. Then Python raises the error, and the next step is as if nothing had been.
+// A step of some layers, whose devices call them in the same order, forward and then backward.
+// MXNet skips a device's calls from some moment on, the loop leaves them out, a call fails by
+// itself, or the data does not fit. Then Python raises the error, and the next step is as if
+// nothing had been.
 class RandomSteps {
  public:
   explicit RandomSteps(uint64_t seed)
@@ -295,8 +296,9 @@ class RandomSteps {
     const std::string text = rendezvous_.failure();
     const auto has = [&](Fault kind) { return std::count(fault.begin(), fault.end(), kind) > 0; };
     // If all are skipped from the same call on, none waits.
-    const bool failed = has(kFails) || has(kDoesNotFit) ||
-                        (has(kSkipped) && (has(kNone) || moment != decltype(moment)(devices, moment[0])));
+    const bool failed =
+        has(kFails) || has(kDoesNotFit) ||
+        (has(kSkipped) && (has(kNone) || moment != decltype(moment)(devices, moment[0])));
     CHECK_EQ(failed, !text.empty());
     if (!failed) {
       CHECK_EQ(ended.load(), 0);
