@@ -6,9 +6,25 @@ from collections.abc import Mapping
 import mxnet as mx
 import numpy
 
+from .. import native
 from ..groups.group import default_group
-from ..training.empty import is_joined, set_joined
 from ..training.trainer import before_adding_up, check_trainer, clear, trained
+
+_joined = False
+
+
+def _set_joined(joined):
+    """Sets whether this process contributes nothing to the layers from now on. Returns the old
+    value."""
+    global _joined
+    before, _joined = _joined, joined
+    if joined != before:
+        try:
+            # Calls of the last step may still be on their way to their exchanges.
+            mx.nd.waitall()
+        finally:
+            native.set_joined(joined)
+    return before
 
 
 class join:
@@ -81,7 +97,7 @@ class join:
     def __iter__(self):
         remaining = iter(self._batches)
         # A loop around this one may have joined.
-        outer = set_joined(False)
+        outer = _set_joined(False)
         nothing = last = object()
         try:
             while True:
@@ -124,13 +140,13 @@ class join:
             return
         self._check_requests()
         self.absent = True
-        set_joined(True)
+        _set_joined(True)
         if self._trainer is not None:
             before_adding_up.append(self._bring_nothing)
 
     def _bring_nothing(self, trainer):
         # A loop within this one has not joined.
-        if trainer is not self._trainer or not is_joined():
+        if trainer is not self._trainer or not _joined:
             return
         for parameter in trained(trainer):
             for gradient in parameter.list_grad():
@@ -138,7 +154,7 @@ class join:
 
     def _end(self, outer):
         try:
-            set_joined(outer)
+            _set_joined(outer)
         finally:
             if self.absent:
                 self.absent = False

@@ -6,11 +6,9 @@ import weakref
 
 from mxnet import autograd
 from mxnet.gluon import HybridBlock, SymbolBlock
-from mxnet.gluon.block import _flatten
 from mxnet.symbol import Symbol
 
 from .. import native
-from ..layers import calls
 from ..layers.batch_norm import SyncBatchNorm
 from .blocks import forget_old_graph, walk
 from .fusion import fused, is_fusing
@@ -36,7 +34,7 @@ def _get_graph_to_compile(block, *args):
 @functools.wraps(_call_cached_op)
 def _call_without_op_hooks(block, *args):
     forget_old_graph(block)
-    for layer in _layers(block) if block._callback and autograd.is_training() else ():
+    for layer in layers_of(block) if block._callback and autograd.is_training() else ():
         for devices in layer.device_groups():
             if len(devices) > 1 and not layer.settings()["use_global_stats"]:
                 # MXNet loses the error of a hook that would wait until the timeout.
@@ -48,27 +46,21 @@ def _call_without_op_hooks(block, *args):
                     "read them once it was called on all devices."
                 )
     result = _call_cached_op(block, *args)
-    if autograd.is_training() and not native.trains() and _nodes(block):
+    if autograd.is_training() and not native.trains() and _has_ours(block):
         native.note_training()
-    if calls.are_noted():
-        inputs = _flatten(args, "input")[0]
-        calls.note(next(x.context for x in inputs if x is not None), _nodes(block))
     return result
 
 
-# {block: (what it has compiled, its nodes)}
+# {block: (what it has compiled, whether it has a node of ours)}
 _compiled = weakref.WeakKeyDictionary()
 
 
-def _nodes(block):
-    """(id of its layer, its number or None) for each node of a compiled block."""
-    known, nodes = _compiled.get(block, (None, ()))
+def _has_ours(block):
+    known, has_ours = _compiled.get(block, (None, False))
     if known is not block._cached_op:
-        graph = Graph(with_node_ids(block._cached_graph[1]))
-        attributes = [n.attrs for n in graph.nodes() if n.operator in OUR_OPERATOR]
-        nodes = [(int(attrs["layer"]), attrs.get("node")) for attrs in attributes]
-        _compiled[block] = block._cached_op, nodes
-    return nodes
+        has_ours = native.OP_TYPE in block._cached_graph[1].tojson()
+        _compiled[block] = block._cached_op, has_ours
+    return has_ours
 
 
 def _is_of_others(block):
@@ -77,14 +69,15 @@ def _is_of_others(block):
     symbol = block._cached_graph[1]
     if native.OP_TYPE not in symbol.tojson():
         return False
-    own = {(native.PROCESS, str(layer.id)) for layer in _layers(block)}
+    own = {(native.PROCESS, str(layer.id)) for layer in layers_of(block)}
     return any(
         node.operator in OUR_OPERATOR and (node.attrs["process"], node.attrs["layer"]) not in own
         for node in Graph(symbol).all_nodes()
     )
 
 
-def _layers(net):
+def layers_of(net):
+    """Our layers in a net."""
     for _, block in walk(net):
         nodes = block._nodes if isinstance(block, SyncGraph) else ()
         for each in (block, *(node.layer for node in nodes)):

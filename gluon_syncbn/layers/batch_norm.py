@@ -16,7 +16,6 @@ from mxnet.util import is_np_array
 from .. import native
 from ..arguments import is_number, is_whole
 from ..groups.group import check_group
-from . import calls
 from .operator import Settings, is_bfloat16, is_numpy, sync_batch_norm
 from .synced_layer import SyncedLayer
 
@@ -348,8 +347,6 @@ class SyncBatchNorm(nn.BatchNorm):
         running_var,
         num_batches_tracked=None,
     ):
-        if isinstance(x, mx.nd.NDArray) and calls.are_noted():
-            calls.note(x.context, [(self._layer.id, None)])
         contexts = self._layer.contexts()
         on_cpu = not contexts or any(context.device_type != "gpu" for context in contexts)
         return sync_batch_norm(

@@ -153,6 +153,16 @@ class SyncedLayer(native.Layer):
         mean, variance, _, _, *count = (parameter() for parameter in self._parameters)
         return _by_device([mean, variance, *count], Parameter.list_data)
 
+    def last_written(self, active):
+        mean, _, *trained = (parameter() for parameter in self._parameters[:4])
+        data = mean and mean._data
+        if not data:
+            return None, None
+        on = (i for i, array in enumerate(data) if not active or str(array.context) in active)
+        first = next(on, 0)
+        gradients = next((p._grad for p in trained if p is not None and p._grad), None)
+        return data[first], gradients and gradients[first]
+
     def written_by(self, backward):
         if not backward:
             return self.running_statistics()

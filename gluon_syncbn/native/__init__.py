@@ -9,10 +9,13 @@ from .layer import (
     PROCESS,
     Layer,
     cuda_kernels,
+    end_step,
+    exchanges,
     layers,
     set_active_devices,
     set_joined,
     spans_processes,
+    take_part,
     waiting,
 )
 from .routes import (

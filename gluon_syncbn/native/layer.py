@@ -21,7 +21,7 @@ from .library import (
     mxnet,
 )
 from .library import library as _library
-from .routes import Key
+from .routes import MAX_ERROR_SIZE, Key
 
 OP_TYPE = "GluonSyncBatchNorm"
 # Graphs carry this UUID, so that those of another process do not find this one's layers.
@@ -180,6 +180,11 @@ class Layer:
         values."""
         return {}
 
+    def last_written(self, active):
+        """An array that a forward in training mode changes on one of the active devices (of all
+        if none are named), and one that a backward does; None where there is none."""
+        return None, None
+
     def written_by(self, backward):
         """{device: arrays that a forward in training mode, or a backward, changes there}."""
         return {}
@@ -203,6 +208,8 @@ def layers():
 def set_active_devices(devices):
     """Sets which devices take part from the next forward calls on; none means all. No forward call
     may be in progress."""
+    global _active
+    _active = tuple(devices)
     _library.gluon_syncbn_set_active_devices(_texts(devices), len(devices))
 
 
@@ -210,10 +217,55 @@ def _texts(names):
     return (ctypes.c_char_p * len(names))(*map(encoded, names))
 
 
-def set_joined(joined, must_have_samples=False):
-    """Sets whether this process has run out of data and contributes zeros to the sums of all, and
-    whether a call for which no process has samples fails."""
-    _library.gluon_syncbn_set_joined(joined, must_have_samples)
+def set_joined(joined):
+    """Sets whether this process has run out of data and contributes zeros to the sums of all."""
+    _library.gluon_syncbn_set_joined(joined)
+
+
+def end_step(kept):
+    """Ends a step of the layers that exchange with other processes, and returns its number. From
+    now on `exchanges` knows this one, and those that it has for the `kept` numbers."""
+    layers = list(_kept.values())
+    written = [array for layer in layers for array in layer.last_written(_active)]
+    handles = (None if array is None else array.handle for array in written)
+    return _library.gluon_syncbn_end_step(
+        (ctypes.c_int64 * len(layers))(*(layer.id for layer in layers)),
+        (ctypes.c_void_p * len(written))(*handles),
+        len(layers),
+        (ctypes.c_int64 * len(kept))(*kept),
+        len(kept),
+    )
+
+
+def exchanges(step):
+    """The exchanges of a step, or of the last one before it that had any, in their order: (id of
+    the layer, whether it is a backward, number of the node, how many forward calls ago it went
+    forward)."""
+    rows = _library.gluon_syncbn_exchanges(step, None, 0)
+    found = (ctypes.c_int64 * 4 * rows)()
+    _library.gluon_syncbn_exchanges(step, found, rows)
+    return [(key, bool(backward), node, ago) for key, backward, node, ago in found]
+
+
+def take_part(layer, backward, node, ago, running, momentum, unbiased):
+    """Makes an exchange without samples, as one of `exchanges`. running: the running statistics,
+    NumPy arrays, which follow a forward. Returns why it has failed, or "", and whether Ctrl-C has
+    come meanwhile."""
+    error = ctypes.create_string_buffer(MAX_ERROR_SIZE)
+    interrupted = _library.gluon_syncbn_take_part(
+        layer.id,
+        backward,
+        node,
+        ago,
+        len(running[0]),
+        running[0].dtype == "float64",
+        momentum or 0,
+        unbiased,
+        (ctypes.c_void_p * 3)(*(array.ctypes.data for array in running)),
+        error,
+        MAX_ERROR_SIZE,
+    )
+    return decoded(error.value), interrupted
 
 
 def spans_processes():
@@ -224,6 +276,7 @@ def spans_processes():
 _ids = itertools.count()
 _layers = weakref.WeakValueDictionary()
 _kept = {}
+_active = ()
 HAS_ONEDNN = (
     mxnet.runtime.Features().is_enabled("MKLDNN") and os.environ.get("MXNET_MKLDNN_ENABLED") != "0"
 )

@@ -189,7 +189,12 @@ for _name, (_result, *_arguments) in {
     "configure": (None, _long, ctypes.POINTER(LayerConfig)),
     "forget": (None, _long),
     "set_active_devices": (None, ctypes.POINTER(_text), _int),
-    "set_joined": (None, _bool, _bool),
+    "set_joined": (None, _bool),
+    "end_step": (_long, ctypes.POINTER(_long), _pointer, _int, ctypes.POINTER(_long), _int),
+    "exchanges": (_long, _long, _pointer, _long),
+    "take_part": (
+        *(_bool, _long, _bool, _long, _long, _long, _bool, _double, _bool, _pointer, _text, _int),
+    ),
     "fail": (None, _text),
     "resume": (None,),
     "failure": (_bool, _text, _int),

@@ -27,7 +27,7 @@ LIMBS = 3
 KVSTORE_BITS, HOROVOD_BITS = 24, 53
 # What a wait returns: see mxnet/array_wait.h.
 _WRITTEN, _TIME_IS_UP, _INTERRUPTED, _CLOSED = range(4)
-_MAX_ERROR_SIZE = 1 << 13
+MAX_ERROR_SIZE = 1 << 13
 
 
 class Key(namedtuple("Key", "layer direction node group", defaults=(None, None))):
@@ -219,7 +219,7 @@ class Route:
         Raises RuntimeError."""
         mine = numpy.ascontiguousarray(mine, numpy.float64)
         everyone = numpy.empty((self._processes, mine.size))
-        error = ctypes.create_string_buffer(_MAX_ERROR_SIZE)
+        error = ctypes.create_string_buffer(MAX_ERROR_SIZE)
         status = _library.gluon_syncbn_exchange(
             self.handle,
             encoded(title),
@@ -228,7 +228,7 @@ class Route:
             mine.size,
             everyone.ctypes.data,
             error,
-            _MAX_ERROR_SIZE,
+            MAX_ERROR_SIZE,
         )
         if status < 0:
             raise RuntimeError(decoded(error.value))
@@ -252,8 +252,8 @@ def packed_size(size, processes, exact_bits):
 
 def _or_error(function, *arguments):
     """The handle that a function returns. Raises RuntimeError with the error that it writes."""
-    error = ctypes.create_string_buffer(_MAX_ERROR_SIZE)
-    handle = function(*arguments, error, _MAX_ERROR_SIZE)
+    error = ctypes.create_string_buffer(MAX_ERROR_SIZE)
+    handle = function(*arguments, error, MAX_ERROR_SIZE)
     if not handle:
         raise RuntimeError(decoded(error.value))
     return handle

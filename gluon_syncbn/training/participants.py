@@ -6,7 +6,9 @@ import mxnet as mx
 from mxnet.context import Context
 
 from .. import native
-from .empty import end_step, take_part
+from ..graph.blocks import check_block
+from ..graph.hooks import layers_of
+from .steps import end_step, give_up, take_part
 from .trainer import after_update, before_adding_up, check_trainer, clear, trained, trainers
 
 
@@ -39,10 +41,25 @@ class participants:
                     ...                             # record, backward
                 trainer.step(samples)               # those of all processes
 
-    Here the layers are called without samples, as often as in the last step of this Trainer in this
-    process, or once each before its first one. So the others get the statistics and gradients of
-    their samples, and all the same running statistics. (A net that calls a layer several times, or
-    leaves some out, needs a first step with samples in each process.)
+    Here the layers take part without samples in what the last step of this Trainer exchanged in
+    this process, all its passes in their order, or once each before its first one. So the others
+    get the statistics and gradients of their samples, and all the same running statistics. (A net
+    that calls a layer several times, or leaves some out, needs a first step with samples in each
+    process.) A step ends where its Trainer steps, and begins after the one before or where a
+    context does; of the last two steps the shorter counts.
+
+    A process that has samples for the net, but none for some of its blocks, such as a head, says so
+    between the call of what comes before them and the Trainer's step::
+
+            with autograd.record():
+                features = backbone(x)
+                ...                             # losses of other heads
+            with sbn.participants([], trainer, head):
+                ...                             # backward
+                trainer.step(samples)
+
+    The layers of `head` take part, and its gradients are zero, as above. This context may be within
+    another. It neither waits for other blocks nor changes what counts for them.
 
     A step that ends in an error, such as Ctrl-C in a notebook after the net was called for one
     device and before the next, is abandoned: calls that wait for others fail at once, the error
@@ -57,17 +74,19 @@ class participants:
         Needed for ``[]`` if there are several Trainers, and for a Trainer that was made before
         gluon_syncbn was imported. Make Trainers before the context. A subclass with a ``step`` of
         its own must call the Trainer's ``step`` or ``allreduce_grads``.
+    blocks : Block or list of Block, optional
+        For ``[]``: those that this process has no samples for. By default the whole net.
 
     Raises
     ------
     ValueError
         If there are no devices and no other processes, or a device on which no layer or Trainer has
-        parameters, or within another `participants`.
+        parameters, or for `blocks` and devices, or within another `participants` without `blocks`.
     TypeError
         For anything but a Trainer as `trainer`.
     MXNetError
         On waiting for a result, if a layer is called on another device. For ``[]``, at once, if no
-        process has samples.
+        process has samples, or another one does not arrive.
 
     References
     ----------
@@ -76,10 +95,10 @@ class participants:
     """
 
     _inside = False
-    # The last context that left devices idle, until the next one.
-    _last = None
+    # The contexts that left devices idle, until the next step: one, and later ones for blocks.
+    _idle = ()
 
-    def __init__(self, devices, trainer=None):
+    def __init__(self, devices, trainer=None, blocks=None):
         devices = devices if isinstance(devices, (list, tuple)) else [devices]
         devices = [getattr(device, "context", device) for device in devices]
         if not all(isinstance(device, Context) for device in devices):
@@ -88,9 +107,11 @@ class participants:
                 "them."
             )
         check_trainer(trainer, "participants")
-        if not devices:
-            trainer = _trainer_of_empty_step(trainer)
-        self._trainer = trainer
+        # What this context leaves to the next one must keep no Trainer alive, and so no store.
+        self._trainer = None if devices else weakref.ref(_trainer_of_empty_step(trainer))
+        self._layers = self._parameters = None
+        if blocks is not None:
+            self._layers, self._parameters = _of_blocks(blocks, devices)
         self._devices = list(dict.fromkeys(map(str, devices)))
         self._active = False
         # {parameter: whether its gradient was new on each device, as MXNet knows it}, before the
@@ -98,6 +119,10 @@ class participants:
         self._was_fresh = weakref.WeakKeyDictionary()
 
     def __enter__(self):
+        if self._layers is not None:
+            participants._idle = (*participants._idle, self)
+            self._begin_idle()
+            return self
         if participants._inside:
             raise ValueError("participants inside participants: leave the outer one first.")
         held = [
@@ -111,14 +136,11 @@ class participants:
             _before_adding_up(trainer)  # as gradients so far belong to the last context
         # Even if whole groups of devices are idle, so that no layer needs to know.
         is_divided = not self._devices or any(map(self._divided, held))
-        participants._last = self if is_divided else None
-        if participants._last is not None:
-            for trainer in trainers():
-                self._watch(trainer)
+        participants._idle = (self,) if is_divided else ()
         end_step()
-        if not self._devices:
-            take_part(self._trainer)
-        elif any(self._parts(layer) for layer in native.layers()):
+        if is_divided:
+            self._begin_idle()
+        if any(self._parts(layer) for layer in native.layers()):
             # Earlier calls belong to a step of all devices.
             mx.nd.waitall()
             native.set_active_devices(self._devices)
@@ -127,10 +149,9 @@ class participants:
         return self
 
     def __exit__(self, kind, error, trace):
-        end_step()
         try:
             if error is not None:
-                native.give_up(f"The step was given up: {type(error).__name__}: {error}")
+                give_up(error)
             elif self._active:
                 mx.nd.waitall()
             if self._active:
@@ -138,10 +159,29 @@ class participants:
                     for layer in native.layers():
                         self._share_running_statistics(layer)
         finally:
-            participants._inside = False
+            if self._layers is None:
+                participants._inside = False
             if self._active:
                 native.set_active_devices([])
                 self._active = False
+
+    def _begin_idle(self):
+        for trainer in trainers():
+            self._watch(trainer)
+        if self._devices:
+            return
+        layers = native.layers()
+        if self._layers is None:
+            mx.nd.waitall()
+        else:
+            # Not for all: backward calls of other blocks may wait for a process that waits for this
+            # one here.
+            written = [arrays for each in layers for arrays in each.running_statistics().values()]
+            for arrays in (*written, *(each._data or () for each in self._parameters)):
+                for array in arrays:
+                    array.wait_to_read()
+            layers = [layer for layer in layers if layer.id in self._layers]
+        take_part(self._trainer(), layers)
 
     def _check_devices(self, held):
         groups = [group for layer in native.layers() for group in layer.device_groups()]
@@ -163,9 +203,14 @@ class participants:
         """(active, idle) devices of each group of a layer's devices that has both."""
         return list(filter(None, map(self._divided, layer.device_groups())))
 
+    def _trained(self, trainer):
+        """The Trainer's parameters, or those of the blocks."""
+        own = self._parameters
+        return [each for each in trained(trainer) if own is None or each in own]
+
     def _watch(self, trainer):
         """From now on, only gradients of later backward passes are new."""
-        for parameter in trained(trainer):
+        for parameter in self._trained(trainer):
             is_divided = not self._devices or self._divided(_devices_of(parameter))
             if is_divided and parameter not in self._was_fresh:
                 self._was_fresh[parameter] = [data._fresh_grad for data in parameter._data]
@@ -175,7 +220,7 @@ class participants:
     def _bring_nothing(self, trainer):
         """Lets idle devices contribute nothing, where active ones, or other processes, have new
         gradients."""
-        for parameter in trained(trainer):
+        for parameter in self._trained(trainer):
             was_fresh = self._was_fresh.pop(parameter, ())
             # Not list_data(), which refuses sparse parameters.
             arrays = list(zip(_devices_of(parameter), parameter._data, parameter.list_grad()))
@@ -216,6 +261,21 @@ def _trainer_of_empty_step(trainer):
     return several[0]
 
 
+def _of_blocks(blocks, devices):
+    """The numbers of the layers of blocks, and their parameters."""
+    if devices:
+        raise ValueError(
+            "participants got devices and blocks: give [] as devices for blocks that this process "
+            "has no samples for, and leave blocks out otherwise."
+        )
+    blocks = blocks if isinstance(blocks, (list, tuple)) else [blocks]
+    for block in blocks:
+        check_block(block, "participants")
+    parameters = (each for block in blocks for each in block.collect_params().values())
+    layers = {layer.id for block in blocks for layer in layers_of(block)}
+    return layers, weakref.WeakSet(parameters)
+
+
 def _devices_of(parameter):
     """The devices of a parameter, also if its initialization is deferred."""
     known = parameter._data is not None or parameter._deferred_init
@@ -223,13 +283,21 @@ def _devices_of(parameter):
 
 
 def _before_adding_up(trainer):
-    if participants._last is not None:
-        participants._last._bring_nothing(trainer)
+    # Those for blocks first, as the other one takes what they clear for a backward.
+    for context in reversed(participants._idle):
+        context._bring_nothing(trainer)
 
 
 def _after_update(trainer):
-    if participants._inside and participants._last is not None:
-        participants._last._watch(trainer)
+    # Blocks are without samples in one step.
+    participants._idle = tuple(
+        context
+        for context in participants._idle
+        if context._layers is None or context._trainer() is not trainer
+    )
+    if participants._inside:
+        for context in participants._idle:
+            context._watch(trainer)
 
 
 before_adding_up.append(_before_adding_up)

@@ -11,6 +11,7 @@ STORES = [
     "distributed_bits:bits",
     "test_distributed_empty:empty_steps",
     "test_distributed_empty:first_step_empty",
+    "test_distributed_empty:sequences",
     "test_distributed_module:trains",
     "test_distributed_sums:sums",
     "test_distributed_sums:a_new_group",

@@ -1,5 +1,7 @@
 """Steps in which some processes have no samples, against one process with the whole batch."""
 
+import contextlib
+
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
@@ -13,6 +15,20 @@ from tolerances import assert_same_bits
 
 CHANNELS, STEPS = 3, 6
 SEEDS = range(len(MODES) * 2)
+# (what is done, the ranks that have samples), nothing of which waits.
+SEQUENCE = [
+    ("step", [0, 1]),
+    ("bare step", [0, 1]),
+    ("measurement", [0, 1]),
+    ("step", [0]),
+    ("skipped step", [0, 1]),
+    ("bare step", [0, 1]),
+    ("step", [0]),
+    ("step", [1]),
+    ("pass by pass", [0, 1]),
+    ("pass by pass", [0]),
+]
+PLACES = ["while recording", "before backward", "after backward", "first step", "within"]
 
 
 class Net(nn.HybridBlock):
@@ -77,12 +93,148 @@ def values(net):
     return found
 
 
+class Run:
+    """What the processes of these ranks do, or one that has the samples of all. Nothing in it
+    waits."""
+
+    def __init__(self, devices, ranks, trainer_of=None):
+        self.devices, self.ranks, self.trainer_of = devices, ranks, trainer_of
+
+    def net(self, name, layers=1, **arguments):
+        net = nn.HybridSequential(prefix=name)
+        with net.name_scope():
+            for _ in range(layers):
+                net.add(sbn.SyncBatchNorm(in_channels=CHANNELS, **arguments))
+                net.add(nn.HybridLambda("tanh"))
+        net.initialize(ctx=self.devices)
+        return net
+
+    def trainer(self, *nets):
+        parameters = mx.gluon.ParameterDict()
+        for net in nets:
+            parameters.update(net.collect_params())
+        return self.trainer_of and self.trainer_of(parameters)
+
+    def within(self, x, trainer, used=True):
+        if trainer is None or not used:
+            return contextlib.nullcontext()
+        return sbn.participants(self.devices if x.size else [], trainer)
+
+    def data(self, *seed, present=(0, 1)):
+        x = np.random.default_rng(seed).normal(1, 2, (2, 2, CHANNELS)).astype("float32")
+        return x[[rank for rank in self.ranks if rank in present]].reshape(-1, CHANNELS)
+
+    def parts(self, x):
+        return mx.gluon.utils.split_and_load(mx.nd.array(x), self.devices) if x.size else []
+
+    @staticmethod
+    def statistics(*nets):
+        return {
+            name: parameter.list_data()[-1].asnumpy()
+            for net in nets
+            for name, parameter in net.collect_params().items()
+            if parameter.grad_req == "null"
+        }
+
+    def sequence(self, seed):
+        """Steps of one, two or three accumulated passes."""
+        passes = 1 + seed % 3
+        net = self.net(f"sequence{seed}_", layers=2)
+        hybridize(net, list(MODES)[seed % len(MODES)])
+        net.collect_params().setattr("grad_req", "add" if passes > 1 else "write")
+        trainer = self.trainer(net)
+        for number, (what, present) in enumerate(SEQUENCE):
+            batches = [self.data(seed, number, i, present=present) for i in range(passes)]
+            with self.within(batches[0], trainer, what == "step"):
+                with contextlib.ExitStack() as measuring:
+                    if what == "measurement":
+                        measuring.enter_context(sbn.precise_statistics(net))
+                    for x in batches:
+                        with self.within(x, trainer, what == "pass by pass"):
+                            backward(net, self.parts(x), what != "measurement")
+                if trainer and what not in ("measurement", "skipped step"):
+                    trainer.step(1)
+            net.collect_params().zero_grad()
+        return self.statistics(net)
+
+    def adversaries(self):
+        """One net goes backward in the step of its Trainer, and forward in the one before."""
+        first, second = self.net("first_"), self.net("second_")
+        trainers = self.trainer(first), self.trainer(second)
+        for number in range(4):
+            x = self.data(number, present=[0, 1] if number < 2 else [number - 2])
+            parts = self.parts(x)
+            with self.within(x, trainers[0]):
+                with autograd.record():
+                    fakes = [second(part * part) for part in parts]
+                    losses = [(first(p) ** 2).sum() for p in parts]
+                    losses += [(first(fake.detach()) ** 3).sum() for fake in fakes]
+                losses and autograd.backward(losses)
+                trainers[0] and trainers[0].step(1)
+            with self.within(x, trainers[1]):
+                with autograd.record():
+                    losses = [(first(fake) ** 3).sum() for fake in fakes]
+                losses and autograd.backward(losses)
+                trainers[1] and trainers[1].step(1)
+        return self.statistics(first, second)
+
+    def head(self, place):
+        """Rank 1 has no samples for the head in one step."""
+        first = sbn.SyncBatchNorm(in_channels=CHANNELS, prefix=f"first {place}_")
+        # Called several times, but where there is no step to tell.
+        head = self.net(f"head {place}_", momentum=None)
+        calls = 1 if place == "first step" else 2
+        first.initialize(ctx=self.devices)
+        trainer, found = self.trainer(first, head), {}
+        for number in range(3):
+            here = [0] if number == (place != "first step") else [0, 1]
+            here = [rank for rank in self.ranks if rank in here]
+            x = mx.nd.array(self.data(number))
+            x.attach_grad()
+
+            def absent(at, here=here):
+                is_here = not here and at == place.replace("first step", "before backward")
+                return sbn.participants([], trainer, head) if is_here else contextlib.nullcontext()
+
+            with contextlib.ExitStack() as within:
+                if place == "within" and trainer:
+                    within.enter_context(sbn.participants(self.devices, trainer))
+                with autograd.record():
+                    features = first(x)
+                    loss = (features**3).sum()
+                    if here or place == "zero":
+                        y = features[: 2 * len(here)]
+                        for _ in range(calls):
+                            y = head(y)
+                        loss = loss + (y**3).sum()
+                        assert y.shape == (2 * len(here), CHANNELS)
+                        # MXNet does not read an array without values.
+                        found.update({f"y {number}": y} if here else {})
+                    with absent("while recording"):
+                        pass
+                with absent("before backward"), absent("within"):
+                    loss.backward()
+                with absent("after backward"):
+                    trainer and trainer.step(1)
+            found[f"dx {number}"] = x.grad.copy()
+        found = {name: value.asnumpy() for name, value in found.items()}
+        return {**found, **self.statistics(first, head)}
+
+
+def backward(net, parts, is_recorded):
+    with autograd.record() if is_recorded else contextlib.nullcontext():
+        losses = [(net(part) ** 2).sum() for part in parts]
+    if is_recorded and losses:
+        autograd.backward(losses)
+
+
 # What the workers run.
 
 
 def trainer_of(net, world):
     """With a learning rate of 0, so that statistics depend on the data alone."""
-    arguments = net.collect_params(), "sgd", {"learning_rate": 0.0}
+    parameters = net.collect_params() if isinstance(net, mx.gluon.Block) else net
+    arguments = parameters, "sgd", {"learning_rate": 0.0}
     if world.engine == "horovod":
         return world.hvd.DistributedTrainer(*arguments)
     return mx.gluon.Trainer(*arguments, kvstore=None)
@@ -105,6 +257,18 @@ def empty_steps(world):
                     found["y"], found["dx"] = step(net, parts, used)
                 trainer.step(len(x))
             world.save(f"empty {seed} {number}", **found, **values(net))
+
+
+def sequences(world):
+    run = Run(contexts(1), [world.rank], lambda net: trainer_of(net, world))
+    for seed in SEEDS:
+        run.devices = contexts(1 if world.engine == "horovod" else 1 + seed % 2)
+        world.save(f"sequence {seed}", **run.sequence(seed))
+    run.devices = contexts(1)
+    world.save("adversaries", **run.adversaries())
+    with mx.util.np_shape(True):  # For arrays without samples.
+        for place in PLACES:
+            world.save(f"head {place}", **run.head(place))
 
 
 def first_step_empty(world):
@@ -181,6 +345,34 @@ def test_bits_are_those_of_one_process(pair, request, seed):
                 is_summed = "horovod" in request.node.name
                 total = each[0] if is_summed else sum(each)
                 np.testing.assert_allclose(total, value, rtol=1e-4, atol=1e-4, err_msg=what)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_step_that_is_made_again(pair, seed):
+    expected = Run(contexts(1), [0, 1]).sequence(seed)
+    for found in pair.arrays(f"sequence {seed}"):
+        for name, value in expected.items():
+            assert_same_bits(found[name], value, name)
+
+
+def test_steps_of_two_trainers(pair):
+    expected = Run(contexts(1), [0, 1]).adversaries()
+    for found in pair.arrays("adversaries"):
+        for name, value in expected.items():
+            assert_same_bits(found[name], value, name)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_head_without_samples(pair, place):
+    expected = Run(contexts(1), [0, 1]).head(place)
+    parts = pair.arrays(f"head {place}")
+    for name, value in expected.items():
+        if name.startswith(("y", "dx")):
+            found = [part[name] for part in parts if name in part]
+            assert_same_bits(np.concatenate(found), value, name)
+        else:
+            for part in parts:
+                assert_same_bits(part[name], value, name)
 
 
 def test_first_step_empty(pair):

@@ -1,7 +1,9 @@
 """Steps in which some devices have no data."""
 
 import contextlib
+import gc
 import time
+import weakref
 
 import gluon_syncbn as sbn
 import mxnet as mx
@@ -164,6 +166,27 @@ def test_an_argument_that_is_no_trainer(function, trainer):
     what = f"got a {type(trainer).__name__} as trainer: give the mxnet.gluon.Trainer"
     with pytest.raises(TypeError, match=what):
         function(contexts(1), trainer)
+
+
+@pytest.mark.parametrize(
+    "devices, blocks, words",
+    [(contexts(1), nn.Dense(1), "devices and blocks"), ([], "head", "takes a Gluon Block")],
+)
+def test_invalid_blocks(devices, blocks, words, monkeypatch):
+    monkeypatch.setattr(native, "spans_processes", lambda: True)
+    trainer = Training(1).trainer
+    with pytest.raises(ValueError, match=words):
+        sbn.participants(devices, trainer, blocks)
+
+
+def test_a_trainer_is_not_kept():
+    training = Training(2)
+    with sbn.participants(training.devices[:1], training.trainer):
+        pass
+    trainer = weakref.ref(training.trainer)
+    del training
+    gc.collect()
+    assert trainer() is None
 
 
 def test_devices_of_no_net():

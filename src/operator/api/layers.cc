@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <iostream>
 #include <iterator>
@@ -17,6 +18,7 @@
 #include "api/exports.h"
 #include "call/operator.h"
 #include "call/process.h"
+#include "cpu/passes.h"
 #include "cpu/thread_pool.h"
 #include "cuda/device.h"
 #include "mxnet/array_wait.h"
@@ -51,6 +53,15 @@ struct Passing {
   std::string device;
 
   ~Passing() { process.rendezvous->passed(flush, layer, direction, device); }
+};
+
+// See gluon_syncbn_end_step.
+struct StepEntry {
+  int64_t layer;
+  bool is_backward;
+  int64_t step;
+
+  ~StepEntry() { process.rendezvous->record().enter(layer, is_backward, step); }
 };
 
 Direction direction_of(int backward) {
@@ -168,8 +179,65 @@ SBN_EXPORT void gluon_syncbn_set_active_devices(const char* const* devices, int 
   process.rendezvous->set_active_devices({devices, devices + num_devices});
 }
 
-SBN_EXPORT void gluon_syncbn_set_joined(int joined, int must_have_samples) {
-  process.rendezvous->set_joined(joined != 0, must_have_samples != 0);
+SBN_EXPORT void gluon_syncbn_set_joined(int joined) { process.rendezvous->set_joined(joined != 0); }
+
+// Ends a step: see StepRecord. `written`: for each layer an array that its forward calls write, and
+// one that its backward calls write; null if there is none.
+SBN_EXPORT int64_t gluon_syncbn_end_step(const int64_t* layers, void* const (*written)[2],
+                                         int num_layers, const int64_t* kept, int num_kept) {
+  const int64_t step =
+      process.rendezvous->record().end({layers, layers + num_layers}, {kept, kept + num_kept});
+  for (int i = 0; i < num_layers; ++i) {
+    for (const bool is_backward : {false, true}) {
+      void* const array = written[i][is_backward];
+      // Without a forward array there is no call yet. Backward calls then follow those forward.
+      if (!array && is_backward) continue;
+      const auto entry =
+          std::shared_ptr<StepEntry>(new StepEntry{layers[i], is_backward, step + 1});
+      if (!array) continue;
+      // It reads the array, so it does not wait for others that do.
+      push<StepEntry>(entry, [](StepEntry*) {}, array, false, kNoSkip, "SyncBatchNormStep");
+    }
+  }
+  return step;
+}
+
+// The exchanges of a step: see StepRecord::of. Writes at most `capacity` of them, and returns how
+// many there are.
+SBN_EXPORT int64_t gluon_syncbn_exchanges(int64_t step, int64_t (*to)[4], int64_t capacity) {
+  const std::vector<StepRecord::Exchange> all = process.rendezvous->record().of(step);
+  const auto size = static_cast<int64_t>(all.size());
+  for (int64_t i = 0; i < std::min(size, capacity); ++i) {
+    const StepRecord::Exchange& one = all[static_cast<size_t>(i)];
+    const int64_t row[4] = {one.layer, one.is_backward, one.node, one.ago};
+    std::copy(row, row + 4, to[i]);
+  }
+  return size;
+}
+
+// See Rendezvous::take_part and update_running. The running statistics of C channels, in the memory
+// of the host, follow a forward. On failure, writes an error (at most error_size bytes), and
+// returns whether Ctrl-C has come.
+SBN_EXPORT int gluon_syncbn_take_part(int64_t layer, int is_backward, int64_t node, int64_t ago,
+                                      int64_t C, int is_float64, double momentum, int is_unbiased,
+                                      void* const (*running)[3], char* error, int error_size) {
+  const Interruption interruption;
+  try {
+    const PassSums all = process.rendezvous->take_part(process.rendezvous->find(layer),
+                                                       direction_of(is_backward), node, ago, C);
+    if (is_backward) return 0;
+    std::vector<Statistics> statistics;
+    for (const ChannelSums& sums : all.on_host) {
+      statistics.push_back(batch_statistics(sums, all.count, 0));
+    }
+    const RunningRule rule{momentum, (*running)[2] != nullptr, is_unbiased != 0};
+    update_running(is_float64 ? DType::kFloat64 : DType::kFloat32, *running, rule, C, 1,
+                   {all.count, all.count, 1}, statistics.data());
+    return 0;
+  } catch (const std::exception& failure) {
+    std::snprintf(error, static_cast<size_t>(error_size), "%s", failure.what());
+    return interruption.what() == Waited::kInterrupted;
+  }
 }
 
 SBN_EXPORT void gluon_syncbn_forget(int64_t layer) { process.rendezvous->forget(layer); }

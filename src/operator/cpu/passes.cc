@@ -28,7 +28,7 @@ class CpuForward : public Pass {
   PassSums sums() override {
     const ForwardShard& shard = task_.parts[0];
     PassSums own{C_, count_of(shard), std::vector<ChannelSums>(static_cast<size_t>(C_)), {}};
-    kernels_.forward_sums(shard.view, shard.x, own.on_host.data());
+    if (own.count > 0) kernels_.forward_sums(shard.view, shard.x, own.on_host.data());
     return own;
   }
 
@@ -63,32 +63,16 @@ class CpuForward : public Pass {
 
   // Last, as a forward that fails must leave the running statistics alone.
   void write(const BatchCounts& counts) {
-    if (task_.from_batch && task_.updates && counts.first > 0) update_running(counts);
+    if (task_.from_batch && task_.updates && counts.first > 0) {
+      update_running(task_.dtype, task_.running, task_.rule, C_, batches_, counts,
+                     statistics_.get());
+    }
     const auto repeated = [&](double Statistics::* member) {
       return [=](int64_t i) { return statistics_.get()[i % (batches_ * C_)].*member; };
     };
     write_values(task_.mean, DType::kFloat64, task_.rows * C_, repeated(&Statistics::mean));
     write_values(task_.inv_std, DType::kFloat64, task_.rows * C_, repeated(&Statistics::inv_std));
     *task_.kept = {{statistics_.get()}, statistics_};
-  }
-
-  void update_running(const BatchCounts& counts) {
-    const auto [mean, variance, num_batches] = task_.running;
-    double momentum = task_.rule.momentum;
-    if (num_batches) {
-      write_parameter(task_.dtype, num_batches, 0, 1, true);
-      momentum = cumulative_momentum(parameter(task_.dtype, num_batches, 0));
-    }
-    for (int64_t c = 0; c < C_; ++c) {
-      const auto batch = BatchMeans::of(batches_, counts, task_.rule.unbiased,
-                                        [&](int64_t b) { return statistics_.get()[b * C_ + c]; });
-      const auto update = [&](void* running, double value) {
-        const double before = parameter(task_.dtype, running, c);
-        write_parameter(task_.dtype, running, c, moving_average(before, value, momentum));
-      };
-      update(mean, batch.mean);
-      update(variance, batch.variance);
-    }
   }
 
   const ForwardTask task_;
@@ -111,13 +95,15 @@ class CpuBackward : public Pass {
 
   PassSums sums() override {
     const BackwardShard& shard = task_.parts[0];
-    kernels_.backward_sums(shard, task_.kept.statistics);
+    if (count_of(shard) > 0) kernels_.backward_sums(shard, task_.kept.statistics);
     return {C_, count_of(shard), own_, {}};
   }
 
   void finish(const PassSums& all) override {
-    input_gradient(all.on_host.data(), all.count);
-    add_gradients(0);
+    if (count_of(task_.parts[0]) > 0) {
+      input_gradient(all.on_host.data(), all.count);
+      add_gradients(0);
+    }
     write();
   }
 
@@ -173,6 +159,26 @@ class CpuBackward : public Pass {
 };
 
 }  // namespace
+
+void update_running(DType dtype, void* const (&running)[3], const RunningRule& rule, int64_t C,
+                    int64_t batches, const BatchCounts& counts, const Statistics* statistics) {
+  const auto [mean, variance, num_batches] = running;
+  double momentum = rule.momentum;
+  if (num_batches) {
+    write_parameter(dtype, num_batches, 0, 1, true);
+    momentum = cumulative_momentum(parameter(dtype, num_batches, 0));
+  }
+  for (int64_t c = 0; c < C; ++c) {
+    const auto batch = BatchMeans::of(batches, counts, rule.unbiased,
+                                      [&](int64_t b) { return statistics[b * C + c]; });
+    const auto update = [&](void* array, double value) {
+      const double before = parameter(dtype, array, c);
+      write_parameter(dtype, array, c, moving_average(before, value, momentum));
+    };
+    update(mean, batch.mean);
+    update(variance, batch.variance);
+  }
+}
 
 std::unique_ptr<Pass> cpu_pass(const ForwardTask& task) {
   return std::make_unique<CpuForward>(task);

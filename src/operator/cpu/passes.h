@@ -13,6 +13,11 @@ namespace gluon_syncbn {
 std::unique_ptr<Pass> cpu_pass(const ForwardTask& task);
 std::unique_ptr<Pass> cpu_pass(const BackwardTask& task);
 
+// Lets running statistics (mean, variance, and the number of batches or null) follow batches with
+// these statistics, C for each.
+void update_running(DType dtype, void* const (&running)[3], const RunningRule& rule, int64_t C,
+                    int64_t batches, const BatchCounts& counts, const Statistics* statistics);
+
 }  // namespace gluon_syncbn
 
 #endif  // GLUON_SYNCBN_CPU_PASSES_H_

@@ -38,9 +38,9 @@ void LayerMessages::all_reduce(const ProcessCall& call, const Open& open, const 
                                std::vector<ChannelSums>* sums, double* count) {
   const size_t size = kCallSize + kSumsSize * sums->size();
   const auto* const own = reinterpret_cast<const double*>(sums->data());
-  std::vector<double> message{static_cast<double>(call.sequence), call.joined ? 0 : *count};
+  std::vector<double> message{static_cast<double>(call.sequence), call.is_absent ? 0 : *count};
   message.reserve(size);
-  if (call.joined) {
+  if (call.is_absent) {
     message.resize(size);
   } else {
     message.insert(message.end(), own, own + size - kCallSize);
@@ -56,11 +56,6 @@ void LayerMessages::all_reduce(const ProcessCall& call, const Open& open, const 
   const double* total = message.data();
   if (message.size() > size) total = add_ranks(call, size, &message);
   *count = total[1];
-  if (*count == 0 && call.must_have_samples && !call.is_backward) {
-    throw std::runtime_error(call.title +
-                             ": no process that shares statistics with this one has samples in "
-                             "this step. Leave the step out in all of them.");
-  }
   std::memcpy(static_cast<void*>(sums->data()), total + kCallSize,
               sums->size() * sizeof(ChannelSums));
 }

@@ -29,10 +29,8 @@ struct ProcessCall {
   double timeout_seconds;
   // The range of ranks whose sums are added.
   size_t first_rank, end_rank;
-  // Whether this process has run out of data and contributes zeros.
-  bool joined;
-  // Whether it is an error if no process has samples.
-  bool must_have_samples;
+  // Whether this process contributes zeros.
+  bool is_absent;
 };
 
 class LayerMessages {

@@ -15,10 +15,9 @@ void Rendezvous::set_active_devices(const std::vector<std::string>& devices) {
   for (const LayerPtr& layer : state_->all()) layer->align_calls();
 }
 
-void Rendezvous::set_joined(bool joined, bool must_have_samples) {
+void Rendezvous::set_joined(bool joined) {
   const State::Lock lock(state_->mutex);
   state_->joined = joined;
-  state_->must_have_samples = must_have_samples;
 }
 
 bool Rendezvous::has_data(const LayerPtr& layer) const {

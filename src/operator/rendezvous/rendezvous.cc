@@ -10,28 +10,44 @@
 namespace gluon_syncbn {
 namespace {
 
-// Replaces the sums and the count of this process with those of all, if there are other processes.
-// Throws.
-void add_other_processes(State* state, Layer* layer, const Layer::Key& key,
-                         std::vector<ChannelSums>* sums, double* count) {
+// Replaces the sums of this process with those of all, if there are other processes. An absent one
+// has no samples in this call. Throws.
+void add_other_processes(State* state, Layer* layer, const Layer::Key& key, bool is_absent,
+                         PassSums* all) {
   State::Lock lock(state->mutex);
   const LayerConfig& config = layer->config;
-  if (!config.spans_processes) return;
-  const ProcessCall call{layer->id,         key.node,
-                         key.sequence,      key.direction == Direction::kBackward,
-                         layer->title(key), config.timeout_seconds,
-                         config.first_rank, config.end_rank,
-                         state->joined,     state->must_have_samples};
+  const bool spans_processes = config.spans_processes;
+  if (!spans_processes && all->count > 0) return;
+  // A process that has joined is allowed to be one of several without any.
+  const bool must_have_samples =
+      key.direction == Direction::kForward && (is_absent || !state->joined);
+  const ProcessCall call{layer->id,
+                         key.node,
+                         key.sequence,
+                         key.direction == Direction::kBackward,
+                         layer->title(key),
+                         config.timeout_seconds,
+                         config.first_rank,
+                         config.end_rank,
+                         is_absent || state->joined};
   const auto open = state->observer.open;
   const auto observed_warn = state->observer.warn;
   lock.unlock();
   const auto warn = [&](const std::string& text) {
     if (observed_warn) observed_warn(text);
   };
-  try {
-    layer->messages.all_reduce(call, open, warn, sums, count);
-  } catch (const std::exception& failure) {
-    throw Error(failure.what());
+  if (spans_processes) {
+    state->record.note(call);
+    try {
+      layer->messages.all_reduce(call, open, warn, &all->on_host, &all->count);
+    } catch (const std::exception& failure) {
+      throw Error(failure.what());
+    }
+  }
+  if (all->count == 0 && must_have_samples) {
+    throw Error(call.title + ": no " + (spans_processes ? "process" : "device") +
+                " that shares statistics with this one has samples in this step. Leave the step "
+                "out in all of them.");
   }
 }
 
@@ -58,7 +74,7 @@ void combine(State* state, State::Lock* lock, Layer* layer, const Layer::Key& ke
   std::string error;
   try {
     meeting->all = together(each);
-    add_other_processes(state, layer, key, &meeting->all.on_host, &meeting->all.count);
+    add_other_processes(state, layer, key, false, &meeting->all);
   } catch (const Error& failure) {
     error = failure.what();
   } catch (const std::exception& failure) {
@@ -170,5 +186,27 @@ PassSums Rendezvous::reduce(const LayerPtr& layer, const CallId& id, Direction d
     throw;
   }
 }
+
+PassSums Rendezvous::take_part(const LayerPtr& layer, Direction direction, int64_t node,
+                               int64_t ago, int64_t channels) {
+  PassSums all{channels, 0, std::vector<ChannelSums>(static_cast<size_t>(channels)), {}};
+  try {
+    State::Lock lock(state_->mutex);
+    const LayerConfig& config = layer->config;
+    if (state_->step != Step::kRunning) throw Error(state_->failure);
+    if (!config.devices.empty()) state_->check_configuration(*layer, config.devices.front());
+    layer->align_calls();
+    int64_t& calls = layer->first_calls[node];
+    const int64_t sequence = direction == Direction::kForward ? calls++ : calls - ago;
+    lock.unlock();
+    add_other_processes(state_.get(), layer.get(), {direction, node, sequence, 0}, true, &all);
+  } catch (const std::exception& error) {
+    fail(layer, error.what());
+    throw;
+  }
+  return all;
+}
+
+StepRecord& Rendezvous::record() { return state_->record; }
 
 }  // namespace gluon_syncbn

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "numerics/passes.h"
+#include "processes/step_record.h"
 #include "rendezvous/types.h"
 
 namespace gluon_syncbn {
@@ -56,9 +57,16 @@ class Rendezvous {
   PassSums reduce(const LayerPtr& layer, const CallId& id, Direction direction,
                   const std::string& device, const char* dtype, const PassSums& own);
 
-  // Whether this process has run out of data and contributes zeros to exchanges, and whether a
-  // forward for which no process has samples fails.
-  void set_joined(bool joined, bool must_have_samples = false);
+  // Makes the exchange of a call without samples, on behalf of all devices of this process: of the
+  // next forward call, or of the backward of the call that went forward so many forward calls ago.
+  // Returns the sums of all. No forward call of the layer may be in progress. Throws Error.
+  PassSums take_part(const LayerPtr& layer, Direction direction, int64_t node, int64_t ago,
+                     int64_t channels);
+  // The exchanges so far.
+  StepRecord& record();
+
+  // Whether this process has run out of data and contributes zeros to exchanges.
+  void set_joined(bool joined);
   // Whether this process has data, or exchanges the layer's sums with processes that may have some.
   // Null: a layer that does not synchronize.
   bool has_data(const LayerPtr& layer) const;

@@ -15,6 +15,7 @@
 #include "numerics/passes.h"
 #include "processes/layer_messages.h"
 #include "processes/patience.h"
+#include "processes/step_record.h"
 #include "processes/text.h"
 #include "rendezvous/types.h"
 
@@ -124,7 +125,7 @@ struct State {
   std::condition_variable changed;
   int64_t meetings = 0;
   bool joined = false;
-  bool must_have_samples = false;
+  StepRecord record;
   Clock::time_point last_arrival{};
   ActiveDevices active;
   Observer observer;
