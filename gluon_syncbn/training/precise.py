@@ -8,6 +8,7 @@ from mxnet.gluon import SymbolBlock
 
 from ..graph.blocks import BATCH_NORMS, check_block, compile_again, walk
 from ..layers.batch_norm import SyncBatchNorm
+from .steps import end_step, give_up
 
 _log = logging.getLogger("gluon_syncbn")
 _COUNT = "num_batches_tracked"
@@ -28,7 +29,8 @@ def precise_statistics(net):
 
     The calls are in training mode and need no backward; the parameters stay as they are. On several
     devices and in several processes the net is called as in training. Without any batch the
-    statistics stay as they were. Layers that are frozen stay as they are. The logger
+    statistics stay as they were, and a warning says so. An error ends all calls in flight, as
+    within :class:`participants`. Layers that are frozen stay as they are. The logger
     ``gluon_syncbn`` names what is not measured: ``nn.BatchNorm`` and graphs of SymbolBlocks.
 
     Parameters
@@ -62,8 +64,9 @@ def precise_statistics(net):
         )
     if left:
         _log.warning("precise_statistics does not measure %s.", ", ".join(left))
-    momenta = [layer._kwargs["momentum"] for layer in layers]
     mx.nd.waitall()
+    end_step()
+    before = [(layer, layer._kwargs["momentum"], _count(layer)) for layer in layers]
     try:
         for layer in layers:
             _count_batches(layer)
@@ -71,11 +74,34 @@ def precise_statistics(net):
         with mx.autograd.train_mode():
             yield
         mx.nd.waitall()
+        if not any(map(_count, layers)):
+            _log.warning(
+                "%s was not called within precise_statistics, so its running statistics stay as "
+                "they were: call it with each batch.",
+                net.name,
+            )
+    except BaseException as error:
+        give_up(error)
+        raise
     finally:
-        for layer, momentum in zip(layers, momenta):
+        end_step()
+        for layer, momentum, count in before:
             if momentum is not None:
                 _follow_batches(layer, momentum)
+            elif not _count(layer):
+                _set_count(layer, count)
         compile_again(found)
+
+
+def _count(layer):
+    """The number of batches, or None if the layer does not count them."""
+    count = vars(layer).get(_COUNT)
+    return None if count is None else count.list_data()[0].asnumpy()[0]
+
+
+def _set_count(layer, count):
+    for array in layer.num_batches_tracked.list_data():
+        array[:] = count
 
 
 def _count_batches(layer):
@@ -88,8 +114,7 @@ def _count_batches(layer):
         layer._kwargs["momentum"] = None
         layer._layer.enter(layer)
     else:
-        for array in layer.num_batches_tracked.list_data():
-            array[:] = 0
+        _set_count(layer, 0)
 
 
 def _follow_batches(layer, momentum):

@@ -1,5 +1,7 @@
 """precise_statistics, against layers with momentum=None."""
 
+import time
+
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
@@ -83,16 +85,37 @@ def test_the_mean_over_all_batches(mode, devices, momentum):
         )
 
 
-def test_without_a_batch_or_after_an_error_nothing_changes():
-    net = Net(0.9)
+@pytest.mark.parametrize("momentum", [0.9, None])
+def test_without_a_batch_or_after_an_error_nothing_changes(momentum, caplog):
+    net = Net(momentum)
     net.initialize()
     called(net, data(1)[0], contexts(1), train=True)
-    before = statistics(net)
-    with sbn.precise_statistics(net):
-        pass
+    before = statistics(net), momentum or net.first.num_batches_tracked.data().asscalar()
     with pytest.raises(ZeroDivisionError), sbn.precise_statistics(net):
         raise ZeroDivisionError
-    assert str(statistics(net)) == str(before) and net.first._kwargs["momentum"] == 0.9
+    assert not caplog.text
+    with sbn.precise_statistics(net):
+        pass
+    assert "net was not called within precise_statistics" in caplog.text
+    after = statistics(net), momentum or net.first.num_batches_tracked.data().asscalar()
+    assert str(after) == str(before) and net.first._kwargs["momentum"] == momentum
+
+
+def test_an_error_between_two_devices():
+    """It leaves no trace in the next step."""
+    devices = contexts(2)
+    layer = sbn.SyncBatchNorm(in_channels=1, epsilon=1, group=sbn.SyncGroup(timeout=20))
+    layer.initialize(ctx=devices)
+    start = time.monotonic()
+    with pytest.raises(ZeroDivisionError), sbn.precise_statistics(layer):
+        layer(mx.nd.full((2, 1), 1000, ctx=devices[0]))
+        raise ZeroDivisionError
+    for _ in range(2):
+        with mx.autograd.record():
+            ys = [layer(mx.nd.full((2, 1), n, ctx=device)) for n, device in enumerate(devices)]
+        for n, y in enumerate(ys):
+            np.testing.assert_allclose(y.asnumpy(), (n - 0.5) / np.sqrt(1.25), rtol=1e-6)
+    assert time.monotonic() - start < 10
 
 
 def test_what_is_left_is_named(caplog):
