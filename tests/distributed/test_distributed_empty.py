@@ -28,7 +28,7 @@ SEQUENCE = [
     ("pass by pass", [0, 1]),
     ("pass by pass", [0]),
 ]
-PLACES = ["while recording", "before backward", "after backward", "first step", "within"]
+PLACES = ["while recording", "before backward", "after backward", "first step", "within", "zero"]
 
 
 class Net(nn.HybridBlock):

@@ -87,18 +87,88 @@ def test_integers(mode, dtype):
         # Parameters of all three dtypes are float32.
         ((2, 3, 4), "float16", "has (float32|float16) data.*Cast the data of all devices to one"),
         ((2, 3, 4), "bfloat16", "has (float32|bfloat16) data.*Cast the data of all devices to one"),
-        # MXNet has empty arrays only with NumPy shapes.
-        ((0, 3, 4), "float32", r"\(1\): data of shape \(0, 3, 4\) holds no values.*participants"),
-        ((2, 3, 0), "float32", r"\(1\): data of shape \(2, 3, 0\) holds no values.*participants"),
     ],
 )
 def test_other_data_on_one_device(mode, shape, dtype, words):
     layer = layer_of(mode, devices=2)
-    with mx.util.np_shape(True):
-        x = mx.nd.array(np.ones(shape), ctx=context(1), dtype=numpy_dtype(dtype))
-        with ends_soon(), pytest.raises(mx.MXNetError, match=words):
-            train(layer, mx.nd.ones((2, 3, 4)), x)
+    x = mx.nd.array(np.ones(shape), ctx=context(1), dtype=numpy_dtype(dtype))
+    with ends_soon(), pytest.raises(mx.MXNetError, match=words):
+        train(layer, mx.nd.ones((2, 3, 4)), x)
     works_again(layer, devices=2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 3, 0)])
+def test_no_device_has_samples(mode, devices, shape):
+    words = {1: rf"of shape \({shape[0]}, 3, {shape[2]}\) holds no values, and no other device"}
+    words[2] = "forward call 0: no device that shares statistics with this one has samples"
+    layer = layer_of(mode, devices)
+    with mx.util.np_shape(True), ends_soon():
+        with pytest.raises(mx.MXNetError, match=words[devices]):
+            train(layer, *(mx.nd.zeros(shape, ctx=each) for each in contexts(devices)))
+    works_again(layer, devices)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "axis, shape, empty",
+    [
+        (1, (4, 3, 5), (0, 3, 5)),
+        (1, (4, 3, 5), (2, 3, 0)),
+        (1, (4, 3), (0, 3)),
+        (-1, (4, 5, 3), (0, 5, 3)),
+        (-1, (4, 5, 3), (2, 0, 3)),
+    ],
+)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"activation": "relu", "momentum": None},
+        {"activation": "leaky_relu", "inplace": True},
+        {"scale": False, "activation": "relu", "residual": True},
+    ],
+    ids=["plain", "relu", "inplace", "residual"],
+)
+def test_a_device_without_samples(mode, axis, shape, empty, arguments):
+    """It counts as none, where MXNet has such an array: with NumPy's shapes."""
+    arguments = dict(arguments)
+    copies = 2 if arguments.pop("residual", False) else 1
+
+    def results(where):
+        layer = layer_of(mode, len(where), axis=axis, **arguments)
+        layer.gamma.set_data(mx.nd.array([0, -1, 2]))
+        xs = []
+        for device, number in zip(contexts(len(where)), where):
+            values = np.zeros(empty)
+            if number is not None:
+                values = np.random.default_rng(number).normal(size=shape)
+            xs.append(mx.nd.array(values, ctx=device))
+            xs[-1].attach_grad()
+        with autograd.record():
+            ys = [layer(*[x] * copies) for x in xs]
+            losses = [(y * y).sum() for y in ys]
+        autograd.backward(losses)
+        assert [y.shape for y in ys] == [x.shape for x in xs]
+        mx.nd.waitall()
+        own = [i for i, number in enumerate(where) if number is not None]
+        found = [array[i].asnumpy() for i in own for array in (ys, [x.grad for x in xs])]
+        gradients = [p.list_grad() for p in (layer.gamma, layer.beta) if p.grad_req != "null"]
+        found += [gradient[i].asnumpy() for i in own for gradient in gradients]
+        for i in set(range(len(where))) - set(own):
+            assert not any(gradient[i].asnumpy().any() for gradient in gradients)
+        statistics = [p for p in layer.collect_params().values() if p.grad_req == "null"]
+        return found, [[a.asnumpy() for a in p.list_data()] for p in statistics if p != layer.gamma]
+
+    with mx.util.np_shape(True):
+        found, statistics = results([0, None, 1])
+        expected, right = results([0, 1])
+    for one, other in zip(found, expected):
+        assert_same_bits(one, other)
+    for arrays, others in zip(statistics, right):
+        for array in arrays:
+            assert_same_bits(array, others[0])
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -155,12 +155,10 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
   check_device();
   const View view = arrays.view(kData, attributes_.axis);
   dtype_ = arrays.dtype(kData);
-  if (from_batch_ && view.size() == 0) {
-    throw std::runtime_error(
-        arrays.text(kData) +
-        " holds no values. Do not train the net with it: leave the device out of the step within "
-        "gluon_syncbn.participants(devices), where devices are those with values, or [] in a "
-        "process that has none.");
+  if (from_batch_ && view.size() == 0 && !others_of_batch().exist) {
+    throw std::runtime_error(arrays.text(kData) +
+                             " holds no values, and no other device or process shares its "
+                             "statistics. Do not train the net with it.");
   }
   if (requests[kOutput] == kAddTo && attributes_.needs_y()) {
     throw std::runtime_error(
@@ -179,7 +177,7 @@ void Call::backward_pass(const Arrays& arrays, const int* requests) {
   if (channels_ != view.C) {
     throw std::runtime_error("this backward goes through a forward that has failed.");
   }
-  if (view.size() == 0) {
+  if (view.size() == 0 && !from_batch_) {
     for (const int input : {kGamma, kBeta}) clear(arrays, gradients_ + input, requests[input]);
     return;
   }
@@ -259,6 +257,7 @@ BackwardTask Call::backward_task(const Arrays& arrays, const int* requests,
   };
   // A device that wants no gradient still synchronizes, as others may want theirs.
   const auto gradient = [&](int i) { return result(arrays, gradients_ + i, requests[i]); };
+  const auto input_gradient = [&](int i) { return view.size() > 0 ? gradient(i).to : nullptr; };
   const bool residual = attributes_.residual;
   const BackwardShard whole{view,
                             arrays.data(kOutput),
@@ -267,9 +266,9 @@ BackwardTask Call::backward_task(const Arrays& arrays, const int* requests,
                             gamma(input(kGamma, true)),
                             input(kBeta, attributes_.needs_beta()),
                             attributes_.epilogue,
-                            gradient(kData).to,
+                            input_gradient(kData),
                             write_mode_of(requests[kData]),
-                            residual ? gradient(kResidual).to : nullptr,
+                            residual ? input_gradient(kResidual) : nullptr,
                             residual ? write_mode_of(requests[kResidual]) : WriteMode::kWrite,
                             nullptr};
   return {dtype_,         arrays.text(kOutput), chunks_of(whole, arrays.samples(kOutput)),

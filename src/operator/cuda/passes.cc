@@ -17,8 +17,12 @@ template <typename Task>
 class GpuPass : public Pass {
  public:
   PassSums sums() override {
-    sum();
     const double count = count_of(task_.parts[0]);
+    if (count > 0) {
+      sum();
+    } else {
+      cuda_.clear(own_, static_cast<size_t>(C_) * sizeof(ChannelSums));
+    }
     if (!gpus_.empty()) return {C_, count, {}, {cuda_.share(own_, C_, count, gpus_)}};
     on_host_ = cuda_.fetch(own_, C_);
     cuda_.wait();

@@ -36,7 +36,7 @@ class Pass {
  public:
   virtual ~Pass() = default;
 
-  // The sums of this device's shard.
+  // The sums of this device's shard, which may have no values.
   virtual PassSums sums() = 0;
   // Writes the results, given the sums of all devices. Must follow sums().
   virtual void finish(const PassSums& all) = 0;

@@ -164,16 +164,18 @@ Results<A> train(const Problem<A>& p, Way way, const std::vector<int>& gpus,
         View part = view;
         part.N = end - begin;
         const int64_t at = begin * view.C * view.S;
-        const ForwardShard forth{part, x->data() + at, gamma->data(),    beta->data(), nullptr,
-                                 {},   y->data() + at, WriteMode::kWrite};
+        // Of a device without samples nothing is computed.
+        const auto result = [&](auto* values) { return part.N > 0 ? values + at : nullptr; };
+        const ForwardShard forth{part, x->data() + at,    gamma->data(),    beta->data(), nullptr,
+                                 {},   result(y->data()), WriteMode::kWrite};
         Kept kept;
         ForwardTask task = forward_task(forth, running[rank]->data(), rule, &kept);
         task.mean = {saved[rank]->data(), false};
         task.inv_std = {saved[rank]->data() + view.C, false};
         run_pass(gpus[rank], gpus, task, way, rank, &forward);
         const BackwardShard back{
-            part, dy->data() + at, x->data() + at,    nullptr, gamma->data(),     beta->data(),
-            {},   dx->data() + at, WriteMode::kWrite, nullptr, WriteMode::kWrite, nullptr};
+            part, dy->data() + at,    x->data() + at,    nullptr, gamma->data(),     beta->data(),
+            {},   result(dx->data()), WriteMode::kWrite, nullptr, WriteMode::kWrite, nullptr};
         A* const own = gradients[rank]->data();
         const Result dgamma{own, false}, dbeta{own + view.C, false};
         const BackwardTask back_task{task.dtype, "data", {back}, kept, true, dgamma, dbeta};
@@ -202,7 +204,8 @@ std::vector<int> gpus_of(Way way, size_t count) {
 template <typename A>
 void check_ways() {
   const RunningRule rules[] = {{0.9, false, false}, {0.5, false, true}, {0, true, true}};
-  for (const View& view : {View{8, 3, 49}, View{9, 300, 1}, View{5 * 12, 7, 1, 12}}) {
+  for (const View& view :
+       {View{8, 3, 49}, View{9, 300, 1}, View{5 * 12, 7, 1, 12}, View{2, 3, 49}}) {
     const Problem<A> p(view, 3);
     for (const RunningRule& rule : rules) {
       const Results<A> one = train(p, Way::kHost, gpus_of(Way::kHost, 1), rule);
