@@ -327,4 +327,4 @@ TEST(random_failures) {
 }  // namespace
 }  // namespace gluon_syncbn
 
-int main() { return check::run_all("rendezvous_failures", 120); }
+int main() { return check::run_all("rendezvous_failures", 600); }
