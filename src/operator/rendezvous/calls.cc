@@ -26,7 +26,8 @@ bool Rendezvous::has_data(const LayerPtr& layer) const {
 }
 
 CallId Rendezvous::next_call(const LayerPtr& layer, const std::string& device, int64_t node) {
-  CallId id{node};
+  CallId id;
+  id.node = node;
   std::string notice;
   try {
     const State::Lock lock(state_->mutex);

@@ -157,7 +157,7 @@ TEST(waits_end) {
     CHECK_EQ(error_of_next(waits, 1, kLong), "released");
     interrupt.join();
   }
-  Interruption::close();
+  process_ends = true;
   CHECK_EQ(error_of_next(route(segment, "third key", 1, 2, 1), 1, kLong), "released");
 }
 
