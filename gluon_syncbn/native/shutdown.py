@@ -109,7 +109,7 @@ def _at_exit():
     # indefinitely if one is a custom operator. So none may be left.
     if last_step is not None:
         last_step.wait()
-    _wait_for_all()
+    _wait_and_log()
     library.gluon_syncbn_release()
 
 
