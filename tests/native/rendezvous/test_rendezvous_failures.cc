@@ -82,7 +82,7 @@ TEST(a_failure_reaches_all_and_the_layer_recovers) {
   CHECK(!f.rendezvous.fail("another"));
   CHECK_THROWS(Error, f.next("cpu(1)"), "out of memory on cpu(2)");
   CHECK_THROWS(Error, f.reduce(earlier, "cpu(2)"), "out of memory on cpu(2)");
-  // Each layer with a call that has ended is told, for the other processes.
+  // The observer learns of each call that has ended, as other processes may wait for it.
   CHECK(f.failures == std::vector<std::string>(5, "out of memory on cpu(2)"));
   CHECK_EQ(f.rendezvous.failure(), "out of memory on cpu(2)");
   f.rendezvous.resume();
