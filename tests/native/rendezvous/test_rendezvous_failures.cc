@@ -46,6 +46,8 @@ TEST(a_device_that_is_further_is_named) {
   Fixture f(config_of({"gpu(0)", "gpu(1)", "gpu(2)"}, 2));
   Background first(&f, "gpu(0)");
   f.wait_until_waiting(1);
+  // So that the time of the first is up first.
+  sleep(0.5);
   Background second(&f, "gpu(0)"), other(&f, "gpu(1)");
   CHECK(contains(first.error(), "Missing: gpu(2). Already in a later call: gpu(0)."));
   CHECK(contains(first.error(), "called more often on one device than on another"));
