@@ -106,7 +106,9 @@ struct Fixture {
 
   void reduce(const CallId& id, const std::string& device,
               Direction direction = Direction::kForward) {
-    rendezvous.reduce(layer, id, direction, device, "float32", on_host(Sums(2), 1));
+    // A copy, as configure() may replace it meanwhile.
+    const LayerPtr called = layer;
+    rendezvous.reduce(called, id, direction, device, "float32", on_host(Sums(2), 1));
   }
 
   void call(const std::string& device) { reduce(next(device), device); }
