@@ -51,14 +51,14 @@ class HorovodReducer(Reducer):
         try:
             self._meet(timeout)
         except BaseException:
-            self.peers.close()
+            self.watcher.close()
             raise
         if size > 1:
             # Our exit hook calls it. Any earlier, it would end exchanges of steps that are still
             # under way.
             atexit.unregister(hvd.shutdown)
 
-    def _shutdown_handshake(self, timeout):
+    def _shut_down(self, timeout):
         call_within(
             timeout,
             self._hvd.shutdown,

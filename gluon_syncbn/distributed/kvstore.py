@@ -5,7 +5,7 @@ import threading
 
 import mxnet as mx
 import numpy
-from mxnet_launch.runner import beat, prepare_shutdown
+from mxnet_launch.runner import prepare_shutdown
 
 from .. import native
 from ..arguments import duration, seconds
@@ -90,12 +90,10 @@ class KVStoreReducer(Reducer):
             self._meet(timeout)
         except BaseException:
             self._hooks.undo()
-            self.peers.close()
+            self.watcher.close()
             raise
 
-    def _shutdown_handshake(self, timeout):
-        key = native.Key(None, "shutdown handshake")
-        self.exchange(key, numpy.zeros(1), "The end of the script", timeout)
+    def _shut_down(self, timeout):
         call_within(
             timeout,
             self._kv._barrier,
@@ -227,9 +225,9 @@ class _Hooks:
     def _locked(self, function):
         @functools.wraps(function)
         def call(*args, **kwargs):
-            if self._reducer.peers.lost:
+            if self._reducer.watcher.lost:
                 native.waits.failed += 1
-                raise RuntimeError(self._reducer.peers.lost)
+                raise RuntimeError(self._reducer.watcher.lost)
             with self._reducer._connection:
                 return function(*args, **kwargs)
 
@@ -298,7 +296,6 @@ def _bounded(create):
                 "itself, as kvstore=kv, update_on_kvstore=False."
             )
         timeout = seconds(None)
-        beat("makes its store", again=False)
         return call_within(
             timeout + 1.0,  # The launcher knows who is late, so it reports first.
             lambda: create(name),

@@ -2,15 +2,14 @@
 
 import mxnet as mx
 import numpy
-from mxnet_launch.runner import beat
 
 from .. import native
 from ..arguments import seconds
 from ..groups.store import Store
 from ..native import shutdown
-from .peers import Peers
 from .shared_memory import SharedMemory
 from .waiting import RouteWait
+from .watcher import InFlight, Watcher
 
 # Bytes of a user's key.
 _LONGEST_KEY = 40
@@ -32,10 +31,9 @@ class Reducer(Store):
         # {text of a key: the ranks that exchange it}, for keys that not all do.
         self._ranks = {}
         self._memory = None
-        self._connection = native.Connection(self._probe)
-        in_flight = self._connection.in_flight
-        self.peers = Peers(rank, size, self.name, timeout, in_flight, self._close_routes)
-        beat("makes its store", again=False)
+        self._connection = native.Connection()
+        functions = self._in_flight, self._members_of, self._close_routes
+        self.watcher = Watcher(rank, size, self.name, timeout, *functions)
 
     def _meet(self, timeout):
         """Makes the processes known to each other, as the last step of making a store."""
@@ -44,12 +42,12 @@ class Reducer(Store):
         shutdown.at_exit(self._leave)
 
     def _exchange_addresses(self, memory, timeout):
-        mine = numpy.frombuffer(self.peers.address + memory.address, numpy.uint8)
+        mine = numpy.frombuffer(self.watcher.address + memory.address, numpy.uint8)
         key = native.Key(None, "startup handshake")
         everyone = self.exchange(key, mine.astype(numpy.float64), timeout=timeout)
-        rows, own = everyone.astype(numpy.uint8), len(self.peers.address)
+        rows, own = everyone.astype(numpy.uint8), len(self.watcher.address)
         opened = numpy.array([memory.open([row[own:].tobytes() for row in rows])], numpy.float64)
-        self.peers.set_addresses([row[:own].tobytes() for row in rows])
+        self.watcher.meet(rows[0, :own].tobytes())
         key = native.Key(None, "shared memory")
         memory.agree(self.exchange(key, opened, timeout=timeout).ravel())
         self._memory = memory
@@ -115,12 +113,12 @@ class Reducer(Store):
         return super().exchange(key, array, title or str(key), seconds(timeout))
 
     def route(self, key, size, title, timeout, ranks=None, sums=False):
-        if self.peers.lost:
-            raise RuntimeError(self.peers.lost)
-        self.peers.note_timeout(timeout)
+        if self.watcher.lost:
+            raise RuntimeError(self.watcher.lost)
+        self.watcher.note_timeout(timeout)
         route = super().route(key, size, title, timeout, ranks, sums)
-        if self.peers.lost:  # Meanwhile.
-            route.close(self.peers.lost)
+        if self.watcher.lost:  # Meanwhile.
+            route.close(self.watcher.lost)
         return route
 
     def split(self, size):
@@ -132,7 +130,7 @@ class Reducer(Store):
         return False
 
     def fail(self, text):
-        self.peers.fail(text)
+        self.watcher.fail(text)
 
     def _open(self, key, size, title, timeout, ranks, sums):
         if ranks is not None:
@@ -140,8 +138,9 @@ class Reducer(Store):
         members = self._members(str(key))
         if self._joins(members):
             return self._memory.route(self._connection, str(key), size, members, sums)
-        with self.peers.arrives(f"{title} ({key} 1)") as exchange, mx.autograd.pause():
-            wait = RouteWait(self._probe, title, exchange, timeout)
+        name = f"{title} ({key} 1)"
+        with self.watcher.arrives(name, str(key), timeout), mx.autograd.pause():
+            wait = RouteWait(lambda: self.watcher.lost)
             return self._open_through_store(str(key), size, wait, sums)
 
     def _open_through_store(self, key, size, wait, sums):
@@ -155,22 +154,21 @@ class Reducer(Store):
         """Whether these processes meet in shared memory, not through the store."""
         return self._memory is not None and self._memory.joins(members)
 
-    def _probe(self, title, exchange, error, waited, timeout, probes):
-        """Raises RuntimeError if waiting is of no use: see `native.Connection`."""
-        # The name of an exchange is "title (key number)".
-        key = exchange[len(f"{title} (") :].rpartition(" ")[0]
+    def _in_flight(self):
+        return [[InFlight(*each) for each in some] for some in self._connection.in_flight()]
+
+    def _members_of(self, key):
+        """The range of ranks that exchange it, and whether they meet in shared memory."""
         members = self._members(key)
-        self.peers.judge(
-            title, exchange, error, waited, timeout, probes, members, self._joins(members)
-        )
+        return members.start, members.stop, self._joins(members)
 
     def _close_routes(self, text):
         for route in list(self.routes.values()):
             route.close(text)
 
     def _leave(self, failure):
-        self.peers.leave(failure, self._shutdown_handshake)
+        self.watcher.leave(failure, self._shut_down)
 
-    def _shutdown_handshake(self, timeout):
-        """Does what MXNet's own shutdown needs, once all processes have reached their end. Raises
+    def _shut_down(self, timeout):
+        """Does what MXNet's own shutdown needs, once all scripts have finished. Raises
         RuntimeError."""

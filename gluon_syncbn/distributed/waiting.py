@@ -4,9 +4,10 @@ import threading
 
 from mxnet_launch.patience import Patience
 
-from ..arguments import WARN_AFTER
 from ..native import ArrayWait, shutdown, threads
 
+# Seconds after which a wait looks if it is of use.
+_SLICE = 0.1
 # The threads that run functions with a time limit.
 bounded = set()
 
@@ -41,16 +42,11 @@ def call_within(seconds, function, otherwise):
 
 
 class RouteWait:
-    """A wait for the other processes, until all know a new key.
+    """A wait until all processes know a new key. why(): why it is of no use, or None: see
+    `Watcher.lost`."""
 
-    probe(title, exchange, error, seconds, timeout, probes): see `native.Connection`.
-    """
-
-    def __init__(self, probe, title, exchange, timeout):
-        self._probe, self._title, self._exchange = probe, title, exchange
-        self._timeout, self._first = timeout, timeout * WARN_AFTER
-        self._patience = Patience(timeout)
-        self._probes = 0
+    def __init__(self, why):
+        self._why = why
 
     def array(self, array):
         """Waits until MXNet has written the array."""
@@ -59,16 +55,7 @@ class RouteWait:
         array.wait_to_read()
 
     def until(self, done):
-        """Calls done(seconds), which waits as long, until it is true. Raises RuntimeError if
-        waiting is of no use."""
-        while not done(self._slice()):
-            waited = self._patience.waited()
-            if waited > self._first:
-                self._probe(self._title, self._exchange, "", waited, self._timeout, self._probes)
-                self._probes += 1
-
-    def _slice(self):
-        """Seconds until the next probe is due: the first one and the last are in time."""
-        waited = self._patience.waited()
-        left = (self._first if waited < self._first else self._timeout) - waited
-        return max(0.01, min(1.0, self._first, left if left > 0 else 1.0))
+        """Calls done(seconds), which waits as long, until it is true."""
+        while not done(_SLICE):
+            if self._why():
+                raise RuntimeError(self._why())

@@ -2,12 +2,11 @@
 
 import inspect
 import threading
-import time
 
 import numpy
 
 from .. import native
-from ..arguments import WARN_AFTER, is_whole
+from ..arguments import is_whole
 
 # What to do about processes that have not built the same net.
 SAME_LAYERS = (
@@ -40,11 +39,7 @@ class Store:
 
     def exchange(self, key, array, title, timeout):
         """The arrays of all processes, shape (size, n), given one of shape (n,)."""
-        start = time.monotonic()
-        route = self.route(key, array.size, title, timeout)
-        # One timeout covers both. All have just agreed on the key, so the rest takes little time.
-        left = max(timeout - (time.monotonic() - start), timeout * WARN_AFTER)
-        return route.exchange(title, left, array)
+        return self.route(key, array.size, title, timeout).exchange(title, timeout, array)
 
     def split(self, size):
         """Whether groups of `size` processes can exchange among themselves, from here on. All
@@ -77,7 +72,7 @@ class UserStore(Store):
             takes_timeout = False
         self._options = {"timeout": timeout} if takes_timeout else {}
         self._store = store
-        self._connection = native.Connection(self._probe, self._all_reduce)
+        self._connection = native.Connection(self._all_reduce)
 
     def fail(self, text):
         if hasattr(self._store, "fail"):
@@ -95,7 +90,3 @@ class UserStore(Store):
                 f"float64 of shape {array.shape}."
             )
         return result
-
-    def _probe(self, title, exchange, error, *wait):
-        """Called with the error of a function that has failed: it has waited itself."""
-        raise RuntimeError(f"{title}: {error}")

@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401
 
-from .failures import give_up, note_training, trains, waits
+from .failures import give_up, note_training, training_threads, trains, waits
 from .layer import (
     HAS_ONEDNN,
     OP_TYPE,

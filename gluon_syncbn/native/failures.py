@@ -10,6 +10,7 @@ import ctypes
 import functools
 import threading
 import types
+import weakref
 
 from . import layer
 from .callbacks import decoded, encoded, text_of
@@ -19,19 +20,24 @@ from .library import library as _library
 _MAX_SIZE = 1 << 14
 # How many of Python's waits for MXNet have ended, by thread, and how many of all with an error.
 waits = types.SimpleNamespace(returned=collections.Counter(), failed=0)
-# `trains` is set in threads that have called a layer in training.
-_thread = threading.local()
+# The threads that have called a layer in training.
+_training_threads = weakref.WeakSet()
 # Without our part.
 wait_all = mxnet.base._LIB["MXNDArrayWaitAll"]
 
 
 def note_training():
     """This thread has called a layer in training."""
-    _thread.trains = True
+    _training_threads.add(threading.current_thread())
 
 
 def trains():
-    return getattr(_thread, "trains", False)
+    return threading.current_thread() in _training_threads
+
+
+def training_threads():
+    """The ids of those threads."""
+    return {thread.ident for thread in _training_threads.copy()}
 
 
 def failure():

@@ -108,16 +108,6 @@ LayerConfig = _struct(
     config_error=_text,
     notice=_text,
 )
-_Delay = _struct(
-    "Delay",
-    waited=_int,
-    probes=_int,
-    title=_text,
-    exchange=_text,
-    error=_text,
-    seconds=_double,
-    timeout=_double,
-)
 KVStoreSlots = _struct(
     "KVStoreSlots",
     pushpull=_pointer,
@@ -164,15 +154,13 @@ WARN = _callback(None, _text)
 FAILED = _callback(None, _long, _text)
 WAITS = _callback(None, _long, _bool, _long)
 OPEN = _callback(_pointer, _long, _bool, _long, _text, _long, _long)
-PROBE = _callback(None, _long, ctypes.POINTER(_Delay))
-IN_FLIGHT = _callback(None, _text, _double, _bool)
+IN_FLIGHT = _callback(None, _text, _text, _double, _double, _bool)
 _KVSTORE, _HOROVOD = (KVStoreSlots, KVStoreSums), (HorovodArrays, HorovodSums)
 Callbacks = _struct("Callbacks", warn=WARN, failed=FAILED, waits=WAITS, open=OPEN)
 
 # In the order of gluon_syncbn_struct_sizes.
 STRUCTS = (
     LayerConfig,
-    _Delay,
     KVStoreSlots,
     KVStoreSums,
     HorovodArrays,
@@ -204,6 +192,7 @@ for _name, (_result, *_arguments) in {
     "flush_finish": (None, _pointer, _text),
     "holds_error": (_bool, _pointer),
     "abandon": (None,),
+    "is_abandoned": (_bool,),
     "struct_sizes": (None, _pointer),
     "close": (None, _text),
     "waiting": (_int,),
@@ -212,7 +201,7 @@ for _name, (_result, *_arguments) in {
     "peer_access": (_int,),
     "release": (None,),
     "catch_interrupts": (_int,),
-    "connect": (_pointer, _long, PROBE),
+    "connect": (_pointer,),
     "lock_calls": (None, _pointer),
     "unlock_calls": (None, _pointer),
     "in_flight": (_pointer, _pointer, IN_FLIGHT, _text, _int),

@@ -10,7 +10,6 @@ from .callbacks import callback, decoded, encoded
 from .library import (
     ALL_REDUCE,
     IN_FLIGHT,
-    PROBE,
     HorovodArrays,
     HorovodSums,
     KVStoreSlots,
@@ -39,27 +38,8 @@ class Key(namedtuple("Key", "layer direction node group", defaults=(None, None))
         return f"{text} in groups of {self.group}" if self.group else text
 
 
-@callback(PROBE)
-def _on_probe(connection, delay):
-    """Raises if a slow exchange is not to go on. Runs on the waiting thread."""
-    delay = delay.contents
-    _raise_if_released(delay.waited)
-    texts = map(decoded, (delay.title, delay.exchange, delay.error))
-    _connections[connection].probe()(*texts, delay.seconds, delay.timeout, delay.probes)
-
-
-def _raise_if_released(waited):
-    if waited in (_INTERRUPTED, _CLOSED):
-        shutdown.abandon()
-        raise RuntimeError("Interrupted." if waited == _INTERRUPTED else shutdown.CLOSED)
-
-
 class Connection:
     """What the routes through one store share, and which exchanges are in flight.
-
-    probe(title, exchange, error, seconds, timeout, probes): called on a waiting thread, after a
-    tenth of the timeout and then every second. Raises the cause if waiting is of no use. `error`:
-    what the store itself says, or "". `probes`: the number of earlier calls for this wait.
 
     all_reduce(key, array): the function of a user's store, which returns the sum of the processes'
     arrays.
@@ -67,13 +47,11 @@ class Connection:
     Within `with`, no other thread calls the store's functions.
     """
 
-    def __init__(self, probe, all_reduce=None):
-        # A weak reference, as a KVStore must be gone before Python is.
-        self.probe = weakref.WeakMethod(probe)
+    def __init__(self, all_reduce=None):
         self.all_reduce = all_reduce
         self._id = next(_ids)
         _connections[self._id] = self
-        self._handle = _library.gluon_syncbn_connect(self._id, _on_probe)
+        self._handle = _library.gluon_syncbn_connect()
 
     def __enter__(self):
         _library.gluon_syncbn_lock_calls(self._handle)
@@ -82,13 +60,13 @@ class Connection:
         _library.gluon_syncbn_unlock_calls(self._handle)
 
     def in_flight(self):
-        """The exchanges in flight, and the last that completed, each as (name, monotonic time),
-        oldest first."""
+        """The exchanges in flight, and the last that completed: lists of (name, key, timeout,
+        monotonic time), oldest first."""
         exchanges = [], []
 
         @callback(IN_FLIGHT)
-        def report(exchange, since, is_open):
-            exchanges[0 if is_open else 1].append((exchange, since))
+        def report(name, key, timeout, since, is_open):
+            exchanges[0 if is_open else 1].append((name, key, timeout, since))
 
         _or_error(_library.gluon_syncbn_in_flight, self._handle, report)
         return exchanges
@@ -277,7 +255,9 @@ class ArrayWait:
 
     def wait(self, seconds):
         waited = _library.gluon_syncbn_array_wait(self._wait, seconds)
-        _raise_if_released(waited)
+        if waited in (_INTERRUPTED, _CLOSED):
+            shutdown.abandon()
+            raise RuntimeError("Interrupted." if waited == _INTERRUPTED else shutdown.CLOSED)
         return waited == _WRITTEN
 
 

@@ -18,19 +18,16 @@ _PATIENCE = 2.0
 # Seconds for the last warnings: logging may hang.
 _WARNINGS = 2.0
 _log = logging.getLogger("gluon_syncbn")
-_abandoned = False
 _leaving = []
 
 
 def abandon():
     """Notes that something in MXNet waits in vain, so the process cannot exit as usual."""
-    global _abandoned
-    _abandoned = True
     library.gluon_syncbn_abandon()
 
 
 def is_abandoned():
-    return _abandoned
+    return library.gluon_syncbn_is_abandoned()
 
 
 def at_exit(leave):
@@ -82,7 +79,7 @@ def _at_exit():
     last_step = None
     try:
         failure = getattr(sys, "last_value", None)
-        if failure is None and not _abandoned:
+        if failure is None and not is_abandoned():
             last_step = _let_the_last_step_end()
             failure = _last_error()
         for leave in reversed(_leaving):
@@ -100,7 +97,7 @@ def _at_exit():
         _log.exception("The process could not leave the others as usual.")
     library.gluon_syncbn_close(encoded(CLOSED))
     threads.wait_for_warnings(_WARNINGS)
-    if _abandoned:
+    if is_abandoned():
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -130,8 +127,9 @@ def _let_the_last_step_end():
         end = threads.start(_wait_and_log, patience=1.0)
     except RuntimeError:  # As in a forked process, whose last step no other needs.
         return None
-    while not (end.wait(0.1) or _abandoned or library.gluon_syncbn_stuck_seconds() > _PATIENCE):
-        pass
+    while not end.wait(0.1):
+        if is_abandoned() or library.gluon_syncbn_stuck_seconds() > _PATIENCE:
+            break
     return end
 
 

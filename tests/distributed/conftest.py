@@ -2,7 +2,6 @@
 
 import pytest
 from distributed_cluster import FOUR, STORE, needs_horovod, run
-from gluon_syncbn.distributed.liveness import Liveness
 
 STORES = [
     "distributed_stores:sums",
@@ -17,7 +16,6 @@ STORES = [
     "test_distributed_sums:a_new_group",
     "test_routes:messages",
     "test_routes:another_store",
-    "test_routes:probed",
     "test_routes:a_group_that_failed",
     "test_distributed_traps:trainers_that_add_here_alone",
 ]
@@ -54,20 +52,3 @@ def horovod(tmp_path_factory):
 @pytest.fixture(params=["shared", "two", pytest.param("horovod", marks=needs_horovod)])
 def pair(request):
     return request.getfixturevalue(request.param)
-
-
-@pytest.fixture
-def simulate():
-    """Makes processes that are threads of this one."""
-    made = []
-
-    def simulate(size, host="127.0.0.1"):
-        ranks = [Liveness(rank, size, host) for rank in range(size)]
-        made.extend(ranks)
-        for one in ranks:
-            one.set_addresses([one.address for one in ranks])
-        return ranks
-
-    yield simulate
-    for one in made:
-        one.close()

@@ -1,27 +1,10 @@
-"""Messages of layers: how many there are, what they share with Python, and how waits are judged."""
-
-from functools import partial
-from types import SimpleNamespace
+"""Messages of layers: how many there are, and what they share with Python."""
 
 import gluon_syncbn as sbn
 import mxnet as mx
-import numpy as np
-import pytest
 from distributed_stores import FileStore, calls
 from distributed_worker import error_of, forget_errors
-from gluon_syncbn.distributed.answers import (
-    ABSENT,
-    ARRIVED,
-    FAILED,
-    FINISHED,
-    GONE,
-    SILENT,
-    Answer,
-    describe,
-)
-from gluon_syncbn.distributed.peers import Peers
 from mxnet import autograd
-from programs import wait_until
 from runs import contexts
 
 
@@ -97,29 +80,6 @@ def a_group_that_failed(world):
     world.report("failed", [*failed, step(world, layers[1])])
 
 
-def probed(world):
-    """Rank 1 probes rank 0, which waits for it in the third of three exchanges."""
-    found = {}
-
-    def gather():
-        world.reducer.all_gather("probed", np.ones(3), title="a title")
-
-    def probe(call):
-        return world.reducer.peers._liveness.probe(f'a title ("probed" {call})')[0]
-
-    gather()
-    gather()
-    if world.rank == 1:
-        wait_until(lambda: probe(3).state == "arrived")
-        found["waits"] = probe(3).in_flight[0][0], probe(3).last[0]
-        found["before"] = [probe(call).state for call in (2, 3, 4)]
-    gather()
-    if world.rank == 1:
-        found["after"] = [probe(call).state for call in (2, 3, 4)]
-    world.barrier()
-    world.report("probed", found)
-
-
 def test_one_message_per_layer_pass_and_process(pair):
     """Python only opens the route of a key, and passes without backward take no new keys."""
     for reported in pair.reported("messages"):
@@ -147,80 +107,3 @@ def test_a_group_that_failed_stays_so(pair):
     for kind, text, mean_of_other in pair.reported("failed"):
         assert kind == "MXNetError" and mean_of_other == 0.5
         assert "the processes have lost each other" in text and "a device was lost" in text
-
-
-def test_a_probe_shows_who_has_arrived(pair):
-    assert pair.reported("probed")[1] == {
-        "waits": ['a title ("probed" 3)', 'a title ("probed" 2)'],
-        "before": ["arrived", "arrived", "absent"],
-        "after": ["arrived", "arrived", "absent"],
-    }
-
-
-def judge_of(answers, has_finished=False, exchange="title (key 1)"):
-    """Peers.judge for these answers, by the seconds that it has waited, of 10, and the list of
-    the errors with which it gives up."""
-    peers = Peers.__new__(Peers)
-    peers.rank, peers.name, peers._knows_others = 0, "the store", True
-    peers._liveness = SimpleNamespace(
-        probe=lambda *_: answers,
-        describe=describe,
-        has_finished=has_finished,
-        exchanges=lambda: ([(exchange, 0.0)], [("A, forward call 0 (0 handshake 1)", 0.0)]),
-    )
-    given_up = []
-    peers._give_up = given_up.append
-    arguments = {"timeout": 10, "probes": 1, "members": range(2), "in_memory": True}
-    return partial(peers.judge, "title", exchange, "", **arguments), given_up
-
-
-@pytest.mark.parametrize("state", [ARRIVED, ABSENT, SILENT, GONE])
-@pytest.mark.parametrize("status", [None, (FAILED, "a bad batch"), (FINISHED, "")])
-@pytest.mark.parametrize("has_finished", [False, True])
-def test_who_has_finished_may_still_come_to_the_exchange_after_the_scripts(
-    state, status, has_finished
-):
-    """Where a link is cut, one process learns later than the other that both have finished."""
-    look, given_up = judge_of({1: Answer(state, status=status)}, has_finished)
-    look(1)
-    assert all("give SyncGroup(timeout=...) more" in text for text in given_up)
-    ends = status and (status[0] == FAILED or not has_finished)
-    assert bool(given_up) == (state != ARRIVED and bool(ends) or state == GONE)
-
-
-@pytest.mark.parametrize(
-    "own, others, differ",
-    [
-        ("2 handshake 1", ["1 handshake 1"], True),
-        ("2 handshake 1", ["1 backward -1 1"], True),
-        ("1 backward -1 1", ["2 handshake 1"], True),
-        ("1 forward -1 in groups of 2 6", ["1 handshake 2"], True),
-        ("2 handshake 1", ["0 handshake 1"], False),  # This process was there.
-        ("2 handshake 1", ["1 handshake 1", "2 handshake 1"], False),
-        ("2 handshake 1", ["1 forward -1 5"], False),  # It may come one batch later.
-        ("1 backward -1 1", ["2 backward -1 1"], False),  # They come in any order.
-        ("2 handshake 1", ["1 handshake 1", None], False),  # Just now.
-        ("2 handshake 1", ['"key" 1'], False),
-        ("key 1", ["1 handshake 1"], False),
-    ],
-)
-def test_processes_that_wait_in_first_calls_of_different_layers(own, others, differ):
-    seconds = 0.1 if None in others else 0.9
-    in_flight = tuple((f"B, call 0 ({key})", seconds) for key in others if key)
-    state = ARRIVED if own in others else ABSENT
-    look, given_up = judge_of({1: Answer(state, in_flight)}, exchange=f"A, call 0 ({own})")
-    look(1)
-    assert ["not built the same net" in text for text in given_up] == [True] * differ
-
-
-def test_processes_that_have_all_come_are_looked_at_once_more():
-    """After a suspension of all, some come before others can see it."""
-    answers = {1: Answer(ARRIVED)}
-    judge, given_up = judge_of(answers)
-    judge(10.5)
-    assert not given_up
-    answers[1] = Answer(ABSENT)
-    judge(10.5)
-    answers[1] = Answer(ARRIVED)
-    judge(11.5)
-    assert len(given_up) == 2

@@ -295,10 +295,11 @@ SBN_EXPORT int gluon_syncbn_holds_error(void* array) { return holds_error(array)
 // Something in MXNet waits in vain.
 SBN_EXPORT void gluon_syncbn_abandon() { abandoned = true; }
 
+SBN_EXPORT int gluon_syncbn_is_abandoned() { return abandoned; }
+
 // The sizes of the structs that native/library.py and native/layer.py declare too.
-SBN_EXPORT void gluon_syncbn_struct_sizes(int64_t (&sizes)[10]) {
+SBN_EXPORT void gluon_syncbn_struct_sizes(int64_t (&sizes)[9]) {
   const size_t own[] = {sizeof(gluon_syncbn_layer_config),
-                        sizeof(Delay),
                         sizeof(KVStoreSlots),
                         sizeof(KVStoreSums),
                         sizeof(HorovodArrays),

@@ -15,10 +15,6 @@
 
 using namespace gluon_syncbn;
 
-// Fails with the reason to stop, or else the wait goes on.
-using gluon_syncbn_probe = void (*)(int64_t connection, const gluon_syncbn::Delay*,
-                                    gluon_syncbn::Outcome*);
-
 namespace {
 
 using ConnectionPtr = std::shared_ptr<Connection>;
@@ -51,16 +47,9 @@ void* or_error(char* error, int error_size, const F& f) {
 
 }  // namespace
 
-// Makes a connection, which Python identifies by `id`. It is never freed, as the process uses it
-// until it exits.
-SBN_EXPORT void* gluon_syncbn_connect(int64_t id, gluon_syncbn_probe probe) {
-  auto connection = std::make_shared<Connection>();
-  connection->probe = [id, probe](const Delay& delay) {
-    Outcome outcome;
-    probe(id, &delay, &outcome);
-    return outcome.failure();
-  };
-  return new ConnectionPtr(std::move(connection));
+// Makes a connection. It is never freed, as the process uses it until it exits.
+SBN_EXPORT void* gluon_syncbn_connect() {
+  return new ConnectionPtr(std::make_shared<Connection>());
 }
 
 // Python calls these around each call of a store function, without holding the GIL.
@@ -74,13 +63,15 @@ SBN_EXPORT void gluon_syncbn_unlock_calls(void* connection) {
 
 // Reports each entry of InFlightExchanges. On failure, writes an error and returns null.
 SBN_EXPORT void* gluon_syncbn_in_flight(void* connection,
-                                        void (*report)(const char* name, double since, int open,
-                                                       Outcome*),
+                                        void (*report)(const char* name, const char* key,
+                                                       double timeout_seconds, double since,
+                                                       int open, Outcome*),
                                         char* error, int error_size) {
   return or_error(error, error_size, [&] {
     for (const auto& entry : connection_of(connection)->in_flight.entries()) {
       Outcome outcome;
-      report(entry.name.c_str(), entry.since, entry.open, &outcome);
+      report(entry.name.c_str(), entry.key.c_str(), entry.timeout_seconds, entry.since, entry.open,
+             &outcome);
       if (!outcome.succeeded) throw std::runtime_error(outcome.failure());
     }
     return connection;

@@ -75,23 +75,17 @@ std::shared_ptr<LayerMessages::Opening> LayerMessages::opening(const ProcessCall
 void LayerMessages::send(const ProcessCall& call, const Open& open, int64_t channels,
                          std::vector<double>* message) {
   const std::shared_ptr<Opening> key = opening(call);
-  Patience::Seconds timeout(call.timeout_seconds);
   {
     const std::lock_guard<std::mutex> lock(key->mutex);
     if (!key->route) {
-      const Patience::Clock::time_point begin = Patience::Clock::now();
       key->route = open(call, channels, static_cast<int64_t>(message->size()));
-      // One timeout covers both waits, of which the second is short if the first was long: all
-      // have then just agreed on the key.
-      const Patience::Seconds left = timeout - (Patience::Clock::now() - begin);
-      timeout = std::max(left, Patience(timeout.count()).first());
     }
   }
   Route& route = *key->route;
   if (static_cast<size_t>(route.ranks()) < call.end_rank) {
     throw std::runtime_error(call.title + ": the group of the layer was changed during this call.");
   }
-  route.exchange(call.title, timeout.count(), message);
+  route.exchange(call.title, call.timeout_seconds, message);
 }
 
 void LayerMessages::end_waits(const std::string& error) {

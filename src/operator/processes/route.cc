@@ -1,35 +1,38 @@
 // An exchange carries sums if the store adds and all of them fit. If not, all processes learn it
-// from the same answer, and carry their values instead. Where the wait gets long, a probe asks
-// whether to go on.
+// from the same answer, and carry their values instead.
 #include "processes/route.h"
 
+#include <chrono>
 #include <utility>
-
-#include "processes/patience.h"
 
 namespace gluon_syncbn {
 namespace {
 
-// Completed exchanges are kept for processes that probe a little later.
+// Completed exchanges are kept, as other processes may still wait in them.
 constexpr size_t kRemembered = 16;
-// The time between two probes of a long wait.
-constexpr Patience::Seconds kProbeEvery{1};
 
-double now() { return Patience::Seconds(Patience::Clock::now().time_since_epoch()).count(); }
+double now() {
+  const auto since_boot = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double>(since_boot).count();
+}
 
 }  // namespace
 
-InFlightExchanges::Registration::Registration(InFlightExchanges* registry, std::string name)
+InFlightExchanges::Registration::Registration(InFlightExchanges* registry, Entry entry)
     : registry_(registry) {
   const std::lock_guard<std::mutex> lock(registry_->mutex_);
   std::list<Entry>& open = registry_->open_;
-  entry_ = open.insert(open.end(), {std::move(name), now(), true});
+  entry_ = open.insert(open.end(), std::move(entry));
+  entry_->since = now();
+  entry_->open = true;
 }
 
 InFlightExchanges::Registration::~Registration() {
   const std::lock_guard<std::mutex> lock(registry_->mutex_);
   if (complete_) {
-    registry_->complete_.push_back({std::move(entry_->name), now(), false});
+    entry_->since = now();
+    entry_->open = false;
+    registry_->complete_.push_back(std::move(*entry_));
     if (registry_->complete_.size() > kRemembered) registry_->complete_.pop_front();
   }
   registry_->open_.erase(entry_);
@@ -67,60 +70,59 @@ void Route::close(const std::string& why) {
   if (closed_.empty()) closed_ = why;
 }
 
-void Route::check(const std::string& title, int64_t size) const {
+void Route::check_open(const std::string& title) const {
   const std::lock_guard<std::mutex> lock(closing_);
-  if (!closed_.empty()) throw std::runtime_error(title + ": " + closed_);
-  if (size != size_) {
-    throw std::runtime_error(title + " gives " + std::to_string(size) + " numbers after " +
-                             std::to_string(size_) +
-                             " before: give every sum of another size a key of its own.");
-  }
+  if (closed_.empty()) return;
+  const bool has_title = closed_.compare(0, title.size(), title) == 0;
+  throw std::runtime_error(has_title ? closed_ : title + ": " + closed_);
 }
 
 Answer Route::exchange(const std::string& title, double timeout_seconds,
                        std::vector<double>* values) {
   const std::lock_guard<std::mutex> turn(turn_);
-  check(title, static_cast<int64_t>(values->size()));
-  InFlightExchanges::Registration registration(
-      &connection_->in_flight, title + " (" + key_ + " " + std::to_string(++calls_) + ")");
-  const Exchange current{registration.name(), title, timeout_seconds};
+  check_open(title);
+  if (static_cast<int64_t>(values->size()) != size_) {
+    throw std::runtime_error(title + " gives " + std::to_string(values->size()) +
+                             " numbers after " + std::to_string(size_) +
+                             " before: give every sum of another size a key of its own.");
+  }
+  const std::string name = title + " (" + key_ + " " + std::to_string(++calls_) + ")";
+  InFlightExchanges::Registration registration(&connection_->in_flight,
+                                               {name, key_, timeout_seconds, 0, true});
   FixedPoint* const fixed_point = transports_.fixed_point.get();
   Answer answer = Answer::kNothing;
   if (fixed_point && fixed_point->ready()) {
-    answer = travel(transports_.sums.get(), current, values);
+    answer = travel(transports_.sums.get(), title, values);
   }
   if (answer == Answer::kNothing) {
-    answer = travel(transports_.values.get(), current, values);
+    answer = travel(transports_.values.get(), title, values);
     if (fixed_point) fixed_point->follow(values->data());
   }
   registration.complete();
   return answer;
 }
 
-Answer Route::travel(Transport* transport, const Exchange& exchange, std::vector<double>* values) {
+Answer Route::travel(Transport* transport, const std::string& title, std::vector<double>* values) {
   try {
     transport->pack(values->data());
     transport->send(&connection_->calls);
-    wait(transport, exchange);
+    wait(transport, title);
   } catch (const StoreError& error) {
-    throw std::runtime_error(
-        connection_->probe({Waited::kDone, 0, exchange.title.c_str(), exchange.name.c_str(),
-                            error.what(), 0, exchange.timeout_seconds}));
+    throw std::runtime_error(title + ": " + error.what());
   }
   return transport->unpack(values);
 }
 
-// The limit is set by who answers the probe: Peers.judge, in Python.
-void Route::wait(Transport* transport, const Exchange& exchange) {
-  Patience patience(exchange.timeout_seconds);
-  for (int probes = 0;;) {
-    const Waited waited = transport->wait(patience.slice(kProbeEvery).count());
+void Route::wait(Transport* transport, const std::string& title) {
+  for (;;) {
+    const Waited waited = transport->wait(kSlice.count());
     if (waited == Waited::kDone) return;
-    if (waited == Waited::kTimeIsUp && !patience.is_long()) continue;
-    const std::string error =
-        connection_->probe({waited, probes++, exchange.title.c_str(), exchange.name.c_str(), "",
-                            patience.waited().count(), exchange.timeout_seconds});
-    if (!error.empty()) throw std::runtime_error(error);
+    check_open(title);
+    if (waited == Waited::kTimeIsUp) continue;
+    // The store still waits.
+    abandoned = true;
+    throw std::runtime_error(
+        title + ": " + (waited == Waited::kInterrupted ? "Interrupted." : "The process ends."));
   }
 }
 

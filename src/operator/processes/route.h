@@ -1,12 +1,11 @@
 // Routes to other processes. A route has a key. In an exchange over it, every process brings
 // equally many values, and gets those of all, or their sums. A transport carries them. Python opens
-// a route, once all processes know its key, and is asked again only where an exchange takes long.
+// a route, once all processes know its key, and closes it if waiting is of no use.
 #ifndef GLUON_SYNCBN_PROCESSES_ROUTE_H_
 #define GLUON_SYNCBN_PROCESSES_ROUTE_H_
 
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -19,11 +18,13 @@
 
 namespace gluon_syncbn {
 
-// The exchanges that this process has reached, for other processes that probe it.
+// The exchanges that this process has reached.
 class InFlightExchanges {
  public:
   struct Entry {
-    std::string name;
+    // "title (key number)", and the key.
+    std::string name, key;
+    double timeout_seconds;
     // When it began, or when it completed, on the clock of Python's time.monotonic().
     double since;
     bool open;
@@ -33,13 +34,13 @@ class InFlightExchanges {
   // was called.
   class Registration {
    public:
-    Registration(InFlightExchanges* registry, std::string name);
+    // Its `since` and `open` are set here.
+    Registration(InFlightExchanges* registry, Entry entry);
     Registration(const Registration&) = delete;
     Registration& operator=(const Registration&) = delete;
     ~Registration();
 
     void complete() { complete_ = true; }
-    const std::string& name() const { return entry_->name; }
 
    private:
     InFlightExchanges* const registry_;
@@ -56,24 +57,11 @@ class InFlightExchanges {
   std::deque<Entry> complete_;
 };
 
-// A wait that takes long, or cannot succeed. Valid during the probe.
-struct Delay {
-  // kTimeIsUp: the wait has gone on until this probe. kWritten: the store has failed, with `error`.
-  Waited waited;
-  // The number of earlier probes of this wait.
-  int probes;
-  // error: the store's message, or "".
-  const char *title, *exchange, *error;
-  double seconds, timeout;
-};
-
 // What all routes of one store share.
 struct Connection {
   // Held during each call of the store's functions, which are not thread-safe.
   std::mutex calls;
   InFlightExchanges in_flight;
-  // Returns the reason to give up, or an empty string.
-  std::function<std::string(const Delay&)> probe;
 };
 
 // The result of an exchange: the values of all processes, by rank, or their sums. kNothing:
@@ -117,23 +105,20 @@ class Route {
   // Opens it again: the next exchange is one of values, as the first was. All processes must call
   // this before the same exchange.
   void restart();
-  // Exchanges that begin from now on raise this. The first text stays.
+  // Exchanges that wait, and those that begin from now on, raise this. The first text stays.
   void close(const std::string& why);
 
   // Replaces this process's values with those of all, by rank, or with their sums. Exchanges on
   // several threads take turns, as the store could not tell their answers apart. Throws
-  // std::runtime_error, also if the route is not for so many values.
+  // std::runtime_error, also if the route is not for so many values. The timeout is for `in_flight`
+  // alone: who reads that closes the route.
   Answer exchange(const std::string& title, double timeout_seconds, std::vector<double>* values);
 
  private:
-  // An exchange in progress.
-  struct Exchange {
-    const std::string &name, &title;
-    const double timeout_seconds;
-  };
-  void check(const std::string& title, int64_t size) const;
-  Answer travel(Transport* transport, const Exchange& exchange, std::vector<double>* values);
-  void wait(Transport* transport, const Exchange& exchange);
+  // Throws if it is closed.
+  void check_open(const std::string& title) const;
+  Answer travel(Transport* transport, const std::string& title, std::vector<double>* values);
+  void wait(Transport* transport, const std::string& title);
 
   const std::shared_ptr<Connection> connection_;
   const std::string key_;

@@ -54,14 +54,6 @@ std::string error_of(const F& f) {
   }
 }
 
-// The arguments of a probe.
-struct Probe {
-  Waited waited;
-  int probes;
-  std::string title, exchange, error;
-  double seconds, timeout;
-};
-
 // One process, and its routes through a server that it shares with others.
 struct FakeProcess {
   std::shared_ptr<Connection> connection = std::make_shared<Connection>();
@@ -69,20 +61,9 @@ struct FakeProcess {
   int rank, ranks;
   std::vector<std::unique_ptr<FakeArray>> arrays;
   std::vector<std::unique_ptr<std::vector<float>>> memory;
-  std::mutex mutex;
-  std::vector<Probe> probes;
-  std::string verdict;
 
   FakeProcess(FakeServer* server, int rank, int ranks) : rank(rank), ranks(ranks) {
     client.server = server;
-    connection->probe = [this](const Delay& d) {
-      // No lock of the connection may be held.
-      const std::lock_guard<std::mutex> calls(connection->calls);
-      connection->in_flight.entries();
-      const std::lock_guard<std::mutex> lock(mutex);
-      probes.push_back({d.waited, d.probes, d.title, d.exchange, d.error, d.seconds, d.timeout});
-      return verdict;
-    };
   }
 
   FakeArray* new_array(std::vector<int> shape) {
@@ -103,15 +84,6 @@ struct FakeProcess {
     return std::make_shared<Route>(
         connection, key, size, ranks,
         Transports{std::make_unique<KVStoreTransport>(slots), nullptr, nullptr});
-  }
-
-  size_t probed() {
-    const std::lock_guard<std::mutex> lock(mutex);
-    return probes.size();
-  }
-  void give_up(const std::string& text) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    verdict = text;
   }
 };
 

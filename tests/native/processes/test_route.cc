@@ -1,4 +1,4 @@
-// Routes between simulated processes: whose turn it is, what probes report, and how waits end.
+// Routes between simulated processes: whose turn it is, what is in flight, and how waits end.
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -45,39 +45,36 @@ TEST(calls_of_the_store_and_exchanges_of_a_key_take_turns) {
   });
 }
 
-TEST(a_wait_is_probed_and_given_up) {
+TEST(a_closed_route_ends_the_exchange_that_waits_and_later_ones) {
   FakeServer server(2);
-  {
-    FakeProcess process(&server, 0, 2);
-    Waiting waiting(process.route("key", kKey, 1), 2);
-    while (process.probed() < 2) sleep(0.001);
-    process.give_up("rank 1 is gone");
-    CHECK_EQ(waiting.error(), "rank 1 is gone");
-    for (size_t i = 0; i < process.probes.size(); ++i) {
-      const Probe& delay = process.probes[i];
-      CHECK(delay.waited == Waited::kTimeIsUp && delay.error.empty());
-      CHECK(delay.title == "title" && delay.exchange == "title (key 1)");
-      CHECK_EQ(delay.probes, static_cast<int>(i));
-      CHECK_EQ(delay.timeout, 2);
-      // The first comes after a tenth of the timeout, the others at equal intervals.
-      CHECK(delay.seconds >= 0.2 * static_cast<double>(i + 1) && delay.seconds < 1);
-    }
-    // An exchange that was given up is not listed as complete, and its answer may still come.
-    CHECK(process.connection->in_flight.entries().empty());
-    process.arrays[0]->write();
-  }
+  FakeProcess process(&server, 0, 2);
+  const RoutePtr route = process.route("key", kKey, 1);
+  Waiting waiting(route, 2);
+  while (process.connection->in_flight.entries().empty()) sleep(0.001);
+  const auto entries = process.connection->in_flight.entries();
+  CHECK(entries[0].name == "title (key 1)" && entries[0].key == "key" && entries[0].open);
+  CHECK_EQ(entries[0].timeout_seconds, 2);
+  route->close("rank 1 is gone");
+  route->close("another");
+  CHECK_EQ(waiting.error(), "title: rank 1 is gone");
+  // An exchange that was given up is not listed as complete, and its answer may still come.
+  CHECK(process.connection->in_flight.entries().empty());
+  process.arrays[0]->write();
+  CHECK_EQ(Waiting(route, 2).error(), "title: rank 1 is gone");
+  // A text that begins with the title has it once.
+  const RoutePtr other = process.route("other", kKey + 1, 1);
+  other->close("title: rank 0 has waited");
+  CHECK_EQ(Waiting(other, 2).error(), "title: rank 0 has waited");
 }
 
 TEST(a_store_that_refuses_is_an_error) {
   FakeServer server(1);
   FakeProcess process(&server, 0, 1);
-  process.verdict = "refused";
   const RoutePtr route = process.route("key", kKey, 1);
   Doubles values{1};
   const auto exchange = [&] { route->exchange("title", kLong, &values); };
   process.client.refuses = true;
-  CHECK_EQ(error_of(exchange), "refused");
-  CHECK_EQ(process.probes.back().error, "no such server");
+  CHECK_EQ(error_of(exchange), "title: no such server");
   process.client.refuses = false;
   CHECK_EQ(error_of(exchange), "");
 }
@@ -109,17 +106,16 @@ TEST(errors_interrupts_and_the_end_release_waits) {
     const bool fails = expected == Waited::kDone;
     FakeServer server(2);
     FakeProcess process(&server, 0, 2);
-    process.verdict = "released";
     Waiting waiting(process.route("key", kKey, 1), kLong);
     while (process.client.most == 0) sleep(0.001);
     sleep(0.05);
     if (fails) process.arrays[0]->write("a rank has died");
     if (expected == Waited::kInterrupted) ++interrupts;
     if (expected == Waited::kClosed) process_ends = true;
-    CHECK_EQ(waiting.error(), "released");
-    CHECK(process.probes.size() == 1 && process.probes[0].waited == expected);
-    CHECK_EQ(process.probes[0].error, fails ? "a rank has died" : "");
-    CHECK(process.probes[0].seconds < 5);
+    CHECK_EQ(waiting.error(), fails                              ? "title: a rank has died"
+                              : expected == Waited::kInterrupted ? "title: Interrupted."
+                                                                 : "title: The process ends.");
+    CHECK_EQ(abandoned.exchange(false), !fails);
     CHECK(process.connection->in_flight.entries().empty());
   }
 }

@@ -21,21 +21,26 @@ std::string file_of(const SegmentPtr& segment) {
   return "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(segment->descriptor());
 }
 
-// A route of one process, which gives up when it is first asked.
+// A route of one process.
 RoutePtr route(const SegmentPtr& segment, const std::string& key, int rank, int ranks, int64_t size,
                bool sums = false) {
-  auto connection = std::make_shared<Connection>();
-  connection->probe = [](const Delay& delay) {
-    return delay.waited == Waited::kTimeIsUp ? "given up" : "released";
-  };
   auto transport = std::make_unique<SharedMemoryTransport>(segment, key, rank, ranks, size, sums);
-  return std::make_shared<Route>(std::move(connection), key, size, ranks,
+  return std::make_shared<Route>(std::make_shared<Connection>(), key, size, ranks,
                                  Transports{std::move(transport), nullptr, nullptr});
 }
 
-std::string error_of_next(const RoutePtr& route, size_t size, double timeout) {
+// The error of an exchange whose route is closed after so many seconds.
+std::string error_of_next(const RoutePtr& route, size_t size, double seconds) {
   Doubles values(size);
-  return error_of([&] { route->exchange("title", timeout, &values); });
+  std::atomic<bool> ended{false};
+  std::thread closes([&] {
+    for (; !ended && seconds > 0; seconds -= 0.01) sleep(0.01);
+    if (!ended) route->close("title: given up");
+  });
+  const std::string error = error_of([&] { route->exchange("title", kLong, &values); });
+  ended = true;
+  closes.join();
+  return error;
 }
 
 // What a process brings to a call.
@@ -93,20 +98,22 @@ TEST(a_process_that_dies_is_never_read_halfway) {
         other->exchange("title", kLong, &everyone);
       }
     }
-    std::thread killer([child, seed] {
+    std::thread killer([&] {
       sleep(0.01 + 0.0007 * seed);
       kill(child, SIGKILL);
+      waitpid(child, nullptr, 0);
+      sleep(0.1);
+      own->close("given up");
     });
     std::string error;
     for (double call = 0; error.empty(); ++call) {
       Doubles everyone(kSize, -1);
-      error = error_of([&] { own->exchange("title", 1, &everyone); });
+      error = error_of([&] { own->exchange("title", kLong, &everyone); });
       CHECK(!error.empty() || std::all_of(everyone.begin() + kSize, everyone.end(),
                                           [call](double value) { return value == call; }));
     }
-    CHECK_EQ(error, "given up");
+    CHECK_EQ(error, "title: given up");
     killer.join();
-    waitpid(child, nullptr, 0);
   }
 }
 
@@ -148,17 +155,18 @@ TEST(waits_end) {
   const SegmentPtr segment = Segment::create(kToken);
   for (const int rank : {1, 0}) {
     check::context = "waits of rank " + std::to_string(rank);
-    CHECK_EQ(error_of_next(route(segment, "key", rank, 2, 1), 1, 0.5), "given up");
+    CHECK_EQ(error_of_next(route(segment, "key", rank, 2, 1), 1, 0.5), "title: given up");
     const auto waits = route(segment, "other key", rank, 2, 1);
     std::thread interrupt([] {
       sleep(0.05);
       ++interrupts;
     });
-    CHECK_EQ(error_of_next(waits, 1, kLong), "released");
+    CHECK_EQ(error_of_next(waits, 1, kLong), "title: Interrupted.");
     interrupt.join();
   }
   process_ends = true;
-  CHECK_EQ(error_of_next(route(segment, "third key", 1, 2, 1), 1, kLong), "released");
+  CHECK_EQ(error_of_next(route(segment, "third key", 1, 2, 1), 1, kLong),
+           "title: The process ends.");
 }
 
 }  // namespace

@@ -1,0 +1,301 @@
+"""Decides whether waiting for the other processes is of use.
+
+The judge is a state machine without clock, thread and socket: it takes reports, broken connections
+and the time, and says what to send. `watcher` does the rest. Its time stands still while its own
+process is stopped, so a job that is suspended as a whole goes on.
+
+====================================================== =========================================
+what the judge knows                                    verdict
+====================================================== =========================================
+the script of a process has failed                      at once
+a process has ended its connection, and makes no other  after a tenth of the timeout, at most 1 s
+a process reports nothing                               after the timeout
+a process waits in an exchange, of which a member       after a tenth of the exchange's timeout
+has finished its script, or waits in another net's
+a process waits in an exchange                          after the exchange's timeout
+a process waits in MXNet or Horovod                     after the timeout
+some have finished their scripts, others have not       after ten timeouts
+all have finished their scripts                         none: MXNet may shut down
+====================================================== =========================================
+"""
+
+import typing
+
+from ..arguments import WARN_AFTER, duration
+from ..groups.store import SAME_LAYERS
+from .reports import (
+    FAILED,
+    Condition,
+    Report,
+    exclude_each_other,
+    ranks_text,
+    reasons,
+    title,
+)
+
+# How many timeouts one process may run on after another has finished.
+ALONE = 10
+# How many exchanges to ask about at once.
+_MOST_ASKED = 8
+# Seconds: for a process to connect again; past the timeout, so that exchanges end first.
+_RECONNECTS, _LATER = 1.0, 0.5
+_NEEDS_TIME = (
+    "If a process only needs time, as to validate or to save, give SyncGroup(timeout=...) more."
+)
+_CAUSES = (
+    "Usual causes: a process has ended, hangs or is much slower; it called the net less often (an "
+    "uneven number of batches: see gluon_syncbn.distributed.join), it built another net, or "
+    "hybridized it at another step, which matters where a net calls one layer several times. "
+    + _NEEDS_TIME
+)
+
+
+class Decision(typing.NamedTuple):
+    """What the judge has decided.
+
+    kind : WARNING, to be logged once for the job; VERDICT, on which all processes end; or END, when
+        all scripts have finished
+    """
+
+    kind: str
+    text: str = ""
+
+
+WARNING, VERDICT, END = "warning", "verdict", "end"
+
+
+class _Process:
+    def __init__(self):
+        self.report = Report()
+        # When it was last heard of; None until it is known.
+        self.heard = None
+        # When its connection ended, unless it has a new one.
+        self.broken = None
+        # {exchange in flight: when it was first reported}
+        self.since = {}
+
+
+class Judge:
+    """The judge of `size` processes. name: of the store, in messages. timeout: in seconds, the
+    longest of all waits."""
+
+    def __init__(self, size, name, timeout):
+        self.timeout, self._name = timeout, name
+        self._processes = [_Process() for _ in range(size)]
+        self._unfinished = size
+        self._finished_since = None
+        # The verdict, or END, once there is one.
+        self.decided = None
+        # Exchanges for which some have waited. Reports say who has reached them.
+        self.asked = []
+        self._warned = set()
+        self._next_end_warning = 0.0
+
+    def begin(self, now):
+        """All processes know each other, and report from now on."""
+        for process in self._processes:
+            process.heard = now
+
+    def report(self, rank, report, now):
+        """A process has reported."""
+        process = self._processes[rank]
+        had_ended = process.report.status
+        process.heard, process.broken, process.report = now, None, report
+        process.since = {e.name: process.since.get(e.name, now) for e in report.exchanges}
+        if self.decided or had_ended or not report.status:
+            return []
+        if report.status[0] == FAILED:
+            return self._decide(VERDICT, self._lost_text([rank], now))
+        self._unfinished -= 1
+        if self._finished_since is None:
+            self._finished_since = now
+        return [] if self._unfinished else self._decide(END)
+
+    def disconnected(self, rank, now):
+        """The connection of a process has ended."""
+        self._processes[rank].broken = now
+
+    def tick(self, now):
+        """Some time has passed."""
+        if self.decided:
+            return []
+        lost = [rank for rank in range(len(self._processes)) if self._is_lost(rank, now)]
+        if lost:
+            return self._decide(VERDICT, self._lost_text(lost, now))
+        warnings = []
+        for rule in (self._judge_exchanges, self._judge_places, self._judge_end):
+            decision = rule(now)
+            if decision and decision.kind == VERDICT:
+                return self._decide(*decision)
+            if decision:
+                warnings.append(decision)
+        return warnings
+
+    def _decide(self, kind, text=""):
+        self.decided, self.asked = Decision(kind, text), []
+        return [self.decided]
+
+    def _is_gone(self, process, now):
+        patience = min(_RECONNECTS, WARN_AFTER * self.timeout)
+        return process.broken is not None and now - process.broken > patience
+
+    def _is_lost(self, rank, now):
+        process = self._processes[rank]
+        silence = 0.0 if process.heard is None else now - process.heard
+        return self._is_gone(process, now) or silence > self.timeout
+
+    # Exchanges.
+
+    def _waits(self):
+        """Each exchange in flight, with when the first process was seen there and its rank, the
+        longest wait first."""
+        first = {}
+        for rank, process in enumerate(self._processes):
+            for exchange in process.report.exchanges:
+                found = process.since[exchange.name], rank, exchange
+                first[exchange.name] = min(first.get(exchange.name, found), found)
+        return sorted(first.values())
+
+    def _missing(self, exchange):
+        """The members of an exchange that have not arrived."""
+        return [
+            rank
+            for rank in range(exchange.first, exchange.end)
+            if exchange.name not in self._processes[rank].since
+            and not self._processes[rank].report.reached.get(exchange.name)
+        ]
+
+    def _judge_exchanges(self, now):
+        waits = self._waits()
+        self.asked = [
+            exchange.name
+            for since, _, exchange in waits
+            if now - since > exchange.timeout * WARN_AFTER / 2
+        ][:_MOST_ASKED]
+        self._warned.intersection_update(exchange.name for _, _, exchange in waits)
+        warning = None
+        for since, rank, exchange in waits:
+            waited, timeout = now - since, exchange.timeout
+            if waited < timeout * WARN_AFTER:
+                continue
+            missing = self._missing(exchange)
+            text = self._exchange_text(exchange, rank, waited, missing, now)
+            if any(self._waits_in_another_net(exchange, rank, other, now) for other in missing):
+                text += f" The processes have not built the same net. {SAME_LAYERS}"
+                return Decision(VERDICT, text)
+            # Some may have arrived just now, as after a suspension of all.
+            limit = timeout if missing else timeout * (1 + WARN_AFTER)
+            if waited > limit or any(self._has_finished_before(exchange, o) for o in missing):
+                return Decision(VERDICT, f"{text} {_CAUSES}")
+            if not warning and not self._warned:
+                self._warned.add(exchange.name)
+                text = f"{text} After {duration(timeout)} this is an error. {_CAUSES}"
+                warning = Decision(WARNING, text)
+        return warning
+
+    def _has_finished_before(self, exchange, rank):
+        """Whether a process has reached the end of its script without this exchange."""
+        report = self._processes[rank].report
+        return report.status is not None and report.reached.get(exchange.name) is False
+
+    def _waits_in_another_net(self, exchange, rank, other, now):
+        """Whether `other` waits in the first call of another layer, which `rank` has not reached,
+        as `other` has not reached this exchange."""
+        mine, theirs = self._processes[rank].report, self._processes[other]
+        return theirs.report.reached.get(exchange.name) is False and any(
+            mine.reached.get(each.name) is False
+            and now - theirs.since[each.name] > each.timeout * WARN_AFTER / 2
+            and exclude_each_other(exchange.name, each.name)
+            for each in theirs.report.exchanges
+        )
+
+    # Other waits.
+
+    def _judge_places(self, now):
+        waited, rank = max(
+            (process.report.place.waited, rank)
+            if process.report.place and process.report.place.waited is not None
+            else (0.0, rank)
+            for rank, process in enumerate(self._processes)
+        )
+        if waited < self.timeout * WARN_AFTER:
+            self._warned.discard(None)
+            return None
+        text = (
+            f"Rank {rank} has waited {duration(waited)} for other processes, in "
+            f"{self._processes[rank].report.place.text}. {self._others_text([rank], now)}"
+        )
+        others = (p.report.place for p in self._processes if p is not self._processes[rank])
+        if all(place and place.waited is not None for place in others):
+            text += f" As all of them wait, {self._name} does not answer, or lost a message."
+        else:
+            text += f" {_NEEDS_TIME}"
+        if waited > self.timeout + _LATER:
+            return Decision(VERDICT, text)
+        if self._warned:
+            return None
+        self._warned.add(None)
+        return Decision(WARNING, f"{text} After {duration(self.timeout)} this ends the process.")
+
+    def _judge_end(self, now):
+        if self._finished_since is None:
+            return None
+        waited = now - self._finished_since
+        is_over = waited > ALONE * self.timeout
+        if not is_over and waited < max(self._next_end_warning, self.timeout * WARN_AFTER):
+            return None
+        self._next_end_warning = 2 * waited
+        finished = [r for r, p in enumerate(self._processes) if p.report.status]
+        text = (
+            f"Rank {finished[0]} has reached the end of its script and has waited "
+            f"{duration(waited)} for the other processes to reach theirs. "
+            f"Missing: {reasons(self._conditions(now, set(finished)))}."
+        )
+        if is_over:
+            return Decision(VERDICT, text)
+        limit = duration(ALONE * self.timeout)
+        return Decision(WARNING, f"{text} One that works on for {limit} is an error.")
+
+    # Texts.
+
+    def _conditions(self, now, without):
+        return {
+            rank: self._condition(rank, now)
+            for rank in range(len(self._processes))
+            if rank not in without
+        }
+
+    def _condition(self, rank, now):
+        process = self._processes[rank]
+        is_known = process.heard is not None
+        return Condition(
+            process.report,
+            self._is_gone(process, now),
+            is_known and now - process.heard > min(2.0, self.timeout / 4),
+            is_known,
+            tuple((name, now - since) for name, since in list(process.since.items())[:3]),
+        )
+
+    def _others_text(self, ranks, now):
+        return f"The others: {reasons(self._conditions(now, set(ranks)))}."
+
+    def _exchange_text(self, exchange, rank, waited, missing, now):
+        members = range(exchange.first, exchange.end)
+        arrived = [member for member in members if member not in missing]
+        conditions = {rank: self._condition(rank, now) for rank in missing}
+        text = (
+            f"{title(exchange.name)}: rank {rank} has waited {duration(waited)} for other "
+            f"processes. Arrived: {ranks_text(arrived)}. Missing: {reasons(conditions)}."
+        )
+        if not missing and not exchange.in_memory:
+            text += f" All have arrived, so {self._name} does not answer."
+        return text
+
+    def _lost_text(self, lost, now):
+        """Why the job ends without these processes, for which another may wait in an exchange."""
+        for since, rank, exchange in self._waits():
+            missing = self._missing(exchange)
+            if rank not in lost and set(missing) & set(lost):
+                return self._exchange_text(exchange, rank, now - since, missing, now)
+        conditions = {rank: self._condition(rank, now) for rank in lost}
+        return f"Missing: {reasons(conditions)}. {self._others_text(lost, now)}"

@@ -1,0 +1,166 @@
+"""What a process says of itself, and how messages describe it."""
+
+import itertools
+import re
+import typing
+
+from ..arguments import duration
+
+# How a script has ended.
+FAILED = "failed"
+FINISHED = "finished"
+
+# The end of the name of a layer's exchange.
+_LAYERS = re.compile(r"\((?P<layer>\d+) (?P<what>[a-z]+)[^()]* (?P<number>\d+)\)$")
+
+
+class Exchange(typing.NamedTuple):
+    """An exchange in flight.
+
+    name : "title (key number)", equal in all processes. title: of the layer, or what the user sees
+    timeout : seconds
+    first, end : the range of ranks that take part
+    in_memory : whether they meet in shared memory, not at the store
+    """
+
+    name: str
+    timeout: float
+    first: int
+    end: int
+    in_memory: bool = False
+
+
+class Place(typing.NamedTuple):
+    """Where a thread is: "asnumpy, called at train.py:30", the seconds that it has stood there, and
+    the seconds of these in which it waited for others, or None if it does not wait."""
+
+    text: str
+    stood: float
+    waited: typing.Optional[float] = None
+
+
+class Report(typing.NamedTuple):
+    """What a process says of itself.
+
+    exchanges : those in flight, oldest first
+    reached : {name of an exchange that the judge asks about: whether this process has arrived}
+    last : the exchange that it completed last, as (name, seconds since then), or None
+    place : the `Place` of its main thread, or of the training thread that has waited longest
+    status : (FAILED, the error) or (FINISHED, ""), or None
+    """
+
+    exchanges: typing.Sequence[Exchange] = ()
+    reached: typing.Mapping[str, bool] = {}
+    last: typing.Optional[tuple] = None
+    place: typing.Optional[Place] = None
+    status: typing.Optional[tuple] = None
+
+    @classmethod
+    def from_json(cls, fields):
+        exchanges, reached, last, place, status = fields
+        return cls(
+            [Exchange(*exchange) for exchange in exchanges],
+            dict(reached),
+            last and tuple(last),
+            place and Place(*place),
+            status and tuple(status),
+        )
+
+
+def title(name):
+    """An exchange's title, which names layer, direction and call, without the key after it."""
+    layer = _LAYERS.search(name)
+    more = ", to compare the layer's settings" if layer and layer["what"] == "handshake" else ""
+    return re.sub(r" \([^()]*\)$", "", name) + more
+
+
+def exclude_each_other(name, other):
+    """Whether two processes that wait in these exchanges, and have not reached that of the other,
+    wait in vain: in the first calls of two layers, which begin with handshakes, or in a handshake
+    and a message of one layer."""
+    one, two = _LAYERS.search(name), _LAYERS.search(other)
+    if not (one and two):
+        return False
+    handshakes = [each["what"] == "handshake" for each in (one, two)]
+    if one["layer"] == two["layer"]:
+        return handshakes[0] != handshakes[1]
+    return any(handshakes) and one["number"] == two["number"] == "1"
+
+
+class Condition(typing.NamedTuple):
+    """Why a process is missing, as the judge knows it. waits: its exchanges in flight, each as
+    (name, seconds)."""
+
+    report: Report
+    is_gone: bool = False
+    is_silent: bool = False
+    is_known: bool = True
+    waits: tuple = ()
+
+    def kind(self):
+        """Equal for conditions that differ only in seconds."""
+        last, place = self.report.last, self.report.place
+        return (
+            *self[1:4],
+            self.report.status,
+            last and last[0],
+            place and place.text,
+            tuple(name for name, _ in self.waits),
+        )
+
+
+def reasons(conditions):
+    """Such as "ranks 1, 5-9 (process ended), rank 2 (waiting in x for 3 s)", of {rank: Condition};
+    "none" if there is none."""
+    groups = {}
+    for rank in sorted(conditions):
+        groups.setdefault(conditions[rank].kind(), []).append(rank)
+    return (
+        ", ".join(
+            f"{ranks_text(ranks)} ({_reason([conditions[rank] for rank in ranks])})"
+            for ranks in groups.values()
+        )
+        or "none"
+    )
+
+
+def _reason(conditions):
+    """Why the processes in these conditions, of one kind, are missing."""
+    first = conditions[0]
+    report = first.report
+    if report.status:
+        kind, error = report.status
+        return f"failed: {error}" if kind == FAILED else "reached the end of the script"
+    if first.is_gone:
+        return "process ended"
+    if not first.is_known:
+        return "not heard of"
+    if first.is_silent:
+        return "no answer: stopped, or its machine is unreachable"
+    if first.waits:
+        each = zip(*(condition.waits for condition in conditions))
+        return "waiting in " + ", ".join(f"{title(one[0][0])} for {_span(one)}" for one in each)
+    text = "nothing exchanged yet"
+    if report.last:
+        ages = [condition.report.last for condition in conditions]
+        text = f"last completed {title(report.last[0])}, {_span(ages)} ago"
+    if report.place:
+        does = "is at" if report.place.waited is None else "waits in"
+        stood = [condition.report.place for condition in conditions]
+        text += f", {does} {report.place.text} for {_span(stood)}"
+    return text
+
+
+def _span(entries):
+    ends = [duration(pick(entry[1] for entry in entries)) for pick in (min, max)]
+    return " to ".join(dict.fromkeys(ends)).replace(" s to", " to")
+
+
+def ranks_text(ranks):
+    """Such as "ranks 0, 2, 5-511"."""
+    parts = []
+    # Within a run of consecutive ranks, rank minus position is constant.
+    for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in run]
+        parts += map(str, run) if len(run) < 3 else [f"{run[0]}-{run[-1]}"]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"

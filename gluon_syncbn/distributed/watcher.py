@@ -1,0 +1,377 @@
+"""The thread of each process that reports to the judge, in the process of rank 0, and carries out
+what it decides."""
+
+import asyncio
+import collections
+import contextlib
+import logging
+import os
+import selectors
+import threading
+import time
+import weakref
+
+from .. import native
+from ..arguments import WARN_AFTER
+from ..native import shutdown, threads
+from .connections import Hub, Link
+from .judge import END, VERDICT, WARNING, Judge
+from .places import Places
+from .reports import FAILED, FINISHED, Condition, Exchange, Report, reasons
+
+_ADDRESS_SIZE = 80  # bytes
+# Characters of an exchange's name, of an error and of a verdict.
+_LONGEST_NAME, _LONGEST_STATUS, _LONGEST_VERDICT = 240, 4000, 8000
+_MOST_IN_FLIGHT, _REMEMBERED = 8, 16
+# Seconds between two reports, at most, and of silence before a connection is made again.
+_PERIOD, _SILENCE = 1.0, 2.0
+# Seconds: for an error to end the script's current call; for others to learn of an end; for the
+# last message.
+_RAISES, _TELL, _LAST_WORDS = 0.5, 1.0, 2.0
+
+_log = logging.getLogger("gluon_syncbn")
+
+
+class InFlight:
+    """An exchange that this process has reached. since: when it began, or was completed, on the
+    clock of time.monotonic()."""
+
+    def __init__(self, name, key, timeout, since):
+        self.name, self.key = _shortened(name), key
+        self.timeout, self.since = timeout, since
+
+
+class Watcher:
+    """Reports where this process is, and ends its waits when the judge says so.
+
+    name : of the store, in messages
+    in_flight() : exchanges in flight, and the last completed ones: two lists of `InFlight`
+    members(key) : the range of ranks that exchange it, and whether they meet in shared memory
+    close(text) : no exchange of the store can succeed any more
+
+    Both functions are called on another thread. Raises OSError if the others cannot reach rank 0.
+    """
+
+    # Why no exchange can succeed any more.
+    lost = None
+
+    def __init__(self, rank, size, name, timeout, in_flight, members, close):
+        self.rank, self.size = rank, size
+        self._in_flight, self._members, self._close_store = in_flight, members, close
+        # All timeouts asked for.
+        self._timeouts = {timeout}
+        # Exchanges whose routes are being opened, and those that were opened last.
+        self._opening, self._opened = {}, collections.deque(maxlen=_REMEMBERED)
+        self._status = None
+        self._places, self._place = Places(), None
+        # How many of Python's waits for MXNet had failed before `lost`.
+        self._failed_before = 0
+        # Until they know each other, each process judges for itself; then rank 0 does for all.
+        self._judge, self._has_met = Judge(size, name, timeout), False
+        self._asked = ()
+        # Seconds that this process was not stopped, and when rank 0 was last heard of.
+        self._now, self._looked, self._heard = 0.0, time.monotonic(), 0.0
+        self._hub = self._link = self._address = self._error = None
+        # Set when the judge has decided.
+        self._decided = threading.Event()
+        self._closing = self._logged = False
+        self._selector = self._thread = None
+        if size > 1:
+            self._start()
+        _all.add(self)
+
+    def _start(self):
+        self._selector = selectors.DefaultSelector()
+        self._loop = asyncio.SelectorEventLoop(self._selector)
+        ready = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=[ready], name="gluon_syncbn watcher", daemon=True
+        )
+        self._thread.start()
+        ready.wait()
+        if self._error:
+            raise self._error
+
+    @property
+    def address(self):
+        """Where the others reach the judge; blank but for rank 0. It has the same length in all
+        processes."""
+        return (self._address or "").encode().ljust(_ADDRESS_SIZE)
+
+    def meet(self, address):
+        """All processes know each other. address: that of rank 0."""
+        self._call(self._meet, address.decode())
+
+    def note_timeout(self, timeout):
+        self._timeouts.add(timeout)
+
+    @contextlib.contextmanager
+    def arrives(self, name, key, timeout):
+        """Notes that this process is at an exchange, whose route is being opened."""
+        exchange = InFlight(name, key, timeout, time.monotonic())
+        self._opening[exchange.name] = exchange
+        try:
+            yield
+            exchange = InFlight(name, key, timeout, time.monotonic())
+            self._opened.append(exchange)
+        finally:
+            del self._opening[exchange.name]
+
+    def fail(self, text):
+        """A step has failed in this process, so all end."""
+        if self._has_met:
+            self._set_status(FAILED, text)
+
+    def leave(self, failure, shut_down):
+        """Runs at exit. MXNet's own shutdown waits for all processes, even for those that are gone
+        or stopped, so it may begin only once all have finished. failure: what the script died of.
+        shut_down(timeout): what else the store does then, raises RuntimeError."""
+        if self.size == 1:
+            return
+        if failure is not None:
+            self._set_status(FAILED, failure)
+            self._decided.wait(_TELL)
+            shutdown.abandon()
+        else:
+            self._set_status(FINISHED)
+            while not self._decided.wait(0.1):
+                pass
+            try:
+                if self.lost:
+                    # The script may have ended without waiting for its last step.
+                    raise RuntimeError(self.lost)
+                shut_down(max(self._timeouts))
+            except RuntimeError as error:
+                _log.error("%s", error)
+                shutdown.abandon()
+        self.lose("The process ends.")
+        self.close()
+
+    def lose(self, text):
+        """No exchange can succeed any more. The first text stays."""
+        if not self.lost:
+            self._failed_before = native.waits.failed
+            self.lost = text
+        self._close_store(self.lost)
+
+    def close(self):
+        """Ends the thread, once the others know what was decided."""
+        if self._thread:
+            self._closing = True
+            self._call(self._wake.set)
+            self._thread.join(2 * _TELL)
+
+    def release_in_child(self):
+        """Lets go of the connections, which would outlive a parent that dies. Their numbers stay
+        taken, as objects of the child still hold them."""
+        if self._thread:
+            self._thread = None
+            null = os.open(os.devnull, os.O_RDWR)
+            for descriptor in [*self._selector.get_map(), self._selector.fileno()]:
+                os.dup2(null, descriptor, inheritable=False)
+            os.close(null)
+        self.lose("This process was forked from one of the group's.")
+
+    def _set_status(self, kind, text=""):
+        """The first status stays."""
+        self._status = self._status or (kind, text[:_LONGEST_STATUS])
+        self._call(self._wake.set)
+
+    def _call(self, function, *arguments):
+        with contextlib.suppress(RuntimeError):  # The thread has ended.
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    # From here on, on the thread.
+
+    def _run(self, ready):
+        self._loop.set_exception_handler(lambda _, context: self._log_once(context["message"]))
+        try:
+            self._loop.run_until_complete(self._main(ready))
+        finally:
+            ready.set()
+            self._loop.close()
+
+    async def _main(self, ready):
+        self._wake = asyncio.Event()
+        if self.rank == 0:
+            self._hub = Hub(self.size, self._receive_report, self._disconnected, self._greeting)
+            try:
+                self._address = await self._hub.listen()
+            except OSError as error:
+                self._error = error
+                return
+        ready.set()
+        ends = None
+        while not self._closing or (self._hub and self._hub.connected and self._now < ends):
+            try:
+                self._step()
+            except Exception as error:
+                # What failed, such as a look without free file descriptors, may succeed next time.
+                self._log_once(error)
+            period = min(_PERIOD, min(self._timeouts) * WARN_AFTER / 2)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), period)
+            self._wake.clear()
+            if self._closing and ends is None:
+                ends = self._now + _TELL
+        if self._link:
+            self._link.close()
+            await asyncio.sleep(0)  # Lets it close.
+
+    def _meet(self, address):
+        self._has_met = True
+        self._heard = self._now
+        if self.rank == 0:
+            self._judge.begin(self._now)
+        else:
+            self._link = Link(
+                self.rank, address, self._receive, self._rank_0_is_gone, self._longest_silence
+            )
+
+    def _longest_silence(self):
+        return max(_SILENCE, max(self._timeouts) * WARN_AFTER)
+
+    def _step(self):
+        now = time.monotonic()
+        # The time for which this process was stopped is no wait.
+        passed = min(now - self._looked, 3.0, min(self._timeouts) / 2)
+        self._looked = now
+        self._now += passed
+        in_flight, completed = self._exchanges()
+        may_wait = self._has_met and not in_flight
+        self._place = place = self._places.look(passed, may_wait)
+        report = self._report(in_flight, completed)
+        timeout = max(self._timeouts)
+        if self.rank == 0 or not self._has_met:
+            self._judge.timeout = timeout
+            self._act(self._judge.report(self.rank, report, self._now))
+            self._act(self._judge.tick(self._now))
+            self._asked = self._judge.asked
+            if self._hub:
+                self._hub.send({"asked": self._asked})
+        else:
+            self._link.send(report)
+            if self._now - self._heard > timeout:
+                self._conclude(VERDICT, _missing_rank_0(is_silent=True))
+        if self.lost and place and place.waited is not None:
+            # A script that has caught the error may save what it has.
+            has_raised = native.waits.failed > self._failed_before
+            if place.waited > (timeout if has_raised else _RAISES):
+                self._end(f"{self.lost} The script waits in {place.text}.", place)
+
+    def _exchanges(self):
+        """Those in flight, and the last completed ones, oldest first."""
+        in_flight, completed = self._in_flight()
+        return (
+            sorted([*self._opening.copy().values(), *in_flight], key=_since),
+            sorted([*self._opened.copy(), *completed], key=_since),
+        )
+
+    def _report(self, in_flight, completed):
+        here = {exchange.name for exchange in [*in_flight, *completed]}
+        return Report(
+            [
+                Exchange(each.name, each.timeout, *self._members(each.key))
+                for each in in_flight[:_MOST_IN_FLIGHT]
+            ],
+            {name: name in here for name in self._asked},
+            completed and (completed[-1].name, time.monotonic() - completed[-1].since) or None,
+            self._place,
+            self._status,
+        )
+
+    # Rank 0.
+
+    def _receive_report(self, rank, fields):
+        report = Report.from_json(fields)
+        if report.status and not self._judge.decided:
+            # So that the verdict says what this process waits for.
+            self._act(self._judge.report(0, self._report(*self._exchanges()), self._now))
+        self._act(self._judge.report(rank, report, self._now))
+
+    def _disconnected(self, rank):
+        self._judge.disconnected(rank, self._now)
+
+    def _greeting(self):
+        decided = self._judge.decided
+        return {decided.kind: decided.text} if decided else {"asked": self._asked}
+
+    def _act(self, decisions):
+        for kind, text in decisions:
+            if kind == WARNING:
+                native.warn(text)
+            else:
+                text = text[:_LONGEST_VERDICT]
+                if self._hub:
+                    self._hub.send({kind: text})
+                self._conclude(kind, text)
+
+    # The others.
+
+    def _receive(self, message):
+        self._heard = self._now
+        self._asked = message.get("asked", self._asked)
+        for kind in (VERDICT, END):
+            if kind in message:
+                self._conclude(kind, message[kind])
+
+    def _rank_0_is_gone(self):
+        self._conclude(VERDICT, _missing_rank_0(is_gone=True))
+
+    # The end.
+
+    def _conclude(self, kind, text):
+        if self._decided.is_set():
+            return
+        if kind == VERDICT:
+            shutdown.abandon()
+            self.lose(text)
+            self._places.forget()  # From here on the error has time to be raised.
+        self._decided.set()
+
+    def _end(self, text, place):
+        """Ends this process, whatever its threads are doing, if one still waits there."""
+        if not self._places.is_still_at(place):
+            return
+        text = f"{text} No error can be raised there, so this process ends."
+        # Logging may block: nobody may read the output, or the hanging thread may be logging.
+        try:
+            threads.start(_log.error, "%s", text).wait(_LAST_WORDS)
+        except RuntimeError:  # There are no more threads.
+            _log.error("%s", text)
+        os._exit(1)
+
+    def _log_once(self, error):
+        if not self._logged:
+            text = "The thread that watches over other processes goes on after an error: %r"
+            # On another thread, as nobody may read the output.
+            with contextlib.suppress(RuntimeError):  # There are no more threads.
+                threads.start(_log.warning, text, error)
+                self._logged = True
+
+
+def _missing_rank_0(**condition):
+    return f"Missing: {reasons({0: Condition(Report(), **condition)})}."
+
+
+def _shortened(name):
+    """As much of an exchange's name as a report holds: the front, which names the layer, and the
+    end, which names the call."""
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[: _LONGEST_NAME // 2]}…{name[-_LONGEST_NAME // 2 :]}"
+
+
+def _since(exchange):
+    return exchange.since
+
+
+_all = weakref.WeakSet()
+
+
+def _release_in_child():
+    for watcher in list(_all):
+        watcher.release_in_child()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
