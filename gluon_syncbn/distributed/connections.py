@@ -11,40 +11,60 @@ import socket
 _VERSION = 1
 # Bytes of a message, and those that may wait for a process that does not read.
 _LONGEST, _MOST_UNSENT = 1 << 17, 1 << 19
-# Connections that have not shown their token yet, and the seconds that they have.
+# Connections that have not shown their token yet, beside those of the processes, and the seconds
+# that they have.
 _MOST_STRANGERS, _GREETING_SECONDS = 256, 5.0
 _BACKLOG = 4096
 # Seconds between two attempts to connect.
 _BETWEEN = 0.2
 # What ends a connection. asyncio's timeout is Python's own from Python 3.11 on.
 _ENDS = (OSError, ValueError, asyncio.TimeoutError)
+# The last message on a connection in place of which the process makes another.
+_GOODBYE = None
 
 
-def _send(writer, message):
+def _line(message):
+    return json.dumps(message).encode() + b"\n"
+
+
+def _send(writer, line):
     # The next message says the same, or more.
     if writer.transport.get_write_buffer_size() < _MOST_UNSENT:
-        writer.write(json.dumps(message).encode() + b"\n")
+        writer.write(line)
 
 
-def _has(message, token):
-    """Whether a first message is [_VERSION, token, ...]."""
-    return (
-        isinstance(message, list)
-        and message[:1] == [_VERSION]
-        and hmac.compare_digest(str(message[1]), token)
-    )
+async def _message(reader):
+    """The next one. Raises OSError at the end, ValueError for anything else."""
+    line = await reader.readline()
+    if not line:
+        raise ConnectionResetError
+    try:
+        return json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
+async def _first_message(reader, token):
+    """What it carries: [_VERSION, token, ...] shows that no stranger sends it."""
+    message = await _message(reader)
+    if not (isinstance(message, list) and len(message) == 3 and message[0] == _VERSION):
+        raise ValueError("a stranger's message")
+    if not hmac.compare_digest(str(message[1]).encode(), token.encode()):
+        raise ValueError("a stranger's token")
+    return message[2]
 
 
 class Hub:
     """The connections of rank 0.
 
-    receive(rank, message), disconnected(rank): called for each message, and when the connection of
-    a process ends that has made no other. greeting(): the first message to a process.
+    receive(rank, message): called for each message. connected(rank), disconnected(rank): for each
+    connection, and when one ends that the process has not replaced. greeting(): the first message
+    to a process.
     """
 
-    def __init__(self, size, receive, disconnected, greeting):
-        self._size = size
-        self._receive, self._disconnected, self._greeting = receive, disconnected, greeting
+    def __init__(self, size, receive, connected, disconnected, greeting):
+        self._size, self._receive, self._greeting = size, receive, greeting
+        self._connected, self._disconnected = connected, disconnected
         # A process shows the first and is shown the second, so each side knows the other.
         self._tokens = [secrets.token_hex(7) for _ in range(2)]
         self._writers = {}
@@ -58,7 +78,9 @@ class Hub:
             if ipaddress.ip_address(address[0].partition("%")[0]).is_unspecified:
                 raise OSError("no address that others could reach")
             listener = socket.create_server(address, family=family)
-            await asyncio.start_server(self._serve, sock=listener, limit=_LONGEST, backlog=_BACKLOG)
+            self._server = await asyncio.start_server(
+                self._serve, sock=listener, limit=_LONGEST, backlog=_BACKLOG
+            )
         except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name.
             raise OSError(
                 f"This process cannot listen on {host!r} ({error}): set DMLC_NODE_HOST to an "
@@ -73,8 +95,13 @@ class Hub:
 
     def send(self, message):
         """Sends it to all."""
+        line = _line(message)
         for writer in self._writers.values():
-            _send(writer, message)
+            _send(writer, line)
+
+    def close(self):
+        """Listens no more."""
+        self._server.close()
 
     async def _serve(self, reader, writer):
         rank = None
@@ -83,12 +110,16 @@ class Hub:
             before, self._writers[rank] = self._writers.get(rank), writer
             if before:
                 before.close()
-            _send(writer, [_VERSION, self._tokens[1], self._greeting()])
-            while True:
-                line = await reader.readline()
-                if not line:
+            self._connected(rank)
+            _send(writer, _line([_VERSION, self._tokens[1], self._greeting()]))
+            while self._writers.get(rank) is writer:
+                message = await _message(reader)
+                if self._writers.get(rank) is not writer:
                     break
-                self._receive(rank, json.loads(line))
+                if message == _GOODBYE:
+                    del self._writers[rank]
+                else:
+                    self._receive(rank, message)
         except _ENDS:  # Also strangers that are slow, or send anything else.
             pass
         finally:
@@ -98,16 +129,17 @@ class Hub:
                 self._disconnected(rank)
 
     async def _admit(self, reader):
-        if self._strangers >= _MOST_STRANGERS:
+        if self._strangers >= _MOST_STRANGERS + self._size:
             raise ConnectionRefusedError
         self._strangers += 1
         try:
-            message = json.loads(await asyncio.wait_for(reader.readline(), _GREETING_SECONDS))
+            first = _first_message(reader, self._tokens[0])
+            rank = await asyncio.wait_for(first, _GREETING_SECONDS)
         finally:
             self._strangers -= 1
-        if not (_has(message, self._tokens[0]) and message[2] in range(1, self._size)):
-            raise ValueError("a stranger's message")
-        return message[2]
+        if rank not in range(1, self._size):
+            raise ValueError("a stranger's rank")
+        return rank
 
 
 class Link:
@@ -115,14 +147,13 @@ class Link:
 
     address : what `Hub.listen` has returned
     receive(message) : called for each message
-    refused() : called if nobody, or somebody else, listens there
-    silence() : seconds without a message after which to connect again, as a new connection is
-        faster than an old one when a link is back
+    refused() : called if nobody, or a stranger, listens there
+    patience() : seconds for an attempt to connect
     """
 
-    def __init__(self, rank, address, receive, refused, silence):
+    def __init__(self, rank, address, receive, refused, patience):
         self._rank, self._receive = rank, receive
-        self._refused, self._silence = refused, silence
+        self._refused, self._patience = refused, patience
         host, port, *self._tokens = address.split()
         self._address = host, int(port)
         self._writer = None
@@ -130,41 +161,49 @@ class Link:
 
     def send(self, message):
         if self._writer:
-            _send(self._writer, message)
+            _send(self._writer, _line(message))
 
-    def close(self):
+    def renew(self):
+        """Connects again: a new connection is faster than an old one when a link is back."""
         if self._writer:
-            self._writer.close()
-        self._task.cancel()
+            _replace(self._writer)
 
     async def _run(self):
         while True:
             try:
-                await self._follow()
-            except ConnectionRefusedError:
+                await self._follow(*await asyncio.wait_for(self._connect(), self._patience()))
+            except (ConnectionRefusedError, ValueError):  # Nobody listens there, or a stranger.
                 self._refused()
+                await asyncio.sleep(_BETWEEN)
             except _ENDS:
-                pass
-            await asyncio.sleep(_BETWEEN)
+                await asyncio.sleep(_BETWEEN)
 
-    async def _follow(self):
-        connecting = asyncio.open_connection(*self._address, limit=_LONGEST)
-        reader, writer = await asyncio.wait_for(connecting, self._silence())
+    async def _connect(self):
+        reader, writer = await asyncio.open_connection(*self._address, limit=_LONGEST)
         try:
-            _send(writer, [_VERSION, self._tokens[0], self._rank])
-            first = json.loads(await asyncio.wait_for(reader.readline(), self._silence()))
-            if not _has(first, self._tokens[1]):
-                raise ConnectionRefusedError
-            self._receive(first[2])
-            self._writer = writer
+            _send(writer, _line([_VERSION, self._tokens[0], self._rank]))
+            self._receive(await _first_message(reader, self._tokens[1]))
+            return reader, writer
+        except BaseException:  # Also if it takes too long.
+            _replace(writer)
+            raise
+
+    async def _follow(self, reader, writer):
+        self._writer = writer
+        try:
             while True:
-                line = await asyncio.wait_for(reader.readline(), self._silence())
-                if not line:
-                    return
-                self._receive(json.loads(line))
+                self._receive(await _message(reader))
+        except _ENDS:
+            pass  # Connects again at once.
         finally:
             self._writer = None
             writer.close()
+
+
+def _replace(writer):
+    """Ends a connection for another one."""
+    _send(writer, _line(_GOODBYE))
+    writer.transport.abort()
 
 
 def _own_host():

@@ -35,10 +35,13 @@ from .reports import (
 
 # How many timeouts one process may run on after another has finished.
 ALONE = 10
-# How many exchanges to ask about at once.
-_MOST_ASKED = 8
+# How many exchanges to ask about at once, and the characters of a verdict.
+_MOST_ASKED, _LONGEST = 8, 8000
 # Seconds: for a process to connect again; past the timeout, so that exchanges end first.
 _RECONNECTS, _LATER = 1.0, 0.5
+# Seconds, and their share of the timeout at most, after which a process is called silent: longer
+# than the time jumps after the judge itself was stopped.
+_SILENT, _SILENT_SHARE = 4.0, 0.75
 _NEEDS_TIME = (
     "If a process only needs time, as to validate or to save, give SyncGroup(timeout=...) more."
 )
@@ -48,6 +51,7 @@ _CAUSES = (
     "hybridized it at another step, which matters where a net calls one layer several times. "
     + _NEEDS_TIME
 )
+_OTHER_NET = f"The processes have not built the same net. {SAME_LAYERS}"
 
 
 class Decision(typing.NamedTuple):
@@ -67,12 +71,12 @@ WARNING, VERDICT, END = "warning", "verdict", "end"
 class _Process:
     def __init__(self):
         self.report = Report()
+        # The names of its exchanges in flight.
+        self.at = frozenset()
         # When it was last heard of; None until it is known.
         self.heard = None
         # When its connection ended, unless it has a new one.
         self.broken = None
-        # {exchange in flight: when it was first reported}
-        self.since = {}
 
 
 class Judge:
@@ -88,7 +92,8 @@ class Judge:
         self.decided = None
         # Exchanges for which some have waited. Reports say who has reached them.
         self.asked = []
-        self._warned = set()
+        # Of waits that still last, or others that began meanwhile.
+        self._has_warned = False
         self._next_end_warning = 0.0
 
     def begin(self, now):
@@ -100,8 +105,8 @@ class Judge:
         """A process has reported."""
         process = self._processes[rank]
         had_ended = process.report.status
-        process.heard, process.broken, process.report = now, None, report
-        process.since = {e.name: process.since.get(e.name, now) for e in report.exchanges}
+        process.heard, process.report = now, report
+        process.at = frozenset(exchange.name for exchange in report.exchanges)
         if self.decided or had_ended or not report.status:
             return []
         if report.status[0] == FAILED:
@@ -110,6 +115,10 @@ class Judge:
         if self._finished_since is None:
             self._finished_since = now
         return [] if self._unfinished else self._decide(END)
+
+    def connected(self, rank):
+        """A process has a new connection."""
+        self._processes[rank].broken = None
 
     def disconnected(self, rank, now):
         """The connection of a process has ended."""
@@ -122,17 +131,16 @@ class Judge:
         lost = [rank for rank in range(len(self._processes)) if self._is_lost(rank, now)]
         if lost:
             return self._decide(VERDICT, self._lost_text(lost, now))
-        warnings = []
-        for rule in (self._judge_exchanges, self._judge_places, self._judge_end):
-            decision = rule(now)
-            if decision and decision.kind == VERDICT:
+        waits = [each for each in (self._judge_exchanges(now), self._judge_places(now)) if each]
+        found = waits or [each for each in [self._judge_end(now)] if each]
+        for decision in found:
+            if decision.kind == VERDICT:
                 return self._decide(*decision)
-            if decision:
-                warnings.append(decision)
-        return warnings
+        has_warned, self._has_warned = self._has_warned, bool(waits)
+        return [] if has_warned and waits else found[:1]
 
     def _decide(self, kind, text=""):
-        self.decided, self.asked = Decision(kind, text), []
+        self.decided, self.asked = Decision(kind, text[:_LONGEST]), []
         return [self.decided]
 
     def _is_gone(self, process, now):
@@ -147,49 +155,48 @@ class Judge:
     # Exchanges.
 
     def _waits(self):
-        """Each exchange in flight, with when the first process was seen there and its rank, the
-        longest wait first."""
-        first = {}
+        """Each exchange in flight, as seen by the process that has waited longest, and its rank;
+        the longest wait first."""
+        longest = {}
         for rank, process in enumerate(self._processes):
             for exchange in process.report.exchanges:
-                found = process.since[exchange.name], rank, exchange
-                first[exchange.name] = min(first.get(exchange.name, found), found)
-        return sorted(first.values())
+                # Groups of processes have exchanges of the same name.
+                which = exchange.name, exchange.first
+                if which not in longest or exchange.waited > longest[which][1].waited:
+                    longest[which] = rank, exchange
+        return sorted(longest.values(), key=lambda wait: -wait[1].waited)
 
     def _missing(self, exchange):
         """The members of an exchange that have not arrived."""
         return [
             rank
             for rank in range(exchange.first, exchange.end)
-            if exchange.name not in self._processes[rank].since
+            if exchange.name not in self._processes[rank].at
             and not self._processes[rank].report.reached.get(exchange.name)
         ]
 
     def _judge_exchanges(self, now):
         waits = self._waits()
-        self.asked = [
-            exchange.name
-            for since, _, exchange in waits
-            if now - since > exchange.timeout * WARN_AFTER / 2
-        ][:_MOST_ASKED]
-        self._warned.intersection_update(exchange.name for _, _, exchange in waits)
+        asked = [e.name for _, e in waits if e.waited > e.timeout * WARN_AFTER / 2]
+        self.asked = list(dict.fromkeys(asked))[:_MOST_ASKED]
         warning = None
-        for since, rank, exchange in waits:
-            waited, timeout = now - since, exchange.timeout
-            if waited < timeout * WARN_AFTER:
+        for rank, exchange in waits:
+            timeout = exchange.timeout
+            if exchange.waited < timeout * WARN_AFTER:
                 continue
             missing = self._missing(exchange)
-            text = self._exchange_text(exchange, rank, waited, missing, now)
-            if any(self._waits_in_another_net(exchange, rank, other, now) for other in missing):
-                text += f" The processes have not built the same net. {SAME_LAYERS}"
-                return Decision(VERDICT, text)
+            differ = any(self._waits_in_another_net(exchange, rank, other) for other in missing)
             # Some may have arrived just now, as after a suspension of all.
             limit = timeout if missing else timeout * (1 + WARN_AFTER)
-            if waited > limit or any(self._has_finished_before(exchange, o) for o in missing):
-                return Decision(VERDICT, f"{text} {_CAUSES}")
-            if not warning and not self._warned:
-                self._warned.add(exchange.name)
-                text = f"{text} After {duration(timeout)} this is an error. {_CAUSES}"
+            is_over = exchange.waited > limit or any(
+                self._has_finished_before(exchange, other) for other in missing
+            )
+            if differ or is_over:
+                text = self._exchange_text(exchange, rank, missing, now)
+                return Decision(VERDICT, f"{text} {_OTHER_NET if differ else _CAUSES}")
+            if not warning:
+                text = self._exchange_text(exchange, rank, missing, now)
+                text += f" After {duration(timeout)} this is an error. {_CAUSES}"
                 warning = Decision(WARNING, text)
         return warning
 
@@ -198,43 +205,35 @@ class Judge:
         report = self._processes[rank].report
         return report.status is not None and report.reached.get(exchange.name) is False
 
-    def _waits_in_another_net(self, exchange, rank, other, now):
+    def _waits_in_another_net(self, exchange, rank, other):
         """Whether `other` waits in the first call of another layer, which `rank` has not reached,
         as `other` has not reached this exchange."""
-        mine, theirs = self._processes[rank].report, self._processes[other]
-        return theirs.report.reached.get(exchange.name) is False and any(
+        mine, theirs = (self._processes[each].report for each in (rank, other))
+        return theirs.reached.get(exchange.name) is False and any(
             mine.reached.get(each.name) is False
-            and now - theirs.since[each.name] > each.timeout * WARN_AFTER / 2
+            and each.waited > each.timeout * WARN_AFTER / 2
             and exclude_each_other(exchange.name, each.name)
-            for each in theirs.report.exchanges
+            for each in theirs.exchanges
         )
 
     # Other waits.
 
     def _judge_places(self, now):
         waited, rank = max(
-            (process.report.place.waited, rank)
-            if process.report.place and process.report.place.waited is not None
-            else (0.0, rank)
-            for rank, process in enumerate(self._processes)
+            (_waited(process.report), rank) for rank, process in enumerate(self._processes)
         )
         if waited < self.timeout * WARN_AFTER:
-            self._warned.discard(None)
             return None
         text = (
             f"Rank {rank} has waited {duration(waited)} for other processes, in "
             f"{self._processes[rank].report.place.text}. {self._others_text([rank], now)}"
         )
-        others = (p.report.place for p in self._processes if p is not self._processes[rank])
-        if all(place and place.waited is not None for place in others):
+        if all(_waited(process.report) for process in self._processes):
             text += f" As all of them wait, {self._name} does not answer, or lost a message."
         else:
             text += f" {_NEEDS_TIME}"
         if waited > self.timeout + _LATER:
             return Decision(VERDICT, text)
-        if self._warned:
-            return None
-        self._warned.add(None)
         return Decision(WARNING, f"{text} After {duration(self.timeout)} this ends the process.")
 
     def _judge_end(self, now):
@@ -271,31 +270,38 @@ class Judge:
         return Condition(
             process.report,
             self._is_gone(process, now),
-            is_known and now - process.heard > min(2.0, self.timeout / 4),
+            is_known and now - process.heard > min(_SILENT, _SILENT_SHARE * self.timeout),
             is_known,
-            tuple((name, now - since) for name, since in list(process.since.items())[:3]),
         )
 
     def _others_text(self, ranks, now):
         return f"The others: {reasons(self._conditions(now, set(ranks)))}."
 
-    def _exchange_text(self, exchange, rank, waited, missing, now):
+    def _exchange_text(self, exchange, rank, missing, now):
         members = range(exchange.first, exchange.end)
-        arrived = [member for member in members if member not in missing]
+        arrived = sorted({*members} - {*missing})
         conditions = {rank: self._condition(rank, now) for rank in missing}
         text = (
-            f"{title(exchange.name)}: rank {rank} has waited {duration(waited)} for other "
-            f"processes. Arrived: {ranks_text(arrived)}. Missing: {reasons(conditions)}."
+            f"{title(exchange.name)}: rank {rank} has waited {duration(exchange.waited)} for "
+            f"other processes. Arrived: {ranks_text(arrived)}. Missing: {reasons(conditions)}."
         )
         if not missing and not exchange.in_memory:
             text += f" All have arrived, so {self._name} does not answer."
+        if missing and len(members) < len(self._processes):
+            # A member may itself wait for one that is none.
+            text += f" {self._others_text(members, now)}"
         return text
 
     def _lost_text(self, lost, now):
         """Why the job ends without these processes, for which another may wait in an exchange."""
-        for since, rank, exchange in self._waits():
+        for rank, exchange in self._waits():
             missing = self._missing(exchange)
             if rank not in lost and set(missing) & set(lost):
-                return self._exchange_text(exchange, rank, now - since, missing, now)
+                return self._exchange_text(exchange, rank, missing, now)
         conditions = {rank: self._condition(rank, now) for rank in lost}
         return f"Missing: {reasons(conditions)}. {self._others_text(lost, now)}"
+
+
+def _waited(report):
+    """How long a process has waited in MXNet or Horovod."""
+    return report.place and report.place.waited or 0.0

@@ -87,12 +87,16 @@ def _libraries():
 
 def _computes():
     """Whether, at every look, another thread of this process runs, is ready to run, or waits for a
-    disk."""
+    disk. So it seems where that cannot be seen."""
     own = str(threading.get_native_id())
-    for _ in range(_LOOKS):
-        time.sleep(_BETWEEN_LOOKS)
-        if not any(_is_busy(thread) for thread in os.listdir("/proc/self/task") if thread != own):
-            return False
+    try:
+        for _ in range(_LOOKS):
+            time.sleep(_BETWEEN_LOOKS)
+            threads = os.listdir("/proc/self/task")
+            if not any(_is_busy(thread) for thread in threads if thread != own):
+                return False
+    except OSError:  # Without /proc, or free file descriptors.
+        pass
     return True
 
 
@@ -100,5 +104,5 @@ def _is_busy(thread):
     try:
         with open(f"/proc/self/task/{thread}/stat", "rb") as file:  # A name may be no text.
             return file.read().rpartition(b")")[2].split()[0] in b"RD"
-    except OSError:  # It has ended.
+    except (FileNotFoundError, ProcessLookupError):  # It has ended.
         return False

@@ -18,12 +18,13 @@ class Exchange(typing.NamedTuple):
     """An exchange in flight.
 
     name : "title (key number)", equal in all processes. title: of the layer, or what the user sees
-    timeout : seconds
+    waited, timeout : seconds. While the process is stopped it does not wait.
     first, end : the range of ranks that take part
     in_memory : whether they meet in shared memory, not at the store
     """
 
     name: str
+    waited: float
     timeout: float
     first: int
     end: int
@@ -88,25 +89,26 @@ def exclude_each_other(name, other):
 
 
 class Condition(typing.NamedTuple):
-    """Why a process is missing, as the judge knows it. waits: its exchanges in flight, each as
-    (name, seconds)."""
+    """Why a process is missing, as the judge knows it."""
 
     report: Report
     is_gone: bool = False
     is_silent: bool = False
     is_known: bool = True
-    waits: tuple = ()
+
+    @property
+    def waits(self):
+        """Its exchanges in flight that messages name."""
+        return self.report.exchanges[:3]
 
     def kind(self):
         """Equal for conditions that differ only in seconds."""
-        last, place = self.report.last, self.report.place
-        return (
-            *self[1:4],
-            self.report.status,
-            last and last[0],
-            place and place.text,
-            tuple(name for name, _ in self.waits),
-        )
+        flags, report = self[1:], self.report
+        if report.status or flags != (False, False, True):
+            return flags, report.status
+        last, place = report.last, report.place
+        waits = tuple(exchange.name for exchange in self.waits)
+        return waits, None if waits else (last and last[0], place and place.text)
 
 
 def reasons(conditions):
@@ -138,21 +140,23 @@ def _reason(conditions):
     if first.is_silent:
         return "no answer: stopped, or its machine is unreachable"
     if first.waits:
-        each = zip(*(condition.waits for condition in conditions))
-        return "waiting in " + ", ".join(f"{title(one[0][0])} for {_span(one)}" for one in each)
+        return "waiting in " + ", ".join(
+            f"{title(same[0].name)} for {_span([exchange.waited for exchange in same])}"
+            for same in zip(*(condition.waits for condition in conditions))
+        )
     text = "nothing exchanged yet"
     if report.last:
-        ages = [condition.report.last for condition in conditions]
+        ages = [condition.report.last[1] for condition in conditions]
         text = f"last completed {title(report.last[0])}, {_span(ages)} ago"
     if report.place:
         does = "is at" if report.place.waited is None else "waits in"
-        stood = [condition.report.place for condition in conditions]
+        stood = [condition.report.place.stood for condition in conditions]
         text += f", {does} {report.place.text} for {_span(stood)}"
     return text
 
 
-def _span(entries):
-    ends = [duration(pick(entry[1] for entry in entries)) for pick in (min, max)]
+def _span(seconds):
+    ends = [duration(pick(seconds)) for pick in (min, max)]
     return " to ".join(dict.fromkeys(ends)).replace(" s to", " to")
 
 

@@ -20,8 +20,8 @@ from .places import Places
 from .reports import FAILED, FINISHED, Condition, Exchange, Report, reasons
 
 _ADDRESS_SIZE = 80  # bytes
-# Characters of an exchange's name, of an error and of a verdict.
-_LONGEST_NAME, _LONGEST_STATUS, _LONGEST_VERDICT = 240, 4000, 8000
+# Characters of an exchange's name, and of an error.
+_LONGEST_NAME, _LONGEST_STATUS = 240, 4000
 _MOST_IN_FLIGHT, _REMEMBERED = 8, 16
 # Seconds between two reports, at most, and of silence before a connection is made again.
 _PERIOD, _SILENCE = 1.0, 2.0
@@ -62,6 +62,8 @@ class Watcher:
         self._timeouts = {timeout}
         # Exchanges whose routes are being opened, and those that were opened last.
         self._opening, self._opened = {}, collections.deque(maxlen=_REMEMBERED)
+        # {exchange in flight: when it was first seen, by `_now`}
+        self._seen = {}
         self._status = None
         self._places, self._place = Places(), None
         # How many of Python's waits for MXNet had failed before `lost`.
@@ -74,7 +76,9 @@ class Watcher:
         self._hub = self._link = self._address = self._error = None
         # Set when the judge has decided.
         self._decided = threading.Event()
-        self._closing = self._logged = False
+        # When the thread ends, once it is to.
+        self._ends = None
+        self._logged = False
         self._selector = self._thread = None
         if size > 1:
             self._start()
@@ -157,17 +161,18 @@ class Watcher:
     def close(self):
         """Ends the thread, once the others know what was decided."""
         if self._thread:
-            self._closing = True
-            self._call(self._wake.set)
+            self._call(self._begin_to_end)
             self._thread.join(2 * _TELL)
 
     def release_in_child(self):
         """Lets go of the connections, which would outlive a parent that dies. Their numbers stay
         taken, as objects of the child still hold them."""
-        if self._thread:
+        if self._thread and not self._loop.is_closed():
             self._thread = None
             null = os.open(os.devnull, os.O_RDWR)
-            for descriptor in [*self._selector.get_map(), self._selector.fileno()]:
+            # The selector does not know by what others wake the loop.
+            wakes = self._loop._csock.fileno()
+            for descriptor in [*self._selector.get_map(), self._selector.fileno(), wakes]:
                 os.dup2(null, descriptor, inheritable=False)
             os.close(null)
         self.lose("This process was forked from one of the group's.")
@@ -194,15 +199,15 @@ class Watcher:
     async def _main(self, ready):
         self._wake = asyncio.Event()
         if self.rank == 0:
-            self._hub = Hub(self.size, self._receive_report, self._disconnected, self._greeting)
+            events = self._receive_report, self._judge.connected, self._disconnected
+            self._hub = Hub(self.size, *events, self._greeting)
             try:
                 self._address = await self._hub.listen()
-            except OSError as error:
+            except Exception as error:
                 self._error = error
                 return
         ready.set()
-        ends = None
-        while not self._closing or (self._hub and self._hub.connected and self._now < ends):
+        while self._ends is None or (self._hub and self._hub.connected and self._now < self._ends):
             try:
                 self._step()
             except Exception as error:
@@ -212,11 +217,25 @@ class Watcher:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), period)
             self._wake.clear()
-            if self._closing and ends is None:
-                ends = self._now + _TELL
-        if self._link:
-            self._link.close()
-            await asyncio.sleep(0)  # Lets it close.
+        await self._disconnect()
+
+    async def _disconnect(self):
+        self._loop.set_exception_handler(lambda *_: None)  # Some Pythons complain of the end.
+        if self._hub:
+            self._hub.close()
+        # Before Python 3.12, asyncio.wait_for may lose a cancellation.
+        while True:
+            connections = asyncio.all_tasks() - {asyncio.current_task()}
+            if not connections:
+                break
+            for connection in connections:
+                connection.cancel()
+            await asyncio.wait(connections, timeout=0.1)
+        await asyncio.sleep(0)  # Sockets close one turn later.
+
+    def _begin_to_end(self):
+        self._ends = self._now + _TELL
+        self._wake.set()
 
     def _meet(self, address):
         self._has_met = True
@@ -248,10 +267,13 @@ class Watcher:
             self._act(self._judge.tick(self._now))
             self._asked = self._judge.asked
             if self._hub:
-                self._hub.send({"asked": self._asked})
+                self._hub.send(self._greeting())
         else:
             self._link.send(report)
-            if self._now - self._heard > timeout:
+            silence = self._now - self._heard
+            if silence > self._longest_silence():
+                self._link.renew()
+            if silence > timeout:
                 self._conclude(VERDICT, _missing_rank_0(is_silent=True))
         if self.lost and place and place.waited is not None:
             # A script that has caught the error may save what it has.
@@ -269,9 +291,15 @@ class Watcher:
 
     def _report(self, in_flight, completed):
         here = {exchange.name for exchange in [*in_flight, *completed]}
+        self._seen = {each.name: self._seen.get(each.name, self._now) for each in in_flight}
         return Report(
             [
-                Exchange(each.name, each.timeout, *self._members(each.key))
+                Exchange(
+                    each.name,
+                    self._now - self._seen[each.name],
+                    each.timeout,
+                    *self._members(each.key),
+                )
                 for each in in_flight[:_MOST_IN_FLIGHT]
             ],
             {name: name in here for name in self._asked},
@@ -291,6 +319,7 @@ class Watcher:
 
     def _disconnected(self, rank):
         self._judge.disconnected(rank, self._now)
+        self._wake.set()
 
     def _greeting(self):
         decided = self._judge.decided
@@ -301,9 +330,8 @@ class Watcher:
             if kind == WARNING:
                 native.warn(text)
             else:
-                text = text[:_LONGEST_VERDICT]
                 if self._hub:
-                    self._hub.send({kind: text})
+                    self._hub.send(self._greeting())
                 self._conclude(kind, text)
 
     # The others.

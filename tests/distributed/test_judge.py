@@ -1,0 +1,436 @@
+"""The judge, in simulated time: random histories of processes that arrive, leave, stop, go on, fail
+and finish. And its texts."""
+
+import collections
+import json
+import os
+import random
+import re
+
+import pytest
+from gluon_syncbn.distributed.judge import END, VERDICT, WARNING, Judge
+from gluon_syncbn.distributed.reports import (
+    FAILED,
+    FINISHED,
+    Condition,
+    Exchange,
+    Place,
+    Report,
+    exclude_each_other,
+    reasons,
+)
+
+CASES, SEED = (int(os.environ.get(*each)) for each in (("CASES", 3000), ("SEED", 0)))
+# Seconds: the shortest timeout, between two reports, and what a decision may come later.
+T, PERIOD, LATE = 20.0, 1.0, 4.0
+NEVER = 1e9
+# What ends a job, and what messages then say of the process.
+FAULTS = {
+    "killed": "process ended",
+    "stopped": "no answer: stopped",
+    "cut off": "no answer: stopped",
+    "loops": r"is at loop\.py:1 for",
+    "fails": "failed: a bad batch",
+    "finishes early": "reached the end of the script",
+    "builds another net": "waiting in Layer",
+    "loses an answer": "waiting in Layer",
+}
+# What does not.
+EVENTS = ["none", "stop", "suspension", "cut", "reset", "validation", "evaluation"]
+
+
+class Process:
+    """Walks through the steps of its script: exchanges of layers, or (a str) MXNet's own."""
+
+    def __init__(self, rank, script):
+        self.rank, self.script = rank, script
+        # The step, whether it has begun, and until when the process computes before it.
+        self.step, self.waits, self.computes_until = 0, False, 0.0
+        self.stopped_until = self.cut_until = 0.0
+        # The time for which it was not stopped, and when exchanges began, and MXNet's wait.
+        self.clock, self.looked, self.begun = 0.0, 0.0, {}
+        self.completed = collections.deque(maxlen=16)
+        self.place, self.status, self.asked = "train.py:30", None, ()
+
+    def runs(self, now):
+        return now >= self.stopped_until
+
+    def here(self):
+        """The exchanges that it waits in."""
+        if not self.waits or self.status:
+            return []
+        return [each for each in self.script[self.step] if name_of(each) not in self.completed]
+
+    def report(self, now):
+        self.clock += min(now - self.looked, 3.0)
+        self.looked = now
+        here = self.here()
+        self.begun = {name_of(e): self.begun.get(name_of(e), self.clock) for e in here}
+        waited = {name: self.clock - begun for name, begun in self.begun.items()}
+        in_mxnet = any(isinstance(each, str) for each in here)
+        return Report(
+            [] if in_mxnet else [each._replace(waited=waited[each.name]) for each in here],
+            {name: name in waited or name in self.completed for name in self.asked},
+            (self.completed[-1], 0.0) if self.completed else None,
+            Place("pull, called at train.py:7", 0.0, waited[here[0]])
+            if in_mxnet
+            else Place(self.place, 0.0),
+            self.status,
+        )
+
+
+def name_of(step):
+    return step if isinstance(step, str) else step.name
+
+
+def scripts(chance, size, timeouts, fewest):
+    """Of each process: calls of some layers, some of them for groups of processes."""
+    layers = range(chance.randint(fewest, 3))
+    groups = [chance.choice([g for g in range(2, size + 1) if size % g == 0]) for _ in layers]
+    limits = [chance.choice(timeouts) for _ in layers]
+    calls = range(1, chance.randint(2, 4))
+    branches, steps = chance.random() < 0.5, [chance.random() < 0.5 for _ in calls]
+
+    def script(rank):
+        def exchange(layer, key, group, number=1):
+            note = "" if group == size else f" in groups of {group}"
+            name = f"Layer {layer}, call {number} ({layer} {key}{note} {number})"
+            first = rank // group * group
+            return Exchange(name, 0.0, limits[layer], first, first + group)
+
+        found = [[exchange(layer, "handshake", size)] for layer in layers]
+        for call in calls:
+            forward = [exchange(layer, "forward -1", groups[layer], call) for layer in layers]
+            found += [forward] if branches else [[each] for each in forward]
+            found += [[f"step {call}"]] if steps[call - 1] else []
+        return found
+
+    return [script(rank) for rank in range(size)], len(layers)
+
+
+class History:
+    def __init__(self, seed):
+        self.chance = chance = random.Random(seed)
+        size = self.size = chance.randint(2, 6)
+        timeouts = chance.choice([[T], [T, 2 * T], [T, 3 * T]])
+        self.longest = max(timeouts)
+        self.fault = chance.choice([None, None, *FAULTS])
+        differs = self.fault == "builds another net"
+        found, layers = scripts(chance, size, timeouts, 2 if differs else 1)
+        self.processes = [Process(*each) for each in enumerate(found)]
+        # Rank 0's own death is no matter of the judge.
+        self.culprit = chance.randrange(self.fault in ("killed", "stopped", "cut off"), size)
+        self.fault_at = 0.0 if differs else chance.uniform(0, 0.1 * T * len(found[0]))
+        self.event, self.event_at = chance.choice(EVENTS), chance.uniform(0, T * len(found[0]) / 20)
+        self.victim = chance.choice([r for r in range(size) if r != self.culprit])
+        # When they happened: in the judge's time, and in real time.
+        self.struck = self.happened = None
+        # What the event adds to limits, and whom it touches.
+        self.slack, self.touched = 0.0, set()
+        self.judge = Judge(size, "the store", self.longest)
+        self.now = self.time = self.looked = 0.0
+        self.mail = [collections.deque() for _ in range(size)]
+        self.arrived, self.lost_answer = collections.Counter(), None
+        self.decisions = []
+        if differs:
+            self.processes[self.culprit].script[:2] = found[self.culprit][1::-1]
+
+    def strike(self, process):
+        """Returns whether the fault has happened."""
+        if process.status or self.now < self.fault_at:
+            return False
+        if self.fault == "killed":
+            process.stopped_until = NEVER
+            self.judge.disconnected(process.rank, self.time)
+        elif self.fault == "stopped":
+            process.stopped_until = NEVER
+        elif self.fault == "cut off":
+            process.cut_until = NEVER
+        elif self.fault == "loses an answer":
+            here = process.here()
+            if not here or isinstance(here[0], str):
+                return False
+            self.lost_answer = here[0].name
+        elif self.fault == "builds another net":
+            return True
+        elif process.waits:
+            return False
+        elif self.fault == "loops":
+            process.place, process.computes_until = "loop.py:1", NEVER
+        elif self.fault == "fails":
+            process.status = FAILED, "a bad batch"
+        else:
+            process.status = FINISHED, ""
+        return True
+
+    def happen(self, process):
+        """Returns whether the harmless event has happened."""
+        if self.now < self.event_at:
+            return False
+        everyone = range(self.size)
+        if self.event in ("validation", "evaluation"):
+            has_ended = process.step == len(process.script)
+            if process.waits or process.status or (self.event == "evaluation") != has_ended:
+                return False
+            process.place = "validate.py:3"
+            process.computes_until = self.now + (3 * self.longest if has_ended else 0.8 * T)
+            self.touched = {process.rank}
+        elif self.event == "stop":
+            self.slack, process.stopped_until = 0.7 * T, self.now + 0.7 * T
+            # The judge may have stood still.
+            self.touched = {process.rank} if process.rank else set(everyone)
+        elif self.event == "suspension":
+            for each in self.processes:
+                each.stopped_until = max(each.stopped_until, self.now + 3 * self.longest)
+                each.computes_until += 3 * self.longest
+            self.slack, self.touched = 3.0, set(everyone)
+        elif self.event == "cut":
+            self.slack, process.cut_until, self.touched = 3.0, self.now + 3.0, {process.rank}
+        elif self.event == "reset" and process.rank:
+            self.judge.disconnected(process.rank, self.time)
+        return True
+
+    def advance(self, process):
+        if process.status:
+            return
+        if not process.waits and self.now >= process.computes_until:
+            if process.step == len(process.script):
+                process.status = FINISHED, ""
+                return
+            process.waits = True
+            self.arrived.update(map(key_of, process.here()))
+        for each in process.here():
+            members = self.size if isinstance(each, str) else each.end - each.first
+            is_lost = process.rank == self.culprit and name_of(each) == self.lost_answer
+            if self.arrived[key_of(each)] == members and not is_lost:
+                process.completed.append(name_of(each))
+        if process.waits and not process.here():
+            process.step, process.waits = process.step + 1, False
+            process.computes_until = self.now + self.chance.uniform(0, 0.04 * T)
+
+    def judge_all(self):
+        self.time += min(self.now - self.looked, 3.0)
+        self.looked = self.now
+        for rank in self.chance.sample(range(self.size), self.size):
+            while self.mail[rank] and self.mail[rank][0][0] <= self.now:
+                self.decisions += self.judge.report(rank, self.mail[rank].popleft()[1], self.time)
+        ticked = self.judge.tick(self.time)
+        self.decisions += ticked
+        for process in self.processes:
+            if process.runs(self.now) and self.now >= process.cut_until:
+                process.asked = self.judge.asked
+        assert sum(decision.kind == WARNING for decision in ticked) <= 1
+
+    def run(self):
+        self.judge.begin(0.0)
+        while not self.judge.decided:
+            self.now += PERIOD
+            if self.fault and self.struck is None and self.strike(self.processes[self.culprit]):
+                self.struck = self.time
+            if self.happened is None and self.happen(self.processes[self.victim]):
+                self.happened = self.now
+            elif self.event == "reset" and self.happened == self.now - PERIOD:
+                self.judge.connected(self.victim)
+            for process in self.chance.sample(self.processes, self.size):
+                if process.runs(self.now):
+                    self.advance(process)
+                    report = process.report(self.now)
+                    if self.now >= process.cut_until:
+                        delay = self.chance.choice([0, 0, 0, 1, 2]) if process.rank else 0
+                        self.mail[process.rank].append((self.now + delay, report))
+            if self.processes[0].runs(self.now):
+                self.judge_all()
+                self.nobody_waits_too_long()
+            assert self.now < 15 * self.longest, "the job neither ends nor goes on"
+        self.check()
+
+    # The properties.
+
+    def nobody_waits_too_long(self):
+        for process in self.processes:
+            if self.judge.decided or not process.runs(self.now) or self.now < process.cut_until:
+                continue
+            report = process.report(self.now)
+            for exchange in report.exchanges:
+                assert exchange.waited <= 1.1 * exchange.timeout + LATE + self.slack, exchange
+            assert (report.place.waited or 0) <= self.longest + LATE + self.slack, report.place
+
+    def check(self):
+        decision = self.judge.decided
+        for process in self.processes:
+            assert not self.judge.report(process.rank, process.report(self.now), self.time)
+        assert not self.judge.tick(self.time + 100 * T), "something follows"
+        assert [each for each in self.decisions if each.kind != WARNING] == [decision]
+        if decision.kind == END:
+            assert all(each.status == (FINISHED, "") for each in self.processes)
+            return
+        assert self.struck is not None, f"a verdict without a fault: {decision.text}"
+        self.check_moment(decision.text)
+        self.check_names(decision.text)
+        warnings = [each.text for each in self.decisions[:-1]]
+        ends = [text for text in warnings if "end of its script" in text]
+        # One for the event, and one for the fault.
+        assert len(warnings) - len(ends) <= 2 and len(ends) <= 8, warnings
+        waited = re.search(r"has waited (\d+)", decision.text)
+        assert warnings or not waited or int(waited[1]) < T, "no warning before"
+
+    def check_moment(self, text):
+        passed = self.time - self.struck - self.slack - LATE
+        if self.fault in ("killed", "fails"):
+            assert passed <= 1, passed
+        elif self.fault in ("stopped", "cut off"):
+            assert passed <= self.longest, passed
+        elif self.fault in ("builds another net", "finishes early") and "Missing" in text:
+            waited = re.search(r"has waited ([\d.]+) s", text)
+            # The others may have waited for a validation.
+            exempt = "end of its script" in text or self.event == "validation"
+            assert exempt or float(waited[1]) <= 0.1 * self.longest + LATE + self.slack, text
+
+    def check_names(self, text):
+        """Named is who was at fault; also missing are those that wait themselves."""
+        missing, _, others = text.partition("The others")
+        missing, others = named_in(missing.partition("Missing")[2]), named_in(others)
+        assert "does not answer" not in text or self.fault == "loses an answer", text
+        says_so = "not built the same net" in text
+        assert says_so <= (self.fault == "builds another net"), text
+        # After a validation, the timeout may come first.
+        assert says_so or self.fault != "builds another net" or self.event == "validation", text
+        if self.fault == "loses an answer" and "the store does not answer" in text:
+            return
+        if self.fault == "builds another net":
+            assert self.culprit in missing or f"rank {self.culprit} has waited" in text, text
+        else:
+            assert re.search(FAULTS[self.fault], {**others, **missing}[self.culprit]), text
+        title = text.partition(": rank ")[0]
+        for rank, reason in missing.items():
+            assert not reason.startswith(f"waiting in {title} for"), text
+            comes = self.now < self.processes[rank].computes_until + LATE
+            waits = reason.startswith("waiting in") or "waits in pull" in reason
+            assert rank == self.culprit or waits or comes or rank in self.touched, text
+
+
+def key_of(step):
+    return step if isinstance(step, str) else (step.name, step.first)
+
+
+def named_in(text):
+    """{rank: reason}"""
+    named = {}
+    for ranks, reason in re.findall(r"ranks? ([\d, -]+) \(((?:[^()]|\([^()]*\))*)\)", text):
+        for one in ranks.split(", "):
+            first, _, last = one.partition("-")
+            named.update(dict.fromkeys(range(int(first), int(last or first) + 1), reason))
+    return named
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_histories(part):
+    """Nobody waits past the timeout; a job in which all move goes on; who is named was missing; and
+    the decision is one."""
+    for seed in range(SEED + part * CASES // 4, SEED + (part + 1) * CASES // 4):
+        history = History(seed)
+        try:
+            history.run()
+        except AssertionError as error:
+            what = f"{history.fault} of {history.culprit}, {history.event} of {history.victim}"
+            pytest.fail(f"SEED={seed} CASES=4: {what}: {error}")
+
+
+# Texts.
+
+
+def test_how_messages_describe_processes():
+    def waits(name, seconds):
+        return Condition(Report([Exchange(name, seconds, 10, 0, 512)]))
+
+    # Without the key of the layer's message.
+    last = "SyncBatchNorm 'n', forward call 3 (0 forward 0 in groups of 2 3)"
+    conditions = {
+        **{
+            rank: Condition(Report(last=(last, rank)), is_gone=True)
+            for rank in (3, 5, 6, 9, 10, 11)
+        },
+        20: Condition(Report(place=Place("train.py:3", 7))),
+        30: Condition(Report(last=(last, 12.1), place=Place("pull, called at a.py:1", 9, 2.5))),
+        31: Condition(Report(status=(FINISHED, ""))),
+        32: Condition(Report(status=(FAILED, "a bad batch")), is_gone=True),
+        100: Condition(Report(last=(last, 1)), is_silent=True),
+        101: Condition(Report(), is_silent=True),
+        102: Condition(Report(), is_known=False),
+        **{rank: waits("y (0 handshake 1)", 3 + rank / 100) for rank in range(200, 300)},
+    }
+    assert reasons({}) == "none"
+    assert reasons(conditions) == (
+        "ranks 3, 5, 6, 9-11 (process ended), "
+        "rank 20 (nothing exchanged yet, is at train.py:3 for 7 s), "
+        "rank 30 (last completed SyncBatchNorm 'n', forward call 3, 12 s ago, "
+        "waits in pull, called at a.py:1 for 9 s), "
+        "rank 31 (reached the end of the script), "
+        "rank 32 (failed: a bad batch), "
+        "ranks 100, 101 (no answer: stopped, or its machine is unreachable), "
+        "rank 102 (not heard of), "
+        "ranks 200-299 (waiting in y, to compare the layer's settings for 5 to 5.99 s)"
+    )
+
+
+@pytest.mark.parametrize(
+    "one, other, expected",
+    [
+        ("2 handshake 1", "1 handshake 1", True),
+        ("2 handshake 1", "1 backward -1 1", True),
+        ("1 forward -1 in groups of 2 6", "1 handshake 2", True),
+        ("2 handshake 1", "1 forward -1 5", False),  # It may come one batch later.
+        ("1 backward -1 1", "2 backward -1 1", False),  # They come in any order.
+        ("2 handshake 1", '"key" 1', False),
+    ],
+)
+def test_exchanges_that_exclude_each_other(one, other, expected):
+    names = [f"A, call 0 ({each})" for each in (one, other)]
+    assert exclude_each_other(*names) == exclude_each_other(*reversed(names)) == expected
+
+
+def test_a_report_travels_as_json():
+    report = Report(
+        [Exchange("a", 1.5, 10.0, 0, 2, True)],
+        {"a": True},
+        ("b", 0.5),
+        Place("c", 1.0, None),
+        (FAILED, "\N{GRINNING FACE}"),
+    )
+    for each in (report, Report([])):
+        assert Report.from_json(json.loads(json.dumps(each))) == each
+
+
+def test_a_verdict_has_a_longest_text():
+    """Which fits a message, whatever 1,000 processes have to say."""
+    judge = Judge(1000, "the store", 10)
+    judge.begin(0)
+    for rank in range(1000):
+        judge.report(rank, Report(place=Place(f"train.py:{rank}", 1)), 0)
+    [(kind, text)] = judge.report(1, Report(status=(FAILED, "a bad batch")), 1)
+    assert kind == VERDICT and text.startswith("Missing: rank 1 (failed: a bad batch). The others:")
+    assert len(text) == 8000 and judge.decided == (kind, text)
+
+
+def test_before_all_know_each_other():
+    """Each process judges for itself, and knows nothing of the others."""
+    judge = Judge(3, "the store", 10)
+    for now in range(12):
+        wait = Exchange("startup handshake (x 1)", now, 10, 0, 3)
+        assert not judge.report(1, Report([wait]), now)
+        decisions = judge.tick(now)
+        assert [each.kind for each in decisions] == {1: [WARNING], 11: [VERDICT]}.get(now, [])
+    assert "Arrived: rank 1. Missing: ranks 0, 2 (not heard of)." in decisions[0].text
+
+
+def test_one_of_a_group_waits_outside_it():
+    """So the text says where the others are."""
+    judge = Judge(3, "the store", 10)
+    judge.begin(0)
+    judge.report(0, Report([Exchange("a", 10.5, 10, 0, 2)]), 9)
+    judge.report(1, Report([Exchange("b", 10.0, 20, 1, 3)]), 9)
+    judge.report(2, Report(place=Place("loop.py:1", 9)), 9)
+    text = (
+        "Missing: rank 1 (waiting in b for 10 s). The others: rank 2 (nothing exchanged yet, is at "
+    )
+    assert text + "loop.py:1 for 9 s)." in judge.tick(9)[0].text
