@@ -94,13 +94,14 @@ class Watcher:
 
     @property
     def address(self):
-        """Where the others reach the judge; blank but for rank 0. It has the same length in all
-        processes."""
+        """Where the others reach rank 0; blank in a process that does not know. It has the same
+        length in all processes."""
         return (self._address or "").encode().ljust(_ADDRESS_SIZE)
 
     def meet(self, address):
         """All processes know each other. address: that of rank 0."""
-        self._call(self._meet, address.decode())
+        self._address = address.decode().rstrip()
+        self._call(self._meet)
 
     def note_timeout(self, timeout):
         self._timeouts.add(timeout)
@@ -146,6 +147,13 @@ class Watcher:
                 shutdown.abandon()
         self.lose("The process ends.")
         self.close()
+
+    def check(self, title):
+        """Raises RuntimeError if no exchange can succeed any more."""
+        if self.lost:
+            raise RuntimeError(
+                self.lost if self.lost.startswith(title) else f"{title}: {self.lost}"
+            )
 
     def lose(self, text):
         """No exchange can succeed any more. The first text stays."""
@@ -218,15 +226,14 @@ class Watcher:
             self._link.close()
             await asyncio.sleep(0)  # Lets it close.
 
-    def _meet(self, address):
+    def _meet(self):
         self._has_met = True
         self._heard = self._now
         if self.rank == 0:
             self._judge.begin(self._now)
         else:
-            self._link = Link(
-                self.rank, address, self._receive, self._rank_0_is_gone, self._longest_silence
-            )
+            functions = self._receive, self._rank_0_is_gone, self._longest_silence
+            self._link = Link(self.rank, self._address, *functions)
 
     def _longest_silence(self):
         return max(_SILENCE, max(self._timeouts) * WARN_AFTER)

@@ -26,7 +26,8 @@ LIMBS = 3
 KVSTORE_BITS, HOROVOD_BITS = 24, 53
 # What a wait returns: see mxnet/array_wait.h.
 _WRITTEN, _TIME_IS_UP, _INTERRUPTED, _CLOSED = range(4)
-MAX_ERROR_SIZE = 1 << 13
+# More than an `Outcome` holds, with a title before it.
+MAX_ERROR_SIZE = 1 << 14
 
 
 class Key(namedtuple("Key", "layer direction node group", defaults=(None, None))):

@@ -62,10 +62,10 @@ def happen():
         with open("/dev/full", "wb") as file:
             file.write(b"x" * (1 << 16))
     elif fault == "garbage":
-        for (host, port), *_ in store.peers._liveness._addresses:
-            for number in range(20):
-                with contextlib.suppress(OSError), socket.create_connection((host, port)) as one:
-                    one.sendall(os.urandom(1 << number % 12))
+        address = store.watcher.address.split()[:2]
+        for number in range(20):
+            with contextlib.suppress(OSError), socket.create_connection(address) as one:
+                one.sendall(os.urandom(1 << number % 12))
 
 
 def report(name):
