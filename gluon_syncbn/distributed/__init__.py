@@ -12,7 +12,7 @@ For each layer and pass, every process sends its sums. It receives those of all,
 rank order as a single process would, or their exact sum. The results are the same, bit for bit.
 
 Every wait has a limit. Each process reports to that of rank 0 where it is. If one has ended or
-failed, the others' waits end at once with an error that names it, otherwise at the timeout. Where no
+failed, the others end at once with an error that names it, otherwise at the timeout. Where no
 error can be raised, as in the Trainer's messages, the process ends.
 """
 

@@ -25,7 +25,6 @@ from ..arguments import WARN_AFTER, duration
 from ..groups.store import SAME_LAYERS
 from .reports import (
     FAILED,
-    Condition,
     Report,
     exclude_each_other,
     ranks_text,
@@ -69,8 +68,8 @@ class _Process:
         self.report = Report()
         # When it was last heard of; None until it is known.
         self.heard = None
-        # When its connection ended, unless it has a new one.
-        self.broken = None
+        # When its connection ended, unless it has a new one, and the number of looks since then.
+        self.broken, self.looks = None, 0
         # {exchange in flight: when it was first reported}
         self.since = {}
 
@@ -105,7 +104,9 @@ class Judge:
         if self.decided or had_ended or not report.status:
             return []
         if report.status[0] == FAILED:
-            return self._decide(VERDICT, self._lost_text([rank], now))
+            # It may have failed because another one is gone.
+            lost = [r for r, p in enumerate(self._processes) if r == rank or p.broken is not None]
+            return self._decide(VERDICT, self._lost_text(lost, now))
         self._unfinished -= 1
         if self._finished_since is None:
             self._finished_since = now
@@ -113,7 +114,7 @@ class Judge:
 
     def disconnected(self, rank, now):
         """The connection of a process has ended."""
-        self._processes[rank].broken = now
+        self._processes[rank].broken, self._processes[rank].looks = now, 0
 
     def tick(self, now):
         """Some time has passed."""
@@ -135,14 +136,18 @@ class Judge:
         self.decided, self.asked = Decision(kind, text), []
         return [self.decided]
 
-    def _is_gone(self, process, now):
-        patience = min(_RECONNECTS, WARN_AFTER * self.timeout)
-        return process.broken is not None and now - process.broken > patience
+    @property
+    def reconnects(self):
+        """Seconds that a process has to connect again."""
+        return min(_RECONNECTS, WARN_AFTER * self.timeout)
 
     def _is_lost(self, rank, now):
         process = self._processes[rank]
-        silence = 0.0 if process.heard is None else now - process.heard
-        return self._is_gone(process, now) or silence > self.timeout
+        if process.broken is not None:
+            # Where rank 0 was stopped, the new connection may be waiting to be read.
+            process.looks += 1
+            return process.looks > 1 and now - process.broken >= self.reconnects
+        return process.heard is not None and now - process.heard > self.timeout
 
     # Exchanges.
 
@@ -245,11 +250,12 @@ class Judge:
         if not is_over and waited < max(self._next_end_warning, self.timeout * WARN_AFTER):
             return None
         self._next_end_warning = 2 * waited
-        finished = [r for r, p in enumerate(self._processes) if p.report.status]
+        finished = [rank for rank, p in enumerate(self._processes) if p.report.status]
+        others = [rank for rank, p in enumerate(self._processes) if not p.report.status]
         text = (
             f"Rank {finished[0]} has reached the end of its script and has waited "
             f"{duration(waited)} for the other processes to reach theirs. "
-            f"Missing: {reasons(self._conditions(now, set(finished)))}."
+            f"Missing: {self._reasons(others, now)}."
         )
         if is_over:
             return Decision(VERDICT, text)
@@ -258,34 +264,41 @@ class Judge:
 
     # Texts.
 
-    def _conditions(self, now, without):
-        return {
-            rank: self._condition(rank, now)
-            for rank in range(len(self._processes))
-            if rank not in without
-        }
+    def _reasons(self, ranks, now):
+        return reasons({rank: self._reason(rank, now) for rank in ranks})
 
-    def _condition(self, rank, now):
+    def _reason(self, rank, now):
+        """Why a process is missing, and the seconds for which it is where it is, or None."""
         process = self._processes[rank]
-        is_known = process.heard is not None
-        return Condition(
-            process.report,
-            self._is_gone(process, now),
-            is_known and now - process.heard > min(2.0, self.timeout / 4),
-            is_known,
-            tuple((name, now - since) for name, since in list(process.since.items())[:3]),
-        )
+        report, place = process.report, process.report.place
+        if report.status:
+            kind, error = report.status
+            return (f"failed: {error}" if kind == FAILED else "reached the end of the script"), None
+        if process.broken is not None:
+            return "process ended", None
+        if process.heard is None:
+            return "not heard of", None
+        if now - process.heard > min(2.0, self.timeout / 4):
+            return "no answer: stopped, or its machine is unreachable", None
+        if process.since:
+            since, name = min((since, name) for name, since in process.since.items())
+            return f"waiting in {title(name)}", now - since
+        text = f"last completed {title(report.last)}" if report.last else "nothing exchanged yet"
+        if not place:
+            return text, None
+        does = "is at" if place.waited is None else "waits in"
+        return f"{text}, {does} {place.text}", place.stood
 
     def _others_text(self, ranks, now):
-        return f"The others: {reasons(self._conditions(now, set(ranks)))}."
+        others = [rank for rank in range(len(self._processes)) if rank not in ranks]
+        return f"The others: {self._reasons(others, now)}."
 
     def _exchange_text(self, exchange, rank, waited, missing, now):
         members = range(exchange.first, exchange.end)
         arrived = [member for member in members if member not in missing]
-        conditions = {rank: self._condition(rank, now) for rank in missing}
         text = (
             f"{title(exchange.name)}: rank {rank} has waited {duration(waited)} for other "
-            f"processes. Arrived: {ranks_text(arrived)}. Missing: {reasons(conditions)}."
+            f"processes. Arrived: {ranks_text(arrived)}. Missing: {self._reasons(missing, now)}."
         )
         if not missing and not exchange.in_memory:
             text += f" All have arrived, so {self._name} does not answer."
@@ -297,5 +310,4 @@ class Judge:
             missing = self._missing(exchange)
             if rank not in lost and set(missing) & set(lost):
                 return self._exchange_text(exchange, rank, now - since, missing, now)
-        conditions = {rank: self._condition(rank, now) for rank in lost}
-        return f"Missing: {reasons(conditions)}. {self._others_text(lost, now)}"
+        return f"Missing: {self._reasons(lost, now)}. {self._others_text(lost, now)}"

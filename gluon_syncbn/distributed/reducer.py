@@ -31,7 +31,8 @@ class Reducer(Store):
         # {text of a key: the ranks that exchange it}, for keys that not all do.
         self._ranks = {}
         self._memory = None
-        self._connection = native.Connection()
+        # A store fails if another process is gone, which the judge soon says.
+        self._connection = native.Connection(explained_within=2.0)
         functions = self._in_flight, self._members_of, self._close_routes
         self.watcher = Watcher(rank, size, self.name, timeout, *functions)
 

@@ -201,7 +201,7 @@ for _name, (_result, *_arguments) in {
     "peer_access": (_int,),
     "release": (None,),
     "catch_interrupts": (_int,),
-    "connect": (_pointer,),
+    "connect": (_pointer, _double),
     "lock_calls": (None, _pointer),
     "unlock_calls": (None, _pointer),
     "in_flight": (_pointer, _pointer, IN_FLIGHT, _text, _int),

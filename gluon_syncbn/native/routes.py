@@ -45,14 +45,17 @@ class Connection:
     all_reduce(key, array): the function of a user's store, which returns the sum of the processes'
     arrays.
 
+    explained_within: seconds that an exchange which the store has failed waits to be closed with a
+    text that says more.
+
     Within `with`, no other thread calls the store's functions.
     """
 
-    def __init__(self, all_reduce=None):
+    def __init__(self, all_reduce=None, explained_within=0.0):
         self.all_reduce = all_reduce
         self._id = next(_ids)
         _connections[self._id] = self
-        self._handle = _library.gluon_syncbn_connect()
+        self._handle = _library.gluon_syncbn_connect(explained_within)
 
     def __enter__(self):
         _library.gluon_syncbn_lock_calls(self._handle)

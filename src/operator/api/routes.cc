@@ -48,8 +48,10 @@ void* or_error(char* error, int error_size, const F& f) {
 }  // namespace
 
 // Makes a connection. It is never freed, as the process uses it until it exits.
-SBN_EXPORT void* gluon_syncbn_connect() {
-  return new ConnectionPtr(std::make_shared<Connection>());
+SBN_EXPORT void* gluon_syncbn_connect(double explained_within) {
+  auto connection = std::make_shared<Connection>();
+  connection->explained_within = explained_within;
+  return new ConnectionPtr(std::move(connection));
 }
 
 // Python calls these around each call of a store function, without holding the GIL.
