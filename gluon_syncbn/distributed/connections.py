@@ -126,6 +126,9 @@ class Link:
         host, port, *self._tokens = address.split()
         self._address = host, int(port)
         self._writer = None
+        # Connections that have been silent. Their end would mean that of this process, so they stay
+        # open until there is a new one.
+        self._silent = []
         self._task = asyncio.ensure_future(self._run())
 
     def send(self, message):
@@ -133,9 +136,10 @@ class Link:
             _send(self._writer, message)
 
     def close(self):
-        if self._writer:
-            self._writer.close()
         self._task.cancel()
+        for writer in [self._writer, *self._silent]:
+            if writer:
+                writer.close()
 
     async def _run(self):
         while True:
@@ -157,14 +161,19 @@ class Link:
                 raise ConnectionRefusedError
             self._receive(first[2])
             self._writer = writer
+            while self._silent:
+                self._silent.pop().close()
             while True:
                 line = await asyncio.wait_for(reader.readline(), self._silence())
                 if not line:
                     return
                 self._receive(json.loads(line))
+        except asyncio.TimeoutError:
+            self._silent.append(writer)
         finally:
             self._writer = None
-            writer.close()
+            if writer not in self._silent:
+                writer.close()
 
 
 def _own_host():

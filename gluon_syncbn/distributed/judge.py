@@ -70,6 +70,8 @@ class _Process:
         self.heard = None
         # When its connection ended, unless it has a new one, and the number of looks since then.
         self.broken, self.looks = None, 0
+        # When its script ended.
+        self.ended = None
         # {exchange in flight: when it was first reported}
         self.since = {}
 
@@ -98,11 +100,11 @@ class Judge:
     def report(self, rank, report, now):
         """A process has reported."""
         process = self._processes[rank]
-        had_ended = process.report.status
         process.heard, process.broken, process.report = now, None, report
         process.since = {e.name: process.since.get(e.name, now) for e in report.exchanges}
-        if self.decided or had_ended or not report.status:
+        if self.decided or process.ended is not None or not report.status:
             return []
+        process.ended = now
         if report.status[0] == FAILED:
             # It may have failed because another one is gone.
             lost = [r for r, p in enumerate(self._processes) if r == rank or p.broken is not None]
@@ -149,13 +151,18 @@ class Judge:
             return process.looks > 1 and now - process.broken >= self.reconnects
         return process.heard is not None and now - process.heard > self.timeout
 
+    def _is_silent(self, process, now):
+        return process.heard is not None and now - process.heard > min(2.0, self.timeout / 4)
+
     # Exchanges.
 
-    def _waits(self):
+    def _waits(self, now):
         """Each exchange in flight, with when the first process was seen there and its rank, the
-        longest wait first."""
+        longest wait first. A process that is silent may have gone on."""
         first = {}
         for rank, process in enumerate(self._processes):
+            if self._is_silent(process, now):
+                continue
             for exchange in process.report.exchanges:
                 found = process.since[exchange.name], rank, exchange
                 first[exchange.name] = min(first.get(exchange.name, found), found)
@@ -171,7 +178,7 @@ class Judge:
         ]
 
     def _judge_exchanges(self, now):
-        waits = self._waits()
+        waits = self._waits(now)
         self.asked = [
             exchange.name
             for since, _, exchange in waits
@@ -190,7 +197,7 @@ class Judge:
                 return Decision(VERDICT, text)
             # Some may have arrived just now, as after a suspension of all.
             limit = timeout if missing else timeout * (1 + WARN_AFTER)
-            if waited > limit or any(self._has_finished_before(exchange, o) for o in missing):
+            if waited > limit or any(self._ended_before(exchange, rank, o) for o in missing):
                 return Decision(VERDICT, f"{text} {_CAUSES}")
             if not warning and not self._warned:
                 self._warned.add(exchange.name)
@@ -198,10 +205,15 @@ class Judge:
                 warning = Decision(WARNING, text)
         return warning
 
-    def _has_finished_before(self, exchange, rank):
-        """Whether a process has reached the end of its script without this exchange."""
-        report = self._processes[rank].report
-        return report.status is not None and report.reached.get(exchange.name) is False
+    def _ended_before(self, exchange, rank, other):
+        """Whether the script of `other` has ended without this exchange, in which `rank` has still
+        been seen a while later."""
+        ended, seen = self._processes[other].ended, self._processes[rank].heard
+        return (
+            ended is not None
+            and seen - ended > exchange.timeout * WARN_AFTER / 2
+            and self._processes[other].report.reached.get(exchange.name) is False
+        )
 
     def _waits_in_another_net(self, exchange, rank, other, now):
         """Whether `other` waits in the first call of another layer, which `rank` has not reached,
@@ -278,7 +290,7 @@ class Judge:
             return "process ended", None
         if process.heard is None:
             return "not heard of", None
-        if now - process.heard > min(2.0, self.timeout / 4):
+        if self._is_silent(process, now):
             return "no answer: stopped, or its machine is unreachable", None
         if process.since:
             since, name = min((since, name) for name, since in process.since.items())
@@ -306,7 +318,7 @@ class Judge:
 
     def _lost_text(self, lost, now):
         """Why the job ends without these processes, for which another may wait in an exchange."""
-        for since, rank, exchange in self._waits():
+        for since, rank, exchange in self._waits(now):
             missing = self._missing(exchange)
             if rank not in lost and set(missing) & set(lost):
                 return self._exchange_text(exchange, rank, now - since, missing, now)
