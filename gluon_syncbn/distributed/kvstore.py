@@ -5,7 +5,7 @@ import threading
 
 import mxnet as mx
 import numpy
-from mxnet_launch.runner import beat, prepare_shutdown
+from mxnet_launch.runner import prepare_shutdown
 
 from .. import native
 from ..arguments import duration, seconds
@@ -298,9 +298,8 @@ def _bounded(create):
                 "itself, as kvstore=kv, update_on_kvstore=False."
             )
         timeout = seconds(None)
-        beat("makes its store", again=False)
         return call_within(
-            timeout + 1.0,  # The launcher knows who is late, so it reports first.
+            timeout,
             lambda: create(name),
             f"mx.kv.create({name!r}) has waited {duration(timeout)} for the job's other processes: "
             "one of its workers, servers or its scheduler is missing, stopped, or starts later "

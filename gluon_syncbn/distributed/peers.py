@@ -6,7 +6,7 @@ import logging
 import os
 import weakref
 
-from mxnet_launch.runner import SHUTDOWN_SECONDS, beat
+from mxnet_launch.runner import SHUTDOWN_SECONDS
 
 from .. import native
 from ..arguments import WARN_AFTER, duration
@@ -182,7 +182,6 @@ class Peers:
                 shutdown.abandon()
         self.lose("The process ends.")
         self.close()
-        beat("ends", again=False)
         # MXNet's own shutdown waits for the other processes too, when no Python thread runs any
         # more. (This limit needs a file for standard error.)
         with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):

@@ -2,7 +2,6 @@
 
 import mxnet as mx
 import numpy
-from mxnet_launch.runner import beat
 
 from .. import native
 from ..arguments import seconds
@@ -35,7 +34,6 @@ class Reducer(Store):
         self._connection = native.Connection(self._probe)
         in_flight = self._connection.in_flight
         self.peers = Peers(rank, size, self.name, timeout, in_flight, self._close_routes)
-        beat("makes its store", again=False)
 
     def _meet(self, timeout):
         """Makes the processes known to each other, as the last step of making a store."""

@@ -7,8 +7,6 @@ import sys
 import threading
 import time
 
-from mxnet_launch.runner import beat
-
 from .. import native
 from ..arguments import WARN_AFTER, duration
 from ..native import shutdown, threads
@@ -82,9 +80,6 @@ class Watch:
         self._time = now
         # The time for which this process was stopped is no wait.
         passed = min(passed, 2 * self.period)
-        # First, as the rest may fail.
-        text, stood, _ = self.place() or ("", 0.0, False)
-        beat(f"{text} for {stood:.0f} s")
         peers, libraries = self._peers, _libraries()
         if peers.lost and not self._lost:
             self._lost, self._places = True, {}  # From here on the error has time to be raised.

@@ -4,9 +4,11 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -125,7 +127,15 @@ class Cluster(Programs):
 def has_namespaces():
     """Whether this machine lets us make network namespaces."""
     tools = shutil.which("ip") and shutil.which("unshare")
-    return bool(tools) and subprocess.run(["unshare", "-n", "-m", "true"]).returncode == 0
+    return bool(tools) and subprocess.run(["unshare", "-n", "true"]).returncode == 0
+
+
+# The commands for two machines in docs/distributed.md: variables and options.
+BY_HAND = re.findall(
+    r"^    (RANK=.+) python -m gluon_syncbn\.launch (.+) -n 4 train\.py ",
+    (Path(__file__).parents[2] / "docs" / "distributed.md").read_text("utf-8"),
+    re.MULTILINE,
+)
 
 
 class TwoMachines(Cluster):
@@ -146,14 +156,11 @@ class TwoMachines(Cluster):
             self._ip(f"-n {switch} link set p{number} master sw0 up")
             self._ip(f"-n {space} addr add 10.77.0.{number + 1}/24 dev eth0")
             self._ip(f"-n {space} link set eth0 up")
-            # Horovod takes the address of the machine's name.
-            hosts = self.folder / f"hosts{number}"
-            hosts.write_text(f"127.0.0.1 localhost\n10.77.0.{number + 1} {os.uname().nodename}\n")
-            mount = f'mount --bind {hosts} /etc/hosts && exec "$@"'
-            within = ["ip", "netns", "exec", space, "unshare", "-m", "sh", "-c", mount, "sh"]
-            environment = {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "10.77.0.1"}
-            launcher = ["-m", "gluon_syncbn.launch", "--from-env", "--engine", engine]
-            launcher += ["-n", str(self.workers // 2)]
+            variables, options = BY_HAND[number]
+            environment = dict(variable.split("=") for variable in variables.split())
+            environment["MASTER_ADDR"] = "10.77.0.1"
+            launcher = ["-m", "gluon_syncbn.launch", *options.split(), "-n", str(self.workers // 2)]
+            within = ["ip", "netns", "exec", space]
             self.processes.append(self.start(launcher + command, within, environment=environment))
         self._link = f"-n {switch} link set p1"
 
