@@ -1,4 +1,4 @@
-"""Starts the processes of a distributed training and watches them.
+"""Starts the processes of a distributed training, and ends them.
 
 On one machine::
 
@@ -9,7 +9,9 @@ scheduler and the server of MXNet's KVStore; with ``--engine horovod`` the rende
 Horovod instead. On several machines, a scheduler such as Slurm or Kubernetes starts the launcher
 once for each worker, or once for each machine with ``-n`` workers there::
 
-    srun python -m gluon_syncbn.launch --from-env train.py --epochs 3
+    srun --kill-on-bad-exit python -m gluon_syncbn.launch --from-env train.py --epochs 3
+
+These launchers do not talk to each other. That of rank 0 also starts the scheduler and the server.
 
 Output:
     Each line of a worker is printed with its rank before it, ``[1] loss 0.5``, and the lines of
@@ -20,12 +22,13 @@ Output:
     nobody reads it, workers that print wait.
 
 Failures:
-    When a worker, a server or the scheduler dies, hangs, or ends by ``os._exit(0)`` before its
-    script does, its exit code and its last lines are shown, and all others are ended within 10
-    seconds, with the processes that they started. They would otherwise wait for it indefinitely.
-    The launcher then ends with that exit code, or 128 plus the number of the signal. If several
-    die, the first counts. Ctrl-C, SIGTERM and SIGHUP are passed on to the workers; a second one
-    kills them. Under nohup a hangup does nothing.
+    When a worker, a server or the scheduler dies, or ends by ``os._exit(0)`` before its script
+    does, its exit code and its last lines are shown, and all others of this launcher are ended
+    within 10 seconds, with the processes that they started. The launcher then ends with that exit
+    code, or 128 plus the number of the signal. If several die, the first counts. Ctrl-C, SIGTERM
+    and SIGHUP are passed on to the workers; a second one kills them. Under nohup a hangup does
+    nothing. A process that hangs is not noticed here: with a ``KVStoreReducer`` or a
+    ``HorovodReducer`` those that wait for it end after the timeout.
 
 Environment of a worker:
     The script runs as with ``python train.py`` and the launcher's own options of Python, such as
@@ -39,7 +42,6 @@ Environment of a worker:
 
 import argparse
 import contextlib
-import errno
 import math
 import os
 import signal
@@ -54,7 +56,6 @@ from .environment import (
     LaunchError,
     Position,
     between,
-    check_ipv4,
     find_position,
     has_dmlc_role,
     locate,
@@ -107,40 +108,29 @@ def _parse(arguments):
     parser = argparse.ArgumentParser(
         prog="gluon_syncbn.launch",
         usage="python -m gluon_syncbn.launch [options] -n N script.py [arguments of the script]",
-        description="Start the processes of a distributed training and watch them. When one dies, "
-        "all others are ended.",
-        epilog="OMP_NUM_THREADS is set to the number of cores per worker, unless you set it. Lines "
-        "of the workers are printed with their rank before them.",
+        description="Start the processes of a distributed training. When one dies, all others here "
+        "are ended. Lines of the workers are printed with their rank before them.",
     )
-    count, seconds = between(1, _MOST), between(0, 10**6, float)
-    add = parser.add_argument
-    add(
-        "-n",
-        type=count,
-        metavar="N",
-        help="number of workers here; by default 1 with --from-env or --rank",
-    )
+    count, add = between(1, _MOST), parser.add_argument
+    add("-n", type=count, metavar="N", help="workers here; with --from-env or --rank by default 1")
     text = "number of KVStore servers (%(default)s)"
     add("--servers", type=count, default=1, metavar="N", help=text)
     text = "how the workers communicate: MXNet's KVStore or Horovod (%(default)s)"
     add("--engine", choices=("kvstore", "horovod"), default="kvstore", help=text)
     text = (
-        "be one of several launchers, or of one, that Slurm, Kubernetes or another scheduler "
-        "started: the environment says which (DMLC_*, RANK and WORLD_SIZE, mpirun's, or Slurm's)"
+        "be one of several launchers that Slurm, Kubernetes or another scheduler started: the "
+        "environment says which (DMLC_*, RANK and WORLD_SIZE, mpirun's, or Slurm's)"
     )
     add("--from-env", action="store_true", help=text)
-    text = "be the launcher of this number, from 0, among --size; goes before the environment"
+    text = "be the launcher of this number, from 0, whatever the environment says"
     add("--rank", type=between(0, _MOST), metavar="R", help=text)
-    add("--size", type=count, metavar="N", help="the number of launchers, one for each --rank")
-    text = "the address of the launcher of rank 0 (MASTER_ADDR, or Slurm's first machine)"
+    add("--size", type=count, metavar="N", help="with --rank: the number of launchers")
+    text = "machine of the launcher of rank 0 (MASTER_ADDR, or Slurm's first)"
     add("--master", metavar="HOST", help=text)
-    text = (
-        "where rank 0 has the scheduler (MASTER_PORT, or else 9091 and for Slurm one that depends "
-        "on the job; one launcher alone takes any free port)"
-    )
+    text = "port of the KVStore's scheduler there (MASTER_PORT, or 9091 plus the job's under Slurm)"
     add("--port", type=port_number, metavar="P", help=text)
     text = "seconds that workers have to end after Ctrl-C or SIGTERM (%(default)s)"
-    add("--grace", type=seconds, default=5, metavar="S", help=text)
+    add("--grace", type=between(0, 10**6, float), default=5, metavar="S", help=text)
     text = (
         "let gluon.contrib.nn.SyncBatchNorm be gluon_syncbn's layer in the workers, as "
         "gluon_syncbn.replace_contrib does"
@@ -176,7 +166,11 @@ def _launch(options, stack):
     mxnet_compat.inherit(environment)  # A script may import mxnet first.
     position = Position(port=options.port or 0)
     if options.from_env and options.rank is None and has_dmlc_role(environment):
-        specs = _given_spec(environment, stack)
+        role = environment["DMLC_ROLE"]
+        if role == "scheduler":
+            port = read(environment, "DMLC_PS_ROOT_PORT", port_number)
+            stack.enter_context(_hold("", port))
+        specs = [(role, environment)]
     else:
         if options.from_env or options.rank is not None:
             given = options.rank, options.size, options.master, options.port
@@ -184,8 +178,12 @@ def _launch(options, stack):
         if position.size > 1 and options.engine == "horovod":
             raise LaunchError(_ONE_MACHINE)
         position = locate(position, environment, timeout_of(environment))
-        port = stack.enter_context(_hold(position))
-        environment.setdefault("OMP_NUM_THREADS", str(_threads(position, options.n)))
+        port = stack.enter_context(_hold_job(position))
+        cores = os.sched_getaffinity(0)
+        # Launchers of one machine share its cores, unless each has some of its own.
+        launchers = position.local_size if len(cores) == os.cpu_count() else 1
+        threads = max(1, len(cores) // (options.n * launchers))
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
         if options.engine == "horovod":
             specs = _horovod_specs(position, options.n, port, environment, stack)
         else:
@@ -197,74 +195,33 @@ def _launch(options, stack):
     return Launch(specs, command, options.grace, serves_others).run()
 
 
-def _given_spec(environment, stack):
-    """[(name, environment)] of the one process whose role another launcher has chosen."""
-    for name in ("DMLC_PS_ROOT_URI", "DMLC_NODE_HOST"):
-        check_ipv4(name, environment.get(name, ""))
-    role = environment["DMLC_ROLE"]
-    if role == "scheduler":
-        stack.enter_context(_free_port("", read(environment, "DMLC_PS_ROOT_PORT", port_number)))
-    return [(role, environment)]
-
-
-@contextlib.contextmanager
-def _hold(position):
-    """The port of the job, `_free_port` for rank 0. Another launcher only keeps out a second one
-    of its rank, as of a second job, whose workers would take part in the first one."""
+def _hold_job(position):
+    """Holds the port of rank 0. Another launcher only keeps out a second one of its rank here, as
+    of a second job, whose workers would take part in the first one."""
     if position.rank == 0:
-        with _free_port(position.own, position.port) as port:
-            yield port
-    else:
-        with _lock(f"{position.root}:{position.port} {position.rank}", position.port):
-            yield position.port
+        return _hold(position.own, position.port)
+    return _hold(None, position.port, f"{position.root}:{position.port} {position.rank}")
 
 
 @contextlib.contextmanager
-def _free_port(host=LOOPBACK, port=0):
-    """A free port of this machine, or this one if it is free. It is bound, so that no other process
-    gets it, but nobody listens at it, so that the KVStore's scheduler can bind it too. The lock
-    keeps out other launchers, which could bind it for the same reason."""
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _hold(host=LOOPBACK, port=0, name=None):
+    """Holds this port, or any free one. It is bound, so that no other process gets it, but nobody
+    listens at it, so that the KVStore's scheduler can bind it too. The lock keeps out other
+    launchers, which could bind it for the same reason. host: None for the lock alone."""
+    with socket.socket() as holder, socket.socket(socket.AF_UNIX) as lock:
         try:
-            holder.bind((host, port))
+            if host is not None:
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                holder.bind((host, port))
+                port = holder.getsockname()[1]
+            lock.bind(f"\0gluon_syncbn.launch {name or port}")
         except OSError as error:
-            raise _cannot_listen(port, error, host) from error
-        port = holder.getsockname()[1]
-        with _lock(str(port), port):
-            yield port
-
-
-@contextlib.contextmanager
-def _lock(name, port):
-    """Holds this name of the job at this port, within this machine."""
-    with socket.socket(socket.AF_UNIX) as lock:
-        try:
-            lock.bind(f"\0gluon_syncbn.launch {name}")
-        except OSError as error:
-            raise _cannot_listen(port, error) from error
-        yield
-
-
-def _cannot_listen(port, error, host=""):
-    if getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
-        return LaunchError(
-            f"{host} is no address of this machine: MASTER_ADDR has to be one of rank 0's machine, "
-            "and DMLC_NODE_HOST one of each machine's own."
-        )
-    return LaunchError(
-        f"cannot listen at port {port} ({error}): another job may use it, or a launcher of the "
-        "same rank runs here. Choose another with --port, MASTER_PORT or DMLC_PS_ROOT_PORT, for "
-        "all launchers."
-    )
-
-
-def _threads(position, workers):
-    """The number of cores for each worker here."""
-    cores = os.sched_getaffinity(0)
-    # Launchers of one machine share its cores, unless each has some of its own.
-    launchers = position.local_size if len(cores) == os.cpu_count() else 1
-    return max(1, len(cores) // (workers * launchers))
+            raise LaunchError(
+                f"cannot listen at port {port} of {host or 'this machine'} ({error}): another job "
+                "may use it, or a launcher of the same rank. Give all launchers another --port "
+                "(MASTER_PORT, DMLC_PS_ROOT_PORT), and rank 0's address as --master (MASTER_ADDR)."
+            ) from error
+        yield port
 
 
 def _workers(position, count, environment):
@@ -272,12 +229,12 @@ def _workers(position, count, environment):
     workers = []
     for index in range(count):
         rank = position.rank * count + index
-        variables = {
+        own = {
             "GLUON_SYNCBN_RANK": str(rank),
             "GLUON_SYNCBN_SIZE": str(position.size * count),
             "GLUON_SYNCBN_LOCAL_RANK": str(position.local_rank * count + index),
         }
-        workers.append((rank, {**environment, **variables}))
+        workers.append((rank, {**environment, **own}))
     return workers
 
 
@@ -331,22 +288,9 @@ def _horovod_specs(position, count, port, environment, stack):
         raise LaunchError(
             f"Horovod cannot be imported ({error}). To install it: {_HOROVOD_INSTALL}"
         ) from error
-    slots = [
-        SlotInfo(
-            LOOPBACK,
-            rank,
-            local_rank=rank,
-            cross_rank=0,
-            size=count,
-            local_size=count,
-            cross_size=1,
-        )
-        for rank in range(count)
-    ]
-    try:
-        server = RendezvousHTTPServer((LOOPBACK, port), RendezvousHandler, verbose=0)
-    except OSError as error:
-        raise _cannot_listen(port, error) from error
+    # hostname, rank, local_rank, cross_rank, size, local_size, cross_size
+    slots = [SlotInfo(LOOPBACK, rank, rank, 0, count, count, 1) for rank in range(count)]
+    server = RendezvousHTTPServer((LOOPBACK, port), RendezvousHandler, verbose=0)
     server.init(slots)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     stack.callback(server.server_close)

@@ -64,19 +64,21 @@ def read(environment, name, convert):
 
 def has_dmlc_role(environment):
     """Whether another launcher has already given this process its role in the KVStore."""
-    names = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
-    missing = [name for name in names if name not in environment]
     role = environment.get("DMLC_ROLE")
     if role is None:
         return False
     if role not in ("worker", "server", "scheduler"):
         raise LaunchError(f"DMLC_ROLE must be worker, server or scheduler; got {role!r}.")
+    names = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
+    missing = [name for name in names if name not in environment]
     if missing:
         raise LaunchError(f"DMLC_ROLE is set and {', '.join(missing)} missing: set all, or none.")
+    for name in ("DMLC_PS_ROOT_URI", "DMLC_NODE_HOST"):
+        _check_ipv4(name, environment.get(name, ""))
     return True
 
 
-def check_ipv4(name, address):
+def _check_ipv4(name, address):
     """Refuses IPv6, of which the KVStore knows nothing."""
     if ":" in address:
         raise LaunchError(
@@ -101,7 +103,7 @@ def find_position(environment, rank=None, size=None, master=None, port=None):
             "the address of rank 0 is missing: give --master or MASTER_ADDR. (srun sets "
             "SLURM_STEP_NODELIST.)"
         )
-    check_ipv4("MASTER_ADDR", master)
+    _check_ipv4("MASTER_ADDR", master)
     if port is None and "MASTER_PORT" in environment:
         port = read(environment, "MASTER_PORT", port_number)
     if port is None and size > 1:
@@ -184,7 +186,7 @@ def _own_address(environment):
     """The address of this machine that the user chose, or None."""
     host, interface = environment.get("DMLC_NODE_HOST"), environment.get("DMLC_INTERFACE")
     if host:
-        check_ipv4("DMLC_NODE_HOST", host)
+        _check_ipv4("DMLC_NODE_HOST", host)
         return _resolve("DMLC_NODE_HOST", host, 0)
     if not interface:
         return None

@@ -5,7 +5,6 @@ import contextlib
 import errno
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,7 +16,6 @@ import psutil
 from mxnet_compat import options
 
 from . import runner
-from .patience import Patience
 
 _TERM_SECONDS = 4
 _SERVICE_SECONDS = 3  # For the KVStore's own processes, after the workers ended well.
@@ -28,10 +26,6 @@ _SAME_SIGNAL_SECONDS = 0.5
 _TAIL_LINES, _TAIL_COLUMNS = 20, 400
 _LONGEST_LINE = 1 << 20
 _SAY_SECONDS = 2
-_WAIT_BEFORE_THE_TRAINER = (
-    "    A forward in inference on a CPU may have given weights another layout, with which MXNet "
-    "fails: call mx.nd.waitall() before the Trainer's first step, or make a KVStoreReducer."
-)
 _locks = {}  # By file. Each is held while somebody writes to the file.
 
 
@@ -104,11 +98,11 @@ class Child:
             start_new_session=True,
         )
         pipes, targets = (self.process.stdout, self.process.stderr), (sys.stdout, sys.stderr)
-        self._relays = [
+        self.relays = [
             threading.Thread(target=self._relay, args=arguments, daemon=True)
             for arguments in zip(pipes, targets, self._tails)
         ]
-        for relay in [*self._relays, threading.Thread(target=self._note_end, daemon=True)]:
+        for relay in [*self.relays, threading.Thread(target=self._note_end, daemon=True)]:
             relay.start()
 
     def _note_end(self):
@@ -149,10 +143,6 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
 
-    def is_drained(self):
-        """Whether all of its output has been printed."""
-        return not any(relay.is_alive() for relay in self._relays)
-
     def last_lines(self):
         """The last lines of its output; those of stderr come last, as they say why it ended."""
         return [line for tail in self._tails for line in list(tail)][-_TAIL_LINES:]
@@ -171,15 +161,18 @@ def _signal_name(number):
     return next((s.name for s in signal.Signals if s == number), f"signal {number}")
 
 
+def _wait(seconds, is_over):
+    # Counted, as the time for which the launcher is stopped is no wait.
+    for _ in range(int(seconds / _POLL_SECONDS)):
+        if is_over():
+            break
+        time.sleep(_POLL_SECONDS)
+
+
 def _drain(children):
     """Waits for the rest of their output, but not for a reader."""
-    _wait_until(lambda: all(child.is_drained() for child in children), 1)
-
-
-def _wait_until(is_over, seconds):
-    patience = Patience(seconds)
-    while not is_over() and patience.waited() < seconds:
-        time.sleep(_POLL_SECONDS)
+    relays = [relay for child in children for relay in child.relays]
+    _wait(1, lambda: not any(relay.is_alive() for relay in relays))
 
 
 class Launch:
@@ -211,7 +204,10 @@ class Launch:
         )
         self._reports, report_to = os.pipe()
         os.set_blocking(self._reports, False)
-        with guard, open(self._reports, "rb"), open(report_to, "wb"), self._handle_signals():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # As SIGHUP is under nohup.
+                signal.signal(number, self._note_signal)
+        with guard, open(self._reports, "rb"), open(report_to, "wb"):
             try:
                 for index, (name, environment) in enumerate(self._specs):
                     # A launcher started by a worker of another launcher belongs to both.
@@ -232,23 +228,11 @@ class Launch:
             # The last lines may have come after the end of their process.
             return code or self._check_output() or 0
 
-    @contextlib.contextmanager
-    def _handle_signals(self):
-        def note(number, frame):
-            now = time.monotonic()
-            # `timeout`, for one, signals a process and its group, so one process twice.
-            if not self._signals or now > self._signals[-1][1] + _SAME_SIGNAL_SECONDS:
-                self._signals.append((number, now))
-
-        handled = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-        # Under nohup, SIGHUP stays ignored.
-        handled = [number for number in handled if signal.getsignal(number) != signal.SIG_IGN]
-        previous = [signal.signal(number, note) for number in handled]
-        try:
-            yield
-        finally:
-            for number, handler in zip(handled, previous):
-                signal.signal(number, handler)
+    def _note_signal(self, number, frame):
+        now = time.monotonic()
+        # `timeout`, for one, signals a process and its group, so one process twice.
+        if not self._signals or now > self._signals[-1][1] + _SAME_SIGNAL_SECONDS:
+            self._signals.append((number, now))
 
     def _watch(self):
         """Waits until all workers have ended, or one process failed. Returns the exit code."""
@@ -313,11 +297,9 @@ class Launch:
         for other in self._children:
             if other is not child:
                 other.signal(signal.SIGTERM)
-        self._wait(runner.EXIT_HOOKS_SECONDS + 1, [child])
+        self._wait_for([child], runner.EXIT_HOOKS_SECONDS + 1)
         _drain([child])
         lines = "".join(f"\n    {line}" for line in child.last_lines())
-        if re.search(r"is_none\(\): init \d+ first", lines):
-            lines += f"\n{_WAIT_BEFORE_THE_TRAINER}"
         lines = f"Its last lines:{lines}" if lines else "It had printed nothing."
         stopped = f"Stopped by a signal: {', '.join(stopped)}. " if stopped else ""
         say(f"{child.ending()}, so all others are ended. {stopped}{lines}")
@@ -328,17 +310,13 @@ class Launch:
         """Ends what still runs. If all went well, the KVStore's processes may first end by
         themselves."""
         if all(child.code() == 0 for child in self._children if child.is_worker):
-            self._wait(_SERVICE_SECONDS, self._children)
+            self._wait_for(self._children, _SERVICE_SECONDS)
         for child in self._children:
             child.signal(signal.SIGTERM)
-        self._wait(_TERM_SECONDS, self._children)
+        self._wait_for(self._children, _TERM_SECONDS)
         for child in self._children:
             child.signal(signal.SIGKILL)
 
-    def _wait(self, seconds, children):
+    def _wait_for(self, children, seconds):
         """Waits until these have ended, but no longer than until a second signal."""
-
-        def is_over():
-            return len(self._signals) > 1 or all(child.code() is not None for child in children)
-
-        _wait_until(is_over, seconds)
+        _wait(seconds, lambda: len(self._signals) > 1 or None not in [c.code() for c in children])

@@ -22,9 +22,10 @@ import types
 
 # An environment variable of all processes of a launch and their children: the launch's id.
 LAUNCH_ID = "GLUON_SYNCBN_LAUNCH"
-# Where this process reports the end of its script: a pipe and what fstat says of it, and the number
-# of the process in the launcher. `_process`: not a process that it has forked.
-_pipe, _pipe_status, _index, _process = None, None, None, None
+# Where this process, and none that it forks, reports the end of its script: a pipe, what fstat says
+# of it, and the number under which the launcher knows the process.
+_pipe, _pipe_status, _index = None, None, None
+_process = os.getpid()
 EXIT_HOOKS_SECONDS = 2  # For the exit hooks of a worker that failed.
 SHUTDOWN_SECONDS = 60  # At least, for MXNet's shutdown: a machine may be slow.
 _KILL_SECONDS = 5
@@ -34,25 +35,22 @@ def kill_launch(launch_id):
     """Kills the processes whose environment has `launch_id`, until none is left. Process groups,
     sessions and parents do not suffice, as a child may leave them."""
     deadline = time.monotonic() + _KILL_SECONDS
-    while time.monotonic() < deadline:
-        found = None  # Not known, as without a free file descriptor.
-        with contextlib.suppress(OSError):
-            pids = filter(str.isdigit, os.listdir("/proc"))
-            found = [int(pid) for pid in pids if _has(pid, launch_id)]
-        if found == []:
-            return
-        for pid in found or ():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+    found = True
+    while found and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):  # As without a free file descriptor: it looks again.
+            pids = map(int, filter(str.isdigit, os.listdir("/proc")))
+            found = [pid for pid in pids if _kill_of(launch_id, pid)]
         time.sleep(0.02)
 
 
-def _has(pid, launch_id):
-    try:
+def _kill_of(launch_id, pid):
+    # It may be gone, or another user's.
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError, PermissionError):
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return launch_id.encode() in file.read()
-    except OSError:  # It is another user's, or gone.
-        return False
+            is_ours = launch_id.encode() in file.read()
+        if is_ours:
+            os.kill(pid, signal.SIGKILL)
+        return is_ours
 
 
 def timeout_of(environment):
@@ -242,10 +240,10 @@ def _main(task, argument, *command):
         return _guard(argument)
     first = command[1] if command[0] == "--first" else None
     command = command[2 if first else 0 :]
-    global _pipe, _pipe_status, _index, _process
+    global _pipe, _pipe_status, _index
     _pipe, _index = map(int, argument.split(":"))
+    _pipe_status = os.fstat(_pipe)
     os.set_inheritable(_pipe, False)
-    _pipe_status, _process = os.fstat(_pipe), os.getpid()
     if not getattr(sys.flags, "safe_path", False):
         # A server needs it too: it unpickles the optimizer, whose class may be the user's.
         is_module = command[0] == "-m"

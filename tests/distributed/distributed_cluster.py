@@ -75,7 +75,7 @@ class Cluster(Programs):
         self.processes = [self.start(launcher + command)]
 
     def _start_by_hand(self, command):
-        port = self._held.enter_context(launch._free_port())
+        port = self._held.enter_context(launch._hold())
         shared = {
             "DMLC_PS_ROOT_URI": "127.0.0.1",
             "DMLC_PS_ROOT_PORT": str(port),

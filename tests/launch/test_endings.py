@@ -139,14 +139,6 @@ while True:
     check_named(start(ALL_REDUCE + script, "-n", "2", "--engine", "horovod"), death)
 
 
-@pytest.mark.long
-def test_a_server_that_is_asked_for_a_key_too_early(start):
-    launcher = start(f"{TRAIN}\nkv.pull(7, out=mx.nd.zeros(2))\nmx.nd.waitall()", "-n", "2")
-    assert launcher.end() == 134, launcher.errors
-    assert "server 0" in launcher.errors and "init 7 first" in launcher.errors
-    assert "call mx.nd.waitall() before the Trainer's first step" in launcher.errors
-
-
 def test_launchers_that_dmlc_gave_their_roles(start):
     """MXNet serves in whatever process imports it under such a role: that must not be ours."""
     script = TRAIN + "print('trains')\nwhile True:\n    step()\n"
@@ -181,8 +173,8 @@ def test_a_scheduler_that_cannot_serve(start):
         scheduler = {**ALONE, "DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": port}
         launcher = start("", "--from-env", **scheduler)
         assert launcher.end() == 2
-    assert f"cannot listen at port {port} (" in launcher.errors
-    assert "another job may use it, or" in launcher.errors
+    assert f"cannot listen at port {port} of " in launcher.errors
+    assert "another job may use it, or a launcher" in launcher.errors
 
 
 def test_without_mxnet(start, tmp_path):

@@ -278,7 +278,7 @@ def test_a_second_job_at_a_port_ends_before_it_starts(taken, start):
         for rank in range(2 if first else 1):
             launcher = start("print('starts')", *options, RANK=str(rank), **variables)
             assert launcher.end(ENDED_SECONDS) == 2
-            assert f"cannot listen at port {port} (" in launcher.errors
+            assert f"cannot listen at port {port} of " in launcher.errors
             assert launcher.output == []
         assert all(launcher.process.poll() is None for launcher in first)
 

@@ -1,5 +1,6 @@
 """Which of several launchers one is, and at which address."""
 
+import contextlib
 import re
 import socket
 
@@ -190,30 +191,32 @@ def test_a_port_that_is_taken():
     port = free_port()
     with socket.create_server(("127.0.0.1", port)):
         with pytest.raises(LaunchError, match=f"port {port} .*: another job may use it"):
-            with launch._free_port(port=port):
+            with launch._hold(port=port):
                 pass
     # Another launcher may have it, though its scheduler does not listen yet.
-    with launch._free_port(port=port), pytest.raises(LaunchError, match=f"port {port} "):
-        with launch._free_port(port=port):
+    with launch._hold(port=port), pytest.raises(LaunchError, match=f"port {port} "):
+        with launch._hold(port=port):
             pass
 
 
 def test_a_second_job_at_the_same_port():
     """None of its launchers starts anything, whose workers would take part in the first job."""
     jobs = [[Position(rank, 3, port=port) for rank in range(3)] for port in (9997, 9998)]
-    with launch._hold(jobs[0][0]), launch._hold(jobs[0][1]), launch._hold(jobs[0][2]):
+    with contextlib.ExitStack() as stack:
+        for position in jobs[0]:
+            stack.enter_context(launch._hold_job(position))
         for position in jobs[0]:
             with pytest.raises(LaunchError, match="cannot listen at port 9997 "):
-                with launch._hold(position):
+                with launch._hold_job(position):
                     pass
         for position in jobs[1]:
-            with launch._hold(position):
+            with launch._hold_job(position):
                 pass
 
 
 def test_an_address_of_another_machine():
-    with pytest.raises(LaunchError, match="192.0.2.1 is no address of this machine"):
-        with launch._hold(Position(0, 2, "192.0.2.1", 9997, root="192.0.2.1", own="192.0.2.1")):
+    with pytest.raises(LaunchError, match="9997 of 192.0.2.1 .* rank 0's address"):
+        with launch._hold_job(Position(0, 2, "192.0.2.1", 9997, root="192.0.2.1", own="192.0.2.1")):
             pass
 
 
