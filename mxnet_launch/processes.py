@@ -80,7 +80,7 @@ class Child:
         role, _, number = name.partition(" ")
         self.is_worker = role == "worker"
         self.reported = None  # The exit code with which its script ended.
-        self.ended = math.inf  # When it did, or the process ended without a report.
+        self.ended = math.inf  # When we learned of it, or of a process that ended without a report.
         self.write_error = None
         self._tails = [collections.deque(maxlen=_TAIL_LINES) for _ in range(2)]
         # "worker 1" prints as [1], "server 0" and "scheduler" as they are.
@@ -272,9 +272,9 @@ class Launch:
         with contextlib.suppress(BlockingIOError):
             while True:
                 *lines, self._rest = (self._rest + os.read(self._reports, 4096)).split(b"\n")
-                for index, code, when in map(bytes.split, lines):
+                for index, code in map(bytes.split, lines):
                     child = self._children[int(index)]
-                    child.reported, child.ended = int(code), float(when)
+                    child.reported, child.ended = int(code), time.monotonic()
         return [child for child in self._children if child.failed()]
 
     def _obey(self, workers):

@@ -67,7 +67,7 @@ def _report(code):
     # The script may have closed all files and opened others.
     with contextlib.suppress(OSError):
         if _process == os.getpid() and os.path.samestat(os.fstat(_pipe), _pipe_status):
-            os.write(_pipe, f"{_index} {code} {time.monotonic()}\n".encode())
+            os.write(_pipe, f"{_index} {code}\n".encode())
 
 
 def _end_without_scheduler(seconds):

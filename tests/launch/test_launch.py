@@ -215,7 +215,7 @@ def test_horovod_on_several_machines_is_horovodruns(tmp_path, monkeypatch, capsy
 
 # The command of the job script in docs/distributed.md.
 SRUN = re.search(
-    r"^srun python -m gluon_syncbn\.launch (.+) train\.py$",
+    r"^srun .*python -m gluon_syncbn\.launch (.+) train\.py$",
     (Path(__file__).parents[2] / "docs" / "distributed.md").read_text("utf-8"),
     re.MULTILINE,
 )

@@ -18,7 +18,7 @@ def run(path, *arguments, **options):
             command = [runner.__file__, "run", f"{report_to}:5", str(path), *arguments]
             done = programs.run(command, pass_fds=[report_to], **options)
         report = [line.split() for line in reports]
-    assert [index for index, _, _ in report] == ["5"] * len(report)
+    assert [index for index, _ in report] == ["5"] * len(report)
     assert len(report) < 2
     return done, int(report[0][1]) if report else None
 
