@@ -61,6 +61,7 @@ from .environment import (
     locate,
     port_number,
     read,
+    resolve,
 )
 from .processes import Launch, is_blocked, say
 from .runner import timeout_of
@@ -166,7 +167,9 @@ def _launch(options, stack):
     mxnet_compat.inherit(environment)  # A script may import mxnet first.
     position = Position(port=options.port or 0)
     if options.from_env and options.rank is None and has_dmlc_role(environment):
-        role = environment["DMLC_ROLE"]
+        role, name = environment["DMLC_ROLE"], "DMLC_PS_ROOT_URI"
+        # The scheduler cannot listen at a name.
+        environment[name] = resolve(name, environment[name], timeout_of(environment))
         if role == "scheduler":
             port = read(environment, "DMLC_PS_ROOT_PORT", port_number)
             stack.enter_context(_hold("", port))

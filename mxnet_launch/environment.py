@@ -73,18 +73,7 @@ def has_dmlc_role(environment):
     missing = [name for name in names if name not in environment]
     if missing:
         raise LaunchError(f"DMLC_ROLE is set and {', '.join(missing)} missing: set all, or none.")
-    for name in ("DMLC_PS_ROOT_URI", "DMLC_NODE_HOST"):
-        _check_ipv4(name, environment.get(name, ""))
     return True
-
-
-def _check_ipv4(name, address):
-    """Refuses IPv6, of which the KVStore knows nothing."""
-    if ":" in address:
-        raise LaunchError(
-            f"{name} is {address!r}: give an IPv4 address, or a name that has one. MXNet's KVStore "
-            "does not know IPv6."
-        )
 
 
 def find_position(environment, rank=None, size=None, master=None, port=None):
@@ -93,6 +82,8 @@ def find_position(environment, rank=None, size=None, master=None, port=None):
     found = {names: place for names, place in found.items() if place}
     chosen = None
     if rank is None:
+        if ("RANK" in environment) != ("WORLD_SIZE" in environment):
+            raise LaunchError("only one of RANK and WORLD_SIZE is set: set both, or neither.")
         chosen = _choose(found)
         rank, size = found[chosen]
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
@@ -103,7 +94,6 @@ def find_position(environment, rank=None, size=None, master=None, port=None):
             "the address of rank 0 is missing: give --master or MASTER_ADDR. (srun sets "
             "SLURM_STEP_NODELIST.)"
         )
-    _check_ipv4("MASTER_ADDR", master)
     if port is None and "MASTER_PORT" in environment:
         port = read(environment, "MASTER_PORT", port_number)
     if port is None and size > 1:
@@ -121,12 +111,9 @@ def find_position(environment, rank=None, size=None, master=None, port=None):
 
 def _read_set(environment, names):
     """(rank, size), or None."""
-    given = [name for name in names[:2] if name in environment]
-    if len(given) == 2:
+    if names[0] in environment and names[1] in environment:
         size = read(environment, names[1], between(1, 1 << 20))
         return read(environment, names[0], between(0, size - 1)), size
-    if given and names == _BY_HAND:
-        raise LaunchError(f"of {' and '.join(names[:2])}, only {given[0]} is set: set both.")
 
 
 def _choose(found):
@@ -165,7 +152,7 @@ def locate(position, environment, timeout):
         own = _own_address(environment)
         # Rank 0 may know its machine by another name than the others do.
         is_known = own and position.rank == 0
-        root = own if is_known else _resolve("MASTER_ADDR", position.master, timeout)
+        root = own if is_known else resolve("MASTER_ADDR", position.master, timeout)
         own = own or (root if position.rank == 0 else _route_to(root, position.port))
         all_here = position.master == "localhost" or position.master.startswith("127.")
         if own.startswith("127.") and not (all_here or position.local_size == position.size):
@@ -186,8 +173,7 @@ def _own_address(environment):
     """The address of this machine that the user chose, or None."""
     host, interface = environment.get("DMLC_NODE_HOST"), environment.get("DMLC_INTERFACE")
     if host:
-        _check_ipv4("DMLC_NODE_HOST", host)
-        return _resolve("DMLC_NODE_HOST", host, 0)
+        return resolve("DMLC_NODE_HOST", host, 0)
     if not interface:
         return None
     for entry in psutil.net_if_addrs().get(interface, ()):
@@ -196,14 +182,15 @@ def _own_address(environment):
     raise LaunchError(f"DMLC_INTERFACE is {interface!r}, which has no IPv4 address here.")
 
 
-def _resolve(variable, host, seconds):
+def resolve(variable, host, seconds):
+    """The IPv4 address of this name, or address: the KVStore knows no IPv6."""
     ends = time.monotonic() + seconds
     while True:
         try:
             return socket.gethostbyname(host)
         except OSError as error:
-            if time.monotonic() >= ends:
-                text = f"{variable} is {host!r}, which has no address: {error}."
+            if time.monotonic() >= ends or error.errno == socket.EAI_ADDRFAMILY:
+                text = f"{variable} is {host!r}, which has no IPv4 address: {error}."
                 raise LaunchError(text) from error
         time.sleep(0.5)
 

@@ -47,7 +47,7 @@ def _file(stream):
     """Equal for streams that go to one file or pipe, such as after 2>&1."""
     try:
         found = os.fstat(stream.fileno())
-    except (AttributeError, OSError, ValueError):
+    except (OSError, ValueError):
         return stream
     return found.st_dev, found.st_ino
 
@@ -57,10 +57,7 @@ def _write(stream, text):
     data = text.encode(errors="surrogateescape")
     with _locks.setdefault(_file(stream), threading.Lock()):
         try:
-            if hasattr(stream, "buffer"):
-                stream.buffer.write(data)
-            else:  # Such as io.StringIO, or the stream of a notebook.
-                stream.write(data.decode(errors="replace"))
+            stream.buffer.write(data)
             stream.flush()
         except (OSError, ValueError) as error:
             # Python would try once more at exit, and fail.

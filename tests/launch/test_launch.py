@@ -161,7 +161,7 @@ def test_more_workers_than_the_kvstore_takes(tmp_path, capsys):
             {**ALONE, "DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": "99999"},
             "DMLC_PS_ROOT_PORT: expected a number from 1 to 65535, got '99999'.",
         ),
-        ({**ALONE, "DMLC_PS_ROOT_URI": "::1"}, "DMLC_PS_ROOT_URI is '::1': give an IPv4 address"),
+        ({**ALONE, "DMLC_PS_ROOT_URI": "::1"}, "DMLC_PS_ROOT_URI is '::1', which has no IPv4"),
     ],
 )
 def test_a_wrong_environment(environment, sentence, tmp_path, monkeypatch, capsys):
