@@ -247,7 +247,7 @@ def _kvstore_specs(position, count, port, environment, servers):
     if size > _MOST_WITH_KVSTORE:
         raise LaunchError(
             f"the KVStore takes at most {_MOST_WITH_KVSTORE} workers, not {size}: start fewer, or "
-            "choose --engine horovod."
+            "use Horovod."
         )
     shared = {
         **environment,

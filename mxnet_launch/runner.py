@@ -71,14 +71,15 @@ def _report(code):
 
 
 def _end_without_scheduler(seconds):
-    """Ends this server once it has had no connection to its scheduler for that long: it would wait
+    """Ends this server once it has looked for its scheduler for that long: it would go on
     indefinitely."""
     host, port = os.environ["DMLC_PS_ROOT_URI"], int(os.environ["DMLC_PS_ROOT_PORT"])
     missed = 0
     # Counted, as a process that is suspended does not wait.
     while missed <= seconds:
         time.sleep(1)
-        missed = 0 if is_connected_to(port) else missed + 1
+        looks = "mxnet.kvstore" in sys.modules and not is_connected_to(port)
+        missed = missed + 1 if looks else 0
     text = f"This server has had no connection to the scheduler, {host}:{port}, for {missed} s."
     print(text, file=sys.stderr, flush=True)
     os._exit(1)
@@ -226,9 +227,6 @@ def _flush():
 
 def _serve():
     """Runs as the scheduler or a server, as the environment says, until the workers have ended."""
-    if os.environ["DMLC_ROLE"] == "server":
-        seconds = timeout_of(os.environ)
-        threading.Thread(target=_end_without_scheduler, args=[seconds], daemon=True).start()
     try:
         import mxnet  # noqa: F401  It serves inside this import, and ends the process there.
     except (ImportError, OSError, AttributeError) as error:  # Not MXNetError, which says enough.
@@ -248,6 +246,9 @@ def _main(task, argument, *command):
         # A server needs it too: it unpickles the optimizer, whose class may be the user's.
         is_module = command[0] == "-m"
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(command[0]))
+    if task == "search":
+        seconds = timeout_of(os.environ)
+        threading.Thread(target=_end_without_scheduler, args=[seconds], daemon=True).start()
     return _run(command, first) if task == "run" else _serve()
 
 

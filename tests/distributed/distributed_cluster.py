@@ -5,8 +5,10 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -127,7 +129,7 @@ class Cluster(Programs):
 def has_namespaces():
     """Whether this machine lets us make network namespaces."""
     tools = shutil.which("ip") and shutil.which("unshare")
-    return bool(tools) and subprocess.run(["unshare", "-n", "true"]).returncode == 0
+    return bool(tools) and subprocess.run(["unshare", "-n", "-m", "true"]).returncode == 0
 
 
 # The commands for two machines in docs/distributed.md: variables and options.
@@ -156,13 +158,36 @@ class TwoMachines(Cluster):
             self._ip(f"-n {switch} link set p{number} master sw0 up")
             self._ip(f"-n {space} addr add 10.77.0.{number + 1}/24 dev eth0")
             self._ip(f"-n {space} link set eth0 up")
-            variables, options = BY_HAND[number]
+            # Horovod takes the address of the machine's name.
+            hosts = self.folder / f"hosts{number}"
+            hosts.write_text(f"127.0.0.1 localhost\n10.77.0.{number + 1} {os.uname().nodename}\n")
+        self._link = f"-n {switch} link set p1"
+        own = self.workers // 2
+        if engine == "horovod":
+            # It starts processes of other machines with ssh: these are namespaces here.
+            ssh = self.folder / "ssh"
+            there = shlex.join(self._within(machines, 1))
+            ssh.write_text(f'#!/bin/sh\nshift $(($# - 1))\n{there} sh -c "$1"\n')
+            ssh.chmod(0o755)
+            path = f"{self.folder}:{os.environ['PATH']}"
+            horovodrun = ["-m", "horovod.runner.launch", "-np", str(self.workers), "--gloo"]
+            horovodrun += ["-H", f"10.77.0.1:{own},10.77.0.2:{own}", "--network-interface", "eth0"]
+            horovodrun += [sys.executable, *command]
+            self.processes = [
+                self.start(horovodrun, self._within(machines, 0), environment={"PATH": path})
+            ]
+            return
+        for number, (variables, options) in enumerate(BY_HAND):
             environment = dict(variable.split("=") for variable in variables.split())
             environment["MASTER_ADDR"] = "10.77.0.1"
-            launcher = ["-m", "gluon_syncbn.launch", *options.split(), "-n", str(self.workers // 2)]
-            within = ["ip", "netns", "exec", space]
-            self.processes.append(self.start(launcher + command, within, environment=environment))
-        self._link = f"-n {switch} link set p1"
+            launcher = ["-m", "gluon_syncbn.launch", *options.split(), "-n", str(own), *command]
+            within = self._within(machines, number)
+            self.processes.append(self.start(launcher, within, environment=environment))
+
+    def _within(self, machines, number):
+        """What begins a command that runs on this machine."""
+        mount = f'mount --bind {self.folder / f"hosts{number}"} /etc/hosts && exec "$@"'
+        return ["ip", "netns", "exec", machines[number], "unshare", "-m", "sh", "-c", mount, "sh"]
 
     def cut(self, seconds):
         self._ip(f"{self._link} down")

@@ -121,8 +121,9 @@ def test_groups_through_the_kvstore(four):
 
 @pytest.mark.long
 @pytest.mark.skipif(not has_namespaces(), reason="network namespaces need root, ip and unshare")
-def test_two_machines_of_two_processes(tmp_path, whole):
-    job = run(tmp_path, 4, FOUR, kind=TwoMachines)
+@pytest.mark.parametrize("engine", ["kvstore", pytest.param("horovod", marks=needs_horovod)])
+def test_two_machines_of_two_processes(tmp_path, whole, engine):
+    job = run(tmp_path, 4, FOUR, kind=TwoMachines, engine=engine)
     check_bits(job, whole, devices=2)
     check_groups(job)
     assert job.reported("memory") == [[True, True, False]] * 4
