@@ -8,6 +8,7 @@ is called before the script, may import both.
 import atexit
 import builtins
 import contextlib
+import faulthandler
 import gc
 import importlib
 import importlib.machinery
@@ -139,15 +140,16 @@ def _run(command, first):
             _leave(128 + signal.SIGINT if interrupted else 1)
     _report(0)
     if _process == os.getpid():
-        prepare_shutdown()
+        prepare_shutdown(all_have_finished=False)
 
 
 class FreedKVStore:
     """What a KVStore becomes: it has no functions, and no destructor."""
 
 
-def prepare_shutdown():
+def prepare_shutdown(all_have_finished=True):
     """Has MXNet's exit hook free the distributed stores, in which workers wait for each other.
+    all_have_finished: so nobody has to wait there, and the process ends if the shutdown hangs.
 
     Python would free a store later, or not at all where a thread still runs or something refers to
     it, and MXNet then aborts the process. The hook drops pending operations, such as a push for
@@ -160,6 +162,11 @@ def prepare_shutdown():
     kind = getattr(sys.modules.get("mxnet.kvstore"), "KVStore", None)
 
     def free_first():
+        if all_have_finished:
+            # It needs a file for standard error.
+            with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
+                limit = max(timeout_of(os.environ), SHUTDOWN_SECONDS)
+                faulthandler.dump_traceback_later(limit, exit=True)
         gc.unfreeze()
         stores = [each for each in gc.get_objects() if type(each) is kind and "dist" in each.type]
         for store in stores:
