@@ -192,6 +192,26 @@ def test_ctrl_c_while_the_main_thread_waits_for_a_result(start):
     assert script.output == ["waiting\n", "trained on\n"]
 
 
+def test_ctrl_c_while_the_main_thread_waits_for_another_process(start):
+    """In a function of Python that C++ calls, Python drops it."""
+    script = start("""
+        class Store:
+            def probe(self, *delay):
+                pass
+
+        store = Store()
+        connection = native.Connection(store.probe)
+        segment = native.Segment("0123456789abcdef")
+        route = connection.shared_memory_route("key", 1, 0, 2, segment)
+        print("waiting", flush=True)
+        route.exchange("title", 60, [1.0])
+    """)
+    script.wait_for("waiting")
+    time.sleep(0.3)
+    assert interrupt(script) == 128 + signal.SIGINT
+    assert script.errors.endswith("KeyboardInterrupt\n"), script.errors
+
+
 def test_a_script_that_handles_ctrl_c_finishes_its_step(run):
     body = """
         stop = []
