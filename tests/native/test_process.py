@@ -132,12 +132,14 @@ def test_the_last_steps_are_completed(run):
 
 
 def test_other_processes_are_told_of_an_exception_that_cannot_be_printed(start):
+    """Even if one of the stores has failed."""
     script = start("""
         class Unprintable(Exception):
             def __str__(self):
                 raise ValueError
 
         native.shutdown.at_exit(print)
+        native.shutdown.at_exit(lambda failure: 1 / 0)
         raise Unprintable
     """)
     assert script.end() == 1 and script.output == ["Unprintable: Unprintable\n"], script.errors
