@@ -39,7 +39,7 @@ def clear_errors():
 
 def wait_until_a_call_waits():
     for _ in range(1000):
-        if native.waiting():
+        if native.library.library.gluon_syncbn_stuck_seconds():
             return
         time.sleep(0.01)
     raise AssertionError("no call waits")
