@@ -195,7 +195,6 @@ for _name, (_result, *_arguments) in {
     "is_abandoned": (_bool,),
     "struct_sizes": (None, _pointer),
     "close": (None, _text),
-    "waiting": (_int,),
     "stuck_seconds": (_double,),
     "cuda": (_text,),
     "peer_access": (_int,),

@@ -198,7 +198,7 @@ class Route:
 
     def exchange(self, title, timeout, mine):
         """The values of all processes, shape (processes, size), or their sums, shape (1, size).
-        Raises RuntimeError."""
+        Raises RuntimeError, or KeyboardInterrupt if Ctrl-C has ended it."""
         mine = numpy.ascontiguousarray(mine, numpy.float64)
         everyone = numpy.empty((self._processes, mine.size))
         error = ctypes.create_string_buffer(MAX_ERROR_SIZE)
@@ -212,6 +212,10 @@ class Route:
             error,
             MAX_ERROR_SIZE,
         )
+        if status == -2:
+            # Python has raised it in a function that C++ had called.
+            shutdown.abandon()
+            raise KeyboardInterrupt
         if status < 0:
             raise RuntimeError(decoded(error.value))
         return everyone[:1] if status == 1 else everyone
