@@ -1,4 +1,4 @@
-"""Starts the processes of a distributed training and watches them.
+"""Starts the processes of a distributed training, and ends them.
 
 On one machine::
 
@@ -9,7 +9,9 @@ scheduler and the server of MXNet's KVStore; with ``--engine horovod`` the rende
 Horovod instead. On several machines, a scheduler such as Slurm or Kubernetes starts the launcher
 once for each worker, or once for each machine with ``-n`` workers there::
 
-    srun python -m gluon_syncbn.launch --from-env train.py --epochs 3
+    srun --kill-on-bad-exit python -m gluon_syncbn.launch --from-env train.py --epochs 3
+
+These launchers do not talk to each other. That of rank 0 also starts the scheduler and the server.
 
 Output:
     Each line of a worker is printed with its rank before it, ``[1] loss 0.5``, and the lines of
@@ -20,12 +22,13 @@ Output:
     nobody reads it, workers that print wait.
 
 Failures:
-    When a worker, a server or the scheduler dies, hangs, or ends by ``os._exit(0)`` before its
-    script does, its exit code and its last lines are shown, and all others are ended within 10
-    seconds, with the processes that they started. They would otherwise wait for it indefinitely.
-    The launcher then ends with that exit code, or 128 plus the number of the signal. If several
-    die, the first counts. Ctrl-C, SIGTERM and SIGHUP are passed on to the workers; a second one
-    kills them. Under nohup a hangup does nothing.
+    When a worker, a server or the scheduler dies, or ends by ``os._exit(0)`` before its script
+    does, its exit code and its last lines are shown, and all others of this launcher are ended
+    within 10 seconds, with the processes that they started. The launcher then ends with that exit
+    code, or 128 plus the number of the signal. If several die, the first counts. Ctrl-C, SIGTERM
+    and SIGHUP are passed on to the workers; a second one kills them. Under nohup a hangup does
+    nothing. A process that hangs is not noticed here: with a ``KVStoreReducer`` or a
+    ``HorovodReducer`` those that wait for it end after the timeout.
 
 Environment of a worker:
     The script runs as with ``python train.py`` and the launcher's own options of Python, such as
@@ -39,7 +42,6 @@ Environment of a worker:
 
 import argparse
 import contextlib
-import errno
 import math
 import os
 import signal
@@ -49,19 +51,21 @@ import threading
 
 import mxnet_compat
 
-from .cluster import (
-    Cluster,
+from .environment import (
+    LOOPBACK,
     LaunchError,
+    Position,
     between,
-    cannot_listen,
-    check_ipv4,
     find_position,
     has_dmlc_role,
+    locate,
     port_number,
+    read,
+    resolve,
 )
 from .processes import Launch, is_blocked, say
+from .runner import timeout_of
 
-_LOOPBACK = "127.0.0.1"
 _MOST = 9999  # Processes of one kind. A typo should not fill the memory.
 # Workers of a KVStore: see spell_address.
 _MOST_WITH_KVSTORE = 1000
@@ -69,6 +73,10 @@ _HOROVOD_INSTALL = (
     "pip install 'setuptools<70' wheel cffi cloudpickle 'cmake<4' packaging psutil pyyaml && "
     "HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MXNET=1 HOROVOD_WITHOUT_MPI=1 HOROVOD_WITHOUT_PYTORCH=1 "
     "HOROVOD_WITHOUT_TENSORFLOW=1 pip install --no-build-isolation horovod==0.28.1"
+)
+_ONE_MACHINE = (
+    "--engine horovod is for one machine: on several, start the processes with Horovod's own "
+    "launcher, such as horovodrun -np 8 -H a:4,b:4 --gloo python train.py"
 )
 
 
@@ -82,7 +90,7 @@ def main(arguments=None):
     except LaunchError as error:
         say(f"error: {error}")
         code = 2
-    except KeyboardInterrupt:  # While launchers wait for each other; later it is passed on.
+    except KeyboardInterrupt:  # Before the processes are started; later it is passed on.
         code = 128 + signal.SIGINT
     if is_blocked():  # Python would wait for the threads that write.
         os._exit(code)
@@ -101,43 +109,29 @@ def _parse(arguments):
     parser = argparse.ArgumentParser(
         prog="gluon_syncbn.launch",
         usage="python -m gluon_syncbn.launch [options] -n N script.py [arguments of the script]",
-        description="Start the processes of a distributed training and watch them. When one dies, "
-        "all others are ended.",
-        epilog="OMP_NUM_THREADS is set to the number of cores per worker, unless you set it. Lines "
-        "of the workers are printed with their rank before them.",
+        description="Start the processes of a distributed training. When one dies, all others here "
+        "are ended. Lines of the workers are printed with their rank before them.",
     )
-    count, seconds = between(1, _MOST), between(0, 10**6, float)
-    add = parser.add_argument
-    add("-n", type=count, metavar="N", help="number of workers; with --from-env by default 1")
+    count, add = between(1, _MOST), parser.add_argument
+    add("-n", type=count, metavar="N", help="workers here; with --from-env or --rank by default 1")
     text = "number of KVStore servers (%(default)s)"
     add("--servers", type=count, default=1, metavar="N", help=text)
     text = "how the workers communicate: MXNet's KVStore or Horovod (%(default)s)"
     add("--engine", choices=("kvstore", "horovod"), default="kvstore", help=text)
     text = (
         "be one of several launchers that Slurm, Kubernetes or another scheduler started: the "
-        "environment says which (DMLC_*, SLURM_*, mpirun's, or RANK, WORLD_SIZE, MASTER_ADDR and "
-        "MASTER_PORT)"
+        "environment says which (DMLC_*, RANK and WORLD_SIZE, mpirun's, or Slurm's)"
     )
     add("--from-env", action="store_true", help=text)
-    text = (
-        "with --from-env: rank 0 listens at ports P and P + 1 (MASTER_PORT, or else 9091 and for "
-        "Slurm one that depends on the job)"
-    )
+    text = "be the launcher of this number, from 0, whatever the environment says"
+    add("--rank", type=between(0, _MOST), metavar="R", help=text)
+    add("--size", type=count, metavar="N", help="with --rank: the number of launchers")
+    text = "machine of the launcher of rank 0 (MASTER_ADDR, or Slurm's first)"
+    add("--master", metavar="HOST", help=text)
+    text = "port of the KVStore's scheduler there (MASTER_PORT, or 9091 plus the job's under Slurm)"
     add("--port", type=port_number, metavar="P", help=text)
-    text = "with --from-env: seconds that launchers wait for each other (%(default)s)"
-    add("--wait", type=seconds, default=300, metavar="S", help=text)
-    text = (
-        "with --from-env: seconds of silence after which another machine counts as lost "
-        "(%(default)s, or GLUON_SYNCBN_TIMEOUT if that is less)"
-    )
-    add("--lost-after", type=between(1, 10**6, float), default=10, metavar="S", help=text)
-    text = (
-        "seconds that the first worker waits for the others to make their stores "
-        "(GLUON_SYNCBN_TIMEOUT, or 300)"
-    )
-    add("--start", type=seconds, metavar="S", help=text)
     text = "seconds that workers have to end after Ctrl-C or SIGTERM (%(default)s)"
-    add("--grace", type=seconds, default=5, metavar="S", help=text)
+    add("--grace", type=between(0, 10**6, float), default=5, metavar="S", help=text)
     text = (
         "let gluon.contrib.nn.SyncBatchNorm be gluon_syncbn's layer in the workers, as "
         "gluon_syncbn.replace_contrib does"
@@ -153,7 +147,11 @@ def _parse(arguments):
         del options.command[0]
     if not options.command:
         parser.error("the script is missing: python -m gluon_syncbn.launch -n 4 script.py")
-    if options.n is None and not options.from_env:
+    if (options.rank is None) != (options.size is None):
+        parser.error("--rank and --size belong together: give both, or neither.")
+    if options.rank is not None and options.rank >= options.size:
+        parser.error(f"--rank is {options.rank} and --size {options.size}: ranks begin at 0.")
+    if options.n is None and options.rank is None and not options.from_env:
         parser.error("the number of workers is missing: give it before the script, such as -n 4.")
     script = options.command[0]
     if not options.module and not os.path.isfile(script):
@@ -164,115 +162,111 @@ def _parse(arguments):
 
 
 def _launch(options, stack):
-    """Starts everything and watches it to its end. `stack` closes what must stay open."""
+    """Starts everything and stays until its end. `stack` closes what must stay open."""
     environment = {"PYTHONUNBUFFERED": "1", **os.environ}
     mxnet_compat.inherit(environment)  # A script may import mxnet first.
-    timeout, cluster, joining = _timeout(environment), None, tuple
-    if options.from_env and has_dmlc_role(environment):
-        check_ipv4(environment)
-        role = environment["DMLC_ROLE"]
+    position = Position(port=options.port or 0)
+    if options.from_env and options.rank is None and has_dmlc_role(environment):
+        role, name = environment["DMLC_ROLE"], "DMLC_PS_ROOT_URI"
+        # The scheduler cannot listen at a name.
+        environment[name] = resolve(name, environment[name], timeout_of(environment))
         if role == "scheduler":
-            port = _root_port(environment["DMLC_PS_ROOT_PORT"])
-            stack.enter_context(_free_port(environment["DMLC_PS_ROOT_URI"], port))
+            port = read(environment, "DMLC_PS_ROOT_PORT", port_number)
+            stack.enter_context(_hold("", port))
         specs = [(role, environment)]
     else:
-        if options.from_env:
-            position = find_position(environment, options.port)
-            if position.rank == 0:
-                stack.enter_context(_free_port(position.bound_host, position.port))
-            lost_after = min(options.lost_after, max(1.0, timeout))
-            cluster = Cluster(position, options.n, options.engine, options.wait, lost_after)
-            stack.callback(cluster.close)
-            hosts, first, port = cluster.hosts, position.rank * options.n, position.port
-        else:
-            hosts, first, port = [_LOOPBACK] * options.n, 0, stack.enter_context(_free_port())
-        ranks = range(first, first + options.n)
-        environment.setdefault("OMP_NUM_THREADS", str(_threads(hosts, ranks)))
+        if options.from_env or options.rank is not None:
+            given = options.rank, options.size, options.master, options.port
+            position = find_position(environment, *given)
+        if position.size > 1 and options.engine == "horovod":
+            raise LaunchError(_ONE_MACHINE)
+        position = locate(position, environment, timeout_of(environment))
+        port = stack.enter_context(_hold_job(position))
+        cores = os.sched_getaffinity(0)
+        # Launchers of one machine share its cores, unless each has some of its own.
+        launchers = position.local_size if len(cores) == os.cpu_count() else 1
+        threads = max(1, len(cores) // (options.n * launchers))
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
         if options.engine == "horovod":
-            specs, joining = _horovod_specs(hosts, ranks, port, environment, stack)
+            specs = _horovod_specs(position, options.n, port, environment, stack)
         else:
-            specs = _kvstore_specs(hosts, ranks, port, environment, options.servers)
+            specs = _kvstore_specs(position, options.n, port, environment, options.servers)
     command = (["-m"] if options.module else []) + options.command
     if options.replace_contrib:
         command[:0] = ["--first", "gluon_syncbn:replace_contrib"]
-    start = timeout if options.start is None else options.start
-    return Launch(specs, command, options.grace, timeout, start, joining, cluster).run()
+    serves_others = position.rank == 0 and position.size > 1
+    return Launch(specs, command, options.grace, serves_others).run()
 
 
-def _timeout(environment):
-    """The seconds that a process may wait for others. Workers reject invalid values."""
-    with contextlib.suppress(argparse.ArgumentTypeError):
-        return between(1e-3, 10**6, float)(environment.get("GLUON_SYNCBN_TIMEOUT", ""))
-    return 300.0
-
-
-def _root_port(text):
-    try:
-        return between(1, 65535)(text)
-    except argparse.ArgumentTypeError as error:
-        raise LaunchError(f"DMLC_PS_ROOT_PORT: {error}") from error
+def _hold_job(position):
+    """Holds the port of rank 0. Another launcher only keeps out a second one of its rank here, as
+    of a second job, whose workers would take part in the first one."""
+    if position.rank == 0:
+        return _hold(position.own, position.port)
+    return _hold(None, position.port, f"{position.root}:{position.port} {position.rank}")
 
 
 @contextlib.contextmanager
-def _free_port(host=_LOOPBACK, port=0):
-    """A free port of this machine, or this one if it is free. It is bound, so that no other process
-    gets it, but nobody listens at it, so that the KVStore's scheduler can bind it too. The lock
-    keeps out other launchers, which could bind it for the same reason."""
+def _hold(host=LOOPBACK, port=0, name=None):
+    """Holds this port, or any free one. It is bound, so that no other process gets it, but nobody
+    listens at it, so that the KVStore's scheduler can bind it too. The lock keeps out other
+    launchers, which could bind it for the same reason. host: None for the lock alone."""
     with socket.socket() as holder, socket.socket(socket.AF_UNIX) as lock:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            holder.bind((host, port))
-            port = holder.getsockname()[1]
-            lock.bind(f"\0gluon_syncbn.launch {port}")
+            if host is not None:
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                holder.bind((host, port))
+                port = holder.getsockname()[1]
+            lock.bind(f"\0gluon_syncbn.launch {name or port}")
         except OSError as error:
-            # Otherwise the scheduler may know better.
-            if error.errno == errno.EADDRINUSE:
-                raise cannot_listen(port, error) from error
+            raise LaunchError(
+                f"cannot listen at port {port} of {host or 'this machine'} ({error}): another job "
+                "may use it, or a launcher of the same rank. Give all launchers another --port "
+                "(MASTER_PORT, DMLC_PS_ROOT_PORT), and rank 0's address as --master (MASTER_ADDR)."
+            ) from error
         yield port
 
 
-def _threads(hosts, ranks):
-    """The number of cores for each worker here."""
-    cores = os.sched_getaffinity(0)
-    # Launchers of one machine share its cores, unless each has some of its own.
-    workers = hosts.count(hosts[ranks[0]]) if len(cores) == os.cpu_count() else len(ranks)
-    return max(1, len(cores) // workers)
+def _workers(position, count, environment):
+    """[(rank, environment)] of the workers here."""
+    workers = []
+    for index in range(count):
+        rank = position.rank * count + index
+        own = {
+            "GLUON_SYNCBN_RANK": str(rank),
+            "GLUON_SYNCBN_SIZE": str(position.size * count),
+            "GLUON_SYNCBN_LOCAL_RANK": str(position.local_rank * count + index),
+        }
+        workers.append((rank, {**environment, **own}))
+    return workers
 
 
-def _worker_variables(hosts, rank):
-    return {
-        "GLUON_SYNCBN_RANK": str(rank),
-        "GLUON_SYNCBN_SIZE": str(len(hosts)),
-        "GLUON_SYNCBN_LOCAL_RANK": str(hosts[:rank].count(hosts[rank])),
-    }
-
-
-def _kvstore_specs(hosts, ranks, port, environment, servers):
+def _kvstore_specs(position, count, port, environment, servers):
     """[(name, environment)] of the workers here and, for rank 0, of the KVStore's processes."""
-    if len(hosts) > _MOST_WITH_KVSTORE:
+    size = position.size * count
+    if size > _MOST_WITH_KVSTORE:
         raise LaunchError(
-            f"the KVStore takes at most {_MOST_WITH_KVSTORE} workers, not {len(hosts)}: start "
-            "fewer, or choose --engine horovod."
+            f"the KVStore takes at most {_MOST_WITH_KVSTORE} workers, not {size}: start fewer, or "
+            "use Horovod."
         )
-    own = hosts[ranks[0]]
     shared = {
         **environment,
-        "DMLC_PS_ROOT_URI": hosts[0],
+        "DMLC_PS_ROOT_URI": position.root,
         "DMLC_PS_ROOT_PORT": str(port),
-        "DMLC_NUM_WORKER": str(len(hosts)),
+        "DMLC_NUM_WORKER": str(size),
         "DMLC_NUM_SERVER": str(servers),
-        "DMLC_NODE_HOST": own,
+        "DMLC_NODE_HOST": position.own,
     }
     shared.pop("DMLC_INTERFACE", None)
-    if own.startswith("127."):
+    if position.own.startswith("127."):
         shared["DMLC_INTERFACE"] = "lo"
     specs = []
-    if 0 in ranks:
+    if position.rank == 0:
         names = ["scheduler", *(f"server {server}" for server in range(servers))]
         specs = [(name, {**shared, "DMLC_ROLE": name.split()[0]}) for name in names]
-    for rank in ranks:
-        variables = {"DMLC_ROLE": "worker", "DMLC_NODE_HOST": spell_address(own, rank)}
-        specs.append((f"worker {rank}", {**shared, **_worker_variables(hosts, rank), **variables}))
+    for rank, own in _workers(position, count, shared):
+        own.update(DMLC_ROLE="worker", DMLC_NODE_HOST=spell_address(position.own, rank))
+        specs.append((f"worker {rank}", own))
     return specs
 
 
@@ -288,10 +282,8 @@ def spell_address(address, rank):
     return f"0x{'0' * rank}{number:x}"
 
 
-def _horovod_specs(hosts, ranks, port, environment, stack):
-    """[(name, environment)] of the workers here, and a function that returns the names of those
-    that have called hvd.init. The launcher of rank 0 knows, as it runs Horovod's rendezvous
-    server."""
+def _horovod_specs(position, count, port, environment, stack):
+    """[(name, environment)] of the workers. The launcher runs Horovod's rendezvous server."""
     try:
         from horovod.runner.common.util.hosts import SlotInfo
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
@@ -299,76 +291,29 @@ def _horovod_specs(hosts, ranks, port, environment, stack):
         raise LaunchError(
             f"Horovod cannot be imported ({error}). To install it: {_HOROVOD_INSTALL}"
         ) from error
-    own = hosts[ranks[0]]
-    if set(hosts) != {own} and not own.startswith("127."):
-        _check_own_name(own)
-    slots = []
-    for rank, host in enumerate(hosts):
-        local_rank = hosts[:rank].count(host)
-        # The machines that have a worker of this local rank.
-        across = [h for h in dict.fromkeys(hosts) if hosts.count(h) > local_rank]
-        cross = across.index(host), len(across)
-        # hostname, rank, local_rank, cross_rank, size, local_size, cross_size
-        slots.append(
-            SlotInfo(host, rank, local_rank, cross[0], len(hosts), hosts.count(host), cross[1])
-        )
-    joining = tuple
-    if 0 in ranks:
-        try:
-            server = RendezvousHTTPServer((hosts[0], port), RendezvousHandler, verbose=0)
-        except OSError as error:
-            raise cannot_listen(port, error) from error
-        server.init(slots)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        stack.callback(server.server_close)
-        stack.callback(server.shutdown)
-
-        def joining():
-            return [f"worker {rank}" for rank in list(server.cache.get("global", ()))]
-
+    # hostname, rank, local_rank, cross_rank, size, local_size, cross_size
+    slots = [SlotInfo(LOOPBACK, rank, rank, 0, count, count, 1) for rank in range(count)]
+    server = RendezvousHTTPServer((LOOPBACK, port), RendezvousHandler, verbose=0)
+    server.init(slots)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    stack.callback(server.server_close)
+    stack.callback(server.shutdown)
     shared = {
-        "HOROVOD_GLOO_IFACE": environment.get("HOROVOD_GLOO_IFACE") or _interface(own),
+        "HOROVOD_GLOO_IFACE": "lo",
         "HOROVOD_CYCLE_TIME": "0.1",
         # Later than the error that names the missing process.
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(math.ceil(_timeout(environment)) + 1),
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(math.ceil(timeout_of(environment)) + 1),
         **environment,
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": hosts[0],
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": LOOPBACK,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
     }
     specs = []
-    for rank in ranks:
+    for rank, own in _workers(position, count, shared):
         slot = {f"HOROVOD_{key.upper()}": str(value) for key, value in vars(slots[rank]).items()}
-        specs.append((f"worker {rank}", {**shared, **_worker_variables(hosts, rank), **slot}))
-    return specs, joining
-
-
-def _check_own_name(address):
-    """Horovod 0.28.1 uses HOROVOD_GLOO_IFACE for the rendezvous, but reduces over the address of
-    the machine's name."""
-    name = socket.gethostname()
-    try:
-        found = socket.gethostbyname(name)
-    except OSError:
-        found = "unknown"
-    if found == "unknown" or found.startswith("127."):
-        raise LaunchError(
-            f"Horovod 0.28.1 lets other machines connect to the address of this machine's name, "
-            f"and that of {name} is {found} here: let /etc/hosts say {address} for it."
-        )
-
-
-def _interface(address):
-    """The name of the network interface of this machine that has `address`."""
-    import psutil  # Horovod needs it too.
-
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            return name
-    if address.startswith("127."):
-        return "lo"
-    raise LaunchError(f"no network interface has {address}: name one in HOROVOD_GLOO_IFACE.")
+        specs.append((f"worker {rank}", {**own, **slot}))
+    return specs
 
 
 if __name__ == "__main__":

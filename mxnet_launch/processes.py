@@ -1,39 +1,31 @@
-"""The processes that a launcher starts, and its watch over them."""
+"""The processes that a launcher starts, and their end."""
 
 import collections
 import contextlib
 import errno
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
 
+import psutil
 from mxnet_compat import options
 
 from . import runner
-from .patience import Patience
 
 _TERM_SECONDS = 4
 _SERVICE_SECONDS = 3  # For the KVStore's own processes, after the workers ended well.
 _POLL_SECONDS = 0.05
 # How long before an end is visible here other workers may notice it, and report that they fail.
 _UNSEEN_SECONDS = 0.2
-# Seconds added to a limit, so that those who wait for a process can report it first.
-_LATER = 1.0
 _SAME_SIGNAL_SECONDS = 0.5
 _TAIL_LINES, _TAIL_COLUMNS = 20, 400
 _LONGEST_LINE = 1 << 20
 _SAY_SECONDS = 2
-_WAIT_BEFORE_THE_TRAINER = (
-    "    A forward in inference on a CPU may have given weights another layout, with which MXNet "
-    "fails: call mx.nd.waitall() before the Trainer's first step, or make a KVStoreReducer."
-)
 _locks = {}  # By file. Each is held while somebody writes to the file.
 
 
@@ -55,7 +47,7 @@ def _file(stream):
     """Equal for streams that go to one file or pipe, such as after 2>&1."""
     try:
         found = os.fstat(stream.fileno())
-    except (AttributeError, OSError, ValueError):
+    except (OSError, ValueError):
         return stream
     return found.st_dev, found.st_ino
 
@@ -65,10 +57,7 @@ def _write(stream, text):
     data = text.encode(errors="surrogateescape")
     with _locks.setdefault(_file(stream), threading.Lock()):
         try:
-            if hasattr(stream, "buffer"):
-                stream.buffer.write(data)
-            else:  # Such as io.StringIO, or the stream of a notebook.
-                stream.write(data.decode(errors="replace"))
+            stream.buffer.write(data)
             stream.flush()
         except (OSError, ValueError) as error:
             # Python would try once more at exit, and fail.
@@ -80,30 +69,25 @@ def _write(stream, text):
 class Child:
     """A process of the launch, with its own session and the threads that print its lines.
 
-    It reports in its `slot` of the file `status`.
+    It is number `index`, under which it reports its script's end to the pipe `report_to`.
     """
 
-    def __init__(self, name, command, environment, status, slot):
+    def __init__(self, name, command, environment, report_to, index):
         self.name = name
-        self._status, self._slot = status, slot
-        self._beat = b""
-        self.does = None  # What it last reported.
-        self.silent = 0.0  # Seconds since its last sign of life.
-        self.searched = 0.0  # Seconds since it last had a connection to the scheduler.
-        self.fault = None  # Why the launcher ends it.
         role, _, number = name.partition(" ")
         self.is_worker = role == "worker"
-        self.reported = None  # The exit code with which a worker reported its end.
-        self.ended = math.inf  # When it did so, or ended without a report.
+        self.reported = None  # The exit code with which its script ended.
+        self.ended = math.inf  # When we learned of it, or of a process that ended without a report.
         self.write_error = None
         self._tails = [collections.deque(maxlen=_TAIL_LINES) for _ in range(2)]
         # "worker 1" prints as [1], "server 0" and "scheduler" as they are.
         self._prefix = f"[{number if self.is_worker and number else name}] "
-        task = "run" if self.is_worker else "serve"
+        # The scheduler of a server without a number is not ours, so nobody here sees it end.
+        task = "run" if self.is_worker else "search" if name == "server" else "serve"
         self.process = subprocess.Popen(
-            [sys.executable, *options(), runner.__file__, task, f"{status}:{slot}", *command],
+            [sys.executable, *options(), runner.__file__, task, f"{report_to}:{index}", *command],
             env=environment,
-            pass_fds=[status],
+            pass_fds=[report_to],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -112,11 +96,11 @@ class Child:
             start_new_session=True,
         )
         pipes, targets = (self.process.stdout, self.process.stderr), (sys.stdout, sys.stderr)
-        self._relays = [
+        self.relays = [
             threading.Thread(target=self._relay, args=arguments, daemon=True)
             for arguments in zip(pipes, targets, self._tails)
         ]
-        for relay in [*self._relays, threading.Thread(target=self._note_end, daemon=True)]:
+        for relay in [*self.relays, threading.Thread(target=self._note_end, daemon=True)]:
             relay.start()
 
     def _note_end(self):
@@ -138,27 +122,17 @@ class Child:
         """The exit code, negative for a signal, None while it runs."""
         return self.process.poll()
 
-    def read_report(self):
-        """Reads how it ended: see `runner.SLOT_BYTES`."""
-        self.code()  # Before the report, because a process reports first and then ends.
-        report = self._read_slot(0, runner.END_BYTES)
-        if report.endswith(b"\n"):
-            code, when = report.split()
-            self.reported, self.ended = int(code), float(when)
-
     def failed(self):
         """The exit code if it is not 0, or 1 if the process ended before its script. A reported
         code takes precedence, as an exit hook may end with another."""
-        if self.fault:
-            return 1
         unfinished = self.is_worker and self.code() == 0 and self.reported is None
         return self.reported or self.code() or int(unfinished)
 
     def is_stopped(self):
         """Whether a signal or a debugger has stopped it."""
-        with contextlib.suppress(OSError), open(f"/proc/{self.process.pid}/stat", "rb") as file:
-            # The name before it may be no text.
-            return file.read().rpartition(b")")[2].split()[0] in b"Tt"
+        with contextlib.suppress(psutil.Error, OSError):
+            status = psutil.Process(self.process.pid).status()
+            return status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
     def signal(self, number):
         if self.code() is None:
@@ -167,32 +141,12 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
 
-    def listen(self, passed):
-        """Reads what it reports, `passed` seconds after the last time: see `runner.beat`."""
-        beat = self._read_slot(runner.END_BYTES, runner.SLOT_BYTES)
-        when, _, text = beat.decode(errors="replace").partition(" ")
-        self.does = text or None
-        self.searched = self.searched + passed if text == runner.SEARCHES else 0.0
-        goes_on = beat != self._beat or not text or float(when) == 0
-        self.silent = 0.0 if goes_on else self.silent + passed
-        self._beat = beat
-
-    def _read_slot(self, begin, end):
-        data = os.pread(self._status, end - begin, runner.SLOT_BYTES * self._slot + begin)
-        return data.strip(b"\0 ")
-
-    def is_drained(self):
-        """Whether all of its output has been printed."""
-        return not any(relay.is_alive() for relay in self._relays)
-
     def last_lines(self):
         """The last lines of its output; those of stderr come last, as they say why it ended."""
         return [line for tail in self._tails for line in list(tail)][-_TAIL_LINES:]
 
     def ending(self):
         name, code = f"{self.name} (process {self.process.pid})", self.failed()
-        if self.fault:
-            return f"{name} {self.fault}"
         if self.code() == 0:
             return f"{name} ended with exit code 0 before its script did, as by os._exit(0)"
         if code > 0:
@@ -205,37 +159,35 @@ def _signal_name(number):
     return next((s.name for s in signal.Signals if s == number), f"signal {number}")
 
 
+def _wait(seconds, is_over):
+    # Counted, as the time for which the launcher is stopped is no wait.
+    for _ in range(int(seconds / _POLL_SECONDS)):
+        if is_over():
+            break
+        time.sleep(_POLL_SECONDS)
+
+
 def _drain(children):
     """Waits for the rest of their output, but not for a reader."""
-    _wait_until(lambda: all(child.is_drained() for child in children), 1)
-
-
-def _wait_until(is_over, seconds):
-    patience = Patience(seconds)
-    while not is_over() and patience.waited() < seconds:
-        time.sleep(_POLL_SECONDS)
+    relays = [relay for child in children for relay in child.relays]
+    _wait(1, lambda: not any(relay.is_alive() for relay in relays))
 
 
 class Launch:
     """The processes of this launcher, from their start to their end.
 
     `specs` are their names and environments, `command` is the script, or "-m" and a module, with
-    its arguments. The workers have `grace` seconds to end after a signal. A process that does not
-    answer for `timeout` seconds has failed, as has a worker that makes its store `start` seconds
-    after another one. joining(): the names of workers that have begun to, without reporting it
-    themselves.
+    its arguments. The workers have `grace` seconds to end after a signal. serves_others: whether
+    workers of other launchers need the scheduler and the servers, so that these end by themselves.
     """
 
-    def __init__(self, specs, command, grace, timeout, start, joining=tuple, cluster=None):
+    def __init__(self, specs, command, grace, serves_others=False):
         self._specs, self._command, self._grace = specs, command, grace
-        self._timeout, self._start, self._joining = timeout, start, joining
-        self._cluster = cluster
-        self._looked = time.monotonic()
-        self._waited_for_late = 0.0  # Seconds since the first worker began to make its store.
-        self._shutting_down = 0.0  # Seconds since MXNet shuts down in all workers that still run.
+        self._serves_others = serves_others
         self._children = []
         self._signals = []
         self._is_passed_on = False
+        self._rest = b""  # Of the reports: the line that has not been read to its end.
 
     def run(self):
         """Returns the exit code, once nothing runs any more."""
@@ -248,17 +200,18 @@ class Launch:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        with guard, tempfile.TemporaryFile() as status, self._handle_signals():
-            # Processes write into it what they do and how they end, which shows which ended first.
-            self._status = status.fileno()
-            # All of it, as a process that has mapped it dies where the disk has no space left.
-            os.write(self._status, bytes(runner.SLOT_BYTES * len(self._specs)))
+        self._reports, report_to = os.pipe()
+        os.set_blocking(self._reports, False)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # As SIGHUP is under nohup.
+                signal.signal(number, self._note_signal)
+        with guard, open(self._reports, "rb"), open(report_to, "wb"):
             try:
-                for slot, (name, environment) in enumerate(self._specs):
+                for index, (name, environment) in enumerate(self._specs):
                     # A launcher started by a worker of another launcher belongs to both.
                     ids = environment.get(runner.LAUNCH_ID, "") + ":" + launch_id
                     environment = {**environment, runner.LAUNCH_ID: ids}
-                    child = Child(name, self._command, environment, self._status, slot)
+                    child = Child(name, self._command, environment, report_to, index)
                     self._children.append(child)
                 code = self._watch()
             finally:
@@ -273,44 +226,27 @@ class Launch:
             # The last lines may have come after the end of their process.
             return code or self._check_output() or 0
 
-    @contextlib.contextmanager
-    def _handle_signals(self):
-        def note(number, frame):
-            now = time.monotonic()
-            # `timeout`, for one, signals a process and its group, so one process twice.
-            if not self._signals or now > self._signals[-1][1] + _SAME_SIGNAL_SECONDS:
-                self._signals.append((number, now))
-
-        handled = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-        # Under nohup, SIGHUP stays ignored.
-        handled = [number for number in handled if signal.getsignal(number) != signal.SIG_IGN]
-        previous = [signal.signal(number, note) for number in handled]
-        try:
-            yield
-        finally:
-            for number, handler in zip(handled, previous):
-                signal.signal(number, handler)
+    def _note_signal(self, number, frame):
+        now = time.monotonic()
+        # `timeout`, for one, signals a process and its group, so one process twice.
+        if not self._signals or now > self._signals[-1][1] + _SAME_SIGNAL_SECONDS:
+            self._signals.append((number, now))
 
     def _watch(self):
         """Waits until all workers have ended, or one process failed. Returns the exit code."""
         watched = [child for child in self._children if child.is_worker] or self._children
-        cluster, code = self._cluster, None
+        needed = self._children if self._serves_others else watched
+        code = None
         while code is None:
             time.sleep(_POLL_SECONDS)
-            finished = all(child.code() == 0 for child in watched)
-            if cluster and finished:
-                cluster.report_done()
-                finished = cluster.everyone_done
+            finished = all(child.code() == 0 for child in needed)
             # A failure of the KVStore after the last worker ended well does no harm.
-            failed = [c for c in self._failures() if c in watched or not finished]
+            failed = [child for child in self._failures() if child in watched or not finished]
             if self._signals:
                 code = self._obey(watched)
             elif failed:
                 time.sleep(_UNSEEN_SECONDS)
                 code = self._report(min(self._failures(), key=lambda child: child.ended))
-            elif cluster and cluster.failure:
-                say(f"{cluster.failure}, so the processes here are ended.")
-                code = 1
             else:
                 code = self._check_output() or (0 if finished else None)
         return code
@@ -324,63 +260,20 @@ class Launch:
                     return 128 + signal.SIGPIPE
                 reason = getattr(child.write_error, "strerror", None) or child.write_error
                 text = f"the output of {child.name} cannot be written ({reason})"
-                self._report_to_cluster(text)
                 say(f"{text}, so all processes are ended.")
                 return 1
-
-    def _report_to_cluster(self, text):
-        if self._cluster:
-            self._cluster.report_failure(text)
 
     def _failures(self):
         """The processes that failed."""
         for child in self._children:
-            child.read_report()
-        self._find_faults()
+            child.code()  # Before the reports, because a process reports first and then ends.
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                *lines, self._rest = (self._rest + os.read(self._reports, 4096)).split(b"\n")
+                for index, code in map(bytes.split, lines):
+                    child = self._children[int(index)]
+                    child.reported, child.ended = int(code), time.monotonic()
         return [child for child in self._children if child.failed()]
-
-    def _find_faults(self):
-        """Notes which processes do not answer, or are late."""
-        now = time.monotonic()
-        # At most one second, as the launcher may have been stopped itself.
-        passed, self._looked = min(now - self._looked, 1.0), now
-        running = [child for child in self._children if child.code() is None]
-        for child in running:
-            child.listen(passed)
-        workers = [child for child in running if child.is_worker]
-        joining = self._joining()
-        late = [child for child in workers if not child.does and child.name not in joining]
-        waits = 0 < len(late) < len(workers)
-        self._waited_for_late = self._waited_for_late + passed if waits else 0.0
-        shut_down = workers if self._all_shut_down(workers) else []
-        self._shutting_down = self._shutting_down + passed if shut_down else 0.0
-        longest_shutdown = max(self._timeout, runner.SHUTDOWN_SECONDS) + _LATER
-        for child in running:
-            if child.silent > self._timeout + _LATER:
-                child.fault = f"has not answered for {child.silent:.3g} s: it is stopped, or hangs"
-            elif child.name == "server" and child.searched > self._timeout:
-                # Of another launcher: in our own jobs the scheduler is watched, too.
-                child.fault = f"has had no connection to the scheduler for {child.searched:.3g} s"
-            elif child in late and self._waited_for_late > self._start:
-                child.fault = (
-                    f"has not begun to make its store {self._start:.3g} s after another worker"
-                )
-                if child.is_stopped():
-                    child.fault += ": it is stopped"
-            elif child in shut_down and self._shutting_down > longest_shutdown:
-                child.fault = (
-                    f"is still in MXNet's shutdown {self._shutting_down:.3g} s after all scripts "
-                    "have ended: it hangs there, or waits for one that does"
-                )
-            if child.fault:
-                child.ended = min(child.ended, now)
-
-    def _all_shut_down(self, running):
-        """Whether all workers of all launchers have ended, or are in MXNet's shutdown, in which
-        they wait for each other."""
-        if not all(child.does == runner.SHUTS_DOWN for child in running):
-            return False
-        return self._cluster is None or self._cluster.report_shutdown()
 
     def _obey(self, workers):
         """Passes a signal on. Returns the exit code once the workers have ended, or must."""
@@ -394,7 +287,6 @@ class Launch:
         if all(code == 0 for code in codes):
             return 0
         if None not in codes or len(self._signals) > 1 or time.monotonic() > when + self._grace:
-            self._report_to_cluster(f"got {_signal_name(number)}")
             return 128 + number
 
     def _report(self, child):
@@ -403,14 +295,9 @@ class Launch:
         for other in self._children:
             if other is not child:
                 other.signal(signal.SIGTERM)
-        if child.fault:
-            child.signal(signal.SIGKILL)
-        self._report_to_cluster(child.ending())
-        self._wait(runner.EXIT_HOOKS_SECONDS + 1, [child])
+        self._wait_for([child], runner.EXIT_HOOKS_SECONDS + 1)
         _drain([child])
         lines = "".join(f"\n    {line}" for line in child.last_lines())
-        if re.search(r"is_none\(\): init \d+ first", lines):
-            lines += f"\n{_WAIT_BEFORE_THE_TRAINER}"
         lines = f"Its last lines:{lines}" if lines else "It had printed nothing."
         stopped = f"Stopped by a signal: {', '.join(stopped)}. " if stopped else ""
         say(f"{child.ending()}, so all others are ended. {stopped}{lines}")
@@ -421,17 +308,13 @@ class Launch:
         """Ends what still runs. If all went well, the KVStore's processes may first end by
         themselves."""
         if all(child.code() == 0 for child in self._children if child.is_worker):
-            self._wait(_SERVICE_SECONDS, self._children)
+            self._wait_for(self._children, _SERVICE_SECONDS)
         for child in self._children:
             child.signal(signal.SIGTERM)
-        self._wait(_TERM_SECONDS, self._children)
+        self._wait_for(self._children, _TERM_SECONDS)
         for child in self._children:
             child.signal(signal.SIGKILL)
 
-    def _wait(self, seconds, children):
+    def _wait_for(self, children, seconds):
         """Waits until these have ended, but no longer than until a second signal."""
-
-        def is_over():
-            return len(self._signals) > 1 or all(child.code() is not None for child in children)
-
-        _wait_until(is_over, seconds)
+        _wait(seconds, lambda: len(self._signals) > 1 or None not in [c.code() for c in children])

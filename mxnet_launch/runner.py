@@ -8,11 +8,11 @@ is called before the script, may import both.
 import atexit
 import builtins
 import contextlib
+import faulthandler
 import gc
 import importlib
 import importlib.machinery
 import io
-import mmap
 import os
 import runpy
 import signal
@@ -23,17 +23,12 @@ import types
 
 # An environment variable of all processes of a launch and their children: the launch's id.
 LAUNCH_ID = "GLUON_SYNCBN_LAUNCH"
-# The launcher's status file has a slot of this size for each process. It begins with how the
-# process has ended, well or not, and goes on with what it does: see `_report` and `beat`.
-SLOT_BYTES, END_BYTES = 256, 32
-# The file, where the slot begins, and whose it is. Mapped, as a process may not be allowed to write
-# to files, or closes all.
-_status, _slot, _process = None, 0, None
-_BEAT_SECONDS = 1.0
+# Where this process, and none that it forks, reports the end of its script: a pipe, what fstat says
+# of it, and the number under which the launcher knows the process.
+_pipe, _pipe_status, _index = None, None, None
+_process = os.getpid()
 EXIT_HOOKS_SECONDS = 2  # For the exit hooks of a worker that failed.
 SHUTDOWN_SECONDS = 60  # At least, for MXNet's shutdown: a machine may be slow.
-SHUTS_DOWN = "shuts down"  # What a worker does in MXNet's shutdown: see `beat`.
-SEARCHES = "searches the scheduler"  # What a server does until it has found it.
 _KILL_SECONDS = 5
 
 
@@ -41,51 +36,54 @@ def kill_launch(launch_id):
     """Kills the processes whose environment has `launch_id`, until none is left. Process groups,
     sessions and parents do not suffice, as a child may leave them."""
     deadline = time.monotonic() + _KILL_SECONDS
-    while time.monotonic() < deadline:
-        found = None  # Not known, as without a free file descriptor.
-        with contextlib.suppress(OSError):
-            pids = filter(str.isdigit, os.listdir("/proc"))
-            found = [int(pid) for pid in pids if _has(pid, launch_id)]
-        if found == []:
-            return
-        for pid in found or ():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+    found = True
+    while found and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):  # As without a free file descriptor: it looks again.
+            pids = map(int, filter(str.isdigit, os.listdir("/proc")))
+            found = [pid for pid in pids if _kill_of(launch_id, pid)]
         time.sleep(0.02)
 
 
-def _has(pid, launch_id):
-    try:
+def _kill_of(launch_id, pid):
+    # It may be gone, or another user's.
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError, PermissionError):
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return launch_id.encode() in file.read()
-    except OSError:  # It is another user's, or gone.
-        return False
+            is_ours = launch_id.encode() in file.read()
+        if is_ours:
+            os.kill(pid, signal.SIGKILL)
+        return is_ours
 
 
-def beat(text, again=True):
-    """Tells the launcher what this process does. again: it will report again, and if it does not,
-    it is stopped or hangs."""
-    now = time.monotonic() if again else 0
-    _write(f"{now:.3f} {text}", END_BYTES, SLOT_BYTES)
+def timeout_of(environment):
+    """The seconds that a process may wait for others. Workers refuse other values."""
+    with contextlib.suppress(ValueError):
+        seconds = float(environment.get("GLUON_SYNCBN_TIMEOUT", ""))
+        if 0 < seconds < 10**6:
+            return seconds
+    return 300.0
 
 
 def _report(code):
-    """Reports how the script ended."""
-    _write(f"{code} {time.monotonic():f}\n", 0, END_BYTES)
+    """Reports that the script has ended with this exit code."""
+    # The script may have closed all files and opened others.
+    with contextlib.suppress(OSError):
+        if _process == os.getpid() and os.path.samestat(os.fstat(_pipe), _pipe_status):
+            os.write(_pipe, f"{_index} {code}\n".encode())
 
 
-def _write(text, begin, end):
-    """Writes this part of the slot, if this is the process and not one that it has forked."""
-    if _process == os.getpid():
-        record = text.encode()[: end - begin].ljust(end - begin)
-        _status[_slot + begin : _slot + end] = record
-
-
-def _beat_forever():
-    port = int(os.environ["DMLC_PS_ROOT_PORT"])
-    while True:
-        beat("serves" if is_connected_to(port) else SEARCHES)
-        time.sleep(_BEAT_SECONDS)
+def _end_without_scheduler(seconds):
+    """Ends this server once it has looked for its scheduler for that long: it would go on
+    indefinitely."""
+    host, port = os.environ["DMLC_PS_ROOT_URI"], int(os.environ["DMLC_PS_ROOT_PORT"])
+    missed = 0
+    # Counted, as a process that is suspended does not wait.
+    while missed <= seconds:
+        time.sleep(1)
+        looks = "mxnet.kvstore" in sys.modules and not is_connected_to(port)
+        missed = missed + 1 if looks else 0
+    text = f"This server has had no connection to the scheduler, {host}:{port}, for {missed} s."
+    print(text, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def is_connected_to(port):
@@ -142,16 +140,16 @@ def _run(command, first):
             _leave(128 + signal.SIGINT if interrupted else 1)
     _report(0)
     if _process == os.getpid():
-        prepare_shutdown()
+        prepare_shutdown(all_have_finished=False)
 
 
 class FreedKVStore:
     """What a KVStore becomes: it has no functions, and no destructor."""
 
 
-def prepare_shutdown():
-    """Has MXNet's exit hook report that it begins, and free the distributed stores, in which
-    workers wait for each other.
+def prepare_shutdown(all_have_finished=True):
+    """Has MXNet's exit hook free the distributed stores, in which workers wait for each other.
+    all_have_finished: so nobody has to wait there, and the process ends if the shutdown hangs.
 
     Python would free a store later, or not at all where a thread still runs or something refers to
     it, and MXNet then aborts the process. The hook drops pending operations, such as a push for
@@ -164,7 +162,11 @@ def prepare_shutdown():
     kind = getattr(sys.modules.get("mxnet.kvstore"), "KVStore", None)
 
     def free_first():
-        beat(SHUTS_DOWN, again=False)
+        if all_have_finished:
+            # It needs a file for standard error.
+            with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
+                limit = max(timeout_of(os.environ), SHUTDOWN_SECONDS)
+                faulthandler.dump_traceback_later(limit, exit=True)
         gc.unfreeze()
         stores = [each for each in gc.get_objects() if type(each) is kind and "dist" in each.type]
         for store in stores:
@@ -232,7 +234,6 @@ def _flush():
 
 def _serve():
     """Runs as the scheduler or a server, as the environment says, until the workers have ended."""
-    threading.Thread(target=_beat_forever, daemon=True).start()
     try:
         import mxnet  # noqa: F401  It serves inside this import, and ends the process there.
     except (ImportError, OSError, AttributeError) as error:  # Not MXNetError, which says enough.
@@ -244,15 +245,17 @@ def _main(task, argument, *command):
         return _guard(argument)
     first = command[1] if command[0] == "--first" else None
     command = command[2 if first else 0 :]
-    global _status, _slot, _process
-    file, slot = map(int, argument.split(":"))
-    _status, _slot, _process = mmap.mmap(file, 0), slot * SLOT_BYTES, os.getpid()
-    os.close(file)
-    sys.modules["mxnet_launch.runner"] = sys.modules["__main__"]  # For those who call `beat`.
+    global _pipe, _pipe_status, _index
+    _pipe, _index = map(int, argument.split(":"))
+    _pipe_status = os.fstat(_pipe)
+    os.set_inheritable(_pipe, False)
     if not getattr(sys.flags, "safe_path", False):
         # A server needs it too: it unpickles the optimizer, whose class may be the user's.
         is_module = command[0] == "-m"
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(command[0]))
+    if task == "search":
+        seconds = timeout_of(os.environ)
+        threading.Thread(target=_end_without_scheduler, args=[seconds], daemon=True).start()
     return _run(command, first) if task == "run" else _serve()
 
 

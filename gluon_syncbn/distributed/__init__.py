@@ -11,9 +11,9 @@ r"""Connects the processes of a SyncGroup through MXNet's KVStore ``dist_sync`` 
 For each layer and pass, every process sends its sums. It receives those of all, which it adds in
 rank order as a single process would, or their exact sum. The results are the same, bit for bit.
 
-Every wait has a limit. After a tenth of the timeout, a waiting process probes all others. If one
-has ended or failed, the wait ends at once with an error, otherwise at the timeout. Where no error
-can be raised, as in the Trainer's messages, the process ends.
+Every wait has a limit. Each process reports to that of rank 0 where it is. If one has ended or
+failed, the others end at once with an error that names it, otherwise at the timeout. Where no
+error can be raised, as in the Trainer's messages, the process ends.
 """
 
 from .horovod import HorovodReducer

@@ -25,7 +25,6 @@ from ..arguments import WARN_AFTER, duration
 from ..groups.store import SAME_LAYERS
 from .reports import (
     FAILED,
-    Condition,
     Report,
     exclude_each_other,
     ranks_text,
@@ -39,9 +38,6 @@ ALONE = 10
 _MOST_ASKED, _LONGEST = 8, 8000
 # Seconds: for a process to connect again; past the timeout, so that exchanges end first.
 _RECONNECTS, _LATER = 1.0, 0.5
-# Seconds, and their share of the timeout at most, after which a process is called silent: longer
-# than the time jumps after the judge itself was stopped.
-_SILENT, _SILENT_SHARE = 4.0, 0.75
 _NEEDS_TIME = (
     "If a process only needs time, as to validate or to save, give SyncGroup(timeout=...) more."
 )
@@ -75,8 +71,10 @@ class _Process:
         self.at = frozenset()
         # When it was last heard of; None until it is known.
         self.heard = None
-        # When its connection ended, unless it has a new one.
-        self.broken = None
+        # When its connection ended, unless it has a new one, and the number of looks since then.
+        self.broken, self.looks = None, 0
+        # When its script ended.
+        self.ended = None
 
 
 class Judge:
@@ -104,13 +102,15 @@ class Judge:
     def report(self, rank, report, now):
         """A process has reported."""
         process = self._processes[rank]
-        had_ended = process.report.status
         process.heard, process.report = now, report
         process.at = frozenset(exchange.name for exchange in report.exchanges)
-        if self.decided or had_ended or not report.status:
+        if self.decided or process.ended is not None or not report.status:
             return []
+        process.ended = now
         if report.status[0] == FAILED:
-            return self._decide(VERDICT, self._lost_text([rank], now))
+            # It may have failed because another one is gone.
+            lost = [r for r, p in enumerate(self._processes) if r == rank or p.broken is not None]
+            return self._decide(VERDICT, self._lost_text(lost, now))
         self._unfinished -= 1
         if self._finished_since is None:
             self._finished_since = now
@@ -122,7 +122,7 @@ class Judge:
 
     def disconnected(self, rank, now):
         """The connection of a process has ended."""
-        self._processes[rank].broken = now
+        self._processes[rank].broken, self._processes[rank].looks = now, 0
 
     def tick(self, now):
         """Some time has passed."""
@@ -143,14 +143,21 @@ class Judge:
         self.decided, self.asked = Decision(kind, text[:_LONGEST]), []
         return [self.decided]
 
-    def _is_gone(self, process, now):
-        patience = min(_RECONNECTS, WARN_AFTER * self.timeout)
-        return process.broken is not None and now - process.broken > patience
+    @property
+    def reconnects(self):
+        """Seconds that a process has to connect again."""
+        return min(_RECONNECTS, WARN_AFTER * self.timeout)
 
     def _is_lost(self, rank, now):
         process = self._processes[rank]
-        silence = 0.0 if process.heard is None else now - process.heard
-        return self._is_gone(process, now) or silence > self.timeout
+        if process.broken is not None:
+            # Where rank 0 was stopped, the new connection may be waiting to be read.
+            process.looks += 1
+            return process.looks > 1 and now - process.broken >= self.reconnects
+        return process.heard is not None and now - process.heard > self.timeout
+
+    def _is_silent(self, process, now):
+        return process.heard is not None and now - process.heard > min(2.0, self.timeout / 4)
 
     # Exchanges.
 
@@ -189,7 +196,7 @@ class Judge:
             # Some may have arrived just now, as after a suspension of all.
             limit = timeout if missing else timeout * (1 + WARN_AFTER)
             is_over = exchange.waited > limit or any(
-                self._has_finished_before(exchange, other) for other in missing
+                self._ended_before(exchange, rank, other) for other in missing
             )
             if differ or is_over:
                 text = self._exchange_text(exchange, rank, missing, now)
@@ -200,10 +207,15 @@ class Judge:
                 warning = Decision(WARNING, text)
         return warning
 
-    def _has_finished_before(self, exchange, rank):
-        """Whether a process has reached the end of its script without this exchange."""
-        report = self._processes[rank].report
-        return report.status is not None and report.reached.get(exchange.name) is False
+    def _ended_before(self, exchange, rank, other):
+        """Whether the script of `other` has ended without this exchange, in which `rank` has still
+        been seen a while later."""
+        ended, seen = self._processes[other].ended, self._processes[rank].heard
+        return (
+            ended is not None
+            and seen - ended > exchange.timeout * WARN_AFTER / 2
+            and self._processes[other].report.reached.get(exchange.name) is False
+        )
 
     def _waits_in_another_net(self, exchange, rank, other):
         """Whether `other` waits in the first call of another layer, which `rank` has not reached,
@@ -244,11 +256,12 @@ class Judge:
         if not is_over and waited < max(self._next_end_warning, self.timeout * WARN_AFTER):
             return None
         self._next_end_warning = 2 * waited
-        finished = [r for r, p in enumerate(self._processes) if p.report.status]
+        finished = [rank for rank, p in enumerate(self._processes) if p.report.status]
+        others = [rank for rank, p in enumerate(self._processes) if not p.report.status]
         text = (
             f"Rank {finished[0]} has reached the end of its script and has waited "
             f"{duration(waited)} for the other processes to reach theirs. "
-            f"Missing: {reasons(self._conditions(now, set(finished)))}."
+            f"Missing: {self._reasons(others, now)}."
         )
         if is_over:
             return Decision(VERDICT, text)
@@ -257,33 +270,41 @@ class Judge:
 
     # Texts.
 
-    def _conditions(self, now, without):
-        return {
-            rank: self._condition(rank, now)
-            for rank in range(len(self._processes))
-            if rank not in without
-        }
+    def _reasons(self, ranks, now):
+        return reasons({rank: self._reason(rank, now) for rank in ranks})
 
-    def _condition(self, rank, now):
+    def _reason(self, rank, now):
+        """Why a process is missing, and the seconds for which it is where it is, or None."""
         process = self._processes[rank]
-        is_known = process.heard is not None
-        return Condition(
-            process.report,
-            self._is_gone(process, now),
-            is_known and now - process.heard > min(_SILENT, _SILENT_SHARE * self.timeout),
-            is_known,
-        )
+        report, place = process.report, process.report.place
+        if report.status:
+            kind, error = report.status
+            return (f"failed: {error}" if kind == FAILED else "reached the end of the script"), None
+        if process.broken is not None:
+            return "process ended", None
+        if process.heard is None:
+            return "not heard of", None
+        if self._is_silent(process, now):
+            return "no answer: stopped, or its machine is unreachable", None
+        if report.exchanges:
+            longest = max(report.exchanges, key=lambda exchange: exchange.waited)
+            return f"waiting in {title(longest.name)}", longest.waited
+        text = f"last completed {title(report.last)}" if report.last else "nothing exchanged yet"
+        if not place:
+            return text, None
+        does = "is at" if place.waited is None else "waits in"
+        return f"{text}, {does} {place.text}", place.stood
 
     def _others_text(self, ranks, now):
-        return f"The others: {reasons(self._conditions(now, set(ranks)))}."
+        others = [rank for rank in range(len(self._processes)) if rank not in ranks]
+        return f"The others: {self._reasons(others, now)}."
 
     def _exchange_text(self, exchange, rank, missing, now):
         members = range(exchange.first, exchange.end)
         arrived = sorted({*members} - {*missing})
-        conditions = {rank: self._condition(rank, now) for rank in missing}
         text = (
-            f"{title(exchange.name)}: rank {rank} has waited {duration(exchange.waited)} for "
-            f"other processes. Arrived: {ranks_text(arrived)}. Missing: {reasons(conditions)}."
+            f"{title(exchange.name)}: rank {rank} has waited {duration(exchange.waited)} for other "
+            f"processes. Arrived: {ranks_text(arrived)}. Missing: {self._reasons(missing, now)}."
         )
         if not missing and not exchange.in_memory:
             text += f" All have arrived, so {self._name} does not answer."
@@ -298,8 +319,7 @@ class Judge:
             missing = self._missing(exchange)
             if rank not in lost and set(missing) & set(lost):
                 return self._exchange_text(exchange, rank, missing, now)
-        conditions = {rank: self._condition(rank, now) for rank in lost}
-        return f"Missing: {reasons(conditions)}. {self._others_text(lost, now)}"
+        return f"Missing: {self._reasons(lost, now)}. {self._others_text(lost, now)}"
 
 
 def _waited(report):

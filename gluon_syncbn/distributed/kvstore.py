@@ -297,7 +297,7 @@ def _bounded(create):
             )
         timeout = seconds(None)
         return call_within(
-            timeout + 1.0,  # The launcher knows who is late, so it reports first.
+            timeout,
             lambda: create(name),
             f"mx.kv.create({name!r}) has waited {duration(timeout)} for the job's other processes: "
             "one of its workers, servers or its scheduler is missing, stopped, or starts later "

@@ -45,14 +45,14 @@ class Report(typing.NamedTuple):
 
     exchanges : those in flight, oldest first
     reached : {name of an exchange that the judge asks about: whether this process has arrived}
-    last : the exchange that it completed last, as (name, seconds since then), or None
+    last : the name of the exchange that it completed last, or None
     place : the `Place` of its main thread, or of the training thread that has waited longest
     status : (FAILED, the error) or (FINISHED, ""), or None
     """
 
     exchanges: typing.Sequence[Exchange] = ()
     reached: typing.Mapping[str, bool] = {}
-    last: typing.Optional[tuple] = None
+    last: typing.Optional[str] = None
     place: typing.Optional[Place] = None
     status: typing.Optional[tuple] = None
 
@@ -62,7 +62,7 @@ class Report(typing.NamedTuple):
         return cls(
             [Exchange(*exchange) for exchange in exchanges],
             dict(reached),
-            last and tuple(last),
+            last,
             place and Place(*place),
             status and tuple(status),
         )
@@ -88,76 +88,18 @@ def exclude_each_other(name, other):
     return any(handshakes) and one["number"] == two["number"] == "1"
 
 
-class Condition(typing.NamedTuple):
-    """Why a process is missing, as the judge knows it."""
-
-    report: Report
-    is_gone: bool = False
-    is_silent: bool = False
-    is_known: bool = True
-
-    @property
-    def waits(self):
-        """Its exchanges in flight that messages name."""
-        return self.report.exchanges[:3]
-
-    def kind(self):
-        """Equal for conditions that differ only in seconds."""
-        flags, report = self[1:], self.report
-        if report.status or flags != (False, False, True):
-            return flags, report.status
-        last, place = report.last, report.place
-        waits = tuple(exchange.name for exchange in self.waits)
-        return waits, None if waits else (last and last[0], place and place.text)
-
-
-def reasons(conditions):
-    """Such as "ranks 1, 5-9 (process ended), rank 2 (waiting in x for 3 s)", of {rank: Condition};
-    "none" if there is none."""
+def reasons(found):
+    """Such as "ranks 1, 5-9 (process ended), rank 2 (waiting in x for 3 s)", of {rank: (why it is
+    missing, seconds or None)}; "none" if there is none."""
     groups = {}
-    for rank in sorted(conditions):
-        groups.setdefault(conditions[rank].kind(), []).append(rank)
-    return (
-        ", ".join(
-            f"{ranks_text(ranks)} ({_reason([conditions[rank] for rank in ranks])})"
-            for ranks in groups.values()
-        )
-        or "none"
-    )
-
-
-def _reason(conditions):
-    """Why the processes in these conditions, of one kind, are missing."""
-    first = conditions[0]
-    report = first.report
-    if report.status:
-        kind, error = report.status
-        return f"failed: {error}" if kind == FAILED else "reached the end of the script"
-    if first.is_gone:
-        return "process ended"
-    if not first.is_known:
-        return "not heard of"
-    if first.is_silent:
-        return "no answer: stopped, or its machine is unreachable"
-    if first.waits:
-        return "waiting in " + ", ".join(
-            f"{title(same[0].name)} for {_span([exchange.waited for exchange in same])}"
-            for same in zip(*(condition.waits for condition in conditions))
-        )
-    text = "nothing exchanged yet"
-    if report.last:
-        ages = [condition.report.last[1] for condition in conditions]
-        text = f"last completed {title(report.last[0])}, {_span(ages)} ago"
-    if report.place:
-        does = "is at" if report.place.waited is None else "waits in"
-        stood = [condition.report.place.stood for condition in conditions]
-        text += f", {does} {report.place.text} for {_span(stood)}"
-    return text
-
-
-def _span(seconds):
-    ends = [duration(pick(seconds)) for pick in (min, max)]
-    return " to ".join(dict.fromkeys(ends)).replace(" s to", " to")
+    for rank in sorted(found):
+        groups.setdefault(found[rank][0], []).append(rank)
+    parts = []
+    for why, ranks in groups.items():
+        seconds = [found[rank][1] for rank in ranks]
+        span = "" if None in seconds else f" for {duration(max(seconds))}"
+        parts.append(f"{ranks_text(ranks)} ({why}{span})")
+    return ", ".join(parts) or "none"
 
 
 def ranks_text(ranks):

@@ -42,11 +42,10 @@ def call_within(seconds, function, otherwise):
 
 
 class RouteWait:
-    """A wait until all processes know a new key. why(): why it is of no use, or None: see
-    `Watcher.lost`."""
+    """A wait until all processes know a new key. check(): raises if it is of no use."""
 
-    def __init__(self, why):
-        self._why = why
+    def __init__(self, check):
+        self._check = check
 
     def array(self, array):
         """Waits until MXNet has written the array."""
@@ -57,5 +56,4 @@ class RouteWait:
     def until(self, done):
         """Calls done(seconds), which waits as long, until it is true."""
         while not done(_SLICE):
-            if self._why():
-                raise RuntimeError(self._why())
+            self._check()

@@ -17,7 +17,7 @@ from ..native import shutdown, threads
 from .connections import Hub, Link
 from .judge import END, VERDICT, WARNING, Judge
 from .places import Places
-from .reports import FAILED, FINISHED, Condition, Exchange, Report, reasons
+from .reports import FAILED, FINISHED, Exchange, Report
 
 _ADDRESS_SIZE = 80  # bytes
 # Characters of an exchange's name, and of an error.
@@ -29,6 +29,7 @@ _PERIOD, _SILENCE = 1.0, 2.0
 # last message.
 _RAISES, _TELL, _LAST_WORDS = 0.5, 1.0, 2.0
 
+_RANK_0_IS_SILENT = "Missing: rank 0 (no answer: stopped, or its machine is unreachable)."
 _log = logging.getLogger("gluon_syncbn")
 
 
@@ -72,7 +73,8 @@ class Watcher:
         self._judge, self._has_met = Judge(size, name, timeout), False
         self._asked = ()
         # Seconds that this process was not stopped, and when rank 0 was last heard of.
-        self._now, self._looked, self._heard = 0.0, time.monotonic(), 0.0
+        self._now, self._looked = 0.0, time.monotonic()
+        self._last_step, self._heard = 0.0, 0.0
         self._hub = self._link = self._address = self._error = None
         # Set when the judge has decided.
         self._decided = threading.Event()
@@ -98,13 +100,14 @@ class Watcher:
 
     @property
     def address(self):
-        """Where the others reach the judge; blank but for rank 0. It has the same length in all
-        processes."""
+        """Where the others reach rank 0; blank in a process that does not know. It has the same
+        length in all processes."""
         return (self._address or "").encode().ljust(_ADDRESS_SIZE)
 
     def meet(self, address):
         """All processes know each other. address: that of rank 0."""
-        self._call(self._meet, address.decode())
+        self._address = address.decode().rstrip()
+        self._call(self._meet)
 
     def note_timeout(self, timeout):
         self._timeouts.add(timeout)
@@ -151,6 +154,13 @@ class Watcher:
         self.lose("The process ends.")
         self.close()
 
+    def check(self, title):
+        """Raises RuntimeError if no exchange can succeed any more."""
+        if self.lost:
+            raise RuntimeError(
+                self.lost if self.lost.startswith(title) else f"{title}: {self.lost}"
+            )
+
     def lose(self, text):
         """No exchange can succeed any more. The first text stays."""
         if not self.lost:
@@ -192,6 +202,9 @@ class Watcher:
         self._loop.set_exception_handler(lambda _, context: self._log_once(context["message"]))
         try:
             self._loop.run_until_complete(self._main(ready))
+        except BaseException as error:
+            self._conclude(VERDICT, f"The thread that watches over other processes ends: {error!r}")
+            raise
         finally:
             ready.set()
             self._loop.close()
@@ -237,28 +250,23 @@ class Watcher:
         self._ends = self._now + _TELL
         self._wake.set()
 
-    def _meet(self, address):
+    def _meet(self):
         self._has_met = True
-        self._heard = self._now
+        self._heard = self._advance()
         if self.rank == 0:
-            self._judge.begin(self._now)
+            self._judge.begin(self._heard)
         else:
-            self._link = Link(
-                self.rank, address, self._receive, self._rank_0_is_gone, self._longest_silence
-            )
+            functions = self._receive, self._rank_0_is_gone, self._longest_silence
+            self._link = Link(self.rank, self._address, *functions)
 
     def _longest_silence(self):
         return max(_SILENCE, max(self._timeouts) * WARN_AFTER)
 
     def _step(self):
-        now = time.monotonic()
-        # The time for which this process was stopped is no wait.
-        passed = min(now - self._looked, 3.0, min(self._timeouts) / 2)
-        self._looked = now
-        self._now += passed
+        before, self._last_step = self._last_step, self._advance()
         in_flight, completed = self._exchanges()
         may_wait = self._has_met and not in_flight
-        self._place = place = self._places.look(passed, may_wait)
+        self._place = place = self._places.look(self._now - before, may_wait)
         report = self._report(in_flight, completed)
         timeout = max(self._timeouts)
         if self.rank == 0 or not self._has_met:
@@ -274,12 +282,19 @@ class Watcher:
             if silence > self._longest_silence():
                 self._link.renew()
             if silence > timeout:
-                self._conclude(VERDICT, _missing_rank_0(is_silent=True))
+                self._conclude(VERDICT, _RANK_0_IS_SILENT)
         if self.lost and place and place.waited is not None:
             # A script that has caught the error may save what it has.
             has_raised = native.waits.failed > self._failed_before
             if place.waited > (timeout if has_raised else _RAISES):
                 self._end(f"{self.lost} The script waits in {place.text}.", place)
+
+    def _advance(self):
+        """The time, in which this process was not stopped for long."""
+        now = time.monotonic()
+        self._now += min(now - self._looked, 3.0, min(self._timeouts) / 2)
+        self._looked = now
+        return self._now
 
     def _exchanges(self):
         """Those in flight, and the last completed ones, oldest first."""
@@ -303,7 +318,7 @@ class Watcher:
                 for each in in_flight[:_MOST_IN_FLIGHT]
             ],
             {name: name in here for name in self._asked},
-            completed and (completed[-1].name, time.monotonic() - completed[-1].since) or None,
+            completed[-1].name if completed else None,
             self._place,
             self._status,
         )
@@ -311,15 +326,17 @@ class Watcher:
     # Rank 0.
 
     def _receive_report(self, rank, fields):
-        report = Report.from_json(fields)
+        report, now = Report.from_json(fields), self._advance()
         if report.status and not self._judge.decided:
             # So that the verdict says what this process waits for.
-            self._act(self._judge.report(0, self._report(*self._exchanges()), self._now))
-        self._act(self._judge.report(rank, report, self._now))
+            self._act(self._judge.report(0, self._report(*self._exchanges()), now))
+        self._act(self._judge.report(rank, report, now))
 
     def _disconnected(self, rank):
-        self._judge.disconnected(rank, self._now)
-        self._wake.set()
+        self._judge.disconnected(rank, self._advance())
+        self._loop.call_later(self._judge.reconnects, self._wake.set)
+        if self._ends is not None:
+            self._wake.set()
 
     def _greeting(self):
         decided = self._judge.decided
@@ -337,14 +354,14 @@ class Watcher:
     # The others.
 
     def _receive(self, message):
-        self._heard = self._now
+        self._heard = self._advance()
         self._asked = message.get("asked", self._asked)
         for kind in (VERDICT, END):
             if kind in message:
                 self._conclude(kind, message[kind])
 
     def _rank_0_is_gone(self):
-        self._conclude(VERDICT, _missing_rank_0(is_gone=True))
+        self._conclude(VERDICT, "Missing: rank 0 (process ended).")
 
     # The end.
 
@@ -376,10 +393,6 @@ class Watcher:
             with contextlib.suppress(RuntimeError):  # There are no more threads.
                 threads.start(_log.warning, text, error)
                 self._logged = True
-
-
-def _missing_rank_0(**condition):
-    return f"Missing: {reasons({0: Condition(Report(), **condition)})}."
 
 
 def _shortened(name):

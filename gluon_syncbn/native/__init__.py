@@ -8,7 +8,6 @@ from .layer import (
     OP_TYPE,
     PROCESS,
     Layer,
-    cuda_kernels,
     end_step,
     exchanges,
     layers,
@@ -16,7 +15,6 @@ from .layer import (
     set_joined,
     spans_processes,
     take_part,
-    waiting,
 )
 from .routes import (
     KVSTORE_BITS,

@@ -33,7 +33,6 @@ _FUNCTIONS = (
     "MXNDArrayGetData",
     "MXNDArrayGetShapeEx",
     "MXNDArrayGetDType",
-    "MXNDArrayCreateEx",
     "MXNDArrayFree",
     "MXNDArrayWaitToRead",
     "MXEnginePushSyncND",
@@ -41,9 +40,7 @@ _FUNCTIONS = (
 )
 
 
-@callback(WARN)
-def _on_warning(text):
-    threads.warn(text)
+_on_warning = callback(WARN)(threads.warn)
 
 
 @callback(FAILED)
@@ -171,15 +168,6 @@ class Layer:
     def fail(self, text):
         """A step has failed here."""
 
-    def device_groups(self):
-        """The devices, as lists of those that synchronize."""
-        return [list(self.devices)]
-
-    def running_statistics(self):
-        """{device: arrays that a forward in training mode changes there}; empty before they have
-        values."""
-        return {}
-
     def last_written(self, active):
         """An array that a forward in training mode changes on one of the active devices (of all
         if none are named), and one that a backward does; None where there is none."""
@@ -188,17 +176,6 @@ class Layer:
     def written_by(self, backward):
         """{device: arrays that a forward in training mode, or a backward, changes there}."""
         return {}
-
-
-def cuda_kernels():
-    """How and for what the GPU kernels were built, or None if there are none."""
-    text = _library.gluon_syncbn_cuda()
-    return decoded(text) if text else None
-
-
-def waiting():
-    """The number of calls that wait for other devices now."""
-    return _library.gluon_syncbn_waiting()
 
 
 def layers():

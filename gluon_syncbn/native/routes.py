@@ -26,7 +26,8 @@ LIMBS = 3
 KVSTORE_BITS, HOROVOD_BITS = 24, 53
 # What a wait returns: see mxnet/array_wait.h.
 _WRITTEN, _TIME_IS_UP, _INTERRUPTED, _CLOSED = range(4)
-MAX_ERROR_SIZE = 1 << 13
+# More than an `Outcome` holds, with a title before it.
+MAX_ERROR_SIZE = 1 << 14
 
 
 class Key(namedtuple("Key", "layer direction node group", defaults=(None, None))):
@@ -44,14 +45,17 @@ class Connection:
     all_reduce(key, array): the function of a user's store, which returns the sum of the processes'
     arrays.
 
+    explained_within: seconds that an exchange which the store has failed waits to be closed with a
+    text that says more.
+
     Within `with`, no other thread calls the store's functions.
     """
 
-    def __init__(self, all_reduce=None):
+    def __init__(self, all_reduce=None, explained_within=0.0):
         self.all_reduce = all_reduce
         self._id = next(_ids)
         _connections[self._id] = self
-        self._handle = _library.gluon_syncbn_connect()
+        self._handle = _library.gluon_syncbn_connect(explained_within)
 
     def __enter__(self):
         _library.gluon_syncbn_lock_calls(self._handle)
@@ -194,7 +198,7 @@ class Route:
 
     def exchange(self, title, timeout, mine):
         """The values of all processes, shape (processes, size), or their sums, shape (1, size).
-        Raises RuntimeError."""
+        Raises RuntimeError, or KeyboardInterrupt if Ctrl-C has ended it."""
         mine = numpy.ascontiguousarray(mine, numpy.float64)
         everyone = numpy.empty((self._processes, mine.size))
         error = ctypes.create_string_buffer(MAX_ERROR_SIZE)
@@ -208,6 +212,10 @@ class Route:
             error,
             MAX_ERROR_SIZE,
         )
+        if status == -2:
+            # Python has raised it in a function that C++ had called.
+            shutdown.abandon()
+            raise KeyboardInterrupt
         if status < 0:
             raise RuntimeError(decoded(error.value))
         return everyone[:1] if status == 1 else everyone

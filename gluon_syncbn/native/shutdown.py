@@ -82,8 +82,13 @@ def _at_exit():
         if failure is None and not is_abandoned():
             last_step = _let_the_last_step_end()
             failure = _last_error()
+        text = None if failure is None else f"{type(failure).__name__}: {text_of(failure)}"
         for leave in reversed(_leaving):
-            leave(None if failure is None else f"{type(failure).__name__}: {text_of(failure)}")
+            try:
+                leave(text)
+            except Exception:  # The others leave all the same.
+                abandon()
+                _log.exception("The process could not leave the others as usual.")
     except KeyboardInterrupt as interrupt:
         # Otherwise MXNet would wait too.
         _log.error(
@@ -92,9 +97,6 @@ def _at_exit():
         )
         sys.last_value = interrupt
         abandon()
-    except Exception:  # Such as out of memory: MXNet's own end might wait forever.
-        abandon()
-        _log.exception("The process could not leave the others as usual.")
     library.gluon_syncbn_close(encoded(CLOSED))
     threads.wait_for_warnings(_WARNINGS)
     if is_abandoned():

@@ -300,7 +300,8 @@ def test_doctor_where_all_is_well():
     assert done.stdout.rstrip().endswith("All is well."), done.stdout
     assert "self-test, 2 CPU devices:   forward and backward agree with NumPy" in done.stdout
     assert re.search("processes of a machine: +meet in shared memory$", done.stdout, re.MULTILINE)
-    kernels = sbn.native.cuda_kernels() or "not built; GPUs need them, CPUs do not"
+    kernels = (sbn.native.library.library.gluon_syncbn_cuda() or b"").decode()
+    kernels = kernels or "not built; GPUs need them, CPUs do not"
     assert re.search(rf"^native CUDA part: +{re.escape(kernels)}$", done.stdout, re.MULTILINE)
     [(place, anchor)] = re.findall(r"^gluoncv: .*: (\S+)#(\S+)$", done.stdout, re.MULTILINE)
     assert f"\n## {anchor}\n" in (PACKAGE.parent / place).read_text("utf-8")

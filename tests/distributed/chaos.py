@@ -29,7 +29,8 @@ SLACK = 3.0
 ALONE = 10
 MOMENTS = "start before first forward backward step validation saving end".split()
 FAULTS = "SIGKILL SIGTERM SIGSTOP pause raise _exit_0 _exit_3 loop memory disk garbage".split()
-GOES_ON = ("pause", "garbage", "cut")
+FAULTS += "suspend sleep files".split()
+GOES_ON = ("pause", "garbage", "cut", "suspend", "sleep", "files")
 
 
 def draw(seed):
@@ -52,16 +53,20 @@ def draw(seed):
         chaos["victim"] = "server" if chaos["by_hand"] else rng.choice(["server", "scheduler"])
         chaos["fault"] = rng.choice(["SIGKILL", "SIGSTOP"])
         chaos["moment"] = rng.choice(MOMENTS[1:6])
-    elif rng.random() < 0.1 and has_namespaces():
+    elif engine == "kvstore" and rng.random() < 0.1 and has_namespaces():
         chaos.update(victim="link", fault="cut", workers=2, by_hand=False)
         chaos["rank"] %= 2
-        # TCP may need as long again when the link is back.
-        chaos["timeout"] = 4 * TIMEOUT
-        chaos["moment"] = rng.choice(MOMENTS[1:])
+        if rng.random() < 0.4:
+            chaos["fault"] = "cut off"
+        else:
+            # TCP may need as long again when the link is back.
+            chaos["timeout"] = 4 * TIMEOUT
+        # MXNet's shutdown, which comes last, has another limit.
+        chaos["moment"] = rng.choice(MOMENTS[1:-2] if chaos["fault"] == "cut off" else MOMENTS[1:])
     if chaos["fault"] == "garbage" and chaos["moment"] == "start":
         chaos["moment"] = "before"  # No port is open earlier.
     # Two machines share none.
-    chaos["memory"] = int(rng.random() < 0.5 and chaos["fault"] != "cut")
+    chaos["memory"] = int(rng.random() < 0.5 and chaos["victim"] != "link")
     return chaos
 
 
@@ -76,7 +81,7 @@ class Outcome:
         self.chaos = chaos = draw(seed)
         self.seed, self.seconds, self.named, self.wrong = seed, None, None, []
         with tempfile.TemporaryDirectory() as folder:
-            self.cluster = (TwoMachines if chaos["fault"] == "cut" else Cluster)(
+            self.cluster = (TwoMachines if chaos["victim"] == "link" else Cluster)(
                 Path(folder),
                 chaos["workers"],
                 [],
@@ -101,14 +106,20 @@ class Outcome:
             self.output, self.codes = cluster.all_output(), ""
             self.wrong.append("it ended before the fault")
             return
+        limit = TIMEOUT + SLACK
         if chaos["fault"] == "cut":
             cluster.cut(TIMEOUT / 2)
+            limit += TIMEOUT / 2
+        elif chaos["fault"] == "cut off":
+            cluster.cut(None)
+        elif chaos["fault"] == "suspend":
+            self._suspend(3 * TIMEOUT)
+            limit += 3 * TIMEOUT
         elif chaos["victim"] != "worker":
             os.kill(cluster.find(chaos["victim"]), getattr(signal, chaos["fault"]))
         if chaos["fault"] == "pause":
             time.sleep(TIMEOUT / 2)
             os.kill(self.pid, signal.SIGCONT)
-        limit = TIMEOUT + SLACK
         if chaos["fault"] == "loop" and MOMENTS.index(chaos["moment"]) > MOMENTS.index("step"):
             limit += (ALONE - 1) * TIMEOUT
         codes = self._codes_until(begin + limit + 20)
@@ -117,6 +128,15 @@ class Outcome:
         ended = {pid: code for pid, code in codes.items() if pid != self._stands()}
         self.codes = " ".join(str(code) for code in ended.values())
         self._judge(ended, limit)
+
+    def _suspend(self, seconds):
+        """All processes of the job."""
+        processes = self.cluster.running()
+        for process in processes:
+            process.suspend()
+        time.sleep(seconds)
+        for process in processes:
+            process.resume()
 
     def _codes_until(self, deadline):
         """Exit codes by process, when all have ended that can."""
@@ -155,13 +175,18 @@ class Outcome:
             self.wrong.append("nobody names it")
 
     def _is_named(self):
-        """By hand and before there is a store, nobody can know a name."""
+        """Before there is a store nobody knows the name, but the launcher that of a process that
+        ends or is stopped."""
         chaos, rank = self.chaos, self.chaos["rank"]
-        if chaos["by_hand"] and chaos["moment"] == "start":
+        if chaos["moment"] == "start" and (chaos["by_hand"] or chaos["fault"] == "loop"):
             return True
+        if chaos["victim"] == "link":
+            return bool(re.search(r"Missing: rank [01] \(no answer", self.output))
         if chaos["victim"] != "worker":
             words = rf"launch: {chaos['victim']}|by a signal: [^.]*{chaos['victim']}|"
-            return bool(re.search(words + f"KVStore's {chaos['victim']} does not", self.output))
+            return bool(
+                re.search(words + f"KVStore's {chaos['victim']} (does|has) not", self.output)
+            )
         ranks = rf"ranks? ([\d, -]*\b)?{rank}\b[\d, -]* \((?![^()]*waits in)"
         launcher = rf"launch: worker {rank} |by a signal: [^.]*worker {rank}\b"
         others = rf"(Missing: |The others: |\), ){ranks}"

@@ -61,11 +61,18 @@ def happen():
     elif fault == "disk":
         with open("/dev/full", "wb") as file:
             file.write(b"x" * (1 << 16))
+    elif fault == "sleep":
+        time.sleep(0.8 * chaos["timeout"])
+    elif fault == "files":
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+        time.sleep(1)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
     elif fault == "garbage":
-        for (host, port), *_ in store.peers._liveness._addresses:
-            for number in range(20):
-                with contextlib.suppress(OSError), socket.create_connection((host, port)) as one:
-                    one.sendall(os.urandom(1 << number % 12))
+        address = store.watcher.address.split()[:2]
+        for number in range(20):
+            with contextlib.suppress(OSError), socket.create_connection(address) as one:
+                one.sendall(os.urandom(1 << number % 12))
 
 
 def report(name):

@@ -4,9 +4,13 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -73,7 +77,7 @@ class Cluster(Programs):
         self.processes = [self.start(launcher + command)]
 
     def _start_by_hand(self, command):
-        port = self._held.enter_context(launch._free_port())
+        port = self._held.enter_context(launch._hold())
         shared = {
             "DMLC_PS_ROOT_URI": "127.0.0.1",
             "DMLC_PS_ROOT_PORT": str(port),
@@ -128,6 +132,14 @@ def has_namespaces():
     return bool(tools) and subprocess.run(["unshare", "-n", "-m", "true"]).returncode == 0
 
 
+# The commands for two machines in docs/distributed.md: variables and options.
+BY_HAND = re.findall(
+    r"^    (RANK=.+) python -m gluon_syncbn\.launch (.+) -n 4 train\.py ",
+    (Path(__file__).parents[2] / "docs" / "distributed.md").read_text("utf-8"),
+    re.MULTILINE,
+)
+
+
 class TwoMachines(Cluster):
     """Half of the workers in each of two network namespaces, and a switch between them in a third
     one."""
@@ -149,16 +161,39 @@ class TwoMachines(Cluster):
             # Horovod takes the address of the machine's name.
             hosts = self.folder / f"hosts{number}"
             hosts.write_text(f"127.0.0.1 localhost\n10.77.0.{number + 1} {os.uname().nodename}\n")
-            mount = f'mount --bind {hosts} /etc/hosts && exec "$@"'
-            within = ["ip", "netns", "exec", space, "unshare", "-m", "sh", "-c", mount, "sh"]
-            environment = {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "10.77.0.1"}
-            launcher = ["-m", "gluon_syncbn.launch", "--from-env", "--engine", engine]
-            launcher += ["-n", str(self.workers // 2)]
-            self.processes.append(self.start(launcher + command, within, environment=environment))
         self._link = f"-n {switch} link set p1"
+        own = self.workers // 2
+        if engine == "horovod":
+            # It starts processes of other machines with ssh: these are namespaces here.
+            ssh = self.folder / "ssh"
+            there = shlex.join(self._within(machines, 1))
+            ssh.write_text(f'#!/bin/sh\nshift $(($# - 1))\n{there} sh -c "$1"\n')
+            ssh.chmod(0o755)
+            path = f"{self.folder}:{os.environ['PATH']}"
+            horovodrun = ["-m", "horovod.runner.launch", "-np", str(self.workers), "--gloo"]
+            horovodrun += ["-H", f"10.77.0.1:{own},10.77.0.2:{own}", "--network-interface", "eth0"]
+            horovodrun += [sys.executable, *command]
+            self.processes = [
+                self.start(horovodrun, self._within(machines, 0), environment={"PATH": path})
+            ]
+            return
+        for number, (variables, options) in enumerate(BY_HAND):
+            environment = dict(variable.split("=") for variable in variables.split())
+            environment["MASTER_ADDR"] = "10.77.0.1"
+            launcher = ["-m", "gluon_syncbn.launch", *options.split(), "-n", str(own), *command]
+            within = self._within(machines, number)
+            self.processes.append(self.start(launcher, within, environment=environment))
+
+    def _within(self, machines, number):
+        """What begins a command that runs on this machine."""
+        mount = f'mount --bind {self.folder / f"hosts{number}"} /etc/hosts && exec "$@"'
+        return ["ip", "netns", "exec", machines[number], "unshare", "-m", "sh", "-c", mount, "sh"]
 
     def cut(self, seconds):
+        """For good if seconds is None."""
         self._ip(f"{self._link} down")
+        if seconds is None:
+            return
         time.sleep(seconds)
         self._ip(f"{self._link} up")
 

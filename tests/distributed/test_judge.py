@@ -12,7 +12,6 @@ from gluon_syncbn.distributed.judge import END, VERDICT, WARNING, Judge
 from gluon_syncbn.distributed.reports import (
     FAILED,
     FINISHED,
-    Condition,
     Exchange,
     Place,
     Report,
@@ -71,7 +70,7 @@ class Process:
         return Report(
             [] if in_mxnet else [each._replace(waited=waited[each.name]) for each in here],
             {name: name in waited or name in self.completed for name in self.asked},
-            (self.completed[-1], 0.0) if self.completed else None,
+            self.completed[-1] if self.completed else None,
             Place("pull, called at train.py:7", 0.0, waited[here[0]])
             if in_mxnet
             else Place(self.place, 0.0),
@@ -188,6 +187,7 @@ class History:
             self.slack, process.cut_until, self.touched = 3.0, self.now + 3.0, {process.rank}
         elif self.event == "reset" and process.rank:
             self.judge.disconnected(process.rank, self.time)
+            self.touched = {process.rank}
         return True
 
     def advance(self, process):
@@ -269,8 +269,8 @@ class History:
         self.check_names(decision.text)
         warnings = [each.text for each in self.decisions[:-1]]
         ends = [text for text in warnings if "end of its script" in text]
-        # One for the event, and one for the fault.
-        assert len(warnings) - len(ends) <= 2 and len(ends) <= 8, warnings
+        # One for the event, one for the fault, and some for processes that only were slow.
+        assert len(warnings) - len(ends) <= 4 and len(ends) <= 8, warnings
         waited = re.search(r"has waited (\d+)", decision.text)
         assert warnings or not waited or int(waited[1]) < T, "no warning before"
 
@@ -339,38 +339,33 @@ def test_random_histories(part):
 # Texts.
 
 
-def test_how_messages_describe_processes():
-    def waits(name, seconds):
-        return Condition(Report([Exchange(name, seconds, 10, 0, 512)]))
-
+def test_how_a_verdict_describes_processes():
+    judge = Judge(16, "the store", 10)
+    for rank in range(15):
+        judge.report(rank, Report(), 0)
     # Without the key of the layer's message.
     last = "SyncBatchNorm 'n', forward call 3 (0 forward 0 in groups of 2 3)"
-    conditions = {
-        **{
-            rank: Condition(Report(last=(last, rank)), is_gone=True)
-            for rank in (3, 5, 6, 9, 10, 11)
-        },
-        20: Condition(Report(place=Place("train.py:3", 7))),
-        30: Condition(Report(last=(last, 12.1), place=Place("pull, called at a.py:1", 9, 2.5))),
-        31: Condition(Report(status=(FINISHED, ""))),
-        32: Condition(Report(status=(FAILED, "a bad batch")), is_gone=True),
-        100: Condition(Report(last=(last, 1)), is_silent=True),
-        101: Condition(Report(), is_silent=True),
-        102: Condition(Report(), is_known=False),
-        **{rank: waits("y (0 handshake 1)", 3 + rank / 100) for rank in range(200, 300)},
-    }
-    assert reasons({}) == "none"
-    assert reasons(conditions) == (
-        "ranks 3, 5, 6, 9-11 (process ended), "
-        "rank 20 (nothing exchanged yet, is at train.py:3 for 7 s), "
-        "rank 30 (last completed SyncBatchNorm 'n', forward call 3, 12 s ago, "
+    for rank in (6, 8, 9, 10):
+        judge.report(rank, Report([Exchange("y (0 handshake 1)", 3 + rank / 100, 10, 0, 16)]), 5)
+    judge.report(0, Report(place=Place("train.py:3", 7)), 5)
+    judge.report(1, Report(last=last, place=Place("pull, called at a.py:1", 9, 2.5)), 5)
+    judge.report(2, Report(last=last, status=(FINISHED, "")), 5)
+    judge.disconnected(4, 5)
+    [(kind, text)] = judge.report(7, Report(status=(FAILED, "a bad batch")), 5)
+    assert (kind, text) == (
+        VERDICT,
+        "y, to compare the layer's settings: rank 10 has waited 3.1 s for other processes. "
+        "Arrived: ranks 6, 8-10. Missing: "
+        "rank 0 (nothing exchanged yet, is at train.py:3 for 7 s), "
+        "rank 1 (last completed SyncBatchNorm 'n', forward call 3, "
         "waits in pull, called at a.py:1 for 9 s), "
-        "rank 31 (reached the end of the script), "
-        "rank 32 (failed: a bad batch), "
-        "ranks 100, 101 (no answer: stopped, or its machine is unreachable), "
-        "rank 102 (not heard of), "
-        "ranks 200-299 (waiting in y, to compare the layer's settings for 5 to 5.99 s)"
+        "rank 2 (reached the end of the script), "
+        "ranks 3, 5, 11-14 (no answer: stopped, or its machine is unreachable), "
+        "rank 4 (process ended), rank 7 (failed: a bad batch), rank 15 (not heard of).",
     )
+    assert reasons({}) == "none"
+    assert reasons({1: ("x", 2.0), 2: ("x", 3.0), 3: ("x", None)}) == "ranks 1-3 (x)"
+    assert reasons({1: ("x", 2.0), 2: ("y", None)}) == "rank 1 (x for 2 s), rank 2 (y)"
 
 
 @pytest.mark.parametrize(
@@ -393,7 +388,7 @@ def test_a_report_travels_as_json():
     report = Report(
         [Exchange("a", 1.5, 10.0, 0, 2, True)],
         {"a": True},
-        ("b", 0.5),
+        "b",
         Place("c", 1.0, None),
         (FAILED, "\N{GRINNING FACE}"),
     )

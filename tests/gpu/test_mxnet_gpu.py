@@ -22,7 +22,7 @@ GPUS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
 CPU = mx.cpu(7)
 if not GPUS:
     pytest.skip("MXNet finds no GPU", allow_module_level=True)
-if not sbn.native.cuda_kernels():
+if not sbn.native.library.library.gluon_syncbn_cuda():
     pytest.skip("the library was built without CUDA kernels", allow_module_level=True)
 
 # The largest difference, relative to the largest value. See tests/support/tolerances.py.

@@ -73,7 +73,7 @@ CASES = [*((2, options) for options in OPTIONS), *((8, options) for options in O
 
 @pytest.mark.parametrize("count, options", CASES)
 def test_a_net_trains_as_on_the_cpu(count, options):
-    assert sbn.native.cuda_kernels()
+    assert sbn.native.library.library.gluon_syncbn_cuda()
     random = np.random.RandomState(0)
     batches = [
         (random.normal(size=(8, 3, 12, 12)).astype("float32"), random.randint(0, 10, 8))

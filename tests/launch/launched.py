@@ -77,11 +77,10 @@ class Launcher(Program):
 
 
 def free_port():
-    """The first of two free ports in a row, below those that the system and the KVStore choose
+    """A free port that a job of Slurm could get, below those that the system and the KVStore choose
     from: 10000 to 49999."""
     while True:
-        port = random.randrange(5000, 9999)
-        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
-            first.bind(("127.0.0.1", port))
-            second.bind(("127.0.0.1", port + 1))
+        port = random.randrange(9100, 9999)
+        with socket.socket() as holder, contextlib.suppress(OSError):
+            holder.bind(("127.0.0.1", port))
             return port

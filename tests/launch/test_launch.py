@@ -6,10 +6,10 @@ import re
 import socket
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from mxnet_launch import __main__ as launch
-from mxnet_launch import runner
 from distributed_cluster import needs_horovod
 from launched import (
     ALL_REDUCE,
@@ -20,7 +20,7 @@ from launched import (
     Launcher,
     free_port,
 )
-from programs import STARTED_SECONDS, wait_until
+from programs import STARTED_SECONDS
 
 ARGUMENTS = ["--", "--epochs", "3", "with space", "-n", "7", "--", "--engine", "", "--help"]
 
@@ -111,28 +111,6 @@ def test_contribs_layer_is_replaced_if_asked(options, layer, command, tmp_path):
     assert launcher.output == [f"[worker] {layer}\n"]
 
 
-def test_a_worker_that_hangs_in_the_shutdown_of_mxnet(tmp_path, monkeypatch, capsys):
-    """Once all scripts have ended: until then, it waits for the others there."""
-    (tmp_path / "script.py").write_text("""
-import atexit, os, sys, time, types
-rank = int(os.environ["GLUON_SYNCBN_RANK"])
-library = types.SimpleNamespace(
-    MXNDArrayWaitAll=lambda: print("waits"),
-    MXNotifyShutdown=lambda: time.sleep(1000 if rank < 2 else 0),
-)
-sys.modules["mxnet.base"] = types.SimpleNamespace(_LIB=library)
-atexit.register(lambda: library.MXNotifyShutdown())
-time.sleep(3 if rank == 1 else 0)
-print("script ends")
-""")
-    monkeypatch.setattr(runner, "SHUTDOWN_SECONDS", 0.2)
-    monkeypatch.setenv("GLUON_SYNCBN_TIMEOUT", "2")
-    assert launch.main(["-n", "3", "--start", "100", str(tmp_path / "script.py")]) == 1
-    output, errors = capsys.readouterr()
-    assert output.count("script ends") == output.count("waits") == 3, errors
-    assert re.search(r"worker [01] \(process \d+\) is still in MXNet's shutdown 3", errors)
-
-
 # What is refused.
 
 
@@ -146,10 +124,10 @@ print("script ends")
         (["-n", "1", "--engine", "mpi", "script.py"], "argument --engine: invalid choice: 'mpi'"),
         (["-n", "1", "no such.py"], "there is no script no such.py."),
         (["-n", "1", "."], ". is a folder: give a script, or -m and a module."),
-        (["-n", "1", "--port", "65535", "script.py"], "argument --port: expected a number from 1"),
+        (["-n", "1", "--port", "65536", "script.py"], "argument --port: expected a number from 1"),
         (["-n", "1", "--grace", "nan", "script.py"], "argument --grace: expected a number from 0"),
-        (["-n", "1", "--start", "-1", "script.py"], "argument --start: expected a number from 0"),
-        (["-n", "1", "--lost-after", "0", "script.py"], "argument --lost-after: expected a number"),
+        (["--rank", "0", "script.py"], "--rank and --size belong together: give both, or"),
+        (["--rank", "2", "--size", "2", "script.py"], "--rank is 2 and --size 2: ranks begin at 0"),
     ],
 )
 def test_wrong_arguments(arguments, sentence, tmp_path, monkeypatch, capsys):
@@ -181,9 +159,9 @@ def test_more_workers_than_the_kvstore_takes(tmp_path, capsys):
         ({**ALONE, "DMLC_ROLE": "boss"}, "DMLC_ROLE must be worker, server or scheduler"),
         (
             {**ALONE, "DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": "99999"},
-            "DMLC_PS_ROOT_PORT: expected a number from 1 to 65535, got '99999'",
+            "DMLC_PS_ROOT_PORT: expected a number from 1 to 65535, got '99999'.",
         ),
-        ({**ALONE, "DMLC_PS_ROOT_URI": "::1"}, "DMLC_PS_ROOT_URI is '::1': give an IPv4 address"),
+        ({**ALONE, "DMLC_PS_ROOT_URI": "::1"}, "DMLC_PS_ROOT_URI is '::1', which has no IPv4"),
     ],
 )
 def test_a_wrong_environment(environment, sentence, tmp_path, monkeypatch, capsys):
@@ -206,42 +184,63 @@ def test_a_missing_horovod_and_how_to_install_it(tmp_path, monkeypatch, capsys):
     assert "pip install --no-build-isolation horovod==0.28.1" in errors
 
 
-RANKS = """
-print(json.dumps([os.environ["GLUON_SYNCBN_RANK"], hvd.rank(), hvd.size(), hvd.local_rank(),
-    hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), step()]), flush=True)
+@pytest.mark.long
+@needs_horovod
+def test_ranks_of_horovod(start):
+    script = """
+print(os.environ["GLUON_SYNCBN_RANK"], hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(),
+    hvd.cross_rank(), hvd.cross_size(), step())
 """
+    launcher = start(ALL_REDUCE + script, "-n", "2", "--engine", "horovod")
+    assert launcher.end() == 0, launcher.errors
+    assert sorted(launcher.output) == [
+        f"[{rank}] {rank} {rank} 2 {rank} 2 0 1 [3.0, 3.0]\n" for rank in range(2)
+    ]
+
+
+def test_horovod_on_several_machines_is_horovodruns(tmp_path, monkeypatch, capsys):
+    (tmp_path / "script.py").write_text("")
+    options = ["--rank", "1", "--size", "2", "--engine", "horovod"]
+    assert launch.main([*options, str(tmp_path / "script.py")]) == 2
+    errors = capsys.readouterr().err
+    assert "--master" in errors
+    options += ["--master", "127.0.0.1"]
+    assert launch.main([*options, str(tmp_path / "script.py")]) == 2
+    errors = capsys.readouterr().err
+    assert "--engine horovod is for one machine: " in errors and "such as horovodrun" in errors
 
 
 # Several launchers.
 
 
-def start_several(start, script, size, *options, slurm):
-    """`size` launchers with different addresses, in the least convenient order."""
-    port = free_port()
-    names = ("SLURM_PROCID", "SLURM_NTASKS") if slurm else ("RANK", "WORLD_SIZE")
+# The command of the job script in docs/distributed.md.
+SRUN = re.search(
+    r"^srun .*python -m gluon_syncbn\.launch (.+) train\.py$",
+    (Path(__file__).parents[2] / "docs" / "distributed.md").read_text("utf-8"),
+    re.MULTILINE,
+)
+
+
+def start_several(start, script, size, *options):
+    """`size` launchers with different addresses, in the least convenient order, as srun does."""
+    variables = {
+        "SLURM_NTASKS": str(size),
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_NODELIST": "127.0.0.[1-2]",
+        "SLURM_STEP_TASKS_PER_NODE": f"1(x{size})",
+        "SLURM_JOB_ID": str(free_port() - 9091),
+    }
     launchers = {}
     for rank in reversed(range(size)):
-        environment = dict(zip(names, (str(rank), str(size))))
-        environment.update(MASTER_ADDR="127.0.0.1", DMLC_NODE_HOST=f"127.0.0.{1 + rank}")
-        launchers[rank] = start(
-            script, "--from-env", "--port", str(port), "--wait", "60", *options, **environment
-        )
+        own = {"SLURM_PROCID": str(rank), "DMLC_NODE_HOST": f"127.0.0.{1 + rank}"}
+        launchers[rank] = start(script, *SRUN[1].split(), *options, **variables, **own)
     return launchers
-
-
-def test_a_port_in_use_is_found_before_the_others_come(start):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        launcher = start("", "--from-env", "--port", port, **variables)
-        assert launcher.end(ENDED_SECONDS) == 2
-    assert f"cannot listen at port {port} (" in launcher.errors
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_several_launchers_are_one_training(workers, start):
     script = TRAIN + "print(kv.rank, os.environ['GLUON_SYNCBN_LOCAL_RANK'], step())"
-    launchers = start_several(start, script, 2, "-n", str(workers), slurm=True)
+    launchers = start_several(start, script, 2, "-n", str(workers))
     total = float(sum(range(1, 2 * workers + 1)))
     for rank, launcher in launchers.items():
         assert launcher.end() == 0, launcher.errors
@@ -251,37 +250,44 @@ def test_several_launchers_are_one_training(workers, start):
         ]
 
 
-@pytest.mark.long
-@needs_horovod
-def test_several_launchers_with_horovod(start):
-    launchers = start_several(
-        start, ALL_REDUCE + RANKS, 2, "-n", "2", "--engine", "horovod", slurm=True
+def test_rank_0_stays_until_the_scheduler_and_the_server_end(start, tmp_path):
+    """Workers of other launchers need them."""
+    (tmp_path / "mxnet.py").write_text(
+        "import sys, time\ntime.sleep(5)\nprint('served', flush=True)\nsys.exit()\n"
     )
-    for rank, launcher in launchers.items():
-        assert launcher.end() == 0, launcher.errors
-        for worker in (2 * rank, 2 * rank + 1):
-            expected = [str(worker), worker, 4, worker % 2, 2, rank, 2, [10.0, 10.0]]
-            assert f"[{worker}] {json.dumps(expected)}\n" in launcher.output
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    options = ["--rank", "0", "--size", "2", "--master", "127.0.0.1", "--port", str(free_port())]
+    launcher = start("", *options, PYTHONPATH=path)
+    assert launcher.end() == 0, launcher.errors
+    assert sorted(launcher.output) == ["[scheduler] served\n", "[server 0] served\n"]
 
 
-@pytest.mark.parametrize(
-    "kill, victim",
-    [("worker", 2), ("launcher", 0), pytest.param("launcher", 2, marks=pytest.mark.long)],
-)
-def test_one_fails_and_all_launchers_end(kill, victim, start, tmp_path):
-    launchers = start_several(start, SLEEP, 3, slurm=False)
-    for launcher in launchers.values():
-        launcher.wait_for("ready")
-    begin = time.monotonic()
-    if kill == "worker":
-        (tmp_path / f"die{victim}").touch()
-        sentence = f"launcher {victim} ({socket.gethostname()}) says: worker {victim} (process "
-        assert launchers[victim].end() == 7
-    else:
-        launchers[victim].process.kill()
-        sentence = f"the launcher of rank {victim} is gone"
-        wait_until(lambda: not launchers[victim].running())
-    for rank in {0, 1, 2} - {victim}:
-        assert launchers[rank].end() == 1, launchers[rank].errors
-        assert sentence in launchers[rank].errors
-    assert time.monotonic() - begin < ENDED_SECONDS
+@pytest.mark.parametrize("taken", ["by another program", "by another launcher"])
+def test_a_second_job_at_a_port_ends_before_it_starts(taken, start):
+    """And the first one goes on."""
+    variables = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        options = ["--from-env", "--port", str(port)]
+        first = []
+        if taken == "by another launcher":
+            server.close()
+            first = [start(SLEEP, *options, RANK=str(rank), **variables) for rank in range(2)]
+            for launcher in first:
+                launcher.wait_for("ready")
+        for rank in range(2 if first else 1):
+            launcher = start("print('starts')", *options, RANK=str(rank), **variables)
+            assert launcher.end(ENDED_SECONDS) == 2
+            assert f"cannot listen at port {port} of " in launcher.errors
+            assert launcher.output == []
+        assert all(launcher.process.poll() is None for launcher in first)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_shells_of_slurm_do_not_hide_what_was_given(rank, start):
+    """Two shells of `srun --pty bash`, each with SLURM_NTASKS=1."""
+    variables = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    script = "import os\nprint(os.environ['DMLC_NUM_WORKER'], 'workers')"
+    shell = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "localhost"}
+    launcher = start(script, "--from-env", "--port", str(free_port()), **shell, **variables)
+    launcher.wait_for(f"[{rank}] 2 workers")

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import tempfile
 import time
 
 import programs
@@ -13,13 +12,15 @@ from launched import ENDED_SECONDS
 
 def run(path, *arguments, **options):
     """(the ended runner, the exit code that it reported)."""
-    with tempfile.TemporaryFile() as status:
-        status.write(bytes(runner.SLOT_BYTES))
-        status.flush()
-        command = [runner.__file__, "run", f"{status.fileno()}:0", str(path), *arguments]
-        done = programs.run(command, pass_fds=[status.fileno()], **options)
-        report = os.pread(status.fileno(), runner.END_BYTES, 0).strip(b"\0 ").split()
-        return done, int(report[0]) if report else None
+    reports, report_to = os.pipe()
+    with open(reports) as reports:
+        with open(report_to, "wb"):
+            command = [runner.__file__, "run", f"{report_to}:5", str(path), *arguments]
+            done = programs.run(command, pass_fds=[report_to], **options)
+        report = [line.split() for line in reports]
+    assert [index for index, _ in report] == ["5"] * len(report)
+    assert len(report) < 2
+    return done, int(report[0][1]) if report else None
 
 
 @pytest.fixture
@@ -136,8 +137,38 @@ os._exit(os.WEXITSTATUS(os.waitpid(child, 0)[1]) + 1)
 
 def test_a_script_that_may_not_write_to_files(run_text):
     done, reported = run_text("""
-import os, resource
+import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-os.closerange(3, 100)
 """)
     assert (done.returncode, reported) == (0, 0), done.stderr
+
+
+def test_a_script_that_closes_all_files(run_text, tmp_path):
+    """What it opens then may get the number of the pipe: nothing is written there."""
+    done, reported = run_text(f"""
+import os
+os.closerange(3, 100)
+files = [open({str(tmp_path / "own")!r}, "ab") for _ in range(97)]
+""")
+    assert (done.returncode, reported) == (0, None), done.stderr
+    assert (tmp_path / "own").read_bytes() == b""
+
+
+@pytest.mark.parametrize("all_have_finished", [True, False])
+def test_a_shutdown_of_mxnet_that_takes_long(all_have_finished, run_text):
+    """Where others may go on, it waits for them."""
+    done, reported = run_text(f"""
+import atexit, os, sys, time, types
+from mxnet_launch import runner
+os.environ["GLUON_SYNCBN_TIMEOUT"] = "0.5"
+runner.SHUTDOWN_SECONDS = 0.2
+library = types.SimpleNamespace(
+    MXNDArrayWaitAll=lambda: print("waits", flush=True), MXNotifyShutdown=lambda: time.sleep(2)
+)
+sys.modules["mxnet.base"] = types.SimpleNamespace(_LIB=library)
+atexit.register(lambda: library.MXNotifyShutdown())
+runner.prepare_shutdown({all_have_finished})
+""")
+    assert (done.returncode, reported) == (int(all_have_finished), 0), done.stderr
+    assert done.stdout == "waits\n" * 2
+    assert ("Timeout (0:00:00.500000)!" in done.stderr) == all_have_finished

@@ -96,7 +96,7 @@ def test_other_arrays_are_refused_before_devices_wait():
         layer.initialize(ctx=contexts(2))
         with autograd.record(), pytest.raises(TypeError, match=r"mx\.nd array.*as_np_ndarray\(\)"):
             layer(mx.nd.array(X))
-        assert sbn.native.waiting() == 0
+        assert sbn.native.library.library.gluon_syncbn_stuck_seconds() == 0
         mx.nd.waitall()
 
 

@@ -39,7 +39,7 @@ def clear_errors():
 
 def wait_until_a_call_waits():
     for _ in range(1000):
-        if native.waiting():
+        if native.library.library.gluon_syncbn_stuck_seconds():
             return
         time.sleep(0.01)
     raise AssertionError("no call waits")
@@ -132,12 +132,14 @@ def test_the_last_steps_are_completed(run):
 
 
 def test_other_processes_are_told_of_an_exception_that_cannot_be_printed(start):
+    """Even if one of the stores has failed."""
     script = start("""
         class Unprintable(Exception):
             def __str__(self):
                 raise ValueError
 
         native.shutdown.at_exit(print)
+        native.shutdown.at_exit(lambda failure: 1 / 0)
         raise Unprintable
     """)
     assert script.end() == 1 and script.output == ["Unprintable: Unprintable\n"], script.errors
@@ -190,6 +192,26 @@ def test_ctrl_c_while_the_main_thread_waits_for_a_result(start):
     time.sleep(0.3)
     assert interrupt(script) == -signal.SIGINT and "KeyboardInterrupt" in script.errors
     assert script.output == ["waiting\n", "trained on\n"]
+
+
+def test_ctrl_c_while_the_main_thread_waits_for_another_process(start):
+    """In a function of Python that C++ calls, Python drops it."""
+    script = start("""
+        class Store:
+            def probe(self, *delay):
+                pass
+
+        store = Store()
+        connection = native.Connection(store.probe)
+        segment = native.Segment("0123456789abcdef")
+        route = connection.shared_memory_route("key", 1, 0, 2, segment)
+        print("waiting", flush=True)
+        route.exchange("title", 60, [1.0])
+    """)
+    script.wait_for("waiting")
+    time.sleep(0.3)
+    assert interrupt(script) == 128 + signal.SIGINT
+    assert script.errors.endswith("KeyboardInterrupt\n"), script.errors
 
 
 def test_a_script_that_handles_ctrl_c_finishes_its_step(run):

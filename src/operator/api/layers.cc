@@ -4,7 +4,6 @@
 #include <signal.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <iostream>
@@ -16,7 +15,7 @@
 #include <vector>
 
 #include "api/exports.h"
-#include "call/operator.h"
+#include "call/call.h"
 #include "call/process.h"
 #include "cpu/passes.h"
 #include "cpu/thread_pool.h"
@@ -31,38 +30,7 @@
 namespace gluon_syncbn {
 namespace {
 
-// Operations on a device's arrays, which the engine skips if they hold an error.
-struct ArrayProbe {
-  int64_t meeting;
-  std::string device;
-  // How many of them have neither run nor failed to be pushed.
-  std::atomic<int> left;
-
-  ~ArrayProbe() {
-    if (left > 0) process.rendezvous->unreachable(meeting, device);
-  }
-};
-
-using FlushPtr = std::shared_ptr<Rendezvous::Flush>;
-
-// An operation of a flush. It passes when it is dropped, as MXNet may skip it.
-struct Passing {
-  FlushPtr flush;
-  int64_t layer;
-  Direction direction;
-  std::string device;
-
-  ~Passing() { process.rendezvous->passed(flush, layer, direction, device); }
-};
-
-// See gluon_syncbn_end_step.
-struct StepEntry {
-  int64_t layer;
-  bool is_backward;
-  int64_t step;
-
-  ~StepEntry() { process.rendezvous->record().enter(layer, is_backward, step); }
-};
+using FlushPtr = Rendezvous::FlushPtr;
 
 Direction direction_of(int backward) {
   return backward ? Direction::kBackward : Direction::kForward;
@@ -189,14 +157,12 @@ SBN_EXPORT int64_t gluon_syncbn_end_step(const int64_t* layers, void* const (*wr
       process.rendezvous->record().end({layers, layers + num_layers}, {kept, kept + num_kept});
   for (int i = 0; i < num_layers; ++i) {
     for (const bool is_backward : {false, true}) {
-      void* const array = written[i][is_backward];
+      void* array = written[i][is_backward];
       // Without a forward array there is no call yet. Backward calls then follow those forward.
       if (!array && is_backward) continue;
-      const auto entry =
-          std::shared_ptr<StepEntry>(new StepEntry{layers[i], is_backward, step + 1});
-      if (!array) continue;
-      // It reads the array, so it does not wait for others that do.
-      push<StepEntry>(entry, [](StepEntry*) {}, array, false, kNoSkip, "SyncBatchNormStep");
+      when_written(&array, array ? 1 : 0, "SyncBatchNormStep", [=, layer = layers[i]](bool) {
+        process.rendezvous->record().enter(layer, is_backward, step + 1);
+      });
     }
   }
   return step;
@@ -258,31 +224,27 @@ SBN_EXPORT int gluon_syncbn_failure(char* text, int size) {
 // error. If so, the meeting waits for the device in vain: see Rendezvous::unreachable.
 SBN_EXPORT void gluon_syncbn_probe_arrays(int64_t meeting, const char* device, void** arrays,
                                           int num_arrays) {
-  const auto probe = std::shared_ptr<ArrayProbe>(new ArrayProbe{meeting, device, {num_arrays}});
-  for (int i = 0; i < num_arrays; ++i) {
-    const auto reach = [](ArrayProbe* p) { --p->left; };
-    if (!push<ArrayProbe>(probe, reach, arrays[i], false, kCpuPrioritized, "SyncBatchNormProbe")) {
-      --probe->left;
-    }
-  }
+  when_written(arrays, num_arrays, "SyncBatchNormProbe",
+               [meeting, name = std::string(device)](bool skipped) {
+                 if (skipped) process.rendezvous->unreachable(meeting, name);
+               });
 }
 
-// See Rendezvous::begin_flush. `add` adds a device, with the arrays that its calls of this layer
-// and direction write; `finish` waits, and frees the flush.
+// See Rendezvous::Flush. `add` adds a device, with the arrays that its calls of this layer and
+// direction write; `finish` waits, and frees the flush.
 SBN_EXPORT void* gluon_syncbn_flush_begin() {
-  return new FlushPtr(process.rendezvous->begin_flush());
+  return new FlushPtr(std::make_shared<Rendezvous::Flush>());
 }
 
 SBN_EXPORT void gluon_syncbn_flush_add(void* flush, int64_t layer, int backward, const char* device,
                                        void** arrays, int num_arrays) {
-  const auto passing = std::shared_ptr<Passing>(
-      new Passing{*static_cast<FlushPtr*>(flush), layer, direction_of(backward), device});
-  process.rendezvous->add(passing->flush, layer, passing->direction, device);
-  // They read the arrays, so they do not wait for others that do: a backward reads running
-  // statistics, and may be the one that waits.
-  for (int i = 0; i < num_arrays; ++i) {
-    push<Passing>(passing, [](Passing*) {}, arrays[i], false, kNoSkip, "SyncBatchNormFlush");
-  }
+  const FlushPtr& shared = *static_cast<FlushPtr*>(flush);
+  const Direction direction = direction_of(backward);
+  process.rendezvous->add(shared, layer);
+  when_written(arrays, num_arrays, "SyncBatchNormFlush",
+               [=, name = std::string(device), flush = shared](bool) {
+                 process.rendezvous->passed(flush, layer, direction, name);
+               });
 }
 
 SBN_EXPORT void gluon_syncbn_flush_finish(void* flush, const char* why) {
@@ -329,10 +291,7 @@ SBN_EXPORT const char* gluon_syncbn_cuda() {
 // See peer_access.
 SBN_EXPORT int gluon_syncbn_peer_access() { return peer_access(); }
 
-// The number of calls that wait for other devices now, and the seconds since the last arrival; 0 if
-// no call waits.
-SBN_EXPORT int gluon_syncbn_waiting() { return process.rendezvous->waiting(); }
-
+// See Rendezvous.
 SBN_EXPORT double gluon_syncbn_stuck_seconds() { return process.rendezvous->stuck_seconds(); }
 
 // Makes Ctrl-C end waits too. The previous handler is still called.

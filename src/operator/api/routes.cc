@@ -48,8 +48,10 @@ void* or_error(char* error, int error_size, const F& f) {
 }  // namespace
 
 // Makes a connection. It is never freed, as the process uses it until it exits.
-SBN_EXPORT void* gluon_syncbn_connect() {
-  return new ConnectionPtr(std::make_shared<Connection>());
+SBN_EXPORT void* gluon_syncbn_connect(double explained_within) {
+  auto connection = std::make_shared<Connection>();
+  connection->explained_within = explained_within;
+  return new ConnectionPtr(std::move(connection));
 }
 
 // Python calls these around each call of a store function, without holding the GIL.
@@ -160,10 +162,11 @@ SBN_EXPORT void gluon_syncbn_close_route(void* route, const char* why) {
 }
 
 // Writes the values of all processes, by rank, and returns 0, or writes their sums and returns 1.
-// On failure, writes an error (at most error_size bytes) and returns -1.
+// On failure, writes an error (at most error_size bytes) and returns -1, or -2 if Ctrl-C has come.
 SBN_EXPORT int gluon_syncbn_exchange(void* route, const char* title, double timeout_seconds,
                                      const double* mine, int64_t size, double* everyone,
                                      char* error, int error_size) {
+  const Interruption interruption;
   try {
     std::vector<double> values(mine, mine + size);
     const Answer answer = route_of(route)->exchange(title, timeout_seconds, &values);
@@ -171,7 +174,7 @@ SBN_EXPORT int gluon_syncbn_exchange(void* route, const char* title, double time
     return answer == Answer::kSums;
   } catch (const std::exception& failure) {
     std::strncpy(error, failure.what(), static_cast<size_t>(error_size) - 1);
-    return -1;
+    return interruption.what() == Waited::kInterrupted ? -2 : -1;
   }
 }
 

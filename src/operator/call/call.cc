@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "call/process.h"
-#include "call/virtual_devices.h"
 #include "cpu/passes.h"
 #include "cuda/passes.h"
 #include "mxnet/operations.h"
@@ -24,6 +23,52 @@ constexpr int kBackwardInputs = kNumOutputs;
 
 Result result(const Arrays& arrays, int array, int request) {
   return {request == kNullOp ? nullptr : arrays.data(array), request == kAddTo};
+}
+
+template <typename T>
+void advance(T** values, int64_t bytes) {
+  // Via const char*, as T may be const or not. Null stays null.
+  if (*values) *values = const_cast<char*>(static_cast<const char*>(*values)) + bytes;
+}
+
+void advance(ForwardShard* part, int64_t bytes) {
+  advance(&part->x, bytes);
+  advance(&part->residual, bytes);
+  advance(&part->y, bytes);
+}
+
+void advance(BackwardShard* part, int64_t bytes) {
+  advance(&part->dy, bytes);
+  advance(&part->x, bytes);
+  advance(&part->y, bytes);
+  advance(&part->dx, bytes);
+  advance(&part->dresidual, bytes);
+}
+
+// Cuts a batch into the chunks of virtual devices. The first ones are larger by one sample if the
+// samples do not divide evenly. Samples are on axis 0, so a chunk is contiguous: the whole shard
+// with fewer samples, and pointers further on. Nothing is copied.
+template <typename Part>
+std::vector<Part> cut(const Part& whole, DType dtype, int64_t samples, int virtual_devices) {
+  if (samples < virtual_devices) {
+    throw std::runtime_error(
+        "VirtualBatchNorm was made with virtual_devices=" + std::to_string(virtual_devices) +
+        ", and its data has " + std::to_string(samples) +
+        " samples. Give it at least one sample for each virtual device.");
+  }
+  const int64_t size = samples / virtual_devices, larger = samples % virtual_devices;
+  const int64_t bytes_per_sample =
+      whole.view.size() / samples * static_cast<int64_t>(size_of(dtype));
+  std::vector<Part> chunks;
+  for (int64_t i = 0, begin = 0; i < virtual_devices; ++i) {
+    const int64_t count = size + (i < larger ? 1 : 0);
+    Part chunk = whole;
+    chunk.view.N = whole.view.N / samples * count;
+    advance(&chunk, begin * bytes_per_sample);
+    chunks.push_back(chunk);
+    begin += count;
+  }
+  return chunks;
 }
 
 }  // namespace
@@ -81,8 +126,8 @@ int Call::run(Arrays* arrays, int written, int count, const int* requests, Direc
 }
 
 std::string Call::title() const {
-  return attributes_.block_name() + (layer_ ? " '" + process.rendezvous->name(layer_) + "'" : "") +
-         " on " + device_;
+  return attributes_.block_name() +
+         (layer_ ? " '" + process.rendezvous->config(layer_).name + "'" : "") + " on " + device_;
 }
 
 bool Call::has_kernels() const { return gpu_ < 0 || cuda_backend(); }
@@ -121,7 +166,7 @@ void Call::check_layer() const {
 }
 
 void Call::check_engine() const {
-  if (process.naive_engine && process.rendezvous->meeting_size(layer_) > 1) {
+  if (process.naive_engine && process.rendezvous->config(layer_).meeting_size() > 1) {
     throw std::runtime_error(
         "it cannot synchronize devices under MXNET_ENGINE_TYPE=NaiveEngine, where a "
         "call ends before the next begins. Use one device, or unset MXNET_ENGINE_TYPE.");

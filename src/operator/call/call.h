@@ -1,6 +1,9 @@
 // One node of a graph on one device, or one imperative call: its forward, and what its backward
 // needs to know of it. A call makes a task of MXNet's arrays; the pass of the device sums the
 // shard, the rendezvous adds the sums of all devices, and the pass writes the results.
+//
+// MXNet runs each forward and backward on a thread that it makes for custom operators, so waiting
+// for other devices blocks nothing else.
 #ifndef GLUON_SYNCBN_CALL_CALL_H_
 #define GLUON_SYNCBN_CALL_CALL_H_
 
@@ -89,6 +92,10 @@ class Call {
   int64_t channels_ = 0;
   Kept kept_;
 };
+
+// A PropertyCreator (operator.cc).
+int create_operator(const char*, int size, const char** keys, const char** values,
+                    CallbackList* result);
 
 }  // namespace gluon_syncbn
 

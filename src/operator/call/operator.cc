@@ -1,8 +1,11 @@
-// What MXNet calls: an Operator names the arrays of a node and infers their shapes and dtypes, and
-// makes a Call for each device, whose forward and backward MXNet calls later. Wrong shapes and
-// dtypes are errors here, before anything runs.
-#include "call/operator.h"
-
+// The operator GluonSyncBatchNorm as MXNet sees it: an Operator names the arrays of a node and
+// infers their shapes and dtypes, and makes a Call for each device, whose forward and backward
+// MXNet calls later. Wrong shapes and dtypes are errors here, before anything runs.
+//
+//   data, gamma, beta, residual if there is one -> output, mean, inv_std
+//   auxiliary: running_mean, running_var, and with momentum=None num_batches_tracked (1,)
+//
+// mean and inv_std have a row of C values for each virtual device, usually one.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -110,7 +113,8 @@ int with_name(const Operator* op, const F& f) {
     return 1;
   } catch (const dmlc::Error& error) {
     const std::string text = error.what();
-    const std::string layer = op->layer ? " '" + process.rendezvous->name(op->layer) + "'" : "";
+    const std::string layer =
+        op->layer ? " '" + process.rendezvous->config(op->layer).name + "'" : "";
     throw dmlc::Error(op->attributes.block_name() + layer + text.substr(text.find(' ')));
   }
 }

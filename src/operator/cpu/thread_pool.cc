@@ -22,24 +22,14 @@
 #include <utility>
 #include <vector>
 
+#include "mxnet/waits.h"
+
 namespace gluon_syncbn {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-// How long a caller spins for the last units of other threads. Waking it would take longer.
+// How long a caller spins for the last units of other threads.
 constexpr std::chrono::microseconds kSpin{50};
-
-// Spins, yielding the core, until done() or the time is up. Returns done().
-template <typename F>
-bool spin_until(const F& done, std::chrono::duration<double> time) {
-  for (const Clock::time_point start = Clock::now(); Clock::now() - start < time;) {
-    if (done()) return true;
-    std::this_thread::yield();
-  }
-  return done();
-}
 
 }  // namespace
 

@@ -47,8 +47,6 @@ struct MXNetApi {
   int (*ndarray_get_data)(Handle, void** data);
   int (*ndarray_get_shape)(Handle, int* ndim, const int** shape);
   int (*ndarray_get_dtype)(Handle, int* dtype);
-  int (*ndarray_create)(const uint32_t* shape, uint32_t ndim, int device_type, int device_id,
-                        int delay_alloc, int dtype, Handle* out);
   int (*ndarray_free)(Handle);
   int (*ndarray_wait_to_read)(Handle);
   int (*engine_push_sync)(void (*run)(void* context, void* argument), void* argument,

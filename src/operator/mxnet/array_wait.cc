@@ -2,6 +2,7 @@
 // operation once the array is written, also with an error, and the wait is for that operation.
 #include "mxnet/array_wait.h"
 
+#include <future>
 #include <stdexcept>
 
 #include "mxnet/operations.h"
@@ -16,13 +17,13 @@ struct ArrayWait::State {
 };
 
 ArrayWait::ArrayWait(Handle array) : state_(std::make_shared<State>()) {
-  const auto notify = [](State* state) {
+  const auto notify = [state = state_] {
     const std::lock_guard<std::mutex> lock(state->mutex);
     state->written = true;
     state->changed.notify_all();
   };
   constexpr int kPriority = 1;
-  if (!push<State>(state_, notify, array, false, kNoSkip, "SyncBatchNormWait", kPriority)) {
+  if (!push(notify, array, false, kNoSkip, "SyncBatchNormWait", kPriority)) {
     throw std::runtime_error("MXNet's engine takes no more operations.");
   }
 }
@@ -34,29 +35,9 @@ Waited ArrayWait::wait(double seconds) {
 }
 
 bool holds_error(Handle array) {
-  struct Look {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool ended = false, skipped = true;
-  };
-  // Tells when MXNet drops the operation, which it skips if the array holds an error.
-  struct Operation {
-    std::shared_ptr<Look> look;
-    ~Operation() {
-      const std::lock_guard<std::mutex> lock(look->mutex);
-      look->ended = true;
-      look->changed.notify_all();
-    }
-  };
-  const auto look = std::make_shared<Look>();
-  const auto run = [](Operation* o) { o->look->skipped = false; };
-  if (!push<Operation>(std::shared_ptr<Operation>(new Operation{look}), run, array, false,
-                       kCpuPrioritized, "SyncBatchNormLook")) {
-    return false;
-  }
-  std::unique_lock<std::mutex> lock(look->mutex);
-  look->changed.wait(lock, [&] { return look->ended; });
-  return look->skipped;
+  const auto skipped = std::make_shared<std::promise<bool>>();
+  when_written(&array, 1, "SyncBatchNormLook", [=](bool is) { skipped->set_value(is); });
+  return skipped->get_future().get();
 }
 
 }  // namespace gluon_syncbn

@@ -2,41 +2,56 @@
 #ifndef GLUON_SYNCBN_MXNET_OPERATIONS_H_
 #define GLUON_SYNCBN_MXNET_OPERATIONS_H_
 
+#include <atomic>
+#include <functional>
 #include <memory>
 #include <string>
-#include <vector>
+#include <utility>
 
 #include "mxnet/api.h"
 
 namespace gluon_syncbn {
 
-// Pushes an operation on an array that runs run(state), unless MXNet skips it, and then drops the
-// state. Returns whether MXNet took it; if not, the state is dropped here.
+// Pushes an operation on an array that calls run(), unless MXNet skips it, and then drops `run`.
+// Returns whether MXNet took it; if not, `run` is dropped here.
 //
 // It has one array. MXNet queues an operation at its arrays one after the other, without a lock
 // over all (threaded_engine.cc, Push). So of two operations with several arrays that two threads
 // push at a time, each may be first at one of two arrays, and both wait forever.
-template <typename State>
-bool push(std::shared_ptr<State> state, void (*run)(State*), Handle array, bool writes, int kind,
-          const char* name, int priority = 0) {
-  struct Owner {
-    std::shared_ptr<State> state;
-    void (*run)(State*);
+inline bool push(std::function<void()> run, Handle array, bool writes, int kind, const char* name,
+                 int priority = 0) {
+  struct Operation {
+    std::function<void()> run;
     std::shared_ptr<bool> is_deleted;
-    ~Owner() { *is_deleted = true; }
+    ~Operation() { *is_deleted = true; }
   };
   const auto is_deleted = std::make_shared<bool>(false);
-  auto* const owner = new Owner{std::move(state), run, is_deleted};
+  auto* const operation = new Operation{std::move(run), is_deleted};
   const int status = mxnet.engine_push_sync(
-      [](void*, void* argument) {
-        const Owner& o = *static_cast<Owner*>(argument);
-        o.run(o.state.get());
-      },
-      owner, [](void* argument) { delete static_cast<Owner*>(argument); }, &kCpuContext, &array,
+      [](void*, void* argument) { static_cast<Operation*>(argument)->run(); }, operation,
+      [](void* argument) { delete static_cast<Operation*>(argument); }, &kCpuContext, &array,
       writes ? 0 : 1, &array, writes ? 1 : 0, &kind, priority, name);
   // Where MXNet fails decides whether it has called the deleter.
-  if (status != 0 && !*is_deleted) delete owner;
+  if (status != 0 && !*is_deleted) delete operation;
   return status == 0;
+}
+
+// Calls then(skipped) once the operations pushed so far that write these arrays have ended.
+// skipped: whether MXNet skips what reads them, as one holds an error. Ours only read them, so they
+// do not wait for others that do. Without arrays, or if MXNet takes no more operations, it calls
+// then(false) now.
+inline void when_written(Handle* arrays, int count, const char* name,
+                         std::function<void(bool)> then) {
+  struct Task {
+    // How many operations have neither run nor failed to be pushed.
+    std::atomic<int> left;
+    std::function<void(bool)> then;
+    ~Task() { then(left > 0); }
+  };
+  const auto task = std::shared_ptr<Task>(new Task{{count}, std::move(then)});
+  for (int i = 0; i < count; ++i) {
+    if (!push([task] { --task->left; }, arrays[i], false, kCpuPrioritized, name)) --task->left;
+  }
 }
 
 // The error of a custom operator's callback: waiting for its outputs raises an MXNetError with this
@@ -50,9 +65,8 @@ bool push(std::shared_ptr<State> state, void (*run)(State*), Handle array, bool 
 // outputs starts later and finds the error recorded. So no two threads append to the engine's list
 // of errors, which has no lock, because of one report.
 inline void report_error(Handle written, const std::string& text) {
-  const auto fail = [](const std::string* what) { throw dmlc::Error(*what); };
-  if (!push<const std::string>(std::make_shared<std::string>(text), fail, written, true,
-                               kCpuPrioritized, "SyncBatchNormError")) {
+  if (!push([text] { throw dmlc::Error(text); }, written, true, kCpuPrioritized,
+            "SyncBatchNormError")) {
     throw dmlc::Error(text);
   }
 }

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <thread>
 
 namespace gluon_syncbn {
 
@@ -34,6 +35,18 @@ class Interruption {
  private:
   unsigned before_ = interrupts;
 };
+
+// Stays awake, yielding the core, until done() or the time is up. Returns done(). Waking a thread
+// often takes longer.
+template <typename Done>
+bool spin_until(const Done& done, std::chrono::duration<double> time) {
+  using Clock = std::chrono::steady_clock;
+  for (const Clock::time_point start = Clock::now(); Clock::now() - start < time;) {
+    if (done()) return true;
+    std::this_thread::yield();
+  }
+  return done();
+}
 
 // Calls sleep(seconds) until it returns true, meaning that the wait has succeeded, or until the
 // time is up or the wait is interrupted.

@@ -57,14 +57,8 @@ inline double take(double unit, double* rest) {
 void add_message(const double* from, int64_t size, double* to) {
   to[1] += from[1];
   for (int64_t i = kCallSize; i < size; i += 3) {
-    Sum3 sum, other;
-    sum.high = to[i];
-    sum.middle = to[i + 1];
-    sum.low = to[i + 2];
-    other.high = from[i];
-    other.middle = from[i + 1];
-    other.low = from[i + 2];
-    sum.add(other);
+    Sum3 sum{to[i], to[i + 1], to[i + 2]};
+    sum.add(Sum3{from[i], from[i + 1], from[i + 2]});
     to[i] = sum.high;
     to[i + 1] = sum.middle;
     to[i + 2] = sum.low;
@@ -160,10 +154,7 @@ bool FixedPoint::unpack(const T* packed, double* message) {
   for (int i = limbs_.count - 1; i >= 0; --i, from += n) {
     const double unit = power_of_two(i * limbs_.width);
     for (size_t j = 0; j < n; ++j) {
-      Sum3 sum;
-      sum.high = highs_[j];
-      sum.middle = middles_[j];
-      sum.low = lows_[j];
+      Sum3 sum{highs_[j], middles_[j], lows_[j]};
       sum.add(static_cast<double>(from[j]) * unit);
       highs_[j] = sum.high;
       middles_[j] = sum.middle;

@@ -68,6 +68,7 @@ void Route::restart() {
 void Route::close(const std::string& why) {
   const std::lock_guard<std::mutex> lock(closing_);
   if (closed_.empty()) closed_ = why;
+  closes_.notify_all();
 }
 
 void Route::check_open(const std::string& title) const {
@@ -108,6 +109,8 @@ Answer Route::travel(Transport* transport, const std::string& title, std::vector
     transport->send(&connection_->calls);
     wait(transport, title);
   } catch (const StoreError& error) {
+    wait_for_explanation();
+    check_open(title);
     throw std::runtime_error(title + ": " + error.what());
   }
   return transport->unpack(values);
@@ -124,6 +127,12 @@ void Route::wait(Transport* transport, const std::string& title) {
     throw std::runtime_error(
         title + ": " + (waited == Waited::kInterrupted ? "Interrupted." : "The process ends."));
   }
+}
+
+void Route::wait_for_explanation() {
+  std::unique_lock<std::mutex> lock(closing_);
+  wait_until(&lock, &closes_, connection_->explained_within, Interruption(),
+             [&] { return !closed_.empty(); });
 }
 
 }  // namespace gluon_syncbn

@@ -4,6 +4,7 @@
 #ifndef GLUON_SYNCBN_PROCESSES_ROUTE_H_
 #define GLUON_SYNCBN_PROCESSES_ROUTE_H_
 
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <list>
@@ -62,6 +63,9 @@ struct Connection {
   // Held during each call of the store's functions, which are not thread-safe.
   std::mutex calls;
   InFlightExchanges in_flight;
+  // The seconds that an exchange which the store has failed waits to be closed, with a text that
+  // says more.
+  double explained_within = 0;
 };
 
 // The result of an exchange: the values of all processes, by rank, or their sums. kNothing:
@@ -119,6 +123,7 @@ class Route {
   void check_open(const std::string& title) const;
   Answer travel(Transport* transport, const std::string& title, std::vector<double>* values);
   void wait(Transport* transport, const std::string& title);
+  void wait_for_explanation();
 
   const std::shared_ptr<Connection> connection_;
   const std::string key_;
@@ -128,6 +133,7 @@ class Route {
   int64_t calls_ = 0;
   // Not `turn_`, which an exchange holds while it waits.
   mutable std::mutex closing_;
+  std::condition_variable closes_;
   std::string closed_;
 };
 using RoutePtr = std::shared_ptr<Route>;

@@ -16,7 +16,6 @@
 #include <climits>
 #include <cstring>
 #include <stdexcept>
-#include <thread>
 
 #include "processes/text.h"
 
@@ -32,7 +31,7 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free &&
 constexpr int64_t kBytes = int64_t{4} << 30;
 constexpr int64_t kMostKeys = 1 << 14, kLongestKey = 112;
 constexpr int64_t kCacheLine = 64;
-// How long a waiting process stays awake. Waking one takes about as long.
+// How long a waiting process stays awake.
 constexpr std::chrono::microseconds kAwake{50};
 
 int64_t whole_lines(int64_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine; }
@@ -237,11 +236,7 @@ bool SharedMemoryTransport::sleep(double seconds) {
 }
 
 Waited SharedMemoryTransport::wait(double seconds) {
-  const auto awake_until = std::chrono::steady_clock::now() + kAwake;
-  while (arrived_ && std::chrono::steady_clock::now() < awake_until) {
-    if (all_have_arrived()) return Waited::kDone;
-    std::this_thread::yield();
-  }
+  if (arrived_ && spin_until([&] { return all_have_arrived(); }, kAwake)) return Waited::kDone;
   return wait_in_slices(seconds, interruption_, [&](double slice) { return sleep(slice); });
 }
 

@@ -132,47 +132,28 @@ std::string Rendezvous::failure() const {
   return state_->step == Step::kFailed ? state_->failure : "";
 }
 
-struct Rendezvous::Flush {
-  using Place = std::pair<int64_t, Direction>;
-
-  double timeout_seconds = 0;
-  // By layer and direction: the devices, with the number of operations that have not passed, and
-  // those where all have.
-  std::map<Place, std::map<std::string, int>> pending;
-  std::map<Place, std::set<std::string>> flushed;
-};
-
-std::shared_ptr<Rendezvous::Flush> Rendezvous::begin_flush() const {
-  return std::make_shared<Flush>();
-}
-
-void Rendezvous::add(const std::shared_ptr<Flush>& flush, int64_t id, Direction direction,
-                     const std::string& device) {
+void Rendezvous::add(const FlushPtr& flush, int64_t id) {
   const State::Lock lock(state_->mutex);
-  if (const LayerPtr layer = state_->find(id)) {
-    flush->timeout_seconds = std::max(flush->timeout_seconds, layer->config.timeout_seconds);
-  }
-  ++flush->pending[{id, direction}][device];
+  const LayerPtr layer = state_->find(id);
+  const double timeout = layer ? layer->config.timeout_seconds : 0;
+  flush->timeout_seconds = std::max(flush->timeout_seconds, timeout);
+  ++flush->pending;
 }
 
-void Rendezvous::passed(const std::shared_ptr<Flush>& flush, int64_t id, Direction direction,
+void Rendezvous::passed(const FlushPtr& flush, int64_t id, Direction direction,
                         const std::string& device) {
   const State::Lock lock(state_->mutex);
-  const Flush::Place place{id, direction};
-  std::map<std::string, int>& devices = flush->pending[place];
-  if (--devices[device] > 0) return;
-  devices.erase(device);
-  if (devices.empty()) flush->pending.erase(place);
-  flush->flushed[place].insert(device);
+  flush->passed[{id, direction}].insert(device);
+  --flush->pending;
   state_->changed.notify_all();
 }
 
-void Rendezvous::finish(const std::shared_ptr<Flush>& flush, const std::string& why) {
+void Rendezvous::finish(const FlushPtr& flush, const std::string& why) {
   State::Lock lock(state_->mutex);
   // Ends the step if a call waits for a device where all calls have ended, or been skipped. Returns
   // whether it has.
   const auto ends_in_vain = [&] {
-    for (const auto& [place, devices] : flush->flushed) {
+    for (const auto& [place, devices] : flush->passed) {
       const LayerPtr layer = state_->find(place.first);
       if (!layer) continue;
       for (const auto& [key, meeting] : layer->open) {
@@ -187,10 +168,10 @@ void Rendezvous::finish(const std::shared_ptr<Flush>& flush, const std::string& 
   };
   Patience patience(flush->timeout_seconds);
   const Interruption interruption;
-  while (!flush->pending.empty() && !patience.is_over() && !abandoned) {
+  while (flush->pending > 0 && !patience.is_over() && !abandoned) {
     const Waited waited =
         wait_until(&lock, &state_->changed, patience.slice(kSlice).count(), interruption,
-                   [&] { return flush->pending.empty() || ends_in_vain(); });
+                   [&] { return flush->pending == 0 || ends_in_vain(); });
     if (waited == Waited::kInterrupted) state_->end_step_of_calls(Step::kFailed, "Interrupted.");
   }
 }

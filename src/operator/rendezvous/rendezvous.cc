@@ -138,14 +138,9 @@ LayerPtr Rendezvous::find(int64_t id) const {
   return state_->find(id);
 }
 
-std::string Rendezvous::name(const LayerPtr& layer) const {
+LayerConfig Rendezvous::config(const LayerPtr& layer) const {
   const State::Lock lock(state_->mutex);
-  return layer->config.name;
-}
-
-size_t Rendezvous::meeting_size(const LayerPtr& layer) const {
-  const State::Lock lock(state_->mutex);
-  return layer->config.meeting_size();
+  return layer->config;
 }
 
 int Rendezvous::waiting() const {

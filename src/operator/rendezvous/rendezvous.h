@@ -7,8 +7,11 @@
 #define GLUON_SYNCBN_RENDEZVOUS_RENDEZVOUS_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "numerics/passes.h"
@@ -36,9 +39,7 @@ class Rendezvous {
   // Null if there is none.
   LayerPtr find(int64_t id) const;
 
-  std::string name(const LayerPtr& layer) const;
-  // How many devices of this process synchronize.
-  size_t meeting_size(const LayerPtr& layer) const;
+  LayerConfig config(const LayerPtr& layer) const;
 
   // From the next forward calls on, only these devices take part; all devices if the list is empty.
   // Layers that have none of the devices are unaffected. No forward call may be in progress.
@@ -90,16 +91,19 @@ class Rendezvous {
   std::string failure() const;
 
   // Waits until all operations that were pushed earlier have ended: once Python has raised an error
-  // of MXNet, nobody knows which operations MXNet has skipped because of it. The caller adds places
-  // that have such operations, and pushes operations behind these which call passed().
-  struct Flush;
-  std::shared_ptr<Flush> begin_flush() const;
-  void add(const std::shared_ptr<Flush>& flush, int64_t layer, Direction direction,
-           const std::string& device);
-  void passed(const std::shared_ptr<Flush>& flush, int64_t layer, Direction direction,
-              const std::string& device);
+  // of MXNet, nobody knows which operations MXNet has skipped because of it. The caller adds each
+  // device of each layer and direction, and calls passed() once what it has pushed there has ended.
+  struct Flush {
+    double timeout_seconds = 0;
+    // How many have not passed, and the devices of those that have.
+    int pending = 0;
+    std::map<std::pair<int64_t, Direction>, std::set<std::string>> passed;
+  };
+  using FlushPtr = std::shared_ptr<Flush>;
+  void add(const FlushPtr& flush, int64_t layer);
+  void passed(const FlushPtr& flush, int64_t layer, Direction direction, const std::string& device);
   // The step fails if a call waits for one that was skipped, or, if it says why, never made.
-  void finish(const std::shared_ptr<Flush>& flush, const std::string& why = "");
+  void finish(const FlushPtr& flush, const std::string& why = "");
 
   // Call this when the process ends: all waiting and later calls get an error, which names a call
   // that was waiting or, if there was none, gives the reason.

@@ -44,6 +44,7 @@ struct LayerConfig {
   // What a process logs at its first call in training, or empty.
   std::string notice;
 
+  // How many devices of this process synchronize.
   size_t meeting_size() const {
     return group_size    ? group_size
            : num_devices ? num_devices

@@ -3,7 +3,6 @@
 #include "mxnet/waits.h"
 
 #include <algorithm>
-#include <thread>
 
 #include "rendezvous/state.h"
 
@@ -21,97 +20,54 @@ constexpr int kBetweenNotices = 4;
 // work of a layer. So a call first stays awake this long, unless another thread wants the core.
 constexpr Seconds kAwake{0.0003};
 
-// One device's wait. The lock is held, except while an observer is called.
-class Wait {
- public:
-  Wait(State* state, State::Lock* lock, const Layer& layer, const Layer::Key& key, Meeting* meeting,
-       const std::string& device)
-      : state_(state),
-        lock_(lock),
-        layer_(layer),
-        key_(key),
-        meeting_(meeting),
-        device_(device),
-        patience_(layer.config.timeout_seconds),
-        first_notice_(std::min(patience_.first(), kLongestSilence)) {
-    meeting->next_notice = std::max(meeting->next_notice, first_notice_);
-  }
-
-  void until_over() {
-    // GPUs take longer than that.
-    if (is_cpu(device_)) stay_awake();
-    const auto is_over = [this] { return meeting_->over.load(); };
-    while (!meeting_->over) {
-      const double slice = patience_.slice(kSlice).count();
-      const Waited waited = wait_until(lock_, &meeting_->changed, slice, interruption_, is_over);
-      waited_ = patience_.waited();
-      if (waited == Waited::kInterrupted) since_interrupt_ += Seconds(slice);
-      if (!may_leave()) continue;
-      if (patience_.is_over()) fail(layer_.causes(key_, *meeting_));
-      if (state_->observer.waits && waited_ > next_probe_) probe();
-      if (!may_leave()) continue;
-      if (since_interrupt_ > kGraceAfterInterrupt) fail("\nInterrupted.");
-      if (waited_ > meeting_->next_notice) warn();
-    }
-  }
-
- private:
-  void stay_awake() {
-    lock_->unlock();
-    for (const auto start = Clock::now(); !meeting_->over && Clock::now() - start < kAwake;) {
-      std::this_thread::yield();
-    }
-    lock_->lock();
-  }
-
-  bool may_leave() const { return !meeting_->over && !layer_.is_combining(key_, *meeting_); }
-
-  std::string message() const {
-    return layer_.waits_text(key_, *meeting_, device_, waited_) +
-           state_->where_missing_wait(layer_, *meeting_);
-  }
-
-  [[noreturn]] void fail(const std::string& why) { state_->fail(message() + why); }
-
-  void probe() {
-    next_probe_ = std::min(2 * waited_, waited_ + kLongestProbe);
-    const auto waits = state_->observer.waits;
-    lock_->unlock();
-    waits(layer_.id, key_.direction, meeting_->id);
-    lock_->lock();
-  }
-
-  void warn() {
-    std::string text = message();
-    if (meeting_->next_notice == first_notice_) {
-      text += "\nAfter " + seconds_text(patience_.timeout()) + " this is an error." +
-              layer_.causes(key_, *meeting_);
-    }
-    meeting_->next_notice = kBetweenNotices * waited_;
-    if (const auto observed = state_->observer.warn) {
-      lock_->unlock();
-      observed(text);
-      lock_->lock();
-    }
-  }
-
-  State* const state_;
-  State::Lock* const lock_;
-  const Layer& layer_;
-  const Layer::Key& key_;
-  Meeting* const meeting_;
-  const std::string& device_;
-  Patience patience_;
-  const Seconds first_notice_;
-  const Interruption interruption_;
-  Seconds waited_{0}, since_interrupt_{0}, next_probe_{0};
-};
-
 }  // namespace
 
+// The lock is held, except while an observer is called.
 void State::wait(Lock* lock, const Layer& layer, const Layer::Key& key, Meeting* meeting,
                  const std::string& device) {
-  Wait(this, lock, layer, key, meeting, device).until_over();
+  Patience patience(layer.config.timeout_seconds);
+  const Interruption interruption;
+  const Seconds first_notice = std::min(patience.first(), kLongestSilence);
+  meeting->next_notice = std::max(meeting->next_notice, first_notice);
+  Seconds waited{0}, since_interrupt{0}, next_probe{0};
+  const auto may_leave = [&] { return !meeting->over && !layer.is_combining(key, *meeting); };
+  const auto message = [&] {
+    return layer.waits_text(key, *meeting, device, waited) + where_missing_wait(layer, *meeting);
+  };
+  const auto is_over = [&] { return meeting->over.load(); };
+  // GPUs take longer than that.
+  if (is_cpu(device)) {
+    lock->unlock();
+    spin_until(is_over, kAwake);
+    lock->lock();
+  }
+  while (!meeting->over) {
+    const double slice = patience.slice(kSlice).count();
+    const Waited ended = wait_until(lock, &meeting->changed, slice, interruption, is_over);
+    waited = patience.waited();
+    if (ended == Waited::kInterrupted) since_interrupt += Seconds(slice);
+    if (!may_leave()) continue;
+    if (patience.is_over()) fail(message() + layer.causes(key, *meeting));
+    if (const auto probe = observer.waits; probe && waited > next_probe) {
+      next_probe = std::min(2 * waited, waited + kLongestProbe);
+      lock->unlock();
+      probe(layer.id, key.direction, meeting->id);
+      lock->lock();
+    }
+    if (!may_leave()) continue;
+    if (since_interrupt > kGraceAfterInterrupt) fail(message() + "\nInterrupted.");
+    if (const auto warn = observer.warn; warn && waited > meeting->next_notice) {
+      std::string text = message();
+      if (meeting->next_notice == first_notice) {
+        text += "\nAfter " + seconds_text(patience.timeout()) + " this is an error." +
+                layer.causes(key, *meeting);
+      }
+      meeting->next_notice = kBetweenNotices * waited;
+      lock->unlock();
+      warn(text);
+      lock->lock();
+    }
+  }
 }
 
 }  // namespace gluon_syncbn

@@ -193,10 +193,8 @@ TEST(an_unreachable_device_ends_its_meeting_alone) {
 
 TEST(a_flush_leaves_calls_of_all_devices_alone) {
   Fixture f(config_of(cpus(2)));
-  const auto flush = f.rendezvous.begin_flush();
-  for (const std::string& device : cpus(2)) {
-    f.rendezvous.add(flush, f.kLayer, Direction::kForward, device);
-  }
+  const auto flush = std::make_shared<Rendezvous::Flush>();
+  for (int i = 0; i < 2; ++i) f.rendezvous.add(flush, f.kLayer);
   Background first(&f, "cpu(0)");
   f.wait_until_waiting(1);
   Background finish([&] { f.rendezvous.finish(flush); });
@@ -246,20 +244,22 @@ class RandomSteps {
       fault[device] = static_cast<Fault>(pick(kNone + 1, kFaults - 1));
       moment[device] = pick(0, 2 * calls - 1);
     }
-    const auto flush = rendezvous_.begin_flush();
-    for (const std::string& name : names_) {
-      for (int64_t layer = 0; layer < layers_; ++layer) {
-        for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
-          rendezvous_.add(flush, layer, direction, name);
-        }
-      }
-    }
+    const auto flush = std::make_shared<Rendezvous::Flush>();
+    const int64_t places = 2 * layers_ * static_cast<int64_t>(devices);
+    for (int64_t i = 0; i < places; ++i) rendezvous_.add(flush, i % layers_);
     std::atomic<int> reports{0}, ended{0}, wrong{0};
     std::vector<std::thread> threads;
     for (size_t device = 0; device < devices; ++device) {
       threads.emplace_back([&, device] {
+        const auto pass = [&](Direction direction) {
+          for (int64_t layer = 0; layer < layers_; ++layer) {
+            rendezvous_.passed(flush, layer, direction, names_[device]);
+          }
+        };
         std::vector<CallId> ids(static_cast<size_t>(calls));
-        for (int64_t i = 0; i < 2 * calls; ++i) {
+        int64_t i = 0;
+        for (; i < 2 * calls; ++i) {
+          if (i == calls) pass(Direction::kForward);
           const bool now = fault[device] != kNone && moment[device] == i;
           if (now && fault[device] == kSkipped) break;
           const bool forward = i < calls;
@@ -282,11 +282,8 @@ class RandomSteps {
             ++ended;
           }
         }
-        for (int64_t layer = 0; layer < layers_; ++layer) {
-          for (const Direction direction : {Direction::kForward, Direction::kBackward}) {
-            rendezvous_.passed(flush, layer, direction, names_[device]);
-          }
-        }
+        if (i < calls) pass(Direction::kForward);
+        pass(Direction::kBackward);
       });
     }
     const Clock::time_point start = Clock::now();

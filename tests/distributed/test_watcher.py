@@ -1,0 +1,382 @@
+"""Watchers on real sockets. Most processes are simulated by threads of this one."""
+
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+from gluon_syncbn.distributed import connections, places
+from gluon_syncbn.distributed import watcher as module
+from gluon_syncbn.distributed.watcher import InFlight, Watcher
+from programs import wait_until
+
+ROOT = module.__file__[: module.__file__.rindex("gluon_syncbn")]
+# Scripts import the folders without their __init__.py, and so without MXNet, to start quickly.
+HEAD = f"""
+import collections, os, sys, time, types
+for part in ("", ".distributed", ".native", ".groups"):
+    name = "gluon_syncbn" + part
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = [{ROOT!r} + name.replace(".", "/")]
+sys.modules["gluon_syncbn.native"].__dict__.update(
+    ArrayWait=None, failures=types.SimpleNamespace(__file__=""), training_threads=set, warn=print,
+    shutdown=types.SimpleNamespace(abandon=lambda: None),
+    waits=types.SimpleNamespace(failed=0, returned=collections.Counter()),
+)
+from gluon_syncbn.distributed.watcher import Watcher
+
+def lost(text):
+    print("lost", text, flush=True)
+
+def meet(lost=lost):
+    rank, size, timeout = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    one = Watcher(rank, size, "the store", timeout, lambda: ([], []), None, lost)
+    print(one.address.decode(), flush=True)
+    one.meet(sys.stdin.readline().encode())
+    return one
+"""
+
+
+class Job:
+    """Some ranks are simulated here; each of the others is a process that runs a script."""
+
+    def __init__(self, size, timeout, scripts):
+        self.size, self.timeout = size, timeout
+        self.processes = {rank: self._start(rank, text) for rank, text in scripts.items()}
+        self.flying = {rank: ([], []) for rank in range(size) if rank not in scripts}
+        self.watchers = {rank: self._watch(rank) for rank in self.flying}
+        words = {rank: one.stdout.readline() for rank, one in self.processes.items()}
+        self.address = words[0].encode() if 0 in scripts else self.watchers[0].address
+        for process in self.processes.values():
+            print(self.address.decode(), file=process.stdin, flush=True)
+        for watcher in self.watchers.values():
+            watcher.meet(self.address)
+        wait_until(lambda: all(watcher._has_met for watcher in self.watchers.values()))
+
+    def _watch(self, rank):
+        functions = lambda: self.flying[rank], lambda _: (0, self.size, True), lambda _: None
+        return Watcher(rank, self.size, "the store", self.timeout, *functions)
+
+    def _start(self, rank, text):
+        script = [sys.executable, "-c", HEAD + textwrap.dedent(text)]
+        return subprocess.Popen(
+            [*script, *map(str, (rank, self.size, self.timeout))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __getitem__(self, rank):
+        return self.watchers[rank]
+
+    def hub(self):
+        return self[0]._hub
+
+    def all_connected(self):
+        """Waits until it is so."""
+        wait_until(lambda: self.hub().connected == self.size - 1)
+
+    def verdict(self, within):
+        """The text that all simulated processes get, which is one."""
+        watchers = self.watchers.values()
+        wait_until(lambda: all(watcher.lost for watcher in watchers), within)
+        [text] = {watcher.lost for watcher in watchers}
+        return text
+
+    def close(self):
+        with ThreadPoolExecutor(len(self.watchers) + 1) as executor:
+            list(executor.map(Watcher.close, self.watchers.values()))
+        for process in self.processes.values():
+            os.killpg(process.pid, signal.SIGKILL)  # Also its children.
+            process.communicate()
+
+
+@pytest.fixture
+def new_job(monkeypatch):
+    monkeypatch.setattr(module, "shutdown", SimpleNamespace(abandon=lambda: None))
+    jobs = []
+
+    def new(size=2, timeout=10.0, scripts=()):
+        jobs.append(Job(size, timeout, dict(scripts)))
+        return jobs[-1]
+
+    yield new
+    for job in jobs:
+        job.close()
+
+
+def is_alive(job, rank=1):
+    """Whether what a process says still reaches all."""
+    job[rank].fail("a bad batch")
+    return f"rank {rank} (failed: a bad batch)" in job.verdict(within=5)
+
+
+def connect(job):
+    ip, port, *_ = job.address.decode().split()
+    return socket.create_connection((ip, int(port)), timeout=10)
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+# The decisions.
+
+
+def test_one_that_is_missing(new_job):
+    job = new_job(3, timeout=1)
+    job.flying[1] = [InFlight("a title (key 7)", "key", 1.0, time.monotonic())], []
+    text = job.verdict(within=5)
+    assert text.startswith("a title: rank 1 has waited 1")
+    assert "Arrived: rank 1. Missing: ranks 0, 2 (nothing exchanged yet, is at " in text
+
+
+@pytest.mark.parametrize("size", [2, 7])
+def test_the_end(new_job, size):
+    """Comes once all have reached it, and all take the same way out."""
+    job, calls = new_job(size), []
+    with ThreadPoolExecutor(size) as executor:
+        ends = [executor.submit(job[r].leave, None, calls.append) for r in range(1, size)]
+        time.sleep(0.3)
+        assert not calls and not any(end.done() for end in ends)
+        job[0].leave(None, calls.append)
+    assert calls == [10] * size
+    assert {each.lost for each in job.watchers.values()} == {"The process ends."}
+
+
+def test_a_failure_ends_all(new_job):
+    job = new_job(4)
+    text = "a bad batch " + "\N{GRINNING FACE}" * 10**5  # What JSON writes with most bytes.
+    job[2].leave(text, None)
+    del job.watchers[2]
+    assert f"Missing: rank 2 (failed: {text[:4000]})." in job.verdict(within=2)
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+def test_rank_0_is_missing(new_job, fault):
+    job = new_job(5, 2.0, {0: "meet(); time.sleep(60)"})
+    begin = time.monotonic()
+    job.processes[0].send_signal(signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+    text = job.verdict(within=6)
+    if fault == "killed":
+        assert text == "Missing: rank 0 (process ended)." and time.monotonic() - begin < 1.5
+    else:
+        assert text.startswith("Missing: rank 0 (no answer: stopped")
+        assert time.monotonic() - begin > 1.8
+
+
+def test_rank_0_is_stopped_for_less_than_the_timeout(new_job, monkeypatch):
+    """The others have made many connections meanwhile, of which the last counts."""
+    monkeypatch.setattr(module, "_SILENCE", 0.1)
+    job = new_job(5, 4.0, {0: "meet(); time.sleep(60)"})
+    wait_until(lambda: all(job[rank]._link._writer for rank in job.watchers))
+    job.processes[0].send_signal(signal.SIGSTOP)
+    time.sleep(3)
+    job.processes[0].send_signal(signal.SIGCONT)
+    time.sleep(1)
+    assert not any(job[rank].lost for rank in job.watchers)
+    assert is_alive(job)
+
+
+def test_a_verdict_arrives_though_rank_0_exits(new_job):
+    """With messages that it has not read, so the connections are reset."""
+    for _ in range(5):
+        job = new_job(12, 5.0, {0: "meet(lambda _: os._exit(1)); time.sleep(60)"})
+        wait_until(lambda job=job: all(job[rank]._link._writer for rank in job.watchers))
+        for rank in job.watchers:
+            job[rank].fail("a bad batch")
+        assert "(failed: a bad batch)" in job.verdict(within=5)
+
+
+def test_a_forked_child_keeps_nothing(new_job):
+    """So its parent's death is seen; and its own end ends no job."""
+    script = """
+        one = meet()
+        sys.stdin.readline()
+        if os.fork() == 0:
+            sys.exit()
+        os.wait()
+        if os.fork() == 0:
+            links = [os.readlink(f.path) for f in os.scandir("/proc/self/fd") if f.is_symlink()]
+            print("kept", [link for link in links if "socket" in link or "epoll" in link])
+            print("lost", one.lost, flush=True)
+            one.fail("the child's")
+            time.sleep(60)
+        time.sleep(60)
+    """
+    job = new_job(3, 10.0, {1: script})
+    job.all_connected()
+    process = job.processes[1]
+    print(file=process.stdin, flush=True)
+    lines = [process.stdout.readline() for _ in range(3)]
+    assert lines[0].startswith("lost This process was forked")
+    assert [line for line in lines if line.startswith("kept")] == ["kept []\n"], lines
+    time.sleep(0.5)
+    assert not job[0].lost
+    process.kill()
+    assert "Missing: rank 1 (process ended)" in job.verdict(within=4)
+
+
+# Connections.
+
+
+def test_a_connection_that_breaks_is_made_again(new_job):
+    job = new_job(3, timeout=2)
+    for linger in (0, 1, 1):
+        job.all_connected()
+        before = job.hub()._writers[1]
+        option = struct.pack("ii", linger, 0)  # It ends, or is reset.
+        before.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
+        job[0]._call(before.transport.abort)
+        wait_until(lambda before=before: job.hub()._writers.get(1) not in (None, before))
+    time.sleep(0.5)
+    assert not job[0].lost and is_alive(job)
+
+
+def test_no_descriptors_and_no_threads_for_a_second(new_job, monkeypatch):
+    job = new_job(3, timeout=2)
+    job.all_connected()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", no_thread)
+        with connect(job) as stranger:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (stranger.fileno(), limits[1]))
+            try:
+                with pytest.raises(OSError, match="Too many open files"):
+                    os.open("/", os.O_RDONLY)
+                assert places._computes()  # Nobody knows.
+                time.sleep(1)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not job[0].lost and is_alive(job)
+
+
+def no_thread(_):
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_look_that_fails_is_followed_by_others(new_job, caplog):
+    job = new_job(timeout=4)
+    job.all_connected()
+    flying = job.flying.pop(1)
+    time.sleep(1)
+    job.flying[1] = flying
+    assert is_alive(job)
+    [record] = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert "goes on after an error: KeyError(1)" in record.getMessage()
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n", b'[1, "\\u00e9", 3]\n'])
+def test_somebody_else_listens_at_the_port(new_job, answer):
+    """Who hears nothing waits for the timeout."""
+    job = new_job(2, 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ip, _, *tokens = job.address.decode().split()
+        port = str(server.getsockname()[1])
+        one = Watcher(1, 2, "the store", 1.0, lambda: ([], []), None, lambda _: None)
+        one.meet(" ".join([ip, port, *tokens]).encode())
+        with server.accept()[0] as connection:
+            connection.sendall(answer)
+            wait_until(lambda: one.lost)
+    one.close()
+    assert ("process ended" if answer else "no answer: stopped") in one.lost
+
+
+STRANGERS = {
+    "garbage": lambda _: os.urandom(1 << 20),
+    "another token": lambda _: b'[1, "00000000000000", 1]\n',
+    "no token": lambda _: b"[1]\n",
+    "no ASCII": lambda _: b'[1, "\\u00e9\\ud800", 1]\n',
+    "another version": lambda token: b'[2, "%s", 1]\n' % token,
+    "no rank": lambda token: b'[1, "%s", 2]\n' % token,
+    "too long": lambda token: b'[1, "%s", "%s"]\n' % (token, b"x" * (1 << 18)),
+    "no UTF-8": lambda token: b'[1, "%s", "\xff\xfe"]\n' % token,
+    "nesting": lambda _: b"[" * 100000 + b"\n",
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_stranger_gets_no_answer_and_does_no_harm(new_job, stranger, capfd, caplog):
+    job = new_job()
+    text = STRANGERS[stranger](job.address.split()[2])
+    with connect(job) as connection:
+        with contextlib.suppress(OSError):  # It may end at any moment.
+            connection.sendall(text)
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(4096) == b""
+    assert is_alive(job)
+    assert capfd.readouterr().err == "" and not caplog.records
+
+
+def test_slow_strangers_are_dropped_and_block_nobody(new_job, monkeypatch):
+    """Also those that send a byte now and then, and more than are served at once."""
+    monkeypatch.setattr(connections, "_GREETING_SECONDS", 1.0)
+    monkeypatch.setattr(connections, "_MOST_STRANGERS", 20)
+    job = new_job()
+    job.all_connected()
+    files, begin = open_files(), time.monotonic()
+    clients = [connect(job) for _ in range(40)]
+    for client in clients:
+        with contextlib.suppress(OSError):
+            client.sendall(b"[1, ")
+    time.sleep(0.5)
+    for client in clients:
+        with contextlib.suppress(OSError):
+            client.sendall(b'"')
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+        client.close()
+    assert 0.9 < time.monotonic() - begin < 5
+    wait_until(lambda: open_files() <= files)
+    assert is_alive(job)
+
+
+def test_no_descriptors_are_left(new_job):
+    new_job().close()
+    files = open_files()
+    new_job(5).close()
+    assert open_files() == files
+
+
+# Addresses.
+
+
+@pytest.mark.parametrize(
+    "environment, expected",
+    [
+        ({}, "127.0.0.1"),
+        ({"DMLC_NODE_HOST": "127.0.0.2", "DMLC_INTERFACE": "lo"}, "127.0.0.2"),
+        ({"DMLC_INTERFACE": "lo", "DMLC_PS_ROOT_URI": "127.0.0.3"}, "127.0.0.1"),
+        ({"HOROVOD_GLOO_IFACE": "lo"}, "127.0.0.1"),
+        ({"DMLC_INTERFACE": "no such", "DMLC_PS_ROOT_URI": "not..a.host"}, "127.0.0.1"),
+    ],
+)
+def test_the_address_comes_from_the_environment(monkeypatch, environment, expected):
+    monkeypatch.setattr(os, "environ", environment)
+    assert connections._own_host() == expected
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="no IPv6 here")
+def test_ipv6(new_job, monkeypatch):
+    monkeypatch.setenv("DMLC_NODE_HOST", "::1")
+    assert is_alive(new_job())
+
+
+@pytest.mark.parametrize("host", ["198.51.100.77", "0.0.0.0"])
+def test_an_address_that_is_not_ours(new_job, monkeypatch, host):
+    monkeypatch.setenv("DMLC_NODE_HOST", host)
+    files = open_files()
+    with pytest.raises(OSError, match=f"cannot listen on '{host}'.*set DMLC_NODE_HOST"):
+        new_job()
+    wait_until(lambda: open_files() == files)
