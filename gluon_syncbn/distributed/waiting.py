@@ -1,8 +1,7 @@
 """Waits of Python for other processes, with a limit."""
 
 import threading
-
-from mxnet_launch.patience import Patience
+import time
 
 from ..native import ArrayWait, shutdown, threads
 
@@ -14,7 +13,7 @@ bounded = set()
 
 def call_within(seconds, function, otherwise):
     """The result of a function of MXNet that may never return. Raises RuntimeError(otherwise) on
-    timeout."""
+    timeout. A process that is stopped does not wait."""
     results, failures = [], []
 
     def call():
@@ -27,10 +26,11 @@ def call_within(seconds, function, otherwise):
             bounded.discard(threading.get_ident())
 
     end = threads.start(call, patience=min(seconds, 1.0))
-    patience = Patience(seconds)
+    waited, looked = 0.0, time.monotonic()
     try:
-        while not end.wait(min(seconds / 10, 1.0)) and patience.waited() < seconds:
-            pass
+        while not end.wait(min(seconds / 10, 1.0)) and waited < seconds:
+            before, looked = looked, time.monotonic()
+            waited += min(looked - before, 3.0, seconds / 2)
     finally:
         if not end.is_set():  # Also on Ctrl-C.
             shutdown.abandon()

@@ -1,10 +1,12 @@
 """A worker fails or is late: the errors of the others name it and say why. chaos.py tries all other
 kinds of failures."""
 
+import os
 import time
 
 import gluon_syncbn as sbn
 import mxnet as mx
+import numpy as np
 import pytest
 from distributed_cluster import Cluster
 from distributed_worker import backward, error_of, forget_errors
@@ -89,6 +91,39 @@ def one_device_is_not_of_the_group(world):
         time.sleep(0.02)
 
 
+def fails_at_random(world):
+    """One process, in a random step. No weights are saved."""
+    random = np.random.default_rng(int(os.environ["SEED"]))
+    rank, failing = random.integers(2), random.integers(1, 5)
+    kind, device = random.integers([4, 2])
+    net = mx.gluon.nn.HybridSequential(prefix="net_")
+    for _ in range(2):
+        net.add(mx.gluon.nn.Dense(3, in_units=3), sbn.SyncBatchNorm(in_channels=3))
+    net.initialize(ctx=DEVICES[:2])
+
+    def spoilt(x):
+        return x * mx.nd.random.normal(0, -1, x.shape, ctx=x.context)
+
+    def step(number):
+        now = number == failing and world.rank == rank
+        with mx.autograd.record():
+            losses = []
+            for i, x in enumerate(mx.nd.ones((2, 3), ctx=device) for device in DEVICES[:2]):
+                if now and i == device and kind == 0:
+                    raise ValueError("scale of the cause")
+                y = net(spoilt(x) if now and i == device and kind == 1 else x)
+                losses.append(spoilt(y) if now and i == device and kind == 2 else y)
+        mx.autograd.backward(losses)
+        if now and kind == 3:
+            raise ValueError("scale of the cause")
+        for array in random.permutation([0, 1, 2, 3]):
+            [*losses, *net[0].weight.list_grad()][array].wait_to_read()
+
+    for number in range(8):
+        step(number)
+    net.save_parameters(str(world.folder / f"saved-{world.rank}"))
+
+
 TIMEOUT = 6.0
 # What processes may need until they end, on a machine that has other things to do.
 SLACK = 8.0
@@ -141,6 +176,18 @@ def test_the_error_of_one_device_reaches_the_other_processes(ended):
     why = "SyncBatchNorm 'norm' was called on cpu(2), but its devices are 2 (cpu(0), cpu(1))"
     check_survivor(cluster, f"Missing: rank 1 (failed: {why}")
     assert why in cluster.reported("error")[1][1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_random_failure(seed, ended, monkeypatch):
+    """Both processes end with an error, which names the cause."""
+    monkeypatch.setenv("SEED", str(seed))
+    cluster = ended("fails_at_random", [1, 1])
+    assert "scale" in cluster.all_output()
+    for worker in (-2, -1):  # The other one may know only where it was.
+        text = cluster.text(worker)
+        assert "scale" in text or "An earlier operation on cpu(" in text, text
+    assert not list(cluster.folder.glob("saved*"))
 
 
 @pytest.mark.long

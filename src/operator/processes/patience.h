@@ -1,4 +1,4 @@
-// How long a wait may take, and when to check on it. mxnet_launch/patience.py is Python's.
+// How long a wait may take, and when to check on it.
 #ifndef GLUON_SYNCBN_PROCESSES_PATIENCE_H_
 #define GLUON_SYNCBN_PROCESSES_PATIENCE_H_
 

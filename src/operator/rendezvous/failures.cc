@@ -102,7 +102,6 @@ void Rendezvous::resume() {
   const State::Lock lock(state_->mutex);
   if (state_->step == Step::kEnded) return;
   state_->step = Step::kRunning;
-  state_->failure.clear();
   for (const LayerPtr& layer : state_->all()) {
     layer->align_calls();
     layer->messages.resume();

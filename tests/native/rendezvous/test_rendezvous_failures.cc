@@ -209,6 +209,22 @@ TEST(a_flush_leaves_calls_of_all_devices_alone) {
   check_synchronizes(&f, cpus(2));
 }
 
+TEST(a_flush_has_a_limit_and_ctrl_c_ends_what_waits) {
+  Fixture late(config_of(cpus(2), 0.3)), f(config_of(cpus(2)));
+  const auto never = std::make_shared<Rendezvous::Flush>();
+  late.rendezvous.add(never, f.kLayer);
+  late.rendezvous.finish(never);
+  const auto flush = std::make_shared<Rendezvous::Flush>();
+  f.rendezvous.add(flush, f.kLayer);
+  Background first(&f, "cpu(0)"), finish([&] { f.rendezvous.finish(flush); });
+  f.wait_until_waiting(1);
+  sleep(0.2);
+  ++interrupts;
+  CHECK_EQ(first.error(), "Interrupted.");
+  f.rendezvous.passed(flush, f.kLayer, Direction::kForward, "cpu(0)");
+  CHECK(finish.seconds() < kSoon);
+}
+
 // A step of some layers, whose devices call them in the same order, forward and then backward.
 // MXNet skips a device's calls from some moment on, the loop leaves them out, a call fails by
 // itself, or the data does not fit. Then Python raises the error, and the next step is as if
@@ -287,7 +303,8 @@ class RandomSteps {
       });
     }
     const Clock::time_point start = Clock::now();
-    rendezvous_.finish(flush);
+    const std::string why = pick(0, 1) ? "it was given up" : "";
+    rendezvous_.finish(flush, why);
     for (std::thread& thread : threads) thread.join();
     CHECK(seconds_since(start) < kSoon);
     CHECK_EQ(wrong.load(), 0);
@@ -303,7 +320,7 @@ class RandomSteps {
       CHECK_EQ(ended.load(), 0);
       return;
     }
-    const bool is_skipped = contains(text, "An earlier operation on ");
+    const bool is_skipped = contains(text, why.empty() ? "An earlier operation on " : why);
     CHECK_EQ(reports.load(), is_skipped ? 0 : 1);
     const bool fits = (is_skipped && has(kSkipped)) ||
                       (contains(text, "it fails on ") && has(kFails)) ||

@@ -161,32 +161,39 @@ TEST(forward_calls_that_do_not_fit_together_are_an_error_in_both) {
   });
 }
 
-// By a failure of another call of the layer, or the end of the process.
+// By a failure of another call of the layer, or the end of the process. After a failure processes
+// count calls from the beginning, as they may have counted differently.
 TEST(waits_for_a_backward_call_are_released) {
-  for (const bool closes : {false, true}) {
-    LayerConfig config = config_of(cpus(1), 3);
-    config.spans_processes = true;
-    config.end_rank = 2;
-    Fixture f(config);
-    Observer observer;
-    std::vector<std::string> keys;
-    // The other process goes backward through another call, and then through none.
-    observer.open = opens(2, &keys, [](const Doubles& message, Doubles* all) {
-      *all = message;
-      all->insert(all->end(), message.begin(), message.end());
-      (*all)[message.size()] = message[0] < 0 ? -1 : message[0] + 1;
-      return std::string();
-    });
-    f.rendezvous.observe(observer);
+  LayerConfig config = config_of(cpus(1), 2 * kSoon);
+  config.spans_processes = true;
+  config.end_rank = 2;
+  Fixture f(config);
+  Observer observer;
+  std::vector<std::string> keys;
+  // The other process goes backward through another call, and then through none.
+  observer.open = opens(2, &keys, [](const Doubles& message, Doubles* all) {
+    *all = message;
+    all->insert(all->end(), message.begin(), message.end());
+    (*all)[message.size()] = message[0] < 0 ? -1 : message[0] + 1;
+    return std::string();
+  });
+  f.rendezvous.observe(observer);
+  for (const std::string why : {"it fails", "it fails again", "the end"}) {
     const CallId id = f.next("cpu(0)");
-    Background call([&] { f.reduce(id, "cpu(0)", Direction::kBackward); });
+    CHECK_EQ(id.sequence, 0);
+    const auto backward = [&] { f.reduce(id, "cpu(0)", Direction::kBackward); };
+    Background call(backward);
     sleep(0.2);
-    if (closes) {
-      f.rendezvous.close("the end");
+    if (why == "the end") {
+      f.rendezvous.close(why);
     } else {
-      f.rendezvous.fail("it fails");
+      f.rendezvous.fail(why);
     }
-    CHECK(contains(call.error(), closes ? "the end" : "it fails"));
+    CHECK(contains(call.error(), why));
+    CHECK(call.seconds() < kSoon);
+    f.rendezvous.resume();
+    CHECK_THROWS(Error, backward(), why == "the end" ? why : "of a step that has failed");
+    f.rendezvous.resume();
   }
 }
 
