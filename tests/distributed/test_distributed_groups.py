@@ -329,7 +329,7 @@ def test_another_number_of_layers_is_an_error_in_every_process(other_nets):
     for rank, reported in enumerate(other_nets):
         kind, text, seconds = reported["layers"]
         assert kind == "MXNetError" and seconds < 10
-        assert text.startswith(f"MXNetError: SyncBatchNorm '{names[rank]}: ")
+        assert text.startswith(f"MXNetError: SyncBatchNorm '{names[rank]}")
         # Who waits where, in one text for all.
         assert all(name in text for name in names) and " has waited " in text
         assert "Missing: rank " in text and "not built the same net" in text
