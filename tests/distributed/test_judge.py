@@ -284,7 +284,7 @@ class History:
             waited = re.search(r"has waited ([\d.]+) s", text)
             # The others may have waited for a validation.
             exempt = "end of its script" in text or self.event == "validation"
-            assert exempt or float(waited[1]) <= 0.1 * self.longest + LATE + self.slack, text
+            assert exempt or float(waited[1]) <= 0.15 * self.longest + 2 * LATE + self.slack, text
 
     def check_names(self, text):
         """Named is who was at fault; also missing are those that wait themselves."""

@@ -1,5 +1,6 @@
 """Watchers on real sockets. Most processes are simulated by threads of this one."""
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -242,6 +243,23 @@ def test_a_connection_that_breaks_is_made_again(new_job):
         wait_until(lambda before=before: job.hub()._writers.get(1) not in (None, before))
     time.sleep(0.5)
     assert not job[0].lost and is_alive(job)
+
+
+def test_a_connection_may_end_long_before_the_next(new_job, monkeypatch):
+    """As where a link is back, and the end of the silent one comes first."""
+    job, connect_to = new_job(timeout=2), asyncio.open_connection
+    job.all_connected()
+
+    async def late(*arguments, **options):
+        await asyncio.sleep(0.7)
+        return await connect_to(*arguments, **options)
+
+    monkeypatch.setattr(asyncio, "open_connection", late)
+    job[1]._call(job[1]._link.renew)
+    time.sleep(0.5)
+    assert not job.hub().connected and not job[0].lost
+    job.all_connected()
+    assert is_alive(job)
 
 
 def test_no_descriptors_and_no_threads_for_a_second(new_job, monkeypatch):
