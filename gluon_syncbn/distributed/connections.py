@@ -112,14 +112,14 @@ class Hub:
                 before.close()
             self._connected(rank)
             _send(writer, _line([_VERSION, self._tokens[1], self._greeting()]))
-            while self._writers.get(rank) is writer:
+            while True:
                 message = await _message(reader)
-                if self._writers.get(rank) is not writer:
+                if self._writers.get(rank) is not writer:  # What it says is old.
                     break
                 if message == _GOODBYE:
                     del self._writers[rank]
-                else:
-                    self._receive(rank, message)
+                    break
+                self._receive(rank, message)
         except _ENDS:  # Also strangers that are slow, or send anything else.
             pass
         finally:
