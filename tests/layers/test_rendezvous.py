@@ -498,20 +498,28 @@ def test_an_error_in_another_thread_ends_no_step():
 
 
 def test_an_error_in_inference_ends_no_step():
-    """Such as a graph that was traced for GPUs, or no memory."""
-    layer = sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(timeout=20))
-    layer._layer.contexts = lambda: [mx.gpu(0)]
-    graph = layer(mx.sym.var("data"))
-    del layer._layer.contexts
-    layer.initialize(ctx=contexts(2))
-    for_gpus = mx.gluon.SymbolBlock(graph, mx.sym.var("data"), params=layer.collect_params())
+    """Such as a graph that was traced for GPUs, or no memory. Of another layer, as MXNet skips what
+    reads the running statistics of the operator."""
+    layer, other = (
+        sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(timeout=20)) for _ in range(2)
+    )
+    other._layer.contexts = lambda: [mx.gpu(0)]
+    graph = other(mx.sym.var("data"))
+    del other._layer.contexts
+    for each in (layer, other):
+        each.initialize(ctx=contexts(2))
+    for_gpus = mx.gluon.SymbolBlock(graph, mx.sym.var("data"), params=other.collect_params())
     x = np.random.default_rng(1).standard_normal((8, 3)).astype("float32")
     xs = [mx.nd.array(part, ctx=device) for part, device in zip(x.reshape(2, 4, 3), contexts(2))]
     with autograd.record():
-        ys = [layer(x) for x in xs]
+        ys = [layer(xs[0])]
+        with autograd.pause():
+            bad = for_gpus(xs[1])
+        time.sleep(0.2)
+        ys.append(layer(xs[1]))
         losses = [y.square().sum() for y in ys]
-    fails(for_gpus(xs[1]).wait_to_read, "traced for GPUs")
     autograd.backward(losses)
+    fails(bad.wait_to_read, "traced for GPUs")
     mx.nd.waitall()
     y = np.concatenate([y.asnumpy() for y in ys])
     assert_close(y, reference.forward(x, np.ones(3), np.zeros(3)).y, "float32")

@@ -128,6 +128,7 @@ class Background {
             f();
           } catch (const Error& error) {
             error_ = error.what();
+            is_first_ = error.is_first;
           }
           seconds_ = seconds_since(start_);
         }) {}
@@ -139,6 +140,11 @@ class Background {
     if (thread_.joinable()) thread_.join();
     return error_;
   }
+  // Whether it reports the error to MXNet.
+  bool is_first() {
+    error();
+    return is_first_;
+  }
   double seconds() {
     error();
     return seconds_;
@@ -147,6 +153,7 @@ class Background {
 
  private:
   std::string error_;
+  bool is_first_ = false;
   double seconds_ = 0;
   Clock::time_point start_;
   std::thread thread_;

@@ -210,19 +210,47 @@ TEST(a_flush_leaves_calls_of_all_devices_alone) {
 }
 
 TEST(a_flush_has_a_limit_and_ctrl_c_ends_what_waits) {
-  Fixture late(config_of(cpus(2), 0.3)), f(config_of(cpus(2)));
+  Fixture late(config_of(cpus(2), 0.3)), f(config_of(cpus(3)));
   const auto never = std::make_shared<Rendezvous::Flush>();
   late.rendezvous.add(never, f.kLayer);
   late.rendezvous.finish(never);
   const auto flush = std::make_shared<Rendezvous::Flush>();
   f.rendezvous.add(flush, f.kLayer);
-  Background first(&f, "cpu(0)"), finish([&] { f.rendezvous.finish(flush); });
-  f.wait_until_waiting(1);
+  const CallId earlier = f.next("cpu(2)");
+  Background first(&f, "cpu(0)"), other(&f, "cpu(1)");
+  Background backward([&] { f.reduce(earlier, "cpu(2)", Direction::kBackward); });
+  Background finish([&] { f.rendezvous.finish(flush); });
+  f.wait_until_waiting(3);
   sleep(0.2);
   ++interrupts;
   CHECK_EQ(first.error(), "Interrupted.");
+  CHECK_EQ(first.is_first() + other.is_first() + backward.is_first(), 1);
   f.rendezvous.passed(flush, f.kLayer, Direction::kForward, "cpu(0)");
   CHECK(finish.seconds() < kSoon);
+}
+
+TEST(the_child_of_a_fork_and_the_end_of_the_process) {
+  Fixture f(config_of(cpus(2)));
+  f.rendezvous.fail("in the parent");
+  f.rendezvous.after_fork();
+  Background first(&f, "cpu(0)");
+  f.wait_until_waiting(1);
+  f.rendezvous.close("the end");
+  CHECK(contains(first.error(), "The process ended before ") && first.is_first());
+}
+
+// The exchange of the last device may fail after the step has.
+TEST(a_second_failure_is_not_reported) {
+  Fixture f(config_of_two_processes(cpus(1)));
+  Observer observer;
+  observer.open = [&](const ProcessCall&, int64_t, int64_t) -> RoutePtr {
+    f.rendezvous.fail("first");
+    throw std::runtime_error("second");
+  };
+  f.rendezvous.observe(observer);
+  Background call(&f, "cpu(0)");
+  CHECK_EQ(call.error(), "first");
+  CHECK(!call.is_first());
 }
 
 // A step of some layers, whose devices call them in the same order, forward and then backward.
