@@ -8,6 +8,7 @@ from mxnet.gluon.parameter import Parameter
 
 from .. import native
 from ..groups.group import default_group, follow_default_group, stop_following
+from ..training.trainer import marks
 
 
 class _ObservedParameter(Parameter):
@@ -174,6 +175,11 @@ class SyncedLayer(native.Layer):
             p for trainer in self.trainers() for p in trainer._params if _is_trained(p)
         ]
         return _by_device(trained, Parameter.list_grad)
+
+    def marks(self):
+        return {
+            device: mark for trainer in self.trainers() for device, mark in marks(trainer).items()
+        }
 
 
 # {block: its layer}, for blocks that were reverted.

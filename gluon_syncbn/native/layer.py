@@ -56,7 +56,12 @@ def _on_waits(layer_id, backward, meeting):
     """Looks for devices that cannot arrive, as an earlier operation there has failed. Runs on a
     thread that waits for them."""
     layer = _layers.get(layer_id)
-    for device, arrays in layer.written_by(backward).items() if layer else ():
+    if layer is None:
+        return
+    looked_at = [*layer.written_by(backward).items()]
+    if backward:
+        looked_at += [(device, [mark]) for device, mark in layer.marks().items()]
+    for device, arrays in looked_at:
         _library.gluon_syncbn_probe_arrays(meeting, encoded(device), *handles(arrays))
 
 
@@ -175,6 +180,10 @@ class Layer:
 
     def written_by(self, backward):
         """{device: arrays that a forward in training mode, or a backward, changes there}."""
+        return {}
+
+    def marks(self):
+        """{device: an array that MXNet skips with the gradients of a Trainer's step}."""
         return {}
 
 

@@ -10,6 +10,7 @@ from mxnet.gluon import Trainer
 # after it has updated its parameters.
 before_adding_up, after_update = [], []
 _trainers = weakref.WeakSet()
+_marks = weakref.WeakKeyDictionary()
 
 
 def check_trainer(trainer, who):
@@ -32,6 +33,26 @@ def trainers():
 def trained(trainer):
     """The parameters that have gradients and are initialized."""
     return [p for p in trainer._params if p.grad_req != "null" and p._data is not None]
+
+
+def marks(trainer):
+    """{device: a small array that MXNet writes once the gradients of the Trainer's last step are
+    there, or skips as they hold an error}. The Trainer's own operations, which may wait for another
+    device, are queued at the gradients themselves by then."""
+    return _marks.get(trainer, {})
+
+
+def _mark(trainer):
+    gradients = next((p.list_grad() for p in trained(trainer) if p._grad_stype == "default"), ())
+    if len(gradients) > 1:
+        with mx.autograd.pause():
+            _marks[trainer] = {
+                str(gradient.context): mx.nd.shape_array(gradient.as_nd_ndarray())
+                for gradient in gradients
+            }
+
+
+before_adding_up.append(_mark)
 
 
 def adds_here_alone(trainer):

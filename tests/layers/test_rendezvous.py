@@ -587,3 +587,32 @@ def test_layers_with_equal_names_do_not_collide():
     with autograd.train_mode():
         ys = [first(xs[0]), second(xs[0]), second(xs[1]), first(xs[1])]
     assert all(abs(y.asnumpy()).max() > 0.9 for y in ys)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_skipped_backward_is_found_behind_the_step_of_a_trainer(mode, failing):
+    """The Trainer's operations, which wait for the other device, are queued at the gradients."""
+    net = build(mode, group=sbn.SyncGroup(timeout=60))
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", update_on_kvstore=False)
+
+    def step(fails=False):
+        with autograd.record():
+            losses = [(net(x) ** 2).sum() for x in batch()]
+            if fails:
+                device = losses[failing].context
+                losses[failing] = losses[failing] * mx.nd.random.normal(0, -1, (1,), ctx=device)
+        autograd.backward(losses)
+        trainer.step(4)
+        return losses
+
+    for _ in range(3):
+        step()
+    begin = time.monotonic()
+    with pytest.raises(mx.MXNetError, match="scale parameter"):
+        for loss in step(fails=True):
+            loss.wait_to_read()
+        mx.nd.waitall()
+    assert time.monotonic() - begin < 30
+    for loss in step():
+        assert np.isfinite(loss.asscalar())
