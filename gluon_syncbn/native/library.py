@@ -10,6 +10,8 @@ from .._version import __version__
 _MXNET = "1.9.1"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARY = os.path.join(_PACKAGE, "libgluon_syncbn.so")
+# With what waits end at the end of the process.
+CLOSED = "The process ends, and devices no longer synchronize."
 
 
 def _import_mxnet():

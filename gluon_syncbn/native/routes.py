@@ -5,10 +5,10 @@ import itertools
 import weakref
 from collections import namedtuple
 
-from . import shutdown
 from .callbacks import callback, decoded, encoded
 from .library import (
     ALL_REDUCE,
+    CLOSED,
     IN_FLIGHT,
     HorovodArrays,
     HorovodSums,
@@ -214,7 +214,7 @@ class Route:
         )
         if status == -2:
             # Python has raised it in a function that C++ had called.
-            shutdown.abandon()
+            _library.gluon_syncbn_abandon()
             raise KeyboardInterrupt
         if status < 0:
             raise RuntimeError(decoded(error.value))
@@ -264,8 +264,8 @@ class ArrayWait:
     def wait(self, seconds):
         waited = _library.gluon_syncbn_array_wait(self._wait, seconds)
         if waited in (_INTERRUPTED, _CLOSED):
-            shutdown.abandon()
-            raise RuntimeError("Interrupted." if waited == _INTERRUPTED else shutdown.CLOSED)
+            _library.gluon_syncbn_abandon()
+            raise RuntimeError("Interrupted." if waited == _INTERRUPTED else CLOSED)
         return waited == _WRITTEN
 
 

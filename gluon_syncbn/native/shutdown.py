@@ -9,9 +9,8 @@ import threading
 
 from . import failures, threads
 from .callbacks import encoded, text_of
-from .library import library
+from .library import CLOSED, library
 
-CLOSED = "The process ends, and devices no longer synchronize."
 # Seconds without another arrival after which a call at exit is assumed to wait in vain. A device
 # may need that long to reach its next call.
 _PATIENCE = 2.0
