@@ -2,7 +2,7 @@
 // operation once the array is written, also with an error, and the wait is for that operation.
 #include "mxnet/array_wait.h"
 
-#include <future>
+#include <optional>
 #include <stdexcept>
 
 #include "mxnet/operations.h"
@@ -35,9 +35,21 @@ Waited ArrayWait::wait(double seconds) {
 }
 
 bool holds_error(Handle array) {
-  const auto skipped = std::make_shared<std::promise<bool>>();
-  when_written(&array, 1, "SyncBatchNormLook", [=](bool is) { skipped->set_value(is); });
-  return skipped->get_future().get();
+  // No std::promise, which portable wheels cannot use: it needs a newer libstdc++.
+  struct Look {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::optional<bool> skipped;
+  };
+  const auto look = std::make_shared<Look>();
+  when_written(&array, 1, "SyncBatchNormLook", [look](bool skipped) {
+    const std::lock_guard<std::mutex> lock(look->mutex);
+    look->skipped = skipped;
+    look->changed.notify_all();
+  });
+  std::unique_lock<std::mutex> lock(look->mutex);
+  look->changed.wait(lock, [&] { return look->skipped.has_value(); });
+  return *look->skipped;
 }
 
 }  // namespace gluon_syncbn
