@@ -28,7 +28,7 @@ CPU, GPUS = [mx.cpu()], [mx.gpu(i) for i in range(mx.context.num_gpus())]
 TOLERANCE = 1e-5
 # Nets as large as users', and longer trainings, as real GPUs are fast.
 LARGE = "SIMGPU_LARGE" in os.environ
-STEPS, SIDE = (20, 128) if LARGE else (3, 16)
+STEPS, SIDE = (20, 64) if LARGE else (3, 16)
 COUNTS, CLASSES = (1, 2, 4, 8), 5
 # What the simulator gives, for real GPUs.
 WEIGHTS = Path(mx.__file__).resolve().parents[1] / "weights"
@@ -216,9 +216,9 @@ def test_a_gpu_that_does_not_arrive():
 # Launches of other programs on the GPU, some long and some short.
 LOAD = """
 import random, time, torch
-a = torch.randn(8192, 8192, device="cuda")
+a = torch.randn(4096, 4096, device="cuda")
 while True:
-    n = random.choice([64, 1024, 8192])
+    n = random.choice([64, 1024, 4096])
     for _ in range(random.randint(1, 50)):
         torch.mm(a[:n, :n], a[:n, :n])
     torch.cuda.synchronize()

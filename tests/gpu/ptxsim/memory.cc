@@ -25,8 +25,8 @@ void* Memory::allocate(size_t bytes, int device) {
   Block& block = blocks_[begin];
   block.memory = {static_cast<char*>(memory), [all, give = pages_.give](char* p) { give(p, all); }};
   block.allocation = {begin, begin + std::max<size_t>(bytes, 1), device};
-  // The host writes page-locked memory, and others may write what is not the system's.
-  block.shadow = races_->watch(begin, bytes, device == kHost || pages_.take != take_pages);
+  // Others, who are not seen, use memory that is not the system's.
+  if (pages_.take == take_pages) block.shadow = races_->watch(begin, bytes, device == kHost);
   block.allocation.shadow = &block.shadow;
   return memory;
 }
