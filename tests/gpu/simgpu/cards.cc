@@ -44,44 +44,8 @@ bool can_access(int context, int peer) {
   return peers != "none" && (peers != "one way" || context < peer);
 }
 
-// What differs from the table of the real functions.
-int get_device(int* context) {
-  *context = current;
-  return 0;
-}
-int set_device(int context) {
-  const int error = real->runtime.set_device(context % cards);
-  if (error == 0) current = context;
-  return error;
-}
-int has_context(int* active, int context) {
-  return real->runtime.has_context(active, context % cards);
-}
-int multiprocessors(int* count, int context) {
-  return real->runtime.multiprocessors(count, context % cards);
-}
-int can_access_peer(int* can, int context, int peer) {
-  *can = can_access(context, peer);
-  if (!*can || context % cards == peer % cards) return 0;
-  return real->runtime.can_access_peer(can, context % cards, peer % cards);
-}
-int enable_peer_access(int peer) {
-  constexpr int kPeerAccessUnsupported = 217;
-  if (!can_access(current, peer) || peers == "refused") return kPeerAccessUnsupported;
-  return current % cards == peer % cards ? 0 : real->runtime.enable_peer_access(peer % cards);
-}
-int copy_to_host(void* to, const void* from, size_t bytes, Stream stream) {
-  enter("bytes copied", bytes);
-  return real->runtime.copy_to_host(to, from, bytes, stream);
-}
-int copy_to_device(void* to, const void* from, size_t bytes, Stream stream) {
-  enter("bytes copied", bytes);
-  enter("copies to a device");
-  return real->runtime.copy_to_device(to, from, bytes, stream);
-}
-
-// Puts a counted call in the place of a function. tag: tells tables of one type apart.
-template <auto member, int tag, typename Table, typename... A>
+// Puts a counted call in the place of a function. Tag: tells tables of one type apart.
+template <typename Tag, auto member, typename Table, typename... A>
 void count(Table* table, int (*Table::*)(A...), const char* name) {
   static const char* counted;
   static int (*inner)(A...);
@@ -92,66 +56,86 @@ void count(Table* table, int (*Table::*)(A...), const char* name) {
     return error ? error : inner(a...);
   };
 }
-
-template <DType dtype>
-CudaKernels counted_kernels() {
-  CudaKernels table = real->kernels(dtype);
-#define COUNT(function)                                                                  \
-  count<&CudaKernels::function, static_cast<int>(dtype)>(&table, &CudaKernels::function, \
-                                                         "cudaLaunchKernel")
-  COUNT(forward_sums);
-  COUNT(backward_sums);
-  COUNT(finish_forward);
-  COUNT(finish_backward);
-  COUNT(normalize);
-  COUNT(input_gradient);
-#undef COUNT
-  return table;
-}
+#define COUNT(Tag, table, member, name) count<Tag, &member>(&table, &member, name)
 
 const CudaKernels& kernels_of(DType dtype) {
-  static const std::map<DType, CudaKernels> all{
-      {DType::kFloat32, counted_kernels<DType::kFloat32>()},
-      {DType::kFloat64, counted_kernels<DType::kFloat64>()},
-      {DType::kFloat16, counted_kernels<DType::kFloat16>()},
-      {DType::kBFloat16, counted_kernels<DType::kBFloat16>()}};
-  return all.at(dtype);
+  return with_dtype(dtype, [&](auto zero) -> const CudaKernels& {
+    static const CudaKernels counted = [&] {
+      CudaKernels table = real->kernels(dtype);
+      using T = decltype(zero);
+      COUNT(T, table, CudaKernels::forward_sums, "cudaLaunchKernel");
+      COUNT(T, table, CudaKernels::backward_sums, "cudaLaunchKernel");
+      COUNT(T, table, CudaKernels::finish_forward, "cudaLaunchKernel");
+      COUNT(T, table, CudaKernels::finish_backward, "cudaLaunchKernel");
+      COUNT(T, table, CudaKernels::normalize, "cudaLaunchKernel");
+      COUNT(T, table, CudaKernels::input_gradient, "cudaLaunchKernel");
+      return table;
+    }();
+    return counted;
+  });
+}
+
+void map_contexts(CudaRuntime* table) {
+  table->get_device = [](int* context) {
+    *context = current;
+    return 0;
+  };
+  table->set_device = [](int context) {
+    const int error = real->runtime.set_device(context % cards);
+    if (error == 0) current = context;
+    return error;
+  };
+  table->has_context = [](int* active, int context) {
+    return real->runtime.has_context(active, context % cards);
+  };
+  table->multiprocessors = [](int* count, int context) {
+    return real->runtime.multiprocessors(count, context % cards);
+  };
+  table->can_access_peer = [](int* can, int context, int peer) {
+    *can = can_access(context, peer);
+    if (!*can || context % cards == peer % cards) return 0;
+    return real->runtime.can_access_peer(can, context % cards, peer % cards);
+  };
+  table->enable_peer_access = [](int peer) {
+    constexpr int kPeerAccessUnsupported = 217;
+    if (!can_access(current, peer) || peers == "refused") return kPeerAccessUnsupported;
+    return current % cards == peer % cards ? 0 : real->runtime.enable_peer_access(peer % cards);
+  };
+  table->copy_to_host = [](void* to, const void* from, size_t bytes, Stream stream) {
+    enter("bytes copied", bytes);
+    return real->runtime.copy_to_host(to, from, bytes, stream);
+  };
+  table->copy_to_device = [](void* to, const void* from, size_t bytes, Stream stream) {
+    enter("bytes copied", bytes);
+    enter("copies to a device");
+    return real->runtime.copy_to_device(to, from, bytes, stream);
+  };
 }
 
 void install() {
-  static CudaBackend shared;
+  static CudaBackend shared = *cuda_backend();
   real = cuda_backend();
   if (cudaGetDeviceCount(&cards) || cards < 1) cards = 1;
   if (const char* which = std::getenv("PTXSIM_PEERS")) peers = which;
-  shared = *real;
   shared.kernels = kernels_of;
   CudaRuntime& table = shared.runtime;
-  table.get_device = get_device;
-  table.set_device = set_device;
-  table.has_context = has_context;
-  table.multiprocessors = multiprocessors;
-  table.can_access_peer = can_access_peer;
-  table.enable_peer_access = enable_peer_access;
-  table.copy_to_host = copy_to_host;
-  table.copy_to_device = copy_to_device;
-#define COUNT(function, name) count<&CudaRuntime::function, 0>(&table, &CudaRuntime::function, name)
-  COUNT(get_device, "cudaGetDevice");
-  COUNT(set_device, "cudaSetDevice");
-  COUNT(multiprocessors, "cudaDeviceGetAttribute");
-  COUNT(malloc, "cudaMalloc");
-  COUNT(free, "cudaFree");
-  COUNT(malloc_host, "cudaHostAlloc");
-  COUNT(free_host, "cudaFreeHost");
-  COUNT(create_stream, "cudaStreamCreateWithFlags");
-  COUNT(destroy_stream, "cudaStreamDestroy");
-  COUNT(synchronize, "cudaStreamSynchronize");
-  COUNT(create_event, "cudaEventCreateWithFlags");
-  COUNT(destroy_event, "cudaEventDestroy");
-  COUNT(record, "cudaEventRecord");
-  COUNT(wait_for, "cudaStreamWaitEvent");
-  COUNT(copy_to_host, "cudaMemcpyAsync");
-  COUNT(copy_to_device, "cudaMemcpyAsync");
-#undef COUNT
+  map_contexts(&table);
+  COUNT(void, table, CudaRuntime::get_device, "cudaGetDevice");
+  COUNT(void, table, CudaRuntime::set_device, "cudaSetDevice");
+  COUNT(void, table, CudaRuntime::multiprocessors, "cudaDeviceGetAttribute");
+  COUNT(void, table, CudaRuntime::malloc, "cudaMalloc");
+  COUNT(void, table, CudaRuntime::free, "cudaFree");
+  COUNT(void, table, CudaRuntime::malloc_host, "cudaHostAlloc");
+  COUNT(void, table, CudaRuntime::free_host, "cudaFreeHost");
+  COUNT(void, table, CudaRuntime::create_stream, "cudaStreamCreateWithFlags");
+  COUNT(void, table, CudaRuntime::destroy_stream, "cudaStreamDestroy");
+  COUNT(void, table, CudaRuntime::synchronize, "cudaStreamSynchronize");
+  COUNT(void, table, CudaRuntime::create_event, "cudaEventCreateWithFlags");
+  COUNT(void, table, CudaRuntime::destroy_event, "cudaEventDestroy");
+  COUNT(void, table, CudaRuntime::record, "cudaEventRecord");
+  COUNT(void, table, CudaRuntime::wait_for, "cudaStreamWaitEvent");
+  COUNT(void, table, CudaRuntime::copy_to_host, "cudaMemcpyAsync");
+  COUNT(void, table, CudaRuntime::copy_to_device, "cudaMemcpyAsync");
   set_cuda_backend(&shared);
 }
 
