@@ -28,7 +28,7 @@ CPU, GPUS = [mx.cpu()], [mx.gpu(i) for i in range(mx.context.num_gpus())]
 TOLERANCE = 1e-5
 # Nets as large as users', and longer trainings, as real GPUs are fast.
 LARGE = "SIMGPU_LARGE" in os.environ
-STEPS, SIDE = (20, 64) if LARGE else (3, 16)
+STEPS, SIDE = (20, 64) if LARGE else (2, 8)
 COUNTS, CLASSES = (1, 2, 4, 8), 5
 # What the simulator gives, for real GPUs.
 WEIGHTS = Path(mx.__file__).resolve().parents[1] / "weights"
@@ -198,7 +198,7 @@ def test_no_number_of_gpus_changes_a_bit(build, options):
 
 
 def test_a_gpu_that_does_not_arrive():
-    layer = sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(timeout=2))
+    layer = sbn.SyncBatchNorm(in_channels=3, group=sbn.SyncGroup(timeout=1))
     layer.initialize(ctx=GPUS[:4])
     xs = split(np.random.normal(size=(8, 3, 5)), GPUS[:4])
     begin = time.monotonic()
