@@ -25,6 +25,8 @@ from ..arguments import WARN_AFTER, duration
 from ..groups.store import SAME_LAYERS
 from .reports import (
     FAILED,
+    GONE,
+    SILENT,
     Report,
     exclude_each_other,
     ranks_text,
@@ -281,11 +283,11 @@ class Judge:
             kind, error = report.status
             return (f"failed: {error}" if kind == FAILED else "reached the end of the script"), None
         if process.broken is not None:
-            return "process ended", None
+            return GONE, None
         if process.heard is None:
             return "not heard of", None
         if self._is_silent(process, now):
-            return "no answer: stopped, or its machine is unreachable", None
+            return SILENT, None
         if report.exchanges:
             longest = max(report.exchanges, key=lambda exchange: exchange.waited)
             return f"waiting in {title(longest.name)}", longest.waited

@@ -9,6 +9,9 @@ from ..arguments import duration
 # How a script has ended.
 FAILED = "failed"
 FINISHED = "finished"
+# Why a process is missing.
+GONE = "process ended"
+SILENT = "no answer: stopped, or its machine is unreachable"
 
 # The end of the name of a layer's exchange.
 _LAYERS = re.compile(r"\((?P<layer>\d+) (?P<what>[a-z]+)[^()]* (?P<number>\d+)\)$")

@@ -11,6 +11,19 @@ _SLICE = 0.1
 bounded = set()
 
 
+class Clock:
+    """The seconds, as `now`, in which this process was not stopped. Of those between two looks at
+    most three count, or half of the timeout, so look every second or so."""
+
+    def __init__(self):
+        self.now, self._looked = 0.0, time.monotonic()
+
+    def look(self, timeout):
+        before, self._looked = self._looked, time.monotonic()
+        self.now += min(self._looked - before, 3.0, timeout / 2)
+        return self.now
+
+
 def call_within(seconds, function, otherwise):
     """The result of a function of MXNet that may never return. Raises RuntimeError(otherwise) on
     timeout. A process that is stopped does not wait."""
@@ -26,11 +39,10 @@ def call_within(seconds, function, otherwise):
             bounded.discard(threading.get_ident())
 
     end = threads.start(call, patience=min(seconds, 1.0))
-    waited, looked = 0.0, time.monotonic()
+    clock = Clock()
     try:
-        while not end.wait(min(seconds / 10, 1.0)) and waited < seconds:
-            before, looked = looked, time.monotonic()
-            waited += min(looked - before, 3.0, seconds / 2)
+        while not end.wait(min(seconds / 10, 1.0)) and clock.look(seconds) < seconds:
+            pass
     finally:
         if not end.is_set():  # Also on Ctrl-C.
             shutdown.abandon()

@@ -17,7 +17,8 @@ from ..native import shutdown, threads
 from .connections import Hub, Link
 from .judge import END, VERDICT, WARNING, Judge
 from .places import Places
-from .reports import FAILED, FINISHED, Exchange, Report
+from .reports import FAILED, FINISHED, GONE, SILENT, Exchange, Report
+from .waiting import Clock
 
 _ADDRESS_SIZE = 80  # bytes
 # Characters of an exchange's name, and of an error.
@@ -29,7 +30,6 @@ _PERIOD, _SILENCE = 1.0, 2.0
 # last message.
 _RAISES, _TELL, _LAST_WORDS = 0.5, 1.0, 2.0
 
-_RANK_0_IS_SILENT = "Missing: rank 0 (no answer: stopped, or its machine is unreachable)."
 _log = logging.getLogger("gluon_syncbn")
 
 
@@ -72,8 +72,8 @@ class Watcher:
         # Until they know each other, each process judges for itself; then rank 0 does for all.
         self._judge, self._has_met = Judge(size, name, timeout), False
         self._asked = ()
-        # Seconds that this process was not stopped, and when rank 0 was last heard of.
-        self._now, self._looked = 0.0, time.monotonic()
+        # The time, and when it last reported and heard of rank 0.
+        self._clock, self._now = Clock(), 0.0
         self._last_step, self._heard = 0.0, 0.0
         self._hub = self._link = self._address = self._error = None
         # Set when the judge has decided.
@@ -282,7 +282,7 @@ class Watcher:
             if silence > self._longest_silence():
                 self._link.renew()
             if silence > timeout:
-                self._conclude(VERDICT, _RANK_0_IS_SILENT)
+                self._conclude(VERDICT, f"Missing: rank 0 ({SILENT}).")
         if self.lost and place and place.waited is not None:
             # A script that has caught the error may save what it has.
             has_raised = native.waits.failed > self._failed_before
@@ -290,10 +290,7 @@ class Watcher:
                 self._end(f"{self.lost} The script waits in {place.text}.", place)
 
     def _advance(self):
-        """The time, in which this process was not stopped for long."""
-        now = time.monotonic()
-        self._now += min(now - self._looked, 3.0, min(self._timeouts) / 2)
-        self._looked = now
+        self._now = self._clock.look(min(self._timeouts))
         return self._now
 
     def _exchanges(self):
@@ -361,7 +358,7 @@ class Watcher:
                 self._conclude(kind, message[kind])
 
     def _rank_0_is_gone(self):
-        self._conclude(VERDICT, "Missing: rank 0 (process ended).")
+        self._conclude(VERDICT, f"Missing: rank 0 ({GONE}).")
 
     # The end.
 
