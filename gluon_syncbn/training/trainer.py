@@ -31,8 +31,8 @@ def trainers():
 
 
 def trained(trainer):
-    """The parameters that have gradients and are initialized."""
-    return [p for p in trainer._params if p.grad_req != "null" and p._data is not None]
+    """The parameters that have gradients and are initialized, one by one."""
+    return (p for p in trainer._params if p.grad_req != "null" and p._data is not None)
 
 
 def marks(trainer):
