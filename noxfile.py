@@ -17,7 +17,7 @@ PROGRAMS = ["tests/project/test_programs.py", "tests/project/test_readme.py"]
 # devices meet, are tested on one Python. `make test-pythons ARGS="-- tests"` runs all quick tests.
 TESTS = "compat convert deploy examples launch/test_launch.py project/test_docs.py training".split()
 TESTS += [f"layers/test_{name}.py" for name in "amp bad_input batch_norm numpy_arrays".split()]
-TESTS += [f"distributed/test_{name}.py" for name in ("routes", "liveness")]
+TESTS += [f"distributed/test_{name}.py" for name in ("judge", "routes", "watcher")]
 
 # Older versions that people still run, and the tests that depend on MXNet.
 MXNETS = ["1.7.0.post2", "1.8.0.post0"]
