@@ -57,7 +57,7 @@ def build(architectures):
     setup.run = _quiet
     version = re.search(r'"(.+)"', (ROOT / "gluon_syncbn/_version.py").read_text())[1]
     library = FOLDER / "libgluon_syncbn.so"
-    sources = [*setup.SOURCES, "benchmarks/gpu/kernel_api.cc"]
+    sources = [*setup.SOURCES, "benchmarks/gpu/kernel_api.cc", "tests/gpu/simgpu/cards.cc"]
     objects = setup.build_library(sources, version, str(FOLDER), str(library))
     runtime = [f"-L{setup.static_cuda_runtime(setup.find_nvcc())}", "-lcudart_static", "-ldl"]
     flags = ["-std=c++17", "-O2", "-pthread", "-ffp-contract=off", "-DSBN_REAL_CUDA"]

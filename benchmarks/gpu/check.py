@@ -3,9 +3,11 @@
     python benchmarks/gpu/check.py [--json FILE] [--mxnet-set FOLDER] [--no-bench] [--no-sanitizer]
 
 Needs nvcc, a C++ compiler, PyTorch for CUDA, compute-sanitizer, and no network. Without a GPU it
-only compiles everything, for all architectures. Ends within 8 minutes. --mxnet-set: a folder with
-unpack.sh, which sets PYTHONPATH and LD_LIBRARY_PATH for a CUDA build of MXNet; the layer is then
-tested in it, too.
+only compiles everything, for all architectures, or rehearses --mxnet-set on the simulator. Ends
+within 9 minutes. --mxnet-set: a folder with
+unpack.sh, which unpacks a CUDA build of MXNet and prints its PYTHONPATH and LD_LIBRARY_PATH; the
+layer is then tested in it, rather than measured. Its GPU contexts, 8 of them, share this machine's
+GPU, and MXNet's own operators run on the host (tests/gpu/simgpu).
 
 Exit code 1: a step failed, or could not run although there is a GPU. A missed speed threshold is
 reported but is not a failure.
@@ -29,10 +31,9 @@ from pipeline import FAILED, IMPOSSIBLE, LEFT_OUT, MISSED, OK, SKIPPED, Pipeline
 
 ROOT = build.ROOT
 HERE = Path(__file__).resolve().parent
-# A little less than 8 minutes, as processes may need some time to end.
-LIMIT = 8 * 60 - 15
-# Seconds reserved for steps after the sanitizers.
-FOR_SPEED, FOR_MXNET = 90, 90
+# A little less than 9 minutes, as processes may need some time to end.
+LIMIT = 9 * 60 - 15
+FOR_SPEED = 90  # seconds reserved
 FOR_SPILLS = 90  # seconds for one architecture
 
 BUILD = """
@@ -53,12 +54,22 @@ import torch
 assert torch.cuda.is_available(), "PyTorch finds no GPU"
 print(f"{torch.__version__}, CUDA {torch.version.cuda}")
 """
-IN_MXNET = """
-eval "$("$1"/unpack.sh "$2"/set)" && export PYTHONPATH="$3:$PYTHONPATH" &&
-"$4" "$5"/benchmarks/gpu/bench_mxnet.py &&
-exec "$4" -m pytest -v -rs --tb=short -p no:cacheprovider -o timeout=90 -o timeout_method=thread \\
-    "$5"/tests/gpu/test_mxnet_gpu.py
-"""
+# MXNet's set, the packages, and what Python runs there.
+IN_MXNET = '. "$1.sh" && export PYTHONPATH="$2:$PYTHONPATH" && shift 2 && exec $UNDER "$@"'
+PYTEST = "-m pytest -v -rs --tb=short -p no:cacheprovider -o timeout=90 -o timeout_method=thread"
+# Tests of MXNet whose GPU contexts share the GPUs that there are.
+NETS = "test_simulated_gpus.py"
+WEIGHTS = [NETS, "-k", "weights"]
+ON_CARDS = {
+    "weights": WEIGHTS,
+    "bits of nets": [NETS, "-k", "bit"],
+    "small nets": [NETS, "-k", "trains or arrive"],
+    "beside other work": [NETS, "-k", "beside"],
+    "layers": ["test_mxnet_gpu.py"],
+    "failures of CUDA": ["test_use_of_cuda.py"],
+    # gluoncv, which the examples need, may not be there.
+    "programs": ["test_users_programs.py", "-k", "not example"],
+}
 
 
 def ask_gpu():
@@ -155,10 +166,14 @@ def check_kernels(pipeline, library):
     run_with_figures(pipeline, name, program, library, judge, reserve=FOR_SPEED)
 
 
-def sanitize(pipeline, test):
+def find_sanitizer():
     home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), str(home / "bin")])
-    tool = shutil.which("compute-sanitizer", path=path)
+    return shutil.which("compute-sanitizer", path=path)
+
+
+def sanitize(pipeline, test):
+    tool = find_sanitizer()
     clean = {
         "memcheck": "ERROR SUMMARY: 0 errors",
         "racecheck": "RACECHECK SUMMARY: 0 hazards displayed",
@@ -177,7 +192,7 @@ def sanitize(pipeline, test):
             return verdict, detail, more
 
         command = [tool, "--tool", kind, "--error-exitcode", "9", test, "--small"]
-        pipeline.run(kind, command, 150, reserve=FOR_SPEED + FOR_MXNET, judge=judge)
+        pipeline.run(kind, command, 150, reserve=FOR_SPEED, judge=judge)
 
 
 def bench(pipeline, library):
@@ -191,12 +206,11 @@ def bench(pipeline, library):
         ]
         return MISSED if missed else OK, "; ".join(missed) or "all thresholds held"
 
-    options = {"reserve": FOR_MXNET // 2, "show": True}
-    run_with_figures(pipeline, "speed", HERE / "bench.py", library, judge, **options)
+    run_with_figures(pipeline, "speed", HERE / "bench.py", library, judge, show=True)
 
 
-def run_mxnet(pipeline, folder, library):
-    """Runs bench_mxnet.py and tests/gpu/test_mxnet_gpu.py in the MXNet of the set."""
+def run_mxnet(pipeline, folder, library, gpu):
+    """Runs tests/gpu in the MXNet of the set. Without a GPU the simulator takes its place."""
 
     def judge(code, text):
         verdict, detail, more = by_exit_code(code, text)
@@ -206,18 +220,61 @@ def run_mxnet(pipeline, folder, library):
         return verdict, detail, more
 
     with tempfile.TemporaryDirectory(prefix="mxnet-") as unpacked:
-        packages = Path(unpacked) / "packages"
-        ignored = shutil.ignore_patterns("*.so", "__pycache__")
-        for package in ROOT.glob("*/__init__.py"):
-            shutil.copytree(package.parent, packages / package.parent.name, ignore=ignored)
-        shutil.copy(library, packages / "gluon_syncbn" / "libgluon_syncbn.so")
-        arguments = ["run", folder, unpacked, packages, sys.executable, ROOT]
-        environment = dict(os.environ, CUDA_MODULE_LOADING="LAZY", MXNET_CUDNN_LIB_CHECKING="0")
-        # `python -m` searches the working directory first, and the package of the checkout has no
-        # library for this GPU.
-        options = {"env": environment, "cwd": str(packages)}
-        command = ["bash", "-c", IN_MXNET, *arguments]
-        pipeline.run("inside MXNet", command, 150, judge=judge, **options)
+        unpacked = Path(unpacked)
+        mxnet = unpacked / "set"
+
+        def folder_of(library):
+            return unpacked / f"{library.parent.name}-{library.stem}"
+
+        def step(name, of, arguments, judge=judge, **variables):
+            """Runs Python with the packages and this library, in a process of its own."""
+            packages = folder_of(of)
+            if not packages.exists():
+                copy_packages(packages, of)
+            command = ["bash", "-c", IN_MXNET, "run", mxnet, packages, sys.executable, *arguments]
+            more = {"CUDA_MODULE_LOADING": "LAZY", "MXNET_CUDNN_LIB_CHECKING": "0", **variables}
+            # `python -m` searches the working directory first, and the package of the checkout has
+            # no library for this GPU.
+            options = {"env": {**os.environ, **more}, "cwd": str(packages)}
+            return pipeline.run(name, command, 150, judge=judge, **options)
+
+        def test(name, of, file, *options, **variables):
+            arguments = [*PYTEST.split(), ROOT / "tests" / "gpu" / file, *options]
+            return step(name, of, arguments, **variables)
+
+        unpack = '"$1"/unpack.sh "$2" >"$2.sh"'
+        if pipeline.run("MXNet's set", ["bash", "-c", unpack, "run", folder, mxnet], 90) != OK:
+            return
+        if gpu:
+            test("inside MXNet", library, "test_mxnet_gpu.py")
+            step("time in MXNet", library, [HERE / "bench_mxnet.py"], judge=by_exit_code)
+        # MXNet's own CUDA goes, except for the driver.
+        stubs = "" if gpu else mxnet / "mxnet/libcuda.so.1"
+        command = ["make", f"-j{os.cpu_count()}", "simgpu", f"simgpu={mxnet}"]
+        command += [f"cuda_libraries={stubs}", f"python={sys.executable}"]
+        if pipeline.run("simulated GPUs", command, 240, cwd=str(ROOT)) != OK:
+            return
+        common = {"MXNET_USE_FUSION": "0", **({"SIMGPU_LARGE": "1"} if gpu else {})}
+        simulator = {"PTXSIM_DEVICES": "8", **common}
+        test("weights, simulated", mxnet / "libgluon_syncbn.so", *WEIGHTS, **simulator)
+        of = library if gpu else mxnet / "libcards.so"
+        on_cards = {"SIMGPU_LIBRARY": str(folder_of(of) / "gluon_syncbn/libgluon_syncbn.so")}
+        on_cards.update(PTXSIM_DEVICES="1", SIMGPU_CONTEXTS="8", **common)
+        for name, arguments in ON_CARDS.items():
+            test(name, of, *arguments, **on_cards)
+        test("no peers", of, NETS, "-k", "weights or bit", PTXSIM_PEERS="none", **on_cards)
+        tool = find_sanitizer()
+        if tool and gpu:
+            under = f"{tool} --tool racecheck --error-exitcode 9"
+            test("racecheck of a net", of, NETS, "-k", "weights and 2", UNDER=under, **on_cards)
+
+
+def copy_packages(folder, library):
+    """The packages of the checkout with this library."""
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    for package in ROOT.glob("*/__init__.py"):
+        shutil.copytree(package.parent, folder / package.parent.name, ignore=ignored)
+    shutil.copy(library, folder / "gluon_syncbn" / "libgluon_syncbn.so")
 
 
 def check_gpu(pipeline, options, library, test, passes):
@@ -225,14 +282,15 @@ def check_gpu(pipeline, options, library, test, passes):
     pipeline.run("devices that meet", [passes], 60, reserve=FOR_SPEED)
     has_torch, mxnet = find_pytorch(pipeline), options.mxnet_set
     no_torch = not has_torch and (SKIPPED, "no PyTorch that finds the GPU")
-    no_sanitizer = options.no_sanitizer and (LEFT_OUT, "--no-sanitizer")
-    no_bench = options.no_bench and (LEFT_OUT, "--no-bench")
+    # The time is MXNet's.
+    no_sanitizer = (options.no_sanitizer or mxnet) and (LEFT_OUT, "--no-sanitizer or --mxnet-set")
+    no_bench = (options.no_bench or mxnet) and (LEFT_OUT, "--no-bench or --mxnet-set")
     no_mxnet = not mxnet and (LEFT_OUT, "no --mxnet-set")
     steps = [
         ("against PyTorch in float64", no_torch, check_kernels, [library]),
         ("compute-sanitizer", no_sanitizer, sanitize, [test]),
         ("speed", no_bench or no_torch, bench, [library]),
-        ("inside MXNet", no_mxnet, run_mxnet, [mxnet, library]),
+        ("inside MXNet", no_mxnet, run_mxnet, [mxnet, library, True]),
     ]
     for name, reason, check, arguments in steps:
         if reason:
@@ -264,7 +322,8 @@ def main(arguments=None):
         now = datetime.datetime.now(datetime.timezone.utc)
         system = f"{platform.platform()}, Python {platform.python_version()}"
         pipeline.facts(gpu=gpu, date=now.isoformat("T", "minutes"), system=system)
-        built = build_all(pipeline, gpu)
+        rehearses = options.mxnet_set and not gpu
+        built = None if rehearses else build_all(pipeline, gpu)
         if built:
             pipeline.facts(library=pipeline.result["steps"]["build"]["detail"])
         if gpu and built:
@@ -273,8 +332,10 @@ def main(arguments=None):
         elif gpu:
             pipeline.step("all checks", SKIPPED, "nothing was built")
         else:
-            detail = "nothing was run, only compiled"
+            detail = "a simulator plays it" if rehearses else "nothing was run, only compiled"
             pipeline.step("GPU", LEFT_OUT, f"none is found (libcuda.so.1): {detail}")
+        if rehearses:
+            run_mxnet(pipeline, options.mxnet_set, None, False)
         if built:
             find_spills(pipeline, gpu)
     except Exception as error:

@@ -171,13 +171,16 @@ def test_spilled_registers_fail(monkeypatch, pipeline, path):
 def test_all_steps_run_if_there_is_a_gpu(monkeypatch, path, tmp_path):
     stub_steps(monkeypatch)
     (tmp_path / "unpack.sh").write_text("")
-    assert check.main(["--json", str(path), "--mxnet-set", str(tmp_path)]) == 0
-    assert set(verdicts(path).values()) == {"ok"} and len(verdicts(path)) == 8
+    assert check.main(["--json", str(path)]) == 0
+    left_out = [name for name, verdict in verdicts(path).items() if verdict != "ok"]
+    assert left_out == ["inside MXNet"] and len(verdicts(path)) == 8
     # The last, as it does not need the GPU.
     assert list(verdicts(path))[-1] == "find_spills"
     assert read(path)["library"] == "CUDA 13.0 for sm_90"
-    assert check.main(["--json", str(path), "--no-bench", "--no-sanitizer"]) == 0
-    assert list(verdicts(path).values()).count("left out") == 3
+    for options in (["--no-bench", "--no-sanitizer"], ["--mxnet-set", str(tmp_path)]):
+        assert check.main(["--json", str(path), *options]) == 0
+        assert {"compute-sanitizer", "speed"} <= set(verdicts(path))
+    assert verdicts(path)["run_mxnet"] == "ok"
 
 
 def test_an_error_of_its_own_ends_in_the_json_too(monkeypatch, path):
@@ -263,26 +266,34 @@ def test_figures_of_a_step(monkeypatch, pipeline, path, tmp_path, step, result, 
 
 @pytest.mark.parametrize("ends, verdict", [("3 passed", "ok"), ("2 passed, 1 skipped", "skipped")])
 def test_inside_mxnet(monkeypatch, pipeline, path, tmp_path, ends, verdict):
-    program(tmp_path, "unpack.sh", "echo 'export PYTHONPATH=/of/the/set'")
-    fake = program(
-        tmp_path, "python", f"pwd; echo $PYTHONPATH; ls . gluon_syncbn; echo '{ends} in 1s'"
-    )
-    monkeypatch.setattr(sys, "executable", fake)
+    unpack = "mkdir $1; touch $1/libgluon_syncbn.so; echo 'export PYTHONPATH=/of/the/set'"
+    program(tmp_path, "unpack.sh", unpack)
+    program(tmp_path, "make", "echo $@")
+    says = "pwd; echo $PYTHONPATH; echo $SIMGPU_LIBRARY; ls . gluon_syncbn"
+    monkeypatch.setattr(sys, "executable", program(tmp_path, "python", f"{says}; echo '{ends} 1s'"))
+    monkeypatch.setattr(check, "find_sanitizer", lambda: None)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     library = tmp_path / "built.so"
     library.write_text("")
     pipeline.limit = 1000
-    check.run_mxnet(pipeline, tmp_path, library)
-    step = read(path)["steps"]["inside MXNet"]
-    assert step["verdict"] == verdict, step
-    folder, python_path, *names = step["output"]
-    # The package with the new library comes first in PYTHONPATH and in the working directory.
-    assert python_path == f"{folder}:/of/the/set" and folder.startswith("/")
-    assert {"libgluon_syncbn.so", "layers"} <= set(names)
+    check.run_mxnet(pipeline, tmp_path, library, GPU)
+    steps = read(path)["steps"]
+    built = steps.pop("simulated GPUs")["detail"]
+    for name in ("inside MXNet", "weights, simulated", "no peers", *check.ON_CARDS):
+        step = steps[name]
+        assert step["verdict"] == verdict, step
+        folder, python_path, on_cards, *names = step["output"]
+        # The package with the new library comes first in PYTHONPATH and in the working directory.
+        assert python_path == f"{folder}:/of/the/set" and folder.startswith("/")
+        assert {"libgluon_syncbn.so", "layers"} <= set(names)
+        simulated = name in ("inside MXNet", "weights, simulated")
+        assert on_cards == ("" if simulated else f"{folder}/gluon_syncbn/libgluon_syncbn.so")
+        assert not Path(folder).exists()
+    assert f" simgpu simgpu={Path(folder).parent}/set cuda_libraries= " in built
     # With it all others that are installed.
     include = re.search(r"^include = (.*)", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     packages = find_packages(str(ROOT), include=json.loads(include[1]))
     assert {name for name in packages if "." not in name} <= set(names)
-    assert not Path(folder).exists()
 
 
 def test_make_without_nvcc(tmp_path):

@@ -26,8 +26,8 @@ from tolerances import assert_same_bits  # noqa: E402
 GPUS = [mx.gpu(i) for i in range(4)]
 SHAPE = (4, 3, 6, 6)
 library = sbn.native.library.library
-simulator = ctypes.CDLL(str(Path(mx.__file__).with_name("libcudart.so.11.0")))
-simulator.ptxsim_calls.restype = ctypes.c_uint64
+fail_next, set_peers, calls_of = map(simulated_gpus.cuda, ("fail_next", "set_peers", "calls"))
+calls_of.restype = ctypes.c_uint64
 
 # What is counted, and what it is called here.
 COUNTED = {
@@ -51,7 +51,13 @@ IN_USE = {
 
 
 def calls(name):
-    return simulator.ptxsim_calls(name.encode())
+    return calls_of(name.encode())
+
+
+def set_order(order):
+    """Real streams have an order of their own."""
+    if not simulated_gpus.ON_CARDS:
+        simulated_gpus.cuda("set_order")(order.encode())
 
 
 def in_use():
@@ -102,12 +108,12 @@ def all_is_given_back():
     before = in_use()
     yield
     for function in COUNTED.values():
-        simulator.ptxsim_fail_next(function.encode(), -1)
+        fail_next(function.encode(), -1)
     errors_to_come()
     library.gluon_syncbn_release()
     assert in_use() == before
-    simulator.ptxsim_set_order(os.environ.get("PTXSIM_STREAMS", "").encode())
-    simulator.ptxsim_set_peers(b"")
+    set_order(os.environ.get("PTXSIM_STREAMS", ""))
+    set_peers(b"")
 
 
 def errors_to_come():
@@ -139,7 +145,7 @@ class TwinStore:
 def peers(request):
     """Whether GPUs have access to each other's memory. Without it each lays down its sums on the
     host."""
-    simulator.ptxsim_set_peers(request.param.encode())
+    set_peers(request.param.encode())
     return not request.param
 
 
@@ -206,11 +212,11 @@ def test_bits_depend_on_no_order_and_no_split(seed, monkeypatch):
         # Those of gamma and beta are summed up by the test.
         return result.y, result.dx, result.running_mean, result.running_var
 
-    simulator.ptxsim_set_order(b"")
+    set_order("")
     wanted = results([len(x)])
     library.gluon_syncbn_release()
-    simulator.ptxsim_set_order(str(seed).encode())
-    simulator.ptxsim_set_peers(random.choice(["", "none", "one way", "refused"]).encode())
+    set_order(str(seed))
+    set_peers(random.choice(["", "none", "one way", "refused"]).encode())
     cuts = sorted(random.choice(range(1, len(x)), random.randint(len(GPUS)), replace=False))
     sizes = np.diff([0, *cuts, len(x)]).tolist()
     for name, array, right in zip(("y", "dx", "mean", "variance"), results(sizes), wanted):
@@ -253,7 +259,7 @@ def test_any_call_of_cuda_may_fail(function, count, peers):
     for n in range(200):
         library.gluon_syncbn_release()
         layer = layer_on(devices, prefix="norm_")
-        simulator.ptxsim_fail_next(function.encode(), n)
+        fail_next(function.encode(), n)
         begin, errors = time.monotonic(), []
         results = start_step(layer, devices)
         # The error is in all results that are not right, whichever one waits for first. It is gone
@@ -264,7 +270,7 @@ def test_any_call_of_cuda_may_fail(function, count, peers):
             except mx.MXNetError as error:
                 errors.append(str(error))
         errors += errors_to_come()
-        simulator.ptxsim_fail_next(function.encode(), -1)
+        fail_next(function.encode(), -1)
         assert time.monotonic() - begin < 20
         if not errors:
             break
@@ -305,12 +311,12 @@ def test_random_failures_in_a_net(seed):
     for _ in range(4):
         begin = time.monotonic()
         function = random.choice(FUNCTIONS[2:])
-        simulator.ptxsim_fail_next(function.encode(), random.randint(6))
+        fail_next(function.encode(), random.randint(6))
         with mx.autograd.record():
             ys = [net(x) for x in data_for(GPUS)]
         mx.autograd.backward(ys)
         end(mx.nd.waitall)
-        simulator.ptxsim_fail_next(function.encode(), -1)
+        fail_next(function.encode(), -1)
         assert time.monotonic() - begin < 20
         end(lambda: step(net, GPUS))
 
@@ -325,8 +331,10 @@ def test_what_bench_py_times():
         pointers.append(ctypes.c_void_p())
         mx.base.check_call(mx.base._LIB.MXNDArrayGetData(array.handle, ctypes.byref(pointers[-1])))
     shape = [ctypes.c_int64(each) for each in x.shape + (1,)]
-    # MXNet leaves such an error on the thread that makes a store for several GPUs.
-    assert simulator.cudaDeviceEnablePeerAccess(0, 0) != 0
+    if not simulated_gpus.ON_CARDS:
+        # MXNet leaves such an error on the thread that makes a store for several GPUs.
+        mxnets = ctypes.CDLL(str(Path(mx.__file__).with_name("libcudart.so.11.0")))
+        assert mxnets.cudaDeviceEnablePeerAccess(0, 0) != 0
     failed, cost = cost_of(lambda: library.gluon_syncbn_cuda_calls(0, 0, *shape, *pointers, 5))
     assert failed == 0 and cost["waits"] == 10
     mean, inv_std = x.mean((0, 2)), 1 / np.sqrt(x.var((0, 2)) + 1e-5)

@@ -16,10 +16,10 @@ if not simulated_gpus.EXIST:
     pytest.skip("this is not the MXNet of `make test-gpu`", allow_module_level=True)
 
 
-def run(*arguments, folder=None, **environment):
+def run(*arguments, folder=None, gpus="2", **environment):
     """What a program prints. It finds simulated GPUs by tests/support/sitecustomize.py, and chooses
     its devices itself."""
-    own = {"PTXSIM_DEVICES": "2", "GLUON_SYNCBN_TEST_DEVICES": "cpu"}
+    own = {"PTXSIM_DEVICES": gpus, "SIMGPU_CONTEXTS": gpus, "GLUON_SYNCBN_TEST_DEVICES": "cpu"}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=folder,
@@ -55,7 +55,7 @@ def test_an_example(name, size, tmp_path):
 def test_two_processes_of_two_gpus(tmp_path):
     program = ROOT / "examples" / "distributed" / "train.py"
     launch = "-m", "gluon_syncbn.launch", "-n", 2, program
-    status, found = run(*launch, folder=tmp_path, PTXSIM_DEVICES="4")
+    status, found = run(*launch, folder=tmp_path, gpus="4")
     assert status == 0, found
     assert "epoch 3: loss 0.0" in found
 

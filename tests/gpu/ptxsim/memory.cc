@@ -7,19 +7,26 @@
 
 namespace ptxsim {
 
+void* take_pages(size_t bytes) {
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return memory == MAP_FAILED ? nullptr : memory;
+}
+void give_pages(void* memory, size_t bytes) { munmap(memory, bytes); }
+
 void* Memory::allocate(size_t bytes, int device) {
   // With a gap behind it, so that one array does not end where the next begins.
   constexpr size_t kGap = 512, kMuch = size_t{1} << 30;
   const size_t all = bytes + kGap;
-  void* const memory = mmap(nullptr, all, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) return nullptr;
+  void* const memory = pages_.take(all);
+  if (!memory) return nullptr;
   if (all < kMuch) std::memset(memory, 0xff, all);
   const auto begin = reinterpret_cast<uintptr_t>(memory);
   Block& block = blocks_[begin];
-  block.memory = {static_cast<char*>(memory), [all](char* p) { munmap(p, all); }};
+  block.memory = {static_cast<char*>(memory), [all, give = pages_.give](char* p) { give(p, all); }};
   block.allocation = {begin, begin + std::max<size_t>(bytes, 1), device};
-  block.shadow = races_->watch(begin, bytes, device == kHost);
+  // Others, who are not seen, use memory that is not the system's.
+  if (pages_.take == take_pages) block.shadow = races_->watch(begin, bytes, device == kHost);
   block.allocation.shadow = &block.shadow;
   return memory;
 }

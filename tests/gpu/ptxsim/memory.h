@@ -10,6 +10,7 @@
 #include <set>
 #include <utility>
 
+#include "ptxsim.h"
 #include "races.h"
 
 namespace ptxsim {
@@ -27,6 +28,10 @@ struct Allocation {
   }
 };
 
+// Memory of the operating system.
+void* take_pages(size_t bytes);
+void give_pages(void* memory, size_t bytes);
+
 class Memory {
  public:
   explicit Memory(Races* races) : races_(races) {}
@@ -43,6 +48,9 @@ class Memory {
   // Tells `races` of an access, if there is memory.
   void access(const void* address, size_t bytes, bool writes) const;
 
+  // For later allocations.
+  void set_pages(Pages pages) { pages_ = pages; }
+
   Races& races() const { return *races_; }
   // Whether that was new.
   bool enable_peer_access(int device, int peer) { return peers_.insert({device, peer}).second; }
@@ -56,6 +64,7 @@ class Memory {
   const Allocation* around(uintptr_t address) const;
 
   Races* const races_;
+  Pages pages_{take_pages, give_pages};
   std::map<uintptr_t, Block> blocks_;
   std::set<std::pair<int, int>> peers_;
 };

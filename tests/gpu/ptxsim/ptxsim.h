@@ -46,6 +46,14 @@ using Access = void (*)(const void* memory, size_t bytes, bool writes);
 using RunOnHost = bool (*)(const std::string& kernel, void** arguments, Access access);
 void run_others_on_host(RunOnHost run);
 
+// Where memory comes from, in place of the operating system, and how many devices there are, in
+// place of PTXSIM_DEVICES: for a program whose kernels do not run here.
+struct Pages {
+  void* (*take)(size_t bytes);
+  void (*give)(void* memory, size_t bytes);
+};
+void use_pages(Pages pages, int devices);
+
 }  // namespace ptxsim
 
 // Of what this program asks of CUDA, or the library gluon_syncbn inside MXNet.

@@ -14,11 +14,6 @@ constexpr int kMultiprocessorCount = 16;
 
 using Lock = std::lock_guard<std::mutex>;
 
-int device_count() {
-  static const char* const text = std::getenv("PTXSIM_DEVICES");
-  return text ? std::atoi(text) : 64;
-}
-
 thread_local dim3 pushed_grid, pushed_block;
 thread_local void* pushed_stream;
 
@@ -66,6 +61,12 @@ void run_at_most(unsigned blocks) {
 void run_others_on_host(RunOnHost run) {
   const Lock lock(state().mutex);
   state().run_on_host = run;
+}
+
+void use_pages(Pages pages, int devices) {
+  const Lock lock(state().mutex);
+  state().memory.set_pages(pages);
+  state().devices = devices;
 }
 
 }  // namespace ptxsim
@@ -151,13 +152,13 @@ int cudaGetDevice(int* device) {
 }
 int cudaSetDevice(int device) {
   ENTER;
-  if (device < 0 || device >= device_count()) return fail(kInvalidDevice);
+  if (device < 0 || device >= state().devices) return fail(kInvalidDevice);
   current_device = device;
   state().contexts.insert(device);
   return kSuccess;
 }
 int cudaGetDeviceCount(int* count) {
-  *count = device_count();
+  *count = state().devices;
   return kSuccess;
 }
 int cudaDeviceGetAttribute(int* value, int attribute, int) {

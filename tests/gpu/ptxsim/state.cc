@@ -53,6 +53,7 @@ State& state() {
     if (const char* seed = std::getenv("PTXSIM_SEED")) {
       created->random.emplace(static_cast<unsigned>(std::atoi(seed)));
     }
+    if (const char* count = std::getenv("PTXSIM_DEVICES")) created->devices = std::atoi(count);
     if (const char* peers = std::getenv("PTXSIM_PEERS")) set_peers(created, peers);
     std::atexit(write_coverage);
     return created;

@@ -70,6 +70,7 @@ struct State {
   Memory memory{&races};
   Streams streams{std::getenv("PTXSIM_STREAMS"), &races};
   std::map<void*, Event> events;
+  int devices = 64;
   std::set<int> contexts;
   Calls calls;
   // See ptxsim_set_peers.

@@ -1,6 +1,44 @@
-// The functions of the CUDA runtime that only MXNet calls: ptxsim/runtime.cc has the others.
+// The functions of the CUDA runtime that only MXNet calls: ptxsim/runtime.cc has the others. And
+// where MXNet's memory comes from, so that kernels of a real GPU can use it.
+#include <dlfcn.h>
+
 #include <cstddef>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+
+#include "ptxsim.h"
+
+namespace {
+
+// With SIMGPU_LIBRARY, the path of a libgluon_syncbn.so with cards.cc, that library has a CUDA of
+// its own: MXNet's work is still simulated, on SIMGPU_CONTEXTS devices, and its memory is
+// page-locked memory of that CUDA.
+template <typename F>
+F of_library(const char* name) {
+  static void* const library = dlopen(std::getenv("SIMGPU_LIBRARY"), RTLD_NOW | RTLD_LOCAL);
+  void* const function = library ? dlsym(library, name) : nullptr;
+  if (!function) {
+    std::fprintf(stderr, "simgpu: SIMGPU_LIBRARY: %s\n", dlerror());
+    std::abort();
+  }
+  return reinterpret_cast<F>(function);
+}
+void* take(size_t bytes) {
+  static const auto allocate = of_library<void* (*)(size_t)>("gluon_syncbn_cards_allocate");
+  return allocate(bytes);
+}
+void give(void* memory, size_t) {
+  static const auto release = of_library<void (*)(void*)>("gluon_syncbn_cards_release");
+  release(memory);
+}
+const bool ready = [] {
+  const char* const contexts = std::getenv("SIMGPU_CONTEXTS");
+  if (std::getenv("SIMGPU_LIBRARY")) ptxsim::use_pages({take, give}, std::atoi(contexts));
+  return true;
+}();
+
+}  // namespace
 
 #pragma GCC visibility push(default)
 extern "C" {
