@@ -4,25 +4,21 @@ python -m gluon_syncbn.launch -n 2 examples/distributed/train.py [FOLDER]
 python -m gluon_syncbn.launch -n 2 --engine horovod examples/distributed/train.py [FOLDER]
 
 Continues from the files of FOLDER (runs/kvstore or runs/horovod), if there are any. Each process
-takes one GPU, or two CPU contexts.
+takes one GPU, or one CPU context.
 """
 
 import os
 import sys
 from pathlib import Path
 
-# Several CPU contexts in one process need these; GPUs do not.
-os.environ.update(MXNET_CPU_TEMP_COPY="4096", MXNET_CPU_PARALLEL_RAND_COPY="64")
-
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 
-# BATCH: images of each process in a step. Horovod's Trainer knows one device in each process.
+# BATCH: images of each process in a step.
 EPOCHS, IMAGES, BATCH, SEED = 4, 200, 8, 1
 horovod, gpus = "HOROVOD_RANK" in os.environ, mx.context.num_gpus()
-devices_here = 1 if horovod or gpus else 2
 folder = Path(*sys.argv[1:] or ["runs", "horovod" if horovod else "kvstore"])
 if not horovod and "DMLC_ROLE" not in os.environ:
     sys.exit("Start it with: python -m gluon_syncbn.launch -n 2 examples/distributed/train.py")
@@ -39,7 +35,7 @@ else:
 sbn.set_default_group(sbn.SyncGroup(store=store))
 local_rank = hvd.local_rank() if horovod else int(os.environ.get("GLUON_SYNCBN_LOCAL_RANK", 0))
 device = mx.gpu if gpus else mx.cpu
-devices = [device(local_rank * devices_here + i) for i in range(devices_here)]
+devices = [device(local_rank)]
 
 # 2. The data, equal in every process: stripes in noise, to be told apart by their direction.
 labels = np.arange(IMAGES) % 2

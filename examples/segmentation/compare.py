@@ -115,6 +115,7 @@ def main(argv=None):
             f"the folder {options.output} cannot be made ({error.strerror}): name another one "
             "with --output"
         ) from None
+    common.keep_apart([mx.cpu(i) for i in range(8)])
     results = {kind: {} for kind in KINDS}
     for seed in range(1, options.seeds + 1):
         for kind in KINDS:

@@ -32,7 +32,9 @@ PICTURES = 8
 def main(argv=None):
     options = parse(argv)
     processes = training.Processes()
-    contexts = training.find_contexts(options, processes, cpu_contexts=2)
+    small = options.model == "digits"
+    contexts = training.find_contexts(options, processes, cpu_contexts=2 if small else 1)
+    common.keep_apart(contexts)
     mx.random.seed(options.seed)
     if options.dtype != "float32":
         amp.init(options.dtype)

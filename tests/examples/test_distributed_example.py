@@ -45,7 +45,7 @@ def test_training_in_two_processes(tmp_path, engine):
     assert len(losses) == 4 and float(losses[-1]) < float(losses[0]) / 10
 
     saved = [dict(np.load(path)) for path in sorted(tmp_path.glob("?-?.npz"))]
-    assert len(saved) == (4 if engine == "kvstore" else 2)
+    assert len(saved) == 2
     batches = [values.pop("batches") for values in saved]
     assert batches[0] > batches[-1]  # So `join` has something to do.
     file = mx.nd.load(str(tmp_path / "runs" / engine / "4.params"))

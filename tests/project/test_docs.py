@@ -65,7 +65,8 @@ def is_accepted(parse, words):
 def test_code(page, tmp_path):
     program = tmp_path / f"{page.stem}.py"
     program.write_text(program_of(page.read_text("utf-8")) + "\nmx.nd.waitall()\n", "utf-8")
-    done = programs.run([program.name], seconds=250, cwd=tmp_path)
+    environment = programs.users_environment()
+    done = programs.run([program.name], seconds=250, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     for symbol in tmp_path.glob("*-symbol.json"):
         assert files.main(["inspect", str(symbol)]) == 0

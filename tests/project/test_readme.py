@@ -15,6 +15,7 @@ def test_the_program(tmp_path):
     program += "assert sum(len(loss) for loss in losses) == len(data)\n"
     program = program.replace("mx.cpu(", f"mx.{KIND}(")
     (tmp_path / "program.py").write_text(program)
-    done = programs.run(["program.py"], seconds=250, cwd=tmp_path)
+    environment = programs.users_environment()
+    done = programs.run(["program.py"], seconds=250, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert 0 < float(done.stdout.split()[-1]) < 10

@@ -34,6 +34,11 @@ def run(command, seconds=STARTED_SECONDS, **options):
     )
 
 
+def users_environment():
+    """Without the workspaces that conftest.py asks MXNet for."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("MXNET_CPU_")}
+
+
 class Programs:
     """Programs of Python, whose output goes to files in a folder."""
 

@@ -18,10 +18,11 @@ class Example:
     def __init__(self, name, modules):
         self._name, self._modules = name, modules
 
-    def start(self, *arguments, launcher=()):
+    def start(self, *arguments, launcher=(), **variables):
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("MXNET_", "OMP_"))}
         environment["PYTHONPATH"] = str(ROOT)
         environment["https_proxy"] = environment["http_proxy"] = "http://127.0.0.1:9"
+        environment.update(variables)
         script = EXAMPLES / self._name / "train.py"
         return subprocess.Popen(
             [sys.executable, *launcher, str(script), *map(str, arguments)],

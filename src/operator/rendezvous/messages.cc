@@ -84,13 +84,14 @@ std::string Layer::causes(const Key& key, const Meeting& meeting) const {
   const bool has_cpus = std::count_if(config.devices.begin(), config.devices.end(), is_cpu) > 1;
   const char* const set = std::getenv("MXNET_CPU_TEMP_COPY");
   const int workspaces = set ? std::atoi(set) : 4;  // MXNet's default.
-  constexpr int kUsuallyEnough = 4096;
-  if (has_cpus && workspaces <= kUsuallyEnough) {
-    causes.push_back("a convolution of one CPU context holds one of the " +
+  constexpr int kForSmallNets = 64, kMany = 4096;
+  if (has_cpus && workspaces <= kMany) {
+    causes.push_back("an operator of one CPU context holds one of the " +
                      std::to_string(workspaces) +
                      " workspaces, which another needs to get here: set MXNET_CPU_TEMP_COPY=" +
-                     std::to_string(std::max(kUsuallyEnough, 4 * workspaces)) +
-                     " and MXNET_CPU_PARALLEL_RAND_COPY=64, or larger ones, before MXNet starts;");
+                     std::to_string(std::max(kForSmallNets, 4 * workspaces)) +
+                     ", and with dropout MXNET_CPU_PARALLEL_RAND_COPY=64, before MXNet starts "
+                     "(docs/guide.md#limits), or take one process per context;");
   }
   causes.push_back("an earlier operation on " + who +
                    " has failed, and MXNet runs nothing that depends on it: mx.nd.waitall() raises "

@@ -35,10 +35,10 @@ TEST(too_few_workspaces_are_a_cause_also_where_their_number_is_set) {
     return Background(&f, "cpu(1)").error();
   };
   CHECK(contains(error(nullptr), "one of the 4 workspaces"));
-  CHECK(contains(error(nullptr), "set MXNET_CPU_TEMP_COPY=4096 and"));
+  CHECK(contains(error(nullptr), "set MXNET_CPU_TEMP_COPY=64,"));
   CHECK(contains(error("64"), "one of the 64 workspaces"));
-  CHECK(contains(error("64"), "set MXNET_CPU_TEMP_COPY=4096 and"));
-  CHECK(contains(error("4096"), "set MXNET_CPU_TEMP_COPY=16384 and"));
+  CHECK(contains(error("64"), "set MXNET_CPU_TEMP_COPY=256,"));
+  CHECK(contains(error("4096"), "set MXNET_CPU_TEMP_COPY=16384,"));
   CHECK(!contains(error("16384"), "workspaces"));
 }
 
