@@ -117,7 +117,7 @@ def parse(argv=None):
     add("--dataset", choices=DATASETS, default="digits", help="(%(default)s)")
     add("--classes", type=count, help="for --dataset folder without classes.txt")
     training.add_options(parser, RUNS, "of the square crops (digits 64, others 480)")
-    parser.set_defaults(batch=8, steps=1500, validate_every=250)
+    parser.set_defaults(batch=8, steps=1050, validate_every=210)
     options = training.parse(parser, argv, RUNS)
     options.size = options.size or (64 if options.dataset == "digits" else 480)
     if options.size % STRIDE:

@@ -105,7 +105,7 @@ class TestTraining:
     def test_half_of_its_workspaces_would_do(self, tmp_path):
         """With too few a step never ends."""
         arguments = [*SMALL, "--steps", 4, "--no-export", "--output", tmp_path / "run"]
-        programs.trained(*arguments, MXNET_CPU_TEMP_COPY="32")
+        programs.trained(*arguments, MXNET_CPU_TEMP_COPY="64")
 
     def test_mixed_precision(self, tmp_path):
         """Loss scaling and what is saved of it: on the CPU no operator is left for float16."""
