@@ -46,11 +46,18 @@ inline void when_written(Handle* arrays, int count, const char* name,
     // How many operations have neither run nor failed to be pushed.
     std::atomic<int> left;
     std::function<void(bool)> then;
-    ~Task() { then(left > 0); }
+    ~Task() {
+      if (left > 0) then(true);
+    }
   };
+  if (count == 0) return then(false);
   const auto task = std::shared_ptr<Task>(new Task{{count}, std::move(then)});
+  // Within the operation: MXNet starts what writes the array next before it drops `run`.
+  const auto one_less = [task] {
+    if (--task->left == 0) task->then(false);
+  };
   for (int i = 0; i < count; ++i) {
-    if (!push([task] { --task->left; }, arrays[i], false, kCpuPrioritized, name)) --task->left;
+    if (!push(one_less, arrays[i], false, kCpuPrioritized, name)) one_less();
   }
 }
 
