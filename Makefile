@@ -60,7 +60,7 @@ targets = sed -nE 's/^($(1)):.*\#\# (.*)/  \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '
 # For the command that a stopped run prints.
 train detect: export MAKE_TARGET = $@
 
-train: $(environment) ## train the segmentation example (2 minutes); each time writes a new folder runs/segmentation-N
+train: $(environment) ## train the segmentation example (2 to 3 minutes); each time writes a new folder runs/segmentation-N
 	$(python) examples/segmentation/train.py $(ARGS)
 
 detect: $(environment) ## train the detection example in two processes; each time writes a new folder runs/detection-N
@@ -69,7 +69,7 @@ detect: $(environment) ## train the detection example in two processes; each tim
 compare: $(environment) ## train the example with six kinds of batch statistics, into runs/compare
 	$(python) examples/segmentation/compare.py $(ARGS)
 
-test: $(environment) $(ready)test ## run the native tests and the quick Python tests; 4 minutes
+test: $(environment) $(ready)test ## run the native tests and the quick Python tests; 4 to 10 minutes
 	$(build_native) run-native
 	$(python) -m pytest -n 3 -m "not long" $(ARGS)
 	@echo "Left out, as it takes minutes; make test-all has it:"

@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, new processes, interleaved rounds, thresholds and tables.
+"""What all benchmarks share: options, new processes, interleaved rounds, guards and tables.
 
 It needs only Python. As a program it calls "module.function" with arguments in JSON, and prints the
 result.
@@ -39,7 +39,7 @@ def options(doc, repetitions, json_file=None):
     parser.add_argument(
         "--json", type=file_name, default=json_file, metavar="FILE", help="write all figures there"
     )
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a threshold fails")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a guard fails")
     return parser
 
 
@@ -161,17 +161,16 @@ def ratios(rows, others):
 
 
 def judge(comparisons):
-    """Each threshold with its worst figure, of (name, largest allowed figure, figure, where)."""
+    """Each guard with its worst figure, of (name, largest allowed figure, figure, where)."""
     values = {}
     for name, most, value, where in comparisons:
         values.setdefault((name, most), []).append((value, where))
-    thresholds = []
+    guards = []
     for (name, most), compared in values.items():
         worst, where = max(compared)
-        failed = sum(value > most for value, _ in compared)
-        found = {"worst": worst, "where": where, "failed": failed, "of": len(compared)}
-        thresholds.append({"name": name, "threshold": most, **found, "pass": failed == 0})
-    return thresholds
+        found = {"worst": worst, "where": where, "pass": worst <= most}
+        guards.append({"name": name, "at_most": most, **found})
+    return guards
 
 
 def row(cells):
@@ -182,17 +181,12 @@ def table(header, rows):
     return "\n".join(map(row, [header, ["---"] * len(header), *rows]))
 
 
-def bold_above(most, value, text):
-    return text if value <= most else f"**{text}**"
-
-
-def threshold_table(thresholds):
+def guard_table(guards):
     def cells(one):
-        result = "pass" if one["pass"] else f"**FAIL** ({one['failed']} of {one['of']})"
-        limits = f"{one['threshold']:.4g}", f"{one['worst']:.3f}"
-        return [one["name"], *limits, one["where"], result]
+        limits = f"{one['at_most']:.4g}", f"{one['worst']:.3f}"
+        return [one["name"], *limits, one["where"] + ("" if one["pass"] else " **FAIL**")]
 
-    return table(["threshold", "at most", "worst", "where", "result"], map(cells, thresholds))
+    return table(["guard", "at most", "worst", "where"], map(cells, guards))
 
 
 def write(figures, file):
@@ -201,10 +195,10 @@ def write(figures, file):
 
 
 def finish(figures, sections, args):
-    """Prints the sections and the thresholds, and writes the figures."""
-    print("\n\n".join([*sections, threshold_table(figures["thresholds"])]))
+    """Prints the sections and the guards, and writes the figures."""
+    print("\n\n".join([*sections, guard_table(figures["guards"])]))
     write(figures, args.json)
-    if args.check and not all(threshold["pass"] for threshold in figures["thresholds"]):
+    if args.check and not all(guard["pass"] for guard in figures["guards"]):
         sys.exit(1)
 
 
