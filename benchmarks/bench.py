@@ -27,8 +27,8 @@ TITLES = {
     "operator_last": "operator, channels last",
     "operator_last_relu": "the same with relu",
 }
-# Guards, which hold on two makes of machines with a margin: the largest allowed ratio of the
-# first's time to the second's.
+# Guards, looser than what has been measured: the largest allowed ratio of the first's time to the
+# second's.
 RATIOS = {
     ("operator", "BatchNorm"): 1.0,
     ("operator", "contrib"): 0.15,
