@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -85,8 +86,10 @@ class Job:
         return self[0]._hub
 
     def all_connected(self):
-        """Waits until it is so."""
+        """Waits until it is so, on both sides."""
         wait_until(lambda: self.hub().connected == self.size - 1)
+        links = [watcher._link for rank, watcher in self.watchers.items() if rank]
+        wait_until(lambda: all(link._writer for link in links))
 
     def verdict(self, within):
         """The text that all simulated processes get, which is one."""
@@ -180,7 +183,7 @@ def test_rank_0_is_missing(new_job, fault):
 def test_rank_0_is_stopped_for_less_than_the_timeout(new_job, monkeypatch):
     """The others have made many connections meanwhile, of which the last counts."""
     monkeypatch.setattr(module, "_SILENCE", 0.1)
-    job = new_job(5, 4.0, {0: "meet(); time.sleep(60)"})
+    job = new_job(5, 6.0, {0: "meet(); time.sleep(60)"})
     wait_until(lambda: all(job[rank]._link._writer for rank in job.watchers))
     job.processes[0].send_signal(signal.SIGSTOP)
     time.sleep(3)
@@ -247,17 +250,20 @@ def test_a_connection_that_breaks_is_made_again(new_job):
 
 def test_a_connection_may_end_long_before_the_next(new_job, monkeypatch):
     """As where a link is back, and the end of the silent one comes first."""
-    job, connect_to = new_job(timeout=2), asyncio.open_connection
+    job, connect_to, is_back = new_job(), asyncio.open_connection, threading.Event()
     job.all_connected()
 
     async def late(*arguments, **options):
-        await asyncio.sleep(0.7)
+        while not is_back.is_set():
+            await asyncio.sleep(0.01)
         return await connect_to(*arguments, **options)
 
     monkeypatch.setattr(asyncio, "open_connection", late)
     job[1]._call(job[1]._link.renew)
+    wait_until(lambda: not job.hub().connected)
     time.sleep(0.5)
     assert not job.hub().connected and not job[0].lost
+    is_back.set()
     job.all_connected()
     assert is_alive(job)
 
