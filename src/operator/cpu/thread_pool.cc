@@ -7,15 +7,12 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cmath>
 #include <condition_variable>
 #include <cstdlib>
 #include <deque>
 #include <exception>
-#include <fstream>
 #include <mutex>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -176,52 +173,16 @@ void ThreadPool::parallel_for(int64_t units, const std::function<void(int64_t)>&
   if (job->error) throw std::runtime_error(*job->error);
 }
 
-namespace {
-
-// How many CPUs a cgroup may use at a time. The files hold a quota ("max" or -1 if there is none)
-// and its period.
-double quota_of(const std::string& folder, const std::vector<std::string>& files) {
-  std::stringstream text;
-  for (const std::string& file : files) text << std::ifstream(folder + file).rdbuf() << ' ';
-  double quota, period;
-  return text >> quota >> period && quota > 0 && period > 0 ? quota / period : HUGE_VAL;
-}
-
-}  // namespace
-
-int default_threads(int cores, const std::string& root) {
+int default_threads() {
   if (const char* set = std::getenv("OMP_NUM_THREADS")) {
     if (const int threads = std::atoi(set); threads > 0) return threads;
   }
-  const std::string mounted = root + "/sys/fs/cgroup";
-  double cpus = cores;
-  std::ifstream groups(root + "/proc/self/cgroup");
-  // "0::/path" for version 2, "4:cpu,cpuacct:/path" for version 1.
-  for (std::string line; std::getline(groups, line);) {
-    const size_t name = line.find(':') + 1, end = line.find(":/", name);
-    if (name == 0 || end == line.npos) continue;
-    const std::string controllers = "," + line.substr(name, end - name) + ",";
-    if (controllers != ",," && controllers.find(",cpu,") == line.npos) continue;
-    // The group and its parents. In a container, the path may be the host's, and the group itself
-    // the root.
-    for (std::string path = line.substr(end + 1);; path.resize(path.rfind('/'))) {
-      cpus = std::min(cpus, controllers == ",,"
-                                ? quota_of(mounted + path, {"/cpu.max"})
-                                : quota_of(mounted + "/cpu" + path,
-                                           {"/cpu.cfs_quota_us", "/cpu.cfs_period_us"}));
-      if (path.empty()) break;
-    }
-  }
-  return std::max(1, static_cast<int>(std::ceil(cpus)));
-}
-
-namespace {
-
-int available_cores() {
   cpu_set_t cores;
   if (sched_getaffinity(0, sizeof(cores), &cores) == 0) return std::max(1, CPU_COUNT(&cores));
   return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
 }
+
+namespace {
 
 // Not destroyed at exit: a kernel may still run when the process ends.
 std::atomic<ThreadPool*> pool{nullptr};
@@ -231,7 +192,7 @@ std::atomic<ThreadPool*> pool{nullptr};
 ThreadPool& thread_pool() {
   ThreadPool* current = pool.load(std::memory_order_acquire);
   if (!current) {
-    auto* const mine = new ThreadPool(default_threads(available_cores()));
+    auto* const mine = new ThreadPool(default_threads());
     if (pool.compare_exchange_strong(current, mine, std::memory_order_acq_rel)) return *mine;
     delete mine;
   }

@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <string>
 
 namespace gluon_syncbn {
 
@@ -36,9 +35,8 @@ class ThreadPool {
 // The pool of the kernels, which at first has default_threads() threads.
 ThreadPool& thread_pool();
 
-// OMP_NUM_THREADS, as with MXNet, or one thread per core within the CPU quota of the process's
-// cgroups. /proc and /sys are below `root`.
-int default_threads(int cores, const std::string& root = "");
+// OMP_NUM_THREADS, as with MXNet, or one thread per core that this process may use.
+int default_threads();
 
 // Replaces the pool. No kernel may be running.
 void set_num_threads(int threads);

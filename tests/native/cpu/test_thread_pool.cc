@@ -1,17 +1,15 @@
-#include <sys/stat.h>
+#include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
-#include <fstream>
 #include <future>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -149,52 +147,18 @@ TEST(units_may_all_throw) {
   });
 }
 
-// A temporary folder with these files.
-struct Files {
-  std::string root = "/tmp/gluon_syncbn_XXXXXX";
-
-  explicit Files(const std::vector<std::pair<std::string, std::string>>& files) {
-    CHECK(mkdtemp(&root[0]));
-    for (const auto& [path, text] : files) {
-      for (size_t at = 0; (at = path.find('/', at + 1)) != path.npos;) {
-        mkdir((root + path.substr(0, at)).c_str(), 0700);
-      }
-      std::ofstream(root + path) << text;
-    }
-  }
-  ~Files() { CHECK_EQ(std::system(("rm -r " + root).c_str()), 0); }
-};
-
-TEST(no_more_threads_than_the_quota_of_the_cgroup) {
-  const struct {
-    const char *memberships, *folder, *quota;
-    int expected;
-  } cases[] = {
-      {"0::/a", "/a", "max 100000", 64},
-      {"0::/a", "/a", "250000 100000", 3},
-      {"0::/a", "/a", "20000 100000", 1},
-      // The quota of a group above, and of a container.
-      {"0::/a/b", "/a", "200000 50000", 4},
-      {"0::/", "", "200000 100000", 2},
-      // Version 1, whose path may be the host's.
-      {"5:memory:/m\n4:cpu,cpuacct:/a\n0::/", "/cpu/a", "500000", 5},
-      {"4:cpu:/a", "/cpu/a", "-1", 64},
-      {"4:cpu:/docker/1234", "/cpu", "700000", 7},
-  };
+TEST(as_many_threads_as_the_user_or_the_affinity_says) {
+  setenv("OMP_NUM_THREADS", "8", 1);
+  CHECK_EQ(default_threads(), 8);
   unsetenv("OMP_NUM_THREADS");
-  for (const auto& each : cases) {
-    check::context = each.memberships;
-    const std::string folder = std::string("/sys/fs/cgroup") + each.folder, quota = each.quota;
-    const bool is_first = folder.find("/cpu") != folder.npos;
-    const Files made({{"/proc/self/cgroup", std::string(each.memberships) + "\n"},
-                      {folder + (is_first ? "/cpu.cfs_quota_us" : "/cpu.max"), quota + "\n"},
-                      {folder + "/cpu.cfs_period_us", "100000\n"}});
-    CHECK_EQ(default_threads(64, made.root), each.expected);
-    setenv("OMP_NUM_THREADS", "8", 1);
-    CHECK_EQ(default_threads(64, made.root), 8);
-    unsetenv("OMP_NUM_THREADS");
-  }
-  CHECK_EQ(default_threads(64, Files({}).root), 64);
+  cpu_set_t before, one;
+  CHECK_EQ(sched_getaffinity(0, sizeof(before), &before), 0);
+  CHECK_EQ(default_threads(), CPU_COUNT(&before));
+  CPU_ZERO(&one);
+  CPU_SET(sched_getcpu(), &one);
+  CHECK_EQ(sched_setaffinity(0, sizeof(one), &one), 0);
+  CHECK_EQ(default_threads(), 1);
+  CHECK_EQ(sched_setaffinity(0, sizeof(before), &before), 0);
 }
 
 TEST(ends_when_idle) {
