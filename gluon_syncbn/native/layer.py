@@ -12,8 +12,6 @@ from .library import (
     FAILED,
     NAIVE_ENGINE,
     OPEN,
-    REBUILD,
-    STRUCTS,
     WAITS,
     WARN,
     Callbacks,
@@ -27,7 +25,7 @@ OP_TYPE = "GluonSyncBatchNorm"
 # Graphs carry this UUID, so that those of another process do not find this one's layers.
 PROCESS = uuid.uuid4().hex
 
-# As in src/operator/mxnet/api.h, in the same order.
+# As in src/operator/mxnet/c_api.h, in the same order.
 _FUNCTIONS = (
     "MXCustomOpRegister",
     "MXNDArrayGetData",
@@ -96,14 +94,6 @@ def _register(mxnet):
     api = (ctypes.c_void_p * len(_FUNCTIONS))(
         *(ctypes.cast(mxnet.base._LIB[name], ctypes.c_void_p) for name in _FUNCTIONS)
     )
-    expected = [*map(ctypes.sizeof, STRUCTS), ctypes.sizeof(api)]
-    sizes = (ctypes.c_int64 * len(expected))()
-    _library.gluon_syncbn_struct_sizes(sizes)
-    if list(sizes) != expected:
-        raise ImportError(
-            f"The native library's structs have {list(sizes)} bytes, those of the Python part "
-            f"{expected}. {REBUILD}"
-        )
     status = _library.gluon_syncbn_register(
         api,
         encoded(PROCESS),

@@ -95,7 +95,7 @@ def _struct(name, /, **fields):
     return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
-# As src/operator/api and src/operator/processes declare them, in the same order.
+# What src/operator/api and src/operator/processes declare: tests/native/test_library.py compares.
 LayerConfig = _struct(
     "LayerConfig",
     name=_text,
@@ -160,18 +160,6 @@ IN_FLIGHT = _callback(None, _text, _text, _double, _double, _bool)
 _KVSTORE, _HOROVOD = (KVStoreSlots, KVStoreSums), (HorovodArrays, HorovodSums)
 Callbacks = _struct("Callbacks", warn=WARN, failed=FAILED, waits=WAITS, open=OPEN)
 
-# In the order of gluon_syncbn_struct_sizes.
-STRUCTS = (
-    LayerConfig,
-    KVStoreSlots,
-    KVStoreSums,
-    HorovodArrays,
-    HorovodSums,
-    StoreFunction,
-    Outcome,
-    Callbacks,
-)
-
 # Name: result, arguments.
 for _name, (_result, *_arguments) in {
     "register": (_int, _pointer, _text, _bool, _bool, ctypes.POINTER(Callbacks)),
@@ -195,7 +183,6 @@ for _name, (_result, *_arguments) in {
     "holds_error": (_bool, _pointer),
     "abandon": (None,),
     "is_abandoned": (_bool,),
-    "struct_sizes": (None, _pointer),
     "close": (None, _text),
     "stuck_seconds": (_double,),
     "cuda": (_text,),

@@ -17,7 +17,7 @@
 #include "api/exports.h"
 #include "call/call.h"
 #include "call/process.h"
-#include "cpu/passes.h"
+#include "cpu/pass.h"
 #include "cpu/thread_pool.h"
 #include "cuda/device.h"
 #include "mxnet/array_wait.h"
@@ -54,8 +54,8 @@ void on_interrupt(int signal, siginfo_t* info, void* context) {
 
 using namespace gluon_syncbn;
 
-// See Observer. open returns a route of routes.cc for messages of `size` values.
-struct gluon_syncbn_callbacks {
+// See Observer. `open` returns a route of routes.cc for messages of `size` values.
+struct Callbacks {
   void (*warn)(const char* text, Outcome*);
   void (*failed)(int64_t layer, const char* text, Outcome*);
   void (*waits)(int64_t layer, int backward, int64_t meeting, Outcome*);
@@ -66,10 +66,11 @@ struct gluon_syncbn_callbacks {
 // The version of the package that this library was built for.
 SBN_EXPORT const char* gluon_syncbn_version() { return GLUON_SYNCBN_VERSION; }
 
-// Registers the operator. `api`: the functions of mxnet/api.h in order. `process_uuid` keeps graphs
-// of other processes from finding the layers of this one. Returns the result of MXCustomOpRegister.
+// Registers the operator. `api`: the functions of mxnet/c_api.h in order. `process_uuid` keeps
+// graphs of other processes from finding the layers of this one. Returns the result of
+// MXCustomOpRegister.
 SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process_uuid, int naive_engine,
-                                     int onednn, const gluon_syncbn_callbacks* callbacks) {
+                                     int onednn, const Callbacks* callbacks) {
   std::memcpy(&mxnet, api, sizeof(mxnet));
   process.uuid = process_uuid;
   process.naive_engine = naive_engine != 0;
@@ -258,21 +259,6 @@ SBN_EXPORT int gluon_syncbn_holds_error(void* array) { return holds_error(array)
 SBN_EXPORT void gluon_syncbn_abandon() { abandoned = true; }
 
 SBN_EXPORT int gluon_syncbn_is_abandoned() { return abandoned; }
-
-// The sizes of the structs that native/library.py and native/layer.py declare too.
-SBN_EXPORT void gluon_syncbn_struct_sizes(int64_t (&sizes)[9]) {
-  const size_t own[] = {sizeof(gluon_syncbn_layer_config),
-                        sizeof(KVStoreSlots),
-                        sizeof(KVStoreSums),
-                        sizeof(HorovodArrays),
-                        sizeof(HorovodSums),
-                        sizeof(StoreFunction),
-                        sizeof(Outcome),
-                        sizeof(gluon_syncbn_callbacks),
-                        sizeof(MXNetApi)};
-  static_assert(std::size(own) == std::extent_v<std::remove_reference_t<decltype(sizes)>>);
-  std::copy(std::begin(own), std::end(own), sizes);
-}
 
 // Call this when the process ends: all waits end with an error.
 SBN_EXPORT void gluon_syncbn_close(const char* reason) {
