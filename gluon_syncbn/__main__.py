@@ -11,8 +11,6 @@ Each command has --help, and imports only what it needs.
 
 import argparse
 import contextlib
-import importlib
-import os
 import signal
 import sys
 import threading
@@ -60,9 +58,7 @@ def _run(options, fail):
             return doctor.switch(options.mxnet_on_import, fail)
         return doctor.doctor()
     try:
-        # The user's module for --net may import the package.
-        if not hasattr(sys.modules[__package__], "SyncBatchNorm"):
-            importlib.reload(sys.modules[__package__])
+        from . import public  # noqa: F401  It explains what is wrong with MXNet.
         from .cli import checkpoints
     except ImportError as error:
         fail(error)
@@ -97,9 +93,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser():
-    prog = os.path.basename(sys.argv[0])
-    prog = prog if prog == "gluon-syncbn" else "python -m gluon_syncbn"
-    parser = _Parser(prog=prog, description=__doc__, formatter_class=_FORMATTER)
+    parser = _Parser(prog="python -m gluon_syncbn", description=__doc__, formatter_class=_FORMATTER)
     parser.add_argument("--version", action="version", version=f"gluon_syncbn {__version__}")
     choices = "launch|export|convert|inspect|doctor"
     commands = parser.add_subparsers(dest="command", required=True, metavar=choices)

@@ -4,3 +4,11 @@ It starts the processes of any MXNet program, and imports neither MXNet nor gluo
 reading order: ``__main__`` reads the command line, ``environment`` finds which of several launchers
 this is, ``processes`` starts processes and ends them, ``runner`` is what each of them runs.
 """
+
+import os
+import sys
+
+
+def gluon_syncbn():
+    """The program ``gluon-syncbn``, which is ``python -m gluon_syncbn`` under whatever name."""
+    os.execv(sys.executable, [sys.executable, "-m", "gluon_syncbn", *sys.argv[1:]])

@@ -8,7 +8,7 @@ import numpy
 
 from .. import native
 from ..groups.group import default_group
-from ..training.trainer import before_adding_up, check_trainer, clear, trained
+from ..trainers import before_adding_up, check_trainer, clear, trained
 
 _joined = False
 

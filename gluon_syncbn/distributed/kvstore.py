@@ -107,7 +107,7 @@ class KVStoreReducer(Reducer):
 
     def _open_through_store(self, key, size, wait, sums):
         # MXNet has no empty arrays.
-        slots = mx.nd.zeros((self.size, native.LIMBS, max(size, 1)))
+        slots = mx.nd.zeros((self.size, native.THIRDS, max(size, 1)))
         number = self._register(key, size, slots, wait)
         count = native.packed_size(size, self.size, native.KVSTORE_BITS) if sums else 0
         added = None
@@ -279,7 +279,7 @@ def _restore_layouts(arrays):
             native.restore_layout(array)
 
 
-def _bounded(create):
+def bounded(create):
     """Wraps ``mx.kv.create``, which waits for all processes of the job: sets a limit, and refuses a
     second distributed store."""
 
@@ -305,6 +305,3 @@ def _bounded(create):
         )
 
     return create_or_refuse
-
-
-mx.kv.create = _bounded(mx.kv.create)

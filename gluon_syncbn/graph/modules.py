@@ -2,8 +2,6 @@
 
 import functools
 
-from mxnet.module.executor_group import DataParallelExecutorGroup
-
 from .. import native
 from ..layers.batch_norm import SyncBatchNorm
 from .symbols import OUR_OPERATOR, Graph, settings_of
@@ -50,24 +48,29 @@ def with_layers(symbol, contexts):
     return graph.symbol_like(symbol), list(layers.values())
 
 
-_init, _forward = DataParallelExecutorGroup.__init__, DataParallelExecutorGroup.forward
-# The arguments between the contexts and `for_training`.
+# The arguments of a DataParallelExecutorGroup between the contexts and `for_training`.
 _BETWEEN = 4
 
 
-@functools.wraps(_init)
-def _init_with_layers(group, symbol, contexts, *args, **kwargs):
-    if kwargs.get("for_training", args[_BETWEEN] if len(args) > _BETWEEN else False):
-        symbol, group._sync_layers = with_layers(symbol, contexts)
-    _init(group, symbol, contexts, *args, **kwargs)
+def making_layers(init):
+    """Wraps ``DataParallelExecutorGroup.__init__``."""
+
+    @functools.wraps(init)
+    def init_with_layers(group, symbol, contexts, *args, **kwargs):
+        if kwargs.get("for_training", args[_BETWEEN] if len(args) > _BETWEEN else False):
+            symbol, group._sync_layers = with_layers(symbol, contexts)
+        init(group, symbol, contexts, *args, **kwargs)
+
+    return init_with_layers
 
 
-@functools.wraps(_forward)
-def _forward_and_note(group, data_batch, is_train=None):
-    if group.for_training if is_train is None else is_train:
-        native.note_training()
-    _forward(group, data_batch, is_train)
+def noting_training(forward):
+    """Wraps ``DataParallelExecutorGroup.forward``."""
 
+    @functools.wraps(forward)
+    def forward_and_note(group, data_batch, is_train=None):
+        if group.for_training if is_train is None else is_train:
+            native.note_training()
+        forward(group, data_batch, is_train)
 
-DataParallelExecutorGroup.__init__ = _init_with_layers
-DataParallelExecutorGroup.forward = _forward_and_note
+    return forward_and_note

@@ -9,7 +9,6 @@ import functools
 
 import mxnet as mx
 from mxnet.ndarray.ndarray import _DTYPE_NP_TO_MX
-from mxnet.symbol import Symbol
 
 from .. import native
 from .symbols import OUR_OPERATOR, ROLES, Graph, Node, settings_of, taken_apart
@@ -18,7 +17,9 @@ from .symbols import OUR_OPERATOR, ROLES, Graph, Node, settings_of, taken_apart
 _UNKNOWN = ("does not know the shape of its data", "Input must have specified type")
 
 
-def _by_stock(infer):
+def inferring_by_stock(infer):
+    """Wraps ``Symbol._infer_shape_impl`` and ``_infer_type_impl``."""
+
     @functools.wraps(infer)
     def inferring(symbol, partial, *args, **kwargs):
         try:
@@ -68,21 +69,23 @@ def _with_stock(symbol):
     return graph.symbol_like(symbol)
 
 
-_simple_bind = Symbol.simple_bind
+def binding_by_stock(simple_bind):
+    """Wraps ``Symbol.simple_bind``."""
 
-
-@functools.wraps(_simple_bind)
-def _bind_by_stock(symbol, ctx, grad_req="write", type_dict=None, *args, **kwargs):
-    try:
-        return _simple_bind(symbol, ctx, grad_req, type_dict, *args, **kwargs)
-    except RuntimeError as error:
-        if native.OP_TYPE not in symbol.tojson():
-            raise
+    @functools.wraps(simple_bind)
+    def bind(symbol, ctx, grad_req="write", type_dict=None, *args, **kwargs):
         try:
-            symbol = _with_attributes(symbol, type_dict or {}, kwargs)
-        except mx.MXNetError:
-            raise error from None
-    return _simple_bind(symbol, ctx, grad_req, type_dict, *args, **kwargs)
+            return simple_bind(symbol, ctx, grad_req, type_dict, *args, **kwargs)
+        except RuntimeError as error:
+            if native.OP_TYPE not in symbol.tojson():
+                raise
+            try:
+                symbol = _with_attributes(symbol, type_dict or {}, kwargs)
+            except mx.MXNetError:
+                raise error from None
+        return simple_bind(symbol, ctx, grad_req, type_dict, *args, **kwargs)
+
+    return bind
 
 
 def _with_attributes(symbol, types, shapes):
@@ -100,8 +103,3 @@ def _with_attributes(symbol, types, shapes):
                 value = values[node.name]
                 node.attrs[attribute] = str(_DTYPE_NP_TO_MX.get(value, value))
     return graph.symbol_like(symbol)
-
-
-Symbol._infer_shape_impl = _by_stock(Symbol._infer_shape_impl)
-Symbol._infer_type_impl = _by_stock(Symbol._infer_type_impl)
-Symbol.simple_bind = _bind_by_stock

@@ -2,12 +2,21 @@
 
 import os
 import weakref
+from typing import NamedTuple, Optional
 
 import mxnet
 from mxnet.context import Context
 
 from ..arguments import is_whole, seconds
 from .processes import Processes
+
+
+class _Share(NamedTuple):
+    """Who shares a layer's statistics: groups of this size of a process's devices, None for all of
+    them, in the processes of these ranks."""
+
+    group_size: Optional[int]
+    ranks: range
 
 
 class SyncGroup:
@@ -123,45 +132,48 @@ class SyncGroup:
     def _configure(self, layer, devices, num_devices):
         """Gives a `native.Layer` its devices, and the ranks with which it shares statistics."""
         here = num_devices or len(devices)
-        size, ranks, config_error = self._divide(layer.name, here, bool(devices))
-        open = None
+        open, share, config_error = None, _Share(None, range(self.size)), ""
+        try:
+            share = self._share(layer.name, here, bool(devices))
+        except ValueError as error:  # The layer can do anything but train.
+            config_error = str(error)
+        ranks = share.ranks
         if len(ranks) > 1:
             open, ranks = self._processes.opener(layer, here, self.group_size, ranks)
         layer.set_devices(
             devices,
             num_devices,
             self.timeout,
-            group_size=size,
+            group_size=share.group_size or 0,
             ranks=ranks,
             open=open,
             config_error=config_error,
             notice="" if self._is_chosen else _notice(layer.name),
         )
 
-    def _divide(self, name, here, are_known):
-        """With which of the `here` devices of this process a layer shares statistics: in groups of
-        what size, 0 for all; the ranks of the processes that do; why it cannot, or ""."""
-        k, everyone = self.group_size, range(self.size)
+    def _share(self, name, here, are_known):
+        """With whom a layer shares statistics that has `here` devices in this process. Raises
+        ValueError if groups of this size cannot be formed."""
+        k = self.group_size
         if k is None or here == 0:
-            return 0, everyone, ""
+            return _Share(None, range(self.size))
         if here % k == 0 and (k == here or are_known):
-            return k if k < here else 0, range(1), ""
+            return _Share(k if k < here else None, range(1))
         span = k // here
         if k % here == 0 and self.size % span == 0:
             first = self.store.rank // span * span
-            return 0, range(first, first + span), ""
-        config_error = (
-            f"SyncGroup was made with group_size={k}, and {name} has {here} devices in each of "
-            f"{self.size} processes: choose a divisor of {here}, or a multiple of it that divides "
-            f"{here * self.size}."
-        )
+            return _Share(None, range(first, first + span))
         if k < here and not are_known:
-            config_error = (
+            raise ValueError(
                 f"{name} runs in a graph with parameters that the layer does not know, so groups "
                 f"of {k} devices cannot be formed: name the devices, as in "
                 f"SyncGroup([mx.gpu(0), ...], group_size={k})."
             )
-        return 0, everyone, config_error
+        raise ValueError(
+            f"SyncGroup was made with group_size={k}, and {name} has {here} devices in each of "
+            f"{self.size} processes: choose a divisor of {here}, or a multiple of it that divides "
+            f"{here * self.size}."
+        )
 
 
 _default = None

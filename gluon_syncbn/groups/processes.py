@@ -8,7 +8,7 @@ import numpy
 
 from .. import native
 from ..arguments import is_whole
-from ..training.trainer import adds_here_alone
+from ..trainers import adds_here_alone
 from .store import SAME_LAYERS, Store, UserStore
 
 # Size of a layer's configuration in its handshake, in bytes of UTF-8: a multiple of 4.

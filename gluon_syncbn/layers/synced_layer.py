@@ -8,7 +8,7 @@ from mxnet.gluon.parameter import Parameter
 
 from .. import native
 from ..groups.group import default_group, follow_default_group, stop_following
-from ..training.trainer import marks
+from ..trainers import marks
 
 
 class _ObservedParameter(Parameter):

@@ -18,7 +18,7 @@ from .layer import (
 )
 from .routes import (
     KVSTORE_BITS,
-    LIMBS,
+    THIRDS,
     ArrayWait,
     Connection,
     Key,
@@ -27,7 +27,4 @@ from .routes import (
     restore_layout,
     view,
 )
-from .shutdown import release_at_the_end
 from .threads import warn
-
-release_at_the_end()

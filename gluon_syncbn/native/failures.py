@@ -14,8 +14,8 @@ import weakref
 
 from . import layer
 from .callbacks import decoded, encoded, text_of
-from .library import NAIVE_ENGINE, mxnet
 from .library import library as _library
+from .library import mxnet
 
 _MAX_SIZE = 1 << 14
 # How many of Python's waits for MXNet have ended, by thread, and how many of all with an error.
@@ -60,12 +60,11 @@ def give_up(why):
     _end_step(why)
 
 
-def _waiting(name, arrays, reads):
-    """MXNet's function of this name, by which Python waits. arrays(*arguments): for which arrays.
+def waiting(function, arrays, reads):
+    """Wraps one of MXNet's C functions by which Python waits. arrays(*arguments): for which arrays.
     reads: whether it gives their values to the caller."""
-    function = mxnet.base._LIB[name]
 
-    @functools.wraps(getattr(mxnet.base._LIB, name))
+    @functools.wraps(function)
     def wait(*arguments):
         # Where other processes take part, nothing goes on after an error.
         if trains() and not layer.spans_processes():
@@ -85,7 +84,7 @@ def _waiting(name, arrays, reads):
                 raise mxnet.MXNetError(failure())
         return status
 
-    setattr(mxnet.base._LIB, name, wait)
+    return wait
 
 
 def _raise(error):
@@ -116,13 +115,3 @@ def _end_step(why=""):
     if text:
         _library.gluon_syncbn_resume()
     return text, cause
-
-
-# Under the naive engine no call waits for another. A copy into an array, with which others wait,
-# comes between the calls of two devices.
-if not NAIVE_ENGINE:
-    _waiting("MXNDArrayWaitToRead", lambda array: [array], True)
-    _waiting("MXNDArrayWaitToWrite", lambda array: [array], False)
-    _waiting("MXNDArraySyncCopyToCPU", lambda array, *_: [array], True)
-    _waiting("MXNDArraySave", lambda _file, _count, arrays, *_: arrays, True)
-    _waiting("MXNDArrayWaitAll", lambda: [], False)

@@ -21,7 +21,7 @@ from .library import (
 from .library import library as _library
 
 # How many float32 numbers carry one float64.
-LIMBS = 3
+THIRDS = 3
 # Whole numbers of so many bits are added exactly: in float32 and in float64.
 KVSTORE_BITS, HOROVOD_BITS = 24, 53
 # What a wait returns: see mxnet/array_wait.h.
@@ -77,7 +77,7 @@ class Connection:
 
     def kvstore_route(self, key, size, rank, kvstore, number, slots, sums=None):
         """A `Route` through MXNet's KVStore, where its key is `number`. slots: an array of shape
-        (processes, `LIMBS`, size) that nothing else uses. sums: the number and the array, of
+        (processes, `THIRDS`, size) that nothing else uses. sums: the number and the array, of
         `packed_size`, of a key that the store adds up."""
         arguments = KVStoreSlots(
             pushpull=_address(mxnet.base._LIB.MXKVStorePushPull),

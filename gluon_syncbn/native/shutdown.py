@@ -134,8 +134,8 @@ def _let_the_last_step_end():
     return end
 
 
-def release_at_the_end():
-    """Installs the hooks, once the operator is registered."""
+def install():
+    """Installs the hooks. The operator is registered by then."""
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
     # Registered later, called earlier: before MXNet's own hook.
     atexit.register(_at_exit)

@@ -7,9 +7,9 @@ from mxnet.context import Context
 
 from .. import native
 from ..graph.blocks import check_block
-from ..graph.hooks import layers_of
+from ..graph.compiled import layers_of
+from ..trainers import after_update, before_adding_up, check_trainer, clear, trained, trainers
 from .steps import end_step, give_up, take_part
-from .trainer import after_update, before_adding_up, check_trainer, clear, trained, trainers
 
 
 class participants:

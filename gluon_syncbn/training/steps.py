@@ -6,7 +6,7 @@ import weakref
 import mxnet as mx
 
 from .. import native
-from .trainer import before_adding_up
+from ..trainers import before_adding_up
 
 # Of a call outside graphs that have several nodes of its layer.
 _NO_NODE = -1

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -235,6 +236,27 @@ def start_several(start, script, size, *options):
         own = {"SLURM_PROCID": str(rank), "DMLC_NODE_HOST": f"127.0.0.{1 + rank}"}
         launchers[rank] = start(script, *SRUN[1].split(), *options, **variables, **own)
     return launchers
+
+
+RENAMED = "import sys; sys.argv[0] = 'renamed'; import mxnet_launch; mxnet_launch.gluon_syncbn()"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["-m", "gluon_syncbn.launch"], ["-m", "gluon_syncbn", "launch"], ["-c", RENAMED, "launch"]],
+)
+def test_the_launcher_becomes_no_server(command, tmp_path):
+    """As it would by importing MXNet: then it would wait for the scheduler."""
+    environment = {**os.environ, **ALONE, "DMLC_ROLE": "server"}
+    run = subprocess.run(
+        [sys.executable, *command, "--help"],
+        cwd=tmp_path,
+        env=environment,
+        timeout=60,
+        text=True,
+        stdout=subprocess.PIPE,
+    )
+    assert run.returncode == 0 and run.stdout.startswith("usage: ")
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])

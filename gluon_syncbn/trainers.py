@@ -82,7 +82,9 @@ def clear(gradient):
         mx.nd.zeros_like(gradient, out=gradient)
 
 
-def _calling(method, before=(), after=()):
+def calling(method, before=(), after=()):
+    """Wraps a function of Trainer."""
+
     @functools.wraps(method)
     def calling(trainer, *args, **kwargs):
         for function in list(before):
@@ -94,10 +96,3 @@ def _calling(method, before=(), after=()):
         return result
 
     return calling
-
-
-# On the class: others replace functions of a Trainer, and subclasses replace _allreduce_grads.
-Trainer.__init__ = _calling(Trainer.__init__)
-Trainer.step = _calling(Trainer.step, before=before_adding_up)
-Trainer.allreduce_grads = _calling(Trainer.allreduce_grads, before=before_adding_up)
-Trainer._update = _calling(Trainer._update, after=after_update)

@@ -1,12 +1,10 @@
-"""What the package adds where MXNet compiles graphs. On the classes: a function stored in a block
-would be shared by its copies."""
+"""What the package adds where MXNet compiles graphs and runs them."""
 
 import functools
 import weakref
 
 from mxnet import autograd
-from mxnet.gluon import HybridBlock, SymbolBlock
-from mxnet.symbol import Symbol
+from mxnet.gluon import SymbolBlock
 
 from .. import native
 from ..layers.batch_norm import SyncBatchNorm
@@ -15,25 +13,41 @@ from .fusion import fused, is_fusing
 from .symbol_block import SyncGraph
 from .symbols import OUR_OPERATOR, Graph, with_node_ids
 
-_get_graph, _call_cached_op = HybridBlock._get_graph, HybridBlock._call_cached_op
+
+def compiling(get_graph):
+    """Wraps ``HybridBlock._get_graph``, which traces what MXNet compiles."""
+
+    @functools.wraps(get_graph)
+    def get_graph_to_compile(block, *args):
+        forget_old_graph(block)
+        # A SymbolBlock has nothing but its graph.
+        if block._cached_graph and not isinstance(block, SymbolBlock) and _is_of_others(block):
+            block._clear_cached_op()
+        if is_fusing(block) and not block._cached_graph:
+            inputs, symbol = get_graph(block, *args)
+            block._cached_graph = inputs, fused(symbol)
+        inputs, symbol = get_graph(block, *args)
+        return inputs, with_node_ids(symbol)
+
+    return get_graph_to_compile
 
 
-@functools.wraps(_get_graph)
-def _get_graph_to_compile(block, *args):
-    forget_old_graph(block)
-    # A SymbolBlock has nothing but its graph.
-    if block._cached_graph and not isinstance(block, SymbolBlock) and _is_of_others(block):
-        block._clear_cached_op()
-    if is_fusing(block) and not block._cached_graph:
-        inputs, symbol = _get_graph(block, *args)
-        block._cached_graph = inputs, fused(symbol)
-    inputs, symbol = _get_graph(block, *args)
-    return inputs, with_node_ids(symbol)
+def calling(call_cached_op):
+    """Wraps ``HybridBlock._call_cached_op``, which runs it."""
+
+    @functools.wraps(call_cached_op)
+    def call(block, *args):
+        forget_old_graph(block)
+        _refuse_op_hooks(block)
+        result = call_cached_op(block, *args)
+        if autograd.is_training() and not native.trains() and _has_ours(block):
+            native.note_training()
+        return result
+
+    return call
 
 
-@functools.wraps(_call_cached_op)
-def _call_without_op_hooks(block, *args):
-    forget_old_graph(block)
+def _refuse_op_hooks(block):
     for layer in layers_of(block) if block._callback and autograd.is_training() else ():
         for devices in layer.device_groups():
             if len(devices) > 1 and not layer.settings()["use_global_stats"]:
@@ -45,10 +59,6 @@ def _call_without_op_hooks(block, *args):
                     "device per process while you look, or return the arrays from the net and "
                     "read them once it was called on all devices."
                 )
-    result = _call_cached_op(block, *args)
-    if autograd.is_training() and not native.trains() and _has_ours(block):
-        native.note_training()
-    return result
 
 
 # {block: (what it has compiled, whether it has a node of ours)}
@@ -85,14 +95,11 @@ def layers_of(net):
                 yield each._layer
 
 
-def _with_node_ids(bind):
+def numbering(bind):
+    """Wraps ``Symbol.bind`` and ``simple_bind``."""
+
     @functools.wraps(bind)
-    def numbering(symbol, *args, **kwargs):
+    def bind_numbered(symbol, *args, **kwargs):
         return bind(with_node_ids(symbol), *args, **kwargs)
 
-    return numbering
-
-
-Symbol.bind, Symbol.simple_bind = map(_with_node_ids, (Symbol.bind, Symbol.simple_bind))
-HybridBlock._get_graph = _get_graph_to_compile
-HybridBlock._call_cached_op = _call_without_op_hooks
+    return bind_numbered

@@ -1,0 +1,56 @@
+"""What the package replaces in MXNet, and adds to the process, when it is imported.
+
+In the order of the table in docs/design.md, which says what each is for. Functions of classes are
+replaced in the class: one stored in an object would be shared by its copies, and others replace
+those of a single Trainer.
+"""
+
+from functools import partial
+
+import mxnet as mx
+from mxnet.gluon import HybridBlock, Trainer
+from mxnet.module.executor_group import DataParallelExecutorGroup
+from mxnet.symbol import Symbol
+
+from . import trainers
+from .distributed import kvstore
+from .graph import compiled, modules, static_shape, unknown_shapes
+from .native import failures, library, shutdown
+
+# Where, the name of a function, what wraps it.
+_WAITS = [
+    (mx.base._LIB, name, partial(failures.waiting, arrays=arrays, reads=reads))
+    for name, arrays, reads in (
+        ("MXNDArrayWaitToRead", lambda array: [array], True),
+        ("MXNDArrayWaitToWrite", lambda array: [array], False),
+        ("MXNDArraySyncCopyToCPU", lambda array, *_: [array], True),
+        ("MXNDArraySave", lambda _file, _count, arrays, *_: arrays, True),
+        ("MXNDArrayWaitAll", lambda: [], False),
+    )
+]
+_adding = partial(trainers.calling, before=trainers.before_adding_up)
+_HOOKS = [
+    (HybridBlock, "_get_graph", compiled.compiling),
+    (Symbol, "bind", compiled.numbering),
+    (Symbol, "simple_bind", compiled.numbering),
+    (HybridBlock, "_call_cached_op", compiled.calling),
+    (DataParallelExecutorGroup, "__init__", modules.making_layers),
+    (DataParallelExecutorGroup, "forward", modules.noting_training),
+    (mx.nd.CachedOp, "__init__", static_shape.with_statistics_as_data),
+    (Symbol, "_infer_shape_impl", unknown_shapes.inferring_by_stock),
+    (Symbol, "_infer_type_impl", unknown_shapes.inferring_by_stock),
+    (Symbol, "simple_bind", unknown_shapes.binding_by_stock),
+    (Trainer, "__init__", trainers.calling),
+    (Trainer, "step", _adding),
+    (Trainer, "allreduce_grads", _adding),
+    (Trainer, "_update", partial(trainers.calling, after=trainers.after_update)),
+    (mx.kv, "create", kvstore.bounded),
+]
+
+
+def install():
+    shutdown.install()
+    # Under the naive engine no call waits for another. A copy into an array, with which others
+    # wait, comes between the calls of two devices.
+    for owner, name, wrap in ([] if library.NAIVE_ENGINE else _WAITS) + _HOOKS:
+        setattr(owner, name, wrap(getattr(owner, name)))
