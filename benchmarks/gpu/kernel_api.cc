@@ -6,7 +6,7 @@
 
 #include "api/exports.h"
 #include "cuda/backend.h"
-#include "cuda/passes.h"
+#include "cuda/pass.h"
 
 using namespace gluon_syncbn;
 

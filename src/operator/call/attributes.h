@@ -19,7 +19,7 @@ struct Attributes {
   Epilogue epilogue;
   // Whether an input is added before the activation.
   bool residual = false;
-  // Backward recovers x from y.
+  // Backward finds z = normalize(x) from y, and x is not kept.
   bool inplace = false;
   // Traced for GPUs: without the layout copies that oneDNN needs on the CPU.
   bool gpu_only = false;

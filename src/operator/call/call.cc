@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "call/process.h"
-#include "cpu/passes.h"
-#include "cuda/passes.h"
+#include "cpu/pass.h"
+#include "cuda/pass.h"
 #include "mxnet/operations.h"
 
 namespace gluon_syncbn {

@@ -223,7 +223,7 @@ class BackwardChannels {
                 static_cast<const T*>(p.epilogue.activation == Activation::kNone ? nullptr
                                       : p.y                                      ? p.y
                                                                                  : p.x),
-                p.lacks_x() ? static_cast<A>(1 / p.epilogue.slope) : A{0}},
+                p.from_y() ? static_cast<A>(1 / p.epilogue.slope) : A{0}},
         results{static_cast<T*>(p.dx), write_mode_of<T>(p.mode, p.view, p.dx, {p.dy, p.x, p.y}),
                 static_cast<T*>(p.dresidual),
                 write_mode_of<T>(p.residual_mode, p.view, p.dresidual, {p.dy, p.x, p.y})},
@@ -231,8 +231,8 @@ class BackwardChannels {
         statistics_(s),
         begin_(begin) {
     for (int64_t c = begin; c < end; ++c) {
-      if (p.lacks_x()) {
-        recovered_.push_back(
+      if (p.from_y()) {
+        of_z_.push_back(
             statistics_of_normalized(gamma_of<T>(p, c), static_cast<const A*>(p.beta)[c]));
       }
       if (!sources.gate) {
@@ -249,7 +249,7 @@ class BackwardChannels {
   bool has_results() const { return results.dx || results.dresidual; }
   // For channel c and the channels after it.
   const Statistics* statistics(int64_t c) const {
-    return recovered_.empty() ? statistics_ + c : &recovered_[c - begin_];
+    return of_z_.empty() ? statistics_ + c : &of_z_[c - begin_];
   }
   const Gate<A>* gates(int64_t c) const { return &gates_[c - begin_]; }
   const std::vector<Gate<A>>& all_gates() const { return gates_; }
@@ -263,7 +263,7 @@ class BackwardChannels {
   const BackwardShard& shard_;
   const Statistics* const statistics_;
   const int64_t begin_;
-  std::vector<Statistics> recovered_;
+  std::vector<Statistics> of_z_;
   std::vector<Gate<A>> gates_;
 };
 

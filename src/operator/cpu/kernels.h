@@ -12,9 +12,9 @@ struct Kernels {
   void (*forward_sums)(View, const void* x, ChannelSums* sums);
   // y = activation((x - mean) * inv_std * gamma + beta + residual); y may be x.
   void (*forward)(const ForwardShard&, const Statistics*);
-  // sums[c] = {sum(g), sum(g * (x - mean))} for the gradient g of the activation's argument. If x
-  // is recovered, z = (x - mean) * inv_std * gamma + beta takes the place of x, and its mean that
-  // of mean.
+  // sums[c] = {sum(g), sum(g * (x - mean))} for the gradient g of the activation's argument. If
+  // there is y in place of x, z = (x - mean) * inv_std * gamma + beta takes the place of x, and its
+  // mean that of mean.
   void (*backward_sums)(const BackwardShard&, const Statistics*);
   // dx, given the sums and the count of all devices, and dresidual. With zero sums the statistics
   // are constants. dx may be dy.

@@ -55,7 +55,7 @@ struct Sources {
   const T *dy, *x;
   // x or y, which determines the derivative of the activation. Null without an activation.
   const T* gate;
-  // The inverse of the slope if x is recovered from y, otherwise 0.
+  // The inverse of the slope if z is found from y, otherwise 0.
   Arithmetic<T> recovery;
 };
 

@@ -251,7 +251,7 @@ EpilogueTask<A> epilogue_of(const BackwardShard& p) {
   task.activation = p.epilogue.activation;
   const bool activates = task.activation != Activation::kNone;
   task.slope = static_cast<A>(activates ? p.epilogue.slope : 1);
-  task.inverse = static_cast<A>(p.lacks_x() ? 1 / p.epilogue.slope : 1);
+  task.inverse = static_cast<A>(p.from_y() ? 1 / p.epilogue.slope : 1);
   task.v = activates && p.y ? p.y : p.x;
   task.dresidual = p.dresidual;
   task.add_dresidual = p.dresidual && p.residual_mode == WriteMode::kAdd;
@@ -265,7 +265,7 @@ int launch_backward_sums(const BackwardShard& p, const ForBackward& kept, int64_
   const int64_t first = batch * p.view.C;
   const auto run = [&](auto plan) {
     plan.task.dy = p.dy;
-    plan.task.x = p.lacks_x() ? p.y : p.x;
+    plan.task.x = p.from_y() ? p.y : p.x;
     plan.task.statistics = kept.used() + first;
     plan.epilogue = epilogue_of<A>(p);
     if (kept.gates) plan.epilogue.gates = static_cast<const Gate<A>*>(kept.gates) + first;
@@ -353,7 +353,7 @@ int launch_input_gradient(const BackwardShard& p, const void* coefficients, int 
   using A = Arithmetic<T>;
   MapTask task{};
   task.a = p.dy;
-  task.b = p.lacks_x() ? p.y : p.x;
+  task.b = p.from_y() ? p.y : p.x;
   task.to = p.dx;
   task.add = p.dx && p.mode == WriteMode::kAdd;
   task.coefficients = coefficients;

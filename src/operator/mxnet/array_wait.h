@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "mxnet/api.h"
+#include "mxnet/c_api.h"
 #include "mxnet/waits.h"
 
 namespace gluon_syncbn {

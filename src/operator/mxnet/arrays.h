@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "mxnet/api.h"
+#include "mxnet/c_api.h"
 #include "numerics/shards.h"
 
 namespace gluon_syncbn {

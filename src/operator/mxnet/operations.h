@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "mxnet/api.h"
+#include "mxnet/c_api.h"
 
 namespace gluon_syncbn {
 

@@ -85,7 +85,8 @@ struct Epilogue {
   Activation activation = Activation::kNone;
   // The slope for negative arguments; 0 for relu.
   double slope = 0;
-  // The least magnitude of the effective gamma; 0 unless backward recovers x from y.
+  // The least magnitude of the effective gamma; 0 unless backward finds z from y, which
+  // gamma 0 would not allow.
   double least_gamma = 0;
 };
 

@@ -34,9 +34,9 @@ struct ForwardShard {
 
 struct BackwardShard {
   View view;
-  // y is read where x alone does not determine the derivative of the activation. It is null unless
-  // there is an activation after a residual, or x is null and is recovered from y, which needs a
-  // leaky relu.
+  // y is read where x alone does not determine the derivative of the activation: after a residual,
+  // and otherwise null. Or x is null, and z = normalize(x), the argument of a leaky relu, is found
+  // from y (see from_y).
   const void *dy, *x, *y, *gamma, *beta;
   Epilogue epilogue;
   void* dx;
@@ -46,13 +46,14 @@ struct BackwardShard {
   // Output: the sums of this shard alone.
   ChannelSums* sums;
 
-  bool lacks_x() const { return !x; }
+  // Whether what backward reads in the place of x is z = activation^-1(y), which is linear in x.
+  bool from_y() const { return !x; }
 };
 
 // What forward keeps for backward, in the device's memory, for each channel of all batches.
 struct ForBackward {
   Statistics* statistics = nullptr;
-  // On GPUs only: the statistics of z (formulas.h) if x is recovered from y, otherwise null.
+  // On GPUs only: the statistics of z if it is found from y (from_y), otherwise null.
   Statistics* of_z = nullptr;
   // On GPUs only: the gates of the activation, of type Gate; null without an activation.
   void* gates = nullptr;

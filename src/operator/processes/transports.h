@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "mxnet/api.h"
+#include "mxnet/c_api.h"
 #include "processes/outcome.h"
 #include "processes/route.h"
 

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "numerics/passes.h"
+#include "call/pass.h"
 #include "processes/step_record.h"
 #include "rendezvous/types.h"
 

@@ -12,7 +12,7 @@
 #include <tuple>
 #include <vector>
 
-#include "numerics/passes.h"
+#include "call/pass.h"
 #include "processes/layer_messages.h"
 #include "processes/patience.h"
 #include "processes/step_record.h"

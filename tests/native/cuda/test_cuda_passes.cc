@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "cuda/device_fixture.h"
-#include "cuda/passes.h"
+#include "cuda/pass.h"
 #if !defined(SBN_REAL_CUDA)
 #include "ptxsim.h"
 #endif

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "mxnet/api.h"
+#include "mxnet/c_api.h"
 
 namespace gluon_syncbn {
 

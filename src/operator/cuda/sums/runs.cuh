@@ -215,6 +215,7 @@ struct Slices {
 struct SumsTask {
   // N samples of C channels of S values, or, with S = 1, of R rows of C values.
   int64_t N, C, S, R;
+  // x, or y, from which z is found (from_y), with the statistics of either.
   const void *dy, *x;
   const Statistics* statistics;
   // If each channel has one block, the block writes to `sums`. Several blocks write to `work`.
@@ -248,7 +249,7 @@ struct SumsTask {
 template <typename A>
 struct EpilogueTask {
   Activation activation;
-  // The slope of the activation, and that of its inverse if x is recovered from y, otherwise 1.
+  // The slope of the activation, and that of its inverse if z is found from y, otherwise 1.
   A slope, inverse;
   // The array that determines the gates, x or y, and its end.
   const void *v, *v_end;

@@ -2,8 +2,8 @@
 //
 // No C++ object crosses the boundary, as libmxnet was built by GCC 4.8. No header of MXNet is
 // needed.
-#ifndef GLUON_SYNCBN_MXNET_API_H_
-#define GLUON_SYNCBN_MXNET_API_H_
+#ifndef GLUON_SYNCBN_MXNET_C_API_H_
+#define GLUON_SYNCBN_MXNET_C_API_H_
 
 #include <cstdint>
 #include <stdexcept>
@@ -60,4 +60,4 @@ inline MXNetApi mxnet;
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_MXNET_API_H_
+#endif  // GLUON_SYNCBN_MXNET_C_API_H_

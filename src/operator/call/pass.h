@@ -1,8 +1,8 @@
 // A pass is the forward or the backward of one call on one device. It sums its shard; somebody else
 // adds the sums of all devices that share the batch; and with these the pass writes its results. So
 // kernels know nothing of other devices, and what adds the sums knows nothing of kernels.
-#ifndef GLUON_SYNCBN_NUMERICS_PASSES_H_
-#define GLUON_SYNCBN_NUMERICS_PASSES_H_
+#ifndef GLUON_SYNCBN_CALL_PASS_H_
+#define GLUON_SYNCBN_CALL_PASS_H_
 
 #include <cstdint>
 #include <memory>
@@ -40,8 +40,8 @@ class Pass {
   virtual PassSums sums() = 0;
   // Writes the results, given the sums of all devices. Must follow sums().
   virtual void finish(const PassSums& all) = 0;
-  // Both, for a device that shares its batch with no other, and may have several of virtual
-  // devices, or constant statistics.
+  // Both sums() and finish(), for a device that needs the sums of no other: it is the only one that
+  // has the batch, its batch is cut into virtual devices, or the statistics are constants.
   virtual void alone() = 0;
 };
 
@@ -103,4 +103,4 @@ BatchCounts counts_of(const std::vector<Shard>& parts) {
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_NUMERICS_PASSES_H_
+#endif  // GLUON_SYNCBN_CALL_PASS_H_

@@ -1,12 +1,12 @@
 // Forward and backward of one call on a CPU context, by the kernels of kernels.h. All sum their
 // shard, wait for the sums of all, and read it a second time. A context that is alone does both for
 // a few channels at a time where it can, so the second reading finds them in the cache.
-#ifndef GLUON_SYNCBN_CPU_PASSES_H_
-#define GLUON_SYNCBN_CPU_PASSES_H_
+#ifndef GLUON_SYNCBN_CPU_PASS_H_
+#define GLUON_SYNCBN_CPU_PASS_H_
 
 #include <memory>
 
-#include "numerics/passes.h"
+#include "call/pass.h"
 
 namespace gluon_syncbn {
 
@@ -20,4 +20,4 @@ void update_running(DType dtype, void* const (&running)[3], const RunningRule& r
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_CPU_PASSES_H_
+#endif  // GLUON_SYNCBN_CPU_PASS_H_

@@ -1,6 +1,6 @@
 // The kernels compute sums, y and dx; what is left is small, a value or a few for each channel: the
 // statistics from the sums of all, the running statistics, and the gradients of gamma and beta.
-#include "cpu/passes.h"
+#include "cpu/pass.h"
 
 #include <utility>
 
@@ -132,11 +132,11 @@ class CpuBackward : public Pass {
   void add_gradients(int64_t batch) {
     const BackwardShard& part = task_.parts[0];
     for (int64_t c = 0; c < C_; ++c) {
-      // The sums are of (x - mean), or of (x - mean) * inv_std * gamma if x is recovered.
+      // The sums are of (x - mean), or of (x - mean) * inv_std * gamma if z is found from y.
       const double gamma =
           part.gamma ? effective_gamma(parameter(task_.dtype, part.gamma, c), part.epilogue) : 1;
       const double inv_std =
-          part.lacks_x() ? 1 / gamma : task_.kept.statistics[batch * C_ + c].inv_std;
+          part.from_y() ? 1 / gamma : task_.kept.statistics[batch * C_ + c].inv_std;
       dgamma_[c] += own_[c].second.value() * inv_std;
       dbeta_[c] += own_[c].first.value();
     }

@@ -1,7 +1,7 @@
 // A pass queues its kernels and waits for them at its end. GpuPass is the way of the sums to other
 // devices and back; GpuForward and GpuBackward queue what is between, and what follows: one small
 // kernel for all that there is per channel, and then y or dx.
-#include "cuda/passes.h"
+#include "cuda/pass.h"
 
 #include <algorithm>
 #include <exception>
@@ -117,12 +117,12 @@ class GpuForward : public GpuPass<ForwardTask> {
     const int64_t size = batches_ * C_;
     const Epilogue& epilogue = task_.parts[0].epilogue;
     const bool activates = epilogue.activation != Activation::kNone;
-    const bool lacks_x = epilogue.least_gamma > 0;
+    const bool from_y = epilogue.least_gamma > 0;
     Kept kept;
-    kept.memory = cuda_.keep<Statistics>((1 + activates + lacks_x) * size);
+    kept.memory = cuda_.keep<Statistics>((1 + activates + from_y) * size);
     kept.statistics = kept.memory.get();
     kept.gates = activates ? kept.statistics + size : nullptr;
-    kept.of_z = lacks_x ? kept.statistics + (1 + activates) * size : nullptr;
+    kept.of_z = from_y ? kept.statistics + (1 + activates) * size : nullptr;
     return kept;
   }
 

@@ -1,7 +1,7 @@
 // Forward and backward of one call on a GPU. The GPUs of this process read each other's sums once
 // an event has passed. If CPU contexts or other processes take part, the host adds the sums.
-#ifndef GLUON_SYNCBN_CUDA_PASSES_H_
-#define GLUON_SYNCBN_CUDA_PASSES_H_
+#ifndef GLUON_SYNCBN_CUDA_PASS_H_
+#define GLUON_SYNCBN_CUDA_PASS_H_
 
 #include <memory>
 #include <vector>
@@ -16,4 +16,4 @@ std::unique_ptr<Pass> gpu_pass(int device, const std::vector<int>& gpus, const B
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_CUDA_PASSES_H_
+#endif  // GLUON_SYNCBN_CUDA_PASS_H_
