@@ -26,7 +26,11 @@ BLOCK = re.compile(
 )
 # In fences, indented, or between single backquotes.
 CODE = re.compile(r"^```(?:sh)?\n([\s\S]*?)^```$|^    (.*)$|`([^`\n]+)`", re.MULTILINE)
-FILES = re.compile(r"(?<![\w./-])(?:benchmarks|docs|examples|src|tests)/[\w./-]+\.\w+")
+FILES = re.compile(r"(?<![\w./-])(?:benchmarks|docs|examples|src|tests|gluon_syncbn)/[\w./-]+\.\w+")
+# Of the pages for developers, which name sources without their root.
+SOURCES = re.compile(r"`(\w+/[\w/]+\.(?:py|cc|h|cuh|inc))`")
+ROOTS = [ROOT, ROOT / "gluon_syncbn", ROOT / "src" / "operator"]
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 
 
 def name_of(path):
@@ -92,6 +96,19 @@ def test_commands(page, monkeypatch):
 def test_files_that_are_named_exist(page):
     for name in FILES.findall(page.read_text("utf-8")):
         assert (ROOT / name).exists() or "NAME" in name, name
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
+def test_sources_that_are_named_exist(page):
+    for name in SOURCES.findall((ROOT / page).read_text("utf-8")):
+        assert any((root / name).exists() for root in ROOTS), name
+
+
+def test_the_map_of_contributing_names_what_is_there():
+    rows = re.findall(r"^\| .*? ?\| `(\S+)` \| .*?`(\w+)\W", CONTRIBUTING, re.MULTILINE)
+    assert len(rows) > 12
+    for name, function in rows:
+        assert function in (ROOT / name).read_text("utf-8"), (name, function)
 
 
 def test_reference_has_all_public_names():
