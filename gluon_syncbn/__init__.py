@@ -11,6 +11,8 @@ gluon_syncbn``, starts processes and works with files.
 import importlib
 import sys
 
+import mxnet_compat
+
 from ._version import __version__
 
 __all__ = [
@@ -35,15 +37,21 @@ __all__ = [
 ]
 
 
+def _public():
+    return importlib.import_module(".public", __name__)
+
+
 def __getattr__(name):
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(".public", __name__), name)
+    return getattr(_public(), name)
 
 
-# "-m" is the name of the program while Python looks for `gluon_syncbn` or `gluon_syncbn.launch` to
-# run it. The launcher must not import MXNet, which would turn it into a server or scheduler if the
-# environment says so, and the doctor reports problems with it. For a user's module that a command
-# imports, the names above come later.
-if sys.argv[:1] != ["-m"]:
+# While Python looks for a module to run, that is the program's name: "-m", or with a profiler the
+# module's. The launcher must not import MXNet, which would turn it into a server or scheduler if
+# the environment says so, and the doctor reports problems with it. Others that come here, as a
+# user's package may be run too, get the package when they use it, or import MXNet.
+if sys.argv[0] in ("-m", "gluon_syncbn", "gluon_syncbn.launch") and "mxnet" not in sys.modules:
+    mxnet_compat.after_mxnet.append(_public)
+else:
     from .public import *

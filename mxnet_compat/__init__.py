@@ -16,8 +16,8 @@ changes.
 """
 
 from .environment import inherit, is_needed, options
-from .hook import install
+from .hook import after_mxnet, install
 
-__all__ = ["inherit", "is_needed", "options"]
+__all__ = ["after_mxnet", "inherit", "is_needed", "options"]
 
 install()

@@ -4,6 +4,8 @@ import sys
 
 # As in fixes.py.
 _FIXED = ("mxnet", "onnx", "PIL.Image")
+# Functions to call once mxnet has been imported.
+after_mxnet = []
 
 
 def install():
@@ -61,3 +63,5 @@ class _Loader:
         before()
         self._loader.exec_module(module)
         after(module)
+        for function in after_mxnet if module.__name__ == "mxnet" else ():
+            function()

@@ -395,10 +395,13 @@ def test_other_modules_find_the_package_whole(tmp_path):
     """`python -m` imports the package of a module before it runs the module, as with our own."""
     package = tmp_path / "my_gluon_syncbn"
     package.mkdir()
-    (package / "__init__.py").write_text("from gluon_syncbn import SyncBatchNorm\n")
-    (package / "launch.py").write_text("print(__name__)\n")
-    done = process("gluon_syncbn", run=["-m", "my_gluon_syncbn.launch"], path=[tmp_path])
-    assert done.stdout == "__main__\n", done.stderr
+    (package / "launch.py").write_text(
+        "import mxnet\nprint(mxnet.nd.CachedOp.__init__.__wrapped__ and __name__)\n"
+    )
+    for imports in ("from gluon_syncbn import SyncBatchNorm", "import gluon_syncbn"):
+        (package / "__init__.py").write_text(f"{imports}\nimport mxnet\n")
+        done = process("gluon_syncbn", run=["-m", "my_gluon_syncbn.launch"], path=[tmp_path])
+        assert done.stdout == "__main__\n", done.stderr
 
 
 @pytest.mark.parametrize(
