@@ -1,6 +1,5 @@
 """python -m gluon_syncbn export, convert, inspect and doctor."""
 
-import json
 import os
 import re
 import shutil
@@ -74,7 +73,6 @@ def folder(tmp_path_factory):
     net.export(str(folder / "bad"))
     (folder / "text.params").write_text("weights")
     (folder / "text-symbol.json").write_text("a graph")
-    (folder / "nested-symbol.json").write_text("[" * 100_000)
     os.mkfifo(folder / "pipe-symbol.json")
     os.mkfifo(folder / "pipe.params")
     whole = (folder / "own-0003.params").read_bytes()
@@ -82,9 +80,6 @@ def folder(tmp_path_factory):
     shutil.copy(folder / "own-symbol.json", folder / "half-symbol.json")
     text = (folder / "own-symbol.json").read_text()
     (folder / "unknown-symbol.json").write_text(text.replace('"Convolution"', '"NoSuchOperator"'))
-    looped = json.loads(text)
-    looped["nodes"][-1]["inputs"][0] = [len(looped["nodes"]) - 1, 0, 0]
-    (folder / "looped-symbol.json").write_text(json.dumps(looped))
     (key,) = (key for key in last if key.endswith("conv0_weight"))
     mx.nd.save(str(folder / "wider.params"), {**last, key: mx.nd.ones((16, 3, 3, 3))})
     mx.nd.save(str(folder / "none.params"), {"weight": mx.nd.ones(3)})
@@ -225,11 +220,9 @@ def test_checkpoints_of_modules(run, tmp_path, operator, settings):
         ("inspect missing", "missing-symbol.json cannot be read (No such file"),
         ("inspect text.params", "text.params is not a file of parameters that MXNet can load"),
         ("inspect text", f"text-symbol.json is not a graph that MXNet {mx.__version__} can load"),
-        ("inspect nested", "nested-symbol.json is not a graph"),
         ("inspect pipe", "pipe-symbol.json cannot be read (this is a device or a pipe)"),
         ("inspect pipe.params", "pipe.params cannot be read (this is a device or a pipe)"),
         ("inspect unknown", "unknown-symbol.json is not a graph"),
-        ("inspect looped --params c.params", "precedes its inputs"),
         ("inspect half", "half-0000.params is not a file of parameters"),
         ("inspect own --params c.params", "c.params lacks 12 of the 13 names in own-symbol.json"),
         (
