@@ -131,8 +131,7 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
         If the net cannot be traced or has third-party custom operators, or if the files' outputs
         differ from the net's by more than 1e-5 of the largest value, and by more than ten times the
         effect of rounding its parameters. If the ONNX model cannot be made or its outputs differ by
-        more than 1e-5 (float16: 3e-2). The error names every operator that MXNet's converter lacks.
-        Nothing is written.
+        more than 1e-5 (float16: 3e-2). Nothing is written.
     FileError
         An OSError: a file cannot be written.
     MXNetError

@@ -105,7 +105,7 @@ def test_operators_and_settings_that_onnx_lacks_are_named(assert_refused):
     unknown = nn.HybridLambda(lambda F, x: F.smooth_l1(F.sinh(F.smooth_l1(x))))
     net = conv_net(unknown)
     ready(net, (2, 3, 6, 6))
-    assert_refused(net, (2, 3, 6, 6), r"^(?!.*Convolution).*sinh \(.*smooth_l1 \(")
+    assert_refused(net, (2, 3, 6, 6), r"^(?!.*Convolution).*: sinh, smooth_l1\.")
     net = sequential(sbn.SyncBatchNorm(axis=-1))
     ready(net, (2, 3, 6, 6))
     assert_refused(net, (2, 3, 6, 6), "axis != 1")
@@ -128,8 +128,7 @@ def test_suppression_by_class_is_refused_where_no_box_would_show_it(assert_refus
 
 
 def test_a_net_that_amplifies_rounding_is_refused(assert_refused):
-    """The net's own output changes as much when the input is rounded differently."""
     chaotic = nn.HybridLambda(lambda F, x: F.sin(1e5 * x))
     net = sequential(nn.Conv2D(4, 3, in_channels=64), chaotic)
     ready(net, (1, 64, 16, 16))
-    assert_refused(net, (1, 64, 16, 16), r"by \S+ of .* the net amplifies rounding, as")
+    assert_refused(net, (1, 64, 16, 16), r"by \S+ of .* the net amplifies rounding")
