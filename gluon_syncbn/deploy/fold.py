@@ -11,31 +11,12 @@ _NO_BIAS = {"Convolution": "False", "Deconvolution": "True", "FullyConnected": "
 
 
 def fold(graph, arrays, dtype=None):
-    r"""Folds each ``BatchNorm`` of a Graph in inference into the convolution, transposed
-    convolution or dense layer before it, where that gives the same outputs.
+    """Folds each ``BatchNorm`` of a Graph in inference into the convolution, transposed convolution
+    or dense layer before it, where that gives the same outputs: the formula is in the docstring of
+    ``export``. Computes in float64 and rounds once to `dtype`, by default that of the weight.
 
-    With :math:`k_c = \gamma_c / \sqrt{\sigma_c^2 + \epsilon}`, weight W and bias b of the layer:
-
-    .. math:: W'_c = k_c W_c \qquad b'_c = k_c (b_c - \mu_c) + \beta_c
-
-    computed in float64 and rounded once to `dtype`, by default that of the weight.
-
-    A node stays if something else uses the layer's output or weight, if it normalizes an axis other
-    than the layer's channels, or if a folded value would not be finite.
-
-    Parameters
-    ----------
-    graph : Graph
-        Changed in place.
-    arrays : dict of str to NDArray
-        The parameters. Changed in place.
-
-    Returns
-    -------
-    folded : list of str
-        Names of the folded nodes.
-    left : dict of str to str
-        {name of a node that stays: reason}.
+    Changes the graph and arrays {name: NDArray}. Returns the names of the folded nodes, and {name
+    of a node that stays: reason}.
     """
     folded, left = [], {}
     for norm in [node for node in graph.nodes() if node.op == "BatchNorm"]:
