@@ -2,7 +2,7 @@
 
 launch    the processes of a distributed training; also python -m gluon_syncbn.launch
 export    a checkpoint to stock MXNet and ONNX, folded or not
-convert   a symbol to stock operators, or the dtype in a .params file
+convert   a symbol to stock operators
 inspect   a table of the normalization layers of a checkpoint and their running statistics
 doctor    versions, devices, native parts and a test of two devices, with remedies
 
@@ -122,17 +122,10 @@ def _parser():
 
     convert = add(
         "convert",
-        "Convert one file.\n\nA symbol: each kind of batch normalization becomes the stock "
-        "operator BatchNorm.\nA .params file: the values become those of --dtype.",
+        "Convert a symbol: each kind of batch normalization becomes the stock operator BatchNorm.",
     )
-    convert.add_argument("file", metavar="FILE", help="a -symbol.json or a .params file")
+    convert.add_argument("file", metavar="FILE", help="a -symbol.json file")
     convert.add_argument("-o", "--output", required=True, metavar="FILE", help="may be FILE itself")
-    convert.add_argument(
-        "--dtype",
-        choices=_DTYPES,
-        help="dtype of the parameters, as by net.cast: with float16, the parameters of batch "
-        "normalization are float32",
-    )
 
     inspect = add(
         "inspect",

@@ -1,7 +1,6 @@
 """The commands export, convert and inspect."""
 
 import collections
-import contextlib
 import glob
 import importlib
 import os
@@ -12,14 +11,12 @@ import mxnet as mx
 import numpy as np
 from mxnet.gluon import Block
 
-from ..deploy.dtypes import cast
-from ..deploy.export import Target, check_prefix, write_graph
+from ..deploy.export import Target, check_target, write_graph
 from ..deploy.export import export as export_net
 from ..deploy.files import (
     FileError,
     as_saved,
     bytes_writer,
-    parameter_writer,
     read_parameters,
     read_symbol,
     write_all,
@@ -32,20 +29,17 @@ from ..graph.symbols import (
     ExportError,
     Graph,
     Node,
-    integers,
     make_stock,
     settings_of,
     taken_apart,
 )
 from ..layers.batch_norm import SyncBatchNorm
-from ..layers.operator import is_bfloat16, is_true
+from ..layers.operator import is_true
 
 ERRORS = (ExportError, FileError, ValueError)
 
 _SYMBOL = "-symbol.json"
-_ROLE = re.compile(
-    r"^(?:arg:|aux:)?(.*?)[_.]?(gamma|beta|(?:running|moving)_(?:mean|var)|num_batches_tracked)$"
-)
+_ROLE = re.compile(r"^(?:arg:|aux:)?(.*?)[_.]?(gamma|beta|(?:running|moving)_(?:mean|var))$")
 # The losses of Modules: what they compute in inference, where they do not read their label.
 _LOSSES = {
     "SoftmaxOutput": "softmax",
@@ -60,15 +54,15 @@ _LARGEST = {"running_mean": 1e4, "running_var": 1e8, "gamma": 1e3, "beta": 1e3}
 
 
 def export(options):
-    shapes = options.input_shape
-    if options.onnx and not shapes:
-        raise ValueError("--onnx needs --input-shape, such as 1,3,224,224.")
-    check_prefix(options.output)
-    if options.epoch not in range(10000):
-        raise ValueError(f"--epoch is {options.epoch}: give a number from 0 to 9999.")
     target = Target(
-        options.output, options.epoch, options.fold, options.onnx, shapes, options.dtype
+        options.output,
+        options.epoch,
+        options.fold,
+        options.onnx,
+        options.input_shape,
+        options.dtype,
     )
+    check_target(target)
     if options.net:
         result = export_net(_load_net(options), *target)
     else:
@@ -88,11 +82,6 @@ def export(options):
 
 
 def convert(options):
-    if _is_parameters(options.file):
-        _convert_parameters(options)
-        return 0
-    if options.dtype:
-        raise ValueError(f"--dtype is for .params files, and {options.file} is not one.")
     graph = Graph(read_symbol(options.file))
     before, variables = _count(graph), graph.variables()
     make_stock(graph)
@@ -106,21 +95,6 @@ def convert(options):
             "SymbolBlock.imports ignores it with ignore_extra=True)"
         )
     return 0
-
-
-def _convert_parameters(options):
-    arrays = read_parameters(options.file)
-    if not options.dtype:
-        raise ValueError(f"{options.file} is a .params file: give the new dtype with --dtype.")
-    dtypes = dict.fromkeys(arrays, options.dtype)
-    if options.dtype == "float16":
-        # As net.cast does.
-        for _, roles in _norms(arrays):
-            dtypes.update(dict.fromkeys(roles.values(), "float32"))
-    arrays = {name: _cast(name, a, dtypes[name]) for name, a in arrays.items()}
-    with as_saved(options.file):
-        write_all({options.output: parameter_writer(arrays)})
-    print(f"{options.output}: {len(arrays)} parameters")
 
 
 def inspect(options):
@@ -172,9 +146,7 @@ def _make_net(options):
     module, _, function = options.net.partition(":")
     if not function:
         raise ValueError(f"--net is {options.net!r}: give package.module:function.")
-    # Like python -c: modules are found in the current folder.
-    folder = os.getcwd()
-    sys.path.insert(0, folder)
+    sys.path.insert(0, os.getcwd())  # Like python -c.
     try:
         net = getattr(importlib.import_module(module), function)()
     except (Exception, SystemExit) as error:  # The user's code may raise anything.
@@ -182,11 +154,6 @@ def _make_net(options):
             f"--net {options.net} failed ({type(error).__name__}: {error}): name a function "
             "without arguments that returns the net."
         ) from error
-    finally:
-        # The user's code may have changed the folder, and file names are relative to this one.
-        os.chdir(folder)
-        with contextlib.suppress(ValueError):
-            sys.path.remove(folder)
     if not isinstance(net, Block):
         raise ValueError(f"--net {options.net} returned {type(net).__name__}: a net was expected.")
     return net
@@ -236,16 +203,6 @@ def _load_graph(options):
             "--inputs."
         )
     arrays = {name: arrays[name] for name in names if name not in inputs}
-    for node in graph.nodes():
-        expected = integers(node.attrs.get("__shape__", ""))
-        found = arrays[node.name].shape if node.name in arrays else expected
-        # 0 and -1 stand for an unknown size.
-        pairs = zip(found, expected)
-        if expected and (len(found) != len(expected) or any(m not in (n, 0, -1) for n, m in pairs)):
-            raise FileError(
-                f"{parameters} does not fit {path}: {node.name} is {found}, {expected} was "
-                "expected; name the parameters of this symbol with --params."
-            )
     return graph, arrays, inputs, parameters
 
 
@@ -274,22 +231,6 @@ def _last_epoch(prefix, path):
 
 def _plain(arrays):
     return {re.sub("^(arg|aux):", "", name): array for name, array in arrays.items()}
-
-
-def _norms(names):
-    """[(name of a layer, {role: name})] for the batch normalization among parameter names."""
-    layers = collections.defaultdict(dict)
-    for name in names:
-        if found := _ROLE.match(name):
-            layers[found[1]][found[2].replace("moving", "running")] = name
-    # LayerNorm and others have no running statistics.
-    return [pair for pair in layers.items() if pair[1].keys() & {"running_mean", "running_var"}]
-
-
-def _cast(name, array, dtype):
-    if is_bfloat16(array.dtype):
-        array = array.astype("float32")
-    return cast(name, array, dtype) if np.dtype(array.dtype).kind == "f" else array
 
 
 def _count(graph):
@@ -325,9 +266,13 @@ def _rows_of_graph(graph, arrays):
 
 
 def _rows_of_names(arrays):
-    for layer, roles in _norms(name for name, array in arrays.items() if array.ndim == 1):
-        if {"running_mean", "running_var"} <= roles.keys():
-            own = {role: arrays[roles[role]] for role in ROLES if role in roles}
+    layers = collections.defaultdict(dict)
+    for name, array in arrays.items():
+        if array.ndim == 1 and (found := _ROLE.match(name)):
+            layers[found[1]][found[2].replace("moving", "running")] = array
+    for layer, own in layers.items():
+        # LayerNorm and others have no running statistics.
+        if {"running_mean", "running_var"} <= own.keys():
             yield layer, "unknown", own, False
 
 

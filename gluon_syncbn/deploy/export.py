@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import os
+from operator import index
 from typing import Dict, NamedTuple, Optional, Tuple
 
 import mxnet as mx
@@ -13,7 +14,6 @@ from ..graph.blocks import check_block
 from ..graph.symbols import (
     ExportError,
     Graph,
-    Node,
     is_in_place,
     is_random,
     make_stock,
@@ -143,15 +143,14 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
     Integer-Arithmetic-Only Inference, CVPR 2018, section 3.2, for folding.
     """
     check_block(net, "export")
-    shapes = _check_shapes(input_shape)
-    _check_arguments(path, epoch, onnx, shapes, dtype)
+    target = Target(path, epoch, fold, onnx, _check_shapes(input_shape), dtype)
+    check_target(target)
     # With static_shape, MXNet does not wait for the last running statistics of its own layers.
     mx.nd.waitall()
     parameters = parameters_of(net)
-    symbol, inputs = trace(net, shapes, parameters)
+    symbol, inputs = trace(net, target.shapes, parameters)
     graph = Graph(symbol)
     used = used_parameters(parameters, graph, inputs)
-    target = Target(path, epoch, fold, onnx, shapes, dtype)
 
     def run_net(values, data):
         by_parameter = {used[name]: array for name, array in values.items()}
@@ -183,7 +182,7 @@ class Target(NamedTuple):
 
 
 def write_graph(graph, arrays, inputs, target, title, run=None):
-    """Exports a Graph with any kind of batch normalization.
+    """Exports a Graph with any kind of batch normalization, for a target that was checked.
 
     arrays: {name: NDArray}; inputs: names; run(arrays, {input: NumPy array}): the outputs that the
     files must have, by default those of the graph as it is. Changes the graph and arrays.
@@ -201,16 +200,18 @@ def write_graph(graph, arrays, inputs, target, title, run=None):
     make_stock(graph)
     _require_stock(graph)
     graph.name_apart()
-    inputs, shapes = _used(graph, inputs, shapes, title)
+    # Inference may not read all of them.
+    names = graph.variables()
+    inputs = [name for name in inputs if name in names]
     if onnx is not None:
-        _require_onnx(graph, arrays, dtype)
+        _require_repeatable(graph)
     _prepare(graph, arrays, dtype)
     folded, left = fold_graph(graph, arrays, dtype) if fold else ([], {})
     if dtype:
         cast_all(graph, arrays, dtype)
     write_types(graph, arrays)
     symbol = graph.symbol()
-    named = dict(zip(inputs, shapes or ()))
+    named = {name: all_shapes[name] for name in inputs} if shapes else {}
     dtype_of_inputs = input_dtype(graph, symbol, arrays, inputs)
     if named:
         _check_inference(symbol, named)
@@ -262,58 +263,37 @@ def _prepare(graph, arrays, dtype):
 
 def _check_shapes(input_shape):
     """A list of shapes, or None."""
-
-    def is_shape(value):
-        return (
-            isinstance(value, (tuple, list))
-            and value
-            and all(isinstance(n, (int, np.integer)) and n > 0 for n in value)
-        )
-
     if input_shape is None:
         return None
-    shapes = [input_shape] if is_shape(input_shape) else input_shape
-    if isinstance(shapes, (tuple, list)) and shapes and all(map(is_shape, shapes)):
-        return [tuple(map(int, shape)) for shape in shapes]
+    try:
+        is_one = np.ndim(input_shape[0]) == 0
+        shapes = [tuple(map(index, each)) for each in ([input_shape] if is_one else input_shape)]
+    except (TypeError, LookupError):
+        shapes = []
+    if shapes and all(shapes) and min(map(min, shapes)) > 0:
+        return shapes
     raise ValueError(
         f"input_shape is {input_shape!r}: give a tuple of positive integers such as "
         "(1, 3, 224, 224), or a list of such tuples for several inputs."
     )
 
 
-def check_prefix(path):
-    """Raises ValueError if the prefix of the files is a folder."""
+def check_target(target):
+    """Raises ValueError, or ExportError if the packages for ONNX are missing."""
+    path = os.fspath(target.path)
     if os.path.basename(path) in ("", ".", ".."):
         raise ValueError(
-            f"path is {os.fspath(path)!r}: add the name that the files in that folder begin with, "
-            "such as model of model-symbol.json."
+            f"path is {path!r}: add the name that the files in that folder begin with, such as "
+            "model of model-symbol.json."
         )
-
-
-def _check_arguments(path, epoch, onnx, shapes, dtype):
-    for name, value in (("path", path), ("onnx", "" if onnx is None else onnx)):
-        if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes):
-            raise ValueError(f"{name} is {value!r}: give the name of a file, str or pathlib.Path.")
-    check_prefix(path)
-    whole = isinstance(epoch, (int, np.integer)) and not isinstance(epoch, bool)
-    if not (whole and 0 <= epoch < 10000):
-        raise ValueError(f"epoch is {epoch!r}: give an integer from 0 to 9999.")
-    if onnx is not None:
-        if shapes is None:
-            raise ValueError("onnx= needs input_shape, such as (1, 3, 224, 224).")
+    if target.epoch not in range(10000):
+        raise ValueError(f"epoch is {target.epoch!r}: give an integer from 0 to 9999.")
+    if target.onnx is not None:
+        if target.shapes is None:
+            raise ValueError("onnx needs input_shape, such as (1, 3, 224, 224).")
         onnx_model.load_onnx()
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}: give one of {', '.join(DTYPES)}, or None.")
-
-
-def _used(graph, inputs, shapes, title):
-    """The inputs that inference reads, and their shapes."""
-    names = graph.variables()
-    unused = [name for name in inputs if name not in names]
-    if unused:
-        _log.info("export: %s does not use %s in inference.", title, ", ".join(unused))
-    used = [i for i, name in enumerate(inputs) if name in names]
-    return [inputs[i] for i in used], shapes and [shapes[i] for i in used]
+    if target.dtype is not None and target.dtype not in DTYPES:
+        raise ValueError(f"dtype is {target.dtype!r}: give one of {', '.join(DTYPES)}, or None.")
 
 
 def _require_stock(graph):
@@ -325,59 +305,35 @@ def _require_stock(graph):
         )
 
 
-def _require_onnx(graph, arrays, dtype):
-    """The outputs must not be random, and MXNet's converters must know the dtype."""
-
+def _require_repeatable(graph):
     random = {node.op for node in filter(is_random, graph.all_nodes())}
     if random:
         raise ExportError(
             f"The net draws random numbers in inference ({', '.join(sorted(random))}), so ONNX "
             "Runtime's outputs cannot be compared with MXNet's: export it without onnx=."
         )
-    if not dtype and any(is_bfloat16(array.dtype) for array in arrays.values()):
-        raise ExportError(
-            "MXNet cannot convert the net's bfloat16 parameters to ONNX: give dtype='float32'."
-        )
 
 
 def _set_fixed_gammas(graph, arrays):
     """Writes 1 for each gamma that ``fix_gamma`` fixes: MXNet overwrites the value, and other
     readers may ignore the flag."""
-
-    def is_fixed(node):
-        return node and node.op == "BatchNorm" and settings_of(node).fix_gamma
-
-    users = graph.users()
-    for norm in filter(is_fixed, graph.nodes()):
-        gamma, _ = norm.inputs[1]
-        if gamma.name in arrays:
-            ones = mx.nd.ones_like(arrays[gamma.name])
-            if not all(is_fixed(user) and number == 1 for user, number in users[id(gamma)]):
-                gamma = Node("null", graph.free_name(f"{norm.name}_gamma"))
-                norm.inputs[1] = gamma, 0
-            arrays[gamma.name] = ones
-    # Subgraphs refer to the same parameters by name.
-    for norm in filter(is_fixed, graph.all_nodes()):
-        name = norm.inputs[1][0].name
-        if name in arrays:
-            arrays[name] = mx.nd.ones_like(arrays[name])
+    for norm in graph.all_nodes():
+        if norm.op == "BatchNorm" and settings_of(norm).fix_gamma:
+            name = norm.inputs[1][0].name
+            if name in arrays:
+                arrays[name] = mx.nd.ones_like(arrays[name])
 
 
 def _set_least_gammas(graph, arrays):
     """Gives each in-place node a gamma of the magnitude that it uses, at least epsilon, and makes
     it work out of place."""
-    users = graph.users()
-    for norm in graph.nodes():
-        gamma = is_in_place(norm) and norm.inputs[1][0]
-        if not gamma or gamma.name not in arrays:
-            continue
-        norm.attrs["inplace"] = "False"
-        value, least = arrays[gamma.name].asnumpy(), settings_of(norm).epsilon
-        if len(users[id(gamma)]) > 1:
-            gamma = Node("null", graph.free_name(f"{norm.name}_gamma"))
-            norm.inputs[1] = gamma, 0
-        value = np.where(np.abs(value) < least, np.copysign(least, value), value)
-        arrays[gamma.name] = mx.nd.array(value, dtype=value.dtype)
+    for norm in filter(is_in_place, graph.nodes()):
+        name = norm.inputs[1][0].name
+        if name in arrays:
+            norm.attrs["inplace"] = "False"
+            value, least = arrays[name].asnumpy(), settings_of(norm).epsilon
+            value = np.where(np.abs(value) < least, np.copysign(least, value), value)
+            arrays[name] = mx.nd.array(value, dtype=value.dtype)
 
 
 def _check_inference(symbol, shapes):

@@ -64,11 +64,9 @@ def test_a_graph_in_place_is_no_stock_graph():
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        ({"path": b"m"}, "path is b'm': give the name of a file"),
         ({"path": "folder/"}, "path is 'folder/': add the name that the files"),
-        ({"onnx": True, "input_shape": (1, 3, 6, 6)}, "onnx is True: give the name of a file"),
         ({"epoch": -1}, "epoch is -1"),
-        ({"onnx": "o"}, "onnx= needs input_shape"),
+        ({"onnx": "o"}, "onnx needs input_shape"),
         ({"input_shape": (0, 3)}, "input_shape is (0, 3)"),
         ({"input_shape": [(1, 3), (1, 3)]}, "cannot be traced"),
         ({"input_shape": (1, 4, 4, 4)}, "does not take inputs of input_shape (1, 4, 4, 4)"),
