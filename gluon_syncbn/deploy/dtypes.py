@@ -20,23 +20,20 @@ def _of_norms(graph):
 
 
 def cast_all(graph, arrays, dtype):
-    """Converts float parameters. With float16 data, those of BatchNorm become float32."""
+    """Converts float parameters. With float16 data, those of BatchNorm become float32. Raises
+    ExportError if one overflows."""
     of_norms = _of_norms(graph)
     for name, array in arrays.items():
+        if np.dtype(array.dtype).kind != "f":
+            continue
         target = "float32" if name in of_norms and dtype == "float16" else dtype
-        if np.dtype(array.dtype).kind == "f":
-            arrays[name] = cast(name, array, target)
-
-
-def cast(name, array, dtype):
-    """A float array in another dtype. Raises ExportError if it overflows."""
-    result = array.astype(dtype)
-    if np.isfinite(array.asnumpy()).all() and not np.isfinite(result.asnumpy()).all():
-        raise ExportError(
-            f"{name} has values up to {np.abs(array.asnumpy()).max():.3g}, which {dtype} does not "
-            "hold: leave it in its own dtype."
-        )
-    return result
+        arrays[name] = array.astype(target)
+        values = array.asnumpy()
+        if np.isfinite(values).all() and not np.isfinite(arrays[name].asnumpy()).all():
+            raise ExportError(
+                f"{name} has values up to {np.abs(values).max():.3g}, which {target} does not "
+                "hold: leave it in its own dtype."
+            )
 
 
 def input_dtype(graph, symbol, arrays, inputs):
