@@ -23,8 +23,7 @@ _DTYPES = ("float16", "float32", "float64")
 _FORMATTER = argparse.RawDescriptionHelpFormatter
 _SOURCE = """\
 SOURCE is a NAME-symbol.json of net.export or a Module, or the NAME alone, with the parameters of
-the last epoch, such as NAME-0012.params, or of --params. Or it is a .params file of
-save_parameters, with --net package.module:function, which returns the net."""
+the last epoch, such as NAME-0012.params, or of --params."""
 
 
 def main(arguments=None):
@@ -133,7 +132,7 @@ def _parser():
         "A channel is dead if its output cannot depend on its input: running "
         "variance from 0 to 1e-10\nor gamma at most 1e-6. It explodes if a value is not finite, "
         "the mean is above 1e4, the\nvariance above 1e8, or gamma or beta above 1e3. It is "
-        "negative if its running variance is.\n\n" + _SOURCE,
+        "negative if its running variance is.\n\n" + _SOURCE + " Or it is a .params\nfile alone.",
     )
     _add_source(inspect)
 
@@ -161,7 +160,6 @@ def _parser():
 def _add_source(parser):
     parser.add_argument("source", metavar="SOURCE")
     parser.add_argument("--params", metavar="FILE", help="the parameters")
-    parser.add_argument("--net", metavar="MODULE:FUNCTION", help="function that returns the net")
     inputs = "the symbol's inputs, separated by commas (data, data0, ...)"
     parser.add_argument("--inputs", metavar="NAMES", help=inputs)
 

@@ -2,17 +2,12 @@
 
 import collections
 import glob
-import importlib
 import os
 import re
-import sys
 
-import mxnet as mx
 import numpy as np
-from mxnet.gluon import Block
 
 from ..deploy.export import Target, check_target, write_graph
-from ..deploy.export import export as export_net
 from ..deploy.files import (
     FileError,
     as_saved,
@@ -21,7 +16,6 @@ from ..deploy.files import (
     read_symbol,
     write_all,
 )
-from ..graph.blocks import BATCH_NORMS, walk
 from ..graph.symbols import (
     OUR_OPERATOR,
     ROLES,
@@ -33,7 +27,6 @@ from ..graph.symbols import (
     settings_of,
     taken_apart,
 )
-from ..layers.batch_norm import SyncBatchNorm
 from ..layers.operator import is_true
 
 ERRORS = (ExportError, FileError, ValueError)
@@ -63,12 +56,9 @@ def export(options):
         options.dtype,
     )
     check_target(target)
-    if options.net:
-        result = export_net(_load_net(options), *target)
-    else:
-        graph, arrays, inputs, parameters = _load_graph(options)
-        with as_saved(parameters):
-            result = write_graph(graph, arrays, inputs, target, options.source)
+    graph, arrays, inputs, parameters = _load_graph(options)
+    with as_saved(parameters):
+        result = write_graph(graph, arrays, inputs, target, options.source)
     print(f"symbol  {result.symbol}\nparams  {result.params}")
     if options.fold:
         folded, left = len(result.folded), len(result.left)
@@ -83,24 +73,16 @@ def export(options):
 
 def convert(options):
     graph = Graph(read_symbol(options.file))
-    before, variables = _count(graph), graph.variables()
+    before = _count(graph)
     make_stock(graph)
     write_all({options.output: bytes_writer(graph.symbol().tojson().encode())})
     changed = ", ".join(f"{n} {op}" for op, n in sorted(before.items()) if op != "BatchNorm")
     print(f"{options.output}: {changed or 'none'} became BatchNorm, {sum(before.values())} in all")
-    dropped = sorted(variables - graph.variables())
-    if dropped:
-        print(
-            f"dropped what only training needs: {_some(dropped)} (export omits it from the files; "
-            "SymbolBlock.imports ignores it with ignore_extra=True)"
-        )
     return 0
 
 
 def inspect(options):
-    if options.net:
-        rows = list(_rows_of_net(_load_net(options)))
-    elif _is_parameters(options.source):
+    if _is_parameters(options.source):
         rows = list(_rows_of_names(read_parameters(options.params or options.source)))
     else:
         rows = list(_rows_of_graph(*_load_graph(options)[:2]))
@@ -141,45 +123,13 @@ def _is_parameters(path):
     return path.endswith(".params") or os.path.isfile(path) and not path.endswith(".json")
 
 
-def _make_net(options):
-    """The net of --net."""
-    module, _, function = options.net.partition(":")
-    if not function:
-        raise ValueError(f"--net is {options.net!r}: give package.module:function.")
-    sys.path.insert(0, os.getcwd())  # Like python -c.
-    try:
-        net = getattr(importlib.import_module(module), function)()
-    except (Exception, SystemExit) as error:  # The user's code may raise anything.
-        raise ValueError(
-            f"--net {options.net} failed ({type(error).__name__}: {error}): name a function "
-            "without arguments that returns the net."
-        ) from error
-    if not isinstance(net, Block):
-        raise ValueError(f"--net {options.net} returned {type(net).__name__}: a net was expected.")
-    return net
-
-
-def _load_net(options):
-    """The net of --net with the parameters of the source."""
-    net = _make_net(options)
-    path = options.params or options.source
-    read_parameters(path)
-    try:
-        with as_saved(path):
-            net.load_parameters(path, ctx=mx.cpu())
-    except (AssertionError, ValueError, KeyError, mx.MXNetError) as error:
-        text = " ".join(str(error).split())[:300]
-        raise FileError(f"{path} does not fit the net of --net {options.net} ({text}).") from error
-    return net
-
-
 def _load_graph(options):
     """(Graph, {name: NDArray}, names of the inputs, file of the parameters) of the source."""
     source = options.source
     if _is_parameters(source):
         raise ValueError(
-            f"{source} holds parameters and no graph: give its NAME{_SYMBOL}, or "
-            "--net module:function, which returns the net."
+            f"{source} holds parameters and no graph: give its NAME{_SYMBOL}, or build the net in "
+            "Python, call load_parameters, then gluon_syncbn.export."
         )
     prefix = source[: -len(_SYMBOL)] if source.endswith(_SYMBOL) else source
     path = source if source.endswith(".json") else prefix + _SYMBOL
@@ -242,16 +192,6 @@ def _count(graph):
 
 
 # The rows of the table: (layer, kind, {role: array}, whether gamma counts as 1).
-
-
-def _rows_of_net(net):
-    for path, block in walk(net):
-        if isinstance(block, BATCH_NORMS):
-            arrays = {role: getattr(block, role).data() for role in ROLES}
-            kind = type(block).__name__
-            if isinstance(block, SyncBatchNorm) and block._own_settings["activation"]:
-                kind += f" + {block._own_settings['activation']}"
-            yield path or block.name, kind, arrays, block._kwargs["fix_gamma"]
 
 
 def _rows_of_graph(graph, arrays):

@@ -244,7 +244,7 @@ def test_commands(tmp_path, capsys):
     assert not mx.util.is_np_shape()
     with numpy_arrays():
         assert relative_error(outputs(load(tmp_path / "m")), expected) <= EXPORTED[True]
-        # Also the other format, as if the function of --net enabled NumPy arrays.
+        # Also the other format.
         assert read_parameters(str(tmp_path / "other.params"))["w"].shape == (2,)
 
 
