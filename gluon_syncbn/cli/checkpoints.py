@@ -23,6 +23,7 @@ from ..graph.symbols import (
     ExportError,
     Graph,
     Node,
+    integers,
     make_stock,
     settings_of,
     taken_apart,
@@ -153,6 +154,16 @@ def _load_graph(options):
             "--inputs."
         )
     arrays = {name: arrays[name] for name in names if name not in inputs}
+    for node in graph.nodes():
+        expected = integers(node.attrs.get("__shape__", ""))
+        found = arrays[node.name].shape if node.name in arrays else expected
+        # 0 and -1 stand for an unknown size.
+        pairs = zip(found, expected)
+        if expected and (len(found) != len(expected) or any(m not in (n, 0, -1) for n, m in pairs)):
+            raise FileError(
+                f"{parameters} does not fit {path}: {node.name} is {found}, {expected} was "
+                "expected; name the parameters of this symbol with --params."
+            )
     return graph, arrays, inputs, parameters
 
 

@@ -1,6 +1,7 @@
 """Reads checkpoints, and writes files whole or not at all."""
 
 import contextlib
+import json
 import os
 import shutil
 import uuid
@@ -94,8 +95,12 @@ def read_symbol(path):
     """The symbol in a file. Raises FileError."""
     text = _read(path)
     try:
+        for number, node in enumerate(json.loads(text)["nodes"]):
+            # MXNet loads such a graph and crashes on it later.
+            if any(source >= number for source, *_ in node["inputs"]):
+                raise ValueError(f"{node['name']} precedes its inputs")
         return mx.sym.load_json(text.decode())
-    except (ValueError, mx.MXNetError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError, mx.MXNetError) as error:
         raise FileError(
             f"{path} is not a graph that MXNet {mx.__version__} can load ({_cause(error)}): give "
             "the -symbol.json of an exported net. If this is one, it is damaged or cut off: export "

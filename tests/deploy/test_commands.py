@@ -1,5 +1,6 @@
 """python -m gluon_syncbn export, convert, inspect and doctor."""
 
+import json
 import os
 import re
 import shutil
@@ -60,6 +61,7 @@ def folder(tmp_path_factory):
     net.export(str(folder / "bad"))
     (folder / "text.params").write_text("weights")
     (folder / "text-symbol.json").write_text("a graph")
+    (folder / "nested-symbol.json").write_text("[" * 100_000)
     os.mkfifo(folder / "pipe-symbol.json")
     os.mkfifo(folder / "pipe.params")
     whole = (folder / "own-0003.params").read_bytes()
@@ -67,6 +69,11 @@ def folder(tmp_path_factory):
     shutil.copy(folder / "own-symbol.json", folder / "half-symbol.json")
     text = (folder / "own-symbol.json").read_text()
     (folder / "unknown-symbol.json").write_text(text.replace('"Convolution"', '"NoSuchOperator"'))
+    looped = json.loads(text)
+    looped["nodes"][-1]["inputs"][0] = [len(looped["nodes"]) - 1, 0, 0]
+    (folder / "looped-symbol.json").write_text(json.dumps(looped))
+    (key,) = (key for key in last if key.endswith("conv0_weight"))
+    mx.nd.save(str(folder / "wider.params"), {**last, key: mx.nd.ones((16, 3, 3, 3))})
     uneven = {role: mx.nd.ones(3) for role in ("gamma", "beta", "running_mean")}
     mx.nd.save(str(folder / "uneven.params"), {**uneven, "running_var": mx.nd.ones(4)})
     net = norms()
@@ -190,11 +197,17 @@ def test_checkpoints_of_modules(run, tmp_path, operator, settings):
         ("inspect missing", "missing-symbol.json cannot be read (No such file"),
         ("inspect text.params", "text.params is not a file of parameters that MXNet can load"),
         ("inspect text", f"text-symbol.json is not a graph that MXNet {mx.__version__} can load"),
+        ("inspect nested", "nested-symbol.json is not a graph"),
         ("inspect pipe", "pipe-symbol.json cannot be read (this is a device or a pipe)"),
         ("inspect pipe.params", "pipe.params cannot be read (this is a device or a pipe)"),
         ("inspect unknown", "unknown-symbol.json is not a graph"),
+        ("inspect looped --params c.params", "precedes its inputs"),
         ("inspect half", "half-0000.params is not a file of parameters"),
         ("inspect own --params c.params", "c.params lacks 12 of the 13 names in own-symbol.json"),
+        (
+            "inspect own --params wider.params",
+            "own-symbol.json: net_conv0_weight is (16, 3, 3, 3), (8, 3, 3, 3) was expected",
+        ),
         ("inspect uneven.params", "uneven.params is damaged: gamma, beta and the statistics of"),
         ("inspect own --inputs image", "--inputs names image, which is not in own-symbol.json"),
         ("export c.params -o TMP/m", "c.params holds parameters and no graph"),
