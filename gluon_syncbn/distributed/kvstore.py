@@ -200,9 +200,9 @@ class _Hooks:
     - its ``init`` and ``broadcast``, which also refuse a key that comes again, as MXNet would wait
       indefinitely;
     - its ``set_optimizer`` and ``set_gradient_compression``, which raise: a Trainer calls them to
-      have the server make updates, or to compress what it sends;
-    - ``mx.kv.create``, which raises for a second distributed store, as MXNet would wait
-      indefinitely.
+      have the server make updates, or to compress what it sends.
+
+    While one is in use, `bounded` refuses a second distributed store.
     """
 
     def __init__(self, kvstore, reducer):

@@ -145,8 +145,8 @@ class SyncBatchNorm(nn.BatchNorm):
         For an input that is not an MXNet array, and an ``mx.nd`` array after ``mx.npx.set_np()``.
     MXNetError
         On waiting for a result, if a device does not arrive, arrives twice, or has another number
-        of channels. Then call ``mx.nd.waitall()``, which raises the errors of the other devices,
-        and training can go on.
+        of channels. In one process, training can go on with the next step; of several, all start
+        again from the last checkpoint.
 
     References
     ----------

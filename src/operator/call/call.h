@@ -24,8 +24,8 @@ class Call {
  public:
   Call(const Attributes& attributes, const LayerPtr& layer, const char* context);
 
-  // MXNet's callbacks, which return 1. An error is raised by the arrays that they write, and on the
-  // devices that wait for this one.
+  // MXNet's callbacks, which return 1. The first error of a step is raised by the arrays that this
+  // call writes. The calls that meet it end with zeros.
   int forward(Arrays* arrays, const int* requests, bool is_train);
   int backward(Arrays* arrays, const int* requests);
 
@@ -84,7 +84,8 @@ class Call {
   bool from_batch_ = false;
   // Whether a forward has met other devices, and they go on even if it fails.
   bool has_met_ = false;
-  // Until a forward has begun: MXNet may have skipped it.
+  // What a backward finds whose forward MXNet has skipped: a call that meets others, so that its
+  // error fails the step.
   CallId id_{0, 0, nullptr, 0, true};
   // Of the data of the forward.
   DType dtype_ = DType::kFloat32;

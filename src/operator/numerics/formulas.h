@@ -131,7 +131,8 @@ struct Normalize {
 // dx of one channel, with the statistics of the batch.
 template <typename T>
 struct InputGradient {
-  T mean, mean_low, dy_mean, dy_mean_low, slope, scale;
+  // x_factor is inv_std^2 * sum(dy * (x - mean)) / count, and scale is gamma * inv_std.
+  T mean, mean_low, dy_mean, dy_mean_low, x_factor, scale;
 
   // `factor` is gamma * inv_std, `first` is sum(dy), and `second` is sum(dy * (x - mean)).
   SBN_HOST_DEVICE static InputGradient of(const Statistics& s, double factor, double first,
@@ -149,7 +150,7 @@ struct InputGradient {
   }
 
   SBN_HOST_DEVICE T operator()(T dy, T x) const {
-    return (((dy - dy_mean) - dy_mean_low) - ((x - mean) - mean_low) * slope) * scale;
+    return (((dy - dy_mean) - dy_mean_low) - ((x - mean) - mean_low) * x_factor) * scale;
   }
 };
 

@@ -38,8 +38,8 @@ bool State::end_step(Step to, const std::string& text) {
 void State::end_step_of_calls(Step to, const std::string& text) {
   if (step == Step::kRunning) {
     for (const LayerPtr& layer : all()) {
-      if (layer->open.empty()) continue;
-      layer->open.begin()->second->is_first_failure = true;
+      if (layer->meetings.empty()) continue;
+      layer->meetings.begin()->second->is_first_failure = true;
       break;
     }
   }
@@ -90,7 +90,7 @@ void Rendezvous::unreachable(int64_t id, const std::string& device) {
   const State::Lock lock(state_->mutex);
   if (state_->step != Step::kRunning) return;
   for (const LayerPtr& layer : state_->all()) {
-    for (const auto& [key, meeting] : layer->open) {
+    for (const auto& [key, meeting] : layer->meetings) {
       if (meeting->id != id || layer->lacks(*meeting, {device}).empty()) continue;
       state_->fail_without(*layer, key, *meeting, skipped(device));
       return;
@@ -118,8 +118,8 @@ void Rendezvous::close(const std::string& reason) {
   const State::Lock lock(state_->mutex);
   std::string text = reason;
   for (const LayerPtr& layer : state_->all()) {
-    if (layer->open.empty()) continue;
-    const auto& [key, meeting] = *layer->open.begin();
+    if (layer->meetings.empty()) continue;
+    const auto& [key, meeting] = *layer->meetings.begin();
     text = "The process ended before " + layer->title(key) + " was complete. " +
            layer->arrivals_text(*meeting);
   }
@@ -155,7 +155,7 @@ void Rendezvous::finish(const FlushPtr& flush, const std::string& why) {
     for (const auto& [place, devices] : flush->passed) {
       const LayerPtr layer = state_->find(place.first);
       if (!layer) continue;
-      for (const auto& [key, meeting] : layer->open) {
+      for (const auto& [key, meeting] : layer->meetings) {
         const std::string device =
             key.direction == place.second ? layer->lacks(*meeting, devices) : "";
         if (device.empty()) continue;

@@ -23,7 +23,7 @@ std::vector<std::string> Layer::missing(const Meeting& meeting) const {
 
 std::vector<std::string> Layer::ahead(const Key& key) const {
   std::vector<std::string> devices;
-  for (const auto& [other, meeting] : open) {
+  for (const auto& [other, meeting] : meetings) {
     if (other.direction != key.direction || other.node != key.node ||
         other.sequence <= key.sequence) {
       continue;
@@ -104,10 +104,10 @@ std::string Layer::causes(const Key& key, const Meeting& meeting) const {
 std::string State::where_missing_wait(const Layer& layer, const Meeting& meeting) const {
   const std::vector<std::string> missing = layer.missing(meeting);
   for (const LayerPtr& other : all()) {
-    for (const auto& [key, open] : other->open) {
-      const std::vector<std::string> awaited = other->missing(*open);
-      if (open.get() == &meeting || awaited.empty()) continue;
-      for (const Meeting::Arrival& arrival : open->arrivals) {
+    for (const auto& [key, waiting] : other->meetings) {
+      const std::vector<std::string> awaited = other->missing(*waiting);
+      if (waiting.get() == &meeting || awaited.empty()) continue;
+      for (const Meeting::Arrival& arrival : waiting->arrivals) {
         if (!contains(missing, arrival.device)) continue;
         return " " + arrival.device + " waits for " + comma_separated(awaited) + " in " +
                other->title(key) + ".";

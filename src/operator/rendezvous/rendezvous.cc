@@ -66,7 +66,7 @@ PassSums together(const std::vector<const PassSums*>& each) {
 // The work of the last device for all. If it fails, all get the error.
 void combine(State* state, State::Lock* lock, Layer* layer, const Layer::Key& key,
              Meeting* meeting) {
-  layer->open.erase(key);
+  layer->meetings.erase(key);
   const std::vector<const PassSums*> each = meeting->in_rank_order(layer->config.devices);
   // Made now, as the layer may be reconfigured once the lock is released.
   const std::string title = layer->title(key);
@@ -147,7 +147,7 @@ int Rendezvous::waiting() const {
   const State::Lock lock(state_->mutex);
   size_t calls = 0;
   for (const LayerPtr& layer : state_->all()) {
-    for (const auto& entry : layer->open) calls += entry.second->arrivals.size();
+    for (const auto& entry : layer->meetings) calls += entry.second->arrivals.size();
   }
   return static_cast<int>(calls);
 }

@@ -69,8 +69,8 @@ size_t Layer::expected(const Meeting& meeting) const {
 }
 
 bool Layer::is_combining(const Key& key, const Meeting& meeting) const {
-  const auto found = open.find(key);
-  return found == open.end() || found->second.get() != &meeting;
+  const auto found = meetings.find(key);
+  return found == meetings.end() || found->second.get() != &meeting;
 }
 
 std::string Layer::lacks(const Meeting& meeting, const std::set<std::string>& absent) const {
@@ -87,8 +87,8 @@ std::string Layer::lacks(const Meeting& meeting, const std::set<std::string>& ab
 }
 
 void Layer::end_meetings(const std::string& why) {
-  for (auto& entry : open) entry.second->end(why);
-  open.clear();
+  for (auto& entry : meetings) entry.second->end(why);
+  meetings.clear();
 }
 
 LayerPtr State::find(int64_t id) const {
@@ -107,13 +107,13 @@ std::vector<LayerPtr> State::all() const {
 std::shared_ptr<Meeting> State::arrive(Layer* layer, const Layer::Key& key,
                                        const ActiveDevices& active,
                                        const Meeting::Arrival& arrival) {
-  std::shared_ptr<Meeting>& open = layer->open[key];
-  if (!open) {
-    open = std::make_shared<Meeting>();
-    open->id = meetings++;
-    open->active = active;
+  std::shared_ptr<Meeting>& place = layer->meetings[key];
+  if (!place) {
+    place = std::make_shared<Meeting>();
+    place->id = next_meeting++;
+    place->active = active;
   }
-  const std::shared_ptr<Meeting> meeting = open;
+  const std::shared_ptr<Meeting> meeting = place;
   if (meeting->has(arrival.device)) {
     fail(layer->title(key) + ": " + arrival.device +
          " arrived a second time before the others had arrived. " + layer->arrivals_text(*meeting) +

@@ -75,7 +75,7 @@ struct Layer {
   // The sequence of the first call of a device that has made none yet, by node.
   std::map<int64_t, int64_t> first_calls;
   // The meetings that wait for devices.
-  std::map<Key, std::shared_ptr<Meeting>> open;
+  std::map<Key, std::shared_ptr<Meeting>> meetings;
   LayerMessages messages;
 
   std::string title(const Key& key) const;
@@ -104,7 +104,7 @@ struct Layer {
   std::string causes(const Key& key, const Meeting& meeting) const;
   // The devices that wait in later calls of the same node and direction.
   std::vector<std::string> ahead(const Key& key) const;
-  // Ends every open meeting.
+  // Ends all meetings.
   void end_meetings(const std::string& why);
 };
 using LayerPtr = std::shared_ptr<Layer>;
@@ -123,7 +123,7 @@ struct State {
   std::string failure;
   // A device has arrived, a place of a flush has passed, or the step has failed.
   std::condition_variable changed;
-  int64_t meetings = 0;
+  int64_t next_meeting = 0;
   bool joined = false;
   StepRecord record;
   Clock::time_point last_arrival{};
