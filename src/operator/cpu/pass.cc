@@ -132,8 +132,8 @@ class CpuBackward : public Pass {
   void add_gradients(int64_t batch) {
     const BackwardShard& part = task_.parts[0];
     for (int64_t c = 0; c < C_; ++c) {
-      // The second sum is of dy * (x - mean), or, where z is found from y, of dy * (z - beta), which
-      // has the factor inv_std * gamma already.
+      // The second sum is of dy * (x - mean), or, where z is found from y, of dy * (z - beta),
+      // which has the factor inv_std * gamma already.
       const double gamma =
           part.gamma ? effective_gamma(parameter(task_.dtype, part.gamma, c), part.epilogue) : 1;
       const double inv_std =

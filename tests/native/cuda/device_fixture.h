@@ -208,7 +208,7 @@ class OnDevice {
     Start(const OnDevice& device, const BackwardShard& shard, const std::vector<Statistics>& s)
         : statistics(s.data(), shard.view.C), of_z(shard.view.C), gates(shard.view.C) {
       const bool activates = shard.epilogue.activation != Activation::kNone;
-      kept = {statistics.data(), shard.lacks_x() ? of_z.data() : nullptr,
+      kept = {statistics.data(), shard.from_y() ? of_z.data() : nullptr,
               activates ? gates.data() : nullptr};
       const ForwardFinish finish{shard.view.C,       1,          kept,
                                  shard.gamma,        shard.beta, shard.epilogue,
