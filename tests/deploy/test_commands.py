@@ -277,6 +277,7 @@ def test_doctor_where_all_is_well():
     assert f"\n## {anchor}\n" in (PACKAGE.parent / place).read_text("utf-8")
 
 
+@pytest.mark.long
 def test_without_the_native_library(tmp_path):
     package = tmp_path / "copy" / "gluon_syncbn"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))

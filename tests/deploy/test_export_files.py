@@ -55,6 +55,7 @@ files.write_all({path: files.bytes_writer(b"new") for path in paths})
 """
 
 
+@pytest.mark.long
 def test_an_export_that_is_killed_leaves_no_mixed_files(tmp_path):
     """Its first file, the symbol, is missing where the others are not all old, or all new."""
     paths = [str(tmp_path / name) for name in ("m-symbol.json", "m-0000.params", "m.onnx")]

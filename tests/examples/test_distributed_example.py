@@ -72,6 +72,7 @@ runpy.run_path(sys.argv.pop(1))
 """
 
 
+@pytest.mark.long
 def test_training_goes_on_from_the_last_whole_checkpoint(tmp_path):
     (tmp_path / "run.py").write_text(KILLED)
     done = run(tmp_path, *LAUNCH, "-n", "1", "run.py", TRAIN)
@@ -93,6 +94,7 @@ def test_started_alone(tmp_path):
     assert done.stderr.strip().endswith("launch -n 2 examples/distributed/train.py")
 
 
+@pytest.mark.long
 @needs_horovod
 def test_horovodrun(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)

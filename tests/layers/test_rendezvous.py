@@ -573,6 +573,7 @@ for _ in range(400):
 """
 
 
+@pytest.mark.long
 def test_a_failure_while_running_statistics_are_in_use():
     """It hangs nowhere, and what MXNet skips because of it has an error, too."""
     done = programs.run(["-c", FAILS_OFTEN], seconds=100)
