@@ -104,6 +104,7 @@ def step(layer, devices, seed=0):
 
 @pytest.fixture(autouse=True)
 def all_is_given_back():
+    errors_to_come()  # Of the test before.
     library.gluon_syncbn_release()
     before = in_use()
     yield
