@@ -14,6 +14,7 @@ from ..graph.blocks import check_block
 from ..graph.symbols import (
     ExportError,
     Graph,
+    Node,
     is_in_place,
     is_random,
     make_stock,
@@ -204,7 +205,7 @@ def write_graph(graph, arrays, inputs, target, title, run=None):
     names = graph.variables()
     inputs = [name for name in inputs if name in names]
     if onnx is not None:
-        _require_repeatable(graph)
+        _require_onnx(graph, arrays, dtype)
     _prepare(graph, arrays, dtype)
     folded, left = fold_graph(graph, arrays, dtype) if fold else ([], {})
     if dtype:
@@ -280,6 +281,9 @@ def _check_shapes(input_shape):
 
 def check_target(target):
     """Raises ValueError, or ExportError if the packages for ONNX are missing."""
+    for name, value in (("path", target.path), ("onnx", target.onnx or "")):
+        if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes):
+            raise ValueError(f"{name} is {value!r}: give the name of a file, str or pathlib.Path.")
     path = os.fspath(target.path)
     if os.path.basename(path) in ("", ".", ".."):
         raise ValueError(
@@ -305,35 +309,59 @@ def _require_stock(graph):
         )
 
 
-def _require_repeatable(graph):
+def _require_onnx(graph, arrays, dtype):
+    """The outputs must not be random, and MXNet's converters must know the dtype."""
+
     random = {node.op for node in filter(is_random, graph.all_nodes())}
     if random:
         raise ExportError(
             f"The net draws random numbers in inference ({', '.join(sorted(random))}), so ONNX "
             "Runtime's outputs cannot be compared with MXNet's: export it without onnx=."
         )
+    if not dtype and any(is_bfloat16(array.dtype) for array in arrays.values()):
+        raise ExportError(
+            "MXNet cannot convert the net's bfloat16 parameters to ONNX: give dtype='float32'."
+        )
 
 
 def _set_fixed_gammas(graph, arrays):
     """Writes 1 for each gamma that ``fix_gamma`` fixes: MXNet overwrites the value, and other
     readers may ignore the flag."""
-    for norm in graph.all_nodes():
-        if norm.op == "BatchNorm" and settings_of(norm).fix_gamma:
-            name = norm.inputs[1][0].name
-            if name in arrays:
-                arrays[name] = mx.nd.ones_like(arrays[name])
+
+    def is_fixed(node):
+        return node and node.op == "BatchNorm" and settings_of(node).fix_gamma
+
+    users = graph.users()
+    for norm in filter(is_fixed, graph.nodes()):
+        gamma, _ = norm.inputs[1]
+        if gamma.name in arrays:
+            ones = mx.nd.ones_like(arrays[gamma.name])
+            if not all(is_fixed(user) and number == 1 for user, number in users[id(gamma)]):
+                gamma = Node("null", graph.free_name(f"{norm.name}_gamma"))
+                norm.inputs[1] = gamma, 0
+            arrays[gamma.name] = ones
+    # Subgraphs refer to the same parameters by name.
+    for norm in filter(is_fixed, graph.all_nodes()):
+        name = norm.inputs[1][0].name
+        if name in arrays:
+            arrays[name] = mx.nd.ones_like(arrays[name])
 
 
 def _set_least_gammas(graph, arrays):
     """Gives each in-place node a gamma of the magnitude that it uses, at least epsilon, and makes
     it work out of place."""
-    for norm in filter(is_in_place, graph.nodes()):
-        name = norm.inputs[1][0].name
-        if name in arrays:
-            norm.attrs["inplace"] = "False"
-            value, least = arrays[name].asnumpy(), settings_of(norm).epsilon
-            value = np.where(np.abs(value) < least, np.copysign(least, value), value)
-            arrays[name] = mx.nd.array(value, dtype=value.dtype)
+    users = graph.users()
+    for norm in graph.nodes():
+        gamma = is_in_place(norm) and norm.inputs[1][0]
+        if not gamma or gamma.name not in arrays:
+            continue
+        norm.attrs["inplace"] = "False"
+        value, least = arrays[gamma.name].asnumpy(), settings_of(norm).epsilon
+        if len(users[id(gamma)]) > 1:
+            gamma = Node("null", graph.free_name(f"{norm.name}_gamma"))
+            norm.inputs[1] = gamma, 0
+        value = np.where(np.abs(value) < least, np.copysign(least, value), value)
+        arrays[gamma.name] = mx.nd.array(value, dtype=value.dtype)
 
 
 def _check_inference(symbol, shapes):

@@ -56,7 +56,9 @@ def test_stock_mxnet_and_onnx_runtime_agree_with_the_net(tmp_path, fold):
 
 @needs_onnx
 def test_a_gamma_that_is_taken_for_1_is_written_as_1(tmp_path):
-    net = conv_net(sbn.SyncBatchNorm(in_channels=4), scale=False)
+    net, other = conv_net(scale=False), sbn.SyncBatchNorm(in_channels=4)
+    other._reg_params["gamma"] = vars(other)["gamma"] = net[1].gamma  # which does use it
+    net.add(other)
     [x], expected = ready(net, (2, 3, 6, 7))
     gamma = net[1].gamma.data().asnumpy()
     sbn.export(net, tmp_path / "m", onnx=tmp_path / "model.onnx", input_shape=x.shape)
@@ -124,8 +126,10 @@ def test_nets_are_compared_without_changing_them(tmp_path, caplog):
 
 
 def test_small_gammas_in_place(tmp_path):
+    """They are written as they count, also where another layer takes them as they are."""
     arguments = {"activation": "leaky_relu", "epsilon": 0.1, "in_channels": 3}
     net = sequential(sbn.SyncBatchNorm(inplace=True, **arguments), sbn.SyncBatchNorm(**arguments))
+    net[1]._reg_params["gamma"] = vars(net[1])["gamma"] = net[0].gamma
     [x], _ = ready(net, (2, 3, 6, 7))
     net[0].gamma.set_data(mx.nd.array([-0.01, 0.02, 1]))
     expected = forward(net, x)

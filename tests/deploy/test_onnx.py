@@ -55,7 +55,7 @@ def test_bfloat16_to_another_dtype(export):
     net.cast(np.dtype([("bfloat16", np.uint16)]))
     result = export(net, (2, 3, 6, 6), fold=True, dtype="float32")
     assert len(result.folded) == 1 and result.onnx_error < ONNX
-    with pytest.raises(sbn.ExportError):
+    with pytest.raises(sbn.ExportError, match="give dtype='float32'"):
         export(net, (2, 3, 6, 6))
 
 

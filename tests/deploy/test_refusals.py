@@ -66,6 +66,8 @@ def test_a_graph_in_place_is_no_stock_graph():
     [
         ({"path": "folder/"}, "path is 'folder/': add the name that the files"),
         ({"epoch": -1}, "epoch is -1"),
+        ({"path": b"m"}, "path is b'm': give the name of a file"),
+        ({"onnx": True, "input_shape": (1, 3, 6, 6)}, "onnx is True: give the name of a file"),
         ({"onnx": "o"}, "onnx needs input_shape"),
         ({"input_shape": (0, 3)}, "input_shape is (0, 3)"),
         ({"input_shape": [(1, 3), (1, 3)]}, "cannot be traced"),
