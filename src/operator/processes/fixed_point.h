@@ -4,7 +4,7 @@
 // 170 bits or more, from 2^24 times the last magnitude of the sum down. Each process writes its sum
 // as a multiple of the window's lowest bit, in limbs so small that the store adds them exactly, in
 // any order. A header before the limbs tells all processes whether every sum fitted. If not, they
-// exchange the values of each process instead. docs/design.md says what is exact.
+// exchange the values of each process instead. docs/precision.md says what is exact.
 #ifndef GLUON_SYNCBN_PROCESSES_FIXED_POINT_H_
 #define GLUON_SYNCBN_PROCESSES_FIXED_POINT_H_
 
