@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from mxnet_launch import __main__ as launch
 from programs import STARTED_SECONDS, Programs
@@ -183,6 +184,12 @@ class TwoMachines(Cluster):
             launcher = ["-m", "gluon_syncbn.launch", *options.split(), "-n", str(own), *command]
             within = self._within(machines, number)
             self.processes.append(self.start(launcher, within, environment=environment))
+
+    def wait(self, seconds=STARTED_SECONDS):
+        codes = super().wait(seconds)
+        # Horovod's launcher does not wait for the shells that it has started.
+        psutil.wait_procs(self.running(), 10)
+        return codes
 
     def _within(self, machines, number):
         """What begins a command that runs on this machine."""
