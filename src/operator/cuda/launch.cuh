@@ -17,7 +17,6 @@
 #include "cuda/plans.h"
 #include "cuda/sums/planes.cuh"
 #include "cuda/sums/rows.cuh"
-#include "cuda/sums/tiles.cuh"
 
 #define SBN_LAUNCH(kernel, grid, stream, ...) \
   kernel<<<(grid), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
@@ -54,7 +53,7 @@ inline dim3 blocks_for(int64_t threads) {
 // The kernel of sums for a view, and its blocks.
 template <typename T, int kArrays>
 struct SumsPlan {
-  enum Kind { kPlanes, kTiles, kRows, kValues } kind;
+  enum Kind { kPlanes, kRows, kValues } kind;
   SumsTask task{};
   EpilogueTask<Arithmetic<T>> epilogue{};
   dim3 grid;
@@ -67,16 +66,7 @@ struct SumsPlan {
     task.S = v.S;
     task.R = v.R;
     task.lanes = task.split = 1;
-    // Tiles are used if one holds at least two planes. For larger planes, shifting unaligned
-    // vectors is cheaper than shared memory.
-    if (kHasVariants && v.S > 1 && v.S % kPack<T> != 0 && 2 * v.S <= kTileValues<T, kArrays>) {
-      kind = kTiles;
-      while (kWarp / task.lanes * v.S > kTileValues<T, kArrays>) task.lanes *= 2;
-      // Odd, so that the lanes of a plane use different banks.
-      task.chunk_size = static_cast<int>(divide_up(v.S, task.lanes) | 1);
-      task.chunks = 1;
-      task.units = task.N;
-    } else if (v.S > 1) {
+    if (v.S > 1) {
       kind = kPlanes;
       split_planes(v.S);
       task.units = task.N * task.chunks;
@@ -103,8 +93,7 @@ struct SumsPlan {
     }
     const int64_t resident =
         int64_t{multiprocessors} * resident_blocks(kernel(row() % kPack<T> == 0));
-    if (v.S > 1) share_blocks(resident, &blocks, &at_once);
-    if (kind == kTiles) task.down = task.across / task.lanes;
+    if (kind == kPlanes) share_blocks(resident, &blocks, &at_once);
     if (kind == kRows) blocks = split_shares(resident, blocks, divide_up(task.units, at_once));
     task.slices = static_cast<int>(choose_slices(blocks, resident, task.units, at_once));
     grid = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(task.slices));
@@ -112,10 +101,8 @@ struct SumsPlan {
 
   // Chooses the threads for a channel: all of a block, or fewer if that takes less time.
   void share_blocks(int64_t resident, int64_t* blocks, int64_t* at_once) {
-    // A warp has the same planes of several samples.
-    const int planes = kind == kTiles ? kWarp / task.lanes : 1;
     int64_t least = 0;
-    for (int across = kThreads / planes; across >= task.lanes; across /= 2) {
+    for (int across = kThreads; across >= task.lanes; across /= 2) {
       const int64_t all = divide_up(task.C, kThreads / across), once = across / task.lanes;
       const int64_t slices = least == 0 ? choose_slices(all, resident, task.units, once) : 1;
       const int64_t time = time_of_slices(all, resident, task.units, once, slices);
@@ -201,7 +188,6 @@ struct SumsPlan {
   auto kernel(bool aligned) const -> void (*)(SumsTask, EpilogueTask<Arithmetic<T>>) {
     if (kind == kValues) return sum_values<T, kArrays>;
     if constexpr (kHasVariants) {
-      if (kind == kTiles) return sum_tiles<T, kArrays>;
       if (aligned) {
         return kind == kPlanes ? sum_planes<T, kArrays, true> : sum_rows<T, kArrays, true>;
       }

@@ -154,11 +154,6 @@ SBN_DEVICE void store_words(void* p, const Words& words) {
                : "memory");
 }
 
-// To shared memory. The address must be a multiple of 16.
-SBN_DEVICE void share_words(void* p, const Words& words) {
-  *static_cast<uint4*>(p) = make_uint4(words.w[0], words.w[1], words.w[2], words.w[3]);
-}
-
 // The first `count` values at p, loaded one by one, and zeros.
 template <typename T>
 SBN_DEVICE Words load_some(const T* p, int count) {

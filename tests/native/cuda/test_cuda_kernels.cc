@@ -24,7 +24,7 @@ void results_match_the_cpu_for_every_shape() {
     for (const int64_t R : {1, 2, 49}) views.push_back({3 * R, C, 1, R});
   }
   check_views<T>(views, {0, 1});
-  // Small planes of many channels, several per tile: full tiles and partial ones.
+  // Small planes of many channels, several of a block.
   check_views<T>(
       {{30, 99, 3}, {3, 1, 9}, {11, 37, 49}, {4, 34, 121}, {3, 9, 225}, {2, 5, 283}, {2, 3, 12545}},
       {0, 1, 7});

@@ -226,8 +226,7 @@ struct SumsTask {
   int chunk_size, slices, lanes;
   // S > 1: threads for a channel. A block has several channels if a channel has few units.
   int across;
-  // S = 1: rows of threads for a chunk. Tiles: warps for the samples of a tile. The others of a
-  // block have other chunks, or other tiles.
+  // S = 1: rows of threads for a chunk. The others of a block have other chunks.
   int down;
   // Threads for the kRowRuns runs of a share: 1, or one for each.
   int split;
