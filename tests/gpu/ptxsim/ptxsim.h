@@ -11,7 +11,8 @@ namespace ptxsim {
 
 // A sector is 32 bytes of global memory at a multiple of 32, which a warp's request takes whole.
 struct Counts {
-  // Of threads: all, and those that take units for double: no moves, no changes of sign.
+  // Of threads, idle ones of a warp too, as they take its time: all instructions, and those that
+  // take units for double: no moves, no changes of sign.
   uint64_t instructions = 0, doubles = 0;
   // Instructions of the warp that executes most, and the blocks that have run.
   uint64_t longest_warp = 0, blocks = 0;

@@ -151,11 +151,10 @@ uint32_t Warp::guarded(const Instruction& i, uint32_t lanes) {
 }
 
 void Warp::count(const Instruction& i, int place, uint32_t active) {
-  const auto threads = static_cast<uint64_t>(std::popcount(active));
   Counts& counts = block_.counts;
   ++executed_;
-  counts.instructions += threads;
-  if (i.computes_double) counts.doubles += threads;
+  counts.instructions += kLanes;
+  if (i.computes_double) counts.doubles += kLanes;
   if (active || i.op == Op::kBranch) ++block_.launch.kernel.ran[place];
 }
 
