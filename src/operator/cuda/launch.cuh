@@ -99,10 +99,13 @@ struct SumsPlan {
     grid = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(task.slices));
   }
 
-  // Chooses the threads for a channel: all of a block, or fewer if that takes less time.
+  // Chooses the threads for a channel: all of a block if there are units for them, or fewer if that
+  // takes less time.
   void share_blocks(int64_t resident, int64_t* blocks, int64_t* at_once) {
+    int most = kThreads;
+    while (most / 2 >= task.lanes * task.units) most /= 2;
     int64_t least = 0;
-    for (int across = kThreads; across >= task.lanes; across /= 2) {
+    for (int across = most; across >= task.lanes; across /= 2) {
       const int64_t all = divide_up(task.C, kThreads / across), once = across / task.lanes;
       const int64_t slices = least == 0 ? choose_slices(all, resident, task.units, once) : 1;
       const int64_t time = time_of_slices(all, resident, task.units, once, slices);
