@@ -5,6 +5,7 @@ import contextlib
 import errno
 import math
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -20,8 +21,7 @@ from . import runner
 _TERM_SECONDS = 4
 _SERVICE_SECONDS = 3  # For the KVStore's own processes, after the workers ended well.
 _POLL_SECONDS = 0.05
-# How long before an end is visible here other workers may notice it, and report that they fail.
-_UNSEEN_SECONDS = 0.2
+_PF_EXITING = 4  # linux/sched.h
 _SAME_SIGNAL_SECONDS = 0.5
 _TAIL_LINES, _TAIL_COLUMNS = 20, 400
 _LONGEST_LINE = 1 << 20
@@ -77,7 +77,7 @@ class Child:
         role, _, number = name.partition(" ")
         self.is_worker = role == "worker"
         self.reported = None  # The exit code with which its script ended.
-        self.ended = math.inf  # When we learned of it, or of a process that ended without a report.
+        self.ended = math.inf  # When we learned of it, or that the process ends without a report.
         self.write_error = None
         self._tails = [collections.deque(maxlen=_TAIL_LINES) for _ in range(2)]
         # "worker 1" prints as [1], "server 0" and "scheduler" as they are.
@@ -106,7 +106,7 @@ class Child:
     def _note_end(self):
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-        self.ended = min(self.ended, time.monotonic() - _UNSEEN_SECONDS)
+        self.ended = min(self.ended, time.monotonic())
 
     def _relay(self, pipe, target, tail):
         """Prints each line with the rank before it. A carriage return ends a line too, so that each
@@ -127,6 +127,12 @@ class Child:
         code takes precedence, as an exit hook may end with another."""
         unfinished = self.is_worker and self.code() == 0 and self.reported is None
         return self.reported or self.code() or int(unfinished)
+
+    def is_ending(self):
+        """Whether it has ended, or the kernel is about to close its connections or has done so."""
+        with contextlib.suppress(OSError), open(f"/proc/{self.process.pid}/stat", "rb") as file:
+            return bool(int(file.read().rpartition(b")")[2].split()[6]) & _PF_EXITING)
+        return self.code() is not None
 
     def is_stopped(self):
         """Whether a signal or a debugger has stopped it."""
@@ -238,14 +244,14 @@ class Launch:
         needed = self._children if self._serves_others else watched
         code = None
         while code is None:
-            time.sleep(_POLL_SECONDS)
+            select.select([self._reports], [], [], _POLL_SECONDS)
             finished = all(child.code() == 0 for child in needed)
             # A failure of the KVStore after the last worker ended well does no harm.
             failed = [child for child in self._failures() if child in watched or not finished]
             if self._signals:
                 code = self._obey(watched)
             elif failed:
-                time.sleep(_UNSEEN_SECONDS)
+                self._wait_for([child for child in self._children if child.is_ending()], 1)
                 code = self._report(min(self._failures(), key=lambda child: child.ended))
             else:
                 code = self._check_output() or (0 if finished else None)
@@ -267,12 +273,18 @@ class Launch:
         """The processes that failed."""
         for child in self._children:
             child.code()  # Before the reports, because a process reports first and then ends.
+        begin = time.monotonic()
         with contextlib.suppress(BlockingIOError):
             while True:
                 *lines, self._rest = (self._rest + os.read(self._reports, 4096)).split(b"\n")
                 for index, code in map(bytes.split, lines):
                     child = self._children[int(index)]
                     child.reported, child.ended = int(code), time.monotonic()
+        # Who ends without a report has ended before these: others notice when its connections
+        # close. And they report before they close their own.
+        for child in self._children:
+            if child.reported is None and child.is_ending():
+                child.ended = min(child.ended, begin)
         return [child for child in self._children if child.failed()]
 
     def _obey(self, workers):
