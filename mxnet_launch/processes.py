@@ -280,12 +280,13 @@ class Launch:
                 for index, code in map(bytes.split, lines):
                     child = self._children[int(index)]
                     child.reported, child.ended = int(code), time.monotonic()
+        failed = [child for child in self._children if child.failed()]
         # Who ends without a report has ended before these: others notice when its connections
         # close. And they report before they close their own.
-        for child in self._children:
+        for child in self._children if failed else ():
             if child.reported is None and child.is_ending():
                 child.ended = min(child.ended, begin)
-        return [child for child in self._children if child.failed()]
+        return failed
 
     def _obey(self, workers):
         """Passes a signal on. Returns the exit code once the workers have ended, or must."""

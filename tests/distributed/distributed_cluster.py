@@ -146,6 +146,7 @@ class TwoMachines(Cluster):
     one."""
 
     def _launch(self, engine, command):
+        self._engine = engine
         name = f"sbn{self._mark[:6]}"
         switch, machines = f"{name}s", [f"{name}{number}" for number in range(2)]
         for space in (switch, *machines):
@@ -188,7 +189,8 @@ class TwoMachines(Cluster):
     def wait(self, seconds=STARTED_SECONDS):
         codes = super().wait(seconds)
         # Horovod's launcher does not wait for the shells that it has started.
-        psutil.wait_procs(self.running(), 10)
+        if self._engine == "horovod":
+            psutil.wait_procs(self.running(), 10)
         return codes
 
     def _within(self, machines, number):

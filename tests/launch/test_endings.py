@@ -318,7 +318,7 @@ def test_a_second_ctrl_c_kills(handles):
     begin = time.monotonic()
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.end() == 128 + signal.SIGINT
-    assert time.monotonic() - begin < ENDED_SECONDS
+    assert time.monotonic() - begin < 3
 
 
 # Output that is closed or full, or that nobody reads.

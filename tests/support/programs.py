@@ -16,7 +16,7 @@ MARK = "GLUON_SYNCBN_TEST"
 STARTED_SECONDS = 120
 
 
-def wait_until(condition, seconds=30):
+def wait_until(condition, seconds=10):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
