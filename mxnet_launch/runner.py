@@ -13,6 +13,7 @@ import gc
 import importlib
 import importlib.machinery
 import io
+import math
 import os
 import runpy
 import signal
@@ -55,11 +56,12 @@ def _kill_of(launch_id, pid):
 
 
 def timeout_of(environment):
-    """The seconds that a process may wait for others. Workers refuse other values."""
+    """The seconds that a process may wait for others, at most 10**6: what else waits for so long
+    does not take more. Workers refuse what is no number above 0."""
     with contextlib.suppress(ValueError):
         seconds = float(environment.get("GLUON_SYNCBN_TIMEOUT", ""))
-        if 0 < seconds < 10**6:
-            return seconds
+        if 0 < seconds < math.inf:
+            return min(seconds, 10**6)
     return 300.0
 
 

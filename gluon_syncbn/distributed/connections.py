@@ -211,22 +211,9 @@ def _own_host():
     get = os.environ.get
     return (
         get("DMLC_NODE_HOST")
-        or _address_of_interface(get("DMLC_INTERFACE") or get("HOROVOD_GLOO_IFACE"))
         or _address_toward(get("DMLC_PS_ROOT_URI") or get("HOROVOD_GLOO_RENDEZVOUS_ADDR"))
         or "127.0.0.1"
     )
-
-
-def _address_of_interface(name):
-    if not name:
-        return None
-    import psutil  # Only here, as most jobs name no interface.
-
-    found = psutil.net_if_addrs().get(name, ())
-    ipv4 = [one.address for one in found if one.family == socket.AF_INET]
-    # Not link-local addresses.
-    ipv6 = [one.address for one in found if one.family == socket.AF_INET6]
-    return next(iter(ipv4 + [address for address in ipv6 if "%" not in address]), None)
 
 
 def _address_toward(host):

@@ -91,7 +91,7 @@ class HorovodReducer(Reducer):
                 number = made.process_set_id
         self._sets[size] = number
 
-    def _open_through_store(self, key, size, wait, sums):
+    def _open_through_store(self, key, size, check, sums):
         processes = len(self._members(key))
         sums = sums and processes >= _FEWEST_FOR_SUMS
         process_set = 0 if processes == self.size else self._sets[processes]

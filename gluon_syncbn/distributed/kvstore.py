@@ -105,18 +105,18 @@ class KVStoreReducer(Reducer):
         super()._leave(failure)
         prepare_shutdown()
 
-    def _open_through_store(self, key, size, wait, sums):
+    def _open_through_store(self, key, size, check, sums):
         # MXNet has no empty arrays.
         slots = mx.nd.zeros((self.size, native.THIRDS, max(size, 1)))
-        number = self._register(key, size, slots, wait)
+        number = self._register(key, size, slots, check)
         count = native.packed_size(size, self.size, native.KVSTORE_BITS) if sums else 0
         added = None
         if count:
             array = mx.nd.zeros((count,))
-            added = self._register(f"{key} sums", count, array, wait), array
+            added = self._register(f"{key} sums", count, array, check), array
         return self._connection.kvstore_route(key, size, self.rank, self._kv, number, slots, added)
 
-    def _register(self, key, size, array, wait):
+    def _register(self, key, size, array, check):
         """Stores this array under a new key. Returns the key's number in the store.
 
         The server takes the first push of a key as its initial value, so only rank 0 may push a key
@@ -126,7 +126,7 @@ class KVStoreReducer(Reducer):
         """
         name = key.encode()
         with self._round:
-            number = self._push_new(array, wait) if self.rank == 0 else _FIRST_KEY
+            number = self._push_new(array, check) if self.rank == 0 else _FIRST_KEY
             mine = numpy.zeros(_REGISTRATION, numpy.float32)
             mine[:3] = number - _FIRST_KEY, size & 0xFFFF, size >> 16
             mine[3 : 3 + len(name)] = list(name)
@@ -135,7 +135,7 @@ class KVStoreReducer(Reducer):
             everyone[:] = 0
             everyone[self.rank] = mine
             self._kv.pushpull(_FIRST_KEY, self._registration, out=self._registration)
-            wait.array(self._registration)
+            native.wait_for(self._registration, check)
             if not (everyone[self.rank] == mine).all():
                 raise RuntimeError(f"The KVStore changes what is sent to it. {_UPDATES}")
             rows = everyone.astype(numpy.int64)
@@ -145,9 +145,8 @@ class KVStoreReducer(Reducer):
                 self._registered.setdefault(text, {})[rank] = (row[1] + (row[2] << 16), row[0])
             self._changed.notify_all()
             registered = self._registered[key]
-            wait.until(
-                lambda slice: self._changed.wait_for(lambda: len(registered) == self.size, slice)
-            )
+            while not self._changed.wait_for(lambda: len(registered) == self.size, native.SLICE):
+                check()
         sizes = [registered[rank][0] for rank in range(self.size)]
         if len(set(sizes)) > 1:
             raise RuntimeError(
@@ -157,7 +156,7 @@ class KVStoreReducer(Reducer):
             )
         return _FIRST_KEY + int(registered[0][1])
 
-    def _push_new(self, array, wait):
+    def _push_new(self, array, check):
         number, self._next_number = self._next_number, self._next_number + 1
         if number > _LAST_KEY:
             raise RuntimeError(
@@ -168,7 +167,7 @@ class KVStoreReducer(Reducer):
         # This write waits until the server has answered. Its operator takes none of MXNet's
         # workspaces, as steps that wait for this exchange may hold all of them.
         array[:] = 0
-        wait.array(array)
+        native.wait_for(array, check)
         return number
 
 

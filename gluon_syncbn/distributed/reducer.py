@@ -1,5 +1,7 @@
 """What the stores of :mod:`gluon_syncbn.distributed` have in common."""
 
+import functools
+
 import mxnet as mx
 import numpy
 
@@ -8,8 +10,7 @@ from ..arguments import seconds
 from ..groups.store import Store
 from ..native import shutdown
 from .shared_memory import SharedMemory
-from .waiting import RouteWait
-from .watcher import InFlight, Watcher
+from .watcher import Watcher
 
 # Bytes of a user's key.
 _LONGEST_KEY = 40
@@ -33,7 +34,7 @@ class Reducer(Store):
         self._memory = None
         # A store fails if another process is gone, which the judge soon says.
         self._connection = native.Connection(explained_within=2.0)
-        functions = self._in_flight, self._members_of, self._close_routes
+        functions = self._connection.in_flight, self._members_of, self._close_routes
         self.watcher = Watcher(rank, size, self.name, timeout, *functions)
 
     def _meet(self, timeout):
@@ -140,11 +141,12 @@ class Reducer(Store):
             return self._memory.route(self._connection, str(key), size, members, sums)
         name = f"{title} ({key} 1)"
         with self.watcher.arrives(name, str(key), timeout), mx.autograd.pause():
-            wait = RouteWait(lambda: self.watcher.check(title))
-            return self._open_through_store(str(key), size, wait, sums)
+            check = functools.partial(self.watcher.check, title)
+            return self._open_through_store(str(key), size, check, sums)
 
-    def _open_through_store(self, key, size, wait, sums):
-        """The route of a new key, once all processes know that it is used."""
+    def _open_through_store(self, key, size, check, sums):
+        """The route of a new key, once all processes know that it is used. check() raises if the
+        wait for them is of no use."""
         raise NotImplementedError
 
     def _members(self, key):
@@ -153,9 +155,6 @@ class Reducer(Store):
     def _joins(self, members):
         """Whether these processes meet in shared memory, not through the store."""
         return self._memory is not None and self._memory.joins(members)
-
-    def _in_flight(self):
-        return [[InFlight(*each) for each in some] for some in self._connection.in_flight()]
 
     def _members_of(self, key):
         """The range of ranks that exchange it, and whether they meet in shared memory."""

@@ -3,10 +3,8 @@
 import threading
 import time
 
-from ..native import ArrayWait, shutdown, threads
+from ..native import shutdown, threads
 
-# Seconds after which a wait looks if it is of use.
-_SLICE = 0.1
 # The threads that run functions with a time limit.
 bounded = set()
 
@@ -51,21 +49,3 @@ def call_within(seconds, function, otherwise):
     if not results:
         raise RuntimeError(otherwise)
     return results[0]
-
-
-class RouteWait:
-    """A wait until all processes know a new key. check(): raises if it is of no use."""
-
-    def __init__(self, check):
-        self._check = check
-
-    def array(self, array):
-        """Waits until MXNet has written the array."""
-        with ArrayWait(array) as written:
-            self.until(written.wait)
-        array.wait_to_read()
-
-    def until(self, done):
-        """Calls done(seconds), which waits as long, until it is true."""
-        while not done(_SLICE):
-            self._check()

@@ -21,8 +21,7 @@ from .reports import FAILED, FINISHED, GONE, SILENT, Exchange, Report
 from .waiting import Clock
 
 _ADDRESS_SIZE = 80  # bytes
-# Characters of an exchange's name, and of an error.
-_LONGEST_NAME, _LONGEST_STATUS = 240, 4000
+_LONGEST_STATUS = 4000  # characters of an error
 _MOST_IN_FLIGHT, _REMEMBERED = 8, 16
 # Seconds between two reports, at most, and of silence before a connection is made again.
 _PERIOD, _SILENCE = 1.0, 2.0
@@ -33,20 +32,11 @@ _RAISES, _TELL, _LAST_WORDS = 0.5, 1.0, 2.0
 _log = logging.getLogger("gluon_syncbn")
 
 
-class InFlight:
-    """An exchange that this process has reached. since: when it began, or was completed, on the
-    clock of time.monotonic()."""
-
-    def __init__(self, name, key, timeout, since):
-        self.name, self.key = _shortened(name), key
-        self.timeout, self.since = timeout, since
-
-
 class Watcher:
     """Reports where this process is, and ends its waits when the judge says so.
 
     name : of the store, in messages
-    in_flight() : exchanges in flight, and the last completed ones: two lists of `InFlight`
+    in_flight() : exchanges in flight, and the last completed ones: two lists of `native.InFlight`
     members(key) : the range of ranks that exchange it, and whether they meet in shared memory
     close(text) : no exchange of the store can succeed any more
 
@@ -115,11 +105,11 @@ class Watcher:
     @contextlib.contextmanager
     def arrives(self, name, key, timeout):
         """Notes that this process is at an exchange, whose route is being opened."""
-        exchange = InFlight(name, key, timeout, time.monotonic())
+        exchange = native.InFlight(name, key, timeout, time.monotonic())
         self._opening[exchange.name] = exchange
         try:
             yield
-            exchange = InFlight(name, key, timeout, time.monotonic())
+            exchange = native.InFlight(name, key, timeout, time.monotonic())
             self._opened.append(exchange)
         finally:
             del self._opening[exchange.name]
@@ -390,14 +380,6 @@ class Watcher:
             with contextlib.suppress(RuntimeError):  # There are no more threads.
                 threads.start(_log.warning, text, error)
                 self._logged = True
-
-
-def _shortened(name):
-    """As much of an exchange's name as a report holds: the front, which names the layer, and the
-    end, which names the call."""
-    if len(name) <= _LONGEST_NAME:
-        return name
-    return f"{name[: _LONGEST_NAME // 2]}…{name[-_LONGEST_NAME // 2 :]}"
 
 
 def _since(exchange):

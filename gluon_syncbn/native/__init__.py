@@ -18,13 +18,15 @@ from .layer import (
 )
 from .routes import (
     KVSTORE_BITS,
+    SLICE,
     THIRDS,
-    ArrayWait,
     Connection,
+    InFlight,
     Key,
     Segment,
     packed_size,
     restore_layout,
     view,
+    wait_for,
 )
 from .threads import warn

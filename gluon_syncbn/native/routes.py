@@ -26,6 +26,8 @@ THIRDS = 3
 KVSTORE_BITS, HOROVOD_BITS = 24, 53
 # What a wait returns: see mxnet/array_wait.h.
 _WRITTEN, _TIME_IS_UP, _INTERRUPTED, _CLOSED = range(4)
+# Seconds after which a wait looks if it is of use.
+SLICE = 0.1
 # More than an `Outcome` holds, with a title before it.
 MAX_ERROR_SIZE = 1 << 14
 
@@ -37,6 +39,10 @@ class Key(namedtuple("Key", "layer direction node group", defaults=(None, None))
     def __str__(self):  # As stores and other processes see it.
         text = " ".join(str(part) for part in self[:3] if part is not None)
         return f"{text} in groups of {self.group}" if self.group else text
+
+
+# An exchange. since: when it began, or was completed, on the clock of time.monotonic().
+InFlight = namedtuple("InFlight", "name key timeout since")
 
 
 class Connection:
@@ -64,13 +70,13 @@ class Connection:
         _library.gluon_syncbn_unlock_calls(self._handle)
 
     def in_flight(self):
-        """The exchanges in flight, and the last that completed: lists of (name, key, timeout,
-        monotonic time), oldest first."""
+        """The exchanges in flight, and the last that completed: lists of `InFlight`,
+        oldest first."""
         exchanges = [], []
 
         @callback(IN_FLIGHT)
         def report(name, key, timeout, since, is_open):
-            exchanges[0 if is_open else 1].append((name, key, timeout, since))
+            exchanges[0 if is_open else 1].append(InFlight(name, key, timeout, since))
 
         _or_error(_library.gluon_syncbn_in_flight, self._handle, report)
         return exchanges
@@ -245,28 +251,21 @@ def _or_error(function, *arguments):
     return handle
 
 
-class ArrayWait:
-    """Waits for an array that MXNet may never write. Within `with`, ``wait(seconds)`` returns
-    whether it was written."""
-
-    def __init__(self, array):
-        self._array = array
-
-    def __enter__(self):
-        self._wait = _library.gluon_syncbn_array_wait_begin(self._array.handle)
-        if not self._wait:
-            raise MemoryError("MXNet's engine takes no more operations.")
-        return self
-
-    def __exit__(self, *error):
-        _library.gluon_syncbn_array_wait_end(self._wait)
-
-    def wait(self, seconds):
-        waited = _library.gluon_syncbn_array_wait(self._wait, seconds)
-        if waited in (_INTERRUPTED, _CLOSED):
+def wait_for(array, check):
+    """Waits until MXNet, which may never do so, has written an NDArray. check() is called now and
+    then, and raises if the wait is of no use."""
+    wait = _library.gluon_syncbn_array_wait_begin(array.handle)
+    if not wait:
+        raise MemoryError("MXNet's engine takes no more operations.")
+    try:
+        while (waited := _library.gluon_syncbn_array_wait(wait, SLICE)) == _TIME_IS_UP:
+            check()
+        if waited != _WRITTEN:
             _library.gluon_syncbn_abandon()
             raise RuntimeError("Interrupted." if waited == _INTERRUPTED else CLOSED)
-        return waited == _WRITTEN
+    finally:
+        _library.gluon_syncbn_array_wait_end(wait)
+    array.wait_to_read()
 
 
 def _address(function):

@@ -130,6 +130,35 @@ def test_samples_of_a_batch_in_one_process(what):
     assert list(sbn.distributed.join([])) == []
 
 
+class _OneMore:
+    """Stands for a group with another process, which has three batches."""
+
+    def __init__(self):
+        self._left = 3
+
+    def all_gather(self, key, title, mine):
+        self._left -= 1
+        return np.array([mine, [self._left >= 0, 8]])
+
+
+def test_a_loop_within_a_loop():
+    """The inner loop's batches are real ones, also where the outer loop has none left."""
+    layer = sbn.SyncBatchNorm(in_channels=3)
+    layer.initialize()
+
+    def learns():
+        before = layer.running_mean.data().asnumpy()
+        with mx.autograd.record():
+            layer(X).wait_to_read()
+        return bool((layer.running_mean.data().asnumpy() != before).all())
+
+    outer = sbn.distributed.join([X])
+    outer._processes = _OneMore()
+    learned = [(learns(), [learns() for _ in sbn.distributed.join([X, X])]) for _ in outer]
+    assert learned == [(True, [True, True]), (False, [True, True]), (False, [True, True])]
+    assert learns()
+
+
 def test_samples_of_an_iterator():
     data = mx.io.NDArrayIter(np.ones((16, 3)), np.ones(16), batch_size=8)
     steps = sbn.distributed.join(data)

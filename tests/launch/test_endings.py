@@ -14,8 +14,7 @@ import time
 
 import pytest
 from mxnet_launch import runner
-from distributed_cluster import needs_horovod
-from launched import ALL_REDUCE, ALONE, ENDED_SECONDS, SLEEP, TRAIN, free_port
+from launched import ALONE, ENDED_SECONDS, SLEEP, TRAIN, free_port
 from programs import STARTED_SECONDS, wait_until
 
 # The last line of a worker, the launcher's exit code, and what it says.
@@ -30,16 +29,6 @@ DEATHS = {
         r"was killed by SIGKILL \(by the kernel, if memory ran out\)",
     ),
 }
-
-
-def check_named(launcher, death):
-    """The launcher says that worker 1 ended first. Returns the number of its process."""
-    _, code, sentence = DEATHS[death]
-    assert launcher.end() == code, launcher.errors
-    sentence = rf"worker 1 \(process (\d+)\) {sentence}, so all others are ended\."
-    found = re.search(sentence, launcher.errors)
-    assert found, launcher.errors
-    return found[1]
 
 
 @pytest.mark.parametrize("death", DEATHS)
@@ -64,7 +53,10 @@ print("dies", os.getpid(), time.time(), flush=True)
 """
     launcher = start(script, "-n", "2")
     number, when = launcher.wait_for("dies")[0].split()[2:]
-    assert check_named(launcher, death) == number
+    _, code, sentence = DEATHS[death]
+    assert launcher.end() == code, launcher.errors
+    sentence = rf"worker 1 \(process {number}\) {sentence}, so all others are ended\."
+    assert re.search(sentence, launcher.errors), launcher.errors
     assert time.time() - float(when) < ENDED_SECONDS
     tail = launcher.errors.partition("Its last lines:\n")[2].splitlines()
     tail = [line for line in tail if not line.startswith("[0] ")]
@@ -125,22 +117,6 @@ time.sleep({0.7 * number})
     assert launcher.end() == code, (ends, order, launcher.errors)
     assert re.search(text, launcher.errors), (ends, order, launcher.errors)
     assert launcher.errors.count("launch: worker ") == bool(failed)
-
-
-@pytest.mark.long
-@needs_horovod
-@pytest.mark.parametrize("death", ["an exit code", "a segmentation fault", "SIGTERM"])
-def test_who_ended_first_is_named_with_horovod(death, start):
-    script = f"""
-step()
-if hvd.rank() == 1:
-    import ctypes, signal
-    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # That of MXNet exits with 255.
-    {DEATHS[death][0]}
-while True:
-    step()
-"""
-    check_named(start(ALL_REDUCE + script, "-n", "2", "--engine", "horovod"), death)
 
 
 def test_launchers_that_dmlc_gave_their_roles(start):
@@ -295,15 +271,6 @@ def test_under_nohup(handles, hangup):
     assert launcher.process.poll() is None and launcher.errors == ""
     launcher.process.send_signal(signal.SIGTERM)
     assert launcher.end() == 0 and "SIGTERM is passed on" in launcher.errors
-
-
-@pytest.mark.long
-def test_a_worker_that_ignores_signals_is_killed(handles):
-    launcher = handles("pass", "--grace", "0.5")
-    begin = time.monotonic()
-    launcher.process.send_signal(signal.SIGTERM)
-    assert launcher.end() == 128 + signal.SIGTERM
-    assert time.monotonic() - begin < ENDED_SECONDS
 
 
 def test_a_second_ctrl_c_kills(handles):

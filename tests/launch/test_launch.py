@@ -303,13 +303,3 @@ def test_a_second_job_at_a_port_ends_before_it_starts(taken, start):
             assert f"cannot listen at port {port} of " in launcher.errors
             assert launcher.output == []
         assert all(launcher.process.poll() is None for launcher in first)
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_shells_of_slurm_do_not_hide_what_was_given(rank, start):
-    """Two shells of `srun --pty bash`, each with SLURM_NTASKS=1."""
-    variables = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    script = "import os\nprint(os.environ['DMLC_NUM_WORKER'], 'workers')"
-    shell = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "localhost"}
-    launcher = start(script, "--from-env", "--port", str(free_port()), **shell, **variables)
-    launcher.wait_for(f"[{rank}] 2 workers")

@@ -23,6 +23,13 @@ def run(path, *arguments, **options):
     return done, int(report[0][1]) if report else None
 
 
+@pytest.mark.parametrize(
+    "text, seconds", [("2.5", 2.5), ("2e6", 1e6), ("inf", 300), ("0", 300), ("long", 300)]
+)
+def test_the_time_to_wait(text, seconds):
+    assert runner.timeout_of({"GLUON_SYNCBN_TIMEOUT": text}) == seconds
+
+
 @pytest.fixture
 def run_text(tmp_path):
     """`run` for the text of a script."""
