@@ -210,12 +210,16 @@ class Watcher:
                 self._error = error
                 return
         ready.set()
-        while self._ends is None or (self._hub and self._hub.connected and self._now < self._ends):
+        while True:
             try:
                 self._step()
             except Exception as error:
                 # What failed, such as a look without free file descriptors, may succeed next time.
                 self._log_once(error)
+            # Only now, as the last step may tell why this process ends.
+            if self._ends is not None:
+                if not (self._hub and self._hub.connected and self._now < self._ends):
+                    break
             period = min(_PERIOD, min(self._timeouts) * WARN_AFTER / 2)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), period)

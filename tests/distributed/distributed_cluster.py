@@ -218,6 +218,8 @@ def run(folder, workers, topics, kind=Cluster, **options):
         codes = cluster.wait()
         assert set(codes) == {0}, cluster.all_output()[-6000:]
         assert "terminate called" not in cluster.all_output()
+        for service in cluster.services:  # They end by themselves, after the workers.
+            service.wait(STARTED_SECONDS)
         assert cluster.running() == []
     finally:
         cluster.clean()

@@ -95,7 +95,8 @@ def find(topic):
 
 
 if __name__ == "__main__":
-    timeout = float(os.environ.get("GLUON_SYNCBN_TIMEOUT", "60"))
-    world = World(*sys.argv[1:3], timeout=timeout)
+    timeout = os.environ.pop("GLUON_SYNCBN_TIMEOUT", "60")  # Not for a slow start.
+    world = World(*sys.argv[1:3], timeout=float(timeout))
+    os.environ["GLUON_SYNCBN_TIMEOUT"] = timeout
     for topic in sys.argv[3:]:
         find(topic)(world)

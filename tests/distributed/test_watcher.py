@@ -178,7 +178,7 @@ def test_rank_0_is_missing(new_job, fault):
         assert text == "Missing: rank 0 (process ended)." and time.monotonic() - begin < 1.5
     else:
         assert text.startswith("Missing: rank 0 (no answer: stopped")
-        assert time.monotonic() - begin > 1.8
+        assert time.monotonic() - begin > 1
 
 
 def test_rank_0_is_stopped_for_less_than_the_timeout(new_job, monkeypatch):
@@ -237,7 +237,7 @@ def test_a_forked_child_keeps_nothing(new_job):
 
 
 def test_a_connection_that_breaks_is_made_again(new_job):
-    job = new_job(3, timeout=2)
+    job = new_job(3)
     for linger in (0, 1, 1):
         job.all_connected()
         before = job.hub()._writers[1]
@@ -245,7 +245,7 @@ def test_a_connection_that_breaks_is_made_again(new_job):
         before.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
         job[0]._call(before.transport.abort)
         wait_until(lambda before=before: job.hub()._writers.get(1) not in (None, before))
-    time.sleep(0.5)
+    time.sleep(1.5)
     assert not job[0].lost and is_alive(job)
 
 
@@ -295,7 +295,7 @@ def test_a_look_that_fails_is_followed_by_others(new_job, caplog):
     job = new_job(timeout=4)
     job.all_connected()
     flying = job.flying.pop(1)
-    time.sleep(1)
+    wait_until(lambda: "goes on after an error" in caplog.text)
     job.flying[1] = flying
     assert is_alive(job)
     [record] = [each for each in caplog.records if each.levelno == logging.WARNING]
@@ -371,7 +371,7 @@ def test_no_descriptors_are_left(new_job):
     new_job().close()
     files = open_files()
     new_job(5).close()
-    assert open_files() == files
+    wait_until(lambda: open_files() <= files)
 
 
 # Addresses.

@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from launched import (
     Launcher,
     free_port,
 )
-from programs import STARTED_SECONDS
 
 ARGUMENTS = ["--", "--epochs", "3", "with space", "-n", "7", "--", "--engine", "", "--help"]
 
@@ -46,7 +44,6 @@ os.write(1, b"no end of line")
     folder = tmp_path_factory.mktemp("trained")
     (folder / "near.py").write_text("")
     (folder / "script.py").write_text(TRAIN + script)
-    begin = time.monotonic()
     launcher = Launcher(["-n", "3", "--", "script.py", *ARGUMENTS], folder, {})
     try:
         assert launcher.end() == 0, launcher.errors
@@ -56,7 +53,7 @@ os.write(1, b"no end of line")
         rank: json.loads(lines[203].partition("found ")[2])
         for rank, lines in by_rank("".join(launcher.output)).items()
     }
-    return launcher, time.monotonic() - begin, found
+    return launcher, found
 
 
 def by_rank(output):
@@ -69,7 +66,7 @@ def by_rank(output):
 
 
 def test_what_a_worker_finds(trained):
-    _, seconds, found = trained
+    _, found = trained
     for rank in range(3):
         assert found[rank] == {
             "rank": rank,
@@ -81,12 +78,10 @@ def test_what_a_worker_finds(trained):
             "argv": ["script.py", *ARGUMENTS],
             "stdin": "",
         }
-    # If scheduler and server did not end with the workers, it would take longer.
-    assert seconds < STARTED_SECONDS / 2
 
 
 def test_lines_of_different_workers_are_not_mixed(trained):
-    launcher, _, _ = trained
+    launcher, _ = trained
     lines = by_rank("".join(launcher.output))
     assert sorted(lines) == [0, 1, 2]
     for own in lines.values():
@@ -288,15 +283,16 @@ def test_rank_0_stays_until_the_scheduler_and_the_server_end(start, tmp_path):
 def test_a_second_job_at_a_port_ends_before_it_starts(taken, start):
     """And the first one goes on."""
     variables = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        options = ["--from-env", "--port", str(port)]
-        first = []
+    port, first = free_port(), []
+    options = ["--from-env", "--port", str(port)]
+    with socket.socket() as server:
         if taken == "by another launcher":
-            server.close()
             first = [start(SLEEP, *options, RANK=str(rank), **variables) for rank in range(2)]
             for launcher in first:
                 launcher.wait_for("ready")
+        else:
+            server.bind(("127.0.0.1", port))
+            server.listen()
         for rank in range(2 if first else 1):
             launcher = start("print('starts')", *options, RANK=str(rank), **variables)
             assert launcher.end(ENDED_SECONDS) == 2
