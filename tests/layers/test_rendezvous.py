@@ -166,11 +166,10 @@ def test_a_warning_comes_first(caplog):
     caplog.clear()  # On a busy machine the first step may warn too.
     with caplog.at_level(logging.WARNING, logger="gluon_syncbn"):
         fails(lambda: fetch(train(net, batch()[:1], backward=0)), "Missing")
-    first, *others = [record.getMessage() for record in caplog.records]
-    assert all(len(text.splitlines()) == 2 for text in others) and len(others) <= 2
+    [text] = [record.getMessage() for record in caplog.records]
     missing = f"Arrived: {KIND}(0). Missing: {KIND}(1)."
     for word in ("net_syncbatchnorm0", missing, "After 1 s this is an error"):
-        assert word in first
+        assert word in text
 
 
 def test_the_timeout_from_the_environment(monkeypatch):

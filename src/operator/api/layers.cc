@@ -102,8 +102,10 @@ SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process_uuid,
     if (!outcome.succeeded) throw std::runtime_error(outcome.failure());
     return *static_cast<const RoutePtr*>(route);
   };
-  if (!process.rendezvous) process.rendezvous = new Rendezvous;
-  process.rendezvous->observe(observer);
+  if (!process.rendezvous) {
+    process.rendezvous = new Rendezvous;
+    process.rendezvous->observe(observer);
+  }
   return mxnet.custom_op_register("GluonSyncBatchNorm", create_operator);
 }
 

@@ -90,23 +90,14 @@ SBN_EXPORT int64_t gluon_syncbn_packed_size(int64_t size, int processes, int exa
 // be null.
 SBN_EXPORT void* gluon_syncbn_kvstore_route(void* connection, const char* key, int exact_bits,
                                             const KVStoreSlots* slots, const KVStoreSums* sums) {
-  Transports transports{std::make_unique<KVStoreTransport>(*slots), nullptr, nullptr};
-  if (sums) {
-    transports.fixed_point = std::make_shared<FixedPoint>(slots->size, slots->ranks, exact_bits);
-    transports.sums = std::make_unique<KVStoreAdder>(*slots, *sums, transports.fixed_point);
-  }
-  return new_route(connection, key, slots->size, slots->ranks, std::move(transports));
+  return new_route(connection, key, slots->size, slots->ranks,
+                   kvstore_transports(*slots, sums, exact_bits));
 }
 
 SBN_EXPORT void* gluon_syncbn_horovod_route(void* connection, const char* key, int exact_bits,
                                             const HorovodArrays* arrays, const HorovodSums* sums) {
-  Transports transports{std::make_unique<HorovodTransport>(key, *arrays), nullptr, nullptr};
-  if (sums) {
-    transports.fixed_point = std::make_shared<FixedPoint>(arrays->size, arrays->ranks, exact_bits);
-    transports.sums =
-        std::make_unique<HorovodAdder>(key, arrays->process_set, *sums, transports.fixed_point);
-  }
-  return new_route(connection, key, arrays->size, arrays->ranks, std::move(transports));
+  return new_route(connection, key, arrays->size, arrays->ranks,
+                   horovod_transports(key, *arrays, sums, exact_bits));
 }
 
 // Creates a segment and writes its descriptor, or, if `file` is not null, opens another process's
@@ -142,14 +133,8 @@ SBN_EXPORT void* gluon_syncbn_shared_memory_route(void* connection, const char* 
 SBN_EXPORT void* gluon_syncbn_function_route(void* connection, const char* key, int exact_bits,
                                              const StoreFunction* function, int rank, int ranks,
                                              int64_t size) {
-  Transports transports{std::make_unique<FunctionTransport>(key, *function, rank, ranks, size),
-                        nullptr, nullptr};
-  auto fixed_point = std::make_shared<FixedPoint>(size, ranks, exact_bits);
-  if (fixed_point->size() > 0) {
-    transports.sums = std::make_unique<FunctionAdder>(key, *function, fixed_point);
-    transports.fixed_point = std::move(fixed_point);
-  }
-  return new_route(connection, key, size, ranks, std::move(transports));
+  return new_route(connection, key, size, ranks,
+                   function_transports(key, *function, rank, ranks, size, exact_bits));
 }
 
 // See Route.

@@ -32,35 +32,22 @@ Attributes::Attributes(int size, const char** keys, const char** values) {
   double slope = 0.01;
   for (int i = 0; i < size; ++i) {
     const std::string key = keys[i], value = values[i];
-    if (key == "layer") {
-      read(key, value, &layer);
-    } else if (key == "epsilon") {
-      read(key, value, &epsilon);
-    } else if (key == "momentum") {
+    const auto is = [&](const char* name, auto* to) {
+      if (key == name) this->read(key, value, to);
+      return key == name;
+    };
+    if (is("layer", &layer) || is("epsilon", &epsilon) || is("axis", &axis) || is("node", &node) ||
+        is("virtual_devices", &virtual_devices) || is("unbiased", &running.unbiased) ||
+        is("fix_gamma", &fix_gamma) || is("use_global_stats", &use_global_stats) ||
+        is("slope", &slope) || is("residual", &residual) || is("inplace", &inplace) ||
+        is("gpu_only", &gpu_only)) {
+      continue;
+    }
+    if (key == "momentum") {
       running.cumulative = value == "None";
       if (!running.cumulative) read(key, value, &running.momentum);
-    } else if (key == "axis") {
-      read(key, value, &axis);
-    } else if (key == "node") {
-      read(key, value, &node);
-    } else if (key == "virtual_devices") {
-      read(key, value, &virtual_devices);
-    } else if (key == "unbiased") {
-      read(key, value, &running.unbiased);
-    } else if (key == "fix_gamma") {
-      read(key, value, &fix_gamma);
-    } else if (key == "use_global_stats") {
-      read(key, value, &use_global_stats);
     } else if (key == "activation") {
       activation = value;
-    } else if (key == "slope") {
-      read(key, value, &slope);
-    } else if (key == "residual") {
-      read(key, value, &residual);
-    } else if (key == "inplace") {
-      read(key, value, &inplace);
-    } else if (key == "gpu_only") {
-      read(key, value, &gpu_only);
     } else if (key == "process") {
       foreign = value != process.uuid;
     } else if (key.compare(0, 2, "__") != 0) {  // Not MXNet's, such as __ctx_group__.

@@ -1,16 +1,7 @@
 // What happens when something fails. A step goes through all layers, so the step of this process
 // fails as a whole, with the text of its first failure. From then until Python has raised it, each
-// call that would meet others ends at once, with zeros.
-//
-//   event                          function        while running        when failed
-//   a call fails, or its time is   fail            failed, and this     -
-//   up, or Ctrl-C ends its wait                    call has the error
-//   MXNet has skipped a call, or   unreachable,    failed; MXNet has    -
-//   the user has given it up       finish          the error, if any
-//   Python has raised the error    resume          -                    running
-//   fork, in the child             after_fork      -                    running
-//   the process ends               close           ended, and a call    ended
-//                                                  has the error
+// call that would meet others ends at once, with zeros. docs/design.md, "After an error", has the
+// table of events.
 //
 // At most one call of a step reports an error to MXNet, because MXNet's engine appends errors to a
 // list without a lock. What depends on that call is skipped, in backward and in the Trainer too.
@@ -80,10 +71,7 @@ bool Rendezvous::fail(const std::string& text) {
 }
 
 void Rendezvous::tell(const LayerPtr& layer, const std::string& text) const {
-  State::Lock lock(state_->mutex);
-  const auto failed = state_->observer.failed;
-  lock.unlock();
-  if (failed && layer) failed(layer->id, text);
+  if (layer) state_->observer.failed(layer->id, text);
 }
 
 void Rendezvous::unreachable(int64_t id, const std::string& device) {

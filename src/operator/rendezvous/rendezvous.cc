@@ -30,16 +30,12 @@ void add_other_processes(State* state, Layer* layer, const Layer::Key& key, bool
                          config.first_rank,
                          config.end_rank,
                          is_absent || state->joined};
-  const auto open = state->observer.open;
-  const auto observed_warn = state->observer.warn;
   lock.unlock();
-  const auto warn = [&](const std::string& text) {
-    if (observed_warn) observed_warn(text);
-  };
   if (spans_processes) {
     state->record.note(call);
     try {
-      layer->messages.all_reduce(call, open, warn, &all->on_host, &all->count);
+      layer->messages.all_reduce(call, state->observer.open, state->observer.warn, &all->on_host,
+                                 &all->count);
     } catch (const std::exception& failure) {
       throw Error(failure.what());
     }
@@ -67,6 +63,7 @@ PassSums together(const std::vector<const PassSums*>& each) {
 void combine(State* state, State::Lock* lock, Layer* layer, const Layer::Key& key,
              Meeting* meeting) {
   layer->meetings.erase(key);
+  meeting->is_combining = true;
   const std::vector<const PassSums*> each = meeting->in_rank_order(layer->config.devices);
   // Made now, as the layer may be reconfigured once the lock is released.
   const std::string title = layer->title(key);
@@ -91,17 +88,9 @@ Rendezvous::Rendezvous() : state_(new State) {}
 
 Rendezvous::~Rendezvous() = default;
 
-void Rendezvous::observe(Observer observer) {
-  const State::Lock lock(state_->mutex);
-  state_->observer = std::move(observer);
-}
+void Rendezvous::observe(Observer observer) { state_->observer = std::move(observer); }
 
-void Rendezvous::warn(const std::string& text) const {
-  State::Lock lock(state_->mutex);
-  const auto warn = state_->observer.warn;
-  lock.unlock();
-  if (warn) warn(text);
-}
+void Rendezvous::warn(const std::string& text) const { state_->observer.warn(text); }
 
 void Rendezvous::configure(int64_t id, LayerConfig config) {
   const State::Lock lock(state_->mutex);

@@ -75,7 +75,7 @@ class Rendezvous {
   // Logs a warning.
   void warn(const std::string& text) const;
 
-  // The events after which a step has failed, or runs again. failures.cc has a table.
+  // The events after which a step has failed, or runs again. docs/design.md has a table.
   //
   // A call has failed. Returns whether this is the first failure of the step.
   bool fail(const LayerPtr& layer, const std::string& text);

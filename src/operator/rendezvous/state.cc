@@ -68,11 +68,6 @@ size_t Layer::expected(const Meeting& meeting) const {
   return group_of(meeting.arrivals[0].device, meeting.active).size();
 }
 
-bool Layer::is_combining(const Key& key, const Meeting& meeting) const {
-  const auto found = meetings.find(key);
-  return found == meetings.end() || found->second.get() != &meeting;
-}
-
 std::string Layer::lacks(const Meeting& meeting, const std::set<std::string>& absent) const {
   size_t possible = meeting.arrivals.size();
   std::string lost;

@@ -38,8 +38,10 @@ struct Meeting {
   int64_t id;
   ActiveDevices active;
   std::vector<Arrival> arrivals;
-  // How long the first to arrive has waited when the next notice is due.
-  Seconds next_notice{0};
+  // The last device is at work. That ends by itself or by its own timeout, and uses what the others
+  // have brought: no call may leave.
+  bool is_combining = false;
+  bool has_warned = false;
   std::string error;
   // One of its calls is to report the error to MXNet.
   bool is_first_failure = false;
@@ -88,9 +90,6 @@ struct Layer {
   std::vector<std::string> group_of(const std::string& device, const ActiveDevices& active) const;
   // The number of devices that must arrive.
   size_t expected(const Meeting& meeting) const;
-  // Whether the last device is at work. That ends by itself or by its own timeout, and uses what
-  // the others have brought: no call may leave.
-  bool is_combining(const Key& key, const Meeting& meeting) const;
   // A device without which the meeting cannot take place, if these do not arrive; or "".
   std::string lacks(const Meeting& meeting, const std::set<std::string>& absent) const;
   // The devices that have not arrived but may.

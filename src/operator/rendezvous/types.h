@@ -86,12 +86,14 @@ struct Members {
 
 // Callbacks, each on the thread that noticed the event, with no lock held.
 struct Observer {
-  std::function<void(const std::string& text)> warn;
+  std::function<void(const std::string& text)> warn = [](const std::string&) {};
   // A call of this layer has ended, as the step has failed.
-  std::function<void(int64_t layer, const std::string& text)> failed;
+  std::function<void(int64_t layer, const std::string& text)> failed = [](int64_t,
+                                                                          const std::string&) {};
   // A device has waited for others for a while. The observer must call unreachable() for those that
   // cannot arrive at this meeting.
-  std::function<void(int64_t layer, Direction, int64_t meeting)> waits;
+  std::function<void(int64_t layer, Direction, int64_t meeting)> waits = [](int64_t, Direction,
+                                                                            int64_t) {};
   // Opens a route to other processes.
   LayerMessages::Open open;
 };

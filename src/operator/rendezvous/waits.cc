@@ -3,6 +3,7 @@
 #include "mxnet/waits.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "rendezvous/state.h"
 
@@ -12,10 +13,8 @@ namespace {
 constexpr Seconds kGraceAfterInterrupt{0.5};
 // The longest time between two probes for devices that cannot arrive.
 constexpr Seconds kLongestProbe{1};
-// The latest time of the first notice of a wait. Later ones, which are short, come each time the
-// wait is kBetweenNotices times as long as at the one before.
+// The latest time of the warning of a wait.
 constexpr Seconds kLongestSilence{5};
-constexpr int kBetweenNotices = 4;
 // Devices arrive shortly after each other, and waking a sleeping thread often takes as long as the
 // work of a layer. So a call first stays awake this long, unless another thread wants the core.
 constexpr Seconds kAwake{0.0003};
@@ -27,10 +26,9 @@ void State::wait(Lock* lock, const Layer& layer, const Layer::Key& key, Meeting*
                  const std::string& device) {
   Patience patience(layer.config.timeout_seconds);
   const Interruption interruption;
-  const Seconds first_notice = std::min(patience.first(), kLongestSilence);
-  meeting->next_notice = std::max(meeting->next_notice, first_notice);
+  const Seconds silence = std::min(patience.first(), kLongestSilence);
   Seconds waited{0}, since_interrupt{0}, next_probe{0};
-  const auto may_leave = [&] { return !meeting->over && !layer.is_combining(key, *meeting); };
+  const auto may_leave = [&] { return !meeting->over && !meeting->is_combining; };
   const auto message = [&] {
     return layer.waits_text(key, *meeting, device, waited) + where_missing_wait(layer, *meeting);
   };
@@ -48,23 +46,19 @@ void State::wait(Lock* lock, const Layer& layer, const Layer::Key& key, Meeting*
     if (ended == Waited::kInterrupted) since_interrupt += Seconds(slice);
     if (!may_leave()) continue;
     if (patience.is_over()) fail(message() + layer.causes(key, *meeting));
-    if (const auto probe = observer.waits; probe && waited > next_probe) {
+    if (waited > next_probe) {
       next_probe = std::min(2 * waited, waited + kLongestProbe);
       lock->unlock();
-      probe(layer.id, key.direction, meeting->id);
+      observer.waits(layer.id, key.direction, meeting->id);
       lock->lock();
     }
     if (!may_leave()) continue;
     if (since_interrupt > kGraceAfterInterrupt) fail(message() + "\nInterrupted.");
-    if (const auto warn = observer.warn; warn && waited > meeting->next_notice) {
-      std::string text = message();
-      if (meeting->next_notice == first_notice) {
-        text += "\nAfter " + seconds_text(patience.timeout()) + " this is an error." +
-                layer.causes(key, *meeting);
-      }
-      meeting->next_notice = kBetweenNotices * waited;
+    if (waited > silence && !std::exchange(meeting->has_warned, true)) {
+      const std::string text = message() + "\nAfter " + seconds_text(patience.timeout()) +
+                               " this is an error." + layer.causes(key, *meeting);
       lock->unlock();
-      warn(text);
+      observer.warn(text);
       lock->lock();
     }
   }

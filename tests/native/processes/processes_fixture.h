@@ -81,9 +81,8 @@ struct FakeProcess {
     auto* const values = static_cast<float*>(array->data);
     const KVStoreSlots slots{
         FakeServer::pushpull, &client, store_key, rank, ranks, size, array, values};
-    return std::make_shared<Route>(
-        connection, key, size, ranks,
-        Transports{std::make_unique<KVStoreTransport>(slots), nullptr, nullptr});
+    return std::make_shared<Route>(connection, key, size, ranks,
+                                   kvstore_transports(slots, nullptr, 0));
   }
 };
 
