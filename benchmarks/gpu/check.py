@@ -9,7 +9,7 @@ unpack.sh, which unpacks a CUDA build of MXNet and prints its PYTHONPATH and LD_
 layer is then tested in it, rather than measured. Its GPU contexts, 8 of them, share this machine's
 GPU, and MXNet's own operators run on the host (tests/gpu/simgpu).
 
-Exit code 1: a step failed, or could not run although there is a GPU. A missed speed threshold is
+Exit code 1: a step failed, or could not run although there is a GPU. A missed guard of speed is
 reported but is not a failure.
 """
 
@@ -200,11 +200,11 @@ def bench(pipeline, library):
         if result["failed"]:
             return FAILED, result["failed"][-1]
         missed = [
-            f"{one['failed']} of {one['of']} above {one['threshold']:.3g}: {one['name']}"
-            for one in result["thresholds"]
-            if one["failed"]
+            f"{one['worst']:.3g} above {one['at_most']:.3g}: {one['name']}, {one['where']}"
+            for one in result["guards"]
+            if not one["pass"]
         ]
-        return MISSED if missed else OK, "; ".join(missed) or "all thresholds held"
+        return MISSED if missed else OK, "; ".join(missed) or "all guards held"
 
     run_with_figures(pipeline, "speed", HERE / "bench.py", library, judge, show=True)
 

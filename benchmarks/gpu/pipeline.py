@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from harness import run_process  # noqa: E402
 
 OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
-# No failures: a missed speed threshold, a step that the command line left out, and one that this
+# No failures: a missed guard of speed, a step that the command line left out, and one that this
 # machine does not support.
 MISSED, LEFT_OUT, IMPOSSIBLE = "missed", "left out", "not supported"
 

@@ -228,18 +228,58 @@ def test_the_gpu_according_to_the_driver_and_nvidia_smi(monkeypatch, tmp_path):
     assert check.ask_gpu() == GPU
 
 
-HELD = {"name": "time of a pass / a copy", "threshold": 1.2, "of": 96, "failed": 0}
-SPEED = {"thresholds": [HELD], "failed": []}
-SLOW = {"thresholds": [{**HELD, "failed": 1}], "failed": []}
+# bench.py with times in place of PyTorch and a GPU.
+BENCH = """
+import os, sys
+from unittest.mock import MagicMock
+
+dtypes = {name: f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat16")}
+torch, surface = MagicMock(__version__="2.11", **dtypes), MagicMock()
+torch.cuda.get_device_name.return_value = "NVIDIA H200"
+torch.cuda.get_device_properties.return_value.L2_cache_size = 60 << 20
+torch.empty.return_value.element_size.return_value = 4
+surface.Library.return_value.description = "CUDA 13.0 for sm_90"
+sys.modules.update(torch=torch, surface=surface)
+sys.path.insert(0, FOLDER)
+import bench
+
+times = {"copy": 100, "ours": 70, "sync": 100, "batch_norm": 100}
+times.update({name: 50 * arrays for name, (_, arrays) in bench.PASSES.items()})
+bench.Clock.microseconds = lambda clock, names, rounds: {name: times[name] for name in names}
+bench.Set = MagicMock(return_value=MagicMock(kind="CudnnBatchNormBackward0"))
+CHANGE
+sys.exit(bench.main() or CODE)
+"""
+STOP = "bench.comparisons = lambda rows: os.abort()"
+
+
+@pytest.mark.parametrize(
+    "change, code, verdict, detail",
+    [
+        ("", 0, "ok", "all guards held"),
+        ("times['dx'] = 180", 0, "missed", r"^1\.2 above 1\.18: .*float32 NHWC: dx$"),
+        ("bench.Set = None", 0, "FAILED", "TypeError: "),
+        (STOP, 0, "FAILED", ""),
+        ("", 1, "FAILED", ""),
+    ],
+)
+def test_speed(monkeypatch, pipeline, path, tmp_path, change, code, verdict, detail):
+    """The program's figures are in a file, which one that dies has not finished."""
+    monkeypatch.setattr(check.build, "FOLDER", tmp_path)
+    folder = repr(str(check.HERE))
+    text = BENCH.replace("FOLDER", folder).replace("CHANGE", change).replace("CODE", str(code))
+    (tmp_path / "bench.py").write_text(text)
+    monkeypatch.setattr(check, "HERE", tmp_path)
+    pipeline.limit = 1000
+    check.bench(pipeline, "library")
+    step = read(path)["steps"]["speed"]
+    assert step["verdict"] == verdict and re.search(detail, step["detail"]), step
+    assert step["result"]["finished"] == (change != STOP)
 
 
 @pytest.mark.parametrize(
     "step, result, code, verdict",
     [
-        ("speed", {**SPEED, "rows": [1], "finished": True}, 0, "ok"),
-        ("speed", {**SLOW, "rows": [1], "finished": True}, 0, "missed"),
-        ("speed", {**SPEED, "rows": [1], "finished": False}, 0, "FAILED"),
-        ("speed", {**SPEED, "rows": [1], "finished": True}, 1, "FAILED"),
         ("against PyTorch in float64", {"seed": 5, "failed": [], "finished": True}, 0, "ok"),
         ("against PyTorch in float64", {"seed": 5, "failed": ["y"], "finished": True}, 1, "FAILED"),
         ("against PyTorch in float64", {"seed": 5, "failed": [], "finished": False}, -6, "FAILED"),
@@ -251,17 +291,15 @@ def test_figures_of_a_step(monkeypatch, pipeline, path, tmp_path, step, result, 
     monkeypatch.setattr(check, "HERE", tmp_path)
     monkeypatch.setattr(check, "ROOT", tmp_path)
     pipeline.limit = 1000
-    program = "bench.py" if step == "speed" else "tests/gpu/check_kernels.py"
+    program = "tests/gpu/check_kernels.py"
     file = tmp_path / Path(program).with_suffix(".json").name
     (tmp_path / program).parent.mkdir(parents=True, exist_ok=True)
     end = "import os; os.abort()" if code < 0 else f"exit({code})"
     (tmp_path / program).write_text(
         f"open({str(file)!r}, 'w').write({json.dumps(result)!r})\n{end}"
     )
-    (check.bench if step == "speed" else check.check_kernels)(pipeline, "library")
+    check.check_kernels(pipeline, "library")
     assert verdicts(path) == {step: verdict}
-    if verdict == "missed":
-        assert "1 of 96 above 1.2: time of a pass" in read(path)["steps"][step]["detail"]
 
 
 @pytest.mark.parametrize("ends, verdict", [("3 passed", "ok"), ("2 passed, 1 skipped", "skipped")])
