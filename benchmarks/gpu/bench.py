@@ -17,10 +17,11 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests" / "gpu")]
+from surface import Layer, Library
+
+# Last, as benchmarks/ has a bench.py of its own.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 import harness  # noqa: E402
-from surface import Layer, Library  # noqa: E402
 
 # 64 MB or more in each dtype.
 LARGE = [(32, 256, 64, 64), (64, 64, 112, 112), (352, 2048, 7, 7), (64, 512, 33, 33)]

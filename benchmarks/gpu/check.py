@@ -137,35 +137,6 @@ def find_pytorch(pipeline):
     return pipeline.run("PyTorch", command, 120, reserve=FOR_SPEED) == OK
 
 
-def run_with_figures(pipeline, name, program, library, judge, **options):
-    """Runs a program that writes its figures to a file, which a program that dies does not finish.
-    judge: returns what is wrong, and else what is to say."""
-    found = build.FOLDER / f"{program.stem}.json"
-    if found.exists():
-        found.unlink()
-
-    def judge_figures(code, text):
-        result = json.loads(found.read_text()) if found.exists() else {}
-        more = {"result": result}
-        if not result.get("finished") or (code != 0 and not result.get("failed")):
-            return FAILED, by_exit_code(code, text)[1], more
-        return (*judge(result), more)
-
-    command = [sys.executable, "-u", program, library, "--json", found]
-    pipeline.run(name, command, 120, judge=judge_figures, **options)
-
-
-def check_kernels(pipeline, library):
-    def judge(result):
-        wrong = result["failed"] and f"{len(result['failed'])} failed"
-        detail = wrong or "all dtypes, layouts and numbers of shards"
-        return FAILED if wrong else OK, f"seed {result['seed']}, {detail}"
-
-    program = ROOT / "tests/gpu/check_kernels.py"
-    name = "against PyTorch in float64"
-    run_with_figures(pipeline, name, program, library, judge, reserve=FOR_SPEED)
-
-
 def find_sanitizer():
     home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), str(home / "bin")])
@@ -196,17 +167,27 @@ def sanitize(pipeline, test):
 
 
 def bench(pipeline, library):
-    def judge(result):
+    """Its figures are in a file, which a program that dies does not finish."""
+    found = build.FOLDER / "bench.json"
+    if found.exists():
+        found.unlink()
+
+    def judge(code, text):
+        result = json.loads(found.read_text()) if found.exists() else {}
+        more = {"result": result}
+        if not result.get("finished") or (code != 0 and not result.get("failed")):
+            return FAILED, by_exit_code(code, text)[1], more
         if result["failed"]:
-            return FAILED, result["failed"][-1]
+            return FAILED, result["failed"][-1], more
         missed = [
             f"{one['worst']:.3g} above {one['at_most']:.3g}: {one['name']}, {one['where']}"
             for one in result["guards"]
             if not one["pass"]
         ]
-        return MISSED if missed else OK, "; ".join(missed) or "all guards held"
+        return MISSED if missed else OK, "; ".join(missed) or "all guards held", more
 
-    run_with_figures(pipeline, "speed", HERE / "bench.py", library, judge, show=True)
+    command = [sys.executable, "-u", HERE / "bench.py", library, "--json", found]
+    pipeline.run("speed", command, 120, judge=judge, show=True)
 
 
 def run_mxnet(pipeline, folder, library, gpu):
@@ -287,7 +268,6 @@ def check_gpu(pipeline, options, library, test, passes):
     no_bench = (options.no_bench or mxnet) and (LEFT_OUT, "--no-bench or --mxnet-set")
     no_mxnet = not mxnet and (LEFT_OUT, "no --mxnet-set")
     steps = [
-        ("against PyTorch in float64", no_torch, check_kernels, [library]),
         ("compute-sanitizer", no_sanitizer, sanitize, [test]),
         ("speed", no_bench or no_torch, bench, [library]),
         ("inside MXNet", no_mxnet, run_mxnet, [mxnet, library, True]),

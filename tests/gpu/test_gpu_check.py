@@ -55,7 +55,7 @@ def python(code):
 
 def stub_steps(monkeypatch, **stubs):
     """Replaces all steps that need a GPU by `stubs`, or by steps that pass."""
-    for name in ("check_kernels", "sanitize", "bench", "run_mxnet", "find_spills"):
+    for name in ("sanitize", "bench", "run_mxnet", "find_spills"):
 
         def step(pipeline, *arguments, name=name):
             pipeline.step(name, pipelines.OK)
@@ -173,7 +173,7 @@ def test_all_steps_run_if_there_is_a_gpu(monkeypatch, path, tmp_path):
     (tmp_path / "unpack.sh").write_text("")
     assert check.main(["--json", str(path)]) == 0
     left_out = [name for name, verdict in verdicts(path).items() if verdict != "ok"]
-    assert left_out == ["inside MXNet"] and len(verdicts(path)) == 8
+    assert left_out == ["inside MXNet"] and len(verdicts(path)) == 7
     # The last, as it does not need the GPU.
     assert list(verdicts(path))[-1] == "find_spills"
     assert read(path)["library"] == "CUDA 13.0 for sm_90"
@@ -184,10 +184,10 @@ def test_all_steps_run_if_there_is_a_gpu(monkeypatch, path, tmp_path):
 
 
 def test_an_error_of_its_own_ends_in_the_json_too(monkeypatch, path):
-    def broken(pipeline, library):
+    def broken(pipeline, test):
         raise ZeroDivisionError("an internal error")
 
-    stub_steps(monkeypatch, check_kernels=broken)
+    stub_steps(monkeypatch, sanitize=broken)
     assert check.main(["--json", str(path)]) == 1
     step = read(path)["steps"]["gpu-check itself"]
     assert "an internal error" in step["detail"] and "Traceback" in step["traceback"]
@@ -275,31 +275,6 @@ def test_speed(monkeypatch, pipeline, path, tmp_path, change, code, verdict, det
     step = read(path)["steps"]["speed"]
     assert step["verdict"] == verdict and re.search(detail, step["detail"]), step
     assert step["result"]["finished"] == (change != STOP)
-
-
-@pytest.mark.parametrize(
-    "step, result, code, verdict",
-    [
-        ("against PyTorch in float64", {"seed": 5, "failed": [], "finished": True}, 0, "ok"),
-        ("against PyTorch in float64", {"seed": 5, "failed": ["y"], "finished": True}, 1, "FAILED"),
-        ("against PyTorch in float64", {"seed": 5, "failed": [], "finished": False}, -6, "FAILED"),
-    ],
-)
-def test_figures_of_a_step(monkeypatch, pipeline, path, tmp_path, step, result, code, verdict):
-    """They are in a file, which a program that dies has not finished."""
-    monkeypatch.setattr(check.build, "FOLDER", tmp_path)
-    monkeypatch.setattr(check, "HERE", tmp_path)
-    monkeypatch.setattr(check, "ROOT", tmp_path)
-    pipeline.limit = 1000
-    program = "tests/gpu/check_kernels.py"
-    file = tmp_path / Path(program).with_suffix(".json").name
-    (tmp_path / program).parent.mkdir(parents=True, exist_ok=True)
-    end = "import os; os.abort()" if code < 0 else f"exit({code})"
-    (tmp_path / program).write_text(
-        f"open({str(file)!r}, 'w').write({json.dumps(result)!r})\n{end}"
-    )
-    check.check_kernels(pipeline, "library")
-    assert verdicts(path) == {step: verdict}
 
 
 @pytest.mark.parametrize("ends, verdict", [("3 passed", "ok"), ("2 passed, 1 skipped", "skipped")])
