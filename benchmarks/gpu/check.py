@@ -18,7 +18,6 @@ import datetime
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -34,7 +33,6 @@ HERE = Path(__file__).resolve().parent
 # A little less than 9 minutes, as processes may need some time to end.
 LIMIT = 9 * 60 - 15
 FOR_SPEED = 90  # seconds reserved
-FOR_SPILLS = 90  # seconds for one architecture
 
 BUILD = """
 import ctypes, sys, build
@@ -42,12 +40,6 @@ library, *tests = build.build([int(each) for each in sys.argv[1:]])
 library = ctypes.CDLL(str(library))
 library.gluon_syncbn_cuda.restype = ctypes.c_char_p
 print((library.gluon_syncbn_cuda() or b"without CUDA kernels").decode())
-"""
-REPORT = """
-import json, sys, build
-kernels = build.report([int(each) for each in sys.argv[2:]])
-with open(sys.argv[1], "w") as file:
-    json.dump(kernels, file)
 """
 PYTORCH = """
 import torch
@@ -102,32 +94,6 @@ def build_all(pipeline, gpu):
     if pipeline.run("build", command, most, env=environment()) != OK:
         return None
     return [build.FOLDER / name for name in ("libgluon_syncbn.so", *build.TESTS)]
-
-
-def find_spills(pipeline, gpu):
-    """Compiles once more to find register spills. Runs last, as it does not need the GPU."""
-    architectures = architectures_of(gpu)
-    if gpu and pipeline.left() < FOR_SPILLS:
-        pipeline.step("register spills", LEFT_OUT, "no time is left, see `make cuda-report`")
-        return
-    if not gpu:
-        # All would take twice as long as the build.
-        built = re.findall(r"sm_(\d+)", pipeline.result.get("library", ""))
-        architectures = sorted({*built[:1], *built[-1:]}, key=int)
-    of = " and ".join(f"sm_{arch}" for arch in architectures)
-    found = build.FOLDER / "kernels.json"
-
-    def judge(code, text):
-        if code != 0:
-            return by_exit_code(code, text)
-        kernels = json.loads(found.read_text())
-        spilled = [f"{k['kernel']} on sm_{k['arch']}" for k in kernels if k["spilled_bytes"]]
-        least = min(k["occupancy"] for k in kernels)
-        detail = f"{len(kernels)} kernels without spills for {of}, occupancy at least {least:.0%}"
-        return FAILED if spilled else OK, "; ".join(spilled) or detail, {"kernels": kernels}
-
-    command = [sys.executable, "-c", REPORT, found, *architectures]
-    pipeline.run("register spills", command, pipeline.limit, judge=judge, env=environment())
 
 
 def find_pytorch(pipeline):
@@ -316,8 +282,6 @@ def main(arguments=None):
             pipeline.step("GPU", LEFT_OUT, f"none is found (libcuda.so.1): {detail}")
         if rehearses:
             run_mxnet(pipeline, options.mxnet_set, None, False)
-        if built:
-            find_spills(pipeline, gpu)
     except Exception as error:
         detail = f"{type(error).__name__}: {error}"
         pipeline.step("gpu-check itself", FAILED, detail, traceback=traceback.format_exc())

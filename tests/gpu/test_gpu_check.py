@@ -55,7 +55,7 @@ def python(code):
 
 def stub_steps(monkeypatch, **stubs):
     """Replaces all steps that need a GPU by `stubs`, or by steps that pass."""
-    for name in ("sanitize", "bench", "run_mxnet", "find_spills"):
+    for name in ("sanitize", "bench", "run_mxnet"):
 
         def step(pipeline, *arguments, name=name):
             pipeline.step(name, pipelines.OK)
@@ -138,34 +138,16 @@ def test_a_skipped_step_fails_where_there_is_a_gpu(path):
 # The steps.
 
 
-def set_report(monkeypatch, path, spilled_bytes):
-    """Sets what the report of the kernels says of spilled registers."""
-    kernel = {"kernel": "k", "arch": 90, "spilled_bytes": spilled_bytes, "occupancy": 0.5}
-    text = json.dumps([kernel])
-    code = f"import sys; print(*sys.argv[2:]); open(sys.argv[1], 'w').write({text!r})"
-    monkeypatch.setattr(check, "REPORT", code)
-    monkeypatch.setattr(check.build, "FOLDER", path.parent)
-
-
 def test_without_a_gpu_it_says_so_and_all_is_well(monkeypatch, path, capsys):
     monkeypatch.setattr(check, "ask_gpu", lambda: None)
     monkeypatch.setattr(check, "BUILD", "print('CUDA 13.0 for all')")
-    set_report(monkeypatch, path, spilled_bytes=0)
     assert check.main(["--json", str(path)]) == 0
     assert "GPU: left out: none is found" in capsys.readouterr().out
-    assert verdicts(path) == {"build": "ok", "register spills": "ok", "GPU": "left out"}
+    assert verdicts(path) == {"build": "ok", "GPU": "left out"}
     assert read(path)["library"] == "CUDA 13.0 for all" and read(path)["gpu"] is None
     monkeypatch.setattr(check, "BUILD", "import sys; sys.exit('nvcc: error: no such kernel')")
     assert check.main(["--json", str(path)]) == 1
     assert "no such kernel" in read(path)["steps"]["build"]["detail"]
-
-
-def test_spilled_registers_fail(monkeypatch, pipeline, path):
-    monkeypatch.setattr(check, "FOR_SPILLS", 5)
-    set_report(monkeypatch, path, spilled_bytes=8)
-    check.find_spills(pipeline, GPU)
-    step = read(path)["steps"]["register spills"]
-    assert (step["verdict"], step["detail"]) == (pipelines.FAILED, "k on sm_90")
 
 
 def test_all_steps_run_if_there_is_a_gpu(monkeypatch, path, tmp_path):
@@ -173,9 +155,7 @@ def test_all_steps_run_if_there_is_a_gpu(monkeypatch, path, tmp_path):
     (tmp_path / "unpack.sh").write_text("")
     assert check.main(["--json", str(path)]) == 0
     left_out = [name for name, verdict in verdicts(path).items() if verdict != "ok"]
-    assert left_out == ["inside MXNet"] and len(verdicts(path)) == 7
-    # The last, as it does not need the GPU.
-    assert list(verdicts(path))[-1] == "find_spills"
+    assert left_out == ["inside MXNet"] and len(verdicts(path)) == 6
     assert read(path)["library"] == "CUDA 13.0 for sm_90"
     for options in (["--no-bench", "--no-sanitizer"], ["--mxnet-set", str(tmp_path)]):
         assert check.main(["--json", str(path), *options]) == 0
