@@ -19,7 +19,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -44,7 +43,7 @@ print((library.gluon_syncbn_cuda() or b"without CUDA kernels").decode())
 PYTORCH = """
 import torch
 assert torch.cuda.is_available(), "PyTorch finds no GPU"
-print(f"{torch.__version__}, CUDA {torch.version.cuda}")
+print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
 """
 # MXNet's set, the packages, and what Python runs there.
 IN_MXNET = '. "$1.sh" && export PYTHONPATH="$2:$PYTHONPATH" && shift 2 && exec $UNDER "$@"'
@@ -64,34 +63,13 @@ ON_CARDS = {
 }
 
 
-def ask_gpu():
-    """Name, driver and compute capability of the first GPU, or None."""
-    found = build.setup_py().find_gpus()
-    if not found:
-        return None
-    name, driver = "a GPU", "unknown"
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        done = subprocess.run(query, stdout=subprocess.PIPE, text=True, timeout=60)
-        if done.returncode == 0 and "," in done.stdout:
-            name, driver = map(str.strip, done.stdout.splitlines()[0].rsplit(",", 1))
-    return {"name": name, "driver": driver, "architecture": found[0]}
-
-
-def environment():
-    return dict(os.environ, PYTHONPATH=str(HERE))
-
-
-def architectures_of(gpu):
-    """The architecture of the GPU; empty, meaning all, if there is none."""
-    return [gpu["architecture"]] if gpu else []
-
-
-def build_all(pipeline, gpu):
-    """The paths of the library and the native tests, or None if the build failed."""
-    most = 180 if gpu else pipeline.limit
-    command = [sys.executable, "-c", BUILD, *architectures_of(gpu)]
-    if pipeline.run("build", command, most, env=environment()) != OK:
+def build_all(pipeline, gpus):
+    """The paths of the library and the native tests, or None if the build failed. gpus: the compute
+    capabilities to build for, or none for all."""
+    most = 180 if gpus else pipeline.limit
+    command = [sys.executable, "-c", BUILD, *gpus]
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    if pipeline.run("build", command, most, env=environment) != OK:
         return None
     return [build.FOLDER / name for name in ("libgluon_syncbn.so", *build.TESTS)]
 
@@ -262,20 +240,19 @@ def main(arguments=None):
     parser.add_argument("--no-sanitizer", action="store_true", help="without compute-sanitizer")
     options = parser.parse_args(arguments)
     pipeline = Pipeline(options.json, LIMIT)
-    gpu = None
+    gpus = []
     try:
-        gpu = ask_gpu()
+        gpus = build.setup_py().find_gpus()
         now = datetime.datetime.now(datetime.timezone.utc)
         system = f"{platform.platform()}, Python {platform.python_version()}"
-        pipeline.facts(gpu=gpu, date=now.isoformat("T", "minutes"), system=system)
-        rehearses = options.mxnet_set and not gpu
-        built = None if rehearses else build_all(pipeline, gpu)
+        pipeline.facts(gpus=gpus, date=now.isoformat("T", "minutes"), system=system)
+        rehearses = options.mxnet_set and not gpus
+        built = None if rehearses else build_all(pipeline, gpus)
         if built:
             pipeline.facts(library=pipeline.result["steps"]["build"]["detail"])
-        if gpu and built:
-            print(f"{gpu['name']}, driver {gpu['driver']}", flush=True)
+        if gpus and built:
             check_gpu(pipeline, options, *built)
-        elif gpu:
+        elif gpus:
             pipeline.step("all checks", SKIPPED, "nothing was built")
         else:
             detail = "a simulator plays it" if rehearses else "nothing was run, only compiled"
@@ -285,7 +262,7 @@ def main(arguments=None):
     except Exception as error:
         detail = f"{type(error).__name__}: {error}"
         pipeline.step("gpu-check itself", FAILED, detail, traceback=traceback.format_exc())
-    return pipeline.end(gpu)
+    return pipeline.end(has_gpu=bool(gpus))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,8 +21,6 @@ import check  # noqa: E402
 import pipeline as pipelines  # noqa: E402
 
 pytestmark = pytest.mark.long
-
-GPU = {"name": "NVIDIA H200", "driver": "580.1", "architecture": 90}
 
 
 @pytest.fixture
@@ -53,6 +52,11 @@ def python(code):
     return [sys.executable, "-c", code]
 
 
+def set_gpus(monkeypatch, *gpus):
+    setup = SimpleNamespace(find_gpus=lambda: list(gpus))
+    monkeypatch.setattr(check.build, "setup_py", lambda: setup)
+
+
 def stub_steps(monkeypatch, **stubs):
     """Replaces all steps that need a GPU by `stubs`, or by steps that pass."""
     for name in ("sanitize", "bench", "run_mxnet"):
@@ -62,11 +66,11 @@ def stub_steps(monkeypatch, **stubs):
 
         monkeypatch.setattr(check, name, stubs.get(name, step))
 
-    def build_all(pipeline, gpu):
+    def build_all(pipeline, gpus):
         pipeline.step("build", pipelines.OK, "CUDA 13.0 for sm_90")
         return "library", "true", "true"
 
-    monkeypatch.setattr(check, "ask_gpu", lambda: GPU)
+    set_gpus(monkeypatch, 90)
     monkeypatch.setattr(check, "find_pytorch", lambda pipeline: True)
     monkeypatch.setattr(check, "build_all", build_all)
 
@@ -139,15 +143,21 @@ def test_a_skipped_step_fails_where_there_is_a_gpu(path):
 
 
 def test_without_a_gpu_it_says_so_and_all_is_well(monkeypatch, path, capsys):
-    monkeypatch.setattr(check, "ask_gpu", lambda: None)
+    set_gpus(monkeypatch)
     monkeypatch.setattr(check, "BUILD", "print('CUDA 13.0 for all')")
     assert check.main(["--json", str(path)]) == 0
     assert "GPU: left out: none is found" in capsys.readouterr().out
     assert verdicts(path) == {"build": "ok", "GPU": "left out"}
-    assert read(path)["library"] == "CUDA 13.0 for all" and read(path)["gpu"] is None
+    assert read(path)["library"] == "CUDA 13.0 for all" and read(path)["gpus"] == []
     monkeypatch.setattr(check, "BUILD", "import sys; sys.exit('nvcc: error: no such kernel')")
     assert check.main(["--json", str(path)]) == 1
     assert "no such kernel" in read(path)["steps"]["build"]["detail"]
+
+
+def test_it_builds_for_the_gpus_that_there_are(monkeypatch, pipeline, path):
+    monkeypatch.setattr(check, "BUILD", "import sys; print(sys.argv[1:])")
+    check.build_all(pipeline, [75, 90])
+    assert read(path)["steps"]["build"]["detail"] == "['75', '90']"
 
 
 def test_all_steps_run_if_there_is_a_gpu(monkeypatch, path, tmp_path):
@@ -191,21 +201,6 @@ def test_a_sanitizer_must_say_that_it_found_nothing(
     pipeline.limit = 1000
     check.sanitize(pipeline, "test")
     assert verdicts(path) == {"memcheck": memcheck, "racecheck": racecheck}
-
-
-def test_the_gpu_according_to_the_driver_and_nvidia_smi(monkeypatch, tmp_path):
-    setup, gpus = check.build.setup_py(), []
-    monkeypatch.setattr(setup, "find_gpus", lambda: gpus)
-    monkeypatch.setattr(check.build, "setup_py", lambda: setup)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert check.ask_gpu() is None
-    gpus.append(90)
-    unnamed = {"name": "a GPU", "driver": "unknown", "architecture": 90}
-    assert check.ask_gpu() == unnamed
-    program(tmp_path, "nvidia-smi", "echo 'No devices were found'; exit 6")
-    assert check.ask_gpu() == unnamed
-    program(tmp_path, "nvidia-smi", "echo 'NVIDIA H200, 580.1'")
-    assert check.ask_gpu() == GPU
 
 
 # bench.py with times in place of PyTorch and a GPU.
@@ -269,7 +264,7 @@ def test_inside_mxnet(monkeypatch, pipeline, path, tmp_path, ends, verdict):
     library = tmp_path / "built.so"
     library.write_text("")
     pipeline.limit = 1000
-    check.run_mxnet(pipeline, tmp_path, library, GPU)
+    check.run_mxnet(pipeline, tmp_path, library, True)
     steps = read(path)["steps"]
     built = steps.pop("simulated GPUs")["detail"]
     for name in ("inside MXNet", "weights, simulated", "no peers", *check.ON_CARDS):
