@@ -17,16 +17,6 @@ OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
 # machine does not support.
 MISSED, LEFT_OUT, IMPOSSIBLE = "missed", "left out", "not supported"
 
-_HEAD, _TAIL = 200, 100  # lines of output that are kept
-
-
-def shorten(lines):
-    """The first and last lines: causes mostly come first, and results last."""
-    left_out = len(lines) - _HEAD - _TAIL
-    if left_out <= 0:
-        return lines
-    return [*lines[:_HEAD], f"... {left_out} lines ...", *lines[-_TAIL:]]
-
 
 def by_exit_code(code, text):
     """A judge of `Pipeline.run`: returns the verdict, a line of detail, and more for the JSON."""
@@ -73,7 +63,7 @@ class Pipeline:
             more = {"traceback": traceback.format_exc()}
         if code is None and "traceback" not in more:
             verdict, detail = FAILED, f"did not end within {seconds:.0f} s"
-        lines = shorten(text.strip().splitlines())
+        lines = text.strip().splitlines()
         if show or verdict == FAILED:
             print("\n".join(lines))
         return self.step(name, verdict, detail, exit_code=code, output=lines, **more)
