@@ -116,7 +116,7 @@ gpu-check: ## where a GPU and PyTorch are: build, check the CUDA kernels, measur
 	    { echo "No nvcc is found (NVCC, CUDA_HOME, PATH), so there is nothing to check."; exit 0; }; \
 	exec $(or $(PYTHON),python3) benchmarks/gpu/check.py $(ARGS)
 
-cuda-report: ## print registers and occupancy of the CUDA kernels for all architectures; fails on spills
+cuda-report: ## print registers of the CUDA kernels for all architectures; fails on spills
 	@$(or $(PYTHON),python3) benchmarks/gpu/build.py $(ARGS)
 
 gpu-counts: ## print what the CUDA kernels ask of a GPU, counted on a simulator, and compare it; --write to update

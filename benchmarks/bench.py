@@ -67,7 +67,6 @@ def main():
         "chain": (measure_chain, [(where,) for where in CHAINS]),
         "layers": (measure_layers, itertools.product(args.shapes, args.contexts)),
         "steps": (measure_step, [] if args.no_model else STEPS),
-        "accuracy": (measure_accuracy, [()]),
     }
     for name, (measure, cases) in runs.items():
         cases = tqdm(list(cases), desc=name)
@@ -159,10 +158,6 @@ def measure_step(repetitions, where, arguments):
     ratios = {kind: harness.ratios(rows[kind], rows["BatchNorm"]) for kind in rows}
     seconds = {kind: harness.medians(rows[kind]) for kind in rows}
     return {"where": where, "seconds": seconds, "ratios": ratios}
-
-
-def measure_accuracy(_):
-    return in_new_process("accuracy.by_mean")
 
 
 def comparisons(figures):

@@ -177,7 +177,8 @@ def comparisons(rows):
 def sections(figures):
     """The text of the result."""
     yield harness.machine(figures)
-    yield load(figures)
+    busy, cores = figures["cores_taken_by_others"], figures["cores"]
+    yield f"Other programs kept {busy:.1f} of {cores} cores busy."
     yield (
         f"Milliseconds, medians of {figures['repetitions']} rounds and means over the workers. "
         "*Behind a layer*: the bare call again, right after a layer that does not synchronize. "
@@ -197,23 +198,6 @@ def _cells(row):
         ratio = f"{bare['ratio']:.2f}"
         place = row["workers"], row["through"], row["channels"]
         yield [f"`{name}`", *place, *(f"{each:.2f}" for each in times), ratio]
-
-
-def load(figures):
-    """The load of the machine."""
-    cores, engines = figures["cores"], {row["engine"] for row in figures["layers"]}
-    crowds = [
-        f"{engine} with {workers} workers"
-        for engine, workers in dict.fromkeys((r["engine"], r["workers"]) for r in figures["layers"])
-        if workers + (engine == "kvstore") > cores
-    ]
-    text = f"Other programs kept {figures['cores_taken_by_others']:.1f} of {cores} cores busy."
-    if crowds:
-        text += (
-            " There were more workers (and, with the KVStore, a server) than cores, so they "
-            f"waited for a core: {', '.join(crowds)}."
-        )
-    return text if "horovod" in engines else f"{text} Horovod was not measured."
 
 
 if __name__ == "__main__":

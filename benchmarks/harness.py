@@ -5,6 +5,7 @@ result.
 """
 
 import argparse
+import contextlib
 import datetime
 import importlib
 import json
@@ -111,17 +112,12 @@ def run_process(command, seconds, **options):
 
 
 def _end_group(process):
-    # First SIGTERM, so that launchers can end the process groups that they have started.
+    # First SIGTERM, so that launchers can end the process groups that they have started. Then
+    # SIGKILL, also after the end of the process itself, for what it has left behind.
     for number in (signal.SIGTERM, signal.SIGKILL):
-        until = time.monotonic() + _GRACE
-        try:
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
-            while time.monotonic() < until:
-                process.poll()
-                os.killpg(process.pid, 0)
-                time.sleep(0.02)
-        except ProcessLookupError:
-            return
+            process.wait(_GRACE)
 
 
 def interleave(contestants, rounds, warm_up=WARM_UP):

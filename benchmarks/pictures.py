@@ -17,7 +17,7 @@ LAYERS = {
 
 
 def draw(figures, folder):
-    for picture in (layers, steps, devices, accuracy):
+    for picture in (layers, steps):
         figure = picture(figures)
         if figure is not None:
             figure.savefig(folder / f"performance-{picture.__name__}.png", dpi=110)
@@ -49,35 +49,6 @@ def steps(figures):
     ]
     draw_bars(axes, bars)
     axes.axvline(1, color="black", linewidth=0.8)
-    return figure
-
-
-def devices(figures):
-    """The operator and nn.BatchNorm on more contexts, which share the same cores."""
-    shapes = list(dict.fromkeys(row["shape"] for row in figures["layers"]))
-    figure, grid = panels(shapes, "milliseconds of forward + backward by contexts, same cores")
-    for axes, shape in zip(grid, shapes):
-        rows = [row for row in figures["layers"] if row["shape"] == shape]
-        counts = [row["contexts"] for row in rows]
-        for kind in ("operator", "block", "BatchNorm"):
-            label, color = LAYERS[kind]
-            axes.plot(counts, [r["ms"][kind][-1] for r in rows], "o-", color=color, label=label)
-        axes.set_xticks(counts)
-        axes.set_ylim(bottom=0)
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
-    return figure
-
-
-def accuracy(figures):
-    """The error of y by the mean of the data."""
-    figure, (axes,) = panels([""], "mean of the data, in standard deviations")
-    for (name, errors), color in zip(figures["accuracy"][0].items(), ("C2", "C3", "C0")):
-        means = [float(mean) for mean in errors]
-        axes.plot(means, list(errors.values()), "o-", color=color, label=name.strip("`"))
-    axes.set_xscale("symlog", linthresh=10)
-    axes.set_yscale("log")
-    axes.set_ylabel("largest error of y")
-    axes.legend(fontsize=8)
     return figure
 
 

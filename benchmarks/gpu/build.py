@@ -1,8 +1,8 @@
 """Builds the library and the native tests with the commands of setup.py, and reads the compiler's
 report on the kernels. Needs nvcc and a C++ compiler, but no GPU.
 
-    python benchmarks/gpu/build.py            # registers, occupancy; exit code 1 if any spill, or
-                                              # if memory is not accessed 16 bytes at a time
+    python benchmarks/gpu/build.py            # registers; exit code 1 if any spill, or if memory is
+                                              # not accessed 16 bytes at a time
     python benchmarks/gpu/build.py 80 90      # only for these architectures
 """
 
@@ -18,13 +18,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "gpu"
 TESTS = ["test_cuda_kernels", "test_cuda_passes"]
-THREADS = 256
-# By compute capability: warps, registers and KiB of shared memory of a multiprocessor.
-LIMITS = {50: (64, 65536, 64), 60: (64, 65536, 64), 70: (64, 65536, 96), 75: (32, 65536, 64)}
-LIMITS.update({80: (64, 65536, 164), 86: (48, 65536, 100), 87: (48, 65536, 164)})
-LIMITS.update({88: (48, 65536, 100), 89: (48, 65536, 100), 90: (64, 65536, 228)})
-LIMITS.update({100: (64, 65536, 228), 103: (64, 65536, 228), 110: (48, 65536, 228)})
-LIMITS.update({120: (48, 65536, 100), 121: (48, 65536, 100)})
 
 
 def setup_py():
@@ -67,17 +60,6 @@ def build(architectures):
         command = [*setup.find_compiler(), *flags, "-Isrc/operator", "-Itests/native", source]
         _quiet([*command, *objects, "-o", str(FOLDER / test), *runtime, "-lrt"])
     return (library, *(FOLDER / test for test in TESTS))
-
-
-def occupancy(arch, registers, shared):
-    """The fraction of a multiprocessor's warps that can be resident."""
-    warps, file, memory = LIMITS.get(arch, LIMITS[90])
-    per_block = THREADS // 32
-    blocks = warps // per_block
-    blocks = min(blocks, file // (-(-registers * 32 // 256) * 256 * per_block))
-    if shared:
-        blocks = min(blocks, memory * 1024 // (shared + 1024))
-    return blocks * per_block / warps
 
 
 def report(architectures=()):
@@ -155,20 +137,15 @@ def _parse(arch, text):
     names = _quiet_filter(text) if "_Z" in text else text
     pattern = (
         r"Compiling entry function '(?P<name>.+?)' for.*?"
-        r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
-        r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)"
+        r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
+        r"Used (?P<registers>\d+) registers"
     )
     for found in re.finditer(pattern, names, re.DOTALL):
-        shared = re.search(r"(\d+) bytes smem", found["rest"])
-        registers, shared = int(found["registers"]), int(shared[1]) if shared else 0
         yield {
             "kernel": _short(found["name"]),
             "arch": arch,
-            "registers": registers,
+            "registers": int(found["registers"]),
             "spilled_bytes": int(found["stores"]) + int(found["loads"]),
-            "stack_bytes": int(found["stack"]),
-            "shared_bytes": shared,
-            "occupancy": occupancy(arch, registers, shared),
         }
 
 
@@ -183,16 +160,16 @@ def _quiet_filter(text):
 
 def print_report(kernels):
     architectures = sorted({kernel["arch"] for kernel in kernels})
-    print("Registers and occupancy of each kernel, 256 threads per block; !n: n bytes are spilled.")
+    print("Registers of each kernel; !n: n bytes are spilled.")
     width = max(len(kernel["kernel"]) for kernel in kernels)
-    print("".ljust(width), *(f"sm_{arch}".rjust(13) for arch in architectures))
+    print("".ljust(width), *(f"sm_{arch}".rjust(8) for arch in architectures))
     table = {(kernel["kernel"], kernel["arch"]): kernel for kernel in kernels}
     for name in sorted({kernel["kernel"] for kernel in kernels}):
         cells = []
         for arch in architectures:
             kernel = table[name, arch]
             spilled = f"!{kernel['spilled_bytes']}" if kernel["spilled_bytes"] else ""
-            cells.append(f"{spilled}{kernel['registers']:4d} {kernel['occupancy']:4.0%}".rjust(13))
+            cells.append(f"{spilled} {kernel['registers']}".rjust(8))
         print(name.ljust(width), *cells)
     spilled = [kernel for kernel in kernels if kernel["spilled_bytes"]]
     thin = narrow(kernels)

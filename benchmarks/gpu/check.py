@@ -9,7 +9,7 @@ unpack.sh, which unpacks a CUDA build of MXNet and prints its PYTHONPATH and LD_
 layer is then tested in it, rather than measured. Its GPU contexts, 8 of them, share this machine's
 GPU, and MXNet's own operators run on the host (tests/gpu/simgpu).
 
-Exit code 1: a step failed, or could not run although there is a GPU. A missed speed threshold is
+Exit code 1: a step failed, or could not run although there is a GPU. A missed guard of speed is
 reported but is not a failure.
 """
 
@@ -18,9 +18,7 @@ import datetime
 import json
 import os
 import platform
-import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -34,7 +32,6 @@ HERE = Path(__file__).resolve().parent
 # A little less than 9 minutes, as processes may need some time to end.
 LIMIT = 9 * 60 - 15
 FOR_SPEED = 90  # seconds reserved
-FOR_SPILLS = 90  # seconds for one architecture
 
 BUILD = """
 import ctypes, sys, build
@@ -43,16 +40,10 @@ library = ctypes.CDLL(str(library))
 library.gluon_syncbn_cuda.restype = ctypes.c_char_p
 print((library.gluon_syncbn_cuda() or b"without CUDA kernels").decode())
 """
-REPORT = """
-import json, sys, build
-kernels = build.report([int(each) for each in sys.argv[2:]])
-with open(sys.argv[1], "w") as file:
-    json.dump(kernels, file)
-"""
 PYTORCH = """
 import torch
 assert torch.cuda.is_available(), "PyTorch finds no GPU"
-print(f"{torch.__version__}, CUDA {torch.version.cuda}")
+print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
 """
 # MXNet's set, the packages, and what Python runs there.
 IN_MXNET = '. "$1.sh" && export PYTHONPATH="$2:$PYTHONPATH" && shift 2 && exec $UNDER "$@"'
@@ -72,62 +63,15 @@ ON_CARDS = {
 }
 
 
-def ask_gpu():
-    """Name, driver and compute capability of the first GPU, or None."""
-    found = build.setup_py().find_gpus()
-    if not found:
-        return None
-    name, driver = "a GPU", "unknown"
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        done = subprocess.run(query, stdout=subprocess.PIPE, text=True, timeout=60)
-        if done.returncode == 0 and "," in done.stdout:
-            name, driver = map(str.strip, done.stdout.splitlines()[0].rsplit(",", 1))
-    return {"name": name, "driver": driver, "architecture": found[0]}
-
-
-def environment():
-    return dict(os.environ, PYTHONPATH=str(HERE))
-
-
-def architectures_of(gpu):
-    """The architecture of the GPU; empty, meaning all, if there is none."""
-    return [gpu["architecture"]] if gpu else []
-
-
-def build_all(pipeline, gpu):
-    """The paths of the library and the native tests, or None if the build failed."""
-    most = 180 if gpu else pipeline.limit
-    command = [sys.executable, "-c", BUILD, *architectures_of(gpu)]
-    if pipeline.run("build", command, most, env=environment()) != OK:
+def build_all(pipeline, gpus):
+    """The paths of the library and the native tests, or None if the build failed. gpus: the compute
+    capabilities to build for, or none for all."""
+    most = 180 if gpus else pipeline.limit
+    command = [sys.executable, "-c", BUILD, *gpus]
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    if pipeline.run("build", command, most, env=environment) != OK:
         return None
     return [build.FOLDER / name for name in ("libgluon_syncbn.so", *build.TESTS)]
-
-
-def find_spills(pipeline, gpu):
-    """Compiles once more to find register spills. Runs last, as it does not need the GPU."""
-    architectures = architectures_of(gpu)
-    if gpu and pipeline.left() < FOR_SPILLS:
-        pipeline.step("register spills", LEFT_OUT, "no time is left, see `make cuda-report`")
-        return
-    if not gpu:
-        # All would take twice as long as the build.
-        built = re.findall(r"sm_(\d+)", pipeline.result.get("library", ""))
-        architectures = sorted({*built[:1], *built[-1:]}, key=int)
-    of = " and ".join(f"sm_{arch}" for arch in architectures)
-    found = build.FOLDER / "kernels.json"
-
-    def judge(code, text):
-        if code != 0:
-            return by_exit_code(code, text)
-        kernels = json.loads(found.read_text())
-        spilled = [f"{k['kernel']} on sm_{k['arch']}" for k in kernels if k["spilled_bytes"]]
-        least = min(k["occupancy"] for k in kernels)
-        detail = f"{len(kernels)} kernels without spills for {of}, occupancy at least {least:.0%}"
-        return FAILED if spilled else OK, "; ".join(spilled) or detail, {"kernels": kernels}
-
-    command = [sys.executable, "-c", REPORT, found, *architectures]
-    pipeline.run("register spills", command, pipeline.limit, judge=judge, env=environment())
 
 
 def find_pytorch(pipeline):
@@ -135,35 +79,6 @@ def find_pytorch(pipeline):
     # The first import may take long.
     command = [sys.executable, "-c", PYTORCH]
     return pipeline.run("PyTorch", command, 120, reserve=FOR_SPEED) == OK
-
-
-def run_with_figures(pipeline, name, program, library, judge, **options):
-    """Runs a program that writes its figures to a file, which a program that dies does not finish.
-    judge: returns what is wrong, and else what is to say."""
-    found = build.FOLDER / f"{program.stem}.json"
-    if found.exists():
-        found.unlink()
-
-    def judge_figures(code, text):
-        result = json.loads(found.read_text()) if found.exists() else {}
-        more = {"result": result}
-        if not result.get("finished") or (code != 0 and not result.get("failed")):
-            return FAILED, by_exit_code(code, text)[1], more
-        return (*judge(result), more)
-
-    command = [sys.executable, "-u", program, library, "--json", found]
-    pipeline.run(name, command, 120, judge=judge_figures, **options)
-
-
-def check_kernels(pipeline, library):
-    def judge(result):
-        wrong = result["failed"] and f"{len(result['failed'])} failed"
-        detail = wrong or "all dtypes, layouts and numbers of shards"
-        return FAILED if wrong else OK, f"seed {result['seed']}, {detail}"
-
-    program = ROOT / "tests/gpu/check_kernels.py"
-    name = "against PyTorch in float64"
-    run_with_figures(pipeline, name, program, library, judge, reserve=FOR_SPEED)
 
 
 def find_sanitizer():
@@ -196,17 +111,27 @@ def sanitize(pipeline, test):
 
 
 def bench(pipeline, library):
-    def judge(result):
-        if result["failed"]:
-            return FAILED, result["failed"][-1]
-        missed = [
-            f"{one['failed']} of {one['of']} above {one['threshold']:.3g}: {one['name']}"
-            for one in result["thresholds"]
-            if one["failed"]
-        ]
-        return MISSED if missed else OK, "; ".join(missed) or "all thresholds held"
+    """Its figures are in a file, which a program that dies does not finish."""
+    found = build.FOLDER / "bench.json"
+    if found.exists():
+        found.unlink()
 
-    run_with_figures(pipeline, "speed", HERE / "bench.py", library, judge, show=True)
+    def judge(code, text):
+        result = json.loads(found.read_text()) if found.exists() else {}
+        more = {"result": result}
+        if not result.get("finished") or (code != 0 and not result.get("failed")):
+            return FAILED, by_exit_code(code, text)[1], more
+        if result["failed"]:
+            return FAILED, result["failed"][-1], more
+        missed = [
+            f"{one['worst']:.3g} above {one['at_most']:.3g}: {one['name']}, {one['where']}"
+            for one in result["guards"]
+            if not one["pass"]
+        ]
+        return MISSED if missed else OK, "; ".join(missed) or "all guards held", more
+
+    command = [sys.executable, "-u", HERE / "bench.py", library, "--json", found]
+    pipeline.run("speed", command, 120, judge=judge, show=True)
 
 
 def run_mxnet(pipeline, folder, library, gpu):
@@ -287,7 +212,6 @@ def check_gpu(pipeline, options, library, test, passes):
     no_bench = (options.no_bench or mxnet) and (LEFT_OUT, "--no-bench or --mxnet-set")
     no_mxnet = not mxnet and (LEFT_OUT, "no --mxnet-set")
     steps = [
-        ("against PyTorch in float64", no_torch, check_kernels, [library]),
         ("compute-sanitizer", no_sanitizer, sanitize, [test]),
         ("speed", no_bench or no_torch, bench, [library]),
         ("inside MXNet", no_mxnet, run_mxnet, [mxnet, library, True]),
@@ -316,32 +240,29 @@ def main(arguments=None):
     parser.add_argument("--no-sanitizer", action="store_true", help="without compute-sanitizer")
     options = parser.parse_args(arguments)
     pipeline = Pipeline(options.json, LIMIT)
-    gpu = None
+    gpus = []
     try:
-        gpu = ask_gpu()
+        gpus = build.setup_py().find_gpus()
         now = datetime.datetime.now(datetime.timezone.utc)
         system = f"{platform.platform()}, Python {platform.python_version()}"
-        pipeline.facts(gpu=gpu, date=now.isoformat("T", "minutes"), system=system)
-        rehearses = options.mxnet_set and not gpu
-        built = None if rehearses else build_all(pipeline, gpu)
+        pipeline.facts(gpus=gpus, date=now.isoformat("T", "minutes"), system=system)
+        rehearses = options.mxnet_set and not gpus
+        built = None if rehearses else build_all(pipeline, gpus)
         if built:
             pipeline.facts(library=pipeline.result["steps"]["build"]["detail"])
-        if gpu and built:
-            print(f"{gpu['name']}, driver {gpu['driver']}", flush=True)
+        if gpus and built:
             check_gpu(pipeline, options, *built)
-        elif gpu:
+        elif gpus:
             pipeline.step("all checks", SKIPPED, "nothing was built")
         else:
             detail = "a simulator plays it" if rehearses else "nothing was run, only compiled"
             pipeline.step("GPU", LEFT_OUT, f"none is found (libcuda.so.1): {detail}")
         if rehearses:
             run_mxnet(pipeline, options.mxnet_set, None, False)
-        if built:
-            find_spills(pipeline, gpu)
     except Exception as error:
         detail = f"{type(error).__name__}: {error}"
         pipeline.step("gpu-check itself", FAILED, detail, traceback=traceback.format_exc())
-    return pipeline.end(gpu)
+    return pipeline.end(has_gpu=bool(gpus))
 
 
 if __name__ == "__main__":

@@ -13,19 +13,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from harness import run_process  # noqa: E402
 
 OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
-# No failures: a missed speed threshold, a step that the command line left out, and one that this
+# No failures: a missed guard of speed, a step that the command line left out, and one that this
 # machine does not support.
 MISSED, LEFT_OUT, IMPOSSIBLE = "missed", "left out", "not supported"
-
-_HEAD, _TAIL = 200, 100  # lines of output that are kept
-
-
-def shorten(lines):
-    """The first and last lines: causes mostly come first, and results last."""
-    left_out = len(lines) - _HEAD - _TAIL
-    if left_out <= 0:
-        return lines
-    return [*lines[:_HEAD], f"... {left_out} lines ...", *lines[-_TAIL:]]
 
 
 def by_exit_code(code, text):
@@ -73,7 +63,7 @@ class Pipeline:
             more = {"traceback": traceback.format_exc()}
         if code is None and "traceback" not in more:
             verdict, detail = FAILED, f"did not end within {seconds:.0f} s"
-        lines = shorten(text.strip().splitlines())
+        lines = text.strip().splitlines()
         if show or verdict == FAILED:
             print("\n".join(lines))
         return self.step(name, verdict, detail, exit_code=code, output=lines, **more)

@@ -179,8 +179,8 @@ def test_kernels_spill_no_registers_and_access_whole_vectors():
     assert len(kernels) > 50
     assert [kernel for kernel in kernels if kernel["spilled_bytes"]] == []
     assert build.narrow(kernels) == []
-    # Enough warps to hide the latency of memory.
-    assert min(kernel["occupancy"] for kernel in kernels) >= 0.25
+    # Two blocks of 256 threads at a time, to hide the latency of memory.
+    assert max(kernel["registers"] for kernel in kernels) <= 128
 
 
 @needs_nvcc

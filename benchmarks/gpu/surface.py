@@ -41,15 +41,13 @@ def view_of(shape, channels_last):
 
 
 class Layer:
-    """One device's shard of a batch, with all memory allocated in advance. x, dy, y and dx are
-    contiguous, at any alignment."""
+    """A layer on one device, with all memory allocated in advance. x and dy are contiguous."""
 
-    def __init__(self, library, x, dy, gamma, beta, channels_last, y=None, dx=None):
+    def __init__(self, library, x, dy, gamma, beta, channels_last):
         self.library, self.x, self.dy, self.gamma, self.beta = library, x, dy, gamma, beta
         self.dtype = ctypes.c_int(DTYPES[x.dtype])
         self.view = view_of(x.shape, channels_last)
         self.channels = self.view[1]
-        self.count = float(self.view[0] * self.view[2])
         properties = torch.cuda.get_device_properties(x.device)
         self.multiprocessors = ctypes.c_int(properties.multi_processor_count)
         work = library.ask("work_size", self.dtype, *self.view, self.multiprocessors)
@@ -66,8 +64,7 @@ class Layer:
         self.sums, self.gradient_sums = doubles(self.channels, 6), doubles(self.channels, 6)
         # mean, its low part, variance, 1 / standard deviation
         self.statistics = doubles(self.channels, 4)
-        self.y = torch.full_like(x, math.nan) if y is None else y
-        self.dx = torch.full_like(x, math.nan) if dx is None else dx
+        self.y, self.dx = torch.full_like(x, math.nan), torch.full_like(x, math.nan)
         self.running = torch.zeros_like(gamma), torch.ones_like(gamma)
         self.dgamma, self.dbeta = torch.full_like(gamma, math.nan), torch.full_like(beta, math.nan)
 
@@ -78,13 +75,12 @@ class Layer:
     def forward_sums(self):
         self._call("forward_sums", *self.view, self.x, self.work, self.sums, self.multiprocessors)
 
-    def _all(self, sums, own, count):
-        """The sums of all devices (devices, C, 6), by default this one's, and their count."""
-        sums = own[None] if sums is None else sums
-        return ctypes.c_int(len(sums)), sums, ctypes.c_double(count or self.count)
+    def _of_all(self, sums):
+        """The number of devices, which is 1, their sums, and the count of their values."""
+        return ctypes.c_int(1), sums, ctypes.c_double(self.view[0] * self.view[2])
 
-    def prepare_forward(self, sums=None, count=None, epsilon=1e-5):
-        arguments = (*self._all(sums, self.sums, count), ctypes.c_double(epsilon))
+    def prepare_forward(self):
+        arguments = (*self._of_all(self.sums), ctypes.c_double(1e-5))
         arguments += (self.gamma, self.beta, self.statistics, self.coefficients)
         self._call("finish_forward", self.channels, *arguments)
 
@@ -96,8 +92,8 @@ class Layer:
         arguments = (self.dy, self.x, self.statistics, self.work, self.gradient_sums)
         self._call("backward_sums", *self.view, *arguments, self.multiprocessors)
 
-    def prepare_backward(self, sums=None, count=None):
-        arguments = (self.gradient_sums, *self._all(sums, self.gradient_sums, count))
+    def prepare_backward(self):
+        arguments = (self.gradient_sums, *self._of_all(self.gradient_sums))
         arguments += (self.gradient_coefficients, self.dgamma, self.dbeta)
         self._call("finish_backward", self.channels, self.statistics, self.gamma, *arguments)
 
