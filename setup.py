@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
 FOLDER = "src/operator"
-PORTABLE = "src/portable/glibc_2_28"
 SOURCES = sorted(glob(f"{FOLDER}/*/*.cc"))
 CUDA_SOURCES = sorted(glob(f"{FOLDER}/*/*.cu"))
 EXPORTS = f"{FOLDER}/api/exports.map"
@@ -202,42 +201,6 @@ def cuda_command(nvcc, compiler):
     return [nvcc, "-ccbin", compiler[0], *NVCC, threads, *codes, macro, *own]
 
 
-# The libraries that held functions of libc.so.6 before glibc 2.34.
-FORMER = {"dl": "libdl.so.2", "shm": "librt.so.1", "": "libpthread.so.0"}
-
-
-def stub_libraries(compiler, library, folder):
-    """Makes stub libraries in `folder`. Linked again with them, `library` asks for the oldest
-    version of each function that glibc 2.34 moved into libc.so.6 under a new version. Returns how
-    to link them."""
-    versions = {}
-    for name, version in re.findall(r"(\w+)@@?(GLIBC_[\d.]+)", ask("nm", "-D", libc())):
-        versions.setdefault(name, []).append(version)
-    stubs = {}
-    for name in re.findall(r" U (\w+)@GLIBC_2\.34", ask("nm", "-D", library)):
-        soname = FORMER[re.match("dl|shm|", name)[0]]
-        oldest = min(versions[name], key=lambda version: list(map(int, version[6:].split("."))))
-        stubs.setdefault(soname, {}).setdefault(oldest, []).append(name)
-    paths = []
-    for soname, names in stubs.items():
-        paths.append(os.path.join(folder, soname))
-        source_path, script_path = f"{paths[-1]}.c", f"{paths[-1]}.map"
-        with open(source_path, "w") as source, open(script_path, "w") as script:
-            for version, functions in names.items():
-                source.writelines(f"void {function}() {{}}\n" for function in functions)
-                script.write(f"{version} {{ global: {'; '.join(functions)}; }};\n")
-        options = ["-w", "-fno-builtin", "-shared", "-nostdlib", "-fPIC", "-xc", source_path]
-        options += [f"-Wl,-soname,{soname}", f"-Wl,--version-script={script_path}"]
-        run([*compiler, *options, "-o", paths[-1]])
-    return ["-Wl,--push-state,--no-as-needed", *paths, "-Wl,--pop-state"]
-
-
-def libc():
-    """The path of glibc, which this process has loaded."""
-    with open("/proc/self/maps") as maps:
-        return re.search(r"/\S*/libc[.-]\S*so\S*", maps.read())[0]
-
-
 def run(command):
     """Run the compiler, show what it says, and end the build without a traceback if it fails."""
     line = " ".join(map(shlex.quote, command))
@@ -254,9 +217,6 @@ def build_library(sources, version, folder, library):
     compiler = find_compiler()
     define = f'-DGLUON_SYNCBN_VERSION="{version}"'
     flags = [*COMPILE, define, *shlex.split(os.environ.get("CXXFLAGS", ""))]
-    portable = is_portable()
-    if portable:
-        sources, flags = [*sources, f"{PORTABLE}.cc"], [*flags, "-include", f"{PORTABLE}.h"]
     os.makedirs(folder, exist_ok=True)
 
     def compile_source(source, command):
@@ -277,9 +237,6 @@ def build_library(sources, version, folder, library):
     link += shlex.split(os.environ.get("LDFLAGS", ""))
     # Libraries come after the objects that need them.
     run([*compiler, *objects, "-o", library, *link])
-    if portable:
-        stubs = stub_libraries(compiler, library, folder)
-        run([*compiler, *objects, "-o", library, *stubs, *link])
     return objects
 
 
