@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
@@ -56,13 +55,6 @@ def find_compiler():
 def is_portable():
     """Whether the library is to run on other machines (make wheel)."""
     return os.environ.get("GLUON_SYNCBN_PORTABLE") == "1"
-
-
-def can_be_written():
-    """Whether setuptools can leave its files in this folder. It may be mounted read-only, or root
-    has built here before."""
-    places = [".", "build", "gluon_syncbn.egg-info"]
-    return all(os.access(place, os.W_OK) for place in places if os.path.exists(place))
 
 
 def find_gpus():
@@ -270,14 +262,11 @@ def main():
     )
     # `make` builds it itself, while pip installs other packages.
     left_out = os.environ.get("GLUON_SYNCBN_LIBRARY") == "0"
-    with tempfile.TemporaryDirectory() as scratch:
-        elsewhere = {"build": {"build_base": scratch}, "egg_info": {"egg_base": scratch}}
-        setup(
-            license="Apache-2.0",
-            ext_modules=[] if left_out else [library],
-            cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
-            options={} if can_be_written() else elsewhere,
-        )
+    setup(
+        license="Apache-2.0",
+        ext_modules=[] if left_out else [library],
+        cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
+    )
 
 
 if __name__ == "__main__":
