@@ -223,7 +223,7 @@ $(ready)python:
 missing_library := $(if $(wildcard $(library)),,rebuild)
 $(environment): pyproject.toml setup.py $(wildcard src/operator/*/* src/operator/*/*/*) $(missing_library) | $(ready)python
 	@mkdir -p build; export GLUON_SYNCBN_CUDA=$(kernels); \
-	echo "Building $(library): $$($(python) -c 'import setup; print(setup.kernels())')"; \
+	echo "Building $(library)"; \
 	{ $(python) setup.py --quiet build_ext --inplace >build/library.log 2>&1 || { cat build/library.log >&2; exit 1; }; } & library=$$!; \
 	echo "Installing MXNet 1.9.1 ($(MXNET)) and what the examples need"; \
 	$(if $(filter-out $(ready)$(MXNET)-%,$(wildcard $(ready)cpu-* $(ready)cu112-*)),$(pip) uninstall --yes mxnet mxnet-cu112 &&) \

@@ -106,16 +106,6 @@ def nvcc_for_kernels():
     return nvcc
 
 
-def kernels():
-    """A line that says which kernels are built, and how to get others."""
-    nvcc = nvcc_for_kernels()
-    if nvcc is None:
-        return "CPU kernels; GLUON_SYNCBN_CUDA=1, or make MXNET=cu112, builds those for GPUs too"
-    machine, ptx = cuda_architectures(nvcc)
-    names = ", ".join(f"sm_{arch}" for arch in machine)
-    return f"CPU and CUDA kernels for {names} and PTX {ptx}; GLUON_SYNCBN_CUDA_ARCHS chooses others"
-
-
 def ask(*command):
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return done.stdout if done.returncode == 0 else ""
@@ -253,9 +243,6 @@ def main():
 
         def get_tag(self):
             return "py3", "none", super().get_tag()[2]
-
-    if {"bdist_wheel", "build_ext", "editable_wheel", "install"} & set(sys.argv):
-        find_compiler()  # here, so that its message does not end a page of other output
 
     library = Extension(
         "gluon_syncbn.libgluon_syncbn", SOURCES, depends=[*CUDA_SOURCES, *HEADERS, EXPORTS]
