@@ -14,9 +14,6 @@ FOLDER = "src/operator"
 SOURCES = sorted(glob(f"{FOLDER}/*/*.cc"))
 CUDA_SOURCES = sorted(glob(f"{FOLDER}/*/*.cu"))
 EXPORTS = f"{FOLDER}/api/exports.map"
-HEADERS = sorted(
-    path for kind in ("h", "inc", "cuh") for path in glob(f"{FOLDER}/**/*.{kind}", recursive=True)
-)
 
 # -ffp-contract=off: no result may depend on whether the compiler fuses a multiplication with an
 # addition. No -march: the binary runs on every machine of its architecture, and the sources choose
@@ -93,7 +90,7 @@ def nvcc_for_kernels():
             f"GLUON_SYNCBN_CUDA={wanted} is unknown: set it to 1 for CUDA kernels, to 0 for none, "
             "or unset it to have them where nvcc and a GPU are found."
         )
-    if wanted == "0" or not CUDA_SOURCES:
+    if wanted == "0":
         return None
     if wanted == "" and not is_portable() and not find_gpus():
         return None
@@ -124,9 +121,8 @@ def check_nvcc(nvcc):
 
 def known_architectures(nvcc):
     """The architectures that nvcc knows, from Maxwell on."""
-    text = ask(nvcc, "--list-gpu-arch") or ask(nvcc, "--help")
-    known = sorted({int(arch) for arch in re.findall(r"compute_(\d+)\b", text)})
-    return [arch for arch in known if arch >= 50]
+    known = {int(arch) for arch in re.findall(r"compute_(\d+)\b", ask(nvcc, "--list-gpu-arch"))}
+    return sorted(arch for arch in known if arch >= 50)
 
 
 def cuda_architectures(nvcc):
@@ -244,9 +240,7 @@ def main():
         def get_tag(self):
             return "py3", "none", super().get_tag()[2]
 
-    library = Extension(
-        "gluon_syncbn.libgluon_syncbn", SOURCES, depends=[*CUDA_SOURCES, *HEADERS, EXPORTS]
-    )
+    library = Extension("gluon_syncbn.libgluon_syncbn", SOURCES)
     # `make` builds it itself, while pip installs other packages.
     left_out = os.environ.get("GLUON_SYNCBN_LIBRARY") == "0"
     setup(
