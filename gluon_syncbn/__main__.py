@@ -10,15 +10,11 @@ Each command has --help, and imports only what it needs.
 """
 
 import argparse
-import contextlib
 import signal
 import sys
-import threading
 
 from ._version import __version__
 
-# Seconds after which a silent command says that it is at work.
-_SILENCE = 5
 _DTYPES = ("float16", "float32", "float64")
 _FORMATTER = argparse.RawDescriptionHelpFormatter
 _SOURCE = """\
@@ -62,8 +58,7 @@ def _run(options, fail):
     except ImportError as error:
         fail(error)
     try:
-        with _patience(options.command):
-            return getattr(checkpoints, options.command)(options)
+        return getattr(checkpoints, options.command)(options)
     except UnicodeEncodeError as error:
         fail(
             f"{error.object!r} is not a UTF-8 name, which MXNet requires: rename the file or "
@@ -71,19 +66,6 @@ def _run(options, fail):
         )
     except checkpoints.ERRORS as error:
         fail(error)
-
-
-@contextlib.contextmanager
-def _patience(command):
-    """Says once that a slow command is still at work."""
-    text = f"{command} is at work: large nets take a while.\n"
-    timer = threading.Timer(_SILENCE, sys.stderr.write, (text,))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 class _Parser(argparse.ArgumentParser):

@@ -35,7 +35,6 @@ Waited ArrayWait::wait(double seconds) {
 }
 
 bool holds_error(Handle array) {
-  // No std::promise, which portable wheels cannot use: it needs a newer libstdc++.
   struct Look {
     std::mutex mutex;
     std::condition_variable changed;

@@ -114,7 +114,6 @@ std::shared_ptr<Segment> Segment::open(const std::string& file, const std::strin
 Segment::Segment(int descriptor, const char* token, bool is_new) : descriptor_(descriptor) {
   void* memory = MAP_FAILED;
   std::runtime_error error("the file has another size");
-  // Not fstat, which is a symbol only of newer versions of glibc.
   if (lseek(descriptor, 0, SEEK_END) == kBytes) {
     memory =
         mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
