@@ -124,8 +124,6 @@ def narrow(kernels):
             loads = 2 if name.startswith("map_rows") and "InputGradient" not in name else 4
         elif name.startswith(("sum_planes", "sum_rows")):
             wide, loads = True, 4 if ", 1, " in name else 8
-        elif name.startswith("sum_tiles"):
-            wide, loads = True, 8
         else:
             continue
         if not wide or kernel["vector_loads"] < loads:

@@ -1,6 +1,5 @@
 // The operator's interface to CUDA: a table of functions of the runtime and a table of kernels. A
-// build with nvcc has both; tests replace them with host memory and loops. No CUDA header is
-// needed.
+// build with nvcc has both. No CUDA header is needed.
 #ifndef GLUON_SYNCBN_CUDA_BACKEND_H_
 #define GLUON_SYNCBN_CUDA_BACKEND_H_
 
@@ -150,8 +149,6 @@ struct CudaKernels {
 struct CudaBackend {
   CudaRuntime runtime;
   const CudaKernels& (*kernels)(DType);
-  // The device type of the MXNet contexts that it serves: "gpu".
-  const char* device_type;
   // The compiler's version and the architectures.
   const char* description;
 };

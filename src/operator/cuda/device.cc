@@ -70,13 +70,7 @@ class Arena {
 }  // namespace
 
 int gpu_of(const std::string& context) {
-  const CudaBackend* const backend = cuda_backend();
-  for (const std::string type : {"gpu", backend ? backend->device_type : "gpu"}) {
-    if (context.compare(0, type.size() + 1, type + "(") == 0) {
-      return std::atoi(context.c_str() + type.size() + 1);
-    }
-  }
-  return -1;
+  return context.compare(0, 4, "gpu(") == 0 ? std::atoi(context.c_str() + 4) : -1;
 }
 
 namespace {
@@ -372,7 +366,8 @@ void release_cuda_memory() {
   if (slots.devices.empty() || !succeeds(runtime, runtime.get_device(&before))) return;
   now = before;
   for (auto& [device, of_device] : slots.devices) {
-    if (of_device.idle.empty() || !succeeds(runtime, runtime.set_device(device))) continue;
+    if (of_device.idle.empty() && of_device.pieces.empty()) continue;
+    if (!succeeds(runtime, runtime.set_device(device))) continue;
     now = device;
     for (const auto& slot : of_device.idle) slot->clear(runtime);
     for (void* const piece : of_device.pieces) succeeds(runtime, runtime.free(piece));

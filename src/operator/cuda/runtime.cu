@@ -104,7 +104,6 @@ const CudaBackend kBackend{
      destroy_event,  record,       wait_for,      can_access_peer, enable_peer_access, copy_to_host,
      copy_to_device, clear,        error_name,    error_text,      clear_error},
     kernels_of,
-    "gpu",
     "CUDA " SBN_TEXT(__CUDACC_VER_MAJOR__) "." SBN_TEXT(
         __CUDACC_VER_MINOR__) " for " GLUON_SYNCBN_CUDA_ARCHITECTURES};
 

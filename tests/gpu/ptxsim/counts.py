@@ -27,8 +27,6 @@ COLUMNS = {
     "f64/value": ("doubles", "values"),
     "load": ("load_sectors", "unique_load_sectors"),
     "store": ("store_sectors", "unique_store_sectors"),
-    "waves": ("shared_waves", "shared_requests"),
-    "divergent": ("divergent_branches", None),
 }
 # Multiprocessors, GHz, GB/s, and double-precision units of a multiprocessor, as the vendor says. A
 # multiprocessor issues one instruction for each of 4 warps at a time.
@@ -53,7 +51,6 @@ SEGMENTATION = {
     **{(512, 60): 12, (256, 60): 12, (1024, 60): 7, (2048, 60): 4},
 }
 MODELLED = ["planes 56x56", "planes 7x7", "rows 56x56x64"]
-COMPARED = ["instr/value", "f64/value", "load", "store"]
 
 
 def counts_of(program, *arguments):
@@ -67,7 +64,7 @@ def count(program):
     """A dictionary of rows, each with the columns' numbers."""
     return {
         row: {
-            name: round(counts[above] / (counts[below] or 1) if below else counts[above], 3)
+            name: round(counts[above] / (counts[below] or 1), 3)
             for name, (above, below) in COLUMNS.items()
         }
         for row, counts in counts_of(program).items()
@@ -100,8 +97,8 @@ def nvcc_version(nvcc):
 
 def print_table(rows, before):
     width = max(map(len, rows))
-    print("instructions of threads per value; sectors over unique sectors; waves per request of")
-    print("shared memory; divergent branches. (Counts to compare with, where they differ.)\n")
+    print("instructions of threads per value; sectors over unique sectors. (Counts to compare with,")
+    print("where they differ.)\n")
     print("".ljust(width), *(name.rjust(19) for name in COLUMNS))
     for row, numbers in rows.items():
         cells = []
@@ -154,24 +151,6 @@ def time_of_sums(rows, row, gpu):
     return time + block + (LAUNCH + slices["longest_warp"] * CLOCKS / ghz / 1e3 if slices else 0)
 
 
-def print_sums(counted):
-    """The blocks of sums, the longest warp of a block, and how often the multiprocessors are full,
-    from the rows for each GPU."""
-    print("\n| sums | data | longest warp | bytes, us on an H100 |", end=" ")
-    print(*(f"{gpu}: blocks | turns | us |" for gpu in counted))
-    print("| --- " * (4 + 3 * len(counted)) + "|")
-    for row, counts in counted["H100"].items():
-        name, dtype, layout = row.split(" | ")
-        if name not in PASSES:
-            continue
-        of_bytes = f"{time_of_bytes(counts, name, dtype, 'H100'):.1f}"
-        cells = [name, f"{dtype}, {layout}", counts["longest_warp"], of_bytes]
-        for gpu, rows in counted.items():
-            blocks, time = rows[row]["blocks"], time_of_sums(rows, row, gpu)
-            cells += [blocks, turns_of(rows[row], gpu), f"{time:.1f}"]
-        print("|", " | ".join(map(str, cells)), "|")
-
-
 def print_net(counted):
     """The time of a net's layers: of their sums, and of all passes, where y and dx take the time of
     their bytes, and finishing takes that of a launch."""
@@ -196,7 +175,7 @@ def growth(rows, before):
     lines = [f"{row}: counted, but not in {COUNTS.name}" for row in rows.keys() - before.keys()]
     lines += [f"{row}: in {COUNTS.name}, but not counted" for row in before.keys() - rows.keys()]
     for row in sorted(rows.keys() & before.keys()):
-        for name in COMPARED:
+        for name in COLUMNS:
             now, was = rows[row][name], before[row][name]
             if now > was * ALLOWED_GROWTH:
                 lines.append(f"{row}: {name} is {now:g}, and was {was:g}")
@@ -224,7 +203,6 @@ def main():
         print_model(rows)
         gpus = ("T4", "A100", "H100")
         counted = {gpu: counts_of(options.program, GPUS[gpu][0]) for gpu in gpus}
-        print_sums(counted)
         print_net(counted)
         return False
     if not options.quiet:

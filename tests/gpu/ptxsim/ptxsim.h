@@ -20,10 +20,6 @@ struct Counts {
   // sector once.
   uint64_t load_sectors = 0, store_sectors = 0;
   uint64_t unique_load_sectors = 0, unique_store_sectors = 0;
-  // Requests to shared memory, and how often its banks are accessed for them.
-  uint64_t shared_requests = 0, shared_waves = 0;
-  // Branches that some lanes of a warp take and others do not.
-  uint64_t divergent_branches = 0;
 };
 
 struct LaunchCounts {

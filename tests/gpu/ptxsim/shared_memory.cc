@@ -51,23 +51,4 @@ int SharedMemory::touch(int thread, uint32_t phase_of_warp, uint64_t address, in
   return -1;
 }
 
-uint64_t SharedMemory::waves(const uint64_t* addresses, uint32_t active, int bytes) {
-  constexpr int kBanks = 32;
-  const int lanes = bytes <= 4 ? kLanes : bytes == 8 ? kLanes / 2 : kLanes / 4;
-  uint64_t total = 0;
-  for (int first = 0; first < kLanes; first += lanes) {
-    std::vector<uint64_t> words;
-    for (int l = first; l < first + lanes; ++l) {
-      if (!(active >> l & 1)) continue;
-      for (int b = 0; b < std::max(bytes, 4); b += 4) words.push_back((addresses[l] + b) / 4);
-    }
-    std::sort(words.begin(), words.end());
-    words.erase(std::unique(words.begin(), words.end()), words.end());
-    int uses[kBanks] = {}, most = 0;
-    for (const uint64_t word : words) most = std::max(most, ++uses[word % kBanks]);
-    total += static_cast<uint64_t>(most);
-  }
-  return total;
-}
-
 }  // namespace ptxsim

@@ -159,7 +159,6 @@ void Warp::count(const Instruction& i, int place, uint32_t active) {
 }
 
 void Warp::branch(const Instruction& i, uint32_t lanes, uint32_t active, int place) {
-  if (active && active != lanes) ++block_.counts.divergent_branches;
   go_to(active, i.target);
   go_to(lanes & ~active, place + 1);
 }
@@ -228,8 +227,9 @@ void Warp::access(const Instruction& i, uint32_t active) {
     char* const at = place_of(i, l, addresses[l], bytes);
     i.op == Op::kLoad ? load(i, l, at) : store(i, l, at);
   });
-  if (i.space == Space::kGlobal) note_access(addresses, active, bytes, i.op == Op::kStore);
-  if (block_.launch.counted) count_access(i, addresses, active, bytes);
+  if (i.space != Space::kGlobal) return;
+  note_access(addresses, active, bytes, i.op == Op::kStore);
+  if (block_.launch.counted) count_access(i, addresses, active);
 }
 
 // Lanes access neighbouring values, mostly, or the same one.
@@ -284,14 +284,8 @@ void Warp::store(const Instruction& i, int lane, char* to) {
   }
 }
 
-void Warp::count_access(const Instruction& i, const uint64_t* addresses, uint32_t active,
-                        int bytes) {
+void Warp::count_access(const Instruction& i, const uint64_t* addresses, uint32_t active) {
   Counts& counts = block_.counts;
-  if (i.space == Space::kShared) {
-    ++counts.shared_requests;
-    counts.shared_waves += SharedMemory::waves(addresses, active, bytes);
-    return;
-  }
   constexpr uint64_t kSector = 32;
   std::vector<uint64_t> sectors;
   for_lanes(active, [&](int l) { sectors.push_back(addresses[l] / kSector); });

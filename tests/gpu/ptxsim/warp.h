@@ -53,10 +53,6 @@ class SharedMemory {
   // each of which begins a phase of the warp.
   int touch(int thread, uint32_t phase_of_warp, uint64_t address, int bytes, bool writes);
 
-  // How often the banks are accessed for a request: those of 4 bytes for all lanes together, of 8
-  // for a half of them, of 16 for a quarter. A bank gives one word at a time.
-  static uint64_t waves(const uint64_t* addresses, uint32_t active, int bytes);
-
  private:
   // Who has accessed a byte in this phase: -1 is nobody.
   struct Touch {
@@ -136,7 +132,7 @@ class Warp {
   char* place_of(const Instruction& i, int lane, uint64_t address, int bytes);
   void load(const Instruction& i, int lane, const char* from);
   void store(const Instruction& i, int lane, char* to);
-  void count_access(const Instruction& i, const uint64_t* addresses, uint32_t active, int bytes);
+  void count_access(const Instruction& i, const uint64_t* addresses, uint32_t active);
 };
 
 }  // namespace ptxsim
