@@ -22,7 +22,8 @@ from runs import MODES, contexts, hybridize
 from tolerances import assert_close
 
 SHAPE = (2, 3, 8, 8)
-TIMEOUT = 1.0
+# Also of the steps that must not fail, on a busy machine.
+TIMEOUT = 2.0
 
 
 def build(mode="imperative", devices=2, **arguments):
@@ -163,22 +164,25 @@ def test_losses_that_are_summed_on_one_device():
 
 def test_a_warning_comes_first(caplog):
     net = prepared()
-    caplog.clear()  # On a busy machine the first step may warn too.
+    # On a busy machine the first step may warn too. Warnings have a thread of their own.
+    native.threads.wait_for_warnings(10)
+    caplog.clear()
     with caplog.at_level(logging.WARNING, logger="gluon_syncbn"):
         fails(lambda: fetch(train(net, batch()[:1], backward=0)), "Missing")
+        native.threads.wait_for_warnings(10)
     first, *others = [record.getMessage() for record in caplog.records]
     assert all(len(text.splitlines()) == 2 for text in others) and len(others) <= 2
     missing = f"Arrived: {KIND}(0). Missing: {KIND}(1)."
-    for word in ("net_syncbatchnorm0", missing, "After 1 s this is an error"):
+    for word in ("net_syncbatchnorm0", missing, f"After {TIMEOUT:g} s this is an error"):
         assert word in first
 
 
 def test_the_timeout_from_the_environment(monkeypatch):
-    monkeypatch.setenv("GLUON_SYNCBN_TIMEOUT", "0.7")
+    monkeypatch.setenv("GLUON_SYNCBN_TIMEOUT", "2")
     net = prepared(group=None)
     begin = time.time()
     fails(lambda: fetch(train(net, batch()[:1], backward=0)), "has waited ", within=5)
-    assert time.time() - begin >= 0.7
+    assert time.time() - begin >= 2
 
 
 @pytest.mark.parametrize("mode", MODES)
