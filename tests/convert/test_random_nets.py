@@ -16,7 +16,7 @@ from stock import listed
 from tolerances import EXPORTED, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-QUICK, LONG = range(40), range(40, 300)
+QUICK, LONG = range(20), range(20, 300)
 
 
 def seeds(function):

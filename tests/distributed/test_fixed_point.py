@@ -117,7 +117,9 @@ def random_parts(random, shape, exponents, bits=159):
 
 
 @each_store
-@pytest.mark.parametrize("count", [1, 2, 3, 8, 255, 256, 257, 1000])
+@pytest.mark.parametrize(
+    "count", [1, 2, 3, 8, 255, 256, 257, pytest.param(1000, marks=pytest.mark.long)]
+)
 def test_sums_are_those_of_rational_numbers(exact_bits, count):
     channels = 3 if count > 8 else 20
     processes = Processes(count, channels, exact_bits)

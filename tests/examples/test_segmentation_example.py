@@ -69,7 +69,8 @@ class TestTraining:
         out, _ = process.communicate(timeout=60)
         step = programs.load(folder)[0]["step"]
         if number == signal.SIGKILL:
-            assert process.returncode == -number and step == 10
+            # It may come late, after the second validation.
+            assert process.returncode == -number and step in (10, 20)
         else:
             assert process.returncode == 130 and step >= 10
             command = out.split("to continue: ")[1]

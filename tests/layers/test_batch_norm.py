@@ -68,17 +68,6 @@ def test_the_same_results_as_batch_norm_on_one_device(mode):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4, err_msg=field)
 
 
-def test_a_checkpoint_of_two_devices_is_that_of_one(tmp_path):
-    x = np.random.default_rng(0).standard_normal((4, 3, 5, 5)).astype("float32")
-    files = []
-    for count in (1, 2):
-        layer = prepare(sbn.SyncBatchNorm(prefix="bn_"), contexts(count))
-        run(layer, x, x, (4,) if count == 1 else (1, 3), contexts(count), steps=3)
-        files.append(tmp_path / f"{count}.params")
-        layer.save_parameters(str(files[-1]))
-    assert files[0].read_bytes() == files[1].read_bytes()
-
-
 @pytest.mark.parametrize(
     "dtype, cast_to, parameters, remedy",
     [

@@ -20,12 +20,6 @@ def layer_of(kind=sbn.SyncBatchNorm, **arguments):
     return layer
 
 
-def export(net, **arguments):
-    net.initialize()
-    net(mx.nd.ones(SHAPE))
-    sbn.export(net, "/nowhere/net", input_shape=SHAPE, **arguments)
-
-
 def negative_variance(tmp_path):
     net = nn.HybridSequential()
     net.add(layer_of())
@@ -86,16 +80,6 @@ MISTAKES = {
         "list of subclasses",
     ),
     "an op hook that would wait": (lambda: train(hooked(2)[0]), "its bn ", "op hook", "read"),
-    # Exports.
-    "a net without values": (
-        lambda: sbn.export(layer_of().__class__(), "/nowhere/net"),
-        "no values yet",
-        "net.initialize()",
-    ),
-    "no folder": (lambda: export(nn.Dense(2)), "/nowhere"),
-    "a net that is no net": (lambda: sbn.export("net", "x"), "got str", "net itself"),
-    "an epoch": (lambda: export(nn.Dense(2), epoch=-1), "epoch", "-1"),
-    "a shape": (lambda: sbn.export(nn.Dense(2), "x", input_shape="224"), "input_shape", "224"),
 }
 
 
@@ -112,7 +96,7 @@ def test_a_mistake(mistake, monkeypatch):
     if "environment" in mistake:
         monkeypatch.setenv("GLUON_SYNCBN_TIMEOUT", "5 minutes")
     action, *words = MISTAKES[mistake]
-    with pytest.raises((ValueError, TypeError, OSError)) as error:
+    with pytest.raises((ValueError, TypeError)) as error:
         action()
     check(error, *words)
 

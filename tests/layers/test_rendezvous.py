@@ -22,7 +22,8 @@ from runs import MODES, contexts, hybridize
 from tolerances import assert_close
 
 SHAPE = (2, 3, 8, 8)
-TIMEOUT = 1.0
+# Also of the steps that must not fail, on a busy machine.
+TIMEOUT = 2.0
 
 
 def build(mode="imperative", devices=2, **arguments):
@@ -123,6 +124,7 @@ def test_a_missing_device_forward(mode):
         f"Arrived: {KIND}(0). Missing: {KIND}(1).",
         "has waited ",
         f"- the loop over the devices left out {KIND}(1)",
+        "an exception)",
     )
     assert time.time() - begin >= TIMEOUT
     check_recovers(net)
@@ -163,46 +165,24 @@ def test_losses_that_are_summed_on_one_device():
 
 def test_a_warning_comes_first(caplog):
     net = prepared()
-    caplog.clear()  # On a busy machine the first step may warn too.
+    # On a busy machine the first step may warn too. Warnings have a thread of their own.
+    native.threads.wait_for_warnings(10)
+    caplog.clear()
     with caplog.at_level(logging.WARNING, logger="gluon_syncbn"):
         fails(lambda: fetch(train(net, batch()[:1], backward=0)), "Missing")
+        native.threads.wait_for_warnings(10)
     [text] = [record.getMessage() for record in caplog.records]
     missing = f"Arrived: {KIND}(0). Missing: {KIND}(1)."
-    for word in ("net_syncbatchnorm0", missing, "After 1 s this is an error"):
+    for word in ("net_syncbatchnorm0", missing, f"After {TIMEOUT:g} s this is an error"):
         assert word in text
 
 
 def test_the_timeout_from_the_environment(monkeypatch):
-    monkeypatch.setenv("GLUON_SYNCBN_TIMEOUT", "0.7")
+    monkeypatch.setenv("GLUON_SYNCBN_TIMEOUT", "2")
     net = prepared(group=None)
     begin = time.time()
     fails(lambda: fetch(train(net, batch()[:1], backward=0)), "has waited ", within=5)
-    assert time.time() - begin >= 0.7
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_extra_call(mode):
-    net = prepared(mode)
-    xs = batch()
-
-    def step():
-        with autograd.record():
-            ys = [net(x) for x in (*xs, xs[1])]
-        ys[2].wait_to_read()
-
-    fails(step, "net_syncbatchnorm0", "forward call 2", f"Arrived: {KIND}(1). Missing: {KIND}(0).")
-    check_recovers(net)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_exception_between_two_devices(mode):
-    net = prepared(mode)
-    xs = batch()
-    with pytest.raises(ZeroDivisionError), autograd.record():
-        net(xs[0])
-        raise ZeroDivisionError
-    fails(mx.nd.waitall, f"Missing: {KIND}(1)", "an exception)")
-    check_recovers(net)
+    assert time.time() - begin >= 2
 
 
 @pytest.mark.parametrize(
@@ -577,16 +557,6 @@ def test_a_failure_while_running_statistics_are_in_use():
     """It hangs nowhere, and what MXNet skips because of it has an error, too."""
     done = programs.run(["-c", FAILS_OFTEN], seconds=100)
     assert done.returncode == 0, done.stderr
-
-
-def test_layers_with_equal_names_do_not_collide():
-    first, second = (sbn.SyncBatchNorm(prefix="same_", in_channels=3) for _ in range(2))
-    xs = [mx.nd.ones((2, 3), ctx=device) * (1 + device.device_id) for device in contexts(2)]
-    for layer in (first, second):
-        layer.initialize(ctx=contexts(2))
-    with autograd.train_mode():
-        ys = [first(xs[0]), second(xs[0]), second(xs[1]), first(xs[1])]
-    assert all(abs(y.asnumpy()).max() > 0.9 for y in ys)
 
 
 @pytest.mark.parametrize("failing", [0, 1])

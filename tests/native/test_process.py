@@ -176,10 +176,11 @@ def test_ctrl_c_while_the_main_thread_waits_for_a_result(start):
     body = """
         loss = step(devices[:1])[0]
         wait_until_a_call_waits()
-        print("waiting", flush=True)
         try:
+            print("waiting", flush=True)
             loss.wait_to_read()
         except KeyboardInterrupt:
+            print(time.time(), flush=True)
             clear_errors()
             for _ in range(3):
                 for loss in step():
@@ -190,8 +191,11 @@ def test_ctrl_c_while_the_main_thread_waits_for_a_result(start):
     script = start(body)
     script.wait_for("waiting")
     time.sleep(0.3)
-    assert interrupt(script) == -signal.SIGINT and "KeyboardInterrupt" in script.errors
-    assert script.output == ["waiting\n", "trained on\n"]
+    begin = time.time()
+    script.process.send_signal(signal.SIGINT)
+    assert script.end(60) == -signal.SIGINT and "KeyboardInterrupt" in script.errors
+    first, ended, last = script.output
+    assert (first, last) == ("waiting\n", "trained on\n") and float(ended) - begin < 3
 
 
 def test_ctrl_c_while_the_main_thread_waits_for_another_process(start):
@@ -326,7 +330,8 @@ def test_a_failed_step_before_a_fork_and_after_one(run):
         os.waitpid(child, 0)
         fail_and_recover(step())
     """
-    assert run(body, GLUON_SYNCBN_TIMEOUT="2")[0] == "True\n1\nTrue\n"
+    # Before the end of the script gives up, which is after 2 s.
+    assert run(body, GLUON_SYNCBN_TIMEOUT="1.5")[0] == "True\n1\nTrue\n"
 
 
 def test_the_naive_engine():

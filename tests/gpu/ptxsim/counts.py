@@ -97,8 +97,8 @@ def nvcc_version(nvcc):
 
 def print_table(rows, before):
     width = max(map(len, rows))
-    print("instructions of threads per value; sectors over unique sectors. (Counts to compare with,")
-    print("where they differ.)\n")
+    print("instructions of threads per value; sectors over unique sectors.")
+    print("(Counts to compare with, where they differ.)\n")
     print("".ljust(width), *(name.rjust(19) for name in COLUMNS))
     for row, numbers in rows.items():
         cells = []

@@ -51,6 +51,11 @@ struct FakeArray {
     run();
   }
 
+  bool is_read() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return !readers.empty();
+  }
+
   // Runs and frees the readers that still wait.
   ~FakeArray() { write(); }
 };

@@ -19,7 +19,7 @@ TEST(time_for_which_a_process_is_stopped_is_no_wait) {
   CHECK(patience.is_long() && !patience.is_over());
   stop();
   stop();
-  CHECK(patience.waited() < Patience::Seconds(0.201));
+  CHECK(patience.waited() < Patience::Seconds(0.31));
   CHECK(patience.slice(Patience::Seconds(1)) <= patience.first());
   CHECK(patience.is_over());
 }
@@ -129,8 +129,7 @@ TEST(errors_interrupts_and_the_end_release_waits) {
     FakeServer server(2);
     FakeProcess process(&server, 0, 2);
     Waiting waiting(process.route("key", kKey, 1), kLong);
-    while (process.client.most == 0) sleep(0.001);
-    sleep(0.05);
+    while (!process.arrays[0]->is_read()) sleep(0.001);
     if (fails) process.arrays[0]->write("a rank has died");
     if (expected == Waited::kInterrupted) ++interrupts;
     if (expected == Waited::kClosed) process_ends = true;

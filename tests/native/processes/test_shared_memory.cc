@@ -157,11 +157,13 @@ TEST(waits_end) {
     check::context = "waits of rank " + std::to_string(rank);
     CHECK_EQ(error_of_next(route(segment, "key", rank, 2, 1), 1, 0.5), "title: given up");
     const auto waits = route(segment, "other key", rank, 2, 1);
-    std::thread interrupt([] {
-      sleep(0.05);
-      ++interrupts;
+    // An interrupt before the exchange waits does not end it.
+    std::atomic<bool> ended{false};
+    std::thread interrupt([&] {
+      for (; !ended; ++interrupts) sleep(0.05);
     });
     CHECK_EQ(error_of_next(waits, 1, kLong), "title: Interrupted.");
+    ended = true;
     interrupt.join();
   }
   process_ends = true;

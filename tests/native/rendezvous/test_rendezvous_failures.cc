@@ -217,9 +217,10 @@ TEST(a_flush_has_a_limit_and_ctrl_c_ends_what_waits) {
   const auto flush = std::make_shared<Rendezvous::Flush>();
   f.rendezvous.add(flush, f.kLayer);
   const CallId earlier = f.next("cpu(2)");
+  // First, so that it waits by the time of the interrupt.
+  Background finish([&] { f.rendezvous.finish(flush); });
   Background first(&f, "cpu(0)"), other(&f, "cpu(1)");
   Background backward([&] { f.reduce(earlier, "cpu(2)", Direction::kBackward); });
-  Background finish([&] { f.rendezvous.finish(flush); });
   f.wait_until_waiting(3);
   sleep(0.2);
   ++interrupts;

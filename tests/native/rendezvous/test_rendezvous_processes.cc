@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <map>
 
+#include "processes/reorder_buffer.h"
 #include "rendezvous/rendezvous_fixture.h"
 
 namespace gluon_syncbn {
@@ -23,6 +24,8 @@ struct Pair {
   std::mutex mutex;
   std::condition_variable changed;
   Round round;
+  // Whether a process has given up: in later rounds it sends nothing, so that the other can too.
+  bool gone = false;
 
   explicit Pair(double timeout = kLong) {
     for (size_t rank = 0; rank < kProcesses; ++rank) {
@@ -39,7 +42,11 @@ struct Pair {
         std::unique_lock<std::mutex> lock(mutex);
         round.sent[rank] = message;
         changed.notify_all();
-        changed.wait(lock, [&] { return round.sent.size() == kProcesses; });
+        changed.wait(lock, [&] { return gone || round.sent.size() == kProcesses; });
+        if (round.sent.size() < kProcesses) {
+          round.sent[1 - rank] = ReorderBuffer::nothing(message.size());
+          ++round.fetched;
+        }
         all->clear();
         for (const auto& part : round.sent) {
           all->insert(all->end(), part.second.begin(), part.second.end());
@@ -71,10 +78,17 @@ struct Pair {
   // rank.
   double backward(size_t rank, const CallId& id) {
     const double count = static_cast<double>(id.sequence) + 100.0 * static_cast<double>(rank);
-    const PassSums all =
-        processes[rank]->rendezvous.reduce(processes[rank]->layer, id, Direction::kBackward,
-                                           "cpu(0)", "float32", on_host(Sums(1), count));
-    return all.count;
+    try {
+      const PassSums all =
+          processes[rank]->rendezvous.reduce(processes[rank]->layer, id, Direction::kBackward,
+                                             "cpu(0)", "float32", on_host(Sums(1), count));
+      return all.count;
+    } catch (const Error&) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      gone = true;
+      changed.notify_all();
+      throw;
+    }
   }
 };
 
