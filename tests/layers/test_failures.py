@@ -78,6 +78,14 @@ class Net(gluon.HybridBlock):
         return self.head(x)
 
 
+class NotSkipped(AssertionError):
+    """A weight holds what comes of a custom operator of the user's that has failed.
+
+    MXNet keeps the exceptions of all custom operators in one variable. If another one ends at that
+    moment, MXNet raises the exception there, and the outputs of the one that failed hold no error.
+    """
+
+
 class Case:
     can_leave_out = True
 
@@ -179,8 +187,8 @@ class Case:
         names = self.names()
         clean = self.clean[len(self.devices) :]
         for name, value, *right in zip(names, self.values(), self.before, clean):
-            if "running" not in name:
-                assert any(np.array_equal(value, each) for each in right), name
+            if "running" not in name and not any(np.array_equal(value, each) for each in right):
+                raise AssertionError(name) if "called" in arguments else NotSkipped(name)
         self.restore()
         for value, expected in zip([*self.read(self.step()), *self.values()], self.clean):
             np.testing.assert_array_equal(value, expected)
@@ -261,11 +269,15 @@ def test_random_failures_of_modules(monkeypatch):
 
 def run(kind, seeds):
     for seed in seeds:
-        try:
-            kind(seed).run()
-        except BaseException:
-            print(f"seed {seed}")
-            raise
+        # That is rare: 1 of 100 times on a busy machine, with one of 60 seeds.
+        for is_last in (False, False, True):
+            try:
+                kind(seed).run()
+                break
+            except BaseException as error:
+                print(f"seed {seed}")
+                if is_last or not isinstance(error, NotSkipped):
+                    raise
 
 
 @pytest.mark.cpu_only("threads are the same there")
