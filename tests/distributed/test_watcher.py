@@ -168,6 +168,19 @@ def test_a_failure_ends_all(new_job):
     assert f"Missing: rank 2 (failed: {text[:4000]})." in job.verdict(within=2)
 
 
+def test_a_process_that_ends_at_once_tells_why(new_job):
+    job = new_job(3)
+    job.all_connected()
+    one = job.watchers.pop(2)
+
+    def fail_and_end():  # In one turn, as where the thread has had no time in between.
+        one._status = module.FAILED, "a bad batch"
+        one._begin_to_end()
+
+    one._call(fail_and_end)
+    assert "Missing: rank 2 (failed: a bad batch)." in job.verdict(within=2)
+
+
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
 def test_rank_0_is_missing(new_job, fault):
     job = new_job(5, 2.0, {0: "meet(); time.sleep(60)"})
