@@ -42,6 +42,8 @@ def precise_statistics(net):
     ------
     ValueError
         If `net` is not a Block, or no :class:`SyncBatchNorm` in it follows the batches.
+    RuntimeError
+        If a parameter has no value yet. The net stays as it was.
 
     References
     ----------
@@ -107,9 +109,10 @@ def _set_count(layer, count):
 def _count_batches(layer):
     if layer._kwargs["momentum"] is not None:
         mean, settings = layer.running_mean, {"init": "zeros", "differentiable": False}
+        devices = mean.list_ctx()  # An error here must leave no parameter behind.
         count = layer.params.get(_COUNT, grad_req="null", shape=(1,), **settings)
         count.cast(mean.dtype)
-        count.initialize(ctx=mean.list_ctx())
+        count.initialize(ctx=devices)
         setattr(layer, _COUNT, count)
         layer._kwargs["momentum"] = None
         layer._layer.enter(layer)

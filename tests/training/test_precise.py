@@ -1,5 +1,6 @@
 """precise_statistics, against layers with momentum=None."""
 
+import contextlib
 import time
 
 import gluon_syncbn as sbn
@@ -83,6 +84,39 @@ def test_the_mean_over_all_batches(mode, devices, momentum):
         np.testing.assert_allclose(
             net.first.running_mean.data().asnumpy(), 0.9 * before + 0.1 * mean, rtol=1e-5
         )
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0, None])
+@pytest.mark.parametrize("mode", MODES)
+def test_values_before_the_first_batch_do_not_count(mode, momentum):
+    devices, first = contexts(2), None
+    for start in (0, np.nan, np.inf, -3e38):
+        net = Net(momentum)
+        net.initialize(ctx=devices)
+        hybridize(net, mode)
+        for layer in (net.first, net.twice, net.virtual):
+            layer.running_mean.set_data(mx.nd.full(3, start))
+            layer.running_var.set_data(mx.nd.full(3, start))
+        # Without momentum, the last batch alone counts.
+        with contextlib.nullcontext() if momentum == 0 else sbn.precise_statistics(net):
+            for x in data(2):
+                called(net, x, devices, train=momentum == 0)
+        found = statistics(net)
+        first = first or found
+        for name, values in found.items():
+            for value, expected in zip(values, first[name]):
+                assert_same_bits(value, expected, f"{name} after {start}")
+
+
+def test_a_net_without_values_stays_as_it_is():
+    net = Net(0.9)
+    names, settings = list(net.collect_params()), dict(net.first._kwargs)
+    with pytest.raises(RuntimeError, match="has not been initialized"):
+        with sbn.precise_statistics(net):
+            raise AssertionError
+    assert list(net.collect_params()) == names and net.first._kwargs == settings
+    net.initialize()
+    called(net, data(1)[0], contexts(1), train=True)
 
 
 @pytest.mark.parametrize("momentum", [0.9, None])

@@ -139,8 +139,9 @@ SBN_DEVICE void map_value(const MapTask& task, const EpilogueTask<Arithmetic<T>>
       epilogue, [&](int) { return affine; }, value(a), value(b), value(v), results, seconds);
   const auto store = [&](A result, void* array, bool add) {
     T* const to = static_cast<T*>(array) + i;
-    if (add) result = widen(*to) + result;
-    narrow(result, to);
+    T rounded;
+    narrow(result, &rounded);
+    *to = add ? added(*to, rounded) : rounded;
   };
   if (kArrays < 3 || task.to) store(results[0], task.to, task.add);
   if constexpr (kArrays == 3) {
@@ -196,12 +197,18 @@ struct Operands {
   }
 
  private:
-  SBN_DEVICE static void put(A (&results)[kSize], const Words& before, T* to, bool add) {
-    if (add) {
+  SBN_DEVICE static void put(const A (&results)[kSize], const Words& before, T* to, bool add) {
+    const Words rounded = words_of<T>(results);
+    if (!add) return store_words(to, rounded);
+    Words sums = zero_words();
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) results[j] = value_at<T>(before, j) + results[j];
+    for (int j = 0; j < kSize; ++j) {
+      T a, b;
+      get_value(before, j, &a);
+      get_value(rounded, j, &b);
+      set_value(&sums, j, added(a, b));
     }
-    store_words(to, words_of<T>(results));
+    store_words(to, sums);
   }
 };
 

@@ -9,8 +9,8 @@ namespace gluon_syncbn {
 
 template <typename P>
 SBN_DEVICE void store_parameter(P* to, double value, bool add) {
-  if (add) value += static_cast<double>(*to);
-  *to = static_cast<P>(value);
+  const auto rounded = static_cast<P>(value);
+  *to = add ? *to + rounded : rounded;
 }
 
 // By the thread of value i of a period, which may have written it just before.

@@ -46,12 +46,12 @@ inline double parameter(DType dtype, const void* values, int64_t i) {
   });
 }
 
-// Writes it, or adds to it.
+// Rounds it, and writes it or adds it.
 inline void write_parameter(DType dtype, void* values, int64_t i, double value, bool add = false) {
-  if (add) value += parameter(dtype, values, i);
   with_parameters(dtype, [&](auto zero) {
-    using P = decltype(zero);
-    static_cast<P*>(values)[i] = static_cast<P>(value);
+    auto* const to = static_cast<decltype(zero)*>(values) + i;
+    const auto rounded = static_cast<decltype(zero)>(value);
+    *to = add ? *to + rounded : rounded;
   });
 }
 

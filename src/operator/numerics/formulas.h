@@ -101,8 +101,9 @@ SBN_HOST_DEVICE Statistics statistics_of_normalized(double gamma, double beta) {
   return {beta, 0, gamma * gamma, 1 / gamma};
 }
 
+// Without momentum the value before does not count, even if it is NaN.
 SBN_HOST_DEVICE double moving_average(double running, double batch, double momentum) {
-  return momentum * running + (1 - momentum) * batch;
+  return momentum == 0 ? batch : momentum * running + (1 - momentum) * batch;
 }
 
 // The momentum with which the moving average is the mean of all batches.

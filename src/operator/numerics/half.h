@@ -86,6 +86,18 @@ SBN_HOST_DEVICE void narrow(float x, Half* result) {
 #endif
 }
 
+// a + b as MXNet adds arrays, which truncates bfloat16.
+SBN_HOST_DEVICE float added(float a, float b) { return a + b; }
+SBN_HOST_DEVICE double added(double a, double b) { return a + b; }
+SBN_HOST_DEVICE BFloat16 added(BFloat16 a, BFloat16 b) {
+  return {static_cast<uint16_t>(bits_of_float(widen(a) + widen(b)) >> 16)};
+}
+SBN_HOST_DEVICE Half added(Half a, Half b) {
+  Half sum;
+  narrow(widen(a) + widen(b), &sum);
+  return sum;
+}
+
 // Data of T is computed in Arithmetic<T>, which is also the type of gamma, beta, their gradients
 // and the running statistics.
 template <typename T>

@@ -18,8 +18,10 @@ struct View {
   int64_t size() const { return N * C * S; }
 };
 
-// Whether a result replaces the values of its array or is added to them (grad_req='add'). For large
-// arrays, the CPU kernels choose kStream, which replaces values and bypasses the caches.
+// Whether a result replaces the values of its array or is added to them: with grad_req='add', and
+// where a compiled graph adds gradients in place. It is rounded before it is added, as a separate
+// addition would find it. For large arrays, the CPU kernels choose kStream, which replaces values
+// and bypasses the caches.
 enum class WriteMode { kWrite, kAdd, kStream };
 
 // The shard of one device. Null gamma means ones. Null y, dx, dresidual are not computed.

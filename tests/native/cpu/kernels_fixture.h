@@ -3,8 +3,10 @@
 #define GLUON_SYNCBN_TESTS_KERNELS_FIXTURE_H_
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -127,10 +129,17 @@ class Array {
     return copy;
   }
 
-  // With other values added, before they are rounded.
-  Array plus(const Array<Arithmetic<T>>& more) const {
+  // With other values added, as MXNet does.
+  Array plus(const Array& more) const {
     Array sum(size_);
-    for (int64_t i = 0; i < size_; ++i) sum[i] = rounded_to<T>(widen((*this)[i]) + more[i]);
+    for (int64_t i = 0; i < size_; ++i) {
+      const Arithmetic<T> exact = widen((*this)[i]) + widen(more[i]);
+      sum[i] = rounded_to<T>(exact);
+      // Truncated, not rounded: the next number towards zero, where it was rounded away from it.
+      if constexpr (std::is_same_v<T, BFloat16>) {
+        if (std::abs(widen(sum[i])) > std::abs(exact)) --sum[i].bits;
+      }
+    }
     return sum;
   }
 
