@@ -104,6 +104,55 @@ def test_sources_that_are_named_exist(page):
         assert any((root / name).exists() for root in ROOTS), name
 
 
+def table(text, head):
+    """The rows of the table whose first line begins so: lists of cells, the head first."""
+    (lines,) = re.findall(rf"^{re.escape(head)}.*\n(?:^\|.*\n)+", text, re.MULTILINE)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines.splitlines()]
+    return [rows[0], *rows[2:]]
+
+
+def test_figures_of_speed_are_the_same_everywhere():
+    text = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    (head, *layers), (_, *steps) = (
+        table(text, "| x | contexts | operator / "),
+        table(text, "| where "),
+    )
+    counts = {
+        "one context": "1 context",
+        "two contexts": "2 contexts",
+        "two processes": "2 processes",
+    }
+    ranges, place = [], None
+    for row in table(text, "| with ")[1:-1]:
+        place = row[0] or place
+        what, to = (cell.split(",")[0].replace("the ", "") for cell in row[1:3])
+        if what == "a training step":
+            of_place = (cells for cells in steps if cells[0].startswith(counts[place]))
+            found = [number for cells in of_place for number in (cells[2], cells[4])]
+        else:
+            column = head.index(f"{what} / {to}")
+            found = [cells[column] for cells in layers if cells[1] == counts[place][0]]
+        ends = [f"{end(map(float, found)):.2f}" for end in (min, max)]
+        assert row[3].split(" to ") == sorted(set(ends)), row
+        ranges.append((place, what, to, re.findall(r"[\d.]+", " ".join(row[3:]))))
+
+    for page, sentence, places, what in (
+        ("README.md", r"the operator takes (\S+) to (\S+) of", "one context", "operator"),
+        ("README.md", r"step takes (\S+) to (\S+) times", "one context", "a training step"),
+        ("README.md", r"and (\S+) to (\S+) times\s+as long", "two", "a training step"),
+        ("docs/design.md", r"layouts,\s+(\S+) to (\S+) of", "one context", "block"),
+        ("docs/design.md", r"training step (\S+) to (\S+) \(", "", "a training step"),
+    ):
+        (said,) = re.findall(sentence, (ROOT / page).read_text("utf-8"))
+        numbers = [
+            n
+            for p, w, to, all in ranges
+            if p.startswith(places) and w == what and to.endswith("`nn.BatchNorm`")
+            for n in all
+        ]
+        assert said == (min(numbers), max(numbers)), (page, sentence)
+
+
 def test_the_map_of_contributing_names_what_is_there():
     rows = re.findall(r"^\| .*? ?\| `(\S+)` \| .*?`(\w+)\W", CONTRIBUTING, re.MULTILINE)
     assert len(rows) > 12
