@@ -198,7 +198,7 @@ def _count(graph):
     return collections.Counter(
         node.operator
         for node in graph.nodes()
-        if node.op == "Custom" or node.operator in STOCK_OPERATORS
+        if node.operator in STOCK_OPERATORS or node.operator in OUR_OPERATOR
     )
 
 

@@ -301,7 +301,7 @@ def check_target(target):
 
 
 def _require_stock(graph):
-    custom = sorted({node.operator for node in graph.all_nodes() if node.op == "Custom"})
+    custom = sorted({n.attrs["op_type"] for n in graph.all_nodes() if n.op == "Custom"})
     if custom:
         raise ExportError(
             f"The net has custom operators ({', '.join(custom)}), which stock MXNet does not load: "
@@ -353,7 +353,7 @@ def _set_least_gammas(graph, arrays):
     users = graph.users()
     for norm in graph.nodes():
         gamma = is_in_place(norm) and norm.inputs[1][0]
-        if not gamma or gamma.name not in arrays:
+        if not gamma or gamma.op != "null" or gamma.name not in arrays:
             continue
         norm.attrs["inplace"] = "False"
         value, least = arrays[gamma.name].asnumpy(), settings_of(norm).epsilon

@@ -68,7 +68,8 @@ def fuse(graph):
             user = after if after and _activation(after) else user
         activation = user and _activation(user) or {}
         if not what and not activation:
-            left.append((node.name, why or f"it is followed by {user.operator}"))
+            why = why or f"it is followed by {user.attrs.get('op_type', user.op)}"
+            left.append((node.name, why))
             continue
         node.attrs.update(activation)
         fused.append((node.name, " + ".join([*what, *activation.get("activation", "").split()])))
@@ -150,9 +151,10 @@ def _only_user(graph, users, node):
 
 def _activation(node):
     """The attributes that make our operator compute this activation; {} if it cannot."""
-    if node.op in ("relu", "_npx_relu") or node.attrs.get("act_type") == "relu":
+    kind = node.attrs.get("act_type")
+    if node.op in ("relu", "_npx_relu") or node.op == "Activation" and kind == "relu":
         return {"activation": "relu"}
-    if node.op == "LeakyReLU" and node.attrs.get("act_type", "leaky") == "leaky":
+    if node.op == "LeakyReLU" and kind in (None, "leaky"):
         slope = node.attrs.get("slope", "0.25")
         return {"activation": "leaky_relu", "slope": slope} if float(slope) >= 0 else {}
     return {}

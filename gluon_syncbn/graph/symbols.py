@@ -14,6 +14,7 @@ from ..layers.operator import Settings, is_numpy, is_true
 # The operators of batch normalization, and whether they include a relu.
 STOCK_OPERATORS = {
     "BatchNorm": False,
+    "BatchNorm_v1": False,
     "_contrib_SyncBatchNorm": False,
     "_contrib_BatchNormWithReLU": True,
 }
@@ -64,8 +65,9 @@ class Node:
 
     @property
     def operator(self):
-        """The operator; for a custom one its op_type."""
-        return self.attrs["op_type"] if self.op == "Custom" else self.op
+        """The operator; for ours its op_type. Other custom ones may be named as one of MXNet's."""
+        is_ours = self.op == "Custom" and self.attrs["op_type"] == native.OP_TYPE
+        return native.OP_TYPE if is_ours else self.op
 
     @property
     def is_layout_copy(self):
@@ -199,11 +201,12 @@ class Graph:
 
     def name_apart(self):
         """Makes the names of nodes unique, even if a block was called several times: ONNX
-        identifies values by name."""
-        names = set()
+        identifies values by name. Variables keep theirs, which parameters have."""
+        names = self.variables()
         for node in self.nodes():
-            node.name = _free(node.name, names, "_")
-            names.add(node.name)
+            if node.op != "null":
+                node.name = _free(node.name, names, "_")
+                names.add(node.name)
 
     def all_nodes(self):
         """All nodes, including those of graphs within nodes, which can be read but not changed."""
@@ -226,7 +229,8 @@ def is_random(node, training=False):
     """Whether a node draws random numbers."""
     if node.op == "Dropout":
         return training or node.attrs.get("mode") == "always"
-    in_training = node.op == "RNN" or node.attrs.get("act_type") == "rrelu"
+    is_rrelu = node.op == "LeakyReLU" and node.attrs.get("act_type") == "rrelu"
+    in_training = node.op == "RNN" or is_rrelu
     return training and in_training or bool(_RANDOM.match(node.op))
 
 
@@ -339,7 +343,7 @@ def add_layout_copies(graph):
         return Node("SwapAxis", "layout_copy", {"dim1": "0", "dim2": "0"}, [entry]), 0
 
     def change(node):
-        if not is_true(node.attrs.get("gpu_only", "False")):
+        if node.operator not in OUR_OPERATOR or not is_true(node.attrs["gpu_only"]):
             return None
         node.attrs["gpu_only"] = "False"
         for number in (0, RESIDUAL) if has_residual(node) else (0,):

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import random
 
 import gluon_syncbn as sbn
 import mxnet as mx
@@ -236,3 +237,42 @@ def test_float16(tmp_path, fold, cast):
     assert_outputs([output], expected, onnx_model.TOLERANCE["float16"])
     _, dtypes, _ = load(tmp_path / "m")._cached_graph[1].infer_type(data="float16")
     assert dtypes == [np.float16]
+
+
+@needs_onnx
+@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_variables_with_the_names_of_operators(seed, fold, tmp_path):
+    """Variables are unique among themselves, and operators may have any names."""
+    rng = random.Random(seed)
+    pool = [f"n{number}" for number in range(16)]
+    variables = rng.sample(pool, 16)
+    data = x = mx.sym.var(variables.pop())
+    for _ in range(2):
+        weight = mx.sym.var(variables.pop(), shape=(12,))
+        weight = mx.sym.Reshape(weight, shape=(3, 4), name=rng.choice([weight.name, *pool]))
+        weight = mx.sym.transpose(weight, axes=(1, 0), name=rng.choice(pool))
+        bias = mx.sym.var(variables.pop(), shape=(4,))
+        x = mx.sym.FullyConnected(x, weight, bias, num_hidden=4, name=rng.choice(pool))
+        gamma = mx.sym.var(variables.pop(), shape=(4,))
+        fix_gamma = rng.random() < 0.3
+        if not fix_gamma and rng.random() < 0.5:
+            gamma = mx.sym.square(gamma, name=rng.choice([gamma.name, *pool]))
+        others = [mx.sym.var(variables.pop(), shape=(4,)) for _ in range(3)]
+        settings = {"fix_gamma": fix_gamma, "name": rng.choice(pool)}
+        x = mx.sym.BatchNorm(x, gamma, *others, **settings)
+        x = mx.sym.slice_axis(x, axis=1, begin=0, end=3, name=rng.choice(pool))
+    net = gluon.SymbolBlock(x, data)
+    net.initialize(mx.init.One())
+    inputs = [np.random.default_rng(seed).standard_normal((2, 3)).astype("float32")]
+    forward(net, *inputs)
+    for parameter in net.collect_params().values():
+        parameter.set_data(mx.nd.random.uniform(0.5, 1.5, parameter.shape))
+    expected = forward(net, *inputs)
+    for synced in (False, True):
+        if synced:
+            sbn.convert_sync_batchnorm(net, return_report=True)
+        settings = {"fold": fold, "onnx": tmp_path / "m.onnx", "input_shape": (2, 3)}
+        sbn.export(net, tmp_path / "m", **settings)
+        loaded = load(tmp_path / "m", [data.name])
+        assert_outputs(forward(loaded, *inputs), expected, EXPORTED[fold])
