@@ -87,7 +87,8 @@ def _set_frozen(net, function, frozen, affine):
 
 def _set_layer(layer, frozen):
     before = bool(layer._kwargs.get("use_global_stats"))
-    layer._kwargs["use_global_stats"] = frozen
+    # Copies of the layer share the dict.
+    layer._kwargs = {**layer._kwargs, "use_global_stats": frozen}
     return before != frozen
 
 
@@ -103,16 +104,16 @@ def _set_graph(path, block, frozen, left):
         left += [f"{path}:{each}" for each in inner]
         if not _is_norm(node):
             continue
-        names = tuple(source.name for source, _ in taken_apart(node)[2])
+        sources = [source for source, _ in taken_apart(node)[2]]
+        names = tuple(source.name for source in sources)
         if settings_of(node).use_global_stats != frozen:
             changed.add(names)
         node.attrs["use_global_stats"] = str(frozen)
         # An operator may compute a gamma or beta, as in conditional batch normalization.
-        parameters[names] = [block.params[each] for each in names[:2] if each in block.params]
+        own = [each.name for each in sources[:2] if each.op == "null"]
+        parameters[names] = [block.params[each] for each in own if each in block.params]
     if changed:
         vars(block)[name] = inputs, graph.symbol_like(symbol)
-    for node in block._nodes if isinstance(block, SyncGraph) else ():
-        _set_layer(node.layer, frozen)
     return list(parameters.values()), len(changed)
 
 

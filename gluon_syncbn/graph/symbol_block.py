@@ -118,17 +118,18 @@ def read_graph(block, operators):
     users = graph.users()
     # The same layers each time, as SyncedLayer.of tells.
     layers = _layers_of.setdefault(block, {})
-    found, refused = [], []
+    found, refused, first = [], [], {}
     for number, node in enumerate(graph.nodes()):
         why = why_not(graph, node, users, operators)
         if not why and node.operator not in operators:
             continue
-        names = () if why else tuple(source.name for source, _ in taken_apart(node)[2])
+        sources = () if why else [source for source, _ in taken_apart(node)[2]]
+        names = [source.name for source in sources]
         if len(names) > len(ROLES):
             why = (
                 "it has momentum=None, which a graph lacks: build the net and load its parameters."
             )
-        elif not all(name in block.params for name in names):
+        elif not all(each.op == "null" and each.name in block.params for each in sources):
             why = "gamma, beta or a running statistic is not a parameter of the SymbolBlock."
         if why:
             refused.append((node.name, node.operator, why))
@@ -136,7 +137,11 @@ def read_graph(block, operators):
         settings = settings_of(node)
         parameters = tuple(block.params[name] for name in names)
         # What is fused into a node is no matter of its layer.
-        key = node.operator, parameters, settings._replace(activation=None, slope=0.0)
+        lasting = settings._replace(activation=None, slope=0.0, use_global_stats=False)
+        key = node.operator, parameters, lasting
+        # `freeze` changes all nodes of a graph, so those that differ need a second layer.
+        frozen = settings.use_global_stats
+        key = (*key, frozen == first.setdefault(key, frozen))
         if key not in layers:
             kind = nn.BatchNormReLU if operators[node.operator] else nn.BatchNorm
             stem = node.name[: -len("_fwd")] if node.name.endswith("_fwd") else node.name
@@ -145,7 +150,6 @@ def read_graph(block, operators):
                 momentum=settings.momentum,
                 epsilon=settings.epsilon,
                 scale=not settings.fix_gamma,
-                use_global_stats=settings.use_global_stats,
                 prefix=f"{stem}_",
             )
             layer._params = ParameterDict(layer.prefix)
@@ -175,7 +179,7 @@ def why_not(graph, node, users, operators):
 
 
 def spliced(symbol, replaced):
-    """The symbol with layers in place of nodes."""
+    """The symbol with layers in place of nodes. Layers are frozen as their nodes are."""
     graph = Graph(symbol)
     nodes = graph.nodes()
     layers = {id(nodes[each.number]): each for each in replaced}
@@ -194,6 +198,7 @@ def spliced(symbol, replaced):
         variables = {name: variable(name) for name in inputs}
         # Such as __ctx_group__ and __force_mirroring__.
         hidden = {name: value for name, value in node.attrs.items() if name.startswith("__")}
+        each.layer._kwargs["use_global_stats"] = settings_of(node).use_global_stats
         part = Graph(each.layer.hybrid_forward(mx.sym, **variables))
 
         def connected(inner):
