@@ -8,7 +8,7 @@ import mxnet as mx
 from mxnet.gluon import SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
-from ..graph.blocks import BATCH_NORMS, check_block, clear_caches, walk
+from ..graph.blocks import BATCH_NORMS, check_block, clear_caches, compile_again, walk
 from ..graph.fusion import is_fusing, stop_fusing
 from ..graph.symbol_block import SyncGraph, put_in, read_graph, spliced, take_out
 from ..graph.symbols import OUR_OPERATOR, STOCK_OPERATORS
@@ -49,15 +49,14 @@ def convert_sync_batchnorm(
     A layer stays the same object and changes its class. It keeps its Parameter objects (with
     values, initialization, contexts, grad_req, lr_mult, sharing), name, settings and hooks, so
     existing references stay valid, such as a Trainer's, and parameter files fit the net before and
-    after. What ``hybridize()`` has compiled is compiled again.
+    after. What ``hybridize()`` has compiled is compiled again, blocks around the net too.
 
     Prints the number of replaced layers to stderr, unless `return_report` is set. The logger
     ``gluon_syncbn`` warns of layers that were not replaced, and if there is nothing to replace.
 
     It does not find layers that only a function or an object other than a Block refers to, or
-    blocks that call ``F.BatchNorm`` themselves. A block around `net` that was hybridized and has
-    run keeps its compiled graph with the old layers: call its ``hybridize()`` again. A layer that
-    `net` shares with another net is synchronized there too.
+    blocks that call ``F.BatchNorm`` themselves. A layer that `net` shares with another net is
+    synchronized there too.
 
     Of a Symbol it returns a new one, with the same names of arguments, auxiliary states and
     outputs, so checkpoints fit both. Each Module that is bound for training with it, also one of
@@ -84,11 +83,14 @@ def convert_sync_batchnorm(
         with an addition also the activation after it. That saves passes over the data and the
         arrays in between. It happens in the graphs that ``hybridize()`` compiles and in
         SymbolBlocks, where nothing else uses the normalization's output. A net that is not
-        hybridized computes as before. Results are bit-identical to the unfused net, with the
-        exceptions that :class:`SyncBatchNorm` lists for `activation`. An addition is not fused if
-        that would change the order of calls of one layer, of random operators or of third-party
-        custom operators, or the order in which more than two gradients are added. (Only where
-        ``BlockGrad`` stops a branch, or MXNet merges equal nodes, may dx differ in its last bits.)
+        hybridized computes as before. Results are bit-identical to those of the unfused net that is
+        hybridized too, with the exceptions that :class:`SyncBatchNorm` lists for `activation`, such
+        as a leaky relu of 16-bit data. (Without ``hybridize()``, the running statistics of a layer
+        that is called several times may differ: MXNet runs a graph in another order.) An addition
+        is not fused if that would change the order of calls of one layer, of random operators or of
+        third-party custom operators, or the order in which more than two gradients are added. (Only
+        where ``BlockGrad`` stops a branch, or MXNet merges equal nodes, may dx differ in its last
+        bits.)
         A later call without `fuse` does not undo fusion.
 
     Returns
@@ -392,8 +394,8 @@ def _check_types(also):
 
 
 def _finish(net, report, found, function, return_report):
-    if report.replaced:
-        clear_caches(found)
+    if found and report.replaced:
+        compile_again(found)
     result = (net, report) if return_report else net
     if not is_first_process():
         return result

@@ -25,8 +25,10 @@ def freeze(net, affine=False):
     ``norm_eval``, and with `affine` it is ``FrozenBatchNorm2d`` of torchvision and detectron2.
 
     It changes :class:`SyncBatchNorm`, ``nn.BatchNorm``, their subclasses, and the graphs of
-    SymbolBlocks. Compiled nets follow, those around `net` too. Exports, conversions and copies keep
-    it; files of ``save_parameters`` hold no settings. All processes of a job must do it alike.
+    SymbolBlocks. Compiled nets follow when they are called, those around `net` too: call the net
+    before MXNet's ``net.export`` or ``net.save``, which write the graph of the last call.
+    :func:`export`, conversions and copies keep it; files of ``save_parameters`` hold no settings.
+    All processes of a job must do it alike.
 
     Parameters
     ----------

@@ -164,10 +164,12 @@ def why_not(graph, node, users, operators):
     """Why a node of batch normalization cannot be replaced, or None; also for a node with such
     nodes in a graph of its own. users: those of the graph."""
     inner = [part for each in node.graphs() for part in each.all_nodes()]
-    if any(part.operator in operators for part in inner):
+    if any(part.operator in operators for part in inner) or (
+        "BatchNorm" in operators and node.op == "_contrib_quantized_batch_norm"
+    ):
         return (
-            "it has batch normalization in a graph of its own, as after optimize_for or "
-            "quantization: convert the net before."
+            "it is quantized, or has batch normalization in a graph of its own, as after "
+            "optimize_for: convert the net before."
         )
     if node.operator not in operators:
         return None

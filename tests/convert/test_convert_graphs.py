@@ -108,8 +108,9 @@ def test_settings_of_nodes():
     x, scale = mx.sym.var("data"), {"eps": 1e-4, "fix_gamma": False, "momentum": 0.8}
     contrib = mx.sym.contrib.SyncBatchNorm(x, name="norm", key="a", ndev=3, **scale)
     # MXNet's defaults for a symbol differ from those of a layer.
-    stock = mx.sym.BatchNorm(x, name="norm")
-    for y, expected in ((contrib, (1e-4, 0.8, False, 1)), (stock, (1e-3, 0.9, True, 1))):
+    stock, old = mx.sym.BatchNorm(x, name="norm"), mx.sym.BatchNorm_v1(x, name="norm")
+    usual = 1e-3, 0.9, True, 1
+    for y, expected in ((contrib, (1e-4, 0.8, False, 1)), (stock, usual), (old, usual)):
         settings = convert_sync_batchnorm(gluon.SymbolBlock(y, x))._nodes[0].layer._kwargs
         names = ("eps", "momentum", "fix_gamma", "axis")
         assert tuple(settings[name] for name in names) == expected
@@ -136,6 +137,13 @@ def test_nodes_that_cannot_be_replaced():
     assert net._cached_graph[1].tojson() == before
 
 
+def test_a_quantized_normalization_is_named():
+    inputs = {name: mx.sym.var(name) for name in ("data", "min_data", "max_data")}
+    symbol = mx.sym.contrib.quantized_batch_norm(**inputs, name="norm")[0]
+    _, report = convert_sync_batchnorm(symbol, return_report=True)
+    assert [(e.name, "it is quantized" in e.why) for e in report.refused] == [("norm", True)]
+
+
 def test_a_graph_on_gpus_has_no_layout_copies(tmp_path, monkeypatch):
     """The devices of its parameters count when it is compiled, as for any net."""
     net = exported(small_net(), tmp_path)
@@ -153,3 +161,16 @@ def test_a_cumulative_average_is_not_reverted(tmp_path):
     net = exported(sbn.SyncBatchNorm(in_channels=3, momentum=None), tmp_path)
     _, report = revert_sync_batchnorm(net, return_report=True)
     assert "momentum=None" in report.refused[0].why and not report.replaced
+
+
+def test_blocks_around_what_is_converted_and_reverted_follow():
+    inner, net = small_net(), nn.HybridSequential()
+    net.add(nn.HybridSequential())
+    net[0].add(inner)
+    net.initialize()
+    net.hybridize()
+    for change, count in ((convert_sync_batchnorm, 2), (revert_sync_batchnorm, 0)):
+        net(mx.nd.array(images()))
+        change(inner)
+        net(mx.nd.array(images()))
+        assert operators(net).count("Custom") == count
