@@ -103,7 +103,7 @@ def registered():
         mx.operator.register(name)(type(f"{name}Properties", (Properties,), {}))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_they_stay_in_blocks_and_symbols(seed, tmp_path, capsys):
     net = Net(seed)
     net.initialize(ctx=context())

@@ -268,7 +268,7 @@ ACTIONS = [convert, revert, freeze, unfreeze] * 5
 ACTIONS += [hybridize, copied, files_of_parameters, files_of_a_graph, Case.check]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_sequences_mean_what_they_mean_on_a_stock_net(seed, tmp_path):
     case = Case(seed, tmp_path)
     for _ in range(25):
