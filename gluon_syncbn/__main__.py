@@ -10,6 +10,7 @@ Each command has --help, and imports only what it needs.
 """
 
 import argparse
+import os
 import signal
 import sys
 
@@ -33,6 +34,9 @@ def main(arguments=None):
     if is_program:
         # Like other programs, end silently when the reader stops: `... | head`.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        if arguments[:1] != ["doctor"]:
+            # With the role of a server, `import mxnet` would not return.
+            os.environ.pop("DMLC_ROLE", None)
     parser = _parser()
     options = parser.parse_args(arguments or ["--help"])
 

@@ -258,16 +258,18 @@ def test_no_room(run, folder, tmp_path, monkeypatch):
     assert contents(tmp_path) == before
 
 
-def process(*arguments, run=("-m", "gluon_syncbn"), path=(), package=PACKAGE):
+def process(*arguments, run=("-m", "gluon_syncbn"), path=(), package=PACKAGE, cwd="/"):
     path = os.pathsep.join(map(str, [*path, package.parent]))
-    return programs.run([*run, *arguments], cwd="/", env={**os.environ, "PYTHONPATH": path})
+    return programs.run([*run, *arguments], cwd=cwd, env={**os.environ, "PYTHONPATH": path})
 
 
 @two_packages
-def test_doctor_where_all_is_well():
+def test_doctor_where_all_is_well(monkeypatch):
+    monkeypatch.setenv("DMLC_ROLE", "server")  # which it must not become
     done = process("doctor")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     assert done.stdout.rstrip().endswith("All is well."), done.stdout
+    assert "the checks run without it" in done.stdout
     assert "self-test, 2 CPU devices:   forward and backward agree with NumPy" in done.stdout
     assert re.search("processes of a machine: +meet in shared memory$", done.stdout, re.MULTILINE)
     kernels = (sbn.native.library.library.gluon_syncbn_cuda() or b"").decode()
@@ -275,6 +277,15 @@ def test_doctor_where_all_is_well():
     assert re.search(rf"^native CUDA part: +{re.escape(kernels)}$", done.stdout, re.MULTILINE)
     [(place, anchor)] = re.findall(r"^gluoncv: .*: (\S+)#(\S+)$", done.stdout, re.MULTILINE)
     assert f"\n## {anchor}\n" in (PACKAGE.parent / place).read_text("utf-8")
+
+
+@pytest.mark.parametrize("role", ["server", "scheduler", "worker"])
+def test_no_command_takes_the_role_of_its_environment(folder, monkeypatch, role):
+    """In another role than a worker's `import mxnet` does not return, or fails without a job."""
+    monkeypatch.setenv("DMLC_ROLE", role)
+    assert doctor._run("import").result["mxnet"] == mx.__version__
+    done = process("inspect", "own", cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.long
