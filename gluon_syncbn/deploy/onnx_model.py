@@ -8,7 +8,7 @@ import re
 import mxnet as mx
 import numpy as np
 
-from ..graph.symbols import ExportError, is_true
+from ..graph.symbols import ExportError, Node, is_true
 from .check import differences, random_inputs, rounded
 
 # MXNet's converters write operators of version 13. BatchNormalization of 15 also takes float16 data
@@ -82,10 +82,11 @@ def to_onnx(graph, arrays, shapes, dtype):
             f"MXNet {mx.__version__} cannot convert these operators to ONNX: "
             f"{', '.join(sorted(missing))}. Export without onnx=, or build the net without them."
         )
-    symbol = graph.symbol()
     types = [onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))] * len(shapes)
-    ordered = [name for name in symbol.list_inputs() if name in shapes]
     try:
+        _move_channels(graph, arrays, shapes)
+        symbol = graph.symbol()
+        ordered = [name for name in symbol.list_inputs() if name in shapes]
         # MXNet's converters print names.
         silent = contextlib.redirect_stdout(io.StringIO())
         with silent, _patched(onnx, converter, _pooling_sizes(graph, arrays, shapes)):
@@ -171,19 +172,45 @@ def _patched(onnx, converter, sizes):
         del converter.registry_[OPSET]
 
 
-def _pooling_sizes(graph, arrays, shapes):
-    """{name of a node of adaptive pooling: ((height, width) of its input, of its output)}."""
-    pools = [node for node in graph.nodes() if node.op == _ADAPTIVE_POOLING]
-    if not pools:
-        return {}
-    heads = graph.heads
-    graph.heads = [entry for node in pools for entry in (node.inputs[0], (node, 0))]
+def _move_channels(graph, arrays, shapes):
+    """Swaps the axis of each BatchNorm with axis 1, the only one that MXNet's converter takes."""
+    norms = [n for n in graph.nodes() if n.op == "BatchNorm" and n.attrs.get("axis", "1") != "1"]
+    found = _shapes_of([norm.inputs[0] for norm in norms], graph, arrays, shapes)
+    orders = {id(norm): list(range(len(shape))) for norm, shape in zip(norms, found)}
+
+    def change(node):
+        if id(node) not in orders:
+            return None
+        order = orders[id(node)]
+        axis, node.attrs["axis"] = order[int(node.attrs["axis"])], "1"
+        if axis == 1:
+            return None
+        order[1], order[axis] = axis, 1
+        name, axes = node.name, {"axes": str(tuple(order))}
+        node.name = graph.free_name(f"{name}_swapped")
+        node.inputs[0] = Node("transpose", graph.free_name(f"{name}_x"), axes, node.inputs[:1]), 0
+        return Node("transpose", name, axes, [(node, 0)]), 0
+
+    graph.rewrite(change)
+
+
+def _shapes_of(entries, graph, arrays, shapes):
+    """The shapes of entries of a Graph."""
+    if not entries:
+        return []
+    heads, graph.heads = graph.heads, entries
     symbol = graph.symbol()
     graph.heads = heads
     known = {**shapes, **{name: array.shape for name, array in arrays.items()}}
     used = {name: known[name] for name in symbol.list_inputs()}
-    _, found, _ = symbol.infer_shape(**used)
-    sizes = [shape[2:] for shape in found]
+    return symbol.infer_shape(**used)[1]
+
+
+def _pooling_sizes(graph, arrays, shapes):
+    """{name of a node of adaptive pooling: ((height, width) of its input, of its output)}."""
+    pools = [node for node in graph.nodes() if node.op == _ADAPTIVE_POOLING]
+    entries = [entry for node in pools for entry in (node.inputs[0], (node, 0))]
+    sizes = [shape[2:] for shape in _shapes_of(entries, graph, arrays, shapes)]
     return {node.name: pair for node, pair in zip(pools, zip(sizes[::2], sizes[1::2]))}
 
 

@@ -106,9 +106,22 @@ def test_operators_and_settings_that_onnx_lacks_are_named(assert_refused):
     net = conv_net(unknown)
     ready(net, (2, 3, 6, 6))
     assert_refused(net, (2, 3, 6, 6), r"^(?!.*Convolution).*: sinh, smooth_l1\.")
-    net = sequential(sbn.SyncBatchNorm(axis=-1))
-    ready(net, (2, 3, 6, 6))
-    assert_refused(net, (2, 3, 6, 6), "axis != 1")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_axis(export, seed):
+    """MXNet's converter takes axis 1 only. Layers follow each other, and an output of the net."""
+    rng = np.random.default_rng(seed)
+    shape = tuple(map(int, rng.integers(2, 5, rng.integers(2, 6))))
+    axes = rng.integers(-len(shape), len(shape), 3)
+    kinds = rng.choice([nn.BatchNorm, sbn.SyncBatchNorm], 3)
+    net = sequential(*(kind(axis=int(axis)) for kind, axis in zip(kinds, axes)))
+    net.add(nn.Dense(4, flatten=False), sbn.SyncBatchNorm(axis=-1, activation="relu"))
+    ready(net, shape, seed=seed)
+    for fold in (False, True):
+        result = export(net, shape, fold=fold)
+        text = f"seed {seed}: {shape}, {axes}"
+        assert result.onnx_error < ONNX and len(result.left) == 3 * fold, text
 
 
 def test_a_wrong_converter_is_noticed(assert_refused, monkeypatch):
