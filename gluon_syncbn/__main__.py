@@ -11,6 +11,7 @@ Each command has --help, and imports only what it needs.
 
 import argparse
 import os
+import re
 import signal
 import sys
 
@@ -20,7 +21,7 @@ _DTYPES = ("float16", "float32", "float64")
 _FORMATTER = argparse.RawDescriptionHelpFormatter
 _SOURCE = """\
 SOURCE is a NAME-symbol.json of net.export or a Module, or the NAME alone, with the parameters of
-the last epoch, such as NAME-0012.params, or of --params."""
+the last epoch, such as NAME-0012.params, of --epoch, or of --params."""
 
 
 def main(arguments=None):
@@ -89,9 +90,8 @@ def _parser():
     add("launch", "See python -m gluon_syncbn launch --help.")  # For messages: main() runs it.
     export = add("export", f"Write a checkpoint for stock MXNet and ONNX Runtime.\n\n{_SOURCE}")
     _add_source(export)
-    files = "of NAME-symbol.json and NAME-0000.params"
+    files = "of NAME-symbol.json and NAME-0000.params; with --epoch, the number is the epoch's"
     export.add_argument("-o", "--output", required=True, metavar="NAME", help=files)
-    export.add_argument("--epoch", type=int, default=0, help="the number in the name (0)")
     export.add_argument(
         "--fold", action="store_true", help="fold batch normalization into the layers before it"
     )
@@ -107,10 +107,15 @@ def _parser():
 
     convert = add(
         "convert",
-        "Convert a symbol: each kind of batch normalization becomes the stock operator BatchNorm.",
+        "Convert a symbol: each kind of batch normalization becomes the stock operator BatchNorm. "
+        "With\n--epoch, a checkpoint: also the parameters of that epoch.",
     )
-    convert.add_argument("file", metavar="FILE", help="a -symbol.json file")
-    convert.add_argument("-o", "--output", required=True, metavar="FILE", help="may be FILE itself")
+    convert.add_argument(
+        "file", metavar="FILE", help="a -symbol.json file; with --epoch, its NAME is enough"
+    )
+    output = "may be FILE itself; with --epoch, the NAME of both files"
+    convert.add_argument("-o", "--output", required=True, metavar="FILE", help=output)
+    _add_epoch(convert)
 
     inspect = add(
         "inspect",
@@ -145,9 +150,21 @@ def _parser():
 
 def _add_source(parser):
     parser.add_argument("source", metavar="SOURCE")
-    parser.add_argument("--params", metavar="FILE", help="the parameters")
+    parameters = parser.add_mutually_exclusive_group()
+    parameters.add_argument("--params", metavar="FILE", help="the parameters")
+    _add_epoch(parameters)
     inputs = "the symbol's inputs, separated by commas (data, data0, ...)"
     parser.add_argument("--inputs", metavar="NAMES", help=inputs)
+
+
+def _add_epoch(parser):
+    parser.add_argument("--epoch", type=_epoch, metavar="N", help="the parameters of this epoch")
+
+
+def _epoch(text):
+    if not re.fullmatch("[0-9]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an epoch: give an integer from 0")
+    return int(text)
 
 
 def _shape(text):

@@ -1,19 +1,23 @@
 """The commands export, convert and inspect."""
 
 import collections
+import functools
 import glob
 import os
 import re
 
 import numpy as np
 
+from ..deploy.check import evaluate
 from ..deploy.export import Target, check_target, write_graph
 from ..deploy.files import (
     FileError,
     as_saved,
     bytes_writer,
+    parameter_writer,
     read_parameters,
     read_symbol,
+    tagged,
     write_all,
 )
 from ..graph.symbols import (
@@ -43,6 +47,13 @@ _LOSSES = {
     "MAERegressionOutput": None,
     "SVMOutput": None,
 }
+_ONEDNN = (
+    "{} (SoftmaxOutput) is written as MXNet defines and trains it, over all axes but the first. "
+    "Only MXNet's oneDNN, in inference on CPUs, takes the last axis alone where data has 4 "
+    "dimensions. Set MXNET_MKLDNN_ENABLED=0 for this command, or give the symbol multi_output=True "
+    "(axis 1) or preserve_shape=True (the last axis), which all builds compute alike. If your data "
+    "has other dimensions, say so with --input-shape."
+)
 _DEAD = {"running_var": 1e-10, "gamma": 1e-6}
 _LARGEST = {"running_mean": 1e4, "running_var": 1e8, "gamma": 1e3, "beta": 1e3}
 
@@ -50,16 +61,19 @@ _LARGEST = {"running_mean": 1e4, "running_var": 1e8, "gamma": 1e3, "beta": 1e3}
 def export(options):
     target = Target(
         options.output,
-        options.epoch,
+        options.epoch or 0,
         options.fold,
         options.onnx,
         options.input_shape,
         options.dtype,
     )
     check_target(target)
-    graph, arrays, inputs, parameters = _load_graph(options)
+    symbol, arrays, inputs, parameters = _load(options)
+    graph, flattened = _without_losses(symbol)
+    run = functools.partial(_run_with_labels, _with_labels(symbol))
+    advice = [_ONEDNN.format(", ".join(flattened))] if flattened else []
     with as_saved(parameters):
-        result = write_graph(graph, arrays, inputs, target, options.source)
+        result = write_graph(graph, arrays, inputs, target, options.source, run, *advice)
     print(f"symbol  {result.symbol}\nparams  {result.params}")
     if options.fold:
         folded, left = len(result.folded), len(result.left)
@@ -73,20 +87,40 @@ def export(options):
 
 
 def convert(options):
-    graph = Graph(read_symbol(options.file))
-    before = _count(graph)
+    prefix, path = _names(options.file)
+    graph = Graph(read_symbol(options.file if options.epoch is None else path))
+    before, names = _count(graph), graph.variables()
     make_stock(graph)
-    write_all({options.output: bytes_writer(graph.symbol().tojson().encode())})
+    symbol = graph.symbol()
+    text = bytes_writer(symbol.tojson().encode())
+    if options.epoch is None:
+        writers = {options.output: text}
+        write_all(writers)
+    else:
+        parameters = _file_of_epoch(prefix, path, options.epoch)
+        arrays, dropped = _plain(read_parameters(parameters)), names - graph.variables()
+        arrays = {name: array for name, array in arrays.items() if name not in dropped}
+        output, symbol_file = _names(options.output)
+        params_file = f"{output}-{options.epoch:04d}.params"
+        writers = {symbol_file: text, params_file: parameter_writer(tagged(arrays, symbol))}
+        with as_saved(parameters):
+            write_all(writers)
     changed = ", ".join(f"{n} {op}" for op, n in sorted(before.items()) if op != "BatchNorm")
-    print(f"{options.output}: {changed or 'none'} became BatchNorm, {sum(before.values())} in all")
+    total = sum(before.values())
+    print(f"{', '.join(writers)}: {changed or 'none'} became BatchNorm, {total} in all")
     return 0
 
 
 def inspect(options):
     if _is_parameters(options.source):
+        if options.epoch is not None:
+            raise ValueError(
+                f"{options.source} is one file: --epoch needs a NAME, as of NAME{_SYMBOL}."
+            )
         rows = list(_rows_of_names(read_parameters(options.params or options.source)))
     else:
-        rows = list(_rows_of_graph(*_load_graph(options)[:2]))
+        symbol, arrays, _, _ = _load(options)
+        rows = list(_rows_of_graph(_without_losses(symbol)[0], arrays))
     if not rows:
         print("0 layers: no batch normalization, or all of it is folded.")
         return 0
@@ -124,25 +158,30 @@ def _is_parameters(path):
     return path.endswith(".params") or os.path.isfile(path) and not path.endswith(".json")
 
 
-def _load_graph(options):
-    """(Graph, {name: NDArray}, names of the inputs, file of the parameters) of the source."""
+def _names(source):
+    """What the names of a checkpoint's files begin with, and its symbol's file."""
+    prefix = source[: -len(_SYMBOL)] if source.endswith(_SYMBOL) else source
+    return prefix, source if source.endswith(".json") else prefix + _SYMBOL
+
+
+def _load(options):
+    """(symbol, {name: NDArray}, names of the inputs, file of the parameters) of the source."""
     source = options.source
     if _is_parameters(source):
         raise ValueError(
             f"{source} holds parameters and no graph: give its NAME{_SYMBOL}, or build the net in "
             "Python, call load_parameters, then gluon_syncbn.export."
         )
-    prefix = source[: -len(_SYMBOL)] if source.endswith(_SYMBOL) else source
-    path = source if source.endswith(".json") else prefix + _SYMBOL
+    prefix, path = _names(source)
     symbol = read_symbol(path)
-    parameters = options.params or _last_epoch(prefix, path)
+    parameters = options.params or _file_of_epoch(prefix, path, options.epoch)
     arrays = _plain(read_parameters(parameters))
     names = symbol.list_inputs()
     inputs = [name.strip() for name in options.inputs.split(",")] if options.inputs else []
     unknown = [name for name in inputs if name not in names]
     if unknown:
         raise ValueError(f"--inputs names {unknown[0]}, which is not in {path}.")
-    graph = _without_losses(symbol)
+    graph, _ = _without_losses(symbol)
     kept = graph.variables()
     names, inputs = ([name for name in some if name in kept] for some in (names, inputs))
     inputs = inputs or [n for n in names if n not in arrays and re.fullmatch(r"data\d*", n)]
@@ -164,30 +203,74 @@ def _load_graph(options):
                 f"{parameters} does not fit {path}: {node.name} is {found}, {expected} was "
                 "expected; name the parameters of this symbol with --params."
             )
-    return graph, arrays, inputs, parameters
+    return symbol, arrays, inputs, parameters
 
 
 def _without_losses(symbol):
-    """The Graph of a symbol in inference, without labels."""
-    graph = Graph(symbol)
+    """The Graph of a symbol in inference, without labels, and the names of the nodes whose softmax
+    is over all axes but the first."""
+    graph, flattened = Graph(symbol), []
 
     def change(node):
         if node.op not in _LOSSES:
             return None
         x, operator = node.inputs[0], _LOSSES[node.op]
-        axis = "1" if is_true(node.attrs.get("multi_output", "False")) else "-1"
-        attrs = {"axis": axis} if operator == "softmax" else {}
-        return (Node(operator, node.name, attrs, [x]), 0) if operator else x
+        if operator != "softmax":
+            return (Node(operator, node.name, inputs=[x]), 0) if operator else x
+        if is_true(node.attrs.get("multi_output", "False")):
+            axis = "1"
+        elif is_true(node.attrs.get("preserve_shape", "False")) or _is_matrix(x[0]):
+            axis = "-1"
+        else:
+            flattened.append(node.name)
+            x_2d = Node("Flatten", f"{node.name}_flatten", inputs=[x]), 0
+            y = Node("softmax", f"{node.name}_softmax", {"axis": "-1"}, [x_2d]), 0
+            return Node("reshape_like", node.name, inputs=[y, x]), 0
+        return Node("softmax", node.name, {"axis": axis}, [x]), 0
 
     graph.rewrite(change)
-    return graph
+    return graph, flattened
 
 
-def _last_epoch(prefix, path):
-    found = glob.glob(glob.escape(prefix) + "-[0-9][0-9][0-9][0-9].params")
-    if not found:
-        raise FileError(f"There is no {prefix}-0000.params for {path}: name it with --params.")
-    return max(found)
+def _is_matrix(node):
+    """Whether a node's output has two dimensions, whatever its input has."""
+    is_dense = node.op == "FullyConnected" and is_true(node.attrs.get("flatten", "True"))
+    return is_dense or node.op == "Flatten"
+
+
+def _with_labels(symbol):
+    """The symbol with a variable for each label, whose shape the loss itself infers: it may not
+    follow through what computes the label."""
+    graph = Graph(symbol)
+    for node in graph.nodes():
+        if node.op in _LOSSES:
+            node.inputs[1] = Node("null", graph.free_name(f"{node.name}_label")), 0
+    return graph.symbol()
+
+
+def _run_with_labels(symbol, arrays, inputs):
+    """The outputs of a symbol whose labels are 0."""
+    known = {name: array.shape for name, array in {**arrays, **inputs}.items()}
+    labels, dtype = {}, next(x.dtype for x in inputs.values())
+    if not known.keys() >= set(symbol.list_inputs()):
+        shapes, _, _ = symbol.infer_shape_partial(**known)
+        pairs = zip(symbol.list_arguments(), shapes)
+        labels = {name: np.zeros(shape, dtype) for name, shape in pairs if name not in known}
+    return evaluate(symbol, arrays, {**labels, **inputs})
+
+
+def _file_of_epoch(prefix, path, epoch):
+    """The parameters of an epoch, by default of the last."""
+    name = re.compile(re.escape(os.path.basename(prefix)) + r"-([0-9]{4}|[1-9][0-9]{4,})\.params")
+    files = glob.glob(glob.escape(prefix) + "-*.params")
+    found = {int(match[1]): f for f in files if (match := name.fullmatch(os.path.basename(f)))}
+    if epoch is None:
+        epoch = max(found, default=0)
+    if epoch not in found:
+        epochs = ", ".join(map(str, sorted(found)))
+        choice = f"choose one of its epochs ({epochs})" if found else "name it with --params"
+        raise FileError(f"There is no {prefix}-{epoch:04d}.params for {path}: {choice}.")
+    return found[epoch]
 
 
 def _plain(arrays):

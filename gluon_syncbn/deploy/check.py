@@ -18,6 +18,7 @@ TOLERANCE, AMPLIFIED = 1e-5, 10
 _PERTURBED = 3
 # Small inputs are drawn several times, so that a relu cuts off some value.
 _DRAWS, _VALUES = 8, 4096
+REPORT = "This is a fault of the export: please report the net."
 # Input sizes to try if none is given.
 _BATCH, _SIDES = 4, (32, 224, 64, 128, 300, 28)
 
@@ -56,7 +57,7 @@ def rounded(values, arrays):
     return result, np.dtype(dtype)
 
 
-def check(run, values, symbol, arrays, shapes, title):
+def check(run, values, symbol, arrays, shapes, title, advice=REPORT):
     """The largest difference between a symbol's outputs and a net's, relative to the largest value.
     None, with a warning, if they cannot be compared. Raises ExportError if they differ too much.
 
@@ -104,8 +105,7 @@ def check(run, values, symbol, arrays, shapes, title):
                     raise ExportError(
                         f"Output {number} of the exported graph differs from that of {title} by "
                         f"{error:.2g} of the largest value, on random inputs of shape "
-                        f"{', '.join(map(str, shapes.values()))}. This is a fault of the export: "
-                        "please report the net. No file was written."
+                        f"{', '.join(map(str, shapes.values()))}. {advice} No file was written."
                     )
         worst = max(worst, *errors)
     if why:

@@ -1,9 +1,9 @@
 """Writes a trained net for stock MXNet and ONNX Runtime, which load it without this package."""
 
 import contextlib
-import functools
 import logging
 import os
+import sys
 from operator import index
 from typing import Dict, NamedTuple, Optional, Tuple
 
@@ -23,7 +23,7 @@ from ..graph.symbols import (
 from ..graph.trace import last_line, parameters_of, run, trace
 from ..layers.operator import is_bfloat16
 from . import onnx_model
-from .check import check, evaluate, likely_shapes
+from .check import REPORT, check, evaluate, likely_shapes
 from .dtypes import DTYPES, cast_all, input_dtype, write_types
 from .files import (
     FileError,
@@ -31,6 +31,7 @@ from .files import (
     parameter_writer,
     read_parameters,
     read_symbol,
+    tagged,
     write_all,
 )
 from .fold import fold as fold_graph
@@ -105,7 +106,7 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
     path : str or path
         The common prefix of the files.
     epoch : int, default 0
-        From 0 to 9999, in the name of the .params file.
+        The number in the name of the .params file, with at least four digits.
     fold : bool, default False
         Whether to fold batch normalization, if nothing else uses the layer's output or weights.
     onnx : str or path, optional
@@ -182,15 +183,14 @@ class Target(NamedTuple):
     dtype: Optional[str]
 
 
-def write_graph(graph, arrays, inputs, target, title, run=None):
+def write_graph(graph, arrays, inputs, target, title, run, advice=REPORT):
     """Exports a Graph with any kind of batch normalization, for a target that was checked.
 
     arrays: {name: NDArray}; inputs: names; run(arrays, {input: NumPy array}): the outputs that the
-    files must have, by default those of the graph as it is. Changes the graph and arrays.
+    files must have; advice: what an error says if they differ. Changes the graph and arrays.
     """
     path, epoch, fold, onnx, shapes, dtype = target
     symbol, values = graph.symbol(), dict(arrays)
-    run = run or functools.partial(evaluate, symbol)
     if shapes and len(shapes) != len(inputs):
         raise ValueError(
             f"input_shape has {len(shapes)} shapes, and {title} has {len(inputs)} inputs "
@@ -220,11 +220,9 @@ def write_graph(graph, arrays, inputs, target, title, run=None):
         f"{os.fspath(path)}-symbol.json",
         f"{os.fspath(path)}-{epoch:04d}.params",
     )
-    auxiliary = set(symbol.list_auxiliary_states())
-    tagged = {f"{'aux' if n in auxiliary else 'arg'}:{n}": array for n, array in arrays.items()}
     writers = {
         symbol_file: bytes_writer(symbol.tojson().encode()),
-        params_file: parameter_writer(tagged),
+        params_file: parameter_writer(tagged(arrays, symbol)),
     }
     error = onnx_error = None
     if onnx is not None:
@@ -232,16 +230,18 @@ def write_graph(graph, arrays, inputs, target, title, run=None):
         if any(os.path.abspath(onnx) == os.path.abspath(path) for path in writers):
             raise ValueError(f"onnx= is {onnx}, which is another file of this export: rename it.")
         model = onnx_model.to_onnx(graph, arrays, named, dtype_of_inputs)
-        onnx_error = onnx_model.compare(model, run, values, arrays, all_shapes, dtype_of_inputs)
         writers[onnx] = bytes_writer(model)
 
     def compare(temporary):
-        nonlocal error
+        nonlocal error, onnx_error
         written = read_symbol(temporary[symbol_file])
         # The names have arg: or aux: before them. MXNet loads a file without arrays as a list.
         found = read_parameters(temporary[params_file]) if arrays else {}
         found = {name[4:]: array for name, array in found.items()}
-        error = check(run, values, written, found, all_shapes, title)
+        error = check(run, values, written, found, all_shapes, title, advice)
+        if onnx is not None:
+            args = model, run, values, arrays, all_shapes, dtype_of_inputs
+            onnx_error = onnx_model.compare(*args)
 
     write_all(writers, compare)
     return Exported(symbol_file, params_file, onnx, onnx_error, tuple(folded), left, error)
@@ -290,8 +290,8 @@ def check_target(target):
             f"path is {path!r}: add the name that the files in that folder begin with, such as "
             "model of model-symbol.json."
         )
-    if target.epoch not in range(10000):
-        raise ValueError(f"epoch is {target.epoch!r}: give an integer from 0 to 9999.")
+    if target.epoch not in range(sys.maxsize):
+        raise ValueError(f"epoch is {target.epoch!r}: give an integer from 0.")
     if target.onnx is not None:
         if target.shapes is None:
             raise ValueError("onnx needs input_shape, such as (1, 3, 224, 224).")

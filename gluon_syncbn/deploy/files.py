@@ -78,6 +78,12 @@ def bytes_writer(data):
     return lambda path: Path(path).write_bytes(data)
 
 
+def tagged(arrays, symbol):
+    """Arrays by the names that MXNet's checkpoints have: with arg: or aux: before them."""
+    auxiliary = set(symbol.list_auxiliary_states())
+    return {f"{'aux' if n in auxiliary else 'arg'}:{n}": array for n, array in arrays.items()}
+
+
 def parameter_writer(arrays):
     """Writes {name: NDArray} in MXNet's format."""
 

@@ -115,15 +115,15 @@ def test_export(run, data, tmp_path):
     parameters = []
     for source in ("own", "own-symbol.json"):
         out = run(
-            f"export {source} -o TMP/m --epoch 2 --fold --onnx TMP/m.onnx --input-shape 2,3,8,8"
+            f"export {source} -o TMP/m --epoch 3 --fold --onnx TMP/m.onnx --input-shape 2,3,8,8"
         )
         assert "folded  2 layers of batch normalization, 0 left" in out
         assert "ONNX Runtime differs by" in out
         files = contents(tmp_path)
-        assert list(files) == ["m-0002.params", "m-symbol.json", "m.onnx"]
-        parameters.append(files["m-0002.params"])
+        assert list(files) == ["m-0003.params", "m-symbol.json", "m.onnx"]
+        parameters.append(files["m-0003.params"])
     assert parameters[0] == parameters[1]
-    assert_outputs(forward(load(tmp_path / "m", epoch=2), x), expected, EXPORTED[True])
+    assert_outputs(forward(load(tmp_path / "m", epoch=3), x), expected, EXPORTED[True])
     run("export own -o TMP/plain --dtype float16")
     assert operators(tmp_path / "plain").count("BatchNorm") == 2
 
@@ -134,9 +134,10 @@ def test_a_stock_symbol_has_no_count_of_batches(run, folder, tmp_path):
     run("convert norms-symbol.json -o TMP/m-symbol.json")
     names = (str(tmp_path / "m-symbol.json"), ["data"], str(folder / "norms-0000.params"))
     mx.gluon.SymbolBlock.imports(*names, ignore_extra=True)
-    run("export norms -o TMP/e")
-    assert not any("tracked" in name for name in mx.nd.load(str(tmp_path / "e-0000.params")))
-    load(tmp_path / "e")
+    for command in ("export norms -o TMP/e", "convert norms --epoch 0 -o TMP/e"):
+        run(command)
+        assert not any("tracked" in name for name in mx.nd.load(str(tmp_path / "e-0000.params")))
+        load(tmp_path / "e")
 
 
 def test_inspect(run, capsys):
@@ -161,13 +162,8 @@ def test_inspect(run, capsys):
 @pytest.mark.parametrize(
     "operator, settings",
     [
-        ("SoftmaxOutput", {}),
         ("SoftmaxOutput", {"multi_output": True, "use_ignore": True}),
-        ("SoftmaxOutput", {"preserve_shape": True}),
         ("Softmax", {}),
-        ("LogisticRegressionOutput", {}),
-        ("LinearRegressionOutput", {}),
-        ("MAERegressionOutput", {}),
         ("SVMOutput", {}),
     ],
 )
@@ -191,6 +187,51 @@ def test_checkpoints_of_modules(run, tmp_path, operator, settings):
     assert_outputs(forward(load(tmp_path / "o"), data.asnumpy()), expected, EXPORTED[True])
 
 
+@pytest.mark.filterwarnings("ignore:.*Cannot decide type")
+@pytest.mark.parametrize("seed", range(3))
+def test_epochs(run, tmp_path, seed):
+    """Each command reads the epoch that it is given, or says which there are."""
+    rng = np.random.default_rng(seed)
+    name = str(tmp_path / rng.choice(["model", "m[0-9]*", "m-0007", "m.params", "ä+?"]))
+    x = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
+    x = sbn.convert_sync_batchnorm(mx.sym.BatchNorm(x, name="bn"))
+    symbol = mx.sym.SoftmaxOutput(x, name="out")
+    shapes = {"fc_weight": (2, 3), "fc_bias": 2, "bn_gamma": 2, "bn_beta": 2}
+    statistics = {"bn_moving_mean": mx.nd.zeros(2), "bn_moving_var": mx.nd.ones(2)}
+    there = sorted(map(int, rng.choice([0, 1, 2, 9, 10, 100, 9999, 10000, 123456], 4, False)))
+    for epoch in there:
+        values = {key: mx.nd.ones(shape) * epoch for key, shape in shapes.items()}
+        mx.model.save_checkpoint(name, epoch, symbol, values, statistics)
+    for other in ("-99.params", "-x-9998.params", "-000009998.params", "-9998.params.old", ""):
+        shutil.copy(f"{name}-{there[0]:04d}.params", f"{name}{other or '9998.params'}")
+    for source in (name, f"{name}-symbol.json"):
+        for epoch in [None, *there, 3, 9998, 200000]:
+            option = "" if epoch is None else f" --epoch {epoch}"
+            commands = {"inspect": f"inspect {source}{option}"}
+            for command in ("export", "convert"):
+                if command == "export" or option:
+                    commands[command] = f"{command} {source}{option} -o TMP/{command}"
+            for command, text in commands.items():
+                code, out, err = run(text, check=False)
+                message = f"seed {seed}: {text}, of {there}: {out}{err}"
+                if epoch not in [None, *there]:
+                    assert code == 2 and f"({', '.join(map(str, there))})" in err, message
+                    continue
+                assert code == 0, message
+                wanted = there[-1] if epoch is None else epoch
+                if command == "inspect":
+                    assert f" {wanted:.3g} .. {wanted:.3g} " in out, message
+                    continue
+                loaded, arguments, found = mx.model.load_checkpoint(
+                    f"{tmp_path}/{command}", epoch or 0
+                )
+                assert "Custom" not in loaded.tojson(), message
+                assert (arguments["bn_beta"].asnumpy() == wanted).all(), message
+                assert found.keys() == statistics.keys(), message
+    command = f"export {name} --epoch {there[0]} --params {name}-{there[1]:04d}.params -o TMP/both"
+    assert "not allowed with" in run(command, check=False)[2]
+
+
 @pytest.mark.parametrize(
     "command, text",
     [
@@ -211,6 +252,16 @@ def test_checkpoints_of_modules(run, tmp_path, operator, settings):
         ("inspect uneven.params", "uneven.params is damaged: gamma, beta and the statistics of"),
         ("inspect own --inputs image", "--inputs names image, which is not in own-symbol.json"),
         ("export c.params -o TMP/m", "c.params holds parameters and no graph"),
+        ("inspect c.params --epoch 1", "c.params is one file: --epoch needs a NAME"),
+        ("export own -o TMP/m --epoch -1", "'-1' is not an epoch: give an integer from 0"),
+        (
+            "export own -o TMP/m --epoch 2",
+            "There is no own-0002.params for own-symbol.json: choose",
+        ),
+        (
+            "convert own -o TMP/m --epoch 2",
+            "There is no own-0002.params for own-symbol.json: choose",
+        ),
         ("export own -o TMP/m --onnx TMP/o", "onnx needs input_shape"),
         ("export own -o TMP/m --input-shape 1,x", "'1,x' is not a shape"),
         ("convert c.params -o TMP/c", "c.params is not a graph"),
