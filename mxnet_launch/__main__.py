@@ -25,14 +25,21 @@ Failures:
     When a worker, a server or the scheduler dies, or ends by ``os._exit(0)`` before its script
     does, its exit code and its last lines are shown, and all others of this launcher are ended
     within 10 seconds, with the processes that they started. The launcher then ends with that exit
-    code, or 128 plus the number of the signal. If several die, the first counts. Ctrl-C, SIGTERM
-    and SIGHUP are passed on to the workers; a second one kills them. Under nohup a hangup does
-    nothing. A process that hangs is not noticed here: with a ``KVStoreReducer`` or a
-    ``HorovodReducer`` those that wait for it end after the timeout.
+    code, or 128 plus the number of the signal. If several die, the first counts. A process that
+    hangs is not noticed here: with a ``KVStoreReducer`` or a ``HorovodReducer`` those that wait for
+    it end after the timeout.
+
+Signals:
+    Ctrl-C, SIGTERM and SIGHUP, as SIGTERM, are passed on to the workers. Those that have not ended
+    after ``--grace`` seconds, or at a second signal, are named and killed. Until then the scheduler
+    and the server stay, also if a control group (Slurm, systemd, Docker) sends the signal to all
+    processes. Under nohup a hangup does nothing. SIGUSR1 and SIGUSR2, by which Slurm announces a
+    preemption, are passed on too, and end nothing.
 
 Environment of a worker:
     The script runs as with ``python train.py`` and the launcher's own options of Python, such as
-    ``-O``, except that standard input is empty and that a script which raises ends at once: its
+    ``-O``, except that standard input is empty, that SIGUSR1 and SIGUSR2 are ignored before the
+    script has set a handler and after its end, and that a script which raises ends at once: its
     exit hooks run, destructors and other threads do not.
     ``GLUON_SYNCBN_RANK``, ``GLUON_SYNCBN_SIZE`` and ``GLUON_SYNCBN_LOCAL_RANK`` are set; the last
     is the index of the worker on its machine, and so of its GPU. ``OMP_NUM_THREADS`` is set unless
@@ -51,6 +58,7 @@ import threading
 
 import mxnet_compat
 
+from . import runner
 from .environment import (
     LOOPBACK,
     LaunchError,
@@ -64,7 +72,6 @@ from .environment import (
     resolve,
 )
 from .processes import Launch, is_blocked, say
-from .runner import timeout_of
 
 _MOST = 9999  # Processes of one kind. A typo should not fill the memory.
 # Workers of a KVStore: see spell_address.
@@ -83,6 +90,7 @@ _ONE_MACHINE = (
 def main(arguments=None):
     """Runs the command line. Returns the exit code."""
     _open_closed_streams()
+    runner.ignore(runner.ANNOUNCEMENTS)  # So do all that is started from here.
     options = _parse(arguments)
     try:
         with contextlib.ExitStack() as stack:
@@ -130,7 +138,7 @@ def _parse(arguments):
     add("--master", metavar="HOST", help=text)
     text = "port of the KVStore's scheduler there (MASTER_PORT, or 9091 plus the job's under Slurm)"
     add("--port", type=port_number, metavar="P", help=text)
-    text = "seconds that workers have to end after Ctrl-C or SIGTERM (%(default)s)"
+    text = "seconds after Ctrl-C or SIGTERM until workers are killed (%(default)s)"
     add("--grace", type=between(0, 10**6, float), default=5, metavar="S", help=text)
     text = (
         "let gluon.contrib.nn.SyncBatchNorm be gluon_syncbn's layer in the workers, as "
@@ -169,7 +177,7 @@ def _launch(options, stack):
     if options.from_env and options.rank is None and has_dmlc_role(environment):
         role, name = environment["DMLC_ROLE"], "DMLC_PS_ROOT_URI"
         # The scheduler cannot listen at a name.
-        environment[name] = resolve(name, environment[name], timeout_of(environment))
+        environment[name] = resolve(name, environment[name], runner.timeout_of(environment))
         if role == "scheduler":
             port = read(environment, "DMLC_PS_ROOT_PORT", port_number)
             stack.enter_context(_hold("", port))
@@ -180,7 +188,7 @@ def _launch(options, stack):
             position = find_position(environment, *given)
         if position.size > 1 and options.engine == "horovod":
             raise LaunchError(_ONE_MACHINE)
-        position = locate(position, environment, timeout_of(environment))
+        position = locate(position, environment, runner.timeout_of(environment))
         port = stack.enter_context(_hold_job(position))
         cores = os.sched_getaffinity(0)
         # Launchers of one machine share its cores, unless each has some of its own.
@@ -302,7 +310,7 @@ def _horovod_specs(position, count, port, environment, stack):
         "HOROVOD_GLOO_IFACE": "lo",
         "HOROVOD_CYCLE_TIME": "0.1",
         # Later than the error that names the missing process.
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(math.ceil(timeout_of(environment)) + 1),
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(math.ceil(runner.timeout_of(environment)) + 1),
         **environment,
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": LOOPBACK,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),

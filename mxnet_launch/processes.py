@@ -192,6 +192,7 @@ class Launch:
         self._serves_others = serves_others
         self._children = []
         self._signals = []
+        self._announced = set()  # Signals by which no launch ends.
         self._is_passed_on = False
         self._rest = b""  # Of the reports: the line that has not been read to its end.
 
@@ -208,7 +209,7 @@ class Launch:
         )
         self._reports, report_to = os.pipe()
         os.set_blocking(self._reports, False)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in runner.ENDS:
             if signal.getsignal(number) != signal.SIG_IGN:  # As SIGHUP is under nohup.
                 signal.signal(number, self._note_signal)
         with guard, open(self._reports, "rb"), open(report_to, "wb"):
@@ -219,6 +220,9 @@ class Launch:
                     environment = {**environment, runner.LAUNCH_ID: ids}
                     child = Child(name, self._command, environment, report_to, index)
                     self._children.append(child)
+                # Only now: children inherit that a signal is ignored, and no handler.
+                for number in runner.ANNOUNCEMENTS:
+                    signal.signal(number, lambda number, frame: self._announced.add(number))
                 code = self._watch()
             finally:
                 self._end()
@@ -248,8 +252,9 @@ class Launch:
             finished = all(child.code() == 0 for child in needed)
             # A failure of the KVStore after the last worker ended well does no harm.
             failed = [child for child in self._failures() if child in watched or not finished]
+            self._announce(watched)
             if self._signals:
-                code = self._obey(watched)
+                code = self._obey(watched, needed)
             elif failed:
                 self._wait_for([child for child in self._children if child.is_ending()], 1)
                 code = self._report(min(self._failures(), key=lambda child: child.ended))
@@ -288,19 +293,39 @@ class Launch:
                 child.ended = min(child.ended, begin)
         return failed
 
-    def _obey(self, workers):
-        """Passes a signal on. Returns the exit code once the workers have ended, or must."""
+    def _announce(self, workers):
+        while self._announced:
+            number = self._announced.pop()
+            for child in workers:
+                child.signal(number)
+            name = _signal_name(number)
+            say(f"{name} is passed on to the workers, which ignore it unless they have a handler.")
+
+    def _obey(self, workers, needed):
+        """Passes a signal on. Returns the exit code once the workers have ended, or must. After a
+        good end of those here, others may still need the scheduler and the servers."""
         number, when = self._signals[0]
+        name = _signal_name(number)
         if not self._is_passed_on:
             self._is_passed_on = True
             for child in workers:
                 child.signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-            say(f"{_signal_name(number)} is passed on to the workers; a second one kills them.")
-        codes = [child.code() for child in workers]
-        if all(code == 0 for code in codes):
-            return 0
-        if None not in codes or len(self._signals) > 1 or time.monotonic() > when + self._grace:
+            say(f"{name} is passed on to the workers; a second one kills them.")
+        running = [child for child in needed if child.code() is None]
+        left = [child for child in workers if child in running] or running
+        is_over = time.monotonic() > when + self._grace
+        if left and (is_over or len(self._signals) > 1):
+            why = (
+                f"{self._grace:g} s after {name} (--grace)" if is_over else "before a second signal"
+            )
+            names = ", ".join(child.name for child in left)
+            say(f"{names} had not ended {why}, so all are killed.")
+            for child in left:
+                child.signal(signal.SIGKILL)
             return 128 + number
+        codes = [child.code() for child in workers]
+        if not left or None not in codes and any(codes):
+            return 128 + number if any(codes) else 0
 
     def _report(self, child):
         """Ends all others because one failed, and reports it. Returns its exit code."""
@@ -320,11 +345,12 @@ class Launch:
     def _end(self):
         """Ends what still runs. If all went well, the KVStore's processes may first end by
         themselves."""
-        if all(child.code() == 0 for child in self._children if child.is_worker):
+        workers = [child for child in self._children if child.is_worker]
+        if all(child.code() == 0 for child in workers):
             self._wait_for(self._children, _SERVICE_SECONDS)
-        for child in self._children:
+        for child in workers:
             child.signal(signal.SIGTERM)
-        self._wait_for(self._children, _TERM_SECONDS)
+        self._wait_for(workers, _TERM_SECONDS)
         for child in self._children:
             child.signal(signal.SIGKILL)
 

@@ -28,9 +28,18 @@ LAUNCH_ID = "GLUON_SYNCBN_LAUNCH"
 # of it, and the number under which the launcher knows the process.
 _pipe, _pipe_status, _index = None, None, None
 _process = os.getpid()
+# What a scheduler, systemd or Docker may send to all processes of a job: to end it, and to announce
+# its end.
+ENDS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+ANNOUNCEMENTS = signal.SIGUSR1, signal.SIGUSR2
 EXIT_HOOKS_SECONDS = 2  # For the exit hooks of a worker that failed.
 SHUTDOWN_SECONDS = 60  # At least, for MXNet's shutdown: a machine may be slow.
 _KILL_SECONDS = 5
+
+
+def ignore(signals):
+    for number in signals:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def kill_launch(launch_id):
@@ -99,8 +108,7 @@ def is_connected_to(port):
 def _guard(launch_id):
     """Waits until the launcher is gone, for whatever reason, and kills what is left of the
     launch."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore(ENDS)
     sys.stdin.buffer.read()
     kill_launch(launch_id)
 
@@ -142,6 +150,8 @@ def _run(command, first):
             _leave(128 + signal.SIGINT if interrupted else 1)
     _report(0)
     if _process == os.getpid():
+        # Python gives a handler's signal back its default, which kills, before MXNet has ended.
+        ignore(ANNOUNCEMENTS)
         prepare_shutdown(all_have_finished=False)
 
 
@@ -235,7 +245,9 @@ def _flush():
 
 
 def _serve():
-    """Runs as the scheduler or a server, as the environment says, until the workers have ended."""
+    """Runs as the scheduler or a server, as the environment says, until the workers have ended.
+    These need it to the end, as to save together after a signal, so the launcher kills it."""
+    ignore(ENDS)
     try:
         import mxnet  # noqa: F401  It serves inside this import, and ends the process there.
     except (ImportError, OSError, AttributeError) as error:  # Not MXNetError, which says enough.

@@ -13,6 +13,7 @@ import sys
 import time
 import types
 
+import psutil
 import pytest
 from mxnet_launch import processes, runner
 from launched import ALONE, ENDED_SECONDS, SLEEP, TRAIN, free_port
@@ -285,6 +286,99 @@ def test_a_second_ctrl_c_kills(handles):
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.end() == 128 + signal.SIGINT
     assert time.monotonic() - begin < 3
+
+
+# What a worker does with a signal is printed. The scheduler and the server end after the workers.
+AT_MOMENTS = """
+import atexit, os, signal, time
+
+def wait_for(name):
+    while not os.path.exists(name):
+        time.sleep(0.01)
+
+def leave():
+    # A handler would be gone before the process is.
+    print("leaves", signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN, flush=True)
+    wait_for("leaves")
+    open("done" + os.environ["GLUON_SYNCBN_RANK"], "w").close()
+
+print("imports", flush=True)
+wait_for("imports")
+got = []
+for number in NUMBERS:
+    signal.signal(number, lambda number, frame: got.append(signal.Signals(number).name))
+print("ready", flush=True)
+while not got and not os.path.exists("ready"):
+    time.sleep(0.01)
+while got and HANGS:
+    time.sleep(1)
+atexit.register(leave)
+"""
+SERVE = """
+import os, time
+print("serves", flush=True)
+while not (os.path.exists("done0") and os.path.exists("done1")):
+    time.sleep(0.01)
+print("has served", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_signals(seed, command, tmp_path, hangup):
+    """One comes at any moment, to the launchers or, as from a control group, to all processes."""
+    rng = random.Random(seed)
+    hangup(signal.SIG_DFL)
+    is_announcement = rng.random() < 0.4
+    number = rng.choice(runner.ANNOUNCEMENTS if is_announcement else runner.ENDS)
+    moments = ["imports", "ready", "leaves"]
+    moment, machines, everyone = rng.choice(moments), rng.choice([1, 2]), rng.random() < 0.6
+    hangs = moment == "ready" and not is_announcement and rng.random() < 0.4
+    case = f"seed {seed}: {number!r} at {moment}, {machines=}, {everyone=}, {hangs=}"
+    (tmp_path / "mxnet.py").write_text(SERVE)
+    script = AT_MOMENTS.replace("NUMBERS", str([*map(int, runner.ENDS + runner.ANNOUNCEMENTS)]))
+    (tmp_path / "script.py").write_text(script.replace("HANGS", str(hangs)))
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    grace = "1" if hangs else "100"
+    options, port = ["--grace", grace, "-n", str(2 // machines)], str(free_port())
+    launchers = []
+    for rank in range(machines):
+        several = ["--rank", str(rank), "--size", "2", "--master", "127.0.0.1", "--port", port]
+        own = [*options, *several] if machines == 2 else options
+        launchers.append(command(*own, "script.py", PYTHONPATH=path))
+    launchers[0].wait_for("serves", 2)
+    for each in moments[: moments.index(moment) + 1]:
+        for launcher in launchers:
+            launcher.wait_for(each, 2 // machines)
+        if each != moment:
+            (tmp_path / each).touch()
+    recipients = [psutil.Process(launcher.process.pid) for launcher in launchers]
+    if everyone:
+        recipients += [child for each in recipients for child in each.children(recursive=True)]
+    for process in rng.sample(recipients, len(recipients)):
+        process.send_signal(number)
+    kills = hangs or moment == "imports" and not is_announcement
+    if not kills:
+        sentence = f"{number.name} is passed on to the workers"
+        wait_until(lambda: all(sentence in launcher.errors for launcher in launchers))
+        for each in moments:
+            (tmp_path / each).touch()
+    for rank, launcher in enumerate(launchers):
+        assert launcher.end() == (128 + number if kills else 0), (case, launcher.errors)
+        names = "worker 0, worker 1" if machines == 1 else f"worker {rank}"
+        sentence = f": {names} had not ended 1 s after {number.name} (--grace), so all are killed."
+        assert (sentence in launcher.errors) == hangs, (case, launcher.errors)
+    output = "".join(line for launcher in launchers for line in launcher.output)
+    for line in "has served", "leaves True":
+        assert output.count(line) == (0 if kills else 2), (case, output)
+
+
+def test_after_a_signal_services_stay_for_workers_of_other_machines():
+    launch = processes.Launch([], [], 5, serves_others=True)
+    launch._signals, launch._is_passed_on = [(signal.SIGTERM, time.monotonic())], True
+    worker, scheduler = (types.SimpleNamespace(code=lambda code=code: code) for code in (0, None))
+    assert launch._obey([worker], [scheduler, worker]) is None
+    assert launch._obey([worker], [worker]) == 0
 
 
 def test_two_signals_at_a_time_are_one(monkeypatch):
