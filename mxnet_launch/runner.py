@@ -132,14 +132,12 @@ def _run(command, first):
         else:
             sys.argv[:] = command
             _run_script(os.path.abspath(command[0]))
-    except SystemExit as end:
+    except SystemExit as end:  # While it is handled, exit hooks see it in sys.exc_info().
         code = 0 if end.code is None else end.code
         if not isinstance(code, int):
             print(code, file=sys.stderr)
             code = 1
         if code & 0xFF:
-            # Python does not keep it, so an exit hook would take this for success.
-            _keep(end)
             _leave(code & 0xFF)
     except BaseException as error:
         trace = _keep(error)
@@ -186,14 +184,17 @@ def prepare_shutdown(all_have_finished=True):
         base._LIB.MXNDArrayWaitAll()
         for store in stores:
             base._LIB.MXKVStoreFree(vars(store).pop("handle"))
-        return shut_down()
+        code = shut_down()
+        if all_have_finished:  # Exit hooks of the user's may follow.
+            faulthandler.cancel_dump_traceback_later()
+        return code
 
     base._LIB.MXNotifyShutdown = free_first
 
 
 def _keep(error):
-    """Keeps the error that ended the script where exit hooks look for it. Returns the traceback
-    without the frames of this file."""
+    """Keeps the error that ended the script as Python does. Returns the traceback without the
+    frames of this file."""
     trace = error.__traceback__
     while trace and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -74,10 +74,20 @@ def _after_fork():
     _leaving.clear()
 
 
+def _error_of_script():
+    """The exception that ended the script, or None. sys.last_value may also be one that it has
+    survived, in a prompt or a test runner, whose traceback begins where it was caught."""
+    # The launcher's runner ends the process while it handles the error.
+    error, trace = sys.exc_info()[1], getattr(sys, "last_traceback", None)
+    if error is None and trace and not trace.tb_frame.f_back and not hasattr(sys, "ps1"):
+        error = sys.last_value
+    return error
+
+
 def _at_exit():
     last_step = None
     try:
-        failure = getattr(sys, "last_value", None)
+        failure = _error_of_script()
         if failure is None and not is_abandoned():
             last_step = _let_the_last_step_end()
             failure = _last_error()
@@ -94,7 +104,7 @@ def _at_exit():
             "Interrupted at the end of the script, in the wait for its last step or for other "
             "processes."
         )
-        sys.last_value = interrupt
+        failure = interrupt
         abandon()
     library.gluon_syncbn_close(encoded(CLOSED))
     threads.wait_for_warnings(_WARNINGS)
@@ -102,7 +112,7 @@ def _at_exit():
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(_exit_code(getattr(sys, "last_value", None)))
+        os._exit(_exit_code(failure))
     # MXNet first ends the threads of custom operators and then waits for all pending operations,
     # indefinitely if one is a custom operator. So none may be left.
     if last_step is not None:
@@ -115,7 +125,7 @@ def _exit_code(failure):
     """The exit code of a script that `failure` ended, or whose normal exit was abandoned."""
     if isinstance(failure, KeyboardInterrupt):
         return 128 + signal.SIGINT
-    # Only the launcher's runner records it: Python hides it from exit hooks.
+    # Only the launcher's runner shows it: Python hides it from exit hooks.
     if isinstance(failure, SystemExit) and isinstance(failure.code, int):
         return failure.code & 0xFF
     return 1

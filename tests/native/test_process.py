@@ -7,6 +7,7 @@ import time
 
 import programs
 import pytest
+from mxnet_launch import runner
 from devices import KIND
 from programs import Program
 
@@ -143,6 +144,28 @@ def test_other_processes_are_told_of_an_exception_that_cannot_be_printed(start):
         raise Unprintable
     """)
     assert script.end() == 1 and script.output == ["Unprintable: Unprintable\n"], script.errors
+
+
+PROMPT = "import code; code.interact()"
+
+
+@pytest.mark.parametrize(
+    "options, body, typed",
+    [
+        (["-i"], "", "1 / 0\n"),
+        (["-i"], "raise ValueError", ""),
+        ([], PROMPT, "1 / 0\n"),
+        ([runner.__file__, "run", "1:0"], PROMPT, "1 / 0\n"),
+    ],
+    ids=["an interpreter", "after a script", "in a script", "in a worker"],
+)
+def test_an_error_that_a_prompt_survives_is_not_the_end(options, body, typed, tmp_path):
+    """Python keeps it in sys.last_value all the same."""
+    script = tmp_path / "script.py"
+    script.write_text(f"from gluon_syncbn.native import shutdown\nshutdown.at_exit(print)\n{body}")
+    done = programs.run([*options, script], input=typed)
+    assert "Error" in done.stderr and done.returncode == 0, done
+    assert "None\n" in done.stdout, done
 
 
 def interrupt(script):
