@@ -4,7 +4,7 @@ import functools
 
 from .. import native
 from ..layers.batch_norm import SyncBatchNorm
-from .symbols import OUR_OPERATOR, Graph, settings_of
+from .symbols import OUR_OPERATOR, ROLES, Graph, settings_of, taken_apart
 
 
 def new_layer(node, activation=None):
@@ -24,14 +24,14 @@ def new_layer(node, activation=None):
     )
 
 
-def with_layers(symbol, contexts):
-    """A symbol whose nodes of ours have layers that synchronize these contexts, and the layers.
-    Nodes of a layer of this process that knows its devices, or how many there are, keep it."""
+def with_layers(symbol):
+    """A symbol whose nodes of ours have layers, and {layer: the name of its running mean}. Nodes of
+    a layer of this process that knows its devices, or how many there are, keep it."""
     if native.OP_TYPE not in symbol.tojson():
-        return symbol, []
+        return symbol, {}
     graph = Graph(symbol)
     known = {str(layer.id): layer for layer in native.layers()}
-    layers = {}
+    layers, means = {}, {}
     for node in graph.nodes():
         if node.operator not in OUR_OPERATOR or settings_of(node).virtual_devices:
             continue
@@ -41,11 +41,10 @@ def with_layers(symbol, contexts):
         key = node.attrs["process"], node.attrs["layer"]
         if key not in layers:
             layers[key] = layer = new_layer(node)
-            # Deferred, as the channels are unknown: the arrays are the Module's.
-            layer.initialize(ctx=contexts)
             layer._layer.join(own._own_group if own else None, None)
+            means[layer] = taken_apart(node)[2][ROLES.index("running_mean")][0].name
         node.attrs.update(process=native.PROCESS, layer=str(layers[key]._layer.id))
-    return graph.symbol_like(symbol), list(layers.values())
+    return graph.symbol_like(symbol), means
 
 
 # The arguments of a DataParallelExecutorGroup between the contexts and `for_training`.
@@ -57,9 +56,22 @@ def making_layers(init):
 
     @functools.wraps(init)
     def init_with_layers(group, symbol, contexts, *args, **kwargs):
+        means = {}
         if kwargs.get("for_training", args[_BETWEEN] if len(args) > _BETWEEN else False):
-            symbol, group._sync_layers = with_layers(symbol, contexts)
+            symbol, means = with_layers(symbol)
+        group._sync_layers = list(means)
         init(group, symbol, contexts, *args, **kwargs)
+        for layer, mean in means.items():
+            # Where MXNet has placed the node: group2ctxs may say another device than `contexts`.
+            devices = [executor.aux_dict[mean].context for executor in group.execs]
+            if len(set(devices)) < len(devices):
+                raise ValueError(
+                    f"The Module calls {layer.name} on {devices}: give a context once only, in "
+                    "`context` and in each group of `group2ctxs`."
+                )
+            # Deferred, as the channels are unknown: the arrays are the Module's.
+            layer.initialize(ctx=devices)
+            layer._layer.configure()
 
     return init_with_layers
 

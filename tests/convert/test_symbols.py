@@ -1,5 +1,8 @@
 """Symbols that are converted, and Modules that train them, against stock Modules on one device."""
 
+import json
+import types
+
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
@@ -44,8 +47,8 @@ def names(symbol):
     return symbol.list_arguments(), symbol.list_auxiliary_states(), symbol.list_outputs()
 
 
-def module_of(symbol, devices, parameters=None):
-    module = mx.mod.Module(symbol, label_names=("label",), context=devices)
+def module_of(symbol, devices, parameters=None, **options):
+    module = mx.mod.Module(symbol, label_names=("label",), context=devices, **options)
     start(module, parameters)
     return module
 
@@ -117,6 +120,53 @@ def test_random_symbols_train_on_two_devices(seed, fuse, tmp_path):
         *(outputs(s, reference.get_params(), some[0]) for s in (stock, reverted))
     ):
         assert_same_bits(one, other, f"seed {seed}, reverted")
+
+
+def grouped(symbol, rng):
+    """The symbol with operators in one of two context groups: with their parameters, as MXNet
+    wants it, all that have some, and many others."""
+    graph = json.loads(symbol.tojson())
+    nodes = graph["nodes"]
+    for node in nodes:
+        variables = [nodes[i] for i, *_ in node["inputs"] if nodes[i]["op"] == "null"]
+        if node["op"] != "null" and (variables or rng.random() < 0.5):
+            group = str(rng.choice(["a", "b"]))
+            for each in [node, *variables]:
+                each.setdefault("attrs", {})["__ctx_group__"] = group
+    return sym.load_json(json.dumps(graph))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("seed", range(0, 12, 2))  # Nodes of two groups cannot share parameters.
+def test_random_model_parallelism(seed, count):
+    """Each node synchronizes the devices on which MXNet places it."""
+    rng = np.random.default_rng(seed)
+    stock = random_symbol(seed)
+    symbol = sbn.convert_sync_batchnorm(grouped(stock, rng))
+    default, *groups = (rng.permutation(count) + count * i for i in rng.permutation(3))
+    devices = [context(int(i)) for i in default]
+    groups = {name: [context(int(i)) for i in on] for name, on in zip("ab", groups)}
+    if rng.random() < 0.5:
+        groups = [{name: on[i] for name, on in groups.items()} for i in range(count)]
+    reference = module_of(stock, [context()])
+    parameters = reference.get_params()
+    module = module_of(symbol, devices, parameters, group2ctxs=groups)
+    expected, found = train(reference, batches(seed)), train(module, batches(seed))
+    assert_close(found, expected, f"seed {seed}, {count}: {devices} {groups}")
+
+
+@pytest.mark.parametrize("same", ["context", "group2ctxs"])
+def test_a_device_that_a_module_uses_twice(same):
+    symbol = random_symbol(0)
+    if same == "group2ctxs":
+        symbol = grouped(symbol, types.SimpleNamespace(random=lambda: 0, choice=lambda _: "a"))
+        options = {"context": contexts(2), "group2ctxs": {"a": context(2)}}
+    else:
+        options = {"context": [context()] * 2}
+    symbol = sbn.convert_sync_batchnorm(symbol)
+    module = mx.mod.Module(symbol, label_names=("label",), **options)
+    with pytest.raises(ValueError, match="calls norm0 on .*, .*: give a context once only"):
+        start(module)
 
 
 def outputs(symbol, parameters, batch):

@@ -1,5 +1,6 @@
 """How a launch ends: a worker dies, a signal comes, or nobody takes the output."""
 
+import contextlib
 import functools
 import os
 import random
@@ -356,7 +357,8 @@ def test_random_signals(seed, command, tmp_path, hangup):
     if everyone:
         recipients += [child for each in recipients for child in each.children(recursive=True)]
     for process in rng.sample(recipients, len(recipients)):
-        process.send_signal(number)
+        with contextlib.suppress(psutil.NoSuchProcess):  # It may have ended with another one.
+            process.send_signal(number)
     kills = hangs or moment == "imports" and not is_announcement
     if not kills:
         sentence = f"{number.name} is passed on to the workers"
