@@ -267,6 +267,20 @@ class SyncBatchNorm(nn.BatchNorm):
         """Gives the block a layer of its own in the native library."""
         self._layer = SyncedLayer.of(self)
 
+    @property
+    def group(self):
+        """The SyncGroup of the layer: its own, or the default one."""
+        return self._layer.group
+
+    @group.setter
+    def group(self, group):
+        raise AttributeError(
+            f"{self.name} got group={group!r} after it was made: give the group to "
+            "SyncBatchNorm(group=...), to gluon_syncbn.convert_sync_batchnorm(net, group=...) for "
+            "the layers of a net that is built, or to gluon_syncbn.set_default_group for all that "
+            "have none of their own."
+        )
+
     def _settings(self):
         stock = self._kwargs
         return {

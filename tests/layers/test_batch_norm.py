@@ -1,6 +1,9 @@
 """SyncBatchNorm as a Gluon user sees it: a drop-in for nn.BatchNorm."""
 
+import copy
+import functools
 import inspect
+import pickle
 import re
 
 import gluon_syncbn as sbn
@@ -122,6 +125,42 @@ def test_invalid_arguments(arguments, message):
         message = f"{name} is {value!r}: give "
     with pytest.raises(ValueError, match=re.escape(message)):
         sbn.SyncBatchNorm(**arguments)
+
+
+@pytest.mark.parametrize("kind", ["SyncBatchNorm", "SyncBatchNormReLU", "VirtualBatchNorm"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_group_of_a_layer(kind, seed):
+    """Whatever gives it one, except setting it."""
+    rng = np.random.default_rng(seed)
+    virtual = kind == "VirtualBatchNorm"
+    make = functools.partial(getattr(sbn, kind), *[2] * virtual)
+    own, default = sbn.SyncGroup(timeout=7) if rng.random() < 0.3 and not virtual else None, None
+    layer = make(group=own)
+    virtual = virtual and layer.group
+    try:
+        for how in rng.choice(["convert", "default", "copy", "set", "initialize"], 6):
+            given = sbn.SyncGroup(timeout=float(rng.integers(1, 100)))
+            if how == "convert":
+                sbn.convert_sync_batchnorm(layer, group=given)
+                own = given
+            elif how == "default":
+                sbn.set_default_group(given)
+                default = given
+            elif how == "copy":
+                layer = copy.deepcopy(layer)
+            elif how == "initialize":
+                layer.initialize(ctx=contexts(2), force_reinit=True)
+            else:
+                with pytest.raises(
+                    AttributeError, match=r"convert_sync_batchnorm\(net, group="
+                ) as e:
+                    layer.group = given
+                assert str(given) in str(e.value)
+            expected = repr(virtual or own or default or sbn.SyncGroup())
+            for each in layer, pickle.loads(pickle.dumps(layer)):
+                assert repr(each.group) == expected, (seed, how)
+    finally:
+        sbn.set_default_group(None)
 
 
 @pytest.mark.parametrize(
