@@ -79,8 +79,10 @@ def _error_of_script():
     survived, in a prompt or a test runner, whose traceback begins where it was caught."""
     # The launcher's runner ends the process while it handles the error.
     error, trace = sys.exc_info()[1], getattr(sys, "last_traceback", None)
-    if error is None and trace and not trace.tb_frame.f_back and not hasattr(sys, "ps1"):
-        error = sys.last_value
+    if error is None and trace and not trace.tb_frame.f_back and not sys.flags.inspect:
+        # Only a prompt of Python itself has this file, and no frame below. `code` leaves ps1 too.
+        typed = hasattr(sys, "ps1") and trace.tb_frame.f_code.co_filename == "<stdin>"
+        error = None if typed else sys.last_value
     return error
 
 

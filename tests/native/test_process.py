@@ -150,22 +150,23 @@ PROMPT = "import code; code.interact()"
 
 
 @pytest.mark.parametrize(
-    "options, body, typed",
+    "options, body, typed, code",
     [
-        (["-i"], "", "1 / 0\n"),
-        (["-i"], "raise ValueError", ""),
-        ([], PROMPT, "1 / 0\n"),
-        ([runner.__file__, "run", "1:0"], PROMPT, "1 / 0\n"),
+        (["-i"], "", "1 / 0\n", 0),
+        (["-i"], "raise ValueError", "", 0),
+        ([], PROMPT, "1 / 0\n", 0),
+        ([], f"{PROMPT}\nraise KeyError(3)", "1 / 0\n", 1),
+        ([runner.__file__, "run", "1:0"], PROMPT, "1 / 0\n", 0),
     ],
-    ids=["an interpreter", "after a script", "in a script", "in a worker"],
+    ids=["an interpreter", "after a script", "in a script", "before an error", "in a worker"],
 )
-def test_an_error_that_a_prompt_survives_is_not_the_end(options, body, typed, tmp_path):
+def test_an_error_that_a_prompt_survives_is_not_the_end(options, body, typed, code, tmp_path):
     """Python keeps it in sys.last_value all the same."""
     script = tmp_path / "script.py"
     script.write_text(f"from gluon_syncbn.native import shutdown\nshutdown.at_exit(print)\n{body}")
     done = programs.run([*options, script], input=typed)
-    assert "Error" in done.stderr and done.returncode == 0, done
-    assert "None\n" in done.stdout, done
+    assert "Error" in done.stderr and done.returncode == code, done
+    assert ("KeyError: 3\n" if code else "None\n") in done.stdout, done
 
 
 def interrupt(script):
