@@ -160,12 +160,12 @@ void check_variant(const Problem<T>& p, OnDevice<T>* device, const std::vector<S
     CHECK(same_bits(to.get(), expected));
     CHECK(same_bits(dresidual.get(), expected_dresidual));
     for (int64_t c = 0; c < p.view.C; ++c) {
-      const double before = gamma ? 0 : p.beta[c];
+      const A before = gamma ? 0 : p.beta[c];
       const double inverse =
           variant.in_place ? 1 / effective_gamma(p.gamma[c], variant.epilogue) : s[c].inv_std;
       const double dgamma = gamma ? own[c].second.value() * inverse : 0;
-      CHECK_EQ(parameters.first[c], static_cast<A>(before + dgamma));
-      CHECK_EQ(parameters.second[c], static_cast<A>(before + own[c].first.value()));
+      CHECK_EQ(parameters.first[c], before + static_cast<A>(dgamma));
+      CHECK_EQ(parameters.second[c], before + static_cast<A>(own[c].first.value()));
     }
 
     // Constant statistics, and only the gradient of the residual.
