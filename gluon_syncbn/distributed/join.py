@@ -1,6 +1,7 @@
 """Training with uneven numbers of batches per process."""
 
 import reprlib
+from collections import Counter
 from collections.abc import Mapping
 
 import mxnet as mx
@@ -10,21 +11,21 @@ from .. import native
 from ..groups.group import default_group
 from ..trainers import before_adding_up, check_trainer, clear, trained
 
+# Loops that have begun and not ended, the innermost last.
+_loops = []
+# Whether this process contributes nothing to the layers.
 _joined = False
 
 
-def _set_joined(joined):
-    """Sets whether this process contributes nothing to the layers from now on. Returns the old
-    value."""
+def _follow_innermost():
     global _joined
-    before, _joined = _joined, joined
-    if joined != before:
+    before, _joined = _joined, bool(_loops) and _loops[-1].absent
+    if _joined != before:
         try:
             # Calls of the last step may still be on their way to their exchanges.
             mx.nd.waitall()
         finally:
-            native.set_joined(joined)
-    return before
+            native.set_joined(_joined)
 
 
 class join:
@@ -44,6 +45,11 @@ class join:
     batch enters running statistics twice: they do not change once all processes of a layer's group
     have joined, or once this one has if the layer exchanges nothing with others. Joining costs one
     small message per step. (``torch.distributed.algorithms.Join`` does the same for PyTorch.)
+
+    All processes may leave a ``for`` loop early, as by ``break``: they count as usual from then on.
+    Where ``next`` is called by hand, or a variable keeps a ``zip`` or a generator around the
+    iterator, nothing tells that the loop was left. So a process that has joined raises when a
+    Trainer steps a second time with one batch, or once more than with any batch before.
 
     Parameters
     ----------
@@ -78,7 +84,7 @@ class join:
     TypeError
         If `batches` is not iterable, `trainer` is not a Trainer, or a batch has no array.
     RuntimeError
-        If a process does not arrive at the step.
+        If a process does not arrive at the step. From ``trainer.step``: see above.
     """
 
     def __init__(self, batches, trainer=None, group=None, early_stop=False):
@@ -93,15 +99,21 @@ class join:
             self._check_requests()
         self.absent = False
         self.batch_size = self.processes = 0
+        # How often each Trainer has stepped with this batch, and at most with one of those so far.
+        self._steps, self._most_steps = Counter(), Counter()
+        # That of the current loop.
+        self._token = None
 
     def __iter__(self):
+        return _Batches(self)
+
+    def _run(self, token):
         remaining = iter(self._batches)
-        # A loop around this one may have joined.
-        outer = _set_joined(False)
         nothing = last = object()
+        absent = False
         try:
             while True:
-                batch = nothing if self.absent else next(remaining, nothing)
+                batch = nothing if absent else next(remaining, nothing)
                 if not self._agree(batch is not nothing, batch):
                     return
                 if batch is nothing:
@@ -110,12 +122,13 @@ class join:
                             "join: this process has no batch at all, and so none to go on with. "
                             "Give each process at least one."
                         )
-                    self._join()
-                    batch = last
+                    self._check_requests()
+                    absent, batch = True, last
+                self._begin_step(token, absent)
                 yield batch
                 last = batch
         finally:
-            self._end(outer)
+            self._leave(token)
 
     def _agree(self, have, batch):
         """Whether there is a next step."""
@@ -135,31 +148,76 @@ class join:
                     "keep: give early_stop=True, which ends with the first process that runs out."
                 )
 
-    def _join(self):
-        if self.absent:
-            return
-        self._check_requests()
-        self.absent = True
-        _set_joined(True)
-        if self._trainer is not None:
-            before_adding_up.append(self._bring_nothing)
+    def _begin_step(self, token, absent):
+        if self in _loops:
+            # Those within it were left.
+            del _loops[_loops.index(self) + 1 :]
+        else:
+            _loops.append(self)
+        if not self.absent:
+            self._most_steps |= self._steps
+        self._steps.clear()
+        self._token, self.absent = token, absent
+        _follow_innermost()
 
-    def _bring_nothing(self, trainer):
-        # A loop within this one has not joined.
-        if trainer is not self._trainer or not _joined:
+    def _leave(self, token):
+        """A loop has ended, or goes on later."""
+        if token is not self._token:  # There is another one since.
             return
+        self._token, self.absent = None, False
+        if self in _loops:
+            _loops.remove(self)
+            _follow_innermost()
+
+    def _count_step(self, trainer):
+        """Raises RuntimeError if the Trainer steps in no loop any more, as far as can be known."""
+        self._steps[trainer] += 1
+        most = max(1, self._most_steps[trainer])
+        if not self.absent or self._steps[trainer] <= most:
+            return
+        text = (
+            f"join: the Trainer steps {self._steps[trainer]} times with one batch of a process "
+            f"that has none left, and stepped at most {most} before. So the loop over join was "
+            "left early, while something still refers to its iterator, and the gradients would be "
+            "zeros. Delete the iterator, and what is around it, where you leave the loop."
+        )
+        if self._processes is not None:
+            self._processes.fail(text)
+        raise RuntimeError(text)
+
+
+class _Batches:
+    """The iterator of a `join`."""
+
+    def __init__(self, steps):
+        self._steps, self._token = steps, object()
+        self._run = steps._run(self._token)
+
+    def __next__(self):
+        return next(self._run)
+
+    def __iter__(self):
+        """An iterator for one loop, which Python deletes when the loop is left. A later loop goes
+        on."""
+        try:
+            for batch in self._run:  # noqa: UP028 (`yield from` would close it)
+                yield batch
+        finally:
+            self._steps._leave(self._token)
+
+
+def _before_adding_up(trainer):
+    if not _loops:
+        return
+    _loops[-1]._count_step(trainer)
+    # A loop within one that has joined has batches of its own.
+    if _joined and any(loop.absent and loop._trainer is trainer for loop in _loops):
         for parameter in trained(trainer):
             for gradient in parameter.list_grad():
                 clear(gradient)
 
-    def _end(self, outer):
-        try:
-            _set_joined(outer)
-        finally:
-            if self.absent:
-                self.absent = False
-                if self._trainer is not None:
-                    before_adding_up.remove(self._bring_nothing)
+
+before_adding_up.append(_before_adding_up)
 
 
 def _samples(batch):

@@ -1,5 +1,6 @@
 """Workers with uneven numbers of batches, and a long training."""
 
+import contextlib
 import os
 
 import gluon_syncbn as sbn
@@ -143,12 +144,30 @@ def learns_alone(world):
 def one_has_no_batch(world):
     training = Training(kvstore=world.kv, update_on_kvstore=False)
     mine = batches(0) if world.rank == 0 else []
-
-    try:
+    with reporting(world, "one_has_no_batch"):
         for data, labels in sbn.distributed.join(mine, training.trainer):
             training.step(data, labels, 2)
+
+
+def one_leaves_a_loop(world):
+    """While rank 1 has none left."""
+    training = Training(kvstore=world.kv, update_on_kvstore=False)
+    kept = enumerate(sbn.distributed.join(batches(world.rank), training.trainer))
+    with reporting(world, "one_leaves_a_loop"):
+        for number, (data, labels) in kept:
+            training.step(data, labels, 4)
+            if number == 3:
+                break
+        for data, labels in batches(0):
+            training.step(data, labels, 4)
+
+
+@contextlib.contextmanager
+def reporting(world, name):
+    try:
+        yield
     except Exception as error:
-        world.report("no batch", [type(error).__name__, str(error)])
+        world.report(name, [type(error).__name__, str(error)])
         raise
 
 

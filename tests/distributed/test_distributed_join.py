@@ -1,5 +1,10 @@
 """Workers that run out of batches before the others, and a long training."""
 
+import gc
+import itertools
+import operator
+import os
+import random
 import re
 
 import gluon_syncbn as sbn
@@ -93,21 +98,26 @@ def test_statistics_where_nobody_has_data(shared_four, layer):
                 assert found[f"{layer}: num_batches_tracked"] == min(number + 1, learned)
 
 
-def test_a_process_without_a_batch(tmp_path):
-    """It says so, and the others notice that it has ended."""
-    topics, timeout = ["distributed_join:one_has_no_batch"], {"GLUON_SYNCBN_TIMEOUT": "10"}
-    cluster = Cluster(tmp_path, 2, topics, by_hand=True, **timeout)
+@pytest.mark.parametrize(
+    "topic, kind, words",
+    [
+        ("one_has_no_batch", "ValueError", "this process has no batch at all"),
+        ("one_leaves_a_loop", "RuntimeError", "the loop over join was left early"),
+    ],
+)
+def test_an_error_of_one_process(tmp_path, topic, kind, words):
+    """It says so, and the others notice that it has failed."""
+    timeout = {"GLUON_SYNCBN_TIMEOUT": "100"}
+    cluster = Cluster(tmp_path, 2, [f"distributed_join:{topic}"], by_hand=True, **timeout)
     try:
         assert cluster.wait() == [1, 1]
     finally:
         cluster.clean()
-    reported = cluster.reported("no batch")
-    kind, text = reported[1]
-    assert kind == "ValueError" and "this process has no batch at all" in text
-    kind, text = reported[0]
-    assert kind == "MXNetError"
+    kind_of_error, text = cluster.reported(topic)[1]
+    assert kind_of_error == kind and words in text
     # By what it told while it ended, or by its absence.
-    assert re.search(r"Missing: rank 1 \((failed: .*no batch at all|process ended)", text), text
+    missing = rf"Missing: rank 1 \((failed: .*{words}|process ended)"
+    assert re.search(missing, cluster.all_output())
 
 
 X, LABELS = mx.nd.ones((8, 3)), mx.nd.ones(2)
@@ -131,14 +141,17 @@ def test_samples_of_a_batch_in_one_process(what):
 
 
 class _OneMore:
-    """Stands for a group with another process, which has three batches."""
+    """Stands for a group with another process."""
 
-    def __init__(self):
-        self._left = 3
+    def __init__(self, batches=3):
+        self._left, self.failure = batches, None
 
     def all_gather(self, key, title, mine):
         self._left -= 1
         return np.array([mine, [self._left >= 0, 8]])
+
+    def fail(self, text):
+        self.failure = text
 
 
 def test_a_loop_within_a_loop():
@@ -159,6 +172,130 @@ def test_a_loop_within_a_loop():
     assert learns()
 
 
+class _Leaves(Exception):
+    pass
+
+
+class _Training:
+    """Each step changes weights and statistics, unless it brings nothing."""
+
+    def __init__(self):
+        self.layer = sbn.SyncBatchNorm(in_channels=3)
+        self.layer.initialize()
+        self.trainer = mx.gluon.Trainer(self.layer.collect_params(), "sgd", {"learning_rate": 1})
+
+    def learns(self, leaves=None):
+        """Makes a step, or a part of it. Returns whether statistics and weights changed."""
+        arrays = self.layer.running_mean, self.layer.beta
+        before = [array.data().asnumpy() for array in arrays]
+        for place in PLACES:
+            if place == "forward":
+                with mx.autograd.record():
+                    loss = self.layer(X + 5).sum()
+            elif place == "backward":
+                loss.backward()
+            elif place == "step":
+                self.trainer.step(8)
+            if place == leaves:
+                raise _Leaves
+        return [(a.data().asnumpy() != b).all() for a, b in zip(arrays, before)]
+
+
+PLACES = ["begin", "forward", "backward", "step"]
+AROUND = {
+    "nothing": lambda it: it,
+    "enumerate": lambda it: map(operator.itemgetter(1), enumerate(it)),
+    "zip": lambda it: map(operator.itemgetter(0), zip(it, itertools.count())),
+    "islice": lambda it: itertools.islice(it, 100),
+    "generator": lambda it: (x for x in it),
+    "next": lambda it: iter(it.__next__, None),
+}
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("CASES", 40))))
+def test_a_loop_that_is_left(seed):
+    """At a random moment, in a random way. What follows learns from every step, or is an error of
+    the second one at the latest."""
+    chance = random.Random(seed)
+    mine, others, count = chance.randint(1, 3), chance.randint(1, 6), chance.choice([1, 1, 2])
+    leaves, place = chance.randint(0, 5), chance.choice(PLACES)
+    around, keeps_around = chance.choice(list(AROUND)), chance.random() < 0.5
+    way, has_trainer = chance.choice(["break", "return", "raise"]), chance.random() < 0.7
+    training, group, kept = _Training(), _OneMore(others), []
+    steps = sbn.distributed.join([[X]] * mine, training.trainer if has_trainer else None)
+    steps._processes = group
+
+    def loop():
+        iterator = iter(steps)
+        if keeps_around:
+            iterator = AROUND[around](iterator)
+        kept.append(iterator)
+        for number, _ in enumerate(iterator if keeps_around else AROUND[around](iterator)):
+            assert steps.absent == (number >= mine)
+            try:
+                for part in range(count):
+                    is_last = number == leaves and part == count - 1
+                    learned = training.learns(place if is_last else None)
+                    # Without a Trainer the loop would have to clear gradients.
+                    assert learned == [number < mine, number < mine or not has_trainer]
+            except _Leaves:
+                if way == "raise":
+                    raise
+                if way == "return":
+                    return
+                break
+
+    try:
+        loop()
+    except _Leaves as error:
+        kept.append(error)
+    is_absent = mine <= leaves < others
+    is_unseen = around == "next" or keeps_around and around != "nothing"
+    if chance.random() < 0.3:  # A later loop has batches of its own.
+        assert [training.learns() for _ in sbn.distributed.join([X] * 2)] == [[True, True]] * 2
+    if is_absent and is_unseen:
+        with pytest.raises(RuntimeError, match="the loop over join was left early") as raised:
+            if place != "step":
+                assert training.learns() == [False, not has_trainer]
+            training.learns()
+        assert str(raised.value) == group.failure
+    else:
+        assert [training.learns() for _ in range(3)] == [[True, True]] * 3
+    # What kept it is deleted.
+    kept.clear()
+    raised = None
+    gc.collect()
+    assert training.learns() == [True, True]
+
+
+def test_a_loop_that_goes_on():
+    training = _Training()
+    steps = sbn.distributed.join(range(3), training.trainer)
+    steps._processes, steps._agree = None, lambda have, batch: next(agreed)
+    agreed = iter([True] * 7 + [False])
+    iterator, found = iter(steps), []
+    while parts := [
+        (number, steps.absent, training.learns()) for number in itertools.islice(iterator, 2)
+    ]:
+        found += parts
+        assert training.learns() == [True, True] and not steps.absent
+    expected = [(number, False, [True, True]) for number in range(3)]
+    assert found == expected + [(2, True, [False, False])] * 4
+
+
+def test_an_earlier_loop_is_deleted_in_a_later_one():
+    training = _Training()
+    steps = sbn.distributed.join([X], training.trainer)
+    earlier = iter(steps)
+    next(earlier)
+    steps._processes, found = _OneMore(), []
+    for _ in steps:
+        found.append([steps.absent, *training.learns()])
+        if steps.absent:
+            earlier = None
+    assert found == [[False, True, True], [True, False, False], [True, False, False]]
+
+
 def test_samples_of_an_iterator():
     data = mx.io.NDArrayIter(np.ones((16, 3)), np.ones(16), batch_size=8)
     steps = sbn.distributed.join(data)
@@ -174,8 +311,9 @@ def test_accumulated_gradients_need_an_early_stop():
     error = "net_weight accumulates .* give early_stop=True"
     with pytest.raises(ValueError, match=error):
         sbn.distributed.join([1], trainer)
+    late._processes = _OneMore()
     with pytest.raises(ValueError, match=error):
-        late._join()
+        list(late)
     assert list(sbn.distributed.join([np.ones(1)], trainer, early_stop=True))
 
 
