@@ -1,6 +1,7 @@
 """What the stores of :mod:`gluon_syncbn.distributed` have in common."""
 
 import functools
+import reprlib
 
 import mxnet as mx
 import numpy
@@ -31,6 +32,8 @@ class Reducer(Store):
         super().__init__(rank, size)
         # {text of a key: the ranks that exchange it}, for keys that not all do.
         self._ranks = {}
+        # {user's key: how many numbers}
+        self._sizes = {}
         self._memory = None
         # A store fails if another process is gone, which the judge soon says.
         self._connection = native.Connection(explained_within=2.0)
@@ -66,11 +69,16 @@ class Reducer(Store):
             Names the sum: the same in all processes, and always for arrays of one shape. A call
             waits for an earlier one of the same key on another thread. At most 40 bytes, all of
             them printable.
-        array : numpy.ndarray
-            float64, of one shape in all processes. Any value: infinities and NaN are summed too.
-            It may be empty; then the call only waits for all.
+        array : numpy.ndarray, NDArray, number, or list of these
+            Of one shape in all processes, and of numbers that float64 holds exactly. Infinities and
+            NaN are summed too. It may be empty; then the call only waits for all.
         timeout : float, optional
             Seconds. By default the environment variable ``GLUON_SYNCBN_TIMEOUT``, or else 300.
+
+        Returns
+        -------
+        numpy.ndarray
+            float64, of the same shape: ``()`` for a number.
 
         Raises
         ------
@@ -80,9 +88,8 @@ class Reducer(Store):
             If the processes bring different amounts of numbers, or one does not arrive: at once if
             it has ended or failed, otherwise after `timeout`.
         """
-        array = numpy.asarray(array)
-        rows = self.all_gather(key, array.reshape(-1), timeout=timeout)
-        total, error = numpy.zeros(array.size), numpy.zeros(array.size)
+        rows = self._gather("all_reduce", key, array, None, timeout)
+        total, error = numpy.zeros(rows.shape[1:]), numpy.zeros(rows.shape[1:])
         with numpy.errstate(invalid="ignore"):
             for row in rows:
                 new = total + row
@@ -90,29 +97,38 @@ class Reducer(Store):
                 rest = (total - (new - part)) + (row - part)
                 error += numpy.where(numpy.isfinite(new), rest, 0)
                 total = new
-            return (total + error).reshape(array.shape)
+            return numpy.asarray(total + error)
 
     def all_gather(self, key, array, title=None, timeout=None):
-        """The arrays of all processes, shape (size, n), given one of shape (n,): see `all_reduce`.
-        `title` names the exchange in messages."""
+        """The arrays of all processes, float64 of shape (size, ...), given one of shape (...): see
+        `all_reduce`. `title` names the exchange in messages."""
+        return self._gather("all_gather", key, array, title, timeout)
+
+    def _gather(self, function, key, array, title, timeout):
         # What is not printable includes what a store would cut off or could not encode.
         if not (isinstance(key, str) and key.isprintable() and len(key.encode()) <= _LONGEST_KEY):
             raise ValueError(
-                f"The key is {key!r}: give a str of printable characters, at most {_LONGEST_KEY} "
-                "bytes of UTF-8."
+                f"{function} got the key {key!r}: give a str of printable characters, at most "
+                f"{_LONGEST_KEY} bytes of UTF-8."
             )
-        array = numpy.asarray(array)
-        if array.dtype != numpy.float64 or array.ndim != 1:
+        array = _float64(function, array)
+        size = self._sizes.get(key, array.size)
+        if size != array.size:
             raise ValueError(
-                f"all_gather got {array.dtype} of shape {array.shape}: give float64 of shape (n,)."
+                f"{function} got {array.size} numbers for the key {key!r}, after {size} before: "
+                "give arrays of another size a key of their own."
             )
         # Quoted, so that no user's key equals a layer's.
-        return self.exchange(native.Key(None, f'"{key}"'), array, title or repr(key), timeout)
+        quoted = native.Key(None, f'"{key}"')
+        everyone = self.exchange(quoted, array.reshape(-1), title or repr(key), timeout)
+        self._sizes[key] = size
+        return everyone.reshape(self.size, *array.shape)
 
     def exchange(self, key, array, title=None, timeout=None):
+        timeout = seconds(timeout)
         if self.size == 1:
             return array.reshape(1, -1).copy()
-        return super().exchange(key, array, title or str(key), seconds(timeout))
+        return super().exchange(key, array, title or str(key), timeout)
 
     def route(self, key, size, title, timeout, ranks=None, sums=False):
         self.watcher.check(title)
@@ -171,3 +187,38 @@ class Reducer(Store):
     def _shut_down(self, timeout):
         """Does what MXNet's own shutdown needs, once all scripts have finished. Raises
         RuntimeError."""
+
+
+def _float64(function, given):
+    """The numbers of an array or list. Raises ValueError where float64 would lose something."""
+    if isinstance(given, (list, tuple)):
+        parts = [_float64(function, part) for part in given]
+        shapes = list(dict.fromkeys(part.shape for part in parts))
+        if len(shapes) > 1 and all(part.size == 1 for part in parts):
+            # MXNet's scalars have the shape (1,).
+            return numpy.array([part.item() for part in parts])
+        if len(shapes) > 1:
+            raise ValueError(
+                f"{function} got a list of arrays of shapes {', '.join(map(str, shapes))}: give "
+                "each a key of its own."
+            )
+        return numpy.array(parts, numpy.float64)
+    if isinstance(given, mx.nd.NDArray):
+        # NumPy has no bfloat16.
+        is_known = numpy.dtype(given.dtype).kind != "V"
+        given = (given if is_known else given.astype("float32")).asnumpy()
+    array = numpy.asarray(given)
+    if array.dtype.kind in "biuf":
+        with numpy.errstate(over="ignore"):
+            numbers = array.astype(numpy.float64)
+        lost = array[(numbers != array) & (array == array)].tolist()
+        if array.dtype.kind in "iu":  # Which NumPy compares as float64.
+            lost = [n for n in array[abs(numbers) >= 2**53].tolist() if int(float(n)) != n]
+        if not lost:
+            return numbers
+        given = lost[0]
+    raise ValueError(
+        f"{function} got {reprlib.repr(given)}: give numbers that float64 holds exactly, such as "
+        "integers up to 2**53, as an array of NumPy or MXNet, a number, or a list of these. For a "
+        "metric, give [metric.sum_metric, metric.num_inst]."
+    )

@@ -5,6 +5,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import mxnet as mx
 import numpy as np
 from distributed_worker import error_of
 
@@ -42,15 +43,19 @@ def sums(world):
 def wrong_arrays(world):
     reducer = world.reducer
     calls = {
-        "float32": lambda: reducer.all_reduce("float32", np.ones(3, "float32")),
-        "integers": lambda: reducer.all_reduce("integers", np.ones(3, int)),
-        "two axes": lambda: reducer.all_gather("two axes", np.ones((3, 3))),
+        "metric": lambda: reducer.all_reduce("metric", ("accuracy", 0.5)),
+        "large": lambda: reducer.all_gather("large", [2**53 + 1]),
+        "other size": lambda: reducer.all_reduce("list", np.ones(3)),
         "other sizes": lambda: reducer.all_reduce("other sizes", np.ones(3 + world.rank)),
         "one is empty": lambda: reducer.all_reduce("one is empty", np.ones(world.rank)),
     }
     keys = {"long key": "k" * 41, "NUL": "a\0b", "half a character": "\ud800", "number": 3}
     for name, key in keys.items():
         calls[name] = lambda key=key: reducer.all_reduce(key, np.ones(3))
+    loss = mx.nd.array([[0.5, world.rank]])
+    given = {"loss": loss, "list": [loss.sum(), 2], "number": np.float32(0.5), "count": 2**53 - 1}
+    found = {name: reducer.all_reduce(name, value) for name, value in given.items()}
+    world.save("sums of what users have", **found, gathered=reducer.all_gather("loss all", loss))
     reported = {name: error_of(call) for name, call in calls.items()}
     # All of this was noticed by all processes, and they go on.
     reported["sum"] = reducer.all_reduce("after errors", np.arange(3.0)).tolist()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from distributed_bits import Share
 from distributed_cluster import FOUR, STORE, TwoMachines, has_namespaces, needs_horovod, run
-from gluon_syncbn.distributed import HorovodReducer, KVStoreReducer
+from gluon_syncbn.distributed import HorovodReducer, KVStoreReducer, Reducer
 from tolerances import assert_same_bits
 
 
@@ -74,9 +74,13 @@ def test_sums_are_added_with_their_errors(job):
 
 def test_arrays_that_cannot_be_added(pair):
     for reported in pair.reported("wrong arrays"):
-        for name in ("float32", "integers", "two axes"):
+        for name, words in {
+            "metric": "all_reduce got 'accuracy': give numbers that float64 holds exactly",
+            "large": "all_gather got 9007199254740993: give numbers that float64 holds exactly",
+            "other size": "all_reduce got 3 numbers for the key 'list', after 2 before",
+        }.items():
             kind, text, _ = reported[name]
-            assert kind == "ValueError" and "give float64 of shape (n,)" in text
+            assert kind == "ValueError" and text.startswith(words)
         assert reported["sum"] == [0, 2, 4]
         for name, sizes in {"other sizes": "3 4", "one is empty": "0 1"}.items():
             kind, text, _ = reported[name]
@@ -85,6 +89,96 @@ def test_arrays_that_cannot_be_added(pair):
         for name in ("long key", "NUL", "half a character", "number"):
             kind, text, _ = reported[name]
             assert kind == "ValueError" and "printable characters, at most 40 bytes" in text
+
+
+def test_sums_of_what_users_have(pair):
+    for found in pair.arrays("sums of what users have"):
+        expected = {"loss": [[1, 1]], "list": [2, 4], "number": 1, "count": 2**54 - 2}
+        expected["gathered"] = [[[0.5, 0]], [[0.5, 1]]]
+        for name, value in expected.items():
+            assert_same_bits(found[name], np.array(value, np.float64), name)
+
+
+ALONE = Reducer(0, 1, 60.0)
+DTYPES = ["float16", "float32", "float64", "int8", "uint8", "int32", "int64"]
+HALVES = np.array([[1.5, 0], [0, -3]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 0), (2, 1, 2)])
+def test_arrays_of_numpy_and_mxnet(dtype, shape):
+    values = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
+    with mx.util.np_shape(True):
+        given = [values, mx.np.array(values, dtype=dtype), mx.nd.array(values, dtype=dtype)]
+        for each in given:
+            expected = values.astype(np.float64)
+            assert_same_bits(ALONE.all_reduce(f"sum {shape}", each), expected)
+            assert_same_bits(ALONE.all_gather(f"all {shape}", each), expected[None])
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        (mx.nd.array(HALVES).tostype("csr"), HALVES),
+        (mx.nd.array(HALVES).tostype("row_sparse"), HALVES),
+        (mx.nd.array(HALVES).astype(np.dtype([("bfloat16", np.uint16)])), HALVES),
+        (np.arange(12).reshape(3, 4)[::2, ::-1].T, np.arange(12.0).reshape(3, 4)[::2, ::-1].T),
+        (np.longdouble([0.5, np.nan, np.inf]), [0.5, np.nan, np.inf]),
+        (0.1, 0.1),
+        (np.float32(0.1), np.float64(np.float32(0.1))),
+        (-(2**53), -(2.0**53)),
+        (np.uint64(2**63), 2.0**63),
+        (
+            [2**62, True, np.float16(3), np.array(4), mx.nd.array([5])[0].asscalar()],
+            [2.0**62, 1, 3, 4, 5],
+        ),
+        (((1, 2**53), [0.5, -1]), [[1, 2.0**53], [0.5, -1]]),
+        ([mx.nd.ones(2), np.zeros(2), [3, 4]], [[1, 1], [0, 0], [3, 4]]),
+        ([], []),
+    ],
+    ids=range(13),
+)
+def test_what_else_users_have(given, expected):
+    assert_same_bits(
+        ALONE.all_reduce(str(np.shape(expected)), given), np.array(expected, "float64")
+    )
+
+
+@pytest.mark.parametrize("function", ["all_reduce", "all_gather"])
+@pytest.mark.parametrize(
+    "given, what",
+    [
+        (2**53 + 1, "9007199254740993"),
+        (-(2**53) - 1, "-9007199254740993"),
+        (np.array([1, 2**63 + 1], np.uint64), "9223372036854775809"),
+        (mx.nd.array([2**62 + 1], dtype="int64"), "4611686018427387905"),
+        ([0.5, 2**53 + 1], "9007199254740993"),
+        (2**70 + 1, "118059162"),
+        (1 + np.finfo(np.longdouble).eps, r"[\w.(']*1.0"),
+        (np.ones(2, complex), "array"),
+        ("0.5", "'0.5'"),
+        (("accuracy", 0.5), "'accuracy'"),
+        (None, "None"),
+        ({"loss": 1.0}, "{'loss': 1.0}"),
+        ([np.ones(2), np.ones(3)], r"a list of arrays of shapes \(2,\), \(3,\)"),
+        (mx.gluon.nn.Dense(1), "Dense"),
+    ],
+    ids=range(14),
+)
+def test_what_cannot_be_added(function, given, what):
+    with pytest.raises(ValueError, match=f"^{function} got {what}.*: give "):
+        getattr(ALONE, function)("refused", given)
+
+
+def test_one_process_checks_what_several_do():
+    for options, words in [
+        ({"key": 3}, "all_reduce got the key 3: give a str"),
+        ({"array": np.ones(2)}, "all_reduce got 2 numbers for the key 'of three', after 3 before"),
+        ({"timeout": -1}, "timeout is -1: give a number of seconds"),
+    ]:
+        ALONE.all_reduce("of three", np.ones(3))
+        with pytest.raises(ValueError, match=words):
+            ALONE.all_reduce(**{"key": "of three", "array": np.ones(3), **options})
 
 
 def test_keys_may_come_in_other_orders(pair):
