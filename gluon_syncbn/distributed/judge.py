@@ -38,8 +38,9 @@ from .reports import (
 ALONE = 10
 # How many exchanges to ask about at once, and the characters of a verdict.
 _MOST_ASKED, _LONGEST = 8, 8000
-# Seconds: for a process to connect again; past the timeout, so that exchanges end first.
-_RECONNECTS, _LATER = 1.0, 0.5
+# Seconds: for a process to connect again; past the timeout, so that exchanges end first; for which
+# the timeout of an exchange holds after it was last reported, as other reports come later.
+_RECONNECTS, _LATER, _REMAINS = 1.0, 0.5, 3.0
 _NEEDS_TIME = (
     "If a process only needs time, as to validate or to save, give SyncGroup(timeout=...) more."
 )
@@ -77,15 +78,19 @@ class _Process:
         self.broken, self.looks = None, 0
         # When its script ended.
         self.ended = None
+        # The longest timeout since its last report.
+        self.timeout = 0.0
 
 
 class Judge:
-    """The judge of `size` processes. name: of the store, in messages. timeout: in seconds, the
-    longest of all waits."""
+    """The judge of `size` processes. name: of the store, in messages. timeout: in seconds, of waits
+    that have none of their own; while a process waits in an exchange with a longer one, that."""
 
     def __init__(self, size, name, timeout):
         self.timeout, self._name = timeout, name
         self._processes = [_Process() for _ in range(size)]
+        # The longest timeout of an exchange that some wait in, and until when it holds.
+        self._longest, self._holds_until = 0.0, 0.0
         self._unfinished = size
         self._finished_since = None
         # The verdict, or END, once there is one.
@@ -106,6 +111,10 @@ class Judge:
         process = self._processes[rank]
         process.heard, process.report = now, report
         process.at = frozenset(exchange.name for exchange in report.exchanges)
+        longest = max((exchange.timeout for exchange in report.exchanges), default=0.0)
+        if longest >= self._longest_at(now):
+            self._longest, self._holds_until = longest, now + _REMAINS
+        process.timeout = self._longest_at(now)
         if self.decided or process.ended is not None or not report.status:
             return []
         process.ended = now
@@ -130,6 +139,8 @@ class Judge:
         """Some time has passed."""
         if self.decided:
             return []
+        for process in self._processes:
+            process.timeout = max(process.timeout, self._longest_at(now))
         lost = [rank for rank in range(len(self._processes)) if self._is_lost(rank, now)]
         if lost:
             return self._decide(VERDICT, self._lost_text(lost, now))
@@ -150,13 +161,16 @@ class Judge:
         """Seconds that a process has to connect again."""
         return min(_RECONNECTS, WARN_AFTER * self.timeout)
 
+    def _longest_at(self, now):
+        return max(self.timeout, self._longest if now <= self._holds_until else 0.0)
+
     def _is_lost(self, rank, now):
         process = self._processes[rank]
         if process.broken is not None:
             # Where rank 0 was stopped, the new connection may be waiting to be read.
             process.looks += 1
             return process.looks > 1 and now - process.broken >= self.reconnects
-        return process.heard is not None and now - process.heard > self.timeout
+        return process.heard is not None and now - process.heard > process.timeout
 
     def _is_silent(self, process, now):
         return process.heard is not None and now - process.heard > min(2.0, self.timeout / 4)
@@ -236,7 +250,8 @@ class Judge:
         waited, rank = max(
             (_waited(process.report), rank) for rank, process in enumerate(self._processes)
         )
-        if waited < self.timeout * WARN_AFTER:
+        timeout = self._processes[rank].timeout
+        if waited < timeout * WARN_AFTER:
             return None
         text = (
             f"Rank {rank} has waited {duration(waited)} for other processes, in "
@@ -246,9 +261,9 @@ class Judge:
             text += f" As all of them wait, {self._name} does not answer, or lost a message."
         else:
             text += f" {_NEEDS_TIME}"
-        if waited > self.timeout + _LATER:
+        if waited > timeout + _LATER:
             return Decision(VERDICT, text)
-        return Decision(WARNING, f"{text} After {duration(self.timeout)} this ends the process.")
+        return Decision(WARNING, f"{text} After {duration(timeout)} this ends the process.")
 
     def _judge_end(self, now):
         if self._finished_since is None:

@@ -38,7 +38,9 @@ class Reducer(Store):
         # A store fails if another process is gone, which the judge soon says.
         self._connection = native.Connection(explained_within=2.0)
         functions = self._connection.in_flight, self._members_of, self._close_routes
-        self.watcher = Watcher(rank, size, self.name, timeout, *functions)
+        # What follows may have shorter limits than a slow start.
+        limit = min(timeout, seconds(None))
+        self.watcher = Watcher(rank, size, self.name, limit, *functions)
 
     def _meet(self, timeout):
         """Makes the processes known to each other, as the last step of making a store."""
@@ -73,7 +75,8 @@ class Reducer(Store):
             Of one shape in all processes, and of numbers that float64 holds exactly. Infinities and
             NaN are summed too. It may be empty; then the call only waits for all.
         timeout : float, optional
-            Seconds. By default the environment variable ``GLUON_SYNCBN_TIMEOUT``, or else 300.
+            Seconds, for this call. By default the environment variable ``GLUON_SYNCBN_TIMEOUT``, or
+            else 300.
 
         Returns
         -------
@@ -128,11 +131,13 @@ class Reducer(Store):
         timeout = seconds(timeout)
         if self.size == 1:
             return array.reshape(1, -1).copy()
-        return super().exchange(key, array, title or str(key), timeout)
+        with self.watcher.waits(timeout):
+            return super().exchange(key, array, title or str(key), timeout)
 
     def route(self, key, size, title, timeout, ranks=None, sums=False):
         self.watcher.check(title)
-        self.watcher.note_timeout(timeout)
+        if key.layer is not None:
+            self.watcher.note_timeout(timeout)
         route = super().route(key, size, title, timeout, ranks, sums)
         if self.watcher.lost:  # Meanwhile.
             route.close(self.watcher.lost)

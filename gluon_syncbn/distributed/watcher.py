@@ -49,8 +49,8 @@ class Watcher:
     def __init__(self, rank, size, name, timeout, in_flight, members, close):
         self.rank, self.size = rank, size
         self._in_flight, self._members, self._close_store = in_flight, members, close
-        # All timeouts asked for.
-        self._timeouts = {timeout}
+        # The timeouts of the store and of groups, and those of calls that are waiting.
+        self._timeouts, self._of_calls = {timeout}, []
         # Exchanges whose routes are being opened, and those that were opened last.
         self._opening, self._opened = {}, collections.deque(maxlen=_REMEMBERED)
         # {exchange in flight: when it was first seen, by `_now`}
@@ -65,6 +65,8 @@ class Watcher:
         # The time, and when it last reported and heard of rank 0.
         self._clock, self._now = Clock(), 0.0
         self._last_step, self._heard = 0.0, 0.0
+        # The longest timeout since then.
+        self._patience = 0.0
         self._hub = self._link = self._address = self._error = None
         # Set when the judge has decided.
         self._decided = threading.Event()
@@ -100,7 +102,20 @@ class Watcher:
         self._call(self._meet)
 
     def note_timeout(self, timeout):
+        """One of a group, which holds from now on."""
         self._timeouts.add(timeout)
+
+    @contextlib.contextmanager
+    def waits(self, timeout):
+        """Notes a timeout that holds while a call waits."""
+        self._of_calls.append(timeout)
+        try:
+            yield
+        finally:
+            self._of_calls.remove(timeout)
+
+    def _limits(self):
+        return [*self._timeouts, *self._of_calls]
 
     @contextlib.contextmanager
     def arrives(self, name, key, timeout):
@@ -220,7 +235,7 @@ class Watcher:
             if self._ends is not None:
                 if not (self._hub and self._hub.connected and self._now < self._ends):
                     break
-            period = min(_PERIOD, min(self._timeouts) * WARN_AFTER / 2)
+            period = min(_PERIOD, min(self._limits()) * WARN_AFTER / 2)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), period)
             self._wake.clear()
@@ -254,7 +269,7 @@ class Watcher:
             self._link = Link(self.rank, self._address, *functions)
 
     def _longest_silence(self):
-        return max(_SILENCE, max(self._timeouts) * WARN_AFTER)
+        return max(_SILENCE, max(self._limits()) * WARN_AFTER)
 
     def _step(self):
         before, self._last_step = self._last_step, self._advance()
@@ -262,9 +277,10 @@ class Watcher:
         may_wait = self._has_met and not in_flight
         self._place = place = self._places.look(self._now - before, may_wait)
         report = self._report(in_flight, completed)
-        timeout = max(self._timeouts)
+        timeout = max(self._limits())
+        self._patience = max(self._patience, timeout)
         if self.rank == 0 or not self._has_met:
-            self._judge.timeout = timeout
+            self._judge.timeout = max(self._timeouts)
             self._act(self._judge.report(self.rank, report, self._now))
             self._act(self._judge.tick(self._now))
             self._asked = self._judge.asked
@@ -275,7 +291,7 @@ class Watcher:
             silence = self._now - self._heard
             if silence > self._longest_silence():
                 self._link.renew()
-            if silence > timeout:
+            if silence > self._patience:
                 self._conclude(VERDICT, f"Missing: rank 0 ({SILENT}).")
         if self.lost and place and place.waited is not None:
             # A script that has caught the error may save what it has.
@@ -284,7 +300,7 @@ class Watcher:
                 self._end(f"{self.lost} The script waits in {place.text}.", place)
 
     def _advance(self):
-        self._now = self._clock.look(min(self._timeouts))
+        self._now = self._clock.look(min(self._limits()))
         return self._now
 
     def _exchanges(self):
@@ -345,7 +361,7 @@ class Watcher:
     # The others.
 
     def _receive(self, message):
-        self._heard = self._advance()
+        self._heard, self._patience = self._advance(), 0.0
         self._asked = message.get("asked", self._asked)
         for kind in (VERDICT, END):
             if kind in message:

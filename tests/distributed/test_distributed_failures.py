@@ -76,6 +76,23 @@ def computes(world):
         x.asnumpy()
 
 
+def hangs_after_a_long_call(world):
+    """The other one waits in MXNet."""
+    gradient = mx.nd.zeros(1)
+    world.kv.init(0, gradient)
+    # Meanwhile the other one may work for longer than the timeout.
+    if world.rank == LAST:
+        time.sleep(1.5 * world.timeout)
+    world.reducer.all_reduce("validation", 0, timeout=1000)
+    world.report("left", time.time())
+    if world.rank == LAST:
+        while not world.reducer.watcher.lost:
+            time.sleep(0.05)
+        world.barrier()
+    world.kv.pushpull(0, gradient, out=gradient)
+    gradient.asnumpy()
+
+
 def one_device_is_not_of_the_group(world):
     """The script of that process catches the error and goes on without the others."""
     step = first_steps(world)
@@ -188,6 +205,13 @@ def test_a_random_failure(seed, ended, monkeypatch):
         text = cluster.text(worker)
         assert "scale" in text or "An earlier operation on cpu(" in text, text
     assert not list(cluster.folder.glob("saved*"))
+
+
+@pytest.mark.long
+def test_a_call_with_a_longer_timeout_changes_no_other(ended):
+    cluster = ended("hangs_after_a_long_call", [1, 1])
+    assert 0.9 * TIMEOUT < time.time() - cluster.reported("left")[0] < 3 * TIMEOUT + SLACK
+    assert "Rank 0 has waited" in cluster.all_output()
 
 
 @pytest.mark.long

@@ -194,6 +194,26 @@ def test_rank_0_is_missing(new_job, fault):
         assert time.monotonic() - begin > 1
 
 
+def test_a_timeout_of_one_call(new_job):
+    """Holds while the call waits, and until rank 0 has been heard of since."""
+    job = new_job(3, 2.0, {0: "meet(); time.sleep(600)"})
+    rank_0 = job.processes[0]
+
+    def stop_longer_than_the_timeout():
+        rank_0.send_signal(signal.SIGSTOP)
+        wait_until(lambda: all(one._now - one._heard > 3 for one in job.watchers.values()))
+
+    with job[1].waits(600), job[2].waits(600):
+        stop_longer_than_the_timeout()
+    looks = {rank: one._last_step for rank, one in job.watchers.items()}
+    wait_until(lambda: all(one._last_step > looks[rank] for rank, one in job.watchers.items()))
+    assert not any(one.lost for one in job.watchers.values())
+    rank_0.send_signal(signal.SIGCONT)
+    wait_until(lambda: all(one._now - one._heard < 1 for one in job.watchers.values()))
+    stop_longer_than_the_timeout()
+    assert job.verdict(within=10).startswith("Missing: rank 0 (no answer: stopped")
+
+
 def test_rank_0_is_stopped_for_less_than_the_timeout(new_job, monkeypatch):
     """The others have made many connections meanwhile, of which the last counts."""
     monkeypatch.setattr(module, "_SILENCE", 0.1)
