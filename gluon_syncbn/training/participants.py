@@ -9,6 +9,7 @@ from .. import native
 from ..graph.blocks import check_block
 from ..graph.compiled import layers_of
 from ..trainers import after_update, before_adding_up, check_trainer, clear, trained, trainers
+from . import precise
 from .steps import end_step, give_up, take_part
 
 
@@ -44,9 +45,9 @@ class participants:
     Here the layers take part without samples in what the last step of this Trainer exchanged in
     this process, all its passes in their order, or once each before its first one. So the others
     get the statistics and gradients of their samples, and all the same running statistics. (A net
-    that calls a layer several times, or leaves some out, needs a first step with samples in each
-    process.) A step ends where its Trainer steps, and begins after the one before or where a
-    context does; of the last two steps the shorter counts.
+    that calls a layer several times, leaves some out, or calls them in another order than it makes
+    them, needs a first step with samples in each process.) A step ends where its Trainer steps, and
+    begins after the one before or where a context does; of the last two steps the shorter counts.
 
     A process that has samples for the net, but none for some of its blocks, such as a head, says so
     between the call of what comes before them and the Trainer's step::
@@ -82,6 +83,7 @@ class participants:
     ValueError
         If there are no devices and no other processes, or a device on which no layer or Trainer has
         parameters, or for `blocks` and devices, or within another `participants` without `blocks`.
+        For ``[]`` within :func:`precise_statistics`.
     TypeError
         For anything but a Trainer as `trainer`.
     MXNetError
@@ -252,6 +254,16 @@ def _trainer_of_empty_step(trainer):
             "participants got no devices, and no layer shares statistics with other processes, "
             "which could have samples: give the contexts that have data, or leave the step out."
         )
+    if precise.measured:
+        text = (
+            "participants got no devices within precise_statistics, where no step of a Trainer "
+            "says what the other processes exchange: leave the batch out in all processes, or, if "
+            "some have more batches, loop over gluon_syncbn.distributed.join(loader)."
+        )
+        # The others call the net.
+        for layer in native.layers():
+            layer.fail(text)
+        raise ValueError(text)
     several = [trainer] if trainer else trainers()
     if len(several) != 1:
         raise ValueError(

@@ -12,6 +12,8 @@ from .steps import end_step, give_up
 
 _log = logging.getLogger("gluon_syncbn")
 _COUNT = "num_batches_tracked"
+# The nets within the context.
+measured = []
 
 
 @contextlib.contextmanager
@@ -28,9 +30,11 @@ def precise_statistics(net):
                 net(x)
 
     The calls are in training mode and need no backward; the parameters stay as they are. On several
-    devices and in several processes the net is called as in training. Without any batch the
-    statistics stay as they were, and a warning says so. An error ends all calls in flight, as
-    within :class:`participants`. Layers that are frozen stay as they are. The logger
+    devices and in several processes the net is called as in training, but each process needs
+    samples for each call: ``participants([])`` raises. If some have more batches than others, loop
+    over ``gluon_syncbn.distributed.join(loader)``. Without any batch the statistics stay as they
+    were, and a warning says so. An error ends all calls in flight, as within :class:`participants`.
+    Layers that are frozen stay as they are. The logger
     ``gluon_syncbn`` names what is not measured: ``nn.BatchNorm`` and graphs of SymbolBlocks.
 
     Parameters
@@ -70,6 +74,7 @@ def precise_statistics(net):
     end_step()
     before = [(layer, layer._kwargs["momentum"], _count(layer)) for layer in layers]
     try:
+        measured.append(net)
         for layer in layers:
             _count_batches(layer)
         compile_again(found)
@@ -86,6 +91,7 @@ def precise_statistics(net):
         give_up(error)
         raise
     finally:
+        measured.remove(net)
         end_step()
         for layer, momentum, count in before:
             if momentum is not None:

@@ -1,6 +1,7 @@
 """Steps in which some processes have no samples, against one process with the whole batch."""
 
 import contextlib
+import time
 
 import gluon_syncbn as sbn
 import mxnet as mx
@@ -157,6 +158,20 @@ class Run:
             net.collect_params().zero_grad()
         return self.statistics(net)
 
+    def measurement(self, seed):
+        """Some have more batches than others. Those that have none left join."""
+        net = self.net(f"measured{seed}_", layers=2)
+        hybridize(net, list(MODES)[seed % len(MODES)])
+        counts = np.random.default_rng(seed).integers(1, 5, 2)
+        steps = [self.data(seed, n, present=np.flatnonzero(counts > n)) for n in range(max(counts))]
+        if len(self.ranks) == 1:
+            steps = sbn.distributed.join(steps[: counts[self.ranks[0]]])
+        with sbn.precise_statistics(net):
+            for x in steps:
+                for part in self.parts(x):
+                    net(part)
+        return self.statistics(net)
+
     def adversaries(self):
         """One net goes backward in the step of its Trainer, and forward in the one before."""
         first, second = self.net("first_"), self.net("second_")
@@ -264,6 +279,7 @@ def sequences(world):
     for seed in SEEDS:
         run.devices = contexts(1 if world.engine == "horovod" else 1 + seed % 2)
         world.save(f"sequence {seed}", **run.sequence(seed))
+        world.save(f"measurement {seed}", **run.measurement(seed))
     run.devices = contexts(1)
     world.save("adversaries", **run.adversaries())
     with mx.util.np_shape(True):  # For arrays without samples.
@@ -355,6 +371,14 @@ def test_the_step_that_is_made_again(pair, seed):
             assert_same_bits(found[name], value, name)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_statistics_measured_with_more_batches_in_one_process(pair, seed):
+    expected = Run(contexts(1), [0, 1]).measurement(seed)
+    for found in pair.arrays(f"measurement {seed}"):
+        for name, value in expected.items():
+            assert_same_bits(found[name], value, f"{name}, seed {seed}")
+
+
 def test_steps_of_two_trainers(pair):
     expected = Run(contexts(1), [0, 1]).adversaries()
     for found in pair.arrays("adversaries"):
@@ -378,6 +402,36 @@ def test_a_head_without_samples(pair, place):
 def test_first_step_empty(pair):
     for found in pair.arrays("first empty"):
         np.testing.assert_allclose(found["mean"], [0.3, 0.4], rtol=1e-6)
+
+
+def none_to_measure(world):
+    """In one process, which goes on after the error."""
+    net = sbn.SyncBatchNorm(in_channels=2)
+    net.initialize()
+    trainer = trainer_of(net, world)
+
+    def measure():
+        with sbn.precise_statistics(net):
+            with sbn.participants([] if world.rank else [mx.cpu()], trainer):
+                net(mx.nd.ones((2, 2)))
+
+    world.report("none to measure", error_of(measure))
+    while not (world.folder / "none to measure-0.json").exists():
+        time.sleep(0.02)
+
+
+def test_no_samples_to_measure(tmp_path):
+    """An error of all, at once."""
+    topics = ["test_distributed_empty:none_to_measure"]
+    job = Cluster(tmp_path, 2, topics, by_hand=True, GLUON_SYNCBN_TIMEOUT="100")
+    try:
+        assert job.wait() == [1, 1], job.all_output()
+    finally:
+        job.clean()
+    words = "participants got no devices within precise_statistics"
+    first, second = job.reported("none to measure")
+    assert first[0] == "MXNetError" and f"rank 1 (failed: {words}" in first[1]
+    assert second[0] == "ValueError" and second[1].startswith(words)
 
 
 @pytest.mark.parametrize("engine", ["kvstore", pytest.param("horovod", marks=needs_horovod)])
