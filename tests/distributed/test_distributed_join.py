@@ -212,7 +212,7 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("CASES", 40))))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("CASES", 24))))
 def test_a_loop_that_is_left(seed):
     """At a random moment, in a random way. What follows learns from every step, or is an error of
     the second one at the latest."""
