@@ -1,6 +1,6 @@
 // A C interface to the CUDA kernels of backend.h, for tests and benchmarks without MXNet. Functions
-// return cudaError_t, or -1 if the library has no CUDA kernels. `dtype` is a DType (dtypes.h);
-// (N, C, S, R) is a View (kernels.h).
+// that run kernels return cudaError_t, or -1 if the library has none; sizes are 0 then. `dtype` is a
+// DType (numerics/dtypes.h); (N, C, S, R) is a View (numerics/shards.h).
 #include <cstdio>
 #include <exception>
 
