@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import importlib
 import json
+import math
 import os
 import platform
 import signal
@@ -88,9 +89,10 @@ def in_new_process(function, *arguments, launcher=(), seconds=None, **variables)
     return json.loads(text.rpartition(_ANSWER)[2].splitlines()[0])
 
 
-def run_process(command, seconds, **options):
-    """Returns the exit code, or None after a timeout, and the output. Also ends all processes that
-    the command has started."""
+def run_process(command, seconds, is_over=lambda: False, **options):
+    """Returns the exit code, or None after a timeout or once `is_over`, and the output. Also ends
+    all processes that the command has started."""
+    end = time.monotonic() + (math.inf if seconds is None else seconds)
     # Not a pipe, which would stay open until all children end.
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -102,9 +104,9 @@ def run_process(command, seconds, **options):
             **options,
         )
         try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
+            while process.poll() is None and time.monotonic() < end and not is_over():
+                time.sleep(0.02)
+            code = process.returncode
         finally:
             _end_group(process)
         output.seek(0)

@@ -1,11 +1,13 @@
 """Builds the library and the native tests with the commands of setup.py, and reads the compiler's
-report on the kernels. Needs nvcc and a C++ compiler, but no GPU.
+report on the kernels. Needs nvcc and a C++ compiler, but neither make nor a GPU.
 
     python benchmarks/gpu/build.py            # registers; exit code 1 if any spill, or if memory is
                                               # not accessed 16 bytes at a time
     python benchmarks/gpu/build.py 80 90      # only for these architectures
 """
 
+import contextlib
+import hashlib
 import importlib.util
 import os
 import re
@@ -17,7 +19,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "gpu"
+LIBRARY = FOLDER / "libgluon_syncbn.so"
 TESTS = ["test_cuda_kernels", "test_cuda_passes"]
+# Of the library, beside setup.py's.
+EXTRA = ["benchmarks/gpu/kernel_api.cc", "tests/gpu/simgpu/cards.cc"]
+HEADERS = ["h", "inc", "cuh", "map"]
 
 
 def setup_py():
@@ -40,26 +46,60 @@ def _quiet(command):
     return done.stdout
 
 
-def build(architectures):
-    """Builds the library and the native tests for `architectures`. Returns their paths."""
+def run_once(command, *more):
+    """Runs a compiler or linker, unless it has made its output from the same files before: those
+    that it names, `more`, and all headers. Returns the output's path."""
+    command = [str(part) for part in command]
+    output = command[command.index("-o") + 1]
+    headers = (f"{folder}/**/*.{ext}" for folder in ("src", "tests") for ext in HEADERS)
+    files = sorted(str(path) for pattern in headers for path in ROOT.glob(pattern))
+    files += [*more, *(part for part in command if part != output and os.path.isfile(part))]
+    key = hashlib.sha256(repr(command).encode())
+    for file in files:
+        key.update(Path(file).read_bytes())
+    made = Path(f"{output}.made")
+    if not (os.path.exists(output) and made.exists() and made.read_text() == key.hexdigest()):
+        made.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(output)
+        _quiet(command)
+        made.write_text(key.hexdigest())
+    return output
+
+
+def build():
+    """Builds the library and the native tests, for the architectures that setup.py chooses. Returns
+    the library's objects, whose PTX is not compressed, so that the simulator can read it."""
     os.chdir(ROOT)
     os.environ["GLUON_SYNCBN_CUDA"] = "1"
-    if architectures:
-        os.environ["GLUON_SYNCBN_CUDA_ARCHS"] = " ".join(map(str, architectures))
     setup = setup_py()
-    setup.run = _quiet
+    setup.run = run_once
+    setup.NVCC = [flag for flag in setup.NVCC if not flag.startswith("-Xfatbin")] + [
+        "--no-compress"
+    ]
     version = re.search(r'"(.+)"', (ROOT / "gluon_syncbn/_version.py").read_text())[1]
-    library = FOLDER / "libgluon_syncbn.so"
-    sources = [*setup.SOURCES, "benchmarks/gpu/kernel_api.cc", "tests/gpu/simgpu/cards.cc"]
-    objects = setup.build_library(sources, version, str(FOLDER), str(library))
-    runtime = [f"-L{setup.static_cuda_runtime(setup.find_nvcc())}", "-lcudart_static", "-ldl"]
     flags = ["-std=c++17", "-O2", "-pthread", "-ffp-contract=off", "-DSBN_REAL_CUDA"]
-    objects = [each for each in objects if not each.endswith("api_layers_cc.o")]
-    for test in TESTS:
-        source = f"tests/native/cuda/{test}.cc"
-        command = [*setup.find_compiler(), *flags, "-Isrc/operator", "-Itests/native", source]
-        _quiet([*command, *objects, "-o", str(FOLDER / test), *runtime, "-lrt"])
-    return (library, *(FOLDER / test for test in TESTS))
+    compile_test = [*setup.find_compiler(), *flags, "-Isrc/operator", "-Itests/native", "-c"]
+    with ThreadPoolExecutor(len(TESTS)) as pool:
+        tests = [
+            pool.submit(
+                run_once,
+                [*compile_test, f"tests/native/cuda/{test}.cc", "-o", f"{FOLDER / test}.o"],
+            )
+            for test in TESTS
+        ]
+        objects = setup.build_library([*setup.SOURCES, *EXTRA], version, str(FOLDER), str(LIBRARY))
+        runtime = [
+            f"-L{setup.static_cuda_runtime(setup.find_nvcc())}",
+            "-lcudart_static",
+            "-ldl",
+            "-lrt",
+        ]
+        tested = [each for each in objects if not each.endswith("api_layers_cc.o")]
+        for test in tests:
+            own = test.result()
+            run_once([*setup.find_compiler(), "-pthread", own, *tested, "-o", own[:-2], *runtime])
+    return objects
 
 
 def report(architectures=()):

@@ -8,20 +8,11 @@ import time
 import traceback
 from pathlib import Path
 
+from verdicts import FAILED, NOT_RUN, OK, SKIPPED, by_exit_code
+
 # Last, as benchmarks/ has a bench.py of its own.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from harness import run_process  # noqa: E402
-
-OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
-# No failures: a missed guard of speed, a step that the command line left out, and one that this
-# machine does not support.
-MISSED, LEFT_OUT, IMPOSSIBLE = "missed", "left out", "not supported"
-
-
-def by_exit_code(code, text):
-    """A judge of `Pipeline.run`: returns the verdict, a line of detail, and more for the JSON."""
-    lines = text.strip().splitlines() or [""]
-    return OK if code == 0 else FAILED, lines[-1], {}
 
 
 class Pipeline:
@@ -37,12 +28,17 @@ class Pipeline:
     def left(self):
         return self.limit - (time.monotonic() - self.begin)
 
+    def end_early(self, *_):
+        """A handler of signals: the step that runs ends, and no other runs."""
+        self.limit = 0
+
     def facts(self, **facts):
         self.result.update(facts)
         self._write()
 
     def step(self, name, verdict, detail="", **more):
         seconds = round(time.monotonic() - self.begin, 1)
+        self.result.pop("running", None)
         self.result["steps"][name] = {"verdict": verdict, "detail": detail, "at": seconds, **more}
         self._write()
         print(f"[{seconds:5.0f} s] {_line(name, verdict, detail)}", flush=True)
@@ -53,16 +49,21 @@ class Pipeline:
         show: print its output."""
         seconds = min(most, self.left() - reserve)
         if seconds < 5:
-            return self.step(name, SKIPPED, "no time is left")
-        code, text = None, ""
+            return self.step(name, NOT_RUN, "no time is left")
+        self.facts(running=name)
+        code, text, verdict, more = None, "", None, {}
         try:
-            code, text = run_process(command, seconds, **options)
-            verdict, detail, more = judge(code, text)
+            code, text = run_process(command, seconds, lambda: self.left() <= 0, **options)
+            if code is not None:
+                verdict, detail = judge(code, text)
         except Exception as error:
             verdict, detail = FAILED, f"{type(error).__name__}: {error}"
             more = {"traceback": traceback.format_exc()}
-        if code is None and "traceback" not in more:
-            verdict, detail = FAILED, f"did not end within {seconds:.0f} s"
+        if verdict is None:
+            # A step that had less than its time need not be wrong.
+            cut = seconds < most or self.left() <= 0
+            verdict = NOT_RUN if cut else FAILED
+            detail = f"did not end within {seconds:.0f} s" if self.limit else "ended by SIGTERM"
         lines = text.strip().splitlines()
         if show or verdict == FAILED:
             print("\n".join(lines))

@@ -87,44 +87,9 @@ $(simgpu)/mxnet/libmxnet.so:
 	@rm -rf $(simgpu)
 	@$(python) -m zipfile -e $(mxnet_wheel) $(simgpu)
 
-# The libraries that libmxnet.so is linked with. They go into its own folder, where it looks first.
-cudart := $(simgpu)/mxnet/libcudart.so.11.0
-cuda_libraries := $(patsubst %,$(simgpu)/mxnet/lib%,cuda.so.1 cublas.so.11 cudnn.so.8 cufft.so.10 curand.so.10 cusolver.so.11 nccl.so.2 nvrtc.so.11.2 nvToolsExt.so.1)
-simgpu: $(cudart) $(cuda_libraries) $(simgpu)/mxnet/libsimgpu_operators.so $(simgpu)/libgluon_syncbn.so $(simgpu)/libcards.so
-
-$(simgpu)/stubs: $(simgpu_sources)/write_stubs.py $(simgpu)/mxnet/libmxnet.so $(simulator) $(simgpu)/mxnet_runtime.o
-	@rm -rf $@
-	@$(python) $< $(simgpu)/mxnet/libmxnet.so $@ $(filter %.o,$^)
-
-link_in_place_of_cuda = @$(CC) -shared -fPIC -Wl,--no-as-needed -Wl,-soname,$(@F) -Wl,--version-script=$</$(@F).map $</$(@F).c
-$(cudart): $(simgpu)/stubs $(simulator) $(simgpu)/mxnet_runtime.o $(simgpu)/map_plans.o
-	$(link_in_place_of_cuda) $(filter %.o,$^) -Wl,--wrap=dlopen,--wrap=dlsym -static-libgcc -l:libstdc++.a -lm -ldl -pthread -o $@
-
-$(cuda_libraries): $(simgpu)/stubs $(cudart)
-	$(link_in_place_of_cuda) $(cudart) -o $@
-
-# With the headers of the wheel, and without their warnings, which are not ours.
-compile_for_mxnet = $(CXX) -std=c++17 -fPIC -w -DMSHADOW_STAND_ALONE=1 -DMXNET_USE_CUDA=0 -I$(simgpu)/mxnet/include
-$(simgpu)/mxnet_runtime.o: $(simgpu_sources)/mxnet_runtime.cc $(simgpu)/mxnet/libmxnet.so
-	@$(compile) -I$(simulator_sources) $(CXXFLAGS) -c $< -o $@
-
-$(simgpu)/map_plans.inc: $(simgpu_sources)/write_map_plans.py $(simgpu)/mxnet/libmxnet.so
-	@$(python) $^ >$@
-
-$(simgpu)/map_plans.o: $(simgpu_sources)/map_plans.cc $(simgpu)/map_plans.inc
-	@echo "Compiling $<"
-	@$(compile_for_mxnet) -O1 $(half_and_fma) -fvisibility=hidden -I$(simgpu) -I$(simulator_sources) -c $< -o $@
-
-$(simgpu)/mxnet/libsimgpu_operators.so: $(simgpu_sources)/operators.cc $(simgpu)/mxnet/libmxnet.so | $(cudart) $(cuda_libraries)
-	@echo "Compiling $<"
-	@$(compile_for_mxnet) -D_GLIBCXX_USE_CXX11_ABI=0 -I$(simulator_sources) -shared $< $(simgpu)/mxnet/libmxnet.so $(cudart) -Wl,--allow-shlib-undefined -o $@
-
-$(simgpu)/libgluon_syncbn.so: benchmarks/gpu/kernel_api.cc $(objects) $(build)/api/layers.o $(call ptx,$(newest)) $(cudart)
-	@$(compile) -fvisibility=hidden -shared $^ -o $@ -ldl
-
-# With a simulator of its own, in place of the CUDA of real GPUs.
-$(simgpu)/libcards.so: benchmarks/gpu/kernel_api.cc $(simgpu_sources)/cards.cc $(objects) $(build)/api/layers.o $(call ptx,$(newest)) $(simulator)
-	@$(compile) -fvisibility=hidden -shared $^ -Wl,-Bsymbolic,--wrap=dlopen,--wrap=dlsym -o $@ -ldl
+simgpu: $(simgpu)/mxnet/libmxnet.so $(objects) $(build)/api/layers.o $(call ptx,$(newest)) $(simulator)
+	@echo "Putting simulated GPUs into MXNet"
+	@$(python) $(simgpu_sources)/install.py $(simgpu) --layer $(filter-out $(simulator),$(filter %.o,$^)) --simulator $(simulator)
 
 half_and_fma = $(if $(filter x86_64,$(shell uname -m)),-mfma -mf16c)
 $(simulator): $(simulated)/%.o: $(simulator_sources)/%.cc $(wildcard $(simulator_sources)/*.h)

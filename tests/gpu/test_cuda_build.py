@@ -169,6 +169,35 @@ def test_unknown_settings_are_refused(setup, driver, tmp_path, monkeypatch):
         setup.nvcc_for_kernels()
 
 
+def test_only_what_changed_is_compiled_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    source, header, output = (tmp_path / name for name in ("a.cc", "src/a.h", "out/a.o"))
+    header.parent.mkdir()
+    made = tmp_path / "made"
+    compiler = ["sh", "-c", f'! grep wrong "$1" && touch "$3" && echo "$4" >>{made}', "sh"]
+
+    def run(flag="-O2"):
+        before = made.read_text() if made.exists() else ""
+        assert build.run_once([*compiler, source, "-o", output, flag]) == str(output)
+        assert output.exists()
+        return made.read_text() != before
+
+    source.write_text("int a;")
+    assert run() and not run()
+    for change in (source, header):
+        change.write_text("int b;")
+        assert run() and not run()
+    assert run("-O3") and not run("-O3")
+    output.unlink()
+    assert run("-O3") and not run("-O3")
+    # Nothing is left of what failed.
+    source.write_text("wrong")
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="wrong"):
+            run("-O3")
+        assert not output.exists()
+
+
 @needs_nvcc
 @pytest.mark.timeout(600)
 def test_kernels_spill_no_registers_and_access_whole_vectors():
