@@ -60,7 +60,7 @@ print(*names, *(["no pytest-timeout"] * (not importlib.util.find_spec("pytest_ti
 """
 # MXNet's set, the packages, and what Python runs there.
 IN_MXNET = '. "$1.sh" && export PYTHONPATH="$3:$2:$PYTHONPATH" && shift 3 && exec $UNDER "$@"'
-PYTEST = "-m pytest -v -rs --tb=short -p no:cacheprovider -o timeout=60 -o timeout_method=thread"
+PYTEST = "-m pytest -v -rs --tb=short -p no:cacheprovider -o timeout_method=thread"
 SANITIZE = ["--error-exitcode", "9", "--tool"]
 # Nets of MXNet whose GPU contexts share the GPUs that there are.
 NETS = "test_simulated_gpus.py"
@@ -129,7 +129,7 @@ def run_mxnet(pipeline, folder, library, gpu):
             # no library for this GPU.
             options = {"env": {**os.environ, **more}, "cwd": str(packages)}
             command += [sys.executable, *arguments]
-            return pipeline.run(name, command, 120, judge=judge, **options)
+            return pipeline.run(name, command, pipeline.limit / 3, judge=judge, **options)
 
         def packages_with(library):
             packages = Path(unpacked) / f"with-{library.parent.name}-{library.stem}"
@@ -138,7 +138,8 @@ def run_mxnet(pipeline, folder, library, gpu):
             return packages
 
         def test(name, mxnet, of, file, *options, **more):
-            return step(name, mxnet, of, *PYTEST.split(), TESTS / file, *options, **more)
+            pytest = [*PYTEST.split(), "-o", f"timeout={pipeline.limit / 6:.0f}"]
+            return step(name, mxnet, of, *pytest, TESTS / file, *options, **more)
 
         unpack = '"$1"/unpack.sh "$2" >"$2.sh"'
         if pipeline.run("MXNet's set", ["bash", "-c", unpack, "run", folder, own], 90) != OK:
@@ -186,7 +187,7 @@ def run_mxnet(pipeline, folder, library, gpu):
             test_on_cards("programs", "test_users_programs.py", "-k", "not example")
 
         arguments = "packages", simulated, of, "-c", PACKAGES
-        if pipeline.run("simulated GPUs", command, 180) == OK:
+        if pipeline.run("simulated GPUs", command, pipeline.limit / 2) == OK:
             if step(*arguments, judge=verdicts.by_exit_code) == OK:
                 test_nets()
         if gpu:
