@@ -27,7 +27,7 @@ def of_build(code, text):
 
 def of_native_tests(code, text):
     verdict, last = by_exit_code(code, text)
-    found = re.findall(r"^\w+: \d+ passed, \d+ failed$", text, re.MULTILINE)
+    found = re.findall(r"^.+: \d+ passed, \d+ failed$", text, re.MULTILINE)
     if verdict == OK and (not found or not re.search(": [1-9].* 0 failed", found[-1])):
         return FAILED, f"the tests did not end with N passed, 0 failed: {last}"
     return verdict, found[-1] if verdict == OK else last
