@@ -129,7 +129,7 @@ def run_mxnet(pipeline, folder, library, gpu):
             # no library for this GPU.
             options = {"env": {**os.environ, **more}, "cwd": str(packages)}
             command += [sys.executable, *arguments]
-            return pipeline.run(name, command, pipeline.limit / 3, judge=judge, **options)
+            return pipeline.run(name, command, pipeline.limit / 2, judge=judge, **options)
 
         def packages_with(library):
             packages = Path(unpacked) / f"with-{library.parent.name}-{library.stem}"
