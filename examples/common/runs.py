@@ -29,19 +29,18 @@ DAMAGED = (zipfile.BadZipFile, OSError, EOFError, ValueError, KeyError, Attribut
 
 
 class Interrupt:
-    """The first Ctrl-C or SIGTERM sets `requested`, a second one ends the process at once."""
+    """Ctrl-C or SIGTERM sets `requested`; Ctrl-C after that ends the process at once. SIGTERM does
+    not: a scheduler that sends it to all processes sends it to the launcher too, which passes it
+    on."""
 
     def __init__(self):
         self.requested = False
-        self._handle(self._request)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._request)
 
     def _request(self, *_):
         self.requested = True
-        self._handle(signal.SIG_DFL)
-
-    def _handle(self, handler):
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Kind:

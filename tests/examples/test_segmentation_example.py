@@ -60,12 +60,15 @@ class TestTraining:
         scores = [float(row["mean_iou"]) for row in rows if row["mean_iou"]]
         assert len(scores) == 2 and all(0 < score < 1 for score in scores)
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-    def test_stopped_and_resumed_is_as_uninterrupted(self, run, tmp_path, number):
+    @pytest.mark.parametrize(
+        "numbers", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM], [signal.SIGKILL]]
+    )
+    def test_stopped_and_resumed_is_as_uninterrupted(self, run, tmp_path, numbers):
         folder = tmp_path / "run"
         process = programs.start(*SMALL, "--output", folder)
         wait_for(folder / "checkpoints" / "last.npz", process)
-        process.send_signal(number)
+        for number in numbers:
+            process.send_signal(number)
         out, _ = process.communicate(timeout=60)
         step = programs.load(folder)[0]["step"]
         if number == signal.SIGKILL:
