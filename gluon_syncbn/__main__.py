@@ -101,7 +101,7 @@ def _parser():
         type=_shape,
         action="append",
         metavar="N,C,H,W",
-        help="shape of the input, for --onnx; repeat for each input",
+        help="shape of the input, for the comparison and --onnx; repeat for each input",
     )
     export.add_argument("--dtype", choices=_DTYPES, help="convert the parameters")
 

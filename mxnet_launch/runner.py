@@ -193,8 +193,8 @@ def prepare_shutdown(all_have_finished=True):
 
 
 def _keep(error):
-    """Keeps the error that ended the script as Python does. Returns the traceback without the
-    frames of this file."""
+    """Sets sys.last_value and the like, as Python does for the error that ends a script. Returns
+    the traceback without the frames of this file."""
     trace = error.__traceback__
     while trace and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -247,7 +247,8 @@ def _flush():
 
 def _serve():
     """Runs as the scheduler or a server, as the environment says, until the workers have ended.
-    These need it to the end, as to save together after a signal, so the launcher kills it."""
+    It ignores signals, as workers may still need it to save together; the launcher kills it after
+    them."""
     ignore(ENDS)
     try:
         import mxnet  # noqa: F401  It serves inside this import, and ends the process there.

@@ -252,7 +252,7 @@ def main(arguments=None):
             what = "a simulator plays it" if options.mxnet_set else "nothing is run, only compiled"
             pipeline.step("GPU", LEFT_OUT, f"none is found (libcuda.so.1): {what}")
         if not build_all(pipeline):
-            pipeline.step("all checks", SKIPPED, "nothing was built")
+            pipeline.step("all checks", FAILED, "nothing was built")
         elif options.mxnet_set:
             run_mxnet(pipeline, options.mxnet_set, build.LIBRARY, bool(gpus))
         elif gpus:

@@ -48,11 +48,11 @@ _LOSSES = {
     "SVMOutput": None,
 }
 _ONEDNN = (
-    "{} (SoftmaxOutput) is written as MXNet defines and trains it, over all axes but the first. "
-    "Only MXNet's oneDNN, in inference on CPUs, takes the last axis alone where data has 4 "
-    "dimensions. Set MXNET_MKLDNN_ENABLED=0 for this command, or give the symbol multi_output=True "
-    "(axis 1) or preserve_shape=True (the last axis), which all builds compute alike. If your data "
-    "has other dimensions, say so with --input-shape."
+    "On CPUs, MXNet's oneDNN computes {} (SoftmaxOutput) over the last axis alone where data has 4 "
+    "dimensions; the file has it over all axes but the first, as MXNet defines and trains it. Set "
+    "MXNET_MKLDNN_ENABLED=0 for this command, or give the symbol multi_output=True (axis 1) or "
+    "preserve_shape=True (the last axis), which all builds compute alike. If your data has other "
+    "dimensions, say so with --input-shape."
 )
 _DEAD = {"running_var": 1e-10, "gamma": 1e-6}
 _LARGEST = {"running_mean": 1e4, "running_var": 1e8, "gamma": 1e3, "beta": 1e3}
@@ -160,7 +160,7 @@ def _is_parameters(path):
 
 def _names(source):
     """What the names of a checkpoint's files begin with, and its symbol's file."""
-    prefix = source[: -len(_SYMBOL)] if source.endswith(_SYMBOL) else source
+    prefix = re.sub(r"(-symbol)?\.json$", "", source)
     return prefix, source if source.endswith(".json") else prefix + _SYMBOL
 
 
@@ -251,11 +251,9 @@ def _with_labels(symbol):
 def _run_with_labels(symbol, arrays, inputs):
     """The outputs of a symbol whose labels are 0."""
     known = {name: array.shape for name, array in {**arrays, **inputs}.items()}
-    labels, dtype = {}, next(x.dtype for x in inputs.values())
-    if not known.keys() >= set(symbol.list_inputs()):
-        shapes, _, _ = symbol.infer_shape_partial(**known)
-        pairs = zip(symbol.list_arguments(), shapes)
-        labels = {name: np.zeros(shape, dtype) for name, shape in pairs if name not in known}
+    dtype = next(x.dtype for x in inputs.values())
+    pairs = zip(symbol.list_arguments(), symbol.infer_shape_partial(**known)[0])
+    labels = {name: np.zeros(shape, dtype) for name, shape in pairs if name not in known}
     return evaluate(symbol, arrays, {**labels, **inputs})
 
 
@@ -268,7 +266,7 @@ def _file_of_epoch(prefix, path, epoch):
         epoch = max(found, default=0)
     if epoch not in found:
         epochs = ", ".join(map(str, sorted(found)))
-        choice = f"choose one of its epochs ({epochs})" if found else "name it with --params"
+        choice = f"choose one of its epochs ({epochs})" if found else "name the NAME of both files"
         raise FileError(f"There is no {prefix}-{epoch:04d}.params for {path}: {choice}.")
     return found[epoch]
 

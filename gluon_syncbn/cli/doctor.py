@@ -158,7 +158,10 @@ def _environment(found):
     for name in sorted(name for name in os.environ if name.startswith(prefixes)):
         found.say(name, os.environ[name])
     if os.environ.get("DMLC_ROLE", "worker") != "worker":
-        found.say("DMLC_ROLE", "makes a server of what imports mxnet; the checks run without it")
+        found.say(
+            "DMLC_ROLE",
+            "makes what imports mxnet such a process of a KVStore; the checks run without it",
+        )
     if os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine":
         found.fix(
             "MXNET_ENGINE_TYPE",

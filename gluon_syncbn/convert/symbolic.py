@@ -45,5 +45,5 @@ def revert_symbol(symbol):
     ours = tuple(node for node in nodes if node.operator in OUR_OPERATOR)
     already = tuple(node.name for node in nodes if node.operator in STOCK_OPERATORS)
     replaced = tuple(Entry(n.name, n.name, "SyncBatchNorm", "BatchNorm") for n in ours)
-    make_stock(graph)
+    make_stock(graph, operators=OUR_OPERATOR)
     return graph.symbol_like(symbol), Report(replaced, already, ())

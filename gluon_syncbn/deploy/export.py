@@ -3,13 +3,13 @@
 import contextlib
 import logging
 import os
-import sys
 from operator import index
 from typing import Dict, NamedTuple, Optional, Tuple
 
 import mxnet as mx
 import numpy as np
 
+from ..arguments import is_whole
 from ..graph.blocks import check_block
 from ..graph.symbols import (
     ExportError,
@@ -240,8 +240,7 @@ def write_graph(graph, arrays, inputs, target, title, run, advice=REPORT):
         found = {name[4:]: array for name, array in found.items()}
         error = check(run, values, written, found, all_shapes, title, advice)
         if onnx is not None:
-            args = model, run, values, arrays, all_shapes, dtype_of_inputs
-            onnx_error = onnx_model.compare(*args)
+            onnx_error = onnx_model.compare(model, run, values, arrays, all_shapes, dtype_of_inputs)
 
     write_all(writers, compare)
     return Exported(symbol_file, params_file, onnx, onnx_error, tuple(folded), left, error)
@@ -290,7 +289,7 @@ def check_target(target):
             f"path is {path!r}: add the name that the files in that folder begin with, such as "
             "model of model-symbol.json."
         )
-    if target.epoch not in range(sys.maxsize):
+    if not is_whole(target.epoch) or target.epoch < 0:
         raise ValueError(f"epoch is {target.epoch!r}: give an integer from 0.")
     if target.onnx is not None:
         if target.shapes is None:

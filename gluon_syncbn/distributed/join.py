@@ -1,5 +1,6 @@
 """Training with uneven numbers of batches per process."""
 
+import contextlib
 import reprlib
 from collections import Counter
 from collections.abc import Mapping
@@ -21,11 +22,22 @@ def _follow_innermost():
     global _joined
     before, _joined = _joined, bool(_loops) and _loops[-1].absent
     if _joined != before:
-        try:
-            # Calls of the last step may still be on their way to their exchanges.
-            mx.nd.waitall()
-        finally:
-            native.set_joined(_joined)
+        # Calls of the last step may still be on their way to their exchanges. Python drops what is
+        # raised where the iterator of a loop is deleted.
+        native.wait_unheard("before a loop over join was left")
+        native.set_joined(_joined)
+
+
+@contextlib.contextmanager
+def counted():
+    """A context in which this process counts, also within a loop in which it is absent."""
+    outer, _loops[:] = _loops[:], []
+    _follow_innermost()
+    try:
+        yield
+    finally:
+        _loops[:] = outer
+        _follow_innermost()
 
 
 class join:
@@ -48,8 +60,9 @@ class join:
 
     All processes may leave a ``for`` loop early, as by ``break``: they count as usual from then on.
     Where ``next`` is called by hand, or a variable keeps a ``zip`` or a generator around the
-    iterator, nothing tells that the loop was left. So a process that has joined raises when a
-    Trainer steps a second time with one batch, or once more than with any batch before.
+    iterator, nothing tells that the loop was left. Then a process that has joined raises at the
+    first ``trainer.step`` beyond the most that it has made with one of its own batches, and at
+    least one; up to there it brings zeros. So step equally often with each batch.
 
     Parameters
     ----------
@@ -177,9 +190,10 @@ class join:
             return
         text = (
             f"join: the Trainer steps {self._steps[trainer]} times with one batch of a process "
-            f"that has none left, and stepped at most {most} before. So the loop over join was "
-            "left early, while something still refers to its iterator, and the gradients would be "
-            "zeros. Delete the iterator, and what is around it, where you leave the loop."
+            f"that has none left, and stepped at most {most} before. If the loop over join was "
+            "left early, something still refers to its iterator, and the gradients would be zeros: "
+            "delete it, and what is around it, where you leave the loop. Within the loop, step "
+            "equally often with each batch."
         )
         if self._processes is not None:
             self._processes.fail(text)

@@ -78,8 +78,6 @@ class _Process:
         self.broken, self.looks = None, 0
         # When its script ended.
         self.ended = None
-        # The longest timeout since its last report.
-        self.timeout = 0.0
 
 
 class Judge:
@@ -114,7 +112,6 @@ class Judge:
         longest = max((exchange.timeout for exchange in report.exchanges), default=0.0)
         if longest >= self._longest_at(now):
             self._longest, self._holds_until = longest, now + _REMAINS
-        process.timeout = self._longest_at(now)
         if self.decided or process.ended is not None or not report.status:
             return []
         process.ended = now
@@ -139,8 +136,6 @@ class Judge:
         """Some time has passed."""
         if self.decided:
             return []
-        for process in self._processes:
-            process.timeout = max(process.timeout, self._longest_at(now))
         lost = [rank for rank in range(len(self._processes)) if self._is_lost(rank, now)]
         if lost:
             return self._decide(VERDICT, self._lost_text(lost, now))
@@ -170,7 +165,7 @@ class Judge:
             # Where rank 0 was stopped, the new connection may be waiting to be read.
             process.looks += 1
             return process.looks > 1 and now - process.broken >= self.reconnects
-        return process.heard is not None and now - process.heard > process.timeout
+        return process.heard is not None and now - process.heard > self._longest_at(now)
 
     def _is_silent(self, process, now):
         return process.heard is not None and now - process.heard > min(2.0, self.timeout / 4)
@@ -250,7 +245,7 @@ class Judge:
         waited, rank = max(
             (_waited(process.report), rank) for rank, process in enumerate(self._processes)
         )
-        timeout = self._processes[rank].timeout
+        timeout = self._longest_at(now)
         if waited < timeout * WARN_AFTER:
             return None
         text = (

@@ -93,7 +93,7 @@ class Reducer(Store):
         """
         rows = self._gather("all_reduce", key, array, None, timeout)
         total, error = numpy.zeros(rows.shape[1:]), numpy.zeros(rows.shape[1:])
-        with numpy.errstate(invalid="ignore"):
+        with numpy.errstate(invalid="ignore", over="ignore"):
             for row in rows:
                 new = total + row
                 part = new - total

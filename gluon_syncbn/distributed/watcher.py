@@ -102,7 +102,7 @@ class Watcher:
         self._call(self._meet)
 
     def note_timeout(self, timeout):
-        """One of a group, which holds from now on."""
+        """Notes the timeout of a group, which holds to the end of the job."""
         self._timeouts.add(timeout)
 
     @contextlib.contextmanager

@@ -25,8 +25,8 @@ def new_layer(node, activation=None):
 
 
 def with_layers(symbol):
-    """A symbol whose nodes of ours have layers, and {layer: the name of its running mean}. Nodes of
-    a layer of this process that knows its devices, or how many there are, keep it."""
+    """A symbol whose nodes of ours have layers, and {layer: the name of its running mean}. A node
+    keeps a layer of this process that knows its devices or their number."""
     if native.OP_TYPE not in symbol.tojson():
         return symbol, {}
     graph = Graph(symbol)

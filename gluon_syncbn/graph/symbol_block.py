@@ -164,13 +164,13 @@ def why_not(graph, node, users, operators):
     """Why a node of batch normalization cannot be replaced, or None; also for a node with such
     nodes in a graph of its own. users: those of the graph."""
     inner = [part for each in node.graphs() for part in each.all_nodes()]
-    if any(part.operator in operators for part in inner) or (
-        "BatchNorm" in operators and node.op == "_contrib_quantized_batch_norm"
-    ):
+    if any(part.operator in operators for part in inner):
         return (
-            "it is quantized, or has batch normalization in a graph of its own, as after "
-            "optimize_for: convert the net before."
+            "it has batch normalization in a graph of its own, as after optimize_for or "
+            "quantization: convert the net before."
         )
+    if "BatchNorm" in operators and node.op == "_contrib_quantized_batch_norm":
+        return "it is quantized: convert the net before."
     if node.operator not in operators:
         return None
     if is_in_place(node):

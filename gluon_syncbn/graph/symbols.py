@@ -281,8 +281,8 @@ def with_node_ids(symbol):
     return graph.symbol_like(symbol) if several else symbol
 
 
-def make_stock(graph, within=None):
-    """Turns every kind of batch normalization in a Graph into the stock operator ``BatchNorm``,
+def make_stock(graph, within=None, operators=(*STOCK_OPERATORS, *OUR_OPERATOR)):
+    """Turns batch normalization of these kinds in a Graph into the stock operator ``BatchNorm``,
     followed by nodes for its residual and activation.
 
     Raises ExportError if a mean or variance is an output of the graph or the input of another node,
@@ -292,7 +292,7 @@ def make_stock(graph, within=None):
     for node in graph.nodes():
         graphs = node.graphs()
         for part in graphs:
-            make_stock(part, node)
+            make_stock(part, node, operators)
         if graphs:
             node.more["subgraphs"] = [part._json() for part in graphs]
     users = graph.users()
@@ -301,7 +301,7 @@ def make_stock(graph, within=None):
         if node.is_layout_copy:
             return node.inputs[0]
         operator = node.operator
-        if operator not in STOCK_OPERATORS and operator not in OUR_OPERATOR:
+        if operator not in operators:
             return None
         if is_in_place(node):
             raise ExportError(

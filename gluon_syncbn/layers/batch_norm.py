@@ -275,7 +275,7 @@ class SyncBatchNorm(nn.BatchNorm):
     @group.setter
     def group(self, group):
         raise AttributeError(
-            f"{self.name} got group={group!r} after it was made: give the group to "
+            f"{type(self).__name__}.group cannot be set, to {group!r}: give the group to "
             "SyncBatchNorm(group=...), to gluon_syncbn.convert_sync_batchnorm(net, group=...) for "
             "the layers of a net that is built, or to gluon_syncbn.set_default_group for all that "
             "have none of their own."

@@ -2,7 +2,14 @@
 
 # ruff: noqa: F401
 
-from .failures import give_up, note_training, training_threads, trains, waits
+from .failures import (
+    give_up,
+    note_training,
+    training_threads,
+    trains,
+    wait_unheard,
+    waits,
+)
 from .layer import (
     HAS_ONEDNN,
     OP_TYPE,

@@ -55,6 +55,15 @@ def error_of(status):
     return None
 
 
+def wait_unheard(when):
+    """Waits for MXNet `when` nobody would hear an error, and MXNet raises none twice: the next wait
+    raises it."""
+    text = str(error_of(wait_all()) or "")
+    text = failure() or text
+    if text:
+        _library.gluon_syncbn_fail(encoded(f"A step had failed {when}. {text}"))
+
+
 def give_up(why):
     """Ends a step in which a device may not have been called, without an error of its own."""
     _end_step(why)

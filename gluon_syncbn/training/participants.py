@@ -257,8 +257,9 @@ def _trainer_of_empty_step(trainer):
     if precise.measured:
         text = (
             "participants got no devices within precise_statistics, where no step of a Trainer "
-            "says what the other processes exchange: leave the batch out in all processes, or, if "
-            "some have more batches, loop over gluon_syncbn.distributed.join(loader)."
+            "tells this process which exchanges the others make: leave the batch out in all "
+            "processes, or, if some have more batches, loop over "
+            "gluon_syncbn.distributed.join(loader)."
         )
         # The others call the net.
         for layer in native.layers():

@@ -6,6 +6,7 @@ import logging
 import mxnet as mx
 from mxnet.gluon import SymbolBlock
 
+from ..distributed.join import counted
 from ..graph.blocks import BATCH_NORMS, check_block, compile_again, walk
 from ..layers.batch_norm import SyncBatchNorm
 from .steps import end_step, give_up
@@ -78,7 +79,7 @@ def precise_statistics(net):
         for layer in layers:
             _count_batches(layer)
         compile_again(found)
-        with mx.autograd.train_mode():
+        with counted(), mx.autograd.train_mode():
             yield
         mx.nd.waitall()
         if not any(map(_count, layers)):
@@ -120,14 +121,15 @@ def _count_batches(layer):
         count.cast(mean.dtype)
         count.initialize(ctx=devices)
         setattr(layer, _COUNT, count)
-        layer._kwargs["momentum"] = None
+        # Copies of the layer share the dict.
+        layer._kwargs = {**layer._kwargs, "momentum": None}
         layer._layer.enter(layer)
     else:
         _set_count(layer, 0)
 
 
 def _follow_batches(layer, momentum):
-    layer._kwargs["momentum"] = momentum
+    layer._kwargs = {**layer._kwargs, "momentum": momentum}
     count = vars(layer).pop(_COUNT, None)
     if count is not None:
         del layer._reg_params[_COUNT], layer.params._params[count.name]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gluon_syncbn import native
 from devices import context
+from gluon_syncbn.graph.symbols import Graph
 from mxnet import sym
 from runs import contexts
 from tolerances import assert_same_bits
@@ -222,6 +223,24 @@ def test_attributes_of_a_node_stay():
         symbol = sym.BatchNorm(sym.var("data"), name="norm")
     attributes = sbn.convert_sync_batchnorm(symbol).attr_dict()["norm"]
     assert attributes["__ctx_group__"] == "dev1" and attributes["__force_mirroring__"] == "True"
+
+
+def test_revert_leaves_what_is_not_ours():
+    """Such as a node that convert has refused."""
+    old = sym.BatchNorm_v1(sym.BatchNorm(sym.var("data"), name="new"), name="old")
+    two = sym.BatchNorm_v1(old, name="two", output_mean_var=True)
+    stock = sym.Group([sym.contrib.SyncBatchNorm(old, name="contrib", key="k"), two[0], two[1]])
+
+    def operators(symbol):
+        nodes = (node for node in Graph(symbol).nodes() if node.op != "null")
+        return {node.name.replace("_fwd", ""): node.op for node in nodes}
+
+    assert operators(sbn.revert_sync_batchnorm(stock)) == operators(stock)
+    reverted = sbn.revert_sync_batchnorm(sbn.convert_sync_batchnorm(stock))
+    assert operators(reverted) == {
+        **dict.fromkeys(("new", "old", "contrib"), "BatchNorm"),
+        "two": "BatchNorm_v1",
+    }
 
 
 def elsewhere():

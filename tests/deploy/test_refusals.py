@@ -60,6 +60,8 @@ def test_nets_that_cannot_be_exported(tmp_path, make, text):
         ({"path": "folder/"}, "path is 'folder/': add the name that the files"),
         ({"epoch": -1}, "epoch is -1"),
         ({"path": b"m"}, "path is b'm': give the name of a file"),
+        ({"epoch": None}, "epoch is None: give an integer from 0"),
+        ({"epoch": 3.0}, "epoch is 3.0: give an integer from 0"),
         ({"onnx": True, "input_shape": (1, 3, 6, 6)}, "onnx is True: give the name of a file"),
         ({"onnx": "o"}, "onnx needs input_shape"),
         ({"input_shape": (0, 3)}, "input_shape is (0, 3)"),

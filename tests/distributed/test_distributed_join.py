@@ -296,6 +296,33 @@ def test_an_earlier_loop_is_deleted_in_a_later_one():
     assert found == [[False, True, True], [True, False, False], [True, False, False]]
 
 
+def test_statistics_are_measured_while_absent():
+    training = _Training()
+    steps = sbn.distributed.join([X], training.trainer)
+    steps._processes, found = _OneMore(), []
+    for number, _ in enumerate(steps):
+        with sbn.precise_statistics(training.layer):
+            training.layer(X * number)
+        means = training.layer.running_mean.data().asnumpy()
+        found.append([steps.absent, *means, *training.learns()])
+    assert found == [[number > 0, *[number] * 3, *[number == 0] * 2] for number in range(3)]
+
+
+def test_an_error_that_is_found_where_a_loop_is_left():
+    """Python drops what is raised there."""
+    training = _Training()
+    steps = sbn.distributed.join([X], training.trainer)
+    steps._processes = _OneMore()
+    for _ in steps:
+        training.learns()
+        if steps.absent:
+            wrong = mx.nd.random.normal(0, -1, shape=(2, 2))
+            break
+    with pytest.raises(mx.MXNetError, match="scale"):
+        wrong.asnumpy()
+    assert training.learns() == [True, True]
+
+
 def test_samples_of_an_iterator():
     data = mx.io.NDArrayIter(np.ones((16, 3)), np.ones(16), batch_size=8)
     steps = sbn.distributed.join(data)
