@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 
-from ..deploy.check import evaluate
+from ..deploy.check import REPORT, evaluate
 from ..deploy.export import Target, check_target, write_graph
 from ..deploy.files import (
     FileError,
@@ -68,12 +68,11 @@ def export(options):
         options.dtype,
     )
     check_target(target)
-    symbol, arrays, inputs, parameters = _load(options)
-    graph, flattened = _without_losses(symbol)
+    symbol, (graph, flattened), arrays, inputs, parameters = _load(options)
     run = functools.partial(_run_with_labels, _with_labels(symbol))
-    advice = [_ONEDNN.format(", ".join(flattened))] if flattened else []
+    advice = _ONEDNN.format(", ".join(flattened)) if flattened else REPORT
     with as_saved(parameters):
-        result = write_graph(graph, arrays, inputs, target, options.source, run, *advice)
+        result = write_graph(graph, arrays, inputs, target, options.source, run, advice)
     print(f"symbol  {result.symbol}\nparams  {result.params}")
     if options.fold:
         folded, left = len(result.folded), len(result.left)
@@ -119,8 +118,8 @@ def inspect(options):
             )
         rows = list(_rows_of_names(read_parameters(options.params or options.source)))
     else:
-        symbol, arrays, _, _ = _load(options)
-        rows = list(_rows_of_graph(_without_losses(symbol)[0], arrays))
+        _, (graph, _), arrays, _, _ = _load(options)
+        rows = list(_rows_of_graph(graph, arrays))
     if not rows:
         print("0 layers: no batch normalization, or all of it is folded.")
         return 0
@@ -165,7 +164,8 @@ def _names(source):
 
 
 def _load(options):
-    """(symbol, {name: NDArray}, names of the inputs, file of the parameters) of the source."""
+    """(symbol, what `_without_losses` makes of it, {name: NDArray}, names of the inputs, file of
+    the parameters) of the source."""
     source = options.source
     if _is_parameters(source):
         raise ValueError(
@@ -181,7 +181,7 @@ def _load(options):
     unknown = [name for name in inputs if name not in names]
     if unknown:
         raise ValueError(f"--inputs names {unknown[0]}, which is not in {path}.")
-    graph, _ = _without_losses(symbol)
+    inference = graph, _ = _without_losses(symbol)
     kept = graph.variables()
     names, inputs = ([name for name in some if name in kept] for some in (names, inputs))
     inputs = inputs or [n for n in names if n not in arrays and re.fullmatch(r"data\d*", n)]
@@ -203,7 +203,7 @@ def _load(options):
                 f"{parameters} does not fit {path}: {node.name} is {found}, {expected} was "
                 "expected; name the parameters of this symbol with --params."
             )
-    return symbol, arrays, inputs, parameters
+    return symbol, inference, arrays, inputs, parameters
 
 
 def _without_losses(symbol):
@@ -266,7 +266,8 @@ def _file_of_epoch(prefix, path, epoch):
         epoch = max(found, default=0)
     if epoch not in found:
         epochs = ", ".join(map(str, sorted(found)))
-        choice = f"choose one of its epochs ({epochs})" if found else "name the NAME of both files"
+        choice = "give a NAME that has one, or, to export and inspect, name it with --params"
+        choice = f"choose one of its epochs ({epochs})" if found else choice
         raise FileError(f"There is no {prefix}-{epoch:04d}.params for {path}: {choice}.")
     return found[epoch]
 

@@ -24,7 +24,7 @@ def _follow_innermost():
     if _joined != before:
         # Calls of the last step may still be on their way to their exchanges. Python drops what is
         # raised where the iterator of a loop is deleted.
-        native.wait_unheard("before a loop over join was left")
+        native.wait_unheard("before a loop over join went on or was left")
         native.set_joined(_joined)
 
 

@@ -55,11 +55,16 @@ def error_of(status):
     return None
 
 
+def wait_for_all():
+    """Waits for MXNet. Returns the error that nothing had waited for, or ""."""
+    text = str(error_of(wait_all()) or "")
+    return failure() or text
+
+
 def wait_unheard(when):
     """Waits for MXNet `when` nobody would hear an error, and MXNet raises none twice: the next wait
     raises it."""
-    text = str(error_of(wait_all()) or "")
-    text = failure() or text
+    text = wait_for_all()
     if text:
         _library.gluon_syncbn_fail(encoded(f"A step had failed {when}. {text}"))
 

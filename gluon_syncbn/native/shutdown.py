@@ -35,14 +35,6 @@ def at_exit(leave):
     _leaving.append(leave)
 
 
-def _wait_for_all():
-    """Waits for MXNet. Returns the error that nothing had waited for, or ""."""
-    text = str(failures.error_of(failures.wait_all()) or "")
-    text = failures.failure() or text
-    # A script may end before its last step does.
-    return "" if CLOSED in text else text
-
-
 def _last_error():
     """The end of the script counts as a wait. Returns the error of a step that nothing has waited
     for, after which the exit code is 1."""
@@ -55,8 +47,9 @@ def _last_error():
 
 
 def _wait_and_log():
-    text = _wait_for_all()
-    if text and not failures.failure():
+    text = failures.wait_for_all()
+    # A script may end before its last step does.
+    if text and CLOSED not in text and not failures.failure():
         _log.warning("An error of MXNet that no operation had waited for: %s", text)
 
 
