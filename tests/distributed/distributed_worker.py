@@ -51,9 +51,9 @@ class World:
         self._write(f"{name}-{self.rank}.json", lambda file: file.write(text))
 
     def _write(self, name, write):
-        """A process that sees the file sees all of it."""
+        """A process that sees the file sees all of it. Without an engine, all have rank 0."""
         path = self.folder / name
-        with open(f"{path}.part", "wb") as file:
+        with open(f"{path}.part{os.getpid()}", "wb") as file:
             write(file)
         os.replace(file.name, path)
 
