@@ -29,6 +29,7 @@ __all__ = [
     "freeze",
     "participants",
     "precise_statistics",
+    "recover",
     "replace_contrib",
     "revert_sync_batchnorm",
     "set_default_group",

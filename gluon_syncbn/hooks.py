@@ -5,6 +5,7 @@ replaced in the class: one stored in an object would be shared by its copies, an
 those of a single Trainer.
 """
 
+import ctypes
 from functools import partial
 
 import mxnet as mx
@@ -17,15 +18,36 @@ from .distributed import kvstore
 from .graph import compiled, modules, static_shape, unknown_shapes
 from .native import failures, library, shutdown
 
+# Operators whose values decide the shape of the output: a call waits for the inputs.
+_DYNAMIC = ("_contrib_boolean_mask", "_npi_bincount", "_npi_delete", "_npi_unique", "_npx_nonzero")
+
+
+def _handles(names):
+    for name in names:
+        handle = mx.base.OpHandle()
+        # Old releases lack some.
+        if mx.base._LIB.NNGetOpHandle(name.encode(), ctypes.byref(handle)) == 0:
+            yield handle.value
+
+
+_dynamic = set(_handles(_DYNAMIC))
+
+
+def _inputs_if_waited_for(operator, count, inputs, *_):
+    return inputs[: count.value] if operator.value in _dynamic else None
+
+
 # Where, the name of a function, what wraps it.
 _WAITS = [
-    (mx.base._LIB, name, partial(failures.waiting, arrays=arrays, reads=reads))
-    for name, arrays, reads in (
-        ("MXNDArrayWaitToRead", lambda array: [array], True),
-        ("MXNDArrayWaitToWrite", lambda array: [array], False),
-        ("MXNDArraySyncCopyToCPU", lambda array, *_: [array], True),
-        ("MXNDArraySave", lambda _file, _count, arrays, *_: arrays, True),
-        ("MXNDArrayWaitAll", lambda: [], False),
+    (mx.base._LIB, name, partial(failures.waiting, arrays=arrays))
+    for name, arrays in (
+        ("MXNDArrayWaitToRead", lambda array: [array]),
+        ("MXNDArrayWaitToWrite", lambda array: [array]),
+        ("MXNDArraySyncCopyToCPU", lambda array, *_: [array]),
+        ("MXNDArraySave", lambda _file, _count, arrays, *_: arrays),
+        ("MXNDArraySaveRawBytes", lambda array, *_: [array]),
+        ("MXNDArrayWaitAll", lambda: []),
+        ("MXImperativeInvokeEx", _inputs_if_waited_for),
     )
 ]
 _adding = partial(trainers.calling, before=trainers.before_adding_up)
@@ -36,6 +58,7 @@ _HOOKS = [
     (HybridBlock, "_call_cached_op", compiled.calling),
     (DataParallelExecutorGroup, "__init__", modules.making_layers),
     (DataParallelExecutorGroup, "forward", modules.noting_training),
+    (mx.autograd._RecordingStateScope, "__exit__", failures.leaving),
     (mx.nd.CachedOp, "__init__", static_shape.with_statistics_as_data),
     (Symbol, "_infer_shape_impl", unknown_shapes.inferring_by_stock),
     (Symbol, "_infer_type_impl", unknown_shapes.inferring_by_stock),

@@ -12,6 +12,7 @@ from .deploy.export import Exported, ExportError, FileError, export
 from .groups.group import SyncGroup, set_default_group
 from .layers.batch_norm import SyncBatchNorm, SyncBatchNormReLU
 from .layers.virtual import VirtualBatchNorm
+from .native import recover
 from .training.participants import participants
 from .training.precise import precise_statistics
 

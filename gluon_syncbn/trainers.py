@@ -6,11 +6,12 @@ import weakref
 import mxnet as mx
 from mxnet.gluon import Trainer
 
+from .native import check_step
+
 # Every Trainer calls these with itself: before it adds gradients over devices and processes, and
 # after it has updated its parameters.
-before_adding_up, after_update = [], []
+before_adding_up, after_update = [check_step], []
 _trainers = weakref.WeakSet()
-_marks = weakref.WeakKeyDictionary()
 
 
 def check_trainer(trainer, who):
@@ -35,24 +36,9 @@ def trained(trainer):
     return (p for p in trainer._params if p.grad_req != "null" and p._data is not None)
 
 
-def marks(trainer):
-    """{device: a small array that MXNet writes once the gradients of the Trainer's last step are
-    there, or skips as they hold an error}. The Trainer's own operations, which may wait for another
-    device, are queued at the gradients themselves by then."""
-    return _marks.get(trainer, {})
-
-
-def _mark(trainer):
-    gradients = next((p.list_grad() for p in trained(trainer) if p._grad_stype == "default"), ())
-    if len(gradients) > 1:
-        with mx.autograd.pause():
-            _marks[trainer] = {
-                str(gradient.context): mx.nd.shape_array(gradient.as_nd_ndarray())
-                for gradient in gradients
-            }
-
-
-before_adding_up.append(_mark)
+def last_gradients(trainer):
+    """What a backward of its parameters writes last, on each device."""
+    return next((p.list_grad() for p in trained(trainer) if p._grad_stype == "default"), ())
 
 
 def adds_here_alone(trainer):

@@ -39,9 +39,12 @@ def calling(call_cached_op):
     def call(block, *args):
         forget_old_graph(block)
         _refuse_op_hooks(block)
+        trains = autograd.is_training()
+        if trains and block._cached_op:
+            _begin_training(block)
         result = call_cached_op(block, *args)
-        if autograd.is_training() and not native.trains() and _has_ours(block):
-            native.note_training()
+        if trains:
+            _begin_training(block)
         return result
 
     return call
@@ -61,16 +64,25 @@ def _refuse_op_hooks(block):
                 )
 
 
-# {block: (what it has compiled, whether it has a node of ours)}
-_compiled = weakref.WeakKeyDictionary()
+class _Graph:
+    """What a block has compiled, whether nodes of ours are in it, and their layers."""
+
+    def __init__(self, compiled, has_ours, layers):
+        self.compiled, self.has_ours = compiled, has_ours
+        self.layers = weakref.WeakSet(layers)
 
 
-def _has_ours(block):
-    known, has_ours = _compiled.get(block, (None, False))
-    if known is not block._cached_op:
+_graphs = weakref.WeakKeyDictionary()
+
+
+def _begin_training(block):
+    graph = _graphs.get(block)
+    if graph is None or graph.compiled is not block._cached_op:
         has_ours = native.OP_TYPE in block._cached_graph[1].tojson()
-        _compiled[block] = block._cached_op, has_ours
-    return has_ours
+        graph = _Graph(block._cached_op, has_ours, layers_of(block) if has_ours else ())
+        _graphs[block] = graph
+    if graph.has_ours:
+        native.begin_training(graph)
 
 
 def _is_of_others(block):

@@ -1,6 +1,7 @@
 """Gives the graph of each Module that trains layers of its own, which synchronize its contexts."""
 
 import functools
+import weakref
 
 from .. import native
 from ..layers.batch_norm import SyncBatchNorm
@@ -72,8 +73,22 @@ def making_layers(init):
             # Deferred, as the channels are unknown: the arrays are the Module's.
             layer.initialize(ctx=devices)
             layer._layer.configure()
+            layer._layer.is_written = False
+            layer._layer._executors = functools.partial(_written, weakref.ref(group), mean)
 
     return init_with_layers
+
+
+def _written(group, mean, all=False):
+    """{device: [the running mean, ...]} of a group that may be gone. MXNet does not know that the
+    calls of an executor write it; errors are in its outputs and its first gradient, or in all."""
+    written = {}
+    for executor in getattr(group(), "execs", ()):
+        array = executor.aux_dict[mean]
+        gradients = [gradient for gradient in executor.grad_arrays if gradient is not None]
+        others = [*gradients, *executor.arg_arrays] if all else gradients[:1]
+        written[str(array.context)] = [array, *executor.outputs, *others]
+    return written
 
 
 def noting_training(forward):
@@ -81,8 +96,14 @@ def noting_training(forward):
 
     @functools.wraps(forward)
     def forward_and_note(group, data_batch, is_train=None):
+        # Later probes are queued behind what follows, which may wait for another context.
+        for layer in group._sync_layers[:1]:
+            for device, (_, *arrays) in layer._layer.written().items():
+                for array in arrays:
+                    layer._layer.watch(device, array)
         if group.for_training if is_train is None else is_train:
-            native.note_training()
+            for layer in group._sync_layers:
+                native.begin_training(layer._layer)
         forward(group, data_batch, is_train)
 
     return forward_and_note

@@ -4,9 +4,9 @@ import os
 import weakref
 from typing import NamedTuple, Optional
 
-import mxnet
 from mxnet.context import Context
 
+from .. import native
 from ..arguments import is_whole, seconds
 from .processes import Processes
 
@@ -247,7 +247,7 @@ def set_default_group(group):
     check_group(group)
     if group is not _default:
         # Calls in flight belong to the old group, whose other processes wait for them.
-        mxnet.nd.waitall()
+        native.finish_calls("The default group was changed.")
     _default = group
     for layer in list(_users):
         layer.configure()

@@ -306,7 +306,7 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def forward(self, x, residual=None):
         if autograd.is_training():
-            native.note_training()
+            native.begin_training(self._layer)
         if residual is not None and self._own_settings["inplace"]:
             raise ValueError(
                 f"{self.name} was called with a residual, and has inplace=True, where backward "

@@ -2,13 +2,12 @@
 
 import weakref
 
-import mxnet as mx
 import numpy as np
 from mxnet.gluon.parameter import Parameter
 
 from .. import native
 from ..groups.group import default_group, follow_default_group, stop_following
-from ..trainers import marks
+from ..trainers import before_adding_up, last_gradients, trained
 
 
 class _ObservedParameter(Parameter):
@@ -23,7 +22,7 @@ class _ObservedParameter(Parameter):
     def reset_ctx(self, ctx):
         # Calls under way synchronize on the old devices. An earlier error is raised here, as a copy
         # of an array that holds one would never be filled.
-        mx.nd.waitall()
+        native.finish_calls("Parameters were moved to other contexts.")
         super().reset_ctx(ctx)
 
     def cast(self, dtype):
@@ -69,6 +68,8 @@ class SyncedLayer(native.Layer):
 
     # Weak references, until `enter` and after `leave`.
     _parameters, _block = (lambda: None,) * 4, staticmethod(lambda: None)
+    # What `written` returns, if the arrays are those of a Module.
+    _executors = None
 
     @classmethod
     def of(cls, block):
@@ -164,30 +165,39 @@ class SyncedLayer(native.Layer):
         gradients = next((p._grad for p in trained if p is not None and p._grad), None)
         return data[first], gradients and gradients[first]
 
-    def written_by(self, backward):
-        if not backward:
-            return self.running_statistics()
-        trained = [
-            p for p in (parameter() for parameter in self._parameters[2:4]) if _is_trained(p)
-        ]
-        # Without gamma and beta, an error that skips a backward here shows in gradients of the net.
-        trained = trained or [
-            p for trainer in self.trainers() for p in trainer._params if _is_trained(p)
-        ]
-        return _by_device(trained, Parameter.list_grad)
+    def written(self):
+        if self._executors is not None:
+            return self._executors()
+        mean, _, *affine = (parameter() for parameter in self._parameters[:4])
+        written = {str(array.context): [array] for array in (mean and mean._data) or ()}
+        own = [gradient for p in affine if p is not None for gradient in p._grad or ()]
+        # Without gamma and beta, an error that skips a backward here shows in the Trainer's.
+        of_trainers = (each for trainer in self.trainers() for each in last_gradients(trainer))
+        for gradient in own or of_trainers:
+            if str(gradient.context) in written:
+                written[str(gradient.context)].append(gradient)
+        return written
 
-    def marks(self):
-        return {
-            device: mark for trainer in self.trainers() for device, mark in marks(trainer).items()
-        }
+    def trained(self):
+        if self._executors is not None:
+            return [array for arrays in self._executors(all=True).values() for array in arrays]
+        parameters = [p for trainer in self.trainers() for p in trained(trainer)]
+        return [array for p in parameters for array in (*p._data, *(p._grad or ()))]
 
 
+def _watch(trainer):
+    """Probes what the backward calls of a Trainer's step write. Later probes are queued behind the
+    Trainer's operations and the calls of the next step, which may wait for another device."""
+    for layer in native.layers():
+        if len(layer.devices) > 1 and trainer in layer.trainers():
+            for gradient in last_gradients(trainer):
+                layer.watch(str(gradient.context), gradient)
+            return
+
+
+before_adding_up.append(_watch)
 # {block: its layer}, for blocks that were reverted.
 _left = weakref.WeakKeyDictionary()
-
-
-def _is_trained(parameter):
-    return parameter is not None and parameter.grad_req != "null"
 
 
 def _by_device(parameters, arrays_of):

@@ -3,10 +3,13 @@
 # ruff: noqa: F401
 
 from .failures import (
+    begin_training,
+    check_step,
+    finish_calls,
     give_up,
-    note_training,
+    raise_failure,
+    recover,
     training_threads,
-    trains,
     wait_unheard,
     waits,
 )

@@ -1,8 +1,8 @@
-"""Raises the error of a step that has failed, when Python next waits for MXNet.
+"""Raises the error of a step that has failed, wherever Python waits for MXNet, calls a layer in
+training or steps a Trainer, and recovers once nothing of the step is left.
 
-src/operator/rendezvous/failures.cc says when a step fails. Its calls have ended with zeros, so no
-value may be read before the error has been raised. Once it has, everything is as before the step:
-no call is under way, and no array holds an error.
+src/operator/rendezvous/failures.cc says when a step fails. From then on its calls end with zeros,
+so no value may be read before the error has been raised.
 """
 
 import collections
@@ -20,24 +20,133 @@ from .library import mxnet
 _MAX_SIZE = 1 << 14
 # How many of Python's waits for MXNet have ended, by thread, and how many of all with an error.
 waits = types.SimpleNamespace(returned=collections.Counter(), failed=0)
-# The threads that have called a layer in training.
-_training_threads = weakref.WeakSet()
+# {thread that has called layers in training: what has them}, and that of each thread.
+_training = weakref.WeakKeyDictionary()
+_own = threading.local()
+_has_failed = ctypes.c_int.from_address(_library.gluon_syncbn_has_failed())
+_lock = threading.RLock()
+# Whether this process has called a layer in training.
+_has_trained = False
+# What has been raised since the step failed, and of the last one that is over.
+_raised = _last = None
+# Whether nothing of the failed step was left when it failed.
+_is_unheard = False
 # Without our part.
 wait_all = mxnet.base._LIB["MXNDArrayWaitAll"]
 
 
-def note_training():
-    """This thread has called a layer in training."""
-    _training_threads.add(threading.current_thread())
+def begin_training(caller=None):
+    """This thread calls `caller.layers` in training."""
+    check_step()
+    global _has_trained
+    called = getattr(_own, "called", None)
+    if called is None:
+        _has_trained = True
+        called = _own.called = weakref.WeakSet()
+        thread = threading.current_thread()
+        # Another thread may hold the lock until a custom operator, which this may be, has ended.
+        if not layer.is_of_mxnet(thread):
+            with _lock:
+                _training[thread] = called
+    if caller is not None:
+        called.add(caller)
 
 
-def trains():
-    return threading.current_thread() in _training_threads
+def _own_layers():
+    """Those that this thread has called in training."""
+    return {each for caller in getattr(_own, "called", ()) for each in caller.layers}
+
+
+def check_step(_trainer=None):
+    """Raises the error of a step that has failed."""
+    # Custom operators run on threads of MXNet's: what they raise, others may get.
+    if _has_failed.value and not layer.is_of_mxnet(threading.current_thread()):
+        raise_failure()
+
+
+def raise_failure(error=None):
+    """Raises the first error of the step that has failed. error: what MXNet has just raised."""
+    global _raised
+    waits.failed += error is None
+    with _lock:
+        # Unless another thread has recovered meanwhile.
+        if _raised is None and _has_failed.value:
+            if error is None and not layer.spans_processes():
+                error = error_of(wait_all())
+            _raised = error or mxnet.MXNetError(""), failure()
+        error, text = _raised or _last
+        message = str(error) if text in str(error) else f"{error}\n{text}".strip()
+        if _may_recover():
+            if _raised:
+                _recover()
+        elif not layer.spans_processes():
+            message += (
+                "\nSeveral threads have called layers in training: stop them, and call "
+                "gluon_syncbn.recover()."
+            )
+    raise type(error)(message)
+
+
+def recover():
+    """Lets training go on after a failed step, in a program in which several threads train.
+
+    A step that fails on one device fails as a whole: from then on its calls end, and whatever waits
+    for a result, saves, calls a layer in training or steps a Trainer raises its first error, in
+    every thread. Where only one living thread has called layers in training, raising the error
+    recovers. Otherwise others may still be in the step: stop them, and call this. It waits until
+    nothing of the step is left.
+
+    What may hold a part of the failed step: results other than the one that raised the error;
+    running statistics, which may have followed the batch on some devices; and weights, if the
+    Trainer's step was called. So continue from the last checkpoint, or from values that you kept.
+
+    Raises
+    ------
+    RuntimeError
+        If layers share statistics with other processes, which cannot recover: start the job again.
+    """
+    if layer.spans_processes():
+        raise RuntimeError(
+            "recover was called where layers share statistics with other processes, which cannot "
+            "know what this one leaves out: start the job again, from its last checkpoint."
+        )
+    with _lock:
+        _recover()
+
+
+def _recover():
+    """Waits until nothing of the step is left, and forgets it."""
+    global _raised, _last, _is_unheard
+    _last = _raised or (mxnet.MXNetError(""), failure())
+    # What is still queued is skipped first, then its errors are cleared.
+    error_of(wait_all())
+    error_of(wait_all())
+    _library.gluon_syncbn_recover()
+    _raised, _is_unheard = None, False
+
+
+def after_fork():
+    """In the child, where no call is under way."""
+    global _raised, _lock, _own, _has_trained
+    _raised, _lock, _own, _has_trained = None, threading.RLock(), threading.local(), False
+    _training.clear()
+    _library.gluon_syncbn_after_fork()
+
+
+def _may_recover():
+    """Whether this thread alone can have calls under way."""
+    if layer.spans_processes():
+        return _is_unheard
+    with _lock:
+        living = {thread for thread in _training if thread.is_alive()}
+    thread = threading.current_thread()
+    return living <= {thread} and (bool(living) or thread is threading.main_thread())
 
 
 def training_threads():
-    """The ids of those threads."""
-    return {thread.ident for thread in _training_threads.copy()}
+    """The ids of the threads that have called a layer in training."""
+    with _lock:
+        return {thread.ident for thread in _training}
 
 
 def failure():
@@ -45,6 +154,11 @@ def failure():
     text = ctypes.create_string_buffer(_MAX_SIZE)
     _library.gluon_syncbn_failure(text, _MAX_SIZE)
     return decoded(text.value)
+
+
+def unraised():
+    """The same, or "" if it has been raised."""
+    return "" if _raised else failure()
 
 
 def error_of(status):
@@ -58,74 +172,83 @@ def error_of(status):
 def wait_for_all():
     """Waits for MXNet. Returns the error that nothing had waited for, or ""."""
     text = str(error_of(wait_all()) or "")
-    return failure() or text
+    return unraised() or text
 
 
 def wait_unheard(when):
     """Waits for MXNet `when` nobody would hear an error, and MXNet raises none twice: the next wait
     raises it."""
+    global _is_unheard
     text = wait_for_all()
-    if text:
+    if text and not _has_failed.value:
         _library.gluon_syncbn_fail(encoded(f"A step had failed {when}. {text}"))
+        _is_unheard = True
 
 
-def give_up(why):
-    """Ends a step in which a device may not have been called, without an error of its own."""
-    _end_step(why)
+def give_up(error):
+    """This thread leaves a step because of an error, which the user sees. The step has failed if a
+    call waits for one that the thread has not made."""
+    layers = _own_layers()
+    if layers and not _has_failed.value:
+        layer.settle(layers, f"The step was given up: {type(error).__name__}: {text_of(error)}")
+    if _has_failed.value and _may_recover():
+        _recover()
 
 
-def waiting(function, arrays, reads):
-    """Wraps one of MXNet's C functions by which Python waits. arrays(*arguments): for which arrays.
-    reads: whether it gives their values to the caller."""
+def finish_calls(why):
+    """Waits for all calls so far. The step fails if one waits for a call that this thread has not
+    made."""
+    layer.settle(_own_layers(), why)
+    mxnet.nd.waitall()
+
+
+def leaving(leave):
+    """Wraps ``__exit__`` of the scopes of ``autograd``."""
+
+    @functools.wraps(leave)
+    def leave_and_give_up(scope, kind, error, trace):
+        leave(scope, kind, error, trace)
+        if error is not None and scope._enter_is_record:
+            give_up(error)
+
+    return leave_and_give_up
+
+
+def _settle_all():
+    layer.settle([each for each in layer.layers() if len(each.devices) > 1], after_error=True)
+
+
+def waiting(function, arrays):
+    """Wraps one of MXNet's C functions by which Python waits. arrays(*arguments): for which arrays;
+    None: it does not wait."""
 
     @functools.wraps(function)
     def wait(*arguments):
-        # Where other processes take part, nothing goes on after an error.
-        if trains() and not layer.spans_processes():
+        waited_for = arrays(*arguments)
+        if waited_for is None or layer.is_of_mxnet(threading.current_thread()):
+            return function(*arguments)
+        try:
+            check_step()
             # Looked at first: once MXNet has raised an error, what is still queued would run, with
-            # what was never written.
-            if any([_library.gluon_syncbn_holds_error(array) for array in arrays(*arguments)]):
-                _raise(None)
-        status = function(*arguments)
-        waits.returned[threading.get_ident()] += 1
-        waits.failed += status != 0
-        if status != 0 or _library.gluon_syncbn_failure(None, 0):
-            if trains():
-                _raise(error_of(status))
-            elif status == 0 and reads:
-                # Other threads, such as a DataLoader's, know of no step, but must not read what it
-                # has left.
-                raise mxnet.MXNetError(failure())
-        return status
+            # what was never written. Where other processes take part, nothing goes on after one.
+            may_fail = _has_trained and not layer.spans_processes()
+            if may_fail and any([_library.gluon_syncbn_holds_error(array) for array in waited_for]):
+                _settle_all()
+                check_step()
+            status = function(*arguments)
+            waits.returned[threading.get_ident()] += 1
+            waits.failed += status != 0
+            error = error_of(status) if status else None
+            # MXNet raises the first error of several.
+            if error and may_fail and not waited_for:
+                _settle_all()
+            if _has_failed.value:
+                raise_failure(error)
+            return status
+        except KeyboardInterrupt:
+            # That is what the user sees of a step that was interrupted.
+            if _has_failed.value and _may_recover():
+                _recover()
+            raise
 
     return wait
-
-
-def _raise(error):
-    """Ends the step, if it has failed, and raises its first error: later nobody could tell which
-    calls MXNet has skipped. error: what MXNet is about to raise."""
-    try:
-        text, cause = _end_step()
-    except BaseException as interrupt:  # The next wait comes here again.
-        _library.gluon_syncbn_fail(encoded(text_of(interrupt)))
-        raise
-    if not text:
-        return
-    waits.failed += error is None
-    first = error or cause
-    if first is None:
-        raise mxnet.MXNetError(text)
-    raise first if text in str(first) else type(first)(f"{first}\n{text}")
-
-
-def _end_step(why=""):
-    """Returns why the step has failed, or "", and the first error that MXNet still knew of it."""
-    layer.flush(why)
-    text, cause = failure(), None
-    # Where other processes take part, an array may wait for them.
-    if text and not layer.spans_processes():
-        cause = error_of(wait_all())
-        wait_all()
-    if text:
-        _library.gluon_syncbn_resume()
-    return text, cause

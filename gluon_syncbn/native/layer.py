@@ -3,15 +3,19 @@
 import ctypes
 import itertools
 import os
+import sys
+import threading
 import uuid
 import weakref
 
-from . import threads
+from . import callbacks, threads
 from .callbacks import callback, decoded, encoded
 from .library import (
     FAILED,
+    MAY_RUN,
     NAIVE_ENGINE,
     OPEN,
+    REPORTS,
     WAITS,
     WARN,
     Callbacks,
@@ -50,34 +54,63 @@ def _on_failure(layer_id, text):
 
 
 @callback(WAITS)
-def _on_waits(layer_id, backward, meeting):
-    """Looks for devices that cannot arrive, as an earlier operation there has failed. Runs on a
-    thread that waits for them."""
+def _on_waits(layer_id, device):
+    """A call waits for this device. Runs on its thread."""
     layer = _layers.get(layer_id)
-    if layer is None:
-        return
-    looked_at = [*layer.written_by(backward).items()]
-    if backward:
-        looked_at += [(device, [mark]) for device, mark in layer.marks().items()]
-    for device, arrays in looked_at:
-        _library.gluon_syncbn_probe_arrays(meeting, encoded(device), *handles(arrays))
+    if layer is not None:
+        layer.probe(device)
 
 
-def flush(why=""):
-    """Waits until all calls pushed so far have ended. The step fails if one waits for a call that
-    MXNet has skipped, or, if it says why, that was never made."""
-    begun = _library.gluon_syncbn_flush_begin()
-    for layer in layers():
-        for backward in (False, True):
-            for device, arrays in layer.written_by(backward).items():
-                _library.gluon_syncbn_flush_add(
-                    begun, layer.id, backward, encoded(device), *handles(arrays)
-                )
-    _library.gluon_syncbn_flush_finish(begun, encoded(why))
+@callback(REPORTS)
+def _on_report(layer_id, device):
+    """A call on this device reports an error to MXNet. Runs on its thread."""
+    layer = _layers.get(layer_id)
+    written = layer.written().get(device) if layer is not None and layer.is_written else None
+    if written is not None:
+        _library.gluon_syncbn_expect_report(written[0].handle)
 
 
-def handles(arrays):
-    return (ctypes.c_void_p * len(arrays))(*(array.handle for array in arrays)), len(arrays)
+@callback(MAY_RUN)
+def _on_may_run():
+    """Whether other processes or GPUs may be at work, or MXNet is calling functions of the user's,
+    such as custom operators, which may sleep. Runs on a thread of MXNet's that waits."""
+    if spans_processes() or "DMLC_ROLE" in os.environ or "horovod" in sys.modules:
+        return True
+    if any(device.startswith("gpu") for layer in layers() for device in layer.devices):
+        return True
+    started = {thread.ident for thread in threading.enumerate() if not is_of_mxnet(thread)}
+    return any(
+        ident not in started and not _is_ours(frame)
+        for ident, frame in sys._current_frames().items()
+    )
+
+
+def is_of_mxnet(thread):
+    """Whether MXNet has started it, or another library: not Python."""
+    return isinstance(thread, threading._DummyThread)
+
+
+def _is_ours(frame):
+    while frame.f_back:
+        frame = frame.f_back
+    return frame.f_code.co_filename == callbacks.__file__
+
+
+def settle(layers, why="", after_error=False):
+    """Waits until all calls of these layers that were made so far have ended, or wait for one that
+    was not made. The step fails if MXNet has skipped one; in the latter case, if it says why.
+    after_error: also if what these layers train with holds an error."""
+    begin = _library.gluon_syncbn_next_ticket()
+    trained = {}
+    for layer in layers:
+        for device in layer.written():
+            layer.probe(device)
+        for array in layer.trained() if after_error else ():
+            trained[id(array)] = layer, array
+    for layer, array in trained.values():
+        layer.watch(str(array.context), array)
+    ids = (ctypes.c_int64 * len(layers))(*(layer.id for layer in layers))
+    _library.gluon_syncbn_settle(ids, len(ids), begin, encoded(why))
 
 
 @callback(OPEN)
@@ -99,7 +132,7 @@ def _register(mxnet):
         encoded(PROCESS),
         NAIVE_ENGINE,
         HAS_ONEDNN,
-        Callbacks(_on_warning, _on_failure, _on_waits, _on_open),
+        Callbacks(_on_warning, _on_failure, _on_waits, _on_report, _on_may_run, _on_open),
     )
     if status != 0:
         error = mxnet.base.py_str(mxnet.base._LIB.MXGetLastError())
@@ -113,6 +146,8 @@ class Layer:
         self.id = next(_ids)
         self.name = name
         self.devices = ()
+        # As a graph has.
+        self.layers = weakref.WeakSet([self])
         _layers[self.id] = self
         weakref.finalize(self, _library.gluon_syncbn_forget, self.id).atexit = False
 
@@ -168,13 +203,29 @@ class Layer:
         if none are named), and one that a backward does; None where there is none."""
         return None, None
 
-    def written_by(self, backward):
-        """{device: arrays that a forward in training mode, or a backward, changes there}."""
+    # Whether MXNet knows that a forward call writes the running mean.
+    is_written = True
+
+    def written(self):
+        """{device: [the running mean, others that hold an error if MXNet has skipped a call]}"""
         return {}
 
-    def marks(self):
-        """{device: an array that MXNet skips with the gradients of a Trainer's step}."""
-        return {}
+    def trained(self):
+        """The parameters that are trained with the layer, and their gradients."""
+        return ()
+
+    def probe(self, device):
+        """Pushes operations behind the calls that were made on a device."""
+        mean, *gradients = self.written().get(device, [None])
+        if mean is not None:
+            _library.gluon_syncbn_probe(self.id, encoded(device), mean.handle, True)
+            for gradient in gradients:
+                self.watch(device, gradient)
+
+    def watch(self, device, array):
+        """The step fails if the array, which a call on this device writes, holds an error by the
+        time that what was pushed so far has ended."""
+        _library.gluon_syncbn_probe(self.id, encoded(device), array.handle, False)
 
 
 def layers():

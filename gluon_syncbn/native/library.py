@@ -154,11 +154,21 @@ ALL_REDUCE = _callback(None, _long, _text, ctypes.POINTER(_double), _long, _long
 StoreFunction = _struct("StoreFunction", all_reduce=ALL_REDUCE, store=_long)
 WARN = _callback(None, _text)
 FAILED = _callback(None, _long, _text)
-WAITS = _callback(None, _long, _bool, _long)
+WAITS = _callback(None, _long, _text)
+REPORTS = _callback(None, _long, _text)
+MAY_RUN = _callback(_bool)
 OPEN = _callback(_pointer, _long, _bool, _long, _text, _long, _long)
 IN_FLIGHT = _callback(None, _text, _text, _double, _double, _bool)
 _KVSTORE, _HOROVOD = (KVStoreSlots, KVStoreSums), (HorovodArrays, HorovodSums)
-Callbacks = _struct("Callbacks", warn=WARN, failed=FAILED, waits=WAITS, open=OPEN)
+Callbacks = _struct(
+    "Callbacks",
+    warn=WARN,
+    failed=FAILED,
+    waits=WAITS,
+    reports=REPORTS,
+    may_run=MAY_RUN,
+    open=OPEN,
+)
 
 # Name: result, arguments.
 for _name, (_result, *_arguments) in {
@@ -174,12 +184,13 @@ for _name, (_result, *_arguments) in {
         *(_bool, _long, _bool, _long, _long, _long, _bool, _double, _bool, _pointer, _text, _int),
     ),
     "fail": (None, _text),
-    "resume": (None,),
-    "failure": (_bool, _text, _int),
-    "probe_arrays": (None, _long, _text, _pointer, _int),
-    "flush_begin": (_pointer,),
-    "flush_add": (None, _pointer, _long, _bool, _text, _pointer, _int),
-    "flush_finish": (None, _pointer, _text),
+    "recover": (None,),
+    "has_failed": (_pointer,),
+    "failure": (None, _text, _int),
+    "probe": (None, _long, _text, _pointer, _bool),
+    "expect_report": (None, _pointer),
+    "next_ticket": (_long,),
+    "settle": (None, ctypes.POINTER(_long), _int, _long, _text),
     "holds_error": (_bool, _pointer),
     "abandon": (None,),
     "is_abandoned": (_bool,),

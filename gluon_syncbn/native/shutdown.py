@@ -38,7 +38,7 @@ def at_exit(leave):
 def _last_error():
     """The end of the script counts as a wait. Returns the error of a step that nothing has waited
     for, after which the exit code is 1."""
-    text = failures.failure()
+    text = failures.unraised()
     if not text:
         return None
     _log.error("A step has failed, and nothing waited for it: %s", text)
@@ -60,7 +60,7 @@ def _before_fork():
 
 
 def _after_fork():
-    library.gluon_syncbn_after_fork()
+    failures.after_fork()
     # The parent calls them.
     _leaving.clear()
 

@@ -10,7 +10,7 @@ from ..graph.blocks import check_block
 from ..graph.compiled import layers_of
 from ..trainers import after_update, before_adding_up, check_trainer, clear, trained, trainers
 from . import precise
-from .steps import end_step, give_up, take_part
+from .steps import end_step, take_part
 
 
 class participants:
@@ -153,7 +153,7 @@ class participants:
     def __exit__(self, kind, error, trace):
         try:
             if error is not None:
-                give_up(error)
+                native.give_up(error)
             elif self._active:
                 mx.nd.waitall()
             if self._active:

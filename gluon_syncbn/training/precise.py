@@ -6,10 +6,11 @@ import logging
 import mxnet as mx
 from mxnet.gluon import SymbolBlock
 
+from .. import native
 from ..distributed.join import counted
 from ..graph.blocks import BATCH_NORMS, check_block, compile_again, walk
 from ..layers.batch_norm import SyncBatchNorm
-from .steps import end_step, give_up
+from .steps import end_step
 
 _log = logging.getLogger("gluon_syncbn")
 _COUNT = "num_batches_tracked"
@@ -89,7 +90,7 @@ def precise_statistics(net):
                 net.name,
             )
     except BaseException as error:
-        give_up(error)
+        native.give_up(error)
         raise
     finally:
         measured.remove(net)

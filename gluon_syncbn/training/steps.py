@@ -26,15 +26,10 @@ def end_step(trainer=None):
 before_adding_up.append(end_step)
 
 
-def give_up(error):
-    """Ends a step that has failed with an error, which the user sees."""
-    native.give_up(f"The step was given up: {type(error).__name__}: {error}")
-
-
 def take_part(trainer, layers):
     """Makes the exchanges of these layers in a step of the Trainer, without samples. None of their
     forward calls may be in progress."""
-    native.note_training()
+    native.begin_training()
     layers = {
         layer.id: layer
         for layer in layers
@@ -82,10 +77,11 @@ class _Running:
         momentum, unbiased = settings["momentum"], settings["unbiased"]
         arguments = backward, node, ago, self._values, momentum, unbiased
         error, interrupted = native.take_part(self._layer, *arguments)
-        if error:
-            native.give_up(error)
+        if interrupted:
             # Python has raised it in a function that C++ had called.
-            raise KeyboardInterrupt if interrupted else mx.MXNetError(error)
+            raise KeyboardInterrupt
+        if error:
+            native.raise_failure()
 
     def write(self):
         with mx.autograd.pause():

@@ -1,6 +1,5 @@
 // What Python calls for layers and for the process. Where the answer depends on work that MXNet has
-// not finished (probe, flush), an operation pushed to its engine gives it, as that runs
-// after the earlier ones.
+// not finished, an operation pushed to its engine gives it, as that runs after the earlier ones.
 #include <signal.h>
 
 #include <algorithm>
@@ -28,8 +27,6 @@
 namespace gluon_syncbn {
 namespace {
 
-using FlushPtr = Rendezvous::FlushPtr;
-
 Direction direction_of(int backward) {
   return backward ? Direction::kBackward : Direction::kForward;
 }
@@ -56,7 +53,9 @@ using namespace gluon_syncbn;
 struct Callbacks {
   void (*warn)(const char* text, Outcome*);
   void (*failed)(int64_t layer, const char* text, Outcome*);
-  void (*waits)(int64_t layer, int backward, int64_t meeting, Outcome*);
+  void (*waits)(int64_t layer, const char* device, Outcome*);
+  void (*reports)(int64_t layer, const char* device, Outcome*);
+  int (*may_run)(Outcome*);
   void* (*open)(int64_t layer, int backward, int64_t node, const char* title, int64_t channels,
                 int64_t size, Outcome*);
 };
@@ -87,12 +86,22 @@ SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process_uuid,
       warn("An error of a layer could not be passed on to other processes: " + outcome.failure());
     }
   };
-  observer.waits = [waits = callbacks->waits](int64_t layer, Direction direction, int64_t meeting) {
+  observer.waits = [waits = callbacks->waits](int64_t layer, const std::string& device) {
     Outcome outcome;
-    waits(layer, direction == Direction::kBackward, meeting, &outcome);
+    waits(layer, device.c_str(), &outcome);
     if (outcome.succeeded) return;
-    process.rendezvous->fail("A layer cannot tell which devices may still arrive: " +
-                             outcome.failure());
+    process.rendezvous->fail(
+        nullptr, "A layer cannot tell which calls have been made: " + outcome.failure());
+  };
+  observer.reports = [reports = callbacks->reports](int64_t layer, const std::string& device) {
+    Outcome outcome;
+    // If it does not succeed, the report counts as recorded after a moment.
+    reports(layer, device.c_str(), &outcome);
+  };
+  observer.may_run = [may_run = callbacks->may_run] {
+    Outcome outcome;
+    const int may = may_run(&outcome);
+    return may || !outcome.succeeded;
   };
   observer.open = [open = callbacks->open](const ProcessCall& call, int64_t channels,
                                            int64_t size) {
@@ -161,9 +170,10 @@ SBN_EXPORT int64_t gluon_syncbn_end_step(const int64_t* layers, void* const (*wr
       void* array = written[i][is_backward];
       // Without a forward array there is no call yet. Backward calls then follow those forward.
       if (!array && is_backward) continue;
-      when_written(&array, array ? 1 : 0, "SyncBatchNormStep", [=, layer = layers[i]](bool) {
+      const auto enter = [=, layer = layers[i]](bool) {
         process.rendezvous->record().enter(layer, is_backward, step + 1);
-      });
+      };
+      array ? when_passed(array, false, "SyncBatchNormStep", enter) : enter(false);
     }
   }
   return step;
@@ -210,47 +220,35 @@ SBN_EXPORT int gluon_syncbn_take_part(int64_t layer, int is_backward, int64_t no
 SBN_EXPORT void gluon_syncbn_forget(int64_t layer) { process.rendezvous->forget(layer); }
 
 // See Rendezvous.
-SBN_EXPORT void gluon_syncbn_fail(const char* text) { process.rendezvous->fail(text); }
+SBN_EXPORT void gluon_syncbn_fail(const char* text) { process.rendezvous->fail(nullptr, text); }
 
-SBN_EXPORT void gluon_syncbn_resume() { process.rendezvous->resume(); }
+SBN_EXPORT void gluon_syncbn_recover() { process.rendezvous->recover(); }
 
-// Writes at most `size` bytes of the text, and returns whether the step has failed.
-SBN_EXPORT int gluon_syncbn_failure(char* text, int size) {
-  const std::string failure = process.rendezvous->failure();
-  if (size > 0) text[failure.copy(text, static_cast<size_t>(size) - 1)] = 0;
-  return !failure.empty();
+// Not 0 while the step has failed.
+SBN_EXPORT const void* gluon_syncbn_has_failed() { return &process.rendezvous->has_failed(); }
+
+// Writes at most `size` bytes of the text, empty while the step has not failed.
+SBN_EXPORT void gluon_syncbn_failure(char* text, int size) {
+  text[process.rendezvous->failure().copy(text, static_cast<size_t>(size) - 1)] = 0;
 }
 
-// Once all operations pushed earlier have finished, checks whether these arrays of a device hold an
-// error. If so, the meeting waits for the device in vain: see Rendezvous::unreachable.
-SBN_EXPORT void gluon_syncbn_probe_arrays(int64_t meeting, const char* device, void** arrays,
-                                          int num_arrays) {
-  when_written(arrays, num_arrays, "SyncBatchNormProbe",
-               [meeting, name = std::string(device)](bool skipped) {
-                 if (skipped) process.rendezvous->unreachable(meeting, name);
-               });
+// Pushes a probe of a layer on a device, see Calls, at its running mean or at what a backward call
+// writes.
+SBN_EXPORT void gluon_syncbn_probe(int64_t layer, const char* device, void* array, int is_mean) {
+  const Calls::Ticket ticket =
+      process.rendezvous->ask(layer, device, is_mean ? Calls::Of::kAll : Calls::Of::kGradients);
+  when_passed(array, is_mean, "SyncBatchNormProbe",
+              [ticket](bool skipped) { process.rendezvous->answer(ticket, skipped); });
 }
 
-// See Rendezvous::Flush. `add` adds a device, with the arrays that its calls of this layer and
-// direction write; `finish` waits, and frees the flush.
-SBN_EXPORT void* gluon_syncbn_flush_begin() {
-  return new FlushPtr(std::make_shared<Rendezvous::Flush>());
-}
+// See Reports.
+SBN_EXPORT void gluon_syncbn_expect_report(void* array) { reports.expect(array); }
 
-SBN_EXPORT void gluon_syncbn_flush_add(void* flush, int64_t layer, int backward, const char* device,
-                                       void** arrays, int num_arrays) {
-  const FlushPtr& shared = *static_cast<FlushPtr*>(flush);
-  const Direction direction = direction_of(backward);
-  process.rendezvous->add(shared, layer);
-  when_written(arrays, num_arrays, "SyncBatchNormFlush",
-               [=, name = std::string(device), flush = shared](bool) {
-                 process.rendezvous->passed(flush, layer, direction, name);
-               });
-}
+SBN_EXPORT int64_t gluon_syncbn_next_ticket() { return process.rendezvous->next_ticket(); }
 
-SBN_EXPORT void gluon_syncbn_flush_finish(void* flush, const char* why) {
-  const std::unique_ptr<FlushPtr> owned(static_cast<FlushPtr*>(flush));
-  process.rendezvous->finish(*owned, why);
+SBN_EXPORT void gluon_syncbn_settle(const int64_t* layers, int num_layers, int64_t from,
+                                    const char* why) {
+  process.rendezvous->settle({layers, layers + num_layers}, from, why);
 }
 
 SBN_EXPORT int gluon_syncbn_holds_error(void* array) { return holds_error(array); }

@@ -84,6 +84,12 @@ Call::Call(const Attributes& attributes, const LayerPtr& layer, const char* cont
   for (void*& self : contexts) self = this;
 }
 
+Call::~Call() { drop(); }
+
+void Call::drop() {
+  if (std::exchange(is_alive_, false)) process.rendezvous->drop(layer_, id_, device_);
+}
+
 int Call::forward(Arrays* arrays, const int* requests, bool is_train) {
   return run(arrays, outputs_ + kOutput, kNumOutputs, requests, Direction::kForward,
              [&] { forward_pass(*arrays, requests, is_train); });
@@ -97,13 +103,11 @@ int Call::backward(Arrays* arrays, const int* requests) {
 int Call::run(Arrays* arrays, int written, int count, const int* requests, Direction direction,
               const std::function<void()>& work) {
   std::string text;
-  bool reports = false;
   try {
     work();
     return 1;
   } catch (const Error& error) {
     text = error.what();
-    reports = error.is_first;
   } catch (const std::exception& error) {
     text = title() + ": " + error.what();
     if (direction == Direction::kForward && has_met_) {
@@ -111,17 +115,18 @@ int Call::run(Arrays* arrays, int written, int count, const int* requests, Direc
           " Its running statistics are as before this step, and those of other devices may have "
           "followed the batch: continue from the last checkpoint.";
     }
-    reports = !id_.meets || process.rendezvous->fail(layer_, text);
+    if (id_.meets) process.rendezvous->fail(layer_, text);
   }
   // Under MXNet's naive engine arrays hold no errors: an exception goes straight up to the caller.
   if (process.naive_engine) {
-    process.rendezvous->resume();
+    process.rendezvous->recover();
     throw dmlc::Error(text);
   }
   // Once the user has waited for one result, MXNet forgets the error and goes on with the values of
   // the others.
   for (int i = 0; i < count && has_kernels(); ++i) clear(*arrays, written + i, requests[i]);
-  if (reports) report_error(arrays->handle(written), text);
+  report_error(arrays->handle(written), text);
+  if (layer_ && direction == Direction::kForward) process.rendezvous->reported(layer_, device_);
   return 1;
 }
 
@@ -184,6 +189,7 @@ void Call::check_count(const Arrays& arrays) const {
 }
 
 void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train) {
+  drop();
   // So that a backward after a failed forward finds none.
   channels_ = 0;
   kept_ = {};
@@ -196,6 +202,9 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
     check_engine();
     // Before anything that may fail on this device only: so the others know which call has failed.
     id_ = process.rendezvous->next_call(layer_, device_, attributes_.node);
+    is_alive_ = true;
+  } else if (from_batch_) {
+    process.rendezvous->check_step();
   }
   check_device();
   const View view = arrays.view(kData, attributes_.axis);
@@ -222,6 +231,7 @@ void Call::backward_pass(const Arrays& arrays, const int* requests) {
   if (channels_ != view.C) {
     throw std::runtime_error("this backward goes through a forward that has failed.");
   }
+  if (from_batch_) process.rendezvous->check_step();
   if (view.size() == 0 && !from_batch_) {
     for (const int input : {kGamma, kBeta}) clear(arrays, gradients_ + input, requests[input]);
     return;

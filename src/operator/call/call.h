@@ -23,6 +23,9 @@ namespace gluon_syncbn {
 class Call {
  public:
   Call(const Attributes& attributes, const LayerPtr& layer, const char* context);
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+  ~Call();
 
   // MXNet's callbacks, which return 1. The first error of a step is raised by the arrays that this
   // call writes. The calls that meet it end with zeros.
@@ -87,6 +90,10 @@ class Call {
   // What a backward finds whose forward MXNet has skipped: a call that meets others, so that its
   // error fails the step.
   CallId id_{0, 0, nullptr, 0, true};
+  // Whether the rendezvous expects a backward of the forward with this id; and tells it that there
+  // is none any more.
+  bool is_alive_ = false;
+  void drop();
   // Of the data of the forward.
   DType dtype_ = DType::kFloat32;
   // The channels of the forward, and what it has kept. None if it has failed.

@@ -2,9 +2,12 @@
 #ifndef GLUON_SYNCBN_MXNET_OPERATIONS_H_
 #define GLUON_SYNCBN_MXNET_OPERATIONS_H_
 
-#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -36,30 +39,71 @@ inline bool push(std::function<void()> run, Handle array, bool writes, int kind,
   return status == 0;
 }
 
-// Calls then(skipped) once the operations pushed so far that write these arrays have ended.
-// skipped: whether MXNet skips what reads them, as one holds an error. Ours only read them, so they
-// do not wait for others that do. Without arrays, or if MXNet takes no more operations, it calls
-// then(false) now.
-inline void when_written(Handle* arrays, int count, const char* name,
-                         std::function<void(bool)> then) {
+// Calls then(skipped) once the operations pushed so far that write this array have ended, and if
+// `writes` those too that read it. skipped: whether MXNet skips what depends on the array, as it
+// holds an error. If MXNet takes no more operations, it calls then(false) now.
+inline void when_passed(Handle array, bool writes, const char* name,
+                        std::function<void(bool)> then) {
   struct Task {
-    // How many operations have neither run nor failed to be pushed.
-    std::atomic<int> left;
     std::function<void(bool)> then;
+    bool has_run = false;
     ~Task() {
-      if (left > 0) then(true);
+      if (!has_run) then(true);
     }
   };
-  if (count == 0) return then(false);
-  const auto task = std::shared_ptr<Task>(new Task{{count}, std::move(then)});
+  const std::shared_ptr<Task> task(new Task{std::move(then)});
   // Within the operation: MXNet starts what writes the array next before it drops `run`.
-  const auto one_less = [task] {
-    if (--task->left == 0) task->then(false);
+  const auto run = [task] {
+    task->has_run = true;
+    task->then(false);
   };
-  for (int i = 0; i < count; ++i) {
-    if (!push(one_less, arrays[i], false, kCpuPrioritized, name)) one_less();
-  }
+  if (!push(run, array, writes, kCpuPrioritized, name)) run();
 }
+
+// MXNet's engine appends errors to a list without a lock, at the end of the operation that fails.
+// So our calls report one after the other: each waits until MXNet has recorded the one before.
+class Reports {
+ public:
+  void begin() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (is_open_ && changed_.wait_until(lock, until_) != std::cv_status::timeout) {
+    }
+    is_open_ = true;
+    ++number_;
+    until_ = Clock::now() + std::chrono::seconds(5);
+  }
+  // It has been recorded for the callback's copy of an output, and is going to be for the output.
+  void soon() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    until_ = Clock::now() + std::chrono::milliseconds(20);
+    changed_.notify_all();
+  }
+  // The call that reports writes this array, as MXNet knows, which then has the error.
+  void expect(Handle array) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const int64_t number = number_;
+    lock.unlock();
+    when_passed(array, false, "SyncBatchNormReport", [this, number](bool) { end(number); });
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  void end(int64_t number) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (number == number_) is_open_ = false;
+    changed_.notify_all();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool is_open_ = false;
+  int64_t number_ = 0;
+  Clock::time_point until_{};
+};
+
+// Never destroyed: calls may still report when the process ends.
+inline Reports& reports = *new Reports;
 
 // The error of a custom operator's callback: waiting for its outputs raises an MXNetError with this
 // text. `written` is the callback's handle of an output. Throws dmlc::Error if MXNet's engine takes
@@ -69,13 +113,14 @@ inline void when_written(Handle* arrays, int count, const char* name,
 // operators in one variable, and whichever ends next takes it. So an operation that throws "writes"
 // the callback's copy of the output. MXNet records the error for this operation, and then, as the
 // end of the custom operator reads the copy, for that: one after the other. What depends on the
-// outputs starts later and finds the error recorded. So no two threads append to the engine's list
-// of errors, which has no lock, because of one report.
+// outputs starts later and finds the error recorded.
 inline void report_error(Handle written, const std::string& text) {
-  if (!push([text] { throw dmlc::Error(text); }, written, true, kCpuPrioritized,
-            "SyncBatchNormError")) {
+  reports.begin();
+  const auto fail = [text] {
+    reports.soon();
     throw dmlc::Error(text);
-  }
+  };
+  if (!push(fail, written, true, kCpuPrioritized, "SyncBatchNormError")) throw dmlc::Error(text);
 }
 
 }  // namespace gluon_syncbn

@@ -35,14 +35,15 @@ CallId Rendezvous::next_call(const LayerPtr& layer, const std::string& device, i
     id.active = layer->active_here(state_->active);
     id.configuration = layer->configuration;
     id.meets = config.spans_processes || config.meeting_size() > 1;
-    if (id.meets) state_->check_call(*layer, id);
+    state_->check_call(*layer, id);
     state_->check_configuration(*layer, device);
     state_->check_participants(*layer, device, id.active);
     auto& calls = layer->forward_calls[device];
     id.sequence = calls.insert({node, layer->first_calls[node]}).first->second++;
+    state_->calls.begin({layer->id, device}, node, id.sequence);
     if (!config.notice.empty() && !std::exchange(state_->has_noticed, true)) notice = config.notice;
   } catch (const Error& error) {
-    tell(layer, error.what());
+    state_->observer.failed(layer->id, error.what());
     throw;
   }
   if (!notice.empty()) warn(notice);
@@ -50,7 +51,7 @@ CallId Rendezvous::next_call(const LayerPtr& layer, const std::string& device, i
 }
 
 void State::check_call(const Layer& layer, const CallId& id) {
-  if (step != Step::kRunning) throw Error(failure);
+  if (!step.runs()) throw Error(step.why());
   if (id.configuration == layer.configuration) return;
   fail("SyncBatchNorm '" + layer.config.name +
        "' goes backward through a call of a step that has failed, or before its devices "

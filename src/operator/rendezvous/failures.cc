@@ -1,10 +1,9 @@
 // What happens when something fails. A step goes through all layers, so the step of this process
-// fails as a whole, with the text of its first failure. From then until Python has raised it, each
-// call that would meet others ends at once, with zeros. docs/design.md, "After an error", has the
-// table of events.
+// fails as a whole, with the text of its first failure. From then until it recovers, each call in
+// training ends at once, with zeros. docs/design.md, "After an error", has the table of events.
 //
-// At most one call of a step reports an error to MXNet, because MXNet's engine appends errors to a
-// list without a lock. What depends on that call is skipped, in backward and in the Trainer too.
+// Each call that ends with the failure reports it to MXNet. So MXNet skips what depends on its
+// zeros, in backward and in the Trainer too.
 #include <algorithm>
 #include <utility>
 
@@ -13,83 +12,124 @@
 #include "rendezvous/state.h"
 
 namespace gluon_syncbn {
-
-bool State::end_step(Step to, const std::string& text) {
-  const bool was_running = step == Step::kRunning;
-  if (was_running) failure = text;
-  step = std::max(step, to);
-  for (const LayerPtr& layer : all()) {
-    layer->end_meetings(failure);
-    layer->messages.end_waits(failure);
-  }
-  changed.notify_all();
-  return was_running;
-}
-
-void State::end_step_of_calls(Step to, const std::string& text) {
-  if (step == Step::kRunning) {
-    for (const LayerPtr& layer : all()) {
-      if (layer->meetings.empty()) continue;
-      layer->meetings.begin()->second->is_first_failure = true;
-      break;
-    }
-  }
-  end_step(to, text);
-}
-
-void State::fail(const std::string& text) {
-  if (!end_step(Step::kFailed, text)) throw Error(failure);
-  throw Error(text, true);
-}
-
-void State::fail_without(const Layer& layer, const Layer::Key& key, const Meeting& meeting,
-                         const std::string& why) {
-  end_step(Step::kFailed, layer.title(key) + ": " + layer.arrivals_text(meeting) +
-                              where_missing_wait(layer, meeting) + "\n" + why);
-}
-
 namespace {
+
+// A device that waits for a call which is never made must have waited so long before Python goes on
+// without it: it may just have arrived, with the others on their way.
+constexpr Seconds kSettled{0.05};
 
 std::string skipped(const std::string& device) {
   return "An earlier operation on " + device +
          " has failed, and MXNet runs nothing that depends on it. Its error comes before this one, "
-         "or "
-         "mx.nd.waitall() raises it.";
+         "or mx.nd.waitall() raises it.";
 }
 
 }  // namespace
 
-bool Rendezvous::fail(const LayerPtr& layer, const std::string& text) {
-  const bool is_first = fail(text);
-  tell(layer, text);
+bool State::stop(const std::string& text) {
+  const bool is_first = step.fail(text);
+  has_failed = step.has_failed();
+  for (const LayerPtr& layer : all()) {
+    layer->end_meetings(step.why());
+    layer->messages.end_waits(step.why());
+  }
+  note_event();
   return is_first;
 }
 
-bool Rendezvous::fail(const std::string& text) {
-  const State::Lock lock(state_->mutex);
-  return state_->end_step(Step::kFailed, text);
+void State::note_event() {
+  ++events;
+  quiet_looks = 0;
+  changed.notify_all();
 }
 
-void Rendezvous::tell(const LayerPtr& layer, const std::string& text) const {
+void State::fail(const std::string& text) {
+  stop(text);
+  throw Error(step.why());
+}
+
+void State::fail_without(const Waiting& in, const std::string& why) {
+  stop(in.layer->title(in.key) + ": " + in.layer->arrivals_text(*in.meeting) +
+       where_missing_wait(*in.layer, *in.meeting) + "\n" + why);
+}
+
+template <typename IsAbsent>
+std::optional<State::Waiting> State::waits_for(const std::set<int64_t>* layers,
+                                               const IsAbsent& is_absent) const {
+  for (const LayerPtr& layer : all()) {
+    if (layers && !layers->count(layer->id)) continue;
+    for (const auto& [key, meeting] : layer->meetings) {
+      std::set<std::string> absent;
+      for (const std::string& device : layer->missing(*meeting)) {
+        if (is_absent(*layer, key, device)) absent.insert(device);
+      }
+      const std::string device = layer->lacks(*meeting, absent);
+      if (!device.empty()) return Waiting{layer, key, meeting, device};
+    }
+  }
+  return std::nullopt;
+}
+
+void State::end_without_backward() {
+  if (!step.runs()) return;
+  const auto is_gone = [&](const Layer& layer, const Layer::Key& key, const std::string& device) {
+    return key.direction == Direction::kBackward &&
+           !calls.may_go_backward({layer.id, device}, key.node, key.sequence);
+  };
+  if (const auto in = waits_for(nullptr, is_gone)) fail_without(*in, gone_text(in->device));
+}
+
+std::string State::stuck() const {
+  std::set<std::string> waiting;
+  for (const LayerPtr& layer : all()) {
+    for (const auto& entry : layer->meetings) {
+      for (const Meeting::Arrival& arrival : entry.second->arrivals) waiting.insert(arrival.device);
+    }
+  }
+  std::string queued;
+  for (const LayerPtr& layer : all()) {
+    for (const auto& entry : layer->meetings) {
+      const std::vector<std::string> missing = layer->missing(*entry.second);
+      if (missing.empty()) return "";
+      for (const std::string& device : missing) {
+        const Calls::Standing is = calls.standing({layer->id, device}, entry.second->opened);
+        if (is != Calls::Standing::kQueued) return "";
+        if (waiting.count(device)) continue;
+        if (!is_cpu(device)) return "";
+        queued = device;
+      }
+    }
+  }
+  if (queued.empty()) {
+    return "All devices wait for each other, in different calls. In backward, that is because the "
+           "losses of several devices were added up on one of them, and MXNet fuses what waits for "
+           "one device with what another needs: give autograd.backward the list of the losses.";
+  }
+  return queued + " has been called, and MXNet cannot run the call, as " + workspaces_text();
+}
+
+void Rendezvous::fail(const LayerPtr& layer, const std::string& text) {
+  {
+    const State::Lock lock(state_->mutex);
+    state_->stop(text);
+  }
   if (layer) state_->observer.failed(layer->id, text);
 }
 
-void Rendezvous::unreachable(int64_t id, const std::string& device) {
-  const State::Lock lock(state_->mutex);
-  if (state_->step != Step::kRunning) return;
-  for (const LayerPtr& layer : state_->all()) {
-    for (const auto& [key, meeting] : layer->meetings) {
-      if (meeting->id != id || layer->lacks(*meeting, {device}).empty()) continue;
-      state_->fail_without(*layer, key, *meeting, skipped(device));
-      return;
-    }
-  }
+void Rendezvous::reported(const LayerPtr& layer, const std::string& device) const {
+  state_->observer.reports(layer->id, device);
 }
 
-void Rendezvous::resume() {
+void Rendezvous::check_step() const {
   const State::Lock lock(state_->mutex);
-  if (state_->step == Step::kEnded) return;
-  state_->step = Step::kRunning;
+  if (!state_->step.runs()) throw Error(state_->step.why());
+}
+
+void Rendezvous::recover() {
+  const State::Lock lock(state_->mutex);
+  state_->step.recover();
+  state_->calls.forget();
+  state_->has_failed = state_->step.has_failed();
   for (const LayerPtr& layer : state_->all()) {
     layer->align_calls();
     layer->messages.resume();
@@ -100,7 +140,7 @@ void Rendezvous::resume() {
   }
 }
 
-void Rendezvous::after_fork() { resume(); }
+void Rendezvous::after_fork() { recover(); }
 
 void Rendezvous::close(const std::string& reason) {
   const State::Lock lock(state_->mutex);
@@ -111,56 +151,82 @@ void Rendezvous::close(const std::string& reason) {
     text = "The process ended before " + layer->title(key) + " was complete. " +
            layer->arrivals_text(*meeting);
   }
-  state_->end_step_of_calls(Step::kEnded, text);
+  state_->stop(text);
+  state_->step.end(text);
+  state_->has_failed = false;
 }
 
 std::string Rendezvous::failure() const {
   const State::Lock lock(state_->mutex);
-  return state_->step == Step::kFailed ? state_->failure : "";
+  return state_->step.has_failed() ? state_->step.why() : "";
 }
 
-void Rendezvous::add(const FlushPtr& flush, int64_t id) {
+const std::atomic<int>& Rendezvous::has_failed() const { return state_->has_failed; }
+
+Calls::Ticket Rendezvous::ask(int64_t layer, const std::string& device, Calls::Of what) {
   const State::Lock lock(state_->mutex);
+  return state_->calls.ask({layer, device}, what);
+}
+
+void Rendezvous::answer(Calls::Ticket ticket, bool is_skipped) {
+  const State::Lock lock(state_->mutex);
+  const auto place = state_->calls.answer(ticket);
+  state_->note_event();
+  if (!place) return;
+  const auto& [id, device] = *place;
   const LayerPtr layer = state_->find(id);
-  const double timeout = layer ? layer->config.timeout_seconds : 0;
-  flush->timeout_seconds = std::max(flush->timeout_seconds, timeout);
-  ++flush->pending;
-}
-
-void Rendezvous::passed(const FlushPtr& flush, int64_t id, Direction direction,
-                        const std::string& device) {
-  const State::Lock lock(state_->mutex);
-  flush->passed[{id, direction}].insert(device);
-  --flush->pending;
-  state_->changed.notify_all();
-}
-
-void Rendezvous::finish(const FlushPtr& flush, const std::string& why) {
-  State::Lock lock(state_->mutex);
-  // Ends the step if a call waits for a device where all calls have ended, or been skipped. Returns
-  // whether it has.
-  const auto ends_in_vain = [&] {
-    for (const auto& [place, devices] : flush->passed) {
-      const LayerPtr layer = state_->find(place.first);
-      if (!layer) continue;
-      for (const auto& [key, meeting] : layer->meetings) {
-        const std::string device =
-            key.direction == place.second ? layer->lacks(*meeting, devices) : "";
-        if (device.empty()) continue;
-        state_->fail_without(*layer, key, *meeting, why.empty() ? skipped(device) : why);
-        return true;
-      }
-    }
-    return false;
+  if (!is_skipped || !layer || !state_->step.runs()) return;
+  if (!layer->config.spans_processes && layer->config.meeting_size() < 2) return;
+  const std::set<int64_t> one{id};
+  const auto is_absent = [&, absent = device](const Layer&, const Layer::Key&,
+                                              const std::string& missing) {
+    return missing == absent;
   };
-  Patience patience(flush->timeout_seconds);
-  const Interruption interruption;
-  while (flush->pending > 0 && !patience.is_over() && !abandoned) {
-    const Waited waited =
-        wait_until(&lock, &state_->changed, patience.slice(kSlice).count(), interruption,
-                   [&] { return flush->pending == 0 || ends_in_vain(); });
-    if (waited == Waited::kInterrupted) state_->end_step_of_calls(Step::kFailed, "Interrupted.");
+  if (const auto in = state_->waits_for(&one, is_absent)) {
+    state_->fail_without(*in, skipped(device));
+  } else {
+    state_->stop("SyncBatchNorm '" + layer->config.name + "': " + skipped(device));
   }
+}
+
+Calls::Ticket Rendezvous::next_ticket() const {
+  const State::Lock lock(state_->mutex);
+  return state_->calls.next();
+}
+
+void Rendezvous::settle(const std::set<int64_t>& layers, Calls::Ticket from,
+                        const std::string& why) {
+  State::Lock lock(state_->mutex);
+  const Calls::Ticket to = state_->calls.next();
+  double timeout = 0;
+  for (const int64_t id : layers) {
+    const LayerPtr layer = state_->find(id);
+    if (layer) timeout = std::max(timeout, layer->config.timeout_seconds);
+  }
+  Patience patience(timeout);
+  const Interruption interruption;
+  const auto is_not_made = [&](const Layer& layer, const Layer::Key&, const std::string& device) {
+    return state_->calls.standing({layer.id, device}, from) == Calls::Standing::kNotMade;
+  };
+  bool is_quiet = false;
+  while (state_->step.runs() && !patience.is_over() && !abandoned) {
+    const auto in = state_->waits_for(&layers, is_not_made);
+    if (state_->calls.have_ended(layers, from, to) || (in && is_quiet)) {
+      if (in && !why.empty()) state_->fail_without(*in, why);
+      return;
+    }
+    const int64_t events = state_->events;
+    const Waited waited = wait_until(&lock, &state_->changed, kSettled.count(), interruption,
+                                     [&] { return events != state_->events; });
+    if (waited == Waited::kInterrupted) state_->stop("Interrupted.");
+    is_quiet = waited == Waited::kTimeIsUp;
+  }
+}
+
+void Rendezvous::drop(const LayerPtr& layer, const CallId& id, const std::string& device) {
+  const State::Lock lock(state_->mutex);
+  state_->calls.drop({layer->id, device}, id.node, id.sequence);
+  state_->end_without_backward();
 }
 
 }  // namespace gluon_syncbn

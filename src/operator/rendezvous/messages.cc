@@ -6,6 +6,18 @@
 #include "rendezvous/state.h"
 
 namespace gluon_syncbn {
+namespace {
+
+constexpr char kUsualCauses[] =
+    "\nUsual causes (docs/troubleshooting.md#a-device-waits-for-another):";
+
+std::string no_backward_text(const std::string& who) {
+  return "autograd.backward was not called for the loss of " + who +
+         ", or one device's loss uses an output of the net that another's does not: use each in "
+         "all of them, times 0 where it must not count, or hybridize the net;";
+}
+
+}  // namespace
 
 std::string Layer::title(const Key& key) const {
   return "SyncBatchNorm '" + config.name + "', " +
@@ -54,18 +66,30 @@ std::string Layer::waits_text(const Key& key, const Meeting& meeting, const std:
          (further.empty() ? "" : " Already in a later call: " + comma_separated(further) + ".");
 }
 
-std::string Layer::causes(const Key& key, const Meeting& meeting) const {
+std::string gone_text(const std::string& device) {
+  return device + " cannot go backward through this call any more." + kUsualCauses + "\n- " +
+         no_backward_text(device) + "\n- an earlier operation on " + device +
+         " has failed: its error comes before this one, or mx.nd.waitall() raises it.";
+}
+
+std::string Layer::causes(const Key& key, const Meeting& meeting, const Calls& calls) const {
   const std::vector<std::string> others = missing(meeting);
+  const auto is = [&](Calls::Standing standing) {
+    return std::any_of(others.begin(), others.end(), [&](const std::string& device) {
+      return calls.standing({id, device}, meeting.opened) == standing;
+    });
+  };
+  const bool is_known = !others.empty() && !is(Calls::Standing::kUnknown);
   const std::string who = others.empty() ? "a device" : comma_separated(others);
   std::vector<std::string> causes;
   if (key.direction == Direction::kBackward) {
-    causes.push_back("autograd.backward was not called for the loss of " + who +
-                     ", or one device's loss uses an output of the net that another's does not: "
-                     "use each in all of them, times 0 where it must not count, or hybridize the "
-                     "net;");
+    causes.push_back(no_backward_text(who));
     causes.push_back(
         "the losses of several devices were added up on one of them, and MXNet fuses what waits "
         "for this device with what another needs: give autograd.backward the list of the losses;");
+  } else if (is_known && !is(Calls::Standing::kNotMade)) {
+    causes.push_back("the call of " + who +
+                     " has been made, and operations before it have not ended;");
   } else if (!ahead(key).empty()) {
     causes.push_back("the net is called more often on one device than on another;");
   } else {
@@ -82,23 +106,23 @@ std::string Layer::causes(const Key& key, const Meeting& meeting) const {
     }
   }
   const bool has_cpus = std::count_if(config.devices.begin(), config.devices.end(), is_cpu) > 1;
-  const char* const set = std::getenv("MXNET_CPU_TEMP_COPY");
-  const int workspaces = set ? std::atoi(set) : 4;  // MXNet's default.
-  constexpr int kForSmallNets = 64, kMany = 4096;
-  if (has_cpus && workspaces <= kMany) {
-    causes.push_back("an operator of one CPU context holds one of the " +
-                     std::to_string(workspaces) +
-                     " workspaces, which another needs to get here: set MXNET_CPU_TEMP_COPY=" +
-                     std::to_string(std::max(kForSmallNets, 4 * workspaces)) +
-                     ", and with dropout MXNET_CPU_PARALLEL_RAND_COPY=64, before MXNet starts "
-                     "(docs/guide.md#limits), or take one process per context;");
+  if (has_cpus && !(is_known && is(Calls::Standing::kNotMade))) {
+    causes.push_back(workspaces_text());
   }
-  causes.push_back("an earlier operation on " + who +
-                   " has failed, and MXNet runs nothing that depends on it: mx.nd.waitall() raises "
-                   "its error.");
-  std::string text = "\nUsual causes (docs/troubleshooting.md#a-device-waits-for-another):";
+  std::string text = kUsualCauses;
   for (const std::string& cause : causes) text += "\n- " + cause;
   return text;
+}
+
+std::string workspaces_text() {
+  const char* const set = std::getenv("MXNET_CPU_TEMP_COPY");
+  const int workspaces = set ? std::atoi(set) : 4;  // MXNet's default.
+  constexpr int kForSmallNets = 64;
+  return "an operator of one CPU context holds one of the " + std::to_string(workspaces) +
+         " workspaces, which another needs to get here: set MXNET_CPU_TEMP_COPY=" +
+         std::to_string(std::max(kForSmallNets, 4 * workspaces)) +
+         ", and with dropout MXNET_CPU_PARALLEL_RAND_COPY=64, before MXNet starts "
+         "(docs/guide.md#limits), or take one process per context.";
 }
 
 std::string State::where_missing_wait(const Layer& layer, const Meeting& meeting) const {

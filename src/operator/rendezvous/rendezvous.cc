@@ -104,9 +104,11 @@ void Rendezvous::configure(int64_t id, LayerConfig config) {
              layer->config.group_size != config.group_size) {
     ++layer->configuration;
     layer->align_calls();
-    layer->end_meetings("The devices of SyncBatchNorm '" + config.name + "' were changed from " +
-                        comma_separated(layer->config.devices) + " to " +
-                        comma_separated(config.devices) + ".");
+    if (!layer->meetings.empty()) {
+      state_->stop("The devices of SyncBatchNorm '" + config.name + "' were changed from " +
+                   comma_separated(layer->config.devices) + " to " +
+                   comma_separated(config.devices) + " while a call waited for others.");
+    }
     // Other processes continue counting.
     if (!config.spans_processes) layer->first_calls.clear();
   }
@@ -157,16 +159,14 @@ PassSums Rendezvous::reduce(const LayerPtr& layer, const CallId& id, Direction d
         state_->arrive(layer.get(), key, id.active, {device, dtype, &own});
     if (meeting->arrivals.size() < layer->expected(*meeting)) {
       state_->wait(&lock, *layer, key, meeting.get(), device);
-      if (!meeting->error.empty()) {
-        throw Error(meeting->error, std::exchange(meeting->is_first_failure, false));
-      }
+      if (!meeting->error.empty()) throw Error(meeting->error);
     } else {
       combine(state_.get(), &lock, layer.get(), key, meeting.get());
     }
     lock.unlock();
     return meeting->arrivals.size() > 1 ? meeting->all : std::move(meeting->all);
   } catch (const Error& error) {
-    tell(layer, error.what());
+    state_->observer.failed(layer->id, error.what());
     throw;
   }
 }
@@ -177,7 +177,7 @@ PassSums Rendezvous::take_part(const LayerPtr& layer, Direction direction, int64
   try {
     State::Lock lock(state_->mutex);
     const LayerConfig& config = layer->config;
-    if (state_->step != Step::kRunning) throw Error(state_->failure);
+    if (!state_->step.runs()) throw Error(state_->step.why());
     if (!config.devices.empty()) state_->check_configuration(*layer, config.devices.front());
     layer->align_calls();
     int64_t& calls = layer->first_calls[node];

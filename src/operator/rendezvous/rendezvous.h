@@ -6,16 +6,16 @@
 #ifndef GLUON_SYNCBN_RENDEZVOUS_RENDEZVOUS_H_
 #define GLUON_SYNCBN_RENDEZVOUS_RENDEZVOUS_H_
 
+#include <atomic>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <set>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "call/pass.h"
 #include "processes/step_record.h"
+#include "rendezvous/step.h"
 #include "rendezvous/types.h"
 
 namespace gluon_syncbn {
@@ -75,35 +75,32 @@ class Rendezvous {
   // Logs a warning.
   void warn(const std::string& text) const;
 
-  // The events after which a step has failed, or runs again. docs/design.md has a table.
+  // The events after which a step has failed, or runs again: step.h. docs/design.md has a table.
   //
-  // A call has failed. Returns whether this is the first failure of the step.
-  bool fail(const LayerPtr& layer, const std::string& text);
-  // Something else has.
-  bool fail(const std::string& text);
-  // MXNet runs no operation whose arrays hold an earlier error, so this device cannot arrive.
-  void unreachable(int64_t meeting, const std::string& device);
-  // Python has raised the error.
-  void resume();
+  // A call of the layer has failed; or, with null, something else.
+  void fail(const LayerPtr& layer, const std::string& text);
+  // A call reports an error to MXNet.
+  void reported(const LayerPtr& layer, const std::string& device) const;
+  // Throws Error if the step has failed.
+  void check_step() const;
+  // Nothing of the step is left.
+  void recover();
   // In the child of a fork, where no call is in progress.
   void after_fork();
   // The text of the first failure; empty while the step runs.
   std::string failure() const;
+  const std::atomic<int>& has_failed() const;
 
-  // Waits until all operations that were pushed earlier have ended: once Python has raised an error
-  // of MXNet, nobody knows which operations MXNet has skipped because of it. The caller adds each
-  // device of each layer and direction, and calls passed() once what it has pushed there has ended.
-  struct Flush {
-    double timeout_seconds = 0;
-    // How many have not passed, and the devices of those that have.
-    int pending = 0;
-    std::map<std::pair<int64_t, Direction>, std::set<std::string>> passed;
-  };
-  using FlushPtr = std::shared_ptr<Flush>;
-  void add(const FlushPtr& flush, int64_t layer);
-  void passed(const FlushPtr& flush, int64_t layer, Direction direction, const std::string& device);
-  // The step fails if a call waits for one that was skipped, or, if it says why, never made.
-  void finish(const FlushPtr& flush, const std::string& why = "");
+  // A probe is pushed: see Calls.
+  Calls::Ticket ask(int64_t layer, const std::string& device, Calls::Of what);
+  // It has ended. The step fails if MXNet has skipped it, and with it a call that meets others.
+  void answer(Calls::Ticket ticket, bool is_skipped);
+  Calls::Ticket next_ticket() const;
+  // Waits until the probes of these layers from a ticket on have ended, or wait for a call that was
+  // not made before them. The step fails in the latter case, if it says why.
+  void settle(const std::set<int64_t>& layers, Calls::Ticket from, const std::string& why);
+  // There is no backward any more of this forward call.
+  void drop(const LayerPtr& layer, const CallId& id, const std::string& device);
 
   // Call this when the process ends: all waiting and later calls get an error, which names a call
   // that was waiting or, if there was none, gives the reason.
@@ -116,9 +113,6 @@ class Rendezvous {
   double stuck_seconds() const;
 
  private:
-  // Tells the observer that a call of the layer has ended.
-  void tell(const LayerPtr& layer, const std::string& text) const;
-
   const std::unique_ptr<State> state_;
 };
 

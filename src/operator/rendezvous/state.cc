@@ -105,8 +105,8 @@ std::shared_ptr<Meeting> State::arrive(Layer* layer, const Layer::Key& key,
   std::shared_ptr<Meeting>& place = layer->meetings[key];
   if (!place) {
     place = std::make_shared<Meeting>();
-    place->id = next_meeting++;
     place->active = active;
+    place->opened = calls.next();
   }
   const std::shared_ptr<Meeting> meeting = place;
   if (meeting->has(arrival.device)) {
@@ -118,7 +118,8 @@ std::shared_ptr<Meeting> State::arrive(Layer* layer, const Layer::Key& key,
   if (!meeting->arrivals.empty()) check_match(*layer, key, meeting->arrivals[0], arrival);
   meeting->arrivals.push_back(arrival);
   last_arrival = Clock::now();
-  changed.notify_all();
+  note_event();
+  if (key.direction == Direction::kBackward) end_without_backward();
   return meeting;
 }
 

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <tuple>
@@ -17,6 +18,7 @@
 #include "processes/patience.h"
 #include "processes/step_record.h"
 #include "processes/text.h"
+#include "rendezvous/step.h"
 #include "rendezvous/types.h"
 
 namespace gluon_syncbn {
@@ -26,6 +28,10 @@ using Seconds = Patience::Seconds;
 
 bool contains(const std::vector<std::string>& names, const std::string& name);
 bool is_cpu(const std::string& device);
+// How many workspaces the CPU contexts have, and what to set.
+std::string workspaces_text();
+// Why a device has no backward.
+std::string gone_text(const std::string& device);
 
 struct Meeting {
   struct Arrival {
@@ -34,8 +40,6 @@ struct Meeting {
     const PassSums* own;
   };
 
-  // Unique in this process.
-  int64_t id;
   ActiveDevices active;
   std::vector<Arrival> arrivals;
   // The last device is at work. That ends by itself or by its own timeout, and uses what the others
@@ -43,8 +47,8 @@ struct Meeting {
   bool is_combining = false;
   bool has_warned = false;
   std::string error;
-  // One of its calls is to report the error to MXNet.
-  bool is_first_failure = false;
+  // The ticket of the next probe when it was opened.
+  Calls::Ticket opened;
   PassSums all;
   // Also read without the lock.
   std::atomic<bool> over{false};
@@ -99,8 +103,8 @@ struct Layer {
   // Which device has waited for how long, which have arrived, and which are in a later call.
   std::string waits_text(const Key& key, const Meeting& meeting, const std::string& device,
                          Seconds waited) const;
-  // Two to four causes that fit what is known, one per line.
-  std::string causes(const Key& key, const Meeting& meeting) const;
+  // One to four causes that fit what is known, one per line.
+  std::string causes(const Key& key, const Meeting& meeting, const Calls& calls) const;
   // The devices that wait in later calls of the same node and direction.
   std::vector<std::string> ahead(const Key& key) const;
   // Ends all meetings.
@@ -108,24 +112,27 @@ struct Layer {
 };
 using LayerPtr = std::shared_ptr<Layer>;
 
-// The step of this process, which goes through all layers. kEnded: the process ends.
-enum class Step { kRunning, kFailed, kEnded };
-
 struct State {
   using Lock = std::unique_lock<std::mutex>;
 
   mutable std::mutex mutex;
   std::map<int64_t, LayerPtr> registered;
   std::map<int64_t, std::weak_ptr<Layer>> layers;
-  Step step = Step::kRunning;
-  // Why it does not run.
-  std::string failure;
-  // A device has arrived, a place of a flush has passed, or the step has failed.
+  Step step;
+  Calls calls;
+  // Whether the step has failed, for Python to read without the lock.
+  std::atomic<int> has_failed{0};
+  Clock::time_point last_arrival{};
+  // How often a device has arrived, a probe has ended, or the step has failed.
+  int64_t events = 0;
   std::condition_variable changed;
-  int64_t next_meeting = 0;
+  // How often since then, and when, a waiting thread has found that no other thread runs; and the
+  // threads that wait.
+  int quiet_looks = 0;
+  Clock::time_point last_look{};
+  std::multiset<int> threads;
   bool joined = false;
   StepRecord record;
-  Clock::time_point last_arrival{};
   ActiveDevices active;
   Observer observer;
   // Whether a layer's notice has been logged.
@@ -134,16 +141,32 @@ struct State {
   LayerPtr find(int64_t id) const;
   std::vector<LayerPtr> all() const;
 
-  // Ends all waits for other devices. Returns whether the step was running.
-  bool end_step(Step to, const std::string& text);
-  // The first failure that no call has found by itself: one that waits reports it to MXNet, if
-  // there is one and MXNet knows of none.
-  void end_step_of_calls(Step to, const std::string& text);
-  // A call has found a failure: ends the step, and throws.
+  // The step fails, and all waits for other devices end. Returns whether this is the first failure.
+  bool stop(const std::string& text);
+  // A call has found a failure: the step fails, and the call ends.
   [[noreturn]] void fail(const std::string& text);
+  // A meeting that lacks a device.
+  struct Waiting {
+    LayerPtr layer;
+    Layer::Key key;
+    std::shared_ptr<Meeting> meeting;
+    std::string device;
+  };
   // A meeting cannot take place.
-  void fail_without(const Layer& layer, const Layer::Key& key, const Meeting& meeting,
-                    const std::string& why);
+  void fail_without(const Waiting& in, const std::string& why);
+  // A meeting of these layers (null: of all) that cannot take place without the devices for which
+  // is_absent(layer, key, device) is true.
+  template <typename IsAbsent>
+  std::optional<Waiting> waits_for(const std::set<int64_t>* layers,
+                                   const IsAbsent& is_absent) const;
+  // Fails if a call waits for the backward of a device whose forward has gone.
+  void end_without_backward();
+  // Why no call that others wait for can run, in a process of which no thread runs; empty if one
+  // has not been made, or nobody knows.
+  std::string stuck() const;
+  // Looks, at most once a second, for threads that run.
+  void look_around(Lock* lock);
+  void note_event();
 
   // Throw if the layer cannot be called on this device: in this process and configuration; in this
   // step.

@@ -17,10 +17,7 @@ namespace gluon_syncbn {
 // Why a call ends without results.
 class Error : public std::runtime_error {
  public:
-  explicit Error(const std::string& text, bool is_first = false)
-      : std::runtime_error(text), is_first(is_first) {}
-  // Whether this call reports the error to MXNet. Of all calls of a failed step, at most one does.
-  const bool is_first;
+  using std::runtime_error::runtime_error;
 };
 
 enum class Direction { kForward, kBackward };
@@ -90,10 +87,14 @@ struct Observer {
   // A call of this layer has ended, as the step has failed.
   std::function<void(int64_t layer, const std::string& text)> failed = [](int64_t,
                                                                           const std::string&) {};
-  // A device has waited for others for a while. The observer must call unreachable() for those that
-  // cannot arrive at this meeting.
-  std::function<void(int64_t layer, Direction, int64_t meeting)> waits = [](int64_t, Direction,
-                                                                            int64_t) {};
+  // A call waits for this device. The observer pushes a probe there.
+  std::function<void(int64_t layer, const std::string& device)> waits = [](int64_t,
+                                                                           const std::string&) {};
+  // A call on this device reports an error to MXNet. The observer calls Reports::expect().
+  std::function<void(int64_t layer, const std::string& device)> reports = [](int64_t,
+                                                                             const std::string&) {};
+  // Whether something may run in this process, or for it elsewhere, that no thread here shows.
+  std::function<bool()> may_run = [] { return false; };
   // Opens a route to other processes.
   LayerMessages::Open open;
 };
