@@ -1,6 +1,7 @@
 """Clusters that several files of tests look at, as starting processes takes most of the time."""
 
 import pytest
+from gluon_syncbn import native
 from distributed_cluster import FOUR, STORE, needs_horovod, run
 
 STORES = [
@@ -19,6 +20,14 @@ STORES = [
     "test_routes:a_group_that_failed",
     "test_distributed_traps:trainers_that_add_here_alone",
 ]
+
+
+@pytest.fixture(autouse=True)
+def later_tests_run():
+    """With groups of several processes, a step that has failed stays so."""
+    yield
+    if native.failures.failure():
+        native.failures._recover()
 
 
 @pytest.fixture(scope="session")

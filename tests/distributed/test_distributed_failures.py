@@ -203,7 +203,7 @@ def test_a_random_failure(seed, ended, monkeypatch):
     assert "scale" in cluster.all_output()
     for worker in (-2, -1):  # The other one may know only where it was.
         text = cluster.text(worker)
-        assert "scale" in text or "An earlier operation on cpu(" in text, text
+        assert "scale" in text or "n earlier operation on cpu(" in text, text
     assert not list(cluster.folder.glob("saved*"))
 
 

@@ -163,8 +163,8 @@ class Fails(Sums):
 
 def test_a_store_that_cannot_pass_an_error_on(caplog):
     layer = layer_of(Fails(size=2))
-    for words in ("call 0: no answer", "the processes have lost each other.* no answer"):
-        with pytest.raises(mx.MXNetError, match=words), autograd.train_mode():
+    for _ in range(2):
+        with pytest.raises(mx.MXNetError, match="call 0: no answer"), autograd.train_mode():
             layer(mx.nd.ones((2, 2))).wait_to_read()
     programs.wait_until(lambda: r"other processes: no way to the others \udce9" in caplog.text)
 

@@ -329,7 +329,7 @@ def test_a_failed_step_before_a_fork_and_after_one(run):
     body = """
         def fail_and_recover(failed):
             try:
-                for loss in failed:
+                for loss in failed():
                     loss.wait_to_read()
             except mx.MXNetError as error:
                 print(f"Missing: {KIND}(1)" in str(error), flush=True)
@@ -342,7 +342,7 @@ def test_a_failed_step_before_a_fork_and_after_one(run):
             loss.wait_to_read()
         child = os.fork()
         if child == 0:
-            fail_and_recover(step(devices[:1]))
+            fail_and_recover(lambda: step(devices[:1]))
             losses = step(devices[:1])
             wait_until_a_call_waits()
             sys.exit(5)
@@ -352,7 +352,7 @@ def test_a_failed_step_before_a_fork_and_after_one(run):
         if child == 0:
             os._exit(0)
         os.waitpid(child, 0)
-        fail_and_recover(step())
+        fail_and_recover(step)
     """
     # Before the end of the script gives up, which is after 2 s.
     assert run(body, GLUON_SYNCBN_TIMEOUT="1.5")[0] == "True\n1\nTrue\n"
@@ -410,7 +410,7 @@ def test_mxnets_engine_may_take_no_more_operations(run):
                 return push if name == "MXEnginePushSyncND" else mx.base._LIB[name]
 
         bindings._register(types.SimpleNamespace(base=types.SimpleNamespace(_LIB=Library())))
-        operations = "Look Look Flush Flush Probe"
+        operations = "Look Look Probe Probe Report Report"
         for number, operation in enumerate(operations.split()):
             failing, runs_deleter = f"SyncBatchNorm{operation}", number % 2
             bad = mx.nd.random.normal(0, -1, data[0].shape, ctx=devices[0])
@@ -425,7 +425,7 @@ def test_mxnets_engine_may_take_no_more_operations(run):
             for _ in range(3):
                 clear_errors()
             assert time.time() - begin < 10
-            assert names and set(names) == {failing} or "Probe" in failing, (failing, names)
+            assert names and set(names) == {failing} or "Report" in failing, (failing, names)
             names.clear()
             failing = ""
             # What holds an error still is skipped on one device.

@@ -4,7 +4,6 @@
 #include <thread>
 #include <utility>
 
-#include "mxnet/operations.h"
 #include "mxnet/waits.h"
 #include "processes/patience.h"
 #include "processes/processes_fixture.h"
@@ -78,27 +77,6 @@ TEST(a_store_that_refuses_is_an_error) {
   CHECK_EQ(error_of(exchange), "title: no such server");
   process.client.refuses = false;
   CHECK_EQ(error_of(exchange), "");
-}
-
-// MXNet starts what writes an array next once the operation has run, and drops it later.
-TEST(whoever_looks_at_an_array_is_told_before_it_is_written_again) {
-  use_fake_mxnet();
-  static int told;
-  static std::vector<int> told_before_it_is_dropped;
-  const auto run = [](void (*run)(void*, void*), void* argument, void (*deleter)(void*),
-                      const void*, Handle*, int, Handle*, int, const void*, int, const char*) {
-    run(nullptr, argument);
-    told_before_it_is_dropped.push_back(told);
-    deleter(argument);
-    return 0;
-  };
-  const auto push = std::exchange(mxnet.engine_push_sync, run);
-  FakeArray arrays[2];
-  Handle handles[] = {&arrays[0], &arrays[1]};
-  when_written(handles, 2, "look", [](bool skipped) { told += skipped ? 100 : 1; });
-  mxnet.engine_push_sync = push;
-  CHECK((told_before_it_is_dropped == std::vector<int>{0, 1}));
-  CHECK_EQ(told, 1);
 }
 
 // AddressSanitizer sees what stays.

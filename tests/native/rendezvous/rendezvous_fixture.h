@@ -44,6 +44,22 @@ inline LayerConfig config_of(std::vector<std::string> devices, double timeout = 
   return config;
 }
 
+// A layer of two processes, one of which is here.
+inline LayerConfig config_of_two_processes(std::vector<std::string> devices,
+                                           double timeout = kLong) {
+  LayerConfig config = config_of(std::move(devices), timeout);
+  config.spans_processes = true;
+  config.end_rank = 2;
+  return config;
+}
+
+// A layer in which any `count` of the devices take part.
+inline LayerConfig config_of_any(size_t count, std::vector<std::string> devices) {
+  LayerConfig config = config_of(std::move(devices));
+  config.num_devices = count;
+  return config;
+}
+
 // The contribution of a device: different values in each call, for which a plain sum would depend
 // on the order.
 inline Sums contribution(size_t device, int64_t call, size_t channels) {
@@ -74,6 +90,8 @@ inline PassSums on_host(const Sums& sums, double count) {
 inline bool same_bits(const Sums& a, const Sums& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0;
 }
+
+class Background;
 
 // One layer, and what is reported to its observer.
 struct Fixture {
@@ -113,6 +131,18 @@ struct Fixture {
 
   void call(const std::string& device) { reduce(next(device), device); }
 
+  // A backward call of a device in the background.
+  std::unique_ptr<Background> backward(const CallId& id, const std::string& device);
+
+  // Pushes a probe behind the calls of a device.
+  Calls::Ticket ask(const std::string& device) {
+    return rendezvous.ask(kLayer, device, Calls::Of::kAll);
+  }
+  // One that ends at once.
+  void answer(const std::string& device, bool is_skipped) {
+    rendezvous.answer(ask(device), is_skipped);
+  }
+
   void wait_until_waiting(int calls) {
     while (rendezvous.waiting() != calls) sleep(0.001);
   }
@@ -128,7 +158,6 @@ class Background {
             f();
           } catch (const Error& error) {
             error_ = error.what();
-            is_first_ = error.is_first;
           }
           seconds_ = seconds_since(start_);
         }) {}
@@ -140,11 +169,6 @@ class Background {
     if (thread_.joinable()) thread_.join();
     return error_;
   }
-  // Whether it reports the error to MXNet.
-  bool is_first() {
-    error();
-    return is_first_;
-  }
   double seconds() {
     error();
     return seconds_;
@@ -153,11 +177,14 @@ class Background {
 
  private:
   std::string error_;
-  bool is_first_ = false;
   double seconds_ = 0;
   Clock::time_point start_;
   std::thread thread_;
 };
+
+inline std::unique_ptr<Background> Fixture::backward(const CallId& id, const std::string& device) {
+  return std::make_unique<Background>([=] { reduce(id, device, Direction::kBackward); });
+}
 
 inline bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != text.npos;

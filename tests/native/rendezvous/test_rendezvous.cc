@@ -74,18 +74,22 @@ TEST(devices_may_change) {
   CHECK(f.layer == layer);
   CHECK_THROWS(Error, f.reduce(stale, "cpu(0)", Direction::kBackward), "before its devices changed",
                "they are cpu(2), cpu(0), cpu(1)");
-  f.rendezvous.resume();
+  f.rendezvous.recover();
   for (int i = 0; i < 10; ++i) check_synchronizes(&f, cpus(3));
   f.configure(config_of({"cpu(2)"}));
   check_synchronizes(&f, {"cpu(2)"});
   CHECK_THROWS(Error, f.call("cpu(0)"), "its devices are 1 (cpu(2))");
-  f.rendezvous.resume();
+  f.rendezvous.recover();
 
   f.configure(config_of(cpus(2)));
   Background waits(&f, "cpu(0)");
   f.wait_until_waiting(1);
   f.configure(config_of(cpus(3)));
-  CHECK(contains(waits.error(), "were changed"));
+  CHECK(contains(waits.error(), "were changed from cpu(0), cpu(1) to cpu(0), cpu(1), cpu(2)"));
+  CHECK(waits.seconds() < kSoon);
+  CHECK_EQ(f.rendezvous.failure(), waits.error());
+  f.rendezvous.recover();
+  check_synchronizes(&f, cpus(3));
 }
 
 TEST(calls_outlive_the_registration) {

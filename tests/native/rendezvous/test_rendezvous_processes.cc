@@ -29,10 +29,7 @@ struct Pair {
 
   explicit Pair(double timeout = kLong) {
     for (size_t rank = 0; rank < kProcesses; ++rank) {
-      LayerConfig config = config_of(cpus(1), timeout);
-      config.spans_processes = true;
-      config.end_rank = kProcesses;
-      processes.emplace_back(new Fixture(config));
+      processes.emplace_back(new Fixture(config_of_two_processes(cpus(1), timeout)));
       Observer observer;
       observer.warn = [this](const std::string& text) {
         const std::lock_guard<std::mutex> lock(mutex);
@@ -178,10 +175,7 @@ TEST(forward_calls_that_do_not_fit_together_are_an_error_in_both) {
 // By a failure of another call of the layer, or the end of the process. After a failure processes
 // count calls from the beginning, as they may have counted differently.
 TEST(waits_for_a_backward_call_are_released) {
-  LayerConfig config = config_of(cpus(1), 2 * kSoon);
-  config.spans_processes = true;
-  config.end_rank = 2;
-  Fixture f(config);
+  Fixture f(config_of_two_processes(cpus(1), 2 * kSoon));
   Observer observer;
   std::vector<std::string> keys;
   // The other process goes backward through another call, and then through none.
@@ -201,13 +195,13 @@ TEST(waits_for_a_backward_call_are_released) {
     if (why == "the end") {
       f.rendezvous.close(why);
     } else {
-      f.rendezvous.fail(why);
+      f.rendezvous.fail(nullptr, why);
     }
     CHECK(contains(call.error(), why));
     CHECK(call.seconds() < kSoon);
-    f.rendezvous.resume();
+    f.rendezvous.recover();
     CHECK_THROWS(Error, backward(), why == "the end" ? why : "of a step that has failed");
-    f.rendezvous.resume();
+    f.rendezvous.recover();
   }
 }
 
