@@ -26,15 +26,14 @@ std::string skipped(const std::string& device) {
 
 }  // namespace
 
-bool State::stop(const std::string& text) {
-  const bool is_first = step.fail(text);
+void State::stop(const std::string& text) {
+  step.fail(text);
   has_failed = step.has_failed();
   for (const LayerPtr& layer : all()) {
     layer->end_meetings(step.why());
     layer->messages.end_waits(step.why());
   }
   note_event();
-  return is_first;
 }
 
 void State::note_event() {
@@ -48,35 +47,38 @@ void State::fail(const std::string& text) {
   throw Error(step.why());
 }
 
-void State::fail_without(const Waiting& in, const std::string& why) {
-  stop(in.layer->title(in.key) + ": " + in.layer->arrivals_text(*in.meeting) +
-       where_missing_wait(*in.layer, *in.meeting) + "\n" + why);
+void State::fail_without(const Layer& layer, const Layer::Key& key, const Meeting& meeting,
+                         const std::string& why) {
+  stop(layer.title(key) + ": " + layer.arrivals_text(meeting) + where_missing_wait(layer, meeting) +
+       "\n" + why);
 }
 
 template <typename IsAbsent>
-std::optional<State::Waiting> State::waits_for(const std::set<int64_t>* layers,
+std::optional<State::Waiting> State::waits_for(const std::set<int64_t>& layers,
                                                const IsAbsent& is_absent) const {
   for (const LayerPtr& layer : all()) {
-    if (layers && !layers->count(layer->id)) continue;
+    if (!layers.count(layer->id)) continue;
     for (const auto& [key, meeting] : layer->meetings) {
       std::set<std::string> absent;
       for (const std::string& device : layer->missing(*meeting)) {
-        if (is_absent(*layer, key, device)) absent.insert(device);
+        if (is_absent(*layer, device)) absent.insert(device);
       }
-      const std::string device = layer->lacks(*meeting, absent);
-      if (!device.empty()) return Waiting{layer, key, meeting, device};
+      if (!layer->lacks(*meeting, absent).empty()) return Waiting{layer, key, meeting};
     }
   }
   return std::nullopt;
 }
 
-void State::end_without_backward() {
-  if (!step.runs()) return;
-  const auto is_gone = [&](const Layer& layer, const Layer::Key& key, const std::string& device) {
-    return key.direction == Direction::kBackward &&
-           !calls.may_go_backward({layer.id, device}, key.node, key.sequence);
-  };
-  if (const auto in = waits_for(nullptr, is_gone)) fail_without(*in, gone_text(in->device));
+void State::end_without_backward(const Layer& layer) {
+  for (const auto& [key, meeting] : layer.meetings) {
+    if (key.direction != Direction::kBackward) continue;
+    std::set<std::string> gone;
+    for (const std::string& device : layer.missing(*meeting)) {
+      if (!calls.may_go_backward({layer.id, device}, key.node, key.sequence)) gone.insert(device);
+    }
+    const std::string device = layer.lacks(*meeting, gone);
+    if (!device.empty()) return fail_without(layer, key, *meeting, gone_text(device));
+  }
 }
 
 std::string State::stuck() const {
@@ -177,13 +179,11 @@ void Rendezvous::answer(Calls::Ticket ticket, bool is_skipped) {
   const LayerPtr layer = state_->find(id);
   if (!is_skipped || !layer || !state_->step.runs()) return;
   if (!layer->config.spans_processes && layer->config.meeting_size() < 2) return;
-  const std::set<int64_t> one{id};
-  const auto is_absent = [&, absent = device](const Layer&, const Layer::Key&,
-                                              const std::string& missing) {
+  const auto is_absent = [absent = device](const Layer&, const std::string& missing) {
     return missing == absent;
   };
-  if (const auto in = state_->waits_for(&one, is_absent)) {
-    state_->fail_without(*in, skipped(device));
+  if (const auto in = state_->waits_for({id}, is_absent)) {
+    state_->fail_without(*in->layer, in->key, *in->meeting, skipped(device));
   } else {
     state_->stop("SyncBatchNorm '" + layer->config.name + "': " + skipped(device));
   }
@@ -205,14 +205,14 @@ void Rendezvous::settle(const std::set<int64_t>& layers, Calls::Ticket from,
   }
   Patience patience(timeout);
   const Interruption interruption;
-  const auto is_not_made = [&](const Layer& layer, const Layer::Key&, const std::string& device) {
+  const auto is_not_made = [&](const Layer& layer, const std::string& device) {
     return state_->calls.standing({layer.id, device}, from) == Calls::Standing::kNotMade;
   };
   bool is_quiet = false;
   while (state_->step.runs() && !patience.is_over() && !abandoned) {
-    const auto in = state_->waits_for(&layers, is_not_made);
+    const auto in = state_->waits_for(layers, is_not_made);
     if (state_->calls.have_ended(layers, from, to) || (in && is_quiet)) {
-      if (in && !why.empty()) state_->fail_without(*in, why);
+      if (in && !why.empty()) state_->fail_without(*in->layer, in->key, *in->meeting, why);
       return;
     }
     const int64_t events = state_->events;
@@ -226,7 +226,7 @@ void Rendezvous::settle(const std::set<int64_t>& layers, Calls::Ticket from,
 void Rendezvous::drop(const LayerPtr& layer, const CallId& id, const std::string& device) {
   const State::Lock lock(state_->mutex);
   state_->calls.drop({layer->id, device}, id.node, id.sequence);
-  state_->end_without_backward();
+  state_->end_without_backward(*layer);
 }
 
 }  // namespace gluon_syncbn

@@ -119,7 +119,7 @@ std::shared_ptr<Meeting> State::arrive(Layer* layer, const Layer::Key& key,
   meeting->arrivals.push_back(arrival);
   last_arrival = Clock::now();
   note_event();
-  if (key.direction == Direction::kBackward) end_without_backward();
+  if (key.direction == Direction::kBackward) end_without_backward(*layer);
   return meeting;
 }
 

@@ -141,26 +141,25 @@ struct State {
   LayerPtr find(int64_t id) const;
   std::vector<LayerPtr> all() const;
 
-  // The step fails, and all waits for other devices end. Returns whether this is the first failure.
-  bool stop(const std::string& text);
+  // The step fails, and all waits for other devices end.
+  void stop(const std::string& text);
   // A call has found a failure: the step fails, and the call ends.
   [[noreturn]] void fail(const std::string& text);
-  // A meeting that lacks a device.
+  // A meeting cannot take place.
+  void fail_without(const Layer& layer, const Layer::Key& key, const Meeting& meeting,
+                    const std::string& why);
+  // Fails if a backward call of the layer waits for a device whose forward has gone.
+  void end_without_backward(const Layer& layer);
+  // A meeting of these layers that cannot take place without the devices for which
+  // is_absent(layer, device) is true.
   struct Waiting {
     LayerPtr layer;
     Layer::Key key;
     std::shared_ptr<Meeting> meeting;
-    std::string device;
   };
-  // A meeting cannot take place.
-  void fail_without(const Waiting& in, const std::string& why);
-  // A meeting of these layers (null: of all) that cannot take place without the devices for which
-  // is_absent(layer, key, device) is true.
   template <typename IsAbsent>
-  std::optional<Waiting> waits_for(const std::set<int64_t>* layers,
+  std::optional<Waiting> waits_for(const std::set<int64_t>& layers,
                                    const IsAbsent& is_absent) const;
-  // Fails if a call waits for the backward of a device whose forward has gone.
-  void end_without_backward();
   // Why no call that others wait for can run, in a process of which no thread runs; empty if one
   // has not been made, or nobody knows.
   std::string stuck() const;
