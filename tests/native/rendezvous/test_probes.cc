@@ -72,8 +72,9 @@ struct Backwards : Fixture {
   explicit Backwards(const LayerConfig& config, size_t devices) : Fixture(config) {
     std::vector<std::unique_ptr<Background>> calls;
     for (size_t i = 0; i < devices; ++i) {
-      ids.push_back(next(config.devices[i]));
-      calls.emplace_back(new Background([this, i, config] { reduce(ids[i], config.devices[i]); }));
+      const std::string& device = config.devices[i];
+      ids.push_back(next(device));
+      calls.emplace_back(new Background([this, device, id = ids[i]] { reduce(id, device); }));
     }
   }
 
