@@ -91,6 +91,10 @@ class Case:
     def pick_fault(self):
         several = len(self.devices) > 1
         kinds = [kind for kind in self.FAULTS if several or kind not in self.NEED_SEVERAL]
+        # MXNet may raise what a custom operator raises for another one, once in some thousand
+        # cases: long runs have it.
+        if "CASES" not in os.environ:
+            kinds.remove("raises")
         is_slow = self.random.random() < 0.04 and set(self.SLOW) <= set(kinds)
         return self.pick([k for k in kinds if (k in self.SLOW) == is_slow])
 
