@@ -31,14 +31,15 @@ def trainers():
     return list(_trainers)
 
 
-def trained(trainer):
-    """The parameters that have gradients and are initialized, one by one."""
-    return (p for p in trainer._params if p.grad_req != "null" and p._data is not None)
+def trained(parameters):
+    """Those that have gradients and are initialized, one by one."""
+    return (p for p in parameters if p.grad_req != "null" and p._data is not None)
 
 
-def last_gradients(trainer):
-    """What a backward of its parameters writes last, on each device."""
-    return next((p.list_grad() for p in trained(trainer) if p._grad_stype == "default"), ())
+def last_gradients(parameters):
+    """Of the first of the trained, on each device: what a backward writes last, if their order is
+    that of a forward."""
+    return next((p.list_grad() for p in trained(parameters) if p._grad_stype == "default"), ())
 
 
 def adds_here_alone(trainer):

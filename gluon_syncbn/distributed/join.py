@@ -226,7 +226,7 @@ def _before_adding_up(trainer):
     _loops[-1]._count_step(trainer)
     # A loop within one that has joined has batches of its own.
     if _joined and any(loop.absent and loop._trainer is trainer for loop in _loops):
-        for parameter in trained(trainer):
+        for parameter in trained(trainer._params):
             for gradient in parameter.list_grad():
                 clear(gradient)
 

@@ -65,11 +65,12 @@ def _refuse_op_hooks(block):
 
 
 class _Graph:
-    """What a block has compiled, whether nodes of ours are in it, and their layers."""
+    """What a block has compiled, whether nodes of ours are in it, its layers and parameters."""
 
-    def __init__(self, compiled, has_ours, layers):
-        self.compiled, self.has_ours = compiled, has_ours
-        self.layers = weakref.WeakSet(layers)
+    def __init__(self, block):
+        self.compiled, self.parameters = block._cached_op, list(block.collect_params().values())
+        self.has_ours = native.OP_TYPE in block._cached_graph[1].tojson()
+        self.layers = weakref.WeakSet(layers_of(block) if self.has_ours else ())
 
 
 _graphs = weakref.WeakKeyDictionary()
@@ -78,9 +79,7 @@ _graphs = weakref.WeakKeyDictionary()
 def _begin_training(block):
     graph = _graphs.get(block)
     if graph is None or graph.compiled is not block._cached_op:
-        has_ours = native.OP_TYPE in block._cached_graph[1].tojson()
-        graph = _Graph(block._cached_op, has_ours, layers_of(block) if has_ours else ())
-        _graphs[block] = graph
+        graph = _graphs[block] = _Graph(block)
     if graph.has_ours:
         native.begin_training(graph)
 

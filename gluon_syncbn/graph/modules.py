@@ -98,9 +98,7 @@ def noting_training(forward):
     def forward_and_note(group, data_batch, is_train=None):
         # Later probes are queued behind what follows, which may wait for another context.
         for layer in group._sync_layers[:1]:
-            for device, (_, *arrays) in layer._layer.written().items():
-                for array in arrays:
-                    layer._layer.watch(device, array)
+            layer._layer.watch_written()
         if group.for_training if is_train is None else is_train:
             for layer in group._sync_layers:
                 native.begin_training(layer._layer)

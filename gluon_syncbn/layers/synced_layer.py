@@ -1,5 +1,6 @@
 """The part of a layer that outlives its block, and parameters that know their layers."""
 
+import itertools
 import weakref
 
 import numpy as np
@@ -172,8 +173,8 @@ class SyncedLayer(native.Layer):
         written = {str(array.context): [array] for array in (mean and mean._data) or ()}
         own = [gradient for p in affine if p is not None for gradient in p._grad or ()]
         # Without gamma and beta, an error that skips a backward here shows in the Trainer's.
-        of_trainers = (each for trainer in self.trainers() for each in last_gradients(trainer))
-        for gradient in own or of_trainers:
+        of_trainers = (last_gradients(trainer._params) for trainer in self.trainers())
+        for gradient in own or itertools.chain(*of_trainers):
             if str(gradient.context) in written:
                 written[str(gradient.context)].append(gradient)
         return written
@@ -181,18 +182,29 @@ class SyncedLayer(native.Layer):
     def trained(self):
         if self._executors is not None:
             return [array for arrays in self._executors(all=True).values() for array in arrays]
-        parameters = [p for trainer in self.trainers() for p in trained(trainer)]
+        parameters = [p for trainer in self.trainers() for p in trained(trainer._params)]
         return [array for p in parameters for array in (*p._data, *(p._grad or ()))]
 
 
 def _watch(trainer):
-    """Probes what the backward calls of a Trainer's step write. Later probes are queued behind the
-    Trainer's operations and the calls of the next step, which may wait for another device."""
-    for layer in native.layers():
+    """Probes what the calls of a Trainer's step write. Later probes are queued behind the Trainer's
+    operations and the calls of the next step, which may wait for another device.
+
+    An error goes backward through what was called before. So one array is enough of each graph,
+    and of all layers that were called by themselves.
+    """
+    callers = native.callers()
+    graphs = [caller for caller in callers if not isinstance(caller, native.Layer)]
+    alone = callers.difference(graphs, *(graph.layers for graph in graphs))
+    for layer in sorted(alone, key=lambda layer: layer.id):
         if len(layer.devices) > 1 and trainer in layer.trainers():
-            for gradient in last_gradients(trainer):
-                layer.watch(str(gradient.context), gradient)
-            return
+            layer.watch_written()
+            break
+    for graph in graphs:
+        gradients = last_gradients(p for p in graph.parameters if p._trainer is trainer)
+        layer = next((layer for layer in graph.layers if len(layer.devices) > 1), None)
+        for gradient in gradients if layer else ():
+            layer.watch(str(gradient.context), gradient)
 
 
 before_adding_up.append(_watch)

@@ -4,6 +4,7 @@
 
 from .failures import (
     begin_training,
+    callers,
     check_step,
     finish_calls,
     give_up,

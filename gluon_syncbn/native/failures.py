@@ -52,6 +52,12 @@ def begin_training(caller=None):
         called.add(caller)
 
 
+def callers():
+    """What has called layers in training, in any thread: graphs, and layers by themselves."""
+    with _lock:
+        return {caller for called in _training.values() for caller in called}
+
+
 def _own_layers():
     """Those that this thread has called in training."""
     return {each for caller in getattr(_own, "called", ()) for each in caller.layers}

@@ -216,11 +216,17 @@ class Layer:
 
     def probe(self, device):
         """Pushes operations behind the calls that were made on a device."""
-        mean, *gradients = self.written().get(device, [None])
-        if mean is not None:
-            _library.gluon_syncbn_probe(self.id, encoded(device), mean.handle, True)
-            for gradient in gradients:
-                self.watch(device, gradient)
+        arrays = self.written().get(device, ())
+        for array in arrays:
+            self.watch(device, array)
+        if arrays:
+            _library.gluon_syncbn_probe(self.id, encoded(device), arrays[0].handle, True)
+
+    def watch_written(self):
+        """Watches what the calls that were made so far write."""
+        for device, arrays in self.written().items():
+            for array in arrays:
+                self.watch(device, array)
 
     def watch(self, device, array):
         """The step fails if the array, which a call on this device writes, holds an error by the

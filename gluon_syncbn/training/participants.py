@@ -208,7 +208,7 @@ class participants:
     def _trained(self, trainer):
         """The Trainer's parameters, or those of the blocks."""
         own = self._parameters
-        return [each for each in trained(trainer) if own is None or each in own]
+        return [each for each in trained(trainer._params) if own is None or each in own]
 
     def _watch(self, trainer):
         """From now on, only gradients of later backward passes are new."""

@@ -1,6 +1,7 @@
 """What the operator asks of CUDA, and what becomes of it when CUDA fails: inside MXNet, on
 simulated GPUs (make test-gpu), which count calls."""
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -261,8 +262,12 @@ def test_any_call_of_cuda_may_fail(function, count, peers):
         library.gluon_syncbn_release()
         layer = layer_on(devices, prefix="norm_")
         fail_next(function.encode(), n)
-        begin, errors = time.monotonic(), []
-        results = start_step(layer, devices)
+        begin, errors, results = time.monotonic(), [], []
+        try:
+            results = start_step(layer, devices)
+        except mx.MXNetError as error:
+            # A call on one device has failed before the net was called on another.
+            errors.append(str(error))
         # The error is in all results that are not right, whichever one waits for first. It is gone
         # then, and others may not have been computed.
         for i in np.random.RandomState(n).permutation(len(results)):
@@ -313,9 +318,8 @@ def test_random_failures_in_a_net(seed):
         begin = time.monotonic()
         function = random.choice(FUNCTIONS[2:])
         fail_next(function.encode(), random.randint(6))
-        with mx.autograd.record():
-            ys = [net(x) for x in data_for(GPUS)]
-        mx.autograd.backward(ys)
+        with contextlib.suppress(mx.MXNetError):
+            start_step(net, GPUS)
         end(mx.nd.waitall)
         fail_next(function.encode(), -1)
         assert time.monotonic() - begin < 20

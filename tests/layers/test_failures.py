@@ -244,6 +244,8 @@ class Case:
             with pytest.raises((mx.MXNetError, Injected, RuntimeError)) as error:
                 self.steps_and_reads()
             assert any(word in str(error.value) for word in words), error.value
+            # It is found at once, not after some seconds in which nothing runs.
+            assert self.kind in self.SLOW or "has waited" not in str(error.value)
             # The second of two may not have come.
             faults.clear()
         else:

@@ -103,9 +103,11 @@ std::string State::stuck() const {
     }
   }
   if (queued.empty()) {
-    return "All devices wait for each other, in different calls. In backward, that is because the "
-           "losses of several devices were added up on one of them, and MXNet fuses what waits for "
-           "one device with what another needs: give autograd.backward the list of the losses.";
+    return "All devices wait for each other, in different calls: they call layers in different "
+           "orders; or the losses of several devices were added up on one of them, and MXNet fuses "
+           "what waits for one device with what another needs: give autograd.backward the list of "
+           "the losses; or " +
+           workspaces_text();
   }
   return queued + " has been called, and MXNet cannot run the call, as " + workspaces_text();
 }
