@@ -20,6 +20,9 @@ from .library import mxnet
 _MAX_SIZE = 1 << 14
 # How many of Python's waits for MXNet have ended, by thread, and how many of all with an error.
 waits = types.SimpleNamespace(returned=collections.Counter(), failed=0)
+# What has called layers in training, in any thread: graphs, and layers by themselves. Nobody waits
+# while it holds this lock.
+_callers, _callers_lock = weakref.WeakSet(), threading.Lock()
 # {thread that has called layers in training: what has them}, and that of each thread.
 _training = weakref.WeakKeyDictionary()
 _own = threading.local()
@@ -48,19 +51,24 @@ def begin_training(caller=None):
         if not layer.is_of_mxnet(thread):
             with _lock:
                 _training[thread] = called
-    if caller is not None:
+    if caller is not None and caller not in called:
         called.add(caller)
+        with _callers_lock:
+            _callers.add(caller)
 
 
 def callers():
-    """What has called layers in training, in any thread: graphs, and layers by themselves."""
-    with _lock:
-        return {caller for called in _training.values() for caller in called}
+    with _callers_lock:
+        return set(_callers)
 
 
 def _own_layers():
     """Those that this thread has called in training."""
-    return {each for caller in getattr(_own, "called", ()) for each in caller.layers}
+    return _layers_of(getattr(_own, "called", ()))
+
+
+def _layers_of(called):
+    return {layer for caller in called for layer in caller.layers}
 
 
 def check_step(_trainer=None):
@@ -133,8 +141,9 @@ def _recover():
 
 def after_fork():
     """In the child, where no call is under way."""
-    global _raised, _lock, _own, _has_trained
-    _raised, _lock, _own, _has_trained = None, threading.RLock(), threading.local(), False
+    global _raised, _lock, _callers_lock, _own, _has_trained
+    _raised, _own, _has_trained = None, threading.local(), False
+    _lock, _callers_lock = threading.RLock(), threading.Lock()
     _training.clear()
     _library.gluon_syncbn_after_fork()
 
@@ -221,7 +230,9 @@ def leaving(leave):
 
 
 def _settle_all():
-    layer.settle([each for each in layer.layers() if len(each.devices) > 1], after_error=True)
+    # An error in inference marks the running statistics of a layer too.
+    trained = [each for each in _layers_of(callers()) if len(each.devices) > 1]
+    layer.settle(trained, after_error=True)
 
 
 def waiting(function, arrays):

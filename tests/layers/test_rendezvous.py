@@ -10,6 +10,7 @@ import threading
 import time
 
 import gluon_syncbn as sbn
+import failing_nets
 import mxnet as mx
 import numpy as np
 import programs
@@ -467,7 +468,7 @@ def test_an_error_in_another_thread_ends_no_step():
     check_numbered(numbered_steps(elsewhere))
 
 
-def test_an_error_in_inference_ends_no_step():
+def test_an_error_in_inference_ends_no_step(monkeypatch):
     """Such as a graph that was traced for GPUs, or no memory. Of another layer, as MXNet skips what
     reads the running statistics of the operator."""
     layer, other = (
@@ -486,7 +487,11 @@ def test_an_error_in_inference_ends_no_step():
         with autograd.pause():
             bad = for_gpus(xs[1])
         time.sleep(0.2)
-        ys.append(layer(xs[1]))
+        # So that the call has not run when the error is raised.
+        monkeypatch.setattr(failing_nets, "SLEEP", 0.5)
+        monkeypatch.setitem(failing_nets.faults, (0, "Forward", str(contexts(2)[1])), "sleeps")
+        slow = mx.nd.Custom(xs[1], op_type="fails_where_faults_say", number=0)
+        ys.append(layer(slow))
         losses = [y.square().sum() for y in ys]
     autograd.backward(losses)
     fails(bad.wait_to_read, "traced for GPUs")
