@@ -39,11 +39,12 @@ def calling(call_cached_op):
     def call(block, *args):
         forget_old_graph(block)
         _refuse_op_hooks(block)
-        trains = autograd.is_training()
-        if trains and block._cached_op:
+        trains, is_compiled = autograd.is_training(), block._cached_op is not None
+        if trains and is_compiled:
             _begin_training(block)
         result = call_cached_op(block, *args)
-        if trains:
+        # Only now it is known what the first call has compiled.
+        if trains and not is_compiled:
             _begin_training(block)
         return result
 

@@ -73,7 +73,6 @@ def making_layers(init):
             # Deferred, as the channels are unknown: the arrays are the Module's.
             layer.initialize(ctx=devices)
             layer._layer.configure()
-            layer._layer.is_written = False
             layer._layer._executors = functools.partial(_written, weakref.ref(group), mean)
 
     return init_with_layers

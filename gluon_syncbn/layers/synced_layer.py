@@ -166,6 +166,10 @@ class SyncedLayer(native.Layer):
         gradients = next((p._grad for p in trained if p is not None and p._grad), None)
         return data[first], gradients and gradients[first]
 
+    @property
+    def is_written(self):
+        return self._executors is None
+
     def written(self):
         if self._executors is not None:
             return self._executors()
