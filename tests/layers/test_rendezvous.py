@@ -468,6 +468,18 @@ def test_an_error_in_another_thread_ends_no_step():
     check_numbered(numbered_steps(elsewhere))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_the_next_call_in_training_raises_the_error(mode):
+    """Before anything is read. Calls in inference go on."""
+    net, xs = prepared(mode), batch()
+    fetch(train(net, xs))
+    native.library.library.gluon_syncbn_fail(b"some reason")
+    net(xs[0])
+    with pytest.raises(mx.MXNetError, match="some reason"), autograd.record():
+        net(xs[0])
+    fetch(train(net, xs))
+
+
 def test_an_error_in_inference_ends_no_step(monkeypatch):
     """Such as a graph that was traced for GPUs, or no memory. Of another layer, as MXNet skips what
     reads the running statistics of the operator."""
