@@ -15,10 +15,14 @@ _LONGEST, _MOST_UNSENT = 1 << 17, 1 << 19
 # that they have.
 _MOST_STRANGERS, _GREETING_SECONDS = 256, 5.0
 _BACKLOG = 4096
-# Seconds between two attempts to connect.
-_BETWEEN = 0.2
-# What ends a connection. asyncio's timeout is Python's own from Python 3.11 on.
-_ENDS = (OSError, ValueError, asyncio.TimeoutError)
+# Seconds that an attempt to connect may take, as a network that is back answers the next one
+# sooner, and between two.
+_ATTEMPT, _BETWEEN = 2.0, 0.2
+# Seconds: in which one that ends has been heard of. What was silent longer may end for any reason.
+_FRESH = 5.0
+# What ends a connection: an EOFError if the other process has closed it, as all do that end; an
+# OSError may be the network. asyncio's timeout is Python's own from Python 3.11 on.
+_ENDS = (EOFError, OSError, ValueError, asyncio.TimeoutError)
 # The last message on a connection in place of which the process makes another.
 _GOODBYE = None
 
@@ -34,10 +38,11 @@ def _send(writer, line):
 
 
 async def _message(reader):
-    """The next one. Raises OSError at the end, ValueError for anything else."""
+    """The next one. Raises EOFError at the end, OSError if the network ends it, and ValueError for
+    anything else."""
     line = await reader.readline()
-    if not line:
-        raise ConnectionResetError
+    if not line.endswith(b"\n"):
+        raise EOFError
     try:
         return json.loads(line)
     except RecursionError as error:
@@ -58,8 +63,8 @@ class Hub:
     """The connections of rank 0.
 
     receive(rank, message): called for each message. connected(rank), disconnected(rank): for each
-    connection, and when one ends that the process has not replaced. greeting(): the first message
-    to a process.
+    connection, and when the process ends one that it has not replaced, and on which it was heard
+    just before. greeting(): the first message to a process.
     """
 
     def __init__(self, size, receive, connected, disconnected, greeting):
@@ -104,9 +109,9 @@ class Hub:
         self._server.close()
 
     async def _serve(self, reader, writer):
-        rank = None
+        rank, heard, has_ended = None, 0.0, False
         try:
-            rank = await self._admit(reader)
+            rank, heard = await self._admit(reader), _now()
             before, self._writers[rank] = self._writers.get(rank), writer
             if before:
                 before.close()
@@ -119,14 +124,16 @@ class Hub:
                 if message == _GOODBYE:
                     del self._writers[rank]
                     break
+                heard = _now()
                 self._receive(rank, message)
-        except _ENDS:  # Also strangers that are slow, or send anything else.
-            pass
+        except _ENDS as error:  # Also strangers that are slow, or send anything else.
+            has_ended = isinstance(error, EOFError) and _now() - heard < _FRESH
         finally:
             writer.close()
             if self._writers.get(rank) is writer:
                 del self._writers[rank]
-                self._disconnected(rank)
+                if has_ended:
+                    self._disconnected(rank)
 
     async def _admit(self, reader):
         if self._strangers >= _MOST_STRANGERS + self._size:
@@ -147,15 +154,17 @@ class Link:
 
     address : what `Hub.listen` has returned
     receive(message) : called for each message
-    refused() : called if nobody, or a stranger, listens there
-    patience() : seconds for an attempt to connect
+    gone() : called if the process of rank 0 has ended: nobody, or a stranger, listens there, and
+        no firewall can have refused, as it is on this machine, or it has closed the connection
+        before
     """
 
-    def __init__(self, rank, address, receive, refused, patience):
-        self._rank, self._receive = rank, receive
-        self._refused, self._patience = refused, patience
+    def __init__(self, rank, address, receive, gone):
+        self._rank, self._receive, self._gone = rank, receive, gone
         host, port, *self._tokens = address.split()
         self._address = host, int(port)
+        self._is_here = _address_toward(host) == host
+        self._has_ended = False
         self._writer = None
         self._task = asyncio.ensure_future(self._run())
 
@@ -171,9 +180,10 @@ class Link:
     async def _run(self):
         while True:
             try:
-                await self._follow(*await asyncio.wait_for(self._connect(), self._patience()))
+                await self._follow(*await asyncio.wait_for(self._connect(), _ATTEMPT))
             except (ConnectionRefusedError, ValueError):  # Nobody listens there, or a stranger.
-                self._refused()
+                if self._is_here or self._has_ended:
+                    self._gone()
                 await asyncio.sleep(_BETWEEN)
             except _ENDS:
                 await asyncio.sleep(_BETWEEN)
@@ -189,15 +199,20 @@ class Link:
             raise
 
     async def _follow(self, reader, writer):
-        self._writer = writer
+        self._writer, heard = writer, _now()
         try:
             while True:
                 self._receive(await _message(reader))
-        except _ENDS:
-            pass  # Connects again at once.
+                heard = _now()
+        except _ENDS as error:  # Connects again at once.
+            self._has_ended = isinstance(error, EOFError) and _now() - heard < _FRESH
         finally:
             self._writer = None
             writer.close()
+
+
+def _now():
+    return asyncio.get_running_loop().time()
 
 
 def _replace(writer):

@@ -8,7 +8,8 @@ process is stopped, so a job that is suspended as a whole goes on.
 what the judge knows                                    verdict
 ====================================================== =========================================
 the script of a process has failed                      at once
-a process has ended its connection, and makes no other  after a tenth of the timeout, at most 1 s
+a process, just heard of, has closed its connection,    after a tenth of the timeout, at most 1 s
+and makes no other
 a process reports nothing                               after the timeout
 a process waits in an exchange, of which a member       after a tenth of the exchange's timeout
 has finished its script, or waits in another net's
@@ -74,7 +75,7 @@ class _Process:
         self.at = frozenset()
         # When it was last heard of; None until it is known.
         self.heard = None
-        # When its connection ended, unless it has a new one, and the number of looks since then.
+        # When it closed its connection, unless it has a new one, and how many looks ago.
         self.broken, self.looks = None, 0
         # When its script ended.
         self.ended = None
@@ -129,7 +130,7 @@ class Judge:
         self._processes[rank].broken = None
 
     def disconnected(self, rank, now):
-        """The connection of a process has ended."""
+        """A process has closed its connection, as one does that ends."""
         self._processes[rank].broken, self._processes[rank].looks = now, 0
 
     def tick(self, now):

@@ -265,8 +265,7 @@ class Watcher:
         if self.rank == 0:
             self._judge.begin(self._heard)
         else:
-            functions = self._receive, self._rank_0_is_gone, self._longest_silence
-            self._link = Link(self.rank, self._address, *functions)
+            self._link = Link(self.rank, self._address, self._receive, self._rank_0_is_gone)
 
     def _longest_silence(self):
         return max(_SILENCE, max(self._limits()) * WARN_AFTER)
