@@ -44,11 +44,17 @@ _WAITS = [
         ("MXNDArrayWaitToRead", lambda array: [array]),
         ("MXNDArrayWaitToWrite", lambda array: [array]),
         ("MXNDArraySyncCopyToCPU", lambda array, *_: [array]),
-        ("MXNDArraySave", lambda _file, _count, arrays, *_: arrays),
         ("MXNDArraySaveRawBytes", lambda array, *_: [array]),
         ("MXNDArrayWaitAll", lambda: []),
         ("MXImperativeInvokeEx", _inputs_if_waited_for),
     )
+]
+_SAVE = partial(
+    failures.waiting, arrays=lambda _file, _count, arrays, *_: list(arrays), then_writes=True
+)
+_WAITS += [
+    (mx.base._LIB, "MXNDArraySave", _SAVE),
+    (mx.base._LIB, "MXNDArraySyncCopyFromCPU", failures.noting),
 ]
 _adding = partial(trainers.calling, before=trainers.before_adding_up)
 _HOOKS = [

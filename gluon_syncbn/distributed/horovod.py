@@ -1,14 +1,32 @@
 """Processes connected through Horovod."""
 
 import atexit
+import functools
 
+from .. import native
 from ..arguments import duration, seconds
+from ..supervision.limits import call_within
 from .reducer import Reducer
-from .waiting import call_within
 
 # A sum goes around Horovod's ring twice and values only once, so with few processes values arrive
 # sooner.
 _FEWEST_FOR_SUMS = 8
+
+
+# Horovod's C functions that push an operation to MXNet.
+_PUSHING = tuple(f"horovod_mxnet_{name}_async" for name in ("allreduce", "allgather", "broadcast"))
+
+
+def _noting(push):
+    @functools.wraps(push)
+    def push_and_note(inputs, outputs, *rest):
+        status = push(inputs, outputs, *rest)
+        # A handle, a reference to one, or an array of several.
+        outputs = getattr(outputs, "_obj", outputs)
+        native.note_operation(outputs[0] if hasattr(outputs, "_length_") else outputs)
+        return status
+
+    return push_and_note
 
 
 class HorovodReducer(Reducer):
@@ -46,6 +64,11 @@ class HorovodReducer(Reducer):
             raise ValueError("HorovodReducer needs hvd.init() to be called before.") from error
         super().__init__(rank, size, timeout)
         self._hvd = hvd
+        functions = hvd.mpi_ops.MPI_MXNET_LIB_CTYPES
+        for name in _PUSHING:
+            # Only once.
+            if hasattr(functions, name) and not hasattr(getattr(functions, name), "__wrapped__"):
+                setattr(functions, name, _noting(getattr(functions, name)))
         # {size of a group: id of this process's Horovod process set, or None if there is none}
         self._sets = {}
         try:

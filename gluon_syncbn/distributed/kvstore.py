@@ -9,8 +9,9 @@ from mxnet_launch.runner import prepare_shutdown
 
 from .. import native
 from ..arguments import duration, seconds
+from ..supervision import waits
+from ..supervision.limits import call_within
 from .reducer import Reducer
-from .waiting import call_within
 
 # Our keys. A Trainer numbers its own from 0, and a store's keys are all numbers or all strings.
 # Beyond the last, ps-lite's 32-bit key * 9973 is negative and names a server that does not exist.
@@ -207,7 +208,7 @@ class _Hooks:
     def __init__(self, kvstore, reducer):
         self._kvstore, self._reducer = kvstore, reducer
         self._initialized = set()
-        replaced = {name: self._locked(getattr(kvstore, name)) for name in _LOCKED}
+        replaced = {name: self._locked(name) for name in _LOCKED}
         replaced.update((name, self._initializing(replaced[name])) for name in _INITIALIZE)
         replaced["set_optimizer"] = _refusing(_UPDATES)
         replaced["set_gradient_compression"] = _refusing(_COMPRESSION)
@@ -221,14 +222,24 @@ class _Hooks:
         _hooked.discard(self)
         self._kvstore, self._reducer, self._names = None, None, []
 
-    def _locked(self, function):
+    def _locked(self, name):
+        function = getattr(self._kvstore, name)
+
         @functools.wraps(function)
         def call(*args, **kwargs):
             if self._reducer.watcher.lost:
-                native.waits.failed += 1
+                waits.note_failure()
                 raise RuntimeError(self._reducer.watcher.lost)
-            with self._reducer._connection:
-                return function(*args, **kwargs)
+            with waits.noted(for_others=True), self._reducer._connection:
+                result = function(*args, **kwargs)
+            given = dict(zip(_FETCH[name], args), **kwargs) if name in _FETCH else {}
+            # pushpull may fetch what it has pushed.
+            out = given.get("out", given.get("value"))
+            while isinstance(out, (list, tuple)) and out:
+                out = out[-1]
+            if out is not None:
+                native.note_operation(out.handle)
+            return result
 
         return call
 
@@ -264,7 +275,13 @@ class _Hooks:
 
 
 _INITIALIZE = ("init", "broadcast")
-_LOCKED = ("push", "pull", "pushpull", *_INITIALIZE)
+_LOCKED = ("push", "pull", "pushpull", "_barrier", *_INITIALIZE)
+# Those that fetch arrays, and their arguments.
+_FETCH = {
+    "pull": ("key", "out"),
+    "pushpull": ("key", "value", "out"),
+    "broadcast": ("key", "value", "out"),
+}
 # The hooks in use.
 _hooked = set()
 

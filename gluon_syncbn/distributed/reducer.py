@@ -10,8 +10,9 @@ from .. import native
 from ..arguments import seconds
 from ..groups.store import Store
 from ..native import shutdown
+from ..supervision.records import Subject
+from ..supervision.watcher import Watcher
 from .shared_memory import SharedMemory
-from .watcher import Watcher
 
 # Bytes of a user's key.
 _LONGEST_KEY = 40
@@ -30,14 +31,14 @@ class Reducer(Store):
 
     def __init__(self, rank, size, timeout):
         super().__init__(rank, size)
-        # {text of a key: the ranks that exchange it}, for keys that not all do.
-        self._ranks = {}
+        # {text of a key: the key}, and {the same: the ranks that exchange it}, where not all do.
+        self._keys, self._ranks = {}, {}
         # {user's key: how many numbers}
         self._sizes = {}
         self._memory = None
         # A store fails if another process is gone, which the judge soon says.
         self._connection = native.Connection(explained_within=2.0)
-        functions = self._connection.in_flight, self._members_of, self._close_routes
+        functions = self._connection.in_flight, self._about, self._close_routes
         # What follows may have shorter limits than a slow start.
         limit = min(timeout, seconds(None))
         self.watcher = Watcher(rank, size, self.name, limit, *functions)
@@ -155,13 +156,13 @@ class Reducer(Store):
         self.watcher.fail(text)
 
     def _open(self, key, size, title, timeout, ranks, sums):
+        self._keys[str(key)] = key
         if ranks is not None:
             self._ranks[str(key)] = ranks
         members = self._members(str(key))
         if self._joins(members):
             return self._memory.route(self._connection, str(key), size, members, sums)
-        name = f"{title} ({key} 1)"
-        with self.watcher.arrives(name, str(key), timeout), mx.autograd.pause():
+        with self.watcher.arrives(title, str(key), timeout), mx.autograd.pause():
             check = functools.partial(self.watcher.check, title)
             return self._open_through_store(str(key), size, check, sums)
 
@@ -177,10 +178,12 @@ class Reducer(Store):
         """Whether these processes meet in shared memory, not through the store."""
         return self._memory is not None and self._memory.joins(members)
 
-    def _members_of(self, key):
-        """The range of ranks that exchange it, and whether they meet in shared memory."""
-        members = self._members(key)
-        return members.start, members.stop, self._joins(members)
+    def _about(self, key):
+        """The `Subject` of the exchanges with this key."""
+        members, whole = self._members(key), self._keys[key]
+        is_handshake = whole.direction == "handshake"
+        in_memory = self._joins(members)
+        return Subject(members.start, members.stop, in_memory, whole.layer, is_handshake)
 
     def _close_routes(self, text):
         for route in list(self.routes.values()):

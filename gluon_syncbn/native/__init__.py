@@ -12,7 +12,6 @@ from .failures import (
     recover,
     training_threads,
     wait_unheard,
-    waits,
 )
 from .layer import (
     HAS_ONEDNN,
@@ -35,6 +34,7 @@ from .routes import (
     InFlight,
     Key,
     Segment,
+    note_operation,
     packed_size,
     restore_layout,
     view,

@@ -5,21 +5,18 @@ src/operator/rendezvous/failures.cc says when a step fails. From then on its cal
 so no value may be read before the error has been raised.
 """
 
-import collections
 import ctypes
 import functools
 import threading
-import types
 import weakref
 
+from ..supervision import waits
 from . import layer
 from .callbacks import decoded, encoded, text_of
 from .library import library as _library
 from .library import mxnet
 
 _MAX_SIZE = 1 << 14
-# How many of Python's waits for MXNet have ended, by thread, and how many of all with an error.
-waits = types.SimpleNamespace(returned=collections.Counter(), failed=0)
 # What has called layers in training, in any thread: graphs, and layers by themselves. Nobody waits
 # while it holds this lock.
 _callers, _callers_lock = weakref.WeakSet(), threading.Lock()
@@ -34,8 +31,12 @@ _has_trained = False
 _raised = _last = None
 # Whether nothing of the failed step was left when it failed.
 _is_unheard = False
+_holds_error = _library.gluon_syncbn_holds_error
 # Without our part.
-wait_all = mxnet.base._LIB["MXNDArrayWaitAll"]
+wait_all, _wait_to_read = (
+    mxnet.base._LIB[name] for name in ("MXNDArrayWaitAll", "MXNDArrayWaitToRead")
+)
+_wait_to_read.argtypes = [ctypes.c_void_p]
 
 
 def begin_training(caller=None):
@@ -81,7 +82,8 @@ def check_step(_trainer=None):
 def raise_failure(error=None):
     """Raises the first error of the step that has failed. error: what MXNet has just raised."""
     global _raised
-    waits.failed += error is None
+    if error is None:
+        waits.note_failure()
     with _lock:
         # Unless another thread has recovered meanwhile.
         if _raised is None and _has_failed.value:
@@ -194,7 +196,8 @@ def wait_unheard(when):
     """Waits for MXNet `when` nobody would hear an error, and MXNet raises none twice: the next wait
     raises it."""
     global _is_unheard
-    text = wait_for_all()
+    with waits.noted(what=f"the wait {when}"):
+        text = wait_for_all()
     if text and not _has_failed.value:
         _library.gluon_syncbn_fail(encoded(f"A step had failed {when}. {text}"))
         _is_unheard = True
@@ -235,9 +238,9 @@ def _settle_all():
     layer.settle(trained, after_error=True)
 
 
-def waiting(function, arrays):
+def waiting(function, arrays, then_writes=False):
     """Wraps one of MXNet's C functions by which Python waits. arrays(*arguments): for which arrays;
-    None: it does not wait."""
+    None: it does not wait. then_writes: it writes a file behind the wait."""
 
     @functools.wraps(function)
     def wait(*arguments):
@@ -245,17 +248,24 @@ def waiting(function, arrays):
         if waited_for is None or layer.is_of_mxnet(threading.current_thread()):
             return function(*arguments)
         try:
-            check_step()
-            # Looked at first: once MXNet has raised an error, what is still queued would run, with
-            # what was never written. Where other processes take part, nothing goes on after one.
-            may_fail = _has_trained and not layer.spans_processes()
-            if may_fail and any([_library.gluon_syncbn_holds_error(array) for array in waited_for]):
-                _settle_all()
+            with waits.noted():
                 check_step()
-            status = function(*arguments)
-            waits.returned[threading.get_ident()] += 1
-            waits.failed += status != 0
+                # Looked at first: once MXNet has raised an error, what is still queued would run,
+                # with what was never written. Where other processes take part, nothing goes on
+                # after one.
+                may_fail = _has_trained and not layer.spans_processes()
+                if may_fail and any([_holds_error(array) for array in waited_for]):
+                    _settle_all()
+                    check_step()
+                if then_writes:
+                    status = next(filter(None, map(_wait_to_read, waited_for)), 0)
+                else:
+                    status = function(*arguments)
+            if then_writes and status == 0:
+                status = function(*arguments)
             error = error_of(status) if status else None
+            if error:
+                waits.note_failure()
             # MXNet raises the first error of several.
             if error and may_fail and not waited_for:
                 _settle_all()
@@ -267,5 +277,16 @@ def waiting(function, arrays):
             if _has_failed.value and _may_recover():
                 _recover()
             raise
+
+    return wait
+
+
+def noting(function):
+    """Wraps one of MXNet's C functions that waits for an array before it writes there."""
+
+    @functools.wraps(function)
+    def wait(*arguments):
+        with waits.noted():
+            return function(*arguments)
 
     return wait

@@ -158,7 +158,7 @@ WAITS = _callback(None, _long, _text)
 REPORTS = _callback(None, _long, _text)
 MAY_RUN = _callback(_bool)
 OPEN = _callback(_pointer, _long, _bool, _long, _text, _long, _long)
-IN_FLIGHT = _callback(None, _text, _text, _double, _double, _bool)
+IN_FLIGHT = _callback(None, _text, _text, _long, _double, _double, _bool)
 _KVSTORE, _HOROVOD = (KVStoreSlots, KVStoreSums), (HorovodArrays, HorovodSums)
 Callbacks = _struct(
     "Callbacks",

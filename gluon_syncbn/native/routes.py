@@ -5,6 +5,7 @@ import itertools
 import weakref
 from collections import namedtuple
 
+from ..supervision import waits
 from .callbacks import callback, decoded, encoded
 from .library import (
     ALL_REDUCE,
@@ -41,8 +42,9 @@ class Key(namedtuple("Key", "layer direction node group", defaults=(None, None))
         return f"{text} in groups of {self.group}" if self.group else text
 
 
-# An exchange. since: when it began, or was completed, on the clock of time.monotonic().
-InFlight = namedtuple("InFlight", "name key timeout since")
+# An exchange: its title, for users; key, and number of the call with this key, which are equal in
+# all processes; timeout, and when it began, or was completed, on the clock of time.monotonic().
+InFlight = namedtuple("InFlight", "title key number timeout since")
 
 
 class Connection:
@@ -75,8 +77,8 @@ class Connection:
         exchanges = [], []
 
         @callback(IN_FLIGHT)
-        def report(name, key, timeout, since, is_open):
-            exchanges[0 if is_open else 1].append(InFlight(name, key, timeout, since))
+        def report(title, key, number, timeout, since, is_open):
+            exchanges[0 if is_open else 1].append(InFlight(title, key, number, timeout, since))
 
         _or_error(_library.gluon_syncbn_in_flight, self._handle, report)
         return exchanges
@@ -113,7 +115,7 @@ class Connection:
         everyone.wait_to_read()
         arrays = [mine, everyone]
         arguments = HorovodArrays(
-            allgather=_address(functions.horovod_mxnet_allgather_async),
+            allgather=_address(functions["horovod_mxnet_allgather_async"]),
             process_set=process_set,
             ranks=processes,
             size=size,
@@ -127,7 +129,7 @@ class Connection:
             packed, added = (mxnet.nd.zeros((count,), dtype=numpy.float64) for _ in range(2))
             arrays += [packed, added]
             sums_arguments = HorovodSums(
-                allreduce=_address(functions.horovod_mxnet_allreduce_async),
+                allreduce=_address(functions["horovod_mxnet_allreduce_async"]),
                 operation=operations.Sum,
                 input=packed.handle,
                 output=added.handle,
@@ -266,6 +268,20 @@ def wait_for(array, check):
     finally:
         _library.gluon_syncbn_array_wait_end(wait)
     array.wait_to_read()
+
+
+def note_operation(handle):
+    """A store has pushed an operation that waits for other processes, and writes this array."""
+    wait = _library.gluon_syncbn_array_wait_begin(handle)
+
+    def has_ended():
+        if _library.gluon_syncbn_array_wait(wait, 0) == _TIME_IS_UP:
+            return False
+        _library.gluon_syncbn_array_wait_end(wait)
+        return True
+
+    if wait:
+        waits.note_operation(has_ended)
 
 
 def _address(function):

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 
+from ..supervision import waits
 from . import failures, threads
 from .callbacks import encoded, text_of
 from .library import CLOSED, library
@@ -131,9 +132,10 @@ def _let_the_last_step_end():
         end = threads.start(_wait_and_log, patience=1.0)
     except RuntimeError:  # As in a forked process, whose last step no other needs.
         return None
-    while not end.wait(0.1):
-        if is_abandoned() or library.gluon_syncbn_stuck_seconds() > _PATIENCE:
-            break
+    with waits.noted(what="the wait for its last step"):
+        while not end.wait(0.1):
+            if is_abandoned() or library.gluon_syncbn_stuck_seconds() > _PATIENCE:
+                break
     return end
 
 

@@ -8,13 +8,14 @@ import random
 import re
 
 import pytest
-from gluon_syncbn.distributed.judge import END, VERDICT, WARNING, Judge
-from gluon_syncbn.distributed.reports import (
+from gluon_syncbn.supervision.judge import END, VERDICT, WARNING, Judge
+from gluon_syncbn.supervision.records import (
     FAILED,
     FINISHED,
     Exchange,
     Place,
     Report,
+    Subject,
     exclude_each_other,
     reasons,
 )
@@ -52,6 +53,8 @@ class Process:
         self.clock, self.looked, self.begun = 0.0, 0.0, {}
         self.completed = collections.deque(maxlen=16)
         self.place, self.status, self.asked = "train.py:30", None, ()
+        # When it began to wait for MXNet, which may compute, if it does.
+        self.queued_at = None
 
     def runs(self, now):
         return now >= self.stopped_until
@@ -66,6 +69,10 @@ class Process:
             return []
         return [each for each in self.script[self.step] if name_of(each) not in self.completed]
 
+    def own_place(self):
+        waited = None if self.queued_at is None else self.clock - self.queued_at
+        return Place(self.place, 0.0, waited, (waited or 0.0) / 10)
+
     def report(self, now):
         self.clock += min(now - self.looked, 3.0)
         self.looked = now
@@ -77,9 +84,9 @@ class Process:
             [] if in_mxnet else [each._replace(waited=waited[each.name]) for each in here],
             {name: name in waited or name in self.completed for name in self.asked},
             self.completed[-1] if self.completed else None,
-            Place("pull, called at train.py:7", 0.0, waited[here[0]])
+            Place("pull, called at train.py:7", 0.0, waited[here[0]], waited[here[0]])
             if in_mxnet
-            else Place(self.place, 0.0),
+            else self.own_place(),
             self.status,
         )
 
@@ -98,10 +105,10 @@ def scripts(chance, size, timeouts, fewest):
 
     def script(rank):
         def exchange(layer, key, group, number=1):
-            note = "" if group == size else f" in groups of {group}"
-            name = f"Layer {layer}, call {number} ({layer} {key}{note} {number})"
+            name, title = f"{layer} {key} {group} {number}", f"Layer {layer}, call {number}"
             first = rank // group * group
-            return Exchange(name, 0.0, limits[layer], first, first + group)
+            subject = Subject(first, first + group, False, layer, key == "handshake")
+            return Exchange(name, title, number, 0.0, limits[layer], subject)
 
         found = [[exchange(layer, "handshake", size)] for layer in layers]
         for call in calls:
@@ -187,6 +194,7 @@ class History:
                 return False
             process.place = "validate.py:3"
             process.computes_until = self.now + (3 * self.longest if has_ended else 0.8 * T)
+            process.queued_at = self.chance.choice([None, process.clock])
             self.touched = {process.rank}
         elif self.event == "stop":
             self.slack, process.stopped_until = 0.7 * T, self.now + 0.7 * T
@@ -198,7 +206,8 @@ class History:
                 each.computes_until += 3 * self.longest
             self.slack, self.touched = 3.0, set(everyone)
         elif self.event == "cut":
-            self.slack, process.cut_until, self.touched = 3.0, self.now + 3.0, {process.rank}
+            self.slack = self.chance.uniform(1, 0.8 * T)
+            process.cut_until, self.touched = self.now + self.slack, {process.rank}
         elif self.event == "reset" and process.rank:
             self.judge.disconnected(process.rank, self.time)
             self.touched = {process.rank}
@@ -209,12 +218,12 @@ class History:
             return
         if not process.waits and self.now >= process.computes_until:
             if process.step == len(process.script):
-                process.status = FINISHED, ""
+                process.status, process.queued_at = (FINISHED, ""), None
                 return
-            process.waits = True
+            process.waits, process.queued_at = True, None
             self.arrived.update(map(key_of, process.here()))
         for each in process.here():
-            members = self.size if isinstance(each, str) else each.end - each.first
+            members = self.size if isinstance(each, str) else len(each.members)
             is_lost = process.rank == self.culprit and name_of(each) == self.lost_answer
             if self.arrived[key_of(each)] == members and not is_lost:
                 process.completed.append(name_of(each))
@@ -271,7 +280,7 @@ class History:
             report = process.report(self.now)
             for exchange in report.exchanges:
                 assert exchange.waited <= 1.1 * exchange.timeout + LATE + self.slack, exchange
-            assert (report.place.waited or 0) <= longest + LATE + self.slack, report.place
+            assert report.place.counted <= longest + LATE + self.slack, report.place
 
     def check(self):
         decision = self.judge.decided
@@ -330,7 +339,7 @@ class History:
 
 
 def key_of(step):
-    return step if isinstance(step, str) else (step.name, step.first)
+    return step if isinstance(step, str) else (step.name, step.subject.first)
 
 
 def named_in(text):
@@ -359,14 +368,18 @@ def test_random_histories(part):
 # Texts.
 
 
+def exchange(title, waited, timeout, subject, number=1):
+    return Exchange(f"the key of {title}", title, number, waited, timeout, subject)
+
+
 def test_how_a_verdict_describes_processes():
     judge = Judge(16, "the store", 10)
     for rank in range(15):
         judge.report(rank, Report(), 0)
-    # Without the key of the layer's message.
-    last = "SyncBatchNorm 'n', forward call 3 (0 forward 0 in groups of 2 3)"
+    last = "SyncBatchNorm 'n', forward call 3"
     for rank in (6, 8, 9, 10):
-        judge.report(rank, Report([Exchange("y (0 handshake 1)", 3 + rank / 100, 10, 0, 16)]), 5)
+        y = exchange("y", 3 + rank / 100, 10, Subject(0, 16, False, 0, True))
+        judge.report(rank, Report([y]), 5)
     judge.report(0, Report(place=Place("train.py:3", 7)), 5)
     judge.report(1, Report(last=last, place=Place("pull, called at a.py:1", 9, 2.5)), 5)
     judge.report(2, Report(last=last, status=(FINISHED, "")), 5)
@@ -391,22 +404,23 @@ def test_how_a_verdict_describes_processes():
 @pytest.mark.parametrize(
     "one, other, expected",
     [
-        ("2 handshake 1", "1 handshake 1", True),
-        ("2 handshake 1", "1 backward -1 1", True),
-        ("1 forward -1 in groups of 2 6", "1 handshake 2", True),
-        ("2 handshake 1", "1 forward -1 5", False),  # It may come one batch later.
-        ("1 backward -1 1", "2 backward -1 1", False),  # They come in any order.
-        ("2 handshake 1", '"key" 1', False),
+        ((2, True, 1), (1, True, 1), True),
+        ((2, True, 1), (1, False, 1), True),
+        ((1, False, 6), (1, True, 2), True),
+        ((2, True, 1), (1, False, 5), False),  # It may come one batch later.
+        ((1, False, 1), (2, False, 1), False),  # They come in any order.
+        ((2, True, 1), (None, False, 1), False),
     ],
 )
 def test_exchanges_that_exclude_each_other(one, other, expected):
-    names = [f"A, call 0 ({each})" for each in (one, other)]
-    assert exclude_each_other(*names) == exclude_each_other(*reversed(names)) == expected
+    """(layer, whether it is a handshake, number)"""
+    both = [exchange("A", 0, 1, Subject(0, 2, False, *each[:2]), each[2]) for each in (one, other)]
+    assert exclude_each_other(*both) == exclude_each_other(*reversed(both)) == expected
 
 
 def test_a_report_travels_as_json():
     report = Report(
-        [Exchange("a", 1.5, 10.0, 0, 2, True)],
+        [exchange("a", 1.5, 10.0, Subject(0, 2, True, 3, False))],
         {"a": True},
         "b",
         Place("c", 1.0, None),
@@ -431,7 +445,7 @@ def test_before_all_know_each_other():
     """Each process judges for itself, and knows nothing of the others."""
     judge = Judge(3, "the store", 10)
     for now in range(12):
-        wait = Exchange("startup handshake (x 1)", now, 10, 0, 3)
+        wait = exchange("startup handshake", now, 10, Subject(0, 3))
         assert not judge.report(1, Report([wait]), now)
         decisions = judge.tick(now)
         assert [each.kind for each in decisions] == {1: [WARNING], 11: [VERDICT]}.get(now, [])
@@ -442,8 +456,8 @@ def test_one_of_a_group_waits_outside_it():
     """So the text says where the others are."""
     judge = Judge(3, "the store", 10)
     judge.begin(0)
-    judge.report(0, Report([Exchange("a", 10.5, 10, 0, 2)]), 9)
-    judge.report(1, Report([Exchange("b", 10.0, 20, 1, 3)]), 9)
+    judge.report(0, Report([exchange("a", 10.5, 10, Subject(0, 2))]), 9)
+    judge.report(1, Report([exchange("b", 10.0, 20, Subject(1, 3))]), 9)
     judge.report(2, Report(place=Place("loop.py:1", 9)), 9)
     text = (
         "Missing: rank 1 (waiting in b for 10 s). The others: rank 2 (nothing exchanged yet, is at "

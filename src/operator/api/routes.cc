@@ -65,15 +65,15 @@ SBN_EXPORT void gluon_syncbn_unlock_calls(void* connection) {
 
 // Reports each entry of InFlightExchanges. On failure, writes an error and returns null.
 SBN_EXPORT void* gluon_syncbn_in_flight(void* connection,
-                                        void (*report)(const char* name, const char* key,
-                                                       double timeout_seconds, double since,
-                                                       int open, Outcome*),
+                                        void (*report)(const char* title, const char* key,
+                                                       int64_t number, double timeout_seconds,
+                                                       double since, int open, Outcome*),
                                         char* error, int error_size) {
   return or_error(error, error_size, [&] {
     for (const auto& entry : connection_of(connection)->in_flight.entries()) {
       Outcome outcome;
-      report(entry.name.c_str(), entry.key.c_str(), entry.timeout_seconds, entry.since, entry.open,
-             &outcome);
+      report(entry.title.c_str(), entry.key.c_str(), entry.number, entry.timeout_seconds,
+             entry.since, entry.open, &outcome);
       if (!outcome.succeeded) throw std::runtime_error(outcome.failure());
     }
     return connection;

@@ -87,9 +87,8 @@ Answer Route::exchange(const std::string& title, double timeout_seconds,
                              " numbers after " + std::to_string(size_) +
                              " before: give every sum of another size a key of its own.");
   }
-  const std::string name = title + " (" + key_ + " " + std::to_string(++calls_) + ")";
   InFlightExchanges::Registration registration(&connection_->in_flight,
-                                               {name, key_, timeout_seconds, 0, true});
+                                               {title, key_, ++calls_, timeout_seconds, 0, true});
   FixedPoint* const fixed_point = transports_.fixed_point.get();
   Answer answer = Answer::kNothing;
   if (fixed_point && fixed_point->ready()) {

@@ -23,8 +23,9 @@ namespace gluon_syncbn {
 class InFlightExchanges {
  public:
   struct Entry {
-    // "title (key number)", and the key.
-    std::string name, key;
+    // What users see, the key, and the number of the call with this key.
+    std::string title, key;
+    int64_t number;
     double timeout_seconds;
     // When it began, or when it completed, on the clock of Python's time.monotonic().
     double since;

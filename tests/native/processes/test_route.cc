@@ -52,7 +52,7 @@ TEST(a_closed_route_ends_the_exchange_that_waits_and_later_ones) {
   Waiting waiting(route, 2);
   while (process.connection->in_flight.entries().empty()) sleep(0.001);
   const auto entries = process.connection->in_flight.entries();
-  CHECK(entries[0].name == "title (key 1)" && entries[0].key == "key" && entries[0].open);
+  CHECK(entries[0].title == "title" && entries[0].key == "key" && entries[0].number == 1);
   CHECK_EQ(entries[0].timeout_seconds, 2);
   route->close("rank 1 is gone");
   route->close("another");

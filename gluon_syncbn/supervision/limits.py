@@ -4,9 +4,7 @@ import threading
 import time
 
 from ..native import shutdown, threads
-
-# The threads that run functions with a time limit.
-bounded = set()
+from .waits import bounded
 
 
 class Clock:

@@ -14,7 +14,8 @@ a process reports nothing                               after the timeout
 a process waits in an exchange, of which a member       after a tenth of the exchange's timeout
 has finished its script, or waits in another net's
 a process waits in an exchange                          after the exchange's timeout
-a process waits in MXNet or Horovod                     after the timeout
+a process waits in MXNet or a store                     after the timeout; after ten if it may be
+                                                        computing
 some have finished their scripts, others have not       after ten timeouts
 all have finished their scripts                         none: MXNet may shut down
 ====================================================== =========================================
@@ -24,7 +25,7 @@ import typing
 
 from ..arguments import WARN_AFTER, duration
 from ..groups.store import SAME_LAYERS
-from .reports import (
+from .records import (
     FAILED,
     GONE,
     SILENT,
@@ -32,7 +33,6 @@ from .reports import (
     exclude_each_other,
     ranks_text,
     reasons,
-    title,
 )
 
 # How many timeouts one process may run on after another has finished.
@@ -180,7 +180,7 @@ class Judge:
         for rank, process in enumerate(self._processes):
             for exchange in process.report.exchanges:
                 # Groups of processes have exchanges of the same name.
-                which = exchange.name, exchange.first
+                which = exchange.name, exchange.subject.first
                 if which not in longest or exchange.waited > longest[which][1].waited:
                     longest[which] = rank, exchange
         return sorted(longest.values(), key=lambda wait: -wait[1].waited)
@@ -189,7 +189,7 @@ class Judge:
         """The members of an exchange that have not arrived."""
         return [
             rank
-            for rank in range(exchange.first, exchange.end)
+            for rank in exchange.members
             if exchange.name not in self._processes[rank].at
             and not self._processes[rank].report.reached.get(exchange.name)
         ]
@@ -236,28 +236,29 @@ class Judge:
         return theirs.reached.get(exchange.name) is False and any(
             mine.reached.get(each.name) is False
             and each.waited > each.timeout * WARN_AFTER / 2
-            and exclude_each_other(exchange.name, each.name)
+            and exclude_each_other(exchange, each)
             for each in theirs.exchanges
         )
 
     # Other waits.
 
     def _judge_places(self, now):
-        waited, rank = max(
-            (_waited(process.report), rank) for rank, process in enumerate(self._processes)
+        counted, rank = max(
+            (_counted(process.report), rank) for rank, process in enumerate(self._processes)
         )
         timeout = self._longest_at(now)
-        if waited < timeout * WARN_AFTER:
+        if counted < timeout * WARN_AFTER:
             return None
+        waited = self._processes[rank].report.place.waited
         text = (
             f"Rank {rank} has waited {duration(waited)} for other processes, in "
             f"{self._processes[rank].report.place.text}. {self._others_text([rank], now)}"
         )
-        if all(_waited(process.report) for process in self._processes):
+        if all(_counted(process.report) for process in self._processes):
             text += f" As all of them wait, {self._name} does not answer, or lost a message."
         else:
             text += f" {_NEEDS_TIME}"
-        if waited > timeout + _LATER:
+        if counted > timeout + _LATER:
             return Decision(VERDICT, text)
         return Decision(WARNING, f"{text} After {duration(timeout)} this ends the process.")
 
@@ -301,8 +302,8 @@ class Judge:
             return SILENT, None
         if report.exchanges:
             longest = max(report.exchanges, key=lambda exchange: exchange.waited)
-            return f"waiting in {title(longest.name)}", longest.waited
-        text = f"last completed {title(report.last)}" if report.last else "nothing exchanged yet"
+            return f"waiting in {longest.text}", longest.waited
+        text = f"last completed {report.last}" if report.last else "nothing exchanged yet"
         if not place:
             return text, None
         does = "is at" if place.waited is None else "waits in"
@@ -313,13 +314,13 @@ class Judge:
         return f"The others: {self._reasons(others, now)}."
 
     def _exchange_text(self, exchange, rank, missing, now):
-        members = range(exchange.first, exchange.end)
+        members = exchange.members
         arrived = sorted({*members} - {*missing})
         text = (
-            f"{title(exchange.name)}: rank {rank} has waited {duration(exchange.waited)} for other "
+            f"{exchange.text}: rank {rank} has waited {duration(exchange.waited)} for other "
             f"processes. Arrived: {ranks_text(arrived)}. Missing: {self._reasons(missing, now)}."
         )
-        if not missing and not exchange.in_memory:
+        if not missing and not exchange.subject.in_memory:
             text += f" All have arrived, so {self._name} does not answer."
         if missing and len(members) < len(self._processes):
             # A member may itself wait for one that is none.
@@ -335,6 +336,6 @@ class Judge:
         return f"Missing: {self._reasons(lost, now)}. {self._others_text(lost, now)}"
 
 
-def _waited(report):
-    """How long a process has waited in MXNet or Horovod."""
-    return report.place and report.place.waited or 0.0
+def _counted(report):
+    """How long a process has waited for others, in MXNet or a store."""
+    return report.place.counted if report.place else 0.0

@@ -12,13 +12,13 @@ import time
 import weakref
 
 from .. import native
-from ..arguments import WARN_AFTER
+from ..arguments import WARN_AFTER, duration
 from ..native import shutdown, threads
-from .connections import Hub, Link
+from . import waits
 from .judge import END, VERDICT, WARNING, Judge
-from .places import Places
-from .reports import FAILED, FINISHED, GONE, SILENT, Exchange, Report
-from .waiting import Clock
+from .limits import Clock
+from .links import Hub, Link
+from .records import FAILED, FINISHED, GONE, SILENT, Exchange, Report, title_of
 
 _ADDRESS_SIZE = 80  # bytes
 _LONGEST_STATUS = 4000  # characters of an error
@@ -37,7 +37,7 @@ class Watcher:
 
     name : of the store, in messages
     in_flight() : exchanges in flight, and the last completed ones: two lists of `native.InFlight`
-    members(key) : the range of ranks that exchange it, and whether they meet in shared memory
+    about(key) : the `Subject` of its exchanges
     close(text) : no exchange of the store can succeed any more
 
     Both functions are called on another thread. Raises OSError if the others cannot reach rank 0.
@@ -46,9 +46,9 @@ class Watcher:
     # Why no exchange can succeed any more.
     lost = None
 
-    def __init__(self, rank, size, name, timeout, in_flight, members, close):
+    def __init__(self, rank, size, name, timeout, in_flight, about, close):
         self.rank, self.size = rank, size
-        self._in_flight, self._members, self._close_store = in_flight, members, close
+        self._in_flight, self._about, self._close_store = in_flight, about, close
         # The timeouts of the store and of groups, and those of calls that are waiting.
         self._timeouts, self._of_calls = {timeout}, []
         # Exchanges whose routes are being opened, and those that were opened last.
@@ -56,9 +56,11 @@ class Watcher:
         # {exchange in flight: when it was first seen, by `_now`}
         self._seen = {}
         self._status = None
-        self._places, self._place = Places(), None
-        # How many of Python's waits for MXNet had failed before `lost`.
-        self._failed_before = 0
+        self._waits, self._place = waits.Waits(), None
+        # The last exchange that was completed.
+        self._last = None
+        # How many of Python's waits had failed before `lost`, and when it began, by `_now`.
+        self._failed_before, self._lost_at = 0, 0.0
         # Until they know each other, each process judges for itself; then rank 0 does for all.
         self._judge, self._has_met = Judge(size, name, timeout), False
         self._asked = ()
@@ -118,16 +120,14 @@ class Watcher:
         return [*self._timeouts, *self._of_calls]
 
     @contextlib.contextmanager
-    def arrives(self, name, key, timeout):
+    def arrives(self, title, key, timeout):
         """Notes that this process is at an exchange, whose route is being opened."""
-        exchange = native.InFlight(name, key, timeout, time.monotonic())
-        self._opening[exchange.name] = exchange
+        self._opening[key] = exchange = native.InFlight(title, key, 1, timeout, time.monotonic())
         try:
             yield
-            exchange = native.InFlight(name, key, timeout, time.monotonic())
-            self._opened.append(exchange)
+            self._opened.append(exchange._replace(since=time.monotonic()))
         finally:
-            del self._opening[exchange.name]
+            del self._opening[key]
 
     def fail(self, text):
         """A step has failed in this process, so all end."""
@@ -169,7 +169,7 @@ class Watcher:
     def lose(self, text):
         """No exchange can succeed any more. The first text stays."""
         if not self.lost:
-            self._failed_before = native.waits.failed
+            self._failed_before, self._lost_at = waits.failed, self._now
             self.lost = text
         self._close_store(self.lost)
 
@@ -274,7 +274,8 @@ class Watcher:
         before, self._last_step = self._last_step, self._advance()
         in_flight, completed = self._exchanges()
         may_wait = self._has_met and not in_flight
-        self._place = place = self._places.look(self._now - before, may_wait)
+        last, self._last = self._last, completed[-1] if completed else None
+        self._place = place = self._waits.look(self._now - before, may_wait, self._last != last)
         report = self._report(in_flight, completed)
         timeout = max(self._limits())
         self._patience = max(self._patience, timeout)
@@ -292,11 +293,21 @@ class Watcher:
                 self._link.renew()
             if silence > self._patience:
                 self._conclude(VERDICT, f"Missing: rank 0 ({SILENT}).")
-        if self.lost and place and place.waited is not None:
-            # A script that has caught the error may save what it has.
-            has_raised = native.waits.failed > self._failed_before
-            if place.waited > (timeout if has_raised else _RAISES):
-                self._end(f"{self.lost} The script waits in {place.text}.", place)
+        if self.lost:
+            # A script that has caught the error, or does not wait, may save what it has.
+            has_raised = waits.failed > self._failed_before
+            waited = place and place.waited or 0.0
+            if waited > _RAISES and not has_raised and self._waits.still_waits():
+                self._end(
+                    f"{self.lost} The script waits in {place.text}. No error can be raised there, "
+                    "so this process ends."
+                )
+            if self._now - self._lost_at > timeout:
+                where = f" in {place.text}" if place else ""
+                self._end(
+                    f"{self.lost} The script has gone on for {duration(timeout)}, and is{where}: "
+                    "this process ends."
+                )
 
     def _advance(self):
         self._now = self._clock.look(min(self._limits()))
@@ -311,20 +322,22 @@ class Watcher:
         )
 
     def _report(self, in_flight, completed):
-        here = {exchange.name for exchange in [*in_flight, *completed]}
-        self._seen = {each.name: self._seen.get(each.name, self._now) for each in in_flight}
+        here = set(map(_name, [*in_flight, *completed]))
+        self._seen = {name: self._seen.get(name, self._now) for name in map(_name, in_flight)}
         return Report(
             [
                 Exchange(
-                    each.name,
-                    self._now - self._seen[each.name],
+                    _name(each),
+                    each.title,
+                    each.number,
+                    self._now - self._seen[_name(each)],
                     each.timeout,
-                    *self._members(each.key),
+                    self._about(each.key),
                 )
                 for each in in_flight[:_MOST_IN_FLIGHT]
             ],
             {name: name in here for name in self._asked},
-            completed[-1].name if completed else None,
+            title_of(completed[-1].title, self._about(completed[-1].key)) if completed else None,
             self._place,
             self._status,
         )
@@ -377,14 +390,11 @@ class Watcher:
         if kind == VERDICT:
             shutdown.abandon()
             self.lose(text)
-            self._places.forget()  # From here on the error has time to be raised.
+            self._waits.forget()  # From here on the error has time to be raised.
         self._decided.set()
 
-    def _end(self, text, place):
-        """Ends this process, whatever its threads are doing, if one still waits there."""
-        if not self._places.is_still_at(place):
-            return
-        text = f"{text} No error can be raised there, so this process ends."
+    def _end(self, text):
+        """Ends this process, whatever its threads are doing."""
         # Logging may block: nobody may read the output, or the hanging thread may be logging.
         try:
             threads.start(_log.error, "%s", text).wait(_LAST_WORDS)
@@ -403,6 +413,10 @@ class Watcher:
 
 def _since(exchange):
     return exchange.since
+
+
+def _name(exchange):
+    return f"{exchange.key} {exchange.number}"
 
 
 _all = weakref.WeakSet()

@@ -1,7 +1,6 @@
 """What a process says of itself, and how messages describe it."""
 
 import itertools
-import re
 import typing
 
 from ..arguments import duration
@@ -13,34 +12,58 @@ FINISHED = "finished"
 GONE = "process ended"
 SILENT = "no answer: stopped, or its machine is unreachable"
 
-# The end of the name of a layer's exchange.
-_LAYERS = re.compile(r"\((?P<layer>\d+) (?P<what>[a-z]+)[^()]* (?P<number>\d+)\)$")
+
+class Subject(typing.NamedTuple):
+    """What the exchanges with a key have in common.
+
+    first, end : the range of ranks that take part
+    in_memory : whether they meet in shared memory, not at the store
+    layer, is_handshake : the id of the layer whose messages they are, or None; and whether they
+        compare its settings
+    """
+
+    first: int
+    end: int
+    in_memory: bool = False
+    layer: typing.Optional[int] = None
+    is_handshake: bool = False
 
 
 class Exchange(typing.NamedTuple):
     """An exchange in flight.
 
-    name : "title (key number)", equal in all processes. title: of the layer, or what the user sees
+    name : equal in all processes
+    title : what the user sees
+    number : of the call with its key, from 1 on
     waited, timeout : seconds. While the process is stopped it does not wait.
-    first, end : the range of ranks that take part
-    in_memory : whether they meet in shared memory, not at the store
+    subject : its `Subject`
     """
 
     name: str
+    title: str
+    number: int
     waited: float
     timeout: float
-    first: int
-    end: int
-    in_memory: bool = False
+    subject: Subject
+
+    @property
+    def members(self):
+        return range(self.subject.first, self.subject.end)
+
+    @property
+    def text(self):
+        return title_of(self.title, self.subject)
 
 
 class Place(typing.NamedTuple):
-    """Where a thread is: "asnumpy, called at train.py:30", the seconds that it has stood there, and
-    the seconds of these in which it waited for others, or None if it does not wait."""
+    """Where a thread is: "asnumpy, called at train.py:30", and the seconds that it has stood there;
+    the seconds of these in which it has waited and nothing was completed, or None if it does not
+    wait; and how many of these count as a wait for others."""
 
     text: str
     stood: float
     waited: typing.Optional[float] = None
+    counted: float = 0.0
 
 
 class Report(typing.NamedTuple):
@@ -48,7 +71,7 @@ class Report(typing.NamedTuple):
 
     exchanges : those in flight, oldest first
     reached : {name of an exchange that the judge asks about: whether this process has arrived}
-    last : the name of the exchange that it completed last, or None
+    last : the title of the exchange that it completed last, or None
     place : the `Place` of its main thread, or of the training thread that has waited longest
     status : (FAILED, the error) or (FINISHED, ""), or None
     """
@@ -63,7 +86,7 @@ class Report(typing.NamedTuple):
     def from_json(cls, fields):
         exchanges, reached, last, place, status = fields
         return cls(
-            [Exchange(*exchange) for exchange in exchanges],
+            [Exchange(*each[:-1], Subject(*each[-1])) for each in exchanges],
             dict(reached),
             last,
             place and Place(*place),
@@ -71,24 +94,22 @@ class Report(typing.NamedTuple):
         )
 
 
-def title(name):
-    """An exchange's title, which names layer, direction and call, without the key after it."""
-    layer = _LAYERS.search(name)
-    more = ", to compare the layer's settings" if layer and layer["what"] == "handshake" else ""
-    return re.sub(r" \([^()]*\)$", "", name) + more
+def title_of(title, subject):
+    """As messages have it."""
+    return f"{title}, to compare the layer's settings" if subject.is_handshake else title
 
 
-def exclude_each_other(name, other):
+def exclude_each_other(one, two):
     """Whether two processes that wait in these exchanges, and have not reached that of the other,
     wait in vain: in the first calls of two layers, which begin with handshakes, or in a handshake
     and a message of one layer."""
-    one, two = _LAYERS.search(name), _LAYERS.search(other)
-    if not (one and two):
+    layers = [each.subject.layer for each in (one, two)]
+    handshakes = [each.subject.is_handshake for each in (one, two)]
+    if None in layers:
         return False
-    handshakes = [each["what"] == "handshake" for each in (one, two)]
-    if one["layer"] == two["layer"]:
+    if layers[0] == layers[1]:
         return handshakes[0] != handshakes[1]
-    return any(handshakes) and one["number"] == two["number"] == "1"
+    return any(handshakes) and one.number == two.number == 1
 
 
 def reasons(found):

@@ -1,0 +1,1 @@
+"""Which processes of a job wait, and whether that is of use."""

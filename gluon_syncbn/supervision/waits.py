@@ -1,0 +1,140 @@
+"""Which threads of this process wait for MXNet, a store or other processes: each says so itself."""
+
+import itertools
+import os
+import sys
+import threading
+import time
+
+from .records import Place
+
+# How much of a second in which nothing shows that it is a wait for others counts as one: MXNet may
+# compute, or run what the user wrote. So such a wait has ten times the limit.
+_DOUBT = 0.1
+# The share of a core with which a process computes, rather than waits.
+_COMPUTES = 0.2
+_THREADING = threading.__file__
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+_numbers = itertools.count()
+# {thread: (number of its wait, whether it ends only by another process, what it waits in)}
+_waiting = {}
+# Threads whose waits have a limit of their own.
+bounded = set()
+# Operations of stores that were pushed to MXNet. Each: done() says whether it has ended.
+_pushed = set()
+# How many waits have raised an error.
+failed = 0
+
+
+class noted:
+    """A thread waits within: ``with noted():``. for_others : only another process can end it, where
+    a wait for MXNet may also be a long computation. what : it waits in, if no function of MXNet's
+    or Horovod's says so."""
+
+    __slots__ = ("_before", "_thread", "_what")
+
+    def __init__(self, for_others=False, what=""):
+        self._what = for_others, what
+
+    def __enter__(self):
+        self._thread = threading.get_ident()
+        self._before = _waiting.get(self._thread)
+        _waiting[self._thread] = (next(_numbers), *self._what)
+
+    def __exit__(self, *error):
+        if self._before is None:
+            del _waiting[self._thread]
+        else:
+            _waiting[self._thread] = self._before
+
+
+def note_operation(done):
+    """A store has pushed an operation to MXNet, which waits for other processes."""
+    _pushed.add(done)
+
+
+def note_failure():
+    """A wait has raised an error."""
+    global failed
+    failed += 1
+
+
+class _Seen:
+    """A wait, or the line of a thread that does not wait: the seconds that it has lasted, those of
+    them in which nothing was completed, and how many of these count."""
+
+    def __init__(self, key):
+        self.key = key
+        self.stood = self.waited = self.counted = 0.0
+
+    def seconds(self):
+        return self.stood, self.waited, self.counted
+
+
+class Waits:
+    """Looks at the waits of this process now and then."""
+
+    def __init__(self):
+        self._seen = {}
+        self._longest = None
+        self._used = time.process_time()
+
+    def forget(self):
+        self._seen = {}
+
+    def look(self, passed, may_wait, goes_on):
+        """The `Place` of the thread that has waited longest, or else of the main thread. passed:
+        the seconds since the last look. may_wait: whether to count them. goes_on: whether an
+        exchange was completed in them, so that nobody waits in vain."""
+        ended = {done for done in _pushed.copy() if done()}
+        _pushed.difference_update(ended)
+        used, self._used = self._used, time.process_time()
+        computes = self._used - used > _COMPUTES * passed
+        frames, main = sys._current_frames(), threading.main_thread().ident
+        waiting = {
+            t: wait for t, wait in _waiting.copy().items() if t in frames and t not in bounded
+        }
+        keys = {thread: number for thread, (number, _, _) in waiting.items()}
+        if main not in keys and main in frames:
+            # An address alone is not enough, as it may be used again.
+            keys[main] = id(frames[main]), frames[main].f_lasti
+        before, self._seen = self._seen, {thread: _Seen(key) for thread, key in keys.items()}
+        for thread, here in self._seen.items():
+            if thread in before and before[thread].key == here.key:
+                self._seen[thread] = here = before[thread]
+                here.stood += passed
+                if goes_on or ended:
+                    here.waited = here.counted = 0.0
+                elif may_wait and thread in waiting:
+                    here.waited += passed
+                    is_known = waiting[thread][1] or _pushed and not computes
+                    here.counted += passed if is_known else _DOUBT * passed
+        longest = max(waiting, key=lambda thread: self._seen[thread].counted, default=main)
+        if longest not in self._seen:
+            return None
+        here = self._seen[longest]
+        self._longest = longest, here.key
+        if longest not in waiting:
+            return Place(_text(frames[longest])[1], here.stood)
+        call, line = _text(frames[longest])
+        call = waiting[longest][2] or call
+        return Place(f"{call}, called at {line}" if call else line, *here.seconds())
+
+    def still_waits(self):
+        """Whether the thread that the last `look` has named is in the same wait."""
+        thread, key = self._longest
+        return _waiting.get(thread, (None,))[0] == key
+
+
+def _text(frame):
+    """The function of MXNet's or Horovod's that a thread is in, or None, and the line of the
+    script, for people."""
+    found = (sys.modules.get(name) for name in ("mxnet", "horovod"))
+    libraries = tuple(os.path.dirname(module.__file__) + os.sep for module in found if module)
+    call = None
+    while frame.f_back and frame.f_code.co_filename.startswith((*libraries, _HERE, _THREADING)):
+        if call is None and frame.f_code.co_filename.startswith(libraries):
+            call = frame.f_code.co_name
+        frame = frame.f_back
+    return call, f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
