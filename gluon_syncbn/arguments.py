@@ -6,10 +6,9 @@ import os
 
 import numpy
 
+from .supervision import durations
+
 TIMEOUT_VARIABLE = "GLUON_SYNCBN_TIMEOUT"
-_DEFAULT_TIMEOUT = 300.0
-# The share of a timeout after which a wait is reported.
-WARN_AFTER = 0.1
 
 
 def is_whole(value):
@@ -29,7 +28,7 @@ def seconds(timeout):
     """A timeout as a number. None takes the environment's."""
     source, number = "timeout", timeout
     if timeout is None:
-        source, timeout = TIMEOUT_VARIABLE, os.environ.get(TIMEOUT_VARIABLE, _DEFAULT_TIMEOUT)
+        source, timeout = TIMEOUT_VARIABLE, os.environ.get(TIMEOUT_VARIABLE, durations.TIMEOUT)
         try:
             number = float(timeout)
         except ValueError:

@@ -10,7 +10,6 @@ from .failures import (
     give_up,
     raise_failure,
     recover,
-    training_threads,
     wait_unheard,
 )
 from .layer import (

@@ -160,12 +160,6 @@ def _may_recover():
     return living <= {thread} and (bool(living) or thread is threading.main_thread())
 
 
-def training_threads():
-    """The ids of the threads that have called a layer in training."""
-    with _lock:
-        return {thread.ident for thread in _training}
-
-
 def failure():
     """Why the step has failed, or ""."""
     text = ctypes.create_string_buffer(_MAX_SIZE)

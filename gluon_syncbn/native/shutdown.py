@@ -7,16 +7,11 @@ import signal
 import sys
 import threading
 
-from ..supervision import waits
+from ..supervision import durations, waits
 from . import failures, threads
 from .callbacks import encoded, text_of
 from .library import CLOSED, library
 
-# Seconds without another arrival after which a call at exit is assumed to wait in vain. A device
-# may need that long to reach its next call.
-_PATIENCE = 2.0
-# Seconds for the last warnings: logging may hang.
-_WARNINGS = 2.0
 _log = logging.getLogger("gluon_syncbn")
 _leaving = []
 
@@ -101,7 +96,7 @@ def _at_exit():
         failure = interrupt
         abandon()
     library.gluon_syncbn_close(encoded(CLOSED))
-    threads.wait_for_warnings(_WARNINGS)
+    threads.wait_for_warnings(durations.WARNINGS)
     if is_abandoned():
         logging.shutdown()
         sys.stdout.flush()
@@ -134,7 +129,7 @@ def _let_the_last_step_end():
         return None
     with waits.noted(what="the wait for its last step"):
         while not end.wait(0.1):
-            if is_abandoned() or library.gluon_syncbn_stuck_seconds() > _PATIENCE:
+            if is_abandoned() or library.gluon_syncbn_stuck_seconds() > durations.PATIENCE:
                 break
     return end
 

@@ -23,8 +23,9 @@ all have finished their scripts                         none: MXNet may shut dow
 
 import typing
 
-from ..arguments import WARN_AFTER, duration
+from ..arguments import duration
 from ..groups.store import SAME_LAYERS
+from .durations import ALONE, LATER, RECONNECTS, REMAINS, WARN_AFTER
 from .records import (
     FAILED,
     GONE,
@@ -35,13 +36,8 @@ from .records import (
     reasons,
 )
 
-# How many timeouts one process may run on after another has finished.
-ALONE = 10
 # How many exchanges to ask about at once, and the characters of a verdict.
 _MOST_ASKED, _LONGEST = 8, 8000
-# Seconds: for a process to connect again; past the timeout, so that exchanges end first; for which
-# the timeout of an exchange holds after it was last reported, as other reports come later.
-_RECONNECTS, _LATER, _REMAINS = 1.0, 0.5, 3.0
 _NEEDS_TIME = (
     "If a process only needs time, as to validate or to save, give SyncGroup(timeout=...) more."
 )
@@ -112,7 +108,7 @@ class Judge:
         process.at = frozenset(exchange.name for exchange in report.exchanges)
         longest = max((exchange.timeout for exchange in report.exchanges), default=0.0)
         if longest >= self._longest_at(now):
-            self._longest, self._holds_until = longest, now + _REMAINS
+            self._longest, self._holds_until = longest, now + REMAINS
         if self.decided or process.ended is not None or not report.status:
             return []
         process.ended = now
@@ -155,7 +151,7 @@ class Judge:
     @property
     def reconnects(self):
         """Seconds that a process has to connect again."""
-        return min(_RECONNECTS, WARN_AFTER * self.timeout)
+        return min(RECONNECTS, WARN_AFTER * self.timeout)
 
     def _longest_at(self, now):
         return max(self.timeout, self._longest if now <= self._holds_until else 0.0)
@@ -258,7 +254,7 @@ class Judge:
             text += f" As all of them wait, {self._name} does not answer, or lost a message."
         else:
             text += f" {_NEEDS_TIME}"
-        if counted > timeout + _LATER:
+        if counted > timeout + LATER:
             return Decision(VERDICT, text)
         return Decision(WARNING, f"{text} After {duration(timeout)} this ends the process.")
 

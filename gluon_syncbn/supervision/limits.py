@@ -4,6 +4,7 @@ import threading
 import time
 
 from ..native import shutdown, threads
+from . import durations
 from .waits import bounded
 
 
@@ -16,7 +17,7 @@ class Clock:
 
     def look(self, timeout):
         before, self._looked = self._looked, time.monotonic()
-        self.now += min(self._looked - before, 3.0, timeout / 2)
+        self.now += min(self._looked - before, durations.LONGEST_LOOK, timeout / 2)
         return self.now
 
 

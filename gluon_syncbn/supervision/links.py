@@ -8,18 +8,14 @@ import os
 import secrets
 import socket
 
+from . import durations
+
 _VERSION = 1
 # Bytes of a message, and those that may wait for a process that does not read.
 _LONGEST, _MOST_UNSENT = 1 << 17, 1 << 19
-# Connections that have not shown their token yet, beside those of the processes, and the seconds
-# that they have.
-_MOST_STRANGERS, _GREETING_SECONDS = 256, 5.0
+# Connections that have not shown their token yet, beside those of the processes.
+_MOST_STRANGERS = 256
 _BACKLOG = 4096
-# Seconds that an attempt to connect may take, as a network that is back answers the next one
-# sooner, and between two.
-_ATTEMPT, _BETWEEN = 2.0, 0.2
-# Seconds: in which one that ends has been heard of. What was silent longer may end for any reason.
-_FRESH = 5.0
 # What ends a connection: an EOFError if the other process has closed it, as all do that end; an
 # OSError may be the network. asyncio's timeout is Python's own from Python 3.11 on.
 _ENDS = (EOFError, OSError, ValueError, asyncio.TimeoutError)
@@ -127,7 +123,7 @@ class Hub:
                 heard = _now()
                 self._receive(rank, message)
         except _ENDS as error:  # Also strangers that are slow, or send anything else.
-            has_ended = isinstance(error, EOFError) and _now() - heard < _FRESH
+            has_ended = isinstance(error, EOFError) and _now() - heard < durations.FRESH
         finally:
             writer.close()
             if self._writers.get(rank) is writer:
@@ -141,7 +137,7 @@ class Hub:
         self._strangers += 1
         try:
             first = _first_message(reader, self._tokens[0])
-            rank = await asyncio.wait_for(first, _GREETING_SECONDS)
+            rank = await asyncio.wait_for(first, durations.GREETING)
         finally:
             self._strangers -= 1
         if rank not in range(1, self._size):
@@ -180,13 +176,13 @@ class Link:
     async def _run(self):
         while True:
             try:
-                await self._follow(*await asyncio.wait_for(self._connect(), _ATTEMPT))
+                await self._follow(*await asyncio.wait_for(self._connect(), durations.ATTEMPT))
             except (ConnectionRefusedError, ValueError):  # Nobody listens there, or a stranger.
                 if self._is_here or self._has_ended:
                     self._gone()
-                await asyncio.sleep(_BETWEEN)
+                await asyncio.sleep(durations.BETWEEN_ATTEMPTS)
             except _ENDS:
-                await asyncio.sleep(_BETWEEN)
+                await asyncio.sleep(durations.BETWEEN_ATTEMPTS)
 
     async def _connect(self):
         reader, writer = await asyncio.open_connection(*self._address, limit=_LONGEST)
@@ -205,7 +201,7 @@ class Link:
                 self._receive(await _message(reader))
                 heard = _now()
         except _ENDS as error:  # Connects again at once.
-            self._has_ended = isinstance(error, EOFError) and _now() - heard < _FRESH
+            self._has_ended = isinstance(error, EOFError) and _now() - heard < durations.FRESH
         finally:
             self._writer = None
             writer.close()

@@ -6,13 +6,9 @@ import sys
 import threading
 import time
 
+from . import durations
 from .records import Place
 
-# How much of a second in which nothing shows that it is a wait for others counts as one: MXNet may
-# compute, or run what the user wrote. So such a wait has ten times the limit.
-_DOUBT = 0.1
-# The share of a core with which a process computes, rather than waits.
-_COMPUTES = 0.2
 _THREADING = threading.__file__
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -90,7 +86,7 @@ class Waits:
         ended = {done for done in _pushed.copy() if done()}
         _pushed.difference_update(ended)
         used, self._used = self._used, time.process_time()
-        computes = self._used - used > _COMPUTES * passed
+        computes = self._used - used > durations.COMPUTES * passed
         frames, main = sys._current_frames(), threading.main_thread().ident
         waiting = {
             t: wait for t, wait in _waiting.copy().items() if t in frames and t not in bounded
@@ -109,7 +105,7 @@ class Waits:
                 elif may_wait and thread in waiting:
                     here.waited += passed
                     is_known = waiting[thread][1] or _pushed and not computes
-                    here.counted += passed if is_known else _DOUBT * passed
+                    here.counted += passed if is_known else durations.DOUBT * passed
         longest = max(waiting, key=lambda thread: self._seen[thread].counted, default=main)
         if longest not in self._seen:
             return None
@@ -118,8 +114,8 @@ class Waits:
         if longest not in waiting:
             return Place(_text(frames[longest])[1], here.stood)
         call, line = _text(frames[longest])
-        call = waiting[longest][2] or call
-        return Place(f"{call}, called at {line}" if call else line, *here.seconds())
+        text = waiting[longest][2] or (f"{call}, called at {line}" if call else line)
+        return Place(text, *here.seconds())
 
     def still_waits(self):
         """Whether the thread that the last `look` has named is in the same wait."""

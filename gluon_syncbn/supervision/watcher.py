@@ -12,9 +12,9 @@ import time
 import weakref
 
 from .. import native
-from ..arguments import WARN_AFTER, duration
+from ..arguments import duration
 from ..native import shutdown, threads
-from . import waits
+from . import durations, waits
 from .judge import END, VERDICT, WARNING, Judge
 from .limits import Clock
 from .links import Hub, Link
@@ -23,11 +23,6 @@ from .records import FAILED, FINISHED, GONE, SILENT, Exchange, Report, title_of
 _ADDRESS_SIZE = 80  # bytes
 _LONGEST_STATUS = 4000  # characters of an error
 _MOST_IN_FLIGHT, _REMEMBERED = 8, 16
-# Seconds between two reports, at most, and of silence before a connection is made again.
-_PERIOD, _SILENCE = 1.0, 2.0
-# Seconds: for an error to end the script's current call; for others to learn of an end; for the
-# last message.
-_RAISES, _TELL, _LAST_WORDS = 0.5, 1.0, 2.0
 
 _log = logging.getLogger("gluon_syncbn")
 
@@ -142,7 +137,7 @@ class Watcher:
             return
         if failure is not None:
             self._set_status(FAILED, failure)
-            self._decided.wait(_TELL)
+            self._decided.wait(durations.TELL)
             shutdown.abandon()
         else:
             self._set_status(FINISHED)
@@ -177,7 +172,7 @@ class Watcher:
         """Ends the thread, once the others know what was decided."""
         if self._thread:
             self._call(self._begin_to_end)
-            self._thread.join(2 * _TELL)
+            self._thread.join(2 * durations.TELL)
 
     def release_in_child(self):
         """Lets go of the connections, which would outlive a parent that dies. Their numbers stay
@@ -235,7 +230,7 @@ class Watcher:
             if self._ends is not None:
                 if not (self._hub and self._hub.connected and self._now < self._ends):
                     break
-            period = min(_PERIOD, min(self._limits()) * WARN_AFTER / 2)
+            period = min(durations.PERIOD, min(self._limits()) * durations.WARN_AFTER / 2)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), period)
             self._wake.clear()
@@ -256,7 +251,7 @@ class Watcher:
         await asyncio.sleep(0)  # Sockets close one turn later.
 
     def _begin_to_end(self):
-        self._ends = self._now + _TELL
+        self._ends = self._now + durations.TELL
         self._wake.set()
 
     def _meet(self):
@@ -268,7 +263,7 @@ class Watcher:
             self._link = Link(self.rank, self._address, self._receive, self._rank_0_is_gone)
 
     def _longest_silence(self):
-        return max(_SILENCE, max(self._limits()) * WARN_AFTER)
+        return max(durations.SILENCE, max(self._limits()) * durations.SILENT_SHARE)
 
     def _step(self):
         before, self._last_step = self._last_step, self._advance()
@@ -297,7 +292,7 @@ class Watcher:
             # A script that has caught the error, or does not wait, may save what it has.
             has_raised = waits.failed > self._failed_before
             waited = place and place.waited or 0.0
-            if waited > _RAISES and not has_raised and self._waits.still_waits():
+            if waited > durations.RAISES and not has_raised and self._waits.still_waits():
                 self._end(
                     f"{self.lost} The script waits in {place.text}. No error can be raised there, "
                     "so this process ends."
@@ -397,7 +392,7 @@ class Watcher:
         """Ends this process, whatever its threads are doing."""
         # Logging may block: nobody may read the output, or the hanging thread may be logging.
         try:
-            threads.start(_log.error, "%s", text).wait(_LAST_WORDS)
+            threads.start(_log.error, "%s", text).wait(durations.LAST_WORDS)
         except RuntimeError:  # There are no more threads.
             _log.error("%s", text)
         os._exit(1)

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 from gluon_syncbn.native import InFlight
+from gluon_syncbn.supervision import durations
 from gluon_syncbn.supervision import links as connections
 from gluon_syncbn.supervision import watcher as module
 from gluon_syncbn.supervision.records import Subject
@@ -215,7 +216,7 @@ def test_a_timeout_of_one_call(new_job):
 
 def test_rank_0_is_stopped_for_less_than_the_timeout(new_job, monkeypatch):
     """The others have made many connections meanwhile, of which the last counts."""
-    monkeypatch.setattr(module, "_SILENCE", 0.1)
+    monkeypatch.setattr(durations, "SILENCE", 0.1)
     job = new_job(5, 6.0, {0: "meet(); time.sleep(60)"})
     wait_until(lambda: all(job[rank]._link._writer for rank in job.watchers))
     job.processes[0].send_signal(signal.SIGSTOP)
@@ -377,7 +378,7 @@ def test_a_stranger_gets_no_answer_and_does_no_harm(new_job, stranger, capfd):
 
 def test_slow_strangers_are_dropped_and_block_nobody(new_job, monkeypatch):
     """Also those that send a byte now and then, and more than are served at once."""
-    monkeypatch.setattr(connections, "_GREETING_SECONDS", 1.0)
+    monkeypatch.setattr(durations, "GREETING", 1.0)
     monkeypatch.setattr(connections, "_MOST_STRANGERS", 20)
     job = new_job()
     job.all_connected()
