@@ -5,7 +5,9 @@ replaced in the class: one stored in an object would be shared by its copies, an
 those of a single Trainer.
 """
 
+import contextlib
 import ctypes
+import os
 from functools import partial
 
 import mxnet as mx
@@ -14,7 +16,7 @@ from mxnet.module.executor_group import DataParallelExecutorGroup
 from mxnet.symbol import Symbol
 
 from . import trainers
-from .distributed import kvstore
+from .distributed import horovod, kvstore
 from .graph import compiled, modules, static_shape, unknown_shapes
 from .native import failures, library, shutdown
 
@@ -75,6 +77,11 @@ _HOOKS = [
     (Trainer, "_update", partial(trainers.calling, after=trainers.after_update)),
     (mx.kv, "create", kvstore.bounded),
 ]
+if "HOROVOD_RANK" in os.environ:
+    with contextlib.suppress(ImportError):
+        from horovod.common.basics import HorovodBasics
+
+        _HOOKS.append((HorovodBasics, "init", horovod.bounded))
 
 
 def install():

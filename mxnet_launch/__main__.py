@@ -49,12 +49,12 @@ Environment of a worker:
 
 import argparse
 import contextlib
-import math
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 
 import mxnet_compat
 
@@ -73,6 +73,9 @@ from .environment import (
 )
 from .processes import Launch, is_blocked, say
 
+# An environment variable of the workers.
+RESTART = "GLUON_SYNCBN_RESTART"
+_A_DAY = 24 * 60 * 60  # seconds
 _MOST = 9999  # Processes of one kind. A typo should not fill the memory.
 # Workers of a KVStore: see spell_address.
 _MOST_WITH_KVSTORE = 1000
@@ -93,8 +96,7 @@ def main(arguments=None):
     runner.ignore(runner.ANNOUNCEMENTS)  # So do all that is started from here.
     options = _parse(arguments)
     try:
-        with contextlib.ExitStack() as stack:
-            code = _launch(options, stack)
+        code = _run(options)
     except LaunchError as error:
         say(f"error: {error}")
         code = 2
@@ -141,6 +143,12 @@ def _parse(arguments):
     text = "seconds after Ctrl-C or SIGTERM until workers are killed (%(default)s)"
     add("--grace", type=between(0, 10**6, float), default=5, metavar="S", help=text)
     text = (
+        "after a failure, start all processes of this launcher again, up to N times (%(default)s); "
+        f"{RESTART} is the number of the restart, from 0, and the script goes on from its "
+        "checkpoint"
+    )
+    add("--restarts", type=between(0, _MOST), default=0, metavar="N", help=text)
+    text = (
         "let gluon.contrib.nn.SyncBatchNorm be gluon_syncbn's layer in the workers, as "
         "gluon_syncbn.replace_contrib does"
     )
@@ -169,9 +177,25 @@ def _parse(arguments):
     return options
 
 
-def _launch(options, stack):
-    """Starts everything and stays until its end. `stack` closes what must stay open."""
-    environment = {"PYTHONUNBUFFERED": "1", **os.environ}
+def _run(options):
+    """Starts everything, and once more after each failure, up to --restarts times."""
+    for number in range(options.restarts + 1):
+        with contextlib.ExitStack() as stack:
+            launch, rank = _launch(options, number, stack)
+            code = launch.run()
+        if not code or launch.was_told_to_end:
+            break
+        if number < options.restarts:
+            say(f"all processes start again, restart {number + 1} of {options.restarts}.")
+            # By then the launcher of rank 0 has ended the scheduler, which knows the old ones.
+            time.sleep(runner.KILL_SECONDS if rank else 0)
+    return code
+
+
+def _launch(options, number, stack):
+    """The `Launch` of everything, and the rank of this launcher. number: of the restart. `stack`
+    closes what must stay open."""
+    environment = {"PYTHONUNBUFFERED": "1", **os.environ, RESTART: str(number)}
     mxnet_compat.inherit(environment)  # A script may import mxnet first.
     position = Position(port=options.port or 0)
     if options.from_env and options.rank is None and has_dmlc_role(environment):
@@ -203,7 +227,7 @@ def _launch(options, stack):
     if options.replace_contrib:
         command[:0] = ["--first", "gluon_syncbn:replace_contrib"]
     serves_others = position.rank == 0 and position.size > 1
-    return Launch(specs, command, options.grace, serves_others).run()
+    return Launch(specs, command, options.grace, serves_others), position.rank
 
 
 def _hold_job(position):
@@ -309,8 +333,8 @@ def _horovod_specs(position, count, port, environment, stack):
     shared = {
         "HOROVOD_GLOO_IFACE": "lo",
         "HOROVOD_CYCLE_TIME": "0.1",
-        # Later than the error that names the missing process.
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(math.ceil(runner.timeout_of(environment)) + 1),
+        # In real time, also while the job is suspended: what hangs ends before, with a name.
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(_A_DAY),
         **environment,
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": LOOPBACK,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),

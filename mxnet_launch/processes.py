@@ -209,8 +209,11 @@ class Launch:
         )
         self._reports, report_to = os.pipe()
         os.set_blocking(self._reports, False)
+        before = {
+            number: signal.getsignal(number) for number in (*runner.ENDS, *runner.ANNOUNCEMENTS)
+        }
         for number in runner.ENDS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # As SIGHUP is under nohup.
+            if before[number] != signal.SIG_IGN:  # As SIGHUP is under nohup.
                 signal.signal(number, self._note_signal)
         with guard, open(self._reports, "rb"), open(report_to, "wb"):
             try:
@@ -234,7 +237,15 @@ class Launch:
             while not code and not self._signals and is_blocked():
                 _drain(self._children)
             # The last lines may have come after the end of their process.
-            return code or self._check_output() or 0
+            code = code or self._check_output() or 0
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        return code
+
+    @property
+    def was_told_to_end(self):
+        """By a signal, or as nobody reads its output."""
+        return bool(self._signals) or self._check_output() is not None
 
     def _note_signal(self, number, frame):
         now = time.monotonic()

@@ -34,7 +34,7 @@ ENDS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 ANNOUNCEMENTS = signal.SIGUSR1, signal.SIGUSR2
 EXIT_HOOKS_SECONDS = 2  # For the exit hooks of a worker that failed.
 SHUTDOWN_SECONDS = 60  # At least, for MXNet's shutdown: a machine may be slow.
-_KILL_SECONDS = 5
+KILL_SECONDS = 5
 
 
 def ignore(signals):
@@ -45,7 +45,7 @@ def ignore(signals):
 def kill_launch(launch_id):
     """Kills the processes whose environment has `launch_id`, until none is left. Process groups,
     sessions and parents do not suffice, as a child may leave them."""
-    deadline = time.monotonic() + _KILL_SECONDS
+    deadline = time.monotonic() + KILL_SECONDS
     found = True
     while found and time.monotonic() < deadline:
         with contextlib.suppress(OSError):  # As without a free file descriptor: it looks again.
