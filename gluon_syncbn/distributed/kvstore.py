@@ -185,6 +185,15 @@ _COMPRESSION = (
 )
 
 
+def _waiting(function):
+    @functools.wraps(function)
+    def wait():
+        with waits.noted(for_others=True):
+            return function()
+
+    return wait
+
+
 def _refusing(text):
     def refuse(*args, **kwargs):
         raise ValueError(text)
@@ -210,6 +219,8 @@ class _Hooks:
         self._initialized = set()
         replaced = {name: self._locked(name) for name in _LOCKED}
         replaced.update((name, self._initializing(replaced[name])) for name in _INITIALIZE)
+        if hasattr(kvstore, "_barrier"):
+            replaced["_barrier"] = _waiting(kvstore._barrier)
         replaced["set_optimizer"] = _refusing(_UPDATES)
         replaced["set_gradient_compression"] = _refusing(_COMPRESSION)
         vars(kvstore).update(replaced)
@@ -275,7 +286,7 @@ class _Hooks:
 
 
 _INITIALIZE = ("init", "broadcast")
-_LOCKED = ("push", "pull", "pushpull", "_barrier", *_INITIALIZE)
+_LOCKED = ("push", "pull", "pushpull", *_INITIALIZE)
 # Those that fetch arrays, and their arguments.
 _FETCH = {
     "pull": ("key", "out"),
