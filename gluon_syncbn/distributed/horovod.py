@@ -20,11 +20,10 @@ _PUSHING = tuple(f"horovod_mxnet_{name}_async" for name in ("allreduce", "allgat
 def _noting(push):
     @functools.wraps(push)
     def push_and_note(inputs, outputs, *rest):
-        status = push(inputs, outputs, *rest)
-        # A handle, a reference to one, or an array of several.
-        outputs = getattr(outputs, "_obj", outputs)
-        native.note_operation(outputs[0] if hasattr(outputs, "_length_") else outputs)
-        return status
+        # Handles, references to one, or arrays of several.
+        handles = [getattr(each, "_obj", each) for each in (inputs, outputs)]
+        handles = [each[0] if hasattr(each, "_length_") else each for each in handles]
+        return native.push_for_others(lambda: push(inputs, outputs, *rest), *handles)
 
     return push_and_note
 

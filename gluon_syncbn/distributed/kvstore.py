@@ -185,6 +185,12 @@ _COMPRESSION = (
 )
 
 
+def _last_handle(arrays):
+    while isinstance(arrays, (list, tuple)) and arrays:
+        arrays = arrays[-1]
+    return getattr(arrays, "handle", None)
+
+
 def _waiting(function):
     @functools.wraps(function)
     def wait():
@@ -241,16 +247,12 @@ class _Hooks:
             if self._reducer.watcher.lost:
                 waits.note_failure()
                 raise RuntimeError(self._reducer.watcher.lost)
+            given = dict(zip(_FETCH.get(name, ()), args), **kwargs)
+            sent, fetched = map(_last_handle, (given.get("value"), given.get("out")))
+            # pushpull may fetch what it has sent.
+            arrays = (sent, fetched or sent) if name in _FETCH else (None, None)
             with waits.noted(for_others=True), self._reducer._connection:
-                result = function(*args, **kwargs)
-            given = dict(zip(_FETCH[name], args), **kwargs) if name in _FETCH else {}
-            # pushpull may fetch what it has pushed.
-            out = given.get("out", given.get("value"))
-            while isinstance(out, (list, tuple)) and out:
-                out = out[-1]
-            if out is not None:
-                native.note_operation(out.handle)
-            return result
+                return native.push_for_others(lambda: function(*args, **kwargs), *arrays)
 
         return call
 

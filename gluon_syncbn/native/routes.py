@@ -270,18 +270,35 @@ def wait_for(array, check):
     array.wait_to_read()
 
 
-def note_operation(handle):
-    """A store has pushed an operation that waits for other processes, and writes this array."""
-    wait = _library.gluon_syncbn_array_wait_begin(handle)
+class Written:
+    """Whether MXNet has written an array, or skipped that, in the operations pushed so far."""
 
-    def has_ended():
-        if _library.gluon_syncbn_array_wait(wait, 0) == _TIME_IS_UP:
+    def __init__(self, handle):
+        self._wait = _library.gluon_syncbn_array_wait_begin(handle)
+
+    def __call__(self):
+        if self._wait and _library.gluon_syncbn_array_wait(self._wait, 0) == _TIME_IS_UP:
             return False
-        _library.gluon_syncbn_array_wait_end(wait)
+        self._end()
         return True
 
-    if wait:
-        waits.note_operation(has_ended)
+    def _end(self):
+        if self._wait:
+            _library.gluon_syncbn_array_wait_end(self._wait)
+            self._wait = None
+
+    __del__ = _end
+
+
+def push_for_others(push, inputs, outputs):
+    """Calls push(), by which a store pushes an operation to MXNet that waits for other processes.
+    inputs, outputs : handles of arrays, or None: it is under way from when the one is written until
+    the other is."""
+    has_begun = Written(inputs) if inputs else lambda: True
+    result = push()
+    if outputs:
+        waits.note_operation(has_begun, Written(outputs))
+    return result
 
 
 def _address(function):

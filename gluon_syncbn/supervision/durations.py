@@ -11,11 +11,9 @@ WARN_AFTER = 0.1
 # How many timeouts one process may run on after another has reached the end of its script, as to
 # evaluate the net.
 ALONE = 10
-# How much of a wait for MXNet counts, if no operation of a store is under way and nothing shows
-# that the process waits for others: so that it has ten timeouts too.
+# How much of a wait for MXNet counts, if no operation of a store is under way: it may be a
+# computation, so it has ten timeouts too.
 DOUBT = 1 / ALONE
-# The share of a core from which on a process computes, rather than waits.
-COMPUTES = 0.2
 
 # Between two reports of a process, at most.
 PERIOD = 1.0

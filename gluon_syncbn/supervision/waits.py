@@ -4,7 +4,6 @@ import itertools
 import os
 import sys
 import threading
-import time
 
 from . import durations
 from .records import Place
@@ -17,7 +16,7 @@ _numbers = itertools.count()
 _waiting = {}
 # Threads whose waits have a limit of their own.
 bounded = set()
-# Operations of stores that were pushed to MXNet. Each: done() says whether it has ended.
+# Operations of stores that were pushed to MXNet: {(has_begun, has_ended)}, functions that say so.
 _pushed = set()
 # How many waits have raised an error.
 failed = 0
@@ -45,9 +44,9 @@ class noted:
             _waiting[self._thread] = self._before
 
 
-def note_operation(done):
-    """A store has pushed an operation to MXNet, which waits for other processes."""
-    _pushed.add(done)
+def note_operation(has_begun, has_ended):
+    """A store has pushed an operation to MXNet that waits for other processes."""
+    _pushed.add((has_begun, has_ended))
 
 
 def note_failure():
@@ -74,7 +73,6 @@ class Waits:
     def __init__(self):
         self._seen = {}
         self._longest = None
-        self._used = time.process_time()
 
     def forget(self):
         self._seen = {}
@@ -83,10 +81,10 @@ class Waits:
         """The `Place` of the thread that has waited longest, or else of the main thread. passed:
         the seconds since the last look. may_wait: whether to count them. goes_on: whether an
         exchange was completed in them, so that nobody waits in vain."""
-        ended = {done for done in _pushed.copy() if done()}
+        pushed = _pushed.copy()
+        ended = {each for each in pushed if each[1]()}
         _pushed.difference_update(ended)
-        used, self._used = self._used, time.process_time()
-        computes = self._used - used > durations.COMPUTES * passed
+        is_under_way = any(has_begun() for has_begun, _ in pushed - ended)
         frames, main = sys._current_frames(), threading.main_thread().ident
         waiting = {
             t: wait for t, wait in _waiting.copy().items() if t in frames and t not in bounded
@@ -104,7 +102,7 @@ class Waits:
                     here.waited = here.counted = 0.0
                 elif may_wait and thread in waiting:
                     here.waited += passed
-                    is_known = waiting[thread][1] or _pushed and not computes
+                    is_known = waiting[thread][1] or is_under_way
                     here.counted += passed if is_known else durations.DOUBT * passed
         longest = max(waiting, key=lambda thread: self._seen[thread].counted, default=main)
         if longest not in self._seen:
