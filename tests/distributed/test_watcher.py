@@ -282,6 +282,35 @@ def test_a_connection_that_breaks_is_made_again(new_job):
     assert not job[0].lost and is_alive(job)
 
 
+@pytest.mark.parametrize("how", ["closed", "reset", "silent, then closed"])
+def test_the_end_of_a_connection_says_of_its_process(how, monkeypatch):
+    """Only if it was heard just before, and the network had no part in it, the process has ended."""
+    if how.startswith("silent"):
+        monkeypatch.setattr(durations, "FRESH", 0.1)
+    heard, gone = [], []
+
+    async def run():
+        receive = lambda rank, message: heard.append((rank, message))  # noqa: E731
+        hub = connections.Hub(2, receive, lambda rank: None, gone.append, lambda: {})
+        ip, port, token, _ = (await hub.listen()).split()
+        _, writer = await asyncio.open_connection(ip, int(port))
+        for message in ([connections._VERSION, token, 1], "a report"):
+            writer.write(connections._line(message))
+        while not heard:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2 if how.startswith("silent") else 0)
+        if how == "reset":
+            option = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
+        writer.transport.abort()
+        while hub.connected:
+            await asyncio.sleep(0.01)
+        hub.close()
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+    assert heard == [(1, "a report")] and gone == ([1] if how == "closed" else [])
+
+
 def test_a_connection_may_end_long_before_the_next(new_job, monkeypatch):
     """As where a link is back, and the end of the silent one comes first."""
     job, connect_to, is_back = new_job(), asyncio.open_connection, threading.Event()

@@ -1,0 +1,137 @@
+"""What counts as a wait for other processes, and the exit of a process that never stops."""
+
+import os
+import subprocess
+import threading
+
+import gluon_syncbn as sbn  # noqa: F401
+import mxnet as mx
+import pytest
+from gluon_syncbn.supervision import durations, waits
+
+
+@pytest.fixture
+def looks():
+    """look(seconds, ...): the `Place` of a thread that is in the `with` of the test."""
+    seen = waits.Waits()
+
+    def look(passed=1.0, may_wait=True, goes_on=False):
+        return seen.look(passed, may_wait, goes_on)
+
+    yield look
+    waits._pushed.clear()
+
+
+def under_way(begun=True, ended=False):
+    state = {"begun": begun, "ended": ended}
+    waits.note_operation(lambda: state["begun"], lambda: state["ended"])
+    return state
+
+
+def test_a_thread_that_waits_for_nothing(looks):
+    looks()
+    place = looks(5.0)
+    assert place.waited is None and place.counted == 0 and "test_waits.py:" in place.text
+
+
+@pytest.mark.parametrize(
+    "for_others, has_operation, share",
+    [
+        (True, False, 1),
+        (False, True, 1),
+        (False, False, durations.DOUBT),
+    ],
+)
+def test_how_much_of_a_wait_counts(looks, for_others, has_operation, share):
+    if has_operation:
+        under_way()
+    with waits.noted(for_others, "the sea"):
+        assert looks().waited == 0
+        place = looks(10.0)
+        assert (place.text, place.waited, place.counted) == ("the sea", 10.0, 10.0 * share)
+        # While the process is in an exchange, which has a limit of its own.
+        assert looks(5.0, may_wait=False).waited == 10.0
+        # Nobody waits in vain.
+        assert looks(5.0, goes_on=True).counted == 0
+    assert looks().waited is None
+
+
+def test_an_operation_that_is_queued_behind_a_computation(looks):
+    state = under_way(begun=False)
+    with waits.noted():
+        looks()
+        assert looks(10.0).counted == 10 * durations.DOUBT
+        state["begun"] = True
+        assert looks(10.0).counted == 10 * durations.DOUBT + 10
+        state["ended"] = True
+        assert looks(10.0).counted == 0 and not waits._pushed
+
+
+def test_a_wait_within_another(looks):
+    with waits.noted(what="outer"):
+        with waits.noted(for_others=True, what="inner"):
+            looks()
+            assert looks(3.0).text == "inner"
+        looks()
+        assert looks(3.0).text == "outer"
+
+
+def test_a_new_wait_begins_anew(looks):
+    for _ in range(3):
+        with waits.noted():
+            looks()
+            assert looks(1.0).waited == 1
+
+
+def test_the_thread_that_has_waited_longest_is_reported(looks):
+    ends, begun = threading.Event(), threading.Event()
+
+    def wait():
+        with waits.noted(for_others=True, what="another thread"):
+            begun.set()
+            ends.wait(60)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    begun.wait(60)
+    with waits.noted(what="the main thread"):
+        looks()
+        assert looks(1.0).text == "another thread"
+        # Its own limit ends it.
+        waits.bounded.add(thread.ident)
+        assert looks(1.0).text == "the main thread"
+    waits.bounded.discard(thread.ident)
+    ends.set()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.asnumpy(),
+        lambda x: x.wait_to_read(),
+        lambda x: mx.nd.waitall(),
+        lambda x: mx.nd.contrib.boolean_mask(x, mx.nd.ones(2)),
+        lambda x: x._sync_copyfrom(x.asnumpy()),
+    ],
+)
+def test_mxnets_functions_note_that_they_wait(function, monkeypatch):
+    noted = []
+    monkeypatch.setattr(waits.noted, "__enter__", lambda self: noted.append(1))
+    monkeypatch.setattr(waits.noted, "__exit__", lambda self, *error: None)
+    x = mx.nd.ones((2, 2))
+    del noted[:]
+    function(x)
+    assert noted
+
+
+def test_writing_a_file_is_no_wait(tmp_path):
+    """Which takes long, as there is no reader."""
+    os.mkfifo(tmp_path / "file")
+    thread = threading.Thread(target=mx.nd.save, args=[str(tmp_path / "file"), [mx.nd.ones(3)]])
+    thread.start()
+    thread.join(0.5)
+    assert thread.is_alive() and thread.ident not in waits._waiting
+    reader = subprocess.Popen(["cat", tmp_path / "file"], stdout=subprocess.DEVNULL)
+    thread.join(60)
+    assert not thread.is_alive() and reader.wait(60) == 0
