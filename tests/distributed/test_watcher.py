@@ -284,7 +284,7 @@ def test_a_connection_that_breaks_is_made_again(new_job):
 
 @pytest.mark.parametrize("how", ["closed", "reset", "silent, then closed"])
 def test_the_end_of_a_connection_says_of_its_process(how, monkeypatch):
-    """Only if it was heard just before, and the network had no part in it, the process has ended."""
+    """Its process has ended only if it was heard just before, and the network had no part in it."""
     if how.startswith("silent"):
         monkeypatch.setattr(durations, "FRESH", 0.1)
     heard, gone = [], []
