@@ -19,11 +19,6 @@ def is_number(value):
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def duration(number):
-    """Seconds as a text, such as "0.25 s" or "12 s", as the native library writes them."""
-    return f"{round(number, 2):g} s" if number < 10 else f"{number:.0f} s"
-
-
 def seconds(timeout):
     """A timeout as a number. None takes the environment's."""
     source, number = "timeout", timeout

@@ -245,7 +245,7 @@ class Launch:
     @property
     def was_told_to_end(self):
         """By a signal, or as nobody reads its output."""
-        return bool(self._signals) or self._check_output() is not None
+        return bool(self._signals) or any(child.write_error for child in self._children)
 
     def _note_signal(self, number, frame):
         now = time.monotonic()

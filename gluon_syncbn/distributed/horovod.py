@@ -4,7 +4,8 @@ import atexit
 import functools
 
 from .. import native
-from ..arguments import duration, seconds
+from ..arguments import seconds
+from ..supervision.durations import duration
 from ..supervision.limits import call_within
 from .reducer import Reducer
 

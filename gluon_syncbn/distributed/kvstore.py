@@ -8,8 +8,9 @@ import numpy
 from mxnet_launch.runner import prepare_shutdown
 
 from .. import native
-from ..arguments import duration, seconds
+from ..arguments import seconds
 from ..supervision import waits
+from ..supervision.durations import duration
 from ..supervision.limits import call_within
 from .reducer import Reducer
 

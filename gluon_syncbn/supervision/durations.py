@@ -41,3 +41,8 @@ RAISES = 0.5
 TELL, LAST_WORDS = 1.0, 2.0
 # At exit: without another arrival, after which a call is assumed to wait in vain; for warnings.
 PATIENCE, WARNINGS = 2.0, 2.0
+
+
+def duration(number):
+    """Seconds as a text, such as "0.25 s" or "12 s", as the native library writes them."""
+    return f"{round(number, 2):g} s" if number < 10 else f"{number:.0f} s"

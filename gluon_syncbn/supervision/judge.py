@@ -23,9 +23,8 @@ all have finished their scripts                         none: MXNet may shut dow
 
 import typing
 
-from ..arguments import duration
 from ..groups.store import SAME_LAYERS
-from .durations import ALONE, LATER, RECONNECTS, REMAINS, WARN_AFTER
+from .durations import ALONE, LATER, RECONNECTS, REMAINS, WARN_AFTER, duration
 from .records import (
     FAILED,
     GONE,

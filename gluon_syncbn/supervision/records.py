@@ -3,7 +3,7 @@
 import itertools
 import typing
 
-from ..arguments import duration
+from .durations import duration
 
 # How a script has ended.
 FAILED = "failed"

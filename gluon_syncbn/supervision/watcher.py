@@ -12,9 +12,9 @@ import time
 import weakref
 
 from .. import native
-from ..arguments import duration
 from ..native import shutdown, threads
 from . import durations, waits
+from .durations import duration
 from .judge import END, VERDICT, WARNING, Judge
 from .limits import Clock
 from .links import Hub, Link
