@@ -16,9 +16,9 @@ from mxnet.module.executor_group import DataParallelExecutorGroup
 from mxnet.symbol import Symbol
 
 from . import trainers
-from .distributed import horovod, kvstore
 from .graph import compiled, modules, static_shape, unknown_shapes
 from .native import failures, library, shutdown
+from .supervision import starts
 
 # Operators whose values decide the shape of the output: a call waits for the inputs.
 _DYNAMIC = ("_contrib_boolean_mask", "_npi_bincount", "_npi_delete", "_npi_unique", "_npx_nonzero")
@@ -75,13 +75,13 @@ _HOOKS = [
     (Trainer, "step", _adding),
     (Trainer, "allreduce_grads", _adding),
     (Trainer, "_update", partial(trainers.calling, after=trainers.after_update)),
-    (mx.kv, "create", kvstore.bounded),
+    (mx.kv, "create", starts.creating),
 ]
 if "HOROVOD_RANK" in os.environ:
     with contextlib.suppress(ImportError):
         from horovod.common.basics import HorovodBasics
 
-        _HOOKS.append((HorovodBasics, "init", horovod.bounded))
+        _HOOKS.append((HorovodBasics, "init", starts.initializing))
 
 
 def install():

@@ -29,22 +29,6 @@ def _noting(push):
     return push_and_note
 
 
-def bounded(init):
-    """Wraps ``HorovodBasics.init``, which waits for all processes of the job: sets a limit."""
-
-    @functools.wraps(init)
-    def init_within(*args, **kwargs):
-        timeout = seconds(None)
-        return call_within(
-            timeout,
-            lambda: init(*args, **kwargs),
-            f"hvd.init() has waited {duration(timeout)} for the job's other processes: one is "
-            "missing, stopped, or starts later than GLUON_SYNCBN_TIMEOUT allows.",
-        )
-
-    return init_within
-
-
 class HorovodReducer(Reducer):
     """Connects processes through Horovod.
 

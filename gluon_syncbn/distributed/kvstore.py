@@ -9,7 +9,7 @@ from mxnet_launch.runner import prepare_shutdown
 
 from .. import native
 from ..arguments import seconds
-from ..supervision import waits
+from ..supervision import starts, waits
 from ..supervision.durations import duration
 from ..supervision.limits import call_within
 from .reducer import Reducer
@@ -218,7 +218,7 @@ class _Hooks:
     - its ``set_optimizer`` and ``set_gradient_compression``, which raise: a Trainer calls them to
       have the server make updates, or to compress what it sends.
 
-    While one is in use, `bounded` refuses a second distributed store.
+    While one is in use, `starts.creating` refuses a second distributed store.
     """
 
     def __init__(self, kvstore, reducer):
@@ -232,12 +232,12 @@ class _Hooks:
         replaced["set_gradient_compression"] = _refusing(_COMPRESSION)
         vars(kvstore).update(replaced)
         self._names = list(replaced)
-        _hooked.add(self)
+        starts.stores.add(kvstore)
 
     def undo(self):
         for name in self._names:
             delattr(self._kvstore, name)
-        _hooked.discard(self)
+        starts.stores.discard(self._kvstore)
         self._kvstore, self._reducer, self._names = None, None, []
 
     def _locked(self, name):
@@ -296,8 +296,6 @@ _FETCH = {
     "pushpull": ("key", "value", "out"),
     "broadcast": ("key", "value", "out"),
 }
-# The hooks in use.
-_hooked = set()
 
 
 def _restore_layouts(arrays):
@@ -307,31 +305,3 @@ def _restore_layouts(arrays):
     for array in arrays if isinstance(arrays, (list, tuple)) else [arrays]:
         if array.context.device_type != "gpu" and array.stype == "default":
             native.restore_layout(array)
-
-
-def bounded(create):
-    """Wraps ``mx.kv.create``, which waits for all processes of the job: sets a limit, and refuses a
-    second distributed store."""
-
-    @functools.wraps(create)
-    def create_or_refuse(name="local"):
-        distributed = isinstance(name, str) and "dist" in name.lower()
-        # Third parties may have registered stores of their own.
-        if not distributed or name.lower() in mx.kv.KVStoreBase.kv_registry:
-            return create(name)
-        if _hooked:
-            raise ValueError(
-                "There is a distributed KVStore in this process, with a KVStoreReducer, and MXNet "
-                f"would wait indefinitely for another one, {name!r}: give the Trainer the store "
-                "itself, as kvstore=kv, update_on_kvstore=False."
-            )
-        timeout = seconds(None)
-        return call_within(
-            timeout,
-            lambda: create(name),
-            f"mx.kv.create({name!r}) has waited {duration(timeout)} for the job's other processes: "
-            "one of its workers, servers or its scheduler is missing, stopped, or starts later "
-            "than GLUON_SYNCBN_TIMEOUT allows.",
-        )
-
-    return create_or_refuse

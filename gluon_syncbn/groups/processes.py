@@ -8,8 +8,9 @@ import numpy
 
 from .. import native
 from ..arguments import is_whole
+from ..supervision.records import SAME_LAYERS
 from ..trainers import adds_here_alone
-from .store import SAME_LAYERS, Store, UserStore
+from .store import Store, UserStore
 
 # Size of a layer's configuration in its handshake, in bytes of UTF-8: a multiple of 4.
 _CONFIGURATION = 512

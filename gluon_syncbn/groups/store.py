@@ -8,12 +8,6 @@ import numpy
 from .. import native
 from ..arguments import is_whole
 
-# What to do about processes that have not built the same net.
-SAME_LAYERS = (
-    "Make the same layers, with the same settings and in the same order, in every process, also "
-    "those that only one of them uses."
-)
-
 
 class Store:
     """Opens a `native.Route` for each key under which processes exchange values.

@@ -23,11 +23,11 @@ all have finished their scripts                         none: MXNet may shut dow
 
 import typing
 
-from ..groups.store import SAME_LAYERS
 from .durations import ALONE, LATER, RECONNECTS, REMAINS, WARN_AFTER, duration
 from .records import (
     FAILED,
     GONE,
+    SAME_LAYERS,
     SILENT,
     Report,
     exclude_each_other,

@@ -11,6 +11,11 @@ FINISHED = "finished"
 # Why a process is missing.
 GONE = "process ended"
 SILENT = "no answer: stopped, or its machine is unreachable"
+# What to do about processes that have not built the same net.
+SAME_LAYERS = (
+    "Make the same layers, with the same settings and in the same order, in every process, also "
+    "those that only one of them uses."
+)
 
 
 class Subject(typing.NamedTuple):

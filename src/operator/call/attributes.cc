@@ -14,7 +14,7 @@ void Attributes::read(const std::string& key, const std::string& text, T* value)
   std::istringstream stream(text);
   stream.imbue(std::locale::classic());
   if (!(stream >> *value) || !stream.eof()) {
-    error = "SyncBatchNorm cannot read " + key + "=" + text + ": it must be a number.";
+    error = "cannot read " + key + "=" + text + ": it must be a number.";
   }
 }
 
@@ -22,7 +22,7 @@ void Attributes::read(const std::string& key, const std::string& text, T* value)
 void Attributes::read(const std::string& key, const std::string& text, bool* value) {
   *value = text == "True" || text == "true" || text == "1";
   if (!*value && text != "False" && text != "false" && text != "0") {
-    error = "SyncBatchNorm cannot read " + key + "=" + text + ": it must be True or False.";
+    error = "cannot read " + key + "=" + text + ": it must be True or False.";
   }
 }
 
@@ -51,7 +51,7 @@ Attributes::Attributes(int size, const char** keys, const char** values) {
     } else if (key == "process") {
       foreign = value != process.uuid;
     } else if (key.compare(0, 2, "__") != 0) {  // Not MXNet's, such as __ctx_group__.
-      error = "SyncBatchNorm got the unknown attribute " + key + "=" + value +
+      error = "got the unknown attribute " + key + "=" + value +
               ": if the graph is from another version of gluon_syncbn, use that version.";
     }
   }
@@ -60,11 +60,11 @@ Attributes::Attributes(int size, const char** keys, const char** values) {
   } else if (activation == "leaky_relu") {
     epilogue = {Activation::kLeakyRelu, slope, inplace ? epsilon : 0};
   } else if (activation != "None") {
-    error = "SyncBatchNorm got activation=" + activation + ": give None, relu or leaky_relu.";
+    error = "got activation=" + activation + ": give None, relu or leaky_relu.";
   }
   if (inplace && !(slope > 0 && epsilon > 0 && activation == "leaky_relu" && !residual)) {
     error =
-        "SyncBatchNorm got inplace=True: it needs activation=leaky_relu with a slope above 0, an "
+        "got inplace=True: it needs activation=leaky_relu with a slope above 0, an "
         "epsilon above 0, and no residual.";
   }
   // In a graph of another process, layer ids stand for other layers.

@@ -99,23 +99,22 @@ void check_residual(const int* shape, int ndim, const int* residual, int residua
   };
   if (is_known(shape, ndim) && is_known(residual, residual_ndim) &&
       !std::equal(shape, shape + ndim, residual, residual + residual_ndim)) {
-    throw dmlc::Error("SyncBatchNorm got data of shape " + shape_text(shape, ndim) +
-                      " and a residual of shape " + shape_text(residual, residual_ndim) +
+    throw dmlc::Error("got data of shape " + shape_text(shape, ndim) + " and a residual of shape " +
+                      shape_text(residual, residual_ndim) +
                       ". Give it a residual of the shape of the data.");
   }
 }
 
-// Calls f. Errors begin with the name of the class, which becomes that of the block and the layer.
+// Calls f. Errors get the class of the block and the layer before them.
 template <typename F>
 int with_name(const Operator* op, const F& f) {
   try {
     f();
     return 1;
   } catch (const dmlc::Error& error) {
-    const std::string text = error.what();
     const std::string layer =
         op->layer ? " '" + process.rendezvous->config(op->layer).name + "'" : "";
-    throw dmlc::Error(op->attributes.block_name() + layer + text.substr(text.find(' ')));
+    throw dmlc::Error(op->attributes.block_name() + layer + " " + error.what());
   }
 }
 
@@ -123,13 +122,12 @@ void check_shapes(Operator* op, int size, int* ndims, int** shapes) {
   if (!op->attributes.error.empty()) throw dmlc::Error(op->attributes.error);
   if (ndims[kData] <= 0) {
     // gluon_syncbn/graph/unknown_shapes.py looks for this text.
-    throw dmlc::Error(
-        "SyncBatchNorm does not know the shape of its data: give the shapes of more inputs.");
+    throw dmlc::Error("does not know the shape of its data: give the shapes of more inputs.");
   }
   const int axis = channel_axis(op->attributes.axis, shapes[kData], ndims[kData]);
   if (op->attributes.virtual_devices && axis == 0) {
     throw dmlc::Error(
-        "VirtualBatchNorm divides the samples on axis 0 among virtual devices, and was made with "
+        "divides the samples on axis 0 among virtual devices, and was made with "
         "axis=" +
         std::to_string(op->attributes.axis) + " for data of shape " +
         shape_text(shapes[kData], ndims[kData]) + ". Choose another axis for the channels.");
@@ -159,10 +157,9 @@ void check_shapes(Operator* op, int size, int* ndims, int** shapes) {
     const bool known = ndims[i] == 1 && shapes[i][0] > 0;
     if (known && op->channels > 0 && shapes[i][0] != op->channels) {
       throw dmlc::Error(
-          "SyncBatchNorm got data of shape " + shape_text(shapes[kData], ndims[kData]) +
-          ", which has " + std::to_string(op->channels) + " channels on axis " +
-          std::to_string(axis) + ", but its parameters were made for " +
-          std::to_string(shapes[i][0]) +
+          "got data of shape " + shape_text(shapes[kData], ndims[kData]) + ", which has " +
+          std::to_string(op->channels) + " channels on axis " + std::to_string(axis) +
+          ", but its parameters were made for " + std::to_string(shapes[i][0]) +
           ". Give it data of that many channels, or set in_channels and axis to fit.");
     }
     ndims[i] = 1;
@@ -192,11 +189,11 @@ void check_types(const Operator& op, int size, int* types) {
     // SymbolBlock.cast() casts the count too, and only training uses it.
     if (i == outputs + kNumOutputs + kNumBatches && types[i] != kUnknown) continue;
     if (types[i] != kUnknown && types[i] != static_cast<int>(expected)) {
-      throw dmlc::Error(
-          std::string("SyncBatchNorm got data of dtype ") + name_of(data) + ", for which " +
-          (op.is_data(i) ? "a residual must be " : "its parameters must be ") + name_of(expected) +
-          ", and one of them is " + name_of(static_cast<DType>(types[i])) + ". Call cast('" +
-          name_of(cast) + "') on the net.");
+      throw dmlc::Error(std::string("got data of dtype ") + name_of(data) + ", for which " +
+                        (op.is_data(i) ? "a residual must be " : "its parameters must be ") +
+                        name_of(expected) + ", and one of them is " +
+                        name_of(static_cast<DType>(types[i])) + ". Call cast('" + name_of(cast) +
+                        "') on the net.");
     }
     types[i] = static_cast<int>(expected);
   }

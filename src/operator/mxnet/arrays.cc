@@ -34,15 +34,14 @@ std::string shape_text(const int* shape, int ndim) {
 int channel_axis(int axis, const int* shape, int ndim) {
   if (ndim < 2 || ndim > 5) {
     throw dmlc::Error(
-        "SyncBatchNorm takes data of 2 to 5 dimensions, such as (N, C) or (N, C, H, W). It got "
+        "takes data of 2 to 5 dimensions, such as (N, C) or (N, C, H, W). It got "
         "shape " +
         shape_text(shape, ndim) + ".");
   }
   if (axis < -ndim || axis >= ndim) {
-    throw dmlc::Error("SyncBatchNorm was made with axis=" + std::to_string(axis) +
-                      ", but its data has shape " + shape_text(shape, ndim) +
-                      ". Choose an axis from " + std::to_string(-ndim) + " to " +
-                      std::to_string(ndim - 1) + ".");
+    throw dmlc::Error("was made with axis=" + std::to_string(axis) + ", but its data has shape " +
+                      shape_text(shape, ndim) + ". Choose an axis from " + std::to_string(-ndim) +
+                      " to " + std::to_string(ndim - 1) + ".");
   }
   return axis < 0 ? axis + ndim : axis;
 }
@@ -60,9 +59,8 @@ DType dtype_of_parameters(DType dtype) {
   try {
     return has_double_parameters(dtype) ? DType::kFloat64 : DType::kFloat32;
   } catch (const std::invalid_argument&) {
-    throw dmlc::Error(
-        std::string("SyncBatchNorm takes float16, bfloat16, float32 and float64 data. It got ") +
-        name_of(dtype) + ". Cast the data first.");
+    throw dmlc::Error(std::string("takes float16, bfloat16, float32 and float64 data. It got ") +
+                      name_of(dtype) + ". Cast the data first.");
   }
 }
 

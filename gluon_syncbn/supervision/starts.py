@@ -1,0 +1,54 @@
+"""Limits the functions of MXNet and Horovod with which a process joins its job."""
+
+import functools
+
+import mxnet as mx
+
+from ..arguments import seconds
+from .durations import duration
+from .limits import call_within
+
+# The distributed stores of this process, while a KVStoreReducer uses them.
+stores = set()
+
+
+def creating(create):
+    """Wraps ``mx.kv.create``, which waits for all processes of the job: sets a limit, and refuses a
+    second distributed store."""
+
+    @functools.wraps(create)
+    def create_or_refuse(name="local"):
+        distributed = isinstance(name, str) and "dist" in name.lower()
+        # Third parties may have registered stores of their own.
+        if not distributed or name.lower() in mx.kv.KVStoreBase.kv_registry:
+            return create(name)
+        if stores:
+            raise ValueError(
+                "There is a distributed KVStore in this process, with a KVStoreReducer, and MXNet "
+                f"would wait indefinitely for another one, {name!r}: give the Trainer the store "
+                "itself, as kvstore=kv, update_on_kvstore=False."
+            )
+        missing = "one of its workers, servers or its scheduler is"
+        return _start(lambda: create(name), f"mx.kv.create({name!r})", missing)
+
+    return create_or_refuse
+
+
+def initializing(init):
+    """Wraps ``HorovodBasics.init``, which waits for all processes of the job: sets a limit."""
+
+    @functools.wraps(init)
+    def init_within(*args, **kwargs):
+        return _start(lambda: init(*args, **kwargs), "hvd.init()", "one is")
+
+    return init_within
+
+
+def _start(function, call, missing):
+    timeout = seconds(None)
+    return call_within(
+        timeout,
+        function,
+        f"{call} has waited {duration(timeout)} for the job's other processes: {missing} missing, "
+        "stopped, or starts later than GLUON_SYNCBN_TIMEOUT allows.",
+    )
