@@ -3,7 +3,6 @@ parameters."""
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,37 +54,53 @@ def test_training_in_two_processes(tmp_path, engine):
             np.testing.assert_array_equal(value, file[name].asnumpy(), name)
 
 
-# Killed in the middle of the second file, as by the launcher when another worker has died.
+# Rank 0 is killed in the middle of its second file, and after the first restart rank 1 in its fifth
+# step.
 KILLED = """
 import os, runpy, signal, sys
-from mxnet.gluon import Block
+from mxnet.gluon import Block, Trainer
 
-def save(net, path, whole=Block.save_parameters, calls=[]):
-    calls.append(path)
-    whole(net, path)
-    if len(calls) == 2:
-        os.truncate(path, os.path.getsize(path) // 2)
-        os.kill(os.getpid(), signal.SIGKILL)
+def calling(function, rank, restart, limit, before):
+    calls = []
+    def call(*args, **kwargs):
+        result = function(*args, **kwargs)
+        calls.append(args)
+        if (os.environ["GLUON_SYNCBN_RANK"], os.environ["GLUON_SYNCBN_RESTART"]) == (rank, restart):
+            if len(calls) == limit:
+                before(*args)
+                os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    return call
 
-Block.save_parameters = save
+truncate = lambda net, path: os.truncate(path, os.path.getsize(path) // 2)
+Block.save_parameters = calling(Block.save_parameters, "0", "0", 2, truncate)
+Trainer.step = calling(Trainer.step, "1", "1", 5, lambda *args: None)
 runpy.run_path(sys.argv.pop(1))
 """
 
 
 @pytest.mark.long
-def test_training_goes_on_from_the_last_whole_checkpoint(tmp_path):
+@pytest.mark.parametrize("engine", ["kvstore", pytest.param("horovod", marks=needs_horovod)])
+def test_training_goes_on_from_its_last_whole_checkpoint_when_workers_are_killed(tmp_path, engine):
     (tmp_path / "run.py").write_text(KILLED)
-    done = run(tmp_path, *LAUNCH, "-n", "1", "run.py", TRAIN)
-    assert done.returncode == 128 + signal.SIGKILL, done.stdout + done.stderr
-    names = {path.name for path in (tmp_path / "runs/kvstore").iterdir()}
-    assert names == {"1.params", "1.states", "2.params"}
-    resumed, whole = (
-        run(tmp_path, *LAUNCH, "-n", "1", TRAIN, *output).stdout.splitlines()
-        for output in ([], ["other"])
-    )
-    assert len(whole) == 4 and resumed == whole[1:]
-    again = run(tmp_path, *LAUNCH, "-n", "1", TRAIN)
-    assert again.returncode == 0 and "runs/kvstore holds all 4 epochs" in again.stdout
+    options = "-n", "2", "--engine", engine
+    done = run(tmp_path, *LAUNCH, *options, "--restarts", "2", "run.py", TRAIN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for number, rank in ((1, 0), (2, 1)):
+        assert re.search(rf"worker {rank} \(process \d+\) was killed by SIGKILL", done.stderr)
+        assert f"all processes start again, restart {number} of 2." in done.stderr
+    whole = run(tmp_path, *LAUNCH, *options, TRAIN, "whole").stdout
+    epochs = [f"[0] epoch {number}: loss" for number in (0, 1, 1, 2, 3)]
+    lines = done.stdout.splitlines()
+    # It prints before it saves.
+    assert [line.rpartition(" ")[0] for line in lines] == epochs
+    assert list(dict.fromkeys(lines)) == whole.splitlines()
+    files = [mx.nd.load(str(tmp_path / name / "4.params")) for name in (f"runs/{engine}", "whole")]
+    assert files[0].keys() == files[1].keys()
+    for name, value in files[0].items():
+        np.testing.assert_array_equal(value.asnumpy(), files[1][name].asnumpy(), name)
+    again = run(tmp_path, *LAUNCH, *options, TRAIN)
+    assert again.returncode == 0 and f"runs/{engine} holds all 4 epochs" in again.stdout
 
 
 def test_started_alone(tmp_path):
