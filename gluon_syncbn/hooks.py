@@ -18,7 +18,7 @@ from mxnet.symbol import Symbol
 from . import trainers
 from .graph import compiled, modules, static_shape, unknown_shapes
 from .native import failures, library, shutdown
-from .supervision import starts
+from .supervision import starts, waits
 
 # Operators whose values decide the shape of the output: a call waits for the inputs.
 _DYNAMIC = ("_contrib_boolean_mask", "_npi_bincount", "_npi_delete", "_npi_unique", "_npx_nonzero")
@@ -82,6 +82,8 @@ if "HOROVOD_RANK" in os.environ:
         from horovod.common.basics import HorovodBasics
 
         _HOOKS.append((HorovodBasics, "init", starts.initializing))
+        for name in ("_add_process_set_impl", "_remove_process_set_impl"):
+            _HOOKS.append((HorovodBasics, name, waits.waiting_for_others))
 
 
 def install():

@@ -15,7 +15,10 @@ _FEWEST_FOR_SUMS = 8
 
 
 # Horovod's C functions that push an operation to MXNet.
-_PUSHING = tuple(f"horovod_mxnet_{name}_async" for name in ("allreduce", "allgather", "broadcast"))
+_PUSHING = tuple(
+    f"horovod_mxnet_{name}_async"
+    for name in ("allreduce", "allgather", "alltoall", "broadcast", "reducescatter")
+)
 
 
 def _noting(push):

@@ -192,15 +192,6 @@ def _last_handle(arrays):
     return getattr(arrays, "handle", None)
 
 
-def _waiting(function):
-    @functools.wraps(function)
-    def wait():
-        with waits.noted(for_others=True):
-            return function()
-
-    return wait
-
-
 def _refusing(text):
     def refuse(*args, **kwargs):
         raise ValueError(text)
@@ -227,7 +218,7 @@ class _Hooks:
         replaced = {name: self._locked(name) for name in _LOCKED}
         replaced.update((name, self._initializing(replaced[name])) for name in _INITIALIZE)
         if hasattr(kvstore, "_barrier"):
-            replaced["_barrier"] = _waiting(kvstore._barrier)
+            replaced["_barrier"] = waits.waiting_for_others(kvstore._barrier)
         replaced["set_optimizer"] = _refusing(_UPDATES)
         replaced["set_gradient_compression"] = _refusing(_COMPRESSION)
         vars(kvstore).update(replaced)

@@ -1,5 +1,6 @@
 """Which threads of this process wait for MXNet, a store or other processes: each says so itself."""
 
+import functools
 import itertools
 import os
 import sys
@@ -42,6 +43,17 @@ class noted:
             del _waiting[self._thread]
         else:
             _waiting[self._thread] = self._before
+
+
+def waiting_for_others(function):
+    """Wraps a function in which a thread waits for other processes."""
+
+    @functools.wraps(function)
+    def wait(*args, **kwargs):
+        with noted(for_others=True):
+            return function(*args, **kwargs)
+
+    return wait
 
 
 def note_operation(has_begun, has_ended):

@@ -38,7 +38,9 @@ def strike(moment):
 def happen():
     report("struck")
     if chaos["victim"] != "worker":
-        # The driver does it, while the training goes on.
+        # The driver does it, while the training goes on, but not after its end.
+        if chaos["victim"] == "link":
+            time.sleep(0.5)
         return
     fault = chaos["fault"]
     if fault in ("SIGKILL", "SIGTERM", "SIGSTOP"):

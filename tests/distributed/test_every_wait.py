@@ -1,0 +1,83 @@
+"""Every function in which a process can stand for ever ends in time, with the name of the other
+process: one that is gone, stopped, loops in Python, or is cut off."""
+
+import contextlib
+import os
+import re
+import time
+import zlib
+
+import pytest
+from distributed_cluster import Cluster, TwoMachines, has_horovod, has_namespaces
+from distributed_waits import CALLS, STARTS
+from programs import STARTED_SECONDS, wait_until
+
+SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "distributed_waits.py")
+TIMEOUT, SLACK = 3.0, 3.0
+FAULTS = ["is gone", "is stopped", "loops", "is cut off"]
+# Without a store, only the function itself can be named.
+STARTS_NAMED = {
+    "create": "mx.kv.create('dist_sync') has waited 3 s for the job's other processes",
+    "KVStoreReducer": "has waited 3 s for the other processes to make theirs",
+    "init": "hvd.init() has waited 3 s for the job's other processes",
+    "HorovodReducer": "startup handshake",
+}
+
+
+def cases():
+    """Each call with each fault. One fault of each, another for each call, takes no `long` tests."""
+    for engine in CALLS:
+        for call in [*STARTS[engine], *CALLS[engine]]:
+            quick = FAULTS[zlib.crc32(call.encode()) % 3]
+            for fault in FAULTS if call not in STARTS[engine] else FAULTS[1:3]:
+                marks = [] if fault == quick else [pytest.mark.long]
+                yield pytest.param(engine, call, fault, marks=marks, id=f"{engine}-{call}-{fault}")
+
+
+@pytest.mark.parametrize("engine, call, fault", [*cases()])
+def test_every_wait_ends(engine, call, fault, tmp_path):
+    if engine == "horovod" and not has_horovod():
+        pytest.skip("Horovod is not installed: see build/horovod.log")
+    if fault == "is cut off" and not has_namespaces():
+        pytest.skip("This machine makes no network namespaces.")
+    kind = TwoMachines if fault == "is cut off" else Cluster
+    # So the launcher ends nothing.
+    alone = kind is Cluster and engine == "kvstore"
+    cluster = kind(
+        tmp_path,
+        2,
+        [call, "is stopped" if fault == "is cut off" else fault],
+        engine=engine,
+        by_hand=alone,
+        script=SCRIPT,
+        GLUON_SYNCBN_TIMEOUT=str(TIMEOUT),
+        HOROVOD_DYNAMIC_PROCESS_SETS="1",
+        GLUON_SYNCBN_SHARED_MEMORY=str(int(alone)),
+    )
+    try:
+        victim, struck = wait_for_fault(tmp_path)
+        left = [each for each in cluster.processes if not (alone and each.pid == victim)]
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: None not in [each.poll() for each in left], 30)
+        seconds, output = time.time() - struck, cluster.all_output()
+        codes = [each.poll() for each in left]
+        assert None not in codes and any(codes), output[-4000:]
+        assert seconds < TIMEOUT + SLACK, output[-4000:]
+        if call in STARTS[engine]:
+            is_named = STARTS_NAMED[call] in output
+        else:
+            is_named = re.search(r"rank [01] \((?!waiting)", output)
+        by_launcher = re.search(rf"launch: worker \d \(process {victim}\)", output)
+        assert is_named or by_launcher, output[-4000:]
+    finally:
+        cluster.clean()
+
+
+def wait_for_fault(folder):
+    """(number of the process, when it happened to it)"""
+    deadline = time.monotonic() + STARTED_SECONDS
+    while time.monotonic() < deadline:
+        for path in folder.glob("struck-*"):
+            return int(path.name.partition("-")[2]), path.stat().st_mtime
+        time.sleep(0.02)
+    pytest.fail("nothing happened to a process")
