@@ -1,6 +1,7 @@
 """make chaos ARGS="--faults 300 --seed 7": something happens to jobs, and what becomes of them.
 
-Each fault is drawn from a seed of its own, which the table names: --only SEED repeats one."""
+Each fault is drawn from a seed of its own, which the table names: --only SEED repeats one. With
+--healthy, only what a job has to survive happens."""
 
 import argparse
 import contextlib
@@ -30,11 +31,11 @@ ALONE = 10
 MOMENTS = "start before first forward backward step validation saving end".split()
 FAULTS = "SIGKILL SIGTERM SIGSTOP pause raise _exit_0 _exit_3 loop memory disk garbage".split()
 FAULTS += "suspend sleep files".split()
-GOES_ON = ("pause", "garbage", "cut", "suspend", "sleep", "files")
+GOES_ON = "pause garbage cut suspend sleep files save operator queue".split()
 
 
-def draw(seed):
-    """A random fault, as a dict."""
+def draw(seed, healthy=False):
+    """A random fault, as a dict. healthy: one that the job survives."""
     rng = random.Random(seed)
     engine = rng.choice(["kvstore", "kvstore", "horovod"] if has_horovod() else ["kvstore"])
     workers = rng.choice([2, 2, 3])
@@ -49,7 +50,16 @@ def draw(seed):
         "rank": rng.randrange(workers),
         "timeout": TIMEOUT,
     }
-    if engine == "kvstore" and rng.random() < 0.15:
+    if healthy:
+        chaos["fault"] = rng.choice(GOES_ON)
+        if chaos["fault"] == "cut" and not (engine == "kvstore" and has_namespaces()):
+            chaos["fault"] = "queue"
+    if healthy and chaos["fault"] == "cut":
+        chaos.update(victim="link", workers=2, by_hand=False, timeout=4 * TIMEOUT)
+        chaos.update(rank=chaos["rank"] % 2, moment=rng.choice(MOMENTS[1:]))
+    elif healthy:
+        pass
+    elif engine == "kvstore" and rng.random() < 0.15:
         chaos["victim"] = "server" if chaos["by_hand"] else rng.choice(["server", "scheduler"])
         chaos["fault"] = rng.choice(["SIGKILL", "SIGSTOP"])
         chaos["moment"] = rng.choice(MOMENTS[1:6])
@@ -77,8 +87,8 @@ class Outcome:
     whether the output names who it happened to. wrong: what fell short, as texts.
     """
 
-    def __init__(self, seed):
-        self.chaos = chaos = draw(seed)
+    def __init__(self, seed, healthy=False):
+        self.chaos = chaos = draw(seed, healthy)
         self.seed, self.seconds, self.named, self.wrong = seed, None, None, []
         with tempfile.TemporaryDirectory() as folder:
             self.cluster = (TwoMachines if chaos["victim"] == "link" else Cluster)(
@@ -122,6 +132,8 @@ class Outcome:
             os.kill(self.pid, signal.SIGCONT)
         if chaos["fault"] == "loop" and MOMENTS.index(chaos["moment"]) > MOMENTS.index("step"):
             limit += (ALONE - 1) * TIMEOUT
+        if chaos["fault"] in ("sleep", "save", "operator", "queue"):
+            limit += 4 * TIMEOUT
         codes = self._codes_until(begin + limit + 20)
         self.seconds = time.time() - begin
         self.output = cluster.all_output()
@@ -210,18 +222,19 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=50, metavar="N", help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first one (%(default)s)")
+    parser.add_argument("--healthy", action="store_true", help="what a job has to survive")
     parser.add_argument("--only", metavar="SEED", help="this one alone, with its output")
     parser.add_argument("--at-a-time", type=int, default=2, metavar="N", help="(%(default)s)")
     options = parser.parse_args(arguments)
     if options.only:
-        outcome = Outcome(options.only)
+        outcome = Outcome(options.only, options.healthy)
         print(outcome.output, outcome.row(), sep="\n")
         return int(bool(outcome.wrong))
     seeds = [f"{options.seed}-{number}" for number in range(options.faults)]
     print("    seed engine  by     start  n join fault    moment     who       seconds  codes")
     outcomes = []
     with ThreadPoolExecutor(options.at_a_time) as executor:
-        for outcome in executor.map(Outcome, seeds):
+        for outcome in executor.map(lambda seed: Outcome(seed, options.healthy), seeds):
             print(outcome.row(), flush=True)
             if outcome.wrong:
                 print(*outcome.output.splitlines()[-30:], sep="\n", flush=True)
@@ -236,8 +249,8 @@ def summarize(outcomes):
     hangs = sum("a hang" in o.wrong for o in outcomes)
     print(
         f"{len(outcomes)} faults, {hangs} hangs. {len(ended)} jobs ended, after "
-        f"{statistics.median(ended):.1f} s in the median and {max(ended):.1f} s at most, and "
-        f"{named} named who it was. {len(outcomes) - len(ended)} were to go on. "
+        f"{statistics.median(ended or [0]):.1f} s in the median and {max(ended or [0]):.1f} s at "
+        f"most, and {named} named who it was. {len(outcomes) - len(ended)} were to go on. "
         f"{len(wrong)} fell short: {', '.join(o.seed for o in wrong) or 'none'}."
     )
     return int(bool(wrong))

@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 
 import gluon_syncbn as sbn
@@ -43,6 +44,9 @@ def happen():
             time.sleep(0.5)
         return
     fault = chaos["fault"]
+    # The others wait for it in their next exchange, and at the end ten times as long.
+    is_at_the_end = chaos["moment"] in ("validation", "saving", "end")
+    seconds = (2 if is_at_the_end and chaos["fault"] != "sleep" else 0.8) * chaos["timeout"]
     if fault in ("SIGKILL", "SIGTERM", "SIGSTOP"):
         os.kill(os.getpid(), getattr(signal, fault))
     elif fault == "pause":  # The driver lets it go on.
@@ -64,7 +68,11 @@ def happen():
         with open("/dev/full", "wb") as file:
             file.write(b"x" * (1 << 16))
     elif fault == "sleep":
-        time.sleep(0.8 * chaos["timeout"])
+        time.sleep(seconds)
+    elif fault == "save":
+        slow_save(seconds)
+    elif fault == "operator":
+        mx.nd.Custom(mx.nd.array([seconds]), op_type="sleeps").wait_to_read()
     elif fault == "files":
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
@@ -75,6 +83,31 @@ def happen():
         for number in range(20):
             with contextlib.suppress(OSError), socket.create_connection(address) as one:
                 one.sendall(os.urandom(1 << number % 12))
+
+
+def slow_save(seconds):
+    """Saves to a pipe, from which nobody reads for a while."""
+    os.mkfifo(f"{folder}/pipe-{rank}")
+
+    def read():
+        time.sleep(seconds)
+        with open(f"{folder}/pipe-{rank}", "rb") as pipe:
+            pipe.read()
+
+    threading.Thread(target=read).start()
+    mx.nd.save(f"{folder}/pipe-{rank}", [mx.nd.ones(3)])
+
+
+class Sleeps(mx.operator.CustomOp):
+    def forward(self, is_train, req, in_data, out_data, aux):
+        time.sleep(float(in_data[0].asscalar()))
+        self.assign(out_data[0], req[0], in_data[0])
+
+
+@mx.operator.register("sleeps")
+class SleepsProp(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, in_shapes, in_dtypes):
+        return Sleeps()
 
 
 def report(name):
@@ -104,6 +137,9 @@ net.hybridize()
 trainer = make_trainer(connection, net.collect_params())
 mx.random.seed(rank)
 batches = [mx.nd.random.normal(shape=(2, 3, 12, 12)) for _ in range(STEPS)]
+is_queue = chaos["fault"] == "queue"
+if is_queue:  # MXNet still has steps to make for longer than the timeout, and nobody reads a loss.
+    batches *= 150
 strike("before")
 for step, x in enumerate(sbn.distributed.join(batches, trainer) if chaos["join"] else batches):
     if step == AT:
@@ -118,7 +154,7 @@ for step, x in enumerate(sbn.distributed.join(batches, trainer) if chaos["join"]
     if step == AT:
         strike("step")
     trainer.step(2)
-    if step % 3 == 0:
+    if step % 3 == 0 and not is_queue:
         print("loss", loss.asscalar(), flush=True)
 strike("validation")
 net(batches[0]).wait_to_read()

@@ -25,7 +25,7 @@ STARTS_NAMED = {
 
 
 def cases():
-    """Each call with each fault. One fault of each, another for each call, takes no `long` tests."""
+    """Each call with each fault. All but one of each, another for each call, are `long` tests."""
     for engine in CALLS:
         for call in [*STARTS[engine], *CALLS[engine]]:
             quick = FAULTS[zlib.crc32(call.encode()) % 3]
