@@ -236,9 +236,9 @@ class _Hooks:
 
         @functools.wraps(function)
         def call(*args, **kwargs):
-            if self._reducer.watcher.lost:
+            if self._reducer.member.lost:
                 waits.note_failure()
-                raise RuntimeError(self._reducer.watcher.lost)
+                raise RuntimeError(self._reducer.member.lost)
             given = dict(zip(_FETCH.get(name, ()), args), **kwargs)
             sent, fetched = map(_last_handle, (given.get("value"), given.get("out")))
             # pushpull may fetch what it has sent.

@@ -10,6 +10,7 @@ from .. import native
 from ..arguments import seconds
 from ..groups.store import Store
 from ..native import shutdown
+from ..supervision.member import Member
 from ..supervision.records import Subject
 from ..supervision.watcher import Watcher
 from .shared_memory import SharedMemory
@@ -38,10 +39,10 @@ class Reducer(Store):
         self._memory = None
         # A store fails if another process is gone, which the judge soon says.
         self._connection = native.Connection(explained_within=2.0)
-        functions = self._connection.in_flight, self._about, self._close_routes
         # What follows may have shorter limits than a slow start.
         limit = min(timeout, seconds(None))
-        self.watcher = Watcher(rank, size, self.name, limit, *functions)
+        self.member = Member(limit, self._connection.in_flight, self._about)
+        self.watcher = Watcher(rank, size, self.name, self.member, self._close_routes)
 
     def _meet(self, timeout):
         """Makes the processes known to each other, as the last step of making a store."""
@@ -132,16 +133,16 @@ class Reducer(Store):
         timeout = seconds(timeout)
         if self.size == 1:
             return array.reshape(1, -1).copy()
-        with self.watcher.waits(timeout):
+        with self.member.waits(timeout):
             return super().exchange(key, array, title or str(key), timeout)
 
     def route(self, key, size, title, timeout, ranks=None, sums=False):
-        self.watcher.check(title)
+        self.member.check(title)
         if key.layer is not None:
-            self.watcher.note_timeout(timeout)
+            self.member.note_timeout(timeout)
         route = super().route(key, size, title, timeout, ranks, sums)
-        if self.watcher.lost:  # Meanwhile.
-            route.close(self.watcher.lost)
+        if self.member.lost:  # Meanwhile.
+            route.close(self.member.lost)
         return route
 
     def split(self, size):
@@ -162,8 +163,8 @@ class Reducer(Store):
         members = self._members(str(key))
         if self._joins(members):
             return self._memory.route(self._connection, str(key), size, members, sums)
-        with self.watcher.arrives(title, str(key), timeout), mx.autograd.pause():
-            check = functools.partial(self.watcher.check, title)
+        with self.member.arrives(title, str(key), timeout), mx.autograd.pause():
+            check = functools.partial(self.member.check, title)
             return self._open_through_store(str(key), size, check, sums)
 
     def _open_through_store(self, key, size, check, sums):

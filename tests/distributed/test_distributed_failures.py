@@ -86,7 +86,7 @@ def hangs_after_a_long_call(world):
     world.reducer.all_reduce("validation", 0, timeout=1000)
     world.report("left", time.time())
     if world.rank == LAST:
-        while not world.reducer.watcher.lost:
+        while not world.reducer.member.lost:
             time.sleep(0.05)
         world.barrier()
     world.kv.pushpull(0, gradient, out=gradient)

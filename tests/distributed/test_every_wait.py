@@ -46,7 +46,7 @@ def test_every_wait_ends(engine, call, fault, tmp_path):
     cluster = kind(
         tmp_path,
         2,
-        [call, "is stopped" if fault == "is cut off" else fault],
+        [call, fault],
         engine=engine,
         by_hand=alone,
         script=SCRIPT,
@@ -56,6 +56,8 @@ def test_every_wait_ends(engine, call, fault, tmp_path):
     )
     try:
         victim, struck = wait_for_fault(tmp_path)
+        if fault == "is cut off":
+            cluster.cut(None)
         left = [each for each in cluster.processes if not (alone and each.pid == victim)]
         with contextlib.suppress(AssertionError):
             wait_until(lambda: None not in [each.poll() for each in left], 30)

@@ -21,7 +21,8 @@ from gluon_syncbn.native import InFlight
 from gluon_syncbn.supervision import durations
 from gluon_syncbn.supervision import links as connections
 from gluon_syncbn.supervision import watcher as module
-from gluon_syncbn.supervision.records import Subject
+from gluon_syncbn.supervision.member import Member
+from gluon_syncbn.supervision.records import FAILED, Subject
 from gluon_syncbn.supervision.watcher import Watcher
 from programs import wait_until
 
@@ -36,6 +37,7 @@ for part in ("", ".supervision", ".native", ".groups"):
 sys.modules["gluon_syncbn.native"].__dict__.update(
     warn=print, shutdown=types.SimpleNamespace(abandon=lambda: None),
 )
+from gluon_syncbn.supervision.member import Member
 from gluon_syncbn.supervision.watcher import Watcher
 
 def lost(text):
@@ -43,7 +45,8 @@ def lost(text):
 
 def meet(lost=lost):
     rank, size, timeout = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    one = Watcher(rank, size, "the store", timeout, lambda: ([], []), None, lost)
+    member = Member(timeout, lambda: ([], []), None)
+    one = Watcher(rank, size, "the store", member, lost)
     print(one.address.decode(), flush=True)
     one.meet(sys.stdin.readline().encode())
     return one
@@ -67,8 +70,9 @@ class Job:
         wait_until(lambda: all(watcher._has_met for watcher in self.watchers.values()))
 
     def _watch(self, rank):
-        functions = lambda: self.flying[rank], lambda _: Subject(0, self.size, True), lambda _: None
-        return Watcher(rank, self.size, "the store", self.timeout, *functions)
+        subject = Subject(0, self.size, True)
+        member = Member(self.timeout, lambda: self.flying[rank], lambda _: subject)
+        return Watcher(rank, self.size, "the store", member, lambda _: None)
 
     def _start(self, rank, text):
         script = [sys.executable, "-c", HEAD + textwrap.dedent(text)]
@@ -95,8 +99,8 @@ class Job:
     def verdict(self, within):
         """The text that all simulated processes get, which is one."""
         watchers = self.watchers.values()
-        wait_until(lambda: all(watcher.lost for watcher in watchers), within)
-        [text] = {watcher.lost for watcher in watchers}
+        wait_until(lambda: all(watcher.member.lost for watcher in watchers), within)
+        [text] = {watcher.member.lost for watcher in watchers}
         return text
 
     def close(self):
@@ -157,7 +161,7 @@ def test_the_end(new_job, size):
         assert not calls and not any(end.done() for end in ends)
         job[0].leave(None, calls.append)
     assert calls == [10] * size
-    assert {each.lost for each in job.watchers.values()} == {"The process ends."}
+    assert {each.member.lost for each in job.watchers.values()} == {"The process ends."}
 
 
 def test_a_failure_ends_all(new_job):
@@ -174,7 +178,7 @@ def test_a_process_that_ends_at_once_tells_why(new_job):
     one = job.watchers.pop(2)
 
     def fail_and_end():  # In one turn, as where the thread has had no time in between.
-        one._status = module.FAILED, "a bad batch"
+        one.member.end(FAILED, "a bad batch")
         one._begin_to_end()
 
     one._call(fail_and_end)
@@ -201,15 +205,15 @@ def test_a_timeout_of_one_call(new_job):
 
     def stop_longer_than_the_timeout():
         rank_0.send_signal(signal.SIGSTOP)
-        wait_until(lambda: all(one._now - one._heard > 3 for one in job.watchers.values()))
+        wait_until(lambda: all(one._now - one.member._heard > 3 for one in job.watchers.values()))
 
-    with job[1].waits(600), job[2].waits(600):
+    with job[1].member.waits(600), job[2].member.waits(600):
         stop_longer_than_the_timeout()
-    looks = {rank: one._last_step for rank, one in job.watchers.items()}
-    wait_until(lambda: all(one._last_step > looks[rank] for rank, one in job.watchers.items()))
-    assert not any(one.lost for one in job.watchers.values())
+    looks = {rank: one.member._looked for rank, one in job.watchers.items()}
+    wait_until(lambda: all(one.member._looked > looks[rank] for rank, one in job.watchers.items()))
+    assert not any(one.member.lost for one in job.watchers.values())
     rank_0.send_signal(signal.SIGCONT)
-    wait_until(lambda: all(one._now - one._heard < 1 for one in job.watchers.values()))
+    wait_until(lambda: all(one._now - one.member._heard < 1 for one in job.watchers.values()))
     stop_longer_than_the_timeout()
     assert job.verdict(within=10).startswith("Missing: rank 0 (no answer: stopped")
 
@@ -223,7 +227,7 @@ def test_rank_0_is_stopped_for_less_than_the_timeout(new_job, monkeypatch):
     time.sleep(3)
     job.processes[0].send_signal(signal.SIGCONT)
     time.sleep(1)
-    assert not any(job[rank].lost for rank in job.watchers)
+    assert not any(job[rank].member.lost for rank in job.watchers)
     assert is_alive(job)
 
 
@@ -248,7 +252,7 @@ def test_a_forked_child_keeps_nothing(new_job):
         if os.fork() == 0:
             links = [os.readlink(f.path) for f in os.scandir("/proc/self/fd") if f.is_symlink()]
             print("kept", [link for link in links if "socket" in link or "epoll" in link])
-            print("lost", one.lost, flush=True)
+            print("lost", one.member.lost, flush=True)
             one.fail("the child's")
             time.sleep(60)
         time.sleep(60)
@@ -261,7 +265,7 @@ def test_a_forked_child_keeps_nothing(new_job):
     assert lines[0].startswith("lost This process was forked")
     assert [line for line in lines if line.startswith("kept")] == ["kept []\n"], lines
     time.sleep(0.5)
-    assert not job[0].lost
+    assert not job[0].member.lost
     process.kill()
     assert "Missing: rank 1 (process ended)" in job.verdict(within=4)
 
@@ -279,7 +283,7 @@ def test_a_connection_that_breaks_is_made_again(new_job):
         job[0]._call(before.transport.abort)
         wait_until(lambda before=before: job.hub()._writers.get(1) not in (None, before))
     time.sleep(1.5)
-    assert not job[0].lost and is_alive(job)
+    assert not job[0].member.lost and is_alive(job)
 
 
 @pytest.mark.parametrize("how", ["closed", "reset", "silent, then closed"])
@@ -325,7 +329,7 @@ def test_a_connection_may_end_long_before_the_next(new_job, monkeypatch):
     job[1]._call(job[1]._link.renew)
     wait_until(lambda: not job.hub().connected)
     time.sleep(0.5)
-    assert not job.hub().connected and not job[0].lost
+    assert not job.hub().connected and not job[0].member.lost
     is_back.set()
     job.all_connected()
     assert is_alive(job)
@@ -345,7 +349,7 @@ def test_no_descriptors_and_no_threads_for_a_second(new_job, monkeypatch):
                 time.sleep(1)
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert not job[0].lost and is_alive(job)
+    assert not job[0].member.lost and is_alive(job)
 
 
 def no_thread(_):
@@ -370,13 +374,13 @@ def test_somebody_else_listens_at_the_port(new_job, answer):
     with socket.create_server(("127.0.0.1", 0)) as server:
         ip, _, *tokens = job.address.decode().split()
         port = str(server.getsockname()[1])
-        one = Watcher(1, 2, "the store", 1.0, lambda: ([], []), None, lambda _: None)
+        one = Watcher(1, 2, "the store", Member(1.0, lambda: ([], []), None), lambda _: None)
         one.meet(" ".join([ip, port, *tokens]).encode())
         with server.accept()[0] as connection:
             connection.sendall(answer)
-            wait_until(lambda: one.lost)
+            wait_until(lambda: one.member.lost)
     one.close()
-    assert ("process ended" if answer else "no answer: stopped") in one.lost
+    assert ("process ended" if answer else "no answer: stopped") in one.member.lost
 
 
 STRANGERS = {

@@ -1,0 +1,183 @@
+"""What a process of a job knows of itself: its exchanges, its waits, its limits, and its end.
+
+Like the judge, a state machine without clock, thread and socket.
+"""
+
+import collections
+import contextlib
+import time
+
+from .. import native
+from . import durations, waits
+from .durations import duration
+from .records import Exchange, Report, title_of
+
+_LONGEST_STATUS = 4000  # characters of an error
+_MOST_IN_FLIGHT, _REMEMBERED = 8, 16
+
+
+class Member:
+    """A process of a job.
+
+    timeout : of its store
+    in_flight() : exchanges in flight, and the last completed ones: two lists of `native.InFlight`
+    about(key) : the `Subject` of its exchanges
+    """
+
+    # Why no exchange can succeed any more.
+    lost = None
+    # Exchanges that the judge asks about.
+    asked = ()
+
+    def __init__(self, timeout, in_flight, about):
+        self._in_flight, self._about = in_flight, about
+        # The timeouts of the store and of groups, and those of calls that are waiting.
+        self._timeouts, self._of_calls = {timeout}, []
+        # Exchanges whose routes are being opened, and those that were opened last.
+        self._opening, self._opened = {}, collections.deque(maxlen=_REMEMBERED)
+        # {exchange in flight: when it was first seen}
+        self._seen = {}
+        self._status = None
+        self._waits, self._place = waits.Waits(), None
+        # The last exchange that was completed, and when that was looked at.
+        self._last, self._looked = None, 0.0
+        # When rank 0 was heard of, and the longest timeout since then.
+        self._heard, self._patience = 0.0, 0.0
+        # How many of Python's waits had failed before `lost`, and when it began.
+        self._failed_before, self._lost_at = 0, 0.0
+
+    # For the store, on any thread.
+
+    @property
+    def timeout(self):
+        """The longest of the store and of groups."""
+        return max(self._timeouts)
+
+    @property
+    def timeouts(self):
+        return [*self._timeouts, *self._of_calls]
+
+    def note_timeout(self, timeout):
+        """Notes the timeout of a group, which holds to the end of the job."""
+        self._timeouts.add(timeout)
+
+    @contextlib.contextmanager
+    def waits(self, timeout):
+        """Notes a timeout that holds while a call waits."""
+        self._of_calls.append(timeout)
+        try:
+            yield
+        finally:
+            self._of_calls.remove(timeout)
+
+    @contextlib.contextmanager
+    def arrives(self, title, key, timeout):
+        """Notes that this process is at an exchange, whose route is being opened."""
+        self._opening[key] = exchange = native.InFlight(title, key, 1, timeout, time.monotonic())
+        try:
+            yield
+            self._opened.append(exchange._replace(since=time.monotonic()))
+        finally:
+            del self._opening[key]
+
+    def check(self, title):
+        """Raises RuntimeError if no exchange can succeed any more."""
+        if self.lost:
+            raise RuntimeError(
+                self.lost if self.lost.startswith(title) else f"{title}: {self.lost}"
+            )
+
+    def end(self, kind, text=""):
+        """The script has ended, or failed. The first status stays."""
+        self._status = self._status or (kind, text[:_LONGEST_STATUS])
+
+    def lose(self, text):
+        """No exchange can succeed any more. The first text stays."""
+        if not self.lost:
+            self._failed_before, self._lost_at = waits.failed, self._looked
+            # From here on the error has time to be raised.
+            self._waits.forget()
+            self.lost = text
+
+    # For the watcher.
+
+    def look(self, now, may_wait):
+        """Looks at its waits. may_wait: whether others may be waited for."""
+        in_flight, completed = self._exchanges()
+        last, self._last = self._last, completed[-1] if completed else None
+        passed, self._looked = now - self._looked, now
+        self._place = self._waits.look(passed, may_wait and not in_flight, self._last != last)
+        self._patience = max(self._patience, *self.timeouts)
+
+    def report(self, now):
+        """The `Report` of this process."""
+        in_flight, completed = self._exchanges()
+        here = set(map(_name, [*in_flight, *completed]))
+        self._seen = {name: self._seen.get(name, now) for name in map(_name, in_flight)}
+        return Report(
+            [
+                Exchange(
+                    _name(each),
+                    each.title,
+                    each.number,
+                    now - self._seen[_name(each)],
+                    each.timeout,
+                    self._about(each.key),
+                )
+                for each in in_flight[:_MOST_IN_FLIGHT]
+            ],
+            {name: name in here for name in self.asked},
+            title_of(completed[-1].title, self._about(completed[-1].key)) if completed else None,
+            self._place,
+            self._status,
+        )
+
+    def hear(self, now):
+        """Rank 0 has been heard of."""
+        self._heard, self._patience = now, 0.0
+
+    def needs_new_connection(self, now):
+        """Whether rank 0 has been silent for so long that its connection may be broken."""
+        share = durations.SILENT_SHARE * max(self.timeouts)
+        return now - self._heard > max(durations.SILENCE, share)
+
+    def gives_up(self, now):
+        """Whether rank 0 has been silent for longer than the timeout."""
+        return now - self._heard > self._patience
+
+    def why_it_ends(self, now):
+        """Why this process ends, whatever its threads are doing, or None. A script that has caught
+        the error, or does not wait, may first save what it has."""
+        if not self.lost:
+            return None
+        place, timeout = self._place, max(self.timeouts)
+        has_raised = waits.failed > self._failed_before
+        waited = place and place.waited or 0.0
+        if waited > durations.RAISES and not has_raised and self._waits.still_waits():
+            return (
+                f"{self.lost} The script waits in {place.text}. No error can be raised there, so "
+                "this process ends."
+            )
+        if now - self._lost_at > timeout:
+            where = f" in {place.text}" if place else ""
+            return (
+                f"{self.lost} The script has gone on for {duration(timeout)}, and is{where}: this "
+                "process ends."
+            )
+        return None
+
+    def _exchanges(self):
+        """Those in flight, and the last completed ones, oldest first."""
+        in_flight, completed = self._in_flight()
+        return (
+            sorted([*self._opening.copy().values(), *in_flight], key=_since),
+            sorted([*self._opened.copy(), *completed], key=_since),
+        )
+
+
+def _since(exchange):
+    return exchange.since
+
+
+def _name(exchange):
+    return f"{exchange.key} {exchange.number}"
