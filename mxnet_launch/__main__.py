@@ -16,10 +16,9 @@ These launchers do not talk to each other. That of rank 0 also starts the schedu
 Output:
     Each line of a worker is printed with its rank before it, ``[1] loss 0.5``, and the lines of
     different workers are not mixed. The rank equals ``kv.rank`` and ``hvd.rank()``, and with one
-    worker per launcher that of Slurm or Kubernetes too. If another launcher has set ``DMLC_ROLE``,
-    the rank is not known beforehand, and the prefix is ``[worker]``. If lines cannot be written, as
-    to a full disk, all processes are ended; if the output is closed (``>&-``), they are not. If
-    nobody reads it, workers that print wait.
+    worker per launcher that of Slurm or Kubernetes too. If lines cannot be written, as to a full
+    disk, all processes are ended; if the output is closed (``>&-``), they are not. If nobody reads
+    it, workers that print wait.
 
 Failures:
     When a worker, a server or the scheduler dies, or ends by ``os._exit(0)`` before its script
@@ -43,8 +42,7 @@ Environment of a worker:
     exit hooks run, destructors and other threads do not.
     ``GLUON_SYNCBN_RANK``, ``GLUON_SYNCBN_SIZE`` and ``GLUON_SYNCBN_LOCAL_RANK`` are set; the last
     is the index of the worker on its machine, and so of its GPU. ``OMP_NUM_THREADS`` is set unless
-    the user did: the workers of a machine share its cores. None of these are set where another
-    launcher has set ``DMLC_ROLE``.
+    the user did: the workers of a machine share its cores.
 """
 
 import argparse
@@ -65,11 +63,8 @@ from .environment import (
     Position,
     between,
     find_position,
-    has_dmlc_role,
     locate,
     port_number,
-    read,
-    resolve,
 )
 from .processes import Launch, is_blocked, say
 
@@ -130,7 +125,7 @@ def _parse(arguments):
     add("--engine", choices=("kvstore", "horovod"), default="kvstore", help=text)
     text = (
         "be one of several launchers that Slurm, Kubernetes or another scheduler started: the "
-        "environment says which (DMLC_*, RANK and WORLD_SIZE, mpirun's, or Slurm's)"
+        "environment says which (RANK and WORLD_SIZE, mpirun's, or Slurm's)"
     )
     add("--from-env", action="store_true", help=text)
     text = "be the launcher of this number, from 0, whatever the environment says"
@@ -198,31 +193,22 @@ def _launch(options, number, stack):
     environment = {"PYTHONUNBUFFERED": "1", **os.environ, RESTART: str(number)}
     mxnet_compat.inherit(environment)  # A script may import mxnet first.
     position = Position(port=options.port or 0)
-    if options.from_env and options.rank is None and has_dmlc_role(environment):
-        role, name = environment["DMLC_ROLE"], "DMLC_PS_ROOT_URI"
-        # The scheduler cannot listen at a name.
-        environment[name] = resolve(name, environment[name], runner.timeout_of(environment))
-        if role == "scheduler":
-            port = read(environment, "DMLC_PS_ROOT_PORT", port_number)
-            stack.enter_context(_hold("", port))
-        specs = [(role, environment)]
+    if options.from_env or options.rank is not None:
+        given = options.rank, options.size, options.master, options.port
+        position = find_position(environment, *given)
+    if position.size > 1 and options.engine == "horovod":
+        raise LaunchError(_ONE_MACHINE)
+    position = locate(position, environment, runner.timeout_of(environment))
+    port = stack.enter_context(_hold_job(position))
+    cores = os.sched_getaffinity(0)
+    # Launchers of one machine share its cores, unless each has some of its own.
+    launchers = position.local_size if len(cores) == os.cpu_count() else 1
+    threads = max(1, len(cores) // (options.n * launchers))
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
+    if options.engine == "horovod":
+        specs = _horovod_specs(position, options.n, port, environment, stack)
     else:
-        if options.from_env or options.rank is not None:
-            given = options.rank, options.size, options.master, options.port
-            position = find_position(environment, *given)
-        if position.size > 1 and options.engine == "horovod":
-            raise LaunchError(_ONE_MACHINE)
-        position = locate(position, environment, runner.timeout_of(environment))
-        port = stack.enter_context(_hold_job(position))
-        cores = os.sched_getaffinity(0)
-        # Launchers of one machine share its cores, unless each has some of its own.
-        launchers = position.local_size if len(cores) == os.cpu_count() else 1
-        threads = max(1, len(cores) // (options.n * launchers))
-        environment.setdefault("OMP_NUM_THREADS", str(threads))
-        if options.engine == "horovod":
-            specs = _horovod_specs(position, options.n, port, environment, stack)
-        else:
-            specs = _kvstore_specs(position, options.n, port, environment, options.servers)
+        specs = _kvstore_specs(position, options.n, port, environment, options.servers)
     command = (["-m"] if options.module else []) + options.command
     if options.replace_contrib:
         command[:0] = ["--first", "gluon_syncbn:replace_contrib"]

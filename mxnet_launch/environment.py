@@ -55,25 +55,11 @@ def between(low, high, kind=int):
 port_number = between(1, 65535)
 
 
-def read(environment, name, convert):
+def _read(environment, name, convert):
     try:
         return convert(environment[name])
     except argparse.ArgumentTypeError as error:
         raise LaunchError(f"{name}: {error}.") from None
-
-
-def has_dmlc_role(environment):
-    """Whether another launcher has already given this process its role in the KVStore."""
-    role = environment.get("DMLC_ROLE")
-    if role is None:
-        return False
-    if role not in ("worker", "server", "scheduler"):
-        raise LaunchError(f"DMLC_ROLE must be worker, server or scheduler; got {role!r}.")
-    names = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
-    missing = [name for name in names if name not in environment]
-    if missing:
-        raise LaunchError(f"DMLC_ROLE is set and {', '.join(missing)} missing: set all, or none.")
-    return True
 
 
 def find_position(environment, rank=None, size=None, master=None, port=None):
@@ -95,7 +81,7 @@ def find_position(environment, rank=None, size=None, master=None, port=None):
             "SLURM_STEP_NODELIST.)"
         )
     if port is None and "MASTER_PORT" in environment:
-        port = read(environment, "MASTER_PORT", port_number)
+        port = _read(environment, "MASTER_PORT", port_number)
     if port is None and size > 1:
         # Jobs that share a machine get different ports, below the ephemeral ports.
         job = environment.get("SLURM_JOB_ID", "") if chosen == _SLURM else ""
@@ -112,8 +98,8 @@ def find_position(environment, rank=None, size=None, master=None, port=None):
 def _read_set(environment, names):
     """(rank, size), or None."""
     if names[0] in environment and names[1] in environment:
-        size = read(environment, names[1], between(1, 1 << 20))
-        return read(environment, names[0], between(0, size - 1)), size
+        size = _read(environment, names[1], between(1, 1 << 20))
+        return _read(environment, names[0], between(0, size - 1)), size
 
 
 def _choose(found):
@@ -121,8 +107,8 @@ def _choose(found):
     if not found:
         sets = ", ".join(" and ".join(names[:2]) for names in _SETS)
         raise LaunchError(
-            f"--from-env finds no DMLC_ROLE, and none of {sets}: start it through srun, mpirun or "
-            "a training operator, give --rank and --size, or give -n without it."
+            f"--from-env finds none of {sets}: start it through srun, mpirun or a training "
+            "operator, give --rank and --size, or give -n without it."
         )
     chosen, *others = found
     for before, other in zip(found, others):
@@ -152,7 +138,7 @@ def locate(position, environment, timeout):
         own = _own_address(environment)
         # Rank 0 may know its machine by another name than the others do.
         is_known = own and position.rank == 0
-        root = own if is_known else resolve("MASTER_ADDR", position.master, timeout)
+        root = own if is_known else _resolve("MASTER_ADDR", position.master, timeout)
         own = own or (root if position.rank == 0 else _route_to(root, position.port))
         all_here = position.master == "localhost" or position.master.startswith("127.")
         if own.startswith("127.") and not (all_here or position.local_size == position.size):
@@ -173,7 +159,7 @@ def _own_address(environment):
     """The address of this machine that the user chose, or None."""
     host, interface = environment.get("DMLC_NODE_HOST"), environment.get("DMLC_INTERFACE")
     if host:
-        return resolve("DMLC_NODE_HOST", host, 0)
+        return _resolve("DMLC_NODE_HOST", host, 0)
     if not interface:
         return None
     for entry in psutil.net_if_addrs().get(interface, ()):
@@ -182,7 +168,7 @@ def _own_address(environment):
     raise LaunchError(f"DMLC_INTERFACE is {interface!r}, which has no IPv4 address here.")
 
 
-def resolve(variable, host, seconds):
+def _resolve(variable, host, seconds):
     """The IPv4 address of this name, or address: the KVStore knows no IPv6."""
     ends = time.monotonic() + seconds
     while True:

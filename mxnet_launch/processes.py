@@ -81,9 +81,8 @@ class Child:
         self.write_error = None
         self._tails = [collections.deque(maxlen=_TAIL_LINES) for _ in range(2)]
         # "worker 1" prints as [1], "server 0" and "scheduler" as they are.
-        self._prefix = f"[{number if self.is_worker and number else name}] "
-        # The scheduler of a server without a number is not ours, so nobody here sees it end.
-        task = "run" if self.is_worker else "search" if name == "server" else "serve"
+        self._prefix = f"[{number if self.is_worker else name}] "
+        task = "run" if self.is_worker else "serve"
         self.process = subprocess.Popen(
             [sys.executable, *options(), runner.__file__, task, f"{report_to}:{index}", *command],
             env=environment,

@@ -82,29 +82,6 @@ def _report(code):
             os.write(_pipe, f"{_index} {code}\n".encode())
 
 
-def _end_without_scheduler(seconds):
-    """Ends this server once it has looked for its scheduler for that long: it would go on
-    indefinitely."""
-    host, port = os.environ["DMLC_PS_ROOT_URI"], int(os.environ["DMLC_PS_ROOT_PORT"])
-    missed = 0
-    # Counted, as a process that is suspended does not wait.
-    while missed <= seconds:
-        time.sleep(1)
-        looks = "mxnet.kvstore" in sys.modules and not is_connected_to(port)
-        missed = missed + 1 if looks else 0
-    text = f"This server has had no connection to the scheduler, {host}:{port}, for {missed} s."
-    print(text, file=sys.stderr, flush=True)
-    os._exit(1)
-
-
-def is_connected_to(port):
-    """Whether a process of this machine has a connection to this port, here or elsewhere."""
-    with contextlib.suppress(OSError), open("/proc/net/tcp") as table:
-        connections = (line.split()[2:4] for line in table)
-        return any(to.endswith(f":{port:04X}") and state == "01" for to, state in connections)
-    return True
-
-
 def _guard(launch_id):
     """Waits until the launcher is gone, for whatever reason, and kills what is left of the
     launch."""
@@ -269,9 +246,6 @@ def _main(task, argument, *command):
         # A server needs it too: it unpickles the optimizer, whose class may be the user's.
         is_module = command[0] == "-m"
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(command[0]))
-    if task == "search":
-        seconds = timeout_of(os.environ)
-        threading.Thread(target=_end_without_scheduler, args=[seconds], daemon=True).start()
     return _run(command, first) if task == "run" else _serve()
 
 

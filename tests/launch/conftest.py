@@ -2,7 +2,7 @@ import itertools
 import textwrap
 
 import pytest
-from launched import ALONE, Launcher
+from launched import Launcher, alone_here
 
 
 @pytest.fixture
@@ -33,4 +33,4 @@ def start(tmp_path, command):
 
 @pytest.fixture
 def alone(start):
-    return lambda script, *options: start(script, "--from-env", *options, **ALONE)
+    return lambda script, *options: start(script, "--from-env", *options, **alone_here())

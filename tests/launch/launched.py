@@ -45,15 +45,6 @@ def step():
     return hvd.allreduce(x, average=False, name="x").asnumpy().tolist()
 """
 
-# A launcher of one worker and nothing else, which starts fastest.
-ALONE = {
-    "DMLC_ROLE": "worker",
-    "DMLC_PS_ROOT_URI": "127.0.0.1",
-    "DMLC_PS_ROOT_PORT": "1",
-    "DMLC_NUM_WORKER": "1",
-    "DMLC_NUM_SERVER": "1",
-}
-
 
 class Launcher(Program):
     def __init__(self, arguments, folder, environment):
@@ -84,3 +75,9 @@ def free_port():
         with socket.socket() as holder, contextlib.suppress(OSError):
             holder.bind(("127.0.0.1", port))
             return port
+
+
+def alone_here():
+    """The environment of a launcher of one worker and nothing else, which starts fastest."""
+    port = str(free_port())
+    return {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -8,7 +8,6 @@ import re
 import select
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ import types
 import psutil
 import pytest
 from mxnet_launch import processes, runner
-from launched import ALONE, ENDED_SECONDS, SLEEP, TRAIN, free_port
+from launched import ENDED_SECONDS, SLEEP, TRAIN, alone_here, free_port
 from programs import STARTED_SECONDS, wait_until
 
 # The last line of a worker, the launcher's exit code, and what it says.
@@ -123,42 +122,51 @@ open("turn{number + 1}", "w").close()
     assert launcher.errors.count("launch: worker ") == bool(failed)
 
 
-def test_launchers_that_dmlc_gave_their_roles(start):
-    """MXNet serves in whatever process imports it under such a role: that must not be ours."""
-    script = TRAIN + "print('trains')\nwhile True:\n    step()\n"
-    variables = {**ALONE, "DMLC_PS_ROOT_PORT": str(free_port())}
-    launchers = {
-        role: start(script, "--from-env", **{**variables, "DMLC_ROLE": role})
-        for role in ("scheduler", "server", "worker")
-    }
-    launchers["worker"].wait_for("[worker] trains")
-    server = launchers["server"].find("DMLC_ROLE", "server")
-    server.kill()
-    assert launchers["server"].end() == 128 + signal.SIGKILL
-    assert f"server (process {server.pid}) was killed by SIGKILL" in launchers["server"].errors
+RESTARTED = """
+import os, signal, sys, time
+number = int(os.environ["GLUON_SYNCBN_RESTART"])
+print("run", number, flush=True)
+{end}
+"""
 
 
-def test_a_server_without_a_scheduler(start):
-    """One that goes before it has a worker is noticed as one that never comes."""
-    port = str(free_port())
-    variables = {**ALONE, "DMLC_PS_ROOT_PORT": port, "GLUON_SYNCBN_TIMEOUT": "8"}
-    scheduler = start("", "--from-env", **{**variables, "DMLC_ROLE": "scheduler"})
-    server = start("", "--from-env", **{**variables, "DMLC_ROLE": "server"})
-    wait_until(lambda: runner.is_connected_to(int(port)), STARTED_SECONDS)
-    scheduler.process.kill()
-    assert server.end() == 1
-    text = f"[server] This server has had no connection to the scheduler, 127.0.0.1:{port}, for 9 s"
-    assert text in server.errors
+@pytest.mark.parametrize(
+    "end, code, runs",
+    [
+        ("sys.exit(3 if number < 1 else 0)", 0, 2),
+        ("sys.exit(3 + number)", 5, 3),
+        ("time.sleep(100)", 130, 1),
+    ],
+    ids=["a failure", "too many failures", "Ctrl-C"],
+)
+def test_restarts(end, code, runs, alone):
+    launcher = alone(RESTARTED.format(end=end), "--restarts", "2")
+    launcher.wait_for(f"run {runs - 1}")
+    if code == 130:
+        launcher.process.send_signal(signal.SIGINT)
+    assert launcher.end() == code
+    assert launcher.output == [f"[1] run {number}\n" for number in range(runs)]
+    assert launcher.errors.count("all processes start again") == runs - 1
 
 
-def test_a_scheduler_that_cannot_serve(start):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        scheduler = {**ALONE, "DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": port}
-        launcher = start("", "--from-env", **scheduler)
-        assert launcher.end() == 2
-    assert f"cannot listen at port {port} of " in launcher.errors
-    assert "another job may use it, or a launcher" in launcher.errors
+@pytest.mark.long
+def test_restarts_of_two_launchers(start, tmp_path):
+    """One of which has the worker that dies, and both the restart."""
+    failing = "os.kill(os.getpid(), signal.SIGKILL)"
+    script = f"""{TRAIN}
+import gluon_syncbn as sbn
+store = sbn.distributed.KVStoreReducer(kv)
+if kv.rank == 1 and os.environ["GLUON_SYNCBN_RESTART"] == "0":
+    {failing}
+print(store.all_reduce("x", [kv.rank + 1]))
+"""
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    options = ["--from-env", "--restarts", "1"]
+    launchers = [start(script, *options, **variables, RANK=str(rank)) for rank in range(2)]
+    for rank, launcher in enumerate(launchers):
+        assert launcher.end() == 0, launcher.errors
+        assert launcher.output == [f"[{rank}] [3.]\n"]
+        assert "all processes start again, restart 1 of 1." in launcher.errors
 
 
 def test_without_mxnet(start, tmp_path):
@@ -264,7 +272,7 @@ def test_a_signal_is_passed_on_as_sigterm(sent, code, handles, hangup):
     launcher = handles(f"sys.exit({code})")
     launcher.process.send_signal(signal.Signals[sent])
     assert launcher.end() == (128 + signal.Signals[sent] if code else 0), launcher.errors
-    assert "[worker] got SIGTERM\n" in launcher.output
+    assert "[1] got SIGTERM\n" in launcher.output
 
 
 def test_under_nohup(handles, hangup):
@@ -403,7 +411,7 @@ for number in range(5000):  # More than a pipe holds.
 """
 ENDLESS = "while True: print('line')"
 NO_SPACE = (
-    "gluon_syncbn.launch: the output of worker cannot be written (No space left on device), so all "
+    "gluon_syncbn.launch: the output of worker 1 cannot be written (No space left on device), so all "
     "processes are ended.\n"
 )
 
@@ -411,9 +419,9 @@ NO_SPACE = (
 @pytest.mark.parametrize(
     "script, how, code, output, errors",
     [
-        (MANY_LINES, ">&-", 0, "", r"(\[worker\] warning \d+\n){5000}"),
+        (MANY_LINES, ">&-", 0, "", r"(\[1\] warning \d+\n){5000}"),
         (MANY_LINES + "sys.exit(3)", "<&- >&- 2>&-", 3, "", ""),
-        (ENDLESS, "| head -n 1", 128 + signal.SIGPIPE, r"\[worker\] line\n", ".*"),
+        (ENDLESS, "| head -n 1", 128 + signal.SIGPIPE, r"\[1\] line\n", ".*"),
         (ENDLESS, "> /dev/full", 1, "", re.escape(NO_SPACE)),
     ],
     ids=["closed output", "all closed", "a reader that ends", "a full disk"],
@@ -426,7 +434,7 @@ def test_output_that_nobody_takes(script, how, code, output, errors, tmp_path):
         ["bash", "-o", "pipefail", "-c", command],
         capture_output=True,
         cwd=tmp_path,
-        env={**environment, **ALONE},
+        env={**environment, **alone_here()},
         text=True,
         timeout=STARTED_SECONDS,
     )
@@ -449,7 +457,7 @@ def test_output_that_nobody_reads(how, code, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         cwd=tmp_path,
-        env={**os.environ, **ALONE},
+        env={**os.environ, **alone_here()},
         text=True,
     )
     with process:

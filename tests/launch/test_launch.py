@@ -13,11 +13,11 @@ from mxnet_launch import __main__ as launch
 from distributed_cluster import needs_horovod
 from launched import (
     ALL_REDUCE,
-    ALONE,
     ENDED_SECONDS,
     SLEEP,
     TRAIN,
     Launcher,
+    alone_here,
     free_port,
 )
 
@@ -102,9 +102,9 @@ def test_lines_of_different_workers_are_not_mixed(trained):
 def test_contribs_layer_is_replaced_if_asked(options, layer, command, tmp_path):
     script = "from mxnet.gluon.contrib.nn import SyncBatchNorm\nprint(SyncBatchNorm.__module__)"
     (tmp_path / "script.py").write_text(script)
-    launcher = command("--from-env", *options, **ALONE)
+    launcher = command("--from-env", *options, **alone_here())
     assert launcher.end() == 0, launcher.errors
-    assert launcher.output == [f"[worker] {layer}\n"]
+    assert launcher.output == [f"[1] {layer}\n"]
 
 
 # What is refused.
@@ -144,20 +144,18 @@ def test_more_workers_than_the_kvstore_takes(tmp_path, capsys):
     assert "the KVStore takes at most 1000 workers, not 1001: start" in capsys.readouterr().err
 
 
+TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+
+
 @pytest.mark.parametrize(
     "environment, sentence",
     [
-        ({}, "--from-env finds no DMLC_ROLE"),
+        ({}, "--from-env finds none of RANK and WORLD_SIZE, "),
         (
-            {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "127.0.0.1"},
-            "DMLC_ROLE is set and DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER missing",
+            {**TWO, "MASTER_PORT": "99999"},
+            "MASTER_PORT: expected a number from 1 to 65535, got '99999'.",
         ),
-        ({**ALONE, "DMLC_ROLE": "boss"}, "DMLC_ROLE must be worker, server or scheduler"),
-        (
-            {**ALONE, "DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": "99999"},
-            "DMLC_PS_ROOT_PORT: expected a number from 1 to 65535, got '99999'.",
-        ),
-        ({**ALONE, "DMLC_PS_ROOT_URI": "::1"}, "DMLC_PS_ROOT_URI is '::1', which has no IPv4"),
+        ({**TWO, "MASTER_ADDR": "::1"}, "MASTER_ADDR is '::1', which has no IPv4"),
     ],
 )
 def test_a_wrong_environment(environment, sentence, tmp_path, monkeypatch, capsys):
@@ -242,7 +240,7 @@ RENAMED = "import sys; sys.argv[0] = 'renamed'; import mxnet_launch; mxnet_launc
 )
 def test_the_launcher_becomes_no_server(command, tmp_path):
     """As it would by importing MXNet: then it would wait for the scheduler."""
-    environment = {**os.environ, **ALONE, "DMLC_ROLE": "server"}
+    environment = {**os.environ, **alone_here(), "DMLC_ROLE": "server"}
     run = subprocess.run(
         [sys.executable, *command, "--help"],
         cwd=tmp_path,

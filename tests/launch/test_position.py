@@ -78,7 +78,7 @@ def test_positions(options, environment, expected):
 @pytest.mark.parametrize(
     "environment, sentence",
     [
-        ({}, "--from-env finds no DMLC_ROLE, and none of RANK and WORLD_SIZE, OMPI_COMM_WORLD_RA"),
+        ({}, "--from-env finds none of RANK and WORLD_SIZE, OMPI_COMM_WORLD_RA"),
         ({"WORLD_SIZE": "2", **SHELL}, "only one of RANK and WORLD_SIZE is set: set both, or n"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: expected a number from 0 to 1, got '2'."),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE: expected a number from 1 to"),
