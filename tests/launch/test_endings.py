@@ -411,8 +411,8 @@ for number in range(5000):  # More than a pipe holds.
 """
 ENDLESS = "while True: print('line')"
 NO_SPACE = (
-    "gluon_syncbn.launch: the output of worker 1 cannot be written (No space left on device), so all "
-    "processes are ended.\n"
+    "gluon_syncbn.launch: the output of worker 1 cannot be written (No space left on device), so "
+    "all processes are ended.\n"
 )
 
 
