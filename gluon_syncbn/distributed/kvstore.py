@@ -9,7 +9,7 @@ from mxnet_launch.runner import prepare_shutdown
 
 from .. import native
 from ..arguments import seconds
-from ..supervision import starts, waits
+from ..supervision import durations, starts, waits
 from ..supervision.durations import duration
 from ..supervision.limits import call_within
 from .reducer import Reducer
@@ -147,7 +147,7 @@ class KVStoreReducer(Reducer):
                 self._registered.setdefault(text, {})[rank] = (row[1] + (row[2] << 16), row[0])
             self._changed.notify_all()
             registered = self._registered[key]
-            while not self._changed.wait_for(lambda: len(registered) == self.size, native.SLICE):
+            while not self._changed.wait_for(lambda: len(registered) == self.size, durations.SLICE):
                 check()
         sizes = [registered[rank][0] for rank in range(self.size)]
         if len(set(sizes)) > 1:

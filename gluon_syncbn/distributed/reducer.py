@@ -10,6 +10,7 @@ from .. import native
 from ..arguments import seconds
 from ..groups.store import Store
 from ..native import shutdown
+from ..supervision import durations
 from ..supervision.member import Member
 from ..supervision.records import Subject
 from ..supervision.watcher import Watcher
@@ -37,8 +38,7 @@ class Reducer(Store):
         # {user's key: how many numbers}
         self._sizes = {}
         self._memory = None
-        # A store fails if another process is gone, which the judge soon says.
-        self._connection = native.Connection(explained_within=2.0)
+        self._connection = native.Connection(durations.EXPLAINED)
         # What follows may have shorter limits than a slow start.
         limit = min(timeout, seconds(None))
         self.member = Member(limit, self._connection.in_flight, self._about)

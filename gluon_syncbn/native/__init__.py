@@ -27,7 +27,6 @@ from .layer import (
 )
 from .routes import (
     KVSTORE_BITS,
-    SLICE,
     THIRDS,
     Connection,
     InFlight,

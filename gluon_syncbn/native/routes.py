@@ -5,7 +5,7 @@ import itertools
 import weakref
 from collections import namedtuple
 
-from ..supervision import waits
+from ..supervision import durations, waits
 from .callbacks import callback, decoded, encoded
 from .library import (
     ALL_REDUCE,
@@ -27,8 +27,6 @@ THIRDS = 3
 KVSTORE_BITS, HOROVOD_BITS = 24, 53
 # What a wait returns: see mxnet/array_wait.h.
 _WRITTEN, _TIME_IS_UP, _INTERRUPTED, _CLOSED = range(4)
-# Seconds after which a wait looks if it is of use.
-SLICE = 0.1
 # More than an `Outcome` holds, with a title before it.
 MAX_ERROR_SIZE = 1 << 14
 
@@ -260,7 +258,7 @@ def wait_for(array, check):
     if not wait:
         raise MemoryError("MXNet's engine takes no more operations.")
     try:
-        while (waited := _library.gluon_syncbn_array_wait(wait, SLICE)) == _TIME_IS_UP:
+        while (waited := _library.gluon_syncbn_array_wait(wait, durations.SLICE)) == _TIME_IS_UP:
             check()
         if waited != _WRITTEN:
             _library.gluon_syncbn_abandon()

@@ -124,11 +124,11 @@ def _let_the_last_step_end():
     """Waits for the last step, which other processes may need, unless a call waits here for a
     device that never arrives. Returns an Event that is set at its end, or None."""
     try:
-        end = threads.start(_wait_and_log, patience=1.0)
+        end = threads.start(_wait_and_log, patience=durations.THREAD)
     except RuntimeError:  # As in a forked process, whose last step no other needs.
         return None
     with waits.noted(what="the wait for its last step"):
-        while not end.wait(0.1):
+        while not end.wait(durations.SLICE):
             if is_abandoned() or library.gluon_syncbn_stuck_seconds() > durations.PATIENCE:
                 break
     return end

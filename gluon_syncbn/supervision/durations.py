@@ -29,6 +29,12 @@ FRESH = 5.0
 RECONNECTS = 1.0
 # For one that connects to show its token.
 GREETING = 5.0
+# After which a wait looks whether it is of use; kSlice in src/operator/mxnet/waits.h.
+SLICE = 0.1
+# A store fails where another process is gone: for the judge to say so.
+EXPLAINED = 2.0
+# For a thread to start, where the system has none.
+THREAD = 1.0
 # Past the timeout, so that exchanges, whose errors say more, end first.
 LATER = 0.5
 # For which the timeout of an exchange holds after it was last reported, as others report later.

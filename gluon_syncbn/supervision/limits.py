@@ -35,10 +35,10 @@ def call_within(seconds, function, otherwise):
         finally:
             bounded.discard(threading.get_ident())
 
-    end = threads.start(call, patience=min(seconds, 1.0))
-    clock = Clock()
+    end = threads.start(call, patience=min(seconds, durations.THREAD))
+    clock, period = Clock(), min(durations.WARN_AFTER * seconds, durations.PERIOD)
     try:
-        while not end.wait(min(seconds / 10, 1.0)) and clock.look(seconds) < seconds:
+        while not end.wait(period) and clock.look(seconds) < seconds:
             pass
     finally:
         if not end.is_set():  # Also on Ctrl-C.

@@ -84,7 +84,7 @@ class Watcher:
             shutdown.abandon()
         else:
             self._set_status(FINISHED)
-            while not self._decided.wait(0.1):
+            while not self._decided.wait(durations.SLICE):
                 pass
             try:
                 if self.member.lost:
