@@ -339,7 +339,12 @@ class Launch:
 
     def _report(self, child):
         """Ends all others because one failed, and reports it. Returns its exit code."""
-        stopped = [other.name for other in self._children if other.is_stopped()]
+        workers = [other for other in self._children if other.is_worker]
+        states = {
+            "Stopped by a signal": [each.name for each in self._children if each.is_stopped()],
+            # It may never have met the others.
+            "Ended well before": [each.name for each in workers if each.code() == 0],
+        }
         for other in self._children:
             if other is not child:
                 other.signal(signal.SIGTERM)
@@ -347,8 +352,8 @@ class Launch:
         _drain([child])
         lines = "".join(f"\n    {line}" for line in child.last_lines())
         lines = f"Its last lines:{lines}" if lines else "It had printed nothing."
-        stopped = f"Stopped by a signal: {', '.join(stopped)}. " if stopped else ""
-        say(f"{child.ending()}, so all others are ended. {stopped}{lines}")
+        also = "".join(f"{state}: {', '.join(names)}. " for state, names in states.items() if names)
+        say(f"{child.ending()}, so all others are ended. {also}{lines}")
         code = child.failed()
         return code if code > 0 else 128 - code
 

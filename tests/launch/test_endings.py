@@ -122,6 +122,23 @@ open("turn{number + 1}", "w").close()
     assert launcher.errors.count("launch: worker ") == bool(failed)
 
 
+def test_a_worker_that_ended_before_it_met_the_others(start):
+    script = """
+import os, sys, time
+if os.environ["GLUON_SYNCBN_RANK"] == "0":
+    with open("part", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename("part", "pid")
+    sys.exit(0)
+while not os.path.exists("pid") or os.path.exists(f"/proc/{open('pid').read()}"):
+    time.sleep(0.01)
+raise RuntimeError("nobody else came")
+"""
+    launcher = start(script, "-n", "2")
+    assert launcher.end() == 1
+    assert "Ended well before: worker 0. Its last lines:" in launcher.errors
+
+
 RESTARTED = """
 import os, signal, sys, time
 number = int(os.environ["GLUON_SYNCBN_RESTART"])
