@@ -8,7 +8,6 @@ is called before the script, may import both.
 import atexit
 import builtins
 import contextlib
-import faulthandler
 import gc
 import importlib
 import importlib.machinery
@@ -33,7 +32,6 @@ _process = os.getpid()
 ENDS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 ANNOUNCEMENTS = signal.SIGUSR1, signal.SIGUSR2
 EXIT_HOOKS_SECONDS = 2  # For the exit hooks of a worker that failed.
-SHUTDOWN_SECONDS = 60  # At least, for MXNet's shutdown: a machine may be slow.
 KILL_SECONDS = 5
 
 
@@ -127,46 +125,43 @@ def _run(command, first):
     if _process == os.getpid():
         # Python gives a handler's signal back its default, which kills, before MXNet has ended.
         ignore(ANNOUNCEMENTS)
-        prepare_shutdown(all_have_finished=False)
+        prepare_shutdown()
 
 
 class FreedKVStore:
     """What a KVStore becomes: it has no functions, and no destructor."""
 
 
-def prepare_shutdown(all_have_finished=True):
-    """Has MXNet's exit hook free the distributed stores, in which workers wait for each other.
-    all_have_finished: so nobody has to wait there, and the process ends if the shutdown hangs.
+def free_stores():
+    """Frees MXNet's distributed stores, in which workers wait for each other, the server and the
+    scheduler.
 
     Python would free a store later, or not at all where a thread still runs or something refers to
-    it, and MXNet then aborts the process. The hook drops pending operations, such as a push for
+    it, and MXNet then aborts the process. It would also drop pending operations, such as a push for
     which other workers wait, so they end first.
     """
-    base = sys.modules.get("mxnet.base")
-    if base is None:
+    library, kind = sys.modules["mxnet.base"]._LIB, sys.modules["mxnet.kvstore"].KVStore
+    gc.unfreeze()
+    stores = [each for each in gc.get_objects() if type(each) is kind and "dist" in each.type]
+    for store in stores:
+        store.__class__ = FreedKVStore
+    library.MXNDArrayWaitAll()
+    for store in stores:
+        library.MXKVStoreFree(vars(store).pop("handle"))
+
+
+def prepare_shutdown():
+    """Has MXNet's exit hook free the stores first, if there is MXNet."""
+    if "mxnet.kvstore" not in sys.modules:
         return
-    shut_down = base._LIB.MXNotifyShutdown
-    kind = getattr(sys.modules.get("mxnet.kvstore"), "KVStore", None)
+    library = sys.modules["mxnet.base"]._LIB
+    shut_down = library.MXNotifyShutdown
 
     def free_first():
-        if all_have_finished:
-            # It needs a file for standard error.
-            with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
-                limit = max(timeout_of(os.environ), SHUTDOWN_SECONDS)
-                faulthandler.dump_traceback_later(limit, exit=True)
-        gc.unfreeze()
-        stores = [each for each in gc.get_objects() if type(each) is kind and "dist" in each.type]
-        for store in stores:
-            store.__class__ = FreedKVStore
-        base._LIB.MXNDArrayWaitAll()
-        for store in stores:
-            base._LIB.MXKVStoreFree(vars(store).pop("handle"))
-        code = shut_down()
-        if all_have_finished:  # Exit hooks of the user's may follow.
-            faulthandler.cancel_dump_traceback_later()
-        return code
+        free_stores()
+        return shut_down()
 
-    base._LIB.MXNotifyShutdown = free_first
+    library.MXNotifyShutdown = free_first
 
 
 def _keep(error):

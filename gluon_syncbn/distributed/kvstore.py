@@ -5,7 +5,7 @@ import threading
 
 import mxnet as mx
 import numpy
-from mxnet_launch.runner import prepare_shutdown
+from mxnet_launch.runner import free_stores, prepare_shutdown
 
 from .. import native
 from ..arguments import seconds
@@ -96,12 +96,13 @@ class KVStoreReducer(Reducer):
             raise
 
     def _shut_down(self, timeout):
-        call_within(
-            timeout,
-            self._kv._barrier,
-            f"The KVStore's scheduler has not answered for {duration(timeout)} at the end of the "
-            "script: its process is gone, or stopped.",
-        )
+        for role, wait in (("scheduler", self._kv._barrier), ("server", free_stores)):
+            call_within(
+                timeout,
+                wait,
+                f"The KVStore's {role} has not answered for {duration(timeout)} at the end of the "
+                "script: its process is gone, or stopped.",
+            )
 
     def _leave(self, failure):
         super()._leave(failure)

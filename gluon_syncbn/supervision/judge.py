@@ -244,18 +244,20 @@ class Judge:
         timeout = self._longest_at(now)
         if counted < timeout * WARN_AFTER:
             return None
-        waited = self._processes[rank].report.place.waited
-        text = (
-            f"Rank {rank} has waited {duration(waited)} for other processes, in "
-            f"{self._processes[rank].report.place.text}. {self._others_text([rank], now)}"
-        )
-        if all(_counted(process.report) for process in self._processes):
-            text += f" As all of them wait, {self._name} does not answer, or lost a message."
+        place = self._processes[rank].report.place
+        others = self._others_text([rank], now)
+        if counted < place.waited:
+            limit, what = ALONE * timeout, "for a long computation, or for other processes"
+        elif all(_counted(process.report) for process in self._processes):
+            limit, what = timeout, "for other processes"
+            others += f" As all of them wait, {self._name} does not answer, or lost a message."
         else:
-            text += f" {_NEEDS_TIME}"
+            limit, what = timeout, "for other processes"
+            others += f" {_NEEDS_TIME}"
+        text = f"Rank {rank} has waited {duration(place.waited)} {what}, in {place.text}. {others}"
         if counted > timeout + LATER:
             return Decision(VERDICT, text)
-        return Decision(WARNING, f"{text} After {duration(timeout)} this ends the process.")
+        return Decision(WARNING, f"{text} After {duration(limit)} this ends the process.")
 
     def _judge_end(self, now):
         if self._finished_since is None:

@@ -7,9 +7,11 @@ import time
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
+import psutil
 import pytest
 from distributed_cluster import Cluster
 from distributed_worker import backward, error_of, forget_errors
+from programs import MARK
 from runs import contexts
 
 LAST = 1  # The rank of the worker that something happens to, of two.
@@ -141,6 +143,22 @@ def fails_at_random(world):
     net.save_parameters(str(world.folder / f"saved-{world.rank}"))
 
 
+def the_server_stops_at_the_end(world):
+    """After all scripts, and the last barrier."""
+    barrier = world.kv._barrier
+
+    def barrier_and_stop():
+        barrier()
+        for process in psutil.process_iter(["environ"]):
+            its = process.info["environ"] or {}
+            same = all(its.get(name) == os.environ[name] for name in ("DMLC_PS_ROOT_PORT", MARK))
+            if same and its["DMLC_ROLE"] == "server":
+                process.suspend()
+                world.report("left", time.time())
+
+    world.kv._barrier = barrier_and_stop
+
+
 TIMEOUT = 6.0
 # What processes may need until they end, on a machine that has other things to do.
 SLACK = 8.0
@@ -195,6 +213,12 @@ def test_the_error_of_one_device_reaches_the_other_processes(ended):
     assert why in cluster.reported("error")[1][1]
 
 
+def test_a_server_that_stops_at_the_end(ended):
+    cluster = ended("the_server_stops_at_the_end", [1, 1])
+    assert 0.9 * TIMEOUT < time.time() - cluster.reported("left")[0] < TIMEOUT + SLACK
+    assert cluster.all_output().count("The KVStore's server has not answered for 6 s at the ") == 2
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_random_failure(seed, ended, monkeypatch):
     """Both processes end with an error, which names the cause."""
@@ -220,4 +244,4 @@ def test_a_computation_of_all_that_is_longer_than_the_timeout(ended):
     cluster = ended("computes", [0, 0])
     assert time.time() - cluster.reported("left")[1] > 1.3 * TIMEOUT
     assert cluster.reported("error") == [None, None]
-    assert "for other processes, in" not in cluster.all_output()
+    assert "s for other processes, in" not in cluster.all_output()

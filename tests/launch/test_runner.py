@@ -159,28 +159,3 @@ files = [open({str(tmp_path / "own")!r}, "ab") for _ in range(97)]
 """)
     assert (done.returncode, reported) == (0, None), done.stderr
     assert (tmp_path / "own").read_bytes() == b""
-
-
-@pytest.mark.parametrize(
-    "all_have_finished, slow, code",
-    [(True, "MXNet", 1), (False, "MXNet", 0), (True, "a hook of the user's", 0)],
-)
-def test_a_shutdown_of_mxnet_that_takes_long(all_have_finished, slow, code, run_text):
-    """Where others may go on, it waits for them. Exit hooks after MXNet's may take any time."""
-    done, reported = run_text(f"""
-import atexit, os, sys, time, types
-from mxnet_launch import runner
-os.environ["GLUON_SYNCBN_TIMEOUT"] = "0.5"
-runner.SHUTDOWN_SECONDS = 0.2
-library = types.SimpleNamespace(
-    MXNDArrayWaitAll=lambda: print("waits", flush=True),
-    MXNotifyShutdown=lambda: time.sleep(2 * {slow == "MXNet"}),
-)
-sys.modules["mxnet.base"] = types.SimpleNamespace(_LIB=library)
-atexit.register(time.sleep, 2 * {slow != "MXNet"})
-atexit.register(lambda: library.MXNotifyShutdown())
-runner.prepare_shutdown({all_have_finished})
-""")
-    assert (done.returncode, reported) == (code, 0), done.stderr
-    assert done.stdout == "waits\n" * 2
-    assert ("Timeout (0:00:00.500000)!" in done.stderr) == bool(code)
