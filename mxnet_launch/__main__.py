@@ -26,7 +26,7 @@ Failures:
     within 10 seconds, with the processes that they started. The launcher then ends with that exit
     code, or 128 plus the number of the signal. If several die, the first counts. A process that
     hangs is not noticed here: with a ``KVStoreReducer`` or a ``HorovodReducer`` those that wait for
-    it end after the timeout.
+    it end after the timeout. With ``--restarts`` all processes of this launcher then start again.
 
 Signals:
     Ctrl-C, SIGTERM and SIGHUP, as SIGTERM, are passed on to the workers. Those that have not ended
@@ -42,7 +42,8 @@ Environment of a worker:
     exit hooks run, destructors and other threads do not.
     ``GLUON_SYNCBN_RANK``, ``GLUON_SYNCBN_SIZE`` and ``GLUON_SYNCBN_LOCAL_RANK`` are set; the last
     is the index of the worker on its machine, and so of its GPU. ``OMP_NUM_THREADS`` is set unless
-    the user did: the workers of a machine share its cores.
+    the user did: the workers of a machine share its cores. ``GLUON_SYNCBN_RESTART`` says how often
+    the processes were started again: 0 at first.
 """
 
 import argparse
@@ -71,6 +72,7 @@ from .processes import Launch, is_blocked, say
 # An environment variable of the workers.
 RESTART = "GLUON_SYNCBN_RESTART"
 _A_DAY = 24 * 60 * 60  # seconds
+_ENDED_SECONDS = 10  # See Failures.
 _MOST = 9999  # Processes of one kind. A typo should not fill the memory.
 # Workers of a KVStore: see spell_address.
 _MOST_WITH_KVSTORE = 1000
@@ -139,8 +141,7 @@ def _parse(arguments):
     add("--grace", type=between(0, 10**6, float), default=5, metavar="S", help=text)
     text = (
         "after a failure, start all processes of this launcher again, up to N times (%(default)s); "
-        f"{RESTART} is the number of the restart, from 0, and the script goes on from its "
-        "checkpoint"
+        f"{RESTART} says how often they were, and the script goes on from its checkpoint"
     )
     add("--restarts", type=between(0, _MOST), default=0, metavar="N", help=text)
     text = (
@@ -183,7 +184,7 @@ def _run(options):
         if number < options.restarts:
             say(f"all processes start again, restart {number + 1} of {options.restarts}.")
             # By then the launcher of rank 0 has ended the scheduler, which knows the old ones.
-            time.sleep(runner.KILL_SECONDS if rank else 0)
+            time.sleep(_ENDED_SECONDS if rank else 0)
     return code
 
 
@@ -246,17 +247,18 @@ def _hold(host=LOOPBACK, port=0, name=None):
 
 
 def _workers(position, count, environment):
-    """[(rank, environment)] of the workers here."""
-    workers = []
+    """(rank, environment) of each worker here."""
     for index in range(count):
         rank = position.rank * count + index
-        own = {
-            "GLUON_SYNCBN_RANK": str(rank),
-            "GLUON_SYNCBN_SIZE": str(position.size * count),
-            "GLUON_SYNCBN_LOCAL_RANK": str(position.local_rank * count + index),
-        }
-        workers.append((rank, {**environment, **own}))
-    return workers
+        yield (
+            rank,
+            {
+                **environment,
+                "GLUON_SYNCBN_RANK": str(rank),
+                "GLUON_SYNCBN_SIZE": str(position.size * count),
+                "GLUON_SYNCBN_LOCAL_RANK": str(position.local_rank * count + index),
+            },
+        )
 
 
 def _kvstore_specs(position, count, port, environment, servers):
@@ -319,7 +321,7 @@ def _horovod_specs(position, count, port, environment, stack):
     shared = {
         "HOROVOD_GLOO_IFACE": "lo",
         "HOROVOD_CYCLE_TIME": "0.1",
-        # In real time, also while the job is suspended: what hangs ends before, with a name.
+        # In real time, also while a job is suspended. With a HorovodReducer, hangs end before.
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(_A_DAY),
         **environment,
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": LOOPBACK,

@@ -246,6 +246,10 @@ class Launch:
         """By a signal, or as nobody reads its output."""
         return bool(self._signals) or any(child.write_error for child in self._children)
 
+    @property
+    def _workers(self):
+        return [child for child in self._children if child.is_worker]
+
     def _note_signal(self, number, frame):
         now = time.monotonic()
         # `timeout`, for one, signals a process and its group, so one process twice.
@@ -254,7 +258,7 @@ class Launch:
 
     def _watch(self):
         """Waits until all workers have ended, or one process failed. Returns the exit code."""
-        watched = [child for child in self._children if child.is_worker] or self._children
+        watched = self._workers
         needed = self._children if self._serves_others else watched
         code = None
         while code is None:
@@ -339,11 +343,12 @@ class Launch:
 
     def _report(self, child):
         """Ends all others because one failed, and reports it. Returns its exit code."""
-        workers = [other for other in self._children if other.is_worker]
         states = {
             "Stopped by a signal": [each.name for each in self._children if each.is_stopped()],
             # It may never have met the others.
-            "Ended well before": [each.name for each in workers if each.code() == 0],
+            "Ended well before": [
+                each.name for each in self._workers if each.code() == 0 and not each.failed()
+            ],
         }
         for other in self._children:
             if other is not child:
@@ -360,12 +365,11 @@ class Launch:
     def _end(self):
         """Ends what still runs. If all went well, the KVStore's processes may first end by
         themselves."""
-        workers = [child for child in self._children if child.is_worker]
-        if all(child.code() == 0 for child in workers):
+        if all(child.code() == 0 for child in self._workers):
             self._wait_for(self._children, _SERVICE_SECONDS)
-        for child in workers:
+        for child in self._workers:
             child.signal(signal.SIGTERM)
-        self._wait_for(workers, _TERM_SECONDS)
+        self._wait_for(self._workers, _TERM_SECONDS)
         for child in self._children:
             child.signal(signal.SIGKILL)
 

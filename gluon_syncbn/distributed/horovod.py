@@ -5,7 +5,6 @@ import functools
 
 from .. import native
 from ..arguments import seconds
-from ..supervision.durations import duration
 from ..supervision.limits import call_within
 from .reducer import Reducer
 
@@ -88,17 +87,15 @@ class HorovodReducer(Reducer):
         call_within(
             timeout,
             self._hvd.shutdown,
-            f"Horovod's shutdown has not returned for {duration(timeout)} at the end of the "
-            "script.",
+            "Horovod's shutdown has not returned for {} at the end of the script.",
         )
 
     def _split(self, size):
         if size not in self._sets:
-            timeout = seconds(None)
             call_within(
-                timeout,
+                seconds(None),
                 lambda: self._make_sets(size),
-                f"Horovod, rank {self.rank}, has waited {duration(timeout)} for all processes to "
+                f"Horovod, rank {self.rank}, has waited {{}} for all processes to "
                 f"make groups of {size}: make the same groups and layers in every process.",
             )
         return self._sets[size] is not None
@@ -117,8 +114,7 @@ class HorovodReducer(Reducer):
                 number = made.process_set_id
         self._sets[size] = number
 
-    def _open_through_store(self, key, size, check, sums):
-        processes = len(self._members(key))
+    def _open_through_store(self, key, size, processes, check, sums):
         sums = sums and processes >= _FEWEST_FOR_SUMS
         process_set = 0 if processes == self.size else self._sets[processes]
         # Calls what ``hvd.allgather`` and ``hvd.allreduce`` call, as these wait without a limit.

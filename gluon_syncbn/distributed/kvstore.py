@@ -10,7 +10,6 @@ from mxnet_launch.runner import free_stores, prepare_shutdown
 from .. import native
 from ..arguments import seconds
 from ..supervision import durations, starts, waits
-from ..supervision.durations import duration
 from ..supervision.limits import call_within
 from .reducer import Reducer
 
@@ -85,7 +84,7 @@ class KVStoreReducer(Reducer):
                 call_within(
                     timeout,
                     lambda: kvstore.init(_FIRST_KEY, self._registration),
-                    f"KVStoreReducer, rank {rank}, has waited {duration(timeout)} for the other "
+                    f"KVStoreReducer, rank {rank}, has waited {{}} for the other "
                     "processes to make theirs. Make it in every process, before anything that only "
                     "some of them do.",
                 )
@@ -100,7 +99,7 @@ class KVStoreReducer(Reducer):
             call_within(
                 timeout,
                 wait,
-                f"The KVStore's {role} has not answered for {duration(timeout)} at the end of the "
+                f"The KVStore's {role} has not answered for {{}} at the end of the "
                 "script: its process is gone, or stopped.",
             )
 
@@ -108,7 +107,7 @@ class KVStoreReducer(Reducer):
         super()._leave(failure)
         prepare_shutdown()
 
-    def _open_through_store(self, key, size, check, sums):
+    def _open_through_store(self, key, size, processes, check, sums):
         # MXNet has no empty arrays.
         slots = mx.nd.zeros((self.size, native.THIRDS, max(size, 1)))
         number = self._register(key, size, slots, check)

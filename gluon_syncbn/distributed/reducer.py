@@ -10,7 +10,7 @@ from .. import native
 from ..arguments import seconds
 from ..groups.store import Store
 from ..native import shutdown
-from ..supervision import durations
+from ..supervision import durations, waits
 from ..supervision.member import Member
 from ..supervision.records import Subject
 from ..supervision.watcher import Watcher
@@ -33,15 +33,15 @@ class Reducer(Store):
 
     def __init__(self, rank, size, timeout):
         super().__init__(rank, size)
-        # {text of a key: the key}, and {the same: the ranks that exchange it}, where not all do.
-        self._keys, self._ranks = {}, {}
+        # {text of a key: the `Subject` of its exchanges}
+        self._subjects = {}
         # {user's key: how many numbers}
         self._sizes = {}
         self._memory = None
         self._connection = native.Connection(durations.EXPLAINED)
         # What follows may have shorter limits than a slow start.
         limit = min(timeout, seconds(None))
-        self.member = Member(limit, self._connection.in_flight, self._about)
+        self.member = Member(limit, self._connection.in_flight, self._subjects.__getitem__)
         self.watcher = Watcher(rank, size, self.name, self.member, self._close_routes)
 
     def _meet(self, timeout):
@@ -134,7 +134,11 @@ class Reducer(Store):
         if self.size == 1:
             return array.reshape(1, -1).copy()
         with self.member.waits(timeout):
-            return super().exchange(key, array, title or str(key), timeout)
+            try:
+                return super().exchange(key, array, title or str(key), timeout)
+            except RuntimeError:
+                waits.note_failure()
+                raise
 
     def route(self, key, size, title, timeout, ranks=None, sums=False):
         self.member.check(title)
@@ -157,34 +161,20 @@ class Reducer(Store):
         self.watcher.fail(text)
 
     def _open(self, key, size, title, timeout, ranks, sums):
-        self._keys[str(key)] = key
-        if ranks is not None:
-            self._ranks[str(key)] = ranks
-        members = self._members(str(key))
-        if self._joins(members):
-            return self._memory.route(self._connection, str(key), size, members, sums)
-        with self.member.arrives(title, str(key), timeout), mx.autograd.pause():
+        text, ranks = str(key), ranks or range(self.size)
+        in_memory = self._memory is not None and self._memory.joins(ranks)
+        is_handshake = key.direction == "handshake"
+        self._subjects[text] = Subject(ranks.start, ranks.stop, in_memory, key.layer, is_handshake)
+        if in_memory:
+            return self._memory.route(self._connection, text, size, ranks, sums)
+        with self.member.arrives(title, text, timeout), mx.autograd.pause():
             check = functools.partial(self.member.check, title)
-            return self._open_through_store(str(key), size, check, sums)
+            return self._open_through_store(text, size, len(ranks), check, sums)
 
-    def _open_through_store(self, key, size, check, sums):
-        """The route of a new key, once all processes know that it is used. check() raises if the
-        wait for them is of no use."""
+    def _open_through_store(self, key, size, processes, check, sums):
+        """The route of a new key, once all processes know that it is used. processes: how many
+        exchange it. check() raises if the wait for them is of no use."""
         raise NotImplementedError
-
-    def _members(self, key):
-        return self._ranks.get(key, range(self.size))
-
-    def _joins(self, members):
-        """Whether these processes meet in shared memory, not through the store."""
-        return self._memory is not None and self._memory.joins(members)
-
-    def _about(self, key):
-        """The `Subject` of the exchanges with this key."""
-        members, whole = self._members(key), self._keys[key]
-        is_handshake = whole.direction == "handshake"
-        in_memory = self._joins(members)
-        return Subject(members.start, members.stop, in_memory, whole.layer, is_handshake)
 
     def _close_routes(self, text):
         for route in list(self.routes.values()):

@@ -35,6 +35,7 @@ from .routes import (
     packed_size,
     push_for_others,
     restore_layout,
+    store_operations,
     view,
     wait_for,
 )

@@ -222,6 +222,8 @@ for _name, (_result, *_arguments) in {
     "array_wait_begin": (_pointer, _pointer),
     "array_wait": (_int, _pointer, _double),
     "array_wait_end": (None, _pointer),
+    "count_operation": (None, _pointer, _int),
+    "operations": (ctypes.c_int64, _int),
 }.items():
     _function = getattr(library, f"gluon_syncbn_{_name}", None)
     if _function is None:

@@ -5,7 +5,7 @@ import itertools
 import weakref
 from collections import namedtuple
 
-from ..supervision import durations, waits
+from ..supervision import durations
 from .callbacks import callback, decoded, encoded
 from .library import (
     ALL_REDUCE,
@@ -42,7 +42,11 @@ class Key(namedtuple("Key", "layer direction node group", defaults=(None, None))
 
 # An exchange: its title, for users; key, and number of the call with this key, which are equal in
 # all processes; timeout, and when it began, or was completed, on the clock of time.monotonic().
-InFlight = namedtuple("InFlight", "title key number timeout since")
+class InFlight(namedtuple("InFlight", "title key number timeout since")):
+    @property
+    def name(self):
+        """Equal in all processes."""
+        return f"{self.key} {self.number}"
 
 
 class Connection:
@@ -268,35 +272,22 @@ def wait_for(array, check):
     array.wait_to_read()
 
 
-class Written:
-    """Whether MXNet has written an array, or skipped that, in the operations pushed so far."""
-
-    def __init__(self, handle):
-        self._wait = _library.gluon_syncbn_array_wait_begin(handle)
-
-    def __call__(self):
-        if self._wait and _library.gluon_syncbn_array_wait(self._wait, 0) == _TIME_IS_UP:
-            return False
-        self._end()
-        return True
-
-    def _end(self):
-        if self._wait:
-            _library.gluon_syncbn_array_wait_end(self._wait)
-            self._wait = None
-
-    __del__ = _end
-
-
 def push_for_others(push, inputs, outputs):
     """Calls push(), by which a store pushes an operation to MXNet that waits for other processes.
     inputs, outputs : handles of arrays, or None: it is under way from when the one is written until
     the other is."""
-    has_begun = Written(inputs) if inputs else lambda: True
-    result = push()
-    if outputs:
-        waits.note_operation(has_begun, Written(outputs))
-    return result
+    if not outputs:
+        return push()
+    _library.gluon_syncbn_count_operation(inputs, 0)
+    try:
+        return push()
+    finally:
+        _library.gluon_syncbn_count_operation(outputs, 1)
+
+
+def store_operations():
+    """How many of these operations have begun, and how many have ended."""
+    return tuple(map(_library.gluon_syncbn_operations, range(2)))
 
 
 def _address(function):

@@ -19,8 +19,8 @@ DOUBT = 1 / ALONE
 PERIOD = 1.0
 # Of the time between two looks, so much counts at most, as a process may have been stopped.
 LONGEST_LOOK = 3.0
-# Of silence, before a connection is made again: at least, and as a share of the timeout.
-SILENCE, SILENT_SHARE = 2.0, WARN_AFTER
+# Of silence, before a connection is made again, at least.
+SILENCE = 2.0
 # For an attempt to connect, as a network that is back answers the next one sooner; between two.
 ATTEMPT, BETWEEN_ATTEMPTS = 2.0, 0.2
 # Within which a process was heard of that has ended, if it closes its connection.

@@ -23,7 +23,7 @@ all have finished their scripts                         none: MXNet may shut dow
 
 import typing
 
-from .durations import ALONE, LATER, RECONNECTS, REMAINS, WARN_AFTER, duration
+from .durations import ALONE, LATER, RECONNECTS, REMAINS, SILENCE, WARN_AFTER, duration
 from .records import (
     FAILED,
     GONE,
@@ -66,8 +66,6 @@ WARNING, VERDICT, END = "warning", "verdict", "end"
 class _Process:
     def __init__(self):
         self.report = Report()
-        # The names of its exchanges in flight.
-        self.at = frozenset()
         # When it was last heard of; None until it is known.
         self.heard = None
         # When it closed its connection, unless it has a new one, and how many looks ago.
@@ -85,8 +83,6 @@ class Judge:
         self._processes = [_Process() for _ in range(size)]
         # The longest timeout of an exchange that some wait in, and until when it holds.
         self._longest, self._holds_until = 0.0, 0.0
-        self._unfinished = size
-        self._finished_since = None
         # The verdict, or END, once there is one.
         self.decided = None
         # Exchanges for which some have waited. Reports say who has reached them.
@@ -104,7 +100,6 @@ class Judge:
         """A process has reported."""
         process = self._processes[rank]
         process.heard, process.report = now, report
-        process.at = frozenset(exchange.name for exchange in report.exchanges)
         longest = max((exchange.timeout for exchange in report.exchanges), default=0.0)
         if longest >= self._longest_at(now):
             self._longest, self._holds_until = longest, now + REMAINS
@@ -115,10 +110,8 @@ class Judge:
             # It may have failed because another one is gone.
             lost = [r for r, p in enumerate(self._processes) if r == rank or p.broken is not None]
             return self._decide(VERDICT, self._lost_text(lost, now))
-        self._unfinished -= 1
-        if self._finished_since is None:
-            self._finished_since = now
-        return [] if self._unfinished else self._decide(END)
+        is_over = all(each.ended is not None for each in self._processes)
+        return self._decide(END) if is_over else []
 
     def connected(self, rank):
         """A process has a new connection."""
@@ -163,9 +156,6 @@ class Judge:
             return process.looks > 1 and now - process.broken >= self.reconnects
         return process.heard is not None and now - process.heard > self._longest_at(now)
 
-    def _is_silent(self, process, now):
-        return process.heard is not None and now - process.heard > min(2.0, self.timeout / 4)
-
     # Exchanges.
 
     def _waits(self):
@@ -185,7 +175,7 @@ class Judge:
         return [
             rank
             for rank in exchange.members
-            if exchange.name not in self._processes[rank].at
+            if exchange.name not in [e.name for e in self._processes[rank].report.exchanges]
             and not self._processes[rank].report.reached.get(exchange.name)
         ]
 
@@ -245,24 +235,24 @@ class Judge:
         if counted < timeout * WARN_AFTER:
             return None
         place = self._processes[rank].report.place
-        others = self._others_text([rank], now)
+        others, what = self._others_text([rank], now), "for other processes"
         if counted < place.waited:
-            limit, what = ALONE * timeout, "for a long computation, or for other processes"
+            what = "for a long computation, or for other processes"
         elif all(_counted(process.report) for process in self._processes):
-            limit, what = timeout, "for other processes"
             others += f" As all of them wait, {self._name} does not answer, or lost a message."
         else:
-            limit, what = timeout, "for other processes"
             others += f" {_NEEDS_TIME}"
         text = f"Rank {rank} has waited {duration(place.waited)} {what}, in {place.text}. {others}"
         if counted > timeout + LATER:
             return Decision(VERDICT, text)
-        return Decision(WARNING, f"{text} After {duration(limit)} this ends the process.")
+        limit = duration(timeout * place.waited / counted)
+        return Decision(WARNING, f"{text} After {limit} this ends the process.")
 
     def _judge_end(self, now):
-        if self._finished_since is None:
+        ended = [each.ended for each in self._processes if each.ended is not None]
+        if not ended:
             return None
-        waited = now - self._finished_since
+        waited = now - min(ended)
         is_over = waited > ALONE * self.timeout
         if not is_over and waited < max(self._next_end_warning, self.timeout * WARN_AFTER):
             return None
@@ -295,7 +285,7 @@ class Judge:
             return GONE, None
         if process.heard is None:
             return "not heard of", None
-        if self._is_silent(process, now):
+        if now - process.heard > min(SILENCE, self.timeout / 4):
             return SILENT, None
         if report.exchanges:
             longest = max(report.exchanges, key=lambda exchange: exchange.waited)

@@ -23,7 +23,7 @@ class Clock:
 
 def call_within(seconds, function, otherwise):
     """The result of a function of MXNet that may never return. Raises RuntimeError(otherwise) on
-    timeout. A process that is stopped does not wait."""
+    timeout; in its text, {} is the time. A process that is stopped does not wait."""
     results, failures = [], []
 
     def call():
@@ -46,5 +46,5 @@ def call_within(seconds, function, otherwise):
     if failures:
         raise failures[0]
     if not results:
-        raise RuntimeError(otherwise)
+        raise RuntimeError(otherwise.replace("{}", durations.duration(seconds)))
     return results[0]

@@ -58,9 +58,9 @@ async def _first_message(reader, token):
 class Hub:
     """The connections of rank 0.
 
-    receive(rank, message): called for each message. connected(rank), disconnected(rank): for each
-    connection, and when the process ends one that it has not replaced, and on which it was heard
-    just before. greeting(): the first message to a process.
+    receive(rank, message): called for each message. connected(rank): a process has a new
+    connection. disconnected(rank): it has closed its last one, soon after a message. greeting():
+    the first message to a process.
     """
 
     def __init__(self, size, receive, connected, disconnected, greeting):
@@ -172,6 +172,7 @@ class Link:
         """Connects again: a new connection is faster than an old one when a link is back."""
         if self._writer:
             _replace(self._writer)
+            self._writer = None
 
     async def _run(self):
         while True:
@@ -201,7 +202,8 @@ class Link:
                 self._receive(await _message(reader))
                 heard = _now()
         except _ENDS as error:  # Connects again at once.
-            self._has_ended = isinstance(error, EOFError) and _now() - heard < durations.FRESH
+            by_other = isinstance(error, EOFError) and self._writer is writer
+            self._has_ended = by_other and _now() - heard < durations.FRESH
         finally:
             self._writer = None
             writer.close()

@@ -1,10 +1,11 @@
 """What a process of a job knows of itself: its exchanges, its waits, its limits, and its end.
 
-Like the judge, a state machine without clock, thread and socket.
+Like the judge, it decides, and the watcher acts.
 """
 
 import collections
 import contextlib
+import operator
 import time
 
 from .. import native
@@ -14,6 +15,7 @@ from .records import Exchange, Report, title_of
 
 _LONGEST_STATUS = 4000  # characters of an error
 _MOST_IN_FLIGHT, _REMEMBERED = 8, 16
+_since = operator.attrgetter("since")
 
 
 class Member:
@@ -39,8 +41,8 @@ class Member:
         self._seen = {}
         self._status = None
         self._waits, self._place = waits.Waits(), None
-        # The last exchange that was completed, and when that was looked at.
-        self._last, self._looked = None, 0.0
+        # The last exchange that was completed, and how many operations of stores, when looked at.
+        self._completed, self._looked = ([], 0), 0.0
         # When rank 0 was heard of, and the longest timeout since then.
         self._heard, self._patience = 0.0, 0.0
         # How many of Python's waits had failed before `lost`, and when it began.
@@ -96,7 +98,7 @@ class Member:
         if not self.lost:
             self._failed_before, self._lost_at = waits.failed, self._looked
             # From here on the error has time to be raised.
-            self._waits.forget()
+            self._waits, self._place = waits.Waits(), None
             self.lost = text
 
     # For the watcher.
@@ -104,23 +106,26 @@ class Member:
     def look(self, now, may_wait):
         """Looks at its waits. may_wait: whether others may be waited for."""
         in_flight, completed = self._exchanges()
-        last, self._last = self._last, completed[-1] if completed else None
+        begun, ended = native.store_operations()
+        before, self._completed = self._completed, (completed[-1:], ended)
         passed, self._looked = now - self._looked, now
-        self._place = self._waits.look(passed, may_wait and not in_flight, self._last != last)
+        self._place = self._waits.look(
+            passed, may_wait and not in_flight, self._completed != before, begun > ended
+        )
         self._patience = max(self._patience, *self.timeouts)
 
     def report(self, now):
         """The `Report` of this process."""
         in_flight, completed = self._exchanges()
-        here = set(map(_name, [*in_flight, *completed]))
-        self._seen = {name: self._seen.get(name, now) for name in map(_name, in_flight)}
+        here = {each.name for each in (*in_flight, *completed)}
+        self._seen = {each.name: self._seen.get(each.name, now) for each in in_flight}
         return Report(
             [
                 Exchange(
-                    _name(each),
+                    each.name,
                     each.title,
                     each.number,
-                    now - self._seen[_name(each)],
+                    now - self._seen[each.name],
                     each.timeout,
                     self._about(each.key),
                 )
@@ -138,7 +143,7 @@ class Member:
 
     def needs_new_connection(self, now):
         """Whether rank 0 has been silent for so long that its connection may be broken."""
-        share = durations.SILENT_SHARE * max(self.timeouts)
+        share = durations.WARN_AFTER * max(self.timeouts)
         return now - self._heard > max(durations.SILENCE, share)
 
     def gives_up(self, now):
@@ -151,12 +156,13 @@ class Member:
         if not self.lost:
             return None
         place, timeout = self._place, max(self.timeouts)
-        has_raised = waits.failed > self._failed_before
+        # Where a step has failed in this process, its error may have come before `lost`.
+        has_raised = waits.failed > self._failed_before or self._status
         waited = place and place.waited or 0.0
         if waited > durations.RAISES and not has_raised and self._waits.still_waits():
             return (
-                f"{self.lost} The script waits in {place.text}. No error can be raised there, so "
-                "this process ends."
+                f"{self.lost} The script is in {place.text}. No error can be raised there, so this "
+                "process ends."
             )
         if now - self._lost_at > timeout:
             where = f" in {place.text}" if place else ""
@@ -173,11 +179,3 @@ class Member:
             sorted([*self._opening.copy().values(), *in_flight], key=_since),
             sorted([*self._opened.copy(), *completed], key=_since),
         )
-
-
-def _since(exchange):
-    return exchange.since
-
-
-def _name(exchange):
-    return f"{exchange.key} {exchange.number}"

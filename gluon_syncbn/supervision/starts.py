@@ -5,11 +5,11 @@ import functools
 import mxnet as mx
 
 from ..arguments import seconds
-from .durations import duration
 from .limits import call_within
 
 # The distributed stores of this process, while a KVStoreReducer uses them.
 stores = set()
+_MISSING = "missing, stopped, or starts later than GLUON_SYNCBN_TIMEOUT allows."
 
 
 def creating(create):
@@ -28,8 +28,12 @@ def creating(create):
                 f"would wait indefinitely for another one, {name!r}: give the Trainer the store "
                 "itself, as kvstore=kv, update_on_kvstore=False."
             )
-        missing = "one of its workers, servers or its scheduler is"
-        return _start(lambda: create(name), f"mx.kv.create({name!r})", missing)
+        return call_within(
+            seconds(None),
+            lambda: create(name),
+            f"mx.kv.create({name!r}) has waited {{}} for the job's other processes: one of its "
+            f"workers, servers or its scheduler is {_MISSING}",
+        )
 
     return create_or_refuse
 
@@ -39,16 +43,10 @@ def initializing(init):
 
     @functools.wraps(init)
     def init_within(*args, **kwargs):
-        return _start(lambda: init(*args, **kwargs), "hvd.init()", "one is")
+        return call_within(
+            seconds(None),
+            lambda: init(*args, **kwargs),
+            f"hvd.init() has waited {{}} for the job's other processes: one is {_MISSING}",
+        )
 
     return init_within
-
-
-def _start(function, call, missing):
-    timeout = seconds(None)
-    return call_within(
-        timeout,
-        function,
-        f"{call} has waited {duration(timeout)} for the job's other processes: {missing} missing, "
-        "stopped, or starts later than GLUON_SYNCBN_TIMEOUT allows.",
-    )

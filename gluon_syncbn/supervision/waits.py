@@ -17,8 +17,6 @@ _numbers = itertools.count()
 _waiting = {}
 # Threads whose waits have a limit of their own.
 bounded = set()
-# Operations of stores that were pushed to MXNet: {(has_begun, has_ended)}, functions that say so.
-_pushed = set()
 # How many waits have raised an error.
 failed = 0
 
@@ -56,11 +54,6 @@ def waiting_for_others(function):
     return wait
 
 
-def note_operation(has_begun, has_ended):
-    """A store has pushed an operation to MXNet that waits for other processes."""
-    _pushed.add((has_begun, has_ended))
-
-
 def note_failure():
     """A wait has raised an error."""
     global failed
@@ -86,17 +79,11 @@ class Waits:
         self._seen = {}
         self._longest = None
 
-    def forget(self):
-        self._seen = {}
-
-    def look(self, passed, may_wait, goes_on):
+    def look(self, passed, may_wait, goes_on, is_under_way=False):
         """The `Place` of the thread that has waited longest, or else of the main thread. passed:
         the seconds since the last look. may_wait: whether to count them. goes_on: whether an
-        exchange was completed in them, so that nobody waits in vain."""
-        pushed = _pushed.copy()
-        ended = {each for each in pushed if each[1]()}
-        _pushed.difference_update(ended)
-        is_under_way = any(has_begun() for has_begun, _ in pushed - ended)
+        exchange or an operation of a store was completed in them, so that nobody waits in vain.
+        is_under_way: whether an operation of a store is."""
         frames, main = sys._current_frames(), threading.main_thread().ident
         waiting = {
             t: wait for t, wait in _waiting.copy().items() if t in frames and t not in bounded
@@ -110,7 +97,7 @@ class Waits:
             if thread in before and before[thread].key == here.key:
                 self._seen[thread] = here = before[thread]
                 here.stood += passed
-                if goes_on or ended:
+                if goes_on:
                     here.waited = here.counted = 0.0
                 elif may_wait and thread in waiting:
                     here.waited += passed
@@ -129,6 +116,8 @@ class Waits:
 
     def still_waits(self):
         """Whether the thread that the last `look` has named is in the same wait."""
+        if not self._longest:
+            return False
         thread, key = self._longest
         return _waiting.get(thread, (None,))[0] == key
 

@@ -4,6 +4,7 @@ what it decides."""
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -45,7 +46,10 @@ class Watcher:
         self._thread = None
         if size > 1:
             self._start()
-        _all.add(self)
+        else:
+            self._decided.set()
+        this = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: this() and this().release_in_child())
 
     def _start(self):
         self._loop = asyncio.SelectorEventLoop()
@@ -76,7 +80,7 @@ class Watcher:
         """Runs at exit. MXNet's own shutdown waits for all processes, even for those that are gone
         or stopped, so it may begin only once all have finished. failure: what the script died of.
         shut_down(timeout): what else the store does then, raises RuntimeError."""
-        if self.size == 1:
+        if self.size == 1 and failure is not None:
             return
         if failure is not None:
             self._set_status(FAILED, failure)
@@ -195,7 +199,8 @@ class Watcher:
         if self.rank == 0:
             self._judge.begin(self._now)
         else:
-            self._link = Link(self.rank, self._address, self._receive, self._rank_0_is_gone)
+            gone = functools.partial(self._conclude, VERDICT, f"Missing: rank 0 ({GONE}).")
+            self._link = Link(self.rank, self._address, self._receive, gone)
 
     def _step(self):
         member, now = self.member, self._advance()
@@ -259,9 +264,6 @@ class Watcher:
             if kind in message:
                 self._conclude(kind, message[kind])
 
-    def _rank_0_is_gone(self):
-        self._conclude(VERDICT, f"Missing: rank 0 ({GONE}).")
-
     # The end.
 
     def _conclude(self, kind, text):
@@ -289,14 +291,3 @@ def _end(text):
     except RuntimeError:  # There are no more threads.
         _log.error("%s", text)
     os._exit(1)
-
-
-_all = weakref.WeakSet()
-
-
-def _release_in_child():
-    for watcher in list(_all):
-        watcher.release_in_child()
-
-
-os.register_at_fork(after_in_child=_release_in_child)

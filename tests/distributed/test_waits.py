@@ -7,7 +7,10 @@ import threading
 import gluon_syncbn as sbn  # noqa: F401
 import mxnet as mx
 import pytest
+from gluon_syncbn import native
 from gluon_syncbn.supervision import durations, waits
+from gluon_syncbn.supervision.member import Member
+from programs import wait_until
 
 
 @pytest.fixture
@@ -15,17 +18,10 @@ def looks():
     """look(seconds, ...): the `Place` of a thread that is in the `with` of the test."""
     seen = waits.Waits()
 
-    def look(passed=1.0, may_wait=True, goes_on=False):
-        return seen.look(passed, may_wait, goes_on)
+    def look(passed=1.0, may_wait=True, goes_on=False, is_under_way=False):
+        return seen.look(passed, may_wait, goes_on, is_under_way)
 
-    yield look
-    waits._pushed.clear()
-
-
-def under_way(begun=True, ended=False):
-    state = {"begun": begun, "ended": ended}
-    waits.note_operation(lambda: state["begun"], lambda: state["ended"])
-    return state
+    return look
 
 
 def test_a_thread_that_waits_for_nothing(looks):
@@ -43,11 +39,9 @@ def test_a_thread_that_waits_for_nothing(looks):
     ],
 )
 def test_how_much_of_a_wait_counts(looks, for_others, has_operation, share):
-    if has_operation:
-        under_way()
     with waits.noted(for_others, "the sea"):
         assert looks().waited == 0
-        place = looks(10.0)
+        place = looks(10.0, is_under_way=has_operation)
         assert (place.text, place.waited, place.counted) == ("the sea", 10.0, 10.0 * share)
         # While the process is in an exchange, which has a limit of its own.
         assert looks(5.0, may_wait=False).waited == 10.0
@@ -56,15 +50,31 @@ def test_how_much_of_a_wait_counts(looks, for_others, has_operation, share):
     assert looks().waited is None
 
 
-def test_an_operation_that_is_queued_behind_a_computation(looks):
-    state = under_way(begun=False)
-    with waits.noted():
-        looks()
-        assert looks(10.0).counted == 10 * durations.DOUBT
-        state["begun"] = True
-        assert looks(10.0).counted == 10 * durations.DOUBT + 10
-        state["ended"] = True
-        assert looks(10.0).counted == 0 and not waits._pushed
+def test_an_operation_is_under_way_from_its_inputs_to_its_outputs():
+    """Not while a computation that it sends lasts, or where MXNet has skipped that."""
+    ends = threading.Event()
+    begun, ended = native.store_operations()
+
+    def now():
+        return native.store_operations()[0] - begun, native.store_operations()[1] - ended
+
+    class Waits(mx.operator.CustomOp):
+        def forward(self, is_train, req, in_data, out_data, aux):
+            ends.wait(60)
+            self.assign(out_data[0], req[0], in_data[0])
+
+    mx.operator.register("waits_for_the_test")(
+        type("Prop", (mx.operator.CustomOpProp,), {"create_operator": lambda *_: Waits()})
+    )
+    x = mx.nd.Custom(mx.nd.ones(3), op_type="waits_for_the_test")
+    y = mx.nd.zeros(3)
+    native.push_for_others(lambda: mx.nd.elemwise_add(x, x, out=y), x.handle, y.handle)
+    native.push_for_others(lambda: None, None, x.handle)
+    assert now() == (1, 0)
+    ends.set()
+    wait_until(lambda: now() == (2, 2))
+    native.push_for_others(lambda: None, x.handle, None)
+    assert now() == (2, 2)
 
 
 def test_a_wait_within_another(looks):
@@ -135,3 +145,21 @@ def test_writing_a_file_is_no_wait(tmp_path):
     reader = subprocess.Popen(["cat", tmp_path / "file"], stdout=subprocess.DEVNULL)
     thread.join(60)
     assert not thread.is_alive() and reader.wait(60) == 0
+
+
+@pytest.mark.parametrize("is_caught", [False, True])
+def test_after_a_verdict_the_error_has_time_to_be_raised(is_caught):
+    """And a script that has caught it the timeout to save."""
+    member = Member(10.0, lambda: ([], []), None)
+    with waits.noted(what="the sea"):
+        member.look(1.0, True)
+        member.look(5.0, True)
+        member.lose("Rank 1 is gone.")
+        assert member.why_it_ends(5.0) is None
+        if is_caught:
+            waits.note_failure()
+        ends = None
+        for tenths in range(51, 200):
+            member.look(tenths / 10, True)
+            ends = ends or member.why_it_ends(tenths / 10) and tenths / 10
+    assert ends == pytest.approx(15.0 if is_caught else 5.6, abs=0.2)

@@ -315,6 +315,16 @@ def test_the_end_of_a_connection_says_of_its_process(how, monkeypatch):
     assert heard == [(1, "a report")] and gone == ([1] if how == "closed" else [])
 
 
+def test_a_connection_that_is_renewed_has_not_ended(new_job):
+    """Else a firewall that refuses the next one would say that rank 0 has."""
+    job = new_job()
+    job.all_connected()
+    link, before = job[1]._link, job[1]._link._writer
+    job[1]._call(link.renew)
+    wait_until(lambda: link._writer not in (None, before))
+    assert not link._has_ended and is_alive(job)
+
+
 def test_a_connection_may_end_long_before_the_next(new_job, monkeypatch):
     """As where a link is back, and the end of the silent one comes first."""
     job, connect_to, is_back = new_job(), asyncio.open_connection, threading.Event()

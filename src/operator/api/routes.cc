@@ -1,5 +1,6 @@
 // What Python calls for routes to other processes, and for its own waits. Errors become texts here,
 // as no exception may leave a C function.
+#include <atomic>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -8,6 +9,7 @@
 #include <utility>
 
 #include "api/exports.h"
+#include "mxnet/operations.h"
 #include "processes/outcome.h"
 #include "processes/route.h"
 #include "processes/shared_memory.h"
@@ -33,6 +35,9 @@ void* new_route(void* connection, const char* key, int64_t size, int ranks, Tran
 using SegmentPtr = std::shared_ptr<Segment>;
 
 const SegmentPtr& segment_of(void* segment) { return *static_cast<SegmentPtr*>(segment); }
+
+// How many operations of stores have begun, and how many have ended.
+std::atomic<int64_t> store_operations[2];
 
 // Returns f(), or writes the error that it throws and returns null.
 template <typename F>
@@ -178,3 +183,12 @@ SBN_EXPORT int gluon_syncbn_array_wait(void* wait, double seconds) {
 }
 
 SBN_EXPORT void gluon_syncbn_array_wait_end(void* wait) { delete static_cast<ArrayWait*>(wait); }
+
+// Counts an operation of a store, which waits for other processes: as begun (which is 0) or ended
+// (1), once what was pushed so far for this array has ended; null for now.
+SBN_EXPORT void gluon_syncbn_count_operation(void* array, int which) {
+  const auto count = [which](bool) { ++store_operations[which]; };
+  array ? when_passed(array, false, "SyncBatchNormStore", count) : count(false);
+}
+
+SBN_EXPORT int64_t gluon_syncbn_operations(int which) { return store_operations[which]; }
