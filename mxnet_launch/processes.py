@@ -77,7 +77,7 @@ class Child:
         role, _, number = name.partition(" ")
         self.is_worker = role == "worker"
         self.reported = None  # The exit code with which its script ended.
-        self.ended = math.inf  # When we learned of it, or that the process ends without a report.
+        self.ended = math.inf  # When the script failed, or else the process ended, as we learn it.
         self.write_error = None
         self._tails = [collections.deque(maxlen=_TAIL_LINES) for _ in range(2)]
         # "worker 1" prints as [1], "server 0" and "scheduler" as they are.
@@ -271,7 +271,7 @@ class Launch:
                 code = self._obey(watched, needed)
             elif failed:
                 self._wait_for([child for child in self._children if child.is_ending()], 1)
-                code = self._report(min(self._failures(), key=lambda child: child.ended))
+                code = self._report(self._failures()[0])
             else:
                 code = self._check_output() or (0 if finished else None)
         return code
@@ -289,7 +289,7 @@ class Launch:
                 return 1
 
     def _failures(self):
-        """The processes that failed."""
+        """The processes that failed, the first one first."""
         for child in self._children:
             child.code()  # Before the reports, because a process reports first and then ends.
         begin = time.monotonic()
@@ -298,14 +298,17 @@ class Launch:
                 *lines, self._rest = (self._rest + os.read(self._reports, 4096)).split(b"\n")
                 for index, code in map(bytes.split, lines):
                     child = self._children[int(index)]
-                    child.reported, child.ended = int(code), time.monotonic()
+                    child.reported = int(code)
+                    if child.reported:
+                        child.ended = time.monotonic()
         failed = [child for child in self._children if child.failed()]
         # Who ends without a report has ended before these: others notice when its connections
-        # close. And they report before they close their own.
+        # close, also in their exit hooks. And they report before they close their own.
+        in_hooks = [child.ended for child in failed if child.reported == 0]
         for child in self._children if failed else ():
             if child.reported is None and child.is_ending():
-                child.ended = min(child.ended, begin)
-        return failed
+                child.ended = min(child.ended, begin, *in_hooks)
+        return sorted(failed, key=lambda child: (child.ended, child.reported == 0))
 
     def _announce(self, workers):
         while self._announced:

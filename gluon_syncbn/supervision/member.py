@@ -96,7 +96,9 @@ class Member:
     def lose(self, text):
         """No exchange can succeed any more. The first text stays."""
         if not self.lost:
-            self._failed_before, self._lost_at = waits.failed, self._looked
+            # Where a step has failed in this process, its error may have been raised already.
+            self._failed_before = -1 if self._status else waits.failed
+            self._lost_at = self._looked
             # From here on the error has time to be raised.
             self._waits, self._place = waits.Waits(), None
             self.lost = text
@@ -156,8 +158,7 @@ class Member:
         if not self.lost:
             return None
         place, timeout = self._place, max(self.timeouts)
-        # Where a step has failed in this process, its error may have come before `lost`.
-        has_raised = waits.failed > self._failed_before or self._status
+        has_raised = waits.failed > self._failed_before
         waited = place and place.waited or 0.0
         if waited > durations.RAISES and not has_raised and self._waits.still_waits():
             return (
