@@ -17,8 +17,8 @@ from mxnet.symbol import Symbol
 
 from . import trainers
 from .graph import compiled, modules, static_shape, unknown_shapes
-from .native import failures, library, shutdown
-from .supervision import starts, waits
+from .native import failures, library
+from .supervision import exit, starts, waits
 
 # Operators whose values decide the shape of the output: a call waits for the inputs.
 _DYNAMIC = ("_contrib_boolean_mask", "_npi_bincount", "_npi_delete", "_npi_unique", "_npx_nonzero")
@@ -87,7 +87,7 @@ if "HOROVOD_RANK" in os.environ:
 
 
 def install():
-    shutdown.install()
+    exit.install()
     # Under the naive engine no call waits for another. A copy into an array, with which others
     # wait, comes between the calls of two devices.
     for owner, name, wrap in ([] if library.NAIVE_ENGINE else _WAITS) + _HOOKS:

@@ -9,8 +9,7 @@ import numpy
 from .. import native
 from ..arguments import seconds
 from ..groups.store import Store
-from ..native import shutdown
-from ..supervision import durations, waits
+from ..supervision import durations, exit, waits
 from ..supervision.member import Member
 from ..supervision.records import Subject
 from ..supervision.watcher import Watcher
@@ -48,7 +47,7 @@ class Reducer(Store):
         """Makes the processes known to each other, as the last step of making a store."""
         if self.size > 1:
             self._exchange_addresses(SharedMemory(self.rank), timeout)
-        shutdown.at_exit(self._leave)
+        exit.at_exit(self._leave)
 
     def _exchange_addresses(self, memory, timeout):
         mine = numpy.frombuffer(self.watcher.address + memory.address, numpy.uint8)

@@ -3,8 +3,8 @@
 import threading
 import time
 
-from ..native import shutdown, threads
-from . import durations
+from ..native import threads
+from . import durations, exit
 from .waits import bounded
 
 
@@ -42,7 +42,7 @@ def call_within(seconds, function, otherwise):
             pass
     finally:
         if not end.is_set():  # Also on Ctrl-C.
-            shutdown.abandon()
+            exit.abandon()
     if failures:
         raise failures[0]
     if not results:

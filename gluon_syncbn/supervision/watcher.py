@@ -11,8 +11,8 @@ import threading
 import weakref
 
 from .. import native
-from ..native import shutdown, threads
-from . import durations
+from ..native import threads
+from . import durations, exit
 from .judge import END, VERDICT, WARNING, Judge
 from .limits import Clock
 from .links import Hub, Link
@@ -85,7 +85,7 @@ class Watcher:
         if failure is not None:
             self._set_status(FAILED, failure)
             self._decided.wait(durations.TELL)
-            shutdown.abandon()
+            exit.abandon()
         else:
             self._set_status(FINISHED)
             while not self._decided.wait(durations.SLICE):
@@ -97,7 +97,7 @@ class Watcher:
                 shut_down(self.member.timeout)
             except RuntimeError as error:
                 _log.error("%s", error)
-                shutdown.abandon()
+                exit.abandon()
         self.lose("The process ends.")
         self.close()
 
@@ -270,7 +270,7 @@ class Watcher:
         if self._decided.is_set():
             return
         if kind == VERDICT:
-            shutdown.abandon()
+            exit.abandon()
             self.lose(text)
         self._decided.set()
 

@@ -35,8 +35,9 @@ for part in ("", ".supervision", ".native", ".groups"):
     package = sys.modules[name] = types.ModuleType(name)
     package.__path__ = [{ROOT!r} + name.replace(".", "/")]
 sys.modules["gluon_syncbn.native"].__dict__.update(
-    warn=print, shutdown=types.SimpleNamespace(abandon=lambda: None),
+    warn=print, store_operations=lambda: (0, 0),
 )
+sys.modules["gluon_syncbn.supervision"].exit = types.SimpleNamespace(abandon=lambda: None)
 from gluon_syncbn.supervision.member import Member
 from gluon_syncbn.supervision.watcher import Watcher
 
@@ -113,7 +114,7 @@ class Job:
 
 @pytest.fixture
 def new_job(monkeypatch):
-    monkeypatch.setattr(module, "shutdown", SimpleNamespace(abandon=lambda: None))
+    monkeypatch.setattr(module, "exit", SimpleNamespace(abandon=lambda: None))
     jobs = []
 
     def new(size=2, timeout=10.0, scripts=()):

@@ -101,11 +101,11 @@ def test_exit_hooks_find_the_exit_code(run_text):
     """They report it to other processes. It stays that of the process."""
     done, reported = run_text("""
 import sys
-from gluon_syncbn.native import shutdown
+from gluon_syncbn.supervision import exit
 def leave(failure):
     print(failure)
-    shutdown.abandon()
-shutdown.at_exit(leave)
+    exit.abandon()
+exit.at_exit(leave)
 sys.exit(3)
 """)
     assert (done.returncode, done.stdout, reported) == (3, "SystemExit: 3\n", 3), done.stderr

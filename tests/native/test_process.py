@@ -139,8 +139,10 @@ def test_other_processes_are_told_of_an_exception_that_cannot_be_printed(start):
             def __str__(self):
                 raise ValueError
 
-        native.shutdown.at_exit(print)
-        native.shutdown.at_exit(lambda failure: 1 / 0)
+        from gluon_syncbn.supervision import exit
+
+        exit.at_exit(print)
+        exit.at_exit(lambda failure: 1 / 0)
         raise Unprintable
     """)
     assert script.end() == 1 and script.output == ["Unprintable: Unprintable\n"], script.errors
@@ -163,7 +165,7 @@ PROMPT = "import code; code.interact()"
 def test_an_error_that_a_prompt_survives_is_not_the_end(options, body, typed, code, tmp_path):
     """Python keeps it in sys.last_value all the same."""
     script = tmp_path / "script.py"
-    script.write_text(f"from gluon_syncbn.native import shutdown\nshutdown.at_exit(print)\n{body}")
+    script.write_text(f"from gluon_syncbn.supervision import exit\nexit.at_exit(print)\n{body}")
     done = programs.run([*options, script], input=typed)
     assert "Error" in done.stderr and done.returncode == code, done
     assert ("KeyError: 3\n" if code else "None\n") in done.stdout, done
@@ -180,13 +182,13 @@ def interrupt(script):
 
 def test_ctrl_c_during_the_wait_for_other_processes_at_the_end(start):
     body = """
-        from gluon_syncbn.native import shutdown
+        from gluon_syncbn.supervision import exit
 
         def leave(failure):
             print("waits", failure, flush=True)
             time.sleep(60)
 
-        shutdown.at_exit(leave)
+        exit.at_exit(leave)
     """
     script = start(body)
     script.wait_for("waits None\n")

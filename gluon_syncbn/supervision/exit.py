@@ -7,10 +7,10 @@ import signal
 import sys
 import threading
 
-from ..supervision import durations, waits
-from . import failures, threads
-from .callbacks import encoded, text_of
-from .library import CLOSED, library
+from ..native import failures, threads
+from ..native.callbacks import encoded, text_of
+from ..native.library import CLOSED, library
+from . import durations, waits
 
 _log = logging.getLogger("gluon_syncbn")
 _leaving = []
