@@ -132,8 +132,10 @@ class Outcome:
             os.kill(self.pid, signal.SIGCONT)
         if chaos["fault"] == "loop" and MOMENTS.index(chaos["moment"]) > MOMENTS.index("step"):
             limit += (ALONE - 1) * TIMEOUT
-        if chaos["fault"] in ("sleep", "save", "operator", "queue"):
+        if chaos["fault"] in ("sleep", "save", "operator"):
             limit += 4 * TIMEOUT
+        elif chaos["fault"] == "queue":  # As long as it takes.
+            limit += 20 * TIMEOUT
         codes = self._codes_until(begin + limit + 20)
         self.seconds = time.time() - begin
         self.output = cluster.all_output()
