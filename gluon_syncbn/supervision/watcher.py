@@ -194,13 +194,13 @@ class Watcher:
         self._wake.set()
 
     def _meet(self):
-        self._has_met = True
         self.member.hear(self._advance())
         if self.rank == 0:
             self._judge.begin(self._now)
         else:
             gone = functools.partial(self._conclude, VERDICT, f"Missing: rank 0 ({GONE}).")
             self._link = Link(self.rank, self._address, self._receive, gone)
+        self._has_met = True
 
     def _step(self):
         member, now = self.member, self._advance()

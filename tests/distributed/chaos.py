@@ -239,7 +239,7 @@ def main(arguments=None):
         for outcome in executor.map(lambda seed: Outcome(seed, options.healthy), seeds):
             print(outcome.row(), flush=True)
             if outcome.wrong:
-                print(*outcome.output.splitlines()[-30:], sep="\n", flush=True)
+                print(*outcome.output.splitlines()[-200:], sep="\n", flush=True)
             outcomes.append(outcome)
     return summarize(outcomes)
 
