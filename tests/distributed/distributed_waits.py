@@ -16,7 +16,7 @@ from mxnet import autograd, gluon
 
 CALLS = {"kvstore": {}, "horovod": {}}
 # Calls before there is a store; the fault comes before them.
-STARTS = {"kvstore": ["create", "KVStoreReducer"], "horovod": ["init", "HorovodReducer"]}
+STARTS = {"kvstore": ["create", "KVStoreReducer"], "horovod": ["hvd_init", "HorovodReducer"]}
 
 
 def of(*engines):
@@ -278,7 +278,7 @@ def is_first():
 if __name__ == "__main__":
     folder, engine, call, fault = sys.argv[1:]
     is_victim = is_first()
-    if call in ("create", "init") and call in STARTS[engine]:
+    if call in ("create", "hvd_init"):
         strike()
     if call == "KVStoreReducer":
         kv = mx.kv.create("dist_sync")
@@ -290,7 +290,12 @@ if __name__ == "__main__":
         hvd.init()
         strike()
         sbn.distributed.HorovodReducer(hvd)
-    setting = Setting(World(folder, engine, float(os.environ["GLUON_SYNCBN_TIMEOUT"])))
+    timeout = os.environ["GLUON_SYNCBN_TIMEOUT"]
+    if call not in STARTS[engine]:
+        del os.environ["GLUON_SYNCBN_TIMEOUT"]  # Not for a slow start.
+    world = World(folder, engine, float(timeout))
+    os.environ["GLUON_SYNCBN_TIMEOUT"] = timeout
+    setting = Setting(world)
     if call != "backward":
         strike()
     CALLS[engine][call](setting)

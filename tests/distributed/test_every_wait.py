@@ -13,24 +13,31 @@ from distributed_waits import CALLS, STARTS
 from programs import STARTED_SECONDS, wait_until
 
 SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "distributed_waits.py")
-TIMEOUT, SLACK = 3.0, 3.0
+TIMEOUT = 3.0
+# What processes may need until they end, on a machine that has other things to do; and one that
+# still starts when something happens to the other.
+SLACK, START = 8.0, 20.0
 FAULTS = ["is gone", "is stopped", "loops", "is cut off"]
 # Without a store, only the function itself can be named.
 STARTS_NAMED = {
     "create": "mx.kv.create('dist_sync') has waited 3 s for the job's other processes",
     "KVStoreReducer": "has waited 3 s for the other processes to make theirs",
-    "init": "hvd.init() has waited 3 s for the job's other processes",
+    "hvd_init": "hvd.init() has waited 3 s for the job's other processes",
     "HorovodReducer": "startup handshake",
 }
 
 
 def cases():
-    """Each call with each fault. All but one of each, another for each call, are `long` tests."""
+    """Each call with each fault. One fault of each, with one engine, is no `long` test."""
     for engine in CALLS:
         for call in [*STARTS[engine], *CALLS[engine]]:
-            quick = FAULTS[zlib.crc32(call.encode()) % 3]
-            for fault in FAULTS if call not in STARTS[engine] else FAULTS[1:3]:
-                marks = [] if fault == quick else [pytest.mark.long]
+            number = zlib.crc32(call.encode())
+            engines = [each for each in CALLS if call in (*STARTS[each], *CALLS[each])]
+            is_quick = engines[number % len(engines)] == engine
+            faults = FAULTS[1:3] if call in STARTS[engine] else FAULTS
+            quick = faults[number // 2 % min(3, len(faults))]
+            for fault in faults:
+                marks = [] if is_quick and fault == quick else [pytest.mark.long]
                 yield pytest.param(engine, call, fault, marks=marks, id=f"{engine}-{call}-{fault}")
 
 
@@ -55,7 +62,7 @@ def test_every_wait_ends(engine, call, fault, tmp_path):
         GLUON_SYNCBN_SHARED_MEMORY=str(int(alone)),
     )
     try:
-        victim, struck = wait_for_fault(tmp_path)
+        victim, struck = wait_for_fault(cluster)
         if fault == "is cut off":
             cluster.cut(None)
         left = [each for each in cluster.processes if not (alone and each.pid == victim)]
@@ -64,7 +71,8 @@ def test_every_wait_ends(engine, call, fault, tmp_path):
         seconds, output = time.time() - struck, cluster.all_output()
         codes = [each.poll() for each in left]
         assert None not in codes and any(codes), output[-4000:]
-        assert seconds < TIMEOUT + SLACK, output[-4000:]
+        slack = START if call in STARTS[engine] else SLACK
+        assert seconds < TIMEOUT + slack, output[-4000:]
         if call in STARTS[engine]:
             is_named = STARTS_NAMED[call] in output
         else:
@@ -75,11 +83,13 @@ def test_every_wait_ends(engine, call, fault, tmp_path):
         cluster.clean()
 
 
-def wait_for_fault(folder):
+def wait_for_fault(cluster):
     """(number of the process, when it happened to it)"""
     deadline = time.monotonic() + STARTED_SECONDS
     while time.monotonic() < deadline:
-        for path in folder.glob("struck-*"):
+        for path in cluster.folder.glob("struck-*"):
             return int(path.name.partition("-")[2]), path.stat().st_mtime
+        if None not in [each.poll() for each in cluster.processes]:
+            break
         time.sleep(0.02)
-    pytest.fail("nothing happened to a process")
+    pytest.fail(f"nothing happened to a process: {cluster.all_output()[-4000:]}")
