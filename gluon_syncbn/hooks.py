@@ -56,7 +56,7 @@ _SAVE = partial(
 )
 _WAITS += [
     (mx.base._LIB, "MXNDArraySave", _SAVE),
-    (mx.base._LIB, "MXNDArraySyncCopyFromCPU", failures.noting),
+    (mx.base._LIB, "MXNDArraySyncCopyFromCPU", waits.noting),
 ]
 _adding = partial(trainers.calling, before=trainers.before_adding_up)
 _HOOKS = [
@@ -83,7 +83,7 @@ if "HOROVOD_RANK" in os.environ:
 
         _HOOKS.append((HorovodBasics, "init", starts.initializing))
         for name in ("_add_process_set_impl", "_remove_process_set_impl"):
-            _HOOKS.append((HorovodBasics, name, waits.waiting_for_others))
+            _HOOKS.append((HorovodBasics, name, partial(waits.noting, for_others=True)))
 
 
 def install():

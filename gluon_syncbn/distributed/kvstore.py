@@ -218,7 +218,7 @@ class _Hooks:
         replaced = {name: self._locked(name) for name in _LOCKED}
         replaced.update((name, self._initializing(replaced[name])) for name in _INITIALIZE)
         if hasattr(kvstore, "_barrier"):
-            replaced["_barrier"] = waits.waiting_for_others(kvstore._barrier)
+            replaced["_barrier"] = waits.noting(kvstore._barrier, for_others=True)
         replaced["set_optimizer"] = _refusing(_UPDATES)
         replaced["set_gradient_compression"] = _refusing(_COMPRESSION)
         vars(kvstore).update(replaced)

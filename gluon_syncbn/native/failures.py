@@ -273,14 +273,3 @@ def waiting(function, arrays, then_writes=False):
             raise
 
     return wait
-
-
-def noting(function):
-    """Wraps one of MXNet's C functions that waits for an array before it writes there."""
-
-    @functools.wraps(function)
-    def wait(*arguments):
-        with waits.noted():
-            return function(*arguments)
-
-    return wait

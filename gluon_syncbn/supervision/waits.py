@@ -43,12 +43,12 @@ class noted:
             _waiting[self._thread] = self._before
 
 
-def waiting_for_others(function):
-    """Wraps a function in which a thread waits for other processes."""
+def noting(function, for_others=False):
+    """Wraps a function in which a thread waits."""
 
     @functools.wraps(function)
     def wait(*args, **kwargs):
-        with noted(for_others=True):
+        with noted(for_others):
             return function(*args, **kwargs)
 
     return wait
@@ -67,9 +67,6 @@ class _Seen:
     def __init__(self, key):
         self.key = key
         self.stood = self.waited = self.counted = 0.0
-
-    def seconds(self):
-        return self.stood, self.waited, self.counted
 
 
 class Waits:
@@ -108,11 +105,11 @@ class Waits:
             return None
         here = self._seen[longest]
         self._longest = longest, here.key
-        if longest not in waiting:
-            return Place(_text(frames[longest])[1], here.stood)
         call, line = _text(frames[longest])
+        if longest not in waiting:
+            return Place(line, here.stood)
         text = waiting[longest][2] or (f"{call}, called at {line}" if call else line)
-        return Place(text, *here.seconds())
+        return Place(text, here.stood, here.waited, here.counted)
 
     def still_waits(self):
         """Whether the thread that the last `look` has named is in the same wait."""

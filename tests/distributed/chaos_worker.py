@@ -12,7 +12,7 @@ import time
 
 import gluon_syncbn as sbn
 import mxnet as mx
-from distributed_worker import World
+from distributed_worker import World, wait_for_cut
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -41,7 +41,7 @@ def happen():
     if chaos["victim"] != "worker":
         # The driver does it, while the training goes on, but not after its end.
         if chaos["victim"] == "link":
-            time.sleep(0.5)
+            wait_for_cut(folder)
         return
     fault = chaos["fault"]
     # The others wait for it in their next exchange, and at the end ten times as long.

@@ -201,6 +201,7 @@ class TwoMachines(Cluster):
     def cut(self, seconds):
         """For good if seconds is None."""
         self._ip(f"{self._link} down")
+        (self.folder / "cut").touch()
         if seconds is None:
             return
         time.sleep(seconds)

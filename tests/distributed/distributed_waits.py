@@ -6,12 +6,11 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
-from distributed_worker import World
+from distributed_worker import World, wait_for_cut
 from mxnet import autograd, gluon
 
 CALLS = {"kvstore": {}, "horovod": {}}
@@ -259,7 +258,7 @@ def strike():
     # The test looks for it.
     open(f"{folder}/struck-{os.getpid()}", "w").close()
     if fault == "is cut off":
-        return time.sleep(0.5)  # The test does it.
+        return wait_for_cut(folder)
     if fault == "loops":
         while True:
             pass

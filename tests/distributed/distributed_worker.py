@@ -84,6 +84,12 @@ def forget_errors():
     sbn.native.failures._recover()
 
 
+def wait_for_cut(folder):
+    """Waits until the driver has cut the link to the other machine."""
+    while not os.path.exists(f"{folder}/cut"):
+        time.sleep(0.01)
+
+
 def find(topic):
     module, _, function = topic.partition(":")
     return getattr(importlib.import_module(module), function)

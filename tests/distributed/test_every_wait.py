@@ -1,5 +1,5 @@
-"""Every function in which a process can stand for ever ends in time, with the name of the other
-process: one that is gone, stopped, loops in Python, or is cut off."""
+"""No process waits for ever. Another one is gone, stopped, loops in Python, or is cut off: each
+call that waits for it ends in time, with an error that names it."""
 
 import contextlib
 import os

@@ -185,7 +185,7 @@ SBN_EXPORT int gluon_syncbn_array_wait(void* wait, double seconds) {
 SBN_EXPORT void gluon_syncbn_array_wait_end(void* wait) { delete static_cast<ArrayWait*>(wait); }
 
 // Counts an operation of a store, which waits for other processes: as begun (which is 0) or ended
-// (1), once what was pushed so far for this array has ended; null for now.
+// (1), once what was pushed so far for this array has ended, or at once if it is null.
 SBN_EXPORT void gluon_syncbn_count_operation(void* array, int which) {
   const auto count = [which](bool) { ++store_operations[which]; };
   array ? when_passed(array, false, "SyncBatchNormStore", count) : count(false);
