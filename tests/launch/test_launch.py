@@ -122,6 +122,10 @@ def test_contribs_layer_is_replaced_if_asked(options, layer, command, tmp_path):
         (["-n", "1", "."], ". is a folder: give a script, or -m and a module."),
         (["-n", "1", "--port", "65536", "script.py"], "argument --port: expected a number from 1"),
         (["-n", "1", "--grace", "nan", "script.py"], "argument --grace: expected a number from 0"),
+        (
+            ["-n", "1", "--restarts", "-1", "script.py"],
+            "argument --restarts: expected a number from 0",
+        ),
         (["--rank", "0", "script.py"], "--rank and --size belong together: give both, or"),
         (["--rank", "2", "--size", "2", "script.py"], "--rank is 2 and --size 2: ranks begin at 0"),
     ],
