@@ -17,7 +17,8 @@ _LONGEST, _MOST_UNSENT = 1 << 17, 1 << 19
 _MOST_STRANGERS = 256
 _BACKLOG = 4096
 # What ends a connection: an EOFError if the other process has closed it, as all do that end; an
-# OSError may be the network. asyncio's timeout is Python's own from Python 3.11 on.
+# OSError may be the network, or the end of a process that has not read all, which on one machine it
+# is. asyncio's timeout is Python's own from Python 3.11 on.
 _ENDS = (EOFError, OSError, ValueError, asyncio.TimeoutError)
 # The last message on a connection in place of which the process makes another.
 _GOODBYE = None
@@ -123,7 +124,8 @@ class Hub:
                 heard = _now()
                 self._receive(rank, message)
         except _ENDS as error:  # Also strangers that are slow, or send anything else.
-            has_ended = isinstance(error, EOFError) and _now() - heard < durations.FRESH
+            kinds = (EOFError, ConnectionResetError) if _is_here(writer) else EOFError
+            has_ended = isinstance(error, kinds) and _now() - heard < durations.FRESH
         finally:
             writer.close()
             if self._writers.get(rank) is writer:
@@ -211,6 +213,12 @@ class Link:
 
 def _now():
     return asyncio.get_running_loop().time()
+
+
+def _is_here(writer):
+    """Whether the other end of the connection is on this machine."""
+    ends = [writer.get_extra_info(name) for name in ("peername", "sockname")]
+    return None not in ends and ends[0][0] == ends[1][0]
 
 
 def _replace(writer):

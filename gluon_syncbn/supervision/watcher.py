@@ -128,7 +128,8 @@ class Watcher:
 
     def _set_status(self, kind, text=""):
         self.member.end(kind, text)
-        self._call(self._wake.set)
+        if self._thread:
+            self._call(self._wake.set)
 
     def _call(self, function, *arguments):
         with contextlib.suppress(RuntimeError):  # The thread has ended.

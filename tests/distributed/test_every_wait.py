@@ -20,9 +20,9 @@ SLACK, START = 8.0, 20.0
 FAULTS = ["is gone", "is stopped", "loops", "is cut off"]
 # Without a store, only the function itself can be named.
 STARTS_NAMED = {
-    "create": "mx.kv.create('dist_sync') has waited 3 s for the job's other processes",
-    "KVStoreReducer": "has waited 3 s for the other processes to make theirs",
-    "hvd_init": "hvd.init() has waited 3 s for the job's other processes",
+    "create": "mx.kv.create('dist_sync') has waited {} s for the job's other processes",
+    "KVStoreReducer": "has waited {} s for the other processes to make theirs",
+    "hvd_init": "hvd.init() has waited {} s for the job's other processes",
     "HorovodReducer": "startup handshake",
 }
 
@@ -50,41 +50,42 @@ def test_every_wait_ends(engine, call, fault, tmp_path):
     kind = TwoMachines if fault == "is cut off" else Cluster
     # So the launcher ends nothing.
     alone = kind is Cluster and engine == "kvstore"
-    cluster = kind(
-        tmp_path,
-        2,
-        [call, fault],
-        engine=engine,
-        by_hand=alone,
-        script=SCRIPT,
-        GLUON_SYNCBN_TIMEOUT=str(TIMEOUT),
-        HOROVOD_DYNAMIC_PROCESS_SETS="1",
-        GLUON_SYNCBN_SHARED_MEMORY=str(int(alone)),
-    )
-    try:
-        victim, struck = wait_for_fault(cluster)
+    environment = {
+        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+        "GLUON_SYNCBN_SHARED_MEMORY": str(int(alone)),
+    }
+    options = {"engine": engine, "by_hand": alone, "script": SCRIPT, **environment}
+    with contextlib.ExitStack() as held:
+        # A busy machine may need longer than the first until something happens.
+        for timeout in (TIMEOUT, 3 * TIMEOUT, 9 * TIMEOUT):
+            folder = tmp_path / f"{timeout:g}"
+            folder.mkdir()
+            cluster = kind(folder, 2, [call, fault], GLUON_SYNCBN_TIMEOUT=str(timeout), **options)
+            held.callback(cluster.clean)
+            victim, struck = wait_for_fault(cluster)
+            if victim:
+                break
+        assert victim, f"nothing happened to a process: {cluster.all_output()[-4000:]}"
         if fault == "is cut off":
             cluster.cut(None)
         left = [each for each in cluster.processes if not (alone and each.pid == victim)]
         with contextlib.suppress(AssertionError):
-            wait_until(lambda: None not in [each.poll() for each in left], 30)
+            wait_until(lambda: None not in [each.poll() for each in left], 27 + timeout)
         seconds, output = time.time() - struck, cluster.all_output()
         codes = [each.poll() for each in left]
         assert None not in codes and any(codes), output[-4000:]
         slack = START if call in STARTS[engine] else SLACK
-        assert seconds < TIMEOUT + slack, output[-4000:]
+        assert seconds < timeout + slack, output[-4000:]
         if call in STARTS[engine]:
-            is_named = STARTS_NAMED[call] in output
+            is_named = STARTS_NAMED[call].format(f"{timeout:g}") in output
         else:
             is_named = re.search(r"rank [01] \((?!waiting)", output)
         by_launcher = re.search(rf"launch: worker \d \(process {victim}\)", output)
         assert is_named or by_launcher, output[-4000:]
-    finally:
-        cluster.clean()
 
 
 def wait_for_fault(cluster):
-    """(number of the process, when it happened to it)"""
+    """(number of the process, when it happened to it); zeros if all have ended before"""
     deadline = time.monotonic() + STARTED_SECONDS
     while time.monotonic() < deadline:
         for path in cluster.folder.glob("struck-*"):
@@ -92,4 +93,4 @@ def wait_for_fault(cluster):
         if None not in [each.poll() for each in cluster.processes]:
             break
         time.sleep(0.02)
-    pytest.fail(f"nothing happened to a process: {cluster.all_output()[-4000:]}")
+    return 0, 0.0

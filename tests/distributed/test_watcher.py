@@ -287,9 +287,10 @@ def test_a_connection_that_breaks_is_made_again(new_job):
     assert not job[0].member.lost and is_alive(job)
 
 
-@pytest.mark.parametrize("how", ["closed", "reset", "silent, then closed"])
+@pytest.mark.parametrize("how", ["closed", "reset", "reset elsewhere", "silent, then closed"])
 def test_the_end_of_a_connection_says_of_its_process(how, monkeypatch):
-    """Its process has ended only if it was heard just before, and the network had no part in it."""
+    """Its process has ended only if it was heard just before, and the network had no part in it. It
+    resets the connection if it has not read all."""
     if how.startswith("silent"):
         monkeypatch.setattr(durations, "FRESH", 0.1)
     heard, gone = [], []
@@ -298,13 +299,14 @@ def test_the_end_of_a_connection_says_of_its_process(how, monkeypatch):
         receive = lambda rank, message: heard.append((rank, message))  # noqa: E731
         hub = connections.Hub(2, receive, lambda rank: None, gone.append, lambda: {})
         ip, port, token, _ = (await hub.listen()).split()
-        _, writer = await asyncio.open_connection(ip, int(port))
+        own = ("127.0.0.2" if how == "reset elsewhere" else ip, 0)
+        _, writer = await asyncio.open_connection(ip, int(port), local_addr=own)
         for message in ([connections._VERSION, token, 1], "a report"):
             writer.write(connections._line(message))
         while not heard:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2 if how.startswith("silent") else 0)
-        if how == "reset":
+        if how.startswith("reset"):
             option = struct.pack("ii", 1, 0)
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
         writer.transport.abort()
@@ -313,7 +315,7 @@ def test_the_end_of_a_connection_says_of_its_process(how, monkeypatch):
         hub.close()
 
     asyncio.run(asyncio.wait_for(run(), 10))
-    assert heard == [(1, "a report")] and gone == ([1] if how == "closed" else [])
+    assert heard == [(1, "a report")] and gone == ([1] if how in ("closed", "reset") else [])
 
 
 def test_a_connection_that_is_renewed_has_not_ended(new_job):

@@ -16,7 +16,8 @@ import types
 import psutil
 import pytest
 from mxnet_launch import processes, runner
-from launched import ENDED_SECONDS, SLEEP, TRAIN, alone_here, free_port
+from distributed_cluster import needs_horovod
+from launched import ALL_REDUCE, ENDED_SECONDS, SLEEP, TRAIN, alone_here, free_port
 from programs import STARTED_SECONDS, wait_until
 
 # The last line of a worker, the launcher's exit code, and what it says.
@@ -139,6 +140,24 @@ raise RuntimeError("nobody else came")
     assert "Ended well before: worker 0. Its last lines:" in launcher.errors
 
 
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("engine", ["kvstore", pytest.param("horovod", marks=needs_horovod)])
+def test_processes_that_were_connected_end_well(engine, number, start):
+    """One, too, which has no other to wait for."""
+    script = {
+        "kvstore": f"{TRAIN}make, connected = 'KVStoreReducer', kv",
+        "horovod": f"{ALL_REDUCE}make, connected = 'HorovodReducer', hvd",
+    }[engine]
+    script += """
+import gluon_syncbn as sbn
+print(getattr(sbn.distributed, make)(connected).all_reduce("x", [1.0]))
+"""
+    launcher = start(script, "-n", str(number), "--engine", engine)
+    assert launcher.end() == 0, launcher.errors
+    assert sorted(launcher.output) == [f"[{rank}] [{number}.]\n" for rank in range(number)]
+    assert "Traceback" not in launcher.errors
+
+
 RESTARTED = """
 import os, signal, sys, time
 number = int(os.environ["GLUON_SYNCBN_RESTART"])
@@ -168,9 +187,11 @@ def test_restarts(end, code, runs, alone):
 
 @pytest.mark.long
 def test_restarts_of_two_launchers(start, tmp_path):
-    """One of which has the worker that dies, and both the restart."""
-    failing = "os.kill(os.getpid(), signal.SIGKILL)"
+    """One of which has the worker that dies, and both the restart. It dies with unread messages,
+    so its connection is reset."""
+    failing = "signal.alarm(3); ctypes.PyDLL(None).sleep(60)"  # It holds the GIL.
     script = f"""{TRAIN}
+import ctypes
 import gluon_syncbn as sbn
 store = sbn.distributed.KVStoreReducer(kv)
 if kv.rank == 1 and os.environ["GLUON_SYNCBN_RESTART"] == "0":
