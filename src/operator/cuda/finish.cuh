@@ -1,9 +1,9 @@
 // The kernels of one thread per channel: between the sums and y or dx, they compute the statistics,
-// the coefficients of elementwise.cuh and all small arrays.
+// the coefficients of map.cuh and all small arrays.
 #ifndef GLUON_SYNCBN_CUDA_FINISH_CUH_
 #define GLUON_SYNCBN_CUDA_FINISH_CUH_
 
-#include "cuda/elementwise.cuh"
+#include "cuda/map.cuh"
 
 namespace gluon_syncbn {
 
@@ -147,6 +147,23 @@ __global__ void __launch_bounds__(kThreads, 4) finish_backward(BackwardFinish ta
     store_parameter(static_cast<A*>(task.dgamma) + c, task.gamma ? dgamma : 0, task.add_dgamma);
   }
   if (task.dbeta) store_parameter(static_cast<A*>(task.dbeta) + c, dbeta, task.add_dbeta);
+}
+
+template <typename T>
+int launch_finish_forward(const ForwardFinish& task, const Deliveries& deliveries, Stream stream) {
+  int64_t threads = task.C * task.batches;
+  for (int i = 0; i < deliveries.size; ++i) {
+    threads = std::max(threads, deliveries.items[i].period);
+  }
+  SBN_LAUNCH(finish_forward<Arithmetic<T>>, blocks_for(threads), stream, task, deliveries,
+             kLargestZero<T>);
+  return cudaGetLastError();
+}
+
+template <typename A>
+int launch_finish_backward(const BackwardFinish& task, Stream stream) {
+  SBN_LAUNCH(finish_backward<A>, blocks_for(task.C), stream, task);
+  return cudaGetLastError();
 }
 
 }  // namespace gluon_syncbn

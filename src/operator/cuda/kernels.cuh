@@ -2,7 +2,8 @@
 #ifndef GLUON_SYNCBN_CUDA_KERNELS_CUH_
 #define GLUON_SYNCBN_CUDA_KERNELS_CUH_
 
-#include "cuda/launch.cuh"
+#include "cuda/finish.cuh"
+#include "cuda/sums.cuh"
 
 namespace gluon_syncbn {
 

@@ -1,16 +1,18 @@
-// What the host computes for the kernels before it launches them: dividers, as GPUs divide integers
-// slowly, and the number of blocks that share a channel.
+// What the host decides for the kernels before it launches them.
 #ifndef GLUON_SYNCBN_CUDA_PLANS_H_
 #define GLUON_SYNCBN_CUDA_PLANS_H_
 
 #include <algorithm>
 #include <cstdint>
 
-#include "numerics/sums.h"
+#include "numerics/shards.h"
 
 namespace gluon_syncbn {
 
-// Divides integers below 2^31 by a constant: a product and a shift.
+// Threads of a warp and of a block.
+constexpr int kWarp = 32, kThreads = 256, kWarps = kThreads / kWarp;
+
+// Divides integers below 2^31 by a constant: a product and a shift, as GPUs divide slowly.
 struct Divider {
   uint32_t divisor, multiplier, shift;
 
@@ -30,32 +32,86 @@ struct Divider {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The time that `slices` blocks for each channel take, in turns of a block. A block processes
-// `at_once` units per turn. `blocks` blocks cover all channels, and `resident` blocks run at a
-// time.
-inline int64_t time_of_slices(int64_t blocks, int64_t resident, int64_t units, int64_t at_once,
-                              int64_t slices) {
-  const int64_t turns = divide_up(divide_up(units, slices), at_once);
-  // The start and end of a block take about as long as one turn. So does adding the slices.
-  return divide_up(slices * blocks, resident) * (turns + 1) + (slices > 1);
+// Values of a vector: those of 16 bytes, of 8, or one, so that they divide a row.
+inline int width_for(int64_t row, int bytes) {
+  int width = 16 / bytes;
+  while (row % width != 0) width = width * bytes > 8 ? 8 / bytes : 1;
+  return width;
 }
 
-// The smallest number of slices that minimizes that time, as their sums must be added.
-inline int64_t choose_slices(int64_t blocks, int64_t resident, int64_t units, int64_t at_once) {
-  constexpr int64_t kMaxWaves = 16;
-  int64_t best = 1, least = time_of_slices(blocks, resident, units, at_once, 1);
-  for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
-    const int64_t most = std::max<int64_t>(1, waves * resident / blocks);
-    const int64_t turns = divide_up(divide_up(units, std::min(most, units)), at_once);
-    const int64_t slices = divide_up(units, turns * at_once);
-    const int64_t time = time_of_slices(blocks, resident, units, at_once, slices);
-    if (time < least) {
-      least = time;
-      best = slices;
+// Vectors of a run. Rows: runs of a thread in a chunk, so that there are fewer records; rows of a
+// chunk, at least.
+constexpr int kRun = 8, kRowRuns = 4, kFewestRows = 128;
+
+// How samples are cut for the kernel of sums (sums.cuh). All that decides on bits follows from the
+// shape of a sample:
+//
+// | | planes | rows | (N, C) data |
+// | --- | --- | --- | --- |
+// | a vector | of values of a channel | of channels | a channel |
+// | across: vectors side by side | as lanes leave | enough for C, at most 32 channels | 32 |
+// | lanes: threads of a chunk | enough for a run each | what across leaves | 1 |
+// | a chunk | a run of each lane | 4 runs of each lane, at least 128 rows | a value |
+struct SumsPlan {
+  enum Kind { kPlanes, kRows, kValues } kind;
+  // Lanes and across are powers of 2.
+  int width, lanes = 1, log_across = 0;
+  // Vectors of a sample (of one channel, or rows), and of a chunk, at most.
+  int vectors = 1, chunk = 1;
+  // Values of a sample; units are the chunks of all samples. A warp has several small ones, as its
+  // start takes as long as some vectors; records of a channel.
+  int64_t C, S, sample, units, records;
+  uint32_t per_warp = 1, warps;
+  Divider by_tiles, by_chunks;
+
+  SumsPlan() = default;
+  SumsPlan(const View& v, int bytes) : C(v.C), S(v.S), sample(v.R * v.C * v.S) {
+    int64_t columns = C, chunks = 1;
+    int across = kWarp;
+    if (v.S > 1) {
+      kind = kPlanes;
+      width = width_for(S, bytes);
+      vectors = static_cast<int>(S / width);
+      while (lanes < kWarp && lanes * kRun < vectors) lanes *= 2;
+      across = kWarp / lanes;
+      chunks = divide_up(vectors, lanes * kRun);
+    } else if (v.R > 1) {
+      kind = kRows;
+      width = width_for(C, bytes);
+      vectors = static_cast<int>(v.R);
+      columns = C / width;
+      for (across = 1; across * width < kWarp && across < columns;) across *= 2;
+      lanes = kWarp / across;
+      chunks = divide_up(vectors, std::max(lanes * kRun * kRowRuns, kFewestRows));
+    } else {
+      kind = kValues;
+      width = 1;
     }
+    while (1 << log_across < across) ++log_across;
+    chunk = static_cast<int>(divide_up(vectors, chunks));
+    units = v.N / v.R * chunks;
+    const int64_t of_lane = divide_up(chunk, lanes), tiles = divide_up(columns, across);
+    if (of_lane < kRun) per_warp = static_cast<uint32_t>(2 * kRun / of_lane);
+    if (kind == kValues) per_warp = kWarp;
+    const int64_t turns = divide_up(units, per_warp);
+    records = kind == kValues ? turns : units;
+    warps = static_cast<uint32_t>(tiles * turns);
+    by_tiles = Divider::by(tiles);
+    by_chunks = Divider::by(chunks);
   }
-  return best;
-}
+
+  // Of the records, in ChannelSums.
+  int64_t work_size() const {
+    constexpr int64_t kRecord = 4 * sizeof(double), kSums = sizeof(ChannelSums);
+    return kind == kValues ? C * records : divide_up(C * records * kRecord, kSums);
+  }
+  // Threads that add the records of a channel: each has some, or a block has all.
+  int fold_lanes() const {
+    int lanes = 1;
+    while (lanes < kWarp && 4 * lanes < records) lanes *= 2;
+    return records > 16 * kWarp ? kThreads : lanes;
+  }
+};
 
 }  // namespace gluon_syncbn
 

@@ -41,7 +41,7 @@ GPUS = {
 ISSUED = 4 * 32
 # Arrays that a pass reads or writes.
 PASSES = {"sums forward": 1, "sums backward": 2, "sums backward, relu": 2, "y": 2, "dx": 3}
-# Blocks of a kernel of sums that a multiprocessor runs at a time; clocks for each instruction of a
+# Blocks of the kernel of sums that a multiprocessor runs at a time; clocks for an instruction of a
 # warp; microseconds from one launch to the next, as measured on an H100.
 RESIDENT, CLOCKS, LAUNCH = 2, 4, 1.9
 # The layers of an FCN-ResNet-50 with an output stride of 8, by channels and size for two images of
@@ -111,19 +111,25 @@ def print_table(rows, before):
 def print_model(rows):
     """The time that each pass takes to issue its instructions, or those for double if that takes
     longer, compared with the time that memory takes."""
-    print("| pass | data | bytes/value | instr/value |", *(f"{name} |" for name in GPUS))
-    print("| --- " * (4 + len(GPUS)) + "|")
+    columns = ["pass", "data", "bytes/value", "instr/value", "f64/value", *GPUS]
+    print("|", " | ".join(columns), "|")
+    print("| --- " * len(columns) + "|")
     for layout in MODELLED:
         for dtype, size in (("float32", 4), ("float16", 2)):
             for name, arrays in PASSES.items():
-                row = rows[f"{name} | {dtype} | {layout}"]
+                row = f"{name} | {dtype} | {layout}"
+                parts = [rows[part] for part in (row, f"fold, {row}") if part in rows]
+                instructions, in_double = (
+                    sum(part[column] for part in parts) for column in ("instr/value", "f64/value")
+                )
                 times = []
                 for multiprocessors, ghz, bandwidth, doubles in GPUS.values():
                     memory = arrays * size / bandwidth
-                    issue = row["instr/value"] / (ISSUED * multiprocessors * ghz)
-                    double = row["f64/value"] / (doubles * multiprocessors * ghz)
+                    issue = instructions / (ISSUED * multiprocessors * ghz)
+                    double = in_double / (doubles * multiprocessors * ghz)
                     times.append(max(issue, double) / memory)
-                cells = [name, f"{dtype}, {layout}", arrays * size, f"{row['instr/value']:.1f}"]
+                cells = [name, f"{dtype}, {layout}", arrays * size, f"{instructions:.1f}"]
+                cells.append(f"{in_double:.2f}")
                 print("|", " | ".join(map(str, cells)), "|", *(f"{t:.2f} |" for t in times))
 
 
@@ -137,18 +143,24 @@ def time_of_bytes(row, name, dtype, gpu):
     return row["values"] * PASSES[name] * {"float32": 4, "float16": 2}[dtype] / GPUS[gpu][2] / 1e3
 
 
-def time_of_sums(rows, row, gpu):
-    """Microseconds of a pass of sums, with its launches. A block takes as long as its longest warp,
-    and the last turn of blocks has no other work to hide behind."""
+def time_to_issue(counts, gpu):
+    """Microseconds in which the multiprocessors issue the instructions of a launch."""
     multiprocessors, ghz, _, doubles = GPUS[gpu]
-    counts = rows[row]
-    scale = counts["blocks"] / counts["counted"] / multiprocessors / ghz / 1e3
-    issue = max(counts["instructions"] / ISSUED, counts["doubles"] / doubles) * scale
-    block = counts["longest_warp"] * CLOCKS / ghz / 1e3
-    blocks_before = (turns_of(counts, gpu) - 1) * block
-    time = LAUNCH + max(time_of_bytes(counts, *row.split(" | ")[:2], gpu), issue, blocks_before)
-    slices = rows.get(f"add_slices, {row}")
-    return time + block + (LAUNCH + slices["longest_warp"] * CLOCKS / ghz / 1e3 if slices else 0)
+    issue = max(counts["instructions"] / ISSUED, counts["doubles"] / doubles)
+    return issue * counts["blocks"] / counts["counted"] / multiprocessors / ghz / 1e3
+
+
+def time_of_sums(rows, row, gpu):
+    """Microseconds of a pass of sums, with its two launches. A block takes as long as its longest
+    warp, and the last turn of blocks has no other work to hide behind."""
+    counts, fold = rows[row], rows[f"fold, {row}"]
+    block, last = (part["longest_warp"] * CLOCKS / GPUS[gpu][1] / 1e3 for part in (counts, fold))
+    others = [
+        time_of_bytes(counts, *row.split(" | ")[:2], gpu),
+        time_to_issue(counts, gpu),
+        (turns_of(counts, gpu) - 1) * block,
+    ]
+    return 2 * LAUNCH + max(others) + block + max(last, time_to_issue(fold, gpu))
 
 
 def print_net(counted):
@@ -201,8 +213,7 @@ def main():
     rows = count(options.program)
     if options.model:
         print_model(rows)
-        gpus = ("T4", "A100", "H100")
-        counted = {gpu: counts_of(options.program, GPUS[gpu][0]) for gpu in gpus}
+        counted = {gpu: counts_of(options.program, GPUS[gpu][0]) for gpu in GPUS}
         print_net(counted)
         return False
     if not options.quiet:

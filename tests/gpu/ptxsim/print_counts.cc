@@ -37,19 +37,15 @@ void print(const std::string& pass, const char* dtype, const std::string& layout
       c.blocks);
 }
 
-// Runs a pass and prints the counts of its main kernel, and of the one that adds slices.
+// Runs a pass and prints the counts of its main kernel, and of the one that adds records.
 template <typename F>
 void count(const char* pass, const char* dtype, const Layout& layout, const F& run) {
   ptxsim::take_counts();
   MUST(run());
   for (const ptxsim::LaunchCounts& launch : ptxsim::take_counts()) {
-    if (launch.kernel.find("add_slices") == std::string::npos) {
-      print(pass, dtype, layout.name, static_cast<uint64_t>(layout.view.size()), launch);
-    } else {
-      // Its values are the sums of slices.
-      const uint64_t sums = launch.counts.unique_load_sectors * 32 / sizeof(ChannelSums);
-      print(std::string("add_slices, ") + pass, dtype, layout.name, sums, launch);
-    }
+    const bool folds = launch.kernel.find("fold") != std::string::npos;
+    print((folds ? "fold, " : "") + std::string(pass), dtype, layout.name,
+          static_cast<uint64_t>(layout.view.size()), launch);
   }
 }
 

@@ -29,13 +29,17 @@ void results_match_the_cpu_for_every_shape() {
       {{30, 99, 3}, {3, 1, 9}, {11, 37, 49}, {4, 34, 121}, {3, 9, 225}, {2, 5, 283}, {2, 3, 12545}},
       {0, 1, 7});
   check_views<T>({{2 * 1025, 3, 1, 1025}, {2 * 9000, 3, 1, 9000}}, {0});
+  // Vectors of 8 bytes, for float and 16-bit data.
+  for (const int64_t even : {2, 4}) {
+    check_views<T>({{5, 3, 3 * even}, {2, 3, 511 * even}, {2 * 300, 17 * even, 1, 300}}, {0, 1});
+  }
   // Aligned vectors after some values.
   check_views<T>({{3, 3, 49}, {2, 2, 600}, {2 * 49, 40, 1, 49}}, {kAlike + 1});
   check_in_place(Problem<T>({3, 5, 77}, 0));
   check_in_place(Problem<T>({3 * 12, 5, 1, 12}, 0));
 }
 
-// Data far from zero, and data whose squares overflow or underflow in float.
+// Data far from zero, and as large and as small as docs/precision.md allows.
 template <typename T>
 void results_are_right_for_extreme_data() {
   const View planes{4, 3, 600}, rows{4 * 150, 4, 1, 150};
@@ -45,7 +49,7 @@ void results_are_right_for_extreme_data() {
       check_problem(Problem<T>(view, offset));
     }
     if (sizeof(T) < sizeof(float)) continue;
-    for (const double size : {1e-30, 1e-19, 1e19, 1e25}) {
+    for (const double size : {1e-17, 1e17}) {
       check::context = name_of<T>(view, size);
       Problem<T> p(view, 0);
       for (int64_t i = 0; i < view.size(); ++i) p.x[i] = static_cast<T>(to_double(p.x[i]) * size);
@@ -103,7 +107,8 @@ void results_are_right_with_zeros() {
 template <typename T>
 void results_match_the_cpu_for_more_variants() {
   for (const View& view : {View{5, 3, 3}, View{5, 3, 49}, View{3, 3, 600}, View{2, 2, 3000},
-                           View{3 * 49, 40, 1, 49}, View{600, 12, 1, 200}, View{40, 33, 1}}) {
+                           View{3 * 49, 40, 1, 49}, View{600, 12, 1, 200}, View{40, 33, 1},
+                           View{5, 3, 6}, View{5, 3, 12}, View{98, 6, 1, 49}}) {
     const Problem<T> p(view, 3);
     const std::vector<Statistics> s = statistics_of(p, forward_sums(p));
     for (const int64_t shift : {0, 1}) {
