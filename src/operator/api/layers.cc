@@ -19,10 +19,10 @@
 #include "cuda/device.h"
 #include "mxnet/array_wait.h"
 #include "mxnet/operations.h"
-#include "mxnet/waits.h"
 #include "processes/outcome.h"
 #include "processes/route.h"
 #include "processes/transports.h"
+#include "threads/waits.h"
 
 namespace gluon_syncbn {
 namespace {

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "call/attributes.h"
-#include "call/pass.h"
 #include "mxnet/arrays.h"
+#include "numerics/pass.h"
 #include "rendezvous/rendezvous.h"
 
 namespace gluon_syncbn {

@@ -1,8 +1,8 @@
 // A pass is the forward or the backward of one call on one device. It sums its shard; somebody else
 // adds the sums of all devices that share the batch; and with these the pass writes its results. So
 // kernels know nothing of other devices, and what adds the sums knows nothing of kernels.
-#ifndef GLUON_SYNCBN_CALL_PASS_H_
-#define GLUON_SYNCBN_CALL_PASS_H_
+#ifndef GLUON_SYNCBN_NUMERICS_PASS_H_
+#define GLUON_SYNCBN_NUMERICS_PASS_H_
 
 #include <cstdint>
 #include <memory>
@@ -103,4 +103,4 @@ BatchCounts counts_of(const std::vector<Shard>& parts) {
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_CALL_PASS_H_
+#endif  // GLUON_SYNCBN_NUMERICS_PASS_H_
