@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "call/process.h"
+#include "call/globals.h"
 #include "cpu/pass.h"
 #include "cuda/pass.h"
 #include "mxnet/operations.h"
@@ -87,7 +87,7 @@ Call::Call(const Attributes& attributes, const LayerPtr& layer, const char* cont
 Call::~Call() { drop(); }
 
 void Call::drop() {
-  if (std::exchange(is_alive_, false)) process.rendezvous->drop(layer_, id_, device_);
+  if (std::exchange(is_alive_, false)) globals.rendezvous->drop(layer_, id_, device_);
 }
 
 int Call::forward(Arrays* arrays, const int* requests, bool is_train) {
@@ -115,24 +115,24 @@ int Call::run(Arrays* arrays, int written, int count, const int* requests, Direc
           " Its running statistics are as before this step, and those of other devices may have "
           "followed the batch: continue from the last checkpoint.";
     }
-    if (id_.meets) process.rendezvous->fail(layer_, text);
+    if (id_.meets) globals.rendezvous->fail(layer_, text);
   }
   // Under MXNet's naive engine arrays hold no errors: an exception goes straight up to the caller.
-  if (process.naive_engine) {
-    process.rendezvous->recover();
+  if (globals.naive_engine) {
+    globals.rendezvous->recover();
     throw dmlc::Error(text);
   }
   // Once the user has waited for one result, MXNet forgets the error and goes on with the values of
   // the others.
   for (int i = 0; i < count && has_kernels(); ++i) clear(*arrays, written + i, requests[i]);
   report_error(arrays->handle(written), text);
-  if (layer_ && direction == Direction::kForward) process.rendezvous->reported(layer_, device_);
+  if (layer_ && direction == Direction::kForward) globals.rendezvous->reported(layer_, device_);
   return 1;
 }
 
 std::string Call::title() const {
   return attributes_.block_name() +
-         (layer_ ? " '" + process.rendezvous->config(layer_).name + "'" : "") + " on " + device_;
+         (layer_ ? " '" + globals.rendezvous->config(layer_).name + "'" : "") + " on " + device_;
 }
 
 bool Call::has_kernels() const { return gpu_ < 0 || cuda_backend(); }
@@ -154,7 +154,7 @@ void Call::check_device() const {
         "is installed: GLUON_SYNCBN_CUDA=1 pip install --force-reinstall --no-deps .");
   }
   if (gpu_ >= 0) return;
-  if (process.onednn && attributes_.gpu_only) {
+  if (globals.onednn && attributes_.gpu_only) {
     throw std::runtime_error(
         "the graph was traced for GPUs. Call net.hybridize() again after the net was moved to "
         "another kind of device.");
@@ -171,7 +171,7 @@ void Call::check_layer() const {
 }
 
 void Call::check_engine() const {
-  if (process.naive_engine && process.rendezvous->config(layer_).meeting_size() > 1) {
+  if (globals.naive_engine && globals.rendezvous->config(layer_).meeting_size() > 1) {
     throw std::runtime_error(
         "it cannot synchronize devices under MXNET_ENGINE_TYPE=NaiveEngine, where a "
         "call ends before the next begins. Use one device, or unset MXNET_ENGINE_TYPE.");
@@ -201,10 +201,10 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
     id_.meets = true;
     check_engine();
     // Before anything that may fail on this device only: so the others know which call has failed.
-    id_ = process.rendezvous->next_call(layer_, device_, attributes_.node);
+    id_ = globals.rendezvous->next_call(layer_, device_, attributes_.node);
     is_alive_ = true;
   } else if (from_batch_) {
-    process.rendezvous->check_step();
+    globals.rendezvous->check_step();
   }
   check_device();
   const View view = arrays.view(kData, attributes_.axis);
@@ -231,7 +231,7 @@ void Call::backward_pass(const Arrays& arrays, const int* requests) {
   if (channels_ != view.C) {
     throw std::runtime_error("this backward goes through a forward that has failed.");
   }
-  if (from_batch_) process.rendezvous->check_step();
+  if (from_batch_) globals.rendezvous->check_step();
   if (view.size() == 0 && !from_batch_) {
     for (const int input : {kGamma, kBeta}) clear(arrays, gradients_ + input, requests[input]);
     return;
@@ -242,7 +242,7 @@ void Call::backward_pass(const Arrays& arrays, const int* requests) {
 void Call::check_values(double count) const {
   static std::atomic<bool> has_warned{false};
   if (count != 1 || has_warned.exchange(true)) return;
-  process.rendezvous->warn(title() +
+  globals.rendezvous->warn(title() +
                            " trains on one value per channel: the variance is 0, and y is beta, "
                            "whatever x is. Give it more samples in a step, or freeze it: see "
                            "gluon_syncbn.freeze.");
@@ -261,7 +261,7 @@ void Call::synchronize(Direction direction, const Task& task) {
   }
   const PassSums own = pass->sums();
   const PassSums all =
-      process.rendezvous->reduce(layer_, id_, direction, device_, name_of(dtype_), own);
+      globals.rendezvous->reduce(layer_, id_, direction, device_, name_of(dtype_), own);
   has_met_ = true;
   if (is_forward) check_values(all.count);
   pass->finish(all);
@@ -269,7 +269,7 @@ void Call::synchronize(Direction direction, const Task& task) {
 
 Call::Others Call::others_of_batch() const {
   if (!is_shared()) return {};
-  const Members all = process.rendezvous->members_of(layer_, id_, device_);
+  const Members all = globals.rendezvous->members_of(layer_, id_, device_);
   Others others{all.count > 1 || all.spans_processes, {}};
   if (gpu_ < 0 || !others.exist || all.spans_processes || all.count > kMaxDevices) return others;
   for (const std::string& device : all.devices) others.gpus.push_back(gpu_of(device));
@@ -297,7 +297,7 @@ ForwardTask Call::forward_task(const Arrays& arrays, const int* requests, const 
           {running(kRunningMean), running(kRunningVar),
            attributes_.running.cumulative ? running(kNumBatches) : nullptr},
           // A process that has run out of data repeats its last batch.
-          process.rendezvous->has_data(is_shared() ? layer_ : nullptr),
+          globals.rendezvous->has_data(is_shared() ? layer_ : nullptr),
           attributes_.running,
           result(arrays, outputs_ + kMean, requests[kMean]),
           result(arrays, outputs_ + kInvStd, requests[kInvStd]),
