@@ -55,7 +55,7 @@ SBN_EXPORT int64_t gluon_syncbn_cuda_coefficients_size(int dtype, int64_t C) {
 
 SBN_EXPORT int gluon_syncbn_cuda_forward_sums(int dtype, int64_t N, int64_t C, int64_t S, int64_t R,
                                               const void* x, ChannelSums* work, ChannelSums* sums,
-                                              int multiprocessors, void* stream) {
+                                              int multiprocessors, Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
     return k.forward_sums({N, C, S, R}, x, work, sums, multiprocessors, stream);
   });
@@ -65,7 +65,7 @@ SBN_EXPORT int gluon_syncbn_cuda_backward_sums(int dtype, int64_t N, int64_t C, 
                                                int64_t R, const void* dy, const void* x,
                                                const Statistics* statistics, ChannelSums* work,
                                                ChannelSums* sums, int multiprocessors,
-                                               void* stream) {
+                                               Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
     const ForBackward kept{const_cast<Statistics*>(statistics), nullptr, nullptr};
     const BackwardShard shard = backward_shard({N, C, S, R}, dy, x, nullptr, 0);
@@ -78,7 +78,7 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_forward(int dtype, int64_t C, int device
                                                 const ChannelSums* sums, double count,
                                                 double epsilon, const void* gamma, const void* beta,
                                                 Statistics* statistics, void* coefficients,
-                                                void* stream) {
+                                                Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
     ForwardFinish finish{};
     finish.C = C;
@@ -98,7 +98,7 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_backward(int dtype, int64_t C, const Sta
                                                  const void* gamma, const ChannelSums* own_sums,
                                                  int devices, const ChannelSums* sums, double count,
                                                  void* coefficients, void* dgamma, void* dbeta,
-                                                 void* stream) {
+                                                 Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
     BackwardFinish finish{};
     finish.C = C;
@@ -117,7 +117,7 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_backward(int dtype, int64_t C, const Sta
 
 SBN_EXPORT int gluon_syncbn_cuda_normalize(int dtype, int64_t N, int64_t C, int64_t S, int64_t R,
                                            const void* x, const void* coefficients, void* y,
-                                           int add, int multiprocessors, void* stream) {
+                                           int add, int multiprocessors, Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
     ForwardShard shard{};
     shard.view = {N, C, S, R};
@@ -131,7 +131,7 @@ SBN_EXPORT int gluon_syncbn_cuda_normalize(int dtype, int64_t N, int64_t C, int6
 SBN_EXPORT int gluon_syncbn_cuda_input_gradient(int dtype, int64_t N, int64_t C, int64_t S,
                                                 int64_t R, const void* dy, const void* x,
                                                 const void* coefficients, void* dx, int add,
-                                                int multiprocessors, void* stream) {
+                                                int multiprocessors, Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
     const BackwardShard shard = backward_shard({N, C, S, R}, dy, x, dx, add);
     return k.input_gradient(shard, coefficients, multiprocessors, stream);

@@ -10,11 +10,14 @@
 #include "numerics/running_statistics.h"
 #include "numerics/shards.h"
 
+struct CUstream_st;
+struct CUevent_st;
+
 namespace gluon_syncbn {
 
 // cudaStream_t and cudaEvent_t.
-using Stream = void*;
-using Event = void*;
+using Stream = CUstream_st*;
+using Event = CUevent_st*;
 
 // Functions of the CUDA runtime that return cudaError_t, 0 for success.
 struct CudaRuntime {
