@@ -25,24 +25,19 @@ Result result(const Arrays& arrays, int array, int request) {
   return {request == kNullOp ? nullptr : arrays.data(array), request == kAddTo};
 }
 
-template <typename T>
-void advance(T** values, int64_t bytes) {
-  // Via const char*, as T may be const or not. Null stays null.
-  if (*values) *values = const_cast<char*>(static_cast<const char*>(*values)) + bytes;
+// Null stays null.
+template <typename... T>
+void advance_all(int64_t bytes, T*&... values) {
+  // Via const char*, as T may be const or not.
+  ((values = values ? const_cast<char*>(static_cast<const char*>(values)) + bytes : values), ...);
 }
 
 void advance(ForwardShard* part, int64_t bytes) {
-  advance(&part->x, bytes);
-  advance(&part->residual, bytes);
-  advance(&part->y, bytes);
+  advance_all(bytes, part->x, part->residual, part->y);
 }
 
 void advance(BackwardShard* part, int64_t bytes) {
-  advance(&part->dy, bytes);
-  advance(&part->x, bytes);
-  advance(&part->y, bytes);
-  advance(&part->dx, bytes);
-  advance(&part->dresidual, bytes);
+  advance_all(bytes, part->dy, part->x, part->y, part->dx, part->dresidual);
 }
 
 // Cuts a batch into the chunks of virtual devices. The first ones are larger by one sample if the
@@ -278,31 +273,42 @@ Call::Others Call::others_of_batch() const {
   return others;
 }
 
+template <typename Shard>
+void Call::set_parts(const Arrays& arrays, int data, const Shard& whole,
+                     PassTask<Shard>* task) const {
+  task->dtype = dtype_;
+  task->what = arrays.text(data);
+  task->from_batch = from_batch_;
+  task->parts = {whole};
+  if (!from_batch_ || !attributes_.virtual_devices) return;
+  task->parts = cut(whole, dtype_, arrays.samples(data), attributes_.virtual_devices);
+}
+
 ForwardTask Call::forward_task(const Arrays& arrays, const int* requests, const View& view) {
-  const bool wanted = requests[kOutput] != kNullOp && view.size() > 0;
-  const ForwardShard whole{view,
-                           arrays.data(kData),
-                           gamma(arrays.data(kGamma)),
-                           arrays.data(kBeta),
-                           attributes_.residual ? arrays.data(kResidual) : nullptr,
-                           attributes_.epilogue,
-                           wanted ? arrays.data(outputs_ + kOutput) : nullptr,
-                           write_mode_of(requests[kOutput])};
-  const auto running = [&](int array) { return arrays.data(running_arrays_ + array); };
-  return {dtype_,
-          arrays.text(kData),
-          attributes_.epsilon,
-          chunks_of(whole, arrays.samples(kData)),
-          from_batch_,
-          {running(kRunningMean), running(kRunningVar),
-           attributes_.running.cumulative ? running(kNumBatches) : nullptr},
-          // A process that has run out of data repeats its last batch.
-          globals.rendezvous->has_data(is_shared() ? layer_ : nullptr),
-          attributes_.running,
-          result(arrays, outputs_ + kMean, requests[kMean]),
-          result(arrays, outputs_ + kInvStd, requests[kInvStd]),
-          std::max(1, attributes_.virtual_devices),
-          &kept_};
+  ForwardShard whole;
+  whole.view = view;
+  whole.x = arrays.data(kData);
+  whole.gamma = gamma(arrays.data(kGamma));
+  whole.beta = arrays.data(kBeta);
+  if (attributes_.residual) whole.residual = arrays.data(kResidual);
+  whole.epilogue = attributes_.epilogue;
+  if (view.size() > 0) whole.y = result(arrays, outputs_ + kOutput, requests[kOutput]).to;
+  whole.mode = write_mode_of(requests[kOutput]);
+  ForwardTask task;
+  set_parts(arrays, kData, whole, &task);
+  task.epsilon = attributes_.epsilon;
+  for (const int i : {kRunningMean, kRunningVar, kNumBatches}) {
+    const bool exists = i != kNumBatches || attributes_.running.cumulative;
+    if (exists) task.running[i] = arrays.data(running_arrays_ + i);
+  }
+  // A process that has run out of data repeats its last batch.
+  task.updates = globals.rendezvous->has_data(is_shared() ? layer_ : nullptr);
+  task.rule = attributes_.running;
+  task.mean = result(arrays, outputs_ + kMean, requests[kMean]);
+  task.inv_std = result(arrays, outputs_ + kInvStd, requests[kInvStd]);
+  task.rows = std::max(1, attributes_.virtual_devices);
+  task.kept = &kept_;
+  return task;
 }
 
 BackwardTask Call::backward_task(const Arrays& arrays, const int* requests,
@@ -313,28 +319,26 @@ BackwardTask Call::backward_task(const Arrays& arrays, const int* requests,
   // A device that wants no gradient still synchronizes, as others may want theirs.
   const auto gradient = [&](int i) { return result(arrays, gradients_ + i, requests[i]); };
   const auto input_gradient = [&](int i) { return view.size() > 0 ? gradient(i).to : nullptr; };
-  const bool residual = attributes_.residual;
-  const BackwardShard whole{view,
-                            arrays.data(kOutput),
-                            input(kData, attributes_.needs_x()),
-                            input(attributes_.inputs() + kOutput, attributes_.needs_y()),
-                            gamma(input(kGamma, true)),
-                            input(kBeta, attributes_.needs_beta()),
-                            attributes_.epilogue,
-                            input_gradient(kData),
-                            write_mode_of(requests[kData]),
-                            residual ? input_gradient(kResidual) : nullptr,
-                            residual ? write_mode_of(requests[kResidual]) : WriteMode::kWrite,
-                            nullptr};
-  return {dtype_,         arrays.text(kOutput), chunks_of(whole, arrays.samples(kOutput)),
-          kept_,          from_batch_,          gradient(kGamma),
-          gradient(kBeta)};
-}
-
-template <typename Part>
-std::vector<Part> Call::chunks_of(const Part& whole, int64_t samples) const {
-  if (!from_batch_ || !attributes_.virtual_devices) return {whole};
-  return cut(whole, dtype_, samples, attributes_.virtual_devices);
+  BackwardShard whole;
+  whole.view = view;
+  whole.dy = arrays.data(kOutput);
+  whole.x = input(kData, attributes_.needs_x());
+  whole.y = input(attributes_.inputs() + kOutput, attributes_.needs_y());
+  whole.gamma = gamma(input(kGamma, true));
+  whole.beta = input(kBeta, attributes_.needs_beta());
+  whole.epilogue = attributes_.epilogue;
+  whole.dx = input_gradient(kData);
+  whole.mode = write_mode_of(requests[kData]);
+  if (attributes_.residual) {
+    whole.dresidual = input_gradient(kResidual);
+    whole.residual_mode = write_mode_of(requests[kResidual]);
+  }
+  BackwardTask task;
+  set_parts(arrays, kOutput, whole, &task);
+  task.kept = kept_;
+  task.dgamma = gradient(kGamma);
+  task.dbeta = gradient(kBeta);
+  return task;
 }
 
 }  // namespace gluon_syncbn
