@@ -2,7 +2,7 @@
 
 It starts the processes of any MXNet program, and imports neither MXNet nor gluon_syncbn. In
 reading order: ``__main__`` reads the command line, ``environment`` finds which of several launchers
-this is, ``processes`` starts processes and ends them, ``runner`` is what each of them runs.
+this is, ``children`` starts processes and ends them, ``runner`` is what each of them runs.
 """
 
 import os

@@ -58,6 +58,7 @@ import time
 import mxnet_compat
 
 from . import runner
+from .children import Launch, is_blocked, say
 from .environment import (
     LOOPBACK,
     LaunchError,
@@ -67,7 +68,6 @@ from .environment import (
     locate,
     port_number,
 )
-from .processes import Launch, is_blocked, say
 
 # An environment variable of the workers.
 RESTART = "GLUON_SYNCBN_RESTART"

@@ -29,8 +29,17 @@ SumsOfDevices sums_of(int devices, int64_t C, const ChannelSums* sums) {
 
 WriteMode mode_of(int add) { return add ? WriteMode::kAdd : WriteMode::kWrite; }
 
+ForwardShard forward_shard(const View& view, const void* x, void* y, int add) {
+  ForwardShard shard;
+  shard.view = view;
+  shard.x = x;
+  shard.y = y;
+  shard.mode = mode_of(add);
+  return shard;
+}
+
 BackwardShard backward_shard(const View& view, const void* dy, const void* x, void* dx, int add) {
-  BackwardShard shard{};
+  BackwardShard shard;
   shard.view = view;
   shard.dy = dy;
   shard.x = x;
@@ -55,7 +64,7 @@ SBN_EXPORT int64_t gluon_syncbn_cuda_coefficients_size(int dtype, int64_t C) {
 
 SBN_EXPORT int gluon_syncbn_cuda_forward_sums(int dtype, int64_t N, int64_t C, int64_t S, int64_t R,
                                               const void* x, ChannelSums* work, ChannelSums* sums,
-                                              int multiprocessors, void* stream) {
+                                              int multiprocessors, Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
     return k.forward_sums({N, C, S, R}, x, work, sums, multiprocessors, stream);
   });
@@ -65,7 +74,7 @@ SBN_EXPORT int gluon_syncbn_cuda_backward_sums(int dtype, int64_t N, int64_t C, 
                                                int64_t R, const void* dy, const void* x,
                                                const Statistics* statistics, ChannelSums* work,
                                                ChannelSums* sums, int multiprocessors,
-                                               void* stream) {
+                                               Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
     const ForBackward kept{const_cast<Statistics*>(statistics), nullptr, nullptr};
     const BackwardShard shard = backward_shard({N, C, S, R}, dy, x, nullptr, 0);
@@ -78,9 +87,9 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_forward(int dtype, int64_t C, int device
                                                 const ChannelSums* sums, double count,
                                                 double epsilon, const void* gamma, const void* beta,
                                                 Statistics* statistics, void* coefficients,
-                                                void* stream) {
+                                                Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    ForwardFinish finish{};
+    ForwardFinish finish;
     finish.C = C;
     finish.batches = 1;
     finish.kept.statistics = statistics;
@@ -98,9 +107,9 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_backward(int dtype, int64_t C, const Sta
                                                  const void* gamma, const ChannelSums* own_sums,
                                                  int devices, const ChannelSums* sums, double count,
                                                  void* coefficients, void* dgamma, void* dbeta,
-                                                 void* stream) {
+                                                 Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    BackwardFinish finish{};
+    BackwardFinish finish;
     finish.C = C;
     finish.batches = 1;
     finish.kept.statistics = const_cast<Statistics*>(statistics);
@@ -117,13 +126,9 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_backward(int dtype, int64_t C, const Sta
 
 SBN_EXPORT int gluon_syncbn_cuda_normalize(int dtype, int64_t N, int64_t C, int64_t S, int64_t R,
                                            const void* x, const void* coefficients, void* y,
-                                           int add, int multiprocessors, void* stream) {
+                                           int add, int multiprocessors, Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    ForwardShard shard{};
-    shard.view = {N, C, S, R};
-    shard.x = x;
-    shard.y = y;
-    shard.mode = mode_of(add);
+    const ForwardShard shard = forward_shard({N, C, S, R}, x, y, add);
     return k.normalize(shard, coefficients, multiprocessors, stream);
   });
 }
@@ -131,7 +136,7 @@ SBN_EXPORT int gluon_syncbn_cuda_normalize(int dtype, int64_t N, int64_t C, int6
 SBN_EXPORT int gluon_syncbn_cuda_input_gradient(int dtype, int64_t N, int64_t C, int64_t S,
                                                 int64_t R, const void* dy, const void* x,
                                                 const void* coefficients, void* dx, int add,
-                                                int multiprocessors, void* stream) {
+                                                int multiprocessors, Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
     const BackwardShard shard = backward_shard({N, C, S, R}, dy, x, dx, add);
     return k.input_gradient(shard, coefficients, multiprocessors, stream);
@@ -146,19 +151,29 @@ SBN_EXPORT int gluon_syncbn_cuda_calls(int device, int dtype, int64_t N, int64_t
                                        void* y, void* dx, void* dgamma, void* dbeta, int rounds) {
   const auto type = static_cast<DType>(dtype);
   const View view{N, C, S, R};
-  const ForwardShard forward{view, x, gamma, beta, nullptr, {}, y, WriteMode::kWrite};
-  const BackwardShard backward{
-      view,   dy, x, nullptr, gamma, beta, {}, dx, WriteMode::kWrite, nullptr, WriteMode::kWrite,
-      nullptr};
+  ForwardShard forward = forward_shard(view, x, y, 0);
+  forward.gamma = gamma;
+  forward.beta = beta;
+  BackwardShard backward = backward_shard(view, dy, x, dx, 0);
+  backward.gamma = gamma;
+  backward.beta = beta;
+  ForwardTask forth;
+  BackwardTask back;
+  forth.dtype = back.dtype = type;
+  forth.what = back.what = "data";
+  forth.epsilon = 1e-5;
+  forth.parts = {forward};
+  forth.kept = &back.kept;
+  forth.running[0] = running_mean;
+  forth.running[1] = running_variance;
+  back.parts = {backward};
+  back.dgamma.to = dgamma;
+  back.dbeta.to = dbeta;
   try {
     for (int i = 0; i < rounds; ++i) {
-      Kept kept;
-      const ForwardTask forth{
-          type, "data", 1e-5, {forward}, true, {running_mean, running_variance, nullptr},
-          true, {},     {},   {},        1,    &kept};
       gpu_pass(device, {}, forth)->alone();
-      const BackwardTask back{type, "data", {backward}, kept, true, {dgamma}, {dbeta}};
       gpu_pass(device, {}, back)->alone();
+      back.kept = {};
     }
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());

@@ -8,7 +8,7 @@ from mxnet.context import Context
 
 from .. import native
 from ..arguments import is_whole, seconds
-from .processes import Processes
+from .agreement import Processes
 
 
 class _Share(NamedTuple):

@@ -29,7 +29,7 @@ FRESH = 5.0
 RECONNECTS = 1.0
 # For one that connects to show its token.
 GREETING = 5.0
-# After which a wait looks whether it is of use; kSlice in src/operator/mxnet/waits.h.
+# After which a wait looks whether it is of use; kSlice in src/operator/threads/waits.h.
 SLICE = 0.1
 # A store fails where another process is gone: for the judge to say so.
 EXPLAINED = 2.0

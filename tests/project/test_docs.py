@@ -29,8 +29,10 @@ CODE = re.compile(r"^```(?:sh)?\n([\s\S]*?)^```$|^    (.*)$|`([^`\n]+)`", re.MUL
 FILES = re.compile(r"(?<![\w./-])(?:benchmarks|docs|examples|src|tests|gluon_syncbn)/[\w./-]+\.\w+")
 # Of the pages for developers, which name sources without their root.
 SOURCES = re.compile(r"`(\w+/[\w/]+\.(?:py|cc|h|cuh|inc))`")
-ROOTS = [ROOT, ROOT / "gluon_syncbn", ROOT / "src" / "operator"]
+OPERATOR = ROOT / "src" / "operator"
+ROOTS = [ROOT, ROOT / "gluon_syncbn", OPERATOR]
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+DESIGN = (ROOT / "docs" / "design.md").read_text("utf-8")
 
 
 def name_of(path):
@@ -102,6 +104,15 @@ def test_files_that_are_named_exist(page):
 def test_sources_that_are_named_exist(page):
     for name in SOURCES.findall((ROOT / page).read_text("utf-8")):
         assert any((root / name).exists() for root in ROOTS), name
+
+
+def test_folders_include_those_alone_that_the_map_lists_below_them():
+    (rooms,) = re.findall(r"^src/operator/\n((?:  .*\n)+)", DESIGN, re.MULTILINE)
+    order = re.findall(r"^  (\w+)/", rooms, re.MULTILINE)
+    for source in OPERATOR.glob("*/**/*.*"):
+        place = order.index(source.relative_to(OPERATOR).parts[0])
+        for name in re.findall(r'^#include "(\w+)/', source.read_text("utf-8"), re.MULTILINE):
+            assert name in order[place:], f"{name_of(source)} includes {name}/"
 
 
 def table(text, head):

@@ -13,16 +13,16 @@
 
 #include "api/exports.h"
 #include "call/call.h"
-#include "call/process.h"
+#include "call/globals.h"
 #include "cpu/pass.h"
 #include "cpu/thread_pool.h"
 #include "cuda/device.h"
 #include "mxnet/array_wait.h"
 #include "mxnet/operations.h"
-#include "mxnet/waits.h"
 #include "processes/outcome.h"
 #include "processes/route.h"
 #include "processes/transports.h"
+#include "threads/waits.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -69,9 +69,9 @@ SBN_EXPORT const char* gluon_syncbn_version() { return GLUON_SYNCBN_VERSION; }
 SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process_uuid, int naive_engine,
                                      int onednn, const Callbacks* callbacks) {
   std::memcpy(&mxnet, api, sizeof(mxnet));
-  process.uuid = process_uuid;
-  process.naive_engine = naive_engine != 0;
-  process.onednn = onednn != 0;
+  globals.uuid = process_uuid;
+  globals.naive_engine = naive_engine != 0;
+  globals.onednn = onednn != 0;
   Observer observer;
   observer.warn = [warn = callbacks->warn](const std::string& text) {
     Outcome outcome;
@@ -90,7 +90,7 @@ SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process_uuid,
     Outcome outcome;
     waits(layer, device.c_str(), &outcome);
     if (outcome.succeeded) return;
-    process.rendezvous->fail(
+    globals.rendezvous->fail(
         nullptr, "A layer cannot tell which calls have been made: " + outcome.failure());
   };
   observer.reports = [reports = callbacks->reports](int64_t layer, const std::string& device) {
@@ -111,9 +111,9 @@ SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process_uuid,
     if (!outcome.succeeded) throw std::runtime_error(outcome.failure());
     return *static_cast<const RoutePtr*>(route);
   };
-  if (!process.rendezvous) {
-    process.rendezvous = new Rendezvous;
-    process.rendezvous->observe(observer);
+  if (!globals.rendezvous) {
+    globals.rendezvous = new Rendezvous;
+    globals.rendezvous->observe(observer);
   }
   return mxnet.custom_op_register("GluonSyncBatchNorm", create_operator);
 }
@@ -123,7 +123,7 @@ SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process_uuid,
 SBN_EXPORT void gluon_syncbn_after_fork() {
   abandon_thread_pool();
   abandon_cuda_memory();
-  process.rendezvous->after_fork();
+  globals.rendezvous->after_fork();
 }
 
 // See LayerConfig.
@@ -149,29 +149,29 @@ SBN_EXPORT void gluon_syncbn_configure(int64_t layer, const gluon_syncbn_layer_c
   config.end_rank = static_cast<size_t>(from->end_rank);
   config.config_error = from->config_error;
   config.notice = from->notice;
-  process.rendezvous->configure(layer, config);
+  globals.rendezvous->configure(layer, config);
 }
 
 // See Rendezvous.
 SBN_EXPORT void gluon_syncbn_set_active_devices(const char* const* devices, int num_devices) {
-  process.rendezvous->set_active_devices({devices, devices + num_devices});
+  globals.rendezvous->set_active_devices({devices, devices + num_devices});
 }
 
-SBN_EXPORT void gluon_syncbn_set_joined(int joined) { process.rendezvous->set_joined(joined != 0); }
+SBN_EXPORT void gluon_syncbn_set_joined(int joined) { globals.rendezvous->set_joined(joined != 0); }
 
 // Ends a step: see StepRecord. `written`: for each layer an array that its forward calls write, and
 // one that its backward calls write; null if there is none.
 SBN_EXPORT int64_t gluon_syncbn_end_step(const int64_t* layers, void* const (*written)[2],
                                          int num_layers, const int64_t* kept, int num_kept) {
   const int64_t step =
-      process.rendezvous->record().end({layers, layers + num_layers}, {kept, kept + num_kept});
+      globals.rendezvous->record().end({layers, layers + num_layers}, {kept, kept + num_kept});
   for (int i = 0; i < num_layers; ++i) {
     for (const bool is_backward : {false, true}) {
       void* array = written[i][is_backward];
       // Without a forward array there is no call yet. Backward calls then follow those forward.
       if (!array && is_backward) continue;
       const auto enter = [=, layer = layers[i]](bool) {
-        process.rendezvous->record().enter(layer, is_backward, step + 1);
+        globals.rendezvous->record().enter(layer, is_backward, step + 1);
       };
       array ? when_passed(array, false, "SyncBatchNormStep", enter) : enter(false);
     }
@@ -182,7 +182,7 @@ SBN_EXPORT int64_t gluon_syncbn_end_step(const int64_t* layers, void* const (*wr
 // The exchanges of a step: see StepRecord::of. Writes at most `capacity` of them, and returns how
 // many there are.
 SBN_EXPORT int64_t gluon_syncbn_exchanges(int64_t step, int64_t (*to)[4], int64_t capacity) {
-  const std::vector<StepRecord::Exchange> all = process.rendezvous->record().of(step);
+  const std::vector<StepRecord::Exchange> all = globals.rendezvous->record().of(step);
   const auto size = static_cast<int64_t>(all.size());
   for (int64_t i = 0; i < std::min(size, capacity); ++i) {
     const StepRecord::Exchange& one = all[static_cast<size_t>(i)];
@@ -200,7 +200,7 @@ SBN_EXPORT int gluon_syncbn_take_part(int64_t layer, int is_backward, int64_t no
                                       void* const (*running)[3], char* error, int error_size) {
   const Interruption interruption;
   try {
-    const PassSums all = process.rendezvous->take_part(process.rendezvous->find(layer),
+    const PassSums all = globals.rendezvous->take_part(globals.rendezvous->find(layer),
                                                        direction_of(is_backward), node, ago, C);
     if (is_backward) return 0;
     std::vector<Statistics> statistics;
@@ -217,38 +217,38 @@ SBN_EXPORT int gluon_syncbn_take_part(int64_t layer, int is_backward, int64_t no
   }
 }
 
-SBN_EXPORT void gluon_syncbn_forget(int64_t layer) { process.rendezvous->forget(layer); }
+SBN_EXPORT void gluon_syncbn_forget(int64_t layer) { globals.rendezvous->forget(layer); }
 
 // See Rendezvous.
-SBN_EXPORT void gluon_syncbn_fail(const char* text) { process.rendezvous->fail(nullptr, text); }
+SBN_EXPORT void gluon_syncbn_fail(const char* text) { globals.rendezvous->fail(nullptr, text); }
 
-SBN_EXPORT void gluon_syncbn_recover() { process.rendezvous->recover(); }
+SBN_EXPORT void gluon_syncbn_recover() { globals.rendezvous->recover(); }
 
 // Not 0 while the step has failed.
-SBN_EXPORT const void* gluon_syncbn_has_failed() { return &process.rendezvous->has_failed(); }
+SBN_EXPORT const void* gluon_syncbn_has_failed() { return &globals.rendezvous->has_failed(); }
 
 // Writes at most `size` bytes of the text, empty while the step has not failed.
 SBN_EXPORT void gluon_syncbn_failure(char* text, int size) {
-  text[process.rendezvous->failure().copy(text, static_cast<size_t>(size) - 1)] = 0;
+  text[globals.rendezvous->failure().copy(text, static_cast<size_t>(size) - 1)] = 0;
 }
 
 // Pushes a probe of a layer on a device, see Calls, at its running mean or at what a backward call
 // writes.
 SBN_EXPORT void gluon_syncbn_probe(int64_t layer, const char* device, void* array, int is_mean) {
   const Calls::Ticket ticket =
-      process.rendezvous->ask(layer, device, is_mean ? Calls::Of::kAll : Calls::Of::kGradients);
+      globals.rendezvous->ask(layer, device, is_mean ? Calls::Of::kAll : Calls::Of::kGradients);
   when_passed(array, is_mean, "SyncBatchNormProbe",
-              [ticket](bool skipped) { process.rendezvous->answer(ticket, skipped); });
+              [ticket](bool skipped) { globals.rendezvous->answer(ticket, skipped); });
 }
 
 // See Reports.
 SBN_EXPORT void gluon_syncbn_expect_report(void* array) { reports.expect(array); }
 
-SBN_EXPORT int64_t gluon_syncbn_next_ticket() { return process.rendezvous->next_ticket(); }
+SBN_EXPORT int64_t gluon_syncbn_next_ticket() { return globals.rendezvous->next_ticket(); }
 
 SBN_EXPORT void gluon_syncbn_settle(const int64_t* layers, int num_layers, int64_t from,
                                     const char* why) {
-  process.rendezvous->settle({layers, layers + num_layers}, from, why);
+  globals.rendezvous->settle({layers, layers + num_layers}, from, why);
 }
 
 SBN_EXPORT int gluon_syncbn_holds_error(void* array) { return holds_error(array); }
@@ -260,7 +260,7 @@ SBN_EXPORT int gluon_syncbn_is_abandoned() { return abandoned; }
 
 // Call this when the process ends: all waits end with an error.
 SBN_EXPORT void gluon_syncbn_close(const char* reason) {
-  process.rendezvous->close(reason);
+  globals.rendezvous->close(reason);
   process_ends = true;
 }
 
@@ -276,7 +276,7 @@ SBN_EXPORT const char* gluon_syncbn_cuda() {
 SBN_EXPORT int gluon_syncbn_peer_access() { return peer_access(); }
 
 // See Rendezvous.
-SBN_EXPORT double gluon_syncbn_stuck_seconds() { return process.rendezvous->stuck_seconds(); }
+SBN_EXPORT double gluon_syncbn_stuck_seconds() { return globals.rendezvous->stuck_seconds(); }
 
 // Makes Ctrl-C end waits too. The previous handler is still called.
 SBN_EXPORT int gluon_syncbn_catch_interrupts() {

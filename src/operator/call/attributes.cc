@@ -5,7 +5,7 @@
 #include <locale>
 #include <sstream>
 
-#include "call/process.h"
+#include "call/globals.h"
 
 namespace gluon_syncbn {
 
@@ -49,7 +49,7 @@ Attributes::Attributes(int size, const char** keys, const char** values) {
     } else if (key == "activation") {
       activation = value;
     } else if (key == "process") {
-      foreign = value != process.uuid;
+      foreign = value != globals.uuid;
     } else if (key.compare(0, 2, "__") != 0) {  // Not MXNet's, such as __ctx_group__.
       error = "got the unknown attribute " + key + "=" + value +
               ": if the graph is from another version of gluon_syncbn, use that version.";

@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "call/process.h"
+#include "call/globals.h"
 #include "cpu/pass.h"
 #include "cuda/pass.h"
 #include "mxnet/operations.h"
@@ -25,24 +25,19 @@ Result result(const Arrays& arrays, int array, int request) {
   return {request == kNullOp ? nullptr : arrays.data(array), request == kAddTo};
 }
 
-template <typename T>
-void advance(T** values, int64_t bytes) {
-  // Via const char*, as T may be const or not. Null stays null.
-  if (*values) *values = const_cast<char*>(static_cast<const char*>(*values)) + bytes;
+// Null stays null.
+template <typename... T>
+void advance_all(int64_t bytes, T*&... values) {
+  // Via const char*, as T may be const or not.
+  ((values = values ? const_cast<char*>(static_cast<const char*>(values)) + bytes : values), ...);
 }
 
 void advance(ForwardShard* part, int64_t bytes) {
-  advance(&part->x, bytes);
-  advance(&part->residual, bytes);
-  advance(&part->y, bytes);
+  advance_all(bytes, part->x, part->residual, part->y);
 }
 
 void advance(BackwardShard* part, int64_t bytes) {
-  advance(&part->dy, bytes);
-  advance(&part->x, bytes);
-  advance(&part->y, bytes);
-  advance(&part->dx, bytes);
-  advance(&part->dresidual, bytes);
+  advance_all(bytes, part->dy, part->x, part->y, part->dx, part->dresidual);
 }
 
 // Cuts a batch into the chunks of virtual devices. The first ones are larger by one sample if the
@@ -87,7 +82,7 @@ Call::Call(const Attributes& attributes, const LayerPtr& layer, const char* cont
 Call::~Call() { drop(); }
 
 void Call::drop() {
-  if (std::exchange(is_alive_, false)) process.rendezvous->drop(layer_, id_, device_);
+  if (std::exchange(is_alive_, false)) globals.rendezvous->drop(layer_, id_, device_);
 }
 
 int Call::forward(Arrays* arrays, const int* requests, bool is_train) {
@@ -115,24 +110,24 @@ int Call::run(Arrays* arrays, int written, int count, const int* requests, Direc
           " Its running statistics are as before this step, and those of other devices may have "
           "followed the batch: continue from the last checkpoint.";
     }
-    if (id_.meets) process.rendezvous->fail(layer_, text);
+    if (id_.meets) globals.rendezvous->fail(layer_, text);
   }
   // Under MXNet's naive engine arrays hold no errors: an exception goes straight up to the caller.
-  if (process.naive_engine) {
-    process.rendezvous->recover();
+  if (globals.naive_engine) {
+    globals.rendezvous->recover();
     throw dmlc::Error(text);
   }
   // Once the user has waited for one result, MXNet forgets the error and goes on with the values of
   // the others.
   for (int i = 0; i < count && has_kernels(); ++i) clear(*arrays, written + i, requests[i]);
   report_error(arrays->handle(written), text);
-  if (layer_ && direction == Direction::kForward) process.rendezvous->reported(layer_, device_);
+  if (layer_ && direction == Direction::kForward) globals.rendezvous->reported(layer_, device_);
   return 1;
 }
 
 std::string Call::title() const {
   return attributes_.block_name() +
-         (layer_ ? " '" + process.rendezvous->config(layer_).name + "'" : "") + " on " + device_;
+         (layer_ ? " '" + globals.rendezvous->config(layer_).name + "'" : "") + " on " + device_;
 }
 
 bool Call::has_kernels() const { return gpu_ < 0 || cuda_backend(); }
@@ -154,7 +149,7 @@ void Call::check_device() const {
         "is installed: GLUON_SYNCBN_CUDA=1 pip install --force-reinstall --no-deps .");
   }
   if (gpu_ >= 0) return;
-  if (process.onednn && attributes_.gpu_only) {
+  if (globals.onednn && attributes_.gpu_only) {
     throw std::runtime_error(
         "the graph was traced for GPUs. Call net.hybridize() again after the net was moved to "
         "another kind of device.");
@@ -171,7 +166,7 @@ void Call::check_layer() const {
 }
 
 void Call::check_engine() const {
-  if (process.naive_engine && process.rendezvous->config(layer_).meeting_size() > 1) {
+  if (globals.naive_engine && globals.rendezvous->config(layer_).meeting_size() > 1) {
     throw std::runtime_error(
         "it cannot synchronize devices under MXNET_ENGINE_TYPE=NaiveEngine, where a "
         "call ends before the next begins. Use one device, or unset MXNET_ENGINE_TYPE.");
@@ -201,10 +196,10 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
     id_.meets = true;
     check_engine();
     // Before anything that may fail on this device only: so the others know which call has failed.
-    id_ = process.rendezvous->next_call(layer_, device_, attributes_.node);
+    id_ = globals.rendezvous->next_call(layer_, device_, attributes_.node);
     is_alive_ = true;
   } else if (from_batch_) {
-    process.rendezvous->check_step();
+    globals.rendezvous->check_step();
   }
   check_device();
   const View view = arrays.view(kData, attributes_.axis);
@@ -231,7 +226,7 @@ void Call::backward_pass(const Arrays& arrays, const int* requests) {
   if (channels_ != view.C) {
     throw std::runtime_error("this backward goes through a forward that has failed.");
   }
-  if (from_batch_) process.rendezvous->check_step();
+  if (from_batch_) globals.rendezvous->check_step();
   if (view.size() == 0 && !from_batch_) {
     for (const int input : {kGamma, kBeta}) clear(arrays, gradients_ + input, requests[input]);
     return;
@@ -242,7 +237,7 @@ void Call::backward_pass(const Arrays& arrays, const int* requests) {
 void Call::check_values(double count) const {
   static std::atomic<bool> has_warned{false};
   if (count != 1 || has_warned.exchange(true)) return;
-  process.rendezvous->warn(title() +
+  globals.rendezvous->warn(title() +
                            " trains on one value per channel: the variance is 0, and y is beta, "
                            "whatever x is. Give it more samples in a step, or freeze it: see "
                            "gluon_syncbn.freeze.");
@@ -261,7 +256,7 @@ void Call::synchronize(Direction direction, const Task& task) {
   }
   const PassSums own = pass->sums();
   const PassSums all =
-      process.rendezvous->reduce(layer_, id_, direction, device_, name_of(dtype_), own);
+      globals.rendezvous->reduce(layer_, id_, direction, device_, name_of(dtype_), own);
   has_met_ = true;
   if (is_forward) check_values(all.count);
   pass->finish(all);
@@ -269,7 +264,7 @@ void Call::synchronize(Direction direction, const Task& task) {
 
 Call::Others Call::others_of_batch() const {
   if (!is_shared()) return {};
-  const Members all = process.rendezvous->members_of(layer_, id_, device_);
+  const Members all = globals.rendezvous->members_of(layer_, id_, device_);
   Others others{all.count > 1 || all.spans_processes, {}};
   if (gpu_ < 0 || !others.exist || all.spans_processes || all.count > kMaxDevices) return others;
   for (const std::string& device : all.devices) others.gpus.push_back(gpu_of(device));
@@ -278,31 +273,42 @@ Call::Others Call::others_of_batch() const {
   return others;
 }
 
+template <typename Shard>
+void Call::set_parts(const Arrays& arrays, int data, const Shard& whole,
+                     PassTask<Shard>* task) const {
+  task->dtype = dtype_;
+  task->what = arrays.text(data);
+  task->from_batch = from_batch_;
+  task->parts = {whole};
+  if (!from_batch_ || !attributes_.virtual_devices) return;
+  task->parts = cut(whole, dtype_, arrays.samples(data), attributes_.virtual_devices);
+}
+
 ForwardTask Call::forward_task(const Arrays& arrays, const int* requests, const View& view) {
-  const bool wanted = requests[kOutput] != kNullOp && view.size() > 0;
-  const ForwardShard whole{view,
-                           arrays.data(kData),
-                           gamma(arrays.data(kGamma)),
-                           arrays.data(kBeta),
-                           attributes_.residual ? arrays.data(kResidual) : nullptr,
-                           attributes_.epilogue,
-                           wanted ? arrays.data(outputs_ + kOutput) : nullptr,
-                           write_mode_of(requests[kOutput])};
-  const auto running = [&](int array) { return arrays.data(running_arrays_ + array); };
-  return {dtype_,
-          arrays.text(kData),
-          attributes_.epsilon,
-          chunks_of(whole, arrays.samples(kData)),
-          from_batch_,
-          {running(kRunningMean), running(kRunningVar),
-           attributes_.running.cumulative ? running(kNumBatches) : nullptr},
-          // A process that has run out of data repeats its last batch.
-          process.rendezvous->has_data(is_shared() ? layer_ : nullptr),
-          attributes_.running,
-          result(arrays, outputs_ + kMean, requests[kMean]),
-          result(arrays, outputs_ + kInvStd, requests[kInvStd]),
-          std::max(1, attributes_.virtual_devices),
-          &kept_};
+  ForwardShard whole;
+  whole.view = view;
+  whole.x = arrays.data(kData);
+  whole.gamma = gamma(arrays.data(kGamma));
+  whole.beta = arrays.data(kBeta);
+  if (attributes_.residual) whole.residual = arrays.data(kResidual);
+  whole.epilogue = attributes_.epilogue;
+  if (view.size() > 0) whole.y = result(arrays, outputs_ + kOutput, requests[kOutput]).to;
+  whole.mode = write_mode_of(requests[kOutput]);
+  ForwardTask task;
+  set_parts(arrays, kData, whole, &task);
+  task.epsilon = attributes_.epsilon;
+  for (const int i : {kRunningMean, kRunningVar, kNumBatches}) {
+    const bool exists = i != kNumBatches || attributes_.running.cumulative;
+    if (exists) task.running[i] = arrays.data(running_arrays_ + i);
+  }
+  // A process that has run out of data repeats its last batch.
+  task.updates = globals.rendezvous->has_data(is_shared() ? layer_ : nullptr);
+  task.rule = attributes_.running;
+  task.mean = result(arrays, outputs_ + kMean, requests[kMean]);
+  task.inv_std = result(arrays, outputs_ + kInvStd, requests[kInvStd]);
+  task.rows = std::max(1, attributes_.virtual_devices);
+  task.kept = &kept_;
+  return task;
 }
 
 BackwardTask Call::backward_task(const Arrays& arrays, const int* requests,
@@ -313,28 +319,26 @@ BackwardTask Call::backward_task(const Arrays& arrays, const int* requests,
   // A device that wants no gradient still synchronizes, as others may want theirs.
   const auto gradient = [&](int i) { return result(arrays, gradients_ + i, requests[i]); };
   const auto input_gradient = [&](int i) { return view.size() > 0 ? gradient(i).to : nullptr; };
-  const bool residual = attributes_.residual;
-  const BackwardShard whole{view,
-                            arrays.data(kOutput),
-                            input(kData, attributes_.needs_x()),
-                            input(attributes_.inputs() + kOutput, attributes_.needs_y()),
-                            gamma(input(kGamma, true)),
-                            input(kBeta, attributes_.needs_beta()),
-                            attributes_.epilogue,
-                            input_gradient(kData),
-                            write_mode_of(requests[kData]),
-                            residual ? input_gradient(kResidual) : nullptr,
-                            residual ? write_mode_of(requests[kResidual]) : WriteMode::kWrite,
-                            nullptr};
-  return {dtype_,         arrays.text(kOutput), chunks_of(whole, arrays.samples(kOutput)),
-          kept_,          from_batch_,          gradient(kGamma),
-          gradient(kBeta)};
-}
-
-template <typename Part>
-std::vector<Part> Call::chunks_of(const Part& whole, int64_t samples) const {
-  if (!from_batch_ || !attributes_.virtual_devices) return {whole};
-  return cut(whole, dtype_, samples, attributes_.virtual_devices);
+  BackwardShard whole;
+  whole.view = view;
+  whole.dy = arrays.data(kOutput);
+  whole.x = input(kData, attributes_.needs_x());
+  whole.y = input(attributes_.inputs() + kOutput, attributes_.needs_y());
+  whole.gamma = gamma(input(kGamma, true));
+  whole.beta = input(kBeta, attributes_.needs_beta());
+  whole.epilogue = attributes_.epilogue;
+  whole.dx = input_gradient(kData);
+  whole.mode = write_mode_of(requests[kData]);
+  if (attributes_.residual) {
+    whole.dresidual = input_gradient(kResidual);
+    whole.residual_mode = write_mode_of(requests[kResidual]);
+  }
+  BackwardTask task;
+  set_parts(arrays, kOutput, whole, &task);
+  task.kept = kept_;
+  task.dgamma = gradient(kGamma);
+  task.dbeta = gradient(kBeta);
+  return task;
 }
 
 }  // namespace gluon_syncbn

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "call/attributes.h"
-#include "call/pass.h"
 #include "mxnet/arrays.h"
+#include "numerics/pass.h"
 #include "rendezvous/rendezvous.h"
 
 namespace gluon_syncbn {
@@ -71,8 +71,8 @@ class Call {
   // Whether other devices may have shards of the same batch.
   bool is_shared() const { return from_batch_ && !attributes_.virtual_devices; }
   // What has statistics of its own: the chunks of virtual devices, or the whole.
-  template <typename Part>
-  std::vector<Part> chunks_of(const Part& whole, int64_t samples) const;
+  template <typename Shard>
+  void set_parts(const Arrays& arrays, int data, const Shard& whole, PassTask<Shard>* task) const;
 
   const void* gamma(const void* values) const { return attributes_.fix_gamma ? nullptr : values; }
 

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "call/call.h"
-#include "call/process.h"
+#include "call/globals.h"
 #include "mxnet/arrays.h"
 
 namespace gluon_syncbn {
@@ -43,7 +43,7 @@ int backward(int size, void** handles, int*, const int* requests, int, void* sta
 
 // One node, or one imperative call, and its callbacks, CustomOpPropCallbacks of mxnet/c_api.h.
 struct Operator {
-  explicit Operator(const Attributes& a) : attributes(a), layer(process.rendezvous->find(a.layer)) {
+  explicit Operator(const Attributes& a) : attributes(a), layer(globals.rendezvous->find(a.layer)) {
     for (void*& context : contexts) context = this;
   }
 
@@ -113,7 +113,7 @@ int with_name(const Operator* op, const F& f) {
     return 1;
   } catch (const dmlc::Error& error) {
     const std::string layer =
-        op->layer ? " '" + process.rendezvous->config(op->layer).name + "'" : "";
+        op->layer ? " '" + globals.rendezvous->config(op->layer).name + "'" : "";
     throw dmlc::Error(op->attributes.block_name() + layer + " " + error.what());
   }
 }

@@ -6,7 +6,7 @@
 
 #include <memory>
 
-#include "call/pass.h"
+#include "numerics/pass.h"
 
 namespace gluon_syncbn {
 

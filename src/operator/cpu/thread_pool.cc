@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "mxnet/waits.h"
+#include "threads/waits.h"
 
 namespace gluon_syncbn {
 

@@ -10,11 +10,14 @@
 #include "numerics/running_statistics.h"
 #include "numerics/shards.h"
 
+struct CUstream_st;
+struct CUevent_st;
+
 namespace gluon_syncbn {
 
 // cudaStream_t and cudaEvent_t.
-using Stream = void*;
-using Event = void*;
+using Stream = CUstream_st*;
+using Event = CUevent_st*;
 
 // Functions of the CUDA runtime that return cudaError_t, 0 for success.
 struct CudaRuntime {
@@ -49,11 +52,11 @@ struct CudaRuntime {
 
 // Writes `count` values to an array of float or double; value i is from[i % period * stride].
 struct Delivery {
-  const double* from;
-  int64_t period, stride;
-  void* to;
-  int64_t count;
-  bool is_double, add;
+  const double* from = nullptr;
+  int64_t period = 0, stride = 1;
+  void* to = nullptr;
+  int64_t count = 0;
+  bool is_double = false, add = false;
 };
 
 constexpr int kMaxDeliveries = 5;
@@ -82,40 +85,44 @@ struct RunningUpdate {
 };
 
 // Null gamma means ones. Null results are not computed.
-struct ForwardFinish {
-  int64_t C, batches;
-  // Statistics are read, unless they are computed from the sums, or from a mean and a variance.
+struct Finish {
+  Finish() = default;
+  // For batches of shards like this one.
+  template <typename Shard>
+  Finish(const Shard& shard, int64_t size, const ForBackward& k)
+      : C(shard.view.C), batches(size), kept(k), gamma(shard.gamma), epilogue(shard.epilogue) {}
+
+  int64_t C = 0, batches = 0;
   ForBackward kept;
-  const void *gamma, *beta;
+  const void* gamma = nullptr;
   Epilogue epilogue;
-  // Whether y determines the gates, rather than x.
-  bool reads_y;
-  void* coefficients;
-  // Bytes per batch: coefficients_size(C).
-  int64_t coefficients_stride;
-  double epsilon = 0;
   // Each has the sums of all batches.
-  SumsOfDevices sums = {};
+  SumsOfDevices sums;
   BatchCounts counts = {};
+  void* coefficients = nullptr;
+  // Bytes per batch: coefficients_size(C).
+  int64_t coefficients_stride = 0;
+};
+
+// Statistics are read, unless they are computed from the sums, or from a mean and a variance.
+struct ForwardFinish : Finish {
+  using Finish::Finish;
+  const void* beta = nullptr;
+  // Whether y determines the gates, rather than x.
+  bool reads_y = false;
+  double epsilon = 0;
   RunningUpdate running = {};
   const void *mean = nullptr, *variance = nullptr;
 };
 
-// Without `sums`, statistics are constant. Null gradients and coefficients are not computed.
-struct BackwardFinish {
-  int64_t C, batches;
-  ForBackward kept;
-  const void* gamma;
-  Epilogue epilogue;
-  const ChannelSums* own_sums;
-  SumsOfDevices sums;
-  BatchCounts counts;
+// Without `sums`, statistics are constant.
+struct BackwardFinish : Finish {
+  using Finish::Finish;
+  const ChannelSums* own_sums = nullptr;
   // Whether the coefficients have gates.
-  bool gated;
-  void* coefficients;
-  int64_t coefficients_stride;
-  void *dgamma, *dbeta;
-  bool add_dgamma, add_dbeta;
+  bool gated = false;
+  void *dgamma = nullptr, *dbeta = nullptr;
+  bool add_dgamma = false, add_dbeta = false;
 };
 
 // Whether dx takes coefficients with gates.

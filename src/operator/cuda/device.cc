@@ -16,11 +16,27 @@ namespace gluon_syncbn {
 namespace {
 
 constexpr size_t kAlignment = 256;
-// Enough for most layers, as allocating and freeing may wait for everything that runs on the
-// device.
+// Enough for most layers.
 constexpr size_t kMinSize = 1 << 20;
 
-// Memory that is freed all at once. It grows by blocks, and the next reset() merges them.
+// For calls whose failure is ignored. Clears the error, which the runtime would otherwise report
+// after the thread's next kernel.
+bool succeeds(const CudaRuntime& runtime, int error) {
+  if (error) runtime.clear_error();
+  return error == 0;
+}
+
+// Sets the thread's device back to the previous one. A thread that never chose a device has GPU 0;
+// setting it would create a context there, which takes memory.
+void restore_device(const CudaRuntime& runtime, int before, int now) {
+  int active = 0;
+  if (before == now || !succeeds(runtime, runtime.has_context(&active, before))) return;
+  if (active) succeeds(runtime, runtime.set_device(before));
+}
+
+// Memory that is freed all at once, by this function of the runtime. It grows by blocks, and the
+// next reset() merges them.
+template <int (*CudaRuntime::*kFree)(void*)>
 class Arena {
  public:
   // `allocate` may throw.
@@ -37,10 +53,9 @@ class Arena {
     return piece;
   }
 
-  template <typename Free>
-  void reset(const Free& free) {
+  void reset(const CudaRuntime& runtime) {
     peak_ = peak();
-    if (blocks_.size() > 1) clear(free);
+    if (blocks_.size() > 1) clear(runtime);
     for (Block& block : blocks_) block.used = 0;
   }
 
@@ -52,9 +67,9 @@ class Arena {
   }
   void reserve(size_t size) { peak_ = std::max(peak_, size); }
 
-  template <typename Free>
-  void clear(const Free& free) {
-    for (const Block& block : blocks_) free(block.memory);
+  // A failure means that it was freed already.
+  void clear(const CudaRuntime& runtime) {
+    for (const Block& block : blocks_) succeeds(runtime, (runtime.*kFree)(block.memory));
     blocks_.clear();
   }
 
@@ -73,46 +88,20 @@ int gpu_of(const std::string& context) {
   return context.compare(0, 4, "gpu(") == 0 ? std::atoi(context.c_str() + 4) : -1;
 }
 
-namespace {
-
-// For calls whose failure is ignored. Clears the error, which the runtime would otherwise report
-// after the thread's next kernel.
-bool succeeds(const CudaRuntime& runtime, int error) {
-  if (error) runtime.clear_error();
-  return error == 0;
-}
-
-// Sets the thread's device back to the previous one. A thread that never chose a device has GPU 0;
-// setting it would create a context there, which takes memory.
-void restore_device(const CudaRuntime& runtime, int before, int now) {
-  int active = 0;
-  if (before == now || !succeeds(runtime, runtime.has_context(&active, before))) return;
-  if (active) succeeds(runtime, runtime.set_device(before));
-}
-
-}  // namespace
-
 // A stream of one device and memory for what is queued there.
 struct CudaStream::StreamSlot {
   int device = 0, multiprocessors = 0;
   Stream stream = nullptr;
   Event event = nullptr;
-  Arena on_device, on_host;
+  Arena<&CudaRuntime::free> on_device;
+  Arena<&CudaRuntime::free_host> on_host;
 
-  // Prepares for the next call. This device must be the thread's, as in clear().
-  void reset(const CudaRuntime& runtime) {
-    on_device.reset([&](void* memory) { succeeds(runtime, runtime.free(memory)); });
-    on_host.reset([&](void* memory) { succeeds(runtime, runtime.free_host(memory)); });
-  }
-
-  // Frees everything. A failure means that it was freed already.
+  // Frees everything. This device must be the thread's.
   void clear(const CudaRuntime& runtime) {
-    on_device.clear([&](void* memory) { succeeds(runtime, runtime.free(memory)); });
-    on_host.clear([&](void* memory) { succeeds(runtime, runtime.free_host(memory)); });
-    if (event) succeeds(runtime, runtime.destroy_event(event));
-    if (stream) succeeds(runtime, runtime.destroy_stream(stream));
-    event = nullptr;
-    stream = nullptr;
+    on_device.clear(runtime);
+    on_host.clear(runtime);
+    if (event) succeeds(runtime, runtime.destroy_event(std::exchange(event, nullptr)));
+    if (stream) succeeds(runtime, runtime.destroy_stream(std::exchange(stream, nullptr)));
   }
 };
 
@@ -179,7 +168,8 @@ CudaStream::CudaStream(int device, DType dtype, std::string what)
       check(error, "cudaEventCreateWithFlags");
     }
   }
-  slot->reset(runtime_);
+  slot->on_device.reset(runtime_);
+  slot->on_host.reset(runtime_);
   // The deleter runs on the thread that holds the slot last, which may be another device's.
   slot_ = {slot.release(), [](StreamSlot* done) {
              Pool& slots = *pool();
@@ -209,8 +199,8 @@ void CudaStream::check(int error, const std::string& call) const {
 }
 
 void* CudaStream::memory(bool on_device, size_t bytes) {
-  Arena& arena = on_device ? slot_->on_device : slot_->on_host;
-  return arena.take(bytes, [&](size_t size) { return allocate(on_device, size); });
+  const auto more = [&](size_t size) { return allocate(on_device, size); };
+  return on_device ? slot_->on_device.take(bytes, more) : slot_->on_host.take(bytes, more);
 }
 
 void* CudaStream::allocate(bool on_device, size_t bytes) {
@@ -317,7 +307,7 @@ SharedSums CudaStream::share(const ChannelSums* sums, int64_t C, double count,
 bool CudaStream::wait_for(const SharedSums& other) {
   if (other.owner == slot_) return false;
   held_.push_back(other.owner);
-  check(runtime_.wait_for(slot_->stream, other.event), "cudaStreamWaitEvent");
+  check(runtime_.wait_for(slot_->stream, static_cast<Event>(other.event)), "cudaStreamWaitEvent");
   return true;
 }
 

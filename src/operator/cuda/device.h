@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "call/pass.h"
 #include "cuda/backend.h"
+#include "numerics/pass.h"
 
 namespace gluon_syncbn {
 

@@ -61,6 +61,18 @@ class GpuPass : public Pass {
         own_(cuda_.on_device<ChannelSums>(batches_ * C_)),
         reduced_(gpus.empty() ? cuda_.on_device<ChannelSums>(C_) : nullptr) {}
 
+  // What both directions ask of the finish kernel.
+  template <typename F>
+  F finish_task(const ForBackward& kept, const SumsOfDevices& all,
+                const BatchCounts& counts) const {
+    F task(task_.parts[0], batches_, kept);
+    task.sums = all;
+    task.counts = counts;
+    task.coefficients = coefficients_;
+    task.coefficients_stride = coefficients_size_;
+    return task;
+  }
+
   // Queues the sums of all parts.
   virtual void sum() = 0;
   // Writes all results, given the sums of all devices; without any, statistics are constant.
@@ -128,22 +140,17 @@ class GpuForward : public GpuPass<ForwardTask> {
 
   ForwardFinish coefficients_task(const SumsOfDevices& all, const BatchCounts& counts,
                                   bool updates) const {
-    const ForwardShard& shard = task_.parts[0];
-    ForwardFinish task{C_,
-                       batches_,
-                       kept_,
-                       shard.gamma,
-                       shard.beta,
-                       shard.epilogue,
-                       shard.residual || kept_.of_z,
-                       coefficients_,
-                       coefficients_size_,
-                       task_.epsilon,
-                       all,
-                       counts};
+    auto task = finish_task<ForwardFinish>(kept_, all, counts);
+    task.beta = task_.parts[0].beta;
+    task.reads_y = task_.parts[0].residual || kept_.of_z;
+    task.epsilon = task_.epsilon;
     if (updates) {
-      task.running = {task_.running[0],    task_.running[1],    task_.running[2],
-                      task_.rule.momentum, task_.rule.unbiased, before_};
+      task.running.mean = task_.running[0];
+      task.running.variance = task_.running[1];
+      task.running.num_batches = task_.running[2];
+      task.running.momentum = task_.rule.momentum;
+      task.running.unbiased = task_.rule.unbiased;
+      task.running.before = before_;
     }
     if (!task_.from_batch) {
       task.mean = task_.running[0];
@@ -156,8 +163,14 @@ class GpuForward : public GpuPass<ForwardTask> {
     Deliveries deliveries;
     const auto deliver = [&](const Result& result, const double* from) {
       if (!result.to) return;
-      deliveries.items[deliveries.size++] = {
-          from, batches_ * C_, kDoubles, result.to, task_.rows * C_, true, result.add};
+      Delivery& delivery = deliveries.items[deliveries.size++];
+      delivery.from = from;
+      delivery.period = batches_ * C_;
+      delivery.stride = kDoubles;
+      delivery.to = result.to;
+      delivery.count = task_.rows * C_;
+      delivery.is_double = true;
+      delivery.add = result.add;
     };
     deliver(task_.mean, &kept_.statistics->mean);
     deliver(task_.inv_std, &kept_.statistics->inv_std);
@@ -165,7 +178,12 @@ class GpuForward : public GpuPass<ForwardTask> {
   }
 
   Delivery running(int array, const double* from, int64_t size) const {
-    return {from, size, 1, task_.running[array], size, has_double_parameters(task_.dtype), false};
+    Delivery delivery;
+    delivery.from = from;
+    delivery.to = task_.running[array];
+    delivery.period = delivery.count = size;
+    delivery.is_double = has_double_parameters(task_.dtype);
+    return delivery;
   }
 
   // Behind the old values is the new number.
@@ -200,10 +218,14 @@ class GpuBackward : public GpuPass<BackwardTask> {
   }
 
   void write(const SumsOfDevices& all, const BatchCounts& counts) override {
-    const BackwardShard& shard = task_.parts[0];
-    cuda_.finish_backward({C_, batches_, task_.kept, shard.gamma, shard.epilogue, own_, all, counts,
-                           is_gated(shard), coefficients_, coefficients_size_, task_.dgamma.to,
-                           task_.dbeta.to, task_.dgamma.add, task_.dbeta.add});
+    auto task = finish_task<BackwardFinish>(task_.kept, all, counts);
+    task.own_sums = own_;
+    task.gated = is_gated(task_.parts[0]);
+    task.dgamma = task_.dgamma.to;
+    task.add_dgamma = task_.dgamma.add;
+    task.dbeta = task_.dbeta.to;
+    task.add_dbeta = task_.dbeta.add;
+    cuda_.finish_backward(task);
     for (int64_t i = 0; i < batches_ && coefficients_; ++i) {
       cuda_.input_gradient(task_.parts[i], coefficients_ + i * coefficients_size_);
     }

@@ -19,10 +19,6 @@ const CudaKernels& kernels_of(DType dtype) {
 
 namespace {
 
-cudaStream_t native(Stream stream) { return static_cast<cudaStream_t>(stream); }
-
-int get_device(int* device) { return cudaGetDevice(device); }
-int set_device(int device) { return cudaSetDevice(device); }
 // Only the driver API knows this. By now the runtime has loaded the driver's library. This library
 // is not linked to it, so that it loads on machines without a driver.
 int has_context(int* active, int device) {
@@ -40,57 +36,52 @@ int has_context(int* active, int device) {
   }
   return cudaSuccess;
 }
-int multiprocessors(int* count, int device) {
-  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+
+// By name, as functions of one type could take each other's place.
+CudaRuntime runtime() {
+  CudaRuntime r{};
+  r.get_device = [](auto... a) -> int { return cudaGetDevice(a...); };
+  r.set_device = [](auto... a) -> int { return cudaSetDevice(a...); };
+  r.has_context = has_context;
+  r.multiprocessors = [](int* count, int device) -> int {
+    return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+  };
+  r.malloc = [](auto... a) -> int { return cudaMalloc(a...); };
+  r.free = [](auto... a) -> int { return cudaFree(a...); };
+  r.malloc_host = [](auto... a) -> int { return cudaHostAlloc(a..., cudaHostAllocPortable); };
+  r.free_host = [](auto... a) -> int { return cudaFreeHost(a...); };
+  r.create_stream = [](Stream* stream) -> int {
+    return cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking);
+  };
+  r.destroy_stream = [](auto... a) -> int { return cudaStreamDestroy(a...); };
+  r.synchronize = [](auto... a) -> int { return cudaStreamSynchronize(a...); };
+  r.create_event = [](Event* event) -> int {
+    return cudaEventCreateWithFlags(event, cudaEventDisableTiming);
+  };
+  r.destroy_event = [](auto... a) -> int { return cudaEventDestroy(a...); };
+  r.record = [](auto... a) -> int { return cudaEventRecord(a...); };
+  r.wait_for = [](auto... a) -> int { return cudaStreamWaitEvent(a..., 0); };
+  r.can_access_peer = [](auto... a) -> int { return cudaDeviceCanAccessPeer(a...); };
+  r.enable_peer_access = [](int peer) -> int {
+    const cudaError_t error = cudaDeviceEnablePeerAccess(peer, 0);
+    if (error != cudaErrorPeerAccessAlreadyEnabled) return error;
+    cudaGetLastError();
+    return cudaSuccess;
+  };
+  r.copy_to_host = [](void* to, const void* from, size_t bytes, Stream stream) -> int {
+    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream);
+  };
+  r.copy_to_device = [](void* to, const void* from, size_t bytes, Stream stream) -> int {
+    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream);
+  };
+  r.clear = [](void* memory, size_t bytes, Stream stream) -> int {
+    return cudaMemsetAsync(memory, 0, bytes, stream);
+  };
+  r.error_name = [](int error) { return cudaGetErrorName(static_cast<cudaError_t>(error)); };
+  r.error_text = [](int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); };
+  r.clear_error = [] { static_cast<void>(cudaGetLastError()); };
+  return r;
 }
-int allocate(void** memory, size_t bytes) { return cudaMalloc(memory, bytes); }
-int release(void* memory) { return cudaFree(memory); }
-int allocate_host(void** memory, size_t bytes) {
-  return cudaHostAlloc(memory, bytes, cudaHostAllocPortable);
-}
-int release_host(void* memory) { return cudaFreeHost(memory); }
-int create_stream(Stream* stream) {
-  cudaStream_t created = nullptr;
-  const cudaError_t error = cudaStreamCreateWithFlags(&created, cudaStreamNonBlocking);
-  *stream = created;
-  return error;
-}
-int destroy_stream(Stream stream) { return cudaStreamDestroy(native(stream)); }
-int synchronize(Stream stream) { return cudaStreamSynchronize(native(stream)); }
-int create_event(Event* event) {
-  cudaEvent_t created = nullptr;
-  const cudaError_t error = cudaEventCreateWithFlags(&created, cudaEventDisableTiming);
-  *event = created;
-  return error;
-}
-int destroy_event(Event event) { return cudaEventDestroy(static_cast<cudaEvent_t>(event)); }
-int record(Event event, Stream stream) {
-  return cudaEventRecord(static_cast<cudaEvent_t>(event), native(stream));
-}
-int wait_for(Stream stream, Event event) {
-  return cudaStreamWaitEvent(native(stream), static_cast<cudaEvent_t>(event), 0);
-}
-int can_access_peer(int* can, int device, int peer) {
-  return cudaDeviceCanAccessPeer(can, device, peer);
-}
-int enable_peer_access(int peer) {
-  const cudaError_t error = cudaDeviceEnablePeerAccess(peer, 0);
-  if (error != cudaErrorPeerAccessAlreadyEnabled) return error;
-  cudaGetLastError();
-  return cudaSuccess;
-}
-int copy_to_host(void* to, const void* from, size_t bytes, Stream stream) {
-  return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, native(stream));
-}
-int copy_to_device(void* to, const void* from, size_t bytes, Stream stream) {
-  return cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, native(stream));
-}
-int clear(void* memory, size_t bytes, Stream stream) {
-  return cudaMemsetAsync(memory, 0, bytes, native(stream));
-}
-const char* error_name(int error) { return cudaGetErrorName(static_cast<cudaError_t>(error)); }
-const char* error_text(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
-void clear_error() { cudaGetLastError(); }
 
 #define SBN_TEXT_OF(x) #x
 #define SBN_TEXT(x) SBN_TEXT_OF(x)
@@ -98,14 +89,9 @@ void clear_error() { cudaGetLastError(); }
 #define GLUON_SYNCBN_CUDA_ARCHITECTURES "those of the compiler"
 #endif
 
-const CudaBackend kBackend{
-    {get_device,     set_device,   has_context,   multiprocessors, allocate,           release,
-     allocate_host,  release_host, create_stream, destroy_stream,  synchronize,        create_event,
-     destroy_event,  record,       wait_for,      can_access_peer, enable_peer_access, copy_to_host,
-     copy_to_device, clear,        error_name,    error_text,      clear_error},
-    kernels_of,
-    "CUDA " SBN_TEXT(__CUDACC_VER_MAJOR__) "." SBN_TEXT(
-        __CUDACC_VER_MINOR__) " for " GLUON_SYNCBN_CUDA_ARCHITECTURES};
+const CudaBackend kBackend{runtime(), kernels_of,
+                           "CUDA " SBN_TEXT(__CUDACC_VER_MAJOR__) "." SBN_TEXT(
+                               __CUDACC_VER_MINOR__) " for " GLUON_SYNCBN_CUDA_ARCHITECTURES};
 
 // Runs when the library is loaded.
 [[maybe_unused]] const bool ready = (set_cuda_backend(&kBackend), true);

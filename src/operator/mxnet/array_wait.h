@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "mxnet/c_api.h"
-#include "mxnet/waits.h"
+#include "threads/waits.h"
 
 namespace gluon_syncbn {
 

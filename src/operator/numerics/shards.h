@@ -14,7 +14,7 @@ namespace gluon_syncbn {
 // An array of shape (N, C, S): S contiguous values per channel. (N, C) data has S = 1. So has NHWC
 // data, with N*H*W rows, of which R = H*W belong to each sample.
 struct View {
-  int64_t N, C, S, R = 1;
+  int64_t N = 0, C = 0, S = 0, R = 1;
   int64_t size() const { return N * C * S; }
 };
 
@@ -28,10 +28,10 @@ enum class WriteMode { kWrite, kAdd, kStream };
 struct ForwardShard {
   View view;
   // Null without a residual.
-  const void *x, *gamma, *beta, *residual;
+  const void *x = nullptr, *gamma = nullptr, *beta = nullptr, *residual = nullptr;
   Epilogue epilogue;
-  void* y;
-  WriteMode mode;
+  void* y = nullptr;
+  WriteMode mode = WriteMode::kWrite;
 };
 
 struct BackwardShard {
@@ -39,14 +39,14 @@ struct BackwardShard {
   // y is read where x alone does not determine the derivative of the activation: after a residual,
   // and otherwise null. Or x is null, and z = normalize(x), the argument of a leaky relu, is found
   // from y (see from_y).
-  const void *dy, *x, *y, *gamma, *beta;
+  const void *dy = nullptr, *x = nullptr, *y = nullptr, *gamma = nullptr, *beta = nullptr;
   Epilogue epilogue;
-  void* dx;
-  WriteMode mode;
-  void* dresidual;
-  WriteMode residual_mode;
+  void* dx = nullptr;
+  WriteMode mode = WriteMode::kWrite;
+  void* dresidual = nullptr;
+  WriteMode residual_mode = WriteMode::kWrite;
   // Output: the sums of this shard alone.
-  ChannelSums* sums;
+  ChannelSums* sums = nullptr;
 
   // Whether what backward reads in the place of x is z = activation^-1(y), which is linear in x.
   bool from_y() const { return !x; }

@@ -7,10 +7,10 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "mxnet/waits.h"
 #include "processes/fixed_point.h"
-#include "processes/patience.h"
 #include "processes/text.h"
+#include "threads/patience.h"
+#include "threads/waits.h"
 
 namespace gluon_syncbn {
 namespace {

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "processes/patience.h"
+#include "threads/patience.h"
 
 namespace gluon_syncbn {
 

@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "mxnet/waits.h"
 #include "rendezvous/rendezvous.h"
 #include "rendezvous/state.h"
+#include "threads/waits.h"
 
 namespace gluon_syncbn {
 namespace {

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "call/pass.h"
+#include "numerics/pass.h"
 #include "processes/step_record.h"
 #include "rendezvous/step.h"
 #include "rendezvous/types.h"

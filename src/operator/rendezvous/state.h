@@ -13,13 +13,13 @@
 #include <tuple>
 #include <vector>
 
-#include "call/pass.h"
+#include "numerics/pass.h"
 #include "processes/layer_messages.h"
-#include "processes/patience.h"
 #include "processes/step_record.h"
 #include "processes/text.h"
 #include "rendezvous/step.h"
 #include "rendezvous/types.h"
+#include "threads/patience.h"
 
 namespace gluon_syncbn {
 

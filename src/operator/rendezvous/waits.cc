@@ -1,6 +1,6 @@
 // How a device waits for the others of its meeting: awake for a moment, then asleep. It looks up
 // now and then, to warn, to ask for the calls that it waits for, and to give up.
-#include "mxnet/waits.h"
+#include "threads/waits.h"
 
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -71,14 +71,14 @@ void count_passes(const char* dtype, const Layout& layout, int multiprocessors, 
   DeviceArray<ChannelSums> work(kernels.work_size(view, multiprocessors)), sums(view.C);
   const ForBackward kept{statistics.data(), nullptr, gates.data()};
 
-  ForwardShard forward{};
+  ForwardShard forward;
   forward.view = view;
   forward.x = x.data();
   forward.gamma = forward.beta = parameters.data();
   forward.y = result.data();
   ForwardShard with_residual = forward;
   with_residual.residual = other.data();
-  BackwardShard backward{};
+  BackwardShard backward;
   backward.view = view;
   backward.dy = dy.data();
   backward.x = x.data();

@@ -219,15 +219,30 @@ Sums forward_sums(const Problem<T>& p) {
   return sums;
 }
 
+template <typename Shard, typename T>
+Shard shard_of(const Problem<T>& p, WriteMode mode) {
+  Shard shard;
+  shard.view = p.view;
+  shard.x = p.x.data();
+  shard.gamma = p.gamma.data();
+  shard.beta = p.beta.data();
+  shard.mode = mode;
+  return shard;
+}
+
 template <typename T>
 ForwardShard forward_shard(const Problem<T>& p, T* y, WriteMode mode = WriteMode::kWrite) {
-  return {p.view, p.x.data(), p.gamma.data(), p.beta.data(), nullptr, {}, y, mode};
+  auto shard = shard_of<ForwardShard>(p, mode);
+  shard.y = y;
+  return shard;
 }
 
 template <typename T>
 BackwardShard backward_shard(const Problem<T>& p, T* dx, WriteMode mode = WriteMode::kWrite) {
-  return {p.view, p.dy.data(), p.x.data(), nullptr, p.gamma.data(),    p.beta.data(),
-          {},     dx,          mode,       nullptr, WriteMode::kWrite, nullptr};
+  auto shard = shard_of<BackwardShard>(p, mode);
+  shard.dy = p.dy.data();
+  shard.dx = dx;
+  return shard;
 }
 
 template <typename T>

@@ -130,7 +130,7 @@ class OnDevice {
 
   // Without an activation and a residual.
   Sums backward_sums(const std::vector<Statistics>& s) {
-    return backward_sums(backward_shard(nullptr, WriteMode::kWrite), s);
+    return backward_sums(backward_shard(nullptr), s);
   }
 
   Sums backward_sums(const BackwardShard& shard, const std::vector<Statistics>& s) {
@@ -145,28 +145,31 @@ class OnDevice {
   std::vector<Statistics> statistics(const Sums& on_host, double count) {
     DeviceArray<ChannelSums> sums(on_host.data(), p_.view.C);
     DeviceArray<Statistics> s(p_.view.C);
-    const ForwardFinish finish{
-        p_.view.C, 1,       {s.data()}, nullptr,  beta.data(),        {},
-        false,     nullptr, 0,          kEpsilon, {1, {sums.data()}}, {count, count, 1}};
+    ForwardFinish finish(forward_shard(nullptr), 1, {s.data()});
+    finish.beta = beta.data();
+    finish.epsilon = kEpsilon;
+    finish.sums = {1, {sums.data()}};
+    finish.counts = {count, count, 1};
     MUST(kernels().finish_forward(finish, {}, the_stream()));
     return s.get();
   }
 
   // Of the whole problem, without an activation and a residual.
-  ForwardShard forward_shard(T* y, WriteMode mode) {
-    return {p_.view, x.data(), gamma.data(), beta.data(), nullptr, {}, y, mode};
+  ForwardShard forward_shard(T* y, WriteMode mode = WriteMode::kWrite) {
+    return here(gluon_syncbn::forward_shard(p_, y, mode));
   }
-  BackwardShard backward_shard(T* dx, WriteMode mode) {
-    return {p_.view, dy.data(), x.data(), nullptr, gamma.data(),      beta.data(),
-            {},      dx,        mode,     nullptr, WriteMode::kWrite, nullptr};
+  BackwardShard backward_shard(T* dx, WriteMode mode = WriteMode::kWrite) {
+    BackwardShard shard = here(gluon_syncbn::backward_shard(p_, dx, mode));
+    shard.dy = dy.data();
+    return shard;
   }
 
   void forward(const ForwardShard& shard, const std::vector<Statistics>& s) {
     DeviceArray<Statistics> statistics(s.data(), p_.view.C);
     DeviceArray<char> coefficients(kernels().coefficients_size(p_.view.C));
-    const ForwardFinish finish{
-        p_.view.C,           1, {statistics.data()}, shard.gamma, shard.beta, shard.epilogue, false,
-        coefficients.data(), 0};
+    ForwardFinish finish(shard, 1, {statistics.data()});
+    finish.beta = shard.beta;
+    finish.coefficients = coefficients.data();
     MUST(kernels().finish_forward(finish, {}, the_stream()));
     MUST(kernels().normalize(shard, coefficients.data(), multiprocessors_, the_stream()));
     MUST(cuda().synchronize(the_stream()));
@@ -184,18 +187,29 @@ class OnDevice {
     DeviceArray<ChannelSums> own_sums(own.data(), C), all_sums(all ? all->data() : own.data(), C);
     DeviceArray<A> dgamma(p_.beta.data(), C), dbeta(p_.beta.data(), C);
     const bool adds = shard.mode == WriteMode::kAdd;
-    // clang-format off
-    const BackwardFinish finish{
-        C, 1, start.kept, shard.gamma, shard.epilogue, own_sums.data(),
-        {all ? 1 : 0, {all_sums.data()}}, {count, count, 1}, is_gated(shard),
-        coefficients.data(), 0, dgamma.data(), dbeta.data(), adds, adds};
-    // clang-format on
+    BackwardFinish finish(shard, 1, start.kept);
+    finish.own_sums = own_sums.data();
+    finish.sums = {all ? 1 : 0, {all_sums.data()}};
+    finish.counts = {count, count, 1};
+    finish.gated = is_gated(shard);
+    finish.coefficients = coefficients.data();
+    finish.dgamma = dgamma.data();
+    finish.dbeta = dbeta.data();
+    finish.add_dgamma = finish.add_dbeta = adds;
     MUST(kernels().finish_backward(finish, the_stream()));
     MUST(kernels().input_gradient(shard, coefficients.data(), multiprocessors_, the_stream()));
     return {dgamma.get(), dbeta.get()};
   }
 
  private:
+  template <typename Shard>
+  Shard here(Shard shard) {
+    shard.x = x.data();
+    shard.gamma = gamma.data();
+    shard.beta = beta.data();
+    return shard;
+  }
+
   const Problem<T>& p_;
   const int multiprocessors_;
 
@@ -210,9 +224,9 @@ class OnDevice {
       const bool activates = shard.epilogue.activation != Activation::kNone;
       kept = {statistics.data(), shard.from_y() ? of_z.data() : nullptr,
               activates ? gates.data() : nullptr};
-      const ForwardFinish finish{shard.view.C,       1,          kept,
-                                 shard.gamma,        shard.beta, shard.epilogue,
-                                 shard.y != nullptr, nullptr,    0};
+      ForwardFinish finish(shard, 1, kept);
+      finish.beta = shard.beta;
+      finish.reads_y = shard.y != nullptr;
       MUST(device.kernels().finish_forward(finish, {}, the_stream()));
     }
   };

@@ -127,9 +127,13 @@ void given_statistics_are_those_of_the_host() {
   const std::vector<A> mean{0, 3, -5}, variance{1, 0, 7};
   DeviceArray<A> means(mean.data(), 3), variances(variance.data(), 3);
   DeviceArray<Statistics> device(3);
-  const ForwardFinish finish{
-      3,  1,  {device.data()}, nullptr,         means.data(), {}, false, nullptr, 0, kEpsilon, {},
-      {}, {}, means.data(),    variances.data()};
+  ForwardFinish finish;
+  finish.C = 3;
+  finish.batches = 1;
+  finish.kept.statistics = device.data();
+  finish.mean = finish.beta = means.data();
+  finish.variance = variances.data();
+  finish.epsilon = kEpsilon;
   MUST(cuda_backend()->kernels(Type<T>::kDType).finish_forward(finish, {}, the_stream()));
   const std::vector<Statistics> result = device.get();
   for (size_t c = 0; c < 3; ++c) {

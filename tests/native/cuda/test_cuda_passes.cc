@@ -116,16 +116,14 @@ template <typename A>
 ForwardTask forward_task(const ForwardShard& shard, A* running, const RunningRule& rule,
                          Kept* kept) {
   const int64_t C = shard.view.C;
-  ForwardTask task{};
+  ForwardTask task;
   task.dtype = Type<A>::kDType;
   task.what = "data";
   task.epsilon = kEpsilon;
   task.parts = {shard};
-  task.from_batch = task.updates = true;
   void* const arrays[] = {running, running + C, rule.cumulative ? running + 2 * C : nullptr};
   std::copy_n(arrays, 3, task.running);
   task.rule = rule;
-  task.rows = 1;
   task.kept = kept;
   return task;
 }
@@ -166,19 +164,28 @@ Results<A> train(const Problem<A>& p, Way way, const std::vector<int>& gpus,
         const int64_t at = begin * view.C * view.S;
         // Of a device without samples nothing is computed.
         const auto result = [&](auto* values) { return part.N > 0 ? values + at : nullptr; };
-        const ForwardShard forth{part, x->data() + at,    gamma->data(),    beta->data(), nullptr,
-                                 {},   result(y->data()), WriteMode::kWrite};
+        const auto here = [&](auto shard) {
+          shard.view = part;
+          shard.x = x->data() + at;
+          shard.gamma = gamma->data();
+          shard.beta = beta->data();
+          return shard;
+        };
+        const ForwardShard forth = here(forward_shard(p, result(y->data())));
         Kept kept;
         ForwardTask task = forward_task(forth, running[rank]->data(), rule, &kept);
         task.mean = {saved[rank]->data(), false};
         task.inv_std = {saved[rank]->data() + view.C, false};
         run_pass(gpus[rank], gpus, task, way, rank, &forward);
-        const BackwardShard back{
-            part, dy->data() + at,    x->data() + at,    nullptr, gamma->data(),     beta->data(),
-            {},   result(dx->data()), WriteMode::kWrite, nullptr, WriteMode::kWrite, nullptr};
-        A* const own = gradients[rank]->data();
-        const Result dgamma{own, false}, dbeta{own + view.C, false};
-        const BackwardTask back_task{task.dtype, "data", {back}, kept, true, dgamma, dbeta};
+        BackwardShard back = here(backward_shard(p, result(dx->data())));
+        back.dy = dy->data() + at;
+        BackwardTask back_task;
+        back_task.dtype = task.dtype;
+        back_task.what = "data";
+        back_task.parts = {back};
+        back_task.kept = kept;
+        back_task.dgamma.to = gradients[rank]->data();
+        back_task.dbeta.to = gradients[rank]->data() + view.C;
         run_pass(gpus[rank], gpus, back_task, way, rank, &backward);
       });
     }
@@ -247,14 +254,13 @@ void check_virtual_devices() {
     check::context = name_of<A>(view, 3) + (rule.cumulative ? ", cumulative" : "");
     const std::vector<A> start(static_cast<size_t>(2 * view.C + 1), A{2});
     const std::vector<double> zeros(static_cast<size_t>(3 * view.C));
-    DeviceArray<A> x(p.x.data(), view.size()), y(p.x.data(), view.size());
-    DeviceArray<A> beta(p.beta.data(), view.C), running(start.data(), 2 * view.C + 1);
+    OnDevice<A> device(p);
+    DeviceArray<A> y(p.x.data(), view.size()), running(start.data(), 2 * view.C + 1);
     DeviceArray<double> mean(zeros.data(), 3 * view.C);
     Kept kept;
-    ForwardTask task = forward_task<A>(
-        {view, x.data(), nullptr, beta.data(), nullptr, {}, y.data(), WriteMode::kWrite},
-        running.data(), rule, &kept);
-    const ForwardShard whole = task.parts[0];
+    ForwardShard whole = device.forward_shard(y.data());
+    whole.gamma = nullptr;
+    ForwardTask task = forward_task(whole, running.data(), rule, &kept);
     task.parts.clear();
     task.rows = 3;
     task.mean = {mean.data(), false};
@@ -264,10 +270,10 @@ void check_virtual_devices() {
       const int64_t at = begin * view.C * view.S;
       ForwardShard part = whole;
       part.view.N = sizes[b];
-      part.x = x.data() + at;
+      part.x = device.x.data() + at;
       part.y = y.data() + at;
       task.parts.push_back(part);
-      const Sums sums = OnDevice<A>(p).forward_sums(begin, begin + sizes[b]);
+      const Sums sums = device.forward_sums(begin, begin + sizes[b]);
       for (const ChannelSums& each : sums) {
         expected.push_back(batch_statistics(each, count_of(part), kEpsilon));
       }
@@ -291,9 +297,10 @@ void check_virtual_devices() {
     Array<A> normalized(view.size());
     for (int64_t b = 0, begin = 0; b < 3; begin += sizes[b++]) {
       const int64_t at = begin * view.C * view.S;
-      ForwardShard part{task.parts[b].view,     p.x.data() + at,  nullptr,
-                        p.beta.data(),          nullptr,          {},
-                        normalized.data() + at, WriteMode::kWrite};
+      ForwardShard part = forward_shard(p, normalized.data() + at);
+      part.view = task.parts[b].view;
+      part.x = p.x.data() + at;
+      part.gamma = nullptr;
       kernels<A>().forward(part, expected.data() + b * view.C);
     }
     CHECK(same_bits(y.get(), normalized));
@@ -311,10 +318,9 @@ TEST(running_statistics_do_not_follow_a_batch_without_values) {
   const View view{4, 3, 5};
   const Problem<A> p(view, 3);
   const std::vector<A> start(static_cast<size_t>(2 * view.C + 1), A{2});
-  DeviceArray<A> x(p.x.data(), view.size()), y(p.x.data(), view.size());
-  DeviceArray<A> beta(p.beta.data(), view.C), running(start.data(), 2 * view.C + 1);
-  const ForwardShard shard{view,    x.data(), nullptr,  beta.data(),
-                           nullptr, {},       y.data(), WriteMode::kWrite};
+  OnDevice<A> device(p);
+  DeviceArray<A> y(p.x.data(), view.size()), running(start.data(), 2 * view.C + 1);
+  const ForwardShard shard = device.forward_shard(y.data());
   for (const bool updates : {false, true}) {
     for (const double count : {0.0, 20.0}) {
       check::context = std::string(updates ? "updates" : "no updates") + " with a count of " +
@@ -341,10 +347,9 @@ TEST(a_forward_that_fails_leaves_the_running_statistics_alone) {
   const View view{4, 300, 5};
   const Problem<A> p(view, 3);
   const std::vector<A> start(static_cast<size_t>(2 * view.C + 1), A{2});
-  DeviceArray<A> x(p.x.data(), view.size()), y(p.x.data(), view.size());
-  DeviceArray<A> beta(p.beta.data(), view.C), running(2 * view.C + 1);
-  const ForwardShard shard{view,    x.data(), nullptr,  beta.data(),
-                           nullptr, {},       y.data(), WriteMode::kWrite};
+  OnDevice<A> device(p);
+  DeviceArray<A> y(p.x.data(), view.size()), running(2 * view.C + 1);
+  const ForwardShard shard = device.forward_shard(y.data());
   int failures = 0;
   for (const bool on_host : {false, true}) {
     for (const RunningRule& rule : {RunningRule{0.9, false, false}, RunningRule{0, true, true}}) {

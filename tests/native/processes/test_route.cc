@@ -4,9 +4,9 @@
 #include <thread>
 #include <utility>
 
-#include "mxnet/waits.h"
-#include "processes/patience.h"
 #include "processes/processes_fixture.h"
+#include "threads/patience.h"
+#include "threads/waits.h"
 
 namespace gluon_syncbn {
 namespace {

@@ -6,9 +6,9 @@
 
 #include <algorithm>
 
-#include "mxnet/waits.h"
 #include "processes/processes_fixture.h"
 #include "processes/shared_memory.h"
+#include "threads/waits.h"
 
 namespace gluon_syncbn {
 namespace {

@@ -5,8 +5,8 @@
 #include <atomic>
 #include <functional>
 
-#include "mxnet/waits.h"
 #include "rendezvous/rendezvous_fixture.h"
+#include "threads/waits.h"
 
 namespace gluon_syncbn {
 namespace {

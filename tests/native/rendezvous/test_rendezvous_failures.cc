@@ -3,8 +3,8 @@
 #include <cstdlib>
 #include <stdexcept>
 
-#include "mxnet/waits.h"
 #include "rendezvous/rendezvous_fixture.h"
+#include "threads/waits.h"
 
 namespace gluon_syncbn {
 namespace {

@@ -1,6 +1,6 @@
 // What all calls of this process share. It is set when Python registers the operator.
-#ifndef GLUON_SYNCBN_CALL_PROCESS_H_
-#define GLUON_SYNCBN_CALL_PROCESS_H_
+#ifndef GLUON_SYNCBN_CALL_GLOBALS_H_
+#define GLUON_SYNCBN_CALL_GLOBALS_H_
 
 #include <string>
 
@@ -8,7 +8,7 @@
 
 namespace gluon_syncbn {
 
-struct Process {
+struct Globals {
   // Marks the graphs of this process.
   std::string uuid;
   bool naive_engine = false;
@@ -17,8 +17,8 @@ struct Process {
   Rendezvous* rendezvous = nullptr;
 };
 
-inline Process process;
+inline Globals globals;
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_CALL_PROCESS_H_
+#endif  // GLUON_SYNCBN_CALL_GLOBALS_H_

@@ -1,6 +1,6 @@
 // How long a wait may take, and when to check on it.
-#ifndef GLUON_SYNCBN_PROCESSES_PATIENCE_H_
-#define GLUON_SYNCBN_PROCESSES_PATIENCE_H_
+#ifndef GLUON_SYNCBN_THREADS_PATIENCE_H_
+#define GLUON_SYNCBN_THREADS_PATIENCE_H_
 
 #include <algorithm>
 #include <chrono>
@@ -43,4 +43,4 @@ class Patience {
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_PROCESSES_PATIENCE_H_
+#endif  // GLUON_SYNCBN_THREADS_PATIENCE_H_

@@ -1,8 +1,8 @@
 // A pass is the forward or the backward of one call on one device. It sums its shard; somebody else
 // adds the sums of all devices that share the batch; and with these the pass writes its results. So
 // kernels know nothing of other devices, and what adds the sums knows nothing of kernels.
-#ifndef GLUON_SYNCBN_CALL_PASS_H_
-#define GLUON_SYNCBN_CALL_PASS_H_
+#ifndef GLUON_SYNCBN_NUMERICS_PASS_H_
+#define GLUON_SYNCBN_NUMERICS_PASS_H_
 
 #include <cstdint>
 #include <memory>
@@ -57,33 +57,33 @@ struct Result {
 };
 
 // All arrays are in the memory of the device.
-struct ForwardTask {
-  DType dtype;
+template <typename Shard>
+struct PassTask {
+  DType dtype = DType::kFloat32;
   // Describes the data in errors.
   std::string what;
-  double epsilon;
-  // The shard, or the chunks of virtual devices; null y is not computed.
-  std::vector<ForwardShard> parts;
+  // The shard, or the chunks of virtual devices.
+  std::vector<Shard> parts;
   // Whether to use the statistics of the batch, or the running statistics.
-  bool from_batch;
+  bool from_batch = true;
+};
+
+struct ForwardTask : PassTask<ForwardShard> {
+  double epsilon = 0;
   // mean, variance, and the number of batches or null, of the type of gamma.
-  void* running[3];
+  void* running[3] = {};
   // Whether and how they follow a batch that has values.
-  bool updates;
+  bool updates = true;
   RunningRule rule;
   // Arrays of `rows` x C doubles. If there are fewer parts than rows, the values repeat.
   Result mean, inv_std;
-  int64_t rows;
-  Kept* kept;
+  int64_t rows = 1;
+  Kept* kept = nullptr;
 };
 
-struct BackwardTask {
-  DType dtype;
-  std::string what;
-  // Null dx is not computed; the pass itself sets `sums`.
-  std::vector<BackwardShard> parts;
+// The pass itself sets `sums` of the parts.
+struct BackwardTask : PassTask<BackwardShard> {
   Kept kept;
-  bool from_batch;
   // Of this device alone, summed over the parts.
   Result dgamma, dbeta;
 };
@@ -103,4 +103,4 @@ BatchCounts counts_of(const std::vector<Shard>& parts) {
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_CALL_PASS_H_
+#endif  // GLUON_SYNCBN_NUMERICS_PASS_H_

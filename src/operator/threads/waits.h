@@ -1,6 +1,6 @@
 // How threads wait: with a limit, and until Ctrl-C or the end of the process.
-#ifndef GLUON_SYNCBN_MXNET_WAITS_H_
-#define GLUON_SYNCBN_MXNET_WAITS_H_
+#ifndef GLUON_SYNCBN_THREADS_WAITS_H_
+#define GLUON_SYNCBN_THREADS_WAITS_H_
 
 #include <algorithm>
 #include <atomic>
@@ -73,4 +73,4 @@ Waited wait_until(std::unique_lock<std::mutex>* lock, std::condition_variable* c
 
 }  // namespace gluon_syncbn
 
-#endif  // GLUON_SYNCBN_MXNET_WAITS_H_
+#endif  // GLUON_SYNCBN_THREADS_WAITS_H_
