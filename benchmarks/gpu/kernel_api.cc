@@ -1,6 +1,6 @@
 // A C interface to the CUDA kernels of backend.h, for tests and benchmarks without MXNet. Functions
-// that run kernels return cudaError_t, or -1 if the library has none; sizes are 0 then. `dtype` is a
-// DType (numerics/dtypes.h); (N, C, S, R) is a View (numerics/shards.h).
+// that run kernels return cudaError_t, or -1 if the library has none; sizes are 0 then. `dtype` is
+// a DType (numerics/dtypes.h); (N, C, S, R) is a View (numerics/shards.h).
 #include <cstdio>
 #include <exception>
 
@@ -51,10 +51,10 @@ BackwardShard backward_shard(const View& view, const void* dy, const void* x, vo
 }  // namespace
 
 SBN_EXPORT int64_t gluon_syncbn_cuda_work_size(int dtype, int64_t N, int64_t C, int64_t S,
-                                               int64_t R, int multiprocessors) {
+                                               int64_t R) {
   const CudaBackend* const backend = cuda_backend();
   if (!backend) return 0;
-  return backend->kernels(static_cast<DType>(dtype)).work_size({N, C, S, R}, multiprocessors);
+  return backend->kernels(static_cast<DType>(dtype)).work_size({N, C, S, R});
 }
 
 SBN_EXPORT int64_t gluon_syncbn_cuda_coefficients_size(int dtype, int64_t C) {
@@ -64,21 +64,20 @@ SBN_EXPORT int64_t gluon_syncbn_cuda_coefficients_size(int dtype, int64_t C) {
 
 SBN_EXPORT int gluon_syncbn_cuda_forward_sums(int dtype, int64_t N, int64_t C, int64_t S, int64_t R,
                                               const void* x, ChannelSums* work, ChannelSums* sums,
-                                              int multiprocessors, Stream stream) {
+                                              Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    return k.forward_sums({N, C, S, R}, x, work, sums, multiprocessors, stream);
+    return k.forward_sums({N, C, S, R}, x, work, sums, stream);
   });
 }
 
 SBN_EXPORT int gluon_syncbn_cuda_backward_sums(int dtype, int64_t N, int64_t C, int64_t S,
                                                int64_t R, const void* dy, const void* x,
                                                const Statistics* statistics, ChannelSums* work,
-                                               ChannelSums* sums, int multiprocessors,
-                                               Stream stream) {
+                                               ChannelSums* sums, Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
     const ForBackward kept{const_cast<Statistics*>(statistics), nullptr, nullptr};
     const BackwardShard shard = backward_shard({N, C, S, R}, dy, x, nullptr, 0);
-    return k.backward_sums(shard, kept, 0, work, sums, multiprocessors, stream);
+    return k.backward_sums(shard, kept, 0, work, sums, stream);
   });
 }
 
@@ -126,20 +125,20 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_backward(int dtype, int64_t C, const Sta
 
 SBN_EXPORT int gluon_syncbn_cuda_normalize(int dtype, int64_t N, int64_t C, int64_t S, int64_t R,
                                            const void* x, const void* coefficients, void* y,
-                                           int add, int multiprocessors, Stream stream) {
+                                           int add, Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
     const ForwardShard shard = forward_shard({N, C, S, R}, x, y, add);
-    return k.normalize(shard, coefficients, multiprocessors, stream);
+    return k.normalize(shard, coefficients, stream);
   });
 }
 
 SBN_EXPORT int gluon_syncbn_cuda_input_gradient(int dtype, int64_t N, int64_t C, int64_t S,
                                                 int64_t R, const void* dy, const void* x,
                                                 const void* coefficients, void* dx, int add,
-                                                int multiprocessors, Stream stream) {
+                                                Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
     const BackwardShard shard = backward_shard({N, C, S, R}, dy, x, dx, add);
-    return k.input_gradient(shard, coefficients, multiprocessors, stream);
+    return k.input_gradient(shard, coefficients, stream);
   });
 }
 

@@ -48,9 +48,7 @@ class Layer:
         self.dtype = ctypes.c_int(DTYPES[x.dtype])
         self.view = view_of(x.shape, channels_last)
         self.channels = self.view[1]
-        properties = torch.cuda.get_device_properties(x.device)
-        self.multiprocessors = ctypes.c_int(properties.multi_processor_count)
-        work = library.ask("work_size", self.dtype, *self.view, self.multiprocessors)
+        work = library.ask("work_size", self.dtype, *self.view)
         coefficients = library.ask("coefficients_size", self.dtype, self.channels)
 
         def doubles(*shape):
@@ -73,7 +71,7 @@ class Layer:
         self.library.call(name, self.dtype, *arguments, stream)
 
     def forward_sums(self):
-        self._call("forward_sums", *self.view, self.x, self.work, self.sums, self.multiprocessors)
+        self._call("forward_sums", *self.view, self.x, self.work, self.sums)
 
     def _of_all(self, sums):
         """The number of devices, which is 1, their sums, and the count of their values."""
@@ -85,12 +83,12 @@ class Layer:
         self._call("finish_forward", self.channels, *arguments)
 
     def normalize(self):
-        arguments = (self.x, self.coefficients, self.y, ctypes.c_int(0), self.multiprocessors)
+        arguments = (self.x, self.coefficients, self.y, ctypes.c_int(0))
         self._call("normalize", *self.view, *arguments)
 
     def backward_sums(self):
         arguments = (self.dy, self.x, self.statistics, self.work, self.gradient_sums)
-        self._call("backward_sums", *self.view, *arguments, self.multiprocessors)
+        self._call("backward_sums", *self.view, *arguments)
 
     def prepare_backward(self):
         arguments = (self.gradient_sums, *self._of_all(self.gradient_sums))
@@ -99,7 +97,7 @@ class Layer:
 
     def input_gradient(self):
         arguments = (self.dy, self.x, self.gradient_coefficients, self.dx, ctypes.c_int(0))
-        self._call("input_gradient", *self.view, *arguments, self.multiprocessors)
+        self._call("input_gradient", *self.view, *arguments)
 
     def calls(self, rounds):
         """Forward and backward as the operator runs them, with their waits."""

@@ -240,7 +240,7 @@ def test_memory_does_not_grow(peers):
 FUNCTIONS = [
     *("cudaMalloc", "cudaHostAlloc", "cudaLaunchKernel", "cudaMemcpyAsync", "cudaGetDevice"),
     *("cudaStreamCreateWithFlags", "cudaStreamSynchronize", "cudaStreamWaitEvent"),
-    *("cudaEventCreateWithFlags", "cudaEventRecord", "cudaSetDevice", "cudaDeviceGetAttribute"),
+    *("cudaEventCreateWithFlags", "cudaEventRecord", "cudaSetDevice"),
 ]
 NAMES = {
     "cudaLaunchKernel": "The kernel of",

@@ -25,7 +25,6 @@ struct CudaRuntime {
   int (*set_device)(int device);
   // Whether the process has a context on the device. Does not create one.
   int (*has_context)(int* active, int device);
-  int (*multiprocessors)(int* count, int device);
   int (*malloc)(void** memory, size_t bytes);
   int (*free)(void* memory);
   int (*malloc_host)(void** memory, size_t bytes);
@@ -131,26 +130,23 @@ inline bool is_gated(const BackwardShard& shard) {
 }
 
 // The kernels for one dtype, on device pointers. Functions queue the work and return cudaError_t.
-// `multiprocessors` is how many the device has; it affects no result.
 struct CudaKernels {
   // The length of the workspace `work` of forward_sums and backward_sums; may be 0.
-  int64_t (*work_size)(const View&, int multiprocessors);
+  int64_t (*work_size)(const View&);
   // sums[c] = {sum(x), sum(x^2)}.
-  int (*forward_sums)(const View&, const void* x, ChannelSums* work, ChannelSums* sums,
-                      int multiprocessors, Stream);
+  int (*forward_sums)(const View&, const void* x, ChannelSums* work, ChannelSums* sums, Stream);
   // The sums of kernels.h, given what finish_forward has left for batch `batch`.
   int (*backward_sums)(const BackwardShard&, const ForBackward&, int64_t batch, ChannelSums* work,
-                       ChannelSums* sums, int multiprocessors, Stream);
+                       ChannelSums* sums, Stream);
   // Bytes of the coefficients of C channels.
   int64_t (*coefficients_size)(int64_t C);
   // Delivered values must be the statistics of these batches, in their order, or older.
   int (*finish_forward)(const ForwardFinish&, const Deliveries&, Stream);
   int (*finish_backward)(const BackwardFinish&, Stream);
   // y, given the coefficients of finish_forward; y may be x.
-  int (*normalize)(const ForwardShard&, const void* coefficients, int multiprocessors, Stream);
+  int (*normalize)(const ForwardShard&, const void* coefficients, Stream);
   // dx and dresidual, given the coefficients of finish_backward; dx may be dy.
-  int (*input_gradient)(const BackwardShard&, const void* coefficients, int multiprocessors,
-                        Stream);
+  int (*input_gradient)(const BackwardShard&, const void* coefficients, Stream);
 };
 
 struct CudaBackend {

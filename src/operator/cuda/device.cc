@@ -90,7 +90,7 @@ int gpu_of(const std::string& context) {
 
 // A stream of one device and memory for what is queued there.
 struct CudaStream::StreamSlot {
-  int device = 0, multiprocessors = 0;
+  int device = 0;
   Stream stream = nullptr;
   Event event = nullptr;
   Arena<&CudaRuntime::free> on_device;
@@ -161,7 +161,6 @@ CudaStream::CudaStream(int device, DType dtype, std::string what)
   }
   if (!slot->stream) {
     slot->device = device;
-    check(runtime_.multiprocessors(&slot->multiprocessors, device), "cudaDeviceGetAttribute");
     check(runtime_.create_stream(&slot->stream), "cudaStreamCreateWithFlags");
     if (const int error = runtime_.create_event(&slot->event)) {
       slot->clear(runtime_);
@@ -251,19 +250,17 @@ void CudaStream::copy(void* to, const void* from, size_t bytes, bool to_host) {
 }
 
 ChannelSums* CudaStream::work(const View& view) {
-  const int64_t size = kernels_.work_size(view, slot_->multiprocessors);
+  const int64_t size = kernels_.work_size(view);
   return size ? on_device<ChannelSums>(size) : nullptr;
 }
 
 void CudaStream::forward_sums(const View& view, const void* x, ChannelSums* sums) {
-  check(kernels_.forward_sums(view, x, work(view), sums, slot_->multiprocessors, slot_->stream),
-        "The kernel of the sums");
+  check(kernels_.forward_sums(view, x, work(view), sums, slot_->stream), "The kernel of the sums");
 }
 
 void CudaStream::backward_sums(const BackwardShard& shard, const ForBackward& kept, int64_t batch,
                                ChannelSums* sums) {
-  check(kernels_.backward_sums(shard, kept, batch, work(shard.view), sums, slot_->multiprocessors,
-                               slot_->stream),
+  check(kernels_.backward_sums(shard, kept, batch, work(shard.view), sums, slot_->stream),
         "The kernel of the backward sums");
 }
 
@@ -321,13 +318,11 @@ void CudaStream::finish_backward(const BackwardFinish& task) {
 }
 
 void CudaStream::normalize(const ForwardShard& shard, const void* coefficients) {
-  check(kernels_.normalize(shard, coefficients, slot_->multiprocessors, slot_->stream),
-        "The kernel of y");
+  check(kernels_.normalize(shard, coefficients, slot_->stream), "The kernel of y");
 }
 
 void CudaStream::input_gradient(const BackwardShard& shard, const void* coefficients) {
-  check(kernels_.input_gradient(shard, coefficients, slot_->multiprocessors, slot_->stream),
-        "The kernel of dx");
+  check(kernels_.input_gradient(shard, coefficients, slot_->stream), "The kernel of dx");
 }
 
 void CudaStream::clear(void* memory, size_t bytes) {

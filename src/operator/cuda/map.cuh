@@ -118,6 +118,8 @@ template <typename F, bool kRows>
 constexpr int kMapBlocks = kRows              ? 2
                            : kOperands<F> < 3 ? 4
                                               : 3;
+// Rows: threads of a large array, enough for the largest GPUs.
+constexpr int64_t kMapThreads = 1 << 17;
 
 template <typename T, typename F, int kWidth, bool kRows>
 __global__ void __launch_bounds__(kThreads, kMapBlocks<F, kRows>)
@@ -185,15 +187,14 @@ __global__ void __launch_bounds__(kThreads, kMapBlocks<F, kRows>)
 
 template <typename T, typename F, int kWidth>
 int launch_map(const View& view, MapTask task, const EpilogueTask<Arithmetic<T>>& epilogue,
-               int multiprocessors, Stream stream) {
+               Stream stream) {
   const bool is_rows = view.S == 1;
   const int64_t row = (is_rows ? view.C : view.S) / kWidth, vectors = view.size() / kWidth;
   task.by_row = Divider::by(row);
   task.by_C = Divider::by(view.C);
   int64_t threads = divide_up(vectors, kMapInFlight<F>);
   if (is_rows) {
-    const int64_t most = int64_t{multiprocessors} * 4 * kThreads;
-    threads = std::max(std::min(threads, most) / row, int64_t{1}) * row;
+    threads = std::max(std::min(threads, kMapThreads) / row, int64_t{1}) * row;
   }
   task.vectors = static_cast<int>(vectors);
   task.threads = static_cast<int>(threads);
@@ -203,8 +204,7 @@ int launch_map(const View& view, MapTask task, const EpilogueTask<Arithmetic<T>>
 }
 
 template <typename T, typename F>
-int launch_map(View view, MapTask task, EpilogueTask<Arithmetic<T>> epilogue, int multiprocessors,
-               Stream stream) {
+int launch_map(View view, MapTask task, EpilogueTask<Arithmetic<T>> epilogue, Stream stream) {
   constexpr int kSize = static_cast<int>(sizeof(T)), kHalf = kSize < 8 ? 8 / kSize : 1;
   constexpr int64_t kMost = (int64_t{1} << 31) - 1;
   int width = width_for(view.S > 1 ? view.S : view.C, kSize);
@@ -218,7 +218,7 @@ int launch_map(View view, MapTask task, EpilogueTask<Arithmetic<T>> epilogue, in
     const auto launch = width == 1       ? launch_map<T, F, 1>
                         : width == kHalf ? launch_map<T, F, kHalf>
                                          : launch_map<T, F, 16 / kSize>;
-    const int error = launch(view, task, epilogue, multiprocessors, stream);
+    const int error = launch(view, task, epilogue, stream);
     if (error) return error;
     const auto skip = [&](auto* array) {
       const auto next = reinterpret_cast<uintptr_t>(array) + view.size() * sizeof(T);
@@ -231,8 +231,7 @@ int launch_map(View view, MapTask task, EpilogueTask<Arithmetic<T>> epilogue, in
 }
 
 template <typename T>
-int launch_normalize(const ForwardShard& p, const void* coefficients, int multiprocessors,
-                     Stream stream) {
+int launch_normalize(const ForwardShard& p, const void* coefficients, Stream stream) {
   using A = Arithmetic<T>;
   MapTask task{};
   task.a = p.x;
@@ -244,12 +243,11 @@ int launch_normalize(const ForwardShard& p, const void* coefficients, int multip
   epilogue.activation = p.epilogue.activation;
   epilogue.slope = static_cast<A>(p.epilogue.slope);
   const auto launch = p.residual ? launch_map<T, NormalizeSum<A>> : launch_map<T, Normalize<A>>;
-  return launch(p.view, task, epilogue, multiprocessors, stream);
+  return launch(p.view, task, epilogue, stream);
 }
 
 template <typename T>
-int launch_input_gradient(const BackwardShard& p, const void* coefficients, int multiprocessors,
-                          Stream stream) {
+int launch_input_gradient(const BackwardShard& p, const void* coefficients, Stream stream) {
   using A = Arithmetic<T>;
   MapTask task{};
   task.a = p.dy;
@@ -261,7 +259,7 @@ int launch_input_gradient(const BackwardShard& p, const void* coefficients, int 
   if (!is_gated(p)) epilogue.v = nullptr;
   const auto launch =
       is_gated(p) ? launch_map<T, GatedGradient<A>> : launch_map<T, InputGradient<A>>;
-  return launch(p.view, task, epilogue, multiprocessors, stream);
+  return launch(p.view, task, epilogue, stream);
 }
 
 // Enough for each kind of coefficients.

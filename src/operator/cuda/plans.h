@@ -41,7 +41,7 @@ inline int width_for(int64_t row, int bytes) {
 
 // Vectors of a run. Rows: runs of a thread in a chunk, so that there are fewer records; rows of a
 // chunk, at least.
-constexpr int kRun = 8, kRowRuns = 4, kFewestRows = 128;
+constexpr int kRun = 8, kRowRuns = 2, kFewestRows = 128;
 
 // How samples are cut for the kernel of sums (sums.cuh). All that decides on bits follows from the
 // shape of a sample:
@@ -51,7 +51,7 @@ constexpr int kRun = 8, kRowRuns = 4, kFewestRows = 128;
 // | a vector | of values of a channel | of channels | a channel |
 // | across: vectors side by side | as lanes leave | enough for C, at most 32 channels | 32 |
 // | lanes: threads of a chunk | enough for a run each | what across leaves | 1 |
-// | a chunk | a run of each lane | 4 runs of each lane, at least 128 rows | a value |
+// | a chunk | a run of each lane | 2 runs of each lane, at least 128 rows | a value |
 struct SumsPlan {
   enum Kind { kPlanes, kRows, kValues } kind;
   // Lanes and across are powers of 2.
@@ -108,7 +108,7 @@ struct SumsPlan {
   // Threads that add the records of a channel: each has some, or a block has all.
   int fold_lanes() const {
     int lanes = 1;
-    while (lanes < kWarp && 4 * lanes < records) lanes *= 2;
+    while (lanes < kWarp && 8 * lanes < records) lanes *= 2;
     return records > 16 * kWarp ? kThreads : lanes;
   }
 };

@@ -43,9 +43,6 @@ CudaRuntime runtime() {
   r.get_device = [](auto... a) -> int { return cudaGetDevice(a...); };
   r.set_device = [](auto... a) -> int { return cudaSetDevice(a...); };
   r.has_context = has_context;
-  r.multiprocessors = [](int* count, int device) -> int {
-    return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
-  };
   r.malloc = [](auto... a) -> int { return cudaMalloc(a...); };
   r.free = [](auto... a) -> int { return cudaFree(a...); };
   r.malloc_host = [](auto... a) -> int { return cudaHostAlloc(a..., cudaHostAllocPortable); };

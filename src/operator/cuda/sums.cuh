@@ -240,6 +240,7 @@ SBN_DEVICE Sum3 from_lane(const Sum3& sum, int mask) {
 // Adds the records of a channel: `lanes` threads, a power of 2, for each of its two sums.
 template <typename A, bool kBackward, bool kSecond, typename Record>
 SBN_DEVICE void fold_sum(const SumsTask& task, int lanes, ChannelSums* sums) {
+  constexpr int kBatch = 4;
   __shared__ double shared[3][kWarps];
   const int thread = threadIdx.x, lane = thread & (lanes - 1);
   const int64_t c = (static_cast<int64_t>(blockIdx.x) * kThreads + thread) / lanes;
@@ -251,9 +252,17 @@ SBN_DEVICE void fold_sum(const SumsTask& task, int lanes, ChannelSums* sums) {
       low = (s.mean - static_cast<A>(s.mean)) + s.mean_low;
     }
     const auto* const records = static_cast<const Record*>(task.records) + c * task.plan.records;
-#pragma unroll 4
-    for (int64_t i = lane; i < task.plan.records; i += lanes) {
-      add_record<A, kBackward, kSecond>(records[i], low, &total);
+    for (int64_t i = lane; i < task.plan.records; i += kBatch * lanes) {
+      Record batch[kBatch];
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        if (i + k * lanes < task.plan.records) batch[k] = records[i + k * lanes];
+      }
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        if (i + k * lanes >= task.plan.records) break;
+        add_record<A, kBackward, kSecond>(batch[k], low, &total);
+      }
     }
   }
   for (int mask = 1; mask < min(lanes, kWarp); mask *= 2) total.add(from_lane(total, mask));
@@ -288,7 +297,7 @@ auto kernel_of_sums(const SumsPlan& plan) -> void (*)(SumsTask, EpilogueTask<Ari
 }
 
 template <typename T>
-int64_t work_size(const View& view, int) {
+int64_t work_size(const View& view) {
   return SumsPlan(view, sizeof(T)).work_size();
 }
 
@@ -316,7 +325,7 @@ int launch_sums(const View& view, SumsTask task, const EpilogueTask<Arithmetic<T
 }
 
 template <typename T>
-int launch_forward_sums(const View& view, const void* x, ChannelSums* work, ChannelSums* sums, int,
+int launch_forward_sums(const View& view, const void* x, ChannelSums* work, ChannelSums* sums,
                         Stream stream) {
   SumsTask task{};
   task.x = x;
@@ -325,7 +334,7 @@ int launch_forward_sums(const View& view, const void* x, ChannelSums* work, Chan
 
 template <typename T>
 int launch_backward_sums(const BackwardShard& p, const ForBackward& kept, int64_t batch,
-                         ChannelSums* work, ChannelSums* sums, int, Stream stream) {
+                         ChannelSums* work, ChannelSums* sums, Stream stream) {
   using A = Arithmetic<T>;
   const int64_t first = batch * p.view.C;
   SumsTask task{};

@@ -163,13 +163,13 @@ def time_of_sums(rows, row, gpu):
     return 2 * LAUNCH + max(others) + block + max(last, time_to_issue(fold, gpu))
 
 
-def print_net(counted):
+def print_net(rows):
     """The time of a net's layers: of their sums, and of all passes, where y and dx take the time of
     their bytes, and finishing takes that of a launch."""
     print("\n| FCN-ResNet-50 | GPU | bytes of sums, us | sums, us | bytes of all, us | all, us |")
     print("| --- " * 6 + "|")
     for layout, dtype in itertools.product(("planes", "rows"), ("float32", "float16")):
-        for gpu, rows in counted.items():
+        for gpu in GPUS:
             memory = sums = others = 0
             for (channels, size), layers in SEGMENTATION.items():
                 for name, other in ("sums forward", "y"), ("sums backward, relu", "dx"):
@@ -213,8 +213,7 @@ def main():
     rows = count(options.program)
     if options.model:
         print_model(rows)
-        counted = {gpu: counts_of(options.program, GPUS[gpu][0]) for gpu in GPUS}
-        print_net(counted)
+        print_net(counts_of(options.program, "layers"))
         return False
     if not options.quiet:
         print_table(rows, before)

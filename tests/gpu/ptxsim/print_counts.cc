@@ -1,6 +1,6 @@
 // Runs each pass of the CUDA kernels on the simulator, and prints its counts, one line of JSON per
-// pass, dtype and layout. See counts.py. On small data; or, if given a number of multiprocessors,
-// some blocks of each kernel of sums for the layers of a segmentation net on such a GPU.
+// pass, dtype and layout. See counts.py. On small data; or, if given an argument,
+// some blocks of each kernel of sums for the layers of a segmentation net.
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -49,10 +49,8 @@ void count(const char* pass, const char* dtype, const Layout& layout, const F& r
   }
 }
 
-// With few multiprocessors a small array gives each of them about the work that it has with large
-// data on a large GPU.
 template <typename T>
-void count_passes(const char* dtype, const Layout& layout, int multiprocessors, bool only_sums) {
+void count_passes(const char* dtype, const Layout& layout, bool only_sums) {
   using A = Arithmetic<T>;
   const View& view = layout.view;
   const int64_t size = view.size();
@@ -68,7 +66,7 @@ void count_passes(const char* dtype, const Layout& layout, int multiprocessors, 
   DeviceArray<A> coefficients(ones.data(), coefficients_size / static_cast<int64_t>(sizeof(A)));
   DeviceArray<A> parameters(ones.data(), view.C);
   DeviceArray<Gate<A>> gates(reinterpret_cast<const Gate<A>*>(ones.data()), view.C);
-  DeviceArray<ChannelSums> work(kernels.work_size(view, multiprocessors)), sums(view.C);
+  DeviceArray<ChannelSums> work(kernels.work_size(view)), sums(view.C);
   const ForBackward kept{statistics.data(), nullptr, gates.data()};
 
   ForwardShard forward;
@@ -91,26 +89,22 @@ void count_passes(const char* dtype, const Layout& layout, int multiprocessors, 
   relu_of_sum.dresidual = second.data();
 
   count("sums forward", dtype, layout, [&] {
-    return kernels.forward_sums(view, x.data(), work.data(), sums.data(), multiprocessors,
-                                the_stream());
+    return kernels.forward_sums(view, x.data(), work.data(), sums.data(), the_stream());
   });
   const auto count_sums = [&](const char* pass, const BackwardShard& shard) {
     count(pass, dtype, layout, [&] {
-      return kernels.backward_sums(shard, kept, 0, work.data(), sums.data(), multiprocessors,
-                                   the_stream());
+      return kernels.backward_sums(shard, kept, 0, work.data(), sums.data(), the_stream());
     });
   };
   count_sums("sums backward", backward);
   count_sums("sums backward, relu", relu);
   const auto count_y = [&](const char* pass, const ForwardShard& shard) {
-    count(pass, dtype, layout, [&] {
-      return kernels.normalize(shard, coefficients.data(), multiprocessors, the_stream());
-    });
+    count(pass, dtype, layout,
+          [&] { return kernels.normalize(shard, coefficients.data(), the_stream()); });
   };
   const auto count_dx = [&](const char* pass, const BackwardShard& shard) {
-    count(pass, dtype, layout, [&] {
-      return kernels.input_gradient(shard, coefficients.data(), multiprocessors, the_stream());
-    });
+    count(pass, dtype, layout,
+          [&] { return kernels.input_gradient(shard, coefficients.data(), the_stream()); });
   };
   if (!only_sums) {
     count_y("y", forward);
@@ -121,15 +115,15 @@ void count_passes(const char* dtype, const Layout& layout, int multiprocessors, 
   MUST(cuda().synchronize(the_stream()));
 }
 
-void count_layers(int multiprocessors) {
+void count_layers() {
   for (const auto& [n, c, size] : kLayers) {
     const std::string shape = std::to_string(n) + "x" + std::to_string(c) + "x" +
                               std::to_string(size) + "x" + std::to_string(size);
     const int64_t s = int64_t{size} * size;
     for (const Layout& layout :
          {Layout{"planes " + shape, {n, c, s}}, Layout{"rows " + shape, {n * s, c, 1, s}}}) {
-      count_passes<float>("float32", layout, multiprocessors, true);
-      count_passes<Half>("float16", layout, multiprocessors, true);
+      count_passes<float>("float32", layout, true);
+      count_passes<Half>("float16", layout, true);
     }
   }
 }
@@ -137,18 +131,18 @@ void count_layers(int multiprocessors) {
 }  // namespace
 }  // namespace gluon_syncbn
 
-int main(int count, char** arguments) {
+int main(int count, char**) {
   using namespace gluon_syncbn;
   if (count > 1) {
     ptxsim::run_at_most(8);
-    count_layers(std::atoi(arguments[1]));
+    count_layers();
     return check::failed > 0;
   }
   for (const Layout& layout : kLayouts) {
-    count_passes<float>("float32", layout, 2, false);
-    count_passes<Half>("float16", layout, 2, false);
-    count_passes<BFloat16>("bfloat16", layout, 2, false);
-    count_passes<double>("float64", layout, 2, false);
+    count_passes<float>("float32", layout, false);
+    count_passes<Half>("float16", layout, false);
+    count_passes<BFloat16>("bfloat16", layout, false);
+    count_passes<double>("float64", layout, false);
   }
   return check::failed > 0;
 }

@@ -9,9 +9,6 @@
 namespace ptxsim {
 namespace {
 
-constexpr int kMultiprocessors = 2;
-constexpr int kMultiprocessorCount = 16;
-
 using Lock = std::lock_guard<std::mutex>;
 
 thread_local dim3 pushed_grid, pushed_block;
@@ -159,16 +156,6 @@ int cudaSetDevice(int device) {
 }
 int cudaGetDeviceCount(int* count) {
   *count = state().devices;
-  return kSuccess;
-}
-int cudaDeviceGetAttribute(int* value, int attribute, int) {
-  ENTER;
-  if (attribute != kMultiprocessorCount) return fail(kInvalidValue);
-  *value = kMultiprocessors;
-  return kSuccess;
-}
-int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
-  *blocks = 2;
   return kSuccess;
 }
 int cudaDeviceCanAccessPeer(int* can, int device, int peer) {

@@ -104,9 +104,6 @@ void map_contexts(CudaRuntime* table) {
   table->has_context = [](int* active, int context) {
     return real->runtime.has_context(active, context % cards);
   };
-  table->multiprocessors = [](int* count, int context) {
-    return real->runtime.multiprocessors(count, context % cards);
-  };
   table->can_access_peer = [](int* can, int context, int peer) {
     *can = can_access(context, peer);
     if (!*can || context % cards == peer % cards) return 0;
@@ -138,7 +135,6 @@ void install() {
   map_contexts(&table);
   COUNT(void, table, CudaRuntime::get_device, "cudaGetDevice");
   COUNT(void, table, CudaRuntime::set_device, "cudaSetDevice");
-  COUNT(void, table, CudaRuntime::multiprocessors, "cudaDeviceGetAttribute");
   COUNT(void, table, CudaRuntime::malloc, "cudaMalloc");
   COUNT(void, table, CudaRuntime::free, "cudaFree");
   COUNT(void, table, CudaRuntime::malloc_host, "cudaHostAlloc");

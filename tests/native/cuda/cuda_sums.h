@@ -33,21 +33,18 @@ inline bool same_sums(const std::vector<Sums>& a, const std::vector<Sums>& b) {
   return true;
 }
 
-// Alignment, the number of multiprocessors, and splits into parts leave the bits of sums alone.
+// Alignment, and splits into parts leave the bits of sums alone.
 // Returns those of forward.
 template <typename T>
 Sums check_independence(const Problem<T>& p, const std::vector<int64_t>& shifts,
-                        const std::vector<int>& multiprocessors,
                         const std::vector<int64_t>& splits) {
   const View& view = p.view;
   const std::vector<Statistics> s = statistics_of(p, forward_sums(p));
   OnDevice<T> device(p);
   const std::vector<Sums> whole = all_sums(&device, view, 0, view.N, s);
   for (const int64_t shift : shifts) {
-    for (const int count : multiprocessors) {
-      OnDevice<T> other(p, shift, count);
-      CHECK(same_sums(all_sums(&other, view, 0, view.N, s), whole));
-    }
+    OnDevice<T> other(p, shift);
+    CHECK(same_sums(all_sums(&other, view, 0, view.N, s), whole));
   }
   const int64_t samples = view.N / view.R;
   for (const int64_t split : splits) {
@@ -66,22 +63,22 @@ Sums check_independence(const Problem<T>& p, const std::vector<int64_t>& shifts,
 }
 
 template <typename T>
-void sums_are_independent_of_splits_alignment_and_multiprocessors() {
+void sums_are_independent_of_splits_and_alignment() {
   for (const View& view : {View{8, 3, 49}, View{6, 40, 25}, View{6, 2, 2048}, View{7, 5, 6},
                            View{8 * 30, 20, 1, 30}, View{5 * 600, 3, 1, 600},
                            View{2 * 700, 40, 1, 700}, View{9 * 20, 300, 1, 20}, View{40, 33, 1}}) {
     check::context = name_of<T>(view, 0);
-    check_independence(Problem<T>(view, Type<T>::kLargestOffset), {0, 1, 2, 3, 5}, {1, 3, 132},
+    check_independence(Problem<T>(view, Type<T>::kLargestOffset), {0, 1, 2, 3, 5},
                        {2, 3, 4, 5, 6, 7, 8});
   }
   // Many records of a channel, which a warp or a block adds.
   for (const View& view : {View{700, 2, 64}, View{600, 2, 7}, View{600, 40, 3},
                            View{30 * 40, 8, 1, 30}, View{300, 40, 1}, View{17000, 2, 1}}) {
     check::context = name_of<T>(view, 1) + ", many records";
-    check_independence(Problem<T>(view, 1), {0, 1}, {2, 132}, {});
+    check_independence(Problem<T>(view, 1), {0, 1}, {});
   }
   if (!std::is_same<T, float>::value) return;
-  check_independence(Problem<T>({2 * 1100, 2, 1, 2}, 1), {0}, {1000}, {});
+  check_independence(Problem<T>({2 * 1100, 2, 1, 2}, 1), {0}, {});
 }
 
 // The sums of backward with an epilogue, on the device, compared with the host's if `compared`.
@@ -146,7 +143,7 @@ void sums_of_samples_of_all_sizes_are_independent_of_splits() {
           p.dy[i] = value_of<T>(n % 6 == 4 ? 0 : to_double(p.dy[i]) * scale);
         }
       }
-      const Sums sums = check_independence(p, {0, 1}, {1, 132}, {40});
+      const Sums sums = check_independence(p, {0, 1}, {40});
       check_statistics<T>(statistics_of(p, sums), statistics_of(p, forward_sums(p)));
     }
   }
@@ -247,7 +244,7 @@ inline void products_that_cancel_leave_their_low_bits() {
 
 template <typename T>
 void test_sums() {
-  sums_are_independent_of_splits_alignment_and_multiprocessors<T>();
+  sums_are_independent_of_splits_and_alignment<T>();
   sums_match_the_cpu_for_every_size_of_samples<T>();
   sums_of_extreme_values_are_right<T>();
   for (const bool almost_constant : {false, true}) {

@@ -107,9 +107,8 @@ class OnDevice {
  public:
   using A = Arithmetic<T>;
 
-  explicit OnDevice(const Problem<T>& p, int64_t shift = 0, int multiprocessors = 2)
+  explicit OnDevice(const Problem<T>& p, int64_t shift = 0)
       : p_(p),
-        multiprocessors_(multiprocessors),
         x(p.x.data(), p.view.size(), shift),
         dy(p.dy.data(), p.view.size(), shift_by(shift, 1)),
         gamma(p.gamma.data(), p.view.C),
@@ -121,9 +120,9 @@ class OnDevice {
   Sums forward_sums(int64_t begin, int64_t end) {
     View view = p_.view;
     view.N = end - begin;
-    DeviceArray<ChannelSums> work(kernels().work_size(view, multiprocessors_)), sums(view.C);
+    DeviceArray<ChannelSums> work(kernels().work_size(view)), sums(view.C);
     MUST(kernels().forward_sums(view, x.data() + begin * view.C * view.S, work.data(), sums.data(),
-                                multiprocessors_, the_stream()));
+                                the_stream()));
     return sums.get();
   }
   Sums forward_sums() { return forward_sums(0, p_.view.N); }
@@ -135,10 +134,8 @@ class OnDevice {
 
   Sums backward_sums(const BackwardShard& shard, const std::vector<Statistics>& s) {
     Start start(*this, shard, s);
-    DeviceArray<ChannelSums> work(kernels().work_size(shard.view, multiprocessors_)),
-        sums(shard.view.C);
-    MUST(kernels().backward_sums(shard, start.kept, 0, work.data(), sums.data(), multiprocessors_,
-                                 the_stream()));
+    DeviceArray<ChannelSums> work(kernels().work_size(shard.view)), sums(shard.view.C);
+    MUST(kernels().backward_sums(shard, start.kept, 0, work.data(), sums.data(), the_stream()));
     return sums.get();
   }
 
@@ -171,7 +168,7 @@ class OnDevice {
     finish.beta = shard.beta;
     finish.coefficients = coefficients.data();
     MUST(kernels().finish_forward(finish, {}, the_stream()));
-    MUST(kernels().normalize(shard, coefficients.data(), multiprocessors_, the_stream()));
+    MUST(kernels().normalize(shard, coefficients.data(), the_stream()));
     MUST(cuda().synchronize(the_stream()));
   }
 
@@ -197,7 +194,7 @@ class OnDevice {
     finish.dbeta = dbeta.data();
     finish.add_dgamma = finish.add_dbeta = adds;
     MUST(kernels().finish_backward(finish, the_stream()));
-    MUST(kernels().input_gradient(shard, coefficients.data(), multiprocessors_, the_stream()));
+    MUST(kernels().input_gradient(shard, coefficients.data(), the_stream()));
     return {dgamma.get(), dbeta.get()};
   }
 
@@ -211,7 +208,6 @@ class OnDevice {
   }
 
   const Problem<T>& p_;
-  const int multiprocessors_;
 
   // What a forward leaves to a backward.
   struct Start {
